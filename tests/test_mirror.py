@@ -14,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ("artifacts", "kernels", "runtime", "aot")
+CODE = (ast.FunctionDef, ast.ClassDef)
 # The modules of a room that have no test file of their name, and the files below tests/ that test them ("": none yet).
 COVERED: dict[tuple[str, str], str] = {
     ("artifacts", "errors limits"): "artifacts/format/test_codec.py",
@@ -42,12 +43,13 @@ COVERED: dict[tuple[str, str], str] = {
     ("runtime.dispatch", "ranking"): "runtime/dispatch/test_decide.py",
     ("runtime.dispatch", "places"): "runtime/dispatch/test_snapshot.py",
     ("runtime.dispatch", "rowops"): "runtime/launch/test_rowops.py",
-    ("runtime.integrations", "sglang sglang_experts"): "engines/test_sglang.py",
-    ("runtime.integrations", "sglang_quantised"): "engines/test_sglang_quantised.py",
-    ("runtime.integrations", "transformers_copies"): "runtime/integrations/test_transformers_gates.py",
-    ("runtime.integrations", "unsloth_cache"): "runtime/integrations/test_unsloth.py",
-    ("runtime.integrations", "vllm_experts"): "engines/test_vllm_experts.py",
-    ("runtime.integrations", "vllm_configs vllm_quantised"): "engines/test_vllm_quantised.py",
+    ("runtime.integrations", "sglang"): "engines/test_sglang.py",
+    ("runtime.integrations.sglang", "experts"): "engines/test_sglang.py",
+    ("runtime.integrations.sglang", "quantised"): "engines/test_sglang_quantised.py",
+    ("runtime.integrations.transformers", "copies"): "runtime/integrations/transformers/test_gates.py",
+    ("runtime.integrations.unsloth", "cache"): "runtime/integrations/test_unsloth.py",
+    ("runtime.integrations.vllm", "experts"): "engines/test_vllm_experts.py",
+    ("runtime.integrations.vllm", "configs quantised"): "engines/test_vllm_quantised.py",
     ("runtime.ops", "activation"): "runtime/ops/test_layer.py",
     ("runtime.ops", "gradients"): "runtime/ops/test_autograd.py",
     ("runtime.inspect", "asked"): "runtime/inspect/test_explain.py",
@@ -93,9 +95,19 @@ BY_NAME = {"aot.compile.triton": ("kernels.gemm.portable", "kernels.gemm.hopper"
 
 
 def modules(root: Path) -> list[str]:
-    """The product's modules, as ``runtime.ops.layer``; an ``__init__.py`` is none."""
-    paths = [path.relative_to(root) for layer in LAYERS for path in sorted((root / layer).rglob("*.py"))]
-    return [".".join(path.with_suffix("").parts) for path in paths if path.name != "__init__.py"]
+    """The product's modules, as ``runtime.ops.layer``. An ``__init__.py`` with code is one of its room's name.
+
+    (A layer's front has none but the table of its public names.)
+    """
+    paths = [path for layer in LAYERS for path in sorted((root / layer).rglob("*.py"))]
+    found = []
+    for path in paths:
+        *room, name = path.relative_to(root).with_suffix("").parts
+        if name != "__init__":
+            found.append(".".join([*room, name]))
+        elif len(room) > 1 and any(isinstance(node, CODE) for node in ast.parse(path.read_text()).body):
+            found.append(".".join(room))
+    return found
 
 
 def own_test(module: str) -> str:
@@ -164,7 +176,10 @@ def test_tests_mirror_the_tree() -> None:
 
 
 A_FILE = "from pretuned.aot.plan import a, b"
-MADE = {"aot/plan/a.py": "", "aot/plan/b.py": "", "tests/aot/plan/test_a.py": A_FILE}
+MADE = {
+    "aot/__init__.py": "def __getattr__(name): ...", "aot/plan/__init__.py": '"""The plan."""', "aot/plan/a.py": "",
+    "aot/plan/b.py": "", "tests/aot/plan/test_a.py": A_FILE,
+}  # fmt: skip
 ROW = {("aot.plan", "b"): "aot/plan/test_a.py"}
 
 
@@ -180,6 +195,7 @@ def test_a_tree_that_keeps_it(tmp_path: Path) -> None:
         (MADE, {("aot.plan", "b c"): "aot/plan/test_a.py"}, "aot.plan.c stands in COVERED, and is no module"),
         (MADE, {("aot.plan", "a b"): "aot/plan/test_a.py"}, "aot.plan.a has tests/aot/plan/test_a.py: its row"),
         (MADE, {("aot.plan", "b"): "aot/test_x.py"}, "tests/aot/test_x.py, which COVERED names for aot.plan.b, does"),
+        ({**MADE, "aot/plan/__init__.py": "def f(): ..."}, ROW, "aot.plan has no tests/aot/test_plan.py, and no row"),
         ({**MADE, "tests/aot/plan/test_a.py": "from pretuned.aot import planner"}, ROW,
          "which COVERED names for aot.plan.b, imports nothing of aot.plan"),
     ],

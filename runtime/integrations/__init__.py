@@ -1,4 +1,4 @@
-"""Engines and libraries that run on pretuned: one file each, none imports its engine before it is asked.
+"""Engines and libraries that run on pretuned: a room each, which none imports its engine before it is asked.
 
-Uses pretuned.runtime.
+A room's ``__init__.py`` is what users and entry points import. Uses pretuned.runtime.
 """

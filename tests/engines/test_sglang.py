@@ -81,7 +81,7 @@ def test_without_a_switch_the_cpu_stays_with_sglang(
     ],
 )
 def test_what_stays_with_sglang_and_why(changes: dict[str, Any], told: str) -> None:
-    from pretuned.integrations.sglang_experts import refusal
+    from pretuned.integrations.sglang.experts import refusal
 
     why = refusal(made(**changes), torch.nn.Module(), config(**changes), None, everywhere=True)
     assert why is not None

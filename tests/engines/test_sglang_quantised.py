@@ -233,9 +233,9 @@ def test_layers_that_stay_with_sglang(
 def test_what_moves_weights_while_it_runs_stays_with_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.server_args import ServerArgs
 
-    from pretuned.integrations import sglang_experts
-    from pretuned.integrations.sglang_experts import refusal
-    from pretuned.integrations.sglang_quantised import format_of
+    from pretuned.integrations.sglang import experts
+    from pretuned.integrations.sglang.experts import refusal
+    from pretuned.integrations.sglang.quantised import format_of
 
     load(monkeypatch)
     layer = fused(quant_config("gpt-oss mxfp4"), **OAI)
@@ -246,7 +246,7 @@ def test_what_moves_weights_while_it_runs_stays_with_sglang(monkeypatch: pytest.
         ("moe_runner_backend", "triton_kernel", "--moe-runner-backend triton_kernel asks for it"),
     ):  # fmt: skip
         args = ServerArgs(model_path="none", device="cpu", **{option: value})
-        monkeypatch.setattr(sglang_experts, "get_server_args", lambda args=args: args)
+        monkeypatch.setattr(experts, "get_server_args", lambda args=args: args)
         assert str(refusal(*asked, everywhere=True)).startswith(why)
     monkeypatch.undo()
     layer.w13_weight.data = torch.zeros(E, 384, 128, dtype=torch.uint8)  # as for a backend that wants more rows

@@ -20,7 +20,7 @@ _ONE = "Qwen3-MoE"
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The tokens of each call of a layer on pretuned."""
-    from pretuned.integrations.vllm_experts import PretunedExperts
+    from pretuned.integrations.vllm.experts import PretunedExperts
 
     seen: list[int] = []
     apply = PretunedExperts.apply
@@ -65,9 +65,9 @@ def test_bfloat16(models: dict[str, Path], without: dict[str, Told], calls: list
 def test_an_activation_that_is_none_of_pretuned_s_stays_with_vllm(
     monkeypatch: pytest.MonkeyPatch, models: dict[str, Path], without: dict[str, Told], calls: list[int]
 ) -> None:
-    from pretuned.integrations import vllm_experts
+    from pretuned.integrations.vllm import experts
 
-    monkeypatch.delitem(vllm_experts._ACTIVATIONS, "swigluoai")
+    monkeypatch.delitem(experts._ACTIVATIONS, "swigluoai")
     with lines() as told:
         said = run(models["gpt-oss"], "1", generate)
     assert said == without["gpt-oss"]

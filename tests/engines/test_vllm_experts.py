@@ -66,7 +66,7 @@ def test_another_plug_in_keeps_its_place(
 def test_a_layer_is_taken_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
-    from pretuned.integrations.vllm_experts import PretunedExperts
+    from pretuned.integrations.vllm.experts import PretunedExperts
 
     load_plugins(monkeypatch, PRETUNED_VLLM="1")
     kinds = []
@@ -97,7 +97,7 @@ def test_without_a_switch_the_cpu_stays_with_vllm(monkeypatch: pytest.MonkeyPatc
 def test_what_stays_with_vllm_and_why() -> None:
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
-    from pretuned.integrations.vllm_experts import refusal
+    from pretuned.integrations.vllm.experts import refusal
 
     def why(backend: str = "CPU", everywhere: bool = True, **changes: Any) -> str | None:
         return refusal(config(**changes), backend, everywhere=everywhere)
@@ -138,16 +138,16 @@ def test_what_stays_with_vllm_and_why() -> None:
 
 def test_on_a_gpu_the_bundles_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     """(What follows, loading and launching, is tested on a GPU.)"""
-    from pretuned.integrations import vllm_experts
+    from pretuned.integrations.vllm import experts
 
-    monkeypatch.setattr(vllm_experts, "current_platform", SimpleNamespace(is_cuda=lambda: True, device_name="cuda"))
-    monkeypatch.setattr(vllm_experts, "current_device", lambda: 0)
-    monkeypatch.setattr(vllm_experts, "local_gpu", lambda device: ON_H200)
+    monkeypatch.setattr(experts, "current_platform", SimpleNamespace(is_cuda=lambda: True, device_name="cuda"))
+    monkeypatch.setattr(experts, "current_device", lambda: 0)
+    monkeypatch.setattr(experts, "local_gpu", lambda device: ON_H200)
     qwen3 = {"num_experts": 128, "num_local_experts": 128, "num_logical_experts": 128, "experts_per_token": 8,
              "hidden_dim": 2048, "intermediate_size": 768}  # fmt: skip
 
     def why(everywhere: bool, **changes: Any) -> str | None:
-        return vllm_experts.refusal(config(**(qwen3 | changes)), "TRITON", everywhere=everywhere)
+        return experts.refusal(config(**(qwen3 | changes)), "TRITON", everywhere=everywhere)
 
     assert why(False) is None
     told = why(False, intermediate_size=400)
@@ -161,7 +161,7 @@ def test_experts_of_other_ranks_and_ids_that_stand_for_none() -> None:
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 
-    from pretuned.integrations.vllm_experts import PretunedExperts
+    from pretuned.integrations.vllm.experts import PretunedExperts
 
     torch.manual_seed(0)
     E, T, H, I = 3, 5, 32, 16  # noqa: E741

@@ -118,7 +118,7 @@ def pointers(llm: Any) -> list[int]:
     ],
 )  # fmt: skip
 def test_what_stays_with_vllm_and_why(name: str, has: dict[str, Any], changes: dict[str, Any], told: str) -> None:
-    from pretuned.integrations.vllm_quantised import take
+    from pretuned.integrations.vllm.quantised import take
 
     sizes = {"num_experts": 8, "num_local_experts": 8, "num_logical_experts": 8, "hidden_dim": 256,
              "intermediate_size": 256}  # fmt: skip
@@ -134,7 +134,7 @@ def test_what_stays_with_vllm_and_why(name: str, has: dict[str, Any], changes: d
 
 
 def test_methods_of_other_formats_are_passed_over_in_silence() -> None:
-    from pretuned.integrations.vllm_quantised import take
+    from pretuned.integrations.vllm.quantised import take
 
     own = SimpleNamespace(moe=None)
     with lines() as said:
@@ -146,7 +146,7 @@ def loaded(scale: int) -> tuple[Any, Any]:
     """pretuned's method for a layer in mxfp4, and the layer, whose scales are all 2**(scale - 127)."""
     import torch
 
-    from pretuned.integrations.vllm_quantised import _FORMATS, PretunedQuantisedMethod
+    from pretuned.integrations.vllm.quantised import _FORMATS, PretunedQuantisedMethod
 
     moe = config(hidden_dim=64, intermediate_size=64)
     method, layer = PretunedQuantisedMethod(moe, _FORMATS["Mxfp4MoEMethod"](None)), torch.nn.Module()
@@ -158,9 +158,9 @@ def loaded(scale: int) -> tuple[Any, Any]:
 
 def test_scales_that_no_kernel_takes_are_an_error_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from pretuned.artifacts.errors import InputError
-    from pretuned.integrations import vllm_quantised
+    from pretuned.integrations.vllm import quantised
 
-    monkeypatch.setattr(vllm_quantised, "current_platform", SimpleNamespace(is_cuda=lambda: True))
+    monkeypatch.setattr(quantised, "current_platform", SimpleNamespace(is_cuda=lambda: True))
     method, layer = loaded(scale=130)
     with pytest.raises(InputError, match=r"no kernel takes the scales of .*mxfp4.* PRETUNED_VLLM=0 serves"):
         method.process_weights_after_loading(layer)

@@ -22,14 +22,15 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from sglang.srt import plugins
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from pretuned.integrations import sglang, sglang_experts
+    from pretuned.integrations import sglang
+    from pretuned.integrations.sglang import experts
 
     places = [(pkgutil.resolve_name(owner), name) for owner, _, name in (one.rpartition(".") for one in sglang.PLACES)]
     own = [(owner, name, vars(owner).get(name)) for owner, name in places]
     monkeypatch.setattr(plugins, "_plugins_loaded", False)
     monkeypatch.delenv("PRETUNED_SGLANG", raising=False)
     monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
-    sglang_experts._tell.cache_clear()
+    experts._tell.cache_clear()
     HookRegistry.reset()
     yield HookRegistry
     HookRegistry.reset()

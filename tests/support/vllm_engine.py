@@ -119,7 +119,7 @@ def generate(llm: Any) -> Told:
 
 def count(worker: Any) -> None:
     """In a worker: count its layers' calls."""
-    from pretuned.integrations.vllm_experts import PretunedExperts
+    from pretuned.integrations.vllm.experts import PretunedExperts
 
     apply = PretunedExperts.apply
     worker.seen = []

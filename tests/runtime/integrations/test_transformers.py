@@ -19,7 +19,7 @@ from pretuned.aot.plan.plan import plan
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.problem import Fusion, Op
 from pretuned.integrations import transformers as ours
-from pretuned.integrations.transformers_gates import recognise
+from pretuned.integrations.transformers.gates import recognise
 from pretuned.runtime import reload
 from pretuned.runtime.ops.activation import Activation
 

@@ -1,7 +1,7 @@
 """vLLM's quantisation configs with one thing more: pretuned is asked for each MoE layer, after vLLM's own method.
 
-They are registered in place of vLLM's by ``vllm.py``, and copied to the engine's other processes with the rest of its
-settings, so they stand here by name. Imported inside vLLM alone; what runs a layer is imported when there is one.
+They are registered in place of vLLM's by ``__init__.py``, and copied to the engine's other processes with the rest of
+its settings, so they stand here by name. Imported inside vLLM alone; what runs a layer is imported when there is one.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class _Asks:
         own = super().get_quant_method(layer, prefix)  # type: ignore[misc]
         if not hasattr(own, "moe"):  # no MoE layer's
             return own
-        from .vllm_quantised import take
+        from .quantised import take
 
-        everywhere = os.environ.get("PRETUNED_VLLM", "").strip().lower() in ("1", "true")  # as vllm.py has it
+        everywhere = os.environ.get("PRETUNED_VLLM", "").strip().lower() in ("1", "true")  # as __init__.py has it
         return take(own, layer, everywhere=everywhere)
 
 

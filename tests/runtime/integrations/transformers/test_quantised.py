@@ -16,8 +16,8 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Layout, Op, Problem
 from pretuned.integrations import transformers as ours
 from pretuned.integrations.transformers import experts_forward
-from pretuned.integrations.transformers_gates import recognise
-from pretuned.integrations.transformers_quantised import (
+from pretuned.integrations.transformers.gates import recognise
+from pretuned.integrations.transformers.quantised import (
     _codes_of,
     keep_compressed_tensors,
     keep_mxfp4,

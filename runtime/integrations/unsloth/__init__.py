@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from ..artifacts.errors import HostError
-from ..artifacts.records.precision import DType
-from ..artifacts.records.problem import Fusion, Layout, Op, Problem
-from ..runtime.api.gradients import grouped_gemm_dW as _dW
-from ..runtime.api.gradients import grouped_gemm_dX as _dX
-from ..runtime.api.grouped_gemm import grouped_gemm as _grouped_gemm
-from ..runtime.check.tensors import DTYPES
-from ..runtime.dispatch import snapshot as dispatch_snapshot
-from ..runtime.dispatch.pin import KernelPair, Preference, nearest
-from ..runtime.driver.device import local_gpu
-from .unsloth_cache import clear_cache, load_cached_config, save_cached_config
+from ...artifacts.errors import HostError
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Fusion, Layout, Op, Problem
+from ...runtime.api.gradients import grouped_gemm_dW as _dW
+from ...runtime.api.gradients import grouped_gemm_dX as _dX
+from ...runtime.api.grouped_gemm import grouped_gemm as _grouped_gemm
+from ...runtime.check.tensors import DTYPES
+from ...runtime.dispatch import snapshot as dispatch_snapshot
+from ...runtime.dispatch.pin import KernelPair, Preference, nearest
+from ...runtime.driver.device import local_gpu
+from .cache import clear_cache, load_cached_config, save_cached_config
 
 if TYPE_CHECKING:
-    from ..kernels.contract.config import Config
+    from ...kernels.contract.config import Config
 
 __all__ = [
     "GroupedGemm",
@@ -73,7 +73,7 @@ class KernelConfig:
     @property
     def wish(self) -> dict[str, int]:
         """The same by the names of a ``Config``'s knobs."""
-        from ..kernels.contract.config import Loads
+        from ...kernels.contract.config import Loads
 
         named = {"block_m": self.BLOCK_SIZE_M, "block_n": self.BLOCK_SIZE_N, "block_k": self.BLOCK_SIZE_K}
         loads = any(getattr(self, f"use_tma_load_{name}", False) for name in ("w", "x", "dy"))

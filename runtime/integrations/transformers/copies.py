@@ -1,4 +1,4 @@
-"""Copies of transformers' and torch's own code, for ``transformers_gates.py`` to compare with. None is ever run.
+"""Copies of transformers' and torch's own code, for ``gates.py`` to compare with. None is ever run.
 
 The instructions of each are those of the function that it is named after, names of locals and all. A function that
 transformers changes is no longer recognised: its own code runs between two products, until the copy is changed, too.

@@ -2,7 +2,7 @@
 
 It puts hooks of SGLang's own registry around the places where a method for MoE layers makes its runner and, of those of
 quantised weights, where these were loaded, where they are put back to be loaded again, and where the layer is called.
-All else is imported when a model has such a layer: ``sglang_experts.py``, ``sglang_quantised.py``.
+All else is imported when a model has such a layer: ``experts.py``, ``quantised.py``.
 
 ``PRETUNED_SGLANG=0`` switches it off, and so does a ``SGLANG_PLUGINS`` without ``pretuned``. ``PRETUNED_SGLANG=1`` runs
 each layer that pretuned can run; else it is those alone that a bundle was built for, on a GPU.
@@ -55,7 +55,7 @@ def around(create: Callable[..., Any], method: Any, layer: Any, config: Any) -> 
     """SGLang's ``create_moe_runner``, and pretuned's runner in the place of its own where it runs the layer."""
     made = create(method, layer, config)
     try:
-        from .sglang_experts import take
+        from .experts import take
     except ImportError as error:
         _without(str(error))
         return made
@@ -82,7 +82,7 @@ def called(apply: Callable[..., Any], method: Any, layer: Any, dispatch_output: 
 
 
 def _experts(layer: Any) -> Any:
-    """What a layer with quantised weights that is pretuned's has: sglang_quantised.Experts; None of others."""
+    """What a layer with quantised weights that is pretuned's has: quantised.Experts; None of others."""
     return getattr(layer, "pretuned_experts", None)
 
 

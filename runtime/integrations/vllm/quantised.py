@@ -4,7 +4,7 @@ Of each layer the tensors of the checkpoint are loaded as they are, and put into
 repacked beside them. Weights that are loaded again (``reload_weights``) are prepared likewise before vLLM copies them
 to where the first ones lie, so a captured graph goes on.
 
-Imported inside vLLM alone, by ``vllm_configs.py``.
+Imported inside vLLM alone, by ``configs.py``.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedM
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 
-from ..artifacts.records.precision import DType, dtypes_of
-from ..runtime.weights.expert_weights import ExpertWeights
-from .served_layer import follow, prepared
-from .vllm_experts import PretunedExperts, layer_of, load_kernels, refusal_of, tell_left, tell_taken
+from ...artifacts.records.precision import DType, dtypes_of
+from ...runtime.weights.expert_weights import ExpertWeights
+from ..served_layer import follow, prepared
+from .experts import PretunedExperts, layer_of, load_kernels, refusal_of, tell_left, tell_taken
 
 _BLOCK = 128  # of fp8
 _KERNEL_BLOCK = 64  # N and K are multiples of, where a kernel reads codes of other formats
@@ -93,7 +93,7 @@ _INTERLEAVED = "GptOssMxfp4MoEMethod"  # alone has swigluoai's gate and up in al
 def take(own: Any, layer: Any, *, everywhere: bool) -> Any:
     """pretuned's method for a layer, or vLLM's ``own`` where pretuned lacks something that it has, which is told once.
 
-    ``everywhere``: as of ``vllm_experts.take``.
+    ``everywhere``: as of ``experts.take``.
     """
     read = _FORMATS.get(type(own).__name__)
     if read is None:

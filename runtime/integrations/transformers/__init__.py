@@ -8,7 +8,7 @@
 transformers, from 5.8 on, hands a function so registered the experts' module, with how its weights lie as attributes,
 the tokens and their routing. Experts that stay in fp8 with a scale for each 128 x 128 (DeepSeek-V3, Qwen3-*-FP8), or in
 DeepSeek-V4's fp4, go through an interface of their own, for the same function. Others that a checkpoint has quantised
-stay so where ``transformers_quantised.py`` keeps them. Nothing here imports transformers, but ``register``.
+stay so where ``quantised.py`` keeps them. Nothing here imports transformers, but ``register``.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ..artifacts.errors import InputError, PretunedError
-from ..artifacts.records.problem import Layout, Op, Problem
-from ..runtime.api.grouped_gemm import grouped_gemm
-from ..runtime.api.lora import Lora
-from ..runtime.api.moe import moe_mlp, sort_routing
-from ..runtime.check.tensors import DTYPES, PLAIN, bad
-from ..runtime.inspect.preload import preload
-from ..runtime.launch.quantised import wants_order
-from ..runtime.ops.layer import FrozenWeights, Weights, weights_of
-from ..runtime.settings import settings
-from ..runtime.weights.expert_weights import ExpertWeights
-from .transformers_gates import recognise
-from .transformers_lora import adapted
-from .transformers_quantised import keep_compressed_tensors, quantised, restore
+from ...artifacts.errors import InputError, PretunedError
+from ...artifacts.records.problem import Layout, Op, Problem
+from ...runtime.api.grouped_gemm import grouped_gemm
+from ...runtime.api.lora import Lora
+from ...runtime.api.moe import moe_mlp, sort_routing
+from ...runtime.check.tensors import DTYPES, PLAIN, bad
+from ...runtime.inspect.preload import preload
+from ...runtime.launch.quantised import wants_order
+from ...runtime.ops.layer import FrozenWeights, Weights, weights_of
+from ...runtime.settings import settings
+from ...runtime.weights.expert_weights import ExpertWeights
+from .gates import recognise
+from .lora import adapted
+from .quantised import keep_compressed_tensors, quantised, restore
 
 _Adapters: TypeAlias = tuple[Lora | None, Lora | None]
 
@@ -177,15 +177,13 @@ def experts_forward(
 
     ``self`` is the experts' module: gate_up_proj (up_proj without a gate) and down_proj, [E, N, K] or, with
     ``is_transposed``, [E, K, N]. Where one has an adapter by PEFT's ``target_parameters``, that runs beside its
-    product, and W + s B A is not made (``transformers_lora.py``). hidden_states is [T, H], top_k_index and
-    top_k_weights are [T, k]. A product is computed in the dtype of its weight, to which what it multiplies and its
-    bias are cast; with quantised weights (``transformers_quantised.py``) in that of the tokens, which are not
-    quantised.
+    product, and W + s B A is not made (``lora.py``). hidden_states is [T, H], top_k_index and top_k_weights are [T, k].
+    A product is computed in the dtype of its weight, to which what it multiplies and its bias are cast; with quantised
+    weights (``quantised.py``) in that of the tokens, which are not quantised.
 
     One ``moe_mlp`` where what the module does between its products is transformers' own code for an activation that
-    ``activate`` has (``transformers_gates.py``); else, and where torch.compile traces it, two grouped GEMMs around the
-    module's
-    own code. Inside torch.func's transforms torch computes it, with a copy of its expert's weights for every slot.
+    ``activate`` has (``gates.py``); else, and where torch.compile traces it, two grouped GEMMs around the module's own
+    code. Inside torch.func's transforms torch computes it, with a copy of its expert's weights for every slot.
 
     Raises
     ------

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from pretuned.integrations import transformers as ours
-from pretuned.integrations.transformers_gates import recognise
+from pretuned.integrations.transformers.gates import recognise
 from pretuned.runtime.ops.activation import GATED, UNGATED, Activation, by_torch
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # transformers' own
@@ -240,11 +240,11 @@ def replaced(one: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
 def test_what_is_replaced_in_the_library_is_seen(
     library: Any, what: str, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pretuned.integrations import transformers_gates
+    from pretuned.integrations.transformers import gates
 
     experts = stock()
-    monkeypatch.setattr(transformers_gates, "_functions", {})
-    monkeypatch.setattr(transformers_gates, "_classes", {})
+    monkeypatch.setattr(gates, "_functions", {})
+    monkeypatch.setattr(gates, "_classes", {})
     if when == "after it":
         ours.experts_forward(experts, *given())
         assert recognise(experts, True) is not None

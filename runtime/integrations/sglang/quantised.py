@@ -4,7 +4,7 @@ SGLang makes and loads its own parameters. Where a layer is pretuned's they are 
 instead of into that of the backend that SGLang chose: nothing is repacked beside them. Before weights are loaded again
 they are put back, so a part of them can be.
 
-Imported inside SGLang alone, by ``sglang.py``.
+Imported inside SGLang alone, by ``experts.py``.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
 
-from ..artifacts.records.precision import DType, dtypes_of
-from ..runtime.weights.expert_weights import ExpertWeights
-from .served_layer import follow, prepared
+from ...artifacts.records.precision import DType, dtypes_of
+from ...runtime.weights.expert_weights import ExpertWeights
+from ..served_layer import follow, prepared
 
 _TRITON, _MARLIN = "triton", "marlin"
 _GROUPS = (32, 64, 128)  # of int4

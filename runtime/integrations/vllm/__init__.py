@@ -1,8 +1,8 @@
 """vLLM's door: the entry point ``vllm.general_plugins`` of this package, which every process of an engine calls.
 
 It puts one class in vLLM's registry for classes of others, in the place of its method for MoE layers that are not
-quantised, and configs of its own for those that are in vLLM's registry of quantisation configs (``vllm_configs.py``).
-All else is imported when a model has such a layer: ``vllm_experts.py``, ``vllm_quantised.py``.
+quantised, and configs of its own for those that are in vLLM's registry of quantisation configs (``configs.py``).
+All else is imported when a model has such a layer: ``experts.py``, ``quantised.py``.
 
 ``PRETUNED_VLLM=0`` switches it off, and so does a ``VLLM_PLUGINS`` without ``pretuned``. ``PRETUNED_VLLM=1`` runs each
 layer that pretuned can run; else it is those alone that a bundle was built for, on a GPU.
@@ -56,7 +56,7 @@ def _register_method(*, everywhere: bool) -> None:
 
         def __init__(self, moe: Any) -> None:
             super().__init__(moe)
-            from .vllm_experts import take
+            from .experts import take
 
             take(self, everywhere=everywhere)
 
@@ -64,7 +64,7 @@ def _register_method(*, everywhere: bool) -> None:
             self, layer: Any, num_experts: int, hidden_size: int, intermediate_size_per_partition: int,
             params_dtype: Any, **attributes: Any,
         ) -> None:  # fmt: skip
-            from .vllm_experts import keep
+            from .experts import keep
 
             keep(self, params_dtype)
             super().create_weights(
@@ -77,7 +77,7 @@ def _register_configs() -> None:
     try:
         from vllm.model_executor.layers import quantization
 
-        from .vllm_configs import CONFIGS
+        from .configs import CONFIGS
     except ImportError as error:
         _log.info("pretuned: this vLLM has no place for quantised MoE layers of others (%s)", error)
         return

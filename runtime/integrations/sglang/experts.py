@@ -1,10 +1,10 @@
 """SGLang's MoE layers on pretuned: the runner's core, and which layers it is for.
 
-Those with quantised weights: ``sglang_quantised.py``. A layer of which any part is none of pretuned's stays with the
-runner that SGLang chose, and why is told once. Unquantised weights are used as SGLang loaded them, w13 [E, 2*I, H] and
-w2 [E, H, I]: nothing is copied or packed.
+Those with quantised weights: ``quantised.py``. A layer of which any part is none of pretuned's stays with the runner
+that SGLang chose, and why is told once. Unquantised weights are used as SGLang loaded them, w13 [E, 2*I, H] and w2
+[E, H, I]: nothing is copied or packed.
 
-Imported inside SGLang alone, by ``sglang.py``.
+Imported inside SGLang alone, by ``__init__.py``.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 from sglang.srt.layers.moe.utils import get_moe_a2a_backend, get_moe_runner_backend, resolve_moe_runner_backend
 from sglang.srt.runtime_context import get_flags, get_server_args
 
-from ..artifacts.records.precision import DType
-from ..kernels.contract.mixed_input import SIZES, prepares
-from ..runtime.api.moe import moe_mlp
-from ..runtime.check.tensors import DTYPES
-from ..runtime.driver.device import current_device, local_gpu
-from ..runtime.ops.activation import OAI_ALPHA, OAI_LIMIT, Activation
-from .served_layer import ServedLayer, lacks, load
-from .sglang_quantised import Experts, Packing, format_of, runs_by
+from ...artifacts.records.precision import DType
+from ...kernels.contract.mixed_input import SIZES, prepares
+from ...runtime.api.moe import moe_mlp
+from ...runtime.check.tensors import DTYPES
+from ...runtime.driver.device import current_device, local_gpu
+from ...runtime.ops.activation import OAI_ALPHA, OAI_LIMIT, Activation
+from ..served_layer import ServedLayer, lacks, load
+from .quantised import Experts, Packing, format_of, runs_by
 
 NAME = "pretuned"
 _UNQUANTISED = "UnquantizedFusedMoEMethod"

@@ -1,9 +1,9 @@
 """Adapters that PEFT's ``target_parameters`` put on experts, recognised: run beside the product, W as it is.
 
 While a wrapped module runs, PEFT has its parameter parametrised: reading it makes W + scaling * lhs @ rhs, of every
-expert. Where the parametrization is exactly that, PEFT's own code (compared with a copy, ``transformers_copies.py``),
-the parameter below it and the two factors are taken instead. Of anything else nothing is assumed: it is read, as PEFT
-has it, and why is told once. Nothing here imports PEFT.
+expert. Where the parametrization is exactly that, PEFT's own code (compared with a copy, ``copies.py``), the parameter
+below it and the two factors are taken instead. Of anything else nothing is assumed: it is read, as PEFT has it, and why
+is told once. Nothing here imports PEFT.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from ..runtime.api.lora import MAX_RANK, Lora
-from ..runtime.check.tensors import PLAIN
-from . import transformers_copies
-from .transformers_gates import instructions
+from ...runtime.api.lora import MAX_RANK, Lora
+from ...runtime.check.tensors import PLAIN
+from . import copies
+from .gates import instructions
 
 _PEFT = "peft.tuners.lora.layer"
 
@@ -78,4 +78,4 @@ def _unknown(found: Any) -> str | None:
 
 @functools.lru_cache(maxsize=16)
 def _is_known(code: CodeType) -> bool:
-    return instructions(code) == instructions(transformers_copies.peft_factors.__code__)
+    return instructions(code) == instructions(copies.peft_factors.__code__)

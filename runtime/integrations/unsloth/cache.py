@@ -9,11 +9,11 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from ..artifacts.errors import HostError, InputError
-from ..artifacts.files.blob import read_checked, write_checked
-from ..artifacts.files.publish import make_folder
-from ..runtime.dispatch.pin import KernelPair
-from ..runtime.settings import settings
+from ...artifacts.errors import HostError, InputError
+from ...artifacts.files.blob import read_checked, write_checked
+from ...artifacts.files.publish import make_folder
+from ...runtime.dispatch.pin import KernelPair
+from ...runtime.settings import settings
 
 _DIRECTORY = "unsloth"
 _memory: dict[str, dict[str, Any]] = {}

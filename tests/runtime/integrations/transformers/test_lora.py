@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pretuned.integrations import transformers as ours
-from pretuned.integrations import transformers_lora
+from pretuned.integrations.transformers import lora
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # transformers' and PEFT's own
 
@@ -42,7 +42,7 @@ def peft() -> Any:
 
 @pytest.fixture(autouse=True)
 def nothing_told() -> None:
-    transformers_lora._told.clear()
+    lora._told.clear()
 
 
 def base(kind: str = "qwen3_moe", dtype: torch.dtype = torch.float32, **sizes: int) -> Any:

@@ -1,11 +1,11 @@
 """vLLM's MoE layers on pretuned: the class of vLLM's modular kernel, and which layers it is for.
 
-Those without quantisation are taken here, others in ``vllm_quantised.py``. A layer of which any part is none of
-pretuned's stays with the backend that vLLM chose, and why is told once. Weights are used as vLLM loaded them, w13
-[E, 2*I, H] and w2 [E, H, I]: nothing is copied, packed or kept, so those that are loaded again, or leave the GPU while
-the engine sleeps and come back, are simply read.
+Those without quantisation are taken here, others in ``quantised.py``. A layer of which any part is none of pretuned's
+stays with the backend that vLLM chose, and why is told once. Weights are used as vLLM loaded them, w13 [E, 2*I, H] and
+w2 [E, H, I]: nothing is copied, packed or kept, so those that are loaded again, or leave the GPU while the engine
+sleeps and come back, are simply read.
 
-Imported inside vLLM alone, by ``vllm.py``.
+Imported inside vLLM alone, by ``__init__.py``.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedM
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 from vllm.platforms import current_platform
 
-from ..artifacts.records.precision import DType
-from ..runtime.api.moe import moe_mlp
-from ..runtime.check.tensors import DTYPES
-from ..runtime.driver.device import current_device, local_gpu
-from ..runtime.ops.activation import OAI_ALPHA, OAI_LIMIT, Activation
-from ..runtime.weights.expert_weights import ExpertWeights
-from .served_layer import ServedLayer, lacks, load
+from ...artifacts.records.precision import DType
+from ...runtime.api.moe import moe_mlp
+from ...runtime.check.tensors import DTYPES
+from ...runtime.driver.device import current_device, local_gpu
+from ...runtime.ops.activation import OAI_ALPHA, OAI_LIMIT, Activation
+from ...runtime.weights.expert_weights import ExpertWeights
+from ..served_layer import ServedLayer, lacks, load
 
 _log = init_logger("vllm.pretuned")
 

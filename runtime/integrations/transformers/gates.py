@@ -1,8 +1,7 @@
 """What the experts of a model of transformers do between their two products, where that is transformers' own code.
 
 Code is recognised by what it is: a function of transformers (or torch) itself whose instructions are those of a copy
-(``transformers_copies.py``), an act_fn of exactly one of the classes here with nothing hung on it, and names that
-still mean what
+(``copies.py``), an act_fn of exactly one of the classes here with nothing hung on it, and names that still mean what
 they meant. All of that that can change is looked at in every call, in 2 to 4 us. Of what is not recognised nothing is
 held: its own code runs.
 """
@@ -21,8 +20,8 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.modules import module as modules
 
-from ..runtime.ops.activation import GATED, OAI_ALPHA, OAI_LIMIT, UNGATED, Activation
-from . import transformers_copies
+from ...runtime.ops.activation import GATED, OAI_ALPHA, OAI_LIMIT, UNGATED, Activation
+from . import copies
 
 # A name in a namespace, and what it meant when the code that reads it was recognised.
 _Read: TypeAlias = tuple[Mapping[str, Any], str, object]
@@ -57,7 +56,7 @@ def recognise(experts: Any, gated: bool) -> Activation | None:
     if own is None:
         return None
     interleaved, alpha, limit = _GATES[own.copy]
-    if own.copy is transformers_copies.fp8:
+    if own.copy is copies.fp8:
         if getattr(experts, "gate_softcap", None) is not None:
             return None
         if getattr(experts, alpha, None) is None:
@@ -127,20 +126,20 @@ def _recognise_class(kind: type) -> _Class | None:
     return known
 
 
-def _own(function: Any, copies: Any) -> _Own | None:
-    """What is known of a function that is transformers' or torch's own and one of the copies; None of any other."""
+def _own(function: Any, these: Any) -> _Own | None:
+    """What is known of a function that is transformers' or torch's own and one of these copies; None of any other."""
     if type(function) is not FunctionType:
         return None
     known = _functions.get(function)
     if known is not None:
-        return known if known.copy in copies and _holds(known, function) else None
+        return known if known.copy in these and _holds(known, function) else None
     place = function.__module__ or ""
     home = sys.modules.get(place)
     if place.partition(".")[0] not in ("transformers", "torch") or function.__closure__ is not None:
         return None
     if home is None or function.__globals__ is not vars(home) or function.__defaults__ or function.__kwdefaults__:
         return None
-    for copy in copies:
+    for copy in these:
         if instructions(function.__code__) == instructions(copy.__code__):
             reads = _reads(function)
             if reads is None:
@@ -200,31 +199,31 @@ def _is_torch_s(name: str, one: object) -> bool:
 _GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
 # Of a gate: whether gate and up lie interleaved, and its attributes with alpha and limit where it reads no act_fn.
 _GATES: dict[Callable[..., Any], tuple[bool, str, str]] = {
-    transformers_copies.default_apply_gate: (False, "", ""),
-    transformers_copies.beam: (False, "", ""),
-    transformers_copies.gpt_oss: (True, "alpha", "limit"),
-    transformers_copies.openai_privacy_filter: (False, "alpha", "limit"),
-    transformers_copies.minimax_m3_vl: (False, "swiglu_alpha", "swiglu_limit"),
-    transformers_copies.fp8: (False, "swiglu_alpha", "swiglu_limit"),
+    copies.default_apply_gate: (False, "", ""),
+    copies.beam: (False, "", ""),
+    copies.gpt_oss: (True, "alpha", "limit"),
+    copies.openai_privacy_filter: (False, "alpha", "limit"),
+    copies.minimax_m3_vl: (False, "swiglu_alpha", "swiglu_limit"),
+    copies.fp8: (False, "swiglu_alpha", "swiglu_limit"),
 }
 # Of a class: its forward, and which activation an instance is.
 _CLASSES: dict[tuple[str, str], tuple[Callable[..., Any], Callable[[Any], str | None]]] = {
-    ("transformers.activations", "SiLUActivation"): (transformers_copies.silu, lambda act: "silu"),
+    ("transformers.activations", "SiLUActivation"): (copies.silu, lambda act: "silu"),
     ("transformers.activations", "GELUActivation"): (
-        transformers_copies.its_act,
+        copies.its_act,
         lambda act: _name_of_function(act.__dict__.get("act")),
     ),
     ("transformers.activations", "GELUTanh"): (
-        transformers_copies.its_act,
+        copies.its_act,
         lambda act: _name_of_function(act.__dict__.get("act")),
     ),
-    ("transformers.activations", "ReLUSquaredActivation"): (transformers_copies.relu_squared, lambda act: "relu2"),
+    ("transformers.activations", "ReLUSquaredActivation"): (copies.relu_squared, lambda act: "relu2"),
     ("torch.nn.modules.activation", "SiLU"): (
-        transformers_copies.torch_s_silu,
+        copies.torch_s_silu,
         lambda act: None if act.inplace else "silu",
     ),
     ("torch.nn.modules.activation", "GELU"): (
-        transformers_copies.torch_s_gelu,
+        copies.torch_s_gelu,
         lambda act: _GELUS.get(act.approximate),
     ),
 }

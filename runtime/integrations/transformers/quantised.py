@@ -1,4 +1,4 @@
-"""The quantised weights of experts of transformers' models, as they lie in a module, for ``transformers.py``.
+"""The quantised weights of experts of transformers' models, as they lie in a module.
 
 A module's codes are put into the kernels' order in place, by the first call on a GPU that has a kernel for them. What
 reads them otherwise finds them as the checkpoint has them: they are put back before the module's state is read or
@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..runtime.weights.codes import e8m0
-from ..runtime.weights.expert_weights import ExpertWeights
-from ..runtime.weights.packings import E8M0
+from ...runtime.weights.codes import e8m0
+from ...runtime.weights.expert_weights import ExpertWeights
+from ...runtime.weights.packings import E8M0
 
 _NAME = "_pretuned_weights"
 # Of codes and scales: of transformers' fp8, of gpt-oss, and of compressed-tensors' packed and other codes.
