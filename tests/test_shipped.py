@@ -15,12 +15,12 @@ from pretuned.aot.journal.file import read_journal
 from pretuned.aot.journal.records import Measured
 from pretuned.aot.models.catalogue import catalogue
 from pretuned.aot.models.load import load_models
-from pretuned.aot.plan.families import CONFIG_LIMIT, Pool, pass_specs, specs, to_compile
+from pretuned.aot.plan.families import CONFIG_LIMIT, Pool, low_rank_specs, pass_specs, specs, to_compile
 from pretuned.aot.plan.plan import plan, planned_on
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.records.bundle import Source
 from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op, Problem
+from pretuned.artifacts.records.problem import Fusion, Op, Problem
 from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels.contract.registry import ENTRIES, entry_of
 from pretuned.runtime.dispatch.decide import Decision, decide
@@ -73,7 +73,8 @@ def test_the_candidates_are_all_that_would_be_compiled_of_these_kernels(path: Pa
         sm, there = bundle.target.sm, {made_of(one) for one in bundle.variants()}
     listed = plan(load_models(listed_for(sm)).shapes)
     problems = planned_on(listed, (sm,)).problems
-    wanted = {asked_for(one) for one in (*specs(problems, sm, Pool()), *pass_specs(problems, sm, Pool()))}
+    beside = *low_rank_specs(problems, sm, Pool()), *pass_specs(problems, sm, Pool())
+    wanted = {asked_for(one) for one in (*specs(problems, sm, Pool()), *beside)}
     assert there == wanted, anew
 
 
@@ -83,7 +84,8 @@ def test_the_candidates_are_what_this_triton_compiles(sm: int) -> None:
     """One of each kernel, byte for byte: what is no kernel's source decides its code, too."""
     found = Shipped.found(sm)
     listed = plan(load_models(listed_for(sm)).shapes)
-    firsts = {entry_of(one).name: one for one in reversed(to_compile(planned_on(listed, (sm,)).problems, sm, Pool()))}
+    wanted = to_compile(planned_on(listed, (sm,)).problems, sm, Pool(), low_rank=True)
+    firsts = {(entry_of(one).name, Fusion.LOW_RANK in one.fusion): one for one in reversed(wanted)}
     results = compile_all([CompileJob(one, sm) for one in firsts.values()])
     for result in results:
         ready = found.get(result.job.spec, sm)

@@ -156,8 +156,10 @@ def _usable(x: torch.Tensor, m_sizes: torch.Tensor, lora: Lora) -> tuple[torch.T
             tensors.bad(name, f"{one.dtype}", "a floating-point type")
         if one.device != x.device:
             tensors.bad(name, f"on {one.device}", f"x's device, {x.device}")
-        one = one.to(x.dtype)
+        # (Each look spares a view, and its node in the gradient's graph.)
+        if one.dtype is not x.dtype:
+            one = one.to(x.dtype)
         if one.stride(2) != 1 and one.shape[2] != 1:
             one = one.contiguous()
-        found.append(one.expand(E, -1, -1))
+        found.append(one if one.shape[0] == E else one.expand(E, -1, -1))
     return found[0], found[1]

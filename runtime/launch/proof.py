@@ -337,12 +337,10 @@ def _rows(kernel: gemm.LoadedKernel, here: Ground, on: _Operands, form: Fusion, 
         words["w"] = on.w.data_ptr()
     if on.scale is None:
         words["stride_x_m"] = on.reduction
-    added = None
+    u, second = draw.normal(_M, _RANK).to(dtype), draw.normal(E, on.columns, _RANK).to(dtype)
     if Fusion.LOW_RANK in form:
-        u, second = draw.normal(_M, _RANK).to(dtype), draw.normal(E, on.columns, _RANK).to(dtype)
         keep += [here.put(u), here.put(second.transpose(1, 2).contiguous() if on.w_kn else second)]
         words |= {"low_x": keep[-2].data_ptr(), "low_w": keep[-1].data_ptr()}
-        added = u.float(), second.float()
     counts = torch.tensor(_COUNTS, dtype=torch.int32, device="cpu")
     m_sizes = here.put(counts)
     for _ in range(2):  # what it counts with is as it was
@@ -355,10 +353,9 @@ def _rows(kernel: gemm.LoadedKernel, here: Ground, on: _Operands, form: Fusion, 
         row_weights=weights if Fusion.WEIGHT in form else None, bias=bias.float() if Fusion.BIAS in form else None,
         silu=silu,
     )  # fmt: skip
-    if added is not None:
-        ends = counts.cumsum(0).tolist()
-        for e, (end, count) in enumerate(zip(ends, _COUNTS, strict=True)):
-            result[end - count : end] += added[0][end - count : end] @ added[1][e].T
+    if Fusion.LOW_RANK in form:
+        reference.rows(u.float(), second.float(), counts, added := full(_M, wide), M=_M, layout=Layout.NK)
+        result[:used] += added[:used]
     if launch.zeroes:
         rest = (result == UNTOUCHED).all(1) if scatters else torch.arange(_M, device="cpu") >= used
         result[rest] = 0
@@ -375,7 +372,8 @@ def _launcher(kernel: gemm.LoadedKernel, on: _Operands, fused: gemm.Fused) -> La
     row = on.columns if on.w_kn else on.reduction
     return gemm.row_launcher(
         kernel, columns=on.columns, reduction=on.reduction, E=E, w_kn=on.w_kn, stride_w_e=on.columns * on.reduction,
-        stride_w_row=row, m_sizes_step=1, fused=fused, R=_RANK,
+        stride_w_row=row, m_sizes_step=1, fused=fused,
+        R=_RANK if Fusion.LOW_RANK in fused.fusion else 0,
     )  # fmt: skip
 
 

@@ -325,7 +325,7 @@ def columns(w: torch.Tensor | ExpertWeights, layout: Layout) -> int:
 
 
 def _weighted(u: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    return (u * weights.detach().reshape(-1)[index][:, None]).to(u.dtype)
+    return torch.mul(u, torch.take(weights.detach(), index)[:, None], out=torch.empty_like(u))
 
 
 def _zeros(h: torch.Tensor, act: Activation) -> torch.Tensor:

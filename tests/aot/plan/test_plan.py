@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pretuned.aot.models.layer import LayerGemm, LayerShard
 from pretuned.aot.models.load import load_models
-from pretuned.aot.plan.families import Pool, pass_specs
+from pretuned.aot.plan.families import Pool, low_rank_specs, pass_specs, specs, to_compile
 from pretuned.aot.plan.plan import buckets_between, built_of_codes, plan, planned_on, unaligned, without_code
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp, bucket_of
@@ -43,6 +43,26 @@ def test_shared_experts_are_on_every_rank() -> None:
     deepseek = replace(QWEN3, E=256, H=7168, I=2048, shared_experts=1, ep=8, tokens=(8, 8))
     assert deepseek.gemms()[1] == LayerGemm("down", 33, 7168, 2048)
     assert deepseek.rows == (9, 9)  # 8 tokens, each to 8 routed and 1 shared expert, over 8 ranks
+
+
+def test_a_low_rank_part_has_a_few_variants_of_each_product_and_no_problem() -> None:
+    of_all = replace(QWEN3, ops=(Op.FORWARD, Op.DX, Op.DW))
+    problems = plan([of_all]).problems
+    assert not any(Fusion.LOW_RANK in one.fusion for one in problems)
+    for sm in supported():
+        low = low_rank_specs(problems, sm, Pool())
+        forms = {(one.op, one.fusion & ~Fusion.LOW_RANK) for one in low}
+        assert forms == {(op, one) for op in (Op.FORWARD, Op.DX) for one in (Fusion.NONE, Fusion.GATHER)}
+        assert len(low) <= 12 * len(forms)
+        assert {one.dtype for one in low} == {DType.BF16}
+        heights = {one.config.block_m for one in low if one.op is Op.DX}
+        assert min(heights) <= 32 <= 128 <= max(heights)
+        assert to_compile(problems, sm, Pool()) == tuple(
+            one for one in to_compile(problems, sm, Pool(), low_rank=True) if one not in low
+        )
+        assert not set(low) & set(specs(problems, sm, Pool()))
+    halves = replace(of_all, dtypes=(DType.FP16,))
+    assert low_rank_specs(plan([halves]).problems, 90, Pool()) == ()
 
 
 def test_rows() -> None:

@@ -17,7 +17,7 @@ from pretuned.kernels.contract.config import FIELDS, RANGES, Cache, Config, Edge
 from pretuned.kernels.contract.entry import KernelEntry, Limits, Tiles
 from pretuned.kernels.contract.registry import ENTRIES, KERNELS, refusal
 from pretuned.kernels.contract.rowops import RowOpSpec
-from pretuned.kernels.contract.spec import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec
+from pretuned.kernels.contract.spec import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec, code_of
 
 SHIPPED = sorted((Path(__file__).parents[3] / "artifacts" / "bundles").glob("*.msgpack"))
 KINDS = {"loads": Loads, "schedule": Schedule, "cache": Cache, "edge": Edge, "rows": TileRows}
@@ -70,7 +70,7 @@ def test_what_it_does_not_declare_is_refused(entry: KernelEntry, tiles: Tiles) -
             assert told is None or f"{another.name} has no code" in told
     for layout in {*Layout} - entry.layouts(spec.op):
         assert f"w is {layout.value}, wanted" in str(refusal(replace(spec, layout=layout)))
-    for other in {Fusion.GATHER, Fusion.SILU} - entry.fusions:
+    for other in {Fusion.GATHER, Fusion.SILU, Fusion.LOW_RANK} - entry.fusions:
         assert "its forms are " in str(refusal(replace(spec, fusion=other)))
 
 
@@ -154,3 +154,13 @@ def test_a_knob_that_no_tiles_speak_of_has_its_default() -> None:
         for value in set(kind) - {getattr(plain, knob)}:
             (told,) = silent.misfits(replace(plain, **{knob: value}))
             assert told == f"{knob} is {value.name}, wanted {getattr(plain, knob).name}"
+
+
+def test_a_low_rank_part_is_code_of_its_own() -> None:
+    """It goes with a product that moves nothing, or whose rows are gathered, whatever else is done to them."""
+    low = Fusion.LOW_RANK
+    assert code_of(Op.DX, low) is low
+    assert code_of(Op.FORWARD, low | Fusion.GATHER | Fusion.BIAS) is low | Fusion.GATHER
+    for op, beside in ((Op.DW, Fusion.NONE), (Op.FORWARD, Fusion.SCATTER), (Op.FORWARD, Fusion.SILU)):
+        with pytest.raises(ValueError, match="LOW_RANK goes alone, or with GATHER"):
+            code_of(op, low | beside)

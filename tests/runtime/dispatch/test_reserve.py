@@ -22,7 +22,7 @@ from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels.contract.config import Config, Schedule
 from pretuned.runtime.dispatch import pin
-from pretuned.runtime.dispatch.decide import Decision, Miss, decide
+from pretuned.runtime.dispatch.decide import Decision, Miss, decide, with_low_part
 from pretuned.runtime.dispatch.places import Kind, Place, candidates_name, installed_places
 from pretuned.runtime.dispatch.ranking import Match, Origin, _fits
 from pretuned.runtime.dispatch.snapshot import Snapshot, take
@@ -84,6 +84,33 @@ def test_strict_mode_wants_a_choice(tmp_path: Path) -> None:
     candidates(tmp_path)
     with pytest.raises(ProblemNotInBundle):
         decide(installed(tmp_path), HALF, 64, ON_A100, strict=True)
+
+
+LOW = replace(PROBLEM, fusion=Fusion.LOW_RANK)
+
+
+def test_a_low_rank_part_has_the_config_of_its_product_where_candidates_have_it(tmp_path: Path) -> None:
+    low = tuple(replace(one, fusion=Fusion.LOW_RANK) for one in SPECS)
+    candidates(tmp_path, specs=low)
+    alone = with_low_part(installed(tmp_path), LOW, 64, ON_A100)
+    assert alone is not None
+    assert alone.usable.place.kind is Kind.CANDIDATES
+    for i, spec in enumerate(SPECS):
+        if spec.alignment > 1 and spec.op is Op.FORWARD and spec.layout is Layout.NK:
+            write(tmp_path / "b.msgpack", {PROBLEM: [modelled(64, i)]}, sm=80)
+            found = with_low_part(installed(tmp_path), LOW, 64, ON_A100)
+            assert found is not None
+            assert found.config == spec.config
+            assert Fusion.LOW_RANK in found.variant.fusion
+
+
+def test_without_code_for_a_low_rank_part_there_are_two_products(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    candidates(tmp_path)
+    assert with_low_part(installed(tmp_path), LOW, 64, ON_A100) is None
+    assert with_low_part(snapshot(installed=[]), LOW, 64, ON_A100) is None
+    assert not caplog.records
 
 
 def test_a_file_that_is_damaged_is_told_of_once_and_torch_runs(

@@ -61,6 +61,39 @@ def test_y_has_half_of_the_columns_and_flags_are_free_of_silu(monkeypatch: pytes
     assert encoded[12288, 0, N // 2] == ((*RAGGED_SIZES, N // 2), ragged_strides(N // 2))
 
 
+@pytest.mark.parametrize("w_kn", [False, True])
+@pytest.mark.parametrize("fusion", [Fusion.LOW_RANK, Fusion.LOW_RANK | Fusion.GATHER])
+def test_a_low_rank_part_is_described_by_its_own_columns(
+    monkeypatch: pytest.MonkeyPatch, fusion: Fusion, w_kn: bool
+) -> None:
+    encoded: dict[tuple[int, ...], tuple[object, ...]] = {}
+    words: list[dict[str, int | bytes]] = []
+    variant, R = record(fusion), 24
+
+    def encode(self: TensorMaps, key: tuple[int, int, int], *rest: object) -> bytes:
+        encoded[key] = rest
+        return bytes([key[0] >> 12]) * MAP_BYTES
+
+    read_launches(monkeypatch, lambda launch: words.append(words_of(variant.arguments, launch)))
+    monkeypatch.setattr(TensorMaps, "encode", encode)
+    monkeypatch.setattr(cuda, "zeroed", lambda size_bytes, device: 4096)
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
+    kernel = gemm.LoadedKernel(variant, cuda.Function(1, 1, 0, variant.threads, variant.shared_bytes, 1), 132)
+    launcher = gemm.row_launcher(
+        kernel, columns=N, reduction=K, E=E, w_kn=w_kn, stride_w_e=N * K, stride_w_row=N if w_kn else K, m_sizes_step=1,
+        fused=gemm.Fused(fusion, 1, 2), R=R,
+    )  # fmt: skip
+    launcher(
+        12288, 20480, 0, x=4096, w=8192, stride_x_m=K, stride_y_m=N, M=M, index=16384, index_end=M, low_x=24576,
+        low_w=28672,
+    )  # fmt: skip
+    assert encoded[24576, M, R] == ((M, R), (R,))
+    assert encoded[28672, 0, 0] == (((E, R, N), (R * N, N)) if w_kn else ((E, N, R), (N * R, R)))
+    (read,) = words
+    assert (read["N"], read["K"], read["R"], read["flags"]) == (N, K, R, 1 if Fusion.GATHER in fusion else 0)
+    assert (read["low_x"], read["low_w"]) == (bytes([6]) * MAP_BYTES, bytes([7]) * MAP_BYTES)
+
+
 def test_the_launcher_describes_y_by_its_own_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(cuda, "launch_kernel", lambda: None)

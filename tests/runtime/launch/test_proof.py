@@ -58,6 +58,7 @@ every_form = pytest.mark.parametrize(
     [
         *((op, fusion) for op in (Op.FORWARD, Op.DX) for fusion in (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER)),
         (Op.FORWARD, Fusion.SILU), (Op.FORWARD, Fusion.SILU | Fusion.GATHER), (Op.DW, Fusion.NONE),
+        *((op, Fusion.LOW_RANK | fusion) for op in (Op.FORWARD, Op.DX) for fusion in (Fusion.NONE, Fusion.GATHER)),
     ],
 )  # fmt: skip
 
