@@ -23,6 +23,8 @@ from ..ops.low_rank import Adapters, LowRank
 from ..replay import plan as replay_plan
 
 MAX_RANK = 256
+# Function.apply does this and, for calls inside torch.func's transforms, more.
+_apply: Callable[..., torch.Tensor] = super(torch.autograd.Function, layer.AdaptedLayer).apply
 
 
 class Lora(NamedTuple):
@@ -77,12 +79,12 @@ def composed(
 
 def adapted_layer(
     x: torch.Tensor, given: Weights | FrozenWeights, ids: torch.Tensor, weights: torch.Tensor, how: Layer,
-    routing: Routing, lora: tuple[Lora | None, Lora | None], *, comes_again: bool,
+    routing: Routing, lora: tuple[Lora | None, Lora | None], *, comes_again: bool, known_as: object = None,
 ) -> torch.Tensor:  # fmt: skip
     """A whole layer with adapters of its products, as one function with its own gradient.
 
     Where it ``comes_again``, its weights being the caller's own, what it comes to is written down for layers of these
-    weights (``replay/plan.py``).
+    weights (``replay/plan.py``); where A and B are used as they are, as ``known_as``, too.
 
     Raises
     ------
@@ -124,9 +126,56 @@ def adapted_layer(
         else:
             run = layer.forward if plan is None else plan.forward
             out = run(how, x, given, routing, weights, keeps_h=False, adapters=adapters)[0]
-    if plan is not None and snapshot is not None and plan.programs and snapshot.layers.get(key) is not plan:
-        replay_plan.remember(snapshot.layers, key, plan)
+    if plan is not None and snapshot is not None and plan.programs:
+        pairs_of = zip(lora, adapters, strict=True)
+        own = all(one is None or its is None or (one.A is its.A and one.B is its.B) for one, its in pairs_of)
+        for name in (key, known_as if own else None):
+            if name is not None and snapshot.layers.get(name) is not plan:
+                replay_plan.remember(snapshot.layers, name, plan)
     return out
+
+
+def adapters_given(lora: object) -> tuple[Lora | None, Lora | None]:
+    if lora is None:
+        return None, None
+    pair = isinstance(lora, (tuple, list)) and len(lora) == 2 and not isinstance(lora, Lora)
+    if not pair or not all(one is None or isinstance(one, Lora) for one in lora):  # type: ignore[attr-defined]
+        got = f"({', '.join(type(one).__name__ for one in lora)})" if pair else f"a {type(lora).__name__}"  # type: ignore[attr-defined]
+        tensors.bad("lora", got, "(of the first product, of the second), each a Lora or None", "moe_mlp")
+    return lora[0], lora[1]  # type: ignore[index]
+
+
+def scales_of(lora: tuple[Lora | None, Lora | None] | None) -> tuple[object, ...] | None:
+    """What a plan of a layer with these adapters hangs on, beside their tensors.
+
+    Raises
+    ------
+    TypeError
+        where they are no adapters: the checks say how.
+    """
+    if lora is None:
+        return None
+    if type(lora) is not tuple or len(lora) != 2 or any(one is not None and type(one) is not Lora for one in lora):
+        raise TypeError("no adapters")
+    return tuple(None if one is None else (type(one.scale), one.scale) for one in lora)
+
+
+def as_they_are(lora: tuple[Lora | None, Lora | None]) -> Adapters:
+    """The adapters unchecked: those of a plan's key, which looks at the tensors itself."""
+    first, second = lora
+    return Adapters(None if first is None else LowRank(*first), None if second is None else LowRank(*second))
+
+
+def by_plan(
+    plan: replay_plan.LayerPlan, x: torch.Tensor, given: Weights | FrozenWeights, routing: Routing,
+    weights: torch.Tensor, adapters: Adapters, *, grad: bool,
+) -> torch.Tensor:  # fmt: skip
+    """The layer by a plan that takes it."""
+    if not grad:
+        return plan.forward(plan.how, x, given, routing, weights, keeps_h=False, adapters=adapters)[0]
+    scales = tuple(1.0 if one is None else one.scale for one in adapters)
+    pairs = [each for one in adapters for each in ((None, None) if one is None else one[:2])]
+    return _apply(x, *given, weights, routing, plan.how, scales, plan, *pairs)
 
 
 def _kind(one: torch.Tensor | None) -> object:

@@ -18,12 +18,12 @@ from ..driver.device import without_autocast
 from ..ops import layer
 from ..ops import routing as ops_routing
 from ..ops.activation import Activation, activate, check_activation
-from ..ops.layer import FrozenWeights, Layer, MoeLayer, Routing, Weights, weights_of
+from ..ops.layer import NO_ADAPTERS, FrozenWeights, Layer, MoeLayer, Routing, Weights, weights_of
 from ..replay import plan as replay_plan
 from ..weights.expert_weights import ExpertWeights
 from . import call as api_call
 from .grouped_gemm import grouped_gemm
-from .lora import Lora, adapted_layer
+from .lora import Lora, adapted_layer, adapters_given, as_they_are, by_plan, scales_of
 
 _tracing = torch.compiler.is_dynamo_compiling
 _transformed = torch._C._are_functorch_transforms_active
@@ -142,7 +142,7 @@ def moe_mlp(
     snapshot = dispatch_snapshot.current  # first: what is chosen before a ``reload`` is not kept in a table from after
     if not _tracing():
         if tensors.duals._current_level >= 0:
-            low = [one for pair in _adapters(lora) if isinstance(pair, Lora) for one in pair[:2]]
+            low = [one for pair in adapters_given(lora) if isinstance(pair, Lora) for one in pair[:2]]
             tensors.no_tangents(
                 "moe_mlp", hidden, gate_up_weight, down_weight, topk_weights, gate_up_bias, down_bias, *low
             )  # fmt: skip
@@ -155,11 +155,10 @@ def moe_mlp(
                 at = gate_up_weight.data_ptr(), down_weight.data_ptr()  # type: ignore[union-attr]
             else:
                 at = (*replay_plan.key_of(gate_up_weight), *replay_plan.key_of(down_weight))
-            if type(T) is int and lora is None:  # (else it is traced, and what looks at it fixes it)
+            if type(T) is int:  # (else it is traced, and what looks at it fixes it)
                 key = (
                     *at, k, bucket_of(T * k), activation, gated, interleaved, gate_up_bias is None, down_bias is None,
-                    weights_on, w_layout, hidden.dim(),
-                    hidden.requires_grad, out is None,
+                    weights_on, w_layout, hidden.dim(), hidden.requires_grad, out is None, scales_of(lora),
                 )  # fmt: skip
                 if snapshot is None and tensors.on_gpu(hidden):
                     snapshot = dispatch_snapshot.snapshot()
@@ -167,9 +166,8 @@ def moe_mlp(
         except (AttributeError, TypeError, ValueError, RuntimeError):  # no usable tensor: the checks will say
             key = None
         if plan is not None:
-            made = Weights if dense else FrozenWeights
-            given = made(gate_up_weight, down_weight, gate_up_bias, down_bias)  # type: ignore[arg-type]
-            found = _again(plan, hidden, given, topk_ids, topk_weights, out)
+            given = (Weights if dense else FrozenWeights)(gate_up_weight, down_weight, gate_up_bias, down_bias)  # type: ignore[arg-type]
+            found = _again(plan, hidden, given, topk_ids, topk_weights, out, lora)
             if found is not None:
                 return found
     _check_tensors(
@@ -197,7 +195,7 @@ def moe_mlp(
     if gated and (wide := layer.columns(gate_up_weight, how.layout)) % 2:
         raise InputError(f"moe_mlp: gate and up have {wide} columns together, wanted an even number")
     others = [one for one in (down_weight, gate_up_bias, down_bias, topk_weights) if one is not None]
-    adapters = _adapters(lora)
+    adapters = adapters_given(lora)
     if out is not None:
         _check_out(out, hidden, [hidden, gate_up_weight, *others], adapters, topk_weights, down_bias)
     low = [one for pair in adapters if isinstance(pair, Lora) for one in pair[:2]]
@@ -211,9 +209,9 @@ def moe_mlp(
     else:
         weights = weights_of(gate_up_weight, down_weight, gate_up_bias, down_bias)
         plan = None
-        if key is not None and snapshot is not None:
+        if key is not None and snapshot is not None and lora is None:
             plan = replay_plan.plan_layer(how, hidden, weights, topk_ids, topk_weights, out)
-        found = _fused(x, weights, topk_ids, topk_weights, how, w_layout, plan, out, adapters)
+        found = _fused(x, weights, topk_ids, topk_weights, how, w_layout, plan, out, adapters, key)
         if plan is not None and snapshot is not None and plan.programs:
             replay_plan.remember(snapshot.layers, key, plan)
     if out is not None:
@@ -239,15 +237,6 @@ def _check_out(
         tensors.bad("out", "given to a call that needs a gradient", "None, or torch.no_grad()", "moe_mlp")
     if not _tracing():
         tensors.check_apart(out, "moe_mlp", topk_weights=topk_weights, down_bias=down_bias)
-
-
-def _adapters(lora: object) -> tuple[Lora | None, Lora | None]:
-    if lora is None:
-        return None, None
-    if not (isinstance(lora, (tuple, list)) and len(lora) == 2) or isinstance(lora, Lora):
-        tensors.bad("lora", f"a {type(lora).__name__}", "(of the first product, of the second), each a Lora or None",
-                    "moe_mlp")  # fmt: skip
-    return lora[0], lora[1]
 
 
 def _check_tensors(every: dict[str, torch.Tensor | ExpertWeights], **biases: torch.Tensor | None) -> None:
@@ -281,13 +270,14 @@ def _check_tensors(every: dict[str, torch.Tensor | ExpertWeights], **biases: tor
 
 def _again(
     plan: replay_plan.LayerPlan, hidden: torch.Tensor, given: Weights | FrozenWeights, ids: torch.Tensor,
-    weights: torch.Tensor, out: torch.Tensor | None,
+    weights: torch.Tensor, out: torch.Tensor | None, lora: tuple[Lora | None, Lora | None] | None,
 ) -> torch.Tensor | None:  # fmt: skip
     """The call by a plan; None where it is another one."""
-    if not plan.takes(hidden, given, ids, weights, out):
+    adapters = NO_ADAPTERS if lora is None else as_they_are(lora)
+    if not plan.takes(hidden, given, ids, weights, out, adapters):
         return None
     grad = torch.is_grad_enabled() and (plan.grad or (out is not None and out.requires_grad))
-    if grad and (out is not None or _transformed()):
+    if (grad or lora is not None) and (out is not None or _transformed()):
         return None
     x = hidden if hidden.dim() == 2 else hidden.view(-1, hidden.shape[-1])
     routing = _sorted(ids, given.gate_up.shape[0])
@@ -295,7 +285,9 @@ def _again(
         plan.forward(plan.how, x, given, routing, weights, keeps_h=False, into=out.view(x.shape))
         _written(out)
         return out
-    if grad:
+    if lora is not None:
+        found = by_plan(plan, x, given, routing, weights, adapters, grad=grad)
+    elif grad:
         found = _apply(x, *given, weights, routing, plan.how, plan)
     else:
         found, *_ = plan.forward(plan.how, x, given, routing, weights, keeps_h=False)
@@ -305,9 +297,12 @@ def _again(
 def _fused(
     x: torch.Tensor, given: Weights | FrozenWeights, ids: torch.Tensor, weights: torch.Tensor, how: Layer,
     w_layout: str, plan: replay_plan.LayerPlan | None, into: torch.Tensor | None,
-    lora: tuple[Lora | None, Lora | None],
+    lora: tuple[Lora | None, Lora | None], key: object,
 ) -> torch.Tensor:  # fmt: skip
-    """The layer as one function, with its own gradient; ``plan`` writes it down, ``into`` takes what it comes to."""
+    """The layer as one function, with its own gradient; ``plan``, or with adapters one by ``key``, writes it down.
+
+    ``into`` takes what it comes to.
+    """
     x, gate_up, gate_up_bias = check_call.autocast(x, given.gate_up, given.gate_up_bias)
     _, down, down_bias = check_call.autocast(x, given.down, given.down_bias)
     own = gate_up is given.gate_up and down is given.down
@@ -315,7 +310,7 @@ def _fused(
     routing = _sorted(ids, gate_up.shape[0])
     x = _checked(x, given, weights, how, routing, w_layout)
     if any(lora):
-        found = adapted_layer(x, given, ids, weights, how, routing, lora, comes_again=own)
+        found = adapted_layer(x, given, ids, weights, how, routing, lora, comes_again=own, known_as=key)
         return found if into is None else into.view(found.shape).copy_(found)
     with without_autocast(x.device.type):
         if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (x, weights, *given)):

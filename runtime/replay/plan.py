@@ -334,7 +334,7 @@ def key_of(w: torch.Tensor | ExpertWeights) -> tuple[object, ...]:
 
 def remember(table: dict[object, Any], key: object, made: _Plan) -> None:
     """Put a plan in; a full table begins anew."""
-    if len(table) >= _MOST_PLANS:
+    if key not in table and len(table) >= _MOST_PLANS:
         table.clear()
     table[key] = made
 

@@ -898,10 +898,38 @@ def test_calls_that_alternate_keep_their_plans(
     kinds = [
         ({*LOW}, low, IDS), ({*LOW, "weights"}, low, IDS), ({*LOW}, low, IDS.int()), ({*LOW}, low | {"A1": wide}, IDS),
     ]  # fmt: skip
-    monkeypatch.setattr(plan, "_MOST_PLANS", len(kinds))
+    monkeypatch.setattr(plan, "_MOST_PLANS", len(kinds) + 1)  # the last also by the name that all of them have
     for needs, adapters, ids in kinds * 3:
         adapted(given, adapters, needs, ids)
     assert planned == [T] * 2 * len(kinds)
+
+
+def test_a_call_with_the_same_adapters_is_not_checked_again(
+    monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]
+) -> None:
+    """And one with others, or with what is no adapter, is."""
+    host_gpu.on(monkeypatch, True)
+    given, low = tensors(True, "nk", False), low_rank(True, False)
+    wanted = [adapted(given, low, needs, IDS) for needs in ({*LOW, "hidden"}, set())]
+    checked: list[str] = []
+    check = moe._check_tensors
+    monkeypatch.setattr(moe, "_check_tensors", lambda *of, **biases: (checked.append("again"), check(*of, **biases)))
+    for _ in range(2):
+        found = adapted(given, low, {*LOW, "hidden"}, IDS)
+        for name, one in wanted[0].items():
+            assert torch.equal(found[name], one), name
+    assert (checked, planned) == ([], [T, T])
+    adapted(given, {name: None if one is None else one.clone() for name, one in low.items()}, {*LOW, "hidden"}, IDS)
+    assert checked == []  # of the same sizes
+    adapted(given, low_rank(True, False, r=8), {*LOW, "hidden"}, IDS)
+    adapted(given, low_rank(True, True), {*LOW, "hidden"}, IDS)
+    assert len(checked) == 2
+    for _ in range(2):
+        found = adapted(given, low, set(), IDS)
+        assert torch.equal(found["out"], wanted[1]["out"])
+    for wrong in ((low["A1"], low["B1"]), [None, Lora(low["A1"], low["B1"], True)], "ab"):  # type: ignore[arg-type]
+        with pytest.raises(InputError, match="lora"):
+            moe_mlp(given["hidden"], given["up"], given["down"], IDS, given["weights"], lora=wrong)  # type: ignore[arg-type]
 
 
 def test_weights_that_autocast_copies_have_no_plan(
