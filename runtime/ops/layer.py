@@ -266,6 +266,7 @@ def with_adapters(
     dy = tokens.gather(dout, index, k, bounds, do)
     dx = dup = ddown = dup_bias = ddown_bias = dweights = None
     a = dh = None
+    frees = narrow.a is not None and not (needs_down or needs_down_bias)  # dy, before there are dh and a
     if h is not None and (inner or needs_down or needs_weights or second is not None):
         # (Where only t * act(h) is wanted, da is of no account.)
         whole = inner or needs_weights
@@ -274,15 +275,19 @@ def with_adapters(
             da = low_rank.product(Rows(Op.DX, dy, given.down, m_sizes, layout, M), second, v, do)
         else:
             da = do.call(partial(_zeros, act=act), h)
+        dB = None
+        if narrow.a is not None:
+            dB = weight(dy, do.call(_weighted, narrow.a, weights, index), m_sizes, do=do)
+            if frees:
+                del dy
         wanted = Needs(inner, needs_down or second is not None, needs_weights)
         dh, a, dweights = activation.gradient(
             h, da, act, wanted, weights=row_weights, index=index, bounds=bounds,
             narrow=given.down_bias is None, do=do,
         )  # fmt: skip
         del da
-        if second is not None and v is not None and a is not None and narrow.a is not None:
-            u = do.call(_weighted, narrow.a, weights, index)
-            of_second = low_rank.gradients(dy, v, a, u, m_sizes, do)
+        if dB is not None and v is not None and a is not None:
+            of_second = LowRankGradients(weight(v, a, m_sizes, do=do), dB)
     if a is not None and needs_down:
         ddown = weight(dy, a, m_sizes, layout=layout, do=do)
     if needs_down_bias:
@@ -291,7 +296,9 @@ def with_adapters(
     if needs_weights and dweights is not None:
         more = () if given.down_bias is None else (dout, given.down_bias, experts)
         dweights = do.call(partial(_of_weights, top_k=k, E=E, dtype=weights.dtype), dweights, *more)
-    del a, dy  # half of what the gradient takes beside its results
+    del a  # with dy half of what the gradient takes beside its results
+    if not frees:
+        del dy
     if dh is not None:
         v = None if first is None else low_rank.narrowed_gradient(first, dh, m_sizes, do)
         if needs_x:
@@ -300,7 +307,8 @@ def with_adapters(
         if x is not None and (needs_up or first is not None):
             sorted_x = tokens.gather(x, index, k, bounds, do)
             if v is not None and narrow.x is not None:
-                of_first = low_rank.gradients(dh, v, sorted_x, narrow.x, m_sizes, do)
+                dA, dB = weight(v, sorted_x, m_sizes, do=do), weight(dh, narrow.x, m_sizes, do=do)
+                of_first = LowRankGradients(dA, dB)
             if needs_up:
                 dup = weight(dh, sorted_x, m_sizes, layout=layout, do=do)
             del sorted_x

@@ -16,7 +16,7 @@ import torch
 from ...artifacts.records.problem import Layout, Op
 from ..check.operands import Rows
 from ..launch.program import NOW, Now
-from .products import rows, weight, with_low_part
+from .products import rows, with_low_part
 
 
 class LowRank(NamedTuple):
@@ -75,13 +75,6 @@ def narrowed_gradient(one: LowRank, dy: torch.Tensor, m_sizes: torch.Tensor, do:
     M = dy.shape[0]
     call = Rows(Op.DX, dy, one.B, m_sizes, Layout.NK, M)
     return _scaled(rows(call, do.new(dy, (M, one.B.shape[2])), do), one, do)
-
-
-def gradients(
-    dy: torch.Tensor, v: torch.Tensor, x: torch.Tensor, u: torch.Tensor, m_sizes: torch.Tensor, do: Now = NOW
-) -> LowRankGradients:
-    """dA and dB of sorted rows."""
-    return LowRankGradients(weight(v, x, m_sizes, do=do), weight(dy, u, m_sizes, do=do))
 
 
 def _scaled(found: torch.Tensor, one: LowRank, do: Now) -> torch.Tensor:
