@@ -141,7 +141,8 @@ def low_rank_specs(problems: Iterable[Problem], sm: int, pool: Pool) -> tuple[Sp
     for problem in problems:
         if problem.dtype is not DType.BF16 or problem.op is Op.DW or problem.fusion not in (Fusion.NONE, Fusion.GATHER):
             continue
-        family = Family.of(replace(problem, fusion=problem.fusion | Fusion.LOW_RANK))
+        form: Fusion = problem.fusion
+        family = Family.of(replace(problem, fusion=form | Fusion.LOW_RANK))
         firsts: dict[tuple[object, ...], Config] = {}
         for config in pool.candidates(family, sm, (problem.op,)):
             own = config.schedule.warp_specialized
