@@ -120,7 +120,7 @@ def problem_of(value: object) -> Problem:
 
 
 def pack_choices(choices: tuple[Choice, ...]) -> bytes:
-    """One array a bucket: [log2 bucket, variant, source, time_ns, runner_up, runner_up_ns, gpu]."""
+    """One array a bucket and GPU: [log2 bucket, variant, source, time_ns, runner_up, runner_up_ns, gpu]."""
     return pack(
         [
             [_log2(c.bucket), c.variant, SOURCES.index(c.source), c.time_ns, c.runner_up, c.runner_up_ns, c.gpu]
@@ -135,22 +135,26 @@ def _log2(bucket: int) -> int:
 
 def read_choices(record: bytes, variants: int, gpus: int) -> tuple[Choice, ...]:
     """Back from ``pack_choices``, for a bundle of so many variants and GPUs."""
-    rows = items(unpack(record, max_items=lim.MAX_BUCKET_LOG2 + 1), "choices", 1, lim.MAX_BUCKET_LOG2 + 1)
+    rows = items(unpack(record, max_items=lim.MAX_CHOICES), "choices", 1, lim.MAX_CHOICES)
     choices = tuple(_choice(row, variants, gpus) for row in rows)
     for before, after in itertools.pairwise(choices):
-        if before.bucket >= after.bucket:
-            raise Malformed(f"bucket {after.bucket} comes after bucket {before.bucket}, wanted them ascending")
+        if before.sort_key >= after.sort_key:
+            raise Malformed(f"{_place(after)} comes after {_place(before)}, wanted them ascending, each once")
     return choices
 
 
 def read_measured(record: bytes, gpus: int) -> list[tuple[int, int]]:
     """(variant, GPU) of the measured choices of a record, and of their runners-up. Reads no more than that needs."""
     found: list[tuple[int, int]] = []
-    for row in items(parse(record, max_items=lim.MAX_BUCKET_LOG2 + 1), "choices", 1, lim.MAX_BUCKET_LOG2 + 1):
+    for row in items(parse(record, max_items=lim.MAX_CHOICES), "choices", 1, lim.MAX_CHOICES):
         _, variant, _, _, runner_up, _, gpu = items(row, "choice", 7, 7)
         if type(gpu) is int and 0 <= gpu < gpus:
             found += [(one, gpu) for one in (variant, runner_up) if type(one) is int]
     return found
+
+
+def _place(choice: Choice) -> str:
+    return f"bucket {choice.bucket} of " + ("the cost model" if choice.gpu is None else f"GPU {choice.gpu}")
 
 
 def _choice(row: object, variants: int, gpus: int) -> Choice:

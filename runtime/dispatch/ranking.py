@@ -10,7 +10,7 @@ A candidate ranks by, in this order:
 4. ``Match``: this problem and bucket, this problem at the nearest bucket, the cost model over the
    variants that are there;
 5. if on another GPU of its capability, how like this one that is, by SM count and memory;
-6. the place of its bundle, in the order in which places are asked.
+6. the place of its bundle, in the order in which places are asked, and in one bundle the order of its GPUs.
 
 Where no bundle can run a call, the candidates that ship do (``Snapshot.reserve``), in the cost model's order: of them
 what a build would not leave out.
@@ -106,12 +106,12 @@ def chosen(
         variant = snapshot.variant(usable.bundle, index)
         if why_not(variant, problem, local, aligned=aligned) is None:
             match = Match.EXACT if choice.bucket == bucket else Match.NEAREST_BUCKET
-            gpu = None if choice.gpu is None else usable.bundle.gpus[choice.gpu]
             found.append(
                 Candidate(
-                    usable, index, variant, claim.origin, match, choice.source, choice.bucket, claim.time_ns / 1e3, gpu
+                    usable, index, variant, claim.origin, match, choice.source, choice.bucket, claim.time_ns / 1e3,
+                    choice.measured_on(usable.bundle.gpus),
                 )
-            )
+            )  # fmt: skip
     return found
 
 
@@ -170,7 +170,8 @@ def _claims(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View) -
         # A choice comes before its runner-up, whose time may be less: the builder told such a lead from noise.
         claims.sort(
             key=lambda one: (
-                one.origin, one.choice.bucket, one.apart, one.usable.order, one.index != one.choice.variant
+                one.origin, one.choice.bucket, one.apart, one.usable.order, one.choice.sort_key,
+                one.index != one.choice.variant,
             )
         )  # fmt: skip
         by_origin: dict[Origin, dict[int, list[_RankedChoice]]] = {}
