@@ -9,10 +9,10 @@ Which claim wins, by the first of these that tells them apart:
 5. the later Triton, then the order of variants, runners-up and drivers: no meaning, but always the same, as two
    claims that are equal in all this are one.
 
-Claims that were measured on different GPUs are no rivals: each GPU keeps its own. A GPU is one by its name, SM count and
-memory (to 2 %). The order of the inputs decides nothing. A claim keeps its own runner-up. Everything else is a union:
-models, problems, buckets, GPUs; unaligned fallbacks ship in their latest revision; variants that no claim names are
-dropped.
+Claims that were measured on different GPUs are no rivals: each GPU keeps its own. A GPU is one by its name, SM count
+and memory (to 2 %). The order of the inputs decides nothing. A claim keeps its own runner-up. Everything else is a
+union: models, problems, buckets, GPUs; unaligned fallbacks ship in their latest revision; variants that no claim names
+are dropped.
 """
 
 from __future__ import annotations

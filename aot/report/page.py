@@ -14,8 +14,9 @@ from .style import STYLE
 
 _READING = """<details id="reading"><summary>How to read this</summary>
 <p>A <b>cell</b> is a problem (op, dtype, E experts, N, K, form) and a bucket: the power of two that the number of
-rows M, over all experts, is nearest to; what was measured on several GPUs is a cell of each. <b>Measured</b>: timed on the GPU with that many rows. <b>Modelled</b>: an
-estimate of the cost model, nothing was timed. <b>Missing</b>: a model has it, and nothing is known.</p>
+rows M, over all experts, is nearest to; what was measured on several GPUs is a cell of each. <b>Measured</b>: timed on
+the GPU with that many rows. <b>Modelled</b>: an estimate of the cost model, nothing was timed. <b>Missing</b>: a model
+has it, and nothing is known.</p>
 <p>The <b>roofline</b> is the longer of 2&nbsp;M&nbsp;N&nbsp;K over the published dense rate, and the bytes over the
 published bandwidth, each read or written once: (active experts)&nbsp;N&nbsp;K (dW: all experts), M&nbsp;N and M&nbsp;K
 elements. The active experts are expected ones, for shares p<sub>r</sub> ~ r<sup>-0.5</sup>. A launch alone takes some

@@ -48,7 +48,8 @@ function chosen() {
 }
 function about(one) {
   const lines = [`${data.gemms[one.gemm]}, ${data.forms[one.form]}, M near ${one.rows}`, names[one.gemm]];
-  if (one.us) lines.push(`${us(one.us)} us ${data.states[one.state]}${data.gpus[one.gpu] && " on " + data.gpus[one.gpu]}, ${num(one.rate, 1)} TFLOP/s`,
+  const gpu = data.gpus[one.gpu] && ` on ${data.gpus[one.gpu]}`;
+  if (one.us) lines.push(`${us(one.us)} us ${data.states[one.state]}${gpu}, ${num(one.rate, 1)} TFLOP/s`,
     `${num(100 * one.part, 0)} % of the roofline (${us(one.least)} us, ${one.bound ? "compute" : "memory"})`);
   if (one.torch) lines.push(`torch ${us(one.torch)} us` + (one.gain ? `: ${num(one.gain, 2)} x` : ""));
   if (one.config) lines.push(data.configs[one.config] || "");
@@ -138,7 +139,8 @@ function draw() {
   if (at("torch")) chart(at("torch"), one => one.gain, true, 1);
   list();
 }
-for (const id of ["model", "gemm", "form", "state", "gpu", "unit", "order"]) at(id).onchange = () => { most = 50; draw(); };
+for (const id of ["model", "gemm", "form", "state", "gpu", "unit", "order"])
+  at(id).onchange = () => { most = 50; draw(); };
 at("more").onclick = () => { most += 500; list(); };
 addEventListener("mousemove", event => {
   const one = event.target.dataset && event.target.tagName === "circle" ? dots[event.target.dataset.n] : null;
