@@ -13,7 +13,7 @@ from ..records.precision import DType
 from ..records.problem import Fusion, Layout, Op, Problem, RowOp
 from ..records.target import Gpu, Target
 from .checks import digest, fields, integer, items, name, pick, shown
-from .wire import Malformed, pack, parse, unpack
+from .wire import Malformed, begins_with, pack, parse, unpack
 
 VariantKind: TypeAlias = tuple[list[object], int]  # [op, dtype, layout, fusion] as the wire has them; max_experts
 
@@ -35,6 +35,7 @@ _VARIANT = (
     "kernel", "revision", "abi", "op", "dtype", "layout", "fusion", "alignment", "max_experts", "config", "entry",
     "arguments", "tensor_maps", "threads", "shared_bytes", "registers", "spill_bytes", "scratch_bytes", "cubin_sha256",
 )  # fmt: skip
+_KIND = _VARIANT[: _VARIANT.index("max_experts") + 1]
 
 
 def target_value(target: Target) -> object:
@@ -227,9 +228,11 @@ def read_variant(record: bytes, cubin_bytes: int) -> Variant:
 
 def read_kind(record: bytes) -> VariantKind:
     """What kind of problem the variant of this record computes. Reads no more than that needs."""
-    known = dict(zip(_VARIANT, fields(parse(record, max_items=lim.MAX_ARGUMENTS), "variant", _VARIANT), strict=True))
-    experts = integer(known["max_experts"], "variant.max_experts", 1, lim.MAX_EXPERTS)
-    return [known[key] for key in ("op", "dtype", "layout", "fusion")], experts
+    found = begins_with(record, _KIND, max_items=lim.MAX_ARGUMENTS)
+    if found is None:
+        raise Malformed(f"variant does not begin with the keys {', '.join(_KIND)}")
+    _, _, _, op, dtype, layout, fusion, _, experts = found
+    return [op, dtype, layout, fusion], integer(experts, "variant.max_experts", 1, lim.MAX_EXPERTS)
 
 
 def check_fits(kinds: Mapping[int, VariantKind], problem: Problem) -> None:

@@ -115,8 +115,7 @@ def chosen(
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _RankedChoice:
+class _RankedChoice(NamedTuple):
     """What one choice says of its variant, or of its runner-up."""
 
     origin: Origin
@@ -154,7 +153,7 @@ def _claims(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View) -
     key = (id(view), problem, local)
     known: _RankedChoices | None = snapshot.rankers.get(key)
     if known is None:
-        claims = []
+        by_origin: dict[Origin, dict[int, list[_RankedChoice]]] = {}
         for usable in view.usable:
             apart = [_apart(one, local.gpu) for one in usable.bundle.gpus]
             here = {gpu for gpu, one in enumerate(usable.bundle.gpus) if one.is_like(local.gpu)}
@@ -162,21 +161,13 @@ def _claims(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View) -
             for choice in snapshot.find(usable.bundle, problem):
                 origin = _origin(choice, here, native, usable)
                 far = apart[choice.gpu] if origin is Origin.THIS_CAPABILITY and choice.gpu is not None else 0.0
-                claims.append(_RankedChoice(origin, usable, choice, choice.variant, choice.time_ns, far))
+                there = by_origin.setdefault(origin, {}).setdefault(choice.bucket, [])
+                # A choice comes before its runner-up, whose time may be less: the builder told such a lead from noise.
+                there.append(_RankedChoice(origin, usable, choice, choice.variant, choice.time_ns, far))
                 if choice.runner_up is not None:
-                    claims.append(
-                        _RankedChoice(origin, usable, choice, choice.runner_up, choice.runner_up_ns or 0, far)
-                    )
-        # A choice comes before its runner-up, whose time may be less: the builder told such a lead from noise.
-        claims.sort(
-            key=lambda one: (
-                one.origin, one.choice.bucket, one.apart, one.usable.order, one.choice.sort_key,
-                one.index != one.choice.variant,
-            )
-        )  # fmt: skip
-        by_origin: dict[Origin, dict[int, list[_RankedChoice]]] = {}
-        for claim in claims:
-            by_origin.setdefault(claim.origin, {}).setdefault(claim.choice.bucket, []).append(claim)
+                    there.append(_RankedChoice(origin, usable, choice, choice.runner_up, choice.runner_up_ns or 0, far))
+        for claims in by_origin.get(Origin.THIS_CAPABILITY, {}).values():
+            claims.sort(key=lambda one: one.apart)  # else they stay as they are: by their bundles, and by GPUs
         known = snapshot.rankers[key] = _RankedChoices(view, by_origin)
     return known
 
