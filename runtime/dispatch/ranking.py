@@ -99,7 +99,7 @@ def chosen(
     for claim in _claims(snapshot, problem, local, view).ranked(bucket):
         if len(found) == most:
             break
-        usable, choice, index = claim.usable, claim.choice, claim.index
+        usable, choice, index = claim.usable, claim.choice, claim.variant
         if (usable.order, index) in seen:
             continue
         seen.add((usable.order, index))
@@ -121,7 +121,7 @@ class _RankedChoice(NamedTuple):
     origin: Origin
     usable: Usable
     choice: Choice
-    index: int
+    variant: int
     time_ns: int
     apart: float
 
