@@ -28,6 +28,7 @@ MAX_EXPERTS = 65536
 MAX_WIDTH = 1 << 20  # of the H and I that a model may have
 MAX_DIM = 2**31 - 1  # N, K and every other int32
 MAX_BUCKET_LOG2 = 31  # bucket_of(2**31 - 1) is 2**31
+MAX_CHOICES = 1024  # of one problem: 32 GPUs, each with every bucket
 MAX_TIME_NS = 2**53 - 1  # what every JSON reader still reads exactly
 MAX_BOX = 256  # elements along one dimension of a TMA box (CUDA driver API, cuTensorMapEncodeTiled)
 MAX_THREADS = 1024

@@ -36,6 +36,7 @@ class Code:
 class BundleChoice:
     """A choice whose ``variant`` and ``runner_up`` are places in a ``VariantTable``, and whose GPU is written out."""
 
+    bucket: int
     variant: int
     source: Source
     time_ns: int
@@ -66,12 +67,13 @@ class VariantTable:
         """A choice of one of the bundles."""
         places = self.places(bundle)
         return BundleChoice(
+            choice.bucket,
             places[choice.variant],
             choice.source,
             choice.time_ns,
             None if choice.runner_up is None else places[choice.runner_up],
             choice.runner_up_ns,
-            None if choice.gpu is None else bundle.gpus[choice.gpu],
+            choice.measured_on(bundle.gpus),
         )
 
 
@@ -89,14 +91,14 @@ class Provenance:
 def assemble(
     making: Provenance,
     codes: VariantTable,
-    claims: Mapping[Problem, Mapping[int, BundleChoice]],
+    claims: Mapping[Problem, Sequence[BundleChoice]],
     fallbacks: Iterable[int],
 ) -> Bundle:
-    """The bundle of these (problem -> bucket -> claim) and fallbacks, with what they use and nothing else.
+    """The bundle of these claims (of each bucket one a GPU, or one that is modelled) and fallbacks, and what they use.
 
-    Variants, GPUs, kernels, problems and buckets are in one order, so equal parts give equal bytes.
+    Variants, GPUs, kernels, problems and choices are in one order, so equal parts give equal bytes.
     """
-    every = [claim for row in claims.values() for claim in row.values()]
+    every = [claim for row in claims.values() for claim in row]
     used = {claim.variant for claim in every} | {claim.runner_up for claim in every if claim.runner_up is not None}
     ships = sorted(used.union(fallbacks))
     number = {place: i for i, place in enumerate(ships)}
@@ -116,7 +118,9 @@ def assemble(
         variants=tuple(codes[place] for place in ships),
         cubins=tuple(codes.codes[place].cubin for place in ships),
         choices={
-            problem: tuple(_choice(bucket, claims[problem][bucket], number, gpus) for bucket in sorted(claims[problem]))
+            problem: tuple(
+                sorted((_choice(one, number, gpus) for one in claims[problem]), key=lambda choice: choice.sort_key)
+            )
             for problem in sorted(claims, key=lambda one: one.sort_key)
         },
         models=making.models,
@@ -190,9 +194,9 @@ def config_text(variant: Variant) -> str:
         return " ".join(f"{name}={value}" for name, value in variant.config)
 
 
-def _choice(bucket: int, claim: BundleChoice, number: Mapping[int, int], gpus: Sequence[Gpu]) -> Choice:
+def _choice(claim: BundleChoice, number: Mapping[int, int], gpus: Sequence[Gpu]) -> Choice:
     return Choice(
-        bucket,
+        claim.bucket,
         number[claim.variant],
         claim.source,
         claim.time_ns,

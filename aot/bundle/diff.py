@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...artifacts.records.bundle import Bundle, Choice, Model, Source, Variant
 from ...artifacts.records.problem import Problem
-from ...artifacts.records.target import Gpu
+from ...artifacts.records.target import Gpu, same_gpu
 from ..plan.families import Family
 
 Facts = dict[str, tuple[str, str]]
@@ -27,7 +27,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A cell that both bundles have, and see differently."""
+    """A cell that both bundles have, and see differently: on one GPU, or each on a GPU that the other lacks there."""
 
     problem: Problem
     bucket: int
@@ -54,7 +54,7 @@ class Changes:
     """All that differs between ``old`` and ``new``; everything is empty where nothing does.
 
     ``recompiled`` variants are on both sides with the same config and form, and other code.
-    ``cells_added`` and ``cells_removed`` count the buckets of problems that both have.
+    ``choices_added`` and ``choices_removed``, of problems that both have, have no like on the other side.
     """
 
     facts: Facts
@@ -63,8 +63,8 @@ class Changes:
     models_changed: tuple[tuple[Model, Model], ...]
     problems_added: tuple[Problem, ...]
     problems_removed: tuple[Problem, ...]
-    cells_added: int
-    cells_removed: int
+    choices_added: int
+    choices_removed: int
     choices: tuple[Change, ...]
     variants_added: tuple[Variant, ...]
     variants_removed: tuple[Variant, ...]
@@ -77,7 +77,7 @@ class Changes:
         """Whether the bundles are not the same in what this compares."""
         return any((
             self.facts, self.models_added, self.models_removed, self.models_changed, self.problems_added,
-            self.problems_removed, self.cells_added, self.cells_removed, self.choices, self.variants_added,
+            self.problems_removed, self.choices_added, self.choices_removed, self.choices, self.variants_added,
             self.variants_removed, self.recompiled,
         ))  # fmt: skip
 
@@ -97,8 +97,8 @@ def diff(old: Bundle, new: Bundle) -> Changes:
     cubins_old = dict(zip((one.cubin_sha256 for one in old.variants), old.cubins, strict=True))
     cubins_new = dict(zip((one.cubin_sha256 for one in new.variants), new.cubins, strict=True))
     both = [problem for problem in old.choices if problem in new.choices]
-    cells_old = {(problem, one.bucket) for problem in both for one in old.choices[problem]}
-    cells_new = {(problem, one.bucket) for problem in both for one in new.choices[problem]}
+    pairs = {problem: _beside(old, old.choices[problem], new, new.choices[problem]) for problem in both}
+    alike = sum(map(len, pairs.values()))
     return Changes(
         facts=_facts(old, new),
         models_added=tuple(one for key, one in models_new.items() if key not in models_old),
@@ -111,9 +111,14 @@ def diff(old: Bundle, new: Bundle) -> Changes:
         ),
         problems_added=tuple(problem for problem in new.choices if problem not in old.choices),
         problems_removed=tuple(problem for problem in old.choices if problem not in new.choices),
-        cells_added=len(cells_new - cells_old),
-        cells_removed=len(cells_old - cells_new),
-        choices=tuple(change for problem in both for change in _changed(problem, old, new)),
+        choices_added=sum(len(new.choices[problem]) for problem in both) - alike,
+        choices_removed=sum(len(old.choices[problem]) for problem in both) - alike,
+        choices=tuple(
+            Change(problem, now.bucket, *sides)
+            for problem, found in pairs.items()
+            for was, now in found
+            if (sides := (_side(old, was), _side(new, now)))[0] != sides[1]
+        ),
         variants_added=tuple(come),
         variants_removed=tuple(gone),
         recompiled=tuple(recompiled),
@@ -127,21 +132,32 @@ def time_ratio(changes: list[Change]) -> float:
     return statistics.geometric_mean(one.new.time_ns / one.old.time_ns for one in changes)
 
 
-def _changed(problem: Problem, old: Bundle, new: Bundle) -> list[Change]:
-    before = {one.bucket: one for one in old.choices[problem]}
-    found = []
-    for one in new.choices[problem]:
-        was = before.get(one.bucket)
-        if was is None:
-            continue
-        sides = [
-            Side(bundle.variants[choice.variant], choice.source, choice.time_ns,
-                 None if choice.gpu is None else bundle.gpus[choice.gpu], _runner_up(bundle, choice))
-            for bundle, choice in ((old, was), (new, one))
-        ]  # fmt: skip
-        if sides[0] != sides[1]:
-            found.append(Change(problem, one.bucket, *sides))
-    return found
+def _beside(old: Bundle, before: Sequence[Choice], new: Bundle, after: Sequence[Choice]) -> list[tuple[Choice, Choice]]:
+    """The choices of one problem side by side, in the order of ``new``.
+
+    Of a bucket those of one GPU go together, then what is left, in the bundles' orders: it was measured elsewhere, or
+    modelled.
+    """
+    waiting: dict[int, list[Choice]] = {}
+    for was in before:
+        waiting.setdefault(was.bucket, []).append(was)
+    found: dict[Choice, Choice] = {}
+    for whatever_gpu in (False, True):
+        for one in (choice for choice in after if choice not in found):
+            gpu, there = one.measured_on(new.gpus), waiting.get(one.bucket, [])
+            like = (was for was in there if whatever_gpu or same_gpu(was.measured_on(old.gpus), gpu))
+            partner = next(like, None)
+            if partner is not None:
+                there.remove(partner)
+                found[one] = partner
+    return [(found[one], one) for one in after if one in found]
+
+
+def _side(bundle: Bundle, choice: Choice) -> Side:
+    return Side(
+        bundle.variants[choice.variant], choice.source, choice.time_ns, choice.measured_on(bundle.gpus),
+        _runner_up(bundle, choice),
+    )  # fmt: skip
 
 
 def _runner_up(bundle: Bundle, choice: Choice) -> tuple[object, ...] | None:

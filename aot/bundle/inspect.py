@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ...artifacts.files.bundle_file import BundleFile
 from ...artifacts.records.bundle import Choice, Variant
 from ...artifacts.records.problem import Problem
-from ...artifacts.records.target import cuda_version
+from ...artifacts.records.target import Gpu, cuda_version
 from ..plan.families import fused
 from .assemble import config_text
 
@@ -57,7 +59,7 @@ def contents(bundle: BundleFile, *, choices: bool) -> dict[str, object]:
         "variants": [_variant(i, one) for i, one in enumerate(variants)],
     }
     if choices:
-        found["choices"] = [_choice(problem, one) for problem, row in by_problem.items() for one in row]
+        found["choices"] = [_choice(problem, one, bundle.gpus) for problem, row in by_problem.items() for one in row]
     return found
 
 
@@ -81,7 +83,8 @@ def _variant(i: int, one: Variant) -> dict[str, object]:
     }
 
 
-def _choice(problem: Problem, one: Choice) -> dict[str, object]:
+def _choice(problem: Problem, one: Choice, gpus: Sequence[Gpu]) -> dict[str, object]:
+    gpu = one.measured_on(gpus)
     return {
         "problem": str(problem),
         "M_near": one.bucket,
@@ -90,5 +93,5 @@ def _choice(problem: Problem, one: Choice) -> dict[str, object]:
         "time_us": round(one.time_ns / 1000, 3),
         "runner_up": one.runner_up,
         "runner_up_us": None if one.runner_up_ns is None else round(one.runner_up_ns / 1000, 3),
-        "gpu": one.gpu,
+        "gpu": None if gpu is None else gpu.name,
     }

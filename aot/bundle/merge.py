@@ -1,25 +1,24 @@
-"""Several bundles of one capability -> one: the best claim for each problem and bucket, and what it needs.
+"""Several bundles of one capability -> one: the best claim for each problem, bucket and GPU, and what it needs.
 
 Which claim wins, by the first of these that tells them apart:
 
 1. a measured one beats a modelled one: measured code is known, whatever its age;
 2. the kernel of the later revision (counted from the latest revision of that kernel in any input);
-3. measured on different GPUs: the GPU of the bundle named first, as their times can't be compared;
-   modelled by different versions of pretuned: the later one's, as its cost model knows more;
+3. modelled by different versions of pretuned: the later one's, as its cost model knows more;
 4. the lower time: one GPU, or one cost model, and so comparable;
 5. the later Triton, then the order of variants, runners-up and drivers: no meaning, but always the same, as two
    claims that are equal in all this are one.
 
-A GPU is one by its name, SM count and memory (to 2 %). But for rule 3 the order of the inputs decides nothing.
-A claim keeps its own runner-up. Everything else is a union: models, problems, buckets, GPUs; unaligned fallbacks
-ship in their latest revision; variants that no claim names are dropped.
+Claims that were measured on different GPUs are no rivals: each GPU keeps its own. A GPU is one by its name, SM count
+and memory (to 2 %). The order of the inputs decides nothing. A claim keeps its own runner-up. Everything else is a
+union: models, problems, buckets, GPUs; unaligned fallbacks ship in their latest revision; variants that no claim names
+are dropped.
 """
 
 from __future__ import annotations
 
 import enum
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...artifacts.errors import BundleTooNew, BundleTooOld, InputError, TargetMismatch
@@ -46,7 +45,6 @@ class Reason(enum.Enum):
 
     MEASURED = "measured beats modelled"
     REVISION = "later kernel revision"
-    GPU = "another GPU: first bundle named"
     COST_MODEL = "later cost model"
     TIME = "lower time"
     TIE = "equal: later Triton, or by the variants' order"
@@ -54,7 +52,7 @@ class Reason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """A cell that two bundles see differently: ``kept`` and ``dropped`` are numbers of bundles."""
+    """A cell that two bundles see differently on one GPU: ``kept`` and ``dropped`` are numbers of bundles."""
 
     problem: Problem
     bucket: int
@@ -78,8 +76,8 @@ class TooMany:
 class Merged:
     """A merge: the bundle, each cell that was in doubt, and what the inputs held.
 
-    ``taken[i]`` cells come from input i. ``agreed`` cells were the same (but for runners-up) in all of several bundles.
-    ``unused`` variants of the inputs ship no more.
+    ``taken[i]`` choices come from input i. ``agreed`` choices were the same (but for runners-up) in all of several
+    bundles. ``unused`` variants of the inputs ship no more.
     """
 
     bundle: Bundle
@@ -102,6 +100,7 @@ class _Input:
     triton_rank: int
 
 
+_NO_GPU = -1  # the number of what is modelled
 Key = tuple[int, int, int, int, int, tuple[int, ...], tuple[str, int, int, int]]
 
 
@@ -128,30 +127,34 @@ def merge(bundles: Mapping[str, Bundle]) -> Merged:
         name = code.variant.kernel
         revisions[name] = max(revisions.get(name, 0), code.variant.revision)
     behind = [revisions[code.variant.kernel] - code.variant.revision for code in codes.codes]
-    gpus = _gpu_ranks(every)
+    gpus = _numbered([gpu for one in every for gpu in one.gpus])
 
-    found: dict[tuple[Problem, int], list[tuple[Key, _Input, BundleChoice]]] = {}
+    found: dict[tuple[Problem, int], dict[int, list[tuple[Key, _Input, BundleChoice]]]] = {}
     for one in inputs:
         for problem, row in one.bundle.choices.items():
             for choice in row:
                 claim = codes.claim(one.bundle, choice)
-                key = _key(one, claim, behind, gpus)
-                found.setdefault((problem, choice.bucket), []).append((key, one, claim))
+                gpu = _NO_GPU if claim.gpu is None else gpus[claim.gpu]
+                cell = found.setdefault((problem, choice.bucket), {})
+                cell.setdefault(gpu, []).append((_key(one, claim, behind), one, claim))
 
-    winners: dict[Problem, dict[int, BundleChoice]] = {}
+    winners: dict[Problem, list[BundleChoice]] = {}
     conflicts: list[Conflict] = []
     taken = [0] * len(inputs)
     agreed = 0
     for (problem, bucket), cell in found.items():
-        cell.sort(key=lambda entry: entry[0])
-        best_key, best, winner = cell[0]
-        winners.setdefault(problem, {})[bucket] = winner
-        taken[best.number] += 1
-        others = [entry for entry in cell[1:] if _seen(entry[2]) != _seen(winner)]
-        agreed += len(cell) > 1 and not others
-        for key, other, loser in others:
-            reason = _reason(best_key, key, winner)
-            conflicts.append(Conflict(problem, bucket, reason, best.number, other.number, winner, loser))
+        modelled = cell.pop(_NO_GPU, [])
+        cell.setdefault(min(cell, default=_NO_GPU), []).extend(modelled)  # beside what was measured they lose
+        for rivals in cell.values():
+            rivals.sort(key=lambda entry: entry[0])
+            best_key, best, winner = rivals[0]
+            winners.setdefault(problem, []).append(winner)
+            taken[best.number] += 1
+            others = [entry for entry in rivals[1:] if _seen(entry[2]) != _seen(winner)]
+            agreed += len(rivals) > 1 and not others
+            for key, other, loser in others:
+                reason = _reason(best_key, key)
+                conflicts.append(Conflict(problem, bucket, reason, best.number, other.number, winner, loser))
     bundle = assemble(
         Provenance(
             every[0].target,
@@ -218,33 +221,27 @@ def _ranked(bundles: Sequence[Bundle]) -> list[_Input]:
     ]
 
 
-def _gpu_ranks(bundles: Sequence[Bundle]) -> dict[Gpu, int]:
-    """Each GPU's number: one for all entries that are the same GPU, lower for the bundle named first."""
-    first: dict[Gpu, int] = {}
-    for number, bundle in enumerate(bundles):
-        for gpu in bundle.gpus:
-            first.setdefault(gpu, number)
+def _numbered(gpus: Iterable[Gpu]) -> dict[Gpu, int]:
+    """Each GPU's number: one for all entries that are the same GPU."""
     groups: list[list[Gpu]] = []
-    for gpu in sorted(first, key=gpu_key):
+    for gpu in sorted(set(gpus), key=gpu_key):
         if groups and groups[-1][0].is_like(gpu):
             groups[-1].append(gpu)
         else:
             groups.append([gpu])
-    groups.sort(key=lambda group: (min(first[gpu] for gpu in group), gpu_key(group[0])))
-    return {gpu: rank for rank, group in enumerate(groups) for gpu in group}
+    return {gpu: number for number, group in enumerate(groups) for gpu in group}
 
 
-def _key(one: _Input, claim: BundleChoice, behind: Sequence[int], gpus: Mapping[Gpu, int]) -> Key:
+def _key(one: _Input, claim: BundleChoice, behind: Sequence[int]) -> Key:
     measured = claim.gpu is not None
-    rank = gpus[claim.gpu] if claim.gpu is not None else one.version_rank
+    rank = 0 if measured else one.version_rank
     tied = claim.variant, *((-1, -1) if claim.runner_up is None else (claim.runner_up, claim.runner_up_ns or 0))
     gpu = ("", 0, 0, 0) if claim.gpu is None else gpu_key(claim.gpu)
     return (not measured, behind[claim.variant], rank, claim.time_ns, one.triton_rank, tied, gpu)
 
 
-def _reason(winner: Key, loser: Key, claim: BundleChoice) -> Reason:
-    rank = Reason.GPU if claim.source is Source.MEASURED else Reason.COST_MODEL
-    order = (Reason.MEASURED, Reason.REVISION, rank, Reason.TIME)
+def _reason(winner: Key, loser: Key) -> Reason:
+    order = (Reason.MEASURED, Reason.REVISION, Reason.COST_MODEL, Reason.TIME)
     for reason, mine, other in zip(order, winner, loser, strict=False):
         if mine != other:
             return reason
@@ -276,12 +273,6 @@ def _too_many(bundle: Bundle) -> tuple[TooMany, ...]:
 
 def _notes(bundles: Sequence[Bundle], conflicts: Sequence[Conflict], too_many: Sequence[TooMany]) -> tuple[str, ...]:
     notes = []
-    reasons = Counter(conflict.reason for conflict in conflicts)
-    if reasons[Reason.GPU]:
-        notes.append(
-            f"{reasons[Reason.GPU]} cells are measured on more than one GPU: the bundle named first has them. To keep "
-            "both, leave the bundles side by side: the runtime prefers what was measured on its own GPU"
-        )
     if any(one.loser.source is Source.MEASURED for one in conflicts if one.reason is Reason.REVISION):
         notes.append("times of an earlier kernel revision gave way to those of a later one")
     if len({bundle.producer.compile_options for bundle in bundles}) > 1:

@@ -34,15 +34,15 @@ def prune(bundle: Bundle, plan: BuildPlan, where: str) -> Pruned:
     """
     wanted = planned_on(plan, (bundle.target.sm,)).buckets
     codes = VariantTable([bundle])
-    claims: dict[Problem, dict[int, BundleChoice]] = {}
+    claims: dict[Problem, list[BundleChoice]] = {}
     missing: dict[Problem, tuple[int, ...]] = {}
     for problem, buckets in plan.buckets.items():
-        has = {choice.bucket: choice for choice in _choices(bundle, problem)}
-        kept = {bucket: codes.claim(bundle, has[bucket]) for bucket in buckets if bucket in has}
+        kept = [codes.claim(bundle, choice) for choice in _choices(bundle, problem) if choice.bucket in buckets]
         if kept:
             claims[problem] = kept
-        if problem in wanted and len(kept) < len(buckets):
-            missing[problem] = tuple(bucket for bucket in buckets if bucket not in has)
+        lacking = tuple(bucket for bucket in buckets if bucket not in {one.bucket for one in kept})
+        if problem in wanted and lacking:
+            missing[problem] = lacking
     if not claims:
         raise InputError(
             f"bundle {where!r} has a choice for none of the {len(wanted)} problems of these models; it was "

@@ -61,8 +61,8 @@ def _show(changes: Changes, sizes: tuple[int, int], every: bool) -> None:
         *(("-", str(one)) for one in changes.problems_removed),
         *(("+", str(one)) for one in changes.problems_added),
     ])  # fmt: skip
-    if changes.cells_added or changes.cells_removed:
-        echo(f"\nbuckets of problems in both: {changes.cells_removed} only in A, {changes.cells_added} only in B")
+    if changes.choices_added or changes.choices_removed:
+        echo(f"\nchoices of problems in both: {changes.choices_removed} only in A, {changes.choices_added} only in B")
     if changes.choices:
         echo(f"\nchoices that changed: {len(changes.choices)}")
         echo(_cells(changes) if every else _by_problem(changes))
@@ -146,7 +146,7 @@ def _to_dict(changes: Changes) -> dict[str, object]:
             "added": list(map(str, changes.problems_added)),
             "removed": list(map(str, changes.problems_removed)),
         },
-        "buckets": {"added": changes.cells_added, "removed": changes.cells_removed},
+        "choices_unmatched": {"added": changes.choices_added, "removed": changes.choices_removed},
         "choices": [
             {"problem": str(one.problem), "M_near": one.bucket, "changed": list(one.what),
              "old": _side(one.old), "new": _side(one.new)}

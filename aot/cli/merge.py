@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from ...artifacts.names import printable
-from ...artifacts.records.bundle import Source
+from ...artifacts.records.bundle import Bundle, Source
 from ..bundle.assemble import BundleChoice, VariantTable, label
 from ..bundle.merge import Conflict, Merged
 from ..bundle.merge import merge as merge_bundles
@@ -28,16 +28,16 @@ from .table import size, table
 @click.option("--conflicts", "every", is_flag=True, help="Tell each cell that the bundles see differently.")
 @as_json
 def merge(bundles: tuple[str, ...], out: Path, every: bool, as_json: bool) -> None:
-    """Make one bundle of several for the same GPU capability: the best choice for each problem and bucket.
+    """Make one bundle of several for the same GPU capability: the best choice for each problem, bucket and GPU.
 
-    Measured beats modelled, then the later kernel revision wins, then the lower time. Times of two GPUs can't be
-    compared: there the bundle named first wins; else the order does not matter. What no choice uses is dropped.
+    Measured beats modelled, then the later kernel revision wins, then the lower time. What was measured on different
+    GPUs is all kept: a GPU runs its own choices. The order does not matter. What no choice uses is dropped.
 
     \b
     Examples:
       aot merge monday.msgpack tuesday.msgpack -o both.msgpack
       aot merge bundles/pretuned-sm90.msgpack tuned.msgpack -o bundles/pretuned-sm90.msgpack
-      aot merge a.msgpack b.msgpack c.msgpack -o all.msgpack --json
+      aot merge h200.msgpack h100.msgpack -o pretuned-sm90.msgpack --json
     """
     check_out(out)
     paths = tuple(dict.fromkeys(bundles))
@@ -72,9 +72,15 @@ def _show(merged: Merged, paths: Sequence[str], problems: Sequence[int], written
     same = " (unchanged)" if written.unchanged else ""
     echo(
         f"\n{printable(str(written.path))}{same}: {bundle.target}, {len(bundle.models)} models, "
-        f"{len(bundle.choices)} problems, {choices} choices ({measured} measured), {len(bundle.variants)} variants, "
+        f"{len(bundle.choices)} problems, {choices} choices ({measured} measured{_on(bundle)}), "
+        f"{len(bundle.variants)} variants, "
         f"{size(written.size_bytes)}; {merged.unused} variants dropped as unused"
     )
+
+
+def _on(bundle: Bundle) -> str:
+    names = dict.fromkeys(gpu.name for gpu in bundle.gpus)
+    return f" on {', '.join(names)}" if names else ""
 
 
 def _listed(merged: Merged, paths: Sequence[str]) -> str:
@@ -104,6 +110,7 @@ def _to_dict(merged: Merged, paths: Sequence[str], written: Written) -> dict[str
         "problems": len(bundle.choices),
         "choices": sum(map(len, bundle.choices.values())),
         "measured": measured,
+        "gpus": [one.name for one in bundle.gpus],
         "variants": len(bundle.variants),
         "unused_variants": merged.unused,
         "inputs": [{"path": path, "choices_taken": taken} for path, taken in zip(paths, merged.taken, strict=True)],

@@ -133,14 +133,13 @@ def _number(model: Model) -> int:
 def _kept(old: Bundle, entries: list[Model], anew: set[tuple[Problem, int]]) -> Bundle | None:
     """What these entries need of an overlay, less what was tuned anew and what earlier revisions did."""
     codes = VariantTable([old])
-    claims: dict[Problem, dict[int, BundleChoice]] = {}
+    claims: dict[Problem, list[BundleChoice]] = {}
     for problem in {problem for entry in entries for problem in entry.problems}:
-        row = {choice.bucket: codes.claim(old, choice) for choice in old.choices[problem]}
-        row = {
-            bucket: _current(claim, codes)
-            for bucket, claim in row.items()
-            if (problem, bucket) not in anew and is_current(codes[claim.variant])
-        }
+        row = [
+            _current(claim, codes)
+            for claim in (codes.claim(old, choice) for choice in old.choices[problem])
+            if (problem, claim.bucket) not in anew and is_current(codes[claim.variant])
+        ]
         if row:
             claims[problem] = row
     if not claims:

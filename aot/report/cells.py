@@ -1,4 +1,4 @@
-"""What a report tells, as plain data: one cell for each problem and bucket."""
+"""What a report tells, as plain data: one cell for each problem, bucket and GPU that was measured."""
 
 from __future__ import annotations
 

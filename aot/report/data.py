@@ -31,6 +31,11 @@ def form_order(cell: Cell) -> tuple[int, int]:
     return (list(Op).index(cell.problem.op), cell.problem.fusion.value)
 
 
+def gpu_name(cell: Cell) -> str:
+    """The GPU that a cell was measured on; "" of any other."""
+    return cell.gpu.name if cell.gpu and cell.state is State.MEASURED else ""
+
+
 class _Texts:
     """Texts by number, in the order in which they came."""
 
@@ -73,7 +78,7 @@ def _row(cell: Cell, gemm: int, configs: _Texts, forms: _Texts, gpus: _Texts) ->
         _short(cell.runner_up_us),
         len(tried),
         _short(statistics.median(tried) / min(tried) if tried else None),
-        gpus.number(cell.gpu.name if cell.gpu and cell.state is State.MEASURED else ""),
+        gpus.number(gpu_name(cell)),
         list(cell.failures) or 0,
         _short(2e-6 * cell.bucket * one.N * one.K),
     ]

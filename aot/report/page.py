@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from .cells import Cell, Sheet, State
-from .data import embedded, form, form_order
+from .data import embedded, form, form_order, gpu_name
 from .folded import model_against_measured, search
 from .markup import counts, dot, mean, median, percent, strip, table, times
 from .script import SCRIPT
@@ -14,8 +14,9 @@ from .style import STYLE
 
 _READING = """<details id="reading"><summary>How to read this</summary>
 <p>A <b>cell</b> is a problem (op, dtype, E experts, N, K, form) and a bucket: the power of two that the number of
-rows M, over all experts, is nearest to. <b>Measured</b>: timed on the GPU with that many rows. <b>Modelled</b>: an
-estimate of the cost model, nothing was timed. <b>Missing</b>: a model has it, and nothing is known.</p>
+rows M, over all experts, is nearest to; what was measured on several GPUs is a cell of each. <b>Measured</b>: timed on
+the GPU with that many rows. <b>Modelled</b>: an estimate of the cost model, nothing was timed. <b>Missing</b>: a model
+has it, and nothing is known.</p>
 <p>The <b>roofline</b> is the longer of 2&nbsp;M&nbsp;N&nbsp;K over the published dense rate, and the bytes over the
 published bandwidth, each read or written once: (active experts)&nbsp;N&nbsp;K (dW: all experts), M&nbsp;N and M&nbsp;K
 elements. The active experts are expected ones, for shares p<sub>r</sub> ~ r<sup>-0.5</sup>. A launch alone takes some
@@ -27,6 +28,7 @@ candidates were measured. Means are geometric.</p></details>"""
 _CELLS = """<div class="controls">
 <label>model <select id="model"></select></label> <label>product <select id="gemm"></select></label>
 <label>op <select id="form"></select></label> <label>state <select id="state"></select></label>
+<label id="gpus">GPU <select id="gpu"></select></label>
 <label>show <select id="unit"><option value="part">% of the roofline</option><option value="us">microseconds</option>
 <option value="rate">TFLOP/s</option></select></label>
 <label>first <select id="order"></select></label></div>
@@ -106,16 +108,20 @@ def _folded(title: str, inner: str) -> str:
 
 
 def _glance(cells: Sequence[Cell]) -> str:
-    """One row for each op and form, over all shapes."""
+    """One row for each op and form, and GPU where there are several, over all shapes."""
     with_torch = any(cell.against_torch for cell in cells)
     with_model = any(cell.model_ratio for cell in cells)
-    head = ["op", "cells", "measured", "% of the roofline, median", *(name for name, _, _ in _RANGES)]
+    several = len({gpu_name(cell) for cell in cells}) > 1
+    first = ["op", "GPU"][: 1 + several]
+    head = [*first, "cells", "measured", "% of the roofline, median", *(name for name, _, _ in _RANGES)]
     head += ["x torch", "worst"] * with_torch + ["modelled / measured"] * with_model
+    groups: dict[tuple[str, ...], list[Cell]] = {}
+    for cell in sorted(cells, key=lambda cell: (form_order(cell), gpu_name(cell))):
+        groups.setdefault((form(cell), gpu_name(cell))[: len(first)], []).append(cell)
     rows = []
-    for name in dict.fromkeys(form(cell) for cell in sorted(cells, key=form_order)):
-        mine = [cell for cell in cells if form(cell) == name]
+    for names, mine in groups.items():
         known = [cell for cell in mine if cell.state is not State.MISSING]
-        row = [escape(name), f"{len(mine):,}", f"{counts(mine)[State.MEASURED]:,}"]
+        row = [*map(escape, names), f"{len(mine):,}", f"{counts(mine)[State.MEASURED]:,}"]
         row.append(percent(median(cell.fraction for cell in known)))
         for _, low, high in _RANGES:
             row.append(percent(median(cell.fraction for cell in known if low <= cell.bucket <= high)))
@@ -124,7 +130,7 @@ def _glance(cells: Sequence[Cell]) -> str:
             row += [times(mean(ratios)), times(min(ratios, default=None))]
         row += [times(mean(cell.model_ratio for cell in mine))] * with_model
         rows.append(row)
-    return f'<div class="wide">{table(head, rows, numbers=range(1, len(head)))}</div>'
+    return f'<div class="wide">{table(head, rows, numbers=range(len(first), len(head)))}</div>'
 
 
 def _model(cells: Sequence[Cell]) -> str:

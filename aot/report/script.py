@@ -33,20 +33,23 @@ fill("model", [["", "all"], ...data.models.map((one, i) => [i, one[0]])]);
 fill("gemm", [["", "all"], ...data.gemms.map((one, i) => [i, one])]);
 fill("form", [["", "all"], ...data.forms.map((one, i) => [i, one])]);
 fill("state", [["", "all"], ...data.states.map((one, i) => [i, one])]);
+fill("gpu", [["", "all"], ...data.gpus.map((one, i) => [i, one || "none"])]);
+at("gpus").hidden = data.gpus.length < 2;
 fill("order", Object.entries(ORDERS).map(([key, [text]]) => [key, text]));
 const colour = one => `var(--c${one.form % 9})`;
 const names = data.gemms.map((_, i) => data.models.filter(one => one[1].includes(i)).map(one => one[0]).join(", "));
 let shown = [], most = 50, dots = [];
 
 function chosen() {
-  const [model, gemm, form, state] = ["model", "gemm", "form", "state"].map(id => at(id).value);
+  const [model, gemm, form, state, gpu] = ["model", "gemm", "form", "state", "gpu"].map(id => at(id).value);
   const gemms = model === "" ? null : new Set(data.models[model][1]);
   return cells.filter(one => (!gemms || gemms.has(one.gemm)) && (gemm === "" || one.gemm === +gemm) &&
-    (form === "" || one.form === +form) && (state === "" || one.state === +state));
+    (form === "" || one.form === +form) && (state === "" || one.state === +state) && (gpu === "" || one.gpu === +gpu));
 }
 function about(one) {
   const lines = [`${data.gemms[one.gemm]}, ${data.forms[one.form]}, M near ${one.rows}`, names[one.gemm]];
-  if (one.us) lines.push(`${us(one.us)} us ${data.states[one.state]}, ${num(one.rate, 1)} TFLOP/s`,
+  const gpu = data.gpus[one.gpu] && ` on ${data.gpus[one.gpu]}`;
+  if (one.us) lines.push(`${us(one.us)} us ${data.states[one.state]}${gpu}, ${num(one.rate, 1)} TFLOP/s`,
     `${num(100 * one.part, 0)} % of the roofline (${us(one.least)} us, ${one.bound ? "compute" : "memory"})`);
   if (one.torch) lines.push(`torch ${us(one.torch)} us` + (one.gain ? `: ${num(one.gain, 2)} x` : ""));
   if (one.config) lines.push(data.configs[one.config] || "");
@@ -136,7 +139,8 @@ function draw() {
   if (at("torch")) chart(at("torch"), one => one.gain, true, 1);
   list();
 }
-for (const id of ["model", "gemm", "form", "state", "unit", "order"]) at(id).onchange = () => { most = 50; draw(); };
+for (const id of ["model", "gemm", "form", "state", "gpu", "unit", "order"])
+  at(id).onchange = () => { most = 50; draw(); };
 at("more").onclick = () => { most += 500; list(); };
 addEventListener("mousemove", event => {
   const one = event.target.dataset && event.target.tagName === "circle" ? dots[event.target.dataset.n] : null;

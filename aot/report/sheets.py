@@ -44,7 +44,7 @@ def sheet(
     named = {cell_of(*key) for key in keys}
     keys |= dict.fromkeys(key for key in found if key not in named)
     read = _Reader(sm, _default_gpu(bundle, journals), bundle, variants, found)
-    cells = [read.cell(*key) for key in sorted(keys, key=lambda key: (key[0].sort_key, key[1]))]
+    cells = [one for key in sorted(keys, key=lambda key: (key[0].sort_key, key[1])) for one in read.cells(*key)]
     chips = dict.fromkeys(_chip(cell.gpu, sm) for cell in cells)
     models = plan.models if plan is not None else bundle.models if bundle is not None else ()
     notes = [f"{one.damaged} damaged records of a journal are left out" for one in journals if one.damaged]
@@ -88,25 +88,24 @@ class _Reader:
             self._chips[gpu] = _chip(gpu, self._sm)
         return self._chips[gpu]
 
-    def cell(self, problem: Problem, bucket: int) -> Cell:
-        """The bundle's choice where there is one, else the search's; with the search's candidates."""
+    def cells(self, problem: Problem, bucket: int) -> list[Cell]:
+        """The bundle's choices, of each GPU one, or else the search's; with the search's candidates."""
         there = self._found.get(cell_of(problem, bucket), ())
         search = next(iter(there), None)
-        choice = None
         if self._bundle is not None:
-            choice = next((one for one in self._bundle.choices.get(problem, ()) if one.bucket == bucket), None)
-        if choice is not None and self._bundle is not None:
-            if choice.gpu is not None:  # the times of another GPU say nothing of this one's
-                timed_on = self._bundle.gpus[choice.gpu]
-                search = next((one for one in there if one.gpu.is_like(timed_on)), None)
-            return self._chosen(problem, choice, self._bundle, search)
+            choices = [one for one in self._bundle.choices.get(problem, ()) if one.bucket == bucket]
+            if choices:
+                return [self._chosen(problem, one, self._bundle, there) for one in choices]
         gpu = search.gpu if search is not None else self._default
-        return self._searched(problem, bucket, gpu, search)
+        return [self._searched(problem, bucket, gpu, search)]
 
-    def _chosen(self, problem: Problem, choice: Choice, bundle: Bundle, search: Search | None) -> Cell:
+    def _chosen(self, problem: Problem, choice: Choice, bundle: Bundle, there: Sequence[Search]) -> Cell:
         variant = bundle.variants[choice.variant]
         second = None if choice.runner_up is None else bundle.variants[choice.runner_up]
-        gpu = self._default if choice.gpu is None else bundle.gpus[choice.gpu]
+        timed_on = choice.measured_on(bundle.gpus)
+        gpu = timed_on or self._default
+        # the times of another GPU say nothing of this one's
+        search = next((one for one in there if timed_on is None or one.gpu.is_like(timed_on)), None)
         return Cell(
             problem,
             choice.bucket,
@@ -185,7 +184,7 @@ class _Reader:
 def _chosen(bundle: Bundle | None) -> list[Key]:
     if bundle is None:
         return []
-    return [(problem, one.bucket) for problem, row in bundle.choices.items() for one in row]
+    return list(dict.fromkeys((problem, one.bucket) for problem, row in bundle.choices.items() for one in row))
 
 
 def _wanted(bundle: Bundle | None, plan: BuildPlan | None) -> list[Key]:

@@ -100,7 +100,7 @@ class TuningSpace:
         return next((i for i, one in able if one.config == config and one.cubin_sha256 not in without), None)
 
     def elsewhere(self, problem: Problem, bucket: int) -> list[ConfigPairs]:
-        """The configs that the bundle ``like`` has for a cell: its choice, then the runner-up."""
+        """The configs that the bundle ``like`` has for a cell: each GPU's choice, then its runner-up."""
         if self.like is None:
             return []
         there = self.like.find(problem) or (self.like.find(problem.transposed) if problem.transposed else ())

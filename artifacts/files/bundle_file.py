@@ -275,7 +275,7 @@ class BundleFile:
         return tuple(map(self._index.variant, range(self._index.variant_count)))
 
     def find(self, problem: Problem) -> tuple[Choice, ...]:
-        """The choices for ``problem``, ascending by bucket; () if it is not in the bundle."""
+        """The choices for ``problem``, ascending by bucket and GPU; () if it is not in the bundle."""
         return self._index.find(problem)
 
     def judged_on(self, i: int) -> Gpu | None:

@@ -149,7 +149,7 @@ class Index:
         return variant
 
     def find(self, problem: Problem) -> tuple[Choice, ...]:
-        """The choices for ``problem``, ascending by bucket; () if it is not in the bundle."""
+        """The choices for ``problem``, ascending by bucket and GPU; () if it is not in the bundle."""
         try:
             key = pack_problem(problem)
         except (ValueError, OverflowError):  # a number that msgpack can't hold is in no bundle

@@ -13,7 +13,7 @@ from ..records.precision import DType
 from ..records.problem import Fusion, Layout, Op, Problem, RowOp
 from ..records.target import Gpu, Target
 from .checks import digest, fields, integer, items, name, pick, shown
-from .wire import Malformed, pack, parse, unpack
+from .wire import Malformed, begins_with, pack, parse, unpack
 
 VariantKind: TypeAlias = tuple[list[object], int]  # [op, dtype, layout, fusion] as the wire has them; max_experts
 
@@ -35,6 +35,7 @@ _VARIANT = (
     "kernel", "revision", "abi", "op", "dtype", "layout", "fusion", "alignment", "max_experts", "config", "entry",
     "arguments", "tensor_maps", "threads", "shared_bytes", "registers", "spill_bytes", "scratch_bytes", "cubin_sha256",
 )  # fmt: skip
+_KIND = _VARIANT[: _VARIANT.index("max_experts") + 1]
 
 
 def target_value(target: Target) -> object:
@@ -120,7 +121,7 @@ def problem_of(value: object) -> Problem:
 
 
 def pack_choices(choices: tuple[Choice, ...]) -> bytes:
-    """One array a bucket: [log2 bucket, variant, source, time_ns, runner_up, runner_up_ns, gpu]."""
+    """One array a bucket and GPU: [log2 bucket, variant, source, time_ns, runner_up, runner_up_ns, gpu]."""
     return pack(
         [
             [_log2(c.bucket), c.variant, SOURCES.index(c.source), c.time_ns, c.runner_up, c.runner_up_ns, c.gpu]
@@ -135,22 +136,26 @@ def _log2(bucket: int) -> int:
 
 def read_choices(record: bytes, variants: int, gpus: int) -> tuple[Choice, ...]:
     """Back from ``pack_choices``, for a bundle of so many variants and GPUs."""
-    rows = items(unpack(record, max_items=lim.MAX_BUCKET_LOG2 + 1), "choices", 1, lim.MAX_BUCKET_LOG2 + 1)
+    rows = items(unpack(record, max_items=lim.MAX_CHOICES), "choices", 1, lim.MAX_CHOICES)
     choices = tuple(_choice(row, variants, gpus) for row in rows)
     for before, after in itertools.pairwise(choices):
-        if before.bucket >= after.bucket:
-            raise Malformed(f"bucket {after.bucket} comes after bucket {before.bucket}, wanted them ascending")
+        if before.sort_key >= after.sort_key:
+            raise Malformed(f"{_place(after)} comes after {_place(before)}, wanted them ascending, each once")
     return choices
 
 
 def read_measured(record: bytes, gpus: int) -> list[tuple[int, int]]:
     """(variant, GPU) of the measured choices of a record, and of their runners-up. Reads no more than that needs."""
     found: list[tuple[int, int]] = []
-    for row in items(parse(record, max_items=lim.MAX_BUCKET_LOG2 + 1), "choices", 1, lim.MAX_BUCKET_LOG2 + 1):
+    for row in items(parse(record, max_items=lim.MAX_CHOICES), "choices", 1, lim.MAX_CHOICES):
         _, variant, _, _, runner_up, _, gpu = items(row, "choice", 7, 7)
         if type(gpu) is int and 0 <= gpu < gpus:
             found += [(one, gpu) for one in (variant, runner_up) if type(one) is int]
     return found
+
+
+def _place(choice: Choice) -> str:
+    return f"bucket {choice.bucket} of " + ("the cost model" if choice.gpu is None else f"GPU {choice.gpu}")
 
 
 def _choice(row: object, variants: int, gpus: int) -> Choice:
@@ -223,9 +228,11 @@ def read_variant(record: bytes, cubin_bytes: int) -> Variant:
 
 def read_kind(record: bytes) -> VariantKind:
     """What kind of problem the variant of this record computes. Reads no more than that needs."""
-    known = dict(zip(_VARIANT, fields(parse(record, max_items=lim.MAX_ARGUMENTS), "variant", _VARIANT), strict=True))
-    experts = integer(known["max_experts"], "variant.max_experts", 1, lim.MAX_EXPERTS)
-    return [known[key] for key in ("op", "dtype", "layout", "fusion")], experts
+    found = begins_with(record, _KIND, max_items=lim.MAX_ARGUMENTS)
+    if found is None:
+        raise Malformed(f"variant does not begin with the keys {', '.join(_KIND)}")
+    _, _, _, op, dtype, layout, fusion, _, experts = found
+    return [op, dtype, layout, fusion], integer(experts, "variant.max_experts", 1, lim.MAX_EXPERTS)
 
 
 def check_fits(kinds: Mapping[int, VariantKind], problem: Problem) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .precision import DType
@@ -71,10 +71,11 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """(problem, bucket) -> variant. ``bucket`` is a power of two, for the M that are nearest to it.
+    """(problem, bucket, GPU) -> variant. ``bucket`` is a power of two, for the M that are nearest to it.
 
     ``time_ns`` is the median measured on ``gpu`` (an index into the bundle's GPUs), of some forms brought to the plain
-    product's clock, or the cost model's estimate where ``source`` is modelled (``gpu`` is then None).
+    product's clock, or the cost model's estimate where ``source`` is modelled (``gpu`` is then None). A bundle may have
+    a choice of each of its GPUs for one problem and bucket.
     """
 
     bucket: int
@@ -84,6 +85,15 @@ class Choice:
     runner_up: int | None = None
     runner_up_ns: int | None = None
     gpu: int | None = None
+
+    @property
+    def sort_key(self) -> tuple[int, int]:
+        """The one order of a problem's choices, which tells them apart: by bucket, then the modelled one, then GPUs."""
+        return (self.bucket, -1 if self.gpu is None else self.gpu)
+
+    def measured_on(self, gpus: Sequence[Gpu]) -> Gpu | None:
+        """The one of the bundle's GPUs that it was measured on; None of a modelled one."""
+        return None if self.gpu is None else gpus[self.gpu]
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,11 @@ class Gpu:
         return (self.name, self.sm_count) == (other.name, other.sm_count) and near
 
 
+def same_gpu(one: Gpu | None, other: Gpu | None) -> bool:
+    """Whether times of one bundle compare: measured on one GPU, or (None) both the cost model's."""
+    return one is other if one is None or other is None else one.is_like(other)
+
+
 @dataclass(frozen=True, slots=True)
 class LocalGpu:
     """A GPU that code is to run on. ``sm`` is 10 * major + minor.

@@ -7,7 +7,7 @@ Once as timed, and once beside those alone that are faster than the choice by mo
 their times. Once more in each record that has the choice, beside the fastest of that very record. How often the fastest
 that ships is near the least estimate. Beside torch: the same choice against grouped_mm, where the journal has it. With
 --kinds, what a kind of config gains: the best of that kind against the best of all others, in the cells that have times
-of both.
+of both. Of a bundle with choices of several GPUs, those of the journal's count, or of the one that --gpu names.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
+from pretuned.aot.bundle.assemble import Provenance, VariantTable, assemble
 from pretuned.aot.journal.file import Contents, read_journal
 from pretuned.aot.journal.records import LONG_NS, Measured
 from pretuned.aot.journal.timings import CellTimes, Timings, cell_of
+from pretuned.aot.plan.families import ships_unchosen
 from pretuned.aot.tune.remeasure import LIKELY
 from pretuned.aot.tune.shortlist import SHARE
 from pretuned.aot.tune.space import TuningSpace
 from pretuned.artifacts.errors import PretunedError
-from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle
+from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle, open_bytes
+from pretuned.artifacts.format import codec
 from pretuned.artifacts.limits import MAX_DIM
 from pretuned.artifacts.records.bundle import Variant
 from pretuned.artifacts.records.problem import Layout, Op, Problem
@@ -41,6 +44,30 @@ KINDS: dict[str, Callable[[Config], bool]] = {
     "pingpong": lambda config: config.schedule is Schedule.PINGPONG and config.rows is TileRows.FIXED,
     "streamed": lambda config: config.cache is Cache.EVICT_FIRST,
 }
+
+
+def of_gpu(opened: BundleFile, name: str) -> BundleFile:
+    """The bundle with the choices of one of its GPUs alone and what they use; as it is where it has no other's.
+
+    Raises
+    ------
+    ValueError
+        if several GPUs' choices are there, and none are this one's.
+    """
+    if len(opened.gpus) < 2:
+        return opened
+    bundle = opened.load()
+    if name not in {one.name for one in bundle.gpus}:
+        raise ValueError(f"no choice is of {name}, but of {', '.join(one.name for one in bundle.gpus)}: see --gpu")
+    codes = VariantTable([bundle])
+    claims = {
+        problem: [codes.claim(bundle, one) for one in row if one.gpu is None or bundle.gpus[one.gpu].name == name]
+        for problem, row in bundle.choices.items()
+    }
+    making = Provenance(bundle.target, bundle.min_driver, bundle.producer, bundle.kernels, ())
+    unchosen = [place for place in codes.places(bundle) if ships_unchosen(codes[place])]
+    made = assemble(making, codes, {problem: row for problem, row in claims.items() if row}, unchosen)
+    return open_bytes(codec.encode(made), opened.path)
 
 
 def losses(bundle: BundleFile, contents: Contents, *, raw: bool) -> list[tuple[float, float, str]]:
@@ -210,12 +237,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("journal", type=Path)
+    parser.add_argument(
+        "--gpu", metavar="NAME", help="whose choices, where the bundle has several GPUs'; [the journal's]"
+    )
     parser.add_argument("--kinds", action="store_true", help="what each kind of config gains, by rows an expert")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args()
     try:
-        with open_bundle(args.bundle) as bundle:
-            contents = read_journal(args.journal)
+        contents = read_journal(args.journal)
+        with open_bundle(args.bundle) as opened:
+            bundle = of_gpu(opened, args.gpu or contents.header.gpu.name)
             told = report(bundle, contents)
             by_kind = kinds(bundle, contents) if args.kinds else []
     except (PretunedError, ValueError) as error:

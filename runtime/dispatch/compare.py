@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...artifacts.records.bundle import Choice, Source
 from ...artifacts.records.problem import Problem
-from ...artifacts.records.target import Gpu, LocalGpu
+from ...artifacts.records.target import LocalGpu, same_gpu
 from .decide import Decision, settle
 from .ranking import Candidate, Match, why_not
 from .snapshot import Snapshot
@@ -28,40 +27,34 @@ def own(snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, alig
 def rival(
     snapshot: Snapshot, ran: Candidate, problem: Problem, bucket: int, local: LocalGpu, aligned: bool
 ) -> Candidate | str:
-    """The choice of the same bundle for another form of the product, if its time compares with ``ran``'s."""
+    """The choice of the same bundle for another form of the product whose time compares with ``ran``'s."""
     bundle = ran.usable.bundle
-    choice = next((one for one in snapshot.find(bundle, problem) if one.bucket == bucket), None)
-    if choice is None:
+    there = [one for one in snapshot.find(bundle, problem) if one.bucket == bucket]
+    if not there:
         return f"{ran.usable.path.name} has no choice for it at M near {bucket}"
+    choice = next((one for one in there if same_gpu(one.measured_on(bundle.gpus), ran.gpu)), None)
+    if choice is None:
+        return "its time and the product's are not of one source"
     variant = snapshot.variant(bundle, choice.variant)
     lacking = why_not(variant, problem, local, aligned=aligned)
     if lacking is not None:
         return f"its variant can't run here: {lacking}"
-    gpu = None if choice.gpu is None else bundle.gpus[choice.gpu]
-    if not _comparable(choice, gpu, ran):
-        return "its time and the product's are not of one source"
     return Candidate(
-        ran.usable, choice.variant, variant, ran.origin, Match.EXACT, choice.source, bucket, choice.time_ns / 1e3, gpu
-    )
+        ran.usable, choice.variant, variant, ran.origin, Match.EXACT, choice.source, bucket, choice.time_ns / 1e3,
+        choice.measured_on(bundle.gpus),
+    )  # fmt: skip
 
 
 def second(
     snapshot: Snapshot, first: Candidate, problem: Problem, local: LocalGpu, aligned: bool
 ) -> Candidate | None:  # fmt: skip
     """The runner-up of the choice that ``first``, a ``rival``, is; None where there is none that can run."""
-    choice = next(one for one in snapshot.find(first.usable.bundle, problem) if one.bucket == first.bucket)
+    bundle = first.usable.bundle
+    there = (one for one in snapshot.find(bundle, problem) if one.bucket == first.bucket)
+    choice = next(one for one in there if one.measured_on(bundle.gpus) == first.gpu)
     if choice.runner_up is None or choice.runner_up_ns is None:
         return None
-    variant = snapshot.variant(first.usable.bundle, choice.runner_up)
+    variant = snapshot.variant(bundle, choice.runner_up)
     if why_not(variant, problem, local, aligned=aligned) is not None:
         return None
     return replace(first, index=choice.runner_up, variant=variant, time_us=choice.runner_up_ns / 1e3)
-
-
-def _comparable(choice: Choice, gpu: Gpu | None, ran: Candidate) -> bool:
-    """Whether the two times are of one source: one GPU, or one cost model."""
-    if choice.source is not ran.source:
-        return False
-    if choice.source is Source.MODELLED:
-        return True
-    return gpu is not None and ran.gpu is not None and gpu.is_like(ran.gpu)

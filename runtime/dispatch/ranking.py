@@ -10,7 +10,7 @@ A candidate ranks by, in this order:
 4. ``Match``: this problem and bucket, this problem at the nearest bucket, the cost model over the
    variants that are there;
 5. if on another GPU of its capability, how like this one that is, by SM count and memory;
-6. the place of its bundle, in the order in which places are asked.
+6. the place of its bundle, in the order in which places are asked, and in one bundle the order of its GPUs.
 
 Where no bundle can run a call, the candidates that ship do (``Snapshot.reserve``), in the cost model's order: of them
 what a build would not leave out.
@@ -99,30 +99,29 @@ def chosen(
     for claim in _claims(snapshot, problem, local, view).ranked(bucket):
         if len(found) == most:
             break
-        usable, choice, index = claim.usable, claim.choice, claim.index
+        usable, choice, index = claim.usable, claim.choice, claim.variant
         if (usable.order, index) in seen:
             continue
         seen.add((usable.order, index))
         variant = snapshot.variant(usable.bundle, index)
         if why_not(variant, problem, local, aligned=aligned) is None:
             match = Match.EXACT if choice.bucket == bucket else Match.NEAREST_BUCKET
-            gpu = None if choice.gpu is None else usable.bundle.gpus[choice.gpu]
             found.append(
                 Candidate(
-                    usable, index, variant, claim.origin, match, choice.source, choice.bucket, claim.time_ns / 1e3, gpu
+                    usable, index, variant, claim.origin, match, choice.source, choice.bucket, claim.time_ns / 1e3,
+                    choice.measured_on(usable.bundle.gpus),
                 )
-            )
+            )  # fmt: skip
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _RankedChoice:
+class _RankedChoice(NamedTuple):
     """What one choice says of its variant, or of its runner-up."""
 
     origin: Origin
     usable: Usable
     choice: Choice
-    index: int
+    variant: int
     time_ns: int
     apart: float
 
@@ -154,7 +153,7 @@ def _claims(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View) -
     key = (id(view), problem, local)
     known: _RankedChoices | None = snapshot.rankers.get(key)
     if known is None:
-        claims = []
+        by_origin: dict[Origin, dict[int, list[_RankedChoice]]] = {}
         for usable in view.usable:
             apart = [_apart(one, local.gpu) for one in usable.bundle.gpus]
             here = {gpu for gpu, one in enumerate(usable.bundle.gpus) if one.is_like(local.gpu)}
@@ -162,20 +161,13 @@ def _claims(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View) -
             for choice in snapshot.find(usable.bundle, problem):
                 origin = _origin(choice, here, native, usable)
                 far = apart[choice.gpu] if origin is Origin.THIS_CAPABILITY and choice.gpu is not None else 0.0
-                claims.append(_RankedChoice(origin, usable, choice, choice.variant, choice.time_ns, far))
+                there = by_origin.setdefault(origin, {}).setdefault(choice.bucket, [])
+                # A choice comes before its runner-up, whose time may be less: the builder told such a lead from noise.
+                there.append(_RankedChoice(origin, usable, choice, choice.variant, choice.time_ns, far))
                 if choice.runner_up is not None:
-                    claims.append(
-                        _RankedChoice(origin, usable, choice, choice.runner_up, choice.runner_up_ns or 0, far)
-                    )
-        # A choice comes before its runner-up, whose time may be less: the builder told such a lead from noise.
-        claims.sort(
-            key=lambda one: (
-                one.origin, one.choice.bucket, one.apart, one.usable.order, one.index != one.choice.variant
-            )
-        )  # fmt: skip
-        by_origin: dict[Origin, dict[int, list[_RankedChoice]]] = {}
-        for claim in claims:
-            by_origin.setdefault(claim.origin, {}).setdefault(claim.choice.bucket, []).append(claim)
+                    there.append(_RankedChoice(origin, usable, choice, choice.runner_up, choice.runner_up_ns or 0, far))
+        for claims in by_origin.get(Origin.THIS_CAPABILITY, {}).values():
+            claims.sort(key=lambda one: one.apart)  # else they stay as they are: by their bundles, and by GPUs
         known = snapshot.rankers[key] = _RankedChoices(view, by_origin)
     return known
 

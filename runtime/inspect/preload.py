@@ -19,7 +19,7 @@ from ...artifacts.names import PART
 from ...artifacts.records.bundle import Model
 from ...artifacts.records.precision import DType, dtypes_of
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp, buckets_between
-from ...artifacts.records.target import LocalGpu
+from ...artifacts.records.target import LocalGpu, same_gpu
 from ...kernels.contract.rowops import dtype_of
 from ...kernels.contract.words import has_aligned_rows
 from ..dispatch import snapshot as dispatch_snapshot
@@ -223,16 +223,20 @@ def rivals_of(cells: Iterable[_Cell], snapshot: Snapshot, local: LocalGpu) -> li
 def _could_run(
     snapshot: Snapshot, bundle: BundleFile, problem: Problem, buckets: Collection[int], local: LocalGpu
 ) -> Iterator[int]:
-    own = {choice.bucket: choice for choice in snapshot.find(bundle, problem) if choice.bucket in buckets}
+    own = [choice for choice in snapshot.find(bundle, problem) if choice.bucket in buckets]
     if Fusion.SILU in problem.fusion:
-        found = [choice.variant for choice in own.values()]
+        found = [choice.variant for choice in own]
     else:
         plain = replace(problem, fusion=Fusion.NONE, top_k=0)
         faster = [
             choice
             for choice in (snapshot.find(bundle, plain) if own else ())
-            if choice.bucket in own and choice.time_ns < own[choice.bucket].time_ns
-        ]
+            if any(
+                choice.bucket == one.bucket and choice.time_ns < one.time_ns
+                and same_gpu(choice.measured_on(bundle.gpus), one.measured_on(bundle.gpus))
+                for one in own
+            )
+        ]  # fmt: skip
         indexed: dict[object, int] = {}  # the first of a config that can run, as gather.py takes it
         for index, variant in snapshot.variants(bundle, replace(plain, fusion=Fusion.SCATTER)):
             if why_not(variant, problem, local, aligned=True) is None:

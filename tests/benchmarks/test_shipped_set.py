@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 BUNDLE = ROOT / "artifacts" / "bundles" / "catalogue-sm90.msgpack"
 JOURNAL = ROOT / "benchmarks" / "results" / "catalogue-h200.journal.xz"
+H200 = "NVIDIA H200"
 
 
 @pytest.fixture
@@ -31,7 +32,8 @@ def tool() -> ModuleType:
 
 def test_the_set_is_small_and_loses_next_to_nothing(tool: ModuleType) -> None:
     with open_bundle(BUNDLE) as bundle:
-        told = tool.report(bundle, read_journal(JOURNAL))
+        assert len(bundle.gpus) == 2
+        told = tool.report(tool.of_gpu(bundle, H200), read_journal(JOURNAL))
     assert max(told["configs"].values()) <= 16
     assert told["choices"] == 5670
     for one, over in ((told["as_timed"], 0.01), (told["beyond_noise"], 0.005)):
@@ -49,7 +51,8 @@ def test_the_set_is_small_and_loses_next_to_nothing(tool: ModuleType) -> None:
 def test_what_a_kind_gains(tool: ModuleType) -> None:
     """Tiles that are fitted to the rows are for experts of 128 to 511; those in turns for dW of more."""
     with open_bundle(BUNDLE) as bundle:
-        told = {(one["kind"], one["op"], one["rows_from"]): one for one in tool.kinds(bundle, read_journal(JOURNAL))}
+        kinds = tool.kinds(tool.of_gpu(bundle, H200), read_journal(JOURNAL))
+    told = {(one["kind"], one["op"], one["rows_from"]): one for one in kinds}
     for one in told.values():
         assert one["least"] <= one["gain"] <= one["most"]
         assert one["kept"] >= max(1.0, one["gain"]) - 1e-9
@@ -94,3 +97,7 @@ def test_a_journal_of_other_cells_is_told(
     with pytest.raises(SystemExit, match="2"):
         tool.main()
     assert "no cell of this bundle's choices" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["shipped.py", str(BUNDLE), str(JOURNAL), "--gpu", "NVIDIA H300"])
+    with pytest.raises(SystemExit, match="2"):
+        tool.main()
+    assert "no choice is of NVIDIA H300, but of NVIDIA H100 80GB HBM3, NVIDIA H200" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from dataclasses import replace
 
 from pretuned.artifacts.records.bundle import Bundle, Choice, Kernel, Model, Producer, Source, TensorMap, Variant
 from pretuned.artifacts.records.precision import DType
@@ -158,4 +159,15 @@ def edges() -> Bundle:
     )
 
 
-GOLDEN = {"small": small, "medium": medium, "edges": edges}  # tests/golden/format<n>-<name>.msgpack
+def gpus() -> Bundle:
+    """Choices of several GPUs over one set of cubins: of a bucket none, one, two; and a modelled one beside them."""
+    bundle = medium(problems=2, variants=4, buckets=3, seed=2)
+    rows = {}
+    for problem, row in bundle.choices.items():
+        one, two, three = (replace(choice, source=Source.MEASURED, gpu=0) for choice in row)
+        guess = replace(one, source=Source.MODELLED, gpu=None)
+        rows[problem] = (guess, one, replace(one, time_ns=one.time_ns + 1, gpu=1), two, replace(three, gpu=1))
+    return replace(bundle, choices=rows)
+
+
+GOLDEN = {"small": small, "medium": medium, "edges": edges, "gpus": gpus}  # tests/golden/format<n>-<name>.msgpack

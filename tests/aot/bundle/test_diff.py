@@ -3,9 +3,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from claims import H200, able, chosen, revised, with_twins
+from claims import H100, H200, able, chosen, revised, with_twins
 
 from pretuned.aot.bundle.diff import diff, time_ratio
+from pretuned.aot.bundle.merge import merge
 from pretuned.artifacts.format import codec
 from pretuned.artifacts.records.bundle import Bundle
 
@@ -53,12 +54,30 @@ def test_what_changed_in_a_choice(base: Bundle) -> None:
     assert [(one.bucket, one.what) for one in changes.choices] == [
         (1, ("variant",)), (2, ("source", "gpu", "time")),
     ]  # fmt: skip
-    assert (changes.cells_added, changes.cells_removed) == (1, 1)
+    assert (changes.choices_added, changes.choices_removed) == (1, 1)
     assert time_ratio(list(changes.choices)) == pytest.approx(0.5)
     assert changes.facts == {"gpus": ("", "NVIDIA H200 (driver 12080)")}
     assert not changes.variants_added
     back = diff(new, old)
     assert [(one.old, one.new) for one in back.choices] == [(one.new, one.old) for one in changes.choices]
+
+
+def test_choices_of_one_gpu_are_held_against_each_other(base: Bundle) -> None:
+    problem = next(one for one in base.choices if len(able(base, one)) == 3)
+    h100, h200 = chosen(base, {(problem, 1): (0, 1000, H100)}), chosen(base, {(problem, 1): (1, 500, H200)})
+    both = merge({"h100": h100, "h200": h200}).bundle
+    changes = diff(h200, both)
+    assert (changes.choices, changes.choices_added, changes.choices_removed) == ((), 1, 0)
+    assert changes.differ
+    faster = replace(
+        both, choices={problem: tuple(replace(one, time_ns=one.time_ns - 1) for one in both.choices[problem])}
+    )
+    changes = diff(both, faster)
+    assert [(one.old.gpu, one.new.gpu, one.what) for one in changes.choices] == [
+        (H100, H100, ("time",)), (H200, H200, ("time",)),
+    ]  # fmt: skip
+    (moved,) = diff(h100, h200).choices
+    assert (moved.old.gpu, moved.new.gpu) == (H100, H200)
 
 
 def test_another_runner_up_and_other_experts_a_token(base: Bundle) -> None:

@@ -20,7 +20,7 @@ from pretuned.artifacts.errors import BundleTooNew, BundleTooOld, InputError, Ta
 from pretuned.artifacts.format import codec
 from pretuned.artifacts.records.bundle import Bundle, Choice, Source
 from pretuned.artifacts.records.problem import Fusion, Op, Problem, RowOp
-from pretuned.artifacts.records.target import Gpu, Target
+from pretuned.artifacts.records.target import Gpu, Target, same_gpu
 from pretuned.kernels.contract.registry import ENTRIES
 from pretuned.kernels.contract.words import LAUNCH_ABI
 
@@ -139,19 +139,24 @@ def test_on_one_gpu_the_lower_time_wins_whatever_the_driver(base: Bundle, cell) 
         assert [one.reason for one in done.conflicts] == [Reason.TIME]
 
 
-def test_of_two_gpus_the_one_named_first_wins_and_that_is_told(base: Bundle, cell) -> None:
-    problem, _ = cell
+def test_of_two_gpus_each_keeps_what_was_measured_on_it(base: Bundle, cell) -> None:
+    """Whatever the order, and whichever is faster or of a later revision; a modelled choice beside them goes."""
+    problem, bucket = cell
     h100 = chosen(base, {cell: (0, 3_000, H100), (problem, 8): (0, 500, H100)})
-    h200 = chosen(base, {cell: (1, 2_000, H200)})
-    for order, first in (((h100, h200), H100), ((h200, h100), H200)):
+    h200 = revised(chosen(base, {cell: (1, 2_000, H200), (problem, 8): (1, 9, None)}))
+    for order in itertools.permutations((h100, h200, chosen(base, {cell: (0, 4_000, replace(H100, driver=13000))}))):
         done = merged(*order)
-        best = the_choice(done.bundle, cell)
-        assert done.bundle.gpus[best.gpu] == first
-        assert [one.reason for one in done.conflicts] == [Reason.GPU]
-        assert any("side by side" in note for note in done.notes)
-        # what only one of them has stays with its own GPU
-        small = the_choice(done.bundle, (problem, 8))
-        assert (small.time_ns, done.bundle.gpus[small.gpu]) == (500, H100)
+        row = done.bundle.choices[problem]
+        told = [(one.bucket, one.time_ns, one.measured_on(done.bundle.gpus)) for one in row]
+        assert told == [(8, 500, H100), (bucket, 3_000, H100), (bucket, 2_000, H200)]
+        revisions = [done.bundle.variants[one.variant].revision for one in row]
+        assert revisions[1] + 1 == revisions[2] == ENTRIES["rows"].revision + 1
+        assert {one.reason: (one.winner.time_ns, one.loser.time_ns) for one in done.conflicts} == {
+            Reason.MEASURED: (500, 9), Reason.TIME: (3_000, 4_000),
+        }  # fmt: skip
+        assert sum(done.taken) == len(row)
+    again = merged(done.bundle, h100, h200)
+    assert again.bundle == replace(done.bundle, producer=again.bundle.producer)
 
 
 def test_the_later_cost_model_wins(base: Bundle, cell) -> None:
@@ -235,7 +240,7 @@ def test_what_can_not_be_merged(base: Bundle, other: Bundle) -> None:
         merged(base, edited)
 
 
-GPUS = (None, H200, replace(H200, driver=13000), replace(H200, memory_mib=141000))
+GPUS = (None, H200, replace(H200, driver=13000), replace(H200, memory_mib=141000), H100)
 MAKES = st.lists(
     st.tuples(
         st.dictionaries(
@@ -262,7 +267,7 @@ MAKES = st.lists(
     ]
 )
 def test_the_order_of_the_inputs_and_merging_in_steps_change_nothing(base: Bundle, makes) -> None:
-    """With one GPU. In steps, too, as long as they were made by one version: a merged bundle lists several."""
+    """In steps, too, as long as they were made by one version: a merged bundle lists several."""
     problems = [one for one in base.choices if one.fusion is Fusion.NONE or one.N == 256]
     made = []
     for choices, revision, version, triton in makes:
@@ -285,12 +290,14 @@ def test_the_order_of_the_inputs_and_merging_in_steps_change_nothing(base: Bundl
                 for bundle in made for one in bundle.choices.get(problem, ()) if one.bucket == choice.bucket
             ]  # fmt: skip
             measured = [rival for rival in rivals if rival[0]]
-            among = measured or rivals
+            among = [one for one in rivals if same_gpu(one[0], choice.measured_on(whole.gpus))]
             latest = max(revision for _, revision, _ in among)
             assert (choice.source is Source.MEASURED) == bool(measured)
             assert whole.variants[choice.variant].revision == latest
             if measured:
                 assert choice.time_ns == min(time for _, revision, time in among if revision == latest)
+                there = {one.gpu for one in row if one.bucket == choice.bucket}
+                assert len(there) == len({gpu.name for gpu, *_ in measured}), "one of each GPU"
 
 
 def test_every_gpu_that_is_named_is_used(base: Bundle, cell) -> None:

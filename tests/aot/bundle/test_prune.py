@@ -3,6 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from claims import H100, H200
 
 from pretuned.aot.build.build import build
 from pretuned.aot.build.options import BuildOptions
@@ -15,8 +16,9 @@ from pretuned.aot.plan.families import Family
 from pretuned.aot.plan.plan import plan
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.format import codec
-from pretuned.artifacts.records.bundle import Bundle
+from pretuned.artifacts.records.bundle import Bundle, Source
 from pretuned.artifacts.records.problem import Op, RowOp
+from pretuned.artifacts.records.target import Gpu
 
 pytestmark = pytest.mark.slow
 
@@ -80,6 +82,23 @@ def test_fewer_tokens_keep_fewer_buckets(both: Bundle) -> None:
     assert {p: tuple(one.bucket for one in row) for p, row in done.bundle.choices.items()} == dict(some.buckets)
     (model,) = done.bundle.models
     assert set(model.problems) == set(some.problems)
+
+
+def test_the_choices_of_every_gpu_are_kept(both: Bundle) -> None:
+    def on(gpu: Gpu) -> Bundle:
+        rows = {
+            problem: tuple(replace(one, source=Source.MEASURED, gpu=0) for one in row)
+            for problem, row in both.choices.items()
+        }
+        return replace(both, choices=rows, gpus=(gpu,))
+
+    done = prune(merge({"h100": on(H100), "h200": on(H200)}).bundle, planned(SMALL), "both").bundle
+    assert done.gpus == (H100, H200)
+    assert done.choices
+    for problem, row in done.choices.items():
+        assert [(one.bucket, one.gpu) for one in row] == [
+            (one.bucket, i) for one in both.choices[problem] for i in (0, 1)
+        ]
 
 
 def test_what_the_bundle_lacks_is_told(both: Bundle) -> None:

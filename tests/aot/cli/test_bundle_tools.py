@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from claims import H200, able, chosen, revised, with_twins
+from claims import H100, H200, able, chosen, revised, with_twins
 
 from pretuned.aot.bundle.verify import verify
 from pretuned.aot.cli.build import _in_context
@@ -44,7 +44,7 @@ def test_merge(aot, here, put, small_bundle):
     ended = aot("merge", one, two, "-o", "both.msgpack")
     assert ended.code == 0, ended.err
     assert "measured beats modelled" in ended.out
-    assert "(3 measured)" in ended.out
+    assert "(3 measured on NVIDIA H200)" in ended.out
     assert verify("both.msgpack").choices == verify(str(small_bundle)).choices
     listed = aot("merge", one, two, "-o", "both.msgpack", "--conflicts")
     assert listed.out.count("measured 2.00 us on NVIDIA H200") == 3
@@ -60,6 +60,23 @@ def test_merge(aot, here, put, small_bundle):
         "cubin_sha256": told["conflicts"][0]["kept"]["cubin_sha256"], "source": "measured", "time_us": 2.0,
         "gpu": "NVIDIA H200",
     }  # fmt: skip
+
+
+def test_each_gpu_s_choices_are_told_apart(aot, put):
+    """Merged, listed, compared, and put back into the same bytes."""
+    one = put("one", lambda base: chosen(base, cells(base, 0, 3_000, H100)))
+    two = put("two", lambda base: chosen(base, cells(base, 1, 2_000, H200)))
+    told = json.loads(aot("merge", two, one, "-o", "both.msgpack", "--json").out)
+    assert (told["measured"], told["gpus"], told["conflicts"]) == (6, [H100.name, H200.name], [])
+    listed = json.loads(aot("inspect", "both.msgpack", "--choices", "--json").out)["choices"]
+    assert [(row["M_near"], row["gpu"], row["time_us"]) for row in listed[:3]] == [
+        (2, H100.name, 3.0), (2, H200.name, 2.0), (4, H100.name, 3.0),
+    ]  # fmt: skip
+    assert f"measured on {H100.name}, {H200.name}" in aot("inspect", "both.msgpack").out
+    assert "choices of problems in both: 0 only in A, 3 only in B" in aot("diff", one, "both.msgpack").out
+    told = json.loads(aot("diff", "both.msgpack", two, "--json").out)
+    assert (told["choices"], told["choices_unmatched"]) == ([], {"added": 0, "removed": 3})
+    assert aot("merge", "both.msgpack", one, "-o", "both.msgpack").out.count("(unchanged)") == 1
 
 
 def test_merge_into_one_of_its_inputs(aot, put):

@@ -16,6 +16,7 @@ import pytest
 from claims import H100, H200, able, chosen, with_twins
 
 from pretuned.aot.bundle.assemble import config_text
+from pretuned.aot.bundle.merge import merge
 from pretuned.aot.journal.file import Contents, Header
 from pretuned.aot.journal.records import HUNG, Failure, Measured, Rematch, Timing
 from pretuned.aot.models.load import load_models
@@ -146,6 +147,23 @@ def test_measured_choices_are_held_against_their_own_gpu(base: Bundle, problem: 
         assert cell.roofline == roofline(problem, bucket, chip_of(gpu, 80))
         assert cell.model_ratio == pytest.approx((cell.model_us or 0) / cell.time_us)
     assert the_cell(cells, problem, 32).gpu is None, "with two GPUs there is no one to model for"
+
+
+def test_a_cell_of_each_gpu_with_its_own_journal(distinct: Bundle, problem: Problem) -> None:
+    made = [chosen(distinct, {(problem, 2): (0, us * 1000, gpu)}) for us, gpu in ((3, A100), (2, H200))]
+    journals = [
+        journal(distinct, measured(distinct, problem, 2, [3_000, 4_000], None, torch=6_000)),
+        journal(distinct, measured(distinct, problem, 2, [2_000, 2_500], None, torch=3_000), gpu=H200),
+    ]
+    found = sheet("t", {}, merge({"a100": made[0], "h200": made[1]}).bundle, journals, None)
+    told = [(cell.gpu, cell.time_us, cell.torch_us) for cell in found.cells if cell.bucket == 2]
+    assert told == [(A100, 3.0, 6.0), (H200, 2.0, 3.0)]
+    text = page(found)
+    data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])  # type: ignore[index]
+    assert data["gpus"] == [A100.name, H200.name]
+    glance = text.partition("<h2>At a glance</h2>")[2].partition("<h2>")[0]
+    assert re.findall(r"<td[^>]*>forward</td><td[^>]*>([^<]*)</td>", glance) == [A100.name, H200.name]
+    assert "<th>GPU</th>" not in page(sheet("t", {}, made[0], [], None)).partition("<h2>Cells")[0]
 
 
 def test_a_journal(distinct: Bundle, problem: Problem) -> None:

@@ -134,6 +134,19 @@ def replaced(**fields: object) -> Bundle:
 
 DESC = (("x", "desc2"), ("M", "i32"))
 OTHER = Problem(Op.FORWARD, DType.BF16, 1, 1, 1)
+
+
+def of_gpus(*gpus: int | None) -> Bundle:
+    """The small bundle with choices of these GPUs for one bucket."""
+    small = golden_bundles.small()
+    ((problem, (choice,)),) = small.choices.items()
+    row = tuple(
+        dataclasses.replace(choice, source=Source.MODELLED if gpu is None else Source.MEASURED, gpu=gpu) for gpu in gpus
+    )
+    known = tuple(Gpu(f"GPU {i}", 132, 81559, 12080) for i in range(limits.MAX_GPUS))
+    return dataclasses.replace(small, gpus=known, choices={problem: row})
+
+
 REFUSED = {
     "no kernel": (replaced(kernels=()), "is not in kernels"),
     "kernel of another revision": (replaced_variant(revision=2), "revision 2 is not in kernels"),
@@ -210,6 +223,10 @@ REFUSED = {
     "bucket 0": (replaced_choice(bucket=0), "log2 of choice.bucket is -1"),
     "bucket high": (replaced_choice(bucket=1 << 32), "log2 of choice.bucket is 32"),
     "buckets twice": (replaced(choices={p: c * 2 for p, c in golden_bundles.small().choices.items()}), "ascending"),
+    "one GPU twice": (of_gpus(0, 0), "bucket 1 of GPU 0 comes after bucket 1 of GPU 0, wanted them ascending"),
+    "GPUs in another order": (of_gpus(1, 0), "bucket 1 of GPU 0 comes after bucket 1 of GPU 1"),
+    "modelled last": (of_gpus(0, None), "bucket 1 of the cost model comes after bucket 1 of GPU 0"),
+    "too many": (of_gpus(*range(1025)), "1025 exceeds max_array_len(1024)"),
     "E": (replaced_problem(E=0), "problem.E is 0"),
     "E high": (replaced_problem(E=65537), "problem.E is 65537"),
     "N": (replaced_problem(N=0), "problem.N is 0"),
@@ -321,14 +338,19 @@ problems = st.builds(
     listed=st.sets(problems, max_size=20),
     buckets=st.sets(st.integers(0, 31), min_size=1),
     time_ns=st.integers(1, 2**53 - 1),
+    gpus=st.sets(st.sampled_from([None, 0, 1, 255]), min_size=1),
     seed=st.integers(0, 2**32),
 )
-def test_round_trip_of_any_choices(listed, buckets, time_ns, seed):
+def test_round_trip_of_any_choices(listed, buckets, time_ns, gpus, seed):
     rng = random.Random(seed)
-    bundle = golden_bundles.small()
+    bundle = of_gpus()
     variants = tuple(dataclasses.replace(bundle.variants[0], alignment=a) for a in (16, 1))
     choices = {
-        problem: tuple(Choice(1 << b, rng.randrange(2), Source.MODELLED, time_ns) for b in sorted(buckets))
+        problem: tuple(
+            Choice(1 << b, rng.randrange(2), Source.MODELLED if gpu is None else Source.MEASURED, time_ns, gpu=gpu)
+            for b in sorted(buckets)
+            for gpu in sorted(gpus, key=lambda one: -1 if one is None else one)
+        )
         for problem in listed
     }
     bundle = dataclasses.replace(bundle, variants=variants, cubins=bundle.cubins * 2, choices=choices, models=())
@@ -337,5 +359,5 @@ def test_round_trip_of_any_choices(listed, buckets, time_ns, seed):
 
 def test_golden_bytes_are_what_the_builder_of_goldens_makes():
     golden = Path(__file__).parents[2] / "golden"
-    for name in ("small", "edges"):
+    for name in ("small", "edges", "gpus"):
         assert codec.encode(golden_bundles.GOLDEN[name]()) == (golden / f"format1-{name}.msgpack").read_bytes()

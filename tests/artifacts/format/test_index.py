@@ -60,6 +60,18 @@ def test_where_a_variant_was_judged():
         assert file.judged_on(0) is None
 
 
+def test_what_any_gpu_measured_was_judged_there():
+    bundle = golden_bundles.gpus()
+    row = next(iter(bundle.choices.values()))
+    assert [(one.bucket, one.gpu) for one in row] == [(1, None), (1, 0), (1, 1), (2, 0), (4, 1)]
+    named = {row[i].variant: row[i].measured_on(bundle.gpus) for i in (4, 3, 1)}
+    for asked in (True, False):
+        with open_bytes(codec.encode(bundle), "made") as file:
+            if asked:
+                assert file.find(next(iter(bundle.choices))) == row
+            assert {i: file.judged_on(i) for i in named} == named
+
+
 @pytest.mark.parametrize("record", [b"", b"\x90", b"\x91\x90", b"\xc0", b"\x91\x97\0\0\0\0\0\0"])
 def test_a_damaged_record_is_told_where_it_is_asked_where_a_variant_was_judged(record):
     index, _ = craft.parts(MEDIUM)

@@ -29,7 +29,7 @@ def snapshot(*names: str) -> Snapshot:
     return Snapshot([Place(Kind.NAMED, BUNDLES / f"{name}.msgpack") for name in names])
 
 
-def told(problem: Problem, M: int, local: LocalGpu = H100, top_k: int = 0, bundle: str = "quantised-h100-sm90") -> str:
+def told(problem: Problem, M: int, local: LocalGpu = H100, top_k: int = 0, bundle: str = "quantised-sm90") -> str:
     found = verdict(snapshot(bundle), problem, DType.FP8_BLOCK_A16, M, local, top_k=top_k)
     assert (found.chosen is not None) is found.reason.startswith("x quantised, too, is faster")
     assert found.chosen is None or found.chosen.variant.dtype is DType.FP8_BLOCK
@@ -73,7 +73,7 @@ def part_of(
     path: Path, choices: Callable[[Problem], bool], variants: Callable[[Variant], bool] = lambda one: True
 ) -> Path:
     """The shipped bundle with some of its choices, and of its variants."""
-    with open_bundle(BUNDLES / "quantised-h100-sm90.msgpack") as file:
+    with open_bundle(BUNDLES / "quantised-sm90.msgpack") as file:
         whole = file.load()
     kept = [i for i, one in enumerate(whole.variants) if variants(one)]
     at = {old: new for new, old in enumerate(kept)}

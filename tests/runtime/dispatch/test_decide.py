@@ -105,6 +105,24 @@ def test_another_gpu_has_what_was_measured_on_the_one_most_like_it(
     assert came_from(found, local=ON_H200)[:2] == ("h200", Origin.THIS_GPU)
 
 
+def test_one_bundle_has_the_choices_of_several_gpus(tmp_path: Path) -> None:
+    """Each GPU runs its own, another of the capability those of the one most like it, whatever their order."""
+    h300 = replace(H200, name="NVIDIA H300", memory_mib=262144)
+    for folder, gpus in (("1", (H100, H200)), ("2", (H200, H100))):
+        own = {gpu: measured(64, WIDE if gpu is H100 else NARROW, 9, gpus.index(gpu), second=ANY) for gpu in gpus}
+        alone = measured(4096, WIDE, 90, gpus.index(H100))
+        rows = {PROBLEM: [*(own[gpu] for gpu in gpus), alone]}
+        for installed in (False, True):
+            path = write(tmp_path / folder / "both.msgpack", rows, gpus=gpus).parent
+            found = snapshot(installed=[path]) if installed else snapshot(path)
+            assert came_from(found) == ("both", Origin.THIS_GPU, Match.EXACT, NARROW)
+            assert came_from(found, local=ON_H100) == ("both", Origin.THIS_GPU, Match.EXACT, WIDE)
+            assert came_from(found, local=LocalGpu(90, h300)) == ("both", Origin.THIS_CAPABILITY, Match.EXACT, NARROW)
+            assert came_from(found, 4096) == ("both", Origin.THIS_CAPABILITY, Match.EXACT, WIDE)
+            ranked = chosen(found, PROBLEM, 64, ON_H200, found.view(ON_H200, installed=True), aligned=True, most=9)
+            assert [(one.index, one.gpu) for one in ranked] == [(NARROW, H200), (ANY, H200), (WIDE, H100)]
+
+
 def test_how_like_it_a_gpu_is_counts_for_nothing_else(tmp_path: Path) -> None:
     """Code for a compatible capability: the place decides, measured or not."""
     a100 = Gpu("NVIDIA A100-SXM4-80GB", 108, 81251, 13000)
@@ -460,7 +478,7 @@ ROWS = st.tuples(st.sampled_from([32, 64, 128, 1024]), st.integers(0, 2), st.sam
         st.tuples(
             st.booleans(),  # whether it is an installed package's
             st.sampled_from([(), (H100,), (H200,), (H100, H200)]),
-            st.lists(ROWS, min_size=1, max_size=4, unique_by=lambda row: row[0]),
+            st.lists(ROWS, min_size=1, max_size=6),
         ),
         min_size=1, max_size=4,
     ),
@@ -474,11 +492,13 @@ def test_what_is_not_read_would_not_have_been_chosen(
     folder = tmp_path_factory.mktemp("b")
     (folder / "named").mkdir()
     for i, (installed, gpus, rows) in enumerate(files):
-        made = [
+        every = (
             modelled(bucket, index) if gpu >= len(gpus) else measured(bucket, index, 9, gpu=gpu)
-            for bucket, gpu, index in sorted(rows)
-        ]
-        write(folder / ("installed" if installed else "named") / f"{i}.msgpack", {PROBLEM: made}, gpus=gpus, tag=str(i))
+            for bucket, gpu, index in rows
+        )
+        made = {one.sort_key: one for one in every}
+        row = [made[key] for key in sorted(made)]
+        write(folder / ("installed" if installed else "named") / f"{i}.msgpack", {PROBLEM: row}, gpus=gpus, tag=str(i))
     found = snapshot(folder / "named", installed=[folder / "installed"])
     got = decision(found, M, local).chosen
     named, best = (

@@ -6,7 +6,7 @@ import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import host_gpu
 import pytest
@@ -14,7 +14,7 @@ import torch
 from host_gpu import ALL, TOPK, Device, E, K, N, T
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from made import ELF, H200, ON_A100, ON_H100, ON_H200, Spec, bundle, measured, modelled, snapshot
+from made import ELF, H100, H200, ON_A100, ON_H100, ON_H200, Spec, bundle, measured, modelled, snapshot
 
 from pretuned.artifacts.files.publish import publish
 from pretuned.artifacts.format.codec import encode
@@ -32,6 +32,7 @@ from pretuned.runtime.dispatch import compare, epilogue
 from pretuned.runtime.dispatch import gather as dispatch_gather
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.dispatch.gather import pass_us, verdict
+from pretuned.runtime.dispatch.ranking import Candidate
 from pretuned.runtime.inspect import preload
 from pretuned.runtime.inspect.explain import examine
 from pretuned.runtime.launch import gather
@@ -60,15 +61,19 @@ def a_pass() -> Variant:
     )  # fmt: skip
 
 
+Row: TypeAlias = "Choice | list[Choice]"
+
+
 def book(
-    folder: Path, on_load: Choice, plain: Choice, *, gpus: tuple[Gpu, ...] = (H200,), has_pass: bool = True,
-    silu: tuple[Choice | None, Choice | None] = (None, None), specs: tuple[Spec, ...] = CODE,
+    folder: Path, on_load: Row, plain: Row, *, gpus: tuple[Gpu, ...] = (H200,), has_pass: bool = True,
+    silu: tuple[Row | None, Row | None] = (None, None), specs: tuple[Spec, ...] = CODE,
     models: tuple[Model, ...] = (),
 ) -> Path:  # fmt: skip
     """A folder of a bundle of these choices: that gathers, that does not, and the two of silu in the epilogue."""
     rows = {ON_LOAD: on_load, PLAIN: plain, replace(PLAIN, fusion=BOTH): silu[0],
             replace(PLAIN, fusion=Fusion.SILU): silu[1]}  # fmt: skip
-    made = bundle({one: [row] for one, row in rows.items() if row is not None}, gpus=gpus, specs=specs, models=models)
+    choices = {one: [row] if isinstance(row, Choice) else row for one, row in rows.items() if row is not None}
+    made = bundle(choices, gpus=gpus, specs=specs, models=models)
     if has_pass:
         made = replace(
             made, variants=(*made.variants, a_pass()), cubins=(*made.cubins, ELF),
@@ -141,6 +146,36 @@ def test_times_of_two_sources_or_gpus_are_not_compared(tmp_path: Path) -> None:
     assert beforehand(tmp_path / "5", ON_H100) == 1  # both of the H200
     assert beforehand(tmp_path / "5", ON_A100) is None
     assert beforehand(tmp_path / "5", aligned=False) is None
+
+
+def test_of_a_bundle_of_several_gpus_each_has_its_own_times_compared(tmp_path: Path) -> None:
+    h100, h200, guess = 0, 1, modelled(M, 0, 1.0)
+    on_load = [guess, measured(M, 0, 300.0, h100), measured(M, 0, 300.0, h200)]
+    plain = [measured(M, 1, 299.0, h100, second=6), measured(M, 1, 200.0, h200, second=7)]
+    silu = [measured(M, 4, 10.0, h100), measured(M, 4, 900.0, h200)]
+    specs = (*CODE, Spec(HALF), Spec(replace(HALF, block_n=64)))
+    book(tmp_path, on_load, plain, gpus=(H100, H200), silu=(silu, None), specs=specs)
+    assert (beforehand(tmp_path, ON_H100), beforehand(tmp_path, ON_H200)) == (None, 1)
+    assert beforehand(tmp_path, ON_H200, fusion=Fusion.GATHER | Fusion.BIAS) == 3
+    both, found = replace(PLAIN, fusion=BOTH), snapshot(tmp_path)
+    assert epilogue.verdict(found, both, M, ON_H100, aligned=True, top_k=8).chosen is not None
+    assert epilogue.verdict(found, both, M, ON_H200, aligned=True, top_k=8).chosen is None
+    for local, second, time_us in ((ON_H100, 6, 299.0 * 1.1), (ON_H200, 7, 200.0 * 1.1)):
+        ran = compare.own(found, ON_LOAD, M, local, True)
+        assert isinstance(ran, Candidate)
+        rival = compare.rival(found, ran, PLAIN, M, local, True)
+        assert isinstance(rival, Candidate)
+        assert ran.gpu == rival.gpu == local.gpu
+        runner_up = compare.second(found, rival, PLAIN, local, True)
+        assert runner_up is not None
+        assert (runner_up.index, runner_up.time_us) == (second, pytest.approx(time_us))
+
+
+def test_preload_loads_what_is_faster_on_one_of_several_gpus(tmp_path: Path) -> None:
+    on_load = [measured(M, 0, 100.0, 0), measured(M, 0, 300.0, 1)]
+    for plain_us, runs in ((200.0, {1, 3}), (301.0, set())):  # the H200's, slower than the H100 on load
+        book(tmp_path, on_load, [measured(M, 1, 110.0, 0), measured(M, 1, plain_us, 1)], gpus=(H100, H200))
+        assert {index for _, index in preload.rivals_of([(ON_LOAD, M)], snapshot(tmp_path), ON_H200)} == runs
 
 
 def test_a_bundle_without_the_pass_gathers_on_load(tmp_path: Path) -> None:

@@ -194,7 +194,8 @@ def test_code_that_cannot_clear_is_not_told_to(what: str, launched: Launched) ->
 @pytest.mark.parametrize("op", [Op.FORWARD, Op.DX])
 def test_columns_and_steps_that_a_tile_can_be_told_by(op: Op) -> None:
     """Where warpgroups take turns a tile's column goes to them in 20 bits, and its steps do in all specialised code."""
-    kernel, columns, reduction = in_turns(op), 192 << 20, 64 * ((1 << 20) - 1)
+    kernel, reduction = in_turns(op), 64 * ((1 << 20) - 1)
+    columns = dict(kernel.variant.config)["block_n"] << 20
 
     def make(columns: int, reduction: int) -> Launcher:
         return gemm.row_launcher(
