@@ -4,11 +4,14 @@
     python benchmarks/run.py layers_in_vllm --vllm vllm-0.20.2 --json layers-in-vllm.json
     python benchmarks/run.py layers_in_vllm --vllm vllm-0.20.2 --kinds bf16,mxfp4 --tokens 1,16 --json some.json
 
-Each layer is vLLM's FusedMoE, made as a model makes it, and its modular kernel is called with a routing that is drawn:
-the router, the same for all, is left out. ``pretuned`` is what vLLM runs with the plug-in (``--moe-backend auto``); the
-others are vLLM's backends by their names. Every call is captured in a CUDA graph, and the graphs are replayed in turns.
-A cell has microseconds a layer, the experts class that ran, and the distance of its result from pretuned's. What fails
-is told in its cell, and the rest goes on; each kind of layer has a process of its own. The file is whole after each.
+Each layer is vLLM's FusedMoE, made as a model makes it, and its kernel is called with a routing that is drawn. Choosing
+top_k experts by what the router says, the same for all, is left out, but where a backend does that itself (vLLM's
+Triton for mxfp4): then it is in the time of all, by vLLM's own router for the others, and the cell says ``routed``.
+So is padding the tokens where a backend pads its layer (Marlin for mxfp4). ``auto`` is what vLLM runs with the plug-in
+(``--moe-backend auto``); the others are vLLM's backends by their names. Every call is captured in a CUDA graph, and the
+graphs are replayed in turns. A cell has microseconds a layer, the experts class that ran, and the distance of its
+result from pretuned's. What fails is told in its cell, and the rest goes on; each kind of layer has a process of its
+own. The file is whole after each.
 
 vLLM need not be installed: ``--vllm`` is where its wheel is unpacked, ``--packages`` a folder with what it imports.
 """
@@ -125,7 +128,7 @@ def draw(name: str, parameter: torch.Tensor, kind: str, one: Kind) -> None:
 
 
 class Routed(NamedTuple):
-    """Tokens [T, H], what a router says of each [T, E], and by that top_k different experts with their weights."""
+    """Tokens [T, H] and what a router says of each [T, E], in bf16; by that top_k experts and their weights."""
 
     x: torch.Tensor
     logits: torch.Tensor
@@ -134,23 +137,35 @@ class Routed(NamedTuple):
 
 
 def routing(one: Kind, T: int, device: str) -> Routed:
-    """Drawn tokens."""
+    """Drawn tokens. No two logits of a token are equal, so that whoever chooses top_k of them chooses the same."""
     g = torch.Generator(device).manual_seed(T)
     x = torch.randn(T, one.H, generator=g, device=device).bfloat16()
-    logits = torch.rand(T, one.E, generator=g, device=device)
-    weights, ids = logits.softmax(-1).topk(one.top_k, -1)
-    return Routed(x, logits, (weights / weights.sum(-1, keepdim=True)).float(), ids.int())
+    # The bits of bf16 numbers between 2**-7 and 2, E different ones, in any order.
+    bits = torch.randint(0x3C00, 0x4000 - one.E, (T, one.E), generator=g, device=device).sort(-1).values
+    bits += torch.arange(one.E, device=device)
+    order = torch.rand(T, one.E, generator=g, device=device).argsort(-1)
+    logits = bits.gather(1, order).short().view(torch.bfloat16)
+    weights, ids = logits.float().softmax(-1).topk(one.top_k, -1)
+    return Routed(x, logits, weights / weights.sum(-1, keepdim=True), ids.int())
 
 
-def call_of(layer: Any, given: Routed) -> Callable[[], torch.Tensor]:
-    """The layer's kernel on these tokens; one that routes itself is given what the router says."""
+def call_of(layer: Any, given: Routed, routed: bool) -> Callable[[], torch.Tensor]:
+    """The layer on these tokens, as vLLM's runner calls it; ``routed``: with choosing top_k experts."""
     method = layer.quant_method
-    if method.is_monolithic:
-        logits = given.logits.bfloat16()
-        return lambda: method.apply_monolithic(layer=layer, x=given.x, router_logits=logits)
-    return lambda: method.apply(
-        layer=layer, x=given.x, topk_weights=given.weights, topk_ids=given.ids, shared_experts_input=None
-    )
+    H = given.x.shape[1]
+    padding = 0 if method.skip_forward_padding else layer.moe_config.hidden_dim - H
+
+    def call() -> torch.Tensor:
+        x = torch.nn.functional.pad(given.x, (0, padding)) if padding else given.x
+        if method.is_monolithic:
+            return method.apply_monolithic(layer=layer, x=x, router_logits=given.logits)[:, :H]  # type: ignore[no-any-return]
+        weights, ids = given.weights, given.ids
+        if routed:
+            weights, ids = layer.router.select_experts(hidden_states=x, router_logits=given.logits)
+        out = method.apply(layer=layer, x=x, topk_weights=weights, topk_ids=ids, shared_experts_input=None)
+        return out[:, :H]  # type: ignore[no-any-return]
+
+    return call
 
 
 def experts_of(layer: Any) -> str:
@@ -192,22 +207,24 @@ def measure(kind: str, backends: list[str], tokens: list[int], keep: Callable[[d
         try:
             layer, config = made(kind, one, backend, "cuda")
             with set_current_vllm_config(config), set_forward_context(None, config):
-                call_of(layer, routing(one, max(tokens), "cuda"))()  # the workspace has its size from here on
+                # The workspace has its size from here on.
+                call_of(layer, routing(one, max(tokens), "cuda"), layer.quant_method.is_monolithic)()
             sides[backend] = layer, config
         except Exception:
             failed[backend] = traceback.format_exc(limit=-6)
             torch.cuda.empty_cache()
+    routed = any(layer.quant_method.is_monolithic for layer, _ in sides.values())
     for T in tokens:
         given, graphs, out, wrong = routing(one, T, "cuda"), {}, {}, dict(failed)
         for backend, (layer, config) in sides.items():
             try:
                 with set_current_vllm_config(config), set_forward_context(None, config):
-                    call = call_of(layer, given)
+                    call = call_of(layer, given, routed)
                     out[backend] = call().clone()
                     graphs[backend] = clock.capture(call)
             except Exception:
                 wrong[backend] = traceback.format_exc(limit=-6)
-        cell: dict[str, Any] = {"kind": kind, "model": one.model, "tokens": T, "failed": wrong}
+        cell: dict[str, Any] = {"kind": kind, "model": one.model, "tokens": T, "routed": routed, "failed": wrong}
         cell["experts"] = {backend: experts_of(layer) for backend, (layer, _) in sides.items()}
         try:
             times = clock.rounds_us(list(graphs.values()), ROUNDS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -45,10 +45,57 @@ def test_every_backend_has_the_same_weights(tool: ModuleType) -> None:
 
 
 def test_a_routing(tool: ModuleType) -> None:
-    x, logits, weights, ids = tool.routing(tool.Kind("m", 8, 64, 32, 3, ()), 5, "cpu")
-    assert (x.shape, logits.shape, weights.shape, ids.dtype) == ((5, 64), (5, 8), (5, 3), torch.int32)
-    torch.testing.assert_close(logits.gather(1, ids.long()).softmax(-1), weights)  # as one that routes itself has them
-    assert all(len(set(row)) == 3 for row in ids.tolist())
+    """Whoever chooses by the logits, in bf16 as a router gives them, chooses the same: no two of a token are equal."""
+    for E in (8, 384):
+        x, logits, weights, ids = tool.routing(tool.Kind("m", E, 64, 32, 3, ()), 50, "cpu")
+        assert (x.shape, logits.shape, weights.shape, ids.dtype) == ((50, 64), (50, E), (50, 3), torch.int32)
+        assert (logits.dtype, weights.dtype) == (torch.bfloat16, torch.float32)
+        assert all(len(set(row)) == E for row in logits.tolist())
+        assert float(logits.min()) > 0
+        assert float(logits.max()) <= 2
+        torch.testing.assert_close(logits.gather(1, ids.long()).float().softmax(-1), weights)
+        used = torch.bincount(ids.flatten().long(), minlength=E)
+        assert int(used.max()) < (50 if E == 8 else 10)  # spread over the experts
+
+
+class Method:
+    """What vLLM calls a layer by. ``monolithic``: it chooses the experts."""
+
+    skip_forward_padding = False
+
+    def __init__(self, *, monolithic: bool) -> None:
+        self.is_monolithic = monolithic
+
+    def apply(
+        self, layer: object, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, **_: object
+    ) -> torch.Tensor:
+        return x * topk_weights.sum(-1, keepdim=True) + topk_ids.sum(-1, keepdim=True)
+
+    def apply_monolithic(self, layer: object, x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
+        weights, ids = Router().select_experts(x, router_logits)
+        return self.apply(layer, x, weights, ids)
+
+
+class Router:
+    """Chooses two."""
+
+    def select_experts(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        values, ids = router_logits.float().topk(2, -1)
+        return values.softmax(-1), ids.int()
+
+
+def test_a_call_is_the_same_whoever_chooses_the_experts(tool: ModuleType) -> None:
+    """And a layer that is padded has tokens that are, and gives back as many columns as they had."""
+    given = tool.routing(tool.Kind("m", 8, 64, 32, 2, ()), 5, "cpu")
+    for hidden in (64, 128):
+        config, found = SimpleNamespace(hidden_dim=hidden), []
+        for monolithic, routed in ((False, False), (False, True), (True, True)):
+            method = Method(monolithic=monolithic)
+            layer = SimpleNamespace(quant_method=method, moe_config=config, router=Router())
+            found.append(tool.call_of(layer, given, routed)())
+        assert found[0].shape == (5, 64)
+        for one in found[1:]:
+            torch.testing.assert_close(one, found[0])
 
 
 def test_what_is_asked_for(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
