@@ -36,7 +36,7 @@ import torch
 
 
 class Kind(NamedTuple):
-    """A layer at a model's own sizes, and the backends of vLLM that it is held against."""
+    """A layer at a model's own sizes, and the backends of vLLM that it is held against; first its own choice on 9.0."""
 
     model: str
     E: int

@@ -123,16 +123,17 @@ def test_a_process_that_fails_is_told_and_the_rest_goes_on(
     assert "can't open file" not in capfd.readouterr().err
 
 
-def test_no_layer_that_was_measured_costs_over_3_percent() -> None:
-    """What the plug-in promises. A cell that does cost wants its layer, or its tokens, left to vLLM."""
-    cells = json.loads((RESULTS / "layers-in-vllm-h200.json").read_text())["cells"]
+def test_no_layer_that_was_measured_costs_over_3_percent(tool: ModuleType) -> None:
+    """What the plug-in promises beside vLLM's choice. One that does cost wants its layer, or its tokens, left to it."""
     beside = {}
-    for cell in cells:
-        ours = cell["us"].pop("auto")
-        if cell["us"]:  # of others that ran
-            beside[cell["model"], cell["tokens"]] = min(cell["us"].values()) / ours
-    assert len(beside) == 10
+    for path in sorted(RESULTS.glob("layers-in-vllm-*.json")):
+        for cell in json.loads(path.read_text())["cells"]:
+            own = cell["us"].get(tool.KINDS[cell["kind"]].backends[0])
+            if own is not None:
+                beside[cell["model"], cell["tokens"], path.name] = own / cell["us"]["auto"]
+    assert len(beside) >= 10
     worst = min(beside, key=beside.__getitem__)
+    model, tokens, _ = worst
     assert beside[worst] > 0.97
     page = (RESULTS.parents[1] / "docs/use/serving.md").read_text()
-    assert f"The worst cell is {worst[0]} at {worst[1]} token: {beside[worst]:.2f}" in page
+    assert f"The worst cell is {model} at {tokens:,} token{'s' * (tokens > 1)}: {beside[worst]:.2f}" in page
