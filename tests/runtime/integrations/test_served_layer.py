@@ -61,7 +61,7 @@ def test_a_layer_is_served_where_both_products_were_measured(clean_places: Path)
 
 
 def test_where_x_may_be_quantised_too_both_products_were_measured(clean_places: Path) -> None:
-    """At 8,192 tokens those of x in bf16 alone take half as long again as an engine's own (quantised-peers-h100)."""
+    """At 8,192 tokens those of x in bf16 alone take half as long again as an engine's own."""
     layer = ServedLayer(E=8, H=768, I=512, top_k=2, dtype=DType.FP8_BLOCK, act=SILU)
     specs = [
         Spec(Config(16, 64, 128, 8, 3, loads=Loads.TMA, schedule=Schedule.MIXED_INPUT), dtype=DType.FP8_BLOCK_A16),
