@@ -111,7 +111,7 @@ def _glance(cells: Sequence[Cell]) -> str:
     """One row for each op and form, and GPU where there are several, over all shapes."""
     with_torch = any(cell.against_torch for cell in cells)
     with_model = any(cell.model_ratio for cell in cells)
-    several = len({gpu_name(cell) for cell in cells}) > 1
+    several = len({gpu_name(cell) for cell in cells} - {""}) > 1
     first = ["op", "GPU"][: 1 + several]
     head = [*first, "cells", "measured", "% of the roofline, median", *(name for name, _, _ in _RANGES)]
     head += ["x torch", "worst"] * with_torch + ["modelled / measured"] * with_model

@@ -34,7 +34,7 @@ fill("gemm", [["", "all"], ...data.gemms.map((one, i) => [i, one])]);
 fill("form", [["", "all"], ...data.forms.map((one, i) => [i, one])]);
 fill("state", [["", "all"], ...data.states.map((one, i) => [i, one])]);
 fill("gpu", [["", "all"], ...data.gpus.map((one, i) => [i, one || "none"])]);
-at("gpus").hidden = data.gpus.length < 2;
+at("gpus").hidden = data.gpus.filter(one => one).length < 2;
 fill("order", Object.entries(ORDERS).map(([key, [text]]) => [key, text]));
 const colour = one => `var(--c${one.form % 9})`;
 const names = data.gemms.map((_, i) => data.models.filter(one => one[1].includes(i)).map(one => one[0]).join(", "));

@@ -77,7 +77,8 @@ def _row_constants(spec: Spec, arch: Arch) -> Constants:
 def _turned(spec: Spec, arch: Arch) -> bool:
     """Whether code on wgmma takes w from registers, turned round on the way: see kernels/gemm/portable/rows.py."""
     wgmma = arch.has(Feature.WGMMA) and spec.config.block_m >= 64 and spec.config.num_warps >= 4
-    return wgmma and spec.dtype is DType.TF32 and w_kn(spec) and "w" in row_operands(spec)
+    turned = wgmma and spec.dtype is DType.TF32 and w_kn(spec) and "w" in row_operands(spec)
+    return turned and Fusion.LOW_RANK not in spec.fusion  # whose sums are not turned round
 
 
 def _weight_constants(spec: Spec, _arch: Arch) -> Constants:

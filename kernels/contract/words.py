@@ -12,8 +12,8 @@ The names in a variant's ``arguments`` are the words of launch ABI 1:
 ``m_sizes_step``         int32: 1 for int32 counts, 2 for int64 counts; ``index_step`` likewise
 ``index_end``            int32: indices from here on, and below 0, take no part
 ``x_divisor``            int32: x's row of an index is ``index // x_divisor``
-``flags``                int32: the fusions of the call, values of artifacts.types.Fusion below 16 (``Fusion.SILU`` is
-                         code of its own, no flag), and ``ZERO_TAIL``
+``flags``                int32: the fusions of the call, values of artifacts.types.Fusion below 16 (``Fusion.SILU`` and
+                         ``LOW_RANK`` are code of their own, no flags), and ``ZERO_TAIL``
 ``counter``              device pointer to an int32 that is zero before and after the launch
 ``dy_at x_at``           device pointers to dy and x, which are descriptors: of streamed code of dW
 ``low_x low_w``          of code with ``Fusion.LOW_RANK``: u [M, R] of sorted rows and b [E, N, R] (with w's columns

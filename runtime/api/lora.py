@@ -1,8 +1,9 @@
 """LoRA adapters of experts: a product with the low-rank part y += scale * (x @ A[e].T) @ B[e].T beside it.
 
 A product with one is composed of the products that there are, with their gradients: x A.T and its product with B.T are
-grouped GEMMs of the same rows, added to the base product's y. A layer does the same in one function with its own
-gradient (``ops/layer.py``). w is read as it is, never copied; A and B are small.
+grouped GEMMs of the same rows, added to the base product's y. A layer is one function with its own gradient
+(``ops/layer.py``), whose low-rank parts are in its products' own kernels where there is such code. w is read as it is,
+never copied; A and B are small.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def adapted_layer(
     """A whole layer with adapters of its products, as one function with its own gradient.
 
     Where it ``comes_again``, its weights being the caller's own, what it comes to is written down for layers of these
-    weights (``replay/plan.py``); where A and B are used as they are, as ``known_as``, too.
+    weights (``replay/plan.py``), as ``known_as``, too.
 
     Raises
     ------
@@ -127,9 +128,7 @@ def adapted_layer(
             run = layer.forward if plan is None else plan.forward
             out = run(how, x, given, routing, weights, keeps_h=False, adapters=adapters)[0]
     if plan is not None and snapshot is not None and plan.programs:
-        pairs_of = zip(lora, adapters, strict=True)
-        own = all(one is None or its is None or (one.A is its.A and one.B is its.B) for one, its in pairs_of)
-        for name in (key, known_as if own else None):
+        for name in (key, known_as):
             if name is not None and snapshot.layers.get(name) is not plan:
                 replay_plan.remember(snapshot.layers, name, plan)
     return out
@@ -157,13 +156,29 @@ def scales_of(lora: tuple[Lora | None, Lora | None] | None) -> tuple[object, ...
         return None
     if type(lora) is not tuple or len(lora) != 2 or any(one is not None and type(one) is not Lora for one in lora):
         raise TypeError("no adapters")
+    for matrix in (each for one in lora if one is not None for each in one[:2]):
+        if matrix.dim() != 3 or not matrix.dtype.is_floating_point:
+            raise TypeError("no matrices")
     return tuple(None if one is None else (type(one.scale), one.scale) for one in lora)
 
 
-def as_they_are(lora: tuple[Lora | None, Lora | None]) -> Adapters:
-    """The adapters unchecked: those of a plan's key, which looks at the tensors itself."""
-    first, second = lora
-    return Adapters(None if first is None else LowRank(*first), None if second is None else LowRank(*second))
+def as_used(lora: tuple[Lora | None, Lora | None], dtype: torch.dtype, E: int) -> Adapters:
+    """The adapters as products take them, unchecked but by ``scales_of``: a plan looks at these tensors itself."""
+
+    def used(one: Lora | None) -> LowRank | None:
+        return None if one is None else LowRank(_used(one.A, dtype, E), _used(one.B, dtype, E), one.scale)
+
+    return Adapters(used(lora[0]), used(lora[1]))
+
+
+def _used(one: torch.Tensor, dtype: torch.dtype, E: int) -> torch.Tensor:
+    """A or B of E experts in a dtype, its rows contiguous; one matrix stands for all."""
+    # (Each look spares a view, and its node in the gradient's graph.)
+    if one.dtype is not dtype:
+        one = one.to(dtype)
+    if one.stride(2) != 1 and one.shape[2] != 1:
+        one = one.contiguous()
+    return one.expand(E, -1, -1) if one.shape[0] == 1 and E != 1 else one
 
 
 def by_plan(
@@ -205,10 +220,5 @@ def _usable(x: torch.Tensor, m_sizes: torch.Tensor, lora: Lora) -> tuple[torch.T
             tensors.bad(name, f"{one.dtype}", "a floating-point type")
         if one.device != x.device:
             tensors.bad(name, f"on {one.device}", f"x's device, {x.device}")
-        # (Each look spares a view, and its node in the gradient's graph.)
-        if one.dtype is not x.dtype:
-            one = one.to(x.dtype)
-        if one.stride(2) != 1 and one.shape[2] != 1:
-            one = one.contiguous()
-        found.append(one if one.shape[0] == E else one.expand(E, -1, -1))
+        found.append(_used(one, x.dtype, E))
     return found[0], found[1]

@@ -23,7 +23,7 @@ from ..replay import plan as replay_plan
 from ..weights.expert_weights import ExpertWeights
 from . import call as api_call
 from .grouped_gemm import grouped_gemm
-from .lora import Lora, adapted_layer, adapters_given, as_they_are, by_plan, scales_of
+from .lora import Lora, adapted_layer, adapters_given, as_used, by_plan, scales_of
 
 _tracing = torch.compiler.is_dynamo_compiling
 _transformed = torch._C._are_functorch_transforms_active
@@ -169,7 +169,7 @@ def moe_mlp(
             given = (Weights if dense else FrozenWeights)(gate_up_weight, down_weight, gate_up_bias, down_bias)  # type: ignore[arg-type]
             found = _again(plan, hidden, given, topk_ids, topk_weights, out, lora)
             if found is not None:
-                return found
+                return found.view(hidden.shape)
     _check_tensors(
         {"hidden": hidden, "gate_up_weight": gate_up_weight, "down_weight": down_weight, "topk_ids": topk_ids,
          "topk_weights": topk_weights}, gate_up_bias=gate_up_bias, down_bias=down_bias,
@@ -273,7 +273,10 @@ def _again(
     weights: torch.Tensor, out: torch.Tensor | None, lora: tuple[Lora | None, Lora | None] | None,
 ) -> torch.Tensor | None:  # fmt: skip
     """The call by a plan; None where it is another one."""
-    adapters = NO_ADAPTERS if lora is None else as_they_are(lora)
+    adapters = NO_ADAPTERS
+    if lora is not None:
+        adapters = as_used(lora, hidden.dtype, given.gate_up.shape[0])
+        hidden = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])  # as when it was written down
     if not plan.takes(hidden, given, ids, weights, out, adapters):
         return None
     grad = torch.is_grad_enabled() and (plan.grad or (out is not None and out.requires_grad))
@@ -291,7 +294,7 @@ def _again(
         found = _apply(x, *given, weights, routing, plan.how, plan)
     else:
         found, *_ = plan.forward(plan.how, x, given, routing, weights, keeps_h=False)
-    return found if hidden.dim() == 2 else found.view(hidden.shape)
+    return found
 
 
 def _fused(
@@ -310,7 +313,9 @@ def _fused(
     routing = _sorted(ids, gate_up.shape[0])
     x = _checked(x, given, weights, how, routing, w_layout)
     if any(lora):
-        found = adapted_layer(x, given, ids, weights, how, routing, lora, comes_again=own, known_as=key)
+        found = adapted_layer(
+            x, given, ids, weights, how, routing, lora, comes_again=own, known_as=None if into is not None else key
+        )
         return found if into is None else into.view(found.shape).copy_(found)
     with without_autocast(x.device.type):
         if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (x, weights, *given)):

@@ -182,14 +182,20 @@ class Snapshot:
         return view
 
     def find(self, bundle: BundleFile, problem: Problem) -> tuple[Choice, ...]:
-        """The bundle's choices for ``problem``, or else for its twin; Rejected where their records are damaged."""
+        """The bundle's choices for ``problem``, and its twin's of other buckets and GPUs.
+
+        Rejected where their records are damaged.
+        """
         key = (bundle.digest, problem)
         found = self._choices.get(key)
         if found is None:
             twin = self._twin(bundle, problem)
             try:
-                found = bundle.find(problem) or (bundle.find(twin) if twin is not None else ())
-                self._choices[key] = found
+                found, other = bundle.find(problem), bundle.find(twin) if twin is not None else ()
+                if found and other:  # what was merged may have each name of one product of another GPU
+                    own = {(one.bucket, one.gpu) for one in found}
+                    other = tuple(one for one in other if (one.bucket, one.gpu) not in own)
+                found = self._choices[key] = found + other
             except BundleError as error:
                 self.reject(bundle, error)
                 raise Rejected from error

@@ -232,7 +232,7 @@ def trial(kernel: gemm.LoadedKernel, here: Ground) -> str | None:
     return None
 
 
-_RANK = 24  # of a low-rank part: no whole step of a reduction
+_RANK = 72  # of a low-rank part: more than a step of a reduction, and no whole one
 _MOVED = Fusion.WEIGHT | Fusion.BIAS
 _FORMS = {
     Fusion.NONE: ((Fusion.NONE, False), (Fusion.NONE, True)),
@@ -337,8 +337,8 @@ def _rows(kernel: gemm.LoadedKernel, here: Ground, on: _Operands, form: Fusion, 
         words["w"] = on.w.data_ptr()
     if on.scale is None:
         words["stride_x_m"] = on.reduction
-    u, second = draw.normal(_M, _RANK).to(dtype), draw.normal(E, on.columns, _RANK).to(dtype)
     if Fusion.LOW_RANK in form:
+        u, second = draw.normal(_M, _RANK).to(dtype), draw.normal(E, on.columns, _RANK).to(dtype)
         keep += [here.put(u), here.put(second.transpose(1, 2).contiguous() if on.w_kn else second)]
         words |= {"low_x": keep[-2].data_ptr(), "low_w": keep[-1].data_ptr()}
     counts = torch.tensor(_COUNTS, dtype=torch.int32, device="cpu")

@@ -35,7 +35,7 @@ _FEW_TO_CLEAR = 1024  # rows: each 16 of y look at the whole index, and 64 progr
 # docs/inside/trials.md, scatter-beside). One of matrices of 2^21 takes longer for as many rows, and so does one
 # of 2^20 that has many experts' to read. Where most rows of y are to be cleared it takes more than a warp of each.
 _MOST_TO_CLEAR, _SHORT_TO_CLEAR, _LARGE_MATRIX, _MOST_PER_ROW = 1 << 17, 8192, 1 << 20, 4
-_LOW_RANK_DTYPES = (torch.bfloat16, torch.float16)
+_LOW_RANK_DTYPES = (torch.bfloat16,)  # of what ships: aot/plan/families.py
 _UNKNOWN = object()
 
 
@@ -129,7 +129,7 @@ def ready_for_gated(call: Rows) -> Ready | None:
 
 
 def may_add_low_part(call: Rows, narrow: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether code that adds a low-rank part takes such a call, its operands in 16 bits and rows of 16 bytes."""
+    """Whether code that adds a low-rank part takes such a call, its operands in bf16 and rows of 16 bytes."""
     moves = call.scatter or call.row_weights is not None or call.zero_tail or call.spares_rows
     if (
         moves

@@ -79,7 +79,10 @@ class Weights(NamedTuple):
 
 
 class Narrow(NamedTuple):
-    """What a forward keeps of adapters: x[token] @ A.T of the first product, a @ A.T of the second, [T*k, r] each."""
+    """What a forward keeps of adapters: s * x[token] @ A.T of the first product, s * a @ A.T of the second, [T*k, r].
+
+    None in a gradient where neither A nor B of the product needs one.
+    """
 
     x: torch.Tensor | None
     a: torch.Tensor | None
@@ -206,9 +209,10 @@ class AdaptedLayer(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The gradients; those of A and B together, if either is needed."""
+        """The gradients; those of A and B of a product together, if either is needed."""
         x, gate_up, down, down_bias, weights, h, *rest = ctx.saved_tensors
-        narrow, low, routing = Narrow(*rest[:2]), rest[2:6], Routing(*rest[6:])
+        low, routing, learns = rest[2:6], Routing(*rest[6:]), ctx.needs_input_grad[10:]
+        narrow = Narrow(*(one if any(learns[2 * i : 2 * i + 2]) else None for i, one in enumerate(rest[:2])))
         gate_up, down = (ctx.frozen[i] if one is None else one for i, one in enumerate((gate_up, down)))
         given, needs = weights_of(gate_up, down, None, down_bias), ctx.needs_input_grad[:6]
         adapters, found = adapters_of(low, ctx.scales), None
@@ -250,24 +254,21 @@ def with_adapters(
     h: torch.Tensor | None, routing: Routing, needs: tuple[bool, ...], adapters: Adapters, narrow: Narrow,
     do: Now = NOW,
 ) -> tuple[tuple[torch.Tensor | None, ...], tuple[LowRankGradients | None, LowRankGradients | None]]:  # fmt: skip
-    """The same, and the gradients of the adapters that there are: of all of them. ``x`` is there with a first one.
-
-    ``narrow`` is what the forward kept of them.
-    """
+    """The same, and the gradients of the adapters of which there is what the forward kept, ``narrow``."""
     first, second = adapters
     of_first = of_second = None
     needs_x, needs_up, needs_down, needs_up_bias, needs_down_bias, needs_weights = needs
     k, layout, act = layer
     index, m_sizes, bounds, experts, places = routing
     E, M = m_sizes.shape[0], index.shape[0]
-    inner = needs_x or needs_up or needs_up_bias or first is not None
+    inner = needs_x or needs_up or needs_up_bias or narrow.x is not None
     dout = dout.contiguous()
     row_weights = slot_weights(weights, dout, do)
     dy = tokens.gather(dout, index, k, bounds, do)
     dx = dup = ddown = dup_bias = ddown_bias = dweights = None
     a = dh = None
     frees = narrow.a is not None and not (needs_down or needs_down_bias)  # dy, before there are dh and a
-    if h is not None and (inner or needs_down or needs_weights or second is not None):
+    if h is not None and (inner or needs_down or needs_weights or narrow.a is not None):
         # (Where only t * act(h) is wanted, da is of no account.)
         whole = inner or needs_weights
         v = None if second is None else low_rank.narrowed_gradient(second, dy, m_sizes, do)
@@ -280,7 +281,7 @@ def with_adapters(
             dB = weight(dy, do.call(_weighted, narrow.a, weights, index), m_sizes, do=do)
             if frees:
                 del dy
-        wanted = Needs(inner, needs_down or second is not None, needs_weights)
+        wanted = Needs(inner, needs_down or narrow.a is not None, needs_weights)
         dh, a, dweights = activation.gradient(
             h, da, act, wanted, weights=row_weights, index=index, bounds=bounds,
             narrow=given.down_bias is None, do=do,
@@ -304,7 +305,7 @@ def with_adapters(
         if needs_x:
             dx = low_rank.product(Rows(Op.DX, dh, given.gate_up, m_sizes, layout, M), first, v, do)
             dx = tokens.combine(dx, places, k, do=do)
-        if x is not None and (needs_up or first is not None):
+        if x is not None and (needs_up or narrow.x is not None):
             sorted_x = tokens.gather(x, index, k, bounds, do)
             if v is not None and narrow.x is not None:
                 dA, dB = weight(v, sorted_x, m_sizes, do=do), weight(dh, narrow.x, m_sizes, do=do)

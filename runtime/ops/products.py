@@ -179,16 +179,16 @@ def with_low_part(call: Rows, narrow: torch.Tensor, second: torch.Tensor, do: No
         return None
     if not may_add_low_part(call, narrow, second):
         return None
-    if call.layout is Layout.KN:
-        second = do.call(_turned, second)
-    elif not second.is_contiguous():  # one adapter for all experts
-        second = do.call(_dense, second)
-    call = dataclasses.replace(call, low=LowPart(narrow, second))
     x, (_, N, K) = call.x, call.sizes
     with on(x.get_device()):
-        product = resolve_low_rank(call)
+        product = resolve_low_rank(dataclasses.replace(call, low=LowPart(narrow, second)))
         if product is None:
             return None
+        if call.layout is Layout.KN:
+            second = do.call(_turned, second)
+        elif not second.is_contiguous():  # one adapter for all experts
+            second = do.call(_dense, second)
+        call = dataclasses.replace(call, low=LowPart(narrow, second))
         y: torch.Tensor = do.new(x, (call.M, N if call.op is Op.FORWARD else K))
         _run(product, call, y, do)
     return y

@@ -922,14 +922,68 @@ def test_a_call_with_the_same_adapters_is_not_checked_again(
     adapted(given, {name: None if one is None else one.clone() for name, one in low.items()}, {*LOW, "hidden"}, IDS)
     assert checked == []  # of the same sizes
     adapted(given, low_rank(True, False, r=8), {*LOW, "hidden"}, IDS)
-    adapted(given, low_rank(True, True), {*LOW, "hidden"}, IDS)
-    assert len(checked) == 2
+    assert len(checked) == 1
     for _ in range(2):
         found = adapted(given, low, set(), IDS)
         assert torch.equal(found["out"], wanted[1]["out"])
     for wrong in ((low["A1"], low["B1"]), [None, Lora(low["A1"], low["B1"], True)], "ab"):  # type: ignore[arg-type]
         with pytest.raises(InputError, match="lora"):
             moe_mlp(given["hidden"], given["up"], given["down"], IDS, given["weights"], lora=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["as PEFT has B", "one for all", "of another dtype", "hidden of 3 dimensions"])
+def test_adapters_that_are_brought_into_form_are_not_checked_again(
+    monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int], kind: str
+) -> None:
+    given, low = tensors(True, "nk", False), low_rank(True, kind == "one for all")
+    if kind == "as PEFT has B":
+        low |= {name: low[name].transpose(1, 2).contiguous().transpose(1, 2) for name in ("B1", "B2")}  # type: ignore[union-attr]
+    elif kind == "of another dtype":
+        low = {name: None if one is None else one.double() for name, one in low.items()}
+    elif kind == "hidden of 3 dimensions":
+        given["hidden"] = given["hidden"][None]  # type: ignore[index]
+    needs = {*LOW, "hidden"}
+    host_gpu.on(monkeypatch, False)
+    wanted = adapted(given, low, needs, IDS)
+    host_gpu.on(monkeypatch, True)
+    checked: list[str] = []
+    check = moe._check_tensors
+    monkeypatch.setattr(moe, "_check_tensors", lambda *of, **biases: (checked.append("again"), check(*of, **biases)))
+    for _ in range(3):
+        found = adapted(given, low, needs, IDS)
+        for name, one in wanted.items():
+            assert found[name].shape == one.shape
+            torch.testing.assert_close(found[name], one, rtol=1e-5, atol=1e-4)
+    assert (checked, planned) == (["again"], [T, T])
+
+
+def test_out_takes_a_layer_with_adapters_each_time(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
+    host_gpu.on(monkeypatch, True)
+    given, low = tensors(True, "nk", False), low_rank(True, False)
+    wanted = adapted(given, low, set(), IDS)["out"]
+    lora = Lora(low["A1"], low["B1"], 0.5), Lora(low["A2"], low["B2"], 1.0)  # type: ignore[arg-type]
+    for _ in range(3):
+        out = torch.zeros_like(wanted)
+        with torch.no_grad():
+            got = moe_mlp(given["hidden"], given["up"], given["down"], IDS, given["weights"], lora=lora, out=out)  # type: ignore[arg-type]
+        assert got is out
+        assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize(("needs", "many"), [({"hidden"}, 0), ({"hidden", "A1"}, 2), ({"hidden", "B2"}, 2)])
+def test_adapters_that_learn_nothing_have_no_gradients(
+    monkeypatch: pytest.MonkeyPatch, device: Device, needs: set[str], many: int
+) -> None:
+    """``many`` are the products that make those of a pair of A and B."""
+    given, low = tensors(True, "nk", False), low_rank(True, False)
+    host_gpu.on(monkeypatch, False)
+    wanted = adapted(given, low, needs, IDS)
+    host_gpu.on(monkeypatch, True)
+    device.launched.clear()
+    found = adapted(given, low, needs, IDS)
+    for name, one in wanted.items():
+        torch.testing.assert_close(found[name], one, rtol=1e-5, atol=1e-4)
+    assert sum(op is Op.DW for op, _ in device.launched) == many
 
 
 def test_weights_that_autocast_copies_have_no_plan(

@@ -1,0 +1,176 @@
+"""A process that uses a GPU for long: calls of threads on streams of their own, graphs captured beside, and ``reload``.
+
+Results stay the same bits, and nothing grows: descriptors, the host's memory, the GPU's.
+
+    python tests/gpu/soak.py --minutes 20 --json soak.json
+
+Exit code 1 where something was wrong, or grew by more than ``MOST_MIB`` or ``MOST_DESCRIPTORS`` since the first tenth
+of the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from pretuned.runtime import Lora, grouped_gemm, moe_mlp, reload, sort_routing
+
+MOST_MIB = {"host": 64.0, "gpu": 16.0}
+MOST_DESCRIPTORS = 8
+E, H, I, TOP_K = 16, 512, 256, 2  # noqa: E741
+TOKENS = (1, 7, 64, 300, 1024)
+
+
+class Layer(NamedTuple):
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    lora: tuple[Lora, Lora]
+    hidden: dict[int, torch.Tensor]
+    ids: dict[int, torch.Tensor]
+    weights: dict[int, torch.Tensor]
+
+
+def made() -> Layer:
+    torch.manual_seed(0)
+
+    def tensor(*shape: int, spread: float = 1.0) -> torch.Tensor:
+        return (spread * torch.randn(shape, device="cuda")).to(torch.bfloat16)
+
+    lora = (Lora(tensor(E, 16, H, spread=H**-0.5), tensor(E, 2 * I, 16), 0.1),
+            Lora(tensor(E, 16, I, spread=I**-0.5), tensor(E, H, 16), 0.1))  # fmt: skip
+    routed = {T: torch.rand(T, E, device="cuda").topk(TOP_K, -1) for T in TOKENS}
+    return Layer(
+        tensor(E, 2 * I, H, spread=H**-0.5), tensor(E, H, I, spread=I**-0.5), lora, {T: tensor(T, H) for T in TOKENS},
+        {T: routed[T].indices for T in TOKENS}, {T: routed[T].values for T in TOKENS},
+    )  # fmt: skip
+
+
+def results(layer: Layer, T: int) -> list[torch.Tensor]:
+    """Of a product, a layer, one with adapters and the gradients of these."""
+    hidden, ids, weights = layer.hidden[T], layer.ids[T], layer.weights[T]
+    index, m_sizes, *_ = sort_routing(ids, E)
+    y = grouped_gemm(hidden, layer.gate_up, m_sizes, TOP_K, index, permute_x=True)
+    out = moe_mlp(hidden, layer.gate_up, layer.down, ids, weights)
+    x = hidden.detach().requires_grad_()
+    adapted = moe_mlp(x, layer.gate_up, layer.down, ids, weights, lora=layer.lora)
+    return [y, out, adapted.detach(), *torch.autograd.grad(adapted, [x], torch.ones_like(adapted))]
+
+
+def held() -> dict[str, float]:
+    """Descriptors, and MiB of the host and of the GPU that are in use."""
+    free, total = torch.cuda.mem_get_info()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    host = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+    return {"descriptors": descriptors, "host": host, "gpu": (total - free) / 2**20}
+
+
+class Soak:
+    """What the threads share."""
+
+    def __init__(self, seconds: float) -> None:
+        self.layer, self.end = made(), time.monotonic() + seconds
+        self.counts = {"steps": 0, "reloads": 0, "graphs": 0, "replays": 0}
+        self.wrong: list[str] = []
+        self.wanted = {T: [one.clone() for one in results(self.layer, T)] for T in TOKENS}
+        torch.cuda.synchronize()
+        self.lock, self.quiet = (
+            threading.Lock(),
+            threading.Lock(),
+        )  # none asks how much memory is free while one captures
+
+    def runs(self) -> bool:
+        return time.monotonic() < self.end and not self.wrong
+
+    def add(self, what: str) -> None:
+        with self.lock:
+            self.counts[what] += 1
+
+    def compare(self, found: list[torch.Tensor], T: int, who: str) -> None:
+        for i, (got, one) in enumerate(zip(found, self.wanted[T], strict=True)):
+            if not torch.equal(got, one):
+                self.wrong.append(f"{who}: result {i} of {T} tokens is another")
+
+    def caller(self, seed: int) -> None:
+        stream, number = torch.cuda.Stream(), seed
+        while self.runs():
+            T, number = TOKENS[number % len(TOKENS)], number + 1
+            with torch.cuda.stream(stream):
+                found = results(self.layer, T)
+                stream.synchronize()
+                self.compare(found, T, f"thread {seed}")
+            self.add("steps")
+
+    def reloader(self) -> None:
+        while self.runs():
+            reload()
+            self.add("reloads")
+            time.sleep(1.0)
+
+    def capturer(self) -> None:
+        number, layer, stream = 0, self.layer, torch.cuda.Stream()  # (torch has 32, and gives them out in turns)
+        while self.runs():
+            T, number = TOKENS[number % len(TOKENS)], number + 1
+            graph = torch.cuda.CUDAGraph()
+            with self.quiet, torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                out = moe_mlp(layer.hidden[T], layer.gate_up, layer.down, layer.ids[T], layer.weights[T])
+            for _ in range(3):
+                graph.replay()
+                self.add("replays")
+            torch.cuda.current_stream().synchronize()
+            if not torch.equal(out, self.wanted[T][1]):
+                self.wrong.append(f"a graph of {T} tokens has another result")
+            self.add("graphs")
+            del graph, out
+
+    def guarded(self, work: Any, *given: int) -> None:
+        try:
+            work(*given)
+        except BaseException as error:
+            self.wrong.append(f"{work.__name__}: {type(error).__name__}: {error}")
+            traceback.print_exc()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--json", help="a file for the figures")
+    args = parser.parse_args()
+    soak = Soak(60 * args.minutes)
+    works = [(soak.caller, 0), (soak.caller, 1), (soak.caller, 2), (soak.reloader,), (soak.capturer,)]
+    threads = [threading.Thread(target=soak.guarded, args=one) for one in works]
+    begun = time.monotonic()
+    for one in threads:
+        one.start()
+    time.sleep(6 * args.minutes)
+    with soak.quiet:
+        before = held()
+    while soak.runs():
+        time.sleep(min(5.0, 6 * args.minutes))
+    with soak.quiet:
+        after = held()
+    for one in threads:
+        one.join()
+    grown = {name: after[name] - before[name] for name in before}
+    for name, most in {**MOST_MIB, "descriptors": MOST_DESCRIPTORS}.items():
+        if grown[name] > most:
+            soak.wrong.append(f"{name} grew by {grown[name]:.1f}, at most {most} may be")
+    report = {"gpu": torch.cuda.get_device_name(), "minutes": round((time.monotonic() - begun) / 60, 1), **soak.counts,
+              "after a tenth": before, "grown": grown, "wrong": soak.wrong}  # fmt: skip
+    print(json.dumps(report, indent=1))
+    if args.json:
+        Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
+    return 1 if soak.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
