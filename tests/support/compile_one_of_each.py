@@ -19,11 +19,13 @@ from pretuned.kernels.contract.rowops import RowOpSpec
 from pretuned.kernels.contract.spec import Spec
 
 TMA = Config(64, 128, 64, 4, 3, loads=Loads.TMA)
+LOW = Fusion.LOW_RANK
 POINTERS = Config(64, 128, 32, 4, 3)
 ONE_TILE = Config(16, 64, 128, 4, 3, schedule=Schedule.TILE)  # its programs find their tile in PTX
 SPECS = [
     *(Spec(op, DType.BF16, TMA, fusion=fusion) for op in (Op.FORWARD, Op.DX) for fusion in
       (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER)),
+    Spec(Op.FORWARD, DType.BF16, TMA, fusion=LOW | Fusion.GATHER),
     Spec(Op.DW, DType.BF16, Config(32, 128, 128, 4, 4, loads=Loads.TMA)),
     Spec(Op.FORWARD, DType.BF16, replace(ONE_TILE, loads=Loads.TMA)),
     Spec(Op.DX, DType.TF32, Config(128, 128, 32, 4, 3, loads=Loads.TMA)),  # w through registers
@@ -38,7 +40,8 @@ MIXED = replace(BOTH, schedule=Schedule.MIXED_INPUT)
 FEW_ROWS = replace(MIXED, block_m=16, block_n=64, block_k=512, num_stages=3)
 SPECIALISED = [
     *(Spec(Op.FORWARD, DType.BF16, BOTH, fusion=fusion) for fusion in
-      (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER, Fusion.SILU, Fusion.GATHER | Fusion.SILU)),
+      (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER, Fusion.SILU, Fusion.GATHER | Fusion.SILU, LOW | Fusion.GATHER)),
+    *(Spec(Op.DX, DType.BF16, config, fusion=LOW) for config in (TURNS, FITTED)),
     Spec(Op.FORWARD, DType.FP16, replace(TURNS, block_n=128, num_stages=6)),
     *(Spec(op, DType.BF16, config, fusion=fusion)
       for op, fusion in ((Op.DX, Fusion.NONE), (Op.FORWARD, Fusion.SCATTER))
@@ -55,7 +58,8 @@ SPECIALISED = [
       for fusion in (Fusion.NONE, Fusion.SCATTER)),
 ]  # fmt: skip
 OLDER = [
-    *(Spec(op, DType.BF16, POINTERS) for op in Op), Spec(Op.FORWARD, DType.BF16, ONE_TILE),
+    *(Spec(op, DType.BF16, POINTERS) for op in Op), Spec(Op.DX, DType.BF16, POINTERS, fusion=LOW),
+    Spec(Op.FORWARD, DType.BF16, ONE_TILE),
     *(Spec(op, dtype, ONE_TILE, Layout.STORED) for op, dtype in
       ((Op.FORWARD, DType.MXFP4), (Op.DX, DType.INT4_G32_ZP), (Op.FORWARD, DType.FP8_CHANNEL_A16))),
     *(RowOpSpec(one, DType.BF16) for one in RowOp if one is not RowOp.QUANTIZE),
