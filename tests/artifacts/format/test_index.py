@@ -16,7 +16,7 @@ from pretuned.artifacts.errors import BundleCorrupt
 from pretuned.artifacts.files.bundle_file import open_bytes
 from pretuned.artifacts.format import codec, schema
 from pretuned.artifacts.format.index import GLANCED_BYTES, glance, glance_at_gpus
-from pretuned.artifacts.format.wire import PREAMBLE_BYTES
+from pretuned.artifacts.format.wire import PREAMBLE_BYTES, Malformed
 from pretuned.artifacts.records.target import Gpu, Target
 
 MEDIUM = codec.encode(golden_bundles.medium())
@@ -141,3 +141,9 @@ def test_a_record_has_so_many_bytes():
 def test_any_driver_may_be_enough():
     bundle = dataclasses.replace(golden_bundles.small(), min_driver=0)
     assert codec.decode(codec.encode(bundle), "made").min_driver == 0
+
+
+def test_a_variant_that_does_not_begin_as_one_is_told() -> None:
+    record = msgpack.packb({"kernel": "rows", "revision": 1, "abi": 1, "dtype": "bf16"})
+    with pytest.raises(Malformed, match="variant does not begin with the keys kernel, revision, abi, op, dtype"):
+        schema.read_kind(record)

@@ -45,6 +45,7 @@ from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.dispatch.decide import Decision, decide
 from pretuned.runtime.dispatch.places import ENTRY_POINTS, Kind, Place, _entry_points, installed_places
+from pretuned.runtime.dispatch.ranking import Origin
 from pretuned.runtime.dispatch.snapshot import Snapshot, take
 from pretuned.runtime.settings import Settings
 
@@ -513,3 +514,17 @@ def test_all_is_decided_anew(tmp_path: Path) -> None:
     again = decide(found, PROBLEM, 64, ON_H200)
     assert again is not first
     assert again == first
+
+
+def test_each_gpu_has_its_own_choice_whichever_name_it_is_under(tmp_path: Path) -> None:
+    """A merge of two bundles may have a product of one GPU by one name, and of another by the other."""
+    twin = PROBLEM.transposed
+    assert twin is not None
+    choices = {PROBLEM: [measured(64, 0, 10, gpu=0)], twin: [measured(64, 1, 10, gpu=1)]}
+    write(tmp_path / "b.msgpack", choices, gpus=(ON_H100.gpu, H200))
+    found = snapshot(tmp_path)
+    for local, index in ((ON_H100, 0), (ON_H200, 1)):
+        for problem in (PROBLEM, twin):
+            ran = decide(found, problem, 64, local)
+            assert isinstance(ran, Decision)
+            assert (ran.chosen.index, ran.chosen.origin) == (index, Origin.THIS_GPU), (local.gpu.name, problem)

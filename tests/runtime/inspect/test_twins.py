@@ -264,19 +264,3 @@ def test_of_a_model_with_both_layouts_those_of_one_are_loaded(layout: Layout) ->
     both = plan(load_models(["openai/gpt-oss-20b"]).shapes).models[0].problems
     assert {*turned(both, layout)} == {*alone}
     assert {*turned(both, None)} == {*both} > {*alone}
-
-
-def test_each_gpu_has_its_own_choice_whichever_name_it_is_under(tmp_path: Path) -> None:
-    """A merge of two bundles may have a product of one GPU by one name, and of another by the other."""
-    h100 = replace(ON_H200.gpu, name="NVIDIA H100 80GB HBM3", memory_mib=81_000)
-    twin = twin_of(PROBLEM)
-    write(
-        tmp_path / "b.msgpack", {PROBLEM: [measured(64, NARROW, 10, gpu=0)], twin: [measured(64, WIDE, 10, gpu=1)]},
-        gpus=(h100, ON_H200.gpu),
-    )  # fmt: skip
-    found = snapshot(tmp_path)
-    for gpu, index in zip((h100, ON_H200.gpu), (NARROW, WIDE), strict=True):
-        for problem in (PROBLEM, twin):
-            ran = decide(found, problem, 64, replace(ON_H200, gpu=gpu))
-            assert isinstance(ran, Decision)
-            assert (ran.chosen.index, ran.chosen.origin) == (index, Origin.THIS_GPU), (gpu.name, problem)
