@@ -171,9 +171,10 @@ def ready_for_low_rank(call: Rows) -> Ready | None:
 def low_rank_kernel(problem: Problem, M: int, device: int) -> LoadedKernel | None:
     """The variant for a product with a low-rank part, loaded on ``cuda:device``; None where two products do it.
 
-    Nothing is compiled, and nothing is logged: the product without it is an ordinary choice.
+    Nothing is compiled, and nothing is logged: the product without it is an ordinary choice. Strict mode, which takes
+    nothing of the candidates, has two.
     """
-    if not platform_supported():
+    if not platform_supported() or settings.settings().strict:
         return None
     from ..dispatch.decide import with_low_part
     from .loader import load_first

@@ -21,6 +21,8 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels.contract.config import Config, Schedule
+from pretuned.runtime import reload
+from pretuned.runtime.dispatch import decide as decide_module
 from pretuned.runtime.dispatch import pin
 from pretuned.runtime.dispatch.decide import Decision, Miss, decide, with_low_part
 from pretuned.runtime.dispatch.places import Kind, Place, candidates_name, installed_places
@@ -28,6 +30,7 @@ from pretuned.runtime.dispatch.ranking import Match, Origin, _fits
 from pretuned.runtime.dispatch.snapshot import Snapshot, take
 from pretuned.runtime.inspect.asked import as_read
 from pretuned.runtime.inspect.explain import examine
+from pretuned.runtime.launch import ready
 from pretuned.runtime.settings import Settings
 
 SHIP_EVERYWHERE = [DType.MXFP4, DType.INT4_G32, DType.INT4_G128, DType.INT4_G128_ZP, DType.FP8_BLOCK_A16]
@@ -274,3 +277,15 @@ def test_hopper_runs_codes_as_they_are_stored(shipped: Snapshot, dtype: DType) -
 @pytest.fixture(scope="module")
 def shipped() -> Snapshot:
     return Snapshot((), installed_places)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_strict_mode_takes_no_low_rank_part_of_the_candidates(monkeypatch: pytest.MonkeyPatch, strict: bool) -> None:
+    asked: list[Problem] = []
+    monkeypatch.setenv("PRETUNED_STRICT", str(int(strict)))
+    monkeypatch.setattr(ready, "platform_supported", lambda: True)
+    monkeypatch.setattr(ready, "local_gpu", lambda _device: ON_A100)
+    monkeypatch.setattr(decide_module, "with_low_part", lambda _snapshot, problem, *_: asked.append(problem))
+    reload()
+    assert ready.low_rank_kernel(LOW, 64, 0) is None
+    assert asked == ([] if strict else [LOW])
