@@ -18,6 +18,7 @@ With ``--weights`` the experts are quantised, and two more compute with them; th
 
 On a GPU by CUDA events, eagerly, the ways in turns, the median; the peak is what a step allocates above what lies
 there before it (weights, adapters, inputs), of one step alone. out and dA, dB of the last three are compared first.
+``--profile`` adds what one step of ``frozen`` and of ``ours`` is made of: its kernels in their order, us.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import DeviceType
 from torch.nn.functional import silu
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.method import MODELS
 from pretuned.runtime import ExpertWeights, Lora, moe_mlp
@@ -186,9 +189,19 @@ def peak_gb(call: Callable[[], object]) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 1e9
 
 
+def kernels_of(call: Callable[[], object]) -> list[tuple[str, float]]:
+    """The kernels of a call on the GPU, by name, and how long each takes, us."""
+    with profile(activities=[ProfilerActivity.CUDA]) as watched:
+        call()
+        torch.cuda.synchronize()
+    ran = [one for one in watched.events() or () if one.device_type is DeviceType.CUDA]
+    return [(one.name, one.time_range.elapsed_us()) for one in sorted(ran, key=lambda one: one.time_range.start)]
+
+
 def measure(
-    sizes: tuple[int, int, int], top_k: int, T: int, r: int, rounds: int, device: str, weights: str | None = None
-) -> dict[str, Any]:
+    sizes: tuple[int, int, int], top_k: int, T: int, r: int, rounds: int, device: str, weights: str | None = None,
+    profiled: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     block, step = made(sizes, r, device, weights), step_of(sizes, T, top_k, device)
     ways = WAYS if weights is None else (*WAYS, *QUANTISED)
     cuda = device == "cuda"
@@ -202,11 +215,12 @@ def measure(
     calls = {way: (lambda way=way: gradients(way, block, step)) for way in ways}
     times = ms_of(calls, rounds, cuda)  # type: ignore[arg-type]
     peaks = {way: peak_gb(calls[way]) for way in ways} if cuda else {}
+    kernels = {way: kernels_of(calls[way]) for way in ways[:2]} if profiled and cuda else {}
     weights_gb = sum(one.nbytes for one in block[:2]) / 1e9
     codes_gb = sum(one.codes.nbytes + one.scale.nbytes for one in block.codes or ()) / 1e9
     return {"T": T, "r": r, "E, H, I": sizes, "top_k": top_k, "weights": weights,
              "weights_gb": weights_gb, "codes_gb": codes_gb, "ms": times, "peak_gb": peaks,
-            "difference_from_torch": difference}  # fmt: skip
+            "difference_from_torch": difference, **({"kernels": kernels} if kernels else {})}  # fmt: skip
 
 
 def main() -> None:
@@ -218,6 +232,7 @@ def main() -> None:
     parser.add_argument("--tokens", default="1024,8192")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--profile", action="store_true", help="also what one step is made of (on a GPU)")
     args = parser.parse_args()
     if args.sizes:
         E, H, I, top_k = map(int, args.sizes.split(","))  # noqa: E741
@@ -226,7 +241,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     cells = []
     for T in map(int, args.tokens.split(",")):
-        cell = measure((E, H, I), top_k, T, args.rank, args.rounds, device, args.weights)
+        cell = measure((E, H, I), top_k, T, args.rank, args.rounds, device, args.weights, args.profile)
         cells.append(cell)
         base = cell["ms"]["frozen"]
         for way in cell["ms"]:

@@ -131,12 +131,8 @@ def ready_for_gated(call: Rows) -> Ready | None:
 def may_add_low_part(call: Rows, narrow: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether code that adds a low-rank part takes such a call, its operands in bf16 and rows of 16 bytes."""
     moves = call.scatter or call.row_weights is not None or call.zero_tail or call.spares_rows
-    if (
-        moves
-        or call.pin is not None
-        or not isinstance(call.w, torch.Tensor)
-        or (call.bias is not None) > call.uses_index
-    ):
+    biased = call.bias is not None and not call.gather_divisor  # code that gathers nothing reads no bias
+    if moves or biased or call.pin is not None or not isinstance(call.w, torch.Tensor):
         return False
     (_, N, K), x = call.sizes, call.x
     if x.dtype not in _LOW_RANK_DTYPES or narrow.dtype is not x.dtype or second.dtype is not x.dtype:
