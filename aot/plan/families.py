@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from ...artifacts.records.bundle import Variant
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
-from ...kernels.contract import registry, rowops
-from ...kernels.contract.config import Config
+from ...kernels.contract import mixed_input, registry, rowops
+from ...kernels.contract.config import Config, TileRows
 from ...kernels.contract.rowops import RowOpSpec
 from ...kernels.contract.spec import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec
 from ...kernels.contract.words import ALIGNMENT_BYTES, has_aligned_rows
@@ -134,17 +134,23 @@ def specs(problems: Iterable[Problem], sm: int, pool: Pool) -> tuple[Spec, ...]:
 def low_rank_specs(problems: Iterable[Problem], sm: int, pool: Pool) -> tuple[Spec, ...]:
     """The variants that add a low-rank part to the products of bf16 weights, plain and gathering: LoRA's.
 
+    And to those of codes in order, plain, with fitted tiles: rows are gathered for these beforehand.
+
     Of each kind of tile the first that is warp-specialised, and of the others the first of each height. No plan has
     such problems, and nothing is measured of them: which one runs is chosen when it is called (``decide.py``).
     """
     found: dict[Spec, None] = {}
     for problem in problems:
-        if problem.dtype is not DType.BF16 or problem.op is Op.DW or problem.fusion not in (Fusion.NONE, Fusion.GATHER):
+        coded = problem.dtype in mixed_input.DTYPES and problem.layout is Layout.NK
+        forms = (Fusion.NONE,) if coded else (Fusion.NONE, Fusion.GATHER)
+        if problem.op is Op.DW or problem.fusion not in forms or not (coded or problem.dtype is DType.BF16):
             continue
         form: Fusion = problem.fusion
         family = Family.of(replace(problem, fusion=form | Fusion.LOW_RANK))
         firsts: dict[tuple[object, ...], Config] = {}
         for config in pool.candidates(family, sm, (problem.op,)):
+            if coded and config.rows is not TileRows.FITTED:
+                continue
             own = config.schedule.warp_specialized
             kind = (config.schedule, config.rows, config.block_m, config.block_n) if own else (config.block_m,)
             firsts.setdefault(kind, config)

@@ -18,7 +18,7 @@ With ``--weights`` the experts are quantised, and two more compute with them; th
 
 On a GPU by CUDA events, eagerly, the ways in turns, the median; the peak is what a step allocates above what lies
 there before it (weights, adapters, inputs), of one step alone. out and dA, dB of the last three are compared first.
-``--profile`` adds what one step of ``frozen`` and of ``ours`` is made of: its kernels in their order, us.
+``--profile`` adds what one step of ``frozen``, of ``ours`` and of ``codes`` is made of: its kernels in their order, us.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def kernels_of(call: Callable[[], object]) -> list[tuple[str, float]]:
     with profile(activities=[ProfilerActivity.CUDA]) as watched:
         call()
         torch.cuda.synchronize()
-    ran = [one for one in watched.events() or () if one.device_type is DeviceType.CUDA]
+    ran = [one for one in watched.events() or () if one.device_type == DeviceType.CUDA]
     return [(one.name, one.time_range.elapsed_us()) for one in sorted(ran, key=lambda one: one.time_range.start)]
 
 
@@ -215,7 +215,7 @@ def measure(
     calls = {way: (lambda way=way: gradients(way, block, step)) for way in ways}
     times = ms_of(calls, rounds, cuda)  # type: ignore[arg-type]
     peaks = {way: peak_gb(calls[way]) for way in ways} if cuda else {}
-    kernels = {way: kernels_of(calls[way]) for way in ways[:2]} if profiled and cuda else {}
+    kernels = {way: kernels_of(calls[way]) for way in (*ways[:2], *ways[4:5])} if profiled and cuda else {}
     weights_gb = sum(one.nbytes for one in block[:2]) / 1e9
     codes_gb = sum(one.codes.nbytes + one.scale.nbytes for one in block.codes or ()) / 1e9
     return {"T": T, "r": r, "E, H, I": sizes, "top_k": top_k, "weights": weights,

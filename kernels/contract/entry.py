@@ -53,6 +53,7 @@ class Tiles:
     limits: Limits
     knobs: Mapping[str, Sequence[int]]
     dtypes: frozenset[DType] | None = None  # None: the entry's
+    ops: frozenset[Op] | None = None  # None: the entry's
     fusions: frozenset[Fusion] | None = None  # None: the entry's
     dealt: bool = False  # most tiles are dealt out in turn; of other warp-specialised code as programs become free
     zeroes: bool = False  # code of SCATTER can zero the rows of y that an index sends no row to
@@ -127,7 +128,8 @@ class KernelEntry(Entry):
         """Why there is no such code for an architecture (None: whichever it was compiled for), or None."""
         there = [
             one for one in self.tiles
-            if spec.dtype in (one.dtypes or self.dtypes) and _code(spec.fusion) in (one.fusions or self.fusions)
+            if spec.dtype in (one.dtypes or self.dtypes) and spec.op in (one.ops or self.ops)
+            and _code(spec.fusion) in (one.fusions or self.fusions)
         ]  # fmt: skip
         if there:  # told of the tiles that are nearest
             near = [one for one in there if spec.config.schedule in one.allowed("schedule")] or there

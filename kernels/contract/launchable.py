@@ -37,7 +37,7 @@ _WEIGHT = _NUMBERS | {
 )  # fmt: skip
 _CODES = _NUMBERS | {
     "x": ("desc2",), "w": ("desc2",), "w_scale": ("desc2",), "w_outer": ("ptr",), "y": ("ptr",), "stride_y_m": ("i64",),
-    "stride_outer_e": ("i64",),
+    "stride_outer_e": ("i64",), "low_x": ("desc2",), "low_w": ("desc3",), "R": ("i32",),
 }  # fmt: skip
 _PLAIN_CODES = _NUMBERS | dict.fromkeys(
     ("x", "w", "w_scale", "w_zero", "w_outer", "y"), ("ptr",)
@@ -46,7 +46,7 @@ _SCALED = _NUMBERS | {
     "x": ("desc2",), "w": ("desc4",), "x_scale": ("desc2",), "w_scale": ("ptr",), "y": ("ptr",), "y_map": ("desc4",),
     "stride_y_m": ("i64",),
 }  # fmt: skip
-_ELEMENTS_OF_CODES = {"x": (9,), "w": (2,), "w_scale": (0,)}
+_ELEMENTS_OF_CODES = {"x": (9,), "w": (2,), "w_scale": (0,), "low_x": (9,), "low_w": (9,)}
 _ELEMENTS_OF_BOTH = {"x": (0,), "w": (2,), "x_scale": (7,), "y_map": (9,)}
 _ELEMENTS = {DType.BF16: (9,), DType.FP16: (6,), DType.FP32: (7,), DType.TF32: (7, 11)}  # CUtensorMapDataType
 _WARP = 32

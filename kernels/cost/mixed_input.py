@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from ...artifacts.records.problem import Problem
+from ...artifacts.records.problem import Op, Problem
 from ..codes import BLOCK
 from ..contract.config import Config, TileRows
+from ..contract.spec import gemm_of
 from ..hardware.chips import Chip
 from .profile import join
 from .routing import expected_rows
@@ -28,33 +29,36 @@ class MixedConstants(NamedTuple):
     step_ns: float  # a step's barriers
     four_bits_ns: float  # a block of 64 x 64 codes to bf16
     eight_bits_ns: float
+    turned_ns: float  # either, for dX
     row_ns: float  # a block by one row of x
     l2_bytes_per_ns: float
     memory_share: float  # of the chip's bandwidth
     norm: float
 
 
-MIXED = MixedConstants(13165.0, 301.3, 157.8, 55.8, 59.5, 0.980, 143.4, 0.938, 4.51)
+MIXED = MixedConstants(13165.0, 301.3, 157.8, 55.8, 59.5, 98.0, 0.980, 143.4, 0.938, 4.51)
 
 
 def mixed_input_us(problem: Problem, M: int, config: Config, chip: Chip, c: MixedConstants = MIXED) -> float:
     """The expected time of one launch in microseconds."""
-    E, N, K, precision = problem.E, problem.N, problem.K, problem.dtype.precision
-    rows = expected_rows(E, M)
+    gemm, precision = gemm_of(problem), problem.dtype.precision
+    rows = expected_rows(problem.E, M)
     row_tiles = rows.tiles[config.block_m]
     height = float(config.block_m)
     if config.rows is TileRows.FITTED:
         height = min(height, rows.tiles[_GRAIN] * _GRAIN / row_tiles)
-    column_tiles, steps = -(-N // config.block_n), -(-K // config.block_k)
+    column_tiles, steps = -(-gemm.columns // config.block_n), -(-gemm.reduction // config.block_k)
     blocks = config.block_n // BLOCK * (config.block_k // BLOCK)
     code_ns = c.four_bits_ns if precision.w.bits == 4 else c.eight_bits_ns
+    if problem.op is Op.DX:
+        code_ns = c.turned_ns
     loaded = math.ceil(height / BLOCK) * BLOCK if config.block_m > BLOCK else config.block_m
     loaded_bytes = loaded * config.block_k * 2 + blocks * BLOCK * BLOCK * precision.w.bits / 8
     work_ns = blocks * (code_ns + c.row_ns * height)
     step_ns = c.step_ns + join(work_ns, loaded_bytes / c.l2_bytes_per_ns, c.norm)
     per_slot = row_tiles * column_tiles / chip.sm_count
     waves = 1.0 if per_slot <= 1.0 else 0.5 * (math.ceil(per_slot) + per_slot)
-    read_bytes = rows.active * precision.w_bytes(N, K) + 2.0 * M * (K + N)
+    read_bytes = rows.active * precision.w_bytes(problem.N, problem.K) + 2.0 * M * (gemm.reduction + gemm.columns)
     memory_ns = read_bytes / (chip.bandwidth_gbs * c.memory_share)
     if per_slot < 1.0:  # fewer programs than SMs do not fill the memory
         memory_ns /= max(0.25, min(1.0, 1.3 * per_slot))

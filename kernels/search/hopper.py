@@ -179,6 +179,25 @@ MIXED_8_BITS_FITTED: tuple[Row, ...] = (
     (128, 256, 64, 8, 5),
     (256, 128, 64, 8, 4),
 )
+# dX of them: the same on an H100 (benchmarks/results/coded-dx-h100.json).
+MIXED_DX_4_BITS: tuple[Row, ...] = (
+    (16, 64, 512, 8, 3),
+    (16, 128, 256, 8, 4),
+    (32, 128, 256, 8, 4),
+)
+MIXED_DX_8_BITS: tuple[Row, ...] = (
+    (16, 64, 512, 8, 2),
+    (16, 128, 256, 8, 4),
+)
+MIXED_DX_4_BITS_FITTED: tuple[Row, ...] = (
+    (128, 128, 128, 8, 4),
+    (256, 128, 128, 8, 2),
+    (256, 128, 64, 8, 5),
+)
+MIXED_DX_8_BITS_FITTED: tuple[Row, ...] = (
+    (128, 128, 128, 8, 3),
+    (256, 128, 64, 8, 4),
+)
 BLOCK_SCALED: tuple[Row, ...] = (
     (128, 256, 128, 8, 4),
     (128, 256, 128, 8, 3),
@@ -197,10 +216,13 @@ def candidates(op: Op, dtype: DType) -> list[Config]:
 
 
 def _mixed_input(op: Op, dtype: DType) -> list[Config]:
-    if op is not Op.FORWARD:
+    if op is Op.DW or (op is Op.DX and dtype is DType.FP8_CHANNEL_A16):
         return []
     four = dtype.precision.w.bits == 4
     mixed, tma = Schedule.MIXED_INPUT, Loads.TMA
+    if op is Op.DX:
+        pool = configs(MIXED_DX_4_BITS if four else MIXED_DX_8_BITS, mixed, tma)
+        return pool + configs(MIXED_DX_4_BITS_FITTED if four else MIXED_DX_8_BITS_FITTED, mixed, tma, fitted=True)
     pool = configs(MIXED_4_BITS if four else MIXED_8_BITS, mixed, tma)
     return pool + configs(MIXED_4_BITS_FITTED if four else MIXED_8_BITS_FITTED, mixed, tma, fitted=True)
 

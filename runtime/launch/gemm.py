@@ -164,7 +164,7 @@ def row_launcher(
     most = _MOST_PROGRAMS if one_tile else kernel.sm_count * kernel.function.per_sm
     sizes, strides = (E, reduction, columns) if w_kn else (E, columns, reduction), (stride_w_e, stride_w_row)
     x_maps, w_maps = (TensorMaps.of(variant, name, kernel.function.device) for name in ("x", "w"))
-    low_of = _low_words(kernel, (E, R, columns) if w_kn else (E, columns, R), R) if low else None
+    low_of = low_words(kernel, (E, R, columns) if w_kn else (E, columns, R), R) if low else None
 
     def pack(
         *, x: int, w: int, stride_x_m: int, stride_y_m: int, M: int,
@@ -200,7 +200,7 @@ def row_launcher(
     return Launcher(pack, start, repeater, zeroes=fused.zero_tail)
 
 
-def _low_words(
+def low_words(
     kernel: LoadedKernel, sizes: tuple[int, int, int], R: int
 ) -> Callable[[int, int, int], tuple[int | bytes, int | bytes]]:
     """Who has low_x [M, R] and low_w, of these sizes, as the kernel takes them: addresses, or descriptors."""

@@ -15,13 +15,14 @@ from ..driver.block import BlockLayout, Words
 from ..driver.descriptors import TensorMaps
 from ..driver.launcher import Launcher, starter
 from ..weights.expert_weights import ExpertWeights
-from .gemm import LATE, Fused, LoadedKernel, always, counter_of, without_clearing
+from .gemm import LATE, Fused, LoadedKernel, always, counter_of, low_words, without_clearing
 
 _MOST_TILES = 2**31 - 1
 _WORDS: Words = (
     ("x", "desc2"), ("w", "desc2"), ("w_scale", "desc2"), ("w_outer", "ptr"), ("stride_y_m", "i64"), ("index", "ptr"),
     ("row_weights", "ptr"), ("bias", "ptr"), ("M", "i32"), ("index_end", "i32"),
 )  # fmt: skip
+_LOW_WORDS: Words = (("low_x", "desc2"), ("low_w", "desc3"))
 _CODED_WORDS: Words = (
     ("x", "ptr"), ("w", "ptr"), ("w_scale", "ptr"), ("w_zero", "ptr"), ("w_outer", "ptr"), ("stride_x_m", "i64"),
     ("stride_y_m", "i64"), ("index", "ptr"), ("row_weights", "ptr"), ("bias", "ptr"), ("M", "i32"),
@@ -29,6 +30,7 @@ _CODED_WORDS: Words = (
 )  # fmt: skip
 _MOST_PROGRAMS = 2**26
 _UNREAD = ("null", "null", "one", "one")
+_UNREAD_3 = ("null", "null", "null", "one", "one", "one")
 _NO_MAP = bytes(128)
 
 
@@ -48,12 +50,15 @@ def addresses_of_scales(w: ExpertWeights, *, plain: bool) -> dict[str, int]:
     return {"w_scale": address_of(w.kernel_scale), "w_outer": address_of(w.outer_scale)}
 
 
-def mixed_input_launcher(kernel: LoadedKernel, *, N: int, K: int, E: int, m_sizes_step: int, fused: Fused) -> Launcher:
-    """A launcher of y[g] = x[g] @ w[g].T, or of dX, whose ``pack`` takes what that of ``gemm.row_launcher`` does.
+def mixed_input_launcher(
+    kernel: LoadedKernel, *, N: int, K: int, E: int, m_sizes_step: int, fused: Fused, R: int = 0
+) -> Launcher:
+    """A launcher of y[g] = x[g] @ w[g].T or dx[g] = dy[g] @ w[g]; ``pack`` takes what ``gemm.row_launcher``s does.
 
     ``w`` is the address of the codes. ``w_scale`` and ``w_outer`` are those of the scales in blocks, and of the scales
     of experts [E] or of y's columns [E, N]; 0 where the format has none. Of a kernel that ``reads_scales_as_they_are``
-    they are those of ``plain_scale`` and ``global_scale``, and ``w_zero`` that of the zero points.
+    they are those of ``plain_scale`` and ``global_scale``, and ``w_zero`` that of the zero points. Code that adds a
+    low-rank part of ``R`` columns takes low_x and low_w.
 
     Raises
     ------
@@ -63,53 +68,64 @@ def mixed_input_launcher(kernel: LoadedKernel, *, N: int, K: int, E: int, m_size
     if reads_scales_as_they_are(kernel):
         return _coded_launcher(kernel, N, K, E, m_sizes_step, fused)
     config, variant, device = kernel.config, kernel.variant, kernel.function.device
-    wrong = too_large(variant.op, N, K, config)  # type: ignore[arg-type]
+    forward = variant.op is Op.FORWARD
+    columns, reduction = (N, K) if forward else (K, N)
+    wrong = too_large(variant.op, columns, reduction, config)  # type: ignore[arg-type]
     if wrong:
         raise InputError(f"{variant.entry}: {wrong}")
     fused = without_clearing(fused, variant, config)
-    codes = CODES[variant.dtype.value]
+    codes, low = CODES[variant.dtype.value], Fusion.LOW_RANK in variant.fusion
+    maps = dict.fromkeys(("x", "w", "w_scale"), _UNREAD) | ({"low_x": _UNREAD, "low_w": _UNREAD_3} if low else {})
     layout = BlockLayout(
         variant.arguments,
-        given=_WORDS,
+        given=_WORDS + _LOW_WORDS if low else _WORDS,
         late=(("y", "ptr"), *LATE),
-        fixed={"N": N, "K": K, "stride_outer_e": N if codes.scales == "none" else 1} | always(E, m_sizes_step, fused),
-        maps=dict.fromkeys(("x", "w", "w_scale"), _UNREAD),
+        fixed={"N": columns, "K": reduction, "stride_outer_e": N if codes.scales == "none" else 1, "R": R}
+        | always(E, m_sizes_step, fused),
+        maps=maps,
         threads=kernel.function.threads,
         shared_bytes=kernel.function.shared_bytes,
     )
     start, repeater = starter(kernel.function, f"{variant.entry}, {config}", layout, counter_of(kernel))
     packed, tail = layout.pack, layout.tail
-    tiles_n, block_m = -(-N // config.block_n), config.block_m
+    tiles_n, block_m = -(-columns // config.block_n), config.block_m
     most = kernel.sm_count * kernel.function.per_sm
     blocks = E * (N // BLOCK) * (K // BLOCK)
     w_sizes, scale_sizes = (blocks * codes.words, WORD_ROW), (blocks // codes.blocks_per_scale, codes.scale_bytes)
     x_maps, w_maps, scale_maps = (TensorMaps.of(variant, name, device) for name in ("x", "w", "w_scale"))
     if x_maps is None or w_maps is None:
         raise AssertionError("the kernel's record has no descriptors")  # launchable.py has looked
+    low_of = low_words(kernel, (E, columns, R) if forward else (E, R, columns), R) if low else None
 
     def pack(
         *, x: int, w: int, w_scale: int, w_outer: int, stride_x_m: int, stride_y_m: int, M: int,
-        index: int = 0, row_weights: int = 0, bias: int = 0, index_end: int = 0, w_zero: int = 0,
+        index: int = 0, row_weights: int = 0, bias: int = 0, index_end: int = 0, w_zero: int = 0, low_x: int = 0,
+        low_w: int = 0,
     ) -> bytes:  # fmt: skip
         active = E if E < M else M
         tiles = ((M - active) // block_m + active) * tiles_n  # registry.most_tiles, inlined
         if tiles > _MOST_TILES:
-            made = f"M={M} rows and N={N} columns make {tiles} tiles"
+            made = f"M={M} rows and {columns} columns make {tiles} tiles"
             raise InputError(f"{made} of {config}, the most is {_MOST_TILES}: split the batch")
         if RAGGED_SIZES[2] < M:
             raise InputError(f"M={M}, the most rows of {config} is 2^30: split the batch")
         key = (x, M, stride_x_m)
-        x_map = x_maps.known.get(key) or x_maps.encode(key, (M, K), (stride_x_m,))
+        x_map = x_maps.known.get(key) or x_maps.encode(key, (M, reduction), (stride_x_m,))
         key = (w, 0, 0)
         w_map = w_maps.known.get(key) or w_maps.encode(key, w_sizes, (WORD_ROW,))
         scale_map = _NO_MAP
         if scale_maps is not None:
             key = (w_scale, 0, 0)
             scale_map = scale_maps.known.get(key) or scale_maps.encode(key, scale_sizes, scale_sizes[1:])
+        programs = tiles if tiles < most else most
+        if low_of is not None:
+            return packed(
+                x_map, w_map, scale_map, w_outer, stride_y_m, index, row_weights, bias, M, index_end,
+                *low_of(low_x, low_w, M), programs, tail,
+            )  # fmt: skip
         return packed(
-            x_map, w_map, scale_map, w_outer, stride_y_m, index, row_weights, bias, M, index_end,
-            tiles if tiles < most else most, tail,
-        )  # fmt: skip
+            x_map, w_map, scale_map, w_outer, stride_y_m, index, row_weights, bias, M, index_end, programs, tail
+        )
 
     return Launcher(pack, start, repeater, zeroes=fused.zero_tail)
 

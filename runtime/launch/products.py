@@ -18,7 +18,7 @@ from ..weights.expert_weights import ExpertWeights
 from . import gather as launch_gather
 from . import rowops
 from .program import Step
-from .quantised import bytes_of_row, quantize_step, ready_for_quantised
+from .quantised import bytes_of_row, low_rank_of_quantised, quantize_step, ready_for_quantised
 from .ready import Ready, index_step, ready_for, ready_for_gated, ready_for_low_rank, ready_for_weight
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _GATHERED = "rows"  # the operand that rows are gathered into
 _CODES = "codes"  # and the one that they are quantised into
+_LOW = ("low_x", "low_w")  # and those of a low-rank part
 
 
 class Scratch(NamedTuple):
@@ -88,7 +89,8 @@ def resolve_gated(call: Rows) -> Product | None:
 
 def resolve_low_rank(call: Rows) -> Product | None:
     """The steps of a product with a low-rank part into new memory; None where there is no code for it."""
-    ready = ready_for_low_rank(call)
+    w = call.w
+    ready = low_rank_of_quantised(call, w) if isinstance(w, ExpertWeights) else ready_for_low_rank(call)
     _, N, K = call.sizes
     columns = N if call.op is Op.FORWARD else K
     return None if ready is None else _product(ready, call, call.fusion, columns, call.index_end(0))
@@ -177,15 +179,16 @@ def _row_step(ready: Ready, call: Rows, names: tuple[str, str], words: tuple[int
 
         def mixed(
             M: int, stream: int, x: int, w: int, y: int, m_sizes: int, w_scale: int, w_outer: int, w_zero: int,
-            index: int, row_weights: int, bias: int,
+            index: int, row_weights: int, bias: int, *low: int,
         ) -> None:  # fmt: skip
             start(pack(
                 x=x, w=w, w_scale=w_scale, w_outer=w_outer, w_zero=w_zero, stride_x_m=stride_x, stride_y_m=stride_y,
                 M=M, index=index, row_weights=row_weights, bias=bias, index_end=M if all_of_M else end or 0,
+                **dict(zip(_LOW, low, strict=False)),
             ), y, m_sizes, stream)  # fmt: skip
 
         scale = _plain_scale(call.w) if ready.plain_scales else "w_scale"
-        operands += (scale, "w_outer", "w_zero", index_name, "row_weights", "bias")
+        operands += (scale, "w_outer", "w_zero", index_name, "row_weights", "bias", *(() if call.low is None else _LOW))
         return Step(mixed, ready.name, operands, all_of_M or not end)
     if call.low is not None:
 
@@ -197,7 +200,7 @@ def _row_step(ready: Ready, call: Rows, names: tuple[str, str], words: tuple[int
                 bias=bias, index_end=M if all_of_M else end or 0,
             ), y, m_sizes, stream)  # fmt: skip
 
-        return Step(adapted, ready.name, (*operands, "low_x", "low_w", index_name, "bias"), all_of_M or not end)
+        return Step(adapted, ready.name, (*operands, *_LOW, index_name, "bias"), all_of_M or not end)
     if end is None:
 
         def plain(M: int, stream: int, x: int, w: int, y: int, m_sizes: int) -> None:

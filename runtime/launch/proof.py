@@ -299,8 +299,8 @@ def _of_codes(variant: Variant, draw: Draw, here: Ground) -> _Operands:
     placed = (w.prepare() if ordered else w).to(here.device)
     x = _some_nan(_rows_of_x(draw, reduction)).bfloat16()
     if not dtype.quantises_x:
-        x_placed = here.put(x, aligned=variant.alignment > 1)
-        return _Operands(columns, reduction, False, x_placed, placed, x.float(), values)
+        x_placed, turned = here.put(x, aligned=variant.alignment > 1), variant.op is Op.DX
+        return _Operands(columns, reduction, turned, x_placed, placed, x.float(), values)
     codes, scale = codes_of_rows(x)
     known, every = values_of_rows(codes, scale, slice(0, _M)), here.put(codes.view(torch.uint8))
     return _Operands(columns, reduction, False, every, placed, known, values, here.put(scale))
@@ -365,15 +365,16 @@ def _rows(kernel: gemm.LoadedKernel, here: Ground, on: _Operands, form: Fusion, 
 
 def _launcher(kernel: gemm.LoadedKernel, on: _Operands, fused: gemm.Fused) -> Launcher:
     E = len(_COUNTS)
+    R = _RANK if Fusion.LOW_RANK in fused.fusion else 0
     if isinstance(on.w, ExpertWeights):
-        make = mixed_input_launcher if on.scale is None else block_scaled_launcher
         _, N, K = on.w.shape
-        return make(kernel, N=N, K=K, E=E, m_sizes_step=1, fused=fused)
+        if on.scale is None:
+            return mixed_input_launcher(kernel, N=N, K=K, E=E, m_sizes_step=1, fused=fused, R=R)
+        return block_scaled_launcher(kernel, N=N, K=K, E=E, m_sizes_step=1, fused=fused)
     row = on.columns if on.w_kn else on.reduction
     return gemm.row_launcher(
         kernel, columns=on.columns, reduction=on.reduction, E=E, w_kn=on.w_kn, stride_w_e=on.columns * on.reduction,
-        stride_w_row=row, m_sizes_step=1, fused=fused,
-        R=_RANK if Fusion.LOW_RANK in fused.fusion else 0,
+        stride_w_row=row, m_sizes_step=1, fused=fused, R=R,
     )  # fmt: skip
 
 

@@ -21,7 +21,19 @@ from ..driver.device import capturing, local_gpu, platform_supported
 from ..weights.expert_weights import ExpertWeights
 from . import rowops
 from .program import Step
-from .ready import Ready, after_gather, index_step, kept, kernel_for, may_clear, name_of, of_rows, problem_of, step_of
+from .ready import (
+    Ready,
+    after_gather,
+    index_step,
+    kept,
+    kernel_for,
+    low_rank_kernel,
+    may_clear,
+    name_of,
+    of_rows,
+    problem_of,
+    step_of,
+)
 
 if TYPE_CHECKING:
     from ..check.operands import Rows
@@ -49,6 +61,37 @@ def ready_for_quantised(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready 
     if not w.refused and bool(w.order) != wants_order(w, call.x.get_device()) and not capturing():
         _ = w.restore() if w.order else w.prepare()  # from another GPU's order, or by dX before a forward
     return _of_codes_as_they_are(call, w, y)
+
+
+def low_rank_of_quantised(call: Rows, w: ExpertWeights) -> Ready | None:
+    """The kernel for a product of w in order with a low-rank part, which ``ready.may_add_low_part``; None without one.
+
+    Rows are gathered beforehand. A forward that may quantise x has none: that is faster than this would be.
+    """
+    low, dtypes, device = call.low, w.kernel_dtypes, call.x.get_device()
+    if low is None:
+        raise AssertionError("a product without a low-rank part")
+    (E, N, K), first = w.shape, bool(call.gather_divisor)
+    if not dtypes or (call.op is Op.FORWARD and dtypes[0].quantises_x) or (first and not call.may_gather_first(True)):
+        return None
+    fused = call.fusion & ~Fusion.GATHER
+    fixed = (w.format, E, N, K, low.x.shape[1], call.gather_divisor, fused.value, call.m_sizes.dtype)
+    key = ("low rank of codes", call.op.value, *fixed, bucket_of(call.M), device)
+
+    def build() -> Ready | None:
+        problem = problem_of(call.op, call.x, E, N, K, Layout.NK, Fusion.LOW_RANK, dtypes[-1])
+        kernel = low_rank_kernel(problem, call.M, device)
+        if kernel is None:
+            return None
+        from .gemm import Fused
+
+        how = Fused(fused, index_step(call) if call.uses_index else 1, call.gather_divisor or 1)
+        return after_gather(kernel, problem, call, how) if first else of_rows(kernel, problem, call, how)
+
+    ready = kept(key, build)
+    if ready is not None and not w.order and not w.refused and not capturing():
+        w.prepare()
+    return ready if w.order else None
 
 
 def wants_order(w: ExpertWeights, device: int) -> bool:

@@ -131,15 +131,20 @@ def ready_for_gated(call: Rows) -> Ready | None:
 def may_add_low_part(call: Rows, narrow: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether code that adds a low-rank part takes such a call, its operands in bf16 and rows of 16 bytes."""
     moves = call.scatter or call.row_weights is not None or call.zero_tail or call.spares_rows
-    biased = call.bias is not None and not call.gather_divisor  # code that gathers nothing reads no bias
-    if moves or biased or call.pin is not None or not isinstance(call.w, torch.Tensor):
+    dense = isinstance(call.w, torch.Tensor)
+    biased = dense and call.bias is not None and not call.gather_divisor  # code that gathers nothing reads no bias
+    if moves or biased or call.pin is not None:
         return False
-    (_, N, K), x = call.sizes, call.x
+    (_, N, K), x, size = call.sizes, call.x, call.x.element_size()
     if x.dtype not in _LOW_RANK_DTYPES or narrow.dtype is not x.dtype or second.dtype is not x.dtype:
         return False
     columns = N if call.op is Op.FORWARD else K
-    addresses = narrow.data_ptr(), second.data_ptr(), narrow.shape[1] * x.element_size()
-    return _aligned(call, 0, columns, columns) and narrow.is_contiguous() and is_aligned(ALIGNMENT_BYTES, *addresses)
+    addresses = narrow.data_ptr(), second.data_ptr(), narrow.shape[1] * size
+    if not (narrow.is_contiguous() and is_aligned(ALIGNMENT_BYTES, *addresses)):
+        return False
+    if dense:
+        return _aligned(call, 0, columns, columns)
+    return is_aligned(ALIGNMENT_BYTES, x.data_ptr(), row_stride(x, x.shape[1]) * size)
 
 
 def ready_for_low_rank(call: Rows) -> Ready | None:
@@ -218,7 +223,8 @@ def of_rows(kernel: LoadedKernel, problem: Problem, call: Rows, fused: Fused) ->
         from .mixed_input import mixed_input_launcher, reads_scales_as_they_are
 
         launcher = mixed_input_launcher(
-            kernel, N=problem.N, K=problem.K, E=problem.E, m_sizes_step=step_of(call.m_sizes), fused=fused
+            kernel, N=problem.N, K=problem.K, E=problem.E, m_sizes_step=step_of(call.m_sizes), fused=fused,
+            R=0 if call.low is None else call.low.x.shape[1],
         )  # fmt: skip
         return Ready(launcher, name, plain_scales=reads_scales_as_they_are(kernel))
     from ...kernels.contract.spec import gemm_of

@@ -54,6 +54,8 @@ SPECIALISED = [
     *(Spec(Op.FORWARD, DType(name), FEW_ROWS) for name in CODES),
     Spec(Op.FORWARD, DType.FP8_BLOCK_A16, replace(MIXED, block_m=64, block_k=128, num_stages=3, rows=TileRows.FITTED),
          fusion=Fusion.SCATTER),
+    *(Spec(Op.DX, dtype, replace(MIXED, block_m=128, block_n=128, block_k=128, num_stages=3, rows=TileRows.FITTED),
+           fusion=LOW) for dtype in (DType.MXFP4, DType.FP8_BLOCK_A16)),
     *(Spec(Op.FORWARD, DType.FP8_BLOCK, replace(BOTH, block_k=128, schedule=Schedule.BLOCK_SCALED), fusion=fusion)
       for fusion in (Fusion.NONE, Fusion.SCATTER)),
 ]  # fmt: skip

@@ -6,6 +6,12 @@ and x through TMA, BLOCK_K of the reduction a stage; w lies in blocks of 64 x 64
 half of the columns; of a tile of 64 columns, for few rows, each has every other block of K, and the sums are added.
 Tiles are handed out as programs become free. The arguments are those of ``portable.rows``, ``counter``, an int32
 that is zero before and after, and w's scales.
+
+With ``DX``, dx[g] = dy[g] @ w[g]: in the kernel's words N is still the result's columns and K the reduction, so w's
+rows are K, and blocks of w are turned round as they become bf16.
+
+LOW_RANK code has more of the reduction after that of x and w, in steps of 64: low_x and low_w, both of bf16, as in
+ragged.py. low_w is wgmma's left operand as it lies in shared memory, a tile's columns of it in a place of their own.
 """
 
 from __future__ import annotations
@@ -14,11 +20,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from ...codes import CODES
 from .consumer import ask, lines_of, look_up, note, parts_of, tables
-from .dequantize import operand
+from .dequantize import (
+    biased_across,
+    blocks_per_scale,
+    operand,
+    places_of,
+    scale_bytes_of,
+    scaled,
+    turned,
+    words_of,
+)
 from .pipeline import (
-    BIAS_FLAG,
     SCATTER_FLAG,
     ZERO_TAIL_FLAG,
     add,
@@ -34,6 +47,7 @@ from .pipeline import (
     tile_of,
     tma_load,
     told,
+    view,
     zero_tail,
 )
 from .zero_rows import clear_unnamed
@@ -42,41 +56,21 @@ GRAIN: gl.constexpr = gl.constexpr(16)  # rows, that the height of a fitted tile
 BLOCK: gl.constexpr = gl.constexpr(64)  # rows of w, and of K, that lie together
 
 
-@gluon.constexpr_function
-def words_of(FORMAT):  # type: ignore[no-untyped-def]
-    """Of a row of a block, for each of four threads."""
-    return CODES[FORMAT].words
-
-
-@gluon.constexpr_function
-def scale_bytes_of(FORMAT):  # type: ignore[no-untyped-def]
-    return CODES[FORMAT].scale_bytes
-
-
-@gluon.constexpr_function
-def blocks_per_scale(FORMAT):  # type: ignore[no-untyped-def]
-    return CODES[FORMAT].blocks_per_scale
-
-
-@gluon.constexpr_function
-def places_of(FORMAT, BLOCKS):  # type: ignore[no-untyped-def]
-    """Of scales in shared memory, for so many blocks of K."""
-    return CODES[FORMAT].places(BLOCKS)
-
-
-@gluon.constexpr_function
-def outer_of(FORMAT):  # type: ignore[no-untyped-def]
-    """Whether sums are multiplied by a scale: "expert", "column" or "none"."""
-    return "none" if not CODES[FORMAT].outer else "column" if CODES[FORMAT].scales == "none" else "expert"
-
-
 @gluon.jit
 def _load_codes(
-    x, w, w_scale, a, s, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E, m_sizes_step,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
-    EXPERTS: gl.constexpr, FORMAT: gl.constexpr,
+    loads, M, N, K, E, R, m_sizes_step, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr, GROUP_M: gl.constexpr, EXPERTS: gl.constexpr, FORMAT: gl.constexpr, DX: gl.constexpr,
+    LOW_RANK: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: see ``rows._load_rows``. A stage has blocks of a tile's columns, and boxes of its rows."""
+    """The loading warp: see ``rows._load_rows``. A stage has blocks of a tile's columns, and boxes of its rows.
+
+    Blocks that lie one after the other in memory come at once: of w's columns, which are K, with ``DX`` N.
+    """
+    given, held, ring, told_of, m_sizes, counter = loads
+    x, w, w_scale, low_x, low_w = given
+    a, s, b, low = held
+    full, empty, used = ring
+    queue, filled, free = told_of
     WIDE: gl.constexpr = BLOCK_N // BLOCK  # blocks of columns of a tile
     DEEP: gl.constexpr = BLOCK_K // BLOCK  # blocks of K of a stage
     AHEAD: gl.constexpr = 4 if DEEP == 1 else 1  # steps
@@ -84,10 +78,12 @@ def _load_codes(
     BOXES: gl.constexpr = BLOCK_M // BOX
     WORDS: gl.constexpr = words_of(FORMAT)
     SCALE_BYTES: gl.constexpr = scale_bytes_of(FORMAT)
-    SCALES: gl.constexpr = DEEP // blocks_per_scale(FORMAT)
-    PLACES: gl.constexpr = places_of(FORMAT, DEEP)
+    LINES: gl.constexpr = DEEP if DX else WIDE
+    LONG: gl.constexpr = WIDE if DX else DEEP  # blocks of a line
+    SCALES: gl.constexpr = LONG // blocks_per_scale(FORMAT)
+    PLACES: gl.constexpr = places_of(FORMAT, LONG)
     layout: gl.constexpr = gl.BlockedLayout([EXPERTS // 32], [32], [1], [0])
-    w_bytes: gl.constexpr = WIDE * (DEEP * 1024 * WORDS + SCALES * SCALE_BYTES)
+    w_bytes: gl.constexpr = LINES * (LONG * 1024 * WORDS + SCALES * SCALE_BYTES)
     box_bytes: gl.constexpr = BOX * BLOCK_K * 2
     blocks_n = N // BLOCK
     blocks_k = K // BLOCK
@@ -98,6 +94,7 @@ def _load_codes(
     total = gl.max(tile_end, 0)
     draw_at = gl.maximum(steps - AHEAD, 0)
     stage, phase, slot, turn = begin()
+    low_phase = gl.to_tensor(0)
     tile = gl.program_id(0)
     while tile < total:
         done = tile_end <= tile
@@ -115,7 +112,7 @@ def _load_codes(
         slot, turn = advance(slot, turn, 2)
         drawn = gl.to_tensor(0)
         boxes = gl.cdiv(row_end - row, BOX)
-        first = (expert * blocks_n + col * WIDE) * blocks_k
+        first = expert * blocks_n * blocks_k + col * WIDE * (1 if DX else blocks_k)
         for step in range(steps):
             if step == draw_at:
                 drawn = draw(counter)
@@ -123,10 +120,10 @@ def _load_codes(
             bar = full.index(stage)
             for i in gl.static_range(1, BOXES + 1):
                 mbarrier.expect(bar, w_bytes + i * box_bytes, pred=boxes == i)
-            for n in gl.static_range(WIDE):
-                block = first + n * blocks_k + step * DEEP
-                at = stage * WIDE + n
-                codes = tile_of(a, at, DEEP, WORDS * DEEP, 256)
+            for i in gl.static_range(LINES):
+                block = first + ((step * DEEP + i) * blocks_n if DX else i * blocks_k + step * DEEP)
+                at = stage * LINES + i
+                codes = tile_of(a, at, LONG, WORDS * LONG, 256)
                 tma_load(w, [block * WORDS, 0], bar, codes)
                 if SCALE_BYTES:
                     scales = tile_of(s, at, PLACES, SCALES, SCALE_BYTES)
@@ -137,6 +134,25 @@ def _load_codes(
                     at_k = (step * DEEP + k) * BLOCK
                     tma_load(x, [row + i * BOX, at_k], bar, box, pred=i < boxes)
             stage, phase = advance(stage, phase, STAGES)
+        if LOW_RANK:
+            for start in range(0, R, BLOCK):
+                mbarrier.wait(empty.index(stage), phase ^ 1)
+                mbarrier.wait(used.index(0), low_phase ^ 1)
+                low_phase = low_phase ^ 1
+                bar = full.index(stage)
+                for i in gl.static_range(1, BOXES + 1):
+                    mbarrier.expect(bar, (BLOCK_N + i * BOX) * BLOCK * 2, pred=boxes == i)
+                for n in gl.static_range(WIDE):
+                    part = view(low.index(n), low_w.dtype, [1, BLOCK, BLOCK], low_w.layout)
+                    at_n = (col * WIDE + n) * BLOCK
+                    if DX:
+                        tma_load(low_w, [expert, start, at_n], bar, part)
+                    else:
+                        tma_load(low_w, [expert, at_n, start], bar, part)
+                for i in gl.static_range(BOXES):
+                    box = b.index(stage * DEEP * BOXES + i)
+                    tma_load(low_x, [row + i * BOX, start], bar, box, pred=i < boxes)
+                stage, phase = advance(stage, phase, STAGES)
         tile = next_tile(counter, told(drawn), gl.num_programs(0), total)
     publish(queue, filled, free, slot, turn, -1, 0, 0, 0, 1)
 
@@ -151,41 +167,27 @@ def _fit(grains, MOST: gl.constexpr):
 
 
 @gluon.jit
-def _scaled(part, outer, expert, col, N, FORMAT: gl.constexpr):
-    """The part by its expert's scale, or by those of its rows, which are y's columns from ``col`` on."""
-    OUTER: gl.constexpr = outer_of(FORMAT)
-    if OUTER == "expert":
-        part = part * gl.load(outer[0] + expert)
-    elif OUTER == "column":
-        n = col + gl.arange(0, part.shape[0], layout=gl.SliceLayout(1, part.type.layout))
-        part = part * gl.load(outer[0] + expert * outer[1] + n, mask=n < N, other=0.0)[:, None]
-    return part
-
-
-@gluon.jit
-def _biased(part, moved, expert, col, N):
-    """The part, whose rows are y's columns from ``col`` on, and their bias."""
-    if (moved[6] & BIAS_FLAG) != 0:
-        n = col + gl.arange(0, part.shape[0], layout=gl.SliceLayout(1, part.type.layout))
-        added = gl.load(moved[2] + expert.to(gl.int64) * N + n, mask=n < N, other=0.0)
-        part += added.to(gl.float32)[:, None]
-    return part
-
-
-@gluon.jit
 def _block(
     a, s, stage, half, UNIT: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, FORMAT: gl.constexpr,
-    OPERAND: gl.constexpr,
+    DX: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
     """What a warpgroup multiplies as its UNIT-th of a stage: blocks of its columns of one K, then of the next."""
     DEEP: gl.constexpr = BLOCK_K // BLOCK
     MINE: gl.constexpr = max(1, BLOCK_N // (2 * BLOCK))
     if BLOCK_N == BLOCK:
-        tile, k = stage, 2 * UNIT + half
+        n, k = 0, 2 * UNIT + half
     else:
-        tile, k = (stage * 2 + half) * MINE + UNIT % MINE, UNIT // MINE
-    at = tile * places_of(FORMAT, DEEP) + k // blocks_per_scale(FORMAT)
-    return operand(a.index(tile * DEEP + k), s.index(at), FORMAT, OPERAND)
+        n, k = half * MINE + UNIT % MINE, UNIT // MINE
+    WIDE: gl.constexpr = BLOCK_N // BLOCK
+    if DX:
+        line = stage * DEEP + k
+        at = line * places_of(FORMAT, WIDE) + n // blocks_per_scale(FORMAT)
+        block = turned(a.index(line * WIDE + n), s.index(at), FORMAT, OPERAND)
+    else:
+        line = stage * WIDE + n
+        at = line * places_of(FORMAT, DEEP) + k // blocks_per_scale(FORMAT)
+        block = operand(a.index(line * DEEP + k), s.index(at), FORMAT, OPERAND)
+    return block
 
 
 @gluon.jit
@@ -197,9 +199,9 @@ def _x_tile(b, stage, k, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr):
 
 @gluon.jit
 def _multiply_codes(
-    half, a, s, b, full, empty, queue, filled, free, buffers, sums, summed, y, moved, outer, noted, N, stride_y_m,
+    half, own, N, R, stride_y_m,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, FORMAT: gl.constexpr,
-    INDEXED: gl.constexpr, FITTED: gl.constexpr,
+    INDEXED: gl.constexpr, FITTED: gl.constexpr, DX: gl.constexpr, LOW_RANK: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: its columns of every tile, or its blocks of K, and the way out.
 
@@ -207,6 +209,10 @@ def _multiply_codes(
     sums that are in flight across a step's end ptxas waits for each instruction. AHEAD code does so across stages, too,
     which keeps each stage for longer: it pays where a stage is short.
     """
+    held, ring, told_of, buffers, sums, summed, y, moved, outer, noted = own
+    a, s, b, low = held
+    full, empty, used = ring
+    queue, filled, free = told_of
     AHEAD: gl.constexpr = FITTED and BLOCK_K == BLOCK
     SPLIT: gl.constexpr = BLOCK_N == BLOCK
     MINE: gl.constexpr = max(1, BLOCK_N // (2 * BLOCK))  # blocks of columns
@@ -230,13 +236,13 @@ def _multiply_codes(
         grains = gl.cdiv(row_end - row, GRAIN)
         if AHEAD:
             mbarrier.wait(full.index(stage), phase)
-            now = _block(a, s, stage, half, 0, BLOCK_N, BLOCK_K, FORMAT, OPERAND)
+            now = _block(a, s, stage, half, 0, BLOCK_N, BLOCK_K, FORMAT, DX, OPERAND)
         for step in range(steps):
             if FITTED:
                 _fit(grains, BLOCK_M // GRAIN)
             if not AHEAD:
                 mbarrier.wait(full.index(stage), phase)
-                now = _block(a, s, stage, half, 0, BLOCK_N, BLOCK_K, FORMAT, OPERAND)
+                now = _block(a, s, stage, half, 0, BLOCK_N, BLOCK_K, FORMAT, DX, OPERAND)
             last = stage
             for unit in gl.static_range(UNITS):
                 k = 2 * unit + half if SPLIT else unit // MINE
@@ -247,11 +253,11 @@ def _multiply_codes(
                     more = warpgroup_mma(now, x_tile, more, is_async=True)
                 following = now
                 if unit + 1 < UNITS:
-                    following = _block(a, s, last, half, unit + 1, BLOCK_N, BLOCK_K, FORMAT, OPERAND)
+                    following = _block(a, s, last, half, unit + 1, BLOCK_N, BLOCK_K, FORMAT, DX, OPERAND)
                 elif AHEAD:
                     stage, phase = advance(stage, phase, STAGES)
                     mbarrier.wait(full.index(stage), phase, pred=step + 1 < steps)
-                    following = _block(a, s, stage, half, 0, BLOCK_N, BLOCK_K, FORMAT, OPERAND)
+                    following = _block(a, s, stage, half, 0, BLOCK_N, BLOCK_K, FORMAT, DX, OPERAND)
                 if unit % MINE == 0:
                     acc, now = warpgroup_mma_wait(num_outstanding=0, deps=(acc, now))
                 else:
@@ -260,6 +266,32 @@ def _multiply_codes(
             gl.barrier()
             mbarrier.arrive(empty.index(last), count=1)
             if not AHEAD:
+                stage, phase = advance(stage, phase, STAGES)
+        if LOW_RANK:
+            first = (col if SPLIT else (col * 2 + half) * MINE) * BLOCK
+            acc = scaled(acc, outer, expert, first, N, FORMAT)
+            if MINE == 2:
+                more = scaled(more, outer, expert, first + BLOCK, N, FORMAT)
+            for _start in range(0, R, BLOCK):
+                if FITTED:
+                    _fit(grains, BLOCK_M // GRAIN)
+                mbarrier.wait(full.index(stage), phase)
+                x_tile = _x_tile(b, stage, 0, BLOCK_M, BLOCK_K)
+                if (not SPLIT) or half == 0:
+                    for j in gl.static_range(MINE):
+                        left = low.index(0 if SPLIT else half * MINE + j)
+                        if DX:
+                            left = left.permute((1, 0))
+                        if j == 0:
+                            acc = warpgroup_mma(left, x_tile, acc, is_async=True)
+                        else:
+                            more = warpgroup_mma(left, x_tile, more, is_async=True)
+                    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+                    if MINE == 2:
+                        more = warpgroup_mma_wait(num_outstanding=0, deps=(more,))
+                gl.barrier()
+                mbarrier.arrive(empty.index(stage), count=1)
+                mbarrier.arrive(used.index(0), count=1)
                 stage, phase = advance(stage, phase, STAGES)
         mine_too = col >= 0
         if SPLIT:
@@ -285,13 +317,15 @@ def _multiply_codes(
                 for i in gl.static_range(BOXES):
                     mine = row + BOX * i
                     if (mine < row_end) & (first < N):
-                        part = _scaled(parts[i], outer, expert, first, N, FORMAT)
+                        part = parts[i] if LOW_RANK else scaled(parts[i], outer, expert, first, N, FORMAT)
                         if INDEXED:
                             target = noted[0].index(half).slice(BOX * i, BOX).load(gl.SliceLayout(1, LINES))
                             scale = noted[1].index(half).slice(BOX * i, BOX).load(gl.SliceLayout(0, part.type.layout))
-                            part = _biased(part, moved, expert, first, N) * scale[None, :]
+                            part = biased_across(part, moved, expert, first, N) * scale[None, :]
                             inside = target >= 0
                         else:
+                            if LOW_RANK:
+                                part = biased_across(part, moved, expert, first, N)
                             target = mine + gl.arange(0, BOX, layout=gl.SliceLayout(1, LINES))
                             inside = target < row_end
                         buffer = buffers.index(half)
@@ -302,16 +336,17 @@ def _multiply_codes(
 
 @gluon.jit
 def rows_wna16(
-    x, w, w_scale, w_outer, y, m_sizes, index, row_weights, bias, counter, M, N, K, E, stride_y_m, stride_outer_e,
-    m_sizes_step, index_step, index_end, x_divisor, flags,
+    x, w, w_scale, w_outer, y, m_sizes, index, row_weights, bias, low_x, low_w, counter, M, N, K, E, stride_y_m,
+    stride_outer_e, m_sizes_step, index_step, index_end, x_divisor, flags, R,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
     EXPERTS: gl.constexpr, FORMAT: gl.constexpr, INDEXED: gl.constexpr, FITTED: gl.constexpr, REGISTERS: gl.constexpr,
+    DX: gl.constexpr, LOW_RANK: gl.constexpr,
 ):  # fmt: skip
     """y[to(m), n] = weight(m) * (sum_k x[m, k] * w[expert of m, n, k] + bias[expert of m, n]), w = codes x scales.
 
     ``portable.rows`` of rows that nothing gathers. w and w_scale are prepared, and seen as rows of blocks: int32
     [E * N / 64 * K / 64 * words, 256], and bytes [blocks / blocks per scale, bytes of a block]. w_outer are scales of
-    experts, or of y's columns with ``stride_outer_e`` from one expert's to the next's.
+    experts, or of y's columns with ``stride_outer_e`` from one expert's to the next's; with ``DX`` it is w[.., k, n].
     """
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     flat_bytes: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8, rank=2)
@@ -320,7 +355,8 @@ def rows_wna16(
     WIDE: gl.constexpr = BLOCK_N // BLOCK
     DEEP: gl.constexpr = BLOCK_K // BLOCK
     BOX: gl.constexpr = min(BLOCK_M, 64)
-    PLACES: gl.constexpr = STAGES * WIDE * places_of(FORMAT, DEEP)
+    LINES: gl.constexpr = DEEP if DX else WIDE
+    PLACES: gl.constexpr = STAGES * LINES * places_of(FORMAT, WIDE if DX else DEEP)
     a = gl.allocate_shared_memory(gl.int32, [STAGES * WIDE * DEEP, words_of(FORMAT), 256], flat)
     s = gl.allocate_shared_memory(gl.uint8, [PLACES, 1, max(scale_bytes_of(FORMAT), 16)], flat_bytes)
     b = gl.allocate_shared_memory(x.dtype, [STAGES * DEEP * (BLOCK_M // BOX), BOX, BLOCK], lines)
@@ -330,24 +366,30 @@ def rows_wna16(
     summed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(summed.index(i), count=1)
+    low = gl.allocate_shared_memory(x.dtype, [WIDE, BLOCK, BLOCK], lines) if LOW_RANK else ()
+    used = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()) if LOW_RANK else ()
+    if LOW_RANK:
+        mbarrier.init(used.index(0), count=2)
+    given, held = (x, w, w_scale, low_x, low_w), (a, s, b, low)
+    ring, told_of = (full, empty, used), (queue, filled, free)
     outer = (w_outer, stride_outer_e)
     moved = (index, row_weights, bias, index_step, index_end, x_divisor, flags)
     noted = tables(BLOCK_M) if INDEXED else ()
     gl.barrier()
+    loads = (given, held, ring, told_of, m_sizes, counter)
+    own = (held, ring, told_of, buffers, sums, summed, y, moved, outer, noted)
     if INDEXED:
         gl.warp_specialize(
             [
                 (_multiply_codes, (
-                    0, a, s, b, full, empty, queue, filled, free, buffers, sums, summed, y, moved, outer, noted, N,
-                    stride_y_m, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, FORMAT, INDEXED, FITTED,
+                    0, own, N, R, stride_y_m, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, FORMAT, INDEXED, FITTED, DX, LOW_RANK,
                 )),
                 (_multiply_codes, (
-                    1, a, s, b, full, empty, queue, filled, free, buffers, sums, summed, y, moved, outer, noted, N,
-                    stride_y_m, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, FORMAT, INDEXED, FITTED,
+                    1, own, N, R, stride_y_m, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, FORMAT, INDEXED, FITTED, DX, LOW_RANK,
                 )),
                 (_load_codes, (
-                    x, w, w_scale, a, s, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E,
-                    m_sizes_step, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, EXPERTS, FORMAT,
+                    loads, M, N, K, E, R, m_sizes_step, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, EXPERTS, FORMAT, DX,
+                    LOW_RANK,
                 )),
                 (clear_unnamed, (y, m_sizes, moved, M, E, N, stride_y_m, m_sizes_step)),
             ],
@@ -358,16 +400,14 @@ def rows_wna16(
         gl.warp_specialize(
             [
                 (_multiply_codes, (
-                    0, a, s, b, full, empty, queue, filled, free, buffers, sums, summed, y, moved, outer, noted, N,
-                    stride_y_m, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, FORMAT, INDEXED, FITTED,
+                    0, own, N, R, stride_y_m, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, FORMAT, INDEXED, FITTED, DX, LOW_RANK,
                 )),
                 (_multiply_codes, (
-                    1, a, s, b, full, empty, queue, filled, free, buffers, sums, summed, y, moved, outer, noted, N,
-                    stride_y_m, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, FORMAT, INDEXED, FITTED,
+                    1, own, N, R, stride_y_m, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, FORMAT, INDEXED, FITTED, DX, LOW_RANK,
                 )),
                 (_load_codes, (
-                    x, w, w_scale, a, s, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E,
-                    m_sizes_step, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, EXPERTS, FORMAT,
+                    loads, M, N, K, E, R, m_sizes_step, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, EXPERTS, FORMAT, DX,
+                    LOW_RANK,
                 )),
             ],
             [4, 1],

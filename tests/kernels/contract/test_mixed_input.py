@@ -98,8 +98,7 @@ def test_a_group_of_128_is_one_step_at_least() -> None:
 
 @pytest.mark.parametrize("dtype", QUANTISED)
 def test_what_there_is_no_code_for(dtype: DType) -> None:
-    for op in (Op.DX, Op.DW):
-        assert f"no kernel of {op.value} has such a schedule" in str(refusal(spec(dtype, op=op), 90))
+    assert "no kernel of dW has such a schedule" in str(refusal(spec(dtype, op=Op.DW), 90))
     for fusion in (Fusion.GATHER, Fusion.SILU, Fusion.GATHER | Fusion.SILU):
         assert "its forms are " in str(refusal(spec(dtype, fusion=fusion), 90))
     for sm in (80, 89):
@@ -110,6 +109,44 @@ def test_what_there_is_no_code_for(dtype: DType) -> None:
         assert "has no wgmma" in str(refusal(spec(dtype), sm))
     for config in (PLAIN, Config(64, 64, 64, 4, 3), replace(PLAIN, block_m=256, rows=TileRows.FITTED)):
         assert "its dtypes are " in str(refusal(spec(dtype, config), 90))
+
+
+@pytest.mark.parametrize("dtype", QUANTISED)
+def test_dx_turns_blocks_round(dtype: DType) -> None:
+    """Its tile's columns are w's, whose scales of two blocks have to be in one tile, and no sum can have a row's."""
+    turned = [one for one in candidates(Op.DX, dtype, 90) if one.schedule is Schedule.MIXED_INPUT]
+    if dtype is DType.FP8_CHANNEL_A16:
+        assert not turned
+        assert "rows_wna16 has no code of dX" in str(refusal(spec(dtype, op=Op.DX), 90))
+        return
+    assert {one.rows for one in turned} == set(TileRows)
+    for config in turned:
+        for fusion in (Fusion.NONE, Fusion.LOW_RANK):
+            assert refusal(spec(dtype, config, Op.DX, fusion), 90) is None
+        for fusion in (Fusion.SCATTER, Fusion.GATHER):
+            assert refusal(spec(dtype, config, Op.DX, fusion), 90) is not None
+        found, of_forward = (registry.boxes(spec(dtype, config, op)) for op in (Op.DX, Op.FORWARD))
+        wide = 2 if dtype is DType.FP8_BLOCK_A16 else 1
+        assert found["x"] == of_forward["x"]
+        assert found["w"] == (2 * wide * config.block_n // 64, 256)
+        assert of_forward["w"] == (2 * wide * config.block_k // 64, 256)
+    narrow = str(refusal(spec(dtype, replace(FEW, block_k=512), Op.DX), 90))
+    shallow = refusal(spec(dtype, replace(MANY, block_k=64), Op.DX), 90)
+    assert shallow is None
+    assert ("block_n is 64, wanted 128 or 256" in narrow) is (dtype is DType.INT4_G128)
+
+
+@pytest.mark.parametrize("dtype", QUANTISED)
+def test_code_that_adds_a_low_rank_part_has_its_operands(dtype: DType) -> None:
+    for op in (Op.FORWARD, Op.DX):
+        if op is Op.DX and dtype is DType.FP8_CHANNEL_A16:
+            continue
+        plain, low = spec(dtype, MANY, op), spec(dtype, MANY, op, Fusion.LOW_RANK)
+        added = {"low_x": "desc2", "low_w": "desc3", "R": "i32"}
+        assert dict(registry.arguments(low)) == dict(registry.arguments(plain)) | added
+        assert registry.boxes(low) == registry.boxes(plain) | {"low_x": (64, 64), "low_w": (1, 64, 64)}
+        assert set(registry.required(low)) == set(registry.required(plain)) | set(added)
+        assert registry.constants(low, 90)["INDEXED"] is False
 
 
 @pytest.mark.parametrize("dtype", [one for one in DType if not one.quantised])

@@ -32,7 +32,7 @@ def first(tiles: Tiles) -> Config:
 def specs(entry: KernelEntry, tiles: Tiles) -> list[Spec]:
     return [
         Spec(op, dtype, first(tiles), layout, fusion)
-        for op in sorted(entry.ops, key=lambda op: op.value)
+        for op in sorted(tiles.ops or entry.ops, key=lambda op: op.value)
         for dtype in DType if dtype in (tiles.dtypes or entry.dtypes)
         for fusion in (tiles.fusions or entry.fusions)
         for layout in sorted(entry.layouts(op), key=lambda layout: layout.value)

@@ -224,14 +224,17 @@ def test_kernels_read_int4_s_scales_in_bf16_by_blocks(group: int, dtype: torch.d
         assert blocks[1, n // BLOCK, k // groups, n % BLOCK, k % groups] == plain[1, n, k].to(torch.bfloat16)
 
 
-def test_kernels_read_a_block_s_scale_eight_times_in_bf16() -> None:
+def test_kernels_read_a_block_s_scale_in_bf16_and_what_that_leaves_of_it() -> None:
     w = made("fp8_block_a16", N=256)
     found = w.prepare().kernel_scale
     assert found is not None
     assert (found.dtype, found.shape) == (torch.bfloat16, (2, 4, 4, 8))
     for n, k in itertools.product(range(4), range(4)):
-        wanted = (w.scale[1, n // 2, k // 2].double() * 2.0**120).to(torch.bfloat16)
-        assert found[1, n, k].tolist() == [wanted.item()] * 8
+        scale = w.scale[1, n // 2, k // 2].double() * 2.0**120
+        near = scale.to(torch.bfloat16)
+        rest = (scale - near.double()).to(torch.bfloat16)
+        assert found[1, n, k].tolist() == [near.item(), near.item(), rest.item(), rest.item()] * 2
+        assert abs(near.double() + rest.double() - scale) <= 2.0**-16 * scale
 
 
 @pytest.mark.parametrize("format", ["fp8_block", "int4_g32"])

@@ -26,7 +26,9 @@ MOST_SPILLED_BYTES = 64
 FEW = Config(16, 64, 1024, 8, 3, loads=Loads.TMA, schedule=Schedule.MIXED_INPUT)
 FITTED = replace(FEW, block_m=64, block_n=256, block_k=128, num_stages=5, rows=TileRows.FITTED)
 BYTES = replace(FITTED, block_n=128, num_stages=4)
+TURNED = replace(FITTED, block_m=256, block_n=128, block_k=64, num_stages=5)
 SPECS = [
+    Spec(Op.DX, DType.INT4_G32, TURNED),
     Spec(Op.FORWARD, DType.NVFP4, FEW),
     Spec(Op.FORWARD, DType.MXFP4, FITTED, fusion=Fusion.SCATTER),
     Spec(Op.FORWARD, DType.FP8_CHANNEL_A16, BYTES),
@@ -34,7 +36,7 @@ SPECS = [
 
 
 def test_these_are_among_what_is_built() -> None:
-    assert all(one.config in candidates(Op.FORWARD, one.dtype, 90) for one in SPECS)
+    assert all(one.config in candidates(one.op, one.dtype, 90) for one in SPECS)
 
 
 @pytest.mark.slow
@@ -57,7 +59,7 @@ def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch, spec: Spec) -> None:
     assert variant.spill_bytes <= MOST_SPILLED_BYTES
     assert rejection(variant, arch_of(90)) is None
     assert unlaunchable(variant) is None
-    assert variant.shared_bytes >= shared_bytes_at_least(Op.FORWARD, spec.dtype, config, 90)
+    assert variant.shared_bytes >= shared_bytes_at_least(spec.op, spec.dtype, config, 90)
     maps = {one.argument: (one.element, one.box, one.swizzle) for one in variant.tensor_maps}
     told = {"x": (9, 3), "w": (2, 0), "w_scale": (0, 0)}
     assert maps == {name: (told[name][0], box, told[name][1]) for name, box in registry.boxes(spec).items()}
