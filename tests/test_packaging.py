@@ -27,7 +27,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 def test_the_wheel_holds_the_four_layers_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     held = {name for name in wheel.namelist() if ".dist-info/" not in name}
     sources = {f"pretuned/{path.relative_to(ROOT)}" for layer in LAYERS for path in (ROOT / layer).rglob("*.py")}
-    bundles = {f"pretuned/{path.relative_to(ROOT)}" for path in (ROOT / "artifacts" / "bundles").glob("*.msgpack*")}
+    bundles = {f"pretuned/artifacts/bundles/{path.stem}" for path in (ROOT / "artifacts" / "pressed").iterdir()}
+    bundles |= {f"pretuned/{path.relative_to(ROOT)}" for path in (ROOT / "artifacts" / "bundles").glob("*.xz")}
     sources = {name.replace("pretuned/runtime/integrations/", "pretuned/integrations/") for name in sources}
     sources.add("pretuned/__init__.py")
     assert held == sources | {f"pretuned/{name}" for name in DATA} | bundles
@@ -81,6 +82,10 @@ def test_the_source_distribution_has_the_files_that_the_readme_names(tmp_path: P
     }
     assert named <= listed
     assert {"constraints.txt", "models.txt", "LICENSE"} <= listed
+    pressed = {str(path.relative_to(ROOT)) for path in (ROOT / "artifacts" / "pressed").iterdir()}
+    assert len(pressed) > 8
+    assert pressed <= listed
+    assert not [one for one in listed if one.startswith("artifacts/bundles/") and one.endswith(".msgpack")]
 
 
 def test_the_version_stands_where_people_look() -> None:
