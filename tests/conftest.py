@@ -12,6 +12,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 os.environ.pop("COLUMNS", None)  # a worker of xdist is told its terminal's: output is then as wide as that
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
+for pressed in (ROOT / "artifacts" / "pressed").glob("*.xz"):
+    if not (ROOT / "artifacts" / "bundles" / pressed.stem).exists():
+        pytest.exit(f"artifacts/bundles/{pressed.stem} is not there: pip install -e . in this clone unpacks it", 4)
 sys.path.append(str(ROOT / "tests" / "support"))  # spawned workers get this path too
 with contextlib.suppress(ImportError):  # tests/gpu needs no hypothesis
     from hypothesis import settings

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
+import runpy
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
 import pytest
-from wheels import build_wheel
+from wheels import build_wheel, copy_tree
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ("artifacts", "kernels", "runtime", "aot")
@@ -23,7 +27,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 def test_the_wheel_holds_the_four_layers_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     held = {name for name in wheel.namelist() if ".dist-info/" not in name}
     sources = {f"pretuned/{path.relative_to(ROOT)}" for layer in LAYERS for path in (ROOT / layer).rglob("*.py")}
-    bundles = {f"pretuned/{path.relative_to(ROOT)}" for path in (ROOT / "artifacts" / "bundles").glob("*.msgpack*")}
+    bundles = {f"pretuned/artifacts/bundles/{path.stem}" for path in (ROOT / "artifacts" / "pressed").iterdir()}
+    bundles |= {f"pretuned/{path.relative_to(ROOT)}" for path in (ROOT / "artifacts" / "bundles").glob("*.xz")}
     sources = {name.replace("pretuned/runtime/integrations/", "pretuned/integrations/") for name in sources}
     sources.add("pretuned/__init__.py")
     assert held == sources | {f"pretuned/{name}" for name in DATA} | bundles
@@ -43,6 +48,44 @@ def test_the_wheel_is_no_larger_than_an_index_takes_with_ease(wheel: zipfile.Zip
 
 def test_the_wheel_carries_the_licence(wheel: zipfile.ZipFile) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())
+
+
+def test_what_an_index_shows_names_files_and_links_nowhere_that_is_not_there(wheel: zipfile.ZipFile) -> None:
+    metadata = next(wheel.read(name).decode() for name in wheel.namelist() if name.endswith("METADATA"))
+    shown = metadata.partition("\n\n")[2]
+    assert "Description-Content-Type: text/markdown\n" in metadata
+    assert shown.startswith("# pretuned\n")
+    assert "training (`docs/runtime/training.md`)" in shown
+    assert "](" not in shown
+
+
+def test_with_an_address_the_readmes_links_are_the_repositorys() -> None:
+    description = runpy.run_path(str(ROOT / "setup.py"))["description"]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    wanted = re.findall(r"(!?)\[[^\]]+\]\(([^)#]+)", readme)
+    assert len(wanted) > 20
+    there = "https://example.org/someone/pretuned"
+    shown = re.findall(r"(!?)\[[^\]]+\]\(([^)#]+)", description(readme, there + "/"))
+    assert shown == [(mark, f"{there}/{'raw' if mark else 'blob'}/HEAD/{path}") for mark, path in wanted]
+    kept = "[a](https://example.org/x#y)"
+    assert description(kept, None) == kept
+    assert description("[a](docs/b.md#c)", there) == f"[a]({there}/blob/HEAD/docs/b.md#c)"
+
+
+def test_the_source_distribution_has_the_files_that_the_readme_names(tmp_path: Path) -> None:
+    """Its list alone is made: to pack it takes seconds more."""
+    copy_tree(tmp_path)
+    subprocess.run([sys.executable, "setup.py", "-q", "egg_info"], cwd=tmp_path, check=True, capture_output=True)
+    listed = set((tmp_path / "pretuned.egg-info" / "SOURCES.txt").read_text(encoding="utf-8").splitlines())
+    named = {
+        path for _, path in re.findall(r"(!?)\[[^\]]+\]\(([^)#]+)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    }
+    assert named <= listed
+    assert {"constraints.txt", "models.txt", "LICENSE"} <= listed
+    pressed = {str(path.relative_to(ROOT)) for path in (ROOT / "artifacts" / "pressed").iterdir()}
+    assert len(pressed) > 8
+    assert pressed <= listed
+    assert not [one for one in listed if one.startswith("artifacts/bundles/") and one.endswith(".msgpack")]
 
 
 def test_the_version_stands_where_people_look() -> None:

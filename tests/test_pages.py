@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,6 +80,55 @@ def test_the_readme_is_read_in_a_few_minutes() -> None:
     assert len(text.split()) < 600
     first = text.partition("## What runs where")[2].partition("\n## ")[0]
     assert re.search(r"measured.*modelled.*torch", first, re.DOTALL | re.IGNORECASE)
+
+
+def by_tokens(cells: list[dict[str, Any]], ratio: Callable[[dict[str, Any]], float]) -> list[float]:
+    """The geometric mean of ``ratio`` for each number of tokens, fewest first."""
+    sizes = sorted({one["tokens"] for one in cells})
+    return [statistics.geometric_mean(ratio(one) for one in cells if one["tokens"] == size) for size in sizes]
+
+
+def beside(one: dict[str, Any]) -> float:
+    """The fastest of the others' times over ours; where x was quantised beforehand for them, of codes for ours too."""
+    ours = ("ours", "ours, of codes", "torch_grouped_mm", "dense_same_flops")
+    return min(us for name, us in one["us"].items() if name not in ours) / one["us"].get(
+        "ours, of codes", one["us"]["ours"]
+    )
+
+
+def test_the_readmes_costs_are_those_of_the_results() -> None:
+    """Each figure of its last table, made anew of the cells."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("## What it costs")[2].partition("\n## ")[0]
+    results = ROOT / "benchmarks" / "results"
+
+    def cells(name: str) -> list[dict[str, Any]]:
+        return json.loads((results / name).read_text(encoding="utf-8"))["cells"]
+
+    def lines(name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (results / name).read_text(encoding="utf-8").splitlines()]
+
+    every = cells("kernels-h200.json")
+    plain = by_tokens(
+        [one for one in every if one["op"] == "forward"], lambda one: one["torch_grouped_mm_us"] / one["us"]
+    )
+    assert f"forward {plain[0]:.2f} to {plain[-1]:.2f} x as fast at 1 to 8192 tokens" in text
+    assert plain == sorted(plain, reverse=True)
+    assert f"no cell of {len(every)} slower" in text
+    assert all(one["us"] < one["torch_grouped_mm_us"] for one in every)
+    every = cells("beside-vllm-h200.json")
+    ratios = [beside(one) for one in every]
+    assert f"| {statistics.geometric_mean(ratios):.2f} x, none of {len(ratios)} behind by over 3 % |" in text
+    assert min(ratios) > 1 / 1.03
+    every = cells("layer-h200.json")
+    layer = by_tokens(every, lambda one: one["torch_forward_us"] / one["forward_us"])
+    trained = [one for one in every if "torch_step_us" in one]
+    both = by_tokens(trained, lambda one: one["torch_step_us"] / one["step_us"])
+    assert f"forward {min(layer):.2f} to {max(layer):.2f} x, with backward {both[0]:.2f}, {both[1]:.2f} x" in text
+    assert f"{len({one['model'] for one in every})} models" in text
+    coded = lines("quantised-peers-h100.jsonl") + lines("fp8-peers-h100.jsonl")
+    for name, formats in (("mxfp4", "mxfp4"), ("int4", "int4_g128 int4_g32"), ("fp8 blocks of fp8 x", "fp8_block")):
+        means = by_tokens([one for one in coded if one["format"] in formats.split()], beside)
+        assert f"{name} {min(means):.2f} to {max(means):.2f}" in text
 
 
 def test_ci_finds_the_readmes_test_command() -> None:

@@ -18,6 +18,7 @@ from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.families import CONFIG_LIMIT, Pool, low_rank_specs, pass_specs, specs, to_compile
 from pretuned.aot.plan.plan import plan, planned_on
 from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.files.packed import unpack
 from pretuned.artifacts.records.bundle import Source
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op, Problem
@@ -29,6 +30,7 @@ from pretuned.runtime.dispatch.ranking import Origin
 from pretuned.runtime.dispatch.snapshot import Snapshot
 
 FOLDER = Path(__file__).parents[1] / "artifacts" / "bundles"
+PRESSED = FOLDER.with_name("pressed")
 BUNDLES = sorted(FOLDER.glob("*.msgpack"))
 CANDIDATES = sorted(FOLDER.glob("*.msgpack.xz"))
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
@@ -40,6 +42,7 @@ MEASURED = [  # bundle, a journal of it, the GPU
 ]  # fmt: skip
 MODELS = {one.stem: "quantised.txt" if one.stem == OF_CODES else "shipped.txt" for one in BUNDLES}
 MOST_BYTES = 27_500_000
+MOST_PRESSED_BYTES = 3_500_000
 MOST_CANDIDATE_BYTES = 14_500_000
 
 
@@ -56,6 +59,17 @@ def test_which_there_are_and_how_large() -> None:
     assert sum(path.stat().st_size for path in BUNDLES) < MOST_BYTES
     assert [path.name for path in CANDIDATES] == [candidates_name(sm) for sm in capabilities]
     assert sum(path.stat().st_size for path in CANDIDATES) < MOST_CANDIDATE_BYTES
+
+
+def test_each_is_what_the_repository_holds_pressed() -> None:
+    pressed = sorted(PRESSED.iterdir())
+    assert [one.name for one in pressed] == [f"{path.name}.xz" for path in BUNDLES]
+    for path, one in zip(BUNDLES, pressed, strict=True):
+        assert unpack(one.read_bytes(), one.name) == path.read_bytes(), (
+            f"{path.name} is of another state of the repository: pip install -e . unpacks it anew; if it is newer, "
+            "press it (docs/use/build.md, What ships)"
+        )
+    assert sum(one.stat().st_size for one in pressed) < MOST_PRESSED_BYTES
 
 
 @pytest.mark.parametrize("path", CANDIDATES, ids=lambda path: path.name.partition(".")[0])

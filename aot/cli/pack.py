@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 
 from ...artifacts.files.publish import publish
-from ..pack.contents import contents, write_directory
 from ..pack.image import ARCHITECTURES, check_layout, tag, write_image
+from ..pack.package import contents, write_directory
 from ..pack.wheel import file_name, wheel
 from ..process.output_dir import check_writable
 from .echo import echo, quoted, tell

@@ -1,1 +1,1 @@
-"""Bundles made ready to ship: read and checked (contents), as a data wheel, an OCI image layout or a directory."""
+"""Bundles made ready to ship: read and checked (package), as a data wheel, an OCI image layout or a directory."""

@@ -16,7 +16,7 @@ from typing import Any
 from ...artifacts.errors import HostError, InputError
 from ...artifacts.files.publish import publish
 from ...runtime.dispatch.places import SYSTEM_DIRECTORY
-from .contents import Package
+from .package import Package
 
 ARCHITECTURES = ("amd64", "arm64")
 _OCI = "application/vnd.oci.image"

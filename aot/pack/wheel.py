@@ -14,7 +14,7 @@ import zipfile
 from importlib.metadata import version
 
 from ...runtime.dispatch.places import ENTRY_POINTS
-from .contents import Package
+from .package import Package
 
 _DATE = (1980, 1, 1, 0, 0, 0)
 _MODE = 0o100644  # a regular file that its owner alone can write

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -94,6 +95,7 @@ def _compiles(family: Family, config: Config, sm: int) -> bool:
     return not registry.refusal(Spec(family.gemm, family.dtype, config, family.layout, family.fusion), sm)
 
 
+@functools.cache
 def fused(fusion: Fusion) -> str:
     """What a variant does beside the product, e.g. ``gather``; empty for nothing."""
     return "+".join(str(one.name).lower() for one in Fusion if one and one in fusion)

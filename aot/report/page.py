@@ -113,22 +113,23 @@ def _glance(cells: Sequence[Cell]) -> str:
     with_model = any(cell.model_ratio for cell in cells)
     several = len({gpu_name(cell) for cell in cells} - {""}) > 1
     first = ["op", "GPU"][: 1 + several]
-    head = [*first, "cells", "measured", "% of the roofline, median", *(name for name, _, _ in _RANGES)]
-    head += ["x torch", "worst"] * with_torch + ["modelled / measured"] * with_model
+    head = [*first, *["x torch", "worst"] * with_torch, "% of the roofline, median", *(name for name, _, _ in _RANGES)]
+    head += ["modelled / measured"] * with_model + ["cells", "measured"]
     groups: dict[tuple[str, ...], list[Cell]] = {}
     for cell in sorted(cells, key=lambda cell: (form_order(cell), gpu_name(cell))):
         groups.setdefault((form(cell), gpu_name(cell))[: len(first)], []).append(cell)
     rows = []
     for names, mine in groups.items():
         known = [cell for cell in mine if cell.state is not State.MISSING]
-        row = [*map(escape, names), f"{len(mine):,}", f"{counts(mine)[State.MEASURED]:,}"]
-        row.append(percent(median(cell.fraction for cell in known)))
-        for _, low, high in _RANGES:
-            row.append(percent(median(cell.fraction for cell in known if low <= cell.bucket <= high)))
+        row = [escape(name.removeprefix("NVIDIA ")) for name in names]
         if with_torch:
             ratios = [ratio for cell in mine if (ratio := cell.against_torch) is not None]
             row += [times(mean(ratios)), times(min(ratios, default=None))]
+        row.append(percent(median(cell.fraction for cell in known)))
+        for _, low, high in _RANGES:
+            row.append(percent(median(cell.fraction for cell in known if low <= cell.bucket <= high)))
         row += [times(mean(cell.model_ratio for cell in mine))] * with_model
+        row += [f"{len(mine):,}", f"{counts(mine)[State.MEASURED]:,}"]
         rows.append(row)
     return f'<div class="wide">{table(head, rows, numbers=range(len(first), len(head)))}</div>'
 

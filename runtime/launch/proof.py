@@ -38,7 +38,7 @@ from ..weights.row_codes import codes_of_rows, values_of_rows
 from . import gemm
 from .block_scaled import block_scaled_launcher
 from .mixed_input import addresses_of_scales, mixed_input_launcher, reads_scales_as_they_are
-from .trials import TORCH, UNTOUCHED, Draw, Ground, full, off, rounding, trial_of_pass
+from .trials import TORCH, UNTOUCHED, Draw, TrialPlace, full, off, rounding, trial_of_pass
 
 _LONGEST_S = 30.0  # that a trial may take: others may be using the GPU
 _COUNTS = (37, 0, 300, 1, 2, 24)  # rows of each expert
@@ -162,7 +162,7 @@ def tried(kernel: gemm.LoadedKernel) -> str | None:
 
     def work() -> None:
         try:
-            with ground(kernel.function.device) as here:
+            with trial_place(kernel.function.device) as here:
                 here.wait()  # what is wrong already is not this code's doing
                 found.append(_tried(kernel, here))
         except BaseException as error:
@@ -176,7 +176,7 @@ def tried(kernel: gemm.LoadedKernel) -> str | None:
     return found[0]
 
 
-def _tried(kernel: gemm.LoadedKernel, here: Ground) -> str | None:
+def _tried(kernel: gemm.LoadedKernel, here: TrialPlace) -> str | None:
     try:
         return trial(kernel, here)
     except (torch.cuda.OutOfMemoryError, Unfinished):
@@ -193,7 +193,7 @@ def _tried(kernel: gemm.LoadedKernel, here: Ground) -> str | None:
 
 
 @contextlib.contextmanager
-def ground(device: int) -> Iterator[Ground]:
+def trial_place(device: int) -> Iterator[TrialPlace]:
     """A GPU's memory and a stream of its own, also while another stream is captured."""
     with cuda.relaxed(device), torch.cuda.device(device), torch.no_grad():
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -208,10 +208,10 @@ def ground(device: int) -> Iterator[Ground]:
                 time.sleep(50e-6)
 
         with torch.cuda.stream(stream):
-            yield Ground(torch.device("cuda", device), stream.cuda_stream, wait)
+            yield TrialPlace(torch.device("cuda", device), stream.cuda_stream, wait)
 
 
-def trial(kernel: gemm.LoadedKernel, here: Ground) -> str | None:
+def trial(kernel: gemm.LoadedKernel, here: TrialPlace) -> str | None:
     """A small run of a variant, in each form of call that runs it: what it gets wrong, in words, or None.
 
     Raises
@@ -261,7 +261,7 @@ class _Operands(NamedTuple):
     scale: torch.Tensor | None = None
 
 
-def _operands(variant: Variant, here: Ground) -> _Operands:
+def _operands(variant: Variant, here: TrialPlace) -> _Operands:
     draw, E = Draw(), len(_COUNTS)
     if variant.dtype.quantised:
         return _of_codes(variant, draw, here)
@@ -287,7 +287,7 @@ def _some_nan(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _of_codes(variant: Variant, draw: Draw, here: Ground) -> _Operands:
+def _of_codes(variant: Variant, draw: Draw, here: TrialPlace) -> _Operands:
     dtype, ordered = variant.dtype, variant.layout is not Layout.STORED
     N, K = (256, 256) if ordered else (272, 224) if variant.alignment > 1 else (150, 74)
     format = next(name for name in PRECISIONS if dtype in dtypes_of(name))
@@ -306,7 +306,7 @@ def _of_codes(variant: Variant, draw: Draw, here: Ground) -> _Operands:
     return _Operands(columns, reduction, False, every, placed, known, values, here.put(scale))
 
 
-def _rows(kernel: gemm.LoadedKernel, here: Ground, on: _Operands, form: Fusion, zero_tail: bool) -> str | None:
+def _rows(kernel: gemm.LoadedKernel, here: TrialPlace, on: _Operands, form: Fusion, zero_tail: bool) -> str | None:
     """y of one form of call, and the memory around it."""
     variant, draw, E = kernel.variant, Draw(), len(_COUNTS)
     gathers, scatters, silu = (one in form for one in (Fusion.GATHER, Fusion.SCATTER, Fusion.SILU))
@@ -378,7 +378,7 @@ def _launcher(kernel: gemm.LoadedKernel, on: _Operands, fused: gemm.Fused) -> La
     )  # fmt: skip
 
 
-def _weight(kernel: gemm.LoadedKernel, here: Ground) -> str | None:
+def _weight(kernel: gemm.LoadedKernel, here: TrialPlace) -> str | None:
     """dw, and the memory around it."""
     variant, draw, E = kernel.variant, Draw(), len(_COUNTS)
     aligned, dtype = variant.alignment > 1, TORCH[variant.dtype]

@@ -35,7 +35,7 @@ _Run: TypeAlias = Callable[[int, int, Sequence["torch.Tensor | None"], tuple[int
 _Floats: TypeAlias = "torch.Tensor"
 
 
-class Ground(NamedTuple):
+class TrialPlace(NamedTuple):
     """Where a trial runs: a GPU's memory and a stream of its own; ``wait`` waits for all that was launched."""
 
     device: torch.device
@@ -102,7 +102,7 @@ def off(got: torch.Tensor, want: torch.Tensor, most: float, above: int = 0) -> s
     return f"[{place}] is {float(found[at]):.4g}, wanted {stored} ({len(wrong)} of {want.numel()} elements are wrong)"
 
 
-def trial_of_pass(variant: Variant, function: cuda.Function, op: RowOp, ground: Ground) -> str | None:
+def trial_of_pass(variant: Variant, function: cuda.Function, op: RowOp, place: TrialPlace) -> str | None:
     """What a pass over rows gets wrong, in words; None where it is right.
 
     Raises
@@ -114,9 +114,9 @@ def trial_of_pass(variant: Variant, function: cuda.Function, op: RowOp, ground: 
 
     def run(rows: int, columns: int, tensors: Sequence[torch.Tensor | None], numbers: tuple[int, ...]) -> None:
         addresses = tuple(0 if one is None else one.data_ptr() for one in tensors)
-        launch(rows, columns, addresses, numbers, ground.stream)
+        launch(rows, columns, addresses, numbers, place.stream)
 
-    on = _On(run, ground, variant, launch.block)
+    on = _On(run, place, variant, launch.block)
     return _TRIALS[op](on)
 
 
@@ -124,7 +124,7 @@ class _On(NamedTuple):
     """A pass, and where it runs."""
 
     run: _Run
-    ground: Ground
+    place: TrialPlace
     variant: Variant
     block: int
 
@@ -139,18 +139,18 @@ class _On(NamedTuple):
 
     def put(self, host: torch.Tensor) -> torch.Tensor:
         """A copy on the GPU, as badly aligned as the code allows."""
-        return self.ground.put(host, aligned=self.variant.alignment > 1)
+        return self.place.put(host, aligned=self.variant.alignment > 1)
 
     def words(self, host: torch.Tensor) -> torch.Tensor:
         """The same of int32 and float32 words, which are always aligned to themselves."""
-        return self.ground.put(host)
+        return self.place.put(host)
 
     def rows(self, host: torch.Tensor) -> torch.Tensor:
         """The same in the code's dtype."""
         return self.put(host.to(self.dtype))
 
     def judged(self, got: torch.Tensor, want: torch.Tensor, what: str, most: float | None = None) -> str | None:
-        self.ground.wait()
+        self.place.wait()
         wrong = off(got, want, rounding(self.variant.dtype) if most is None else most)
         return None if wrong is None else f"{what}{wrong}"
 
@@ -179,7 +179,7 @@ def _gather(on: _On) -> str | None:
         return wrong
     looks, noted = -(-M // rowops.NOTED_ROWS), on.words(torch.zeros(1 + M, dtype=torch.int32, device="cpu"))
     on.run(looks, C, (x, index, used, noted), (M, C, M, 1, rowops.USED | rowops.NOTES))
-    on.ground.wait()
+    on.place.wait()
     notes = noted.cpu()
     there = notes[1 + order[:_USED].long()] == torch.arange(_USED, dtype=torch.int32, device="cpu")
     if int(notes[0]) != _USED or not bool(there.all()):  # the next launch would store by them
@@ -325,7 +325,7 @@ def _sorted(on: _On, M: int, E: int) -> str | None:
         on.run(chunks, 0, every, (M, E, 1, rowops.COUNTS))
         on.run(-(-(E + 1) // rowops.SORTED_EXPERTS), 0, every, (M, E, 1, rowops.ADDS))
         on.run(chunks, 0, every, (M, E, 1, rowops.PLACES))
-    on.ground.wait()
+    on.place.wait()
     pairs = (
         ("order", found, order), ("m_sizes", m_sizes, sizes), ("bounds", bounds, ends), ("places", places, place),
         ("experts", experts[:M], expert),
@@ -361,7 +361,7 @@ def _quantize(on: _On) -> str | None:
     scale = on.words(torch.zeros(C // 128, scale_columns(M), dtype=torch.float32, device="cpu"))
     flags = rowops.USED | rowops.PICKED
     on.run(M, C, (x, on.words(order), used, codes, scale), (M, C, _TOP_K, 1, flags))
-    on.ground.wait()
+    on.place.wait()
     picked, every = x.cpu()[order.long() // _TOP_K], slice(0, M)
     got = values_of_rows(codes.cpu().view(torch.float8_e4m3fn), scale.cpu(), every)
     return on.judged(got, values_of_rows(*codes_of_rows(picked), every), "codes", _QUANTISED)

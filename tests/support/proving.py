@@ -44,8 +44,8 @@ def one_element(result: int, words: dict[str, int]) -> None:
 
 
 @contextlib.contextmanager
-def on_host(_device: int) -> Iterator[trials.Ground]:
-    yield trials.Ground(torch.device("cpu"), 0, lambda: None)
+def on_host(_device: int) -> Iterator[trials.TrialPlace]:
+    yield trials.TrialPlace(torch.device("cpu"), 0, lambda: None)
 
 
 def install(patch: pytest.MonkeyPatch) -> Faults:
@@ -78,14 +78,14 @@ def install(patch: pytest.MonkeyPatch) -> Faults:
 
     real = proof.trial
 
-    def trial(kernel: LoadedKernel, here: trials.Ground) -> str | None:
+    def trial(kernel: LoadedKernel, here: trials.TrialPlace) -> str | None:
         faults.tried.append(kernel.variant)
         return real(kernel, here)
 
     patch.setattr(launch_gemm, "row_launcher", made(host_gpu.fake_rows))
     patch.setattr(launch_gemm, "weight_launcher", made(host_gpu.fake_weight))
     patch.setattr(trials, "RowOpLauncher", Pass)
-    patch.setattr(proof, "ground", on_host)
+    patch.setattr(proof, "trial_place", on_host)
     patch.setattr(proof, "trial", trial)
     return faults
 

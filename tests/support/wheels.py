@@ -9,8 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def build_wheel(tree: Path, out: Path) -> Path:
-    """The wheel of what git would hold: ``tree``, an empty folder, gets a copy without ignored files."""
+def copy_tree(tree: Path) -> None:
+    """What git would hold: ``tree``, an empty folder, gets a copy without ignored files."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, capture_output=True, check=True,
@@ -19,6 +19,11 @@ def build_wheel(tree: Path, out: Path) -> Path:
         if name and (ROOT / name).is_file():
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             (tree / name).write_bytes((ROOT / name).read_bytes())
+
+
+def build_wheel(tree: Path, out: Path) -> Path:
+    """The wheel of a copy of the repository in ``tree``, an empty folder."""
+    copy_tree(tree)
     subprocess.run(
         [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, tree],
         check=True, capture_output=True,

@@ -55,6 +55,17 @@ def some() -> BuildPlan:
     return plan(load_models(ids[::4]).shapes)
 
 
+@pytest.fixture(scope="module")
+def some_on_90(some: BuildPlan) -> BuildPlan:
+    return planned_on(some, (90,))
+
+
+@pytest.fixture(scope="module")
+def chosen_of_some(some_on_90: BuildPlan) -> Chosen:
+    """For 9.0, with as many configs an op as ship."""
+    return _choose(some_on_90, 90)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sm", [80, 90])
 def test_the_whole_catalogue(catalogue: BuildPlan, sm: int) -> None:
@@ -88,11 +99,11 @@ def test_the_whole_catalogue(catalogue: BuildPlan, sm: int) -> None:
 
 
 @pytest.mark.slow
-def test_silu_in_the_epilogue_changes_no_other_choice(some: BuildPlan) -> None:
-    every = planned_on(some, (90,))
+def test_silu_in_the_epilogue_changes_no_other_choice(some_on_90: BuildPlan, chosen_of_some: Chosen) -> None:
+    every, chosen = some_on_90, chosen_of_some
     gated = {one for one in every.problems if optional(one)}
     assert len(gated) > 20
-    chosen, before = _choose(every, 90), _choose(every.without(gated), 90)
+    before = _choose(every.without(gated), 90)
     assert len(chosen.variants) <= len(before.variants) + 2 * GATED_CONFIGS
 
     def told(found: Chosen, problem: Problem) -> list[tuple[object, ...]]:
@@ -104,9 +115,9 @@ def test_silu_in_the_epilogue_changes_no_other_choice(some: BuildPlan) -> None:
 
 
 @pytest.mark.slow
-def test_forms_that_move_rows_share_the_plain_ones_configs(some: BuildPlan) -> None:
+def test_forms_that_move_rows_share_the_plain_ones_configs(chosen_of_some: Chosen) -> None:
     """Else three families of an op would need three times the configs."""
-    variants = [one.variant for one in _choose(some, 90).variants if one.variant.op is Op.FORWARD]
+    variants = [one.variant for one in chosen_of_some.variants if one.variant.op is Op.FORWARD]
     plain, *moving = (
         {one.config for one in variants if one.fusion is fusion}
         for fusion in (Fusion.NONE, Fusion.GATHER, Fusion.SCATTER)
@@ -153,14 +164,14 @@ def test_a_forward_has_a_forward_s_candidates_whatever_it_is_called() -> None:
 
 
 @pytest.mark.slow
-def test_all_forms_of_an_op_keep_to_the_limit(some: BuildPlan) -> None:
+def test_all_forms_of_an_op_keep_to_the_limit(some_on_90: BuildPlan, chosen_of_some: Chosen) -> None:
     """Silu in the epilogue too: with what the other forms hold, where there is room, else within it."""
-    every = planned_on(some, (90,))
-    assert any(optional(one) for one in every.problems)
-    for limit in (8, 16):
-        compiled = [_compiled(spec, 90) for spec in specs(every.problems, 90, Pool())]
+    assert any(optional(one) for one in some_on_90.problems)
+    compiled = [_compiled(spec, 90) for spec in specs(some_on_90.problems, 90, Pool())]
+    eight = choose(some_on_90, compiled, 90, configs=8)
+    for limit, chosen in ((8, eight), (CONFIG_LIMIT, chosen_of_some)):
         held: dict[object, set[object]] = {}
-        for one in choose(every, compiled, 90, configs=limit).variants:
+        for one in chosen.variants:
             if isinstance(one.variant.op, Op):
                 held.setdefault((one.variant.op, one.variant.dtype, one.variant.layout), set()).add(one.variant.config)
         assert limit - 3 <= max(map(len, held.values())) <= limit

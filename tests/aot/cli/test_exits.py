@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 import pytest
+from building import MODEL
 
 from pretuned.aot.bundle.verify import verify
 from pretuned.aot.cli.exits import guarded, quiet_without_reader, told
@@ -56,8 +57,8 @@ def test_a_missing_package_names_the_extra() -> None:
 def test_closed_standard_streams(tmp_path: Path) -> None:
     for closed in ("2>&-", ">&-", "<&- >&- 2>&-"):
         out = tmp_path / f"{len(closed)}.msgpack"
-        words = ("-m", "pretuned.aot", "compile", "--models", "'shape:E=8,H=256,I=128,k=2 tokens=1..1'", "--sm", "80",
-                 "--ops", "forward", "--cache-dir", tmp_path / "cache", "-o", out, closed)  # fmt: skip
+        words = ("-m", "pretuned.aot", "compile", "--models", f"'{MODEL}'", "--sm", "80",
+                 "--cache-dir", tmp_path / "cache", "-o", out, closed)  # fmt: skip
         command = " ".join(map(str, (sys.executable, *words)))
         done = subprocess.run(["bash", "-c", command], check=False, capture_output=True, timeout=300)
         assert done.returncode == 0, done.stderr
@@ -122,7 +123,7 @@ def test_a_reader_that_leaves_a_build_has_its_bundle(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     try:
-        spec = "shape:E=8,H=256,I=128,k=2 dtype=fp32 ops=dW tokens=1..64"
+        spec = "shape:E=8,H=256,I=128,k=2 ops=dW tokens=1..64"  # of what ships compiled
         command = [sys.executable, "-m", "pretuned.aot", "build", "--models", spec, "--sm", "80", "--no-cache"]
         done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, cwd=tmp_path)
     finally:

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from pretuned.aot.pack.contents import contents
 from pretuned.aot.pack.image import tag
+from pretuned.aot.pack.package import contents
 from pretuned.artifacts.files.bundle_file import open_bundle
 
 

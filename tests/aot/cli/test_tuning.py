@@ -126,10 +126,9 @@ def test_measuring_can_be_taken_out(aot: Aot, candidates: Path, cache: Path, mon
 
 def test_a_journal_of_another_gpu_or_code_is_refused(aot: Aot, here: Path, candidates: Path, cache: Path) -> None:
     write_journal(here / "h200.journal", candidates)
-    other = "shape:E=8,H=256,I=128,k=2 dtype=fp16 ops=dW tokens=1..8 name=mine"
-    done = aot("compile", "--models", other, "--sm", "80", "-o", "other.msgpack", "--cache-dir", cache)
+    done = aot("compile", "--models", MODEL, "--sm", "80", "-o", "other.msgpack", "--cache-dir", cache)
     assert done.code == 0
-    done = aot("build", "--models", other, "--candidates", "other.msgpack", "-J", "h200.journal")
+    done = aot("build", "--models", MODEL, "--candidates", "other.msgpack", "-J", "h200.journal")
     assert done.code == 2
     assert "measured on sm_90, the candidates are for sm_80" in done.err
 

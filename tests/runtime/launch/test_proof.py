@@ -189,7 +189,7 @@ def test_code_that_does_nothing_is_found_whatever_it_is(name: str, monkeypatch: 
     monkeypatch.setattr(cuda, "library", lambda: SimpleNamespace(cuTensorMapEncodeTiled=lambda *_: 0))
     monkeypatch.setattr(cuda, "zeroed", lambda size, _device: 1 << 40)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(proof, "ground", proving.on_host)
+    monkeypatch.setattr(proof, "trial_place", proving.on_host)
     kinds: set[object] = set()
     with open_bundle(SHIPPED / f"{name}.msgpack") as file:
         for one in file.variants():
@@ -451,11 +451,11 @@ def test_a_fault_names_the_code_and_the_next_process_leaves_it_out(
             raise RuntimeError("CUDA error: an illegal memory access was encountered\nand so on")
 
     @contextlib.contextmanager
-    def ground(number: int) -> Iterator[Any]:
+    def trial_place(number: int) -> Iterator[Any]:
         with proving.on_host(number) as here:
             yield here._replace(wait=wait)
 
-    monkeypatch.setattr(proof, "ground", ground)
+    monkeypatch.setattr(proof, "trial_place", trial_place)
     machine.spoil(0, spoil=faults)
     with pytest.raises(CudaError, match=r"illegal memory access.*left out from now on: start this process anew"):
         machine.call()

@@ -28,7 +28,7 @@ from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.driver import cuda
 from pretuned.runtime.launch import gemm, program, proof, quantised, ready
 from pretuned.runtime.launch.mixed_input import mixed_input_launcher, reads_scales_as_they_are
-from pretuned.runtime.launch.trials import Ground
+from pretuned.runtime.launch.trials import TrialPlace
 from pretuned.runtime.ops import products as ops_products
 from pretuned.runtime.ops import routing, zero_rows
 from pretuned.runtime.replay import plan
@@ -235,8 +235,8 @@ def test_codes_of_w_are_proven_in_the_order_and_of_the_sizes_that_their_code_is_
     if layout is Layout.NK and dtype is DType.INT4_G64_ZP:
         pytest.skip("there is no order with zero points")
     problem = Problem(op, dtype, E, N, K, layout)
-    ground = Ground(torch.device("cpu"), 0, lambda: None)
-    on = proof._operands(record(problem, alignment), ground)
+    place = TrialPlace(torch.device("cpu"), 0, lambda: None)
+    on = proof._operands(record(problem, alignment), place)
     assert isinstance(on.w, ExpertWeights)
     assert bool(on.w.order) is (layout is Layout.NK)
     wanted = on.w.dequantize(torch.float32)
