@@ -52,6 +52,7 @@ BENCHMARKS = (
     Benchmark("speed", "ragged", "what uneven experts cost", GPU),
     Benchmark("speed", "dtypes", "fp16, tf32 and fp32 beside bf16 and loops of torch", f"{BUNDLES}: their own"),
     Benchmark("speed", "coded", "quantised weights by the kernel for every GPU, each config, beside torch", BUNDLES),
+    Benchmark("speed", "quantised_layer", "what quantising the activation in its own pass saves a layer", GPU),
     Benchmark("speed", "mantissas", "why fp16 is slower than bf16", f"{BUNDLES}: those of dtypes"),
     Benchmark("speed", "freed", "what freeing much memory does to later launches", GPU),
     Benchmark("start", "found", "what a first call does before it asks the GPU for anything", "any machine"),

@@ -30,6 +30,7 @@ class RowOp(enum.Enum):
     - ``GATHER``: out[i] = x[token of row i]
     - ``QUANTIZE``: the same or every row of x, as codes of e4m3 with a scale for each 128 columns
     - ``ACTIVATION``: a[i] = act(h[i])
+    - ``ACTIVATION_CODES``: the same as codes, as of QUANTIZE
     - ``ACTIVATION_GRAD``: dh of a's gradient, and what the routing weights take part in
     - ``COMBINE``: out[t] = sum over the slots s of token t of y[t, s]
     - ``CLEAR``: y[r] = 0 for the rows r that no index names; of no dtype, its record says fp32
@@ -39,6 +40,7 @@ class RowOp(enum.Enum):
     GATHER = "gather"
     QUANTIZE = "quantize"
     ACTIVATION = "activation"
+    ACTIVATION_CODES = "activation_codes"
     ACTIVATION_GRAD = "activation_grad"
     COMBINE = "combine"
     CLEAR = "clear"

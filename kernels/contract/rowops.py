@@ -61,6 +61,7 @@ _ARGUMENTS: dict[RowOp, tuple[tuple[str, ...], tuple[str, ...]]] = {
     RowOp.GATHER: (("x", "index", "used", "out"), ("M", "columns", "top_k", "index_step", "flags")),
     RowOp.QUANTIZE: (("x", "index", "used", "codes", "scale"), ("M", "columns", "top_k", "index_step", "flags")),
     RowOp.ACTIVATION: (("h", "a", "used"), ("M", "columns", "flags")),
+    RowOp.ACTIVATION_CODES: (("h", "used", "codes", "scale"), ("M", "columns", "flags")),
     RowOp.ACTIVATION_GRAD: (
         ("h", "da", "row_weights", "index", "used", "dh", "a", "dweights"), ("M", "columns", "index_step", "flags"),
     ),
@@ -80,9 +81,10 @@ _QUANTIZED_COLUMNS = 128  # that share a scale: rows are of whole such
 # Bytes of a row that one thread has at once (of h's gate alone, of each of combine's 8), and the warps of a program.
 _THREADS = {
     RowOp.GATHER: (32, 4), RowOp.ACTIVATION: (16, 4), RowOp.ACTIVATION_GRAD: (8, 2), RowOp.COMBINE: (16, 2),
-    RowOp.CLEAR: (32, 4), RowOp.QUANTIZE: (32, 2),
+    RowOp.CLEAR: (32, 4), RowOp.QUANTIZE: (32, 2), RowOp.ACTIVATION_CODES: (32, 4),
 }  # fmt: skip
-ACTIVATION_ROWS = 4  # that a program of ACTIVATION does side by side
+_ROWS = {RowOp.ACTIVATION: 4, RowOp.ACTIVATION_CODES: 8}  # that a program does side by side, of others one
+MAKES_CODES = (RowOp.QUANTIZE, RowOp.ACTIVATION_CODES)  # of rows of bf16, for products of codes
 # Of what GATHER writes, that read each row of x once: with 117 MB two launches take as long as one on an H200, with 134
 # MB less, with 42 MB longer (docs/inside/trials.md, gather-by-token).
 BY_TOKEN_LEAST_BYTES = 128 << 20
@@ -91,12 +93,14 @@ MOST_SORTED_EXPERTS = 512  # of SORT_SLOTS
 SORTED_EXPERTS = 32  # for which one program of SORT_SLOTS adds up the counts
 
 _ACTIVATION = "rowops.activation", "c8b191fe1223c717d809b2b9a16944b84891b4709c184014ef6a8129686ada0d"
+_ACTIVATION_CODES = "rowops.activation_codes", "54949cffb925dd9764622816735258754c4d357b3a86bdeb265758827a8fe5ef"
 _GATHER_COMBINE = "rowops.gather_combine", "2d2d8851bc4f1ad48045863d8c0bae3d6ac7b60bc90184762954bd415b20ee7a"
 _QUANTIZE = "rowops.quantize", "6746b9ea111cc690cbd0b53ca596cf7b3bb980c107dd3f435a635fd6363ce83c"
 _SORT = "rowops.sort", "045fe45dc82ef106e078d6057bb809ad873e03c0d5626ab7d9c797525a2fb29e"
 _CLEAR = "rowops.zero_rows", "3594864ecf9116758b1d7caabf263b2ead22471711e153264cf77cbacacccf51"
 ROW_OPS = (
     Entry("activation", 2, *_ACTIVATION, launched_since=2),
+    Entry("activation_codes", 1, *_ACTIVATION_CODES, launched_since=1),
     Entry("activation_grad", 3, *_ACTIVATION, launched_since=3),
     Entry("clear", 1, *_CLEAR, launched_since=1),
     Entry("combine", 2, *_GATHER_COMBINE, launched_since=2),
@@ -184,6 +188,7 @@ def specs(dtypes: tuple[DType, ...], ops: frozenset[Op]) -> tuple[RowOpSpec, ...
     quantised = any(dtype.quantises_x for dtype in dtypes)
     found = [RowOpSpec(one, dtype, alignment) for one in passes for dtype in kinds for alignment in (16, 1)]
     found += [RowOpSpec(RowOp.QUANTIZE, DType.BF16)] if quantised else []
+    found += [RowOpSpec(RowOp.ACTIVATION_CODES, DType.BF16)] if quantised and Op.FORWARD in ops else []
     found += [RowOpSpec(RowOp.SORT_SLOTS, DType.FP32, 1)] if ops else []
     return (*found, *([RowOpSpec(RowOp.CLEAR, DType.FP32)] if ops & {Op.FORWARD, Op.DX} else []))
 
@@ -212,19 +217,19 @@ def divisibility(spec: RowOpSpec) -> dict[str, int]:
         return {}
     pointers, _ = _ARGUMENTS[spec.op]
     rows = dict.fromkeys((name for name in pointers if name in _ROW_POINTERS), spec.alignment)
-    elements = _QUANTIZED_COLUMNS if spec.op is RowOp.QUANTIZE else spec.alignment // spec.dtype.itemsize
+    elements = _QUANTIZED_COLUMNS if spec.op in MAKES_CODES else spec.alignment // spec.dtype.itemsize
     return rows | {"columns": elements}
 
 
 def constants(spec: RowOpSpec) -> dict[str, int]:
     """What the kernel is compiled for."""
-    rows = {"ROWS": ACTIVATION_ROWS} if spec.op is RowOp.ACTIVATION else {}
+    rows = {"ROWS": _ROWS[spec.op]} if spec.op in _ROWS else {}
     return {"BLOCK": spec.config.block} | rows
 
 
 def rows_at_once(op: RowOp) -> int:
     """The rows that a program does side by side."""
-    return ACTIVATION_ROWS if op is RowOp.ACTIVATION else 1
+    return _ROWS.get(op, 1)
 
 
 def by_token(M: int, row_bytes: int, slots: int, top_k: int) -> bool:

@@ -18,13 +18,19 @@ from ..weights.expert_weights import ExpertWeights
 from . import gather as launch_gather
 from . import rowops
 from .program import Step
-from .quantised import bytes_of_row, low_rank_of_quantised, quantize_step, ready_for_quantised
+from .quantised import (
+    activation_step,
+    bytes_of_row,
+    low_rank_of_quantised,
+    quantize_step,
+    ready_for_activated,
+    ready_for_quantised,
+)
 from .ready import Ready, index_step, ready_for, ready_for_gated, ready_for_low_rank, ready_for_weight
 
 if TYPE_CHECKING:
     from ..check.operands import Rows
     from ..dispatch.pin import Pin
-    from ..driver.launcher import RowOpLauncher
 
 _GATHERED = "rows"  # the operand that rows are gathered into
 _CODES = "codes"  # and the one that they are quantised into
@@ -87,6 +93,20 @@ def resolve_gated(call: Rows) -> Product | None:
     return None if ready is None else _product(ready, call, call.fusion | Fusion.SILU, columns, call.index_end(0))
 
 
+def resolve_activated(call: Rows, act: tuple[int, str]) -> Product | None:
+    """The steps of a product of act(x) into new memory, of x quantised by the pass that does the activation.
+
+    ``act`` are the activation's flags and its name. None where x is not to be quantised, or no bundle has the pass.
+    """
+    w = call.w
+    ready = ready_for_activated(call, w) if isinstance(w, ExpertWeights) else None
+    if ready is None or ready.quantize is None:
+        return None
+    _, N, K = call.sizes
+    before = activation_step(ready.quantize, K, act, rowops.used(call.bounds))
+    return _of_codes(ready, before, call, Fusion.NONE, (N, 0))
+
+
 def resolve_low_rank(call: Rows) -> Product | None:
     """The steps of a product with a low-rank part into new memory; None where there is no code for it."""
     w = call.w
@@ -117,7 +137,15 @@ def _product(ready: Ready, call: Rows, fusion: Fusion, stride_y: int, index_end:
     """``fusion`` is what the call does, in the kernel's words."""
     x, zeroes = call.x, ready.launcher.zeroes
     if ready.quantize is not None:
-        return _of_codes(ready, ready.quantize, call, fusion & ~Fusion.GATHER, (stride_y, index_end))
+        picks = bool(call.gather_divisor)
+        checks = picks and call.bounds is None
+        before = quantize_step(
+            ready.quantize, x, top_k=call.gather_divisor, index_step=index_step(call), used=rowops.used(call.bounds),
+            index="in_range" if checks else "index" if picks else "",
+        )  # fmt: skip
+        made = partial(launch_gather.in_range, rows=x.shape[0], divisor=call.gather_divisor) if checks else None
+        left = fusion & ~Fusion.GATHER
+        return _of_codes(ready, before, call, left, (stride_y, index_end))._replace(in_range=made)
     if ready.gather is None:
         index = "index" if call.uses_index else ""
         stride_x = row_stride(x, x.shape[1])
@@ -134,19 +162,12 @@ def _product(ready: Ready, call: Rows, fusion: Fusion, stride_y: int, index_end:
     return Product((gather, step), zeroes, (Scratch(_GATHERED, x.shape[1], x.dtype),), made)
 
 
-def _of_codes(
-    ready: Ready, quantize: RowOpLauncher, call: Rows, left: Fusion, words: tuple[int, int]
-) -> Product:  # fmt: skip
-    """A product of x quantised by a pass, which gathers its rows where the call does.
+def _of_codes(ready: Ready, before: Step, call: Rows, left: Fusion, words: tuple[int, int]) -> Product:
+    """A product of codes that the step ``before`` makes of x, which gathers its rows where the call does.
 
     ``left`` is what else the call does; ``words`` are the stride of y's rows and where indices end.
     """
-    (stride_y, end), x, (rows, K), picks = words, call.x, call.x.shape, bool(call.gather_divisor)
-    checks = picks and call.bounds is None
-    before = quantize_step(
-        quantize, x, top_k=call.gather_divisor, index_step=index_step(call), used=rowops.used(call.bounds),
-        index="in_range" if checks else "index" if picks else "",
-    )  # fmt: skip
+    (stride_y, end), (_, _, K) = words, call.sizes
     start, pack, all_of_M = ready.launcher.start, ready.launcher.pack, end == call.M
 
     def run(
@@ -161,9 +182,7 @@ def _of_codes(
     index = "index" if left & (Fusion.SCATTER | Fusion.WEIGHT) else ""
     operands = (_CODES, "w", "y", "m_sizes", "w_scales", index, "row_weights", "bias")
     step = Step(run, ready.name, operands, all_of_M or not left)
-    made = partial(launch_gather.in_range, rows=rows, divisor=call.gather_divisor) if checks else None
-    scratch = Scratch(_CODES, bytes_of_row(K), torch.uint8)
-    return Product((before, step), ready.launcher.zeroes, (scratch,), made)
+    return Product((before, step), ready.launcher.zeroes, (Scratch(_CODES, bytes_of_row(K), torch.uint8),))
 
 
 def _row_step(ready: Ready, call: Rows, names: tuple[str, str], words: tuple[int, int, int | None]) -> Step:

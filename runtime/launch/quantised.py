@@ -94,6 +94,22 @@ def low_rank_of_quantised(call: Rows, w: ExpertWeights) -> Ready | None:
     return ready if w.order else None
 
 
+def ready_for_activated(call: Rows, w: ExpertWeights) -> Ready | None:
+    """The same of a plain product of act(h), which is new memory, and of h in the call's place: codes of act(h).
+
+    The pass before it is one that makes codes of act(h); None where there is none, or x is not to be quantised.
+    """
+    h, device, (_, N, K) = call.x, call.x.get_device(), w.shape
+    if not any(one.quantises_x for one in w.kernel_dtypes) or not is_aligned(ALIGNMENT_BYTES, h.data_ptr()):
+        return None
+    # (Rows as those that the two would be: which product it is, and its place in the table, are those of such a call.)
+    ready = ready_for_quantised(dataclasses.replace(call, x=h.new_empty((1, K))), w, h.new_empty((1, N)))
+    if ready is None or ready.quantize is None:
+        return None
+    activate = rowops.launcher(RowOp.ACTIVATION_CODES, DType.BF16, device, aligned=True)
+    return None if activate is None else ready._replace(quantize=activate)
+
+
 def wants_order(w: ExpertWeights, device: int) -> bool:
     """Whether there is a forward on ``cuda:device`` that wants such weights in order: ``ExpertWeights.prepare``."""
     if not w.kernel_dtypes:
@@ -237,3 +253,17 @@ def quantize_step(
 
     picked = f", {top_k} of each" if top_k else ""
     return Step(run, f"quantise rows of {columns} columns{picked}", ("x", index, "bounds", "codes"))
+
+
+def activation_step(launch: RowOpLauncher, columns: int, act: tuple[int, str], used: tuple[int, int]) -> Step:
+    """codes[i], scale[:, i] = quantised act(x[i]), of dense x [M, columns], with a gate [M, 2 * columns].
+
+    ``act`` are the activation's flags and its name; ``used`` and the codes are as ``quantize_step`` has them.
+    """
+    (behind, flags), (kind, name) = used, act
+    flags |= kind
+
+    def run(M: int, stream: int, x: int, bounds: int, codes: int) -> None:
+        launch(M, columns, (x, bounds + behind, codes, codes + M * columns), (M, columns, flags), stream)
+
+    return Step(run, f"{name} to {columns} columns, quantised", ("x", "bounds", "codes"))

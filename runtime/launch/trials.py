@@ -367,7 +367,30 @@ def _quantize(on: _On) -> str | None:
     return on.judged(got, values_of_rows(*codes_of_rows(picked), every), "codes", _QUANTISED)
 
 
+def _activation_codes(on: _On) -> str | None:
+    """Codes and scales of act(gate) * up."""
+    draw, I, M = Draw(), 384, _T * _TOP_K  # noqa: E741
+    used = on.words(torch.tensor([_USED], dtype=torch.int32, device="cpu"))
+    untouched = torch.full((1, I), 7, dtype=torch.uint8, device="cpu")
+    for kind, gated, interleaved in _ACTS:
+        h = on.rows(draw.normal(M, I * (1 + gated)) * 3)
+        codes = on.words(untouched.expand(M, I))
+        scale = on.words(torch.zeros(I // 128, scale_columns(M), dtype=torch.float32, device="cpu"))
+        on.run(M, I, (h, used, codes, scale), (M, I, _flags(kind, gated, interleaved)))
+        want = _act(kind, *_halves(h.cpu().float(), gated, interleaved)).to(on.dtype)[:_USED]
+        on.ground.wait()
+        found, factors, every = codes.cpu(), scale.cpu(), slice(0, _USED)
+        got = values_of_rows(found[:_USED].view(torch.float8_e4m3fn), factors, every)
+        wrong = on.judged(got, values_of_rows(*codes_of_rows(want), every), f"{kind} codes", _QUANTISED)
+        if wrong:
+            return wrong
+        if not torch.equal(found[_USED:], untouched.expand(M - _USED, I)) or bool(factors[:, _USED:].any()):
+            return f"{kind}: rows of no expert were stored"
+    return None
+
+
 _TRIALS: dict[RowOp, Callable[[_On], str | None]] = {
     RowOp.GATHER: _gather, RowOp.ACTIVATION: _activation, RowOp.ACTIVATION_GRAD: _activation_grad,
     RowOp.COMBINE: _combine, RowOp.SORT_SLOTS: _sort_slots, RowOp.CLEAR: _clear, RowOp.QUANTIZE: _quantize,
+    RowOp.ACTIVATION_CODES: _activation_codes,
 }  # fmt: skip

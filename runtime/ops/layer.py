@@ -12,7 +12,8 @@ With index g[i] of sorted row i, its token g[i] // k, its expert e and its weigh
     dx[token] = sum over its slots of dh[i] @ gate_up[e]
 
 h is kept for the gradient and a is not: the pass that computes dh has it at hand. Where nothing needs a gradient the
-first product may store a itself, and there is no h. Every sum has a fixed order.
+first product may store a itself, and there is no h. Where the second reads codes of a, one pass makes them of h, and
+there is no a. Every sum has a fixed order.
 
 With adapters each of the two products has a low-rank part more (``low_rank.py``), in h, y, da and dx; A's and B's
 gradients are those of sorted rows: of the second product dout[token] and t * a[i], of the first dh[i] and x[token].
@@ -37,7 +38,7 @@ from ..weights.expert_weights import ExpertWeights
 from . import activation, low_rank, tokens
 from .activation import Activation, Needs
 from .low_rank import Adapters, LowRank, LowRankGradients
-from .products import gated_rows, weight
+from .products import gated_rows, of_activated, weight
 
 GATED_IN_PRODUCT = Activation("silu", gated=True, interleaved=False)  # what a product's epilogue can do
 NO_ADAPTERS = Adapters(None, None)
@@ -126,19 +127,31 @@ def forward(
     up_bias, down_bias = (None if bias is None else bias.detach().contiguous() for bias in given[2:])
     first = Rows(Op.FORWARD, x, given.gate_up, m_sizes, layout, M, index, k, bias=up_bias, bounds=bounds)
     h = narrow_x = narrow_a = None
+    y: torch.Tensor | None
+    second = partial(_second, given.down, m_sizes, layout, adapters.second, do)
     whole = act == GATED_IN_PRODUCT and not keeps_h and adapters.first is None
     a = gated_rows(first, do) if whole else None
-    if a is None:
+    if a is not None:
+        y, narrow_a = second(a)
+    else:
         if adapters.first is not None:
             narrow_x = low_rank.narrowed(adapters.first, x, m_sizes, index, k, bounds, do)
         h = low_rank.product(first, adapters.first, narrow_x, do)
-        a = activation.forward(h, act, bounds, do)
-    second = Rows(Op.FORWARD, a, given.down, m_sizes, layout, M)
-    if adapters.second is not None:
-        narrow_a = low_rank.narrowed(adapters.second, a, m_sizes, do=do)
-    y = low_rank.product(second, adapters.second, narrow_a, do)
+        of_h = Rows(Op.FORWARD, h, given.down, m_sizes, layout, M, bounds=bounds)
+        y = of_activated(of_h, act, do) if adapters.second is None else None
+        if y is None:
+            y, narrow_a = second(activation.forward(h, act, bounds, do))
     out = tokens.combine(y, places, k, slot_weights(weights, x, do), experts, down_bias, do, into=into)
     return (out, h, narrow_x, narrow_a) if keeps_h else (out, None, None, None)
+
+
+def _second(
+    down: torch.Tensor | ExpertWeights, m_sizes: torch.Tensor, layout: Layout, adapter: LowRank | None, do: Now,
+    a: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """y [T*k, H] of a, and what an adapter made of its rows."""
+    narrow = None if adapter is None else low_rank.narrowed(adapter, a, m_sizes, do=do)
+    return low_rank.product(Rows(Op.FORWARD, a, down, m_sizes, layout, a.shape[0]), adapter, narrow, do), narrow
 
 
 class MoeLayer(torch.autograd.Function):

@@ -18,12 +18,21 @@ from ..check import tensors
 from ..check.operands import LowPart, Rows
 from ..check.tensors import rows_usable
 from ..driver.device import local_gpu, on
-from ..launch.products import Product, operands_of, resolve, resolve_gated, resolve_low_rank, resolve_weight
+from ..launch.products import (
+    Product,
+    operands_of,
+    resolve,
+    resolve_activated,
+    resolve_gated,
+    resolve_low_rank,
+    resolve_weight,
+)  # fmt: skip
 from ..launch.program import NOW, Now
 from ..launch.ready import may_add_low_part, rows_aligned
 from ..weights.dequantised import Dequantised
 from ..weights.expert_weights import ExpertWeights
 from . import quantised, torch_fallback, zero_rows
+from .activation import Activation
 
 if TYPE_CHECKING:
     from ..dispatch.pin import Pin
@@ -232,3 +241,19 @@ def gated_rows(call: Rows, do: Now = NOW) -> torch.Tensor | None:
         a: torch.Tensor = do.new(x, (call.M, call.sizes[1] // 2))
         _run(product, call, a, do)
     return a
+
+
+def of_activated(call: Rows, act: Activation, do: Now = NOW) -> torch.Tensor | None:
+    """act(x) @ w.T, [M, N], of x [M, 2*K] or [M, K] by one pass that makes codes of act(x), and their product.
+
+    None where w's product takes x as it is, or no bundle has that pass. Rows of no expert hold anything.
+    """
+    if not isinstance(call.w, ExpertWeights) or not call.x.numel() or not tensors.on_gpu(call.x):
+        return None
+    with on(call.x.get_device()):
+        product = resolve_activated(call, (act.flags, act.name))
+        if product is None:
+            return None
+        y: torch.Tensor = do.new(call.x, (call.M, call.sizes[1]))
+        _run(product, call, y, do)
+    return y

@@ -6,18 +6,24 @@ PRETUNED_BUNDLES names bundles of tests/gpu/gpu-models.txt.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from pretuned.artifacts.records.precision import PRECISIONS, DType
-from pretuned.artifacts.records.problem import Op, Problem
-from pretuned.runtime import ExpertWeights, grouped_gemm
+from pretuned.artifacts.records.problem import Op, Problem, RowOp
+from pretuned.kernels.contract.rowops import USED
+from pretuned.runtime import ExpertWeights, grouped_gemm, moe_mlp, reload
 from pretuned.runtime.dispatch import activations
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.dispatch.activations import ActivationsVerdict
 from pretuned.runtime.dispatch.decide import Decision, settle
 from pretuned.runtime.driver.device import local_gpu
+from pretuned.runtime.launch import rowops as launch_rowops
+from pretuned.runtime.launch.quantised import bytes_of_row
+from pretuned.runtime.ops.activation import GATED, UNGATED, Activation
 from pretuned.runtime.weights.codes import quantise_rows
 
 pytestmark = [
@@ -151,3 +157,93 @@ def test_a_graph_of_it() -> None:
         found = grouped_gemm(x, w, m_sizes)
     graph.replay()
     assert torch.equal(found, y)
+
+
+ACTS = [(name, True, turns) for name in GATED for turns in (False, True)] + [(name, False, False) for name in UNGATED]
+
+
+@pytest.mark.parametrize(("name", "gated", "interleaved"), ACTS)
+def test_codes_of_the_activation_are_those_of_two_passes(name: str, gated: bool, interleaved: bool) -> None:
+    """Bit for bit, whatever h holds; rows beyond those that count stay as they are."""
+    act = Activation(name, gated, interleaved)
+    activate, quantize, both = (launched(op) for op in (RowOp.ACTIVATION, RowOp.QUANTIZE, RowOp.ACTIVATION_CODES))
+    for M, columns in ((1, 128), (7, 384), (700, 768), (5000, 2048), (133, 1536)):
+        g = torch.Generator().manual_seed(M)
+        h = 4 * torch.randn(M, (1 + gated) * columns, generator=g)
+        h *= 2.0 ** torch.randint(-30, 8, (M, 1), generator=g)
+        h[0] = 0
+        if M > 9:
+            h[3, 5], h[4, 7], h[5, 9], h[6], h[7] = float("nan"), float("inf"), -float("inf"), 3e38, 1e-38
+        h = h.bfloat16().cuda()
+        for used in (M, M - M // 3):
+            count = torch.tensor([used], dtype=torch.int32, device="cuda")
+            a = torch.full((M, columns), 5.0, dtype=torch.bfloat16, device="cuda")
+            two, one = (torch.full((M * bytes_of_row(columns),), 77, dtype=torch.uint8, device="cuda") for _ in "12")
+            activate(M, columns, (h, a, count), (M, columns, act.flags | USED))
+            quantize(M, columns, (a, count, count, two, two[M * columns :]), (M, columns, 1, 1, USED))
+            both(M, columns, (h, count, one, one[M * columns :]), (M, columns, act.flags | USED))
+            assert torch.equal(one, two), (M, columns, used)
+            assert bool((one[used * columns : M * columns] == 77).all())
+
+
+def launched(op: RowOp) -> Callable[..., None]:
+    """A pass of the bundles, on tensors."""
+    launch = launch_rowops.launcher(op, DType.BF16, 0, aligned=True)
+    assert launch is not None, f"no bundle has {op}"
+
+    def run(rows: int, columns: int, tensors: tuple[torch.Tensor, ...], numbers: tuple[int, ...]) -> None:
+        launch(
+            rows, columns, tuple(one.data_ptr() for one in tensors), numbers, torch.cuda.current_stream().cuda_stream
+        )
+
+    return run
+
+
+@pytest.mark.parametrize("T", [1, 300, 3000])
+@pytest.mark.parametrize(
+    ("name", "gated", "interleaved"), [ACTS[0], ("swiglu_oai", True, True), ("relu2", False, False)]
+)
+def test_a_layer_with_the_activation_quantised_in_one_pass(
+    name: str, gated: bool, interleaved: bool, T: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same as by two passes, with gradients and without, in a graph and when it comes again."""
+    g = torch.Generator().manual_seed(T)
+    up, down = made((1 + gated) * I, H), made(H, I)
+    x = torch.randn(T, H, generator=g).bfloat16().cuda()
+    ids, weights = torch.rand(T, E, generator=g).topk(2).indices.cuda(), torch.rand(T, 2, generator=g).cuda()
+    ids[T // 2 :, 1] = -1  # slots of no expert
+    ran: list[RowOp] = []
+    real = launch_rowops.launcher
+
+    def layers(without: tuple[RowOp, ...]) -> list[torch.Tensor]:
+        def launcher(op: RowOp, *given: Any, **how: Any) -> Any:
+            ran.append(op)
+            return None if op in without else real(op, *given, **how)
+
+        monkeypatch.setattr(launch_rowops, "launcher", launcher)
+        reload()
+        ran.clear()
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            return moe_mlp(x, up, down, ids, weights, activation=name, gated=gated, interleaved=interleaved)
+
+        found = [run(x) for _ in range(3)]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found.append(run(x))
+        graph.replay()
+        leaf = x.clone().requires_grad_()
+        for _ in range(2):
+            found.append(run(leaf))
+            (dx,) = torch.autograd.grad(found[-1], leaf, torch.ones_like(x))
+            found.append(dx)
+        return found
+
+    one = layers(())
+    assert RowOp.ACTIVATION_CODES in ran
+    assert RowOp.ACTIVATION not in ran
+    two = layers((RowOp.ACTIVATION_CODES,))
+    assert RowOp.ACTIVATION in ran
+    for i, (found, want) in enumerate(zip(one, two, strict=True)):
+        assert torch.equal(found, want), i
+        assert bool(torch.isfinite(found).all())

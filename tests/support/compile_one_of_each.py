@@ -15,7 +15,7 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, RowOp
 from pretuned.kernels.codes import CODES
 from pretuned.kernels.contract.config import Cache, Config, Edge, Loads, Schedule, TileRows
-from pretuned.kernels.contract.rowops import RowOpSpec
+from pretuned.kernels.contract.rowops import MAKES_CODES, RowOpSpec
 from pretuned.kernels.contract.spec import Spec
 
 TMA = Config(64, 128, 64, 4, 3, loads=Loads.TMA)
@@ -29,7 +29,7 @@ SPECS = [
     Spec(Op.DW, DType.BF16, Config(32, 128, 128, 4, 4, loads=Loads.TMA)),
     Spec(Op.FORWARD, DType.BF16, replace(ONE_TILE, loads=Loads.TMA)),
     Spec(Op.DX, DType.TF32, Config(128, 128, 32, 4, 3, loads=Loads.TMA)),  # w through registers
-    RowOpSpec(RowOp.QUANTIZE, DType.BF16),  # to e4m3, which 8.0 has not
+    *(RowOpSpec(one, DType.BF16) for one in MAKES_CODES),  # of e4m3, which 8.0 has not
     Spec(Op.DX, DType.FP8_BLOCK_A16, ONE_TILE),  # codes in order
 ]  # fmt: skip
 BOTH = Config(128, 256, 64, 8, 4, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
@@ -64,7 +64,7 @@ OLDER = [
     Spec(Op.FORWARD, DType.BF16, ONE_TILE),
     *(Spec(op, dtype, ONE_TILE, Layout.STORED) for op, dtype in
       ((Op.FORWARD, DType.MXFP4), (Op.DX, DType.INT4_G32_ZP), (Op.FORWARD, DType.FP8_CHANNEL_A16))),
-    *(RowOpSpec(one, DType.BF16) for one in RowOp if one is not RowOp.QUANTIZE),
+    *(RowOpSpec(one, DType.BF16) for one in RowOp if one not in MAKES_CODES),
 ]  # fmt: skip
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from pretuned.artifacts.records.bundle import Bundle, Source, Variant
 from pretuned.artifacts.records.precision import PLAIN_DTYPES, DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
 from pretuned.kernels.contract.config import Cache, Config, Schedule, TileRows
+from pretuned.kernels.contract.rowops import MAKES_CODES
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.contract.words import LAUNCH_ABI, has_aligned_rows
 from pretuned.kernels.cost.fits import rejection
@@ -318,7 +319,7 @@ def test_training_has_its_own_variant_for_every_form(training: dict[int, Bundle]
                 assert maps == []
             else:
                 assert maps == (["w"] if variant.fusion is Fusion.GATHER else ["x", "w"])
-        passes = {one.value for one in RowOp if one is not RowOp.QUANTIZE}  # which fp8 rows alone have
+        passes = {one.value for one in RowOp if one not in MAKES_CODES}  # which fp8 rows alone have
         assert {kernel.name for kernel in bundle.kernels} == {"rows", "weight", *passes}
 
 

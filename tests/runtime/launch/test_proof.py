@@ -32,7 +32,7 @@ from pretuned.kernels import reference
 from pretuned.kernels.contract import rowops
 from pretuned.kernels.contract.config import Config
 from pretuned.kernels.contract.registry import ENTRIES
-from pretuned.kernels.contract.rowops import RowOpSpec
+from pretuned.kernels.contract.rowops import MAKES_CODES, RowOpSpec
 from pretuned.runtime import explain, grouped_gemm, preload, reload, verdicts
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.dispatch.snapshot import Snapshot
@@ -144,7 +144,7 @@ def pass_record(op: RowOp, alignment: int, dtype: DType = DType.FP32, cubin: byt
 
 
 @pytest.mark.parametrize("alignment", [16, 1])
-@pytest.mark.parametrize("op", [op for op in RowOp if op is not RowOp.QUANTIZE])  # (that one is tried on a GPU)
+@pytest.mark.parametrize("op", [op for op in RowOp if op not in MAKES_CODES])  # (those are tried on a GPU)
 def test_passes_over_rows(op: RowOp, alignment: int, faults: proving.Faults) -> None:
     variant = pass_record(op, alignment)
     kernel = LoadedKernel(variant, proving.FUNCTION, 132)

@@ -150,7 +150,7 @@ def test_the_driver_gets_every_argument_and_the_grid(op: RowOp, monkeypatch: pyt
     for _ in range(2):
         launcher(rows, columns, pointers, numbers, 79)
     block = Block.from_pairs(kernel.variant.config).block
-    side_by_side = 4 if op is RowOp.ACTIVATION else 1
+    side_by_side = {RowOp.ACTIVATION: 4, RowOp.ACTIVATION_CODES: 8}.get(op, 1)
     grid = rowops.programs(op, rows, columns, block, side_by_side)
     by_row = op in (RowOp.ACTIVATION_GRAD, RowOp.GATHER, RowOp.QUANTIZE, RowOp.SORT_SLOTS, RowOp.CLEAR)
     assert grid == -(-rows // side_by_side) * (1 if by_row else -(-columns // block))

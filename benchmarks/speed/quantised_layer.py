@@ -1,0 +1,136 @@
+"""Times what quantising the activation in its own pass saves: a layer of fp8 blocks, and what is between its products.
+
+    python benchmarks/run.py quantised_layer --out quantised-layer-h100.json
+
+``moe_mlp`` (silu, gate and up side by side, x quantised where the bundle says so) with the pass that makes codes of the
+activation, and without it, as where a bundle has none: then one pass stores the activation and another makes codes of
+it. Results are the same bit for bit, which is checked. Of the passes alone: one, the two, and the two that they are
+without each other, beside what moving the bytes of the one takes. All in CUDA graphs that take turns, L2 flushed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import method
+from benchmarks.method import MODELS
+from pretuned.aot.measure.inputs import quantised_weights
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import RowOp
+from pretuned.kernels.contract.rowops import USED
+from pretuned.runtime import ExpertWeights, moe_mlp, reload
+from pretuned.runtime.launch import rowops
+from pretuned.runtime.launch.quantised import bytes_of_row
+from pretuned.runtime.ops.activation import Activation
+
+TOKENS = (128, 1024, 8192)
+ROUNDS = 21
+SILU = Activation("silu", True, False)
+
+
+def fp8_blocks(E: int, N: int, K: int) -> ExpertWeights:
+    """Weights whose checkpoints have x quantised, in order."""
+    w = quantised_weights(E, N, K, DType.FP8_BLOCK, prepared=False)
+    return ExpertWeights.fp8_block(w.codes, w.scale).prepare()
+
+
+def layers(clock: method.Clock, call: Callable[[], torch.Tensor]) -> list[Any]:
+    """Graphs of ``call`` as it is, and of it without the one pass; what both give is the same."""
+    real, graphs, results = rowops.launcher, [], []
+    ran: set[RowOp] = set()
+
+    def launcher(op: RowOp, *given: Any, without: RowOp | None, **how: Any) -> Any:
+        ran.add(op)
+        return None if op is without else real(op, *given, **how)
+
+    for without in (None, RowOp.ACTIVATION_CODES):
+        rowops.launcher = functools.partial(launcher, without=without)
+        reload()
+        ran.clear()
+        results.append(call())
+        if without is None and RowOp.ACTIVATION in ran:
+            print("  (x of the second product stays bf16: there is nothing to compare)")
+        graphs.append(clock.capture(call))
+    rowops.launcher = real
+    if not torch.equal(*results):
+        sys.exit("the results differ")
+    return graphs
+
+
+def passes(M: int, columns: int) -> tuple[list[Callable[[], None]], int]:
+    """The one pass, the two in a row, the activation and the other alone; and the bytes that the first moves."""
+    h = method.activations(M, 2 * columns, torch.bfloat16)
+    a, used = torch.empty(M, columns, dtype=torch.bfloat16, device="cuda"), torch.full((1,), M, device="cuda").int()
+    codes = torch.empty(M * bytes_of_row(columns), dtype=torch.uint8, device="cuda")
+    scale = codes[M * columns :]
+    made = {
+        op: rowops.launcher(op, DType.BF16, 0, aligned=True)
+        for op in (RowOp.ACTIVATION_CODES, RowOp.ACTIVATION, RowOp.QUANTIZE)
+    }
+
+    def run(op: RowOp, tensors: tuple[torch.Tensor, ...], numbers: tuple[int, ...]) -> None:
+        launch = made[op]
+        assert launch is not None, f"no bundle has {op}"
+        launch(M, columns, tuple(one.data_ptr() for one in tensors), numbers, torch.cuda.current_stream().cuda_stream)
+
+    flags = SILU.flags | USED
+    one = functools.partial(run, RowOp.ACTIVATION_CODES, (h, used, codes, scale), (M, columns, flags))
+    activate = functools.partial(run, RowOp.ACTIVATION, (h, a, used), (M, columns, flags))
+    quantise = functools.partial(run, RowOp.QUANTIZE, (a, used, used, codes, scale), (M, columns, 1, 1, USED))
+
+    def two() -> None:
+        activate()
+        quantise()
+
+    return [one, two, activate, quantise], M * (5 * columns + columns // 32)
+
+
+def measure(models: list[str], tokens: list[int]) -> list[dict[str, Any]]:
+    clock, cells = method.Clock(), []
+    for name, E, H, width, top_k in MODELS:
+        if name not in models:
+            continue
+        gate_up, down = fp8_blocks(E, 2 * width, H), fp8_blocks(E, H, width)
+        for T in tokens:
+            g = torch.Generator().manual_seed(T * 31 + E)
+            weights, ids = torch.randn(T, E, generator=g).softmax(-1).topk(top_k, -1)
+            given = method.activations(T, H, torch.bfloat16), gate_up, down, ids.cuda(), weights.cuda()
+            calls, moved = passes(T * top_k, width)
+            cell: dict[str, Any] = {"model": name, "tokens": T, "floor_us": 1e6 * moved / method.BYTES_PER_S}
+            with torch.no_grad():
+                graphs = layers(clock, functools.partial(moe_mlp, *given))
+            graphs += [clock.capture(one) for one in calls]
+            names = ("one_pass_us", "two_passes_us", "pass_us", "both_us", "activation_us", "quantize_us")
+            times = clock.rounds_us(graphs, ROUNDS)
+            cell |= {which: statistics.median(row) for which, row in zip(names, times, strict=True)}
+            cells.append(cell)
+            print(f"{name:13} T={T:<5} layer {cell['one_pass_us']:8.1f} us, by two passes "
+                  f"{cell['two_passes_us']:8.1f}, x {cell['two_passes_us'] / cell['one_pass_us']:.3f}; pass "
+                  f"{cell['pass_us']:7.1f}, two {cell['both_us']:7.1f} ({cell['activation_us']:.1f} and "
+                  f"{cell['quantize_us']:.1f}), floor {cell['floor_us']:.1f}", flush=True)  # fmt: skip
+        del gate_up, down, given
+        torch.cuda.empty_cache()
+    return cells
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--models", default="deepseek-v3,qwen3-30b")
+    parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
+    args = parser.parse_args()
+    begun = time.time()
+    cells = measure(args.models.split(","), args.tokens)
+    report = {"command": " ".join(sys.argv), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+              "seconds": round(time.time() - begun, 1), "cells": cells}  # fmt: skip
+    args.out.write_text(json.dumps(report, indent=1) + "\n")

@@ -1,0 +1,58 @@
+"""The pass that makes codes of the activation, under Triton's interpreter, beside the two passes that it stands for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import RowOp
+from pretuned.kernels.contract import rowops
+
+WORKER = Path(__file__).parents[2] / "support" / "interpret_activation_codes.py"
+BASE = {
+    "M": 9, "columns": 384, "block": 256, "rows": 8, "used": None, "act": "silu", "gated": True, "interleaved": False,
+    "seed": 0,
+}  # fmt: skip
+TURNS, WHOLE = {"interleaved": True}, {"gated": False}
+
+
+@pytest.mark.slow
+def test_codes_and_scales_are_those_of_two_passes() -> None:
+    """Of every activation, with a gate or without, side by side or in turns; of all rows or of those that count."""
+    cases = [
+        BASE, BASE | TURNS, BASE | WHOLE, BASE | {"act": "swiglu_oai"}, BASE | TURNS | {"act": "swiglu_oai", "M": 3},
+        BASE | {"act": "gelu", "columns": 128}, BASE | WHOLE | {"act": "gelu", "M": 1}, BASE | {"act": "gelu_tanh"},
+        BASE | TURNS | {"act": "gelu_tanh", "used": 6}, BASE | WHOLE | {"act": "relu2", "M": 12}, BASE | {"used": 0},
+        BASE | {"used": 5, "block": 128, "rows": 4, "M": 7}, BASE | {"M": 17, "columns": 256, "used": 99, "seed": 3},
+    ]  # fmt: skip
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, WORKER], input=json.dumps(cases), env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout) == [[]] * len(cases)
+
+
+def test_a_program_has_sixteen_columns_of_each_thread() -> None:
+    """256 columns of eight rows: 768 columns leave no lane idle, and eight rows' scales are a whole sector."""
+    spec = rowops.RowOpSpec(RowOp.ACTIVATION_CODES, DType.BF16)
+    assert (spec.config.block, spec.config.num_warps, rowops.constants(spec)["ROWS"]) == (256, 4, 8)
+    assert rowops.programs(RowOp.ACTIVATION_CODES, 9, 768, 256, rowops.rows_at_once(RowOp.ACTIVATION_CODES)) == 6
+    assert rowops.divisibility(spec) == {"h": 16, "codes": 16, "columns": 128}
+
+
+def test_it_knows_the_contract_s_flags_and_the_other_passes_numbers() -> None:
+    pytest.importorskip("triton")
+    from pretuned.kernels.rowops import activation, activation_codes, quantize
+
+    for name in ("_KIND", "_SWIGLU_OAI", "_GATED", "_INTERLEAVED"):
+        assert getattr(activation_codes, name).value == getattr(activation, name).value
+    for name in ("_GROUP", "_MOST", "_LEAST"):
+        assert getattr(activation_codes, name).value == getattr(quantize, name).value
+    assert activation_codes._WORDS.value == activation_codes._GROUP.value // 4
