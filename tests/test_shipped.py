@@ -41,9 +41,9 @@ MEASURED = [  # bundle, a journal of it, the GPU
     (OF_CODES, "quantised-h100.journal.xz", H100), (OF_CODES, "quantised-h200.journal.xz", H200),
 ]  # fmt: skip
 MODELS = {one.stem: "quantised.txt" if one.stem == OF_CODES else "shipped.txt" for one in BUNDLES}
-MOST_BYTES = 27_500_000
+MOST_BYTES = 33_000_000
 MOST_PRESSED_BYTES = 3_500_000
-MOST_CANDIDATE_BYTES = 14_500_000
+MOST_CANDIDATE_BYTES = 15_500_000
 
 
 def listed_for(sm: int) -> list[str]:

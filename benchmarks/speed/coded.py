@@ -1,15 +1,19 @@
-"""Times products with quantised weights by the kernel for every GPU: each config of a bundle, beside torch's way.
+"""Times products with quantised weights whose x is bf16: each config of a bundle, beside torch's way.
 
     PRETUNED_BUNDLES=coded.msgpack python benchmarks/run.py coded --out coded.json
+    PRETUNED_BUNDLES=artifacts/bundles/candidates-sm90.msgpack.xz python benchmarks/run.py coded --ops dX \\
+        --layouts nk --sizes 128,1536,2048,8 128,2048,768,8 32,5760,2880,4 --out coded-dx.json
 
-The kernel is launched as the runtime does, config by config: the sizes of Qwen3-30B-A3B's first product, routed evenly
-at random. ``torch`` dequantises expert by expert, as the runtime does where no bundle has code; ``bf16`` is the product
-of the dequantised weights by whatever bundle has it.
+The kernel is launched as the runtime does, config by config: the sizes of Qwen3-30B-A3B's first product, or ``--sizes``
+E,N,K and the experts of a token, routed evenly at random. ``nk`` are codes in order, ``stored`` those as they are.
+``torch`` dequantises expert by expert, as the runtime does where no bundle has code; ``bf16`` is the product of the
+dequantised weights by whatever bundle has it.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -34,7 +38,7 @@ from pretuned.runtime.launch.gemm import load_kernel
 from pretuned.runtime.ops.torch_fallback import on_cuda
 from pretuned.runtime.weights.dequantised import Dequantised
 
-E, N, K, TOP_K = 128, 1536, 2048, 8
+SIZES = "128,1536,2048,8"
 TOKENS = (1, 16, 128, 1024, 8192)
 FLUSH_BYTES = 1 << 28
 
@@ -43,16 +47,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
     parser.add_argument("--formats", nargs="*", default=["mxfp4", "fp8_block_a16", "int4_g128"])
+    parser.add_argument("--ops", nargs="*", default=["forward", "dX"], choices=["forward", "dX"])
+    parser.add_argument("--layouts", nargs="*", default=["stored", "nk"], choices=["stored", "nk"])
+    parser.add_argument("--sizes", nargs="*", default=[SIZES], help="E,N,K,top_k")
     parser.add_argument("--budget-s", type=float, default=540.0, help="no further cell is begun after so long")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     end, rows = time.monotonic() + args.budget_s, []
     bundle = open_bundle(os.environ["PRETUNED_BUNDLES"].split(os.pathsep)[0])
     local = local_gpu(0)
-    print(f"{local.gpu.name}, torch {torch.__version__}, E={E} N={N} K={K} top_k={TOP_K}; us, medians with a cold L2")
-    for name in args.formats:
-        for layout in (Layout.STORED, Layout.NK):
-            for op in (Op.FORWARD, Op.DX):
+    print(f"{local.gpu.name}, torch {torch.__version__}; us, medians with a cold L2")
+    for sizes, name in itertools.product(args.sizes, args.formats):
+        for layout in map(Layout, args.layouts):
+            for op in map(Op, args.ops):
                 found = [
                     (i, variant)
                     for i, variant in enumerate(bundle.variants())
@@ -60,13 +67,17 @@ def main() -> None:
                     and variant.dtype.value == name and variant.alignment > 1
                 ]  # fmt: skip
                 if found and time.monotonic() < end:
-                    rows += product(bundle, found, op, layout, args.tokens, local, end)
+                    each = tuple(map(int, sizes.split(",")))
+                    rows += product(bundle, found, op, layout, each, args.tokens, local, end)
     if args.out:
         args.out.write_text(json.dumps({"gpu": local.gpu.name, "argv": sys.argv[1:], "rows": rows}, indent=1))
 
 
-def product(bundle: Any, found: Any, op: Op, layout: Layout, tokens: Any, local: Any, end: float) -> list[Any]:
+def product(
+    bundle: Any, found: Any, op: Op, layout: Layout, sizes: tuple[int, ...], tokens: Any, local: Any, end: float
+) -> list[Any]:
     """Every config's times of one op, dtype and order, at each number of tokens."""
+    E, N, K, TOP_K = sizes
     dtype, rows = found[0][1].dtype, []
     problem = Problem(op, dtype, E, N, K, layout)
     gemm, device = gemm_of(problem), torch.device("cuda", 0)
