@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.families import CONFIG_LIMIT, Pool, low_rank_specs, pass_specs, specs, to_compile
 from pretuned.aot.plan.plan import plan, planned_on
 from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.format import index
+from pretuned.artifacts.format.schema import read_measured
 from pretuned.artifacts.records.bundle import Source
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op, Problem
@@ -152,6 +155,29 @@ def test_every_specialised_kernel_was_right_on_the_gpu(name: str, journal: str, 
     plain = {"rows_specialized", "rows_fitted", "weight_specialized"}
     assert {one.kernel for one in specialised} == ({"rows_wna16"} if name == OF_CODES else plain)
     assert {one.cubin_sha256 for one in specialised} <= judged
+
+
+def test_where_code_was_judged_is_told_by_few_of_its_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first call of a shape that no choice is for asks it, of code that the cost model has chosen."""
+    reads = 0
+
+    def counted(record: bytes, gpus: int) -> list[tuple[int, int]]:
+        nonlocal reads
+        reads += 1
+        return read_measured(record, gpus)
+
+    monkeypatch.setattr(index, "read_measured", counted)
+    found = []
+    with open_bundle(FOLDER / f"{CATALOGUE}.msgpack") as bundle:
+        problems = len(bundle.problems())
+        named = [i for i, one in enumerate(bundle.variants()) if isinstance(one.op, Op) and one.alignment > 1]
+    for i in named:
+        reads = 0
+        with open_bundle(FOLDER / f"{CATALOGUE}.msgpack") as bundle:
+            assert bundle.judged_on(i) is not None
+        found.append(reads)
+    assert statistics.median(found) < problems / 100
+    assert max(found) < problems / 4
 
 
 def test_each_gpu_has_the_choices_of_its_own_kind() -> None:
