@@ -18,7 +18,7 @@ from ...kernels.cost.fits import rejection
 from ...kernels.hardware.arch import Arch, arch_of
 from ..choose.bundle import Ships, assembled, choose_from, evidence_for, shipping
 from ..choose.candidates import Candidates
-from ..choose.choices import Chosen, choose_among_all
+from ..choose.choices import Chosen
 from ..choose.held_against import HeldAgainst, timed_before
 from ..choose.incumbents import Incumbents, RunsOn
 from ..compile.pool import CompileResult
@@ -153,11 +153,11 @@ def picked(plan: BuildPlan, path: Path, there: Shippable, options: BuildOptions,
 def beside(
     plan: BuildPlan, every: Candidates, found: Incumbents, configs: int = CONFIG_LIMIT
 ) -> Iterator[tuple[Path, Ships, RunsOn]]:  # fmt: skip
-    """What the tuner is given: all candidates in one file, what would ship of them, and what runs today."""
+    """What the tuner is given: one file of all candidates (no choices), what would ship, and what runs today."""
     sm, runs = every.target.sm, found.on(plan.buckets)
     with scratch_folder() as scratch:
         file = scratch / f"candidates-sm{sm}.msgpack"
-        publish(file, codec.encode(assembled(plan, every, choose_among_all(plan, every.every, sm), None)))
+        publish(file, codec.encode(assembled(plan, every, Chosen(every.every, {}, ()), None)))
         yield file, shipping(plan, every, configs, runs), runs
 
 

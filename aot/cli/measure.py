@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
 
@@ -16,11 +15,11 @@ from ..compile.shipped import shipped_file
 from ..models.load import load_models
 from ..plan.plan import plan, planned_on
 from ..process.gpus import native_sm
-from ..tune.shortlist import SHARE
+from ..tune.parts import part_of
 from ..tune.tuner import Entrants
 from .echo import echo, quoted
 from .options import as_json, file_path, models, ops, print_json, quiet, wanted_ops
-from .tuning import TuneProgress, budget_and_gpus, check_executor, ordinals, told, tune
+from .tuning import HowMuch, TuneProgress, budget_and_gpus, check_executor, how_much, ordinals, told, tune
 
 
 @click.command()
@@ -30,17 +29,12 @@ from .tuning import TuneProgress, budget_and_gpus, check_executor, ordinals, tol
 @click.option("--journal", "-J", required=True, metavar="FILE", type=file_path,
               help="Where every result is kept at once. Made, or gone on with.")  # fmt: skip
 @budget_and_gpus
-@click.option("--share", type=click.FloatRange(0, 1, min_open=True), default=SHARE, show_default=True,
-              help="Measure this share of a cell's candidates; 1 is all, for a journal of its own.")  # fmt: skip
-@click.option("--like", metavar="BUNDLE", type=file_path,
-              help="Try what this bundle, measured on another GPU of the capability, has for each cell.")  # fmt: skip
-@click.option("--no-torch", is_flag=True, help="Don't time torch's grouped_mm for the report.")
+@how_much
 @quiet
 @as_json
 def measure(
     candidates: Path | None, models: tuple[str, ...], ops: str | None, journal: Path, budget: float | None,
-    gpus: str | None, executor: str | None, share: float, like: Path | None, no_torch: bool, quiet: bool,
-    as_json: bool,
+    gpus: str | None, executor: str | None, how: HowMuch, quiet: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Measure candidates on this machine's GPUs, or a cluster's, into a journal. Needs no Triton and no compiler.
 
@@ -61,19 +55,19 @@ def measure(
         raise InputError("PRETUNED_DISABLE_AUTOTUNE forbids measuring: unset it, or build with aot build")
     if not models:
         raise InputError("nothing to measure for: give --models FILE or --models SPEC, as aot compile had them")
-    if math.isnan(share):  # no range of click's keeps it out
-        raise click.BadParameter("nan is no share, wanted more than 0 and at most 1", param_hint="--share")
     wanted = ordinals(gpus)
     check_executor(executor, gpus)
     listed = load_models(models, only=wanted_ops(ops)).shapes
     of = read_candidates(candidates or shipped_file(native_sm()))
     planned = planned_on(plan(listed), (of.target.sm,))
+    cells = planned.buckets if how.part is None else part_of(planned.buckets, *how.part)
     there_is = with_what_is_there(planned, of)
     with TuneProgress(as_json or quiet, budget) as progress, there_is as there:
         file, ships, runs = there
         outcome = tune(
-            executor, wanted, planned.buckets, file, journal, observers=progress.observers(), budget_s=budget,
-            with_torch=not no_torch, entrants=Entrants(share, like, runs), ships=ships,
+            executor, wanted, cells, file, journal, observers=progress.observers(), budget_s=budget,
+            with_torch=not how.no_torch, entrants=Entrants(how.share, how.like, runs, how.quick),
+            ships=None if how.once else ships,
         )  # fmt: skip
     if as_json:
         print_json({**outcome.to_dict(), "journal": str(journal)})

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -14,7 +16,9 @@ import click
 from ...artifacts.errors import InputError
 from ...artifacts.records.problem import Problem
 from ..journal.records import Measured, geometric_mean
+from ..tune.shortlist import SHARE
 from ..tune.tuner import DEFAULT_BUDGET_S, CellsDone, Outcome, TuneObservers, tune_problems
+from .options import file_path
 from .progress import Shown
 from .table import duration
 
@@ -50,6 +54,65 @@ def budget_and_gpus(function: F) -> F:
     ):  # fmt: skip
         function = option(function)
     return function
+
+
+@dataclass(frozen=True, slots=True)
+class HowMuch:
+    """What ``aot measure`` measures of the cells asked for, and how often: its options by their names.
+
+    ``part`` is (number, of so many): the cells of one of several tuners.
+    """
+
+    share: float
+    like: Path | None
+    no_torch: bool
+    quick: bool
+    once: bool
+    part: tuple[int, int] | None
+
+
+def _part(ctx: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, int] | None:
+    """``3/8`` -> (3, 8)."""
+    if value is None:
+        return None
+    found = re.fullmatch(r"([0-9]{1,3})/([0-9]{1,3})", value)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise click.BadParameter(f"'{value}' is no part; wanted e.g. 1/8, to 8/8", ctx, parameter)
+    return int(found[1]), int(found[2])
+
+
+def _share(ctx: click.Context, parameter: click.Parameter, value: float) -> float:
+    if math.isnan(value):  # no range of click's keeps it out
+        raise click.BadParameter("nan is no share, wanted more than 0 and at most 1", ctx, parameter)
+    return value
+
+
+def how_much(function: Callable[..., None]) -> Callable[..., None]:
+    """The options of ``HowMuch``, handed on as ``how``."""
+
+    @functools.wraps(function)
+    def with_how(**given: Any) -> None:
+        how = HowMuch(**{one.name: given.pop(one.name) for one in fields(HowMuch)})
+        function(how=how, **given)
+
+    found: Callable[..., None] = with_how
+    for option in reversed(
+        (
+            click.option("--share", type=click.FloatRange(0, 1, min_open=True), default=SHARE, show_default=True,
+                         callback=_share,
+                         help="Measure this share of a cell's candidates; 1 is all, for a journal of its own."),
+            click.option("--like", metavar="BUNDLE", type=file_path,
+                         help="Try what this bundle, measured on another GPU of the capability, has for each cell."),
+            click.option("--no-torch", is_flag=True, help="Don't time torch's grouped_mm for the report."),
+            click.option("--quick", is_flag=True, help="In two fifths of the rounds: more cells in the same time, "
+                         "whose times are less exact."),
+            click.option("--once", is_flag=True, help="Take no second look at what was measured."),
+            click.option("--part", metavar="N/OF", callback=_part, help="Only these weights' cells, as 1/8: one of "
+                         "several tuners, each with GPUs and a journal of its own."),
+        )
+    ):  # fmt: skip
+        found = option(found)
+    return found
 
 
 def ordinals(text: str | None) -> tuple[int, ...] | None:

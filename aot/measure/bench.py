@@ -41,6 +41,7 @@ _TIMING_US = 10_000.0  # for a contender on one routing, flushes not counted
 _DUEL_US = 25_000.0
 _ROUNDS = (5, 20)  # the least and the most
 _DUEL_ROUNDS = (7, 30)
+_QUICK = 0.4  # of those times and rounds, where a job is to be quick
 _LONG_ROUNDS = 3
 _WARM_UP_ROUNDS = 200
 _NOISY = 0.05  # a median whose standard error is larger is told
@@ -96,6 +97,7 @@ class Bench:
         self._weights: tuple[object, torch.Tensor | ExpertWeights] | None = None
         self._judges: dict[object, Judges] = {}
         self._pools: dict[str, torch.Tensor] = {}
+        self._routings: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
         self._current: int | None = None
         size = _REFERENCE_SIZE
         square = torch.randn(size, size, device=self.device).to(torch.bfloat16)
@@ -153,7 +155,7 @@ class Bench:
         plain = None if job.plain is None else plain_of(job.problem)
         beside = None if plain is None else self._tensors(plain, job.bucket)  # first: its buffers are the larger
         on = self._tensors(job.problem, job.bucket)
-        routings = measured_routings(job.problem.E, job.bucket, self.device)
+        routings = self._routed(job.problem.E, job.bucket)
         failures: list[Failure] = []
         graphs: dict[int, list[Replayed]] = {}
         errors: dict[int, float] = {}
@@ -210,7 +212,7 @@ class Bench:
         peer_ns = []
         for routing in range(len(ROUTINGS)):
             together = [graphs[i][routing] for i in order] + ([peers[routing]] if peers else [])
-            rounds = self._rounds(together, _TIMING_US, _ROUNDS, job.again)
+            rounds = self._rounds(together, _TIMING_US, _ROUNDS, job)
             for i, row in zip(order, rounds, strict=False):
                 times[i].append(row)
             if peers:
@@ -221,7 +223,7 @@ class Bench:
         held = min((i for i in job.incumbents if i in timings), key=lambda i: timings[i].time_ns, default=modelled)
         band = max(LEAST_BAND, 2 * math.hypot(timings[fastest].noise, timings[held].noise))
         if timings[fastest].time_ns < timings[held].time_ns * (1 - band):
-            duel = self._duel(graphs, fastest, held, job.again)
+            duel = self._duel(graphs, fastest, held, job)
         found = Measured(
             job.problem, job.bucket, self._sha(modelled), tuple(timings.values()), duel, None,
             round((before + self._drift()) / 2, 4), self.local.gpu.driver,
@@ -238,13 +240,13 @@ class Bench:
         return Timing(self._sha(i), tuple(map(_ns, rows)), round(noise, 6), least, float(f"{error:.4g}"))
 
     def _duel(
-        self, graphs: dict[int, list[Replayed]], fastest: int, modelled: int, again: bool
+        self, graphs: dict[int, list[Replayed]], fastest: int, modelled: int, job: MeasureJob
     ) -> Rematch:  # fmt: skip
         """The two in turns: the ratio is of times of the same round, so a clock that drifts moves both."""
         ratios, spreads, both = [], [], []
         for routing in range(len(ROUTINGS)):
             both_graphs = [graphs[fastest][routing], graphs[modelled][routing]]
-            rounds = self._rounds(both_graphs, _DUEL_US, _DUEL_ROUNDS, again)
+            rounds = self._rounds(both_graphs, _DUEL_US, _DUEL_ROUNDS, job)
             logs = [math.log(a / b) for a, b in zip(*rounds, strict=True)]
             ratios.append(statistics.median(logs))
             spreads.append(_spread(logs))
@@ -256,14 +258,15 @@ class Bench:
         )  # fmt: skip
 
     def _rounds(
-        self, graphs: Sequence[Replayed], budget_us: float, limits: tuple[int, int], again: bool
+        self, graphs: Sequence[Replayed], budget_us: float, limits: tuple[int, int], job: MeasureJob
     ) -> list[list[float]]:
-        """The first round only warms up, and tells how many there is time for. ``again``: thrice as many."""
+        """The first round only warms up, and tells how many there is time for; a job says whether for fewer or more."""
         once = [row[0] for row in self.clock.rounds_us(graphs, 1)]
-        least, most = limits
-        rounds = max(least, min(most, int(budget_us * len(once) / sum(once))))
+        share = _QUICK if job.quick else 1.0
+        least, most = (max(_LONG_ROUNDS, round(share * limit)) for limit in limits)
+        rounds = max(least, min(most, int(share * budget_us * len(once) / sum(once))))
         rounds = _LONG_ROUNDS if 1000 * max(once) > LONG_NS else rounds
-        return self.clock.rounds_us(graphs, AGAIN * rounds if again else rounds)
+        return self.clock.rounds_us(graphs, AGAIN * rounds if job.again else rounds)
 
     def _drift(self) -> float:
         return statistics.median(self.clock.rounds_us([self._reference], 3)[0]) / self._reference_us
@@ -288,6 +291,12 @@ class Bench:
             if "CUDA" in str(error):
                 raise
             return None  # what it does not support
+
+    def _routed(self, E: int, M: int) -> tuple[torch.Tensor, ...]:
+        """Rows of each expert, by routing: drawn once for all ops and forms."""
+        if (E, M) not in self._routings:
+            self._routings[E, M] = measured_routings(E, M, self.device)
+        return self._routings[E, M]
 
     def _tensors(self, problem: Problem, M: int) -> Tensors:
         dtype, E, N, K = TORCH[problem.dtype], problem.E, problem.N, problem.K

@@ -34,7 +34,8 @@ class MeasureJob:
     """Measure ``contenders`` (indices into the candidates) for ``problem`` with ``bucket`` rows.
 
     The first is the modelled choice. ``with_torch`` times torch's grouped_mm too, where it can run, and ``plain``, of a
-    form, that variant of the plain product: times of two jobs are of two clocks. ``again`` takes more rounds.
+    form, that variant of the plain product: times of two jobs are of two clocks. ``again`` takes more rounds, ``quick``
+    fewer.
     ``incumbents``, among the contenders, are what the runtime runs today: what is faster meets them again, or else the
     modelled choice.
     """
@@ -46,6 +47,7 @@ class MeasureJob:
     plain: int | None = None
     again: bool = False
     incumbents: tuple[int, ...] = ()
+    quick: bool = False
 
 
 @dataclass(frozen=True, slots=True)

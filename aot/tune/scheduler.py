@@ -36,9 +36,10 @@ class Scheduler:
     def __init__(
         self, ground: TuningSpace, greeted: Mapping[GpuExecutor, WorkerInfo],
         joined: Callable[[], Sequence[GpuExecutor]] | None, journal: Journal, watch: TuneObservers,
-        with_torch: bool, budget_s: float | None, ships: Ships | None,
+        with_torch: bool, budget_s: float | None, ships: Ships | None, *, quick: bool = False,
     ) -> None:  # fmt: skip
-        self.ground, self.journal, self.watch, self.with_torch = ground, journal, watch, with_torch
+        self.ground, self.journal, self.watch = ground, journal, watch
+        self.with_torch, self.quick = with_torch, quick
         self.bundle = ground.bundle
         self.lanes = [Worker(executor, hello.uuid) for executor, hello in greeted.items()]
         self.joined = joined
@@ -185,7 +186,8 @@ class Scheduler:
                 with_torch = self.with_torch and torch_can(trial.problem) and not trial.alone
                 more = trial.look is not None and trial.look.more
                 ran = tuple(self.ground.ran(trial.problem, trial.bucket, self.known.failed))
-                job = MeasureJob(trial.problem, trial.bucket, lane.sent, with_torch, self._plain(trial), more, ran)
+                plain = self._plain(trial)
+                job = MeasureJob(trial.problem, trial.bucket, lane.sent, with_torch, plain, more, ran, self.quick)
                 self.running[lane.executor.submit(job)] = lane
                 return
             self._give_up(lane, "no candidate is left")

@@ -6,9 +6,10 @@ On sweeps of an H200 the model's first two and the winner of a near cell, 3 of a
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...artifacts.records.precision import DType
@@ -32,21 +33,44 @@ ConfigPairs = tuple[tuple[str, int], ...]
 class Winners:
     """What won in the cells measured so far, by config: forms of one shape have cubins of their own."""
 
-    _found: dict[tuple[Op, DType], dict[tuple[Problem, int], ConfigPairs]] = field(default_factory=dict)
+    _found: dict[tuple[Op, DType], dict[Problem, dict[int, ConfigPairs]]] = field(default_factory=dict)
+    _last: tuple[Problem, list[tuple[float, float, Problem]]] | None = None
 
     def add(self, problem: Problem, bucket: int, config: ConfigPairs) -> None:
         """``config`` was the fastest one in this cell."""
-        self._found.setdefault((problem.op, problem.dtype), {})[problem, bucket] = config
+        self._found.setdefault((problem.op, problem.dtype), {}).setdefault(problem, {})[bucket] = config
 
     def of(self, problem: Problem, bucket: int) -> ConfigPairs | None:
         """The fastest config of this cell, if it was measured."""
-        return self._found.get((problem.op, problem.dtype), {}).get((problem, bucket))
+        return self._found.get((problem.op, problem.dtype), {}).get(problem, {}).get(bucket)
 
     def near(self, problem: Problem, bucket: int) -> list[ConfigPairs]:
         """The winners of the nearest cells of this op and dtype, each once: what won most often first, then nearest."""
         here = self._found.get((problem.op, problem.dtype), {})
-        ordered = sorted(here, key=lambda cell: (_distance(cell, (problem, bucket)), cell[0].sort_key, cell[1]))
-        return [config for config, _ in Counter(here[cell] for cell in ordered[:_NEAREST]).most_common()]
+        rows = math.log2(bucket / problem.E)
+        far: list[tuple[float, int, Problem]] = []
+        least: list[float] = []  # the distances of the nearest, negative: a heap whose first is the farthest
+        for apart, log2_E, other in self._by_shape(problem, here):
+            if len(least) == _NEAREST and apart > -least[0]:
+                break
+            for M in here[other]:
+                distance = abs(rows - (math.log2(M) - log2_E)) + apart
+                far.append((distance, M, other))
+                (heapq.heappush if len(least) < _NEAREST else heapq.heappushpop)(least, -distance)
+        near = [one for one in far if one[0] <= -least[0]]  # which of those as far are asked is a rule, too
+        near.sort(key=lambda one: (one[0], one[2].sort_key, one[1]))
+        return [config for config, _ in Counter(here[one][M] for _, M, one in near[:_NEAREST]).most_common()]
+
+    def _by_shape(self, problem: Problem, here: Iterable[Problem]) -> list[tuple[float, float, Problem]]:
+        """(how far another problem's shape and form are, log2 of its E, it), the nearest first.
+
+        Kept for the next bucket.
+        """
+        others = tuple(here)
+        if self._last is None or self._last[0] is not problem or len(self._last[1]) != len(others):
+            found = [(_apart(problem, one), math.log2(one.E), one) for one in others]
+            self._last = problem, sorted(found, key=lambda one: one[0])
+        return self._last[1]
 
     def transposed(self, problem: Problem, bucket: int) -> ConfigPairs | None:
         """The winner of the same product and bucket with its rows moved another way, if one was measured.
@@ -63,14 +87,12 @@ class Winners:
         return None
 
 
-def _distance(a: tuple[Problem, int], b: tuple[Problem, int]) -> float:
-    """In doublings of the rows an expert gets."""
-    (one, M), (other, rows) = a, b
+def _apart(one: Problem, other: Problem) -> float:
+    """What a distance has for shapes and forms, beside the rows an expert gets."""
     E, N, K = (abs(math.log2(x / y)) for x, y in ((one.E, other.E), (one.N, other.N), (one.K, other.K)))
-    far = abs(math.log2(M / one.E) - math.log2(rows / other.E))
     if E or N or K:
-        return far + _OTHER_SHAPE + _SIZE * (E + N + K)
-    return far + (0.0 if one == other else _OTHER_FORM)
+        return _OTHER_SHAPE + _SIZE * (E + N + K)
+    return 0.0 if one == other else _OTHER_FORM
 
 
 def contenders(

@@ -33,6 +33,7 @@ class TuningSpace:
     chip: Chip
     able: dict[Problem, tuple[int, ...]] = field(default_factory=dict)
     index: dict[tuple[Problem, bytes], int] = field(default_factory=dict)
+    configs: dict[bytes, ConfigPairs] = field(default_factory=dict)  # of each cubin
     too_large: int = 0
     like: BundleFile | None = None
     incumbents: dict[Cell, tuple[Incumbent, ...]] = field(default_factory=dict)
@@ -54,6 +55,7 @@ class TuningSpace:
         """
         variants = bundle.variants()
         self = cls({}, bundle, share, chip_of(gpu, sm), like=like)
+        self.configs = {one.cubin_sha256: one.config for one in variants}
         wanted: dict[Problem, set[int]] = {}
         for problem, bucket in itertools.starmap(cell_of, ((one, M) for one, row in problems.items() for M in row)):
             wanted.setdefault(problem, set()).add(bucket)
@@ -88,11 +90,6 @@ class TuningSpace:
         """What runs a cell today, of the candidates, by its place; less those whose cubin is in ``without``."""
         found = ((self.index.get((problem, one.variant)), one) for one in self.incumbents.get((problem, bucket), ()))
         return {i: one for i, one in found if i is not None and one.variant not in without}
-
-    def config(self, problem: Problem, sha: bytes) -> ConfigPairs | None:
-        """The config of the variant with this cubin, if it serves a problem."""
-        i = self.index.get((problem, sha))
-        return None if i is None else self.bundle.variant(i).config
 
     def variant(self, problem: Problem, config: ConfigPairs, without: Container[bytes] = ()) -> int | None:
         """The variant that serves a problem in this config, unless its cubin is in ``without``."""

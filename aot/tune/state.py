@@ -8,7 +8,7 @@ from dataclasses import replace
 from ...artifacts.errors import CompileError
 from ..choose.bundle import Ships
 from ..journal.file import Journal
-from ..journal.records import Failure, Measured, Record
+from ..journal.records import Failure, Record
 from ..journal.timings import Cell, cell_of
 from .remeasure import Remeasure, looks
 from .shortlist import Winners
@@ -69,15 +69,13 @@ class TuningState:
         for record in records:
             if isinstance(record, Failure):
                 self.failed[record.variant] = record
-            elif self._ground.has(record):
-                cell = cell_of(record.problem, record.bucket)
+                continue
+            cell = cell_of(record.problem, record.bucket)
+            if self._ground.has(record):
                 self.cells.add(cell)
                 self._timed.setdefault(cell, set()).update(timing.variant for timing in record.timings)
-                self._remember(record)
-
-    def _remember(self, record: Measured) -> None:
-        best = min(record.timings, key=lambda one: (one.time_ns, one.variant)).variant
-        problem, bucket = cell_of(record.problem, record.bucket)
-        config = self._ground.config(problem, best)
-        if config is not None:
-            self.winners.add(problem, bucket, config)
+            # What won in a cell that nobody asks for tells of those near it, too.
+            known = [one for one in record.timings if one.variant in self._ground.configs]
+            if known:
+                best = min(known, key=lambda one: (one.time_ns, one.variant)).variant
+                self.winners.add(*cell, self._ground.configs[best])

@@ -39,15 +39,17 @@ class NoGpu(HostError):
 
 @dataclass(frozen=True, slots=True)
 class Entrants:
-    """Which of a cell's candidates are measured.
+    """Which of a cell's candidates are measured, and how often.
 
     A ``share`` of them. ``like`` is a bundle, as of another GPU of this capability: what it has for a cell is among
-    them. ``runs`` tells what the runtime runs today on a GPU (``choose.incumbents``): that is measured, too.
+    them. ``runs`` tells what the runtime runs today on a GPU (``choose.incumbents``): that is measured, too. ``quick``:
+    in fewer rounds.
     """
 
     share: float = SHARE
     like: str | Path | None = None
     runs: RunsOn | None = None
+    quick: bool = False
 
 
 def tune_problems(
@@ -117,7 +119,7 @@ def tune_problems(
         held = stack.enter_context(open_journal(journal, Header(sm, gpu, _measured_kernels(bundle)), watch.on_note))
         running = {} if who.runs is None else who.runs(LocalGpu(sm, gpu))
         ground = TuningSpace.of(problems, bundle, gpu, sm, who.share, there, running)
-        return Scheduler(ground, greeted, joined, held, watch, with_torch, budget_s, ships).run()
+        return Scheduler(ground, greeted, joined, held, watch, with_torch, budget_s, ships, quick=who.quick).run()
 
 
 def _measured_kernels(bundle: BundleFile) -> tuple[Kernel, ...]:

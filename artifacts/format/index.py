@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 import re
 from collections.abc import Iterator
@@ -36,6 +37,7 @@ FIELDS = (
 )  # fmt: skip
 MODEL = ("name", "tp", "ep", "top_k", "dtype", "problems")
 
+_GOLDEN = 0.618  # of a whole: steps of so much fall evenly on it, however many
 GLANCED_BYTES = 4096  # hold what an index begins with: the target, and mostly the GPUs, too
 _BEGIN = re.compile(
     rb"\x89\xa6target\x82\xa2sm(?:([\x00-\x7f])|\xcc(.)|\xcd(..))\xadarch_specific([\xc2\xc3])", re.DOTALL
@@ -185,18 +187,20 @@ class Index:
     def judged_on(self, i: int) -> Gpu | None:
         """A GPU that variant ``i`` was measured on, where its result is judged before it is timed; else None.
 
-        Choices that were asked for tell it. Else all are read from the first on, as far as it takes and once; those of
-        a bundle without GPUs not.
+        Choices that were asked for tell it. Else all are read, as far as it takes and once, in an order that soon has
+        some of every kind of problem; those of a bundle without GPUs not.
         """
+        step = _apart(len(self._keys))
         while self.gpus and i not in self._judged and self._judged_rows < len(self._keys):
-            row = self._judged_rows
+            done = self._judged_rows
+            row = done * step % len(self._keys)
             try:
                 measured = read_measured(self._choices[self._keys[row]], len(self.gpus))
             except Malformed as error:
                 raise self._corrupt(f"choices {row}", error) from None
             for variant, gpu in measured:
                 self._judged.setdefault(variant, gpu)
-            self._judged_rows = row + 1  # last: another thread may read the same row, and finds the same
+            self._judged_rows = done + 1  # last: another thread may read the same row, and finds the same
         found = self._judged.get(i)
         return None if found is None else self.gpus[found]
 
@@ -240,6 +244,11 @@ class Index:
 
     def _corrupt(self, part: str, error: Malformed) -> BundleCorrupt:
         return corrupt(self.where, f"{part}: {error}")
+
+
+def _apart(count: int) -> int:
+    """A step through so many rows that meets each once, and after any number of steps has gone by none for long."""
+    return next(step for step in itertools.count(int(count * _GOLDEN)) if math.gcd(step, count) == 1)
 
 
 def _records(records: list[object], what: str) -> tuple[list[bytes], int]:

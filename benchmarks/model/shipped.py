@@ -7,7 +7,8 @@ Once as timed, and once beside those alone that are faster than the choice by mo
 their times. Once more in each record that has the choice, beside the fastest of that very record. How often the fastest
 that ships is near the least estimate. Beside torch: the same choice against grouped_mm, where the journal has it. With
 --kinds, what a kind of config gains: the best of that kind against the best of all others, in the cells that have times
-of both. Of a bundle with choices of several GPUs, those of the journal's count, or of the one that --gpu names.
+of both. Of a bundle with choices of several GPUs, those of the journal's count, or of the one that --gpu names; with
+--models FILE only the choices of these models.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import argparse
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -25,7 +26,9 @@ from pretuned.aot.bundle.assemble import Provenance, VariantTable, assemble
 from pretuned.aot.journal.file import Contents, read_journal
 from pretuned.aot.journal.records import LONG_NS, Measured
 from pretuned.aot.journal.timings import CellTimes, Timings, cell_of
+from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.families import ships_unchosen
+from pretuned.aot.plan.plan import plan, planned_on
 from pretuned.aot.tune.remeasure import LIKELY
 from pretuned.aot.tune.shortlist import SHARE
 from pretuned.aot.tune.space import TuningSpace
@@ -46,22 +49,31 @@ KINDS: dict[str, Callable[[Config], bool]] = {
 }
 
 
-def of_gpu(opened: BundleFile, name: str) -> BundleFile:
+def of_gpu(opened: BundleFile, name: str, models: Sequence[str] = ()) -> BundleFile:
     """The bundle with the choices of one of its GPUs alone and what they use; as it is where it has no other's.
+
+    Of ``models``, where lists are named, alone.
 
     Raises
     ------
     ValueError
         if several GPUs' choices are there, and none are this one's.
     """
-    if len(opened.gpus) < 2:
+    if len(opened.gpus) < 2 and not models:
         return opened
     bundle = opened.load()
-    if name not in {one.name for one in bundle.gpus}:
+    if len(bundle.gpus) > 1 and name not in {one.name for one in bundle.gpus}:
         raise ValueError(f"no choice is of {name}, but of {', '.join(one.name for one in bundle.gpus)}: see --gpu")
     codes = VariantTable([bundle])
+    sm = bundle.target.sm
+    wanted = planned_on(plan(load_models(models).shapes), (sm,)).buckets if models else None
     claims = {
-        problem: [codes.claim(bundle, one) for one in row if one.gpu is None or bundle.gpus[one.gpu].name == name]
+        problem: [
+            codes.claim(bundle, one)
+            for one in row
+            if (one.gpu is None or len(bundle.gpus) < 2 or bundle.gpus[one.gpu].name == name)
+            and (wanted is None or one.bucket in wanted.get(problem, ()))
+        ]
         for problem, row in bundle.choices.items()
     }
     making = Provenance(bundle.target, bundle.min_driver, bundle.producer, bundle.kernels, ())
@@ -240,13 +252,14 @@ def main() -> None:
     parser.add_argument(
         "--gpu", metavar="NAME", help="whose choices, where the bundle has several GPUs'; [the journal's]"
     )
+    parser.add_argument("--models", action="append", default=[], metavar="FILE", help="only these models' choices")
     parser.add_argument("--kinds", action="store_true", help="what each kind of config gains, by rows an expert")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args()
     try:
         contents = read_journal(args.journal)
         with open_bundle(args.bundle) as opened:
-            bundle = of_gpu(opened, args.gpu or contents.header.gpu.name)
+            bundle = of_gpu(opened, args.gpu or contents.header.gpu.name, args.models)
             told = report(bundle, contents)
             by_kind = kinds(bundle, contents) if args.kinds else []
     except (PretunedError, ValueError) as error:

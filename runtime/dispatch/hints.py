@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ...artifacts.errors import BundleError
 from ...artifacts.limits import MAX_EXPERTS, MAX_WIDTH
@@ -16,6 +19,9 @@ from ...kernels.contract.registry import has_code
 from ...kernels.contract.spec import result_columns
 from ...kernels.hardware.arch import refusal
 from .snapshot import View
+
+if TYPE_CHECKING:
+    from ...artifacts.files.bundle_file import BundleFile
 
 _NEAREST = 3
 _DEFAULT_TOKENS = 65_536  # what a spec builds for when it does not say
@@ -108,7 +114,7 @@ def _model_spec(problem: Problem, bucket: int, view: View) -> str | None:
 
 def nearest_shapes(problem: Problem, local: LocalGpu, view: View) -> list[str]:
     """Up to three problems of the bundles that are like this one, nearest first, with their rows."""
-    found: dict[Problem, set[int]] = {}
+    found: dict[Problem, list[tuple[BundleFile, Problem]]] = {}
     for usable in view.usable:
         if usable.bundle.target.sm != local.sm:
             continue
@@ -116,9 +122,20 @@ def nearest_shapes(problem: Problem, local: LocalGpu, view: View) -> list[str]:
             for one in usable.bundle.problems():
                 other = next((name for name in (one, one.transposed) if name and _kind(name) == _kind(problem)), None)
                 if other is not None:
-                    found.setdefault(other, set()).update(choice.bucket for choice in usable.bundle.find(one))
-    near = sorted(found, key=lambda other: (_distance(problem, other), other.sort_key))[:_NEAREST]
-    return [f"E={p.E} N={p.N} K={p.K} (M near {', '.join(map(str, sorted(found[p])))})" for p in near if found[p]]
+                    found.setdefault(other, []).append((usable.bundle, one))
+    near = sorted(found, key=lambda other: (_distance(problem, other), other.sort_key))
+    told = ((p, _rows_of(found[p])) for p in near)  # the choices of the nearest alone are read
+    some = itertools.islice(((p, rows) for p, rows in told if rows), _NEAREST)
+    return [f"E={p.E} N={p.N} K={p.K} (M near {', '.join(map(str, rows))})" for p, rows in some]
+
+
+def _rows_of(names: Iterable[tuple[BundleFile, Problem]]) -> list[int]:
+    """The buckets that bundles have choices of for a problem by its names there."""
+    rows: set[int] = set()
+    for bundle, one in names:
+        with contextlib.suppress(BundleError):
+            rows.update(choice.bucket for choice in bundle.find(one))
+    return sorted(rows)
 
 
 def _kind(problem: Problem) -> tuple[object, ...]:

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 BUNDLE = ROOT / "artifacts" / "bundles" / "catalogue-sm90.msgpack"
 JOURNAL = ROOT / "benchmarks" / "results" / "catalogue-h200.journal.xz"
+FIRST = str(ROOT / "benchmarks" / "shipped.txt")
 H200 = "NVIDIA H200"
 
 
@@ -33,7 +34,7 @@ def tool() -> ModuleType:
 def test_the_set_is_small_and_loses_next_to_nothing(tool: ModuleType) -> None:
     with open_bundle(BUNDLE) as bundle:
         assert len(bundle.gpus) == 2
-        told = tool.report(tool.of_gpu(bundle, H200), read_journal(JOURNAL))
+        told = tool.report(tool.of_gpu(bundle, H200, [FIRST]), read_journal(JOURNAL))
     assert max(told["configs"].values()) <= 16
     assert told["choices"] == 5670
     for one, over in ((told["as_timed"], 0.01), (told["beyond_noise"], 0.005)):
@@ -48,10 +49,18 @@ def test_the_set_is_small_and_loses_next_to_nothing(tool: ModuleType) -> None:
     assert len(told["behind_torch_by_over_3_percent"]) < 0.005 * told["beside_torch"]
 
 
+def test_shards_lose_little_beside_what_was_timed(tool: ModuleType) -> None:
+    with open_bundle(BUNDLE) as bundle:
+        lost = tool.losses(tool.of_gpu(bundle, H200), read_journal(JOURNAL), raw=True)
+    assert len(lost) > 64_000
+    assert tool._summary(lost)["mean_loss"] < 0.002
+    assert sum(loss > tool.OVER for loss, *_ in lost) < 0.02 * len(lost)
+
+
 def test_what_a_kind_gains(tool: ModuleType) -> None:
     """Tiles that are fitted to the rows are for experts of 128 to 511; those in turns for dW of more."""
     with open_bundle(BUNDLE) as bundle:
-        kinds = tool.kinds(tool.of_gpu(bundle, H200), read_journal(JOURNAL))
+        kinds = tool.kinds(tool.of_gpu(bundle, H200, [FIRST]), read_journal(JOURNAL))
     told = {(one["kind"], one["op"], one["rows_from"]): one for one in kinds}
     for one in told.values():
         assert one["least"] <= one["gain"] <= one["most"]

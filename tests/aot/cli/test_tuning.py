@@ -89,6 +89,8 @@ def test_compile_here_build_from_a_journal(aot: Aot, here: Path, candidates: Pat
          "is no duration"),
         (("measure", "candidates.msgpack", "--models", MODEL, "-J", "j", "--gpus", "a"), 2, "wanted ordinals"),
         (("measure", "candidates.msgpack", "--models", MODEL, "-J", "j", "--share", "nan"), 2, "nan is no share"),
+        (("measure", "candidates.msgpack", "--models", MODEL, "-J", "j", "--part", "9/8"), 2, "wanted e.g. 1/8"),
+        (("measure", "candidates.msgpack", "--models", MODEL, "-J", "j", "--part", "3/3"), 2, "2 weights"),
         (("build", "--models", MODEL, "--sm", "90", "--measure", "only"), 1, "sm_90 can't be measured"),
         (("build", "--models", MODEL, "--sm", "80,90", "-J", "j"), 2, "a journal is of one capability"),
         (("build", "--models", MODEL, "--sm", "90", "-J", "j", "--measure", "no"), 2, "aot measure writes one"),

@@ -6,6 +6,9 @@ import pytest
 
 from pretuned.aot.measure.bench import Bench
 from pretuned.aot.measure.clock import orders
+from pretuned.aot.measure.job import MeasureJob
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Op, Problem
 
 
 class Told:
@@ -20,13 +23,19 @@ class Told:
 
 
 @pytest.mark.parametrize(
-    ("us", "first", "second"), [(10.0, 20, 60), (1000.0, 10, 30), (9000.0, 5, 15), (20_000.0, 3, 9)]
+    ("us", "first", "quick"), [(10.0, 20, 8), (1000.0, 10, 4), (2000.0, 5, 3), (9000.0, 5, 3), (20_000.0, 3, 3)]
 )
-def test_a_second_look_takes_three_times_as_many_rounds(us: float, first: int, second: int) -> None:
+def test_a_second_look_takes_three_times_as_many_rounds_and_a_quick_one_fewer(
+    us: float, first: int, quick: int
+) -> None:  # fmt: skip
     bench = object.__new__(Bench)  # that of a GPU starts it
-    for again, wanted in ((False, first), (True, second)):
+    problem = Problem(Op.FORWARD, DType.BF16, 8, 64, 64)
+    for again, short, wanted in (
+        (False, False, first), (True, False, 3 * first), (False, True, quick), (True, True, 3 * quick)
+    ):  # fmt: skip
         bench.clock = clock = Told(us)  # type: ignore[assignment]
-        found = bench._rounds([object(), object()], 10_000.0, (5, 20), again)  # type: ignore[list-item]
+        job = MeasureJob(problem, 16, (), again=again, quick=short)
+        found = bench._rounds([object(), object()], 10_000.0, (5, 20), job)  # type: ignore[list-item]
         assert clock.rounds == [1, wanted]
         assert [len(row) for row in found] == [wanted, wanted]
 

@@ -1,0 +1,59 @@
+"""The cells of one of several tuners that work side by side, each with its own GPUs and its own journal.
+
+One process ranks cells and hands out jobs for a few GPUs. Beyond those, or where machines share nothing, each tuner has
+a part: ``aot measure --part 1/8``. Journals of parts are put together as any others are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from ...artifacts.errors import InputError
+from ...artifacts.records.problem import Op, Problem
+from ..journal.timings import cell_of
+from .space import weight_key
+
+# What a cell takes, in seconds: roughly, and whatever the GPU. Parts are to be about equal, no more.
+_EACH_S = 0.03
+_LAUNCHES = 40
+_FLOPS = 6e14
+_BYTES = 2.5e12
+
+
+def part_of(problems: Mapping[Problem, Sequence[int]], number: int, count: int) -> dict[Problem, tuple[int, ...]]:
+    """Problem -> buckets of part ``number`` (from 1) of ``count``: whole weights, which cost time to make.
+
+    The parts are disjoint, all cells together, about as much work each, and the same whoever asks.
+
+    Raises
+    ------
+    InputError
+        if there are fewer weights than parts.
+    """
+    weights: dict[tuple[object, ...], dict[Problem, tuple[int, ...]]] = {}
+    for problem, buckets in problems.items():
+        weights.setdefault(weight_key(problem.canonical), {})[problem] = tuple(buckets)
+    if len(weights) < count:
+        raise InputError(
+            f"--part {number}/{count}: the models have {len(weights)} weights; wanted at most so many parts"
+        )
+    work = {key: math.fsum(_seconds(members)) for key, members in weights.items()}
+    parts: list[list[tuple[object, ...]]] = [[] for _ in range(count)]
+    loads = [0.0] * count
+    for key in sorted(weights, key=lambda key: (-work[key], min(one.sort_key for one in weights[key]))):
+        least = loads.index(min(loads))
+        parts[least].append(key)
+        loads[least] += work[key]
+    mine = {problem: buckets for key in parts[number - 1] for problem, buckets in weights[key].items()}
+    return {problem: mine[problem] for problem in problems if problem in mine}
+
+
+def _seconds(members: Mapping[Problem, Sequence[int]]) -> Iterable[float]:
+    for problem, M in {cell_of(problem, M) for problem, buckets in members.items() for M in buckets}:
+        matrix = problem.N * problem.K
+        read = (problem.E if problem.op is Op.DW else min(problem.E, M)) * problem.dtype.precision.w_bytes(
+            problem.N, problem.K
+        )
+        moved = read + M * (problem.N + problem.K) * problem.dtype.itemsize
+        yield _EACH_S + _LAUNCHES * max(2 * M * matrix / _FLOPS, moved / _BYTES)
