@@ -364,8 +364,7 @@ def _rows(kernel: gemm.LoadedKernel, here: TrialPlace, on: _Operands, form: Fusi
 
 
 def _launcher(kernel: gemm.LoadedKernel, on: _Operands, fused: gemm.Fused) -> Launcher:
-    E = len(_COUNTS)
-    R = _RANK if Fusion.LOW_RANK in fused.fusion else 0
+    E, R = len(_COUNTS), _RANK if Fusion.LOW_RANK in fused.fusion else 0
     if isinstance(on.w, ExpertWeights):
         _, N, K = on.w.shape
         if on.scale is None:

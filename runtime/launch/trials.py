@@ -378,7 +378,7 @@ def _activation_codes(on: _On) -> str | None:
         scale = on.words(torch.zeros(I // 128, scale_columns(M), dtype=torch.float32, device="cpu"))
         on.run(M, I, (h, used, codes, scale), (M, I, _flags(kind, gated, interleaved)))
         want = _act(kind, *_halves(h.cpu().float(), gated, interleaved)).to(on.dtype)[:_USED]
-        on.ground.wait()
+        on.place.wait()
         found, factors, every = codes.cpu(), scale.cpu(), slice(0, _USED)
         got = values_of_rows(found[:_USED].view(torch.float8_e4m3fn), factors, every)
         wrong = on.judged(got, values_of_rows(*codes_of_rows(want), every), f"{kind} codes", _QUANTISED)

@@ -50,9 +50,9 @@ from .pipeline import (
     view,
     zero_tail,
 )
+from .ragged import GRAIN, _fit
 from .zero_rows import clear_unnamed
 
-GRAIN: gl.constexpr = gl.constexpr(16)  # rows, that the height of a fitted tile is a multiple of
 BLOCK: gl.constexpr = gl.constexpr(64)  # rows of w, and of K, that lie together
 
 
@@ -66,11 +66,7 @@ def _load_codes(
 
     Blocks that lie one after the other in memory come at once: of w's columns, which are K, with ``DX`` N.
     """
-    given, held, ring, told_of, m_sizes, counter = loads
-    x, w, w_scale, low_x, low_w = given
-    a, s, b, low = held
-    full, empty, used = ring
-    queue, filled, free = told_of
+    x, w, w_scale, low_x, low_w, a, s, b, low, full, empty, used, queue, filled, free, m_sizes, counter = loads
     WIDE: gl.constexpr = BLOCK_N // BLOCK  # blocks of columns of a tile
     DEEP: gl.constexpr = BLOCK_K // BLOCK  # blocks of K of a stage
     AHEAD: gl.constexpr = 4 if DEEP == 1 else 1  # steps
@@ -158,15 +154,6 @@ def _load_codes(
 
 
 @gluon.jit
-def _fit(grains, MOST: gl.constexpr):
-    """``ragged._fit``: the compiler is handed the loop once for each number of rows (aot/compile/ptx.py)."""
-    gl.inline_asm_elementwise(
-        f"mov.b32 $0, $1; // products of $1 times {GRAIN} rows, {MOST} times at most",
-        "=r,r", [grains], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def _block(
     a, s, stage, half, UNIT: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, FORMAT: gl.constexpr,
     DX: gl.constexpr, OPERAND: gl.constexpr,
@@ -209,10 +196,7 @@ def _multiply_codes(
     sums that are in flight across a step's end ptxas waits for each instruction. AHEAD code does so across stages, too,
     which keeps each stage for longer: it pays where a stage is short.
     """
-    held, ring, told_of, buffers, sums, summed, y, moved, outer, noted = own
-    a, s, b, low = held
-    full, empty, used = ring
-    queue, filled, free = told_of
+    a, s, b, low, full, empty, used, queue, filled, free, buffers, sums, summed, y, moved, outer, noted = own
     AHEAD: gl.constexpr = FITTED and BLOCK_K == BLOCK
     SPLIT: gl.constexpr = BLOCK_N == BLOCK
     MINE: gl.constexpr = max(1, BLOCK_N // (2 * BLOCK))  # blocks of columns
@@ -370,14 +354,12 @@ def rows_wna16(
     used = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()) if LOW_RANK else ()
     if LOW_RANK:
         mbarrier.init(used.index(0), count=2)
-    given, held = (x, w, w_scale, low_x, low_w), (a, s, b, low)
-    ring, told_of = (full, empty, used), (queue, filled, free)
     outer = (w_outer, stride_outer_e)
     moved = (index, row_weights, bias, index_step, index_end, x_divisor, flags)
     noted = tables(BLOCK_M) if INDEXED else ()
     gl.barrier()
-    loads = (given, held, ring, told_of, m_sizes, counter)
-    own = (held, ring, told_of, buffers, sums, summed, y, moved, outer, noted)
+    loads = (x, w, w_scale, low_x, low_w, a, s, b, low, full, empty, used, queue, filled, free, m_sizes, counter)
+    own = (a, s, b, low, full, empty, used, queue, filled, free, buffers, sums, summed, y, moved, outer, noted)
     if INDEXED:
         gl.warp_specialize(
             [
