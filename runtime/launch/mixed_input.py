@@ -99,8 +99,7 @@ def mixed_input_launcher(
 
     def pack(
         *, x: int, w: int, w_scale: int, w_outer: int, stride_x_m: int, stride_y_m: int, M: int,
-        index: int = 0, row_weights: int = 0, bias: int = 0, index_end: int = 0, w_zero: int = 0, low_x: int = 0,
-        low_w: int = 0,
+        index: int = 0, row_weights: int = 0, bias: int = 0, index_end: int = 0, **others: int,
     ) -> bytes:  # fmt: skip
         active = E if E < M else M
         tiles = ((M - active) // block_m + active) * tiles_n  # registry.most_tiles, inlined
@@ -121,7 +120,7 @@ def mixed_input_launcher(
         if low_of is not None:
             return packed(
                 x_map, w_map, scale_map, w_outer, stride_y_m, index, row_weights, bias, M, index_end,
-                *low_of(low_x, low_w, M), programs, tail,
+                *low_of(others["low_x"], others["low_w"], M), programs, tail,
             )  # fmt: skip
         return packed(
             x_map, w_map, scale_map, w_outer, stride_y_m, index, row_weights, bias, M, index_end, programs, tail
