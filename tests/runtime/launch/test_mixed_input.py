@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import hashlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -28,6 +29,7 @@ from pretuned.kernels.contract.registry import arguments, boxes, entry_of
 from pretuned.kernels.contract.spec import Spec
 from pretuned.runtime import ExpertWeights, grouped_gemm, moe_mlp
 from pretuned.runtime.check import tensors as check_tensors
+from pretuned.runtime.check.operands import Rows
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.driver import cuda
 from pretuned.runtime.driver.descriptors import MAP_BYTES, TensorMaps
@@ -36,6 +38,8 @@ from pretuned.runtime.launch import rowops as launch_rowops
 from pretuned.runtime.launch.mixed_input import mixed_input_launcher
 from pretuned.runtime.ops import products as ops_products
 from pretuned.runtime.ops import routing, zero_rows
+from pretuned.runtime.ops.low_rank import LowRank, product
+from pretuned.runtime.ops.products import with_low_part
 from pretuned.runtime.replay import plan
 from pretuned.runtime.weights.order import ORDERS
 
@@ -43,12 +47,18 @@ E, N, K, T, TOPK = 4, 256, 384, 40, 3
 FEW = Config(16, 64, 128, 8, 3, loads=Loads.TMA, schedule=Schedule.MIXED_INPUT)
 MANY = Config(128, 256, 128, 8, 3, loads=Loads.TMA, schedule=Schedule.MIXED_INPUT, rows=TileRows.FITTED)
 QUANTISED = [DType(name) for name in CODES]
-_ELEMENTS = {"x": (9, 3), "w": (2, 0), "w_scale": (0, 0)}  # CUtensorMapDataType and swizzle
+_ELEMENTS = {
+    "x": (9, 3),
+    "w": (2, 0),
+    "w_scale": (0, 0),
+    "low_x": (9, 3),
+    "low_w": (9, 3),
+}  # CUtensorMapDataType and swizzle
 SMS = 132
 
 
-def record(dtype: DType, fusion: Fusion = Fusion.NONE, config: Config = FEW) -> Variant:
-    spec = Spec(Op.FORWARD, dtype, config, fusion=fusion)
+def record(dtype: DType, fusion: Fusion = Fusion.NONE, config: Config = FEW, op: Op = Op.FORWARD) -> Variant:
+    spec = Spec(op, dtype, config, fusion=fusion)
     entry = entry_of(spec)
     return Variant(
         entry.name, entry.revision, 1, spec.op, spec.dtype, spec.layout, fusion, 16, 512, config.pairs(), entry.name,
@@ -108,6 +118,9 @@ def test_the_records_here_are_ones_that_could_be_launched() -> None:
         for fusion in (Fusion.NONE, Fusion.SCATTER):
             assert unlaunchable(record(dtype, fusion)) is None
             assert unlaunchable(record(dtype, fusion, MANY)) is None
+        if dtype is not DType.FP8_CHANNEL_A16:
+            for fusion in (Fusion.NONE, Fusion.LOW_RANK):
+                assert unlaunchable(record(dtype, fusion, MANY, Op.DX)) is None
 
 
 @pytest.mark.parametrize("config", [FEW, MANY])
@@ -143,6 +156,27 @@ def test_the_words_of_a_launch(driver: Driver, dtype: DType, config: Config) -> 
     assert bytes(read["x"]).startswith(b"x (4096")  # type: ignore[arg-type]
     assert bytes(read["w"]).startswith(b"w (8192")  # type: ignore[arg-type]
     assert ("w_scale" in read) is bool(codes.scale_bytes)
+
+
+@pytest.mark.parametrize("op", [Op.FORWARD, Op.DX])
+def test_the_words_of_a_low_rank_part(driver: Driver, op: Op) -> None:
+    """low_w has y's columns contiguous where w's rows have, as dX's do. Of a bias the flags say that it is there."""
+    variant, M, R = record(DType.MXFP4, Fusion.LOW_RANK, MANY, op), 300, 24
+    driver.running.append(variant)
+    fused = gemm.Fused(Fusion.BIAS)
+    launcher = mixed_input_launcher(loaded(variant), N=N, K=K, E=E, m_sizes_step=1, fused=fused, R=R)
+    columns, reduction = (N, K) if op is Op.FORWARD else (K, N)
+    launcher(
+        20480, 24576, 0, M=M, x=4096, w=8192, w_scale=12288, w_outer=0, w_zero=0, bias=16384, stride_x_m=reduction,
+        stride_y_m=columns, low_x=28672, low_w=32768,
+    )  # fmt: skip
+    assert Encoded("x", 4096, (M, reduction), (reduction,)) in driver.encoded
+    assert Encoded("low_x", 28672, (M, R), (R,)) in driver.encoded
+    sizes = (E, columns, R) if op is Op.FORWARD else (E, R, columns)
+    assert Encoded("low_w", 32768, sizes, (sizes[1] * sizes[2], sizes[2])) in driver.encoded
+    ((programs, read),) = driver.launched
+    assert (read["N"], read["K"], read["R"], read["bias"], read["flags"]) == (columns, reduction, R, 16384, 8)
+    assert programs == min(SMS, ((M - E) // 128 + E) * -(-columns // 256))
 
 
 @pytest.mark.slow
@@ -397,3 +431,61 @@ def test_a_layer_of_quantised_weights_is_replayed(driver: Driver, use: Use, monk
     assert len(driver.launched) == 6
     assert [read["w"] for _, read in driver.launched[::2]] == [driver.launched[0][1]["w"]] * 3
     assert [read["M"] for _, read in driver.launched] == [T * TOPK] * 4 + [(T - 1) * TOPK] * 2
+
+
+@pytest.fixture
+def adapt(driver: Driver, use: Use, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has products of mxfp4 find code that adds a low-rank part."""
+
+    def kernel(problem: Problem, M: int, device: int) -> gemm.LoadedKernel:
+        driver.running.append(record(problem.dtype, problem.fusion, MANY, problem.op))
+        return loaded(driver.running[-1])
+
+    use(DType.MXFP4)
+    monkeypatch.setattr(quantised, "low_rank_kernel", kernel)
+
+
+@pytest.mark.usefixtures("adapt")
+def test_an_adapter_s_columns_are_part_of_a_product_of_codes(driver: Driver) -> None:
+    """Of gathered rows with a bias, too: they are gathered before."""
+    w, M, r = ExpertWeights.quantize(torch.randn(E, N, K), "mxfp4"), T * TOPK, 16
+    one = LowRank(torch.randn(E, r, K).bfloat16(), torch.randn(E, N, r).bfloat16(), 1.0)
+    x, u, bias = torch.randn(T, K).bfloat16(), torch.randn(M, r).bfloat16(), torch.randn(E, N).bfloat16()
+    index, m_sizes = torch.randperm(M).to(torch.int32), torch.full((E,), M // E, dtype=torch.int32)
+    call = Rows(Op.FORWARD, x, w, m_sizes, Layout.NK, M, index, TOPK, bias=bias, loose=True)
+    y = product(call, one, u)
+    ((_, read),) = driver.launched
+    assert w.order == ORDERS[w.format].number
+    assert (len(driver.gathers), driver.running[-1].fusion) == (1, Fusion.LOW_RANK)
+    assert (read["bias"], read["y"], int(read["flags"]) & 15) == (bias.data_ptr(), y.data_ptr(), 8)
+    addresses = {one.argument: one.address for one in driver.encoded}
+    assert (addresses["low_x"], addresses["low_w"]) == (u.data_ptr(), one.B.data_ptr())
+    product(call, one, u)
+    assert len(driver.running) == 1  # a call like an earlier one chooses nothing
+    v = torch.randn(M, r).bfloat16()
+    product(Rows(Op.DX, torch.randn(M, N).bfloat16(), w, m_sizes, Layout.NK, M), one, v)
+    assert driver.running[-1].op is Op.DX
+    addresses = {one.argument: one.address for one in driver.encoded}
+    assert (addresses["low_x"], addresses["low_w"]) == (v.data_ptr(), one.A.data_ptr())
+
+
+@pytest.mark.usefixtures("adapt")
+def test_calls_that_two_products_do(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of y that move, x that starts within 16 bytes, codes not in order in a capture, weights that quantise x."""
+    w, m_sizes = ExpertWeights.quantize(torch.randn(E, N, K), "mxfp4"), torch.full((E,), T // E, dtype=torch.int32)
+    u, B = torch.randn(T, 16).bfloat16(), torch.randn(E, N, 16).bfloat16()
+    x = torch.randn(T, K).bfloat16()
+    aligned = Rows(Op.FORWARD, x, w, m_sizes, Layout.NK, T)
+    odd = torch.randn(T * K + 1).bfloat16()[1:].view(T, K)
+    for call in (replace(aligned, zero_tail=True), replace(aligned, x=odd)):
+        assert with_low_part(call, u, B) is None
+    assert with_low_part(aligned, u[:, :4].contiguous(), B[:, :, :4].contiguous()) is None
+    eight = ExpertWeights.quantize(torch.randn(E, N, K), "fp8_block")
+    assert with_low_part(replace(aligned, w=eight), u, B) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(quantised, "capturing", lambda: True)
+        assert with_low_part(aligned, u, B) is None
+    assert not w.order
+    monkeypatch.setattr(quantised, "low_rank_kernel", lambda *_: None)
+    assert with_low_part(replace(aligned, x=x[: T // 2], M=T // 2), u[: T // 2], B) is None
+    assert not driver.launched
