@@ -50,6 +50,36 @@ def test_what_an_open_bundle_tells(path):
         assert file.cubin(5) == bundle.cubins[5]
 
 
+def test_a_file_that_others_may_write_once_its_place_was_checked(path, monkeypatch):
+    """What is opened is checked again, by its descriptor."""
+    resolved = bundle_file.trust.resolve
+
+    def then_opened_to_all(where, *more):
+        real = resolved(where, *more)
+        path.chmod(0o666)
+        return real
+
+    monkeypatch.setattr(bundle_file.trust, "resolve", then_opened_to_all)
+    with pytest.raises(BundleUntrusted, match="mode 0666"):
+        open_bundle(path)
+
+
+def test_the_largest_file(path, monkeypatch):
+    monkeypatch.setattr(bundle_file, "MAX_FILE_BYTES", len(MEDIUM))
+    assert open_bundle(path).digest == MEDIUM[31:63]
+    monkeypatch.setattr(bundle_file, "MAX_FILE_BYTES", len(MEDIUM) - 1)
+    with pytest.raises(BundleCorrupt, match=f"file is {len(MEDIUM)} bytes, the limit is {len(MEDIUM) - 1}"):
+        open_bundle(path)
+
+
+def test_bytes_are_checked_when_they_are_opened():
+    """No index of theirs is put off: its last byte, which the target does not hang on, is told at once."""
+    with open_bytes(MEDIUM, "made here") as whole:
+        last = PREAMBLE_BYTES + whole._preamble.index_bytes - 1
+    with pytest.raises(BundleCorrupt, match="made here"):
+        open_bytes(MEDIUM[:last] + bytes([MEDIUM[last] ^ 1]) + MEDIUM[last + 1 :], "made here")
+
+
 def test_a_problem_that_is_not_there(path):
     with open_bundle(path) as file:
         assert file.find(Problem(Op.FORWARD, DType.BF16, 1, 1, 1)) == ()
