@@ -6,6 +6,7 @@ installed, into its artifacts/bundles.
 """
 
 import lzma
+import os
 import re
 import sys
 from pathlib import Path
@@ -40,7 +41,7 @@ def unpack(folder: Path) -> None:
     for pressed in sorted((ROOT / "artifacts" / "pressed").glob("*.xz")):
         path, data = folder / pressed.stem, lzma.decompress(pressed.read_bytes())
         if not path.exists() or path.read_bytes() != data:
-            begun = path.with_name(f".{path.name}")
+            begun = path.with_name(f".{path.name}.{os.getpid()}")
             begun.write_bytes(data)
             begun.replace(path)  # who reads the old one goes on
 
@@ -50,6 +51,11 @@ class BuildWithBundles(build_py):
 
     def run(self) -> None:
         super().run()
+        if not self.editable_mode:  # of a clone's folder, what an earlier one unpacked stays behind
+            there = {one.stem for one in (ROOT / "artifacts" / "pressed").glob("*.xz")}
+            for old in Path(self.build_lib, "pretuned/artifacts/bundles").glob("*.msgpack"):
+                if old.name not in there:
+                    old.unlink()
         unpack(ROOT / "artifacts/bundles" if self.editable_mode else Path(self.build_lib, "pretuned/artifacts/bundles"))
 
 

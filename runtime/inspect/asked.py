@@ -54,10 +54,13 @@ def suits(problem: Problem) -> bool:
 
 
 def as_read(snapshot: Snapshot, problem: Problem, local: LocalGpu) -> Problem:
-    """The same of codes as they are stored where a forward can't have them in order, or no bundle has code of that."""
-    if not problem.dtype.quantised or problem.op is not Op.FORWARD or problem.layout is not Layout.NK:
+    """The same of codes as they are stored where a forward can't have them in order, or no bundle has code of that.
+
+    dX reads the order that they are in.
+    """
+    if not problem.dtype.quantised or problem.layout is not Layout.NK:
         return problem
-    plain, stored = replace(problem, fusion=Fusion.NONE), replace(problem, layout=Layout.STORED)
+    plain, stored = replace(problem, op=Op.FORWARD, fusion=Fusion.NONE), replace(problem, layout=Layout.STORED)
     if not prepares(problem.dtype, problem.N, problem.K):
         return stored
     return stored if not snapshot.serves(plain, local) and snapshot.serves(stored, local) else problem

@@ -225,7 +225,8 @@ def trial(kernel: gemm.LoadedKernel, here: TrialPlace) -> str | None:
     if variant.op is Op.DW:
         return _weight(kernel, here)
     on = _operands(variant, here)
-    for form, zero_tail in _FORMS[variant.fusion]:
+    biased = Fusion.BIAS if variant.dtype.quantised and variant.fusion is Fusion.LOW_RANK else Fusion.NONE
+    for form, zero_tail in ((one | biased, zeroes) for one, zeroes in _FORMS[variant.fusion]):
         wrong = _rows(kernel, here, on, form, zero_tail)
         if wrong:
             return f"{f'{form.name} ' if form else ''}y{' with zero_tail' if zero_tail else ''}{wrong}"
@@ -318,7 +319,6 @@ def _rows(kernel: gemm.LoadedKernel, here: TrialPlace, on: _Operands, form: Fusi
     x_rows = slice(0, _M // _TOP_K) if gathers else slice(0, _M)
     memory = full(_M + 2, wide + 8, dtype=dtype)
     placed = here.put(memory, aligned=aligned)
-    y = placed[1:-1]
     indexed = gathers or scatters or Fusion.WEIGHT in form
     fused = gemm.Fused(form, 1, _TOP_K if gathers else 1, zero_tail)
     launch = _launcher(kernel, on, fused)
@@ -344,7 +344,7 @@ def _rows(kernel: gemm.LoadedKernel, here: TrialPlace, on: _Operands, form: Fusi
     counts = torch.tensor(_COUNTS, dtype=torch.int32, device="cpu")
     m_sizes = here.put(counts)
     for _ in range(2):  # what it counts with is as it was
-        launch(y.data_ptr(), m_sizes.data_ptr(), here.stream, **words)
+        launch(placed[1:-1].data_ptr(), m_sizes.data_ptr(), here.stream, **words)
     want = memory.float()
     result = want[1:-1, :wide]
     reference.rows(

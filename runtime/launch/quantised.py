@@ -46,7 +46,7 @@ def ready_for_quantised(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready 
     """The kernel for this product of w into y and all like it; None where no bundle has one.
 
     A forward's is one that wants codes in order where there is such code, else one that takes them as they are; dX's is
-    of the second kind, in either order.
+    one for the order that they are in.
     """
     if not w.kernel_dtypes or call.x.dtype is not torch.bfloat16:
         return None
@@ -121,7 +121,7 @@ def wants_order(w: ExpertWeights, device: int) -> bool:
 
 
 def _of_codes_as_they_are(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready | None:
-    """A kernel that takes codes in the order they are in, and gathers rows itself."""
+    """A kernel that takes codes in the order they are in; rows are gathered by it."""
     x, m_sizes, fusion, (E, N, K), device = call.x, call.m_sizes, call.fusion, w.shape, call.x.get_device()
     size, layout = x.element_size(), Layout.NK if w.order else Layout.STORED
     lengths = (row_stride(x, x.shape[1]), row_stride(y, y.shape[1]), N, K)

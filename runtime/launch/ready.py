@@ -144,7 +144,8 @@ def may_add_low_part(call: Rows, narrow: torch.Tensor, second: torch.Tensor) -> 
         return False
     if dense:
         return _aligned(call, 0, columns, columns)
-    return is_aligned(ALIGNMENT_BYTES, x.data_ptr(), row_stride(x, x.shape[1]) * size)
+    pointers = (call.w.codes.data_ptr(), call.w.scale.data_ptr()) if isinstance(call.w, ExpertWeights) else ()
+    return is_aligned(ALIGNMENT_BYTES, x.data_ptr(), *pointers, row_stride(x, x.shape[1]) * size)
 
 
 def ready_for_low_rank(call: Rows) -> Ready | None:

@@ -279,8 +279,11 @@ class ExpertWeights:
         return {**self.tensors(), "order": torch.tensor(self.order)}
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy or pickle keeps: float8 as bytes, for torch can't pickle it by itself."""
-        kept = self.__dict__.copy()
+        """What a copy or pickle keeps: float8 as bytes, for torch can't pickle it by itself.
+
+        Not what is made of scales for this version's kernels: another version's may read it in another way.
+        """
+        kept = self.__dict__ | {"_derived": None}
         for name, one in self.tensors().items():
             kept[name] = one.view(torch.uint8) if one.dtype is torch.float8_e4m3fn else one
         return kept
@@ -292,6 +295,9 @@ class ExpertWeights:
             self.codes = self.codes.view(torch.float8_e4m3fn)
         if elements.scale is not None and elements.scale.name == "e4m3":
             self.scale = self.scale.view(torch.float8_e4m3fn)
+        self._derived = None  # (a pickle of an earlier version has its own)
+        if self.order:
+            _ = self.kernel_scale  # made now: not in a graph capture
 
     def __repr__(self) -> str:
         E, N, K = self.shape

@@ -289,3 +289,9 @@ def test_strict_mode_takes_no_low_rank_part_of_the_candidates(monkeypatch: pytes
     reload()
     assert ready.low_rank_kernel(LOW, 64, 0) is None
     assert asked == ([] if strict else [LOW])
+
+
+@pytest.mark.parametrize(("dtype", "N", "K"), [(DType.INT4_G128, 64, 192), (DType.MXFP4, 100, 208)])
+def test_dx_of_codes_that_can_t_be_in_order_is_of_those_stored(tmp_path: Path, dtype: DType, N: int, K: int) -> None:
+    asked = Problem(Op.DX, dtype, 8, N, K)
+    assert as_read(installed(tmp_path), asked, ON_H200) == replace(asked, layout=Layout.STORED)

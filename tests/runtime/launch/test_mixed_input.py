@@ -480,6 +480,10 @@ def test_calls_that_two_products_do(driver: Driver, monkeypatch: pytest.MonkeyPa
     for call in (replace(aligned, zero_tail=True), replace(aligned, x=odd)):
         assert with_low_part(call, u, B) is None
     assert with_low_part(aligned, u[:, :4].contiguous(), B[:, :, :4].contiguous()) is None
+    held = torch.empty(w.codes.numel() + 1, dtype=torch.uint8)[1:].view(w.codes.shape)
+    apart = ExpertWeights.mxfp4(held.copy_(w.codes), w.scale)
+    assert with_low_part(replace(aligned, w=apart), u, B) is None
+    assert not apart.order
     eight = ExpertWeights.quantize(torch.randn(E, N, K), "fp8_block")
     assert with_low_part(replace(aligned, w=eight), u, B) is None
     with monkeypatch.context() as patch:

@@ -248,6 +248,12 @@ def test_weights_that_travel_have_their_kernels_scales_at_once(format: str) -> N
     assert torch.equal(again._derived, w._derived)
     assert there._derived is not None
     assert there._derived.shape == w._derived.shape
+    kept = w.__getstate__()
+    assert kept["_derived"] is None
+    old = ExpertWeights.__new__(ExpertWeights)
+    old.__setstate__(kept | {"_derived": torch.zeros_like(w._derived)})  # as a version with another way of them kept it
+    assert old._derived is not None
+    assert torch.equal(old._derived, w._derived)
 
 
 # What dequantize.py says in PTX, on 32-bit words.
