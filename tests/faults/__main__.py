@@ -7,6 +7,7 @@ and added to what the file already has: a list of runs for each row.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -16,7 +17,8 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ ROOT = HERE.parents[1]
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
 sys.path += [str(HERE), str(HERE.parent / "support"), str(HERE.parent / "attacks")]
 
+import golden_bundles  # noqa: E402
 import mutate  # noqa: E402
 import test_cold_build  # noqa: E402
 import test_lifetime  # noqa: E402
@@ -34,42 +37,54 @@ import test_publish  # noqa: E402
 import test_swap  # noqa: E402
 import test_tuning  # noqa: E402
 
-CHUNK = 2000
+from pretuned.artifacts.format import codec  # noqa: E402
+
+SLICE_S = {"mutations": 0.5, "sealed": 5.0}  # of CPU, a bundle in turn; sealed ones take ten times as long
+AGAIN = 16  # of the sealed inputs that are accepted one in so many is encoded by all of ``encode``
 
 
-def fuzz(seed: int, until: float) -> dict[str, float]:
+def fuzz(seed: int, wanted: int, until: float) -> dict[str, float]:
     """Counts of inputs and of accepted ones; a differing input that is accepted, or any other error, is raised.
 
-    ``slowest_cpu_s`` of one input, and ``grown_mib``: what the process grew by, so no input took more.
+    Until there are ``wanted`` of each kind, or it is ``until``. ``slowest_cpu_s`` of one input, and ``grown_mib``: what
+    the process grew by, so no input took more.
     """
     counts: dict[str, float] = dict.fromkeys(("mutations", "accepted", "sealed", "canonical", "slowest_cpu_s"), 0)
-    paths = sorted((HERE.parent / "golden").glob("*.msgpack"))
+    golden = [path.read_bytes() for path in sorted((HERE.parent / "golden").glob("*.msgpack"))]
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
-    def timed(data: bytes) -> bool:
-        begin = time.thread_time()
-        found = mutate.accepted(data)
-        counts["slowest_cpu_s"] = max(counts["slowest_cpu_s"], time.thread_time() - begin)
-        return found
+    def some(kind: str, accepted: str, inputs: Iterator[bytes]) -> None:
+        """One slice, in chunks whose time is looked at afterwards."""
+        end = time.thread_time() + SLICE_S[kind]
+        while (begin := time.thread_time()) < end and counts[kind] < wanted and time.monotonic() < until:
+            for data in itertools.islice(inputs, int(min(100, wanted - counts[kind]))):
+                found = mutate.accepted(data, whole=counts[accepted] % AGAIN == 0)
+                now = time.thread_time()
+                counts["slowest_cpu_s"] = max(counts["slowest_cpu_s"], now - begin)
+                begin = now
+                counts[accepted] += found
+                counts[kind] += 1
 
     turn = 0
-    while time.monotonic() < until:
-        data = paths[turn % len(paths)].read_bytes()
+    while min(counts["mutations"], counts["sealed"]) < wanted and time.monotonic() < until:
+        data = golden[turn % len(golden)]
         rng = random.Random(f"{seed} {turn}")
-        counts["accepted"] += mutate.run(filter(data.__ne__, mutate.flips(data, rng)), CHUNK, timed)
-        counts["mutations"] += CHUNK
-        counts["canonical"] += mutate.run(mutate.sealed(data, rng), CHUNK, timed)
-        counts["sealed"] += CHUNK
+        some("mutations", "accepted", filter(data.__ne__, mutate.flips(data, rng)))
+        some("sealed", "canonical", mutate.sealed(data, rng))
         turn += 1
     counts["grown_mib"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib) / 1024
     return counts
 
 
 def mutations(options: argparse.Namespace) -> dict[str, Any]:
-    """R1 and R2: random mutations of the golden bundles, as they are and with the digest made right."""
-    until = time.monotonic() + 60 * options.minutes
-    with multiprocessing.get_context("fork").Pool(options.cores) as pool:
-        found = pool.starmap(fuzz, [(options.seed * options.cores + i, until) for i in range(options.cores)])
+    """R1 and R2: random mutations of the golden bundles, as they are and with the digest made right.
+
+    Each bundle has as much time as another, so of small ones there are more inputs.
+    """
+    until, cores = time.monotonic() + 60 * options.minutes, options.cores
+    with multiprocessing.get_context("fork").Pool(cores) as pool:
+        shares = [(options.seed * cores + i, -(-options.inputs // cores), until) for i in range(cores)]
+        found = pool.starmap(fuzz, shares)
     worst = {key: round(max(counts[key] for counts in found), 4) for key in ("slowest_cpu_s", "grown_mib")}
     sums = {key: sum(int(counts[key]) for counts in found) for key in ("mutations", "accepted", "sealed", "canonical")}
     wrong = bool(sums["accepted"]) or worst["slowest_cpu_s"] > 1 or worst["grown_mib"] > 64
@@ -117,10 +132,12 @@ def failing_build(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def republished(options: argparse.Namespace) -> dict[str, Any]:
-    """R11: loads of the smallest golden bundle while another takes its place all the time."""
-    small = (HERE.parent / "golden" / "format1-small.msgpack").read_bytes()
+    """R11: loads of the smallest golden bundle while a longer one takes its place all the time, and it that one's."""
+    small = golden_bundles.small()
+    longer = replace(small, models=(*small.models, replace(small.models[0], tp=2)))
+    datas = codec.encode(small), codec.encode(longer)
     with tempfile.TemporaryDirectory() as folder:
-        done = test_publish.under_load(Path(folder), (small, test_publish.NEW), options.loads, options.minutes)
+        done = test_publish.under_load(Path(folder), datas, options.loads, options.minutes, options.readers)
     return {**done, "wrong": done["failed"]}
 
 
@@ -162,6 +179,12 @@ RUNS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+def _cpu_s() -> float:
+    """What this process and those that it waited for took of the CPU."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
 def main() -> int:
     """0 if nothing was found."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
@@ -170,15 +193,17 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60.0, help="of R1, R6 and R11, at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)), help="that fuzz")
+    parser.add_argument("--inputs", type=int, default=100_000_000, help="of R1, and as many of R2")
     parser.add_argument("--processes", type=int, default=64, help="that load one bundle at the same time")
     parser.add_argument("--tuners", type=int, default=32, help="processes that tune one layer at the same time")
     parser.add_argument("--rounds", type=int, default=50, help="of tuning")
     parser.add_argument("--loads", type=int, default=10_000_000, help="while a bundle is published anew")
+    parser.add_argument("--readers", type=int, default=3, help="processes that load it")
     parser.add_argument("--out", type=Path, help="a JSON file for the results")
     options = parser.parse_args()
     results = {}
     for row in options.rows.split(","):
-        begin = time.monotonic()
+        begin, cpu = time.monotonic(), _cpu_s()
         found = RUNS[row](options)
         results[row] = {
             "date": time.strftime("%Y-%m-%d"),
@@ -186,6 +211,7 @@ def main() -> int:
             "python": platform.python_version(),
             "cores": options.cores,
             "seconds": round(time.monotonic() - begin, 1),
+            "cpu_s": round(_cpu_s() - cpu, 1),
             **found,
         }
         print(json.dumps({row: results[row]}, indent=2), flush=True)

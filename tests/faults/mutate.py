@@ -123,12 +123,15 @@ def run(inputs: Iterator[bytes], rounds: int, judge: Callable[[bytes], bool]) ->
     return sum(judge(next(inputs)) for _ in range(rounds))
 
 
-def accepted(data: bytes) -> bool:
-    """Whether the strict reader takes ``data``; anything but a BundleError or a canonical bundle is raised."""
+def accepted(data: bytes, *, whole: bool = True) -> bool:
+    """Whether the strict reader takes ``data``; anything but a BundleError or a canonical bundle is raised.
+
+    Without ``whole`` it is encoded without being decoded once more, which is a third of the time.
+    """
     try:
         bundle = codec.decode(data, "fuzzed")
     except BundleError:
         return False
-    if codec.encode(bundle) != data:
+    if (codec.encode if whole else codec._encode)(bundle) != data:
         raise AssertionError(f"accepted, but encodes to other bytes: {data.hex()}")
     return True

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import subprocess
 import sys
 from pathlib import Path
 
@@ -66,3 +68,17 @@ def test_the_lazy_reader_raises_nothing_else(tmp_path):
         except BundleError:
             pass
     assert opened > 100
+
+
+def test_the_long_run_in_small(tmp_path):
+    """The program whose figures docs/inside/reliability.md has, for the two rows that are longest."""
+    out, root = tmp_path / "long.json", Path(__file__).parents[2]
+    few = ("--rows", "R1,R11", "--inputs", "600", "--loads", "60", "--cores", "2", "--readers", "2", "--minutes", "1")
+    command = [sys.executable, "-m", "tests.faults", "--long", *few, "--out", out]
+    subprocess.run(command, cwd=root, capture_output=True, check=True)
+    ((fuzzed,), (loaded,)) = json.loads(out.read_text()).values()
+    assert (fuzzed["mutations"], fuzzed["sealed"], fuzzed["accepted"], fuzzed["wrong"]) == (600, 600, 0, 0)
+    assert 0 < fuzzed["canonical"] < 600
+    assert 0 < fuzzed["slowest_cpu_s"] < 1
+    assert (loaded["loads"], loaded["failed"]) == (60, 0)
+    assert loaded["republishes"] >= 200

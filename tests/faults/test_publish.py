@@ -273,22 +273,24 @@ def read(path: Path, loads: int, minutes: float, count: Synchronized[int]) -> No
         count.value += done
 
 
-def under_load(folder: Path, datas: tuple[bytes, bytes], loads: int, minutes: float = 60) -> dict[str, int]:
-    """Two publishers, three readers: how often each did it, and how many of the processes failed."""
+def under_load(
+    folder: Path, datas: tuple[bytes, bytes], loads: int, minutes: float = 60, readers: int = 3
+) -> dict[str, int]:
+    """Two publishers and some readers: how often each did it, and how many of the processes failed."""
     context = multiprocessing.get_context("fork")
     stop, published, loaded = context.Event(), context.Value("q", 0), context.Value("q", 0)
     path = folder / "b.msgpack"
     publish(path, datas[0])
     publishers = [context.Process(target=republish, args=(path, stop, datas, published)) for _ in range(2)]
-    readers = [context.Process(target=read, args=(path, loads // 3, minutes, loaded)) for _ in range(3)]
-    for worker in publishers + readers:
+    reading = [context.Process(target=read, args=(path, loads // readers, minutes, loaded)) for _ in range(readers)]
+    for worker in publishers + reading:
         worker.start()
-    for reader in readers:
+    for reader in reading:
         reader.join()
     stop.set()
     for publisher in publishers:
         publisher.join()
-    failed = sum(worker.exitcode != 0 for worker in publishers + readers)
+    failed = sum(worker.exitcode != 0 for worker in publishers + reading)
     return {"loads": loaded.value, "republishes": published.value, "failed": failed}
 
 

@@ -1,6 +1,7 @@
 """A process that uses a GPU for long: calls of threads on streams of their own, graphs captured beside, and ``reload``.
 
-Results stay the same bits, and nothing grows: descriptors, the host's memory, the GPU's.
+Results stay the same bits, and nothing grows: descriptors, the host's memory, the GPUs'. Where there are two GPUs each
+has its threads and graphs, and one thread more goes from GPU to GPU.
 
     python tests/gpu/soak.py --minutes 20 --json soak.json
 
@@ -11,6 +12,8 @@ of the time.
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
 import os
 import sys
@@ -39,15 +42,16 @@ class Layer(NamedTuple):
     weights: dict[int, torch.Tensor]
 
 
-def made() -> Layer:
-    torch.manual_seed(0)
+def made(gpu: int) -> Layer:
+    """The same numbers on every GPU."""
+    draw = torch.Generator().manual_seed(0)
 
     def tensor(*shape: int, spread: float = 1.0) -> torch.Tensor:
-        return (spread * torch.randn(shape, device="cuda")).to(torch.bfloat16)
+        return (spread * torch.randn(shape, generator=draw)).to(f"cuda:{gpu}", torch.bfloat16)
 
     lora = (Lora(tensor(E, 16, H, spread=H**-0.5), tensor(E, 2 * I, 16), 0.1),
             Lora(tensor(E, 16, I, spread=I**-0.5), tensor(E, H, 16), 0.1))  # fmt: skip
-    routed = {T: torch.rand(T, E, device="cuda").topk(TOP_K, -1) for T in TOKENS}
+    routed = {T: torch.rand(T, E, generator=draw).to(f"cuda:{gpu}").topk(TOP_K, -1) for T in TOKENS}
     return Layer(
         tensor(E, 2 * I, H, spread=H**-0.5), tensor(E, H, I, spread=I**-0.5), lora, {T: tensor(T, H) for T in TOKENS},
         {T: routed[T].indices for T in TOKENS}, {T: routed[T].values for T in TOKENS},
@@ -66,27 +70,33 @@ def results(layer: Layer, T: int) -> list[torch.Tensor]:
 
 
 def held() -> dict[str, float]:
-    """Descriptors, and MiB of the host and of the GPU that are in use."""
-    free, total = torch.cuda.mem_get_info()
+    """Descriptors, and MiB of the host and of all GPUs that are in use: what is free in this process is given back."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    used = 0
+    for gpu in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(gpu)
+        used += total - free
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     descriptors = len(list(Path("/proc/self/fd").iterdir()))
     host = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-    return {"descriptors": descriptors, "host": host, "gpu": (total - free) / 2**20}
+    return {"descriptors": descriptors, "host": host, "gpu": used / 2**20}
 
 
 class Soak:
     """What the threads share."""
 
     def __init__(self, seconds: float) -> None:
-        self.layer, self.end = made(), time.monotonic() + seconds
-        self.counts = {"steps": 0, "reloads": 0, "graphs": 0, "replays": 0}
+        self.gpus = range(torch.cuda.device_count())
+        self.layers = [made(gpu) for gpu in self.gpus]
+        self.counts = {"steps": 0, "steps of the one that goes": 0, "reloads": 0, "graphs": 0, "replays": 0}
         self.wrong: list[str] = []
-        self.wanted = {T: [one.clone() for one in results(self.layer, T)] for T in TOKENS}
-        torch.cuda.synchronize()
-        self.lock, self.quiet = (
-            threading.Lock(),
-            threading.Lock(),
-        )  # none asks how much memory is free while one captures
+        self.wanted = [{T: [one.clone() for one in results(layer, T)] for T in TOKENS} for layer in self.layers]
+        for gpu in self.gpus:
+            torch.cuda.synchronize(gpu)
+        self.lock = threading.Lock()
+        self.quiet = threading.Lock()  # none asks how much memory is free while one captures
+        self.end = time.monotonic() + seconds
 
     def runs(self) -> bool:
         return time.monotonic() < self.end and not self.wrong
@@ -95,29 +105,44 @@ class Soak:
         with self.lock:
             self.counts[what] += 1
 
-    def compare(self, found: list[torch.Tensor], T: int, who: str) -> None:
-        for i, (got, one) in enumerate(zip(found, self.wanted[T], strict=True)):
+    def compare(self, found: list[torch.Tensor], gpu: int, T: int, who: str) -> None:
+        for i, (got, one) in enumerate(zip(found, self.wanted[gpu][T], strict=True)):
             if not torch.equal(got, one):
-                self.wrong.append(f"{who}: result {i} of {T} tokens is another")
+                self.wrong.append(f"{who}: result {i} of {T} tokens on GPU {gpu} is another")
 
-    def caller(self, seed: int) -> None:
-        stream, number = torch.cuda.Stream(), seed
+    def step(self, gpu: int, number: int, stream: torch.cuda.Stream, who: str, current: int) -> None:
+        T = TOKENS[number % len(TOKENS)]
+        with torch.cuda.stream(stream):
+            torch.cuda.set_device(current)
+            found = results(self.layers[gpu], T)
+            stream.synchronize()
+            self.compare(found, gpu, T, who)
+
+    def caller(self, seed: int, gpu: int) -> None:
+        stream, number = torch.cuda.Stream(gpu), seed
         while self.runs():
-            T, number = TOKENS[number % len(TOKENS)], number + 1
-            with torch.cuda.stream(stream):
-                found = results(self.layer, T)
-                stream.synchronize()
-                self.compare(found, T, f"thread {seed}")
+            self.step(gpu, number, stream, f"thread {seed}", gpu)
+            number += 1
             self.add("steps")
+
+    def goer(self) -> None:
+        """From GPU to GPU; every other time the last one is the current one."""
+        streams, number = [torch.cuda.Stream(gpu) for gpu in self.gpus], 0
+        while self.runs():
+            gpu, last = number % len(self.gpus), (number // len(self.gpus)) % 2
+            self.step(gpu, number, streams[gpu], "the thread that goes", -1 % len(self.gpus) if last else gpu)
+            number += 1
+            self.add("steps of the one that goes")
 
     def reloader(self) -> None:
         while self.runs():
             reload()
             self.add("reloads")
-            time.sleep(1.0)
+            time.sleep(0.1)
 
-    def capturer(self) -> None:
-        number, layer, stream = 0, self.layer, torch.cuda.Stream()  # (torch has 32, and gives them out in turns)
+    def capturer(self, gpu: int) -> None:
+        torch.cuda.set_device(gpu)
+        number, layer, stream = 0, self.layers[gpu], torch.cuda.Stream()  # (torch has 32, and gives them out in turns)
         while self.runs():
             T, number = TOKENS[number % len(TOKENS)], number + 1
             graph = torch.cuda.CUDAGraph()
@@ -127,8 +152,8 @@ class Soak:
                 graph.replay()
                 self.add("replays")
             torch.cuda.current_stream().synchronize()
-            if not torch.equal(out, self.wanted[T][1]):
-                self.wrong.append(f"a graph of {T} tokens has another result")
+            if not torch.equal(out, self.wanted[gpu][T][1]):
+                self.wrong.append(f"a graph of {T} tokens on GPU {gpu} has another result")
             self.add("graphs")
             del graph, out
 
@@ -145,27 +170,32 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--json", help="a file for the figures")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("no CUDA GPU here")
     soak = Soak(60 * args.minutes)
-    works = [(soak.caller, 0), (soak.caller, 1), (soak.caller, 2), (soak.reloader,), (soak.capturer,)]
+    works: list[tuple[Any, ...]] = [(soak.caller, seed, gpu) for gpu in soak.gpus for seed in range(3)]
+    works += [(soak.reloader,), *((soak.capturer, gpu) for gpu in soak.gpus)]
+    if len(soak.gpus) > 1:
+        works.append((soak.goer,))
     threads = [threading.Thread(target=soak.guarded, args=one) for one in works]
     begun = time.monotonic()
     for one in threads:
         one.start()
-    time.sleep(6 * args.minutes)
-    with soak.quiet:
-        before = held()
-    while soak.runs():
-        time.sleep(min(5.0, 6 * args.minutes))
-    with soak.quiet:
-        after = held()
+    tenths = []
+    for tenth in range(1, 11):
+        while soak.runs() and time.monotonic() < begun + 6 * args.minutes * tenth - 1:
+            time.sleep(0.5)
+        with soak.quiet:
+            tenths.append({name: round(value, 1) for name, value in held().items()})
     for one in threads:
         one.join()
-    grown = {name: after[name] - before[name] for name in before}
+    grown = {name: tenths[-1][name] - tenths[0][name] for name in tenths[0]}
     for name, most in {**MOST_MIB, "descriptors": MOST_DESCRIPTORS}.items():
         if grown[name] > most:
             soak.wrong.append(f"{name} grew by {grown[name]:.1f}, at most {most} may be")
-    report = {"gpu": torch.cuda.get_device_name(), "minutes": round((time.monotonic() - begun) / 60, 1), **soak.counts,
-              "after a tenth": before, "grown": grown, "wrong": soak.wrong}  # fmt: skip
+    names = [torch.cuda.get_device_name(gpu) for gpu in soak.gpus]
+    report = {"gpus": names, "minutes": round((time.monotonic() - begun) / 60, 1), **soak.counts, "grown": grown,
+              "held after each tenth": tenths, "wrong": soak.wrong}  # fmt: skip
     print(json.dumps(report, indent=1))
     if args.json:
         Path(args.json).write_text(json.dumps(report, indent=1) + "\n")

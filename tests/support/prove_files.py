@@ -4,46 +4,76 @@
     compute-sanitizer --error-exitcode 9 python tests/support/prove_files.py artifacts/bundles/*sm90.msgpack*
 
 Each piece of code runs once, by the trial of ``runtime/launch/proof.py``. What is wrong is told, with exit code 1.
+``--part 2/8`` takes every eighth, from the second on: the first of each kernel come first, so that a part that is
+stopped has seen most of them. ``--names`` prints a line before each, by which ``tests/gpu/races.py`` knows whose code
+the tool tells of.
 """
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
 
 import torch
 
 from pretuned.artifacts.errors import PretunedError
-from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle
 from pretuned.kernels.hardware.arch import arch_of
 from pretuned.runtime.driver.device import local_gpu
 from pretuned.runtime.launch import proof
 from pretuned.runtime.launch.loader import loaded
 
 
-def main(paths: list[str]) -> int:
-    torch.zeros(1, device="cuda")
-    local, seen, wrong, too_large = local_gpu(0), set(), 0, 0
-    for path in paths:
-        bundle = open_bundle(path)
+def each_cubin(paths: list[str]) -> Iterator[tuple[BundleFile, int]]:
+    """Each cubin once, by the first variant that has it: the first of every kernel, then the second of each."""
+    seen: set[bytes] = set()
+    turns: Counter[str] = Counter()
+    found = []
+    for bundle in map(open_bundle, paths):
         for i, variant in enumerate(bundle.variants()):
-            if variant.cubin_sha256 in seen:
-                continue
-            if variant.shared_bytes > arch_of(local.sm).limits.shared_per_block_bytes:
-                too_large += 1
-                continue
-            seen.add(variant.cubin_sha256)
-            try:
-                told = proof.tried(loaded(bundle, i, 0, local.gpu.sm_count))
-            except PretunedError as error:
-                told = str(error)
-            if told:
-                wrong += 1
-                print(
-                    f"{path}: variant {i}, {variant.entry} {variant.op.value} {variant.dtype.value}: {told}", flush=True
-                )
-    print(f"{len(seen)} cubins on {local}, {wrong} wrong, {too_large} that no block has the memory for")
+            if variant.cubin_sha256 not in seen:
+                seen.add(variant.cubin_sha256)
+                found.append((turns[variant.entry], len(found), bundle, i))
+                turns[variant.entry] += 1
+    for _, _, bundle, i in sorted(found, key=lambda one: one[:2]):
+        yield bundle, i
+
+
+def main() -> int:
+    """0 if all are right."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("paths", nargs="+", metavar="FILE")
+    parser.add_argument("--part", default="1/1", help="I/N: every N-th cubin, from the I-th on")
+    parser.add_argument("--names", action="store_true", help="a line before each")
+    options = parser.parse_args()
+    first, every = map(int, options.part.split("/"))
+    torch.zeros(1, device="cuda")
+    local, seen, wrong, too_large = local_gpu(0), 0, 0, 0
+    for bundle, i in itertools.islice(each_cubin(options.paths), first - 1, None, every):
+        variant = bundle.variant(i)
+        if variant.shared_bytes > arch_of(local.sm).limits.shared_per_block_bytes:
+            too_large += 1
+            continue
+        seen += 1
+        if options.names:
+            torch.cuda.synchronize()
+            time.sleep(0.02)  # what the tool has to say of the one before is out
+            print(f"cubin {variant.cubin_sha256.hex()} {variant.entry}", flush=True)
+        try:
+            told = proof.tried(loaded(bundle, i, 0, local.gpu.sm_count))
+        except PretunedError as error:
+            told = str(error)
+        if told:
+            wrong += 1
+            what = f"{variant.entry} {variant.op.value} {variant.dtype.value}"
+            print(f"{bundle.path}: variant {i}, {what}: {told}", flush=True)
+    print(f"{seen} cubins on {local}, {wrong} wrong, {too_large} that no block has the memory for", flush=True)
     return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

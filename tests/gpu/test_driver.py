@@ -1,0 +1,80 @@
+"""A bundle whose code wants a newer driver than this GPU's: both numbers are told, and no code is loaded.
+
+    python -m pytest -q tests/gpu/test_driver.py
+
+The driver's own answer is what it is held against. It takes what ships for this GPU's capability.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import torch
+
+from pretuned.artifacts.errors import DriverTooOld
+from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.files.publish import publish
+from pretuned.artifacts.format.codec import encode
+from pretuned.artifacts.records.bundle import Bundle
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Op
+from pretuned.artifacts.records.target import cuda_version
+from pretuned.kernels import reference
+from pretuned.runtime import explain, grouped_gemm, reload
+from pretuned.runtime.driver import cuda
+from pretuned.runtime.driver.device import local_gpu
+from pretuned.runtime.launch import loader
+
+
+def shipped() -> Bundle | None:
+    """What ships for this GPU's capability."""
+    if not torch.cuda.is_available():
+        return None
+    path = Path(str(files("pretuned.artifacts"))) / f"bundles/catalogue-sm{local_gpu(0).sm}.msgpack"
+    if not path.exists():
+        return None
+    with open_bundle(path) as file:
+        return file.load()
+
+
+SHIPPED = shipped()
+pytestmark = pytest.mark.skipif(SHIPPED is None, reason="needs a GPU that a bundle ships for")
+
+
+def test_a_driver_that_is_too_old_is_told_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert SHIPPED is not None
+    here, loads = local_gpu(0).gpu.driver, []
+    assert here == cuda.driver_version() >= SHIPPED.min_driver > 0
+    real = loader.loaded
+    monkeypatch.setattr(loader, "loaded", lambda *given, **named: loads.append(given) or real(*given, **named))
+    plain = (one for one in SHIPPED.choices if one.op is Op.FORWARD and one.dtype is DType.BF16 and not one.fusion)
+    problem = min(plain, key=lambda one: one.E * one.N * one.K)
+    x = torch.randn(64, problem.K, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(problem.E, problem.N, problem.K, device="cuda", dtype=torch.bfloat16) * problem.K**-0.5
+    m_sizes = torch.zeros(problem.E, dtype=torch.int32, device="cuda")
+    m_sizes[0], m_sizes[-1] = 40, 24
+    path = tmp_path / "bundle.msgpack"
+    monkeypatch.setenv("PRETUNED_BUNDLES", str(path))
+    try:
+        publish(path, encode(replace(SHIPPED, min_driver=here + 10)))
+        reload()
+        both = f"CUDA {cuda_version(here + 10)} or later.*CUDA {cuda_version(here)}".replace(".", r"\.", 1)
+        with pytest.raises(DriverTooOld, match=both):
+            grouped_gemm(x, w, m_sizes)
+        assert loads == []
+        publish(path, encode(replace(SHIPPED, min_driver=here)))
+        reload()
+        y = grouped_gemm(x, w, m_sizes)
+        chosen = explain(x, w, m_sizes).chosen
+        assert chosen is not None
+        assert chosen.usable.bundle.path == str(path)
+    finally:
+        monkeypatch.undo()
+        reload()
+    right = reference.forward(x.double(), w.double(), m_sizes)
+    assert (y.double() - right).norm() < 1e-2 * right.norm()
