@@ -1,0 +1,129 @@
+"""What racecheck told of three cubins that ship, and reports that are made up. No GPU is needed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")  # (its package has nvdisasm)
+import sass
+
+HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE))
+import races  # noqa: E402
+
+TOLD = HERE.parent / "support" / "racecheck.txt"
+BUNDLE = HERE.parents[1] / "artifacts" / "bundles" / "candidates-sm90.msgpack.xz"
+CUBINS = dict(reversed(one.split()[1:]) for one in TOLD.read_text().splitlines() if one.startswith("cubin"))
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    return races.Shipped([BUNDLE])
+
+
+def judged(shipped, lines, expected=None):
+    return races.judge(lines, shipped, races.expected_kinds() if expected is None else expected)
+
+
+def report(kernel, write, read, severity="Error"):
+    return [
+        f"cubin {CUBINS[kernel]} {kernel}",
+        f"========= {severity}: Race reported between Write access at {kernel}+{write:#x}",
+        f"=========     and Read access at {kernel}+{read:#x} [16 hazards]",
+    ]
+
+
+def test_what_was_told_has_an_order(shipped):
+    found = judged(shipped, TOLD.read_text().splitlines())
+    assert not found.wrong
+    assert found.cubins == set(CUBINS.values())
+    assert {(kind.kernel, kind.order) for kind in found.kinds} == {
+        ("weight", "the order of one warp's program"),
+        *((kernel, order) for kernel in ("weight_specialized", "rows_w8a8") for order in (
+            "two mbarriers", "named barrier 1"))}  # fmt: skip
+    assert found.kinds.total() == 18
+
+
+def test_each_order(shipped):
+    code = shipped(CUBINS["weight_specialized"])[1]
+    assert code.order(0x7230, 0x7BA0) == ("mbarrier 0x379e0", "mbarrier 0x379f0", "two mbarriers")
+    assert code.order(0x7230, 0x280)[:2] == ("mbarrier 0x379e0 or its second", "mbarrier 0x379f0 or its second")
+    assert code.order(0x150, 0x8AF0) == ("named barrier 1", "named barrier 1", "named barrier 1")
+
+
+def test_a_kind_that_nobody_expects(shipped):
+    told = report("weight_specialized", 0x7230, 0x280)
+    assert not judged(shipped, told).wrong
+    assert "STS.128 LDS.128 two mbarriers, is not in expected_races.json" in judged(shipped, told, set()).wrong[0]
+
+
+def test_without_the_arrival_there_is_no_order(shipped):
+    """Each of the two mbarriers is needed, and so is the named one."""
+    code = shipped(CUBINS["weight_specialized"])[1]
+    for what, first, second in (
+        (r"SYNCS.ARRIVE.*\+0x379e", 0x7230, 0x280),
+        (r"SYNCS.ARRIVE.*\+0x379f", 0x7230, 0x280),
+        (r"SYNCS.PHASECHK.*\+0x379e", 0x7230, 0x280),
+        (r"BAR.SYNC.*0x1$", 0x8AF0, 0x150),
+    ):
+        assert code.order(first, second)
+        less = sass.Code("")
+        less.ops = [one._replace(name="NOP", operands="") if re.match(what, f"{one.name} {one.operands}") else one
+                    for one in code.ops]  # fmt: skip
+        assert less.ops != code.ops
+        less.at, less.after, less.before = code.at, code.after, code.before
+        assert less.order(first, second) is None
+
+
+def accesses(code, name):
+    return [op.offset for op in code.ops if op.kind == name]
+
+
+def test_a_pair_that_is_made_up(shipped):
+    """Two accesses between which nothing is: what is read of the queue, and what a product is stored by."""
+    code = shipped(CUBINS["weight_specialized"])[1]
+    unordered = [(a, b) for a in accesses(code, "STS.128") for b in accesses(code, "LDS.128") if not code.order(a, b)]
+    assert unordered
+    wrong = judged(shipped, report("weight_specialized", *unordered[0])).wrong
+    assert len(wrong) == 1
+    assert wrong[0].endswith("no barrier orders them")
+
+
+@pytest.mark.parametrize(("write", "read"), [(0x7240, 0x280), (0x280, 0x7230), (0x7230, 0x7FFFF0)])
+def test_offsets_that_are_no_such_accesses(shipped, write, read):
+    wrong = judged(shipped, report("weight_specialized", write, read)).wrong
+    assert len(wrong) == 1
+    assert "no such accesses" in wrong[0]
+
+
+def test_of_another_kernel(shipped):
+    told = report("weight_specialized", 0x7230, 0x280)
+    other = [f"cubin {CUBINS['weight']} weight", *told[1:]]
+    assert "no such accesses" in judged(shipped, other).wrong[0]
+    assert "no such accesses" in judged(shipped, told[1:]).wrong[0]
+    late = [told[0], *other]  # what is told of one cubin can come after the next one's name
+    assert not judged(shipped, late).wrong
+
+
+def test_one_warps_order_is_no_error_of_two(shipped):
+    assert not judged(shipped, report("weight", 0x1DC0, 0x2220, "Warning")).wrong
+    assert judged(shipped, report("weight", 0x1DC0, 0x2220)).wrong[0].endswith("no barrier orders them")
+
+
+@pytest.mark.parametrize("line", ["========= Invalid __shared__ read of size 4 bytes", "========= Error: no device"])
+def test_another_line_of_the_tool(shipped, line):
+    assert judged(shipped, [line]).wrong == [f"no report: {line}"]
+
+
+def test_the_command(tmp_path):
+    wrong = tmp_path / "race.txt"
+    wrong.write_text("\n".join(report("weight", 0x1DC0, 0x2220)))
+    command = [sys.executable, HERE / "races.py", wrong, "--bundles", BUNDLE]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1, ended.stderr
+    assert "no barrier orders them (1 times)" in ended.stdout
