@@ -61,6 +61,13 @@ SAME: dict[tuple[str, str, str], str] = {
         "if max(sizes, default=0) > lim.MAX_RECORD_BYTES:",
         "1",
     ): "of no record",
+    ("artifacts/files/bundle_file.py", "_CHUNK_BYTES = 1 << 20", "2"): "how much is read at once",
+    ("artifacts/files/bundle_file.py", "_CHUNK_BYTES = 1 << 20", "21"): "how much is read at once",
+    (
+        "artifacts/files/bundle_file.py",
+        "held = _Descriptor(os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags))",
+        "os.O_RDONLY & os.O_CLOEXEC",
+    ): "Python sets that flag itself",
     (
         "artifacts/files/publish.py",
         "return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)",

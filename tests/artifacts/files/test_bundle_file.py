@@ -50,6 +50,20 @@ def test_what_an_open_bundle_tells(path):
         assert file.cubin(5) == bundle.cubins[5]
 
 
+def test_a_file_that_others_may_write_once_its_place_was_checked(path, monkeypatch):
+    """What is opened is checked again, by its descriptor."""
+    resolved = bundle_file.trust.resolve
+
+    def then_opened_to_all(where, *more):
+        real = resolved(where, *more)
+        path.chmod(0o666)
+        return real
+
+    monkeypatch.setattr(bundle_file.trust, "resolve", then_opened_to_all)
+    with pytest.raises(BundleUntrusted, match="mode 0666"):
+        open_bundle(path)
+
+
 def test_a_problem_that_is_not_there(path):
     with open_bundle(path) as file:
         assert file.find(Problem(Op.FORWARD, DType.BF16, 1, 1, 1)) == ()
