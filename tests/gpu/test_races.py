@@ -54,6 +54,8 @@ def test_each_order(shipped):
     assert code.order(0x7230, 0x7BA0) == ("mbarrier 0x379e0", "mbarrier 0x379f0", "two mbarriers")
     assert code.order(0x7230, 0x280)[:2] == ("mbarrier 0x379e0 or its second", "mbarrier 0x379f0 or its second")
     assert code.order(0x150, 0x8AF0) == ("named barrier 1", "named barrier 1", "named barrier 1")
+    passed = code.counts("0x1", 3)
+    assert [passed[code.at[one]] for one in (0x150, 0x8AF0, 0xA720)] == [{1}, {0}, {0}]
 
 
 def test_a_kind_that_nobody_expects(shipped):

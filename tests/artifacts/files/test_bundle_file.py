@@ -64,6 +64,14 @@ def test_a_file_that_others_may_write_once_its_place_was_checked(path, monkeypat
         open_bundle(path)
 
 
+def test_the_largest_file(path, monkeypatch):
+    monkeypatch.setattr(bundle_file, "MAX_FILE_BYTES", len(MEDIUM))
+    assert open_bundle(path).digest == MEDIUM[31:63]
+    monkeypatch.setattr(bundle_file, "MAX_FILE_BYTES", len(MEDIUM) - 1)
+    with pytest.raises(BundleCorrupt, match=f"file is {len(MEDIUM)} bytes, the limit is {len(MEDIUM) - 1}"):
+        open_bundle(path)
+
+
 def test_a_problem_that_is_not_there(path):
     with open_bundle(path) as file:
         assert file.find(Problem(Op.FORWARD, DType.BF16, 1, 1, 1)) == ()
