@@ -72,6 +72,14 @@ def test_the_largest_file(path, monkeypatch):
         open_bundle(path)
 
 
+def test_bytes_are_checked_when_they_are_opened():
+    """No index of theirs is put off: its last byte, which the target does not hang on, is told at once."""
+    with open_bytes(MEDIUM, "made here") as whole:
+        last = PREAMBLE_BYTES + whole._preamble.index_bytes - 1
+    with pytest.raises(BundleCorrupt, match="made here"):
+        open_bytes(MEDIUM[:last] + bytes([MEDIUM[last] ^ 1]) + MEDIUM[last + 1 :], "made here")
+
+
 def test_a_problem_that_is_not_there(path):
     with open_bundle(path) as file:
         assert file.find(Problem(Op.FORWARD, DType.BF16, 1, 1, 1)) == ()
