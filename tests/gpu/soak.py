@@ -5,8 +5,7 @@ has its threads and graphs, and one thread more goes from GPU to GPU.
 
     python tests/gpu/soak.py --minutes 20 --json soak.json
 
-Exit code 1 where something was wrong, or grew by more than ``MOST_MIB`` or ``MOST_DESCRIPTORS`` since the first tenth
-of the time.
+Exit code 1 where something was wrong, or grew by more than ``MOST_MIB`` or ``MOST_DESCRIPTORS``: ``grown``.
 """
 
 from __future__ import annotations
@@ -81,6 +80,16 @@ def held() -> dict[str, float]:
     descriptors = len(list(Path("/proc/self/fd").iterdir()))
     host = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
     return {"descriptors": descriptors, "host": host, "gpu": used / 2**20}
+
+
+def grown(tenths: list[dict[str, float]]) -> dict[str, float]:
+    """The least that was held at the last three counts less the least at the first three.
+
+    The threads run while it is counted, and what they hold for a moment goes up and down: on an H100 by 68
+    MiB, in steps of 22, in a run that ended as it began. What is never given back is in the least, too.
+    """
+    first, last = tenths[:3], tenths[-3:]
+    return {name: round(min(one[name] for one in last) - min(one[name] for one in first), 1) for name in tenths[0]}
 
 
 class Soak:
@@ -189,12 +198,12 @@ def main() -> int:
             tenths.append({name: round(value, 1) for name, value in held().items()})
     for one in threads:
         one.join()
-    grown = {name: tenths[-1][name] - tenths[0][name] for name in tenths[0]}
+    more = grown(tenths)
     for name, most in {**MOST_MIB, "descriptors": MOST_DESCRIPTORS}.items():
-        if grown[name] > most:
-            soak.wrong.append(f"{name} grew by {grown[name]:.1f}, at most {most} may be")
+        if more[name] > most:
+            soak.wrong.append(f"{name} grew by {more[name]:.1f}, at most {most} may be")
     names = [torch.cuda.get_device_name(gpu) for gpu in soak.gpus]
-    report = {"gpus": names, "minutes": round((time.monotonic() - begun) / 60, 1), **soak.counts, "grown": grown,
+    report = {"gpus": names, "minutes": round((time.monotonic() - begun) / 60, 1), **soak.counts, "grown": more,
               "held after each tenth": tenths, "wrong": soak.wrong}  # fmt: skip
     print(json.dumps(report, indent=1))
     if args.json:
