@@ -207,7 +207,8 @@ def test_the_commands_measure_on_the_cluster(
     assert command(["measure", str(candidates), "-J", "a.journal", *given, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["finished"], told["gpu"]["name"]) == (True, "NVIDIA H200")
-    assert len(measured_keys(tmp_path / "a.journal")) == told["measured"] == told["cells"] > 0
+    keys = measured_keys(tmp_path / "a.journal")  # some more than once: what would ship is looked at again
+    assert len(set(keys)) == told["measured"] == told["cells"] > 0
     assert command(["build", "--candidates", str(candidates), *given, "--json"]) == 0  # with a journal of its own
     (built,) = json.loads(capsys.readouterr().out)["bundles"]
     assert (built["source"], built["tuned"]["measured"]) == ("measured", told["cells"])
