@@ -18,7 +18,7 @@ TELEPHONE = 420  # pixels
 
 @contextmanager
 def started() -> Iterator[Browser]:
-    """Chromium; a test of it is skipped where there is none. ``.ci/run`` installs it."""
+    """Chromium; a test of it is skipped where there is none."""
     chromium = shutil.which("chromium")
     if chromium is None:
         pytest.skip("chromium is not here: apt-get install chromium")
