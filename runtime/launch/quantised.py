@@ -64,7 +64,7 @@ def ready_for_quantised(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready 
 
 
 def low_rank_of_quantised(call: Rows, w: ExpertWeights) -> Ready | None:
-    """The kernel for a product of w in order with a low-rank part, which ``ready.may_add_low_part``; None without one.
+    """The kernel for a product of w in order and a low-rank part (``ready.may_add_low_part``); or None.
 
     Rows are gathered beforehand. A forward that may quantise x has none: that is faster than this would be.
     """
