@@ -233,14 +233,17 @@ def large_ones(every: dict[str, Module]) -> Iterator[str]:
 
 
 def classes_of_one_name(every: dict[str, Module]) -> Iterator[str]:
-    """Rule 6: a public class's name stands for one thing."""
+    """Rule 6: a public class's name stands for one thing, with an underscore before it, too."""
     found: dict[str, list[str]] = defaultdict(list)
+    public: set[str] = set()
     for module in every.values():
-        for node in module.tree.body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                found[node.name].append(f"{module.path}:{node.lineno}")
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef):
+                found[node.name.lstrip("_")].append(f"{module.path}:{node.lineno}")
+                if not node.name.startswith("_"):
+                    public.add(node.name)
     for name, places in found.items():
-        if len(places) > 1:
+        if len(places) > 1 and name in public:
             yield f"class {name} is defined {len(places)} times: {', '.join(places)}"
 
 
@@ -290,6 +293,8 @@ BROKEN: list[tuple[Callable[[dict[str, Module]], Iterator[str]], dict[str, str],
     (large_ones, {"aot/plan/a.py": "class A:\n    def f(self, a, b, c, d, e, g, h, i, j, k, *, m, n, o): ..."},
      "a.py:2: f has 13 parameters"),
     (classes_of_one_name, {"aot/plan/a.py": "class A: ...", "runtime/api/b.py": "class A: ..."},
+     "class A is defined 2 times"),
+    (classes_of_one_name, {"aot/plan/a.py": "class A: ...", "runtime/api/b.py": "def f():\n    class _A: ..."},
      "class A is defined 2 times"),
 ]  # fmt: skip
 

@@ -34,7 +34,7 @@ ConfigPairs = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Cell:
+class _RankedCell:
     """A problem and bucket: (estimate in us, variant) best first; ``times_us`` of all, measured where it was.
 
     ``incumbent`` is the variant that ran here before.
@@ -49,7 +49,7 @@ class _Cell:
     settled: bool = False  # the incumbent stays, as it was not measured
 
 
-Ranked = list[_Cell]
+Ranked = list[_RankedCell]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def choose(
     return _chosen(plan, compiled, ranked, sorted(ships), tuple(losses), evidence)
 
 
-def _with_incumbents(cells: Sequence[_Cell], ships: Iterable[int], compiled: Sequence[Compiled]) -> set[int]:
+def _with_incumbents(cells: Sequence[_RankedCell], ships: Iterable[int], compiled: Sequence[Compiled]) -> set[int]:
     """What ships, and what ran before wherever nothing of all that takes its place."""
     found = set(ships)
     before = -1
@@ -121,7 +121,7 @@ def _with_incumbents(cells: Sequence[_Cell], ships: Iterable[int], compiled: Seq
     return found
 
 
-def _staying(cell: _Cell, ships: Container[int], compiled: Sequence[Compiled]) -> int | None:
+def _staying(cell: _RankedCell, ships: Container[int], compiled: Sequence[Compiled]) -> int | None:
     """What ran in a cell before, where it stays: it was not measured, or is beaten by none that ships."""
     if cell.incumbent is None:
         return None
@@ -163,7 +163,7 @@ def _chosen(
     )
 
 
-def _modelled_choice(cell: _Cell, place: Mapping[int, int], stays: int | None) -> Choice:
+def _modelled_choice(cell: _RankedCell, place: Mapping[int, int], stays: int | None) -> Choice:
     ordered = sorted(cell.estimates, key=lambda one: one[1] != stays)
     first, *rest = itertools.islice(((us, place[i]) for us, i in ordered if i in place), 2)
     second = rest[0] if rest else None
@@ -178,7 +178,11 @@ def _modelled_choice(cell: _Cell, place: Mapping[int, int], stays: int | None) -
 
 
 def _measured_choice(
-    cell: _Cell, place: Mapping[int, int], compiled: Sequence[Compiled], evidence: Timings | None, stays: int | None
+    cell: _RankedCell,
+    place: Mapping[int, int],
+    compiled: Sequence[Compiled],
+    evidence: Timings | None,
+    stays: int | None,
 ) -> Choice | None:
     """The one of those that ship that ``CellTimes.best_of`` names; or what ran before, where it ``stays``.
 
@@ -322,7 +326,7 @@ def _ranked(
             settled = incumbent is not None and not (
                 measured and compiled[incumbent].variant.cubin_sha256 in measured.times_ns
             )
-            found.append(_Cell(problem, bucket, estimates, times_us, measured, incumbent, settled))
+            found.append(_RankedCell(problem, bucket, estimates, times_us, measured, incumbent, settled))
     return found
 
 

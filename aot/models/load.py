@@ -47,7 +47,7 @@ class _Line:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Meaning:
     """What a spec's first word means."""
 
     name: str
@@ -182,7 +182,7 @@ def _is_file_of_specs(value: str, path: Path) -> bool:
     return path.suffix == ".txt" and "=" not in value
 
 
-def _resolve(line: _Line) -> tuple[_Found, SpecOptions]:
+def _resolve(line: _Line) -> tuple[_Meaning, SpecOptions]:
     given = words(line.text)
     if not given:
         raise InputError("no model is named")
@@ -196,17 +196,17 @@ def _resolve(line: _Line) -> tuple[_Found, SpecOptions]:
     return found, options
 
 
-def _find(word: str, base: Path) -> _Found:
+def _find(word: str, base: Path) -> _Meaning:
     """A catalogue id goes before a path of the same name; ``./`` makes it a path."""
     if word.startswith(SHAPE):
         layer = parse_shape(word)
-        return _Found(f"E{layer.E}-H{layer.H}-I{layer.I}-k{layer.k}", (layer,), ())
+        return _Meaning(f"E{layer.E}-H{layer.H}-I{layer.I}-k{layer.k}", (layer,), ())
     word = from_url(word) or word
     if match := find(word):
         remarks = [] if "/" in word else [f"'{word}' is taken as {match.id}"]
         if match.entry.source == DEFAULT:
             remarks.append(f"the sizes of {match.id} are its class's defaults, maybe not the checkpoint's: {_GIVE}")
-        return _Found(match.id, match.layers, tuple(remarks))
+        return _Meaning(match.id, match.layers, tuple(remarks))
     path = base / _expanded(word)
     if _exists(path) and path.is_file() and path.suffix != ".json":
         raise InputError(
@@ -215,15 +215,15 @@ def _find(word: str, base: Path) -> _Found:
         )
     if word.startswith((".", "/", "~")) or word.endswith(".json") or _exists(path):
         config = read_model(path)
-        return _Found(config.name, config.layers, config.remarks)
+        return _Meaning(config.name, config.layers, config.remarks)
     if word.lower().startswith("shape"):
         raise InputError(f"'{word}': a shape is written {_SHAPE}")
     if cached := cached_config(word):
         config = read_model(cached)
-        return _Found(config.name, config.layers, (f"'{word}' is read from {cached}", *config.remarks))
+        return _Meaning(config.name, config.layers, (f"'{word}' is read from {cached}", *config.remarks))
     if (name := republished(word)) and (match := find(name)):
         told = f"'{word}' is taken to have the sizes of {match.id}; its own format is not known here: weights= names it"
-        return _Found(match.id, match.layers, (told,))
+        return _Meaning(match.id, match.layers, (told,))
     near = " or ".join(f"'{one}'" for one in nearest_ids(word))
     other = f"`aot models` lists the catalogue; else give its config.json, or {_SHAPE}"
     hint = f"did you mean {near}?" if near else other
@@ -249,7 +249,7 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def _shards(found: _Found, options: SpecOptions, only: Sequence[Op]) -> Iterator[LayerShard]:
+def _shards(found: _Meaning, options: SpecOptions, only: Sequence[Op]) -> Iterator[LayerShard]:
     """Kinds of experts x tp x ep. Raises InputError with every contradiction, a line each."""
     problems: list[str] = []
     shards: list[LayerShard] = []

@@ -105,7 +105,7 @@ class Recorder(Now):
             self._whole = False
         slot = known[0] if there and known is not None else self._fresh(made)
         self._name(made, slot)
-        self._written.append(_Call(slot, function, slots))
+        self._written.append(_Apply(slot, function, slots))
         return made
 
     def unplanned(self) -> None:
@@ -149,13 +149,13 @@ class _Run(NamedTuple):
     reads: tuple[int, ...]
 
 
-class _Call(NamedTuple):
+class _Apply(NamedTuple):
     slot: int
     function: Callable[..., torch.Tensor]
     reads: tuple[int, ...]
 
 
-_Noted: TypeAlias = "_New | _Run | _Call"
+_Noted: TypeAlias = "_New | _Run | _Apply"
 
 
 class Program:

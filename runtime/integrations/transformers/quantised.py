@@ -187,7 +187,7 @@ def keep_compressed_tensors() -> None:
     auto.AUTO_QUANTIZER_MAPPING["compressed-tensors"] = PackedExpertsQuantizer  # type: ignore[assignment]
 
 
-class _Codes(NamedTuple):
+class _StoredCodes(NamedTuple):
     """How experts lie in a checkpoint: the name's end and type of codes, how many one holds, and a scale's block."""
 
     end: str
@@ -197,7 +197,7 @@ class _Codes(NamedTuple):
     block: tuple[int, int]  # of rows and columns; 0: all
 
 
-def _codes_of(config: Any, name: str) -> _Codes | None:
+def _codes_of(config: Any, name: str) -> _StoredCodes | None:
     """Those of the experts of this name, or None where they are not kept."""
     from compressed_tensors.utils.match import match_name
     from transformers.integrations.compressed_tensors import get_experts_scheme
@@ -211,18 +211,18 @@ def _codes_of(config: Any, name: str) -> _Codes | None:
     )
     if packing == "pack-quantized" and (weights.num_bits, kind, strategy) == (4, "int", "group"):
         if weights.symmetric and weights.group_size in _GROUPS and not weights.actorder:
-            return _Codes("_packed", torch.int32, 8, torch.bfloat16, (1, weights.group_size))
+            return _StoredCodes("_packed", torch.int32, 8, torch.bfloat16, (1, weights.group_size))
     elif packing == "mxfp4-pack-quantized":
-        return _Codes("_packed", torch.uint8, 2, torch.uint8, (1, 32))
+        return _StoredCodes("_packed", torch.uint8, 2, torch.uint8, (1, 32))
     elif packing == "float-quantized" and (weights.num_bits, kind) == (8, "float"):
         if strategy == "channel":
-            return _Codes("", torch.float8_e4m3fn, 1, torch.float32, (1, 0))
+            return _StoredCodes("", torch.float8_e4m3fn, 1, torch.float32, (1, 0))
         if strategy == "block" and list(weights.block_structure) == [128, 128]:
-            return _Codes("", torch.float8_e4m3fn, 1, torch.float32, (128, 128))
+            return _StoredCodes("", torch.float8_e4m3fn, 1, torch.float32, (128, 128))
     return None
 
 
-def _pack_compressed(experts: Any, codes: _Codes | None) -> None:
+def _pack_compressed(experts: Any, codes: _StoredCodes | None) -> None:
     names = [name for name in ("gate_up_proj", "up_proj", "down_proj") if hasattr(experts, name)]
     if codes is None or experts.is_transposed or "down_proj" not in names:
         return
