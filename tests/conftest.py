@@ -32,3 +32,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="skip, instead of failing, the tests that need root, mounts or strace",
     )
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at -m
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is for the night is slow, too: -m "not slow" leaves it out."""
+    for item in items:
+        if item.get_closest_marker("nightly") and not item.get_closest_marker("slow"):
+            item.add_marker("slow")

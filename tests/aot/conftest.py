@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,8 +51,11 @@ def training_plan() -> BuildPlan:
 
 @pytest.fixture(scope="session")
 def compiled_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The compile cache that the session shares."""
-    return tmp_path_factory.mktemp("compiled")
+    """The compile cache that the session shares, and with it all of xdist's workers."""
+    base = tmp_path_factory.getbasetemp()
+    path = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
+    path.mkdir(exist_ok=True)
+    return path
 
 
 @pytest.fixture

@@ -1,0 +1,13 @@
+"""Which of a module's cases are asked for: kernels are interpreted in one process for all of them."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def asked(request: pytest.FixtureRequest) -> list[str]:
+    """The names of the cases of this module that are selected, each once."""
+    here = (item for item in request.session.items if item.path == request.path)
+    found = (getattr(item, "callspec", None) for item in here)
+    return list(dict.fromkeys(one.params["name"] for one in found if one is not None and "name" in one.params))
