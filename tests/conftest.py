@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-# Tensors here are small: a second thread of torch or numpy waits for work, and takes the core of another test meanwhile.
+# Tensors here are small: a second thread of torch or numpy waits for work, and takes another test's core meanwhile.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.pop("COLUMNS", None)  # a worker of xdist is told its terminal's: output is then as wide as that

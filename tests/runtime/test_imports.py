@@ -42,7 +42,7 @@ def test_the_package_alone_imports_nothing() -> None:
     [
         "grouped_gemm",
         *(
-            pytest.param(name, marks=pytest.mark.slow)
+            pytest.param(name, marks=pytest.mark.nightly)
             for name in ("explain", "preload", "reload", "fingerprint", "Explanation")
         ),
     ],

@@ -140,26 +140,28 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.parametrize(
+    ("workers", "order", "zone", "seed", "user"),
+    [
+        pytest.param(1, "in order", "UTC", 7, [], marks=pytest.mark.nightly),
+        (8, "reversed", "Pacific/Apia", 8, ["unshare", "--map-user=12345", "--map-group=12345"]),
+    ],
+)
 def test_the_same_bytes_from_any_number_of_workers_place_zone_seed_and_user(
-    bundles: dict[int, Bundle], tmp_path: Path
+    bundles: dict[int, Bundle], tmp_path: Path, workers: int, order: str, zone: str, seed: int, user: list[str]
 ) -> None:
-    script = tmp_path / "build.py"
+    script, home = tmp_path / "build.py", tmp_path / f"place-{seed}"
     script.write_text(_BUILD)
-    another_user = ["unshare", "--map-user=12345", "--map-group=12345"]
-    for number, (workers, order, zone, user) in enumerate(
-        ((1, "in order", "UTC", []), (8, "reversed", "Pacific/Apia", another_user))
-    ):
-        home = tmp_path / f"place-{number}"
-        home.mkdir()
-        environment = {"PATH": os.environ["PATH"], "HOME": str(home), "TMPDIR": str(home), "TZ": zone,
-                       "PYTHONHASHSEED": str(number + 7)}  # fmt: skip
-        done = subprocess.run(
-            [*user, sys.executable, script, home / "out", str(workers), order, Path(__file__).parents[1]],
-            env=environment, cwd=home, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        for sm, bundle in bundles.items():
-            assert (home / "out" / f"pretuned-sm{sm}.msgpack").read_bytes() == codec.encode(bundle)
+    home.mkdir()
+    environment = {"PATH": os.environ["PATH"], "HOME": str(home), "TMPDIR": str(home), "TZ": zone,
+                   "PYTHONHASHSEED": str(seed)}  # fmt: skip
+    done = subprocess.run(
+        [*user, sys.executable, script, home / "out", str(workers), order, Path(__file__).parents[1]],
+        env=environment, cwd=home, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for sm, bundle in bundles.items():
+        assert (home / "out" / f"pretuned-sm{sm}.msgpack").read_bytes() == codec.encode(bundle)
 
 
 def test_failed_variants_are_told_and_not_fatal(options: Make, small_plan: BuildPlan) -> None:

@@ -69,7 +69,13 @@ def until(true, seconds: float, what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGHUP, 130), (signal.SIGKILL, -9)]
+    ("number", "code"),
+    [
+        (signal.SIGINT, 130),
+        pytest.param(signal.SIGTERM, 130, marks=pytest.mark.nightly),
+        pytest.param(signal.SIGHUP, 130, marks=pytest.mark.nightly),
+        (signal.SIGKILL, -9),
+    ],
 )
 def test_a_build_that_is_stopped_goes_on_where_it_was(place: Place, number: signal.Signals, code: int) -> None:
     with subprocess.Popen(
@@ -101,7 +107,9 @@ def test_a_build_that_is_stopped_goes_on_where_it_was(place: Place, number: sign
     assert not place.leftovers()
 
 
-@pytest.mark.parametrize(("kind", "rounds"), [("restless", 6), ("deaf", 1)])
+@pytest.mark.parametrize(
+    ("kind", "rounds"), [("restless", 1), ("deaf", 1), pytest.param("restless", 6, marks=pytest.mark.nightly)]
+)
 def test_a_killed_builds_folder_goes_while_compilers_are_at_work(place: Place, kind: str, rounds: int) -> None:
     command = [*UNDISTURBED, sys.executable, str(SUPPORT / "restless_build.py"), kind]
     for _ in range(rounds):
@@ -116,7 +124,7 @@ def test_a_killed_builds_folder_goes_while_compilers_are_at_work(place: Place, k
         until(lambda: not place.leftovers(), 60, "something is left behind")
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_ctrl_c_while_the_workers_start_and_more_while_it_tidies(place: Place, workers: int) -> None:
     with subprocess.Popen(
         [*UNDISTURBED, *place.command()], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -146,8 +154,15 @@ def started(pid: int) -> int:
     return found
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("what", ["compile", "measure"])
+@pytest.mark.parametrize(
+    ("what", "number"),
+    [
+        ("compile", signal.SIGKILL),
+        pytest.param("compile", signal.SIGTERM, marks=pytest.mark.nightly),
+        pytest.param("measure", signal.SIGKILL, marks=pytest.mark.nightly),
+        ("measure", signal.SIGTERM),
+    ],
+)
 def test_a_program_that_is_killed_takes_its_child_along(place: Place, what: str, number: signal.Signals) -> None:
     """It holds the lock of those that tune: what it started must not measure on beside the next one."""
     command = [*UNDISTURBED, sys.executable, str(SUPPORT / "ondemand_child.py"), what]

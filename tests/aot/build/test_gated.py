@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -166,10 +167,15 @@ def test_its_code_is_that_of_few_specialised_configs(planned: BuildPlan) -> None
     assert first[0] == space.candidates(Op.FORWARD, DType.BF16, 90)[0]
 
 
-@pytest.mark.parametrize("layout", PLAIN_LAYOUTS)
-@pytest.mark.parametrize("fusion", [Fusion.SILU, BOTH])
-@pytest.mark.parametrize("config", [WIDE, HALF], ids=str)
-@pytest.mark.parametrize("dtype", [DType.BF16, DType.FP16])
+COMPILED = itertools.product([DType.BF16, DType.FP16], [WIDE, HALF], [Fusion.SILU, BOTH], PLAIN_LAYOUTS)
+FEW = [(DType.BF16, WIDE, Fusion.SILU, Layout.NK), (DType.FP16, HALF, BOTH, Layout.KN)]  # each value once
+
+
+@pytest.mark.parametrize(
+    ("dtype", "config", "fusion", "layout"),
+    [pytest.param(*one, marks=() if one in FEW else pytest.mark.nightly) for one in COMPILED],
+    ids=str,
+)
 def test_it_compiles(dtype: DType, config: Config, fusion: Fusion, layout: Layout) -> None:
     made = compile_variant(Spec(Op.FORWARD, dtype, config, layout, fusion), 90)
     variant = made.variant

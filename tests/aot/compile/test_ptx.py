@@ -236,9 +236,14 @@ FITTED = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", FITTED, ids=str)
 @pytest.mark.parametrize(
-    ("op", "fusion"), [(Op.FORWARD, Fusion.NONE), (Op.DX, Fusion.NONE), (Op.FORWARD, Fusion.SCATTER)]
+    ("config", "op", "fusion"),
+    [
+        pytest.param(config, op, fusion, marks=pytest.mark.nightly if op is Op.DX or fusion else ())
+        for config in FITTED
+        for op, fusion in ((Op.FORWARD, Fusion.NONE), (Op.DX, Fusion.NONE), (Op.FORWARD, Fusion.SCATTER))
+    ],
+    ids=str,
 )
 def test_a_fitted_variant_has_products_of_every_size(
     op: Op, fusion: Fusion, config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -272,15 +277,20 @@ def test_a_fitted_variant_has_products_of_every_size(
     "spec",
     [
         Spec(Op.FORWARD, DType.BF16, Config(128, 192, 64, 8, 5, loads=Loads.TMA, schedule=Schedule.PINGPONG)),
-        Spec(Op.DX, DType.FP16, Config(128, 192, 64, 8, 5, loads=Loads.TMA, schedule=Schedule.PINGPONG)),
-        Spec(
-            Op.FORWARD,
-            DType.BF16,
-            Config(128, 192, 64, 8, 5, loads=Loads.TMA, schedule=Schedule.PINGPONG),
-            fusion=Fusion.SCATTER,
-        ),
-        Spec(Op.DW, DType.BF16, Config(32, 128, 192, 8, 10, loads=Loads.TMA, schedule=Schedule.PINGPONG)),
         Spec(Op.DW, DType.FP16, Config(32, 192, 128, 8, 10, loads=Loads.TMA, schedule=Schedule.PINGPONG)),
+        *(
+            pytest.param(spec, marks=pytest.mark.nightly)
+            for spec in (
+                Spec(Op.DX, DType.FP16, Config(128, 192, 64, 8, 5, loads=Loads.TMA, schedule=Schedule.PINGPONG)),
+                Spec(
+                    Op.FORWARD,
+                    DType.BF16,
+                    Config(128, 192, 64, 8, 5, loads=Loads.TMA, schedule=Schedule.PINGPONG),
+                    fusion=Fusion.SCATTER,
+                ),
+                Spec(Op.DW, DType.BF16, Config(32, 128, 192, 8, 10, loads=Loads.TMA, schedule=Schedule.PINGPONG)),
+            )
+        ),
     ],
     ids=str,
 )
