@@ -230,7 +230,7 @@ def test_a_choice_is_held_against_the_torch_of_its_own_gpu(base: Bundle, problem
 def test_a_look_at_a_slower_clock_makes_no_choice_slower_than_torch(distinct: Bundle, problem: Problem) -> None:
     first = measured(distinct, problem, 2, [20_000, 19_000, 18_000], None, torch=22_800)
     look = measured(distinct, problem, 2, [24_000, 22_800, 21_600], None)  # at 1.2 x, in more rounds, without torch
-    look = replace(look, timings=tuple(replace(one, rounds=60) for one in look.timings))
+    look = replace(look, timings=tuple(one._replace(rounds=60) for one in look.timings))
     (cell,) = sheet("t", {}, None, [journal(distinct, first, look)], None).cells
     assert cell.time_us == 21.6
     assert cell.against_torch == pytest.approx(22.8 / 18, rel=1e-3)
