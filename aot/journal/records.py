@@ -116,8 +116,8 @@ Record = Measured | Failure
 
 def geometric_mean(times: Sequence[int]) -> int:
     """Of times in nanoseconds, at least 1."""
-    if len(times) == 2:  # nearly all are: a sum of two is rounded once, as fsum's is
-        return max(1, round(math.exp((math.log(max(1, times[0])) + math.log(max(1, times[1]))) / 2)))
+    if len(times) == 2 and times[0] > 0 < times[1]:  # as nearly all are; a sum of two is rounded once, as fsum's is
+        return round(math.exp((math.log(times[0]) + math.log(times[1])) / 2))
     return max(1, round(math.exp(math.fsum(math.log(max(1, time)) for time in times) / len(times))))
 
 

@@ -78,11 +78,15 @@ class Timings:
         """The evidence of a journal as read."""
         measured: dict[Cell, list[Measured]] = {}
         failures: dict[bytes, list[Failure]] = {}
+        names: dict[Problem, Problem] = {}
         for record in contents.records:
             if isinstance(record, Failure):
                 failures.setdefault(record.variant, []).append(record)
-            else:
-                measured.setdefault(cell_of(record.problem, record.bucket), []).append(record)
+                continue
+            name = names.get(record.problem)
+            if name is None:
+                name = names[record.problem] = record.problem.canonical
+            measured.setdefault((name, record.bucket), []).append(record)
         drivers = sorted({record.driver for records in measured.values() for record in records})
         gpu = contents.header.gpu
         before = {one.bundle for records in measured.values() for record in records for one in record.incumbents}
@@ -168,7 +172,7 @@ def _combined(records: list[Measured]) -> CellTimes:
 
 
 def _alone(record: Measured) -> CellTimes | None:
-    """What ``_combined`` says of one record, as most cells have: its clock is the usual one. None: it repeats itself."""
+    """What ``_combined`` says of one record, as most cells have; None where it repeats itself."""
     ordered = sorted(record.timings)
     times = {one.variant: one.time_ns for one in ordered}
     if len(times) != len(ordered):

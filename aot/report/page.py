@@ -36,7 +36,7 @@ _CELLS = """<div class="controls">
 <figure><figcaption id="above"></figcaption><div id="chart" class="chart"></div></figure>
 <figure id="against"><figcaption>Times as fast as torch's grouped_mm, by rows</figcaption>
 <div id="torch" class="chart"></div></figure>
-<div id="tip" role="status"></div>
+<div id="ring" hidden></div><div id="tip" role="status"></div>
 <div class="wide" id="rows"></div>
 <p><button id="more">show more</button></p>
 <noscript><p>The charts and the table of cells are drawn by the page's own script, which this browser does not run.</p>
@@ -59,7 +59,7 @@ def page(sheet: Sheet) -> str:
         _folded("Modelled against measured", _model(cells)), _folded("The search", _search(cells)),
         _READING,
     ))  # fmt: skip
-    script = f'<script type="application/json" id="data">{embedded(sheet)}</script>\n<script>{SCRIPT}</script>\n'
+    script = f'<script type="text/plain" id="data">{embedded(sheet)}</script>\n<script>{SCRIPT}</script>\n'
     text = (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -120,14 +120,14 @@ def _glance(cells: Sequence[Cell]) -> str:
         groups.setdefault((form(cell), gpu_name(cell))[: len(first)], []).append(cell)
     rows = []
     for names, mine in groups.items():
-        known = [cell for cell in mine if cell.state is not State.MISSING]
+        known = [(cell.bucket, cell.fraction) for cell in mine if cell.state is not State.MISSING]
         row = [escape(name.removeprefix("NVIDIA ")) for name in names]
         if with_torch:
             ratios = [ratio for cell in mine if (ratio := cell.against_torch) is not None]
             row += [times(mean(ratios)), times(min(ratios, default=None))]
-        row.append(percent(median(cell.fraction for cell in known)))
+        row.append(percent(median(fraction for _, fraction in known)))
         for _, low, high in _RANGES:
-            row.append(percent(median(cell.fraction for cell in known if low <= cell.bucket <= high)))
+            row.append(percent(median(fraction for bucket, fraction in known if low <= bucket <= high)))
         row += [times(mean(cell.model_ratio for cell in mine))] * with_model
         row += [f"{len(mine):,}", f"{counts(mine)[State.MEASURED]:,}"]
         rows.append(row)
