@@ -26,6 +26,7 @@ const cells = column.gemm.map((gemm, i) => {
 });
 const num = (value, digits) => value === null || value === undefined ? "" : value.toFixed(digits);
 const us = value => value === null || value === undefined ? "" : num(value, value < 100 ? 2 : 1);
+const short = value => value >= 1e4 ? +(value / 1e3).toPrecision(3) + "k" : +value.toPrecision(3);
 const UNITS = {
   part: {title: "Fraction of the roofline, in percent, by rows", value: one => one.part && 100 * one.part, log: false},
   us: {title: "Microseconds of one launch, by rows", value: one => one.us, log: true},
@@ -94,7 +95,7 @@ function chart(into, value, log, line) {
   const parts = [];
   for (const tick of ticks(least, largest, log)) parts.push(
     `<line class="grid" x1="${left}" x2="${wide - right}" y1="${y(tick).toFixed(1)}" y2="${y(tick).toFixed(1)}"/>`,
-    `<text x="${left - 5}" y="${(y(tick) + 4).toFixed(1)}" text-anchor="end">${+tick.toPrecision(3)}</text>`);
+    `<text x="${left - 5}" y="${(y(tick) + 4).toFixed(1)}" text-anchor="end">${short(tick)}</text>`);
   const step = Math.max(1, Math.ceil((to - from) / (wide / 55)));
   for (let power = Math.ceil(from); power <= to; power += step) {
     const M = 2 ** power, text = M >= 1048576 ? M / 1048576 + "M" : M >= 1024 ? M / 1024 + "k" : M;
@@ -122,15 +123,20 @@ function marks(canvas, points, xs, ys, wide, high) {
     brush.scale(zoom, zoom);
     brush.strokeStyle = brush.fillStyle = getComputedStyle(document.documentElement).getPropertyValue(`--c${form % 9}`);
     brush.arc(side / 2, side / 2, radius, 0, 7);
-    brush.globalAlpha = hollow ? .8 : .45;
     if (hollow) brush.stroke(); else brush.fill();
     return one;
   })();
+  const spots = new Map();  // what lies on one pixel is drawn once, the darker the more it is
   points.forEach((one, i) => {
-    paint.drawImage(stamp(one.form, +(one.state !== MEASURED)), (xs[i] - side / 2) * zoom, (ys[i] - side / 2) * zoom);
-    const square = (xs[i] / SQUARE | 0) * 4096 + (ys[i] / SQUARE | 0);
+    const place = (xs[i] | 0) * 4096 + (ys[i] | 0), square = (xs[i] / SQUARE | 0) * 4096 + (ys[i] / SQUARE | 0);
+    const hollow = +(one.state !== MEASURED), key = place * 64 + 2 * (one.form % 32) + hollow, spot = spots.get(key);
+    if (spot) spot.count++; else spots.set(key, {x: xs[i], y: ys[i], form: one.form, hollow, count: 1});
     if (near.has(square)) near.get(square).push(i); else near.set(square, [i]);
   });
+  for (const {x, y, form, hollow, count} of spots.values()) {
+    paint.globalAlpha = 1 - (hollow ? .2 : .55) ** count;
+    paint.drawImage(stamp(form, hollow), (x - side / 2) * zoom, (y - side / 2) * zoom);
+  }
   canvas.marks = {points, xs, ys, near};
 }
 function pointed(canvas, event) {
