@@ -15,7 +15,7 @@ from pretuned.aot.choose.choices import choose
 from pretuned.aot.compile.triton import Compiled
 from pretuned.aot.journal.file import Contents, Header
 from pretuned.aot.journal.records import Failure, Measured, Rematch, Timing
-from pretuned.aot.journal.timings import Timings, cell_of
+from pretuned.aot.journal.timings import CellTimes, Timings, cell_of
 from pretuned.aot.plan.plan import BuildPlan
 from pretuned.artifacts.limits import MAX_TIME_NS
 from pretuned.artifacts.records.bundle import Choice, Source, Variant
@@ -60,6 +60,24 @@ def chosen(records: Sequence[Measured | Failure], compiled: Sequence[Compiled] =
     contents = Contents(Header(90, H200, ()), tuple(records), 0, 0)
     (choice,) = choose(BuildPlan({PROBLEM: (64,)}, ()), compiled, 90, Timings.of(contents)).choices[PROBLEM]
     return choice
+
+
+@given(
+    st.dictionaries(st.integers(0, 5), st.tuples(st.integers(1, 10**9), st.integers(1, 10**9)), min_size=1),
+    st.none() | st.tuples(st.integers(1, 10**9)),
+    st.none() | st.tuples(st.integers(1, 10**9), st.integers(1, 10**9)),
+)
+def test_a_record_says_alone_what_it_says_twice(
+    times: dict[int, tuple[int, int]], torch: tuple[int, ...] | None, plain: tuple[int, ...] | None
+) -> None:
+    timings = tuple(Timing(sha(i), ns, 0.001 * i, 20 - i, 0.0017) for i, ns in times.items())
+    duel = Rematch(sha(0), sha(1), (9,), (10,), 0.9, 0.01)
+    one = Measured(PROBLEM, 64, sha(0), timings, duel, torch, 1.0, 13000, plain and (sha(9), plain))
+
+    def told(*records: Measured) -> CellTimes:
+        return Timings.of(Contents(Header(90, H200, ()), records, 0, 0)).cells[PROBLEM, 64]
+
+    assert told(one) == replace(told(one, one), duels=(duel,))
 
 
 def test_times_of_a_form_are_brought_to_the_clock_of_the_plain_product() -> None:
