@@ -127,7 +127,7 @@ def diff(old: Bundle, new: Bundle) -> Changes:
     )
 
 
-def time_ratio(changes: list[Change]) -> float:
+def time_ratio(changes: Sequence[Change]) -> float:
     """The geometric mean of new over old times."""
     return statistics.geometric_mean(one.new.time_ns / one.old.time_ns for one in changes)
 

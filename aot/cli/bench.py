@@ -63,7 +63,7 @@ def bench(
     except ModuleNotFoundError:
         raise HostError("aot bench needs torch, which is not installed here") from None
     if device == "cuda" and not torch.cuda.is_available():
-        raise InputError(
+        raise HostError(
             "no GPU that torch can use is here, and aot bench times one: run the same command on the machine that "
             "serves the model (in a container, with --gpus all); python -m pretuned.runtime says what is amiss"
         )

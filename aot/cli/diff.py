@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from pathlib import Path
 
 import click
@@ -48,6 +49,8 @@ def diff(old: str, new: str, every: bool, exit_code: bool, as_json: bool) -> int
 
 
 def _show(changes: Changes, sizes: tuple[int, int], every: bool) -> None:
+    echo(_summary(changes))
+    echo()
     facts = [(name, old or "-", new or "-") for name, (old, new) in changes.facts.items()]
     facts.append(("size", size(sizes[0]), size(sizes[1])))
     echo(table(("", "A", "B"), facts))
@@ -79,6 +82,31 @@ def _show(changes: Changes, sizes: tuple[int, int], every: bool) -> None:
     ], ("", "variant", "revision", "cubin", "size"))  # fmt: skip
     (gone, gone_bytes), (come, come_bytes) = changes.cubins_removed, changes.cubins_added
     echo(f"\ncubins: {gone} only in A ({size(gone_bytes)}), {come} only in B ({size(come_bytes)})")
+
+
+def _summary(changes: Changes) -> str:
+    """The answer in a line, before the lists."""
+    parts = [
+        _counts("model", changes.models_removed, changes.models_added, changes.models_changed),
+        _counts("problem", changes.problems_removed, changes.problems_added),
+        _counts("variant", changes.variants_removed, changes.variants_added, changes.recompiled),
+    ]
+    if changes.choices:
+        took = f", taking {time_ratio(changes.choices):.2f} x the time"
+        parts.append(f"{_number(len(changes.choices), 'choice')} changed{took}")
+    return "from A to B: " + ("; ".join(filter(None, parts)) or "another version, or other notes, alone")
+
+
+def _counts(what: str, gone: Sized, come: Sized, changed: Sized = ()) -> str:
+    found = [(len(gone), "gone"), (len(come), "new"), (len(changed), "changed")]
+    told = [(count, word) for count, word in found if count]
+    return ", ".join(
+        f"{_number(count, what) if i == 0 else f'{count:,}'} {word}" for i, (count, word) in enumerate(told)
+    )
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' * (count != 1)}"
 
 
 def _section(title: str, rows: list[tuple[object, ...]], head: tuple[str, ...] = ()) -> None:

@@ -310,7 +310,7 @@ def _checked(line: memoryview) -> dict[str, object] | None:
     try:
         if bytes(blank) != b" " or int(bytes(check), 16) != zlib.crc32(text):
             return None
-        value = json.loads(bytes(text))
+        value = json.loads(str(text, "utf-8"))
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

@@ -78,11 +78,15 @@ class Timings:
         """The evidence of a journal as read."""
         measured: dict[Cell, list[Measured]] = {}
         failures: dict[bytes, list[Failure]] = {}
+        names: dict[Problem, Problem] = {}
         for record in contents.records:
             if isinstance(record, Failure):
                 failures.setdefault(record.variant, []).append(record)
-            else:
-                measured.setdefault(cell_of(record.problem, record.bucket), []).append(record)
+                continue
+            name = names.get(record.problem)
+            if name is None:
+                name = names[record.problem] = record.problem.canonical
+            measured.setdefault((name, record.bucket), []).append(record)
         drivers = sorted({record.driver for records in measured.values() for record in records})
         gpu = contents.header.gpu
         before = {one.bundle for records in measured.values() for record in records for one in record.incumbents}
@@ -100,7 +104,8 @@ class Timings:
         By a variant of the plain product that was timed with both. Each cell has a clock of its own, by the power that
         its contenders draw: on an H200 they are up to 1.2 apart.
         """
-        plain, cell = plain_of(problem), self.cells.get(cell_of(problem, bucket))
+        cell = self.cells.get(cell_of(problem, bucket))
+        plain = plain_of(problem) if cell is not None and cell.plain_ns else None
         beside = self.cells.get(cell_of(plain, bucket)) if plain is not None else None
         if cell is None or beside is None:
             return 1.0
@@ -128,6 +133,8 @@ def _combined(records: list[Measured]) -> CellTimes:
     Each record is of the clock that its contenders left, so all are brought to the median of these. A duel counts
     unless the two were timed together in more rounds, in another record.
     """
+    if len(records) == 1 and (alone := _alone(records[0])) is not None:
+        return alone
     records = sorted(counting(records), key=_by_rounds)
     timings: dict[bytes, list[Timing]] = {}
     times: _Times = {}
@@ -161,6 +168,25 @@ def _combined(records: list[Measured]) -> CellTimes:
         {sha: _ns(_median(some) / usual) for sha, some in sorted(plain.items())},
         _ns(_median(torch) / usual) if torch else None,
         tuple(sorted(before, key=lambda sha: (usual_ns[sha], sha))),
+    )
+
+
+def _alone(record: Measured) -> CellTimes | None:
+    """What ``_combined`` says of one record, as most cells have; None where it repeats itself."""
+    ordered = sorted(record.timings)
+    times = {one.variant: one.time_ns for one in ordered}
+    if len(times) != len(ordered):
+        return None
+    duel, plain = record.duel, record.plain
+    before = {one.variant for one in record.incumbents if one.variant in times}
+    return CellTimes(
+        times,
+        {one.variant: one.noise for one in ordered},
+        (duel,) if duel is not None and _rounds(record) >= _most([record], duel) else (),
+        record.driver,
+        {} if plain is None else {plain[0]: geometric_mean(plain[1])},
+        None if record.torch_ns is None else geometric_mean(record.torch_ns),
+        tuple(sorted(before, key=lambda sha: (times[sha], sha))),
     )
 
 

@@ -6,6 +6,7 @@ import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ...artifacts.records.bundle import Model
 from ...artifacts.records.precision import DType
@@ -29,9 +30,10 @@ class State(enum.Enum):
     MODELLED = "modelled"
     MISSING = "missing"
 
+    __hash__ = object.__hash__  # (enum's own is slow)
 
-@dataclass(frozen=True, slots=True)
-class TimedCandidate:
+
+class TimedCandidate(NamedTuple):
     """A variant that was measured in a cell. ``model_us`` is the cost model's estimate, where its cubin is known."""
 
     config: str
@@ -39,13 +41,13 @@ class TimedCandidate:
     model_us: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
+class Cell(NamedTuple):
     """One problem and bucket. Times are microseconds of one launch with ``bucket`` rows.
 
     ``time_us`` is that of the choice, measured or modelled as ``state`` says; ``model_us`` is what this version's
     cost model says of the same variant. ``torch_us`` is torch's grouped_mm, at the same clock.
-    ``candidates`` are all that were measured, fastest first; ``failures`` those that broke, with the reason.
+    ``tried`` variants were measured, whose median is ``spread`` times the fastest; of a sample of cells ``candidates``
+    are these, fastest first. ``failures`` are those that broke, with the reason.
     """
 
     problem: Problem
@@ -59,6 +61,8 @@ class Cell:
     model_us: float | None = None
     torch_us: float | None = None
     gpu: Gpu | None = None
+    tried: int = 0
+    spread: float | None = None
     candidates: tuple[TimedCandidate, ...] = ()
     failures: tuple[str, ...] = ()
 

@@ -1,34 +1,35 @@
-"""The cells as the page's script reads them: one JSON object, each text once, each cell a row of numbers."""
+"""The cells as the page's script reads them: JSON by columns, each text once, deflated, in base64."""
 
 from __future__ import annotations
 
+import base64
+import functools
 import json
 import math
-import statistics
+import zlib
 from typing import Any
 
 from ...artifacts.records.bundle import Model
-from ...artifacts.records.problem import Op
+from ...artifacts.records.problem import Fusion, Op
 from ..plan.families import fused
 from .cells import Cell, Sheet, State, gemm_key
 
-# A row of the script's ``cells``; names and places are told apart by number.
-FIELDS = (
-    "gemm", "form", "rows", "state", "us", "least", "bound", "model", "torch", "config", "second", "second_us", "tried",
-    "spread", "gpu", "failures", "flop",
-)  # fmt: skip
-_STATES = tuple(State)
+_STATES = {state: i for i, state in enumerate(State)}
+
+
+@functools.lru_cache(maxsize=256)
+def _form(op: Op, fusion: Fusion) -> tuple[str, tuple[int, int]]:
+    return f"{op.value} {fused(fusion)}".rstrip(), (list(Op).index(op), fusion.value)
 
 
 def form(cell: Cell) -> str:
     """Op and form, as charts and tables say it."""
-    one = cell.problem
-    return f"{one.op.value} {fused(one.fusion)}".rstrip()
+    return _form(cell.problem.op, cell.problem.fusion)[0]
 
 
 def form_order(cell: Cell) -> tuple[int, int]:
     """The order in which forms are told: forward, dX, dW, each plain first."""
-    return (list(Op).index(cell.problem.op), cell.problem.fusion.value)
+    return _form(cell.problem.op, cell.problem.fusion)[1]
 
 
 def gpu_name(cell: Cell) -> str:
@@ -47,41 +48,43 @@ class _Texts:
 
 
 def embedded(sheet: Sheet) -> str:
-    """JSON that may stand in a script element."""
+    """What may stand in a script element: base64 of what zlib made of JSON.
+
+    ``columns`` has a list of each field, of all cells, gemm by gemm. Times are microseconds in five digits, 0 where
+    there is none; ``model`` and ``second_us`` are whole thousandths of ``us``, ``spread`` whole thousandths.
+    ``gemm``, ``form``, ``gpu``, ``config`` and ``second`` are places in the lists of these names. ``flop`` has the
+    2 N K of each gemm, in millions, ``failures`` those of the cells that have some, by the cell's place.
+    """
     configs, forms, gpus = _Texts(), _Texts(), _Texts()
-    for cell in sorted(sheet.cells, key=form_order):
-        forms.number(form(cell))
-    cells = [_row(cell, number, configs, forms, gpus) for number, gemm in enumerate(sheet.gemms) for cell in gemm.cells]
+    cells = sheet.cells
+    for _, text in sorted({(form_order(cell), form(cell)) for cell in cells}):
+        forms.number(text)
+    columns = {
+        "gemm": [number for number, gemm in enumerate(sheet.gemms) for _ in gemm.cells],
+        "form": [forms.number(form(cell)) for cell in cells],
+        "log2_rows": [cell.bucket.bit_length() - 1 for cell in cells],
+        "state": [_STATES[cell.state] for cell in cells],
+        "us": [_short(cell.time_us) for cell in cells],
+        "least": [_short(cell.roofline.least_us) for cell in cells],
+        "bound": [int(cell.roofline.compute_us > cell.roofline.memory_us) for cell in cells],
+        "model": [_thousandths(cell.model_us, cell.time_us) for cell in cells],
+        "torch": [_short(cell.torch_us) for cell in cells],
+        "config": [configs.number(cell.config) for cell in cells],
+        "second": [configs.number(cell.runner_up) for cell in cells],
+        "second_us": [_thousandths(cell.runner_up_us, cell.time_us) for cell in cells],
+        "tried": [cell.tried for cell in cells],
+        "spread": [_thousandths(cell.spread, 1.0) for cell in cells],
+        "gpu": [gpus.number(gpu_name(cell)) for cell in cells],
+    }
     found = {
-        "fields": FIELDS, "states": [one.value for one in State], "cells": cells, "configs": list(configs.all),
+        "columns": columns, "states": [one.value for one in State], "configs": list(configs.all),
         "forms": list(forms.all), "gpus": list(gpus.all), "gemms": [gemm.title for gemm in sheet.gemms],
+        "flop": [2e-6 * gemm.N * gemm.K for gemm in sheet.gemms],
+        "failures": {i: list(cell.failures) for i, cell in enumerate(cells) if cell.failures},
         "models": _models(sheet),
     }  # fmt: skip
-    return json.dumps(found, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def _row(cell: Cell, gemm: int, configs: _Texts, forms: _Texts, gpus: _Texts) -> list[Any]:
-    tried = [one.time_us for one in cell.candidates]
-    one = cell.problem
-    return [
-        gemm,
-        forms.number(form(cell)),
-        cell.bucket,
-        _STATES.index(cell.state),
-        _short(cell.time_us),
-        _short(cell.roofline.least_us),
-        int(cell.roofline.bound == "compute"),
-        _short(cell.model_us),
-        _short(cell.torch_us),
-        configs.number(cell.config),
-        configs.number(cell.runner_up),
-        _short(cell.runner_up_us),
-        len(tried),
-        _short(statistics.median(tried) / min(tried) if tried else None),
-        gpus.number(gpu_name(cell)),
-        list(cell.failures) or 0,
-        _short(2e-6 * cell.bucket * one.N * one.K),
-    ]
+    text = json.dumps(found, separators=(",", ":"))
+    return base64.b64encode(zlib.compress(text.encode(), 6)).decode()
 
 
 def _models(sheet: Sheet) -> list[list[Any]]:
@@ -97,6 +100,13 @@ def _gemms(model: Model, numbers: dict[Any, int]) -> list[int]:
     return [numbers[gemm_key(one)] for one in model.problems if gemm_key(one) in numbers]
 
 
-def _short(value: float | None) -> float | int | None:
+def _short(value: float | None) -> float | int:
     """Five digits are more than a time has."""
-    return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
+    if value is None or not math.isfinite(value):
+        return 0
+    short = float(f"{value:.5g}")
+    return int(short) if short >= 1e4 else short
+
+
+def _thousandths(value: float | None, of: float) -> int:
+    return 0 if value is None or not math.isfinite(value / of) else round(1000 * value / of)

@@ -18,11 +18,11 @@ def model_against_measured(cells: Sequence[Cell]) -> str:
     """By op and rows: modelled over measured of every measured choice and candidate that has both; "" of none."""
     found: dict[tuple[str, str], list[float]] = {}
     for cell in cells:
-        rows = next(name for name, low, high in _RANGES if low <= cell.bucket <= high)
-        pairs = [(one.model_us, one.time_us) for one in cell.candidates]
-        pairs += [] if cell.model_ratio is None else [(cell.model_us, cell.time_us)]
-        ratios = [model / time for model, time in pairs if model is not None]
+        ratios = [one.model_us / one.time_us for one in cell.candidates if one.model_us is not None]
+        if (ratio := cell.model_ratio) is not None:
+            ratios.append(ratio)
         if ratios:
+            rows = next(name for name, low, high in _RANGES if low <= cell.bucket <= high)
             found.setdefault((form(cell), rows), []).extend(ratios)
     if not found:
         return ""

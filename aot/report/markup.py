@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 from .cells import Cell, State
 
@@ -43,14 +44,15 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[
     return f"<table>{top}<tbody>{''.join(line('td', row) for row in rows)}</tbody></table>"
 
 
-def counts(cells: Sequence[Cell]) -> dict[State, int]:
+def counts(cells: Iterable[Cell]) -> dict[State, int]:
     """How many cells are in each state."""
-    return {state: sum(cell.state is state for cell in cells) for state in State}
+    found = Counter(cell.state for cell in cells)
+    return {state: found[state] for state in State}
 
 
-def told(cells: Sequence[Cell]) -> str:
-    """The states in words, e.g. ``34 measured, 2 missing``."""
-    return ", ".join(f"{count} {state.value}" for state, count in counts(cells).items() if count)
+def told(found: Mapping[State, int]) -> str:
+    """The counts in words, e.g. ``34 measured, 2 missing``."""
+    return ", ".join(f"{count} {state.value}" for state, count in found.items() if count)
 
 
 def dot(state: State) -> str:
@@ -62,9 +64,10 @@ def strip(cells: Sequence[Cell]) -> str:
     """The states as one bar, and in words."""
     if not cells:
         return ""
+    found = counts(cells)
     inner = "".join(
         f'<i class="{state.value}" style="width:{100 * count / len(cells):.1f}%"></i>'
-        for state, count in counts(cells).items()
+        for state, count in found.items()
         if count
     )
-    return f'<span class="strip" title="{told(cells)}">{inner}</span><br><span class="soft">{told(cells)}</span>'
+    return f'<span class="strip" title="{told(found)}">{inner}</span><br><span class="soft">{told(found)}</span>'

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from html import escape
 
 from .cells import Cell, Sheet, State
@@ -36,7 +36,7 @@ _CELLS = """<div class="controls">
 <figure><figcaption id="above"></figcaption><div id="chart" class="chart"></div></figure>
 <figure id="against"><figcaption>Times as fast as torch's grouped_mm, by rows</figcaption>
 <div id="torch" class="chart"></div></figure>
-<div id="tip" role="status"></div>
+<div id="ring" hidden></div><div id="tip" role="status"></div>
 <div class="wide" id="rows"></div>
 <p><button id="more">show more</button></p>
 <noscript><p>The charts and the table of cells are drawn by the page's own script, which this browser does not run.</p>
@@ -59,7 +59,7 @@ def page(sheet: Sheet) -> str:
         _folded("Modelled against measured", _model(cells)), _folded("The search", _search(cells)),
         _READING,
     ))  # fmt: skip
-    script = f'<script type="application/json" id="data">{embedded(sheet)}</script>\n<script>{SCRIPT}</script>\n'
+    script = f'<script type="text/plain" id="data">{embedded(sheet)}</script>\n<script>{SCRIPT}</script>\n'
     text = (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -108,10 +108,11 @@ def _folded(title: str, inner: str) -> str:
 
 
 def _glance(cells: Sequence[Cell]) -> str:
-    """One row for each op and form, and GPU where there are several, over all shapes."""
+    """One row for each op and form, and GPU that it was measured on where there are several, over all shapes."""
     with_torch = any(cell.against_torch for cell in cells)
     with_model = any(cell.model_ratio for cell in cells)
-    several = len({gpu_name(cell) for cell in cells} - {""}) > 1
+    gpus = _short_names({gpu_name(cell) for cell in cells} - {""})
+    several = len(gpus) > 1
     first = ["op", "GPU"][: 1 + several]
     head = [*first, *["x torch", "worst"] * with_torch, "% of the roofline, median", *(name for name, _, _ in _RANGES)]
     head += ["modelled / measured"] * with_model + ["cells", "measured"]
@@ -119,19 +120,29 @@ def _glance(cells: Sequence[Cell]) -> str:
     for cell in sorted(cells, key=lambda cell: (form_order(cell), gpu_name(cell))):
         groups.setdefault((form(cell), gpu_name(cell))[: len(first)], []).append(cell)
     rows = []
+    measured = {names[0] for names in groups if several and names[1]}
     for names, mine in groups.items():
-        known = [cell for cell in mine if cell.state is not State.MISSING]
-        row = [escape(name.removeprefix("NVIDIA ")) for name in names]
+        if names[0] in measured and not names[1]:
+            continue  # what was not measured is under Coverage
+        known = [(cell.bucket, cell.fraction) for cell in mine if cell.state is not State.MISSING]
+        row = [escape(names[0]), *(escape(gpus.get(name, "not measured")) for name in names[1:])]
         if with_torch:
             ratios = [ratio for cell in mine if (ratio := cell.against_torch) is not None]
             row += [times(mean(ratios)), times(min(ratios, default=None))]
-        row.append(percent(median(cell.fraction for cell in known)))
+        row.append(percent(median(fraction for _, fraction in known)))
         for _, low, high in _RANGES:
-            row.append(percent(median(cell.fraction for cell in known if low <= cell.bucket <= high)))
+            row.append(percent(median(fraction for bucket, fraction in known if low <= bucket <= high)))
         row += [times(mean(cell.model_ratio for cell in mine))] * with_model
         row += [f"{len(mine):,}", f"{counts(mine)[State.MEASURED]:,}"]
         rows.append(row)
     return f'<div class="wide">{table(head, rows, numbers=range(len(first), len(head)))}</div>'
+
+
+def _short_names(gpus: Collection[str]) -> dict[str, str]:
+    """NVIDIA H100 80GB HBM3 is H100, unless another one would be, too."""
+    found = {name: name.removeprefix("NVIDIA ") for name in gpus}
+    first = {name: (text.split() or [name])[0] for name, text in found.items()}
+    return first if len(set(first.values())) == len(first) else found
 
 
 def _model(cells: Sequence[Cell]) -> str:

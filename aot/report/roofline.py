@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import NamedTuple
 
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Op, Problem
@@ -11,8 +12,7 @@ from ...kernels.cost.routing import expected_rows
 from ...kernels.hardware.chips import Chip
 
 
-@dataclass(frozen=True, slots=True)
-class Roofline:
+class Roofline(NamedTuple):
     """What memory and arithmetic take at least, in microseconds, each alone."""
 
     memory_us: float
@@ -40,10 +40,19 @@ def roofline(problem: Problem, M: int, chip: Chip) -> Roofline:
 
     Rates and bandwidth are the published ones of ``chip``: dense, at boost clock.
     """
+    return rooflines(problem, chip)(M)
+
+
+def rooflines(problem: Problem, chip: Chip) -> Callable[[int], Roofline]:
+    """``roofline`` of any M, for many of them."""
     E, N, K, size = problem.E, problem.N, problem.K, problem.dtype.itemsize
-    experts = float(E) if problem.op is Op.DW else expected_rows(E, M).active
-    rows_bytes = M * (result_columns(N, problem.fusion) + K) * size
-    moved_bytes = experts * problem.dtype.precision.w_bytes(N, K) + rows_bytes
+    every, w_bytes = problem.op is Op.DW, problem.dtype.precision.w_bytes(N, K)
+    row_bytes = (result_columns(N, problem.fusion) + K) * size
     rates = {DType.FP32: chip.fp32_tflops, DType.TF32: chip.tf32_tflops}
     tflops = rates.get(problem.dtype, chip.bf16_tflops)
-    return Roofline(moved_bytes / chip.bandwidth_gbs * 1e-3, 2.0 * M * N * K / tflops * 1e-6)
+
+    def of(M: int) -> Roofline:
+        moved_bytes = (float(E) if every else expected_rows(E, M).active) * w_bytes + M * row_bytes
+        return Roofline(moved_bytes / chip.bandwidth_gbs * 1e-3, 2.0 * M * N * K / tflops * 1e-6)
+
+    return of

@@ -2,65 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from ...artifacts.records.problem import Problem
 from ...artifacts.records.target import Gpu
 from ..journal.file import Contents
 from ..journal.records import Failure
-from ..journal.timings import Timings, cell_of
-
-Key = tuple[Problem, int]
+from ..journal.timings import CellTimes, Timings, cell_of
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """One cell. ``fastest`` are (time in us, cubin's sha256) of all that were measured, ``choice`` one of them.
+    """One cell; ``times`` is None where nothing was timed. What a bundle has are these times ``clock`` times.
 
-    A variant that failed anywhere is no choice; ``choice`` is None where no other was measured. ``torch_us`` is torch's
-    grouped_mm, at the clock of ``fastest``.
+    ``failed`` are the variants that failed anywhere: none of them is a choice.
     """
 
     gpu: Gpu
-    fastest: tuple[tuple[float, bytes], ...]
-    choice: bytes | None
-    torch_us: float | None
+    times: CellTimes | None
+    clock: float
+    failed: Container[bytes]
     failures: tuple[Failure, ...]
 
     @property
-    def runner_up(self) -> tuple[float, bytes] | None:
-        """The fastest beside the choice."""
-        return next((one for one in self.fastest if one[1] != self.choice), None)
+    def fastest(self) -> list[tuple[float, bytes]]:
+        """(time in us, cubin's sha256) of all that were measured."""
+        times = {} if self.times is None else self.times.times_ns
+        return sorted((self.clock * time_ns / 1e3, sha) for sha, time_ns in times.items())
+
+    @property
+    def choice(self) -> bytes | None:
+        """The variant that a bundle of this journal has; None where not one was timed that never failed."""
+        if self.times is None:
+            return None
+        return self.times.best_of([sha for sha in sorted(self.times.times_ns) if sha not in self.failed])
+
+    @property
+    def tried(self) -> int:
+        """How many were measured."""
+        return 0 if self.times is None else len(self.times.times_ns)
+
+    @property
+    def spread(self) -> float | None:
+        """The median of what was measured over the fastest."""
+        if not self.tried or self.times is None:
+            return None
+        ordered = sorted(self.times.times_ns.values())
+        half = len(ordered) // 2
+        return (ordered[half] + ordered[~half]) / 2 / ordered[0]
+
+    @property
+    def torch_us(self) -> float | None:
+        """Torch's grouped_mm, at the clock of ``fastest``."""
+        torch_ns = None if self.times is None else self.times.torch_ns
+        return None if torch_ns is None else self.clock * torch_ns / 1e3
 
 
-def searches(journals: Sequence[Contents]) -> dict[Key, list[Search]]:
-    """Every cell of every journal, as ``cell_of`` names it, in the journals' order."""
-    found: dict[Key, list[Search]] = {}
+Searches = dict[Problem, dict[int, list[Search]]]
+
+
+def searches(journals: Sequence[Contents]) -> Searches:
+    """Every cell of every journal by product and bucket, as ``cell_of`` names it, in the journals' order."""
+    found: Searches = {}
     for journal in journals:
-        for key, search in _of(journal).items():
-            found.setdefault(key, []).append(search)
+        _add(journal, found)
     return found
 
 
-def _of(journal: Contents) -> dict[Key, Search]:
+def _add(journal: Contents, found: Searches) -> None:
     evidence = Timings.of(journal)
-    failures: dict[Key, list[Failure]] = {}
+    failures: dict[tuple[Problem, int], list[Failure]] = {}
     for record in journal.records:
         if isinstance(record, Failure):
             failures.setdefault(cell_of(record.problem, record.bucket), []).append(record)
-    found: dict[Key, Search] = {}
-    for key in dict.fromkeys([*evidence.cells, *failures]):
-        broken = tuple(sorted(failures.get(key, ()), key=lambda one: (one.variant, one.kind, one.reason)))
-        if key not in evidence.cells:
-            found[key] = Search(journal.header.gpu, (), None, None, broken)
-            continue
-        times, clock = evidence.cells[key], evidence.clock(*key)  # as the bundle has them
-        found[key] = Search(
-            evidence.gpus[evidence.gpu_of(times)],
-            tuple(sorted((clock * time_ns / 1e3, sha) for sha, time_ns in times.times_ns.items())),
-            times.best_of([sha for sha in sorted(times.times_ns) if sha not in evidence.failed]),
-            None if times.torch_ns is None else clock * times.torch_ns / 1e3,
-            broken,
-        )
-    return found
+    gpus = {gpu.driver: gpu for gpu in evidence.gpus}
+    for (problem, bucket), times in evidence.cells.items():
+        broken = _ordered(failures.pop((problem, bucket), ()))
+        clock = evidence.clock(problem, bucket) if times.plain_ns else 1.0
+        one = Search(gpus[times.driver], times, clock, evidence.failed, broken)
+        found.setdefault(problem, {}).setdefault(bucket, []).append(one)
+    for (problem, bucket), some in failures.items():
+        one = Search(journal.header.gpu, None, 1.0, evidence.failed, _ordered(some))
+        found.setdefault(problem, {}).setdefault(bucket, []).append(one)
+
+
+def _ordered(failures: Sequence[Failure]) -> tuple[Failure, ...]:
+    return tuple(sorted(failures, key=lambda one: (one.variant, one.kind, one.reason))) if failures else ()

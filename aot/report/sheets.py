@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from ...artifacts.records.bundle import Bundle, Choice, Source, Variant
+from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Op, Problem
 from ...artifacts.records.target import Gpu
-from ...kernels.cost.model import Resources, estimate_us
+from ...kernels.cost.model import Ranker, Resources
 from ...kernels.hardware.arch import ARCHS
 from ...kernels.hardware.chips import Chip, chip_for, chip_of
 from ..bundle.assemble import config_text
 from ..journal.file import Contents
-from ..journal.timings import cell_of
 from ..plan.families import optional
 from ..plan.plan import BuildPlan, gated_buckets, planned_on
 from .cells import Cell, GemmKey, Sheet, State, TimedCandidate, WeightCells, gemm_key
-from .roofline import roofline
-from .search import Key, Search, searches
+from .roofline import Roofline, rooflines
+from .search import Search, Searches, searches
 
 
 def sheet(
@@ -27,24 +27,30 @@ def sheet(
     bundle: Bundle | None,
     journals: Sequence[Contents],
     plan: BuildPlan | None,
-    known: Iterable[Variant] = (),
+    also: Iterable[Variant] = (),
 ) -> Sheet:
     """Put together what ``bundle`` chose, what ``journals`` measured and what ``plan`` wants.
 
     Without a plan, a cell is missing where a model of the bundle has that bucket for another of its problems.
-    ``known`` are variants beside the bundle's that journals may name.
+    ``also`` are variants beside the bundle's that journals may name.
     """
     sm = bundle.target.sm if bundle is not None else journals[0].header.sm
     plan = plan if plan is None else planned_on(plan, (sm,))
     variants: dict[bytes, Variant] = {}
-    for variant in (*known, *(bundle.variants if bundle else ())):
+    for variant in (*also, *(bundle.variants if bundle else ())):
         variants.setdefault(variant.cubin_sha256, variant)
     found = searches(journals)
-    keys = dict.fromkeys([*_chosen(bundle), *_wanted(bundle, plan)])
-    named = {cell_of(*key) for key in keys}
-    keys |= dict.fromkeys(key for key in found if key not in named)
-    read = _Reader(sm, _default_gpu(bundle, journals), bundle, variants, found)
-    cells = [one for key in sorted(keys, key=lambda key: (key[0].sort_key, key[1])) for one in read.cells(*key)]
+    buckets: dict[Problem, set[int]] = {}
+    for problem, some in (*_chosen(bundle), *_wanted(bundle, plan)):
+        buckets.setdefault(problem, set()).update(some)
+    named: dict[Problem, set[int]] = {}  # as journals name it
+    for problem, some in buckets.items():
+        named.setdefault(problem.canonical, set()).update(some)
+    for problem, there in found.items():
+        buckets.setdefault(problem, set()).update(there.keys() - named.get(problem, set()))
+    known = _Known(sm, _default_gpu(bundle, journals), bundle, variants, found)
+    ordered = sorted(buckets, key=lambda problem: problem.sort_key)
+    cells = [one for problem in ordered for one in _Product(problem, known).cells(sorted(buckets[problem]))]
     chips = dict.fromkeys(_chip(cell.gpu, sm) for cell in cells)
     models = plan.models if plan is not None else bundle.models if bundle is not None else ()
     notes = [f"{one.damaged} damaged records of a journal are left out" for one in journals if one.damaged]
@@ -64,153 +70,187 @@ def _chip(gpu: Gpu | None, sm: int) -> Chip:
 _MODELLED_CELLS = 400  # whose every candidate the cost model is asked for: it takes a second, and shows what all would
 
 
-class _Reader:
-    """Makes cells, one after the other."""
+class _Known:
+    """What is known of all products: variants by name, GPUs' figures, and what journals found."""
 
     def __init__(
-        self,
-        sm: int,
-        default: Gpu | None,
-        bundle: Bundle | None,
-        variants: Mapping[bytes, Variant],
-        found: Mapping[Key, Sequence[Search]],
+        self, sm: int, default: Gpu | None, bundle: Bundle | None, variants: Mapping[bytes, Variant], found: Searches
     ) -> None:
-        self._sm, self._default, self._bundle = sm, default, bundle
-        self._variants, self._found = variants, found
+        self.default, self.bundle, self.found = default, bundle, found
+        self._sm, self._variants = sm, variants
         self._chips: dict[Gpu | None, Chip] = {}
         self._texts: dict[int, str] = {}  # by id: to hash a variant takes as long
-        self._resources: dict[bytes, Resources] = {}
-        searched = [key for key, there in found.items() if there]
-        self._modelled = set(searched[:: 1 + len(searched) // _MODELLED_CELLS])
+        self._rankers: dict[tuple[bytes, Op, DType], dict[Gpu | None, Ranker | None]] = {}
+        searched = [(problem, bucket) for problem, there in found.items() for bucket in there]
+        self.sampled: dict[Problem, set[int]] = {}
+        for problem, bucket in searched[:: 1 + len(searched) // _MODELLED_CELLS]:
+            self.sampled.setdefault(problem, set()).add(bucket)
 
-    def _chip(self, gpu: Gpu | None) -> Chip:
+    def chip(self, gpu: Gpu | None) -> Chip:
+        """The published figures of a GPU."""
         if gpu not in self._chips:
             self._chips[gpu] = _chip(gpu, self._sm)
         return self._chips[gpu]
 
-    def cells(self, problem: Problem, bucket: int) -> list[Cell]:
-        """The bundle's choices, of each GPU one, or else the search's; with the search's candidates."""
-        there = self._found.get(cell_of(problem, bucket), ())
-        search = next(iter(there), None)
-        if self._bundle is not None:
-            choices = [one for one in self._bundle.choices.get(problem, ()) if one.bucket == bucket]
-            if choices:
-                return [self._chosen(problem, one, self._bundle, there) for one in choices]
-        gpu = search.gpu if search is not None else self._default
-        return [self._searched(problem, bucket, gpu, search)]
-
-    def _chosen(self, problem: Problem, choice: Choice, bundle: Bundle, there: Sequence[Search]) -> Cell:
-        variant = bundle.variants[choice.variant]
-        second = None if choice.runner_up is None else bundle.variants[choice.runner_up]
-        timed_on = choice.measured_on(bundle.gpus)
-        gpu = timed_on or self._default
-        # the times of another GPU say nothing of this one's
-        search = next((one for one in there if timed_on is None or one.gpu.is_like(timed_on)), None)
-        return Cell(
-            problem,
-            choice.bucket,
-            State.MEASURED if choice.source is Source.MEASURED else State.MODELLED,
-            roofline(problem, choice.bucket, self._chip(gpu)),
-            config=self._text(variant),
-            time_us=choice.time_ns / 1e3,
-            runner_up=self._text(second) if second is not None else "",
-            runner_up_us=None if choice.runner_up_ns is None else choice.runner_up_ns / 1e3,
-            model_us=self._model_us(problem, choice.bucket, variant.cubin_sha256, gpu),
-            torch_us=search.torch_us if search is not None else None,
-            gpu=gpu,
-            candidates=self._candidates(problem, choice.bucket, search),
-            failures=self._failures(search),
-        )
-
-    def _searched(self, problem: Problem, bucket: int, gpu: Gpu | None, search: Search | None) -> Cell:
-        line = roofline(problem, bucket, self._chip(gpu))
-        candidates, failures = self._candidates(problem, bucket, search), self._failures(search)
-        if search is None or search.choice is None:
-            return Cell(problem, bucket, State.MISSING, line, gpu=gpu, candidates=candidates, failures=failures)
-        second = search.runner_up
-        return Cell(
-            problem,
-            bucket,
-            State.MEASURED,
-            line,
-            config=self._name(search.choice),
-            time_us=next(time_us for time_us, sha in search.fastest if sha == search.choice),
-            runner_up=self._name(second[1]) if second else "",
-            runner_up_us=second[0] if second else None,
-            model_us=self._model_us(problem, bucket, search.choice, gpu),
-            torch_us=search.torch_us,
-            gpu=gpu,
-            candidates=candidates,
-            failures=failures,
-        )
-
-    def _candidates(self, problem: Problem, bucket: int, search: Search | None) -> tuple[TimedCandidate, ...]:
-        if search is None:
-            return ()
-        modelled = cell_of(problem, bucket) in self._modelled
-        return tuple(
-            TimedCandidate(
-                self._name(sha), time_us, self._model_us(problem, bucket, sha, search.gpu) if modelled else None
-            )
-            for time_us, sha in search.fastest
-        )
-
-    def _failures(self, search: Search | None) -> tuple[str, ...]:
-        failures = search.failures if search is not None else ()
-        return tuple(f"{self._name(one.variant)}: {one.kind}, {one.reason}" for one in failures)
-
-    def _name(self, sha: bytes) -> str:
+    def name(self, sha: bytes) -> str:
+        """A variant's config, or what is known of its cubin."""
         variant = self._variants.get(sha)
-        return self._text(variant) if variant is not None else f"cubin {sha.hex()[:12]}"
+        return self.text(variant) if variant is not None else f"cubin {sha.hex()[:12]}"
 
-    def _text(self, variant: Variant) -> str:
-        if id(variant) not in self._texts:
-            self._texts[id(variant)] = config_text(variant)
-        return self._texts[id(variant)]
+    def text(self, variant: Variant) -> str:
+        """A variant's config."""
+        text = self._texts.get(id(variant))
+        if text is None:
+            text = self._texts[id(variant)] = config_text(variant)
+        return text
 
-    def _model_us(self, problem: Problem, bucket: int, sha: bytes, gpu: Gpu | None) -> float | None:
-        variant = self._variants.get(sha)
-        if variant is None or self._sm not in ARCHS:
-            return None
+    def model_us(self, canonical: Problem, bucket: int, sha: bytes, gpu: Gpu | None) -> float | None:
+        """The cost model's estimate; None of a variant that nobody names, or of another version's config."""
+        there = self._rankers.setdefault((sha, canonical.op, canonical.dtype), {})
         try:
-            if sha not in self._resources:
-                self._resources[sha] = Resources.of(variant)
-            time_us = estimate_us(problem.canonical, bucket, self._resources[sha], self._chip(gpu))
-        except ValueError:  # a config of another version
+            if gpu not in there:
+                there[gpu] = None
+                there[gpu] = self._ranker(sha, canonical, gpu)
+            ranker = there[gpu]
+            time_us = math.inf if ranker is None else ranker.rank(canonical, bucket)[0][0]
+        except ValueError:
             return None
         return time_us if math.isfinite(time_us) else None
 
+    def _ranker(self, sha: bytes, canonical: Problem, gpu: Gpu | None) -> Ranker | None:
+        variant = self._variants.get(sha)
+        if variant is None or self._sm not in ARCHS:
+            return None
+        return Ranker([Resources.of(variant)], canonical.op, canonical.dtype, self.chip(gpu))
 
-def _chosen(bundle: Bundle | None) -> list[Key]:
+
+class _Product:
+    """Makes the cells of one problem."""
+
+    def __init__(self, problem: Problem, known: _Known) -> None:
+        self._problem, self._canonical, self._known = problem, problem.canonical, known
+        self._found = known.found.get(self._canonical, {})
+        self._sampled = known.sampled.get(self._canonical, set())
+        self._lines: dict[Gpu | None, Callable[[int], Roofline]] = {}
+
+    def cells(self, buckets: Iterable[int]) -> Iterator[Cell]:
+        """Of each bucket the bundle's choices, of each GPU one, or else the search's; with the search's candidates."""
+        bundle = self._known.bundle
+        choices: dict[int, list[Choice]] = {}
+        for one in bundle.choices.get(self._problem, ()) if bundle is not None else ():
+            choices.setdefault(one.bucket, []).append(one)
+        for bucket in buckets:
+            there = self._found.get(bucket, [])
+            if bundle is not None and bucket in choices:
+                for choice in choices[bucket]:
+                    yield self._chosen(choice, bundle, there)
+            else:
+                yield self._searched(bucket, there[0] if there else None)
+
+    def _line(self, gpu: Gpu | None, bucket: int) -> Roofline:
+        if gpu not in self._lines:
+            self._lines[gpu] = rooflines(self._problem, self._known.chip(gpu))
+        return self._lines[gpu](bucket)
+
+    def _chosen(self, choice: Choice, bundle: Bundle, there: Sequence[Search]) -> Cell:
+        known, bucket = self._known, choice.bucket
+        variant = bundle.variants[choice.variant]
+        second = None if choice.runner_up is None else bundle.variants[choice.runner_up]
+        timed_on = choice.measured_on(bundle.gpus)
+        gpu = timed_on or known.default
+        search = None  # the times of another GPU say nothing of this one's
+        for one in there:
+            if timed_on is None or one.gpu.is_like(timed_on):
+                search = one
+                break
+        return Cell(
+            self._problem,
+            bucket,
+            State.MEASURED if choice.source is Source.MEASURED else State.MODELLED,
+            self._line(gpu, bucket),
+            known.text(variant),
+            choice.time_ns / 1e3,
+            known.text(second) if second is not None else "",
+            None if choice.runner_up_ns is None else choice.runner_up_ns / 1e3,
+            known.model_us(self._canonical, bucket, variant.cubin_sha256, gpu),
+            search.torch_us if search is not None else None,
+            gpu,
+            *self._tried(bucket, search),
+        )
+
+    def _searched(self, bucket: int, search: Search | None) -> Cell:
+        known = self._known
+        gpu = search.gpu if search is not None else known.default
+        line, (tried, spread, candidates, failures) = self._line(gpu, bucket), self._tried(bucket, search)
+        choice = search.choice if search is not None else None
+        if search is None or choice is None:
+            return Cell(self._problem, bucket, State.MISSING, line, gpu=gpu, tried=tried, spread=spread,
+                        candidates=candidates, failures=failures)  # fmt: skip
+        fastest = search.fastest
+        second = next((one for one in fastest if one[1] != choice), None)
+        return Cell(
+            self._problem,
+            bucket,
+            State.MEASURED,
+            line,
+            known.name(choice),
+            next(time_us for time_us, sha in fastest if sha == choice),
+            known.name(second[1]) if second else "",
+            second[0] if second else None,
+            known.model_us(self._canonical, bucket, choice, gpu),
+            search.torch_us,
+            gpu,
+            tried,
+            spread,
+            candidates,
+            failures,
+        )
+
+    def _tried(
+        self, bucket: int, search: Search | None
+    ) -> tuple[int, float | None, tuple[TimedCandidate, ...], tuple[str, ...]]:
+        """How many, their spread, they themselves where they are told, and what failed."""
+        if search is None:
+            return 0, None, (), ()
+        known, candidates = self._known, []
+        failures = [f"{known.name(one.variant)}: {one.kind}, {one.reason}" for one in search.failures]
+        for time_us, sha in search.fastest if bucket in self._sampled else ():
+            model_us = known.model_us(self._canonical, bucket, sha, search.gpu)
+            candidates.append(TimedCandidate(known.name(sha), time_us, model_us))
+        return search.tried, search.spread, tuple(candidates), tuple(failures)
+
+
+_Wanted = list[tuple[Problem, Iterable[int]]]
+
+
+def _chosen(bundle: Bundle | None) -> _Wanted:
     if bundle is None:
         return []
-    return list(dict.fromkeys((problem, one.bucket) for problem, row in bundle.choices.items() for one in row))
+    return [(problem, [one.bucket for one in row]) for problem, row in bundle.choices.items()]
 
 
-def _wanted(bundle: Bundle | None, plan: BuildPlan | None) -> list[Key]:
+def _wanted(bundle: Bundle | None, plan: BuildPlan | None) -> _Wanted:
     if plan is not None:
-        return [(problem, bucket) for problem, buckets in plan.buckets.items() for bucket in buckets]
+        return list(plan.buckets.items())
     if bundle is None:
         return []
-    found: dict[Key, None] = {}
+    found: _Wanted = []
     for model in bundle.models:
         buckets = {one.bucket for problem in model.problems for one in bundle.choices[problem]}
-        for problem in model.problems:
-            some = gated_buckets(problem, buckets) if optional(problem) else buckets
-            found |= dict.fromkeys((problem, bucket) for bucket in some)
-    return list(found)
+        found += [(one, gated_buckets(one, buckets) if optional(one) else buckets) for one in model.problems]
+    return found
 
 
 def _gemms(cells: Iterable[Cell]) -> tuple[WeightCells, ...]:
-    groups: dict[GemmKey, list[Cell]] = {}
-    for cell in cells:
-        groups.setdefault(gemm_key(cell.problem), []).append(cell)
-    for group in groups.values():
-        group.sort(key=_cell_order)
+    problems: dict[Problem, list[Cell]] = {}
+    for cell in cells:  # a problem's come together, its buckets ascending
+        problems.setdefault(cell.problem, []).append(cell)
+    groups: dict[GemmKey, list[Problem]] = {}
+    for problem in sorted(problems, key=_order):
+        groups.setdefault(gemm_key(problem), []).append(problem)
     order = sorted(groups, key=lambda key: (*key[:3], key[3].value, key[4].value))
-    return tuple(WeightCells(*key, tuple(groups[key])) for key in order)
+    return tuple(WeightCells(*key, tuple(cell for one in groups[key] for cell in problems[one])) for key in order)
 
 
-def _cell_order(cell: Cell) -> tuple[int, int, int, int]:
-    one = cell.problem
-    return (list(Op).index(one.op), one.fusion.value, one.top_k, cell.bucket)
+def _order(one: Problem) -> tuple[int, int, int]:
+    return (list(Op).index(one.op), one.fusion.value, one.top_k)

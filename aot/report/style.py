@@ -26,8 +26,9 @@ details td { overflow-wrap: anywhere; }
 figure { margin: .6rem 0; } figcaption { font-weight: 600; font-size: .9rem; }
 .chart { width: 100%; } svg { display: block; width: 100%; height: auto; }
 svg text { fill: var(--soft); font-size: 11px; } svg .grid { stroke: var(--line); } svg .one { stroke: var(--ink); }
-svg circle { fill-opacity: .45; } svg circle.hollow { fill: none; stroke-opacity: .8; }
-svg circle:hover { fill-opacity: 1; stroke: var(--ink); }
+.plot { position: relative; } canvas { position: absolute; inset: 0; width: 100%; height: 100%; }
+#ring { position: fixed; width: 10px; height: 10px; border: 2px solid var(--ink); border-radius: 50%;
+        pointer-events: none; }
 .key { font-size: .8rem; margin-right: .9rem; white-space: nowrap; } .key i { display: inline-block; width: .7em;
        height: .7em; border-radius: 50%; margin-right: .3em; }
 #tip { position: fixed; z-index: 1; background: var(--wash); border: 1px solid var(--line); border-radius: 6px;

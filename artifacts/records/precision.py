@@ -34,6 +34,8 @@ class DType(enum.Enum):
     FP8_BLOCK_A16 = "fp8_block_a16"
     FP8_CHANNEL_A16 = "fp8_channel_a16"
 
+    __hash__ = object.__hash__  # as of Op
+
     @property
     def itemsize(self) -> int:
         """Bytes of one element of x as a call has it, and of y."""

@@ -23,6 +23,8 @@ class Op(enum.Enum):
     DX = "dX"
     DW = "dW"
 
+    __hash__ = object.__hash__  # of a member there is one object; enum's own is slow, and problems are keys everywhere
+
 
 class RowOp(enum.Enum):
     """One of the passes over rows around the grouped GEMMs: no product, any number of rows and columns.
@@ -58,6 +60,8 @@ class Layout(enum.Enum):
     KN = "kn"
     STORED = "stored"
 
+    __hash__ = object.__hash__
+
 
 PLAIN_LAYOUTS = (Layout.NK, Layout.KN)  # of w that is not quantised
 
@@ -72,6 +76,8 @@ class Fusion(enum.Flag):
     BIAS = 8  # bias[g] of [E, N] is added to each row
     SILU = 16  # y is [M, N/2]: silu(gate) * up, the product's left and right half of columns
     LOW_RANK = 32  # u[m] @ b[g].T is added to each row, u [M, r] and b [E, N, r]: of r columns, an adapter's
+
+    __hash__ = object.__hash__
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ def test_the_second_times_are_told_by_what_the_first_duel_said(tool: ModuleType)
     first = next(one for one in with_duel if max(time.time_ns for time in one.timings) < LONG_NS)
     assert first.duel is not None
     took = {first.duel.challenger: (900, 900), first.duel.modelled: (1000, 1000)}
-    timings = tuple(replace(one, ns=took.get(one.variant, one.ns)) for one in first.timings)
+    timings = tuple(one._replace(ns=took.get(one.variant, one.ns)) for one in first.timings)
     after = replace(journal, records=(replace(first, timings=timings),))
     for ratio, band, word in (
         (0.97, 0.01, "won"), (0.99, 0.02, "even, below 1"), (1.0, 0.02, "even, 1 and more"), (1.02, 0.02, "lost"),
@@ -39,7 +39,7 @@ def test_the_second_times_are_told_by_what_the_first_duel_said(tool: ModuleType)
         before = replace(journal, records=(replace(first, duel=replace(first.duel, ratio=ratio, band=band)),))
         assert list(tool.second_times(before, after)) == [(False, word, 0.9)]
     assert not list(tool.second_times(before, before))  # not measured again
-    slow = tuple(replace(one, ns=(2 * LONG_NS, 2 * LONG_NS)) for one in first.timings)
+    slow = tuple(one._replace(ns=(2 * LONG_NS, 2 * LONG_NS)) for one in first.timings)
     assert [one[0] for one in tool.second_times(replace(before, records=(replace(first, timings=slow),)), after)] == [
         True
     ]

@@ -40,7 +40,7 @@ def shown(browser: Browser, path: Path, width: int = 1200, dark: bool = False) -
     page.on("pageerror", lambda error: said.append(str(error)))
     page.on("request", lambda request: said.append(request.url))
     page.goto(path.as_uri())
-    page.wait_for_selector("#chart circle")
+    page.wait_for_selector("#chart canvas")
     yield page
     page.close()
     assert said == [path.as_uri()]

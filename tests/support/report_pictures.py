@@ -13,7 +13,7 @@ from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = ("artifacts/bundles/catalogue-sm90.msgpack", "--journal", "benchmarks/results/catalogue-h200.journal.xz")
-PICTURES = {"report-h200.png": (860, 1500, False), "report-narrow.png": (TELEPHONE, 1700, True)}
+PICTURES = {"report-h200.png": (860, 1380, False), "report-narrow.png": (TELEPHONE, 1500, True)}
 
 
 def main() -> None:
@@ -24,7 +24,7 @@ def main() -> None:
             with shown(browser, report, width, dark) as page:
                 page.set_viewport_size({"width": width, "height": height})
                 picture = Image.open(io.BytesIO(page.screenshot()))
-            picture.convert("RGB").quantize(64).save(ROOT / "docs" / "use" / name, optimize=True)
+            picture.convert("RGB").quantize(32).save(ROOT / "docs" / "use" / name, optimize=True)
 
 
 if __name__ == "__main__":

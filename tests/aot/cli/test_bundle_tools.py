@@ -146,6 +146,7 @@ def test_diff(aot, put):
     assert same.out.startswith("no difference")
     ended = aot("diff", one, two)
     assert ended.code == 0
+    assert ended.out.splitlines()[0] == "from A to B: 3 choices changed, taking 2.00 x the time"
     assert "choices that changed: 3" in ended.out
     assert "+100.0 %" in ended.out
     assert "NVIDIA H200" in ended.out
@@ -162,6 +163,7 @@ def test_diff_shows_models_problems_and_variants(aot, put):
     one = put("one", lambda base: base)
     two = put("two", lambda base: revised(chosen(base, cells(base, 0, 1_000, None))))
     out = aot("diff", one, two).out
+    assert out.splitlines()[0].startswith("from A to B: 1 model gone, 1 changed; ")
     assert "-  odd tp=1 ep=1 bf16" in out
     assert "~  small tp=1 ep=1 bf16  4 -> 1 problems" in out
     assert "1 -> 2" in out

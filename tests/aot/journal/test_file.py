@@ -67,6 +67,16 @@ def test_what_ran_before_is_written_only_where_something_did() -> None:
             from_value({**value, "incumbents": wrong})
 
 
+def test_a_number_of_another_type_is_refused_after_one_that_equals_it() -> None:
+    """Names that were read before are not read anew, and 1, 1.0 and True are one key of a dictionary."""
+    value = to_value(replace(measured(), problem=replace(measured().problem, E=1)))
+    assert isinstance(from_value(value), Measured)
+    for other in (True, 1.0):
+        problem = [other if one == 1 and type(one) is int else one for one in value["problem"]]  # type: ignore[attr-defined]
+        with pytest.raises(ValueError, match="problem.E is"):
+            from_value({**value, "problem": problem})
+
+
 def test_what_is_appended_is_read_and_gone_on_with(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "h200.journal"
     with open_journal(path, HEADER) as journal:

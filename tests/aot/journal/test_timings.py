@@ -15,7 +15,7 @@ from pretuned.aot.choose.choices import choose
 from pretuned.aot.compile.triton import Compiled
 from pretuned.aot.journal.file import Contents, Header
 from pretuned.aot.journal.records import Failure, Measured, Rematch, Timing
-from pretuned.aot.journal.timings import Timings, cell_of
+from pretuned.aot.journal.timings import CellTimes, Timings, cell_of
 from pretuned.aot.plan.plan import BuildPlan
 from pretuned.artifacts.limits import MAX_TIME_NS
 from pretuned.artifacts.records.bundle import Choice, Source, Variant
@@ -62,6 +62,24 @@ def chosen(records: Sequence[Measured | Failure], compiled: Sequence[Compiled] =
     return choice
 
 
+@given(
+    st.dictionaries(st.integers(0, 5), st.tuples(st.integers(1, 10**9), st.integers(1, 10**9)), min_size=1),
+    st.none() | st.tuples(st.integers(1, 10**9)),
+    st.none() | st.tuples(st.integers(1, 10**9), st.integers(1, 10**9)),
+)
+def test_a_record_says_alone_what_it_says_twice(
+    times: dict[int, tuple[int, int]], torch: tuple[int, ...] | None, plain: tuple[int, ...] | None
+) -> None:
+    timings = tuple(Timing(sha(i), ns, 0.001 * i, 20 - i, 0.0017) for i, ns in times.items())
+    duel = Rematch(sha(0), sha(1), (9,), (10,), 0.9, 0.01)
+    one = Measured(PROBLEM, 64, sha(0), timings, duel, torch, 1.0, 13000, plain and (sha(9), plain))
+
+    def told(*records: Measured) -> CellTimes:
+        return Timings.of(Contents(Header(90, H200, ()), records, 0, 0)).cells[PROBLEM, 64]
+
+    assert told(one) == replace(told(one, one), duels=(duel,))
+
+
 def test_times_of_a_form_are_brought_to_the_clock_of_the_plain_product() -> None:
     """Timed with the form it took 30 us, with its own contenders 40: all that the form took is 4/3 longer there."""
     gathers = replace(PROBLEM, fusion=Fusion.GATHER, top_k=8)
@@ -102,7 +120,7 @@ def test_a_record_of_a_slower_clock_makes_no_variant_of_it_slower() -> None:
     """As an H100 had it: what only the faster record timed looked faster than what beat it there by 8 %."""
     fast = record({0: 5_281, 1: 5_490, 2: 5_726}, 1)
     slow = record({0: 5_883, 1: 6_273, 3: 6_685}, 1)
-    more = replace(slow, timings=tuple(replace(one, rounds=60) for one in slow.timings))
+    more = replace(slow, timings=tuple(one._replace(rounds=60) for one in slow.timings))
     for records in itertools.permutations((fast, more)):
         contents = Contents(Header(90, H200, ()), tuple(records), 0, 0)
         cell = Timings.of(contents).cells[PROBLEM, 64]
@@ -120,7 +138,7 @@ def test_torch_is_of_the_clock_of_the_times_beside_it(rounds: int) -> None:
     """An older record had torch, one of a look at a slower clock has none: that makes no choice slower than torch."""
     first = replace(record({0: 10_000, 1: 11_000}, 0), torch_ns=(12_000, 12_000))
     look = record({0: 12_500, 1: 13_750, 2: 12_000}, 0)
-    look = replace(look, timings=tuple(replace(one, rounds=rounds) for one in look.timings))
+    look = replace(look, timings=tuple(one._replace(rounds=rounds) for one in look.timings))
     cell = Timings.of(Contents(Header(90, H200, ()), (look, first), 0, 0)).cells[PROBLEM, 64]
     assert cell.torch_ns is not None
     assert cell.torch_ns / cell.times_ns[sha(0)] == pytest.approx(1.2, rel=1e-4)
@@ -149,7 +167,7 @@ def test_records_count_the_same_in_any_order(order: Sequence[int], clocks: Seque
         rounds = data.draw(st.sampled_from([5, 20]))
         torch = data.draw(st.none() | st.tuples(st.integers(9_000, 11_000), st.integers(9_000, 11_000)))
         one = replace(record(times, timed[0]), torch_ns=torch)
-        records.append(replace(one, timings=tuple(replace(timing, rounds=rounds) for timing in one.timings)))
+        records.append(replace(one, timings=tuple(timing._replace(rounds=rounds) for timing in one.timings)))
 
     def cell(some: Sequence[Measured]) -> object:
         return Timings.of(Contents(Header(90, H200, ()), tuple(some), 0, 0)).cells[PROBLEM, 64]
@@ -192,7 +210,7 @@ def test_within_the_noise_the_modelled_choice_stays(model_first: int) -> None:
     assert chosen([near], both).time_ns == 50_000
     far = record({model_first: 50_000, other: 49_000}, model_first)
     assert chosen([far], both).time_ns == 49_000
-    noisy = replace(far, timings=tuple(replace(one, noise=0.02) for one in far.timings))
+    noisy = replace(far, timings=tuple(one._replace(noise=0.02) for one in far.timings))
     assert chosen([noisy], both).time_ns == 50_000
 
 
@@ -245,13 +263,13 @@ def test_of_a_cell_measured_twice_each_time_weighs_its_rounds(model_first: int) 
 
     def of_rounds(ns: int, rounds: int, noise: float) -> Measured:
         found = record({model_first: 50_000, other: ns}, model_first)
-        return replace(found, timings=tuple(replace(one, rounds=rounds, noise=noise) for one in found.timings))
+        return replace(found, timings=tuple(one._replace(rounds=rounds, noise=noise) for one in found.timings))
 
     few, more = of_rounds(40_000, 3, 0.03), of_rounds(48_000, 9, 0.001)
     for both in ((few, more), (more, few)):
         cell = Timings.of(Contents(Header(90, H200, ()), both, 0, 0)).cells[PROBLEM, 64]
         assert (cell.times_ns[sha(other)], cell.noise[sha(other)]) == (48_000, 0.001)
-        thrice = (*both, replace(few, timings=tuple(replace(one, rounds=6) for one in few.timings)))
+        thrice = (*both, replace(few, timings=tuple(one._replace(rounds=6) for one in few.timings)))
         cell = Timings.of(Contents(Header(90, H200, ()), thrice, 0, 0)).cells[PROBLEM, 64]
         # 9 rounds each: the lower, by the clock that brings the two of one record nearest to the two of the other.
         assert cell.times_ns[sha(other)] == round(40_000 * math.sqrt(48 / 40))
@@ -264,7 +282,7 @@ def test_of_duels_of_the_same_two_those_of_the_most_rounds_count(model_first: in
     def of_rounds(rounds: int, ratio: float) -> Measured:
         duel = Rematch(sha(other), sha(model_first), (45_000, 45_000), (50_000, 50_000), ratio, 0.005)
         found = record(times, model_first, duel)
-        return replace(found, timings=tuple(replace(one, rounds=rounds) for one in found.timings))
+        return replace(found, timings=tuple(one._replace(rounds=rounds) for one in found.timings))
 
     for won, lost, ns in ((9, 3, 45_000), (3, 9, 50_000), (3, 3, 50_000)):
         for both in ((of_rounds(won, 0.9), of_rounds(lost, 1.02)), (of_rounds(lost, 1.02), of_rounds(won, 0.9))):
@@ -278,7 +296,7 @@ def test_more_rounds_together_count_more_than_a_duel_of_fewer(model_first: int) 
 
     def of_rounds(rounds: int, duel: Rematch | None) -> Measured:
         found = record({model_first: 50_000, other: 49_000}, model_first, duel)
-        return replace(found, timings=tuple(replace(one, rounds=rounds) for one in found.timings))
+        return replace(found, timings=tuple(one._replace(rounds=rounds) for one in found.timings))
 
     assert chosen([of_rounds(3, lost)]).time_ns == 50_000
     for both in ((of_rounds(3, lost), of_rounds(9, None)), (of_rounds(9, None), of_rounds(3, lost))):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from browser import TELEPHONE, shown, started
+from reports import cells_of
 
 from pretuned.aot.report.page import page as written
 from pretuned.aot.report.sources import read
@@ -32,21 +33,25 @@ def report(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def cells(page: Any) -> list[dict[str, Any]]:
-    """The page's data, each cell by its fields' names; product and form by what they are."""
-    data = json.loads(page.text_content("#data"))
-    found = [dict(zip(data["fields"], row, strict=True)) for row in data["cells"]]
-    for one in found:
-        one |= {"gemm": data["gemms"][one["gemm"]], "form": data["forms"][one["form"]]}
-    return found
+def count(page: Any, chart: str) -> int:
+    """How many marks are drawn."""
+    return int(page.eval_on_selector(f"{chart} canvas", "one => one.marks.points.length"))
+
+
+def painted(page: Any, chart: str) -> float:
+    """How much of a chart has a colour."""
+    script = """one => { const all = one.getContext("2d").getImageData(0, 0, one.width, one.height).data;
+        let found = 0; for (let i = 3; i < all.length; i += 4) found += all[i] > 0; return 4 * found / all.length; }"""
+    return float(page.eval_on_selector(f"{chart} canvas", script))
 
 
 def test_every_cell_is_drawn_and_the_slowest_beside_torch_is_first(browser: Any, report: Path) -> None:
     with shown(browser, report) as page:
-        known = cells(page)
+        known = cells_of(report.read_text(encoding="utf-8"))
         gains = sorted(one["torch"] / one["us"] for one in known if one["torch"])
-        assert page.locator("#chart circle").count() == sum(bool(one["us"]) for one in known)  # the rest is missing
-        assert page.locator("#torch circle").count() == len(gains)
+        assert count(page, "#chart") == sum(bool(one["us"]) for one in known)  # the rest is missing
+        assert count(page, "#torch") == len(gains)
+        assert painted(page, "#chart") > painted(page, "#torch") > 0.01
         assert f"{len(known):,} cells; " in page.text_content("#said")
         head = page.locator("#rows th").all_text_contents()
         column = page.locator(f"#rows td:nth-child({head.index('x torch') + 1})").all_text_contents()
@@ -57,17 +62,16 @@ def test_every_cell_is_drawn_and_the_slowest_beside_torch_is_first(browser: Any,
 
 def test_cells_are_filtered_sorted_and_told_in_other_units(browser: Any, report: Path) -> None:
     with shown(browser, report) as page:
-        known = cells(page)
+        known = cells_of(report.read_text(encoding="utf-8"))
         product, form = known[0]["gemm"], "dX"
         page.select_option("#gemm", label=product)
         page.select_option("#form", label=form)
         page.select_option("#gpu", label="NVIDIA H200")
         page.select_option("#order", label="longest time")
         page.select_option("#unit", label="microseconds")
-        gpu = json.loads(page.text_content("#data"))["gpus"].index("NVIDIA H200")
-        mine = [one for one in known if (one["gemm"], one["form"], one["gpu"]) == (product, form, gpu)]
+        mine = [one for one in known if (one["gemm"], one["form"], one["gpu"]) == (product, form, "NVIDIA H200")]
         assert 10 < len(mine) < 50
-        assert page.locator("#chart circle").count() == len(mine)
+        assert count(page, "#chart") == len(mine)
         assert page.text_content("#above").startswith("Microseconds")
         head = page.locator("#rows th").all_text_contents()
         assert "TFLOP/s" not in head
@@ -81,15 +85,20 @@ def test_cells_are_filtered_sorted_and_told_in_other_units(browser: Any, report:
 @pytest.mark.parametrize("width", [1200, TELEPHONE])
 def test_a_mark_that_is_pointed_at_says_what_it_is(browser: Any, report: Path, width: int) -> None:
     with shown(browser, report, width) as page:
-        known = cells(page)
-        page.select_option("#gemm", label=known[0]["gemm"])
+        known = cells_of(report.read_text(encoding="utf-8"))
+        beside = Counter(one["gemm"] for one in known if one["torch"] and one["form"] == "forward")
+        page.select_option("#gemm", label=beside.most_common(1)[0][0])
         page.select_option("#form", label="forward")
         page.select_option("#gpu", label="NVIDIA H200")
-        dots = page.locator("#torch circle")
-        assert dots.count() > 5
+        canvas = page.locator("#torch canvas")
+        canvas.scroll_into_view_if_needed()
+        marks = canvas.evaluate("one => one.marks.xs.map((x, i) => [x, one.marks.ys[i]])")
+        assert len(marks) > 5
         assert not page.is_visible("#tip")
-        for place in (0, dots.count() - 1):
-            dots.nth(place).hover()
+        assert not page.is_visible("#ring")
+        for x, y in (marks[0], marks[-1]):
+            box = canvas.bounding_box()
+            page.mouse.move(box["x"] + x + 1, box["y"] + y - 1)
             first, *rest = page.inner_text("#tip").splitlines()
             (one,) = [one for one in known if one["torch"]
                       and first == f"{one['gemm']}, {one['form']}, M near {one['rows']}"]  # fmt: skip
@@ -98,6 +107,9 @@ def test_a_mark_that_is_pointed_at_says_what_it_is(browser: Any, report: Path, w
             assert f"{one['flop'] / one['us']:.1f} TFLOP/s" in text
             assert f"{100 * one['least'] / one['us']:.0f} % of the roofline" in text
             assert f": {one['torch'] / one['us']:.2f} x" in text
+            ring = page.locator("#ring").bounding_box()
+            assert abs(ring["x"] + ring["width"] / 2 - box["x"] - x) < 2
+            assert abs(ring["y"] + ring["height"] / 2 - box["y"] - y) < 2
             box = page.locator("#tip").bounding_box()
             assert box["x"] >= 0
             assert box["x"] + box["width"] <= width
@@ -138,7 +150,7 @@ def test_a_telephone_shows_it_without_scrolling_sideways(browser: Any, report: P
     """Wide tables scroll in themselves; the first columns of what is told of each op have the answer."""
     with shown(browser, report, TELEPHONE, dark=True) as page:
         assert page.evaluate("document.documentElement.scrollWidth") <= TELEPHONE
-        for one in page.locator("select:visible, svg, .headline, figcaption").all():
+        for one in page.locator("select:visible, svg, canvas, .headline, figcaption").all():
             box = one.bounding_box()
             assert box["x"] >= 0
             assert box["x"] + box["width"] <= TELEPHONE

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import html.parser
-import json
 import math
 import re
 from dataclasses import replace
 
 import pytest
 from claims import H100, H200, able, chosen, with_twins
+from reports import cells_of, packed
 
 from pretuned.aot.bundle.assemble import config_text
 from pretuned.aot.bundle.merge import merge
@@ -156,8 +156,7 @@ def test_a_cell_of_each_gpu_with_its_own_journal(distinct: Bundle, problem: Prob
     told = [(cell.gpu, cell.time_us, cell.torch_us) for cell in found.cells if cell.bucket == 2]
     assert told == [(A100, 3.0, 6.0), (H200, 2.0, 3.0)]
     text = page(found)
-    data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])  # type: ignore[index]
-    assert data["gpus"] == [A100.name, H200.name]
+    assert packed(text)["gpus"] == [A100.name, H200.name]
     glance = text.partition("<h2>At a glance</h2>")[2].partition("<h2>")[0]
     assert re.findall(r"<td[^>]*>forward</td><td[^>]*>([^<]*)</td>", glance) == ["A100-SXM4-80GB", "H200"]
     assert "<th>GPU</th>" not in page(sheet("t", {}, made[0], [], None)).partition("<h2>Cells")[0]
@@ -230,7 +229,7 @@ def test_a_choice_is_held_against_the_torch_of_its_own_gpu(base: Bundle, problem
 def test_a_look_at_a_slower_clock_makes_no_choice_slower_than_torch(distinct: Bundle, problem: Problem) -> None:
     first = measured(distinct, problem, 2, [20_000, 19_000, 18_000], None, torch=22_800)
     look = measured(distinct, problem, 2, [24_000, 22_800, 21_600], None)  # at 1.2 x, in more rounds, without torch
-    look = replace(look, timings=tuple(replace(one, rounds=60) for one in look.timings))
+    look = replace(look, timings=tuple(one._replace(rounds=60) for one in look.timings))
     (cell,) = sheet("t", {}, None, [journal(distinct, first, look)], None).cells
     assert cell.time_us == 21.6
     assert cell.against_torch == pytest.approx(22.8 / 18, rel=1e-3)
@@ -335,27 +334,14 @@ def test_the_page_stands_alone(distinct: Bundle, problem: Problem) -> None:
     assert {match[1] for match in re.finditer(r"url\(#([^)]+)\)", text)} <= set(reader.ids)
     assert "a <b> & c" in "".join(reader.text)
     assert "<no end>" not in text
-    (failures,) = [cell["failures"] for cell in read_data(text) if cell["failures"]]
-    assert isinstance(failures, list)
+    (failures,) = [cell["failures"] for cell in cells_of(text) if cell["failures"]]
     assert failures[0].endswith("hung, <no end>")
-
-
-def read_data(text: str) -> list[dict[str, object]]:
-    """The cells that the page's script reads, each by its fields' names; texts and GEMMs by what they are."""
-    (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
-    data = json.loads(found)
-    cells = [dict(zip(data["fields"], row, strict=True)) for row in data["cells"]]
-    for cell in cells:
-        cell["state"] = data["states"][cell["state"]]
-        for name, texts in (("gemm", "gemms"), ("form", "forms"), ("config", "configs"), ("gpu", "gpus")):
-            cell[name] = data[texts][cell[name]]
-    return cells
 
 
 def test_the_page_has_every_cell_and_the_same_bytes_each_time(distinct: Bundle, problem: Problem) -> None:
     text = everything(distinct, problem)
     assert text == everything(distinct, problem)
-    cells = read_data(text)
+    cells = cells_of(text)
     known = sum(map(len, distinct.choices.values())) - len(distinct.choices[problem]) + 3
     missing = len(distinct.choices[problem]) - 2
     assert [sum(cell["state"] == state for cell in cells) for state in ("measured", "modelled", "missing")] == [

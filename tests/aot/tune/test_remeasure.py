@@ -221,9 +221,9 @@ def test_only_what_ships_is_timed_beside_those_that_are_ahead(
     ns = 100_000
 
     def like(name: bytes, factor: float) -> Timing:
-        return dataclasses.replace(timed, variant=name * 32, ns=(round(ns * factor),) * 2)
+        return timed._replace(variant=name * 32, ns=(round(ns * factor),) * 2)
 
-    first = dataclasses.replace(timed, ns=(ns, ns))
+    first = timed._replace(ns=(ns, ns))
     timings = (first, like(b"a", 1.029), like(b"b", 1.031), like(b"c", 2.0))
     record = dataclasses.replace(one, timings=timings, modelled=timed.variant, duel=None)
     contents = dataclasses.replace(contents, records=(record,))
