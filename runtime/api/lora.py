@@ -1,19 +1,17 @@
 """LoRA adapters of experts: a product with the low-rank part y += scale * (x @ A[e].T) @ B[e].T beside it.
 
-A product with one is composed of the products that there are, with their gradients: x A.T and its product with B.T are
-grouped GEMMs of the same rows, added to the base product's y. A layer is one function with its own gradient
-(``ops/layer.py``), whose low-rank parts are in its products' own kernels where there is such code. w is read as it is,
-never copied; A and B are small.
+A product with one, and a whole layer, is one function with its own gradient (``ops/autograd.py``, ``ops/layer.py``),
+whose low-rank parts are in its products' own kernels where there is such code. w is read as it is, never copied; A and
+B are small.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
-from ...artifacts.errors import InputError
 from ...artifacts.records.problem import bucket_of
 from ..check import tensors
 from ..dispatch import snapshot as dispatch_snapshot
@@ -41,41 +39,24 @@ class Lora(NamedTuple):
     scale: float = 1.0
 
 
-def composed(
-    product: Callable[..., torch.Tensor], x: torch.Tensor, w: object, m_sizes: torch.Tensor, lora: Lora,
-    moves: Mapping[str, Any], rest: Mapping[str, Any],
-) -> torch.Tensor:  # fmt: skip
-    """``product(x, w, m_sizes, **moves, **rest)`` and the adapter's part of it.
-
-    ``product`` is ``grouped_gemm``; ``moves`` are its parameters that say where rows come from, go, and are weighted
-    with, ``rest`` those of the base product alone.
+def low_rank_of(lora: Lora, x: torch.Tensor, m_sizes: torch.Tensor, N: int | None = None) -> LowRank:
+    """An adapter as a product of x [.., K] into N columns takes it; None for as many columns as it has.
 
     Raises
     ------
     InputError
-        for an adapter that doesn't fit the product.
+        for one that doesn't fit the product.
     """
     A, B = _usable(x, m_sizes, lora)
-    if rest["out"] is not None and torch.is_grad_enabled() and (A.requires_grad or B.requires_grad):
-        raise InputError("grouped_gemm: out with a lora that requires grad has no gradient. Leave out away, or use "
-                         "torch.no_grad()")  # fmt: skip
-    y = product(x, w, m_sizes, **moves, **rest)
-    if B.shape[1] != y.shape[1]:
-        tensors.bad("lora.B", f"of shape {list(lora.B.shape)}", f"[E or 1, N={y.shape[1]}, r={A.shape[1]}]")
-    index, topk, weights = moves["gather_indices"], moves["topk"], moves["topk_weights"]
-    how = {name: moves[name] for name in ("permute_y", "fuse_mul_post", "zero_tail")}
-    if moves["permute_x"]:
-        u = product(x, A, m_sizes, topk, index, permute_x=True)
-        # Rows that pad an expert are not written, and B's gradient multiplies them by zero: they have to be finite.
-        u = u.masked_fill(((index < 0) | (index >= x.shape[0] * topk))[:, None], 0)
-    else:
-        u = product(x, A, m_sizes)
-    if lora.scale != 1:
-        u = u * lora.scale
-    if how["permute_y"] and weights is None and y.shape[0] != u.shape[0]:  # weights tell how many rows y has
-        weights, how["fuse_mul_post"] = x.new_ones((y.shape[0] // topk, topk), dtype=torch.float32), True
-    low = product(u, B, m_sizes, topk, index, topk_weights=weights, is_first_gemm=False, **how)
-    return y.add_(low)
+    if N is not None:
+        check_columns(lora.B, N)
+    return LowRank(A, B, lora.scale)
+
+
+def check_columns(B: torch.Tensor, N: int) -> None:
+    """Raise InputError unless B is for a product of N columns."""
+    if B.shape[1] != N:
+        tensors.bad("lora.B", f"of shape {list(B.shape)}", f"[E or 1, N={N}, r={B.shape[2]}]")
 
 
 def adapted_layer(
@@ -99,10 +80,7 @@ def adapted_layer(
         if one is None:
             low.append(None)
             continue
-        A, B = _usable(into, routing.m_sizes, one)
-        if B.shape[1] != (N := layer.columns(w, how.layout)):
-            tensors.bad("lora.B", f"of shape {list(one.B.shape)}", f"[E or 1, N={N}, r={A.shape[1]}]")
-        low.append(LowRank(A, B, one.scale))
+        low.append(low_rank_of(one, into, routing.m_sizes, layer.columns(w, how.layout)))
     pairs = [each for one in low for each in ((None, None) if one is None else one[:2])]
     scales, adapters = tuple(1.0 if one is None else one.scale for one in low), Adapters(*low)
     plan, snapshot, key = None, None, None
