@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ...artifacts.records.problem import bucket_of
+from ...kernels.contract.words import ALIGNMENT_BYTES
 from ..check import tensors
 from ..dispatch import snapshot as dispatch_snapshot
 from ..driver.device import without_autocast
@@ -144,16 +145,21 @@ def as_used(lora: tuple[Lora | None, Lora | None], dtype: torch.dtype, E: int) -
     """The adapters as products take them, unchecked but by ``scales_of``: a plan looks at these tensors itself."""
 
     def used(one: Lora | None) -> LowRank | None:
-        return None if one is None else LowRank(_used(one.A, dtype, E), _used(one.B, dtype, E), one.scale)
+        return None if one is None else LowRank(_used(one.A, dtype, E, 1), _used(one.B, dtype, E, 2), one.scale)
 
     return Adapters(used(lora[0]), used(lora[1]))
 
 
-def _used(one: torch.Tensor, dtype: torch.dtype, E: int) -> torch.Tensor:
-    """A or B of E experts in a dtype, its rows contiguous; one matrix stands for all."""
+def _used(one: torch.Tensor, dtype: torch.dtype, E: int, of_r: int) -> torch.Tensor:
+    """A or B of E experts in a dtype, its rows contiguous; one matrix stands for all.
+
+    Dimension ``of_r`` is made whole 16 bytes by zeros, which change no product: kernels want rows of as many.
+    """
     # (Each look spares a view, and its node in the gradient's graph.)
     if one.dtype is not dtype:
         one = one.to(dtype)
+    if more := -one.shape[of_r] % (ALIGNMENT_BYTES // dtype.itemsize):
+        one = torch.nn.functional.pad(one, (0, more) if of_r == 2 else (0, 0, 0, more))
     if one.stride(2) != 1 and one.shape[2] != 1:
         one = one.contiguous()
     return one.expand(E, -1, -1) if one.shape[0] == 1 and E != 1 else one
@@ -191,12 +197,12 @@ def _usable(x: torch.Tensor, m_sizes: torch.Tensor, lora: Lora) -> tuple[torch.T
         "lora.B": lora.B.dim() == 3 and lora.B.shape[2] == r,
     }
     found = []
-    for name, one in (("lora.A", lora.A), ("lora.B", lora.B)):
+    for of_r, name, one in ((1, "lora.A", lora.A), (2, "lora.B", lora.B)):
         if not fits[name] or one.shape[0] not in (1, E):
             tensors.bad(name, f"of shape {list(one.shape)}", wanted[name])
         if not one.dtype.is_floating_point:
             tensors.bad(name, f"{one.dtype}", "a floating-point type")
         if one.device != x.device:
             tensors.bad(name, f"on {one.device}", f"x's device, {x.device}")
-        found.append(_used(one, x.dtype, E))
+        found.append(_used(one, x.dtype, E, of_r))
     return found[0], found[1]

@@ -1,4 +1,4 @@
-"""What ``torch_library.py`` and ``lora_library.py`` have in common: the arguments of their operators, and their call."""
+"""What the operators of ``torch_library.py`` and ``lora_library.py`` share: their arguments, and the call of these."""
 
 from __future__ import annotations
 

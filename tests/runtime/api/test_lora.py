@@ -253,3 +253,31 @@ def test_the_low_rank_part_is_in_the_product_s_kernel(
     dx = {(Op.DX, Fusion.LOW_RANK)} if not (form["permute_x"] and form["weigh"]) else set()
     ran = {one for one in device.launched if Fusion.LOW_RANK in one[1]}
     assert ran == (forward | dx if inside else set())
+
+
+@pytest.mark.parametrize("r", [1, 3, 4, 6])
+def test_a_rank_of_no_whole_16_bytes_takes_the_kernel_too(
+    device: Device, monkeypatch: pytest.MonkeyPatch, r: int
+) -> None:
+    """By rows and columns of zeros beside A's and B's, whose gradients are none of the caller's."""
+    monkeypatch.setattr(plan, "_KINDS", (torch.float32,))
+    device.there |= LOW_RANK
+    torch.manual_seed(r)
+    x, w, m_sizes = torch.randn(9, 12).requires_grad_(), torch.randn(E, 8, 12), torch.tensor([2, 3, 0, 4])
+    low = torch.randn(E, r, 12).requires_grad_(), torch.randn(E, 8, r).requires_grad_()
+    up, down, ids = torch.randn(E, 16, 12) / 4, torch.randn(E, 12, 8) / 4, torch.randint(0, E, (9, TOPK))
+    pair = [(torch.randn(shape) / 4).requires_grad_() for shape in ((E, r, 12), (E, 16, r), (1, r, 8), (1, 12, r))]
+    found = []
+    for simulated in (False, True):
+        on(monkeypatch, simulated)
+        y = grouped_gemm(x, w, m_sizes, lora=Lora(*low, SCALE))
+        found.append([y, *torch.autograd.grad(y.sum(), (x, *low))])
+        for _ in range(3):
+            both = Lora(*pair[:2], SCALE), Lora(*pair[2:], SCALE)
+            out = moe_mlp(x, up, down, ids, torch.ones(9, TOPK), lora=both)
+        found[-1] += [out, *torch.autograd.grad(out.sum(), (x, *pair))]
+    for got, want in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    ran = {one for one in device.launched if Fusion.LOW_RANK in one[1]}
+    first = (Op.FORWARD, Fusion.LOW_RANK | Fusion.GATHER)
+    assert ran == {(Op.FORWARD, Fusion.LOW_RANK), first, (Op.DX, Fusion.LOW_RANK)}
