@@ -15,6 +15,7 @@ import torch
 from ...artifacts.records.problem import bucket_of
 from ...kernels.contract.words import ALIGNMENT_BYTES
 from ..check import tensors
+from ..check.operands import MAX_RANK
 from ..dispatch import snapshot as dispatch_snapshot
 from ..driver.device import without_autocast
 from ..ops import layer
@@ -22,7 +23,6 @@ from ..ops.layer import FrozenWeights, Layer, Routing, Weights
 from ..ops.low_rank import Adapters, LowRank
 from ..replay import plan as replay_plan
 
-MAX_RANK = 256
 # Function.apply does this and, for calls inside torch.func's transforms, more.
 _apply: Callable[..., torch.Tensor] = super(torch.autograd.Function, layer.AdaptedLayer).apply
 
