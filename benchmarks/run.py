@@ -43,6 +43,7 @@ BENCHMARKS = (
     Benchmark("speed", "guard", "is anything slower than was recorded: 60 cells in two minutes, a gate", GPU),
     Benchmark("speed", "layer", "a whole MoE layer beside the same layer in torch", GPU),
     Benchmark("speed", "lora", "a layer with LoRA adapters, forward and backward, beside torch and whole W + B A", GPU),
+    Benchmark("speed", "lora_layer", "a layer with attention and PEFT's LoRA on its experts", f"{GPU}, peft"),
     Benchmark("speed", "whole", "whole models of transformers, by our experts and their own", f"{GPU}, transformers"),
     Benchmark("speed", "host", "host time of a call, and what it is made of", BUNDLES),
     Benchmark("speed", "host_trees", "host times of two checkouts, in processes that take turns", BUNDLES),

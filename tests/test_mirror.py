@@ -38,6 +38,7 @@ COVERED: dict[tuple[str, str], str] = {
     ("runtime", "hooks locks"): "runtime/test_fork.py",
     ("runtime.api", "call"): "runtime/check/test_form.py",
     ("runtime.api", "gradients"): "runtime/api/test_differentiation.py",
+    ("runtime.api", "operator_call"): "runtime/api/test_torch_library.py",
     ("runtime.check", "call operands tensors"): "runtime/check/test_form.py runtime/api/test_grouped_gemm.py",
     ("runtime.dispatch", "gather"): "runtime/launch/test_gather.py",
     ("runtime.dispatch", "ranking"): "runtime/dispatch/test_decide.py",

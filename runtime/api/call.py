@@ -14,9 +14,10 @@ from ..check.form import Form, Fusions
 from ..driver.device import without_autocast
 from ..hooks import demand_tuner
 from ..ops import gradients
-from ..ops.autograd import GroupedGemm
+from ..ops.autograd import AdaptedGemm, GroupedGemm
 from ..replay import plan
 from ..weights.expert_weights import ExpertWeights
+from .lora import Lora, low_rank_of
 
 _MOST_CHECKED = 1 << 14
 # The kinds of call that passed every check as they are: the sorted rows, x's and y's.
@@ -29,7 +30,7 @@ def run(
     x: torch.Tensor, w: torch.Tensor | ExpertWeights, m_sizes: torch.Tensor, form: Form, *,
     gather_indices: torch.Tensor | None = None, topk_weights: torch.Tensor | None = None, fuse_mul_post: bool = False,
     bias: torch.Tensor | None = None, out: torch.Tensor | None = None,
-    keep: Callable[[plan.ExecutionPlan], None] | None = None,
+    keep: Callable[[plan.ExecutionPlan], None] | None = None, lora: Lora | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """y of ``grouped_gemm``, on any device, differentiable where an input requires grad.
 
@@ -40,14 +41,15 @@ def run(
     InputError
         for tensors that can't be used, or don't fit each other.
     """
-    if is_traced(x, w, m_sizes, gather_indices, topk_weights, bias):
+    low = () if not isinstance(lora, Lora) else lora[:2]
+    if is_traced(x, w, m_sizes, gather_indices, topk_weights, bias, *low):
         from .torch_library import traced
 
         return traced(
             x, w, m_sizes, gather_indices=gather_indices, topk_weights=topk_weights, bias=bias, topk=form.topk,
             permute_x=form.permute_x, permute_y=form.permute_y, fuse_mul_post=fuse_mul_post,
             w_layout=form.layout.value, zero_tail=form.zero_tail, dX_only=form.only_dx, dW_only=form.only_dw,
-            untraceable=out is not None or form.autotune or form.pinned,
+            untraceable=out is not None or form.autotune or form.pinned, lora=lora,
         )  # fmt: skip
     for name, one in (("x", x), ("w", w), ("m_sizes", m_sizes)):
         if not isinstance(one, torch.Tensor) and not (one is w and isinstance(w, ExpertWeights)):
@@ -82,6 +84,9 @@ def run(
     if form.autotune:
         _tune(call, x)
     fusions = call.fusions
+    if lora is not None:
+        with without_autocast(x.device.type):
+            return _adapted(call, x, lora, out)
     with without_autocast(x.device.type):
         inputs_with_grad = any(t is not None and t.requires_grad for t in (x, w, fusions.weights, fusions.bias))
         if not (inputs_with_grad and torch.is_grad_enabled()):
@@ -100,6 +105,26 @@ def run(
     if keep is not None and made is not None and made.program is not None:
         keep(made)
     return y
+
+
+def _adapted(call: Call, x: torch.Tensor, lora: Lora, out: torch.Tensor | None) -> torch.Tensor:
+    """y of a checked call with an adapter."""
+    one, fusions = low_rank_of(lora, x, call.m_sizes, call.N), call.fusions
+    index, weights, bias = fusions.index, fusions.weights, fusions.bias
+    if out is not None:
+        tensors.check_apart(out, **{"lora.A": one.A, "lora.B": one.B})
+    learns = any(each is not None and each.requires_grad for each in (x, call.w, weights, bias, one.A, one.B))
+    if not (learns and torch.is_grad_enabled()):
+        y = gradients.with_adapter(call, x, one, out)[0]
+        if out is not None:  # a launch changes it unseen
+            torch.autograd.graph.increment_version(out)
+        return y
+    if out is not None:
+        what = "a lora" if one.A.requires_grad or one.B.requires_grad else "an input"
+        raise InputError(f"grouped_gemm: out with {what} that requires grad has no gradient. Leave out away, or use "
+                         "torch.no_grad()")  # fmt: skip
+    sizes = (call.M, call.x_rows, call.y_rows)
+    return AdaptedGemm.apply(x, call.w, call.m_sizes, weights, bias, one.A, one.B, index, one.scale, call.form, sizes)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _kind(tensor: torch.Tensor | None) -> object:

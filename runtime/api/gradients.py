@@ -138,7 +138,9 @@ def grouped_gemm_dW(
                known_y_rows=dy.shape[0] if permute_y else None)  # fmt: skip
     _check_rows(dy, call)
     with torch.no_grad(), without_autocast(dy.device.type):
-        dw, _ = gradients.grad_w_and_bias(call, GradY.of(call, dy, gathers=True), rows.x, bias=False)
+        dw, _ = gradients.grad_w_and_bias(
+            call, GradY.of(call, dy, gathers=True), gradients.sorted_x(call, rows.x), bias=False
+        )
     return dw if dw is not None else rows.x.new_zeros(shape)
 
 

@@ -26,7 +26,7 @@ from ..replay import guard
 from ..replay import plan as replay_plan
 from ..weights.expert_weights import ExpertWeights
 from . import call as api_call
-from .lora import Lora, composed
+from .lora import Lora
 
 if TYPE_CHECKING:
     from ..dispatch.pin import KernelPair, Pin
@@ -149,20 +149,9 @@ def grouped_gemm(
     it, with one warning. On other devices it is a torch reference, slow. In a torch.autocast region float32
     x, w and bias are cast. torch.compile and torch.export see one operator. A gradient can't be differentiated again.
     """
-    if lora is not None:
-        if dX_only or dW_only:
-            raise InputError("grouped_gemm: dX_only or dW_only with lora: which gradients are computed is told by what "
-                             "requires one. Leave it out, and w.requires_grad_(False)")  # fmt: skip
-        moves = {
-            "topk": topk, "gather_indices": gather_indices, "permute_x": permute_x, "permute_y": permute_y,
-            "topk_weights": topk_weights, "fuse_mul_post": fuse_mul_post, "zero_tail": zero_tail,
-        }  # fmt: skip
-        rest = {
-            "kernel_config_fwd": kernel_config_fwd, "kernel_config_bwd_dX": kernel_config_bwd_dX,
-            "kernel_config_bwd_dW": kernel_config_bwd_dW, "autotune": autotune, "is_first_gemm": is_first_gemm,
-            "w_layout": w_layout, "bias": bias, "out": out,
-        }  # fmt: skip
-        return composed(grouped_gemm, x, w, m_sizes, lora, moves, rest)
+    if lora is not None and (dX_only or dW_only):
+        raise InputError("grouped_gemm: dX_only or dW_only with lora: which gradients are computed is told by what "
+                         "requires one. Leave it out, and w.requires_grad_(False)")  # fmt: skip
     if _tracing() or _jit_state() is not None:
         from .torch_library import traced
 
@@ -171,14 +160,15 @@ def grouped_gemm(
             permute_x=permute_x, permute_y=permute_y, fuse_mul_post=fuse_mul_post, w_layout=w_layout,
             zero_tail=zero_tail, dX_only=dX_only, dW_only=dW_only, untraceable=out is not None or autotune
             or kernel_config_fwd is not None or kernel_config_bwd_dX is not None or kernel_config_bwd_dW is not None,
+            lora=lora,
         )  # fmt: skip
     if _duals._current_level >= 0:
-        tensors.no_tangents("grouped_gemm", x, w, topk_weights, bias)
+        tensors.no_tangents("grouped_gemm", x, w, topk_weights, bias, *(lora[:2] if isinstance(lora, Lora) else ()))
     # (Quantised weights have no one address: they are unusable here, and go the long way.)
     dense: torch.Tensor = w  # type: ignore[assignment]
     more = (
         permute_x or permute_y or fuse_mul_post or autotune or gather_indices is not None or bias is not None
-        or topk_weights is not None or kernel_config_fwd is not None
+        or topk_weights is not None or kernel_config_fwd is not None or lora is not None
     )  # fmt: skip
     # First: a call under way keeps the tables that it began with, so that nothing chosen before a ``reload`` goes into
     # one from after.
@@ -200,7 +190,7 @@ def grouped_gemm(
                 return y
     if more or api_call.is_whole(x, w):
         keep = None
-        if out is None and not (
+        if out is None and lora is None and not (
             autotune or kernel_config_fwd is not None or kernel_config_bwd_dX is not None
             or kernel_config_bwd_dW is not None
         ):  # fmt: skip
@@ -229,7 +219,7 @@ def grouped_gemm(
         )  # fmt: skip
         return api_call.run(
             x, w, m_sizes, form, gather_indices=gather_indices, topk_weights=topk_weights,
-            fuse_mul_post=fuse_mul_post, bias=bias, out=out, keep=keep,
+            fuse_mul_post=fuse_mul_post, bias=bias, out=out, keep=keep, lora=lora,
         )  # fmt: skip
     y = _known(x, dense, m_sizes, w_layout, out, zero_tail)
     if out is not None:

@@ -1,21 +1,21 @@
 """LoRA adapters of experts: a product with the low-rank part y += scale * (x @ A[e].T) @ B[e].T beside it.
 
-A product with one is composed of the products that there are, with their gradients: x A.T and its product with B.T are
-grouped GEMMs of the same rows, added to the base product's y. A layer is one function with its own gradient
-(``ops/layer.py``), whose low-rank parts are in its products' own kernels where there is such code. w is read as it is,
-never copied; A and B are small.
+A product with one, and a whole layer, is one function with its own gradient (``ops/autograd.py``, ``ops/layer.py``),
+whose low-rank parts are in its products' own kernels where there is such code. w is read as it is, never copied; A and
+B are small.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
-from ...artifacts.errors import InputError
 from ...artifacts.records.problem import bucket_of
+from ...kernels.contract.words import ALIGNMENT_BYTES
 from ..check import tensors
+from ..check.operands import MAX_RANK
 from ..dispatch import snapshot as dispatch_snapshot
 from ..driver.device import without_autocast
 from ..ops import layer
@@ -23,7 +23,6 @@ from ..ops.layer import FrozenWeights, Layer, Routing, Weights
 from ..ops.low_rank import Adapters, LowRank
 from ..replay import plan as replay_plan
 
-MAX_RANK = 256
 # Function.apply does this and, for calls inside torch.func's transforms, more.
 _apply: Callable[..., torch.Tensor] = super(torch.autograd.Function, layer.AdaptedLayer).apply
 
@@ -41,41 +40,24 @@ class Lora(NamedTuple):
     scale: float = 1.0
 
 
-def composed(
-    product: Callable[..., torch.Tensor], x: torch.Tensor, w: object, m_sizes: torch.Tensor, lora: Lora,
-    moves: Mapping[str, Any], rest: Mapping[str, Any],
-) -> torch.Tensor:  # fmt: skip
-    """``product(x, w, m_sizes, **moves, **rest)`` and the adapter's part of it.
-
-    ``product`` is ``grouped_gemm``; ``moves`` are its parameters that say where rows come from, go, and are weighted
-    with, ``rest`` those of the base product alone.
+def low_rank_of(lora: Lora, x: torch.Tensor, m_sizes: torch.Tensor, N: int | None = None) -> LowRank:
+    """An adapter as a product of x [.., K] into N columns takes it; None for as many columns as it has.
 
     Raises
     ------
     InputError
-        for an adapter that doesn't fit the product.
+        for one that doesn't fit the product.
     """
     A, B = _usable(x, m_sizes, lora)
-    if rest["out"] is not None and torch.is_grad_enabled() and (A.requires_grad or B.requires_grad):
-        raise InputError("grouped_gemm: out with a lora that requires grad has no gradient. Leave out away, or use "
-                         "torch.no_grad()")  # fmt: skip
-    y = product(x, w, m_sizes, **moves, **rest)
-    if B.shape[1] != y.shape[1]:
-        tensors.bad("lora.B", f"of shape {list(lora.B.shape)}", f"[E or 1, N={y.shape[1]}, r={A.shape[1]}]")
-    index, topk, weights = moves["gather_indices"], moves["topk"], moves["topk_weights"]
-    how = {name: moves[name] for name in ("permute_y", "fuse_mul_post", "zero_tail")}
-    if moves["permute_x"]:
-        u = product(x, A, m_sizes, topk, index, permute_x=True)
-        # Rows that pad an expert are not written, and B's gradient multiplies them by zero: they have to be finite.
-        u = u.masked_fill(((index < 0) | (index >= x.shape[0] * topk))[:, None], 0)
-    else:
-        u = product(x, A, m_sizes)
-    if lora.scale != 1:
-        u = u * lora.scale
-    if how["permute_y"] and weights is None and y.shape[0] != u.shape[0]:  # weights tell how many rows y has
-        weights, how["fuse_mul_post"] = x.new_ones((y.shape[0] // topk, topk), dtype=torch.float32), True
-    low = product(u, B, m_sizes, topk, index, topk_weights=weights, is_first_gemm=False, **how)
-    return y.add_(low)
+    if N is not None:
+        check_columns(lora.B, N)
+    return LowRank(A, B, lora.scale)
+
+
+def check_columns(B: torch.Tensor, N: int) -> None:
+    """Raise InputError unless B is for a product of N columns."""
+    if B.shape[1] != N:
+        tensors.bad("lora.B", f"of shape {list(B.shape)}", f"[E or 1, N={N}, r={B.shape[2]}]")
 
 
 def adapted_layer(
@@ -99,10 +81,7 @@ def adapted_layer(
         if one is None:
             low.append(None)
             continue
-        A, B = _usable(into, routing.m_sizes, one)
-        if B.shape[1] != (N := layer.columns(w, how.layout)):
-            tensors.bad("lora.B", f"of shape {list(one.B.shape)}", f"[E or 1, N={N}, r={A.shape[1]}]")
-        low.append(LowRank(A, B, one.scale))
+        low.append(low_rank_of(one, into, routing.m_sizes, layer.columns(w, how.layout)))
     pairs = [each for one in low for each in ((None, None) if one is None else one[:2])]
     scales, adapters = tuple(1.0 if one is None else one.scale for one in low), Adapters(*low)
     plan, snapshot, key = None, None, None
@@ -166,16 +145,21 @@ def as_used(lora: tuple[Lora | None, Lora | None], dtype: torch.dtype, E: int) -
     """The adapters as products take them, unchecked but by ``scales_of``: a plan looks at these tensors itself."""
 
     def used(one: Lora | None) -> LowRank | None:
-        return None if one is None else LowRank(_used(one.A, dtype, E), _used(one.B, dtype, E), one.scale)
+        return None if one is None else LowRank(_used(one.A, dtype, E, 1), _used(one.B, dtype, E, 2), one.scale)
 
     return Adapters(used(lora[0]), used(lora[1]))
 
 
-def _used(one: torch.Tensor, dtype: torch.dtype, E: int) -> torch.Tensor:
-    """A or B of E experts in a dtype, its rows contiguous; one matrix stands for all."""
+def _used(one: torch.Tensor, dtype: torch.dtype, E: int, of_r: int) -> torch.Tensor:
+    """A or B of E experts in a dtype, its rows contiguous; one matrix stands for all.
+
+    Dimension ``of_r`` is made whole 16 bytes by zeros, which change no product: kernels want rows of as many.
+    """
     # (Each look spares a view, and its node in the gradient's graph.)
     if one.dtype is not dtype:
         one = one.to(dtype)
+    if more := -one.shape[of_r] % (ALIGNMENT_BYTES // dtype.itemsize):
+        one = torch.nn.functional.pad(one, (0, more) if of_r == 2 else (0, 0, 0, more))
     if one.stride(2) != 1 and one.shape[2] != 1:
         one = one.contiguous()
     return one.expand(E, -1, -1) if one.shape[0] == 1 and E != 1 else one
@@ -213,12 +197,12 @@ def _usable(x: torch.Tensor, m_sizes: torch.Tensor, lora: Lora) -> tuple[torch.T
         "lora.B": lora.B.dim() == 3 and lora.B.shape[2] == r,
     }
     found = []
-    for name, one in (("lora.A", lora.A), ("lora.B", lora.B)):
+    for of_r, name, one in ((1, "lora.A", lora.A), (2, "lora.B", lora.B)):
         if not fits[name] or one.shape[0] not in (1, E):
             tensors.bad(name, f"of shape {list(one.shape)}", wanted[name])
         if not one.dtype.is_floating_point:
             tensors.bad(name, f"{one.dtype}", "a floating-point type")
         if one.device != x.device:
             tensors.bad(name, f"on {one.device}", f"x's device, {x.device}")
-        found.append(_used(one, x.dtype, E))
+        found.append(_used(one, x.dtype, E, of_r))
     return found[0], found[1]

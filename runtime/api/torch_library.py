@@ -11,22 +11,19 @@ import torch
 
 from ...artifacts.errors import InputError
 from ..check import tensors
-from ..check.call import Call, autocast, check
-from ..check.form import Form, form_of
+from ..check.call import autocast
+from ..check.form import Form
 from ..driver.device import without_autocast
 from ..ops import gradients
 from ..ops.autograd import backward, wanted
 from ..weights.expert_weights import ExpertWeights
+from . import lora_library
+from .lora import Lora, low_rank_of
+from .operator_call import PARTS, REST, call_of, no_second
 
-_REST = (
-    "Tensor m_sizes, Tensor? gather_indices, Tensor? topk_weights, Tensor? bias, int topk, "
-    "bool permute_x, bool permute_y, bool fuse_mul_post, str w_layout"
-)
-
-_CALL = f"Tensor w, {_REST}"
+_CALL = f"Tensor w, {REST}"
 # Quantised weights by their parts, in the order of ``ExpertWeights``' fields.
-_QUANTISED = f"str format, Tensor codes, Tensor scale, Tensor? zero, Tensor? global_scale, int order, {_REST}"
-_PARTS = 6
+_QUANTISED = f"str format, Tensor codes, Tensor scale, Tensor? zero, Tensor? global_scale, int order, {REST}"
 
 _library: Any = torch.library.Library("pretuned", "DEF")  # type: ignore[no-untyped-call]
 _library.define(f"grouped_gemm(Tensor x, {_CALL}, bool zero_tail, bool dX_only, bool dW_only) -> Tensor")
@@ -43,6 +40,7 @@ def traced(
     x: torch.Tensor, w: torch.Tensor | ExpertWeights, m_sizes: torch.Tensor, *, gather_indices: torch.Tensor | None,
     topk_weights: torch.Tensor | None, bias: torch.Tensor | None, topk: int, permute_x: bool, permute_y: bool,
     fuse_mul_post: bool, w_layout: str, zero_tail: bool, dX_only: bool, dW_only: bool, untraceable: bool,
+    lora: Lora | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The call as an operator. The checks run in its fake kernel, on shapes alone."""
     if untraceable:
@@ -54,52 +52,44 @@ def traced(
     x, w, bias = autocast(x, w, bias)
     rest = (
         m_sizes, gather_indices, topk_weights, bias, topk, permute_x, permute_y, fuse_mul_post, w_layout, zero_tail,
-        dX_only, dW_only,
     )  # fmt: skip
+    if lora is not None:
+        return lora_library.operator(x, w, low_rank_of(lora, x, m_sizes), *rest)
     y: torch.Tensor
     if isinstance(w, ExpertWeights):
         parts = w.format, w.codes, w.scale, w.zero, w.global_scale, w.order
-        y = torch.ops.pretuned.grouped_gemm_quantised(x, *parts, *rest)
+        y = torch.ops.pretuned.grouped_gemm_quantised(x, *parts, *rest, dX_only, dW_only)
     else:
-        y = torch.ops.pretuned.grouped_gemm(x, w, *rest)
+        y = torch.ops.pretuned.grouped_gemm(x, w, *rest, dX_only, dW_only)
     return y
-
-
-def _call(
-    x: torch.Tensor, w: torch.Tensor | ExpertWeights, m_sizes: torch.Tensor, index: torch.Tensor | None,
-    weights: torch.Tensor | None, bias: torch.Tensor | None, topk: int, permute_x: bool, permute_y: bool,
-    fuse: bool, w_layout: str, zero_tail: bool = False,
-) -> tuple[Call, torch.Tensor]:  # fmt: skip
-    form = form_of(w_layout=w_layout, topk=topk, permute_x=permute_x, permute_y=permute_y, zero_tail=zero_tail)
-    return check(x, w, m_sizes, form, index, weights, fuse, bias)
 
 
 def _forward(x: torch.Tensor, *rest: Any) -> torch.Tensor:
     if tensors.duals._current_level >= 0:
         tensors.no_tangents("grouped_gemm", x, *rest)
-    call, x = _call(x, *rest[:-2])
+    call, x = call_of(x, *rest[:-2])
     with without_autocast(x.device.type):
         return gradients.forward(call, x)
 
 
 def _forward_fake(x: torch.Tensor, *rest: Any) -> torch.Tensor:
-    call, x = _call(x, *rest[:-2])
+    call, x = call_of(x, *rest[:-2])
     return x.new_empty((call.y_rows, call.N))
 
 
 def _quantised(x: torch.Tensor, *parts: Any) -> torch.Tensor:
-    return _forward(x, ExpertWeights(*parts[:_PARTS]), *parts[_PARTS:])
+    return _forward(x, ExpertWeights(*parts[:PARTS]), *parts[PARTS:])
 
 
 def _quantised_fake(x: torch.Tensor, *parts: Any) -> torch.Tensor:
-    return _forward_fake(x, ExpertWeights(*parts[:_PARTS]), *parts[_PARTS:])
+    return _forward_fake(x, ExpertWeights(*parts[:PARTS]), *parts[PARTS:])
 
 
 def _backward(
     dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor | ExpertWeights, m_sizes: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, ...]:
     *parameters, needs = rest
-    call, rows = _call(x, w, m_sizes, *parameters)
+    call, rows = call_of(x, w, m_sizes, *parameters)
     with without_autocast(x.device.type):
         dx, dw, dweights, dbias = backward(call, dy, rows, tuple(needs))
     dw = None if dw is None else dw.view(w.shape)
@@ -107,12 +97,12 @@ def _backward(
 
 
 def _quantised_backward(dy: torch.Tensor, x: torch.Tensor, *parts: Any) -> tuple[torch.Tensor, ...]:
-    dx, _, dweights, dbias = _backward(dy, x, ExpertWeights(*parts[:_PARTS]), *parts[_PARTS:])
+    dx, _, dweights, dbias = _backward(dy, x, ExpertWeights(*parts[:PARTS]), *parts[PARTS:])
     return dx, dweights, dbias
 
 
 def _quantised_backward_fake(dy: torch.Tensor, x: torch.Tensor, *parts: Any) -> tuple[torch.Tensor, ...]:
-    dx, _, dweights, dbias = _backward_fake(dy, x, dy, *parts[_PARTS:])
+    dx, _, dweights, dbias = _backward_fake(dy, x, dy, *parts[PARTS:])
     return dx, dweights, dbias
 
 
@@ -143,8 +133,8 @@ def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
 
 def _quantised_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, *parts = inputs
-    form, *tensors_of, order = parts[:_PARTS]
-    m_sizes, index, weights, bias, *parameters, _zero_tail, dX_only, dW_only = parts[_PARTS:]
+    form, *tensors_of, order = parts[:PARTS]
+    m_sizes, index, weights, bias, *parameters, _zero_tail, dX_only, dW_only = parts[PARTS:]
     ctx.save_for_backward(x, *tensors_of, m_sizes, index, weights, bias)
     ctx.format, ctx.order = form, order
     ctx.parameters, ctx.form = parameters, Form(only_dx=dX_only, only_dw=dW_only)
@@ -153,17 +143,13 @@ def _quantised_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) ->
 def _quantised_gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     asked = ctx.needs_input_grad
     x, codes, scale, zero, outer, *rest = ctx.saved_tensors
-    weights_at = 1 + _PARTS + 2  # x, w's parts, m_sizes, gather_indices
+    weights_at = 1 + PARTS + 2  # x, w's parts, m_sizes, gather_indices
     needs = wanted((asked[0], False, False, asked[weights_at], asked[weights_at + 1]), ctx.form)
     found = torch.ops.pretuned.grouped_gemm_quantised_backward(
         dy, x, ctx.format, codes, scale, zero, outer, ctx.order, *rest, *ctx.parameters, list(needs)
     )
     dx, dweights, dbias = (one if need else None for one, need in zip(found, (needs[0], *needs[2:]), strict=True))
-    return dx, *[None] * (_PARTS + 2), dweights, dbias, *[None] * 8
-
-
-def _no_second(_ctx: Any, *_: Any) -> None:
-    raise RuntimeError("pretuned: a gradient of grouped_gemm has no gradient itself: it can't be differentiated again")
+    return dx, *[None] * (PARTS + 2), dweights, dbias, *[None] * 8
 
 
 torch.library.impl(_library, "grouped_gemm", "CompositeExplicitAutograd")(_forward)
@@ -172,11 +158,11 @@ torch.library.impl(_library, "grouped_gemm_quantised", "CompositeExplicitAutogra
 torch.library.impl(_library, "grouped_gemm_quantised_backward", "CompositeExplicitAutograd")(_quantised_backward)
 torch.library.register_fake("pretuned::grouped_gemm", _forward_fake, lib=_library)
 torch.library.register_fake("pretuned::grouped_gemm_backward", _backward_fake, lib=_library)
-torch.library.register_autograd("pretuned::grouped_gemm_backward", _no_second, lib=_library)
+torch.library.register_autograd("pretuned::grouped_gemm_backward", no_second, lib=_library)
 torch.library.register_autograd("pretuned::grouped_gemm", _gradients, setup_context=_setup, lib=_library)
 torch.library.register_fake("pretuned::grouped_gemm_quantised", _quantised_fake, lib=_library)
 torch.library.register_fake("pretuned::grouped_gemm_quantised_backward", _quantised_backward_fake, lib=_library)
-torch.library.register_autograd("pretuned::grouped_gemm_quantised_backward", _no_second, lib=_library)
+torch.library.register_autograd("pretuned::grouped_gemm_quantised_backward", no_second, lib=_library)
 torch.library.register_autograd(
     "pretuned::grouped_gemm_quantised", _quantised_gradients, setup_context=_quantised_setup, lib=_library
 )

@@ -14,6 +14,7 @@ from .tensors import row_stride
 if TYPE_CHECKING:
     from ..dispatch.pin import Pin
 
+MAX_RANK = 256  # columns of a low-rank part
 _FUSIONS = tuple(map(Fusion, range(64)))  # by value: enum arithmetic costs more than the rest of a launch
 _INDEXED = (Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT).value
 

@@ -20,6 +20,7 @@ from ..dispatch.hints import build_line, remedy
 from ..dispatch.ranking import Candidate, Match, Origin, chosen, modelled
 from ..dispatch.snapshot import Rejected, Skipped, Snapshot, View
 from ..driver.device import current_device, local_gpu
+from . import low_rank
 from .asked import as_read, check_numbers, of_numbers, of_tensors, suits
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ class Explanation:
     error that the call ends with instead, if any: of strict mode, or of a file that PRETUNED_BUNDLES names. ``assumed``
     says, of rows that are gathered, which top_k was taken where none was given. ``proof`` says where the code that runs
     was judged or proven on this capability, or that its first use proves it (``launch/proof.py``). Where no bundle can
-    run it ``build`` is the command that makes one that can, and the last line of ``str()``.
+    run it ``build`` is the command that makes one that can, and the last line of ``str()``. ``low_rank`` says, of a
+    product with an adapter, whether its part is in the product's kernel or beside it, and why.
     """
 
     problem: Problem
@@ -58,6 +60,7 @@ class Explanation:
     assumed: str | None = None
     build: str | None = None
     proof: str | None = None
+    low_rank: str | None = None
 
     @property
     def chosen(self) -> Candidate | None:
@@ -95,6 +98,7 @@ class Explanation:
             "assumed": self.assumed,
             "reason": self.reason,
             "proof": self.proof,
+            "low_rank": self.low_rank,
             "build": self.build,
             "candidates": [_row(candidate) for candidate in self.candidates],
             "skipped": [{"path": str(one.path), "reason": one.reason} for one in self.skipped],
@@ -115,6 +119,7 @@ class Explanation:
         if best is not None:
             lines.append(f"  from: {best.usable.path}, {best.usable.place.kind.value}, variant {best.index}")
         lines.append(f"  why:  {self.reason}")
+        lines += [f"  lora: {self.low_rank}"] if self.low_rank is not None else []
         lines += [f"  code: {self.proof}"] if self.proof is not None else []
         shown = self.candidates[:_SHOWN]
         config = max((len(str(one.config)) for one in shown), default=0)
@@ -153,6 +158,7 @@ def explain(
     device: int | None = None,
     aligned: bool | None = None,
     top_k: int | None = None,
+    rank: int | None = None,
 ) -> Explanation:
     """What ``grouped_gemm`` would run, without running it.
 
@@ -178,6 +184,8 @@ def explain(
         Of a Problem that gathers: how many sorted rows read each row of x, the experts of a token (of dX: 1). If None,
         the fewest that a model with this product has, of those that the bundles were built for, or 1 if there is none;
         ``assumed`` then says so.
+    rank
+        Of a call with ``lora``: the columns of A and B. ``low_rank`` then says which way that part takes.
 
     Raises
     ------
@@ -195,6 +203,8 @@ def explain(
         problem = of_numbers(E, N, K, dtype, weights, w_layout)
         natural = suits(problem)
     check_numbers(M=M)
+    if rank is not None:
+        problem = low_rank.with_rank(problem, rank)
     if top_k is not None:
         check_numbers(top_k=top_k)
     local = made_up_gpu(sm) if sm is not None else _gpu_here(device)
@@ -204,6 +214,7 @@ def explain(
         bundles.snapshot(), problem, M or 0, local, aligned=natural if aligned is None else aligned, strict=strict,
         top_k=top_k,
     )  # fmt: skip
+    told = told if rank is None else replace(told, low_rank=low_rank.with_columns(told.low_rank, rank))
     best = told.chosen
     if best is None:
         return told
@@ -231,6 +242,11 @@ def examine(
         left = replace(problem, fusion=problem.fusion & ~Fusion.GATHER)
         told = examine(snapshot, left, M, local, aligned=aligned, strict=strict, top_k=top_k)
         return replace(told, problem=problem, gathered_first=told.chosen is not None)
+    if Fusion.LOW_RANK in problem.fusion:
+        alone = replace(problem, fusion=problem.fusion & ~Fusion.LOW_RANK)
+        told = examine(snapshot, alone, M, local, aligned=aligned, strict=strict, top_k=top_k)
+        part = low_rank.verdict(snapshot, problem, M, local, aligned=aligned, strict=strict)
+        return replace(told, problem=problem, **part.told())
     if Fusion.SILU in problem.fusion:
         ruled = epilogue.verdict(snapshot, problem, M, local, aligned=aligned, top_k=top_k)
         if ruled.chosen is None:

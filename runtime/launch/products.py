@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ...artifacts.records.problem import Fusion, Op
+from ...artifacts.records.problem import Fusion
 from ..check.tensors import row_stride
 from ..weights.expert_weights import ExpertWeights
 from . import gather as launch_gather
@@ -107,13 +107,11 @@ def resolve_activated(call: Rows, act: tuple[int, str]) -> Product | None:
     return _of_codes(ready, before, call, Fusion.NONE, (N, 0))
 
 
-def resolve_low_rank(call: Rows) -> Product | None:
-    """The steps of a product with a low-rank part into new memory; None where there is no code for it."""
+def resolve_low_rank(call: Rows, y: torch.Tensor) -> Product | None:
+    """The steps of a product with a low-rank part into y; None where there is no code for it."""
     w = call.w
     ready = low_rank_of_quantised(call, w) if isinstance(w, ExpertWeights) else ready_for_low_rank(call)
-    _, N, K = call.sizes
-    columns = N if call.op is Op.FORWARD else K
-    return None if ready is None else _product(ready, call, call.fusion, columns, call.index_end(0))
+    return None if ready is None else _product(ready, call, call.fusion, row_stride(y, y.shape[1]), call.index_end(0))
 
 
 def resolve_weight(

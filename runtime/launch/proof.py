@@ -241,7 +241,7 @@ _FORMS = {
     Fusion.GATHER: ((Fusion.GATHER, False), (Fusion.GATHER | Fusion.SCATTER | _MOVED, True)),
     Fusion.SILU: ((Fusion.SILU, False),),
     Fusion.SILU | Fusion.GATHER: ((Fusion.SILU | Fusion.GATHER, False),),
-    Fusion.LOW_RANK: ((Fusion.LOW_RANK, False),),
+    Fusion.LOW_RANK: ((Fusion.LOW_RANK, False), (Fusion.LOW_RANK, True)),
     Fusion.LOW_RANK | Fusion.GATHER: ((Fusion.LOW_RANK | Fusion.GATHER | Fusion.BIAS, False),),
 }  # of call, and whether with zero_tail, by the code that runs them
 

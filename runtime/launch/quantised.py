@@ -74,8 +74,8 @@ def low_rank_of_quantised(call: Rows, w: ExpertWeights) -> Ready | None:
     (E, N, K), first = w.shape, bool(call.gather_divisor)
     if not dtypes or (call.op is Op.FORWARD and dtypes[0].quantises_x) or (first and not call.may_gather_first(True)):
         return None
-    fused = call.fusion & ~Fusion.GATHER
-    fixed = (w.format, E, N, K, low.x.shape[1], call.gather_divisor, fused.value, call.m_sizes.dtype)
+    fused, zeroes = call.fusion & ~Fusion.GATHER, call.zero_tail and not call.uses_index
+    fixed = (w.format, E, N, K, low.x.shape[1], call.gather_divisor, fused.value, call.m_sizes.dtype, zeroes)
     key = ("low rank of codes", call.op.value, *fixed, bucket_of(call.M), device)
 
     def build() -> Ready | None:
@@ -85,7 +85,7 @@ def low_rank_of_quantised(call: Rows, w: ExpertWeights) -> Ready | None:
             return None
         from .gemm import Fused
 
-        how = Fused(fused, index_step(call) if call.uses_index else 1, call.gather_divisor or 1)
+        how = Fused(fused, index_step(call) if call.uses_index else 1, call.gather_divisor or 1, zeroes)
         return after_gather(kernel, problem, call, how) if first else of_rows(kernel, problem, call, how)
 
     ready = kept(key, build)

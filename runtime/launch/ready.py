@@ -128,24 +128,24 @@ def ready_for_gated(call: Rows) -> Ready | None:
     return kept(key, build)
 
 
-def may_add_low_part(call: Rows, narrow: torch.Tensor, second: torch.Tensor) -> bool:
+def may_add_low_part(call: Rows, narrow: torch.Tensor, second: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether code that adds a low-rank part takes such a call, its operands in bf16 and rows of 16 bytes."""
-    moves = call.scatter or call.row_weights is not None or call.zero_tail or call.spares_rows
+    moves = call.scatter or call.row_weights is not None or call.spares_rows
     dense = isinstance(call.w, torch.Tensor)
     biased = dense and call.bias is not None and not call.gather_divisor  # code that gathers nothing reads no bias
     if moves or biased or call.pin is not None:
         return False
-    (_, N, K), x, size = call.sizes, call.x, call.x.element_size()
+    x, size = call.x, call.x.element_size()
     if x.dtype not in _LOW_RANK_DTYPES or narrow.dtype is not x.dtype or second.dtype is not x.dtype:
         return False
-    columns = N if call.op is Op.FORWARD else K
     addresses = narrow.data_ptr(), second.data_ptr(), narrow.shape[1] * size
     if not (narrow.is_contiguous() and is_aligned(ALIGNMENT_BYTES, *addresses)):
         return False
     if dense:
-        return _aligned(call, 0, columns, columns)
+        return rows_aligned(call, y)
     pointers = (call.w.codes.data_ptr(), call.w.scale.data_ptr()) if isinstance(call.w, ExpertWeights) else ()
-    return is_aligned(ALIGNMENT_BYTES, x.data_ptr(), *pointers, row_stride(x, x.shape[1]) * size)
+    strides = (row_stride(one, one.shape[1]) * size for one in (x, y))
+    return is_aligned(ALIGNMENT_BYTES, x.data_ptr(), y.data_ptr(), *pointers, *strides)
 
 
 def ready_for_low_rank(call: Rows) -> Ready | None:
@@ -154,8 +154,9 @@ def ready_for_low_rank(call: Rows) -> Ready | None:
     if low is None:
         raise AssertionError("a product without a low-rank part")
     (E, N, K), R, device = call.sizes, low.x.shape[1], x.get_device()
-    step = index_step(call) if call.uses_index else 1
-    fixed = (x.dtype, E, N, K, R, _weight_strides(w), call.gather_divisor, call.fusion.value, step, m_sizes.dtype)
+    step, zeroes = index_step(call) if call.uses_index else 1, call.zero_tail and not call.uses_index
+    fixed = (x.dtype, E, N, K, R, _weight_strides(w), call.gather_divisor, call.fusion.value, step, m_sizes.dtype,
+             zeroes)  # fmt: skip
     key = ("low rank", call.op.value, call.layout.value, *fixed, bucket_of(call.M), device)
 
     def build() -> Ready | None:
@@ -165,7 +166,7 @@ def ready_for_low_rank(call: Rows) -> Ready | None:
             return None
         from .gemm import Fused
 
-        return of_rows(kernel, problem, call, Fused(call.fusion, step, call.gather_divisor or 1))
+        return of_rows(kernel, problem, call, Fused(call.fusion, step, call.gather_divisor or 1, zeroes))
 
     return kept(key, build)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -14,6 +14,9 @@ from ..driver.device import without_autocast
 from ..launch.program import NOW, Now
 from ..weights.expert_weights import ExpertWeights
 from . import gradients
+from .low_rank import LowRank, narrowed_gradient
+
+Needs: TypeAlias = "tuple[bool, bool, bool, bool]"  # of x, w, topk_weights, bias
 
 # x, w, m_sizes, topk_weights, bias, gather_indices, form, (M, x_rows, y_rows), the plan of a call that comes again
 _ARGUMENTS = 9
@@ -64,7 +67,46 @@ class GroupedGemm(torch.autograd.Function):
         return (found[0], found[1], None, found[2], found[3], *_REST)
 
 
-def wanted(needs_input_grad: tuple[bool, ...], form: Form) -> tuple[bool, bool, bool, bool]:
+class AdaptedGemm(torch.autograd.Function):
+    """The same beside an adapter, of whose A and B the gradients are computed together, if either is needed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, w: torch.Tensor | ExpertWeights, m_sizes: torch.Tensor, weights: torch.Tensor | None,
+        bias: torch.Tensor | None, A: torch.Tensor, B: torch.Tensor, index: torch.Tensor | None, scale: float,
+        form: Form, sizes: tuple[int, int, int],
+    ) -> torch.Tensor:  # fmt: skip
+        """The product; what a gradient needs is saved."""
+        call = Call(form, w, m_sizes, Fusions(index, weights, bias), *sizes)
+        y, u = gradients.with_adapter(call, x, LowRank(A, B, scale))
+        needs_x, needs_w, needs_weights, _ = wanted(ctx.needs_input_grad, form)
+        learns, inner = any(ctx.needs_input_grad[5:7]), needs_x or needs_weights
+        ctx.frozen = w if isinstance(w, ExpertWeights) else None
+        ctx.save_for_backward(
+            x if needs_w or needs_weights or learns else None, w if inner and ctx.frozen is None else None, m_sizes,
+            weights, bias, A, B, u if learns else None, index,
+        )  # fmt: skip
+        ctx.call = form, sizes, scale, w.shape
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients that are needed, None for the others."""
+        x, w, m_sizes, weights, bias, A, B, u, index = ctx.saved_tensors
+        form, sizes, scale, w_shape = ctx.call
+        dy = in_memory("dy", dy)
+        w = ctx.frozen if w is None else w
+        w = m_sizes.new_empty((), dtype=dy.dtype).expand(w_shape) if w is None else w  # only its shape is read
+        call = Call(form, w, m_sizes, Fusions(index, weights, bias), *sizes)
+        with without_autocast(dy.device.type):
+            dx, dw, dweights, dbias, dA, dB = with_adapter(
+                call, dy, x, wanted(ctx.needs_input_grad, form), LowRank(A, B, scale), u
+            )
+        return dx, dw, None, dweights, dbias, dA, dB, None, None, None, None
+
+
+def wanted(needs_input_grad: tuple[bool, ...], form: Form) -> Needs:
     """Which gradients to compute: of x, w, topk_weights, bias. dX_only and dW_only leave one."""
     x, w, _, weights, bias = needs_input_grad[:5]
     if form.only_dx:
@@ -75,17 +117,32 @@ def wanted(needs_input_grad: tuple[bool, ...], form: Form) -> tuple[bool, bool, 
 
 
 def backward(
-    call: Call, dy: torch.Tensor, x: torch.Tensor | None, needs: tuple[bool, bool, bool, bool], do: Now = NOW
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    call: Call, dy: torch.Tensor, x: torch.Tensor | None, needs: Needs, do: Now = NOW
+) -> tuple[torch.Tensor | None, ...]:
     """The gradients of x, w, topk_weights and bias that ``needs`` asks for. x may be None if only its own is."""
+    return with_adapter(call, dy, x, needs, None, None, do)[:4]
+
+
+def with_adapter(
+    call: Call, dy: torch.Tensor, x: torch.Tensor | None, needs: Needs, one: LowRank | None, u: torch.Tensor | None,
+    do: Now = NOW,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """The same beside an adapter, and its dA and dB if there is ``u``, which the forward made; else None for them."""
     needs_x, needs_w, needs_weights, needs_bias = needs
-    dx = dw = dweights = dbias = None
-    grad_y = gradients.GradY.of(call, dy, gathers=needs_w or needs_bias)
+    dx = dw = dweights = dbias = beside = rows_x = None
+    low: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
+    grad_y = gradients.GradY.of(call, dy, gathers=needs_w or needs_bias or one is not None)
+    if one is not None and (needs_x or needs_weights or u is not None):
+        beside = gradients.Beside(one, narrowed_gradient(one, grad_y.gathered, call.m_sizes, do))
     if needs_weights and x is not None:
-        dx, dweights = gradients.grad_x_and_weights(call, grad_y, x)
+        dx, dweights = gradients.grad_x_and_weights(call, grad_y, x, beside)
         dx = dx if needs_x else None
     elif needs_x:
-        dx = gradients.grad_x(call, grad_y, do)
+        dx = gradients.grad_x(call, grad_y, do, beside)
+    if x is not None and (needs_w or u is not None):
+        rows_x = gradients.sorted_x(call, x)
     if needs_w or needs_bias:
-        dw, dbias = gradients.grad_w_and_bias(call, grad_y, x if needs_w else None, bias=needs_bias, do=do)
-    return dx, dw, dweights, dbias
+        dw, dbias = gradients.grad_w_and_bias(call, grad_y, rows_x if needs_w else None, bias=needs_bias, do=do)
+    if beside is not None and u is not None and rows_x is not None:
+        low = gradients.grad_adapter(call, grad_y, rows_x, beside, u, do)
+    return dx, dw, dweights, dbias, *low

@@ -8,6 +8,8 @@ With index g[i] of sorted row i, e its expert, t the weights flattened (1 withou
     dt[g[i]] = dot(dy[to(i)] @ w[e], x[from(i)]) + dot(dy[to(i)], bias[e])
     dbias[e] += t[g[i]] * dy[to(i)]
 
+Beside w there may be an adapter (``low_rank.py``): then u and v are of sorted rows x[from(i)] and dy[to(i)], y's and
+dx's products have their low-rank parts, and dB and dA are t * outer(dy[to(i)], u[i]) and t * outer(v[i], x[from(i)]).
 Every sum has a fixed order.
 """
 
@@ -16,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -25,7 +28,9 @@ from ..check.call import Call, flat, wide_of
 from ..check.operands import Rows
 from ..check.tensors import rows_usable
 from ..launch.program import NOW, Now
-from .products import rows, weight
+from . import low_rank, tokens
+from .low_rank import LowRank, LowRankGradients
+from .products import weight
 
 _CHUNK_ELEMENTS = 1 << 24  # of the float32 temporaries that the gradient of the weights needs
 _ONES = 8  # columns of the ones that sum dy's rows: 16 bytes of a 16-bit type
@@ -33,11 +38,22 @@ _ONES = 8  # columns of the ones that sum dy's rows: 16 bytes of a 16-bit type
 
 def forward(call: Call, x: torch.Tensor, out: torch.Tensor | None = None, do: Now = NOW) -> torch.Tensor:
     """y [y_rows, N]. Rows that nobody writes are zero with permute_y or zero_tail, else left as they are."""
+    return with_adapter(call, x, None, out, do)[0]
+
+
+def with_adapter(
+    call: Call, x: torch.Tensor, one: LowRank | None, out: torch.Tensor | None = None, do: Now = NOW
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The same with an adapter's part; and u [M, r], which its gradients read."""
+    u = None
+    if one is not None:
+        index = call.fusions.index if call.form.permute_x else None
+        u = low_rank.narrowed(one, x, call.m_sizes, index, call.x_divisor, do=do)
     y = do.new(x, (call.y_rows, call.N), per=0) if out is None else out
     product = forward_rows(call, x, do)
     if out is not None and product.loose:
         product = dataclasses.replace(product, loose=False)
-    return rows(product, y, do)
+    return low_rank.product(product, one, u, do, y), u
 
 
 def forward_rows(call: Call, x: torch.Tensor, do: Now = NOW) -> Rows:
@@ -56,6 +72,13 @@ def forward_rows(call: Call, x: torch.Tensor, do: Now = NOW) -> Rows:
     )  # fmt: skip
 
 
+class Beside(NamedTuple):
+    """An adapter, and v [M, r] of it."""
+
+    one: LowRank
+    v: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class GradY:
     """dy as the gradients want it: ``given`` [y_rows, N], and ``sorted`` [M, N] where it stands gathered."""
@@ -71,16 +94,31 @@ class GradY:
             return cls(dy, dy)
         return cls(dy, _gathered(dy, call.fusions.index, dy.shape[0], 1) if gathers else None)
 
+    @property
+    def gathered(self) -> torch.Tensor:
+        """``sorted`` of one that was made to be."""
+        if self.sorted is None:
+            raise AssertionError("dy was not gathered")
+        return self.sorted
 
-def grad_x(call: Call, dy: GradY, do: Now = NOW) -> torch.Tensor:
+
+def grad_x(call: Call, dy: GradY, do: Now = NOW, beside: Beside | None = None) -> torch.Tensor:
     """dx [x_rows, K]: rows that took no part are zero."""
-    raw = _grad_rows(call, dy, call.flat_weights(dy.given), do)
-    if not call.form.permute_x or call.form.topk == 1:
+    topk, index = call.form.topk, call.fusions.index
+    many = call.x_rows * topk
+    if beside is not None and call.form.permute_x and call.fusions.weights is None and many == call.M:
+        # Code that adds a low-rank part stores rows where they are: they are put in their places afterwards.
+        raw = low_rank.product(_rows_of_dx(call, dy, None, moves=False), *beside, do)
+        return tokens.combine(raw, _places(call, index), topk, do=do)
+    raw = _grad_rows(call, dy, call.flat_weights(dy.given), do, beside)
+    if not call.form.permute_x or topk == 1:
         return raw
-    return raw.view(call.x_rows, call.form.topk, call.K).sum(1)
+    return raw.view(call.x_rows, topk, call.K).sum(1)
 
 
-def grad_x_and_weights(call: Call, dy: GradY, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def grad_x_and_weights(
+    call: Call, dy: GradY, x: torch.Tensor, beside: Beside | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """dx [x_rows, K], and the gradient of topk_weights [T, topk] in their dtype."""
     weights, index = call.fusions.weights, call.fusions.index
     flat = call.flat_weights(dy.given)
@@ -89,7 +127,7 @@ def grad_x_and_weights(call: Call, dy: GradY, x: torch.Tensor) -> tuple[torch.Te
     T, topk = weights.shape
     if not T:  # no row takes part
         return grad_x(call, dy), torch.zeros_like(weights)
-    raw = _grad_rows(call, dy, None, NOW)
+    raw = _grad_rows(call, dy, None, NOW, beside)
     part = reference.taking_part(call.m_sizes, index, T * topk, call.M)
     index = reference.rows_of(index, T * topk)
     if call.form.permute_x:  # token order already; what takes no part may hold anything
@@ -110,22 +148,16 @@ def grad_x_and_weights(call: Call, dy: GradY, x: torch.Tensor) -> tuple[torch.Te
 def grad_w_and_bias(
     call: Call, dy: GradY, x: torch.Tensor | None, *, bias: bool, do: Now = NOW
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """dw as w lies, dense (with x), and dbias [E, N]: dW with ones for x. An expert without rows gets zeros.
+    """dw as w lies, dense (with x, ``sorted_x``), and dbias [E, N]: dW with ones for x. Without rows it is zero.
 
     Rows among an expert's whose index takes no part are zero in the factor that is gathered; the other, which stands
     sorted, has to be finite there: a mask over it would cost every call a pass.
     """
     form, index, flat = call.form, call.fusions.index, call.flat_weights(dy.given)
-    rows_dy = dy.sorted
-    if rows_dy is None:
-        raise AssertionError("dy was not gathered")
-    if flat is not None and index is not None:
-        scale = _gathered(flat[:, None], index, flat.numel(), 1)
-        rows_dy = torch.mul(rows_dy, scale, out=torch.empty_like(rows_dy))  # in float32, rounded once
+    rows_dy = _scaled(call, dy.gathered, flat)
     dw = dbias = None
     if x is not None:
-        rows_x = _gathered(x, index, call.x_rows * form.topk, form.topk) if form.permute_x else x
-        dw = weight(rows_dy, rows_x, call.m_sizes, layout=form.layout, pin=form.pin_dw, do=do)
+        dw = weight(rows_dy, x, call.m_sizes, layout=form.layout, pin=form.pin_dw, do=do)
     if bias:
         ones = rows_dy.new_ones((call.M, _ONES))
         if form.permute_x and flat is None and index is not None:  # else what takes no part is zero in dy by now
@@ -134,17 +166,59 @@ def grad_w_and_bias(
     return dw, dbias
 
 
-def _grad_rows(call: Call, dy: GradY, flat: torch.Tensor | None, do: Now) -> torch.Tensor:
-    """dy @ w row by row: in the sorted order [M, K], or with permute_x in token order [T*topk, K]; others zero."""
+def grad_adapter(
+    call: Call, dy: GradY, x: torch.Tensor, beside: Beside, u: torch.Tensor, do: Now = NOW
+) -> LowRankGradients:
+    """dA [E, r, K] and dB [E, N, r]; x is sorted (``sorted_x``), and u [M, r] what the forward made of it."""
+    flat = call.flat_weights(dy.given)
+    dB = weight(dy.gathered, _scaled(call, u, flat), call.m_sizes, do=do)
+    return LowRankGradients(weight(_scaled(call, beside.v, flat), x, call.m_sizes, do=do), dB)
+
+
+def sorted_x(call: Call, x: torch.Tensor) -> torch.Tensor:
+    """The rows of x [M, K] in the sorted order; those of an index out of range are zero."""
+    form = call.form
+    return _gathered(x, call.fusions.index, call.x_rows * form.topk, form.topk) if form.permute_x else x
+
+
+def _scaled(call: Call, rows: torch.Tensor, flat: torch.Tensor | None) -> torch.Tensor:
+    """Sorted rows times their weights, in float32 or wider and rounded once."""
+    if flat is None or call.fusions.index is None:
+        return rows
+    scale = _gathered(flat[:, None], call.fusions.index, flat.numel(), 1)
+    return torch.mul(rows, scale, out=torch.empty_like(rows))
+
+
+def _rows_of_dx(call: Call, dy: GradY, flat: torch.Tensor | None, *, moves: bool) -> Rows:
+    """dy @ w, into token order if it ``moves``."""
     form = call.form
     given, divisor = (dy.given, 1) if dy.sorted is None else (dy.sorted, 0)
-    many = call.x_rows * form.topk if form.permute_x else call.M
-    used = call.fusions.index if form.permute_x or divisor or flat is not None else None
-    product = Rows(
-        Op.DX, given, call.w, call.m_sizes, form.layout, call.M, used, divisor, form.permute_x, flat,
-        None, form.pin_dx, zero_tail=True,
+    used = call.fusions.index if moves or divisor or flat is not None else None
+    return Rows(
+        Op.DX, given, call.w, call.m_sizes, form.layout, call.M, used, divisor, moves, flat,
+        None, form.pin_dx, zero_tail=moves or not form.permute_x,
     )  # fmt: skip
-    return rows(product, do.new(given, (many, call.K), per=0), do)
+
+
+def _grad_rows(
+    call: Call, dy: GradY, flat: torch.Tensor | None, do: Now, beside: Beside | None = None
+) -> torch.Tensor:  # fmt: skip
+    """dy @ w row by row: in the sorted order [M, K], or with permute_x in token order [T*topk, K]; others zero."""
+    moves = call.form.permute_x
+    product = _rows_of_dx(call, dy, flat, moves=moves)
+    dx = do.new(dy.given, (call.x_rows * call.form.topk if moves else call.M, call.K), per=0)
+    one, v = beside or (None, None)
+    return low_rank.product(product, one, v, do, dx)
+
+
+def _places(call: Call, index: torch.Tensor | None) -> torch.Tensor:
+    """int32 [T*topk]: the sorted row of each slot, -1 of one that takes no part."""
+    if index is None:
+        raise AssertionError("no index")
+    many = call.x_rows * call.form.topk
+    rows = torch.arange(1, call.M + 1, dtype=torch.int32, device=index.device)
+    part = reference.taking_part(call.m_sizes, index, many, call.M)
+    return _to_flat(rows, part, reference.rows_of(index, many), many) - 1
 
 
 def _gathered(tensor: torch.Tensor, index: torch.Tensor | None, index_end: int, divisor: int) -> torch.Tensor:

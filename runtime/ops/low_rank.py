@@ -8,6 +8,7 @@ With u[i] = s * x[i] @ A[e].T and v[i] = s * dy[i] @ B[e], which have r columns:
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import NamedTuple
 
@@ -45,28 +46,39 @@ def narrowed(
     one: LowRank, x: torch.Tensor, m_sizes: torch.Tensor, index: torch.Tensor | None = None, top_k: int = 0,
     bounds: torch.Tensor | None = None, do: Now = NOW,
 ) -> torch.Tensor:  # fmt: skip
-    """u [M, r] of sorted rows x [M, K]; with ``index`` [M], of rows x[index // top_k]."""
+    """u [M, r] of sorted rows x [M, K]; with ``index`` [M], of rows x[index // top_k].
+
+    Without ``bounds`` (``layer.Routing``) the rows of an index out of range are zero, which B's gradient reads.
+    """
     M = x.shape[0] if index is None else index.shape[0]
     call = Rows(Op.FORWARD, x, one.A, m_sizes, Layout.NK, M, index, top_k, bounds=bounds)
-    return _scaled(rows(call, do.new(x, (M, one.A.shape[1])), do), one, do)
+    u = do.new(x, (M, one.A.shape[1]))
+    if index is not None and bounds is None:
+        u = do.call(_zero, u)
+    return _scaled(rows(call, u, do), one, do)
 
 
-def product(call: Rows, one: LowRank | None, narrow: torch.Tensor | None, do: Now = NOW) -> torch.Tensor:
+def product(
+    call: Rows, one: LowRank | None, narrow: torch.Tensor | None, do: Now = NOW, y: torch.Tensor | None = None
+) -> torch.Tensor:
     """The product, and of the forward u @ B.T beside it, of dX v @ A; ``narrow`` [M, r] is u or v.
 
     By one kernel, which has these columns in its reduction; where there is no such code they are a product of their
-    own, which is added.
+    own, which is added. It goes into ``y``, where that is given, and else into new memory.
     """
     _, N, K = call.sizes
-    y_shape = call.M, N if call.op is Op.FORWARD else K
+    keeps = y is not None and not call.loose  # what stands in rows that nothing is stored to
+    y = do.new(call.x, (call.M, N if call.op is Op.FORWARD else K)) if y is None else y
     if one is None or narrow is None:
-        return rows(call, do.new(call.x, y_shape), do)
+        return rows(call, y, do)
     second = one.B if call.op is Op.FORWARD else one.A
-    y = with_low_part(call, narrow, second, do)
-    if y is None:
-        y = rows(call, do.new(call.x, y_shape), do)
-        beside = Rows(call.op, narrow, second, call.m_sizes, Layout.NK, call.M)
-        do.call(_add, y, rows(beside, do.new(y, y_shape), do))
+    if with_low_part(call, narrow, second, y, do):
+        return y
+    y = rows(call, y, do)
+    beside = Rows(call.op, narrow, second, call.m_sizes, Layout.NK, call.M, zero_tail=call.zero_tail or keeps)
+    if call.scatter or call.row_weights is not None:
+        beside = dataclasses.replace(beside, index=call.index, scatter=call.scatter, row_weights=call.row_weights)
+    do.call(_add, y, rows(beside, do.new(y, tuple(y.shape), per=int(y.shape[0] == call.M)), do))
     return y
 
 
@@ -82,6 +94,10 @@ def _scaled(found: torch.Tensor, one: LowRank, do: Now) -> torch.Tensor:
 
 
 # What torch does of it, in place. No tensor is in here but those that are given: ``Now.call``.
+
+
+def _zero(u: torch.Tensor) -> torch.Tensor:
+    return u.zero_()
 
 
 def _add(y: torch.Tensor, more: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...artifacts.records.problem import Layout, Op
+from ...artifacts.records.problem import Layout
 from ...kernels import reference
 from ..check import tensors
 from ..check.operands import LowPart, Rows
@@ -178,29 +178,31 @@ def _run(product: Product, call: Rows, y: torch.Tensor, do: Now) -> None:
         do.run(step, call.M, *map(given.get, step.operands))
 
 
-def with_low_part(call: Rows, narrow: torch.Tensor, second: torch.Tensor, do: Now = NOW) -> torch.Tensor | None:
-    """x @ w.T and narrow @ second.T of the expert of each row in one sum, by one kernel, into new memory.
+def with_low_part(
+    call: Rows, narrow: torch.Tensor, second: torch.Tensor, y: torch.Tensor, do: Now = NOW
+) -> bool:  # fmt: skip
+    """Write x @ w.T and narrow @ second.T of the expert of each row to y, in one sum, by one kernel.
 
-    None where there is no code for it. ``narrow`` is [M, r]; ``second`` lies as w of ``Layout.NK`` does: [E, N, r] of
-    the forward, [E, r, K] of dX.
+    False, and nothing is written, where there is no code for it. ``narrow`` is [M, r]; ``second`` lies as w of
+    ``Layout.NK`` does: [E, N, r] of the forward, [E, r, K] of dX.
     """
     if not (call.M and call.x.numel() and all(call.sizes)) or not tensors.on_gpu(call.x):
-        return None
-    if not may_add_low_part(call, narrow, second):
-        return None
-    x, (_, N, K) = call.x, call.sizes
-    with on(x.get_device()):
-        product = resolve_low_rank(dataclasses.replace(call, low=LowPart(narrow, second)))
+        return False
+    if not may_add_low_part(call, narrow, second, y):
+        return False
+    with on(call.x.get_device()):
+        product = resolve_low_rank(dataclasses.replace(call, low=LowPart(narrow, second)), y)
         if product is None:
-            return None
+            return False
         if call.layout is Layout.KN:
             second = do.call(_turned, second)
         elif not second.is_contiguous():  # one adapter for all experts
             second = do.call(_dense, second)
         call = dataclasses.replace(call, low=LowPart(narrow, second))
-        y: torch.Tensor = do.new(x, (call.M, N if call.op is Op.FORWARD else K))
+        if call.zero_tail and not product.zeroes:
+            _zero_rest(call, y, do)
         _run(product, call, y, do)
-    return y
+    return True
 
 
 def _turned(one: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Layers with LoRA adapters on a real GPU, beside float32: by the code that adds a low-rank part, from what ships.
+"""Layers and products with LoRA adapters on a real GPU, beside float32: by code that adds a low-rank part, as it ships.
 
 python -m pytest -q tests/gpu/test_low_rank.py
 """
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from pretuned.runtime import ExpertWeights, Lora, moe_mlp, reload
+from pretuned.runtime import ExpertWeights, Lora, grouped_gemm, moe_mlp, reload, sort_routing
 from pretuned.runtime.dispatch import snapshot
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -104,3 +104,154 @@ def test_a_layer_of_codes_and_its_gradients(format: str, biased: bool, r: int, T
         most = 6e-2 if format.startswith("fp8") else 1.5e-2  # of x in fp8, too, what quantising it loses
         for got, one in zip(found, wanted, strict=True):
             assert float((got.float() - one).norm() / one.norm()) < most
+
+
+def product(
+    x: torch.Tensor, w: torch.Tensor, lora: Lora, expert: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:  # fmt: skip
+    """The product of sorted rows in torch, of w [E, N, K]; rows of no expert (E) are zero."""
+    A, B, scale = lora
+    y = torch.zeros(x.shape[0], w.shape[1], device=x.device, dtype=x.dtype)
+    for e in range(len(w)):
+        rows = (expert == e).nonzero()[:, 0]
+        given = x[rows]
+        part = given @ w[e].T + scale * (given @ A[e % len(A)].T) @ B[e % len(B)].T
+        y = y.index_add(0, rows, part if bias is None else part + bias[e])
+    return y
+
+
+def low_rank_ran(kind: str) -> dict[str, object]:
+    """What was found for products with a low-rank part, by op."""
+    return {key[1]: ready for key, ready in snapshot.snapshot().launchers.items() if key[0] == kind}
+
+
+def near(found: list[torch.Tensor], wanted: list[torch.Tensor], most: float = 1.5e-2) -> None:
+    for got, one in zip(found, wanted, strict=True):
+        assert float((got.float() - one).norm() / one.norm()) < most
+
+
+@pytest.mark.parametrize("T", [5, 700])
+@pytest.mark.parametrize("r", [4, 16, 72])
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+@pytest.mark.parametrize("form", ["plain", "gathered", "gathered, biased", "scattered", "weighed"])
+def test_a_product_and_its_gradients(form: str, layout: str, r: int, T: int) -> None:
+    """Where rows stay in their places its low-rank part is in its kernel, and that of dX of every form."""
+    torch.manual_seed(r + T)
+    N, K, kn, M = 2 * I, H, layout == "kn", T * TOP_K
+    ids = torch.stack([torch.randperm(E + 1, device="cuda")[:TOP_K] for _ in range(T)])  # E: on another rank
+    routing = sort_routing(ids, E)
+    gathered = form != "plain"
+    x, w, dy = tensor(T if gathered else M, K), tensor(E, N, K, spread=K**-0.5).detach(), tensor(M, N).detach()
+    low = [tensor(E, r, K, spread=K**-0.5), tensor(E, N, r, spread=r**-0.5)]
+    bias = tensor(E, N).detach() if "biased" in form else None
+    weights = torch.rand(T, TOP_K, device="cuda") if form == "weighed" else None
+    how = {"topk": TOP_K, "gather_indices": routing.gather_indices, "permute_x": True} if gathered else {}
+    how |= {"permute_y": True} if form == "scattered" else {}
+    how |= {"topk_weights": weights, "fuse_mul_post": True} if weights is not None else {}
+    matrix, used = w.transpose(1, 2).contiguous() if kn else w, int(routing.m_sizes.sum())
+    expert = torch.cat([ids.flatten().clamp(max=E)[routing.gather_indices]])
+    reload()
+    for _ in range(2):
+        y = grouped_gemm(x, matrix, routing.m_sizes, w_layout=layout, bias=bias, lora=Lora(*low, 0.5), **how)
+        found = [y.detach(), *torch.autograd.grad(y, [x, *low], dy)]
+    wide = [one.detach().float().requires_grad_() for one in (x, *low)]
+    index = routing.gather_indices
+    rows = wide[0][index // TOP_K] if gathered else wide[0]
+    want = product(rows, w.float(), Lora(*wide[1:], 0.5), expert, None if bias is None else bias.float())
+    want = want if weights is None else want * weights.flatten()[index][:, None]
+    want = torch.zeros_like(want).index_copy(0, index, want) if form == "scattered" else want
+    if form != "scattered":  # rows of no expert hold anything
+        found[0], given, want_y = found[0][:used], dy[:used].float(), want[:used]
+    else:
+        given, want_y = dy.float(), want
+    near(found, [want_y.detach(), *torch.autograd.grad(want_y, wide, given)])
+    ran = low_rank_ran("low rank")
+    assert all(ran.values())
+    stays = form in ("plain", "gathered", "gathered, biased")
+    assert set(ran) == ({"forward"} if stays else set()) | (set() if form == "weighed" else {"dX"})
+
+
+@pytest.mark.parametrize("T", [5, 700])
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("format", ["mxfp4", "int4_g64", "fp8_block"])
+def test_a_product_of_codes_and_its_gradients(format: str, gathered: bool, T: int) -> None:
+    torch.manual_seed(T)
+    N, K, M, r = 384, 640, T * TOP_K, 16
+    ids = torch.randint(0, E, (T, TOP_K), device="cuda")
+    routing = sort_routing(ids, E)
+    w = ExpertWeights.quantize(torch.randn(E, N, K, device="cuda") * K**-0.5, format)
+    plain = w.dequantize(torch.float32)
+    x, bias, dy = tensor(T if gathered else M, K), tensor(E, N).detach(), tensor(M, N).detach()
+    low = [tensor(E, r, K, spread=K**-0.5), tensor(E, N, r, spread=r**-0.5)]
+    how = {"topk": TOP_K, "gather_indices": routing.gather_indices, "permute_x": True} if gathered else {}
+    expert = ids.flatten()[routing.gather_indices]
+    reload()
+    for _ in range(2):
+        y = grouped_gemm(x, w, routing.m_sizes, bias=bias, lora=Lora(*low, 0.5), **how)
+        found = [y.detach(), *torch.autograd.grad(y, [x, *low], dy)]
+    wide = [one.detach().float().requires_grad_() for one in (x, *low)]
+    rows = wide[0][routing.gather_indices // TOP_K] if gathered else wide[0]
+    want = product(rows, plain, Lora(*wide[1:], 0.5), expert, bias.float())
+    near(found, [want.detach(), *torch.autograd.grad(want, wide, dy.float())], 6e-2 if "fp8" in format else 1.5e-2)
+    ran = low_rank_ran("low rank of codes")
+    assert set(ran) == ({"dX"} if "fp8" in format else {"forward", "dX"})
+    assert all(ran.values())
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_rows_past_the_last_expert_s(quantised: bool) -> None:
+    """Zero with zero_tail, by the kernel itself; left as they are in ``out``; dx of them is zero."""
+    torch.manual_seed(0)
+    N, K, M = 384, 640, 900
+    m_sizes = torch.tensor([300, 0, 7, 129, 64, 1], dtype=torch.int32, device="cuda")
+    used, dense = int(m_sizes.sum()), torch.randn(E, N, K, device="cuda") * K**-0.5
+    w = ExpertWeights.quantize(dense, "mxfp4") if quantised else dense.to(torch.bfloat16)
+    x, lora = tensor(M, K), Lora(tensor(E, 16, K, spread=K**-0.5), tensor(E, N, 16, spread=0.25), 0.5)
+    reload()
+    with torch.no_grad():
+        out = torch.full((M, N), 7.0, device="cuda", dtype=torch.bfloat16)
+        assert grouped_gemm(x, w, m_sizes, lora=lora, out=out) is out
+    assert (out[used:] == 7).all()
+    for _ in range(3):  # in memory that held something
+        torch.full((M, K), float("nan"), device="cuda", dtype=torch.bfloat16)
+        torch.full((M, N), float("nan"), device="cuda", dtype=torch.bfloat16)
+        y = grouped_gemm(x, w, m_sizes, lora=lora, zero_tail=True)
+        (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+        assert (y[used:] == 0).all()
+        assert (dx[used:] == 0).all()
+    assert torch.equal(y[:used], out[:used])
+    ran = low_rank_ran("low rank of codes" if quantised else "low rank")
+    assert set(ran) == {"forward", "dX"}
+    assert all(ran.values())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_product_in_a_graph_and_compiled(compiled: bool) -> None:
+    """A step of forward and backward, captured after a warm-up and replayed on other numbers."""
+    torch.manual_seed(0)
+    N, K, T = 384, 640, 256
+    ids = torch.randint(0, E, (T, TOP_K), device="cuda")
+    routing, w = sort_routing(ids, E), tensor(E, N, K, spread=K**-0.5).detach()
+    x, low = tensor(T, K), [tensor(E, 16, K, spread=K**-0.5), tensor(E, N, 16, spread=0.25)]
+
+    def call(x: torch.Tensor, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        return grouped_gemm(x, w, routing.m_sizes, TOP_K, routing.gather_indices, permute_x=True, lora=Lora(A, B, 0.5))
+
+    run = torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call
+
+    def step() -> list[torch.Tensor]:
+        y = run(x, *low)
+        return [y.detach(), *torch.autograd.grad(y, [x, *low], torch.ones_like(y))]
+
+    reload()
+    for _ in range(3):
+        step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    with torch.no_grad():
+        x.copy_(torch.randn_like(x))
+    graph.replay()
+    for got, want in zip(found, step(), strict=True):
+        assert torch.equal(got, want)
+    assert set(low_rank_ran("low rank")) == {"forward", "dX"}

@@ -12,7 +12,7 @@ from host_gpu import TOPK, Device, E, FakeLauncher, K, N, T, counts_at, device, 
 from torch.autograd import forward_ad
 
 from pretuned.artifacts.errors import InputError
-from pretuned.runtime import activate, grouped_gemm, grouped_gemm_dW, grouped_gemm_dX, moe_mlp, reload
+from pretuned.runtime import Lora, activate, grouped_gemm, grouped_gemm_dW, grouped_gemm_dX, moe_mlp, reload
 from pretuned.runtime.api import call as api_call
 from pretuned.runtime.api import grouped_gemm as api_grouped_gemm
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
@@ -59,12 +59,21 @@ def layer(
     )  # fmt: skip
 
 
+def adapted(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+    """A product with an adapter, which has a function of its own."""
+    index = torch.arange(T * TOPK).flip(0)
+    return grouped_gemm(x, w, torch.tensor([3, 4, 5, 2]), TOPK, index, permute_x=True, bias=bias, lora=Lora(A, B, 0.5))
+
+
+ADAPTED = {"x": (T, K), "w": (E, N, K), "bias": (E, N), "A": (E, 4, K), "B": (E, N, 4)}
 PRODUCT = {"x": (T, K), "w": (E, N, K), "topk_weights": (T, TOPK), "bias": (E, N)}
 LAYER = {
     "hidden": (T, H), "gate_up": (E, 2 * WIDTH, H), "down": (E, H, WIDTH), "topk_weights": (T, TOPK),
     "gate_up_bias": (E, 2 * WIDTH), "down_bias": (E, H),
 }  # fmt: skip
-EACH = [(product, PRODUCT, name) for name in PRODUCT] + [(layer, LAYER, name) for name in LAYER]
+EACH = [
+    (call, shapes, name) for call, shapes in ((product, PRODUCT), (adapted, ADAPTED), (layer, LAYER)) for name in shapes
+]
 
 
 @pytest.mark.parametrize(("call", "shapes", "name"), EACH, ids=[f"{call.__name__} {name}" for call, _, name in EACH])
@@ -110,6 +119,12 @@ def test_a_compiled_tangent_is_refused() -> None:
         compiled(x)
 
 
+def test_a_functional_gradient_of_a_product_beside_an_adapter_is_refused() -> None:
+    given = {name: random(*shape) for name, shape in ADAPTED.items()}
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(lambda A: adapted(**given | {"A": A}).sum())(given["A"])
+
+
 def test_compiled_code_may_be_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's fallback calls the operator for each."""
     on(monkeypatch, False)
@@ -119,12 +134,15 @@ def test_compiled_code_may_be_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(compiled(x), torch.stack([grouped_gemm(one, w, m_sizes) for one in x]))
 
 
-def test_a_gradient_has_no_gradient_in_compiled_code() -> None:
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside an adapter"])
+def test_a_gradient_has_no_gradient_in_compiled_code(beside: bool) -> None:
     """It was left out of the sum: a penalty on a gradient did nothing."""
     x, w, m_sizes = random(T, K).requires_grad_(), random(E, N, K), torch.tensor([3, 0, 4, 0])
     torch._dynamo.reset()
-    compiled = torch.compile(partial(grouped_gemm, w=w, m_sizes=m_sizes), backend="eager", fullgraph=True)
-    for call in (compiled, partial(grouped_gemm, w=w, m_sizes=m_sizes)):
+    lora = Lora(random(E, 4, K), random(E, N, 4)) if beside else None
+    plain = partial(grouped_gemm, w=w, m_sizes=m_sizes, lora=lora)
+    compiled = torch.compile(plain, backend="eager", fullgraph=True)
+    for call in (compiled, plain):
         (dx,) = torch.autograd.grad(call(x).square().sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match=r"differentiated (again|twice)|once_differentiable"):
             (call(x).sum() + dx.square().sum()).backward()

@@ -7,9 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from host_gpu import LOW_RANK, Device, device, on
 
 from pretuned.artifacts.errors import InputError
+from pretuned.artifacts.records.problem import Fusion, Op
 from pretuned.runtime import ExpertWeights, Lora, grouped_gemm, moe_mlp, sort_routing
+from pretuned.runtime.replay import plan
+
+__all__ = ["device"]
 
 E, T, TOPK, N, K, R = 4, 11, 2, 12, 10, 4
 SCALE = 0.75
@@ -124,18 +129,56 @@ def test_a_whole_layer(weights_on: str, which: tuple[bool, bool], gated: bool) -
                                moe_mlp(hidden, up, down, ids, weights, "silu", **more))  # fmt: skip
 
 
-@pytest.mark.slow
-def test_it_is_traced() -> None:
+def test_gradcheck_with_every_input() -> None:
     torch.manual_seed(0)
-    x, w, m_sizes = torch.randn(9, K), torch.randn(E, N, K), torch.tensor([2, 3, 0, 4])
-    A, B = torch.randn(E, R, K).requires_grad_(), torch.randn(E, N, R).requires_grad_()
+    routing = sort_routing(torch.randint(0, E, (T, TOPK)), E)
+    given = random(T, K), random(E, N, K), random(E, R, K), random(E, N, R), random(T, TOPK), random(E, N)
 
-    def step(x: torch.Tensor, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        return grouped_gemm(x, w, m_sizes, lora=Lora(A, B, SCALE)).square().sum()
+    def call(x: torch.Tensor, w: torch.Tensor, A: torch.Tensor, B: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        return grouped_gemm(
+            x, w, routing.m_sizes, TOPK, routing.gather_indices, permute_x=True, topk_weights=more[0],
+            fuse_mul_post=True, bias=more[1], lora=Lora(A, B, SCALE),
+        )  # fmt: skip
 
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    wanted = torch.autograd.grad(step(x, A, B), (A, B))
-    torch.testing.assert_close(torch.autograd.grad(compiled(x, A, B), (A, B)), wanted)
+    assert torch.autograd.gradcheck(call, given, fast_mode=True)
+
+
+@pytest.mark.parametrize("learns", ["A", "B", "x", "w", "bias"])
+def test_one_gradient_alone(learns: str) -> None:
+    """Only what it needs is kept; it is what it is among all."""
+    torch.manual_seed(0)
+    given = {"x": random(9, K), "w": random(E, N, K), "A": random(E, R, K), "B": random(E, N, R), "bias": random(E, N)}
+    m_sizes = torch.tensor([2, 3, 0, 4])
+
+    def call(x: torch.Tensor, w: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return grouped_gemm(x, w, m_sizes, bias=bias, lora=Lora(A, B, SCALE))
+
+    (wanted,) = torch.autograd.grad(call(**given).square().sum(), given[learns])
+    alone = {name: one.detach().requires_grad_(name == learns) for name, one in given.items()}
+    (got,) = torch.autograd.grad(call(**alone).square().sum(), alone[learns])
+    torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_rows_past_the_last_expert_s(device: Device, monkeypatch: pytest.MonkeyPatch, inside: bool) -> None:
+    """Zero with zero_tail, else left as they are in ``out``; dx of them is zero."""
+    device.there |= LOW_RANK if inside else set()
+    x, w, m_sizes = torch.randn(9, 12), torch.randn(E, 8, 12), torch.tensor([2, 0, 3, 1])
+    lora = Lora(torch.randn(E, R, 12), torch.randn(E, 8, R), SCALE)
+    on(monkeypatch, True)
+    torch.use_deterministic_algorithms(True)  # new memory is NaN
+    try:
+        out = torch.full((9, 8), 7.0)
+        assert grouped_gemm(x, w, m_sizes, lora=lora, out=out) is out
+        y = grouped_gemm(x.requires_grad_(), w, m_sizes, lora=lora, zero_tail=True)
+        (dx,) = torch.autograd.grad(y[:6].sum(), x)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert (out[6:] == 7).all()
+    assert (y[6:] == 0).all()
+    assert (dx[6:] == 0).all()
+    torch.testing.assert_close(out[:6], y[:6].detach())
+    assert ((Op.DX, Fusion.LOW_RANK) in device.launched) is inside
 
 
 def test_autocast_and_out() -> None:
@@ -172,3 +215,69 @@ def test_what_does_not_fit_is_refused() -> None:
         grouped_gemm(x, w, m_sizes, lora=Lora(A, B.requires_grad_()), out=torch.empty(9, N))
     with pytest.raises(InputError, match="moe_mlp: lora is a Lora, wanted"):
         moe_mlp(x, w, w, torch.zeros(9, 1, dtype=torch.int64), torch.ones(9, 1), lora=Lora(A, B))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: "+".join(name for name, on in form.items() if on) or "plain")
+def test_the_low_rank_part_is_in_the_product_s_kernel(
+    device: Device, monkeypatch: pytest.MonkeyPatch, form: dict[str, bool], inside: bool
+) -> None:
+    """Forward and dX, where rows don't go elsewhere and are not weighed: by the code that there is for it, or not."""
+    monkeypatch.setattr(plan, "_KINDS", (torch.float32,))
+    device.there |= LOW_RANK if inside else set()
+    generator = torch.Generator().manual_seed(1)
+    routing = sort_routing(torch.randint(-1, E + 1, (T, TOPK), generator=generator), E)  # some on other ranks
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).requires_grad_()
+
+    x, w = random(T if form["permute_x"] else T * TOPK, 12), random(*((E, 12, 8) if form["kn"] else (E, 8, 12)))
+    lora, weights, bias = Lora(random(E, R, 12), random(E, 8, R), SCALE), random(T, TOPK), random(E, 8)
+    how: dict[str, Any] = {
+        "topk": TOPK, "gather_indices": routing.gather_indices, "permute_x": form["permute_x"],
+        "permute_y": form["permute_y"], "w_layout": "kn" if form["kn"] else "nk",
+        "bias": bias if form["bias"] else None,
+    }  # fmt: skip
+    how |= {"topk_weights": weights, "fuse_mul_post": True} if form["weigh"] else {}
+    leaves = [x, lora.A, lora.B, *([weights] if form["weigh"] else []), *([bias] if form["bias"] else [])]
+    used = None if form["permute_y"] else int(routing.m_sizes.sum())
+    found = []
+    for simulated in (False, True):
+        on(monkeypatch, simulated)
+        y = grouped_gemm(x, w.detach(), routing.m_sizes, lora=lora, **how)[:used]
+        found.append([y.detach(), *torch.autograd.grad(y, leaves, torch.linspace(-1, 1, y.numel()).view_as(y))])
+    for got, want in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+    stay = not form["permute_y"] and not form["weigh"] and (form["permute_x"] or not form["bias"])
+    forward = {(Op.FORWARD, Fusion.LOW_RANK | (Fusion.GATHER if form["permute_x"] else Fusion.NONE))} if stay else set()
+    dx = {(Op.DX, Fusion.LOW_RANK)} if not (form["permute_x"] and form["weigh"]) else set()
+    ran = {one for one in device.launched if Fusion.LOW_RANK in one[1]}
+    assert ran == (forward | dx if inside else set())
+
+
+@pytest.mark.parametrize("r", [1, 3, 4, 6])
+def test_a_rank_of_no_whole_16_bytes_takes_the_kernel_too(
+    device: Device, monkeypatch: pytest.MonkeyPatch, r: int
+) -> None:
+    """By rows and columns of zeros beside A's and B's, whose gradients are none of the caller's."""
+    monkeypatch.setattr(plan, "_KINDS", (torch.float32,))
+    device.there |= LOW_RANK
+    torch.manual_seed(r)
+    x, w, m_sizes = torch.randn(9, 12).requires_grad_(), torch.randn(E, 8, 12), torch.tensor([2, 3, 0, 4])
+    low = torch.randn(E, r, 12).requires_grad_(), torch.randn(E, 8, r).requires_grad_()
+    up, down, ids = torch.randn(E, 16, 12) / 4, torch.randn(E, 12, 8) / 4, torch.randint(0, E, (9, TOPK))
+    pair = [(torch.randn(shape) / 4).requires_grad_() for shape in ((E, r, 12), (E, 16, r), (1, r, 8), (1, 12, r))]
+    found = []
+    for simulated in (False, True):
+        on(monkeypatch, simulated)
+        y = grouped_gemm(x, w, m_sizes, lora=Lora(*low, SCALE))
+        found.append([y, *torch.autograd.grad(y.sum(), (x, *low))])
+        for _ in range(3):
+            both = Lora(*pair[:2], SCALE), Lora(*pair[2:], SCALE)
+            out = moe_mlp(x, up, down, ids, torch.ones(9, TOPK), lora=both)
+        found[-1] += [out, *torch.autograd.grad(out.sum(), (x, *pair))]
+    for got, want in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    ran = {one for one in device.launched if Fusion.LOW_RANK in one[1]}
+    first = (Op.FORWARD, Fusion.LOW_RANK | Fusion.GATHER)
+    assert ran == {(Op.FORWARD, Fusion.LOW_RANK), first, (Op.DX, Fusion.LOW_RANK)}

@@ -471,25 +471,27 @@ def test_an_adapter_s_columns_are_part_of_a_product_of_codes(driver: Driver) -> 
 
 @pytest.mark.usefixtures("adapt")
 def test_calls_that_two_products_do(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of y that move, x that starts within 16 bytes, codes not in order in a capture, weights that quantise x."""
+    """Rows of y that move, x or y that starts within 16 bytes, codes not in order in a capture, x to be quantised."""
     w, m_sizes = ExpertWeights.quantize(torch.randn(E, N, K), "mxfp4"), torch.full((E,), T // E, dtype=torch.int32)
     u, B = torch.randn(T, 16).bfloat16(), torch.randn(E, N, 16).bfloat16()
     x = torch.randn(T, K).bfloat16()
+    y, rest = torch.empty(T, N).bfloat16(), torch.empty(T * N + 1).bfloat16()[1:].view(T, N)
     aligned = Rows(Op.FORWARD, x, w, m_sizes, Layout.NK, T)
     odd = torch.randn(T * K + 1).bfloat16()[1:].view(T, K)
-    for call in (replace(aligned, zero_tail=True), replace(aligned, x=odd)):
-        assert with_low_part(call, u, B) is None
-    assert with_low_part(aligned, u[:, :4].contiguous(), B[:, :, :4].contiguous()) is None
+    moved = replace(aligned, scatter=True, index=torch.arange(T))
+    for call, to in ((moved, y), (replace(aligned, x=odd), y), (aligned, rest)):
+        assert not with_low_part(call, u, B, to)
+    assert not with_low_part(aligned, u[:, :4].contiguous(), B[:, :, :4].contiguous(), y)
     held = torch.empty(w.codes.numel() + 1, dtype=torch.uint8)[1:].view(w.codes.shape)
     apart = ExpertWeights.mxfp4(held.copy_(w.codes), w.scale)
-    assert with_low_part(replace(aligned, w=apart), u, B) is None
+    assert not with_low_part(replace(aligned, w=apart), u, B, y)
     assert not apart.order
     eight = ExpertWeights.quantize(torch.randn(E, N, K), "fp8_block")
-    assert with_low_part(replace(aligned, w=eight), u, B) is None
+    assert not with_low_part(replace(aligned, w=eight), u, B, y)
     with monkeypatch.context() as patch:
         patch.setattr(quantised, "capturing", lambda: True)
-        assert with_low_part(aligned, u, B) is None
+        assert not with_low_part(aligned, u, B, y)
     assert not w.order
     monkeypatch.setattr(quantised, "low_rank_kernel", lambda *_: None)
-    assert with_low_part(replace(aligned, x=x[: T // 2], M=T // 2), u[: T // 2], B) is None
+    assert not with_low_part(replace(aligned, x=x[: T // 2], M=T // 2), u[: T // 2], B, y[: T // 2])
     assert not driver.launched

@@ -1,0 +1,117 @@
+"""``torch.ops.pretuned.grouped_gemm_lora``: a product with an adapter, and its gradient, for what traces.
+
+Imported only then, by ``torch_library.py``. w is a tensor, or there are the parts of quantised ones in its place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..check.form import Form
+from ..driver.device import without_autocast
+from ..ops import gradients
+from ..ops.autograd import wanted, with_adapter
+from ..ops.low_rank import LowRank
+from ..weights.expert_weights import ExpertWeights
+from .lora import check_columns
+from .operator_call import PARTS, REST, call_of, no_second
+
+_WEIGHTS = (
+    "Tensor? w, str format, Tensor? codes, Tensor? w_scale, Tensor? zero, Tensor? global_scale, int order"  # its fields
+)
+_CALL = f"Tensor A, Tensor B, float scale, {_WEIGHTS}, {REST}"
+_LOW, _W = 3, 1 + PARTS
+
+_library: Any = torch.library.Library("pretuned", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(f"grouped_gemm_lora(Tensor x, {_CALL}, bool zero_tail) -> (Tensor, Tensor)")
+_library.define(
+    f"grouped_gemm_lora_backward(Tensor dy, Tensor x, Tensor u, {_CALL}, bool[] needs) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def operator(x: torch.Tensor, w: torch.Tensor | ExpertWeights, one: LowRank, *rest: Any) -> torch.Tensor:
+    """y by the operator; ``rest`` are its arguments from m_sizes on."""
+    parts: tuple[Any, ...] = (w, "", None, None, None, None, 0)
+    if isinstance(w, ExpertWeights):
+        parts = (None, w.format, w.codes, w.scale, w.zero, w.global_scale, w.order)
+    y, _ = torch.ops.pretuned.grouped_gemm_lora(x, *one, *parts, *rest)
+    return y  # type: ignore[no-any-return]
+
+
+def _weights(w: torch.Tensor | None, *parts: Any) -> torch.Tensor | ExpertWeights:
+    return ExpertWeights(*parts) if w is None else w
+
+
+def _forward(x: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    A, B, scale = given[:_LOW]
+    call, x = call_of(x, _weights(*given[_LOW : _LOW + _W]), *given[_LOW + _W :])
+    check_columns(B, call.N)
+    with without_autocast(x.device.type):
+        y, u = gradients.with_adapter(call, x, LowRank(A, B, scale))
+    if u is None:
+        raise AssertionError("an adapter makes u")
+    return y, u
+
+
+def _forward_fake(x: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    call, x = call_of(x, _weights(*given[_LOW : _LOW + _W]), *given[_LOW + _W :])
+    check_columns(given[1], call.N)
+    return x.new_empty((call.y_rows, call.N)), x.new_empty((call.M, given[0].shape[1]))
+
+
+def _backward(dy: torch.Tensor, x: torch.Tensor, u: torch.Tensor, *given: Any) -> tuple[torch.Tensor, ...]:
+    *given_forward, needs = given
+    A, B, scale, *rest = given_forward
+    w = _weights(*rest[:_W])
+    call, rows = call_of(x, w, *rest[_W:])
+    with without_autocast(x.device.type):
+        kept = u if needs[4] else None
+        dx, dw, *others = with_adapter(call, dy, rows, tuple(needs[:4]), LowRank(A, B, scale), kept)
+    dw = None if dw is None else dw.view(w.shape)
+    return tuple(dy.new_empty(0) if one is None else one for one in (dx, dw, *others))
+
+
+def _backward_fake(dy: torch.Tensor, x: torch.Tensor, u: torch.Tensor, *given: Any) -> tuple[torch.Tensor, ...]:
+    A, B, _scale, w, *_ = given
+    _m_sizes, _index, weights, bias, *_ = given[_LOW + _W :]
+    needs = [*given[-1], given[-1][4]]
+    like = (x, w, weights, bias, A, B)
+    return tuple(
+        one.new_empty(one.shape) if need and one is not None else dy.new_empty(0)
+        for one, need in zip(like, needs, strict=True)
+    )
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    x, A, B, scale, w, form, *parts_and_rest = inputs
+    *parts, order = parts_and_rest[: PARTS - 1]
+    m_sizes, index, weights, bias, *parameters, _zero_tail = parts_and_rest[PARTS - 1 :]
+    ctx.save_for_backward(x, output[1], A, B, w, *parts, m_sizes, index, weights, bias)
+    ctx.scale, ctx.format, ctx.order, ctx.parameters = scale, form, order, parameters
+
+
+def _gradients(ctx: Any, dy: torch.Tensor, _du: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    asked = ctx.needs_input_grad
+    at = 1 + _LOW + _W + 2  # topk_weights, after m_sizes and gather_indices
+    needs = [*wanted((asked[0], asked[1 + _LOW], False, asked[at], asked[at + 1]), Form()), asked[1] or asked[2]]
+    x, u, A, B, w, *parts, m_sizes, index, weights, bias = ctx.saved_tensors
+    found = torch.ops.pretuned.grouped_gemm_lora_backward(
+        dy, x, u, A, B, ctx.scale, w, ctx.format, *parts, ctx.order, m_sizes, index, weights, bias, *ctx.parameters,
+        needs,
+    )  # fmt: skip
+    dx, dw, dweights, dbias, dA, dB = (
+        one if need else None for one, need in zip(found, (*needs, needs[4]), strict=True)
+    )
+    none = [None] * PARTS
+    return dx, dA, dB, None, dw, *none, None, None, dweights, dbias, *[None] * (len(ctx.parameters) + 1)
+
+
+torch.library.impl(_library, "grouped_gemm_lora", "CompositeExplicitAutograd")(_forward)
+torch.library.impl(_library, "grouped_gemm_lora_backward", "CompositeExplicitAutograd")(_backward)
+torch.library.register_fake("pretuned::grouped_gemm_lora", _forward_fake, lib=_library)
+torch.library.register_fake("pretuned::grouped_gemm_lora_backward", _backward_fake, lib=_library)
+torch.library.register_autograd("pretuned::grouped_gemm_lora_backward", no_second, lib=_library)
+torch.library.register_autograd("pretuned::grouped_gemm_lora", _gradients, setup_context=_setup, lib=_library)

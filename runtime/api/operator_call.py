@@ -1,0 +1,32 @@
+"""What the operators of ``torch_library.py`` and ``lora_library.py`` share: their arguments, and the call of these."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..check.call import Call, check
+from ..check.form import form_of
+from ..weights.expert_weights import ExpertWeights
+
+PARTS = 6  # of quantised weights: ``ExpertWeights``' fields
+REST = (
+    "Tensor m_sizes, Tensor? gather_indices, Tensor? topk_weights, Tensor? bias, int topk, "
+    "bool permute_x, bool permute_y, bool fuse_mul_post, str w_layout"
+)
+
+
+def call_of(
+    x: torch.Tensor, w: torch.Tensor | ExpertWeights, m_sizes: torch.Tensor, index: torch.Tensor | None,
+    weights: torch.Tensor | None, bias: torch.Tensor | None, topk: int, permute_x: bool, permute_y: bool,
+    fuse: bool, w_layout: str, zero_tail: bool = False,
+) -> tuple[Call, torch.Tensor]:  # fmt: skip
+    """The checked call of an operator's arguments, and x with usable rows."""
+    form = form_of(w_layout=w_layout, topk=topk, permute_x=permute_x, permute_y=permute_y, zero_tail=zero_tail)
+    return check(x, w, m_sizes, form, index, weights, fuse, bias)
+
+
+def no_second(_ctx: Any, *_: Any) -> None:
+    """The gradient of an operator that is a gradient: there is none."""
+    raise RuntimeError("pretuned: a gradient of grouped_gemm has no gradient itself: it can't be differentiated again")

@@ -1,0 +1,97 @@
+"""What ``explain`` says of a product with an adapter: which way its low-rank part takes, and why."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ...artifacts.errors import InputError
+from ...artifacts.records.precision import PRECISIONS, DType, dtypes_of
+from ...artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
+from ...kernels.contract.spec import code_of
+from ...kernels.contract.words import ALIGNMENT_BYTES
+from ..check.operands import MAX_RANK
+from ..dispatch.decide import with_low_part
+from ..dispatch.ranking import Candidate, modelled
+from ..dispatch.snapshot import Rejected
+
+if TYPE_CHECKING:
+    from ...artifacts.records.target import LocalGpu
+    from ..dispatch.snapshot import Snapshot
+
+_ITEM_BYTES = 2  # of what such code reads
+_INSIDE = "in the product's kernel, as more of its reduction"
+
+
+class LowRankVerdict(NamedTuple):
+    """The variants that have the part in them, the first of which runs; or none, and why that is."""
+
+    candidates: tuple[Candidate, ...]
+    reason: str
+
+    def told(self) -> dict[str, Any]:
+        """What an explanation of the product without it has otherwise."""
+        if not self.candidates:
+            return {"low_rank": f"a product of its own, which is added: {self.reason}"}
+        return {
+            "low_rank": _INSIDE, "candidates": self.candidates, "reason": self.reason, "compiles": False,
+            "raises": None, "build": None, "gathered_first": False,
+        }  # fmt: skip
+
+
+def with_rank(problem: Problem, rank: int) -> Problem:
+    """The same with a low-rank part of so many columns; InputError for what has none."""
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= MAX_RANK:
+        raise InputError(f"explain: rank is {rank!r}, wanted the columns of an adapter, an int of 1 to {MAX_RANK}")
+    if problem.op is Op.DW or Fusion.SILU in problem.fusion:
+        raise InputError("explain: rank of dW, or of a product with silu in it: neither has a low-rank part")
+    return replace(problem, fusion=problem.fusion | Fusion.LOW_RANK)
+
+
+def with_columns(text: str | None, rank: int) -> str:
+    """The words of a verdict with the columns that they speak of."""
+    wide = -(-rank * _ITEM_BYTES // ALIGNMENT_BYTES) * ALIGNMENT_BYTES // _ITEM_BYTES
+    own = f", {rank} of them the adapter's" if wide != rank else ""
+    return f"{text}: {wide} columns{own}" if text == _INSIDE else str(text)
+
+
+def verdict(
+    snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *, aligned: bool, strict: bool
+) -> LowRankVerdict:
+    """Of a problem with ``Fusion.LOW_RANK``, as ``launch/ready.py`` and ``launch/quantised.py`` have it."""
+    why = _ruled_out(problem, aligned=aligned, strict=strict)
+    if why is not None:
+        return LowRankVerdict((), why)
+    code = replace(problem, fusion=code_of(problem.op, problem.fusion))
+    found = with_low_part(snapshot, code, M, local)
+    if found is None:
+        return LowRankVerdict((), f"no code that ships for it fits sm_{local.sm}")
+    others: list[Candidate] = []
+    with contextlib.suppress(Rejected):
+        others = modelled(snapshot, code, bucket_of(M), local, snapshot.reserve(local), aligned=True)
+    rest = (one for one in others if one.index != found.index or one.usable is not found.usable)
+    first = not others or found.config == others[0].config
+    why = "the cost model's choice" if first else "the config of the product without it"
+    return LowRankVerdict((found, *rest), f"{why}, among the candidates that ship compiled: they alone have such code")
+
+
+def _ruled_out(problem: Problem, *, aligned: bool, strict: bool) -> str | None:
+    """Why no code adds it, whatever there is; None where some may."""
+    fusion, dtype = problem.fusion, problem.dtype
+    if strict:
+        return "strict mode takes nothing of the candidates, which have the code for it"
+    if fusion & (Fusion.SCATTER | Fusion.WEIGHT):
+        return "no code adds it to rows that go elsewhere or are weighed"
+    if not dtype.quantised:
+        if dtype is not DType.BF16:
+            return f"code that adds it is of bf16 alone, this is {dtype.value}"
+        if Fusion.BIAS in fusion and Fusion.GATHER not in fusion:
+            return "code that gathers no rows adds no bias beside it"
+    else:
+        format = next(name for name in PRECISIONS if dtype in dtypes_of(name))
+        if problem.op is Op.FORWARD and dtypes_of(format)[0].quantises_x:
+            return f"the forward of {format} quantises x, which is faster"
+        if problem.layout is Layout.STORED:
+            return "codes that are not in order have no code for it"
+    return None if aligned else "rows of x, w or y are no whole 16 bytes"

@@ -1,0 +1,112 @@
+"""What explain says of a product with an adapter, by what ships: which way its low-rank part takes, and why."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from pretuned.artifacts.errors import InputError
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
+from pretuned.artifacts.records.target import Gpu, LocalGpu
+from pretuned.runtime import ExpertWeights, explain, reload
+from pretuned.runtime.dispatch import snapshot
+from pretuned.runtime.dispatch.decide import with_low_part
+
+SIZES = {"E": 128, "N": 1536, "K": 2048}
+PRODUCT = Problem(Op.FORWARD, DType.BF16, 128, 1536, 2048)
+
+
+@pytest.fixture(autouse=True)
+def shipped() -> None:
+    reload()
+
+
+@pytest.mark.parametrize("weights", [None, "mxfp4", "int4_g64"])
+@pytest.mark.parametrize("op", [Op.FORWARD, Op.DX])
+@pytest.mark.parametrize("M", [64, 8192])
+def test_it_is_in_the_kernel_that_dispatch_takes(weights: str | None, op: Op, M: int) -> None:
+    problem = replace(PRODUCT, op=op, dtype=DType(weights or "bf16"))
+    told = explain(problem, M=M, sm=90, rank=16)
+    assert told.problem == replace(problem, fusion=Fusion.LOW_RANK)
+    local = LocalGpu(90, Gpu("", 132, 80 << 10, 0))
+    ran = with_low_part(snapshot.snapshot(), told.problem, bucket_of(M), local)
+    assert told.chosen is not None
+    assert ran is not None
+    assert told.chosen.variant == ran.variant
+    assert told.low_rank == "in the product's kernel, as more of its reduction: 16 columns"
+    assert f"  lora: {told.low_rank}\n" in str(told)
+    assert json.loads(json.dumps(told.to_dict()))["low_rank"] == told.low_rank
+    assert explain(told.problem, M=M, sm=90).chosen == told.chosen
+
+
+def test_of_gathered_rows_too() -> None:
+    for dtype, first in ((DType.BF16, False), (DType.MXFP4, True)):
+        told = explain(replace(PRODUCT, dtype=dtype, fusion=Fusion.GATHER), M=8192, sm=90, rank=8, top_k=8)
+        assert told.low_rank == "in the product's kernel, as more of its reduction: 8 columns"
+        assert told.gathered_first is first
+
+
+def test_a_rank_is_rounded_up_to_whole_16_bytes() -> None:
+    told = explain(**SIZES, M=8192, sm=90, rank=4)
+    assert told.low_rank == "in the product's kernel, as more of its reduction: 8 columns, 4 of them the adapter's"
+
+
+@pytest.mark.parametrize(
+    ("problem", "why"),
+    [
+        (replace(PRODUCT, dtype=DType.FP16), "code that adds it is of bf16 alone, this is fp16"),
+        (replace(PRODUCT, dtype=DType.FP32), "code that adds it is of bf16 alone, this is fp32"),
+        (replace(PRODUCT, fusion=Fusion.GATHER | Fusion.SCATTER), "no code adds it to rows that go elsewhere"),
+        (replace(PRODUCT, fusion=Fusion.GATHER | Fusion.WEIGHT), "no code adds it to rows that go elsewhere"),
+        (replace(PRODUCT, fusion=Fusion.BIAS), "code that gathers no rows adds no bias"),
+        (replace(PRODUCT, dtype=DType.FP8_BLOCK_A16), "the forward of fp8_block quantises x, which is faster"),
+        (replace(PRODUCT, dtype=DType.MXFP4, layout=Layout.STORED), "codes that are not in order have no code for it"),
+        (replace(PRODUCT, dtype=DType.MXFP4, N=1500), "codes that are not in order have no code for it"),
+        (replace(PRODUCT, K=2044), "rows of x, w or y are no whole 16 bytes"),
+        (replace(PRODUCT, E=600), "no code that ships for it fits sm_90"),
+    ],
+)  # fmt: skip
+def test_why_it_is_a_product_of_its_own(problem: Problem, why: str) -> None:
+    """The rest is what the product without it does."""
+    told = explain(problem, M=8192, sm=90, rank=16)
+    assert str(told.low_rank).startswith(f"a product of its own, which is added: {why}")
+    plain = explain(problem, M=8192, sm=90)
+    assert (told.chosen, told.runs, told.build) == (plain.chosen, plain.runs, plain.build)
+    assert plain.low_rank is None
+
+
+def test_of_fp8_dx_has_code() -> None:
+    told = explain(replace(PRODUCT, op=Op.DX, dtype=DType.FP8_BLOCK_A16), M=8192, sm=90, rank=16)
+    assert str(told.low_rank).startswith("in the product's kernel")
+
+
+def test_strict_mode_has_it_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRETUNED_STRICT", "1")
+    reload()
+    told = explain(**SIZES, M=8192, sm=90, rank=16)
+    assert str(told.low_rank).endswith("strict mode takes nothing of the candidates, which have the code for it")
+
+
+def test_of_tensors() -> None:
+    x, m_sizes = torch.empty(256, 256, dtype=torch.bfloat16), torch.full((4,), 64)
+    w = torch.ones(4, 256, 256, dtype=torch.bfloat16)
+    assert "in the product's kernel" in str(explain(x, w, m_sizes, sm=90, rank=16))
+    assert "in the product's kernel" in str(explain(x, ExpertWeights.quantize(w, "mxfp4"), m_sizes, sm=90, rank=16))
+    eight = explain(x, ExpertWeights.quantize(w, "fp8_block"), m_sizes, sm=90, rank=16)
+    assert "quantises x" in str(eight.low_rank)
+
+
+@pytest.mark.parametrize("rank", [0, 257, 1.5, True])
+def test_what_is_no_rank(rank: Any) -> None:
+    with pytest.raises(InputError, match=r"explain: rank is .*, wanted the columns of an adapter, an int of 1 to 256"):
+        explain(**SIZES, M=8192, sm=90, rank=rank)
+
+
+def test_dw_has_no_low_rank_part() -> None:
+    with pytest.raises(InputError, match="explain: rank of dW"):
+        explain(replace(PRODUCT, op=Op.DW), M=8192, sm=90, rank=16)
