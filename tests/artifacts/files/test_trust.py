@@ -107,7 +107,7 @@ def test_the_most_links(tmp_path: Path) -> None:
     for i in range(1, MAX_LINKS + 2):
         (tmp_path / str(i)).symlink_to(str(i - 1))
     assert trust.resolve(f"{tmp_path}/{MAX_LINKS}") == f"{tmp_path}/0"
-    assert os.path.samefile(tmp_path / str(MAX_LINKS), tmp_path / "0")
+    assert (tmp_path / str(MAX_LINKS)).samefile(tmp_path / "0")
     with pytest.raises(BundleUnreadable, match=f"more than {MAX_LINKS} symbolic links, at '{tmp_path}/1'"):
         trust.resolve(f"{tmp_path}/{MAX_LINKS + 1}")
 

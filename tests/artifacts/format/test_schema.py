@@ -1,4 +1,4 @@
-"""The records of a bundle at the edges of what they may say: the last value that is allowed, and the first that is not."""
+"""The records of a bundle at the edges of what they may say: the last value that is allowed, the first that is not."""
 
 from __future__ import annotations
 
