@@ -19,6 +19,7 @@ from pretuned.artifacts.errors import BundleCorrupt, BundleTooNew, InputError
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.format import codec
 from pretuned.artifacts.records.target import Gpu
+from pretuned.runtime.dispatch.places import ENTRY_POINTS, _entry_points
 
 sys.path.append(str(Path(__file__).parent))
 from test_journals import HEADER, MEASURED, line, written
@@ -146,3 +147,21 @@ def test_lines_of_a_journal_are_of_any_length_and_pieces_end_anywhere(
     assert whole.sound_bytes == path.stat().st_size
     monkeypatch.setattr(journals, "_LONGEST_LINE", len(line("")) - 10 + max(map(len, path.read_bytes().split(b"\n"))))
     assert read_journal(path).damaged == 0
+
+
+def test_a_package_with_entry_points_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each is looked for, and told where it is not found: so those of one package are few."""
+    for name, count in (("evil", 30_000), ("huge", 200_000), ("good", 3)):
+        (tmp_path / f"{name}-1.0.dist-info").mkdir()
+        lines = "".join(f"{name}{i:05d} = no_{name}_{i}\n" for i in range(count))
+        (tmp_path / f"{name}-1.0.dist-info" / "entry_points.txt").write_text(f"[{ENTRY_POINTS}]\n{lines}")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    found = [one.name for one in _entry_points()]
+    assert [name for name in found if name.startswith("good")] == ["good00000", "good00001", "good00002"]
+    assert len(found) == 67
+    told = sorted(record.getMessage() for record in caplog.records)
+    assert len(told) == 2
+    assert f"{tmp_path}/evil-1.0.dist-info has 30000 entry points pretuned.bundles: the first 64 are asked" in told[0]
+    assert "huge-1.0.dist-info can't be read: entry_points.txt is" in told[1]

@@ -89,6 +89,29 @@ SAME: dict[tuple[str, str, str], str] = {
     ): "of a file the next call says that it is none",
     (
         "artifacts/files/publish.py",
+        "folder = os.open(final.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)",
+        "(os.O_RDONLY | os.O_DIRECTORY) & os.O_CLOEXEC",
+    ): "of a file the next call says that it is none, and Python sets the other flag itself",
+    (
+        "artifacts/files/publish.py",
+        "fd = os.open(temp, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)",
+        "385",
+    ): "a mode that the next lines change, and that lets others no more",
+    (
+        "artifacts/format/index.py",
+        "GLANCED_BYTES = 4096  # hold what an index begins with: the target, and mostly the GPUs, too",
+        "4097",
+    ): ("a byte more is looked at"),
+    (
+        "artifacts/files/bundle_file.py",
+        "digest.update(_read(fd, offset, min(_CHUNK_BYTES, file_bytes - offset), where))",
+        "file_bytes + offset",
+    ): "a file has no more than its bytes; of one that grew the digest is another either way",
+    ("artifacts/format/schema.py", "return problem_of(unpack(record, max_items=8))", "9"): (
+        "nine are refused a line later, in other words"
+    ),
+    (
+        "artifacts/files/publish.py",
         "fd = os.open(temp, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)",
         "os.O_RDWR & os.O_CLOEXEC",
     ): "what is read alone can be locked and removed, too",

@@ -147,3 +147,70 @@ def test_a_variant_that_does_not_begin_as_one_is_told() -> None:
     record = msgpack.packb({"kernel": "rows", "revision": 1, "abi": 1, "dtype": "bf16"})
     with pytest.raises(Malformed, match="variant does not begin with the keys kernel, revision, abi, op, dtype"):
         schema.read_kind(record)
+
+
+def test_two_neighbours_out_of_order_are_refused():
+    index, _ = craft.parts(MEDIUM)
+    rows = list(index["problems"].items())
+    assert len(rows) > 2
+    for at in range(len(rows) - 1):
+        turned = [*rows[:at], rows[at + 1], rows[at], *rows[at + 2 :]]
+        with pytest.raises(BundleCorrupt, match="problems are not sorted by their bytes, each once"):
+            open_bytes(craft.changed(MEDIUM, problems=dict(turned)), "b")
+
+
+MODEL = {"name": "a/b", "tp": 1, "ep": 1, "top_k": 1, "dtype": "bf16", "problems": [0]}
+
+
+@pytest.mark.parametrize(("field", "least", "most"), [("tp", 1, limits.MAX_DIM), ("ep", 1, limits.MAX_DIM),
+                                                      ("top_k", 1, limits.MAX_EXPERTS)])  # fmt: skip
+def test_the_numbers_of_a_model(field, least, most):
+    small = codec.encode(golden_bundles.small())
+    for value in (least, most):
+        data = craft.changed(small, models=msgpack.packb([MODEL | {field: value}]))
+        (model,) = open_bytes(data, "b").models()
+        assert getattr(model, field) == value
+    for value in (least - 1, most + 1):
+        data = craft.changed(small, models=msgpack.packb([MODEL | {field: value}]))
+        with pytest.raises(BundleCorrupt, match=f"model.{field} is {value}"):
+            open_bytes(data, "b").models()
+
+
+def test_the_problems_of_a_model():
+    count = len(golden_bundles.medium().choices)
+    for rows in ([], [0], [count - 1], [*range(count)], [0, 0]):
+        (model,) = open_bytes(craft.changed(MEDIUM, models=msgpack.packb([MODEL | {"problems": rows}])), "b").models()
+        assert len(model.problems) == len(rows)
+    for row in (-1, count):
+        data = craft.changed(MEDIUM, models=msgpack.packb([MODEL | {"problems": [row]}]))
+        with pytest.raises(BundleCorrupt, match=f"model.problems is {row}"):
+            open_bytes(data, "b").models()
+
+
+def test_the_least_driver():
+    for driver in (0, limits.MAX_DIM):
+        assert open_bytes(craft.changed(MEDIUM, min_driver=driver), "b").min_driver == driver
+    for driver in (-1, limits.MAX_DIM + 1):
+        with pytest.raises(BundleCorrupt, match=f"min_driver is {driver}"):
+            open_bytes(craft.changed(MEDIUM, min_driver=driver), "b")
+
+
+@pytest.mark.parametrize("chars", [1, 255 - 15, 256 - 15, 65535 - 15, 65536 - 15])
+def test_the_models_take_what_their_length_does(chars):
+    """Models of as many bytes as a length of one, two and four bytes can tell, and of one more."""
+    bundle = golden_bundles.small()
+    models = tuple(
+        dataclasses.replace(bundle.models[0], name="m" * min(limits.MAX_NAME_CHARS, left))
+        for left in range(chars, 0, -limits.MAX_NAME_CHARS)
+    )
+    models = tuple(dataclasses.replace(one, tp=i + 1) for i, one in enumerate(models))
+    data = codec.encode(dataclasses.replace(bundle, models=models))
+    assert open_bytes(data, "b").models() == models
+
+
+@pytest.mark.parametrize("value", [None, 5, "text", [b"\x90"], {b"a": b"b"}, True])
+def test_models_and_problems_are_what_they_are(value):
+    for part, told in (("models", "models is no bin"), ("problems", "problems is no map|problems has an item|choices")):
+        for read in (lambda data: open_bytes(data, "b").problems(), lambda data: codec.decode(data, "b")):
+            with pytest.raises(BundleCorrupt, match=told):
+                read(craft.changed(MEDIUM, **{part: value}))

@@ -165,3 +165,70 @@ def test_what_fits_a_problem():
     schema.check_fits({3: (kind, PROBLEM.E)}, PROBLEM)
     malformed(schema.check_fits, {3: (kind, PROBLEM.E - 1)}, PROBLEM, told="variant 3 is for at most 7 experts")
     malformed(schema.check_fits, {3: (["dW", *kind[1:]], PROBLEM.E)}, PROBLEM, told="variant 3 is for")
+
+
+def read_back(**fields: object) -> object:
+    """A variant's record with these fields in place of its own, read."""
+    values = msgpack.unpackb(schema.pack_variant(VARIANT)) | fields
+    return schema.read_variant(msgpack.packb(values), VARIANT.cubin_bytes)
+
+
+def test_the_config_of_a_variant():
+    for config in ([], [["a", 0]], [["a", lim.MAX_DIM], ["b", 1]], [[f"k{i:02d}", i] for i in range(lim.MAX_KNOBS)]):
+        assert [list(pair) for pair in read_back(config=config).config] == config
+    for config, told in (
+        ([["a"]], "variant.config has 1 items, wanted 2 to 2"), ([["a", 1, 2]], "variant.config has 3 items"),
+        ([["a", -1]], "variant.config is -1"), ([["a", lim.MAX_DIM + 1]], "variant.config is"),
+        ([["b", 1], ["a", 1]], "variant.config has a after b"), ([["a", 1], ["a", 1]], "variant.config has a after a"),
+        ([[f"k{i:02d}", i] for i in range(lim.MAX_KNOBS + 1)], "65 items|not canonical msgpack"),
+    ):  # fmt: skip
+        malformed(lambda config=config: read_back(config=config), told=told)
+
+
+def test_the_arguments_of_a_variant():
+    for arguments in ([], [["x", "ptr"]], [[f"a{i:02d}", "i32"] for i in range(lim.MAX_ARGUMENTS)]):
+        assert [list(pair) for pair in read_back(arguments=arguments, tensor_maps=[]).arguments] == arguments
+    for arguments, told in (
+        ([["x"]], "variant.arguments has 1 items, wanted 2 to 2"),
+        ([["x", "ptr", 1]], "variant.arguments has 3 items"), ([["x", "desc6"]], "an argument's kind is 'desc6'"),
+        ([["x", "ptr"], ["x", "i32"]], "variant.arguments has one name twice"),
+    ):  # fmt: skip
+        malformed(lambda arguments=arguments: read_back(arguments=arguments, tensor_maps=[]), told=told)
+
+
+def mapped(**fields: object) -> object:
+    values = {"argument": "x", "element": 6, "box": [8, 64], "swizzle": 3} | fields
+    return read_back(arguments=[["x", "desc2"], ["M", "i32"]], tensor_maps=[values]).tensor_maps
+
+
+def test_the_tensor_maps_of_a_variant():
+    for fields in ({}, {"element": 0}, {"element": 255}, {"swizzle": 0}, {"swizzle": 255}, {"box": [1, lim.MAX_BOX]}):
+        (one,) = mapped(**fields)
+        assert {name: getattr(one, name) for name in fields} == {
+            name: tuple(value) if name == "box" else value for name, value in fields.items()
+        }
+    for fields, told in (
+        ({"element": -1}, "tensor_map.element is"), ({"element": 256}, "tensor_map.element is 256, wanted 0 to 255"),
+        ({"swizzle": -1}, "tensor_map.swizzle is"), ({"swizzle": 256}, "tensor_map.swizzle is 256, wanted 0 to 255"),
+        ({"box": [0, 1]}, "tensor_map.box is 0"), ({"box": [1, lim.MAX_BOX + 1]}, "tensor_map.box is 257"),
+        ({"box": [8]}, "tensor_map.box has 1 items, wanted 2 to 2"), ({"box": [8, 8, 8]}, "tensor_map.box has 3 items"),
+        ({"argument": "M"}, "tensor_map.argument is 'M'"), ({"argument": 1}, "tensor_map.argument is 1"),
+        ({"argument": None}, "tensor_map.argument is None"), ({"argument": ["x"]}, r"tensor_map.argument is \['x'\]"),
+    ):  # fmt: skip
+        malformed(lambda fields=fields: mapped(**fields), told=told)
+    malformed(lambda: read_back(arguments=[["x", "desc2"]], tensor_maps=[]), told="variant.tensor_maps has none for x")
+    for rank in (2, 3, 4, 5):
+        one = {"argument": "x", "element": 6, "box": [8] * rank, "swizzle": 3}
+        (found,) = read_back(arguments=[["x", f"desc{rank}"]], tensor_maps=[one]).tensor_maps
+        assert found.box == (8,) * rank
+    twice = {"argument": "x", "element": 6, "box": [8, 8], "swizzle": 3}
+    malformed(
+        lambda: read_back(arguments=[["x", "desc2"]], tensor_maps=[twice, twice]), told="tensor_map.argument is 'x'"
+    )
+
+
+def test_the_alignment_of_a_variant():
+    for alignment in (1, 16):
+        assert read_back(alignment=alignment).alignment == alignment
+    for alignment in (0, 2, 8, 17, True, 16.0, "16", None):
+        malformed(lambda alignment=alignment: read_back(alignment=alignment), told="variant.alignment is")
