@@ -235,7 +235,8 @@ def _entry_points() -> Iterator[EntryPoint]:
                         continue
                     points = [*Distribution.at(package).entry_points.select(group=ENTRY_POINTS)]
                 except Exception as error:  # importlib has many words for text that is none
-                    _log.warning("pretuned: the entry points of %s can't be read: %s", printable(package), _words(error))
+                    told = printable(package), printable(_words(error))
+                    _log.warning("pretuned: the entry points of %s can't be read: %s", *told)
                     continue
                 if len(points) > _MAX_ENTRY_POINTS:
                     text = "pretuned: %s has %d entry points %s: the first %d are asked"

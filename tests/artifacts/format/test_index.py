@@ -210,7 +210,7 @@ def test_the_models_take_what_their_length_does(chars):
 
 @pytest.mark.parametrize("value", [None, 5, "text", [b"\x90"], {b"a": b"b"}, True])
 def test_models_and_problems_are_what_they_are(value):
-    for part, told in (("models", "models is no bin"), ("problems", "problems is no map|problems has an item|choices")):
+    for part, told in (("models", "models is no bin"), ("problems", "problems is no map|problem 0")):
         for read in (lambda data: open_bytes(data, "b").problems(), lambda data: codec.decode(data, "b")):
             with pytest.raises(BundleCorrupt, match=told):
                 read(craft.changed(MEDIUM, **{part: value}))
