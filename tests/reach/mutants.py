@@ -125,15 +125,25 @@ SAME: dict[tuple[str, str, str], str] = {
         "packed: bytes = msgpack.Packer(use_bin_type=True, strict_types=True, buf_size=size_bytes + 64).pack(value)",
         "65",
     ): "a buffer's first size",
+    ("artifacts/format/wire.py", "def pack(value: object, size_bytes: int = 4096) -> bytes:", "4097"): (
+        "a buffer's first size"
+    ),
     (
         "artifacts/format/wire.py",
         "max_buffer_size=max(1, len(data)), raw=False, strict_map_key=True, max_array_len=max_items, max_map_len=64,",
         "2",
     ): "a buffer's least size, of no data",
     ("artifacts/files/blob.py", "data = file.read(status.st_size + 1)", "2"): "one byte more tells a file that grew",
-    ("artifacts/files/packed.py", "found = reader.decompress(data, max_length=MAX_FILE_BYTES + 1)", "2"): (
-        "one byte more tells that it is too large"
-    ),
+    (
+        "artifacts/files/packed.py",
+        'found = head + reader.decompress(b"", max_length=size - len(head) + 1)',
+        "2",
+    ): "one byte more tells that it is too large, and so do two",
+    (
+        "artifacts/files/packed.py",
+        'found = head + reader.decompress(b"", max_length=size - len(head) + 1)',
+        "size + len(head)",
+    ): "126 bytes more tell it, too",
     ("artifacts/files/packed.py", "_MEMORY_BYTES = 256 << 20  # for xz's own window, at most", "257"): "any such limit",
     ("artifacts/files/packed.py", "_MEMORY_BYTES = 256 << 20  # for xz's own window, at most", "21"): "any such limit",
 }

@@ -73,6 +73,7 @@ def test_every_fusion_and_no_other():
     for bits, fusion in enumerate(schema.FUSIONS):
         assert fusion == Fusion(bits)
         assert schema.problem_of([*PROBLEM.sort_key[:6], bits, 0]).fusion == fusion
+        assert read_back(fusion=bits).fusion == fusion
     for bits in (-1, len(schema.FUSIONS)):
         malformed(schema.problem_of, [*PROBLEM.sort_key[:6], bits, 0], told="problem.fusion is")
         record = msgpack.unpackb(schema.pack_variant(VARIANT)) | {"fusion": bits}
