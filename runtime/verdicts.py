@@ -94,9 +94,10 @@ def note(variant: Variant, local: LocalGpu, found: Verdict) -> None:
     if path is None or settings().disable_autotune:
         return
     from ..artifacts.files.lock import lock as directory_lock  # here, as most processes have nothing to write
+    from ..artifacts.files.publish import make_folder
 
     try:
-        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        make_folder(path.parent)
         with directory_lock(path.parent, _LOCK_TIMEOUT_S, required=True):
             every = _load(path, local)
             _merge(every, digest, found)

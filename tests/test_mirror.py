@@ -18,7 +18,6 @@ CODE = (ast.FunctionDef, ast.ClassDef)
 # The modules of a room that have no test file of their name, and the files below tests/ that test them ("": none yet).
 COVERED: dict[tuple[str, str], str] = {
     ("artifacts", "errors limits"): "artifacts/format/test_codec.py",
-    ("artifacts.format", "schema"): "artifacts/format/test_codec.py",
     ("artifacts.records", "problem target"): "artifacts/format/test_codec.py",
     ("kernels.contract", "launchable"): "attacks/test_launchable.py",
     ("kernels.contract", "entry hopper portable"): "kernels/contract/test_registry.py",

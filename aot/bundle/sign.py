@@ -12,12 +12,14 @@ from ...artifacts.files.bundle_file import open_bundle
 from ...artifacts.files.packed import SUFFIX as PACKED
 from ...artifacts.files.publish import publish
 from ...artifacts.files.signature import SUFFIX, encode, key_id, message
+from ..process.output_file import check_signature
 from .verify import sound_one
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 _GROUP_AND_OTHERS = 0o077
+_MOST_KEY_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +41,30 @@ def sign(path: str, key: Ed25519PrivateKey) -> Signed:
 
     Raises
     ------
+    InputError
+        as ``check_signable``.
     BundleError
         where it is no sound bundle.
     HostError
         where the system refuses.
     """
+    check_signable(path)
     with open_bundle(path) as opened:
         sound_one(opened, pruned=path.endswith(PACKED))
         digest = opened.digest
     public = key.public_key().public_bytes_raw()
     wrote = publish(path + SUFFIX, encode(public, key.sign(message(digest))))
     return Signed(path, path + SUFFIX, key_id(public), not wrote)
+
+
+def check_signable(path: str) -> None:
+    """Refuse a bundle beside which there is another file under the name of its signature.
+
+    Raises
+    ------
+    InputError, HostError
+    """
+    check_signature(Path(path + SUFFIX))
 
 
 def private_key(path: str, password: Callable[[], str]) -> Ed25519PrivateKey:
@@ -70,9 +85,12 @@ def private_key(path: str, password: Callable[[], str]) -> Ed25519PrivateKey:
         raise HostError(f'signing needs {error.name}, which is not installed: pip install "pretuned[sign]"') from error
 
     try:
-        data = Path(path).read_bytes()
+        with Path(path).open("rb") as file:  # a pipe, too: <(pass show key)
+            data = file.read(_MOST_KEY_BYTES + 1)
     except OSError as error:
         raise HostError(f"key '{path}': can't be read: {error.strerror}") from error
+    if len(data) > _MOST_KEY_BYTES:
+        raise InputError(f"key '{path}': it holds no private key: it is over {_MOST_KEY_BYTES} bytes")
     load = load_ssh_private_key if b"BEGIN OPENSSH PRIVATE KEY" in data else load_pem_private_key
     try:
         try:

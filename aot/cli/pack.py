@@ -11,6 +11,7 @@ from ..pack.image import ARCHITECTURES, check_layout, tag, write_image
 from ..pack.package import contents, write_directory
 from ..pack.wheel import file_name, wheel
 from ..process.output_dir import check_writable
+from ..process.output_file import check_wheel
 from .echo import echo, quoted, tell
 from .options import as_json, directory, print_json
 from .table import size
@@ -58,6 +59,7 @@ def pack(
     notes: list[str] = []
     if wheels:
         path, data = wheels / file_name(packed), wheel(packed)
+        check_wheel(path)
         publish(path, data)
         found["wheel"] = {"path": str(path), "size_bytes": len(data)}
         lines.append(f"wheel  {path}, {size(len(data))}: pip install {quoted(path)}")

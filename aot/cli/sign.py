@@ -8,7 +8,7 @@ import click
 
 from ...artifacts.errors import InputError
 from ...artifacts.names import printable
-from ..bundle.sign import private_key, seen_by_others
+from ..bundle.sign import check_signable, private_key, seen_by_others
 from ..bundle.sign import sign as sign_bundle
 from .echo import echo, tell
 from .options import as_json, print_json
@@ -31,6 +31,8 @@ def sign(bundles: tuple[str, ...], key: str, as_json: bool) -> None:
       aot sign bundles/*.msgpack --key private.pem
       aot verify bundles/*.msgpack --key release.pem
     """
+    for path in bundles:
+        check_signable(path)
     private = private_key(key, lambda: _password(key))
     notes = [f"others can read {key}: chmod 600 {key}"] if seen_by_others(key) else []
     signed = [sign_bundle(path, private) for path in bundles]

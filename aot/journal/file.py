@@ -15,7 +15,7 @@ import json
 import os
 import stat
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +35,8 @@ from .records import ROUTINGS, Record, from_value, to_value
 FORMAT = 1
 MAX_BYTES = 1 << 30
 MAX_LINES = 1 << 20
+_LONGEST_LINE = 4 << 20  # bytes; a record of as many variants as there may be has a tenth of them
+_PIECE_BYTES = 1 << 20  # what is read, or decompressed, at once
 COMPRESSED = ".xz"
 _MOST_MEMORY = 1 << 27  # of a decompressor: its largest preset takes half of that
 _LONGEST_WAIT_S = 24 * 3600.0
@@ -78,31 +80,38 @@ def read_journal(path: Path) -> Contents:
     """
     try:
         with open(path, "rb", opener=without_waiting) as file:
-            data = file.read(_size(file.fileno(), path))
+            _size(file.fileno(), path)
+            pieces = iter(lambda: file.read(_PIECE_BYTES), b"")
+            return _parse(_decompressed(pieces, path) if path.suffix == COMPRESSED else pieces, path)
     except (OSError, ValueError) as error:
         if isinstance(error, InputError):
             raise
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"journal '{path}': {reason}; aot measure writes one") from None
-    return _parse(_decompressed(data, path) if path.suffix == COMPRESSED else data, path)
 
 
-def _decompressed(data: bytes, path: Path) -> bytes:
-    """What a compressed journal holds, at most ``MAX_BYTES`` of it: a few bytes may claim to be any number."""
+def _decompressed(pieces: Iterable[bytes], path: Path) -> Iterator[bytes]:
+    """What a compressed journal holds, in pieces too: a few bytes may claim to be any number."""
     import lzma
 
     one = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_MOST_MEMORY)
+    reason = ""
     try:
-        text = one.decompress(data, max_length=MAX_BYTES + 1)
+        for piece in pieces:
+            if one.eof:
+                reason = "something follows its end"
+                break
+            yield one.decompress(piece, max_length=_PIECE_BYTES)
+            while not (one.needs_input or one.eof):
+                yield one.decompress(b"", max_length=_PIECE_BYTES)
     except lzma.LZMAError as error:
         reason = str(error)
-    else:
-        if len(text) > MAX_BYTES:
-            raise InputError(f"journal '{path}': over {MAX_BYTES} bytes when decompressed, which is the limit")
-        if one.eof and not one.unused_data:
-            return text
-        reason = "something follows its end" if one.eof else "it is cut off"
-    raise InputError(f"journal '{path}': it can't be decompressed: {reason}. Copy it anew") from None
+    if one.unused_data:
+        reason = "something follows its end"
+    elif not (reason or one.eof):
+        reason = "it is cut off"
+    if reason:
+        raise InputError(f"journal '{path}': it can't be decompressed: {reason}. Copy it anew")
 
 
 def _size(fd: int, path: Path) -> int:
@@ -115,12 +124,10 @@ def _size(fd: int, path: Path) -> int:
     return status.st_size
 
 
-def _parse(data: bytes, path: Path) -> Contents:
-    sound = data.rfind(b"\n") + 1
-    if (count := data.count(b"\n")) > MAX_LINES:
-        raise InputError(f"journal '{path}': {count:,} lines, the limit is {MAX_LINES:,}")
-    lines = _lines(data)
-    first = _checked(next(lines, memoryview(b"")))
+def _parse(pieces: Iterable[bytes], path: Path) -> Contents:
+    lines = _lines(pieces, path)
+    line, sound = next(lines, (b"", 0))
+    first = _checked(line)
     if first is None or first.get("record") != "header":
         raise InputError(f"journal '{path}': it does not begin with a header: no journal, or its first line is damaged")
     form = first.get("format")
@@ -135,7 +142,8 @@ def _parse(data: bytes, path: Path) -> Contents:
         ) from None
     records: list[Record] = []
     damaged = 0
-    for line in lines:
+    for line, size in lines:
+        sound += size
         value = _checked(line)
         try:
             if value is None:
@@ -243,18 +251,19 @@ def _check_lock(path: Path) -> None:
 
 def _begun(path: Path, fd: int, header: Header, note: Callable[[str], None]) -> Journal:
     size = _size(fd, path)
-    data = os.pread(fd, size, 0)
-    if b"\n" not in data:  # new, or killed while its first line was written
-        if not _line(_header_value(header)).startswith(data):
+    own = _line(_header_value(header))
+    begin = os.pread(fd, len(own), 0)
+    if size == len(begin) and b"\n" not in begin:  # new, or killed while its first line was written
+        if not own.startswith(begin):
             raise InputError(
                 f"journal '{path}': it is no journal, nor how this one would begin: it is left as it is. "
                 "Name another file with --journal"
             )
         os.ftruncate(fd, 0)
         journal = Journal(path, fd, Contents(header, (), 0, 0))
-        journal._write(_line(_header_value(header)))
+        journal._write(own)
         return journal
-    contents = _parse(data, path)
+    contents = _parse(iter(lambda: os.read(fd, _PIECE_BYTES), b""), path)
     _check_same(path, contents.header, header)
     if contents.damaged:
         note(f"journal '{path}': {contents.damaged} damaged records are left out")
@@ -296,19 +305,36 @@ def _line(value: dict[str, object]) -> bytes:
     return b"%08x %s\n" % (zlib.crc32(text), text)
 
 
-def _lines(data: bytes) -> Iterator[memoryview]:
-    """Every whole line, none copied: one may be all of the file."""
-    view, at = memoryview(data), 0
-    while (end := data.find(b"\n", at)) >= 0:
-        yield view[at:end]
-        at = end + 1
+def _lines(pieces: Iterable[bytes], path: Path) -> Iterator[tuple[bytes, int]]:
+    """Every whole line, and how many bytes it takes with its end; of one that is too long no more than its beginning.
+
+    Raises
+    ------
+    InputError
+        where there are too many of either.
+    """
+    held, length, total, count = b"", 0, 0, 0
+    for piece in pieces:
+        total += len(piece)
+        if total > MAX_BYTES:
+            raise InputError(f"journal '{path}': over {MAX_BYTES} bytes, which is the limit")
+        at = 0
+        while (end := piece.find(b"\n", at)) >= 0:
+            count += 1
+            if count > MAX_LINES:
+                raise InputError(f"journal '{path}': over {MAX_LINES:,} lines, which is the limit")
+            yield held + piece[at:end], length + end + 1 - at
+            held, length, at = b"", 0, end + 1
+        if len(held) <= _LONGEST_LINE:
+            held += piece[at:]
+        length += len(piece) - at
 
 
-def _checked(line: memoryview) -> dict[str, object] | None:
+def _checked(line: bytes) -> dict[str, object] | None:
     """The JSON of a line whose checksum is right."""
-    check, blank, text = line[:8], line[8:9], line[9:]
+    text = memoryview(line)[9:]
     try:
-        if bytes(blank) != b" " or int(bytes(check), 16) != zlib.crc32(text):
+        if len(line) > _LONGEST_LINE or line[8:9] != b" " or int(line[:8], 16) != zlib.crc32(text):
             return None
         value = json.loads(str(text, "utf-8"))
     except (ValueError, RecursionError):

@@ -55,10 +55,16 @@ def cached_config(word: str, environ: Mapping[str, str] = os.environ) -> Path | 
         model = hub / ("models--" + word.replace("/", "--"))
         snapshots = model / "snapshots"
         main = model / "refs" / "main"
-        wanted = snapshots / main.read_text().strip() / "config.json" if main.is_file() else None
+        wanted = snapshots / _revision(main) / "config.json" if main.is_file() else None
         if wanted is not None and wanted.is_file():
             return wanted
         found = [one for one in snapshots.glob("*/config.json") if one.is_file()]
         return max(found, key=lambda one: one.stat().st_mtime, default=None)
     except (OSError, RuntimeError, ValueError):
         return None
+
+
+def _revision(ref: Path) -> str:
+    """What a file below refs names; no more is read than a commit takes."""
+    with ref.open(encoding="utf-8") as file:
+        return file.read(100).strip()

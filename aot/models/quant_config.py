@@ -7,8 +7,7 @@ one that has no row there gets a name of the same pattern, so that who asks for 
 
 from __future__ import annotations
 
-import fnmatch
-import functools
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -17,10 +16,12 @@ from dataclasses import dataclass
 from ...artifacts.errors import InputError
 from ...artifacts.names import printable
 from ...artifacts.records.precision import PRECISIONS
+from .exclusions import left_out
 
 PLAIN = tuple(one.name for one in PRECISIONS.values() if not one.quantised)
 UNQUANTISED = "bf16"
 _MOST_LAYERS = 512
+_MOST_GROUPS = 128  # of compressed-tensors
 _MODELOPT = {  # NVIDIA's names of whole recipes
     "FP8": "fp8_channel",
     "FP8_PER_CHANNEL_PER_TOKEN": "fp8_channel",
@@ -36,11 +37,6 @@ _MODELOPT = {  # NVIDIA's names of whole recipes
     "NVFP4_AWQ": "nvfp4",
     "W4A8_AWQ": "int4_a8",
 }
-# Where a checkpoint keeps its experts, as the exclusions of a config name them.
-_ROOTS = ("model.layers.{}", "model.language_model.layers.{}", "language_model.model.layers.{}", "layers.{}")
-_BLOCKS = ("mlp", "block_sparse_moe", "feed_forward", "ffn", "mixer", "moe")
-_LEAVES = ("experts.0.gate_proj", "experts.0.down_proj", "experts.0.w1", "experts.0.w2", "experts.gate_up_proj",
-           "experts.down_proj", "experts")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +77,11 @@ def expert_weights(
     else:
         name = _pattern(method or "quantised") if reader is None else reader(fields)
     count = max(1, min(layers, _MOST_LAYERS))
-    left_out = [layer for layer in range(count) if fields.leaves_out(layer)]
-    if len(left_out) == count:
+    without = left_out(fields.excluded(), count, where)
+    if len(without) == count:
         name, remarks = UNQUANTISED, ("the quantisation leaves the experts out: they are bf16",)
-    elif left_out:
-        some = ", ".join(map(str, left_out[:8])) + (", ..." if len(left_out) > 8 else "")
+    elif without:
+        some = ", ".join(map(str, without[:8])) + (", ..." if len(without) > 8 else "")
         remarks = (*remarks, f"the experts of layers {some} are left out of {name}: they are bf16")
     return CheckpointFormat(name, tuple(f"{where}: {one}" for one in remarks))
 
@@ -111,52 +107,26 @@ class _Quantisation:
                 return value
         return None
 
+    def strings(self, name: str) -> list[str]:
+        """The strings of a list; none where it is no list."""
+        value = self.values.get(name)
+        return [one for one in value if isinstance(one, str)] if isinstance(value, list) else []
+
     def inner(self, name: str) -> _Quantisation:
         value = self.values.get(name)
         return _Quantisation(value if isinstance(value, dict) else {}, self.where)
 
-    def leaves_out(self, layer: int) -> bool:
-        """Whether the experts of a layer are left as they are."""
-        names = _experts(layer)
-        return any(_names(pattern, names, self.where) for pattern in self._excluded())
-
-    def _excluded(self) -> Iterator[str]:
+    def excluded(self) -> Iterator[str]:
+        """The names of what it leaves as it is."""
         for key in ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules", "exclude",
                     "llm_int8_skip_modules", "modules_to_not_quantize"):  # fmt: skip
-            value = self.values.get(key)
-            if isinstance(value, list):
-                yield from (one for one in value if isinstance(one, str) and one)
+            yield from filter(None, self.strings(key))
         for key in self.inner("dynamic").values:  # GPTQModel: -: takes modules out
             if key.startswith("-:"):
                 yield f"re:{key[2:]}"
         for key, value in self.inner("extra_config").values.items():  # AutoRound: bits for each module
             if isinstance(value, dict) and isinstance(bits := value.get("bits"), int) and bits >= 16:
                 yield key
-
-
-@functools.lru_cache(maxsize=_MOST_LAYERS)
-def _experts(layer: int) -> str:
-    """The names that a layer's experts may have, a line each, with a dot at both ends."""
-    return "\n".join(
-        f".{root.format(layer)}.{block}.{leaf}." for root in _ROOTS for block in _BLOCKS for leaf in _LEAVES
-    )
-
-
-def _names(pattern: str, names: str, where: str) -> bool:
-    """Whether an exclusion means one of ``names``: by a regular expression, a glob, or some of the parts of a name."""
-    if pattern.startswith("re:"):
-        try:
-            found = re.compile(pattern[3:])
-        except re.error as error:
-            told = f"{where}: quantization_config: {_short(pattern)} is no regular expression: {error}"
-            raise InputError(told) from None
-        return any(found.match(name.strip(".")) for name in names.split("\n"))
-    if "*" not in pattern:
-        return f".{pattern}." in names
-    if not all(part in names for part in pattern.split("*")):
-        return False
-    globs = (pattern, f"{pattern}.*", f"*.{pattern}")
-    return any(fnmatch.fnmatchcase(name.strip("."), glob) for name in names.split("\n") for glob in globs)
 
 
 def _fp8(fields: _Quantisation) -> str:
@@ -234,14 +204,16 @@ def _compressed(fields: _Quantisation) -> str:
     """compressed-tensors: the group whose targets are the experts, or every linear layer."""
     found = fields.inner("config_groups").values.values()
     groups = [_Quantisation(one, fields.where) for one in found if isinstance(one, dict)]
-    for by_name in (True, False):
-        for group in groups:
-            targets = group.values.get("targets")
-            for target in targets if isinstance(targets, list) else []:
-                if not isinstance(target, str):
-                    continue
-                if _names(target, _experts(0), fields.where) if by_name else target == "Linear":
-                    return _scheme(group, fields.word("format") or group.word("format"))
+    if len(groups) > _MOST_GROUPS:
+        raise InputError(
+            f"{fields.where}: quantization_config: {len(groups):,} config_groups, the limit is {_MOST_GROUPS}"
+        )
+    targets = [group.strings("targets") for group in groups]
+    named = (group for group, some in zip(groups, targets, strict=True) if left_out(some, 1, fields.where))
+    linear = (group for group, some in zip(groups, targets, strict=True) if "Linear" in some)
+    group = next(itertools.chain(named, linear), None)
+    if group is not None:
+        return _scheme(group, fields.word("format") or group.word("format"))
     return UNQUANTISED if groups else "compressed-tensors"
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
+import stat
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 from ...artifacts.errors import HostError, InputError
 from ...artifacts.files.publish import publish
 from ...runtime.dispatch.places import SYSTEM_DIRECTORY
+from ..process.output_file import without_waiting
 from .package import Package
 
 ARCHITECTURES = ("amd64", "arm64")
@@ -23,6 +26,7 @@ _OCI = "application/vnd.oci.image"
 _TAG = "org.opencontainers.image.ref.name"
 _LAYOUT = b'{"imageLayoutVersion":"1.0.0"}'
 _INDEX = "index.json"
+_MOST_INDEX_BYTES = 16 << 20
 _CREATED = "1970-01-01T00:00:00Z"
 
 
@@ -90,12 +94,21 @@ def _others(layout: Path, tag: str) -> list[dict[str, Any]]:
     try:
         if not layout.exists() or (layout.is_dir() and not any(layout.iterdir())):
             return []
-        found = json.loads((layout / _INDEX).read_bytes())["manifests"]
+        found = json.loads(_read(layout / _INDEX))["manifests"]
         return [one for one in found if one.get("annotations", {}).get(_TAG) != tag]
-    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, AttributeError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise InputError(f"'{layout}' is there and is no OCI image layout: it is left alone. Name another") from None
     except OSError as error:
         raise HostError(f"can't read '{layout}': {error.strerror}") from error
+
+
+def _read(path: Path) -> bytes:
+    """A file's bytes; ValueError for what is none, or larger than any index."""
+    with open(path, "rb", opener=without_waiting) as file:
+        data = file.read(_MOST_INDEX_BYTES + 1) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
+    if data is None or len(data) > _MOST_INDEX_BYTES:
+        raise ValueError("no index")
+    return data
 
 
 def _labels(packed: Package) -> dict[str, str]:

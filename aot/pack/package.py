@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...artifacts.errors import BundleUntrusted, HostError, InputError
-from ...artifacts.files.publish import publish
+from ...artifacts.files.publish import make_folder, publish
 from ...artifacts.files.signature import SUFFIX as SIGNATURE
 from ...artifacts.files.signature import Key, Keys, check, encode, read
 from ...artifacts.files.trust import resolve
@@ -17,6 +17,7 @@ from ...artifacts.format.wire import PREAMBLE_BYTES, read_preamble
 from ...artifacts.records.bundle import Bundle
 from ...runtime.dispatch.places import SUFFIX
 from ..bundle.verify import sound
+from ..process.output_file import check_out, check_signature
 
 # Letters that a file's name, a wheel's entry and a tar's entry all hold as they are.
 _FILE = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,99}}{re.escape(SUFFIX)}")
@@ -135,15 +136,18 @@ def write_directory(directory: Path, packed: Package) -> tuple[str, ...]:
 
     Raises
     ------
+    InputError
+        where another file has one of their names.
     HostError
         where the system refuses.
     """
     try:
         if not directory.is_dir():
-            directory.mkdir(parents=True)
-            directory.chmod(0o755)
+            make_folder(directory)
     except OSError as error:
         raise HostError(f"can't make the directory '{directory}': {error.strerror}. Name another with --dir") from error
+    for file in packed.files:
+        (check_signature if file.endswith(SIGNATURE) else check_out)(directory / file)
     for file, data in packed.files.items():
         publish(directory / file, data)
     try:

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...artifacts.errors import HostError, InputError
-from ...artifacts.files import packed
+from ...artifacts.files import packed, signature
 from ...artifacts.files.publish import publish, too_many_open
 from ...artifacts.format import codec
 from ...artifacts.format.wire import MAGIC
 from ...artifacts.records.bundle import Bundle
 
 _PAGE = b"<!doctype html>"
+_ZIP = b"PK"
 _IMAGES = {"png": b"\x89PNG", "svg": b"<?xml"}
 
 
@@ -56,6 +57,16 @@ def check_page(path: Path) -> None:
     _check(path, _PAGE, "HTML page")
 
 
+def check_wheel(path: Path) -> None:
+    """As ``check_out``, for a wheel."""
+    _check(path, _ZIP, "wheel")
+
+
+def check_signature(path: Path) -> None:
+    """As ``check_out``, for what is signed beside a bundle: gpg names its own so, too."""
+    _check(path, signature.MAGIC, "signature of aot sign", "Take it away")
+
+
 def check_image(path: Path, kind: str) -> None:
     """As ``check_out``, for an image of ``kind`` png or svg."""
     _check(path, _IMAGES[kind], f"{kind} image")
@@ -90,7 +101,7 @@ def write_page(path: Path, text: str) -> int:
     return len(data)
 
 
-def _check(path: Path, begins: bytes, what: str) -> None:
+def _check(path: Path, begins: bytes, what: str, instead: str = "Name another file") -> None:
     if not path.parent.is_dir():
         raise HostError(f"can't write '{path}': '{path.parent}' is no directory. Make it, or name another file with -o")
     try:
@@ -103,7 +114,7 @@ def _check(path: Path, begins: bytes, what: str) -> None:
         needed = too_many_open(error) or "It must be readable: only a file of this kind is replaced. Or take it away"
         raise HostError(f"can't read '{path}', which is to be replaced: {error.strerror}. {needed}") from error
     if begin != begins:
-        raise InputError(f"'{path}' is there and is no {what}: it is not overwritten. Name another file")
+        raise InputError(f"'{path}' is there and is no {what}: it is not overwritten. {instead}")
 
 
 def without_waiting(path: str, flags: int) -> int:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import lzma
 
-from ..format.wire import corrupt
-from ..limits import MAX_FILE_BYTES
+from ..format.wire import PREAMBLE_BYTES, corrupt, read_preamble
 
 SUFFIX = ".msgpack.xz"
 MAGIC = b"\xfd7zXZ\x00"  # what xz files begin with
@@ -18,14 +17,21 @@ def pack(data: bytes) -> bytes:
 
 
 def unpack(data: bytes, where: str) -> bytes:
-    """The bytes that were pressed, at most as many as a bundle may have; BundleCorrupt otherwise."""
+    """The bytes that were pressed, as many as the bundle's header says: a few bytes of xz may be any number of others.
+
+    Raises
+    ------
+    BundleCorrupt, BundleTooNew, BundleTooOld
+    """
     reader = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_MEMORY_BYTES)
     try:
-        found = reader.decompress(data, max_length=MAX_FILE_BYTES + 1)
+        head = reader.decompress(data, max_length=PREAMBLE_BYTES)
+        size = read_preamble(head, None, where).file_bytes
+        found = head + reader.decompress(b"", max_length=size - len(head) + 1)
     except (lzma.LZMAError, EOFError, MemoryError) as error:
         raise corrupt(where, f"it can't be unpacked: {error}") from None
-    if len(found) > MAX_FILE_BYTES:
-        raise corrupt(where, f"it unpacks to more than {MAX_FILE_BYTES} bytes")
+    if len(found) > size:
+        raise corrupt(where, f"it unpacks to more than the {size} bytes that its header says")
     if not reader.eof or reader.unused_data:
         raise corrupt(where, "it is cut off, or something follows it")
     return found

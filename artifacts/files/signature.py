@@ -20,13 +20,13 @@ from .publish import at_once
 
 SUFFIX = ".sig"
 KEY_SUFFIXES = (".pem", ".pub")
-_MAGIC = b"pretuned sign 1\n"
+MAGIC = b"pretuned sign 1\n"
 _SIGNED = b"pretuned bundle signature 1\0"  # before the digest: a key that signs other things, too, signs no bundle
-_FILE_BYTES = len(_MAGIC) + 32 + 64
+_FILE_BYTES = len(MAGIC) + 32 + 64
 _MAX_KEY_BYTES = 8192
 _DER = bytes.fromhex("302a300506032b6570032100")  # before the 32 bytes of a SubjectPublicKeyInfo (RFC 8410)
 _SSH = b"\0\0\0\x0bssh-ed25519\0\0\0\x20"
-_PEM_FORM = re.compile(rb"\s*-----BEGIN PUBLIC KEY-----\s+([A-Za-z0-9+/=\s]+)-----END PUBLIC KEY-----\s*")
+_PEM_FORM = re.compile(rb"\s*-----BEGIN PUBLIC KEY-----\s([A-Za-z0-9+/=\s]+)-----END PUBLIC KEY-----\s*")
 _SSH_FORM = re.compile(rb"\s*ssh-ed25519 +([A-Za-z0-9+/=]+)(?: [^\r\n]*)?\s*")
 
 
@@ -52,7 +52,7 @@ def message(digest: bytes) -> bytes:
 
 def encode(public: bytes, signature: bytes) -> bytes:
     """The bytes of a signature's file."""
-    return _MAGIC + public + signature
+    return MAGIC + public + signature
 
 
 def key_id(public: bytes) -> str:
@@ -148,11 +148,11 @@ def read(path: str) -> tuple[bytes, bytes] | None:
     except OSError as error:
         why = error.strerror or str(error)
         raise BundleUntrusted(f"bundle {path!r}: its signature {path + SUFFIX!r} can't be read: {why}") from error
-    if data is None or len(data) != _FILE_BYTES or not data.startswith(_MAGIC):
+    if data is None or len(data) != _FILE_BYTES or not data.startswith(MAGIC):
         raise BundleUntrusted(
             f"bundle {path!r}: {path + SUFFIX!r} is no signature, which has {_FILE_BYTES} bytes. Make one with aot sign"
         )
-    return data[len(_MAGIC) : -64], data[-64:]
+    return data[len(MAGIC) : -64], data[-64:]
 
 
 def _is_key_file(name: str) -> bool:

@@ -123,10 +123,14 @@ def _trusted_user(uid: int) -> bool:
 
 @functools.cache
 def _package() -> tuple[frozenset[int], frozenset[int], str]:
-    """Owners and groups who can write the installed package itself, and its directory."""
+    """Owners and groups who can write the installed package itself, and its directory.
+
+    (In a sticky one a group can't replace what is another's.)
+    """
     package = Path(__file__).resolve().parent
     chain = [(folder, folder.stat()) for folder in (package, *package.parents)]
-    groups = {status.st_gid for folder, status in chain if status.st_mode & stat.S_IWGRP and _has_group(folder)}
+    able = [(one, status) for one, status in chain if status.st_mode & (stat.S_IWGRP | stat.S_ISVTX) == stat.S_IWGRP]
+    groups = {status.st_gid for folder, status in able if _has_group(folder)}
     return frozenset({chain[0][1].st_uid}), frozenset(groups), str(package)
 
 

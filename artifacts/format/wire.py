@@ -49,8 +49,10 @@ def pack_preamble(file_bytes: int, index: bytes) -> bytes:
     return head + _digest(head, index)
 
 
-def read_preamble(head: bytes, file_bytes: int, where: str) -> Preamble:
-    """Check the preamble of a file that is ``file_bytes`` bytes long. The digest needs the index: ``check_index``.
+def read_preamble(head: bytes, file_bytes: int | None, where: str) -> Preamble:
+    """Check the preamble of a file that is ``file_bytes`` bytes long, None: as long as it says.
+
+    The digest needs the index: ``check_index``.
 
     Raises
     ------
@@ -59,7 +61,7 @@ def read_preamble(head: bytes, file_bytes: int, where: str) -> Preamble:
     if head.startswith(_LFS_POINTER):
         raise corrupt(where, "it is a Git LFS pointer, not the bundle itself. Get that with: git lfs pull")
     if len(head) < PREAMBLE_BYTES:
-        raise corrupt(where, f"file is {file_bytes} bytes, the preamble alone says {PREAMBLE_BYTES}")
+        raise corrupt(where, f"file is {len(head)} bytes, the preamble alone says {PREAMBLE_BYTES}")
     magic, t1, version, t2, said_bytes, t3, index_bytes, t4, digest = _PREAMBLE.unpack_from(head)
     if magic != MAGIC or t1 != 0xCE:
         raise corrupt(where, f"it is no bundle: it begins with {head[:11]!r}, wanted {MAGIC!r} and a format")
@@ -76,6 +78,8 @@ def read_preamble(head: bytes, file_bytes: int, where: str) -> Preamble:
         )
     if (t2, t3, t4) != (0xCF, 0xCE, b"\xc4\x20"):
         raise corrupt(where, "the preamble's msgpack headers are not those of format 1")
+    if file_bytes is None:
+        file_bytes = said_bytes
     if said_bytes != file_bytes:
         raise corrupt(where, f"file is {file_bytes} bytes, header says {said_bytes}")
     if file_bytes > MAX_FILE_BYTES:

@@ -30,7 +30,8 @@ SYSTEM_DIRECTORY = Path("/opt/pretuned/bundles")
 ENTRY_POINTS = "pretuned.bundles"
 SUFFIX = ".msgpack"
 _OVERLAY_LOCK_TIMEOUT_S = 0.2
-_MAX_ENTRY_POINTS_BYTES = 16 << 20
+_MAX_ENTRY_POINTS_BYTES = 2 << 20
+_MAX_ENTRY_POINTS = 64  # of one package
 
 _log = logging.getLogger(__name__)
 
@@ -232,11 +233,15 @@ def _entry_points() -> Iterator[EntryPoint]:
                 try:
                     if not _holds(f"{package}/entry_points.txt", word):
                         continue
-                    points = Distribution.at(package).entry_points
+                    points = [*Distribution.at(package).entry_points.select(group=ENTRY_POINTS)]
                 except Exception as error:  # importlib has many words for text that is none
-                    _log.warning("pretuned: the entry points of %s can't be read: %s", printable(package), error)
+                    told = printable(package), printable(_words(error))
+                    _log.warning("pretuned: the entry points of %s can't be read: %s", *told)
                     continue
-                yield from points.select(group=ENTRY_POINTS)
+                if len(points) > _MAX_ENTRY_POINTS:
+                    text = "pretuned: %s has %d entry points %s: the first %d are asked"
+                    _log.warning(text, printable(package), len(points), ENTRY_POINTS, _MAX_ENTRY_POINTS)
+                yield from points[:_MAX_ENTRY_POINTS]
 
 
 def _words(error: BaseException) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import queue
+import secrets
 import signal
 import subprocess
 import sys
@@ -34,7 +35,8 @@ CHILD: tuple[str, ...] = (sys.executable, "-m", "pretuned.runtime.inspect.prove"
 START_S = 300.0  # until a child has imported torch and begun
 LONGEST_S = 60.0  # for one variant
 _END_S = 10.0  # for it to end, once it is told to
-_MARK = "pretuned-proof "  # begins a child's lines
+_LONGEST_LINE = 1 << 16  # characters of a child's output that are looked at together
+_MOST_CHARS = 4096  # of what a variant gets wrong
 
 # (device, path, the bundle's digest in hex, variant): what it gets wrong
 _Tried = Callable[[int, str, str, int], "str | None"]
@@ -124,7 +126,9 @@ class _Child:
     """A process that tries variants one after another and tells of each when it begins and what it found."""
 
     def __init__(self, device: int, left: Sequence[Unproven]) -> None:
-        self._asked = json.dumps([device, [[one.bundle.path, one.bundle.digest.hex(), one.index] for one in left]])
+        self._mark = f"pretuned-proof {secrets.token_hex(16)} "  # code prints to the same output, and can't know it
+        asked = [[one.bundle.path, one.bundle.digest.hex(), one.index] for one in left]
+        self._asked = json.dumps([self._mark, device, asked])
         self._count = len(left)
         self._lines: queue.Queue[str | None] = queue.Queue()
 
@@ -160,15 +164,15 @@ class _Child:
     def _read_lines(self) -> None:
         assert self._process.stdout is not None
         with self._process.stdout as lines:
-            for line in lines:
-                if line.startswith(_MARK):
-                    self._lines.put(line.removeprefix(_MARK))
+            for line in _lines(lines):
+                if line.startswith(self._mark):
+                    self._lines.put(line.removeprefix(self._mark))
         self._lines.put(None)
 
     def _read_errors(self) -> None:
         assert self._process.stderr is not None
         with self._process.stderr as lines:
-            for line in lines:
+            for line in _lines(lines):
                 self._errors = [*self._errors[-20:], line.strip()]
 
     def found(self) -> Iterator[str | None]:
@@ -208,11 +212,20 @@ class _Child:
         return next((line for line in reversed(self._errors) if line), "it said nothing")
 
 
+def _lines(stream: IO[str]) -> Iterator[str]:
+    """Its lines; of one that does not end, pieces."""
+    return iter(lambda: stream.readline(_LONGEST_LINE), "")
+
+
 def serve(given: IO[str], told: IO[str], one_tried: _Tried) -> int:
     """What a child does: try what it is asked, until something leaves the GPU unusable. Returns its exit code."""
-    device, asked = json.load(given)
+    mark, device, asked = json.load(given)
+
+    def tell(what: dict[str, object]) -> None:
+        print(f"\n{mark}{json.dumps(what)}", file=told, flush=True)  # on a line of its own, whatever was printed before
+
     for path, digest, index in asked:
-        print(_MARK + json.dumps({"begin": index}), file=told, flush=True)
+        tell({"begin": index})
         try:
             wrong, goes_on = one_tried(device, path, digest, index), True
         except Unfinished as error:
@@ -220,9 +233,9 @@ def serve(given: IO[str], told: IO[str], one_tried: _Tried) -> int:
         except BundleError as error:  # its code is damaged: the runtime drops the bundle
             wrong, goes_on = str(error), True
         except Exception as error:  # no fault of the code's: there is no room on the GPU, say
-            print(_MARK + json.dumps({"stopped": f"{type(error).__name__}: {error}"}), file=told, flush=True)
+            tell({"stopped": f"{type(error).__name__}: {error}"[:_MOST_CHARS]})
             return 1
-        print(_MARK + json.dumps({"wrong": wrong}), file=told, flush=True)
+        tell({"wrong": wrong and wrong[:_MOST_CHARS]})
         if not goes_on:
             return 1
     return 0

@@ -279,7 +279,7 @@ def test_a_journal_of_a_hundred_million_empty_lines(tmp_path: Path) -> None:
         for _ in range(100):
             file.write(b"\n" * 1_000_000)
     begin = time.perf_counter()
-    with pytest.raises(InputError, match=r"100,000,001 lines, the limit is 1,048,576"):
+    with pytest.raises(InputError, match="over 1,048,576 lines, which is the limit"):
         read_journal(path)
     assert time.perf_counter() - begin < 10
 
@@ -295,4 +295,4 @@ def test_a_line_that_is_most_of_the_file_is_not_copied(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     assert (len(contents.records), contents.damaged) == (1, 1)
-    assert peak < 40 << 20
+    assert peak < 16 << 20

@@ -62,3 +62,27 @@ def test_a_list_of_a_million_widths(tmp_path: Path) -> None:
     told = refused(str(tmp_path / "config.json"))
     assert "differs between layers (1, 2, 3, " in told
     assert "and 399,979 more); give each as a spec of its own" in told
+
+
+def quantised(folder: Path, *patterns: str) -> str:
+    """A checkpoint of 48 layers whose quantisation leaves out what these name."""
+    shape = {"num_experts": 8, "num_experts_per_tok": 2, "hidden_size": 1024, "moe_intermediate_size": 512}
+    left_out = {"quant_method": "fp8", "weight_block_size": [128, 128], "ignore": patterns}
+    config = {"model_type": "qwen3_moe", "num_hidden_layers": 48, **shape, "quantization_config": left_out}
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder / "config.json")
+
+
+@pytest.mark.parametrize("pattern", ["re:(.*)*!", "re:(a|b|.)*(a|b|.)*!", "re:" + ".*" * 30 + "!"])
+def test_a_regular_expression_that_never_ends(tmp_path: Path, pattern: str) -> None:
+    told = refused(quantised(tmp_path, "re:.*lm_head", pattern))
+    assert "the patterns of what is not quantised take over 2 s, or 1 GiB" in told
+
+
+def test_very_many_exclusions(tmp_path: Path) -> None:
+    """As many as experts are listed; more are refused, and so are many globs."""
+    load_models([quantised(tmp_path, *(f"model.layers.{i % 48}.mlp.experts.{i}.w1" for i in range(100_000)))])
+    told = refused(quantised(tmp_path, *(f"layers.{i}" for i in range(300_000))))
+    assert "300,000 names of what is not quantised, the limit is 262,144" in told
+    told = refused(quantised(tmp_path, *(f"*experts.{i}*" for i in range(20_000))))
+    assert "20,000 patterns of what is not quantised, the limit is 16,384" in told

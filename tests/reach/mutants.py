@@ -1,9 +1,9 @@
 """Which changes of the code no test notices: ``python -m tests.reach --mutants [--files trust,codec] [--sample 200]``.
 
 Each mutant is one file with one thing changed (``changes``), in a copy of the product that the tests, and the
-processes that they start, import. Its tests run in a child of ``fork`` and end at the first that fails: then it is
-killed. One that is not has to be one of ``SAME``, which are no other programs, or a test is wanting. At least 95 % of a
-file's have to be killed.
+processes that they start, import. Its tests run in a child of ``fork``, those that reach the line first (``chosen``),
+and end at the first that fails: then it is killed. One that is not has to be one of ``SAME``, which are no other
+programs, or a test is wanting. At least 95 % of a file's have to be killed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -24,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from . import chosen
 from .part import ROOT, keep
 
 _FORMAT = ("tests/artifacts/format", "tests/faults/test_versions.py", "tests/faults/test_truncation.py")
@@ -51,7 +51,6 @@ FILES: dict[str, tuple[str, ...]] = {
     "artifacts/files/trust.py": ("tests/artifacts/files/test_trust.py", _PLACES),
 }
 WANTED = 0.95
-_LIMIT_S = 300
 _PRELOADED = ("pytest", "hypothesis.strategies", "msgpack", "filelock", "lzma", "asyncio", "multiprocessing", "numpy")
 
 # (file, the line, what became of it): why that is the same program, as far as anybody can see.
@@ -90,6 +89,29 @@ SAME: dict[tuple[str, str, str], str] = {
     ): "of a file the next call says that it is none",
     (
         "artifacts/files/publish.py",
+        "folder = os.open(final.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)",
+        "(os.O_RDONLY | os.O_DIRECTORY) & os.O_CLOEXEC",
+    ): "of a file the next call says that it is none, and Python sets the other flag itself",
+    (
+        "artifacts/files/publish.py",
+        "fd = os.open(temp, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)",
+        "385",
+    ): "a mode that the next lines change, and that lets others no more",
+    (
+        "artifacts/format/index.py",
+        "GLANCED_BYTES = 4096  # hold what an index begins with: the target, and mostly the GPUs, too",
+        "4097",
+    ): ("a byte more is looked at"),
+    (
+        "artifacts/files/bundle_file.py",
+        "digest.update(_read(fd, offset, min(_CHUNK_BYTES, file_bytes - offset), where))",
+        "file_bytes + offset",
+    ): "a file has no more than its bytes; of one that grew the digest is another either way",
+    ("artifacts/format/schema.py", "return problem_of(unpack(record, max_items=8))", "9"): (
+        "nine are refused a line later, in other words"
+    ),
+    (
+        "artifacts/files/publish.py",
         "fd = os.open(temp, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)",
         "os.O_RDWR & os.O_CLOEXEC",
     ): "what is read alone can be locked and removed, too",
@@ -103,15 +125,25 @@ SAME: dict[tuple[str, str, str], str] = {
         "packed: bytes = msgpack.Packer(use_bin_type=True, strict_types=True, buf_size=size_bytes + 64).pack(value)",
         "65",
     ): "a buffer's first size",
+    ("artifacts/format/wire.py", "def pack(value: object, size_bytes: int = 4096) -> bytes:", "4097"): (
+        "a buffer's first size"
+    ),
     (
         "artifacts/format/wire.py",
         "max_buffer_size=max(1, len(data)), raw=False, strict_map_key=True, max_array_len=max_items, max_map_len=64,",
         "2",
     ): "a buffer's least size, of no data",
     ("artifacts/files/blob.py", "data = file.read(status.st_size + 1)", "2"): "one byte more tells a file that grew",
-    ("artifacts/files/packed.py", "found = reader.decompress(data, max_length=MAX_FILE_BYTES + 1)", "2"): (
-        "one byte more tells that it is too large"
-    ),
+    (
+        "artifacts/files/packed.py",
+        'found = head + reader.decompress(b"", max_length=size - len(head) + 1)',
+        "2",
+    ): "one byte more tells that it is too large, and so do two",
+    (
+        "artifacts/files/packed.py",
+        'found = head + reader.decompress(b"", max_length=size - len(head) + 1)',
+        "size + len(head)",
+    ): "126 bytes more tell it, too",
     ("artifacts/files/packed.py", "_MEMORY_BYTES = 256 << 20  # for xz's own window, at most", "257"): "any such limit",
     ("artifacts/files/packed.py", "_MEMORY_BYTES = 256 << 20  # for xz's own window, at most", "21"): "any such limit",
 }
@@ -134,6 +166,7 @@ class Mutant(NamedTuple):
     line: str
     became: str
     source: str
+    lines: range  # of its statement: who comes through one of them may notice
 
 
 def changes(node: ast.AST) -> Iterator[ast.AST]:
@@ -162,13 +195,21 @@ def changes(node: ast.AST) -> Iterator[ast.AST]:
         yield made
 
 
+def _head(node: ast.AST) -> range | None:
+    """The lines of a statement, without those that it holds."""
+    if not isinstance(node, (ast.stmt, ast.ExceptHandler)):
+        return None
+    body = [one.lineno for one in getattr(node, "body", ())]
+    return range(node.lineno, min([*body, (node.end_lineno or node.lineno) + 1]))
+
+
 def mutants(file: str) -> list[Mutant]:
     """Every one of a file."""
     text = (ROOT / file).read_text(encoding="utf-8")
     tree, lines = ast.parse(text), text.splitlines()
     found = []
 
-    def walk(parent: ast.AST) -> None:
+    def walk(parent: ast.AST, head: range) -> None:
         for field, value in ast.iter_fields(parent):
             if field in _LEFT or isinstance(parent, ast.JoinedStr):
                 continue
@@ -180,16 +221,17 @@ def mutants(file: str) -> list[Mutant]:
                     isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
                 ):
                     continue
+                of = _head(node) or head
                 for made in changes(node) if hasattr(node, "lineno") else ():
                     new = ast.copy_location(made, node)
                     setattr(parent, field, [*value[:i], new, *value[i + 1 :]] if isinstance(value, list) else new)
                     source = ast.unparse(ast.fix_missing_locations(tree))
                     became = ast.unparse(made).splitlines()[0]
-                    found.append(Mutant(file, node.lineno, lines[node.lineno - 1].strip(), became, source))
+                    found.append(Mutant(file, node.lineno, lines[node.lineno - 1].strip(), became, source, of))
                     setattr(parent, field, value)
-                walk(node)
+                walk(node, of)
 
-    walk(tree)
+    walk(tree, range(0))
     return found
 
 
@@ -208,37 +250,13 @@ def product() -> Iterator[Path]:
         yield Path(folder)
 
 
-def killed(place: Path, tests: tuple[str, ...]) -> bool:
-    """Whether one of the tests fails, or they take too long, with the product at ``place``."""
-    if "pretuned" in sys.modules:
-        raise RuntimeError("the product is imported here already: a child would have that one")
-    child = os.fork()
-    if not child:
-        os.setpgid(0, 0)
-        os.environ |= {"PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1"}
-        sys.path.insert(0, str(place))
-        sys.dont_write_bytecode = True
-        out = os.open(os.devnull, os.O_RDWR)
-        for fd in (0, 1, 2):
-            os.dup2(out, fd)
-        signal.alarm(_LIMIT_S)
-        import pytest
-
-        preloaded = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
-        os._exit(int(pytest.main(["-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", *preloaded, *tests])))
-    _, status = os.waitpid(child, 0)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)  # what it left behind
-    return os.waitstatus_to_exitcode(status) != 0
-
-
-def judge(place: Path, mutant: Mutant) -> bool:
+def judge(place: Path, mutant: Mutant, tests: list[chosen.Told]) -> bool:
     """Whether it is killed."""
     path = place / "pretuned" / mutant.file
     whole = path.read_text(encoding="utf-8")
     path.write_text(mutant.source, encoding="utf-8")
     try:
-        return killed(place, FILES[mutant.file])
+        return chosen.noticed(place, mutant.lines, tests)
     finally:
         path.write_text(whole, encoding="utf-8")
 
@@ -257,7 +275,8 @@ def main(arguments: list[str], out: Path | None) -> int:
     figures, worst = {}, 1.0
     with product() as place:
         for file in (one for one in FILES if Path(one).stem in names):
-            if killed(place, FILES[file]):
+            tests = chosen.told(place, file, FILES[file])
+            if tests is None:
                 sys.exit(f"the tests of {file} fail as it is: {' '.join(FILES[file])}")
             found = [one for one in mutants(file) if (file, one.line, one.became) not in SAME]
             every = len(found)
@@ -265,7 +284,7 @@ def main(arguments: list[str], out: Path | None) -> int:
                 found = random.Random(options.seed).sample(found, options.sample)
             begun, left = time.monotonic(), []
             for one in found:
-                if not judge(place, one):
+                if not judge(place, one, tests):
                     left.append(one)
                     print(f"{file}:{one.number}: {one.line}  ->  {one.became}", flush=True)
             share = 1 - len(left) / len(found)

@@ -76,15 +76,28 @@ def test_a_mutant_is_the_file_with_one_thing_changed() -> None:
 
 
 def test_mutants_are_judged_by_their_tests() -> None:
-    """Those of one small file, in a process that has not imported the product; a change of a comment lives."""
+    """Those of one small file, in a process that has not imported the product; no change at all lives."""
     code = """
-from tests.reach import mutants
+from tests.reach import chosen, mutants
 file = "artifacts/files/packed.py"
 with mutants.product() as place:
     path = place / "pretuned" / file
     before = path.read_text()
+    tests = chosen.told(place, file, mutants.FILES[file])
     one = next(one for one in mutants.mutants(file) if one.became == "return None")
-    print(mutants.judge(place, one), path.read_text() == before, mutants.killed(place, mutants.FILES[file]))
+    print(mutants.judge(place, one, tests), path.read_text() == before)
+    print(chosen.noticed(place, one.lines, tests), chosen.passes(place, mutants.FILES[file]))
+    near = [test.name for test in tests if not test.lines.isdisjoint(one.lines)]
+    print(0 < len(near) < len(tests), tests == sorted(tests, key=lambda test: test.seconds))
+    path.write_text("raise KeyError")
+    print(chosen.told(place, file, mutants.FILES[file]), chosen.noticed(place, range(0), tests))
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "True", "False"]
+    assert done.stdout.split() == ["True", "True", "False", "True", "True", "True", "None", "True"]
+
+
+@pytest.mark.parametrize(("text", "lines"), [("if (a and\n b):\n  c", (1, 2)), ("a = (1,\n 2)", (1, 2)), ("a", (1,))])
+def test_the_lines_of_a_statement(text: str, lines: tuple[int, ...]) -> None:
+    """Without those that it holds."""
+    assert tuple(mutants._head(ast.parse(text).body[0])) == lines
+    assert mutants._head(ast.parse(text).body[0].value if text == "a" else ast.arg("a")) is None

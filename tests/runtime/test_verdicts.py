@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +49,18 @@ def test_the_next_process_knows_it(overlay: Path, monkeypatch: pytest.MonkeyPatc
     (file,) = overlay.glob("*.verdicts")
     assert file == path_of(ON_A100)
     assert file.name == "proven-sm80-nvidia-a100-sxm4-80gb-108-12080.verdicts"
+
+
+def test_under_umask_000_it_is_remembered_too(overlay: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No directory that is made for it is everybody's to write: nothing would be read from there."""
+    old = os.umask(0)
+    try:
+        note(ONE, ON_A100, WRONG)
+    finally:
+        os.umask(old)
+    assert {one.stat().st_mode & 0o777 for one in (overlay, overlay.parent)} == {0o755}
+    anew(monkeypatch)
+    assert known(ONE, ON_A100) == WRONG
 
 
 @pytest.mark.parametrize(

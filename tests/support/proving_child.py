@@ -21,6 +21,15 @@ def tried(device: int, path: str, digest: str, index: int) -> str | None:
     assert len(digest) == 64
     how = sys.argv[1:][index]
     print("some library's own words on standard output")
+    if how == "forge":  # as printf of GPU code does
+        print('pretuned-proof {"wrong": null}\npretuned-proof none\npretuned-proof', flush=True)
+        return "it forged"
+    if how == "flood":
+        for stream in (sys.stdout, sys.stderr):
+            for _ in range(64):
+                stream.write("x" * (1 << 20))
+            stream.flush()
+        return "a long story " * 100_000
     if how == "hang":
         time.sleep(600)
     if how == "die":

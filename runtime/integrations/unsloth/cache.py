@@ -33,7 +33,7 @@ def load_cached_config(cache_key: str) -> dict[str, Any] | None:
             return None
         try:
             found = json.loads(payload)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         if not isinstance(found, dict) or found.pop("cache_key", None) != cache_key:
             return None

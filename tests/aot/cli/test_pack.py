@@ -15,6 +15,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import signing
 
 from pretuned.aot.pack.image import tag
 from pretuned.aot.pack.package import contents
@@ -218,3 +219,43 @@ def test_skopeo_and_umoci_read_it(pack, here, small_bundle):
     assert [stat.S_IMODE(one.stat().st_mode) for one in (made, *list(made.parents)[:3])] == [0o644, *[0o755] * 3]
     with open_bundle(made) as opened:  # owners and modes as unpacked are what the runtime accepts
         assert opened.target.sm == 80
+
+
+@pytest.mark.parametrize(("option", "file"), [("--dir", "{bundle}"), ("--dir", "{bundle}.sig"),
+                                              ("--wheel", "pretuned_bundles-1.0-py3-none-any.whl")])  # fmt: skip
+def test_another_file_of_that_name_is_not_overwritten(aot, here, bundle, option, file):
+    signing.sign(here / bundle)
+    there = here / "out" / file.format(bundle=bundle)
+    there.parent.mkdir()
+    there.write_text("notes")
+    ended = aot("pack", bundle, option, "out")
+    assert ended.code == 2
+    assert f"'{there.relative_to(here)}' is there and is no" in ended.err
+    assert [one.name for one in there.parent.iterdir()] == [there.name]
+    assert there.read_text() == "notes"
+
+
+def test_a_directory_that_is_made_under_umask_000_is_loaded_from(aot, here, bundle):
+    old = os.umask(0)
+    try:
+        ended = aot("pack", bundle, "--dir", "some/where/made")
+    finally:
+        os.umask(old)
+    assert (ended.code, ended.err) == (0, "")
+    assert {(here / one).stat().st_mode & 0o777 for one in ("some", "some/where", "some/where/made")} == {0o755}
+
+
+@pytest.mark.parametrize("index", ["fifo", "sparse", "deep"])
+def test_an_index_of_an_image_that_can_not_be_read_whole(aot_process, here, bundle, index):
+    (here / "image").mkdir()
+    path = here / "image" / "index.json"
+    if index == "fifo":
+        os.mkfifo(path)
+    elif index == "sparse":
+        with path.open("wb") as file:
+            file.truncate(1 << 40)
+    else:
+        path.write_text('{"manifests":' + "[" * 100_000)
+    ended = aot_process("pack", bundle, "--oci", "image")
+    assert ended.code == 2, ended.err
+    assert "'image' is there and is no OCI image layout: it is left alone" in ended.err

@@ -101,6 +101,36 @@ def test_a_damaged_bundle_is_not_signed(aot, here, bundle):
     assert "note: others can read private.pem: chmod 600 private.pem" in aot("sign", bundle, "--key", "private.pem").err
 
 
+def test_another_file_beside_a_bundle_is_not_overwritten(aot, here, bundle):
+    """gpg, too, writes NAME.sig."""
+    (here / f"{bundle}.sig").write_bytes(b"\x89\x02gpg's own")
+    ended = aot("sign", bundle, "--key", "private.pem")
+    assert ended.code == 2
+    assert f"'{bundle}.sig' is there and is no signature of aot sign: it is not overwritten" in ended.err
+    assert (here / f"{bundle}.sig").read_bytes() == b"\x89\x02gpg's own"
+    (here / f"{bundle}.sig").unlink()
+    (here / "other.msgpack").write_bytes((here / bundle).read_bytes())
+    (here / "other.msgpack.sig").write_text("notes")
+    assert aot("sign", bundle, "other.msgpack", "--key", "private.pem").code == 2
+    assert not (here / f"{bundle}.sig").exists()  # what can't all be signed is not begun
+
+
+def test_keys_without_an_end(aot_process, here, bundle):
+    with (here / "sparse.pem").open("wb") as file:
+        file.truncate(1 << 40)
+    for key in ("/dev/zero", "sparse.pem"):
+        for verb in ("sign", "verify"):
+            ended = aot_process(verb, bundle, "--key", key)
+            assert ended.code == 2, ended.err
+            assert f"key '{key}': " in ended.err
+            assert "it holds no" in ended.err or verb == "verify"  # a device is no safe place for one
+    piped = subprocess.run(  # as bash's <(pass show key) does
+        ["bash", "-c", f"{sys.executable} -m pretuned.aot sign {bundle} --key <(cat private.pem)"],
+        cwd=here, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert piped.returncode == 0, piped.stderr
+
+
 def test_without_cryptography(aot_process, here, bundle):
     (here / "sitecustomize.py").write_text("import sys; sys.modules['cryptography'] = None\n")
     ended = aot_process("sign", bundle, "--key", "private.pem", PYTHONPATH=str(here))

@@ -151,6 +151,30 @@ def test_opened_for_later_its_index_is_read_once(tmp_path, path, monkeypatch):
         assert errors[0] is errors[1]
 
 
+def test_opened_for_later_its_target_is_what_it_was(path):
+    """It said another one when it was opened: whoever asked has gone by that."""
+    at = MEDIUM.index(b"\xa2sm") + 3
+    other = bytes([MEDIUM[at] + 6])
+    assert MEDIUM[at] < 100  # one byte of msgpack
+    path.write_bytes(MEDIUM[:at] + other + MEDIUM[at + 1 :])
+    with open_bundle(path, later=True) as file:
+        assert file.target.sm == other[0]
+        path.write_bytes(MEDIUM)
+        for _ in range(2):
+            with pytest.raises(BundleCorrupt, match="the file was changed after it was opened"):
+                file.gpus  # noqa: B018
+
+
+def test_a_gpu_that_a_variant_was_judged_on(path):
+    bundle = golden_bundles.medium()
+    measured = {one.variant: one.gpu for row in bundle.choices.values() for one in row if one.gpu is not None}
+    assert measured
+    with open_bundle(path) as file:
+        for variant, gpu in measured.items():
+            assert file.judged_on(variant) is not None
+            assert file.judged_on(variant) in bundle.gpus, gpu
+
+
 def test_opened_for_later_without_a_target_it_is_refused_at_once(tmp_path):
     at = MEDIUM.index(b"target")
     path = tmp_path / "b.msgpack"
@@ -508,6 +532,10 @@ def test_of_more_files_than_may_be_open_those_opened_first_rest(path, monkeypatc
     files[0].cubin(0)
     assert [one._held is None for one in files] == [False, True, True, False, False]
     assert len(bundle_file._open) == 3
+    files[3].rest()
+    files[3].cubin(0)  # the last one that was opened, by now
+    files[1].cubin(0)
+    assert [one._held is None for one in files] == [False, False, True, False, True]
     del files[3:]
     gc.collect()
     assert open_bundle(path).cubin(1) == golden_bundles.medium().cubins[1]

@@ -28,10 +28,11 @@ def test_lock(tmp_path):
 
 
 def test_lock_passes_an_error_on_and_lets_go(tmp_path):
-    with pytest.raises(KeyError), lock(tmp_path, 0):
+    with pytest.raises(KeyError) as caught, lock(tmp_path, 0):
         raise KeyError
     with lock(tmp_path, 0) as held:
         assert held
+    assert caught.value.__traceback__  # which has all of the first one's frames
 
 
 def test_lock_where_there_is_no_directory(tmp_path):
@@ -39,7 +40,10 @@ def test_lock_where_there_is_no_directory(tmp_path):
         assert held
     with lock("/proc/self/nothing", 0) as held:
         assert not held
-    with pytest.raises(HostError, match="can't lock"), lock("/proc/self/nothing", 0, required=True):
+    told = (
+        r"^can't lock '/proc/self/nothing/\.pretuned\.lock': No such file or directory\. The directory must be writable"
+    )
+    with pytest.raises(HostError, match=told), lock("/proc/self/nothing", 0, required=True):
         pass
 
 

@@ -50,11 +50,20 @@ def test_what_is_damaged_is_refused(tmp_path: Path, data: bytes, damage: str) ->
         open_bundle(path)
 
 
-def test_it_unpacks_to_no_more_than_a_bundle_may_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "MAX_FILE_BYTES", 1000)
-    with pytest.raises(BundleCorrupt, match="more than 1000 bytes"):
-        packed.unpack(lzma.compress(bytes(1001)), "it")
-    assert packed.unpack(lzma.compress(bytes(1000)), "it") == bytes(1000)
+def test_it_unpacks_to_what_its_header_says(data: bytes) -> None:
+    assert packed.unpack(lzma.compress(data), "it") == data
+    with pytest.raises(BundleCorrupt, match=f"more than the {len(data)} bytes that its header says"):
+        packed.unpack(lzma.compress(data + b"\0"), "it")
+    for short in (b"", data[:62]):
+        with pytest.raises(BundleCorrupt, match=f"file is {len(short)} bytes, the preamble alone says 63"):
+            packed.unpack(lzma.compress(short), "it")
+
+
+def test_one_that_ends_before_its_header_says(tmp_path: Path, data: bytes) -> None:
+    for count in (63, 64, len(data) - 1):
+        (tmp_path / "one.msgpack.xz").write_bytes(lzma.compress(data[:count]))
+        with pytest.raises(BundleCorrupt, match=f"file is {count} bytes, header says {len(data)}|end of stream"):
+            open_bundle(tmp_path / "one.msgpack.xz")
 
 
 def test_others_can_not_write_it(tmp_path: Path, data: bytes) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from pretuned.artifacts.errors import HostError
 from pretuned.artifacts.files import publish as module
-from pretuned.artifacts.files.publish import make_folder, publish
+from pretuned.artifacts.files.publish import make_folder, publish, too_many_open
 
 
 def test_publish(tmp_path):
@@ -163,3 +165,37 @@ def test_the_file_is_on_the_disk_before_its_name_and_its_name_before_publish_ret
     publish(tmp_path / "b", b"one")
     publish(tmp_path / "b", b"one")
     assert told == ["file", "rename", "folder", "folder"]
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+def test_what_is_needed_where_too_many_files_are_open(number):
+    assert too_many_open(OSError(number, "")) == "More open files must be allowed: ulimit -n"
+    for other in (OSError(errno.ENOSPC, ""), ValueError(), OSError()):
+        assert too_many_open(other) == ""
+
+
+def test_what_the_system_refused_is_told_in_its_words(tmp_path):
+    with pytest.raises(HostError, match=r"b' \(4 bytes\): No such file or directory\. The directory '.*no' must exist"):
+        publish(tmp_path / "no" / "b", b"data")
+    with pytest.raises(HostError, match="embedded null byte"):
+        publish(f"{tmp_path}/a\0b/c", b"data")
+
+
+AT_THE_SAME_TIME = """
+import os, sys
+from pretuned.artifacts.files.publish import make_folder
+def first(event, arguments):
+    if event == "os.mkdir" and not os.path.isdir(arguments[0]) and len(made) < 2:
+        made.append(arguments[0])
+        os.mkdir(arguments[0])  # another process, a moment before
+made = []
+sys.addaudithook(first)
+make_folder(sys.argv[1])
+print(len(made), os.path.isdir(sys.argv[1]))
+"""
+
+
+def test_a_folder_that_another_makes_at_the_same_time(tmp_path):
+    command = [sys.executable, "-c", AT_THE_SAME_TIME, str(tmp_path / "a" / "b")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.stderr, done.stdout) == ("", "2 True\n")

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from pretuned.artifacts.errors import BundleUnreadable, BundleUntrusted
 from pretuned.artifacts.files import acl, trust
+from pretuned.artifacts.limits import MAX_LINKS
 
-GROUP = 56789
+GROUP, OTHER, OWNER = 56789, 56790, 56791
+UNMAPPED = 4294967295  # (uid_t)-1
 
 
 @pytest.fixture
@@ -41,6 +46,34 @@ def test_a_group_that_can_write_the_package_is_trusted(package: Path) -> None:
     trust.check(str(path), os.lstat(path), "b")
 
 
+def test_nor_where_it_is_sticky(package: Path) -> None:
+    """There a group can't replace what is another's, so it can't write the package."""
+    package.chmod(0o1775)
+    assert GROUP not in trust._package()[1]
+
+
+def test_the_owner_of_the_package_is_that_of_its_own_directory(package: Path) -> None:
+    os.chown(package / "artifacts" / "files", OWNER, 0)
+    assert trust._package()[0] == frozenset((OWNER,))
+    path = package.parent / "b"
+    path.touch()
+    os.chown(path, OWNER, 0)
+    trust.check(str(path), os.lstat(path), "b")
+
+
+def test_any_group_may_write_what_is_in_the_package_and_nothing_beside_it(package: Path) -> None:
+    folder = package / "artifacts" / "files"
+    beside = package / "artifacts" / "files-and-more"
+    beside.mkdir()
+    for place in (folder / "b", beside / "b"):
+        place.touch()
+        os.chown(place, 0, OTHER)
+        place.chmod(0o664)
+    trust.check(str(folder / "b"), os.lstat(folder / "b"), "b")
+    with pytest.raises(BundleUntrusted, match=f"group {OTHER} can write it"):
+        trust.check(str(beside / "b"), os.lstat(beside / "b"), "b")
+
+
 def test_not_where_an_acl_takes_that_from_it(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(acl, "writers", lambda file: acl.Writers(frozenset((7,)), frozenset(), False))
     assert GROUP not in trust._package()[1]
@@ -59,3 +92,119 @@ def test_whom_the_kernel_does_not_know_is_65534_where_it_does_not_say() -> None:
     assert trust._overflow("uid") == int(Path("/proc/sys/kernel/overflowuid").read_text())
     assert trust._overflow("nothing") == 65534
     trust._overflow.cache_clear()
+
+
+def test_a_path_with_a_nul_and_one_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(BundleUnreadable, match="the path holds a NUL byte"):
+        trust.resolve("a\0b")
+    with pytest.raises(BundleUnreadable, match=f"key '{tmp_path}/no': can't be read: No such file"):
+        trust.resolve(f"{tmp_path}/no", "key")
+
+
+def test_the_most_links(tmp_path: Path) -> None:
+    """As many as Linux follows, each once."""
+    (tmp_path / "0").touch()
+    for i in range(1, MAX_LINKS + 2):
+        (tmp_path / str(i)).symlink_to(str(i - 1))
+    assert trust.resolve(f"{tmp_path}/{MAX_LINKS}") == f"{tmp_path}/0"
+    assert (tmp_path / str(MAX_LINKS)).samefile(tmp_path / "0")
+    with pytest.raises(BundleUnreadable, match=f"more than {MAX_LINKS} symbolic links, at '{tmp_path}/1'"):
+        trust.resolve(f"{tmp_path}/{MAX_LINKS + 1}")
+
+
+CHROOT = """
+import encodings.ascii, os, shlex, sys
+from pretuned.artifacts.errors import BundleUntrusted
+from pretuned.artifacts.files import trust
+trust._package()
+os.chroot(sys.argv[1])
+for mode in (0o755, 0o777):
+    os.chmod("/", mode)
+    try:
+        print(trust.resolve("/b"))
+    except BundleUntrusted as error:
+        print(error)
+"""
+
+
+def test_the_root_of_all_is_looked_at_too(tmp_path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("needs root")
+    (tmp_path / "b").touch()
+    done = subprocess.run([sys.executable, "-c", CHROOT, str(tmp_path)], capture_output=True, text=True, check=True)
+    passed, refused = done.stdout.splitlines()
+    assert passed == "/b"
+    assert "'/' (uid 0, gid 0, mode 0777) is no safe place" in refused
+
+
+@pytest.mark.parametrize(("mode", "command"), [(0o602, "chmod o-w"), (0o646, "chmod o-w"), (0o666, "chmod go-w"),
+                                               (0o622, "chmod go-w")])  # fmt: skip
+def test_the_command_takes_from_the_group_what_it_has(tmp_path: Path, mode: int, command: str) -> None:
+    path = tmp_path / "b"
+    path.touch()
+    path.chmod(mode)
+    with pytest.raises(BundleUntrusted, match=f"everybody can write it. Move the bundle, or run: {command} {path}$"):
+        trust.check(str(path), os.lstat(path), "b")
+
+
+@pytest.mark.parametrize(
+    ("users", "groups", "told"),
+    [
+        ((UNMAPPED,), (), "its ACL lets a user write it who is unknown here. Move the bundle, or run: setfacl -b"),
+        ((), (UNMAPPED,), "its ACL lets a group write it who is unknown here. Move the bundle, or run: setfacl -b"),
+        ((OTHER,), (), f"its ACL lets user {OTHER} write it. Move the bundle, or run: setfacl -x u:{OTHER}"),
+        ((), (OTHER,), f"its ACL lets group {OTHER} write it. Move the bundle, or run: setfacl -x g:{OTHER}"),
+    ],
+)
+def test_whom_an_acl_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, users: tuple[int, ...], groups: tuple[int, ...], told: str
+) -> None:
+    path = tmp_path / "b"
+    path.touch()
+    path.chmod(0o664)
+    monkeypatch.setattr(acl, "writers", lambda file: acl.Writers(frozenset(users), frozenset(groups), False))
+    with pytest.raises(BundleUntrusted, match=told):
+        trust.check(str(path), os.lstat(path), "b")
+
+
+def test_an_acl_that_can_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreadable(file: int | str) -> acl.Writers | None:
+        raise OSError(22, "its POSIX ACL is of no known form")
+
+    path = tmp_path / "b"
+    path.touch()
+    path.chmod(0o664)
+    monkeypatch.setattr(acl, "writers", unreadable)
+    with pytest.raises(BundleUnreadable, match="bundle 'b': can't be read: its POSIX ACL is of no known form"):
+        trust.check(str(path), os.lstat(path), "b")
+
+
+NAMESPACE = """
+import ctypes, os, sys
+from pretuned.artifacts.files import trust
+made, mapped = os.pipe(), os.pipe()
+child = os.fork()
+if not child:
+    if ctypes.CDLL(None, use_errno=True).unshare(0x10000000):  # CLONE_NEWUSER
+        os._exit(3)
+    os.write(made[1], b".")
+    os.read(mapped[0], 1)
+    print([gid for gid in (0, 5, 10, 11, 12) if trust._is_anothers_group(gid)], flush=True)
+    os._exit(0)
+os.close(made[1])
+if os.read(made[0], 1):
+    with open(f"/proc/{child}/gid_map", "w") as file:
+        file.write("0 1000 1\\n5 5 1\\n10 2000 2\\n")
+    os.write(mapped[1], b".")
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_the_one_group_that_a_user_maps_to_another_number() -> None:
+    """And not one that keeps its own, nor a range, which root allotted."""
+    if os.geteuid():
+        pytest.skip("needs root")
+    done = subprocess.run([sys.executable, "-c", NAMESPACE], capture_output=True, text=True, check=False)
+    if done.returncode == 3:
+        pytest.skip("no user namespaces here")
+    assert (done.returncode, done.stdout) == (0, "[0]\n"), done.stderr

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pretuned.artifacts import limits
 from pretuned.artifacts.errors import BundleCorrupt
 from pretuned.artifacts.files.bundle_file import open_bytes
-from pretuned.artifacts.format import codec, schema
+from pretuned.artifacts.format import codec, index, schema
 from pretuned.artifacts.format.index import GLANCED_BYTES, glance, glance_at_gpus
 from pretuned.artifacts.format.wire import PREAMBLE_BYTES, Malformed
 from pretuned.artifacts.records.target import Gpu, Target
@@ -74,8 +74,8 @@ def test_what_any_gpu_measured_was_judged_there():
 
 @pytest.mark.parametrize("record", [b"", b"\x90", b"\x91\x90", b"\xc0", b"\x91\x97\0\0\0\0\0\0"])
 def test_a_damaged_record_is_told_where_it_is_asked_where_a_variant_was_judged(record):
-    index, _ = craft.parts(MEDIUM)
-    data = craft.changed(MEDIUM, problems=dict.fromkeys(index["problems"], record))
+    top, _ = craft.parts(MEDIUM)
+    data = craft.changed(MEDIUM, problems=dict.fromkeys(top["problems"], record))
     with open_bytes(data, "made") as file, pytest.raises(BundleCorrupt, match=r"bundle 'made': .*choices 0"):
         file.judged_on(0)
 
@@ -88,11 +88,11 @@ def test_a_glance_at_gpus_that_are_none():
 
 def test_a_number_written_longer_than_it_need_be_is_refused():
     """All else is right: each part's own form is checked where it is read, this one by the size of the whole."""
-    index, cubins = craft.parts(MEDIUM)
-    packed = msgpack.packb(index)
-    short = b"\xaamin_driver" + msgpack.packb(index["min_driver"])
+    top, cubins = craft.parts(MEDIUM)
+    packed = msgpack.packb(top)
+    short = b"\xaamin_driver" + msgpack.packb(top["min_driver"])
     assert packed.count(short) == 1
-    long = short[:11] + b"\xce" + index["min_driver"].to_bytes(4, "big")
+    long = short[:11] + b"\xce" + top["min_driver"].to_bytes(4, "big")
     data = craft.seal(packed.replace(short, long), cubins)
     with pytest.raises(
         BundleCorrupt, match=rf"index: not canonical msgpack: {len(packed) + 2} bytes, wanted {len(packed)}"
@@ -104,8 +104,8 @@ def test_a_number_written_longer_than_it_need_be_is_refused():
 
 def test_what_a_part_lets_through_the_whole_does_not(monkeypatch):
     """The last line of defence: were a record's own form not checked, the bytes would not be those of the bundle."""
-    index, _ = craft.parts(MEDIUM)
-    records = dict(index["problems"])
+    top, _ = craft.parts(MEDIUM)
+    records = dict(top["problems"])
     key, record = next(iter(records.items()))
     row = record.index(b"\xcd")
     assert record[row : row + 1] == b"\xcd"
@@ -130,9 +130,9 @@ def test_all_models_together_have_so_many_problems(monkeypatch):
 
 
 def test_a_record_has_so_many_bytes():
-    index, _ = craft.parts(MEDIUM)
+    top, _ = craft.parts(MEDIUM)
     for size, told in ((65535, "problem"), (65536, "problems has an item of 65536 bytes, the limit is 65535")):
-        data = craft.changed(MEDIUM, problems={bytes(size): b"\x90", **index["problems"]})
+        data = craft.changed(MEDIUM, problems={bytes(size): b"\x90", **top["problems"]})
         with pytest.raises(BundleCorrupt, match=told) as caught:
             codec.decode(data, "made")
         assert ("the limit is" in str(caught.value)) is (size == 65536)
@@ -147,3 +147,118 @@ def test_a_variant_that_does_not_begin_as_one_is_told() -> None:
     record = msgpack.packb({"kernel": "rows", "revision": 1, "abi": 1, "dtype": "bf16"})
     with pytest.raises(Malformed, match="variant does not begin with the keys kernel, revision, abi, op, dtype"):
         schema.read_kind(record)
+
+
+def test_two_neighbours_out_of_order_are_refused():
+    top, _ = craft.parts(MEDIUM)
+    rows = list(top["problems"].items())
+    assert len(rows) > 2
+    for at in range(len(rows) - 1):
+        turned = [*rows[:at], rows[at + 1], rows[at], *rows[at + 2 :]]
+        with pytest.raises(BundleCorrupt, match="problems are not sorted by their bytes, each once"):
+            open_bytes(craft.changed(MEDIUM, problems=dict(turned)), "b")
+
+
+MODEL = {"name": "a/b", "tp": 1, "ep": 1, "top_k": 1, "dtype": "bf16", "problems": [0]}
+
+
+@pytest.mark.parametrize(("field", "least", "most"), [("tp", 1, limits.MAX_DIM), ("ep", 1, limits.MAX_DIM),
+                                                      ("top_k", 1, limits.MAX_EXPERTS)])  # fmt: skip
+def test_the_numbers_of_a_model(field, least, most):
+    small = codec.encode(golden_bundles.small())
+    for value in (least, most):
+        data = craft.changed(small, models=msgpack.packb([MODEL | {field: value}]))
+        (model,) = open_bytes(data, "b").models()
+        assert getattr(model, field) == value
+    for value in (least - 1, most + 1):
+        data = craft.changed(small, models=msgpack.packb([MODEL | {field: value}]))
+        with pytest.raises(BundleCorrupt, match=f"model.{field} is {value}"):
+            open_bytes(data, "b").models()
+
+
+def test_the_problems_of_a_model():
+    count = len(golden_bundles.medium().choices)
+    for rows in ([], [0], [count - 1], [*range(count)], [0, 0]):
+        (model,) = open_bytes(craft.changed(MEDIUM, models=msgpack.packb([MODEL | {"problems": rows}])), "b").models()
+        assert len(model.problems) == len(rows)
+    for row in (-1, count):
+        data = craft.changed(MEDIUM, models=msgpack.packb([MODEL | {"problems": [row]}]))
+        with pytest.raises(BundleCorrupt, match=f"model.problems is {row}"):
+            open_bytes(data, "b").models()
+
+
+def test_the_least_driver():
+    for driver in (0, limits.MAX_DIM):
+        assert open_bytes(craft.changed(MEDIUM, min_driver=driver), "b").min_driver == driver
+    for driver in (-1, limits.MAX_DIM + 1):
+        with pytest.raises(BundleCorrupt, match=f"min_driver is {driver}"):
+            open_bytes(craft.changed(MEDIUM, min_driver=driver), "b")
+
+
+@pytest.mark.parametrize("chars", [1, 255 - 15, 256 - 15, 65535 - 15, 65536 - 15])
+def test_the_models_take_what_their_length_does(chars):
+    """Models of as many bytes as a length of one, two and four bytes can tell, and of one more."""
+    bundle = golden_bundles.small()
+    models = tuple(
+        dataclasses.replace(bundle.models[0], name="m" * min(limits.MAX_NAME_CHARS, left))
+        for left in range(chars, 0, -limits.MAX_NAME_CHARS)
+    )
+    models = tuple(dataclasses.replace(one, tp=i + 1) for i, one in enumerate(models))
+    data = codec.encode(dataclasses.replace(bundle, models=models))
+    assert open_bytes(data, "b").models() == models
+
+
+@pytest.mark.parametrize("value", [None, 5, "text", [b"\x90"], {b"a": b"b"}, True])
+def test_models_and_problems_are_what_they_are(value):
+    for part, told in (("models", "models is no bin"), ("problems", "problems is no map|problem 0")):
+        for read in (lambda data: open_bytes(data, "b").problems(), lambda data: codec.decode(data, "b")):
+            with pytest.raises(BundleCorrupt, match=told):
+                read(craft.changed(MEDIUM, **{part: value}))
+
+
+def test_who_asked_for_choices_need_read_no_others_to_tell_where_they_were_judged(monkeypatch):
+    bundle = golden_bundles.medium()
+    pairs = [(problem, one) for problem, row in bundle.choices.items() for one in row if one.runner_up is not None]
+    assert pairs
+    for problem, choice in pairs:
+        file = open_bytes(MEDIUM, "b")
+        assert file.find(problem)
+        monkeypatch.setattr(index, "read_measured", lambda *_: pytest.fail("it was read"))
+        assert file.judged_on(choice.variant) in bundle.gpus
+        assert file.judged_on(choice.runner_up) in bundle.gpus
+        monkeypatch.undo()
+
+
+def test_where_none_was_judged_each_row_is_read_once(monkeypatch):
+    """Also of a bundle without problems: there is no row to read."""
+    read = []
+
+    def measured(record, gpus):
+        read.append(record)
+        return []
+
+    monkeypatch.setattr(index, "read_measured", measured)
+    file = open_bytes(MEDIUM, "b")
+    for _ in range(2):
+        assert file.judged_on(0) is None
+        assert sorted(read) == sorted(craft.parts(MEDIUM)[0]["problems"].values())
+    monkeypatch.undo()
+    assert open_bytes(craft.changed(MEDIUM, problems={}), "b").judged_on(0) is None
+
+
+def test_steps_through_the_rows():
+    """Golden ones: 0.618 of all, or the next step that meets each row."""
+    assert [index._apart(count) for count in (1, 2, 10, 100, 1000)] == [0, 1, 7, 61, 619]
+    for count in range(1, 50):
+        assert {row * index._apart(count) % count for row in range(count)} == set(range(count))
+
+
+def test_what_lengths_take():
+    """As msgpack writes them: headers of 2, 3 and 5 bytes for bins, of 1 and 3 for arrays and maps."""
+    for size in (0, 255, 256, 65535, 65536):
+        assert index._bin_bytes(size) == len(msgpack.packb(bytes(size)))
+    for count in (0, 15, 16, 65535):
+        assert index._count_bytes(count) == len(msgpack.packb([1] * count)) - count - 1
+    for sizes in ([], [0], [255], [256], [1, 255, 256, 65535]):
+        records = [bytes(size) for size in sizes]
+        assert index._records(records, "it") == (records, sum(len(msgpack.packb(one)) for one in records))

@@ -12,7 +12,7 @@ import pytest
 from pretuned.artifacts.errors import BundleCorrupt
 from pretuned.artifacts.format import codec, wire
 from pretuned.artifacts.format.wire import PREAMBLE_BYTES, Malformed, begins_with, pack, parse, read_preamble, unpack
-from pretuned.artifacts.limits import MAX_FILE_BYTES, MAX_INDEX_BYTES
+from pretuned.artifacts.limits import MAX_FILE_BYTES, MAX_INDEX_BYTES, MAX_NAME_CHARS
 
 SMALL = codec.encode(golden_bundles.small())
 
@@ -135,3 +135,20 @@ def test_the_first_fields_of_a_map() -> None:
     assert begins_with(msgpack.packb({"a": {1: 1}}), ("a",), max_items=1) is None
     assert begins_with(msgpack.packb({"a": b"x" * 64}), ("a",), max_items=1) == [b"x" * 64]
     assert begins_with(msgpack.packb({"a": b"x" * 65}), ("a",), max_items=1) is None
+
+
+def test_a_glance_has_limits_too():
+    def glanced(value: object) -> object:
+        return begins_with(msgpack.packb({"a": value}), ["a"], max_items=8)
+
+    assert glanced([0] * 8) == [[0] * 8]
+    assert glanced([0] * 9) is None
+    most = {f"k{i}": 0 for i in range(64)}
+    assert glanced(most) == [most]
+    assert glanced(most | {"one more": 0}) is None
+    assert glanced(bytes(64)) == [bytes(64)]
+    assert glanced(bytes(65)) is None
+    assert glanced("x" * MAX_NAME_CHARS) == ["x" * MAX_NAME_CHARS]
+    assert glanced("x" * (MAX_NAME_CHARS + 1)) is None
+    assert glanced(msgpack.ExtType(1, b"")) in (None, [msgpack.ExtType(1, b"")])
+    assert glanced(msgpack.ExtType(1, b"x")) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,6 +80,21 @@ def test_what_is_wrong_or_ends_its_process_is_left_out_and_the_rest_goes_on(
         assert f"wrong     {line}" in str(told)
     assert survey(taken, ON_A100).left == ()
     assert len(verdicts.left_out(ON_A100)) == 6
+
+
+@pytest.mark.slow
+def test_what_code_prints_is_no_verdict(made: Make) -> None:
+    """It has the process's standard output, too; and 64 MiB without a line's end are not kept."""
+    taken = made("forge", "flood", "right")
+    tracemalloc.start()
+    try:
+        (found,) = prove.prove([ON_A100]).gpus
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+    assert found.proven == 1
+    assert ["it forged" in line for line in found.wrong] in ([True, False], [False, True])
+    assert survey(taken, ON_A100).left == ()
 
 
 def test_a_child_that_cannot_begin_proves_nothing(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,54 @@
+"""Names of what a quantisation leaves out: parts of a name, globs and regular expressions, as their libraries read."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from pretuned.aot.models import exclusions
+from pretuned.aot.models.exclusions import experts, left_out
+from pretuned.artifacts.errors import HostError, InputError
+
+LAYERS = 4
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("model.layers.2.mlp.experts", [2]), ("layers.1", [1]), ("3", [3]), ("mlp", [0, 1, 2, 3]), ("0", [0, 1, 2, 3]),
+        ("experts.0.w1", [0, 1, 2, 3]), ("model.layers.2.mlp.experts.0.w1", [2]), ("layers.2.moe.experts.0", [2]),
+        ("model.layers", [0, 1, 2, 3]), ("lm_head", []), ("model.layers.4", []), ("layer", []), ("", []), (".mlp", []),
+        ("mlp.", []), ("layers.2.experts", []), ("experts.1.w1", []),
+        ("model.layers.1*", [1]), ("*experts", [0, 1, 2, 3]), ("*.2.*", [2]), ("layers.[12].mlp*", [1, 2]),
+        ("*gate", []),
+        ("re:model.layers.[02].mlp.experts", [0, 2]), ("re:.*experts$", [0, 1, 2, 3]), ("re:mlp", []),
+        ("re:", [0, 1, 2, 3]),
+    ],
+)  # fmt: skip
+def test_what_a_name_means(name: str, layers: list[int]) -> None:
+    assert left_out([name], LAYERS, "config") == layers
+    assert left_out(["lm_head", name, "re:.*lm_head", "*lm_head"], LAYERS, "config") == layers
+
+
+def test_each_part_of_a_name_is_meant() -> None:
+    """Of all names, all neighbouring parts, and no others."""
+    for layer in (0, 7):
+        lines = "\n".join(f".{name}." for name in experts(layer))
+        slices = set()
+        for parts in (name.split(".") for name in experts(layer)):
+            slices |= {".".join(parts[i:j]) for i, j in itertools.combinations(range(len(parts) + 1), 2)}
+        assert slices == exclusions._parts(layer)
+        assert all(f".{one}." in lines for one in slices)
+
+
+def test_what_is_no_regular_expression() -> None:
+    with pytest.raises(InputError, match=r'^c: quantization_config: "re:\(" is no regular expression: missing \)'):
+        left_out(["*a*", "re:("], LAYERS, "c")
+
+
+def test_where_no_process_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exclusions.sys, "executable", "/no/such/python")
+    assert left_out(["mlp"], 1, "c") == [0]
+    with pytest.raises(HostError, match="can't start '/no/such/python': No such file"):
+        left_out(["*mlp*"], 1, "c")

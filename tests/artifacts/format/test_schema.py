@@ -1,0 +1,235 @@
+"""The records of a bundle at the edges of what they may say: the last value that is allowed, the first that is not."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import golden_bundles
+import msgpack
+import pytest
+
+from pretuned.artifacts import limits as lim
+from pretuned.artifacts.format import schema
+from pretuned.artifacts.format.wire import Malformed
+from pretuned.artifacts.records.bundle import Kernel, Source
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Op, Problem
+from pretuned.artifacts.records.target import Gpu, Target
+
+GPU = ("NVIDIA H200", 132, 143771, 13000)
+PROBLEM = Problem(Op.FORWARD, DType.BF16, 8, 256, 128)
+VARIANT = golden_bundles.medium().variants[0]
+
+
+def malformed(read, *arguments, told: str) -> None:
+    with pytest.raises(Malformed, match=told):
+        read(*arguments)
+
+
+def test_the_target():
+    for sm in (10, 9999):
+        assert schema.read_target({"sm": sm, "arch_specific": True}) == Target(sm, True)
+    for sm in (9, 10000):
+        malformed(schema.read_target, {"sm": sm, "arch_specific": True}, told="target.sm is")
+
+
+def test_a_kernel():
+    for revision in (0, lim.MAX_DIM):
+        kernel = Kernel("rows", revision, bytes(32))
+        assert schema.read_kernel(schema.kernel_value(kernel)) == kernel
+    for revision in (-1, lim.MAX_DIM + 1):
+        malformed(schema.read_kernel, schema.kernel_value(Kernel("rows", revision, bytes(32))), told="kernel.revision")
+
+
+@pytest.mark.parametrize(("field", "least"), [("sm_count", 1), ("memory_mib", 1), ("driver", 0)])
+def test_a_gpu(field, least):
+    for value in (least, lim.MAX_DIM):
+        gpu = replace(Gpu(*GPU), **{field: value})
+        assert schema.read_gpu(schema.gpu_value(gpu)) == gpu
+    for value in (least - 1, lim.MAX_DIM + 1):
+        malformed(schema.read_gpu, schema.gpu_value(replace(Gpu(*GPU), **{field: value})), told=f"gpu.{field} is")
+
+
+@pytest.mark.parametrize(("at", "field", "most"), [(2, "E", lim.MAX_EXPERTS), (3, "N", lim.MAX_DIM),
+                                                   (4, "K", lim.MAX_DIM)])  # fmt: skip
+def test_the_widths_of_a_problem(at, field, most):
+    for value in (1, most):
+        problem = replace(PROBLEM, **{field: value})
+        assert schema.read_problem(schema.pack_problem(problem)) == problem
+    for value in (0, most + 1):
+        values = list(PROBLEM.sort_key)
+        values[at] = value
+        malformed(schema.problem_of, values, told=f"problem.{field} is")
+
+
+def test_a_problem_has_eight_values():
+    values = list(PROBLEM.sort_key)
+    for wrong in (values[:7], [*values, 0]):
+        malformed(schema.problem_of, wrong, told=f"problem has {len(wrong)} items, wanted 8 to 8")
+
+
+def test_every_fusion_and_no_other():
+    for bits, fusion in enumerate(schema.FUSIONS):
+        assert fusion == Fusion(bits)
+        assert schema.problem_of([*PROBLEM.sort_key[:6], bits, 0]).fusion == fusion
+        assert read_back(fusion=bits).fusion == fusion
+    for bits in (-1, len(schema.FUSIONS)):
+        malformed(schema.problem_of, [*PROBLEM.sort_key[:6], bits, 0], told="problem.fusion is")
+        record = msgpack.unpackb(schema.pack_variant(VARIANT)) | {"fusion": bits}
+        malformed(schema.read_variant, msgpack.packb(record), 8, told="variant.fusion is")
+
+
+@pytest.mark.parametrize("one", [Fusion.GATHER, Fusion.SCATTER, Fusion.WEIGHT])
+def test_each_of_the_fusions_that_need_top_k_may_have_it(one):
+    values = [*PROBLEM.sort_key[:6], one.value, 8]
+    assert schema.problem_of(values).top_k == 8
+    malformed(schema.problem_of, [*PROBLEM.sort_key[:6], Fusion.SILU.value, 8], told="problem.top_k is 8, wanted 0")
+    for wrong in (-1, lim.MAX_EXPERTS + 1):
+        malformed(schema.problem_of, [*values[:7], wrong], told="problem.top_k is")
+
+
+ROW = [3, 1, 1, 1000, 0, 2000, 0]  # [log2 bucket, variant, source, time_ns, runner_up, runner_up_ns, gpu]
+# (place, field, the least and the most that it may be in a bundle of 4 variants and 2 GPUs)
+BOUNDS = [(0, "log2 of choice.bucket", 0, lim.MAX_BUCKET_LOG2), (1, "choice.variant", 1, 3),
+          (3, "choice.time_ns", 1, lim.MAX_TIME_NS), (4, "choice.runner_up", 0, 3),
+          (5, "choice.runner_up_ns", 1, lim.MAX_TIME_NS), (6, "choice.gpu", 0, 1)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("at", "field", "least", "most"), BOUNDS)
+def test_a_choice(at, field, least, most):
+    def row(value: int) -> bytes:
+        changed = [*ROW]
+        changed[at] = value
+        if at == 4:
+            changed[1] = 2
+        return msgpack.packb([changed])
+
+    for value in (least, most):
+        if (at, value) != (4, 2):
+            (choice,) = schema.read_choices(row(value), 4, 2)
+            assert schema.pack_choices((choice,)) == row(value)
+    wrong = (least - 1, most + 1) if at != 1 else (-1, most + 1)
+    for value in wrong:
+        malformed(schema.read_choices, row(value), 4, 2, told=field)
+
+
+def test_a_choice_has_seven_values_and_a_source():
+    for wrong in (ROW[:6], [*ROW, 0]):
+        for read in (lambda record: schema.read_choices(record, 4, 2), lambda record: schema.read_measured(record, 2)):
+            malformed(read, msgpack.packb([wrong]), told=f"choice has {len(wrong)} items, wanted 7 to 7")
+    for source in (-1, 2):
+        malformed(schema.read_choices, msgpack.packb([[3, 1, source, *ROW[3:]]]), 4, 2, told="choice.source is")
+    modelled = msgpack.packb([[3, 1, 0, 1000, None, None, None]])
+    assert schema.read_choices(modelled, 4, 2)[0].source is Source.MODELLED
+
+
+def test_what_is_measured_where():
+    rows = [ROW, [4, 1, 0, 1000, None, None, None], [5, 2, 1, 1000, None, None, 1], [5, 2, 1, 1000, None, None, 7]]
+    assert schema.read_measured(msgpack.packb(rows[:1]), 2) == [(1, 0), (0, 0)]
+    assert schema.read_measured(msgpack.packb(rows), 2) == [(1, 0), (0, 0), (2, 1)]
+    assert schema.read_measured(msgpack.packb([[3, 1, 1, 1000, None, None, -1]]), 2) == []
+    malformed(schema.read_measured, msgpack.packb([]), 2, told="choices has 0 items")
+
+
+# (field, the least, the most)
+NUMBERS = [("revision", 0, lim.MAX_DIM), ("abi", 1, lim.MAX_DIM), ("max_experts", 1, lim.MAX_EXPERTS),
+           ("threads", 1, lim.MAX_THREADS), ("shared_bytes", 0, lim.MAX_SHARED_BYTES),
+           ("registers", 0, lim.MAX_REGISTERS), ("spill_bytes", 0, lim.MAX_DIM),
+           ("scratch_bytes", 0, lim.MAX_DIM)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "least", "most"), NUMBERS)
+def test_a_variant(field, least, most):
+    for value in (least, most):
+        variant = replace(VARIANT, **{field: value})
+        assert schema.read_variant(schema.pack_variant(variant), variant.cubin_bytes) == variant
+        assert schema.read_kind(schema.pack_variant(variant))[1] == variant.max_experts
+    for value in (least - 1, most + 1):
+        malformed(
+            schema.read_variant, schema.pack_variant(replace(VARIANT, **{field: value})), 8, told=f"variant.{field} is"
+        )
+
+
+def test_the_kind_of_a_variant_is_its_first_fields():
+    values = msgpack.unpackb(schema.pack_variant(VARIANT))
+    kind = [values[name] for name in ("op", "dtype", "layout", "fusion")]
+    assert schema.read_kind(msgpack.packb(values)) == (kind, VARIANT.max_experts)
+    for experts in (0, lim.MAX_EXPERTS + 1):
+        malformed(schema.read_kind, msgpack.packb(values | {"max_experts": experts}), told="variant.max_experts is")
+    short = dict(itertools.islice(values.items(), 8))
+    malformed(schema.read_kind, msgpack.packb(short), told="variant does not begin with the keys")
+
+
+def test_what_fits_a_problem():
+    kind = [PROBLEM.op.value, PROBLEM.dtype.value, PROBLEM.layout.value, PROBLEM.fusion.value]
+    schema.check_fits({3: (kind, PROBLEM.E)}, PROBLEM)
+    malformed(schema.check_fits, {3: (kind, PROBLEM.E - 1)}, PROBLEM, told="variant 3 is for at most 7 experts")
+    malformed(schema.check_fits, {3: (["dW", *kind[1:]], PROBLEM.E)}, PROBLEM, told="variant 3 is for")
+
+
+def read_back(**fields: object) -> object:
+    """A variant's record with these fields in place of its own, read."""
+    values = msgpack.unpackb(schema.pack_variant(VARIANT)) | fields
+    return schema.read_variant(msgpack.packb(values), VARIANT.cubin_bytes)
+
+
+def test_the_config_of_a_variant():
+    for config in ([], [["a", 0]], [["a", lim.MAX_DIM], ["b", 1]], [[f"k{i:02d}", i] for i in range(lim.MAX_KNOBS)]):
+        assert [list(pair) for pair in read_back(config=config).config] == config
+    for config, told in (
+        ([["a"]], "variant.config has 1 items, wanted 2 to 2"), ([["a", 1, 2]], "variant.config has 3 items"),
+        ([["a", -1]], "variant.config is -1"), ([["a", lim.MAX_DIM + 1]], "variant.config is"),
+        ([["b", 1], ["a", 1]], "variant.config has a after b"), ([["a", 1], ["a", 1]], "variant.config has a after a"),
+        ([[f"k{i:02d}", i] for i in range(lim.MAX_KNOBS + 1)], "65 items|not canonical msgpack"),
+    ):  # fmt: skip
+        malformed(lambda config=config: read_back(config=config), told=told)
+
+
+def test_the_arguments_of_a_variant():
+    for arguments in ([], [["x", "ptr"]], [[f"a{i:02d}", "i32"] for i in range(lim.MAX_ARGUMENTS)]):
+        assert [list(pair) for pair in read_back(arguments=arguments, tensor_maps=[]).arguments] == arguments
+    for arguments, told in (
+        ([["x"]], "variant.arguments has 1 items, wanted 2 to 2"),
+        ([["x", "ptr", 1]], "variant.arguments has 3 items"), ([["x", "desc6"]], "an argument's kind is 'desc6'"),
+        ([["x", "ptr"], ["x", "i32"]], "variant.arguments has one name twice"),
+    ):  # fmt: skip
+        malformed(lambda arguments=arguments: read_back(arguments=arguments, tensor_maps=[]), told=told)
+
+
+def mapped(**fields: object) -> object:
+    values = {"argument": "x", "element": 6, "box": [8, 64], "swizzle": 3} | fields
+    return read_back(arguments=[["x", "desc2"], ["M", "i32"]], tensor_maps=[values]).tensor_maps
+
+
+def test_the_tensor_maps_of_a_variant():
+    for fields in ({}, {"element": 0}, {"element": 255}, {"swizzle": 0}, {"swizzle": 255}, {"box": [1, lim.MAX_BOX]}):
+        (one,) = mapped(**fields)
+        assert {name: getattr(one, name) for name in fields} == {
+            name: tuple(value) if name == "box" else value for name, value in fields.items()
+        }
+    for fields, told in (
+        ({"element": -1}, "tensor_map.element is"), ({"element": 256}, "tensor_map.element is 256, wanted 0 to 255"),
+        ({"swizzle": -1}, "tensor_map.swizzle is"), ({"swizzle": 256}, "tensor_map.swizzle is 256, wanted 0 to 255"),
+        ({"box": [0, 1]}, "tensor_map.box is 0"), ({"box": [1, lim.MAX_BOX + 1]}, "tensor_map.box is 257"),
+        ({"box": [8]}, "tensor_map.box has 1 items, wanted 2 to 2"), ({"box": [8, 8, 8]}, "tensor_map.box has 3 items"),
+        ({"argument": "M"}, "tensor_map.argument is 'M'"), ({"argument": 1}, "tensor_map.argument is 1"),
+        ({"argument": None}, "tensor_map.argument is None"), ({"argument": ["x"]}, r"tensor_map.argument is \['x'\]"),
+    ):  # fmt: skip
+        malformed(lambda fields=fields: mapped(**fields), told=told)
+    malformed(lambda: read_back(arguments=[["x", "desc2"]], tensor_maps=[]), told="variant.tensor_maps has none for x")
+    for rank in (2, 3, 4, 5):
+        one = {"argument": "x", "element": 6, "box": [8] * rank, "swizzle": 3}
+        (found,) = read_back(arguments=[["x", f"desc{rank}"]], tensor_maps=[one]).tensor_maps
+        assert found.box == (8,) * rank
+    twice = {"argument": "x", "element": 6, "box": [8, 8], "swizzle": 3}
+    malformed(
+        lambda: read_back(arguments=[["x", "desc2"]], tensor_maps=[twice, twice]), told="tensor_map.argument is 'x'"
+    )
+
+
+def test_the_alignment_of_a_variant():
+    for alignment in (1, 16):
+        assert read_back(alignment=alignment).alignment == alignment
+    for alignment in (0, 2, 8, 17, True, 16.0, "16", None):
+        malformed(lambda alignment=alignment: read_back(alignment=alignment), told="variant.alignment is")

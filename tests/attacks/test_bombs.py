@@ -1,0 +1,167 @@
+"""Few bytes that claim to be many, in each file that is read: refused, in memory and work that don't follow that."""
+
+from __future__ import annotations
+
+import lzma
+import subprocess
+import sys
+import tracemalloc
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import golden_bundles
+import pytest
+
+from pretuned.aot.journal import file as journals
+from pretuned.aot.journal.file import Header, open_journal, read_journal
+from pretuned.artifacts.errors import BundleCorrupt, BundleTooNew, InputError
+from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.format import codec
+from pretuned.artifacts.records.target import Gpu
+from pretuned.runtime.dispatch.places import ENTRY_POINTS, _entry_points
+
+sys.path.append(str(Path(__file__).parent))
+from test_journals import HEADER, MEASURED, line, written
+
+MANY = 300  # MiB
+
+
+def pressed(path: Path, *parts: bytes, mib: int = MANY, of: bytes = b"\0") -> Path:
+    """An xz file of these parts and then ``mib`` MiB of one byte: some 50 KB."""
+    press = lzma.LZMACompressor(lzma.FORMAT_XZ, preset=1)
+    with path.open("wb") as file:
+        for part in (*parts, *[of * (1 << 20)] * mib):
+            file.write(press.compress(part))
+        file.write(press.flush())
+    return path
+
+
+def peak_mib(read: Callable[[], object]) -> float:
+    tracemalloc.start()
+    try:
+        read()
+        return tracemalloc.get_traced_memory()[1] / (1 << 20)
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_pressed_bundle_takes_no_more_than_its_header_says(tmp_path: Path) -> None:
+    data = codec.encode(golden_bundles.small())
+    bombs = {
+        "it is no bundle: it begins with": (),
+        f"it unpacks to more than the {len(data)} bytes that its header says": (data,),
+        "file is 268435457 bytes, the limit is 268435456": (data[:16] + (1 << 28 | 1).to_bytes(8, "big") + data[24:],),
+    }
+    for message, parts in bombs.items():
+        path = pressed(tmp_path / "one.msgpack.xz", *parts)
+        assert path.stat().st_size < 100_000
+
+        def refused(path: Path = path, message: str = message) -> None:
+            with pytest.raises(BundleCorrupt, match=message):
+                open_bundle(path)
+
+        assert peak_mib(refused) < 16
+
+
+def test_a_pressed_bundle_of_a_later_format_is_told_at_once(tmp_path: Path) -> None:
+    data = codec.encode(golden_bundles.small())
+    path = pressed(tmp_path / "one.msgpack.xz", data[:11] + (7).to_bytes(4, "big") + data[15:])
+    with pytest.raises(BundleTooNew, match="format 7, this version reads 1"):
+        open_bundle(path)
+
+
+@pytest.mark.parametrize("of", [b"\n", b"x"])
+def test_a_compressed_journal_is_read_in_pieces(tmp_path: Path, of: bytes) -> None:
+    path = pressed(tmp_path / "journal.xz", written(tmp_path / "j", HEADER, MEASURED).read_bytes(), of=of)
+
+    def read() -> None:
+        if of == b"x":  # one line that never ends
+            assert len(read_journal(path).records) == 1
+        else:
+            with pytest.raises(InputError, match="over 1,048,576 lines, which is the limit"):
+                read_journal(path)
+
+    assert peak_mib(read) < 32
+
+
+def test_a_compressed_journal_has_a_limit_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = pressed(tmp_path / "journal.xz", written(tmp_path / "j", HEADER).read_bytes(), mib=8, of=b"x")
+    monkeypatch.setattr(journals, "MAX_BYTES", 4 << 20)
+    with pytest.raises(InputError, match="over 4194304 bytes, which is the limit"):
+        read_journal(path)
+
+
+def test_a_line_that_is_too_long_is_left_out_although_its_checksum_is_right(tmp_path: Path) -> None:
+    path = written(tmp_path / "journal", HEADER, MEASURED)
+    text = b'{"record":"' + b"x" * (8 << 20) + b'"}'
+    with path.open("ab") as file:
+        file.write(b"%08x %s\n" % (zlib.crc32(text), text))
+        file.write(path.read_bytes().splitlines(keepends=True)[1])
+    size = path.stat().st_size
+    contents = read_journal(path)
+    assert (len(contents.records), contents.damaged, contents.sound_bytes) == (2, 1, size)
+
+
+def test_a_journal_to_go_on_with_is_read_in_pieces_too(tmp_path: Path) -> None:
+    header = Header(90, Gpu("NVIDIA H200", 132, 143771, 13000), ())
+    path = tmp_path / "journal"
+    with open_journal(path, header):
+        pass
+    sound = path.read_bytes()
+    with path.open("ab") as file:
+        for _ in range(40):
+            file.write(b"x" * (1 << 20))
+
+    def go_on() -> None:
+        with open_journal(path, header) as journal:
+            assert journal.contents.damaged == 0
+
+    assert peak_mib(go_on) < 16
+    assert path.read_bytes() == sound  # the line that was cut is gone
+
+
+BLANKS = """
+import resource
+from pretuned.artifacts.files.signature import _public
+resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
+for begin in (b"", b"-----BEGIN PUBLIC KEY-----", b"ssh-ed25519 ", b"ssh-ed25519 AAAA "):
+    for blank in (b" ", b"\\n"):
+        assert _public(begin + blank * 1_000_000 + b"-----") == b""
+"""
+
+
+def test_blanks_in_a_key_cost_what_they_are() -> None:
+    """8 KB of them took a fifth of a second, in each of 256 keys; a megabyte would take an hour."""
+    subprocess.run([sys.executable, "-c", BLANKS], check=True)
+
+
+def test_lines_of_a_journal_are_of_any_length_and_pieces_end_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path / "journal", HEADER, MEASURED, MEASURED)
+    whole = read_journal(path)
+    for size in (1, 7, 100, 4096):
+        monkeypatch.setattr(journals, "_PIECE_BYTES", size)
+        assert read_journal(path) == whole
+    assert whole.sound_bytes == path.stat().st_size
+    monkeypatch.setattr(journals, "_LONGEST_LINE", len(line("")) - 10 + max(map(len, path.read_bytes().split(b"\n"))))
+    assert read_journal(path).damaged == 0
+
+
+def test_a_package_with_entry_points_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each is looked for, and told where it is not found: so those of one package are few."""
+    for name, count in (("evil", 30_000), ("huge", 200_000), ("good", 3)):
+        (tmp_path / f"{name}-1.0.dist-info").mkdir()
+        lines = "".join(f"{name}{i:05d} = no_{name}_{i}\n" for i in range(count))
+        (tmp_path / f"{name}-1.0.dist-info" / "entry_points.txt").write_text(f"[{ENTRY_POINTS}]\n{lines}")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    found = [one.name for one in _entry_points()]
+    assert [name for name in found if name.startswith("good")] == ["good00000", "good00001", "good00002"]
+    assert len(found) == 67
+    told = sorted(record.getMessage() for record in caplog.records)
+    assert len(told) == 2
+    assert f"{tmp_path}/evil-1.0.dist-info has 30000 entry points pretuned.bundles: the first 64 are asked" in told[0]
+    assert "huge-1.0.dist-info can't be read: entry_points.txt is" in told[1]
