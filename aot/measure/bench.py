@@ -21,6 +21,7 @@ from ...artifacts.errors import BundleError, CudaError, HostError, InputError
 from ...artifacts.files.bundle_file import open_bundle
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem
+from ...kernels.contract.coded import takes_codes_of_x
 from ...kernels.contract.config import Config
 from ...kernels.contract.spec import result_columns
 from ...kernels.contract.words import FLAGS
@@ -316,7 +317,7 @@ class Bench:
         row_weights = None
         if problem.op is Op.FORWARD and Fusion.SCATTER in problem.fusion:  # they are mostly weighted, too
             row_weights = torch.exp2(torch.arange(M, device=self.device) % 3 - 1)  # powers of two: nothing is rounded
-        codes = codes_of_rows(rows) if problem.dtype.quantises_x else None
+        codes = codes_of_rows(rows) if takes_codes_of_x(problem.dtype, problem.layout) else None
         return Tensors(problem, M, rows, w, result, index, top_k, row_weights, codes)
 
     def _weight(self, problem: Problem) -> torch.Tensor | ExpertWeights:

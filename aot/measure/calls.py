@@ -14,7 +14,7 @@ from ...runtime.launch import gemm as launch_gemm
 from ...runtime.launch.block_scaled import block_scaled_launcher
 from ...runtime.launch.mixed_input import addresses_of_scales, mixed_input_launcher, reads_scales_as_they_are
 from ...runtime.weights.expert_weights import ExpertWeights
-from ...runtime.weights.row_codes import values_of_rows
+from ...runtime.weights.row_codes import values_of_rows, values_on_load
 
 TORCH = {one: torch.bfloat16 for one in DType if one.quantised} | {
     DType.BF16: torch.bfloat16, DType.FP16: torch.float16, DType.FP32: torch.float32, DType.TF32: torch.float32,
@@ -28,8 +28,8 @@ class Tensors:
     ``rows`` is x of the forward, [M, K] (or [T, K] where it is gathered), else dy, [M, N]. ``weights`` is w as
     ``problem.layout`` says, or quantised and prepared, or x [M, K] for dW. ``result`` is y, dx or dw. ``index``, int32
     [M], says which rows are moved; x's row is ``index // top_k``. With silu ``result`` is [M, N/2]. ``row_weights``,
-    float32 [M] by index, are multiplied with. ``codes`` are ``rows`` as a product reads them that quantises x
-    (``runtime/weights/row_codes.py``).
+    float32 [M] by index, are multiplied with. ``codes`` are ``rows`` as a product reads them of which a pass makes
+    codes (``runtime/weights/row_codes.py``).
     """
 
     problem: Problem
@@ -42,9 +42,12 @@ class Tensors:
     row_weights: torch.Tensor | None = None
     codes: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def read(self, here: slice) -> torch.Tensor:
-        """Some of ``rows`` as the product reads them."""
-        return self.rows[here] if self.codes is None else values_of_rows(*self.codes, here)
+    def read(self, here: slice | torch.Tensor) -> torch.Tensor:
+        """Some of ``rows`` as the product reads them: quantised, too, where it does so itself."""
+        if self.codes is not None and isinstance(here, slice):
+            return values_of_rows(*self.codes, here)
+        rows = self.rows[here]
+        return values_on_load(rows, self.problem.dtype) if self.problem.dtype.quantises_x else rows
 
     @property
     def dense(self) -> torch.Tensor:

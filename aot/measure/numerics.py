@@ -63,7 +63,7 @@ class NumericsCheck:
         width = on.rows.shape[1] * vectors
         parts = []
         for here in _chunks(on.M, width):
-            rows = on.rows[on.index[here].long() // on.top_k] if gathered and on.index is not None else on.read(here)
+            rows = on.read(on.index[here].long() // on.top_k if gathered and on.index is not None else here)
             parts.append(torch.einsum("mk,mkv->mv", rows.float(), self._projected[expert[here], :, :vectors]))
         return torch.cat(parts)
 

@@ -11,6 +11,7 @@ from ...artifacts.records.bundle import Variant
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
 from ...kernels.contract import mixed_input, registry, rowops
+from ...kernels.contract.coded import takes_codes_of_x
 from ...kernels.contract.config import Config, TileRows
 from ...kernels.contract.rowops import RowOpSpec
 from ...kernels.contract.spec import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec
@@ -177,7 +178,7 @@ def compilable(family: Family, aligned: Iterable[Config], rest: Iterable[Config]
         (rest, 1, enough if quantised else MAX_EXPERTS_FALLBACK),
     ):
         for config in configs:
-            counted = min(most, registry.limits_of(family.gemm, config, quantised=quantised).experts)
+            counted = min(most, registry.limits_of(family.gemm, config, family.dtype).experts)
             if counted >= min(experts):
                 form = (family.gemm, family.dtype, config, family.layout, family.fusion)
                 found.append(Spec(*form, alignment, counted))
@@ -186,20 +187,20 @@ def compilable(family: Family, aligned: Iterable[Config], rest: Iterable[Config]
 
 def has_candidates(family: Family, E: int, sm: int, pool: Pool) -> bool:
     """Whether some candidate of a family counts that many experts."""
-    quantised = family.dtype.quantised
     return any(
-        registry.limits_of(family.gemm, config, quantised=quantised).experts >= E
-        for config in pool.candidates(family, sm)
+        registry.limits_of(family.gemm, config, family.dtype).experts >= E for config in pool.candidates(family, sm)
     )
 
 
 def pass_specs(problems: Iterable[Problem], sm: int, pool: Pool) -> tuple[RowOpSpec, ...]:
     """The passes over rows that go with these problems: a layer of theirs needs them in each dtype, for any shape.
 
-    x is quantised for products that the capability has code for.
+    x is quantised for products that the capability has code for, and that do not quantise it themselves.
     """
     every = [one for one in problems if not one.dtype.quantises_x or pool.candidates(Family.of(one), sm)]
-    return rowops.specs(tuple(dict.fromkeys(one.dtype for one in every)), frozenset(one.op for one in every))
+    codes = any(takes_codes_of_x(one.dtype, one.layout) for one in every)
+    dtypes = tuple(dict.fromkeys(one.dtype for one in every))
+    return rowops.specs(dtypes, frozenset(one.op for one in every), of_codes=codes)
 
 
 def by_code(wanted: Iterable[Spec], sm: int) -> tuple[tuple[Spec, ...], ...]:

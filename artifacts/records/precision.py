@@ -14,8 +14,8 @@ class DType(enum.Enum):
     """What a problem says of its operands: a name of ``PRECISIONS``.
 
     Of the first four all operands are of one type; ``TF32`` is fp32 in memory, multiplied in tf32. Of the others w is
-    quantised, y is bf16, and x is, too, before a pass quantises it for ``FP8_BLOCK``: of these there are only the
-    formats that a kernel multiplies.
+    quantised, y is bf16, and x is, too, before it is quantised for ``FP8_BLOCK`` and ``FP8_CHANNEL``: of these there
+    are only the formats that a kernel multiplies.
     """
 
     BF16 = "bf16"
@@ -32,6 +32,7 @@ class DType(enum.Enum):
     INT4_G128_ZP = "int4_g128_zp"
     FP8_BLOCK = "fp8_block"
     FP8_BLOCK_A16 = "fp8_block_a16"
+    FP8_CHANNEL = "fp8_channel"
     FP8_CHANNEL_A16 = "fp8_channel_a16"
 
     __hash__ = object.__hash__  # as of Op

@@ -11,6 +11,7 @@ from .entry import Box, Constants, KernelEntry, Limits, Tiles
 from .portable import PLAIN
 from .spec import MAX_EXPERTS, Spec
 
+DTYPES = frozenset((DType.FP8_BLOCK,))  # that products of codes in order have, of those that quantise x
 GROUP = 128  # of K, and columns of w, that share a scale
 SCALES = 256  # of x, that TMA loads at once
 _ROWS, _COLUMNS = 128, 256  # of a tile
@@ -71,7 +72,7 @@ ROWS_W8A8 = KernelEntry(
     sha256="5ddc9e3d61b81b7fb6be226f072e30e01a6d8fde37a3b127d4c8bef8dc0c1511",
     launched_since=1,
     ops=frozenset((Op.FORWARD,)),
-    dtypes=frozenset((DType.FP8_BLOCK,)),
+    dtypes=DTYPES,
     fusions=PLAIN,
     needs=frozenset((Feature.WGMMA,)),
     tiles=(

@@ -1,4 +1,7 @@
-"""The entry of the kernel for codes of w and an x of bf16 on every GPU: ``coded`` (forward and dX)."""
+"""The entries of the kernels for codes of w as they are stored: ``coded`` on every GPU (forward and dX), and ``w8a8``.
+
+The first turns codes into bf16. The second quantises x and multiplies codes by codes, where a GPU multiplies e4m3.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,15 @@ from collections.abc import Mapping
 from ...artifacts.records.precision import DType, Scale
 from ...artifacts.records.problem import Fusion, Layout, Op
 from ..codes import BLOCK
-from ..hardware.arch import Arch
+from ..hardware.arch import Arch, Feature
 from .config import Schedule
 from .entry import Box, Constants, KernelEntry, Limits, Tiles
 from .portable import PLAIN
 from .spec import MAX_EXPERTS, Spec
 
 DTYPES = frozenset(one for one in DType if one.quantised and not one.quantises_x)
+OF_BOTH = frozenset((DType.FP8_BLOCK, DType.FP8_CHANNEL))
+STEP = 128  # of K: x's and w's scales of fp8_block are for so many
 _LINE_BYTES = 16  # of a row of codes: as many as are loaded at once
 _BLOCKS = (64, 128, 256)
 
@@ -109,4 +114,54 @@ CODED = KernelEntry(
     layouts=_layouts,
     pointees=_pointees,
     multiples=_multiples,
+)
+
+
+def takes_codes_of_x(dtype: DType, layout: Layout) -> bool:
+    """Whether kernels read x as codes that a pass has made: those for w as it is stored quantise x themselves."""
+    return dtype.quantises_x and layout is not Layout.STORED
+
+
+def _constants_of_both(spec: Spec, _arch: Arch) -> Constants:
+    c = spec.config
+    return {
+        "BLOCK_M": c.block_m,
+        "BLOCK_N": c.block_n,
+        "BLOCK_K": c.block_k,
+        "GROUP_M": c.group_m,
+        "EXPERTS": MAX_EXPERTS,
+        "INDEXED": bool(spec.fusion),
+        "SCALE_ROWS": _scale(spec).rows,
+    }
+
+
+W8A8 = KernelEntry(
+    name="w8a8",
+    revision=1,
+    home="gemm.portable.w8a8",
+    sha256="804c964856f14739d3382993e2ca7f856c20a5f43cdfe7eb03af4f719e99b42d",
+    launched_since=1,
+    ops=frozenset((Op.FORWARD,)),
+    dtypes=OF_BOTH,
+    fusions=PLAIN | {Fusion.GATHER},
+    needs=frozenset((Feature.FP8,)),
+    tiles=(
+        Tiles(
+            Limits(MAX_EXPERTS),
+            {"schedule": (Schedule.TILE,), "block_n": (64, 128), "block_k": (STEP,)},
+            zeroes=True,
+        ),
+    ),
+    pointers=("x", "w", "w_scale", "y", "m_sizes", "index", "row_weights", "bias"),
+    strides=("stride_x_m", "stride_y_m"),
+    steps=("m_sizes_step", "index_step", "index_end", "x_divisor", "flags"),
+    ranks={},
+    descriptors=lambda _spec: (),
+    absent=lambda _spec: (),
+    required=lambda _spec: ("x", "w", "w_scale", "y", "m_sizes"),
+    boxes=_boxes,
+    constants=_constants_of_both,
+    layouts=lambda _op: frozenset((Layout.STORED,)),
+    pointees=lambda _spec: {"w": "*u8"},
+    multiples=lambda _spec: {"N": 8, "K": _LINE_BYTES, "w_scale": _LINE_BYTES},
 )

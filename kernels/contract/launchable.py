@@ -14,7 +14,7 @@ from ...artifacts.records.bundle import TensorMap, Variant
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Op, RowOp
 from ..hardware.arch import SmLimits
-from .coded import CODED
+from .coded import CODED, W8A8
 from .config import Config, Loads
 from .registry import ENTRIES, arguments, boxes, refusal, required, threads
 from .rowops import Block
@@ -151,7 +151,7 @@ def _map(one: TensorMap, block: tuple[int, ...], *, plain: bool) -> tuple[tuple[
 
 def _words_of(variant: Variant) -> Mapping[str, tuple[str, ...]]:
     if variant.dtype.quantised:
-        if variant.kernel == CODED.name:
+        if variant.kernel in (CODED.name, W8A8.name):
             return _PLAIN_CODES
         return _SCALED if variant.dtype.quantises_x else _CODES
     return _WEIGHT if variant.op is Op.DW else _ROWS

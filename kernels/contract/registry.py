@@ -12,7 +12,7 @@ from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem
 from ..hardware.arch import arch_of
 from .block_scaled import ROWS_W8A8
-from .coded import CODED
+from .coded import CODED, W8A8
 from .config import Config, out_of_range
 from .entry import Box, Constants, Entry, KernelEntry, Limits, Tiles
 from .hopper import ROWS_FITTED, ROWS_SPECIALIZED, WEIGHT_SPECIALIZED
@@ -22,27 +22,35 @@ from .rowops import ROW_OPS, RowOpSpec
 from .spec import Spec, gemm_of
 
 KERNELS: tuple[KernelEntry, ...] = (
-    ROWS, WEIGHT, ROWS_SPECIALIZED, ROWS_FITTED, WEIGHT_SPECIALIZED, ROWS_WNA16, ROWS_W8A8, CODED,
+    ROWS, WEIGHT, ROWS_SPECIALIZED, ROWS_FITTED, WEIGHT_SPECIALIZED, ROWS_WNA16, ROWS_W8A8, CODED, W8A8,
 )  # fmt: skip
 ENTRIES: Mapping[str, Entry] = {one.name: one for one in (*KERNELS, *ROW_OPS)}
 
+
+def _kind(dtype: DType) -> tuple[bool, bool]:
+    """Which operands are of codes, w and x: kernels of two kinds may have one schedule."""
+    return dtype.quantised, dtype.quantises_x
+
+
 _BY_FORM: Mapping[tuple[object, ...], KernelEntry] = {
-    (op, quantised, *how): one
+    (op, kind, *how): one
     for one in KERNELS
-    for quantised in {dtype.quantised for dtype in one.dtypes}
+    for kind in {_kind(dtype) for dtype in one.dtypes}
     for op in one.ops
     for how in one.schedules()
 }
+_KINDS = tuple(dict.fromkeys(map(_kind, DType)))
 _NOTHING = Limits(experts=0)
 
 
-def kernel_of(op: Op, config: Config, *, quantised: bool = False) -> KernelEntry | None:
-    """The kernel that computes an op by a config's schedule, of w as it is or of its codes; None where none does.
+def kernel_of(op: Op, config: Config, dtype: DType = DType.BF16) -> KernelEntry | None:
+    """The kernel that computes an op by a config's schedule, of operands of such a kind; None where none does.
 
-    Where none of that kind has such a schedule it is the one of the other kind, which says what it is for.
+    Where none of that kind has such a schedule it is one of another kind, which says what it is for.
     """
-    how = config.schedule, config.rows
-    return _BY_FORM.get((op, quantised, *how)) or _BY_FORM.get((op, not quantised, *how))
+    kinds = (_kind(dtype), *_KINDS)
+    found = (_BY_FORM.get((op, kind, config.schedule, config.rows)) for kind in kinds)
+    return next(filter(None, found), None)
 
 
 def has_code(op: Op, dtype: DType, sm: int, layout: Layout | None = None) -> bool:
@@ -63,7 +71,7 @@ def entry_of(spec: Spec | RowOpSpec) -> Entry:
 
 
 def _entry(spec: Spec) -> KernelEntry:
-    found = kernel_of(spec.op, spec.config, quantised=spec.dtype.quantised)
+    found = kernel_of(spec.op, spec.config, spec.dtype)
     if found is None:
         raise LookupError(f"no kernel of {spec.op.value} has such a schedule: {spec.config}")
     return found
@@ -75,22 +83,22 @@ def refusal(spec: Spec, sm: int | None = None) -> str | None:
 
     ``sm`` is None of compiled code, which says itself where it runs. What fits a GPU is read from the compiled cubin.
     """
-    wrong, entry = out_of_range(spec.config), kernel_of(spec.op, spec.config, quantised=spec.dtype.quantised)
+    wrong, entry = out_of_range(spec.config), kernel_of(spec.op, spec.config, spec.dtype)
     if wrong or entry is None:
         return wrong or f"no kernel of {spec.op.value} has such a schedule: {spec.config}"
     return entry.refusal(spec, None if sm is None else arch_of(sm))
 
 
 @functools.lru_cache(maxsize=4096)
-def tiles_of(op: Op, config: Config, *, quantised: bool = False) -> Tiles | None:
-    """What the kernel of an op, of w as it is or of its codes, declares of such tiles, or None where it has none."""
-    entry = kernel_of(op, config, quantised=quantised)
+def tiles_of(op: Op, config: Config, dtype: DType = DType.BF16) -> Tiles | None:
+    """What the kernel of an op, of operands of such a kind, declares of such tiles, or None where it has none."""
+    entry = kernel_of(op, config, dtype)
     return None if entry is None else entry.tiles_of(config)
 
 
-def limits_of(op: Op, config: Config, *, quantised: bool = False) -> Limits:
+def limits_of(op: Op, config: Config, dtype: DType = DType.BF16) -> Limits:
     """The most that a kernel of this config can do: nothing where there is none."""
-    tiles = tiles_of(op, config, quantised=quantised)
+    tiles = tiles_of(op, config, dtype)
     return _NOTHING if tiles is None else tiles.limits
 
 

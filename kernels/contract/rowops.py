@@ -175,9 +175,10 @@ class RowOpSpec(NamedTuple):
         return f"{self.op.value} {self.dtype.value} {self.config}" + (" unaligned" if self.alignment == 1 else "")
 
 
-def specs(dtypes: tuple[DType, ...], ops: frozenset[Op]) -> tuple[RowOpSpec, ...]:
+def specs(dtypes: tuple[DType, ...], ops: frozenset[Op], *, of_codes: bool | None = None) -> tuple[RowOpSpec, ...]:
     """The passes that go with these GEMMs, aligned and not: that of the activation's gradient only beside dX or dW.
 
+    Those that quantise x are there with ``of_codes``: if None, where some dtype does so.
     What has no dtype is there once: the sort of the slots for any alignment, what clears rows for aligned ones.
     """
     passes = [RowOp.COMBINE] if ops else []
@@ -185,7 +186,7 @@ def specs(dtypes: tuple[DType, ...], ops: frozenset[Op]) -> tuple[RowOpSpec, ...
     passes += [RowOp.ACTIVATION_GRAD] if ops & {Op.DX, Op.DW} else []
     passes += [RowOp.GATHER] if ops else []
     kinds = dict.fromkeys(dtype_of(dtype) for dtype in dtypes)
-    quantised = any(dtype.quantises_x for dtype in dtypes)
+    quantised = any(dtype.quantises_x for dtype in dtypes) if of_codes is None else of_codes
     found = [RowOpSpec(one, dtype, alignment) for one in passes for dtype in kinds for alignment in (16, 1)]
     found += [RowOpSpec(RowOp.QUANTIZE, DType.BF16)] if quantised else []
     found += [RowOpSpec(RowOp.ACTIVATION_CODES, DType.BF16)] if quantised and Op.FORWARD in ops else []

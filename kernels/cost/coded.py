@@ -1,9 +1,10 @@
-"""The cost model of products whose w is of codes, by the kernel for every GPU: docs/inside/cost-model.md.
+"""The cost model of products whose w is of codes as stored, by the kernels for all GPUs: docs/inside/cost-model.md.
 
 As in ``mixed_input.py``, with what differs between GPUs taken from their tables: a tile takes its start and, for each
 step, the longest of turning its codes into bf16, multiplying them and loading both operands; tiles are handed out as
-programs become free. One constant is measured (``eight_bits_apart``), the others are counted
-instructions, and figures of ``constants.py``.
+programs become free. Where codes are multiplied by codes x is turned into such in place of w, each step's product is
+added to sums, and the product itself takes half as long. One constant is measured (``eight_bits_apart``), the others
+are counted instructions, and figures of ``constants.py``.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from typing import NamedTuple
 from ...artifacts.records.problem import Layout, Problem
 from ..codes import BLOCK
 from ..contract.spec import gemm_of
-from ..hardware.arch import arch_of
+from ..hardware.arch import Feature, arch_of
 from ..hardware.chips import Chip
 from .constants import CONSTANTS, SIZES, Constants
 from .profile import Resources, join, occupancy
 from .routing import expected_rows
+
+
+_TCGEN05_ROWS = 64  # of the least tile
 
 
 class CodedConstants(NamedTuple):
@@ -27,6 +31,11 @@ class CodedConstants(NamedTuple):
     four_bits: float = 9.0  # unpack, two products, half a conversion, to shared memory and back
     eight_bits: float = 9.0
     eight_bits_apart: float = 60.0  # codes in order, over one block of columns: 6 x as long on an H200
+    of_x: float = 6.0  # x to codes: widen, largest, scale, half a conversion, to shared memory and back
+    of_largest: float = 3.0  # the first time round, where a scale is of a whole row
+    promoted: float = 2.0  # for each sum
+    rate: float = 2.0  # of e4m3, of that of bf16
+    widened: float = 2.0  # w to fp16, where tiles of so few rows have no products of e4m3
     step_ns: float = 350.0  # barriers, and the way through shared memory, of one program
     tile_ns: float = 1500.0
     norm: float = 4.0
@@ -50,8 +59,16 @@ def coded_us(problem: Problem, M: int, resources: Resources, chip: Chip, constan
     per_element = c.four_bits if precision.w.bits == 4 else c.eight_bits
     if precision.w.bits == 8 and problem.layout is Layout.NK and config.block_n > BLOCK:
         per_element = c.eight_bits_apart
-    decode_ns = elements * per_element / (arch.limits.fp32_lanes * chip.clock_ghz)  # of a whole SM
+    work = elements * per_element
     peak = chip.bf16_tflops * 1e3 / chip.sm_count * family.sustained  # FLOPs a ns
+    if problem.dtype.quantises_x:
+        largest = c.of_largest if precision.x.scale is not None and not precision.x.scale.columns else 0.0
+        work = config.block_m * (config.block_k * (c.of_x + largest) + config.block_n * c.promoted)
+        if config.block_m < _TCGEN05_ROWS and arch.has(Feature.TCGEN05):
+            work += elements * c.widened
+        else:
+            peak *= c.rate
+    decode_ns = work / (arch.limits.fp32_lanes * chip.clock_ghz)  # of a whole SM
     height = family.rows[SIZES.index(config.block_m)] if config.block_m in SIZES else 1.0
     dot_ns = 2.0 * config.block_m * elements / (peak * height)
     loaded_bytes = config.block_m * config.block_k * 2 + elements * precision.w.bits / 8

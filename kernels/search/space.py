@@ -41,7 +41,7 @@ def _pool(op: Op, dtype: DType, sm: int) -> list[Config]:
     arch = arch_of(sm)
     if dtype.quantised:
         own = hopper.candidates(op, dtype) if arch.generation is Generation.HOPPER else []
-        return own + coded.candidates(op, dtype)
+        return own + coded.candidates(op, dtype, sm)
     if arch.generation is Generation.HOPPER:
         return hopper.candidates(op, dtype)
     if arch.has(Feature.TMA):
@@ -80,7 +80,7 @@ def fallbacks(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
     """
     arch_of(sm)
     if dtype.quantised:
-        return tuple(coded.fallbacks(op, dtype))
+        return tuple(coded.fallbacks(op, dtype, sm))
     rows: Rows
     if dtype is DType.FP32:
         rows = ((32, 32, 32, 4, 2),) if op is Op.DW else ((16, 32, 32, 4, 2), (64, 64, 16, 8, 2))

@@ -8,6 +8,7 @@ bucket, that it pays with the pass added, whose time is ``pass_us``:
   where they are gathered;
 - modelled: by more than 5 %, which is what the cost model does not tell apart.
 
+The kernels for w as it is stored quantise x themselves: their products have no pass, and rows are gathered on load.
 Without a choice of their own for either, both are modelled and compared likewise. A bundle without the pass, a GPU
 whose memory's rate is not known and rows of x that are not dense leave x as it is.
 """
@@ -22,8 +23,11 @@ from ...artifacts.records.bundle import Source
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Problem, RowOp, bucket_of
 from ...artifacts.records.target import Gpu, LocalGpu
+from ...kernels.contract.coded import takes_codes_of_x
+from ...kernels.contract.registry import has_code
 from ...kernels.contract.rowops import dtype_of
 from ...kernels.hardware import chips
+from ...kernels.hardware.arch import ARCHS, Feature
 from . import compare, gather, rowops
 from .decide import Decision, settle
 from .ranking import Candidate, Match
@@ -41,16 +45,27 @@ class ActivationsVerdict(NamedTuple):
 
 
 def verdict(
-    snapshot: Snapshot, problem: Problem, other: DType, M: int, local: LocalGpu, *, top_k: int
+    snapshot: Snapshot, problem: Problem, other: DType, M: int, local: LocalGpu, *, top_k: int, aligned: bool = True
 ) -> ActivationsVerdict:
     """Which product runs M rows: ``problem``, whose x is quantised, or that of ``other``; the module has the rule.
 
-    ``top_k`` sorted rows read each row of x where they are gathered, 0 says that they are not.
+    ``top_k`` sorted rows read each row of x where a pass gathers them, 0 says that none does. ``aligned`` is as in
+    ``decide``.
     """
     bucket = bucket_of(M)
     while True:  # each turn drops a bundle
         with contextlib.suppress(Rejected):
-            return _verdict(snapshot, problem, replace(problem, dtype=other), bucket, local, top_k)
+            return _verdict(snapshot, problem, replace(problem, dtype=other), bucket, local, top_k, aligned)
+
+
+def without_code(problem: Problem, local: LocalGpu) -> str | None:
+    """Why no product on a GPU has x quantised for it, for that no kernel does so there, or None."""
+    known = ARCHS.get(local.sm)
+    if known is None or has_code(problem.op, problem.dtype, local.sm, problem.layout):
+        return None
+    if not known.has(Feature.FP8):
+        return f"x stays bf16: {known} has no products of e4m3, so w becomes bf16"
+    return f"x stays bf16: no kernel for {known} multiplies codes by codes of such w"
 
 
 def pass_us(M: int, K: int, top_k: int, gpu: Gpu) -> float | None:
@@ -67,33 +82,39 @@ def pass_us(M: int, K: int, top_k: int, gpu: Gpu) -> float | None:
 
 
 def _verdict(
-    snapshot: Snapshot, problem: Problem, plain: Problem, bucket: int, local: LocalGpu, top_k: int
+    snapshot: Snapshot, problem: Problem, plain: Problem, bucket: int, local: LocalGpu, top_k: int, aligned: bool
 ) -> ActivationsVerdict:
-    if not rowops.ranked(snapshot, RowOp.QUANTIZE, dtype_of(problem.dtype), local, aligned=True):
+    passes = takes_codes_of_x(problem.dtype, problem.layout)
+    if lacking := without_code(problem, local):
+        return ActivationsVerdict(None, lacking)
+    if not passes and not snapshot.serves(problem, local):
+        return ActivationsVerdict(None, "x stays bf16: no bundle has the product of codes")
+    if passes and not rowops.ranked(snapshot, RowOp.QUANTIZE, dtype_of(problem.dtype), local, aligned=True):
         return ActivationsVerdict(None, "x stays bf16: no usable bundle has the pass that quantises it")
-    ran = settle(snapshot, plain, bucket, local, True, False)
+    ran = settle(snapshot, plain, bucket, local, aligned, False)
     found: Candidate | str
     if not isinstance(ran, Decision):  # nothing else runs
-        alone = settle(snapshot, problem, bucket, local, True, False)
+        alone = settle(snapshot, problem, bucket, local, aligned, False)
         if isinstance(alone, Decision):
             return ActivationsVerdict(alone.chosen, "x is quantised: no bundle runs the product with x of bf16")
         return ActivationsVerdict(None, "no bundle runs the product")
     if ran.chosen.match is Match.EXACT:
-        found = compare.rival(snapshot, ran.chosen, problem, bucket, local, True)
+        found = compare.rival(snapshot, ran.chosen, problem, bucket, local, aligned)
     else:
-        other = settle(snapshot, problem, bucket, local, True, False)
+        other = settle(snapshot, problem, bucket, local, aligned, False)
         found = other.chosen if isinstance(other, Decision) else "no bundle runs it"
         if isinstance(found, Candidate) and (found.match, ran.chosen.match) != (Match.COST_MODEL, Match.COST_MODEL):
             found = "its time and that with x of bf16 are not of one source"
     if isinstance(found, str):
         return ActivationsVerdict(None, f"x stays bf16: of the product of codes, {found}")
     gpu = local.gpu if ran.chosen.gpu is None else ran.chosen.gpu
-    own_us = pass_us(bucket, problem.K, top_k, gpu)
-    gather_us = gather.pass_us(bucket, problem.K, 2, top_k, gpu) if top_k else 0.0
+    own_us = pass_us(bucket, problem.K, top_k, gpu) if passes else 0.0
+    gather_us = gather.pass_us(bucket, problem.K, 2, top_k, gpu) if top_k and passes else 0.0
     if own_us is None or gather_us is None:
         return ActivationsVerdict(None, "x stays bf16: the memory's rate of this GPU is not known")
     beside = f" and the gather {gather_us:.1f} us" if gather_us else ""
-    times = f"{found.time_us:.1f} us {found.source.value} and the pass {own_us:.1f} us, with x of bf16 "
+    times = f"{found.time_us:.1f} us {found.source.value}"
+    times += f" and the pass {own_us:.1f} us, with x of bf16 " if passes else ", with x of bf16 "
     times += f"{ran.chosen.time_us:.1f} us{beside}"
     margin = gather.MARGIN if found.source is Source.MODELLED else 1.0
     if (found.time_us + own_us) * margin >= ran.chosen.time_us + gather_us:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ...artifacts.errors import InputError
+from ...artifacts.errors import BundleError, InputError
 from ...artifacts.limits import MAX_DIM
 from ...artifacts.records.precision import PRECISIONS, DType, dtypes_of
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem
@@ -75,7 +76,8 @@ def of_numbers(
     torchs: Mapping[Any, DType] = DTYPES
     check_numbers(E=E, N=N, K=K)
     if weights is not None:
-        dtype = dtype_of_weights(weights, "explain").value
+        dtype_of_weights(weights, "explain")
+        dtype = dtypes_of(weights)[0].value  # the checkpoint's: x may be quantised, too
     try:
         return Problem(Op.FORWARD, torchs.get(dtype) or DType(dtype), E or 0, N or 0, K or 0, Layout(w_layout))
     except (TypeError, ValueError) as error:  # TypeError: something that has no hash
@@ -122,7 +124,7 @@ def _of_quantised(
     from ..weights.order import ORDERS
 
     call = tensors.check(x, tensors.outline(w, x, w_layout), m_sizes, w_layout)
-    dtype = next(reversed(w.kernel_dtypes), None)  # of which x stays as it is
+    dtype = next(iter(w.kernel_dtypes), None)
     if dtype is None:
         raise InputError(f"explain: no kernel is for {w.format} weights: torch dequantises them, expert by expert")
     order = ORDERS.get(w.format)
@@ -131,3 +133,24 @@ def _of_quantised(
     problem = Problem(Op.FORWARD, dtype, E, N, K, Layout.NK if w.order or fits else Layout.STORED)
     aligned = suits(problem) and tensors.rows_usable(call.x) and x.dtype is torch.bfloat16
     return problem, call.M, aligned, call.x.get_device() if call.x.is_cuda else device
+
+
+def assumed_top_k(snapshot: Snapshot, problem: Problem, local: LocalGpu) -> tuple[int, str | None]:
+    """How many sorted rows read each row of x where nobody says; and in words whose number that is, if rows do."""
+    if Fusion.GATHER not in problem.fusion or problem.op is Op.DX:
+        return 1, None
+    if problem.top_k:
+        return problem.top_k, None
+    product = replace(problem, fusion=Fusion.NONE, top_k=0)
+    names: dict[int, str] = {}
+    for usable in snapshot.view(local, installed=True).usable:
+        with contextlib.suppress(BundleError):  # its choices may be whole, and run
+            for model in usable.bundle.models():
+                plain = (replace(one, layout=problem.layout, fusion=Fusion.NONE, top_k=0) for one in model.problems)
+                if product in plain:
+                    names.setdefault(model.top_k, model.name)
+    if not names:
+        return 1, "top_k=1, as no bundle has a model with this product"
+    least, *more = sorted(names)
+    others = "".join(f"; {names[one]} has {one}" for one in more)
+    return least, f"top_k={least}, as {names[least]} has{others}"

@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ...artifacts.errors import BundleError, HostError, InputError, PretunedError, TargetMismatch
+from ...artifacts.errors import HostError, InputError, PretunedError, TargetMismatch
 from ...artifacts.names import printable
+from ...artifacts.records.precision import dtypes_of
 from ...artifacts.records.problem import Fusion, Op, Problem, bucket_of
 from ...artifacts.records.target import Gpu, LocalGpu
+from ...kernels.contract.coded import takes_codes_of_x
 from ...kernels.hardware import arch, chips
 from .. import settings, verdicts
-from ..dispatch import compiled, epilogue, gather
+from ..dispatch import activations, compiled, epilogue, gather
 from ..dispatch import snapshot as bundles
 from ..dispatch.decide import Decision, miss_reason, reason, settle
 from ..dispatch.hints import build_line, remedy
@@ -21,7 +23,7 @@ from ..dispatch.ranking import Candidate, Match, Origin, chosen, modelled
 from ..dispatch.snapshot import Rejected, Skipped, Snapshot, View
 from ..driver.device import current_device, local_gpu
 from . import low_rank
-from .asked import as_read, check_numbers, of_numbers, of_tensors, suits
+from .asked import as_read, assumed_top_k, check_numbers, of_numbers, of_tensors, suits
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +41,8 @@ class Explanation:
     ``candidates`` are ranked, the first is what runs; there are none where torch would run it, or Triton would first
     compile it (``runs``, after ``allow_jit``). Past the first, times are for this very bucket: what a bundle says of
     it, or else what the cost model expects. With ``gathered_first`` a pass gathers the rows of x beforehand, and the
-    first is for the product that is left: its time is without the pass, whose time ``reason`` has. ``raises`` is the
+    first is for the product that is left: its time is without the pass, whose time ``reason`` has. So it is with
+    ``quantised_first``, of a pass that makes codes of x; the others leave x as it is. ``raises`` is the
     error that the call ends with instead, if any: of strict mode, or of a file that PRETUNED_BUNDLES names. ``assumed``
     says, of rows that are gathered, which top_k was taken where none was given. ``proof`` says where the code that runs
     was judged or proven on this capability, or that its first use proves it (``launch/proof.py``). Where no bundle can
@@ -57,6 +60,7 @@ class Explanation:
     compiles: bool = False
     raises: str | None = None
     gathered_first: bool = False
+    quantised_first: bool = False
     assumed: str | None = None
     build: str | None = None
     proof: str | None = None
@@ -74,6 +78,7 @@ class Explanation:
         if best is None:
             return ()
         first = (f"gather the rows of x into a scratch [{self.M}, K]",) if self.gathered_first else ()
+        first = (f"quantise the rows of x into codes [{self.M}, K]",) if self.quantised_first else first
         return *first, f"{best.variant.entry} {best.config}"
 
     @property
@@ -94,6 +99,7 @@ class Explanation:
             "runs": self.runs,
             "raises": self.raises,
             "gathered_first": self.gathered_first,
+            "quantised_first": self.quantised_first,
             "steps": list(self.steps),
             "assumed": self.assumed,
             "reason": self.reason,
@@ -233,9 +239,11 @@ def examine(
     are gathered beforehand where that pays, for an index that need not be checked.
     """
     if top_k is None:
-        top_k, assumed = _assumed(snapshot, problem, local)
+        top_k, assumed = assumed_top_k(snapshot, problem, local)
         told = examine(snapshot, problem, M, local, aligned=aligned, strict=strict, top_k=top_k)
         return replace(told, assumed=assumed)
+    if problem.dtype.quantises_x and problem.op is Op.FORWARD:
+        return _with_x_quantised(snapshot, problem, M, local, aligned, strict, top_k)
     if (stored := as_read(snapshot, problem, local)) is not problem:
         return examine(snapshot, stored, M, local, aligned=aligned, strict=strict, top_k=top_k)
     if Fusion.GATHER in problem.fusion and gather.never_on_load(problem):
@@ -297,25 +305,30 @@ def examine(
             )  # fmt: skip
 
 
-def _assumed(snapshot: Snapshot, problem: Problem, local: LocalGpu) -> tuple[int, str | None]:
-    """How many sorted rows read each row of x where nobody says; and in words whose number that is, if rows do."""
-    if Fusion.GATHER not in problem.fusion or problem.op is Op.DX:
-        return 1, None
-    if problem.top_k:
-        return problem.top_k, None
-    product = replace(problem, fusion=Fusion.NONE, top_k=0)
-    names: dict[int, str] = {}
-    for usable in snapshot.view(local, installed=True).usable:
-        with contextlib.suppress(BundleError):  # its choices may be whole, and run
-            for model in usable.bundle.models():
-                plain = (replace(one, layout=problem.layout, fusion=Fusion.NONE, top_k=0) for one in model.problems)
-                if product in plain:
-                    names.setdefault(model.top_k, model.name)
-    if not names:
-        return 1, "top_k=1, as no bundle has a model with this product"
-    least, *more = sorted(names)
-    others = "".join(f"; {names[one]} has {one}" for one in more)
-    return least, f"top_k={least}, as {names[least]} has{others}"
+def _with_x_quantised(
+    snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, aligned: bool, strict: bool, top_k: int
+) -> Explanation:
+    """Of weights whose checkpoint has x quantised: that product where it pays, else the one with x as it is; and why.
+
+    A pass that makes codes gathers the rows, too; a kernel that makes them itself gathers them on load.
+    """
+    *_, other = dtypes_of(problem.dtype.value)
+    told = examine(
+        snapshot, replace(problem, dtype=other), M, local, aligned=aligned, strict=strict, top_k=top_k
+    )  # fmt: skip
+    codes = replace(problem, layout=told.problem.layout)
+    passes, gathers = takes_codes_of_x(codes.dtype, codes.layout), Fusion.GATHER in problem.fusion
+    left = replace(codes, fusion=codes.fusion & ~Fusion.GATHER) if passes else codes
+    ruled = activations.verdict(
+        snapshot, left, other, M, local, top_k=top_k if passes and gathers else 0, aligned=aligned
+    )
+    if ruled.chosen is None or (passes and not aligned):
+        return replace(told, reason=f"{told.reason}; {ruled.reason}") if told.candidates else told
+    found = (ruled.chosen, *told.candidates)
+    return replace(
+        told, problem=codes, reason=ruled.reason, candidates=found, compiles=False, raises=None, build=None,
+        gathered_first=False, quantised_first=passes,
+    )  # fmt: skip
 
 
 def _gathered_first(

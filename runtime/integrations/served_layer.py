@@ -10,6 +10,7 @@ from ..artifacts.errors import InputError
 from ..artifacts.records.precision import DType, dtypes_of
 from ..artifacts.records.problem import Layout, Op, Problem, buckets_between
 from ..artifacts.records.target import LocalGpu
+from ..kernels.contract.block_scaled import DTYPES as CODES_BY_CODES
 from ..kernels.contract.registry import has_code
 from ..kernels.hardware.arch import refusal
 from ..runtime.dispatch import snapshot as dispatch_snapshot
@@ -45,8 +46,9 @@ class ServedLayer(NamedTuple):
 
     @property
     def all_problems(self) -> tuple[Problem, ...]:
-        """These, and those whose x is quantised, too, where the checkpoint says so."""
-        return tuple(problem for dtype in dtypes_of(self.dtype.value) for problem in self._products(dtype))
+        """These, and those whose x is quantised, too, where the checkpoint says so and codes in order have such."""
+        dtypes = [one for one in dtypes_of(self.dtype.value) if not one.quantises_x or one in CODES_BY_CODES]
+        return tuple(problem for dtype in dtypes for problem in self._products(dtype))
 
     def _products(self, dtype: DType) -> tuple[Problem, Problem]:
         wide = 2 * self.I if self.act.gated else self.I
@@ -78,7 +80,7 @@ def lacks(layer: ServedLayer, local: LocalGpu, *, tokens: int, any_variant: bool
     """
     if not platform_supported():
         return f"bundles run on linux x86_64 and aarch64, this is {platform_name()}"
-    if layer.dtype.quantised and not has_code(Op.FORWARD, layer.dtype, local.sm, Layout.NK):
+    if layer.dtype.quantised and not has_code(Op.FORWARD, layer.problems[0].dtype, local.sm, Layout.NK):
         return f"no kernel for {local} reads {layer.dtype.value} weights in the order that engines' layers are put into"
     most = min(max(tokens, 1) * layer.top_k, _ROWS)
     for problem in layer.problems if any_variant else layer.all_problems:

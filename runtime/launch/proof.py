@@ -25,6 +25,7 @@ from ...artifacts.records.precision import PRECISIONS, dtypes_of
 from ...artifacts.records.problem import Fusion, Layout, Op, RowOp
 from ...artifacts.records.target import Gpu, LocalGpu, cuda_version
 from ...kernels import reference
+from ...kernels.contract.coded import takes_codes_of_x
 from ...kernels.hardware import arch
 from .. import verdicts
 from ..driver import cuda
@@ -34,7 +35,7 @@ from ..driver.launcher import Launcher
 from ..locks import lock
 from ..settings import settings
 from ..weights.expert_weights import ExpertWeights
-from ..weights.row_codes import codes_of_rows, values_of_rows
+from ..weights.row_codes import codes_of_rows, values_of_rows, values_on_load
 from . import gemm
 from .block_scaled import block_scaled_launcher
 from .mixed_input import addresses_of_scales, mixed_input_launcher, reads_scales_as_they_are
@@ -294,14 +295,13 @@ def _of_codes(variant: Variant, draw: Draw, here: TrialPlace) -> _Operands:
     format = next(name for name in PRECISIONS if dtype in dtypes_of(name))
     w = ExpertWeights.quantize(draw.normal(len(_COUNTS), N, K) * K**-0.5, format)
     values = w.dequantize(torch.float32)
-    if variant.op is Op.DX:
-        values = values.transpose(1, 2)
+    values = values.transpose(1, 2) if variant.op is Op.DX else values
     columns, reduction = values.shape[1:]
     placed = (w.prepare() if ordered else w).to(here.device)
     x = _some_nan(_rows_of_x(draw, reduction)).bfloat16()
-    if not dtype.quantises_x:
-        x_placed, turned = here.put(x, aligned=variant.alignment > 1), variant.op is Op.DX
-        return _Operands(columns, reduction, turned, x_placed, placed, x.float(), values)
+    if not takes_codes_of_x(dtype, variant.layout):
+        there, read = here.put(x, aligned=variant.alignment > 1), values_on_load(x, dtype)
+        return _Operands(columns, reduction, variant.op is Op.DX, there, placed, read, values)
     codes, scale = codes_of_rows(x)
     known, every = values_of_rows(codes, scale, slice(0, _M)), here.put(codes.view(torch.uint8))
     return _Operands(columns, reduction, False, every, placed, known, values, here.put(scale))

@@ -12,6 +12,7 @@ import torch
 
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp, bucket_of
+from ...kernels.contract.block_scaled import DTYPES as CODES_BY_CODES
 from ...kernels.contract.mixed_input import prepares
 from ...kernels.contract.rowops import PICKED
 from ...kernels.contract.words import ALIGNMENT_BYTES, is_aligned
@@ -72,7 +73,11 @@ def low_rank_of_quantised(call: Rows, w: ExpertWeights) -> Ready | None:
     if low is None:
         raise AssertionError("a product without a low-rank part")
     (E, N, K), first = w.shape, bool(call.gather_divisor)
-    if not dtypes or (call.op is Op.FORWARD and dtypes[0].quantises_x) or (first and not call.may_gather_first(True)):
+    if (
+        not dtypes
+        or (call.op is Op.FORWARD and dtypes[0] in CODES_BY_CODES)
+        or (first and not call.may_gather_first(True))
+    ):
         return None
     fused, zeroes = call.fusion & ~Fusion.GATHER, call.zero_tail and not call.uses_index
     fixed = (w.format, E, N, K, low.x.shape[1], call.gather_divisor, fused.value, call.m_sizes.dtype, zeroes)
@@ -100,7 +105,7 @@ def ready_for_activated(call: Rows, w: ExpertWeights) -> Ready | None:
     The pass before it is one that makes codes of act(h); None where there is none, or x is not to be quantised.
     """
     h, device, (_, N, K) = call.x, call.x.get_device(), w.shape
-    if not any(one.quantises_x for one in w.kernel_dtypes) or not is_aligned(ALIGNMENT_BYTES, h.data_ptr()):
+    if CODES_BY_CODES.isdisjoint(w.kernel_dtypes) or not is_aligned(ALIGNMENT_BYTES, h.data_ptr()):
         return None
     # (Rows as those that the two would be: which product it is, and its place in the table, are those of such a call.)
     ready = ready_for_quantised(dataclasses.replace(call, x=h.new_empty((1, K))), w, h.new_empty((1, N)))
@@ -136,6 +141,12 @@ def _of_codes_as_they_are(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Read
 
     def build() -> Ready | None:
         problem = problem_of(call.op, x, E, N, K, layout, fusion, w.kernel_dtypes[-1])
+        if platform_supported() and (both := _by_codes(problem, w.kernel_dtypes)) is not None:
+            kernel = _verdicts_kernel(both, problem.dtype, call.M, device, 0, aligned=aligned)
+            if kernel is not None:
+                from .gemm import Fused
+
+                return of_rows(kernel, both, call, Fused(fusion, step, call.gather_divisor or 1, zeroes, few, beside))
         if not dispatch_snapshot.snapshot().serves(problem, local_gpu(device)):  # torch's warning names the format
             return None
         kernel = kernel_for(problem, call.M, device, aligned=aligned)
@@ -146,6 +157,12 @@ def _of_codes_as_they_are(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Read
         return of_rows(kernel, problem, call, Fused(fusion, step, call.gather_divisor or 1, zeroes, few, beside))
 
     return kept(key, build)
+
+
+def _by_codes(problem: Problem, dtypes: tuple[DType, ...]) -> Problem | None:
+    """The same product by a kernel that quantises x itself; None where there is none."""
+    quantises = problem.op is Op.FORWARD and problem.layout is Layout.STORED and dtypes[0].quantises_x
+    return dataclasses.replace(problem, dtype=dtypes[0]) if quantises else None
 
 
 def _of_ordered(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready | None:
@@ -167,7 +184,7 @@ def _of_ordered(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready | None:
     step = index_step(call) if call.uses_index else 1
     few, beside = may_clear(call, y) if call.zero_tail and call.uses_index else (True, True)
     zeroes = call.zero_tail and (few or beside)
-    codes = dtypes[0] if dtypes[0].quantises_x and (first or row_stride(x, K) == K) else None
+    codes = dtypes[0] if dtypes[0] in CODES_BY_CODES and (first or row_stride(x, K) == K) else None
     fixed = (w.format, E, N, K, call.gather_divisor, fusion.value, step, m_sizes.dtype, zeroes, few, beside)
     key = ("mixed", *fixed, bucket_of(call.M), device, first, codes is None)
 
@@ -202,7 +219,7 @@ def _of_codes(problem: Problem, other: DType, call: Rows, fused: Fused) -> Ready
     """A kernel for a product of codes after the pass that quantises x; None where one that leaves x is to run."""
     device = call.x.get_device()
     kernel = _verdicts_kernel(problem, other, call.M, device, call.gather_divisor)
-    quantize = rowops.launcher(RowOp.QUANTIZE, DType.BF16, device, aligned=True)
+    quantize = None if kernel is None else rowops.launcher(RowOp.QUANTIZE, DType.BF16, device, aligned=True)
     if kernel is None or quantize is None:
         return None
     from .block_scaled import block_scaled_launcher
@@ -213,7 +230,9 @@ def _of_codes(problem: Problem, other: DType, call: Rows, fused: Fused) -> Ready
     return Ready(launcher, name_of(problem, kernel), quantize=quantize)
 
 
-def _verdicts_kernel(problem: Problem, other: DType, M: int, device: int, top_k: int) -> LoadedKernel | None:
+def _verdicts_kernel(
+    problem: Problem, other: DType, M: int, device: int, top_k: int, *, aligned: bool = True
+) -> LoadedKernel | None:
     """The variant that ``verdict`` names, loaded on ``cuda:device``; None where x stays as it is."""
     from ..dispatch.activations import verdict  # here, as only a first launch needs them
     from .loader import load_first
@@ -221,7 +240,7 @@ def _verdicts_kernel(problem: Problem, other: DType, M: int, device: int, top_k:
     snapshot, local = dispatch_snapshot.snapshot(), local_gpu(device)
 
     def choose() -> tuple[Usable, int] | None:
-        chosen = verdict(snapshot, problem, other, M, local, top_k=top_k).chosen
+        chosen = verdict(snapshot, problem, other, M, local, top_k=top_k, aligned=aligned).chosen
         return None if chosen is None else (chosen.usable, chosen.index)
 
     return load_first(snapshot, choose, local, device)

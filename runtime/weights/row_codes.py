@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from ...artifacts.records.precision import DType
 from ...kernels.codes import BLOCK
 from ...kernels.contract.block_scaled import GROUP, scale_columns
-from .codes import E4M3_MOST
+from .codes import E4M3_MOST, quantise_rows
 from .order import K_ORDER
 
 _CHUNK_ELEMENTS = 1 << 26
@@ -37,3 +38,9 @@ def values_of_rows(codes: torch.Tensor, scale: torch.Tensor, here: slice) -> tor
     natural[..., torch.tensor(K_ORDER, device=bits.device)] = bits
     groups = natural.view(torch.float8_e4m3fn).float().view(len(rows), -1, GROUP)
     return (groups * scale[:, here].T[..., None]).view(rows.shape)
+
+
+def values_on_load(x: torch.Tensor, dtype: DType) -> torch.Tensor:
+    """Rows [M, K] as a product of a dtype reads them that takes them as they are, and may quantise them; float32."""
+    scale = dtype.precision.x.scale
+    return x.float() if scale is None else quantise_rows(x, scale)

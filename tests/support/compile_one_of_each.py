@@ -66,9 +66,14 @@ OLDER = [
       ((Op.FORWARD, DType.MXFP4), (Op.DX, DType.INT4_G32_ZP), (Op.FORWARD, DType.FP8_CHANNEL_A16))),
     *(RowOpSpec(one, DType.BF16) for one in RowOp if one not in MAKES_CODES),
 ]  # fmt: skip
+BY_CODES = [  # where a GPU multiplies e4m3; on 10.0 by tcgen05, whose tiles have 64 rows and more
+    Spec(Op.FORWARD, DType.FP8_BLOCK, ONE_TILE, Layout.STORED, Fusion.GATHER),
+    Spec(Op.FORWARD, DType.FP8_CHANNEL, Config(64, 128, 128, 8, 3, schedule=Schedule.TILE), Layout.STORED),
+]
 
 if __name__ == "__main__":
-    for sm, specs in ((90, SPECS), (90, SPECIALISED), (80, OLDER)):
+    every = ((90, SPECS), (90, SPECIALISED), (80, OLDER), (89, BY_CODES), (100, BY_CODES), (120, BY_CODES))
+    for sm, specs in every:
         for spec in specs:
             if reason := unable(spec):
                 print(f"{spec}: {reason}", flush=True)

@@ -27,6 +27,8 @@ from ...runtime.api.grouped_gemm import grouped_gemm
 from ...runtime.api.lora import Lora
 from ...runtime.api.moe import moe_mlp, sort_routing
 from ...runtime.check.tensors import DTYPES, PLAIN, bad
+from ...runtime.dispatch import snapshot as dispatch_snapshot
+from ...runtime.driver.device import local_gpu
 from ...runtime.inspect.preload import preload
 from ...runtime.launch.quantised import wants_order
 from ...runtime.ops.layer import FrozenWeights, Weights, weights_of
@@ -122,8 +124,10 @@ def prepare(experts: Any) -> None:
 
 @functools.cache
 def _load(problems: frozenset[Problem], device: int) -> None:
-    if problems:
-        preload(problems=problems, device=device)
+    there, local = dispatch_snapshot.snapshot(), local_gpu(device)
+    found = [one for one in problems if not one.dtype.quantises_x or there.serves(one, local)]
+    if found:
+        preload(problems=found, device=device)
 
 
 def _problems(experts: Any, names: tuple[str, str], codes: list[ExpertWeights | None]) -> frozenset[Problem]:
@@ -131,10 +135,9 @@ def _problems(experts: Any, names: tuple[str, str], codes: list[ExpertWeights | 
     found: set[Problem] = set()
     layout = Layout.KN if experts.is_transposed else Layout.NK
     for name, one in zip(names, codes, strict=True):
-        if one is not None:  # (codes as they are stored are multiplied with x as it is)
-            dtypes, lies = (one.kernel_dtypes, Layout.NK) if one.order else (one.kernel_dtypes[-1:], Layout.STORED)
-            E, N, K = one.shape
-            found |= {Problem(Op.FORWARD, dtype, E, N, K, lies) for dtype in dtypes}
+        if one is not None:
+            (E, N, K), lies = one.shape, Layout.NK if one.order else Layout.STORED
+            found |= {Problem(Op.FORWARD, dtype, E, N, K, lies) for dtype in one.kernel_dtypes}
             continue
         w, _ = adapted(experts, name)
         if w.dtype not in DTYPES or type(w) not in PLAIN:

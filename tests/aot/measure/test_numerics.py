@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from pretuned.aot.measure.numerics import NumericsCheck
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import PLAIN_LAYOUTS, Fusion, Layout, Op, Problem
 from pretuned.kernels import reference
+from pretuned.runtime.weights.codes import quantise_rows
 from pretuned.runtime.weights.row_codes import codes_of_rows, values_of_rows
 
 E = 16
@@ -116,7 +119,10 @@ def test_the_judge_takes_quantised_weights(dtype: DType, fusion: Fusion) -> None
 
 @pytest.mark.parametrize("fusion", [Fusion.NONE, Fusion.SCATTER])
 def test_the_judge_reads_the_codes_of_a_product_that_quantises_x(fusion: Fusion) -> None:
-    """A result of x's codes is right; one of x itself is off by what quantising loses, which is more than is let be."""
+    """A result of x's codes is right; one of x itself is off by what quantising loses, which is more than is let be.
+
+    That holds for codes that a pass makes, and for those that a kernel for w as it is stored makes itself.
+    """
     count, N, K, M = 3, 256, 384, 50
     problem = Problem(Op.FORWARD, DType.FP8_BLOCK, count, N, K, Layout.NK, fusion)
     w = quantised_weights(count, N, K, DType.FP8_BLOCK, "cpu")
@@ -138,4 +144,21 @@ def test_the_judge_reads_the_codes_of_a_product_that_quantises_x(fusion: Fusion)
     quantised = values_of_rows(*codes, slice(0, M))
     assert 2e-4 < judged(quantised, codes) < 6e-3
     assert judged(rows.float(), codes) > 1e-2
-    assert judged(quantised, None) > 1e-2
+    problem = replace(problem, layout=Layout.STORED)
+    assert 2e-4 < judged(quantised, None) < 6e-3
+    assert judged(rows.float(), None) > 1e-2
+
+
+@pytest.mark.parametrize("dtype", [DType.FP8_BLOCK, DType.FP8_CHANNEL])
+def test_the_judge_quantises_rows_that_are_gathered(dtype: DType) -> None:
+    count, N, K, M, top_k = 2, 64, 200, 24, 2
+    problem = Problem(Op.FORWARD, dtype, count, N, K, Layout.STORED, Fusion.GATHER)
+    w = quantised_weights(count, N, K, dtype, "cpu", prepared=False)
+    rows, index = activations(M // top_k, K, torch.bfloat16, "cpu"), torch.randperm(M).to(torch.int32)
+    scale = dtype.precision.x.scale
+    assert scale is not None
+    x, dense = quantise_rows(rows, scale)[index.long() // top_k], w.dequantize(torch.float32)
+    y = torch.cat((x[:20] @ dense[0].T, x[20:] @ dense[1].T)).bfloat16()
+    on = Tensors(problem, M, rows, w, y, index, top_k)
+    judge = NumericsCheck(problem, w, torch.device("cpu"))
+    assert 2e-4 < judge.error(on, judge.reference(on, [20, 4])) < 6e-3

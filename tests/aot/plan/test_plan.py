@@ -10,11 +10,11 @@ from pretuned.aot.models.layer import LayerGemm, LayerShard
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.families import Pool, low_rank_specs, pass_specs, specs, to_compile
 from pretuned.aot.plan.plan import buckets_between, built_of_codes, plan, planned_on, unaligned, without_code
-from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.precision import DType, dtypes_of
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp, bucket_of
 from pretuned.kernels.contract.rowops import RowOpSpec
 from pretuned.kernels.contract.spec import code_of
-from pretuned.kernels.hardware.arch import arch_of, supported
+from pretuned.kernels.hardware.arch import Feature, arch_of, supported
 from pretuned.kernels.search.space import candidates
 
 QWEN3 = LayerShard(
@@ -296,9 +296,23 @@ def test_dw_alone_of_codes_is_refused() -> None:
 def test_where_there_is_no_such_code_nothing_is_planned_for_it() -> None:
     made = plan([replace(QWEN3, dtypes=(DType.FP8_BLOCK, DType.BF16), tokens=(1, 8))])
     assert {one.dtype for one in planned_on(made, [90]).problems} == {DType.FP8_BLOCK, DType.BF16}
-    for sms in ([80], [100, 120]):
-        assert {one.dtype for one in planned_on(made, sms).problems} == {DType.BF16}
+    assert {one.dtype for one in planned_on(made, [80, 86]).problems} == {DType.BF16}
     assert DType.FP8_BLOCK in {one.dtype for one in planned_on(made, [80, 90]).problems}
+
+
+@pytest.mark.parametrize("format", ["fp8_block", "fp8_channel"])
+def test_codes_by_codes_are_planned_where_a_gpu_multiplies_them(format: str) -> None:
+    """Of w as it is stored, in every form of a forward, on GPUs that multiply e4m3; 9.0 has those of w in order."""
+    made = plan([replace(QWEN3, dtypes=dtypes_of(format), weights=(format,), tokens=(1, 8))])
+    for sm in (80, 86, 89, 100, 103, 120, 121):
+        able = arch_of(sm).has(Feature.FP8)
+        of_both = [one for one in planned_on(made, [sm]).problems if one.dtype.quantises_x]
+        assert {(one.op, one.layout) for one in of_both} == ({(Op.FORWARD, Layout.STORED)} if able else set())
+        assert len(of_both) == (4 if able else 0)  # two products, plain and with rows moved
+        beside = {one.op for one in pass_specs(planned_on(made, [sm]).problems, sm, Pool())}
+        assert not beside & {RowOp.QUANTIZE, RowOp.ACTIVATION_CODES}
+    on_hopper = {one.layout for one in planned_on(made, [90]).problems if one.dtype.quantises_x}
+    assert on_hopper == ({Layout.NK} if format == "fp8_block" else set())
 
 
 def test_a_spec_s_weights_are_what_is_planned() -> None:
@@ -329,7 +343,7 @@ def coded(*ops: Op) -> LayerShard:
 
 
 def test_a_capability_without_code_for_the_published_format_has_what_stands_in() -> None:
-    codes = DType.FP8_BLOCK  # of x, too: 9.0 alone has code
+    codes = DType.FP8_BLOCK  # of x, too: not every GPU multiplies them
     made = plan([replace(coded(Op.FORWARD), dtypes=(codes,))])
     assert {one.dtype for one in planned_on(made, [90]).problems} == {codes}
     assert [one.dtype for one in planned_on(made, [90]).models] == [codes]

@@ -30,7 +30,7 @@ def test_of_a_quantised_dtype_x_and_y_are_bf16() -> None:
         assert row.quantised
         assert row.y == PRECISIONS["bf16"].x
         assert dtype.itemsize == 2
-        assert dtype.quantises_x is (dtype is DType.FP8_BLOCK)
+        assert dtype.quantises_x is (dtype in (DType.FP8_BLOCK, DType.FP8_CHANNEL))
         assert dtype.quantises_x or (row.x, row.math) == (row.y, "bf16")
 
 
@@ -38,7 +38,7 @@ def test_the_dtypes_that_the_kernels_have_for_a_format() -> None:
     found = {name: [one.value for one in dtypes_of(name)] for name in PRECISIONS}
     assert all(found.values())
     others = {name: some for name, some in found.items() if some != [name]}
-    assert others == {"fp8_block": ["fp8_block", "fp8_block_a16"], "fp8_channel": ["fp8_channel_a16"]}
+    assert others == {name: [name, f"{name}_a16"] for name in ("fp8_block", "fp8_channel")}
     assert dtypes_of("nf4") == ()
 
 

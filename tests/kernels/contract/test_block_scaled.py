@@ -14,7 +14,7 @@ from pretuned.kernels.contract.config import Config, Edge, Loads, Schedule, Tile
 from pretuned.kernels.contract.registry import refusal
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.hardware.arch import arch_of
-from pretuned.kernels.search.space import candidates, fallbacks, shared_bytes_at_least
+from pretuned.kernels.search.space import candidates, shared_bytes_at_least
 
 CONFIG = Config(128, 256, 128, 8, 4, loads=Loads.TMA, schedule=Schedule.BLOCK_SCALED)
 
@@ -23,8 +23,8 @@ def spec(config: Config = CONFIG, op: Op = Op.FORWARD, fusion: Fusion = Fusion.N
     return Spec(op, DType.FP8_BLOCK, config, fusion=fusion)
 
 
-def test_the_entry_is_for_what_quantises_x() -> None:
-    assert ROWS_W8A8.dtypes == {one for one in DType if one.quantises_x}
+def test_the_entry_is_for_scales_of_blocks() -> None:
+    assert ROWS_W8A8.dtypes == {DType.FP8_BLOCK}
 
 
 def test_every_candidate_is_accepted_comes_back_and_is_this_kernel_s() -> None:
@@ -35,7 +35,7 @@ def test_every_candidate_is_accepted_comes_back_and_is_this_kernel_s() -> None:
             assert refusal(spec(config, fusion=fusion), 90) is None
             assert registry.entry_of(spec(config, fusion=fusion)) is ROWS_W8A8
         assert Config.from_pairs(config.pairs()) == config
-        assert registry.limits_of(Op.FORWARD, config).steps == 2**20 - 1
+        assert registry.limits_of(Op.FORWARD, config, DType.FP8_BLOCK).steps == 2**20 - 1
         assert registry.clears(Fusion.SCATTER, config)
         room = arch_of(90).limits.shared_per_block_bytes
         assert (
@@ -51,8 +51,7 @@ def test_gradients_have_none(op: Op) -> None:
 
 @pytest.mark.parametrize("sm", [80, 86, 89, 100, 103, 120, 121])
 def test_other_capabilities_have_none(sm: int) -> None:
-    assert candidates(Op.FORWARD, DType.FP8_BLOCK, sm) == ()
-    assert fallbacks(Op.FORWARD, DType.FP8_BLOCK, sm) == ()
+    assert CONFIG.schedule not in {one.schedule for one in candidates(Op.FORWARD, DType.FP8_BLOCK, sm)}
     assert "has no " in str(refusal(spec(), sm))
 
 

@@ -45,7 +45,7 @@ def test_what_an_entry_declares_is_not_refused(entry: KernelEntry, tiles: Tiles)
     for spec in specs(entry, tiles):
         assert refusal(spec) is None
         assert registry.entry_of(spec) is entry
-        assert registry.tiles_of(spec.op, spec.config) is not None
+        assert registry.tiles_of(spec.op, spec.config, spec.dtype) is not None
 
 
 @pytest.mark.parametrize(("entry", "tiles"), EVERY)
@@ -62,7 +62,7 @@ def test_what_it_does_not_declare_is_refused(entry: KernelEntry, tiles: Tiles) -
                 assert told is not None
     for other in {*DType} - entry.dtypes:
         told = refusal(replace(spec, dtype=other))
-        another = registry.kernel_of(spec.op, spec.config, quantised=other.quantised)
+        another = registry.kernel_of(spec.op, spec.config, other)
         if another is entry:
             assert f"its dtypes are {', '.join(sorted(one.value for one in entry.dtypes))}" in str(told)
         else:  # two kernels have such tiles: of w as it is, and of its codes
@@ -108,7 +108,7 @@ def test_experts_beyond_what_a_kernel_counts_are_refused() -> None:
         ),
     ):  # fmt: skip
         spec = Spec(Op.FORWARD, dtype, config, layout, max_experts=most)
-        assert registry.limits_of(spec.op, config, quantised=dtype.quantised).experts == most
+        assert registry.limits_of(spec.op, config, dtype).experts == most
         assert refusal(spec) is None
         assert f"it counts {most} experts at most, not {most + 1}" in str(refusal(replace(spec, max_experts=most + 1)))
 

@@ -1,4 +1,4 @@
-"""The cost model of the kernel for codes of w: what it must tell apart, and what was measured on an H200."""
+"""The cost model of the kernels for codes of w as stored: what it must tell apart, and what was measured on an H200."""
 
 from __future__ import annotations
 
@@ -71,3 +71,27 @@ def test_it_is_near_what_was_measured() -> None:
     """Qwen3-30B-A3B's first product in mxfp4 on an H200: 26 us of one token's 8 rows, 1298 of 8192 tokens'."""
     for M, config, us in ((8, tile(16, 64, 128, stages=4), 26), (65536, tile(128, 128, 64, 8), 1298)):
         assert us / 2.5 < coded_us(qwen(), M, config, H200) < 2.5 * us
+
+
+@pytest.mark.parametrize("dtype", [DType.FP8_BLOCK, DType.FP8_CHANNEL])
+@pytest.mark.parametrize("sm", [89, 100, 103, 120, 121])
+def test_many_rows_are_faster_by_codes_than_by_bf16(sm: int, dtype: DType) -> None:
+    """A scale of a whole row of x costs one look more at it."""
+    chip, plain = chip_for(sm), DType(f"{dtype.value}_a16")
+
+    def best(one: DType, M: int) -> float:
+        every = [resources(config, dtype=one, sm=sm) for config in candidates(Op.FORWARD, one, sm)]
+        return min(coded_us(qwen(dtype=one), M, each, chip) for each in every)
+
+    assert best(dtype, 1 << 16) < best(plain, 1 << 16)
+    assert best(dtype, 8) < 1.3 * best(plain, 8)
+    assert best(DType.FP8_BLOCK, 1 << 16) <= best(dtype, 1 << 16)
+
+
+def test_of_few_rows_a_data_centre_s_blackwell_multiplies_fp16() -> None:
+    """tcgen05 has tiles of 64 rows and more: below, codes take longer by a clock's worth of conversions."""
+    few, many = (
+        resources(Config(m, 64, 128, 4, 3, schedule=Schedule.TILE), 128, DType.FP8_BLOCK, 100) for m in (32, 64)
+    )
+    took = {m: coded_us(qwen(dtype=DType.FP8_BLOCK), 1 << 16, one, chip_for(100)) for m, one in ((32, few), (64, many))}
+    assert took[64] < 0.7 * took[32]

@@ -13,11 +13,11 @@ from pretuned.artifacts.files.publish import publish
 from pretuned.artifacts.format.codec import encode
 from pretuned.artifacts.records.bundle import Variant
 from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op, Problem, RowOp
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
 from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.runtime.dispatch import activations
 from pretuned.runtime.dispatch.activations import verdict
-from pretuned.runtime.dispatch.places import Kind, Place
+from pretuned.runtime.dispatch.places import Kind, Place, installed_places
 from pretuned.runtime.dispatch.snapshot import Snapshot
 
 BUNDLES = Path(__file__).parents[3] / "artifacts/bundles"
@@ -110,3 +110,42 @@ def test_a_measured_time_and_a_modelled_one_are_not_compared(tmp_path: Path) -> 
     half = part_of(tmp_path / "half.msgpack", lambda one: one.dtype is DType.FP8_BLOCK)
     why = "its time and that with x of bf16 are not of one source"
     assert of_part(half) == f"x stays bf16: of the product of codes, {why}"
+
+
+STORED = replace(GATE_UP, layout=Layout.STORED)
+
+
+def of_candidates(problem: Problem, M: int, sm: int, *, aligned: bool = True) -> activations.ActivationsVerdict:
+    """By the candidates that ship, on a GPU of the capability that nobody names."""
+    other, local = DType(f"{problem.dtype.value}_a16"), LocalGpu(sm, Gpu("", 100, 40 << 10, 0))
+    return verdict(Snapshot((), installed_places), problem, other, M, local, top_k=0, aligned=aligned)
+
+
+@pytest.mark.parametrize("fusion", [Fusion.NONE, Fusion.SCATTER, Fusion.GATHER])
+@pytest.mark.parametrize("sm", [89, 100, 103, 120, 121])
+def test_a_kernel_that_quantises_x_itself_runs_many_rows(sm: int, fusion: Fusion) -> None:
+    """Where a GPU multiplies e4m3; no pass is asked for, and no GPU's memory has to be known."""
+    found = of_candidates(replace(STORED, fusion=fusion), 1 << 16, sm)
+    assert found.chosen is not None, found.reason
+    assert (found.chosen.variant.kernel, found.chosen.variant.alignment) == ("w8a8", 16)
+    assert found.reason.startswith("x quantised, too, is faster at M near 65536: the product ")
+    assert "the pass" not in found.reason
+    unaligned = of_candidates(replace(STORED, fusion=fusion), 1 << 16, sm, aligned=False)
+    assert unaligned.chosen is None or unaligned.chosen.variant.alignment == 1
+
+
+@pytest.mark.parametrize(
+    ("sm", "problem", "told"),
+    [
+        (80, STORED, "x stays bf16: sm_80 has no products of e4m3, so w becomes bf16"),
+        (86, GATE_UP, "x stays bf16: sm_86 has no products of e4m3, so w becomes bf16"),
+        (89, replace(STORED, dtype=DType.FP8_CHANNEL), "x stays bf16: no bundle has the product of codes"),
+        (
+            90, replace(GATE_UP, dtype=DType.FP8_CHANNEL),
+            "x stays bf16: no kernel for sm_90a multiplies codes by codes of such w",
+        ),
+    ],
+)  # fmt: skip
+def test_why_x_stays_where_nothing_multiplies_codes(sm: int, problem: Problem, told: str) -> None:
+    found = of_candidates(problem, 1 << 16, sm)
+    assert found == (None, told)

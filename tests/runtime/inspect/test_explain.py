@@ -266,6 +266,30 @@ def test_a_format_of_weights_is_asked_for_by_its_name() -> None:
     assert explain(E=256, N=4096, K=7168, M=64, sm=90, weights="fp8_block").problem.dtype is DType.FP8_BLOCK_A16
 
 
+def test_it_says_whether_x_is_quantised_and_why() -> None:
+    """By what ships: on 9.0 after a pass, on others that multiply e4m3 by the product itself."""
+    layer = {"E": 128, "N": 1536, "K": 2048, "weights": "fp8_block"}
+    few, many = (explain(M=M, sm=90, **layer) for M in (8, 1 << 16))  # type: ignore[arg-type]
+    assert (few.problem.dtype, few.quantised_first) == (DType.FP8_BLOCK_A16, False)
+    assert "; x of bf16 is no slower: " in few.reason
+    assert (many.problem.dtype, many.quantised_first, many.aligned) == (DType.FP8_BLOCK, True, True)
+    assert [one.split()[0] for one in many.steps] == ["quantise", "rows_w8a8"]
+    assert many.to_dict()["quantised_first"] is True
+    assert many.reason.startswith("x quantised, too, is faster at M near 65536")
+    gathered = explain(replace(many.problem, fusion=Fusion.GATHER), M=1 << 16, sm=90, top_k=8)
+    assert (gathered.quantised_first, gathered.gathered_first) == (True, False)
+    assert [one.split()[0] for one in gathered.steps] == ["quantise", "rows_w8a8"]
+    assert explain(M=1 << 16, sm=90, **(layer | {"weights": "fp8_block_a16"})).steps[0].startswith("rows_wna16")
+    for sm in (89, 100, 120):
+        told = explain(M=1 << 16, sm=sm, **layer)  # type: ignore[arg-type]
+        assert (told.problem.layout, told.quantised_first) == (Layout.STORED, False)
+        assert [one.split()[0] for one in told.steps] == ["w8a8"]
+    for sm in (80, 86):
+        told = explain(M=1 << 16, sm=sm, **layer)  # type: ignore[arg-type]
+        assert told.problem.dtype is DType.FP8_BLOCK_A16
+        assert told.reason.endswith(f"; x stays bf16: sm_{sm} has no products of e4m3, so w becomes bf16")
+
+
 @pytest.mark.parametrize("weights", ["mxfp4", "nvfp4", "int4_g32", "int4_g128", "fp8_block", "fp8_channel", "fp32"])
 def test_what_no_bundle_has_ends_in_the_line_that_builds_it(tmp_path: Path, weights: str) -> None:
     problem = of_numbers(8, 1024, 768, "bf16", weights, "nk")

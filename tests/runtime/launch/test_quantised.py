@@ -248,3 +248,35 @@ def test_codes_of_w_are_proven_in_the_order_and_of_the_sizes_that_their_code_is_
         assert on.columns % 8
         assert on.reduction % 8
         assert on.x.data_ptr() % 16
+
+
+@pytest.mark.parametrize("format", ["fp8_block", "fp8_channel"])
+def test_codes_by_codes_where_that_is_faster(gpu: Gpu80, monkeypatch: pytest.MonkeyPatch, format: str) -> None:
+    """One launch, of x as it is: the kernel quantises it. dX, and weights with ``quantize_x=False``, leave it."""
+    asked: list[tuple[Problem, DType, bool]] = []
+
+    def chosen(problem: Problem, other: DType, *_: int, aligned: bool = True) -> gemm.LoadedKernel | None:
+        if problem.layout is Layout.NK:
+            return None
+        asked.append((problem, other, aligned))
+        gpu._running = record(problem, 16)
+        return loaded(gpu._running)
+
+    monkeypatch.setattr(quantised, "_verdicts_kernel", chosen)
+    w, x, m_sizes = weights(format), torch.randn(T, K).bfloat16(), counts()
+    y = grouped_gemm(x, w, m_sizes)
+    problem, other = Problem(Op.FORWARD, DType(format), E, N, K, Layout.STORED), DType(f"{format}_a16")
+    assert asked == [(problem, other, True)]
+    assert gpu.asked == []
+    ((programs, read),) = gpu.launched
+    assert gpu._running is not None
+    assert gpu._running.kernel == "w8a8"
+    wanted = {"x": x, "w": w.codes, "w_scale": w.scale, "y": y, "m_sizes": m_sizes}
+    assert {name: read[name] for name in wanted} == {name: one.data_ptr() for name, one in wanted.items()}
+    assert [read[name] for name in ("M", "N", "K", "E", "stride_x_m", "stride_y_m")] == [T, N, K, E, K, N]
+    assert programs == ((T - E) // 16 + E) * (N // 64)
+    assert w.order == 0
+    grouped_gemm_dX(torch.randn(T, N).bfloat16(), w, m_sizes)
+    grouped_gemm(x, weights(other.value), m_sizes)
+    assert [one.dtype for one in gpu.asked] == [other, other]
+    assert len(asked) == 1
