@@ -33,6 +33,7 @@ from ..compile.cache import CompileCache
 from ..compile.pool import CompileJob, compile_all
 from ..compile.shipped import Shipped
 from ..compile.triton import Compiled
+from ..executors.local import LocalExecutor, begun
 from ..journal.file import read_journal
 from ..plan.families import Family, Pool, by_code, compilable, serves
 from ..plan.plan import BuildPlan
@@ -70,6 +71,14 @@ def measure_cells(
     CompileError, HostError
         if nothing can be compiled, and there is nothing else.
     """
+    with begun(device) as gpu:
+        _measure_cells(cells, models, sm, device, gpu, budget_s, cache, made, answer)
+
+
+def _measure_cells(
+    cells: Sequence[tuple[str, Sequence[int]]], models: Sequence[tuple[str, int, str, Sequence[str]]], sm: int,
+    device: int, gpu: LocalExecutor | None, budget_s: float, cache: str | None, made: Sequence[str], answer: Path,
+) -> None:  # fmt: skip
     wanted = {_problem(problem): tuple(buckets) for problem, buckets in cells}
     records = tuple(
         Model(name, 1, 1, top_k, DType(dtype), tuple(map(_problem, problems)))
@@ -85,10 +94,13 @@ def measure_cells(
     planned = planned.without({one for one in wanted if not any(serves(variant, one) for variant in able)})
     every = choose_among_all(planned, candidates.every, sm)
     publish(path, codec.encode(assembled(planned, candidates, every, None)))
+    if gpu is not None:
+        with open_bundle(path) as bundle:
+            gpu.measures(str(path), bundle.digest)
     runs = found.on(planned.buckets)
     tune_problems(
-        planned.buckets, path, journal, budget_s=budget_s, gpus=[device], with_torch=False,
-        entrants=Entrants(_SHARE, runs=runs),
+        planned.buckets, path, journal, budget_s=budget_s, gpus=[device],
+        executors=None if gpu is None else [gpu], with_torch=False, entrants=Entrants(_SHARE, runs=runs, quick=True),
     )  # fmt: skip
     answer.write_bytes(codec.encode(measured_bundle(planned, candidates, read_journal(journal), runs)))
 

@@ -32,6 +32,13 @@ def greet(setup: Setup) -> WorkerInfo:
     return hello(setup)
 
 
+def wake(device: int) -> None:
+    """In a worker that has no candidates yet: what takes a second or two, torch and the GPU's context."""
+    from ..measure.bench import wake as woken
+
+    woken(device)
+
+
 def run(setup: Setup, job: MeasureJob) -> MeasureResult:
     """In a worker: measure."""
     from ..measure.bench import run as measured
@@ -54,6 +61,7 @@ class LocalExecutor:
         self._setup, self._scratch, self._timeout_s = setup, scratch, timeout_s
         self._greet, self._run = greet, run
         self._pool: Any = None
+        self._begun = False
 
     @property
     def name(self) -> str:
@@ -61,14 +69,29 @@ class LocalExecutor:
         return f"GPU {self._setup.device}"
 
     def start(self) -> Future[WorkerInfo]:
-        """A new process, whatever was there before."""
+        """A new process, whatever was there before; or the one that has ``begun``."""
+        if not self._begun:
+            self._renew()
+        self._begun = False
+        return self._schedule(self._greet, (self._setup,), START_TIMEOUT_S)
+
+    def begin(self, wake: Callable[[int], None] = wake) -> None:
+        """The process now, which wakes up while the caller makes candidates: ``measures``, then ``start``."""
+        self._renew()
+        self._begun = True
+        self._schedule(wake, (self._setup.device,), START_TIMEOUT_S)  # what goes wrong ``start`` meets, too, and tells
+
+    def measures(self, candidates: str, digest: bytes) -> None:
+        """What it is to measure, where that was not known before."""
+        self._setup = Setup(candidates, digest, self._setup.device)
+
+    def _renew(self) -> None:
         from pebble import ProcessPool
 
         self.shutdown()
         self._pool = ProcessPool(
             max_workers=1, context=get_context("spawn"), initializer=start_worker, initargs=(str(self._scratch),)
         )
-        return self._schedule(self._greet, (self._setup,), START_TIMEOUT_S)
 
     def submit(self, job: MeasureJob) -> Future[MeasureResult]:
         """Measure in the worker."""
@@ -136,3 +159,18 @@ def local_gpus(candidates: str, digest: bytes, gpus: Sequence[int] | None) -> It
         finally:
             for executor in executors:
                 executor.shutdown()
+
+
+@contextlib.contextmanager
+def begun(device: int) -> Iterator[LocalExecutor | None]:
+    """The executor of one GPU of this machine, begun, and ended with the block; None where it has no such GPU."""
+    if not 0 <= device < gpu_count():
+        yield None
+        return
+    with scratch_folder() as scratch:
+        executor = LocalExecutor(Setup("", b"", device), scratch)
+        executor.begin()
+        try:
+            yield executor
+        finally:
+            executor.shutdown()

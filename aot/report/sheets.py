@@ -50,7 +50,7 @@ def sheet(
         buckets.setdefault(problem, set()).update(there.keys() - named.get(problem, set()))
     known = _Known(sm, _default_gpu(bundle, journals), bundle, variants, found)
     ordered = sorted(buckets, key=lambda problem: problem.sort_key)
-    cells = [one for problem in ordered for one in _Product(problem, known).cells(sorted(buckets[problem]))]
+    cells = [one for problem in ordered for one in _CellMaker(problem, known).cells(sorted(buckets[problem]))]
     chips = dict.fromkeys(_chip(cell.gpu, sm) for cell in cells)
     models = plan.models if plan is not None else bundle.models if bundle is not None else ()
     notes = [f"{one.damaged} damaged records of a journal are left out" for one in journals if one.damaged]
@@ -124,7 +124,7 @@ class _Known:
         return Ranker([Resources.of(variant)], canonical.op, canonical.dtype, self.chip(gpu))
 
 
-class _Product:
+class _CellMaker:
     """Makes the cells of one problem."""
 
     def __init__(self, problem: Problem, known: _Known) -> None:

@@ -290,6 +290,10 @@ class BundleFile:
         """The models that it was built for."""
         return self._index.models()
 
+    def models_of(self, problem: Problem) -> tuple[Model, ...]:
+        """Those of them that have this product, in whatever dtype and layout."""
+        return self._index.models_of(problem)
+
     def cubin(self, i: int) -> bytes:
         """The code of variant ``i``: the very bytes whose digest was checked. IndexError if there is none."""
         sha256 = self._index.variant(i).cubin_sha256

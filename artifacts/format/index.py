@@ -12,7 +12,7 @@ from .. import limits as lim
 from ..errors import BundleCorrupt
 from ..names import is_label
 from ..records.bundle import Choice, Model, Variant
-from ..records.problem import Problem
+from ..records.problem import Fusion, Op, Problem
 from ..records.target import Gpu, Target
 from .checks import fields, integer, items, name, pick
 from .schema import (
@@ -64,6 +64,13 @@ def glance_at_gpus(begin: bytes) -> tuple[Gpu, ...] | None:
         return None
 
 
+ProductKey = tuple[Op, Fusion, int, int, int]  # a problem without how its numbers are held
+
+
+def _product(problem: Problem) -> ProductKey:
+    return problem.op, problem.fusion, problem.E, problem.N, problem.K
+
+
 class Index:
     """The decoded top level, and the rest on demand. Nothing here reads a file.
 
@@ -71,8 +78,8 @@ class Index:
     """
 
     __slots__ = (
-        "_choices", "_judged", "_judged_rows", "_keys", "_kinds", "_models", "_offsets", "_variant_records",
-        "_variants",
+        "_choices", "_judged", "_judged_rows", "_keys", "_kinds", "_models", "_models_of", "_models_read", "_offsets",
+        "_variant_records", "_variants",
         "cubin_bytes", "gpus", "kernels", "min_driver", "producer", "target", "where",
     )  # fmt: skip
 
@@ -115,6 +122,8 @@ class Index:
         if type(models) is not bytes:
             raise Malformed("models is no bin")
         self._models = models
+        self._models_read: tuple[Model, ...] | None = None
+        self._models_of: dict[ProductKey, list[Model]] = {}
         self._judged: dict[int, int] = {}
         self._judged_rows = 0
         # Every other form of the same values is longer. (To pack it all again costs more than the rest of opening.)
@@ -211,19 +220,34 @@ class Index:
         return kind
 
     def models(self) -> tuple[Model, ...]:
-        """All models."""
-        try:
-            known: dict[int, Problem] = {}
-            top = unpack(self._models, max_items=lim.MAX_MODELS)
-            models, rows = [], 0
-            for value in items(top, "models", 0, lim.MAX_MODELS):
-                models.append(self._model(value, known))
-                rows += len(models[-1].problems)
-                if rows > lim.MAX_MODEL_ROWS:
-                    raise Malformed(f"more than {lim.MAX_MODEL_ROWS} problems of models in all")
-            return tuple(models)
-        except Malformed as error:
-            raise self._corrupt("models", error) from None
+        """All models: read once, for those of thousands of problems take a tenth of a second."""
+        if self._models_read is None:
+            try:
+                self._models_read = self._read_models()
+            except Malformed as error:
+                raise self._corrupt("models", error) from None
+        return self._models_read
+
+    def models_of(self, problem: Problem) -> tuple[Model, ...]:
+        """The models that have this product (op, what is fused with it, E, N and K), in whatever dtype and layout."""
+        if not self._models_of:
+            found: dict[ProductKey, list[Model]] = {}
+            for model in self.models():
+                for product in dict.fromkeys(map(_product, model.problems)):
+                    found.setdefault(product, []).append(model)
+            self._models_of = found
+        return tuple(self._models_of.get(_product(problem), ()))
+
+    def _read_models(self) -> tuple[Model, ...]:
+        known: dict[int, Problem] = {}
+        top = unpack(self._models, max_items=lim.MAX_MODELS)
+        models, rows = [], 0
+        for value in items(top, "models", 0, lim.MAX_MODELS):
+            models.append(self._model(value, known))
+            rows += len(models[-1].problems)
+            if rows > lim.MAX_MODEL_ROWS:
+                raise Malformed(f"more than {lim.MAX_MODEL_ROWS} problems of models in all")
+        return tuple(models)
 
     def _model(self, value: object, known: dict[int, Problem]) -> Model:
         model, tp, ep, top_k, dtype, rows = fields(value, "model", MODEL)

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...artifacts.errors import BundleError
@@ -99,9 +98,7 @@ def _model_spec(problem: Problem, bucket: int, view: View) -> str | None:
         with contextlib.suppress(BundleError):
             for model in usable.bundle.models():
                 least[model.name] = min(model.top_k, least.get(model.name, model.top_k))
-                wanted = replace(problem, dtype=model.dtype, layout=Layout.NK, top_k=0)
-                if "/" in model.name and wanted in (replace(one, layout=Layout.NK, top_k=0) for one in model.problems):
-                    found.append(model)
+            found += (model for model in usable.bundle.models_of(problem) if "/" in model.name)
     if not found:
         return None
     model = min(found, key=lambda one: one.tp * one.ep)

@@ -25,6 +25,19 @@ def greet(setup: Setup) -> WorkerInfo:
     return WorkerInfo(90, H200)
 
 
+def introduced(setup: Setup) -> WorkerInfo:
+    """Who it is, and what it was set up with."""
+    return WorkerInfo(90, H200, (str(os.getpid()), setup.candidates, setup.digest.hex(), str(setup.device)))
+
+
+def wake(device: int) -> None:
+    Path(os.environ["WOKEN"]).write_text(f"{os.getpid()} {device}")
+
+
+def wake_badly(device: int) -> None:
+    raise RuntimeError("no context")
+
+
 def time_ns(job: MeasureJob, sha: bytes) -> int:
     """From 10 to 20 us."""
     text = f"{job.problem} {job.bucket}".encode() + sha

@@ -44,7 +44,9 @@ def nothing_but_what_ships(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times are made up."""
 
-    def tune(problems: Any, candidates: Path, journal: Path, *, gpus: Any, **how: Any) -> object:
+    def tune(
+        problems: Any, candidates: Path, journal: Path, *, gpus: Any, executors: None, **how: Any
+    ) -> object:  # fmt: skip
         with executor(candidates) as here:
             return tune_problems(problems, candidates, journal, executors=here, **how)
 

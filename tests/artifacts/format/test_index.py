@@ -17,6 +17,7 @@ from pretuned.artifacts.files.bundle_file import open_bytes
 from pretuned.artifacts.format import codec, index, schema
 from pretuned.artifacts.format.index import GLANCED_BYTES, glance, glance_at_gpus
 from pretuned.artifacts.format.wire import PREAMBLE_BYTES, Malformed
+from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.target import Gpu, Target
 
 MEDIUM = codec.encode(golden_bundles.medium())
@@ -185,6 +186,30 @@ def test_the_problems_of_a_model():
         data = craft.changed(MEDIUM, models=msgpack.packb([MODEL | {"problems": [row]}]))
         with pytest.raises(BundleCorrupt, match=f"model.problems is {row}"):
             open_bytes(data, "b").models()
+
+
+def test_the_models_of_a_product():
+    """In whatever dtype, layout and top_k, each once, in their order; and they are read once, however often asked."""
+    bundle = golden_bundles.medium()
+    problems = sorted(bundle.choices, key=lambda one: one.sort_key)
+    shares = [(0, 1, 2), (1, 0), (), (2, 2)]
+    models = tuple(
+        dataclasses.replace(bundle.models[0], name=f"m/{i}", problems=tuple(problems[j] for j in share))
+        for i, share in enumerate(shares)
+    )
+    file = open_bytes(codec.encode(dataclasses.replace(bundle, models=models)), "b")
+    assert file.models() is file.models()
+
+    def product(one):
+        return one.op, one.fusion, one.E, one.N, one.K
+
+    asked = [*problems, dataclasses.replace(problems[0], dtype=DType.FP16), dataclasses.replace(problems[0], E=3)]
+    found = [file.models_of(one) for one in asked]
+    assert found == [
+        tuple(model for model in file.models() if product(one) in map(product, model.problems)) for one in asked
+    ]
+    assert found[-2] == found[0] != ()
+    assert found[-1] == ()
 
 
 def test_the_least_driver():

@@ -1,0 +1,49 @@
+"""A worker process that begins before what it measures is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import faketimer
+import pytest
+
+from pretuned.aot.executors import local
+from pretuned.aot.executors.local import LocalExecutor, begun
+from pretuned.aot.measure.job import Setup
+from pretuned.aot.process.scratch import scratch_folder
+
+WAIT_S = 60
+
+
+def test_the_process_that_has_begun_is_the_one_that_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WOKEN", str(tmp_path / "woken"))
+    with scratch_folder() as scratch:
+        one = LocalExecutor(Setup("", b"", 3), scratch, greet=faketimer.introduced)
+        try:
+            one.begin(faketimer.wake)
+            one.measures("candidates.msgpack", b"\x05")
+            pid, *setup = one.start().result(WAIT_S).notes
+            assert (tmp_path / "woken").read_text() == f"{pid} 3"
+            assert setup == ["candidates.msgpack", "05", "3"]
+            again, *_ = one.start().result(WAIT_S).notes  # as after a kernel that hangs: another process
+            assert again != pid
+        finally:
+            one.shutdown()
+
+
+def test_what_goes_wrong_while_it_wakes_is_for_its_start_to_meet() -> None:
+    with scratch_folder() as scratch:
+        one = LocalExecutor(Setup("", b"", 0), scratch, greet=faketimer.introduced)
+        try:
+            one.begin(faketimer.wake_badly)
+            one.measures("a", b"")
+            assert one.start().result(WAIT_S).notes[1] == "a"
+        finally:
+            one.shutdown()
+
+
+@pytest.mark.parametrize(("count", "device"), [(0, 0), (2, 2), (2, -1)])
+def test_without_such_a_gpu_nothing_begins(count: int, device: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "gpu_count", lambda: count)
+    with begun(device) as executor:
+        assert executor is None
