@@ -76,7 +76,6 @@ COVERED: dict[tuple[str, str], str] = {
     ("aot.compile", "nvidia"): "aot/compile/test_ptx.py",
     ("aot.demand", "api cache"): "aot/demand/test_tuner.py",
     ("aot.executors", "dask_worker"): "aot/executors/test_dask.py",
-    ("aot.executors", "local"): "aot/tune/test_tuner.py",
     ("aot.journal", "records"): "aot/journal/test_file.py",
     ("aot.measure", "clock"): "aot/measure/test_bench.py",
     ("aot.measure", "job"): "aot/tune/test_tuner.py",

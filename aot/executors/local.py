@@ -33,10 +33,15 @@ def greet(setup: Setup) -> WorkerInfo:
 
 
 def wake(device: int) -> None:
-    """In a worker that has no candidates yet: what takes a second or two, torch and the GPU's context."""
-    from ..measure.bench import wake as woken
+    """In a worker that has no candidates yet: what takes it long, torch and the GPU's context and matrix products."""
+    import torch
 
-    woken(device)
+    from ..measure import bench  # noqa: F401  (and what it brings along)
+
+    if torch.cuda.is_available():
+        square = torch.zeros(16, 16, device=torch.device("cuda", device), dtype=torch.bfloat16)
+        torch.mm(square, square)
+        torch.cuda.synchronize(device)
 
 
 def run(setup: Setup, job: MeasureJob) -> MeasureResult:

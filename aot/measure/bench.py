@@ -70,14 +70,6 @@ def hello(setup: Setup) -> WorkerInfo:
     return WorkerInfo(found.local.sm, found.local.gpu, found.notes, gpu_uuid(setup.device))
 
 
-def wake(device: int) -> None:
-    """The context of a GPU, and the library of its matrix products: what ``hello`` would wait for."""
-    if torch.cuda.is_available():
-        square = torch.zeros(16, 16, device=torch.device("cuda", device), dtype=torch.bfloat16)
-        torch.mm(square, square)
-        torch.cuda.synchronize(device)
-
-
 def run(setup: Setup, job: MeasureJob) -> MeasureResult:
     """Measure. What a variant does wrong is in the result; the process is to be renewed where it says ``broken``."""
     return _bench(setup).run(job)
