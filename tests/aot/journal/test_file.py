@@ -73,7 +73,7 @@ def test_a_number_of_another_type_is_refused_after_one_that_equals_it() -> None:
     assert isinstance(from_value(value), Measured)
     for other in (True, 1.0):
         problem = [other if one == 1 and type(one) is int else one for one in value["problem"]]  # type: ignore[attr-defined]
-        with pytest.raises(ValueError, match="problem.E is"):
+        with pytest.raises(ValueError, match=r"problem\.E is"):
             from_value({**value, "problem": problem})
 
 

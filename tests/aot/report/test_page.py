@@ -162,6 +162,21 @@ def test_a_cell_of_each_gpu_with_its_own_journal(distinct: Bundle, problem: Prob
     assert "<th>GPU</th>" not in page(sheet("t", {}, made[0], [], None)).partition("<h2>Cells")[0]
 
 
+def test_the_glance_has_gpus_by_short_names_and_what_was_measured(base: Bundle, problem: Problem) -> None:
+    def names(*gpus: Gpu) -> list[str]:
+        """Of a bundle that has a cell of each of these, and one that was not measured."""
+        cells = {(problem, 2 << i): (0, 5_000, gpu) for i, gpu in enumerate((*gpus, None))}
+        glance = (
+            page(sheet("t", {}, chosen(base, cells), [], None)).partition("At a glance</h2>")[2].partition("<h2>")[0]
+        )
+        return re.findall(rf"<td>{problem.op.value}</td><td>([^<]*)</td>", glance)
+
+    assert names(H100, H200) == ["H100", "H200"]
+    nvl = replace(H100, name="NVIDIA H100 NVL")
+    assert names(H100, nvl) == ["H100 80GB HBM3", "H100 NVL"]
+    assert names(H100) == []
+
+
 def test_a_journal(distinct: Bundle, problem: Problem) -> None:
     base = distinct
     first, second, third = (config_text(base.variants[i]) for i in able(base, problem))
