@@ -1,6 +1,6 @@
 """Fine-tune a MoE model of transformers with LoRA on its experts, which run on pretuned.
 
-    pip install pretuned transformers peft
+    pip install . transformers peft    # in a clone; once 0.1.0 is released, pretuned in place of .
     python examples/finetune_lora.py --model Qwen/Qwen3-30B-A3B --text my.txt --out adapter
     python examples/finetune_lora.py --tiny --steps 20              # a small random model, on any machine
 
