@@ -280,3 +280,19 @@ def test_codes_by_codes_where_that_is_faster(gpu: Gpu80, monkeypatch: pytest.Mon
     grouped_gemm(x, weights(other.value), m_sizes)
     assert [one.dtype for one in gpu.asked] == [other, other]
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize("alignment", [16, 1])
+@pytest.mark.parametrize("dtype", [DType.FP8_BLOCK, DType.FP8_CHANNEL])
+def test_codes_by_codes_are_proven_of_an_x_that_the_kernel_quantises(dtype: DType, alignment: int) -> None:
+    """x is given as it is, and its values are those of its codes: off by what quantising loses."""
+    place = TrialPlace(torch.device("cpu"), 0, lambda: None)
+    on = proof._operands(record(Problem(Op.FORWARD, dtype, E, N, K, Layout.STORED), alignment), place)
+    assert isinstance(on.w, ExpertWeights)
+    assert (on.w.order, on.w.format, on.scale, on.x.dtype) == (0, dtype.value, None, torch.bfloat16)
+    multiples = divisibility(Spec(Op.FORWARD, dtype, TILE, Layout.STORED, Fusion.NONE, alignment))
+    assert on.columns % multiples.get("N", 1) == on.reduction % multiples.get("K", 1) == 0
+    given, read = on.x.float(), on.x_values
+    assert torch.equal(given.isnan().any(1), read.isnan().any(1))
+    rows = ~given.isnan().any(1)
+    assert 1e-2 < float((given - read)[rows].norm() / given[rows].norm()) < 4e-2
