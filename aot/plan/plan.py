@@ -54,10 +54,14 @@ class BuildPlan:
         return sum(len(buckets) for buckets in self.buckets.values())
 
     def without(self, problems: Collection[Problem]) -> BuildPlan:
-        """The plan less these problems, for good: ``planned_on`` makes none of them again."""
+        """The plan less these problems, for good: ``planned_on`` makes none of them again.
+
+        And less the models, in a dtype, that no other problem is of.
+        """
         models = (
-            replace(model, problems=tuple(one for one in model.problems if one not in problems))
+            replace(model, problems=left)
             for model in self.models
+            if (left := tuple(one for one in model.problems if one not in problems)) or not model.problems
         )
         buckets = {one: row for one, row in self.buckets.items() if one not in problems}
         return BuildPlan(MappingProxyType(buckets), tuple(models))

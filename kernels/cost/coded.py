@@ -21,7 +21,6 @@ from .constants import CONSTANTS, SIZES, Constants
 from .profile import Resources, join, occupancy
 from .routing import expected_rows
 
-
 _TCGEN05_ROWS = 64  # of the least tile
 
 

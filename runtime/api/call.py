@@ -54,9 +54,9 @@ def run(
     for name, one in (("x", x), ("w", w), ("m_sizes", m_sizes)):
         if not isinstance(one, torch.Tensor) and not (one is w and isinstance(w, ExpertWeights)):
             tensors.bad(name, f"a {type(one).__name__}", "a torch.Tensor" + " or ExpertWeights" * (name == "w"))
-    if isinstance(w, ExpertWeights) and (form.autotune or form.pinned):
-        raise InputError("grouped_gemm: autotune=True or a kernel_config_* with ExpertWeights: no kernel that could be "
-                         "tuned or named reads them yet. Leave it out")  # fmt: skip
+    if isinstance(w, ExpertWeights) and form.pinned:
+        raise InputError("grouped_gemm: a kernel_config_* with ExpertWeights: no kernel that could be named reads "
+                         "them. Leave it out; autotune=True measures their kernels")  # fmt: skip
     given = x, w, bias
     x, w, bias = autocast(x, w, bias)
     kind: tuple[object, ...] = ()
@@ -152,7 +152,10 @@ def is_traced(x: torch.Tensor, *others: torch.Tensor | ExpertWeights | None) -> 
 
 
 def problems(call: Call, x: torch.Tensor) -> tuple[Problem, ...]:
-    """The problems that a CUDA call and its two gradients look up."""
+    """The problems that a CUDA call and its two gradients look up; of quantised weights those of the forward and dX.
+
+    Where x may be quantised, too, both kinds of forward are among these: which one runs is told by their times.
+    """
     from ...kernels.contract.spec import code_of  # here, as only tuning asks
 
     form, E, N, K = call.form, call.m_sizes.shape[0], call.N, call.K
@@ -165,6 +168,10 @@ def problems(call: Call, x: torch.Tensor) -> tuple[Problem, ...]:
     dx |= Fusion.GATHER if form.permute_y and form.only_dx else Fusion.NONE  # else dW has dy gathered already
     if fusions.weights is not None and (form.only_dx or not fusions.weights.requires_grad):
         dx |= Fusion.WEIGHT
+    if isinstance(call.w, ExpertWeights):
+        from ..launch.quantised import problems_of  # here, as only tuning asks
+
+        return problems_of(call.w, x, forward, code_of(Op.DX, dx))
     swapped = form.layout is Layout.KN  # dw.T: dy and x change places
     return (
         Problem(Op.FORWARD, dtype, E, N, K, form.layout, code_of(Op.FORWARD, forward)),
@@ -176,4 +183,6 @@ def problems(call: Call, x: torch.Tensor) -> tuple[Problem, ...]:
 def _tune(call: Call, x: torch.Tensor) -> None:
     tuner = demand_tuner()
     if tuner is not None and x.is_cuda and call.M:
-        tuner(problems(call, x), call.M, x.get_device())
+        every = problems(call, x)
+        for dtype in dict.fromkeys(one.dtype for one in every):
+            tuner(tuple(one for one in every if one.dtype is dtype), call.M, x.get_device())

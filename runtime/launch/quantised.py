@@ -125,6 +125,32 @@ def wants_order(w: ExpertWeights, device: int) -> bool:
     return prepares(dtype, N, K) and platform_supported() and dispatch_snapshot.snapshot().serves(forward, local)
 
 
+def problems_of(w: ExpertWeights, x: torch.Tensor, forward: Fusion, dx: Fusion) -> tuple[Problem, ...]:
+    """What a forward with w and its dX look up on x's GPU, in every dtype that there is code for there.
+
+    Of weights that are wanted in order rows are gathered before a forward.
+    """
+    from ...kernels.contract.registry import refusal  # here, as only tuning asks
+    from ...kernels.contract.spec import Spec, code_of
+    from ...kernels.search.space import candidates
+
+    if not w.kernel_dtypes or x.dtype is not torch.bfloat16:
+        return ()
+    (E, N, K), device = w.shape, x.get_device()
+    sm, ordered = local_gpu(device).sm, not w.refused and wants_order(w, device)
+    layout = Layout.NK if ordered else Layout.STORED
+    form = code_of(Op.FORWARD, forward & ~Fusion.GATHER if ordered else forward)
+    every = (
+        *(Problem(Op.FORWARD, dtype, E, N, K, layout, form) for dtype in w.kernel_dtypes),
+        Problem(Op.DX, w.kernel_dtypes[-1], E, N, K, layout, dx),
+    )
+    return tuple(
+        one for one in every
+        if any(not refusal(Spec(one.op, one.dtype, config, layout, one.fusion), sm)
+               for config in candidates(one.op, one.dtype, sm))
+    )  # fmt: skip
+
+
 def _of_codes_as_they_are(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready | None:
     """A kernel that takes codes in the order they are in; rows are gathered by it."""
     x, m_sizes, fusion, (E, N, K), device = call.x, call.m_sizes, call.fusion, w.shape, call.x.get_device()

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import pretuned.aot
-from pretuned.artifacts.records.problem import Fusion
+from pretuned.artifacts.records.problem import Fusion, Layout
 from pretuned.kernels import reference
-from pretuned.runtime import allow_jit, explain, grouped_gemm, reload
+from pretuned.runtime import ExpertWeights, allow_jit, explain, grouped_gemm, reload
 from pretuned.runtime.dispatch import compiled, snapshot
 from pretuned.runtime.dispatch.ranking import Origin
 from pretuned.runtime.driver.device import device
@@ -155,3 +155,15 @@ def test_disabled_it_writes_nothing(home: Path, monkeypatch: pytest.MonkeyPatch)
     x, w, sizes = layer()
     assert error_of(grouped_gemm(x, w, sizes, autotune=True), x, w, sizes) < 1e-2
     assert os.listdir(home) == []  # noqa: PTH208
+
+
+def test_autotune_measures_the_kernels_of_quantised_weights(home: Path) -> None:
+    x, dense, sizes = layer()
+    w = ExpertWeights.quantize(dense.cpu(), "mxfp4").to("cuda")
+    values = w.dequantize(torch.float32)
+    for _ in range(2):  # the second finds what the first has measured
+        assert error_of(grouped_gemm(x, w, sizes, autotune=True), x, values, sizes) < 1e-2
+    told = explain(x, w, sizes)
+    assert told.chosen is not None
+    assert told.chosen.origin is Origin.THIS_GPU
+    assert (told.problem.layout, told.problem.dtype.value) == (Layout.STORED, "mxfp4")

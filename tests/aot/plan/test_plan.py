@@ -311,6 +311,7 @@ def test_codes_by_codes_are_planned_where_a_gpu_multiplies_them(format: str) -> 
         assert len(of_both) == (4 if able else 0)  # two products, plain and with rows moved
         beside = {one.op for one in pass_specs(planned_on(made, [sm]).problems, sm, Pool())}
         assert not beside & {RowOp.QUANTIZE, RowOp.ACTIVATION_CODES}
+        assert {one.dtype for one in planned_on(made, [sm]).models} == set(dtypes_of(format)[0 if able else 1 :])
     on_hopper = {one.layout for one in planned_on(made, [90]).problems if one.dtype.quantises_x}
     assert on_hopper == ({Layout.NK} if format == "fp8_block" else set())
 

@@ -15,6 +15,7 @@ import torch
 
 from pretuned.artifacts.errors import InputError, ProblemNotInBundle
 from pretuned.artifacts.records.precision import PRECISIONS
+from pretuned.kernels.contract.config import Config
 from pretuned.runtime import (
     ExpertWeights,
     activate,
@@ -288,7 +289,10 @@ def test_prepared_weights_give_the_same() -> None:
         (lambda x, w, m: grouped_gemm(x, w, m, w_layout="kn"), "w_layout is 'kn', wanted 'nk', as ExpertWeights"),
         (lambda x, w, m: grouped_gemm(x, w.to("meta"), m), "w is on meta, wanted x's device, cpu"),
         (lambda x, w, m: grouped_gemm(x.int(), w, m), "x is torch.int32"),
-        (lambda x, w, m: grouped_gemm(x, w, m, autotune=True), "autotune=True or a kernel_config_"),
+        (
+            lambda x, w, m: grouped_gemm(x, w, m, kernel_config_fwd=Config(16, 64, 128, 4, 4)),
+            "a kernel_config_.* with ExpertWeights: .*; autotune=True measures their kernels",
+        ),
         (lambda x, w, m: grouped_gemm(x, w.codes, m), "w is torch.uint8|w is of shape"),
         (
             lambda x, w, m: moe_mlp(x, w, w, m[:, None], torch.ones(5, 1)),

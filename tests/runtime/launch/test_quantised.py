@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from pretuned.kernels.contract.launchable import unlaunchable
 from pretuned.kernels.contract.registry import arguments, divisibility, entry_of
 from pretuned.kernels.contract.spec import Spec
 from pretuned.runtime import ExpertWeights, grouped_gemm, grouped_gemm_dX
+from pretuned.runtime.api import call as api_call
 from pretuned.runtime.check import tensors as check_tensors
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.driver import cuda
@@ -280,3 +282,61 @@ def test_codes_by_codes_where_that_is_faster(gpu: Gpu80, monkeypatch: pytest.Mon
     grouped_gemm(x, weights(other.value), m_sizes)
     assert [one.dtype for one in gpu.asked] == [other, other]
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize("alignment", [16, 1])
+@pytest.mark.parametrize("dtype", [DType.FP8_BLOCK, DType.FP8_CHANNEL])
+def test_codes_by_codes_are_proven_of_an_x_that_the_kernel_quantises(dtype: DType, alignment: int) -> None:
+    """x is given as it is, and its values are those of its codes: off by what quantising loses."""
+    place = TrialPlace(torch.device("cpu"), 0, lambda: None)
+    on = proof._operands(record(Problem(Op.FORWARD, dtype, E, N, K, Layout.STORED), alignment), place)
+    assert isinstance(on.w, ExpertWeights)
+    assert (on.w.order, on.w.format, on.scale, on.x.dtype) == (0, dtype.value, None, torch.bfloat16)
+    multiples = divisibility(Spec(Op.FORWARD, dtype, TILE, Layout.STORED, Fusion.NONE, alignment))
+    assert on.columns % multiples.get("N", 1) == on.reduction % multiples.get("K", 1) == 0
+    given, read = on.x.float(), on.x_values
+    assert torch.equal(given.isnan().any(1), read.isnan().any(1))
+    rows = ~given.isnan().any(1)
+    assert 1e-2 < float((given - read)[rows].norm() / given[rows].norm()) < 4e-2
+
+
+@pytest.mark.parametrize(
+    ("sm", "format", "ordered", "forwards", "layout"),
+    [
+        (80, "fp8_block", False, ["fp8_block_a16"], Layout.STORED),
+        (89, "fp8_block", False, ["fp8_block", "fp8_block_a16"], Layout.STORED),
+        (89, "fp8_channel", False, ["fp8_channel", "fp8_channel_a16"], Layout.STORED),
+        (89, "fp8_block_a16", False, ["fp8_block_a16"], Layout.STORED),
+        (90, "fp8_block", True, ["fp8_block", "fp8_block_a16"], Layout.NK),
+        (90, "fp8_channel", True, ["fp8_channel_a16"], Layout.NK),
+        (90, "fp8_channel", False, ["fp8_channel_a16"], Layout.STORED),
+        (90, "mxfp4", True, ["mxfp4"], Layout.NK),
+        (120, "int4_g32_zp", False, ["int4_g32_zp"], Layout.STORED),
+    ],
+)  # fmt: skip
+def test_what_autotune_measures_of_quantised_weights(
+    monkeypatch: pytest.MonkeyPatch, sm: int, format: str, ordered: bool, forwards: list[str], layout: Layout
+) -> None:
+    """Each kind of forward that may run, and dX; rows of weights in order are gathered before a forward."""
+    monkeypatch.setattr(quantised, "local_gpu", lambda _device: LocalGpu(sm, Gpu("", 100, 1 << 17, 0)))
+    monkeypatch.setattr(quantised, "wants_order", lambda _w, _device: ordered)
+    w, x = weights(format), torch.randn(T, K).bfloat16()
+    *found, dx = quantised.problems_of(w, x, Fusion.GATHER, Fusion.NONE)
+    form = Fusion.NONE if ordered else Fusion.GATHER
+    assert found == [Problem(Op.FORWARD, DType(one), E, N, K, layout, form) for one in forwards]
+    if format == "fp8_channel" and ordered:  # its dX reads what the forward has put in order by the other kernel
+        assert dx.layout is Layout.NK
+    assert (dx.op, dx.dtype, dx.layout) == (Op.DX, DType(forwards[-1]), layout)
+    assert quantised.problems_of(w, x.half(), Fusion.GATHER, Fusion.NONE) == ()
+
+
+def test_each_dtype_is_tuned_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each the choices are of one model."""
+    asked: list[tuple[tuple[Problem, ...], int, int]] = []
+    monkeypatch.setattr(api_call, "demand_tuner", lambda: lambda *given: asked.append(given))
+    found = tuple(Problem(op, DType(dtype), E, N, K, Layout.STORED) for op, dtype in
+                  ((Op.FORWARD, "fp8_block"), (Op.FORWARD, "fp8_block_a16"), (Op.DX, "fp8_block_a16")))  # fmt: skip
+    monkeypatch.setattr(api_call, "problems", lambda _call, _x: found)
+    on_gpu = SimpleNamespace(is_cuda=True, get_device=lambda: 1)
+    api_call._tune(SimpleNamespace(M=T), on_gpu)  # type: ignore[arg-type]
+    assert asked == [(found[:1], T, 1), (found[1:], T, 1)]

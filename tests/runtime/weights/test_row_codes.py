@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pretuned.artifacts.records.precision import PRECISIONS
+from pretuned.artifacts.records.precision import PRECISIONS, DType
 from pretuned.runtime.weights import row_codes
 from pretuned.runtime.weights.codes import quantise_rows
 from pretuned.runtime.weights.order import K_ORDER
-from pretuned.runtime.weights.row_codes import codes_of_rows, values_of_rows
+from pretuned.runtime.weights.row_codes import codes_of_rows, values_of_rows, values_on_load
 
 
 @pytest.mark.parametrize("M", [1, 4, 7])
@@ -40,3 +40,19 @@ def test_codes_of_rows_lie_in_the_kernel_s_order() -> None:
         s, h, c, p = k // 16, k // 8 % 2, k // 2 % 4, k % 2
         assert bits[16 * c + 4 * s + 2 * p + 1 - h] == k + 1
     assert [one - 1 for one in bits] == list(K_ORDER)
+
+
+@pytest.mark.parametrize("dtype", [DType.FP8_BLOCK, DType.FP8_CHANNEL, DType.FP8_BLOCK_A16, DType.MXFP4])
+def test_rows_that_a_product_loads_as_they_are(dtype: DType) -> None:
+    """Quantised where its dtype says so, of any K: by the largest of each 128, or of a row."""
+    x = torch.randn(5, 200, generator=torch.Generator().manual_seed(1)).bfloat16()
+    read = values_on_load(x, dtype)
+    assert (read.dtype, read.shape) == (torch.float32, x.shape)
+    if not dtype.quantises_x:
+        assert torch.equal(read, x.float())
+        return
+    for part in x.float().split(128 if dtype is DType.FP8_BLOCK else 200, 1):
+        factor = part.abs().amax(1, keepdim=True) / 448
+        here = read[:, : part.shape[1]]
+        assert torch.equal(here, (part / factor).to(torch.float8_e4m3fn).float() * factor)
+        read = read[:, part.shape[1] :]
