@@ -9,7 +9,8 @@ Everything is imported when it is first used.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+
+TYPE_CHECKING = False  # a type checker takes it for typing's, whose import would take longer than all else here
 
 if TYPE_CHECKING:
     from .api.gradients import grouped_gemm_dW, grouped_gemm_dX

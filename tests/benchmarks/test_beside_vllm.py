@@ -185,7 +185,7 @@ def test_without_vllm_it_says_what_to_fetch(tmp_path):
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.parametrize("lacks", ["get_default_config", "triton_kernels"])
+@pytest.mark.parametrize("lacks", ["get_default_config", pytest.param("triton_kernels", marks=pytest.mark.slow)])
 def test_a_wheel_that_lacks_something_is_told_of(tmp_path, lacks):
     unpacked(tmp_path, FILE.replace(f"def {lacks}", "def another_name"))
     ended = subprocess.run(

@@ -39,7 +39,10 @@ def like(said: Told, other: Told, tolerance: float) -> bool:
     return said.tokens == other.tokens and all(abs(one - two) <= tolerance for one, two in pairs)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in ("DeepSeek-V3", "gpt-oss") else pytest.mark.nightly) for name in MODELS],
+)
 def test_a_model_says_the_same(name: str, models: dict[str, Path], without: dict[str, Told], calls: list[int]) -> None:
     def ask(llm: Any) -> Told:
         calls.clear()  # of the run that measures memory

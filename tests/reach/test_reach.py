@@ -75,6 +75,7 @@ def test_a_mutant_is_the_file_with_one_thing_changed() -> None:
         assert len(changed) <= 1 or len(there) != len(whole), one
 
 
+@pytest.mark.slow  # several runs of pytest
 def test_mutants_are_judged_by_their_tests() -> None:
     """Those of one small file, in a process that has not imported the product; no change at all lives."""
     code = """

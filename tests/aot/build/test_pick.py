@@ -167,6 +167,7 @@ def test_a_cell_measured_without_what_runs_today_is_measured_again(
     assert beside.bundles[0].held_against.slower == 0
 
 
+@pytest.mark.slow
 def test_where_nothing_compiles_what_is_there_takes_part(
     measuring: Make, there: Path, small_plan: BuildPlan, tmp_path: Path
 ) -> None:
@@ -182,6 +183,7 @@ def test_where_nothing_compiles_what_is_there_takes_part(
         build(small_plan, (90,), measuring(cache=None, compile_one=misbehaving.refuses_all, measure=(), modelled=True))
 
 
+@pytest.mark.slow
 def test_out_of_time_the_cells_that_are_left_run_as_before(
     measuring: Make, there: Path, small_plan: BuildPlan, tmp_path: Path
 ) -> None:

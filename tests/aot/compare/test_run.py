@@ -49,6 +49,7 @@ def bench(tmp_path, monkeypatch, capsys):
     return command
 
 
+@pytest.mark.slow  # draws
 def test_times_of_all_that_is_here_and_a_plot(bench, tmp_path):
     code, out, err = bench("--models", EVEN, "--tokens", "1,1024", "--plot", "b.png", "--json")
     assert code == 0, err
