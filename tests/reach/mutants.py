@@ -125,6 +125,11 @@ SAME: dict[tuple[str, str, str], str] = {
         "packed: bytes = msgpack.Packer(use_bin_type=True, strict_types=True, buf_size=size_bytes + 64).pack(value)",
         "65",
     ): "a buffer's first size",
+    (
+        "artifacts/files/trust.py",
+        'return any(line.split()[2] == number and "ro" in line.rsplit(None, 1)[-1].split(",") for line in lines)',
+        "2",
+    ): "the last word is the last word, however many are split off",
     ("artifacts/format/wire.py", "def pack(value: object, size_bytes: int = 4096) -> bytes:", "4097"): (
         "a buffer's first size"
     ),
