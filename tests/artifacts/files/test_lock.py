@@ -104,7 +104,7 @@ def test_a_reader_goes_on_where_its_lock_can_not_be_let_go(tmp_path, monkeypatch
     read = []
     with contextlib.ExitStack() as stack:
         if required:
-            stack.enter_context(pytest.raises(HostError, match="can't unlock '.*': No locks available"))
+            stack.enter_context(pytest.raises(HostError, match=r"can't unlock '.*': No locks available"))
         with lock(tmp_path, 0, required=required) as held:
             assert held
             monkeypatch.setattr(filelock.FileLock, "release", refuse)
