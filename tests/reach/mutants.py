@@ -48,6 +48,11 @@ FILES: dict[str, tuple[str, ...]] = {
     "artifacts/files/lock.py": ("tests/artifacts/files/test_lock.py", "tests/attacks/test_umask.py"),
     "artifacts/files/packed.py": ("tests/artifacts/files/test_packed.py",),
     "artifacts/files/publish.py": ("tests/artifacts/files/test_publish.py", "tests/attacks/test_umask.py"),
+    "artifacts/files/ed25519.py": ("tests/artifacts/files/test_ed25519.py",),
+    "artifacts/files/signature.py": (
+        "tests/artifacts/files/test_signature.py",
+        "tests/attacks/test_signatures.py",
+    ),
     "artifacts/files/trust.py": ("tests/artifacts/files/test_trust.py", _PLACES),
 }
 WANTED = 0.95
