@@ -135,6 +135,16 @@ SAME: dict[tuple[str, str, str], str] = {
         'return any(line.split()[2] == number and "ro" in line.rsplit(None, 1)[-1].split(",") for line in lines)',
         "2",
     ): "the last word is the last word, however many are split off",
+    (
+        "artifacts/files/signature.py",
+        "return os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)",
+        "flags & os.O_CLOEXEC",
+    ): ("who opens so reads, and Python sets that flag itself"),
+    (
+        "artifacts/files/ed25519.py",
+        "_ROOT = pow(2, (_P - 1) // 4, _P)  # of -1",
+        "_P + 1",
+    ): "a quarter of it is the same",
     ("artifacts/format/wire.py", "def pack(value: object, size_bytes: int = 4096) -> bytes:", "4097"): (
         "a buffer's first size"
     ),

@@ -232,3 +232,13 @@ def test_the_most_keys_and_the_most_bytes_of_one(tmp_path: Path) -> None:
     one.write_bytes(text + b"\n" * (8193 - len(text)))
     with pytest.raises(InputError, match="it holds no public Ed25519 key"):
         read_key(str(one))
+
+
+def test_base64_of_another_form_is_no_key(tmp_path: Path) -> None:
+    text = signing.public_pem()
+    assert text.count(b"=") == 1
+    path = tmp_path / "a.pem"
+    for other in (b"====", b"=A=", b"=AAAA"):
+        path.write_bytes(text.replace(b"=", other))
+        with pytest.raises(InputError, match="it holds no public Ed25519 key"):
+            read_key(str(path))
