@@ -6,6 +6,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from ..limits import MAX_NAME_CHARS
 from ..records.target import Target
 
 EM_CUDA = 190
@@ -215,8 +216,11 @@ def _kernels(cubin: bytes) -> dict[str, tuple[int, int]] | None:
         if cubin.startswith(_ALL + b"\0", names + name) and offset + size <= len(cubin):
             found[""] = (offset, offset + size)
         elif cubin.startswith(_INFO, names + name):
-            end = cubin.find(b"\0", names + name)
-            entry = cubin[names + name + len(_INFO) : end].decode("utf-8", "replace")
+            begin = names + name + len(_INFO)
+            end = cubin.find(b"\0", begin, begin + MAX_NAME_CHARS + 1)
+            if end < 0:  # no record may name it
+                continue
+            entry = cubin[begin:end].decode("utf-8", "replace")
             if offset + size > len(cubin):
                 raise ValueError(f"what it says of kernel {entry!r} ends at byte {offset + size} of {len(cubin)}")
             found[entry] = (offset, offset + size)

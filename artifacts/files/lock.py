@@ -48,7 +48,11 @@ def lock(directory: str | os.PathLike[str], timeout_s: float, *, required: bool 
     try:
         yield failed is None
     finally:
-        release(held, path)
+        try:
+            release(held, path)
+        except HostError:
+            if required:
+                raise
 
 
 def release(held: filelock.BaseFileLock, path: Path) -> None:

@@ -165,3 +165,31 @@ def test_a_package_with_entry_points_without_end(
     assert len(told) == 2
     assert f"{tmp_path}/evil-1.0.dist-info has 30000 entry points pretuned.bundles: the first 64 are asked" in told[0]
     assert "huge-1.0.dist-info can't be read: entry_points.txt is" in told[1]
+
+
+LONG_NAMES = """
+import itertools, resource, struct
+from pretuned.artifacts.code.cubin import other_limits, other_parameters
+resource.setrlimit(resource.RLIMIT_CPU, (30, 30))
+COUNT = 65535
+def cubin(*texts):
+    names = b"\\0".join(texts)
+    at = 64 + len(names)
+    head = struct.pack("<4sBBBBB7xHHIQQQIHHHHHH", b"\\x7fELF", 2, 1, 1, 0x33, 7, 2, 190, 1, 0, 0, at, 80, 64, 0, 0, 64,
+                       COUNT, 0)
+    sections = [struct.pack("<I20xQQ24x", 0, 64, len(names))]
+    begins = [0, *itertools.accumulate(len(one) + 1 for one in texts)]
+    sections += [struct.pack("<I20xQQ24x", begins[i % len(texts)], 64, 0) for i in range(COUNT - 1)]
+    return head + names + b"".join(sections)
+for texts in ([b".nv.info." + b"a" * (3 << 20)], [b".nv.info." + b"a" * 190 + b"%05d" % i for i in range(20_000)]):
+    code = cubin(*texts)
+    told = other_parameters(code, "rows", (8,))
+    assert told.startswith("it has no kernel 'rows', but "), told
+    assert len(told) <= 300
+    assert other_limits(code, "rows", 128, 255) is None
+"""
+
+
+def test_code_whose_sections_all_have_one_long_name() -> None:
+    """65,535 of 3 MiB took minutes."""
+    subprocess.run([sys.executable, "-c", LONG_NAMES], check=True)

@@ -350,6 +350,30 @@ def test_a_group_that_is_another_accounts_first_one_is_not_private(root):
     refused(path, path, "0664", accounts=etc)
 
 
+@pytest.mark.parametrize(
+    ("group", "others", "trusted"),
+    [
+        ("me:x:{gid}:", "", True),
+        ("me:x:{gid}:me", "", True),
+        ("me:x:{gid}:", "toor:x:0:{gid}::/:/bin/sh", True),  # root may be of it: it could write anyway
+        ("me:x:{gid}:", "daemon:x:1:{gid}::/:/bin/sh", False),
+        ("me:x:{gid}:me,another", "", False),
+        ("team:x:{gid}:", "", False),
+        ("me:x:1:", "", False),  # a group without a name
+    ],
+)
+def test_which_group_is_a_users_own(root, group, others, trusted):
+    etc = folder(root / "etc")
+    (etc / "group").write_text(group.format(gid=THIRD) + "\n")
+    me = f"root:x:0:0::/:/bin/sh\nme:x:{ME}:{THIRD}::/:/bin/sh\n"
+    (etc / "passwd").write_text(me + (others.format(gid=THIRD) + "\n" if others else ""))
+    path = put(root / "b", 0o664, ME, THIRD)
+    if trusted:
+        assert verdict(path, accounts=etc) == "ok"
+    else:
+        refused(path, path, "0664", accounts=etc)
+
+
 def kubernetes(place: Path) -> Path:
     """What the kubelet's atomic writer makes in a volume."""
     version = folder(place / "..2026_11_20_21_00_00.123", 0o755)

@@ -43,7 +43,7 @@ SLICE_S = {"mutations": 0.5, "sealed": 5.0}  # of CPU, a bundle in turn; sealed 
 AGAIN = 16  # of the sealed inputs that are accepted one in so many is encoded by all of ``encode``
 
 
-def fuzz(seed: int, wanted: int, until: float) -> dict[str, float]:
+def fuzz(seed: str, wanted: int, until: float) -> dict[str, float]:
     """Counts of inputs and of accepted ones; a differing input that is accepted, or any other error, is raised.
 
     Until there are ``wanted`` of each kind, or it is ``until``. ``slowest_cpu_s`` of one input, and ``grown_mib``: what
@@ -83,7 +83,8 @@ def mutations(options: argparse.Namespace) -> dict[str, Any]:
     """
     until, cores = time.monotonic() + 60 * options.minutes, options.cores
     with multiprocessing.get_context("fork").Pool(cores) as pool:
-        shares = [(options.seed * cores + i, -(-options.inputs // cores), until) for i in range(cores)]
+        # (Each seed has inputs of its own, on however many cores.)
+        shares = [(f"{options.seed} {i}", -(-options.inputs // cores), until) for i in range(cores)]
         found = pool.starmap(fuzz, shares)
     worst = {key: round(max(counts[key] for counts in found), 4) for key in ("slowest_cpu_s", "grown_mib")}
     sums = {key: sum(int(counts[key]) for counts in found) for key in ("mutations", "accepted", "sealed", "canonical")}

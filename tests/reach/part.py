@@ -24,6 +24,7 @@ PART = (
 # The tests of these, also by other rooms (tests/test_mirror.py).
 TESTS = (
     "tests/artifacts",
+    "tests/attacks/test_bombs.py",
     "tests/attacks/test_descriptors.py",
     "tests/attacks/test_launchable.py",
     "tests/attacks/test_places.py",

@@ -8,6 +8,7 @@ import pytest
 
 from pretuned.artifacts.code import cubin
 from pretuned.artifacts.code.cubin import UnknownAbi, mismatch, other_limits, other_parameters, parameters, read_header
+from pretuned.artifacts.limits import MAX_NAME_CHARS
 from pretuned.artifacts.records.target import Target
 
 SM_90A = Target(90, True)
@@ -117,6 +118,16 @@ def test_tables_beyond_the_file() -> None:
     data = elf(TWO)
     assert "sections, told at byte 64, are not within" in str(other_parameters(data[:150], "k", (8,)))
     assert "ends at byte" in str(other_parameters(data[:-1], "k", (8,)))
-    assert len(str(other_parameters(elf(info("n" * 5000)), "k", (8,)))) == cubin._MOST_CHARS
+    many = elf(*(info(f"{i}{'n' * (MAX_NAME_CHARS - 1)}") for i in range(4)))
+    assert len(str(other_parameters(many, "k", (8,)))) == cubin._MOST_CHARS
+
+
+def test_a_name_that_no_record_can_have_is_passed_over() -> None:
+    longest = "n" * MAX_NAME_CHARS
+    assert longest in str(other_parameters(elf(info(longest)), "k", (8,)))
+    assert "but none at all" in str(other_parameters(elf(info(longest + "n")), "k", (8,)))
+
+
+def test_what_a_later_toolkit_says() -> None:
     with pytest.raises(UnknownAbi):
         read_header(header(abi=9))

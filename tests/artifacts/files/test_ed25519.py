@@ -77,6 +77,19 @@ def test_as_cryptography_does_on_random_and_on_broken_ones() -> None:
     assert 150 <= good < 160  # (an empty message can't be broken)
 
 
+def test_keys_of_either_sign() -> None:
+    """Of a point's two values of x the last bit names one: each is somebody's key, and the other is not his."""
+    signs = set()
+    for i in range(16):
+        private = Ed25519PrivateKey.from_private_bytes(bytes([i]) * 32)
+        public = private.public_key().public_bytes_raw()
+        signs.add(public[31] >> 7)
+        assert is_key(public)
+        assert verify(public, b"text", private.sign(b"text"))
+        assert not verify(public[:31] + bytes([public[31] ^ 128]), b"text", private.sign(b"text"))
+    assert signs == {0, 1}
+
+
 def test_another_scalar_of_the_same_signature_is_refused() -> None:
     key, text, signed = map(bytes.fromhex, VECTORS[1])
     s = int.from_bytes(signed[32:], "little")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import os
 import time
@@ -90,6 +92,25 @@ def test_a_lock_that_can_not_be_let_go_names_its_file(tmp_path):
     os.close(int(fd.name))
     with pytest.raises(HostError, match=rf"can't unlock '{path}': .*must have locks"):
         release(held, path)
+
+
+@pytest.mark.parametrize("required", [False, True])
+def test_a_reader_goes_on_where_its_lock_can_not_be_let_go(tmp_path, monkeypatch, required):
+    """As on NFS whose lock server has gone: what was read is read; a writer says it."""
+
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    read = []
+    with contextlib.ExitStack() as stack:
+        if required:
+            stack.enter_context(pytest.raises(HostError, match=r"can't unlock '.*': No locks available"))
+        with lock(tmp_path, 0, required=required) as held:
+            assert held
+            monkeypatch.setattr(filelock.FileLock, "release", refuse)
+            read.append("all")
+    assert read == ["all"]
+    monkeypatch.undo()
 
 
 def test_what_is_wrong_where_it_can_not_be_locked_and_what_is_needed():

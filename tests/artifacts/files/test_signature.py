@@ -14,6 +14,7 @@ import signing
 from pretuned.artifacts.errors import BundleUnreadable, BundleUntrusted, InputError
 from pretuned.artifacts.files import trust
 from pretuned.artifacts.files.signature import Key, Keys, check, key_id, message, read, read_key, read_keys
+from pretuned.artifacts.limits import MAX_KEYS
 
 PUBLIC = signing.PRIVATE.public_key().public_bytes_raw()
 GOLDEN = Path(__file__).parents[2] / "golden" / "format1-small.msgpack"
@@ -212,3 +213,32 @@ def test_a_changed_byte_of_it_is_refused(bundle: Path) -> None:
         Path(f"{bundle}.sig").write_bytes(whole[:i] + bytes([whole[i] ^ 4]) + whole[i + 1 :])
         with pytest.raises(BundleUntrusted):
             check(str(bundle), bundle.read_bytes()[31:63], TRUSTED)
+
+
+def test_the_most_keys_and_the_most_bytes_of_one(tmp_path: Path) -> None:
+    """The first ones by name are read, and that there are more is said."""
+    for i in range(MAX_KEYS):
+        (tmp_path / f"{i:03d}.pem").write_bytes(signing.public_pem())
+    found = read_keys(str(tmp_path), "it")
+    assert (len(found.keys), found.keys[-1].name, found.faults) == (MAX_KEYS, f"{MAX_KEYS - 1:03d}.pem", ())
+    (tmp_path / f"{MAX_KEYS}.pem").write_bytes(signing.public_pem())
+    found = read_keys(str(tmp_path), "it")
+    assert (len(found.keys), found.keys[-1].name) == (MAX_KEYS, f"{MAX_KEYS - 1:03d}.pem")
+    assert found.faults == (f"'{tmp_path}' holds {MAX_KEYS + 1} keys: the first {MAX_KEYS} by name are read",)
+    one = tmp_path / "padded.pub"
+    text = signing.public_pem()
+    one.write_bytes(text + b"\n" * (8192 - len(text)))
+    assert read_key(str(one)).public == PUBLIC
+    one.write_bytes(text + b"\n" * (8193 - len(text)))
+    with pytest.raises(InputError, match="it holds no public Ed25519 key"):
+        read_key(str(one))
+
+
+def test_base64_of_another_form_is_no_key(tmp_path: Path) -> None:
+    text = signing.public_pem()
+    assert text.count(b"=") == 1
+    path = tmp_path / "a.pem"
+    for other in (b"====", b"=A=", b"=AAAA"):
+        path.write_bytes(text.replace(b"=", other))
+        with pytest.raises(InputError, match="it holds no public Ed25519 key"):
+            read_key(str(path))
