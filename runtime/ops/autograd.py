@@ -53,7 +53,7 @@ class GroupedGemm(torch.autograd.Function):
         x, w, m_sizes, weights, bias, index = ctx.saved_tensors
         form, sizes, plan, frozen, w_shape = ctx.call
         needs = wanted(ctx.needs_input_grad, form)
-        if plan is not None:
+        if plan is not None and weights is None:
             planned = plan.backward(x, w, m_sizes, dy, needs, w_shape)
             if planned is not None:
                 return (planned[0], planned[1], None, planned[2], planned[3], *_REST)

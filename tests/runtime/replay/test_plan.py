@@ -242,3 +242,20 @@ def test_what_cannot_be_used_is_still_named(planned: list[plan.ExecutionPlan]) -
         good = {"topk": TOPK, "gather_indices": index, "topk_weights": weights, "fuse_mul_post": True}
         with pytest.raises(ValueError, match=words):
             grouped_gemm(x, w, m_sizes, permute_x=True, **{**good, **how})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("learns", ["x", "w"])
+def test_a_frozen_weight_of_rows_that_stay_is_in_the_gradient(learns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows that stay where they are a gradient is planned: of those that are weighed it was that of others."""
+    given = tensors(permute_x=False, weights=True, bias=False, layout="nk")
+    given = {name: None if one is None else one.detach().requires_grad_(name == learns) for name, one in given.items()}
+    m_sizes, index = torch.tensor([5, 0, 7, 2]), torch.arange(T * TOPK).flip(0)
+    found = []
+    for simulated in (False, True, True, True):
+        on(monkeypatch, simulated)
+        y = grouped_gemm(
+            **given, m_sizes=m_sizes, topk=TOPK, gather_indices=index, fuse_mul_post=True
+        )  # type: ignore[arg-type]  # fmt: skip
+        found.append(torch.autograd.grad(y, given[learns], torch.ones_like(y))[0])  # type: ignore[arg-type]
+    for one in found[1:]:
+        torch.testing.assert_close(one, found[0], rtol=1e-5, atol=1e-4)
