@@ -14,7 +14,7 @@ from ..check.form import Form, Fusions
 from ..driver.device import without_autocast
 from ..hooks import demand_tuner
 from ..ops import gradients
-from ..ops.autograd import AdaptedGemm, GroupedGemm
+from ..ops.autograd import Adapted, AdaptedGemm, GroupedGemm
 from ..replay import plan
 from ..weights.expert_weights import ExpertWeights
 from .lora import Lora, low_rank_of
@@ -133,8 +133,8 @@ def _adapted(
         what = "a lora" if one.A.requires_grad or one.B.requires_grad else "an input"
         raise InputError(f"grouped_gemm: out with {what} that requires grad has no gradient. Leave out away, or use "
                          "torch.no_grad()")  # fmt: skip
-    given = x, call.w, call.m_sizes, weights, bias, one.A, one.B, index, one.scale
-    y = AdaptedGemm.apply(*given, call.form, (call.M, call.x_rows, call.y_rows), made)  # type: ignore[no-untyped-call]
+    how = Adapted(call.form, (call.M, call.x_rows, call.y_rows), one.scale, made)
+    y = AdaptedGemm.apply(x, call.w, call.m_sizes, weights, bias, one.A, one.B, index, how)  # type: ignore[no-untyped-call]
     if keep is not None and made is not None and made.program is not None:
         keep(made)
     return y

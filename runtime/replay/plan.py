@@ -26,7 +26,7 @@ from ..driver.device import capturing, current_stream, device_is_current, only_d
 from ..launch.products import operands_of
 from ..launch.program import Program, Recorder
 from ..ops import autograd, gradients, layer
-from ..ops.autograd import AdaptedGemm, GroupedGemm
+from ..ops.autograd import Adapted, AdaptedGemm, GroupedGemm
 from ..ops.layer import NO_ADAPTERS, NOTHING_NARROW, FrozenWeights, Layer, Narrow, Routing, Weights, columns
 from ..ops.low_rank import Adapters, LowRank
 from ..weights.expert_weights import ExpertWeights
@@ -153,9 +153,8 @@ class ExecutionPlan(_Plan):
             if _transformed():
                 return None
             if one is not None:
-                return _apply_adapted(
-                    x, w, m_sizes, weights, bias, one.A, one.B, index, one.scale, self.form, self.sizes, self
-                )
+                how = Adapted(self.form, self.sizes, one.scale, self)
+                return _apply_adapted(x, w, m_sizes, weights, bias, one.A, one.B, index, how)
             return _apply(x, w, m_sizes, weights, bias, index, self.form, self.sizes, self)
         program = self.program
         if program is None:
@@ -181,7 +180,7 @@ class ExecutionPlan(_Plan):
 
     def adapted(
         self, x: torch.Tensor | None, w: _W | None, m_sizes: torch.Tensor, dy: torch.Tensor, needs: autograd.Needs,
-        one: LowRank, u: torch.Tensor | None,
+        one: LowRank, u: torch.Tensor | None, shape: torch.Size,
     ) -> _Results | None:  # fmt: skip
         """As ``autograd.with_adapter``, of a plain call with a frozen w; None where that has to compute them."""
         learns = (*needs, u is not None)
@@ -190,10 +189,11 @@ class ExecutionPlan(_Plan):
         known = self._gradients.get(learns)
         if known is not None:
             return self._again(known, self.sizes[0], given)
-        if not self.form.plain or any(needs[1:]) or w is None:
+        if not self.form.plain or any(needs[1:]):
             return None
         if type(dy) is not torch.Tensor or dy.dtype not in _KINDS or not dy.is_contiguous():
             return None
+        w = m_sizes.new_empty((), dtype=dy.dtype).expand(shape) if w is None else w  # only its shape is read
         call = Call(self.form, w, m_sizes, Fusions(None, None, None), *self.sizes)
         return self._first(
             learns, self.sizes[0], given, len(given) - 1,
