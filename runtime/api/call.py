@@ -17,7 +17,7 @@ from ..ops import gradients
 from ..ops.autograd import Adapted, AdaptedGemm, GroupedGemm
 from ..replay import plan
 from ..weights.expert_weights import ExpertWeights
-from .lora import Lora, low_rank_of
+from .lora import Lora, check_no_gradient, low_rank_of
 
 _MOST_CHECKED = 1 << 14
 # The kinds of call that passed every check as they are: the sorted rows, x's and y's.
@@ -130,8 +130,8 @@ def _adapted(
             keep(made)
         return y
     if out is not None:
-        what = "a lora" if one.A.requires_grad or one.B.requires_grad else "an input"
-        raise InputError(f"grouped_gemm: out with {what} that requires grad has no gradient. Leave out away, or use "
+        check_no_gradient(one.A, one.B)
+        raise InputError("grouped_gemm: out with an input that requires grad has no gradient. Leave out away, or use "
                          "torch.no_grad()")  # fmt: skip
     how = Adapted(call.form, (call.M, call.x_rows, call.y_rows), one.scale, made)
     y = AdaptedGemm.apply(x, call.w, call.m_sizes, weights, bias, one.A, one.B, index, how)  # type: ignore[no-untyped-call]

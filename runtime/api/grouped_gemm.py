@@ -26,7 +26,7 @@ from ..replay import guard
 from ..replay import plan as replay_plan
 from ..weights.expert_weights import ExpertWeights
 from . import call as api_call
-from .lora import Lora, as_used, scales_of
+from .lora import Lora, as_used, dropped, scales_of
 
 if TYPE_CHECKING:
     from ..dispatch.pin import KernelPair, Pin
@@ -152,6 +152,17 @@ def grouped_gemm(
     if lora is not None and (dX_only or dW_only):
         raise InputError("grouped_gemm: dX_only or dW_only with lora: which gradients are computed is told by what "
                          "requires one. Leave it out, and w.requires_grad_(False)")  # fmt: skip
+    if isinstance(lora, Lora) and lora.dropout:
+        moves = {
+            "topk": topk, "gather_indices": gather_indices, "permute_x": permute_x, "permute_y": permute_y,
+            "topk_weights": topk_weights, "fuse_mul_post": fuse_mul_post, "zero_tail": zero_tail,
+        }  # fmt: skip
+        rest = {
+            "kernel_config_fwd": kernel_config_fwd, "kernel_config_bwd_dX": kernel_config_bwd_dX,
+            "kernel_config_bwd_dW": kernel_config_bwd_dW, "autotune": autotune, "is_first_gemm": is_first_gemm,
+            "w_layout": w_layout, "bias": bias, "out": out,
+        }  # fmt: skip
+        return dropped(grouped_gemm, x, w, m_sizes, lora, moves, rest)
     if _tracing() or _jit_state() is not None:
         from .torch_library import traced
 
