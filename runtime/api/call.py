@@ -14,15 +14,16 @@ from ..check.form import Form, Fusions
 from ..driver.device import without_autocast
 from ..hooks import demand_tuner
 from ..ops import gradients
-from ..ops.autograd import AdaptedGemm, GroupedGemm
+from ..ops.autograd import Adapted, AdaptedGemm, GroupedGemm
 from ..replay import plan
 from ..weights.expert_weights import ExpertWeights
-from .lora import Lora, low_rank_of
+from .lora import Lora, check_no_gradient, low_rank_of
 
 _MOST_CHECKED = 1 << 14
 # The kinds of call that passed every check as they are: the sorted rows, x's and y's.
 _checked: dict[object, tuple[int, int, int]] = {}
 _PLAIN = tensors.PLAIN
+_transformed = torch._C._are_functorch_transforms_active
 jit_state = torch._C._get_tracing_state  # of torch.jit.trace, None where it is not under way
 
 
@@ -86,14 +87,14 @@ def run(
     fusions = call.fusions
     if lora is not None:
         with without_autocast(x.device.type):
-            return _adapted(call, x, lora, out)
+            return _adapted(call, x, lora, out, None if made is None else keep)
     with without_autocast(x.device.type):
         inputs_with_grad = any(t is not None and t.requires_grad for t in (x, w, fusions.weights, fusions.bias))
         if not (inputs_with_grad and torch.is_grad_enabled()):
             if made is None:
                 y = gradients.forward(call, x, out)
             else:
-                y = made.forward(x, call.w, m_sizes, fusions.weights, fusions.bias, fusions.index)
+                y, _ = made.forward(x, call.w, m_sizes, fusions.weights, fusions.bias, fusions.index)
             if out is not None:  # a launch changes it unseen: whoever saved it for a gradient has to be told
                 torch.autograd.graph.increment_version(out)
         elif out is not None:
@@ -107,24 +108,36 @@ def run(
     return y
 
 
-def _adapted(call: Call, x: torch.Tensor, lora: Lora, out: torch.Tensor | None) -> torch.Tensor:
-    """y of a checked call with an adapter."""
+def _adapted(
+    call: Call, x: torch.Tensor, lora: Lora, out: torch.Tensor | None,
+    keep: Callable[[plan.ExecutionPlan], None] | None,
+) -> torch.Tensor:  # fmt: skip
+    """y of a checked call with an adapter; ``keep`` is given a plan of one that can have it."""
     one, fusions = low_rank_of(lora, x, call.m_sizes, call.N), call.fusions
     index, weights, bias = fusions.index, fusions.weights, fusions.bias
     if out is not None:
         tensors.check_apart(out, **{"lora.A": one.A, "lora.B": one.B})
     learns = any(each is not None and each.requires_grad for each in (x, call.w, weights, bias, one.A, one.B))
+    made = None if keep is None or _transformed() else plan.plan(call, x, weights, bias, index, one)
     if not (learns and torch.is_grad_enabled()):
-        y = gradients.with_adapter(call, x, one, out)[0]
+        if made is None:
+            y: torch.Tensor = gradients.with_adapter(call, x, one, out)[0]
+        else:
+            y = made.forward(x, call.w, call.m_sizes, weights, bias, index, one)[0]
         if out is not None:  # a launch changes it unseen
             torch.autograd.graph.increment_version(out)
+        if keep is not None and made is not None and made.program is not None:
+            keep(made)
         return y
     if out is not None:
-        what = "a lora" if one.A.requires_grad or one.B.requires_grad else "an input"
-        raise InputError(f"grouped_gemm: out with {what} that requires grad has no gradient. Leave out away, or use "
+        check_no_gradient(one.A, one.B)
+        raise InputError("grouped_gemm: out with an input that requires grad has no gradient. Leave out away, or use "
                          "torch.no_grad()")  # fmt: skip
-    sizes = (call.M, call.x_rows, call.y_rows)
-    return AdaptedGemm.apply(x, call.w, call.m_sizes, weights, bias, one.A, one.B, index, one.scale, call.form, sizes)  # type: ignore[no-untyped-call,no-any-return]
+    how = Adapted(call.form, (call.M, call.x_rows, call.y_rows), one.scale, made)
+    y = AdaptedGemm.apply(x, call.w, call.m_sizes, weights, bias, one.A, one.B, index, how)  # type: ignore[no-untyped-call]
+    if keep is not None and made is not None and made.program is not None:
+        keep(made)
+    return y
 
 
 def _kind(tensor: torch.Tensor | None) -> object:

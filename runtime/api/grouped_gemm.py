@@ -26,7 +26,7 @@ from ..replay import guard
 from ..replay import plan as replay_plan
 from ..weights.expert_weights import ExpertWeights
 from . import call as api_call
-from .lora import Lora
+from .lora import Lora, as_used, dropped, scales_of
 
 if TYPE_CHECKING:
     from ..dispatch.pin import KernelPair, Pin
@@ -152,6 +152,17 @@ def grouped_gemm(
     if lora is not None and (dX_only or dW_only):
         raise InputError("grouped_gemm: dX_only or dW_only with lora: which gradients are computed is told by what "
                          "requires one. Leave it out, and w.requires_grad_(False)")  # fmt: skip
+    if isinstance(lora, Lora) and lora.dropout:
+        moves = {
+            "topk": topk, "gather_indices": gather_indices, "permute_x": permute_x, "permute_y": permute_y,
+            "topk_weights": topk_weights, "fuse_mul_post": fuse_mul_post, "zero_tail": zero_tail,
+        }  # fmt: skip
+        rest = {
+            "kernel_config_fwd": kernel_config_fwd, "kernel_config_bwd_dX": kernel_config_bwd_dX,
+            "kernel_config_bwd_dW": kernel_config_bwd_dW, "autotune": autotune, "is_first_gemm": is_first_gemm,
+            "w_layout": w_layout, "bias": bias, "out": out,
+        }  # fmt: skip
+        return dropped(grouped_gemm, x, w, m_sizes, lora, moves, rest)
     if _tracing() or _jit_state() is not None:
         from .torch_library import traced
 
@@ -190,7 +201,7 @@ def grouped_gemm(
                 return y
     if more or api_call.is_whole(x, w):
         keep = None
-        if out is None and lora is None and not (
+        if out is None and not (
             autotune or kernel_config_fwd is not None or kernel_config_bwd_dX is not None
             or kernel_config_bwd_dW is not None
         ):  # fmt: skip
@@ -199,6 +210,7 @@ def grouped_gemm(
                     replay_plan.key_of(w), x.shape[0], topk, permute_x, permute_y, fuse_mul_post, dX_only, dW_only,
                     w_layout,
                     zero_tail, is_first_gemm, topk_weights is None, bias is None, gather_indices is None,
+                    None if lora is None else scales_of((lora, None)),
                 )  # fmt: skip
                 if snapshot is None and tensors.on_gpu(x):
                     snapshot = dispatch_snapshot.snapshot()
@@ -207,7 +219,8 @@ def grouped_gemm(
                 snapshot = plan = None
             if snapshot is not None:
                 if plan is not None:
-                    y = plan(x, w, m_sizes, topk_weights, bias, gather_indices)
+                    low = None if lora is None else as_used((lora, None), x.dtype, m_sizes.shape[0]).first
+                    y = plan(x, w, m_sizes, topk_weights, bias, gather_indices, low)
                     if y is not None:
                         return y
                 keep = functools.partial(replay_plan.remember, snapshot.plans, operands)

@@ -7,11 +7,12 @@ B are small.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
+from ...artifacts.errors import InputError
 from ...artifacts.records.problem import bucket_of
 from ...kernels.contract.words import ALIGNMENT_BYTES
 from ..check import tensors
@@ -32,12 +33,13 @@ class Lora(NamedTuple):
 
     ``A`` is [E, r, K] and ``B`` [E, N, r], r from 1 to 256, in x's dtype or another floating-point one, to which they
     are cast; [1, r, K] and [1, N, r] are one adapter for all experts. ``scale`` is a number (PEFT's lora_alpha / r).
-    Both are differentiable.
+    Both are differentiable. With ``dropout`` p, A reads dropout(x, p), drawn anew in each call (0 in evaluation).
     """
 
     A: torch.Tensor
     B: torch.Tensor
     scale: float = 1.0
+    dropout: float = 0.0
 
 
 def low_rank_of(lora: Lora, x: torch.Tensor, m_sizes: torch.Tensor, N: int | None = None) -> LowRank:
@@ -52,6 +54,47 @@ def low_rank_of(lora: Lora, x: torch.Tensor, m_sizes: torch.Tensor, N: int | Non
     if N is not None:
         check_columns(lora.B, N)
     return LowRank(A, B, lora.scale)
+
+
+def dropped(
+    product: Callable[..., torch.Tensor], x: torch.Tensor, w: object, m_sizes: torch.Tensor, lora: Lora,
+    moves: Mapping[str, Any], rest: Mapping[str, Any],
+) -> torch.Tensor:  # fmt: skip
+    """``product(x, w, m_sizes, **moves, **rest)`` and the part of an adapter with dropout: of another x, so beside it.
+
+    ``product`` is ``grouped_gemm``; ``moves`` are its parameters that say where rows come from, go, and are weighted
+    with, ``rest`` those of the base product alone.
+
+    Raises
+    ------
+    InputError
+        for an adapter that doesn't fit the product.
+    """
+    A, B, scale = low_rank_of(lora, x, m_sizes)
+    if rest["out"] is not None:
+        check_no_gradient(A, B)
+    y = product(x, w, m_sizes, **moves, **rest)
+    check_columns(lora.B, y.shape[1])
+    index, topk, weights = moves["gather_indices"], moves["topk"], moves["topk_weights"]
+    how = {name: moves[name] for name in ("permute_y", "fuse_mul_post", "zero_tail")}
+    how["zero_tail"] |= rest["out"] is not None  # whose rows past the last expert's stay as they are
+    seen = torch.nn.functional.dropout(x, lora.dropout)
+    if moves["permute_x"]:
+        u = product(seen, A, m_sizes, topk, index, permute_x=True)
+        # Rows that pad an expert are not written, and B's gradient multiplies them by zero: they have to be finite.
+        u = u.masked_fill(((index < 0) | (index >= x.shape[0] * topk))[:, None], 0)
+    else:
+        u = product(seen, A, m_sizes)
+    if how["permute_y"] and weights is None and y.shape[0] != u.shape[0]:  # weights tell how many rows y has
+        weights, how["fuse_mul_post"] = x.new_ones((y.shape[0] // topk, topk), dtype=torch.float32), True
+    return y.add_(product(u * scale, B, m_sizes, topk, index, topk_weights=weights, is_first_gemm=False, **how))
+
+
+def check_no_gradient(*low: torch.Tensor) -> None:
+    """Raise InputError, of a call with ``out``, where A or B has one."""
+    if torch.is_grad_enabled() and any(one.requires_grad for one in low):
+        raise InputError("grouped_gemm: out with a lora that requires grad has no gradient. Leave out away, or use "
+                         "torch.no_grad()")  # fmt: skip
 
 
 def check_columns(B: torch.Tensor, N: int) -> None:
@@ -135,6 +178,8 @@ def scales_of(lora: tuple[Lora | None, Lora | None] | None) -> tuple[object, ...
         return None
     if type(lora) is not tuple or len(lora) != 2 or any(one is not None and type(one) is not Lora for one in lora):
         raise TypeError("no adapters")
+    if any(one is not None and one.dropout for one in lora):
+        raise TypeError("no plan draws numbers")
     for matrix in (each for one in lora if one is not None for each in one[:2]):
         if matrix.dim() != 3 or not matrix.dtype.is_floating_point:
             raise TypeError("no matrices")
@@ -190,6 +235,8 @@ def _usable(x: torch.Tensor, m_sizes: torch.Tensor, lora: Lora) -> tuple[torch.T
     tensors.check_sizes(m_sizes)
     if not isinstance(lora.scale, (int, float)) or isinstance(lora.scale, bool):
         tensors.bad("lora.scale", repr(lora.scale), "a number")
+    if not isinstance(lora.dropout, (int, float)) or isinstance(lora.dropout, bool) or not 0 <= lora.dropout < 1:
+        tensors.bad("lora.dropout", repr(lora.dropout), "a number of at least 0 and below 1")
     E, K, r = m_sizes.shape[0], x.shape[-1] if x.dim() else 0, lora.A.shape[1] if lora.A.dim() == 3 else 0
     wanted = {"lora.A": f"[E, r, K] = [{E} or 1, 1 to {MAX_RANK}, {K}]", "lora.B": f"[E, N, r] = [{E} or 1, N, {r}]"}
     fits = {

@@ -199,7 +199,8 @@ def moe_mlp(
     if out is not None:
         _check_out(out, hidden, [hidden, gate_up_weight, *others], adapters, topk_weights, down_bias)
     low = [one for pair in adapters if isinstance(pair, Lora) for one in pair[:2]]
-    if weights_on == "input" or api_call.is_traced(x, gate_up_weight, topk_ids, *others, *low):
+    drops = any(isinstance(pair, Lora) and pair.dropout for pair in adapters)
+    if drops or weights_on == "input" or api_call.is_traced(x, gate_up_weight, topk_ids, *others, *low):
         found = _composed(
             x, gate_up_weight, down_weight, topk_ids, topk_weights, how, gate_up_bias, down_bias, weights_on, w_layout,
             adapters,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -42,7 +42,7 @@ class GroupedGemm(torch.autograd.Function):
         # (One attribute: each takes a part of a microsecond.)
         ctx.call = form, sizes, plan, frozen if keeps_w else None, w.shape if kept is None else None
         if plan is not None:
-            y: torch.Tensor = plan.forward(x, w, m_sizes, weights, bias, index)
+            y: torch.Tensor = plan.forward(x, w, m_sizes, weights, bias, index)[0]
             return y
         return gradients.forward(Call(form, w, m_sizes, Fusions(index, weights, bias), *sizes), x)
 
@@ -53,7 +53,7 @@ class GroupedGemm(torch.autograd.Function):
         x, w, m_sizes, weights, bias, index = ctx.saved_tensors
         form, sizes, plan, frozen, w_shape = ctx.call
         needs = wanted(ctx.needs_input_grad, form)
-        if plan is not None:
+        if plan is not None and weights is None:
             planned = plan.backward(x, w, m_sizes, dy, needs, w_shape)
             if planned is not None:
                 return (planned[0], planned[1], None, planned[2], planned[3], *_REST)
@@ -67,18 +67,34 @@ class GroupedGemm(torch.autograd.Function):
         return (found[0], found[1], None, found[2], found[3], *_REST)
 
 
+class Adapted(NamedTuple):
+    """All of a call with an adapter that is no tensor: (M, x_rows, y_rows) are ``sizes``, the adapter's is ``scale``.
+
+    ``plan`` is a ``replay.plan.ExecutionPlan``, or None.
+    """
+
+    form: Form
+    sizes: tuple[int, int, int]
+    scale: float
+    plan: Any = None
+
+
 class AdaptedGemm(torch.autograd.Function):
     """The same beside an adapter, of whose A and B the gradients are computed together, if either is needed."""
 
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, w: torch.Tensor | ExpertWeights, m_sizes: torch.Tensor, weights: torch.Tensor | None,
-        bias: torch.Tensor | None, A: torch.Tensor, B: torch.Tensor, index: torch.Tensor | None, scale: float,
-        form: Form, sizes: tuple[int, int, int],
+        bias: torch.Tensor | None, A: torch.Tensor, B: torch.Tensor, index: torch.Tensor | None, how: Adapted,
     ) -> torch.Tensor:  # fmt: skip
         """The product; what a gradient needs is saved."""
-        call = Call(form, w, m_sizes, Fusions(index, weights, bias), *sizes)
-        y, u = gradients.with_adapter(call, x, LowRank(A, B, scale))
+        form, sizes, scale, plan = how
+        one = LowRank(A, B, scale)
+        if plan is not None:
+            y, u = plan.forward(x, w, m_sizes, weights, bias, index, one)
+        else:
+            call = Call(form, w, m_sizes, Fusions(index, weights, bias), *sizes)
+            y, u = gradients.with_adapter(call, x, one)
         needs_x, needs_w, needs_weights, _ = wanted(ctx.needs_input_grad, form)
         learns, inner = any(ctx.needs_input_grad[5:7]), needs_x or needs_weights
         ctx.frozen = w if isinstance(w, ExpertWeights) else None
@@ -86,24 +102,27 @@ class AdaptedGemm(torch.autograd.Function):
             x if needs_w or needs_weights or learns else None, w if inner and ctx.frozen is None else None, m_sizes,
             weights, bias, A, B, u if learns else None, index,
         )  # fmt: skip
-        ctx.call = form, sizes, scale, w.shape
-        return y
+        ctx.call = how, w.shape
+        return y  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients that are needed, None for the others."""
         x, w, m_sizes, weights, bias, A, B, u, index = ctx.saved_tensors
-        form, sizes, scale, w_shape = ctx.call
-        dy = in_memory("dy", dy)
+        (form, sizes, scale, plan), w_shape = ctx.call
+        needs, one = wanted(ctx.needs_input_grad, form), LowRank(A, B, scale)
         w = ctx.frozen if w is None else w
+        if plan is not None and weights is None:
+            found = plan.adapted(x, w, m_sizes, dy, needs, one, u, w_shape)
+            if found is not None:
+                return found[0], found[1], None, *found[2:6], None, None
+        dy = in_memory("dy", dy)
         w = m_sizes.new_empty((), dtype=dy.dtype).expand(w_shape) if w is None else w  # only its shape is read
         call = Call(form, w, m_sizes, Fusions(index, weights, bias), *sizes)
         with without_autocast(dy.device.type):
-            dx, dw, dweights, dbias, dA, dB = with_adapter(
-                call, dy, x, wanted(ctx.needs_input_grad, form), LowRank(A, B, scale), u
-            )
-        return dx, dw, None, dweights, dbias, dA, dB, None, None, None, None
+            dx, dw, dweights, dbias, dA, dB = with_adapter(call, dy, x, needs, one, u)
+        return dx, dw, None, dweights, dbias, dA, dB, None, None
 
 
 def wanted(needs_input_grad: tuple[bool, ...], form: Form) -> Needs:

@@ -26,9 +26,9 @@ from ..driver.device import capturing, current_stream, device_is_current, only_d
 from ..launch.products import operands_of
 from ..launch.program import Program, Recorder
 from ..ops import autograd, gradients, layer
-from ..ops.autograd import GroupedGemm
+from ..ops.autograd import Adapted, AdaptedGemm, GroupedGemm
 from ..ops.layer import NO_ADAPTERS, NOTHING_NARROW, FrozenWeights, Layer, Narrow, Routing, Weights, columns
-from ..ops.low_rank import Adapters
+from ..ops.low_rank import Adapters, LowRank
 from ..weights.expert_weights import ExpertWeights
 from . import guard
 
@@ -43,6 +43,7 @@ _LOW = ALIGNMENT_BYTES - 1
 
 # Function.apply does this and, for calls inside torch.func's transforms, more.
 _apply: Callable[..., torch.Tensor] = super(torch.autograd.Function, GroupedGemm).apply
+_apply_adapted: Callable[..., torch.Tensor] = super(torch.autograd.Function, AdaptedGemm).apply
 _transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _grad_enabled = torch.is_grad_enabled
 stream_of = current_stream
@@ -124,10 +125,8 @@ class ExecutionPlan(_Plan):
     __slots__ = ("_dense", "_low", "_same", "_some", "_there", "form", "program", "sizes")
 
     def __init__(self, call: Call, given: _Given, same: guard.Guard) -> None:
-        fusions = call.fusions
         x: torch.Tensor = given[0]  # type: ignore[assignment]
-        grad = any(t is not None and t.requires_grad for t in (x, call.w, fusions.weights, fusions.bias))
-        super().__init__(x, grad=grad, varies=False)
+        super().__init__(x, grad=any(t is not None and t.requires_grad for t in given), varies=False)
         self._same, self._low, self._dense = same, x.data_ptr() & _LOW, isinstance(call.w, torch.Tensor)
         there = [i for i, one in enumerate(given) if one is not None]
         self._some, self._there = len(there) < len(given), itemgetter(*there)
@@ -136,12 +135,16 @@ class ExecutionPlan(_Plan):
 
     def __call__(
         self, x: torch.Tensor, w: _W, m_sizes: torch.Tensor, weights: torch.Tensor | None, bias: torch.Tensor | None,
-        index: torch.Tensor | None,
+        index: torch.Tensor | None, one: LowRank | None = None,
     ) -> torch.Tensor | None:  # fmt: skip
         if self._dense:
             given: Any = (x, w, m_sizes, weights, bias, index)
         else:
             given = (x, *operands_of(w).values(), m_sizes, weights, bias, index)
+        if one is not None:
+            given += one[:2]
+            if (one.A.data_ptr() | one.B.data_ptr()) & _LOW:
+                return None
         if not self._same(*(self._there(given) if self._some else given)) or x.data_ptr() & _LOW != self._low:
             return None
         if not (self._alone or device_is_current(self._device)):
@@ -149,27 +152,53 @@ class ExecutionPlan(_Plan):
         if self.grad and _grad_enabled():
             if _transformed():
                 return None
+            if one is not None:
+                how = Adapted(self.form, self.sizes, one.scale, self)
+                return _apply_adapted(x, w, m_sizes, weights, bias, one.A, one.B, index, how)
             return _apply(x, w, m_sizes, weights, bias, index, self.form, self.sizes, self)
         program = self.program
         if program is None:
-            return self.forward(x, w, m_sizes, weights, bias, index)
+            return self.forward(x, w, m_sizes, weights, bias, index, one)[0]
         y: torch.Tensor = program.run(self.sizes[0], stream_of(self._device), given)[0]  # type: ignore[assignment]
         return y
 
     def forward(
         self, x: torch.Tensor, w: _W, m_sizes: torch.Tensor, weights: torch.Tensor | None, bias: torch.Tensor | None,
-        index: torch.Tensor | None,
-    ) -> torch.Tensor:  # fmt: skip
-        """y, without a look at the tensors: ``__call__``, or every check, had one."""
+        index: torch.Tensor | None, one: LowRank | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        """``gradients.with_adapter``, without a look at the tensors: ``__call__``, or every check, had one."""
         given: Any = (x, w, m_sizes, weights, bias, index)
         if not self._dense:
             given = (x, *operands_of(w).values(), m_sizes, weights, bias, index)
+        given += () if one is None else one[:2]
         program = self.program
         if program is not None:
-            return program.run(self.sizes[0], stream_of(self._device), given)[0]  # type: ignore[return-value]
+            return program.run(self.sizes[0], stream_of(self._device), given)  # type: ignore[return-value]
         call = Call(self.form, w, m_sizes, Fusions(index, weights, bias), *self.sizes)
-        (y,), self.program = self._recorded(call.M, given, lambda do: (gradients.forward(call, x, do=do),))
-        return y  # type: ignore[return-value]
+        found, self.program = self._recorded(call.M, given, lambda do: gradients.with_adapter(call, x, one, do=do))
+        return found  # type: ignore[return-value]
+
+    def adapted(
+        self, x: torch.Tensor | None, w: _W | None, m_sizes: torch.Tensor, dy: torch.Tensor, needs: autograd.Needs,
+        one: LowRank, u: torch.Tensor | None, shape: torch.Size,
+    ) -> _Results | None:  # fmt: skip
+        """As ``autograd.with_adapter``, of a plain call with a frozen w; None where that has to compute them."""
+        learns = (*needs, u is not None)
+        operands: Any = (w,) if self._dense else operands_of(w).values()  # type: ignore[arg-type]
+        given = (dy, x, u, one.A, one.B, *operands, m_sizes)
+        known = self._gradients.get(learns)
+        if known is not None:
+            return self._again(known, self.sizes[0], given)
+        if not self.form.plain or any(needs[1:]):
+            return None
+        if type(dy) is not torch.Tensor or dy.dtype not in _KINDS or not dy.is_contiguous():
+            return None
+        w = m_sizes.new_empty((), dtype=dy.dtype).expand(shape) if w is None else w  # only its shape is read
+        call = Call(self.form, w, m_sizes, Fusions(None, None, None), *self.sizes)
+        return self._first(
+            learns, self.sizes[0], given, len(given) - 1,
+            lambda do: autograd.with_adapter(call, dy, x, needs, one, u, do),
+        )  # fmt: skip
 
     def backward(
         self, x: torch.Tensor | None, w: torch.Tensor | None, m_sizes: torch.Tensor, dy: torch.Tensor,
@@ -276,11 +305,12 @@ class LayerPlan(_Plan):
 
 
 def plan(
-    call: Call, x: torch.Tensor, weights: torch.Tensor | None, bias: torch.Tensor | None, index: torch.Tensor | None
-) -> ExecutionPlan | None:
+    call: Call, x: torch.Tensor, weights: torch.Tensor | None, bias: torch.Tensor | None, index: torch.Tensor | None,
+    one: LowRank | None = None,
+) -> ExecutionPlan | None:  # fmt: skip
     """An empty plan for this call, or None where the next one like it needs another look.
 
-    ``weights``, ``bias`` and ``index`` are as the caller passed them.
+    ``weights``, ``bias`` and ``index`` are as the caller passed them; an adapter is as the products take it.
     """
     form, fusions, w = call.form, call.fusions, call.w
     if not check_tensors.on_gpu(x) or x.dtype not in _KINDS or form.autotune or form.pinned:
@@ -291,8 +321,11 @@ def plan(
         return None
     if isinstance(w, ExpertWeights) and not w.order:
         return None
-    given = (x, *operands_of(w).values(), call.m_sizes, weights, bias, index)
-    same = guard.guard(*[one for one in given if one is not None])
+    low = () if one is None else one[:2]
+    if any(matrix.data_ptr() & _LOW for matrix in low):
+        return None
+    given = (x, *operands_of(w).values(), call.m_sizes, weights, bias, index, *low)
+    same = guard.guard(*[each for each in given if each is not None])
     return None if same is None else ExecutionPlan(call, given, same)
 
 

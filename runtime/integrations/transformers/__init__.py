@@ -160,6 +160,8 @@ def experts_or_own(
 ) -> torch.Tensor:
     """``experts_forward``, or the module's own code where that refuses it."""
     if torch.compiler.is_compiling():
+        if "parametrizations" in self._modules:  # read while torch traces, they go wrong: torch.nn.utils.parametrize
+            return torch.compiler.disable(experts_or_own)(self, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-untyped-call,no-any-return]
         return experts_forward(self, hidden_states, top_k_index, top_k_weights)
     try:
         return experts_forward(self, hidden_states, top_k_index, top_k_weights)

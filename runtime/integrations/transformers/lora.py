@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from ...runtime.api.lora import MAX_RANK, Lora
+from ...runtime.api.lora import Lora
+from ...runtime.check.operands import MAX_RANK
 from ...runtime.check.tensors import PLAIN
 from . import copies
 from .gates import instructions

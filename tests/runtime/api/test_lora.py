@@ -211,8 +211,9 @@ def test_what_does_not_fit_is_refused() -> None:
             grouped_gemm(x, w, m_sizes, lora=lora)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="dX_only or dW_only with lora"):
         grouped_gemm(x, w, m_sizes, lora=Lora(A, B), dX_only=True)
-    with pytest.raises(InputError, match="out with a lora that requires grad"):
-        grouped_gemm(x, w, m_sizes, lora=Lora(A, B.requires_grad_()), out=torch.empty(9, N))
+    for p in (0.0, 0.5):
+        with pytest.raises(InputError, match="out with a lora that requires grad"):
+            grouped_gemm(x, w, m_sizes, lora=Lora(A, B.requires_grad_(), dropout=p), out=torch.empty(9, N))
     with pytest.raises(InputError, match="moe_mlp: lora is a Lora, wanted"):
         moe_mlp(x, w, w, torch.zeros(9, 1, dtype=torch.int64), torch.ones(9, 1), lora=Lora(A, B))  # type: ignore[arg-type]
 
@@ -281,3 +282,54 @@ def test_a_rank_of_no_whole_16_bytes_takes_the_kernel_too(
     ran = {one for one in device.launched if Fusion.LOW_RANK in one[1]}
     first = (Op.FORWARD, Fusion.LOW_RANK | Fusion.GATHER)
     assert ran == {(Op.FORWARD, Fusion.LOW_RANK), first, (Op.DX, Fusion.LOW_RANK)}
+
+
+@pytest.mark.parametrize("form", [{}, {"permute_x": True}, {"permute_x": True, "permute_y": True}, {"permute_y": True}])
+def test_dropout_is_on_what_a_reads(form: dict[str, bool]) -> None:
+    """As PEFT's layers have it: x of the low-rank part alone, drawn by torch's generator anew in each call."""
+    torch.manual_seed(0)
+    routing = sort_routing(torch.randint(0, E, (T, TOPK)), E)
+    x, w, bias = random(T if "permute_x" in form else T * TOPK, K), random(E, N, K), random(E, N)
+    A, B = random(E, R, K), random(E, N, R)
+    how: dict[str, Any] = {"topk": TOPK, "gather_indices": routing.gather_indices, **form}
+
+    def call(x: torch.Tensor, w: torch.Tensor, **more: Any) -> torch.Tensor:
+        return grouped_gemm(x, w, routing.m_sizes, **how, **more)
+
+    torch.manual_seed(7)
+    got = call(x, w, bias=bias, lora=Lora(A, B, SCALE, dropout=0.5))
+    torch.manual_seed(7)
+    seen = torch.nn.functional.dropout(x, 0.5)
+    want = call(x, w, bias=bias) + call(seen, SCALE * B @ A)
+    torch.testing.assert_close(got, want)
+    assert not torch.equal(seen, x)
+    leaves, dy = (x, w, A, B, bias), torch.randn_like(got)
+    torch.testing.assert_close(torch.autograd.grad(got, leaves, dy), torch.autograd.grad(want, leaves, dy))
+
+
+def test_a_layer_with_dropout(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its plan is not that of a layer without; no kernel has its low-rank part in it."""
+    monkeypatch.setattr(plan, "_KINDS", (torch.float32,))
+    torch.manual_seed(0)
+    x, up, down, ids = torch.randn(T, 12), torch.randn(E, 16, 12), torch.randn(E, 12, 8), torch.randint(0, E, (T, TOPK))
+    weights, low = torch.rand(T, TOPK), [torch.randn(s) for s in ((E, 4, 12), (E, 16, 4), (E, 4, 8), (E, 12, 4))]
+
+    def call(p: float) -> torch.Tensor:
+        torch.manual_seed(3)
+        pair = Lora(low[0], low[1], SCALE, p), Lora(low[2], low[3], SCALE)
+        return moe_mlp(x, up, down, ids, weights, lora=pair)
+
+    on(monkeypatch, False)
+    wanted = {p: call(p) for p in (0.0, 0.5)}
+    assert not torch.allclose(wanted[0.0], wanted[0.5])
+    on(monkeypatch, True)
+    for p in (0.0, 0.0, 0.5, 0.5, 0.0):
+        torch.testing.assert_close(call(p), wanted[p], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.0, True, "0.1", None])
+def test_what_is_no_dropout(p: Any) -> None:
+    x, w, m_sizes = torch.randn(9, K), torch.randn(E, N, K), torch.tensor([2, 3, 0, 4])
+    lora = Lora(torch.randn(E, R, K), torch.randn(E, N, R), 1.0, p)
+    with pytest.raises(InputError, match=r"lora.dropout is .*, wanted a number of at least 0 and below 1"):
+        grouped_gemm(x, w, m_sizes, lora=lora)

@@ -27,7 +27,7 @@ from pretuned.kernels.contract.config import Config, Loads, Schedule, TileRows
 from pretuned.kernels.contract.launchable import unlaunchable
 from pretuned.kernels.contract.registry import arguments, boxes, entry_of
 from pretuned.kernels.contract.spec import Spec
-from pretuned.runtime import ExpertWeights, grouped_gemm, moe_mlp
+from pretuned.runtime import ExpertWeights, Lora, grouped_gemm, moe_mlp
 from pretuned.runtime.check import tensors as check_tensors
 from pretuned.runtime.check.operands import Rows
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
@@ -495,3 +495,21 @@ def test_calls_that_two_products_do(driver: Driver, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(quantised, "low_rank_kernel", lambda *_: None)
     assert not with_low_part(replace(aligned, x=x[: T // 2], M=T // 2), u[: T // 2], B, y[: T // 2])
     assert not driver.launched
+
+
+@pytest.mark.usefixtures("adapt")
+@pytest.mark.parametrize("zero_tail", [False, True])
+def test_a_call_with_an_adapter_is_one_launch_each_way(driver: Driver, zero_tail: bool) -> None:
+    """``grouped_gemm(lora=)`` of codes: u and B, then v and A, r = 4 columns made 8; rows of no expert are cleared."""
+    w, M = ExpertWeights.quantize(torch.randn(E, N, K), "mxfp4"), T * TOPK
+    x, bias = torch.randn(M, K).bfloat16().requires_grad_(), torch.randn(E, N).bfloat16()
+    A, B = torch.randn(E, 4, K).requires_grad_(), torch.randn(E, N, 4).requires_grad_()
+    m_sizes = torch.full((E,), (M - 1) // E, dtype=torch.int32)
+    y = grouped_gemm(x, w, m_sizes, bias=bias, zero_tail=zero_tail, lora=Lora(A, B, 0.5))
+    grads = torch.autograd.grad(y, (x, A, B), torch.randn_like(y))
+    assert [one.shape for one in grads] == [x.shape, A.shape, B.shape]
+    assert [(one.op, one.fusion) for one in driver.running] == [(Op.FORWARD, Fusion.LOW_RANK), (Op.DX, Fusion.LOW_RANK)]
+    (_, forward), (_, back) = driver.launched
+    assert (forward["y"], forward["bias"], forward["R"], forward["M"]) == (y.data_ptr(), bias.data_ptr(), 8, M)
+    assert (int(forward["flags"]), int(back["flags"])) == (8 | (16 if zero_tail else 0), 16)
+    assert (back["y"], back["bias"], back["R"]) == (grads[0].data_ptr(), 0, 8)

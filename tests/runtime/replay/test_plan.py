@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from host_gpu import TOPK, Device, E, K, N, T, device, on, ran, tensors, watch_programs
+from host_gpu import LOW_RANK, TOPK, Device, E, K, N, T, device, on, ran, tensors, watch_programs
 
 from pretuned.artifacts.records.problem import Op, RowOp
-from pretuned.runtime import grouped_gemm, reload
+from pretuned.runtime import Lora, grouped_gemm, reload
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.launch.program import Program
 from pretuned.runtime.replay import guard, plan
@@ -242,3 +242,65 @@ def test_what_cannot_be_used_is_still_named(planned: list[plan.ExecutionPlan]) -
         good = {"topk": TOPK, "gather_indices": index, "topk_weights": weights, "fuse_mul_post": True}
         with pytest.raises(ValueError, match=words):
             grouped_gemm(x, w, m_sizes, permute_x=True, **{**good, **how})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("learns", ["x", "w"])
+def test_a_frozen_weight_of_rows_that_stay_is_in_the_gradient(learns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows that stay where they are a gradient is planned: of those that are weighed it was that of others."""
+    given = tensors(permute_x=False, weights=True, bias=False, layout="nk")
+    given = {name: None if one is None else one.detach().requires_grad_(name == learns) for name, one in given.items()}
+    m_sizes, index = torch.tensor([5, 0, 7, 2]), torch.arange(T * TOPK).flip(0)
+    found = []
+    for simulated in (False, True, True, True):
+        on(monkeypatch, simulated)
+        y = grouped_gemm(
+            **given, m_sizes=m_sizes, topk=TOPK, gather_indices=index, fuse_mul_post=True
+        )  # type: ignore[arg-type]  # fmt: skip
+        found.append(torch.autograd.grad(y, given[learns], torch.ones_like(y))[0])  # type: ignore[arg-type]
+    for one in found[1:]:
+        torch.testing.assert_close(one, found[0], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("needs", ["xAB", "AB", "x", "B", ""])
+def test_a_product_beside_an_adapter(
+    planned: list[plan.ExecutionPlan], device: Device, monkeypatch: pytest.MonkeyPatch, needs: str, gathered: bool,
+    inside: bool,
+) -> None:  # fmt: skip
+    """It comes again with other numbers; of rows that stay its gradient does, too."""
+    device.there |= LOW_RANK if inside else set()
+    generator = torch.Generator().manual_seed(3)
+    m_sizes, index = torch.tensor([5, 0, 7, 1]), torch.randperm(T * TOPK, generator=generator)  # the last is no one's
+    w, dy = torch.randn(E, N, K, generator=generator), torch.randn(T * TOPK, N, generator=generator)
+    how: dict[str, Any] = {"topk": TOPK, "gather_indices": index, "permute_x": True} if gathered else {}
+
+    def step(seed: int, simulated: bool, r: int = 4, scale: float = 0.5) -> list[torch.Tensor]:
+        on(monkeypatch, simulated)
+        numbers = torch.Generator().manual_seed(seed)
+        shapes = {"x": (T if gathered else T * TOPK, K), "A": (E, r, K), "B": (E, N, r)}
+        given = {name: torch.randn(shape, generator=numbers).requires_grad_(name in needs)
+                 for name, shape in shapes.items()}  # fmt: skip
+        lora = Lora(given["A"], given["B"], scale)
+        one = {"w": w, "lora": lora} if simulated else {"w": w + scale * lora.B @ lora.A}
+        y = grouped_gemm(given["x"], m_sizes=m_sizes, **one, **how)
+        found = torch.autograd.grad(y, [given[name] for name in needs], dy) if needs else ()
+        return [y[:13].detach(), *found]
+
+    def same(seed: int, **other: Any) -> None:
+        for got, want in zip(step(seed, True, **other), step(seed, False, **other), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+
+    same(0)
+    assert planned == []
+    for seed in (1, 2, 3):
+        same(seed)
+    assert len(planned) == 3
+    programs = [one.program for one in planned[0]._gradients.values() if one is not None]
+    # v, dX with its part or two products, dB and dA
+    steps = (1 + (1 if inside else 2) * ("x" in needs) + 2 * ("B" in needs)) if needs and not gathered else 0
+    assert [len(one.steps) for one in programs] == ([steps] if steps else [])
+    same(4, r=8)  # another kind each
+    same(4, scale=2.0)
+    same(5)
+    assert len(planned) == 3

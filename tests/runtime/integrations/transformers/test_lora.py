@@ -235,3 +235,37 @@ def test_a_loss_curve_is_peft_s_within_its_noise(peft: Any) -> None:
     assert apart32 < 1e-4
     assert apart16 < 2 * noise
     assert ours_noise < 2 * noise
+
+
+@pytest.mark.slow
+def test_compiled_and_in_autocast(peft: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """torch.compile leaves parametrised experts as they are: recognised. Autocast casts A and B as the weights."""
+    ours.register()
+    model = adapted_model(peft, num_hidden_layers=1)
+    wanted, grads = run(model, "eager")
+    model.get_base_model().set_experts_implementation("pretuned")
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    model.zero_grad()
+    given: list[Any] = []
+    real = ours.moe_mlp
+    monkeypatch.setattr(ours, "moe_mlp", lambda *args, **how: (given.append(how["lora"]), real(*args, **how))[1])
+    logits = compiled(input_ids=IDS).logits
+    logits.float().square().mean().backward()
+    assert len(given) == 1
+    assert None not in given[0]
+    monkeypatch.undo()
+    torch.testing.assert_close(logits.detach(), wanted, rtol=1e-4, atol=1e-5)
+    for name, one in model.named_parameters():
+        if one.requires_grad:
+            torch.testing.assert_close(one.grad, grads[name], rtol=1e-3, atol=1e-5)
+    found = []
+    for how in ("eager", "pretuned"):
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(run(model, how))
+    (own, own_grads), (ours_too, our_grads) = found
+    assert set(our_grads) == set(own_grads)
+    for got, want in ((ours_too, own), *((our_grads[name], one) for name, one in own_grads.items())):
+        assert got.dtype is want.dtype
+        assert float((got.float() - want.float()).norm() / want.float().norm()) < 3e-2
+    assert "is read as its parametrization" not in caplog.text
