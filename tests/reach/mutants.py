@@ -166,6 +166,29 @@ SAME: dict[tuple[str, str, str], str] = {
     ): "126 bytes more tell it, too",
     ("artifacts/files/packed.py", "_MEMORY_BYTES = 256 << 20  # for xz's own window, at most", "257"): "any such limit",
     ("artifacts/files/packed.py", "_MEMORY_BYTES = 256 << 20  # for xz's own window, at most", "21"): "any such limit",
+    ("artifacts/files/ed25519.py", "if s >= _L:", "s > _L"): "of an S of just the order nobody can find an R",
+    (
+        "artifacts/files/ed25519.py",
+        "found = _added(found, table[(s >> bit & 1) + 2 * (h >> bit & 1)])",
+        "(s >> bit & 1) - 2 * (h >> bit & 1)",
+    ): "of four rows, counted from the end, the same ones",
+    ("artifacts/files/ed25519.py", "for _ in range(3):", "4"): "no point has the order 16",
+    (
+        "artifacts/files/ed25519.py",
+        "return x % _P == 0 and (y - z) % _P == 0",
+        "x % _P == 0 or (y - z) % _P == 0",
+    ): "of eight times a point either says the other",
+    (
+        "artifacts/files/ed25519.py",
+        "if len(data) != 32 or y >= _P:",
+        "y > _P",
+    ): "a y of just p is that of 0, whose points are of small order",
+    ("artifacts/files/ed25519.py", "x = pow(square, (_P + 3) // 8, _P)", "4"): "an eighth of it is the same",
+    (
+        "artifacts/files/ed25519.py",
+        "if (x * x - square) % _P or (x == 0 and sign):",
+        "1",
+    ): "a point whose x is 0 is of small order",
 }
 
 _SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
