@@ -25,7 +25,7 @@ def dense(
     lora: tuple[Lora, Lora], bias: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     """The layer in torch, of w [E, N, K], in the dtype of its tensors."""
-    (A1, B1, s1), (A2, B2, s2) = lora
+    (A1, B1, s1), (A2, B2, s2) = (one[:3] for one in lora)
     out, width = torch.zeros_like(hidden), down.shape[2]
     for e in range(E):
         token, slot = (ids == e).nonzero(as_tuple=True)
@@ -110,7 +110,7 @@ def product(
     x: torch.Tensor, w: torch.Tensor, lora: Lora, expert: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:  # fmt: skip
     """The product of sorted rows in torch, of w [E, N, K]; rows of no expert (E) are zero."""
-    A, B, scale = lora
+    A, B, scale = lora[:3]
     y = torch.zeros(x.shape[0], w.shape[1], device=x.device, dtype=x.dtype)
     for e in range(len(w)):
         rows = (expert == e).nonzero()[:, 0]
