@@ -147,7 +147,7 @@ class Soak:
         while self.runs():
             reload()
             self.add("reloads")
-            time.sleep(0.1)
+            time.sleep(0.5)
 
     def capturer(self, gpu: int) -> None:
         torch.cuda.set_device(gpu)

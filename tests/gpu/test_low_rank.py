@@ -25,7 +25,7 @@ def dense(
     lora: tuple[Lora, Lora], bias: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     """The layer in torch, of w [E, N, K], in the dtype of its tensors."""
-    (A1, B1, s1), (A2, B2, s2) = (one[:3] for one in lora)
+    (A1, B1, s1), (A2, B2, s2) = ((A, B, s) for A, B, s, *_ in lora)
     out, width = torch.zeros_like(hidden), down.shape[2]
     for e in range(E):
         token, slot = (ids == e).nonzero(as_tuple=True)
