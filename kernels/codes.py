@@ -12,7 +12,7 @@ BLOCK = 64  # rows of w, and of K, that lie together
 WORD_ROW = 256  # words of a block's codes in a row of their descriptor
 
 
-class BlockLayout(NamedTuple):
+class CodeLayout(NamedTuple):
     """How a format's blocks lie."""
 
     codes: str  # e2m1, int4 or e4m3
@@ -39,12 +39,12 @@ class BlockLayout(NamedTuple):
 
 
 # By the name of the precision: artifacts/records/precision.py.
-CODES: dict[str, BlockLayout] = {
-    "mxfp4": BlockLayout("e2m1", "e8m0", 2),
-    "nvfp4": BlockLayout("e2m1", "e4m3", 4, outer=True),
-    "int4_g32": BlockLayout("int4", "bf16", 2),
-    "int4_g64": BlockLayout("int4", "bf16"),
-    "int4_g128": BlockLayout("int4", "bf16", blocks_per_scale=2),
-    "fp8_block_a16": BlockLayout("e4m3", "block"),
-    "fp8_channel_a16": BlockLayout("e4m3", "none", outer=True),
+CODES: dict[str, CodeLayout] = {
+    "mxfp4": CodeLayout("e2m1", "e8m0", 2),
+    "nvfp4": CodeLayout("e2m1", "e4m3", 4, outer=True),
+    "int4_g32": CodeLayout("int4", "bf16", 2),
+    "int4_g64": CodeLayout("int4", "bf16"),
+    "int4_g128": CodeLayout("int4", "bf16", blocks_per_scale=2),
+    "fp8_block_a16": CodeLayout("e4m3", "block"),
+    "fp8_channel_a16": CodeLayout("e4m3", "none", outer=True),
 }

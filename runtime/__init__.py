@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from .api.lora import Lora
     from .api.moe import moe_mlp, sort_routing
     from .hooks import allow_jit, register_compiler, register_tuner, reload
-    from .inspect.explain import Explanation, explain, fingerprint
+    from .inspect.explain import explain, fingerprint
+    from .inspect.explanation import Explanation
     from .inspect.preload import Preloaded, preload
     from .ops.activation import activate
     from .weights.expert_weights import ExpertWeights
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 # name -> module; no name is a module's own, or importing that module would hide it.
 _PUBLIC = {
     "ExpertWeights": "weights.expert_weights",
-    "Explanation": "inspect.explain",
+    "Explanation": "inspect.explanation",
     "Lora": "api.lora",
     "Preloaded": "inspect.preload",
     "activate": "ops.activation",

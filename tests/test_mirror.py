@@ -52,7 +52,7 @@ COVERED: dict[tuple[str, str], str] = {
     ("runtime.integrations.vllm", "configs quantised"): "engines/test_vllm_quantised.py",
     ("runtime.ops", "activation"): "runtime/ops/test_layer.py",
     ("runtime.ops", "gradients"): "runtime/ops/test_autograd.py",
-    ("runtime.inspect", "asked"): "runtime/inspect/test_explain.py",
+    ("runtime.inspect", "asked explanation"): "runtime/inspect/test_explain.py",
     ("runtime.inspect", "survey"): "runtime/inspect/test_prove.py",
     ("runtime.launch", "trials"): "runtime/launch/test_proof.py",
     ("runtime.launch", "ready"): "runtime/launch/test_products.py",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pretuned.artifacts.records.precision import PRECISIONS, DType
-from pretuned.kernels.codes import BLOCK, CODES, WORD_ROW, BlockLayout
+from pretuned.kernels.codes import BLOCK, CODES, WORD_ROW, CodeLayout
 
 THREADS = 4  # that share a row of a block
 FORMATS = pytest.mark.parametrize(("name", "codes"), CODES.items(), ids=list(CODES))
@@ -20,7 +20,7 @@ def test_there_is_a_row_for_each_dtype_that_is_put_in_order() -> None:
 
 
 @FORMATS
-def test_codes_are_the_format_s(name: str, codes: BlockLayout) -> None:
+def test_codes_are_the_format_s(name: str, codes: CodeLayout) -> None:
     w = PRECISIONS[name].w
     assert codes.codes == w.name
     assert codes.words * 4 * THREADS * BLOCK == BLOCK * BLOCK * w.bits // 8
@@ -28,7 +28,7 @@ def test_codes_are_the_format_s(name: str, codes: BlockLayout) -> None:
 
 
 @FORMATS
-def test_scales_are_the_format_s(name: str, codes: BlockLayout) -> None:
+def test_scales_are_the_format_s(name: str, codes: CodeLayout) -> None:
     scale = PRECISIONS[name].w.scale
     assert scale is not None
     if scale.rows > 1:
@@ -45,7 +45,7 @@ def test_scales_are_the_format_s(name: str, codes: BlockLayout) -> None:
 
 
 @FORMATS
-def test_bytes_of_blocks_are_those_of_a_matrix(name: str, codes: BlockLayout) -> None:
+def test_bytes_of_blocks_are_those_of_a_matrix(name: str, codes: CodeLayout) -> None:
     """Prepared weights take as many bytes as the checkpoint's, but for scales of blocks."""
     N, K = 256, 512
     blocks = N * K // BLOCK**2

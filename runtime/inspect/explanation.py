@@ -1,0 +1,152 @@
+"""What ``explain`` answers with: which variant a call would run and why, as a table or as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...artifacts.errors import TargetMismatch
+from ...artifacts.names import printable
+from ...artifacts.records.problem import Fusion, Problem, bucket_of
+from ...artifacts.records.target import LocalGpu
+from ..dispatch.ranking import Candidate, Match, Origin
+from ..dispatch.snapshot import Skipped
+
+_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What a call would run. ``str()`` is a table, ``to_dict()`` is for JSON.
+
+    ``candidates`` are ranked, the first is what runs; there are none where torch would run it, or Triton would first
+    compile it (``runs``, after ``allow_jit``). Past the first, times are for this very bucket: what a bundle says of
+    it, or else what the cost model expects. With ``gathered_first`` a pass gathers the rows of x beforehand, and the
+    first is for the product that is left: its time is without the pass, whose time ``reason`` has. So it is with
+    ``quantised_first``, of a pass that makes codes of x; the others leave x as it is. ``raises`` is the
+    error that the call ends with instead, if any: of strict mode, or of a file that PRETUNED_BUNDLES names. ``assumed``
+    says, of rows that are gathered, which top_k was taken where none was given. ``proof`` says where the code that runs
+    was judged or proven on this capability, or that its first use proves it (``launch/proof.py``). Where no bundle can
+    run it ``build`` is the command that makes one that can, and the last line of ``str()``. ``low_rank`` says, of a
+    product with an adapter, whether its part is in the product's kernel or beside it, and why.
+    """
+
+    problem: Problem
+    M: int
+    aligned: bool
+    local: LocalGpu
+    reason: str
+    candidates: tuple[Candidate, ...]
+    skipped: tuple[Skipped, ...]
+    compiles: bool = False
+    raises: str | None = None
+    gathered_first: bool = False
+    quantised_first: bool = False
+    assumed: str | None = None
+    build: str | None = None
+    proof: str | None = None
+    low_rank: str | None = None
+
+    @property
+    def chosen(self) -> Candidate | None:
+        """The variant that runs, or None for torch."""
+        return self.candidates[0] if self.candidates else None
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        """What the call launches of a bundle's kernels, one after another; () where something else runs it."""
+        best = self.chosen
+        if best is None:
+            return ()
+        first = (f"gather the rows of x into a scratch [{self.M}, K]",) if self.gathered_first else ()
+        first = (f"quantise the rows of x into codes [{self.M}, K]",) if self.quantised_first else first
+        return *first, f"{best.variant.entry} {best.config}"
+
+    @property
+    def runs(self) -> str:
+        """What runs the call: ``bundle``, ``jit`` or ``torch``."""
+        return "bundle" if self.candidates else "jit" if self.compiles else "torch"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain values."""
+        p = self.problem
+        return {
+            "problem": {"op": p.op.value, "dtype": p.dtype.value, "E": p.E, "N": p.N, "K": p.K, "w": p.layout.value,
+                        "fused": [str(one.name).lower() for one in Fusion if one and one in p.fusion]},
+            "M": self.M,
+            "bucket": bucket_of(self.M),
+            "aligned": self.aligned,
+            "gpu": {"sm": self.local.sm, "name": self.local.gpu.name or None, "sm_count": self.local.gpu.sm_count},
+            "runs": self.runs,
+            "raises": self.raises,
+            "gathered_first": self.gathered_first,
+            "quantised_first": self.quantised_first,
+            "steps": list(self.steps),
+            "assumed": self.assumed,
+            "reason": self.reason,
+            "proof": self.proof,
+            "low_rank": self.low_rank,
+            "build": self.build,
+            "candidates": [_row(candidate) for candidate in self.candidates],
+            "skipped": [{"path": str(one.path), "reason": one.reason} for one in self.skipped],
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        lines = [f"{self.problem} M={self.M} (bucket {bucket_of(self.M)}) on {self.local}"]
+        lines += [] if self.aligned else ["  tensors are not aligned to 16 bytes: only unaligned variants can run"]
+        lines += [f"  assumed: {self.assumed}"] if self.assumed is not None else []
+        best = self.chosen
+        otherwise = "what Triton compiles in the first call (allow_jit)" if self.compiles else "torch"
+        if self.raises is not None:
+            lines.append(f"  the call raises: {self.raises}")
+        lines.append(f"  {'runs' if self.raises is None else 'else'}: {best.config if best else otherwise}")
+        if self.gathered_first:
+            lines.append("  after a pass that gathers the rows of x, into a scratch [M, K]")
+        lines += [f"  step {place}: {one}" for place, one in enumerate(self.steps, 1)]
+        if best is not None:
+            lines.append(f"  from: {best.usable.path}, {best.usable.place.kind.value}, variant {best.index}")
+        lines.append(f"  why:  {self.reason}")
+        lines += [f"  lora: {self.low_rank}"] if self.low_rank is not None else []
+        lines += [f"  code: {self.proof}"] if self.proof is not None else []
+        shown = self.candidates[:_SHOWN]
+        config = max((len(str(one.config)) for one in shown), default=0)
+        basis = max((len(_basis(one)) for one in shown), default=0)
+        if shown:
+            lines.append(f"  {'rank':>4}  {'time':>10}  {'':8}  {'config':{config}}  {'for':{basis}}  bundle")
+        for place, one in enumerate(shown, 1):
+            lines.append(
+                f"  {place:>4}  {one.time_us:>7.1f} us  {one.source.value:8}  {one.config!s:{config}}  "
+                f"{_basis(one):{basis}}  {one.usable.path.name}"
+            )
+        mismatched = [one for one in self.skipped if isinstance(one.error, TargetMismatch)]
+        ordinary = [one for one in mismatched if not one.place.names(one.path)]
+        if len(ordinary) == 1:  # one is worth its name
+            ordinary = []
+        lines += [f"  skipped {one.path}: {one.reason}" for one in self.skipped if one not in ordinary]
+        if ordinary:
+            lines.append(f"  skipped {len(ordinary)} for other capabilities")
+        lines += [f"  build it with: {self.build}"] if self.build is not None else []
+        return "\n".join(map(printable, lines))
+
+
+def _basis(candidate: Candidate) -> str:
+    what = "cost model" if candidate.match is Match.COST_MODEL else f"M near {candidate.bucket}"
+    if candidate.origin is Origin.COMPATIBLE:
+        return f"{what}, {candidate.usable.bundle.target} code"
+    return f"{what}, {candidate.gpu.name}" if candidate.gpu is not None else what
+
+
+def _row(candidate: Candidate) -> Mapping[str, Any]:
+    return {
+        "bundle": str(candidate.usable.path),
+        "place": candidate.usable.place.kind.value,
+        "variant": candidate.index,
+        "config": dict(candidate.variant.config),
+        "origin": candidate.origin.name.lower(),
+        "match": candidate.match.name.lower(),
+        "source": candidate.source.value,
+        "bucket": candidate.bucket,
+        "time_us": candidate.time_us,
+        "measured_on": candidate.gpu.name if candidate.gpu is not None else None,
+    }
