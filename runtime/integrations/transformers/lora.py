@@ -4,6 +4,10 @@ While a wrapped module runs, PEFT has its parameter parametrised: reading it mak
 expert. Where the parametrization is exactly that, PEFT's own code (compared with a copy, ``copies.py``), the parameter
 below it and the two factors are taken instead. Of anything else nothing is assumed: it is read, as PEFT has it, and why
 is told once. Nothing here imports PEFT.
+
+PEFT registers its parametrization anew in each forward, and torch makes W + scaling * lhs @ rhs once then, to look at
+its shape and dtype, which are W's. Once PEFT's class was recognised it is spared that (``_spare``): W itself is looked
+at.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import torch
+from torch.nn.utils.parametrize import ParametrizationList
 
 from ...runtime.api.lora import Lora
 from ...runtime.check.operands import MAX_RANK
@@ -23,6 +28,9 @@ from . import copies
 from .gates import instructions
 
 _PEFT = "peft.tuners.lora.layer"
+_SPARED = "_pretuned_spared"  # PEFT's own function, of the one that stands for it
+_CHECK = ParametrizationList.__init__.__code__
+_NEAR = 12  # callers between it and a parametrization's forward, at most: there are six
 
 _log = logging.getLogger(__name__)
 _told: set[str] = set()
@@ -35,6 +43,7 @@ def adapted(experts: Any, name: str) -> tuple[torch.Tensor, Lora | None]:
         found = lists[name]
         why = _unknown(found)
         if why is None:
+            _spare(type(found[0]))
             return found.original, _lora(found[0], experts.is_transposed)
         if why not in _told:
             _told.add(why)
@@ -62,6 +71,7 @@ def _unknown(found: Any) -> str | None:
         because = "several active adapters, one expert, 8-bit weights, or a peft before 0.21"
         return f"PEFT's {kind.__name__} has no factors ({because})"
     forward = vars(kind).get("forward")
+    forward = getattr(forward, _SPARED, forward)
     if not isinstance(forward, FunctionType) or not _is_known(forward.__code__) or "forward" in proxy.__dict__:
         return "this peft's code for it is not the one that is known here"
     if proxy._forward_hooks or proxy._forward_pre_hooks or found._forward_hooks or found._forward_pre_hooks:
@@ -75,6 +85,36 @@ def _unknown(found: Any) -> str | None:
     if not 1 <= rank <= MAX_RANK:
         return f"its rank is {rank}, more than {MAX_RANK}"
     return None
+
+
+def _spare(kind: Any) -> None:
+    """From now on PEFT's parametrization does not make the matrices of all experts for torch to look at their shape.
+
+    What torch's check makes is of W's shape and dtype by construction, and is thrown away. Any other call of the
+    parametrization, whoever makes it, runs PEFT's own function.
+    """
+    forward = vars(kind)["forward"]
+    if hasattr(forward, _SPARED):
+        return
+
+    @functools.wraps(forward)
+    def spared(self: Any, W: torch.Tensor) -> Any:
+        return W if not torch.compiler.is_compiling() and _checked() else forward(self, W)
+
+    setattr(spared, _SPARED, forward)
+    kind.forward = spared
+
+
+def _checked() -> bool:
+    """Whether torch's ``register_parametrization`` asks, while it makes the list that the parametrization is in."""
+    frame = sys._getframe(2)
+    for _ in range(_NEAR):
+        if frame is None:
+            return False
+        if frame.f_code is _CHECK:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 @functools.lru_cache(maxsize=16)

@@ -41,17 +41,13 @@ def quantised(experts: Any, name: str) -> ExpertWeights | None:
     InputError
         for scales of other blocks, and what ``ExpertWeights`` refuses.
     """
-    found = next(
-        (
-            pair
-            for pair in ([getattr(experts, name + end, None) for end in ends] for ends in _NAMES)
-            if None not in pair
-        ),
-        None,
-    )
-    if found is None:
+    for codes_end, scale_end in _NAMES:  # the scale first: to read w that has an adapter of PEFT's makes W + s B A
+        scale = getattr(experts, name + scale_end, None)
+        codes = None if scale is None else getattr(experts, name + codes_end, None)
+        if codes is not None:
+            break
+    else:
         return None
-    codes, scale = found
     if not isinstance(codes, torch.Tensor) or not isinstance(scale, torch.Tensor):
         return None
     if codes.element_size() != 1 and codes.dtype is not torch.int32:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretuned.integrations import transformers as ours
 from pretuned.integrations.transformers import lora
@@ -269,3 +270,49 @@ def test_compiled_and_in_autocast(peft: Any, monkeypatch: pytest.MonkeyPatch, ca
         assert got.dtype is want.dtype
         assert float((got.float() - want.float()).norm() / want.float().norm()) < 3e-2
     assert "is read as its parametrization" not in caplog.text
+
+
+class Made(TorchDispatchMode):
+    """Notes what is made of so large a shape."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        super().__init__()
+        self.shape, self.names = shape, list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor) and found.shape == self.shape:
+            self.names.append(str(func))
+        return found
+
+
+def test_from_the_second_forward_on_no_matrices_of_all_experts_are_made(peft: Any) -> None:
+    """And a model that runs otherwise has its own, and its own results."""
+    model = adapted_model(peft)
+    model.set_experts_implementation("eager")
+    before, _ = run(model, "eager")
+    shape = next(one.shape for name, one in model.named_parameters() if name.endswith("gate_up_proj"))
+    run(model, "pretuned")  # PEFT's class is recognised
+    with Made(shape) as made:
+        run(model, "pretuned")
+    assert [name for name in made.names if "baddbmm" in name or "add" in name] == []
+    with Made(shape) as made:
+        again, _ = run(model, "eager")
+    assert any("baddbmm" in name for name in made.names)
+    assert torch.equal(before, again)
+
+
+def test_who_reads_the_parameter_in_a_check_of_his_own_has_it_whole(peft: Any) -> None:
+    """Torch's check alone is spared: a parametrization is PEFT's own to whoever else calls it."""
+    from peft.tuners.lora.layer import _LoraFactorsProxy
+
+    run(adapted_model(peft), "pretuned")
+    W, lhs, rhs = torch.randn(3, 8, 6), torch.randn(3, 8, 2), torch.randn(3, 2, 6)
+    proxy = _LoraFactorsProxy(lhs, rhs, 0.5)
+    assert torch.allclose(proxy(W), W + 0.5 * lhs @ rhs, atol=1e-5)
+    module = torch.nn.Module()
+    module.w = torch.nn.Parameter(W)
+    torch.nn.utils.parametrize.register_parametrization(module, "w", proxy)
+    assert torch.allclose(module.w, W + 0.5 * lhs @ rhs, atol=1e-5)
+    torch.nn.utils.parametrize.remove_parametrizations(module, "w")
+    assert torch.allclose(module.w, W + 0.5 * lhs @ rhs, atol=1e-5)
