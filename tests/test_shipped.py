@@ -39,12 +39,13 @@ BUNDLES = sorted(FOLDER.glob("*.msgpack"))
 CANDIDATES = sorted(FOLDER.glob("*.msgpack.xz"))
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
-CATALOGUE, OF_CODES = "catalogue-sm90", "quantised-sm90"
+CATALOGUE, FP16, OF_CODES = "catalogue-sm90", "fp16-sm90", "quantised-sm90"
 MEASURED = [  # bundle, a journal of it, the GPU
     (CATALOGUE, "catalogue-h100.journal.xz", H100), (CATALOGUE, "catalogue-h200.journal.xz", H200),
     (OF_CODES, "quantised-h100.journal.xz", H100), (OF_CODES, "quantised-h200.journal.xz", H200),
 ]  # fmt: skip
-LISTS = {CATALOGUE: ("shipped.txt", "shipped-sm90.txt"), OF_CODES: ("quantised.txt",)}  # elsewhere the first
+IN_PART = (FP16, "fp16-h100.journal.xz", H100)  # a third of the choices, all of the code
+LISTS = {CATALOGUE: ("shipped.txt", "shipped-sm90.txt"), FP16: ("shipped-fp16.txt",), OF_CODES: ("quantised.txt",)}  # elsewhere the first
 MEASURED_PART = 0.99
 MOST_CONFIGS = 24  # of all builds and GPUs: they have most in common
 MOST_BYTES = 33_000_000
@@ -66,7 +67,7 @@ def listed_for(sm: int) -> list[str]:
 
 def test_which_there_are_and_how_large() -> None:
     capabilities = (100, 103, 120, 121, 80, 86, 89, 90)
-    names = [*(f"catalogue-sm{sm}" for sm in capabilities), OF_CODES]
+    names = [*(f"catalogue-sm{sm}" for sm in capabilities), FP16, OF_CODES]
     assert [path.stem for path in BUNDLES] == names
     assert sum(path.stat().st_size for path in BUNDLES) < MOST_BYTES
     assert [path.name for path in CANDIDATES] == [candidates_name(sm) for sm in capabilities]
@@ -154,7 +155,7 @@ def test_those_for_sm_90_were_measured(name: str, gpu: str) -> None:
     assert not modelled & here, "a merge drops them"
 
 
-@pytest.mark.parametrize(("name", "journal", "gpu"), MEASURED)
+@pytest.mark.parametrize(("name", "journal", "gpu"), [*MEASURED, IN_PART])
 def test_every_specialised_kernel_was_right_on_the_gpu(name: str, journal: str, gpu: str) -> None:
     """No interpreter runs them: what the journal judged on the GPU are these very cubins, of this very source."""
     contents = read_journal(RESULTS / journal)
@@ -167,8 +168,9 @@ def test_every_specialised_kernel_was_right_on_the_gpu(name: str, journal: str, 
     judged = {timing.variant for one in contents.records if isinstance(one, Measured) for timing in one.timings}
     with open_bundle(FOLDER / f"{name}.msgpack") as bundle:
         specialised = [one for one in bundle.variants() if one.kernel.endswith(("_specialized", "_fitted", "_wna16"))]
-    plain = {"rows_specialized", "rows_fitted", "weight_specialized"}
-    assert {one.kernel for one in specialised} == ({"rows_wna16"} if name == OF_CODES else plain)
+    plain = {"rows_specialized", "weight_specialized"}
+    kernels = {CATALOGUE: plain | {"rows_fitted"}, FP16: plain, OF_CODES: {"rows_wna16"}}
+    assert {one.kernel for one in specialised} == kernels[name]
     assert {one.cubin_sha256 for one in specialised} <= judged
 
 
