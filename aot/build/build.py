@@ -73,10 +73,9 @@ def build(
             if sm not in options.measure:
                 one.demand_every_family(plans[sm])
         chosen = {sm: picked(plans[sm], paths[sm], one, options, watch) for sm, one in made.items()}
-        built = [  # all were chosen before anything is written
-            *_publish(paths[sm], [_Made(one, made[sm].dropped, _counts(results[sm]))], begun)
-            for sm, one in chosen.items()
-        ]
+        built: list[Built] = []
+        for sm, found in chosen.items():  # all were chosen before anything is written
+            built += _publish(paths[sm], [_Filled(found, made[sm].dropped, _counts(results[sm]))], begun)
     return BuildReport(tuple(built), _trouble(options), time.monotonic() - begun)
 
 
@@ -105,7 +104,7 @@ def build_measured(
     with held(options.out, watch.on_note):
         check_out(final)
         found = picked(plan, final, Shippable(candidates), options, watch)
-        built = _publish(final, [_Made(found, (), (0, _cubins(candidates), 0))], begun)
+        built = _publish(final, [_Filled(found, (), (0, _cubins(candidates), 0))], begun)
     return BuildReport(built, (), time.monotonic() - begun)
 
 
@@ -142,7 +141,7 @@ def compile_candidates(
     return BuildReport(_publish(path, made, begun), _trouble(options), time.monotonic() - begun)
 
 
-class _Made(NamedTuple):
+class _Filled(NamedTuple):
     """What goes into a file for one capability; ``counts`` are of cubins (compiled now, cached, shipped)."""
 
     picked: Picked
@@ -152,7 +151,7 @@ class _Made(NamedTuple):
 
 def _every(
     plan: BuildPlan, sm: int, results: Sequence[CompileResult], space: Pool, keep_pruned: bool, low_rank: bool
-) -> _Made:
+) -> _Filled:
     """All candidates for a capability."""
     found = usable(plan, sm, space, results, low_rank=low_rank)
     found.demand_every_family(plan)
@@ -162,7 +161,7 @@ def _every(
         every = usable(plan, sm, space, results, lambda variant, arch: None, low_rank=low_rank).candidates
     able = set(chosen.variants)
     chosen = replace(chosen, variants=(*chosen.variants, *(one for one in every.compiled if one not in able)))
-    return _Made(Picked(assembled(plan, every, chosen, None), chosen), found.dropped, _counts(results))
+    return _Filled(Picked(assembled(plan, every, chosen, None), chosen), found.dropped, _counts(results))
 
 
 def _trouble(options: BuildOptions) -> tuple[str, ...]:
@@ -241,7 +240,7 @@ def _counts(results: Sequence[CompileResult]) -> tuple[int, int, int]:
     return sum(result.compiled is not None for result in results) - cached - shipped, cached, shipped
 
 
-def _publish(path: Path, made: Sequence[_Made], begun: float) -> tuple[Built, ...]:
+def _publish(path: Path, made: Sequence[_Filled], begun: float) -> tuple[Built, ...]:
     """One file of these bundles, of more than one only where it is packed."""
     bundles = [codec.encode(one.picked.bundle) for one in made]
     data = pack(*bundles) if path.name.endswith(SUFFIX) else b"".join(bundles)
@@ -249,7 +248,7 @@ def _publish(path: Path, made: Sequence[_Made], begun: float) -> tuple[Built, ..
     return tuple(_built(path, one, len(data), written, begun) for one in made)
 
 
-def _built(path: Path, made: _Made, size_bytes: int, written: bool, begun: float) -> Built:
+def _built(path: Path, made: _Filled, size_bytes: int, written: bool, begun: float) -> Built:
     bundle, chosen = made.picked.bundle, made.picked.chosen
     compiled, cached, shipped = made.counts
     measured = sum(one.source is Source.MEASURED for row in bundle.choices.values() for one in row)

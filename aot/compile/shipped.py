@@ -1,7 +1,8 @@
 """Candidates that ship compiled: what would be compiled here, as the package's own builder has compiled it.
 
-Each is a bundle of one capability's variants, pressed with xz, alone or with those of like GPUs, in a folder that an installed package names under the
-entry points ``pretuned.bundles``. The runtime takes of them what no bundle has code for.
+Each is a bundle of one capability's variants, pressed with xz, alone or with those for like GPUs, in a folder that an
+installed package names under the entry points ``pretuned.bundles``. The runtime takes of them what no bundle has code
+for.
 """
 
 from __future__ import annotations

@@ -271,8 +271,8 @@ def test_a_file_of_its_own_comes_before_a_joint_one(tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_no_joint_file_is_not_opened(tmp_path: Path) -> None:
-    for name in ("candidates-sm8.msgpack.xz", "candidates-sm86-sm89.msgpack", "more-candidates-sm80.msgpack.xz",
-                 "candidates-sm800-sm90.msgpack.xz", ".candidates-sm80-sm86.msgpack.xz", "candidates.msgpack.xz"):  # fmt: skip
+    others = ("candidates-sm8", "more-candidates-sm80", "candidates-sm800-sm90", ".candidates-sm80-sm86", "candidates")
+    for name in ("candidates-sm80-sm86.msgpack", *(f"{one}.msgpack.xz" for one in others)):
         (tmp_path / name).write_bytes(b"no bundle")
     view = installed(tmp_path).reserve(ON_A100)
     assert (view.usable, view.skipped) == ((), ())
