@@ -6,9 +6,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from ...artifacts.errors import HostError, InputError
-from ...artifacts.files.packed import SUFFIX, pack
+from ...artifacts.files.packed import SUFFIX, pack, split
 from ...artifacts.files.publish import publish
 from ...artifacts.format import codec
 from ...artifacts.records.bundle import Source
@@ -23,7 +24,7 @@ from ..compile.shipped import Shipped
 from ..compile.toolchain import toolchain
 from ..compile.triton import Compiled
 from ..journal.file import read_journal
-from ..plan.families import to_compile
+from ..plan.families import Pool, to_compile
 from ..plan.plan import BuildPlan, planned_on
 from ..plan.targets import target_of
 from ..process.output_dir import check_writable, file_name, held
@@ -72,9 +73,9 @@ def build(
             if sm not in options.measure:
                 one.demand_every_family(plans[sm])
         chosen = {sm: picked(plans[sm], paths[sm], one, options, watch) for sm, one in made.items()}
-        built = [  # all were chosen before anything is written
-            _publish(paths[sm], one, made[sm].dropped, _counts(results[sm]), begun) for sm, one in chosen.items()
-        ]
+        built: list[Built] = []
+        for sm, found in chosen.items():  # all were chosen before anything is written
+            built += _publish(paths[sm], [_Filled(found, made[sm].dropped, _counts(results[sm]))], begun)
     return BuildReport(tuple(built), _trouble(options), time.monotonic() - begun)
 
 
@@ -95,7 +96,7 @@ def build_measured(
     candidates = read_candidates(path, plan)
     plan = planned_on(plan, (candidates.target.sm,), options.space)
     final = options.out / file_name(options.name, candidates.target.sm)
-    if final.exists() and final.samefile(path):
+    if final.exists() and final.samefile(split(str(path))[0]):
         raise InputError(
             f"'{path}' has the candidates, and the bundle would take its place: name another --out or --name"
         )
@@ -103,15 +104,17 @@ def build_measured(
     with held(options.out, watch.on_note):
         check_out(final)
         found = picked(plan, final, Shippable(candidates), options, watch)
-        built = _publish(final, found, (), (0, _cubins(candidates), 0), begun)
-    return BuildReport((built,), (), time.monotonic() - begun)
+        built = _publish(final, [_Filled(found, (), (0, _cubins(candidates), 0))], begun)
+    return BuildReport(built, (), time.monotonic() - begun)
 
 
 def compile_candidates(
-    plan: BuildPlan, sm: int, path: Path, options: BuildOptions, observers: Observers | None = None,
+    plan: BuildPlan, sms: Sequence[int], path: Path, options: BuildOptions, observers: Observers | None = None,
     *, keep_pruned: bool = False, low_rank: bool = False,
 ) -> BuildReport:  # fmt: skip
     """Every variant that compiles and fits, into one bundle at ``path``: for ``aot measure``. The choices are modelled.
+
+    For several capabilities it is a bundle for each, all in one file, whose path must end with .msgpack.xz.
 
     All is compiled here, nothing is taken of what ships. ``keep_pruned``: with the variants that take too much, which
     no choice names, so that whoever has the file need not compile them to know. ``low_rank``: with those that add a
@@ -125,23 +128,40 @@ def compile_candidates(
     """
     watch = observers or Observers()
     begun = time.monotonic()
-    target_of(sm)
+    for sm in sms:
+        target_of(sm)
+    if len(sms) > 1 and not path.name.endswith(SUFFIX):
+        raise InputError(f"'{path}': a file for several capabilities is pressed: name it with -o FILE{SUFFIX}")
     toolchain()
     check_writable(path.parent, "-o")
     check_out(path)
-    plan = planned_on(plan, (sm,), options.space)
-    results = _compile({sm: plan}, options, watch, {sm: Shipped()}, low_rank=low_rank)[sm]
-    found = usable(plan, sm, options.space, results, low_rank=low_rank)
+    plans = {sm: planned_on(plan, (sm,), options.space) for sm in sorted(sms)}
+    results = _compile(plans, options, watch, dict.fromkeys(plans, Shipped()), low_rank=low_rank)
+    made = [_every(one, sm, results[sm], options.space, keep_pruned, low_rank) for sm, one in plans.items()]
+    return BuildReport(_publish(path, made, begun), _trouble(options), time.monotonic() - begun)
+
+
+class _Filled(NamedTuple):
+    """What goes into a file for one capability; ``counts`` are of cubins (compiled now, cached, shipped)."""
+
+    picked: Picked
+    dropped: tuple[Dropped, ...]
+    counts: tuple[int, int, int]
+
+
+def _every(
+    plan: BuildPlan, sm: int, results: Sequence[CompileResult], space: Pool, keep_pruned: bool, low_rank: bool
+) -> _Filled:
+    """All candidates for a capability."""
+    found = usable(plan, sm, space, results, low_rank=low_rank)
     found.demand_every_family(plan)
     chosen = choose_among_all(plan, found.candidates.compiled, sm)
     every = found.candidates
     if keep_pruned:
-        every = usable(plan, sm, options.space, results, lambda variant, arch: None, low_rank=low_rank).candidates
+        every = usable(plan, sm, space, results, lambda variant, arch: None, low_rank=low_rank).candidates
     able = set(chosen.variants)
     chosen = replace(chosen, variants=(*chosen.variants, *(one for one in every.compiled if one not in able)))
-    bundle = assembled(plan, every, chosen, None)
-    built = _publish(path, Picked(bundle, chosen), found.dropped, _counts(results), begun)
-    return BuildReport((built,), _trouble(options), time.monotonic() - begun)
+    return _Filled(Picked(assembled(plan, every, chosen, None), chosen), found.dropped, _counts(results))
 
 
 def _trouble(options: BuildOptions) -> tuple[str, ...]:
@@ -220,14 +240,17 @@ def _counts(results: Sequence[CompileResult]) -> tuple[int, int, int]:
     return sum(result.compiled is not None for result in results) - cached - shipped, cached, shipped
 
 
-def _publish(
-    path: Path, picked: Picked, dropped: tuple[Dropped, ...], counts: tuple[int, int, int], begun: float
-) -> Built:  # fmt: skip
-    bundle, chosen = picked.bundle, picked.chosen
-    data = codec.encode(bundle)
-    data = pack(data) if path.name.endswith(SUFFIX) else data
+def _publish(path: Path, made: Sequence[_Filled], begun: float) -> tuple[Built, ...]:
+    """One file of these bundles, of more than one only where it is packed."""
+    bundles = [codec.encode(one.picked.bundle) for one in made]
+    data = pack(*bundles) if path.name.endswith(SUFFIX) else b"".join(bundles)
     written = publish(path, data)
-    compiled, cached, shipped = counts
+    return tuple(_built(path, one, len(data), written, begun) for one in made)
+
+
+def _built(path: Path, made: _Filled, size_bytes: int, written: bool, begun: float) -> Built:
+    bundle, chosen = made.picked.bundle, made.picked.chosen
+    compiled, cached, shipped = made.counts
     measured = sum(one.source is Source.MEASURED for row in bundle.choices.values() for one in row)
     return Built(
         path=path,
@@ -242,11 +265,11 @@ def _publish(
         compiled=compiled,
         cached=cached,
         shipped=shipped,
-        dropped=dropped,
+        dropped=made.dropped,
         worst_loss=max((loss.max_loss for loss in chosen.losses), default=0.0),
-        size_bytes=len(data),
+        size_bytes=size_bytes,
         unchanged=not written,
         seconds=time.monotonic() - begun,
-        tuned=picked.outcome,
-        held_against=picked.held_against,
+        tuned=made.picked.outcome,
+        held_against=made.picked.held_against,
     )

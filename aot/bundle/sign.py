@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ...artifacts.errors import HostError, InputError
 from ...artifacts.files.bundle_file import open_bundle
-from ...artifacts.files.packed import SUFFIX as PACKED
+from ...artifacts.files.packed import is_packed
 from ...artifacts.files.publish import publish
 from ...artifacts.files.signature import SUFFIX, encode, key_id, message
 from ..process.output_file import check_signature
@@ -50,7 +50,7 @@ def sign(path: str, key: Ed25519PrivateKey) -> Signed:
     """
     check_signable(path)
     with open_bundle(path) as opened:
-        sound_one(opened, pruned=path.endswith(PACKED))
+        sound_one(opened, pruned=is_packed(path))
         digest = opened.digest
     public = key.public_key().public_bytes_raw()
     wrote = publish(path + SUFFIX, encode(public, key.sign(message(digest))))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from ...artifacts.code.cubin import mismatch, other_limits, other_parameters
 from ...artifacts.errors import BundleCorrupt, BundleTooNew, BundleTooOld
 from ...artifacts.files.bundle_file import BundleFile, open_bundle
-from ...artifacts.files.packed import SUFFIX
+from ...artifacts.files.packed import is_packed
 from ...artifacts.files.signature import Keys, check
 from ...artifacts.records.bundle import Bundle
 from ...kernels.contract.launchable import undeclared, unlaunchable
@@ -41,7 +41,7 @@ def verify(path: str, sha256: str | None = None, keys: Keys | None = None) -> Ve
         naming the first thing that is wrong.
     """
     with open_bundle(path, sha256=sha256) as opened:
-        bundle = sound_one(opened, pruned=path.endswith(SUFFIX))
+        bundle = sound_one(opened, pruned=is_packed(path))
         key = None if keys is None else check(path, opened.digest, keys).name
     choices = sum(map(len, bundle.choices.values()))
     return Verified(path, str(bundle.target), len(bundle.variants), len(bundle.choices), choices, key)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import click
 
-from ...artifacts.errors import InputError
 from ...artifacts.names import printable
 from ..build.build import compile_candidates
 from ..build.options import BuildOptions
@@ -34,39 +33,40 @@ def compile(
 ) -> None:  # fmt: skip
     """Compile every candidate that models may run on, for aot measure on the machine that has the GPU.
 
-    Needs no GPU. The file is a bundle like any other, of more variants.
+    Needs no GPU. The file is a bundle like any other, of more variants. One that is named FILE.msgpack.xz is pressed,
+    and may hold a bundle for each of several capabilities: FILE.msgpack.xz#sm80 is that for 8.0.
 
     \b
     Examples:
       aot compile --models models.txt --sm 90 -o candidates.msgpack        # any machine with Triton
+      aot compile --models models.txt --sm 80,86,89 -o candidates-sm80-sm86-sm89.msgpack.xz
       aot measure candidates.msgpack --models models.txt --journal h200.journal   # the GPU's machine, no Triton
       aot build --models models.txt --sm 90 --candidates candidates.msgpack --journal h200.journal
     """
     plan, sms, notes = load(models, sm, ops)
-    if len(sms) != 1:
-        raise InputError(f"--sm {sm}: candidates are for one capability; run it once for each")
     if not (as_json or quiet):
         tell(notes)
     options = BuildOptions(out.parent, workers=workers, cache=cache_of(cache_dir, no_cache))
     with Progress(as_json or quiet, verbose, notes=not quiet) as progress:
         report = compile_candidates(
-            plan, sms[0], out, options, progress.observers(), keep_pruned=keep_pruned, low_rank=low_rank
+            plan, sms, out, options, progress.observers(), keep_pruned=keep_pruned, low_rank=low_rank
         )
     if as_json:
         print_json({**report.to_dict(), "notes": [*notes, *report.notes]})
         return
-    (one,) = report.bundles
     if quiet:
-        echo(str(one.path))
+        echo(str(out))
         return
     tell(report.notes)
-    for dropped in one.dropped if verbose else ():
-        echo(f"{dropped.kind}: {dropped.spec}: {dropped.reason}")
-    cubins = one.compiled + one.cached - (0 if keep_pruned else one.pruned)
-    echo(
-        f"{printable(str(one.path))}: {one.variants} candidates for {one.target}, {size(one.size_bytes)}, "
-        f"of {cubins} cubins ({one.compiled} compiled now and {one.cached} cached, "
-        f"{one.pruned} of these pruned; {one.failed} failed) "
-        f"in {duration(one.seconds)}\nNext, where the GPU is:\n"
-        f"  aot measure {quoted(one.path)} --models ... --journal FILE"
-    )
+    for one in report.bundles:
+        for dropped in one.dropped if verbose else ():
+            echo(f"{dropped.kind}: {dropped.spec}: {dropped.reason}")
+        cubins = one.compiled + one.cached - (0 if keep_pruned else one.pruned)
+        echo(
+            f"{printable(str(one.path))}: {one.variants} candidates for {one.target}, {size(one.size_bytes)}, "
+            f"of {cubins} cubins ({one.compiled} compiled now and {one.cached} cached, "
+            f"{one.pruned} of these pruned; {one.failed} failed) "
+            f"in {duration(one.seconds)}"
+        )
+    named = quoted(out) if len(sms) == 1 else f"{quoted(out)}#smNN"
+    echo(f"Next, where the GPU is:\n  aot measure {named} --models ... --journal FILE")

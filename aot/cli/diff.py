@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from ...artifacts.files.packed import split
 from ...artifacts.records.bundle import Model, Variant
 from ...artifacts.records.problem import Problem
 from ..bundle.assemble import config_text, label
@@ -38,7 +39,7 @@ def diff(old: str, new: str, every: bool, exit_code: bool, as_json: bool) -> int
     """
     before, after = sound(old), sound(new)
     changes = changes_between(before, after)
-    sizes = Path(old).stat().st_size, Path(new).stat().st_size
+    sizes = Path(split(old)[0]).stat().st_size, Path(split(new)[0]).stat().st_size
     if as_json:
         print_json({"differ": changes.differ, "size_bytes": list(sizes), **_to_dict(changes)})
     elif not changes.differ:

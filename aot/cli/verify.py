@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from ...artifacts.errors import BundleError
+from ...artifacts.files.bundle_file import members
 from ...artifacts.files.signature import Keys, read_key
 from ...artifacts.names import printable
 from ..bundle.verify import verify as verify_bundle
@@ -22,6 +23,8 @@ from .options import as_json, print_json
 def verify(bundles: tuple[str, ...], sha256: str | None, keys: tuple[str, ...], as_json: bool) -> int:
     """Check bundles whole: place, digests, every record, and that each cubin is code for its GPU.
 
+    Of a file that holds several, as candidates ship, each; FILE.msgpack.xz#sm80 is one of them.
+
     \b
     Examples:
       aot verify bundles/*.msgpack
@@ -34,7 +37,7 @@ def verify(bundles: tuple[str, ...], sha256: str | None, keys: tuple[str, ...], 
     found: list[dict[str, object]] = []
     for path in bundles:
         try:
-            found.append(verify_bundle(path, sha256, trusted).to_dict())
+            found += [verify_bundle(one, sha256, trusted).to_dict() for one in members(path, sha256=sha256)]
         except BundleError as error:
             found.append({"path": path, "ok": False, "error": str(error), "kind": type(error).__name__})
     if as_json:

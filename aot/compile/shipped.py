@@ -1,7 +1,8 @@
 """Candidates that ship compiled: what would be compiled here, as the package's own builder has compiled it.
 
-Each is a bundle of one capability's variants, pressed with xz, in a folder that an installed package names under the
-entry points ``pretuned.bundles``. The runtime takes of them what no bundle has code for.
+Each is a bundle of one capability's variants, pressed with xz, alone or with those for like GPUs, in a folder that an
+installed package names under the entry points ``pretuned.bundles``. The runtime takes of them what no bundle has code
+for.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ...kernels.contract.registry import ENTRIES
 from ...kernels.contract.rowops import RowOpSpec
 from ...kernels.contract.spec import Spec
 from ...kernels.contract.words import LAUNCH_ABI, parameter_bytes
-from ...runtime.dispatch.places import Place, candidates_name, installed_places
+from ...runtime.dispatch.places import Place, candidates_file, installed_places
 from ..process.gpus import driver_version
 from .cache import asked_for, made_of
 from .revisions import source_sha256
@@ -30,8 +31,8 @@ def shipped_file(sm: int | None) -> Path:
     if sm is None:
         raise InputError("no candidates are named, and there is no GPU here: name a file that aot compile made")
     for place in installed_places():
-        path = place.path / candidates_name(sm)
-        if path.is_file():
+        path = candidates_file(place.path, sm)
+        if path is not None:
             return path
     raise InputError(f"no candidates are named, and none ship for sm_{sm}: name a file that aot compile made")
 
@@ -56,8 +57,8 @@ class Shipped:
         bundles: list[BundleFile] = []
         trouble: list[str] = []
         for place in installed_places() if places is None else places:
-            path = place.path / candidates_name(sm)
-            if path.is_file():
+            path = candidates_file(place.path, sm)
+            if path is not None:
                 try:
                     bundles.append(open_bundle(path))
                 except BundleError as error:

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 from ...artifacts.errors import HostError, InputError
 from ...artifacts.files.bundle_file import open_bundle
+from ...artifacts.format import codec
 from ..journal.records import DIED
 from ..measure.job import GpuGone, MeasureJob, MeasureResult, WorkerInfo, first_line
 from . import dask_worker
@@ -314,7 +315,7 @@ def dask_gpus(
     with open_bundle(candidates) as bundle:
         shared = Session(uuid.uuid4().hex, importlib.metadata.version("pretuned"), bundle.digest, **session)
         tag = f"sm{bundle.target.sm}"
-    data = Path(candidates).read_bytes()
+        data = codec.encode(bundle.load())  # the file may be packed
     with connected(executor, connect_s) as client, contextlib.closing(DaskGpus(client, tag, shared, data)) as gpus:
         gpus.wait_for_one(wait_s, on_note)
         yield gpus

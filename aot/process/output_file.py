@@ -46,6 +46,8 @@ def check_out(path: Path) -> None:
     HostError
         if its directory is not there, or the file can't be read.
     """
+    if packed.split(path.name)[1] is not None:
+        raise InputError(f"'{path}' names one bundle of several in a file, and can't be written alone. Name a file")
     if path.name.endswith(packed.SUFFIX):
         _check(path, packed.MAGIC, "bundle that is pressed with xz")
     else:

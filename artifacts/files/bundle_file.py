@@ -8,7 +8,7 @@ import hashlib
 import os
 import stat
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 
 from ..errors import BundleError, BundleUnreadable, BundleUntrusted, HostError
@@ -31,11 +31,16 @@ def open_bundle(path: str | os.PathLike[str], *, sha256: str | None = None, late
     ``sha256``, 64 hex digits as ``sha256sum`` prints them, pins the whole file: it replaces the check of the place.
     ``later``: the index is checked when more is asked for than the target and ``may_be_of``, which are all that a
     bundle for other GPUs is asked.
-    A file whose name ends with .msgpack.xz is unpacked into memory (``packed``), its limits those of a bundle.
+    A file whose name ends with .msgpack.xz is unpacked into memory (``packed``), its limits those of a bundle;
+    FILE.msgpack.xz#sm103 is the bundle for sm_103 of several in it.
 
     Raises
     ------
     BundleUnreadable, BundleUntrusted, BundleCorrupt, BundleTooNew, BundleTooOld
+    TargetMismatch
+        where the file has no bundle for the capability that ``path`` names.
+    HostError
+        where there is no memory for what is unpacked.
     """
     where = os.fspath(path)
     if sha256 is not None:
@@ -44,9 +49,10 @@ def open_bundle(path: str | os.PathLike[str], *, sha256: str | None = None, late
             raise BundleUntrusted(
                 f"bundle {where!r}: the pin {sha256[:80]!r} is not 64 hex digits, as sha256sum prints"
             )
-    held = _opened(where, trusted=sha256 is not None)
-    if where.endswith(packed.SUFFIX):
-        return open_bytes(packed.unpack(_packed(held.fd, where, sha256), where), where)
+    file, sm = packed.split(where)
+    held = _opened(file, trusted=sha256 is not None)
+    if packed.is_packed(file):
+        return _open_pieces(packed.unpack(_packed(held.fd, file, sha256), where, sm), where)
     again = where if where.startswith("/") else f"{os.getcwd()}/{where}"  # noqa: PTH109 - plain text, '..' kept
     bundle = BundleFile(
         held, where, sha256, later=later and sha256 is None,
@@ -54,6 +60,21 @@ def open_bundle(path: str | os.PathLike[str], *, sha256: str | None = None, late
     )  # fmt: skip
     _hold(bundle)
     return bundle
+
+
+def members(path: str | os.PathLike[str], *, sha256: str | None = None) -> tuple[str, ...]:
+    """The paths that ``open_bundle`` takes for all that a file holds: its own, or one for each of several bundles.
+
+    Raises
+    ------
+    BundleUnreadable, BundleUntrusted, BundleCorrupt, BundleTooNew, BundleTooOld
+    """
+    where = os.fspath(path)
+    if not where.endswith(packed.SUFFIX):
+        return (where,)
+    held = _opened(where, trusted=sha256 is not None)
+    found = packed.capabilities(_packed(held.fd, where, sha256), where)
+    return (where,) if len(found) == 1 else tuple(f"{where}#sm{sm}" for sm in found)
 
 
 def _opened(where: str, *, trusted: bool) -> _Descriptor:
@@ -125,16 +146,22 @@ def open_bytes(data: bytes, where: str) -> BundleFile:
     HostError
         where there is no memory for it.
     """
+    return _open_pieces([data], where)
+
+
+def _open_pieces(pieces: Iterable[bytes], where: str) -> BundleFile:
+    """``open_bytes`` of what comes in pieces, which are kept nowhere else."""
     try:
         held = _Descriptor(os.memfd_create("pretuned", os.MFD_CLOEXEC))
-        view = memoryview(data)
-        while view:
-            view = view[os.write(held.fd, view) :]
+        for piece in pieces:
+            view = memoryview(piece)
+            while view:
+                view = view[os.write(held.fd, view) :]
         return BundleFile(held, where, None)
     except OSError as error:
         if isinstance(error, BundleUnreadable):
             raise
-        raise HostError(f"can't keep {len(data)} bytes of {where!r} in memory: {error.strerror or error}") from error
+        raise HostError(f"can't keep {where!r} in memory: {error.strerror or error}") from error
 
 
 class BundleFile:

@@ -80,7 +80,7 @@ def test_a_build_without_triton(model: str, tmp_path: Path) -> None:
     "arguments",
     [["plan", "-m", "shape:E=8,H=256,I=128,k=2", "--sm", "80"], ["models"], ["doctor"], ["measure", "--help"],
      ["inspect", str(ROOT / "artifacts/bundles/catalogue-sm80.msgpack")],
-     ["verify", str(ROOT / "artifacts/bundles/candidates-sm80.msgpack.xz")]],
+     ["verify", str(ROOT / "artifacts/bundles/candidates-sm80-sm86-sm89.msgpack.xz")]],
     ids=lambda arguments: arguments[0],
 )  # fmt: skip
 def test_the_other_verbs_need_no_triton(arguments: list[str], tmp_path: Path) -> None:

@@ -64,6 +64,30 @@ def test_a_pressed_bundle_takes_no_more_than_its_header_says(tmp_path: Path) -> 
         assert peak_mib(refused) < 16
 
 
+def test_bundles_before_the_wanted_one_are_skipped_in_little_memory(tmp_path: Path) -> None:
+    """A header that claims 255 MiB is unpacked in pieces, and no second such one is."""
+    data = codec.encode(golden_bundles.small())
+    head = data[:16] + (255 << 20).to_bytes(8, "big") + data[24:]
+    for mib, message in (
+        (255, "file is [0-9]* bytes, header says"), (300, "it unpacks to more than the 267386880 bytes that"),
+    ):  # fmt: skip
+        path = pressed(tmp_path / "all.msgpack.xz", head, mib=mib - (mib == 255))
+
+        def refused(path: Path = path, message: str = message) -> None:
+            with pytest.raises(BundleCorrupt, match=message):
+                open_bundle(f"{path}#sm103")
+
+        assert peak_mib(refused) < 16
+
+
+def test_a_window_beyond_the_limit_is_refused(tmp_path: Path) -> None:
+    data = codec.encode(golden_bundles.small())
+    path = tmp_path / "one.msgpack.xz"
+    path.write_bytes(lzma.compress(data, filters=[{"id": lzma.FILTER_LZMA2, "preset": 0, "dict_size": 300 << 20}]))
+    with pytest.raises(BundleCorrupt, match="it can't be unpacked: Memory usage limit exceeded"):
+        open_bundle(path)
+
+
 def test_a_pressed_bundle_of_a_later_format_is_told_at_once(tmp_path: Path) -> None:
     data = codec.encode(golden_bundles.small())
     path = pressed(tmp_path / "one.msgpack.xz", data[:11] + (7).to_bytes(4, "big") + data[15:])

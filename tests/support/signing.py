@@ -7,8 +7,7 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from pretuned.artifacts.files.packed import SUFFIX as PACKED
-from pretuned.artifacts.files.packed import unpack
+from pretuned.artifacts.files.packed import is_packed, split, unpack
 from pretuned.artifacts.files.publish import publish
 from pretuned.artifacts.files.signature import SUFFIX, encode, message
 
@@ -30,9 +29,10 @@ def keys(folder: Path, *privates: Ed25519PrivateKey) -> Path:
 
 
 def signature(path: Path, private: Ed25519PrivateKey = PRIVATE) -> bytes:
-    """The bytes of a signature of the bundle at ``path``."""
-    data = path.read_bytes()
-    whole = unpack(data, str(path)) if path.name.endswith(PACKED) else data
+    """The bytes of a signature of the bundle at ``path``, which may be one of several in a file."""
+    file, sm = split(str(path))
+    data = Path(file).read_bytes()
+    whole = b"".join(unpack(data, file, sm)) if is_packed(file) else data
     return encode(private.public_key().public_bytes_raw(), private.sign(message(whole[31:63])))
 
 

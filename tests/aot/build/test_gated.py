@@ -82,7 +82,7 @@ def planned() -> BuildPlan:
 @pytest.fixture(scope="module")
 def candidates(tmp_path_factory: pytest.TempPathFactory, compiled_dir: Path, planned: BuildPlan) -> Path:
     path = tmp_path_factory.mktemp("gated") / "candidates.msgpack"
-    compile_candidates(planned, 90, path, BuildOptions(path.parent, cache=CompileCache(compiled_dir), space=SPACE))
+    compile_candidates(planned, (90,), path, BuildOptions(path.parent, cache=CompileCache(compiled_dir), space=SPACE))
     return path
 
 
@@ -255,7 +255,7 @@ def test_candidates_of_an_earlier_version_are_measured_and_built_without_it(
 ) -> None:
     path = tmp_path / "old.msgpack"
     earlier = planned.without(set(problems_of(planned)))
-    compile_candidates(earlier, 90, path, BuildOptions(tmp_path, cache=CompileCache(compiled_dir), space=SPACE))
+    compile_candidates(earlier, (90,), path, BuildOptions(tmp_path, cache=CompileCache(compiled_dir), space=SPACE))
     journal = tmp_path / "h200.journal"
     with gpus(path) as here:
         outcome = tune_problems(planned.buckets, path, journal, executors=here)

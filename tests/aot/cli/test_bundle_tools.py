@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pretuned.aot.bundle.verify import verify
 from pretuned.aot.cli.build import _in_context
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.files.lock import lock
+from pretuned.artifacts.files.packed import pack, unpack
 from pretuned.artifacts.files.publish import publish
 from pretuned.artifacts.format import codec
 from pretuned.kernels.contract.registry import ENTRIES
@@ -211,3 +213,36 @@ def test_a_dockerfile_copies_from_below_its_own_folder(out: str, shown: str) -> 
 
 def test_a_dockerfile_copies_a_folder_with_blanks() -> None:
     assert _in_context(Path("/srv/my bundles")) == '["my bundles", "/opt/pretuned/bundles"]'
+
+
+def test_a_file_of_several_bundles(aot, here):
+    """verify reads each, diff and inspect want one named."""
+    shipped = Path(__file__).parents[3] / "artifacts" / "bundles" / "candidates-sm80-sm86-sm89.msgpack.xz"
+    verified = aot("verify", shipped)
+    assert verified.code == 0, verified.err
+    assert [line.split()[1] for line in verified.out.splitlines()] == [f"{shipped}#sm{sm}" for sm in (80, 86, 89)]
+    pin = hashlib.sha256(shipped.read_bytes()).hexdigest()
+    assert aot("verify", shipped, "--sha256", pin).out == verified.out
+    assert aot("verify", shipped, "--sha256", "0" * 64).code == 2
+    assert "for       sm_89, " in aot("inspect", f"{shipped}#sm89").out
+    for arguments in (("inspect", shipped), ("diff", shipped, shipped)):
+        refused = aot(*arguments)
+        assert refused.code == 2
+        assert f"the file holds several: name one, as in '{shipped}#sm80'" in refused.err
+    refused = aot("inspect", f"{shipped}#sm90")
+    assert refused.code == 2
+    assert "holds none for sm_90, but for sm_80, sm_86, sm_89" in refused.err
+    data = b"".join(unpack(shipped.read_bytes(), "it", 86))
+    (here / "cut.msgpack.xz").write_bytes(pack(data, data[:16], b"and no more"))
+    refused = aot("verify", "cut.msgpack.xz")
+    assert refused.code == 2
+    assert "cut.msgpack.xz" in refused.err
+
+
+def test_a_file_of_several_is_compared_by_its_own_size(aot, here, put, small_bundle):
+    (here / "one.msgpack.xz").write_bytes(pack(small_bundle.read_bytes()))
+    ended = aot("diff", small_bundle, "one.msgpack.xz#sm80", "--json")
+    assert ended.code == 0, ended.err
+    told = json.loads(ended.out)
+    assert not told["differ"]
+    assert told["size_bytes"] == [small_bundle.stat().st_size, (here / "one.msgpack.xz").stat().st_size]

@@ -14,6 +14,8 @@ import signing
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
 from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, NoEncryption, PrivateFormat
 
+JOINT = Path(__file__).parents[3] / "artifacts" / "bundles" / "candidates-sm120-sm121.msgpack.xz"
+
 
 @pytest.fixture
 def bundle(here: Path, small_bundle: Path) -> str:
@@ -170,3 +172,18 @@ def test_a_signature_of_other_content_is_not_packed(aot, here, bundle):
     assert ended.code == 2
     assert "is not of this content" in ended.err
     assert not (here / "made").exists()
+
+
+def test_each_bundle_of_a_joint_file_is_signed(aot, here, bundle):
+    joint = "two.msgpack.xz"
+    (here / joint).write_bytes(JOINT.read_bytes())
+    signed = aot("sign", joint, "--key", "private.pem")
+    assert signed.code == 0, signed.err
+    assert [line.partition(":")[0] for line in signed.out.splitlines()] == [f"{joint}#sm{sm}.sig" for sm in (120, 121)]
+    verified = aot("verify", joint, "--key", "release.pem", "--json")
+    assert [one["path"] for one in json.loads(verified.out) if one["signed_by"]] == [f"{joint}#sm120", f"{joint}#sm121"]
+    (here / f"{joint}#sm121.sig").write_bytes((here / f"{joint}#sm120.sig").read_bytes())
+    assert aot("verify", f"{joint}#sm120", "--key", "release.pem").code == 0
+    refused = aot("verify", joint, "--key", "release.pem")
+    assert refused.code == 2
+    assert f"'{joint}#sm121.sig', by release.pem, is not of this content" in refused.err

@@ -58,6 +58,27 @@ def write_journal(path: Path, candidates: Path) -> None:
                 journal.append([Measured(problem, choice.bucket, modelled, timings, None, None, 1.0, 13000)])
 
 
+def test_compile_for_several_into_one_file(aot: Aot, here: Path, cache: Path) -> None:
+    given = ("compile", "--models", MODEL, "--cache-dir", cache)
+    done = aot(*given, "--sm", "86,80", "-o", "both.msgpack.xz")
+    assert done.code == 0, done.err
+    assert [f"candidates for sm_{sm}, " in done.out for sm in (80, 86)] == [True, True]
+    assert "aot measure both.msgpack.xz#smNN" in done.out
+    assert "(unchanged)" not in done.out
+    for sm in (80, 86):
+        assert aot(*given, "--sm", sm, "-o", f"{sm}.msgpack").code == 0
+        with open_bundle(f"both.msgpack.xz#sm{sm}") as one, open_bundle(f"{sm}.msgpack") as alone:
+            assert one.digest == alone.digest
+    built = aot("build", "--models", MODEL, "--candidates", "both.msgpack.xz#sm86", "--measure", "no", "--out", "out")
+    assert built.code == 0, built.err
+    assert (here / "out" / "pretuned-sm86.msgpack").exists()
+    again = aot("build", "--models", MODEL, "--candidates", "both.msgpack.xz#sm86", "--measure", "no", "--out", "out")
+    assert again.code == 0, again.err
+    refused = aot(*given, "--sm", "80", "-o", "both.msgpack.xz#sm80")
+    assert refused.code == 2
+    assert "names one bundle of several in a file" in refused.err
+
+
 def test_compile_here_build_from_a_journal(aot: Aot, here: Path, candidates: Path, cache: Path) -> None:
     write_journal(here / "h200.journal", candidates)
     given = ("build", "--models", MODEL, "--journal", "h200.journal")
@@ -98,7 +119,7 @@ def test_compile_here_build_from_a_journal(aot: Aot, here: Path, candidates: Pat
         (("build", "--models", MODEL, "--candidates", "candidates.msgpack", "-J", "none"), 2, "aot measure writes one"),
         (("build", "--models", "shape:E=8,H=256,I=128,k=2", "--candidates", "candidates.msgpack"), 2,
          "no variants of dW bf16"),
-        (("compile", "--models", MODEL, "--sm", "80,90"), 2, "candidates are for one capability"),
+        (("compile", "--models", MODEL, "--sm", "80,90"), 2, "a file for several capabilities is pressed"),
         (("compile", "--models", MODEL, "--sm", "90", "-o", "candidates.msgpack/x"), 1, "can't make the directory"),
         (("compile", "--models", MODEL, "--sm", "90", "-o", "notes.txt"), 2, "is there and is no bundle"),
     ],

@@ -158,7 +158,7 @@ def test_what_takes_too_much_is_pruned_without_a_compiler(tmp_path: Path, layer:
     (built,) = build(layer, (120,), BuildOptions(tmp_path / "out", shipped=Shipped.found)).bundles
     assert (built.compiled, built.cached, built.failed, built.lost) == (0, 0, 0, "")
     assert 0 < built.pruned < built.shipped
-    candidates = BUNDLES / candidates_name(120)
+    candidates = BUNDLES / f"{candidates_name(120, 121)}#sm120"
     with open_bundle(candidates) as bundle:
         every, problems = tuple(bundle.variants()), tuple(bundle.problems())
         named = {every[choice.variant] for problem in problems for choice in bundle.find(problem)}

@@ -125,7 +125,7 @@ def candidates(
 ) -> Path:
     path = tmp_path_factory.mktemp("candidates") / "candidates.msgpack"
     compile_candidates(
-        small_plan, 90, path, BuildOptions(path.parent, cache=CompileCache(compiled_dir), space=small_space)
+        small_plan, (90,), path, BuildOptions(path.parent, cache=CompileCache(compiled_dir), space=small_space)
     )
     return path
 

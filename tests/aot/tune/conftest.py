@@ -20,7 +20,7 @@ def candidates(
     """Real cubins for 90: two aligned configs and a fallback in each form."""
     path = tmp_path_factory.mktemp("candidates") / "candidates.msgpack"
     options = BuildOptions(path.parent, cache=CompileCache(compiled_dir), space=small_space)
-    compile_candidates(small_plan, 90, path, options)
+    compile_candidates(small_plan, (90,), path, options)
     return path
 
 

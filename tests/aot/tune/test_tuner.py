@@ -312,6 +312,6 @@ def test_a_journal_of_other_code_is_refused(
     aligned = next(one for one in small_plan.problems if has_aligned_rows(one))
     forward = BuildPlan({aligned: small_plan.buckets[aligned]}, ())
     path = tmp_path / "other.msgpack"
-    compile_candidates(forward, 90, path, BuildOptions(tmp_path, cache=CompileCache(compiled_dir), space=other))
+    compile_candidates(forward, (90,), path, BuildOptions(tmp_path, cache=CompileCache(compiled_dir), space=other))
     with pytest.raises(InputError, match=r"not one of its \d+ variants is among the candidates"):
         measured_bundle(forward, read_candidates(path), read_journal(journal))

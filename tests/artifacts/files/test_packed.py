@@ -9,12 +9,23 @@ from pathlib import Path
 import made
 import pytest
 
-from pretuned.artifacts.errors import BundleCorrupt, BundleUntrusted
+from pretuned.artifacts.errors import BundleCorrupt, BundleTooNew, BundleUnreadable, BundleUntrusted, TargetMismatch
 from pretuned.artifacts.files import packed
-from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.files.bundle_file import members, open_bundle
 from pretuned.artifacts.format.codec import encode
 
 SHIPPED = Path(__file__).parents[3] / "artifacts" / "bundles" / "catalogue-sm80.msgpack"
+
+
+SMS = (80, 86, 89)
+
+
+def of(sm: int) -> bytes:
+    return encode(made.bundle({made.PROBLEM: [made.modelled(64, 0)]}, sm=sm))
+
+
+def whole(data: bytes, sm: int | None = None) -> bytes:
+    return b"".join(packed.unpack(data, "it", sm))
 
 
 @pytest.fixture
@@ -37,11 +48,11 @@ def test_a_packed_bundle_is_the_bundle(tmp_path: Path, data: bytes) -> None:
 
 @pytest.mark.parametrize("damage", ["cut", "appended", "flipped", "other", "empty", "inside"])
 def test_what_is_damaged_is_refused(tmp_path: Path, data: bytes, damage: str) -> None:
-    whole = packed.pack(data)
+    pressed = packed.pack(data)
     changed = {
-        "cut": whole[:-20],
-        "appended": whole + b"\0\0\0\0more",
-        "flipped": whole[:40] + bytes([whole[40] ^ 1]) + whole[41:],
+        "cut": pressed[:-20],
+        "appended": pressed + b"\0\0\0\0more",
+        "flipped": pressed[:40] + bytes([pressed[40] ^ 1]) + pressed[41:],
         "other": data,
         "empty": b"",
         "inside": packed.pack(data[:-1]),
@@ -53,12 +64,12 @@ def test_what_is_damaged_is_refused(tmp_path: Path, data: bytes, damage: str) ->
 
 
 def test_it_unpacks_to_what_its_header_says(data: bytes) -> None:
-    assert packed.unpack(lzma.compress(data), "it") == data
+    assert whole(lzma.compress(data)) == data
     with pytest.raises(BundleCorrupt, match=f"more than the {len(data)} bytes that its header says"):
-        packed.unpack(lzma.compress(data + b"\0"), "it")
+        whole(lzma.compress(data + b"\0"))
     for short in (b"", data[:62]):
         with pytest.raises(BundleCorrupt, match=f"file is {len(short)} bytes, the preamble alone says 63"):
-            packed.unpack(lzma.compress(short), "it")
+            whole(lzma.compress(short))
 
 
 def test_one_that_ends_before_its_header_says(tmp_path: Path, data: bytes) -> None:
@@ -80,5 +91,94 @@ def test_code_is_pressed_harder_than_xz_does_unasked() -> None:
     code = SHIPPED.read_bytes()[-400_000:]  # cubins lie behind the index
     assert len(packed.pack(code)) < 0.97 * len(lzma.compress(code, preset=9 | lzma.PRESET_EXTREME))
     assert packed.pack(code) == packed.pack(code)
-    whole = SHIPPED.read_bytes()
-    assert packed.unpack(packed.pack(whole), "it") == whole
+    assert lzma.decompress(packed.pack(code)) == code
+
+
+def test_a_path_names_a_file_or_one_bundle_of_several_in_it() -> None:
+    assert packed.split("a.msgpack.xz") == ("a.msgpack.xz", None)
+    assert packed.split("/b#sm80/a.msgpack.xz#sm103") == ("/b#sm80/a.msgpack.xz", 103)
+    for plain in ("a.msgpack#sm80", "a.msgpack.xz#sm", "a.msgpack.xz#smx", "a.msgpack.xz#sm80/b", "a.msgpack.xz#sm80 "):
+        assert packed.split(plain) == (plain, None)
+    assert packed.is_packed("a.msgpack.xz#sm80")
+    assert not packed.is_packed("a.msgpack#sm80")
+
+
+def test_of_several_each_is_read_alone(tmp_path: Path) -> None:
+    several = {sm: of(sm) for sm in SMS}
+    path = tmp_path / "all.msgpack.xz"
+    path.write_bytes(packed.pack(*several.values()))
+    assert members(path) == tuple(f"{path}#sm{sm}" for sm in SMS)
+    pin = hashlib.sha256(path.read_bytes()).hexdigest()
+    for sm, data in several.items():
+        for how in ({}, {"sha256": pin}):
+            with open_bundle(f"{path}#sm{sm}", **how) as bundle:
+                assert (encode(bundle.load()), bundle.target.sm) == (data, sm)
+                assert (bundle.path, bundle.size_bytes) == (f"{path}#sm{sm}", len(data))
+    with pytest.raises(TargetMismatch, match="holds none for sm_90, but for sm_80, sm_86, sm_89"):
+        open_bundle(f"{path}#sm90")
+    with pytest.raises(BundleUnreadable, match=r"holds several: name one, as in '.*all\.msgpack\.xz#sm80'"):
+        open_bundle(path)
+    for name in (f"{path}#sm80", path):
+        with pytest.raises(BundleUntrusted, match="the pin says"):
+            open_bundle(name, sha256="0" * 64)
+
+
+def test_a_file_of_one_may_be_named_with_its_capability(tmp_path: Path) -> None:
+    path = tmp_path / "one.msgpack.xz"
+    path.write_bytes(packed.pack(of(80)))
+    assert members(path) == (str(path),)
+    with open_bundle(f"{path}#sm80") as bundle:
+        assert encode(bundle.load()) == of(80)
+
+
+def test_damage_among_several_is_refused() -> None:
+    one, two, three = map(of, SMS)
+    too_new = two[:11] + (7).to_bytes(4, "big") + two[15:]
+    longer = two[:16] + (len(two) + 1).to_bytes(8, "big") + two[24:]
+    refused = {
+        "two of its bundles are for sm_80": lzma.compress(one + one),
+        f"more than the {len(one)} bytes that its header says": lzma.compress(one + b"\0" + two),
+        f"more than the {len(two)} bytes that its header says": lzma.compress(one + two + b"more"),
+        f"file is {len(two)} bytes, header says {len(two) + 1}": lzma.compress(one + longer),
+        "the preamble alone says 63": lzma.compress(one + two[:20]),
+        "file is 100 bytes, header says": lzma.compress(one + two[:100]),
+        "it is cut off, or something follows it": packed.pack(one, two) + b"\0\0\0\0more",
+        "it is cut off": packed.pack(one, two)[:-20],
+    }
+    for message, data in refused.items():
+        with pytest.raises(BundleCorrupt, match=message):
+            whole(data, 80 if "for sm_80" in message else 86)
+        with pytest.raises(BundleCorrupt, match=message):
+            packed.capabilities(data, "it")
+        with pytest.raises((BundleCorrupt, BundleUnreadable)):
+            whole(data)
+    with pytest.raises(BundleTooNew, match="format 7"):
+        whole(lzma.compress(one + too_new + three), 89)
+
+
+def test_a_byte_that_changes_in_the_wanted_one_is_found(tmp_path: Path) -> None:
+    one, two, three = map(of, SMS)
+    path = tmp_path / "all.msgpack.xz"
+    for at in range(63, len(two), max(1, len(two) // 40)):
+        path.write_bytes(lzma.compress(one + two[:at] + bytes([two[at] ^ 1]) + two[at + 1 :] + three, preset=0))
+        with pytest.raises((BundleCorrupt, TargetMismatch)):
+            open_bundle(f"{path}#sm86").load()
+
+
+def test_what_comes_after_the_wanted_one_is_not_unpacked(tmp_path: Path) -> None:
+    one, two, three = map(of, SMS)
+    changed = three[:-1] + bytes([three[-1] ^ 1])
+    data = lzma.compress(one + two + changed)
+    assert whole(data, 80) == one
+    assert whole(data, 86) == two
+    assert packed.capabilities(data, "it") == SMS  # aot verify then opens each
+
+
+def test_several_take_no_more_than_the_limit_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    several = [of(sm) for sm in SMS]
+    data, total = packed.pack(*several), sum(map(len, several))
+    monkeypatch.setattr(packed, "MAX_FILE_BYTES", total)
+    assert packed.capabilities(data, "it") == SMS
+    monkeypatch.setattr(packed, "MAX_FILE_BYTES", total - 1)
+    with pytest.raises(BundleCorrupt, match=f"its bundles are {total} bytes or more together, the limit is"):
+        whole(data, 89)

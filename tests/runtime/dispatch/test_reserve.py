@@ -15,7 +15,7 @@ import signing
 from made import ON_A100, ON_H200, ON_L40S, PROBLEM, SPECS, Spec, modelled, snapshot, write
 
 from pretuned.artifacts.errors import BundleCorrupt, ProblemNotInBundle
-from pretuned.artifacts.files.packed import pack
+from pretuned.artifacts.files.packed import pack, unpack
 from pretuned.artifacts.format.codec import encode
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
@@ -237,7 +237,69 @@ def test_they_must_be_signed_where_all_must(tmp_path: Path, monkeypatch: pytest.
     assert len(take(wanted).reserve(ON_A100).usable) == 1
     monkeypatch.setattr(where, installed_places)
     (own,) = take(wanted).reserve(ON_A100).usable
-    assert own.path.name == candidates_name(80)
+    assert own.path.name == f"{candidates_name(80, 86, 89)}#sm80"
+
+
+def joint(folder: Path, *sms: int) -> Path:
+    """One file of the candidates for several capabilities, and none beside it."""
+    files = [candidates(folder, sm) for sm in sms]
+    bundles = [b"".join(unpack(one.read_bytes(), one.name)) for one in files]
+    for one in files:
+        one.unlink()
+    path = folder / candidates_name(*sms)
+    path.write_bytes(pack(*bundles))
+    return path
+
+
+def test_of_a_joint_file_the_one_for_the_gpu_is_taken(tmp_path: Path) -> None:
+    path = joint(tmp_path, 80, 86, 90)
+    for local, sm in ((ON_A100, 80), (A16, 86), (ON_H200, 90)):
+        found = installed(tmp_path).reserve(local)
+        assert [one.path for one in found.usable] == [Path(f"{path}#sm{sm}")]
+        assert [one.bundle.target.sm for one in found.usable] == [sm]
+        assert not found.skipped
+    assert installed(tmp_path).reserve(ON_L40S).usable[0].bundle.target.sm == 86  # whose code it runs
+    ran = decide(installed(tmp_path), HALF, 64, A16)
+    assert isinstance(ran, Decision)
+    assert ran.chosen.usable.bundle.cubin(ran.chosen.index).endswith(b"candidates 86 %d" % ran.chosen.index)
+
+
+def test_a_file_of_its_own_comes_before_a_joint_one(tmp_path: Path) -> None:
+    joint(tmp_path, 80, 86)
+    own = candidates(tmp_path, 80, SPECS)
+    assert [one.path for one in installed(tmp_path).reserve(ON_A100).usable] == [own]
+
+
+def test_a_name_that_is_no_joint_file_is_not_opened(tmp_path: Path) -> None:
+    others = ("candidates-sm8", "more-candidates-sm80", "candidates-sm800-sm90", ".candidates-sm80-sm86", "candidates")
+    for name in ("candidates-sm80-sm86.msgpack", *(f"{one}.msgpack.xz" for one in others)):
+        (tmp_path / name).write_bytes(b"no bundle")
+    view = installed(tmp_path).reserve(ON_A100)
+    assert (view.usable, view.skipped) == ((), ())
+    (tmp_path / candidates_name(86, 80)).write_bytes(b"no bundle")
+    (skipped,) = installed(tmp_path).reserve(ON_A100).skipped
+    assert isinstance(skipped.error, BundleCorrupt)
+
+
+def test_a_joint_file_without_what_its_name_says(tmp_path: Path) -> None:
+    joint(tmp_path, 86, 90).rename(tmp_path / candidates_name(80, 90))
+    (skipped,) = installed(tmp_path).reserve(ON_A100).skipped
+    assert "the file holds none for sm_80, but for sm_86, sm_90" in skipped.reason
+
+
+def test_each_of_a_joint_file_is_signed_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    signing.keys(tmp_path / "keys")
+    path = joint(tmp_path / "wheel", 80, 90)
+    where = "pretuned.runtime.dispatch.snapshot.installed_places"
+    monkeypatch.setattr(where, lambda: [Place(Kind.INSTALLED, tmp_path / "wheel")])
+    wanted = Settings(bundles=(), overlay=tmp_path / "overlay", trusted_keys=tmp_path / "keys")
+    signing.sign(Path(f"{path}#sm80"))
+    assert len(take(wanted).reserve(ON_A100).usable) == 1
+    (skipped,) = take(wanted).reserve(ON_H200).skipped
+    assert "has no signature" in skipped.reason
+    Path(f"{path}#sm80.sig").rename(f"{path}#sm90.sig")
+    (skipped,) = take(wanted).reserve(ON_H200).skipped
+    assert "is not of this content" in skipped.reason
 
 
 def test_ranks_with_other_candidates_have_other_fingerprints(tmp_path: Path) -> None:
