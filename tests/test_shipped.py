@@ -46,7 +46,9 @@ MEASURED = [  # bundle, a journal of it, the GPU
     (OF_CODES, "quantised-h100.journal.xz", H100), (OF_CODES, "quantised-h200.journal.xz", H200),
 ]  # fmt: skip
 IN_PART = (FP16, "fp16-h100.journal.xz", H100)  # a third of the choices, all of the code
-LISTS = {CATALOGUE: ("shipped.txt", "shipped-sm90.txt"), FP16: ("shipped-fp16.txt",), OF_CODES: ("quantised.txt",)}  # elsewhere the first
+LISTS = {  # elsewhere the first
+    CATALOGUE: ("shipped.txt", "shipped-sm90.txt"), FP16: ("shipped-fp16.txt",), OF_CODES: ("quantised.txt",)
+}  # fmt: skip
 MEASURED_PART = 0.99
 MOST_CONFIGS = 24  # of all builds and GPUs: they have most in common
 MOST_BYTES = 33_000_000
