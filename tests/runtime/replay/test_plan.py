@@ -309,7 +309,11 @@ def test_a_product_beside_an_adapter(
 
 @pytest.mark.parametrize(
     ("m_sizes", "why"),
-    [([3, 0, 4, 1], "m_sizes is a list"), (None, "m_sizes is a NoneType"), (torch.tensor(8), r"m_sizes is of shape \[\]")],
+    [
+        ([3, 0, 4, 1], "m_sizes is a list"),
+        (None, "m_sizes is a NoneType"),
+        (torch.tensor(8), r"m_sizes is of shape \[\]"),
+    ],
 )
 def test_a_call_beside_an_adapter_that_came_before_is_refused_in_the_words_of_the_first(
     planned: list[plan.ExecutionPlan], m_sizes: Any, why: str
