@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +65,9 @@ def check_signable(path: str) -> None:
     ------
     InputError, HostError
     """
-    check_signature(Path(path + SUFFIX))
+    signature = Path(path + SUFFIX)
+    if os.path.lexists(signature):  # (where there is no such directory, that the bundle can't be read says more)
+        check_signature(signature)
 
 
 def private_key(path: str, password: Callable[[], str]) -> Ed25519PrivateKey:

@@ -75,9 +75,11 @@ class LocalExecutor:
 
     def start(self) -> Future[WorkerInfo]:
         """A new process, whatever was there before; or the one that has ``begun``."""
-        if not self._begun:
-            self._renew()
-        self._begun = False
+        begun, self._begun = self._begun, False
+        if begun:
+            with contextlib.suppress(RuntimeError):  # of a pool that is broken: its process died once it was awake
+                return self._schedule(self._greet, (self._setup,), START_TIMEOUT_S)
+        self._renew()
         return self._schedule(self._greet, (self._setup,), START_TIMEOUT_S)
 
     def begin(self, wake: Callable[[int], None] = wake) -> None:

@@ -33,14 +33,20 @@ found = []
 for pattern in patterns:
     if pattern.startswith("re:"):
         try:
-            found.append(re.compile(pattern[3:]).match)
+            found.append(([], [re.compile(pattern[3:]).match]))
         except (re.error, OverflowError, RecursionError) as error:
             json.dump([pattern, str(error)], sys.stdout)
             sys.exit()
     else:
-        for glob in (pattern, pattern + ".*", "*." + pattern):
-            found.append(re.compile(fnmatch.translate(glob)).match)
-out = [i for i, names in enumerate(layers) if any(match(name) for match in found for name in names)]
+        parts = [] if re.search("[[?]", pattern) else pattern.split("*")
+        globs = (pattern, pattern + ".*", "*." + pattern)
+        found.append((parts, [re.compile(fnmatch.translate(glob)).match for glob in globs]))
+out = []
+for i, names in enumerate(layers):
+    text = "\\n".join(names)  # what has not all of a glob's parts is spared the rest
+    near = (match for parts, matches in found if all(part in text for part in parts) for match in matches)
+    if any(match(name) for match in near for name in names):
+        out.append(i)
 json.dump([None, out], sys.stdout)
 """
 

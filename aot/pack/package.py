@@ -144,6 +144,7 @@ def write_directory(directory: Path, packed: Package) -> tuple[str, ...]:
     try:
         if not directory.is_dir():
             make_folder(directory)
+            directory.chmod(0o755)  # whatever the umask: others read it
     except OSError as error:
         raise HostError(f"can't make the directory '{directory}': {error.strerror}. Name another with --dir") from error
     for file in packed.files:

@@ -200,7 +200,7 @@ def grouped_gemm(
                     _written(out)
                 return y
     if more or api_call.is_whole(x, w):
-        keep = None
+        keep = low = None
         if out is None and not (
             autotune or kernel_config_fwd is not None or kernel_config_bwd_dX is not None
             or kernel_config_bwd_dW is not None
@@ -215,11 +215,12 @@ def grouped_gemm(
                 if snapshot is None and tensors.on_gpu(x):
                     snapshot = dispatch_snapshot.snapshot()
                 plan = None if snapshot is None else snapshot.plans.get(operands)
+                if plan is not None and lora is not None:
+                    low = as_used((lora, None), x.dtype, m_sizes.shape[0]).first
             except _UNUSABLE:
                 snapshot = plan = None
             if snapshot is not None:
                 if plan is not None:
-                    low = None if lora is None else as_used((lora, None), x.dtype, m_sizes.shape[0]).first
                     y = plan(x, w, m_sizes, topk_weights, bias, gather_indices, low)
                     if y is not None:
                         return y

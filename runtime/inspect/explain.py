@@ -194,12 +194,20 @@ def _with_x_quantised(
 ) -> Explanation:
     """Of weights whose checkpoint has x quantised: that product where it pays, else the one with x as it is; and why.
 
-    A pass that makes codes gathers the rows, too; a kernel that makes them itself gathers them on load.
+    A pass that makes codes gathers the rows, too; a kernel that makes them itself gathers them on load. A low-rank part
+    is in the kernel of the product with x as it is, or beside either.
     """
     *_, other = dtypes_of(problem.dtype.value)
     told = examine(
         snapshot, replace(problem, dtype=other), M, local, aligned=aligned, strict=strict, top_k=top_k
     )  # fmt: skip
+    if Fusion.LOW_RANK in problem.fusion:
+        if told.low_rank == low_rank.INSIDE:
+            return told
+        alone = replace(problem, fusion=problem.fusion & ~Fusion.LOW_RANK)
+        found_alone = _with_x_quantised(snapshot, alone, M, local, aligned, strict, top_k)
+        fusion = found_alone.problem.fusion | Fusion.LOW_RANK
+        return replace(found_alone, problem=replace(found_alone.problem, fusion=fusion), low_rank=told.low_rank)
     codes = replace(problem, layout=told.problem.layout)
     passes, gathers = takes_codes_of_x(codes.dtype, codes.layout), Fusion.GATHER in problem.fusion
     left = replace(codes, fusion=codes.fusion & ~Fusion.GATHER) if passes else codes

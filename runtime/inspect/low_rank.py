@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...artifacts.errors import InputError
 from ...artifacts.records.precision import PRECISIONS, DType, dtypes_of
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
+from ...kernels.contract.block_scaled import DTYPES as CODES_BY_CODES
 from ...kernels.contract.spec import code_of
 from ...kernels.contract.words import ALIGNMENT_BYTES
 from ..check.operands import MAX_RANK
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from ..dispatch.snapshot import Snapshot
 
 _ITEM_BYTES = 2  # of what such code reads
-_INSIDE = "in the product's kernel, as more of its reduction"
+INSIDE = "in the product's kernel, as more of its reduction"
 
 
 class LowRankVerdict(NamedTuple):
@@ -35,7 +36,7 @@ class LowRankVerdict(NamedTuple):
         if not self.candidates:
             return {"low_rank": f"a product of its own, which is added: {self.reason}"}
         return {
-            "low_rank": _INSIDE, "candidates": self.candidates, "reason": self.reason, "compiles": False,
+            "low_rank": INSIDE, "candidates": self.candidates, "reason": self.reason, "compiles": False,
             "raises": None, "build": None, "gathered_first": False,
         }  # fmt: skip
 
@@ -53,7 +54,7 @@ def with_columns(text: str | None, rank: int) -> str:
     """The words of a verdict with the columns that they speak of."""
     wide = -(-rank * _ITEM_BYTES // ALIGNMENT_BYTES) * ALIGNMENT_BYTES // _ITEM_BYTES
     own = f", {rank} of them the adapter's" if wide != rank else ""
-    return f"{text}: {wide} columns{own}" if text == _INSIDE else str(text)
+    return f"{text}: {wide} columns{own}" if text == INSIDE else str(text)
 
 
 def verdict(
@@ -90,7 +91,7 @@ def _ruled_out(problem: Problem, *, aligned: bool, strict: bool) -> str | None:
             return "code that gathers no rows adds no bias beside it"
     else:
         format = next(name for name in PRECISIONS if dtype in dtypes_of(name))
-        if problem.op is Op.FORWARD and dtypes_of(format)[0].quantises_x:
+        if problem.op is Op.FORWARD and dtypes_of(format)[0] in CODES_BY_CODES:
             return f"the forward of {format} quantises x, which is faster"
         if problem.layout is Layout.STORED:
             return "codes that are not in order have no code for it"

@@ -38,6 +38,11 @@ def wake_badly(device: int) -> None:
     raise RuntimeError("no context")
 
 
+def wake_and_die(device: int) -> None:
+    """It dies when it has nothing to do any more."""
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+
 def time_ns(job: MeasureJob, sha: bytes) -> int:
     """From 10 to 20 us."""
     text = f"{job.problem} {job.bucket}".encode() + sha

@@ -245,6 +245,16 @@ def test_a_directory_that_is_made_under_umask_000_is_loaded_from(aot, here, bund
     assert {(here / one).stat().st_mode & 0o777 for one in ("some", "some/where", "some/where/made")} == {0o755}
 
 
+def test_others_can_read_a_directory_that_is_made_under_umask_077(aot, here, bundle):
+    old = os.umask(0o077)
+    try:
+        ended = aot("pack", bundle, "--dir", "made")
+    finally:
+        os.umask(old)
+    assert (ended.code, ended.err) == (0, "")
+    assert (here / "made").stat().st_mode & 0o777 == 0o755
+
+
 @pytest.mark.parametrize("index", ["fifo", "sparse", "deep"])
 def test_an_index_of_an_image_that_can_not_be_read_whole(aot_process, here, bundle, index):
     (here / "image").mkdir()

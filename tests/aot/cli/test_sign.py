@@ -117,6 +117,13 @@ def test_another_file_beside_a_bundle_is_not_overwritten(aot, here, bundle):
     assert not (here / f"{bundle}.sig").exists()  # what can't all be signed is not begun
 
 
+def test_a_bundle_of_a_directory_that_is_not_there(aot, here, bundle):
+    ended = aot("sign", "nowhere/small.msgpack", "--key", "private.pem")
+    assert (ended.code, ended.err) == (
+        2, "error: bundle 'nowhere/small.msgpack': can't be read: No such file or directory\n"
+    )  # fmt: skip
+
+
 def test_keys_without_an_end(aot_process, here, bundle):
     with (here / "sparse.pem").open("wb") as file:
         file.truncate(1 << 40)

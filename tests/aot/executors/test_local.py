@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import faketimer
@@ -36,6 +37,21 @@ def test_what_goes_wrong_while_it_wakes_is_for_its_start_to_meet() -> None:
         one = LocalExecutor(Setup("", b"", 0), scratch, greet=faketimer.introduced)
         try:
             one.begin(faketimer.wake_badly)
+            one.measures("a", b"")
+            assert one.start().result(WAIT_S).notes[1] == "a"
+        finally:
+            one.shutdown()
+
+
+def test_one_that_died_when_it_was_awake_is_another_one_at_its_start() -> None:
+    with scratch_folder() as scratch:
+        one = LocalExecutor(Setup("", b"", 0), scratch, greet=faketimer.introduced)
+        try:
+            one.begin(faketimer.wake_and_die)
+            until = time.monotonic() + WAIT_S
+            while one._pool.active:
+                assert time.monotonic() < until
+                time.sleep(0.05)
             one.measures("a", b"")
             assert one.start().result(WAIT_S).notes[1] == "a"
         finally:

@@ -52,3 +52,11 @@ def test_where_no_process_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     assert left_out(["mlp"], 1, "c") == [0]
     with pytest.raises(HostError, match="can't start '/no/such/python': No such file"):
         left_out(["*mlp*"], 1, "c")
+
+
+@pytest.mark.parametrize("end", ["self_attn*", "mlp.experts*"])
+def test_globs_of_each_layer_take_little(end: str) -> None:
+    """As checkpoints of more than a hundred layers list them: within the time that there is."""
+    ends = ("self_attn*", "mlp.gate*", "mlp.shared_experts*", end)
+    names = [f"model.layers.{layer}.{one}" for layer in range(118) for one in ends]
+    assert left_out(names, 118, "c") == (list(range(118)) if "mlp.experts*" in ends else [])

@@ -80,6 +80,28 @@ def test_why_it_is_a_product_of_its_own(problem: Problem, why: str) -> None:
     assert plain.low_rank is None
 
 
+@pytest.mark.parametrize("fusion", [Fusion.NONE, Fusion.GATHER])
+@pytest.mark.parametrize("sm", [89, 90])
+def test_beside_it_x_is_quantised_as_without_it(sm: int, fusion: Fusion) -> None:
+    problem = replace(PRODUCT, dtype=DType.FP8_BLOCK, fusion=fusion)
+    told, plain = (explain(problem, M=16384, sm=sm, top_k=8, rank=rank) for rank in (16, None))
+    assert plain.reason.startswith("x quantised, too, is faster")
+    assert (told.chosen, told.steps, told.reason) == (plain.chosen, plain.steps, plain.reason)
+    assert told.problem == replace(plain.problem, fusion=fusion | Fusion.LOW_RANK)
+    assert str(told.low_rank).endswith("the forward of fp8_block quantises x, which is faster")
+
+
+def test_of_channels_no_code_by_codes_is_faster() -> None:
+    """No kernel of 9.0 multiplies codes by codes of them: x stays, and the part is in the kernel."""
+    for dtype in (DType.FP8_CHANNEL, DType.FP8_CHANNEL_A16):
+        told = explain(replace(PRODUCT, dtype=dtype), M=8192, sm=90, rank=16)
+        assert told.low_rank == "in the product's kernel, as more of its reduction: 16 columns"
+        ran = with_low_part(snapshot.snapshot(), told.problem, 8192, LocalGpu(90, Gpu("", 132, 80 << 10, 0)))
+        assert ran is not None
+        assert told.chosen is not None
+        assert told.chosen.variant == ran.variant
+
+
 def test_of_fp8_dx_has_code() -> None:
     told = explain(replace(PRODUCT, op=Op.DX, dtype=DType.FP8_BLOCK_A16), M=8192, sm=90, rank=16)
     assert str(told.low_rank).startswith("in the product's kernel")

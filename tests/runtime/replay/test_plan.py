@@ -10,6 +10,7 @@ import pytest
 import torch
 from host_gpu import LOW_RANK, TOPK, Device, E, K, N, T, device, on, ran, tensors, watch_programs
 
+from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.problem import Op, RowOp
 from pretuned.runtime import Lora, grouped_gemm, reload
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
@@ -304,3 +305,22 @@ def test_a_product_beside_an_adapter(
     same(4, scale=2.0)
     same(5)
     assert len(planned) == 3
+
+
+@pytest.mark.parametrize(
+    ("m_sizes", "why"),
+    [
+        ([3, 0, 4, 1], "m_sizes is a list"),
+        (None, "m_sizes is a NoneType"),
+        (torch.tensor(8), r"m_sizes is of shape \[\]"),
+    ],
+)
+def test_a_call_beside_an_adapter_that_came_before_is_refused_in_the_words_of_the_first(
+    planned: list[plan.ExecutionPlan], m_sizes: Any, why: str
+) -> None:
+    x, w, lora = torch.randn(8, K), torch.randn(E, N, K), Lora(torch.randn(E, 4, K), torch.randn(E, N, 4))
+    for _ in range(2):
+        grouped_gemm(x, w, torch.tensor([3, 0, 4, 1]), lora=lora)
+    assert planned
+    with pytest.raises(InputError, match=why):
+        grouped_gemm(x, w, m_sizes, lora=lora)
