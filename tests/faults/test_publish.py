@@ -332,7 +332,7 @@ def test_a_lock_that_can_not_be_let_go_is_named(tmp_path):
 from pretuned.artifacts.errors import HostError
 from pretuned.artifacts.files.lock import lock
 try:
-    with lock({str(tmp_path)!r}, 0):
+    with lock({str(tmp_path)!r}, 0, required=True):
         pass
 except HostError as error:
     print(error)
