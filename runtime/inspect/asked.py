@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -154,3 +154,9 @@ def assumed_top_k(snapshot: Snapshot, problem: Problem, local: LocalGpu) -> tupl
     least, *more = sorted(names)
     others = "".join(f"; {names[one]} has {one}" for one in more)
     return least, f"top_k={least}, as {names[least]} has{others}"
+
+
+def twins_in_fp16(problems: Iterable[Problem]) -> set[Problem]:
+    """Those in fp16 that are there in bf16, too: nobody runs a model in both."""
+    there = set(problems)
+    return {replace(one, dtype=DType.FP16) for one in there if one.dtype is DType.BF16} & there

@@ -32,7 +32,7 @@ from ..launch.loader import loaded, prepare
 from ..launch.proof import stands
 from ..locks import lock
 from ..settings import settings
-from .asked import dtype_of_weights
+from .asked import dtype_of_weights, twins_in_fp16
 
 _ROWS = 1 << 20  # prepared for where nobody says: past it, decisions are those of the last bucket
 _MOST_ROWS = (1 << 31) - 1
@@ -122,7 +122,7 @@ def preload(
         None. (``problems`` say it themselves.)
     weights
         The format of the models' weights, as a spec of ``aot build`` names it (``mxfp4``, ``fp8_block``, ``bf16``,
-        ...); every format that the bundles have, if None. (``problems`` say it themselves.)
+        ...); all that the bundles have, if None, but fp16 where there is bf16. (``problems`` say it themselves.)
 
     Raises
     ------
@@ -151,8 +151,6 @@ def preload(
     view = snapshot.view(local, installed=True)
     view.demand_named_files()
     wanted: dict[Problem, set[int]] = {}
-    for problem in problems or ():
-        wanted.setdefault(problem, set()).update(buckets(_rows(problem, tokens)))
     if models is not None:
         for model in records_of(models, view, weights):
             for problem in turned(model.problems, lying):
@@ -160,6 +158,10 @@ def preload(
     elif problems is None:
         for problem in (one for row in problems_of(view) for one in turned(row, lying) if _is_of(one.dtype, weights)):
             wanted.setdefault(problem, set()).update(buckets(_rows(problem, tokens)))
+    for twin in twins_in_fp16(wanted) if weights is None else ():
+        del wanted[twin]
+    for problem in problems or ():
+        wanted.setdefault(problem, set()).update(buckets(_rows(problem, tokens)))
     cells = cells_of(wanted, snapshot, local)
     kernels = set()
     strict = settings().strict

@@ -154,16 +154,6 @@ SAME: dict[tuple[str, str, str], str] = {
         "2",
     ): "a buffer's least size, of no data",
     ("artifacts/files/blob.py", "data = file.read(status.st_size + 1)", "2"): "one byte more tells a file that grew",
-    (
-        "artifacts/files/packed.py",
-        'found = head + reader.decompress(b"", max_length=size - len(head) + 1)',
-        "2",
-    ): "one byte more tells that it is too large, and so do two",
-    (
-        "artifacts/files/packed.py",
-        'found = head + reader.decompress(b"", max_length=size - len(head) + 1)',
-        "size + len(head)",
-    ): "126 bytes more tell it, too",
     ("artifacts/files/packed.py", "_MEMORY_BYTES = 256 << 20  # for xz's own window, at most", "257"): "any such limit",
     ("artifacts/files/packed.py", "_MEMORY_BYTES = 256 << 20  # for xz's own window, at most", "21"): "any such limit",
     ("artifacts/files/ed25519.py", "if s >= _L:", "s > _L"): "of an S of just the order nobody can find an R",

@@ -15,11 +15,12 @@ from pretuned.artifacts.errors import BundleCorrupt, CudaError, HostError, Input
 from pretuned.artifacts.files.bundle_file import BundleFile
 from pretuned.artifacts.records.bundle import Model
 from pretuned.artifacts.records.precision import DType, dtypes_of
-from pretuned.artifacts.records.problem import Problem
+from pretuned.artifacts.records.problem import Op, Problem
 from pretuned.runtime import explain, fingerprint, preload
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.dispatch.decide import Decision, Miss, decide
 from pretuned.runtime.inspect import preload as inspect_preload
+from pretuned.runtime.inspect.asked import twins_in_fp16
 from pretuned.runtime.inspect.preload import _rows, buckets, cells_of, fallbacks_of, problems_of, records_of, rows_of
 
 CHOICES = {PROBLEM: [modelled(64, WIDE)], OTHER: [modelled(64, WIDE)]}
@@ -194,13 +195,21 @@ def test_a_model_in_one_format_of_its_weights() -> None:
     def dtypes(model: str, weights: str | None) -> set[DType]:
         return {one.dtype for one in records_of([model], view, weights)}
 
-    assert dtypes("openai/gpt-oss-20b", None) == {DType.BF16, DType.MXFP4}
+    assert dtypes("openai/gpt-oss-20b", None) == {DType.BF16, DType.FP16, DType.MXFP4}
     assert dtypes("openai/gpt-oss-20b", "mxfp4") == {DType.MXFP4}
     assert dtypes("openai/gpt-oss-20b", "bf16") == {DType.BF16}
     assert dtypes("deepseek-ai/DeepSeek-V3", "fp8_block") == {DType.FP8_BLOCK, DType.FP8_BLOCK_A16}
-    told = r"bundle has openai/gpt-oss-20b in nvfp4 \(there is bf16, mxfp4\)\. Build it with: aot build --models "
+    told = r"bundle has openai/gpt-oss-20b in nvfp4 \(there is bf16, fp16, mxfp4\)\. Build it with: aot build --models "
     with pytest.raises(InputError, match=told + '"openai/gpt-oss-20b weights=nvfp4"'):
         records_of(["openai/gpt-oss-20b"], view, "nvfp4")
+
+
+def test_fp16_beside_bf16_is_not_what_a_deployment_comes_to() -> None:
+    one, other = (Problem(Op.FORWARD, DType.BF16, 8, 64, K) for K in (32, 64))
+    half, alone = replace(one, dtype=DType.FP16), replace(other, dtype=DType.FP16, E=4)
+    codes = replace(one, dtype=DType.MXFP4)
+    assert twins_in_fp16([one, half, other, alone, codes]) == {half}
+    assert twins_in_fp16([half, alone, codes]) == set()
 
 
 @pytest.mark.parametrize(
