@@ -109,7 +109,7 @@ def test_the_candidates_are_all_that_would_be_compiled_of_these_kernels(sm: int)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sm", [80, 90])
+@pytest.mark.parametrize("sm", [pytest.param(80, marks=pytest.mark.nightly), 90])
 def test_the_candidates_are_what_this_triton_compiles(sm: int) -> None:
     """One of each kernel, byte for byte: what is no kernel's source decides its code, too."""
     found = Shipped.found(sm)

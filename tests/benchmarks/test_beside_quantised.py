@@ -203,7 +203,7 @@ def test_what_is_asked_for(tool: ModuleType, capsys: pytest.CaptureFixture[str])
         assert said in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_process_that_fails_is_told_and_the_rest_goes_on(tmp_path: Path) -> None:
     """(There is no vLLM in the folder.)"""
     out = tmp_path / "o.jsonl"

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.slow
 RUN = Path(__file__).parents[2] / "benchmarks" / "run.py"
 
 
+@pytest.mark.nightly
 def test_each_way_to_find_a_bundle_is_timed(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     done = subprocess.run(

@@ -31,6 +31,7 @@ def tool() -> ModuleType:
     return shipped
 
 
+@pytest.mark.nightly
 def test_the_set_is_small_and_loses_next_to_nothing(tool: ModuleType) -> None:
     with open_bundle(BUNDLE) as bundle:
         assert len(bundle.gpus) == 2
@@ -49,6 +50,7 @@ def test_the_set_is_small_and_loses_next_to_nothing(tool: ModuleType) -> None:
     assert len(told["behind_torch_by_over_3_percent"]) < 0.005 * told["beside_torch"]
 
 
+@pytest.mark.nightly
 def test_shards_lose_little_beside_what_was_timed(tool: ModuleType) -> None:
     with open_bundle(BUNDLE) as bundle:
         lost = tool.losses(tool.of_gpu(bundle, H200), read_journal(JOURNAL), raw=True)
@@ -89,6 +91,7 @@ def test_what_is_faster_by_noise_alone_is_not(tool: ModuleType) -> None:
         assert tool.loss_of(replace(cell, duels=(lost,)), chosen, raw=False) == fought
 
 
+@pytest.mark.nightly
 def test_json_has_it_all(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["shipped.py", str(BUNDLE), str(JOURNAL), "--json"])
     tool.main()

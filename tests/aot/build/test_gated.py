@@ -186,6 +186,7 @@ def test_it_compiles(dtype: DType, config: Config, fusion: Fusion, layout: Layou
     assert variant.threads * variant.registers <= 65536
 
 
+@pytest.mark.nightly
 def test_a_build_for_several_capabilities(planned: BuildPlan, compiled_dir: Path, tmp_path: Path) -> None:
     options = BuildOptions(tmp_path, cache=CompileCache(compiled_dir), space=SPACE)
     older, newer = (sound(str(one.path)) for one in build(planned, (80, 90), options).bundles)

@@ -67,7 +67,7 @@ def chosen_of_some(some_on_90: BuildPlan) -> Chosen:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sm", [80, 90])
+@pytest.mark.parametrize("sm", [pytest.param(80, marks=pytest.mark.nightly), 90])
 def test_the_whole_catalogue(catalogue: BuildPlan, sm: int) -> None:
     catalogue = planned_on(catalogue, (sm,))
     kept: list[Chosen] = []

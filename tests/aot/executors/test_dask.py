@@ -434,6 +434,7 @@ def test_nothing_of_dask_is_imported_before_it_is_asked_for() -> None:
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, check=False).returncode == 0
 
 
+@pytest.mark.nightly
 def test_a_cluster_with_certificates(tmp_path: Path) -> None:
     """A real scheduler that takes no connection without a certificate of its authority."""
     make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost",
