@@ -67,7 +67,8 @@ def pack(
         digest = write_image(oci, packed, arch)
         image = f"{oci}:{tag(packed)}"
         found["oci"] = {"path": str(oci), "tag": tag(packed), "digest": digest}
-        lines.append(f"image  {image}, {digest}: skopeo copy oci:{quoted(Path(image))} docker://REGISTRY/{name}")
+        push = f"skopeo copy oci:{quoted(Path(image))} docker://REGISTRY/{name}"
+        lines.append(f"image  {image}, {digest[:19]} (--json has it whole): {push}")
     if folder:
         notes += write_directory(folder, packed)
         found["dir"] = {"path": str(folder)}

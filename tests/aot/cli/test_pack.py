@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -269,3 +270,10 @@ def test_an_index_of_an_image_that_can_not_be_read_whole(aot_process, here, bund
     ended = aot_process("pack", bundle, "--oci", "image")
     assert ended.code == 2, ended.err
     assert "'image' is there and is no OCI image layout: it is left alone" in ended.err
+
+
+def test_no_digest_is_told_whole_unasked(aot, bundle):
+    ended = aot("pack", bundle, "--oci", "image", "--name", "acme")
+    assert ended.code == 0, ended.err
+    assert re.search(r"sha256:[0-9a-f]{12} \(--json has it whole\)", ended.out)
+    assert not re.search(r"[0-9a-f]{64}", ended.out + ended.err)
