@@ -182,3 +182,8 @@ def test_several_take_no_more_than_the_limit_of_one(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(packed, "MAX_FILE_BYTES", total - 1)
     with pytest.raises(BundleCorrupt, match=f"its bundles are {total} bytes or more together, the limit is"):
         whole(data, 89)
+
+
+def test_a_bundle_that_is_not_pressed_is_all_that_its_file_holds() -> None:
+    assert members(SHIPPED) == (str(SHIPPED),)
+    assert members(f"{SHIPPED}.xz#sm80") == (f"{SHIPPED}.xz#sm80",)
