@@ -187,3 +187,16 @@ def test_several_take_no_more_than_the_limit_of_one(monkeypatch: pytest.MonkeyPa
 def test_a_bundle_that_is_not_pressed_is_all_that_its_file_holds() -> None:
     assert members(SHIPPED) == (str(SHIPPED),)
     assert members(f"{SHIPPED}.xz#sm80") == (f"{SHIPPED}.xz#sm80",)
+
+
+def test_a_large_bundle_comes_in_few_pieces_and_is_told_where_it_is_cut_off() -> None:
+    whole = SHIPPED.read_bytes()
+    pressed = packed.pack(whole)
+    pieces = [*packed.unpack(pressed, "it")]
+    assert b"".join(pieces) == whole
+    assert 2 < len(pieces) < 8
+    with pytest.raises(BundleCorrupt, match="it is cut off"):
+        b"".join(packed.unpack(pressed[: len(pressed) // 2], "it"))
+    left = len(whole) - 1000
+    with pytest.raises(BundleCorrupt, match=f"file is {left} bytes, header says {len(whole)}"):
+        b"".join(packed.unpack(packed.pack(whole[:left]), "it"))
