@@ -13,6 +13,7 @@ ways, which share the weights:
 
 On a GPU by CUDA events, eagerly, the ways in turns, the median; the peak is that of a step alone, with the layer's
 weights and the way's adapters. The hidden states and the gradients of the last three are compared first.
+``--profile`` adds what one step of ``frozen`` and of ``ours`` is made of: its kernels in their order, us.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.method import MODELS
-from benchmarks.speed.lora import MAX_DIFFERENCE, ms_of, off, peak_gb
+from benchmarks.speed.lora import MAX_DIFFERENCE, kernels_of, ms_of, off, peak_gb
 
 WAYS = {"frozen": "pretuned", "ours": "pretuned", "whole": "pretuned", "grouped_mm": "grouped_mm"}
 # Of each model its kind in transformers, and what its attention has.
@@ -117,7 +118,7 @@ def gradients(way: str, layer: Layer, hidden: torch.Tensor, dout: torch.Tensor) 
         return [out.detach(), *torch.autograd.grad(out, [hidden, *layer.learns.values()], dout)]
 
 
-def measure(config: Any, T: int, r: int, rounds: int, device: str) -> dict[str, Any]:
+def measure(config: Any, T: int, r: int, rounds: int, device: str, profiled: bool = False) -> dict[str, Any]:
     layers, cuda = made(config, r, device), device == "cuda"
     hidden, dout = (torch.randn(1, T, config.hidden_size, device=device).bfloat16() for _ in range(2))
     hidden.requires_grad_()
@@ -134,8 +135,10 @@ def measure(config: Any, T: int, r: int, rounds: int, device: str) -> dict[str, 
     adapters_gb = sum(one.nbytes for one in layers["ours"].learns.values()) / 1e9
     steps = {way: peak_gb(calls[way]) for way in WAYS} if cuda else {}
     peaks = {way: one + weights_gb + (0 if way == "frozen" else adapters_gb) for way, one in steps.items()}
-    return {"T": T, "r": r, "weights_gb": weights_gb, "adapters_gb": adapters_gb, "ms": ms_of(calls, rounds, cuda),
-            "peak_gb": peaks, "difference_from_whole": difference}  # fmt: skip
+    times = ms_of(calls, rounds, cuda)
+    kernels = {way: kernels_of(calls[way]) for way in ("frozen", "ours")} if profiled and cuda else {}
+    return {"T": T, "r": r, "weights_gb": weights_gb, "adapters_gb": adapters_gb, "ms": times, "peak_gb": peaks,
+            "difference_from_whole": difference, **({"kernels": kernels} if kernels else {})}  # fmt: skip
 
 
 def main() -> None:
@@ -146,13 +149,14 @@ def main() -> None:
     parser.add_argument("--tokens", default="1024,8192")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--profile", action="store_true", help="also what one step is made of (on a GPU)")
     args = parser.parse_args()
     named = next(one[1:] for one in MODELS if one[0] == args.model)
     E, H, I, top_k = map(int, args.sizes.split(",")) if args.sizes else named  # noqa: E741
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config, cells = config_of(args.model, (E, H, I), top_k), []
     for T in map(int, args.tokens.split(",")):
-        cell = measure(config, T, args.rank, args.rounds, device)
+        cell = measure(config, T, args.rank, args.rounds, device, args.profile)
         cells.append(cell)
         for way in WAYS:
             peak = f", peak {cell['peak_gb'][way]:.2f} GB" if cell["peak_gb"] else ""
