@@ -107,7 +107,8 @@ def grouped_gemm(
         [T, topk], multiplied in float32; with ``fuse_mul_post``.
     kernel_config_fwd, kernel_config_bwd_dX, kernel_config_bwd_dW
         A Config, or a Choice, that an open bundle has for this kind of problem: it runs instead of the best one.
-        Or what ``pretuned.aot.get_or_autotune_moe_kernels`` returned: ``is_first_gemm`` picks one of the two.
+        Or what ``pretuned.aot.get_or_autotune_moe_kernels`` returned: ``is_first_gemm`` picks one of the two. With
+        ExpertWeights nothing else.
     autotune
         Tune first where nothing was measured on this GPU. Needs the tuner that ``import pretuned.aot`` registers.
     is_first_gemm
