@@ -63,6 +63,8 @@ BENCHMARKS = (
     Benchmark("peers", "beside_vllm", "vLLM's kernel and triton_kernels beside ours", f"{GPU}, vLLM's wheel unpacked"),
     Benchmark("peers", "beside_quantised", "quantised products beside those of vLLM, DeepGEMM and Humming",
               f"{GPU}, vLLM's wheel unpacked, humming-kernels"),
+    Benchmark("peers", "floors", "quantised products beside their bytes alone and their FLOPs alone", f"{GPU}, Triton"),
+    Benchmark("peers", "targets", "what quantised products were to reach, and do, and why", "any machine"),
     Benchmark("peers", "layers_in_vllm", "vLLM's own MoE layers beside the same with the plug-in",
               f"{GPU}, vLLM's wheel unpacked"),
     Benchmark("peers", "beside_quack", "QuACK beside ours", f"{GPU}, quack-kernels"),

@@ -19,12 +19,13 @@ from pretuned.aot.models.catalogue import catalogue
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.families import CONFIG_LIMIT, Pool, low_rank_specs, pass_specs, specs, to_compile
 from pretuned.aot.plan.plan import plan, planned_on
+from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.files import packed
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.format import index
 from pretuned.artifacts.format.schema import read_measured
 from pretuned.artifacts.records.bundle import Source
-from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.precision import PRECISIONS, DType
 from pretuned.artifacts.records.problem import Fusion, Op, Problem
 from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels.contract.registry import ENTRIES, entry_of
@@ -47,8 +48,10 @@ MEASURED = [  # bundle, a journal of it, the GPU
 ]  # fmt: skip
 IN_PART = (FP16, "fp16-h100.journal.xz", H100)  # a third of the choices, all of the code
 LISTS = {  # elsewhere the first
-    CATALOGUE: ("shipped.txt", "shipped-sm90.txt"), FP16: ("shipped-fp16.txt",), OF_CODES: ("quantised.txt",)
+    CATALOGUE: ("shipped.txt", "shipped-sm90.txt"), FP16: ("shipped-fp16.txt",),
+    OF_CODES: ("quantised.txt", "quantised-more.txt"),
 }  # fmt: skip
+MEASURED_LISTS = {(CATALOGUE, H200): 2}  # of these a GPU has all; elsewhere of the first
 MEASURED_PART = 0.99
 MOST_CONFIGS = 24  # of all builds and GPUs: they have most in common
 MOST_BYTES = 33_000_000
@@ -56,10 +59,14 @@ MOST_PRESSED_BYTES = 4_500_000
 MOST_CANDIDATE_BYTES = 10_300_000
 
 
-def models_of(name: str, gpu: str = H200) -> list[str]:
-    """The lists that a bundle was built of; on H100s the catalogue's first alone was measured."""
-    lists = LISTS.get(name, ("shipped.txt",))
-    return [str(RESULTS.parent / one) for one in (lists if gpu == H200 else lists[:1])]
+def models_of(name: str) -> list[str]:
+    """The lists that a bundle was built of."""
+    return [str(RESULTS.parent / one) for one in LISTS.get(name, ("shipped.txt",))]
+
+
+def measured_on(name: str, gpu: str) -> list[str]:
+    """Those of them that were measured on a GPU."""
+    return models_of(name)[: MEASURED_LISTS.get((name, gpu), 1)]
 
 
 def listed_for(sm: int) -> list[str]:
@@ -145,13 +152,39 @@ def test_every_one_is_of_the_models_that_are_listed(path: Path) -> None:
     assert {name for name, *_ in built} <= set(catalogue())
 
 
+def test_each_published_format_with_kernels_has_choices() -> None:
+    """Of a model of the catalogue as it is published: whole, or split as it is served where one GPU can't hold it."""
+    with open_bundle(FOLDER / f"{OF_CODES}.msgpack") as bundle:
+        there = {(problem, one.bucket) for problem in bundle.problems() for one in bundle.find(problem)}
+    formats = [
+        (id_, one) for id_, entry in catalogue().items() for one in entry.formats
+        if one in PRECISIONS and PRECISIONS[one].quantised
+    ]  # fmt: skip
+    splits = ("", "tp=4", "ep=8")
+    missing = [
+        (id_, one) for id_, one in formats
+        if not any(is_in(there, f"{id_} weights={one} ops=forward {split}") for split in splits)
+    ]  # fmt: skip
+    assert not missing
+    assert len(formats) > 20
+
+
+def is_in(there: set[tuple[Problem, int]], spec: str) -> bool:
+    """Whether these are all cells of a spec; one that no GPU can hold, or that can't be split so, has none."""
+    try:
+        buckets = planned_on(plan(load_models([spec]).shapes), (90,)).buckets
+    except InputError:
+        return False
+    return {(problem, bucket) for problem, row in buckets.items() for bucket in row} <= there
+
+
 @pytest.mark.parametrize(("name", "gpu"), [(name, gpu) for name, _, gpu in MEASURED])
 def test_those_for_sm_90_were_measured(name: str, gpu: str) -> None:
     with open_bundle(FOLDER / f"{name}.msgpack") as bundle:
         gpus = bundle.gpus
         choices = [(problem, choice) for problem in bundle.problems() for choice in bundle.find(problem)]
     assert [one.name for one in gpus] == [H100, H200]
-    wanted = planned_on(plan(load_models(models_of(name, gpu)).shapes), (90,)).buckets
+    wanted = planned_on(plan(load_models(measured_on(name, gpu)).shapes), (90,)).buckets
     here = {(problem, one.bucket) for problem, one in choices if one.gpu == [H100, H200].index(gpu)}
     first = planned_on(plan(load_models(models_of(name)[:1]).shapes), (90,)).buckets
     left = [(problem, bucket) for problem, row in wanted.items() for bucket in row if (problem, bucket) not in here]
@@ -238,6 +271,6 @@ def test_no_more_configs_than_a_build_ships(gpu: str) -> None:
         }
         every = bundle.variants()
     gemms = [one for i, one in enumerate(every) if isinstance(one.op, Op) and (i in named or one.alignment == 1)]
-    builds = len(models_of(CATALOGUE, gpu))
+    builds = len(measured_on(CATALOGUE, gpu))
     assert max(len({one.config for one in gemms if one.op is op}) for op in Op) <= builds * CONFIG_LIMIT
     assert max(len({one.config for one in every if one.op is op}) for op in Op) <= MOST_CONFIGS

@@ -17,10 +17,14 @@ from ...artifacts.records.target import LocalGpu
 from ...kernels.contract.registry import ENTRIES
 from ...runtime.dispatch.pin import KernelPair
 from ...runtime.driver.device import current_device, local_gpu
+from ...runtime.inspect.asked import dtype_of_weights
+from ...runtime.weights.expert_weights import ExpertWeights
 from ..models.layer import ExpertLayer
+from ..plan.plan import without_code
 from .cache import CacheKey, Configs, dtype_of
 from .tuner import OnDemand, measure_in_child, shape_of
 
+_WHO = "get_or_autotune_moe_kernels"
 _default = OnDemand(measure_in_child)
 tune_call = _default.tune_call
 
@@ -33,6 +37,7 @@ def get_or_autotune_moe_kernels(
     dtype: object,
     force_autotune: bool = False,
     seq_len: int = 8192,
+    weights: str | ExpertWeights | None = None,
 ) -> Configs:
     """The configs of a gated MoE layer's two grouped GEMMs on torch's current GPU: (forward, dX, dW).
 
@@ -42,11 +47,15 @@ def get_or_autotune_moe_kernels(
     Parameters
     ----------
     dtype
-        A torch dtype, or its name: bf16, fp16, fp32.
+        That of x: a torch dtype, or its name: bf16, fp16, fp32.
     force_autotune
         Measure again, whatever is known.
     seq_len
         Tokens of one step. Numbers of rows that are nearest to the same power of two share the configs.
+    weights
+        The format of quantised weights, as a spec of ``aot build`` names it (``mxfp4``, ``fp8_block``, ...), or
+        ``ExpertWeights`` of it; x is bf16 then. The forward and dX are tuned; they are frozen, so the pair of dW is
+        empty.
 
     Returns
     -------
@@ -57,7 +66,7 @@ def get_or_autotune_moe_kernels(
     Raises
     ------
     InputError
-        for sizes that no layer can have, or a dtype that no kernel computes.
+        for sizes that no layer can have, or a dtype or weights that no kernel computes.
     HostError
         if there is no GPU.
     ProblemNotInBundle
@@ -71,7 +80,7 @@ def get_or_autotune_moe_kernels(
     kept.
     """
     device = current_device()
-    key = cache_key(num_experts, hidden_dim, intermediate_dim, top_k, dtype, seq_len, device)
+    key = cache_key(num_experts, hidden_dim, intermediate_dim, top_k, dtype, seq_len, device, weights)
     return _default.configs(key, device, force=force_autotune)
 
 
@@ -83,6 +92,7 @@ def cache_key(
     dtype: object,
     seq_len: int = 8192,
     device: int | None = None,
+    weights: str | ExpertWeights | None = None,
 ) -> CacheKey:
     """The key under which a layer's configs are kept; the parameters are ``get_or_autotune_moe_kernels``'s.
 
@@ -93,13 +103,14 @@ def cache_key(
     """
     return key_for(
         local_gpu(current_device() if device is None else device),
-        num_experts, hidden_dim, intermediate_dim, top_k, dtype, seq_len,
+        num_experts, hidden_dim, intermediate_dim, top_k, dtype, seq_len, weights,
     )  # fmt: skip
 
 
 def key_for(
-    local: LocalGpu, num_experts: int, hidden_dim: int, intermediate_dim: int, top_k: int, dtype: object, seq_len: int
-) -> CacheKey:
+    local: LocalGpu, num_experts: int, hidden_dim: int, intermediate_dim: int, top_k: int, dtype: object, seq_len: int,
+    weights: object = None,
+) -> CacheKey:  # fmt: skip
     """The key for a GPU that is given."""
     try:
         known = dtype_of(dtype)
@@ -108,6 +119,7 @@ def key_for(
         raise InputError(f"dtype is {dtype!r}, wanted one of {known_names}") from None
     sizes = {"num_experts": num_experts, "hidden_dim": hidden_dim, "intermediate_dim": intermediate_dim,
              "top_k": top_k, "seq_len": seq_len}  # fmt: skip
+    format_ = known.value if weights is None else _format_of(weights, known)
     for name, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise InputError(f"{name} is {value!r}, wanted a whole number from 1 on")
@@ -115,12 +127,23 @@ def key_for(
     key = CacheKey(
         gpu.name, local.sm, gpu.sm_count, round(gpu.memory_mib / 1024),
         tuple(sorted((name, one.revision) for name, one in ENTRIES.items())), tuple(op.value for op in Op),
-        num_experts, hidden_dim, intermediate_dim, top_k, known.value, bucket_of(seq_len * top_k),
+        num_experts, hidden_dim, intermediate_dim, top_k, format_, bucket_of(seq_len * top_k),
     )  # fmt: skip
     layer = ExpertLayer(num_experts, top_k, hidden_dim, intermediate_dim)
-    if contradictions := [*layer.contradictions(), *shape_of(key).contradictions()]:
+    shape = shape_of(key)
+    if contradictions := [*layer.contradictions(), *shape.contradictions(), *without_code([shape])]:
         raise InputError("; ".join(contradictions))
     return key
+
+
+def _format_of(weights: object, dtype: DType) -> str:
+    """The format that is asked for, of rows of x of a dtype."""
+    asked = weights.format if isinstance(weights, ExpertWeights) else weights
+    of_products = dtype_of_weights(asked, _WHO)
+    wanted = DType.BF16 if of_products.quantised else of_products
+    if dtype is not wanted:
+        raise InputError(f"{_WHO}: dtype is {dtype.value}, wanted {wanted.value}: x of {asked} weights is of that")
+    return str(asked)
 
 
 def load_cached_config(key: CacheKey) -> Configs | None:

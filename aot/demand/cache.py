@@ -31,7 +31,7 @@ Configs = tuple[KernelPair, KernelPair, KernelPair]  # forward, dX, dW
 class CacheKey:
     """What the configs of a layer hold for: the GPU, the kernels and their revisions, the shape, the rows.
 
-    ``bucket`` is that of seq_len * top_k rows.
+    ``bucket`` is that of seq_len * top_k rows, ``dtype`` that of x and w or the format of quantised weights.
     """
 
     gpu: str
@@ -124,11 +124,11 @@ def _preferred(value: object) -> Preference:
 
 
 def dtype_of(dtype: object) -> DType:
-    """``torch.bfloat16``, ``bf16`` or ``DType.BF16``; ValueError for what no kernel computes."""
+    """``torch.bfloat16``, ``bf16`` or ``DType.BF16``; ValueError for what is no element type of x that kernels have."""
     text = dtype.value if isinstance(dtype, DType) else str(dtype).removeprefix("torch.")
     known = {"bfloat16": DType.BF16, "float16": DType.FP16, "half": DType.FP16, "float32": DType.FP32,
              "float": DType.FP32}  # fmt: skip
     found = known[text] if text in known else DType(text)
     if found not in PLAIN_DTYPES:
-        raise ValueError(f"a layer with weights in {found.value} has no gradients to tune")
+        raise ValueError(f"{found.value} is a format of weights")
     return found

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -19,23 +20,24 @@ from ...artifacts.files.publish import make_folder
 from ...artifacts.format import codec
 from ...artifacts.names import printable
 from ...artifacts.records.bundle import Bundle, Choice, Model
-from ...artifacts.records.precision import DType
+from ...artifacts.records.precision import dtypes_of
 from ...artifacts.records.problem import Fusion, Op, Problem, bucket_of
 from ...artifacts.records.target import LocalGpu
 from ...kernels.contract.config import Config
-from ...kernels.contract.words import has_aligned_rows
 from ...runtime import locks
 from ...runtime.dispatch import snapshot as dispatch_snapshot
+from ...runtime.dispatch.activations import verdict
 from ...runtime.dispatch.decide import Decision, Miss, decide, settle
 from ...runtime.dispatch.pin import KernelPair, Preference
 from ...runtime.dispatch.places import Kind
 from ...runtime.dispatch.snapshot import Rejected, Usable
 from ...runtime.driver.device import capturing, local_gpu
 from ...runtime.hooks import reload
+from ...runtime.inspect.asked import suits
 from ...runtime.settings import settings
 from ..models.layer import LayerShard
 from ..plan.families import optional
-from ..plan.plan import BuildPlan, plan
+from ..plan.plan import BuildPlan, plan, planned_on
 from ..process import child
 from . import cache as demand_cache
 from . import overlay, worker
@@ -258,8 +260,8 @@ def _configs(planned: BuildPlan, shape: LayerShard, bucket: int, local: LocalGpu
     found: dict[tuple[Op, bool], list[tuple[Fusion, Config]]] = {}
     first = shape.gemms()[0]
     for problem in planned.problems:
-        ran = decide(snapshot, problem, bucket, local, aligned=has_aligned_rows(problem), strict=strict)
-        if isinstance(ran, Decision):
+        ran = decide(snapshot, problem, bucket, local, aligned=suits(problem), strict=strict)
+        if isinstance(ran, Decision) and not _quantises_elsewhere(problem, planned, bucket, local):
             which = (problem.op, (problem.N, problem.K) == (first.N, first.K))
             found.setdefault(which, []).append((problem.fusion, ran.chosen.config))
     fwd, dx, dw = (
@@ -268,12 +270,23 @@ def _configs(planned: BuildPlan, shape: LayerShard, bucket: int, local: LocalGpu
     return fwd, dx, dw
 
 
+def _quantises_elsewhere(problem: Problem, planned: BuildPlan, bucket: int, local: LocalGpu) -> bool:
+    """Whether a product of the plan with the same weights runs in place of this one: x is quantised, or it is not."""
+    forward = [one for one in planned.problems if replace(one, dtype=problem.dtype) == problem]
+    codes = next((one for one in forward if one.dtype.quantises_x), None)
+    others = [one for one in forward if one is not codes]
+    if codes is None or not others:
+        return False
+    chosen = verdict(dispatch_snapshot.snapshot(), codes, others[0].dtype, bucket, local, top_k=0).chosen
+    return problem.dtype.quantises_x == (chosen is None)
+
+
 def shape_of(key: CacheKey) -> LayerShard:
     """The layer that a key is of, at the bucket's rows."""
     tokens = max(1, key.bucket // key.top_k)
     return LayerShard(
         f"E{key.E}-H{key.H}-I{key.I}-k{key.top_k}", key.E, key.top_k, key.H, key.I, shared_experts=0, gated=True,
-        dtypes=(DType(key.dtype),), tp=1, ep=1, tokens=(tokens, tokens), ops=tuple(Op),
+        dtypes=dtypes_of(key.dtype), tp=1, ep=1, tokens=(tokens, tokens), ops=tuple(Op), weights=(key.dtype,),
     )  # fmt: skip
 
 
@@ -281,6 +294,8 @@ def planned_for(key: CacheKey, shape: LayerShard) -> BuildPlan:
     """The shape's problems that calls of ``grouped_gemm`` run, at the key's bucket alone."""
     made = plan([shape])
     made = made.without({one for one in made.problems if optional(one)})  # no call names a config of these
+    if any(dtype.quantised for dtype in shape.dtypes):
+        made = planned_on(made, (key.sm,))  # codes in order or as they are stored, as its kernels want them
     return BuildPlan(dict.fromkeys(made.problems, (key.bucket,)), made.models)
 
 
@@ -288,7 +303,7 @@ def _instead(cells: Mapping[Problem, Sequence[int]], local: LocalGpu) -> str:
     """What runs these cells where they can't be tuned, in words."""
     snapshot, ran = dispatch_snapshot.snapshot(), list[Decision | Miss]()
     for problem, buckets in cells.items():
-        aligned = has_aligned_rows(problem)
+        aligned = suits(problem)
         with contextlib.suppress(PretunedError):  # a file that PRETUNED_BUNDLES names: the call itself says so
             ran += [settle(snapshot, problem, bucket, local, aligned, False) for bucket in buckets]
     names = dict.fromkeys(printable(one.chosen.usable.path.name) for one in ran if isinstance(one, Decision))

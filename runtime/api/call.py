@@ -55,9 +55,10 @@ def run(
     for name, one in (("x", x), ("w", w), ("m_sizes", m_sizes)):
         if not isinstance(one, torch.Tensor) and not (one is w and isinstance(w, ExpertWeights)):
             tensors.bad(name, f"a {type(one).__name__}", "a torch.Tensor" + " or ExpertWeights" * (name == "w"))
-    if isinstance(w, ExpertWeights) and form.pinned:
-        raise InputError("grouped_gemm: a kernel_config_* with ExpertWeights: no kernel that could be named reads "
-                         "them. Leave it out; autotune=True measures their kernels")  # fmt: skip
+    if isinstance(w, ExpertWeights) and form.names_kernels:
+        raise InputError("grouped_gemm: a kernel_config_* with ExpertWeights is a Config or a Choice, wanted what "
+                         "get_or_autotune_moe_kernels(..., weights=w) returned. Leave it out; autotune=True measures "
+                         "their kernels")  # fmt: skip
     given = x, w, bias
     x, w, bias = autocast(x, w, bias)
     kind: tuple[object, ...] = ()

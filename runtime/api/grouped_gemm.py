@@ -20,6 +20,7 @@ from ..check.form import form_of
 from ..check.operands import Rows
 from ..dispatch import snapshot as dispatch_snapshot
 from ..driver.device import current_stream, device_is_current, empty, local_gpu, on, only_device
+from ..launch.products import ready_for_wide_rows
 from ..launch.ready import ready_for, rows_aligned, tf32_allowed
 from ..ops import torch_fallback
 from ..replay import guard
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
     from ..driver.launcher import Launcher
 
 _Key: TypeAlias = "tuple[object, ...]"
-_Calls: TypeAlias = "dict[_Key, tuple[Launcher, int, int]]"  # N; the bytes from w's first to its last
+# N; the columns from one row of a new y to the next; the bytes from w's first to its last
+_Calls: TypeAlias = "dict[_Key, tuple[Launcher, int, int, int]]"
 
 _MOST_CALLS = 1 << 16
 
@@ -107,7 +109,8 @@ def grouped_gemm(
         [T, topk], multiplied in float32; with ``fuse_mul_post``.
     kernel_config_fwd, kernel_config_bwd_dX, kernel_config_bwd_dW
         A Config, or a Choice, that an open bundle has for this kind of problem: it runs instead of the best one.
-        Or what ``pretuned.aot.get_or_autotune_moe_kernels`` returned: ``is_first_gemm`` picks one of the two.
+        Or what ``pretuned.aot.get_or_autotune_moe_kernels`` returned: ``is_first_gemm`` picks one of the two. With
+        ExpertWeights nothing else.
     autotune
         Tune first where nothing was measured on this GPU. Needs the tuner that ``import pretuned.aot`` registers.
     is_first_gemm
@@ -132,7 +135,8 @@ def grouped_gemm(
     -------
     torch.Tensor
         y in x's dtype, summed in fp32. float32 is IEEE, unless torch allows tf32 for CUDA matmuls and a bundle
-        has tf32 kernels. The same inputs give the same bits, in the gradients too.
+        has tf32 kernels. The same inputs give the same bits, in the gradients too. Where N is no multiple of 16
+        bytes rows of a new y may lie further apart than N: y is then not contiguous.
 
     Raises
     ------
@@ -278,11 +282,12 @@ def _known(
     grad = x.requires_grad or w.requires_grad
     if known is None or (grad and torch.is_grad_enabled()) or not device_is_current(device):
         return _first(x, w, m_sizes, w_layout, out, zero_tail, known_calls, key)
-    launcher, N, w_bytes = known
+    launcher, N, wide, w_bytes = known
+    new = empty if wide == N else _filled_up
     if M == 1:
         stride_y_m = N
     if out is None:
-        y, stride_y_m = empty((M, N), (N, 1), dtype), N
+        y, stride_y_m = new((M, N), (wide, 1), dtype), wide
     else:
         y, size = out, dtype.itemsize
         end = y_at + (M * stride_y_m if M > 1 else N) * size
@@ -292,10 +297,15 @@ def _known(
     launcher.start(packed, y.data_ptr(), m_sizes.data_ptr(), current_stream(device))
     same = guard.guard(x, w, m_sizes) if out is None else guard.guard(x, w, m_sizes, out)
     if same is not None:
-        shape = ((M, N), (N, 1), dtype) if out is None else None
+        shape = ((M, N), (wide, 1), dtype) if out is None else None
         still = _condition(device, grad, dtype)
-        guard.remember(table, operands, M, launcher.repeater(packed, same, still, empty, shape, current_stream))
+        guard.remember(table, operands, M, launcher.repeater(packed, same, still, new, shape, current_stream))
     return y
+
+
+def _filled_up(size: tuple[int, int], strides: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    """New rows that are longer in memory than they are told, the last one too."""
+    return empty((size[0], strides[0]), strides, dtype)[:, : size[1]]
 
 
 def _condition(device: int, grad: bool, dtype: torch.dtype) -> Callable[[], bool] | None:
@@ -327,15 +337,21 @@ def _first(
     counts = tensors.in_memory("m_sizes", m_sizes)
     device = call.x.get_device()
     with on(device):
-        y = empty((call.M, call.N), (call.N, 1), call.x.dtype) if out is None else out
+        some = call.M and call.N and call.K and call.E
+        known = known_calls.get(key) if key is not None and call.x is x and some else None
+        product = Rows(Op.FORWARD, call.x, call.w, counts, call.layout, call.M)
+        ready, wide = None, call.N if known is None else known[2]
+        if known is None and some and out is None:
+            ready, wide = ready_for_wide_rows(product) or (None, wide)
+        new = empty if wide == call.N else _filled_up
+        y = new((call.M, call.N), (wide, 1), call.x.dtype) if out is None else out
         if zero_tail or not call.K:  # a sum over nothing is zero
             y.zero_()
-        if not (call.M and call.N and call.K and call.E):
+        if not some:
             return y
-        stride_y_m = y.stride(0) if call.M > 1 else call.N
-        known = known_calls.get(key) if key is not None and call.x is x else None
-        product = Rows(Op.FORWARD, call.x, call.w, counts, call.layout, call.M)
-        ready = ready_for(product, y) if known is None else None
+        stride_y_m = y.stride(0) if call.M > 1 else wide
+        if known is None and ready is None:
+            ready = ready_for(product, y)
         launch = known[0] if known is not None else None if ready is None else ready.launcher
         if launch is None:
             sm = local_gpu(device).sm
@@ -347,5 +363,5 @@ def _first(
         )  # fmt: skip
         lasting = key is not None and call.x is x and counts is m_sizes and not y.requires_grad
         if key is not None and lasting and len(known_calls) < _MOST_CALLS:
-            known_calls[key] = launch, call.N, tensors.extent(call.w)
+            known_calls[key] = launch, call.N, wide, tensors.extent(call.w)
     return y

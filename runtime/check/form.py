@@ -40,6 +40,16 @@ class Form:
         return any(pin is not None for pin in (self.pin_forward, self.pin_dx, self.pin_dw))
 
     @property
+    def names_kernels(self) -> bool:
+        """Whether one of them is no mere preference."""
+        if not self.pinned:
+            return False
+        from ..dispatch.pin import Preference  # here, as few calls name a kernel
+
+        pins = (self.pin_forward, self.pin_dx, self.pin_dw)
+        return any(pin is not None and not isinstance(pin, Preference) for pin in pins)
+
+    @property
     def plain(self) -> bool:
         """Whether rows stay where they are."""
         return not (self.permute_x or self.permute_y)

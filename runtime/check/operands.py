@@ -108,7 +108,8 @@ class Rows:
 
         Where nothing else reads the index, that writes the rows of an index out of range, too.
         """
-        if not self.gather_divisor or self.pin is not None or not aligned or not self.x.shape[0]:
+        pinned = self.pin is not None and isinstance(self.w, torch.Tensor)  # quantised w: no kernel in order gathers
+        if not self.gather_divisor or pinned or not aligned or not self.x.shape[0]:
             return False
         return not self.spares_rows and row_stride(self.x, self.x.shape[1]) == self.x.shape[1]
 

@@ -14,9 +14,11 @@ from typing import NamedTuple
 
 from ...artifacts.errors import ProblemNotInBundle
 from ...artifacts.names import printable
-from ...artifacts.records.problem import Fusion, Op, Problem, bucket_of
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
 from ...artifacts.records.target import LocalGpu
 from ...kernels.contract.spec import code_of
+from ...kernels.contract.words import ALIGNMENT_BYTES, has_aligned_rows
 from .. import hooks
 from ..locks import lock
 from . import compiled
@@ -26,6 +28,7 @@ from .ranking import Candidate, Match, Origin, chosen, modelled
 from .snapshot import Rejected, Snapshot, View
 
 _log = logging.getLogger(__name__)
+_HALVES = (DType.BF16, DType.FP16)
 
 
 class Decision(NamedTuple):
@@ -105,6 +108,36 @@ def with_low_part(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu)
             without = settle(snapshot, plain, bucket, local, aligned=True, strict=False)
             config = None if isinstance(without, Miss) else without.chosen.config
             return next((one for one in found if one.config == config), found[0])
+
+
+def whole_columns(problem: Problem) -> int:
+    """N, up to whole 16 bytes of a row of y."""
+    each = ALIGNMENT_BYTES // problem.dtype.itemsize
+    return -(-problem.N // each) * each
+
+
+def with_wide_rows(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu) -> Candidate | None:
+    """The variant for M rows of y that lie ``whole_columns`` apart; None where rows are whole, or nothing does it.
+
+    It is one for aligned rows of so many columns, whose w comes through a descriptor: that has w's own N, past which
+    TMA reads zeros. Code that reads w through pointers would go on into the next expert, and past the last one.
+    """
+    able = problem.op is Op.FORWARD and problem.layout is Layout.NK and not problem.fusion
+    wide = replace(problem, N=whole_columns(problem))
+    if not able or problem.dtype not in _HALVES or wide == problem or not has_aligned_rows(wide):
+        return None
+    bucket = bucket_of(M)
+    ran = settle(snapshot, wide, bucket, local, aligned=True, strict=False)
+    if isinstance(ran, Decision) and _clips_w(ran.chosen):
+        return ran.chosen
+    while True:  # each turn drops a bundle
+        with contextlib.suppress(Rejected):
+            every = modelled(snapshot, wide, bucket, local, snapshot.view(local, installed=True), aligned=True)
+            return next(filter(_clips_w, every), None)
+
+
+def _clips_w(candidate: Candidate) -> bool:
+    return any(one.argument == "w" for one in candidate.variant.tensor_maps)
 
 
 def _compiled(snapshot: Snapshot, missed: Miss, local: LocalGpu, strict: bool) -> Decision | Miss:

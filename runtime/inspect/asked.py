@@ -114,6 +114,19 @@ def of_tensors(
     return Problem(Op.FORWARD, dtype, call.E, call.N, call.K, call.layout), call.M, aligned, device
 
 
+def but_for_y(x: object, w: object, m_sizes: object, w_layout: str) -> bool:
+    """Whether x and w are aligned, of tensors: all but a new y whose rows are no whole 16 bytes."""
+    from ..check import operands, tensors
+    from ..launch import ready
+    from ..weights.expert_weights import ExpertWeights
+
+    if isinstance(w, ExpertWeights):
+        return False
+    call = tensors.check(x, w, m_sizes, w_layout)  # type: ignore[arg-type]
+    rows = operands.Rows(Op.FORWARD, call.x, call.w, call.m_sizes, call.layout, call.M)
+    return ready.rows_aligned(rows, call.x.new_empty((0, -(-call.N // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)))
+
+
 def _of_quantised(
     x: torch.Tensor, w: ExpertWeights, m_sizes: torch.Tensor, w_layout: str, device: int | None
 ) -> tuple[Problem, int, bool, int | None]:

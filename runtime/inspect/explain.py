@@ -15,13 +15,13 @@ from ...kernels.hardware import arch, chips
 from .. import settings, verdicts
 from ..dispatch import activations, compiled, epilogue, gather
 from ..dispatch import snapshot as bundles
-from ..dispatch.decide import Decision, miss_reason, reason, settle
+from ..dispatch.decide import Decision, miss_reason, reason, settle, whole_columns, with_wide_rows
 from ..dispatch.hints import build_line, remedy
 from ..dispatch.ranking import Candidate, Match, chosen, modelled
 from ..dispatch.snapshot import Rejected, Snapshot, View
 from ..driver.device import current_device, local_gpu
 from . import low_rank
-from .asked import as_read, assumed_top_k, check_numbers, of_numbers, of_tensors, suits
+from .asked import as_read, assumed_top_k, but_for_y, check_numbers, of_numbers, of_tensors, suits
 from .explanation import Explanation
 
 if TYPE_CHECKING:
@@ -105,12 +105,27 @@ def explain(
         top_k=top_k,
     )  # fmt: skip
     told = told if rank is None else replace(told, low_rank=low_rank.with_columns(told.low_rank, rank))
+    if aligned is None and not natural and told.raises is None and (w is None or but_for_y(x, w, m_sizes, w_layout)):
+        told = _with_wide_rows(told)
     best = told.chosen
     if best is None:
         return told
     from ..launch.proof import standing  # here, as it brings all that launches along
 
     return replace(told, proof=standing(best.usable.bundle, best.index, best.variant, local))
+
+
+def _with_wide_rows(told: Explanation) -> Explanation:
+    """The same of a plain call whose y alone is not aligned, where its rows are filled up: aligned code runs then."""
+    problem, M, local = told.problem, told.M, told.local
+    wide = with_wide_rows(bundles.snapshot(), problem, M, local)
+    if wide is None:
+        return told
+    whole = replace(problem, N=whole_columns(problem))
+    why = f"{reason(wide, whole, bucket_of(M), local)}; each row of y is filled up to {whole.N} columns"
+    return replace(
+        told, aligned=True, reason=why, candidates=(wide, *told.candidates), compiles=False, build=None
+    )  # fmt: skip
 
 
 def examine(

@@ -124,6 +124,7 @@ def row_launcher(
     m_sizes_step: int,
     fused: Fused = PLAIN,
     R: int = 0,
+    rows_of_w: int | None = None,
 ) -> Launcher:
     """A launcher of y[g] = x[g] @ w[g].T.
 
@@ -131,7 +132,8 @@ def row_launcher(
     for none), and index_end; of code that adds a low-rank part, of ``R`` columns, low_x and low_w. In the kernel's
     words: ``columns`` of the product (of code with SILU y has half as many), ``reduction``, and ``w_kn`` where w's
     columns are the contiguous ones. Where the code can't do ``fused.zero_tail`` it is left to the caller:
-    ``Launcher.zeroes`` tells.
+    ``Launcher.zeroes`` tells. ``rows_of_w`` are fewer than ``columns`` where y's rows are filled up to whole 16 bytes,
+    of code that reads w [E, N, K] through a descriptor: those columns are zeros.
 
     Raises
     ------
@@ -140,6 +142,8 @@ def row_launcher(
     """
     config, variant = kernel.config, kernel.variant
     _refuse(variant, columns, reduction, config)
+    if rows_of_w is not None and (w_kn or all(one.argument != "w" for one in variant.tensor_maps)):
+        raise AssertionError("fewer rows of w by code that would read past them")
     specialized, one_tile = config.schedule.warp_specialized, config.schedule is Schedule.TILE
     fused = without_clearing(fused, variant, config)
     w_sizes = ("K", "N") if w_kn else ("N", "K")
@@ -162,7 +166,8 @@ def row_launcher(
     clearers = fused.zero_tail and Fusion.SCATTER in fused.fusion and not specialized
     most_tiles = _MOST_PROGRAMS if one_tile else _MOST_TILES
     most = _MOST_PROGRAMS if one_tile else kernel.sm_count * kernel.function.per_sm
-    sizes, strides = (E, reduction, columns) if w_kn else (E, columns, reduction), (stride_w_e, stride_w_row)
+    sizes = (E, reduction, columns) if w_kn else (E, rows_of_w or columns, reduction)
+    strides = stride_w_e, stride_w_row
     x_maps, w_maps = (TensorMaps.of(variant, name, kernel.function.device) for name in ("x", "w"))
     low_of = low_words(kernel, (E, R, columns) if w_kn else (E, columns, R), R) if low else None
 

@@ -12,8 +12,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ...artifacts.records.problem import Fusion
+from ...artifacts.records.problem import Fusion, Layout, bucket_of
+from ...kernels.contract.words import ALIGNMENT_BYTES, is_aligned
+from .. import settings
 from ..check.tensors import row_stride
+from ..dispatch import snapshot as dispatch_snapshot
+from ..driver.device import local_gpu, platform_supported
 from ..weights.expert_weights import ExpertWeights
 from . import gather as launch_gather
 from . import rowops
@@ -26,11 +30,24 @@ from .quantised import (
     ready_for_activated,
     ready_for_quantised,
 )
-from .ready import Ready, index_step, ready_for, ready_for_gated, ready_for_low_rank, ready_for_weight
+from .ready import (
+    Ready,
+    index_step,
+    kept,
+    name_of,
+    problem_of,
+    ready_for,
+    ready_for_gated,
+    ready_for_low_rank,
+    ready_for_weight,
+    rows_aligned,
+    step_of,
+)
 
 if TYPE_CHECKING:
     from ..check.operands import Rows
     from ..dispatch.pin import Pin
+    from ..dispatch.snapshot import Usable
 
 _GATHERED = "rows"  # the operand that rows are gathered into
 _CODES = "codes"  # and the one that they are quantised into
@@ -81,6 +98,48 @@ def resolve(call: Rows, y: torch.Tensor) -> Product | None:
     if ready is None:
         return None
     return _product(ready, call, call.fusion, row_stride(y, y.shape[1]), call.index_end(y.shape[0]))
+
+
+def ready_for_wide_rows(call: Rows) -> tuple[Ready, int] | None:
+    """The kernel of a plain forward into rows of y that are filled up to whole 16 bytes, and their columns.
+
+    None where rows are whole as they are, or the rest is not aligned, or no bundle has such code
+    (``decide.with_wide_rows``). Where a choice for the problem is demanded, there has to be one.
+    """
+    x, w, (E, N, K) = call.x, call.w, call.sizes
+    size = x.element_size()
+    if not isinstance(w, torch.Tensor) or call.layout is not Layout.NK or is_aligned(ALIGNMENT_BYTES, N * size):
+        return None
+    device, wide = x.get_device(), -(-N * size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES // size
+    if not platform_supported() or not rows_aligned(call, x.new_empty((0, wide))):
+        return None
+
+    def build() -> Ready | None:
+        from ..dispatch.decide import decide, with_wide_rows  # here, as few calls have such rows
+        from .gemm import row_launcher
+        from .loader import load_first
+
+        problem, local = problem_of(call.op, x, E, N, K, call.layout, call.fusion), local_gpu(device)
+        snapshot = dispatch_snapshot.snapshot()
+        if settings.settings().strict:
+            decide(snapshot, problem, call.M, local, aligned=False, strict=True)
+
+        def choose() -> tuple[Usable, int] | None:
+            chosen = with_wide_rows(snapshot, problem, call.M, local)
+            return None if chosen is None else (chosen.usable, chosen.index)
+
+        kernel = load_first(snapshot, choose, local, device)
+        if kernel is None:
+            return None
+        launcher = row_launcher(
+            kernel, columns=wide, rows_of_w=N, reduction=K, E=E, w_kn=False, stride_w_e=w.stride(0) if E > 1 else N * K,
+            stride_w_row=w.stride(1) if N > 1 else K, m_sizes_step=step_of(call.m_sizes),
+        )  # fmt: skip
+        return Ready(launcher, f"{name_of(problem, kernel)}, rows of {wide} columns")
+
+    key = ("wide rows", x.dtype, E, N, K, w.stride(), call.m_sizes.dtype, bucket_of(call.M), device)
+    ready = kept(key, build)
+    return None if ready is None else (ready, wide)
 
 
 def resolve_gated(call: Rows) -> Product | None:

@@ -163,19 +163,19 @@ def _of_codes_as_they_are(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Read
     few, beside = may_clear(call, y) if call.zero_tail and call.uses_index else (True, True)
     zeroes = call.zero_tail and (few or beside)
     fixed = (w.format, E, N, K, call.gather_divisor, fusion.value, step, m_sizes.dtype, zeroes, few, beside)
-    key = ("codes", call.op.value, layout.value, *fixed, bucket_of(call.M), device, aligned)
+    key = ("codes", call.op.value, layout.value, *fixed, bucket_of(call.M), device, aligned, call.pin)
 
     def build() -> Ready | None:
         problem = problem_of(call.op, x, E, N, K, layout, fusion, w.kernel_dtypes[-1])
         if platform_supported() and (both := _by_codes(problem, w.kernel_dtypes)) is not None:
-            kernel = _verdicts_kernel(both, problem.dtype, call.M, device, 0, aligned=aligned)
+            kernel = _verdicts_kernel(both, problem.dtype, call, device, 0, aligned=aligned)
             if kernel is not None:
                 from .gemm import Fused
 
                 return of_rows(kernel, both, call, Fused(fusion, step, call.gather_divisor or 1, zeroes, few, beside))
         if not dispatch_snapshot.snapshot().serves(problem, local_gpu(device)):  # torch's warning names the format
             return None
-        kernel = kernel_for(problem, call.M, device, aligned=aligned)
+        kernel = kernel_for(problem, call.M, device, aligned=aligned, pin=call.pin)
         if kernel is None:
             return None
         from .gemm import Fused
@@ -212,7 +212,7 @@ def _of_ordered(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready | None:
     zeroes = call.zero_tail and (few or beside)
     codes = dtypes[0] if dtypes[0] in CODES_BY_CODES and (first or row_stride(x, K) == K) else None
     fixed = (w.format, E, N, K, call.gather_divisor, fusion.value, step, m_sizes.dtype, zeroes, few, beside)
-    key = ("mixed", *fixed, bucket_of(call.M), device, first, codes is None)
+    key = ("mixed", *fixed, bucket_of(call.M), device, first, codes is None, call.pin)
 
     def build() -> Ready | None:
         problem = problem_of(call.op, x, E, N, K, Layout.NK, fusion, dtypes[-1])
@@ -225,7 +225,7 @@ def _of_ordered(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready | None:
                 return ready
         if not dispatch_snapshot.snapshot().serves(problem, local_gpu(device)):  # torch's warning names the format
             return None
-        kernel = kernel_for(problem, call.M, device, aligned=True)
+        kernel = kernel_for(problem, call.M, device, aligned=True, pin=call.pin)
         if kernel is None:
             return None
         from .gemm import Fused
@@ -244,7 +244,7 @@ def _of_ordered(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready | None:
 def _of_codes(problem: Problem, other: DType, call: Rows, fused: Fused) -> Ready | None:
     """A kernel for a product of codes after the pass that quantises x; None where one that leaves x is to run."""
     device = call.x.get_device()
-    kernel = _verdicts_kernel(problem, other, call.M, device, call.gather_divisor)
+    kernel = _verdicts_kernel(problem, other, call, device, call.gather_divisor)
     quantize = None if kernel is None else rowops.launcher(RowOp.QUANTIZE, DType.BF16, device, aligned=True)
     if kernel is None or quantize is None:
         return None
@@ -257,19 +257,25 @@ def _of_codes(problem: Problem, other: DType, call: Rows, fused: Fused) -> Ready
 
 
 def _verdicts_kernel(
-    problem: Problem, other: DType, M: int, device: int, top_k: int, *, aligned: bool = True
+    problem: Problem, other: DType, call: Rows, device: int, top_k: int, *, aligned: bool = True
 ) -> LoadedKernel | None:
-    """The variant that ``verdict`` names, loaded on ``cuda:device``; None where x stays as it is."""
+    """The variant that ``verdict`` names, loaded on ``cuda:device``; None where x stays as it is.
+
+    Where x is quantised, the variant that the call prefers goes before it.
+    """
     from ..dispatch.activations import verdict  # here, as only a first launch needs them
-    from .loader import load_first
+    from .loader import load_first, pinned_kernel
 
     snapshot, local = dispatch_snapshot.snapshot(), local_gpu(device)
 
     def choose() -> tuple[Usable, int] | None:
-        chosen = verdict(snapshot, problem, other, M, local, top_k=top_k, aligned=aligned).chosen
+        chosen = verdict(snapshot, problem, other, call.M, local, top_k=top_k, aligned=aligned).chosen
         return None if chosen is None else (chosen.usable, chosen.index)
 
-    return load_first(snapshot, choose, local, device)
+    kernel = load_first(snapshot, choose, local, device)
+    if kernel is None or call.pin is None:
+        return kernel
+    return pinned_kernel(call.pin, problem, device, aligned=aligned) or kernel
 
 
 def bytes_of_row(K: int) -> int:

@@ -288,9 +288,9 @@ def _kernel(problem: Problem, M: int, device: int, aligned: bool, pin: Pin | Non
     )
 
 
-def kernel_for(problem: Problem, M: int, device: int, *, aligned: bool) -> LoadedKernel | None:
-    """What dispatch decides for a product, loaded and proven; None where torch is to multiply."""
-    return _kernel(problem, M, device, aligned, None, None)  # type: ignore[no-any-return]
+def kernel_for(problem: Problem, M: int, device: int, *, aligned: bool, pin: Pin | None = None) -> LoadedKernel | None:
+    """What ``pin`` names, else what dispatch decides for a product, loaded and proven; None: torch is to multiply."""
+    return _kernel(problem, M, device, aligned, pin, None)  # type: ignore[no-any-return]
 
 
 def _gated_kernel(

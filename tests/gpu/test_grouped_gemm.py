@@ -54,6 +54,27 @@ def test_every_dtype(dtype: torch.dtype, most: float) -> None:
     assert_right(grouped_gemm(x, w, m_sizes), x, w, m_sizes, most)
 
 
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="needs TMA")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("n", [1, 333, 666, 1021])
+@pytest.mark.parametrize("sizes", [RAGGED, (0, 0, 0, 0, 0, 0, 0, 1), (900, 0, 0, 1, 0, 0, 700, 3)])
+def test_rows_of_y_that_are_no_whole_16_bytes(dtype: torch.dtype, n: int, sizes: tuple[int, ...]) -> None:
+    """Aligned code runs: nothing is read past w, and nothing comes of the next expert's rows."""
+    x, w, m_sizes = inputs(dtype, sizes, n=n)
+    w = torch.cat([w, torch.full_like(w[:1], float("nan"))])[:-1]  # what lies past the last expert
+    told = explain(x, w, m_sizes)
+    for _ in range(3):
+        y = grouped_gemm(x, w, m_sizes)
+        assert y.stride() == (-(-n // 8) * 8, 1)
+        assert_right(y, x, w, m_sizes)
+    assert "each row of y is filled up" in told.reason
+    wide = w.new_full((len(sizes), n, K), float("nan"))
+    wide[3] = w[3]
+    start = sum(sizes[:3])
+    rows = slice(start, start + sizes[3])
+    torch.testing.assert_close(grouped_gemm(x, wide, m_sizes)[rows], y[rows], rtol=0, atol=0)  # NaN stays in its expert
+
+
 def test_tf32_only_where_torch_allows_it() -> None:
     x, w, m_sizes = inputs(torch.float32)
     ieee = grouped_gemm(x, w, m_sizes)

@@ -157,6 +157,20 @@ def test_disabled_it_writes_nothing(home: Path, monkeypatch: pytest.MonkeyPatch)
     assert os.listdir(home) == []  # noqa: PTH208
 
 
+def test_a_layer_of_quantised_weights_is_measured_and_its_pairs_go_with_them(home: Path) -> None:
+    x, dense, sizes = layer()
+    w = ExpertWeights.quantize(dense.cpu(), "mxfp4").to("cuda")
+    forward, dX, _ = pretuned.aot.get_or_autotune_moe_kernels(E, H, WIDTH, K, torch.bfloat16, seq_len=512, weights=w)
+    x.requires_grad_()
+    y = grouped_gemm(x, w, sizes, kernel_config_fwd=forward, kernel_config_bwd_dX=dX)
+    y.sum().backward()
+    assert error_of(y.detach(), x.detach(), w.dequantize(torch.float32), sizes) < 1e-2
+    chosen = explain(x.detach(), w, sizes).chosen
+    assert chosen is not None
+    assert chosen.origin is Origin.THIS_GPU
+    assert chosen.config == forward.first.config
+
+
 def test_autotune_measures_the_kernels_of_quantised_weights(home: Path) -> None:
     x, dense, sizes = layer()
     w = ExpertWeights.quantize(dense.cpu(), "mxfp4").to("cuda")

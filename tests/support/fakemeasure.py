@@ -8,13 +8,14 @@ import time
 from pathlib import Path
 
 from pretuned.aot.demand.tuner import OnDemand
-from pretuned.aot.plan.families import families
+from pretuned.aot.plan.families import Pool, families
 from pretuned.aot.plan.plan import BuildPlan
 from pretuned.artifacts.records.bundle import Bundle, Choice, Kernel, Producer, Source, Variant
 from pretuned.artifacts.records.problem import Problem
 from pretuned.artifacts.records.target import Gpu, LocalGpu, Target
 from pretuned.kernels.contract.config import Config, Loads
-from pretuned.kernels.contract.registry import ENTRIES
+from pretuned.kernels.contract.registry import ENTRIES, entry_of
+from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.contract.words import LAUNCH_ABI
 
 H200 = Gpu("NVIDIA H200", 132, 143771, 12080)
@@ -27,20 +28,21 @@ def bundle(
     planned: BuildPlan, *, gpu: Gpu = H200, config: Config = CONFIG, revision: int | None = None, code_bytes: int = 64,
     modelled: bool = False, sm: int = 90,
 ) -> Bundle:  # fmt: skip
-    """Every cell measured, with one variant a family and a fallback of each."""
+    """Every cell measured, with one variant a family and a fallback of each; of codes by the first of their configs."""
     variants: list[Variant] = []
     cubins: list[bytes] = []
     number: dict[object, int] = {}
     for family in families(planned.problems):
-        kernel = "weight" if family.op.value == "dW" else "rows"
+        runs = next(iter(Pool().candidates(family, sm))) if family.dtype.quantised else config
+        kernel = entry_of(Spec(family.op, family.dtype, runs, family.layout, family.fusion)).name
         for alignment in (16, 1):
-            seed = f"{family} {config} {alignment} {revision}".encode()
+            seed = f"{family} {runs} {alignment} {revision}".encode()
             cubin = hashlib.sha256(seed).digest() * (code_bytes // 32)
             if alignment == 16:
                 number[family] = len(variants)
             variants.append(Variant(
                 kernel, ENTRIES[kernel].revision if revision is None else revision, LAUNCH_ABI, family.op,
-                family.dtype, family.layout, family.fusion, alignment, 4096, config.pairs(), kernel,
+                family.dtype, family.layout, family.fusion, alignment, 4096, runs.pairs(), kernel,
                 (("x", "ptr"), ("M", "i32")), (), 128, 4096, 100, 0, 0, len(cubin), hashlib.sha256(cubin).digest(),
             ))  # fmt: skip
             cubins.append(cubin)

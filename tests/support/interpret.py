@@ -129,12 +129,13 @@ def run_rows(case: dict[str, Any]) -> dict[str, Any]:
     w = torch.tensor(rng.standard_normal((E, N, K) if layout is Layout.NK else (E, K, N)) * 0.1, dtype=dtype)
     bias = torch.tensor(rng.standard_normal((E, gemm.columns)), dtype=dtype)
     row_weights = torch.tensor(rng.random(limit), dtype=torch.float32)
-    y = torch.full((limit + 2, gemm.columns + 3), GUARD, dtype=dtype)  # a row stride of its own, and guards
+    columns = case["filled_up"] or gemm.columns  # of y, as the kernel is told; w's descriptor has those that there are
+    y = torch.full((limit + 2, columns + 3), GUARD, dtype=dtype)  # a row stride of its own, and guards
 
     config = Config(*case["block"], 4, 2, case["group_m"], Loads(case["tma"]), Schedule(case["persistent"]))
     spec = contract_spec.Spec(op, problem.dtype, config, layout, contract_spec.code_of(op, fusion), 1, experts(case))
-    tiles = registry.most_tiles(M, E, gemm.columns, config)
-    values = {"x": x, "w": w, "y": y, "N": gemm.columns, "K": gemm.reduction, "stride_x_m": x.stride(0),
+    tiles = registry.most_tiles(M, E, columns, config)
+    values = {"x": x, "w": w, "y": y, "N": columns, "K": gemm.reduction, "stride_x_m": x.stride(0),
               "stride_w_e": w.stride(0), "stride_w_row": w.stride(1), "stride_y_m": y.stride(0),
               "bias": bias, "row_weights": row_weights}  # fmt: skip
     u = torch.tensor(rng.standard_normal((M, RANK)), dtype=dtype)
@@ -162,9 +163,11 @@ def run_rows(case: dict[str, Any]) -> dict[str, Any]:
         flat = index[rows].numpy() if fusion else rows
         rows, flat = rows[(flat >= 0) & (flat < limit)], flat[(flat >= 0) & (flat < limit)]
         target = torch.tensor(flat if Fusion.SCATTER in fusion else rows, dtype=torch.int64)
-        written[target, : gemm.columns] = True
+        written[target, :columns] = True
         if expert in case["poison"] or not len(rows):
             continue
+        if bool(y[target, gemm.columns : columns].any()):
+            wrong.append((expert, float("inf")))
         want = x[flat // top_k if gathers else rows].double().numpy() @ matrices[expert]
         if low_rank:
             want += u[rows].double().numpy() @ second[expert].double().numpy().T

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fakemeasure
@@ -34,8 +35,8 @@ from pretuned.artifacts.format import codec
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op, Problem
 from pretuned.artifacts.records.target import LocalGpu
-from pretuned.kernels.contract.config import Config, Loads
-from pretuned.runtime import grouped_gemm, reload
+from pretuned.kernels.contract.config import Config, Loads, Schedule
+from pretuned.runtime import ExpertWeights, grouped_gemm, reload
 from pretuned.runtime.dispatch import snapshot
 from pretuned.runtime.dispatch.pin import KernelPair, Preference
 
@@ -138,6 +139,46 @@ def test_a_later_kernel_revision_tunes_again(home: Path, tmp_path: Path, monkeyp
         monkeypatch.setitem(api.ENTRIES, name, dataclasses.replace(one, revision=one.revision + 1))
     fakemeasure.on_demand(tmp_path / "log").configs(key(), 0, force=False)
     assert len((tmp_path / "log").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("weights", "forms", "schedules"),
+    [
+        ("mxfp4", [[Fusion.NONE, Fusion.SCATTER]] * 2, {Schedule.MIXED_INPUT}),
+        ("int4_g128_zp", [[Fusion.NONE, Fusion.GATHER], [Fusion.NONE, Fusion.SCATTER]], {Schedule.TILE}),
+        ("fp8_block", [[Fusion.NONE, Fusion.SCATTER]] * 2, {Schedule.MIXED_INPUT}),  # few rows: x stays as it is
+    ],
+)
+def test_a_layer_of_quantised_weights(
+    home: Path, tmp_path: Path, weights: str, forms: list[list[Fusion]], schedules: set[Schedule]
+) -> None:
+    """Its forward, rows gathered on load where a kernel does so, and dX; they are frozen, so there is no dW."""
+    asked = fakemeasure.on_demand(tmp_path / "log")
+    layer = key_for(ON_H200, 8, 256, 128, 2, "bf16", 64, weights)
+    forward, dX, dW = asked.configs(layer, 0, force=False)
+    for half, wanted in zip((forward.first, forward.second), forms, strict=True):
+        assert [fusion for fusion, _ in half.configs] == wanted
+        assert {config.schedule for _, config in half.configs} == schedules
+    assert [fusion for fusion, _ in dX.first.configs] == [Fusion.NONE, Fusion.SCATTER]
+    assert dW == KernelPair(Op.DW)
+    assert fakemeasure.on_demand(tmp_path / "log").configs(layer, 0, force=False) == (forward, dX, dW)  # from the file
+    for path in (home / "configs").iterdir():
+        path.unlink()
+    assert fakemeasure.on_demand(tmp_path / "log").configs(layer, 0, force=False) == (forward, dX, dW)  # the overlay
+    assert len((tmp_path / "log").read_text().splitlines()) == 1
+    w = ExpertWeights.quantize(torch.randn(8, 256, 256), weights)
+    assert key_for(ON_H200, 8, 256, 128, 2, torch.bfloat16, 64, w) == layer
+    assert key_for(ON_H200, 8, 256, 128, 2, "bf16", 64, "bf16") == key() != layer
+
+
+def test_of_fp8_blocks_the_configs_are_those_of_the_product_that_runs(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuner, "verdict", lambda *_, **__: SimpleNamespace(chosen=object()))  # x is quantised, too
+    layer = key_for(ON_H200, 8, 256, 128, 2, "bf16", 64, "fp8_block")
+    forward, dX, _ = fakemeasure.on_demand(tmp_path / "log").configs(layer, 0, force=False)
+    assert [config.schedule for _, config in forward.first.configs] == [Schedule.BLOCK_SCALED] * 2
+    assert Schedule.BLOCK_SCALED not in {config.schedule for _, config in dX.first.configs}
 
 
 def test_what_a_bundle_measured_on_this_very_gpu_is_a_hit(home: Path, tmp_path: Path) -> None:
@@ -425,6 +466,12 @@ def test_there_are_never_too_many_config_files(home: Path, tmp_path: Path, monke
         ({"seq_len": 1.5}, "seq_len is 1.5"),
         ({"hidden_dim": 1 << 30}, "H=1073741824"),
         ({"seq_len": 1 << 40}, "tokens"),
+        ({"weights": "nf4"}, "get_or_autotune_moe_kernels: weights is 'nf4', wanted one of bf16, .*mxfp4"),
+        ({"weights": 4}, "weights is 4, wanted one of"),
+        ({"weights": "mxfp4", "dtype": "fp16"}, "dtype is fp16, wanted bf16: x of mxfp4 weights"),
+        ({"weights": "bf16", "dtype": "fp16"}, "dtype is fp16, wanted bf16"),
+        ({"dtype": "mxfp4"}, "dtype is 'mxfp4', wanted one of bf16, fp16, fp32, tf32$"),
+        ({"weights": "mxfp4", "num_experts": 1024}, "1024 experts a GPU, wanted at most 512 of quantised weights"),
     ],
 )
 def test_what_is_no_layer(how: dict[str, object], words: str) -> None:
@@ -452,6 +499,10 @@ def test_a_pair_is_what_grouped_gemm_takes() -> None:
     for first in (True, False):
         y = grouped_gemm(x, w, sizes, kernel_config_fwd=forward, kernel_config_bwd_dX=dX, is_first_gemm=first)
         torch.testing.assert_close(y, grouped_gemm(x, w, sizes))
+    codes = ExpertWeights.quantize(torch.randn(2, 4, 32), "mxfp4")
+    rows = torch.randn(6, 32).bfloat16()
+    y = grouped_gemm(rows, codes, sizes, kernel_config_fwd=forward, kernel_config_bwd_dX=dX)
+    torch.testing.assert_close(y, grouped_gemm(rows, codes, sizes))
     with pytest.raises(InputError, match="kernel_config_fwd is a KernelPair of dX, wanted forward's"):
         grouped_gemm(x, w, sizes, kernel_config_fwd=dX)
     assert forward.of(is_first_gemm=True).config == CONFIG

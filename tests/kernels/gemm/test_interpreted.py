@@ -32,7 +32,7 @@ def case(**changes: object) -> dict[str, object]:
         "m_sizes": [5, 0, 17, 1], "M": 23, "N": 40, "K": 48, "dtype": "fp32", "op": "forward", "layout": "nk",
         "tma": False, "persistent": True, "programs": 3, "wide": False, "poison": [], "group_m": 2, "scan": 0,
         "fusion": 0, "top_k": 2, "bad_index": False, "zero_tail": False,
-        "block": [16, 16, 32], "seed": 0,
+        "block": [16, 16, 32], "seed": 0, "filled_up": 0,
     }  # fmt: skip
     return base | changes
 
@@ -67,6 +67,8 @@ CASES = {
     "every row on one expert": case(m_sizes=[0, 0, 23, 0]),
     "odd N and K": case(N=37, K=33),
     "odd N and K, w as [E, K, N]": case(N=37, K=33, layout="kn"),
+    "rows of y filled up": case(N=37, tma=True, filled_up=40, poison=[2]),
+    "rows of y filled up, one program a tile": case(N=33, tma=True, filled_up=48, persistent=False, dtype="fp16"),
     "many experts, few rows": case(m_sizes=[int(i % 7 == 0) for i in range(100)], M=15, programs=4),
     "any number of experts": case(m_sizes=[5, 0, 17, 1, 0, 0, 0, 0, 3, 20, 2], M=50, scan=4),
     "any number of experts, tma": case(m_sizes=[5, 0, 17, 1, 0, 0, 0, 0, 3, 20, 2], M=50, scan=4, tma=True),

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cudaconfig import read_launches, words_of
 
+import pretuned.artifacts
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.problem import Layout, Op, bucket_of
+from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels import reference
 from pretuned.runtime import grouped_gemm
 from pretuned.runtime.api import grouped_gemm as api_grouped_gemm
 from pretuned.runtime.check.operands import Rows
 from pretuned.runtime.check.tensors import check
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
+from pretuned.runtime.dispatch.places import Kind, Place
+from pretuned.runtime.dispatch.snapshot import Snapshot, Usable
+from pretuned.runtime.driver import cuda
+from pretuned.runtime.driver.descriptors import MAP_BYTES, TensorMaps
+from pretuned.runtime.launch import gemm, loader, products
 from pretuned.runtime.launch.ready import Ready, rows_aligned
 
 E, N, K, M = 3, 10, 8, 12
@@ -191,3 +201,59 @@ def test_a_plain_call_takes_the_launcher_of_its_own_bucket(
     for M in rows * 2:
         api_grouped_gemm._known(torch.randn(M, 16, dtype=torch.bfloat16), w, torch.tensor([M, 0]), "nk", None, False)
     assert ran == [bucket_of(M) for M in rows * 2]
+
+
+def test_rows_of_y_that_are_no_whole_16_bytes_are_filled_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain call runs aligned code on rows that lie further apart: w's descriptor has its own rows, y's are a view.
+
+    The driver is read, on host memory that is said to be a GPU's; the code is what ships.
+    """
+    E, N, K, M = 4, 333, 512, 40
+    running: list[gemm.LoadedKernel] = []
+    launched: list[dict[str, int | bytes]] = []
+    encoded: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
+
+    def encode(self: TensorMaps, key: tuple[int, int, int], sizes: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
+        encoded.append((self._plan.argument, sizes, strides))
+        return bytes(MAP_BYTES)
+
+    def load(found: Snapshot, choose: Callable[[], tuple[Usable, int]], *_: object) -> gemm.LoadedKernel:
+        usable, index = choose()
+        variant = usable.bundle.variant(index)
+        function = cuda.Function(1, 1, 0, variant.threads, variant.shared_bytes, 1)
+        running.append(gemm.LoadedKernel(variant, function, 132))
+        return running[-1]
+
+    def empty(size: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(size, strides, dtype=dtype)
+
+    read_launches(monkeypatch, lambda launch: launched.append(words_of(running[-1].variant.arguments, launch)))
+    monkeypatch.setattr(TensorMaps, "encode", encode)
+    monkeypatch.setattr(cuda, "zeroed", lambda size_bytes, device: 4096)
+    monkeypatch.setattr(loader, "load_first", load)
+    monkeypatch.setattr(products, "platform_supported", lambda: True)
+    monkeypatch.setattr(products, "local_gpu", lambda _device: LocalGpu(90, Gpu("NVIDIA H200", 132, 143155, 13000)))
+    places = [Place(Kind.INSTALLED, Path(pretuned.artifacts.__file__).parent / "bundles")]
+    monkeypatch.setattr(dispatch_snapshot, "current", Snapshot(places))
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
+    for name, stand_in in (
+        ("empty", empty), ("current_stream", lambda _device: 0), ("device_is_current", lambda _device: True),
+        ("on", lambda _device: contextlib.nullcontext()), ("only_device", lambda: True),
+    ):  # fmt: skip
+        monkeypatch.setattr(api_grouped_gemm, name, stand_in)
+    x, w = torch.randn(M, K).bfloat16(), torch.randn(E, N, K).bfloat16()
+    m_sizes = torch.full((E,), M // E, dtype=torch.int32)
+    for _ in range(3):  # the first of its kind, one like it, and the same again
+        y = api_grouped_gemm._known(x, w, m_sizes, "nk", None, False)
+        assert (y.shape, y.stride()) == ((M, N), (336, 1))
+        assert y.untyped_storage().nbytes() == M * 336 * 2
+        read = launched[-1]
+        assert (read["N"], read["K"], read["M"], read["stride_y_m"]) == (336, K, M, 336)
+        assert (read["stride_w_e"], read["stride_w_row"]) == (N * K, K)
+    assert len(running) == 1
+    assert len(launched) == 3
+    assert ("w", (E, N, K), (N * K, K)) in encoded
+    assert {sizes for argument, sizes, _ in encoded if argument == "w"} == {(E, N, K)}
+    assert products.ready_for_wide_rows(Rows(Op.FORWARD, x, w[:, :328].contiguous(), m_sizes, Layout.NK, M)) is None
+    shifted = torch.randn(M * K + 1).bfloat16()[1:].view(M, K)  # no 16 bytes
+    assert products.ready_for_wide_rows(Rows(Op.FORWARD, shifted, w, m_sizes, Layout.NK, M)) is None

@@ -37,6 +37,7 @@ from made import (
     write,
 )
 
+import pretuned.artifacts
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.plan import plan
 from pretuned.aot.plan.targets import parse_sm
@@ -52,6 +53,7 @@ from pretuned.runtime import verdicts
 from pretuned.runtime.dispatch import decide as decide_module
 from pretuned.runtime.dispatch.decide import Decision, Miss, decide
 from pretuned.runtime.dispatch.hints import build_line
+from pretuned.runtime.dispatch.places import Kind, Place
 from pretuned.runtime.dispatch.ranking import Match, Origin, chosen, why_not
 from pretuned.runtime.dispatch.snapshot import Snapshot
 from pretuned.runtime.inspect.explain import examine
@@ -675,3 +677,25 @@ def test_why_a_variant_can_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(verdicts, "_wrong", {(90, ON_H200.gpu): {verdicts._digest(one)}})
     assert why_not(one, PROBLEM, ON_H200, aligned=True) == "it was found to compute wrong results on this GPU"
     assert why_not(one, PROBLEM, ON_H100, aligned=True) is None
+
+
+@pytest.mark.parametrize("M", [8, 1024, 65536])
+def test_rows_of_y_are_filled_up_for_code_that_reads_w_through_a_descriptor(M: int) -> None:
+    """Of what ships; where rows are whole, w lies otherwise or a GPU has no such code there is none."""
+    found = Snapshot([Place(Kind.INSTALLED, Path(pretuned.artifacts.__file__).parent / "bundles")])
+    problem = Problem(Op.FORWARD, DType.BF16, 64, 666, 1000)
+    assert decide_module.whole_columns(problem) == 672
+    chosen = decide_module.with_wide_rows(found, problem, M, ON_H200)
+    assert chosen is not None
+    assert chosen.variant.alignment == 16
+    assert "w" in {one.argument for one in chosen.variant.tensor_maps}
+    plain = decide(found, problem, M, ON_H200, aligned=False)
+    assert isinstance(plain, Decision)
+    assert plain.chosen.variant.alignment == 1
+    for other in (
+        replace(problem, N=672), replace(problem, K=999), replace(problem, layout=Layout.KN),
+        replace(problem, op=Op.DX), replace(problem, fusion=Fusion.SCATTER), replace(problem, dtype=DType.FP32),
+    ):  # fmt: skip
+        assert decide_module.with_wide_rows(found, other, M, ON_H200) is None
+    a100 = LocalGpu(80, Gpu("NVIDIA A100-SXM4-80GB", 108, 81920, 13000))
+    assert decide_module.with_wide_rows(found, problem, M, a100) is None

@@ -31,6 +31,7 @@ from pretuned.runtime import ExpertWeights, Lora, grouped_gemm, moe_mlp
 from pretuned.runtime.check import tensors as check_tensors
 from pretuned.runtime.check.operands import Rows
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
+from pretuned.runtime.dispatch.pin import KernelPair, Preference
 from pretuned.runtime.driver import cuda
 from pretuned.runtime.driver.descriptors import MAP_BYTES, TensorMaps
 from pretuned.runtime.launch import gemm, program, quantised, ready
@@ -324,6 +325,29 @@ def test_rows_are_gathered_before_the_product(driver: Driver, use: Use) -> None:
     assert rows.sizes == (T * TOPK, K)
     assert rows.strides == (K,)
     assert rows.address == pointers[-1] != x.data_ptr()
+
+
+def test_a_preference_is_asked_for_and_leaves_rows_to_be_gathered_before(
+    driver: Driver, use: Use, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pair that tuning on demand has returned: by which config, and nothing else, the kernel is to be."""
+    use(DType.MXFP4)
+    asked: list[object] = []
+    kernel = ready._kernel
+    monkeypatch.setattr(ready, "_kernel", lambda *given: [asked.append(given[4]), kernel(*given)][1])
+    w = ExpertWeights.quantize(torch.randn(E, N, K), "mxfp4")
+    index, m_sizes = torch.randperm(T * TOPK).to(torch.int32), torch.full((E,), T * TOPK // E, dtype=torch.int32)
+    pair = KernelPair(Op.FORWARD, Preference(((Fusion.NONE, Config(128, 128, 128, 8, 3)),)))
+    x = torch.randn(T, K).bfloat16()
+    for first in (True, False):
+        for config in (None, pair, pair):
+            grouped_gemm(
+                x[index // TOPK] if not first else x, w, m_sizes, topk=TOPK, gather_indices=index if first else None,
+                permute_x=first, kernel_config_fwd=config, is_first_gemm=first,
+            )  # fmt: skip
+    assert asked == [None, pair.first, None, pair.second]  # a call like an earlier one asks no more
+    assert len(driver.gathers) == 3
+    assert len(driver.launched) == 6
 
 
 def test_a_call_that_only_gathers_runs_the_plain_product(driver: Driver, use: Use) -> None:

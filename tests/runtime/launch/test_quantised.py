@@ -257,7 +257,7 @@ def test_codes_by_codes_where_that_is_faster(gpu: Gpu80, monkeypatch: pytest.Mon
     """One launch, of x as it is: the kernel quantises it. dX, and weights with ``quantize_x=False``, leave it."""
     asked: list[tuple[Problem, DType, bool]] = []
 
-    def chosen(problem: Problem, other: DType, *_: int, aligned: bool = True) -> gemm.LoadedKernel | None:
+    def chosen(problem: Problem, other: DType, *_: object, aligned: bool = True) -> gemm.LoadedKernel | None:
         if problem.layout is Layout.NK:
             return None
         asked.append((problem, other, aligned))

@@ -1,0 +1,138 @@
+"""Quantised products beside what bounds them, in one process, in turns: their bytes read, their FLOPs done densely.
+
+    python benchmarks/run.py floors --out floors-h100.jsonl
+    python benchmarks/run.py floors --table floors-h100.jsonl
+
+The products of beside_quantised. Beside each, in the same graph clock, after the same flush:
+
+- *read*: a kernel that reads as many bytes as the product does (w of the experts that have rows, its scales, x) and
+  writes as many as y has, and nothing else. Persistent, of 1 to 8 programs an SM; the fastest counts.
+- *nothing*: the same kernel with nothing to read or write: the launch, and what the flush leaves.
+- *dense*: one product of torch of as many FLOPs, [M, K] by [K, N]: in bf16, of fp8 blocks in e4m3 with a scale a row.
+
+A line of JSON a cell: median microseconds. Both need the GPU and its Triton; --table needs neither.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pretuned.aot.measure.clock import Clock, HostClock
+from pretuned.runtime import grouped_gemm
+
+from . import w8a8
+from .products import MODELS, Call, Cell, products
+from .targets import TARGETS, TOKENS, bytes_of
+
+FORMATS = ("mxfp4", "fp8_block", "int4_g32", "int4_g128")
+ROUNDS = 15
+PER_SM = (1, 2, 4, 8)  # programs
+
+
+def dense(cell: Cell) -> Call:
+    """One product of torch of as many FLOPs."""
+    w = torch.empty(cell.N, cell.K, device=cell.device, dtype=torch.bfloat16).normal_()
+    if cell.product.format != "fp8_block":
+        return partial(torch.mm, cell.x, w.T)
+    scales = [torch.ones(shape, device=cell.device) for shape in ((cell.M, 1), (1, cell.N))]
+    x, codes = cell.x.to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn)
+    return partial(torch._scaled_mm, x, codes.T, *scales, out_dtype=torch.bfloat16)
+
+
+def calls_of(cell: Cell, of_codes: Callable[[Cell], dict[str, Call]] | None, sms: int) -> dict[str, Call]:
+    """Ours, then all that stands beside it."""
+    found: dict[str, Call] = {"ours": partial(grouped_gemm, cell.x, cell.product.weights, cell.m_sizes)}
+    found |= {} if of_codes is None else of_codes(cell)
+    read, written = bytes_of(cell.product.format, (cell.E, cell.N, cell.K), cell.T, cell.product.top_k)
+    from .stream import reader  # here, as --table needs no Triton
+
+    for per in PER_SM:
+        found[f"read {per}"] = reader(read, written, cell.device, per * sms)
+    found["nothing"] = reader(0, 0, cell.device, sms)
+    found["dense"] = dense(cell)
+    return found
+
+
+def measured(cell: Cell, calls: dict[str, Call], clock: Clock | HostClock) -> dict[str, Any]:
+    """The line of a cell: all in turns. What fails is told."""
+    product = cell.product
+    found: dict[str, Any] = {
+        "format": product.format, "model": product.model, "gemm": product.gemm, "tokens": cell.T,
+        "us": {}, "failed": {},
+        "gpu": torch.cuda.get_device_name() if cell.device == "cuda" else cell.device,
+    }  # fmt: skip
+    graphs = {}
+    for name, call in calls.items():
+        try:
+            graphs[name] = clock.capture(call)
+        except Exception as error:
+            found["failed"][name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    times = clock.rounds_us(list(graphs.values()), ROUNDS)
+    found["us"] = {name: round(statistics.median(one), 2) for name, one in zip(graphs, times, strict=True)}
+    clock.release()
+    return found
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """Markdown, by format and tokens: geometric means of what stands beside, over ours (its codes' product, if any)."""
+    lines = ["| format, tokens | read, of ours | nothing, us | dense, of ours |", "|---" * 4 + "|"]
+    for kind in TARGETS:
+        for tokens in TOKENS:
+            here = [one for one in rows if one["tokens"] == tokens and one["format"].startswith(kind.split()[0])]
+            if here:
+                read = [min(us for name, us in one["us"].items() if name.startswith("read")) for one in here]
+                ours = [one["us"].get("ours, of codes", one["us"]["ours"]) for one in here]
+                by = statistics.geometric_mean(a / b for a, b in zip(read, ours, strict=True))
+                same = [one["us"]["dense"] / us for one, us in zip(here, ours, strict=True) if "dense" in one["us"]]
+                product = f"{statistics.geometric_mean(same):.2f}" if same else "-"
+                nothing = statistics.median(one["us"]["nothing"] for one in here)
+                lines.append(f"| {kind}, {tokens:,} | {by:.2f} | {nothing:.1f} | {product} |")
+    return lines
+
+
+def measure(given: argparse.Namespace) -> int:
+    """Every cell of the products, until the time is up."""
+    until, clock = time.monotonic() + given.budget, Clock()
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    with given.out.open("w") as out:
+        for product in products(list(FORMATS), given.models):
+            of_codes = w8a8.ours(Path(), product, list(TOKENS)) if product.format == "fp8_block" else None
+            for T in TOKENS:
+                if time.monotonic() > until:
+                    print(f"time is up before {product.model} {product.gemm} at {T} tokens", flush=True)
+                    return 0
+                cell = Cell(product, T)
+                found = measured(cell, calls_of(cell, of_codes, sms), clock)
+                out.write(json.dumps(found) + "\n")
+                out.flush()
+                print(*found.values(), flush=True)
+                torch.cuda.empty_cache()
+    return 0
+
+
+def main(args: list[str] | None = None) -> int:
+    """Measure, a line a cell, and print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--out", type=Path, help="the file to write, a line a cell")
+    parser.add_argument("--models", type=lambda text: text.split(","), help="some of them; default: all")
+    parser.add_argument("--budget", type=float, default=170.0, help="seconds after which no cell begins")
+    parser.add_argument("--table", type=Path, help="print the table of a file, and measure nothing")
+    given = parser.parse_args(args)
+    known = {model for every in MODELS.values() for model in every}
+    if wrong := set(given.models or ()) - known:
+        parser.error(f"--models: {sorted(wrong)[0]!r} is none of {', '.join(sorted(known))}")
+    if not given.table and not given.out:
+        parser.error("--out is needed, or --table")
+    code = 0 if given.table else measure(given)
+    rows = [json.loads(line) for line in (given.table or given.out).read_text().splitlines()]
+    print("\n".join(table(rows)), flush=True)
+    return code

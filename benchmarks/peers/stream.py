@@ -1,0 +1,36 @@
+"""A kernel that reads so many bytes and writes so many, and does nothing else: what memory alone takes."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+
+from .products import Call
+
+BLOCK, WARPS = 4096, 8  # words that a program reads at once
+
+
+@triton.jit
+def stream(source, target, words, stored, BLOCK: tl.constexpr):
+    """target[i] = what a program has summed up of ``source``, for each i below ``stored``; persistent."""
+    lane = tl.arange(0, BLOCK)
+    own = tl.program_id(0).to(tl.int64) * BLOCK
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    total = tl.zeros((BLOCK,), tl.int32)
+    for first in range(own, words, step):
+        total += tl.load(source + first + lane, mask=first + lane < words, other=0)
+    if tl.sum(total, 0) != 0:  # it is 0, which the compiler does not know: so all is read
+        tl.store(target + lane, total)
+    for first in range(own, stored, step):
+        tl.store(target + first + lane, tl.zeros((BLOCK,), tl.int32), mask=first + lane < stored)
+
+
+def reader(read_bytes: int, written_bytes: int, device: str, programs: int) -> Call:
+    """A launch of it on memory of its own, of zeros. (Whole 4 KB, so that no access is split.)"""
+    words, stored = (-(-size // 4096) * 1024 for size in (read_bytes, written_bytes))
+    source = torch.zeros(max(1, words), dtype=torch.int32, device=device)
+    target = torch.empty(max(BLOCK, stored), dtype=torch.int32, device=device)
+    return partial(stream[(programs,)], source, target, words, stored, BLOCK=BLOCK, num_warps=WARPS)

@@ -1,0 +1,164 @@
+"""What quantised products were to reach beside other libraries, what they do, and what the same files say limits them.
+
+    python benchmarks/run.py targets            # print the table
+    python benchmarks/run.py targets --write    # put it into docs/inside/performance.md
+
+Of quantised-peers-h100.jsonl and fp8-peers-h100.jsonl, which beside_quantised measured: every cell's time of ours and
+of the fastest other library, and its bytes: those of w's experts that have rows, with their scales, of x as the product
+reads it and of y.
+
+Up to 1,024 tokens the *bound* is a product that reads at the highest rate of any cell of the two files up to 128
+tokens, whoever ran it, and beside that takes the least of any cell of its format and tokens. At 8,192 tokens the
+arithmetic bounds: there the same products in bf16 stand beside, and one dense product of torch of as many FLOPs, of
+kernels-h100.json (a run of its own, on another day).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pretuned.aot.measure.inputs import routed_rows
+from pretuned.artifacts.records.precision import PRECISIONS
+
+from ..model.tables import ROOT, put
+from .beside_quantised import peer_of
+from .products import INT4, MODELS
+
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE, HEAD = ROOT / "docs/inside/performance.md", "| format, tokens | target |"
+FILES = ("quantised-peers-h100.jsonl", "fp8-peers-h100.jsonl")
+TOKENS = (1, 16, 128, 1024, 8192)
+TARGETS = {  # two thirds of the way from the best library to what bytes and arithmetic allowed it
+    "fp8 blocks": (1.08, 1.04, 1.04, 1.11, 1.14),
+    "mxfp4": (1.22, 1.19, 1.23, 1.40, 1.25),
+    "int4": (1.06, 1.10, 1.20, 1.26, 1.04),
+}
+READS = 128  # tokens, up to which memory bounds
+
+
+class Cell(NamedTuple):
+    """One product of a model at some tokens, as it was measured."""
+
+    format: str
+    model: str
+    gemm: str
+    tokens: int
+    us: float
+    best_us: float
+    bytes: int
+    flops: float
+
+    @property
+    def kind(self) -> str:
+        """Its row of the targets."""
+        return "int4" if self.format in INT4 else "fp8 blocks" if self.format == "fp8_block" else self.format
+
+
+def bytes_of(format: str, sizes: tuple[int, int, int], tokens: int, top_k: int) -> tuple[int, int]:
+    """What a product of w [E, N, K] reads and writes. x of fp8 blocks is read as codes, with a scale for each 128."""
+    E, N, K = sizes
+    M, active = tokens * top_k, int((routed_rows(E, top_k, tokens) > 0).sum())
+    x_bytes = M * (K + K // 32 if format == "fp8_block" else 2 * K)
+    return active * PRECISIONS[format].w_bytes(N, K) + x_bytes, 2 * M * N
+
+
+def cell_of(row: dict[str, Any]) -> Cell:
+    """Of a line of a file."""
+    N, K, T, top_k = (*(row[name] for name in ("N", "K", "tokens")), MODELS[row["format"]][row["model"]][3])
+    moved = sum(bytes_of(row["format"], (row["E"], N, K), T, top_k))
+    others = [us for name, us in row["us"].items() if peer_of(name) is not None]
+    us = row["us"].get("ours, of codes", row["us"]["ours"])
+    return Cell(row["format"], row["model"], row["gemm"], T, us, min(others), moved, 2.0 * T * top_k * N * K)
+
+
+def read(folder: Path = RESULTS) -> list[Cell]:
+    """Every cell of both files."""
+    lines = [line for name in FILES for line in (folder / name).read_text().splitlines()]
+    return [cell_of(json.loads(line)) for line in lines]
+
+
+def mean(cells: list[Cell], of: Callable[[Cell], float]) -> float:
+    return statistics.geometric_mean(map(of, cells))
+
+
+class Limits:
+    """What these cells say of each other."""
+
+    def __init__(self, cells: list[Cell], dense: dict[tuple[str, str], dict[str, float]] | None = None) -> None:
+        self.cells, self._dense = cells, dense or {}
+
+    @cached_property
+    def rate(self) -> float:
+        """Bytes a microsecond of the cell that reads fastest."""
+        return max(one.bytes / min(one.us, one.best_us) for one in self.cells if one.tokens <= READS)
+
+    def column(self, kind: str, tokens: int) -> list[Cell]:
+        """Its cells."""
+        return [one for one in self.cells if (one.kind, one.tokens) == (kind, tokens)]
+
+    def beside_us(self, column: list[Cell]) -> float:
+        """The least time beside the bytes', ours or another's."""
+        return min(min(one.us, one.best_us) - one.bytes / self.rate for one in column)
+
+    def spread(self, column: list[Cell]) -> str:
+        """The least and the most time beside the bytes', of ours and of the best libraries."""
+        every = [[us - one.bytes / self.rate for one in column for us in (one.us, one.best_us)][i::2] for i in (0, 1)]
+        return "; ".join(f"{min(times):.0f} to {max(times):.0f}" for times in every)
+
+    def bound_us(self, column: list[Cell]) -> Callable[[Cell], float]:
+        """What the bound takes for a cell of the column."""
+        beside = self.beside_us(column)
+        return lambda one: beside + one.bytes / self.rate
+
+    def beside_bf16(self, column: list[Cell], what: str) -> str:
+        """``what`` of kernels-h100.json over ours, of the products that it has."""
+        there = [one for one in column if (one.model, one.gemm) in self._dense]
+        if not there:
+            return ""
+        return f"{mean(there, lambda one: self._dense[one.model, one.gemm][what] / one.us):.2f}"
+
+    def rows(self) -> Iterator[str]:
+        """The table, a line a column of the targets."""
+        for kind, targets in TARGETS.items():
+            for tokens, target in zip(TOKENS, targets, strict=True):
+                column = self.column(kind, tokens)
+                ahead = mean(column, lambda one: one.best_us / one.us)
+                said = [f"{kind}, {tokens:,}", f"{target:.2f}", f"{ahead:.2f}"]
+                said.append("yes" if round(ahead, 2) >= target else "no")
+                said.append(f"{mean(column, lambda one: one.bytes / one.us) / 1e6:.2f}")
+                said.append(f"{mean(column, lambda one: one.flops / one.us) / 1e6:,.0f}")
+                if tokens < TOKENS[-1]:
+                    to = self.bound_us(column)
+                    said.append(f"{mean(column, lambda one, to=to: one.best_us / to(one)):.2f}")
+                    said.append(f"{mean(column, lambda one, to=to: to(one) / one.us):.2f}")
+                else:
+                    said += ["", ""]
+                said.append(self.spread(column) if tokens <= READS else "")
+                bf16 = tokens == TOKENS[-1]
+                said += [self.beside_bf16(column, one) if bf16 else "" for one in ("us", "dense_same_flops_us")]
+                yield "| " + " | ".join(said) + " |"
+
+
+def in_bf16(folder: Path = RESULTS) -> dict[tuple[str, str], dict[str, float]]:
+    """The forwards of 8,192 tokens of kernels-h100.json, by model and product."""
+    cells = json.loads((folder / "kernels-h100.json").read_text())["cells"]
+    return {(one["model"], one["gemm"]): one for one in cells if (one["op"], one["tokens"]) == ("forward", TOKENS[-1])}
+
+
+def main(args: list[str] | None = None) -> int:
+    """Print the table, or write it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--write", action="store_true", help="put the table into the page")
+    given = parser.parse_args(args)
+    limits = Limits(read(), in_bf16())
+    rows = list(limits.rows())
+    print("\n".join([HEAD, *rows, f"the cell that reads fastest: {limits.rate / 1e6:.2f} TB/s"]))
+    if given.write:
+        PAGE.write_text(put(PAGE.read_text(), HEAD, rows))
+    return 0
