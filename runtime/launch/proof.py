@@ -301,8 +301,8 @@ def _of_codes(variant: Variant, draw: Draw, here: TrialPlace) -> _Operands:
     x = _some_nan(_rows_of_x(draw, reduction)).bfloat16()
     if not takes_codes_of_x(dtype, variant.layout):
         if dtype.precision.x.scale is not None:
-            # What it quantises to again: no element then lies midway between two codes, where either one is right.
-            x = values_on_load(x, dtype).bfloat16()
+            # Half way to their codes: none then lies midway between two, where either one is right.
+            x = x.float().lerp(values_on_load(x, dtype), 0.5).bfloat16()
         there, read = here.put(x, aligned=variant.alignment > 1), values_on_load(x, dtype)
         return _Operands(columns, reduction, variant.op is Op.DX, there, placed, read, values)
     codes, scale = codes_of_rows(x)

@@ -18,7 +18,7 @@ import pytest
 import torch
 from cudaconfig import read_launches
 from host_gpu import SPECIALIZED, device  # noqa: F401 - a fixture
-from made import ELF, L40S, ON_A100, ON_H200, ON_L40S, Spec, bundle, measured, modelled, places, variant, write
+from made import ELF, L40S, ON_A100, ON_H200, ON_L40S, Spec, bundle, measured, modelled, places, write
 
 from pretuned.artifacts.errors import CudaError
 from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle
@@ -202,21 +202,6 @@ def test_code_that_does_nothing_is_found_whatever_it_is(name: str, monkeypatch: 
                 assert "wrong" in wrong, wrong
                 assert len(launched) > before, wrong
     assert len(kinds) > 10
-
-
-@pytest.mark.parametrize("dtype", [DType.FP8_BLOCK, DType.FP8_CHANNEL])
-@pytest.mark.parametrize("alignment", [16, 1])
-def test_no_row_that_code_quantises_itself_lies_between_two_codes(dtype: DType, alignment: int) -> None:
-    """Midway either code is right, and one of division and of a product with the inverse has the other."""
-    spec = Spec(SMALL, alignment, 49152, 512, 1, dtype, Fusion.NONE, Op.FORWARD, Layout.STORED)
-    with proving.on_host(0) as place:
-        on = proof._operands(variant(spec, b"code"), place)
-    x, read = on.x.float(), on.x_values
-    assert torch.equal(x.isnan(), read.isnan())
-    assert int((~read.isnan()).sum()) > 1000
-    here = ~read.isnan()
-    assert bool(((x - read).abs() <= 2**-8 * read.abs())[here].all()), "codes lie a sixteenth apart at least"
-    assert not torch.equal(x[here], read[here]), "and rounding has something to do"
 
 
 def test_shipped_code_for_tested_capabilities_is_judged_and_other_code_is_not() -> None:

@@ -298,6 +298,13 @@ def test_codes_by_codes_are_proven_of_an_x_that_the_kernel_quantises(dtype: DTyp
     assert torch.equal(given.isnan().any(1), read.isnan().any(1))
     rows = ~given.isnan().any(1)
     assert 1e-2 < float((given - read)[rows].norm() / given[rows].norm()) < 4e-2
+    # Midway between two codes either is right: a division has the one, a product with the inverse the other.
+    wide = 128 if dtype is DType.FP8_BLOCK else on.reduction
+    groups = torch.nn.functional.pad(given[rows], (0, -on.reduction % wide)).abs().unflatten(1, (-1, wide))
+    codes = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    between = (codes[1:] + codes[:-1]) / 2
+    scaled = (groups / groups.amax(2, keepdim=True) * 448).flatten()
+    assert float(((scaled[:, None] - between).abs() / between).min()) > 2**-8
 
 
 @pytest.mark.parametrize(
