@@ -45,8 +45,7 @@ _LONGEST_S = 30.0  # that a trial may take: others may be using the GPU
 _COUNTS = (37, 0, 300, 1, 2, 24)  # rows of each expert
 _NAN_ROW = 338  # the first of the fifth's
 _NAN_TOKEN = 100
-_M = 370  # the last 6 belong to no expert
-_TOP_K = 2  # sorted rows for each row of x, where they are gathered
+_M, _TOP_K = 370, 2  # of rows the last 6 belong to no expert; sorted rows for each row of x, where they are gathered
 
 _log = logging.getLogger(__name__)
 
@@ -300,14 +299,13 @@ def _of_codes(variant: Variant, draw: Draw, here: TrialPlace) -> _Operands:
     placed = (w.prepare() if ordered else w).to(here.device)
     x = _some_nan(_rows_of_x(draw, reduction)).bfloat16()
     if not takes_codes_of_x(dtype, variant.layout):
-        if dtype.precision.x.scale is not None:
-            # Half way to their codes: none then lies midway between two, where either one is right.
-            x = x.float().lerp(values_on_load(x, dtype), 0.5).bfloat16()
+        # What it quantises lies half way to a code: between two either one would be right.
+        x = x.float().lerp(values_on_load(x, dtype), 0.5).bfloat16()
         there, read = here.put(x, aligned=variant.alignment > 1), values_on_load(x, dtype)
         return _Operands(columns, reduction, variant.op is Op.DX, there, placed, read, values)
     codes, scale = codes_of_rows(x)
-    known, every = values_of_rows(codes, scale, slice(0, _M)), here.put(codes.view(torch.uint8))
-    return _Operands(columns, reduction, False, every, placed, known, values, here.put(scale))
+    known, there = values_of_rows(codes, scale, slice(0, _M)), here.put(codes.view(torch.uint8))
+    return _Operands(columns, reduction, False, there, placed, known, values, here.put(scale))
 
 
 def _rows(kernel: gemm.LoadedKernel, here: TrialPlace, on: _Operands, form: Fusion, zero_tail: bool) -> str | None:
@@ -328,7 +326,7 @@ def _rows(kernel: gemm.LoadedKernel, here: TrialPlace, on: _Operands, form: Fusi
     words = {"x": on.x.data_ptr(), "stride_y_m": wide + 8, "M": _M}
     keep = [here.put(index), here.put(weights), here.put(bias, aligned=aligned)]
     at = [one.data_ptr() for one in keep]
-    words |= {"index": at[0] if indexed else 0, "index_end": _M if indexed else 0}
+    words |= {"index": at[0], "index_end": _M} if indexed else {"index": 0, "index_end": 0}
     words |= {"row_weights": at[1] if Fusion.WEIGHT in form else 0, "bias": at[2] if Fusion.BIAS in form else 0}
     if isinstance(on.w, ExpertWeights):
         words["w"] = on.w.codes.data_ptr()
@@ -373,10 +371,9 @@ def _launcher(kernel: gemm.LoadedKernel, on: _Operands, fused: gemm.Fused) -> La
         if on.scale is None:
             return mixed_input_launcher(kernel, N=N, K=K, E=E, m_sizes_step=1, fused=fused, R=R)
         return block_scaled_launcher(kernel, N=N, K=K, E=E, m_sizes_step=1, fused=fused)
-    row = on.columns if on.w_kn else on.reduction
     return gemm.row_launcher(
         kernel, columns=on.columns, reduction=on.reduction, E=E, w_kn=on.w_kn, stride_w_e=on.columns * on.reduction,
-        stride_w_row=row, m_sizes_step=1, fused=fused, R=R,
+        stride_w_row=on.columns if on.w_kn else on.reduction, m_sizes_step=1, fused=fused, R=R,
     )  # fmt: skip
 
 
