@@ -90,9 +90,12 @@ class HostReport:
         lines += [f"variable  {name}={value}" for name, value in self.environment]
         lines += [f"key       {key}" for key in self.trusted_keys]
         lines += [f"overlay   {self.overlay}"]
+        inside: dict[str, list[str]] = {}
+        for one in self.bundles:
+            inside.setdefault(one.place, []).extend(f"  {line}" for line in one.lines())
         for place, count in self.places:
             lines.append(f"place     {place}: {count} bundle{'' if count == 1 else 's'}")
-            lines += [f"  {line}" for one in self.bundles if one.place == place for line in one.lines()]
+            lines += inside.get(place, ())
         lines += [f"note      {note}" for note in self.notes]
         lines += [f"problem   {problem}" for problem in self.problems]
         lines.append("ok        " + ("yes" if self.ok else "no"))
@@ -202,8 +205,11 @@ def _refused_directories(places: tuple[Place, ...], found: tuple[Found, ...]) ->
 
     It can't be listed, a file in it may be a stranger's, or none of its files can be opened.
     """
+    by_place: dict[Place, list[Found]] = {}
+    for one in found:
+        by_place.setdefault(one.place, []).append(one)
     for place in dict.fromkeys(one for one in places if one.kind is Kind.NAMED):
-        inside = [one for one in found if one.place == place and not place.names(one.path)]
+        inside = [one for one in by_place.get(place, ()) if not place.names(one.path)]
         refused: list[BundleError] = [one.error for one in inside if isinstance(one.error, BundleUntrusted)]
         errors = refused or [one.error for one in inside if one.error is not None]
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""

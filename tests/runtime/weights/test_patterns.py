@@ -45,10 +45,9 @@ def test_the_first_that_means_one_of_the_names(alone: bool, monkeypatch: pytest.
     ("pattern", "short"),
     [("re:.*mlp.experts.*", True), (r"re:^model\.layers\.3\..*$", True), ("re:.*lm_head", True),
      ("re:" + "a" * 100, True), ("re:.*.*.*.*", False), ("re:.**", False), ("re:a*", False), ("re:.+", False),
-     ("re:.?", False), ("re:.{9}", False), (r"re:\.*", False), ("re:(a)", False), ("re:[a]", False), ("re:a|b", False), ("re:a$b", False),
-     (r"re:\w", False),
-     ("re:.*?", False), ("re:.*+", False), ("re:.*{9}", False), ("re:" + "a" * 101, False), ("re:\n", False),
-     ("*mlp", False), ("re:", False)],
+     ("re:.?", False), ("re:.{9}", False), (r"re:\.*", False), ("re:(a)", False), ("re:[a]", False),
+     ("re:a|b", False), ("re:a$b", False), (r"re:\w", False), ("re:.*?", False), ("re:.*+", False),
+     ("re:.*{9}", False), ("re:" + "a" * 101, False), ("re:\n", False), ("*mlp", False), ("re:", False)],
 )  # fmt: skip
 def test_what_can_not_take_long(pattern: str, short: bool) -> None:
     assert patterns._is_short(pattern) is short
