@@ -88,7 +88,7 @@ def _switch(environ: Mapping[str, str], name: str) -> bool:
     if value.strip().lower() in ("", "0", "false"):
         return False
     if value.strip().lower() not in ("1", "true"):
-        _log.warning("%s=%r is neither 1, true, 0, false nor empty: taken as 1. Set it to 1 or 0.", name, value)
+        _log.warning("%s=%r is neither 1, true, 0, false nor empty: taken as 1. Set it to 1 or 0.", name, value[:60])
     return True
 
 

@@ -16,6 +16,9 @@ from typing import Any, NamedTuple
 from ...artifacts.errors import CudaError
 
 INVALID_CONTEXT = 201
+NO_DEVICE = 100
+# CUDA_ERROR_INVALID_IMAGE, NO_BINARY_FOR_GPU, UNSUPPORTED_PTX_VERSION: what a driver says of code that it can't read.
+_UNREAD = (200, 209, 222)
 STUB_LIBRARY = 34
 STUB = (
     "the libcuda.so.1 that was found is a stub to link with (CUDA error 34), as the CUDA toolkit and conda have it, "
@@ -28,6 +31,14 @@ _NAME_BYTES = 256
 _STREAM_CAPTURE_MODE_RELAXED = 2
 _STREAM_NON_BLOCKING = 1
 _SHARED_WITHOUT_ASKING_BYTES = 48 * 1024
+
+
+class DriverLacks(CudaError):
+    """The driver is older than CUDA 12: it has not all functions."""
+
+
+class CodeUnread(CudaError):
+    """The driver can't read code: it is older than what made the code."""
 
 
 class Function(NamedTuple):
@@ -45,6 +56,7 @@ _PROTOTYPES: dict[str, tuple[object, ...]] = {
     "cuInit": (c_uint,),
     "cuDriverGetVersion": (POINTER(c_int),),
     "cuGetErrorString": (c_int, POINTER(c_char_p)),
+    "cuDeviceGetCount": (POINTER(c_int),),
     "cuDeviceGet": (POINTER(c_int), c_int),
     "cuDeviceGetName": (c_void_p, c_int, c_int),
     "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
@@ -76,7 +88,7 @@ def library() -> ctypes.CDLL:
     Raises
     ------
     CudaError
-        where there is no driver, or one older than CUDA 12.
+        where there is no driver; DriverLacks where it is older than CUDA 12.
     """
     try:
         lib = ctypes.CDLL("libcuda.so.1")
@@ -85,7 +97,9 @@ def library() -> ctypes.CDLL:
     for name, types in _PROTOTYPES.items():
         function = getattr(lib, name, None)
         if function is None:
-            raise CudaError(f"the CUDA driver has no {name}: pretuned needs a driver for CUDA 12 or later")
+            raise DriverLacks(
+                f"the CUDA driver has no {name}: pretuned needs a driver for CUDA 12 or later. Update the driver"
+            )
         function.argtypes = types  # (it returns an int as it is)
     if hasattr(lib, "cuFuncLoad"):
         lib.cuFuncLoad.argtypes = (c_void_p,)
@@ -133,6 +147,16 @@ def driver_version() -> int:
     version = c_int()
     check(library().cuDriverGetVersion(byref(version)), "cuDriverGetVersion")
     return version.value
+
+
+def device_count() -> int:
+    """How many GPUs the driver has for this process, whatever torch makes of them."""
+    lib, count = library(), c_int()
+    code = lib.cuInit(0)
+    if code != NO_DEVICE:
+        check(code, "cuInit")
+        check(lib.cuDeviceGetCount(byref(count)), "cuDeviceGetCount")
+    return count.value
 
 
 class Properties(NamedTuple):
@@ -199,22 +223,30 @@ def load(cubin: bytes, entry: str, *, threads: int, shared_bytes: int, device: i
     Raises
     ------
     CudaError
-        where the driver refuses the code.
+        where the driver refuses the code; CodeUnread where it can't read it.
     """
     lib, module, handle, per_sm = library(), c_void_p(), c_void_p(), c_int()
     with relaxed(device):
-        check(lib.cuModuleLoadData(byref(module), cubin), f"cuModuleLoadData({entry}, {len(cubin)} bytes)")
-        check(lib.cuModuleGetFunction(byref(handle), module, entry.encode()), f"cuModuleGetFunction({entry})")
+        _check_code(lib.cuModuleLoadData(byref(module), cubin), f"cuModuleLoadData({entry}, {len(cubin)} bytes)")
+        _check_code(lib.cuModuleGetFunction(byref(handle), module, entry.encode()), f"cuModuleGetFunction({entry})")
         if shared_bytes > _SHARED_WITHOUT_ASKING_BYTES:
             code = lib.cuFuncSetAttribute(handle, _MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
             check(code, f"cuFuncSetAttribute({entry}, {shared_bytes} bytes of shared memory)")
         if hasattr(lib, "cuFuncLoad"):  # CUDA 12.4: under lazy loading the first launch would load it
-            check(lib.cuFuncLoad(handle), f"cuFuncLoad({entry})")
+            _check_code(lib.cuFuncLoad(handle), f"cuFuncLoad({entry})")
         code = lib.cuOccupancyMaxActiveBlocksPerMultiprocessor(byref(per_sm), handle, threads, shared_bytes)
         check(code, f"cuOccupancyMaxActiveBlocksPerMultiprocessor({entry})")
     if not per_sm.value:
         raise CudaError(f"{entry}: no SM of this GPU holds a block of {threads} threads and {shared_bytes} bytes")
     return Function(handle.value or 0, module.value or 0, device, threads, shared_bytes, per_sm.value)
+
+
+def _check_code(code: int, call: str) -> None:
+    """``check`` of a call that may be the first to read code (under lazy loading it is a later one)."""
+    try:
+        check(code, call)
+    except CudaError as error:
+        raise (CodeUnread(str(error)) if code in _UNREAD else error) from None
 
 
 def zeroed(size_bytes: int, device: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
@@ -18,6 +18,7 @@ from .. import settings
 from ..dispatch import snapshot as dispatch_snapshot
 from ..dispatch.places import Found, Kind, Place, unusable
 from ..dispatch.snapshot import Snapshot, View
+from ..driver.cuda import DriverLacks, device_count, driver_version
 from ..driver.device import local_gpu, platform_name, platform_supported
 from .survey import survey
 
@@ -89,9 +90,12 @@ class HostReport:
         lines += [f"variable  {name}={value}" for name, value in self.environment]
         lines += [f"key       {key}" for key in self.trusted_keys]
         lines += [f"overlay   {self.overlay}"]
+        inside: dict[str, list[str]] = {}
+        for one in self.bundles:
+            inside.setdefault(one.place, []).extend(f"  {line}" for line in one.lines())
         for place, count in self.places:
             lines.append(f"place     {place}: {count} bundle{'' if count == 1 else 's'}")
-            lines += [f"  {line}" for one in self.bundles if one.place == place for line in one.lines()]
+            lines += inside.get(place, ())
         lines += [f"note      {note}" for note in self.notes]
         lines += [f"problem   {problem}" for problem in self.problems]
         lines.append("ok        " + ("yes" if self.ok else "no"))
@@ -100,15 +104,34 @@ class HostReport:
 
 def examine() -> HostReport:
     """Look at this machine: initialises CUDA, reads every place, loads nothing."""
+    faults: tuple[str, ...] = ()
     try:
         gpus, driver = gpus_and_driver()
+        if not gpus:
+            faults = tuple(_unseen())
     except CudaError as error:
         gpus, driver = (), str(error)
-    return report(dispatch_snapshot.snapshot(), settings.settings(), gpus, driver)
+        faults = (driver,) if isinstance(error, DriverLacks) else ()
+    return report(dispatch_snapshot.snapshot(), settings.settings(), gpus, driver, faults)
 
 
-def report(snapshot: Snapshot, read: settings.Settings, gpus: tuple[LocalGpu, ...], driver: str) -> HostReport:
-    """The report on ``snapshot`` for a machine with these GPUs."""
+def _unseen() -> Iterator[str]:
+    """What is wrong where the driver has GPUs and torch, which is built for CUDA, sees none."""
+    import torch
+
+    count = device_count() if torch.version.cuda is not None else 0
+    if count:
+        yield (
+            f"the driver has {count} GPU{'' if count == 1 else 's'}, of which torch {torch.__version__} (for CUDA "
+            f"{torch.version.cuda}) sees none; the driver is for CUDA {cuda_version(driver_version())}. "
+            "Update the driver, or install a torch for its CUDA"
+        )
+
+
+def report(
+    snapshot: Snapshot, read: settings.Settings, gpus: tuple[LocalGpu, ...], driver: str, faults: Iterable[str] = ()
+) -> HostReport:
+    """The report on ``snapshot`` for a machine with these GPUs; ``faults`` are problems that were found before."""
     found = snapshot.found(installed=True)
     views = [snapshot.view(local, installed=True) for local in gpus]
     keys = snapshot.keys or Keys("", ())
@@ -117,7 +140,8 @@ def report(snapshot: Snapshot, read: settings.Settings, gpus: tuple[LocalGpu, ..
         counts[str(one.place)] = counts.get(str(one.place), 0) + 1
     notes = [note for i, local in enumerate(gpus) for note in _unproven(snapshot, i, local)]
     notes += [note for i, local in enumerate(gpus) for note in _reserve(snapshot, i, local)]
-    notes += [] if gpus else ["no GPU here: nothing would be launched, CPU tensors run the torch reference"]
+    faults = tuple(faults)
+    notes += [] if gpus or faults else ["no GPU here: nothing would be launched, CPU tensors run the torch reference"]
     if snapshot.keys is not None:
         notes.append(f"{settings.TRUSTED_KEYS} wants all code signed: none is tuned or compiled on demand")
     if not platform_supported():
@@ -127,6 +151,7 @@ def report(snapshot: Snapshot, read: settings.Settings, gpus: tuple[LocalGpu, ..
         for i, (local, view) in enumerate(zip(gpus, views, strict=True))
         if not view.usable
     ]
+    problems += faults
     problems += [
         dispatch_snapshot.blamed(str(one.error)) for one in found if one.error is not None and one.place.names(one.path)
     ]
@@ -180,8 +205,11 @@ def _refused_directories(places: tuple[Place, ...], found: tuple[Found, ...]) ->
 
     It can't be listed, a file in it may be a stranger's, or none of its files can be opened.
     """
+    by_place: dict[Place, list[Found]] = {}
+    for one in found:
+        by_place.setdefault(one.place, []).append(one)
     for place in dict.fromkeys(one for one in places if one.kind is Kind.NAMED):
-        inside = [one for one in found if one.place == place and not place.names(one.path)]
+        inside = [one for one in by_place.get(place, ()) if not place.names(one.path)]
         refused: list[BundleError] = [one.error for one in inside if isinstance(one.error, BundleUntrusted)]
         errors = refused or [one.error for one in inside if one.error is not None]
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
@@ -196,8 +224,6 @@ def _refused_directories(places: tuple[Place, ...], found: tuple[Found, ...]) ->
 def gpus_and_driver() -> tuple[tuple[LocalGpu, ...], str]:
     """The GPUs that torch sees, and the CUDA version of the driver; HostError without one."""
     import torch
-
-    from ..driver.cuda import driver_version
 
     driver = f"CUDA {cuda_version(driver_version())}"
     if torch.version.cuda is None:

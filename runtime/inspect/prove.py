@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import IO, Any
 
-from ...artifacts.errors import BundleCorrupt, BundleError, CudaError, HostError
+from ...artifacts.errors import BundleCorrupt, BundleError, CudaError, DriverTooOld, HostError
 from ...artifacts.files.bundle_file import open_bundle
 from ...artifacts.names import printable
 from ...artifacts.records.target import LocalGpu
@@ -230,6 +230,9 @@ def serve(given: IO[str], told: IO[str], one_tried: _Tried) -> int:
             wrong, goes_on = one_tried(device, path, digest, index), True
         except Unfinished as error:
             wrong, goes_on = str(error), False
+        except DriverTooOld as error:  # no fault of the code's: another driver may read it
+            tell({"stopped": str(error)[:_MOST_CHARS]})
+            return 1
         except BundleError as error:  # its code is damaged: the runtime drops the bundle
             wrong, goes_on = str(error), True
         except Exception as error:  # no fault of the code's: there is no room on the GPU, say

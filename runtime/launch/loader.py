@@ -6,12 +6,12 @@ import contextlib
 from collections.abc import Callable
 
 from ...artifacts.code.cubin import mismatch, other_limits, other_parameters
-from ...artifacts.errors import BundleError
+from ...artifacts.errors import BundleError, DriverTooOld
 from ...artifacts.files.bundle_file import BundleFile
 from ...artifacts.format.wire import corrupt
 from ...artifacts.records.bundle import Variant
 from ...artifacts.records.problem import Problem
-from ...artifacts.records.target import LocalGpu
+from ...artifacts.records.target import LocalGpu, cuda_version
 from ...kernels.contract.launchable import undeclared
 from ...kernels.contract.words import parameter_bytes
 from ...kernels.hardware.arch import arch_of
@@ -19,6 +19,7 @@ from ..dispatch import snapshot as dispatch_snapshot
 from ..dispatch.decide import Miss, decide
 from ..dispatch.pin import Pin, Preference, find, preferred
 from ..dispatch.snapshot import Rejected, Snapshot, Usable
+from ..driver.cuda import CodeUnread, driver_version
 from ..driver.device import device as device_of
 from ..driver.device import devices, local_gpu
 from ..locks import lock
@@ -85,8 +86,10 @@ def loaded(bundle: BundleFile, index: int, device: int, sm_count: int) -> Loaded
     ------
     BundleCorrupt
         if the cubin is not the one that the index describes, or the variant is none that can be launched.
+    DriverTooOld
+        if the driver can't read the code, whatever version it says that it has.
     CudaError
-        if the driver refuses the code.
+        if the driver refuses the code for another reason.
     """
     there, key = device_of(device), (bundle.digest, index)
     kernel: LoadedKernel | None = there.places.get(key)
@@ -110,7 +113,15 @@ def _load(bundle: BundleFile, index: int, variant: Variant, device: int, sm_coun
     wrong = wrong or undeclared(variant, arch_of(bundle.target.sm).limits)
     if wrong:
         raise corrupt(bundle.path, f"variant {index}: {wrong}")
-    return load_kernel(variant, cubin, device, sm_count, f"bundle {bundle.path!r}: variant {index}")
+    where = f"bundle {bundle.path!r}: variant {index}"
+    try:
+        return load_kernel(variant, cubin, device, sm_count, where)
+    except CodeUnread as error:
+        raise DriverTooOld(
+            f"{where}: this driver can't read its code ({error}). The bundle is for a driver for CUDA "
+            f"{cuda_version(bundle.min_driver)} or later, this one says that it is for CUDA "
+            f"{cuda_version(driver_version())}. Update the driver, or rebuild with a Triton whose ptxas is older"
+        ) from error
 
 
 def loaded_count() -> int:

@@ -27,16 +27,20 @@ class Suffixes(dict[str, torch.Tensor]):
         """Whether these are all experts' matrices."""
         return any(one.dim() > 2 for one in self.values())
 
-    def get_one(self, *names: str) -> torch.Tensor:
-        """The tensor of the first of these suffixes that is there."""
+    def get_one(self, *names: str, dims: int = 0) -> torch.Tensor:
+        """The tensor of the first of these suffixes that is there, of so many dimensions or more."""
         for name in names:
             if name in self:
+                if self[name].dim() < dims:
+                    raise bad(
+                        f"{self.name!r}, or its {name},", f"of shape {list(self[name].shape)}", "a matrix, or several"
+                    )
                 return self[name]
         raise bad(f"what belongs to {self.name!r}", f"{sorted(self)}", f"{' or '.join(map(repr, names))} among it")
 
     def of(self, names: tuple[str, ...], *dtypes: torch.dtype | None) -> torch.Tensor:
-        """The same, of one of these dtypes."""
-        found = self.get_one(*names)
+        """The same of matrices of one of these dtypes."""
+        found = self.get_one(*names, dims=2)
         if found.dtype not in dtypes:
             wanted = " or ".join(str(one) for one in dtypes if one)
             raise bad(f"{self.name!r}, or its {names[0]},", f"{found.dtype}", wanted)
@@ -46,7 +50,8 @@ class Suffixes(dict[str, torch.Tensor]):
 def fp8_blocks(one: Suffixes) -> Quantised:
     """A scale for each 128 x 128: DeepSeek's ``weight_scale_inv`` (which multiplies) or ``scale``, ``weight_scale``."""
     return Quantised(
-        one.of(("weight",), torch.float8_e4m3fn), _fp32(one.get_one("weight_scale_inv", "scale", "weight_scale"))
+        one.of(("weight",), torch.float8_e4m3fn),
+        _fp32(one.get_one("weight_scale_inv", "scale", "weight_scale", dims=2)),
     )
 
 
@@ -65,17 +70,17 @@ def fp8_rows(one: Suffixes) -> Quantised:
 
 def blocks(one: Suffixes) -> Quantised:
     """gpt-oss: ``blocks`` [.., N, K/32, 16] and ``scales`` [.., N, K/32]."""
-    return Quantised(_bytes(one, "blocks").flatten(-2), _e8m0(one.get_one("scales")))
+    return Quantised(_bytes(one, "blocks").flatten(-2), _e8m0(one.get_one("scales", dims=2)))
 
 
 def deepseek_fp4(one: Suffixes) -> Quantised:
     """DeepSeek-V4: ``weight`` int8 [N, K/2], ``scale`` e8m0 [N, K/32]."""
-    return Quantised(_bytes(one, "weight"), _e8m0(one.get_one("scale", "weight_scale_inv")))
+    return Quantised(_bytes(one, "weight"), _e8m0(one.get_one("scale", "weight_scale_inv", dims=2)))
 
 
 def packed_mxfp4(one: Suffixes) -> Quantised:
     """compressed-tensors: ``weight_packed`` uint8 [N, K/2], ``weight_scale`` uint8 [N, K/32]."""
-    return Quantised(_bytes(one, "weight_packed"), _e8m0(one.get_one("weight_scale")))
+    return Quantised(_bytes(one, "weight_packed"), _e8m0(one.get_one("weight_scale", dims=2)))
 
 
 def packed_nvfp4(one: Suffixes) -> Quantised:
@@ -90,28 +95,38 @@ def modelopt_nvfp4(one: Suffixes) -> Quantised:
 
 def _nvfp4(one: Suffixes, codes: str, outer: torch.Tensor) -> Quantised:
     scale = one.of(("weight_scale",), torch.float8_e4m3fn)
-    return Quantised(_bytes(one, codes), scale, None, outer.reshape(scale.shape[:-2]))
+    each = scale.shape[:-2]
+    if outer.numel() != each.numel():
+        raise bad(f"the global scale of {one.name!r}", f"of shape {list(outer.shape)}", f"one a matrix, {list(each)}")
+    return Quantised(_bytes(one, codes), scale, None, outer.reshape(each))
 
 
 def packed_int4(one: Suffixes) -> Quantised:
     """compressed-tensors: ``weight_packed`` int32 [N, K/8], ``weight_zero_point`` int32 [N/8, K/g], both plus 8."""
-    packed, scale = one.of(("weight_packed",), torch.int32), one.get_one("weight_scale")
+    packed, scale = one.of(("weight_packed",), torch.int32), one.get_one("weight_scale", dims=2)
     _check_order(one, "weight_g_idx")
-    K = int(one["weight_shape"].reshape(-1)[-1]) if "weight_shape" in one else packed.shape[-1] * 8
+    K = held = packed.shape[-1] * 8
+    if "weight_shape" in one and not one["weight_shape"].is_meta:
+        shape = one["weight_shape"]
+        if shape.dtype not in (torch.int64, torch.int32):
+            raise bad(f"weight_shape of {one.name!r}", str(shape.dtype), "torch.int64 or torch.int32")
+        K = int(shape.reshape(-1)[-1])
+    if not held - 8 < K <= held:
+        raise bad(f"the last of weight_shape of {one.name!r}", f"{K}", f"{held - 7} to {held}, as weight_packed has")
     zero = None
     if "weight_zero_point" in one:
         zero = _nibbles(one.of(("weight_zero_point",), torch.int32).mT).mT[..., : packed.shape[-2], :]
-    return Quantised(packed.contiguous().view(torch.uint8)[..., : (K + 1) // 2], scale, zero)
+    return Quantised(_contiguous(packed).view(torch.uint8)[..., : (K + 1) // 2], scale, zero)
 
 
 def gptq(one: Suffixes, group: object, *, newer: bool) -> Quantised:
     """``qweight`` int32 [K/8, N], ``qzeros`` [K/g, N/8] (less one, but for gptq_v2), ``scales`` [K/g, N]."""
-    qweight, scales = one.of(("qweight",), torch.int32), one.get_one("scales")
+    qweight, scales = one.of(("qweight",), torch.int32), one.get_one("scales", dims=2)
     _check_order(one, "g_idx", group if isinstance(group, int) else 0)
     zero = _nibbles(one.of(("qzeros",), torch.int32)).mT
     if not newer:
         zero = zero + 1 & 15
-    return Quantised(qweight.mT.contiguous().view(torch.uint8), scales.mT, zero)
+    return Quantised(_contiguous(qweight.mT).view(torch.uint8), scales.mT, zero)
 
 
 def awq(one: Suffixes) -> Quantised:
@@ -120,13 +135,13 @@ def awq(one: Suffixes) -> Quantised:
         _nibbles(words := one.of((name,), torch.int32)).view(*words.shape, 8)[..., _AWQ_PLACES].flatten(-2).mT
         for name in ("qweight", "qzeros")
     )
-    return Quantised(pack(code), one.get_one("scales").mT, zero)
+    return Quantised(pack(code), one.get_one("scales", dims=2).mT, zero)
 
 
 def whole_groups(found: Quantised) -> Quantised:
     """int4 as ``ExpertWeights`` has it: contiguous, no zero points where all are 8, one scale a row for each group."""
     codes, scale, zero, _ = found
-    if zero is not None and bool((zero == _ZERO).all()):
+    if zero is not None and not zero.is_meta and bool((zero == _ZERO).all()):
         zero = None
     K = codes.shape[-1] * 2
     if scale.shape[-1] == 1 and K > _INT4_GROUP:  # one a row
@@ -137,8 +152,8 @@ def whole_groups(found: Quantised) -> Quantised:
 
 def _check_order(one: Suffixes, name: str, group: int = 0) -> None:
     """Raise InputError for groups that are not of neighbours (act-order, desc_act)."""
-    if name in one:
-        index = one[name].long().cpu()
+    if name in one and not one[name].is_meta:
+        index = one[name].reshape(-1, one[name].shape[-1] if one[name].dim() else 1).long().cpu()
         steps = index.diff(dim=-1)
         if bool((steps < 0).any()) or (group > 0 and bool((index != torch.arange(index.shape[-1]) // group).any())):
             raise bad(f"{name} of {one.name!r}", "of another order (act-order, desc_act)", "groups of neighbours in K")
@@ -146,7 +161,14 @@ def _check_order(one: Suffixes, name: str, group: int = 0) -> None:
 
 def _nibbles(words: torch.Tensor) -> torch.Tensor:
     """The eight nibbles of int32 words, the lowest first: [..., n] to [..., 8n] uint8."""
-    return unpack(words.contiguous().view(torch.uint8))
+    return unpack(_contiguous(words).view(torch.uint8))
+
+
+def _contiguous(words: torch.Tensor) -> torch.Tensor:
+    """Contiguous in its strides, too: torch takes a matrix of one column for that, however they are."""
+    if words.stride()[-1] != 1:
+        return words.clone(memory_format=torch.contiguous_format)
+    return words.contiguous()
 
 
 def _bytes(one: Suffixes, name: str) -> torch.Tensor:

@@ -127,9 +127,10 @@ def failing_build(options: argparse.Namespace) -> dict[str, Any]:
         cold = test_cold_build.Cold(Path(folder))
         points = [(call, error) for call in cold.calls for error in test_cold_build.ERRORS[call.name]]
         random.Random(options.seed).shuffle(points)
-        what = [(*one, cold.failed(*one)) for one in points if time.monotonic() < until]
+        what = [(*one, cold.failed(*one)) for one in points[options.first :] if time.monotonic() < until]
     wrong = [str(one) for one in what if one[2]]
-    return {"calls": len(cold.calls), "errors": len(points), "done": len(what), "wrong": len(wrong), "what": wrong}
+    counts = {"calls": len(cold.calls), "errors": len(points), "first": options.first, "done": len(what)}
+    return {**counts, "wrong": len(wrong), "what": wrong}
 
 
 def republished(options: argparse.Namespace) -> dict[str, Any]:
@@ -193,6 +194,7 @@ def main() -> int:
     parser.add_argument("--rows", default=",".join(RUNS), help=f"of {', '.join(RUNS)}; R1 has R2 with it")
     parser.add_argument("--minutes", type=float, default=60.0, help="of R1, R6 and R11, at most")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="of R6: so many of the seed's order are left out")
     parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)), help="that fuzz")
     parser.add_argument("--inputs", type=int, default=100_000_000, help="of R1, and as many of R2")
     parser.add_argument("--processes", type=int, default=64, help="that load one bundle at the same time")

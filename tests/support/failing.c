@@ -1,7 +1,8 @@
 /* Preloaded into a build: counts the calls that touch a directory, over all of its processes, and lets one go wrong.
 
    FAIL_UNDER  the directories, absolute, between colons; FAIL_COUNT: a file of 8 bytes, the counter
-   FAIL_AT     which call, from 1; FAIL_HOW: kill (before it), after (after it), or an errno: it fails with that
+   FAIL_AT     which call, from 1; FAIL_HOW: kill (before it), after (after it), short (a write does half of what it
+               should), or an errno: it fails with that
    FAIL_LOG    a file that gets a line for each call, its name and path */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -40,7 +41,7 @@ static void told(const char *name, const char *path) {
     syscall(SYS_close, fd);
 }
 
-/* 0: go on; 1: kill after the call; -1: fail, errno is set. */
+/* 0: go on; 1: kill after the call; 2: do half of it; -1: fail, errno is set. */
 static int turn(const char *name, const char *path) {
     if (!path || !is_under(path)) return 0;
     if (!counter) {
@@ -57,6 +58,7 @@ static int turn(const char *name, const char *path) {
     if (!at || !how || number != atol(at)) return 0;
     if (!strcmp(how, "kill")) kill(0, SIGKILL);
     if (!strcmp(how, "after")) return 1;
+    if (!strcmp(how, "short")) return 2;
     errno = atoi(how);
     return -1;
 }
@@ -76,7 +78,7 @@ static int turn_at(const char *name, int fd) {
         int how_ = how;                            \
         if (how_ < 0) return -1;                   \
         type result_ = call;                       \
-        if (how_ > 0) kill(0, SIGKILL);            \
+        if (how_ == 1) kill(0, SIGKILL);           \
         return result_;                            \
     } while (0)
 
@@ -91,7 +93,9 @@ static int turn_at(const char *name, int fd) {
 OPEN(open)
 OPEN(open64)
 
-ssize_t write(int fd, const void *data, size_t size) { DO(ssize_t, turn_at("write", fd), REAL(write)(fd, data, size)); }
+ssize_t write(int fd, const void *data, size_t size) {
+    DO(ssize_t, turn_at("write", fd), REAL(write)(fd, data, how_ == 2 ? (size + 1) / 2 : size));
+}
 int fsync(int fd) { DO(int, turn_at("fsync", fd), REAL(fsync)(fd)); }
 int fchmod(int fd, mode_t mode) { DO(int, turn_at("fchmod", fd), REAL(fchmod)(fd, mode)); }
 int flock(int fd, int how) { DO(int, turn_at("flock", fd), syscall(SYS_flock, fd, how)); }

@@ -1,6 +1,7 @@
 /* A libcuda without a GPU that tells, a line of JSON a call, what it was given: for test_driver_calls.py, and, in the
    test's own process, for tests/runtime/driver. stub_fail lets one next call fail; OLDER is a driver of CUDA 12.0, which
-   has no cuFuncLoad, TOO_OLD one of CUDA 11.
+   has no cuFuncLoad, TOO_OLD one of CUDA 11. VERSION is what it says that it is; NO_GPU has it say that there is none;
+   and -DcuLaunchKernelEx=other takes that function out.
 
    The types are those of cuda.h, written out: a compiler lays them out and passes them as the driver's own does. */
 #include <inttypes.h>
@@ -38,14 +39,23 @@ void stub_fail(const char *call, int code) {
     code_of_next = code;
 }
 
+#ifndef VERSION
+#define VERSION 13010
+#endif
+
 static int failed(const char *call) {
     if (strcmp(call, fails_next)) return 0;
     fails_next[0] = 0;
     return code_of_next;
 }
 
+#ifdef NO_GPU
+int cuInit(unsigned int flags) { return 100; }
+#else
 int cuInit(unsigned int flags) { return flags != 0; }
-int cuDriverGetVersion(int *version) { *version = 13010; return 0; }
+#endif
+int cuDeviceGetCount(int *n) { *n = 1; return failed("cuDeviceGetCount"); }
+int cuDriverGetVersion(int *version) { *version = VERSION; return 0; }
 int cuGetErrorString(int error, const char **text) { *text = error == 201 ? "invalid device context" : error == 700 ? 0 : "?"; return 0; }
 int cuDeviceGet(int *device, int ordinal) { *device = ordinal; return ordinal != 0; }
 int cuDeviceGetName(char *name, int length, int device) { snprintf(name, length, "Stub %d", device); return 0; }
@@ -61,18 +71,26 @@ int cuCtxPopCurrent_v2(void **context) { *context = &primary; return 0; }
 #ifndef TOO_OLD
 int cuThreadExchangeStreamCaptureMode(int *mode) { int was = *mode == 2 ? 0 : 2; *mode = was; return 0; }
 #endif
-int cuModuleLoadData(void **made, const char *image) { *made = &module; return memcmp(image, "\177ELF", 4) ? 200 : 0; }
+int cuModuleLoadData(void **made, const char *image) {
+    int refused = failed("cuModuleLoadData");
+    if (refused) return refused;
+    *made = &module; return memcmp(image, "\177ELF", 4) ? 200 : 0;
+}
 int cuModuleGetFunction(void **made, void *in, const char *name) {
     printf("{\"call\": \"function\", \"name\": \"%s\"}\n", name);
     *made = &function;
-    return in != &module;
+    int refused = failed("cuModuleGetFunction");
+    return refused ? refused : in != &module;
 }
 int cuFuncSetAttribute(void *of, int attribute, int value) {
     printf("{\"call\": \"shared\", \"attribute\": %d, \"value\": %d}\n", attribute, value);
     return of != &function;
 }
 #ifndef OLDER
-int cuFuncLoad(void *of) { return of != &function; }
+int cuFuncLoad(void *of) {
+    int refused = failed("cuFuncLoad");
+    return refused ? refused : of != &function;
+}
 #endif
 int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, void *of, int threads, size_t shared) {
     printf("{\"call\": \"occupancy\", \"threads\": %d, \"shared\": %zu}\n", threads, shared);

@@ -48,7 +48,7 @@ def test_what_is_no_regular_expression() -> None:
 
 
 def test_where_no_process_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exclusions.sys, "executable", "/no/such/python")
+    monkeypatch.setattr("sys.executable", "/no/such/python")
     assert left_out(["mlp"], 1, "c") == [0]
     with pytest.raises(HostError, match="can't start '/no/such/python': No such file"):
         left_out(["*mlp*"], 1, "c")

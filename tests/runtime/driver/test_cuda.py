@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from made import snapshot
 
-from pretuned.artifacts.errors import CudaError
-from pretuned.runtime.driver import cuda
+from pretuned.artifacts.errors import CudaError, DriverTooOld
+from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Op, Problem
+from pretuned.artifacts.records.target import Gpu, LocalGpu
+from pretuned.runtime.driver import cuda, device
+from pretuned.runtime.inspect import doctor
+from pretuned.runtime.launch import loader
 
+SHIPPED = Path(__file__).parents[3] / "artifacts" / "bundles" / "catalogue-sm90.msgpack"
+# CUDA_ERROR_INVALID_IMAGE, CUDA_ERROR_NO_BINARY_FOR_GPU, CUDA_ERROR_UNSUPPORTED_PTX_VERSION
+UNREAD = (200, 209, 222)
 LIBC = ctypes.CDLL(None)
 SOURCE = """
 int cuInit(unsigned flags) { return 34; }
@@ -113,3 +126,122 @@ def test_memory_is_the_drivers(stub: ctypes.CDLL) -> None:
     assert cuda.zeroed(1 << 17, 0) > 0
     with pytest.raises(CudaError, match=r"^cuMemAlloc\(131073 bytes\): CUDA error 1"):
         cuda.zeroed((1 << 17) + 1, 0)
+
+
+@pytest.mark.parametrize(
+    "name", ["cuThreadExchangeStreamCaptureMode", "cuLaunchKernelEx", "cuTensorMapEncodeTiled", "cuDeviceGetCount"]
+)
+def test_a_driver_that_lacks_a_function(name: str, use: Callable[[Path], None], compiled: Callable[..., Path]) -> None:
+    use(compiled(f"{name}=other"))
+    wanted = rf"^the CUDA driver has no {name}: pretuned needs a driver for CUDA 12 or later\. Update the driver$"
+    with pytest.raises(cuda.DriverLacks, match=wanted):
+        cuda.library()
+
+
+@pytest.mark.parametrize("call", ["cuModuleLoadData", "cuModuleGetFunction", "cuFuncLoad"])
+def test_code_that_a_driver_can_not_read(call: str, stub: ctypes.CDLL) -> None:
+    """Under lazy loading it is read later than it is loaded."""
+    for code in UNREAD:
+        stub.stub_fail(call.encode(), code)
+        with pytest.raises(cuda.CodeUnread, match=rf"^{call}\(k.*\): CUDA error {code}, \?$"):
+            load()
+    for code in (2, 208, 210, 221, 223, 700):  # no memory, say
+        stub.stub_fail(call.encode(), code)
+        with pytest.raises(CudaError, match=rf"^{call}\(k.*\): CUDA error {code}") as caught:
+            load()
+        assert type(caught.value) is CudaError
+    assert load().per_sm == 2
+
+
+def problem_of() -> Problem:
+    with open_bundle(SHIPPED) as bundle:
+        return next(one for one in bundle.problems() if one.op is Op.FORWARD and one.dtype is DType.BF16)
+
+
+@pytest.fixture
+def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: dict[int, device.Device] = {}
+    monkeypatch.setattr(device, "devices", devices)
+    monkeypatch.setattr(loader, "devices", devices)
+
+
+@pytest.mark.usefixtures("nothing_loaded")
+@pytest.mark.parametrize("code", UNREAD)
+def test_what_a_driver_can_not_read_is_passed_over_and_told(
+    code: int, stub: ctypes.CDLL, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """R14: its version was new enough, its answer is not. torch runs; of a file that was named it is an error."""
+    path = Path(shutil.copy(SHIPPED, tmp_path))
+    told = (
+        rf"bundle '{path}': variant \d+: this driver can't read its code \(cuModuleLoadData\(\w+, \d+ bytes\): CUDA "
+        rf"error {code}, \?\)\. The bundle is for a driver for CUDA 12\.\d or later, this one says that it is for CUDA "
+        r"13\.1\. Update the driver, or rebuild with a Triton whose ptxas is older"
+    )
+    local = LocalGpu(90, Gpu("NVIDIA H200", 132, 143771, 13010))
+
+    def prepared(*named: Path, installed: tuple[Path, ...] = ()) -> object:
+        stub.stub_fail(b"cuModuleLoadData", code)
+        there = snapshot(*named, installed=installed)
+        return loader.prepare(there, problem_of(), 64, local, 0, aligned=True, strict=False)
+
+    assert prepared(installed=(tmp_path,)) is None
+    assert any(re.search(told, one.getMessage()) for one in caplog.records), caplog.text
+    with pytest.raises(DriverTooOld, match=told):
+        prepared(path)
+    assert loader.loaded_count() == 0
+    stub.stub_fail(b"", 0)
+    kernel = loader.prepare(snapshot(path), problem_of(), 64, local, 0, aligned=True, strict=False)
+    assert kernel is not None
+
+
+def doctor_with(library: Path) -> subprocess.CompletedProcess[str]:
+    environment = {"PATH": os.environ["PATH"], "LD_LIBRARY_PATH": str(library.parent)}
+    command = [sys.executable, "-m", "pretuned.runtime"]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_the_doctor_of_a_driver_of_cuda_11(compiled: Callable[..., Path]) -> None:
+    """There is a driver, and so a GPU, that nothing will run on."""
+    ended = doctor_with(compiled("TOO_OLD"))
+    assert ended.returncode == 1, ended.stderr
+    told = "the CUDA driver has no cuThreadExchangeStreamCaptureMode: pretuned needs a driver for CUDA 12 or later"
+    assert f"problem   {told}. Update the driver\n" in ended.stdout
+    assert "no GPU here" not in ended.stdout
+    assert ended.stdout.endswith("ok        no\n")
+
+
+@pytest.mark.parametrize("defined", [("NO_GPU",), ("VERSION=12000", "OLDER")])
+def test_the_doctor_of_a_torch_without_cuda(defined: tuple[str, ...], compiled: Callable[..., Path]) -> None:
+    if torch.version.cuda is not None:
+        pytest.skip("needs a torch without CUDA")
+    ended = doctor_with(compiled(*defined))
+    assert ended.returncode == 0, ended.stderr
+    version = "12.0" if "OLDER" in defined else "13.1"
+    assert f"driver    CUDA {version}, but this torch ({torch.__version__}) is built without CUDA\n" in ended.stdout
+
+
+def test_the_doctor_where_torch_sees_no_gpu_and_the_driver_has_one(
+    use: Callable[[Path], None], compiled: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a torch that is built for a later CUDA than the driver's."""
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    use(compiled("VERSION=12000", "OLDER"))
+    found = doctor.examine()
+    assert not found.ok
+    (problem,) = found.problems
+    assert problem == (
+        f"the driver has 1 GPU, of which torch {torch.__version__} (for CUDA 12.8) sees none; the driver is for CUDA "
+        "12.0. Update the driver, or install a torch for its CUDA"
+    )
+    use(compiled("NO_GPU"))
+    found = doctor.examine()
+    assert found.ok
+    assert cuda.device_count() == 0
+
+
+def test_a_count_that_the_driver_refuses(stub: ctypes.CDLL) -> None:
+    assert cuda.device_count() == 1
+    stub.stub_fail(b"cuDeviceGetCount", 3)
+    with pytest.raises(CudaError, match=r"^cuDeviceGetCount: CUDA error 3"):
+        cuda.device_count()

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import craft
@@ -171,6 +172,17 @@ def test_one_gpu_of_two_without_a_bundle(tmp_path: Path) -> None:
     assert found.bundles[0].used_by == (0,)
     assert len(found.problems) == 1
     assert found.problems[0].startswith("GPU 1, NVIDIA A100")
+
+
+def test_very_many_names_cost_what_each_costs(tmp_path: Path) -> None:
+    """As PRETUNED_BUNDLES may hold: not each beside each other."""
+    named = [tmp_path / f"{i}.msgpack" for i in range(4000)]
+    found = snapshot(*named)
+    found.found(installed=True)
+    began = time.process_time()
+    text = str(report(found, READ, (), "CUDA 12.8"))
+    assert time.process_time() - began < 15
+    assert text.count("PRETUNED_BUNDLES names this file") == 4000
 
 
 def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:

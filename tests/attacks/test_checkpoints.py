@@ -1,0 +1,198 @@
+"""A checkpoint's tensors and config, made by a stranger: an error of ours, soon, and nothing else."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from pretuned.artifacts.errors import InputError
+from pretuned.runtime import ExpertWeights
+
+FP8 = torch.float8_e4m3fn
+LAYER = "model.layers.0.mlp.experts"
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+DOWN = {f"{LAYER}.down_proj": torch.zeros(2, 128, 128).to(FP8), f"{LAYER}.down_proj_scale_inv": torch.ones(2, 1, 1)}
+
+
+def compressed(*targets: Any) -> dict[str, Any]:
+    """Of a group for each list of targets; the last one's weights are known."""
+    weights = {"type": "float", "num_bits": 8, "strategy": "block", "block_structure": [128, 128]}
+    groups = {f"group_{i}": {"targets": one, "weights": weights} for i, one in enumerate(targets)}
+    return {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
+
+
+def refused(tensors: Any, config: Any, part: str | None = "down") -> str:
+    """The error, which comes soon and can be read."""
+    begin = time.perf_counter()
+    with pytest.raises(InputError) as caught:
+        ExpertWeights.from_tensors(tensors, config, part)
+    assert time.perf_counter() - begin < 20
+    assert len(str(caught.value)) < 2000
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("pattern", ["re:(.|.)*!", "re:" + ".*" * 30 + "!"])
+def test_a_regular_expression_that_never_ends(pattern: str) -> None:
+    told = refused(DOWN, compressed([pattern], ["re:.*experts.*"]))
+    assert "quantization_config: the patterns of targets take over 2 s, or 1 GiB" in told
+
+
+def test_a_regular_expression_is_none() -> None:
+    assert 'quantization_config: "re:(" is no regular expression' in refused(DOWN, compressed(["re:("], ["Linear"]))
+
+
+def words(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def of_bytes(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.uint8)
+
+
+def packed_int4() -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"type": "int", "num_bits": 4, "strategy": "group"}}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"g": group}}
+
+
+# Of each packing the tensors of two experts, stacked, by their last words; and its config.
+WHOLE: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]] = {
+    "fp8 blocks": ({"weight": torch.zeros(2, 128, 128).to(FP8), "weight_scale_inv": torch.ones(2, 1, 1)}, BLOCKS),
+    "fp8 rows": ({"weight": torch.zeros(2, 128, 64).to(FP8), "weight_scale": torch.ones(2, 128, 1)},
+                 {"quant_method": "fp8"}),
+    "gpt-oss": ({"blocks": of_bytes(2, 64, 2, 16), "scales": of_bytes(2, 64, 2)}, {"quant_method": "mxfp4"}),
+    "gptq": ({"qweight": words(2, 16, 64), "qzeros": words(2, 1, 8), "scales": torch.ones(2, 1, 64)},
+             {"quant_method": "gptq", "bits": 4, "group_size": 128}),
+    "awq": ({"qweight": words(2, 128, 8), "qzeros": words(2, 1, 8), "scales": torch.ones(2, 1, 64)},
+            {"quant_method": "awq", "bits": 4, "group_size": 128}),
+    "modelopt": ({"weight": of_bytes(2, 64, 64), "weight_scale": torch.zeros(2, 64, 8).to(FP8),
+                  "weight_scale_2": torch.ones(2)}, {"quant_algo": "NVFP4"}),
+    "packed int4": ({"weight_packed": words(2, 64, 16), "weight_scale": torch.ones(2, 64, 1).bfloat16(),
+                     "weight_shape": torch.tensor([64, 128])}, packed_int4()),
+}  # fmt: skip
+
+
+def named(tensors: dict[str, torch.Tensor], expert: int | None = None, projection: str = "down_proj") -> dict[str, Any]:
+    """As a checkpoint names them; of one expert where it is told."""
+    at = f"{LAYER}." + ("" if expert is None else f"{expert}.") + f"{projection}."
+    return {f"{at}{suffix}": one if expert is None or suffix == "weight_shape" else one[expert]
+            for suffix, one in tensors.items()}  # fmt: skip
+
+
+def hostile(like: torch.Tensor) -> list[Any]:
+    """What may stand in place of a tensor."""
+    dtypes = (torch.bool, torch.complex64, torch.float64, torch.int64, torch.int32, torch.uint8, torch.float8_e5m2)
+    plain = torch.zeros(like.shape)
+    return [
+        None, "x", [1, 2], 1.0, torch.tensor(1), torch.zeros(4), like.new_empty((0,)), like.new_empty((2, 0, 128)),
+        like.new_empty((0, *like.shape[1:])), torch.empty(like.shape, dtype=like.dtype, device="meta"),
+        torch.empty((2, 1 << 31, 1 << 20), dtype=like.dtype, device="meta"), plain.to_sparse(),
+        torch.zeros(4, 4).to_sparse_csr(), *(plain.to(one) for one in dtypes), like.new_zeros((1,)).expand(like.shape),
+        like.mT if like.dim() > 1 else like, like[None], like[None, None], like[..., :1], like[:1], like[..., :-1],
+        torch.cat([like.view(torch.int8), like.view(torch.int8)], -1) if like.dim() > 1 else like,
+        torch.stack([plain, plain], -1).to(like.dtype)[..., 0], torch.zeros(like.shape, requires_grad=True),
+        torch.full(like.shape, float("nan")).to(like.dtype), torch.full(like.shape, -1.0).to(like.dtype),
+        torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(3, 3)]),
+        torch.quantize_per_tensor(torch.zeros(2, 4, 4), 1.0, 0, torch.quint8),
+    ]  # fmt: skip
+
+
+def attempt(tensors: Any, config: Any, part: Any = "down") -> bool:
+    """Whether they are read; else the error is ours, and short."""
+    try:
+        found = ExpertWeights.from_tensors(tensors, config, part)
+    except InputError as error:
+        told = str(error)
+    else:
+        E, N, K = found.shape
+        assert min(E, N, K) >= 1
+        if found.device.type == "cpu":
+            found.dequantize()
+        return True
+    assert len(told) < 2000
+    assert told.isprintable()
+    return False
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("packing", WHOLE)
+def test_tensors_that_are_none(packing: str) -> None:
+    tensors, config = WHOLE[packing]
+    both = named(tensors, 0) | named(tensors, 1)
+    for given in (named(tensors), both):
+        assert attempt(given, config) or (given is both and packing == "gpt-oss")  # its experts are stacked
+        for name, one in given.items():
+            attempt({key: value for key, value in given.items() if key != name}, config)
+            for other in hostile(one if one.dim() else one[None]):
+                attempt({**given, name: other}, config)
+    for name in tensors:  # up beside another gate
+        for other in hostile(tensors[name][0] if tensors[name].dim() > 1 else tensors[name]):
+            gate, up = named(tensors, 0, "gate_proj"), named(tensors, 0, "up_proj")
+            attempt({**gate, **up, f"{LAYER}.0.up_proj.{name}": other}, config, "gate_up")
+
+
+VALUES: tuple[Any, ...] = (
+    None, 5, -1, 0, 1e308, float("nan"), "x" * 10**5, "", [], [1], [None], ["x"], [128, "128"], [128.0, 128], {},
+    {"a": 1}, {"a": {}}, {"a": {"targets": 5}}, {"a": {"targets": [5]}}, {"a": {"targets": ["re:("]}}, True, b"x",
+    {"a": {"targets": ["re:a{99999999999}"]}}, {1: 2}, "re:(", ["\ud800"], 10**5000, "\n\x1b[31m", [10**5000],
+    list(range(10**5)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("packing", WHOLE)
+def test_a_config_that_is_none(packing: str) -> None:
+    tensors, config = WHOLE[packing]
+    given = named(tensors)
+    more = ("expert_dtype", "format", "version", "packing_format", "group_size", "bits", "quant_method", "quant_algo",
+            "config_groups", "weight_block_size", "quantization_config", "quantization")  # fmt: skip
+    deep: list[Any] = []
+    for _ in range(3000):
+        deep = [deep]
+    for value in (*VALUES, deep):
+        attempt(given, value)
+        for key in dict.fromkeys((*config, *more)):
+            attempt(given, {**config, key: value})
+        if "config_groups" in config:
+            group = config["config_groups"]["g"]
+            for key in ("targets", "weights", "format", "input_activations"):
+                attempt(given, {**config, "config_groups": {"g": {**group, key: value}}})
+            for key in ("type", "num_bits", "strategy", "block_structure"):
+                weights = {**group["weights"], key: value}
+                attempt(given, {**config, "config_groups": {"g": {**group, "weights": weights}}})
+
+
+def test_names_and_parts_that_are_none() -> None:
+    weight = torch.zeros(128, 64).to(FP8)
+    names = (
+        5, None, b"x", f"experts.{'9' * 5000}.down_proj.weight", "experts.\u0663.down_proj.weight", "\n", "x" * 10**6,
+        "experts.99999999999999999999.down_proj.weight", "experts." * 10**5 + "down_proj.weight",
+        "experts.-1.down_proj.weight", "experts.0.down_proj.weight\n", "a\x1b[31m.experts.0.down_proj.weight",
+    )  # fmt: skip
+    for name in names:
+        attempt({name: weight}, {"quant_method": "fp8"})
+        attempt({name: weight, "experts.0.down_proj.weight_scale": weight}, {"quant_method": "fp8"})
+        attempt({name: weight, "b.experts.0.down_proj.weight": weight}, {"quant_method": "fp8"})
+    for tensors in (None, 5, [], [1], "x", {}, {"x": weight}):
+        assert not attempt(tensors, {"quant_method": "fp8"})
+    for part in (5, [], {}, "x" * 10**6, b"", True, weight):
+        assert not attempt({"experts.0.down_proj.weight": weight}, {"quant_method": "fp8"}, part)
+
+
+def test_what_each_is_told() -> None:
+    meta = {**DOWN, f"{LAYER}.down_proj": torch.empty(2, 128, 128, dtype=FP8, device="meta")}
+    assert "the tensors is partly on the meta device, wanted all with data, or all without" in refused(meta, BLOCKS)
+    sparse = {**DOWN, f"{LAYER}.down_proj": torch.zeros(2, 2, 2).to_sparse()}
+    assert "experts.down_proj is torch.float32 and torch.sparse_coo, wanted a plain tensor" in refused(sparse, BLOCKS)
+    empty = {**DOWN, f"{LAYER}.down_proj": torch.zeros(2, 0, 128).to(FP8)}
+    assert "of shape [2, 0, 128], wanted one that is not empty" in refused(empty, BLOCKS)
+    tensors, config = WHOLE["packed int4"]
+    for K in (-5, 0, 120, 129, 1 << 40):
+        told = refused(named({**tensors, "weight_shape": torch.tensor([64, K])}), config)
+        assert f"is {K}, wanted 121 to 128, as weight_packed has" in told
+    tensors, config = WHOLE["fp8 rows"]
+    gate, up = named(tensors, 0, "gate_proj"), named(tensors, 0, "up_proj")
+    short = {**gate, **up, f"{LAYER}.0.up_proj.weight": torch.zeros(128, 32).to(FP8)}
+    told = "codes of gate and up is torch.float8_e4m3fn of shape [128, 64] and torch.float8_e4m3fn of shape [128, 32]"
+    assert told in refused(short, config, "gate_up")
