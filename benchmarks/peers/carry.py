@@ -72,7 +72,8 @@ def in_parts(name: str, data: bytes, sm: int, rule: Rule, zstd: Zstd) -> Iterato
 def system_zstd() -> Path:
     """The file of this machine's libzstd."""
     Zstd()  # loads it
-    return Path(next(line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libzstd" in line))
+    mapped = Path("/proc/self/maps").read_text().splitlines()
+    return Path(next(line.split()[-1] for line in mapped if "libzstd" in line))
 
 
 def pack(wheels: list[Path], packages: Path | None, sm: int, out: Path) -> None:

@@ -18,7 +18,6 @@ import argparse
 import importlib
 import json
 import logging
-import os
 import tempfile
 import time
 import traceback
@@ -50,21 +49,22 @@ MODES: dict[str, dict[str, Any]] = {
 SIDES = {"without": "0", "with": "1"}  # PRETUNED_VLLM
 CASES = "1x128+128,16x128+128,128x128+128,16x2048+1"
 ENVIRON = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo",
-    "NCCL_SOCKET_IFNAME": "lo", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+    "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }  # fmt: skip
 SLACK = 1.25  # a run may take so many times what the last of its kind took
 
 
-class _Told(logging.Handler):
-    """Lines that pretuned tells."""
+def told() -> list[str]:
+    """The lines that pretuned tells from now on. (vLLM takes all handlers away when an engine starts, no filter.)"""
+    lines: list[str] = []
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
+    def kept(record: logging.LogRecord) -> bool:
+        lines.append(record.getMessage())
+        return True
 
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
+    logging.getLogger("vllm.pretuned").addFilter(kept)
+    return lines
 
 
 def cases(said: str) -> list[tuple[int, int, int]]:
@@ -115,8 +115,7 @@ def here(given: argparse.Namespace) -> dict[str, Any]:
 
     from pretuned.integrations.vllm import register
 
-    told = _Told()
-    logging.getLogger("vllm.pretuned").addHandler(told)
+    lines = told()
     register()  # where pretuned is not installed as a package; else vLLM calls it as well
     name = MODEL["architectures"][0]  # handed over; else vLLM imports it in a process of its own, to look at it
     vllm.ModelRegistry.register_model(
@@ -138,8 +137,8 @@ def here(given: argparse.Namespace) -> dict[str, Any]:
         for said, case in zip(given.said.split(","), given.cases, strict=True):
             generate(case[0], case[1], min(case[2], 2))  # what a first call of this size does
             found["tokens_per_s"][said] = speed(generate, case)
-            given.json.write_text(json.dumps(found | {"told": told.lines}))
-    return found | {"told": told.lines}
+            given.json.write_text(json.dumps(found | {"told": lines}))
+    return found | {"told": lines}
 
 
 def one_run(given: argparse.Namespace, mode: str, side: str, seconds: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What benchmarks inside an engine share: to import one that is unpacked, and child processes that end in their time."""
+"""What benchmarks inside an engine share: to import one that is unpacked, and processes that end in their time."""
 
 from __future__ import annotations
 
