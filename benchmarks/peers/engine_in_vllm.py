@@ -50,7 +50,8 @@ SIDES = {"without": "0", "with": "1"}  # PRETUNED_VLLM
 CASES = "1x128+128,16x128+128,128x128+128,16x2048+1"
 ENVIRON = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
-    "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }  # fmt: skip
 SLACK = 1.25  # a run may take so many times what the last of its kind took
 

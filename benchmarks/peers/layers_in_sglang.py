@@ -75,10 +75,10 @@ def stand_in_for_sgl_kernel() -> bool:
     for name in ("elementwise", "gemm", "quantization", "allreduce", "moe", "scalar_type"):
         part = types.ModuleType(f"sgl_kernel.{name}")
         part.__getattr__ = absent  # type: ignore[method-assign]
-        if name == "scalar_type" and scalars is not None:  # Python alone
-            exec((scalars / "scalar_type.py").read_text(), part.__dict__)
         sys.modules[part.__name__] = part
         setattr(module, name, part)
+        if name == "scalar_type" and scalars is not None:  # Python alone
+            exec((scalars / "scalar_type.py").read_text(), part.__dict__)
     return False
 
 
