@@ -33,7 +33,10 @@ class Rule(NamedTuple):
     kernels: bytes
 
 
-_ALL = ("*.pyc", "*.pyi", "*/RECORD", "*/licenses/*", "*/__pycache__/*", "*/tests/*", "bin/*", "*.rs", "*.md", "*.html")
+_ALL = (
+    "*.pyc", "*.pyi", "*.a", "*.rs", "*.md", "*.html", "*/RECORD", "*/licenses/*", "*/__pycache__/*", "*/tests/*",
+    "bin/*",
+)  # fmt: skip
 RULES = {
     "vllm": Rule(  # attention is Triton's; Marlin's layers are of bf16 tokens, and no linear layer is Marlin's
         ("vllm/vllm_flash_attn/*", "vllm/_flashmla*", "vllm/third_party/flashmla/*", "vllm/benchmarks/*"),

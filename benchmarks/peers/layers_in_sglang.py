@@ -82,6 +82,15 @@ def stand_in_for_sgl_kernel() -> bool:
     return False
 
 
+def older_triton() -> list[str]:
+    """Put into Triton what triton_kernels asks of a newer one: is this another vendor's GPU? The names of it."""
+    info = importlib.import_module("triton.language.target_info")
+    put = [name for name in ("is_hip_gfx1250",) if not hasattr(info, name)]
+    for name in put:
+        setattr(info, name, info.is_hip)  # False on NVIDIA's
+    return put
+
+
 def start(device: str) -> None:
     """SGLang's settings and process groups, of one process."""
     from sglang.srt import runtime_context
@@ -236,13 +245,14 @@ def here(given: argparse.Namespace) -> int:
     head: dict[str, Any] = {"torch": torch.__version__}
     head["gpu"] = torch.cuda.get_device_name() if device == "cuda" else None
     head["sgl_kernel"] = stand_in_for_sgl_kernel() if device == "cuda" else None
+    head["put_into_triton"] = older_triton() if device == "cuda" else []
 
     def keep(cell: dict[str, Any]) -> None:
         cells.append(head | cell)
         given.json.write_text(json.dumps({"rounds": ROUNDS, "cells": cells}, indent=1))
         print(cell["kind"], cell["tokens"], cell.get("us"), cell.get("distance"), flush=True)
         for name, why in cell["failed"].items():
-            print(f"  {name} failed: {why.splitlines()[-1]}", flush=True)
+            print(f"  {name} failed: {why.strip().splitlines()[-1]}", flush=True)
 
     try:
         start(device)

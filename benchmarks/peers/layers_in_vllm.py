@@ -306,7 +306,7 @@ def here(given: argparse.Namespace) -> int:
         given.json.write_text(json.dumps({"rounds": ROUNDS, "cells": cells}, indent=1))
         print(cell["kind"], cell["tokens"], cell.get("us"), cell.get("distance"), flush=True)
         for name, why in cell["failed"].items():
-            print(f"  {name} failed: {why.splitlines()[-1]}", flush=True)
+            print(f"  {name} failed: {why.strip().splitlines()[-1]}", flush=True)
 
     try:
         with vllm_of_one("cuda"):
