@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import json
 import os
 import statistics
@@ -57,6 +58,7 @@ KINDS = {
 }
 OURS = "auto"
 ROUNDS = 15
+CLOSING = 30  # seconds
 TOKENS = "1,4,16,64,256,1024,4096,8192"
 
 
@@ -311,6 +313,7 @@ def here(given: argparse.Namespace) -> int:
     try:
         with vllm_of_one("cuda"):
             measure(kind, backends, given.tokens, keep)
+            faulthandler.dump_traceback_later(CLOSING, exit=True)  # should letting go of the groups take longer
     except Exception:
         keep({"kind": kind, "tokens": None, "failed": {"all": traceback.format_exc(limit=-6)}})
     return 0 if any(cell.get("us") for cell in cells) else 1
