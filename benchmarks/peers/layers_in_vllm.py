@@ -11,28 +11,30 @@ So is padding the tokens where a backend pads its layer (Marlin for mxfp4). ``au
 (``--moe-backend auto``); the others are vLLM's backends by their names. Every call is captured in a CUDA graph, and the
 graphs are replayed in turns. A cell has microseconds a layer, the experts class that ran, and the distance of its
 result from pretuned's. What fails is told in its cell, and the rest goes on; each kind of layer has a process of its
-own. The file is whole after each.
+own, which is ended when ``--seconds`` are over. The file is whole after each cell.
 
-vLLM need not be installed: ``--vllm`` is where its wheel is unpacked, ``--packages`` a folder with what it imports.
+vLLM need not be installed: ``--vllm`` is where its wheel is unpacked, ``--packages`` a folder with what it imports
+(``carry.py`` makes both, for a machine that fetches nothing).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
+import time
 import traceback
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from .engines import child, find, leave, stand_in
 
 
 class Kind(NamedTuple):
@@ -55,8 +57,8 @@ KINDS = {
     "int4": Kind("Kimi-K2-Thinking", 384, 7168, 2048, 8, ("marlin",)),
 }
 OURS = "auto"
-RUN = Path(__file__).parents[1] / "run.py"
 ROUNDS = 15
+CLOSING = 30  # seconds
 TOKENS = "1,4,16,64,256,1024,4096,8192"
 
 
@@ -181,7 +183,10 @@ def distance(one: torch.Tensor, other: torch.Tensor) -> float:
 
 @contextlib.contextmanager
 def vllm_of_one(device: str) -> Iterator[None]:
-    """vLLM's process groups for one process, and its workspace."""
+    """vLLM's process groups for one process, and its workspace.
+
+    The groups are let go of before the file through which they were made: NCCL's thread would wait for it to come back.
+    """
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.v1.worker.workspace import init_workspace_manager
@@ -191,7 +196,11 @@ def vllm_of_one(device: str) -> Iterator[None]:
         parallel_state.init_distributed_environment(1, 0, f"file://{folder}/group", 0, backend)
         parallel_state.initialize_model_parallel(1, 1)
         init_workspace_manager(torch.device(device))
-        yield
+        try:
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+            parallel_state.destroy_distributed_environment()
 
 
 def measure(kind: str, backends: list[str], tokens: list[int], keep: Callable[[dict[str, Any]], None]) -> None:
@@ -246,6 +255,8 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--kinds", default=",".join(KINDS), help=f"some of {', '.join(KINDS)}")
     parser.add_argument("--backends", help="some of a kind's, and auto: pretuned; default: all")
     parser.add_argument("--tokens", default=TOKENS)
+    parser.add_argument("--seconds", type=float, default=540, help="when to end what is still measured")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # one kind, in this process
     given = parser.parse_args(args)
     given.kinds, given.tokens = given.kinds.split(","), [int(T) for T in given.tokens.split(",")]
     for kind in given.kinds:
@@ -256,35 +267,37 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
     return given
 
 
-def find(given: argparse.Namespace) -> None:
-    """Make vLLM importable: its folder first, what it imports last, so that what is installed goes before."""
-    sys.path.insert(0, str(given.vllm.resolve()))
-    sys.path.insert(1, str((given.vllm / "vllm" / "third_party").resolve()))  # triton_kernels
-    if given.packages is not None:
-        sys.path.append(str(given.packages.resolve()))
-    if not (given.vllm / "vllm" / "vllm_flash_attn").is_dir():  # attention, which a wheel that was cut may lack
-        absent = types.ModuleType("vllm.vllm_flash_attn")
-        absent.__getattr__ = lambda name: None  # type: ignore[method-assign]
-        sys.modules |= {absent.__name__: absent, f"{absent.__name__}.flash_attn_interface": absent}
+def find_vllm(vllm: Path, packages: Path | None) -> None:
+    """Make vLLM importable, and triton_kernels that it has; attention's modules too, where the wheel was cut."""
+    find([vllm, vllm / "vllm" / "third_party"], packages)
+    if not (vllm / "vllm" / "vllm_flash_attn").is_dir():
+        stand_in("vllm.vllm_flash_attn", "vllm.vllm_flash_attn.flash_attn_interface")
 
 
 def main(args: list[str] | None = None) -> int:
     """Measure; 1 where no cell has a time."""
     given = arguments(args)
+    if given.here:
+        leave(here(given))
     cells: list[dict[str, Any]] = []
-    if len(given.kinds) > 1:
-        for kind in given.kinds:
-            cells += in_a_process(given, kind)
-            given.json.write_text(json.dumps({"rounds": ROUNDS, "cells": cells}, indent=1))
-        return 0 if any(cell.get("us") for cell in cells) else 1
+    end = time.monotonic() + given.seconds
+    for kind in given.kinds:
+        cells += in_a_process(given, kind, end - time.monotonic())
+        given.json.write_text(json.dumps({"rounds": ROUNDS, "cells": cells}, indent=1))
+    return 0 if any(cell.get("us") for cell in cells) else 1
+
+
+def here(given: argparse.Namespace) -> int:
+    """Measure one kind of layer in this process."""
     (kind,) = given.kinds
+    cells: list[dict[str, Any]] = []
     backends = given.backends.split(",") if given.backends else [OURS, *KINDS[kind].backends]
     for name, value in {
         "PRETUNED_VLLM": "1", "DG_JIT_USE_NVRTC": "0", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo",
         "VLLM_NO_USAGE_STATS": "1",
     }.items():  # fmt: skip
         os.environ.setdefault(name, value)
-    find(given)
+    find_vllm(given.vllm, given.packages)
     from pretuned.integrations.vllm import register
 
     register()
@@ -295,24 +308,26 @@ def main(args: list[str] | None = None) -> int:
         given.json.write_text(json.dumps({"rounds": ROUNDS, "cells": cells}, indent=1))
         print(cell["kind"], cell["tokens"], cell.get("us"), cell.get("distance"), flush=True)
         for name, why in cell["failed"].items():
-            print(f"  {name} failed: {why.splitlines()[-1]}", flush=True)
+            print(f"  {name} failed: {why.strip().splitlines()[-1]}", flush=True)
 
     try:
         with vllm_of_one("cuda"):
             measure(kind, backends, given.tokens, keep)
+            faulthandler.dump_traceback_later(CLOSING, exit=True)  # should letting go of the groups take longer
     except Exception:
         keep({"kind": kind, "tokens": None, "failed": {"all": traceback.format_exc(limit=-6)}})
     return 0 if any(cell.get("us") for cell in cells) else 1
 
 
-def in_a_process(given: argparse.Namespace, kind: str) -> list[dict[str, Any]]:
+def in_a_process(given: argparse.Namespace, kind: str, seconds: float) -> list[dict[str, Any]]:
     """The cells of one kind of layer: a fault of the GPU ends its process alone."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "cells.json"
         options = {"--vllm": given.vllm, "--packages": given.packages, "--json": out, "--kinds": kind,
                    "--backends": given.backends, "--tokens": ",".join(map(str, given.tokens))}  # fmt: skip
         words = [str(word) for name, value in options.items() if value is not None for word in (name, value)]
-        done = subprocess.run([sys.executable, str(RUN), "layers_in_vllm", *words], check=False)
-        if out.is_file():
-            return json.loads(out.read_text())["cells"]  # type: ignore[no-any-return]
-        return [{"kind": kind, "tokens": None, "failed": {"all": f"its process ended with {done.returncode}"}}]
+        ended = child(["layers_in_vllm", "--here", *words], seconds)
+        cells: list[dict[str, Any]] = json.loads(out.read_text())["cells"] if out.is_file() else []
+    if ended and not (cells and cells[-1]["tokens"] is None):
+        cells.append({"kind": kind, "tokens": None, "failed": {"all": ended}})
+    return cells

@@ -128,7 +128,7 @@ def test_no_layer_that_was_measured_costs_over_3_percent(tool: ModuleType) -> No
     beside = {}
     for path in sorted(RESULTS.glob("layers-in-vllm-*.json")):
         for cell in json.loads(path.read_text())["cells"]:
-            own = cell["us"].get(tool.KINDS[cell["kind"]].backends[0])
+            own = cell.get("us", {}).get(tool.KINDS[cell["kind"]].backends[0])
             if own is not None:
                 beside[cell["model"], cell["tokens"], path.name] = own / cell["us"]["auto"]
     assert len(beside) >= 10

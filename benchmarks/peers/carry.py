@@ -1,0 +1,139 @@
+"""Packs an engine for a machine that fetches nothing: of its wheels what a benchmark needs, for one capability.
+
+    python benchmarks/run.py carry pack --wheels vllm-0.20.2-*.whl --packages site --out vllm.tar.xz
+    python benchmarks/run.py carry unpack vllm.tar.xz --to /tmp/vllm                     # there
+
+``pack`` takes a wheel's files but those that ``RULES`` leaves out by name, and of extension modules the CUDA code of
+``--sm`` alone (``fatbin.py``), less the kernels that ``RULES`` leaves out: of vLLM 0.20.2's 244 MB it makes some 20.
+``--packages`` is a folder of what the engine imports and that machine lacks, made by ``pip install --no-deps --target``
+(the README beside this file has the lines). They come back as ``packages`` beside the engine's own folders. ``unpack``
+needs nothing but Python and this repository; the archive has the libzstd that it was made with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import io
+import re
+import tarfile
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from .fatbin import Zstd, cut, section, whole
+
+
+class Rule(NamedTuple):
+    """Of a wheel by its name: files that stay behind, and kernels, by names in their code."""
+
+    files: tuple[str, ...]
+    kernels: bytes
+
+
+_ALL = (
+    "*.pyc", "*.pyi", "*.a", "*.rs", "*.md", "*.html", "*/RECORD", "*/licenses/*", "*/__pycache__/*", "*/tests/*",
+    "bin/*",
+)  # fmt: skip
+RULES = {
+    "vllm": Rule(  # attention is Triton's; Marlin's layers are of bf16 tokens, and no linear layer is Marlin's
+        ("vllm/vllm_flash_attn/*", "vllm/_flashmla*", "vllm/third_party/flashmla/*", "vllm/benchmarks/*"),
+        rb"sm80_kernel_(float16|s8)_|sm80_kernel_bfloat16_(u4|u8b128)_|paged_attention_v[12]|gguf_k|selective_scan_fwd"
+        rb"|6marlin6Marlin|scaled_mm_c2x",
+    ),
+    "sglang": Rule(("sglang/multimodal_gen/*", "sglang/srt/rust_extensions/*", "sglang/test/*"), rb"(?!)"),
+    "sglang_kernel": Rule(
+        ("sgl_kernel/flash_ops*", "sgl_kernel/infllm_ops*", "sgl_kernel/flashmla_ops*", "sgl_kernel/sm100/*",
+         "sgl_kernel/spatial_ops*"),
+        rb"(?!)",
+    ),
+}  # fmt: skip
+OTHERS = Rule((), rb"(?!)")
+CUT, CODE, ZSTD = ".cut", ".code", "libzstd.so.1"
+
+
+def files_of(wheel: Path, rule: Rule) -> Iterator[tuple[str, bytes]]:
+    """What stays of a wheel."""
+    with zipfile.ZipFile(wheel) as given:
+        for one in sorted(given.namelist()):
+            if not one.endswith("/") and not any(fnmatch.fnmatch(one, left) for left in (*_ALL, *rule.files)):
+                yield one, given.read(one)
+
+
+def in_parts(name: str, data: bytes, sm: int, rule: Rule, zstd: Zstd) -> Iterator[tuple[str, bytes]]:
+    """A file; an extension module with CUDA code as the two that ``whole`` makes it of."""
+    if ".so" not in name or not data.startswith(b"\x7fELF") or not section(data):
+        yield name, data
+        return
+    rest, code = cut(data, sm, zstd, re.compile(rule.kernels))
+    yield name + CUT, rest
+    yield name + CODE, code
+
+
+def system_zstd() -> Path:
+    """The file of this machine's libzstd."""
+    Zstd()  # loads it
+    mapped = Path("/proc/self/maps").read_text().splitlines()
+    return Path(next(line.split()[-1] for line in mapped if "libzstd" in line))
+
+
+def pack(wheels: list[Path], packages: Path | None, sm: int, out: Path) -> None:
+    """Write the archive."""
+    zstd = Zstd()
+    found = {ZSTD: system_zstd().read_bytes()}
+    for wheel in wheels:
+        rule = RULES.get(wheel.name.partition("-")[0], OTHERS)
+        for name, data in files_of(wheel, rule):
+            found |= dict(in_parts(name, data, sm, rule, zstd))
+    for path in sorted(packages.rglob("*")) if packages is not None else ():
+        name = str(Path("packages") / path.relative_to(packages or path))
+        if path.is_file() and not any(fnmatch.fnmatch(name, left) for left in _ALL):
+            found[name] = path.read_bytes()
+    with tarfile.open(out, "w:xz", preset=3) as archive:
+        for name in sorted(found, key=lambda name: (Path(name).suffix, name)):  # alike beside alike
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = len(found[name]), 0o644
+            archive.addfile(entry, io.BytesIO(found[name]))
+
+
+def unpack(archive: Path, to: Path) -> int:
+    """Lay out an archive's files, extension modules whole again; how many of these."""
+    to.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(archive) as given:
+        given.extractall(to, filter="data")
+    zstd, done = Zstd(to / ZSTD), 0
+    for rest in sorted(to.rglob(f"*{CUT}")):
+        module = rest.with_name(rest.name.removesuffix(CUT))
+        code = module.with_name(module.name + CODE)
+        module.write_bytes(whole(rest.read_bytes(), code.read_bytes(), zstd))
+        rest.unlink()
+        code.unlink()
+        done += 1
+    return done
+
+
+def main(args: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    packing = verbs.add_parser("pack", help="make an archive")
+    packing.add_argument("--wheels", type=Path, nargs="+", required=True)
+    packing.add_argument("--packages", type=Path, help="a folder of what the engine imports beside")
+    packing.add_argument("--sm", type=int, default=90, help="the capability whose code is taken along")
+    packing.add_argument("--out", type=Path, required=True)
+    laying = verbs.add_parser("unpack", help="lay out an archive's files")
+    laying.add_argument("archive", type=Path)
+    laying.add_argument("--to", type=Path, required=True)
+    given = parser.parse_args(args)
+    begun = time.perf_counter()
+    for path in (*given.wheels, given.packages) if given.verb == "pack" else (given.archive,):
+        if path is not None and not path.exists():
+            parser.error(f"{path} is not there")
+    if given.verb == "pack":
+        pack(given.wheels, given.packages, given.sm, given.out)
+        print(f"{given.out}: {given.out.stat().st_size / 1e6:.1f} MB in {time.perf_counter() - begun:.0f} s")
+    else:
+        modules = unpack(given.archive, given.to)
+        print(f"{given.to}: {modules} extension modules whole again, in {time.perf_counter() - begun:.0f} s")
+    return 0
