@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...runtime.check.tensors import bad
 from ...runtime.weights.codes import e8m0
 from ...runtime.weights.expert_weights import ExpertWeights
 from ...runtime.weights.packings import E8M0
 
 _NAME = "_pretuned_weights"
 # Of codes and scales: of transformers' fp8, of gpt-oss, and of compressed-tensors' packed and other codes.
-_NAMES = (("", "_scale_inv"), ("_blocks", "_scales"), ("_packed", "_scale"), ("", "_scale"))
+ENDS = (("", "_scale_inv"), ("_blocks", "_scales"), ("_packed", "_scale"), ("", "_scale"))
 _GROUPS = (32, 64, 128)  # of int4
 
 
@@ -41,7 +42,7 @@ def quantised(experts: Any, name: str) -> ExpertWeights | None:
     InputError
         for scales of other blocks, and what ``ExpertWeights`` refuses.
     """
-    for codes_end, scale_end in _NAMES:  # the scale first: to read w that has an adapter of PEFT's makes W + s B A
+    for codes_end, scale_end in ENDS:  # the scale first: to read w that has an adapter of PEFT's makes W + s B A
         scale = getattr(experts, name + scale_end, None)
         codes = None if scale is None else getattr(experts, name + codes_end, None)
         if codes is not None:
@@ -52,6 +53,10 @@ def quantised(experts: Any, name: str) -> ExpertWeights | None:
         return None
     if codes.element_size() != 1 and codes.dtype is not torch.int32:
         return None
+    if name + codes_end in experts.__dict__.get("_modules", {}).get("parametrizations", ()):
+        bad(name, "codes that a parametrization adds to (PEFT's, as adapters are put on while experts don't run on "
+            "pretuned)", "adapters put on by get_peft_model after register(), of a model with "
+            "experts_implementation='pretuned'", "experts_forward")  # fmt: skip
     every: dict[str, _Held] = experts.__dict__.setdefault(_NAME, {})
     known = every.get(name)
     if known is not None and known.holds(codes, scale):
