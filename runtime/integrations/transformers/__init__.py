@@ -37,7 +37,7 @@ from ...runtime.weights.expert_weights import ExpertWeights
 from .adapters import NAME, any_held, held_by, watch
 from .gates import recognise
 from .lora import adapted
-from .quantised import keep_compressed_tensors, quantised, restore
+from .quantised import follow, keep_compressed_tensors, quantised, restore
 
 _Adapters: TypeAlias = tuple[Lora | None, Lora | None]
 
@@ -98,6 +98,7 @@ def _then_prepare(own: Any) -> Any:
     @functools.wraps(own)
     def call(self: Any, *args: Any, **more: Any) -> Any:
         done = own(self, *args, **more)
+        follow(self)
         if _on_gpu(self) and getattr(self.config, "_experts_implementation", None) == NAME:
             prepare(self)
         return done
@@ -171,13 +172,24 @@ def experts_or_own(
     try:
         return experts_forward(self, hidden_states, top_k_index, top_k_weights)
     except InputError as error:
-        own = getattr(type(self).forward, "__wrapped__", None)
+        own = _own(type(self))
         if own is None or settings().strict or any_held(self):  # its own code knows of no adapters
             raise
         _tell(f"{type(self).__name__} runs its own code: {error}")
         restore(self)
     out: torch.Tensor = own(self, hidden_states, top_k_index, top_k_weights)
     return out
+
+
+@functools.cache
+def _own(kind: Any) -> Any:
+    """The forward that transformers' dispatch stands for, which wraps that of FP8Experts anew for each layer; or None."""
+    found, dispatch = kind.forward, getattr(kind.forward, "__code__", None)
+    if not hasattr(found, "__wrapped__"):
+        return None
+    while hasattr(found, "__wrapped__") and found.__code__ is dispatch:
+        found = found.__wrapped__
+    return found
 
 
 def experts_forward(

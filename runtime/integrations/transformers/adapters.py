@@ -36,14 +36,21 @@ def watch(parent: Any, model: Any) -> None:
 
 @functools.cache
 def _shows(tuner: Any) -> None:
-    own = tuner.inject_adapter
+    own, own_check = tuner.inject_adapter, tuner._check_merge_allowed
 
     @functools.wraps(own)
     def inject_adapter(self: Any, model: Any, adapter_name: str, *args: Any, **more: Any) -> Any:
         with shown(model, self.peft_config[adapter_name]):
             return own(self, model, adapter_name, *args, **more)
 
-    tuner.inject_adapter = inject_adapter
+    @functools.wraps(own_check)
+    def check_merge_allowed(self: Any) -> None:
+        own_check(self)
+        for module in self.model.modules():  # before any is merged
+            if getattr(type(module), "unmergeable", False):
+                module.merge()
+
+    tuner.inject_adapter, tuner._check_merge_allowed = inject_adapter, check_merge_allowed
 
 
 @contextlib.contextmanager
@@ -58,11 +65,12 @@ def shown(model: Any, config: Any) -> Iterator[None]:
     try:
         for experts in model.modules():
             for name in _WEIGHTS:
-                if view(experts, name) is None:
+                one = view(experts, name)
+                if one is None:
                     continue
                 kinds[type(experts)] = _wrapped
                 if name not in experts._parameters:
-                    experts.register_parameter(name, view(experts, name))
+                    experts.register_parameter(name, torch.nn.Parameter(one, requires_grad=False))
                     given.append((experts, name))
         if kinds:
             config._register_custom_module(kinds | (known or {}))
@@ -73,7 +81,7 @@ def shown(model: Any, config: Any) -> Iterator[None]:
             del experts._parameters[name]
 
 
-def view(experts: Any, name: str) -> torch.nn.Parameter | None:
+def view(experts: Any, name: str) -> torch.Tensor | None:
     """A weight that lies as codes in a module on pretuned, as PEFT is to see it: its shape, no numbers, no memory.
 
     None for any other module or name, and for codes that don't run here.
@@ -89,8 +97,8 @@ def view(experts: Any, name: str) -> torch.nn.Parameter | None:
         return None
     E, N, K = w.shape
     dtype = getattr(config, "dtype", None)
-    one = torch.zeros((), dtype=dtype if dtype in (torch.float16, torch.float32) else torch.bfloat16, device=w.device)
-    return torch.nn.Parameter(one.expand((E, K, N) if experts.is_transposed else (E, N, K)), requires_grad=False)
+    one = torch.empty((), dtype=dtype if dtype in (torch.float16, torch.float32) else torch.bfloat16, device=w.device)
+    return one.expand((E, K, N) if experts.is_transposed else (E, N, K))
 
 
 def _wrapped(target: Any, adapter_name: str, *, config: Any, parameter_name: str | None = None, **more: Any) -> Any:

@@ -23,7 +23,9 @@ class ParamWrapper(layer.ParamWrapper):  # by this name PEFT knows it
     A and B have the shapes and the dtype that they would have of W [E, N, K] in the model's dtype.
     """
 
-    def get_param(self) -> torch.nn.Parameter:
+    unmergeable = True
+
+    def get_param(self) -> torch.Tensor:
         """W as its shape, dtype and device are; its numbers are no weight's.
 
         Raises
