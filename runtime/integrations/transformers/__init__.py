@@ -34,8 +34,9 @@ from ...runtime.launch.quantised import wants_order
 from ...runtime.ops.layer import FrozenWeights, Weights, weights_of
 from ...runtime.settings import settings
 from ...runtime.weights.expert_weights import ExpertWeights
-from .adapters import NAME, any_held, held_by, watch
+from .adapters import NAME, any_held, held_by
 from .gates import recognise
+from .injection import watch
 from .lora import adapted
 from .quantised import follow, keep_compressed_tensors, quantised, restore
 
@@ -79,7 +80,7 @@ def _watch_models() -> None:
 def _seen(parent: Any, name: str, module: Any) -> None:
     """torch's hook where a module gets a part: the class of one that has experts prepares them where they come to.
 
-    One of PEFT's that gets a model is to see quantised experts as weights (``adapters.py``).
+    One of PEFT's that gets a model is to see quantised experts as weights (``injection.py``).
     """
     if "is_transposed" in getattr(module, "__dict__", ()) and hasattr(module, "_apply_gate"):
         _prepares(type(module))  # type: ignore[arg-type]
@@ -172,7 +173,7 @@ def experts_or_own(
     try:
         return experts_forward(self, hidden_states, top_k_index, top_k_weights)
     except InputError as error:
-        own = _own(type(self))
+        own = _own(type(self))  # type: ignore[arg-type]
         if own is None or settings().strict or any_held(self):  # its own code knows of no adapters
             raise
         _tell(f"{type(self).__name__} runs its own code: {error}")
@@ -183,7 +184,7 @@ def experts_or_own(
 
 @functools.cache
 def _own(kind: Any) -> Any:
-    """The forward that transformers' dispatch stands for, which wraps that of FP8Experts anew for each layer; or None."""
+    """The forward that transformers' dispatch stands for, or None; that of FP8Experts is wrapped anew for each layer."""
     found, dispatch = kind.forward, getattr(kind.forward, "__code__", None)
     if not hasattr(found, "__wrapped__"):
         return None

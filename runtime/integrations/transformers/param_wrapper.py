@@ -1,4 +1,4 @@
-"""PEFT's layer around a parameter, of experts that stay quantised. Imported where PEFT makes one (``adapters.py``)."""
+"""PEFT's layer around a parameter, of experts that stay quantised. Imported where PEFT makes one (``injection.py``)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .quantised import quantised
 
 
 class ParamWrapper(layer.ParamWrapper):  # by this name PEFT knows it
-    """y = x @ (W + sum over active adapters of scaling * B A).T, W being codes: A and B go to the experts with the call.
+    """y = x @ (W + sum over active adapters of scaling * B A).T, W being codes: the experts are handed A and B.
 
     A and B have the shapes and the dtype that they would have of W [E, N, K] in the model's dtype.
     """
@@ -67,7 +67,7 @@ class ParamWrapper(layer.ParamWrapper):  # by this name PEFT knows it
             return
         experts, found = self.get_base_layer(), []
         for name in names:
-            lhs, rhs, scaling = self.get_delta_factors(name)
+            lhs, rhs, scaling = self.get_delta_factors(name)  # type: ignore[no-untyped-call]
             A, B = (lhs.mT, rhs.mT) if experts.is_transposed else (rhs, lhs)
             found.append(Lora(A, B, float(scaling)))
         if len(found) > 1:  # their sum is one of as many columns
@@ -93,7 +93,7 @@ class ParamWrapper(layer.ParamWrapper):  # by this name PEFT knows it
         w = quantised(self.get_base_layer(), self.parameter_name)
         kind = "quantised" if w is None else w.format
         raise InputError(
-            f"{self._said} can't be merged: the weight is {kind}, W + scaling * B A is not. Save it with save_pretrained, "
-            "load the model in bf16 (a quantised checkpoint by its quantization_config with dequantize=True), and merge "
-            "there: PeftModel.from_pretrained(model, saved).merge_and_unload()"
+            f"{self._said} can't be merged: the weight is {kind}, W + scaling * B A is not. Save it with "
+            "save_pretrained, load the model in bf16 (a quantised checkpoint by its quantization_config with "
+            "dequantize=True), and merge there: PeftModel.from_pretrained(model, saved).merge_and_unload()"
         )

@@ -64,9 +64,8 @@ def quantised(experts: Any, name: str) -> ExpertWeights | None:
     if torch.compiler.is_compiling():
         known = experts.__dict__.get(_NAME, {}).get(name)
         if known is not None and known.is_of(codes, scale) and known.weights.device == codes.device:
-            return known.weights  # (a graph can't look at addresses)
-        found: ExpertWeights | None = torch.compiler.disable(quantised)(experts, name)  # type: ignore[no-untyped-call]
-        return found
+            return known.weights  # type: ignore[no-any-return]  # (a graph can't look at addresses)
+        return torch.compiler.disable(quantised)(experts, name)  # type: ignore[no-untyped-call,no-any-return]
     every: dict[str, _Held] = experts.__dict__.setdefault(_NAME, {})
     known = every.get(name)
     if known is not None and known.holds(codes, scale):

@@ -311,9 +311,7 @@ def _wished(kind: type[KernelConfig], call: str, wish: dict[str, Any]) -> Kernel
     known = {field.name for field in dataclasses.fields(kind)} - {"permute_x", "permute_y", "fuse_mul_post"}
     unknown = sorted(wish.keys() - known - _ELSEWHERE)
     if unknown:
-        raise TypeError(
-            f"{call}() got unexpected keyword arguments {unknown}, wanted of {sorted(known | _ELSEWHERE)}"
-        )
+        raise TypeError(f"{call}() got unexpected keyword arguments {unknown}, wanted of {sorted(known | _ELSEWHERE)}")
     idle = sorted(wish.keys() - known)
     if idle:
         _log.debug("pretuned: %s: %s changes nothing there", call, ", ".join(idle))

@@ -108,7 +108,9 @@ def test_the_single_calls(layer: dict[str, torch.Tensor]) -> None:
     torch.testing.assert_close(grouped_gemm_dX(dy, flat, use_tma_load_dy=True, use_tma_load_w=True, **how, **wish), dx)
     x = layer["x"].detach()
     torch.testing.assert_close(grouped_gemm_dW(x, dy, use_tma_load_dy=True, use_tma_load_x=True, **how, **wish), dw)
-    with pytest.raises(TypeError, match=r"grouped_gemm_dX\(\) got unexpected keyword arguments \['BLOCK_M'\], wanted of"):
+    with pytest.raises(
+        TypeError, match=r"grouped_gemm_dX\(\) got unexpected keyword arguments \['BLOCK_M'\], wanted of"
+    ):
         grouped_gemm_dX(dy, flat, BLOCK_M=64, **how)
 
 
@@ -125,7 +127,11 @@ def test_each_single_call_takes_each_documented_knob(layer: dict[str, torch.Tens
     how = {"topk": K, "m_sizes": layer["m_sizes"], "gather_indices": layer["rows"], "permute_x": True}
     knob = {name: DOCUMENTED.get(name, True)}
     with caplog.at_level(logging.DEBUG, logger=unsloth.__name__):
-        for call, given in ((grouped_gemm_forward, (x, flat)), (grouped_gemm_dX, (dy, flat)), (grouped_gemm_dW, (x, dy))):
+        for call, given in (
+            (grouped_gemm_forward, (x, flat)),
+            (grouped_gemm_dX, (dy, flat)),
+            (grouped_gemm_dW, (x, dy)),
+        ):
             assert torch.equal(call(*given, **how, **knob), call(*given, **how))
     idle = {"debug": 3, "use_tma_load_w": 1, "use_tma_load_x": 1, "use_tma_load_dy": 1}.get(name, 0)
     assert caplog.text.count("changes nothing there") == idle

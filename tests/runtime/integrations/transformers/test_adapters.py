@@ -228,7 +228,7 @@ def test_compiled_as_one_graph(peft: Any, checkpoints: dict[str, tiny_quantised.
 def test_what_can_t_be_is_refused_by_name(peft: Any, checkpoints: dict[str, tiny_quantised.Pair]) -> None:
     place = checkpoints["mxfp4"].quantised
     for end in ("_blocks", "_scales"):
-        with pytest.raises(InputError, match=rf"a part of quantised weights, wanted '(gate_up|down)_proj'"):
+        with pytest.raises(InputError, match=r"a part of quantised weights, wanted '(gate_up|down)_proj'"):
             adapted(peft, loaded(place), target_parameters=[name + end for name in NAMES])
     with pytest.raises(InputError, match="LoraConfig: r is 300, wanted at most 256"):
         adapted(peft, loaded(place), r=300)
