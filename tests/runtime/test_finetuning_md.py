@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore")]  # transformers' and PEFT's 
 
 @pytest.fixture
 def keeps_codes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """fp8 stays fp8 without the GPU that transformers asks for, and gpt-oss's loader is transformers' own afterwards."""
+    """fp8 stays fp8 without the GPU that transformers asks for; loaders are transformers' own afterwards."""
     auto = pytest.importorskip("transformers.quantizers.auto")
     fp8 = pytest.importorskip("transformers.quantizers.quantizer_finegrained_fp8")
     monkeypatch.setattr(fp8.FineGrainedFP8HfQuantizer, "validate_environment", lambda self, *_, **__: None)
@@ -83,8 +83,8 @@ def test_the_example_learns_beside_quantised_experts(
     pytest.importorskip("peft", minversion="0.21")
     model, text, out = getattr(tiny_quantised, kind)(tmp_path).quantised, tmp_path / "a.txt", tmp_path / "adapter"
     text.write_text("abcdefgh" * 64)
-    given = ["--model", str(model), "--text", str(text), "--steps", "12", "--batch", "2", "--length", "32", "--rank", "4",
-             "--rate", "2e-2", "--out", str(out)]  # fmt: skip
+    given = ["--model", str(model), "--text", str(text), "--steps", "12", "--batch", "2", "--length", "32"]
+    given += ["--rank", "4", "--rate", "2e-2", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", ["finetune_lora.py", *given])
     losses = runpy.run_path(str(ROOT / "examples" / "finetune_lora.py"))["main"]()
     assert losses[-1] < losses[0] - 0.05

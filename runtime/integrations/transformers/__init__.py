@@ -184,7 +184,7 @@ def experts_or_own(
 
 @functools.cache
 def _own(kind: Any) -> Any:
-    """The forward that transformers' dispatch stands for, or None; that of FP8Experts is wrapped anew for each layer."""
+    """The forward that transformers' dispatch stands for, or None; FP8Experts' is wrapped anew for each layer."""
     found, dispatch = kind.forward, getattr(kind.forward, "__code__", None)
     if not hasattr(found, "__wrapped__"):
         return None
