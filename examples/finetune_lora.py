@@ -4,6 +4,7 @@
     python examples/finetune_lora.py --model Qwen/Qwen3-30B-A3B --text my.txt --out adapter
     python examples/finetune_lora.py --tiny --steps 20              # a small random model, on any machine
 
+Experts of a quantised checkpoint (openai/gpt-oss-20b, Qwen/Qwen3-30B-A3B-FP8) stay quantised, the adapters beside them.
 The text is cut into pieces of --length tokens; every step takes --batch of them. Only the adapters are trained; they
 are saved as PEFT saves them.
 """
@@ -19,6 +20,7 @@ import transformers
 from peft import LoraConfig, get_peft_model
 
 from pretuned.integrations.transformers import register
+from pretuned.integrations.transformers.quantised import keep_mxfp4
 
 
 def tiny() -> Any:
@@ -46,6 +48,7 @@ def main() -> list[float]:
         parser.error("--text names what to train on (or --tiny)")
 
     register()
+    keep_mxfp4()  # of gpt-oss
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     if args.tiny:

@@ -178,7 +178,7 @@ def scales_of(lora: tuple[Lora | None, Lora | None] | None) -> tuple[object, ...
         return None
     if type(lora) is not tuple or len(lora) != 2 or any(one is not None and type(one) is not Lora for one in lora):
         raise TypeError("no adapters")
-    if any(one is not None and one.dropout for one in lora):
+    if any(one is not None and (type(one.dropout) not in (float, int) or one.dropout) for one in lora):
         raise TypeError("no plan draws numbers")
     for matrix in (each for one in lora if one is not None for each in one[:2]):
         if matrix.dim() != 3 or not matrix.dtype.is_floating_point:

@@ -16,7 +16,7 @@ from ..ops.autograd import wanted, with_adapter
 from ..ops.low_rank import LowRank
 from ..weights.expert_weights import ExpertWeights
 from .lora import check_columns
-from .operator_call import PARTS, REST, call_of, no_second
+from .operator_call import PARTS, REST, call_of, no_second, weights_of
 
 _WEIGHTS = (
     "Tensor? w, str format, Tensor? codes, Tensor? w_scale, Tensor? zero, Tensor? global_scale, int order"  # its fields
@@ -42,7 +42,7 @@ def operator(x: torch.Tensor, w: torch.Tensor | ExpertWeights, one: LowRank, *re
 
 
 def _weights(w: torch.Tensor | None, *parts: Any) -> torch.Tensor | ExpertWeights:
-    return ExpertWeights(*parts) if w is None else w
+    return weights_of(*parts) if w is None else w
 
 
 def _forward(x: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,6 +27,16 @@ def call_of(
     return check(x, w, m_sizes, form, index, weights, fuse, bias)
 
 
+def weights_of(*parts: Any) -> ExpertWeights:
+    """Quantised weights of their parts; the order that the codes are in stays.
+
+    They lie in the caller's ``ExpertWeights``, which would not know of another order.
+    """
+    w = ExpertWeights(*parts)
+    w.refused = True
+    return w
+
+
 def no_second(_ctx: Any, *_: Any) -> None:
     """The gradient of an operator that is a gradient: there is none."""
     raise RuntimeError("pretuned: a gradient of grouped_gemm has no gradient itself: it can't be differentiated again")

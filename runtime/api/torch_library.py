@@ -19,7 +19,7 @@ from ..ops.autograd import backward, wanted
 from ..weights.expert_weights import ExpertWeights
 from . import lora_library
 from .lora import Lora, low_rank_of
-from .operator_call import PARTS, REST, call_of, no_second
+from .operator_call import PARTS, REST, call_of, no_second, weights_of
 
 _CALL = f"Tensor w, {REST}"
 # Quantised weights by their parts, in the order of ``ExpertWeights``' fields.
@@ -78,11 +78,11 @@ def _forward_fake(x: torch.Tensor, *rest: Any) -> torch.Tensor:
 
 
 def _quantised(x: torch.Tensor, *parts: Any) -> torch.Tensor:
-    return _forward(x, ExpertWeights(*parts[:PARTS]), *parts[PARTS:])
+    return _forward(x, weights_of(*parts[:PARTS]), *parts[PARTS:])
 
 
 def _quantised_fake(x: torch.Tensor, *parts: Any) -> torch.Tensor:
-    return _forward_fake(x, ExpertWeights(*parts[:PARTS]), *parts[PARTS:])
+    return _forward_fake(x, weights_of(*parts[:PARTS]), *parts[PARTS:])
 
 
 def _backward(
@@ -97,7 +97,7 @@ def _backward(
 
 
 def _quantised_backward(dy: torch.Tensor, x: torch.Tensor, *parts: Any) -> tuple[torch.Tensor, ...]:
-    dx, _, dweights, dbias = _backward(dy, x, ExpertWeights(*parts[:PARTS]), *parts[PARTS:])
+    dx, _, dweights, dbias = _backward(dy, x, weights_of(*parts[:PARTS]), *parts[PARTS:])
     return dx, dweights, dbias
 
 

@@ -114,7 +114,7 @@ class AdaptedGemm(torch.autograd.Function):
         needs, one = wanted(ctx.needs_input_grad, form), LowRank(A, B, scale)
         w = ctx.frozen if w is None else w
         if plan is not None and weights is None:
-            found = plan.adapted(x, w, m_sizes, dy, needs, one, u, w_shape)
+            found = plan.adapted(x, w, m_sizes, dy, needs, one, u, w_shape, index)
             if found is not None:
                 return found[0], found[1], None, *found[2:6], None, None
         dy = in_memory("dy", dy)
@@ -159,7 +159,7 @@ def with_adapter(
     elif needs_x:
         dx = gradients.grad_x(call, grad_y, do, beside)
     if x is not None and (needs_w or u is not None):
-        rows_x = gradients.sorted_x(call, x)
+        rows_x = gradients.sorted_x(call, x, do)
     if needs_w or needs_bias:
         dw, dbias = gradients.grad_w_and_bias(call, grad_y, rows_x if needs_w else None, bias=needs_bias, do=do)
     if beside is not None and u is not None and rows_x is not None:

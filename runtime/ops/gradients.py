@@ -109,7 +109,9 @@ def grad_x(call: Call, dy: GradY, do: Now = NOW, beside: Beside | None = None) -
     if beside is not None and call.form.permute_x and call.fusions.weights is None and many == call.M:
         # Code that adds a low-rank part stores rows where they are: they are put in their places afterwards.
         raw = low_rank.product(_rows_of_dx(call, dy, None, moves=False), *beside, do)
-        return tokens.combine(raw, _places(call, index), topk, do=do)
+        if index is None:
+            raise AssertionError("no index")
+        return tokens.combine(raw, do.call(partial(_places, many=many), call.m_sizes, index), topk, do=do)
     raw = _grad_rows(call, dy, call.flat_weights(dy.given), do, beside)
     if not call.form.permute_x or topk == 1:
         return raw
@@ -175,10 +177,13 @@ def grad_adapter(
     return LowRankGradients(weight(_scaled(call, beside.v, flat), x, call.m_sizes, do=do), dB)
 
 
-def sorted_x(call: Call, x: torch.Tensor) -> torch.Tensor:
+def sorted_x(call: Call, x: torch.Tensor, do: Now = NOW) -> torch.Tensor:
     """The rows of x [M, K] in the sorted order; those of an index out of range are zero."""
-    form = call.form
-    return _gathered(x, call.fusions.index, call.x_rows * form.topk, form.topk) if form.permute_x else x
+    form, index = call.form, call.fusions.index
+    if not form.permute_x or index is None:
+        return x
+    gathered = partial(_gathered, index_end=call.x_rows * form.topk, divisor=form.topk)
+    return do.call(gathered, x, index)  # type: ignore[no-any-return]
 
 
 def _scaled(call: Call, rows: torch.Tensor, flat: torch.Tensor | None) -> torch.Tensor:
@@ -211,13 +216,11 @@ def _grad_rows(
     return low_rank.product(product, one, v, do, dx)
 
 
-def _places(call: Call, index: torch.Tensor | None) -> torch.Tensor:
-    """int32 [T*topk]: the sorted row of each slot, -1 of one that takes no part."""
-    if index is None:
-        raise AssertionError("no index")
-    many = call.x_rows * call.form.topk
-    rows = torch.arange(1, call.M + 1, dtype=torch.int32, device=index.device)
-    part = reference.taking_part(call.m_sizes, index, many, call.M)
+def _places(m_sizes: torch.Tensor, index: torch.Tensor, *, many: int) -> torch.Tensor:
+    """int32 [many]: the sorted row of each slot, -1 of one that takes no part; index [M]."""
+    M = index.shape[0]
+    rows = torch.arange(1, M + 1, dtype=torch.int32, device=index.device)
+    part = reference.taking_part(m_sizes, index, many, M)
     return _to_flat(rows, part, reference.rows_of(index, many), many) - 1
 
 

@@ -180,21 +180,26 @@ class ExecutionPlan(_Plan):
 
     def adapted(
         self, x: torch.Tensor | None, w: _W | None, m_sizes: torch.Tensor, dy: torch.Tensor, needs: autograd.Needs,
-        one: LowRank, u: torch.Tensor | None, shape: torch.Size,
+        one: LowRank, u: torch.Tensor | None, shape: torch.Size, index: torch.Tensor | None,
     ) -> _Results | None:  # fmt: skip
-        """As ``autograd.with_adapter``, of a plain call with a frozen w; None where that has to compute them."""
+        """As ``autograd.with_adapter``, of a call with a frozen w that is plain, or whose rows of x are gathered.
+
+        None where that has to compute them.
+        """
         learns = (*needs, u is not None)
         operands: Any = (w,) if self._dense else operands_of(w).values()  # type: ignore[arg-type]
-        given = (dy, x, u, one.A, one.B, *operands, m_sizes)
+        index = index if self.form.permute_x else None
+        given = (dy, x, u, one.A, one.B, *operands, index, m_sizes)
         known = self._gradients.get(learns)
         if known is not None:
             return self._again(known, self.sizes[0], given)
-        if not self.form.plain or any(needs[1:]):
+        form = self.form
+        if form.permute_y or not (form.plain or form.permute_x) or any(needs[1:]):
             return None
         if type(dy) is not torch.Tensor or dy.dtype not in _KINDS or not dy.is_contiguous():
             return None
         w = m_sizes.new_empty((), dtype=dy.dtype).expand(shape) if w is None else w  # only its shape is read
-        call = Call(self.form, w, m_sizes, Fusions(None, None, None), *self.sizes)
+        call = Call(form, w, m_sizes, Fusions(index, None, None), *self.sizes)
         return self._first(
             learns, self.sizes[0], given, len(given) - 1,
             lambda do: autograd.with_adapter(call, dy, x, needs, one, u, do),

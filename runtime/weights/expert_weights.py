@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...artifacts.records.precision import PRECISIONS, DType, Precision, dtypes_of
-from .given import as_bytes, bad, check_finite, fit, flat, of_dtype, told
+from .given import as_bytes, bad, check_finite, check_flag, fit, flat, of_dtype, told
 
 if TYPE_CHECKING:
     from .codes import Quantised
@@ -65,6 +65,7 @@ class ExpertWeights:
         InputError
             for a wrong shape, dtype, device or stride, or a scale that is NaN or infinite; the others likewise.
         """
+        check_flag("quantize_x", quantize_x)
         return _checked(cls("fp8_block" if quantize_x else "fp8_block_a16", codes, scale))
 
     @classmethod
@@ -73,6 +74,7 @@ class ExpertWeights:
 
         With ``quantize_x`` x is quantised, too (w8a8): to e4m3, with a scale a row.
         """
+        check_flag("quantize_x", quantize_x)
         return _checked(cls("fp8_channel" if quantize_x else "fp8_channel_a16", codes, scale))
 
     @classmethod
@@ -129,6 +131,8 @@ class ExpertWeights:
         """
         from . import checkpoints  # here, as a process that is given codes and scales reads none
 
+        if quantize_x is not None:
+            check_flag("quantize_x", quantize_x, " or None")
         format, found = checkpoints.read(tensors, quantization_config, part, quantize_x)
         return _checked(cls(format if format != "int4" else _int4_format(*found[:3]), *found))
 
@@ -154,9 +158,11 @@ class ExpertWeights:
     def from_state_dict(cls, format: str, state: Mapping[str, torch.Tensor]) -> ExpertWeights:
         """What ``state_dict`` gave, with ``format``."""
         given = dict(state)
-        order = int(given.pop("order", torch.zeros(())))
+        number = torch.as_tensor(given.pop("order", torch.zeros(())))
+        if number.dtype is torch.bool or number.dim():
+            raise bad("order", told(number), "a number, as state_dict has it")
         try:
-            return _checked(cls(format, **given, order=order))
+            return _checked(cls(format, **given, order=int(number)))
         except TypeError:
             raise bad("the state", f"of {sorted(state)}", "codes, scale, order and, where the format has them, zero "
                        "and global_scale") from None  # fmt: skip

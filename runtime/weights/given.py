@@ -31,6 +31,12 @@ def check_finite(name: str, given: torch.Tensor) -> None:
         raise bad(name, f"{what} at {at}, one of {int(wrong.sum())}", "numbers: is the checkpoint damaged?")
 
 
+def check_flag(name: str, given: object, more: str = "") -> None:
+    """Raise InputError for what is neither True nor False: a word like "no" is not taken for True."""
+    if not isinstance(given, bool):
+        raise bad(name, repr(given), f"True or False{more}")
+
+
 def flat(codes: torch.Tensor) -> torch.Tensor:
     """[E, N, K/32, 16] as [E, N, K/2]."""
     if isinstance(codes, torch.Tensor) and codes.dim() == 4:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_quantised
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,7 +17,18 @@ PAGE = ROOT / "docs" / "runtime" / "finetuning.md"
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # transformers' and PEFT's own
 
 
+@pytest.fixture
+def keeps_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp8 stays fp8 without the GPU that transformers asks for; loaders are transformers' own afterwards."""
+    auto = pytest.importorskip("transformers.quantizers.auto")
+    fp8 = pytest.importorskip("transformers.quantizers.quantizer_finegrained_fp8")
+    monkeypatch.setattr(fp8.FineGrainedFP8HfQuantizer, "validate_environment", lambda self, *_, **__: None)
+    for name in ("mxfp4", "compressed-tensors"):
+        monkeypatch.setitem(auto.AUTO_QUANTIZER_MAPPING, name, auto.AUTO_QUANTIZER_MAPPING[name])
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("keeps_codes")
 def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     transformers = pytest.importorskip("transformers", minversion="5.8")
     pytest.importorskip("peft", minversion="0.21")
@@ -25,9 +37,14 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplo
         head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, intermediate_size=48,
     )  # fmt: skip
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "Qwen" / "Qwen3-30B-A3B")
+    tiny_quantised.fp8(tmp_path / "fp8").quantised.rename(tmp_path / "Qwen" / "Qwen3-30B-A3B-FP8")
+    (tmp_path / "openai").mkdir()
+    tiny_quantised.mxfp4(tmp_path / "mxfp4").quantised.rename(tmp_path / "openai" / "gpt-oss-20b")
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 5
+    saved = iter(("adapter", "adapter-fp8", "adapter-mxfp4"))
+    codes = iter((torch.bfloat16, torch.float8_e4m3fn, torch.uint8))
     names: dict[str, Any] = {"__name__": "example"}
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), names)  # our own page
@@ -35,7 +52,10 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplo
             grads = {name for name, one in names["model"].named_parameters() if one.grad is not None}
             assert any("experts" in name for name in grads)
             assert all("lora_" in name for name in grads)
-            assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+            assert (tmp_path / next(saved) / "adapter_model.safetensors").exists()
+            kind = next(codes)
+            assert {one.dtype for name, one in names["model"].named_parameters() if "down_proj" in name and
+                    "bias" not in name and "scale" not in name} == {kind}  # fmt: skip
         else:
             assert all(names[name].B.grad.any() for name in ("first", "second"))
     assert "is read as its parametrization" not in caplog.text
@@ -50,4 +70,22 @@ def test_the_example_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     losses = runpy.run_path(str(ROOT / "examples" / "finetune_lora.py"))["main"]()
     assert losses[-1] < losses[0] - 0.05
     assert all(torch.isfinite(torch.tensor(losses)))
+    assert (out / "adapter_config.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("keeps_codes")
+@pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
+def test_the_example_learns_beside_quantised_experts(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers", minversion="5.23")
+    pytest.importorskip("peft", minversion="0.21")
+    model, text, out = getattr(tiny_quantised, kind)(tmp_path).quantised, tmp_path / "a.txt", tmp_path / "adapter"
+    text.write_text("abcdefgh" * 64)
+    given = ["--model", str(model), "--text", str(text), "--steps", "12", "--batch", "2", "--length", "32"]
+    given += ["--rank", "4", "--rate", "2e-2", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["finetune_lora.py", *given])
+    losses = runpy.run_path(str(ROOT / "examples" / "finetune_lora.py"))["main"]()
+    assert losses[-1] < losses[0] - 0.05
     assert (out / "adapter_config.json").exists()

@@ -34,15 +34,16 @@ from ...runtime.launch.quantised import wants_order
 from ...runtime.ops.layer import FrozenWeights, Weights, weights_of
 from ...runtime.settings import settings
 from ...runtime.weights.expert_weights import ExpertWeights
+from .adapters import NAME, any_held, held_by
 from .gates import recognise
+from .injection import watch
 from .lora import adapted
-from .quantised import keep_compressed_tensors, quantised, restore
+from .quantised import follow, keep_compressed_tensors, quantised, restore
 
 _Adapters: TypeAlias = tuple[Lora | None, Lora | None]
 
 _transformed = torch._C._are_functorch_transforms_active
 _COMPUTED = (*DTYPES, torch.float64)
-NAME = "pretuned"
 
 _log = logging.getLogger(__name__)
 
@@ -76,10 +77,15 @@ def _watch_models() -> None:
     torch.nn.modules.module.register_module_module_registration_hook(_seen)
 
 
-def _seen(_parent: Any, _name: str, module: Any) -> None:
-    """torch's hook where a module gets a part: the class of one that has experts prepares them where they come to."""
+def _seen(parent: Any, name: str, module: Any) -> None:
+    """torch's hook where a module gets a part: the class of one that has experts prepares them where they come to.
+
+    One of PEFT's that gets a model is to see quantised experts as weights (``injection.py``).
+    """
     if "is_transposed" in getattr(module, "__dict__", ()) and hasattr(module, "_apply_gate"):
         _prepares(type(module))  # type: ignore[arg-type]
+    elif name == "model":
+        watch(parent, module)
 
 
 @functools.cache
@@ -93,6 +99,7 @@ def _then_prepare(own: Any) -> Any:
     @functools.wraps(own)
     def call(self: Any, *args: Any, **more: Any) -> Any:
         done = own(self, *args, **more)
+        follow(self)
         if _on_gpu(self) and getattr(self.config, "_experts_implementation", None) == NAME:
             prepare(self)
         return done
@@ -166,13 +173,24 @@ def experts_or_own(
     try:
         return experts_forward(self, hidden_states, top_k_index, top_k_weights)
     except InputError as error:
-        own = getattr(type(self).forward, "__wrapped__", None)
-        if own is None or settings().strict:
+        own = _own(type(self))  # type: ignore[arg-type]
+        if own is None or settings().strict or any_held(self):  # its own code knows of no adapters
             raise
         _tell(f"{type(self).__name__} runs its own code: {error}")
         restore(self)
     out: torch.Tensor = own(self, hidden_states, top_k_index, top_k_weights)
     return out
+
+
+@functools.cache
+def _own(kind: Any) -> Any:
+    """The forward that transformers' dispatch stands for, or None; FP8Experts' is wrapped anew for each layer."""
+    found, dispatch = kind.forward, getattr(kind.forward, "__code__", None)
+    if not hasattr(found, "__wrapped__"):
+        return None
+    while hasattr(found, "__wrapped__") and found.__code__ is dispatch:
+        found = found.__wrapped__
+    return found
 
 
 def experts_forward(
@@ -218,7 +236,7 @@ def experts_forward(
     ids = top_k_index.long()
     outside = (ids < 0) | (ids >= E)
     if sliced:
-        y = _slot_by_slot(self, hidden, given, ids.masked_fill(outside, 0), gated, second)
+        y = _slot_by_slot(self, hidden, given, ids.masked_fill(outside, 0), gated, second, lora)
     else:
         y = _grouped(self, hidden, given, top_k_index, gated, second, lora)
     wide = torch.promote_types(y.dtype, torch.float32)
@@ -255,10 +273,10 @@ def _grouped(
 
 def _slot_by_slot(
     experts: Any, hidden: torch.Tensor, given: Weights | FrozenWeights, ids: torch.Tensor, gated: bool,
-    dtype: torch.dtype,
+    dtype: torch.dtype, lora: _Adapters,
 ) -> torch.Tensor:  # fmt: skip
     """As ``_grouped``, in operations that vmap and the other transforms of torch.func know; ids in [0, E)."""
-    w1, w2 = (w.dequantize(dtype) if isinstance(w, ExpertWeights) else w for w in given[:2])
+    w1, w2 = (_whole(w, one, dtype) for w, one in zip(given[:2], lora, strict=True))
     b1, b2 = given[2:]
     k, chosen = ids.shape[1], ids.reshape(-1)
 
@@ -271,13 +289,21 @@ def _slot_by_slot(
     return product(_between(experts, h, gated, dtype), w2, b2)
 
 
+def _whole(w: torch.Tensor | ExpertWeights, lora: Lora | None, dtype: torch.dtype) -> torch.Tensor:
+    """W + scale B A, of quantised weights [E, N, K]; of others what was read has its adapter."""
+    if not isinstance(w, ExpertWeights):
+        return w
+    made = w.dequantize(dtype)
+    return made if lora is None else made + lora.scale * (lora.B.to(dtype) @ lora.A.to(dtype))
+
+
 def _weights(
     experts: Any, first: str, dtype: torch.dtype, *, as_read: bool
 ) -> tuple[Weights | FrozenWeights, _Adapters]:  # fmt: skip
     """The module's weights as this rank has them, its biases in their dtypes, and the adapters of the weights.
 
-    InputError for what can't be used. Beside quantised weights biases are of ``dtype``, and there are no adapters.
-    ``as_read``: adapters are not looked for, but in the weights.
+    InputError for what can't be used. Beside quantised weights biases are of ``dtype``.
+    ``as_read``: adapters are not looked for, but in the weights; those of quantised weights are none that is read.
     """
     gate_up, down = quantised(experts, first), quantised(experts, "down_proj")
     if gate_up is not None and down is not None:
@@ -285,7 +311,7 @@ def _weights(
         biases = (
             getattr(experts, f"{name}_bias").to(dtype) if experts.has_bias else None for name in (first, "down_proj")
         )
-        return weights_of(gate_up, down, *biases), (None, None)
+        return weights_of(gate_up, down, *biases), (held_by(experts, first), held_by(experts, "down_proj"))
     names = first, "down_proj"
     found = [(getattr(experts, name), None) if as_read else adapted(experts, name) for name in names]
     w1, w2 = (_usable(experts, name, w) for name, (w, _) in zip(names, found, strict=True))

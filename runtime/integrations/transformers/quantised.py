@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...runtime.check.tensors import bad
 from ...runtime.weights.codes import e8m0
 from ...runtime.weights.expert_weights import ExpertWeights
 from ...runtime.weights.packings import E8M0
 
 _NAME = "_pretuned_weights"
 # Of codes and scales: of transformers' fp8, of gpt-oss, and of compressed-tensors' packed and other codes.
-_NAMES = (("", "_scale_inv"), ("_blocks", "_scales"), ("_packed", "_scale"), ("", "_scale"))
+ENDS = (("", "_scale_inv"), ("_blocks", "_scales"), ("_packed", "_scale"), ("", "_scale"))
 _GROUPS = (32, 64, 128)  # of int4
 
 
@@ -28,9 +29,13 @@ class _Held(NamedTuple):
     scale: torch.Tensor
     weights: ExpertWeights
 
+    def is_of(self, codes: torch.Tensor, scale: torch.Tensor) -> bool:
+        """Whether these are the parameters."""
+        return codes is self.codes and scale is self.scale
+
     def holds(self, codes: torch.Tensor, scale: torch.Tensor) -> bool:
         """Whether these are the parameters, and nothing has moved them."""
-        return codes is self.codes and scale is self.scale and codes.data_ptr() == self.weights.codes.data_ptr()
+        return self.is_of(codes, scale) and codes.data_ptr() == self.weights.codes.data_ptr()
 
 
 def quantised(experts: Any, name: str) -> ExpertWeights | None:
@@ -41,7 +46,7 @@ def quantised(experts: Any, name: str) -> ExpertWeights | None:
     InputError
         for scales of other blocks, and what ``ExpertWeights`` refuses.
     """
-    for codes_end, scale_end in _NAMES:  # the scale first: to read w that has an adapter of PEFT's makes W + s B A
+    for codes_end, scale_end in ENDS:  # the scale first: to read w that has an adapter of PEFT's makes W + s B A
         scale = getattr(experts, name + scale_end, None)
         codes = None if scale is None else getattr(experts, name + codes_end, None)
         if codes is not None:
@@ -52,14 +57,23 @@ def quantised(experts: Any, name: str) -> ExpertWeights | None:
         return None
     if codes.element_size() != 1 and codes.dtype is not torch.int32:
         return None
+    if name + codes_end in experts.__dict__.get("_modules", {}).get("parametrizations", ()):
+        bad(name, "codes that a parametrization adds to (PEFT's, as adapters are put on while experts don't run on "
+            "pretuned)", "adapters put on by get_peft_model after register(), of a model with "
+            "experts_implementation='pretuned'", "experts_forward")  # fmt: skip
+    if torch.compiler.is_compiling():
+        known = experts.__dict__.get(_NAME, {}).get(name)
+        if known is not None and known.is_of(codes, scale) and known.weights.device == codes.device:
+            return known.weights  # type: ignore[no-any-return]  # (a graph can't look at addresses)
+        return torch.compiler.disable(quantised)(experts, name)  # type: ignore[no-untyped-call,no-any-return]
     every: dict[str, _Held] = experts.__dict__.setdefault(_NAME, {})
     known = every.get(name)
     if known is not None and known.holds(codes, scale):
         return known.weights
-    if not every:
-        _watch(experts)
     # One that was moved is in the order in which it was.
     order = known.weights.order if known is not None and codes is known.codes else 0
+    if not every:
+        _watch(experts)
     weights = _made(codes.detach(), scale.detach(), order)
     every[name] = _Held(codes, scale, weights)
     return weights
@@ -78,6 +92,13 @@ def _made(codes: torch.Tensor, scale: torch.Tensor, order: int) -> ExpertWeights
     if order:
         made = ExpertWeights.from_state_dict(made.format, made.state_dict() | {"order": torch.tensor(order)})
     return made
+
+
+def follow(experts: Any) -> None:
+    """Hold a module's codes where they lie now: after a move, which a traced call can't see."""
+    for name, one in list(experts.__dict__.get(_NAME, {}).items()):
+        if not one.codes.is_meta:
+            quantised(experts, name)
 
 
 def restore(experts: Any) -> None:
@@ -134,7 +155,8 @@ def keep_mxfp4() -> None:
 
         @property
         def is_trainable(self) -> bool:
-            return False
+            """Adapters beside it are: transformers' Trainer asks."""
+            return True
 
     auto.AUTO_QUANTIZER_MAPPING["mxfp4"] = PackedMxfp4Quantizer
 

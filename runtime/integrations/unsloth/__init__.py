@@ -105,6 +105,8 @@ class KernelConfigBackward_dW(KernelConfig):  # noqa: N801, the documented name
     use_tma_load_x: bool = False
 
 
+_ELSEWHERE = {"debug", "use_tma_load_w", "use_tma_load_x", "use_tma_load_dy"}  # keywords that each single call takes
+
 _Given: TypeAlias = "KernelConfig | KernelPair | Preference | Config | None"
 
 
@@ -171,7 +173,8 @@ def grouped_gemm_forward(
     """The forward alone: y without a gradient.
 
     ``wish`` are the documented knobs: BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K, num_warps, num_stages, use_tma_load_w,
-    use_tma_load_x, use_tma_store, flatten and debug. Without one of them the bundles' best choice runs.
+    use_tma_load_x, use_tma_store, flatten and debug. Without one of them the bundles' best choice runs. Each single
+    call takes every use_tma_load_*: of a tensor that it doesn't load, that changes nothing.
 
     Raises
     ------
@@ -301,12 +304,18 @@ def _tell(text: str) -> None:
 
 
 def _wished(kind: type[KernelConfig], call: str, wish: dict[str, Any]) -> KernelConfig | None:
-    """The config of documented keywords; None where there are none of them."""
-    wish = {name: value for name, value in wish.items() if name != "debug"}
+    """The config of documented keywords; None where there are none of them.
+
+    Those that are documented for another of the calls change nothing: what they name isn't loaded here.
+    """
     known = {field.name for field in dataclasses.fields(kind)} - {"permute_x", "permute_y", "fuse_mul_post"}
-    unknown = sorted(wish.keys() - known)
+    unknown = sorted(wish.keys() - known - _ELSEWHERE)
     if unknown:
-        raise TypeError(f"{call}() got unexpected keyword arguments {unknown}, wanted of {sorted(known)}, debug")
+        raise TypeError(f"{call}() got unexpected keyword arguments {unknown}, wanted of {sorted(known | _ELSEWHERE)}")
+    idle = sorted(wish.keys() - known)
+    if idle:
+        _log.debug("pretuned: %s: %s changes nothing there", call, ", ".join(idle))
+    wish = {name: value for name, value in wish.items() if name in known}
     return kind(**wish) if wish else None
 
 

@@ -325,11 +325,21 @@ def test_a_layer_with_dropout(device: Device, monkeypatch: pytest.MonkeyPatch) -
     on(monkeypatch, True)
     for p in (0.0, 0.0, 0.5, 0.5, 0.0):
         torch.testing.assert_close(call(p), wanted[p], rtol=1e-4, atol=1e-3)
+    for wrong in (False, None, torch.tensor(0.0)):  # beside a plan of a layer without
+        with pytest.raises(InputError, match=r"lora.dropout is .*, wanted a number of at least 0 and below 1"):
+            call(wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("p", [-0.1, 1.0, True, "0.1", None])
+@pytest.mark.parametrize("p", [-0.1, 1.0, True, False, "0.1", None])
 def test_what_is_no_dropout(p: Any) -> None:
     x, w, m_sizes = torch.randn(9, K), torch.randn(E, N, K), torch.tensor([2, 3, 0, 4])
     lora = Lora(torch.randn(E, R, K), torch.randn(E, N, R), 1.0, p)
     with pytest.raises(InputError, match=r"lora.dropout is .*, wanted a number of at least 0 and below 1"):
         grouped_gemm(x, w, m_sizes, lora=lora)
+
+
+@pytest.mark.parametrize("scale", [True, False, "1", None, 1j])
+def test_what_is_no_scale(scale: Any) -> None:
+    x, w, m_sizes = torch.randn(9, K), torch.randn(E, N, K), torch.tensor([2, 3, 0, 4])
+    with pytest.raises(InputError, match=r"lora.scale is .*, wanted a number"):
+        grouped_gemm(x, w, m_sizes, lora=Lora(torch.randn(E, R, K), torch.randn(E, N, R), scale))

@@ -108,8 +108,45 @@ def test_the_single_calls(layer: dict[str, torch.Tensor]) -> None:
     torch.testing.assert_close(grouped_gemm_dX(dy, flat, use_tma_load_dy=True, use_tma_load_w=True, **how, **wish), dx)
     x = layer["x"].detach()
     torch.testing.assert_close(grouped_gemm_dW(x, dy, use_tma_load_dy=True, use_tma_load_x=True, **how, **wish), dw)
-    with pytest.raises(TypeError, match=r"grouped_gemm_dX\(\) got unexpected keyword arguments \['use_tma_load_x'\]"):
-        grouped_gemm_dX(dy, flat, use_tma_load_x=True, **how)
+    with pytest.raises(
+        TypeError, match=r"grouped_gemm_dX\(\) got unexpected keyword arguments \['BLOCK_M'\], wanted of"
+    ):
+        grouped_gemm_dX(dy, flat, BLOCK_M=64, **how)
+
+
+DOCUMENTED: dict[str, Any] = {
+    "BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32, "num_warps": 4, "num_stages": 3, "use_tma_load_w": True,
+    "use_tma_load_x": True, "use_tma_load_dy": True, "use_tma_store": True, "flatten": False, "debug": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*DOCUMENTED, "autotune"])
+def test_each_single_call_takes_each_documented_knob(layer: dict[str, torch.Tensor], name: str, caplog: Any) -> None:
+    x, flat = layer["x"].detach(), layer["up"].detach().reshape(-1, H)
+    dy = torch.randn(T * K, 2 * I)
+    how = {"topk": K, "m_sizes": layer["m_sizes"], "gather_indices": layer["rows"], "permute_x": True}
+    knob = {name: DOCUMENTED.get(name, True)}
+    with caplog.at_level(logging.DEBUG, logger=unsloth.__name__):
+        for call, given in (
+            (grouped_gemm_forward, (x, flat)),
+            (grouped_gemm_dX, (dy, flat)),
+            (grouped_gemm_dW, (x, dy)),
+        ):
+            assert torch.equal(call(*given, **how, **knob), call(*given, **how))
+    idle = {"debug": 3, "use_tma_load_w": 1, "use_tma_load_x": 1, "use_tma_load_dy": 1}.get(name, 0)
+    assert caplog.text.count("changes nothing there") == idle
+
+
+@pytest.mark.parametrize("kind", [KernelConfigForward, KernelConfigBackward_dX, KernelConfigBackward_dW])
+def test_each_config_has_the_documented_fields(kind: type[Any]) -> None:
+    loads = {KernelConfigForward: "wx", KernelConfigBackward_dX: ("dy", "w"), KernelConfigBackward_dW: ("dy", "x")}
+    own = {f"use_tma_load_{one}" for one in loads[kind]}
+    common = {name for name in DOCUMENTED if "_load_" not in name and name != "debug"}
+    assert {one.name for one in dataclasses.fields(kind)} == {
+        *own, *common, "permute_x", "permute_y", "fuse_mul_post",
+    }  # fmt: skip
+    made = kind(**{name: value for name, value in DOCUMENTED.items() if name in own | common})
+    assert (made.BLOCK_SIZE_M, made.num_stages, made.use_tma_store, made.flatten) == (64, 3, True, False)
 
 
 def test_signatures_are_the_documented_ones() -> None:

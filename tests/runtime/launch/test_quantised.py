@@ -25,6 +25,7 @@ from pretuned.kernels.contract.registry import arguments, divisibility, entry_of
 from pretuned.kernels.contract.spec import Spec
 from pretuned.runtime import ExpertWeights, grouped_gemm, grouped_gemm_dX
 from pretuned.runtime.api import call as api_call
+from pretuned.runtime.api import lora_library, torch_library
 from pretuned.runtime.check import tensors as check_tensors
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.driver import cuda
@@ -171,6 +172,24 @@ def test_where_a_forward_wants_them_in_order_dx_reads_that(gpu: Gpu80, monkeypat
     assert [(one.op, one.layout) for one in gpu.asked] == [(Op.DX, Layout.NK)]
     ((_, read),) = gpu.launched
     assert (read["w"], read["w_scale"]) == (w.codes.data_ptr(), w.plain_scale.data_ptr())  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_an_operator_leaves_codes_in_their_order(gpu: Gpu80, monkeypatch: pytest.MonkeyPatch, adapter: bool) -> None:
+    """A graph of torch.compile has their order as a number, which no other order would change."""
+    assert {lora_library, torch_library}  # which have the operators
+    monkeypatch.setattr(gpu, "serves", lambda _problem: True)
+    w, x = weights("mxfp4"), torch.randn(T, K).bfloat16()
+    before, parts = w.codes.clone(), (w.format, w.codes, w.scale, w.zero, w.global_scale)
+    rest = (counts(), None, None, None, 1, False, False, False, "nk", False)
+    for _ in range(1 if adapter else 2):  # (this driver reads a launch as of what was asked for last)
+        if adapter:
+            low = torch.randn(E, 8, K).bfloat16(), torch.randn(E, N, 8).bfloat16(), 1.0
+            torch.ops.pretuned.grouped_gemm_lora(x, *low, None, *parts, 0, *rest)
+        else:
+            torch.ops.pretuned.grouped_gemm_quantised(x, *parts, 0, *rest, False, False)
+        assert torch.equal(w.codes, before)
+    assert Layout.STORED in {one.layout for one in gpu.asked if one.dtype is DType.MXFP4}
 
 
 def test_weights_that_have_no_order_are_looked_at_once_and_read_as_they_are(

@@ -269,7 +269,7 @@ def test_a_product_beside_an_adapter(
     planned: list[plan.ExecutionPlan], device: Device, monkeypatch: pytest.MonkeyPatch, needs: str, gathered: bool,
     inside: bool,
 ) -> None:  # fmt: skip
-    """It comes again with other numbers; of rows that stay its gradient does, too."""
+    """It comes again with other numbers, and so does its gradient."""
     device.there |= LOW_RANK if inside else set()
     generator = torch.Generator().manual_seed(3)
     m_sizes, index = torch.tensor([5, 0, 7, 1]), torch.randperm(T * TOPK, generator=generator)  # the last is no one's
@@ -298,13 +298,42 @@ def test_a_product_beside_an_adapter(
         same(seed)
     assert len(planned) == 3
     programs = [one.program for one in planned[0]._gradients.values() if one is not None]
-    # v, dX with its part or two products, dB and dA
-    steps = (1 + (1 if inside else 2) * ("x" in needs) + 2 * ("B" in needs)) if needs and not gathered else 0
+    # v, dX with its part or two products, dB and dA; rows that were gathered by torch's own steps
+    dx = (1 if inside else 2) + gathered  # and its rows are put in their places
+    steps = (1 + dx * ("x" in needs) + 2 * ("B" in needs)) if needs else 0
     assert [len(one.steps) for one in programs] == ([steps] if steps else [])
     same(4, r=8)  # another kind each
     same(4, scale=2.0)
     same(5)
     assert len(planned) == 3
+
+
+@pytest.mark.parametrize("topk", [1, TOPK])
+@pytest.mark.parametrize("padding", [0, 3])
+def test_a_gathered_gradient_beside_an_adapter_comes_again(
+    planned: list[plan.ExecutionPlan], monkeypatch: pytest.MonkeyPatch, topk: int, padding: int
+) -> None:
+    """Rows of other experts, rows that pad them, another order each time: of what the plan was made for or not."""
+    w, many = torch.randn(E, N, K), T * topk
+    sizes = {"x": (T, K), "A": (E, 4, K), "B": (E, N, 4)}
+
+    def step(seed: int, simulated: bool) -> list[torch.Tensor]:
+        on(monkeypatch, simulated)
+        torch.manual_seed(seed)
+        given = {name: torch.randn(size, requires_grad=True) for name, size in sizes.items()}
+        index = torch.cat([torch.randperm(many), torch.full((padding,), -1)])[torch.randperm(many + padding)]
+        last = many + padding - seed - 3  # of the others no expert is here
+        m_sizes = torch.tensor([3, 0, last - 1, 1])
+        y = grouped_gemm(
+            given["x"], w, m_sizes, topk, index, permute_x=True, zero_tail=True, lora=Lora(given["A"], given["B"], 0.5)
+        )  # fmt: skip
+        return [y.detach(), *torch.autograd.grad(y, list(given.values()), torch.randn_like(y))]
+
+    for seed in range(4):
+        for got, want in zip(step(seed, True), step(seed, False), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+    found = [one for each in planned for one in each._gradients.values()]
+    assert any(one is not None for one in found) is (not padding or topk == 1)
 
 
 @pytest.mark.parametrize(

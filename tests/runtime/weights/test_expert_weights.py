@@ -77,6 +77,12 @@ def test_quantize_x_is_part_of_the_format() -> None:
     ):
         assert make(codes, scale).format == name
         assert make(codes, scale, quantize_x=False).format == f"{name}_a16"
+        for wrong in (1, 0, None, "no"):
+            with pytest.raises(InputError, match=r"quantize_x is .*, wanted True or False$"):
+                make(codes, scale, quantize_x=wrong)
+    tensors = {"weight": codes, "weight_scale_inv": torch.ones(1, 1, 1)}
+    with pytest.raises(InputError, match=r"quantize_x is 'no', wanted True or False or None"):
+        ExpertWeights.from_tensors(tensors, {}, "down", quantize_x="no")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("K", "groups", "group"), [(256, 8, 32), (256, 4, 64), (256, 2, 128), (300, 3, 128),
@@ -134,6 +140,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: ExpertWeights.quantize(_ones(2, 4, 6), "bf16"), "format is 'bf16', wanted one of fp8_block, "),
     (lambda: ExpertWeights.quantize(_ones(2, 4, 6), "fp8_channel").dequantize(expert=2), "expert is 2, wanted one of the 2"),
     (lambda: ExpertWeights.from_state_dict("mxfp4", {"codes": _zeros(2, 4, 16)}), "the state is of ['codes'], wanted codes, scale"),
+    (lambda: ExpertWeights.from_state_dict("mxfp4", {"codes": _zeros(2, 4, 16), "scale": _zeros(2, 4, 1), "order": torch.tensor(True)}), "order is torch.bool"),
     (lambda: ExpertWeights.from_state_dict("nope", {"codes": _zeros(2, 4, 16), "scale": _zeros(2, 4, 1)}), "format is 'nope'"),
 ]  # fmt: skip
 

@@ -145,6 +145,27 @@ def test_other_blocks_are_refused_by_name(library: Any) -> None:
         model(IDS)
 
 
+def test_own_code_is_none_that_asks_pretuned_again(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP8Experts is one class, whose forward transformers wraps anew for each layer."""
+    model, _ = pair(library)
+    (_, experts), *_ = experts_of(model)
+    own = ours._own(type(experts))
+    assert own.__qualname__ == "FP8Experts.forward"
+    assert own.__code__ is not type(experts).forward.__code__
+    experts.down_proj_scale_inv = torch.nn.Parameter(torch.ones(4, 2, 2))
+    asked: list[Any] = []
+
+    def linear(_self: Any, x: torch.Tensor, w: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        asked.append(w)
+        return x.new_zeros(len(x), w.shape[0])
+
+    monkeypatch.setattr(type(experts), "linear", linear)
+    x = torch.randn(3, 128)
+    out = ours.experts_or_own(experts, x, torch.tensor([[0], [1], [1]]), torch.ones(3, 1))
+    assert len(asked) == 4
+    assert not out.any()
+
+
 def test_gpt_oss_stays_packed(library: Any, tmp_path: Path) -> None:
     import tiny_quantised
     from transformers.quantizers import auto

@@ -1,0 +1,61 @@
+"""Adapters of experts that stay quantised: A and B run beside the codes.
+
+An experts' module holds the adapters of its weights while a call with them runs. Nothing here imports PEFT.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ...artifacts.errors import InputError
+from ...runtime.api.lora import Lora
+from .quantised import quantised
+
+NAME = "pretuned"
+_HELD = "_pretuned_adapters"  # in an experts' module while a call with adapters runs: each weight's
+
+
+def view(experts: Any, name: str) -> torch.Tensor | None:
+    """A weight that lies as codes in a module on pretuned, as PEFT is to see it: its shape, no numbers, no memory.
+
+    None for any other module or name, and for codes that don't run here.
+    """
+    config = getattr(experts, "config", None)
+    if "is_transposed" not in experts.__dict__ or getattr(config, "_experts_implementation", None) != NAME:
+        return None
+    try:
+        w = quantised(experts, name)
+    except InputError:
+        return None  # its forward says why
+    if w is None:
+        return None
+    E, N, K = w.shape
+    dtype = getattr(config, "dtype", None)
+    one = torch.empty((), dtype=dtype if dtype in (torch.float16, torch.float32) else torch.bfloat16, device=w.device)
+    return one.expand((E, K, N) if experts.is_transposed else (E, N, K))
+
+
+@contextlib.contextmanager
+def held(experts: Any, name: str, lora: Lora) -> Iterator[None]:
+    """Calls of the experts have this adapter of a weight."""
+    every: dict[str, Lora] = experts.__dict__.setdefault(_HELD, {})
+    every[name] = lora
+    try:
+        yield
+    finally:
+        every.pop(name, None)
+
+
+def held_by(experts: Any, name: str) -> Lora | None:
+    """The adapter that this call has of a weight."""
+    every: dict[str, Lora] = experts.__dict__.get(_HELD, {})
+    return every.get(name)
+
+
+def any_held(experts: Any) -> bool:
+    """Whether this call has one."""
+    return bool(experts.__dict__.get(_HELD))

@@ -1,0 +1,99 @@
+"""PEFT's layer around a parameter, of experts that stay quantised. Imported where PEFT makes one (``injection.py``)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import torch
+from peft.tuners.lora import layer
+
+from ...artifacts.errors import InputError
+from ...runtime.api.lora import Lora
+from ...runtime.check.operands import MAX_RANK
+from ...runtime.check.tensors import bad
+from .adapters import held, view
+from .quantised import quantised
+
+
+class ParamWrapper(layer.ParamWrapper):  # by this name PEFT knows it
+    """y = x @ (W + sum over active adapters of scaling * B A).T, W being codes: the experts are handed A and B.
+
+    A and B have the shapes and the dtype that they would have of W [E, N, K] in the model's dtype.
+    """
+
+    unmergeable = True
+
+    def get_param(self) -> torch.Tensor:
+        """W as its shape, dtype and device are; its numbers are no weight's.
+
+        Raises
+        ------
+        InputError
+            where the experts no longer run on pretuned, or their codes are gone.
+        """
+        experts = self.get_base_layer()
+        found = view(experts, self.parameter_name)
+        if found is None:
+            running = getattr(getattr(experts, "config", None), "_experts_implementation", None)
+            raise InputError(
+                f"{self._said}: the experts run on {running!r}, wanted 'pretuned', which alone has adapters beside "
+                "quantised weights: model.set_experts_implementation('pretuned')"
+            )
+        return found
+
+    @property
+    def _said(self) -> str:
+        return f"the adapter of {type(self.get_base_layer()).__name__}.{self.parameter_name}"
+
+    def update_layer(self, adapter_name: str, r: int, *args: Any, **more: Any) -> None:
+        """As PEFT's.
+
+        Raises
+        ------
+        InputError
+            for a rank above 256.
+        """
+        if r > MAX_RANK:
+            bad("r", f"{r}", f"at most {MAX_RANK} beside quantised experts", "LoraConfig")
+        super().update_layer(adapter_name, r, *args, **more)
+
+    @contextlib.contextmanager
+    def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
+        names = [name for name in active_adapters if name in self.lora_A]
+        if not names:
+            yield
+            return
+        experts, found = self.get_base_layer(), []
+        for name in names:
+            lhs, rhs, scaling = self.get_delta_factors(name)  # type: ignore[no-untyped-call]
+            A, B = (lhs.mT, rhs.mT) if experts.is_transposed else (rhs, lhs)
+            found.append(Lora(A, B, float(scaling)))
+        if len(found) > 1:  # their sum is one of as many columns
+            rank = sum(one.A.shape[1] for one in found)
+            if rank > MAX_RANK:
+                bad("the rank of the active adapters", f"{rank} together", f"at most {MAX_RANK}", self._said)
+            B = torch.cat([one.B * one.scale for one in found], 2)
+            found = [Lora(torch.cat([one.A for one in found], 1), B)]
+        with held(experts, self.parameter_name, found[0]):
+            yield
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Refused: W + scaling * B A is not of W's codes.
+
+        Raises
+        ------
+        InputError
+            always.
+        """
+        self._unmerged()
+
+    def _unmerged(self) -> NoReturn:
+        w = quantised(self.get_base_layer(), self.parameter_name)
+        kind = "quantised" if w is None else w.format
+        raise InputError(
+            f"{self._said} can't be merged: the weight is {kind}, W + scaling * B A is not. Save it with "
+            "save_pretrained, load the model in bf16 (a quantised checkpoint by its quantization_config with "
+            "dequantize=True), and merge there: PeftModel.from_pretrained(model, saved).merge_and_unload()"
+        )
