@@ -46,8 +46,8 @@ SCALE = PRECISIONS["fp8_block"].x.scale
 def _codes(monkeypatch: pytest.MonkeyPatch) -> None:
     """x is quantised whether it pays or not."""
 
-    def verdict(snapshot, problem, other, M, local, *, top_k):  # type: ignore[no-untyped-def]
-        found = settle(snapshot, problem, 1 << max(3, M.bit_length()), local, True, False)
+    def verdict(snapshot, problem, other, M, local, *, top_k, aligned):  # type: ignore[no-untyped-def]
+        found = settle(snapshot, problem, 1 << max(3, M.bit_length()), local, aligned, False)
         assert isinstance(found, Decision), "the bundles have no product of codes"
         return ActivationsVerdict(found.chosen, "in a test")
 

@@ -243,6 +243,23 @@ def test_a_call_that_comes_again_is_planned(
     assert planned == [T, T]
 
 
+def test_out_is_handed_back_itself_each_time(
+    monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]
+) -> None:
+    given = tensors(True, "nk", False)
+    host_gpu.on(monkeypatch, True)
+    hidden, up, down, weights = (given[name] for name in ("hidden", "up", "down", "weights"))
+    assert hidden is not None
+    for shape in (hidden.shape, (1, *hidden.shape)):
+        want = moe_mlp(hidden.view(shape), up, down, IDS, weights)
+        planned.clear()
+        for _ in range(3):
+            out = torch.empty_like(want)
+            assert moe_mlp(hidden.view(shape), up, down, IDS, weights, out=out) is out
+            torch.testing.assert_close(out, want)
+        assert planned == [T, T]
+
+
 @pytest.fixture
 def graded(monkeypatch: pytest.MonkeyPatch, planned: list[int]) -> list[Program]:
     """The programs that computed a gradient."""
