@@ -202,7 +202,7 @@ def _used(one: torch.Tensor, dtype: torch.dtype, E: int, of_r: int) -> torch.Ten
     """
     # (Each look spares a view, and its node in the gradient's graph.)
     if one.dtype is not dtype:
-        one = one.to(dtype)
+        one = one.to(dtype, memory_format=torch.contiguous_format)  # one copy, of PEFT's order of elements too
     if more := -one.shape[of_r] % (ALIGNMENT_BYTES // dtype.itemsize):
         one = torch.nn.functional.pad(one, (0, more) if of_r == 2 else (0, 0, 0, more))
     if one.stride(2) != 1 and one.shape[2] != 1:
