@@ -7,7 +7,9 @@
 The tool knows neither mbarriers nor that a named barrier orders warps that pass it at different places. So each pair is
 looked for in the flow graph of its cubin (``tests/support/sass.py``). Exit code 1 for a pair without an order, one of a
 kind that is not in ``expected_races.json``, a line whose offsets are no accesses of the cubin named before, or a line
-of the tool that is no report. ``--keep`` puts the kinds that have an order into that file. Needs no GPU.
+of the tool that is no report. ``--keep`` puts the kinds that have an order into that file. ``--seen FILE`` adds the
+cubins that the tool has seen to a list, if nothing is wrong; ``prove_files.py --after FILE`` then leaves them out.
+Needs no GPU.
 """
 
 from __future__ import annotations
@@ -29,10 +31,12 @@ from sass import Code, Order, disassembled  # noqa: E402 - tests/support is no p
 from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle  # noqa: E402
 
 EXPECTED = Path(__file__).with_name("expected_races.json")
-_CUBIN = re.compile(r"cubin ([0-9a-f]{64}) (\w+)$")
+_CUBIN = re.compile(r"cubin ([0-9a-f]{64}) (\w+)(?: [\d.]+)?$")
 _FIRST = re.compile(r"========= (Error|Warning): Race reported between (Read|Write) access at (\w+)\+0x([0-9a-f]+)")
 _OTHER = re.compile(r"=========     and (Read|Write) access at (\w+)\+0x([0-9a-f]+) \[(\d+) hazards\]")
-# What the tool says beside reports. (Its own limit of hazards is no harm: what it has seen is told.)
+_END = re.compile(r"\d+ cubins on ")
+_LIMIT = "========= Warning: Maximum number of hazards reached."
+# What the tool says beside reports. (Its own limit of hazards: what it saw until then is told; see `seen`.)
 _BESIDE = re.compile(
     r"=========( *| COMPUTE-SANITIZER| RACECHECK SUMMARY: .*| Warning: Maximum number of hazards reached\..*"
     r"| Target application returned an error)$"
@@ -80,6 +84,27 @@ def pairs(lines: Iterable[str]) -> Iterator[Pair | str]:
             yield Pair(first, Access(found[1], found[2], int(found[3], 16)), one_warp, named, line)
         elif line.startswith("=========") and not _BESIDE.match(line):
             yield line
+
+
+def seen(lines: Iterable[str]) -> dict[str, str]:
+    """The kernels of the cubins whose trials came to their end under the tool and went right, by SHA-256.
+
+    After a cubin's name comes the next one's, or the count at the end; one that is wrong or was stopped has a line of
+    its own there. The tool tells nothing more of a process once it has as many hazards as it keeps: none counts from
+    then on, nor do the last two before that, as its lines can be late.
+    """
+    found: dict[str, str] = {}
+    last = None
+    for line in (one.rstrip() for one in lines):
+        if line.startswith(_LIMIT):
+            return dict([*found.items()][:-1])
+        if not line or line.startswith("========="):
+            continue
+        name = _CUBIN.match(line)
+        if last and (name or _END.match(line)):
+            found[last[1]] = last[2]
+        last = name
+    return found
 
 
 def fits(code: Code, pair: Pair) -> bool:
@@ -160,11 +185,12 @@ def main() -> int:
     shipped = sorted((ROOT / "artifacts" / "bundles").glob("*sm90.msgpack*"))
     parser.add_argument("--bundles", nargs="+", default=shipped, help="where the cubins are; what ships for 9.0")
     parser.add_argument("--keep", action="store_true", help=f"write the kinds that have an order into {EXPECTED.name}")
+    parser.add_argument("--seen", type=Path, metavar="FILE", help="adds the cubins that were seen to this list")
     options = parser.parse_args()
     code_of = Shipped(options.bundles)
     expected = expected_kinds()
-    found = [judge(path.read_text(encoding="utf-8", errors="replace").splitlines(), code_of, expected)
-             for path in options.outputs]  # fmt: skip
+    told = [path.read_text(encoding="utf-8", errors="replace").splitlines() for path in options.outputs]
+    found = [judge(lines, code_of, expected) for lines in told]
     kinds = sum((one.kinds for one in found), Counter[Kind]())
     wrong = Counter(line for one in found for line in one.wrong)
     if options.keep:
@@ -176,6 +202,12 @@ def main() -> int:
     print(f"{kinds.total()} pairs of {len(kinds)} kinds in {len(set().union(*(one.cubins for one in found)))} cubins")
     for line, count in wrong.items():
         print(f"wrong: {line} ({count} times)")
+    if options.seen and not wrong:
+        known = options.seen.read_text().splitlines() if options.seen.exists() else []
+        new = [f"{sha256} {kernel}" for lines in told for sha256, kernel in seen(lines).items()]
+        by_kernel = sorted({*known, *new}, key=lambda one: one.split()[::-1])
+        options.seen.write_text("\n".join(by_kernel) + "\n")
+        print(f"{len({*new} - {*known})} cubins are new in {options.seen}")
     return 1 if wrong else 0
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import prove_files
 import pytest
 
 pytest.importorskip("triton")  # (its package has nvdisasm)
@@ -120,6 +121,41 @@ def test_one_warps_order_is_no_error_of_two(shipped):
 @pytest.mark.parametrize("line", ["========= Invalid __shared__ read of size 4 bytes", "========= Error: no device"])
 def test_another_line_of_the_tool(shipped, line):
     assert judged(shipped, [line]).wrong == [f"no report: {line}"]
+
+
+A, B, C, D = ("0123456789abcdef"[i] * 64 for i in range(4))
+LIMIT = "========= Warning: Maximum number of hazards reached. Environment variable X can be used"
+
+
+@pytest.mark.parametrize(
+    ("lines", "names"),
+    [
+        ([f"cubin {A} rows 0.0", "=========", f"cubin {B} weight 1.5", "2 cubins on H200, 0 wrong"], "AB"),
+        ([f"cubin {A} rows", f"cubin {B} weight", "Traceback (most recent call last):", "KeyboardInterrupt"], "A"),
+        ([f"cubin {A} rows", f"cubin {B} weight", "x.msgpack: variant 1, weight: nan", f"cubin {C} rows", ""], "A"),
+        ([f"cubin {A} rows", f"cubin {B} rows", f"cubin {C} rows", LIMIT, f"cubin {D} rows", "4 cubins on"], "A"),
+    ],
+    ids=["to the end", "stopped", "wrong", "at the tool's limit"],
+)
+def test_which_cubins_were_seen(lines, names):
+    assert set(races.seen(lines)) == {{"A": A, "B": B, "C": C}[one] for one in names}
+
+
+def test_a_list_of_those_seen_is_added_to_and_left_out(tmp_path):
+    listed, told = tmp_path / "seen.txt", tmp_path / "race.txt"
+    cubin = CUBINS["weight"]
+    listed.write_text(f"{CUBINS['rows_w8a8']} rows_w8a8\n")
+    command = [sys.executable, HERE / "races.py", told, "--bundles", BUNDLE, "--seen", listed]
+    for wrong in (True, False):
+        end = ["========= Error: no device"] if wrong else []
+        told.write_text("\n".join([f"cubin {cubin} weight 0.1", f"cubin {A} rows 2.0", *end]))
+        assert subprocess.run(command, capture_output=True, check=False).returncode == wrong
+        assert (cubin in listed.read_text()) is not wrong
+    assert listed.read_text().split() == [CUBINS["rows_w8a8"], "rows_w8a8", cubin, "weight"]
+    after = set(listed.read_text().split())
+    every, rest = ({bundle.variant(i).cubin_sha256.hex() for bundle, i in prove_files.each_cubin([str(BUNDLE)], one)}
+                   for one in ((), after))  # fmt: skip
+    assert every - rest == {cubin, CUBINS["rows_w8a8"]}
 
 
 def test_the_command(tmp_path):

@@ -6,7 +6,8 @@
 Each piece of code runs once, by the trial of ``runtime/launch/proof.py``. What is wrong is told, with exit code 1.
 ``--part 2/8`` takes every eighth, from the second on: the first of each kernel come first, so that a part that is
 stopped has seen most of them. ``--names`` prints a line before each, by which ``tests/gpu/races.py`` knows whose code
-the tool tells of.
+the tool tells of, with the seconds since the first. ``--after FILE`` leaves out the cubins whose SHA-256 begin a line
+of the file: earlier runs saw them (``races.py --seen`` writes it). Parts are parts of the others.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import itertools
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
+from pathlib import Path
 
 import torch
 
@@ -28,14 +30,17 @@ from pretuned.runtime.launch import proof
 from pretuned.runtime.launch.loader import loaded
 
 
-def each_cubin(paths: list[str]) -> Iterator[tuple[BundleFile, int]]:
-    """Each cubin once, by the first variant that has it: the first of every kernel, then the second of each."""
+def each_cubin(paths: list[str], after: Container[str] = ()) -> Iterator[tuple[BundleFile, int]]:
+    """Each cubin once, by the first variant that has it: the first of every kernel, then the second of each.
+
+    ``after``: the SHA-256 of those that are left out.
+    """
     seen: set[bytes] = set()
     turns: Counter[str] = Counter()
     found = []
     for bundle in map(open_bundle, paths):
         for i, variant in enumerate(bundle.variants()):
-            if variant.cubin_sha256 not in seen:
+            if variant.cubin_sha256 not in seen and variant.cubin_sha256.hex() not in after:
                 seen.add(variant.cubin_sha256)
                 found.append((turns[variant.entry], len(found), bundle, i))
                 turns[variant.entry] += 1
@@ -49,11 +54,14 @@ def main() -> int:
     parser.add_argument("paths", nargs="+", metavar="FILE")
     parser.add_argument("--part", default="1/1", help="I/N: every N-th cubin, from the I-th on")
     parser.add_argument("--names", action="store_true", help="a line before each")
+    parser.add_argument("--after", type=Path, metavar="FILE", help="leaves out the cubins that it names")
     options = parser.parse_args()
+    after = {line.split()[0] for line in options.after.read_text().splitlines()} if options.after else set()
     first, every = map(int, options.part.split("/"))
     torch.zeros(1, device="cuda")
     local, seen, wrong, too_large = local_gpu(0), 0, 0, 0
-    for bundle, i in itertools.islice(each_cubin(options.paths), first - 1, None, every):
+    began = time.monotonic()
+    for bundle, i in itertools.islice(each_cubin(options.paths, after), first - 1, None, every):
         variant = bundle.variant(i)
         if variant.shared_bytes > arch_of(local.sm).limits.shared_per_block_bytes:
             too_large += 1
@@ -62,7 +70,7 @@ def main() -> int:
         if options.names:
             torch.cuda.synchronize()
             time.sleep(0.02)  # what the tool has to say of the one before is out
-            print(f"cubin {variant.cubin_sha256.hex()} {variant.entry}", flush=True)
+            print(f"cubin {variant.cubin_sha256.hex()} {variant.entry} {time.monotonic() - began:.1f}", flush=True)
         try:
             told = proof.tried(loaded(bundle, i, 0, local.gpu.sm_count))
         except PretunedError as error:
