@@ -196,3 +196,48 @@ def test_what_each_is_told() -> None:
     short = {**gate, **up, f"{LAYER}.0.up_proj.weight": torch.zeros(128, 32).to(FP8)}
     told = "codes of gate and up is torch.float8_e4m3fn of shape [128, 64] and torch.float8_e4m3fn of shape [128, 32]"
     assert told in refused(short, config, "gate_up")
+
+
+def much(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """One element, again and again: none of these fits into any machine's memory."""
+    return torch.zeros([1] * len(shape)).to(dtype).expand(shape)
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config"),
+    [
+        ({"0.down_proj.weight": much(FP8, 1 << 24, 1 << 24), "0.down_proj.weight_scale_inv": torch.ones(1, 1)}, BLOCKS),
+        ({"0.down_proj.weight": torch.zeros(128, 128).to(FP8), "0.down_proj.weight_scale_inv":
+          much(torch.float32, 1 << 24, 1 << 24)}, BLOCKS),
+        ({"down_proj": much(FP8, 8, 1 << 23, 1 << 23), "down_proj_scale_inv": torch.ones(8, 1, 1)}, BLOCKS),
+        ({"0.down_proj.qweight": words(16, 128), "0.down_proj.qzeros": words(1, 16), "0.down_proj.scales":
+          torch.ones(1, 128), "0.down_proj.g_idx": much(torch.int32, 1 << 48)}, GPTQ),
+        ({"0.down_proj.qweight": torch.zeros(1 << 20, dtype=torch.int32).as_strided((1 << 19, 1 << 19), (1, 1)),
+          "0.down_proj.qzeros": words(1, 16), "0.down_proj.scales": torch.ones(1, 128)}, GPTQ),
+    ],
+    ids=["codes", "scales", "stacked", "of another use", "overlapping"],
+)  # fmt: skip
+def test_a_tensor_that_repeats_its_elements_is_never_copied(tensors: dict[str, torch.Tensor], config: Any) -> None:
+    told = refused({f"{LAYER}.{name}": one for name, one in tensors.items()}, config)
+    assert "which repeats elements, wanted memory for each of them" in told
+
+
+def test_nor_do_the_constructors_copy_one() -> None:
+    E, N, K = 256, 1 << 20, 1 << 20
+    scale = much(torch.float32, E, N // 128, K // 128)
+    state = {"codes": much(FP8, E, N, K), "scale": scale}
+    for make in (
+        lambda: ExpertWeights.fp8_block(much(FP8, E, N, K), scale),
+        lambda: ExpertWeights.fp8_block(torch.zeros(1, 1, 1).to(FP8), scale),
+        lambda: ExpertWeights.fp8_channel(much(FP8, E, N, K), much(torch.float32, E, N)),
+        lambda: ExpertWeights.mxfp4(much(torch.uint8, E, N, K // 32, 16), much(torch.uint8, E, N, K // 32)),
+        lambda: ExpertWeights.int4(much(torch.uint8, E, N, K // 2), much(torch.float32, E, N, K // 32)),
+        lambda: ExpertWeights.nvfp4(much(torch.uint8, E, N, K // 2), much(FP8, E, N, K // 16), torch.ones(E)),
+        lambda: ExpertWeights.from_state_dict("fp8_block", state),
+        lambda: ExpertWeights.quantize(much(torch.bfloat16, E, N, K), "fp8_block"),
+    ):
+        with pytest.raises(InputError, match=r"with strides|and strides|of shape"):
+            make()
