@@ -52,7 +52,7 @@ static int failed(const char *call) {
 #ifdef NO_GPU
 int cuInit(unsigned int flags) { return 100; }
 #else
-int cuInit(unsigned int flags) { return flags != 0; }
+int cuInit(unsigned int flags) { return flags ? 1 : failed("cuInit"); }
 #endif
 int cuDeviceGetCount(int *n) { *n = 1; return failed("cuDeviceGetCount"); }
 int cuDriverGetVersion(int *version) { *version = VERSION; return 0; }

@@ -242,6 +242,7 @@ def test_the_doctor_where_torch_sees_no_gpu_and_the_driver_has_one(
 
 def test_a_count_that_the_driver_refuses(stub: ctypes.CDLL) -> None:
     assert cuda.device_count() == 1
-    stub.stub_fail(b"cuDeviceGetCount", 3)
-    with pytest.raises(CudaError, match=r"^cuDeviceGetCount: CUDA error 3"):
-        cuda.device_count()
+    for call in ("cuInit", "cuDeviceGetCount"):
+        stub.stub_fail(call.encode(), 3)
+        with pytest.raises(CudaError, match=rf"^{call}: CUDA error 3"):
+            cuda.device_count()
