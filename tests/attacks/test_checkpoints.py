@@ -198,6 +198,59 @@ def test_what_each_is_told() -> None:
     assert told in refused(short, config, "gate_up")
 
 
+def test_what_is_long_is_cut() -> None:
+    tensors, config = WHOLE["fp8 rows"]
+    long = {f"{'x' * (1000 - len(name)) if i == 0 else ''}{name}": one for i, (name, one) in
+            enumerate((("y.norm", torch.ones(1)), *named(tensors).items()))}  # fmt: skip
+    assert attempt(long, config)
+    told = refused({**long, "x" * 1001: torch.ones(1)}, config)
+    assert f"the name of a tensor is {'x' * 57}... of 1,001 characters, wanted 1000 at most" in told
+    assert "the name of a tensor is 5, wanted a string" in refused({5: torch.ones(1)}, config)
+    assert "the tensors is a, b, c ..., wanted experts' down" in refused(dict.fromkeys("abcd", torch.ones(1)), config)
+    layers = {f"{i}.experts.down_proj.{name}": one for i in range(4) for name, one in tensors.items()}
+    told = refused(layers, config)
+    assert "of 4 layers: 0.experts., 1.experts., 2.experts., wanted those of one layer" in told
+    for block, said in (("x" * 60, "x" * 60), ("x" * 61, "x" * 57 + "..."), ([128] * 3, "[128, 128, 128]")):
+        assert f"weight_block_size is {said}, wanted [128, 128]" in refused(
+            DOWN, {**BLOCKS, "weight_block_size": block}
+        )
+
+
+def test_what_each_part_of_a_config_may_be() -> None:
+    assert attempt(DOWN, {**BLOCKS, "weight_block_size": (128, 128)})
+    tensors, config = WHOLE["awq"]
+    assert attempt(named(tensors), {**config, "version": "GEMM"})
+    for version in ("5", "gemv"):
+        assert f"awq of version {version!r}, wanted 'gemm'" in refused(named(tensors), {**config, "version": version})
+    assert "awq of version '5', wanted 'gemm'" in refused(named(tensors), {**config, "version": 5})
+    assert attempt(DOWN, compressed(("re:.*experts.*",)))
+    beside = compressed(["re:other"], None, ["Linear"], ["re:another"])
+    for i in (0, 1, 3):
+        beside["config_groups"][f"group_{i}"]["weights"] = {"type": "int"}
+    assert attempt(DOWN, beside)
+    two = compressed(["Linear"], ["re:other", "Linear"])
+    assert "of 2 config_groups, wanted one whose targets name model.layers.0.mlp.experts" in refused(DOWN, two)
+    assert "the config's targets of a group is [5], wanted a list of strings" in refused(DOWN, compressed([5]))
+    other = compressed(["Linear"])
+    other["config_groups"]["group_0"]["weights"]["block_structure"] = [64, 64]
+    assert "compressed-tensors' float-quantized with weights of ('float', 8, 'block')" in refused(DOWN, other)
+    assert "a group of the config is a int, wanted a dict" in refused(DOWN, {**other, "config_groups": {"g": 5}})
+
+
+def test_what_gate_and_up_have_in_common() -> None:
+    tensors, config = WHOLE["fp8 rows"]
+    gate, up = named(tensors, 0, "gate_proj"), named(tensors, 0, "up_proj")
+    taller = {"weight": torch.zeros(1, 192, 64).to(FP8), "weight_scale": torch.ones(1, 192, 1)}
+    found = ExpertWeights.from_tensors({**gate, **named(taller, 0, "up_proj")}, config, "gate_up")
+    assert found.shape == (1, 320, 64)
+    tensors, config = WHOLE["fp8 blocks"]
+    gate, up = named(tensors, 0, "gate_proj"), named(tensors, 0, "up_proj")
+    told = refused({**gate, **up, f"{LAYER}.0.up_proj.weight_scale_inv": torch.ones(1, 2)}, config, "gate_up")
+    assert (
+        "scale of gate and up is torch.float32 of shape [1, 1] and torch.float32 of shape [1, 2], wanted alike" in told
+    )
+
+
 def much(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     """One element, again and again: none of these fits into any machine's memory."""
     return torch.zeros([1] * len(shape)).to(dtype).expand(shape)
