@@ -69,7 +69,12 @@ def unreadable(path: str, error: OSError, what: str = "bundle") -> BundleUnreada
 
 
 def check(component: str, status: os.stat_result, path: str, fd: int | None = None, what: str = "bundle") -> None:
-    """Raise BundleUntrusted unless owner, mode and ACL of a component of ``path``, ``fd`` if open, can be trusted."""
+    """Raise BundleUntrusted unless owner, mode and ACL of a component of ``path``, ``fd`` if open, can be trusted.
+
+    BundleUnreadable for a device, a FIFO or a socket: who can write those is nothing to mend.
+    """
+    if stat.S_IFMT(status.st_mode) not in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK):
+        raise BundleUnreadable(f"{what} {path!r}: {component!r} is no regular file (mode {status.st_mode:o})")
     try:
         fault, command = _fault(component, status, component if fd is None else fd)
     except OSError as error:  # of reading its ACL

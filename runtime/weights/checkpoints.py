@@ -15,7 +15,7 @@ import torch
 from ...artifacts.names import printable
 from . import packings
 from .codes import Quantised, cat
-from .given import told
+from .given import repeated, told
 from .packings import Suffixes, bad
 from .patterns import first_matching
 
@@ -114,6 +114,9 @@ def _plain(name: str, one: object) -> torch.Tensor:
         )
     if not one.numel():
         raise bad(_said(name), f"of shape {list(one.shape)}", "one that is not empty")
+    if repeated(one):
+        raise bad(_said(name), f"of shape {list(one.shape)} and strides {list(one.stride())}, which repeats elements",
+                  "memory for each of them: pass .contiguous()")  # fmt: skip
     return one
 
 

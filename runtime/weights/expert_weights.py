@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...artifacts.records.precision import PRECISIONS, DType, Precision, dtypes_of
-from .given import as_bytes, bad, check_finite, check_flag, fit, flat, of_dtype, told
+from .given import as_bytes, bad, check_finite, check_flag, fit, flat, of_dtype, repeated, told
 
 if TYPE_CHECKING:
     from .codes import Quantised
@@ -141,6 +141,8 @@ class ExpertWeights:
         """w [E, N, K], floating point and finite, rounded to a format's nearest codes: for tests and first trials."""
         if not isinstance(w, torch.Tensor) or w.dim() != 3 or not w.is_floating_point() or not w.numel():
             raise bad("w", told(w), "[E, N, K] of a floating-point type, E, N and K of at least 1")
+        if w.layout is torch.strided and repeated(w):
+            raise bad("w", f"with strides {list(w.stride())}, which repeats elements", "memory for each of them")
         precision = _precision(format)
         if precision.w.bits == 4 and w.shape[2] % 2:
             raise bad("w", told(w), "an even K: two codes share a byte")

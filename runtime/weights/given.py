@@ -37,6 +37,11 @@ def check_flag(name: str, given: object, more: str = "") -> None:
         raise bad(name, repr(given), f"True or False{more}")
 
 
+def repeated(one: torch.Tensor) -> bool:
+    """Whether it has more elements than its memory, as ``expand`` makes: a copy takes what nobody had to have."""
+    return one.numel() * one.element_size() > one.untyped_storage().nbytes()
+
+
 def flat(codes: torch.Tensor) -> torch.Tensor:
     """[E, N, K/32, 16] as [E, N, K/2]."""
     if isinstance(codes, torch.Tensor) and codes.dim() == 4:

@@ -196,3 +196,101 @@ def test_what_each_is_told() -> None:
     short = {**gate, **up, f"{LAYER}.0.up_proj.weight": torch.zeros(128, 32).to(FP8)}
     told = "codes of gate and up is torch.float8_e4m3fn of shape [128, 64] and torch.float8_e4m3fn of shape [128, 32]"
     assert told in refused(short, config, "gate_up")
+
+
+def test_what_is_long_is_cut() -> None:
+    tensors, config = WHOLE["fp8 rows"]
+    long = {f"{'x' * (1000 - len(name)) if i == 0 else ''}{name}": one for i, (name, one) in
+            enumerate((("y.norm", torch.ones(1)), *named(tensors).items()))}  # fmt: skip
+    assert attempt(long, config)
+    told = refused({**long, "x" * 1001: torch.ones(1)}, config)
+    assert f"the name of a tensor is {'x' * 57}... of 1,001 characters, wanted 1000 at most" in told
+    assert "the name of a tensor is 5, wanted a string" in refused({5: torch.ones(1)}, config)
+    assert "the tensors is a, b, c ..., wanted experts' down" in refused(dict.fromkeys("abcd", torch.ones(1)), config)
+    layers = {f"{i}.experts.down_proj.{name}": one for i in range(4) for name, one in tensors.items()}
+    told = refused(layers, config)
+    assert "of 4 layers: 0.experts., 1.experts., 2.experts., wanted those of one layer" in told
+    for block, said in (("x" * 60, "x" * 60), ("x" * 61, "x" * 57 + "..."), ([128] * 3, "[128, 128, 128]")):
+        assert f"weight_block_size is {said}, wanted [128, 128]" in refused(
+            DOWN, {**BLOCKS, "weight_block_size": block}
+        )
+
+
+def test_what_each_part_of_a_config_may_be() -> None:
+    assert attempt(DOWN, {**BLOCKS, "weight_block_size": (128, 128)})
+    tensors, config = WHOLE["awq"]
+    assert attempt(named(tensors), {**config, "version": "GEMM"})
+    for version in ("5", "gemv"):
+        assert f"awq of version {version!r}, wanted 'gemm'" in refused(named(tensors), {**config, "version": version})
+    assert "awq of version '5', wanted 'gemm'" in refused(named(tensors), {**config, "version": 5})
+    assert attempt(DOWN, compressed(("re:.*experts.*",)))
+    beside = compressed(["re:other"], None, ["Linear"], ["re:another"])
+    for i in (0, 1, 3):
+        beside["config_groups"][f"group_{i}"]["weights"] = {"type": "int"}
+    assert attempt(DOWN, beside)
+    two = compressed(["Linear"], ["re:other", "Linear"])
+    assert "of 2 config_groups, wanted one whose targets name model.layers.0.mlp.experts" in refused(DOWN, two)
+    assert "the config's targets of a group is [5], wanted a list of strings" in refused(DOWN, compressed([5]))
+    other = compressed(["Linear"])
+    other["config_groups"]["group_0"]["weights"]["block_structure"] = [64, 64]
+    assert "compressed-tensors' float-quantized with weights of ('float', 8, 'block')" in refused(DOWN, other)
+    assert "a group of the config is a int, wanted a dict" in refused(DOWN, {**other, "config_groups": {"g": 5}})
+
+
+def test_what_gate_and_up_have_in_common() -> None:
+    tensors, config = WHOLE["fp8 rows"]
+    gate, up = named(tensors, 0, "gate_proj"), named(tensors, 0, "up_proj")
+    taller = {"weight": torch.zeros(1, 192, 64).to(FP8), "weight_scale": torch.ones(1, 192, 1)}
+    found = ExpertWeights.from_tensors({**gate, **named(taller, 0, "up_proj")}, config, "gate_up")
+    assert found.shape == (1, 320, 64)
+    tensors, config = WHOLE["fp8 blocks"]
+    gate, up = named(tensors, 0, "gate_proj"), named(tensors, 0, "up_proj")
+    told = refused({**gate, **up, f"{LAYER}.0.up_proj.weight_scale_inv": torch.ones(1, 2)}, config, "gate_up")
+    assert (
+        "scale of gate and up is torch.float32 of shape [1, 1] and torch.float32 of shape [1, 2], wanted alike" in told
+    )
+
+
+def much(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """One element, again and again: none of these fits into any machine's memory."""
+    return torch.zeros([1] * len(shape)).to(dtype).expand(shape)
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config"),
+    [
+        ({"0.down_proj.weight": much(FP8, 1 << 24, 1 << 24), "0.down_proj.weight_scale_inv": torch.ones(1, 1)}, BLOCKS),
+        ({"0.down_proj.weight": torch.zeros(128, 128).to(FP8), "0.down_proj.weight_scale_inv":
+          much(torch.float32, 1 << 24, 1 << 24)}, BLOCKS),
+        ({"down_proj": much(FP8, 8, 1 << 23, 1 << 23), "down_proj_scale_inv": torch.ones(8, 1, 1)}, BLOCKS),
+        ({"0.down_proj.qweight": words(16, 128), "0.down_proj.qzeros": words(1, 16), "0.down_proj.scales":
+          torch.ones(1, 128), "0.down_proj.g_idx": much(torch.int32, 1 << 48)}, GPTQ),
+        ({"0.down_proj.qweight": torch.zeros(1 << 20, dtype=torch.int32).as_strided((1 << 19, 1 << 19), (1, 1)),
+          "0.down_proj.qzeros": words(1, 16), "0.down_proj.scales": torch.ones(1, 128)}, GPTQ),
+    ],
+    ids=["codes", "scales", "stacked", "of another use", "overlapping"],
+)  # fmt: skip
+def test_a_tensor_that_repeats_its_elements_is_never_copied(tensors: dict[str, torch.Tensor], config: Any) -> None:
+    told = refused({f"{LAYER}.{name}": one for name, one in tensors.items()}, config)
+    assert "which repeats elements, wanted memory for each of them" in told
+
+
+def test_nor_do_the_constructors_copy_one() -> None:
+    E, N, K = 256, 1 << 20, 1 << 20
+    scale = much(torch.float32, E, N // 128, K // 128)
+    state = {"codes": much(FP8, E, N, K), "scale": scale}
+    for make in (
+        lambda: ExpertWeights.fp8_block(much(FP8, E, N, K), scale),
+        lambda: ExpertWeights.fp8_block(torch.zeros(1, 1, 1).to(FP8), scale),
+        lambda: ExpertWeights.fp8_channel(much(FP8, E, N, K), much(torch.float32, E, N)),
+        lambda: ExpertWeights.mxfp4(much(torch.uint8, E, N, K // 32, 16), much(torch.uint8, E, N, K // 32)),
+        lambda: ExpertWeights.int4(much(torch.uint8, E, N, K // 2), much(torch.float32, E, N, K // 32)),
+        lambda: ExpertWeights.nvfp4(much(torch.uint8, E, N, K // 2), much(FP8, E, N, K // 16), torch.ones(E)),
+        lambda: ExpertWeights.from_state_dict("fp8_block", state),
+        lambda: ExpertWeights.quantize(much(torch.bfloat16, E, N, K), "fp8_block"),
+    ):
+        with pytest.raises(InputError, match=r"with strides|and strides|of shape"):
+            make()

@@ -52,7 +52,7 @@ static int failed(const char *call) {
 #ifdef NO_GPU
 int cuInit(unsigned int flags) { return 100; }
 #else
-int cuInit(unsigned int flags) { return flags != 0; }
+int cuInit(unsigned int flags) { return flags ? 1 : failed("cuInit"); }
 #endif
 int cuDeviceGetCount(int *n) { *n = 1; return failed("cuDeviceGetCount"); }
 int cuDriverGetVersion(int *version) { *version = VERSION; return 0; }
@@ -84,7 +84,8 @@ int cuModuleGetFunction(void **made, void *in, const char *name) {
 }
 int cuFuncSetAttribute(void *of, int attribute, int value) {
     printf("{\"call\": \"shared\", \"attribute\": %d, \"value\": %d}\n", attribute, value);
-    return of != &function;
+    int refused = failed("cuFuncSetAttribute");
+    return refused ? refused : of != &function;
 }
 #ifndef OLDER
 int cuFuncLoad(void *of) {
@@ -95,7 +96,8 @@ int cuFuncLoad(void *of) {
 int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, void *of, int threads, size_t shared) {
     printf("{\"call\": \"occupancy\", \"threads\": %d, \"shared\": %zu}\n", threads, shared);
     *blocks = blocks_of_one;
-    return of != &function;
+    int refused = failed("cuOccupancyMaxActiveBlocksPerMultiprocessor");
+    return refused ? refused : of != &function;
 }
 int cuMemAlloc_v2(void **made, size_t bytes) { *made = memory; return bytes > sizeof memory; }
 int cuMemsetD8Async(void *at, unsigned char value, size_t bytes, void *on) {

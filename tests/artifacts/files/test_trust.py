@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -99,6 +100,31 @@ def test_a_path_with_a_nul_and_one_that_is_not_there(tmp_path: Path) -> None:
         trust.resolve("a\0b")
     with pytest.raises(BundleUnreadable, match=f"key '{tmp_path}/no': can't be read: No such file"):
         trust.resolve(f"{tmp_path}/no", "key")
+
+
+@pytest.mark.parametrize("what", ["bundle", "key"])
+def test_a_device_a_fifo_and_a_socket_are_no_files_whoever_can_write_them(tmp_path: Path, what: str) -> None:
+    """Nobody is told to change the mode of /dev/zero, which all of the machine reads."""
+    (tmp_path / "device").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "fifo").chmod(0o666)
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(str(tmp_path / "socket"))
+    for name, real in (("device", "/dev/zero"), ("fifo", f"{tmp_path}/fifo"), ("socket", f"{tmp_path}/socket")):
+        mode = f"{os.lstat(real).st_mode:o}"
+        with pytest.raises(BundleUnreadable) as told:
+            trust.resolve(f"{tmp_path}/{name}", what)
+        assert str(told.value) == f"{what} '{tmp_path}/{name}': {real!r} is no regular file (mode {mode})"
+
+
+def test_what_is_opened_is_no_device_either() -> None:
+    """The path may be another thing by then."""
+    fd = os.open("/dev/null", os.O_RDONLY)
+    try:
+        with pytest.raises(BundleUnreadable, match=r"bundle '/b': '/c' is no regular file \(mode 20666\)"):
+            trust.check("/c", os.fstat(fd), "/b", fd)
+    finally:
+        os.close(fd)
 
 
 def test_the_most_links(tmp_path: Path) -> None:

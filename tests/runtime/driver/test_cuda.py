@@ -113,12 +113,12 @@ def test_more_shared_memory_than_every_kernel_has_is_asked_for(
 
 def test_another_error_is_not_recovered_from(stub: ctypes.CDLL) -> None:
     made = []
-    cuda.recover(cuda.INVALID_CONTEXT, "what", 0, lambda one: made.append(one) or 0, 5)
+    cuda.recover(201, "what", 0, lambda one: made.append(one) or 0, 5)  # CUDA_ERROR_INVALID_CONTEXT
     assert made == [5]
     with pytest.raises(CudaError, match=r"^what: CUDA error 1"):
         cuda.recover(1, "what", 0, lambda one: made.append(one) or 0, 6)
     with pytest.raises(CudaError, match=r"^what: CUDA error 2"):
-        cuda.recover(cuda.INVALID_CONTEXT, "what", 0, lambda: 2)
+        cuda.recover(201, "what", 0, lambda: 2)
     assert made == [5]
 
 
@@ -151,6 +151,18 @@ def test_code_that_a_driver_can_not_read(call: str, stub: ctypes.CDLL) -> None:
             load()
         assert type(caught.value) is CudaError
     assert load().per_sm == 2
+
+
+@pytest.mark.parametrize("call", ["cuFuncSetAttribute", "cuOccupancyMaxActiveBlocksPerMultiprocessor"])
+def test_what_a_driver_refuses_of_code_that_it_read(call: str, stub: ctypes.CDLL) -> None:
+    stub.stub_fail(call.encode(), 209)
+    with pytest.raises(CudaError, match=rf"^{call}\(k.*\): CUDA error 209") as caught:
+        load(shared_bytes=1 << 16)
+    assert type(caught.value) is CudaError
+
+
+def test_what_the_driver_says_of_a_gpu(stub: ctypes.CDLL) -> None:
+    assert cuda.properties(0) == cuda.Properties("Stub 0", 90, 132, 141 << 30)
 
 
 def problem_of() -> Problem:
@@ -242,6 +254,7 @@ def test_the_doctor_where_torch_sees_no_gpu_and_the_driver_has_one(
 
 def test_a_count_that_the_driver_refuses(stub: ctypes.CDLL) -> None:
     assert cuda.device_count() == 1
-    stub.stub_fail(b"cuDeviceGetCount", 3)
-    with pytest.raises(CudaError, match=r"^cuDeviceGetCount: CUDA error 3"):
-        cuda.device_count()
+    for call in ("cuInit", "cuDeviceGetCount"):
+        stub.stub_fail(call.encode(), 3)
+        with pytest.raises(CudaError, match=rf"^{call}: CUDA error 3"):
+            cuda.device_count()

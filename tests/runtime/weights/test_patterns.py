@@ -44,8 +44,8 @@ def test_the_first_that_means_one_of_the_names(alone: bool, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("pattern", "short"),
     [("re:.*mlp.experts.*", True), (r"re:^model\.layers\.3\..*$", True), ("re:.*lm_head", True),
-     ("re:" + "a" * 100, True), ("re:.*.*.*.*", False), ("re:.**", False), ("re:a*", False), ("re:.+", False),
-     ("re:.?", False), ("re:.{9}", False), (r"re:\.*", False), ("re:(a)", False), ("re:[a]", False),
+     ("re:" + "a" * 100, True), ("re:.*a.*b.*", True), ("re:.*.*.*.*", False), ("re:.**", False), ("re:a*", False),
+     ("re:.+", False), ("re:.?", False), ("re:.{9}", False), (r"re:\.*", False), ("re:(a)", False), ("re:[a]", False),
      ("re:a|b", False), ("re:a$b", False), (r"re:\w", False), ("re:.*?", False), ("re:.*+", False),
      ("re:.*{9}", False), ("re:" + "a" * 101, False), ("re:\n", False), ("*mlp", False), ("re:", False)],
 )  # fmt: skip
@@ -56,7 +56,11 @@ def test_what_can_not_take_long(pattern: str, short: bool) -> None:
 def test_what_can_not_take_long_needs_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/no/such/python")
     assert first_matching(["re:.*q", "re:.*experts.*"], [NAMES], "w", "of it") == [1]
-    for patterns_, names in ((["re:(x)"], NAMES), (["re:x"] * 65, ["x"]), (["re:x"], ["x" * 201])):
+    for patterns_, names in ((["re:x"] * 64, ["x"]), (["re:x"] * 2, ["x"] * 32), (["re:x"], ["x" * 200])):
+        assert first_matching(patterns_, [names], "w", "of it") == [0]
+    for patterns_, names in (
+        (["re:(x)"], NAMES), (["re:x"] * 65, ["x"]), (["re:x"] * 2, ["x"] * 33), (["re:x"], ["x" * 201]),
+    ):  # fmt: skip
         with pytest.raises(HostError, match=r"^can't start '/no/such/python': No such file or directory$"):
             first_matching(patterns_, [names], "w", "of it")
 
@@ -66,6 +70,7 @@ def test_what_is_wrong_is_named() -> None:
         first_matching(["re:.*", "re:("], [NAMES], "w", "of it")
     with pytest.raises(InputError, match=r"^w: 16,385 patterns of it, the limit is 16,384$"):
         first_matching(["x*"] * 16385, [NAMES], "w", "of it")
+    assert first_matching(["x*"] * 16384, [NAMES], "w", "of it") == [None]
 
 
 def test_of_those_that_take_long_some_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,5 +78,9 @@ def test_of_those_that_take_long_some_are_named(monkeypatch: pytest.MonkeyPatch)
     wanted = r'^w: the patterns of it take over 2 s, or 1 GiB: "re:\(a\)", "re:\(b\)", "re:\(c\)", \.\.\.$'
     with pytest.raises(InputError, match=wanted):
         first_matching([f"re:({one})" for one in "abcd"], [NAMES], "w", "of it")
+    with pytest.raises(InputError, match=r'1 GiB: "re:\(a\)", "re:\(b\)", "re:\(c\)"$'):
+        first_matching([f"re:({one})" for one in "abc"], [NAMES], "w", "of it")
+    with pytest.raises(InputError, match=r'1 GiB: "re:\(a{55}$'):  # 60 characters with the quote
+        first_matching([f"re:({'a' * 100})"], [NAMES], "w", "of it")
     with pytest.raises(InputError, match=r'1 GiB: "re:\(a\)"$'):
         first_matching(["re:(a)"], [NAMES], "w", "of it")
