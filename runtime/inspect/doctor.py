@@ -173,7 +173,7 @@ def report(
         gpus=tuple(map(str, gpus)),
         environment=tuple((name, os.environ.get(name, "")) for name in _VARIABLES),
         trusted_keys=tuple(f"{one.name} ({key_id(one.public)})" for one in keys.keys),
-        overlay=str(read.overlay) if read.overlay is not None else "none: XDG_CACHE_HOME and HOME are no absolute paths",
+        overlay=str(read.overlay) if read.overlay is not None else "none: no absolute path in XDG_CACHE_HOME or HOME",
         places=tuple(counts.items()),
         bundles=tuple(_bundle(one, views) for one in found),
         notes=tuple(notes),

@@ -200,7 +200,7 @@ def test_the_command_without_a_gpu(tmp_path: Path) -> None:
     plain = json.loads(done.stdout)
     assert plain["gpus"] == []
     assert plain["environment"]["PRETUNED_STRICT"] == "1"
-    assert plain["overlay"] == "none: XDG_CACHE_HOME and HOME are no absolute paths"
+    assert plain["overlay"] == "none: no absolute path in XDG_CACHE_HOME or HOME"
     assert Path(plain["bundles"][0]["path"]).name == "sm90.msgpack"  # then those that ship
     assert any("no GPU here" in note for note in plain["notes"])
     assert run({}, "--nonsense").returncode == 2
