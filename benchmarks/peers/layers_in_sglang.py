@@ -22,7 +22,6 @@ import importlib
 import json
 import os
 import socket
-import statistics
 import sys
 import tempfile
 import time
@@ -35,7 +34,7 @@ from typing import Any
 import torch
 
 from .engines import child, find, leave
-from .layers_in_vllm import KINDS, ROUNDS, TOKENS, Kind, Routed, distance, draw, routing
+from .layers_in_vllm import KINDS, ROUNDS, TOKENS, Kind, Routed, draw, routing, timed
 
 TINY = Kind("tiny", 8, 256, 128, 2, ())
 OAI = {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0, "with_bias": True}  # what gpt-oss's layers are made with
@@ -201,13 +200,7 @@ def measure(kind: str, one: Kind, tokens: list[int], device: str, keep: Callable
                 wrong[side] = traceback.format_exc(limit=-6)
         cell: dict[str, Any] = {"kind": kind, "model": one.model, "tokens": T, "routed": routed, "failed": wrong}
         cell["runners"] = runners
-        try:
-            times = clock.rounds_us(list(graphs.values()), ROUNDS)
-            cell["us"] = {name: round(statistics.median(one), 2) for name, one in zip(graphs, times, strict=True)}
-            if OURS in out:
-                cell["distance"] = {name: float(f"{distance(y, out[OURS]):.2e}") for name, y in out.items()}
-        except Exception:
-            cell["failed"]["timing"] = traceback.format_exc(limit=-6)
+        timed(cell, clock, graphs, out, OURS)
         keep(cell)
         graphs.clear()
         clock.release()

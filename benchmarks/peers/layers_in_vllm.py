@@ -181,6 +181,17 @@ def distance(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one.float() - other.float()).norm() / other.float().norm())
 
 
+def timed(cell: dict[str, Any], clock: Any, graphs: dict[str, Any], out: dict[str, torch.Tensor], ours: str) -> None:
+    """Put into a cell each side's time, us, and how far its result is from ours; or what stopped that."""
+    try:
+        times = clock.rounds_us(list(graphs.values()), ROUNDS)
+        cell["us"] = {name: round(statistics.median(one), 2) for name, one in zip(graphs, times, strict=True)}
+        if ours in out:
+            cell["distance"] = {name: float(f"{distance(y, out[ours]):.2e}") for name, y in out.items()}
+    except Exception:
+        cell["failed"]["timing"] = traceback.format_exc(limit=-6)
+
+
 @contextlib.contextmanager
 def vllm_of_one(device: str) -> Iterator[None]:
     """vLLM's process groups for one process, and its workspace.
@@ -235,13 +246,7 @@ def measure(kind: str, backends: list[str], tokens: list[int], keep: Callable[[d
                 wrong[backend] = traceback.format_exc(limit=-6)
         cell: dict[str, Any] = {"kind": kind, "model": one.model, "tokens": T, "routed": routed, "failed": wrong}
         cell["experts"] = {backend: experts_of(layer) for backend, (layer, _) in sides.items()}
-        try:
-            times = clock.rounds_us(list(graphs.values()), ROUNDS)
-            cell["us"] = {name: round(statistics.median(one), 2) for name, one in zip(graphs, times, strict=True)}
-            if OURS in out:
-                cell["distance"] = {name: float(f"{distance(y, out[OURS]):.2e}") for name, y in out.items()}
-        except Exception:
-            cell["failed"]["timing"] = traceback.format_exc(limit=-6)
+        timed(cell, clock, graphs, out, OURS)
         keep(cell)
         graphs.clear()
         clock.release()
