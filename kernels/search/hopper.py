@@ -179,7 +179,7 @@ MIXED_8_BITS_FITTED: tuple[Row, ...] = (
     (128, 256, 64, 8, 5),
     (256, 128, 64, 8, 4),
 )
-# dX of them: the same on an H100 (benchmarks/results/coded-dx-h100.json).
+# dX of them: the same on an H100 (benchmarks/results/coded-dx-h100.json.xz).
 MIXED_DX_4_BITS: tuple[Row, ...] = (
     (16, 64, 512, 8, 3),
     (16, 128, 256, 8, 4),
