@@ -27,16 +27,14 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests" / "support"))
 
 from sass import Code, Order, disassembled  # noqa: E402 - tests/support is no package
+from seen_cubins import CUBIN, add_to  # noqa: E402
 
 from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle  # noqa: E402
 
 EXPECTED = Path(__file__).with_name("expected_races.json")
-_CUBIN = re.compile(r"cubin ([0-9a-f]{64}) (\w+)(?: [\d.]+)?$")
 _FIRST = re.compile(r"========= (Error|Warning): Race reported between (Read|Write) access at (\w+)\+0x([0-9a-f]+)")
 _OTHER = re.compile(r"=========     and (Read|Write) access at (\w+)\+0x([0-9a-f]+) \[(\d+) hazards\]")
-_END = re.compile(r"\d+ cubins on ")
-_LIMIT = "========= Warning: Maximum number of hazards reached."
-# What the tool says beside reports. (Its own limit of hazards: what it saw until then is told; see `seen`.)
+# What the tool says beside reports. (Its own limit of hazards: what it saw until then is told; see `seen_cubins.py`.)
 _BESIDE = re.compile(
     r"=========( *| COMPUTE-SANITIZER| RACECHECK SUMMARY: .*| Warning: Maximum number of hazards reached\..*"
     r"| Target application returned an error)$"
@@ -76,7 +74,7 @@ def pairs(lines: Iterable[str]) -> Iterator[Pair | str]:
     named: tuple[str, ...] = ()
     first, one_warp = None, False
     for line in (one.rstrip() for one in lines):
-        if found := _CUBIN.match(line):
+        if found := CUBIN.match(line):
             named = (found[1], *named[:1])
         elif found := _FIRST.match(line):
             first, one_warp = Access(found[2], found[3], int(found[4], 16)), found[1] == "Warning"
@@ -84,27 +82,6 @@ def pairs(lines: Iterable[str]) -> Iterator[Pair | str]:
             yield Pair(first, Access(found[1], found[2], int(found[3], 16)), one_warp, named, line)
         elif line.startswith("=========") and not _BESIDE.match(line):
             yield line
-
-
-def seen(lines: Iterable[str]) -> dict[str, str]:
-    """The kernels of the cubins whose trials came to their end under the tool and went right, by SHA-256.
-
-    After a cubin's name comes the next one's, or the count at the end; one that is wrong or was stopped has a line of
-    its own there. The tool tells nothing more of a process once it has as many hazards as it keeps: none counts from
-    then on, nor do the last two before that, as its lines can be late.
-    """
-    found: dict[str, str] = {}
-    last = None
-    for line in (one.rstrip() for one in lines):
-        if line.startswith(_LIMIT):
-            return dict([*found.items()][:-1])
-        if not line or line.startswith("========="):
-            continue
-        name = _CUBIN.match(line)
-        if last and (name or _END.match(line)):
-            found[last[1]] = last[2]
-        last = name
-    return found
 
 
 def fits(code: Code, pair: Pair) -> bool:
@@ -203,11 +180,7 @@ def main() -> int:
     for line, count in wrong.items():
         print(f"wrong: {line} ({count} times)")
     if options.seen and not wrong:
-        known = options.seen.read_text().splitlines() if options.seen.exists() else []
-        new = [f"{sha256} {kernel}" for lines in told for sha256, kernel in seen(lines).items()]
-        by_kernel = sorted({*known, *new}, key=lambda one: one.split()[::-1])
-        options.seen.write_text("\n".join(by_kernel) + "\n")
-        print(f"{len({*new} - {*known})} cubins are new in {options.seen}")
+        print(f"{add_to(options.seen, told)} cubins are new in {options.seen}")
     return 1 if wrong else 0
 
 

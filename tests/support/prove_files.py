@@ -7,7 +7,8 @@ Each piece of code runs once, by the trial of ``runtime/launch/proof.py``. What 
 ``--part 2/8`` takes every eighth, from the second on: the first of each kernel come first, so that a part that is
 stopped has seen most of them. ``--names`` prints a line before each, by which ``tests/gpu/races.py`` knows whose code
 the tool tells of, with the seconds since the first. ``--after FILE`` leaves out the cubins whose SHA-256 begin a line
-of the file: earlier runs saw them (``races.py --seen`` writes it). Parts are parts of the others.
+of the file: earlier runs saw them (``tests/gpu/races.py --seen`` writes it for racecheck, and for memcheck another by
+``tests/gpu/checked.py --seen``). Parts are parts of the others.
 """
 
 from __future__ import annotations

@@ -1,0 +1,44 @@
+"""Which cubins a tool of compute-sanitizer has seen, by the lines that ``prove_files.py --names`` prints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+CUBIN = re.compile(r"cubin ([0-9a-f]{64}) (\w+)(?: [\d.]+)?$")
+END = re.compile(r"\d+ cubins on .*, (\d+) wrong, ")
+BEGUN = "========= COMPUTE-SANITIZER"
+LIMIT = "========= Warning: Maximum number of hazards reached."
+
+
+def seen(lines: Iterable[str]) -> dict[str, str]:
+    """The kernels of the cubins whose trials came to their end under the tool and went right, by SHA-256.
+
+    None counts before the tool's own first line: without it the trials ran alone. After a cubin's name comes the next
+    one's, or the count at the end; one that is wrong or was stopped has a line of its own there. racecheck tells
+    nothing more of a process once it has as many hazards as it keeps: none counts from then on, nor do the last two
+    before that, as its lines can be late.
+    """
+    found: dict[str, str] = {}
+    begun, last = False, None
+    for line in (one.rstrip() for one in lines):
+        begun = begun or line == BEGUN
+        if line.startswith(LIMIT):
+            return dict([*found.items()][:-1])
+        if not line or line.startswith("========="):
+            continue
+        name = CUBIN.match(line) if begun else None
+        if last and (name or END.match(line)):
+            found[last[1]] = last[2]
+        last = name
+    return found
+
+
+def add_to(listed: Path, outputs: Iterable[Iterable[str]]) -> int:
+    """Puts what the outputs' tools have seen into a list of ``SHA-256 kernel``, by kernel; how many are new in it."""
+    known = set(listed.read_text().splitlines()) if listed.exists() else set()
+    new = {f"{sha256} {kernel}" for lines in outputs for sha256, kernel in seen(lines).items()}
+    by_kernel = sorted(known | new, key=lambda one: one.split()[::-1])
+    listed.write_text("".join(f"{one}\n" for one in by_kernel))
+    return len(new - known)
