@@ -4,9 +4,9 @@
     python benchmarks/run.py host_trees --table host-trees.json
 
 Each process is ``benchmarks/run.py host`` of this checkout on the runtime of one of the two. Figures are ratios of the
-new one's times to the old one's: of the medians over the rounds, of the least, and the median of the rounds' own. torch's
-calls are the same code in both, so their ratios tell the host's noise; the last two lines are geometric means of ours
-and of torch's. It ends with 1 where ours are above ``--most`` in the mean of medians and of the rounds' own.
+new one's times to the old one's: of the medians over the rounds, of the least, and the median of the rounds' own.
+torch's calls are the same code in both, so their ratios tell the host's noise; the last two lines are geometric means
+of ours and of torch's. It ends with 1 where ours are above ``--most`` in the mean of medians and of the rounds' own.
 """
 
 from __future__ import annotations
@@ -93,6 +93,6 @@ def main() -> None:
     medians, _, turns = told(found)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps({"unit": "us", **{name: found[name] for name in ("old", "new")}}, indent=1) + "\n")
+        args.out.write_text(json.dumps({"unit": "us", "old": found["old"], "new": found["new"]}, indent=1) + "\n")
     if min(medians, turns) > args.most:
         sys.exit(f"slower by more than {args.most} in the mean: {medians:.3f} of medians, {turns:.3f} by round")

@@ -26,7 +26,8 @@ _ROWS = 1 << 16  # more rows than that take what the most that were measured do
 # tokens by over 3 % (benchmarks/results/layers-in-vllm-*.json). Two kernels in turns would need the weights twice.
 AHEAD = {
     ("NVIDIA H200", "int4"): (
-        "Marlin takes 0.90 and 0.91 of pretuned's time at 16 and 128 tokens, and 1.14 and 2.2 times as long at 1,024 and 8,192"
+        "Marlin takes 0.90 and 0.91 of pretuned's time at 16 and 128 tokens, "
+        "and 1.14 and 2.2 times as long at 1,024 and 8,192"
     )
 }
 _NEAR = 2  # what was measured at so many times the rows, or at that part of them, holds for these
