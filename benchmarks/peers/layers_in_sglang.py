@@ -237,7 +237,7 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
         "--build",
         type=Path,
         metavar="FOLDER",
-        help="only compile SGLang's Marlin kernels for 9.0 into this folder; needs nvcc, no GPU",
+        help="only compile SGLang's kernels of these layers for 9.0 into this folder; needs nvcc, no GPU",
     )
     parser.add_argument("--built", type=Path, metavar="FOLDER", help="such a folder: what is in it is not compiled")
     parser.add_argument("--kinds", default=",".join(SOONEST), help=f"some of {', '.join(SOONEST)}")

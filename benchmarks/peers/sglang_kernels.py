@@ -7,7 +7,7 @@ and of Marlin's 182 kernels those of the layer's weights, 10 or 12: nvcc takes m
 
     python benchmarks/run.py layers_in_sglang --sglang sglang --packages packages --build built    # needs no GPU
 
-compiles Marlin's beforehand, for 9.0; ``--built built`` takes them, and compiles what it can't load of them.
+compiles them beforehand, for 9.0; ``--built built`` takes them, and compiles what it can't load of them.
 """
 
 from __future__ import annotations
@@ -210,21 +210,30 @@ def take(built: Path) -> None:
 
 
 def build(built: Path, folder: Path) -> list[str]:
-    """Compile Marlin for 9.0 into ``built``, with ``folder`` for what lies about; the names of the modules."""
+    """Compile all kinds' kernels for 9.0 into ``built``, with ``folder`` for sources; the names of the modules.
+
+    What is there already stays. No GPU is asked.
+    """
+    compiling = importlib.import_module("sglang.kernels.jit.utils.compile")
     loader = importlib.import_module("sglang.kernels.jit.utils.compile.loader")
     arch = importlib.import_module("sglang.kernels.jit.utils.arch")
+    # What SGLang says where there is a GPU of NVIDIA's.
+    importlib.import_module(OPS + "activation.activation").get_activation_cuda_cflags = lambda: ["--use_fast_math"]
     names: list[str] = []
 
     def keep(library: Path) -> None:
-        (built / library.stem).mkdir(parents=True, exist_ok=True)
-        shutil.copy(library, built / library.stem / library.name)
+        there = built / library.stem / library.name
+        there.parent.mkdir(parents=True, exist_ok=True)
+        if there != library:
+            shutil.copy(library, there)
         names.append(library.stem)
 
     loader._load = keep  # there may be no GPU to load it for
-    sources = importlib.import_module("sglang.kernels.jit.utils.compile").KERNEL_PATH / "csrc"
+    take(built)
     with arch.override_jit_cuda_arch(9, 0):
-        for kind in _KEPT:
-            _from(fewer_marlins(sources, folder / kind, kind))
-            for one in marlins(kind):
+        for kind in ("bf16", "fp8", "mxfp4", "int4"):
+            if kind in _KEPT:
+                _from(fewer_marlins(compiling.KERNEL_PATH / "csrc", folder / kind, kind))
+            for one in builders(kind):
                 one()
     return names

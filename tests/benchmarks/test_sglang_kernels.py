@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from pathlib import Path
@@ -115,3 +116,33 @@ def test_modules_built_beforehand_go_before_others(
     tool.take(tmp_path)
     for name, there in (("marlin", tmp_path / "marlin" / "marlin.so"), ("activation", Path("scope") / "own.so")):
         assert loader._find_prebuilt(spec=SimpleNamespace(module_name=name), scope=Path("scope")) == there
+
+
+def test_building_leaves_what_is_there_and_adds_the_rest(
+    tool: ModuleType, modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """(Stand-ins for SGLang's loader and two of its modules: it compiles nothing here.)"""
+    built, cache = tmp_path / "built", tmp_path / "cache"
+    for where in (built / "first", cache):
+        where.mkdir(parents=True)
+    (built / "first" / "first.so").write_text("old")
+    (cache / "second.so").write_text("new")
+    loader = ModuleType("loader")
+    loader._find_prebuilt = lambda spec, scope: scope / f"{spec.module_name}.so"  # type: ignore[attr-defined]
+    compiling = "sglang.kernels.jit.utils.compile"
+    modules[compiling] = SimpleNamespace(KERNEL_PATH=tmp_path)  # type: ignore[assignment]
+    modules[compiling + ".loader"] = loader
+    modules["sglang.kernels.jit.utils.arch"] = SimpleNamespace(
+        override_jit_cuda_arch=lambda *_: contextlib.nullcontext()
+    )  # type: ignore[assignment]
+    modules[tool.OPS + "activation.activation"] = ModuleType("activation")
+    monkeypatch.setattr(tool, "_KEPT", {})
+
+    def load(name: str) -> None:
+        loader._load(loader._find_prebuilt(spec=SimpleNamespace(module_name=name), scope=cache))
+
+    monkeypatch.setattr(
+        tool, "builders", lambda kind: [lambda: load({"bf16": "first", "fp8": "second"}.get(kind, "first"))]
+    )
+    assert set(tool.build(built, tmp_path / "sources")) == {"first", "second"}
+    assert [(built / one / f"{one}.so").read_text() for one in ("first", "second")] == ["old", "new"]
