@@ -4,29 +4,33 @@
     python benchmarks/run.py layers_in_sglang --sglang sglang-0.5.23 --json layers-in-sglang.json
     python benchmarks/run.py layers_in_sglang --sglang sglang-0.5.23 --kinds bf16,mxfp4 --tokens 1,16 --json some.json
 
-Each layer is SGLang's FusedMoE with the runner that SGLang chooses on this GPU (``own``), and with pretuned's
-(``pretuned``); its ``forward`` is called with a routing that is drawn: dispatch, experts, combine. Choosing top_k
-experts is left out, but where SGLang's runner does it in a form of its own (triton_kernels, for mxfp4): then SGLang's
-router is in the time of both, and the cell says ``routed``. Sizes, weights, method and the file are those of
-``layers_in_vllm.py``.
+Each layer is SGLang's FusedMoE with the runner that SGLang chooses for its model on 9.0 (``own``; ``runners`` has its
+name), with another of SGLang's by its name (``marlin``, for mxfp4), and with pretuned's (``pretuned``); its ``forward``
+is called with a routing that is drawn: dispatch, experts, combine. Choosing top_k experts is left out, but where
+SGLang's runner does it in a form of its own (triton_kernels, for mxfp4): then SGLang's router is in the time of all,
+and the cell says ``routed``. Results have memory of their own, not the tokens', as SGLang would have it: every call is
+of the same tokens. The time of a result that is over ``FAR`` from pretuned's is not kept. Where SGLang's Triton kernel
+has no configuration tuned for the layer's sizes and this GPU, the cell says ``tuned: false``. Sizes, weights, method
+and the file are those of ``layers_in_vllm.py``.
 
 SGLang need not be installed: ``--sglang`` is where its wheel is unpacked, ``--packages`` a folder with what it imports.
-Its sgl_kernel is built for one torch; beside another its sum over a token's experts is SGLang's own Triton kernel here,
-which SGLang takes itself for few tokens, and the file says ``sgl_kernel: false``.
+Its sgl_kernel is built for one torch; beside another its functions are SGLang's own from elsewhere, and the file says
+which in ``in_place_of_sgl_kernel`` (``sglang_kernels.py``). SGLang compiles kernels at the first call of each: this
+takes most of a run. Kinds are measured one after another, each in a process of its own; where there are several GPUs
+let each have one, by ``CUDA_VISIBLE_DEVICES`` and ``--kinds``.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import faulthandler
 import json
+import logging
 import os
 import socket
-import sys
 import tempfile
 import time
 import traceback
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,59 +39,23 @@ import torch
 
 from .engines import child, find, leave
 from .layers_in_vllm import KINDS, ROUNDS, TOKENS, Kind, Routed, draw, routing, timed
+from .sglang_kernels import build, compile_all, older_triton, stand_in
 
 TINY = Kind("tiny", 8, 256, 128, 2, ())
 OAI = {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0, "with_bias": True}  # what gpt-oss's layers are made with
 OWN, OURS = "own", "pretuned"
+# Runners by their names in SGLang's --moe-runner-backend. For gpt-oss SGLang itself sets one on 9.0 as its model is
+# loaded (arg_groups/model_overrides/gpt_oss.py); a layer alone would be run with its weights as bf16.
+SIDES = {"mxfp4": {OWN: "triton_kernel", "marlin": "marlin", OURS: "triton_kernel"}}
+AUTO = {OWN: "auto", OURS: "auto"}
+SOONEST = ("bf16", "fp8", "mxfp4", "int4")  # by how long what SGLang compiles of a kind takes
+FAR = 0.1  # of another's result: fp8 tokens, quantised twice, are at 0.07
+_begun = time.monotonic()
 
 
-def stand_in_for_sgl_kernel() -> bool:
-    """Whether SGLang's extension is there; if not, what its layers import of it is put in its place."""
-    try:
-        importlib.import_module("sgl_kernel")
-    except (ImportError, OSError):
-        for name in [one for one in sys.modules if one.partition(".")[0] == "sgl_kernel"]:
-            del sys.modules[name]
-    else:
-        return True
-
-    def moe_sum_reduce(x: torch.Tensor, out: torch.Tensor, factor: float) -> None:
-        from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
-
-        fused_moe.moe_sum_reduce_triton(x, out, factor)
-
-    def absent(name: str) -> Callable[..., Any]:
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-        def missing(*_: Any, **__: Any) -> Any:
-            raise NotImplementedError(f"sgl_kernel.{name}: no sgl_kernel is built for torch {torch.__version__}")
-
-        return missing
-
-    scalars = next((Path(one) / "sgl_kernel" for one in sys.path if (Path(one) / "sgl_kernel").is_dir()), None)
-    module = types.ModuleType("sgl_kernel")
-    module.__path__ = []
-    module.moe_sum_reduce = moe_sum_reduce  # type: ignore[attr-defined]
-    module.__getattr__ = absent  # type: ignore[method-assign]
-    sys.modules["sgl_kernel"] = module
-    for name in ("elementwise", "gemm", "quantization", "allreduce", "moe", "scalar_type"):
-        part = types.ModuleType(f"sgl_kernel.{name}")
-        part.__getattr__ = absent  # type: ignore[method-assign]
-        sys.modules[part.__name__] = part
-        setattr(module, name, part)
-        if name == "scalar_type" and scalars is not None:  # Python alone
-            exec((scalars / "scalar_type.py").read_text(), part.__dict__)
-    return False
-
-
-def older_triton() -> list[str]:
-    """Put into Triton what triton_kernels asks of a newer one: is this another vendor's GPU? The names of it."""
-    info = importlib.import_module("triton.language.target_info")
-    put = [name for name in ("is_hip_gfx1250",) if not hasattr(info, name)]
-    for name in put:
-        setattr(info, name, info.is_hip)  # False on NVIDIA's
-    return put
+def say(*words: object) -> None:
+    """A line of progress, with the seconds since the start."""
+    print(f"[{time.monotonic() - _begun:5.1f} s]", *words, flush=True)
 
 
 def start(device: str) -> None:
@@ -136,6 +104,7 @@ def made(kind: str, one: Kind, device: str) -> Any:
         layer = FusedMoE(
             num_experts=one.E, hidden_size=one.H, intermediate_size=one.I, layer_id=0, top_k=one.top_k,
             params_dtype=torch.bfloat16, quant_config=quantisation(kind), prefix="model.layers.0.mlp.experts",
+            inplace=False,
             **(OAI if kind == "mxfp4" else {}),
         )  # fmt: skip
         torch.manual_seed(0)
@@ -158,49 +127,102 @@ def call_of(layer: Any, one: Kind, given: Routed, *, routed: bool) -> Callable[[
     return lambda: layer(given.x, top(given.x, given.logits))  # type: ignore[no-any-return]
 
 
-def both(kind: str, one: Kind, device: str, failed: dict[str, str]) -> dict[str, Any]:
-    """The layer as SGLang has it, then as it has it with pretuned's plug-in; what failed is told in ``failed``."""
+def runs_by(name: str) -> None:
+    """Have SGLang run the layers that are made from here on by its runner of that name."""
+    from sglang.srt.layers.moe.utils import resolve_moe_runner_backend
+    from sglang.srt.runtime_context import get_flags
+
+    get_flags().moe.runner_backend = resolve_moe_runner_backend(name)
+
+
+def layers_of(kind: str, one: Kind, device: str, sides: dict[str, str], failed: dict[str, str]) -> dict[str, Any]:
+    """The layer by each of SGLang's runners, then with pretuned's plug-in; what failed is told in ``failed``."""
     from sglang.srt.plugins import load_plugins
 
     from pretuned.integrations.sglang import register
 
     layers = {}
     os.environ["PRETUNED_SGLANG"] = "0"
-    for side in (OWN, OURS):
+    for side in sorted(sides, key=lambda side: side == OURS):
         if side == OURS:
             os.environ["PRETUNED_SGLANG"] = "1"
             register()  # where pretuned is not installed as a package; else SGLang calls it as well
             load_plugins()
         try:
+            runs_by(sides[side])
             layers[side] = made(kind, one, device)
+            say(kind, f"{side}: made, by {name_of(layers[side])}")
         except Exception:
             failed[side] = traceback.format_exc(limit=-6)
+            say(kind, f"{side} failed: {failed[side].strip().splitlines()[-1]}")
             if device == "cuda":
                 torch.cuda.empty_cache()
     return layers
 
 
-def measure(kind: str, one: Kind, tokens: list[int], device: str, keep: Callable[[dict[str, Any]], None]) -> None:
+def name_of(layer: Any) -> str | None:
+    """Of the runner of a layer."""
+    return getattr(layer.runner_backend, "value", None)
+
+
+class Untuned(logging.Handler):
+    """Whether SGLang's Triton kernel had no configuration for a layer: it tells that once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_told = False
+        logging.getLogger("sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe_triton_config").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.is_told |= record.getMessage().startswith("Using default MoE kernel config")
+
+
+def result_of(call: Callable[[], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """What a call returns of the tokens x [T, H], which it must leave as they are: they are asked again."""
+    before = x.clone()
+    out = call().clone()
+    if not torch.equal(before, x):
+        raise ValueError("it wrote over the tokens that it was given: its next call would be of others")
+    return out
+
+
+def drop_far(cell: dict[str, Any]) -> None:
+    """Take out the times of results that are far from pretuned's, and say so."""
+    for side, far in cell.get("distance", {}).items():
+        if not far <= FAR:  # or no number
+            cell["failed"][side] = f"its result is {far} of pretuned's away: its time is of something else"
+            cell["us"].pop(side, None)
+
+
+def measure(
+    kind: str, one: Kind, tokens: list[int], device: str, sides: dict[str, str], keep: Callable[[dict[str, Any]], None]
+) -> None:
     """All cells of a layer."""
     from pretuned.aot.measure.clock import Clock, HostClock
 
     clock = Clock() if device == "cuda" else HostClock()
     failed: dict[str, str] = {}
-    layers = both(kind, one, device, failed)
-    runners = {side: getattr(layer.runner_backend, "value", None) for side, layer in layers.items()}
+    untuned = Untuned()
+    layers = layers_of(kind, one, device, sides, failed)
+    runners = {side: name_of(layer) for side, layer in layers.items()}
     routed = "triton_kernel" in runners.values()
     for T in tokens:
         given, graphs, out, wrong = routing(one, T, device), {}, {}, dict(failed)
         for side, layer in layers.items():
             try:
                 call = call_of(layer, one, given, routed=routed)
-                out[side] = call().clone()
+                out[side] = result_of(call, given.x)
                 graphs[side] = clock.capture(call)
+                say(kind, f"T={T} {side}: captured")
             except Exception:
                 wrong[side] = traceback.format_exc(limit=-6)
+                given = routing(one, T, device)
         cell: dict[str, Any] = {"kind": kind, "model": one.model, "tokens": T, "routed": routed, "failed": wrong}
         cell["runners"] = runners
+        if "triton" in runners.values():
+            cell["tuned"] = not untuned.is_told
         timed(cell, clock, graphs, out, OURS)
+        drop_far(cell)
         keep(cell)
         graphs.clear()
         clock.release()
@@ -210,17 +232,34 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--sglang", type=Path, help="where SGLang's wheel is unpacked; default: the one installed")
     parser.add_argument("--packages", type=Path, help="a folder with the packages that SGLang imports")
-    parser.add_argument("--json", type=Path, required=True, help="the file to write")
-    parser.add_argument("--kinds", default=",".join(KINDS), help=f"some of {', '.join(KINDS)}")
+    parser.add_argument("--json", type=Path, help="the file to write")
+    parser.add_argument(
+        "--build",
+        type=Path,
+        metavar="FOLDER",
+        help="only compile SGLang's kernels of these layers for 9.0 into this folder; needs nvcc, no GPU",
+    )
+    parser.add_argument("--built", type=Path, metavar="FOLDER", help="such a folder: what is in it is not compiled")
+    parser.add_argument("--kinds", default=",".join(SOONEST), help=f"some of {', '.join(SOONEST)}")
+    parser.add_argument("--sides", help=f"some of {OWN} and {OURS}, and of mxfp4 marlin; default: all")
     parser.add_argument("--tokens", default=TOKENS)
     parser.add_argument("--seconds", type=float, default=540, help="when to end what is still measured")
     parser.add_argument("--tiny", action="store_true", help="a small layer, on the CPU where there is no GPU")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # one kind, in this process
     given = parser.parse_args(args)
+    if (given.json is None) == (given.build is None):
+        parser.error("wanted one of --json, where the times go, and --build")
+    if given.built is not None and not given.built.is_dir():
+        parser.error(f"--built: {given.built} is no folder")
     given.kinds, given.tokens = given.kinds.split(","), [int(T) for T in given.tokens.split(",")]
     for kind in given.kinds:
         if kind not in KINDS:
             parser.error(f"--kinds: {kind!r} is none of {', '.join(KINDS)}")
+    given.sides = given.sides.split(",") if given.sides else None
+    for side in given.sides or ():
+        for kind in given.kinds:
+            if side not in SIDES.get(kind, AUTO):
+                parser.error(f"--sides: {side!r} is none of {kind}'s: {', '.join(SIDES.get(kind, AUTO))}")
     if given.sglang is not None and not (given.sglang / "sglang" / "srt").is_dir():
         parser.error(f"--sglang: {given.sglang} has no folder sglang of an unpacked wheel")
     return given
@@ -237,33 +276,56 @@ def here(given: argparse.Namespace) -> int:
         find([given.sglang], given.packages)
     head: dict[str, Any] = {"torch": torch.__version__}
     head["gpu"] = torch.cuda.get_device_name() if device == "cuda" else None
-    head["sgl_kernel"] = stand_in_for_sgl_kernel() if device == "cuda" else None
+    head["in_place_of_sgl_kernel"] = stand_in() if device == "cuda" else {}
     head["put_into_triton"] = older_triton() if device == "cuda" else []
+    # Where it is, should it not come to its end.
+    faulthandler.dump_traceback_later(max(given.seconds - 5, 1))
+    sides = {name: by for name, by in SIDES.get(kind, AUTO).items() if given.sides is None or name in given.sides}
 
     def keep(cell: dict[str, Any]) -> None:
         cells.append(head | cell)
         given.json.write_text(json.dumps({"rounds": ROUNDS, "cells": cells}, indent=1))
-        print(cell["kind"], cell["tokens"], cell.get("us"), cell.get("distance"), flush=True)
+        say(cell["kind"], f"T={cell['tokens']}", cell.get("us"), cell.get("distance"))
         for name, why in cell["failed"].items():
             print(f"  {name} failed: {why.strip().splitlines()[-1]}", flush=True)
 
     try:
         start(device)
-        measure(kind, TINY if given.tiny else KINDS[kind], given.tokens, device, keep)
+        say(kind, "SGLang imported")
+        if device == "cuda":
+            compiled(kind, given.built)
+        measure(kind, TINY if given.tiny else KINDS[kind], given.tokens, device, sides, keep)
     except Exception:
         keep({"kind": kind, "tokens": None, "failed": {"all": traceback.format_exc(limit=-6)}})
     return 0 if any(cell.get("us") for cell in cells) else 1
 
 
+def compiled(kind: str, built: Path | None) -> None:
+    """Compile what SGLang runs of a kind; what does not compile is told again by the cell that calls it."""
+    try:
+        compile_all(kind, Path(tempfile.mkdtemp()), built)
+        say(kind, "SGLang's kernels compiled")
+    except Exception:
+        say(kind, f"compiling SGLang's kernels failed: {traceback.format_exc(limit=-3)}")
+
+
 def in_a_process(given: argparse.Namespace, kind: str, seconds: float) -> list[dict[str, Any]]:
-    """The cells of one kind of layer: a fault of the GPU ends its process alone."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "cells.json"
-        options = {"--sglang": given.sglang, "--packages": given.packages, "--json": out, "--kinds": kind,
-                   "--tokens": ",".join(map(str, given.tokens))}  # fmt: skip
-        words = [str(word) for name, value in options.items() if value is not None for word in (name, value)]
-        ended = child(["layers_in_sglang", "--here", *words, *(["--tiny"] if given.tiny else [])], seconds)
-        cells: list[dict[str, Any]] = json.loads(out.read_text())["cells"] if out.is_file() else []
+    """The cells of one kind of layer: a fault of the GPU ends its process alone.
+
+    They lie beside ``--json`` until its process has ended, whole after each cell: also if this process is ended.
+    """
+    out = given.json.with_name(f"{given.json.stem}-{kind}.part")
+    out.unlink(missing_ok=True)
+    options = {"--sglang": given.sglang, "--packages": given.packages, "--json": out, "--kinds": kind,
+               "--built": given.built,
+               "--sides": ",".join(given.sides) if given.sides else None,
+               "--tokens": ",".join(map(str, given.tokens)), "--seconds": seconds}  # fmt: skip
+    words = [str(word) for name, value in options.items() if value is not None for word in (name, value)]
+    with tempfile.TemporaryDirectory() as folder:  # what it leaves, as it may be ended
+        words += ["--tiny"] if given.tiny else []
+        ended = child(["layers_in_sglang", "--here", *words], seconds, {"TMPDIR": folder})
+    cells: list[dict[str, Any]] = json.loads(out.read_text())["cells"] if out.is_file() else []
+    out.unlink(missing_ok=True)
     if ended and not (cells and cells[-1]["tokens"] is None):
         cells.append({"kind": kind, "tokens": None, "failed": {"all": ended}})
     return cells
@@ -274,6 +336,12 @@ def main(args: list[str] | None = None) -> int:
     given = arguments(args)
     if given.here:
         leave(here(given))
+    if given.build is not None:
+        if given.sglang is not None:
+            find([given.sglang], given.packages)
+        with tempfile.TemporaryDirectory() as folder:
+            print("\n".join(build(given.build, Path(folder))))
+        return 0
     cells: list[dict[str, Any]] = []
     end = time.monotonic() + given.seconds
     for kind in given.kinds:

@@ -1,10 +1,9 @@
-"""SGLang's own layers beside the same with the plug-in: what is asked for, and what stands in for its extension."""
+"""SGLang's own layers beside the same with the plug-in: what is asked for, and which times count."""
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
+import logging
 from pathlib import Path
 from types import ModuleType
 
@@ -21,28 +20,48 @@ def tool() -> ModuleType:
 
 def test_what_is_asked_for(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     given = tool.arguments(["--json", "o.json", "--tokens", "1,16"])
-    assert (given.kinds, given.tokens) == (list(tool.KINDS), [1, 16])
-    for wrong, told in ((["--kinds", "fp3"], "'fp3' is none of bf16, fp8"), (["--sglang", "."], "no folder sglang")):
+    assert (given.kinds, given.tokens) == (["bf16", "fp8", "mxfp4", "int4"], [1, 16])
+    assert set(given.kinds) == set(tool.KINDS)
+    assert tool.arguments(["--json", "o.json", "--kinds", "mxfp4", "--sides", "marlin"]).sides == ["marlin"]
+    for wrong, told in (
+        (["--kinds", "fp3"], "'fp3' is none of bf16, fp8"), (["--sglang", "."], "no folder sglang"),
+        (["--kinds", "mxfp4,fp8", "--sides", "marlin"], "'marlin' is none of fp8's: own, pretuned"),
+        (["--built", "absent"], "absent is no folder"), (["--build", "."], "wanted one of --json"),
+    ):  # fmt: skip
         with pytest.raises(SystemExit):
             tool.arguments(["--json", "o.json", *wrong])
         assert told in capsys.readouterr().err
 
 
-def test_an_extension_for_another_torch_is_replaced(
-    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "sgl_kernel").mkdir()
-    (tmp_path / "sgl_kernel" / "__init__.py").write_text("raise ImportError('undefined symbol')")
-    (tmp_path / "sgl_kernel" / "scalar_type.py").write_text("import sys\nscalar_types = sys.modules[__name__].__name__")
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    importlib.invalidate_caches()
-    assert tool.stand_in_for_sgl_kernel() is False
-    found = importlib.import_module("sgl_kernel")
-    assert callable(found.moe_sum_reduce)
-    assert importlib.import_module("sgl_kernel.scalar_type").scalar_types == "sgl_kernel.scalar_type"
-    with pytest.raises(NotImplementedError, match=f"sgl_kernel.silu_and_mul: .* torch {torch.__version__[:4]}"):
-        found.silu_and_mul(torch.zeros(1))
+def test_tokens_that_a_call_wrote_over_are_told(tool: ModuleType) -> None:
+    """SGLang's Triton runner puts its result there by default, and its next call is of that."""
+    x = torch.randn(3, 4)
+    assert torch.equal(tool.result_of(lambda: x * 2, x), x * 2)
+    with pytest.raises(ValueError, match="wrote over the tokens"):
+        tool.result_of(lambda: x.mul_(2), x)
+
+
+def test_the_time_of_a_far_result_is_not_kept(tool: ModuleType) -> None:
+    cell = {"us": {"own": 1.0, "marlin": 3.0, "pretuned": 2.0}, "failed": {},
+            "distance": {"own": 2.5e6, "marlin": 0.07, "pretuned": 0.0}}  # fmt: skip
+    tool.drop_far(cell)
+    assert cell["us"] == {"marlin": 3.0, "pretuned": 2.0}
+    assert "2500000.0 of pretuned's away" in cell["failed"]["own"]
+    cell = {"us": {"own": 1.0}, "failed": {}, "distance": {"own": float("nan")}}
+    tool.drop_far(cell)
+    assert not cell["us"]
+
+
+def test_a_layer_without_a_tuned_configuration_is_told(tool: ModuleType) -> None:
+    untuned = tool.Untuned()
+    log = logging.getLogger("sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe_triton_config")
+    try:
+        log.warning("Down MoE config file not found at %s; reusing the tuned one", "a.json")
+        assert not untuned.is_told
+        log.warning("Using default MoE kernel config. Performance might be sub-optimal! ... %s", "a.json")
+        assert untuned.is_told
+    finally:
+        log.removeHandler(untuned)
 
 
 @pytest.mark.slow
