@@ -243,18 +243,23 @@ def _x_tile('''),
 """),
 )  # fmt: skip
 
-# A product may be under way until the next but one begins, within a stage: of one accumulator.
+# Within a stage a product may be under way until the next but one begins. What it reads is kept until it is over.
 LONGER = (
     Change(WNA16, """                if unit % MINE == 0:
                     acc, now = warpgroup_mma_wait(num_outstanding=0, deps=(acc, now))
-""", """                if MINE == 1 and unit + 1 < UNITS:
-                    if unit == 0:
-                        before = now
-                    else:
-                        acc, before = warpgroup_mma_wait(num_outstanding=1, deps=(acc, before))
-                        before = now
-                elif unit % MINE == 0:
-                    acc, now = warpgroup_mma_wait(num_outstanding=0, deps=(acc, now))
+                else:
+                    more, now = warpgroup_mma_wait(num_outstanding=0, deps=(more, now))
+""", """                if unit + 1 < UNITS:
+                    if unit > 0:
+                        if (unit - 1) % MINE == 0:
+                            acc, before = warpgroup_mma_wait(num_outstanding=1, deps=(acc, before))
+                        else:
+                            more, before = warpgroup_mma_wait(num_outstanding=1, deps=(more, before))
+                    before = now
+                elif MINE == 2:
+                    acc, more, now, before = warpgroup_mma_wait(num_outstanding=0, deps=(acc, more, now, before))
+                else:
+                    acc, now, before = warpgroup_mma_wait(num_outstanding=0, deps=(acc, now, before))
 """),
 )  # fmt: skip
 

@@ -87,6 +87,7 @@ FORMS = (
     Form("fma early", WIDE, FMA + changes.EARLY),
     Form("fma longer", DEEP, FMA + changes.LONGER),
     Form("fma longer", WIDE, FMA + changes.LONGER),
+    Form("fma longer", WIDER, FMA + changes.LONGER),
     Form("fma early longer", WIDE, FMA + changes.EARLY + changes.LONGER),
     Form("fma longer ahead", WIDE, FMA + changes.LONGER + changes.AHEAD),
     Form("fma 8", (*DEEP[:3], 4), FMA + changes.ROWS_8),
@@ -106,6 +107,8 @@ FORMS = (
     Form("today", LARGE, (), ALL),
     Form("mul", LARGE, MUL, ALL),
     Form("fma", LARGE, FMA),
+    Form("fma longer", FITTED, FMA + changes.LONGER),
+    Form("fma longer", LARGE, FMA + changes.LONGER),
 )
 
 CHILD = """
