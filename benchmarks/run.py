@@ -53,6 +53,8 @@ BENCHMARKS = (
     Benchmark("speed", "ragged", "what uneven experts cost", GPU),
     Benchmark("speed", "dtypes", "fp16, tf32 and fp32 beside bf16 and loops of torch", f"{BUNDLES}: their own"),
     Benchmark("speed", "coded", "quantised weights by the kernel for every GPU, each config, beside torch", BUNDLES),
+    Benchmark("speed", "wna16_forms", "other forms of the kernel for weights of 4 bits beside today's",
+              f"{GPU} of 9.0, forms that it compiled elsewhere"),
     Benchmark("speed", "quantised_layer", "what quantising the activation in its own pass saves a layer", GPU),
     Benchmark("speed", "mantissas", "why fp16 is slower than bf16", f"{BUNDLES}: those of dtypes"),
     Benchmark("speed", "freed", "what freeing much memory does to later launches", GPU),
