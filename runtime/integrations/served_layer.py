@@ -26,8 +26,8 @@ _ROWS = 1 << 16  # more rows than that take what the most that were measured do
 # tokens by over 3 % (benchmarks/results/layers-in-vllm-*.json). Two kernels in turns would need the weights twice.
 AHEAD = {
     ("NVIDIA H200", "int4"): (
-        "Marlin takes 0.90 and 0.91 of pretuned's time at 16 and 128 tokens, "
-        "and 1.14 and 2.2 times as long at 1,024 and 8,192"
+        "vLLM's Marlin takes 0.90 and 0.91 of pretuned's time at 16 and 128 tokens, and 1.14 and 2.2 times as long at "
+        "1,024 and 8,192 (groups of 32)"
     )
 }
 _NEAR = 2  # what was measured at so many times the rows, or at that part of them, holds for these
@@ -93,7 +93,7 @@ def lacks(layer: ServedLayer, local: LocalGpu, *, tokens: int, any_variant: bool
         return f"no kernel for {local} reads {layer.dtype.value} weights in the order that engines' layers are put into"
     ahead = AHEAD.get((local.gpu.name, layer.dtype.value.partition("_")[0]))
     if ahead is not None and not any_variant:
-        return f"{ahead} ({local.gpu.name})"
+        return f"{ahead}, on an {local.gpu.name}. PRETUNED_VLLM=1 or PRETUNED_SGLANG=1 has pretuned run it all the same"
     most = min(max(tokens, 1) * layer.top_k, _ROWS)
     for problem in layer.problems if any_variant else layer.all_problems:
         for bucket in buckets_between(min(layer.top_k, most), most):
