@@ -95,14 +95,18 @@ def private_key(path: str, password: Callable[[], str]) -> Ed25519PrivateKey:
     if len(data) > _MOST_KEY_BYTES:
         raise InputError(f"key '{path}': it holds no private key: it is over {_MOST_KEY_BYTES} bytes")
     load = load_ssh_private_key if b"BEGIN OPENSSH PRIVATE KEY" in data else load_pem_private_key
+    encrypted = False
     try:
         try:
             key = load(data, None)
-        except TypeError:  # it is encrypted
+        except TypeError:
+            encrypted = True
             key = load(data, password().encode())
     except (TypeError, ValueError, UnsupportedAlgorithm) as error:
+        # what a wrong password makes of a key looks like a damaged one, in one of some 256 tries
+        why = "the password is wrong, or the file is damaged: " if encrypted else ""
         raise InputError(
-            f"key '{path}': no private key can be had of it: {str(error).splitlines()[0]}. "
+            f"key '{path}': no private key can be had of it: {why}{str(error).splitlines()[0]}. "
             "Wanted one as `openssl genpkey -algorithm ed25519` or `ssh-keygen -t ed25519` writes it"
         ) from error
     if not isinstance(key, Ed25519PrivateKey):

@@ -79,6 +79,16 @@ def test_keys_that_can_not_sign(aot, here, bundle):
     assert not (here / f"{bundle}.sig").exists()
 
 
+# signing.PRIVATE under the password "word"
+_ENCRYPTED = """-----BEGIN ENCRYPTED PRIVATE KEY-----
+MIGjMF8GCSqGSIb3DQEFDTBSMDEGCSqGSIb3DQEFDDAkBBAL7pepQGtIce/go3Qp
+5zd5AgIIADAMBggqhkiG9w0CCQUAMB0GCWCGSAFlAwQBKgQQQbIk4MyKQL1qFKfi
+Yx+2oQRAmpJKDVNo76h38Q5YeKOmOS5E1l/cnnucBmF+cmv93dwPwrnPmrzLaxyF
+m/RtFFs1N54neKEzuUfmLbZaw4KmAQ==
+-----END ENCRYPTED PRIVATE KEY-----
+"""
+
+
 def test_a_key_with_a_password(here, bundle):
     from pretuned.aot.bundle.sign import private_key
     from pretuned.artifacts.errors import InputError
@@ -88,8 +98,15 @@ def test_a_key_with_a_password(here, bundle):
     )
     got = private_key("secret.pem", lambda: "word").public_key().public_bytes_raw()
     assert got == signing.PRIVATE.public_key().public_bytes_raw()
-    with pytest.raises(InputError, match=r"no private key can be had of it: .*[Pp]assword"):
+    with pytest.raises(InputError, match="no private key can be had of it: the password is wrong, or the file is damaged"):
         private_key("secret.pem", lambda: "wrong")
+
+    # with one wrong password of some 256 what comes out ends like a key, and is none: the package then names no password
+    (here / "secret.pem").write_text(_ENCRYPTED)
+    with pytest.raises(InputError, match="the password is wrong, or the file is damaged: Incorrect password"):
+        private_key("secret.pem", lambda: "wrong0")
+    with pytest.raises(InputError, match="the password is wrong, or the file is damaged: Could not deserialize key data"):
+        private_key("secret.pem", lambda: "wrong34")
 
 
 def test_a_damaged_bundle_is_not_signed(aot, here, bundle):
