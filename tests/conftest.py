@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,6 +34,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="skip, instead of failing, the tests that need root, mounts or strace",
     )
+
+
+@pytest.fixture(autouse=True)
+def process_as_before() -> Iterator[None]:
+    """What a test changed of the process, the next one does not see: settings, who tunes and compiles, made-up GPUs.
+
+    It is set up first, so it ends last: the environment is by then as it was.
+    """
+    yield
+    loaded: dict[str, Any] = sys.modules
+    if hooks := loaded.get("pretuned.runtime.hooks"):
+        aot = loaded.get("pretuned.aot")  # it registers its own once, when it is imported
+        hooks.register_tuner(aot and aot._tune)
+        hooks.register_compiler(aot and aot._compile)
+        if hooks._allowed:
+            hooks.allow_jit(allowed=False)
+        elif hooks.settings._settings not in (None, hooks.settings.read(os.environ)):
+            hooks.reload()
+    if (device := loaded.get("pretuned.runtime.driver.device")) and not device.torch.cuda.is_available():
+        device.devices.clear()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at -m

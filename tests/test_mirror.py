@@ -6,6 +6,7 @@ The table is to get shorter. A row goes when its module has a test file of its n
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -119,6 +120,19 @@ def own_test(module: str) -> str:
     return "/".join([*room, f"test_{name}.py"])
 
 
+@functools.cache
+def named(path: Path, text: str) -> tuple[set[str], set[str]]:
+    """What a file of tests imports of the product, and which programs of tests/support it may load."""
+    found = set[str]()
+    for start, names in re.findall(r"from pretuned((?:\.\w+)*) import \(?([\w, \n]+)", text):
+        found |= {f"{start}.{name}".lstrip(".") for name in re.findall(r"\w+", names)}
+    found |= {name.lstrip(".") for name in re.findall(r"\bpretuned((?:\.\w+)+)", text)}
+    nodes = list(ast.walk(ast.parse(text, str(path))))
+    helpers = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    helpers |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+    return found, helpers | set(re.findall(r'"(\w+)\.py"', text))
+
+
 def imported(root: Path, file: str) -> set[str]:
     """What a test file imports from the product, and what else it loads for that: conftest.py, tests/support.
 
@@ -132,14 +146,8 @@ def imported(root: Path, file: str) -> set[str]:
         if path in seen or not path.exists():
             continue
         seen.add(path)
-        text = path.read_text(encoding="utf-8")
-        for start, names in re.findall(r"from pretuned((?:\.\w+)*) import \(?([\w, \n]+)", text):
-            found |= {f"{start}.{name}".lstrip(".") for name in re.findall(r"\w+", names)}
-        found |= {name.lstrip(".") for name in re.findall(r"\bpretuned((?:\.\w+)+)", text)}
-        nodes = list(ast.walk(ast.parse(text)))
-        helpers = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-        helpers |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
-        helpers |= set(re.findall(r'"(\w+)\.py"', text))
+        here, helpers = named(path, path.read_text(encoding="utf-8"))
+        found |= here
         waiting += [tests / "support" / f"{name}.py" for name in helpers]
     for layer in LAYERS:  # a public name, by the table of its layer's front
         front = root / layer / "__init__.py"

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ("artifacts", "kernels", "runtime", "aot")
 MOST_BYTES = 25_000_000
 DATA = {"artifacts/FORMAT.md", "aot/models/catalogue.tsv"} | {f"{layer}/py.typed" for layer in LAYERS}
+pytestmark = pytest.mark.slow  # a wheel is built
 
 
 @pytest.fixture(scope="module")

@@ -55,6 +55,7 @@ def test_without_the_builders_packages(name: str, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("bundles/*.msgpack"))
 
 
+@pytest.mark.slow  # processes
 @pytest.mark.parametrize("model", ["shape:E=8,H=256,I=128,k=2 dtype=fp16", "shape:E=8,H=256,I=128,k=2"])
 def test_a_build_without_triton(model: str, tmp_path: Path) -> None:
     """Of candidates that ship; where none do, it says why."""
@@ -76,6 +77,7 @@ def test_a_build_without_triton(model: str, tmp_path: Path) -> None:
     assert "pip install triton==3.7.1" in without_them.stderr
 
 
+@pytest.mark.slow  # processes
 @pytest.mark.parametrize(
     "arguments",
     [["plan", "-m", "shape:E=8,H=256,I=128,k=2", "--sm", "80"], ["models"], ["doctor"], ["measure", "--help"],

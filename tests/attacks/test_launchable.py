@@ -12,6 +12,7 @@ from pathlib import Path
 
 import golden_bundles
 import pytest
+import shipped
 
 from pretuned.aot.bundle.verify import sound
 from pretuned.artifacts.code.cubin import mismatch, other_limits, other_parameters, parameters
@@ -271,8 +272,7 @@ OTHERS = {
 @pytest.mark.parametrize("path", [one for one in SHIPPED if "quantised" not in one.stem], ids=lambda path: path.stem)
 def test_a_record_of_other_parameters_is_refused(path: Path, name: str, tmp_path: Path) -> None:
     change, reason = OTHERS[name]
-    with open_bundle(path) as file:
-        whole = file.load()
+    whole = shipped.whole(path.stem)
     i = next(i for i, one in enumerate(whole.variants) if one.arguments[-1][1] != one.arguments[-2][1])
     changed = change(whole.variants[i])
     assert "says" in reason or changed.arguments == whole.variants[i].arguments
@@ -324,8 +324,7 @@ LIES: dict[str, tuple[Callable[[Variant], Variant], str]] = {
 def test_a_record_that_lies_of_its_code_is_refused(name: str, tmp_path: Path) -> None:
     """With digests made right. Of each kernel that goes through TMA, a variant that ships."""
     change, reason = LIES[name]
-    with open_bundle(next(one for one in SHIPPED if one.stem == "catalogue-sm90")) as file:
-        whole = file.load()
+    whole = shipped.whole("catalogue-sm90")
     kernels = {one.kernel: i for i, one in enumerate(whole.variants) if len(one.tensor_maps) > 1}
     assert len(kernels) == 5
     for i in kernels.values():

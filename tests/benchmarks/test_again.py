@@ -25,8 +25,15 @@ def tool() -> ModuleType:
     return again
 
 
-def test_the_second_times_are_told_by_what_the_first_duel_said(tool: ModuleType) -> None:
-    journal = read_journal(JOURNAL)
+def part(path: Path, lines: int) -> Path:
+    """The first lines of the journal, before any second look."""
+    with lzma.open(JOURNAL, "rt") as journal:
+        path.write_text("".join(itertools.islice(journal, lines)))
+    return path
+
+
+def test_the_second_times_are_told_by_what_the_first_duel_said(tool: ModuleType, tmp_path: Path) -> None:
+    journal = read_journal(part(tmp_path / "some.journal", 3000))
     with_duel = (one for one in journal.records if isinstance(one, Measured) and one.duel)
     first = next(one for one in with_duel if max(time.time_ns for time in one.timings) < LONG_NS)
     assert first.duel is not None
@@ -48,9 +55,7 @@ def test_the_second_times_are_told_by_what_the_first_duel_said(tool: ModuleType)
 def test_journals_without_such_a_cell_are_told(
     tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    once = tmp_path / "once.journal"
-    with lzma.open(JOURNAL, "rt") as journal:
-        once.write_text("".join(itertools.islice(journal, 300)))  # before any second look
+    once = part(tmp_path / "once.journal", 300)
     monkeypatch.setattr(sys, "argv", ["again.py", str(once), str(once)])
     with pytest.raises(SystemExit, match="2"):
         tool.main()

@@ -220,6 +220,7 @@ def test_what_a_call_reads_is_kept_while_it_is_timed(tools, monkeypatch):
     assert set(cell["us"]) == {"ours", "a", "b", "torch_grouped_mm", "dense_same_flops"}
 
 
+@pytest.mark.slow  # a process that imports torch
 def test_without_quack_it_says_what_to_install(tmp_path):
     (tmp_path / "quack.py").write_text("raise ModuleNotFoundError(\"No module named 'quack'\", name='quack')\n")
     ended = subprocess.run(

@@ -166,6 +166,7 @@ def test_vllms_kernel_is_for_the_forward_alone_and_gradients_begin_at_1024(tools
     assert script.many(asked) == [("forward", 1024), ("dW", 1024)]
 
 
+@pytest.mark.slow  # a process that imports torch
 def test_with_nothing_to_time_it_says_so(tmp_path):
     ended = subprocess.run(
         [sys.executable, str(BENCHMARKS / "run.py"), "beside_vllm", "--op", "dX", "--tokens", "16"],
@@ -175,6 +176,7 @@ def test_with_nothing_to_time_it_says_so(tmp_path):
     assert "nothing is left to time: dX and dW begin at 1024 tokens" in ended.stderr
 
 
+@pytest.mark.slow  # a process that imports torch
 def test_without_vllm_it_says_what_to_fetch(tmp_path):
     ended = subprocess.run(
         [sys.executable, str(BENCHMARKS / "run.py"), "beside_vllm", "--vllm", str(tmp_path)],
@@ -185,6 +187,7 @@ def test_without_vllm_it_says_what_to_fetch(tmp_path):
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.slow  # a process that imports torch
 @pytest.mark.parametrize("lacks", ["get_default_config", pytest.param("triton_kernels", marks=pytest.mark.slow)])
 def test_a_wheel_that_lacks_something_is_told_of(tmp_path, lacks):
     unpacked(tmp_path, FILE.replace(f"def {lacks}", "def another_name"))

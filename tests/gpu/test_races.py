@@ -87,6 +87,7 @@ def accesses(code, name):
     return [op.offset for op in code.ops if op.kind == name]
 
 
+@pytest.mark.slow  # each access of a kernel with each; processes
 def test_a_pair_that_is_made_up(shipped):
     """Two accesses between which nothing is: what is read of the queue, and what a product is stored by."""
     code = shipped(CUBINS["weight_specialized"])[1]
@@ -127,6 +128,7 @@ A = "0" * 64
 BEGUN = "========= COMPUTE-SANITIZER"
 
 
+@pytest.mark.slow  # each access of a kernel with each; processes
 def test_a_list_of_those_seen_is_added_to_and_left_out(tmp_path):
     listed, told = tmp_path / "seen.txt", tmp_path / "race.txt"
     cubin = CUBINS["weight"]

@@ -45,6 +45,7 @@ def test_the_package_alone_imports_nothing() -> None:
     assert set(done.stdout.split()) <= {"pretuned", "pretuned.runtime", "importlib", "importlib._bootstrap"}
 
 
+@pytest.mark.slow  # a process that imports torch
 # Each is a process of its own: one in the quick run.
 @pytest.mark.parametrize(
     "name",
@@ -65,6 +66,7 @@ def test_a_call_adds_no_triton_and_no_command_line(name: str) -> None:
         assert found[module] <= alone[module], module
 
 
+@pytest.mark.slow  # a process that imports torch
 @pytest.mark.parametrize("name", ["grouped_gemm", pytest.param("moe_mlp", marks=pytest.mark.slow)])
 def test_what_decides_and_loads_waits_for_a_first_launch(name: str) -> None:
     """Half of the time that the import took."""
@@ -76,6 +78,7 @@ def test_what_decides_and_loads_waits_for_a_first_launch(name: str) -> None:
         assert found[module] <= alone[module], module
 
 
+@pytest.mark.slow  # a process that imports torch
 def test_a_call_on_the_host_needs_no_home_and_no_triton() -> None:
     code = """
 import torch

@@ -215,6 +215,7 @@ def test_a_dockerfile_copies_a_folder_with_blanks() -> None:
     assert _in_context(Path("/srv/my bundles")) == '["my bundles", "/opt/pretuned/bundles"]'
 
 
+@pytest.mark.slow  # code for three capabilities, unpacked again and again
 def test_a_file_of_several_bundles(aot, here):
     """verify reads each, diff and inspect want one named."""
     shipped = Path(__file__).parents[3] / "artifacts" / "bundles" / "candidates-sm80-sm86-sm89.msgpack.xz"

@@ -98,14 +98,14 @@ def test_a_key_with_a_password(here, bundle):
     )
     got = private_key("secret.pem", lambda: "word").public_key().public_bytes_raw()
     assert got == signing.PRIVATE.public_key().public_bytes_raw()
-    with pytest.raises(InputError, match="no private key can be had of it: the password is wrong, or the file is damaged"):
+    with pytest.raises(InputError, match=r"no private key can be had of it: the password is wrong, or the file .*"):
         private_key("secret.pem", lambda: "wrong")
 
-    # with one wrong password of some 256 what comes out ends like a key, and is none: the package then names no password
+    # with one wrong password of some 256 what comes out ends like a key: the package then names no password
     (here / "secret.pem").write_text(_ENCRYPTED)
     with pytest.raises(InputError, match="the password is wrong, or the file is damaged: Incorrect password"):
         private_key("secret.pem", lambda: "wrong0")
-    with pytest.raises(InputError, match="the password is wrong, or the file is damaged: Could not deserialize key data"):
+    with pytest.raises(InputError, match="the password is wrong, or the file is damaged: Could not deserialize"):
         private_key("secret.pem", lambda: "wrong34")
 
 
@@ -165,6 +165,7 @@ def test_without_cryptography(aot_process, here, bundle):
     assert aot_process("verify", bundle, "--key", "release.pem", PYTHONPATH=str(here)).code == 2  # it is not signed
 
 
+@pytest.mark.slow  # all candidates for three capabilities, a wheel
 def test_a_package_has_the_signatures(aot, here, bundle):
     """And the runtime finds them there."""
     assert aot("sign", bundle, "--key", "private.pem").code == 0
@@ -198,6 +199,7 @@ def test_a_signature_of_other_content_is_not_packed(aot, here, bundle):
     assert not (here / "made").exists()
 
 
+@pytest.mark.slow  # all candidates for three capabilities, a wheel
 def test_each_bundle_of_a_joint_file_is_signed(aot, here, bundle):
     joint = "two.msgpack.xz"
     (here / joint).write_bytes(JOINT.read_bytes())

@@ -255,6 +255,7 @@ def test_verify_with_a_pin(aot, here, small_bundle):
     assert aot("verify", small_bundle, small_bundle, "--sha256", digest).code == 2
 
 
+@pytest.mark.slow  # processes that import torch
 def test_doctor(aot_process):
     ended = aot_process("doctor", "--json", PRETUNED_BUNDLES="")
     told = json.loads(ended.out)

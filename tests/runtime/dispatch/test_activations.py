@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import shipped
 
-from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.files.publish import publish
 from pretuned.artifacts.format.codec import encode
 from pretuned.artifacts.records.bundle import Variant
@@ -73,8 +73,7 @@ def part_of(
     path: Path, choices: Callable[[Problem], bool], variants: Callable[[Variant], bool] = lambda one: True
 ) -> Path:
     """The shipped bundle with some of its choices, and of its variants."""
-    with open_bundle(BUNDLES / "quantised-sm90.msgpack") as file:
-        whole = file.load()
+    whole = shipped.whole("quantised-sm90")
     kept = [i for i, one in enumerate(whole.variants) if variants(one)]
     at = {old: new for new, old in enumerate(kept)}
     rows = {

@@ -46,6 +46,7 @@ def linked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {**os.environ, "LD_LIBRARY_PATH": str(folder)}
 
 
+@pytest.mark.slow  # a process that imports torch
 def test_the_doctor_names_a_stub(linked: dict[str, str]) -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "pretuned.runtime"], env=linked, capture_output=True, text=True, check=False
@@ -212,6 +213,7 @@ def doctor_with(library: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow  # a process that imports torch
 def test_the_doctor_of_a_driver_of_cuda_11(compiled: Callable[..., Path]) -> None:
     """There is a driver, and so a GPU, that nothing will run on."""
     ended = doctor_with(compiled("TOO_OLD"))
@@ -222,6 +224,7 @@ def test_the_doctor_of_a_driver_of_cuda_11(compiled: Callable[..., Path]) -> Non
     assert ended.stdout.endswith("ok        no\n")
 
 
+@pytest.mark.slow  # a process that imports torch
 @pytest.mark.parametrize("defined", [("NO_GPU",), ("VERSION=12000", "OLDER")])
 def test_the_doctor_of_a_torch_without_cuda(defined: tuple[str, ...], compiled: Callable[..., Path]) -> None:
     if torch.version.cuda is not None:

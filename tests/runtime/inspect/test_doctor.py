@@ -192,6 +192,7 @@ def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedPro
     )  # fmt: skip
 
 
+@pytest.mark.slow  # a process that imports torch
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_the_command_without_a_gpu(tmp_path: Path) -> None:
     write(tmp_path / "sm90.msgpack", {PROBLEM: [modelled(64, WIDE)]})

@@ -43,6 +43,7 @@ def sizes(format: str, *, prepared: bool) -> dict[str, int]:
     return {"N": 128 if format.startswith("fp8_block") else 64, "K": 128}
 
 
+@pytest.mark.slow
 def test_weights_come_out_bit_for_bit() -> None:
     """x has one 1 in a row: y is then w."""
     assert not wrong({"one_hot": True}, {"one_hot": True, "op": "dX"})

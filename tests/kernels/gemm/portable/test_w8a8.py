@@ -41,6 +41,7 @@ def wrong(*cases: dict[str, Any]) -> list[tuple[dict[str, Any], list[str]]]:
     return [(case, told) for case, told in zip(given, json.loads(done.stdout), strict=True) if told]
 
 
+@pytest.mark.slow
 def test_a_product_of_quantised_operands() -> None:
     """Every code of w, subnormal and largest, an expert without rows, an N and a K that are no multiples of blocks."""
     assert not wrong({}, {"dtype": "bf16"})
