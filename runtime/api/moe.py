@@ -169,7 +169,7 @@ def moe_mlp(
             given = (Weights if dense else FrozenWeights)(gate_up_weight, down_weight, gate_up_bias, down_bias)  # type: ignore[arg-type]
             found = _again(plan, hidden, given, topk_ids, topk_weights, out, lora)
             if found is not None:
-                return found.view(hidden.shape) if out is None else out
+                return found if out is not None or hidden.dim() == 2 else found.view(hidden.shape)
     _check_tensors(
         {"hidden": hidden, "gate_up_weight": gate_up_weight, "down_weight": down_weight, "topk_ids": topk_ids,
          "topk_weights": topk_weights}, gate_up_bias=gate_up_bias, down_bias=down_bias,

@@ -26,7 +26,6 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ...artifacts.records.problem import Layout, Op
 from ..check.call import flat, wide_of
@@ -37,6 +36,7 @@ from ..launch.program import NOW, Now
 from ..weights.expert_weights import ExpertWeights
 from . import activation, low_rank, tokens
 from .activation import Activation, Needs
+from .autograd import differentiated_once
 from .low_rank import Adapters, LowRank, LowRankGradients
 from .products import gated_rows, of_activated, weight
 
@@ -180,7 +180,7 @@ class MoeLayer(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients that are needed, None for the others."""
         x, gate_up, down, down_bias, weights, h, *routing = ctx.saved_tensors
@@ -220,7 +220,7 @@ class AdaptedLayer(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients; those of A and B of a product together, if either is needed."""
         x, gate_up, down, down_bias, weights, h, *rest = ctx.saved_tensors

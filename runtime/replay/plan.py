@@ -50,12 +50,13 @@ stream_of = current_stream
 
 
 class _Gradient(NamedTuple):
-    """The program of a gradient; of the first ``guarded`` of its tensors what they have in common, and how aligned."""
+    """The program of a gradient; of its first tensors which were there, what they have in common, how aligned."""
 
     program: Program
     same: guard.Guard
+    there: Callable[[_Given], Any]
+    absent: list[int]
     low: list[int]
-    guarded: int
 
 
 class _Plan:
@@ -81,17 +82,18 @@ class _Plan:
 
         (Hooks on saved tensors may have made others of them.) The first ``loose`` have any number of rows.
         """
-        some = [one for one in given[: known.guarded] if one is not None]
-        if len(some) != len(known.low) or not known.same(*some):
+        program, same, there, absent, low = known
+        some = there(given)
+        if not same(*some) or (absent and any(given[i] is not None for i in absent)):  # (a None is not the same)
             return None
-        if [one.data_ptr() & _LOW for one in some] != known.low:
+        if [one.data_ptr() & _LOW for one in some] != low:
             return None
         if loose and not all(one is None or one.is_contiguous() for one in given[:loose]):
             return None
         now = dispatch_snapshot.current  # none just after a reload, when the plan's own may be gone, too
         if now is None or now is not self._snapshot() or not (self._alone or device_is_current(self._device)):
             return None
-        return known.program.run(M, stream_of(self._device), given)
+        return program.run(M, stream_of(self._device), given)
 
     def _first(
         self, needs: tuple[bool, ...], M: int, given: _Given, guarded: int, compute: Callable[[Recorder], _Results],
@@ -106,14 +108,14 @@ class _Plan:
         there = [i for i, one in enumerate(given[:guarded]) if one is not None]
         some = [one for one in given[:guarded] if one is not None]
         same = guard.guard(*some, loose=[n for n, i in enumerate(there) if i < loose])
-        if same is None or not all(one.is_contiguous() for one in given[:loose] if one is not None):
-            return None
-        if not (self._alone or device_is_current(self._device)):
+        here = self._alone or device_is_current(self._device)
+        if same is None or not here or not all(one.is_contiguous() for one in given[:loose] if one is not None):
             return None
         with without_autocast(some[0].device.type):
             found, program = self._recorded(M, given, compute)
         if program is not None:
-            self._gradients[needs] = _Gradient(program, same, [one.data_ptr() & _LOW for one in some], guarded)
+            absent, low = [i for i in range(guarded) if i not in there], [one.data_ptr() & _LOW for one in some]
+            self._gradients[needs] = _Gradient(program, same, itemgetter(*there), absent, low)  # (dy and others)
         elif not hooks.jit_allowed() and not capturing():  # else the next call asks again
             self._gradients[needs] = None
         return found
@@ -137,9 +139,8 @@ class ExecutionPlan(_Plan):
         self, x: torch.Tensor, w: _W, m_sizes: torch.Tensor, weights: torch.Tensor | None, bias: torch.Tensor | None,
         index: torch.Tensor | None, one: LowRank | None = None,
     ) -> torch.Tensor | None:  # fmt: skip
-        if self._dense:
-            given: Any = (x, w, m_sizes, weights, bias, index)
-        else:
+        given: Any = (x, w, m_sizes, weights, bias, index)
+        if not self._dense:
             given = (x, *operands_of(w).values(), m_sizes, weights, bias, index)
         if one is not None:
             given += one[:2]
@@ -159,8 +160,7 @@ class ExecutionPlan(_Plan):
         program = self.program
         if program is None:
             return self.forward(x, w, m_sizes, weights, bias, index, one)[0]
-        y: torch.Tensor = program.run(self.sizes[0], stream_of(self._device), given)[0]  # type: ignore[assignment]
-        return y
+        return program.run(self.sizes[0], stream_of(self._device), given)[0]
 
     def forward(
         self, x: torch.Tensor, w: _W, m_sizes: torch.Tensor, weights: torch.Tensor | None, bias: torch.Tensor | None,
@@ -262,7 +262,7 @@ class LayerPlan(_Plan):
             and hidden.is_contiguous()
             and weights.is_contiguous()
             and hidden.data_ptr() & _LOW == self._low
-            and all(not one.data_ptr() & _LOW for one in biases)
+            and not (biases and any(one.data_ptr() & _LOW for one in biases))
             and (self._alone or device_is_current(self._device))
         )
 
@@ -387,7 +387,8 @@ def _takes_results(out: torch.Tensor, read: Sequence[torch.Tensor]) -> bool:
 
 def _low(adapters: Adapters) -> tuple[torch.Tensor | None, ...]:
     """A and B of the first product, then of the second."""
-    return tuple(each for one in adapters for each in ((None, None) if one is None else one[:2]))
+    none = (None, None)
+    return none * 2 if adapters is NO_ADAPTERS else tuple(each for one in adapters for each in (one or none)[:2])
 
 
 def _operands(given: Weights | FrozenWeights) -> list[torch.Tensor | None]:

@@ -400,8 +400,8 @@ def test_a_plan_does_not_take_what_hooks_made_of_a_tensor(
     call = again(monkeypatch, tensors(True, "nk", False), set(FOUR))
     call()
     call()
-    ((made, known, M, given), how), guarded = seen[0], seen[0][0][1].guarded
-    needs = next(iter(made._gradients))
+    (made, known, M, given), how = seen[0]
+    guarded, needs = len(known.low) + len(known.absent), next(iter(made._gradients))
 
     def taken(given: Any) -> Any:
         return real(made, known, M, given, **how)
@@ -414,6 +414,10 @@ def test_a_plan_does_not_take_what_hooks_made_of_a_tensor(
     for i in floats:
         for change in (torch.Tensor.double, torch.Tensor.half, lambda one: one.mT.contiguous().mT):
             assert taken([*given[:i], change(given[i].detach()), *given[i + 1 :]]) is None
+        assert taken([*given[:i], None, *given[i + 1 :]]) is None
+    assert known.absent
+    for i in known.absent:
+        assert taken([*given[:i], given[0], *given[i + 1 :]]) is None
     for i, short in ((0, {"dout": given[0][:-1]}), (1, {"h": given[1][:-1]}), (3, {"weights": given[3][:-1]})):
         of = {"dout": given[0], "h": given[1], "weights": given[3]} | short
         experts = Weights(given[4], given[5], None, None)
