@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+gc.disable()  # until all tests are collected
 ROOT = Path(__file__).resolve().parents[1]
 # Tensors here are small: a second thread of torch or numpy waits for work, and takes another test's core meanwhile.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -62,3 +64,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("nightly") and not item.get_closest_marker("slow"):
             item.add_marker("slow")
+
+
+def pytest_collection_finish() -> None:
+    """The collector does not look again and again at what was imported: that took a sixth of the quick tests' time."""
+    gc.freeze()
+    gc.enable()
