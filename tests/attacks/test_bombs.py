@@ -64,6 +64,7 @@ def test_a_pressed_bundle_takes_no_more_than_its_header_says(tmp_path: Path) -> 
         assert peak_mib(refused) < 16
 
 
+@pytest.mark.slow  # half a gigabyte, unpacked
 def test_bundles_before_the_wanted_one_are_skipped_in_little_memory(tmp_path: Path) -> None:
     """A header that claims 255 MiB is unpacked in pieces, and no second such one is."""
     data = codec.encode(golden_bundles.small())

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import numpy as np
+import quick_interpreter  # noqa: F401
 import torch
 import triton
 import triton.language as tl

@@ -10,6 +10,7 @@ import json
 import sys
 from typing import Any
 
+import quick_interpreter  # noqa: F401
 import torch
 
 from pretuned.kernels.contract.block_scaled import scale_columns

@@ -6,6 +6,7 @@ import json
 import sys
 from typing import Any
 
+import quick_interpreter  # noqa: F401
 import torch
 import triton
 import triton.language as tl

@@ -6,6 +6,7 @@ import json
 import sys
 from typing import Any
 
+import quick_interpreter  # noqa: F401
 import torch
 
 from pretuned.artifacts.records.precision import DType

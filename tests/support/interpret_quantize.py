@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 
+import quick_interpreter  # noqa: F401
 import torch
 
 from pretuned.kernels.contract.rowops import PICKED, USED

@@ -336,7 +336,7 @@ def test_entry_points_are_those_that_importlib_finds(tmp_path: Path, monkeypatch
     (tmp_path / "six.egg-info").write_text("a file")
     (tmp_path / "seven-1.0.dist-info/entry_points.txt").mkdir(parents=True)
     (tmp_path / "large-1.0.dist-info").mkdir()
-    large = "[a]\n" + "b = c:d\n" * 200_000 + "[pretuned.bundles]\nlarge = large.bundles\n"
+    large = "[a]\n" + f"b = {'c' * 800}:d\n" * 2_000 + "[pretuned.bundles]\nlarge = large.bundles\n"
     (tmp_path / "large-1.0.dist-info/entry_points.txt").write_text(large)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path), str(tmp_path), str(tmp_path / "gone"), __file__])
     wanted = {(one.name, one.value) for one in importlib.metadata.entry_points(group=ENTRY_POINTS)}
