@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
+from descriptors import left_open, open_files
 
 from pretuned.artifacts.errors import BundleUntrusted
 from pretuned.artifacts.files import blob, trust
@@ -38,10 +38,10 @@ def test_blob_that_is_no_file(tmp_path):
 
 
 def test_a_directory_costs_no_descriptor(tmp_path):
-    before = sorted(Path("/proc/self/fd").iterdir())
+    before = open_files()
     for _ in range(3):
         assert read_checked(tmp_path) is None
-    assert sorted(Path("/proc/self/fd").iterdir()) == before
+    assert not left_open(before)
 
 
 def test_the_largest_payload(tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ from pathlib import Path
 import craft
 import golden_bundles
 import pytest
+from descriptors import left_open, open_files
 from steps import steps
 
 from pretuned.artifacts.errors import BundleCorrupt, BundleUnreadable, BundleUntrusted, HostError
@@ -237,14 +238,12 @@ def test_an_absolute_path_needs_no_working_directory(path, tmp_path, monkeypatch
 def test_no_file_descriptor_is_left(path, tmp_path):
     broken = tmp_path / "broken.msgpack"
     broken.write_bytes(MEDIUM[:-1])
-    gc.collect()  # what other tests dropped
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = open_files()
     for _ in range(20):
         open_bundle(path)  # dropped, not closed
         with pytest.raises(BundleCorrupt):
             open_bundle(broken)
-    gc.collect()
-    assert len(list(Path("/proc/self/fd").iterdir())) <= before  # bundles of other tests may rest by now
+    assert not left_open(before)
 
 
 @pytest.mark.parametrize(

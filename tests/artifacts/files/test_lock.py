@@ -11,6 +11,7 @@ from pathlib import Path
 
 import filelock
 import pytest
+from descriptors import left_open, open_files
 
 from pretuned.artifacts.errors import HostError
 from pretuned.artifacts.files.lock import lock, reading, release
@@ -131,7 +132,7 @@ def test_a_locks_file_is_its_group_s_to_lock_and_nobody_elses_to_write(tmp_path)
 def test_a_reader_that_has_to_wait_leaves_no_descriptor(tmp_path):
     with lock(tmp_path, 0) as held:
         assert held
-        before = sorted(Path("/proc/self/fd").iterdir())
+        before = open_files()
         with reading(tmp_path, 0):
             pass
-        assert sorted(Path("/proc/self/fd").iterdir()) == before
+        assert not left_open(before)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import signing
+from descriptors import left_open, open_files
 
 from pretuned.artifacts.errors import BundleUnreadable, BundleUntrusted, InputError
 from pretuned.artifacts.files import trust
@@ -88,10 +89,10 @@ def test_a_keys_place_is_checked_as_a_bundles_is(tmp_path: Path) -> None:
     with pytest.raises(BundleUnreadable, match=r"key '.*fifo\.pem': '.*fifo\.pem' is no regular file"):
         read_key(str(tmp_path / "fifo.pem"))
     (tmp_path / "folder.pem").mkdir()
-    before = sorted(Path("/proc/self/fd").iterdir())
+    before = open_files()
     with pytest.raises(BundleUnreadable, match=r"key '.*folder\.pem': can't be read: Is a directory"):
         read_key(str(tmp_path / "folder.pem"))
-    assert sorted(Path("/proc/self/fd").iterdir()) == before
+    assert not left_open(before)
     for missing in ("none.pem", "nul\0.pem", "0.pem/x"):
         with pytest.raises(BundleUnreadable, match=r"key '.*': "):
             read_key(str(path.parent / missing))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import signing
+from descriptors import left_open, open_files
 from made import (
     DRIVER,
     H200,
@@ -343,9 +344,9 @@ def test_entry_points_are_those_that_importlib_finds(tmp_path: Path, monkeypatch
     assert {("one", "one.bundles"), ("two", "two.bundles"), ("large", "large.bundles")} < wanted
     (tmp_path / "eight-1.0.dist-info").mkdir()
     os.mkfifo(tmp_path / "eight-1.0.dist-info/entry_points.txt")  # importlib waits for a writer
-    open_files = len(list(Path("/proc/self/fd").iterdir()))
+    before = open_files()
     assert {(one.name, one.value) for one in _entry_points()} == wanted
-    assert len(list(Path("/proc/self/fd").iterdir())) == open_files
+    assert not left_open(before)
 
 
 @pytest.mark.parametrize(
