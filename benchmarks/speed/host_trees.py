@@ -2,11 +2,13 @@
 
     python benchmarks/run.py host_trees --old ../old --rounds 8 --out host-trees.json
     python benchmarks/run.py host_trees --table host-trees.json
+    python benchmarks/run.py host_trees --old ../old --without-gpu
 
 Each process is ``benchmarks/run.py host`` of this checkout on the runtime of one of the two. Figures are ratios of the
 new one's times to the old one's: of the medians over the rounds, of the least, and the median of the rounds' own.
 torch's calls are the same code in both, so their ratios tell the host's noise; the last two lines are geometric means
-of ours and of torch's. It ends with 1 where a ratio of medians of ours is above ``--most``.
+of ours and of torch's. It ends with 1 where a ratio of medians of ours is above ``--most``. ``--without-gpu`` compares
+what Python takes of them (host_python.py), of which each process gives its least.
 """
 
 from __future__ import annotations
@@ -32,12 +34,15 @@ def linked(checkout: Path, folder: Path) -> Path:
     return folder
 
 
-def measured(path: Path, out: Path) -> dict[str, float]:
-    """The medians of one process."""
+def measured(path: Path, out: Path, without_gpu_of: Path | None = None) -> dict[str, float]:
+    """The medians of one process; without a GPU the least that Python takes, of a checkout."""
     command = [sys.executable, str(ROOT / "benchmarks/run.py"), "host", "--out", str(out)]
+    if without_gpu_of is not None:
+        command[2:3] = ["host_python", "--support", str(without_gpu_of / "tests/support")]
     places = os.pathsep.join(filter(None, (str(path), os.environ.get("PYTHONPATH"))))
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": places})
-    return {name: one["median"] for name, one in json.loads(out.read_text())["calls"].items()}
+    figure = "median" if without_gpu_of is None else "least"
+    return {name: one[figure] for name, one in json.loads(out.read_text())["calls"].items()}
 
 
 Ratios = tuple[float, float, float]
@@ -68,6 +73,8 @@ def told(found: dict[str, list[dict[str, float]]], most: float) -> list[str]:
     for name, (old, new, ratios) in calls.items():
         print(f"{name:42} {old:8.2f} {new:8.2f}    " + "  ".join(f"{one:7.3f}" for one in ratios))
     for name, torchs in (("ours", False), ("torch, the same code in both", True)):
+        if not any(one.startswith("torch") == torchs for one in calls):
+            continue
         print(f"{name:42} {'':20} " + "  ".join(f"{one:7.3f}" for one in mean(calls, torchs)))
     return [name for name, (*_, (medians, *_)) in calls.items() if medians > most and not name.startswith("torch")]
 
@@ -77,6 +84,7 @@ def main() -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--old", type=Path, help="the checkout to compare with")
     what.add_argument("--table", type=Path, metavar="FILE", help="print the table of an earlier --out")
+    parser.add_argument("--without-gpu", action="store_true", help="what Python takes, by the tests' made-up GPU")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--most", type=float, default=1.03, help="the highest ratio of medians that passes")
     parser.add_argument("--out", type=Path, help="the JSON file to write")
@@ -86,10 +94,12 @@ def main() -> None:
         found = json.loads(args.table.read_text())
     else:
         with tempfile.TemporaryDirectory() as folder:
-            paths = {name: linked(tree, Path(folder) / name) for name, tree in (("old", args.old), ("new", ROOT))}
+            trees = {"old": args.old.resolve(), "new": ROOT}
+            paths = {name: linked(tree, Path(folder) / name) for name, tree in trees.items()}
             for turn in range(args.rounds):
                 for name in ("old", "new") if turn % 2 == 0 else ("new", "old"):
-                    found[name].append(measured(paths[name], Path(folder) / "times.json"))
+                    of = trees[name] if args.without_gpu else None
+                    found[name].append(measured(paths[name], Path(folder) / "times.json", of))
     slower = told(found, args.most)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)

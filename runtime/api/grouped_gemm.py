@@ -153,20 +153,21 @@ def grouped_gemm(
     it, with one warning. On other devices it is a torch reference, slow. In a torch.autocast region float32
     x, w and bias are cast. torch.compile and torch.export see one operator. A gradient can't be differentiated again.
     """
-    if lora is not None and (dX_only or dW_only):
-        raise InputError("grouped_gemm: dX_only or dW_only with lora: which gradients are computed is told by what "
-                         "requires one. Leave it out, and w.requires_grad_(False)")  # fmt: skip
-    if isinstance(lora, Lora) and lora.dropout:
-        moves = {
-            "topk": topk, "gather_indices": gather_indices, "permute_x": permute_x, "permute_y": permute_y,
-            "topk_weights": topk_weights, "fuse_mul_post": fuse_mul_post, "zero_tail": zero_tail,
-        }  # fmt: skip
-        rest = {
-            "kernel_config_fwd": kernel_config_fwd, "kernel_config_bwd_dX": kernel_config_bwd_dX,
-            "kernel_config_bwd_dW": kernel_config_bwd_dW, "autotune": autotune, "is_first_gemm": is_first_gemm,
-            "w_layout": w_layout, "bias": bias, "out": out,
-        }  # fmt: skip
-        return dropped(grouped_gemm, x, w, m_sizes, lora, moves, rest)
+    if lora is not None:
+        if dX_only or dW_only:
+            raise InputError("grouped_gemm: dX_only or dW_only with lora: which gradients are computed is told by what "
+                             "requires one. Leave it out, and w.requires_grad_(False)")  # fmt: skip
+        if isinstance(lora, Lora) and lora.dropout:
+            moves = {
+                "topk": topk, "gather_indices": gather_indices, "permute_x": permute_x, "permute_y": permute_y,
+                "topk_weights": topk_weights, "fuse_mul_post": fuse_mul_post, "zero_tail": zero_tail,
+            }  # fmt: skip
+            rest = {
+                "kernel_config_fwd": kernel_config_fwd, "kernel_config_bwd_dX": kernel_config_bwd_dX,
+                "kernel_config_bwd_dW": kernel_config_bwd_dW, "autotune": autotune, "is_first_gemm": is_first_gemm,
+                "w_layout": w_layout, "bias": bias, "out": out,
+            }  # fmt: skip
+            return dropped(grouped_gemm, x, w, m_sizes, lora, moves, rest)
     if _tracing() or _jit_state() is not None:
         from .torch_library import traced
 

@@ -1,0 +1,137 @@
+"""What Python takes of a call's host time: on a CPU, with launches that do nothing.
+
+    python benchmarks/run.py host_python
+    python benchmarks/run.py host_trees --without-gpu --old ../old --rounds 8
+
+The GPU is the made-up one of the tests (tests/support/host_gpu.py of the tree that is measured), less its arithmetic:
+what is left is the look at the tensors, the memory, autograd, and the way to the launch. Microseconds, the least and
+the median of batches; on a machine with other work the least is the one to look at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+BATCHES, CALLS = 60, 50
+LAUNCHERS = ("row_launcher", "weight_launcher")
+
+
+def without_arithmetic(made_up: ModuleType, patch: pytest.MonkeyPatch) -> object:
+    """Its GPU, whose launches come to nothing, for all of the runtime; as long as what is returned lives."""
+    fixture: Any = made_up.device
+    make = getattr(fixture, "__wrapped__", None) or fixture._get_wrapped_function()
+    device = make(patch)
+    if hasattr(device, "__next__"):
+        next(device)
+
+    class Nothing(made_up.FakeLauncher):  # type: ignore[misc, name-defined]
+        def start(self, packed: Any, result: int, m_sizes: int, stream: int) -> None:
+            pass
+
+        def __call__(self, result: int, m_sizes: int, stream: int, **words: int) -> None:
+            pass
+
+    def launcher(_kernel: object, **how: Any) -> Any:
+        return Nothing(None, "fused" in how and how["fused"].zero_tail)
+
+    def passes(_op: object, _dtype: object, _device: int, *, aligned: bool) -> Callable[..., None]:
+        def launch(*_given: object) -> None:
+            pass
+
+        launch.block, launch.most_experts = made_up.SLOTS, made_up.MOST_SORTED_EXPERTS  # type: ignore[attr-defined]
+        return launch
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("pretuned.runtime"):
+            for one in (one for one in LAUNCHERS if hasattr(module, one)):
+                patch.setattr(module, one, launcher)
+            if name.endswith("launch.rowops"):
+                patch.setattr(module, "launcher", passes)
+    made_up.on(patch, True)
+    return device
+
+
+def calls() -> dict[str, Callable[[], object]]:
+    """By the names that benchmarks/speed/host.py has for them."""
+    from pretuned.runtime import grouped_gemm, moe_mlp
+
+    E, N, K, M, T, top_k, half = 8, 256, 128, 64, 16, 2, torch.bfloat16
+    x, w, dy = (torch.zeros(*size, dtype=half) for size in ((M, K), (E, N, K), (M, N)))
+    hidden, up, down = (torch.zeros(*size, dtype=half) for size in ((T, K), (E, N, K), (E, K, N // 2)))
+    m_sizes = torch.full((E,), M // E, dtype=torch.int32)
+    ids, weights = torch.zeros(T, top_k, dtype=torch.int64), torch.rand(T, top_k)
+    xg, wg, *layer = (one.clone().requires_grad_() for one in (x, w, hidden, up, down, weights))
+
+    def learning() -> torch.Tensor:
+        return moe_mlp(*layer[:3], ids, layer[3])
+
+    def step(forward: Callable[[], torch.Tensor], grad: torch.Tensor) -> Callable[[], None]:
+        def both() -> None:
+            for one in (xg, wg, *layer):
+                one.grad = None
+            forward().backward(grad)  # type: ignore[no-untyped-call]
+
+        return both
+
+    def autograd() -> torch.Tensor:
+        return grouped_gemm(xg, wg, m_sizes)
+
+    return {
+        "call": lambda: grouped_gemm(x, w, m_sizes), "autograd": autograd,
+        "autograd_and_backward": step(autograd, dy), "layer": lambda: moe_mlp(hidden, up, down, ids, weights),
+        "layer_autograd": learning, "layer_autograd_and_backward": step(learning, torch.zeros_like(hidden)),
+    }  # fmt: skip
+
+
+def host_us(call: Callable[[], object]) -> dict[str, float]:
+    for _ in range(100):
+        call()
+    gc.collect()
+    gc.disable()
+    batches = []
+    for _ in range(BATCHES):
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        batches.append((time.perf_counter() - start) / CALLS * 1e6)
+    gc.enable()
+    return {"least": round(min(batches), 2), "median": round(statistics.median(batches), 2)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--support", type=Path, default=ROOT / "tests/support", help="that of the tree in PYTHONPATH")
+    parser.add_argument("--out", type=Path, help="the JSON file to write")
+    args = parser.parse_args()
+    sys.path.append(str(args.support))
+    torch.set_num_threads(1)
+    import host_gpu
+
+    with pytest.MonkeyPatch.context() as patch:
+        kept = without_arithmetic(host_gpu, patch)
+        found = {name: host_us(call) for name, call in calls().items()}
+        del kept
+    print(f"{'call':30} {'least':>8} {'median':>8} us")
+    for name, one in found.items():
+        print(f"{name:30} {one['least']:8.2f} {one['median']:8.2f}")
+    if args.out:
+        args.out.write_text(
+            json.dumps({"unit": "us", "python": sys.version.split()[0], "calls": found}, indent=1) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
