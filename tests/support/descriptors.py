@@ -10,8 +10,3 @@ def open_files() -> set[Path]:
     """Its descriptors. What another test dropped, and only the collector closes, is closed first."""
     gc.collect()
     return set(Path("/proc/self/fd").iterdir())
-
-
-def left_open(before: set[Path]) -> set[Path]:
-    """Those that are open now, and were not ``before``. (A bundle of another test may rest meanwhile.)"""
-    return open_files() - before

@@ -53,5 +53,7 @@ def results() -> list[list[int]]:
 
 
 quick = results()
+used = interpreter.ReduceOps.generic_reduce, interpreter.ScanOps.generic_scan
 interpreter.ReduceOps.generic_reduce, interpreter.ScanOps.generic_scan = OWN
-json.dump({"quick": quick, "own": results(), "was": quick_interpreter.generic_scan is not OWN[1]}, sys.stdout)
+ours = quick_interpreter.generic_reduce, quick_interpreter.generic_scan
+json.dump({"quick": quick, "own": results(), "ours": used == ours and not {*ours} & {*OWN}}, sys.stdout)

@@ -1,8 +1,8 @@
 """Triton's interpreter with less to do: the programs that interpret kernels import it for that.
 
-By itself it reduces and scans with a kernel's own function element by element, at a millisecond each; here it takes
-whole axes, as compiled code may: the functions are associative. And it puts its own functions into ``triton.language``
-at each call of one function by another, two milliseconds each; here once a launch.
+By itself it reduces and scans with a kernel's own function element by element; here it takes whole axes, as compiled
+code may: the functions are associative. And it puts its own functions into ``triton.language`` at each call of one
+function by another; here once a launch.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from descriptors import left_open, open_files
+from descriptors import open_files
 
 from pretuned.artifacts.errors import BundleUntrusted
 from pretuned.artifacts.files import blob, trust
@@ -41,7 +41,7 @@ def test_a_directory_costs_no_descriptor(tmp_path):
     before = open_files()
     for _ in range(3):
         assert read_checked(tmp_path) is None
-    assert not left_open(before)
+    assert open_files() == before
 
 
 def test_the_largest_payload(tmp_path, monkeypatch):

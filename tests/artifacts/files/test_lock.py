@@ -11,7 +11,7 @@ from pathlib import Path
 
 import filelock
 import pytest
-from descriptors import left_open, open_files
+from descriptors import open_files
 
 from pretuned.artifacts.errors import HostError
 from pretuned.artifacts.files.lock import lock, reading, release
@@ -135,4 +135,4 @@ def test_a_reader_that_has_to_wait_leaves_no_descriptor(tmp_path):
         before = open_files()
         with reading(tmp_path, 0):
             pass
-        assert not left_open(before)
+        assert open_files() == before

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from descriptors import left_open, open_files
+from descriptors import open_files
 
 from pretuned.artifacts.errors import HostError
 from pretuned.artifacts.files import publish as module
@@ -74,7 +74,7 @@ def test_publish_over_a_directory_costs_no_descriptor(tmp_path):
     for _ in range(3):
         with pytest.raises(HostError, match="Is a directory"):
             publish(tmp_path / "folder", b"x")
-    assert not left_open(before)
+    assert open_files() == before
 
 
 @pytest.mark.parametrize("where", ["missing/b", "file/b", "folder", "nul\0", "n" * 256])
@@ -106,7 +106,7 @@ def test_what_a_dead_publisher_left_is_removed_and_a_living_ones_is_not(tmp_path
     publish(tmp_path / "b", b"two")
     assert not stale.exists()
     assert link.is_symlink()
-    assert not left_open(before)
+    assert open_files() == before
 
 
 def test_another_that_takes_a_new_file_for_stale_before_it_is_locked_does_no_harm(tmp_path, monkeypatch):
@@ -124,7 +124,7 @@ def test_another_that_takes_a_new_file_for_stale_before_it_is_locked_does_no_har
     assert (tmp_path / "b").read_bytes() == b"one"
     assert [p.name for p in tmp_path.iterdir()] == ["b"]
     assert not removed[0].exists()
-    assert not left_open(before)
+    assert open_files() == before
 
 
 def test_a_file_system_without_locks(tmp_path, monkeypatch):

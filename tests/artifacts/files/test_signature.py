@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import signing
-from descriptors import left_open, open_files
+from descriptors import open_files
 
 from pretuned.artifacts.errors import BundleUnreadable, BundleUntrusted, InputError
 from pretuned.artifacts.files import trust
@@ -92,7 +92,7 @@ def test_a_keys_place_is_checked_as_a_bundles_is(tmp_path: Path) -> None:
     before = open_files()
     with pytest.raises(BundleUnreadable, match=r"key '.*folder\.pem': can't be read: Is a directory"):
         read_key(str(tmp_path / "folder.pem"))
-    assert not left_open(before)
+    assert open_files() == before
     for missing in ("none.pem", "nul\0.pem", "0.pem/x"):
         with pytest.raises(BundleUnreadable, match=r"key '.*': "):
             read_key(str(path.parent / missing))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import signing
-from descriptors import left_open, open_files
+from descriptors import open_files
 from made import (
     DRIVER,
     H200,
@@ -346,7 +346,7 @@ def test_entry_points_are_those_that_importlib_finds(tmp_path: Path, monkeypatch
     os.mkfifo(tmp_path / "eight-1.0.dist-info/entry_points.txt")  # importlib waits for a writer
     before = open_files()
     assert {(one.name, one.value) for one in _entry_points()} == wanted
-    assert not left_open(before)
+    assert open_files() == before
 
 
 @pytest.mark.parametrize(
