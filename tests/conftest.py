@@ -67,6 +67,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """The collector does not look again and again at what was imported: that took a sixth of the quick tests' time."""
+    """From here on the collector does not look again and again at what was imported."""
     gc.freeze()
     gc.enable()

@@ -26,7 +26,7 @@ def tool() -> ModuleType:
 
 
 def part(path: Path, lines: int) -> Path:
-    """The first lines of the journal, before any second look."""
+    """The first lines of the journal."""
     with lzma.open(JOURNAL, "rt") as journal:
         path.write_text("".join(itertools.islice(journal, lines)))
     return path
@@ -55,7 +55,7 @@ def test_the_second_times_are_told_by_what_the_first_duel_said(tool: ModuleType,
 def test_journals_without_such_a_cell_are_told(
     tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    once = part(tmp_path / "once.journal", 300)
+    once = part(tmp_path / "once.journal", 300)  # before any second look
     monkeypatch.setattr(sys, "argv", ["again.py", str(once), str(once)])
     with pytest.raises(SystemExit, match="2"):
         tool.main()
