@@ -4,11 +4,9 @@
     python benchmarks/run.py wna16_forms --forms forms.xz --json forms.jsonl --seconds 170      # a GPU of 9.0
 
 What a form changes stands in ``wna16_changes.py``; no source here is touched. ``today`` is what the sources have.
-``mul`` has each scale in one block of instructions with its codes, ``fma`` an arithmetic of fewer instructions, too,
-and ``bare`` none: its results are wrong, its time is that of all else. ``8`` are tiles of 8 rows in place of 16.
-``early`` fetches words one block sooner, ``longer`` waits for a product one block later, ``ahead`` begins a stage
-before the last one is done, ``two`` has two blocks an SM. The compiled forms are one file, which only this version
-of the repository reads.
+``bare`` has no arithmetic: its results are wrong, its time is that of all else. ``8`` are tiles of 8 rows in place of
+16. ``earlier`` waits for a product before the next begins, ``ahead`` begins a stage before the last one is done,
+``two`` has two blocks an SM. The compiled forms are one file, which only this version of the repository reads.
 
 Every form's result is held against torch on ragged rows and on the sizes that are timed, and beside each time stands
 whether all bits are those of today's form of the same tile. Times are medians in turns (benchmarks/method.py), in
@@ -67,48 +65,21 @@ class Form(NamedTuple):
         return f"{self.name} {'x'.join(map(str, self.tile[:3]))} s{self.tile[3]}"
 
 
-MUL, FMA = changes.inside("mul"), changes.inside("fma")
 BARE = "bare"  # what nobody judges
 DEEP, WIDE, WIDER = (16, 64, 1024, 3), (16, 128, 512, 4), (16, 256, 256, 4)
 FEW, MANY = (16, 64, 512, 3), (16, 128, 256, 4)  # an SM holds two of these blocks
 FITTED, LARGE = (64, 256, 128, 4), (128, 256, 128, 3)
 FORMS = (
-    Form("today", DEEP, (), ALL),
-    Form("mul", DEEP, MUL, ALL),
-    Form("fma", DEEP, FMA),
-    Form("today", WIDE, (), ALL),
-    Form("mul", WIDE, MUL, ALL),
-    Form("fma", WIDE, FMA),
-    Form("fma", WIDER, FMA),
-    Form(BARE, DEEP, changes.inside("bare")),
-    Form(BARE, WIDE, changes.inside("bare")),
-    Form("mul longer", DEEP, MUL + changes.LONGER, ALL),
-    Form("mul longer", WIDE, MUL + changes.LONGER, ALL),
-    Form("fma early", WIDE, FMA + changes.EARLY),
-    Form("fma longer", DEEP, FMA + changes.LONGER),
-    Form("fma longer", WIDE, FMA + changes.LONGER),
-    Form("fma longer", WIDER, FMA + changes.LONGER),
-    Form("fma early longer", WIDE, FMA + changes.EARLY + changes.LONGER),
-    Form("fma longer ahead", WIDE, FMA + changes.LONGER + changes.AHEAD),
-    Form("fma 8", (*DEEP[:3], 4), FMA + changes.ROWS_8),
-    Form("fma 8", WIDE, FMA + changes.ROWS_8),
-    Form("fma 8 longer", WIDE, FMA + changes.ROWS_8 + changes.LONGER),
-    Form("today two", FEW, changes.TWO_BLOCKS),
-    Form("today two", MANY, changes.TWO_BLOCKS),
-    Form("fma two", FEW, FMA + changes.TWO_BLOCKS),
-    Form("fma two", MANY, FMA + changes.TWO_BLOCKS),
-    Form("fma two longer", MANY, FMA + changes.TWO_BLOCKS + changes.LONGER),
-    Form("fma two 8", FEW, FMA + changes.TWO_BLOCKS + changes.ROWS_8),
-    Form("fma two 8", MANY, FMA + changes.TWO_BLOCKS + changes.ROWS_8),
-    Form("mul two", MANY, MUL + changes.TWO_BLOCKS, ALL),
-    Form("today", FITTED, (), ALL),
-    Form("mul", FITTED, MUL, ALL),
-    Form("fma", FITTED, FMA),
-    Form("today", LARGE, (), ALL),
-    Form("mul", LARGE, MUL, ALL),
-    Form("fma", LARGE, FMA),
-    Form("fma longer", FITTED, FMA + changes.LONGER),
-    Form("fma longer", LARGE, FMA + changes.LONGER),
+    *(Form("today", tile, (), ALL) for tile in (DEEP, WIDE, WIDER)),
+    *(Form(BARE, tile, changes.BARE) for tile in (DEEP, WIDE)),
+    *(Form("earlier", tile, changes.EARLIER, ALL) for tile in (DEEP, WIDE, WIDER)),
+    Form("ahead", WIDE, changes.AHEAD),
+    Form("8", (*DEEP[:3], 4), changes.ROWS_8, ALL),
+    *(Form("8", tile, changes.ROWS_8, ALL) for tile in (WIDE, WIDER)),
+    *(Form("two", tile, changes.TWO_BLOCKS, ALL) for tile in (FEW, MANY)),
+    *(Form("two 8", tile, changes.TWO_BLOCKS + changes.ROWS_8, ALL) for tile in (FEW, MANY)),
+    *(Form("today", tile, (), ALL) for tile in (FITTED, LARGE)),
+    *(Form("earlier", tile, changes.EARLIER, ALL) for tile in (FITTED, LARGE)),
 )
 
 CHILD = """

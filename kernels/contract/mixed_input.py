@@ -97,9 +97,9 @@ def _constants(spec: Spec, _arch: Arch) -> Constants:
 
 ROWS_WNA16 = KernelEntry(
     name="rows_wna16",
-    revision=1,
+    revision=2,
     home="gemm.hopper.wna16",
-    sha256="877732f6038ea86a82bcdd50e25e491461954df6ed31f8ebbe6400d107fd02e0",
+    sha256="f011c0181edc9bfb5f28d7cf3d721bac3fbf1e01c97c54f77dc373aa3be73db5",
     launched_since=1,
     ops=frozenset((Op.FORWARD, Op.DX)),
     dtypes=DTYPES,

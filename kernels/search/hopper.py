@@ -158,6 +158,7 @@ TF32_DW_COOPERATIVE: tuple[Row, ...] = (
 MIXED_4_BITS: tuple[Row, ...] = (
     (16, 64, 1024, 8, 3),
     (16, 128, 512, 8, 4),
+    (16, 256, 256, 8, 4),
     (32, 128, 512, 8, 3),
 )
 MIXED_8_BITS: tuple[Row, ...] = (

@@ -38,6 +38,7 @@ _PLACES: dict[str, _Places] = {
     "e4m3": (((0xFF, 8),), ((0xFF, 0),)),  # whole, as the tensor core reads them
 }
 _MOST_E8M0 = 128  # a larger scale, 4 or more, has no room in bf16 beside the 2^126 that codes are made too small by
+_MOST_INT4 = 1024.0  # scales are made 2^117 of theirs in bf16: room to spare for what rounding to bf16 adds
 _E4M3_SHIFT = 120  # log2 of what e4m3 codes are made too small by
 
 
@@ -180,6 +181,10 @@ def _fits_e4m3(one: Quantised) -> bool:
     return _whole(one, BLOCK) and not bool((one.scale.view(torch.uint8) & 0x80).any())  # the kernel reads no sign
 
 
+def _fits_int4(one: Quantised, multiple: int) -> bool:
+    return _whole(one, multiple) and all(abs(float(end)) < _MOST_INT4 for end in one.scale.aminmax())
+
+
 def _fits_blocks(one: Quantised) -> bool:
     return (
         _whole(one, 128)
@@ -202,7 +207,7 @@ def _order(format: str) -> CodeOrder:
         fits = _fits_e8m0 if scale.name == "e8m0" else _fits_e4m3
         return CodeOrder(1, fits, codes, move, torch.uint8 if scale.name == "e8m0" else torch.float8_e4m3fn)
     whole = max(BLOCK, scale.columns)
-    return CodeOrder(1, lambda one: _whole(one, whole), codes, move, torch.bfloat16, _in_bf16(move))
+    return CodeOrder(1, lambda one: _fits_int4(one, whole), codes, move, torch.bfloat16, _in_bf16(move))
 
 
 # By format. One without an entry is read as the checkpoint has it.

@@ -20,17 +20,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from .blocks import block_of, x_tile_of
 from .consumer import ask, lines_of, look_up, note, parts_of, tables
-from .dequantize import (
-    biased_across,
-    blocks_per_scale,
-    operand,
-    places_of,
-    scale_bytes_of,
-    scaled,
-    turned,
-    words_of,
-)
+from .dequantize import biased_across, blocks_per_scale, codes_of, places_of, scale_bytes_of, scaled, words_of
 from .pipeline import (
     SCATTER_FLAG,
     ZERO_TAIL_FLAG,
@@ -154,37 +146,6 @@ def _load_codes(
 
 
 @gluon.jit
-def _block(
-    a, s, stage, half, UNIT: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, FORMAT: gl.constexpr,
-    DX: gl.constexpr, OPERAND: gl.constexpr,
-):  # fmt: skip
-    """What a warpgroup multiplies as its UNIT-th of a stage: blocks of its columns of one K, then of the next."""
-    DEEP: gl.constexpr = BLOCK_K // BLOCK
-    MINE: gl.constexpr = max(1, BLOCK_N // (2 * BLOCK))
-    if BLOCK_N == BLOCK:
-        n, k = 0, 2 * UNIT + half
-    else:
-        n, k = half * MINE + UNIT % MINE, UNIT // MINE
-    WIDE: gl.constexpr = BLOCK_N // BLOCK
-    if DX:
-        line = stage * DEEP + k
-        at = line * places_of(FORMAT, WIDE) + n // blocks_per_scale(FORMAT)
-        block = turned(a.index(line * WIDE + n), s.index(at), FORMAT, OPERAND)
-    else:
-        line = stage * WIDE + n
-        at = line * places_of(FORMAT, DEEP) + k // blocks_per_scale(FORMAT)
-        block = operand(a.index(line * DEEP + k), s.index(at), FORMAT, OPERAND)
-    return block
-
-
-@gluon.jit
-def _x_tile(b, stage, k, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr):
-    """The rows of x, [64, BLOCK_M], of the k-th block of K of a stage."""
-    BOXES: gl.constexpr = BLOCK_M // min(BLOCK_M, 64)
-    return tile_of(b, stage * (BLOCK_K // BLOCK) + k, BOXES, BLOCK_M, BLOCK).permute((1, 0))
-
-
-@gluon.jit
 def _multiply_codes(
     half, own, N, R, stride_y_m,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, FORMAT: gl.constexpr,
@@ -192,12 +153,14 @@ def _multiply_codes(
 ):  # fmt: skip
     """One warpgroup: its columns of every tile, or its blocks of K, and the way out.
 
-    The next block's codes become bf16 while this one's product is under way, which is over before the next begins: with
-    sums that are in flight across a step's end ptxas waits for each instruction. AHEAD code does so across stages, too,
-    which keeps each stage for longer: it pays where a stage is short.
+    The next block's codes become bf16 while this one's product is under way, which is over before the next begins, of
+    codes of 4 bits before the next but one (LATE). None is under way at a step's end: with sums in flight across it
+    ptxas waits for each instruction. AHEAD code makes blocks across stages, too, which keeps each stage for longer: it
+    pays where a stage is short.
     """
     a, s, b, low, full, empty, used, queue, filled, free, buffers, sums, summed, y, moved, outer, noted = own
     AHEAD: gl.constexpr = FITTED and BLOCK_K == BLOCK
+    LATE: gl.constexpr = codes_of(FORMAT) != "e4m3"
     SPLIT: gl.constexpr = BLOCK_N == BLOCK
     MINE: gl.constexpr = max(1, BLOCK_N // (2 * BLOCK))  # blocks of columns
     UNITS: gl.constexpr = BLOCK_K // (2 * BLOCK) if SPLIT else BLOCK_K // BLOCK * MINE  # products of a stage
@@ -220,32 +183,42 @@ def _multiply_codes(
         grains = gl.cdiv(row_end - row, GRAIN)
         if AHEAD:
             mbarrier.wait(full.index(stage), phase)
-            now = _block(a, s, stage, half, 0, BLOCK_N, BLOCK_K, FORMAT, DX, OPERAND)
+            now = block_of(a, s, stage, half, 0, BLOCK_N, BLOCK_K, FORMAT, DX, OPERAND)
         for step in range(steps):
             if FITTED:
                 _fit(grains, BLOCK_M // GRAIN)
             if not AHEAD:
                 mbarrier.wait(full.index(stage), phase)
-                now = _block(a, s, stage, half, 0, BLOCK_N, BLOCK_K, FORMAT, DX, OPERAND)
+                now = block_of(a, s, stage, half, 0, BLOCK_N, BLOCK_K, FORMAT, DX, OPERAND)
             last = stage
+            before = now  # what a product that is under way reads
             for unit in gl.static_range(UNITS):
                 k = 2 * unit + half if SPLIT else unit // MINE
-                x_tile = _x_tile(b, last, k, BLOCK_M, BLOCK_K)
+                x_tile = x_tile_of(b, last, k, BLOCK_M, BLOCK_K)
                 if unit % MINE == 0:
                     acc = warpgroup_mma(now, x_tile, acc, is_async=True)
                 else:
                     more = warpgroup_mma(now, x_tile, more, is_async=True)
                 following = now
                 if unit + 1 < UNITS:
-                    following = _block(a, s, last, half, unit + 1, BLOCK_N, BLOCK_K, FORMAT, DX, OPERAND)
+                    following = block_of(a, s, last, half, unit + 1, BLOCK_N, BLOCK_K, FORMAT, DX, OPERAND)
                 elif AHEAD:
                     stage, phase = advance(stage, phase, STAGES)
                     mbarrier.wait(full.index(stage), phase, pred=step + 1 < steps)
-                    following = _block(a, s, stage, half, 0, BLOCK_N, BLOCK_K, FORMAT, DX, OPERAND)
-                if unit % MINE == 0:
+                    following = block_of(a, s, stage, half, 0, BLOCK_N, BLOCK_K, FORMAT, DX, OPERAND)
+                if not LATE and unit % MINE == 0:
                     acc, now = warpgroup_mma_wait(num_outstanding=0, deps=(acc, now))
-                else:
+                elif not LATE:
                     more, now = warpgroup_mma_wait(num_outstanding=0, deps=(more, now))
+                elif unit + 1 == UNITS and MINE == 2:
+                    acc, more, now, before = warpgroup_mma_wait(num_outstanding=0, deps=(acc, more, now, before))
+                elif unit + 1 == UNITS:
+                    acc, now, before = warpgroup_mma_wait(num_outstanding=0, deps=(acc, now, before))
+                elif unit > 0 and (unit - 1) % MINE == 0:
+                    acc, before = warpgroup_mma_wait(num_outstanding=1, deps=(acc, before))
+                elif unit > 0:
+                    more, before = warpgroup_mma_wait(num_outstanding=1, deps=(more, before))
+                before = now
                 now = following
             gl.barrier()
             mbarrier.arrive(empty.index(last), count=1)
@@ -253,14 +226,14 @@ def _multiply_codes(
                 stage, phase = advance(stage, phase, STAGES)
         if LOW_RANK:
             first = (col if SPLIT else (col * 2 + half) * MINE) * BLOCK
-            acc = scaled(acc, outer, expert, first, N, FORMAT)
+            acc = scaled(acc, outer, expert, first, N, FORMAT, DX)
             if MINE == 2:
-                more = scaled(more, outer, expert, first + BLOCK, N, FORMAT)
+                more = scaled(more, outer, expert, first + BLOCK, N, FORMAT, DX)
             for _start in range(0, R, BLOCK):
                 if FITTED:
                     _fit(grains, BLOCK_M // GRAIN)
                 mbarrier.wait(full.index(stage), phase)
-                x_tile = _x_tile(b, stage, 0, BLOCK_M, BLOCK_K)
+                x_tile = x_tile_of(b, stage, 0, BLOCK_M, BLOCK_K)
                 if (not SPLIT) or half == 0:
                     for j in gl.static_range(MINE):
                         left = low.index(0 if SPLIT else half * MINE + j)
@@ -301,7 +274,7 @@ def _multiply_codes(
                 for i in gl.static_range(BOXES):
                     mine = row + BOX * i
                     if (mine < row_end) & (first < N):
-                        part = parts[i] if LOW_RANK else scaled(parts[i], outer, expert, first, N, FORMAT)
+                        part = parts[i] if LOW_RANK else scaled(parts[i], outer, expert, first, N, FORMAT, DX)
                         if INDEXED:
                             target = noted[0].index(half).slice(BOX * i, BOX).load(gl.SliceLayout(1, LINES))
                             scale = noted[1].index(half).slice(BOX * i, BOX).load(gl.SliceLayout(0, part.type.layout))
