@@ -212,9 +212,9 @@ def grouped_gemm(
         ):  # fmt: skip
             try:
                 operands = (
-                    replay_plan.key_of(w), x.shape[0], topk, permute_x, permute_y, fuse_mul_post, dX_only, dW_only,
-                    w_layout,
-                    zero_tail, is_first_gemm, topk_weights is None, bias is None, gather_indices is None,
+                    dense.data_ptr() if type(w) is not ExpertWeights else replay_plan.key_of(w), x.numel(), topk,
+                    permute_x, permute_y, fuse_mul_post, dX_only, dW_only, w_layout, zero_tail, is_first_gemm,
+                    topk_weights is None, bias is None, gather_indices is None,
                     None if lora is None else scales_of((lora, None)),
                 )  # fmt: skip
                 if snapshot is None and tensors.on_gpu(x):
