@@ -71,7 +71,8 @@ def calls() -> dict[str, Callable[[], object]]:
     E, N, K, M, T, top_k, half = 8, 256, 128, 64, 16, 2, torch.bfloat16
     x, w, dy = (torch.zeros(*size, dtype=half) for size in ((M, K), (E, N, K), (M, N)))
     hidden, up, down = (torch.zeros(*size, dtype=half) for size in ((T, K), (E, N, K), (E, K, N // 2)))
-    m_sizes = torch.full((E,), M // E, dtype=torch.int32)
+    m_sizes, index = torch.full((E,), M // E, dtype=torch.int32), torch.randperm(M)
+    tokens, by_slot = torch.zeros(M // top_k, K, dtype=half), torch.rand(M // top_k, top_k)
     ids, weights = torch.zeros(T, top_k, dtype=torch.int64), torch.rand(T, top_k)
     xg, wg, *layer = (one.clone().requires_grad_() for one in (x, w, hidden, up, down, weights))
 
@@ -90,9 +91,13 @@ def calls() -> dict[str, Callable[[], object]]:
         return grouped_gemm(xg, wg, m_sizes)
 
     return {
-        "call": lambda: grouped_gemm(x, w, m_sizes), "autograd": autograd,
-        "autograd_and_backward": step(autograd, dy), "layer": lambda: moe_mlp(hidden, up, down, ids, weights),
-        "layer_autograd": learning, "layer_autograd_and_backward": step(learning, torch.zeros_like(hidden)),
+        "call": lambda: grouped_gemm(x, w, m_sizes),
+        "gather": lambda: grouped_gemm(tokens, w, m_sizes, top_k, index, permute_x=True),
+        "scatter_weight": lambda: grouped_gemm(x, w, m_sizes, top_k, index, permute_y=True, topk_weights=by_slot,
+                                               fuse_mul_post=True),
+        "autograd": autograd, "autograd_and_backward": step(autograd, dy),
+        "layer": lambda: moe_mlp(hidden, up, down, ids, weights), "layer_autograd": learning,
+        "layer_autograd_and_backward": step(learning, torch.zeros_like(hidden)),
     }  # fmt: skip
 
 

@@ -43,7 +43,6 @@ _FLOAT32 = torch.float32
 # What something that is no usable tensor raises: the checks will say which.
 _UNUSABLE = (AttributeError, TypeError, ValueError, IndexError, RuntimeError)
 _tracing = torch.compiler.is_dynamo_compiling
-_jit_state = api_call.jit_state
 _duals = tensors.duals
 _written = torch.autograd.graph.increment_version  # a launch that autograd doesn't see changed this tensor
 
@@ -168,7 +167,7 @@ def grouped_gemm(
                 "w_layout": w_layout, "bias": bias, "out": out,
             }  # fmt: skip
             return dropped(grouped_gemm, x, w, m_sizes, lora, moves, rest)
-    if _tracing() or _jit_state() is not None:
+    if _tracing():  # (torch.jit.trace is noticed by a guard, else by ``is_whole`` or ``run``)
         from .torch_library import traced
 
         return traced(

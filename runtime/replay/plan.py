@@ -357,7 +357,7 @@ def plan_layer(
     operands = _operands(given)
     every = (hidden, ids, weights, *operands, *(() if adapters is NO_ADAPTERS else _low(adapters)))
     there = [i for i, one in enumerate(every) if one is not None]
-    tensors, behind = [every[i] for i in there], 3 + sum(one is not None for one in operands[:-2])
+    tensors, behind = [one for one in every if one is not None], 3 + sum(one is not None for one in operands[:-2])
     if any(one.data_ptr() & _LOW for one in tensors[behind:]):
         return None
     grad, loose = any(one.requires_grad for one in tensors), [0, 1, 2]  # a row a token
