@@ -101,19 +101,25 @@ def calls() -> dict[str, Callable[[], object]]:
     }  # fmt: skip
 
 
-def host_us(call: Callable[[], object]) -> dict[str, float]:
-    for _ in range(100):
-        call()
+def host_us(timed: dict[str, Callable[[], object]]) -> dict[str, dict[str, float]]:
+    """Of each, in batches that take turns: what else the machine does for a while then slows them all."""
+    batches: dict[str, list[float]] = {name: [] for name in timed}
+    for call in timed.values():
+        for _ in range(100):
+            call()
     gc.collect()
     gc.disable()
-    batches = []
     for _ in range(BATCHES):
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        batches.append((time.perf_counter() - start) / CALLS * 1e6)
+        for name, call in timed.items():
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            batches[name].append((time.perf_counter() - start) / CALLS * 1e6)
     gc.enable()
-    return {"least": round(min(batches), 2), "median": round(statistics.median(batches), 2)}
+    return {
+        name: {"least": round(min(every), 2), "median": round(statistics.median(every), 2)}
+        for name, every in batches.items()
+    }
 
 
 def main() -> None:
@@ -127,7 +133,7 @@ def main() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         kept = without_arithmetic(host_gpu, patch)
-        found = {name: host_us(call) for name, call in calls().items()}
+        found = host_us(calls())
         del kept
     print(f"{'call':30} {'least':>8} {'median':>8} us")
     for name, one in found.items():
