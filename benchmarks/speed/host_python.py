@@ -71,7 +71,8 @@ def calls() -> dict[str, Callable[[], object]]:
     E, N, K, M, T, top_k, half = 8, 256, 128, 64, 16, 2, torch.bfloat16
     x, w, dy = (torch.zeros(*size, dtype=half) for size in ((M, K), (E, N, K), (M, N)))
     hidden, up, down = (torch.zeros(*size, dtype=half) for size in ((T, K), (E, N, K), (E, K, N // 2)))
-    m_sizes = torch.full((E,), M // E, dtype=torch.int32)
+    m_sizes, index = torch.full((E,), M // E, dtype=torch.int32), torch.randperm(M)
+    tokens, by_slot = torch.zeros(M // top_k, K, dtype=half), torch.rand(M // top_k, top_k)
     ids, weights = torch.zeros(T, top_k, dtype=torch.int64), torch.rand(T, top_k)
     xg, wg, *layer = (one.clone().requires_grad_() for one in (x, w, hidden, up, down, weights))
 
@@ -90,25 +91,35 @@ def calls() -> dict[str, Callable[[], object]]:
         return grouped_gemm(xg, wg, m_sizes)
 
     return {
-        "call": lambda: grouped_gemm(x, w, m_sizes), "autograd": autograd,
-        "autograd_and_backward": step(autograd, dy), "layer": lambda: moe_mlp(hidden, up, down, ids, weights),
-        "layer_autograd": learning, "layer_autograd_and_backward": step(learning, torch.zeros_like(hidden)),
+        "call": lambda: grouped_gemm(x, w, m_sizes),
+        "gather": lambda: grouped_gemm(tokens, w, m_sizes, top_k, index, permute_x=True),
+        "scatter_weight": lambda: grouped_gemm(x, w, m_sizes, top_k, index, permute_y=True, topk_weights=by_slot,
+                                               fuse_mul_post=True),
+        "autograd": autograd, "autograd_and_backward": step(autograd, dy),
+        "layer": lambda: moe_mlp(hidden, up, down, ids, weights), "layer_autograd": learning,
+        "layer_autograd_and_backward": step(learning, torch.zeros_like(hidden)),
     }  # fmt: skip
 
 
-def host_us(call: Callable[[], object]) -> dict[str, float]:
-    for _ in range(100):
-        call()
+def host_us(timed: dict[str, Callable[[], object]]) -> dict[str, dict[str, float]]:
+    """Of each, in batches that take turns: what else the machine does for a while then slows them all."""
+    batches: dict[str, list[float]] = {name: [] for name in timed}
+    for call in timed.values():
+        for _ in range(100):
+            call()
     gc.collect()
     gc.disable()
-    batches = []
     for _ in range(BATCHES):
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        batches.append((time.perf_counter() - start) / CALLS * 1e6)
+        for name, call in timed.items():
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            batches[name].append((time.perf_counter() - start) / CALLS * 1e6)
     gc.enable()
-    return {"least": round(min(batches), 2), "median": round(statistics.median(batches), 2)}
+    return {
+        name: {"least": round(min(every), 2), "median": round(statistics.median(every), 2)}
+        for name, every in batches.items()
+    }
 
 
 def main() -> None:
@@ -122,7 +133,7 @@ def main() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         kept = without_arithmetic(host_gpu, patch)
-        found = {name: host_us(call) for name, call in calls().items()}
+        found = host_us(calls())
         del kept
     print(f"{'call':30} {'least':>8} {'median':>8} us")
     for name, one in found.items():

@@ -43,7 +43,6 @@ _FLOAT32 = torch.float32
 # What something that is no usable tensor raises: the checks will say which.
 _UNUSABLE = (AttributeError, TypeError, ValueError, IndexError, RuntimeError)
 _tracing = torch.compiler.is_dynamo_compiling
-_jit_state = api_call.jit_state
 _duals = tensors.duals
 _written = torch.autograd.graph.increment_version  # a launch that autograd doesn't see changed this tensor
 
@@ -168,7 +167,7 @@ def grouped_gemm(
                 "w_layout": w_layout, "bias": bias, "out": out,
             }  # fmt: skip
             return dropped(grouped_gemm, x, w, m_sizes, lora, moves, rest)
-    if _tracing() or _jit_state() is not None:
+    if _tracing():  # (torch.jit.trace is noticed by a guard, else by ``is_whole`` or ``run``)
         from .torch_library import traced
 
         return traced(
@@ -212,9 +211,9 @@ def grouped_gemm(
         ):  # fmt: skip
             try:
                 operands = (
-                    replay_plan.key_of(w), x.shape[0], topk, permute_x, permute_y, fuse_mul_post, dX_only, dW_only,
-                    w_layout,
-                    zero_tail, is_first_gemm, topk_weights is None, bias is None, gather_indices is None,
+                    dense.data_ptr() if type(w) is not ExpertWeights else replay_plan.key_of(w), x.numel(), topk,
+                    permute_x, permute_y, fuse_mul_post, dX_only, dW_only, w_layout, zero_tail, is_first_gemm,
+                    topk_weights is None, bias is None, gather_indices is None,
                     None if lora is None else scales_of((lora, None)),
                 )  # fmt: skip
                 if snapshot is None and tensors.on_gpu(x):

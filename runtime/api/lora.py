@@ -166,7 +166,7 @@ def adapters_given(lora: object) -> tuple[Lora | None, Lora | None]:
     return lora[0], lora[1]  # type: ignore[index]
 
 
-def scales_of(lora: tuple[Lora | None, Lora | None] | None) -> tuple[object, ...] | None:
+def scales_of(lora: tuple[Lora | None, Lora | None]) -> tuple[object, ...]:
     """What a plan of a layer with these adapters hangs on, beside their tensors.
 
     Raises
@@ -174,8 +174,6 @@ def scales_of(lora: tuple[Lora | None, Lora | None] | None) -> tuple[object, ...
     TypeError
         where they are no adapters: the checks say how.
     """
-    if lora is None:
-        return None
     if type(lora) is not tuple or len(lora) != 2 or any(one is not None and type(one) is not Lora for one in lora):
         raise TypeError("no adapters")
     if any(one is not None and (type(one.dropout) not in (float, int) or one.dropout) for one in lora):

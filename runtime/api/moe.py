@@ -158,7 +158,8 @@ def moe_mlp(
             if type(T) is int:  # (else it is traced, and what looks at it fixes it)
                 key = (
                     *at, k, bucket_of(T * k), activation, gated, interleaved, gate_up_bias is None, down_bias is None,
-                    weights_on, w_layout, hidden.dim(), hidden.requires_grad, out is None, scales_of(lora),
+                    weights_on, w_layout, hidden.dim(), hidden.requires_grad, out is None,
+                    None if lora is None else scales_of(lora),
                 )  # fmt: skip
                 if snapshot is None and tensors.on_gpu(hidden):
                     snapshot = dispatch_snapshot.snapshot()
@@ -276,15 +277,15 @@ def _again(
     """The call by a plan; None where it is another one."""
     adapters = NO_ADAPTERS
     if lora is not None:
-        adapters = as_used(lora, hidden.dtype, given.gate_up.shape[0])
+        adapters = as_used(lora, hidden.dtype, plan.E)
         hidden = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])  # as when it was written down
     if not plan.takes(hidden, given, ids, weights, out, adapters):
         return None
-    grad = torch.is_grad_enabled() and (plan.grad or (out is not None and out.requires_grad))
+    grad = (plan.grad or (out is not None and out.requires_grad)) and torch.is_grad_enabled()
     if (grad or lora is not None) and (out is not None or _transformed()):
         return None
     x = hidden if hidden.dim() == 2 else hidden.view(-1, hidden.shape[-1])
-    routing = _sorted(ids, given.gate_up.shape[0])
+    routing = _sorted(ids, plan.E)
     if out is not None:
         plan.forward(plan.how, x, given, routing, weights, keeps_h=False, into=out.view(x.shape))
         _written(out)

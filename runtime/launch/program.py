@@ -161,9 +161,9 @@ _Noted: TypeAlias = "_New | _Run | _Apply"
 class Program:
     """The steps of a call, for others that are like it. It keeps no tensor, and any thread may run it.
 
-    ``run(M, stream, given)`` runs it on other tensors in the places of those that it was written down for, and
-    returns what it comes to, None for what the first call had none of. Memory that no later step reads is given back
-    as soon as the last one is launched.
+    ``run(M, stream, given)`` runs it on other tensors in the places of those that it was written down for, none of
+    which may be missing, and returns what it comes to, None for what the first call had none of. Memory that no later
+    step reads is given back as soon as the last one is launched.
 
     It is run as one function in Python, which is compiled of what was written down: a loop over it takes a layer an
     eighth longer (docs/inside/trials.md, programs).
@@ -196,8 +196,7 @@ def _source(written: Sequence[_Noted], given: int, results: tuple[int, ...], nam
 
     def address(slot: int) -> str:
         if slot not in there:
-            null = " if t{0} is not None else 0" if slot <= given else ""
-            lines.append(f"a{slot} = t{slot}.data_ptr(){null.format(slot)}")
+            lines.append(f"a{slot} = t{slot}.data_ptr()")
             there[slot] = f"a{slot}"
         return there[slot]
 

@@ -39,10 +39,9 @@ def sort_slots(ids: torch.Tensor, E: int) -> tuple[torch.Tensor, ...] | None:
         ids = ids.contiguous()
         chunks = -(-M // launch.block)
         empty = allocator(ids.device)
-        order = empty((M,), (1,), torch.int64)
-        experts, places, m_sizes, bounds = (
-            empty((size,), (1,), torch.int32) for size in (chunks * launch.block, M, E, E + 1)
-        )  # fmt: skip
+        order, places = empty((M,), (1,), torch.int64), empty((M,), (1,), torch.int32)
+        experts, m_sizes = empty((chunks * launch.block,), (1,), torch.int32), empty((E,), (1,), torch.int32)
+        bounds = empty((E + 1,), (1,), torch.int32)
         counts = empty((chunks * (E + 1),), (1,), torch.int32) if chunks > 1 else None
         pointers = (
             ids.data_ptr(), experts.data_ptr(), order.data_ptr(), places.data_ptr(), bounds.data_ptr(),

@@ -124,15 +124,15 @@ class _Plan:
 class ExecutionPlan(_Plan):
     """One product's. Calling it does the call, or returns None and does nothing where it is another one."""
 
-    __slots__ = ("_dense", "_low", "_same", "_some", "_there", "form", "program", "sizes")
+    __slots__ = ("M", "_dense", "_low", "_same", "_there", "form", "program", "sizes")
 
     def __init__(self, call: Call, given: _Given, same: guard.Guard) -> None:
         x: torch.Tensor = given[0]  # type: ignore[assignment]
         super().__init__(x, grad=any(t is not None and t.requires_grad for t in given), varies=False)
         self._same, self._low, self._dense = same, x.data_ptr() & _LOW, isinstance(call.w, torch.Tensor)
         there = [i for i, one in enumerate(given) if one is not None]
-        self._some, self._there = len(there) < len(given), itemgetter(*there)
-        self.form, self.sizes = call.form, (call.M, call.x_rows, call.y_rows)
+        self._there = itemgetter(*there)
+        self.form, self.M, self.sizes = call.form, call.M, (call.M, call.x_rows, call.y_rows)
         self.program: Program | None = None
 
     def __call__(
@@ -146,7 +146,7 @@ class ExecutionPlan(_Plan):
             given += one[:2]
             if (one.A.data_ptr() | one.B.data_ptr()) & _LOW:
                 return None
-        if not self._same(*(self._there(given) if self._some else given)) or x.data_ptr() & _LOW != self._low:
+        if not self._same(*self._there(given)) or x.data_ptr() & _LOW != self._low:
             return None
         if not (self._alone or device_is_current(self._device)):
             return None
@@ -160,7 +160,7 @@ class ExecutionPlan(_Plan):
         program = self.program
         if program is None:
             return self.forward(x, w, m_sizes, weights, bias, index, one)[0]
-        return program.run(self.sizes[0], stream_of(self._device), given)[0]
+        return program.run(self.M, stream_of(self._device), given)[0]
 
     def forward(
         self, x: torch.Tensor, w: _W, m_sizes: torch.Tensor, weights: torch.Tensor | None, bias: torch.Tensor | None,
@@ -173,7 +173,7 @@ class ExecutionPlan(_Plan):
         given += () if one is None else one[:2]
         program = self.program
         if program is not None:
-            return program.run(self.sizes[0], stream_of(self._device), given)  # type: ignore[return-value]
+            return program.run(self.M, stream_of(self._device), given)  # type: ignore[return-value]
         call = Call(self.form, w, m_sizes, Fusions(index, weights, bias), *self.sizes)
         found, self.program = self._recorded(call.M, given, lambda do: gradients.with_adapter(call, x, one, do=do))
         return found  # type: ignore[return-value]
@@ -192,7 +192,7 @@ class ExecutionPlan(_Plan):
         given = (dy, x, u, one.A, one.B, *operands, index, m_sizes)
         known = self._gradients.get(learns)
         if known is not None:
-            return self._again(known, self.sizes[0], given)
+            return self._again(known, self.M, given)
         form = self.form
         if form.permute_y or not (form.plain or form.permute_x) or any(needs[1:]):
             return None
@@ -201,7 +201,7 @@ class ExecutionPlan(_Plan):
         w = m_sizes.new_empty((), dtype=dy.dtype).expand(shape) if w is None else w  # only its shape is read
         call = Call(form, w, m_sizes, Fusions(index, None, None), *self.sizes)
         return self._first(
-            learns, self.sizes[0], given, len(given) - 1,
+            learns, self.M, given, len(given) - 1,
             lambda do: autograd.with_adapter(call, dy, x, needs, one, u, do),
         )  # fmt: skip
 
@@ -212,7 +212,7 @@ class ExecutionPlan(_Plan):
         """dx, dw and None twice, of a plain call; None where ``autograd.backward`` has to compute them."""
         known = self._gradients.get(needs)
         if known is not None:
-            return self._again(known, self.sizes[0], (dy, x, w, m_sizes))
+            return self._again(known, self.M, (dy, x, w, m_sizes))
         if not self.form.plain or needs[2] or needs[3] or not self._dense or (needs[0] and w is None):
             return None
         if type(dy) is not torch.Tensor or dy.dtype not in _KINDS or not dy.is_contiguous():
@@ -223,20 +223,22 @@ class ExecutionPlan(_Plan):
             call = Call(self.form, dense, m_sizes, Fusions(None, None, None), *self.sizes)
             return autograd.backward(call, dy, x, needs, do)
 
-        return self._first(needs, self.sizes[0], (dy, x, w, m_sizes), 3, compute)
+        return self._first(needs, self.M, (dy, x, w, m_sizes), 3, compute)
 
 
 class LayerPlan(_Plan):
     """One layer's."""
 
-    __slots__ = ("_dense", "_low", "_same", "how", "programs")
+    __slots__ = ("E", "_behind", "_dense", "_low", "_same", "_sizes", "_there", "how", "programs")
 
     def __init__(
-        self, how: Layer, hidden: torch.Tensor, given: Weights | FrozenWeights, same: guard.Guard, grad: bool
-    ) -> None:
+        self, how: Layer, hidden: torch.Tensor, given: Weights | FrozenWeights, there: Sequence[int], behind: int,
+        same: guard.Guard, grad: bool,
+    ) -> None:  # fmt: skip
         super().__init__(hidden, grad=grad, varies=True)
         self.how, self._same, self._low = how, same, hidden.data_ptr() & _LOW
-        self._dense = isinstance(given, Weights)
+        self.E, self._sizes, self._dense = given.gate_up.shape[0], (how.top_k, hidden.shape[-1]), type(given) is Weights
+        self._there, self._behind = itemgetter(*there), behind  # where biases and adapters begin
         self.programs: dict[bool, Program] = {}  # by whether h is kept
 
     def takes(
@@ -244,21 +246,22 @@ class LayerPlan(_Plan):
         out: torch.Tensor | None = None, adapters: Adapters = NO_ADAPTERS,
     ) -> bool:  # fmt: skip
         """Whether a call on these tensors, of as many rows by bucket, is like the first."""
-        biases = [one for one in (*given[2:], *_low(adapters)) if one is not None]
-        matrices = given[:2] if self._dense else _guarded(given)
+        every: Any = (hidden, ids, weights, *(given if self._dense else _operands(given)))
+        some = self._there(every if adapters is NO_ADAPTERS else every + _low(adapters))
+        biases = some[self._behind :]
         if out is None:
-            if not self._same(hidden, *matrices, ids, weights, *biases):
+            if not self._same(*some):
                 return False
         elif (
             out.shape != hidden.shape
-            or not self._same(hidden, *matrices, ids, weights, *biases, out)
+            or not self._same(*some, out)
             or not _takes_results(out, (hidden, weights, *biases))
         ):
             return False
-        T = ids.shape[0]
+        M, (k, H) = ids.numel(), self._sizes
         return (
-            0 < T == weights.shape[0]
-            and hidden.numel() == T * hidden.shape[-1]
+            0 < M == weights.numel()
+            and hidden.numel() * k == M * H
             and hidden.is_contiguous()
             and weights.is_contiguous()
             and hidden.data_ptr() & _LOW == self._low
@@ -271,9 +274,10 @@ class LayerPlan(_Plan):
         keeps_h: bool, into: torch.Tensor | None = None, adapters: Adapters = NO_ADAPTERS,
     ) -> layer.Forward:  # fmt: skip
         """As ``layer.forward``, without a look at the tensors: ``takes``, or every check, had one."""
-        M = x.shape[0] * how.top_k
-        every: Any = (x, *(given[:2] if self._dense else _operands(given)), *given[2:], weights, *routing, into)
-        every += _low(adapters)
+        M = routing.gather_indices.numel()
+        every: Any = (x, *(given if self._dense else _operands(given)), weights, *routing, into)
+        if adapters is not NO_ADAPTERS:
+            every += _low(adapters)
         program = self.programs.get(keeps_h)
         if program is not None:
             return program.run(M, stream_of(self._device), every)  # type: ignore[return-value]
@@ -297,8 +301,8 @@ class LayerPlan(_Plan):
         if T * how.top_k != M or h.shape[0] != M or weights.shape[0] != T or (x is not None and x.shape[0] != T):
             return None
         dout = in_memory("dout", dout, "moe_mlp")
-        matrices: Any = given[:2] if self._dense else _operands(given)
-        every = (dout, h, x, weights, *narrow, *matrices, given.down_bias, *_low(adapters), *routing)
+        every: Any = (dout, h, x, weights, *narrow, *(given if self._dense else _operands(given)))
+        every += routing if adapters is NO_ADAPTERS else (*_low(adapters), *routing)
         known = self._gradients.get(needs)
         if known is not None:
             return self._again(known, M, every, loose=6)
@@ -343,26 +347,27 @@ def plan_layer(
     wide = columns(given.gate_up, how.layout)
     if not check_tensors.on_gpu(hidden) or hidden.dtype not in _KINDS or not (M and H and wide > 1):
         return None
-    biases, low = [one for one in given[2:] if one is not None], [one for one in _low(adapters) if one is not None]
     if M >= _MOST_ROWS or hidden.numel() != T * H or not (hidden.is_contiguous() and weights.is_contiguous()):
         return None
-    if any(one.dtype is not hidden.dtype or not one.is_contiguous() or one.data_ptr() & _LOW for one in biases):
-        return None
-    if any(one.data_ptr() & _LOW for one in low):
+    if any(one is not None and (one.dtype is not hidden.dtype or not one.is_contiguous()) for one in given[2:]):
         return None
     for one in given[:2]:
         if not (one.order if isinstance(one, ExpertWeights) else one.dtype is hidden.dtype):
             return None
-    tensors = [hidden, *_guarded(given), ids, weights, *biases, *low]
-    grad, at = any(one.requires_grad for one in tensors), 1 + len(_guarded(given))
-    loose = [0, at, at + 1]  # a row a token
+    operands = _operands(given)
+    every = (hidden, ids, weights, *operands, *(() if adapters is NO_ADAPTERS else _low(adapters)))
+    there = [i for i, one in enumerate(every) if one is not None]
+    tensors, behind = [one for one in every if one is not None], 3 + sum(one is not None for one in operands[:-2])
+    if any(one.data_ptr() & _LOW for one in tensors[behind:]):
+        return None
+    grad, loose = any(one.requires_grad for one in tensors), [0, 1, 2]  # a row a token
     if out is not None:
-        if not _takes_results(out, (hidden, weights, *biases, *low)):
+        if not _takes_results(out, (hidden, weights, *tensors[behind:])):
             return None
         loose.append(len(tensors))
         tensors.append(out)
     same = guard.guard(*tensors, loose=loose)
-    return None if same is None else LayerPlan(how, hidden, given, same, grad)
+    return None if same is None else LayerPlan(how, hidden, given, there, behind, same, grad)
 
 
 def key_of(w: torch.Tensor | ExpertWeights) -> tuple[object, ...]:
@@ -387,14 +392,9 @@ def _takes_results(out: torch.Tensor, read: Sequence[torch.Tensor]) -> bool:
 
 def _low(adapters: Adapters) -> tuple[torch.Tensor | None, ...]:
     """A and B of the first product, then of the second."""
-    none = (None, None)
-    return none * 2 if adapters is NO_ADAPTERS else tuple(each for one in adapters for each in (one or none)[:2])
+    return tuple(each for one in adapters for each in (one or (None, None))[:2])
 
 
-def _operands(given: Weights | FrozenWeights) -> list[torch.Tensor | None]:
-    """What kernels read of both matrices, none where there is none."""
-    return [one for w in given[:2] for one in ((None,) if w is None else operands_of(w).values())]
-
-
-def _guarded(given: Weights | FrozenWeights) -> list[torch.Tensor]:
-    return [one for one in _operands(given) if one is not None]
+def _operands(given: Weights | FrozenWeights) -> tuple[torch.Tensor | None, ...]:
+    """What kernels read of both matrices, none where there is none, and the biases; of dense ones that is ``given``."""
+    return (*(one for w in given[:2] for one in ((None,) if w is None else operands_of(w).values())), *given[2:])

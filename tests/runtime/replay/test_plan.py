@@ -197,6 +197,17 @@ def test_torch_func_takes_the_long_way(planned: list[plan.ExecutionPlan]) -> Non
     assert len(planned) == before
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_a_trace_keeps_the_call_that_came_before(planned: list[plan.ExecutionPlan]) -> None:
+    x, w, m_sizes = torch.randn(T, K), torch.randn(E, N, K), torch.tensor([3, 0, 4, 0], dtype=torch.int32)
+    y = [grouped_gemm(x, w, m_sizes) for _ in range(3)][-1]
+    assert len(planned) == 2
+    traced = torch.jit.trace(lambda x, m_sizes: grouped_gemm(x, w, m_sizes), (x, m_sizes), check_trace=False)
+    assert len(planned) == 2
+    assert "pretuned::grouped_gemm" in str(traced.graph)
+    assert torch.equal(traced(x, m_sizes), y)
+
+
 def test_a_plan_keeps_no_tensor(planned: list[plan.ExecutionPlan]) -> None:
     x, w, m_sizes = call()
     gradients(x, w, m_sizes)
