@@ -23,7 +23,7 @@ class Change(NamedTuple):
 # No arithmetic, and no right result: what is left is the time of all else.
 _BARE = "\n".join(("{", *(f"mov.b32 ${i}, ${8 + i // 4};" for i in range(7)), "add.u32 $7, $9, $10;", "}"))
 
-DEQUANTIZE, WNA16 = "kernels/gemm/hopper/dequantize.py", "kernels/gemm/hopper/wna16.py"
+DEQUANTIZE, WNA16 = "kernels/gemm/hopper/operand/dequantize.py", "kernels/gemm/hopper/wna16.py"
 ENTRY, COMPILE = "kernels/contract/mixed_input.py", "aot/compile/triton.py"
 
 BARE = (

@@ -20,9 +20,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from .blocks import block_of, x_tile_of
 from .consumer import ask, lines_of, look_up, note, parts_of, tables
-from .dequantize import biased_across, blocks_per_scale, codes_of, places_of, scale_bytes_of, scaled, words_of
+from .operand.blocks import block_of, x_tile_of
+from .operand.dequantize import biased_across, blocks_per_scale, codes_of, places_of, scale_bytes_of, scaled, words_of
 from .pipeline import (
     SCATTER_FLAG,
     ZERO_TAIL_FLAG,

@@ -305,11 +305,11 @@ def test_the_emulator_knows_arithmetic() -> None:
     assert emulated(text + "}", [0x430F4300])[:5] == [0x43084308, 0x30F43000, 0x430F43, 0x00, 0x43084308]
 
 
-# (int4 and nvfp4, whose scales are in the same instructions: tests/kernels/gemm/hopper/test_dequantize.py.)
+# (int4 and nvfp4, whose scales are in the same instructions: tests/kernels/gemm/hopper/operand/test_dequantize.py.)
 @pytest.mark.parametrize("format", ["mxfp4", "fp8_block_a16", "fp8_channel_a16"])
 def test_the_kernel_s_instructions_read_what_was_written(format: str) -> None:
     """Each register's halves are the codes of K = 16 s + 8 h + 2 c and the next, times their scales."""
-    dequantize = pytest.importorskip("pretuned.kernels.gemm.hopper.dequantize")
+    dequantize = pytest.importorskip("pretuned.kernels.gemm.hopper.operand.dequantize")
     elements = PRECISIONS[format].w
     text = {"e2m1": dequantize._E2M1, "e4m3": dequantize._E4M3}[elements.name].value
     N, K = 128, 128

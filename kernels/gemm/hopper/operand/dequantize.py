@@ -15,8 +15,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...codes import CODES
-from .pipeline import BIAS_FLAG, view
+from ....codes import CODES
+from ..pipeline import BIAS_FLAG, view
 
 INT4_DOWN = 16  # log2 of what values of int4 are too small by
 NVFP4_DOWN = 10

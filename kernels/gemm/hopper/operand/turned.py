@@ -9,9 +9,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...codes import CODES
+from ....codes import CODES
+from ..pipeline import view
 from .dequantize import both, codes_of, groups_of, scales_of
-from .pipeline import view
 
 
 # A block is seen as [pairs of rows, row of a pair, c, word, p, s mod 2], of 8 bits without the last.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import pytest
 import torch
@@ -11,70 +9,9 @@ import torch
 from pretuned.aot.measure.inputs import quantised_weights
 from pretuned.artifacts.records.precision import DType
 from pretuned.kernels.codes import CODES
+from tests.support.ptx import carried_out, numbers, rounded
 
-dequantize = pytest.importorskip("pretuned.kernels.gemm.hopper.dequantize")
-
-
-def numbers(bits: np.ndarray) -> np.ndarray:
-    """bf16 of 16 bits each, as float64."""
-    return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-
-
-def rounded(values: np.ndarray) -> np.ndarray:
-    """The bits of the nearest bf16, ties to even, of numbers that float64 has exactly; without a sign of zero."""
-    _, exponent = np.frexp(values)
-    unit = np.exp2(np.maximum(exponent - 1, -126) - 7.0)
-    found = (np.rint(values / unit) * unit + 0.0).astype(np.float32)
-    return (found.view(np.uint32) >> 16).astype(np.uint32)
-
-
-def carried_out(text: str, given: dict[str, np.ndarray]) -> list[np.ndarray]:
-    """$0 ... $7 of PTX: the few instructions that these texts have, on words."""
-    held = dict(given)
-
-    def value(name: str) -> np.ndarray:
-        return held[name] if name in held else np.uint32(int(name, 0))
-
-    def halves(of, *names: str) -> np.ndarray:  # type: ignore[no-untyped-def]
-        words = [np.asarray(value(name), dtype=np.uint32) for name in names]
-        low, high = (rounded(of(*(numbers((word >> at) & 0xFFFF) for word in words))) for at in (0, 16))
-        return low | (high << 16)
-
-    def bytes_of(a: np.ndarray, b: np.ndarray, order: int) -> np.ndarray:
-        wide = np.asarray(a).astype(np.uint64) | (np.asarray(b).astype(np.uint64) << np.uint64(32))
-        found = np.zeros_like(wide)
-        for i in range(4):
-            found |= ((wide >> np.uint64(8 * (order >> 4 * i & 7))) & np.uint64(0xFF)) << np.uint64(8 * i)
-        return found.astype(np.uint32)
-
-    for line in re.split(r"[;\n]", text.strip().strip("{}")):
-        op, _, rest = line.strip().partition(" ")
-        if op in ("", ".reg"):
-            continue
-        if op == "mov.b32" and rest.startswith("{"):
-            first, second, source = re.fullmatch(r"\{(\w+), (\w+)\}, (\S+)", rest).groups()  # type: ignore[union-attr]
-            held[first], held[second] = value(source) & 0xFFFF, value(source) >> np.uint32(16)
-            continue
-        to, *names = re.sub("[{}]", "", rest).split(", ")
-        if op == "mov.b32":
-            held[to] = value(names[0]) | (value(names[-1]) << np.uint32(16)) if len(names) == 2 else value(names[0])
-        elif op == "lop3.b32":
-            assert names[3] == "0xEA"
-            held[to] = (value(names[0]) & value(names[1])) | value(names[2])
-        elif op == "prmt.b32":
-            held[to] = bytes_of(value(names[0]), value(names[1]), int(names[2], 0))
-        else:
-            a, b = value(names[0]), value(names[1])
-            held[to] = {
-                "and.b32": lambda a=a, b=b: a & b,
-                "shl.b32": lambda a=a, b=b: a << b,
-                "shr.u32": lambda a=a, b=b: a >> b,
-                "add.s32": lambda a=a, b=b: a + b,
-                "sub.rn.bf16x2": lambda names=names: halves(lambda x, y: x - y, *names),
-                "mul.rn.bf16x2": lambda names=names: halves(lambda x, y: x * y, *names),
-                "fma.rn.bf16x2": lambda names=names: halves(lambda x, y, z: x * y + z, *names),
-            }[op]()
-    return [held[f"${i}"] for i in range(8)]
+dequantize = pytest.importorskip("pretuned.kernels.gemm.hopper.operand.dequantize")
 
 
 def test_bf16_is_rounded_as_torch_does() -> None:

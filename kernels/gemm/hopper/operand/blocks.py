@@ -5,8 +5,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..pipeline import tile_of
 from .dequantize import blocks_per_scale, operand, places_of
-from .pipeline import tile_of
 from .turned import turned
 
 BLOCK: gl.constexpr = gl.constexpr(64)  # rows of w, and of K, that lie together
