@@ -22,7 +22,7 @@ _GRAIN = 16  # rows: kernels/gemm/hopper/wna16.py rounds a fitted tile's up to s
 
 
 class MixedConstants(NamedTuple):
-    """Fitted to launches on an H100 (benchmarks/results/quantised-sweep-h100.json); ns, and of one SM."""
+    """Fitted to launches on an H100 (benchmarks/results/quantised-sweep-h100.json.xz); ns, and of one SM."""
 
     start_ns: float
     tile_ns: float  # between two tiles of a program

@@ -71,12 +71,12 @@ def test_a_program_that_ended_of_itself(after):
 
 def test_the_list_is_added_to_where_nothing_is_wrong(tmp_path):
     listed, told = tmp_path / "seen.txt", tmp_path / "memory.txt"
-    listed.write_text(f"{C} rows\n")
+    listed.write_text(f"{C[:16]} rows\n")
     command = [sys.executable, HERE / "checked.py", told, "--seen", listed]
     for wrong in (True, False):
         told.write_text("\n".join(WHOLE[:3] + ["========= Invalid read"] * wrong + STOPPED))
         ended = subprocess.run(command, capture_output=True, text=True, check=False)
         assert ended.returncode == wrong, ended.stderr
-        assert (A in listed.read_text()) is not wrong
-    assert listed.read_text().splitlines() == [f"{A} rows", f"{C} rows"]
+        assert (A[:16] in listed.read_text()) is not wrong
+    assert listed.read_text().splitlines() == [f"{A[:16]} rows", f"{C[:16]} rows"]
     assert "1 cubins are new" in ended.stdout

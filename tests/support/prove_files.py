@@ -6,9 +6,9 @@
 Each piece of code runs once, by the trial of ``runtime/launch/proof.py``. What is wrong is told, with exit code 1.
 ``--part 2/8`` takes every eighth, from the second on: the first of each kernel come first, so that a part that is
 stopped has seen most of them. ``--names`` prints a line before each, by which ``tests/gpu/races.py`` knows whose code
-the tool tells of, with the seconds since the first. ``--after FILE`` leaves out the cubins whose SHA-256 begin a line
-of the file: earlier runs saw them (``tests/gpu/races.py --seen`` writes it for racecheck, and for memcheck another by
-``tests/gpu/checked.py --seen``). Parts are parts of the others.
+the tool tells of, with the seconds since the first. ``--after FILE`` leaves out the cubins whose SHA-256's
+first 16 digits begin a line of the file: earlier runs saw them (``tests/gpu/races.py --seen`` writes it for racecheck,
+and for memcheck another by ``tests/gpu/checked.py --seen``). Parts are parts of the others.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from pretuned.runtime.launch.loader import loaded
 def each_cubin(paths: list[str], after: Container[str] = ()) -> Iterator[tuple[BundleFile, int]]:
     """Each cubin once, by the first variant that has it: the first of every kernel, then the second of each.
 
-    ``after``: the SHA-256 of those that are left out.
+    ``after``: the first 16 digits of the SHA-256 of those that are left out.
     """
     seen: set[bytes] = set()
     turns: Counter[str] = Counter()
     found = []
     for bundle in map(open_bundle, paths):
         for i, variant in enumerate(bundle.variants()):
-            if variant.cubin_sha256 not in seen and variant.cubin_sha256.hex() not in after:
+            if variant.cubin_sha256 not in seen and variant.cubin_sha256.hex()[:16] not in after:
                 seen.add(variant.cubin_sha256)
                 found.append((turns[variant.entry], len(found), bundle, i))
                 turns[variant.entry] += 1

@@ -9,6 +9,7 @@ from pathlib import Path
 CUBIN = re.compile(r"cubin ([0-9a-f]{64}) (\w+)(?: [\d.]+)?$")
 END = re.compile(r"\d+ cubins on .*, (\d+) wrong, ")
 BEGUN = "========= COMPUTE-SANITIZER"
+DIGITS = 16  # of a SHA-256, that a list has
 LIMIT = "========= Warning: Maximum number of hazards reached."
 
 
@@ -36,9 +37,9 @@ def seen(lines: Iterable[str]) -> dict[str, str]:
 
 
 def add_to(listed: Path, outputs: Iterable[Iterable[str]]) -> int:
-    """Puts what the outputs' tools have seen into a list of ``SHA-256 kernel``, by kernel; how many are new in it."""
+    """Puts what the outputs' tools have seen into a list, lines of a SHA-256's beginning and its kernel; how many are new."""
     known = set(listed.read_text().splitlines()) if listed.exists() else set()
-    new = {f"{sha256} {kernel}" for lines in outputs for sha256, kernel in seen(lines).items()}
+    new = {f"{sha256[:DIGITS]} {kernel}" for lines in outputs for sha256, kernel in seen(lines).items()}
     by_kernel = sorted(known | new, key=lambda one: one.split()[::-1])
     listed.write_text("".join(f"{one}\n" for one in by_kernel))
     return len(new - known)
