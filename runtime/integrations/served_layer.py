@@ -22,14 +22,6 @@ from ..runtime.ops.activation import Activation
 from ..runtime.weights.expert_weights import ExpertWeights
 
 _ROWS = 1 << 16  # more rows than that take what the most that were measured do
-# Formats, by their names' first part, that engines' kernels were measured to be ahead in on a GPU, at some number of
-# tokens by over 3 % (benchmarks/results/layers-in-vllm-*.json). Two kernels in turns would need the weights twice.
-AHEAD = {
-    ("NVIDIA H200", "int4"): (
-        "vLLM's Marlin takes 0.90 and 0.91 of pretuned's time at 16 and 128 tokens, and 1.14 and 2.2 times as long at "
-        "1,024 and 8,192 (groups of 32)"
-    )
-}
 _NEAR = 2  # what was measured at so many times the rows, or at that part of them, holds for these
 
 
@@ -84,16 +76,12 @@ def lacks(layer: ServedLayer, local: LocalGpu, *, tokens: int, any_variant: bool
 
     Each product is to have choices that were made for it, and measured on a GPU of this capability, near every number
     of rows that a step can come to. Where the engine would quantise x, the product that does so is to have them as
-    well: for many rows the other one takes half as long again. Nor is it for pretuned where engines' kernels were
-    measured to be ahead (``AHEAD``). With ``any_variant`` it is enough that something runs.
+    well: for many rows the other one takes half as long again. With ``any_variant`` it is enough that something runs.
     """
     if not platform_supported():
         return f"bundles run on linux x86_64 and aarch64, this is {platform_name()}"
     if layer.dtype.quantised and not has_code(Op.FORWARD, layer.problems[0].dtype, local.sm, Layout.NK):
         return f"no kernel for {local} reads {layer.dtype.value} weights in the order that engines' layers are put into"
-    ahead = AHEAD.get((local.gpu.name, layer.dtype.value.partition("_")[0]))
-    if ahead is not None and not any_variant:
-        return f"{ahead}, on an {local.gpu.name}. PRETUNED_VLLM=1 or PRETUNED_SGLANG=1 has pretuned run it all the same"
     most = min(max(tokens, 1) * layer.top_k, _ROWS)
     for problem in layer.problems if any_variant else layer.all_problems:
         for bucket in buckets_between(min(layer.top_k, most), most):

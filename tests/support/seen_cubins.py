@@ -37,7 +37,7 @@ def seen(lines: Iterable[str]) -> dict[str, str]:
 
 
 def add_to(listed: Path, outputs: Iterable[Iterable[str]]) -> int:
-    """Puts what the outputs' tools have seen into a list, lines of a SHA-256's beginning and its kernel; how many are new."""
+    """Puts what the outputs' tools have seen into a list of SHA-256s cut short, by kernel; how many are new."""
     known = set(listed.read_text().splitlines()) if listed.exists() else set()
     new = {f"{sha256[:DIGITS]} {kernel}" for lines in outputs for sha256, kernel in seen(lines).items()}
     by_kernel = sorted(known | new, key=lambda one: one.split()[::-1])

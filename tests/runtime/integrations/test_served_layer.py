@@ -13,7 +13,7 @@ from pretuned.aot.plan.plan import plan
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem
 from pretuned.artifacts.records.target import Gpu, LocalGpu
-from pretuned.integrations.served_layer import AHEAD, ServedLayer, lacks
+from pretuned.integrations.served_layer import ServedLayer, lacks
 from pretuned.kernels.contract.config import Config, Loads, Schedule
 from pretuned.runtime import reload
 from pretuned.runtime.ops.activation import Activation
@@ -120,20 +120,8 @@ def test_the_command_that_it_names_is_one(dtype: DType, act: Activation) -> None
         (128, 2048, 768, 8, DType.FP8_BLOCK_A16),
         (256, 7168, 2048, 8, DType.FP8_BLOCK),
         (128, 2880, 2880, 4, DType.MXFP4),
+        (384, 7168, 2048, 8, DType.INT4_G32),
     ],
 )
 def test_the_bundles_that_ship_are_for_these(E: int, H: int, I: int, top_k: int, dtype: DType) -> None:  # noqa: E741
     assert lacks(ServedLayer(E, H, I, top_k, dtype, SILU), ON_H200, tokens=8192) is None
-
-
-def test_what_an_engines_own_kernel_was_measured_to_be_ahead_in_is_left_to_it() -> None:
-    """Of the bundle that ships: int4 has choices of an H200 as it has of an H100, but the layer stays with Marlin."""
-    layer = ServedLayer(E=384, H=7168, I=2048, top_k=8, dtype=DType.INT4_G32, act=SILU)
-    h100 = LocalGpu(90, Gpu("NVIDIA H100 80GB HBM3", 132, 81079, DRIVER))
-    assert ("NVIDIA H200", "int4") in AHEAD
-    told = lacks(layer, ON_H200, tokens=8192)
-    assert told is not None
-    assert "Marlin takes 0.90 and 0.91 of pretuned's time" in told
-    assert lacks(layer, ON_H200, tokens=8192, any_variant=True) is None
-    assert lacks(layer, h100, tokens=8192) is None
-    assert lacks(layer._replace(E=32, H=2880, I=2880, top_k=4, dtype=DType.MXFP4), ON_H200, tokens=8192) is None
