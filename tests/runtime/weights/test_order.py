@@ -210,6 +210,19 @@ def test_a_negative_nvfp4_scale_leaves_all_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("large", [1024.0, -1024.0, float("nan"), float("-inf")])
+def test_an_int4_scale_that_has_no_room_leaves_all_as_they_are(large: float, dtype: torch.dtype) -> None:
+    """The kernel makes a scale 2^117 times what it is, in bf16."""
+    w = made("int4_g32", dtype=dtype)
+    w.scale[1, 3, 2] = large
+    before = bits_of(w)
+    assert w.prepare().order == 0
+    assert all(same(w, before))
+    w.scale[1, 3, 2] = -1020.0
+    assert w.prepare().order == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_kernels_read_int4_s_scales_in_bf16_by_blocks(group: int, dtype: torch.dtype) -> None:
     w = made(f"int4_g{group}", dtype=dtype)
