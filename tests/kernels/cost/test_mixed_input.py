@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
+import lzma
 import math
+from pathlib import Path
 
 import pytest
 
+from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem
 from pretuned.kernels.codes import CODES
@@ -14,9 +18,11 @@ from pretuned.kernels.contract.config import Config, Loads, Schedule, TileRows
 from pretuned.kernels.cost.mixed_input import mixed_input_us
 from pretuned.kernels.cost.model import Ranker, Resources, estimate_us
 from pretuned.kernels.hardware.arch import arch_of
-from pretuned.kernels.hardware.chips import chip_for
+from pretuned.kernels.hardware.chips import chip_for, chip_named
 from pretuned.kernels.search.space import candidates, shared_bytes_at_least
 
+ROOT = Path(__file__).parents[3]
+RESULTS = ROOT / "benchmarks/results"
 CHIP = chip_for(90)
 QUANTISED = [DType(name) for name in CODES]
 SIZES = [(32, 5760, 2880), (128, 1536, 2048), (256, 4096, 7168), (8, 28672, 4096)]
@@ -94,3 +100,26 @@ def test_a_ranker_is_for_one_dtype() -> None:
         ranker.rank(Problem(Op.FORWARD, DType.NVFP4, 8, 256, 256), 8)
     with pytest.raises(ValueError, match="M"):
         estimate_us(Problem(Op.FORWARD, DType.MXFP4, 8, 256, 256), 0, pool(DType.MXFP4)[0], CHIP)
+
+
+@pytest.mark.parametrize(("format", "most"), [("int4", 0.11), ("nvfp4", 0.11), ("mxfp4", 0.12), ("fp8", 0.105)])
+def test_a_tenth_off_what_was_measured_in_the_mean(format: str, most: float) -> None:
+    """Plain forwards of both GPUs' journals, every tile that was timed; neither too long nor too short."""
+    with open_bundle(ROOT / "artifacts/bundles/candidates-sm90.msgpack.xz") as bundle:
+        configs = {one.cubin_sha256.hex(): one.config for one in bundle.variants() if one.kernel == "rows_wna16"}
+    off = []
+    for journal, gpu in (("h100", "NVIDIA H100 80GB HBM3"), ("h200", "NVIDIA H200")):
+        chip = chip_named(gpu)
+        assert chip is not None
+        for line in lzma.decompress((RESULTS / f"quantised-{journal}.journal.xz").read_bytes()).decode().splitlines():
+            record = json.loads(line[9:])
+            if record["record"] == "measured" and record["problem"][1].startswith(format):
+                op, dtype, E, N, K, _, fusion, _ = record["problem"]
+                problem, M = Problem(Op(op), DType(dtype), E, N, K), record["bucket"]
+                for cubin, ns, *_ in record["timings"]:
+                    if op == "forward" and not fusion and cubin in configs:
+                        modelled = mixed_input_us(problem, M, Config.from_pairs(configs[cubin]), chip)
+                        off.append(math.log(modelled * 1e3) - sum(map(math.log, ns)) / len(ns))
+    assert len(off) > 150
+    assert abs(sum(off) / len(off)) < 0.03
+    assert math.sqrt(sum(one * one for one in off) / len(off)) < most
