@@ -167,17 +167,8 @@ def grouped_gemm(
                 "w_layout": w_layout, "bias": bias, "out": out,
             }  # fmt: skip
             return dropped(grouped_gemm, x, w, m_sizes, lora, moves, rest)
-    if _tracing():  # (torch.jit.trace is noticed by a guard, else by ``is_whole`` or ``run``)
-        from .torch_library import traced
-
-        return traced(
-            x, w, m_sizes, gather_indices=gather_indices, topk_weights=topk_weights, bias=bias, topk=topk,
-            permute_x=permute_x, permute_y=permute_y, fuse_mul_post=fuse_mul_post, w_layout=w_layout,
-            zero_tail=zero_tail, dX_only=dX_only, dW_only=dW_only, untraceable=out is not None or autotune
-            or kernel_config_fwd is not None or kernel_config_bwd_dX is not None or kernel_config_bwd_dW is not None,
-            lora=lora,
-        )  # fmt: skip
-    if _duals._current_level >= 0:
+    tracing = _tracing()
+    if not tracing and _duals._current_level >= 0:
         tensors.no_tangents("grouped_gemm", x, w, topk_weights, bias, *(lora[:2] if isinstance(lora, Lora) else ()))
     # (Quantised weights have no one address: they are unusable here, and go the long way.)
     dense: torch.Tensor = w  # type: ignore[assignment]
@@ -187,7 +178,7 @@ def grouped_gemm(
     )  # fmt: skip
     # First: a call under way keeps the tables that it began with, so that nothing chosen before a ``reload`` goes into
     # one from after.
-    snapshot = dispatch_snapshot.current
+    snapshot = None if tracing else dispatch_snapshot.current
     y: torch.Tensor | None
     if not more and not zero_tail and snapshot is not None:
         try:
@@ -203,6 +194,16 @@ def grouped_gemm(
                 if out is not None:
                     _written(out)
                 return y
+    if tracing or api_call.jit_state() is not None:  # (what came before replays nothing that torch.jit.trace traces)
+        from .torch_library import traced
+
+        return traced(
+            x, w, m_sizes, gather_indices=gather_indices, topk_weights=topk_weights, bias=bias, topk=topk,
+            permute_x=permute_x, permute_y=permute_y, fuse_mul_post=fuse_mul_post, w_layout=w_layout,
+            zero_tail=zero_tail, dX_only=dX_only, dW_only=dW_only, untraceable=out is not None or autotune
+            or kernel_config_fwd is not None or kernel_config_bwd_dX is not None or kernel_config_bwd_dW is not None,
+            lora=lora,
+        )  # fmt: skip
     if more or api_call.is_whole(x, w):
         keep = low = None
         if out is None and not (

@@ -119,8 +119,8 @@ def prepared(given: Iterable[ExpertWeights], switch: str, *, on_gpu: bool) -> tu
     found = tuple(one.prepare() for one in given)
     if on_gpu and not all(one.order for one in found):
         raise InputError(
-            f"pretuned: no kernel takes the scales of {found}, such as mxfp4's above 2: {switch}=0 serves "
-            "this checkpoint by the engine alone"
+            f"pretuned: no kernel takes the scales of {found}, such as mxfp4's above 2 or int4's of 1,024: {switch}=0 "
+            "serves this checkpoint by the engine alone"
         )
     return found
 

@@ -25,6 +25,7 @@ OAI_LIMIT = 7.0  # gpt-oss: openai/gpt-oss model card and its reference implemen
 OAI_ALPHA = 1.702
 
 _transformed = torch._C._are_functorch_transforms_active
+_traced = torch._C._get_tracing_state
 
 
 class Activation(NamedTuple):
@@ -69,7 +70,7 @@ def activate(
     columns = act.columns(h)
     if not tensors.on_gpu(h) or torch.compiler.is_compiling() or type(h) is not torch.Tensor or _transformed():
         return by_torch(h, act)
-    if tensors.duals._current_level >= 0:  # a tangent goes through torch's operations alone
+    if tensors.duals._current_level >= 0 or _traced() is not None:  # both know torch's operations alone
         return by_torch(h, act)
     rows = h.reshape(-1, h.shape[-1])
     if torch.is_grad_enabled() and h.requires_grad:

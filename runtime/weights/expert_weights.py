@@ -206,8 +206,8 @@ class ExpertWeights:
         """Put codes and scales into the order that kernels read: in place, expert by expert, once. Returns itself.
 
         ``order`` tells; ``restore`` undoes it. Weights that no kernel reads in another order are left as they are: of
-        N or K that are no multiples of 64 (of 128 where a scale is of so many), or a mxfp4 scale above 2. No call
-        may use them meanwhile.
+        N or K that are no multiples of 64 (of 128 where a scale is of so many), or with a scale above 2 of mxfp4 or of
+        1,024 and more of int4. No call may use them meanwhile.
         """
         from .order import ORDERS
 
@@ -304,7 +304,7 @@ class ExpertWeights:
         if elements.scale is not None and elements.scale.name == "e4m3":
             self.scale = self.scale.view(torch.float8_e4m3fn)
         self._derived = None  # (a pickle of an earlier version has its own)
-        if self.order:
+        if self.order and _checked(self).order:
             _ = self.kernel_scale  # made now: not in a graph capture
 
     def __repr__(self) -> str:
@@ -395,4 +395,6 @@ def _checked(weights: ExpertWeights) -> ExpertWeights:
             check_finite(name, given)
     if weights.order:
         _ = weights.kernel_scale
+    if weights.order and not weights.codes.is_meta and not _order_of(weights).room(weights._quantised):
+        return weights.restore()  # saved by a version whose kernels had room for its scales
     return weights

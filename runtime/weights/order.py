@@ -17,11 +17,12 @@ kernel that multiplies the codes themselves (kernels/gemm/hopper/w8a8.py). A row
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from ...artifacts.records.precision import PRECISIONS
+from ...artifacts.records.precision import PRECISIONS, Elements
 from .codes import Quantised, pack, unpack
 
 BLOCK = 64  # rows of w, and of K
@@ -49,14 +50,16 @@ K_ORDER = tuple(16 * s + 8 * h + 2 * c + p for c in range(4) for s in range(4) f
 class CodeOrder(NamedTuple):
     """An order of codes and scales. ``number`` is what bundles and ``ExpertWeights.order`` say; 0 is the checkpoint's.
 
-    ``fits(weights)`` says whether weights can be in it. ``codes(one, undo)`` maps the codes of one expert,
-    ``ExpertWeights.codes[e]``, to this order, and with ``undo`` back, bit for bit, in the shape and dtype that they
-    have; ``scale`` its scales likewise, if they are of ``scale_dtype``. Both leave the tensor that they are given as it
-    is. ``derived(scale)`` are other scales [E, ...] that kernels read then; with neither they read none in blocks.
+    ``fits(weights)`` says whether weights can be in it, ``room(weights)`` whether kernels have room for their scales.
+    ``codes(one, undo)`` maps codes of one expert, ``ExpertWeights.codes[e]``, to this order, and with ``undo`` back,
+    bit for bit, in the shape and dtype that they have; ``scale`` its scales likewise, if they are of ``scale_dtype``.
+    Both leave the tensor that they are given as it is. ``derived(scale)`` are other scales [E, ...] that kernels read
+    then; with neither they read none in blocks.
     """
 
     number: int
     fits: Callable[[Quantised], bool]
+    room: Callable[[Quantised], bool]
     codes: Callable[[torch.Tensor, bool], torch.Tensor]
     scale: Callable[[torch.Tensor, bool], torch.Tensor] | None = None
     scale_dtype: torch.dtype | None = None
@@ -167,30 +170,21 @@ def _of_blocks(scale: torch.Tensor) -> torch.Tensor:
     return eight.repeat_interleave(2, 1).repeat_interleave(2, 2).contiguous()
 
 
-def _whole(one: Quantised, multiple: int) -> bool:
-    rows, width = one.codes.shape[-2:]
+def _whole(one: Quantised, rows: int, columns: int) -> bool:
+    N, width = one.codes.shape[-2:]
     K = width * 2 if one.codes.dtype is torch.uint8 else width
-    return rows % BLOCK == 0 and K % multiple == 0
+    return N % rows == 0 and K % columns == 0
 
 
-def _fits_e8m0(one: Quantised) -> bool:
-    return _whole(one, BLOCK) and int(one.scale.max()) <= _MOST_E8M0
-
-
-def _fits_e4m3(one: Quantised) -> bool:
-    return _whole(one, BLOCK) and not bool((one.scale.view(torch.uint8) & 0x80).any())  # the kernel reads no sign
-
-
-def _fits_int4(one: Quantised, multiple: int) -> bool:
-    return _whole(one, multiple) and all(abs(float(end)) < _MOST_INT4 for end in one.scale.aminmax())
-
-
-def _fits_blocks(one: Quantised) -> bool:
-    return (
-        _whole(one, 128)
-        and one.codes.shape[-2] % 128 == 0
-        and float(one.scale.abs().max()) < 2.0 ** (127 - _E4M3_SHIFT)
-    )
+def _room(elements: Elements, one: Quantised) -> bool:
+    if elements.name == "int4":
+        return all(abs(float(end)) < _MOST_INT4 for end in one.scale.aminmax())
+    if elements.name == "e2m1":
+        if elements.scale is not None and elements.scale.name == "e8m0":
+            return int(one.scale.max()) <= _MOST_E8M0
+        return not bool((one.scale.view(torch.uint8) & 0x80).any())  # the kernel reads no sign
+    rows = 1 if elements.scale is None else elements.scale.rows
+    return rows == 1 or float(one.scale.abs().max()) < 2.0 ** (127 - _E4M3_SHIFT)
 
 
 def _order(format: str) -> CodeOrder:
@@ -198,16 +192,17 @@ def _order(format: str) -> CodeOrder:
     codes, scale = _codes(elements.name), elements.scale
     if scale is None:
         raise AssertionError(f"{format} has no scale")
+    blocks, room = (max(BLOCK, scale.rows), max(BLOCK, scale.columns)), partial(_room, elements)
+
+    def fits(one: Quantised) -> bool:
+        return _whole(one, *blocks) and room(one)
+
     if elements.name == "e4m3":
-        if scale.rows == 1:
-            return CodeOrder(2, lambda one: _whole(one, BLOCK), codes)
-        return CodeOrder(2, _fits_blocks, codes, derived=_of_blocks)
+        return CodeOrder(2, fits, room, codes, derived=None if scale.rows == 1 else _of_blocks)
     move = _scale(scale.columns)
     if elements.name == "e2m1":
-        fits = _fits_e8m0 if scale.name == "e8m0" else _fits_e4m3
-        return CodeOrder(1, fits, codes, move, torch.uint8 if scale.name == "e8m0" else torch.float8_e4m3fn)
-    whole = max(BLOCK, scale.columns)
-    return CodeOrder(1, lambda one: _fits_int4(one, whole), codes, move, torch.bfloat16, _in_bf16(move))
+        return CodeOrder(1, fits, room, codes, move, torch.uint8 if scale.name == "e8m0" else torch.float8_e4m3fn)
+    return CodeOrder(1, fits, room, codes, move, torch.bfloat16, _in_bf16(move))
 
 
 # By format. One without an entry is read as the checkpoint has it.

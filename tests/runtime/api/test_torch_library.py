@@ -190,3 +190,25 @@ def test_a_scripted_trace_keeps_the_call() -> None:
         torch.jit.trace(
             lambda dy, m_sizes: grouped_gemm_dX(dy, w, m_sizes), (torch.randn(10, 6), torch.tensor([3, 4, 3]))
         )
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_a_scripted_trace_takes_topk_from_a_shape() -> None:
+    """Which is a tensor then, in ``moe_mlp`` as well."""
+    up, down, x = torch.randn(4, 12, 8), torch.randn(4, 8, 6), torch.randn(7, 8)
+    ids, others, weights = torch.randint(0, 4, (7, 2)), torch.randint(0, 4, (7, 2)), torch.rand(7, 2)
+
+    def product(x: torch.Tensor, ids: torch.Tensor, m_sizes: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return grouped_gemm(x, up, m_sizes, ids.shape[1], index, permute_x=True)
+
+    routing, other = sort_routing(ids, 4), sort_routing(others, 4)
+    traced = torch.jit.trace(product, (x, ids, routing.m_sizes, routing.gather_indices), check_trace=False)
+    given = (x, others, other.m_sizes, other.gather_indices)
+    torch.testing.assert_close(traced(*given), product(*given))
+
+    def layer(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return moe_mlp(x, up, down, ids, weights)
+
+    traced = torch.jit.trace(layer, (x, ids, weights), check_trace=False)
+    torch.testing.assert_close(traced(x, others, weights), layer(x, others, weights))

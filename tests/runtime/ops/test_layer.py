@@ -1029,3 +1029,16 @@ def test_a_tangent_of_an_adapter_is_refused(device: Device, monkeypatch: pytest.
         low["A1"] = forward_ad.make_dual(low["A1"], torch.ones_like(low["A1"]))  # type: ignore[arg-type]
         with pytest.raises(InputError, match="forward-mode tangent"):
             adapted(given, low, set(), IDS)
+
+
+@pytest.mark.parametrize("activation", ["silu", "swiglu_oai"])
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_a_trace_of_an_activation_sees_torchs_operations(
+    device: Device, monkeypatch: pytest.MonkeyPatch, activation: str
+) -> None:
+    """It would not see a launch, and return memory that nothing wrote."""
+    host_gpu.on(monkeypatch, True)
+    h, other = torch.randn(T, 2 * I), torch.randn(T, 2 * I)
+    traced = torch.jit.trace(lambda h: activate(h, activation), (h,), check_trace=False)
+    torch.testing.assert_close(traced(other), activate(other, activation))

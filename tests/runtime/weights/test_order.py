@@ -6,6 +6,7 @@ What the kernels' PTX makes of prepared words is emulated here, and held against
 from __future__ import annotations
 
 import itertools
+import pickle
 import re
 import struct
 from collections.abc import Callable
@@ -38,8 +39,8 @@ def _flipped(given: torch.Tensor, undo: bool) -> torch.Tensor:
     return given.flip(-1)
 
 
-FIRST, SECOND = CodeOrder(7, _always, _interleaved), CodeOrder(8, _always, _flipped)
-BOTH = CodeOrder(9, _always, _interleaved, _flipped, torch.uint8)  # scales, too
+FIRST, SECOND = CodeOrder(7, _always, _always, _interleaved), CodeOrder(8, _always, _always, _flipped)
+BOTH = CodeOrder(9, _always, _always, _interleaved, _flipped, torch.uint8)  # scales, too
 
 
 @pytest.fixture
@@ -106,7 +107,7 @@ def test_what_fails_half_way_leaves_all_as_they_were(w: ExpertWeights, at: int) 
 
         return moved
 
-    order = CodeOrder(1, _always, fails(_interleaved), fails(_flipped), torch.uint8)
+    order = CodeOrder(1, _always, _always, fails(_interleaved), fails(_flipped), torch.uint8)
     with pytest.raises(MemoryError):
         reorder(Quantised(w.codes, w.scale), order, undo=False)
     assert done == [False] * at + [True] * (at - 1)
@@ -220,6 +221,17 @@ def test_an_int4_scale_that_has_no_room_leaves_all_as_they_are(large: float, dty
     assert all(same(w, before))
     w.scale[1, 3, 2] = -1020.0
     assert w.prepare().order == 1
+
+
+def test_a_scale_of_a_state_in_order_that_has_no_room_any_more_puts_it_back() -> None:
+    """A version whose kernels had room for it saved it; ``torch.save`` of the weights likewise."""
+    w = made("int4_g32").prepare()
+    w.scale[1, 3, 2] = 4096.0
+    values = w.dequantize(torch.float32)
+    state = {name: one.clone() for name, one in w.state_dict().items()}
+    for again in (ExpertWeights.from_state_dict("int4_g32", state), pickle.loads(pickle.dumps(w))):
+        assert (w.order, again.order) == (1, 0)
+        assert torch.equal(again.dequantize(torch.float32), values)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
