@@ -194,7 +194,33 @@ def grouped_gemm(
                 if out is not None:
                     _written(out)
                 return y
-    if tracing or api_call.jit_state() is not None:  # (what came before replays nothing that torch.jit.trace traces)
+    whole = not tracing and (more or api_call.is_whole(x, w))
+    keep = low = None
+    if whole and out is None and not (
+        autotune or kernel_config_fwd is not None or kernel_config_bwd_dX is not None
+        or kernel_config_bwd_dW is not None
+    ):  # fmt: skip
+        try:
+            operands = (
+                dense.data_ptr() if type(w) is not ExpertWeights else replay_plan.key_of(w), x.numel(), topk,
+                permute_x, permute_y, fuse_mul_post, dX_only, dW_only, w_layout, zero_tail, is_first_gemm,
+                topk_weights is None, bias is None, gather_indices is None,
+                None if lora is None else scales_of((lora, None)),
+            )  # fmt: skip
+            if snapshot is None and tensors.on_gpu(x):
+                snapshot = dispatch_snapshot.snapshot()
+            plan = None if snapshot is None else snapshot.plans.get(operands)
+            if plan is not None and lora is not None:
+                low = as_used((lora, None), x.dtype, m_sizes.shape[0]).first
+        except _UNUSABLE:
+            snapshot = plan = None
+        if snapshot is not None:
+            if plan is not None:
+                y = plan(x, w, m_sizes, topk_weights, bias, gather_indices, low)
+                if y is not None:
+                    return y
+            keep = functools.partial(replay_plan.remember, snapshot.plans, operands)
+    if tracing or api_call.jit_state() is not None:  # (what came before replays nothing that this traces)
         from .torch_library import traced
 
         return traced(
@@ -204,32 +230,7 @@ def grouped_gemm(
             or kernel_config_fwd is not None or kernel_config_bwd_dX is not None or kernel_config_bwd_dW is not None,
             lora=lora,
         )  # fmt: skip
-    if more or api_call.is_whole(x, w):
-        keep = low = None
-        if out is None and not (
-            autotune or kernel_config_fwd is not None or kernel_config_bwd_dX is not None
-            or kernel_config_bwd_dW is not None
-        ):  # fmt: skip
-            try:
-                operands = (
-                    dense.data_ptr() if type(w) is not ExpertWeights else replay_plan.key_of(w), x.numel(), topk,
-                    permute_x, permute_y, fuse_mul_post, dX_only, dW_only, w_layout, zero_tail, is_first_gemm,
-                    topk_weights is None, bias is None, gather_indices is None,
-                    None if lora is None else scales_of((lora, None)),
-                )  # fmt: skip
-                if snapshot is None and tensors.on_gpu(x):
-                    snapshot = dispatch_snapshot.snapshot()
-                plan = None if snapshot is None else snapshot.plans.get(operands)
-                if plan is not None and lora is not None:
-                    low = as_used((lora, None), x.dtype, m_sizes.shape[0]).first
-            except _UNUSABLE:
-                snapshot = plan = None
-            if snapshot is not None:
-                if plan is not None:
-                    y = plan(x, w, m_sizes, topk_weights, bias, gather_indices, low)
-                    if y is not None:
-                        return y
-                keep = functools.partial(replay_plan.remember, snapshot.plans, operands)
+    if whole:
         form = form_of(
             w_layout=w_layout, topk=topk, permute_x=permute_x, permute_y=permute_y, zero_tail=zero_tail,
             is_first_gemm=is_first_gemm, dX_only=dX_only, dW_only=dW_only, autotune=autotune,
