@@ -5,12 +5,15 @@ python -m pytest -q tests/gpu/test_peft.py
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_quantised
 import torch
 
 from pretuned.integrations.transformers import register
+from pretuned.integrations.transformers.quantised import keep_mxfp4, quantised
 from pretuned.runtime import reload
 from pretuned.runtime.dispatch import snapshot
 
@@ -28,6 +31,9 @@ LAYERS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
     },
 }  # fmt: skip
+DEVICE = "cuda"
+QUANTISED = {"mxfp4": "gpt_oss", "fp8": "qwen3_moe"}
+NAMES = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 @pytest.mark.parametrize("T", [96, 2048])
@@ -42,8 +48,7 @@ def test_logits_and_gradients_are_peft_s_own(kind: str, T: int, caplog: pytest.L
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-        how = {"r": 16, "lora_alpha": 32, "init_lora_weights": False, "target_modules": [], "target_parameters": names}
+        how = {"r": 16, "lora_alpha": 32, "init_lora_weights": False, "target_modules": [], "target_parameters": NAMES}
         model = peft.get_peft_model(model, peft.LoraConfig(**how))
     ids = torch.randint(0, 256, (2, T // 2), device="cuda")
 
@@ -67,3 +72,48 @@ def test_logits_and_gradients_are_peft_s_own(kind: str, T: int, caplog: pytest.L
     ran = {key[1]: ready for key, ready in snapshot.snapshot().launchers.items() if key[0] == "low rank"}
     assert set(ran) == {"forward", "dX"}
     assert all(ran.values())
+
+
+@pytest.mark.parametrize("format", QUANTISED)
+def test_adapters_on_quantised_experts_are_those_of_the_dequantised_model(
+    format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gpt-oss-20b's layer in mxfp4, Qwen3-30B-A3B's in fp8 blocks: codes stay codes, and PEFT's results stay PEFT's."""
+    peft, transformers = pytest.importorskip("peft", minversion="0.21"), pytest.importorskip("transformers", "5.23")
+    from transformers.quantizers import auto
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+    register()
+    monkeypatch.setitem(auto.AUTO_QUANTIZER_MAPPING, "mxfp4", auto.AUTO_QUANTIZER_MAPPING["mxfp4"])
+    keep_mxfp4()
+    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda self, *_, **__: None)
+    pair = getattr(tiny_quantised, format)(tmp_path, num_hidden_layers=1, **LAYERS[QUANTISED[format]])
+
+    def run(place: Path, experts: str) -> dict[str, torch.Tensor]:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            place, experts_implementation=experts, dtype=torch.bfloat16, device_map=DEVICE
+        )
+        kept = [quantised(one, "gate_up_proj") is not None for one in model.modules() if "is_transposed" in vars(one)]
+        assert kept == [experts == "pretuned"]
+        how = {"r": 16, "lora_alpha": 32, "target_modules": [], "target_parameters": NAMES}
+        model = peft.get_peft_model(model, peft.LoraConfig(**how))
+        generator = torch.Generator(DEVICE).manual_seed(1)
+        with torch.no_grad():
+            for name, one in model.named_parameters():
+                if "lora_" in name:
+                    one.copy_(0.02 * torch.randn(one.shape, generator=generator, device=DEVICE))
+        ids = torch.randint(0, 256, (2, 512), generator=torch.Generator().manual_seed(2)).to(DEVICE)
+        for _ in range(2):  # the second by its plan
+            model.zero_grad()
+            logits = model(input_ids=ids).logits
+            logits.float().square().mean().backward()
+        grads = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+        return {"logits": logits.detach(), **grads}
+
+    reload()
+    wanted = run(pair.twin, "grouped_mm")
+    found = run(pair.quantised, "pretuned")
+    assert set(found) == set(wanted)
+    assert len(found) == 5
+    for name, one in wanted.items():
+        assert float((found[name].float() - one.float()).norm() / one.float().norm()) < 2e-2, name

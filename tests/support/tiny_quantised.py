@@ -24,8 +24,8 @@ class Pair(NamedTuple):
     twin: Path
 
 
-def fp8(folder: Path, seed: int = 0) -> Pair:
-    """Qwen3-MoE in fp8 with a scale for each 128 x 128, as Qwen3-*-FP8."""
+def fp8(folder: Path, seed: int = 0, **sizes: int) -> Pair:
+    """Qwen3-MoE in fp8 with a scale for each 128 x 128, as Qwen3-*-FP8. ``sizes`` are others than a tiny model's."""
     others = [f"model.layers.{i}.{name}" for i in range(2)
               for name in ("mlp.gate", *(f"self_attn.{p}_proj" for p in "qkvo"))]  # fmt: skip
     config = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128],
@@ -36,7 +36,7 @@ def fp8(folder: Path, seed: int = 0) -> Pair:
         w = ExpertWeights.fp8_block(codes[None], scale[None], quantize_x=False)
         return {"weight": codes, "weight_scale_inv": scale}, w.dequantize()[0]
 
-    return _qwen3(folder, seed, config, encode)
+    return _qwen3(folder, seed, config, encode, sizes)
 
 
 def int4(folder: Path, seed: int = 0) -> Pair:
@@ -86,12 +86,13 @@ def compressed(folder: Path, how: str, seed: int = 0) -> Pair:
     return _qwen3(folder, seed, config, encode)
 
 
-def mxfp4(folder: Path, seed: int = 0) -> Pair:
-    """gpt-oss as it is published: packed, gate and up in alternating rows, with biases."""
+def mxfp4(folder: Path, seed: int = 0, **sizes: int) -> Pair:
+    """gpt-oss as it is published: packed, gate and up in alternating rows, with biases. ``sizes`` as of ``fp8``."""
     from safetensors.torch import load_file, save_file
 
-    E, H, I = 8, 64, 64  # noqa: E741
-    pair = Pair(*(save("gpt-oss", folder / which, seed) for which in ("quantised", "twin")))
+    given_sizes = {"num_local_experts": 8, "hidden_size": 64, "intermediate_size": 64} | sizes
+    E, H, I = (given_sizes[name] for name in ("num_local_experts", "hidden_size", "intermediate_size"))  # noqa: E741
+    pair = Pair(*(save("gpt-oss", folder / which, seed, **given_sizes) for which in ("quantised", "twin")))
     given = load_file(pair.twin / "model.safetensors")
     packed, plain = dict(given), dict(given)
     torch.manual_seed(seed)
@@ -108,11 +109,13 @@ def mxfp4(folder: Path, seed: int = 0) -> Pair:
     return pair
 
 
-def _qwen3(folder: Path, seed: int, config: dict[str, Any], encode: Any) -> Pair:
+def _qwen3(
+    folder: Path, seed: int, config: dict[str, Any], encode: Any, sizes: dict[str, int] | None = None
+) -> Pair:  # fmt: skip
     from safetensors.torch import load_file, save_file
 
-    sizes = {"hidden_size": 128, "moe_intermediate_size": 128}
-    pair = Pair(*(save("Qwen3-MoE", folder / which, seed, **sizes) for which in ("quantised", "twin")))
+    given_sizes = {"hidden_size": 128, "moe_intermediate_size": 128} | (sizes or {})
+    pair = Pair(*(save("Qwen3-MoE", folder / which, seed, **given_sizes) for which in ("quantised", "twin")))
     given = load_file(pair.twin / "model.safetensors")
     packed, plain = dict(given), dict(given)
     torch.manual_seed(seed)
