@@ -12,7 +12,9 @@ _came = False
 
 
 def interrupted() -> bool:
-    """Whether ``tidy_interrupts`` has raised: native code that imports makes another error of a KeyboardInterrupt."""
+    """Whether ``tidy_interrupts`` has raised: native code that imports makes another error of a KeyboardInterrupt, and
+    out of an object's ``__del__`` there comes none.
+    """
     return _came
 
 

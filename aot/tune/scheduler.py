@@ -15,6 +15,7 @@ from ..journal.file import Journal, described
 from ..journal.records import AGAIN, DIED, Failure, Measured
 from ..journal.timings import Cell, plain_of
 from ..measure.job import GpuExecutor, GpuGone, MeasureJob, MeasureResult, WorkerInfo, WorkerLost, first_line
+from ..process.interrupts import interrupted
 from .outcome import CellsDone, Outcome, TuneObservers
 from .remeasure import Remeasure
 from .shortlist import contenders
@@ -106,6 +107,8 @@ class Scheduler:
         self.watch.on_start(CellsDone(done, cells, left_s, len(self.known.failed), looking=looking))
         self._feed()
         while self._working() or self._deserted():
+            if interrupted():  # in a __del__ that Python ran then, which lets no exception out
+                raise KeyboardInterrupt
             wait(self.running, timeout=_LOOK_S if self.joined else None, return_when=FIRST_COMPLETED)
             finished = [future for future in self.running if future.done()]
             for future in sorted(finished, key=lambda one: one.exception() is None):  # who is gone, first

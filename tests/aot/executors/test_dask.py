@@ -315,8 +315,12 @@ def test_stopped_or_killed_it_loses_the_job_in_flight_at_most_and_goes_on(
     kept = len(read_journal(journal).records)
     assert 3 <= kept < small_plan.choices
     if number == signal.SIGINT:
-        assert told == f"interrupted: {kept} of {small_plan.choices} cells are measured and kept in '{journal}'; " \
-                       "run the same command to go on\n"  # fmt: skip
+        said = f"interrupted: {kept} of {small_plan.choices} cells are measured and kept in '{journal}'; " \
+               "run the same command to go on\n"  # fmt: skip
+        assert told.endswith(said)
+        # Python's own words, if the signal came while one of Dask's futures was let go of.
+        before = told.removesuffix(said)
+        assert not before or before.startswith("Exception ignored in: <function Future.__del__")
         running = [" ".join(child.cmdline()) for child in psutil.Process(worker.pid).children(True)]
         assert not [line for line in running if "spawn_main" in line]  # the process on the GPU has ended
     outcome = tune(lone, small_plan, candidates, journal, 1)

@@ -203,10 +203,10 @@ if __name__ == "__main__":
 """
 
 
-def tuner(candidates: Path, journal: Path) -> subprocess.Popen[str]:
+def tuner(candidates: Path, journal: Path, text: str = _TUNE) -> subprocess.Popen[str]:
     """A tuner in a process of its own."""
     script = journal.parent / "tune.py"
-    script.write_text(_TUNE)
+    script.write_text(text)
     here = Path(__file__).parents[1]
     paths = [str(here), str(here.parent / "support")]
     return subprocess.Popen(
@@ -223,6 +223,37 @@ def wait_for(process: subprocess.Popen[str], text: str) -> None:
         if line.strip() == text:
             return
     raise AssertionError(f"it ended before it said {text!r}: {process.stderr and process.stderr.read()}")
+
+
+_DROPPED = """
+    class Dropped:
+        def __del__(self):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+
+    def told(progress):
+        if progress.done == 3:
+            Dropped()  # gone at once
+
+    watch = TuneObservers(on_cell=told)
+"""
+
+
+def test_an_interrupt_that_comes_while_an_object_is_dropped_is_not_lost(
+    candidates: Path, small_plan: BuildPlan, tmp_path: Path
+) -> None:
+    """Python says "Exception ignored in" and goes on: the signal is not sent again."""
+    journal = tmp_path / "h200.journal"
+    script = _TUNE.replace("import sys\n", "import os, signal, sys, time\n", 1).replace(
+        "    try:\n", f"{_DROPPED}    try:\n"
+    )
+    process = tuner(candidates, journal, script)
+    _, told = process.communicate(timeout=60)
+    kept = len(read_journal(journal).records)
+    assert 3 <= kept < cells(small_plan)
+    assert "Exception ignored in: <function Dropped.__del__" in told
+    assert f"\ninterrupted: {kept} of {cells(small_plan)} cells are measured and kept in '{journal}'; run" in told
+    assert process.returncode == 1
 
 
 def test_killed_it_loses_the_job_in_flight_at_most(candidates: Path, small_plan: BuildPlan, tmp_path: Path) -> None:
