@@ -36,6 +36,22 @@ QUANTISED = {"mxfp4": "gpt_oss", "fp8": "qwen3_moe"}
 NAMES = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
+def step(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Logits and the adapters' gradients."""
+    model.zero_grad()
+    logits = model(input_ids=ids).logits
+    logits.float().square().mean().backward()
+    grads = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    return {"logits": logits.detach(), **grads}
+
+
+def near(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert set(found) == set(wanted)
+    assert len(found) == 5
+    for name, one in wanted.items():
+        assert float((found[name].float() - one.float()).norm() / one.float().norm()) < 2e-2, name
+
+
 @pytest.mark.parametrize("T", [96, 2048])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_logits_and_gradients_are_peft_s_own(kind: str, T: int, caplog: pytest.LogCaptureFixture) -> None:
@@ -54,20 +70,13 @@ def test_logits_and_gradients_are_peft_s_own(kind: str, T: int, caplog: pytest.L
 
     def run(experts: str) -> dict[str, torch.Tensor]:
         model.get_base_model().set_experts_implementation(experts)
-        model.zero_grad()
-        logits = model(input_ids=ids).logits
-        logits.float().square().mean().backward()
-        grads = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
-        return {"logits": logits.detach(), **grads}
+        return step(model, ids)
 
     reload()
     wanted = run("grouped_mm")
     for _ in range(2):  # the second by its plan
         found = run("pretuned")
-        assert set(found) == set(wanted)
-        assert len(found) == 5
-        for name, one in wanted.items():
-            assert float((found[name].float() - one.float()).norm() / one.float().norm()) < 2e-2, name
+        near(found, wanted)
     assert "is read as its parametrization" not in caplog.text
     ran = {key[1]: ready for key, ready in snapshot.snapshot().launchers.items() if key[0] == "low rank"}
     assert set(ran) == {"forward", "dX"}
@@ -103,17 +112,10 @@ def test_adapters_on_quantised_experts_are_those_of_the_dequantised_model(
                 if "lora_" in name:
                     one.copy_(0.02 * torch.randn(one.shape, generator=generator, device=DEVICE))
         ids = torch.randint(0, 256, (2, 512), generator=torch.Generator().manual_seed(2)).to(DEVICE)
-        for _ in range(2):  # the second by its plan
-            model.zero_grad()
-            logits = model(input_ids=ids).logits
-            logits.float().square().mean().backward()
-        grads = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
-        return {"logits": logits.detach(), **grads}
+        step(model, ids)
+        return step(model, ids)  # by its plan
 
     reload()
     wanted = run(pair.twin, "grouped_mm")
     found = run(pair.quantised, "pretuned")
-    assert set(found) == set(wanted)
-    assert len(found) == 5
-    for name, one in wanted.items():
-        assert float((found[name].float() - one.float()).norm() / one.float().norm()) < 2e-2, name
+    near(found, wanted)
