@@ -396,5 +396,5 @@ def _checked(weights: ExpertWeights) -> ExpertWeights:
     if weights.order:
         _ = weights.kernel_scale
     if weights.order and not weights.codes.is_meta and not _order_of(weights).room(weights._quantised):
-        return weights.restore()  # saved by a version whose kernels had room for its scales
+        raise bad("scale", "too large for codes in order", "mxfp4's up to 2, int4's below 1,024: load the checkpoint")
     return weights

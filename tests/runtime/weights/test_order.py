@@ -223,15 +223,19 @@ def test_an_int4_scale_that_has_no_room_leaves_all_as_they_are(large: float, dty
     assert w.prepare().order == 1
 
 
-def test_a_scale_of_a_state_in_order_that_has_no_room_any_more_puts_it_back() -> None:
-    """A version whose kernels had room for it saved it; ``torch.save`` of the weights likewise."""
-    w = made("int4_g32").prepare()
-    w.scale[1, 3, 2] = 4096.0
-    values = w.dequantize(torch.float32)
+@pytest.mark.parametrize(("format", "large"), [("int4_g32", 4096.0), ("mxfp4", 129)])
+def test_a_scale_of_a_state_in_order_that_has_no_room_is_refused(format: str, large: float) -> None:
+    """As is ``torch.save`` of the weights; and what was given stays as it is."""
+    w = made(format).prepare()
+    w.scale[1, 3, 2] = large
     state = {name: one.clone() for name, one in w.state_dict().items()}
-    for again in (ExpertWeights.from_state_dict("int4_g32", state), pickle.loads(pickle.dumps(w))):
-        assert (w.order, again.order) == (1, 0)
-        assert torch.equal(again.dequantize(torch.float32), values)
+    kept = {name: one.clone() for name, one in state.items()}
+    for load in (lambda: ExpertWeights.from_state_dict(format, state), lambda: pickle.loads(pickle.dumps(w))):
+        with pytest.raises(
+            InputError, match="scale is too large for codes in order, wanted mxfp4's up to 2, int4's below"
+        ):
+            load()
+    assert all(torch.equal(state[name], one) for name, one in kept.items())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
