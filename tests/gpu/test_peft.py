@@ -96,7 +96,8 @@ def test_adapters_on_quantised_experts_are_those_of_the_dequantised_model(
     monkeypatch.setitem(auto.AUTO_QUANTIZER_MAPPING, "mxfp4", auto.AUTO_QUANTIZER_MAPPING["mxfp4"])
     keep_mxfp4()
     monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda self, *_, **__: None)
-    pair = getattr(tiny_quantised, format)(tmp_path, num_hidden_layers=1, **LAYERS[QUANTISED[format]])
+    with torch.device(DEVICE):  # drawn there: on a processor a layer's weights take half a minute
+        pair = getattr(tiny_quantised, format)(tmp_path, num_hidden_layers=1, **LAYERS[QUANTISED[format]])
 
     def run(place: Path, experts: str) -> dict[str, torch.Tensor]:
         model = transformers.AutoModelForCausalLM.from_pretrained(

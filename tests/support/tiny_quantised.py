@@ -6,6 +6,8 @@ All scales are powers of two, so the twin's weights are exactly what the codes s
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,14 +94,15 @@ def mxfp4(folder: Path, seed: int = 0, **sizes: int) -> Pair:
 
     given_sizes = {"num_local_experts": 8, "hidden_size": 64, "intermediate_size": 64} | sizes
     E, H, I = (given_sizes[name] for name in ("num_local_experts", "hidden_size", "intermediate_size"))  # noqa: E741
-    pair = Pair(*(save("gpt-oss", folder / which, seed, **given_sizes) for which in ("quantised", "twin")))
+    pair = _pair("gpt-oss", folder, seed, given_sizes)
     given = load_file(pair.twin / "model.safetensors")
     packed, plain = dict(given), dict(given)
     torch.manual_seed(seed)
     for name in [name for name in given if name.endswith(("gate_up_proj", "down_proj"))]:
         N, K = (2 * I, H) if name.endswith("gate_up_proj") else (H, I)
         codes = torch.randint(0, 256, (E, N, K // 32, 16), dtype=torch.uint8)
-        scale = torch.randint(122, 126, (E, N, K // 32), dtype=torch.uint8)
+        least = 122 - round(math.log2(K / 64) / 2)  # results as large, whatever K is: those of gpt-oss are clamped at 7
+        scale = torch.randint(least, least + 4, (E, N, K // 32), dtype=torch.uint8)
         del packed[name]
         packed |= {f"{name}_blocks": codes, f"{name}_scales": scale}
         plain[name] = ExpertWeights.mxfp4(codes, scale).dequantize().mT.contiguous()
@@ -115,7 +118,7 @@ def _qwen3(
     from safetensors.torch import load_file, save_file
 
     given_sizes = {"hidden_size": 128, "moe_intermediate_size": 128} | (sizes or {})
-    pair = Pair(*(save("Qwen3-MoE", folder / which, seed, **given_sizes) for which in ("quantised", "twin")))
+    pair = _pair("Qwen3-MoE", folder, seed, given_sizes)
     given = load_file(pair.twin / "model.safetensors")
     packed, plain = dict(given), dict(given)
     torch.manual_seed(seed)
@@ -128,6 +131,13 @@ def _qwen3(
         save_file(tensors, to / "model.safetensors", {"format": "pt"})
     _say(pair.quantised, config)
     return pair
+
+
+def _pair(name: str, folder: Path, seed: int, sizes: dict[str, int]) -> Pair:
+    """The twin, and beside it all of its checkpoint but the weights."""
+    twin = save(name, folder / "twin", seed, **sizes)
+    rest = shutil.ignore_patterns("*.safetensors")
+    return Pair(Path(shutil.copytree(twin, folder / "quantised", ignore=rest)), twin)
 
 
 def _say(folder: Path, quantization: dict[str, Any]) -> None:
