@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from ctypes import addressof, c_char
 from typing import TYPE_CHECKING
 
+from ...artifacts.errors import CudaError
 from . import cuda
 
 if TYPE_CHECKING:
@@ -64,3 +66,18 @@ class TensorMaps:
             self.known = {}
         self.known[key] = encoded
         return encoded
+
+
+@functools.cache
+def repeats_rows(device: int) -> bool:
+    """Whether the driver of ``cuda:device`` encodes rows with a stride of 0, each of which is the first one.
+
+    (Its documentation asks for a multiple of 16 below 2^40. Nothing is read of the memory that this names.)
+    """
+    from ...artifacts.records.bundle import TensorMap  # here, as only rows of one token ask
+
+    try:
+        TensorMaps(TensorMap("x", 9, (16, 64), 3), device).encode((MAP_BYTES, 0, 0), (16, 64), (0,))
+    except CudaError:
+        return False
+    return True

@@ -135,7 +135,8 @@ def examine(
     """Explain a problem over the bundles of ``snapshot``, with every candidate ranked; ``top_k`` is as in ``explain``.
 
     One with silu in its epilogue runs where that pays, else the plain product does, and the activation after it. Rows
-    are gathered beforehand where that pays, for an index that need not be checked.
+    are gathered beforehand where that pays, for an index that need not be checked; those of one token, ``top_k`` of
+    them, are all its row, and no pass is before the product.
     """
     if top_k is None:
         top_k, assumed = assumed_top_k(snapshot, problem, local)
@@ -148,7 +149,8 @@ def examine(
     if Fusion.GATHER in problem.fusion and gather.never_on_load(problem):
         left = replace(problem, fusion=problem.fusion & ~Fusion.GATHER)
         told = examine(snapshot, left, M, local, aligned=aligned, strict=strict, top_k=top_k)
-        return replace(told, problem=problem, gathered_first=told.chosen is not None)
+        first = told.chosen is not None and top_k != M
+        return replace(told, problem=problem, gathered_first=first)
     if Fusion.LOW_RANK in problem.fusion:
         alone = replace(problem, fusion=problem.fusion & ~Fusion.LOW_RANK)
         told = examine(snapshot, alone, M, local, aligned=aligned, strict=strict, top_k=top_k)
@@ -163,7 +165,7 @@ def examine(
             why = f"the product and then the activation, as {ruled.reason}. The product: {plain.reason}"
             return replace(plain, problem=problem, reason=why)
         view = snapshot.view(local, installed=True)
-        first = Fusion.GATHER in problem.fusion and Fusion.GATHER not in ruled.chosen.variant.fusion
+        first = Fusion.GATHER in problem.fusion & ~ruled.chosen.variant.fusion and top_k != M
         return Explanation(
             problem, M, aligned, local, ruled.reason, (ruled.chosen,), view.skipped, gathered_first=first
         )
@@ -199,8 +201,8 @@ def examine(
                 why = f"{why}; {ruled_rows.reason}" if before is None else ruled_rows.reason
             found = found if before is None else [before, *found]
             return Explanation(
-                problem, M, aligned, local, why, tuple(found), view.skipped, compiles, raises, before is not None,
-                build=build,
+                problem, M, aligned, local, why, tuple(found), view.skipped, compiles, raises,
+                gathered_first=before is not None and top_k != M, build=build,
             )  # fmt: skip
 
 

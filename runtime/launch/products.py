@@ -17,6 +17,7 @@ from ...kernels.contract.words import ALIGNMENT_BYTES, is_aligned
 from .. import settings
 from ..check.tensors import row_stride
 from ..dispatch import snapshot as dispatch_snapshot
+from ..driver.descriptors import repeats_rows
 from ..driver.device import local_gpu, platform_supported
 from ..weights.expert_weights import ExpertWeights
 from . import gather as launch_gather
@@ -209,11 +210,14 @@ def _product(ready: Ready, call: Rows, fusion: Fusion, stride_y: int, index_end:
         step = _row_step(ready, call, ("x", index), (stride_x, stride_y, index_end if fusion else None))
         return Product((step,), zeroes)
     left, checks, rows = fusion & ~(Fusion.GATHER | Fusion.SILU), call.bounds is None, x.shape[0]
+    index = "index" if left & (Fusion.SCATTER | Fusion.WEIGHT) else ""
+    if rows == 1 and call.gather_divisor == call.M and repeats_rows(x.get_device()):
+        # All rows are the one token's, and so they are in any call of a number near M: two tokens have twice as many.
+        return Product((_row_step(ready, call, ("x", index), (0, stride_y, index_end if left else None)),), zeroes)
     gather = launch_gather.step(
         ready.gather, x, top_k=call.gather_divisor, M=call.M, index_step=index_step(call),
         used=rowops.used(call.bounds), index="in_range" if checks else "index",
     )  # fmt: skip
-    index = "index" if left & (Fusion.SCATTER | Fusion.WEIGHT) else ""
     step = _row_step(ready, call, (_GATHERED, index), (x.shape[1], stride_y, index_end if left else None))
     made = partial(launch_gather.in_range, rows=rows, divisor=call.gather_divisor) if checks else None
     return Product((gather, step), zeroes, (Scratch(_GATHERED, x.shape[1], x.dtype),), made)

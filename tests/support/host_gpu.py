@@ -25,6 +25,7 @@ from pretuned.runtime import grouped_gemm, sort_routing
 from pretuned.runtime.check import tensors as check_tensors
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.launch import gemm as launch_gemm
+from pretuned.runtime.launch import products as launch_products
 from pretuned.runtime.launch import program, ready
 from pretuned.runtime.launch import rowops as launch_rowops
 from pretuned.runtime.ops import products, routing, zero_rows
@@ -260,7 +261,7 @@ class Device:
     """A GPU that is host memory. ``there`` says which kernels its bundle has; ``launched`` which ones ran.
 
     ``first`` says that rows gathered beforehand are faster, ``clears`` that code that scatters clears the other rows,
-    few of them, or if it is ``specialized`` many.
+    few of them, or if it is ``specialized`` many, ``repeats`` that rows may have a stride of 0.
     """
 
     def __init__(self) -> None:
@@ -270,6 +271,7 @@ class Device:
         self.sorted: list[RowOp] = []
         self.cleared: list[RowOp] = []
         self.first = self.clears = self.specialized = False
+        self.repeats = True
 
     def passes(self, op: RowOp, dtype: DType, device: int, *, aligned: bool) -> Callable[..., None] | None:
         if op not in self.there:
@@ -318,6 +320,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     patch.setattr(launch_gemm, "row_launcher", fake_rows)
     patch.setattr(launch_gemm, "weight_launcher", fake_weight)
     patch.setattr(launch_rowops, "launcher", simulated.passes)
+    patch.setattr(launch_products, "repeats_rows", lambda _device: simulated.repeats)
     patch.setattr(zero_rows, "LEAST_BYTES", 0)
     for module in (program, plan):
         patch.setattr(module, "stream_of", lambda _device: 0)

@@ -8,7 +8,7 @@ import pytest
 
 from pretuned.artifacts.errors import CudaError
 from pretuned.artifacts.records.bundle import TensorMap
-from pretuned.runtime.driver.descriptors import MAP_BYTES, TensorMaps
+from pretuned.runtime.driver.descriptors import MAP_BYTES, TensorMaps, repeats_rows
 
 PLAN = TensorMap("x", 9, (16, 64), 3)
 
@@ -36,3 +36,12 @@ def test_of_very_many_tensors_the_last_are_kept(stub: ctypes.CDLL) -> None:
         maps.encode((16 * at, 8, 64), (8, 64), (64,))
         assert len(maps.known) <= 256
     assert list(maps.known) == [(16 * 256, 8, 64)]
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_whether_rows_may_repeat_is_asked_once(stub: ctypes.CDLL, refused: bool) -> None:
+    repeats_rows.cache_clear()
+    if refused:
+        stub.stub_fail(b"cuTensorMapEncodeTiled", 1)
+    assert [repeats_rows(0) for _ in range(2)] == [not refused] * 2
+    repeats_rows.cache_clear()

@@ -254,6 +254,9 @@ def test_quantised_weights_are_explained_as_the_kernel_reads_them(monkeypatch: p
     assert gathered.gathered_first
     assert [one.split()[0] for one in gathered.steps] == ["gather", "rows_wna16"]
     assert gathered.to_dict()["steps"] == list(gathered.steps)
+    alone = explain(replace(told.problem, fusion=Fusion.GATHER), M=4, top_k=4, sm=90)  # its rows are all one token's
+    assert not alone.gathered_first
+    assert [one.split()[0] for one in alone.steps] == ["rows_wna16"]
     assert not explain(x.half(), w, m_sizes, sm=90).aligned  # no kernel reads fp16 beside them
     reload()
 

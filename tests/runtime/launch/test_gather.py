@@ -27,7 +27,7 @@ from pretuned.kernels.contract import rowops as contract
 from pretuned.kernels.contract.config import Config, Loads, Schedule
 from pretuned.kernels.contract.registry import ENTRIES
 from pretuned.kernels.contract.rowops import RowOpSpec
-from pretuned.runtime import grouped_gemm, grouped_gemm_dX
+from pretuned.runtime import grouped_gemm, grouped_gemm_dX, moe_mlp, sort_routing
 from pretuned.runtime.dispatch import compare, epilogue
 from pretuned.runtime.dispatch import gather as dispatch_gather
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
@@ -398,6 +398,27 @@ def test_any_index_gives_what_the_code_that_gathers_gives(
     if not (permute_y or zero_tail or into):
         results = [one[written] for one in results]
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+def test_rows_of_one_token_need_no_pass(first: Device, monkeypatch: pytest.MonkeyPatch, repeats: bool) -> None:
+    """All of them are its row, read with a stride of 0, where the driver knows such rows: of a call, and of a layer."""
+    first.repeats = repeats
+    up, down = torch.randn(E, 2 * N, K), torch.randn(E, K, N)
+    for tokens in (1, 2, 1, 1):  # of a layer, by a plan from its second call on
+        x, ids, weights = torch.randn(tokens, K), torch.tensor([[2, 0], [1, 3]])[:tokens], torch.rand(tokens, TOPK)
+        routing = sort_routing(ids, E)
+        results = []
+        for is_on in (False, True):
+            host_gpu.on(monkeypatch, is_on)
+            first.passed.clear()
+            how = {"topk": TOPK, "gather_indices": routing.gather_indices, "permute_x": True}
+            y = grouped_gemm(x, up, routing.m_sizes, permute_y=True, **how)
+            of_call, expected = list(first.passed), [RowOp.GATHER] * (tokens == 2 or not repeats)
+            results.append((y, moe_mlp(x, up, down, ids, weights)))
+        assert of_call == expected
+        assert first.passed == expected + expected + [RowOp.ACTIVATION, RowOp.COMBINE]
+        torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-4)
 
 
 def test_an_index_that_nobody_vouches_for_leaves_the_rows_of_others_alone(

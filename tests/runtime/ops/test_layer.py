@@ -618,6 +618,24 @@ def test_rows_gathered_beforehand_and_silu_in_the_epilogue(
         assert device.passed == [RowOp.GATHER, *([RowOp.ACTIVATION] if grad else []), RowOp.COMBINE]
 
 
+def test_a_layer_of_one_token_gathers_nothing_by_a_plan_too(
+    monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]
+) -> None:
+    device.first = True
+    given, calls = tensors(True, "nk", False), []
+    host_gpu.on(monkeypatch, False)
+    for tokens in (1, 1, 2, 1, 2):
+        of = given | {"hidden": torch.rand(tokens, H), "weights": torch.rand(tokens, TOPK)}
+        calls.append((tokens, of, step(of, set(), IDS[:tokens])))
+    host_gpu.on(monkeypatch, True)
+    monkeypatch.setattr(torch.Tensor, "clone", lambda self: self)  # the same weights again
+    for tokens, of, wanted in calls:
+        device.passed.clear()
+        torch.testing.assert_close(step(of, set(), IDS[:tokens]), wanted, rtol=1e-5, atol=1e-4)
+        assert device.passed == [*([RowOp.GATHER] if tokens > 1 else []), RowOp.ACTIVATION, RowOp.COMBINE]
+    assert planned == [1, 1, 2]
+
+
 def test_no_tokens_and_no_width(device: Device, both: Callable[..., None]) -> None:
     device.there |= {GATED}
     given = tensors(True, "nk", False)
