@@ -11,6 +11,9 @@ import pytest
 import torch
 
 
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+
+
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
     from benchmarks.peers import layers_in_sglang
@@ -62,6 +65,22 @@ def test_a_layer_without_a_tuned_configuration_is_told(tool: ModuleType) -> None
         assert untuned.is_told
     finally:
         log.removeHandler(untuned)
+
+
+def test_no_layer_that_was_measured_costs_over_3_percent(tool: ModuleType) -> None:
+    """What the plug-in promises beside SGLang's choice, and what the page says of each cell."""
+    page = (RESULTS.parents[1] / "docs/use/serving.md").read_text()
+    told = 0
+    for cell in json.loads((RESULTS / "layers-in-sglang-h200.json").read_text())["cells"]:
+        us, runner = cell["us"], cell["runners"]
+        assert not cell["failed"]
+        if tool.OWN in us:
+            ratio = us[tool.OWN] / us[tool.OURS]
+            assert ratio > 0.97
+            row = f"| {cell['tokens']:,} | {runner[tool.OWN]} | {us[tool.OWN]:,.1f} | {us[tool.OURS]:,.1f} | {ratio:.2f} |"
+            assert row in page
+            told += 1
+    assert told == 24
 
 
 @pytest.mark.slow
