@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from pretuned.artifacts.records.precision import PRECISIONS
-from pretuned.runtime import ExpertWeights, grouped_gemm, moe_mlp, sort_routing
+from pretuned.runtime import ExpertWeights, grouped_gemm, moe_mlp, reload, sort_routing
+from pretuned.runtime.driver.descriptors import repeats_rows
+from pretuned.runtime.launch import products
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -64,3 +66,20 @@ def test_a_layer(format: str) -> None:
         return moe_mlp(hidden, up.to(device), down.to(device), ids, weights, "swiglu_oai", interleaved=True)
 
     assert off(call("cuda"), call("cpu")) < limit(format)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_layer_of_one_token_reads_its_row_where_it_lies(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits are those of rows that a pass gathers, also by a plan and for a slot of no expert."""
+    up, down = (ExpertWeights.quantize(torch.randn(E, N, K) / K**0.5, format) for N, K in ((2 * I, H), (H, I)))
+    up, down = up.to("cuda").prepare(), down.to("cuda").prepare()
+    hidden, weights = torch.randn(1, H, device="cuda").bfloat16(), torch.rand(1, TOPK, device="cuda")
+    assert repeats_rows(0)
+    for ids in (torch.tensor([[2, 7, 0]], device="cuda"), torch.tensor([[-1, 7, 0]], device="cuda")):
+        found = []
+        for repeats in (True, False):
+            monkeypatch.setattr(products, "repeats_rows", lambda _device, repeats=repeats: repeats)
+            reload()
+            found += [moe_mlp(hidden, up, down, ids, weights) for _ in range(3)]
+        assert all(torch.equal(one, found[0]) for one in found)
+    reload()
