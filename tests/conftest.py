@@ -38,6 +38,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.fixture(scope="session")
+def compiled_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A compile cache that has the models of building.py, for tests that compile nothing or little: only read it."""
+    from building import compiled_in
+
+    base = tmp_path_factory.getbasetemp()
+    return compiled_in(base.parent if "PYTEST_XDIST_WORKER" in os.environ else base)
+
+
 @pytest.fixture(autouse=True)
 def process_as_before() -> Iterator[None]:
     """What a test changed of the process, the next one does not see: settings, who tunes and compiles, made-up GPUs.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 from pathlib import Path
 
@@ -13,17 +14,7 @@ KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 
 def sources(kernel: str) -> tuple[Path, ...]:
     """The files that a kernel is compiled from: its home, and what that imports of this layer, ascending."""
-    found: set[Path] = set()
-    ahead = [KERNELS.joinpath(*ENTRIES[kernel].home.split(".")).with_suffix(".py")]
-    while ahead:
-        path = ahead.pop()
-        if path in found:
-            continue
-        found.add(path)
-        for node in ast.parse(path.read_bytes()).body:
-            if isinstance(node, ast.ImportFrom) and node.level and node.module:
-                ahead.append(path.parents[node.level - 1].joinpath(*node.module.split(".")).with_suffix(".py"))
-    return tuple(sorted(found))
+    return tuple(sorted(_texts(kernel)))
 
 
 def source_sha256(kernel: str) -> str:
@@ -31,14 +22,30 @@ def source_sha256(kernel: str) -> str:
 
     It is of the texts of ``sources``, less their import lines, in no order: a file that is moved changes nothing.
     """
-    texts = sorted(hashlib.sha256(_without_imports(path)).digest() for path in sources(kernel))
-    return hashlib.sha256(b"".join(texts)).hexdigest()
+    digests = sorted(_parsed(text)[1] for text in _texts(kernel).values())
+    return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
-def _without_imports(path: Path) -> bytes:
-    text = path.read_bytes()
-    lines = text.splitlines(keepends=True)
+def _texts(kernel: str) -> dict[Path, bytes]:
+    found: dict[Path, bytes] = {}
+    ahead = [KERNELS.joinpath(*ENTRIES[kernel].home.split(".")).with_suffix(".py")]
+    while ahead:
+        path = ahead.pop()
+        if path in found:
+            continue
+        found[path] = path.read_bytes()
+        for level, names in _parsed(found[path])[0]:
+            ahead.append(path.parents[level - 1].joinpath(*names).with_suffix(".py"))
+    return found
+
+
+@functools.cache  # every variant's key asks for it
+def _parsed(text: bytes) -> tuple[tuple[tuple[int, tuple[str, ...]], ...], bytes]:
+    """What a text imports of its own layer, as levels up and names, and the digest of the rest of its lines."""
+    imports, lines = [], text.splitlines(keepends=True)
     for node in ast.parse(text).body:
+        if isinstance(node, ast.ImportFrom) and node.level and node.module:
+            imports.append((node.level, tuple(node.module.split("."))))
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             lines[node.lineno - 1 : node.end_lineno] = [b""] * ((node.end_lineno or node.lineno) - node.lineno + 1)
-    return b"".join(lines)
+    return tuple(imports), hashlib.sha256(b"".join(lines)).digest()

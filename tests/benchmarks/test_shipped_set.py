@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import lzma
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -103,13 +105,16 @@ def test_json_has_it_all(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_a_journal_of_other_cells_is_told(
-    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["shipped.py", str(BUNDLE.with_name("catalogue-sm80.msgpack")), str(JOURNAL)])
+    journal = tmp_path / "some.journal"  # its first 2,000 of 69,000 records
+    with lzma.open(JOURNAL) as every:
+        journal.write_bytes(b"".join(itertools.islice(every, 2001)))
+    monkeypatch.setattr(sys, "argv", ["shipped.py", str(BUNDLE.with_name("catalogue-sm80.msgpack")), str(journal)])
     with pytest.raises(SystemExit, match="2"):
         tool.main()
     assert "no cell of this bundle's choices" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "argv", ["shipped.py", str(BUNDLE), str(JOURNAL), "--gpu", "NVIDIA H300"])
+    monkeypatch.setattr(sys, "argv", ["shipped.py", str(BUNDLE), str(journal), "--gpu", "NVIDIA H300"])
     with pytest.raises(SystemExit, match="2"):
         tool.main()
     assert "no choice is of NVIDIA H300, but of NVIDIA H100 80GB HBM3, NVIDIA H200" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from building import MODEL, OTHER, THIRD, Place
+from building import MODEL, OTHER, THIRD, Place, fill
 
 from pretuned.aot.bundle.verify import verify
 
@@ -45,8 +45,10 @@ class Call(NamedTuple):
 class Cold:
     """A place with an old bundle, and a cache that lacks the last entries that the next build writes."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, compiled: Path | None = None) -> None:
         self.place = Place(root)
+        if compiled is not None:
+            fill(self.place.cache, compiled)
         self.library = root / "failing.so"
         subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", self.library, FAILING, "-ldl"], check=True)
         done = self.place.run(self.command(MODEL))
@@ -148,8 +150,8 @@ class Cold:
 
 
 @pytest.fixture(scope="module")
-def cold(tmp_path_factory: pytest.TempPathFactory) -> Cold:
-    return Cold(tmp_path_factory.mktemp("cold"))
+def cold(tmp_path_factory: pytest.TempPathFactory, compiled_models: Path) -> Cold:
+    return Cold(tmp_path_factory.mktemp("cold"), compiled_models)
 
 
 def test_killed_at_the_calls_of_an_entry(cold: Cold) -> None:

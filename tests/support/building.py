@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -42,3 +44,26 @@ class Place:
     def leftovers(self) -> list[Path]:
         return [*self.tmp.iterdir(), *self.out.glob("*.tmp"), *self.out.glob(".*.tmp"), *self.cache.rglob("*.tmp"),
                 *self.cache.rglob(".*.tmp")]  # fmt: skip
+
+
+def fill(cache: Path, compiled: Path, lacking: int = 0) -> None:
+    """Copy a compile cache, but for some of its entries."""
+    for entry in sorted(compiled.glob("??/*.bin"))[lacking:]:
+        (cache / entry.parent.name).mkdir(parents=True, exist_ok=True)
+        shutil.copy(entry, cache / entry.parent.name)
+
+
+def compiled_in(shared: Path) -> Path:
+    """A compile cache, nobody's to write, with all of MODEL, OTHER and THIRD (the same variants): who asks first
+    makes it.
+    """
+    with (shared / "models.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        cache = shared / "models" / "cache"
+        if not cache.exists():
+            (shared / "models").mkdir()
+            place = Place(shared / "models", shared / "models" / "making")
+            done = place.run(place.command())
+            assert done.returncode == 0, done.stderr
+            place.cache.rename(cache)
+    return cache

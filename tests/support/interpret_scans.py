@@ -11,7 +11,6 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 OWN = interpreter.ReduceOps.generic_reduce, interpreter.ScanOps.generic_scan
-import quick_interpreter  # noqa: E402
 
 
 @triton.jit
@@ -52,8 +51,10 @@ def results() -> list[list[int]]:
     return found
 
 
+own = results()
+import quick_interpreter  # noqa: E402
+
 quick = results()
 used = interpreter.ReduceOps.generic_reduce, interpreter.ScanOps.generic_scan
-interpreter.ReduceOps.generic_reduce, interpreter.ScanOps.generic_scan = OWN
 ours = quick_interpreter.generic_reduce, quick_interpreter.generic_scan
-json.dump({"quick": quick, "own": results(), "ours": used == ours and not {*ours} & {*OWN}}, sys.stdout)
+json.dump({"quick": quick, "own": own, "ours": used == ours and not {*ours} & {*OWN}}, sys.stdout)

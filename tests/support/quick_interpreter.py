@@ -1,17 +1,21 @@
 """Triton's interpreter with less to do: the programs that interpret kernels import it for that.
 
 By itself it reduces and scans with a kernel's own function element by element; here it takes whole axes, as compiled
-code may: the functions are associative. And it puts its own functions into ``triton.language`` at each call of one
-function by another; here once a launch.
+code may: the functions are associative. It puts its own functions into ``triton.language`` at each call of one
+function by another; here once a launch. It makes the type of each value anew; here each is made once. And it computes
+each sum of integers again in 64 bits, for an assertion that it leaves out (``debug`` is off); here it does not.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
@@ -57,6 +61,7 @@ def generic_scan(self: Any, given: Any) -> list[Any]:
 
 _LAUNCH = interpreter.GridExecutor.__call__
 _patched: set[int] = set()  # which modules of the language, in this launch
+_languages: dict[Any, set[int]] = {}  # which a function has among its globals
 
 
 def launched(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -67,13 +72,79 @@ def launched(self: Any, *args: Any, **kwargs: Any) -> None:
 
 def called(self: Any, *args: Any, **kwargs: Any) -> Any:
     """One function by another."""
-    seen = {id(one) for one in self.fn.__globals__.values() if one is tl or one is tl.core}
+    if (seen := _languages.get(self.fn)) is None:
+        seen = {id(one) for one in self.fn.__globals__.values() if one is tl or one is tl.core}
+        _languages[self.fn] = seen
     if not seen <= _patched:
         interpreter._patch_lang(self.fn)
         _patched.update(seen)
     return self.rewrite()(*args, **kwargs)
 
 
+def patch(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    """A word of the language, as the interpreter has it."""
+
+    def word(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = interpreter.interpreter_semantic
+        return member(*args, **kwargs)
+
+    scope.set_attr(obj, name, word)
+
+
+_NP_DTYPE = interpreter._get_np_dtype
+_np_dtypes: dict[str, Any] = {}
+
+
+def np_dtype(one: Any) -> Any:
+    """Numpy's for a type of Triton's."""
+    name = one.scalar.name
+    if name not in _np_dtypes:
+        _np_dtypes[name] = _NP_DTYPE(one)
+    return _np_dtypes[name]
+
+
+_BLOCK_TYPE = tl.block_type.__init__
+_BROADCAST = TritonSemantic.broadcast_impl_value
+_blocks: dict[tuple[Any, ...], tuple[Any, int, str, tuple[Any, Any]]] = {}
+_shapes: dict[tuple[int, ...], tuple[Any, tuple[Any, Any]]] = {}
+_SCALAR = tl.constexpr(1), tl.tuple([])
+
+
+def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+    """The type of a block; two of one shape hold the same object for it."""
+    sizes = tuple([one.value if isinstance(one, tl.constexpr) else one for one in shape])
+    known = _blocks.get((element_ty.name, sizes))
+    if known is None:
+        _BLOCK_TYPE(self, element_ty, shape)
+        if sizes not in _shapes:
+            of_tensors = tl.constexpr(math.prod(sizes)), tl.tuple([tl.constexpr(one) for one in sizes])
+            _shapes[sizes] = self.shape, of_tensors
+        same, of_tensors = _shapes[sizes]
+        known = _blocks[element_ty.name, sizes] = same, self.numel, self.name, of_tensors
+    self.element_ty = element_ty
+    self.shape, self.numel, self.name, self.of_tensors = known
+
+
+def tensor(self: Any, handle: Any, type: Any) -> None:
+    """A value and its type."""
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.numel, self.shape = type.of_tensors if type.is_block() else _SCALAR
+
+
+def broadcast(self: Any, one: Any, other: Any) -> tuple[Any, Any]:
+    """Two values in one shape."""
+    if one.type.is_block() and other.type.is_block() and one.type.shape is other.type.shape:
+        return one, other
+    found: tuple[Any, Any] = _BROADCAST(self, one, other)
+    return found
+
+
+TritonSemantic.broadcast_impl_value = broadcast
+tl.block_type.__init__ = block_type
+tl.tensor.__init__ = tensor
+interpreter._patch_attr = patch
+interpreter._get_np_dtype = np_dtype
+interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
 interpreter.GridExecutor.__call__ = launched
 interpreter.InterpretedFunction.__call__ = called
 interpreter.ReduceOps.generic_reduce = generic_reduce

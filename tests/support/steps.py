@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+import cProfile
 import sys
 from collections.abc import Callable
 
 
 def steps(call: Callable[[], object]) -> int:
     """How many functions ``call`` calls, those it calls in turn included, Python's and C's."""
-    count = 0
-
-    def note(frame: object, event: str, argument: object) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
     before = sys.getprofile()
-    sys.setprofile(note)
+    counter = cProfile.Profile()  # in C: a function of ours at each call would take ten times as long as what it counts
+    counter.enable()
     try:
         call()
     finally:
+        counter.disable()
         sys.setprofile(before)
-    return count
+    return sum(one.callcount for one in counter.getstats())

@@ -5,6 +5,7 @@ Those of kernels/gemm/portable/lookup.py and unnamed.py as they stand, on no GPU
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 
@@ -44,6 +45,15 @@ def _check_names(statements: list[str]) -> None:
             assert names <= {*known}, f"{one}: what is {names - {*known}}?"
 
 
+@functools.cache
+def _read(text: str) -> tuple[tuple[str, ...], dict[str, int]]:
+    """The words in their order, and where the labels among them are."""
+    statements = [s.strip() for s in re.split(r"[;\n]|(?<=:)", text)]
+    _check_names([s for s in statements if s and s not in "{}"])
+    statements = [s for s in statements if s and s not in "{}" and not s.startswith(".reg")]
+    return tuple(statements), {s[:-1]: i for i, s in enumerate(statements) if s.endswith(":")}
+
+
 class Warp:
     """``memory`` is the words at address 0 and on; reading anything else is an error."""
 
@@ -53,10 +63,7 @@ class Warp:
         self.registers: dict[str, Values] = {name: np.full(LANES, value & _WORD, np.int64) for name, value in wide}
 
     def run(self, text: str) -> None:
-        statements = [s.strip() for s in re.split(r"[;\n]|(?<=:)", text)]
-        _check_names([s for s in statements if s and s not in "{}"])
-        statements = [s for s in statements if s and s not in "{}" and not s.startswith(".reg")]
-        labels = {s[:-1]: i for i, s in enumerate(statements) if s.endswith(":")}
+        statements, labels = _read(text)
         at = 0
         while at < len(statements):
             statement = statements[at]

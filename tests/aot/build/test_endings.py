@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from building import MODEL, OTHER, UNDISTURBED, Place
+from building import MODEL, OTHER, UNDISTURBED, Place, fill
 
 from pretuned.aot.bundle.verify import verify
 
@@ -28,19 +28,10 @@ def place(tmp_path: Path) -> Place:
     return Place(tmp_path)
 
 
-@pytest.fixture(scope="module")
-def full_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A compile cache that has all of MODEL and OTHER (the same variants)."""
-    place = Place(tmp_path_factory.mktemp("full"))
-    done = place.run(place.command())
-    assert done.returncode == 0, done.stderr
-    return place.cache
-
-
 @pytest.fixture
-def built(tmp_path: Path, full_cache: Path) -> Place:
+def built(tmp_path: Path, compiled_models: Path) -> Place:
     """A place with an old bundle, and everything compiled for the next."""
-    place = Place(tmp_path, full_cache)
+    place = Place(tmp_path, compiled_models)
     done = place.run(place.command())
     assert done.returncode == 0, done.stderr
     return place
@@ -77,12 +68,17 @@ def until(true, seconds: float, what: str) -> None:
         (signal.SIGKILL, -9),
     ],
 )
-def test_a_build_that_is_stopped_goes_on_where_it_was(place: Place, number: signal.Signals, code: int) -> None:
+def test_a_build_that_is_stopped_goes_on_where_it_was(
+    place: Place, compiled_models: Path, number: signal.Signals, code: int
+) -> None:
+    fill(place.cache, compiled_models, lacking=8)
+    before = place.kept()
+    assert before == 14 - 8
     with subprocess.Popen(
         [*UNDISTURBED, *place.command()], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=place.environment(), start_new_session=True,
     ) as process:  # fmt: skip
-        until(lambda: place.kept() >= 2, 60, "nothing is compiled")
+        until(lambda: place.kept() >= before + 2, 60, "nothing is compiled")
         workers = descendants(process.pid)
         os.killpg(process.pid, number)  # as a terminal does
         out, err = process.communicate(timeout=60)
@@ -94,7 +90,7 @@ def test_a_build_that_is_stopped_goes_on_where_it_was(place: Place, number: sign
     assert out == ""
     assert "Traceback" not in err
     kept = place.kept()
-    assert 2 <= kept < 14, "it was stopped in the middle"
+    assert before + 2 <= kept < 14, "it was stopped in the middle"
     if code == 130:
         assert err.splitlines()[-1] == (
             f"interrupted: {kept} of 14 variants are compiled and kept; run the same command to go on"
@@ -269,11 +265,9 @@ cat '{built.bundle}'
     )
 
 
-def test_a_read_only_compile_cache_costs_one_note(place: Place, full_cache: Path) -> None:
+def test_a_read_only_compile_cache_costs_one_note(place: Place, compiled_models: Path) -> None:
     """What is there is used, the rest compiled, and nothing kept."""
-    for entry in sorted(full_cache.glob("??/*.bin"))[1:]:
-        (place.cache / entry.parent.name).mkdir(parents=True, exist_ok=True)
-        (place.cache / entry.parent.name / entry.name).write_bytes(entry.read_bytes())
+    fill(place.cache, compiled_models, lacking=1)
     script = f"""
 mount --bind '{place.cache}' '{place.cache}'
 mount -o remount,ro,bind '{place.cache}'

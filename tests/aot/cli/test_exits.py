@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 import pytest
-from building import MODEL
+from building import MODEL, fill
 
 from pretuned.aot.bundle.verify import verify
 from pretuned.aot.cli.exits import guarded, quiet_without_reader, told
@@ -54,7 +54,8 @@ def test_a_missing_package_names_the_extra() -> None:
 
 
 @pytest.mark.slow
-def test_closed_standard_streams(tmp_path: Path) -> None:
+def test_closed_standard_streams(tmp_path: Path, compiled_models: Path) -> None:
+    fill(tmp_path / "cache", compiled_models, lacking=2)
     for closed in ("2>&-", ">&-", "<&- >&- 2>&-"):
         out = tmp_path / f"{len(closed)}.msgpack"
         words = ("-m", "pretuned.aot", "compile", "--models", f"'{MODEL}'", "--sm", "80",
@@ -63,6 +64,7 @@ def test_closed_standard_streams(tmp_path: Path) -> None:
         done = subprocess.run(["bash", "-c", command], check=False, capture_output=True, timeout=300)
         assert done.returncode == 0, done.stderr
         assert verify(str(out)).target == "sm_80"
+        assert len(list((tmp_path / "cache").glob("??/*.bin"))) == 14, "the first compiled two"
 
 
 BUFFERING = pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])

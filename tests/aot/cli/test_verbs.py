@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from building import fill
 
 from pretuned.aot.cli.main import _VERBS
 from pretuned.aot.cli.versions import versions
@@ -70,10 +71,12 @@ def test_a_misspelt_verb(aot, given, meant):
 
 
 @pytest.mark.slow
-def test_quiet(aot, here):
-    ended = aot("build", "--models", f"{MODEL}", "--sm", "90", "-q")
+def test_quiet(aot, here, tmp_path, compiled_models):
+    fill(tmp_path / "mine", compiled_models, lacking=2)
+    ended = aot("build", "--models", f"{MODEL}", "--sm", "80", "-q", "--cache-dir", tmp_path / "mine")
     assert (ended.code, ended.err) == (0, "")
-    assert ended.out == "bundles/pretuned-sm90.msgpack\n"
+    assert ended.out == "bundles/pretuned-sm80.msgpack\n"
+    assert len(list((tmp_path / "mine").glob("??/*.bin"))) == 14, "it compiled two"
 
 
 def test_quiet_plan(aot, here):

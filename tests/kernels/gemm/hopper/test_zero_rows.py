@@ -8,9 +8,10 @@ among them is run as it stands.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
-from types import SimpleNamespace
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -62,13 +63,19 @@ def assembly(text: str, _constraints: str, arguments: list[Any], **_: object) ->
     return tensor(warp.registers["$0"])
 
 
-def kernel(program: int, programs: int, rows: int, loads: int) -> dict[str, Any]:
-    """The module's functions, of smaller windows, as one program of a grid has them."""
+@functools.cache
+def code() -> CodeType:
+    """The module's functions, without their decorators."""
     tree = ast.parse(KERNEL.read_text())
     functions: list[ast.stmt] = [one for one in tree.body if isinstance(one, ast.FunctionDef)]
     for one in functions:
         assert isinstance(one, ast.FunctionDef)
         one.decorator_list = []
+    return compile(ast.Module(functions, []), str(KERNEL), "exec", flags=annotations.compiler_flag)
+
+
+def kernel(program: int, programs: int, rows: int, loads: int) -> dict[str, Any]:
+    """The module's functions, of smaller windows, as one program of a grid has them."""
     language = SimpleNamespace(
         constexpr=object, int32=None, int64=None, BlockedLayout=lambda *_: None, to_tensor=tensor,
         arange=lambda first, end, layout: tensor(np.arange(first, end)),
@@ -86,7 +93,7 @@ def kernel(program: int, programs: int, rows: int, loads: int) -> dict[str, Any]
         "gl": language, "counts": counts, "LANES": None, "ROWS": rows, "_LOADS": loads, "_ALL": "0xffffffff",
         "SCATTER_FLAG": SCATTER, "ZERO_TAIL_FLAG": ZERO_TAIL,
     }  # fmt: skip
-    exec(compile(ast.Module(functions, []), str(KERNEL), "exec", flags=annotations.compiler_flag), held)
+    exec(code(), held)
     held["_TEXT"] = held["text"]()
     return held
 
