@@ -10,7 +10,6 @@ from types import ModuleType
 import pytest
 import torch
 
-
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 
