@@ -17,7 +17,6 @@ from ...kernels.contract.words import ALIGNMENT_BYTES, is_aligned
 from .. import settings
 from ..check.tensors import row_stride
 from ..dispatch import snapshot as dispatch_snapshot
-from ..driver.descriptors import repeats_rows
 from ..driver.device import local_gpu, platform_supported
 from ..weights.expert_weights import ExpertWeights
 from . import gather as launch_gather
@@ -211,6 +210,8 @@ def _product(ready: Ready, call: Rows, fusion: Fusion, stride_y: int, index_end:
         return Product((step,), zeroes)
     left, checks, rows = fusion & ~(Fusion.GATHER | Fusion.SILU), call.bounds is None, x.shape[0]
     index = "index" if left & (Fusion.SCATTER | Fusion.WEIGHT) else ""
+    from ..driver.descriptors import repeats_rows  # here, as only a first launch needs it
+
     if rows == 1 and call.gather_divisor == call.M and repeats_rows(x.get_device()):
         # All rows are the one token's, and so they are in any call of a number near M: two tokens have twice as many.
         return Product((_row_step(ready, call, ("x", index), (0, stride_y, index_end if left else None)),), zeroes)

@@ -24,8 +24,8 @@ from pretuned.kernels.contract.spec import code_of
 from pretuned.runtime import grouped_gemm, sort_routing
 from pretuned.runtime.check import tensors as check_tensors
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
+from pretuned.runtime.driver import descriptors
 from pretuned.runtime.launch import gemm as launch_gemm
-from pretuned.runtime.launch import products as launch_products
 from pretuned.runtime.launch import program, ready
 from pretuned.runtime.launch import rowops as launch_rowops
 from pretuned.runtime.ops import products, routing, zero_rows
@@ -320,7 +320,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     patch.setattr(launch_gemm, "row_launcher", fake_rows)
     patch.setattr(launch_gemm, "weight_launcher", fake_weight)
     patch.setattr(launch_rowops, "launcher", simulated.passes)
-    patch.setattr(launch_products, "repeats_rows", lambda _device: simulated.repeats)
+    patch.setattr(descriptors, "repeats_rows", lambda _device: simulated.repeats)
     patch.setattr(zero_rows, "LEAST_BYTES", 0)
     for module in (program, plan):
         patch.setattr(module, "stream_of", lambda _device: 0)
