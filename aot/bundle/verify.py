@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ...artifacts.code.cubin import mismatch, other_limits, other_parameters
 from ...artifacts.errors import BundleCorrupt, BundleTooNew, BundleTooOld
@@ -80,7 +80,7 @@ def sound_one(opened: BundleFile, *, pruned: bool = False) -> Bundle:
         wrong = wrong or other_limits(cubin, variant.entry, variant.threads, variant.registers)
         limits = arch_of(bundle.target.sm).limits
         if pruned:
-            limits = replace(limits, shared_per_block_bytes=max(limits.shared_per_block_bytes, variant.shared_bytes))
+            limits = limits._replace(shared_per_block_bytes=max(limits.shared_per_block_bytes, variant.shared_bytes))
         wrong = wrong or undeclared(variant, limits)
         if wrong:
             raise BundleCorrupt(f"{where}: {wrong}. Build it again with aot build, or upgrade pretuned")

@@ -7,7 +7,7 @@ quantised format, where x and w differ: the one place that says how many bits, w
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 
 class DType(enum.Enum):
@@ -63,8 +63,7 @@ _DTYPES = {one.value: one for one in DType}
 _SCALE_BITS = {"fp32": 32, "bf16": 16, "e8m0": 8, "e4m3": 8}
 
 
-@dataclass(frozen=True, slots=True)
-class Scale:
+class Scale(NamedTuple):
     """One number of type ``name`` for each block of ``rows`` x ``columns`` elements; 0 stands for all there are.
 
     ``name`` is ``fp32``, ``bf16``, ``e8m0`` (2**(code - 127), 255 is NaN) or ``e4m3``. ``zero_bits``: of the zero point
@@ -84,8 +83,7 @@ class Scale:
         return own + (0 if self.outer is None else self.outer.nbytes(rows, columns))
 
 
-@dataclass(frozen=True, slots=True)
-class Elements:
+class Elements(NamedTuple):
     """How an operand lies in memory: ``bits`` an element of type ``name``, and a scale where it is quantised.
 
     ``name`` is ``bf16``, ``fp16``, ``fp32``, ``e4m3`` (float8_e4m3fn), ``e2m1`` (0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign)
@@ -102,8 +100,7 @@ class Elements:
         return rows * -(-columns * self.bits // 8) + scales
 
 
-@dataclass(frozen=True, slots=True)
-class Precision:
+class Precision(NamedTuple):
     """What the operands of y = x @ w.T are made of, and ``math``, the arithmetic whose rate of the GPU counts."""
 
     name: str
@@ -136,7 +133,7 @@ def dtypes_of(format: str) -> tuple[DType, ...]:
 
 
 def _scaled(elements: Elements, name: str, rows: int, columns: int, **more: int | Scale) -> Elements:
-    return replace(elements, scale=Scale(name, rows, columns, **more))  # type: ignore[arg-type]
+    return elements._replace(scale=Scale(name, rows, columns, **more))  # type: ignore[arg-type]
 
 
 _BLOCK, _CHANNEL = _scaled(_E4M3, "fp32", 128, 128), _scaled(_E4M3, "fp32", 1, 0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ...artifacts.records.target import Target
 
@@ -47,8 +47,7 @@ class Generation(enum.Enum):
     BLACKWELL = "blackwell"  # with a data centre's SMs: 10.x
 
 
-@dataclass(frozen=True, slots=True)
-class SmLimits:
+class SmLimits(NamedTuple):
     """What one streaming multiprocessor (SM) of a capability holds.
 
     From the CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
@@ -67,8 +66,7 @@ class SmLimits:
     shared_reserved_bytes: int = KIB
 
 
-@dataclass(frozen=True, slots=True)
-class Arch:
+class Arch(NamedTuple):
     """One architecture, as its vendor's compiler names it: ``sm_90a``."""
 
     sm: int  # 10 * major + minor: what the driver says of a GPU
