@@ -405,7 +405,7 @@ def test_rows_of_one_token_need_no_pass(first: Device, monkeypatch: pytest.Monke
     """All of them are its row, read with a stride of 0, where the driver knows such rows: of a call, and of a layer."""
     first.repeats = repeats
     up, down = torch.randn(E, 2 * N, K), torch.randn(E, K, N)
-    for tokens in (1, 2, 1, 1):  # of a layer, by a plan from its second call on
+    for tokens in (1, 2, 1):
         x, ids, weights = torch.randn(tokens, K), torch.tensor([[2, 0], [1, 3]])[:tokens], torch.rand(tokens, TOPK)
         routing = sort_routing(ids, E)
         results = []
