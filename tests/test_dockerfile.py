@@ -23,7 +23,7 @@ EXAMPLES = ROOT / "examples"
 BUNDLE = ROOT / "artifacts" / "bundles" / "catalogue-sm80.msgpack"
 TOOLS = ("buildah", "skopeo", "umoci")
 USER = "54321:54321"  # no passwd file knows it
-LEFT_OUT = ("pretuned", "__editable__", "pip", "distutils-precedence")
+LEFT_OUT = ("pretuned", "__editable__", "distutils-precedence")
 pytestmark = pytest.mark.slow
 
 
@@ -77,9 +77,10 @@ def images(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
                     "--without-namespaces")  # fmt: skip
     folder = tmp_path_factory.mktemp("images")
     root = folder / "base" / "root"
-    venv.create(root / "venv", symlinks=True, with_pip=True)
+    venv.create(root / "venv", symlinks=True)
     pip = root / "venv" / "bin" / "pip"
     pip.write_text("#!/venv/bin/python\nfrom pip._internal.cli.main import main\nraise SystemExit(main())\n")
+    pip.chmod(0o755)
     shared = root / "shared"
     shared.mkdir()
     places = [Path(one).resolve() for one in sys.path if Path(one).name in ("site-packages", "dist-packages")]
@@ -87,8 +88,6 @@ def images(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         if not one.name.startswith(LEFT_OUT) and not (shared / one.name).is_symlink():
             (shared / one.name).symlink_to(one)
     packages = root / "venv" / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
-    for one in [one for one in packages.iterdir() if one.is_dir() and not one.name.startswith("pip")]:
-        shutil.rmtree(one)  # an older setuptools, before the shared one
     (packages / "shared.pth").write_text("/shared\n")
     mounts = ["/usr", *(str(one) for one in (Path(sys.base_prefix).resolve(), *places) if one.parts[1] != "usr")]
     for one in (Path("/bin"), Path("/lib"), Path("/lib64")):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 pytestmark = pytest.mark.slow
 
@@ -22,10 +21,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What each prints, by its name."""
     found = {}
     for name, words in WORDS.items():
-        done = subprocess.run(
-            [sys.executable, EXAMPLES / name, *words], cwd=tmp_path_factory.mktemp("here"), capture_output=True,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, text=True, check=False,
-        )  # fmt: skip
+        env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+        done = warm.run([EXAMPLES / name, *words], cwd=tmp_path_factory.mktemp("here"), env=env)
         assert done.returncode == 0, f"{name}:\n{done.stderr}"
         found[name] = done.stdout
     return found

@@ -7,14 +7,13 @@ import lzma
 import os
 import re
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import warm
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(
@@ -58,9 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in ELSEWHERE])
 def test_the_python_of_a_page_runs(page: str, folder: Path) -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": str(folder / "cache")}
-    done = subprocess.run(
-        [sys.executable, "-c", blocks(page)], cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
+    done = warm.run(["-c", blocks(page)], cwd=folder, env=environment)
     assert done.returncode == 0, f"{page}:\n{done.stderr}"
 
 

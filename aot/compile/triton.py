@@ -257,8 +257,24 @@ def _triton_compile(spec: Spec | RowOpSpec, sm: int, scratch: str) -> Any:
         {(names.index(name),): [["tt.divisibility", by]] for name, by in divisible.items()},
     )
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
-    with rewriting(rewrites(spec.config) if isinstance(spec, Spec) else ()):
+    with _no_key_of_triton(), rewriting(rewrites(spec.config) if isinstance(spec, Spec) else ()):
         return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
+
+
+@contextmanager
+def _no_key_of_triton() -> Iterator[None]:
+    """Triton names an entry of its cache by a digest of all of itself, half a gigabyte that every worker would read.
+
+    Nothing is looked up there here, and our own key has Triton's version (``job_key``).
+    """
+    from triton.runtime import cache
+
+    made = cache.triton_key
+    cache.triton_key = lambda: ""
+    try:
+        yield
+    finally:
+        cache.triton_key = made
 
 
 def _triton_type(name: str, kind: str, spec: Spec | RowOpSpec, boxes: dict[str, tuple[int, ...]]) -> str:

@@ -6,8 +6,6 @@ import gc
 import itertools
 import json
 import os
-import subprocess
-import sys
 import time
 import weakref
 from pathlib import Path
@@ -15,6 +13,7 @@ from types import ModuleType
 
 import pytest
 import torch
+import warm
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -223,11 +222,8 @@ def test_what_a_call_reads_is_kept_while_it_is_timed(tools, monkeypatch):
 @pytest.mark.slow  # a process that imports torch
 def test_without_quack_it_says_what_to_install(tmp_path):
     (tmp_path / "quack.py").write_text("raise ModuleNotFoundError(\"No module named 'quack'\", name='quack')\n")
-    ended = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "run.py"), "beside_quack", "--smoke"],
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    ended = warm.run([BENCHMARKS / "run.py", "beside_quack", "--smoke"], env=env)
     assert ended.returncode == 2
     assert "pip install quack-kernels==0.6.5" in ended.stderr
     assert "Traceback" not in ended.stderr

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+import warm
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -168,20 +167,14 @@ def test_vllms_kernel_is_for_the_forward_alone_and_gradients_begin_at_1024(tools
 
 @pytest.mark.slow  # a process that imports torch
 def test_with_nothing_to_time_it_says_so(tmp_path):
-    ended = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "run.py"), "beside_vllm", "--op", "dX", "--tokens", "16"],
-        env=dict(os.environ), capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    ended = warm.run([BENCHMARKS / "run.py", "beside_vllm", "--op", "dX", "--tokens", "16"])
     assert ended.returncode == 2
     assert "nothing is left to time: dX and dW begin at 1024 tokens" in ended.stderr
 
 
 @pytest.mark.slow  # a process that imports torch
 def test_without_vllm_it_says_what_to_fetch(tmp_path):
-    ended = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "run.py"), "beside_vllm", "--vllm", str(tmp_path)],
-        env=dict(os.environ), capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    ended = warm.run([BENCHMARKS / "run.py", "beside_vllm", "--vllm", tmp_path])
     assert ended.returncode == 2
     assert "pip download --no-deps vllm==" in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -191,10 +184,7 @@ def test_without_vllm_it_says_what_to_fetch(tmp_path):
 @pytest.mark.parametrize("lacks", ["get_default_config", pytest.param("triton_kernels", marks=pytest.mark.slow)])
 def test_a_wheel_that_lacks_something_is_told_of(tmp_path, lacks):
     unpacked(tmp_path, FILE.replace(f"def {lacks}", "def another_name"))
-    ended = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "run.py"), "beside_vllm", "--vllm", str(tmp_path)],
-        env=dict(os.environ), capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    ended = warm.run([BENCHMARKS / "run.py", "beside_vllm", "--vllm", tmp_path])
     assert ended.returncode == 2
     assert lacks in ended.stderr.splitlines()[-1]
     assert "pip download --no-deps vllm==" in ended.stderr

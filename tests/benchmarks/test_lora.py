@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 RUN = Path(__file__).parents[2] / "benchmarks" / "run.py"
 
@@ -15,9 +14,9 @@ RUN = Path(__file__).parents[2] / "benchmarks" / "run.py"
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", [None, "mxfp4"])
 def test_its_ways_agree(weights: str | None) -> None:
-    command = [sys.executable, RUN, "lora", "--json", "-", "--sizes", "4,64,32,2", "--tokens", "40", "--rounds", "1"]
+    command = [RUN, "lora", "--json", "-", "--sizes", "4,64,32,2", "--tokens", "40", "--rounds", "1"]
     command += [] if weights is None else ["--weights", weights]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = warm.run(command)
     assert done.returncode == 0, done.stderr
     (cell,) = json.loads(done.stdout)["cells"]
     also = {"codes", "dequantised"} if weights else set()

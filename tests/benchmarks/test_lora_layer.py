@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 RUN = Path(__file__).parents[2] / "benchmarks" / "run.py"
 
@@ -16,8 +15,8 @@ RUN = Path(__file__).parents[2] / "benchmarks" / "run.py"
 @pytest.mark.parametrize("model", ["qwen3-30b", "gpt-oss-20b"])
 def test_its_ways_agree(model: str) -> None:
     pytest.importorskip("peft", minversion="0.21")
-    command = [sys.executable, RUN, "lora_layer", "--json", "-", "--model", model, "--sizes", "4,64,32,2"]
-    done = subprocess.run([*command, "--tokens", "40", "--rounds", "1"], capture_output=True, text=True, check=False)
+    command = [RUN, "lora_layer", "--json", "-", "--model", model, "--sizes", "4,64,32,2"]
+    done = warm.run([*command, "--tokens", "40", "--rounds", "1"])
     assert done.returncode == 0, done.stderr
     (cell,) = json.loads(done.stdout)["cells"]
     assert set(cell["ms"]) == {"frozen", "ours", "whole", "grouped_mm"}

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import warm
 
 ROOT = Path(__file__).parents[2]
 RUNS = """
@@ -77,10 +76,7 @@ def test_bytes_are_those_of_the_experts_that_have_rows(tool: ModuleType) -> None
 @pytest.mark.slow
 def test_what_stands_beside_ours_runs(tool: ModuleType, tmp_path: Path) -> None:
     """Under Triton's interpreter, on the CPU; and its table."""
-    done = subprocess.run(
-        [sys.executable, "-c", RUNS], capture_output=True, text=True, cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"}, check=False,
-    )  # fmt: skip
+    done = warm.run(["-c", RUNS], cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert list(found["us"]) == ["ours", *(f"read {one}" for one in (1, 2, 4, 8)), "nothing", "dense"]

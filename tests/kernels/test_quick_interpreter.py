@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 WORKER = Path(__file__).parents[1] / "support" / "interpret_scans.py"
 
 
 @pytest.mark.slow
 def test_reductions_and_scans_are_those_of_triton() -> None:
-    env = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, WORKER], env=env, capture_output=True, text=True, check=False)
+    done = warm.run([WORKER], env=os.environ | {"TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
     assert found["ours"]

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 pytestmark = pytest.mark.slow
 
@@ -19,10 +20,12 @@ ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to groups:
 
 def doctor(bundles: Path, *before: str) -> subprocess.CompletedProcess[str]:
     """The doctor, without a home directory and with these bundles named."""
-    return subprocess.run(
-        [*before, sys.executable, "-B", "-m", "pretuned.runtime"], capture_output=True, text=True, check=False, cwd="/",
-        env={"PATH": os.environ["PATH"], "PRETUNED_BUNDLES": str(bundles), "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
+    env = {"PATH": os.environ["PATH"], "PRETUNED_BUNDLES": str(bundles), "CUDA_VISIBLE_DEVICES": ""}
+    words = ["-m", "pretuned.runtime"]
+    if not before:
+        return warm.run(words, env=env, cwd="/")
+    command = [*before, sys.executable, "-B", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd="/", env=env)
 
 
 @pytest.fixture

@@ -123,15 +123,15 @@ def test_a_second_build_compiles_nothing(bundles: dict[int, Bundle], options: Ma
 _BUILD = """
 import sys
 from pathlib import Path
-sys.path.append(sys.argv[4])
-from conftest import ODD, SMALL, _aligned, _fallbacks
-from pretuned.aot.build.build import build
-from pretuned.aot.build.options import BuildOptions
-from pretuned.aot.models.load import load_models
-from pretuned.aot.plan.plan import plan
-from pretuned.aot.plan.families import Pool
-from pretuned.artifacts.records.problem import Op
-if __name__ == "__main__":
+if __name__ == "__main__":  # the workers run this file, too
+    sys.path.append(sys.argv[4])
+    from conftest import ODD, SMALL, _aligned, _fallbacks
+    from pretuned.aot.build.build import build
+    from pretuned.aot.build.options import BuildOptions
+    from pretuned.aot.models.load import load_models
+    from pretuned.aot.plan.plan import plan
+    from pretuned.aot.plan.families import Pool
+    from pretuned.artifacts.records.problem import Op
     models = [SMALL, ODD] if sys.argv[3] == "in order" else [ODD, SMALL]
     options = BuildOptions(Path(sys.argv[1]), workers=int(sys.argv[2]), space=Pool(_aligned, _fallbacks))
     build(plan(load_models(models, (Op.FORWARD,)).shapes), (80, 90), options)

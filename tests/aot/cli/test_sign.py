@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import signing
+import warm
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
 from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, NoEncryption, PrivateFormat
 
@@ -183,11 +184,8 @@ def test_a_package_has_the_signatures(aot, here, bundle):
     assert layers == [signature]
     (here / "keys").mkdir()
     (here / "keys" / "release.pem").write_bytes((here / "release.pem").read_bytes())
-    doctor = subprocess.run(
-        [sys.executable, "-m", "pretuned.runtime"], capture_output=True, text=True, check=False,
-        env={"PRETUNED_BUNDLES": str(here / "made"), "PRETUNED_TRUSTED_KEYS": str(here / "keys"), "HOME": str(here)},
-        cwd=here,
-    )  # fmt: skip
+    env = {"PRETUNED_BUNDLES": str(here / "made"), "PRETUNED_TRUSTED_KEYS": str(here / "keys"), "HOME": str(here)}
+    doctor = warm.run(["-m", "pretuned.runtime"], env=env, cwd=here)
     assert doctor.returncode == 0, doctor.stdout + doctor.stderr
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import warm
 
 from pretuned.aot.demand.compiler import compile_kind
 from pretuned.aot.process import child
@@ -55,7 +54,7 @@ def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.slow
 def test_from_a_plain_script_to_variants_that_run_any_shape(home: Path) -> None:
     (home / "script.py").write_text(SCRIPT)
-    done = subprocess.run([sys.executable, str(home / "script.py")], capture_output=True, text=True, check=False)
+    done = warm.run([home / "script.py"])
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["begun", "COMPILED 16", "COMPILED 16", "COMPILED 1", "False"]
     kept = list((home / ".cache" / "pretuned" / "compiled").rglob("*.bin"))

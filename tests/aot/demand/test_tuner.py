@@ -21,6 +21,7 @@ from typing import Any
 import fakemeasure
 import pytest
 import torch
+import warm
 from fakemeasure import CONFIG, H100, H200, ON_H200
 from steps import steps
 
@@ -289,17 +290,15 @@ def test_importing_the_package_registers_its_tuner_and_compiler() -> None:
         pretuned.aot.tune_everything  # noqa: B018
 
 
-def ask(home: Path, log: Path, *more: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, str(ASK), str(log), *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "HOME": str(home.parent.parent), "PRETUNED_BUNDLES": "", **(env or {})},
-    )  # fmt: skip
+def ask(home: Path, log: Path, *more: str, env: dict[str, str] | None = None) -> warm.Program:
+    env = {**os.environ, "HOME": str(home.parent.parent), "PRETUNED_BUNDLES": "", **(env or {})}
+    return warm.Program([ASK, log, *more], env=env)
 
 
-def answer(process: subprocess.Popen[str]) -> object:
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    return ast.literal_eval(out)
+def answer(program: warm.Program) -> object:
+    done = program.wait(120)
+    assert done.returncode == 0, done.stderr
+    return ast.literal_eval(done.stdout)
 
 
 @pytest.mark.slow
@@ -343,7 +342,7 @@ def test_a_tuner_that_is_killed_lets_the_next_one_tune(home: Path, tmp_path: Pat
     second = ask(home, tmp_path / "log", "0")
     time.sleep(0.5)
     first.kill()
-    first.communicate()
+    first.wait()
     assert answer(second) == [(op, DECIDED, DECIDED) for op in ("forward", "dX", "dW")]
     assert len((tmp_path / "log").read_text().splitlines()) == 2
 
@@ -362,7 +361,7 @@ def test_a_tuner_that_hangs_is_not_waited_for_for_ever(home: Path, tmp_path: Pat
         assert len((tmp_path / "log").read_text().splitlines()) == 1
     finally:
         first.kill()
-        first.communicate()
+        first.wait()
 
 
 @pytest.mark.slow

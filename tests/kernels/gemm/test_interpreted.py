@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 pytestmark = pytest.mark.slow
 
@@ -18,10 +17,7 @@ WORKER = Path(__file__).parents[2] / "support" / "interpret.py"
 
 def run(cases: list[dict[str, object]]) -> list[dict[str, object]]:
     """The interpreter is switched on by an environment variable before triton is imported: a process of its own."""
-    env = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, WORKER], input=json.dumps(cases), env=env, capture_output=True, text=True, check=False
-    )
+    done = warm.run([WORKER], given=json.dumps(cases), env=os.environ | {"TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     results: list[dict[str, object]] = json.loads(done.stdout)
     return results

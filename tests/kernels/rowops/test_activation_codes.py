@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import RowOp
@@ -31,10 +30,7 @@ def test_codes_and_scales_are_those_of_two_passes() -> None:
         BASE | TURNS | {"act": "gelu_tanh", "used": 6}, BASE | WHOLE | {"act": "relu2", "M": 12}, BASE | {"used": 0},
         BASE | {"used": 5, "block": 128, "rows": 4, "M": 7}, BASE | {"M": 17, "columns": 256, "used": 99, "seed": 3},
     ]  # fmt: skip
-    env = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, WORKER], input=json.dumps(cases), env=env, capture_output=True, text=True, check=False
-    )
+    done = warm.run([WORKER], given=json.dumps(cases), env=os.environ | {"TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout) == [[]] * len(cases)
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, RowOp
@@ -21,10 +20,7 @@ ALL = ["dh", "a", "dweights"]
 
 def run(cases: list[dict[str, object]]) -> list[list[str]]:
     """What is wrong with each, from a process that interprets Triton."""
-    env = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, WORKER], input=json.dumps(cases), env=env, capture_output=True, text=True, check=False
-    )
+    done = warm.run([WORKER], given=json.dumps(cases), env=os.environ | {"TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     wrong: list[list[str]] = json.loads(done.stdout)
     return wrong

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import RowOp
@@ -26,10 +25,7 @@ def test_codes_and_scales_of_rows() -> None:
         BASE | {"used": 5}, BASE | {"used": 0},
         BASE | {"top_k": 2, "used": 3, "wide": True, "columns": 1152, "seed": 1},
     ]  # fmt: skip
-    env = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, WORKER], input=json.dumps(cases), env=env, capture_output=True, text=True, check=False
-    )
+    done = warm.run([WORKER], given=json.dumps(cases), env=os.environ | {"TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout) == [[]] * len(cases)
 

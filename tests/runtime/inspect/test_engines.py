@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
+import warm
 from made import ON_A100, ON_H200
 
 from pretuned.artifacts.errors import HostError
@@ -71,13 +70,9 @@ def test_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_the_command() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pretuned.runtime", "--vllm", "--json"], capture_output=True, text=True, check=False
-    )
+    done = warm.run(["-m", "pretuned.runtime", "--vllm", "--json"])
     said = json.loads(done.stdout)
     assert (done.returncode == 0) == said["ok"]
     assert said["engine"] == "vllm"
-    both = subprocess.run(
-        [sys.executable, "-m", "pretuned.runtime", "--vllm", "--sglang"], capture_output=True, text=True, check=False
-    )
+    both = warm.run(["-m", "pretuned.runtime", "--vllm", "--sglang"])
     assert both.returncode == 2

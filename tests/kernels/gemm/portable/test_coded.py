@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 
 from pretuned.artifacts.records.precision import PRECISIONS
 from pretuned.artifacts.records.problem import Fusion
@@ -28,10 +27,7 @@ BASE: dict[str, Any] = {
 def wrong(*cases: dict[str, Any]) -> list[tuple[dict[str, Any], list[str]]]:
     """Those cases, of changes to ``BASE``, that come out otherwise than wanted, and how."""
     given = [BASE | one for one in cases]
-    done = subprocess.run(
-        [sys.executable, WORKER], input=json.dumps(given), env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = warm.run([WORKER], given=json.dumps(given), env=os.environ | {"TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     return [(case, told) for case, told in zip(cases, json.loads(done.stdout), strict=True) if told]
 

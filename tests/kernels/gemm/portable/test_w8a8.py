@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 
 from pretuned.aot.compile import triton as compiler
 from pretuned.artifacts.records.precision import DType
@@ -33,10 +32,7 @@ BASE: dict[str, Any] = {
 def wrong(*cases: dict[str, Any]) -> list[tuple[dict[str, Any], list[str]]]:
     """Those cases, of changes to ``BASE``, in each format, that come out otherwise than wanted, and how."""
     given = [BASE | one | {"format": format} for one in cases for format in FORMATS]
-    done = subprocess.run(
-        [sys.executable, WORKER], input=json.dumps(given), env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = warm.run([WORKER], given=json.dumps(given), env=os.environ | {"TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     return [(case, told) for case, told in zip(given, json.loads(done.stdout), strict=True) if told]
 
