@@ -34,9 +34,7 @@ TURN = {"layer": 10, "layer_autograd": 10, "autograd_and_backward": 10, "layer_a
 LAUNCHERS = ("row_launcher", "weight_launcher")
 
 
-def without_arithmetic(
-    made_up: ModuleType, patch: pytest.MonkeyPatch, noted: list[object] | None = None
-) -> object:
+def without_arithmetic(made_up: ModuleType, patch: pytest.MonkeyPatch, noted: list[object] | None = None) -> object:
     """Its GPU, whose launches come to nothing, for all of the runtime; as long as what is returned lives.
 
     ``noted`` gets one of each launch: that takes time, too.

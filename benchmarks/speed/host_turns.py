@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TextIO
 Timed = dict[str, tuple[Callable[[], object], int]]  # a call by its name, and how many are a batch
 TREES = ("old", "new")
 ASKED = ("batches", "work")  # what a measured process may be started for
+WARM = 20  # of each call, before any is timed: then all are replayed
 START_S, BATCH_S = 600, 120  # how long a process may take to start, and for a batch
 TAIL_LINES = 20  # of what a process that ended had told
 
@@ -61,7 +62,7 @@ def tell(to: TextIO, answer: object) -> None:
 
 
 def batch_of(call: Callable[[], object], calls: int, settle: Callable[[], object]) -> Batch:
-    """One batch. A quarter of it goes before untimed: the other process had the caches. ``settle`` waits for the GPU."""
+    """One batch, and untimed a quarter before, as the other process had the caches. ``settle`` waits for the GPU."""
     gc.collect()
     for _ in range(calls // 4 + 1):
         call()
@@ -77,7 +78,7 @@ def batch_of(call: Callable[[], object], calls: int, settle: Callable[[], object
 def serve(timed: Timed, settle: Callable[[], object], about: dict[str, Any], to: TextIO) -> None:
     """Tell ``about`` and the calls' names, then a batch of each call that a line of stdin names, until stdin ends."""
     for call, _ in timed.values():
-        for _ in range(20):
+        for _ in range(WARM):
             call()
     settle()
     gc.collect()

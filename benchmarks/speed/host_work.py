@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.speed.host_turns import Timed
+from benchmarks.speed.host_turns import WARM, Timed
 
 Work = dict[str, dict[str, Any]]
 KINDS = ("operators", "kernels")
@@ -18,12 +18,12 @@ _WIDE = 100  # of a kernel's name
 def work(timed: Timed, launched: Sized | None, settle: Callable[[], object]) -> Work:
     """Of each call: our launches (``launched`` has one of each so far; None: not known), operators and kernels.
 
-    Each has run a few times before. Operators and kernels are by name, how often; kernels are those of ours and of
+    Each is a replayed one, as before the batches that are timed. Operators and kernels are by name, how often; kernels are those of ours and of
     torch, and copies, where torch's profiler sees the GPU.
     """
     found: Work = {}
     for name, (call, _) in timed.items():
-        for _ in range(5):
+        for _ in range(WARM):
             call()
         settle()
         before = 0 if launched is None else len(launched)
