@@ -78,10 +78,6 @@ class Trees:
                 runtime = Path(one["about"].pop("runtime")).resolve()
                 if runtime.parents[1] != self.checkouts[tree]:
                     raise host_turns.Ended(f"the process of the {tree} tree took {runtime}, not {self.checkouts[tree]}")
-            unknown = set(only or ()) - set(ready["new"]["calls"])
-            if unknown:
-                wanted = ", ".join(ready["new"]["calls"])
-                raise host_turns.Ended(f"no such call: {', '.join(sorted(unknown))}; wanted of {wanted}")
             calls = [name for name in ready["new"]["calls"] if not only or name in only]
             return ready["new"]["about"], host_turns.pair(two, calls, batches)
 
@@ -104,6 +100,10 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         trees = Trees(args.old, Path(folder), pinned, args.without_gpu)
         report["work"] = trees.work()
+        unknown = sorted(set(args.only or ()) - set(report["work"]["new"]))
+        if unknown:
+            wanted = ", ".join(report["work"]["new"])
+            raise host_turns.Ended(f"no such call: {', '.join(unknown)}; wanted of {wanted}")
         host_work.told(report["work"])
         report["pairs"] = []
         most_pairs = args.pairs or (sys.maxsize if args.seconds else PAIRS)

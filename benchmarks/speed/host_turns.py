@@ -125,6 +125,7 @@ class Process:
         assert stdout is not None
         ready, _, _ = select.select([stdout], [], [], seconds)
         if not ready:
+            self._process.kill()
             raise self._ended(f"gave no answer in {seconds:g} s")
         line = stdout.readline()  # (it is asked once at a time, so that no second line waits in the buffer)
         if not line.endswith(b"\n"):

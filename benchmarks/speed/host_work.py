@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sized
 from typing import Any
 
-import torch
-from torch.profiler import ProfilerActivity, profile
-
 from benchmarks.speed.host_turns import WARM, Timed
 
 Work = dict[str, dict[str, Any]]
@@ -18,8 +15,8 @@ _WIDE = 100  # of a kernel's name
 def work(timed: Timed, launched: Sized | None, settle: Callable[[], object]) -> Work:
     """Of each call: our launches (``launched`` has one of each so far; None: not known), operators and kernels.
 
-    Each is a replayed one, as before the batches that are timed. Operators and kernels are by name, how often; kernels are those of ours and of
-    torch, and copies, where torch's profiler sees the GPU.
+    Each is a replayed one, as before the batches that are timed. Operators and kernels are by name, how often; kernels
+    are those of ours and of torch, and copies, where torch's profiler sees the GPU.
     """
     found: Work = {}
     for name, (call, _) in timed.items():
@@ -34,6 +31,10 @@ def work(timed: Timed, launched: Sized | None, settle: Callable[[], object]) -> 
 
 
 def profiled(call: Callable[[], object], settle: Callable[[], object]) -> dict[str, dict[str, int]]:
+    """Operators and kernels of a call."""
+    import torch  # here, as host_trees, which prints them, needs none
+    from torch.profiler import ProfilerActivity, profile
+
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
     with profile(activities=activities) as seen:
         call()
