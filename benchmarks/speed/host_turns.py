@@ -24,6 +24,7 @@ Timed = dict[str, tuple[Callable[[], object], int]]  # a call by its name, and h
 TREES = ("old", "new")
 ASKED = ("batches", "work")  # what a measured process may be started for
 WARM = 20  # of each call, before any is timed: then all are replayed
+VISIT = 9  # batches of a call before the next call's turn; odd, so that the trees begin equally often
 START_S, BATCH_S = 600, 120  # how long a process may take to start, and for a batch
 TAIL_LINES = 20  # of what a process that ended had told
 
@@ -170,10 +171,14 @@ def running(make: Callable[[str], Process], trees: tuple[str, ...] = TREES) -> I
 
 
 def pair(two: dict[str, Process], calls: list[str], batches: int) -> list[Turn]:
-    """So many batches of each call by each of the two, one at a time: old, new, new, old, old, new, ..."""
+    """So many batches of each call by each of the two, one at a time: old, new, new, old, old, new, ...
+
+    A call has ``VISIT`` of them, then the next: so each has some in all of the time that a pair takes.
+    """
     return [
         Turn(tree, call, two[tree].batch(call))
+        for first in range(0, batches, VISIT)
         for call in calls
-        for turn in range(batches)
+        for turn in range(first, min(first + VISIT, batches))
         for tree in (TREES if turn % 2 == 0 else TREES[::-1])
     ]

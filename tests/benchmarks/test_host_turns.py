@@ -55,6 +55,20 @@ def test_batches_are_old_new_new_old_and_one_at_a_time(started: Callable[..., Pr
     assert all(turn.batch.us > 0 for turn in turns)
 
 
+def test_calls_take_turns_and_trees_begin_equally_often(
+    started: Callable[..., Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_turns, "VISIT", 1)
+    with host_turns.running(started) as two:
+        for one in two.values():
+            one.answer()
+        turns = host_turns.pair(two, ["sum", "shout"], 2)
+    assert [(turn.call, turn.tree) for turn in turns] == [
+        ("sum", "old"), ("sum", "new"), ("shout", "old"), ("shout", "new"),
+        ("sum", "new"), ("sum", "old"), ("shout", "new"), ("shout", "old"),
+    ]  # fmt: skip
+
+
 def test_both_of_a_pair_have_its_hash_seed_its_cores_and_their_own_path(
     started: Callable[..., Process], tmp_path: Path
 ) -> None:
