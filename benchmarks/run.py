@@ -47,7 +47,7 @@ BENCHMARKS = (
     Benchmark("speed", "whole", "whole models of transformers, by our experts and their own", f"{GPU}, transformers"),
     Benchmark("speed", "host", "host time of a call, and what it is made of", BUNDLES),
     Benchmark("speed", "host_python", "what Python takes of a call, with launches that do nothing", "pytest"),
-    Benchmark("speed", "host_trees", "host times of two checkouts, in processes that take turns", BUNDLES),
+    Benchmark("speed", "host_trees", "host times of two checkouts, by processes in lock step", BUNDLES),
     Benchmark("speed", "fused", "what moving rows costs on top of a product", GPU),
     Benchmark("speed", "passes", "passes over a layer's rows, beside their bytes' time", f"{GPU}; Triton if --blocks"),
     Benchmark("speed", "sorting", "sort_routing beside torch", GPU),

@@ -1,6 +1,7 @@
 """Host time of a call, and what it is made of.
 
     PRETUNED_BUNDLES=bundles python benchmarks/run.py host --out results/host.json
+    python benchmarks/run.py host_trees --help  # to compare two checkouts: it starts this one with --serve
 
 Each figure is a loop of 200 calls (50 or 20 of a layer, or of a gradient), timed on the host, in batches small enough
 that the launch queue never fills; the
@@ -18,12 +19,16 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import pretuned.runtime
+from benchmarks.speed import host_turns, host_work
+from benchmarks.speed.host_turns import Timed
 from pretuned.runtime import grouped_gemm, moe_mlp, reload, sort_routing
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.driver import cuda, device
@@ -51,6 +56,15 @@ def launch_arguments(
     x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, out: torch.Tensor
 ) -> tuple[tuple[Any, ...], object]:
     """What a call gives to cuLaunchKernelEx, and what keeps the memory that it points to."""
+    with launches_noted() as seen:
+        grouped_gemm(x, w, m_sizes, out=out)
+        torch.cuda.synchronize()
+        return seen[0], list(dispatch_snapshot.snapshot().calls.values())
+
+
+@contextmanager
+def launches_noted() -> Iterator[list[tuple[Any, ...]]]:
+    """The arguments of each launch of ours so far: all that is made under it is made anew."""
     seen: list[tuple[Any, ...]] = []
     launch, made = cuda.launch_kernel(), cuda.launch_kernel
 
@@ -61,9 +75,7 @@ def launch_arguments(
     cuda.launch_kernel = lambda: noted  # type: ignore[assignment]
     try:
         reload()
-        grouped_gemm(x, w, m_sizes, out=out)
-        torch.cuda.synchronize()
-        return seen[0], list(dispatch_snapshot.snapshot().calls.values())
+        yield seen
     finally:
         cuda.launch_kernel = made
         reload()
@@ -88,7 +100,7 @@ def parts(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor) -> dict[str, 
     return found
 
 
-def whole_calls(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor) -> dict[str, dict[str, float]]:
+def whole_calls(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor) -> Timed:
     """grouped_gemm in every form, and torch's own beside it."""
     out, dy = torch.empty(M, N, device="cuda", dtype=torch.bfloat16), torch.randn(M, N, device="cuda").bfloat16()
     moving = [torch.randn_like(x) for _ in range(300)]
@@ -113,22 +125,22 @@ def whole_calls(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor) -> dict
         return torch._grouped_mm(xg, wg.transpose(1, 2), offs=offsets)
 
     return {
-        "call": host_us(lambda: grouped_gemm(x, w, m_sizes)),
-        "out_given": host_us(lambda: grouped_gemm(x, w, m_sizes, out=out)),
-        "new_x_each_call": host_us(lambda: grouped_gemm(moving[next(turn) % 300], w, m_sizes)),
-        "other_rows_each_call": host_us(lambda: grouped_gemm(x[: 1 + next(turn) % M], w, m_sizes)),
-        "gather": host_us(lambda: grouped_gemm(tokens, w, m_sizes, TOPK, index, permute_x=True)),
-        "scatter_weight": host_us(lambda: grouped_gemm(x, w, m_sizes, TOPK, index, permute_y=True,
-                                                       topk_weights=weights, fuse_mul_post=True)),
-        "autograd": host_us(ours), "autograd_and_backward": host_us(step(ours), 50),
-        "torch_mm": host_us(lambda: torch.mm(x, dense)),
-        "torch_grouped_mm": host_us(lambda: torch._grouped_mm(x, wt, offs=offsets)),
-        "torch_grouped_mm_autograd": host_us(torchs),
-        "torch_grouped_mm_autograd_and_backward": host_us(step(torchs), 50),
+        "call": (lambda: grouped_gemm(x, w, m_sizes), CALLS),
+        "out_given": (lambda: grouped_gemm(x, w, m_sizes, out=out), CALLS),
+        "new_x_each_call": (lambda: grouped_gemm(moving[next(turn) % 300], w, m_sizes), CALLS),
+        "other_rows_each_call": (lambda: grouped_gemm(x[: 1 + next(turn) % M], w, m_sizes), CALLS),
+        "gather": (lambda: grouped_gemm(tokens, w, m_sizes, TOPK, index, permute_x=True), CALLS),
+        "scatter_weight": (lambda: grouped_gemm(x, w, m_sizes, TOPK, index, permute_y=True,
+                                                topk_weights=weights, fuse_mul_post=True), CALLS),
+        "autograd": (ours, CALLS), "autograd_and_backward": (step(ours), 50),
+        "torch_mm": (lambda: torch.mm(x, dense), CALLS),
+        "torch_grouped_mm": (lambda: torch._grouped_mm(x, wt, offs=offsets), CALLS),
+        "torch_grouped_mm_autograd": (torchs, CALLS),
+        "torch_grouped_mm_autograd_and_backward": (step(torchs), 50),
     }  # fmt: skip
 
 
-def layers(w: torch.Tensor) -> dict[str, dict[str, float]]:
+def layers(w: torch.Tensor) -> Timed:
     """A whole layer, its routing weights in float32 and in bf16, and what sorts its slots."""
     T, H = M // TOPK, w.shape[2]
     hidden, down = torch.randn(T, H, device="cuda").bfloat16(), torch.randn(E, H, N // 2, device="cuda").bfloat16()
@@ -146,10 +158,10 @@ def layers(w: torch.Tensor) -> dict[str, dict[str, float]]:
         learning().backward(dout)
 
     return {
-        "layer": host_us(lambda: moe_mlp(hidden, w, down, ids, weights), 50),
-        "layer_bf16_weights": host_us(lambda: moe_mlp(hidden, w, down, ids, narrow), 50),
-        "layer_autograd": host_us(learning, 50), "layer_autograd_and_backward": host_us(step, 20),
-        "sort_routing": host_us(lambda: sort_routing(ids, E)),
+        "layer": (lambda: moe_mlp(hidden, w, down, ids, weights), 50),
+        "layer_bf16_weights": (lambda: moe_mlp(hidden, w, down, ids, narrow), 50),
+        "layer_autograd": (learning, 50), "layer_autograd_and_backward": (step, 20),
+        "sort_routing": (lambda: sort_routing(ids, E), CALLS),
     }  # fmt: skip
 
 
@@ -158,23 +170,54 @@ def cpu_name() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
+def environment() -> dict[str, object]:
+    return {
+        "gpu": torch.cuda.get_device_properties(0).name, "cpu": cpu_name(), "driver": cuda.driver_version(),
+        "python": platform.python_version(), "torch": torch.__version__,
+    }  # fmt: skip
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, w and m_sizes."""
+    return (
+        torch.randn(M, K, device="cuda", dtype=torch.bfloat16),
+        torch.randn(E, N, K, device="cuda", dtype=torch.bfloat16),
+        torch.full((E,), M // E, dtype=torch.int32, device="cuda"),
+    )
+
+
+def asked(what: str) -> None:
+    """What host_trees starts it for: time ``batches``, or tell the ``work`` of each call."""
+    to = host_turns.answers()
+    torch.manual_seed(0)  # the same tensors in both trees
+    if what == "batches":
+        x, w, m_sizes = inputs()
+        about = environment() | {"runtime": pretuned.runtime.__file__}
+        short = {name: (call, calls // 4) for name, (call, calls) in (whole_calls(x, w, m_sizes) | layers(w)).items()}
+        host_turns.serve(short, torch.cuda.synchronize, about, to)  # a millisecond or two: more of them are adjacent
+        return
+    with launches_noted() if hasattr(cuda, "launch_kernel") else nullcontext() as seen:
+        x, w, m_sizes = inputs()
+        timed = whole_calls(x, w, m_sizes) | layers(w)
+        host_turns.tell(to, host_work.work(timed, seen, torch.cuda.synchronize))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="the JSON file to write")
+    parser.add_argument("--serve", choices=host_turns.ASKED, help="answer host_trees on stdin and stdout")
     args = parser.parse_args()
-    x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
-    w = torch.randn(E, N, K, device="cuda", dtype=torch.bfloat16)
-    m_sizes = torch.full((E,), M // E, dtype=torch.int32, device="cuda")
+    if args.serve:
+        asked(args.serve)
+        return
+    x, w, m_sizes = inputs()
     report: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "unit": "us"}
-    report["parts"], report["calls"] = parts(x, w, m_sizes), whole_calls(x, w, m_sizes) | layers(w)
+    report["parts"] = parts(x, w, m_sizes)
+    report["calls"] = {name: host_us(*one) for name, one in (whole_calls(x, w, m_sizes) | layers(w)).items()}
     median = {name: one["median"] for name, one in (report["parts"] | report["calls"]).items()}
     report["driver"] = round(median["launch"] - median["ctypes"], 2)
     report["floor"] = round(median["launch"] + median["allocation"] - median["loop"], 2)
-    properties = torch.cuda.get_device_properties(0)
-    report["environment"] = {
-        "gpu": properties.name, "cpu": cpu_name(), "driver": cuda.driver_version(),
-        "python": platform.python_version(), "torch": torch.__version__,
-    }  # fmt: skip
+    report["environment"] = environment()
     for name, one in median.items():
         print(f"{name:42} {one:8.2f} us")
     print(f"{'floor: launch and allocation':42} {report['floor']:8.2f} us, the driver's {report['driver']:.2f}")

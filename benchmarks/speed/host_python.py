@@ -1,7 +1,7 @@
 """What Python takes of a call's host time: on a CPU, with launches that do nothing.
 
     python benchmarks/run.py host_python
-    python benchmarks/run.py host_trees --without-gpu --old ../old --rounds 8
+    python benchmarks/run.py host_trees --without-gpu --old ../old  # to compare two checkouts: see its --help
 
 The GPU is the made-up one of the tests (tests/support/host_gpu.py of the tree that is measured), less its arithmetic:
 what is left is the look at the tensors, the memory, autograd, and the way to the launch. Microseconds, the least and
@@ -13,10 +13,12 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,13 +26,19 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.speed import host_turns, host_work
+
 ROOT = Path(__file__).resolve().parents[2]
 BATCHES, CALLS = 60, 50
+TURN = {"layer": 10, "layer_autograd": 10, "autograd_and_backward": 10, "layer_autograd_and_backward": 3}
 LAUNCHERS = ("row_launcher", "weight_launcher")
 
 
-def without_arithmetic(made_up: ModuleType, patch: pytest.MonkeyPatch) -> object:
-    """Its GPU, whose launches come to nothing, for all of the runtime; as long as what is returned lives."""
+def without_arithmetic(made_up: ModuleType, patch: pytest.MonkeyPatch, noted: list[object] | None = None) -> object:
+    """Its GPU, whose launches come to nothing, for all of the runtime; as long as what is returned lives.
+
+    ``noted`` gets one of each launch: that takes time, too.
+    """
     fixture: Any = made_up.device
     make = getattr(fixture, "__wrapped__", None) or fixture._get_wrapped_function()
     device = make(patch)
@@ -44,13 +52,26 @@ def without_arithmetic(made_up: ModuleType, patch: pytest.MonkeyPatch) -> object
         def __call__(self, result: int, m_sizes: int, stream: int, **words: int) -> None:
             pass
 
-    def launcher(_kernel: object, **how: Any) -> Any:
-        return Nothing(None, "fused" in how and how["fused"].zero_tail)
+    class Noted(Nothing):
+        def start(self, packed: Any, result: int, m_sizes: int, stream: int) -> None:
+            noted.append(packed)  # type: ignore[union-attr]
 
-    def passes(_op: object, _dtype: object, _device: int, *, aligned: bool) -> Callable[..., None]:
-        def launch(*_given: object) -> None:
+        def __call__(self, result: int, m_sizes: int, stream: int, **words: int) -> None:
+            noted.append(words)  # type: ignore[union-attr]
+
+    kind = Nothing if noted is None else Noted
+
+    def launcher(_kernel: object, **how: Any) -> Any:
+        return kind(None, "fused" in how and how["fused"].zero_tail)
+
+    def passes(op: object, _dtype: object, _device: int, *, aligned: bool) -> Callable[..., None]:
+        def nothing(*_given: object) -> None:
             pass
 
+        def note(*_given: object) -> None:
+            noted.append(op)  # type: ignore[union-attr]
+
+        launch = nothing if noted is None else note
         launch.block, launch.most_experts = made_up.SLOTS, made_up.MOST_SORTED_EXPERTS  # type: ignore[attr-defined]
         return launch
 
@@ -65,7 +86,7 @@ def without_arithmetic(made_up: ModuleType, patch: pytest.MonkeyPatch) -> object
 
 
 def calls() -> dict[str, Callable[[], object]]:
-    """By the names that benchmarks/speed/host.py has for them."""
+    """By the names that benchmarks/speed/host.py has for them, and two of torch's own, which no tree changes."""
     from pretuned.runtime import grouped_gemm, moe_mlp
 
     E, N, K, M, T, top_k, half = 8, 256, 128, 64, 16, 2, torch.bfloat16
@@ -74,6 +95,7 @@ def calls() -> dict[str, Callable[[], object]]:
     m_sizes, index = torch.full((E,), M // E, dtype=torch.int32), torch.randperm(M)
     tokens, by_slot = torch.zeros(M // top_k, K, dtype=half), torch.rand(M // top_k, top_k)
     ids, weights = torch.zeros(T, top_k, dtype=torch.int64), torch.rand(T, top_k)
+    left, right = torch.zeros(16, 16), torch.zeros(16, 16, requires_grad=True)
     xg, wg, *layer = (one.clone().requires_grad_() for one in (x, w, hidden, up, down, weights))
 
     def learning() -> torch.Tensor:
@@ -81,7 +103,7 @@ def calls() -> dict[str, Callable[[], object]]:
 
     def step(forward: Callable[[], torch.Tensor], grad: torch.Tensor) -> Callable[[], None]:
         def both() -> None:
-            for one in (xg, wg, *layer):
+            for one in (xg, wg, right, *layer):
                 one.grad = None
             forward().backward(grad)  # type: ignore[no-untyped-call]
 
@@ -98,6 +120,8 @@ def calls() -> dict[str, Callable[[], object]]:
         "autograd": autograd, "autograd_and_backward": step(autograd, dy),
         "layer": lambda: moe_mlp(hidden, up, down, ids, weights), "layer_autograd": learning,
         "layer_autograd_and_backward": step(learning, torch.zeros_like(hidden)),
+        "torch_mm": lambda: torch.mm(left, left),
+        "torch_mm_autograd_and_backward": step(lambda: torch.mm(left, right), left),
     }  # fmt: skip
 
 
@@ -122,19 +146,46 @@ def host_us(timed: dict[str, Callable[[], object]]) -> dict[str, dict[str, float
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--support", type=Path, default=ROOT / "tests/support", help="that of the tree in PYTHONPATH")
-    parser.add_argument("--out", type=Path, help="the JSON file to write")
-    args = parser.parse_args()
-    sys.path.append(str(args.support))
+@contextmanager
+def made_up_gpu(support: Path, noted: list[object] | None = None) -> Iterator[None]:
+    """The tests' GPU of a tree, without its arithmetic, and one thread."""
+    sys.path.append(str(support))
     torch.set_num_threads(1)
+    torch.manual_seed(0)  # the same tensors in both trees
     import host_gpu
 
     with pytest.MonkeyPatch.context() as patch:
-        kept = without_arithmetic(host_gpu, patch)
-        found = host_us(calls())
+        kept = without_arithmetic(host_gpu, patch, noted)
+        yield
         del kept
+
+
+def asked(what: str, support: Path) -> None:
+    """What host_trees starts it for: time ``batches``, or tell the ``work`` of each call."""
+    to = host_turns.answers()
+    noted: list[object] | None = None if what == "batches" else []
+    with made_up_gpu(support, noted):
+        timed = {name: (call, TURN.get(name, CALLS)) for name, call in calls().items()}
+        if what == "work":
+            host_turns.tell(to, host_work.work(timed, noted, lambda: None))
+            return
+        import pretuned.runtime
+
+        about = {"python": platform.python_version(), "torch": torch.__version__, "runtime": pretuned.runtime.__file__}
+        host_turns.serve(timed, lambda: None, about, to)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--support", type=Path, default=ROOT / "tests/support", help="that of the tree in PYTHONPATH")
+    parser.add_argument("--serve", choices=host_turns.ASKED, help="answer host_trees on stdin and stdout")
+    parser.add_argument("--out", type=Path, help="the JSON file to write")
+    args = parser.parse_args()
+    if args.serve:
+        asked(args.serve, args.support)
+        return
+    with made_up_gpu(args.support):
+        found = host_us(calls())
     print(f"{'call':30} {'least':>8} {'median':>8} us")
     for name, one in found.items():
         print(f"{name:30} {one['least']:8.2f} {one['median']:8.2f}")
@@ -142,7 +193,3 @@ def main() -> None:
         args.out.write_text(
             json.dumps({"unit": "us", "python": sys.version.split()[0], "calls": found}, indent=1) + "\n"
         )
-
-
-if __name__ == "__main__":
-    main()

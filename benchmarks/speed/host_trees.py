@@ -1,28 +1,40 @@
-"""Host times of two checkouts, in processes that take turns.
+"""Host times of two checkouts, by two processes in lock step.
 
-    python benchmarks/run.py host_trees --old ../old --rounds 8 --out host-trees.json
+    python benchmarks/run.py host_trees --old ../old --seconds 240 --out host-trees.json
+    python benchmarks/run.py host_trees --old ../old --without-gpu --pairs 8
     python benchmarks/run.py host_trees --table host-trees.json
-    python benchmarks/run.py host_trees --old ../old --without-gpu
 
-Each process is ``benchmarks/run.py host`` of this checkout on the runtime of one of the two. Figures are ratios of the
-new one's times to the old one's: of the medians over the rounds, of the least, and the median of the rounds' own.
-torch's calls are the same code in both, so their ratios tell the host's noise; the last two lines are geometric means
-of ours and of torch's. It ends with 1 where a ratio of medians of ours is above ``--most``. ``--without-gpu`` compares
-what Python takes of them (host_python.py), of which each process gives its least.
+A process of each checkout is up, on the same cores. They run a batch of a call each in turn: old, new, new, old, and so
+on; one waits while the other runs. What else the machine does for a while is so in both of two adjacent batches. After
+``--batches`` of every call both end, and another pair starts, with another memory layout and hash seed, until
+``--pairs`` are done or ``--seconds`` would not do for one more. Each process is ``benchmarks/run.py host --serve`` of
+this checkout on the runtime of one of the two.
+
+``ratio`` is the median of new to old over all adjacent batches; beside it where that lies in 90 % of draws of pairs of
+processes (a bootstrap), the least and the greatest of the pairs' own, and the ratios of the medians and of the least
+batches. torch's calls are the same code in both: their ratios are the noise. The last lines are geometric means of ours
+and of torch's. First it tells what one call launches in each tree, and torch's operators in it. It ends with 1 where a
+ratio of ours is above ``--most``. ``--without-gpu`` compares what Python takes of the calls, by the made-up GPU of each
+checkout's own tests (host_python.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import statistics
-import subprocess
+import lzma
 import sys
 import tempfile
+import time
+from collections import defaultdict
 from pathlib import Path
+from typing import Any
+
+from benchmarks.speed import host_ratios, host_turns, host_work
+from benchmarks.speed.host_turns import START_S, Process, Turn
 
 ROOT = Path(__file__).resolve().parents[2]
+PAIRS = 8
 
 
 def linked(checkout: Path, folder: Path) -> Path:
@@ -31,52 +43,101 @@ def linked(checkout: Path, folder: Path) -> Path:
         link = folder / "pretuned" / Path(layer).name
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(checkout.resolve() / layer)
+    (folder / "pretuned" / "__init__.py").touch()  # else an installed pretuned would be taken first
     return folder
 
 
-def measured(path: Path, out: Path, without_gpu_of: Path | None = None) -> dict[str, float]:
-    """The medians of one process; without a GPU the least that Python takes, of a checkout."""
-    command = [sys.executable, str(ROOT / "benchmarks/run.py"), "host", "--out", str(out)]
-    if without_gpu_of is not None:
-        command[2:3] = ["host_python", "--support", str(without_gpu_of / "tests/support")]
-    places = os.pathsep.join(filter(None, (str(path), os.environ.get("PYTHONPATH"))))
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": places})
-    figure = "median" if without_gpu_of is None else "least"
-    return {name: one[figure] for name, one in json.loads(out.read_text())["calls"].items()}
+class Trees:
+    """The two checkouts, and how a process of each is started."""
+
+    def __init__(self, old: Path, folder: Path, pinned: list[int], without_gpu: bool) -> None:
+        self.checkouts = {"old": old.resolve(), "new": ROOT}
+        self.paths = {tree: linked(checkout, folder / tree) for tree, checkout in self.checkouts.items()}
+        self.pinned, self.without_gpu = pinned, without_gpu
+        for checkout in self.checkouts.values():
+            wanted = checkout / ("tests/support/host_gpu.py" if without_gpu else "runtime/__init__.py")
+            if not wanted.exists():
+                raise host_turns.Ended(f"{checkout} has no {wanted.relative_to(checkout)}: give a whole checkout")
+
+    def process(self, tree: str, what: str, seed: int) -> Process:
+        command = [str(ROOT / "benchmarks/run.py"), "host_python" if self.without_gpu else "host", "--serve", what]
+        if self.without_gpu:
+            command += ["--support", str(self.checkouts[tree] / "tests/support")]
+        return Process(tree, command, self.paths[tree], seed, self.pinned)
+
+    def work(self) -> dict[str, host_work.Work]:
+        """What a call launches in each."""
+        with host_turns.running(lambda tree: self.process(tree, "work", 1)) as two:
+            return {tree: one.answer(START_S) for tree, one in two.items()}
+
+    def pair(self, seed: int, batches: int, only: list[str] | None) -> tuple[dict[str, Any], list[Turn]]:
+        """What two new processes tell of themselves, and their batches."""
+        with host_turns.running(lambda tree: self.process(tree, "batches", seed)) as two:
+            ready = {tree: one.answer(START_S) for tree, one in two.items()}
+            for tree, one in ready.items():
+                runtime = Path(one["about"].pop("runtime")).resolve()
+                if runtime.parents[1] != self.checkouts[tree]:
+                    raise host_turns.Ended(f"the process of the {tree} tree took {runtime}, not {self.checkouts[tree]}")
+            calls = [name for name in ready["new"]["calls"] if not only or name in only]
+            return ready["new"]["about"], host_turns.pair(two, calls, batches)
 
 
-Ratios = tuple[float, float, float]
+def times(turns: list[Turn]) -> host_ratios.Pair:
+    """Microseconds by tree and call."""
+    found: host_ratios.Pair = {tree: defaultdict(list) for tree in host_turns.TREES}
+    for tree, call, batch in turns:
+        found[tree][call].append(round(batch.us, 3))
+    return found
 
 
-def rows(found: dict[str, list[dict[str, float]]]) -> dict[str, tuple[float, float, Ratios]]:
-    """Of each call the medians of old and new, and new to old: of medians, of the least, the median of each round's."""
-    calls = {}
-    for name in found["new"][0]:
-        old, new = ([one[name] for one in found[tree]] for tree in ("old", "new"))
-        turns = statistics.median(b / a for a, b in zip(old, new, strict=True))
-        medians = statistics.median(old), statistics.median(new)
-        calls[name] = *medians, (medians[1] / medians[0], min(new) / min(old), turns)
-    return calls
+def measured(args: argparse.Namespace) -> dict[str, Any]:
+    """Pairs until they are enough, or the seconds would not do for one more; written after each."""
+    began, longest = time.monotonic(), 0.0
+    pinned = host_turns.cores(args.cores)
+    report: dict[str, Any] = {
+        "command": " ".join(["python", *sys.argv]), "unit": "us", "batches": args.batches, "cores": pinned,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        trees = Trees(args.old, Path(folder), pinned, args.without_gpu)
+        report["work"] = trees.work()
+        unknown = sorted(set(args.only or ()) - set(report["work"]["new"]))
+        if unknown:
+            wanted = ", ".join(report["work"]["new"])
+            raise host_turns.Ended(f"no such call: {', '.join(unknown)}; wanted of {wanted}")
+        host_work.told(report["work"])
+        report["pairs"] = []
+        most_pairs = args.pairs or (sys.maxsize if args.seconds else PAIRS)
+        while len(report["pairs"]) < most_pairs:
+            start = time.monotonic()
+            if report["pairs"] and args.seconds and start - began + longest > args.seconds:
+                break
+            seed = len(report["pairs"]) + 1
+            report["environment"], turns = trees.pair(seed, args.batches, args.only)
+            report["pairs"].append({"hash_seed": seed, **times(turns)})
+            longest = max(longest, time.monotonic() - start)
+            print(f"pair {seed}: {time.monotonic() - start:.0f} s", file=sys.stderr)
+            written(report, args.out)
+    return report
 
 
-def mean(calls: dict[str, tuple[float, float, Ratios]], torchs: bool) -> Ratios:
-    """Geometric means of the ratios of our calls, or of torch's."""
-    ratios = [one for name, (_, _, one) in calls.items() if name.startswith("torch") == torchs]
-    medians, least, turns = map(statistics.geometric_mean, zip(*ratios, strict=True))
-    return medians, least, turns
+def written(report: dict[str, Any], out: Path | None) -> None:
+    if out:
+        report["ratios"] = {name: row.told() for name, row in host_ratios.rows(report["pairs"]).items()}
+        out.parent.mkdir(parents=True, exist_ok=True)
+        lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in report.items()]
+        out.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
-def told(found: dict[str, list[dict[str, float]]], most: float) -> list[str]:
-    """Print the table; which of ours are above ``most``."""
-    calls = rows(found)
-    print(f"{'call':42} {'old':>8} {'new':>8} us  medians   least  by round")
-    for name, (old, new, ratios) in calls.items():
-        print(f"{name:42} {old:8.2f} {new:8.2f}    " + "  ".join(f"{one:7.3f}" for one in ratios))
-    for name, torchs in (("ours", False), ("torch, the same code in both", True)):
-        if not any(one.startswith("torch") == torchs for one in calls):
-            continue
-        print(f"{name:42} {'':20} " + "  ".join(f"{one:7.3f}" for one in mean(calls, torchs)))
-    return [name for name, (*_, (medians, *_)) in calls.items() if medians > most and not name.startswith("torch")]
+def read(path: Path) -> list[host_ratios.Pair]:
+    """The pairs of an earlier file, packed or not; one of whole processes in turn had one time of each call."""
+    with lzma.open(path, "rt") if path.suffix == ".xz" else path.open() as file:
+        report = json.load(file)
+    if "pairs" in report:
+        return report["pairs"]  # type: ignore[no-any-return]
+    return [
+        {tree: {name: [us] for name, us in one.items()} for tree, one in (("old", old), ("new", new))}
+        for old, new in zip(report["old"], report["new"], strict=True)
+    ]
 
 
 def main() -> None:
@@ -85,24 +146,18 @@ def main() -> None:
     what.add_argument("--old", type=Path, help="the checkout to compare with")
     what.add_argument("--table", type=Path, metavar="FILE", help="print the table of an earlier --out")
     parser.add_argument("--without-gpu", action="store_true", help="what Python takes, by the tests' made-up GPU")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--most", type=float, default=1.03, help="the highest ratio of medians that passes")
-    parser.add_argument("--out", type=Path, help="the JSON file to write")
+    parser.add_argument("--pairs", type=int, help=f"of processes ({PAIRS}, or with --seconds as many as do)")
+    parser.add_argument("--seconds", type=float, help="begin no pair that would end after so many; one is always run")
+    parser.add_argument("--batches", type=int, default=100, help="of each call, by each process (100)")
+    parser.add_argument("--only", nargs="+", metavar="CALL", help="these calls alone, by their names in the table")
+    parser.add_argument("--cores", type=int, default=2, help="how many cores both are kept on; 0: any (2)")
+    parser.add_argument("--most", type=float, default=1.03, help="the highest ratio that passes (1.03)")
+    parser.add_argument("--out", type=Path, help="the JSON file to write, after each pair anew")
     args = parser.parse_args()
-    found: dict[str, list[dict[str, float]]] = {"old": [], "new": []}
-    if args.table:
-        found = json.loads(args.table.read_text())
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            trees = {"old": args.old.resolve(), "new": ROOT}
-            paths = {name: linked(tree, Path(folder) / name) for name, tree in trees.items()}
-            for turn in range(args.rounds):
-                for name in ("old", "new") if turn % 2 == 0 else ("new", "old"):
-                    of = trees[name] if args.without_gpu else None
-                    found[name].append(measured(paths[name], Path(folder) / "times.json", of))
-    slower = told(found, args.most)
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps({"unit": "us", "old": found["old"], "new": found["new"]}, indent=1) + "\n")
+    try:
+        pairs = read(args.table) if args.table else measured(args)["pairs"]
+    except host_turns.Ended as error:
+        sys.exit(str(error))
+    slower = host_ratios.told(pairs, args.most)
     if slower:
         sys.exit(f"slower by more than {args.most}: {', '.join(slower)}")

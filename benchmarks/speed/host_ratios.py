@@ -1,0 +1,102 @@
+"""What batches of two trees in turn say: ratios of new to old, and where they lie in 90 % of draws of processes."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from typing import Any, NamedTuple
+
+Pair = dict[str, dict[str, list[float]]]  # of old and new: each call's batches in us, the i-th of both adjacent
+DRAWS = 1000
+
+
+class Row(NamedTuple):
+    """Of a call, or the geometric mean of some: old's and new's median us, and ratios of new to old."""
+
+    old: float
+    new: float
+    ratio: float  # the median of all adjacent batches'
+    drawn: list[float]  # that of each draw of pairs of processes
+    pairs: list[float]  # that of each pair of processes
+    medians: float  # of the medians of all batches
+    least: float  # of the least batches
+
+    def interval(self) -> tuple[float, float]:
+        """Where the middle 90 % of draws are; of one pair of processes nothing is known."""
+        if len(self.pairs) < 2:
+            return float("nan"), float("nan")
+        steps = statistics.quantiles(self.drawn, n=20, method="inclusive")
+        return steps[0], steps[-1]
+
+    def told(self) -> dict[str, Any]:
+        """As a file has it."""
+        low, high = self.interval()
+        return {
+            "old": round(self.old, 3), "new": round(self.new, 3), "ratio": round(self.ratio, 4),
+            "low": round(low, 4) if low == low else None, "high": round(high, 4) if high == high else None,
+            "pairs": [round(one, 4) for one in self.pairs],
+            "medians": round(self.medians, 4), "least": round(self.least, 4),
+        }  # fmt: skip
+
+
+def rows(pairs: list[Pair]) -> dict[str, Row]:
+    """Of each call. The same draws of pairs for all: a bootstrap."""
+    chance = random.Random(0)
+    draws = [[chance.randrange(len(pairs)) for _ in pairs] for _ in range(DRAWS if len(pairs) > 1 else 1)]
+    found = {}
+    for name in pairs[0]["new"]:
+        old, new = ([us for pair in pairs for us in pair[tree][name]] for tree in ("old", "new"))
+        turns = [[b / a for a, b in zip(pair["old"][name], pair["new"][name], strict=True)] for pair in pairs]
+        drawn = [statistics.median([one for i in draw for one in turns[i]]) for draw in draws]
+        medians = statistics.median(old), statistics.median(new)
+        found[name] = Row(
+            *medians, statistics.median([one for each in turns for one in each]), drawn,
+            [statistics.median(each) for each in turns], medians[1] / medians[0], min(new) / min(old),
+        )  # fmt: skip
+    return found
+
+
+def mean(every: list[Row]) -> Row:
+    """The geometric mean of each figure."""
+    each = statistics.geometric_mean
+    drawn, pairs = ([each(one) for one in zip(*lists, strict=True)] for lists in
+                    ([row.drawn for row in every], [row.pairs for row in every]))  # fmt: skip
+    return Row(
+        each(row.old for row in every), each(row.new for row in every), each(row.ratio for row in every), drawn, pairs,
+        each(row.medians for row in every), each(row.least for row in every),
+    )  # fmt: skip
+
+
+def torchs(calls: dict[str, Row]) -> dict[str, Row]:
+    """Those of torch's own calls: the same code in both."""
+    return {name: row for name, row in calls.items() if name.startswith("torch")}
+
+
+def ours(calls: dict[str, Row]) -> dict[str, Row]:
+    return {name: row for name, row in calls.items() if not name.startswith("torch")}
+
+
+def told(pairs: list[Pair], most: float) -> list[str]:
+    """Print the table; which of ours are above ``most``."""
+    calls = rows(pairs)
+    print(f"{'call':42} {'old':>8} {'new':>8} us  ratio   90 % of draws    of pairs         medians   least")
+    for name, row in calls.items():
+        print(f"{name:42} {row.old:8.2f} {row.new:8.2f}   {_shown(row)}")
+    for name, those in (("ours", ours(calls)), ("torch, the same code in both", torchs(calls))):
+        if those:
+            print(f"{name:42} {'':8} {'':8}   {_shown(mean(list(those.values())))}")
+    if torchs(calls):
+        off = [abs(row.ratio - 1) for row in torchs(calls).values()]
+        rms = statistics.fmean(one**2 for one in off) ** 0.5
+        print(f"torch's ratios are off 1 by {rms:.1%} (root mean square), at most {max(off):.1%}: the noise of these")
+    unsure = [name for name, row in ours(calls).items() if row.ratio <= most and not row.interval()[1] <= most]
+    if unsure:
+        print(f"not shown to be within {most}, as 90 % of draws or one pair can't tell: {', '.join(unsure)}")
+    return [name for name, row in ours(calls).items() if row.ratio > most]
+
+
+def _shown(row: Row) -> str:
+    low, high = row.interval()
+    between = f"{low:.3f} to {high:.3f}" if low == low else "-"
+    pairs = f"{min(row.pairs):.3f} to {max(row.pairs):.3f}"
+    return f"{row.ratio:7.3f}   {between:14}   {pairs:14}   {row.medians:7.3f} {row.least:7.3f}"

@@ -1,0 +1,67 @@
+"""What a replayed call launches and which of torch's operators it takes: so that other work is not taken for slower."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sized
+from typing import Any
+
+from benchmarks.speed.host_turns import WARM, Timed
+
+Work = dict[str, dict[str, Any]]
+KINDS = ("operators", "kernels")
+_WIDE = 100  # of a kernel's name
+
+
+def work(timed: Timed, launched: Sized | None, settle: Callable[[], object]) -> Work:
+    """Of each call: our launches (``launched`` has one of each so far; None: not known), operators and kernels.
+
+    Each is a replayed one, as before the batches that are timed. Operators and kernels are by name, how often; kernels
+    are those of ours and of torch, and copies, where torch's profiler sees the GPU.
+    """
+    found: Work = {}
+    for name, (call, _) in timed.items():
+        for _ in range(WARM):
+            call()
+        settle()
+        before = 0 if launched is None else len(launched)
+        call()
+        settle()
+        found[name] = {"launches": None if launched is None else len(launched) - before, **profiled(call, settle)}
+    return found
+
+
+def profiled(call: Callable[[], object], settle: Callable[[], object]) -> dict[str, dict[str, int]]:
+    """Operators and kernels of a call."""
+    import torch  # here, as host_trees, which prints them, needs none
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    with profile(activities=activities) as seen:
+        call()
+        settle()
+    counts: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
+    for one in seen.events():
+        on_gpu = one.device_type != torch.autograd.DeviceType.CPU
+        names = counts["kernels" if on_gpu else "operators"]
+        if on_gpu or not one.name.startswith(("cuda", "cu", "Activity Buffer")):
+            names[one.name[:_WIDE]] = names.get(one.name[:_WIDE], 0) + 1
+    return counts
+
+
+def told(works: dict[str, Work]) -> None:
+    """Print how many of each the two trees have, and by name where they differ."""
+    old, new = works["old"], works["new"]
+    print(f"{'one replayed call':42} {'launches':>12} {'operators':>12} {'kernels':>12}  old, new")
+    for name in new:
+        shown = [f"{_known(old[name]['launches'])}, {_known(new[name]['launches'])}"]
+        shown += [f"{sum(old[name][kind].values())}, {sum(new[name][kind].values())}" for kind in KINDS]
+        print(f"{name:42} " + " ".join(f"{one:>12}" for one in shown))
+        for kind in KINDS:
+            for one in sorted(old[name][kind].keys() | new[name][kind].keys()):
+                counts = [tree[name][kind].get(one, 0) for tree in (old, new)]
+                if counts[0] != counts[1]:
+                    print(f"    {one}: {counts[0]}, {counts[1]}")
+
+
+def _known(launches: int | None) -> str:
+    return "?" if launches is None else str(launches)
