@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from building import fill
 
 from pretuned.aot.journal.file import Header, open_journal, read_journal
 from pretuned.aot.journal.records import Incumbent, Measured, Timing
@@ -34,8 +35,10 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
+def cache(compiled_dir: Path, compiled_models: Path) -> Path:
+    """All tests' compile cache, with what others compiled of such a model for 8.0."""
+    fill(compiled_dir, compiled_models)
+    return compiled_dir
 
 
 @pytest.fixture

@@ -314,9 +314,9 @@ def test_the_version_without_the_builder(aot_process):
 
 
 @pytest.mark.slow
-def test_the_counts_of_candidates_add_up(aot, here):
+def test_the_counts_of_candidates_add_up(aot, here, compiled_dir):
     """One cubin may be several candidates: builds of them count it once, as compiling does."""
-    done = aot("compile", "--models", MODEL, "--sm", "90", "-o", "c.msgpack")
+    done = aot("compile", "--models", MODEL, "--sm", "90", "-o", "c.msgpack", "--cache-dir", compiled_dir)
     told = re.search(r"of (\d+) cubins \((\d+) compiled now and (\d+) cached, (\d+) of these pruned; (\d+)", done.out)
     assert told is not None, done.out
     cubins, now, cached, pruned, _ = map(int, told.groups())
