@@ -13,20 +13,31 @@ collect_ignore_glob = [f"test_{one}*.py" for one in ("vllm", "sglang") if not im
 
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine in this process: its layers' calls are counted here
-    VLLM_CPU_KVCACHE_SPACE="1",
     VLLM_CPU_OMP_THREADS_BIND="nobind",
     VLLM_NO_USAGE_STATS="1",
     HF_HUB_OFFLINE="1",
+    TORCHDYNAMO_DISABLE="1",  # small steps of vLLM's own are not compiled: that takes longer than they do
 )
+
+
+class _Models(dict[str, Path]):
+    """Where each model lies, saved when it is first wanted."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def __missing__(self, name: str) -> Path:
+        from tiny_models import save
+
+        self[name] = save(name, self._folder / name)
+        return self[name]
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Where each of the models lies."""
-    from tiny_models import MODELS, save
-
-    folder = tmp_path_factory.mktemp("models")
-    return {name: save(name, folder / name) for name in MODELS}
+    return _Models(tmp_path_factory.mktemp("models"))
 
 
 class _Without(dict[str, Told]):

@@ -101,14 +101,17 @@ def test_torch_compile_traces_it(
     monkeypatch: pytest.MonkeyPatch, models: dict[str, Path], without: dict[str, Told]
 ) -> None:
     monkeypatch.setenv("VLLM_CPU_CI_ENV", "1")  # vLLM's own: the graph is traced, and run without a C++ compiler
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
+
+    wanted, counters = without[_ONE], torch._dynamo.utils.counters
+    counters.clear()
 
     def ask(llm: Any) -> tuple[Told, int, int]:
-        said, counters = generate(llm), torch._dynamo.utils.counters
-        return said, counters["frames"]["ok"], sum(counters["graph_break"].values())
+        return generate(llm), counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
     with lines() as told:
         said, traced, breaks = run(models[_ONE], "1", ask, enforce_eager=False)
-    assert like(said, without[_ONE], 1e-4)
+    assert like(said, wanted, 1e-4)
     assert len(told) == 1
-    assert traced
+    assert traced  # the model: vLLM's other functions were left as they are when they were imported
     assert not breaks

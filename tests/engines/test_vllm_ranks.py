@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_engine import PROMPTS, Told, count, generate, run, seen
+from vllm_engine import KV_CACHE_BYTES, PROMPTS, Told, count, generate, run, seen
 
 pytestmark = pytest.mark.filterwarnings("default")
 _MODEL = "Qwen3-MoE"
@@ -49,6 +49,7 @@ def test_a_server_of_two_processes_answers(models: dict[str, Path], without: dic
     options = {
         "--served-model-name": "tiny", "--host": "127.0.0.1", "--port": port,
         "--dtype": "float32", "--max-model-len": 128, "--max-num-seqs": 4, "--tensor-parallel-size": 2,
+        "--kv-cache-memory-bytes": KV_CACHE_BYTES,
     }  # fmt: skip
     given = [str(word) for option in options.items() for word in option]
     command = (*_SERVE, str(models[_MODEL]), *given, "--enforce-eager")

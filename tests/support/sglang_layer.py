@@ -7,7 +7,9 @@ import functools
 import logging
 import pkgutil
 import socket
+import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """SGLang's registry of hooks, as it is before plug-ins are loaded, and its classes as they are without."""
     torchvision_absent.stand_in()
     from sglang.srt import plugins
+    from sglang.srt.plugins import hook_registry
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     from pretuned.integrations import sglang
@@ -28,6 +31,9 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     places = [(pkgutil.resolve_name(owner), name) for owner, _, name in (one.rpartition(".") for one in sglang.PLACES)]
     own = [(owner, name, vars(owner).get(name)) for owner, name in places]
     monkeypatch.setattr(plugins, "_plugins_loaded", False)
+    # For each hook it looks for what is hooked in all modules: thousands, but only SGLang's have it.
+    its = {name: module for name, module in sys.modules.items() if name.startswith("sglang")}
+    monkeypatch.setattr(hook_registry, "sys", SimpleNamespace(modules=its))
     monkeypatch.delenv("PRETUNED_SGLANG", raising=False)
     monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
     experts._tell.cache_clear()
