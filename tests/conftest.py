@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # Tensors here are small: a second thread of torch or numpy waits for work, and takes another test's core meanwhile.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process that a test starts would compile all of our modules
+sys.dont_write_bytecode = False
 os.environ.pop("COLUMNS", None)  # a worker of xdist is told its terminal's: output is then as wide as that
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
 for pressed in (ROOT / "artifacts" / "pressed").glob("*.xz"):
