@@ -1,4 +1,4 @@
-"""The candidates that ship, unpacked once for the tests of a process: a quarter of a second each, a hundred times."""
+"""What ships, unpacked and read once for the tests of a process: half a second each time, and a hundred times."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from pretuned.artifacts.files import packed
+from pretuned.artifacts.format import index
 
 BUNDLES = Path(__file__).resolve().parents[2] / "artifacts" / "bundles"
 
 
 def kept(patch: pytest.MonkeyPatch) -> None:
-    """Have ``packed.unpack`` remember what the last few of them unpacked to, as long as their bytes are the same."""
+    """Have the candidates that ship unpacked once, and each variant's record read once: by the bytes, which say all."""
     unpack = packed.unpack
     known = functools.lru_cache(maxsize=3)(lambda data, where, sm: tuple(unpack(data, where, sm)))
 
@@ -24,3 +25,4 @@ def kept(patch: pytest.MonkeyPatch) -> None:
         yield from known(data, where, sm) if ships else unpack(data, where, sm)
 
     patch.setattr(packed, "unpack", remembered)
+    patch.setattr(index, "read_variant", functools.lru_cache(maxsize=8192)(index.read_variant))
