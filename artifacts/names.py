@@ -5,6 +5,7 @@ Names are looked up, never joined to a path; this holds all the same if someone 
 
 from __future__ import annotations
 
+import functools
 import re
 
 from .limits import MAX_NAME_CHARS
@@ -15,9 +16,14 @@ _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+@,:=()-]*(?:/[A-Za-z0-9][A-Za-z0-
 _TEXT = re.compile(r"[ -~]*", re.ASCII)
 
 
+@functools.lru_cache(maxsize=1024)  # a bundle of a thousand variants has a hundred such names
+def _identifies(name: str) -> bool:
+    return _IDENTIFIER.fullmatch(name) is not None
+
+
 def is_identifier(name: str) -> bool:
     """Whether ``name`` may name a kernel, an entry, an argument or a knob: letters, digits, ``_`` and ``$``."""
-    return len(name) <= MAX_NAME_CHARS and _IDENTIFIER.fullmatch(name) is not None
+    return len(name) <= MAX_NAME_CHARS and _identifies(name)
 
 
 def is_label(name: str) -> bool:

@@ -9,6 +9,7 @@ against it, too.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -253,19 +254,24 @@ def classes_of_one_name(every: dict[str, Module]) -> Iterator[str]:
 RULES: tuple[Callable[[dict[str, Module]], Iterator[str]], ...] = (
     imports_that_go_up, engines_that_meet, circles, foreign_imports, vendor_words, large_ones, classes_of_one_name,
 )  # fmt: skip
-PRODUCT = read(ROOT)
+
+
+@functools.cache
+def product() -> dict[str, Module]:
+    """Ours, parsed when a test first asks."""
+    return read(ROOT)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_the_product_keeps(rule: Callable[[dict[str, Module]], Iterator[str]]) -> None:
-    assert list(rule(PRODUCT)) == []
+    assert list(rule(product())) == []
 
 
 def test_every_room_is_on_a_floor() -> None:
     rooms = {f"{layer}.{one}" for layer, floors in ORDER.items() for floor in floors for one in floor.split()}
-    there = {module.room for module in PRODUCT.values() if module.path.name not in ("__init__.py", "__main__.py")}
+    there = {module.room for module in product().values() if module.path.name not in ("__init__.py", "__main__.py")}
     assert there == rooms
-    for module in PRODUCT.values():
+    for module in product().values():
         if module.path.name == "__init__.py":
             assert ast.get_docstring(module.tree), f"{module.path} does not say what is in the room"
 

@@ -100,6 +100,8 @@ def in_page(file: str, text: str) -> Iterator[Named]:
 
 
 def in_module(file: str, source: str) -> Iterator[Named]:
+    if not (NAMED.search(source) or MODULE.search(source)):
+        return  # nothing that a comment could name either
     for number, text in told(file, source):
         yield from paths(file, number, text)
 

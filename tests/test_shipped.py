@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +27,7 @@ from pretuned.artifacts.files import packed
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.format import index
 from pretuned.artifacts.format.schema import read_measured
-from pretuned.artifacts.records.bundle import Source
+from pretuned.artifacts.records.bundle import Choice, Source
 from pretuned.artifacts.records.precision import PRECISIONS, DType
 from pretuned.artifacts.records.problem import Fusion, Op, Problem
 from pretuned.artifacts.records.target import Gpu, LocalGpu
@@ -174,15 +176,26 @@ def is_in(there: set[tuple[Problem, int]], spec: str) -> bool:
     return {(problem, bucket) for problem, row in buckets.items() for bucket in row} <= there
 
 
+@functools.lru_cache(maxsize=1)
+def choices_of(name: str) -> tuple[tuple[Gpu, ...], list[tuple[Problem, Choice]]]:
+    """The GPUs of a bundle and all of its choices."""
+    with open_bundle(FOLDER / f"{name}.msgpack") as bundle:
+        return bundle.gpus, [(problem, choice) for problem in bundle.problems() for choice in bundle.find(problem)]
+
+
+@functools.lru_cache(maxsize=2)
+def cells_of(*lists: str) -> Mapping[Problem, tuple[int, ...]]:
+    """Problem -> buckets that are to be measured on 9.0 of such lists."""
+    return planned_on(plan(load_models(lists).shapes), (90,)).buckets
+
+
 @pytest.mark.parametrize(("name", "gpu"), [(name, gpu) for name, _, gpu in MEASURED])
 def test_those_for_sm_90_were_measured(name: str, gpu: str) -> None:
-    with open_bundle(FOLDER / f"{name}.msgpack") as bundle:
-        gpus = bundle.gpus
-        choices = [(problem, choice) for problem in bundle.problems() for choice in bundle.find(problem)]
+    gpus, choices = choices_of(name)
     assert [one.name for one in gpus] == [H100, H200]
-    wanted = planned_on(plan(load_models(models_of(name)).shapes), (90,)).buckets
+    wanted = cells_of(*models_of(name))
     here = {(problem, one.bucket) for problem, one in choices if one.gpu == [H100, H200].index(gpu)}
-    first = planned_on(plan(load_models(models_of(name)[:1]).shapes), (90,)).buckets
+    first = cells_of(*models_of(name)[:1])
     left = [(problem, bucket) for problem, row in wanted.items() for bucket in row if (problem, bucket) not in here]
     assert len(left) <= (1 - MEASURED_PART) * sum(map(len, wanted.values()))
     assert len([cell for cell in left if cell[1] in first.get(cell[0], ())]) <= 2, "two do not fit an H100's memory"

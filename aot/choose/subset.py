@@ -48,6 +48,7 @@ class _Costs:
                 column.append(math.log(times[variant] / best) if variant in times else absent)
         self.columns = columns
         self.count = len(cells)
+        self._added: dict[frozenset[int], tuple[float, int] | None] = {}
 
     def floor(self, chosen: Sequence[int]) -> list[float]:
         """The least cost of each cell over ``chosen``."""
@@ -65,8 +66,12 @@ class _Costs:
 
     def add(self, chosen: list[int]) -> tuple[float, int] | None:
         """The best (score, variant) to join ``chosen``, the least variant on a tie."""
-        floor = self.floor(chosen)
-        return min(((self.score(floor, v), v) for v in self.variants if v not in chosen), default=None)
+        key = frozenset(chosen)  # growth from one start comes upon sets of another's
+        if key not in self._added:
+            floor = self.floor(chosen)
+            every = ((self.score(floor, v), v) for v in self.variants if v not in key)
+            self._added[key] = min(every, default=None)
+        return self._added[key]
 
 
 def _grow(costs: _Costs, limit: int, first: int | None) -> tuple[float, list[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -188,30 +188,35 @@ def planned_on(plan: BuildPlan, sms: Collection[int], pool: Pool | None = None) 
     """
     space = pool or Pool()
     made = _planned(shapes_on(plan.shapes, sms, space)) if plan.shapes else plan
+    coded = _coded(space)
     idle = {
         one
         for one in made.problems
-        if (optional(one) or one.dtype.quantised) and not any(_runs(one, sm, space) for sm in sms)
+        if (optional(one) or one.dtype.quantised) and not any(_runs(one, sm, coded) for sm in sms)
     }  # fmt: skip
     return replace(made.without(idle) if idle else made, shapes=plan.shapes)
 
 
-def _runs(problem: Problem, sm: int, space: Pool) -> bool:
+def _coded(space: Pool) -> Callable[[Family, int, int], bool]:
+    """Of (family, E, sm) whether there is code: problems are many, and their families few."""
+    return functools.cache(lambda family, E, sm: has_candidates(family, E, sm, space))
+
+
+def _runs(problem: Problem, sm: int, coded: Callable[[Family, int, int], bool]) -> bool:
     """Whether a capability has code for an optional problem. Codes are put in order for the forward that wants it."""
-    if not has_candidates(Family.of(problem), problem.E, sm, space):
+    if not coded(Family.of(problem), problem.E, sm):
         return False
     dtype = problem.dtype
     if not dtype.quantised:
         return True
     forward = Family(Op.FORWARD, dtype, Layout.NK, Fusion.NONE)
-    ordered = prepares(dtype, problem.N, problem.K) and has_candidates(forward, problem.E, sm, space)
+    ordered = prepares(dtype, problem.N, problem.K) and coded(forward, problem.E, sm)
     return ordered == (problem.layout is Layout.NK)
 
 
 def shapes_on(shapes: Iterable[LayerShard], sms: Collection[int], pool: Pool | None = None) -> tuple[LayerShard, ...]:
     """The shards with what is built of them on these capabilities, told from what each has code for."""
-    space = pool or Pool()
-    coded = functools.cache(lambda family, E, sm: has_candidates(family, E, sm, space))
+    coded = _coded(pool or Pool())
 
     def resolved(shape: LayerShard) -> LayerShard:
         wanted = {dtype: {(Family.of(one), one.E) for one in problems_of(shape, dtype)} for dtype in shape.dtypes}

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ...artifacts.errors import InputError
 from ...artifacts.records.problem import Op, Problem
-from ..journal.timings import cell_of
 from .space import weight_key
 
 # What a cell takes, in seconds: roughly, and whatever the GPU. Parts are to be about equal, no more.
@@ -50,10 +49,12 @@ def part_of(problems: Mapping[Problem, Sequence[int]], number: int, count: int) 
 
 
 def _seconds(members: Mapping[Problem, Sequence[int]]) -> Iterable[float]:
-    for problem, M in {cell_of(problem, M) for problem, buckets in members.items() for M in buckets}:
-        matrix = problem.N * problem.K
-        read = (problem.E if problem.op is Op.DW else min(problem.E, M)) * problem.dtype.precision.w_bytes(
-            problem.N, problem.K
-        )
-        moved = read + M * (problem.N + problem.K) * problem.dtype.itemsize
-        yield _EACH_S + _LAUNCHES * max(2 * M * matrix / _FLOPS, moved / _BYTES)
+    measured: dict[Problem, set[int]] = {}
+    for problem, buckets in members.items():  # a product of two names is measured once
+        measured.setdefault(problem.canonical, set()).update(buckets)
+    for problem, rows in measured.items():
+        matrix, w_bytes = problem.N * problem.K, problem.dtype.precision.w_bytes(problem.N, problem.K)
+        row_bytes = (problem.N + problem.K) * problem.dtype.itemsize
+        for M in rows:
+            moved = (problem.E if problem.op is Op.DW else min(problem.E, M)) * w_bytes + M * row_bytes
+            yield _EACH_S + _LAUNCHES * max(2 * M * matrix / _FLOPS, moved / _BYTES)

@@ -28,12 +28,39 @@ MANY = 300  # MiB
 
 
 def pressed(path: Path, *parts: bytes, mib: int = MANY, of: bytes = b"\0") -> Path:
-    """An xz file of these parts and then ``mib`` MiB of one byte: some 50 KB."""
-    press = lzma.LZMACompressor(lzma.FORMAT_XZ, preset=1)
-    with path.open("wb") as file:
-        for part in (*parts, *[of * (1 << 20)] * mib):
-            file.write(press.compress(part))
-        file.write(press.flush())
+    """An xz file of these parts and then ``mib`` MiB of one byte: some 50 KB.
+
+    A MiB is compressed once, and stands in the file so many times: a chunk of LZMA2 that begins with a new state and
+    names the byte before it alone means the same wherever it stands.
+    """
+    given = b"".join(parts)
+    first = [given[i : i + 65536] for i in range(0, len(given), 65536)]
+    stored = [bytes([2 if i else 1]) + (len(one) - 1).to_bytes(2, "big") + one for i, one in enumerate(first)]
+    filters = [{"id": lzma.FILTER_LZMA2, "preset": 1}]
+    chunk = lzma.compress(of * (1 << 20), lzma.FORMAT_RAW, filters=filters)[:-1]  # less the end's mark
+    assert chunk[0] & 0xE0 == 0xE0  # new dictionary, properties and state; then only the latter two
+    again = bytes([chunk[0] & 0xDF]) + chunk[1:]
+    body = b"".join([*stored, again if first else chunk, again * (mib - 1), b"\0"])
+
+    def checked(data: bytes) -> bytes:
+        return data + zlib.crc32(data).to_bytes(4, "little")
+
+    def number(value: int) -> bytes:
+        found = []
+        while value >= 0x80:
+            found.append(value & 0x7F | 0x80)
+            value >>= 7
+        return bytes([*found, value])
+
+    flags = b"\0\0"  # without a check
+    block = checked(b"\x02\0\x21\x01\x10" + bytes(3))  # LZMA2, of a dictionary of 1 MiB
+    index = b"\0" + number(1) + number(len(block) + len(body)) + number(len(given) + (mib << 20))
+    index = checked(index + bytes(-len(index) % 4))
+    foot = (len(index) // 4 - 1).to_bytes(4, "little") + flags
+    path.write_bytes(
+        b"\xfd7zXZ\0" + checked(flags) + block + body + bytes(-len(body) % 4) + index
+        + zlib.crc32(foot).to_bytes(4, "little") + foot + b"YZ"
+    )  # fmt: skip
     return path
 
 

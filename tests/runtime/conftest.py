@@ -8,6 +8,16 @@ from pathlib import Path
 import pytest
 
 
+@pytest.fixture(scope="session", autouse=True)
+def unpacked_once() -> Iterator[None]:
+    """The candidates that ship are unpacked once: each test that makes a snapshot of them would do it again."""
+    from unpacked import kept
+
+    with pytest.MonkeyPatch.context() as patch:
+        kept(patch)
+        yield
+
+
 @pytest.fixture
 def clean_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """The process's snapshot and settings, read anew from an empty home; returns an empty directory of bundles."""

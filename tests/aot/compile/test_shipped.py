@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import lzma
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,6 @@ from pretuned.aot.plan.families import Pool, to_compile
 from pretuned.aot.plan.plan import BuildPlan, plan
 from pretuned.artifacts.errors import CompileError, HostError, InputError
 from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.files.packed import pack
 from pretuned.artifacts.format.codec import decode, encode
 from pretuned.artifacts.records.bundle import Bundle
 from pretuned.artifacts.records.problem import Op
@@ -59,8 +59,13 @@ def no_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     toolchain.toolchain.cache_clear()
 
 
+def pressed(bundle: Bundle) -> bytes:
+    """As ``pack`` presses it, but quickly."""
+    return lzma.compress(encode(bundle), preset=0)
+
+
 def installed(folder: Path, bundle: Bundle | bytes) -> list[Place]:
-    data = bundle if isinstance(bundle, bytes) else pack(encode(bundle))
+    data = bundle if isinstance(bundle, bytes) else pressed(bundle)
     (folder / candidates_name(80)).write_bytes(data)
     return [Place(Kind.INSTALLED, folder)]
 
@@ -111,7 +116,7 @@ def test_what_is_no_code_for_the_capability_is_not(
 
 @pytest.mark.parametrize("damage", ["cut", "writable"])
 def test_a_file_that_can_not_be_used_is_told(tmp_path: Path, bundle: Bundle, damage: str) -> None:
-    data = pack(encode(bundle))
+    data = pressed(bundle)
     places = installed(tmp_path, data[:-100] if damage == "cut" else data)
     if damage == "writable":
         (tmp_path / candidates_name(80)).chmod(0o666)

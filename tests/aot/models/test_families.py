@@ -23,9 +23,7 @@ from pretuned.artifacts.records.problem import Layout
 transformers = pytest.importorskip("transformers", minversion="5.23")
 FOLDER = Path(transformers.__file__).parent / "models"
 INTERFACE = sorted(
-    path.parent.name
-    for path in FOLDER.glob("*/modeling_*.py")
-    if "\n@use_experts_implementation" in path.read_text(encoding="utf-8")
+    path.parent.name for path in FOLDER.glob("*/modeling_*.py") if b"\n@use_experts_implementation" in path.read_bytes()
 )
 pytestmark = [
     pytest.mark.slow,
