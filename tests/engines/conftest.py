@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,15 @@ os.environ.update(
     VLLM_CPU_OMP_THREADS_BIND="nobind",
     VLLM_NO_USAGE_STATS="1",
     HF_HUB_OFFLINE="1",
-    TORCHDYNAMO_DISABLE="1",  # small steps of vLLM's own are not compiled: that takes longer than they do
 )
+
+
+@pytest.fixture(scope="package", autouse=True)
+def small_steps_are_not_compiled() -> Iterator[None]:
+    """vLLM's own, by torch.compile: that takes longer than they do. torch asks at each call, other tests compile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHDYNAMO_DISABLE", "1")
+        yield
 
 
 class _Models(dict[str, Path]):
