@@ -134,6 +134,8 @@ def read(path: Path) -> list[host_ratios.Pair]:
         report = json.load(file)
     if "pairs" in report:
         return report["pairs"]  # type: ignore[no-any-return]
+    if "ratios" in report:
+        raise host_turns.Ended(f"{path} has no batches any more, but its ratios as they were told")
     return [
         {tree: {name: [us] for name, us in one.items()} for tree, one in (("old", old), ("new", new))}
         for old, new in zip(report["old"], report["new"], strict=True)
