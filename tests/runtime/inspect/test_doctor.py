@@ -13,6 +13,7 @@ from pathlib import Path
 import craft
 import pytest
 import torch
+import warm
 from made import H200, ON_A100, ON_H200, OTHER, PROBLEM, WIDE, bundle, measured, modelled, snapshot, write
 
 from pretuned.artifacts.files.packed import pack
@@ -186,10 +187,7 @@ def test_very_many_names_cost_what_each_costs(tmp_path: Path) -> None:
 
 
 def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "pretuned.runtime", *arguments],
-        env={"PATH": os.environ["PATH"], **environment}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    return warm.run(["-m", "pretuned.runtime", *arguments], env={"PATH": os.environ["PATH"], **environment})
 
 
 @pytest.mark.slow  # a process that imports torch
