@@ -34,7 +34,8 @@ class Program:
         context.set_forkserver_preload(["torch"])
         self._folder = tempfile.TemporaryDirectory()
         self._streams = [Path(self._folder.name) / name for name in ("in", "out", "err")]
-        self._streams[0].write_text(given)
+        for one, text in zip(self._streams, (given, "", ""), strict=True):  # killed at once it has said nothing
+            one.write_text(text)
         self.args = [sys.executable, *map(str, words)]
         streams = [str(one) for one in self._streams]
         self._process = context.Process(
@@ -52,15 +53,15 @@ class Program:
 
     def wait(self, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
         """How it ended, and what it said."""
-        self._process.join(timeout_s)
-        if self._process.exitcode is None:
-            self._process.kill()
-            raise subprocess.TimeoutExpired(self.args, timeout_s, *(one.read_bytes() for one in self._streams[1:]))
-        done = subprocess.CompletedProcess(
-            self.args, self._process.exitcode, *(one.read_text() for one in self._streams[1:])
-        )
-        self._folder.cleanup()
-        return done
+        with self._folder:
+            self._process.join(timeout_s)
+            if late := self._process.exitcode is None:
+                self._process.kill()
+                self._process.join()
+            told = [one.read_text() for one in self._streams[1:]]
+        if late:
+            raise subprocess.TimeoutExpired(self.args, timeout_s, *told)
+        return subprocess.CompletedProcess(self.args, self._process.exitcode, *told)
 
 
 def run(
@@ -73,7 +74,7 @@ def run(
 def _main(words: list[str], environment: dict[str, str], cwd: str, streams: list[str]) -> None:
     """What Python does with its words, in the fork."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number, (name, flags) in enumerate(zip(streams, (os.O_RDONLY, *2 * [os.O_WRONLY | os.O_CREAT]), strict=True)):
+    for number, (name, flags) in enumerate(zip(streams, (os.O_RDONLY, os.O_WRONLY, os.O_WRONLY), strict=True)):
         opened = os.open(name, flags)
         os.dup2(opened, number)
         os.close(opened)
