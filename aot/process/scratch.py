@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +18,17 @@ _PREFIX = "pretuned-build-"
 def scratch_folder() -> Iterator[Path]:
     """A new folder in the system's temporary directory, gone afterwards; those of killed runs go too.
 
-    It is flocked while its owner lives, so that a later run knows a stale one.
+    It is flocked while its owner lives, so that a later run knows a stale one. A signal that comes while it is made
+    waits until it would be removed.
     """
-    folder, fd = _new()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
     try:
+        folder, fd = _new()
+    except BaseException:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        raise
+    try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         _sweep(folder.parent)
         yield folder
     finally:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -164,3 +165,28 @@ def _gone(pid: int) -> bool:
         time.sleep(0.05)
     os.kill(pid, 9)
     return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_the_folder_is_made_leaves_none(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    make = tempfile.mkdtemp
+
+    def interrupted(prefix: str) -> str:
+        made = make(prefix=prefix, dir=tmp_path)
+        os.kill(os.getpid(), number)
+        return made
+
+    def stop(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tempfile, "mkdtemp", interrupted)
+    before = signal.signal(number, stop)
+    try:
+        with pytest.raises(KeyboardInterrupt), scratch_folder():
+            pytest.fail("it went on")
+    finally:
+        signal.signal(number, before)
+    assert not list(tmp_path.iterdir())
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
