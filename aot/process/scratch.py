@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import secrets
 import shutil
-import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,35 +18,33 @@ _PREFIX = "pretuned-build-"
 def scratch_folder() -> Iterator[Path]:
     """A new folder in the system's temporary directory, gone afterwards; those of killed runs go too.
 
-    It is flocked while its owner lives, so that a later run knows a stale one. A signal that comes while it is made
-    waits until it would be removed.
+    It is flocked while its owner lives, so that a later run knows a stale one. Its name is known, and removed, from
+    before it is made: an interrupt may come between any two steps.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+    folder, fd = Path(tempfile.gettempdir(), f"{_PREFIX}{secrets.token_hex(8)}"), -1
     try:
-        folder, fd = _new()
-    except BaseException:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        raise
-    try:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        while fd < 0:
+            folder.mkdir(mode=0o700)
+            fd = _locked(folder)
         _sweep(folder.parent)
         yield folder
     finally:
         remove_tree(folder)
-        os.close(fd)
+        if fd >= 0:
+            os.close(fd)
 
 
-def _new() -> tuple[Path, int]:
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        try:
-            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except FileNotFoundError:  # another run took it for stale before it was locked
-            continue
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        if folder.exists():
-            return folder, fd
-        os.close(fd)
+def _locked(folder: Path) -> int:
+    """Its descriptor; -1 where another run took it for stale before it was locked, and removed it."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return -1
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    if folder.exists():
+        return fd
+    os.close(fd)
+    return -1
 
 
 def remove_tree(folder: Path) -> None:

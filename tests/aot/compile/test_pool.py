@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import fcntl
 import os
 import re
-import signal
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import misbehaving
 import pytest
@@ -167,26 +168,36 @@ def _gone(pid: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_while_the_folder_is_made_leaves_none(
-    number: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("when", ["mkdir", "open", "flock"])
+def test_an_interrupt_while_the_folder_is_made_leaves_none(
+    when: str, monkeypatch: pytest.MonkeyPatch, scratch_place: Path
 ) -> None:
-    make = tempfile.mkdtemp
+    owner = {"mkdir": Path, "open": os, "flock": fcntl}[when]
+    done = getattr(owner, when)
 
-    def interrupted(prefix: str) -> str:
-        made = make(prefix=prefix, dir=tmp_path)
-        os.kill(os.getpid(), number)
-        return made
+    def interrupted(*given: Any, **how: Any) -> None:
+        done(*given, **how)
+        monkeypatch.undo()
+        raise KeyboardInterrupt  # as a signal's handler would, right after it
 
-    def stop(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
+    monkeypatch.setattr(owner, when, interrupted)
+    with pytest.raises(KeyboardInterrupt), scratch_folder():
+        pytest.fail("it went on")
+    assert not list(scratch_place.iterdir())
 
-    monkeypatch.setattr(tempfile, "mkdtemp", interrupted)
-    before = signal.signal(number, stop)
-    try:
-        with pytest.raises(KeyboardInterrupt), scratch_folder():
-            pytest.fail("it went on")
-    finally:
-        signal.signal(number, before)
-    assert not list(tmp_path.iterdir())
-    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+def test_a_folder_that_another_run_took_for_stale_is_made_again(
+    monkeypatch: pytest.MonkeyPatch, scratch_place: Path
+) -> None:
+    lock, seen = fcntl.flock, []
+
+    def removed(fd: int, how: int) -> None:
+        lock(fd, how)
+        if not seen:
+            seen.extend(scratch_place.iterdir())
+            seen[0].rmdir()
+
+    monkeypatch.setattr(fcntl, "flock", removed)
+    with scratch_folder() as folder:
+        assert [folder] == seen == list(scratch_place.iterdir())
+    assert not list(scratch_place.iterdir())
