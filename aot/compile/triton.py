@@ -265,11 +265,12 @@ def _triton_compile(spec: Spec | RowOpSpec, sm: int, scratch: str) -> Any:
 def _no_key_of_triton() -> Iterator[None]:
     """Triton names an entry of its cache by a digest of all of itself, half a gigabyte that every worker would read.
 
-    Nothing is looked up there here, and our own key has Triton's version (``job_key``).
+    Nothing is looked up there here, and our own key has Triton's version (``job_key``). The function is none of its
+    interface: a Triton without it compiles as well.
     """
     from triton.runtime import cache
 
-    made = cache.triton_key
+    made = getattr(cache, "triton_key", None)
     cache.triton_key = lambda: ""
     try:
         yield

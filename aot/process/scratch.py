@@ -18,8 +18,8 @@ _PREFIX = "pretuned-build-"
 def scratch_folder() -> Iterator[Path]:
     """A new folder in the system's temporary directory, gone afterwards; those of killed runs go too.
 
-    It is flocked while its owner lives, so that a later run knows a stale one. Its name is known, and removed, from
-    before it is made: an interrupt may come between any two steps.
+    It is flocked while its owner lives, so that a later run knows a stale one. It is named before it is
+    made, so that an interrupt between any two steps leaves nothing behind.
     """
     folder, fd = Path(tempfile.gettempdir(), f"{_PREFIX}{secrets.token_hex(8)}"), -1
     try:

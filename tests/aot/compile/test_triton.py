@@ -128,3 +128,19 @@ def test_one_that_the_compiler_refuses_is_lost_alone(
     monkeypatch.setattr(triton, "_triton_compile", failing("error: no such instruction\n", cause))
     with pytest.raises(CompileError, match="no such instruction"):
         triton.compile_variant(SPEC, 90)
+
+
+@pytest.mark.slow
+def test_no_digest_of_triton_is_made_nor_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime import cache
+
+    spec = Spec(Op.FORWARD, DType.BF16, Config(16, 32, 32, 4, 2))
+
+    def asked() -> str:
+        pytest.fail("it read all of Triton")
+
+    monkeypatch.setattr(cache, "triton_key", asked)
+    made = triton.compile_variant(spec, 80)
+    assert cache.triton_key is asked
+    monkeypatch.delattr(cache, "triton_key")
+    assert triton.compile_variant(spec, 80) == made
