@@ -39,12 +39,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(scope="session")
-def compiled_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What all of xdist's workers share: what was compiled."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session")
+def compiled_models(shared_dir: Path) -> Path:
     """A compile cache that has the models of building.py, for tests that compile nothing or little: only read it."""
     from building import compiled_in
 
-    base = tmp_path_factory.getbasetemp()
-    return compiled_in(base.parent if "PYTEST_XDIST_WORKER" in os.environ else base)
+    return compiled_in(shared_dir)
 
 
 @pytest.fixture(autouse=True)

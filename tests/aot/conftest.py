@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from building import alone
 
 from pretuned.aot.build.build import build
 from pretuned.aot.build.options import BuildOptions
@@ -50,10 +50,9 @@ def training_plan() -> BuildPlan:
 
 
 @pytest.fixture(scope="session")
-def compiled_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The compile cache that the session shares, and with it all of xdist's workers."""
-    base = tmp_path_factory.getbasetemp()
-    path = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
+def compiled_dir(shared_dir: Path) -> Path:
+    """The compile cache of all tests here."""
+    path = shared_dir / "compiled"
     path.mkdir(exist_ok=True)
     return path
 
@@ -75,4 +74,5 @@ def small_bundle(
 ) -> Path:
     """A real bundle for sm_80, not to be changed."""
     options = BuildOptions(tmp_path_factory.mktemp("small"), cache=CompileCache(compiled_dir), space=small_space)
-    return build(small_plan, (80,), options).bundles[0].path
+    with alone(compiled_dir.parent / "small.lock"):
+        return build(small_plan, (80,), options).bundles[0].path

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 # fp32 has the fewest candidates, and dW the fewest forms: 7 variants and 6 of passes, about half a second each.
@@ -53,12 +55,19 @@ def fill(cache: Path, compiled: Path, lacking: int = 0) -> None:
         shutil.copy(entry, cache / entry.parent.name)
 
 
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """One process at a time: the next one finds compiled what this one compiles."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def compiled_in(shared: Path) -> Path:
     """A compile cache, nobody's to write, with all of MODEL, OTHER and THIRD (the same variants): who asks first
     makes it.
     """
-    with (shared / "models.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with alone(shared / "models.lock"):
         cache = shared / "models" / "cache"
         if not cache.exists():
             (shared / "models").mkdir()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import misbehaving
 import pytest
+from building import alone
 
 from pretuned.aot.build.build import build
 from pretuned.aot.build.options import BuildOptions, Observers
@@ -55,7 +56,8 @@ def bundles(
     options = BuildOptions(
         out, cache=CompileCache(compiled_dir), space=small_space, compile_one=misbehaving.without_torch
     )
-    report = build(small_plan, (80, 90), options)
+    with alone(compiled_dir.parent / "small.lock"):
+        report = build(small_plan, (80, 90), options)
     assert [one.failed for one in report.bundles] == [0, 0]
     return {one.target.sm: codec.decode(one.path.read_bytes(), str(one.path)) for one in report.bundles}
 

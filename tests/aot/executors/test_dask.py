@@ -20,6 +20,7 @@ from pathlib import Path
 import faketimer
 import psutil
 import pytest
+from building import alone
 
 from pretuned.aot.build.build import compile_candidates
 from pretuned.aot.build.options import BuildOptions
@@ -124,9 +125,9 @@ def candidates(
     tmp_path_factory: pytest.TempPathFactory, compiled_dir: Path, small_space: Pool, small_plan: BuildPlan
 ) -> Path:
     path = tmp_path_factory.mktemp("candidates") / "candidates.msgpack"
-    compile_candidates(
-        small_plan, (90,), path, BuildOptions(path.parent, cache=CompileCache(compiled_dir), space=small_space)
-    )
+    options = BuildOptions(path.parent, cache=CompileCache(compiled_dir), space=small_space)
+    with alone(compiled_dir.parent / "small.lock"):
+        compile_candidates(small_plan, (90,), path, options)
     return path
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from building import alone
 
 from pretuned.aot.build.build import compile_candidates
 from pretuned.aot.build.options import BuildOptions
@@ -20,7 +21,8 @@ def candidates(
     """Real cubins for 90: two aligned configs and a fallback in each form."""
     path = tmp_path_factory.mktemp("candidates") / "candidates.msgpack"
     options = BuildOptions(path.parent, cache=CompileCache(compiled_dir), space=small_space)
-    compile_candidates(small_plan, (90,), path, options)
+    with alone(compiled_dir.parent / "small.lock"):
+        compile_candidates(small_plan, (90,), path, options)
     return path
 
 
