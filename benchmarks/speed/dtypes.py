@@ -1,7 +1,7 @@
 """Times grouped GEMMs in the other dtypes: fp16 next to bf16, tf32 and IEEE fp32 next to loops of torch matmuls.
 
     PRETUNED_STRICT=1 PRETUNED_BUNDLES=dtypes-sm90.msgpack:catalogue-sm90.msgpack \\
-        python benchmarks/run.py dtypes --out benchmarks/results/dtypes-h200.json
+        python benchmarks/run.py dtypes --out dtypes-h200.json
 
 From bundles, through the public calls; docs/inside/performance.md has the commands that make the bundle. What is
 compared takes turns in one process, the method is benchmarks/method.py. bf16 and fp16 take turns with their loops of
