@@ -82,6 +82,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """From here on the collector does not look again and again at what was imported."""
+    """From here on the collector does not look at what was imported, and seldom at the rest."""
     gc.freeze()
+    gc.set_threshold(50_000)
     gc.enable()
