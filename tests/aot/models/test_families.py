@@ -76,7 +76,7 @@ def made(kind: str) -> tuple[Any, Any]:
     config = config_class(**merged(sized(config_class), MORE.get(kind, {})))
     models = [one for one in models if "PreTrained" not in one.__name__]
     model_class = max(models, key=lambda one: ("ForCondition" in one.__name__, one.__name__.endswith("Model")))
-    with torch.device("meta"):
+    with torch.device("meta"), transformers.initialization.no_init_weights():
         return model_class._from_config(config), config
 
 
