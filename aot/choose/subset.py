@@ -143,6 +143,6 @@ def select(
 def _finite(key: tuple[Problem, int], cell: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     """The variants of a cell that have a time, by variant: the input's order must not matter."""
     finite = sorted([one for one in cell if one[1] not in (math.inf, -math.inf)])
-    if not finite or not all([time > 0 for _, time in finite]):
+    if not finite or not all(time > 0 for _, time in finite):
         raise ValueError(f"{key[0]}, bucket {key[1]}: times {[time for _, time in cell]}, wanted one above 0 or more")
     return finite
