@@ -93,7 +93,7 @@ class Module(NamedTuple):
     path: Path
     name: str
     tree: ast.Module
-    nodes: tuple[ast.AST, ...]  # of the tree
+    nodes: tuple[ast.AST, ...]
 
     @property
     def room(self) -> str:

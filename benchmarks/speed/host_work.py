@@ -33,7 +33,7 @@ def work(timed: Timed, launched: Sized | None, settle: Callable[[], object]) -> 
 def profiled(call: Callable[[], object], settle: Callable[[], object]) -> dict[str, dict[str, int]]:
     """Operators and kernels of a call."""
     import torch  # here, as host_trees, which prints them, needs none
-    from torch.autograd.profiler import profile  # torch.profiler's own would import all of Inductor
+    from torch.autograd.profiler import profile  # torch.profiler imports Inductor
 
     with profile(use_device="cuda" if torch.cuda.is_available() else None) as seen:
         call()

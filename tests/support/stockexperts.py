@@ -16,7 +16,7 @@ _WANTED = {"num_experts": E, "num_local_experts": E, "n_routed_experts": E, "moe
 
 def families() -> list[str]:
     """The names of the families whose code has the decorator; [] without transformers."""
-    spec = importlib.util.find_spec("transformers")  # to import it takes two seconds of each collection
+    spec = importlib.util.find_spec("transformers")  # its import takes 2 s
     if spec is None or spec.origin is None:
         return []
     models = Path(spec.origin).parent / "models"

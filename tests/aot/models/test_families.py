@@ -28,12 +28,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # transformers' own
 ]
 
-
-@pytest.fixture(scope="module", autouse=True)
-def transformers() -> Any:
-    return pytest.importorskip("transformers", minversion="5.23")
-
-
 E, K, WIDTH = 24, 2, 840  # like no default, so that no two sizes are taken for each other
 # What a class needs beside: fields that its defaults lack, and whose experts are of a size that others decide.
 MORE: dict[str, dict[str, Any]] = {
@@ -64,13 +58,12 @@ class Experts(NamedTuple):
 
 def classes(kind: str) -> tuple[Any, list[Any]]:
     """A family's config class, of its whole model where it has several, and the models made of it."""
-    from transformers import PreTrainedModel
-
+    transformers = pytest.importorskip("transformers", minversion="5.23")
     configs = importlib.import_module(f"transformers.models.{kind}.configuration_{kind}")
     modeling = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
     models: dict[Any, list[Any]] = {getattr(configs, name): [] for name in configs.__all__}
     for one in vars(modeling).values():
-        if isinstance(one, type) and issubclass(one, PreTrainedModel) and one.config_class in models:
+        if isinstance(one, type) and issubclass(one, transformers.PreTrainedModel) and one.config_class in models:
             models[one.config_class].append(one)
     whole = max(models, key=lambda one: (len(one.sub_configs), one.model_type == kind, len(models[one])))
     return whole, models[whole]
@@ -78,9 +71,9 @@ def classes(kind: str) -> tuple[Any, list[Any]]:
 
 def made(kind: str) -> tuple[Any, Any]:
     """A family's whole model on the meta device, with the sizes above where its class has them, and its config."""
+    config_class, models = classes(kind)
     from transformers.initialization import no_init_weights
 
-    config_class, models = classes(kind)
     config = config_class(**merged(sized(config_class), MORE.get(kind, {})))
     models = [one for one in models if "PreTrained" not in one.__name__]
     model_class = max(models, key=lambda one: ("ForCondition" in one.__name__, one.__name__.endswith("Model")))
@@ -168,7 +161,8 @@ def test_llama4_has_its_own_code_and_w_as_kn() -> None:
     assert Layout.KN in layer.layouts
 
 
-def test_experts_that_are_no_matrices_are_refused(transformers: Any) -> None:
+def test_experts_that_are_no_matrices_are_refused() -> None:
+    transformers = pytest.importorskip("transformers", minversion="5.23")
     with pytest.raises(InputError, match=r"model_type 'doge': its experts are rows of two embeddings"):
         read(transformers.DogeConfig(is_moe=True))
 

@@ -20,7 +20,6 @@ BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", 
 
 
 def stock(name: str) -> Any:
-    """What transformers has for a format."""
     return importlib.import_module(f"transformers.integrations.{name}")
 
 
