@@ -93,6 +93,7 @@ class Module(NamedTuple):
     path: Path
     name: str
     tree: ast.Module
+    nodes: tuple[ast.AST, ...]
 
     @property
     def room(self) -> str:
@@ -115,14 +116,15 @@ def read(root: Path) -> dict[str, Module]:
             parts = list(path.relative_to(root).with_suffix("").parts)
             parts = parts[1:] if parts[:2] == ["runtime", "integrations"] else parts
             name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-            found[name] = Module(path, name, ast.parse(path.read_text(encoding="utf-8"), str(path)))
+            tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+            found[name] = Module(path, name, tree, tuple(ast.walk(tree)))
     return found
 
 
 def imports(module: Module, every: dict[str, Module]) -> Iterator[Import]:
     """Everything that a module imports, inside functions and under TYPE_CHECKING, too."""
     package = module.name.split(".") if module.path.name == "__init__.py" else module.name.split(".")[:-1]
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 ours = alias.name.startswith("pretuned.")
@@ -224,7 +226,7 @@ def large_ones(every: dict[str, Module]) -> Iterator[str]:
             yield f"{module.path}: {lines} lines, at most {MOST_LINES}"
         if module.room.startswith(("kernels.gemm", "kernels.rowops")):
             continue
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.FunctionDef) and node.name not in MANY_PARAMETERS:
                 given = node.args
                 count = len([*given.posonlyargs, *given.args, *given.kwonlyargs])
@@ -241,7 +243,7 @@ def classes_of_one_name(every: dict[str, Module]) -> Iterator[str]:
     found: dict[str, list[str]] = defaultdict(list)
     public: set[str] = set()
     for module in every.values():
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.ClassDef):
                 found[node.name.lstrip("_")].append(f"{module.path}:{node.lineno}")
                 if not node.name.startswith("_"):

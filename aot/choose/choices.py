@@ -240,7 +240,7 @@ def _configs(
     }
     numbers: dict[ConfigPairs, int] = {}
     table = {
-        key: _least((numbers.setdefault(compiled[i].variant.config, len(numbers)), us) for i, us in cell)
+        key: _least([(numbers.setdefault(compiled[i].variant.config, len(numbers)), us) for i, us in cell])
         for family in group
         for key, cell in _table(ranked[family]).items()
     }
@@ -264,7 +264,8 @@ def _least(times: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
     """Of what is there twice the faster one: a config may have been compiled here and elsewhere."""
     found: dict[int, float] = {}
     for one, us in times:
-        found[one] = min(us, found.get(one, us))
+        if us <= found.get(one, us):
+            found[one] = us
     return list(found.items())
 
 
@@ -302,13 +303,16 @@ def _ranked(
 ) -> Ranked:  # fmt: skip
     """Each (problem, bucket) of a family with its variants."""
     rankers: dict[tuple[int, ...], Ranker] = {}
+    akin = {i for i, one in enumerate(compiled) if Family.of(one.variant) == family}
     chip = (evidence and evidence.chip) or chip_for(sm)
     found = []
     for problem in problems:
         before = {bucket: _before(problem, bucket, evidence, running) for bucket in plan.buckets[problem]}
         ran = set(itertools.chain.from_iterable(before.values()))
         able = tuple(
-            i for i, one in enumerate(compiled) if serves(one.variant, problem) or runs(one.variant, problem, ran)
+            i
+            for i, one in enumerate(compiled)
+            if (i in akin and serves(one.variant, problem)) or (ran and runs(one.variant, problem, ran))
         )
         if not able:
             if optional(problem):

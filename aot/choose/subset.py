@@ -41,9 +41,9 @@ class _Costs:
         self._allowed = math.log1p(MAX_LOSS)
         columns: dict[int, list[float]] = {variant: [] for variant in every}
         for cell in cells:
-            best = min(time for _, time in cell)
-            absent = math.log(max(time for _, time in cell) / best * MISSING)
             times = dict(cell)
+            best = min(times.values())
+            absent = math.log(max(times.values()) / best * MISSING)
             for variant, column in columns.items():
                 column.append(math.log(times[variant] / best) if variant in times else absent)
         self.columns = columns
@@ -59,7 +59,7 @@ class _Costs:
     def score(self, floor: Sequence[float], extra: int | None = None) -> float:
         """Mean cost, plus all that cells are over the allowance; ``extra`` joins the set."""
         if extra is not None:
-            floor = list(map(min, floor, self.columns[extra]))
+            floor = [a if a < b else b for a, b in zip(floor, self.columns[extra], strict=True)]
         allowed = self._allowed
         # fsum, as sum rounds in another way from Python 3.12 on: the same table gives the same set on each.
         return math.fsum(floor) / self.count + math.fsum([cost - allowed for cost in floor if cost > allowed])
@@ -142,7 +142,7 @@ def select(
 
 def _finite(key: tuple[Problem, int], cell: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     """The variants of a cell that have a time, by variant: the input's order must not matter."""
-    finite = sorted((variant, time) for variant, time in cell if not math.isinf(time))
+    finite = sorted([one for one in cell if one[1] not in (math.inf, -math.inf)])
     if not finite or not all(time > 0 for _, time in finite):
         raise ValueError(f"{key[0]}, bucket {key[1]}: times {[time for _, time in cell]}, wanted one above 0 or more")
     return finite

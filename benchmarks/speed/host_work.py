@@ -33,14 +33,13 @@ def work(timed: Timed, launched: Sized | None, settle: Callable[[], object]) -> 
 def profiled(call: Callable[[], object], settle: Callable[[], object]) -> dict[str, dict[str, int]]:
     """Operators and kernels of a call."""
     import torch  # here, as host_trees, which prints them, needs none
-    from torch.profiler import ProfilerActivity, profile
+    from torch.autograd.profiler import profile  # torch.profiler imports Inductor
 
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-    with profile(activities=activities) as seen:
+    with profile(use_device="cuda" if torch.cuda.is_available() else None) as seen:
         call()
         settle()
     counts: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
-    for one in seen.events():
+    for one in seen.function_events or ():
         on_gpu = one.device_type != torch.autograd.DeviceType.CPU
         names = counts["kernels" if on_gpu else "operators"]
         if on_gpu or not one.name.startswith(("cuda", "cu", "Activity Buffer")):

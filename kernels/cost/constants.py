@@ -207,7 +207,7 @@ class Constants(NamedTuple):
 
     def family(self, sm: int) -> ConstantsFamily:
         """The generation of capability ``sm``."""
-        generation = arch_of(sm).generation  # (asked for each estimate: a table of the four would be made each time)
+        generation = arch_of(sm).generation
         if generation is Generation.HOPPER:
             return self.hopper
         if generation is Generation.BLACKWELL:

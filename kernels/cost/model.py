@@ -21,7 +21,7 @@ from ..hardware.arch import arch_of
 from ..hardware.chips import Chip
 from .block_scaled import block_scaled_us
 from .coded import coded_us
-from .constants import CONSTANTS, Constants, Specialized
+from .constants import CONSTANTS, Constants, ConstantsFamily, Specialized
 from .mixed_input import mixed_input_us
 from .profile import Profile, Resources, join, occupancy, profile
 from .routing import ExpectedRows, expected_rows
@@ -91,9 +91,9 @@ def _ceil_area(count: float, saved: float) -> float:
     return area - saved * (0.5 * whole + min(0.5, count - whole)) if saved else area
 
 
-def _rows_ns(profile: Profile, work: _Work, chip: Chip, c: Constants) -> float:
+def _rows_ns(profile: Profile, work: _Work, chip: Chip, c: Constants, family: ConstantsFamily) -> float:
     """Forward and dX, without the start."""
-    config, family, rows = profile.config, c.family(chip.sm), work.rows
+    config, rows = profile.config, work.rows
     row_tiles = rows.tiles[config.block_m]
     column_tiles = -(-work.columns // config.block_n)
     tiles = row_tiles * column_tiles
@@ -187,9 +187,9 @@ def _wasteful(tiled_columns: int, work: _Work, special: Specialized) -> float:
     return 1.0 + special.turns_waste * (tiled_columns / work.columns - 1.0)
 
 
-def _weight_ns(profile: Profile, work: _Work, chip: Chip, c: Constants) -> float:
+def _weight_ns(profile: Profile, work: _Work, chip: Chip, c: Constants, family: ConstantsFamily) -> float:
     """dW, without the start."""
-    config, family, rows = profile.config, c.family(chip.sm), work.rows
+    config, rows = profile.config, work.rows
     if transposed(Op.DW, config):  # dw turned round, as its kernel sees it
         config = replace(config, block_n=config.block_k, block_k=config.block_n)
         work = work._replace(N=work.columns, columns=work.N, right_row_bytes=float(work.N * work.itemsize))
@@ -238,10 +238,10 @@ def _steps_ns(profile: Profile, steps: float) -> float:
     return steps * profile.loaded_ns + later * (profile.chain_ns - profile.loaded_ns)
 
 
-def _time_us(profile: Profile, work: _Work, chip: Chip, c: Constants) -> float:
+def _time_us(profile: Profile, work: _Work, chip: Chip, c: Constants, family: ConstantsFamily) -> float:
     if not profile.occupancy:
         return math.inf
-    work_ns = (_weight_ns if work.op is Op.DW else _rows_ns)(profile, work, chip, c)
+    work_ns = (_weight_ns if work.op is Op.DW else _rows_ns)(profile, work, chip, c, family)
     return (c.launch_ns + c.cold_ns + profile.once_ns + work_ns) * 1e-3
 
 
@@ -256,7 +256,8 @@ def estimate_us(problem: Problem, M: int, resources: Resources, chip: Chip, cons
     _check_rows(M)
     if problem.dtype.quantised:
         return _mixed_us(problem, M, resources, chip)
-    return _time_us(profile(resources, problem.op, problem.dtype, chip, constants), _work(problem, M), chip, constants)
+    found = profile(resources, problem.op, problem.dtype, chip, constants)
+    return _time_us(found, _work(problem, M), chip, constants, constants.family(chip.sm))
 
 
 def _mixed_us(problem: Problem, M: int, resources: Resources, chip: Chip) -> float:
@@ -298,7 +299,8 @@ class Ranker:
             mixed = [(_mixed_us(problem, M, one, self._chip), i) for i, one in enumerate(self._candidates)]
             return sorted(mixed, key=lambda time: (time[0], self._candidates[time[1]].config, time[1]))
         work, chip, constants = _work(problem, M), self._chip, self._constants
-        times = [(_time_us(profile, work, chip, constants), i) for i, profile in enumerate(self._profiles)]
+        family = constants.family(chip.sm)
+        times = [(_time_us(profile, work, chip, constants, family), i) for i, profile in enumerate(self._profiles)]
         return sorted(times, key=lambda time: (time[0], self._profiles[time[1]].config, time[1]))
 
 

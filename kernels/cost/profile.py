@@ -178,6 +178,6 @@ def _flops_per_ns(
 
 def join(one: float, other: float, norm: float) -> float:
     """The p-norm: near the larger, up to 2^(1/norm) times it where both are equal."""
-    low, high = min(one, other), max(one, other)
+    low, high = (one, other) if one < other else (other, one)
     joined: float = high * (1.0 + (low / high) ** norm) ** (1.0 / norm)
     return joined

@@ -32,7 +32,7 @@ while True:
 def cycles(folder: Path, rounds: int) -> dict[str, int]:
     """Open, read and close so often: by how many descriptors, and KiB of memory, the process grew."""
     path = folder / "b.msgpack"
-    publish(path, codec.encode(golden_bundles.medium()))
+    publish(path, codec.encode(golden_bundles.gpus()))
 
     def once(turn: int) -> None:
         file = open_bundle(path, later=turn % 2 == 1)

@@ -80,7 +80,7 @@ def test_mutants_are_judged_by_their_tests() -> None:
     """Those of one small file, in a process that has not imported the product; no change at all lives."""
     code = """
 from tests.reach import chosen, mutants
-file = "artifacts/files/packed.py"
+file = "artifacts/files/blob.py"
 with mutants.product() as place:
     path = place / "pretuned" / file
     before = path.read_text()

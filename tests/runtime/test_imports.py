@@ -67,7 +67,7 @@ def test_a_call_adds_no_triton_and_no_command_line(name: str) -> None:
 
 
 @pytest.mark.slow  # a process that imports torch
-@pytest.mark.parametrize("name", ["grouped_gemm", pytest.param("moe_mlp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["grouped_gemm", pytest.param("moe_mlp", marks=pytest.mark.nightly)])
 def test_what_decides_and_loads_waits_for_a_first_launch(name: str) -> None:
     """Half of the time that the import took."""
     alone = modules_of_torch()

@@ -134,9 +134,10 @@ def test_what_it_holds(wheel, small_bundle):
 @pytest.mark.slow
 def test_pip_installs_it_and_the_runtime_finds_its_bundle(wheel, tmp_path):
     """In a fresh environment, to which this one's packages are added for torch and pretuned."""
-    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
     python = tmp_path / "venv" / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel], check=True)
+    pip = [sys.executable, "-m", "pip", "--python", python]
+    subprocess.run([*pip, "install", "-q", "--no-deps", "--no-index", wheel], check=True)
     purelib = subprocess.run(
         [python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"],
         capture_output=True, text=True, check=True,
@@ -146,7 +147,7 @@ def test_pip_installs_it_and_the_runtime_finds_its_bundle(wheel, tmp_path):
     told = subprocess.run([python, "-m", "pretuned.runtime"], capture_output=True, text=True, check=False).stdout
     assert f"{purelib}/acme_moe_kernels (an installed package): 1 bundle" in told, told
     assert f"{purelib}/acme_moe_kernels/small-sm80.msgpack (sm_80," in told
-    subprocess.run([python, "-m", "pip", "uninstall", "-q", "-y", "acme-moe-kernels"], check=True)
+    subprocess.run([*pip, "uninstall", "-q", "-y", "acme-moe-kernels"], check=True)
     assert not (Path(purelib) / "acme_moe_kernels").exists()  # RECORD named every file
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from stockexperts import families
 
 from pretuned.aot.models.catalogue import find
 from pretuned.aot.models.families import EXPERTS, PER_TOKEN, WIDTHS
@@ -20,11 +22,7 @@ from pretuned.aot.models.layer import ExpertLayer
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.problem import Layout
 
-transformers = pytest.importorskip("transformers", minversion="5.23")
-FOLDER = Path(transformers.__file__).parent / "models"
-INTERFACE = sorted(
-    path.parent.name for path in FOLDER.glob("*/modeling_*.py") if b"\n@use_experts_implementation" in path.read_bytes()
-)
+INTERFACE = families()
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),  # transformers' own
@@ -60,6 +58,7 @@ class Experts(NamedTuple):
 
 def classes(kind: str) -> tuple[Any, list[Any]]:
     """A family's config class, of its whole model where it has several, and the models made of it."""
+    transformers = pytest.importorskip("transformers", minversion="5.23")
     configs = importlib.import_module(f"transformers.models.{kind}.configuration_{kind}")
     modeling = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
     models: dict[Any, list[Any]] = {getattr(configs, name): [] for name in configs.__all__}
@@ -73,10 +72,12 @@ def classes(kind: str) -> tuple[Any, list[Any]]:
 def made(kind: str) -> tuple[Any, Any]:
     """A family's whole model on the meta device, with the sizes above where its class has them, and its config."""
     config_class, models = classes(kind)
+    from transformers.initialization import no_init_weights
+
     config = config_class(**merged(sized(config_class), MORE.get(kind, {})))
     models = [one for one in models if "PreTrained" not in one.__name__]
     model_class = max(models, key=lambda one: ("ForCondition" in one.__name__, one.__name__.endswith("Model")))
-    with torch.device("meta"):
+    with torch.device("meta"), no_init_weights():
         return model_class._from_config(config), config
 
 
@@ -161,6 +162,7 @@ def test_llama4_has_its_own_code_and_w_as_kn() -> None:
 
 
 def test_experts_that_are_no_matrices_are_refused() -> None:
+    transformers = pytest.importorskip("transformers", minversion="5.23")
     with pytest.raises(InputError, match=r"model_type 'doge': its experts are rows of two embeddings"):
         read(transformers.DogeConfig(is_moe=True))
 
@@ -179,7 +181,7 @@ FLAGSHIPS = {
 
 
 def flagship(kind: str) -> str:
-    source = (FOLDER / kind / f"configuration_{kind}.py").read_text(encoding="utf-8")
+    source = Path(inspect.getfile(classes(kind)[0])).read_text(encoding="utf-8")
     return FLAGSHIPS.get(kind) or re.findall(r'checkpoint="([^"]+)"', source)[-1]
 
 

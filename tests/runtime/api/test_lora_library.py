@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
 
 from pretuned.runtime import ExpertWeights, Lora, grouped_gemm, sort_routing
 from pretuned.runtime.api import lora_library
@@ -22,6 +20,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 @pytest.mark.parametrize("format", [None, "mxfp4"])
 @pytest.mark.parametrize("shared", [False, True])
 def test_it_is_traced_as_one_operator(format: str | None, shared: bool) -> None:
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+
     torch.manual_seed(0)
     N, K = (128, 64) if format else (12, 10)
     x, w, m_sizes = torch.randn(9, K), torch.randn(E, N, K), torch.tensor([2, 3, 0, 4])

@@ -224,7 +224,7 @@ def test_the_doctor_of_a_driver_of_cuda_11(compiled: Callable[..., Path]) -> Non
 
 
 @pytest.mark.slow  # a process that imports torch
-@pytest.mark.parametrize("defined", [("NO_GPU",), ("VERSION=12000", "OLDER")])
+@pytest.mark.parametrize("defined", [("NO_GPU",), pytest.param(("VERSION=12000", "OLDER"), marks=pytest.mark.nightly)])
 def test_the_doctor_of_a_torch_without_cuda(defined: tuple[str, ...], compiled: Callable[..., Path]) -> None:
     if torch.version.cuda is not None:
         pytest.skip("needs a torch without CUDA")

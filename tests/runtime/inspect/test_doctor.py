@@ -219,7 +219,7 @@ def test_the_command_among_packages_that_end_a_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", [[], ["--json"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [[], pytest.param(["--json"], marks=pytest.mark.nightly)], ids=" ".join)
 def test_a_reader_that_has_left(tmp_path: Path, arguments: list[str]) -> None:
     """As ``python -m pretuned.runtime --json | head -5``: no word, and the code that a shell shows for SIGPIPE."""
     reader, writer = os.pipe()

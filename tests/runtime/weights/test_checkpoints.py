@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from transformers.integrations import finegrained_fp8, mxfp4
 
 from pretuned.artifacts.errors import InputError
 from pretuned.runtime import ExpertWeights
@@ -17,6 +17,10 @@ E, I, H = 2, 128, 256  # noqa: E741
 LAYER = "model.layers.3.mlp.experts"
 FP8 = torch.float8_e4m3fn
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+
+
+def stock(name: str) -> Any:
+    return importlib.import_module(f"transformers.integrations.{name}")
 
 
 def randint(high: int, *shape: int, seed: int = 0) -> torch.Tensor:
@@ -66,7 +70,7 @@ def test_deepseek_v3() -> None:
         return 1 + torch.arange(-(-N // 128) * -(-K // 128)).view(-(-N // 128), -1) + seed * 0.5
 
     tensors = each(lambda N, K, seed: {"weight": e4m3(N, K, seed=seed), "weight_scale_inv": scale(N, K, seed)})
-    check(tensors, BLOCKS, "fp8_block", lambda N, K, seed: finegrained_fp8._dequantize_fp8_weight(
+    check(tensors, BLOCKS, "fp8_block", lambda N, K, seed: stock("finegrained_fp8")._dequantize_fp8_weight(
         e4m3(N, K, seed=seed), scale(N, K, seed), [128, 128], torch.float32))  # fmt: skip
     found = ExpertWeights.from_tensors(tensors, {"quantization_config": BLOCKS}, "down", quantize_x=False)
     assert found.format == "fp8_block_a16"
@@ -94,7 +98,7 @@ def test_deepseek_v4() -> None:
 
     def want(N: int, K: int, seed: int) -> torch.Tensor:
         one = make(N, K, seed)
-        unpacked = finegrained_fp8.Fp8Dequantize(None)._unpack_fp4(one["weight"])
+        unpacked = stock("finegrained_fp8").Fp8Dequantize(None)._unpack_fp4(one["weight"])
         return unpacked * one["scale"].float().repeat_interleave(32, 1)
 
     names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
@@ -113,7 +117,7 @@ def test_gpt_oss_is_not_copied() -> None:
     )
     assert (found.format, found.shape) == ("mxfp4", (E, 2 * I, 96))
     assert (found.codes.data_ptr(), found.scale.data_ptr()) == (blocks.data_ptr(), scales.data_ptr())
-    theirs = mxfp4._convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)
+    theirs = stock("mxfp4")._convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)
     assert torch.equal(found.dequantize(torch.float32), theirs)
 
 
@@ -211,7 +215,7 @@ def test_kimi_k3() -> None:
     def want(N: int, K: int, seed: int) -> torch.Tensor:
         one = make(N, K, seed)
         blocks, scales = one["weight_packed"].view(1, N, K // 32, 16), one["weight_scale"][None]
-        return mxfp4._convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)[0].T
+        return stock("mxfp4")._convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)[0].T
 
     weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
     check(each(make), compressed("mxfp4-pack-quantized", weights), "mxfp4", want)
@@ -233,7 +237,7 @@ def test_nvfp4(inverse: bool) -> None:
 
     def want(N: int, K: int, seed: int) -> torch.Tensor:
         packed = randint(256, N, K // 2, seed=seed).to(torch.uint8)
-        unpacked = finegrained_fp8.Fp8Dequantize(None)._unpack_fp4(packed)
+        unpacked = stock("finegrained_fp8").Fp8Dequantize(None)._unpack_fp4(packed)
         return unpacked * scale(N, K, seed).float().repeat_interleave(16, 1) * (0.25 if K == H else 0.125)
 
     if inverse:

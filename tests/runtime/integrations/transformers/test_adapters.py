@@ -205,15 +205,16 @@ def test_checkpointed_copied_and_in_a_trainer(peft: Any, checkpoints: dict[str, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("part", ["layer", pytest.param("model", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
-def test_compiled_as_one_graph(peft: Any, checkpoints: dict[str, tiny_quantised.Pair], kind: str) -> None:
+def test_compiled_as_one_graph(peft: Any, checkpoints: dict[str, tiny_quantised.Pair], kind: str, part: str) -> None:
     model = adapted(peft, loaded(checkpoints[kind].quantised))
     wanted, grads = run(model)
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    (model if part == "model" else model.get_base_model().model.layers[0]).compile(backend="aot_eager", fullgraph=True)
     for _ in range(2):
         model.zero_grad()
-        logits = compiled(input_ids=IDS).logits
+        logits = model(input_ids=IDS).logits
         logits.float().square().mean().backward()
         torch.testing.assert_close(logits.detach(), wanted, rtol=1e-4, atol=1e-4)
         for name, one in model.named_parameters():

@@ -239,19 +239,20 @@ def test_a_loss_curve_is_peft_s_within_its_noise(peft: Any) -> None:
 
 
 @pytest.mark.slow
-def test_compiled_and_in_autocast(peft: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """torch.compile leaves parametrised experts as they are: recognised. Autocast casts A and B as the weights."""
+@pytest.mark.parametrize("part", ["layer", pytest.param("model", marks=pytest.mark.nightly)])
+def test_compiled(peft: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, part: str) -> None:
+    """torch.compile leaves parametrised experts as they are: recognised."""
     ours.register()
     model = adapted_model(peft, num_hidden_layers=1)
     wanted, grads = run(model, "eager")
     model.get_base_model().set_experts_implementation("pretuned")
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend="aot_eager")
+    (model if part == "model" else model.get_base_model().model.layers[0]).compile(backend="aot_eager")
     model.zero_grad()
     given: list[Any] = []
     real = ours.moe_mlp
     monkeypatch.setattr(ours, "moe_mlp", lambda *args, **how: (given.append(how["lora"]), real(*args, **how))[1])
-    logits = compiled(input_ids=IDS).logits
+    logits = model(input_ids=IDS).logits
     logits.float().square().mean().backward()
     assert len(given) == 1
     assert None not in given[0]
@@ -260,6 +261,13 @@ def test_compiled_and_in_autocast(peft: Any, monkeypatch: pytest.MonkeyPatch, ca
     for name, one in model.named_parameters():
         if one.requires_grad:
             torch.testing.assert_close(one.grad, grads[name], rtol=1e-3, atol=1e-5)
+    assert "is read as its parametrization" not in caplog.text
+
+
+@pytest.mark.slow
+def test_in_autocast(peft: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """It casts A and B as the weights."""
+    model = adapted_model(peft, num_hidden_layers=1)
     found = []
     for how in ("eager", "pretuned"):
         with torch.autocast("cpu", torch.bfloat16):
