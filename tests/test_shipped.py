@@ -126,7 +126,8 @@ def test_the_candidates_are_what_this_triton_compiles(sm: int, low_rank: bool) -
 
     def size(spec: Spec | RowOpSpec) -> tuple[bool, int]:
         c = spec.config
-        return (c.schedule is Schedule.PINGPONG, c.block_m * c.block_n * c.block_k) if isinstance(c, Config) else (False, 0)
+        whole = c.block_m * c.block_n * c.block_k if isinstance(c, Config) else 0
+        return isinstance(c, Config) and c.schedule is Schedule.PINGPONG, whole
 
     found = Shipped.found(sm)
     listed = plan(load_models(listed_for(sm)).shapes)

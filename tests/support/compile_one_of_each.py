@@ -26,8 +26,9 @@ POINTERS = Config(64, 64, 32, 4, 2)
 ONE_TILE = Config(16, 64, 128, 4, 2, schedule=Schedule.TILE)  # its programs find their tile in PTX
 CODED = replace(ONE_TILE, block_k=64)
 SPECS = [
-    *(Spec(op, DType.BF16, TMA, fusion=fusion) for op, fusion in
-      ((Op.FORWARD, Fusion.NONE), (Op.FORWARD, Fusion.SCATTER), (Op.FORWARD, LOW | Fusion.GATHER), (Op.DX, Fusion.NONE))),
+    *(Spec(Op.FORWARD, DType.BF16, TMA, fusion=fusion) for fusion in
+      (Fusion.NONE, Fusion.SCATTER, LOW | Fusion.GATHER)),
+    Spec(Op.DX, DType.BF16, TMA),
     Spec(Op.DW, DType.BF16, replace(TMA, block_m=32)),
     Spec(Op.FORWARD, DType.BF16, replace(ONE_TILE, loads=Loads.TMA)),
     Spec(Op.DX, DType.TF32, replace(TMA, block_k=32)),  # w through registers
