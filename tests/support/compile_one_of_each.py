@@ -14,7 +14,6 @@ from pretuned.aot.compile.toolchain import unable
 from pretuned.aot.compile.triton import compile_variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, RowOp
-from pretuned.kernels.codes import CODES
 from pretuned.kernels.contract.config import Cache, Config, Edge, Loads, Schedule, TileRows
 from pretuned.kernels.contract.rowops import MAKES_CODES, RowOpSpec
 from pretuned.kernels.contract.spec import Spec
@@ -49,26 +48,28 @@ BY_BLOCKS = replace(BOTH, block_k=128, schedule=Schedule.BLOCK_SCALED)
 SPECIALISED = [
     Spec(Op.FORWARD, DType.BF16, BOTH),
     *(Spec(Op.FORWARD, DType.BF16, HALF, fusion=fusion) for fusion in
-      (Fusion.SCATTER, Fusion.GATHER | Fusion.SILU, LOW | Fusion.GATHER)),
-    *(Spec(Op.DX, DType.BF16, config, fusion=LOW) for config in (TURNS, FITTED_TURNS)),
+      (Fusion.GATHER | Fusion.SILU, LOW | Fusion.GATHER)),
+    Spec(Op.DX, DType.BF16, FITTED_TURNS, fusion=LOW),
     Spec(Op.FORWARD, DType.FP16, NARROW, fusion=Fusion.SCATTER),
     Spec(Op.FORWARD, DType.BF16, FITTED, fusion=Fusion.SCATTER),
     Spec(Op.DW, DType.BF16, replace(ALL_OF_DW, block_k=128, edge=Edge.HALF, cache=Cache.EVICT_FIRST)),
     Spec(Op.DW, DType.BF16, replace(TURNS, block_m=16, block_k=128)),
     Spec(Op.DW, DType.TF32, ALL_OF_DW),
-    *(Spec(Op.FORWARD, DType(name), FEW_ROWS) for name in CODES if name not in ("mxfp4", "fp8_block_a16")),
-    Spec(Op.FORWARD, DType.MXFP4, replace(FEW_ROWS, block_k=512)),  # more than one product in flight
+    *(Spec(Op.FORWARD, dtype, FEW_ROWS) for dtype in (DType.INT4_G32, DType.INT4_G128, DType.FP8_CHANNEL_A16)),
+    Spec(Op.FORWARD, DType.NVFP4, replace(FEW_ROWS, block_k=512)),  # more than one product in flight
     Spec(Op.FORWARD, DType.FP8_BLOCK_A16, replace(OF_CODES, block_n=256, block_k=64), fusion=Fusion.SCATTER),
     Spec(Op.DX, DType.MXFP4, replace(OF_CODES, block_m=128, block_k=64), fusion=LOW),
     Spec(Op.DX, DType.FP8_BLOCK_A16, OF_CODES, fusion=LOW),
     Spec(Op.FORWARD, DType.FP8_BLOCK, BY_BLOCKS),
 ]  # fmt: skip
 BY_NIGHT = [  # what goes together otherwise
-    *(Spec(Op.FORWARD, DType.BF16, HALF, fusion=fusion) for fusion in (Fusion.GATHER, Fusion.SILU)),
+    *(Spec(Op.FORWARD, DType.BF16, HALF, fusion=fusion) for fusion in
+      (Fusion.SCATTER, Fusion.GATHER, Fusion.SILU)),
     *(Spec(Op.DX, DType.BF16, config) for config in (NARROW, FITTED_TURNS)),
-    Spec(Op.DX, DType.BF16, FITTED, fusion=LOW),
+    *(Spec(Op.DX, DType.BF16, config, fusion=LOW) for config in (TURNS, FITTED)),
     Spec(Op.FORWARD, DType.BF16, FITTED_TURNS, fusion=Fusion.SCATTER),
     Spec(Op.DW, DType.BF16, replace(TURNS, block_m=16, block_n=128, block_k=192)),
+    *(Spec(Op.FORWARD, dtype, FEW_ROWS) for dtype in (DType.INT4_G64, DType.MXFP4)),
     Spec(Op.FORWARD, DType.FP8_BLOCK, BY_BLOCKS, fusion=Fusion.SCATTER),
 ]  # fmt: skip
 OLDER = [
@@ -84,8 +85,8 @@ BY_CODES = [  # where a GPU multiplies e4m3; on 10.0 by tcgen05, whose tiles hav
 ]
 
 if __name__ == "__main__":
-    every = [(90, SPECS), (90, SPECIALISED), (80, OLDER), (89, BY_CODES), (100, BY_CODES), (120, BY_CODES[:1])]
-    every += [(90, BY_NIGHT), (120, BY_CODES[1:])] if "--night" in sys.argv else []
+    every = [(90, SPECS), (90, SPECIALISED), (80, OLDER), (100, BY_CODES), (120, BY_CODES[:1]), (89, BY_CODES[1:])]
+    every += [(90, BY_NIGHT), (120, BY_CODES[1:]), (89, BY_CODES[:1])] if "--night" in sys.argv else []
     for sm, specs in every:
         for spec in specs:
             if reason := unable(spec):
