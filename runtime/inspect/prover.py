@@ -1,4 +1,4 @@
-"""The child process of ``prove.py``: tries variants one after another, and tells of each on its standard output."""
+"""The child process of ``prove.py``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def serve(given: IO[str], told: IO[str], one_tried: _Tried) -> int:
 
 
 def main() -> int:
-    """Try them on the GPU. What imports torch is imported here: the rest is tested without."""
+    """Try them on the GPU (what imports torch is imported here)."""
     from ..driver.device import local_gpu
     from ..launch.loader import loaded
     from ..launch.proof import tried

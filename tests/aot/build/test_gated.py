@@ -72,13 +72,9 @@ def _fallbacks(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
 
 
 class Space(Pool):
-    """Rows are moved in small tiles alone: they are compiled faster."""
-
     def candidates(self, family: Family, sm: int, ops: Iterable[Op] = ()) -> tuple[Config, ...]:
-        """As ``Pool``."""
         found = Pool.candidates(self, family, sm, ops)
-        moves = family.fusion and not optional(family)
-        return tuple(one for one in found if one.loads is Loads.POINTER or not moves or one == SMALL)
+        return found[-1:] if family.fusion and not optional(family) else found  # moving rows is compiled for long
 
 
 SPACE = Space(_aligned, _fallbacks)

@@ -35,10 +35,7 @@ def planned(*models: str, ops: tuple[Op, ...] = OPS):
 @pytest.fixture(scope="module")
 def made(tmp_path_factory, compiled_dir, small_space):
     """Real bundles for sm_80 by the models they are for: SMALL has two candidates, BIG one."""
-    space = Pool(
-        lambda op, dtype, sm: small_space.aligned(op, dtype, sm)[: 1 if dtype is DType.FP16 else 2],
-        small_space.fallbacks,
-    )
+    space = Pool(lambda *of: small_space.aligned(*of)[: 1 + (of[1] is DType.BF16)], small_space.fallbacks)
 
     def make(*models: str) -> Bundle:
         options = BuildOptions(tmp_path_factory.mktemp("made"), cache=CompileCache(compiled_dir), space=space)

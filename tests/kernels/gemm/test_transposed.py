@@ -19,7 +19,6 @@ from pretuned.kernels.hardware.chips import chip_for
 
 TILE = Config(128, 128, 32, 4, 3, loads=Loads.TMA)
 DX = Spec(Op.DX, DType.TF32, TILE)
-NIGHTLY = pytest.param(Fusion.SCATTER, marks=pytest.mark.nightly)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +41,7 @@ def test_where_weights_come_from_registers(spec: Spec, sm: int, turned: bool) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fusion", [Fusion.NONE, Fusion.GATHER, NIGHTLY])
+@pytest.mark.parametrize("fusion", [Fusion.NONE, Fusion.GATHER, Fusion.SCATTER])
 def test_two_such_tiles_fit_an_sm(fusion: Fusion) -> None:
     variant = compile_variant(replace(DX, fusion=fusion), 90).variant
     assert rejection(variant, arch_of(90)) is None

@@ -84,8 +84,8 @@ def products(dtype: DType, config: Config, sm: int) -> set[str]:
 def test_tensor_cores_multiply_e4m3(sm: int, dtype: DType) -> None:
     """But for few rows on 10.0, whose tcgen05 has tiles of 64 rows and more: there both become fp16, exactly."""
     every = (*candidates(Op.FORWARD, dtype, sm), *fallbacks(Op.FORWARD, dtype, sm))
-    few, *more = sorted(every, key=lambda config: (config.block_m, config.block_n))
-    many = next(config for config in more if config.block_m >= 64)
+    few, *more = sorted(every, key=lambda one: one.block_m * one.block_n)
+    many = next(one for one in more if one.block_m >= 64)
     native = "f8f6f4" if sm == 100 else "e4m3"
     assert products(dtype, many, sm) == {native}
     assert products(dtype, few, sm) == (
