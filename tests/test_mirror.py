@@ -58,7 +58,7 @@ COVERED: dict[tuple[str, str], str] = {
     ("runtime.ops", "activation"): "runtime/ops/test_layer.py",
     ("runtime.ops", "gradients"): "runtime/ops/test_autograd.py",
     ("runtime.inspect", "asked explanation"): "runtime/inspect/test_explain.py",
-    ("runtime.inspect", "survey"): "runtime/inspect/test_prove.py",
+    ("runtime.inspect", "prover survey"): "runtime/inspect/test_prove.py",
     ("runtime.launch", "trials"): "runtime/launch/test_proof.py",
     ("runtime.launch", "ready"): "runtime/launch/test_products.py",
     ("runtime.ops", "products"): "runtime/ops/test_torch_fallback.py",

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,9 @@ from pretuned.artifacts.records.bundle import Choice, Source
 from pretuned.artifacts.records.precision import PRECISIONS, DType
 from pretuned.artifacts.records.problem import Fusion, Op, Problem
 from pretuned.artifacts.records.target import Gpu, LocalGpu
+from pretuned.kernels.contract.config import Schedule
 from pretuned.kernels.contract.registry import ENTRIES, entry_of
+from pretuned.kernels.contract.spec import Spec
 from pretuned.runtime.dispatch.decide import Decision, decide
 from pretuned.runtime.dispatch.places import Kind, Place, candidates_file, candidates_name
 from pretuned.runtime.dispatch.ranking import Origin
@@ -114,14 +117,23 @@ def test_the_candidates_are_all_that_would_be_compiled_of_these_kernels(sm: int)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sm", [pytest.param(80, marks=pytest.mark.nightly), 90])
-def test_the_candidates_are_what_this_triton_compiles(sm: int) -> None:
-    """One of each kernel, byte for byte: what is no kernel's source decides its code, too."""
+@pytest.mark.parametrize(
+    ("sm", "low_rank"),
+    [(90, False), *(pytest.param(*one, marks=pytest.mark.nightly) for one in ((90, True), (80, False), (80, True)))],
+)
+def test_the_candidates_are_what_this_triton_compiles(sm: int, low_rank: bool) -> None:
+    """The smallest of each kernel, byte for byte: what is no kernel's source decides its code, too."""
+
+    def size(one: Any) -> tuple[int, ...]:
+        c = one.config
+        return (c.schedule is Schedule.PINGPONG, c.block_m * c.block_n * c.block_k) if isinstance(one, Spec) else ()
+
     found = Shipped.found(sm)
     listed = plan(load_models(listed_for(sm)).shapes)
     wanted = to_compile(planned_on(listed, (sm,)).problems, sm, Pool(), low_rank=True)
-    firsts = {(entry_of(one).name, Fusion.LOW_RANK in one.fusion): one for one in reversed(wanted)}
-    results = compile_all([CompileJob(one, sm) for one in firsts.values()])
+    able = [one for one in wanted if (Fusion.LOW_RANK in one.fusion) is low_rank]
+    smallest = {entry_of(one).name: one for one in sorted(able, key=size, reverse=True)}
+    results = compile_all([CompileJob(one, sm) for one in smallest.values()])
     for result in results:
         ready = found.get(result.job.spec, sm)
         assert result.compiled is not None, result.reason

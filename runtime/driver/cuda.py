@@ -37,6 +37,10 @@ class DriverLacks(CudaError):
     """The driver is older than CUDA 12: it has not all functions."""
 
 
+class Unfinished(CudaError):
+    """A trial that did not end, or ended in a fault: this process can't use the GPU any more."""
+
+
 class CodeUnread(CudaError):
     """The driver can't read code: it is older than what made the code."""
 

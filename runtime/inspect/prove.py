@@ -15,31 +15,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import IO, Any
 
-from ...artifacts.errors import BundleCorrupt, BundleError, CudaError, DriverTooOld, HostError
-from ...artifacts.files.bundle_file import open_bundle
+from ...artifacts.errors import CudaError, HostError
 from ...artifacts.names import printable
 from ...artifacts.records.target import LocalGpu
 from .. import verdicts
 from ..dispatch import snapshot as dispatch_snapshot
-from ..driver.device import local_gpu
-from ..launch.loader import loaded
-from ..launch.proof import Unfinished, tried
 from .doctor import gpus_and_driver
 from .survey import Unproven, survey
 
-CHILD: tuple[str, ...] = (sys.executable, "-m", "pretuned.runtime.inspect.prove")
+CHILD: tuple[str, ...] = (sys.executable, "-m", "pretuned.runtime.inspect.prover")
 START_S = 300.0  # until a child has imported torch and begun
 LONGEST_S = 60.0  # for one variant
 _END_S = 10.0  # for it to end, once it is told to
 _LONGEST_LINE = 1 << 16  # characters of a child's output that are looked at together
-_MOST_CHARS = 4096  # of what a variant gets wrong
-
-# (device, path, the bundle's digest in hex, variant): what it gets wrong
-_Tried = Callable[[int, str, str, int], "str | None"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,41 +207,3 @@ class _Child:
 def _lines(stream: IO[str]) -> Iterator[str]:
     """Its lines; of one that does not end, pieces."""
     return iter(lambda: stream.readline(_LONGEST_LINE), "")
-
-
-def serve(given: IO[str], told: IO[str], one_tried: _Tried) -> int:
-    """What a child does: try what it is asked, until something leaves the GPU unusable. Returns its exit code."""
-    mark, device, asked = json.load(given)
-
-    def tell(what: dict[str, object]) -> None:
-        print(f"\n{mark}{json.dumps(what)}", file=told, flush=True)  # on a line of its own, whatever was printed before
-
-    for path, digest, index in asked:
-        tell({"begin": index})
-        try:
-            wrong, goes_on = one_tried(device, path, digest, index), True
-        except Unfinished as error:
-            wrong, goes_on = str(error), False
-        except DriverTooOld as error:  # no fault of the code's: another driver may read it
-            tell({"stopped": str(error)[:_MOST_CHARS]})
-            return 1
-        except BundleError as error:  # its code is damaged: the runtime drops the bundle
-            wrong, goes_on = str(error), True
-        except Exception as error:  # no fault of the code's: there is no room on the GPU, say
-            tell({"stopped": f"{type(error).__name__}: {error}"[:_MOST_CHARS]})
-            return 1
-        tell({"wrong": wrong and wrong[:_MOST_CHARS]})
-        if not goes_on:
-            return 1
-    return 0
-
-
-def _tried_here(device: int, path: str, digest: str, index: int) -> str | None:
-    with open_bundle(path) as bundle:
-        if bundle.digest.hex() != digest:
-            raise BundleCorrupt(f"bundle {path!r}: another file took its place while it was being proven")
-        return tried(loaded(bundle, index, device, local_gpu(device).gpu.sm_count))
-
-
-if __name__ == "__main__":
-    sys.exit(serve(sys.stdin, sys.stdout, _tried_here))

@@ -29,6 +29,7 @@ from ...kernels.contract.coded import takes_codes_of_x
 from ...kernels.hardware import arch
 from .. import verdicts
 from ..driver import cuda
+from ..driver.cuda import Unfinished
 from ..driver.device import capturing
 from ..driver.device import device as device_of
 from ..driver.launcher import Launcher
@@ -142,10 +143,6 @@ def _named(variant: Variant) -> str:
     what = f"{variant.entry} {variant.op.value} {variant.dtype.value} w={variant.layout.value}"
     fused = f" {variant.fusion}" if variant.fusion else ""
     return f"{what}{fused} {config}" + (" unaligned" if variant.alignment == 1 else "")
-
-
-class Unfinished(CudaError):
-    """A trial that did not end, or ended in a fault: this process can't use the GPU any more."""
 
 
 def tried(kernel: gemm.LoadedKernel) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
@@ -91,9 +92,9 @@ def accesses(code, name):
 def test_a_pair_that_is_made_up(shipped):
     """Two accesses between which nothing is: what is read of the queue, and what a product is stored by."""
     code = shipped(CUBINS["weight_specialized"])[1]
-    unordered = [(a, b) for a in accesses(code, "STS.128") for b in accesses(code, "LDS.128") if not code.order(a, b)]
-    assert unordered
-    wrong = judged(shipped, report("weight_specialized", *unordered[0])).wrong
+    pairs = itertools.product(accesses(code, "STS.128"), accesses(code, "LDS.128"))
+    unordered = next(pair for pair in pairs if not code.order(*pair))
+    wrong = judged(shipped, report("weight_specialized", *unordered)).wrong
     assert len(wrong) == 1
     assert wrong[0].endswith("no barrier orders them")
 

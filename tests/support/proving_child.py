@@ -1,4 +1,4 @@
-"""A process that proves code as ``pretuned.runtime.inspect.prove`` does, over code that misbehaves by its number.
+"""A process that proves code as ``pretuned.runtime.inspect.prover`` does, over code that misbehaves by its number.
 
 Its arguments say how each variant is, e.g. ``right hang die exit wrong fault damaged broken``.
 """
@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 from pretuned.artifacts.errors import BundleCorrupt
-from pretuned.runtime.inspect.prove import serve
-from pretuned.runtime.launch.proof import Unfinished
+from pretuned.runtime.driver.cuda import Unfinished
+from pretuned.runtime.inspect.prover import serve
 
 
 def tried(device: int, path: str, digest: str, index: int) -> str | None:

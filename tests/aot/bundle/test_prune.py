@@ -12,11 +12,12 @@ from pretuned.aot.bundle.merge import merge
 from pretuned.aot.bundle.prune import prune
 from pretuned.aot.compile.cache import CompileCache
 from pretuned.aot.models.load import load_models
-from pretuned.aot.plan.families import Family
+from pretuned.aot.plan.families import Family, Pool
 from pretuned.aot.plan.plan import plan
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.format import codec
 from pretuned.artifacts.records.bundle import Bundle, Source
+from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, RowOp
 from pretuned.artifacts.records.target import Gpu
 
@@ -33,10 +34,11 @@ def planned(*models: str, ops: tuple[Op, ...] = OPS):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory, compiled_dir, small_space):
-    """Real bundles for sm_80 by the models they are for."""
+    """Real bundles for sm_80 by the models they are for: SMALL has two candidates, BIG one."""
+    space = Pool(lambda *of: small_space.aligned(*of)[: 1 + (of[1] is DType.BF16)], small_space.fallbacks)
 
     def make(*models: str) -> Bundle:
-        options = BuildOptions(tmp_path_factory.mktemp("made"), cache=CompileCache(compiled_dir), space=small_space)
+        options = BuildOptions(tmp_path_factory.mktemp("made"), cache=CompileCache(compiled_dir), space=space)
         path = build(planned(*models), (80,), options).bundles[0].path
         return codec.decode(path.read_bytes(), str(path))
 

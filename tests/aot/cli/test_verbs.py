@@ -180,10 +180,11 @@ def test_plan_shows_what_build_would_do_and_builds_nothing(aot, here):
 
 
 @pytest.mark.slow
-def test_the_whole_way_in_processes(aot_process, here):
-    """plan, build, build again, inspect, verify: as pasted from the README."""
+def test_the_whole_way_in_processes(aot_process, here, tmp_path, compiled_models):
+    """plan, build, build again, inspect, verify: as pasted from the README; most is compiled."""
     (here / "models.txt").write_text(f"# mine\n{MODEL}\n")
     planned = json.loads(aot_process("plan", "--models", "models.txt", "--sm", "sm_80", "--json").out)
+    fill(tmp_path / "cache" / "pretuned" / "compiled", compiled_models, lacking=3)
     first = aot_process("build", "--models", "models.txt", "--sm", "8.0")
     assert first.code == 0, first.err
     assert "bundles/pretuned-sm80.msgpack" in first.out

@@ -63,14 +63,14 @@ def test_what_is_right_is_proven_and_not_again(made: Make) -> None:
 def test_what_is_wrong_or_ends_its_process_is_left_out_and_the_rest_goes_on(
     made: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prove, "LONGEST_S", 10.0)
+    monkeypatch.setattr(prove, "LONGEST_S", 5.0)
     taken = made("right", "die", "wrong", "hang", "exit", "fault", "damaged", "right")
     told = prove.prove([ON_A100])
     (found,) = told.gpus
     assert not told.ok
     assert found.proven == 2
     reasons = (
-        "ended by SIGSEGV", "y[0, 0] is 1, wanted 2", "did not end within 10 s",
+        "ended by SIGSEGV", "y[0, 0] is 1, wanted 2", "did not end within 5 s",
         "exit code 1: the driver's last words", "CUDA error: an illegal memory access", "its cubin is not what",
     )  # fmt: skip
     assert len(found.wrong) == len(reasons)
