@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from building import alone
 
 from pretuned.aot.build.build import build
 from pretuned.aot.build.options import BuildOptions
@@ -73,6 +72,8 @@ def small_bundle(
     tmp_path_factory: pytest.TempPathFactory, compiled_dir: Path, small_plan: BuildPlan, small_space: Pool
 ) -> Path:
     """A real bundle for sm_80, not to be changed."""
+    from building import alone  # here, as programs that tests run import this module, too
+
     options = BuildOptions(tmp_path_factory.mktemp("small"), cache=CompileCache(compiled_dir), space=small_space)
     with alone(compiled_dir.parent / "small.lock"):
         return build(small_plan, (80,), options).bundles[0].path
