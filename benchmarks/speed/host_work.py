@@ -35,7 +35,7 @@ def profiled(call: Callable[[], object], settle: Callable[[], object]) -> dict[s
     import torch  # here, as host_trees, which prints them, needs none
     from torch.autograd.profiler import profile  # torch.profiler imports Inductor
 
-    with profile(use_device="cuda" if torch.cuda.is_available() else None) as seen:
+    with profile(use_device="cuda" if torch.cuda.is_available() else None, use_kineto=True) as seen:
         call()
         settle()
     counts: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
