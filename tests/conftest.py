@@ -53,6 +53,19 @@ def compiled_models(shared_dir: Path) -> Path:
     return compiled_in(shared_dir)
 
 
+@pytest.fixture(scope="session")
+def built_wheel(shared_dir: Path) -> Path:
+    """pretuned's wheel: only read it."""
+    from building import alone
+    from wheels import build_wheel
+
+    with alone(shared_dir / "wheel.lock"):
+        if not (folder := shared_dir / "wheel").exists():
+            (tree := shared_dir / "tree").mkdir()
+            build_wheel(tree, shared_dir / "building").parent.rename(folder)
+    return next(folder.glob("*.whl"))
+
+
 @pytest.fixture(autouse=True)
 def process_as_before() -> Iterator[None]:
     """What a test changed of the process, the next one does not see: settings, who tunes and compiles, made-up GPUs.

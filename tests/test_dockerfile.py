@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from wheels import ROOT, build_wheel
+from wheels import ROOT
 
 EXAMPLES = ROOT / "examples"
 BUNDLE = ROOT / "artifacts" / "bundles" / "catalogue-sm80.msgpack"
@@ -105,17 +105,12 @@ def images(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     shutil.rmtree(folder)  # half a GB
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_wheel(tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel"))
-
-
 @pytest.fixture
-def context(tmp_path: Path, wheel: Path) -> Path:
+def context(tmp_path: Path, built_wheel: Path) -> Path:
     """The folder that the Dockerfile asks for."""
     shutil.copy(EXAMPLES / "container" / "Dockerfile", tmp_path)
     shutil.copy(EXAMPLES / "serve.py", tmp_path)
-    shutil.copy(wheel, tmp_path)
+    shutil.copy(built_wheel, tmp_path)
     (tmp_path / "bundles").mkdir()
     shutil.copy(BUNDLE, tmp_path / "bundles")
     return tmp_path

@@ -11,7 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from wheels import build_wheel, copy_tree
+from wheels import copy_tree
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ("artifacts", "kernels", "runtime", "aot")
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.slow  # a wheel is built
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    return zipfile.ZipFile(build_wheel(tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")))
+def wheel(built_wheel: Path) -> zipfile.ZipFile:
+    return zipfile.ZipFile(built_wheel)
 
 
 def test_the_wheel_holds_the_four_layers_and_nothing_else(wheel: zipfile.ZipFile) -> None:

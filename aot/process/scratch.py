@@ -19,19 +19,26 @@ def scratch_folder() -> Iterator[Path]:
     """A new folder in the system's temporary directory, gone afterwards; those of killed runs go too.
 
     It is flocked while its owner lives, so that a later run knows a stale one. It is named before it is
-    made, so that an interrupt between any two steps leaves nothing behind.
+    made, so that an interrupt between any two steps leaves nothing behind. No name comes twice: a run that took the
+    first of that name for stale may yet remove what has it.
     """
-    folder, fd = Path(tempfile.gettempdir(), f"{_PREFIX}{secrets.token_hex(8)}"), -1
+    folder, fd = _named(), -1
     try:
-        while fd < 0:
+        while True:
             folder.mkdir(mode=0o700)
-            fd = _locked(folder)
+            if (fd := _locked(folder)) >= 0:
+                break
+            folder = _named()
         _sweep(folder.parent)
         yield folder
     finally:
         remove_tree(folder)
         if fd >= 0:
             os.close(fd)
+
+
+def _named() -> Path:
+    return Path(tempfile.gettempdir(), f"{_PREFIX}{secrets.token_hex(8)}")
 
 
 def _locked(folder: Path) -> int:
