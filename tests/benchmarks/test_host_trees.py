@@ -43,7 +43,7 @@ def test_this_checkout_beside_itself(tmp_path: Path) -> None:
     assert [line.split()[0] for line in again.stdout.splitlines()[1:3]] == CALLS
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_call_that_is_none_is_told() -> None:
     done = run("--old", ROOT, "--without-gpu", "--only", "cal")
     assert done.returncode == 1

@@ -126,7 +126,7 @@ def test_in_bf16_and_in_autocast(peft: Any, checkpoints: dict[str, tiny_quantise
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(one, marks=pytest.mark.nightly) for one in KINDS[1:])])
 def test_twenty_steps_learn_and_what_is_saved_is_an_adapter_of_the_dequantised_model_too(
     peft: Any, checkpoints: dict[str, tiny_quantised.Pair], kind: str, tmp_path: Path
 ) -> None:
