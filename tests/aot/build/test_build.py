@@ -147,6 +147,7 @@ if __name__ == "__main__":  # the workers run this file, too
     [
         pytest.param(1, "in order", "UTC", 7, [], "80,90", marks=pytest.mark.nightly),
         (3, "reversed", "Pacific/Apia", 8, ["unshare", "--map-user=12345", "--map-group=12345"], "90"),
+        pytest.param(8, "reversed", "UTC", 9, [], "90", marks=pytest.mark.nightly),
     ],
 )
 def test_the_same_bytes_from_any_number_of_workers_place_zone_seed_and_user(
