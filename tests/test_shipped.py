@@ -201,6 +201,7 @@ def cells_of(*lists: str) -> Mapping[Problem, tuple[int, ...]]:
     return planned_on(plan(load_models(lists).shapes), (90,)).buckets
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "gpu"), [(name, gpu) for name, _, gpu in MEASURED])
 def test_those_for_sm_90_were_measured(name: str, gpu: str) -> None:
     gpus, choices = choices_of(name)
@@ -215,6 +216,7 @@ def test_those_for_sm_90_were_measured(name: str, gpu: str) -> None:
     assert not modelled & here, "a merge drops them"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "journal", "gpu"), [*MEASURED, IN_PART])
 def test_every_specialised_kernel_was_right_on_the_gpu(name: str, journal: str, gpu: str) -> None:
     """No interpreter runs them: what the journal judged on the GPU are these very cubins, of this very source.
@@ -240,6 +242,7 @@ def test_every_specialised_kernel_was_right_on_the_gpu(name: str, journal: str, 
     assert {one.cubin_sha256.hex()[:DIGITS] for one in specialised} <= judged
 
 
+@pytest.mark.slow
 def test_where_code_was_judged_is_told_by_few_of_its_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     """A first call of a shape that no choice is for asks it, of code that the cost model has chosen."""
     reads = 0

@@ -123,6 +123,7 @@ def test_a_pressed_bundle_of_a_later_format_is_told_at_once(tmp_path: Path) -> N
         open_bundle(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of", [b"\n", b"x"])
 def test_a_compressed_journal_is_read_in_pieces(tmp_path: Path, of: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journals, "MAX_LINES", 1 << 16)  # its own, in test_journals.py: tracemalloc makes lines slow

@@ -34,6 +34,7 @@ def refused(tensors: Any, config: Any, part: str | None = "down") -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["re:(.|.)*!", "re:" + ".*" * 30 + "!"])
 def test_a_regular_expression_that_never_ends(pattern: str) -> None:
     told = refused(DOWN, compressed([pattern], ["re:.*experts.*"]))

@@ -273,6 +273,7 @@ def test_a_cell_with_the_most_and_the_least_of_everything_is_drawn(tmp_path: Pat
     assert "<svg" in page(sheet("t", {}, None, [contents], None))
 
 
+@pytest.mark.slow
 def test_a_journal_of_a_hundred_million_empty_lines(tmp_path: Path) -> None:
     path = written(tmp_path / "j", HEADER)
     with path.open("ab") as file:

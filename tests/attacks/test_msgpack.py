@@ -147,6 +147,7 @@ def verdicts(tmp_path_factory):
     return measured(tmp_path_factory.mktemp("attacks"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ATTACKS)
 def test_refused_quickly_and_in_little_memory(verdicts, name):
     for reader, (error, seconds, peak_mib) in verdicts[f"{list(ATTACKS).index(name)}.msgpack"].items():
@@ -157,6 +158,7 @@ def test_refused_quickly_and_in_little_memory(verdicts, name):
         assert peak_mib < (64 + 3 * 8 if name in SLOWER else 64), reader
 
 
+@pytest.mark.slow
 def test_a_record_is_parsed_once_however_many_choices_name_it(verdicts):
     for reader, (error, seconds, peak_mib) in verdicts["crossed.msgpack"].items():
         assert error is None, reader
@@ -164,6 +166,7 @@ def test_a_record_is_parsed_once_however_many_choices_name_it(verdicts):
         assert peak_mib < 64, reader
 
 
+@pytest.mark.slow
 def test_what_the_attacks_were_made_from_is_valid(verdicts):
     assert craft.seal(RAW, CUBINS) == SMALL
     assert [error for error, _, _ in verdicts["valid.msgpack"].values()] == [None, None, None]

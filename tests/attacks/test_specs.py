@@ -73,6 +73,7 @@ def quantised(folder: Path, *patterns: str) -> str:
     return str(folder / "config.json")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["re:(.*)*!", "re:(a|b|.)*(a|b|.)*!", "re:" + ".*" * 30 + "!"])
 def test_a_regular_expression_that_never_ends(tmp_path: Path, pattern: str) -> None:
     told = refused(quantised(tmp_path, "re:.*lm_head", pattern))

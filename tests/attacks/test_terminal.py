@@ -35,6 +35,7 @@ VERBS = ("inspect", "inspect --json", "verify", "diff", "merge", "report", "miss
 FEW = (NAMES[0], "a\nforged: b", "a\udcffb")  # the others are of the same three kinds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("verb", "name"),
     [
@@ -77,6 +78,7 @@ def test_a_file_that_is_skipped_is_logged_in_one_line(
     assert "\n" not in record.getMessage()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", ["model_type", "quant_method"])
 def test_a_config_forges_no_line(tmp_path: Path, field: str) -> None:
     forged = "x'\nok  all bundles verified\x1b[2J\nnote: y" + "z" * 1_000_000

@@ -38,6 +38,7 @@ def test_a_library_that_was_cut_answers_no(tool: ModuleType, monkeypatch: pytest
     assert not hasattr(one, "__wrapped__")
 
 
+@pytest.mark.slow
 def test_a_process_ends_in_its_time_with_all_that_it_started(
     tool: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

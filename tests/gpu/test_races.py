@@ -40,6 +40,7 @@ def report(kernel, write, read, severity="Error"):
     ]
 
 
+@pytest.mark.slow
 def test_what_was_told_has_an_order(shipped):
     found = judged(shipped, TOLD.read_text().splitlines())
     assert not found.wrong
@@ -147,6 +148,7 @@ def test_a_list_of_those_seen_is_added_to_and_left_out(tmp_path):
     assert every - rest == {cubin, before}
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path):
     wrong = tmp_path / "race.txt"
     wrong.write_text("\n".join(report("weight", 0x1DC0, 0x2220)))

@@ -24,6 +24,8 @@ from pretuned.artifacts.records.target import Gpu, Target, same_gpu
 from pretuned.kernels.contract.registry import ENTRIES
 from pretuned.kernels.contract.words import LAUNCH_ABI
 
+pytestmark = pytest.mark.slow  # two models are compiled
+
 BIG = "shape:E=16,H=512,I=256,k=2 tokens=1..256 name=big"
 
 
@@ -261,7 +263,6 @@ MAKES = st.lists(
 )
 
 
-@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
 @given(makes=MAKES)
 @example(  # equal but for the driver: what broke the tie must be there still after the first merge

@@ -93,6 +93,7 @@ def shipped_bundles(draw: st.DrawFn) -> list[Bundle]:
     return found
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(shipped=shipped_bundles(), draw=st.data())
 def test_no_cell_is_slower_after_a_bundle_is_added(

@@ -90,6 +90,7 @@ def test_merge_into_one_of_its_inputs(aot, put):
     assert "choices that changed" not in aot("diff", one, two).out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["merge", "prune"])
 def test_of_two_that_change_one_file_the_second_waits(aot_process, here, put, verb):
     """Else what the first added would be gone. Other outputs wait for nobody."""

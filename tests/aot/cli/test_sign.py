@@ -142,6 +142,7 @@ def test_a_bundle_of_a_directory_that_is_not_there(aot, here, bundle):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_keys_without_an_end(aot_process, here, bundle):
     with (here / "sparse.pem").open("wb") as file:
         file.truncate(1 << 40)

@@ -157,6 +157,7 @@ def test_a_build_where_nothing_compiles_and_nothing_ships(tmp_path: Path, layer:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_triton")
 def test_what_takes_too_much_is_pruned_without_a_compiler(tmp_path: Path, layer: BuildPlan) -> None:
     """The candidates in the wheel have it, so that nobody compiles it to know."""

@@ -91,6 +91,7 @@ def test_the_oldest_entries_go_where_there_are_too_many() -> None:
     assert len(held.models) == 5
 
 
+@pytest.mark.slow
 def test_the_oldest_entries_go_where_the_file_grows_too_large() -> None:
     held: Bundle | None = None
     sizes = []
@@ -188,6 +189,7 @@ def add_some(folder: Path, first: int) -> None:
         overlay.add(folder, H200, fakemeasure.bundle(planned(E)), timeout_s=60.0)
 
 
+@pytest.mark.slow
 def test_writers_take_turns_and_lose_nothing(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     writers = [context.Process(target=add_some, args=(tmp_path, 10 * i)) for i in range(1, 7)]

@@ -93,6 +93,7 @@ def nothing_compiles(monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[
     return asked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [CompileError("no barrier"), HostError("no Triton here")])
 def test_where_nothing_compiles_what_ships_is_measured(
     layer: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
@@ -130,6 +131,7 @@ def test_the_models_next_ones_are_compiled_where_the_first_can_not_be(
     assert all(specs for specs in asked)
 
 
+@pytest.mark.slow
 def test_what_only_the_callers_process_has_is_held_against(
     layer: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,6 +165,7 @@ def test_what_this_process_made_goes_to_the_child(tmp_path: Path, monkeypatch: p
         assert tuner._made_here(80) == {}
 
 
+@pytest.mark.slow
 def test_without_triton_the_candidates_that_ship_are_measured(
     layer: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

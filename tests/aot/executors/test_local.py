@@ -43,6 +43,7 @@ def test_what_goes_wrong_while_it_wakes_is_for_its_start_to_meet() -> None:
             one.shutdown()
 
 
+@pytest.mark.slow
 def test_one_that_died_when_it_was_awake_is_another_one_at_its_start() -> None:
     with scratch_folder() as scratch:
         one = LocalExecutor(Setup("", b"", 0), scratch, greet=faketimer.introduced)

@@ -95,6 +95,7 @@ def test_what_is_appended_is_read_and_gone_on_with(tmp_path: Path) -> None:
     assert int(first[:8], 16) == zlib.crc32(first[9:].encode())
 
 
+@pytest.mark.slow
 def test_every_cut_is_a_journal_with_fewer_records(tmp_path: Path) -> None:
     path, cut = tmp_path / "whole", tmp_path / "cut"
     with open_journal(path, HEADER) as journal:

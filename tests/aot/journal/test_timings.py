@@ -157,6 +157,7 @@ def test_of_records_that_are_alike_but_for_torch_the_order_makes_no_difference()
     assert len({cell.torch_ns for cell in cells}) == 1
 
 
+@pytest.mark.slow
 @given(st.permutations(range(4)), st.lists(st.integers(900, 1_100), min_size=4, max_size=4), st.data())
 def test_records_count_the_same_in_any_order(order: Sequence[int], clocks: Sequence[int], data: st.DataObject) -> None:
     records = []

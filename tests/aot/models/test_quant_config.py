@@ -241,6 +241,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(st.dictionaries(WORDS, VALUES, max_size=8))
 def test_any_object_is_a_format_or_an_input_error(quantised: dict[str, object]) -> None:

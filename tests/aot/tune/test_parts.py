@@ -16,6 +16,7 @@ from pretuned.artifacts.errors import InputError
 LISTED = Path(__file__).parents[3] / "benchmarks" / "shipped-sm90.txt"
 
 
+@pytest.mark.slow
 def test_parts_are_all_cells_once_whole_weights_and_about_as_much_work() -> None:
     cells = planned_on(plan(load_models([str(LISTED)]).shapes), (90,)).buckets
     parts = [part_of(cells, number, 8) for number in range(1, 9)]

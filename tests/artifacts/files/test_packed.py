@@ -190,6 +190,7 @@ def test_a_bundle_that_is_not_pressed_is_all_that_its_file_holds() -> None:
     assert members(f"{SHIPPED}.xz#sm80") == (f"{SHIPPED}.xz#sm80",)
 
 
+@pytest.mark.slow
 def test_a_large_bundle_comes_in_few_pieces_and_is_told_where_it_is_cut_off() -> None:
     whole = SHIPPED.read_bytes()
     pressed = packed.pack(whole)

@@ -102,6 +102,7 @@ def test_a_ranker_is_for_one_dtype() -> None:
         estimate_us(Problem(Op.FORWARD, DType.MXFP4, 8, 256, 256), 0, pool(DType.MXFP4)[0], CHIP)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("format", "most"), [("int4", 0.11), ("nvfp4", 0.11), ("mxfp4", 0.12), ("fp8", 0.105)])
 def test_a_tenth_off_what_was_measured_in_the_mean(format: str, most: float) -> None:
     """Plain forwards of both GPUs' journals, every tile that was timed; neither too long nor too short."""

@@ -107,6 +107,7 @@ def test_an_activation_has_it() -> None:
     torch.testing.assert_close((found.primal, found.tangent), want)
 
 
+@pytest.mark.slow
 def test_a_compiled_tangent_is_refused() -> None:
     """It was zero."""
     x, w, m_sizes = random(T, K), random(E, N, K), torch.tensor([3, 0, 4, 0])

@@ -47,6 +47,7 @@ def test_it_is_traced_as_one_operator(format: str | None, shared: bool) -> None:
     assert graphs == ["pretuned.grouped_gemm_lora.default", "pretuned.grouped_gemm_lora_backward.default"]
 
 
+@pytest.mark.slow
 def test_a_compiled_call_says_what_does_not_fit() -> None:
     x, w, m_sizes = torch.randn(9, K), torch.randn(E, N, K), torch.tensor([2, 3, 0, 4])
     torch._dynamo.reset()
@@ -55,6 +56,7 @@ def test_a_compiled_call_says_what_does_not_fit() -> None:
         compiled(x, w, m_sizes, lora=Lora(torch.randn(E, R, K), torch.randn(E, 5, R)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [{}, {"permute_x": True}, {"permute_x": True, "permute_y": True}])
 def test_opcheck(form: dict[str, bool]) -> None:
     assert lora_library.operator is not None  # the operators are there once the module is

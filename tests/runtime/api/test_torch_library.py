@@ -69,6 +69,7 @@ def test_opcheck_of_the_gradient(needs: list[bool]) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compile_with_changing_tokens_compiles_once(backend: str) -> None:
     up, down = torch.randn(E, 2 * I, H, requires_grad=True), torch.randn(E, H, I, requires_grad=True)
@@ -96,6 +97,7 @@ def test_compile_with_changing_tokens_compiles_once(backend: str) -> None:
     assert graphs.frame_count == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["plain", "wide", "gathered", "layer"])
 def test_compile_with_as_many_rows_as_the_data_say(form: str) -> None:
     """As where ranks exchange tokens: how many come is in a tensor, and no size is known when it is traced."""
@@ -140,6 +142,7 @@ def test_compile_under_autocast_and_without_a_gradient() -> None:
     torch.testing.assert_close(y, layer(**given))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bounds", [{"min": 2, "max": 4096}, {}])
 def test_export(bounds: dict[str, int]) -> None:
     tokens = torch.export.Dim("T", **bounds)

@@ -46,6 +46,7 @@ def linked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {**os.environ, "LD_LIBRARY_PATH": str(folder)}
 
 
+@pytest.mark.slow
 def test_the_doctor_names_a_stub(linked: dict[str, str]) -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "pretuned.runtime"], env=linked, capture_output=True, text=True, check=False

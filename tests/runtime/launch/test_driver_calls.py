@@ -28,7 +28,7 @@ from pretuned.kernels.contract.words import RAGGED_SIZES, ragged_strides
 BUNDLE = Path(__file__).parents[3] / "artifacts" / "bundles" / "catalogue-sm90.msgpack"
 MAP = struct.Struct("=Q5Q4Q5I4i")  # as libcuda.c has it
 
-pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")]
 
 
 def one_of_each() -> list[tuple[int, str]]:

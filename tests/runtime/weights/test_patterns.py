@@ -25,6 +25,7 @@ def means(pattern: str, name: str) -> bool:
     return re.fullmatch(rf"(.*\.)?{middle}|{middle}\..*", name) is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alone", [True, False], ids=["here", "in a process"])
 def test_the_first_that_means_one_of_the_names(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not alone:
