@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from .api.gradients import grouped_gemm_dW, grouped_gemm_dX
     from .api.grouped_gemm import grouped_gemm
     from .api.lora import Lora
-    from .api.moe import moe_mlp, sort_routing
+    from .api.moe import moe_mlp
+    from .api.routing import sort_routing
     from .hooks import allow_jit, register_compiler, register_tuner, reload
     from .inspect.explain import explain, fingerprint
     from .inspect.explanation import Explanation
@@ -42,7 +43,7 @@ _PUBLIC = {
     "register_compiler": "hooks",
     "register_tuner": "hooks",
     "reload": "hooks",
-    "sort_routing": "api.moe",
+    "sort_routing": "api.routing",
 }
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 
@@ -15,27 +15,28 @@ from ..driver.device import without_autocast
 from ..hooks import demand_tuner
 from ..ops import gradients
 from ..ops.autograd import Adapted, AdaptedGemm, GroupedGemm
-from ..replay import plan
+from ..replay.plan import ExecutionPlan, plan
+from ..replay.programs import remember
 from ..weights.expert_weights import ExpertWeights
 from .lora import Lora, check_no_gradient, low_rank_of
+
+_Place: TypeAlias = "tuple[dict[object, Any], object]"  # a table of plans, and a call's key there
 
 _MOST_CHECKED = 1 << 14
 # The kinds of call that passed every check as they are: the sorted rows, x's and y's.
 _checked: dict[object, tuple[int, int, int]] = {}
-_PLAIN = tensors.PLAIN
 _transformed = torch._C._are_functorch_transforms_active
-jit_state = torch._C._get_tracing_state  # of torch.jit.trace, None where it is not under way
 
 
 def run(
     x: torch.Tensor, w: torch.Tensor | ExpertWeights, m_sizes: torch.Tensor, form: Form, *,
     gather_indices: torch.Tensor | None = None, topk_weights: torch.Tensor | None = None, fuse_mul_post: bool = False,
     bias: torch.Tensor | None = None, out: torch.Tensor | None = None,
-    keep: Callable[[plan.ExecutionPlan], None] | None = None, lora: Lora | None = None,
+    keep: _Place | None = None, lora: Lora | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """y of ``grouped_gemm``, on any device, differentiable where an input requires grad.
 
-    ``keep`` is given a plan of the call, where there is one.
+    A plan of the call, where there is one, is put into ``keep``.
 
     Raises
     ------
@@ -43,7 +44,7 @@ def run(
         for tensors that can't be used, or don't fit each other.
     """
     low = () if not isinstance(lora, Lora) else lora[:2]
-    if is_traced(x, w, m_sizes, gather_indices, topk_weights, bias, *low):
+    if tensors.is_traced(x, w, m_sizes, gather_indices, topk_weights, bias, *low):
         from .torch_library import traced
 
         return traced(
@@ -82,7 +83,7 @@ def run(
         x = rows
     made = None
     if keep is not None and out is None and x is given[0] and call.w is given[1] and bias is given[2]:
-        made = plan.plan(call, x, topk_weights, bias, gather_indices)
+        made = plan(call, x, topk_weights, bias, gather_indices)
     if form.autotune:
         _tune(call, x)
     fusions = call.fusions
@@ -104,22 +105,21 @@ def run(
         else:
             sizes = (call.M, call.x_rows, call.y_rows)
             y = GroupedGemm.apply(x, call.w, m_sizes, fusions.weights, fusions.bias, fusions.index, form, sizes, made)  # type: ignore[no-untyped-call]
-    if keep is not None and made is not None and made.program is not None:
-        keep(made)
+    _kept(keep, made)
     return y
 
 
 def _adapted(
     call: Call, x: torch.Tensor, lora: Lora, out: torch.Tensor | None,
-    keep: Callable[[plan.ExecutionPlan], None] | None,
+    keep: _Place | None,
 ) -> torch.Tensor:  # fmt: skip
-    """y of a checked call with an adapter; ``keep`` is given a plan of one that can have it."""
+    """y of a checked call with an adapter; a plan of one that can have it is put into ``keep``."""
     one, fusions = low_rank_of(lora, x, call.m_sizes, call.N), call.fusions
     index, weights, bias = fusions.index, fusions.weights, fusions.bias
     if out is not None:
         tensors.check_apart(out, **{"lora.A": one.A, "lora.B": one.B})
     learns = any(each is not None and each.requires_grad for each in (x, call.w, weights, bias, one.A, one.B))
-    made = None if keep is None or _transformed() else plan.plan(call, x, weights, bias, index, one)
+    made = None if keep is None or _transformed() else plan(call, x, weights, bias, index, one)
     if not (learns and torch.is_grad_enabled()):
         if made is None:
             y: torch.Tensor = gradients.with_adapter(call, x, one, out)[0]
@@ -127,8 +127,7 @@ def _adapted(
             y = made.forward(x, call.w, call.m_sizes, weights, bias, index, one)[0]
         if out is not None:  # a launch changes it unseen
             torch.autograd.graph.increment_version(out)
-        if keep is not None and made is not None and made.program is not None:
-            keep(made)
+        _kept(keep, made)
         return y
     if out is not None:
         check_no_gradient(one.A, one.B)
@@ -136,33 +135,20 @@ def _adapted(
                          "torch.no_grad()")  # fmt: skip
     how = Adapted(call.form, (call.M, call.x_rows, call.y_rows), one.scale, made)
     y = AdaptedGemm.apply(x, call.w, call.m_sizes, weights, bias, one.A, one.B, index, how)  # type: ignore[no-untyped-call]
-    if keep is not None and made is not None and made.program is not None:
-        keep(made)
+    _kept(keep, made)
     return y
+
+
+def _kept(place: _Place | None, made: ExecutionPlan | None) -> None:
+    """Put a plan into its place, where there are both, and all of the call was written down."""
+    if place is not None and made is not None and made.program is not None:
+        table, key = place
+        remember(table, key, made)
 
 
 def _kind(tensor: torch.Tensor | None) -> object:
     """All of a tensor that the checks look at."""
     return None if tensor is None else (tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
-
-
-def is_whole(x: object, w: object) -> bool:
-    """Whether a plain call needs all that ``run`` does: it is not on CUDA, or has a gradient, or is cast or traced."""
-    if not isinstance(x, torch.Tensor) or not isinstance(w, torch.Tensor) or not x.is_cuda:
-        return True
-    if (x.requires_grad or w.requires_grad) and torch.is_grad_enabled():
-        return True
-    wide = x.dtype is torch.float32 or w.dtype is torch.float32
-    return (wide and torch.is_autocast_enabled("cuda")) or is_traced(x, w)
-
-
-def is_traced(x: torch.Tensor, *others: torch.Tensor | ExpertWeights | None) -> bool:
-    """Whether one of these stands for a tensor to come, or wraps others: only an operator can take them."""
-    if torch.compiler.is_compiling() or jit_state() is not None:
-        return True
-    if not others[1:] and type(x) is torch.Tensor and type(others[0]) in _PLAIN:  # a plain call's: in half the time
-        return x.is_meta
-    return any(isinstance(one, torch.Tensor) and (type(one) not in _PLAIN or one.is_meta) for one in (x, *others))
 
 
 def problems(call: Call, x: torch.Tensor) -> tuple[Problem, ...]:

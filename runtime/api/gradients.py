@@ -17,7 +17,6 @@ from ..driver.device import without_autocast
 from ..ops import gradients
 from ..ops.gradients import GradY
 from ..weights.expert_weights import ExpertWeights
-from .call import jit_state
 
 
 def grouped_gemm_dX(
@@ -147,7 +146,7 @@ def grouped_gemm_dW(
 def _check_mode(call: str, *given: object) -> None:
     if tensors.duals._current_level >= 0:
         tensors.no_tangents(call, *given)
-    if jit_state() is not None:
+    if tensors.jit_state() is not None:
         raise InputError(
             f"{call}: torch.jit.trace would keep these counts for good; of pretuned it can trace grouped_gemm"
         )

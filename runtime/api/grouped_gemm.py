@@ -3,11 +3,12 @@
 The first call of a kind checks its tensors, chooses a variant and loads it; the launcher is then kept
 under a key of everything that decided that. Later calls of the kind read the key, allocate y and launch.
 A call on the very operands of an earlier one (``guard.py``) does not even need the key.
+
+What only a first call needs is imported by it, inside the functions: importing this takes a fifth of the time so.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -15,23 +16,26 @@ import torch
 
 from ...artifacts.errors import InputError
 from ...artifacts.records.problem import Op
+from .. import current
 from ..check import tensors
-from ..check.form import form_of
 from ..check.operands import Rows
-from ..dispatch import snapshot as dispatch_snapshot
-from ..driver.device import current_stream, device_is_current, empty, local_gpu, on, only_device
-from ..launch.products import ready_for_wide_rows
-from ..launch.ready import ready_for, rows_aligned, tf32_allowed
-from ..ops import torch_fallback
+from ..driver.device import (
+    current_stream,
+    device_is_current,
+    empty,
+    local_gpu,
+    on,
+    only_device,
+    tf32_allowed,
+)
 from ..replay import guard
-from ..replay import plan as replay_plan
 from ..weights.expert_weights import ExpertWeights
-from . import call as api_call
-from .lora import Lora, as_used, dropped, scales_of
 
 if TYPE_CHECKING:
     from ..dispatch.pin import KernelPair, Pin
+    from ..dispatch.snapshot import Snapshot
     from ..driver.launcher import Launcher
+    from .lora import Lora
 
 _Key: TypeAlias = "tuple[object, ...]"
 # N; the columns from one row of a new y to the next; the bytes from w's first to its last
@@ -156,7 +160,9 @@ def grouped_gemm(
         if dX_only or dW_only:
             raise InputError("grouped_gemm: dX_only or dW_only with lora: which gradients are computed is told by what "
                              "requires one. Leave it out, and w.requires_grad_(False)")  # fmt: skip
-        if isinstance(lora, Lora) and lora.dropout:
+        if getattr(lora, "dropout", 0):
+            from .lora import dropped
+
             moves = {
                 "topk": topk, "gather_indices": gather_indices, "permute_x": permute_x, "permute_y": permute_y,
                 "topk_weights": topk_weights, "fuse_mul_post": fuse_mul_post, "zero_tail": zero_tail,
@@ -169,7 +175,7 @@ def grouped_gemm(
             return dropped(grouped_gemm, x, w, m_sizes, lora, moves, rest)
     tracing = _tracing()
     if not tracing and _duals._current_level >= 0:
-        tensors.no_tangents("grouped_gemm", x, w, topk_weights, bias, *(lora[:2] if isinstance(lora, Lora) else ()))
+        tensors.no_tangents("grouped_gemm", x, w, topk_weights, bias, *(lora[:2] if isinstance(lora, tuple) else ()))
     # (Quantised weights have no one address: they are unusable here, and go the long way.)
     dense: torch.Tensor = w  # type: ignore[assignment]
     more = (
@@ -178,7 +184,7 @@ def grouped_gemm(
     )  # fmt: skip
     # First: a call under way keeps the tables that it began with, so that nothing chosen before a ``reload`` goes into
     # one from after.
-    snapshot = None if tracing else dispatch_snapshot.current
+    snapshot: Snapshot | None = None if tracing else current.snapshot
     y: torch.Tensor | None
     if not more and not zero_tail and snapshot is not None:
         try:
@@ -194,33 +200,31 @@ def grouped_gemm(
                 if out is not None:
                     _written(out)
                 return y
-    whole = not tracing and (more or api_call.is_whole(x, w))
-    keep = low = None
+    whole = not tracing and (more or tensors.is_whole(x, w))
+    keep = None
     if whole and out is None and not (
         autotune or kernel_config_fwd is not None or kernel_config_bwd_dX is not None
         or kernel_config_bwd_dW is not None
     ):  # fmt: skip
         try:
             operands = (
-                dense.data_ptr() if type(w) is not ExpertWeights else replay_plan.key_of(w), x.numel(), topk,
+                dense.data_ptr() if type(w) is not ExpertWeights else guard.key_of(w), x.numel(), topk,
                 permute_x, permute_y, fuse_mul_post, dX_only, dW_only, w_layout, zero_tail, is_first_gemm,
                 topk_weights is None, bias is None, gather_indices is None,
-                None if lora is None else scales_of((lora, None)),
+                None if lora is None else lora._known_by(),
             )  # fmt: skip
             if snapshot is None and tensors.on_gpu(x):
-                snapshot = dispatch_snapshot.snapshot()
+                snapshot = _taken()
             plan = None if snapshot is None else snapshot.plans.get(operands)
-            if plan is not None and lora is not None:
-                low = as_used((lora, None), x.dtype, m_sizes.shape[0]).first
         except _UNUSABLE:
             snapshot = plan = None
         if snapshot is not None:
             if plan is not None:
-                y = plan(x, w, m_sizes, topk_weights, bias, gather_indices, low)
+                y = plan(x, w, m_sizes, topk_weights, bias, gather_indices, lora)
                 if y is not None:
                     return y
-            keep = functools.partial(replay_plan.remember, snapshot.plans, operands)
-    if tracing or api_call.jit_state() is not None:  # (what came before replays nothing that this traces)
+            keep = snapshot.plans, operands
+    if tracing or tensors.jit_state() is not None:  # (what came before replays nothing that this traces)
         from .torch_library import traced
 
         return traced(
@@ -231,27 +235,31 @@ def grouped_gemm(
             lora=lora,
         )  # fmt: skip
     if whole:
+        from ..check.form import form_of
+        from .call import run
+
         form = form_of(
             w_layout=w_layout, topk=topk, permute_x=permute_x, permute_y=permute_y, zero_tail=zero_tail,
             is_first_gemm=is_first_gemm, dX_only=dX_only, dW_only=dW_only, autotune=autotune,
             kernel_config_fwd=kernel_config_fwd, kernel_config_bwd_dX=kernel_config_bwd_dX,
             kernel_config_bwd_dW=kernel_config_bwd_dW,
         )  # fmt: skip
-        return api_call.run(
+        return run(
             x, w, m_sizes, form, gather_indices=gather_indices, topk_weights=topk_weights,
             fuse_mul_post=fuse_mul_post, bias=bias, out=out, keep=keep, lora=lora,
         )  # fmt: skip
-    y = _known(x, dense, m_sizes, w_layout, out, zero_tail)
+    y = _known(x, dense, m_sizes, w_layout, out, zero_tail, snapshot)
     if out is not None:
         _written(out)
     return y
 
 
 def _known(
-    x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, w_layout: str, out: torch.Tensor | None, zero_tail: bool
+    x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, w_layout: str, out: torch.Tensor | None, zero_tail: bool,
+    snapshot: Snapshot | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """A call of a kind that was met before, or else the first."""
-    snapshot = dispatch_snapshot.snapshot()
+    snapshot = _taken() if snapshot is None else snapshot
     table: guard.Table = snapshot.recent
     known_calls: _Calls = snapshot.calls
     try:
@@ -327,6 +335,13 @@ def _condition(device: int, grad: bool, dtype: torch.dtype) -> Callable[[], bool
     return still
 
 
+def _taken() -> Snapshot:
+    """The process's snapshot, for a first call."""
+    from ..dispatch.snapshot import snapshot
+
+    return snapshot()
+
+
 def _first(
     x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, w_layout: str,
     out: torch.Tensor | None, zero_tail: bool, known_calls: _Calls, key: _Key | None,
@@ -344,6 +359,8 @@ def _first(
         product = Rows(Op.FORWARD, call.x, call.w, counts, call.layout, call.M)
         ready, wide = None, call.N if known is None else known[2]
         if known is None and some and out is None:
+            from ..launch.products import ready_for_wide_rows
+
             ready, wide = ready_for_wide_rows(product) or (None, wide)
         new = empty if wide == call.N else _filled_up
         y = new((call.M, call.N), (wide, 1), call.x.dtype) if out is None else out
@@ -353,9 +370,14 @@ def _first(
             return y
         stride_y_m = y.stride(0) if call.M > 1 else wide
         if known is None and ready is None:
+            from ..launch.ready import ready_for
+
             ready = ready_for(product, y)
         launch = known[0] if known is not None else None if ready is None else ready.launcher
         if launch is None:
+            from ..launch.ready import rows_aligned
+            from ..ops import torch_fallback
+
             sm = local_gpu(device).sm
             torch_fallback.on_cuda(call.x, call.w, counts, y, call.layout, sm=sm, aligned=rows_aligned(product, y))
             return y

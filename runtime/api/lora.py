@@ -14,18 +14,17 @@ import torch
 
 from ...artifacts.errors import InputError
 from ...artifacts.records.problem import bucket_of
-from ...kernels.contract.words import ALIGNMENT_BYTES
 from ..check import tensors
 from ..check.operands import MAX_RANK
 from ..dispatch import snapshot as dispatch_snapshot
 from ..driver.device import without_autocast
 from ..ops import layer
-from ..ops.layer import FrozenWeights, Layer, Routing, Weights
-from ..ops.low_rank import Adapters, LowRank
-from ..replay import plan as replay_plan
-
-# Function.apply does this and, for calls inside torch.func's transforms, more.
-_apply: Callable[..., torch.Tensor] = super(torch.autograd.Function, layer.AdaptedLayer).apply
+from ..ops.layer import FrozenWeights, Layer, Weights
+from ..ops.low_rank import Adapters, LowRank, as_read
+from ..ops.routing import Routing
+from ..replay.guard import key_of
+from ..replay.layer_plan import plan_layer
+from ..replay.programs import remember
 
 
 class Lora(NamedTuple):
@@ -40,6 +39,20 @@ class Lora(NamedTuple):
     B: torch.Tensor
     scale: float = 1.0
     dropout: float = 0.0
+
+    def _known_by(self) -> tuple[object, ...]:
+        """What a plan of a call with this adapter hangs on, beside its tensors.
+
+        Raises
+        ------
+        TypeError
+            where it is of no use, or draws numbers, for which there is no plan: the checks say how.
+        """
+        if type(self.dropout) not in (float, int) or self.dropout:
+            raise TypeError("no plan draws numbers")
+        if any(one.dim() != 3 or not one.dtype.is_floating_point for one in self[:2]):
+            raise TypeError("no matrices")
+        return type(self.scale), self.scale
 
 
 def low_rank_of(lora: Lora, x: torch.Tensor, m_sizes: torch.Tensor, N: int | None = None) -> LowRank:
@@ -110,7 +123,7 @@ def adapted_layer(
     """A whole layer with adapters of its products, as one function with its own gradient.
 
     Where it ``comes_again``, its weights being the caller's own, what it comes to is written down for layers of these
-    weights (``replay/plan.py``), as ``known_as``, too.
+    weights (``replay/layer_plan.py``), as ``known_as``, too.
 
     Raises
     ------
@@ -131,14 +144,14 @@ def adapted_layer(
     if comes_again and tensors.on_gpu(x) and not torch._C._are_functorch_transforms_active():
         snapshot = dispatch_snapshot.snapshot()
         key = (
-            "lora", *replay_plan.key_of(given.gate_up), *replay_plan.key_of(given.down), how, bucket_of(ids.numel()),
+            "lora", *key_of(given.gate_up), *key_of(given.down), how, bucket_of(ids.numel()),
             scales, ids.dtype, *map(_kind, (x[:0], weights[:0], *given[2:], *pairs)),
         )  # fmt: skip
         plan = snapshot.layers.get(key)
         if plan is not None and not plan.takes(x, given, ids, weights, adapters=adapters):
             plan = None
         if plan is None:
-            plan = replay_plan.plan_layer(how, x, given, ids, weights, adapters=adapters)
+            plan = plan_layer(how, x, given, ids, weights, adapters=adapters)
     with without_autocast(x.device.type):
         if torch.is_grad_enabled() and any(
             one is not None and one.requires_grad for one in (x, weights, *given, *pairs)
@@ -152,7 +165,7 @@ def adapted_layer(
     if plan is not None and snapshot is not None and plan.programs:
         for name in (key, known_as):
             if name is not None and snapshot.layers.get(name) is not plan:
-                replay_plan.remember(snapshot.layers, name, plan)
+                remember(snapshot.layers, name, plan)
     return out
 
 
@@ -164,60 +177,6 @@ def adapters_given(lora: object) -> tuple[Lora | None, Lora | None]:
         got = f"({', '.join(type(one).__name__ for one in lora)})" if pair else f"a {type(lora).__name__}"  # type: ignore[attr-defined]
         tensors.bad("lora", got, "(of the first product, of the second), each a Lora or None", "moe_mlp")
     return lora[0], lora[1]  # type: ignore[index]
-
-
-def scales_of(lora: tuple[Lora | None, Lora | None]) -> tuple[object, ...]:
-    """What a plan of a layer with these adapters hangs on, beside their tensors.
-
-    Raises
-    ------
-    TypeError
-        where they are no adapters: the checks say how.
-    """
-    if type(lora) is not tuple or len(lora) != 2 or any(one is not None and type(one) is not Lora for one in lora):
-        raise TypeError("no adapters")
-    if any(one is not None and (type(one.dropout) not in (float, int) or one.dropout) for one in lora):
-        raise TypeError("no plan draws numbers")
-    for matrix in (each for one in lora if one is not None for each in one[:2]):
-        if matrix.dim() != 3 or not matrix.dtype.is_floating_point:
-            raise TypeError("no matrices")
-    return tuple(None if one is None else (type(one.scale), one.scale) for one in lora)
-
-
-def as_used(lora: tuple[Lora | None, Lora | None], dtype: torch.dtype, E: int) -> Adapters:
-    """The adapters as products take them, unchecked but by ``scales_of``: a plan looks at these tensors itself."""
-
-    def used(one: Lora | None) -> LowRank | None:
-        return None if one is None else LowRank(_used(one.A, dtype, E, 1), _used(one.B, dtype, E, 2), one.scale)
-
-    return Adapters(used(lora[0]), used(lora[1]))
-
-
-def _used(one: torch.Tensor, dtype: torch.dtype, E: int, of_r: int) -> torch.Tensor:
-    """A or B of E experts in a dtype, its rows contiguous; one matrix stands for all.
-
-    Dimension ``of_r`` is made whole 16 bytes by zeros, which change no product: kernels want rows of as many.
-    """
-    # (Each look spares a view, and its node in the gradient's graph.)
-    if one.dtype is not dtype:
-        one = one.to(dtype, memory_format=torch.contiguous_format)  # one copy, of PEFT's order of elements too
-    if more := -one.shape[of_r] % (ALIGNMENT_BYTES // dtype.itemsize):
-        one = torch.nn.functional.pad(one, (0, more) if of_r == 2 else (0, 0, 0, more))
-    if one.stride(2) != 1 and one.shape[2] != 1:
-        one = one.contiguous()
-    return one.expand(E, -1, -1) if one.shape[0] == 1 and E != 1 else one
-
-
-def by_plan(
-    plan: replay_plan.LayerPlan, x: torch.Tensor, given: Weights | FrozenWeights, routing: Routing,
-    weights: torch.Tensor, adapters: Adapters, *, grad: bool,
-) -> torch.Tensor:  # fmt: skip
-    """The layer by a plan that takes it."""
-    if not grad:
-        return plan.forward(plan.how, x, given, routing, weights, keeps_h=False, adapters=adapters)[0]
-    scales = tuple(1.0 if one is None else one.scale for one in adapters)
-    pairs = [each for one in adapters for each in ((None, None) if one is None else one[:2])]
-    return _apply(x, *given, weights, routing, plan.how, scales, plan, *pairs)
 
 
 def _kind(one: torch.Tensor | None) -> object:
@@ -249,5 +208,5 @@ def _usable(x: torch.Tensor, m_sizes: torch.Tensor, lora: Lora) -> tuple[torch.T
             tensors.bad(name, f"{one.dtype}", "a floating-point type")
         if one.device != x.device:
             tensors.bad(name, f"on {one.device}", f"x's device, {x.device}")
-        found.append(_used(one, x.dtype, E, of_r))
+        found.append(as_read(one, x.dtype, E, of_r))
     return found[0], found[1]

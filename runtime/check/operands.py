@@ -37,8 +37,8 @@ class Rows:
     ``w`` is 3-D in ``layout``; ``M`` counts the sorted rows. from(m) = index[m] // ``gather_divisor`` (m where that
     is 0), to(m) = index[m] with ``scatter``; ``row_weights`` float32 by index, ``bias`` [E, columns of y].
     ``zero_tail`` zeroes the rows of y that nothing is stored to.
-    ``bounds`` (``layer.Routing``) may be given where every index has its row, also in x; ``loose`` says that rows of y
-    whose index has none may hold anything. ``low`` is added by ``products.with_low_part`` alone.
+    ``bounds`` (``routing.Routing``) may be given where every index has its row, also in x; ``loose`` says that rows of
+    y whose index has none may hold anything. ``low`` is added by ``products.with_low_part`` alone.
     """
 
     op: Op

@@ -20,6 +20,7 @@ _MOST = 2**31 - 1
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # what is no wrapper of another tensor
 
 _transformed = torch._C._are_functorch_transforms_active
+jit_state = torch._C._get_tracing_state  # of torch.jit.trace, None where it is not under way
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,25 @@ def no_tangents(call: str, *given: object) -> None:
         if isinstance(one, torch.Tensor) and forward_ad.unpack_dual(one).tangent is not None:  # type: ignore[no-untyped-call]
             raise InputError(f"{call}: a tensor has a forward-mode tangent (torch.func.jvp, jacfwd, forward_ad), and "
                              "there is no forward-mode derivative here: use a backward")  # fmt: skip
+
+
+def is_whole(x: object, w: object) -> bool:
+    """Whether a plain call needs all of ``call.run``: it is not on CUDA, or has a gradient, or is cast or traced."""
+    if not isinstance(x, torch.Tensor) or not isinstance(w, torch.Tensor) or not x.is_cuda:
+        return True
+    if (x.requires_grad or w.requires_grad) and torch.is_grad_enabled():
+        return True
+    wide = x.dtype is torch.float32 or w.dtype is torch.float32
+    return (wide and torch.is_autocast_enabled("cuda")) or is_traced(x, w)
+
+
+def is_traced(x: torch.Tensor, *others: torch.Tensor | ExpertWeights | None) -> bool:
+    """Whether one of these stands for a tensor to come, or wraps others: only an operator can take them."""
+    if torch.compiler.is_compiling() or jit_state() is not None:
+        return True
+    if not others[1:] and type(x) is torch.Tensor and type(others[0]) in PLAIN:  # a plain call's: in half the time
+        return x.is_meta
+    return any(isinstance(one, torch.Tensor) and (type(one) not in PLAIN or one.is_meta) for one in (x, *others))
 
 
 def tensors_or_none(call: str = "grouped_gemm", /, **given: object) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from ...artifacts.errors import BundleError, TargetMismatch
 from ...artifacts.names import printable
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
-from .. import hooks, verdicts
+from .. import current, hooks, verdicts
 from ..locks import lock
 from ..settings import TRUSTED_KEYS, Settings, settings
 from .places import Found, Kind, Place, candidates, installed_places, places, scan, unusable
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 _Groups: TypeAlias = "dict[tuple[Op | RowOp, DType, Layout, Fusion], tuple[tuple[int, Variant], ...]]"
 
 _log = logging.getLogger(__name__)
-current: Snapshot | None = None  # the process's; None before its first use and after a reload: ``snapshot`` takes one
 _kept: list[BundleFile] = []
 _LAST = 1 << 16  # the order of what is asked after all bundles
 
@@ -284,13 +283,12 @@ class Snapshot:
 
 def snapshot() -> Snapshot:
     """The process's snapshot, taken at first use."""
-    global current
-    found = current
+    found: Snapshot = current.snapshot
     if found is None:
         with lock("snapshot"):
-            if current is None:
-                current = _with_made(settings())
-            found = current
+            if current.snapshot is None:
+                current.snapshot = _with_made(settings())
+            found = current.snapshot
     return found
 
 
@@ -326,9 +324,8 @@ def forget_made() -> None:
 
 def forget() -> None:
     """Makes the next ``snapshot()`` read the places again. Bundles that are in use stay open."""
-    global current
     with lock("snapshot"):
-        current = None
+        current.snapshot = None
 
 
 hooks.on_reload(forget)

@@ -176,6 +176,15 @@ def tell_unsupported() -> None:
     _log.warning(what, platform_name())
 
 
+def tf32_allowed(dtype: torch.dtype) -> bool:
+    """Whether the user lets torch multiply float32 matrices in tf32 on CUDA."""
+    if dtype is not torch.float32:
+        return False
+    matmul = torch.backends.cuda.matmul
+    precision = getattr(matmul, "fp32_precision", None)  # the newer setting also answers for the older ones
+    return bool(matmul.allow_tf32) if precision is None else precision == "tf32"
+
+
 def capturing() -> bool:
     """Whether torch's current stream is being captured: nothing is compiled or tuned then."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

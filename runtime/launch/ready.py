@@ -17,7 +17,7 @@ from ...kernels.contract.words import ALIGNMENT_BYTES, is_aligned
 from .. import hooks, settings
 from ..check.tensors import DTYPES, check_cuda_dtype, row_stride
 from ..dispatch import snapshot as dispatch_snapshot
-from ..driver.device import local_gpu, platform_supported, tell_unsupported
+from ..driver.device import local_gpu, platform_supported, tell_unsupported, tf32_allowed
 from ..weights.expert_weights import ExpertWeights
 from . import gather as launch_gather
 from . import rowops
@@ -335,15 +335,6 @@ def problem_of(
         if dispatch_snapshot.snapshot().serves(tf32, local_gpu(x.get_device())):
             return tf32
     return Problem(op, dtype, E, N, K, layout, code)
-
-
-def tf32_allowed(dtype: torch.dtype) -> bool:
-    """Whether the user lets torch multiply float32 matrices in tf32 on CUDA."""
-    if dtype is not torch.float32:
-        return False
-    matmul = torch.backends.cuda.matmul
-    precision = getattr(matmul, "fp32_precision", None)  # the newer setting also answers for the older ones
-    return bool(matmul.allow_tf32) if precision is None else precision == "tf32"
 
 
 def rows_aligned(call: Rows, y: torch.Tensor) -> bool:

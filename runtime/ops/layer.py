@@ -39,27 +39,12 @@ from .activation import Activation, Needs
 from .autograd import differentiated_once
 from .low_rank import Adapters, LowRank, LowRankGradients
 from .products import gated_rows, of_activated, weight
+from .routing import Routing
 
 GATED_IN_PRODUCT = Activation("silu", gated=True, interleaved=False)  # what a product's epilogue can do
 NO_ADAPTERS = Adapters(None, None)
 Forward: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]"  # see forward
 _ONES = 8  # columns that sum dh's rows, or weigh dout's: 16 bytes of a 16-bit type
-
-
-class Routing(NamedTuple):
-    """The slots of T tokens sorted by expert, E of them.
-
-    ``gather_indices`` [T*k]: the flat token*k + slot of each sorted row; ``m_sizes`` int32 [E]: each expert's rows;
-    ``bounds`` int32 [E+1]: where each expert's rows begin, and where the last one's end; ``experts`` int32 [T*k]: each
-    slot's expert, not in [0, E) for one that takes no part; ``places`` int32 [T*k]: each slot's sorted row, -1 for one
-    that takes no part.
-    """
-
-    gather_indices: torch.Tensor
-    m_sizes: torch.Tensor
-    bounds: torch.Tensor
-    experts: torch.Tensor
-    places: torch.Tensor
 
 
 class Layer(NamedTuple):
@@ -163,7 +148,7 @@ class MoeLayer(torch.autograd.Function):
         gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, weights: torch.Tensor, routing: Routing,
         layer: Layer, plan: Any = None,
     ) -> torch.Tensor:  # fmt: skip
-        """The layer; what a gradient needs is saved. ``plan`` is a ``replay.plan.LayerPlan``."""
+        """The layer; what a gradient needs is saved. ``plan`` is a ``replay.layer_plan.LayerPlan``."""
         given = weights_of(gate_up, down, gate_up_bias, down_bias)
         run = forward if plan is None else plan.forward
         out, h, *_ = run(layer, x, given, routing, weights, keeps_h=True)
@@ -208,7 +193,7 @@ class AdaptedLayer(torch.autograd.Function):
         gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, weights: torch.Tensor, routing: Routing,
         layer: Layer, scales: tuple[float, float], plan: Any = None, *low: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
-        """The layer; what a gradient needs is saved. ``plan`` is a ``replay.plan.LayerPlan``."""
+        """The layer; what a gradient needs is saved. ``plan`` is a ``replay.layer_plan.LayerPlan``."""
         given = weights_of(gate_up, down, gate_up_bias, down_bias)
         run = forward if plan is None else plan.forward
         out, *kept = run(layer, x, given, routing, weights, keeps_h=True, adapters=adapters_of(low, scales))

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ...artifacts.records.problem import Layout, Op
+from ...kernels.contract.words import ALIGNMENT_BYTES
 from ..check.operands import Rows
 from ..launch.program import NOW, Now
 from .products import rows, with_low_part
@@ -42,13 +43,33 @@ class LowRankGradients(NamedTuple):
     B: torch.Tensor
 
 
+def as_used(lora: Any, dtype: torch.dtype, E: int) -> LowRank:
+    """An adapter (``api.lora.Lora``) as products take it, unchecked: a plan looks at these tensors itself."""
+    return LowRank(as_read(lora.A, dtype, E, 1), as_read(lora.B, dtype, E, 2), lora.scale)
+
+
+def as_read(one: torch.Tensor, dtype: torch.dtype, E: int, of_r: int) -> torch.Tensor:
+    """A or B of E experts in a dtype, its rows contiguous; one matrix stands for all.
+
+    Dimension ``of_r`` is made whole 16 bytes by zeros, which change no product: kernels want rows of as many.
+    """
+    # (Each look spares a view, and its node in the gradient's graph.)
+    if one.dtype is not dtype:
+        one = one.to(dtype, memory_format=torch.contiguous_format)  # one copy, of PEFT's order of elements too
+    if more := -one.shape[of_r] % (ALIGNMENT_BYTES // dtype.itemsize):
+        one = torch.nn.functional.pad(one, (0, more) if of_r == 2 else (0, 0, 0, more))
+    if one.stride(2) != 1 and one.shape[2] != 1:
+        one = one.contiguous()
+    return one.expand(E, -1, -1) if one.shape[0] == 1 and E != 1 else one
+
+
 def narrowed(
     one: LowRank, x: torch.Tensor, m_sizes: torch.Tensor, index: torch.Tensor | None = None, top_k: int = 0,
     bounds: torch.Tensor | None = None, do: Now = NOW,
 ) -> torch.Tensor:  # fmt: skip
     """u [M, r] of sorted rows x [M, K]; with ``index`` [M], of rows x[index // top_k].
 
-    Without ``bounds`` (``layer.Routing``) the rows of an index out of range are zero, which B's gradient reads.
+    Without ``bounds`` (``routing.Routing``) the rows of an index out of range are zero, which B's gradient reads.
     """
     M = x.shape[0] if index is None else index.shape[0]
     call = Rows(Op.FORWARD, x, one.A, m_sizes, Layout.NK, M, index, top_k, bounds=bounds)

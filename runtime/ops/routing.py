@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from ...artifacts.records.precision import DType
@@ -19,10 +21,42 @@ _modes = torch._C._len_torch_dispatch_stack
 _transformed = torch._C._are_functorch_transforms_active
 
 
+class Routing(NamedTuple):
+    """The slots of T tokens sorted by expert, E of them.
+
+    ``gather_indices`` [T*k]: the flat token*k + slot of each sorted row; ``m_sizes`` int32 [E]: each expert's rows;
+    ``bounds`` int32 [E+1]: where each expert's rows begin, and where the last one's end; ``experts`` int32 [T*k]: each
+    slot's expert, not in [0, E) for one that takes no part; ``places`` int32 [T*k]: each slot's sorted row, -1 for one
+    that takes no part.
+    """
+
+    gather_indices: torch.Tensor
+    m_sizes: torch.Tensor
+    bounds: torch.Tensor
+    experts: torch.Tensor
+    places: torch.Tensor
+
+
+def sort(topk_ids: torch.Tensor, E: int) -> Routing:
+    """The slots of ``topk_ids`` [T, k] sorted by expert, stably. Nothing is checked; E may be 0."""
+    found = sort_slots(topk_ids, E)
+    if found is not None:
+        return Routing(*found)
+    flat = topk_ids.reshape(-1).to(torch.int64)
+    # int32 sorts in half the passes of int64.
+    flat = torch.where((flat >= 0) & (flat < E), flat, E).to(torch.int32)
+    experts, order = torch.sort(flat, stable=True)
+    steps = torch.arange(E + 1, dtype=torch.int32, device=flat.device)
+    bounds = torch.searchsorted(experts, steps, out_int32=True)
+    rows = torch.arange(flat.shape[0], dtype=torch.int32, device=flat.device)
+    places = torch.where(flat < E, torch.zeros_like(flat).scatter(0, order, rows), -1)
+    return Routing(order, bounds[1:] - bounds[:-1], bounds, flat, places)
+
+
 def sort_slots(ids: torch.Tensor, E: int) -> tuple[torch.Tensor, ...] | None:
     """(order int64 [M], m_sizes int32 [E], bounds int32 [E + 1], experts, places int32 [M]) of ``ids``, M of any shape.
 
-    As ``layer.Routing`` has them; a slot whose id is not in [0, E) comes after all others, and its expert is E. The
+    As ``Routing`` has them; a slot whose id is not in [0, E) comes after all others, and its expert is E. The
     order is stable. None where no kernel does it: torch is to.
     """
     # First of all whether this is a call, and no trace of one: that must not even look at sizes.

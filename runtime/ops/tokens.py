@@ -19,7 +19,7 @@ def gather(
 ) -> torch.Tensor:
     """x[index[i] // top_k] of x [T, H], [M, H]; ``index`` [M] int32 or int64 is within [0, T*top_k).
 
-    With ``bounds`` (``layer.Routing``) rows of no expert hold anything.
+    With ``bounds`` (``routing.Routing``) rows of no expert hold anything.
     """
     M, H = index.shape[0], x.shape[1]
     x = x.contiguous()
@@ -43,7 +43,7 @@ def combine(
 ) -> torch.Tensor:  # fmt: skip
     """out[t] = sum over slots s, in their order, of weights[t, s] * (y[places[t, s]] + bias[experts[t, s]]).
 
-    y [T*top_k, H] in the sorted order, ``places`` and ``experts`` (``layer.Routing``) int32 [T*top_k], ``weights``
+    y [T*top_k, H] in the sorted order, ``places`` and ``experts`` (``routing.Routing``) int32 [T*top_k], ``weights``
     [T*top_k] float32 or in y's dtype (else one), beside them bias [E, H] in y's dtype (else zero). Summed in float32
     (or wider) and rounded once. Of slots without a place nothing is read. out is ``into`` [T, H], dense, if given.
     """

@@ -32,6 +32,11 @@ def remember(table: Table, key: Key, rows: int, entry: Entry) -> None:
     table[key] = table[key, rows] = entry
 
 
+def key_of(w: Any) -> tuple[object, ...]:
+    """By what a plan is found for weights: where they begin; of ``ExpertWeights`` what and how ordered they are."""
+    return (w.data_ptr(),) if isinstance(w, torch.Tensor) else (w.codes.data_ptr(), w.order, w.format)
+
+
 def guard(*tensors: torch.Tensor, loose: Collection[int] = ()) -> Guard | None:
     """A check that these tensors pass, and others only if they differ from them in address and content.
 

@@ -38,11 +38,13 @@ def test_all_but_the_first_calls_are_replayed(tool: ModuleType, monkeypatch: pyt
     """Else it times the long way, which looks at everything."""
     import host_gpu
 
-    from pretuned.runtime.replay import plan
+    from pretuned.runtime.replay import programs
 
     recorded: list[object] = []
-    first = plan._Plan._recorded
-    monkeypatch.setattr(plan._Plan, "_recorded", lambda self, *given: recorded.append(self) or first(self, *given))
+    first = programs.Programs._recorded
+    monkeypatch.setattr(
+        programs.Programs, "_recorded", lambda self, *given: recorded.append(self) or first(self, *given)
+    )
     with pytest.MonkeyPatch.context() as patch:
         kept = tool.without_arithmetic(host_gpu, patch)
         for call in tool.calls().values():

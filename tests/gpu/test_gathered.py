@@ -17,7 +17,6 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import PLAIN_LAYOUTS, Fusion, Layout, Op, Problem, RowOp
 from pretuned.kernels.contract.spec import code_of
 from pretuned.runtime import grouped_gemm, moe_mlp, reload, sort_routing
-from pretuned.runtime.api.moe import Routing
 from pretuned.runtime.check.operands import Rows
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.dispatch.ranking import why_not
@@ -26,6 +25,7 @@ from pretuned.runtime.launch import ready, rowops
 from pretuned.runtime.launch.gemm import LoadedKernel
 from pretuned.runtime.launch.loader import loaded
 from pretuned.runtime.ops import products
+from pretuned.runtime.ops.routing import Routing
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),

@@ -16,9 +16,10 @@ def modules_after(code: str, **environment: str) -> dict[str, bool]:
     report = """
 import json, sys
 watched = ("torch", "triton", "click", "rich", "pebble", "filelock", "msgpack",
-           "pretuned.artifacts.files.bundle_file", "pretuned.runtime.launch.loader",
-           "pretuned.runtime.dispatch.decide", "pretuned.runtime.driver.cuda", "pretuned.kernels.contract.registry",
-           "pretuned.aot", "pretuned.kernels.gemm.portable.rows", "pretuned.kernels.cost.model")
+           "pretuned.aot", "pretuned.artifacts.files", "pretuned.artifacts.format", "pretuned.kernels",
+           "pretuned.kernels.contract.registry", "pretuned.kernels.cost.model", "pretuned.kernels.gemm.portable.rows",
+           "pretuned.runtime.dispatch", "pretuned.runtime.driver.cuda", "pretuned.runtime.launch",
+           "pretuned.runtime.ops", "pretuned.runtime.replay.plan")
 found = {name: name in sys.modules for name in watched}
 torch = sys.modules.get("torch")
 print(json.dumps(found | {"cuda": bool(torch and torch.cuda.is_initialized())}))
@@ -67,15 +68,20 @@ def test_a_call_adds_no_triton_and_no_command_line(name: str) -> None:
 
 
 @pytest.mark.slow  # a process that imports torch
-@pytest.mark.parametrize("name", ["grouped_gemm", pytest.param("moe_mlp", marks=pytest.mark.nightly)])
-def test_what_decides_and_loads_waits_for_a_first_launch(name: str) -> None:
-    """Half of the time that the import took."""
+def test_all_that_chooses_and_launches_waits_for_a_first_call() -> None:
+    """Four fifths of the time that the import took; kernels and bundles are no part of it."""
     alone = modules_of_torch()
-    found = modules_after(f"from pretuned.runtime import {name}")
-    for module in ("msgpack", "pretuned.artifacts.files.bundle_file", "pretuned.runtime.launch.loader",
-                   "pretuned.runtime.dispatch.decide", "pretuned.runtime.driver.cuda",
-                   "pretuned.kernels.contract.registry"):  # fmt: skip
+    found = modules_after("from pretuned.runtime import grouped_gemm, moe_mlp")
+    waits = [name for name in found if name.startswith(("msgpack", "filelock", "pretuned."))]
+    assert len(waits) == 14
+    for module in waits:
         assert found[module] <= alone[module], module
+    called = modules_after(
+        "import torch; from pretuned.runtime import grouped_gemm\n"
+        "grouped_gemm(torch.ones(2, 4), torch.ones(1, 3, 4), torch.tensor([2]))"
+    )
+    assert called["pretuned.kernels"]
+    assert called["pretuned.runtime.ops"]  # else nothing above says anything
 
 
 @pytest.mark.slow  # a process that imports torch

@@ -21,7 +21,7 @@ from pretuned.kernels.contract.config import Config, Loads, Schedule
 from pretuned.kernels.contract.registry import clears
 from pretuned.kernels.contract.rowops import MOST_SORTED_EXPERTS
 from pretuned.kernels.contract.spec import code_of
-from pretuned.runtime import grouped_gemm, sort_routing
+from pretuned.runtime import current, grouped_gemm, sort_routing
 from pretuned.runtime.check import tensors as check_tensors
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.driver import descriptors
@@ -30,7 +30,7 @@ from pretuned.runtime.launch import program, ready
 from pretuned.runtime.launch import rowops as launch_rowops
 from pretuned.runtime.ops import products, routing, zero_rows
 from pretuned.runtime.ops.activation import Activation, by_torch
-from pretuned.runtime.replay import plan
+from pretuned.runtime.replay import layer_plan, plan, programs
 
 T, TOPK, E, N, K = 7, 2, 4, 8, 12
 SLOTS = 5  # of a chunk that is sorted
@@ -311,7 +311,7 @@ class Device:
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     simulated = Device()
     patch = monkeypatch  # (undone with a test's own patches, in order: no context of its own)
-    patch.setattr(dispatch_snapshot, "current", dispatch_snapshot.Snapshot(()))
+    patch.setattr(current, "snapshot", dispatch_snapshot.Snapshot(()))
     patch.setattr(ready, "_kernel", simulated.kernel)
     patch.setattr(ready, "_gated_kernel", simulated.gated)
     patch.setattr(ready, "_gathered_kernel", simulated.gathered)
@@ -322,7 +322,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     patch.setattr(launch_rowops, "launcher", simulated.passes)
     patch.setattr(descriptors, "repeats_rows", lambda _device: simulated.repeats)
     patch.setattr(zero_rows, "LEAST_BYTES", 0)
-    for module in (program, plan):
+    for module in (program, programs, plan, layer_plan):
         patch.setattr(module, "stream_of", lambda _device: 0)
     for module in (routing, zero_rows):
         patch.setattr(module, "current_stream", lambda _device: 0)

@@ -25,7 +25,8 @@ from ...artifacts.errors import InputError, PretunedError
 from ...artifacts.records.problem import Layout, Op, Problem
 from ...runtime.api.grouped_gemm import grouped_gemm
 from ...runtime.api.lora import Lora
-from ...runtime.api.moe import moe_mlp, sort_routing
+from ...runtime.api.moe import moe_mlp
+from ...runtime.api.routing import sort_routing
 from ...runtime.check.tensors import DTYPES, PLAIN, bad
 from ...runtime.dispatch import snapshot as dispatch_snapshot
 from ...runtime.driver.device import local_gpu

@@ -12,13 +12,13 @@ from host_gpu import TOPK, Device, E, FakeLauncher, K, N, T, counts_at, device, 
 from torch.autograd import forward_ad
 
 from pretuned.artifacts.errors import InputError
-from pretuned.runtime import Lora, activate, grouped_gemm, grouped_gemm_dW, grouped_gemm_dX, moe_mlp, reload
-from pretuned.runtime.api import call as api_call
+from pretuned.runtime import Lora, activate, current, grouped_gemm, grouped_gemm_dW, grouped_gemm_dX, moe_mlp, reload
 from pretuned.runtime.api import grouped_gemm as api_grouped_gemm
+from pretuned.runtime.check import tensors
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
-from pretuned.runtime.launch import gemm
+from pretuned.runtime.launch import gemm, ready
 from pretuned.runtime.launch.ready import Ready
-from pretuned.runtime.replay import plan
+from pretuned.runtime.replay import programs
 
 __all__ = ["device"]
 
@@ -32,7 +32,7 @@ H, WIDTH = 12, 8
 
 @pytest.fixture(params=["the reference", "a GPU"], autouse=True)
 def where(request: pytest.FixtureRequest, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "_KINDS", (torch.float32,))
+    monkeypatch.setattr(programs, "KINDS", (torch.float32,))
     on(monkeypatch, request.param == "a GPU")
     reload()
 
@@ -169,9 +169,9 @@ def test_so_is_who_saved_that_of_a_plain_call_on_a_gpu(again: bool, monkeypatch:
         out.data.fill_(2.0)  # as a kernel does, unseen
         return out
 
-    monkeypatch.setattr(api_call, "is_whole", lambda *_: False)
+    monkeypatch.setattr(tensors, "is_whole", lambda *_: False)
     monkeypatch.setattr(api_grouped_gemm, "_known", launched)
-    monkeypatch.setattr(dispatch_snapshot, "current", dispatch_snapshot.Snapshot(()))
+    monkeypatch.setattr(current, "snapshot", dispatch_snapshot.Snapshot(()))
     recent = {(x.data_ptr(), w.data_ptr(), "nk", out.data_ptr()): launched}
     dispatch_snapshot.snapshot().recent.update(recent if again else {})
     before = out._version
@@ -279,13 +279,14 @@ def test_nor_do_wrapped_counts_of_a_plain_call(monkeypatch: pytest.MonkeyPatch) 
             read.append(counts_at(m_sizes, E, 2))
 
     for name, stub in {
-        "ready_for": lambda *_: Ready(Launcher(), ""), "device_is_current": lambda _: True,
+        "device_is_current": lambda _: True,
         "current_stream": lambda _: 0,
         "empty": lambda size, _strides, dtype: torch.zeros(size, dtype=dtype),
     }.items():  # fmt: skip
         monkeypatch.setattr(api_grouped_gemm, name, stub)
-    monkeypatch.setattr(dispatch_snapshot, "current", dispatch_snapshot.Snapshot(()))
-    monkeypatch.setattr(api_call, "is_whole", lambda *_: False)
+    monkeypatch.setattr(ready, "ready_for", lambda *_: Ready(Launcher(), ""))
+    monkeypatch.setattr(current, "snapshot", dispatch_snapshot.Snapshot(()))
+    monkeypatch.setattr(tensors, "is_whole", lambda *_: False)
     x, w = random(T, K), random(E, N, K)
     m_sizes = torch.tensor([3, 0, 4, 0])
     for counts in (Waiting(m_sizes), m_sizes, Waiting(m_sizes), m_sizes, Waiting(m_sizes)):

@@ -16,7 +16,7 @@ from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.problem import Layout, Op, bucket_of
 from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels import reference
-from pretuned.runtime import grouped_gemm
+from pretuned.runtime import current, grouped_gemm
 from pretuned.runtime.api import grouped_gemm as api_grouped_gemm
 from pretuned.runtime.check.operands import Rows
 from pretuned.runtime.check.tensors import check
@@ -25,7 +25,7 @@ from pretuned.runtime.dispatch.places import Kind, Place
 from pretuned.runtime.dispatch.snapshot import Snapshot, Usable
 from pretuned.runtime.driver import cuda
 from pretuned.runtime.driver.descriptors import MAP_BYTES, TensorMaps
-from pretuned.runtime.launch import gemm, loader, products
+from pretuned.runtime.launch import gemm, loader, products, ready
 from pretuned.runtime.launch.ready import Ready, rows_aligned
 
 E, N, K, M = 3, 10, 8, 12
@@ -190,13 +190,14 @@ def test_a_plain_call_takes_the_launcher_of_its_own_bucket(
             return lambda *_: None
 
     for name, stub in {
-        "ready_for": lambda call, y: Ready(Launcher(call), ""), "device_is_current": lambda _: True,
+        "device_is_current": lambda _: True,
         "current_stream": lambda _: 0, "on": lambda _: contextlib.nullcontext(),
         "empty": lambda size, _strides, dtype: torch.zeros(size, dtype=dtype),
     }.items():  # fmt: skip
         monkeypatch.setattr(api_grouped_gemm, name, stub)
-    monkeypatch.setattr(dispatch_snapshot, "current", dispatch_snapshot.Snapshot(()))
-    monkeypatch.setattr(api_grouped_gemm.api_call, "is_whole", lambda *_: False)
+    monkeypatch.setattr(ready, "ready_for", lambda call, y: Ready(Launcher(call), ""))
+    monkeypatch.setattr(current, "snapshot", dispatch_snapshot.Snapshot(()))
+    monkeypatch.setattr(api_grouped_gemm.tensors, "is_whole", lambda *_: False)
     w = torch.randn(2, 16, 16, dtype=torch.bfloat16)
     for M in rows * 2:
         api_grouped_gemm._known(torch.randn(M, 16, dtype=torch.bfloat16), w, torch.tensor([M, 0]), "nk", None, False)
@@ -234,7 +235,7 @@ def test_rows_of_y_that_are_no_whole_16_bytes_are_filled_up(monkeypatch: pytest.
     monkeypatch.setattr(products, "platform_supported", lambda: True)
     monkeypatch.setattr(products, "local_gpu", lambda _device: LocalGpu(90, Gpu("NVIDIA H200", 132, 143155, 13000)))
     places = [Place(Kind.INSTALLED, Path(pretuned.artifacts.__file__).parent / "bundles")]
-    monkeypatch.setattr(dispatch_snapshot, "current", Snapshot(places))
+    monkeypatch.setattr(current, "snapshot", Snapshot(places))
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
     for name, stand_in in (
         ("empty", empty), ("current_stream", lambda _device: 0), ("device_is_current", lambda _device: True),

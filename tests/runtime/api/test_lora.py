@@ -12,7 +12,7 @@ from host_gpu import LOW_RANK, Device, device, on
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.problem import Fusion, Op
 from pretuned.runtime import ExpertWeights, Lora, grouped_gemm, moe_mlp, sort_routing
-from pretuned.runtime.replay import plan
+from pretuned.runtime.replay import programs
 
 __all__ = ["device"]
 
@@ -224,7 +224,7 @@ def test_the_low_rank_part_is_in_the_product_s_kernel(
     device: Device, monkeypatch: pytest.MonkeyPatch, form: dict[str, bool], inside: bool
 ) -> None:
     """Forward and dX, where rows don't go elsewhere and are not weighed: by the code that there is for it, or not."""
-    monkeypatch.setattr(plan, "_KINDS", (torch.float32,))
+    monkeypatch.setattr(programs, "KINDS", (torch.float32,))
     device.there |= LOW_RANK if inside else set()
     generator = torch.Generator().manual_seed(1)
     routing = sort_routing(torch.randint(-1, E + 1, (T, TOPK), generator=generator), E)  # some on other ranks
@@ -261,7 +261,7 @@ def test_a_rank_of_no_whole_16_bytes_takes_the_kernel_too(
     device: Device, monkeypatch: pytest.MonkeyPatch, r: int
 ) -> None:
     """By rows and columns of zeros beside A's and B's, whose gradients are none of the caller's."""
-    monkeypatch.setattr(plan, "_KINDS", (torch.float32,))
+    monkeypatch.setattr(programs, "KINDS", (torch.float32,))
     device.there |= LOW_RANK
     torch.manual_seed(r)
     x, w, m_sizes = torch.randn(9, 12).requires_grad_(), torch.randn(E, 8, 12), torch.tensor([2, 3, 0, 4])
@@ -309,7 +309,7 @@ def test_dropout_is_on_what_a_reads(form: dict[str, bool]) -> None:
 
 def test_a_layer_with_dropout(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its plan is not that of a layer without; no kernel has its low-rank part in it."""
-    monkeypatch.setattr(plan, "_KINDS", (torch.float32,))
+    monkeypatch.setattr(programs, "KINDS", (torch.float32,))
     torch.manual_seed(0)
     x, up, down, ids = torch.randn(T, 12), torch.randn(E, 16, 12), torch.randn(E, 12, 8), torch.randint(0, E, (T, TOPK))
     weights, low = torch.rand(T, TOPK), [torch.randn(s) for s in ((E, 4, 12), (E, 16, 4), (E, 4, 8), (E, 12, 4))]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.problem import Layout
 from pretuned.runtime import activate, moe_mlp, sort_routing
-from pretuned.runtime.api import moe
+from pretuned.runtime.api import layer_call
 from pretuned.runtime.ops import layer as layer_module
 from pretuned.runtime.ops.activation import GATED, UNGATED, Activation
 
@@ -294,7 +294,7 @@ def test_the_layers_own_gradient_is_that_of_the_calls_that_torch_traces(
         hidden, up, down, ids, weights, act[0], gated=act[1], interleaved=act[2], gate_up_bias=up_bias,
         down_bias=down_bias,
     )  # fmt: skip
-    want = moe._composed(hidden, up, down, ids, weights, how, up_bias, down_bias, "output", "nk")
+    want = layer_call._composed(hidden, up, down, ids, weights, how, up_bias, down_bias, "output", "nk")
     torch.testing.assert_close(out, want)
     asked = [one for one in tensors if one.requires_grad]
     if asked and T:

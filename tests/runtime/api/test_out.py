@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from pretuned.artifacts.errors import InputError
-from pretuned.runtime import grouped_gemm
+from pretuned.runtime import current, grouped_gemm
 from pretuned.runtime.api import grouped_gemm as api_grouped_gemm
 from pretuned.runtime.check.tensors import check_apart
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
+from pretuned.runtime.launch import ready
 from pretuned.runtime.launch.ready import Ready
 
 E, N, K, M, TOPK = 2, 8, 8, 8, 2
@@ -145,12 +146,13 @@ def test_a_known_call_on_a_gpu_with_other_tensors(monkeypatch: pytest.MonkeyPatc
     """On a GPU that isn't there: the kind was met before, these tensors were not."""
     launcher = Launcher()
     for name, stub in {
-        "ready_for": lambda *_: Ready(launcher, ""), "device_is_current": lambda _: True, "current_stream": lambda _: 0,
+        "device_is_current": lambda _: True, "current_stream": lambda _: 0,
         "on": lambda _: contextlib.nullcontext(),
     }.items():  # fmt: skip
         monkeypatch.setattr(api_grouped_gemm, name, stub)
-    monkeypatch.setattr(dispatch_snapshot, "current", dispatch_snapshot.Snapshot(()))
-    monkeypatch.setattr(api_grouped_gemm.api_call, "is_whole", lambda *_: False)
+    monkeypatch.setattr(ready, "ready_for", lambda *_: Ready(launcher, ""))
+    monkeypatch.setattr(current, "snapshot", dispatch_snapshot.Snapshot(()))
+    monkeypatch.setattr(api_grouped_gemm.tensors, "is_whole", lambda *_: False)
     buffer, w, beside = torch.zeros(8, M, K).bfloat16(), weights(torch.bfloat16), torch.zeros(2, M, 16).bfloat16()
 
     def call(x: torch.Tensor, out: torch.Tensor, w: torch.Tensor = w) -> None:
@@ -195,12 +197,13 @@ def test_the_stride_of_one_row_means_nothing(monkeypatch: pytest.MonkeyPatch) ->
             return lambda *again: None
 
     for name, stub in {
-        "ready_for": lambda *arguments: Ready(Launcher(), ""), "device_is_current": lambda device: True,
+        "device_is_current": lambda device: True,
         "current_stream": lambda device: 0, "on": lambda device: contextlib.nullcontext(),
     }.items():  # fmt: skip
         monkeypatch.setattr(api_grouped_gemm, name, stub)
-    monkeypatch.setattr(dispatch_snapshot, "current", dispatch_snapshot.Snapshot(()))
-    monkeypatch.setattr(api_grouped_gemm.api_call, "is_whole", lambda *operands: False)
+    monkeypatch.setattr(ready, "ready_for", lambda *arguments: Ready(Launcher(), ""))
+    monkeypatch.setattr(current, "snapshot", dispatch_snapshot.Snapshot(()))
+    monkeypatch.setattr(api_grouped_gemm.tensors, "is_whole", lambda *operands: False)
     w, x = weights(torch.bfloat16), torch.randn(1, K).bfloat16()
     out = torch.empty(4, N + 1, dtype=torch.bfloat16)[:1, :N]
     for _ in range(2):

@@ -43,6 +43,7 @@ from pretuned.artifacts.files.lock import lock
 from pretuned.artifacts.format.index import Index
 from pretuned.artifacts.format.wire import Preamble
 from pretuned.artifacts.records.target import Gpu, LocalGpu
+from pretuned.runtime import current
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.dispatch.decide import Decision, decide
 from pretuned.runtime.dispatch.places import ENTRY_POINTS, Kind, Place, _entry_points, installed_places
@@ -488,12 +489,12 @@ def test_another_thread_may_take_the_snapshot_first(clean_places: Path, monkeypa
 
     @contextlib.contextmanager
     def lock(name: str) -> Iterator[None]:
-        dispatch_snapshot.current = Snapshot([])  # the other one had the lock
-        taken.append(dispatch_snapshot.current)
+        current.snapshot = Snapshot([])  # the other one had the lock
+        taken.append(current.snapshot)
         yield
 
     monkeypatch.setattr(dispatch_snapshot, "lock", lock)
-    assert dispatch_snapshot.current is None
+    assert current.snapshot is None
     assert dispatch_snapshot.snapshot() is taken[0]
 
 

@@ -16,8 +16,7 @@ from pretuned.artifacts.errors import CudaError, HostError
 from pretuned.artifacts.records.problem import Op, Problem
 from pretuned.kernels.contract.config import Config
 from pretuned.runtime import __main__ as command
-from pretuned.runtime import verdicts
-from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
+from pretuned.runtime import current, verdicts
 from pretuned.runtime.dispatch.snapshot import Snapshot
 from pretuned.runtime.inspect import doctor, prove
 from pretuned.runtime.inspect import survey as inspect_survey
@@ -42,7 +41,7 @@ def made(clean_places: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
         write(clean_places / "a.msgpack", {PROBLEM: [modelled(64, 0)]}, sm=80, specs=specs)
         monkeypatch.setattr(prove, "CHILD", (sys.executable, proving_child.__file__, *how))
         taken = Snapshot(places(clean_places))
-        monkeypatch.setattr(dispatch_snapshot, "current", taken)
+        monkeypatch.setattr(current, "snapshot", taken)
         return taken
 
     return make

@@ -27,7 +27,7 @@ from pretuned.kernels.contract.config import Config, Loads, Schedule, TileRows
 from pretuned.kernels.contract.launchable import unlaunchable
 from pretuned.kernels.contract.registry import arguments, boxes, entry_of
 from pretuned.kernels.contract.spec import Spec
-from pretuned.runtime import ExpertWeights, Lora, grouped_gemm, moe_mlp
+from pretuned.runtime import ExpertWeights, Lora, current, grouped_gemm, moe_mlp
 from pretuned.runtime.check import tensors as check_tensors
 from pretuned.runtime.check.operands import Rows
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
@@ -41,7 +41,7 @@ from pretuned.runtime.ops import products as ops_products
 from pretuned.runtime.ops import routing, zero_rows
 from pretuned.runtime.ops.low_rank import LowRank, product
 from pretuned.runtime.ops.products import with_low_part
-from pretuned.runtime.replay import plan
+from pretuned.runtime.replay import layer_plan, plan, programs
 from pretuned.runtime.weights.order import ORDERS
 
 E, N, K, T, TOPK = 4, 256, 384, 40, 3
@@ -247,12 +247,12 @@ def use(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Use:
             return loaded(driver.running[-1])
 
         monkeypatch.setattr(ready, "_kernel", kernel)
-        monkeypatch.setattr(dispatch_snapshot, "current", dispatch_snapshot.Snapshot(()))  # without earlier calls
+        monkeypatch.setattr(current, "snapshot", dispatch_snapshot.Snapshot(()))  # without earlier calls
 
     monkeypatch.setattr(dispatch_snapshot.Snapshot, "serves", lambda *_: True)
     monkeypatch.setattr(launch_rowops, "launcher", passes)
     monkeypatch.setattr(zero_rows, "LEAST_BYTES", 0)
-    for module in (program, plan):
+    for module in (program, programs, plan, layer_plan):
         monkeypatch.setattr(module, "stream_of", lambda _device: 0)
     for module in (routing, zero_rows):
         monkeypatch.setattr(module, "current_stream", lambda _device: 0)

@@ -33,7 +33,7 @@ from pretuned.kernels.contract import rowops
 from pretuned.kernels.contract.config import Config
 from pretuned.kernels.contract.registry import ENTRIES
 from pretuned.kernels.contract.rowops import MAKES_CODES, RowOpSpec
-from pretuned.runtime import explain, grouped_gemm, preload, reload, verdicts
+from pretuned.runtime import current, explain, grouped_gemm, preload, reload, verdicts
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.dispatch.snapshot import Snapshot
 from pretuned.runtime.driver import cuda
@@ -257,7 +257,7 @@ class Machine:
         self.gpu = LocalGpu(89, replace(L40S, driver=driver))
         self.faults.tried.clear()
         reload()
-        self.patch.setattr(dispatch_snapshot, "current", Snapshot(places(self.folder)))
+        self.patch.setattr(current, "snapshot", Snapshot(places(self.folder)))
 
     def spoil(self, *indices: int, tag: str = "a", spoil: Callable[..., None] = proving.one_element) -> None:
         for index in indices:

@@ -23,7 +23,7 @@ from pretuned.kernels.contract.config import Config, Schedule
 from pretuned.kernels.contract.launchable import unlaunchable
 from pretuned.kernels.contract.registry import arguments, divisibility, entry_of
 from pretuned.kernels.contract.spec import Spec
-from pretuned.runtime import ExpertWeights, grouped_gemm, grouped_gemm_dX
+from pretuned.runtime import ExpertWeights, current, grouped_gemm, grouped_gemm_dX
 from pretuned.runtime.api import call as api_call
 from pretuned.runtime.api import lora_library, torch_library
 from pretuned.runtime.check import tensors as check_tensors
@@ -34,7 +34,7 @@ from pretuned.runtime.launch.mixed_input import mixed_input_launcher, reads_scal
 from pretuned.runtime.launch.trials import TrialPlace
 from pretuned.runtime.ops import products as ops_products
 from pretuned.runtime.ops import routing, zero_rows
-from pretuned.runtime.replay import plan
+from pretuned.runtime.replay import layer_plan, plan, programs
 
 E, N, K, T = 4, 256, 384, 40
 TILE = Config(16, 64, 128, 4, 4, schedule=Schedule.TILE)
@@ -85,10 +85,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu80]:
         read_launches(patch, found.read)
         patch.setattr(ready, "_kernel", found.kernel)
         patch.setattr(quantised, "platform_supported", lambda: True)
-        patch.setattr(dispatch_snapshot, "current", dispatch_snapshot.Snapshot(()))
+        patch.setattr(current, "snapshot", dispatch_snapshot.Snapshot(()))
         patch.setattr(dispatch_snapshot.Snapshot, "serves", lambda _self, problem, _gpu: found.serves(problem))
         patch.setattr(zero_rows, "LEAST_BYTES", 0)
-        for module in (program, plan):
+        for module in (program, programs, plan, layer_plan):
             patch.setattr(module, "stream_of", lambda _device: 0)
         for module in (routing, zero_rows):
             patch.setattr(module, "current_stream", lambda _device: 0)

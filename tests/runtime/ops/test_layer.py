@@ -15,14 +15,14 @@ from torch.autograd import forward_ad
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.problem import Fusion, Op, RowOp
 from pretuned.runtime import activate, hooks, moe_mlp, reload
-from pretuned.runtime.api import moe
+from pretuned.runtime.api import layer_call
 from pretuned.runtime.api.lora import Lora
 from pretuned.runtime.dispatch import snapshot
 from pretuned.runtime.launch.program import Program
 from pretuned.runtime.ops.activation import GATED
 from pretuned.runtime.ops.layer import Routing, Weights
 from pretuned.runtime.replay import guard as replay_guard
-from pretuned.runtime.replay import plan
+from pretuned.runtime.replay import layer_plan, programs
 
 T, TOPK, E, H, I = 9, 3, 4, 12, 8  # noqa: E741
 NAMES = ("hidden", "up", "down", "up_bias", "down_bias", "weights")
@@ -218,7 +218,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         if any(program in one.programs.values() for one in snapshot.snapshot().layers.values()):
             taken.append(M // TOPK)
 
-    monkeypatch.setattr(plan, "_KINDS", (torch.float32,))
+    monkeypatch.setattr(programs, "KINDS", (torch.float32,))
     watch_programs(monkeypatch, noted)
     snapshot.snapshot().layers.clear()
     return taken
@@ -390,13 +390,13 @@ def test_a_plan_does_not_take_what_hooks_made_of_a_tensor(
 ) -> None:
     """A kernel would read past its end, or take its bytes for other numbers."""
     seen: list[tuple[Any, ...]] = []
-    real = plan._Plan._again
+    real = programs.Programs._again
 
     def call_of(*given: Any, **how: Any) -> Any:
         seen.append((given, how))
         return real(*given, **how)
 
-    monkeypatch.setattr(plan._Plan, "_again", call_of)
+    monkeypatch.setattr(programs.Programs, "_again", call_of)
     call = again(monkeypatch, tensors(True, "nk", False), set(FOUR))
     call()
     call()
@@ -743,18 +743,18 @@ def test_what_autocast_casts_and_biases_with_gaps_are_not_planned(
     monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]
 ) -> None:
     given = tensors(True, "nk", True)
-    monkeypatch.setattr(plan, "_KINDS", (torch.bfloat16,))
+    monkeypatch.setattr(programs, "KINDS", (torch.bfloat16,))
     host_gpu.on(monkeypatch, False)
     hidden, up, down, weights = (given[name] for name in ("hidden", "up", "down", "weights"))
     assert hidden is not None
     low = hidden.bfloat16()
     seen: list[object] = []
-    real = plan.plan_layer
-    monkeypatch.setattr(plan, "plan_layer", lambda *args: seen.append(real(*args)))
+    real = layer_plan.plan_layer
+    monkeypatch.setattr(layer_call, "plan_layer", lambda *args: seen.append(real(*args)))
     with torch.autocast("cpu", torch.bfloat16):
         out = moe_mlp(low, up, down, IDS, weights)
     assert out.dtype is torch.bfloat16
-    monkeypatch.setattr(plan, "_KINDS", (torch.float32,))
+    monkeypatch.setattr(programs, "KINDS", (torch.float32,))
     host_gpu.on(monkeypatch, True)
     bias = torch.rand(2 * I, E).t()
     moe_mlp(hidden, up, down, IDS, weights, gate_up_bias=bias)
@@ -762,7 +762,7 @@ def test_what_autocast_casts_and_biases_with_gaps_are_not_planned(
 
 
 def test_a_full_table_of_plans_begins_anew(monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]) -> None:
-    monkeypatch.setattr(plan, "_MOST_PLANS", 2)
+    monkeypatch.setattr(programs, "MOST_PLANS", 2)
     host_gpu.on(monkeypatch, True)
     given = tensors(True, "nk", False)
     hidden, weights = given["hidden"], given["weights"]
@@ -937,7 +937,7 @@ def test_calls_that_alternate_keep_their_plans(
     kinds = [
         ({*LOW}, low, IDS), ({*LOW, "weights"}, low, IDS), ({*LOW}, low, IDS.int()), ({*LOW}, low | {"A1": wide}, IDS),
     ]  # fmt: skip
-    monkeypatch.setattr(plan, "_MOST_PLANS", len(kinds) + 1)  # the last also by the name that all of them have
+    monkeypatch.setattr(programs, "MOST_PLANS", len(kinds) + 1)  # the last also by the name that all of them have
     for needs, adapters, ids in kinds * 3:
         adapted(given, adapters, needs, ids)
     assert planned == [T] * 2 * len(kinds)
@@ -951,8 +951,10 @@ def test_a_call_with_the_same_adapters_is_not_checked_again(
     given, low = tensors(True, "nk", False), low_rank(True, False)
     wanted = [adapted(given, low, needs, IDS) for needs in ({*LOW, "hidden"}, set())]
     checked: list[str] = []
-    check = moe._check_tensors
-    monkeypatch.setattr(moe, "_check_tensors", lambda *of, **biases: (checked.append("again"), check(*of, **biases)))
+    check = layer_call._check_tensors
+    monkeypatch.setattr(
+        layer_call, "_check_tensors", lambda *of, **biases: (checked.append("again"), check(*of, **biases))
+    )
     for _ in range(2):
         found = adapted(given, low, {*LOW, "hidden"}, IDS)
         for name, one in wanted[0].items():
@@ -986,8 +988,10 @@ def test_adapters_that_are_brought_into_form_are_not_checked_again(
     wanted = adapted(given, low, needs, IDS)
     host_gpu.on(monkeypatch, True)
     checked: list[str] = []
-    check = moe._check_tensors
-    monkeypatch.setattr(moe, "_check_tensors", lambda *of, **biases: (checked.append("again"), check(*of, **biases)))
+    check = layer_call._check_tensors
+    monkeypatch.setattr(
+        layer_call, "_check_tensors", lambda *of, **biases: (checked.append("again"), check(*of, **biases))
+    )
     for _ in range(3):
         found = adapted(given, low, needs, IDS)
         for name, one in wanted.items():
@@ -1031,7 +1035,7 @@ def test_weights_that_autocast_copies_have_no_plan(
     """Their copies lie elsewhere in each call."""
     host_gpu.on(monkeypatch, True)
     monkeypatch.setattr(
-        moe.check_call, "autocast", lambda x, w, bias: (x, w.clone(), bias)
+        layer_call.check_call, "autocast", lambda x, w, bias: (x, w.clone(), bias)
     )  # as where w is float32: the simulated GPU has no narrower type
     for _ in range(3):
         adapted(tensors(True, "nk", False), low_rank(True, False), {*LOW}, IDS)

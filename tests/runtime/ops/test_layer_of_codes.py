@@ -20,7 +20,7 @@ from pretuned.artifacts.records.problem import RowOp
 from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels.contract import rowops
 from pretuned.kernels.contract.block_scaled import scale_columns
-from pretuned.runtime import ExpertWeights, moe_mlp
+from pretuned.runtime import ExpertWeights, current, moe_mlp
 from pretuned.runtime.check import tensors as check_tensors
 from pretuned.runtime.check.operands import Rows
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
@@ -29,7 +29,7 @@ from pretuned.runtime.launch import rowops as launch_rowops
 from pretuned.runtime.launch.ready import Ready
 from pretuned.runtime.ops import products, routing
 from pretuned.runtime.ops.activation import by_torch
-from pretuned.runtime.replay import plan
+from pretuned.runtime.replay import layer_plan, plan, programs
 from pretuned.runtime.weights.row_codes import codes_of_rows, values_of_rows
 
 E, T, TOP_K, H, I = 4, 24, 2, 256, 128  # noqa: E741
@@ -144,8 +144,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         patch.setattr(ready, "_kernel", lambda *_: None)  # of no w that is not quantised
         patch.setattr(launch_rowops, "launcher", found.passes)
         patch.setattr(check_tensors, "on_gpu", lambda tensor: not tensor.is_meta)
-        patch.setattr(dispatch_snapshot, "current", dispatch_snapshot.Snapshot(()))
-        for module in (program, plan):
+        patch.setattr(current, "snapshot", dispatch_snapshot.Snapshot(()))
+        for module in (program, programs, plan, layer_plan):
             patch.setattr(module, "stream_of", lambda _device: 0)
         patch.setattr(routing, "current_stream", lambda _device: 0)
         patch.setattr(products, "local_gpu", lambda _device: LocalGpu(90, Gpu("", 132, 1 << 17, 0)))
@@ -187,7 +187,7 @@ def test_one_pass_does_what_two_did(machine: Machine, act: str, gated: bool, int
         assert machine.ran == [RowOp.QUANTIZE, *ONE, RowOp.COMBINE]
     assert machine.resolved == 2  # of the first call alone: one for each product
     machine.there.discard(RowOp.ACTIVATION_CODES)
-    dispatch_snapshot.current = dispatch_snapshot.Snapshot(())
+    current.snapshot = dispatch_snapshot.Snapshot(())
     for one, T in zip(found, (24, 24, 23), strict=True):
         machine.ran.clear()
         assert torch.equal(run(T), one)
@@ -210,7 +210,7 @@ def test_x_that_stays_as_it_is_is_activated_alone(machine: Machine) -> None:
     moe_mlp(hidden, up, down, ids, weights)
     assert machine.ran == [RowOp.ACTIVATION, RowOp.COMBINE]
     machine.quantises = True
-    dispatch_snapshot.current = dispatch_snapshot.Snapshot(())
+    current.snapshot = dispatch_snapshot.Snapshot(())
     machine.ran.clear()
     dense = ExpertWeights.dequantize(down, torch.bfloat16)
     moe_mlp(hidden, up, dense, ids, weights)

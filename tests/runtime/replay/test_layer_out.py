@@ -14,7 +14,7 @@ from pretuned.runtime.launch.products import Product
 from pretuned.runtime.launch.program import Step
 from pretuned.runtime.ops import activation, layer, products
 from pretuned.runtime.ops import routing as ops_routing
-from pretuned.runtime.replay import plan as replay_plan
+from pretuned.runtime.replay import layer_plan
 
 T, TOPK, E, H, I = 4, 2, 3, 16, 8  # noqa: E741
 HOW = layer.Layer(TOPK, Layout.NK, activation.Activation("silu", True, False))
@@ -33,14 +33,14 @@ def outs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return launch
 
     monkeypatch.setattr(program, "stream_of", lambda _device: 0)
-    monkeypatch.setattr(replay_plan, "stream_of", lambda _device: 0)
+    monkeypatch.setattr(layer_plan, "stream_of", lambda _device: 0)
     monkeypatch.setattr(tensors, "on_gpu", lambda _tensor: True)
     monkeypatch.setattr(ops_routing, "sort_slots", lambda *_: None)  # torch sorts
     monkeypatch.setattr(launch_rowops, "for_rows", launcher)
     product = Product((Step(lambda *_: None, "nothing", ("x", "w", "y", "m_sizes")),), False)
     monkeypatch.setattr(products, "resolve", lambda *_: product)
     monkeypatch.setattr(products, "resolve_gated", lambda *_: None)
-    monkeypatch.setattr(replay_plan, "device_is_current", lambda _device: True)
+    monkeypatch.setattr(layer_plan, "device_is_current", lambda _device: True)
     return found
 
 
@@ -49,7 +49,7 @@ def test_later_calls_write_where_they_are_told(outs: list[int]) -> None:
     weights = torch.rand(T, TOPK)
     ids = torch.randint(0, E, (T, TOPK))
     given = layer.Weights(torch.randn(E, 2 * I, H).bfloat16(), torch.randn(E, H, I).bfloat16(), None, None)
-    plan = replay_plan.plan_layer(HOW, x, given, ids, weights, out)
+    plan = layer_plan.plan_layer(HOW, x, given, ids, weights, out)
     assert plan is not None
     for into in (out, torch.empty_like(out), torch.empty_like(out)):
         assert plan.takes(x, given, ids, weights, into)
@@ -70,6 +70,6 @@ def test_later_calls_write_where_they_are_told(outs: list[int]) -> None:
         (held[: T * H // 2].view(torch.bfloat16).view(T, H), own),
     ):
         assert not plan.takes(x, given, ids, some, other)
-        assert other.shape != x.shape or replay_plan.plan_layer(HOW, x, given, ids, some, other) is None or (
+        assert other.shape != x.shape or layer_plan.plan_layer(HOW, x, given, ids, some, other) is None or (
             other.dtype is torch.float32
         )  # fmt: skip

@@ -15,7 +15,7 @@ from pretuned.artifacts.records.problem import Op, RowOp
 from pretuned.runtime import Lora, grouped_gemm, reload
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.launch.program import Program
-from pretuned.runtime.replay import guard, plan
+from pretuned.runtime.replay import guard, plan, programs
 
 __all__ = ["device"]  # a fixture
 
@@ -30,7 +30,7 @@ def planned(device: Device, monkeypatch: pytest.MonkeyPatch) -> list[plan.Execut
     def noted(program: Program, _: int) -> None:
         taken.extend(one for one in dispatch_snapshot.snapshot().plans.values() if one.program is program)
 
-    monkeypatch.setattr(plan, "_KINDS", (torch.float32,))
+    monkeypatch.setattr(programs, "KINDS", (torch.float32,))
     watch_programs(monkeypatch, noted)
     on(monkeypatch, True)
     reload()
@@ -229,7 +229,7 @@ def test_reload_forgets_and_a_full_table_begins_anew(
     reload()
     assert dispatch_snapshot.snapshot() is not before
     assert dispatch_snapshot.snapshot().plans == {}
-    monkeypatch.setattr(plan, "_MOST_PLANS", 2)
+    monkeypatch.setattr(programs, "MOST_PLANS", 2)
     for rows in range(1, 6):
         gradients(x[:rows], w, m_sizes)
     assert len(dispatch_snapshot.snapshot().plans) == 1

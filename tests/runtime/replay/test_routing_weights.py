@@ -89,7 +89,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> dict[RowOp, Noted]:
     return found
 
 
-def routed(kind: torch.dtype) -> tuple[torch.Tensor, layer.Routing]:
+def routed(kind: torch.dtype) -> tuple[torch.Tensor, ops_routing.Routing]:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(-1, E + 1, (T, TOPK), generator=generator)
     return torch.rand(T, TOPK, generator=generator).to(kind), sort_routing(ids, E)

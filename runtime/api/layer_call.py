@@ -1,0 +1,254 @@
+"""A layer with everything: checked, cast for autocast, then run with its gradient or without, and written down."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+import torch
+
+from ...artifacts.errors import InputError
+from ...artifacts.records.problem import Layout
+from ..check import call as check_call
+from ..check import tensors
+from ..check.form import check_fusions, form_of
+from ..dispatch.snapshot import Snapshot
+from ..driver.device import without_autocast
+from ..ops import layer
+from ..ops.activation import Activation, activate, check_activation
+from ..ops.layer import FrozenWeights, Layer, MoeLayer, Weights, weights_of
+from ..ops.routing import Routing, sort
+from ..replay.layer_plan import LayerPlan, plan_layer
+from ..replay.programs import remember
+from ..weights.expert_weights import ExpertWeights
+from .grouped_gemm import grouped_gemm
+from .lora import Lora, adapted_layer, adapters_given
+from .routing import check_ids
+
+_W: TypeAlias = "torch.Tensor | ExpertWeights"
+
+_tracing = torch.compiler.is_dynamo_compiling
+_written = torch.autograd.graph.increment_version  # a launch that autograd doesn't see changed this tensor
+
+
+def no_tangents(*given: Any) -> None:
+    """Raise InputError for a tensor, or an adapter's, with a tangent of forward-mode differentiation."""
+    *every, lora = given
+    low = [one for pair in adapters_given(lora) if isinstance(pair, Lora) for one in pair[:2]]
+    tensors.no_tangents("moe_mlp", *every, *low)
+
+
+def run(
+    hidden: torch.Tensor, given: tuple[_W, _W, torch.Tensor | None, torch.Tensor | None], topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor, act: tuple[str, bool, bool], *, weights_on: str, w_layout: str, lora: Any,
+    out: torch.Tensor | None, key: object, snapshot: Snapshot | None,
+) -> torch.Tensor:  # fmt: skip
+    """What ``moe_mlp`` returns.
+
+    ``given`` are the weights and biases of both products, ``act`` the activation, and whether it has a gate, and an
+    interleaved one. A plan of the layer, where there is one, is put into ``snapshot``, under ``key``.
+
+    Raises
+    ------
+    InputError
+        for tensors that can't be used, or parameters that exclude each other.
+    """
+    gate_up_weight, down_weight, gate_up_bias, down_bias = given
+    activation, gated, interleaved = act
+    _check_tensors(
+        {"hidden": hidden, "gate_up_weight": gate_up_weight, "down_weight": down_weight, "topk_ids": topk_ids,
+         "topk_weights": topk_weights}, gate_up_bias=gate_up_bias, down_bias=down_bias,
+    )  # fmt: skip
+    check_activation("moe_mlp", activation, gated=gated, interleaved=interleaved)
+    if w_layout not in ("nk", "kn"):
+        raise InputError(f"moe_mlp: w_layout is {w_layout!r}, wanted 'nk' (E matrices [out, in]) or 'kn' ([in, out])")
+    if weights_on not in ("output", "input"):
+        raise InputError(f"moe_mlp: weights_on is {weights_on!r}, wanted 'output' or 'input'")
+    x = hidden.reshape(-1, hidden.shape[-1])
+    T, k = topk_ids.shape if topk_ids.dim() == 2 else (-1, -1)
+    if x.shape[0] != T or not k or topk_weights.shape != topk_ids.shape:
+        raise InputError(
+            f"moe_mlp: topk_ids is {list(topk_ids.shape)} and topk_weights {list(topk_weights.shape)}, "
+            f"wanted both [T, k] with T={x.shape[0]}, the tokens of hidden, and k of at least 1"
+        )
+    if len(gate_up_weight.shape) != 3 or len(down_weight.shape) != 3 or gate_up_weight.shape[0] != down_weight.shape[0]:
+        raise InputError(
+            f"moe_mlp: gate_up_weight is {list(gate_up_weight.shape)} and down_weight {list(down_weight.shape)}, "
+            "wanted three dimensions with the same number of experts first"
+        )
+    how = Layer(k, Layout(w_layout), Activation(activation, gated, interleaved))
+    if gated and (wide := layer.columns(gate_up_weight, how.layout)) % 2:
+        raise InputError(f"moe_mlp: gate and up have {wide} columns together, wanted an even number")
+    others = [one for one in (down_weight, gate_up_bias, down_bias, topk_weights) if one is not None]
+    adapters = adapters_given(lora)
+    if out is not None:
+        _check_out(out, hidden, [hidden, gate_up_weight, *others], adapters, topk_weights, down_bias)
+    low = [one for pair in adapters if isinstance(pair, Lora) for one in pair[:2]]
+    drops = any(isinstance(pair, Lora) and pair.dropout for pair in adapters)
+    if drops or weights_on == "input" or tensors.is_traced(x, gate_up_weight, topk_ids, *others, *low):
+        found = _composed(
+            x, gate_up_weight, down_weight, topk_ids, topk_weights, how, gate_up_bias, down_bias, weights_on, w_layout,
+            adapters,
+        )  # fmt: skip
+        if out is not None:
+            return out.copy_(found.view(out.shape))
+    else:
+        weights = weights_of(gate_up_weight, down_weight, gate_up_bias, down_bias)
+        plan = None
+        if key is not None and snapshot is not None and lora is None:
+            plan = plan_layer(how, hidden, weights, topk_ids, topk_weights, out)
+        found = _fused(x, weights, topk_ids, topk_weights, how, w_layout, plan, out, adapters, key)
+        if plan is not None and snapshot is not None and plan.programs:
+            remember(snapshot.layers, key, plan)
+    if out is not None:
+        _written(out)
+        return out
+    return found.to(hidden.dtype).view(hidden.shape)
+
+
+def _check_out(
+    out: torch.Tensor, hidden: torch.Tensor, every: list[torch.Tensor | ExpertWeights],
+    adapters: tuple[Lora | None, Lora | None], topk_weights: torch.Tensor, down_bias: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """Raise InputError unless ``out`` can take what a layer comes to."""
+    tensors.tensors("moe_mlp", out=out)
+    told = f"{list(out.shape)} {out.dtype} on {out.device}"
+    if out.shape != hidden.shape or out.dtype is not hidden.dtype or out.device != hidden.device:
+        wanted = f"hidden's {list(hidden.shape)} {hidden.dtype} on {hidden.device}"
+        tensors.bad("out", told, wanted, "moe_mlp")
+    if not out.is_contiguous():
+        tensors.bad("out", f"with strides {list(out.stride())}", "a contiguous tensor", "moe_mlp")
+    learns = [one for one in (out, *every) if isinstance(one, torch.Tensor)]
+    if torch.is_grad_enabled() and (any(adapters) or any(one.requires_grad for one in learns)):
+        tensors.bad("out", "given to a call that needs a gradient", "None, or torch.no_grad()", "moe_mlp")
+    if not _tracing():
+        tensors.check_apart(out, "moe_mlp", topk_weights=topk_weights, down_bias=down_bias)
+
+
+def _check_tensors(every: dict[str, torch.Tensor | ExpertWeights], **biases: torch.Tensor | None) -> None:
+    """Raise InputError, by the caller's names, for tensors that are of no use by their types, dtypes and devices."""
+    quantised: dict[str, ExpertWeights] = {}
+    given: dict[str, torch.Tensor] = {}
+    for name, one in every.items():
+        if name.endswith("_weight") and isinstance(one, ExpertWeights):
+            quantised[name] = one
+        else:
+            given[name] = one  # type: ignore[assignment]
+    tensors.tensors("moe_mlp", **given)
+    tensors.tensors_or_none("moe_mlp", **biases)
+    hidden, ids = given["hidden"], given["topk_ids"]
+    if not hidden.dim() or not hidden.shape[-1]:
+        tensors.bad("hidden", f"of shape {list(hidden.shape)}", "[T, H] (or [..., H]) with H of at least 1", "moe_mlp")
+    tensors.check_dtype("hidden", hidden, "moe_mlp")
+    check_ids(ids, "moe_mlp")
+    cast = check_call.casts(hidden.device.type)
+    there = {name: one for name, one in (*given.items(), *biases.items()) if one is not None}
+    devices = {name: one.device for name, one in there.items()} | {name: w.device for name, w in quantised.items()}
+    for name, device in devices.items():
+        if device != hidden.device:
+            tensors.bad(name, f"on {device}", f"hidden's device, {hidden.device}", "moe_mlp")
+    for name, one in there.items():
+        if one is not ids and not one.dtype.is_floating_point:
+            tensors.bad(name, f"{one.dtype}", "a floating-point type", "moe_mlp")
+        if not (cast or name in ("topk_ids", "topk_weights") or one.dtype is hidden.dtype):
+            tensors.bad(name, f"{one.dtype}", f"hidden's dtype, {hidden.dtype}", "moe_mlp")
+
+
+def _fused(
+    x: torch.Tensor, given: Weights | FrozenWeights, ids: torch.Tensor, weights: torch.Tensor, how: Layer,
+    w_layout: str, plan: LayerPlan | None, into: torch.Tensor | None,
+    lora: tuple[Lora | None, Lora | None], key: object,
+) -> torch.Tensor:  # fmt: skip
+    """The layer as one function, with its own gradient; ``plan``, or with adapters one by ``key``, writes it down.
+
+    ``into`` takes what it comes to.
+    """
+    x, gate_up, gate_up_bias = check_call.autocast(x, given.gate_up, given.gate_up_bias)
+    _, down, down_bias = check_call.autocast(x, given.down, given.down_bias)
+    own = gate_up is given.gate_up and down is given.down
+    given = weights_of(gate_up, down, gate_up_bias, down_bias)
+    routing = sort(ids, gate_up.shape[0])
+    x = _checked(x, given, weights, how, routing, w_layout)
+    if any(lora):
+        found = adapted_layer(
+            x, given, ids, weights, how, routing, lora, comes_again=own, known_as=None if into is not None else key
+        )
+        return found if into is None else into.view(found.shape).copy_(found)
+    with without_autocast(x.device.type):
+        if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (x, weights, *given)):
+            out: torch.Tensor = MoeLayer.apply(x, *given, weights, routing, how, plan)  # type: ignore[no-untyped-call]
+            return out
+        run = layer.forward if plan is None else plan.forward
+        into = None if into is None else into.view(-1, into.shape[-1])
+        if into is None or into.dtype is x.dtype:
+            return run(how, x, given, routing, weights, keeps_h=False, into=into)[0]
+        return into.copy_(run(how, x, given, routing, weights, keeps_h=False)[0])  # autocast: x has another dtype
+
+
+def _checked(
+    x: torch.Tensor, given: Weights | FrozenWeights, weights: torch.Tensor, how: Layer, routing: Routing, w_layout: str
+) -> torch.Tensor:
+    """x with rows that can be used; InputError for what the GEMMs can't take."""
+    gate_up, down, gate_up_bias, down_bias = given
+    index, m_sizes, *_ = routing
+    with _product("gate_up"):
+        first = tensors.check(x, tensors.outline(gate_up, x, w_layout), m_sizes, w_layout)
+    form = form_of(w_layout=w_layout, topk=how.top_k, permute_x=True, permute_y=True)
+    I = first.N // 2 if how.act.gated else first.N  # noqa: E741
+    with _product("down"):
+        second = tensors.check(x.new_empty((0, I)), tensors.outline(down, x, w_layout), m_sizes, w_layout)
+    for one, bias, name in ((first, gate_up_bias, "gate_up"), (second, down_bias, "down")):
+        with _product(name):
+            check_fusions(
+                form, m_sizes, x.dtype, one.N, gather_indices=index, topk_weights=weights, fuse_mul_post=True, bias=bias
+            )
+    if second.N != first.K:
+        raise InputError(
+            f"moe_mlp: down_weight is {list(down.shape)}, wanted H={first.K} rows of an expert, hidden's columns"
+        )
+    if x.is_cuda:
+        tensors.check_cuda_dtype(x, "hidden", "moe_mlp")
+    return first.x
+
+
+@contextlib.contextmanager
+def _product(name: str) -> Iterator[None]:
+    """What a product's check says of w and bias is told of the caller's own arguments."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"moe_mlp: of the product with {name}_weight as w and {name}_bias as bias, {error}") from None
+
+
+def _composed(
+    x: torch.Tensor, gate_up_weight: torch.Tensor | ExpertWeights, down_weight: torch.Tensor | ExpertWeights,
+    topk_ids: torch.Tensor, topk_weights: torch.Tensor, how: Layer, gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None, weights_on: str, w_layout: str,
+    lora: tuple[Lora | None, Lora | None] = (None, None),
+) -> torch.Tensor:  # fmt: skip
+    """The layer out of calls that torch can trace."""
+    T, k = topk_ids.shape
+    activation, gated, interleaved = how.act
+    index, m_sizes, *_ = sort(topk_ids, gate_up_weight.shape[0])
+    if weights_on == "output" or gate_up_bias is None:  # a product without a bias is linear: weighting it is the same
+        first = weights_on == "input"
+        h = grouped_gemm(
+            x, gate_up_weight, m_sizes, k, index, permute_x=True, topk_weights=topk_weights if first else None,
+            fuse_mul_post=first, w_layout=w_layout, bias=gate_up_bias, lora=lora[0],
+        )  # fmt: skip
+    else:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        weighted = (x[:, None, :].to(wide) * topk_weights[:, :, None].to(wide)).to(x.dtype)
+        h = grouped_gemm(
+            weighted.reshape(T * k, x.shape[1]), gate_up_weight, m_sizes, 1, index, permute_x=True, w_layout=w_layout,
+            bias=gate_up_bias, lora=lora[0],
+        )  # fmt: skip
+    h = activate(h, activation, gated=gated, interleaved=interleaved)
+    last = weights_on == "output"
+    # Without weights T is told by y's rows alone, which are those of the index: T*k.
+    y = grouped_gemm(
+        h, down_weight, m_sizes, k, index, permute_y=True, topk_weights=topk_weights if last else None,
+        fuse_mul_post=last, is_first_gemm=False, w_layout=w_layout, bias=down_bias, lora=lora[1],
+    )  # fmt: skip
+    return y.view(T, k, y.shape[-1]).sum(1)

@@ -1,0 +1,34 @@
+"""The routing of a layer on its own: sorted once, for calls that read it."""
+
+from __future__ import annotations
+
+import torch
+
+from ...artifacts.limits import MAX_EXPERTS
+from ..check import tensors
+from ..ops.routing import Routing, sort
+
+
+def sort_routing(topk_ids: torch.Tensor, E: int) -> Routing:
+    """Sort the (token, slot) pairs by expert, stably. Nothing is read on the host, so it can be captured.
+
+    topk_ids [T, k], any integer type: an id outside [0, E) (an expert on another rank) is sorted past the
+    last expert and takes no part. E, the number of experts, is 1 to 65536.
+
+    Raises
+    ------
+    InputError
+        for anything else.
+    """
+    if not isinstance(E, (int, torch.SymInt)) or isinstance(E, bool) or not 1 <= E <= MAX_EXPERTS:
+        tensors.bad("E", repr(E), f"the number of experts, an int of 1 to {MAX_EXPERTS}", "sort_routing")
+    tensors.tensors("sort_routing", topk_ids=topk_ids)
+    check_ids(topk_ids, "sort_routing")
+    return sort(topk_ids, E)
+
+
+def check_ids(topk_ids: torch.Tensor, call: str) -> None:
+    """Raise InputError for ids that are no whole numbers."""
+    dtype = topk_ids.dtype
+    if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
+        tensors.bad("topk_ids", f"{dtype}", "an integer type", call)

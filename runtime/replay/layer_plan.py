@@ -1,0 +1,219 @@
+"""Layers that come again: the programs that were written down of one, for others that are like it, without checks.
+
+A plan belongs to the layer's weights and to a bucket of rows, for which all its kernels were chosen, whatever the
+number of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any, TypeAlias
+
+import torch
+
+from ..check import tensors as check_tensors
+from ..check.tensors import in_memory
+from ..driver.device import current_stream, device_is_current
+from ..launch.products import operands_of
+from ..launch.program import Program
+from ..ops import layer
+from ..ops.layer import (
+    NO_ADAPTERS,
+    NOTHING_NARROW,
+    AdaptedLayer,
+    FrozenWeights,
+    Layer,
+    MoeLayer,
+    Narrow,
+    Weights,
+    columns,
+)  # fmt: skip
+from ..ops.low_rank import Adapters, as_used
+from ..ops.routing import Routing, sort
+from ..weights.expert_weights import ExpertWeights
+from . import guard, programs
+from .programs import LOW, Programs, Results
+
+_W: TypeAlias = "torch.Tensor | ExpertWeights"
+
+_MOST_ROWS = 1 << 29  # so that all of a bucket fit int32
+
+# Function.apply does this and, for calls inside torch.func's transforms, more.
+_apply: Callable[..., torch.Tensor] = super(torch.autograd.Function, MoeLayer).apply
+_apply_adapted: Callable[..., torch.Tensor] = super(torch.autograd.Function, AdaptedLayer).apply
+_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
+_written = torch.autograd.graph.increment_version  # a launch that autograd doesn't see changed this tensor
+stream_of = current_stream
+
+
+class LayerPlan(Programs):
+    """One layer's."""
+
+    __slots__ = ("E", "_behind", "_dense", "_low", "_same", "_sizes", "_there", "how", "programs")
+
+    def __init__(
+        self, how: Layer, hidden: torch.Tensor, given: Weights | FrozenWeights, there: Sequence[int], behind: int,
+        same: guard.Guard, grad: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(hidden, grad=grad, varies=True)
+        self.how, self._same, self._low = how, same, hidden.data_ptr() & LOW
+        self.E, self._sizes, self._dense = given.gate_up.shape[0], (how.top_k, hidden.shape[-1]), type(given) is Weights
+        self._there, self._behind = itemgetter(*there), behind  # where biases and adapters begin
+        self.programs: dict[bool, Program] = {}  # by whether h is kept
+
+    def again(
+        self, hidden: torch.Tensor, gate_up: _W, down: _W, gate_up_bias: torch.Tensor | None,
+        down_bias: torch.Tensor | None, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor | None = None,
+        lora: Any = None,
+    ) -> torch.Tensor | None:  # fmt: skip
+        """The call, of ``moe_mlp``'s arguments, in hidden's shape; None where it is another one, and nothing is done.
+
+        ``lora`` are the adapters of both products (``api.lora.Lora``), if there are any.
+        """
+        given: Any = (Weights if self._dense else FrozenWeights)(gate_up, down, gate_up_bias, down_bias)  # type: ignore[arg-type]
+        x, adapters = hidden, NO_ADAPTERS
+        if lora is not None:
+            adapters = Adapters(*(None if one is None else as_used(one, hidden.dtype, self.E) for one in lora))
+            # (As when it was written down.)
+            x = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
+        if not self.takes(x, given, ids, weights, out, adapters):
+            return None
+        grad = (self.grad or (out is not None and out.requires_grad)) and torch.is_grad_enabled()
+        if (grad or lora is not None) and (out is not None or _transformed()):
+            return None
+        x = x if x.dim() == 2 else x.view(-1, x.shape[-1])
+        routing = sort(ids, self.E)
+        if out is not None:
+            self.forward(self.how, x, given, routing, weights, keeps_h=False, into=out.view(x.shape))
+            _written(out)
+            return out
+        if not grad:
+            found, *_ = self.forward(self.how, x, given, routing, weights, keeps_h=False, adapters=adapters)
+        elif lora is None:
+            found = _apply(x, *given, weights, routing, self.how, self)
+        else:
+            scales = tuple(1.0 if one is None else one.scale for one in adapters)
+            found = _apply_adapted(x, *given, weights, routing, self.how, scales, self, *_low(adapters))
+        return found if hidden.dim() == 2 else found.view(hidden.shape)
+
+    def takes(
+        self, hidden: torch.Tensor, given: Weights | FrozenWeights, ids: torch.Tensor, weights: torch.Tensor,
+        out: torch.Tensor | None = None, adapters: Adapters = NO_ADAPTERS,
+    ) -> bool:  # fmt: skip
+        """Whether a call on these tensors, of as many rows by bucket, is like the first."""
+        every: Any = (hidden, ids, weights, *(given if self._dense else _operands(given)))
+        some = self._there(every if adapters is NO_ADAPTERS else every + _low(adapters))
+        biases = some[self._behind :]
+        if out is None:
+            if not self._same(*some):
+                return False
+        elif (
+            out.shape != hidden.shape
+            or not self._same(*some, out)
+            or not _takes_results(out, (hidden, weights, *biases))
+        ):
+            return False
+        M, (k, H) = ids.numel(), self._sizes
+        return (
+            0 < M == weights.numel()
+            and hidden.numel() * k == M * H
+            and hidden.is_contiguous()
+            and weights.is_contiguous()
+            and hidden.data_ptr() & LOW == self._low
+            and not (biases and any(one.data_ptr() & LOW for one in biases))
+            and (self._alone or device_is_current(self._device))
+        )
+
+    def forward(
+        self, how: Layer, x: torch.Tensor, given: Weights | FrozenWeights, routing: Routing, weights: torch.Tensor, *,
+        keeps_h: bool, into: torch.Tensor | None = None, adapters: Adapters = NO_ADAPTERS,
+    ) -> layer.Forward:  # fmt: skip
+        """As ``layer.forward``, without a look at the tensors: ``takes``, or every check, had one."""
+        M = routing.gather_indices.numel()
+        every: Any = (x, *(given if self._dense else _operands(given)), weights, *routing, into)
+        if adapters is not NO_ADAPTERS:
+            every += _low(adapters)
+        program = self.programs.get(keeps_h)
+        if program is not None:
+            return program.run(M, stream_of(self._device), every)  # type: ignore[return-value]
+        found, program = self._recorded(
+            M, every,
+            lambda do: layer.forward(
+                how, x, given, routing, weights, keeps_h=keeps_h, do=do, into=into, adapters=adapters
+            ),
+        )  # fmt: skip
+        if program is not None:
+            self.programs[keeps_h] = program
+        return found  # type: ignore[return-value]
+
+    def gradients(
+        self, how: Layer, dout: torch.Tensor, x: torch.Tensor | None, given: Weights | FrozenWeights,
+        weights: torch.Tensor, h: torch.Tensor, routing: Routing, needs: tuple[bool, ...],
+        adapters: Adapters = NO_ADAPTERS, narrow: Narrow = NOTHING_NARROW,
+    ) -> Results | None:  # fmt: skip
+        """As ``layer.all_gradients``; None where that has to compute them."""
+        T, M = dout.shape[0], routing.gather_indices.shape[0]
+        if T * how.top_k != M or h.shape[0] != M or weights.shape[0] != T or (x is not None and x.shape[0] != T):
+            return None
+        dout = in_memory("dout", dout, "moe_mlp")
+        every: Any = (dout, h, x, weights, *narrow, *(given if self._dense else _operands(given)))
+        every += routing if adapters is NO_ADAPTERS else (*_low(adapters), *routing)
+        known = self._gradients.get(needs)
+        if known is not None:
+            return self._again(known, M, every, loose=6)
+        return self._first(
+            needs, M, every, len(every) - len(routing),
+            lambda do: layer.all_gradients(how, dout, x, given, weights, h, routing, needs, adapters, narrow, do),
+            loose=6,
+        )  # fmt: skip
+
+
+def plan_layer(
+    how: Layer, hidden: torch.Tensor, given: Weights | FrozenWeights, ids: torch.Tensor, weights: torch.Tensor,
+    out: torch.Tensor | None = None, adapters: Adapters = NO_ADAPTERS,
+) -> LayerPlan | None:  # fmt: skip
+    """The same for a layer, on the tensors that the caller passed; adapters are as the products take them."""
+    T, H, M = ids.shape[0], hidden.shape[-1], ids.numel()
+    wide = columns(given.gate_up, how.layout)
+    if not check_tensors.on_gpu(hidden) or hidden.dtype not in programs.KINDS or not (M and H and wide > 1):
+        return None
+    if M >= _MOST_ROWS or hidden.numel() != T * H or not (hidden.is_contiguous() and weights.is_contiguous()):
+        return None
+    if any(one is not None and (one.dtype is not hidden.dtype or not one.is_contiguous()) for one in given[2:]):
+        return None
+    for one in given[:2]:
+        if not (one.order if isinstance(one, ExpertWeights) else one.dtype is hidden.dtype):
+            return None
+    operands = _operands(given)
+    every = (hidden, ids, weights, *operands, *(() if adapters is NO_ADAPTERS else _low(adapters)))
+    there = [i for i, one in enumerate(every) if one is not None]
+    tensors, behind = [one for one in every if one is not None], 3 + sum(one is not None for one in operands[:-2])
+    if any(one.data_ptr() & LOW for one in tensors[behind:]):
+        return None
+    grad, loose = any(one.requires_grad for one in tensors), [0, 1, 2]  # a row a token
+    if out is not None:
+        if not _takes_results(out, (hidden, weights, *tensors[behind:])):
+            return None
+        loose.append(len(tensors))
+        tensors.append(out)
+    same = guard.guard(*tensors, loose=loose)
+    return None if same is None else LayerPlan(how, hidden, given, there, behind, same, grad)
+
+
+def _takes_results(out: torch.Tensor, read: Sequence[torch.Tensor]) -> bool:
+    """Whether a program may write a layer's result there: as new memory lies, apart from these contiguous tensors."""
+    at = out.data_ptr()
+    end = at + out.nbytes
+    apart = all(end <= one.data_ptr() or one.data_ptr() + one.nbytes <= at for one in read)
+    return apart and not at & LOW and out.is_contiguous()
+
+
+def _low(adapters: Adapters) -> tuple[torch.Tensor | None, ...]:
+    """A and B of the first product, then of the second."""
+    return tuple(each for one in adapters for each in (one or (None, None))[:2])
+
+
+def _operands(given: Weights | FrozenWeights) -> tuple[torch.Tensor | None, ...]:
+    """What kernels read of both matrices, none where there is none, and the biases; of dense ones that is ``given``."""
+    return (*(one for w in given[:2] for one in ((None,) if w is None else operands_of(w).values())), *given[2:])
