@@ -37,6 +37,7 @@ COVERED: dict[tuple[str, str], str] = {
     ("runtime", "__main__"): "runtime/inspect/test_doctor.py",
     ("runtime", "current"): "runtime/dispatch/test_snapshot.py",
     ("runtime", "hooks locks"): "runtime/test_fork.py",
+    ("runtime.api", "adapted"): "runtime/api/test_lora.py",
     ("runtime.api", "call"): "runtime/check/test_form.py",
     ("runtime.api", "gradients"): "runtime/api/test_differentiation.py",
     ("runtime.api", "layer_call routing"): "runtime/api/test_moe.py",

@@ -18,7 +18,8 @@ from ..ops.autograd import Adapted, AdaptedGemm, GroupedGemm
 from ..replay.plan import ExecutionPlan, plan
 from ..replay.programs import remember
 from ..weights.expert_weights import ExpertWeights
-from .lora import Lora, check_no_gradient, low_rank_of
+from .adapted import check_no_gradient, low_rank_of
+from .lora import Lora
 
 _Place: TypeAlias = "tuple[dict[object, Any], object]"  # a table of plans, and a call's key there
 

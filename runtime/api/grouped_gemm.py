@@ -4,13 +4,15 @@ The first call of a kind checks its tensors, chooses a variant and loads it; the
 under a key of everything that decided that. Later calls of the kind read the key, allocate y and launch.
 A call on the very operands of an earlier one (``guard.py``) does not even need the key.
 
-What only a first call needs is imported by it, inside the functions: importing this takes a fifth of the time so.
+What only calls without such a short way need is imported by the first of them.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
@@ -19,23 +21,16 @@ from ...artifacts.records.problem import Op
 from .. import current
 from ..check import tensors
 from ..check.operands import Rows
-from ..driver.device import (
-    current_stream,
-    device_is_current,
-    empty,
-    local_gpu,
-    on,
-    only_device,
-    tf32_allowed,
-)
+from ..driver.device import current_stream, device_is_current, empty, local_gpu, on, only_device, tf32_allowed
+from ..locks import lock
 from ..replay import guard
 from ..weights.expert_weights import ExpertWeights
+from .lora import Lora, scales_of
 
 if TYPE_CHECKING:
     from ..dispatch.pin import KernelPair, Pin
     from ..dispatch.snapshot import Snapshot
     from ..driver.launcher import Launcher
-    from .lora import Lora
 
 _Key: TypeAlias = "tuple[object, ...]"
 # N; the columns from one row of a new y to the next; the bytes from w's first to its last
@@ -44,8 +39,7 @@ _Calls: TypeAlias = "dict[_Key, tuple[Launcher, int, int, int]]"
 _MOST_CALLS = 1 << 16
 
 _FLOAT32 = torch.float32
-# What something that is no usable tensor raises: the checks will say which.
-_UNUSABLE = (AttributeError, TypeError, ValueError, IndexError, RuntimeError)
+_UNUSABLE = tensors.UNUSABLE
 _tracing = torch.compiler.is_dynamo_compiling
 _duals = tensors.duals
 _written = torch.autograd.graph.increment_version  # a launch that autograd doesn't see changed this tensor
@@ -160,8 +154,8 @@ def grouped_gemm(
         if dX_only or dW_only:
             raise InputError("grouped_gemm: dX_only or dW_only with lora: which gradients are computed is told by what "
                              "requires one. Leave it out, and w.requires_grad_(False)")  # fmt: skip
-        if getattr(lora, "dropout", 0):
-            from .lora import dropped
+        if isinstance(lora, Lora) and lora.dropout:
+            from .adapted import dropped
 
             moves = {
                 "topk": topk, "gather_indices": gather_indices, "permute_x": permute_x, "permute_y": permute_y,
@@ -175,7 +169,7 @@ def grouped_gemm(
             return dropped(grouped_gemm, x, w, m_sizes, lora, moves, rest)
     tracing = _tracing()
     if not tracing and _duals._current_level >= 0:
-        tensors.no_tangents("grouped_gemm", x, w, topk_weights, bias, *(lora[:2] if isinstance(lora, tuple) else ()))
+        tensors.no_tangents("grouped_gemm", x, w, topk_weights, bias, *(lora[:2] if isinstance(lora, Lora) else ()))
     # (Quantised weights have no one address: they are unusable here, and go the long way.)
     dense: torch.Tensor = w  # type: ignore[assignment]
     more = (
@@ -211,10 +205,10 @@ def grouped_gemm(
                 dense.data_ptr() if type(w) is not ExpertWeights else guard.key_of(w), x.numel(), topk,
                 permute_x, permute_y, fuse_mul_post, dX_only, dW_only, w_layout, zero_tail, is_first_gemm,
                 topk_weights is None, bias is None, gather_indices is None,
-                None if lora is None else lora._known_by(),
+                None if lora is None else scales_of((lora, None)),
             )  # fmt: skip
             if snapshot is None and tensors.on_gpu(x):
-                snapshot = _taken()
+                snapshot = _later().snapshot.snapshot()
             plan = None if snapshot is None else snapshot.plans.get(operands)
         except _UNUSABLE:
             snapshot = plan = None
@@ -235,16 +229,14 @@ def grouped_gemm(
             lora=lora,
         )  # fmt: skip
     if whole:
-        from ..check.form import form_of
-        from .call import run
-
-        form = form_of(
+        later = _later()
+        form = later.form.form_of(
             w_layout=w_layout, topk=topk, permute_x=permute_x, permute_y=permute_y, zero_tail=zero_tail,
             is_first_gemm=is_first_gemm, dX_only=dX_only, dW_only=dW_only, autotune=autotune,
             kernel_config_fwd=kernel_config_fwd, kernel_config_bwd_dX=kernel_config_bwd_dX,
             kernel_config_bwd_dW=kernel_config_bwd_dW,
         )  # fmt: skip
-        return run(
+        return later.call.run(  # type: ignore[no-any-return]
             x, w, m_sizes, form, gather_indices=gather_indices, topk_weights=topk_weights,
             fuse_mul_post=fuse_mul_post, bias=bias, out=out, keep=keep, lora=lora,
         )  # fmt: skip
@@ -256,10 +248,10 @@ def grouped_gemm(
 
 def _known(
     x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, w_layout: str, out: torch.Tensor | None, zero_tail: bool,
-    snapshot: Snapshot | None = None,
+    snapshot: Snapshot | None,
 ) -> torch.Tensor:  # fmt: skip
     """A call of a kind that was met before, or else the first."""
-    snapshot = _taken() if snapshot is None else snapshot
+    snapshot = _later().snapshot.snapshot() if snapshot is None else snapshot
     table: guard.Table = snapshot.recent
     known_calls: _Calls = snapshot.calls
     try:
@@ -335,11 +327,27 @@ def _condition(device: int, grad: bool, dtype: torch.dtype) -> Callable[[], bool
     return still
 
 
-def _taken() -> Snapshot:
-    """The process's snapshot, for a first call."""
-    from ..dispatch.snapshot import snapshot
+class _Later(NamedTuple):
+    """The modules that only calls without a short way need."""
 
-    return snapshot()
+    form: ModuleType
+    snapshot: ModuleType
+    products: ModuleType
+    ready: ModuleType
+    torch_fallback: ModuleType
+    call: ModuleType
+
+
+@functools.cache
+def _later() -> _Later:
+    """Imported by the first such call, and kept: an import statement takes a microsecond each time."""
+    with lock("imports"):
+        from ..check import form
+        from ..dispatch import snapshot
+        from ..launch import products, ready
+        from ..ops import torch_fallback
+        from . import call
+    return _Later(form, snapshot, products, ready, torch_fallback, call)
 
 
 def _first(
@@ -347,6 +355,7 @@ def _first(
     out: torch.Tensor | None, zero_tail: bool, known_calls: _Calls, key: _Key | None,
 ) -> torch.Tensor:  # fmt: skip
     """A call with every check: the first of its kind, and all those that ``grouped_gemm`` has no short way for."""
+    later = _later()
     call = tensors.check(x, w, m_sizes, w_layout)
     if out is not None:
         tensors.check_out(out, call)
@@ -359,9 +368,7 @@ def _first(
         product = Rows(Op.FORWARD, call.x, call.w, counts, call.layout, call.M)
         ready, wide = None, call.N if known is None else known[2]
         if known is None and some and out is None:
-            from ..launch.products import ready_for_wide_rows
-
-            ready, wide = ready_for_wide_rows(product) or (None, wide)
+            ready, wide = later.products.ready_for_wide_rows(product) or (None, wide)
         new = empty if wide == call.N else _filled_up
         y = new((call.M, call.N), (wide, 1), call.x.dtype) if out is None else out
         if zero_tail or not call.K:  # a sum over nothing is zero
@@ -370,16 +377,11 @@ def _first(
             return y
         stride_y_m = y.stride(0) if call.M > 1 else wide
         if known is None and ready is None:
-            from ..launch.ready import ready_for
-
-            ready = ready_for(product, y)
+            ready = later.ready.ready_for(product, y)
         launch = known[0] if known is not None else None if ready is None else ready.launcher
         if launch is None:
-            from ..launch.ready import rows_aligned
-            from ..ops import torch_fallback
-
-            sm = local_gpu(device).sm
-            torch_fallback.on_cuda(call.x, call.w, counts, y, call.layout, sm=sm, aligned=rows_aligned(product, y))
+            sm, aligned = local_gpu(device).sm, later.ready.rows_aligned(product, y)
+            later.torch_fallback.on_cuda(call.x, call.w, counts, y, call.layout, sm=sm, aligned=aligned)
             return y
         launch(
             y.data_ptr(), counts.data_ptr(), current_stream(device), x=call.x.data_ptr(), w=call.w.data_ptr(),

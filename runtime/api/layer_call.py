@@ -22,21 +22,15 @@ from ..ops.routing import Routing, sort
 from ..replay.layer_plan import LayerPlan, plan_layer
 from ..replay.programs import remember
 from ..weights.expert_weights import ExpertWeights
+from .adapted import adapted_layer
 from .grouped_gemm import grouped_gemm
-from .lora import Lora, adapted_layer, adapters_given
+from .lora import Lora, adapters_given
 from .routing import check_ids
 
 _W: TypeAlias = "torch.Tensor | ExpertWeights"
 
 _tracing = torch.compiler.is_dynamo_compiling
 _written = torch.autograd.graph.increment_version  # a launch that autograd doesn't see changed this tensor
-
-
-def no_tangents(*given: Any) -> None:
-    """Raise InputError for a tensor, or an adapter's, with a tangent of forward-mode differentiation."""
-    *every, lora = given
-    low = [one for pair in adapters_given(lora) if isinstance(pair, Lora) for one in pair[:2]]
-    tensors.no_tangents("moe_mlp", *every, *low)
 
 
 def run(

@@ -15,7 +15,7 @@ from ..ops import gradients
 from ..ops.autograd import wanted, with_adapter
 from ..ops.low_rank import LowRank
 from ..weights.expert_weights import ExpertWeights
-from .lora import check_columns
+from .adapted import check_columns
 from .operator_call import PARTS, REST, call_of, no_second, weights_of
 
 _WEIGHTS = (

@@ -5,17 +5,17 @@ A layer like an earlier one is done by that one's plan. What does any other is i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import functools
+from types import ModuleType
 
 import torch
 
 from .. import current
 from ..check import tensors
+from ..locks import lock
 from ..replay.guard import key_of
 from ..weights.expert_weights import ExpertWeights
-
-if TYPE_CHECKING:
-    from .lora import Lora
+from .lora import Lora, adapters_given, scales_of
 
 _tracing = torch.compiler.is_dynamo_compiling
 _duals = tensors.duals
@@ -90,9 +90,10 @@ def moe_mlp(
     snapshot = current.snapshot  # first: what is chosen before a ``reload`` is not kept in a table from after
     if not _tracing():
         if _duals._current_level >= 0:
-            from .layer_call import no_tangents
-
-            no_tangents(hidden, gate_up_weight, down_weight, topk_weights, gate_up_bias, down_bias, lora)
+            low = [one for pair in adapters_given(lora) if isinstance(pair, Lora) for one in pair[:2]]
+            tensors.no_tangents(
+                "moe_mlp", hidden, gate_up_weight, down_weight, topk_weights, gate_up_bias, down_bias, *low
+            )  # fmt: skip
         plan = None
         try:
             T, k = topk_ids.shape
@@ -102,15 +103,14 @@ def moe_mlp(
             else:
                 at = (*key_of(gate_up_weight), *key_of(down_weight))
             if type(T) is int:  # (else it is traced, and what looks at it fixes it)
+                # (The slots go by buckets, as bucket_of has them.)
                 key = (
                     *at, k, (T * k * T * k).bit_length() // 2, activation, gated, interleaved, gate_up_bias is None,
                     down_bias is None, weights_on, w_layout, hidden.dim(), hidden.requires_grad, out is None,
-                    None if lora is None else _known_by(lora),
+                    None if lora is None else scales_of(lora),
                 )  # fmt: skip
                 if snapshot is None and tensors.on_gpu(hidden):
-                    from ..dispatch.snapshot import snapshot as taken
-
-                    snapshot = taken()
+                    snapshot = _later()[0].snapshot()
                 plan = None if snapshot is None else snapshot.layers.get(key)
         except (AttributeError, TypeError, ValueError, RuntimeError):  # no usable tensor: the checks will say
             key = None
@@ -120,8 +120,10 @@ def moe_mlp(
             )
             if found is not None:
                 return found
-    from .layer_call import run
-
+    if _tracing():
+        from .layer_call import run  # (which torch can trace)
+    else:
+        run = _later()[1].run
     return run(
         hidden, (gate_up_weight, down_weight, gate_up_bias, down_bias), topk_ids, topk_weights,
         (activation, gated, interleaved), weights_on=weights_on, w_layout=w_layout, lora=lora, out=out, key=key,
@@ -129,8 +131,10 @@ def moe_mlp(
     )  # fmt: skip
 
 
-def _known_by(lora: Any) -> tuple[object, ...]:
-    """What a plan of a layer with these adapters hangs on, beside their tensors; TypeError where they are none."""
-    if type(lora) is not tuple or len(lora) != 2:
-        raise TypeError("no adapters")
-    return tuple(None if one is None else one._known_by() for one in lora)
+@functools.cache
+def _later() -> tuple[ModuleType, ModuleType]:
+    """What only a layer that no plan takes needs, imported by the first."""
+    with lock("imports"):
+        from ..dispatch import snapshot
+        from . import layer_call
+    return snapshot, layer_call

@@ -18,7 +18,8 @@ from ..ops import gradients
 from ..ops.autograd import backward, wanted
 from ..weights.expert_weights import ExpertWeights
 from . import lora_library
-from .lora import Lora, low_rank_of
+from .adapted import low_rank_of
+from .lora import Lora
 from .operator_call import PARTS, REST, call_of, no_second, weights_of
 
 _CALL = f"Tensor w, {REST}"

@@ -17,6 +17,8 @@ from ..weights.expert_weights import ExpertWeights
 DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.FP16, torch.float32: DType.FP32}
 _LAYOUTS = {"nk": Layout.NK, "kn": Layout.KN}
 _MOST = 2**31 - 1
+# What something that is no usable tensor raises where nothing is checked: the checks will say which.
+UNUSABLE = (AttributeError, TypeError, ValueError, IndexError, RuntimeError)
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # what is no wrapper of another tensor
 
 _transformed = torch._C._are_functorch_transforms_active

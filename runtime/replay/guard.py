@@ -13,6 +13,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ..weights.expert_weights import ExpertWeights
+
 Guard: TypeAlias = Callable[..., bool]
 
 # (x, w, m_sizes[, out]) -> y, or None where they are not the same: see launcher.Repeater
@@ -32,9 +34,9 @@ def remember(table: Table, key: Key, rows: int, entry: Entry) -> None:
     table[key] = table[key, rows] = entry
 
 
-def key_of(w: Any) -> tuple[object, ...]:
-    """By what a plan is found for weights: where they begin; of ``ExpertWeights`` what and how ordered they are."""
-    return (w.data_ptr(),) if isinstance(w, torch.Tensor) else (w.codes.data_ptr(), w.order, w.format)
+def key_of(w: torch.Tensor | ExpertWeights) -> tuple[object, ...]:
+    """By what a plan is found for these weights: where they begin; of quantised ones what and how ordered they are."""
+    return (w.codes.data_ptr(), w.order, w.format) if isinstance(w, ExpertWeights) else (w.data_ptr(),)
 
 
 def guard(*tensors: torch.Tensor, loose: Collection[int] = ()) -> Guard | None:

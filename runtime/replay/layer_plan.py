@@ -48,7 +48,7 @@ stream_of = current_stream
 
 
 class LayerPlan(Programs):
-    """One layer's."""
+    """One layer's programs."""
 
     __slots__ = ("E", "_behind", "_dense", "_low", "_same", "_sizes", "_there", "how", "programs")
 
@@ -74,7 +74,14 @@ class LayerPlan(Programs):
         given: Any = (Weights if self._dense else FrozenWeights)(gate_up, down, gate_up_bias, down_bias)  # type: ignore[arg-type]
         x, adapters = hidden, NO_ADAPTERS
         if lora is not None:
-            adapters = Adapters(*(None if one is None else as_used(one, hidden.dtype, self.E) for one in lora))
+            first, second = lora
+            try:
+                adapters = Adapters(
+                    None if first is None else as_used(first, hidden.dtype, self.E),
+                    None if second is None else as_used(second, hidden.dtype, self.E),
+                )
+            except check_tensors.UNUSABLE:
+                return None
             # (As when it was written down.)
             x = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
         if not self.takes(x, given, ids, weights, out, adapters):
@@ -173,7 +180,10 @@ def plan_layer(
     how: Layer, hidden: torch.Tensor, given: Weights | FrozenWeights, ids: torch.Tensor, weights: torch.Tensor,
     out: torch.Tensor | None = None, adapters: Adapters = NO_ADAPTERS,
 ) -> LayerPlan | None:  # fmt: skip
-    """The same for a layer, on the tensors that the caller passed; adapters are as the products take them."""
+    """An empty plan for this layer, or None where the next one like it needs another look.
+
+    The tensors are as the caller passed them; adapters are as the products take them.
+    """
     T, H, M = ids.shape[0], hidden.shape[-1], ids.numel()
     wide = columns(given.gate_up, how.layout)
     if not check_tensors.on_gpu(hidden) or hidden.dtype not in programs.KINDS or not (M and H and wide > 1):

@@ -57,9 +57,10 @@ class ExecutionPlan(Programs):
             given = (x, *operands_of(w).values(), m_sizes, weights, bias, index)
         one = None
         if lora is not None:
-            if not isinstance(m_sizes, torch.Tensor) or m_sizes.dim() != 1:
+            try:
+                one = as_used(lora, x.dtype, m_sizes.shape[0])
+            except check_tensors.UNUSABLE:
                 return None
-            one = as_used(lora, x.dtype, m_sizes.shape[0])
             given += one[:2]
             if (one.A.data_ptr() | one.B.data_ptr()) & LOW:
                 return None

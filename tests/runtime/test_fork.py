@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import warm
 from made import ON_H200, PROBLEM, SPECS, WIDE, bundle, modelled, snapshot, write
 
 import pretuned.runtime
@@ -233,3 +234,48 @@ def test_a_child_lets_go_what_its_own_thread_holds() -> None:
 def test_no_module_makes_a_lock_of_its_own() -> None:
     package = Path(pretuned.runtime.__file__ or "").parent
     assert [one.name for one in sorted(package.glob("*.py")) if "Lock(" in one.read_text()] == ["locks.py"]
+
+
+IMPORTING = """
+import os, signal, sys, threading
+import torch
+from pretuned.runtime import grouped_gemm
+
+reached, go_on = threading.Event(), threading.Event()
+
+
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1] and not reached.is_set():
+            reached.set()
+            go_on.wait(20)
+
+
+def call():
+    grouped_gemm(torch.ones(2, 4), torch.ones(1, 3, 4), torch.tensor([2]))
+
+
+sys.meta_path.insert(0, Slow())
+thread = threading.Thread(target=call)
+thread.start()
+assert reached.wait(20)
+threading.Timer(0.2, go_on.set).start()
+child = os.fork()
+if not child:
+    signal.alarm(10)
+    call()
+    os._exit(0)
+_, status = os.waitpid(child, 0)
+thread.join()
+print(go_on.is_set(), os.waitstatus_to_exitcode(status))
+"""
+
+
+@pytest.mark.slow  # a process that imports what a first call does
+@pytest.mark.parametrize("module", ["runtime.dispatch.snapshot", "runtime.api.call", "runtime.replay.programs"])
+def test_what_a_first_call_imports(module: str, tmp_path: Path) -> None:
+    """Python's lock of a module is no lock of ours: the fork waits for the import."""
+    program = tmp_path / "importing.py"
+    program.write_text(IMPORTING)
+    done = warm.run([program, f"pretuned.{module}"])
+    assert done.stdout.split() == ["True", "0"], done.stderr

@@ -200,7 +200,9 @@ def test_a_plain_call_takes_the_launcher_of_its_own_bucket(
     monkeypatch.setattr(api_grouped_gemm.tensors, "is_whole", lambda *_: False)
     w = torch.randn(2, 16, 16, dtype=torch.bfloat16)
     for M in rows * 2:
-        api_grouped_gemm._known(torch.randn(M, 16, dtype=torch.bfloat16), w, torch.tensor([M, 0]), "nk", None, False)
+        api_grouped_gemm._known(
+            torch.randn(M, 16, dtype=torch.bfloat16), w, torch.tensor([M, 0]), "nk", None, False, None
+        )
     assert ran == [bucket_of(M) for M in rows * 2]
 
 
@@ -245,7 +247,7 @@ def test_rows_of_y_that_are_no_whole_16_bytes_are_filled_up(monkeypatch: pytest.
     x, w = torch.randn(M, K).bfloat16(), torch.randn(E, N, K).bfloat16()
     m_sizes = torch.full((E,), M // E, dtype=torch.int32)
     for _ in range(3):  # the first of its kind, one like it, and the same again
-        y = api_grouped_gemm._known(x, w, m_sizes, "nk", None, False)
+        y = api_grouped_gemm._known(x, w, m_sizes, "nk", None, False, None)
         assert (y.shape, y.stride()) == ((M, N), (336, 1))
         assert y.untyped_storage().nbytes() == M * 336 * 2
         read = launched[-1]

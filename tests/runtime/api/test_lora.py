@@ -12,6 +12,8 @@ from host_gpu import LOW_RANK, Device, device, on
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.problem import Fusion, Op
 from pretuned.runtime import ExpertWeights, Lora, grouped_gemm, moe_mlp, sort_routing
+from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
+from pretuned.runtime.ops.low_rank import as_used
 from pretuned.runtime.replay import programs
 
 __all__ = ["device"]
@@ -282,6 +284,31 @@ def test_a_rank_of_no_whole_16_bytes_takes_the_kernel_too(
     ran = {one for one in device.launched if Fusion.LOW_RANK in one[1]}
     first = (Op.FORWARD, Fusion.LOW_RANK | Fusion.GATHER)
     assert ran == {(Op.FORWARD, Fusion.LOW_RANK), first, (Op.DX, Fusion.LOW_RANK)}
+
+
+def test_a_dtype_that_no_adapter_can_be_cast_to_is_left_to_the_checks(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside plans of good calls, by whose weights and number of rows they are found."""
+    monkeypatch.setattr(programs, "KINDS", (torch.float32,))
+    device.there |= LOW_RANK
+    on(monkeypatch, True)
+    x, w, m_sizes = torch.randn(9, 12), torch.randn(E, 8, 12), torch.tensor([2, 3, 0, 4])
+    low = Lora(torch.randn(E, R, 12), torch.randn(E, 8, R), SCALE)
+    up, down, ids = torch.randn(E, 16, 12), torch.randn(E, 12, 8), torch.randint(0, E, (9, TOPK))
+    pair = Lora(torch.randn(E, R, 12), torch.randn(E, 16, R)), Lora(torch.randn(E, R, 8), torch.randn(E, 12, R))
+    for _ in range(2):
+        grouped_gemm(x, w, m_sizes, lora=low)
+        moe_mlp(x, up, down, ids, torch.ones(9, TOPK), lora=pair)
+    snapshot = dispatch_snapshot.snapshot()
+    assert snapshot.plans and snapshot.layers  # noqa: PT018
+    odd = x.abs().to(torch.float8_e8m0fnu)
+    with pytest.raises(RuntimeError, match="without overflow"):
+        as_used(low, odd.dtype, E)
+    with pytest.raises(InputError, match="wanted x's dtype"):
+        grouped_gemm(odd, w, m_sizes, lora=low)
+    with pytest.raises(InputError, match=r"hidden is torch\.float8_e8m0fnu"):
+        moe_mlp(odd, up, down, ids, torch.ones(9, TOPK), lora=pair)
 
 
 @pytest.mark.parametrize("form", [{}, {"permute_x": True}, {"permute_x": True, "permute_y": True}, {"permute_y": True}])

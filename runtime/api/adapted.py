@@ -1,0 +1,173 @@
+"""Products and layers with adapters, each one function with its own gradient (``ops/autograd.py``, ``ops/layer.py``).
+
+Their low-rank parts are in their products' own kernels where there is such code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ...artifacts.errors import InputError
+from ...artifacts.records.problem import bucket_of
+from ..check import tensors
+from ..check.operands import MAX_RANK
+from ..dispatch import snapshot as dispatch_snapshot
+from ..driver.device import without_autocast
+from ..ops import layer
+from ..ops.layer import FrozenWeights, Layer, Weights
+from ..ops.low_rank import Adapters, LowRank, as_read
+from ..ops.routing import Routing
+from ..replay.guard import key_of
+from ..replay.layer_plan import plan_layer
+from ..replay.programs import remember
+from .lora import Lora
+
+
+def low_rank_of(lora: Lora, x: torch.Tensor, m_sizes: torch.Tensor, N: int | None = None) -> LowRank:
+    """An adapter as a product of x [.., K] into N columns takes it; None for as many columns as it has.
+
+    Raises
+    ------
+    InputError
+        for one that doesn't fit the product.
+    """
+    A, B = _usable(x, m_sizes, lora)
+    if N is not None:
+        check_columns(lora.B, N)
+    return LowRank(A, B, lora.scale)
+
+
+def dropped(
+    product: Callable[..., torch.Tensor], x: torch.Tensor, w: object, m_sizes: torch.Tensor, lora: Lora,
+    moves: Mapping[str, Any], rest: Mapping[str, Any],
+) -> torch.Tensor:  # fmt: skip
+    """``product(x, w, m_sizes, **moves, **rest)`` and the part of an adapter with dropout: of another x, so beside it.
+
+    ``product`` is ``grouped_gemm``; ``moves`` are its parameters that say where rows come from, go, and are weighted
+    with, ``rest`` those of the base product alone.
+
+    Raises
+    ------
+    InputError
+        for an adapter that doesn't fit the product.
+    """
+    A, B, scale = low_rank_of(lora, x, m_sizes)
+    if rest["out"] is not None:
+        check_no_gradient(A, B)
+    y = product(x, w, m_sizes, **moves, **rest)
+    check_columns(lora.B, y.shape[1])
+    index, topk, weights = moves["gather_indices"], moves["topk"], moves["topk_weights"]
+    how = {name: moves[name] for name in ("permute_y", "fuse_mul_post", "zero_tail")}
+    how["zero_tail"] |= rest["out"] is not None  # whose rows past the last expert's stay as they are
+    seen = torch.nn.functional.dropout(x, lora.dropout)
+    if moves["permute_x"]:
+        u = product(seen, A, m_sizes, topk, index, permute_x=True)
+        # Rows that pad an expert are not written, and B's gradient multiplies them by zero: they have to be finite.
+        u = u.masked_fill(((index < 0) | (index >= x.shape[0] * topk))[:, None], 0)
+    else:
+        u = product(seen, A, m_sizes)
+    if how["permute_y"] and weights is None and y.shape[0] != u.shape[0]:  # weights tell how many rows y has
+        weights, how["fuse_mul_post"] = x.new_ones((y.shape[0] // topk, topk), dtype=torch.float32), True
+    return y.add_(product(u * scale, B, m_sizes, topk, index, topk_weights=weights, is_first_gemm=False, **how))
+
+
+def check_no_gradient(*low: torch.Tensor) -> None:
+    """Raise InputError, of a call with ``out``, where A or B has one."""
+    if torch.is_grad_enabled() and any(one.requires_grad for one in low):
+        raise InputError("grouped_gemm: out with a lora that requires grad has no gradient. Leave out away, or use "
+                         "torch.no_grad()")  # fmt: skip
+
+
+def check_columns(B: torch.Tensor, N: int) -> None:
+    """Raise InputError unless B is for a product of N columns."""
+    if B.shape[1] != N:
+        tensors.bad("lora.B", f"of shape {list(B.shape)}", f"[E or 1, N={N}, r={B.shape[2]}]")
+
+
+def adapted_layer(
+    x: torch.Tensor, given: Weights | FrozenWeights, ids: torch.Tensor, weights: torch.Tensor, how: Layer,
+    routing: Routing, lora: tuple[Lora | None, Lora | None], *, comes_again: bool, known_as: object = None,
+) -> torch.Tensor:  # fmt: skip
+    """A whole layer with adapters of its products, as one function with its own gradient.
+
+    Where it ``comes_again``, its weights being the caller's own, what it comes to is written down for layers of these
+    weights (``replay/layer_plan.py``), as ``known_as``, too.
+
+    Raises
+    ------
+    InputError
+        for an adapter that doesn't fit its product.
+    """
+    wide = layer.columns(given.gate_up, how.layout)
+    ins = x, x.new_empty((0, wide // 2 if how.act.gated else wide))
+    low: list[LowRank | None] = []
+    for one, into, w in zip(lora, ins, given[:2], strict=True):
+        if one is None:
+            low.append(None)
+            continue
+        low.append(low_rank_of(one, into, routing.m_sizes, layer.columns(w, how.layout)))
+    pairs = [each for one in low for each in ((None, None) if one is None else one[:2])]
+    scales, adapters = tuple(1.0 if one is None else one.scale for one in low), Adapters(*low)
+    plan, snapshot, key = None, None, None
+    if comes_again and tensors.on_gpu(x) and not torch._C._are_functorch_transforms_active():
+        snapshot = dispatch_snapshot.snapshot()
+        key = (
+            "lora", *key_of(given.gate_up), *key_of(given.down), how, bucket_of(ids.numel()),
+            scales, ids.dtype, *map(_kind, (x[:0], weights[:0], *given[2:], *pairs)),
+        )  # fmt: skip
+        plan = snapshot.layers.get(key)
+        if plan is not None and not plan.takes(x, given, ids, weights, adapters=adapters):
+            plan = None
+        if plan is None:
+            plan = plan_layer(how, x, given, ids, weights, adapters=adapters)
+    with without_autocast(x.device.type):
+        if torch.is_grad_enabled() and any(
+            one is not None and one.requires_grad for one in (x, weights, *given, *pairs)
+        ):
+            out: torch.Tensor = layer.AdaptedLayer.apply(  # type: ignore[no-untyped-call]
+                x, *given, weights, routing, how, scales, plan, *pairs
+            )
+        else:
+            run = layer.forward if plan is None else plan.forward
+            out = run(how, x, given, routing, weights, keeps_h=False, adapters=adapters)[0]
+    if plan is not None and snapshot is not None and plan.programs:
+        for name in (key, known_as):
+            if name is not None and snapshot.layers.get(name) is not plan:
+                remember(snapshot.layers, name, plan)
+    return out
+
+
+def _kind(one: torch.Tensor | None) -> object:
+    """What plans of calls that differ in this tensor differ in."""
+    return None if one is None else (one.dtype, one.shape, one.stride(), one.requires_grad)
+
+
+def _usable(x: torch.Tensor, m_sizes: torch.Tensor, lora: Lora) -> tuple[torch.Tensor, torch.Tensor]:
+    """A [E, r, K] and B [E, N, r] as the products take them."""
+    if not isinstance(lora, Lora):
+        tensors.bad("lora", f"a {type(lora).__name__}", "a pretuned.runtime.Lora(A, B, scale)")
+    tensors.tensors(**{"x": x, "m_sizes": m_sizes, "lora.A": lora.A, "lora.B": lora.B})
+    tensors.check_sizes(m_sizes)
+    if not isinstance(lora.scale, (int, float)) or isinstance(lora.scale, bool):
+        tensors.bad("lora.scale", repr(lora.scale), "a number")
+    if not isinstance(lora.dropout, (int, float)) or isinstance(lora.dropout, bool) or not 0 <= lora.dropout < 1:
+        tensors.bad("lora.dropout", repr(lora.dropout), "a number of at least 0 and below 1")
+    E, K, r = m_sizes.shape[0], x.shape[-1] if x.dim() else 0, lora.A.shape[1] if lora.A.dim() == 3 else 0
+    wanted = {"lora.A": f"[E, r, K] = [{E} or 1, 1 to {MAX_RANK}, {K}]", "lora.B": f"[E, N, r] = [{E} or 1, N, {r}]"}
+    fits = {
+        "lora.A": lora.A.dim() == 3 and lora.A.shape[2] == K and 1 <= r <= MAX_RANK,
+        "lora.B": lora.B.dim() == 3 and lora.B.shape[2] == r,
+    }
+    found = []
+    for of_r, name, one in ((1, "lora.A", lora.A), (2, "lora.B", lora.B)):
+        if not fits[name] or one.shape[0] not in (1, E):
+            tensors.bad(name, f"of shape {list(one.shape)}", wanted[name])
+        if not one.dtype.is_floating_point:
+            tensors.bad(name, f"{one.dtype}", "a floating-point type")
+        if one.device != x.device:
+            tensors.bad(name, f"on {one.device}", f"x's device, {x.device}")
+        found.append(as_read(one, x.dtype, E, of_r))
+    return found[0], found[1]
