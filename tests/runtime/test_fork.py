@@ -23,7 +23,7 @@ from pretuned.runtime.dispatch import compiled as dispatch_compiled
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.dispatch.decide import Decision, decide
 from pretuned.runtime.dispatch.ranking import Origin
-from pretuned.runtime.driver import counters, cuda
+from pretuned.runtime.driver import counters, cuda, device
 from pretuned.runtime.inspect import preload as inspect_preload
 from pretuned.runtime.launch import loader
 from pretuned.runtime.locks import lock
@@ -111,7 +111,8 @@ class Compiler:
 
 
 @pytest.fixture
-def compiler(clean_places: Path) -> Iterator[Compiler]:
+def compiler(clean_places: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
+    monkeypatch.setattr(device, "capturing", lambda: False)  # which a child can ask of no GPU that its parent uses
     before, made = hooks._compiler, Compiler()
     register_compiler(made)
     dispatch_compiled.forget()

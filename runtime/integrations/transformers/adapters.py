@@ -42,7 +42,10 @@ def view(experts: Any, name: str) -> torch.Tensor | None:
 @contextlib.contextmanager
 def held(experts: Any, name: str, lora: Lora) -> Iterator[None]:
     """Calls of the experts have this adapter of a weight."""
-    every: dict[str, Lora] = experts.__dict__.setdefault(_HELD, {})
+    every: dict[str, Lora] | None = getattr(experts, _HELD, None)
+    if every is None:  # (torch 2.11's compiler traces no setdefault of __dict__)
+        every = {}
+        setattr(experts, _HELD, every)
     every[name] = lora
     try:
         yield
