@@ -69,7 +69,7 @@ def test_a_call_adds_no_triton_and_no_command_line(name: str) -> None:
 
 @pytest.mark.slow  # a process that imports torch
 def test_all_that_chooses_and_launches_waits_for_a_first_call() -> None:
-    """Four fifths of the time that the import took; kernels and bundles are no part of it."""
+    """Three quarters of what the import took; kernels and bundles are no part of it."""
     alone = modules_of_torch()
     found = modules_after("from pretuned.runtime import grouped_gemm, moe_mlp")
     waits = [name for name in found if name.startswith(("msgpack", "filelock", "pretuned."))]
