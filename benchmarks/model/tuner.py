@@ -1,7 +1,7 @@
 """The tuner against an exhaustive search over the same space: what its choices lose, for how many measurements.
 
     aot compile --models benchmarks/model/tuner-models.txt --sm 90 -o candidates.msgpack
-    python benchmarks/run.py tuner --candidates candidates.msgpack --out benchmarks/results/tuner-h200.json
+    python benchmarks/run.py tuner --candidates candidates.msgpack --out tuner.json
     cd benchmarks/results; python ../run.py tuner --sweeps sweep-h200-*-bf16.json --out tuner-sweeps.json
     python benchmarks/run.py tuner --journal benchmarks/results/catalogue-h200.journal.xz \
         --candidates candidates.msgpack --out benchmarks/results/tuner-catalogue.json
