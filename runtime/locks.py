@@ -26,7 +26,13 @@ def lock(name: str) -> AbstractContextManager[object]:
 @functools.cache
 def _free_in_children() -> None:
     # (Forgotten, not released: where the child's own thread holds one, it releases the very lock that it took.)
-    os.register_at_fork(before=_end_imports, after_in_child=_locks.clear)
+    at_fork(before=_end_imports, after_in_child=_locks.clear)
+
+
+def at_fork(**what: Callable[[], object]) -> None:
+    """``os.register_at_fork``, where there is one: Windows forks nothing."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(**what)
 
 
 def _end_imports() -> None:

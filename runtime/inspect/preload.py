@@ -7,7 +7,6 @@ import difflib
 import functools
 import gc
 import logging
-import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +29,8 @@ from ..dispatch.snapshot import Rejected, Snapshot, View
 from ..driver.device import current_device, local_gpu
 from ..launch.loader import loaded, prepare
 from ..launch.proof import stands
-from ..locks import lock
+from ..locks import at_fork, lock
+from ..ops import layer  # noqa: F401 - most of what a first call imports: it is to be there, too
 from ..settings import settings
 from .asked import dtype_of_weights, twins_in_fp16
 
@@ -79,7 +79,7 @@ def _collector_waits() -> Iterator[None]:
 
 @functools.cache
 def _collect_in_children() -> None:
-    os.register_at_fork(after_in_child=_nobody_waits)
+    at_fork(after_in_child=_nobody_waits)
 
 
 def _nobody_waits() -> None:

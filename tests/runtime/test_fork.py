@@ -18,7 +18,7 @@ import pretuned.runtime
 from pretuned.artifacts.errors import BundleUnreadable, HostError
 from pretuned.artifacts.format.codec import encode
 from pretuned.artifacts.records.problem import Problem
-from pretuned.runtime import explain, hooks, preload, register_compiler, reload, settings
+from pretuned.runtime import explain, hooks, locks, preload, register_compiler, reload, settings
 from pretuned.runtime.dispatch import compiled as dispatch_compiled
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.dispatch.decide import Decision, decide
@@ -230,6 +230,16 @@ def test_a_child_lets_go_what_its_own_thread_holds() -> None:
     with contextlib.ExitStack() as held:
         held.enter_context(lock("compiling"))
         assert right_in_a_child(leaves_it)
+
+
+def test_a_system_that_forks_nothing_has_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "register_at_fork")
+    locks._free_in_children.cache_clear()
+    try:
+        with lock("compiling"):
+            pass
+    finally:
+        locks._free_in_children.cache_clear()
 
 
 def test_no_module_makes_a_lock_of_its_own() -> None:

@@ -85,6 +85,11 @@ def test_all_that_chooses_and_launches_waits_for_a_first_call() -> None:
 
 
 @pytest.mark.slow  # a process that imports torch
+def test_preload_leaves_little_of_that_to_the_first_call() -> None:
+    assert modules_after("from pretuned.runtime import preload, grouped_gemm")["pretuned.runtime.ops"]
+
+
+@pytest.mark.slow  # a process that imports torch
 def test_a_call_on_the_host_needs_no_home_and_no_triton() -> None:
     code = """
 import torch
