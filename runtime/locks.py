@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import importlib
 import os
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+_IMPORTED = ("pretuned", "msgpack", "filelock")  # what is imported late here, by a first call or look
 _locks: dict[str, AbstractContextManager[object]] = {}
 
 
@@ -19,37 +19,29 @@ def lock(name: str) -> AbstractContextManager[object]:
 
     Ask for it each time: a lock that is kept is the parent's. What it guards has to be whole after every single step.
     """
-    _free_in_children()
     return _locks.get(name) or _locks.setdefault(name, threading.RLock())
 
 
-@functools.cache
-def _free_in_children() -> None:
-    # (Forgotten, not released: where the child's own thread holds one, it releases the very lock that it took.)
-    at_fork(before=_end_imports, after_in_child=_locks.clear)
-
-
-def at_fork(**what: Callable[[], object]) -> None:
-    """``os.register_at_fork``, where there is one: Windows forks nothing."""
+def at_fork(in_child: Callable[[], object]) -> None:
+    """Have a child of ``fork`` call this first, where there is such a thing: Windows forks nothing."""
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(**what)
+        os.register_at_fork(after_in_child=in_child)
 
 
-def _end_imports() -> None:
-    """Wait for what other threads import of ours: a child would wait for good for an import that nobody goes on with.
+def _forget_imports() -> None:
+    """Have the child import anew what another thread was importing for us: it would wait for good for the end of that.
 
-    (Python has a lock for each module that is being imported, in a table of its own.)
+    (Python has a lock for each module that is being imported, in a table of its own. A module that stands half in
+    ``sys.modules`` is whole for nobody yet.)
     """
-    python: Any = getattr(importlib, "_bootstrap", None)
-    locks: dict[str, Callable[[], Any]] = getattr(python, "_module_locks", {})
-    here = threading.get_ident()
+    locks: dict[str, Callable[[], Any]] = getattr(getattr(importlib, "_bootstrap", None), "_module_locks", {})
+    for name, find in list(locks.items()):
+        owner = getattr(find(), "owner", None)
+        if name.partition(".")[0] in _IMPORTED and owner not in (None, threading.get_ident()):
+            del locks[name]
+            sys.modules.pop(name, None)
 
-    def by_others() -> list[str]:
-        ours = {name: find() for name, find in list(locks.items()) if name.startswith("pretuned.")}
-        return [name for name, one in ours.items() if getattr(one, "owner", None) not in (None, here)]
 
-    with contextlib.suppress(RuntimeError):  # one of them waits for an import of this thread, in which it forks
-        while names := by_others():
-            for name in names:
-                with python._ModuleLockManager(name):
-                    pass
+# (Locks are forgotten, not released: where the child's own thread holds one, it releases the very lock that it took.)
+at_fork(_locks.clear)
+at_fork(_forget_imports)

@@ -23,7 +23,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "artifacts": ("limits errors", "names", "records", "format", "code", "files"),
     "kernels": ("hardware codes", "contract", "search cost reference", "gemm.portable", "gemm.hopper rowops"),
     "runtime": (
-        "locks current", "settings driver weights", "hooks", "verdicts", "dispatch", "check", "launch", "ops",
+        "locks", "current settings driver weights", "hooks", "verdicts", "dispatch", "check", "launch", "ops",
         "replay inspect", "api", "integrations",
     ),
     "aot": (

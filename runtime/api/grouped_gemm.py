@@ -22,7 +22,6 @@ from .. import current
 from ..check import tensors
 from ..check.operands import Rows
 from ..driver.device import current_stream, device_is_current, empty, local_gpu, on, only_device, tf32_allowed
-from ..locks import lock
 from ..replay import guard
 from ..weights.expert_weights import ExpertWeights
 from .lora import Lora, scales_of
@@ -341,12 +340,12 @@ class _Later(NamedTuple):
 @functools.cache
 def _later() -> _Later:
     """Imported by the first such call, and kept: an import statement takes a microsecond each time."""
-    with lock("imports"):
-        from ..check import form
-        from ..dispatch import snapshot
-        from ..launch import products, ready
-        from ..ops import torch_fallback
-        from . import call
+    from ..check import form
+    from ..dispatch import snapshot
+    from ..launch import products, ready
+    from ..ops import torch_fallback
+    from . import call
+
     return _Later(form, snapshot, products, ready, torch_fallback, call)
 
 

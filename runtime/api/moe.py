@@ -12,7 +12,6 @@ import torch
 
 from .. import current
 from ..check import tensors
-from ..locks import lock
 from ..replay.guard import key_of
 from ..weights.expert_weights import ExpertWeights
 from .lora import Lora, adapters_given, scales_of
@@ -134,7 +133,7 @@ def moe_mlp(
 @functools.cache
 def _later() -> tuple[ModuleType, ModuleType]:
     """What only a layer that no plan takes needs, imported by the first."""
-    with lock("imports"):
-        from ..dispatch import snapshot
-        from . import layer_call
+    from ..dispatch import snapshot
+    from . import layer_call
+
     return snapshot, layer_call

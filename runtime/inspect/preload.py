@@ -79,7 +79,7 @@ def _collector_waits() -> Iterator[None]:
 
 @functools.cache
 def _collect_in_children() -> None:
-    at_fork(after_in_child=_nobody_waits)
+    at_fork(_nobody_waits)
 
 
 def _nobody_waits() -> None:
