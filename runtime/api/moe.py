@@ -114,7 +114,7 @@ def moe_mlp(
         except (AttributeError, TypeError, ValueError, RuntimeError):  # no usable tensor: the checks will say
             key = None
         if plan is not None:
-            found: torch.Tensor | None = plan.again(
+            found: torch.Tensor | None = plan.replay(
                 hidden, gate_up_weight, down_weight, gate_up_bias, down_bias, topk_ids, topk_weights, out, lora
             )
             if found is not None:

@@ -62,7 +62,7 @@ class LayerPlan(Programs):
         self._there, self._behind = itemgetter(*there), behind  # where biases and adapters begin
         self.programs: dict[bool, Program] = {}  # by whether h is kept
 
-    def again(
+    def replay(
         self, hidden: torch.Tensor, gate_up: _W, down: _W, gate_up_bias: torch.Tensor | None,
         down_bias: torch.Tensor | None, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor | None = None,
         lora: Any = None,
