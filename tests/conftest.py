@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # Tensors here are small: a second thread of torch or numpy waits for work, and takes another test's core meanwhile.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's own background job: processes of tests would have it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.pop("COLUMNS", None)  # a worker of xdist is told its terminal's: output is then as wide as that
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
 for pressed in (ROOT / "artifacts" / "pressed").glob("*.xz"):
