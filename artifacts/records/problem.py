@@ -137,7 +137,7 @@ def bucket_of(M: int) -> int:
     What is best changes with M's logarithm: of the next larger one's choice the half would be made for twice as many
     rows, of the nearest one's none for more than sqrt 2 times.
     """
-    return 1 << (M * M).bit_length() // 2  # 2 log2 M, rounded down, and halved: runtime/api has it twice, too
+    return 1 << (M * M).bit_length() // 2  # 2 log2 M, rounded down, and halved: runtime/api/grouped_gemm.py has it, too
 
 
 def buckets_between(least: int, most: int) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from types import ModuleType
 
 import torch
 
+from ...artifacts.records.problem import bucket_of
 from .. import current
 from ..check import tensors
 from ..replay.guard import key_of
@@ -102,9 +103,8 @@ def moe_mlp(
             else:
                 at = (*key_of(gate_up_weight), *key_of(down_weight))
             if type(T) is int:  # (else it is traced, and what looks at it fixes it)
-                # (The slots go by buckets, as bucket_of has them.)
                 key = (
-                    *at, k, (T * k * T * k).bit_length() // 2, activation, gated, interleaved, gate_up_bias is None,
+                    *at, k, bucket_of(T * k), activation, gated, interleaved, gate_up_bias is None,
                     down_bias is None, weights_on, w_layout, hidden.dim(), hidden.requires_grad, out is None,
                     None if lora is None else scales_of(lora),
                 )  # fmt: skip

@@ -28,7 +28,7 @@ from ..ops.layer import (
     Narrow,
     Weights,
     columns,
-)  # fmt: skip
+)
 from ..ops.low_rank import Adapters, as_used
 from ..ops.routing import Routing, sort
 from ..weights.expert_weights import ExpertWeights
