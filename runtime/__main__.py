@@ -20,8 +20,8 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m pretuned.runtime",
         description="Show what this machine would use, and why not: GPUs, driver, places, bundles.",
         epilog="Examples: python -m pretuned.runtime; python -m pretuned.runtime --json | head -20. "
-        "Exit code 0 where a bundle would be used (--prove: where nothing is wrong), or the machine has no GPU; 141 "
-        "where the reader of the output has left; 1 otherwise.",
+        "Exit code 0 where a bundle would be used (--prove: where all was tested and nothing is wrong), or the machine "
+        "has no GPU; 141 where the reader of the output has left; 1 otherwise.",
     )
     engine = parser.add_mutually_exclusive_group()
     for name, called in (("vllm", "vLLM"), ("sglang", "SGLang")):

@@ -1,4 +1,7 @@
-"""What code was found to compute on this machine's GPUs, where nobody had run it on their capability: right, or wrong.
+"""Results of self-tests of code that nobody had run on a GPU's capability: right, or wrong.
+
+Wrong means that a result was computed and is wrong, that the GPU faulted, or that the test hung. Anything else that may
+go wrong while code is tested (its file vanishes, the process is killed) is no result, and is not kept.
 
 A verdict holds for one variant (all of its record, its cubin's digest among it), one kind of GPU and one driver. It is
 kept by the process, and in a small file of the user's overlay, one for each kind of GPU and driver, so that the next
@@ -25,7 +28,12 @@ if TYPE_CHECKING:
     from ..artifacts.records.target import Gpu, LocalGpu
 
 _SUFFIX = ".verdicts"
-_FORM = 1  # of the file's content
+_FORM = 2  # of the file's content
+# Form 1 had also "wrong" for files that vanished, processes that were killed and launches that were refused. Of its
+# reasons these alone are a computed result, a fault or a hang.
+_RESULTS_OF_FORM_1 = re.compile(
+    r", wanted | are wrong$| noted wrongly$| were stored$|did not end within \d+ s$|^\S+ \S+ \S+ w="
+)
 _MOST = 4096  # verdicts in a file
 _MOST_CHARS = 400  # of a reason
 _LOCK_TIMEOUT_S = 2.0
@@ -62,13 +70,13 @@ def known(variant: Variant, local: LocalGpu) -> Verdict | None:
 
 
 def is_wrong(variant: Variant, local: LocalGpu) -> bool:
-    """Whether the variant is known to be wrong there. Reads no file: whoever has code made ready has done so."""
+    """Whether the variant is wrong there, or left out. Reads no file: whoever has code made ready has done so."""
     wrong = _wrong.get(_key(local))
     return wrong is not None and _digest(variant) in wrong
 
 
 def left_out(local: LocalGpu) -> tuple[bytes, ...]:
-    """Digests of all that is known to be wrong there, ascending."""
+    """Digests of all that is wrong there or left out, ascending."""
     recall(local)
     return tuple(sorted(_wrong.get(_key(local), ())))
 
@@ -83,6 +91,12 @@ def recall(local: LocalGpu) -> None:
             for digest, one in found.items():
                 _keep(key, digest, one)
             _read.add(key)
+
+
+def leave_out(variant: Variant, local: LocalGpu) -> None:
+    """Have this process leave a variant out, which it could not test. The next process tests it again."""
+    with lock("verdicts"):
+        _wrong.setdefault(_key(local), set()).add(_digest(variant))
 
 
 def note(variant: Variant, local: LocalGpu, found: Verdict) -> None:
@@ -148,9 +162,9 @@ def _merge(every: _Kept, digest: bytes, found: Verdict) -> Verdict:
     return every[digest]
 
 
-def _named(local: LocalGpu) -> list[object]:
+def _named(local: LocalGpu, form: int) -> list[object]:
     gpu = local.gpu
-    return [_FORM, local.sm, gpu.name, gpu.sm_count, gpu.driver]
+    return [form, local.sm, gpu.name, gpu.sm_count, gpu.driver]
 
 
 def _load(path: Path, local: LocalGpu) -> _Kept:
@@ -162,7 +176,11 @@ def _load(path: Path, local: LocalGpu) -> _Kept:
         return {}
     try:
         named, rows = json.loads(payload)
-        return dict(map(_row, rows)) if named == _named(local) else {}
+        if named == _named(local, _FORM):
+            return dict(map(_row, rows))
+        if named == _named(local, 1):
+            return {of: one for of, one in map(_row, rows) if one.right or _RESULTS_OF_FORM_1.search(one.why)}
+        return {}
     except (ValueError, TypeError, RecursionError):
         return {}
 
@@ -179,4 +197,4 @@ def _save(path: Path, local: LocalGpu, every: _Kept) -> None:
     from ..artifacts.files.blob import write_checked
 
     rows = sorted(every.items(), key=lambda row: (not row[1].right, row[1].day), reverse=True)[:_MOST]
-    write_checked(path, json.dumps([_named(local), [[digest.hex(), *one] for digest, one in rows]]).encode())
+    write_checked(path, json.dumps([_named(local, _FORM), [[digest.hex(), *one] for digest, one in rows]]).encode())

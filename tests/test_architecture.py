@@ -67,7 +67,7 @@ VENDOR_FREE = (
 )  # fmt: skip
 # (torch says cuda of every vendor's GPU; cubin_sha256 and ptxas are names of the bundle format's fields.)
 VENDOR = re.compile(r"libcuda|\bptx\b|sm_\d+|nvidia", re.IGNORECASE)
-MOST_MODULES, MOST_LINES, MOST_PARAMETERS = 12, 400, 12
+MOST_MODULES, MOST_LINES, MOST_PARAMETERS = 12, 450, 12
 MANY_MODULES = ("aot", "cli")  # a file a verb
 # Signatures that are others' or the command line's, and what hands them on.
 MANY_PARAMETERS = {
@@ -217,7 +217,7 @@ def vendor_words(every: dict[str, Module]) -> Iterator[str]:
 
 
 def large_ones(every: dict[str, Module]) -> Iterator[str]:
-    """Rule 5: rooms of at most 12 modules, modules of at most 400 lines, functions of at most 12 parameters."""
+    """Rule 5: rooms of at most 12 modules, modules of at most 450 lines, functions of at most 12 parameters."""
     rooms: dict[Path, int] = defaultdict(int)
     for module in every.values():
         rooms[module.path.parent] += module.path.name != "__init__.py"
@@ -297,7 +297,7 @@ BROKEN: list[tuple[Callable[[dict[str, Module]], Iterator[str]], dict[str, str],
     (foreign_imports, {"runtime/api/a.py": "import numpy as np"}, "allowed are ['torch']"),
     (foreign_imports, {"aot/tune/a.py": "def f():\n    import triton.language"}, "a.py:2: aot.tune imports triton"),
     (vendor_words, {"runtime/ops/a.py": "x = 1\ny = 'sm_90'"}, "a.py:2: runtime.ops says sm_90"),
-    (large_ones, {"aot/plan/a.py": "x = 1\n" * 401}, "401 lines, at most 400"),
+    (large_ones, {"aot/plan/a.py": "x = 1\n" * 451}, "451 lines, at most 450"),
     (large_ones, {f"aot/plan/{name}.py": "" for name in "abcdefghijklm"}, "plan: 13 modules, at most 12"),
     (large_ones, {f"runtime/integrations/{name}.py": "" for name in "abcdefghijklm"},
      "integrations: 13 modules, at most 12"),

@@ -28,6 +28,14 @@ _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CUfunction_attribute
 _MULTIPROCESSOR_COUNT = 16  # CUdevice_attribute
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
 _NAME_BYTES = 256
+_OUT_OF_MEMORY = 2
+# How CUDA words the errors that a kernel causes, and not the machine (an uncorrectable ECC error, a GPU that is gone):
+# codes 700, 702, 710 and 714 to 719.
+_FAULTS = (
+    "an illegal memory access was encountered", "the launch timed out", "device-side assert triggered",
+    "hardware stack error", "an illegal instruction was encountered", "misaligned address",
+    "operation not supported on global/shared address space", "invalid program counter", "unspecified launch failure",
+)  # fmt: skip
 _STREAM_CAPTURE_MODE_RELAXED = 2
 _STREAM_NON_BLOCKING = 1
 _SHARED_WITHOUT_ASKING_BYTES = 48 * 1024
@@ -38,7 +46,15 @@ class DriverLacks(CudaError):
 
 
 class Unfinished(CudaError):
-    """A trial that did not end, or ended in a fault: this process can't use the GPU any more."""
+    """A self-test that hung, or ended in a fault of the GPU: this process can't use the GPU any more."""
+
+
+class Unusable(CudaError):
+    """The GPU can't be used by this process any more, or is held by others."""
+
+
+class OutOfMemory(CudaError):
+    """The GPU's memory is full."""
 
 
 class CodeUnread(CudaError):
@@ -130,7 +146,13 @@ def check(code: int, call: str) -> None:
     if code:
         text = c_char_p()
         library().cuGetErrorString(code, byref(text))
-        raise CudaError(f"{call}: CUDA error {code}, {(text.value or b'unknown').decode()}")
+        kind = OutOfMemory if code == _OUT_OF_MEMORY else CudaError
+        raise kind(f"{call}: CUDA error {code}, {(text.value or b'unknown').decode()}")
+
+
+def is_fault(error: Exception) -> bool:
+    """Whether an error, torch's or the driver's, says that a kernel did something that the GPU does not allow."""
+    return any(words in str(error) for words in _FAULTS)
 
 
 def recover(code: int, what: str, device: int, call: Callable[..., int], *arguments: object) -> None:

@@ -1,7 +1,7 @@
-"""``python -m pretuned.runtime --prove``: all code that was never run on these GPUs' capability, in a child process.
+"""``python -m pretuned.runtime --prove``: test all code that was never run on these GPUs' capability.
 
-A first use proves code, too, but in the process that serves: code that hangs or faults takes that along. Here it takes
-a child along, and the next child goes on after it. What is found is remembered (``runtime/verdicts.py``).
+A first use tests code, too, but in the process that serves: code that hangs or faults takes that along. Here child
+processes test it, and where one ends the next goes on after it. Results are remembered (``runtime/verdicts.py``).
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from ...artifacts.errors import CudaError, HostError
 from ...artifacts.names import printable
@@ -28,20 +29,25 @@ from .doctor import gpus_and_driver
 from .survey import Unproven, survey
 
 CHILD: tuple[str, ...] = (sys.executable, "-m", "pretuned.runtime.inspect.prover")
-START_S = 300.0  # until a child has imported torch and begun
-LONGEST_S = 60.0  # for one variant
+SILENT_S = 300.0  # that a child may say nothing: it imports torch, and its disk may be slow
 _END_S = 10.0  # for it to end, once it is told to
+_MOST_LOST = 3  # children in a row that end at their first variant, by nothing that it did
 _LONGEST_LINE = 1 << 16  # characters of a child's output that are looked at together
 
 
 @dataclass(frozen=True, slots=True)
 class GpuProof:
-    """What was proven on one GPU; ``wrong`` has a line to file for each variant that is left out from now on."""
+    """What was found on one GPU.
+
+    ``wrong`` has a line to file for each variant that is left out from now on. ``untested`` says of how many variants
+    nothing is known yet, and why: the next time they are tested again.
+    """
 
     gpu: str
     judged: int
     proven: int
     wrong: tuple[str, ...]
+    untested: tuple[str, ...]
     seconds: float
 
 
@@ -53,8 +59,8 @@ class ProofReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong; true where there is no GPU."""
-        return not any(one.wrong for one in self.gpus)
+        """Whether all was tested and nothing is wrong; true where there is no GPU."""
+        return not any(one.wrong or one.untested for one in self.gpus)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values."""
@@ -67,16 +73,17 @@ class ProofReport:
             lines.append(f"judged    {one.judged} variants, before, on this capability")
             lines.append(f"proven    {one.proven} variants, on this GPU ({one.seconds:.1f} s)")
             lines += [f"wrong     {line}" for line in one.wrong] or ["wrong     none"]
+            lines += [f"untested  {line}. Run this again to test them" for line in one.untested]
         return "\n".join(map(printable, (*lines, "ok        " + ("yes" if self.ok else "no"))))
 
 
 def examine() -> ProofReport:
-    """Prove all that is left on every GPU of this machine; without one there is nothing to prove.
+    """Test all that is left on every GPU of this machine; without a GPU there is nothing to test.
 
     Raises
     ------
     HostError
-        where no process can be had that does it, or its GPU has no room.
+        where no process can be had that does it.
     """
     try:
         gpus, _ = gpus_and_driver()
@@ -86,36 +93,55 @@ def examine() -> ProofReport:
 
 
 def prove(gpus: Sequence[LocalGpu]) -> ProofReport:
-    """The same on these GPUs, one after another."""
+    """Test all that is left on these GPUs, one after another. Raises as ``examine`` does."""
     snapshot = dispatch_snapshot.snapshot()
     found = []
     for device, local in enumerate(gpus):
-        began = time.perf_counter()
-        for one, wrong in _proofs(device, survey(snapshot, local).left):
-            verdicts.note(one.variant, local, verdicts.verdict(wrong is None, wrong or ""))
+        began, untested = time.perf_counter(), Counter[str]()
+        for one, result in _results(device, survey(snapshot, local).left):
+            if result.untested is None:
+                verdicts.note(one.variant, local, verdicts.verdict(result.wrong is None, result.wrong or ""))
+            else:
+                untested[result.untested] += 1
         snapshot.reconsider()
         after = survey(snapshot, local)
-        found.append(
-            GpuProof(str(local), after.judged, after.proven, after.wrong, time.perf_counter() - began)
-        )  # fmt: skip
+        lines = tuple(f"{count} variant{'s'[: count > 1]}: {why}" for why, count in untested.items())
+        seconds = time.perf_counter() - began
+        found.append(GpuProof(str(local), after.judged, after.proven, after.wrong, lines, seconds))
     return ProofReport(tuple(found))
 
 
-def _proofs(device: int, left: Sequence[Unproven]) -> Iterator[tuple[Unproven, str | None]]:
-    """What each gets wrong. A child that hangs or dies over one is followed by another, which begins after it."""
+class _Result(NamedTuple):
+    """What a variant gets wrong, None where it is right; or why it could not be tested."""
+
+    wrong: str | None = None
+    untested: str | None = None
+    lost: bool = False  # its process ended, by nothing that is known to be the variant's doing
+
+
+def _results(device: int, left: Sequence[Unproven]) -> Iterator[tuple[Unproven, _Result]]:
+    """The result of each variant. A child that ends early is followed by another, which begins after its last."""
+    first, lost = True, 0
     while left:
-        done = 0
+        done, result = 0, _Result()
         with _Child(device, left) as child:
-            for found in child.found():
-                yield left[done], found
+            for result in child.results():
+                yield left[done], result
                 done += 1
         if not done:
-            raise HostError(f"a process that proves code could not begin: {child.last_words()}")
-        left = left[done:]
+            why = f"a process that tests code could not begin: {child.last_words()}"
+            if first:
+                raise HostError(why)
+            lost, result = _MOST_LOST, _Result(untested=why)
+        lost = lost + 1 if done <= 1 and (result.lost or not done) else 0
+        left, first = left[done:], False
+        if lost >= _MOST_LOST:
+            yield from ((one, result) for one in left)
+            return
 
 
 class _Child:
-    """A process that tries variants one after another and tells of each when it begins and what it found."""
+    """A process that tests variants one after another and tells of each when it begins and what it found."""
 
     def __init__(self, device: int, left: Sequence[Unproven]) -> None:
         self._mark = f"pretuned-proof {secrets.token_hex(16)} "  # code prints to the same output, and can't know it
@@ -167,36 +193,34 @@ class _Child:
             for line in _lines(lines):
                 self._errors = [*self._errors[-20:], line.strip()]
 
-    def found(self) -> Iterator[str | None]:
-        """What each variant gets wrong, in order, up to the one that ends the process: of that, how."""
+    def results(self) -> Iterator[_Result]:
+        """The result of each variant, in order, up to the one during which the process ended."""
         begun = False
         for _ in range(2 * self._count):
             try:
-                line = self._lines.get(timeout=LONGEST_S if begun else START_S)
+                line = self._lines.get(timeout=SILENT_S)
             except queue.Empty:
-                if begun:
-                    yield f"it did not end within {LONGEST_S:.0f} s"
-                return
+                line, ending = None, f"the process that tested it said nothing for {SILENT_S:.0f} s"
+            else:
+                ending = "" if line else self._ending()
             if line is None:
                 if begun:
-                    yield self._ending()
+                    yield _Result(untested=ending, lost=True)
                 return
             told = json.loads(line)
-            if "stopped" in told:
-                raise HostError(f"a process that proves code can't go on: {told['stopped']}")
             begun = "begin" in told
             if not begun:
-                yield told["wrong"]
+                yield _Result(**told)
 
     def _ending(self) -> str:
         try:
             code = self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
-            return "the process that ran it closed its output and went on"
+            return "the process that tested it closed its output and went on"
         if code < 0:
             with contextlib.suppress(ValueError):
-                return f"the process that ran it ended by {signal.Signals(-code).name}"
-        return f"the process that ran it ended with exit code {code}: {self.last_words()}"
+                return f"the process that tested it ended by {signal.Signals(-code).name}"
+        return f"the process that tested it ended with exit code {code}: {self.last_words()}"
 
     def last_words(self) -> str:
         """The last line that it wrote to its standard error."""

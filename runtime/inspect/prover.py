@@ -2,61 +2,106 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
-from collections.abc import Callable
-from typing import IO
+import threading
+from collections.abc import Callable, Iterator
+from typing import IO, Any
 
-from ...artifacts.errors import BundleCorrupt, BundleError, DriverTooOld
-from ...artifacts.files.bundle_file import open_bundle
+from ...artifacts.errors import BundleCorrupt
+from ...artifacts.files.bundle_file import BundleFile, open_bundle
 from ..driver.cuda import Unfinished
 
-_MOST_CHARS = 4096  # of what a variant gets wrong
+LONGEST_S = 60  # for the test of one variant
+_MOST_CHARS = 4096  # of a reason
 
-# (device, path, the bundle's digest in hex, variant): what it gets wrong
-_Tried = Callable[[int, str, str, int], "str | None"]
+# (device, path, the bundle's digest in hex, variant): the loaded kernel
+_Load = Callable[[int, str, str, int], Any]
 
 
-def serve(given: IO[str], told: IO[str], one_tried: _Tried) -> int:
-    """What a child does: try what it is asked, until something leaves the GPU unusable. Returns its exit code."""
-    mark, device, asked = json.load(given)
+class Results:
+    """What a child writes: a line when a variant begins, and a line with its result."""
 
-    def tell(what: dict[str, object]) -> None:
-        print(f"\n{mark}{json.dumps(what)}", file=told, flush=True)  # on a line of its own, whatever was printed before
+    def __init__(self, told: IO[str], mark: str) -> None:
+        self._told, self._mark, self._one = told, mark, threading.Lock()
 
-    for path, digest, index in asked:
-        tell({"begin": index})
+    def write(self, **what: str | None) -> None:
+        """A line of its own, whatever was printed before."""
+        short = {name: text and text[:_MOST_CHARS] for name, text in what.items()}
+        print(f"\n{self._mark}{json.dumps(short)}", file=self._told, flush=True)
+
+    @contextlib.contextmanager
+    def watched(self, longest_s: int) -> Iterator[None]:
+        """End the process with a result for a test that hangs.
+
+        Seconds in which this process itself ran are counted: stopped, or suspended with its machine, it does not hang.
+        """
+        done = threading.Event()
+
+        def watch() -> None:
+            for _ in range(longest_s):
+                if done.wait(1.0):
+                    return
+            with self._one:
+                if not done.is_set():
+                    self.write(wrong=f"it did not end within {longest_s} s")
+                    os._exit(1)
+
+        threading.Thread(target=watch, daemon=True).start()
         try:
-            wrong, goes_on = one_tried(device, path, digest, index), True
+            yield
+        finally:
+            with self._one:
+                done.set()
+
+
+def serve(
+    given: IO[str], told: IO[str], load: _Load, test: Callable[[Any], str | None], longest_s: int = LONGEST_S
+) -> int:
+    """Test the variants that are asked for, until one leaves the GPU unusable. Returns the exit code.
+
+    A result is ``wrong``: what the variant computed wrongly, or None; or ``untested``: why nothing can be said of it.
+    """
+    mark, device, asked = json.load(given)
+    results = Results(told, mark)
+    for path, digest, index in asked:
+        results.write(begin=str(index))
+        try:
+            kernel = load(device, path, digest, index)
+            with results.watched(longest_s):
+                wrong = test(kernel)
         except Unfinished as error:
-            wrong, goes_on = str(error), False
-        except DriverTooOld as error:  # no fault of the code's: another driver may read it
-            tell({"stopped": str(error)[:_MOST_CHARS]})
+            results.write(wrong=str(error))
             return 1
-        except BundleError as error:  # its code is damaged: the runtime drops the bundle
-            wrong, goes_on = str(error), True
-        except Exception as error:  # no fault of the code's: there is no room on the GPU, say
-            tell({"stopped": f"{type(error).__name__}: {error}"[:_MOST_CHARS]})
-            return 1
-        tell({"wrong": wrong and wrong[:_MOST_CHARS]})
-        if not goes_on:
-            return 1
+        except Exception as error:
+            results.write(untested=next(iter(str(error).splitlines()), "") or type(error).__name__)
+        else:
+            results.write(wrong=wrong)
     return 0
 
 
+@contextlib.contextmanager
+def of_digest(path: str, digest: str) -> Iterator[BundleFile]:
+    """The bundle of this path, which has to be the one with this digest (hex)."""
+    with open_bundle(path) as bundle:
+        if bundle.digest.hex() != digest:
+            raise BundleCorrupt(f"bundle {path!r}: another file took its place")
+        yield bundle
+
+
 def main() -> int:
-    """Try them on the GPU (what imports torch is imported here)."""
+    """Test them on the GPU (what imports torch is imported here)."""
     from ..driver.device import local_gpu
     from ..launch.loader import loaded
     from ..launch.proof import tried
 
-    def tried_here(device: int, path: str, digest: str, index: int) -> str | None:
-        with open_bundle(path) as bundle:
-            if bundle.digest.hex() != digest:
-                raise BundleCorrupt(f"bundle {path!r}: another file took its place while it was being proven")
-            return tried(loaded(bundle, index, device, local_gpu(device).gpu.sm_count))
+    def load(device: int, path: str, digest: str, index: int) -> Any:
+        with of_digest(path, digest) as bundle:
+            return loaded(bundle, index, device, local_gpu(device).gpu.sm_count)
 
-    return serve(sys.stdin, sys.stdout, tried_here)
+    return serve(sys.stdin, sys.stdout, load, tried)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,9 @@ A bundle says of a variant where it was measured, and so judged (``BundleFile.ju
 for code that no measurement ran, the first use on a machine is a trial of some milliseconds on that very GPU
 (``trials.py`` and here). What it shows is kept (``runtime/verdicts.py``). Code that is wrong is left out from then on:
 dispatch takes another choice, or torch. In a graph capture nothing can be tried: code that is not proven is not used.
+
+Only a wrong result, a fault of the GPU or a hang makes code wrong. A test that fails otherwise says nothing about the
+code: this process leaves it out, and the next process tests it again.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...artifacts.errors import CudaError, PretunedError
+from ...artifacts.errors import CudaError
 from ...artifacts.files.bundle_file import BundleFile
 from ...artifacts.names import printable
 from ...artifacts.records.bundle import Variant
@@ -43,6 +46,7 @@ from .mixed_input import addresses_of_scales, mixed_input_launcher, reads_scales
 from .trials import TORCH, UNTOUCHED, Draw, TrialPlace, full, off, rounding, trial_of_pass
 
 _LONGEST_S = 30.0  # that a trial may take: others may be using the GPU
+_LONGEST_SLEEP_S = 0.5  # of the process's own; more passes only where the process was stopped
 _COUNTS = (37, 0, 300, 1, 2, 24)  # rows of each expert
 _NAN_ROW = 338  # the first of the fifth's
 _NAN_TOKEN = 100
@@ -81,12 +85,14 @@ def standing(bundle: BundleFile, index: int, variant: Variant, local: LocalGpu) 
 def stands(bundle: BundleFile, index: int, kernel: gemm.LoadedKernel, local: LocalGpu) -> bool | None:
     """Whether a loaded variant may be used: it was judged on this capability or is proven, now if need be.
 
-    False where it is wrong, None where that can't be told in a graph capture.
+    False where it is wrong or could not be tested, None where that can't be told in a graph capture.
 
     Raises
     ------
     CudaError
         where the trial left the GPU unusable to this process. The next process leaves that variant out.
+    torch.cuda.OutOfMemoryError, OutOfMemory
+        where the GPU has no room for the trial. The next call tests it again.
     """
     variant, there = kernel.variant, device_of(kernel.function.device)
     key = (bundle.digest, index)
@@ -100,21 +106,33 @@ def stands(bundle: BundleFile, index: int, kernel: gemm.LoadedKernel, local: Loc
             if capturing():
                 return None
             with lock("proving"):
-                found = verdicts.known(variant, local) or _proven(bundle, kernel, local)
-        if not found.right:
+                found = verdicts.known(variant, local)
+                if found is None and not verdicts.is_wrong(variant, local):
+                    found = _proven(bundle, kernel, local)
+        if found is None or not found.right:
             return False
     there.trusted.add(key)
     return True
 
 
-def _proven(bundle: BundleFile, kernel: gemm.LoadedKernel, local: LocalGpu) -> verdicts.Verdict:
-    """The verdict of a trial now, kept; of a wrong one a line is told."""
+def _proven(bundle: BundleFile, kernel: gemm.LoadedKernel, local: LocalGpu) -> verdicts.Verdict | None:
+    """Test a kernel, keep the result, log a wrong one; None where it could not be tested, which is logged, too."""
     began = time.perf_counter()
     broken = None
     try:
         wrong = tried(kernel)
     except Unfinished as error:
         wrong, broken = str(error), error
+    except (torch.cuda.OutOfMemoryError, cuda.OutOfMemory, cuda.Unusable):
+        raise
+    except Exception as error:
+        verdicts.leave_out(kernel.variant, local)
+        _log.warning(
+            "pretuned: could not test %s of %s on %s: %s. This process uses other code, or torch, in its place; "
+            "the next process tests it again", _named(kernel.variant), printable(bundle.path), local.gpu.name,
+            first_line(error),
+        )  # fmt: skip
+        return None
     found = verdicts.verdict(wrong is None, wrong or "")
     verdicts.note(kernel.variant, local, found)
     if wrong is None:
@@ -154,13 +172,20 @@ def tried(kernel: gemm.LoadedKernel) -> str | None:
     ------
     Unfinished
         where it faults, or does not end.
+    Unusable
+        where the GPU could not be used before the trial began.
+    Exception
+        any other: the trial could not be made, and says nothing about the code.
     """
     found: list[str | BaseException | None] = []
 
     def work() -> None:
         try:
             with trial_place(kernel.function.device) as here:
-                here.wait()  # what is wrong already is not this code's doing
+                try:
+                    here.wait()
+                except Exception as error:  # not this code's doing
+                    raise cuda.Unusable(f"the GPU can't be used: {first_line(error)}") from error
                 found.append(_tried(kernel, here))
         except BaseException as error:
             found.append(error)
@@ -176,17 +201,22 @@ def tried(kernel: gemm.LoadedKernel) -> str | None:
 def _tried(kernel: gemm.LoadedKernel, here: TrialPlace) -> str | None:
     try:
         return trial(kernel, here)
-    except (torch.cuda.OutOfMemoryError, Unfinished):
+    except Unfinished:
         raise
-    except (PretunedError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
+    except Exception as error:
         try:
             here.wait()
-        except Exception:
-            raise Unfinished(f"{_named(kernel.variant)}: {reason}") from error
-        return reason  # the driver refused the launch
+        except Exception as after:
+            if isinstance(after, Unfinished) or cuda.is_fault(after):
+                raise Unfinished(f"{_named(kernel.variant)}: {first_line(after)}") from error
+        raise
     finally:
         device_of(kernel.function.device).counters.forget(here.stream)  # wrong code may have left anything there
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text (torch adds advice in further lines), or its type where it has none."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 @contextlib.contextmanager
@@ -198,11 +228,13 @@ def trial_place(device: int) -> Iterator[TrialPlace]:
         def wait() -> None:
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(stream)
-            end = time.monotonic() + _LONGEST_S
+            waited, last = 0.0, time.monotonic()
             while not done.query():  # type: ignore[no-untyped-call]
-                if time.monotonic() > end:
+                if waited > _LONGEST_S:
                     raise Unfinished(f"what was launched did not end within {_LONGEST_S:.0f} s")
                 time.sleep(50e-6)
+                now = time.monotonic()
+                waited, last = waited + min(now - last, _LONGEST_SLEEP_S), now
 
         with torch.cuda.stream(stream):
             yield TrialPlace(torch.device("cuda", device), stream.cuda_stream, wait)

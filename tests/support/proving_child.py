@@ -1,25 +1,42 @@
-"""A process that proves code as ``pretuned.runtime.inspect.prover`` does, over code that misbehaves by its number.
+"""A process that tests code as ``pretuned.runtime.inspect.prover`` does, over code that misbehaves by its number.
 
-Its arguments say how each variant is, e.g. ``right hang die exit wrong fault damaged broken``.
+Its arguments say how each variant is, e.g. ``right hang die exit wrong fault broken``. The bundle's file is opened and
+compared as there.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 from pretuned.artifacts.errors import BundleCorrupt
 from pretuned.runtime.driver.cuda import Unfinished
-from pretuned.runtime.inspect.prover import serve
+from pretuned.runtime.inspect.prover import of_digest, serve
+
+HANG_S = 3
 
 
-def tried(device: int, path: str, digest: str, index: int) -> str | None:
+def load(device: int, path: str, digest: str, index: int) -> str:
     assert (device, Path(path).name) == (0, "a.msgpack")
-    assert len(digest) == 64
+    with of_digest(path, digest) as bundle:
+        bundle.variant(index)
     how = sys.argv[1:][index]
+    if how == "damaged":
+        raise BundleCorrupt("its cubin is not what the index says")
+    if how == "slow disk":
+        time.sleep(2 * HANG_S)
+    if how == "republished" or how == "removed":
+        Path(path).unlink()
+    if how == "republished":
+        Path(path).write_bytes(b"another bundle")
+    return how
+
+
+def test(how: str) -> str | None:
     print("some library's own words on standard output")
     if how == "forge":  # as printf of GPU code does
         print('pretuned-proof {"wrong": null}\npretuned-proof none\npretuned-proof', flush=True)
@@ -32,18 +49,20 @@ def tried(device: int, path: str, digest: str, index: int) -> str | None:
         return "a long story " * 100_000
     if how == "hang":
         time.sleep(600)
-    if how == "die":
-        os.kill(os.getpid(), signal.SIGSEGV)
+    if how in ("killed", "die"):
+        os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSEGV)
+    if how == "pause":
+        resume = f"import os, signal, time; time.sleep({HANG_S + 2}); os.kill({os.getpid()}, signal.SIGCONT)"
+        subprocess.Popen([sys.executable, "-c", resume])
+        os.kill(os.getpid(), signal.SIGSTOP)
     if how == "exit":
-        sys.exit("the driver's last words")
+        os._exit(7)
     if how == "fault":
         raise Unfinished("CUDA error: an illegal memory access")
-    if how == "damaged":
-        raise BundleCorrupt("its cubin is not what the index says")
     if how == "broken":
-        raise RuntimeError("no room on the GPU")
+        raise RuntimeError("no room on the GPU\nand advice")
     return "y[0, 0] is 1, wanted 2" if how == "wrong" else None
 
 
 if __name__ == "__main__":
-    sys.exit(serve(sys.stdin, sys.stdout, tried))
+    sys.exit(serve(sys.stdin, sys.stdout, load, test, HANG_S))

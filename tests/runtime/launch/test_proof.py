@@ -171,14 +171,32 @@ def test_a_trial_has_none_of_the_callers_modes(faults: proving.Faults) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_what_the_driver_refuses_is_wrong_and_the_process_goes_on(faults: proving.Faults) -> None:
+def test_a_launch_that_the_driver_refuses_is_no_result(faults: proving.Faults) -> None:
     kernel = code(Op.FORWARD, Fusion.NONE, Layout.NK, 16)
-
-    def refuses(*_: object) -> None:
-        raise CudaError("cuLaunchKernelEx(rows): CUDA error 701, too many resources requested for launch\nmore")
-
     faults.spoilt[kernel.variant.cubin_sha256] = refuses
-    assert proof.tried(kernel) == "cuLaunchKernelEx(rows): CUDA error 701, too many resources requested for launch"
+    with pytest.raises(CudaError, match="CUDA error 701, too many resources requested for launch"):
+        proof.tried(kernel)
+
+
+def refuses(*_: object) -> None:
+    raise CudaError("cuLaunchKernelEx(rows): CUDA error 701, too many resources requested for launch\nmore")
+
+
+@pytest.mark.parametrize(
+    ("text", "is_fault"),
+    [
+        ("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might", True),
+        ("cuStreamSynchronize: CUDA error 715, an illegal instruction was encountered", True),
+        ("CUDA error: misaligned address", True),
+        ("CUDA error: unspecified launch failure", True),
+        ("CUDA error: uncorrectable ECC error encountered", False),
+        ("CUDA error: CUDA-capable device(s) is/are busy or unavailable", False),
+        ("CUDA error: the remote procedural call between the MPS server and the MPS client failed", False),
+        ("CUDA error: unknown error", False),
+    ],
+)
+def test_the_errors_of_a_gpu_that_a_kernel_causes(text: str, is_fault: bool) -> None:
+    assert cuda.is_fault(RuntimeError(text)) == is_fault
 
 
 @pytest.mark.parametrize("name", ["catalogue-sm90", "quantised-sm90", "catalogue-sm100"])
@@ -466,6 +484,51 @@ def test_a_fault_names_the_code_and_the_next_process_leaves_it_out(
     machine.anew()
     assert machine.call()
     assert configs(machine) == [SMALL]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        CudaError("cuLaunchKernelEx(rows): CUDA error 701, too many resources requested for launch\nmore"),
+        RuntimeError("CUDA error: uncorrectable ECC error encountered"),
+        OSError("the disk is gone"),
+    ],
+)
+def test_what_is_no_result_is_told_once_and_tried_by_the_next_process(
+    error: Exception, machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Other code runs in this process; nothing is written about the code that could not be tested."""
+
+    def fails(*_: object) -> None:
+        raise error
+
+    machine.spoil(0, spoil=fails)
+    assert machine.call()
+    assert machine.call(rows=300)
+    assert configs(machine) == [TILE, SMALL]
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert line.startswith("pretuned: could not test rows_pointer forward fp32 w=nk")
+    assert str(error).splitlines()[0] in line
+    assert line.endswith("the next process tests it again")
+    machine.faults.spoilt.clear()
+    machine.anew()
+    assert machine.call()
+    assert configs(machine) == [TILE]
+
+
+@pytest.mark.parametrize("error", [torch.cuda.OutOfMemoryError("no room"), cuda.OutOfMemory("cuMemAlloc: no room")])
+def test_without_room_for_a_trial_the_call_fails_and_the_next_one_tries_again(
+    error: Exception, machine: Machine
+) -> None:
+    def full(*_: object) -> None:
+        raise error
+
+    machine.spoil(0, spoil=full)
+    with pytest.raises(type(error)):
+        machine.call()
+    machine.faults.spoilt.clear()
+    assert machine.call()
+    assert configs(machine) == [TILE, TILE]
 
 
 def test_ranks_that_leave_out_other_code_have_other_fingerprints(machine: Machine) -> None:
