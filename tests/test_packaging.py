@@ -56,6 +56,7 @@ def test_what_an_index_shows_names_files_and_links_nowhere_that_is_not_there(whe
     shown = metadata.partition("\n\n")[2]
     assert "Description-Content-Type: text/markdown\n" in metadata
     assert shown.startswith("# pretuned\n")
+    assert "[training]" not in shown
     assert "training (`docs/runtime/training.md`)" in shown
     assert "](" not in shown
 
@@ -95,3 +96,17 @@ def test_the_version_stands_where_people_look() -> None:
     assert pretuned.__version__ == importlib.metadata.version("pretuned")
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         pretuned.nothing  # noqa: B018
+
+
+def test_the_names_that_people_use_are_the_packages_own_and_imported_when_they_are_used() -> None:
+    names = ("ExpertWeights", "Lora", "explain", "grouped_gemm", "moe_mlp", "preload")
+    code = (
+        "import sys, pretuned, pretuned as p\n"
+        "assert [m for m in sys.modules if m.startswith('pretuned')] == ['pretuned']\n"
+        f"from pretuned import {', '.join(names)}\n"
+        "import pretuned.runtime as r\n"
+        f"assert all(getattr(p, n) is getattr(r, n) for n in {names!r})\n"
+        f"assert {{*{names!r}}} < set(dir(p)) and {{*{names!r}, '__version__'}} == set(p.__all__)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -69,7 +69,7 @@ def test_a_layer_without_a_tuned_configuration_is_told(tool: ModuleType) -> None
 
 def test_no_layer_that_was_measured_costs_over_3_percent(tool: ModuleType) -> None:
     """What the plug-in promises beside SGLang's choice, and what the page says of each cell."""
-    page = (RESULTS.parents[1] / "docs/use/serving.md").read_text()
+    page = (RESULTS.parents[1] / "docs/use/serving-figures.md").read_text()
     told = 0
     for cell in json.loads(lzma.decompress((RESULTS / "layers-in-sglang-h200.json.xz").read_bytes()))["cells"]:
         us, runner = cell["us"], cell["runners"]

@@ -1,0 +1,241 @@
+"""Draw the pictures of the README and the pages: ``python docs/pictures/draw.py`` writes the SVG files beside it.
+
+Figures come from ``benchmarks/results``. The same results give the same bytes; a test compares them.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+from collections.abc import Callable, Iterator
+from html import escape
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE.parents[1] / "benchmarks" / "results"
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
+MONO = "ui-monospace, SFMono-Regular, Menlo, 'DejaVu Sans Mono', monospace"
+STYLE = f"""<style>
+svg {{ --ink: #1f2328; --soft: #59636e; --line: #afb8c1; --ours: #1a7f37; --theirs: #b6bec7; --box: #f3f5f7;
+       --cool: #ddf4ff; --warm: #fff3d6; font-family: {FONT}; font-size: 14px }}
+@media (prefers-color-scheme: dark) {{
+  svg {{ --ink: #e6edf3; --soft: #9aa5b1; --line: #565f6a; --ours: #3fb950; --theirs: #59636e; --box: #1c2128;
+         --cool: #12324a; --warm: #40320f }} }}
+text {{ fill: var(--ink) }} .soft {{ fill: var(--soft); font-size: 12px }}
+.title {{ font-weight: 600; font-size: 15px }}
+.mono {{ font-family: {MONO}; font-size: 12.5px }} .mid {{ text-anchor: middle }} .end {{ text-anchor: end }}
+.ours {{ fill: var(--ours) }} .theirs {{ fill: var(--theirs) }} .strong {{ font-weight: 600 }}
+.box {{ fill: var(--box); stroke: var(--line) }} .cool {{ fill: var(--cool); stroke: var(--line) }}
+.warm {{ fill: var(--warm); stroke: var(--line) }} .line {{ fill: none; stroke: var(--line); stroke-width: 1.5 }}
+.tip {{ fill: var(--line) }}
+</style>"""
+
+
+class Picture:
+    """An SVG under construction: a width, a height and the elements so far."""
+
+    def __init__(self, width: int, height: int, title: str) -> None:
+        self.size = width, height
+        self.title = title
+        self.parts: list[str] = []
+
+    def text(self, x: float, y: float, text: str, kind: str = "") -> None:
+        self.parts.append(f'<text x="{x:g}" y="{y:g}" class="{kind}">{escape(text)}</text>')
+
+    def rect(self, x: float, y: float, width: float, height: float, kind: str, round: int = 3) -> None:
+        self.parts.append(
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{round}" class="{kind}"/>'
+        )
+
+    def line(self, points: str, *, tip: bool = False) -> None:
+        end = ' marker-end="url(#tip)"' if tip else ""
+        self.parts.append(f'<path d="{points}" class="line"{end}/>')
+
+    def box(self, x: float, y: float, width: float, lines: list[str], kind: str = "box", height: float = 0) -> None:
+        """A box with centred lines, the first in bold; a line that begins with ` is set in monospace."""
+        height = height or 20 + 18 * len(lines)
+        self.rect(x, y, width, height, kind, 6)
+        top = y + height / 2 - 9 * (len(lines) - 1) + 5
+        for i, line in enumerate(lines):
+            style = "mid mono" if line.startswith("`") else "mid strong" if i == 0 else "mid soft"
+            self.text(x + width / 2, top + 18 * i, line.strip("`"), style)
+
+    def svg(self) -> str:
+        width, height = self.size
+        marker = (
+            '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+        )
+        marker += '<path d="M0 0 8 4 0 8z" class="tip"/></marker></defs>'
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img">'
+        return "\n".join((head, f"<title>{escape(self.title)}</title>", STYLE, marker, *self.parts, "</svg>\n"))
+
+
+def read(name: str) -> Any:
+    """One file of ``benchmarks/results``."""
+    data = (RESULTS / name).read_bytes()
+    return json.loads(lzma.decompress(data) if name.endswith(".xz") else data)
+
+
+def layers() -> Picture:
+    """Layers in vLLM: for each model the speed at three batch sizes, vLLM's own choice being 1."""
+    own = {"bf16": "triton", "fp8": "triton", "mxfp4": "triton", "int4": "marlin"}  # what vLLM 0.20.2 chooses
+    formats = {"bf16": "bf16", "fp8": "fp8 128x128 blocks", "mxfp4": "mxfp4", "int4": "int4"}
+    sizes = (1, 128, 8192)
+    cells = {(one["model"], one["kind"], one["tokens"]): one["us"] for one in read("layers-in-vllm-h200.json")["cells"]}
+    models = list(dict.fromkeys((model, kind) for model, kind, _ in cells))
+    left, unit, top, bar = 300, 138, 64, 19
+    picture = Picture(760, top + len(models) * 78 + 34, "One MoE layer inside vLLM: pretuned against vLLM's own kernel")
+    picture.text(12, 24, "One MoE layer inside vLLM on an H200: how many times as fast with pretuned", "title")
+    picture.text(12, 44, "1.0 is the kernel that vLLM 0.20.2 chooses itself", "soft")
+    for i, (model, kind) in enumerate(models):
+        y = top + 78 * i
+        picture.text(12, y + 26, model, "strong")
+        picture.text(12, y + 44, formats[kind], "soft")
+        for j, tokens in enumerate(sizes):
+            us = cells[model, kind, tokens]
+            ratio = us[own[kind]] / us["auto"]
+            at = y + j * (bar + 3)
+            picture.text(left - 10, at + 14, f"{tokens:,} token{'s' * (tokens > 1)}", "end soft")
+            picture.rect(left, at, ratio * unit, bar, "ours")
+            picture.text(left + ratio * unit + 8, at + 14, f"{ratio:.2f}x", "strong")
+    foot = top + 78 * len(models) - 6
+    picture.line(f"M{left + unit} {top - 8}V{foot}")
+    picture.text(left + unit, foot + 18, "1.0: vLLM's own", "mid soft")
+    return picture
+
+
+def start() -> Picture:
+    """Where the time of a process goes until its first result."""
+    run = read("first-result-h100.json.xz")["installed"]["2e4f14a2"]
+    parts = [
+        ("import torch", run["torch_import_ms"], "theirs"),
+        ("CUDA context, inputs", run["context_and_inputs_ms"], "theirs"),
+        ("import pretuned", run["pretuned_import_ms"], "ours"),
+        ("first call: find, check, load, run", run["first_result_ms"], "ours"),
+        ("second call", run["second_result_ms"], "ours"),
+    ]
+    left, unit = 250, 430 / parts[0][1]
+    picture = Picture(760, 64 + 34 * len(parts) + 14, "Time of a new process until its first result")
+    picture.text(12, 24, "A new process on an H100, until its first grouped GEMM is done", "title")
+    picture.text(12, 44, "no autotuning, no JIT, nothing in a compile cache", "soft")
+    for i, (name, ms, kind) in enumerate(parts):
+        y = 64 + 34 * i
+        picture.text(left - 12, y + 15, name, "end")
+        picture.rect(left, y, max(1.5, ms * unit), 21, kind)
+        picture.text(left + max(1.5, ms * unit) + 8, y + 15, f"{ms:,.0f} ms" if ms >= 1 else f"{ms:.1f} ms", "strong")
+    return picture
+
+
+def way() -> Picture:
+    """From models.txt to a launched kernel: the offline half on the left, a process on the right."""
+    picture = Picture(760, 250, "From models.txt to a launched kernel")
+    picture.rect(8, 8, 440, 234, "box", 8)
+    picture.rect(470, 8, 282, 234, "box", 8)
+    picture.text(22, 32, "Offline, once: any machine, no GPU needed", "strong")
+    picture.text(484, 32, "Online: every process", "strong")
+    picture.box(24, 60, 120, ["models.txt", "models, tp, ep"], "warm")
+    picture.box(176, 60, 110, ["`aot build", "compile, choose"], "cool")
+    picture.box(316, 60, 116, ["bundle", "cubins + choices"], "warm")
+    picture.box(176, 160, 110, ["`aot measure", "on your GPU"], "cool")
+    picture.box(316, 160, 116, ["image, wheel", "aot pack, COPY"], "warm")
+    picture.box(486, 160, 116, ["open, check", "digest, owner"], "cool")
+    picture.box(486, 60, 116, ["look up", "shape and rows"], "cool")
+    picture.box(626, 60, 116, ["launch", "CUDA driver"], "cool")
+    picture.text(626, 180, "no compiler,", "soft")
+    picture.text(626, 198, "no tuning, no Triton", "soft")
+    for points in ("M144 88H174", "M286 88H314", "M374 116V158", "M432 188H484", "M544 158V118", "M602 88H624"):
+        picture.line(points, tip=True)
+    picture.line("M231 158V118", tip=True)
+    picture.text(238, 142, "times (optional)", "soft")
+    return picture
+
+
+def rows() -> Picture:
+    """Rows sorted by expert, with E, M, N and K."""
+    picture = Picture(760, 300, "Grouped GEMM: rows sorted by expert")
+    sizes, unit, top = (3, 0, 5, 2), 20, 64
+    picture.text(12, 24, "y[m] = x[m] @ w[g].T, where row m belongs to expert g", "title")
+    picture.text(50, 52, "x [M, K]", "mono")
+    picture.text(330, 52, "w [E, N, K]", "mono")
+    picture.text(630, 52, "y [M, N]", "mono")
+    row = 0
+    kinds = ("cool", "box", "warm", "box")
+    for g, count in enumerate(sizes):
+        for _ in range(count):
+            y = top + row * unit
+            picture.rect(50, y, 130, unit - 3, kinds[g])
+            picture.rect(630, y, 90, unit - 3, kinds[g])
+            row += 1
+        middle = top + (row - count / 2) * unit
+        at = top + 4 + g * 54
+        picture.rect(330, at, 130, 44, kinds[g])
+        picture.text(395, at + 27, f"w[{g}]", "mid mono")
+        if count:
+            picture.line(f"M190 {middle:g}C260 {middle:g} 260 {at + 22:g} 322 {at + 22:g}", tip=True)
+            picture.line(f"M468 {at + 22:g}C540 {at + 22:g} 540 {middle:g} 622 {middle:g}", tip=True)
+        else:
+            picture.text(468, at + 27, "no rows: not read", "soft")
+    foot = top + row * unit + 22
+    picture.text(50, foot, f"m_sizes = [{', '.join(map(str, sizes))}]   E = {len(sizes)}, M = {sum(sizes)}", "mono")
+    return picture
+
+
+def which() -> Picture:
+    """Which kernel runs, as a decision tree."""
+    picture = Picture(760, 420, "Which kernel a call runs")
+    questions = [
+        ("A bundle has this problem and bucket,", "measured on this GPU model?", "that choice", "measured here"),
+        ("Measured on another GPU", "of this capability?", "that choice", "most similar GPU first"),
+        ("Modelled for this capability,", "or measured for a bucket nearby?", "that choice", "nearest bucket first"),
+        ("Any variant, shipped or compiled,", "that can run the call?", "the cost model's pick", "self-tested first"),
+    ]
+    for i, (first, second, answer, note) in enumerate(questions):
+        y = 12 + 92 * i
+        picture.box(24, y, 330, [first, second], "cool", 62)
+        picture.box(500, y + 4, 236, [answer, note], "warm", 54)
+        picture.line(f"M354 {y + 31}H498", tip=True)
+        picture.text(410, y + 24, "yes", "soft")
+        picture.line(f"M189 {y + 62}V{y + 90}", tip=True)
+        picture.text(197, y + 80, "no", "soft")
+    picture.box(24, 380, 330, ["torch runs the call, with one warning"], "box", 34)
+    return picture
+
+
+def pages() -> Picture:
+    """Which page is for whom."""
+    rows = [
+        ("I serve with vLLM or SGLang", "Serve", "use/serving"),
+        ("I train or fine-tune", "Fine-tune", "runtime/finetuning, runtime/training"),
+        ("I write my own MoE layer", "Call it yourself", "runtime/runtime, runtime/quantised"),
+        ("My model or GPU is missing", "Build and ship bundles", "use/build, use/tuning, use/containers"),
+        ("Will it run, and how fast?", "GPUs and formats, bench", "use/gpus, use/bench"),
+        ("Something is wrong", "Troubleshooting", "use/troubleshooting"),
+        ("I change the code", "Inside", "inside/architecture, inside/kernels"),
+    ]
+    picture = Picture(760, 16 + 50 * len(rows), "Which page for whom")
+    for i, (who, what, where) in enumerate(rows):
+        y = 8 + 50 * i
+        picture.box(12, y, 250, [who], "cool", 38)
+        picture.line(f"M262 {y + 19}H308", tip=True)
+        picture.rect(312, y, 436, 38, "warm", 6)
+        picture.text(326, y + 24, what, "strong")
+        picture.text(736, y + 24, where, "end soft")
+    return picture
+
+
+PICTURES: dict[str, Callable[[], Picture]] = {
+    "layers": layers, "start": start, "way": way, "rows": rows, "which-kernel": which, "which-page": pages,
+}  # fmt: skip
+
+
+def drawn() -> Iterator[tuple[Path, str]]:
+    """(file, its text) of each picture."""
+    for name, draw in PICTURES.items():
+        yield HERE / f"{name}.svg", draw().svg()
+
+
+if __name__ == "__main__":
+    for path, text in drawn():
+        path.write_text(text, encoding="utf-8")
+        print(path.relative_to(HERE.parents[1]))
