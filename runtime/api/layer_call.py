@@ -225,18 +225,19 @@ def _composed(
     T, k = topk_ids.shape
     activation, gated, interleaved = how.act
     index, m_sizes, *_ = sort(topk_ids, gate_up_weight.shape[0])
+    # zero_tail: torch differentiates the activation of every row, and NaN would stop its anomaly mode.
     if weights_on == "output" or gate_up_bias is None:  # a product without a bias is linear: weighting it is the same
         first = weights_on == "input"
         h = grouped_gemm(
             x, gate_up_weight, m_sizes, k, index, permute_x=True, topk_weights=topk_weights if first else None,
-            fuse_mul_post=first, w_layout=w_layout, bias=gate_up_bias, lora=lora[0],
+            fuse_mul_post=first, w_layout=w_layout, bias=gate_up_bias, lora=lora[0], zero_tail=True,
         )  # fmt: skip
     else:
         wide = torch.promote_types(x.dtype, torch.float32)
         weighted = (x[:, None, :].to(wide) * topk_weights[:, :, None].to(wide)).to(x.dtype)
         h = grouped_gemm(
             weighted.reshape(T * k, x.shape[1]), gate_up_weight, m_sizes, 1, index, permute_x=True, w_layout=w_layout,
-            bias=gate_up_bias, lora=lora[0],
+            bias=gate_up_bias, lora=lora[0], zero_tail=True,
         )  # fmt: skip
     h = activate(h, activation, gated=gated, interleaved=interleaved)
     last = weights_on == "output"

@@ -186,6 +186,9 @@ def _gradient_by_torch(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     scale = None if weights is None or index is None else weights[index.long()][:, None]
     dh = dweights = None
+    if bounds is not None:  # rows of no expert are uninitialised: as NaN they would stop autograd's anomaly mode
+        inside = torch.arange(len(h), device=h.device) < bounds[-1]
+        h, da = (torch.where(inside[:, None], one, 0) for one in (h, da))
     with torch.enable_grad():
         given = h.detach().requires_grad_()
         a = by_torch(given, act)
@@ -195,8 +198,6 @@ def _gradient_by_torch(
     if needs.dweights and index is not None:
         wide = torch.promote_types(da.dtype, torch.float32)
         dots = (da.to(wide) * a.to(wide)).sum(-1)
-        if bounds is not None:
-            dots = torch.where(torch.arange(len(dots), device=dots.device) < bounds[-1], dots, 0)
         dweights = torch.zeros_like(dots).index_copy_(0, index.long(), dots)
     return dh, (a if scale is None else (a * scale).to(a.dtype)) if needs.a else None, dweights
 

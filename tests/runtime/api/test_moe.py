@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,8 +13,9 @@ from hypothesis import strategies as st
 
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.problem import Layout
-from pretuned.runtime import activate, moe_mlp, sort_routing
+from pretuned.runtime import ExpertWeights, activate, moe_mlp, sort_routing
 from pretuned.runtime.api import layer_call
+from pretuned.runtime.api.lora import Lora
 from pretuned.runtime.ops import layer as layer_module
 from pretuned.runtime.ops.activation import GATED, UNGATED, Activation
 
@@ -95,6 +98,43 @@ def test_the_layer_and_its_gradients(
     dy = torch.randn_like(y)
     for got, want in zip(torch.autograd.grad(y, inputs, dy), torch.autograd.grad(wanted, inputs, dy), strict=True):
         torch.testing.assert_close(got, want)
+
+
+@pytest.fixture
+def new_memory_is_nan() -> Iterator[None]:
+    """torch fills uninitialised memory, and stops at a gradient that is NaN."""
+    torch.use_deterministic_algorithms(True)
+    with warnings.catch_warnings(), torch.autograd.set_detect_anomaly(True):
+        yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("weights_on", ["output", "input"])
+@pytest.mark.parametrize("kind", ["plain", "biased", "adapters", "quantised"])
+@pytest.mark.parametrize(("activation", "gated"), [*((one, True) for one in GATED), ("relu2", False)])
+@pytest.mark.filterwarnings("ignore:Anomaly Detection:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*dequantis.*")
+@pytest.mark.usefixtures("new_memory_is_nan")
+def test_rows_of_no_expert_pass_anomaly_detection(activation: str, gated: bool, kind: str, weights_on: str) -> None:
+    hidden, up, down, weights, up_bias, down_bias = layer(gated)
+    how: dict[str, Any] = {"gated": gated, "weights_on": weights_on}
+    inputs: list[torch.Tensor] = [hidden, weights]
+    products: list[Any] = [up, down]
+    if kind == "biased":
+        how |= {"gate_up_bias": up_bias, "down_bias": down_bias}
+        inputs += [up_bias, down_bias]
+    if kind == "adapters":
+        low = [torch.randn(E, *shape, dtype=torch.float64, requires_grad=True)
+               for shape in ((2, H), (up.shape[1], 2), (2, I), (H, 2))]  # fmt: skip
+        how |= {"lora": (Lora(low[0], low[1], 0.5), Lora(low[2], low[3], 1.0))}
+        inputs += low
+    if kind == "quantised":
+        products = [ExpertWeights.quantize(one.detach(), "int4_g32") for one in products]
+    else:
+        inputs += products
+    y = moe_mlp(hidden, products[0], products[1], IDS, weights, activation, **how)
+    for one in torch.autograd.grad(y.square().sum(), inputs):
+        assert torch.isfinite(one).all()
 
 
 @pytest.mark.parametrize("weights_on", ["output", "input"])
