@@ -5,12 +5,13 @@
 Each run is a process of its own, torch and pretuned imported and garbage collected (which by chance takes 2 ms more):
 milliseconds until the code of the chosen variant is in memory and checked, medians. ``file`` names one bundle in
 PRETUNED_BUNDLES, ``directory`` all that ship with the package, ``installed`` none, so that they are looked for among
-the installed packages.
+the installed packages, ``modelled`` one whose choice is modelled, so that those are looked for and read, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import json
 import os
@@ -18,6 +19,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from importlib.resources import files
 from pathlib import Path
@@ -50,6 +52,26 @@ def first() -> float:
     return 1000 * (time.perf_counter() - begun)
 
 
+def modelled(bundle: Path, out: Path) -> Path:
+    """``bundle`` with the choices of an H200 alone, as if they were modelled."""
+    from pretuned.artifacts.files.bundle_file import open_bundle
+    from pretuned.artifacts.format import codec
+    from pretuned.artifacts.records.bundle import Source
+
+    with open_bundle(bundle) as opened:
+        whole = opened.load()
+    choices = {
+        problem: tuple(
+            dataclasses.replace(one, source=Source.MODELLED, gpu=None)
+            for one in row
+            if one.gpu is not None and whole.gpus[one.gpu].name == "NVIDIA H200"
+        )
+        for problem, row in whole.choices.items()
+    }
+    out.write_bytes(codec.encode(dataclasses.replace(whole, choices=choices, gpus=(), models=())))
+    return out
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
@@ -60,7 +82,11 @@ def main() -> None:
         print(first())
         return
     bundles = Path(str(files("pretuned.artifacts") / "bundles"))
-    ways = {"file": str(bundles / "catalogue-sm90.msgpack"), "directory": str(bundles), "installed": ""}
+    folder = tempfile.TemporaryDirectory()
+    ways = {
+        "file": str(bundles / "catalogue-sm90.msgpack"), "directory": str(bundles), "installed": "",
+        "modelled": str(modelled(bundles / "catalogue-sm90.msgpack", Path(folder.name) / "modelled-sm90.msgpack")),
+    }  # fmt: skip
     told: dict[str, object] = {
         "command": " ".join(sys.argv), "python": platform.python_version(), "machine": platform.machine(),
         "cores": os.cpu_count(), "bundles": len(list(bundles.glob("*.msgpack"))),

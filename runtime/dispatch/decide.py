@@ -155,36 +155,30 @@ def _decide(
     view = snapshot.view(local, installed=False)
     view.demand_named_files()
     found = chosen(snapshot, problem, bucket, local, view, aligned=aligned, most=1) if view.usable else []
-    if not _settles(found, Origin.THIS_GPU, local):
-        named, view = found, snapshot.nearer_view(local)
+    if not _is_unbeatable(found, local):
+        view = snapshot.nearer_view(local)
         found = chosen(snapshot, problem, bucket, local, view, aligned=aligned, most=1)
-        measured_here = bool(found) and found[0].origin is Origin.THIS_GPU
-        if _settles(named, Origin.MODELLED, local) and not measured_here:
-            found = named
-        elif not _settles(found, Origin.THIS_GPU, local):
-            view = snapshot.view(local, installed=True)
-            found = chosen(snapshot, problem, bucket, local, view, aligned=aligned, most=1)
-            if not found or found[0].origin >= Origin.COMPATIBLE:
-                found += modelled(snapshot, problem, bucket, local, view, aligned=aligned, most=1)
-                found.sort(key=lambda candidate: (candidate.origin, candidate.match))
-            if strict and not (found and _has_choice(snapshot, problem, bucket, local, view)):
-                raise ProblemNotInBundle(_strict_text(problem, bucket, local, view))
+    if not _is_unbeatable(found, local):
+        view = snapshot.view(local, installed=True)
+        found = chosen(snapshot, problem, bucket, local, view, aligned=aligned, most=1)
+        if not found or found[0].origin >= Origin.COMPATIBLE:
+            found += modelled(snapshot, problem, bucket, local, view, aligned=aligned, most=1)
+            found.sort(key=lambda candidate: (candidate.origin, candidate.match))
+        if strict and not (found and _has_choice(snapshot, problem, bucket, local, view)):
+            raise ProblemNotInBundle(_strict_text(problem, bucket, local, view))
     found = found or modelled(snapshot, problem, bucket, local, snapshot.reserve(local), aligned=aligned, most=1)
     if not found:
         return Miss(problem, bucket, aligned, _miss_text(problem, bucket, local, view))
     return Decision(problem, bucket, aligned, found[0], reason(found[0], problem, bucket, local))
 
 
-def _settles(found: list[Candidate], least: Origin, local: LocalGpu) -> bool:
-    """Whether no other bundle is asked: this one was chosen for this very bucket and capability, and is no worse.
-
-    What was held against others and not measured repeats what one of them says.
-    """
-    if not found or found[0].match is not Match.EXACT:
+def _is_unbeatable(found: list[Candidate], local: LocalGpu) -> bool:
+    """Whether no bundle of a later place can rank higher: measured on this GPU, for this bucket and capability."""
+    if not found:
         return False
     best = found[0]
-    repeats = best.origin is not Origin.THIS_GPU and best.usable.bundle.producer.held_against
-    return best.origin <= least and best.usable.bundle.target.sm == local.sm and not repeats
+    native = best.usable.bundle.target.sm == local.sm
+    return native and best.match is Match.EXACT and best.origin is Origin.THIS_GPU
 
 
 def _has_choice(snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, view: View) -> bool:

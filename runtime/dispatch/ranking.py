@@ -12,6 +12,8 @@ A candidate ranks by, in this order:
 5. if on another GPU of its capability, how like this one that is, by SM count and memory;
 6. the place of its bundle, in the order in which places are asked, and in one bundle the order of its GPUs.
 
+So a bundle that PRETUNED_BUNDLES names and that is modelled does not hide what an installed package has measured.
+
 Where no bundle can run a call, the candidates that ship do (``Snapshot.reserve``), in the cost model's order: of them
 what a build would not leave out.
 

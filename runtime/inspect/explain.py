@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from ..dispatch import activations, compiled, epilogue, gather
 from ..dispatch import snapshot as bundles
 from ..dispatch.decide import Decision, miss_reason, reason, settle, whole_columns, with_wide_rows
 from ..dispatch.hints import build_line, remedy
-from ..dispatch.ranking import Candidate, Match, chosen, modelled
+from ..dispatch.ranking import Candidate, Match, Origin, chosen, modelled
 from ..dispatch.snapshot import Rejected, Snapshot, View
 from ..driver.device import current_device, local_gpu
 from . import low_rank
@@ -187,10 +188,11 @@ def examine(
                 view = View(view.usable, view.skipped + reserve.skipped)
             found.sort(key=lambda candidate: (candidate.origin, candidate.match))
             decided, raises = _decided(snapshot, problem, bucket, local, aligned, strict)
-            if decided is not None:  # some bundles are asked only if others have nothing: what runs may not rank first
+            if decided is not None:  # what this process tuned may end the search before installed bundles are read
                 at = decided.usable.bundle, decided.index
                 found = [decided, *(one for one in found if (one.usable.bundle, one.index) != at)]
             why = reason(found[0], problem, bucket, local) if found else miss_reason(problem, local, view)
+            why += _passed_over(found, local)
             build = None if found or not local.sm else build_line(problem, bucket, local.sm, view)
             if not found and local.sm and build is None:  # then what to do is no command
                 why = f"{why}. {remedy(problem, bucket, local.sm, view)}"
@@ -204,6 +206,20 @@ def examine(
                 problem, M, aligned, local, why, tuple(found), view.skipped, compiles, raises,
                 gathered_first=before is not None and top_k != M, build=build,
             )  # fmt: skip
+
+
+def _passed_over(found: Sequence[Candidate], local: LocalGpu) -> str:
+    """Why a choice of an earlier place in the bundle search path does not run; "" if there is none."""
+    for one in found[1:]:
+        earlier = one.usable.order < found[0].usable.order and one.usable.place != found[0].usable.place
+        if earlier and one.match is not Match.COST_MODEL:
+            what = {
+                Origin.THIS_GPU: "measured on this GPU, but for other rows",
+                Origin.THIS_CAPABILITY: f"measured on {one.gpu.name if one.gpu else '?'}",
+                Origin.MODELLED: "only modelled",
+            }.get(one.origin, f"code for {one.usable.bundle.target}")
+            return f". That ranks before the choice of {one.usable.path.name} ({one.usable.place.kind.value}): {what}"
+    return ""
 
 
 def _with_x_quantised(

@@ -26,6 +26,17 @@ A100 = Gpu("NVIDIA A100-SXM4-80GB", 108, 81920, DRIVER)
 L40S = Gpu("NVIDIA L40S", 142, 46068, DRIVER)
 ON_H200, ON_H100, ON_A100, ON_L40S = LocalGpu(90, H200), LocalGpu(90, H100), LocalGpu(80, A100), LocalGpu(89, L40S)
 
+# The Hopper GPUs that people have: SMs, and MiB as the driver says. Choices were measured on the first two.
+HOPPERS = (
+    H100,
+    H200,
+    Gpu("NVIDIA H100 NVL", 132, 95830, DRIVER),
+    Gpu("NVIDIA H100 PCIe", 114, 81559, DRIVER),
+    Gpu("NVIDIA GH200 480GB", 132, 97871, DRIVER),
+    Gpu("NVIDIA H20", 78, 97871, DRIVER),
+    Gpu("NVIDIA H800", 132, 81559, DRIVER),
+)
+
 PROBLEM = Problem(Op.FORWARD, DType.BF16, 8, 1024, 768)
 OTHER = Problem(Op.FORWARD, DType.BF16, 16, 2048, 768)
 

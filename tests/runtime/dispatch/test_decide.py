@@ -136,15 +136,17 @@ def test_how_like_it_a_gpu_is_counts_for_nothing_else(tmp_path: Path) -> None:
 
 
 def test_what_is_explained_first_is_what_runs(tmp_path: Path) -> None:
-    """An exact choice of the capability ends the search, but for what installed packages have measured on this GPU."""
+    """Choices of an installed package rank as those of PRETUNED_BUNDLES do: by the GPU that they were measured on."""
     write(tmp_path / "named/h200.msgpack", {PROBLEM: [measured(64, NARROW, 9)]}, gpus=[H200])
     write(tmp_path / "installed/h100.msgpack", {PROBLEM: [measured(64, WIDE, 5)]}, gpus=[H100])
     found = snapshot(tmp_path / "named", installed=[tmp_path / "installed"])
-    for local, first in ((LocalGpu(90, ELSEWHERE), "h200"), (ON_H100, "h100"), (ON_H200, "h200")):
+    gh200 = LocalGpu(90, Gpu("NVIDIA GH200 144G HBM3e", 132, 146831, 13000))
+    for local, first in ((LocalGpu(90, ELSEWHERE), "h100"), (gh200, "h200"), (ON_H100, "h100"), (ON_H200, "h200")):
         assert came_from(found, local=local)[0] == first
         told = examine(found, PROBLEM, 64, local, aligned=True)
         assert [one.usable.path.stem for one in told.candidates[:2]] == sorted(["h200", "h100"], key=first.__ne__)
-        assert told.reason == decision(found, local=local).reason
+        passed = ". That ranks before the choice of h200.msgpack (PRETUNED_BUNDLES): measured on NVIDIA H200"
+        assert told.reason == decision(found, local=local).reason + (passed if first == "h100" else "")
 
 
 def test_strict_mode_wants_a_choice_of_the_capability_though_one_was_measured_here(tmp_path: Path) -> None:
@@ -503,12 +505,7 @@ def test_what_is_not_read_would_not_have_been_chosen(
         write(folder / ("installed" if installed else "named") / f"{i}.msgpack", {PROBLEM: row}, gpus=gpus, tag=str(i))
     found = snapshot(folder / "named", installed=[folder / "installed"])
     got = decision(found, M, local).chosen
-    named, best = (
-        chosen(found, PROBLEM, bucket_of(M), local, found.view(local, installed=one), aligned=True, most=1)
-        for one in (False, True)
-    )
-    if named and named[0].match is Match.EXACT and best[0].origin is not Origin.THIS_GPU:
-        best = named
+    best = chosen(found, PROBLEM, bucket_of(M), local, found.view(local, installed=True), aligned=True, most=1)
     assert (got.usable.path, got.index, got.origin, got.match) == (
         best[0].usable.path, best[0].index, best[0].origin, best[0].match)  # fmt: skip
 
@@ -624,12 +621,24 @@ def test_what_it_names_and_did_not_measure_gives_way_to_who_did(tmp_path: Path) 
     assert came_from(found)[:2] == ("h100", Origin.THIS_CAPABILITY)
 
 
-def test_a_modelled_bundle_never_takes_the_place_of_what_was_measured_here(tmp_path: Path) -> None:
-    write(tmp_path / "named/modelled.msgpack", {PROBLEM: [modelled(64, WIDE)]})
+@pytest.mark.parametrize("M", [32, 64, 128])
+@pytest.mark.parametrize("local", [ON_H200, ON_H100, LocalGpu(90, ELSEWHERE)])
+@pytest.mark.parametrize("named", ["PRETUNED_BUNDLES", "overlay", "system"])
+def test_a_modelled_bundle_never_hides_what_an_installed_one_has_measured(
+    tmp_path: Path, named: str, local: LocalGpu, M: int
+) -> None:
+    """Also where it was measured on another GPU of the capability, or for half or twice the rows."""
+    kind = {"PRETUNED_BUNDLES": Kind.NAMED, "overlay": Kind.OVERLAY, "system": Kind.SYSTEM}[named]
+    rows = {PROBLEM: [modelled(bucket, WIDE) for bucket in (32, 64, 128)]}
+    write(tmp_path / "named/modelled.msgpack", rows)
     write(tmp_path / "installed/h200.msgpack", {PROBLEM: [measured(64, NARROW, 9)]}, gpus=[H200])
-    found = snapshot(tmp_path / "named", installed=[tmp_path / "installed"])
-    assert came_from(found) == ("h200", Origin.THIS_GPU, Match.EXACT, NARROW)
-    assert came_from(found, local=ON_H100)[0] == "modelled"
+    found = Snapshot([Place(kind, tmp_path / "named")], lambda: [Place(Kind.INSTALLED, tmp_path / "installed")])
+    assert came_from(found, M, local)[::3] == ("h200", NARROW)
+    told = examine(found, PROBLEM, M, local, aligned=True)
+    assert told.candidates[0].usable.path.stem == "h200"
+    assert told.reason.endswith(f"ranks before the choice of modelled.msgpack ({kind.value}): only modelled")
+    assert came_from(found, 1024, local)[0] == "modelled"  # for other sizes it is the choice
+    assert decision(found, 64, local, replace(PROBLEM, E=9)).chosen.match is Match.COST_MODEL
 
 
 def test_an_outcome_that_another_thread_came_to_first_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from made import DRIVER, H200, ON_A100, ON_H200, WIDE, Spec, measured, modelled, write
+from made import DRIVER, H200, HOPPERS, ON_A100, ON_H200, WIDE, Spec, measured, modelled, write
 
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.plan import plan
 from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op, Problem
+from pretuned.artifacts.records.problem import Op, Problem, buckets_between
 from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.integrations.served_layer import ServedLayer, lacks
 from pretuned.kernels.contract.config import Config, Loads, Schedule
@@ -125,3 +125,13 @@ def test_the_command_that_it_names_is_one(dtype: DType, act: Activation) -> None
 )
 def test_the_bundles_that_ship_are_for_these(E: int, H: int, I: int, top_k: int, dtype: DType) -> None:  # noqa: E741
     assert lacks(ServedLayer(E, H, I, top_k, dtype, SILU), ON_H200, tokens=8192) is None
+
+
+@pytest.mark.parametrize("gpu", HOPPERS, ids=lambda gpu: gpu.name)
+def test_a_modelled_bundle_takes_no_layer_away(clean_places: Path, gpu: Gpu) -> None:
+    """As one in PRETUNED_BUNDLES that was built without a GPU: what was measured still ships."""
+    layer = ServedLayer(128, 2048, 768, 8, DType.BF16, SILU)
+    rows = [modelled(bucket, WIDE) for bucket in buckets_between(8, 1 << 16)]
+    write(clean_places / "a.msgpack", dict.fromkeys(layer.problems, rows))
+    reload()
+    assert lacks(layer, LocalGpu(90, gpu), tokens=8192) is None
