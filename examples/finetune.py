@@ -17,7 +17,7 @@ from pretuned.runtime import moe_mlp, preload
 class MoE(nn.Module):
     """E experts of width I behind a router that takes the k best ones for each token."""
 
-    def __init__(self, E: int, H: int, I: int, k: int) -> None:  # noqa: E741
+    def __init__(self, E: int, H: int, I: int, k: int) -> None:
         super().__init__()
         self.k = k
         self.router = nn.Linear(H, E, bias=False)
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     given = parser.parse_args(arguments)
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    E, H, I, k, T = (128, 2048, 768, 8, 4096) if device == "cuda" else (4, 32, 16, 2, 64)  # noqa: E741
+    E, H, I, k, T = (128, 2048, 768, 8, 4096) if device == "cuda" else (4, 32, 16, 2, 64)
 
     preload(models=["Qwen/Qwen3-30B-A3B"], tokens=range(T, T + 1))  # optional: no step waits for a kernel
     layer = MoE(E, H, I, k).to(device, torch.bfloat16)

@@ -16,7 +16,7 @@ MODEL = "Qwen/Qwen3-30B-A3B"
 SIZES = (1, 8, 64)  # tokens of a step: a batch is padded to the next of them
 
 
-def layer(E: int, H: int, I: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: E741
+def layer(E: int, H: int, I: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """The experts' weights, [E, 2I, H] and [E, H, I] bf16; random, in place of a checkpoint's."""
     gate_up = torch.randn(E, 2 * I, H, device=device, dtype=torch.bfloat16) * H**-0.5
     down = torch.randn(E, H, I, device=device, dtype=torch.bfloat16) * I**-0.5
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=4)
     given = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    E, H, I, k = (128, 2048, 768, 8) if device == "cuda" else (8, 64, 32, 2)  # noqa: E741 - the model's, or a small one
+    E, H, I, k = (128, 2048, 768, 8) if device == "cuda" else (8, 64, 32, 2)
 
     loaded = preload(models=[MODEL], tokens=range(1, max(SIZES) + 1))  # no later call loads anything
     print(f"{loaded.count} kernels are loaded in {loaded.seconds:.2f} s")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -33,6 +34,24 @@ def test_every_example_is_run_and_listed() -> None:
     page = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     for one in EXAMPLES.rglob("*"):
         assert one.name == "README.md" or one.is_dir() or f"({one.relative_to(EXAMPLES)})" in page
+
+
+def test_the_notebook_runs_without_a_gpu(tmp_path: Path) -> None:
+    cells = json.loads((EXAMPLES / "cpu.ipynb").read_text(encoding="utf-8"))["cells"]
+    code = "\n".join(one["source"] for one in cells if one["cell_type"] == "code")
+    assert not any(one.get("outputs") for one in cells)
+    done = warm.run(["-c", code], cwd=tmp_path, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 0, done.stderr
+    assert "E=128 N=1536 K=2048 M=8192" in done.stdout
+
+
+def test_a_deployment_has_probes_and_checks_before_it_starts() -> None:
+    yaml = pytest.importorskip("yaml")
+    pod = yaml.safe_load((EXAMPLES / "container" / "deployment.yaml").read_text(encoding="utf-8"))["spec"]["template"]
+    (check,), (serve,) = pod["spec"]["initContainers"], pod["spec"]["containers"]
+    assert check["command"] == ["python3", "-m", "pretuned.runtime", "--vllm"]
+    assert check["image"] == serve["image"]
+    assert {"startupProbe", "readinessProbe", "livenessProbe"} <= set(serve)
 
 
 def test_each_step_is_served_in_the_next_size(told: dict[str, str]) -> None:
