@@ -38,7 +38,7 @@ def test_every_example_is_run_and_listed() -> None:
 
 def test_the_notebook_runs_without_a_gpu(tmp_path: Path) -> None:
     cells = json.loads((EXAMPLES / "cpu.ipynb").read_text(encoding="utf-8"))["cells"]
-    code = "\n".join(one["source"] for one in cells if one["cell_type"] == "code")
+    code = "\n".join("".join(one["source"]) for one in cells if one["cell_type"] == "code")
     assert not any(one.get("outputs") for one in cells)
     done = warm.run(["-c", code], cwd=tmp_path, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stderr
