@@ -7,12 +7,12 @@ from pathlib import Path
 import click
 
 from ...artifacts.files.publish import publish
-from ..pack.image import ARCHITECTURES, check_layout, tag, write_image
+from ..pack.image import ARCHITECTURES, check_layout, repository, tag, write_image
 from ..pack.package import contents, write_directory
-from ..pack.wheel import file_name, wheel
+from ..pack.wheel import check_name, file_name, wheel
 from ..process.output_dir import check_writable
 from ..process.output_file import check_wheel
-from .echo import echo, quoted, tell
+from .echo import echo, quoted, tell_one
 from .options import as_json, directory, print_json
 from .table import size
 
@@ -57,26 +57,32 @@ def pack(
     }  # fmt: skip
     lines: list[str] = []
     notes: list[str] = []
+
+    def note(text: str) -> None:
+        notes.append(text)
+        if not as_json:
+            tell_one(text)
+
     if wheels:
+        check_name(packed)
         path, data = wheels / file_name(packed), wheel(packed)
         check_wheel(path)
         publish(path, data)
         found["wheel"] = {"path": str(path), "size_bytes": len(data)}
         lines.append(f"wheel  {path}, {size(len(data))}: pip install {quoted(path)}")
     if oci:
-        digest = write_image(oci, packed, arch)
+        digest = write_image(oci, packed, arch, note)
         image = f"{oci}:{tag(packed)}"
         found["oci"] = {"path": str(oci), "tag": tag(packed), "digest": digest}
-        push = f"skopeo copy oci:{quoted(Path(image))} docker://REGISTRY/{name}"
+        push = f"skopeo copy oci:{quoted(Path(image))} docker://REGISTRY/{repository(packed)}"
         lines.append(f"image  {image}, {digest[:19]} (--json has it whole): {push}")
     if folder:
-        notes += write_directory(folder, packed)
+        write_directory(folder, packed, note)
         found["dir"] = {"path": str(folder)}
         lines.append(f"files  {folder}")
     if as_json:
         print_json({**found, "notes": notes})
         return
-    tell(notes)
     total = size(sum(len(one.data) for one in packed.items))
     count = f"{len(packed.items)} bundle{'s'[: len(packed.items) != 1]}"
     echo(f"{count}, {total}, for {', '.join(packed.targets)}")

@@ -10,14 +10,17 @@ import hashlib
 import io
 import json
 import os
+import re
 import stat
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ...artifacts.errors import HostError, InputError
-from ...artifacts.files.publish import publish
+from ...artifacts.files.publish import make_folder, publish
 from ...runtime.dispatch.places import SYSTEM_DIRECTORY
+from ..process.output_dir import locked
 from ..process.output_file import without_waiting
 from .package import Package
 
@@ -25,26 +28,48 @@ ARCHITECTURES = ("amd64", "arm64")
 _OCI = "application/vnd.oci.image"
 _TAG = "org.opencontainers.image.ref.name"
 _LAYOUT = b'{"imageLayoutVersion":"1.0.0"}'
+_MARK = "oci-layout"
 _INDEX = "index.json"
+# https://github.com/opencontainers/image-spec/blob/main/descriptor.md#digests
+_DIGEST = re.compile(r"[a-z0-9]+([+._-][a-z0-9]+)*:[a-zA-Z0-9=_-]+")
 _MOST_INDEX_BYTES = 16 << 20
 _CREATED = "1970-01-01T00:00:00Z"
 
 
-def write_image(layout: Path, packed: Package, architecture: str) -> str:
-    """Write the layout; returns the manifest's digest, ``sha256:...``. Other tags of a layout that is there stay.
+def write_image(layout: Path, packed: Package, architecture: str, note: Callable[[str], None]) -> str:
+    """Write the image into a layout and return its manifest's digest, ``sha256:...``; other tags stay.
+
+    A layout that an interrupted run left unfinished is completed. Of several writers each waits for the one before.
 
     Raises
     ------
     InputError
-        if there is something else than a layout.
+        if the directory holds something that is no layout.
     HostError
         where the system refuses.
     """
-    others = _others(layout, tag(packed))
+    check_layout(layout)  # nothing is written, not even a lock, into what is no layout
     try:
-        (layout / "blobs" / "sha256").mkdir(parents=True, exist_ok=True)
+        make_folder(layout)
     except OSError as error:
         raise HostError(f"can't make the layout '{layout}': {error.strerror}. Name another with --oci") from error
+    with locked(layout, note):
+        index = _index(layout)
+        if not (layout / _MARK).exists():  # first: it says whose directory this is, should the run end early
+            publish(layout / _MARK, _LAYOUT)
+        try:
+            make_folder(layout / "blobs" / "sha256")
+        except OSError as error:
+            raise HostError(f"can't write into the layout '{layout}': {error.strerror}") from error
+        descriptor = _write_blobs(layout, packed, architecture)
+        others = [one for one in index["manifests"] if one.get("annotations", {}).get(_TAG) != tag(packed)]
+        index["manifests"] = [*others, {**descriptor, "annotations": {_TAG: tag(packed)}}]
+        publish(layout / _INDEX, _json(index))  # last: who reads it finds all that it names
+    return str(descriptor["digest"])
+
+
+def _write_blobs(layout: Path, packed: Package, architecture: str) -> dict[str, Any]:
+    """Write layer, config and manifest; returns the manifest's descriptor."""
     layer = _layer(packed)
     labels = _labels(packed)
     config = {
@@ -62,20 +87,17 @@ def write_image(layout: Path, packed: Package, architecture: str) -> str:
         "layers": [_blob(layout, layer, f"{_OCI}.layer.v1.tar")],
         "annotations": labels,
     }
-    descriptor = _blob(layout, _json(manifest), f"{_OCI}.manifest.v1+json")
-    index = {
-        "schemaVersion": 2,
-        "mediaType": f"{_OCI}.index.v1+json",
-        "manifests": [*others, {**descriptor, "annotations": {_TAG: tag(packed)}}],
-    }
-    publish(layout / "oci-layout", _LAYOUT)
-    publish(layout / _INDEX, _json(index))  # last: who reads it finds all that it names
-    return str(descriptor["digest"])
+    return _blob(layout, _json(manifest), f"{_OCI}.manifest.v1+json")
 
 
 def tag(packed: Package) -> str:
     """The version as an image's tag, which has no plus."""
     return packed.version.replace("+", "_")
+
+
+def repository(packed: Package) -> str:
+    """The package's name as a registry takes it: in small letters, marks single."""
+    return re.sub(r"[-_.]+", "-", packed.name).lower()
 
 
 def check_layout(layout: Path) -> None:
@@ -86,24 +108,58 @@ def check_layout(layout: Path) -> None:
     InputError, HostError
         as ``write_image``.
     """
-    _others(layout, "")
+    _index(layout)
 
 
-def _others(layout: Path, tag: str) -> list[dict[str, Any]]:
-    """What the index of a layout that is there names under other tags; [] where nothing is there."""
+def _index(layout: Path) -> dict[str, Any]:
+    """The index of a layout; an empty one for a new directory, or a layout that an interrupted run left without.
+
+    Raises
+    ------
+    InputError
+        for a directory that holds anything else.
+    """
+    empty = {"schemaVersion": 2, "mediaType": f"{_OCI}.index.v1+json", "manifests": []}
     try:
-        if not layout.exists() or (layout.is_dir() and not any(layout.iterdir())):
-            return []
-        found = json.loads(_read(layout / _INDEX))["manifests"]
-        return [one for one in found if one.get("annotations", {}).get(_TAG) != tag]
-    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise InputError(f"'{layout}' is there and is no OCI image layout: it is left alone. Name another") from None
+        if not layout.exists() or all(one.name.startswith(".pretuned") for one in layout.iterdir()):
+            return empty
+        if json.loads(_read(layout / _MARK))["imageLayoutVersion"] != "1.0.0":
+            raise ValueError("another layout version")
+        if not os.path.lexists(layout / _INDEX):
+            return empty
+        index: dict[str, Any] = json.loads(_read(layout / _INDEX))
+        if index["schemaVersion"] != 2 or not isinstance(index["manifests"], list):
+            raise ValueError("no index")
+        if not all(map(_is_descriptor, index["manifests"])):
+            raise ValueError("no manifests")
+        return index
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, RecursionError):
+        raise InputError(
+            f"--oci '{layout}' holds something other than an OCI image layout and is left as it is. "
+            "Name a new or empty directory"
+        ) from None
     except OSError as error:
         raise HostError(f"can't read '{layout}': {error.strerror}") from error
 
 
+def _is_descriptor(value: object) -> bool:
+    """Whether a value has what the specification demands of a manifest's descriptor."""
+    if not isinstance(value, dict):
+        return False
+    digest, size, annotations = value.get("digest"), value.get("size"), value.get("annotations", {})
+    return (
+        isinstance(value.get("mediaType"), str)
+        and isinstance(digest, str)
+        and _DIGEST.fullmatch(digest) is not None
+        and type(size) is int
+        and size >= 0
+        and isinstance(annotations, dict)
+        and all(isinstance(one, str) for one in annotations.values())
+    )
+
+
 def _read(path: Path) -> bytes:
-    """A file's bytes; ValueError for what is none, or larger than any index."""
+    """A file's bytes; ValueError for what is no regular file, or larger than any index."""
     with open(path, "rb", opener=without_waiting) as file:
         data = file.read(_MOST_INDEX_BYTES + 1) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
     if data is None or len(data) > _MOST_INDEX_BYTES:

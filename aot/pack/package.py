@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...artifacts.errors import BundleUntrusted, HostError, InputError
+from ...artifacts.errors import HostError, InputError
 from ...artifacts.files.publish import make_folder, publish
 from ...artifacts.files.signature import SUFFIX as SIGNATURE
 from ...artifacts.files.signature import Key, Keys, check, encode, read
-from ...artifacts.files.trust import resolve
 from ...artifacts.format.wire import PREAMBLE_BYTES, read_preamble
 from ...artifacts.records.bundle import Bundle
 from ...runtime.dispatch.places import SUFFIX
 from ..bundle.verify import sound
+from ..process.output_dir import held
 from ..process.output_file import check_out, check_signature
 
 # Letters that a file's name, a wheel's entry and a tar's entry all hold as they are.
@@ -27,6 +28,8 @@ _VERSION = re.compile(
     r"(0|[1-9]\d*)(\.(0|[1-9]\d*)){0,5}((a|b|rc)(0|[1-9]\d*))?(\.post(0|[1-9]\d*))?(\.dev(0|[1-9]\d*))?"
     r"(\+[a-z0-9]+(\.[a-z0-9]+)*)?"
 )
+# https://github.com/opencontainers/distribution-spec/blob/main/spec.md#pulling-manifests
+LONGEST_TAG = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +99,17 @@ def contents(paths: Sequence[str], name: str, version: str) -> Package:
     """
     if not _NAME.fullmatch(name):
         raise InputError(
-            f"--name {name!r} can be no package's: wanted 1 to 65 of A-Z a-z 0-9 . _ -, a letter first, no mark last"
+            f"--name {name!r} is no package name; wanted 1 to 65 of A-Z a-z 0-9 . _ -, a letter first, "
+            "a letter or digit last"
         )
     if not _VERSION.fullmatch(version):
-        raise InputError(f"--version {version!r} can be no package's: wanted one such as 1.0, 2026.11 or 1.0+h100")
+        raise InputError(f"--version {version!r} is no package version; wanted e.g. 1.0, 2026.11 or 1.0+h100")
+    if len(version) > LONGEST_TAG:
+        raise InputError(f"--version has {len(version)} characters, at most {LONGEST_TAG} fit into an image's tag")
     found = Package(name, version, tuple(sorted(map(_item, dict.fromkeys(paths)), key=lambda one: one.file)))
     if found.module.split("_")[0] == "pretuned" and found.module != "pretuned_bundles":
         raise InputError(
-            f"--name {name!r}: names that begin with pretuned are ours; wanted your own, e.g. acme-bundles"
+            f"--name {name!r}: names that begin with pretuned are reserved; choose your own, e.g. acme-bundles"
         )
     for before, after in zip(found.items, found.items[1:], strict=False):
         if before.file == after.file:
@@ -131,28 +137,49 @@ def _item(path: str) -> Item:
     return Item(file, data, bundle, None if found is None else encode(*found))
 
 
-def write_directory(directory: Path, packed: Package) -> tuple[str, ...]:
-    """The bundles as files of mode 0644 in a directory of mode 0755; returns what the user should know.
+def write_directory(directory: Path, packed: Package, note: Callable[[str], None]) -> None:
+    """Write the bundles and signatures as files of mode 0644 in a directory of mode 0755, made if it is missing.
+
+    A signature that belongs to a bundle which is replaced is removed first.
 
     Raises
     ------
     InputError
-        where another file has one of their names.
+        where a file of their name is something else than a bundle or a signature of aot sign.
     HostError
         where the system refuses.
     """
+    before = os.umask(0o022)  # others read it, and nobody but its owner writes it
     try:
-        if not directory.is_dir():
-            make_folder(directory)
-            directory.chmod(0o755)  # whatever the umask: others read it
+        make_folder(directory)
     except OSError as error:
         raise HostError(f"can't make the directory '{directory}': {error.strerror}. Name another with --dir") from error
-    for file in packed.files:
-        (check_signature if file.endswith(SIGNATURE) else check_out)(directory / file)
-    for file, data in packed.files.items():
-        publish(directory / file, data)
+    finally:
+        os.umask(before)
+    for one in packed.items:
+        check_out(directory / one.file)
+        check_signature(directory / (one.file + SIGNATURE))
+    with held(directory, note, "--dir DIR"):
+        for one in packed.items:
+            _write_item(directory, one, note)
+
+
+def _write_item(directory: Path, item: Item, note: Callable[[str], None]) -> None:
+    path, signature = directory / item.file, directory / (item.file + SIGNATURE)
+    if signature.exists() and not _holds(path, item.data):
+        try:
+            signature.unlink()
+        except OSError as error:
+            raise HostError(f"can't remove '{signature}', which signs another bundle: {error.strerror}") from error
+        if item.signature is None:
+            note(f"removed '{signature}': it signed the bundle that was there before. Sign the new one with aot sign")
+    publish(path, item.data)
+    if item.signature is not None:
+        publish(signature, item.signature)
+
+
+def _holds(path: Path, data: bytes) -> bool:
     try:
-        resolve(str(directory / packed.items[0].file))
-    except BundleUntrusted as error:
-        return (f"where it lies now, the runtime refuses it: {error}",)
-    return ()
+        return path.read_bytes() == data
+    except OSError:
+        return False

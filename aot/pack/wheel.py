@@ -10,10 +10,18 @@ import base64
 import csv
 import hashlib
 import io
+import os
+import re
+import sys
 import zipfile
-from importlib.metadata import version
+from importlib import metadata
+from importlib.machinery import PathFinder
+from pathlib import Path
 
-from ...runtime.dispatch.places import ENTRY_POINTS
+from ... import integrations
+from ...artifacts.errors import InputError
+from ...artifacts.files.signature import SUFFIX as SIGNATURE
+from ...runtime.dispatch.places import ENTRY_POINTS, SUFFIX
 from .package import Package
 
 _DATE = (1980, 1, 1, 0, 0, 0)
@@ -23,6 +31,62 @@ _MODE = 0o100644  # a regular file that its owner alone can write
 def file_name(packed: Package) -> str:
     """As pip wants it: name, version and what it runs on, which is anything."""
     return f"{packed.module}-{packed.version}-py3-none-any.whl"
+
+
+def check_name(packed: Package) -> None:
+    """Refuse a name under which installing the wheel would replace another package.
+
+    Taken are: Python's own modules, what pretuned depends on or plugs into, and every package that is installed here,
+    but for an earlier wheel of bundles.
+
+    Raises
+    ------
+    InputError
+    """
+    name = _normalised(packed.name)
+    ours = _distribution_has_bundles(packed.name)
+    if ours is None:
+        ours = _module_has_bundles(packed.module)
+    if ours is False or packed.module in sys.stdlib_module_names or name in _libraries():
+        raise InputError(
+            f"--name {packed.name!r} is the name of another package, which installing this wheel would replace. "
+            f"Choose your own, e.g. --name {name}-bundles"
+        )
+
+
+def _distribution_has_bundles(name: str) -> bool | None:
+    """Whether the distribution of this name is a wheel of bundles; None if there is none."""
+    try:
+        points = metadata.distribution(name).entry_points
+    except metadata.PackageNotFoundError:
+        return None
+    return bool(points.select(group=ENTRY_POINTS))
+
+
+def _module_has_bundles(module: str) -> bool | None:
+    """Whether the installed module holds nothing but bundles; None if there is none."""
+    here = os.path.realpath(os.curdir)
+    found = PathFinder.find_spec(module, [one for one in sys.path if os.path.realpath(one or os.curdir) != here])
+    if found is None:
+        return None
+    folders = found.submodule_search_locations
+    return folders is not None and all(
+        file.name in ("__init__.py", "__pycache__") or file.name.endswith((SUFFIX, SUFFIX + SIGNATURE))
+        for folder in folders
+        for file in Path(folder).iterdir()
+    )
+
+
+def _libraries() -> set[str]:
+    """What pretuned depends on and the libraries that its integrations are named after."""
+    needed = (re.match(r"[A-Za-z0-9._-]+", one) for one in metadata.requires("pretuned") or ())
+    plugged = Path(integrations.__file__).parent.iterdir()
+    return {_normalised(one[0]) for one in needed if one} | {one.name for one in plugged if one.is_dir()}
+
+
+def _normalised(name: str) -> str:
+    """As https://packaging.python.org/en/latest/specifications/name-normalization/ has it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def wheel(packed: Package) -> bytes:
@@ -50,7 +114,7 @@ def wheel(packed: Package) -> bytes:
 def _metadata(packed: Package) -> str:
     return (
         f"Metadata-Version: 2.1\nName: {packed.name}\nVersion: {packed.version}\nSummary: {packed.about}\n"
-        f"Requires-Python: >=3.10\nRequires-Dist: pretuned>={version('pretuned')}\n"
+        f"Requires-Python: >=3.10\nRequires-Dist: pretuned>={metadata.version('pretuned')}\n"
     )
 
 

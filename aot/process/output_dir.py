@@ -59,7 +59,7 @@ def check_writable(directory: Path, option: str) -> None:
 
 
 @contextlib.contextmanager
-def held(directory: Path, note: Callable[[str], None]) -> Iterator[None]:
+def held(directory: Path, note: Callable[[str], None], option: str = "--out DIR") -> Iterator[None]:
     """Hold the directory, made if it is missing; where another build has it, say so and wait.
 
     Where the runtime would load nothing from it, that is said, too.
@@ -69,11 +69,24 @@ def held(directory: Path, note: Callable[[str], None]) -> Iterator[None]:
     HostError
         if it can't be made, written or locked, before anything is compiled.
     """
-    check_writable(directory, "--out DIR")
+    check_writable(directory, option)
     try:
         resolve(str(directory))
     except BundleError as error:
-        note(f"pretuned will load nothing from here as it is: {error}")
+        note(f"the runtime refuses bundles in '{directory}': {error}")
+    with locked(directory, note):
+        yield
+
+
+@contextlib.contextmanager
+def locked(directory: Path, note: Callable[[str], None]) -> Iterator[None]:
+    """Hold the lock of a directory; where another process has it, say so and wait.
+
+    Raises
+    ------
+    HostError
+        if it can't be locked.
+    """
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(lock(directory, 0.0, required=True))

@@ -54,7 +54,7 @@ def test_a_build_into_a_directory_that_everybody_can_write_says_so_at_once(tmp_p
     (tmp_path / "out").mkdir(mode=0o777)
     with held(tmp_path / "out", notes.append):
         (note,) = notes
-    assert "pretuned will load nothing from here as it is" in note
+    assert "the runtime refuses bundles in" in note
     assert f"everybody can write it. Move the bundle, or run: chmod go-w {tmp_path / 'out'}" in note
 
 

@@ -13,6 +13,7 @@ import sys
 import sysconfig
 import tarfile
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ import signing
 from pretuned.aot.pack.image import tag
 from pretuned.aot.pack.package import contents
 from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.format import codec
 
 
 @pytest.fixture
@@ -60,7 +62,7 @@ def test_a_directory_that_the_runtime_would_refuse_is_told(aot, here, bundle):
     (here / "open").chmod(0o777)
     ended = aot("pack", bundle, "--dir", "open")
     assert ended.code == 0
-    assert "the runtime refuses it" in ended.err
+    assert "the runtime refuses bundles in 'open'" in ended.err
     assert "everybody can write it" in ended.err
     assert json.loads(aot("pack", bundle, "--dir", "open", "--json").out)["notes"]
 
@@ -70,16 +72,22 @@ def test_a_directory_that_the_runtime_would_refuse_is_told(aot, here, bundle):
     [
         (["small-sm80.msgpack"], "nothing to write: give --wheel DIR, --oci DIR or --dir DIR"),
         (["none.msgpack", "--dir", "d"], "can't be read: No such file"),
-        (["small-sm80.msgpack", "--dir", "d", "--name", "9"], "--name '9' can be no package's"),
-        (["small-sm80.msgpack", "--dir", "d", "--name", "a/b"], "--name 'a/b' can be no package's"),
-        (["small-sm80.msgpack", "--dir", "d", "--name", "pretuned"], "names that begin with pretuned are ours"),
-        (["small-sm80.msgpack", "--dir", "d", "--version", "1.x"], "--version '1.x' can be no package's"),
-        (["small-sm80.msgpack", "--dir", "d", "--version", "01"], "--version '01' can be no package's"),
+        (["small-sm80.msgpack", "--dir", "d", "--name", "9"], "--name '9' is no package name"),
+        (["small-sm80.msgpack", "--dir", "d", "--name", "a/b"], "--name 'a/b' is no package name"),
+        (["small-sm80.msgpack", "--dir", "d", "--name", "pretuned"], "names that begin with pretuned are reserved"),
+        (["small-sm80.msgpack", "--dir", "d", "--version", "1.x"], "--version '1.x' is no package version"),
+        (["small-sm80.msgpack", "--dir", "d", "--version", "01"], "--version '01' is no package version"),
+        (["small-sm80.msgpack", "--oci", "d", "--version", "1." + "1" * 127], "--version has 129 characters"),
+        (["small-sm80.msgpack", "--wheel", "dist", "--name", "torch"], "--name 'torch' is the name of another package"),
+        (["small-sm80.msgpack", "--wheel", "dist", "--name", "Pytest"], "Choose your own, e.g. --name pytest-bundles"),
+        (["small-sm80.msgpack", "--wheel", "dist", "--name", "yaml"], "is the name of another package"),
+        (["small-sm80.msgpack", "--wheel", "dist", "--name", "json"], "is the name of another package"),
+        (["small-sm80.msgpack", "--wheel", "dist", "--name", "VLLM"], "is the name of another package"),
         (["text.msgpack", "--dir", "d"], "text.msgpack"),
         (["small", "--dir", "d"], "the runtime would not list it under that name"),
         ([".small.msgpack", "--dir", "d"], "the runtime would not list it under that name"),
         (["small-sm80.msgpack", "other/small-sm80.msgpack", "--dir", "d"], "two bundles are named"),
-        (["small-sm80.msgpack", "--oci", "other"], "is there and is no OCI image layout"),
+        (["small-sm80.msgpack", "--oci", "other"], "holds something other than an OCI image layout"),
         (["small-sm80.msgpack", "--oci", "d", "--arch", "ppc"], "'ppc' is not one of"),
     ],
 )  # fmt: skip
@@ -101,6 +109,14 @@ def test_a_place_that_can_not_be_made_is_the_machine_s(aot, here, bundle):
         ended = aot("pack", bundle, option, f"{bundle}/below")
         assert ended.code == 1, ended.err
         assert f"{bundle}/below" in ended.err
+
+
+@pytest.fixture
+def another_bundle(small_bundle):
+    """The bytes of a bundle that differs from the small one."""
+    with open_bundle(small_bundle) as opened:
+        found = opened.load()
+    return codec.encode(replace(found, models=(replace(found.models[0], name="another"), *found.models[1:])))
 
 
 @pytest.fixture
@@ -257,6 +273,131 @@ def test_others_can_read_a_directory_that_is_made_under_umask_077(aot, here, bun
     assert (here / "made").stat().st_mode & 0o777 == 0o755
 
 
+LAYOUT = '{"imageLayoutVersion":"1.0.0"}'
+NO_MANIFESTS = '{"schemaVersion":2,"manifests":[]}'
+MANIFEST = {"mediaType": "application/vnd.oci.image.manifest.v1+json", "digest": "sha256:" + 64 * "0", "size": 7}
+
+
+def index(*manifests: object, **other: object) -> str:
+    return json.dumps({"schemaVersion": 2, "manifests": manifests, **other})
+
+
+@pytest.mark.parametrize(
+    ("mark", "listed"),
+    [
+        (None, NO_MANIFESTS),  # no layout without its mark
+        ("{}", NO_MANIFESTS),
+        ("[]", NO_MANIFESTS),
+        ('{"imageLayoutVersion":"2.0"}', NO_MANIFESTS),
+        (LAYOUT, '{"manifests":""}'),
+        (LAYOUT, '{"schemaVersion":2,"manifests":""}'),
+        (LAYOUT, '{"schemaVersion":2,"manifests":{}}'),
+        (LAYOUT, '{"schemaVersion":1,"manifests":[]}'),
+        (LAYOUT, "[]"),
+        (LAYOUT, ""),
+        (LAYOUT, index("sha256:00")),
+        (LAYOUT, index({})),
+        (LAYOUT, index({**MANIFEST, "digest": "../../etc/passwd"})),
+        (LAYOUT, index({**MANIFEST, "size": "7"})),
+        (LAYOUT, index({**MANIFEST, "size": -1})),
+        (LAYOUT, index({**MANIFEST, "annotations": []})),
+        (LAYOUT, index({**MANIFEST, "annotations": {"org.opencontainers.image.ref.name": 1}})),
+    ],
+)
+def test_what_is_no_layout_is_left_as_it_is(aot, here, bundle, mark, listed):
+    (here / "image").mkdir()
+    (here / "image" / "index.json").write_text(listed)
+    if mark is not None:
+        (here / "image" / "oci-layout").write_text(mark)
+    before = {one: one.read_bytes() for one in (here / "image").iterdir()}
+    ended = aot("pack", bundle, "--oci", "image")
+    assert ended.code == 2
+    assert "holds something other than an OCI image layout and is left as it is" in ended.err
+    assert {one: one.read_bytes() for one in (here / "image").iterdir()} == before
+
+
+def test_a_layout_keeps_what_others_wrote_into_it(pack, here):
+    (here / "one").mkdir()
+    (here / "one" / "oci-layout").write_text(LAYOUT + "\n")
+    nested = {**MANIFEST, "mediaType": "application/vnd.oci.image.index.v1+json", "platform": {"os": "linux"}}
+    (here / "one" / "index.json").write_text(index(nested, annotations={"who": "me"}))
+    pack("--oci", "one")
+    found = json.loads((here / "one" / "index.json").read_bytes())
+    assert found["manifests"][0] == nested
+    assert found["annotations"] == {"who": "me"}
+    assert (here / "one" / "oci-layout").read_text() == LAYOUT + "\n"
+
+
+def test_a_tag_has_128_characters_at_most(pack):
+    longest = "1." + "2" * 120 + "+h100a"
+    assert len(longest) == 128
+    assert pack("--oci", "one", "--version", longest)["tag"] == longest.replace("+", "_")
+
+
+def test_a_registry_s_name_has_no_capitals(aot, bundle):
+    ended = aot("pack", bundle, "--oci", "image", "--name", "Acme._MoE")
+    assert "docker://REGISTRY/acme-moe" in ended.out
+
+
+def test_a_wheel_of_bundles_may_be_packed_anew_where_it_is_installed(aot, here, bundle, monkeypatch):
+    ended = aot("pack", bundle, "--wheel", "dist", "--name", "acme-bundles", "--json")
+    with zipfile.ZipFile(json.loads(ended.out)["wheel"]["path"]) as archive:
+        archive.extractall(here / "site")
+    monkeypatch.syspath_prepend(here / "site")
+    (here / "acme").mkdir()  # a folder of the working directory is no installed package
+    for name in ("acme-bundles", "Acme_Bundles", "acme"):
+        assert aot("pack", bundle, "--wheel", "dist", "--name", name).code == 0
+    (here / "site" / "other").mkdir()
+    (here / "site" / "other" / "code.py").touch()
+    (here / "site" / "alone.py").touch()
+    for name in ("other", "alone"):
+        ended = aot("pack", bundle, "--wheel", "dist", "--name", name)
+        assert f"--name '{name}' is the name of another package" in ended.err
+
+
+def test_a_signature_of_the_bundle_before_is_removed(aot, here, bundle, another_bundle):
+    signing.sign(here / bundle)
+    assert aot("pack", bundle, "--dir", "out").code == 0
+    signature = here / "out" / f"{bundle}.sig"
+    (here / f"{bundle}.sig").unlink()
+    assert aot("pack", bundle, "--dir", "out").err == ""
+    assert signature.exists()  # it signs these bytes still
+    (here / bundle).write_bytes(another_bundle)
+    ended = aot("pack", bundle, "--dir", "out", "--json")
+    (note,) = json.loads(ended.out)["notes"]
+    assert note.startswith(f"removed 'out/{bundle}.sig': it signed the bundle that was there before")
+    assert not signature.exists()
+
+
+def test_a_signature_of_another_tool_is_left_and_nothing_is_written(aot, here, bundle):
+    (here / "out").mkdir()
+    (here / "out" / f"{bundle}.sig").write_text("-----BEGIN PGP SIGNATURE-----")
+    ended = aot("pack", bundle, "--dir", "out")
+    assert ended.code == 2
+    assert "is there and is no signature of aot sign" in ended.err
+    assert [one.name for one in (here / "out").iterdir()] == [f"{bundle}.sig"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (shutil.which("skopeo") and shutil.which("umoci")), reason="skopeo and umoci are not here")
+@pytest.mark.parametrize("maker", ["skopeo", "umoci"])
+def test_a_layout_that_another_tool_made_takes_one_more_tag(pack, here, maker):
+    def run(*command):
+        return subprocess.run(command, cwd=here, capture_output=True, text=True, check=True).stdout
+
+    if maker == "umoci":
+        run("umoci", "init", "--layout", "two")
+        run("umoci", "new", "--image", "two:theirs")
+    else:
+        pack("--oci", "one")
+        run("skopeo", "--insecure-policy", "copy", "oci:one:1.0", "oci:two:theirs")
+    pack("--oci", "two", "--version", "2.0", "--name", "acme")
+    assert run("umoci", "list", "--layout", "two").split() == ["theirs", "2.0"]
+    run("umoci", "gc", "--layout", "two")  # removes the blobs that no tag leads to
+    run("umoci", "stat", "--image", "two:theirs")
+    run("skopeo", "--insecure-policy", "copy", "oci:two:2.0", "oci:three:2.0")
+
+
 @pytest.mark.parametrize("index", ["fifo", "sparse", "deep"])
 def test_an_index_of_an_image_that_can_not_be_read_whole(aot_process, here, bundle, index):
     (here / "image").mkdir()
@@ -270,7 +411,7 @@ def test_an_index_of_an_image_that_can_not_be_read_whole(aot_process, here, bund
         path.write_text('{"manifests":' + "[" * 100_000)
     ended = aot_process("pack", bundle, "--oci", "image")
     assert ended.code == 2, ended.err
-    assert "'image' is there and is no OCI image layout: it is left alone" in ended.err
+    assert "'image' holds something other than an OCI image layout and is left as it is" in ended.err
 
 
 def test_no_digest_is_told_whole_unasked(aot, bundle):
