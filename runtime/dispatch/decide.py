@@ -68,18 +68,17 @@ def decide(
     key = (problem, bucket, aligned, local, strict)
     known: Decision | Miss | None = snapshot.decisions.get(key)
     if known is None:
-        with lock("decisions"):
-            known = snapshot.decisions.get(key)
-            if known is None:
-                known = settle(snapshot, problem, bucket, local, aligned, strict)
-                if isinstance(known, Miss) and hooks.jit_allowed():
-                    from ..driver import device  # here, so that choosing needs no torch
+        found = settle(snapshot, problem, bucket, local, aligned, strict)  # without a lock: it may import packages
+        if isinstance(found, Miss) and hooks.jit_allowed():
+            from ..driver import device  # here, so that choosing needs no torch
 
-                    if device.capturing():
-                        return known  # for now: the next call outside compiles
-                    known = _compiled(snapshot, known, local, strict)
-                snapshot.decisions[key] = known
-                _tell(snapshot, known, local)
+            if device.capturing():
+                return found  # for now: the next call outside compiles
+            found = _compiled(snapshot, found, local, strict)
+        with lock("decisions"):
+            known = snapshot.decisions.setdefault(key, found)
+        if known is found:
+            _tell(snapshot, found, local)
     return known
 
 

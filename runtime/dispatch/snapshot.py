@@ -100,6 +100,7 @@ class Snapshot:
         self._without = without
         self.keys = keys
         self._named = scan(asked, without, keys)
+        self._packages: tuple[Place, ...] | None = None
         self._packaged: tuple[Found, ...] | None = None
         self._made: tuple[Found, ...] = ()
         self._reserves: dict[Hashable, tuple[Found, ...]] = {}
@@ -127,10 +128,21 @@ class Snapshot:
     def _found(self, *, installed: bool) -> tuple[Found, ...]:
         if not installed:
             return self._named + self._made
+        packages = self._ask_packages()
         with lock("bundles"):
             if self._packaged is None:
-                self._packaged = scan(self._installed(), self._without, self.keys)
+                self._packaged = scan(packages, self._without, self.keys)
             return self._named + self._packaged + self._made
+
+    def _ask_packages(self) -> tuple[Place, ...]:
+        """The directories of installed packages. Call it before any lock is taken: it may import these packages.
+
+        Another thread may be importing such a package, and that import may call pretuned and wait for the lock.
+        """
+        found = self._packages
+        if found is None:
+            found = self._packages = tuple(self._installed())  # two threads find the same
+        return found
 
     def add(self, bundle: BundleFile) -> None:
         """Use a bundle that this process has made, after all others."""
@@ -143,6 +155,8 @@ class Snapshot:
     def view(self, local: LocalGpu, *, installed: bool) -> View:
         """The bundles that ``local`` can use and those that it can't. Nothing is raised."""
         key = (local.sm, local.gpu.driver, installed)
+        if installed:
+            self._ask_packages()
         with lock("bundles"):
             view = self._views.get(key)
             if view is None:
@@ -155,6 +169,7 @@ class Snapshot:
 
         Of the others, for other GPUs of its capability, no more is read than that: most first calls need none.
         """
+        self._ask_packages()
         with lock("bundles"):
             view = self._views.get(local)
             if view is None:
@@ -168,13 +183,14 @@ class Snapshot:
 
     def reserve(self, local: LocalGpu) -> View:
         """The candidates that ship for such a GPU: code for what no bundle has, every choice the cost model's."""
+        packages = self._ask_packages()
         with lock("bundles"):
             key = ("reserve", local.sm, local.gpu.driver)
             view = self._views.get(key)
             if view is None:
                 if key not in self._reserves:
                     self._reserves[key] = tuple(
-                        _up_to_a_usable(candidates(self._installed(), local.sm, self.keys), local)
+                        _up_to_a_usable(candidates(packages, local.sm, self.keys), local)
                     )
                 view = self._views[key] = _view(self._reserves[key], local, self._rejected, _LAST)
                 self._tell(view.skipped)

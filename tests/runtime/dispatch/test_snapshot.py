@@ -6,6 +6,7 @@ import contextlib
 import importlib.metadata
 import logging
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -530,3 +531,68 @@ def test_each_gpu_has_its_own_choice_whichever_name_it_is_under(tmp_path: Path) 
             ran = decide(found, problem, 64, local)
             assert isinstance(ran, Decision)
             assert (ran.chosen.index, ran.chosen.origin) == (index, Origin.THIS_GPU), (local.gpu.name, problem)
+
+
+_IMPORTER = """
+import importlib, logging, os, sys, threading
+from pathlib import Path
+from made import ON_H200, PROBLEM
+from pretuned.runtime import locks
+from pretuned.runtime.dispatch import decide, places, snapshot
+
+folder = Path(sys.argv[1])
+sys.path.append(str(folder))
+ours, held, looked, importing = [], [], threading.Event(), threading.Event()
+real_lock, real_find = locks.lock, places.importlib.util.find_spec
+
+class Held:
+    def __init__(self, name):
+        self.name, self.lock = name, real_lock(name)
+    def __enter__(self):
+        self.lock.__enter__()
+        ours.append((threading.get_ident(), self.name))
+    def __exit__(self, *error):
+        ours.remove((threading.get_ident(), self.name))
+        self.lock.__exit__(*error)
+
+def find_spec(name, *rest):
+    if name == "friend.bundles":
+        held.extend(one for thread, one in ours if thread == threading.get_ident())
+        looked.set()
+    return real_find(name, *rest)
+
+for module in (decide, snapshot):
+    module.lock = Held
+places.importlib.util.find_spec = find_spec
+
+def ask():
+    decide.decide(snapshot.snapshot(), PROBLEM, 64, ON_H200)
+
+def as_the_package_does():
+    importing.set()
+    assert looked.wait(20)
+    ask()
+
+sys.modules["__main__"].hook = as_the_package_does
+threads = [threading.Thread(target=importlib.import_module, args=("friend",)), threading.Thread(target=ask)]
+threads[0].start()
+assert importing.wait(20)
+threads[1].start()
+for one in threads:
+    one.join(20)
+assert not any(one.is_alive() for one in threads)
+print("ended", *held, flush=True)
+os._exit(0)
+"""
+
+
+def test_no_lock_is_held_while_a_package_is_imported(tmp_path: Path) -> None:
+    """A thread that imports a package with bundles, whose import calls pretuned, and one that looks for bundles."""
+    (tmp_path / "friend").mkdir()
+    (tmp_path / "friend/__init__.py").write_text("import __main__\n__main__.hook()\n")
+    (tmp_path / "friend-1.0.dist-info").mkdir()
+    (tmp_path / "friend-1.0.dist-info/entry_points.txt").write_text(f"[{ENTRY_POINTS}]\nx = friend.bundles\n")
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", _IMPORTER, str(tmp_path)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100)
+    assert done.stdout == "ended\n", done.stderr
