@@ -74,7 +74,7 @@ OLD = {
     "docs/runtime/integrations.md", "docs/runtime/quantised.md", "docs/runtime/runtime.md", "docs/runtime/training.md",
     "docs/use/build.md",
     "docs/use/models.md",
-    "docs/use/troubleshooting.md", "docs/use/tuning-on-demand.md", "docs/use/tuning.md",
+    "docs/use/tuning-on-demand.md", "docs/use/tuning.md",
     "docs/runtime/api.md",
 }  # fmt: skip
 ARCHITECTURE = "docs/inside/architecture.md"  # has rules of its own: tests/test_architecture.py
