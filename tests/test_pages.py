@@ -72,9 +72,9 @@ OLD = {
     "docs/index.md", "docs/inside/cost-model.md", "docs/inside/kernels.md", "docs/inside/performance.md",
     "docs/inside/reliability.md", "docs/inside/trials.md", "docs/runtime/finetuning.md",
     "docs/runtime/integrations.md", "docs/runtime/quantised.md", "docs/runtime/runtime.md", "docs/runtime/training.md",
-    "docs/use/build.md",
-    "docs/use/models.md",
-    "docs/use/tuning-on-demand.md", "docs/use/tuning.md",
+
+
+
     "docs/runtime/api.md",
 }  # fmt: skip
 ARCHITECTURE = "docs/inside/architecture.md"  # has rules of its own: tests/test_architecture.py
