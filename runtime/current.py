@@ -8,7 +8,5 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import locks  # noqa: F401 - first of all: a child of ``fork`` is to find no import of ours half done
-
 # A ``dispatch.snapshot.Snapshot``; None before its first use and after a reload.
 snapshot: Any = None

@@ -7,12 +7,13 @@ import gc
 import os
 import runpy
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import warm
 from made import ON_H200, PROBLEM, SPECS, WIDE, bundle, modelled, snapshot, write
 
 import pretuned.runtime
@@ -244,76 +245,82 @@ def test_no_module_makes_a_lock_of_its_own() -> None:
     assert [one.name for one in sorted(package.glob("*.py")) if "Lock(" in one.read_text()] == ["locks.py"]
 
 
-IMPORTING = """
-import importlib.machinery, os, signal, sys, threading
+PROGRAM = """
+import importlib.machinery, multiprocessing, os, signal, sys, threading
 import torch
 import pretuned.runtime
 from pretuned.runtime import Lora, grouped_gemm, moe_mlp
 
-_, module, call = sys.argv
-reached, go_on = threading.Event(), threading.Event()
-x, w, m_sizes = torch.ones(2, 4), torch.ones(1, 4, 4), torch.tensor([2])
-calls = {
-    "product": lambda: grouped_gemm(x, w, m_sizes),
-    "dropout": lambda: grouped_gemm(x, w, m_sizes, lora=Lora(torch.ones(1, 2, 4), torch.ones(1, 4, 2), dropout=0.5)),
-    "trace": lambda: torch.jit.trace(lambda x: grouped_gemm(x, w, m_sizes), x, check_trace=False),
-    "layer": lambda: moe_mlp(x, w, w[..., :2], torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)),
-    "look": lambda: pretuned.runtime.explain(E=8, N=256, K=256, M=64, dtype="bf16", sm=90),
-}
+
+def calls():
+    x, w, m_sizes = torch.ones(2, 4), torch.ones(1, 4, 4), torch.tensor([2])
+    grouped_gemm(x, w, m_sizes)
+    grouped_gemm(x, w, m_sizes, lora=Lora(torch.ones(1, 2, 4), torch.ones(1, 4, 2), dropout=0.5))
+    torch.jit.trace(lambda x: grouped_gemm(x, w, m_sizes), x, check_trace=False)
+    moe_mlp(x, w, w[..., :2], torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1))
+    pretuned.runtime.explain(E=8, N=256, K=256, M=64, dtype="bf16", sm=90)
+
+
+def right(child):
+    child.start()
+    child.join(120)
+    if child.exitcode is None:
+        child.kill()
+    return child.exitcode == 0
 
 
 class Slow:
+    reached, go_on = threading.Event(), threading.Event()
+
     def find_spec(self, name, path=None, target=None):
-        if name != module or reached.is_set():
+        if name != "pretuned.runtime.dispatch.snapshot":
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         execute = spec.loader.exec_module
 
-        def slowly(made):
-            if not reached.is_set():
-                reached.set()
-                go_on.wait(20)
-            execute(made)
+        def slowly(module):
+            self.reached.set()
+            self.go_on.wait(150)
+            execute(module)
 
         spec.loader.exec_module = slowly
         return spec
 
 
-def right_in_a_child(again):
-    child = os.fork()
-    if not child:
-        signal.alarm(20)
-        if again and not right_in_a_child(again=False):
-            os._exit(1)
-        calls[call]()
-        os._exit(0)
-    return not os.waitpid(child, 0)[1]
+def main(how):
+    go_on, slow = threading.Event(), Slow()
+
+    def uses():
+        go_on.wait()
+        calls()
+
+    threads = [threading.Thread(target=uses) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    if how == "fork":  # before other threads use it
+        print(right(multiprocessing.get_context("fork").Process(target=calls)))
+        go_on.set()
+    else:  # while another thread imports it
+        sys.meta_path.insert(0, slow)
+        go_on.set()
+        assert slow.reached.wait(20)
+        print(right(multiprocessing.get_context("spawn").Process(target=calls)))
+        slow.go_on.set()
+    for thread in threads:
+        thread.join()
 
 
-sys.meta_path.insert(0, Slow())
-thread = threading.Thread(target=calls[call])
-thread.start()
-assert reached.wait(20)
-right = right_in_a_child(again=True)
-go_on.set()
-thread.join()
-print(right)
+if __name__ == "__main__":
+    main(sys.argv[1])
 """
 
 
-@pytest.mark.slow  # a process that imports what a first call does
-@pytest.mark.parametrize(
-    ("module", "call"),
-    [
-        ("pretuned.runtime.dispatch.snapshot", "product"), ("pretuned.runtime.api.call", "product"),
-        ("pretuned.runtime.ops.layer", "dropout"), ("pretuned.runtime.api.lora_library", "trace"),
-        ("pretuned.runtime.api.layer_call", "layer"), ("pretuned.runtime.ops.routing", "layer"),
-        ("pretuned.artifacts.files.bundle_file", "look"), ("msgpack", "look"),
-    ],
-)  # fmt: skip
-def test_what_a_first_call_imports(module: str, call: str, tmp_path: Path) -> None:
-    """Python's lock of a module is no lock of ours: the child imports it anew, as does a child of its own."""
-    program = tmp_path / "importing.py"
-    program.write_text(IMPORTING)
-    done = warm.run([program, module, call])
+@pytest.mark.slow  # processes that import what first calls do
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_what_is_promised(how: str, tmp_path: Path) -> None:
+    """A fork before other threads use pretuned, or a spawn while they do."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    done = subprocess.run([sys.executable, program, how], capture_output=True, text=True, timeout=300, check=False)
     assert done.stdout.split() == ["True"], done.stderr
+    assert done.returncode == 0, done.stderr
