@@ -35,9 +35,9 @@ from ...runtime.launch.quantised import wants_order
 from ...runtime.ops.layer import FrozenWeights, Weights, weights_of
 from ...runtime.settings import settings
 from ...runtime.weights.expert_weights import ExpertWeights
-from .adapters import NAME, any_held, held_by
+from .adapters import NAME, adds_to_codes, any_held, held_by
 from .gates import recognise
-from .injection import watch
+from .injection import watch, watch_loaded
 from .lora import adapted
 from .quantised import follow, keep_compressed_tensors, quantised, restore
 
@@ -76,6 +76,7 @@ def register() -> None:
 @functools.cache
 def _watch_models() -> None:
     torch.nn.modules.module.register_module_module_registration_hook(_seen)
+    watch_loaded()
 
 
 def _seen(parent: Any, name: str, module: Any) -> None:
@@ -175,7 +176,7 @@ def experts_or_own(
         return experts_forward(self, hidden_states, top_k_index, top_k_weights)
     except InputError as error:
         own = _own(type(self))  # type: ignore[arg-type]
-        if own is None or settings().strict or any_held(self):  # its own code knows of no adapters
+        if own is None or settings().strict or any_held(self) or adds_to_codes(self):  # it has no adapters of codes
             raise
         _tell(f"{type(self).__name__} runs its own code: {error}")
         restore(self)

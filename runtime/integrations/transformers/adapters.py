@@ -13,10 +13,26 @@ import torch
 
 from ...artifacts.errors import InputError
 from ...runtime.api.lora import Lora
-from .quantised import quantised
+from .quantised import ENDS, quantised
 
 NAME = "pretuned"
+WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 _HELD = "_pretuned_adapters"  # in an experts' module while a call with adapters runs: each weight's
+
+
+def codes_name(experts: Any, name: str) -> str | None:
+    """The name under which the codes of a weight are in a module, whatever runs it; None if it is not quantised."""
+    if "is_transposed" not in getattr(experts, "__dict__", ()):
+        return None
+    for codes_end, scale_end in ENDS:
+        codes, scale = (experts._parameters.get(name + end) for end in (codes_end, scale_end))
+        if isinstance(codes, torch.Tensor) and isinstance(scale, torch.Tensor) and not _is_weight(codes):
+            return name + codes_end
+    return None
+
+
+def _is_weight(one: torch.Tensor) -> bool:
+    return one.dtype.is_floating_point and one.element_size() > 1
 
 
 def view(experts: Any, name: str) -> torch.Tensor | None:
@@ -24,8 +40,13 @@ def view(experts: Any, name: str) -> torch.Tensor | None:
 
     None for any other module or name, and for codes that don't run here.
     """
-    config = getattr(experts, "config", None)
-    if "is_transposed" not in experts.__dict__ or getattr(config, "_experts_implementation", None) != NAME:
+    running = getattr(getattr(experts, "config", None), "_experts_implementation", None)
+    return view_anywhere(experts, name) if running == NAME else None
+
+
+def view_anywhere(experts: Any, name: str) -> torch.Tensor | None:
+    """As ``view``, whatever runs the experts."""
+    if "is_transposed" not in getattr(experts, "__dict__", ()):
         return None
     try:
         w = quantised(experts, name)
@@ -34,9 +55,19 @@ def view(experts: Any, name: str) -> torch.Tensor | None:
     if w is None:
         return None
     E, N, K = w.shape
-    dtype = getattr(config, "dtype", None)
+    dtype = getattr(getattr(experts, "config", None), "dtype", None)
     one = torch.empty((), dtype=dtype if dtype in (torch.float16, torch.float32) else torch.bfloat16, device=w.device)
     return one.expand((E, K, N) if experts.is_transposed else (E, N, K))
+
+
+def adds_to_codes(experts: Any) -> bool:
+    """Whether a parametrization adds an adapter to codes: no code has right results then."""
+    lists = experts.__dict__.get("_modules", {}).get("parametrizations", ())
+    return any(
+        name + codes_end in lists and isinstance(getattr(experts, name + scale_end, None), torch.Tensor)
+        for name in WEIGHTS
+        for codes_end, scale_end in ENDS
+    )
 
 
 @contextlib.contextmanager

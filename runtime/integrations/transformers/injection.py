@@ -3,8 +3,11 @@
 PEFT looks for a parameter by its name, makes A and B for its shape, and adds scaling * B A to what it reads. Codes have
 another name or another shape, and are no numbers to add to. So each weight is a parameter [E, N, K] in the model's
 dtype meanwhile, which takes no memory; and the layer that PEFT would wrap around it is ours (``param_wrapper.py``). All
-names and shapes are those of the same model in bf16: a saved adapter is an adapter of that model, too. Nothing here
-imports PEFT, but what makes such a layer.
+names and shapes are those of the same model in bf16: a saved adapter is an adapter of that model, too.
+
+Which weights get an adapter is known inside ``inject_adapter`` alone: PEFT turns ``target_modules`` ("all-linear", a
+regular expression, gate_proj, up_proj, down_proj) into ``target_parameters`` there. So every quantised weight is shown,
+whatever the config says. Nothing here imports PEFT, but what makes such a layer.
 """
 
 from __future__ import annotations
@@ -17,23 +20,31 @@ from typing import Any
 
 import torch
 
+from ...artifacts.errors import InputError
 from ...runtime.check.tensors import bad
-from .adapters import view
-from .quantised import ENDS
+from .adapters import NAME, WEIGHTS, codes_name, view, view_anywhere
+from .quantised import ENDS, quantised
 
-_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+_TUNERS = "peft.tuners.tuners_utils"
 
 
 def watch(parent: Any, model: Any) -> None:
     """Where ``parent``, which gets ``model``, is one of PEFT's tuners: its class shows experts from now on."""
-    tuners = sys.modules.get("peft.tuners.tuners_utils")
+    tuners = sys.modules.get(_TUNERS)
     if tuners is not None and isinstance(parent, tuners.BaseTuner) and isinstance(model, torch.nn.Module):
+        _shows(tuners.BaseTuner)
+
+
+def watch_loaded() -> None:
+    """Where PEFT is loaded: its class shows experts from now on, to models too that have their tuner already."""
+    tuners = sys.modules.get(_TUNERS)
+    if tuners is not None:
         _shows(tuners.BaseTuner)
 
 
 @functools.cache
 def _shows(tuner: Any) -> None:
-    own, own_check = tuner.inject_adapter, tuner._check_merge_allowed
+    own, own_check, own_check_merge = tuner.inject_adapter, tuner._check_new_adapter_config, tuner._check_merge_allowed
 
     @functools.wraps(own)
     def inject_adapter(self: Any, model: Any, adapter_name: str, *args: Any, **more: Any) -> Any:
@@ -41,41 +52,96 @@ def _shows(tuner: Any) -> None:
             return own(self, model, adapter_name, *args, **more)
 
     @functools.wraps(own_check)
+    def check_new_adapter_config(self: Any, config: Any) -> None:
+        own_check(self, config)
+        check(self.model, config)  # PEFT asks after target_modules are target_parameters, before the model is changed
+
+    @functools.wraps(own_check_merge)
     def check_merge_allowed(self: Any) -> None:
-        own_check(self)
+        own_check_merge(self)
         for module in self.model.modules():  # before any is merged
             if getattr(type(module), "unmergeable", False):
                 module.merge()
 
-    tuner.inject_adapter, tuner._check_merge_allowed = inject_adapter, check_merge_allowed
+    tuner.inject_adapter, tuner._check_new_adapter_config = inject_adapter, check_new_adapter_config
+    tuner._check_merge_allowed = check_merge_allowed
 
 
 @contextlib.contextmanager
 def shown(model: Any, config: Any) -> Iterator[None]:
     """The weights of a model's quantised experts are parameters [E, N, K], and ``config`` makes our layer of them."""
-    if not getattr(config, "target_parameters", None):
+    if not hasattr(config, "_register_custom_module"):  # LoRA's alone, which alone adapts parameters
         yield
         return
     kinds: dict[type, Callable[..., Any]] = {}
-    given: list[tuple[Any, str]] = []
+    given: set[int] = set()
     known = config._custom_modules
     try:
         for experts in model.modules():
-            for name in _WEIGHTS:
-                one = view(experts, name)
+            for name in WEIGHTS:
+                # Codes of another name than the weight's are shown wherever they run, so that ``check`` sees them.
+                see = view if name in getattr(experts, "_parameters", ()) else view_anywhere
+                one = see(experts, name)
                 if one is None:
                     continue
                 kinds[type(experts)] = _wrapped
                 if name not in experts._parameters:
                     experts.register_parameter(name, torch.nn.Parameter(one, requires_grad=False))
-                    given.append((experts, name))
+                    given.add(id(experts._parameters[name]))
         if kinds:
             config._register_custom_module(kinds | (known or {}))
         yield
     finally:
         config._custom_modules = known
-        for experts, name in given:
-            del experts._parameters[name]
+        for experts in model.modules():  # PEFT's layer_replication has made copies that share them
+            for name in WEIGHTS:
+                if id(getattr(experts, "_parameters", {}).get(name)) in given:
+                    del experts._parameters[name]
+
+
+def check(model: Any, config: Any) -> None:
+    """Refuse what a config wants of quantised experts and PEFT would leave out, or would leave untrained.
+
+    Raises
+    ------
+    InputError
+        for ``modules_to_save`` with such experts, for a rank above 256, and for weights that can't have an adapter as
+        the experts run now.
+    """
+    saved = tuple(getattr(config, "modules_to_save", None) or ())
+    wanted = tuple(getattr(config, "target_parameters", None) or ())
+    for path, experts in model.named_modules() if saved or wanted else ():
+        names = [name for name in WEIGHTS if codes_name(experts, name) is not None]
+        if not names:
+            continue
+        parts = path.split(".")
+        above = [".".join(parts[: i + 1]) for i in range(len(parts))]
+        for one in saved:
+            if any(each.endswith(one) for each in above):
+                bad("modules_to_save", f"[..., '{one}'], of which {path} has quantised weights, which are not trained",
+                    "modules without quantised experts: give these adapters (target_modules='all-linear'), or train "
+                    "the model in bf16", "get_peft_model")  # fmt: skip
+        for name in names:
+            key = f"{path.replace('.base_layer', '')}.{name}"
+            if any(key == one or key.endswith(f".{one}") for one in wanted):
+                _check_target(experts, path, name, config, key)
+
+
+def _check_target(experts: Any, path: str, name: str, config: Any, key: str) -> None:
+    from .param_wrapper import check_rank
+
+    running = getattr(getattr(experts, "config", None), "_experts_implementation", None)
+    if running == NAME:
+        try:
+            quantised(experts, name)
+        except InputError as error:
+            raise InputError(f"get_peft_model: {path}.{name} can't have an adapter: {error}") from error
+        check_rank(config, key)
+    elif codes_name(experts, name) != name:  # fp8's PEFT adapts by itself, for whatever runs them
+        raise InputError(
+            f"get_peft_model: {path}.{name} is quantised and runs on {running!r}, wanted 'pretuned', which alone has "
+            "adapters beside these weights: call model.set_experts_implementation('pretuned') before get_peft_model"
+        )
 
 
 def _wrapped(target: Any, adapter_name: str, *, config: Any, parameter_name: str | None = None, **more: Any) -> Any:
@@ -87,7 +153,7 @@ def _wrapped(target: Any, adapter_name: str, *, config: Any, parameter_name: str
         from .param_wrapper import ParamWrapper
 
         return ParamWrapper(target, adapter_name, parameter_name=parameter_name, config=config, **more)
-    for name in _WEIGHTS:
+    for name in WEIGHTS:
         if parameter_name in {name + end for ends in ENDS for end in ends} and view(experts, name) is not None:
             bad("target_parameters", f"[..., '{parameter_name}'], a part of quantised weights",
                 f"'{name}', as of the model in bf16", "get_peft_model")  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 from peft.tuners.lora import layer
+from peft.utils.other import get_pattern_key
 
 from ...artifacts.errors import InputError
 from ...runtime.api.lora import Lora
@@ -15,6 +16,14 @@ from ...runtime.check.operands import MAX_RANK
 from ...runtime.check.tensors import bad
 from .adapters import held, view
 from .quantised import quantised
+
+
+def check_rank(config: Any, key: str) -> None:
+    """Refuse a LoraConfig whose rank for the weight of this name is above 256, before the model is changed."""
+    r = config.rank_pattern.get(get_pattern_key(config.rank_pattern, key), config.r)
+    if r > MAX_RANK:
+        doubled = " (gate_proj and up_proj together have twice the r of each)" if r == 2 * config.r else ""
+        bad("r", f"{r} for {key}{doubled}", f"at most {MAX_RANK} beside quantised experts", "LoraConfig")
 
 
 class ParamWrapper(layer.ParamWrapper):  # by this name PEFT knows it
@@ -46,18 +55,6 @@ class ParamWrapper(layer.ParamWrapper):  # by this name PEFT knows it
     @property
     def _said(self) -> str:
         return f"the adapter of {type(self.get_base_layer()).__name__}.{self.parameter_name}"
-
-    def update_layer(self, adapter_name: str, r: int, *args: Any, **more: Any) -> None:
-        """As PEFT's.
-
-        Raises
-        ------
-        InputError
-            for a rank above 256.
-        """
-        if r > MAX_RANK:
-            bad("r", f"{r}", f"at most {MAX_RANK} beside quantised experts", "LoraConfig")
-        super().update_layer(adapter_name, r, *args, **more)
 
     @contextlib.contextmanager
     def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
