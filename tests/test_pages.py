@@ -21,7 +21,10 @@ PAGES = sorted(
     str(page.relative_to(ROOT)) for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
     if "```python\n" in page.read_text(encoding="utf-8")
 )  # fmt: skip
-ELSEWHERE = {}  # on checkpoints of their own: runtime/test_*_md.py
+ELSEWHERE = {
+    "docs/runtime/quantised.md",
+    "docs/runtime/finetuning.md",
+}  # on checkpoints of their own: runtime/test_*_md.py
 MODEL = "Qwen/Qwen3-30B-A3B"  # the pages' example, found in the working directory: a small one
 
 
