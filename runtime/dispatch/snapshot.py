@@ -189,9 +189,7 @@ class Snapshot:
             view = self._views.get(key)
             if view is None:
                 if key not in self._reserves:
-                    self._reserves[key] = tuple(
-                        _up_to_a_usable(candidates(packages, local.sm, self.keys), local)
-                    )
+                    self._reserves[key] = tuple(_up_to_a_usable(candidates(packages, local.sm, self.keys), local))
                 view = self._views[key] = _view(self._reserves[key], local, self._rejected, _LAST)
                 self._tell(view.skipped)
         return view

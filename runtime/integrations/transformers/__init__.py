@@ -40,6 +40,7 @@ from .gates import recognise
 from .injection import watch, watch_loaded
 from .lora import adapted
 from .quantised import follow, keep_compressed_tensors, quantised, restore
+from .usage import watch_models
 
 _Adapters: TypeAlias = tuple[Lora | None, Lora | None]
 
@@ -55,7 +56,8 @@ def register() -> None:
     What an experts' module of a model made from now on needs is prepared when it comes to a GPU (``prepare``), not in
     the first step: as ``from_pretrained(device_map=...)`` puts it there, and ``model.to``. Experts of checkpoints of
     compressed-tensors stay codes (``keep_compressed_tensors``). What pretuned can't run is left to the module's own
-    code, told once with the reason; ``PRETUNED_STRICT=1`` makes that an error.
+    code, told once with the reason; ``PRETUNED_STRICT=1`` makes that an error. One line a model at level INFO has the
+    layers that pretuned runs (``usage.py``).
 
     Raises
     ------
@@ -75,8 +77,11 @@ def register() -> None:
 
 @functools.cache
 def _watch_models() -> None:
+    from transformers import PreTrainedModel
+
     torch.nn.modules.module.register_module_module_registration_hook(_seen)
     watch_loaded()
+    watch_models(PreTrainedModel)
 
 
 def _seen(parent: Any, name: str, module: Any) -> None:
