@@ -3,7 +3,7 @@
     python benchmarks/run.py kernels --out kernels-h200.json --plot kernels-h200.svg       # the bundles that ship
     PRETUNED_BUNDLES=bundles python benchmarks/run.py kernels --models models.txt --out mine.json
     python benchmarks/run.py kernels --models gpt-oss-20b --w-layout kn --out kn.json      # w lies as [E, K, N]
-    python benchmarks/run.py kernels --of benchmarks/results/kernels-h200.json --plot docs/inside/kernels-h200.png
+    python benchmarks/run.py kernels --of benchmarks/results/kernels-h200.json --plot kernels-h200.png
 
 Per cell (model, GEMM, op, tokens): ours, torch grouped_mm, from 1024 tokens on a loop of matmuls and one dense matmul
 of as many FLOPs, all in turns; the best of the libraries in benchmarks/peers, which were measured in one run (as it

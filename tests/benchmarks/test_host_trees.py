@@ -57,7 +57,7 @@ def test_what_is_no_checkout_is_told(tmp_path: Path) -> None:
 
 
 def test_a_file_of_whole_processes_in_turn_is_read() -> None:
-    """docs/inside/performance.md has its ratio of medians."""
+    """The ratio of medians that its commit told."""
     table = run("--table", RESULTS / "host-python.json", "--most", 2).stdout
     assert [line.split()[-2] for line in table.splitlines() if line.startswith("ours")] == ["0.904"]
 
@@ -69,16 +69,13 @@ def test_a_file_without_its_batches_is_told() -> None:
 
 
 def test_no_call_that_was_measured_takes_over_3_percent_more_than_before_the_replay() -> None:
-    """And the page has these ratios."""
     report = json.loads((RESULTS / "host-trees-h100.json").read_text())
-    page = (ROOT / "docs" / "inside" / "performance.md").read_text(encoding="utf-8")
     ratios = report["ratios"]
     assert len(ratios) == 17
     for name, one in ratios.items():
-        assert f"| {one['ratio']:.3f} ({one['low']:.3f} to {one['high']:.3f}) |" in page, name
-        assert one["high"] < 1.03
+        assert one["low"] <= one["ratio"] <= one["high"] < 1.03, name
     mine = [one["ratio"] for name, one in ratios.items() if not name.startswith("torch")]
-    assert f"they take {statistics.geometric_mean(mine):.3f} of the time" in page
+    assert statistics.geometric_mean(mine) < 0.97
     assert all(work["launches"] == report["work"]["old"][name]["launches"]
                for name, work in report["work"]["new"].items())  # fmt: skip
 

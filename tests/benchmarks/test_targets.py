@@ -38,7 +38,7 @@ def tool() -> ModuleType:
 
 
 def test_the_page_has_the_table(tool: ModuleType) -> None:
-    rows = list(tool.Limits(tool.read(), tool.in_bf16()).rows())
+    rows = list(tool.Limits(tool.read(), tool.in_bf16()).page())
     lines = tool.PAGE.read_text().splitlines()
     (head,) = [i for i, line in enumerate(lines) if line.startswith(tool.HEAD)]
     assert lines[head + 2 : head + 2 + len(rows)] == rows
