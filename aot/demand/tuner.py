@@ -329,16 +329,16 @@ def _overlay_file(local: LocalGpu) -> tuple[int, ...] | None:
 def _turn() -> Iterator[bool | None]:
     """This process's turn to tune: True with the lock, False where nothing can be locked, None if it never came."""
     place = _directory(_TUNING)
-    got: bool | None = place is not None
+    got: bool | None = False
     with contextlib.ExitStack() as stack:
         try:
             if place is not None:
                 make_folder(place)
                 try:
-                    stack.enter_context(lock(place, 0.0, required=True))
+                    got = stack.enter_context(lock(place, 0.0, required=True))
                 except LockBusy:
                     _log.warning("pretuned: another process is tuning: waiting for it, at most %g s", WAIT_S)
-                    stack.enter_context(lock(place, WAIT_S, required=True))
+                    got = stack.enter_context(lock(place, WAIT_S, required=True))
         except LockBusy:
             got = None
         except OSError:  # a read-only file system, one without locks

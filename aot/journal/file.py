@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...artifacts.errors import HostError, InputError
-from ...artifacts.files.lock import make_lock_file, release
+from ...artifacts.errors import HostError, InputError, LockBusy
+from ...artifacts.files.lock import NO_LOCKS, no_locks, release, take
 from ...artifacts.files.publish import make_folder
 from ...artifacts.format.checks import digest, integer, name, shown
 from ...artifacts.limits import MAX_DIM
@@ -202,8 +202,6 @@ def open_journal(path: Path, header: Header, note: Callable[[str], None] = lambd
     HostError
         if it can't be made, locked or written.
     """
-    import filelock
-
     if path.suffix == COMPRESSED:
         raise OtherJournal(
             f"journal '{path}': it is compressed, and so it is only read. To go on with it decompress it first "
@@ -213,18 +211,19 @@ def open_journal(path: Path, header: Header, note: Callable[[str], None] = lambd
         make_folder(path.parent)
     except OSError as error:
         raise HostError(f"can't make the directory '{path.parent}': {error.strerror}") from error
-    _check_lock(Path(f"{path}.lock"))
-    make_lock_file(Path(f"{path}.lock"))
-    lock = filelock.FileLock(f"{path}.lock")
+    lock_path = Path(f"{path}.lock")
+    _check_lock(lock_path)
     try:
         try:
-            lock.acquire(timeout=0)
-        except filelock.Timeout:
-            note(f"another tuner ({holder(Path(lock.lock_file))}) writes '{path}': waiting for it")
-            lock.acquire(timeout=_LONGEST_WAIT_S)
-    except (OSError, NotImplementedError) as error:  # filelock.Timeout is an OSError too
-        reason = getattr(error, "strerror", None) or str(error)
-        raise HostError(f"can't lock '{lock.lock_file}': {reason}. Name a writable place with --journal") from error
+            lock = take(lock_path, 0)
+        except LockBusy:
+            note(f"another tuner ({holder(lock_path)}) writes '{path}': waiting for it")
+            lock = take(lock_path, _LONGEST_WAIT_S)
+    except OSError as error:
+        reason = error.strerror or error
+        raise HostError(f"can't lock '{lock_path}': {reason}. Name a writable place with --journal") from error
+    if lock == NO_LOCKS:
+        note(no_locks(path))
     try:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
@@ -235,17 +234,17 @@ def open_journal(path: Path, header: Header, note: Callable[[str], None] = lambd
         finally:
             os.close(fd)
     finally:
-        release(lock, Path(lock.lock_file))
+        release(lock, lock_path)
 
 
 def _check_lock(path: Path) -> None:
-    """Refuse a lock's name that is another file's, as uv.lock is: older filelocks empty it."""
+    """Refuse a lock's name that is another file's, as uv.lock is: its owner may lock it, too."""
     try:
         with open(path, "rb", opener=without_waiting) as file:
             begin = file.read(80)
     except OSError:  # not there; or the lock tells
         return
-    if begin and not begin.split(b"\n")[0].isdigit():  # (a process's number is what a filelock may leave)
+    if begin and not begin.split(b"\n")[0].isdigit():  # (a process's number is what filelock may have left)
         raise InputError(f"'{path}' is there and is no lock: it is left as it is. Name another file with --journal")
 
 

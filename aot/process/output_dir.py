@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from ...artifacts.errors import BundleError, HostError, InputError, LockBusy
-from ...artifacts.files.lock import LOCK_NAME, lock
+from ...artifacts.files.lock import LOCK_NAME, lock, no_locks
 from ...artifacts.files.publish import make_folder
 from ...artifacts.files.trust import resolve
 
@@ -80,19 +80,21 @@ def held(directory: Path, note: Callable[[str], None], option: str = "--out DIR"
 
 @contextlib.contextmanager
 def locked(directory: Path, note: Callable[[str], None]) -> Iterator[None]:
-    """Hold the lock of a directory; where another process has it, say so and wait.
+    """Hold the lock of a directory; where another process has it, say so and wait; where there are no locks, say so.
 
     Raises
     ------
     HostError
-        if it can't be locked.
+        if it can't be locked, though its file system has locks.
     """
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(lock(directory, 0.0, required=True))
+            got = stack.enter_context(lock(directory, 0.0, required=True))
         except LockBusy:
             note(f"another aot ({holder(directory / LOCK_NAME)}) works in '{directory}': waiting for it")
-            stack.enter_context(lock(directory, _LONGEST_WAIT_S, required=True))
+            got = stack.enter_context(lock(directory, _LONGEST_WAIT_S, required=True))
+        if not got:
+            note(no_locks(directory))
         yield
 
 

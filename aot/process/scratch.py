@@ -11,6 +11,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from ...artifacts.errors import HostError
+from ...artifacts.files.lock import has_none
+
 _PREFIX = "pretuned-build-"
 
 
@@ -47,7 +50,13 @@ def _locked(folder: Path) -> int:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
         return -1
-    fcntl.flock(fd, fcntl.LOCK_EX)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+    except OSError as error:
+        if not has_none(error):
+            os.close(fd)
+            raise HostError(f"can't lock '{folder}': {error.strerror}. Name another folder with TMPDIR") from error
+        return fd  # without locks no other run can take it for stale
     if folder.exists():
         return fd
     os.close(fd)

@@ -1,20 +1,22 @@
-"""The lock of a directory that pretuned itself writes."""
+"""Locks among processes, by flock: of a directory that pretuned itself writes, or of a file's own lock file."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..errors import HostError, LockBusy
 from .publish import make_folder, too_many_open
 
-if TYPE_CHECKING:
-    import filelock
-
 LOCK_NAME = ".pretuned.lock"
+NO_LOCKS = -1  # in place of a descriptor: the file system has no locks
+# What flock says on a file system without locks: Lustre mounted noflock and some FUSE, and NFS without its lock server.
+_NONE_THERE = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+_POLL_S = 0.05
 
 
 @contextlib.contextmanager
@@ -22,64 +24,105 @@ def lock(directory: str | os.PathLike[str], timeout_s: float, *, required: bool 
     """Hold the lock of a directory that pretuned itself writes; yields whether it is held.
 
     Makes the directory. Waits ``timeout_s`` seconds at most (0: not at all), then goes on without it, as it does on
-    a read-only file system: readers need no lock, files are immutable and renamed into place.
+    a read-only file system and on one without locks: readers need no lock, files are immutable and renamed into place.
 
     Raises
     ------
     HostError
-        where it is not got and ``required`` is true: LockBusy, where another process holds it.
+        if ``required`` is true and it can't be locked, though the file system has locks: LockBusy if another process
+        holds it.
     """
-    import filelock  # here, as it brings asyncio and sqlite3 along, and most processes never lock anything
-
-    path = Path(directory) / LOCK_NAME
-    make_lock_file(path)
-    held = filelock.FileLock(path, timeout=timeout_s)
-    failed: HostError | None = None
+    path, fd = Path(directory) / LOCK_NAME, NO_LOCKS
     try:
-        held.acquire()
-    except filelock.Timeout:
-        failed = LockBusy(f"can't lock {str(path)!r}: another process held it for {timeout_s} s")
-    except (OSError, NotImplementedError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        needed = too_many_open(error) or "The directory must be writable and have room, and its file system have locks"
-        failed = HostError(f"can't lock {str(path)!r}: {why}. {needed}")
-    if failed is not None and required:
-        raise failed
+        fd = take(path, timeout_s)
+    except LockBusy:
+        if required:
+            raise
+    except OSError as error:
+        if required:
+            needed = too_many_open(error) or "The directory must be writable and have room"
+            raise HostError(f"can't lock {str(path)!r}: {error.strerror or error}. {needed}") from error
     try:
-        yield failed is None
+        yield fd != NO_LOCKS
     finally:
         try:
-            release(held, path)
+            release(fd, path)
         except HostError:
             if required:
                 raise
 
 
-def release(held: filelock.BaseFileLock, path: Path) -> None:
-    """Let a lock go.
+def take(path: Path, timeout_s: float) -> int:
+    """Lock a file, which is made if it is missing; the descriptor to ``release``, or NO_LOCKS.
+
+    (filelock takes the same lock. It is not used: where flock is missing its later versions wait for the file itself to
+    vanish, which for a lock file that stays is for ever.)
+
+    Raises
+    ------
+    LockBusy
+        if another process held it for ``timeout_s`` seconds.
+    OSError
+        if its directory or the file can't be made, opened or locked.
+    """
+    try:
+        import fcntl
+    except ImportError:  # no POSIX
+        return NO_LOCKS
+    make_folder(path.parent)
+    end = time.monotonic() + timeout_s
+    while True:
+        # Not everybody's to write, whatever the umask; a FIFO of that name is not waited for.
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o664)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(fd).st_nlink:  # else it was removed meanwhile, and guards nothing
+                return fd
+        except BlockingIOError:
+            pass
+        except BaseException as error:
+            os.close(fd)
+            if isinstance(error, OSError) and has_none(error):
+                return NO_LOCKS
+            raise
+        os.close(fd)
+        if time.monotonic() >= end:
+            raise LockBusy(f"can't lock {str(path)!r}: another process held it for {timeout_s} s")
+        time.sleep(_POLL_S)
+
+
+def release(fd: int, path: Path) -> None:
+    """Let a lock go that ``take`` took. A child of ``fork`` does not hold on to it.
 
     Raises
     ------
     HostError
         where the file system refuses, as NFS does without its lock server: whoever waits for it may wait long.
     """
+    if fd == NO_LOCKS:
+        return
+    import fcntl
+
     try:
-        held.release()
+        fcntl.flock(fd, fcntl.LOCK_UN)
     except OSError as error:
         raise HostError(
             f"can't unlock {str(path)!r}: {error.strerror or error}. What was done under the lock is done; "
             "the file system must have locks"
         ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            os.close(fd)
 
 
-def make_lock_file(path: Path) -> None:
-    """Make a lock's file and its directory, where they are missing: not everybody's to write, whatever the umask.
+def has_none(error: OSError) -> bool:
+    """Whether flock's error says that the file system has no locks."""
+    return error.errno in _NONE_THERE
 
-    Where that fails, so will the lock, which says why.
-    """
-    with contextlib.suppress(OSError):
-        make_folder(path.parent)
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o664))
+
+def no_locks(path: Path) -> str:
+    """A note for the user: what to mind where ``path`` is on a file system without locks."""
+    return f"the file system of '{path}' has no locks: don't let two processes write it at once"
 
 
 @contextlib.contextmanager
@@ -100,7 +143,7 @@ def reading(directory: str | os.PathLike[str], timeout_s: float) -> Iterator[Non
 
 
 def _share(path: str) -> int:
-    """Take the lock that filelock takes, for reading, without waiting; closing what is returned lets it go."""
+    """Take the lock for reading, without waiting; closing what is returned lets it go."""
     import fcntl  # here, so that importing this needs no POSIX
 
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)

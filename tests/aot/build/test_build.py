@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -396,19 +394,6 @@ def test_a_second_build_in_the_same_directory_waits_and_says_for_whom(
     build(small_plan, (80,), options(), Observers(on_note=waiting))
     assert notes == [f"another aot (process {os.getpid()}) works in '{out}': waiting for it"]
     assert (out / "pretuned-sm80.msgpack").exists()
-
-
-def test_a_file_system_without_locks_is_no_other_build(
-    options: Make, small_plan: BuildPlan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(fd: int, how: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    notes: list[str] = []
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(HostError, match=r"can't lock .*: No locks available"):
-        build(small_plan, (80,), options(), Observers(on_note=notes.append))
-    assert not notes
 
 
 def test_a_directory_that_cannot_be_made_is_told_before_any_work(

@@ -6,15 +6,14 @@ import contextlib
 import errno
 import fcntl
 import os
+import signal
 import time
-from pathlib import Path
 
-import filelock
 import pytest
 from descriptors import open_files
 
 from pretuned.artifacts.errors import HostError
-from pretuned.artifacts.files.lock import lock, reading, release
+from pretuned.artifacts.files.lock import lock, reading, release, take
 
 
 def test_lock(tmp_path):
@@ -87,10 +86,8 @@ def test_reading_follows_no_link_and_lets_go_after_an_error(tmp_path):
 
 def test_a_lock_that_can_not_be_let_go_names_its_file(tmp_path):
     path = tmp_path / ".pretuned.lock"
-    held = filelock.FileLock(path)
-    held.acquire()
-    (fd,) = (one for one in Path("/proc/self/fd").iterdir() if one.is_symlink() and one.readlink() == path)
-    os.close(int(fd.name))
+    held = take(path, 0)
+    os.close(held)
     with pytest.raises(HostError, match=rf"can't unlock '{path}': .*must have locks"):
         release(held, path)
 
@@ -99,8 +96,12 @@ def test_a_lock_that_can_not_be_let_go_names_its_file(tmp_path):
 def test_a_reader_goes_on_where_its_lock_can_not_be_let_go(tmp_path, monkeypatch, required):
     """As on NFS whose lock server has gone: what was read is read; a writer says it."""
 
-    def refuse(*_):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+    real = fcntl.flock
+
+    def refuse(fd, how):
+        if how == fcntl.LOCK_UN:
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+        real(fd, how)
 
     read = []
     with contextlib.ExitStack() as stack:
@@ -108,14 +109,14 @@ def test_a_reader_goes_on_where_its_lock_can_not_be_let_go(tmp_path, monkeypatch
             stack.enter_context(pytest.raises(HostError, match=r"can't unlock '.*': No locks available"))
         with lock(tmp_path, 0, required=required) as held:
             assert held
-            monkeypatch.setattr(filelock.FileLock, "release", refuse)
+            monkeypatch.setattr(fcntl, "flock", refuse)
             read.append("all")
     assert read == ["all"]
     monkeypatch.undo()
 
 
 def test_what_is_wrong_where_it_can_not_be_locked_and_what_is_needed():
-    needed = "The directory must be writable and have room, and its file system have locks"
+    needed = "The directory must be writable and have room"
     with pytest.raises(HostError, match=needed), lock("/proc/self/nothing", 0, required=True):
         pass
 
@@ -136,3 +137,35 @@ def test_a_reader_that_has_to_wait_leaves_no_descriptor(tmp_path):
         with reading(tmp_path, 0):
             pass
         assert open_files() == before
+
+
+def test_a_lock_file_that_is_removed_guards_nothing(tmp_path):
+    """Whoever waits for it takes the new one, as everybody does."""
+    with lock(tmp_path, 0) as held:
+        assert held
+        (tmp_path / ".pretuned.lock").unlink()
+        with lock(tmp_path, 0) as again:
+            assert again
+            with lock(tmp_path, 0) as third:
+                assert not third
+
+
+def test_a_child_of_fork_does_not_hold_on_to_a_lock(tmp_path):
+    with lock(tmp_path, 0):
+        child = os.fork()
+        if not child:
+            time.sleep(30)
+            os._exit(0)
+    with lock(tmp_path, 0) as held:
+        assert held
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def test_filelock_takes_the_same_lock(tmp_path):
+    """An older pretuned used it."""
+    filelock = pytest.importorskip("filelock")
+    with lock(tmp_path, 0), pytest.raises(filelock.Timeout):
+        filelock.FileLock(tmp_path / ".pretuned.lock").acquire(timeout=0)
+    with filelock.FileLock(tmp_path / ".pretuned.lock"), lock(tmp_path, 0) as held:
+        assert not held
