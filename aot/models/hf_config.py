@@ -31,6 +31,7 @@ from .families import (
     family_of,
 )
 from .layer import ExpertLayer
+from .names import dangling
 from .quant_config import UNQUANTISED, expert_weights
 
 MAX_CONFIG_BYTES = 8 << 20
@@ -56,7 +57,7 @@ def read_model(path: Path) -> ConfigModel:
     InputError
         if there is no such file, it is no JSON object, or it describes no mixture of experts.
     """
-    inside = False
+    inside, file = False, path
     try:
         inside = path.is_dir()
         file = path / "config.json" if inside else path
@@ -64,15 +65,25 @@ def read_model(path: Path) -> ConfigModel:
             file = path / "params.json"
         regular = stat.S_ISREG(file.stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
+        _refuse_dangling(file)
         raise InputError(f"{path}: no config.json in this directory" if inside else f"{path}: no such file") from None
     except OSError as error:
         raise InputError(f"{path}: can't be read: {error.strerror}") from None
     if not regular:
         raise InputError(f"{file}: no regular file, wanted a config.json")
     beside = file.with_name(QUANTISATION)
+    _refuse_dangling(beside)
     quantised = _load(beside) if file.name == "config.json" and beside.is_file() else None
     layers, remarks = layers_of(_load(file), str(file), quantised)
     return ConfigModel(_name(file.absolute()), layers, remarks)
+
+
+def _refuse_dangling(file: Path) -> None:
+    """Raise InputError for a link to a file that is not there, as a Hugging Face cache without its blobs has them."""
+    if dangling(file):
+        model = _name(file.absolute())
+        again = f". Download it again: hf download {model} {file.name}" if "/" in model else ""
+        raise InputError(f"{file}: a link to '{file.readlink()}', which is not there{again}")
 
 
 def layers_of(

@@ -15,7 +15,7 @@ from ...artifacts.records.problem import Op
 from .catalogue import DEFAULT, catalogue, find, nearest_ids
 from .hf_config import SHARED, read_model
 from .layer import ExpertLayer, LayerShard
-from .names import cached_config, from_url, republished
+from .names import cached_config, dangling, from_url, republished
 from .quant_config import PLAIN
 from .spec import MAX_NAME, SHAPE, SpecOptions, parse_options, parse_shape, words
 
@@ -218,10 +218,12 @@ def _find(word: str, base: Path) -> _Meaning:
         return _Meaning(config.name, config.layers, config.remarks)
     if word.lower().startswith("shape"):
         raise InputError(f"'{word}': a shape is written {_SHAPE}")
-    if cached := cached_config(word):
+    cached, name = cached_config(word), republished(word)
+    match = find(name) if name else None
+    if cached and not (match and dangling(cached)):
         config = read_model(cached)
         return _Meaning(config.name, config.layers, (f"'{word}' is read from {cached}", *config.remarks))
-    if (name := republished(word)) and (match := find(name)):
+    if match:
         told = f"'{word}' is taken to have the sizes of {match.id}; its own format is not known here: weights= names it"
         return _Meaning(match.id, match.layers, (told,))
     near = " or ".join(f"'{one}'" for one in nearest_ids(word))

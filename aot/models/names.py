@@ -44,6 +44,8 @@ def republished(word: str) -> str | None:
 def cached_config(word: str, environ: Mapping[str, str] = os.environ) -> Path | None:
     """The config.json of ``org/model`` in the Hugging Face cache: of the revision that ``main`` is, else the newest.
 
+    If none can be read, a link to a blob that is not there, if there is one: reading it says what to do.
+
     Where that cache is: huggingface_hub's environment variables reference (HF_HUB_CACHE, HF_HOME, XDG_CACHE_HOME).
     """
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", word):
@@ -58,10 +60,16 @@ def cached_config(word: str, environ: Mapping[str, str] = os.environ) -> Path | 
         wanted = snapshots / _revision(main) / "config.json" if main.is_file() else None
         if wanted is not None and wanted.is_file():
             return wanted
-        found = [one for one in snapshots.glob("*/config.json") if one.is_file()]
-        return max(found, key=lambda one: one.stat().st_mtime, default=None)
+        every = sorted(one / "config.json" for one in snapshots.iterdir())  # a glob passes dangling links over
+        found = [one for one in every if one.is_file()]
+        return max(found, key=lambda one: one.stat().st_mtime, default=next(filter(dangling, every), None))
     except (OSError, RuntimeError, ValueError):
         return None
+
+
+def dangling(path: Path) -> bool:
+    """Whether it is a link to a file that is not there."""
+    return path.is_symlink() and not path.exists()
 
 
 def _revision(ref: Path) -> str:

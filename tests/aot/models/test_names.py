@@ -73,3 +73,31 @@ def test_a_model_in_the_cache(variable: str, tmp_path: Path, monkeypatch: pytest
     (model / "refs" / "main").unlink()
     assert cached_config("me/tuned") is not None
     assert cached_config("../tuned") is None
+
+
+def test_a_cache_without_its_blobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The snapshot's links are there, and what they point at is not: half copied, or half removed."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    blob = tmp_path / "models--me--tuned" / "blobs" / "0123"
+    folder = tmp_path / "models--me--tuned" / "snapshots" / "aaa"
+    for one in (blob, folder / "x"):
+        one.parent.mkdir(parents=True)
+    (folder / "config.json").symlink_to("../../blobs/0123")
+    again = r"a link to '../../blobs/0123', which is not there. Download it again: hf download me/tuned config.json"
+    for word in ("me/tuned", str(folder), str(folder / "config.json")):
+        with pytest.raises(InputError, match=rf"snapshots/aaa/config.json: {again}"):
+            load_models([word])
+    blob.write_text(json.dumps(CONFIG))
+    assert load_models(["me/tuned"]).shapes[0].name == "me/tuned"
+    # What says how the weights are quantised is missed, too.
+    (folder / "hf_quant_config.json").symlink_to("../../blobs/4567")
+    with pytest.raises(InputError, match=r"'../../blobs/4567', which is not there.*me/tuned hf_quant_config.json"):
+        load_models(["me/tuned"])
+
+
+def test_a_model_whose_sizes_are_known_needs_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "models--unsloth--Qwen3-30B-A3B-bnb-4bit" / "snapshots" / "aaa"
+    folder.mkdir(parents=True)
+    (folder / "config.json").symlink_to("../../blobs/0123")
+    assert load_models(["unsloth/Qwen3-30B-A3B-bnb-4bit"]).shapes[0].name == "Qwen/Qwen3-30B-A3B"
