@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+import warnings
 
 _NEEDED = ("click", "rich")  # without these not even --help works; the others are asked for where they are used
 
@@ -28,6 +29,7 @@ def main() -> int:
         print(f'aot needs the builder\'s packages ({", ".join(missing)} missing): pip install "pretuned[aot]"',
               file=sys.stderr)  # fmt: skip
         return 1
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch without it; nothing here needs it
     from .process.interrupts import interrupted, tidy_interrupts
 
     try:

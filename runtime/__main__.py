@@ -11,27 +11,61 @@ from typing import Any
 
 from ..artifacts.errors import PretunedError
 
+_INTERRUPTED = 130
 _READER_LEFT = 141  # 128 + SIGPIPE: what a shell says of a program whose reader (head, less) closed the pipe
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit code: 0 where each GPU has a usable bundle or there is no GPU, 141 without a reader, 1 otherwise."""
+    """Run the command line.
+
+    Returns
+    -------
+    int
+        0 if each GPU has a usable bundle or there is no GPU, 130 if interrupted, 141 if the reader of the output has
+        left, else 1.
+    """
+    try:
+        return _main(_parsed(arguments))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return _INTERRUPTED
+
+
+def _parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m pretuned.runtime",
-        description="Show what this machine would use, and why not: GPUs, driver, places, bundles.",
-        epilog="Examples: python -m pretuned.runtime; python -m pretuned.runtime --json | head -20. "
-        "Exit code 0 where a bundle would be used (--prove: where all was tested and nothing is wrong), or the machine "
-        "has no GPU; 141 where the reader of the output has left; 1 otherwise.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Show which bundles this machine uses, which it does not, and why: GPUs, driver, bundle search "
+        "path, bundles.",
+        epilog="examples:\n"
+        "  python -m pretuned.runtime\n"
+        "  python -m pretuned.runtime --vllm       # with vLLM's own Python\n"
+        "  python -m pretuned.runtime --prove      # once, on a new GPU model\n"
+        "  python -m pretuned.runtime --json | head -20\n\n"
+        "exit codes:\n"
+        "  0    every GPU has a bundle, or the machine has no GPU; --prove: all kernels are right\n"
+        "  1    a problem is listed\n"
+        "  130  interrupted\n"
+        "  141  the reader of the output has left",
     )
     engine = parser.add_mutually_exclusive_group()
     for name, called in (("vllm", "vLLM"), ("sglang", "SGLang")):
         engine.add_argument(f"--{name}", dest="engine", action="store_const", const=name,
-                            help=f"print whether {called} in this environment would use it")  # fmt: skip
+                            help=f"show whether {called} in this environment would use pretuned")  # fmt: skip
     engine.add_argument("--prove", action="store_true",
-                        help="run all code that was never run on this GPU's capability, in a process of its own, and "
-                        "leave out what is wrong")  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    given = parser.parse_args(arguments)
+                        help="test every kernel that was never run on this GPU's capability, in a process of its own; "
+                        "wrong ones are not used any more")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print JSON, and nothing else, on stdout")
+    parser.add_argument("--version", action="store_true", help="show pretuned's version")
+    return parser.parse_args(arguments)
+
+
+def _main(given: argparse.Namespace) -> int:
+    if given.version:
+        from importlib import metadata  # here, as an interrupt while this module is imported shows a traceback
+
+        print(f"pretuned {metadata.version('pretuned')}")
+        return 0
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch without it; nothing here needs it
         from .inspect import doctor, engines, prove  # imports torch

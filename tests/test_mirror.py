@@ -88,6 +88,7 @@ COVERED: dict[tuple[str, str], str] = {
     ("aot.measure", "job"): "aot/tune/test_tuner.py",
     ("aot.models", "layer spec"): "aot/models/test_load.py aot/models/test_hf_config.py",
     ("aot.pack", "image package wheel"): "aot/cli/test_pack.py",
+    ("aot.plan", "explained"): "aot/cli/test_explain.py",
     ("aot.plan", "families"): "aot/plan/test_plan.py",
     ("aot.process", "child orphan scratch"): "aot/compile/test_pool.py",
     ("aot.process", "gpus"): "aot/cli/test_tuning.py",

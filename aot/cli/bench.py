@@ -14,22 +14,25 @@ from ..process.output_file import check_image
 from . import completion
 from .echo import echo, tell
 from .exits import ENVIRONMENT, OK
-from .options import as_json, file_path, print_json, quiet, wanted_ops
+from .options import as_json, count_list, file_path, print_json, quiet, wanted_ops
 from .progress import Shown
 from .table import duration, table
 
 _TOKENS = "1,16,128,1024,8192"
-_MOST_TOKENS = 1 << 17
 
 
 @click.command()
 @click.option("--models", "-m", multiple=True, required=True, metavar="FILE|SPEC", shell_complete=completion.models,
-              help="The models to time, as for aot build; again for more.")  # fmt: skip
+              help="The models to time, as for aot build. Repeatable.")  # fmt: skip
 @click.option("--tokens", default=_TOKENS, show_default=True, metavar="LIST", help="Tokens of one step.")
-@click.option("--ops", metavar="LIST", help="Only some of forward, dX, dW.  [default: all; gradients from 1024 tokens]")
-@click.option("--plot", metavar="FILE", type=file_path, help="Draw the ratios into a .png or .svg. Needs matplotlib.")
+@click.option(
+    "--ops", metavar="LIST", help="Only some of the ops forward, dX, dW.  [default: all; gradients from 1024 tokens]"
+)
+@click.option(
+    "--plot", metavar="FILE", type=file_path, help="Draw the ratios into a .png or .svg file. Needs pretuned[plot]."
+)
 @click.option("--budget-ms", type=click.FloatRange(1, 10_000), default=60.0, show_default=True,
-              help="Time for each library in each cell.")  # fmt: skip
+              help="Milliseconds for each library in each cell.")  # fmt: skip
 @click.option("--device", hidden=True, type=click.Choice(["cuda", "cpu"]), default="cuda")
 @quiet
 @as_json
@@ -37,9 +40,9 @@ def bench(
     models: tuple[str, ...], tokens: str, ops: str | None, plot: Path | None, budget_ms: float, device: str,
     quiet: bool, as_json: bool,
 ) -> int:  # fmt: skip
-    """Time your model's products on this GPU, beside torch and whatever of vLLM, triton_kernels and DeepGEMM is here.
+    """Time a model's GEMMs on this GPU, compared with torch and, if installed, vLLM, triton_kernels and DeepGEMM.
 
-    In bf16, all in one process and in turns; each result is held against fp32 before it is timed. A library that
+    All run in bf16, in one process, in turns. Each result is compared with fp32 before it is timed. A library that
     refuses a shape is left out there, with its reason.
 
     \b
@@ -48,7 +51,7 @@ def bench(
       aot bench --models "Qwen/Qwen3-30B-A3B tp=2" --tokens 1,64,4096 --ops forward --plot bench.png
       aot bench --models "shape:E=8,H=1000,I=333,k=2" --json
     """
-    wanted, asked = _numbers(tokens), wanted_ops(ops)
+    wanted, asked = count_list("--tokens", tokens), wanted_ops(ops)
     shards = load_models(models, only=asked).shapes
     from ..compare.plot import check_available, kind_of
 
@@ -64,8 +67,8 @@ def bench(
         raise HostError("aot bench needs torch, which is not installed here") from None
     if device == "cuda" and not torch.cuda.is_available():
         raise HostError(
-            "no GPU that torch can use is here, and aot bench times one: run the same command on the machine that "
-            "serves the model (in a container, with --gpus all); python -m pretuned.runtime says what is amiss"
+            "aot bench needs a GPU that torch can use, and there is none here. Run the same command on the machine "
+            "that serves the model (in a container, with --gpus all). python -m pretuned.runtime shows what is wrong"
         )
     from ..compare.run import FIRST_OF_TRAINING, cells_of, compare
 
@@ -125,13 +128,3 @@ def _tell(found: Comparison) -> None:
     if without:
         tell([f"in {without} of {len(found.cells)} cells no bundle here has code for this GPU, and torch ran ours: "
               "python -m pretuned.runtime says what to build"])  # fmt: skip
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or not all(1 <= one <= _MOST_TOKENS for one in found):
-        raise InputError(f"--tokens {text}: wanted numbers of 1 to {_MOST_TOKENS}, such as {_TOKENS}")
-    return list(dict.fromkeys(found))

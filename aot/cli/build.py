@@ -45,8 +45,8 @@ from .tuning import TuneProgress, budget_and_gpus, check_executor, ordinals, tol
 })  # fmt: skip
 @what_to_build
 @click.option("--out", default=Path("bundles"), show_default=True, metavar="DIR",
-              type=directory(file_okay=True), help="Where the bundles go.")  # fmt: skip
-@click.option("--name", default=DEFAULT_NAME, show_default=True, help="The files are <name>-sm<NN>.msgpack.")
+              type=directory(file_okay=True), help="Directory of the bundles.")  # fmt: skip
+@click.option("--name", default=DEFAULT_NAME, show_default=True, help="The files are NAME-smNN.msgpack.")
 @workers
 @click.option(
     "--measure",
@@ -54,24 +54,24 @@ from .tuning import TuneProgress, budget_and_gpus, check_executor, ordinals, tol
     type=click.Choice(("auto", "no", "only")),
     default="auto",
     show_default=True,
-    help="auto: measure where this machine has the GPU; no: measure nothing, and model what no --journal FILE tells; "
-    "only: fail where it can't measure.",
+    help="auto: measure if this machine has the GPU. no: measure nothing; a cost model chooses where --journal FILE "
+    "has no times. only: fail if the GPU is not here.",
 )
 @click.option(
     "--journal",
     "-J",
     metavar="FILE",
     type=file_path,
-    help="What was measured, by aot measure or by this build, which goes on with it where it measures.  [default: "
-    "<name>-sm<NN>.journal beside the bundle]",
+    help="Measured times, of aot measure or of this build, which adds to them.  [default: NAME-smNN.journal beside the "
+    "bundle]",
 )
 @click.option("--candidates", metavar="FILE", type=file_path,
-              help="Variants that aot compile made: nothing is compiled.")  # fmt: skip
+              help="Choose among the variants of this file of aot compile; compile nothing.")  # fmt: skip
 @click.option("--configs", type=click.IntRange(4, CONFIG_LIMIT), default=CONFIG_LIMIT, show_default=True,
-              help="Ship at most so many configs an op and dtype: fewer are smaller and slower.")  # fmt: skip
+              help="Keep at most this many configs of each op and dtype. Fewer: a smaller, slower bundle.")  # fmt: skip
 @budget_and_gpus
-@click.option("--compile-all", is_flag=True, help="Compile also what ships compiled.")
-@click.option("--verbose", "-v", is_flag=True, help="Tell every variant that fails or is pruned, and why.")
+@click.option("--compile-all", is_flag=True, help="Compile everything, also what ships compiled.")
+@click.option("--verbose", "-v", is_flag=True, help="List every variant that fails or is pruned, with the reason.")
 @quiet
 @as_json
 def build(
@@ -81,11 +81,10 @@ def build(
     quiet: bool,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Compile the kernels that models need, one bundle per GPU capability, and measure them where the GPU is.
+    """Build bundles of the kernels that models need, one for each GPU capability, and measure them if the GPU is here.
 
-    What ships compiled is taken, the rest is compiled: without Triton a build is of what ships. Needs no GPU: without
-    one the choices are modelled. What is compiled or measured is kept: an interrupted build goes on where it was, and a
-    second one compiles and measures nothing.
+    Kernels that ship compiled are taken. Others are compiled, if a supported Triton is installed. No GPU is needed:
+    without one, a cost model chooses. Results are kept: repeat an interrupted build and it continues.
 
     \b
     Examples:
@@ -93,7 +92,7 @@ def build(
       aot build --models models.txt                      # for this machine's GPU
       aot build --models "mistralai/Mixtral-8x7B-v0.1 tp=1,2,4" --sm 9.0 --out /srv/bundles
       aot build --models "shape:E=64,H=2048,I=1024,k=8" --sm 120 --name mine
-      aot build --models /models/my-checkpoint --sm 90   # a folder with a config.json
+      aot build --models /models/my-checkpoint --sm 90   # a directory with a config.json
       aot build --models models.txt --budget 1h          # on a GPU machine: measure for an hour at most
       aot build --models models.txt --sm 90 --executor dask://scheduler:8786   # measure on a cluster
       aot build --models models.txt --sm 90 --candidates candidates.msgpack --journal h200.journal

@@ -12,35 +12,35 @@ from ..build.options import BuildOptions
 from .echo import echo, quoted, tell
 from .options import as_json, cache_of, file_path, load, print_json, quiet, what_to_build, workers
 from .progress import Progress
-from .table import duration, size
+from .table import duration, next_steps, size
 
 
 @click.command()
 @what_to_build
 @click.option("--out", "-o", default=Path("candidates.msgpack"), show_default=True, metavar="FILE",
-              type=file_path, help="Where the candidates go.")  # fmt: skip
+              type=file_path, help="File of the candidates.")  # fmt: skip
 @workers
 @click.option("--keep-pruned", is_flag=True,
-              help="Keep what takes too much, too: who has the file need not compile it to know.")  # fmt: skip
+              help="Keep variants that need too many resources, too, so that nobody compiles them again.")  # fmt: skip
 @click.option("--low-rank", is_flag=True,
-              help="With code that adds a LoRA adapter's part to bf16 products. Nothing measures it.")  # fmt: skip
-@click.option("--verbose", "-v", is_flag=True, help="Tell every variant that is no candidate, and why.")
+              help="Add bf16 kernels with a LoRA adapter inside. They are never measured.")  # fmt: skip
+@click.option("--verbose", "-v", is_flag=True, help="List every variant that is left out, with the reason.")
 @quiet
 @as_json
 def compile(
     models: tuple[str, ...], sm: str, ops: str | None, cache_dir: Path | None, no_cache: bool,
     out: Path, workers: int | None, keep_pruned: bool, low_rank: bool, verbose: bool, quiet: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    """Compile every candidate that models may run on, for aot measure on the machine that has the GPU.
+    """Compile all candidate kernels of models, for aot measure on a machine with the GPU.
 
-    Needs no GPU. The file is a bundle like any other, of more variants. One that is named FILE.msgpack.xz is pressed,
-    and may hold a bundle for each of several capabilities: FILE.msgpack.xz#sm80 is that for 8.0.
+    No GPU is needed. The file is a bundle with more variants. A file named *.msgpack.xz is compressed and can hold
+    bundles for several capabilities: FILE.msgpack.xz#sm80 names the one for sm_80.
 
     \b
     Examples:
       aot compile --models models.txt --sm 90 -o candidates.msgpack        # any machine with Triton
       aot compile --models models.txt --sm 80,86,89 -o candidates-sm80-sm86-sm89.msgpack.xz
-      aot measure candidates.msgpack --models models.txt --journal h200.journal   # the GPU's machine, no Triton
+      aot measure candidates.msgpack --models models.txt --journal h200.journal   # with the GPU, without Triton
       aot build --models models.txt --sm 90 --candidates candidates.msgpack --journal h200.journal
     """
     plan, sms, notes = load(models, sm, ops)
@@ -69,4 +69,4 @@ def compile(
             f"in {duration(one.seconds)}"
         )
     named = quoted(out) if len(sms) == 1 else f"{quoted(out)}#smNN"
-    echo(f"Next, where the GPU is:\n  aot measure {named} --models ... --journal FILE")
+    echo(next_steps(f"aot measure {named} --models ... --journal FILE", when=", where the GPU is"))

@@ -1,4 +1,4 @@
-"""What a shell completes of --models and --sm."""
+"""What a shell completes of --models, --sm, --gpu, and after aot help."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ from click.shell_completion import CompletionItem
 
 from ..models.catalogue import catalogue
 from ..plan.targets import known_names
+
+
+def verbs(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The verbs of the program."""
+    group = ctx.find_root().command
+    names = group.list_commands(ctx) if isinstance(group, click.Group) else []
+    return [CompletionItem(name) for name in names if name.startswith(incomplete)]
 
 
 def models(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -20,3 +27,8 @@ def capabilities(ctx: click.Context, parameter: click.Parameter, incomplete: str
     """The last of a list of capabilities, by number or by a GPU's name."""
     given, comma, last = incomplete.rpartition(",")
     return [CompletionItem(f"{given}{comma}{name}") for name in known_names() if name.startswith(last.lower())]
+
+
+def gpus(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """A GPU's name, or a capability."""
+    return [CompletionItem(name) for name in known_names() if name.startswith(incomplete.lower())]

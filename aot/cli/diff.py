@@ -25,11 +25,11 @@ _DIFFERENT = ENVIRONMENT  # 1, as git diff --exit-code says it
 @click.command()
 @click.argument("old", type=click.Path(), metavar="A")
 @click.argument("new", type=click.Path(), metavar="B")
-@click.option("--choices", "every", is_flag=True, help="Tell each choice that changed, not only each problem.")
-@click.option("--exit-code", is_flag=True, help="Exit with 1 if they differ, as git does; 0 otherwise.")
+@click.option("--choices", "every", is_flag=True, help="List every changed choice, not only every changed problem.")
+@click.option("--exit-code", is_flag=True, help="Exit with 1 if the bundles differ, else with 0, as git diff does.")
 @as_json
 def diff(old: str, new: str, every: bool, exit_code: bool, as_json: bool) -> int:
-    """Show what changed from bundle A to bundle B: models, problems, choices, variants, sizes.
+    """Compare bundle A with bundle B: models, problems, choices, variants, sizes.
 
     \b
     Examples:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import click
 
 from .echo import echo
@@ -15,25 +13,23 @@ from .versions import versions
 @click.command()
 @as_json
 def doctor(as_json: bool) -> int:
-    """Show what this machine would use, and why not: GPUs, drivers, bundles, and the builder's tools.
+    """Show which bundles this machine uses, and why not: GPUs, driver, bundles, and the builder's tools.
 
-    Exit code 0 where a bundle would be used, or the machine has no GPU; 1 otherwise.
+    Exit code 0 if every GPU has a bundle or the machine has no GPU, else 1.
 
     \b
     Examples:
       aot doctor
       aot doctor --json
     """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch without it; nothing here needs it
-        from ...runtime.inspect.doctor import examine  # imports torch, which takes seconds
+    from ...runtime.inspect.doctor import examine  # imports torch, which takes seconds
 
-        report = examine()
+    report = examine()
     if as_json:
         print_json({"builder": versions(), "runtime": report.to_dict()})
     else:
         echo(str(report))
         echo("\nbuilder")
         for name, value in versions().items():
-            echo(f"  {name}: {value}")
+            echo(f"  {name.replace('_', ' ')}: {value}")
     return OK if report.ok else ENVIRONMENT

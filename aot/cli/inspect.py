@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
@@ -10,7 +11,7 @@ import click
 from ...artifacts.files.bundle_file import open_bundle
 from ..bundle.inspect import contents
 from .echo import echo
-from .options import as_json, print_json
+from .options import as_json, bundle_files, print_json
 from .table import facts, size, table
 
 _MODELS = 6  # named in the summary
@@ -18,33 +19,40 @@ _DIGITS = 12  # of a digest
 
 
 @click.command()
-@click.argument("bundle", type=click.Path())
+@click.argument("bundles", nargs=-1, required=True, type=click.Path(), metavar="BUNDLE...")
 @click.option("--models", is_flag=True, help="List the models that it was built for.")
 @click.option("--variants", is_flag=True, help="List its kernels and variants.")
 @click.option("--choices", is_flag=True, help="List the choice of every problem and bucket.")
 @as_json
-def inspect(bundle: str, models: bool, variants: bool, choices: bool, as_json: bool) -> None:
-    """Show what a bundle holds: for which GPUs and models; its variants and choices where they are asked for.
+def inspect(bundles: tuple[str, ...], models: bool, variants: bool, choices: bool, as_json: bool) -> None:
+    """Show what bundles hold: GPUs and models; on request every variant and choice.
+
+    BUNDLE is a file, or a directory of bundles.
 
     \b
     Examples:
+      aot inspect bundles
       aot inspect bundles/pretuned-sm90.msgpack
       aot inspect bundles/pretuned-sm90.msgpack --models --variants
       aot inspect bundles/pretuned-sm90.msgpack --choices
       aot inspect bundles/pretuned-sm90.msgpack --json
     """
-    with open_bundle(bundle) as opened:
-        found = contents(opened, choices=choices)
+    found = []
+    for path in bundle_files(bundles):
+        with open_bundle(path) as opened:
+            found.append(contents(opened, choices=choices))
     if as_json:
-        print_json(found)
+        several = len(bundles) > 1 or os.path.isdir(bundles[0])  # noqa: PTH112 - Path.is_dir raises for some paths
+        print_json(found if several else found[0])
         return
-    echo(facts(_summary(found)))
     wanted = {"models": models, "kernels": variants, "variants": variants, "choices": choices}
-    for title in (name for name, asked in wanted.items() if asked):
-        rows = found.get(title)
-        if isinstance(rows, list) and rows:
-            echo(f"\n{title}")
-            echo(table(list(rows[0]), [[_shown(cell) for cell in row.values()] for row in rows]))
+    for place, one in enumerate(found):
+        echo(("\n" if place else "") + facts(_summary(one)))
+        for title in (name for name, asked in wanted.items() if asked):
+            rows = one.get(title)
+            if isinstance(rows, list) and rows:
+                echo(f"\n{title}")
+                echo(table(list(rows[0]), [[_shown(cell) for cell in row.values()] for row in rows]))
 
 
 def _summary(found: dict[str, Any]) -> list[tuple[str, object]]:

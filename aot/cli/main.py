@@ -9,11 +9,12 @@ from typing import Any
 
 import click
 
+from . import completion
 from .exits import OK, guarded, quiet_without_reader
 
 _SECTIONS = {  # as --help lists them
     "Build": ("build", "plan", "compile", "measure"),
-    "Look": ("bench", "models", "inspect", "report", "doctor"),
+    "Look": ("explain", "bench", "models", "inspect", "report", "doctor"),
     "Change": ("merge", "prune", "pack"),
     "Check": ("verify", "sign", "diff"),
 }
@@ -33,9 +34,11 @@ class _Verbs(click.Group):
             return super().invoke(ctx)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_VERBS)
+        return [*_VERBS, "help"]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name == "help":
+            return _help
         if cmd_name not in _VERBS:
             return None
         module = importlib.import_module(f".{cmd_name}", __package__)
@@ -51,11 +54,25 @@ class _Verbs(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] not in _VERBS and not args[0].startswith("-"):
+        if args and args[0] not in (*_VERBS, "help") and not args[0].startswith("-"):
             near = difflib.get_close_matches(args[0].lower(), (*_VERBS, "help", "--version"), n=1, cutoff=0.6)
             hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(_VERBS)}"
             raise click.UsageError(f"no verb '{args[0]}'; {hint}", ctx)
         return super().resolve_command(ctx, args)
+
+
+@click.command("help")
+@click.argument("verb", required=False, metavar="[VERB]", shell_complete=completion.verbs)
+@click.pass_context
+def _help(ctx: click.Context, verb: str | None) -> None:
+    """Show the help of a verb, or of aot."""
+    parent = ctx.find_root()
+    if verb is None:
+        click.echo(parent.get_help())
+        return
+    name, command, _ = _Verbs.resolve_command(aot, parent, [verb])  # type: ignore[arg-type]
+    assert command is not None
+    click.echo(command.get_help(click.Context(command, info_name=name, parent=parent)))
 
 
 def _show_version(as_json: bool) -> None:
@@ -68,32 +85,34 @@ def _show_version(as_json: bool) -> None:
         print_json(facts)
         return
     width = max(map(len, facts))
-    click.echo("\n".join(f"{name:<{width}}  {value}" for name, value in facts.items()))
+    click.echo("\n".join(f"{name.replace('_', ' '):<{width}}  {value}" for name, value in facts.items()))
 
 
 @click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]}, no_args_is_help=False,
              invoke_without_command=True)  # fmt: skip
-@click.option("--version", is_flag=True, help="Show the versions that matter, and the compile cache's place.")
+@click.option("--version", is_flag=True, help="Show all versions, and the directory of the compile cache.")
 @click.option("--json", "as_json", is_flag=True, help="With --version: print JSON, and nothing else, on stdout.")
-@click.option(_DEBUG, is_flag=True, expose_value=False, help="Show tracebacks. May stand after the verb too.")
+@click.option(_DEBUG, is_flag=True, expose_value=False, help="Show tracebacks. It can follow the verb, too.")
 @click.pass_context
 def aot(ctx: click.Context, version: bool, as_json: bool) -> None:
-    """Compile MoE grouped-GEMM kernels ahead of time, into bundles that start instantly.
+    """Tune and compile MoE grouped-GEMM kernels ahead of time, into bundles that a process loads at once.
 
     \b
     Examples:
       aot build --models models.txt --sm 80,90
       aot build --models "Qwen/Qwen3-30B-A3B tp=1,2" --sm 90
-      aot plan --models models.txt --sm 90
-      aot verify bundles/*.msgpack
+      aot explain Qwen/Qwen3-30B-A3B --gpu h100
+      aot verify bundles
+      aot help build                  # options and examples of a verb
 
     \b
-    aot help VERB, or aot VERB --help, tells of one verb.
-
-    \b
-    Exit codes: 0 ok, 1 the environment (disk, GPU, packages), 2 the input
-    (options, models, bundles), 130 interrupted, 141 the reader of the output
-    has left. An error is text on stderr, with --json too: stdout is empty then.
+    Exit codes:
+      0    ok
+      1    the environment: disk, GPU, packages
+      2    the input: options, models, bundles
+      130  interrupted
+      141  the reader of the output has left
+    Errors are text on stderr. With --json, stdout is then empty.
     """
     if version:
         _show_version(as_json)
@@ -107,8 +126,6 @@ def aot(ctx: click.Context, version: bool, as_json: bool) -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run a command line; returns its exit code."""
     given = [argument for argument in arguments if argument != _DEBUG]
-    if given[:1] == ["help"]:  # aot help build
-        given = [*given[1:], "--help"]
 
     def command() -> int:
         code = aot.main(given, prog_name="aot", standalone_mode=False)

@@ -19,6 +19,7 @@ from ..tune.parts import part_of
 from ..tune.tuner import Entrants
 from .echo import echo, quoted
 from .options import as_json, file_path, models, ops, print_json, quiet, wanted_ops
+from .table import next_steps
 from .tuning import HowMuch, TuneProgress, budget_and_gpus, check_executor, how_much, ordinals, told, tune
 
 
@@ -27,7 +28,7 @@ from .tuning import HowMuch, TuneProgress, budget_and_gpus, check_executor, how_
 @models
 @ops
 @click.option("--journal", "-J", required=True, metavar="FILE", type=file_path,
-              help="Where every result is kept at once. Made, or gone on with.")  # fmt: skip
+              help="File of the results, which are written at once. An existing one is continued.")  # fmt: skip
 @budget_and_gpus
 @how_much
 @quiet
@@ -36,15 +37,14 @@ def measure(
     candidates: Path | None, models: tuple[str, ...], ops: str | None, journal: Path, budget: float | None,
     gpus: str | None, executor: str | None, how: HowMuch, quiet: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    """Measure candidates on this machine's GPUs, or a cluster's, into a journal. Needs no Triton and no compiler.
+    """Measure candidate kernels on this machine's GPUs, or on a cluster's, into a journal. Needs no Triton.
 
-    CANDIDATES is a file of aot compile's; those that ship for this machine's GPU where none is named.
-
-    Stopped, killed or out of time, the same command goes on where it was.
+    CANDIDATES is a file of aot compile; without it, the candidates that ship for this GPU are measured. If the command
+    is stopped, killed or out of time, repeat it to continue.
 
     \b
     Examples:
-      aot measure --models models.txt --journal h200.journal    # of the candidates that ship
+      aot measure --models models.txt --journal h200.journal    # the shipped candidates
       aot measure candidates.msgpack --models models.txt --journal h200.journal
       aot measure candidates.msgpack --models models.txt --journal h200.journal --budget 1h --gpus 0,1
       aot measure candidates.msgpack --models models.txt --journal h200.journal --executor dask://scheduler:8786
@@ -76,4 +76,4 @@ def measure(
     if quiet:
         return
     named = "" if candidates is None else f"--candidates {quoted(candidates)} "
-    echo(f"Next:\n  aot build --models ... --sm {outcome.sm} {named}--journal {quoted(journal)}")
+    echo(next_steps(f"aot build --models ... --sm {outcome.sm} {named}--journal {quoted(journal)}"))

@@ -24,14 +24,14 @@ from .table import size, table
 @click.command()
 @click.argument("bundles", nargs=-1, required=True, type=click.Path(), metavar="A B [C ...]")
 @click.option("--out", "-o", required=True, metavar="FILE", type=file_path,
-              help="Where the merged bundle goes; may be one of the inputs.")  # fmt: skip
-@click.option("--conflicts", "every", is_flag=True, help="Tell each cell that the bundles see differently.")
+              help="File of the merged bundle. It can be one of the inputs.")  # fmt: skip
+@click.option("--conflicts", "every", is_flag=True, help="List every cell in which the bundles differ.")
 @as_json
 def merge(bundles: tuple[str, ...], out: Path, every: bool, as_json: bool) -> None:
-    """Make one bundle of several for the same GPU capability: the best choice for each problem, bucket and GPU.
+    """Merge bundles of one GPU capability: the best choice for each problem, bucket and GPU.
 
-    Measured beats modelled, then the later kernel revision wins, then the lower time. What was measured on different
-    GPUs is all kept: a GPU runs its own choices. The order does not matter. What no choice uses is dropped.
+    A measured choice wins over a modelled one, then the later kernel revision, then the lower time. Choices measured on
+    different GPUs are all kept: each GPU runs its own. The order does not matter. Unused variants are dropped.
 
     \b
     Examples:

@@ -14,9 +14,9 @@ from .table import table
 @click.argument("text", required=False)
 @as_json
 def models(text: str | None, as_json: bool) -> None:
-    """List the models that are known by name; with TEXT only those whose name has it.
+    """List the models that are known by name, or those whose name contains TEXT.
 
-    Any other model can be given by its config.json, its folder, or shape:E=..,H=..,I=..,k=..
+    Any other model is given by its config.json, its directory, or shape:E=..,H=..,I=..,k=..
 
     \b
     Examples:

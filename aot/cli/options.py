@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +13,9 @@ from typing import Any, TypeVar
 import click
 
 from ...artifacts.errors import HostError, InputError
+from ...artifacts.files.packed import SUFFIX as PACKED
 from ...artifacts.records.problem import Op
+from ...runtime.dispatch.places import SUFFIX
 from ..compile.cache import CompileCache, default_dir
 from ..models.load import load_models
 from ..plan.plan import BuildPlan, built_of_codes, plan, planned_on, unaligned, without_code
@@ -20,18 +24,19 @@ from ..process.gpus import is_stub, native_sm
 from . import completion
 
 F = TypeVar("F", bound=Callable[..., Any])
+_MOST_TOKENS = 1 << 17
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, and nothing else, on stdout.")
 quiet = click.option(
-    "--quiet", "-q", is_flag=True, help="Show no progress, notes or advice: the result alone, a line each."
+    "--quiet", "-q", is_flag=True, help="Print only the results, one a line: no progress, notes or advice."
 )
 models = click.option(
     "--models", "-m", "models", multiple=True, metavar="FILE|SPEC", shell_complete=completion.models,
-    help="A models.txt, or one spec with its options in quotes. May be given several times.",
+    help="A models.txt, or one model spec in quotes. Repeatable.",
 )  # fmt: skip
-ops = click.option("--ops", default=None, metavar="LIST", help="Only these: forward, dX, dW.  [default: all]")
+ops = click.option("--ops", default=None, metavar="LIST", help="Only some of the ops forward, dX, dW.  [default: all]")
 workers = click.option(
-    "--workers", "-j", type=click.IntRange(1, 1024), help="Compile this many at a time.  [default: the cores]"
+    "--workers", "-j", type=click.IntRange(1, 1024), help="Compile this many variants at a time.  [default: one a core]"
 )
 
 
@@ -61,16 +66,26 @@ def what_to_build(function: F) -> F:
         (
             models,
             click.option("--sm", default="native", metavar="LIST", shell_complete=completion.capabilities,
-                         help="GPU capabilities: 80,90 or sm_90, 9.0, h100 or native.  [default: this machine's GPU]"),
+                         help="GPU capabilities: 80,90, sm_90, 9.0 or h100.  [default: this machine's GPU]"),
             ops,
             click.option("--cache-dir", type=directory(file_okay=False), metavar="DIR",
-                         help="Where compiled variants are kept.  [default: as aot --version shows]"),
-            click.option("--no-cache", is_flag=True, help="Compile all anew, keep nothing for the next run."),
-            click.argument("rest", nargs=-1, callback=_refuse_rest, expose_value=False),
+                         help="Directory of compiled variants.  [default: aot --version shows it]"),
+            click.option("--no-cache", is_flag=True, help="Compile everything anew and keep nothing."),
+            click.argument("rest", cls=_Rest, nargs=-1, callback=_refuse_rest, expose_value=False),
         )
     ):  # fmt: skip
         function = option(function)
     return function
+
+
+class _Rest(click.Argument):
+    """Words that no option takes: no help shows them."""
+
+    def get_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return []
+
+    def get_help_record(self, ctx: click.Context) -> None:
+        return None
 
 
 def _refuse_rest(ctx: click.Context, parameter: click.Parameter, values: Sequence[str]) -> None:
@@ -137,6 +152,49 @@ def wanted_ops(text: str | None) -> tuple[Op, ...]:
         raise InputError(f"--ops {text}: {got}; wanted some of {', '.join(op.value for op in Op)}")
     wanted = {by_name[name.lower()] for name in names}
     return tuple(op for op in Op if op in wanted)
+
+
+def bundle_files(paths: Sequence[str], *, packed: bool = False) -> tuple[str, ...]:
+    """The files that arguments name: a directory stands for the bundles in it.
+
+    ``packed``: files that hold several (``.msgpack.xz``), too.
+
+    Raises
+    ------
+    InputError
+        for a directory without bundles.
+    HostError
+        for one that can't be listed.
+    """
+    kinds = (SUFFIX, PACKED) if packed else (SUFFIX,)
+    found: list[str] = []
+    for path in paths:
+        if not os.path.isdir(path):  # noqa: PTH112 - Path.is_dir raises for some paths
+            found.append(path)
+            continue
+        try:
+            names = sorted(os.listdir(path))  # noqa: PTH208 - names are enough
+        except OSError as error:
+            raise HostError(f"can't list the directory '{path}': {error.strerror}") from error
+        inside = [name for name in names if name.endswith(kinds) and not name.startswith(".")]
+        if not inside:
+            raise InputError(f"'{path}' is a directory without bundles (*{SUFFIX}): name another one, or files")
+        found += [os.path.join(path, name) for name in inside]  # noqa: PTH118 - as the path was given
+    return tuple(found)
+
+
+def count_list(option: str, text: str) -> list[int]:
+    """``1,16,128`` -> the numbers, each once.
+
+    Raises
+    ------
+    InputError
+        for anything else.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"[0-9]{1,9}", part) and 1 <= int(part) <= _MOST_TOKENS for part in parts):
+        raise InputError(f"{option} {text}: wanted numbers from 1 to {_MOST_TOKENS}, e.g. 1,16,128")
+    return list(dict.fromkeys(map(int, parts)))
 
 
 def cache_of(cache_dir: Path | None, no_cache: bool) -> CompileCache | None:

@@ -13,35 +13,36 @@ from ..pack.wheel import check_name, file_name, wheel
 from ..process.output_dir import check_writable
 from ..process.output_file import check_wheel
 from .echo import echo, quoted, tell_one
-from .options import as_json, directory, print_json
-from .table import size
+from .options import as_json, bundle_files, directory, print_json
+from .table import next_steps, size
 
 
 @click.command()
 @click.argument("bundles", nargs=-1, required=True, type=click.Path(), metavar="BUNDLE...")
 @click.option("--wheel", "wheels", type=directory(file_okay=False), metavar="DIR",
-              help="Write a wheel into this directory. Installed, the runtime finds its bundles.")  # fmt: skip
+              help="Write a wheel into this directory. Once installed, the runtime finds its bundles.")  # fmt: skip
 @click.option("--oci", type=directory(file_okay=False), metavar="DIR",
-              help="Write an OCI image layout: one layer, /opt/pretuned/bundles. Other tags of DIR stay.")  # fmt: skip
+              help="Write an OCI image layout with /opt/pretuned/bundles. Other tags of the layout stay.")  # fmt: skip
 @click.option("--dir", "folder", type=directory(file_okay=False), metavar="DIR",
-              help="Write the bundles as files, with modes that the runtime accepts.")  # fmt: skip
+              help="Write the bundles as files, with permissions that the runtime accepts.")  # fmt: skip
 @click.option("--name", default="pretuned-bundles", show_default=True, help="The package's name.")
-@click.option("--version", default="1.0", show_default=True, help="The package's version, and the image's tag.")
+@click.option("--version", default="1.0", show_default=True, help="The package's version, which is the image's tag.")
 @click.option("--arch", type=click.Choice(ARCHITECTURES), default=ARCHITECTURES[0], show_default=True,
-              help="The machine that the image says it is for; bundles are the same for all.")  # fmt: skip
+              help="The architecture in the image's record. The bundles are the same for all.")  # fmt: skip
 @as_json
 def pack(
     bundles: tuple[str, ...], wheels: Path | None, oci: Path | None, folder: Path | None, name: str, version: str,
     arch: str, as_json: bool,
 ) -> None:  # fmt: skip
-    """Make bundles ready to ship: a wheel for pip, an image for COPY --from, or a directory.
+    """Pack bundles to ship them: a wheel for pip, an image for COPY --from, or a directory.
 
-    Each bundle is checked whole first. The same input gives the same bytes, and the same image digest.
+    BUNDLE is a file, or a directory of bundles. Each is verified first. The same input gives the same bytes and the
+    same image digest. If the command is interrupted, repeat it.
 
     \b
     Examples:
-      aot pack bundles/*.msgpack --wheel dist --name acme-bundles --version 1.0
-      aot pack bundles/*.msgpack --oci image --version 2026.11
+      aot pack bundles --wheel dist --name acme-bundles --version 1.0
+      aot pack bundles --oci image --version 2026.11
       aot pack bundles/*.msgpack --dir /opt/pretuned/bundles
     """
     if not (wheels or oci or folder):
@@ -50,12 +51,13 @@ def pack(
         check_writable(wheels, "--wheel DIR")
     if oci:
         check_layout(oci)
-    packed = contents(bundles, name, version)
+    packed = contents(bundle_files(bundles), name, version)
     found: dict[str, object] = {
         "name": name, "version": version, "targets": list(packed.targets),
         "bundles": [{"file": one.file, "sha256": one.sha256, "size_bytes": len(one.data)} for one in packed.items],
     }  # fmt: skip
     lines: list[str] = []
+    steps: list[str] = []
     notes: list[str] = []
 
     def note(text: str) -> None:
@@ -69,17 +71,19 @@ def pack(
         check_wheel(path)
         publish(path, data)
         found["wheel"] = {"path": str(path), "size_bytes": len(data)}
-        lines.append(f"wheel  {path}, {size(len(data))}: pip install {quoted(path)}")
+        lines.append(f"wheel  {path}, {size(len(data))}")
+        steps.append(f"pip install {quoted(path)}")
     if oci:
         digest = write_image(oci, packed, arch, note)
         image = f"{oci}:{tag(packed)}"
         found["oci"] = {"path": str(oci), "tag": tag(packed), "digest": digest}
-        push = f"skopeo copy oci:{quoted(Path(image))} docker://REGISTRY/{repository(packed)}"
-        lines.append(f"image  {image}, {digest[:19]} (--json has it whole): {push}")
+        lines.append(f"image  {image}, {digest[:19]} (--json has it whole)")
+        steps.append(f"skopeo copy oci:{quoted(Path(image))} docker://REGISTRY/{repository(packed)}:{tag(packed)}")
     if folder:
         write_directory(folder, packed, note)
         found["dir"] = {"path": str(folder)}
         lines.append(f"files  {folder}")
+        steps.append(f"export PRETUNED_BUNDLES={quoted(folder.resolve())}")
     if as_json:
         print_json({**found, "notes": notes})
         return
@@ -87,3 +91,4 @@ def pack(
     count = f"{len(packed.items)} bundle{'s'[: len(packed.items) != 1]}"
     echo(f"{count}, {total}, for {', '.join(packed.targets)}")
     echo("\n".join(lines))
+    echo(next_steps(*steps))

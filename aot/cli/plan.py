@@ -22,7 +22,7 @@ _SHOWN = 8  # names of models in the summary
 
 @click.command()
 @what_to_build
-@click.option("--problems", is_flag=True, help="List every problem, and the models that have it.")
+@click.option("--problems", is_flag=True, help="List every problem, and the models that need it.")
 @quiet
 @as_json
 def plan(
@@ -35,7 +35,7 @@ def plan(
     quiet: bool,
     as_json: bool,
 ) -> None:
-    """Show what aot build would do, without doing it: problems, variants, expected time and size.
+    """Show what aot build would do: problems, variants, expected time and size. Nothing is built.
 
     \b
     Examples:
@@ -60,9 +60,9 @@ def plan(
         "for",
         "problems",
         "choices",
-        "variants that ship",
+        "shipped variants",
         "to compile",
-        "of these cached",
+        "cached",
         "expected time",
         "expected size",
     )
@@ -79,8 +79,8 @@ def _tell_of(shards: Sequence[LayerShard]) -> None:
         formats.setdefault(one.name, {}).update(dict.fromkeys(one.built_in))
     names = [f"{name} ({', '.join(row)})" for name, row in formats.items()]
     some = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-    told = "Time and size are estimates. Nothing was built; aot build with the same options does it."
-    echo(f"\n{paragraph(f'Of {some}; --problems lists what is built of which. {told}')}")
+    told = "Time and size are estimates. Nothing was built: aot build with the same options builds it."
+    echo(f"\n{paragraph(f'For {some}; --problems lists all. {told}')}")
 
 
 def _show_problems(planned: BuildPlan, shards: Sequence[LayerShard]) -> None:

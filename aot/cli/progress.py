@@ -84,7 +84,7 @@ class Progress:
     def __init__(self, quiet: bool, verbose: bool, notes: bool = True) -> None:
         self._verbose, self._shown = verbose, Shown("compiling", quiet, notes)
         self._total = self._done = self._shipped = self._cached = self._failed = 0
-        self._begun = time.monotonic()
+        self._begun, self._started = time.monotonic(), False
 
     def observers(self, tune: TuneObservers | None = None) -> Observers:
         """To hand to ``build``; ``tune`` shows the measuring."""
@@ -103,8 +103,7 @@ class Progress:
         self._shown.stop()
 
     def _start(self, total: int) -> None:
-        self._total, self._begun = total, time.monotonic()
-        self._shown.start(total)
+        self._total, self._begun, self._started = total, time.monotonic(), False
 
     def _result(self, result: CompileResult) -> None:
         self._done += 1
@@ -115,6 +114,9 @@ class Progress:
             self._shown.say(f"failed: {result.reason}")
         if result.cached or result.shipped:
             return
+        if not self._started:  # no bar where nothing is compiled
+            self._started = True
+            self._shown.start(self._total)
         left = self._total - self._done
         left_s = (time.monotonic() - self._begun) / (self._done - self._cached - self._shipped) * left
         counts = (("shipped", self._shipped), ("cached", self._cached), ("failed", self._failed))

@@ -24,15 +24,15 @@ from .table import size, table
 @click.command()
 @click.argument("bundle", type=click.Path())
 @click.option("--models", "-m", multiple=True, required=True, metavar="FILE|SPEC", shell_complete=completion.models,
-              help="The models to keep, as for aot build; again for more.")  # fmt: skip
-@click.option("--ops", metavar="LIST", help="Keep only some of forward, dX, dW.  [default: all]")
+              help="The models to keep, as for aot build. Repeatable.")  # fmt: skip
+@click.option("--ops", metavar="LIST", help="Keep only some of the ops forward, dX, dW.  [default: all]")
 @click.option("--out", "-o", required=True, metavar="FILE", type=file_path,
-              help="Where the smaller bundle goes; may be the bundle itself.")  # fmt: skip
+              help="File of the smaller bundle. It can be the bundle itself.")  # fmt: skip
 @as_json
 def prune(bundle: str, models: tuple[str, ...], ops: str | None, out: Path, as_json: bool) -> None:
-    """Cut a bundle down to some models: their problems and buckets, and the fallbacks for any other shape.
+    """Reduce a bundle to some models: their problems and buckets, and the fallbacks for any other shape.
 
-    Choices and times stay as they are; variants that nothing uses any more are dropped.
+    Choices and times stay as they are. Variants that nothing uses any more are dropped.
 
     \b
     Examples:

@@ -15,7 +15,7 @@ from ..plan.plan import plan
 from ..process.output_file import check_page, is_bundle, write_page
 from . import completion
 from .echo import echo, tell
-from .options import as_json, file_path, print_json, wanted_ops
+from .options import as_json, bundle_files, file_path, print_json, wanted_ops
 from .table import size
 
 
@@ -34,22 +34,22 @@ def _uncollected() -> Iterator[None]:
 @click.command()
 @click.argument("source", metavar="BUNDLE-OR-JOURNAL")
 @click.option("--out", "-o", default=Path("report.html"), show_default=True, metavar="FILE",
-              type=file_path, help="Where the page goes.")  # fmt: skip
+              type=file_path, help="File of the page.")  # fmt: skip
 @click.option("--journal", "journals", multiple=True, metavar="FILE", type=file_path,
-              help="What measuring found, beside a bundle's choices; again for more.")  # fmt: skip
+              help="Show the times of this journal, too. Repeatable.")  # fmt: skip
 @click.option("--candidates", metavar="BUNDLE", type=click.Path(),
-              help="The bundle that was measured: names the variants of a journal.")  # fmt: skip
+              help="The bundle that was measured, which names the variants of a journal.")  # fmt: skip
 @click.option("--models", "-m", multiple=True, metavar="FILE|SPEC", shell_complete=completion.models,
-              help="What should be there, as for aot build: the rest is shown as missing.")  # fmt: skip
-@click.option("--ops", metavar="LIST", help="With --models: only some of forward, dX, dW.  [default: all]")
+              help="The models to cover, as for aot build. What they lack is shown as missing.")  # fmt: skip
+@click.option("--ops", metavar="LIST", help="With --models: only some of the ops forward, dX, dW.  [default: all]")
 @as_json
 def report(
     source: str, out: Path, journals: tuple[Path, ...], candidates: str | None, models: tuple[str, ...],
     ops: str | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Write one HTML page: how fast each problem is, against the GPU's limits, the model and torch.
+    """Write an HTML page: how fast each problem is, compared with the GPU's limits, the cost model and torch.
 
-    The page loads nothing from anywhere: it can be mailed, kept and printed. Its cells can be filtered and sorted.
+    The page is one file that loads nothing else. Its table can be filtered, sorted and printed.
 
     \b
     Examples:
@@ -61,12 +61,16 @@ def report(
     from ..report.page import headline, page
     from ..report.sources import read
 
+    (source, *more) = bundle_files([source])
+    if more:
+        folder = Path(source).parent
+        raise InputError(f"'{folder}' holds {1 + len(more)} bundles and a report is of one: name it, e.g. {source}")
     for path in (Path(source), *journals, *([Path(candidates)] if candidates else ())):
         if not path.exists():
             raise InputError(f"'{path}': no such file; wanted a bundle or a journal")
     check_page(out)
     if ops and not models:
-        raise click.UsageError("--ops says which ops of --models are wanted; give --models too")
+        raise click.UsageError("--ops needs --models: it selects ops of these models")
     wanted = plan(load_models(models, only=wanted_ops(ops)).shapes) if models else None
     with _uncollected():
         sheet = read(source, is_bundle(Path(source)), journals, candidates, wanted)

@@ -12,29 +12,28 @@ from ...artifacts.names import printable
 from ..bundle.sign import check_signable, private_key, seen_by_others
 from ..bundle.sign import sign as sign_bundle
 from .echo import echo, tell
-from .options import as_json, print_json
+from .options import as_json, bundle_files, print_json
 
 
 @click.command()
-@click.argument("bundles", nargs=-1, required=True, type=click.Path())
+@click.argument("bundles", nargs=-1, required=True, type=click.Path(), metavar="BUNDLE...")
 @click.option("--key", required=True, metavar="PRIVATE.pem", type=click.Path(),
-              help="An Ed25519 key, as openssl or ssh-keygen make it. A password is asked for.")  # fmt: skip
+              help="An Ed25519 key of openssl or ssh-keygen. Its password is asked for.")  # fmt: skip
 @as_json
 def sign(bundles: tuple[str, ...], key: str, as_json: bool) -> None:
-    """Sign bundles: each is checked whole, and gets BUNDLE.sig beside it.
+    """Sign bundles: verify each and write BUNDLE.sig beside it.
 
-    Of a file that holds several each gets its own, as in FILE.msgpack.xz#sm80.sig.
-
-    With PRETUNED_TRUSTED_KEYS=DIR the runtime uses bundles alone that a public key in DIR has signed. A key is made
-    with openssl genpkey -algorithm ed25519 -out private.pem, its public one with
-    openssl pkey -in private.pem -pubout -out release.pem.
+    BUNDLE is a file, or a directory of bundles. If PRETUNED_TRUSTED_KEYS=DIR is set, the runtime uses only bundles that
+    were signed with a key whose public part is in DIR.
 
     \b
     Examples:
-      aot sign bundles/*.msgpack --key private.pem
+      openssl genpkey -algorithm ed25519 -out private.pem          # makes a key
+      openssl pkey -in private.pem -pubout -out release.pem        # its public part
+      aot sign bundles --key private.pem
       aot verify bundles/*.msgpack --key release.pem
     """
-    wanted = [one for path in bundles for one in members(path)]
+    wanted = [one for path in bundle_files(bundles, packed=True) for one in members(path)]
     for path in wanted:
         check_signable(path)
     private = private_key(key, lambda: _password(key))

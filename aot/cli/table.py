@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -45,6 +46,21 @@ def facts(pairs: Sequence[tuple[str, object]]) -> str:
     for name, value in pairs:
         first, *rest = _pieces(printable(str(value)), None if room is None else max(room - width - 2, _LEAST))
         lines += [f"{name:<{width}}  {first}".rstrip(), *(f"{'':<{width}}  {line}" for line in rest)]
+    return "\n".join(lines)
+
+
+def next_steps(*commands: str, when: str = "") -> str:
+    """Commands to type next; one that is wider than ``columns`` goes on in further lines, before its options."""
+    room = columns()
+    lines = [f"Next{when}:"]
+    for command in commands:
+        line = "  "
+        for i, part in enumerate(re.split(r" (?=--|-[a-zA-Z] |[a-z]+://)", command)):
+            if i and room is not None and len(line) + len(part) + 3 > room:
+                lines.append(f"{line} \\")
+                line = "     "
+            line += (" " if i else "") + part
+        lines.append(line)
     return "\n".join(lines)
 
 

@@ -44,12 +44,12 @@ def budget_and_gpus(function: F) -> F:
     for option in reversed(
         (
             click.option("--budget", callback=_seconds, default=f"{DEFAULT_BUDGET_S / 60:.0f}m", show_default=True,
-                         metavar="TIME", help="Stop measuring after this long, with the best so far: 90s, 10m, 1h, "
-                         "none. The same command goes on later."),
-            click.option("--gpus", metavar="LIST", help="Measure on these only, e.g. 0,1.  [default: all there are]"),
+                         metavar="TIME", help="Stop measuring after this time and use the best so far: 90s, 10m, 1h, "
+                         "none. Repeat the command to continue."),
+            click.option("--gpus", metavar="LIST", help="Measure on these GPUs only, e.g. 0,1.  [default: all]"),
             click.option("--executor", metavar="dask://HOST:PORT", help="Measure on the workers of a Dask cluster that "
-                         "offer the resource of the capability (sm90), instead of here; tls://HOST:PORT by its "
-                         "certificates. Needs pretuned[dask]."),
+                         "offer the capability as a resource (sm90). tls://HOST:PORT uses its certificates. Needs "
+                         "pretuned[dask]."),
         )
     ):  # fmt: skip
         function = option(function)
@@ -100,15 +100,17 @@ def how_much(function: Callable[..., None]) -> Callable[..., None]:
         (
             click.option("--share", type=click.FloatRange(0, 1, min_open=True), default=SHARE, show_default=True,
                          callback=_share,
-                         help="Measure this share of a cell's candidates; 1 is all, for a journal of its own."),
+                         help="Measure this share of each cell's candidates. 1 measures all, into its own journal."),
             click.option("--like", metavar="BUNDLE", type=file_path,
-                         help="Try what this bundle, measured on another GPU of the capability, has for each cell."),
-            click.option("--no-torch", is_flag=True, help="Don't time torch's grouped_mm for the report."),
-            click.option("--quick", is_flag=True, help="In two fifths of the rounds: more cells in the same time, "
-                         "whose times are less exact."),
-            click.option("--once", is_flag=True, help="Take no second look at what was measured."),
-            click.option("--part", metavar="N/OF", callback=_part, help="Only these weights' cells, as 1/8: one of "
-                         "several tuners, each with GPUs and a journal of its own."),
+                         help="Also try the choices of this bundle, measured on another GPU of the capability."),
+            click.option("--no-torch", is_flag=True,
+                         help="Do not time torch's grouped_mm, which aot report compares with."),
+            click.option("--quick", is_flag=True, help="Run two fifths of the rounds: more cells in the same time, "
+                         "less exact times."),
+            click.option("--once", is_flag=True, help="Skip the second measurement pass."),
+            click.option("--part", metavar="N/OF", callback=_part,
+                         help="Measure one part of the cells, e.g. 1/8, if several tuners share them. Each has its "
+                         "own GPUs and journal."),
         )
     ):  # fmt: skip
         found = option(found)

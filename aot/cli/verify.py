@@ -11,26 +11,28 @@ from ...artifacts.names import printable
 from ..bundle.verify import verify as verify_bundle
 from .echo import echo
 from .exits import INPUT, OK
-from .options import as_json, print_json
+from .options import as_json, bundle_files, print_json
 
 
 @click.command()
-@click.argument("bundles", nargs=-1, required=True, type=click.Path())
-@click.option("--sha256", metavar="HEX", help="What sha256sum must print for the file; for one bundle only.")
+@click.argument("bundles", nargs=-1, required=True, type=click.Path(), metavar="BUNDLE...")
+@click.option("--sha256", metavar="HEX", help="The sha256 that the file must have. For one file.")
 @click.option("--key", "keys", multiple=True, metavar="PUBLIC.pem",
-              help="Want each signed by this Ed25519 key, or one of several.")  # fmt: skip
+              help="Require a signature by this Ed25519 key. Repeatable: by one of them.")  # fmt: skip
 @as_json
 def verify(bundles: tuple[str, ...], sha256: str | None, keys: tuple[str, ...], as_json: bool) -> int:
-    """Check bundles whole: place, digests, every record, and that each cubin is code for its GPU.
+    """Verify bundles: permissions, digests, every record, and that each cubin is code for its GPU.
 
-    Of a file that holds several, as candidates ship, each; FILE.msgpack.xz#sm80 is one of them.
+    BUNDLE is a file, or a directory of bundles. A file can hold several: FILE.msgpack.xz#sm80 names one of them.
 
     \b
     Examples:
+      aot verify bundles
       aot verify bundles/*.msgpack
       aot verify bundles/pretuned-sm90.msgpack --sha256 $(cat pinned.txt)
       aot verify bundles/*.msgpack --key release.pem
     """
+    bundles = bundle_files(bundles, packed=True)
     if sha256 and len(bundles) > 1:
         raise click.UsageError(f"--sha256 pins one file, {len(bundles)} are given")
     trusted = Keys(f"--key {' --key '.join(keys)}", tuple(map(read_key, keys))) if keys else None

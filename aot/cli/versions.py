@@ -31,7 +31,7 @@ def versions() -> dict[str, str]:
         "python": platform.python_version(),
         "triton": triton,
         "ptxas": ptxas,
-        "bundle format": str(FORMAT),
-        "launch ABI": str(LAUNCH_ABI),
-        "compile cache": cache,
+        "bundle_format": str(FORMAT),
+        "launch_abi": str(LAUNCH_ABI),
+        "compile_cache": cache,
     }

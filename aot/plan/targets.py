@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable
 
 from ...artifacts.errors import HostError, InputError
-from ...artifacts.records.target import Target
+from ...artifacts.records.target import Gpu, LocalGpu, Target
 from ...kernels.hardware.arch import REFUSED, arch_of, supported
-from ...kernels.hardware.chips import CHIPS
+from ...kernels.hardware.chips import CHIPS, Chip, chip_for
 
 SUPPORTED = supported()  # what Triton compiles and pretuned builds for
 
@@ -17,7 +17,7 @@ _AMD = re.compile(r"(?:(?:amd|instinct)\b|mi ?[0-9]{3}|gfx[0-9]).*", re.I)
 _FORM = re.compile(r"(?:sm_?|compute_?)?(?:(?P<dotted>[0-9]{1,2}\.[0-9])|(?P<plain>[0-9]{1,4}))(?P<suffix>a?)", re.I)
 
 
-def parse_sm(text: str, native_sm: Callable[[], int | None]) -> tuple[int, ...]:
+def parse_sm(text: str, native_sm: Callable[[], int | None], option: str = "--sm") -> tuple[int, ...]:
     """``80,90``, ``sm_90``, ``sm_90a``, ``9.0``, ``h100`` or ``native``, with commas -> capabilities, ascending.
 
     ``native_sm`` returns this machine's capability (10 * major + minor), or None where there is no GPU; it is
@@ -37,7 +37,9 @@ def parse_sm(text: str, native_sm: Callable[[], int | None]) -> tuple[int, ...]:
         if part.lower() == "native":
             sm = native_sm()
             if sm is None:
-                raise HostError("--sm native: no NVIDIA GPU found here; name the capabilities, e.g. --sm 80,90")
+                raise HostError(
+                    f"{option} native: no NVIDIA GPU found here; name the capabilities, e.g. {option} 80,90"
+                )
         elif match := _FORM.fullmatch(part):
             sm = int((match["dotted"] or match["plain"]).replace(".", ""))
             if match["suffix"] and sm in SUPPORTED and not arch_of(sm).arch_specific:
@@ -61,9 +63,33 @@ def parse_sm(text: str, native_sm: Callable[[], int | None]) -> tuple[int, ...]:
         supported = ", ".join(str(sm) for sm in SUPPORTED)
         told = "; ".join(dict.fromkeys(problems))
         raise InputError(
-            f"--sm {text or repr(text)}: {told}{'' if told.endswith('?') else '.'} Supported: {supported}, native"
+            f"{option} {text or repr(text)}: {told}{'' if told.endswith('?') else '.'} Supported: {supported}, native"
         )
     return tuple(sorted(found))
+
+
+def parse_gpu(text: str, here: Callable[[], LocalGpu]) -> LocalGpu:
+    """One GPU: ``h100`` as its published figures have it, ``90`` for any of that capability, or ``native``.
+
+    Raises
+    ------
+    InputError
+        for several GPUs, or what is no supported GPU.
+    HostError
+        for ``native`` where there is no GPU.
+    """
+    part = text.strip()
+    if part.lower() == "native":
+        return here()
+    if "," in part:
+        raise InputError(f"--gpu {text}: wanted one GPU, e.g. h100")
+    chips = [chip for chip in _chips_of(part) if chip.sm in SUPPORTED]
+    if chips:
+        chip = chips[0]
+        return LocalGpu(chip.sm, Gpu(f"NVIDIA {chip.names[0]}", chip.sm_count, chip.memory_gib << 10, 0))
+    (sm,) = parse_sm(part, lambda: None, "--gpu")
+    chip = chip_for(sm)
+    return LocalGpu(sm, Gpu("", chip.sm_count, chip.memory_gib << 10, 0))
 
 
 def target_of(sm: int) -> Target:
@@ -102,10 +128,19 @@ def _suggestion(part: str) -> str:
 
 def _of_gpu(part: str) -> list[int]:
     """The capabilities of the GPUs that a name with a number in it (H100, rtx4090), or one of ``_ALSO``, may mean."""
-    words = set(re.findall(r"[a-z0-9]+", part.lower())) - {"nvidia", "geforce"}
-    if also := [sm for word, sm in _ALSO.items() if word in words]:
+    if also := [sm for word, sm in _ALSO.items() if word in _words(part)]:
         return also
+    return sorted({chip.sm for chip in _chips_of(part)})
+
+
+def _chips_of(part: str) -> list[Chip]:
+    """The rows of CHIPS that a name with a number in it may mean."""
+    words = _words(part)
     if not re.search("[0-9]", " ".join(words)):
         return []
-    forms = ((chip.sm, chip.name.lower().split()) for chip in CHIPS)
-    return sorted({sm for sm, form in forms if words <= {*form, "".join(form), "".join(form[:2])}})
+    forms = ((chip, chip.name.lower().split()) for chip in CHIPS)
+    return [chip for chip, form in forms if words <= {*form, "".join(form), "".join(form[:2])}]
+
+
+def _words(part: str) -> set[str]:
+    return set(re.findall(r"[a-z0-9]+", part.lower())) - {"nvidia", "geforce"}

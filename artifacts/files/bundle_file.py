@@ -129,6 +129,8 @@ def _packed(fd: int, where: str, sha256: str | None) -> bytes:
 def _size_of(fd: int, where: str) -> int:
     """The size of a regular file, within the limit."""
     status = os.fstat(fd)
+    if stat.S_ISDIR(status.st_mode):
+        raise BundleUnreadable(f"bundle {where!r}: it is a directory. Name its files, e.g. {where}/*.msgpack")
     if not stat.S_ISREG(status.st_mode):
         raise BundleUnreadable(f"bundle {where!r}: it is no regular file (mode {status.st_mode:o})")
     if status.st_size > MAX_FILE_BYTES:

@@ -7,6 +7,7 @@ import platform
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from ...artifacts.errors import BundleError, BundleUntrusted, CudaError, DriverTooOld, TargetMismatch
@@ -30,7 +31,10 @@ _PACKAGES = ("pretuned", "torch", "msgpack", "triton")
 
 @dataclass(frozen=True, slots=True)
 class BundleReport:
-    """One bundle file. ``used_by`` are the indices of the GPUs that can use it; ``why_not`` is empty if one can."""
+    """One bundle file. ``used_by`` are the indices of the GPUs that can use it; ``why_not`` is empty if one can.
+
+    ``for_other_gpus``: it is not used because it is for other capabilities, and nobody named it.
+    """
 
     path: str
     place: str
@@ -40,17 +44,16 @@ class BundleReport:
     measured_on: tuple[str, ...]
     used_by: tuple[int, ...]
     why_not: str
+    for_other_gpus: bool = False
 
     def lines(self) -> tuple[str, ...]:
-        """The file, and what becomes of it."""
+        """The file, and whether it is used; without a GPU the file alone."""
         if not self.target:
             return self.path, f"  {self.why_not}"
-        used = f"used by GPU {', '.join(map(str, self.used_by))}" if self.used_by else self.why_not or "not used"
+        used = f"used by GPU {', '.join(map(str, self.used_by))}" if self.used_by else self.why_not
         measured = f"measured on {', '.join(self.measured_on)}" if self.measured_on else "modelled"
-        return (
-            f"{self.path} ({self.target}, {self.problems} problems, {self.variants} variants, {measured})",
-            f"  {used}",
-        )
+        line = f"{self.path} ({self.target}, {self.problems} problems, {self.variants} variants, {measured})"
+        return (line, f"  {used}") if used else (line,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +81,9 @@ class HostReport:
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values."""
         plain = asdict(self)
-        for name in ("packages", "environment", "places"):
+        for name in ("packages", "environment"):
             plain[name] = dict(plain[name])
+        plain["places"] = [{"place": place, "bundles": count} for place, count in self.places]
         return {"ok": self.ok, **plain}
 
     def __str__(self) -> str:
@@ -90,12 +94,12 @@ class HostReport:
         lines += [f"variable  {name}={value}" for name, value in self.environment]
         lines += [f"key       {key}" for key in self.trusted_keys]
         lines += [f"overlay   {self.overlay}"]
-        inside: dict[str, list[str]] = {}
-        for one in self.bundles:
-            inside.setdefault(one.place, []).extend(f"  {line}" for line in one.lines())
         for place, count in self.places:
             lines.append(f"place     {place}: {count} bundle{'' if count == 1 else 's'}")
-            lines += inside.get(place, ())
+            inside = [one for one in self.bundles if one.place == place]
+            lines += [f"  {line}" for one in inside if not one.for_other_gpus for line in one.lines()]
+            if others := [f"{Path(one.path).name} ({one.target})" for one in inside if one.for_other_gpus]:
+                lines.append(f"  not used, as no GPU here is of that capability: {', '.join(others)}")
         lines += [f"note      {note}" for note in self.notes]
         lines += [f"problem   {problem}" for problem in self.problems]
         lines.append("ok        " + ("yes" if self.ok else "no"))
@@ -269,7 +273,8 @@ def _bundle(found: Found, views: list[View]) -> BundleReport:
     if bundle is None or damage:
         return BundleReport(str(found.path), str(found.place), "", 0, 0, (), (), damage or str(found.error))
     used = tuple(i for i, view in enumerate(views) if any(one.path == found.path for one in view.usable))
-    reasons = [one.reason for view in views for one in view.skipped if one.path == found.path]
+    skipped = [one for view in views for one in view.skipped if one.path == found.path]
+    mismatched = all(isinstance(one.error, TargetMismatch) for one in skipped) and not found.place.names(found.path)
     return BundleReport(
         str(found.path),
         str(found.place),
@@ -278,5 +283,6 @@ def _bundle(found: Found, views: list[View]) -> BundleReport:
         bundle.variant_count,
         tuple(gpu.name for gpu in bundle.gpus),
         used,
-        "" if used or not reasons else reasons[0],
+        "" if used or not skipped else skipped[0].reason,
+        bool(skipped) and not used and mismatched,
     )

@@ -98,15 +98,22 @@ def explain(
         problem = low_rank.with_rank(problem, rank)
     if top_k is not None:
         check_numbers(top_k=top_k)
-    local = made_up_gpu(sm) if sm is not None else _gpu_here(device)
-    strict = settings.settings().strict
-    verdicts.recall(local)
-    told = examine(
-        bundles.snapshot(), problem, M or 0, local, aligned=natural if aligned is None else aligned, strict=strict,
-        top_k=top_k,
+    local = made_up_gpu(sm) if sm is not None else gpu_here(device)
+    wide = aligned is None and not natural and (w is None or but_for_y(x, w, m_sizes, w_layout))
+    told = explain_on(
+        problem, M or 0, local, aligned=natural if aligned is None else aligned, wide_rows=wide, top_k=top_k
     )  # fmt: skip
-    told = told if rank is None else replace(told, low_rank=low_rank.with_columns(told.low_rank, rank))
-    if aligned is None and not natural and told.raises is None and (w is None or but_for_y(x, w, m_sizes, w_layout)):
+    return told if rank is None else replace(told, low_rank=low_rank.with_columns(told.low_rank, rank))
+
+
+def explain_on(
+    problem: Problem, M: int, local: LocalGpu, *, aligned: bool, wide_rows: bool = False, top_k: int | None = None
+) -> Explanation:
+    """Explain a call on a GPU that need not be here; ``wide_rows``: the rows of y may be filled up to be aligned."""
+    verdicts.recall(local)
+    strict = settings.settings().strict
+    told = examine(bundles.snapshot(), problem, M, local, aligned=aligned, strict=strict, top_k=top_k)
+    if wide_rows and told.raises is None:
         told = _with_wide_rows(told)
     best = told.chosen
     if best is None:
@@ -278,7 +285,8 @@ def _decided(
     return (decided.chosen if isinstance(decided, Decision) else None), None
 
 
-def _gpu_here(device: int | None) -> LocalGpu:
+def gpu_here(device: int | None = None) -> LocalGpu:
+    """A GPU of this machine, torch's current one by default; HostError where there is none."""
     try:
         return local_gpu(current_device() if device is None else device)
     except HostError as error:

@@ -150,6 +150,15 @@ def test_a_first_pack_killed_or_failing_at_any_call_is_completed_by_the_next(tra
     assert ended > len(faults[::every]) // 3
 
 
+@pytest.mark.parametrize("error", ["ENOSYS", "ENOLCK", "EOPNOTSUPP"])
+@pytest.mark.parametrize(("kind", "check"), [("oci", check_oci), ("dir", check_dir)])
+def test_a_file_system_without_locks(traced, tmp_path, kind, check, error):
+    status, said, _ = traced(kind, tmp_path / "out", "-e", f"inject=flock:error={error}")
+    assert status == 0, said
+    assert f"'{tmp_path / 'out'}'" in said, "it says that there are no locks"
+    check(tmp_path / "out")
+
+
 @pytest.mark.parametrize("size_kib", [4, 8, 12, 16, 20, 24])
 def test_a_disk_that_is_full_and_then_is_not(request, tmp_path, bundle, size_kib):
     if subprocess.run(["unshare", "-rm", "true"], check=False, capture_output=True).returncode:

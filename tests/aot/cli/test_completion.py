@@ -15,6 +15,9 @@ import pytest
     [
         ("aot bu", {"plain,build"}),
         ("aot build --ou", {"plain,--out"}),
+        ("aot help me", {"plain,measure", "plain,merge"}),
+        ("aot he", {"plain,help"}),
+        ("aot explain m --gpu h100n", {"plain,h100nvl"}),
         ("aot plan --sm 80,h1", {"plain,80,h100", "plain,80,h100sxm", "plain,80,h100nvl", "plain,80,h100pcie"}),
         ("aot bench --models openai/GPT-oss-2", {"plain,openai/gpt-oss-20b", "file,openai/GPT-oss-2"}),
     ],

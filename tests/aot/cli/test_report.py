@@ -100,7 +100,7 @@ def test_mistakes(aot, here, journal, small_bundle):
         (("nothing.msgpack",), "nothing.msgpack"),
         ((small_bundle, "--journal", "text"), "no journal"),
         ((small_bundle, "--journal", "h100.journal"), "'h100.journal' is for sm_90, "),
-        ((small_bundle, "--ops", "forward"), "--ops says which ops of --models"),
+        ((small_bundle, "--ops", "forward"), "--ops needs --models"),
         ((journal, "--candidates", "text"), "'text'"),
     ):
         ended = aot("report", *arguments)

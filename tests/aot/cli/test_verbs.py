@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import pty
 import re
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import pytest
 from building import fill
 
 from pretuned.aot.cli.main import _VERBS
+from pretuned.aot.cli.table import next_steps
 from pretuned.aot.cli.versions import versions
 from pretuned.aot.compile.toolchain import toolchain
 from pretuned.artifacts.files.bundle_file import open_bundle
@@ -93,12 +96,101 @@ def test_version(aot):
     assert ended.code == 0
     lines = dict(line.split(maxsplit=1) for line in ended.out.splitlines() if line.count("  "))
     assert lines["triton"] == toolchain().triton
-    for word in ("pretuned", "python", "ptxas", "bundle format", "launch ABI", "compile cache"):
+    for word in ("pretuned", "python", "ptxas", "bundle format", "launch abi", "compile cache"):
         assert word in ended.out
     for arguments in (("--version", "--json"), ("--json", "--version")):
         ended = aot(*arguments)
         assert (ended.code, ended.err) == (0, "")
         assert json.loads(ended.out) == versions()
+
+
+def _keys(value):
+    """Every key of a JSON value."""
+    if isinstance(value, dict):
+        for key, one in value.items():
+            yield key
+            yield from _keys(one)
+    elif isinstance(value, list):
+        for one in value:
+            yield from _keys(one)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--version"], ["models"], ["inspect", "{}", "--choices"], ["verify", "{}"], ["pack", "{}", "--oci", "image"],
+        ["diff", "{}", "{}"], ["doctor"], ["report", "{}"],
+        ["prune", "{}", "-m", "shape:E=8,H=256,I=128,k=2", "-o", "b.msgpack"],
+        ["plan", "-m", "shape:E=8,H=256,I=128,k=2", "--sm", "80", "--ops", "forward"],
+        ["explain", "shape:E=8,H=256,I=128,k=2", "--gpu", "a100"],
+    ],
+    ids=lambda arguments: arguments[0],
+)  # fmt: skip
+def test_no_key_of_json_has_a_blank(aot, small_bundle, arguments):
+    ended = aot(*(str(small_bundle) if one == "{}" else one for one in arguments), "--json")
+    assert ended.code == 0, ended.err
+    assert not [key for key in _keys(json.loads(ended.out)) if " " in key]
+
+
+def test_a_directory_stands_for_its_bundles(aot, here, small_bundle):
+    (here / "bundles").mkdir()
+    for name in ("b.msgpack", "a.msgpack", ".hidden.msgpack"):
+        (here / "bundles" / name).write_bytes(small_bundle.read_bytes())
+    (here / "bundles" / "notes.txt").write_text("")
+    told = json.loads(aot("inspect", "bundles", "--json").out)
+    assert [one["path"] for one in told] == ["bundles/a.msgpack", "bundles/b.msgpack"]
+    assert aot("inspect", "bundles/a.msgpack", "bundles/b.msgpack").out.count("bundle    ") == 2
+    assert [line.split()[1] for line in aot("verify", "bundles").out.splitlines()] == [one["path"] for one in told]
+    packed = json.loads(aot("pack", "bundles", "--dir", "out", "--json").out)
+    assert [one["file"] for one in packed["bundles"]] == ["a.msgpack", "b.msgpack"]
+    ended = aot("report", "bundles")
+    assert (ended.code, "'bundles' holds 2 bundles and a report is of one" in ended.err) == (2, True)
+    (here / "bundles" / "b.msgpack").unlink()
+    assert aot("report", "bundles").code == 0
+    for verb, *rest in (("diff", small_bundle), ("merge", "-o", "o.msgpack"),
+                        ("prune", "-m", "Qwen/Qwen3-30B-A3B", "-o", "o.msgpack")):  # fmt: skip
+        ended = aot(verb, "bundles", *rest)
+        assert (ended.code, "it is a directory. Name its files, e.g. bundles/*.msgpack" in ended.err) == (2, True)
+    (here / "empty").mkdir()
+    for verb in ("inspect", "verify", "report", "pack", "sign"):
+        more = {"pack": ("--dir", "out"), "sign": ("--key", "k.pem")}.get(verb, ())
+        ended = aot(verb, "empty", *more)
+        assert (ended.code, "'empty' is a directory without bundles" in ended.err) == (2, True)
+
+
+def test_next_steps_fit_a_narrow_terminal(aot, here, small_bundle, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    ended = aot("pack", small_bundle, "--oci", "image", "--dir", "out", "--name", "acme-kernels-of-the-team")
+    steps = ended.out.partition("Next:\n")[2].splitlines()
+    assert steps[0] == "  skopeo copy oci:image:1.0 \\"
+    assert [line for line in steps if len(line) > 60] == [steps[-1]] * (len(str(here)) > 30)  # a path does not break
+    line = next_steps("aot build --models ... --sm 90 --candidates candidates.msgpack --journal h200.journal")
+    assert max(map(len, line.splitlines())) <= 60
+    monkeypatch.delenv("COLUMNS")
+    assert next_steps("aot build --models ...") == "Next:\n  aot build --models ..."
+
+
+def _seen(*arguments, cwd):
+    """What a build shows in a terminal while it works."""
+    main, side = pty.openpty()
+    command = [sys.executable, "-m", "pretuned.aot", "build", "--measure", "no", *arguments]
+    environment = {**os.environ, "TERM": "xterm", "XDG_CACHE_HOME": str(cwd / "cache")}
+    with subprocess.Popen(command, cwd=cwd, stdout=subprocess.DEVNULL, stderr=side, env=environment) as process:
+        os.close(side)
+        seen = b""
+        with contextlib.suppress(OSError):  # EIO, as the other side is closed
+            while data := os.read(main, 1 << 16):
+                seen += data
+        os.close(main)
+    assert process.returncode == 0, seen
+    return seen.decode()
+
+
+@pytest.mark.slow  # processes that build
+def test_no_bar_where_nothing_is_compiled(here):
+    asked = ("--models", "shape:E=8,H=256,I=128,k=2", "--sm", "80", "--ops", "forward")
+    assert "compiling" not in _seen(*asked, cwd=here)
+    assert "compiling" in _seen("--models", MODEL, "--sm", "80", "--out", "compiled", cwd=here)
 
 
 def test_json_alone_says_where_it_belongs(aot):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 
 import craft
@@ -33,13 +35,46 @@ def test_a_machine_that_would_use_a_bundle(tmp_path: Path) -> None:
     assert found.ok
     text = str(found)
     for wanted in ("NVIDIA H200 (9.0, 132 SMs", "sm90.msgpack (sm_90a, 1 problems, 3 variants, measured on",
-                   "used by GPU 0", "sm80.msgpack (sm_80, 2 problems", "aot build --models models.txt --sm 90",
+                   "used by GPU 0", "not used, as no GPU here is of that capability: sm80.msgpack (sm_80)\n",
                    "/home/me/.cache/pretuned",
                    "2 bundles", "ok        yes"):  # fmt: skip
         assert wanted in text
     plain = json.loads(json.dumps(found.to_dict()))
     assert plain["ok"] is True
     assert [one["used_by"] for one in plain["bundles"]] == [[], [0]]
+
+
+def test_without_a_gpu_each_bundle_has_a_line(tmp_path: Path) -> None:
+    write(tmp_path / "sm90.msgpack", {PROBLEM: [measured(64, WIDE, 5)]}, gpus=[H200])
+    text = str(report(snapshot(tmp_path), READ, (), "none"))
+    (line,) = [one for one in text.splitlines() if "sm90.msgpack" in one]
+    assert line.endswith("(sm_90a, 1 problems, 3 variants, measured on NVIDIA H200)")
+    assert "not used" not in text
+
+
+def test_places_are_listed_in_json(tmp_path: Path) -> None:
+    write(tmp_path / "sm90.msgpack", {PROBLEM: [modelled(64, WIDE)]})
+    plain = report(snapshot(tmp_path), READ, (), "none").to_dict()
+    assert plain["places"][0] == {"place": f"{tmp_path} (PRETUNED_BUNDLES)", "bundles": 1}
+
+
+def test_the_version() -> None:
+    command = [sys.executable, "-m", "pretuned.runtime", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"pretuned {metadata.version('pretuned')}\n"
+
+
+@pytest.mark.slow  # processes that import torch
+@pytest.mark.parametrize("wait_s", [0.0, 0.3])
+def test_an_interrupt_shows_no_traceback(wait_s: float) -> None:
+    command = [sys.executable, "-m", "pretuned.runtime"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
+        time.sleep(0.01)
+    time.sleep(wait_s)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "interrupted\n"), (out, err)
 
 
 def test_the_candidates_that_a_gpu_runs_or_skips(tmp_path: Path) -> None:
