@@ -25,12 +25,15 @@ _CHUNK_BYTES = 1 << 20
 _open: dict[int, weakref.ref[BundleFile]] = {}  # by id, those opened first before: they rest first
 
 
-def open_bundle(path: str | os.PathLike[str], *, sha256: str | None = None, later: bool = False) -> BundleFile:
+def open_bundle(
+    path: str | os.PathLike[str], *, sha256: str | None = None, later: bool = False, signed: bool = False
+) -> BundleFile:
     """Open a bundle. Its place, size, header and index are checked now, the rest when it is read.
 
     ``sha256``, 64 hex digits as ``sha256sum`` prints them, pins the whole file: it replaces the check of the place.
     ``later``: the index is checked when more is asked for than the target and ``may_be_of``, which are all that a
     bundle for other GPUs is asked.
+    ``signed``: the caller checks a signature of its digest before anything else, so a group may write its place.
     A file whose name ends with .msgpack.xz is unpacked into memory (``packed``), its limits those of a bundle;
     FILE.msgpack.xz#sm103 is the bundle for sm_103 of several in it.
 
@@ -50,13 +53,13 @@ def open_bundle(path: str | os.PathLike[str], *, sha256: str | None = None, late
                 f"bundle {where!r}: the pin {sha256[:80]!r} is not 64 hex digits, as sha256sum prints"
             )
     file, sm = packed.split(where)
-    held = _opened(file, trusted=sha256 is not None)
+    held = _opened(file, trusted=sha256 is not None, signed=signed)
     if packed.is_packed(file):
         return _open_pieces(packed.unpack(_packed(held.fd, file, sha256), where, sm), where)
     again = where if where.startswith("/") else f"{os.getcwd()}/{where}"  # noqa: PTH109 - plain text, '..' kept
     bundle = BundleFile(
         held, where, sha256, later=later and sha256 is None,
-        again=functools.partial(_opened, again, trusted=sha256 is not None),
+        again=functools.partial(_opened, again, trusted=sha256 is not None, signed=signed),
     )  # fmt: skip
     _hold(bundle)
     return bundle
@@ -77,16 +80,16 @@ def members(path: str | os.PathLike[str], *, sha256: str | None = None) -> tuple
     return (where,) if len(found) == 1 else tuple(f"{where}#sm{sm}" for sm in found)
 
 
-def _opened(where: str, *, trusted: bool) -> _Descriptor:
+def _opened(where: str, *, trusted: bool, signed: bool = False) -> _Descriptor:
     """The file, open; unless a pin makes it ``trusted`` its place is checked."""
-    real = where if trusted else trust.resolve(where)
+    real = where if trusted else trust.resolve(where, signed=signed)
     flags = 0 if trusted else os.O_NOFOLLOW
     try:
         held = _Descriptor(os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags))
     except (OSError, ValueError) as error:
         raise trust.unreadable(where, error if isinstance(error, OSError) else OSError(str(error))) from error
     if not trusted:
-        trust.check(real, os.fstat(held.fd), where, held.fd)
+        trust.check(real, os.fstat(held.fd), where, held.fd, signed=signed)
     return held
 
 

@@ -15,13 +15,14 @@ from ..errors import BundleUnreadable, BundleUntrusted
 from ..limits import MAX_LINKS
 from . import acl
 
+_NO_GROUP = "chmod g-w"
 _UNMAPPED = 2**32 - 1  # what the kernel puts into an ACL for whom a user namespace does not map
 
 
-def resolve(path: str, what: str = "bundle") -> str:
+def resolve(path: str, what: str = "bundle", *, signed: bool = False) -> str:
     """The absolute path of ``path`` with every symbolic link followed, if each component can be trusted.
 
-    ``what`` it is stands in errors.
+    ``what`` it is stands in errors. ``signed``: a signature of its content is checked, too, so a group may write it.
 
     Raises
     ------
@@ -36,7 +37,7 @@ def resolve(path: str, what: str = "bundle") -> str:
     try:
         # (Plain text, '..' kept. An absolute path needs no working directory, which may be gone.)
         todo = deque((path if path.startswith("/") else f"{os.getcwd()}/{path}").split("/"))  # noqa: PTH109
-        check(here, os.lstat(here), path, what=what)
+        check(here, os.lstat(here), path, what=what, signed=signed)
         while todo:
             part = todo.popleft()
             if part in ("", "."):
@@ -46,7 +47,7 @@ def resolve(path: str, what: str = "bundle") -> str:
                 continue
             component = os.path.join(here, part)  # noqa: PTH118
             status = os.lstat(component)
-            check(component, status, path, what=what)
+            check(component, status, path, what=what, signed=signed)
             if not stat.S_ISLNK(status.st_mode):
                 here = component
                 continue
@@ -68,29 +69,34 @@ def unreadable(path: str, error: OSError, what: str = "bundle") -> BundleUnreada
     return BundleUnreadable(f"{what} {path!r}: can't be read: {error.strerror or error}")
 
 
-def check(component: str, status: os.stat_result, path: str, fd: int | None = None, what: str = "bundle") -> None:
+def check(
+    component: str, status: os.stat_result, path: str, fd: int | None = None, what: str = "bundle", *,
+    signed: bool = False,
+) -> None:  # fmt: skip
     """Raise BundleUntrusted unless owner, mode and ACL of a component of ``path``, ``fd`` if open, can be trusted.
 
+    ``what`` and ``signed`` are as for ``resolve``.
     BundleUnreadable for a device, a FIFO or a socket: who can write those is nothing to mend.
     """
     if stat.S_IFMT(status.st_mode) not in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK):
         raise BundleUnreadable(f"{what} {path!r}: {component!r} is no regular file (mode {status.st_mode:o})")
     try:
-        fault, command = _fault(component, status, component if fd is None else fd)
+        fault, command = _fault(component, status, component if fd is None else fd, signed)
     except OSError as error:  # of reading its ACL
         raise unreadable(path, error, what) from error
     if fault:
         import shlex  # here, as next to no process comes here
 
         mend = f"run: {command} {shlex.quote(component)}" if command else "have a user write it who is known here"
+        sign = ", sign it and set PRETUNED_TRUSTED_KEYS" if command == _NO_GROUP and what == "bundle" else ""
         raise BundleUntrusted(
             f"{what} {path!r}: {component!r} (uid {status.st_uid}, gid {status.st_gid}, "
             f"mode {stat.S_IMODE(status.st_mode):04o}) is no safe place to load code from: {fault}. "
-            f"Move the {what}, or {mend}"
+            f"Move the {what}{sign}, or {mend}"
         )
 
 
-def _fault(component: str, status: os.stat_result, file: int | str) -> tuple[str, str]:
+def _fault(component: str, status: os.stat_result, file: int | str, signed: bool) -> tuple[str, str]:
     """What is wrong with a component and the command that mends it; nothing where it can be trusted."""
     mode = stat.S_IMODE(status.st_mode)
     if status.st_uid == _overflow("uid"):
@@ -105,8 +111,9 @@ def _fault(component: str, status: os.stat_result, file: int | str) -> tuple[str
     if not mode & stat.S_IWGRP:  # with an ACL that is its mask: then nobody whom it names can write either
         return "", ""
     listed = acl.writers(file)
-    if (listed is None or listed.own_group) and not _trusted_group(component, status.st_gid, status.st_uid):
-        return f"group {status.st_gid} can write it", "chmod g-w"
+    own_group = not signed and (listed is None or listed.own_group)
+    if own_group and not _trusted_group(component, status.st_gid, status.st_uid):
+        return f"group {status.st_gid} can write it", _NO_GROUP
     for who in () if listed is None else listed.users:
         if who in (_overflow("uid"), _UNMAPPED) or not _trusted_user(who):
             return _by_acl("user", who)

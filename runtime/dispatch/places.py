@@ -210,11 +210,14 @@ def _open(place: Place, path: Path, keys: Keys | None) -> Found:
     from ...artifacts.files.bundle_file import open_bundle  # here, as a process without a GPU opens none
 
     try:
-        bundle = open_bundle(path, later=not place.names(path))
-        if keys is not None:
-            from ...artifacts.files import signature
+        if keys is None:
+            return Found(place, path, open_bundle(path, later=not place.names(path)), None)
+        from ...artifacts.files import signature
 
-            signature.check(bundle.path, bundle.digest, keys)
+        bundle = open_bundle(path, later=True, signed=True)
+        signature.check(bundle.path, bundle.digest, keys)
+        if place.names(path):
+            bundle.variant_count  # noqa: B018 - reads the index, once it is known whose it is
         return Found(place, path, bundle, None)
     except BundleError as error:
         return Found(place, path, None, error)

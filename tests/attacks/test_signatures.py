@@ -129,6 +129,39 @@ def test_the_place_of_a_signed_bundle_is_checked_all_the_same(bundle: Path, tmp_
     assert "everybody can write it" in why(found)[0]
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make a group's directory")
+def test_a_group_may_write_the_place_of_signed_bundles(bundle: Path, tmp_path: Path) -> None:
+    """A volume with ``fsGroup: 2000``. Its members can take bundles away, or put back what was signed before."""
+    for one in (bundle.parent, bundle, Path(f"{bundle}.sig")):
+        os.chown(one, 0, 2000)
+        one.chmod(0o2775 if one.is_dir() else 0o664)
+    assert used(taken(tmp_path, bundle.parent)) == ["a.msgpack"]
+    assert used(taken(tmp_path, bundle)) == ["a.msgpack"]
+    (refused,) = why(take(Settings(bundles=(bundle.parent,))))
+    assert refused.endswith(
+        "group 2000 can write it. Move the bundle, sign it and set PRETUNED_TRUSTED_KEYS, or run: "
+        f"chmod g-w {bundle.parent}"
+    )
+    write(bundle, CHOICES, tag="by one of the group")
+    found = taken(tmp_path, bundle.parent)
+    assert used(found) == []
+    assert "is not of this content" in why(found)[0]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make a group's directory")
+def test_a_signed_bundle_that_one_of_a_group_replaces_while_it_is_read(bundle: Path, tmp_path: Path) -> None:
+    for one in (bundle.parent, bundle):
+        os.chown(one, 0, 2000)
+        one.chmod(0o2775 if one.is_dir() else 0o664)
+    found = taken(tmp_path, bundle.parent)
+    (usable,) = found.view(ON_H200, installed=False).usable
+    usable.bundle.rest()
+    other = write(tmp_path / "other.msgpack", CHOICES, tag="other code")
+    other.replace(bundle)
+    with pytest.raises(BundleError, match="changed after it was opened"):
+        usable.bundle.cubin(0)
+
+
 def test_a_link_to_a_signed_bundle_brings_its_own_signature(bundle: Path, tmp_path: Path) -> None:
     """As a config map of Kubernetes has both: links."""
     mounted = tmp_path / "mounted"

@@ -55,8 +55,8 @@ def test_a_file_that_others_may_write_once_its_place_was_checked(path, monkeypat
     """What is opened is checked again, by its descriptor."""
     resolved = bundle_file.trust.resolve
 
-    def then_opened_to_all(where, *more):
-        real = resolved(where, *more)
+    def then_opened_to_all(where, *more, **how):
+        real = resolved(where, *more, **how)
         path.chmod(0o666)
         return real
 
