@@ -16,7 +16,7 @@ from wheels import copy_tree
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ("artifacts", "kernels", "runtime", "aot")
 MOST_BYTES = 25_000_000
-DATA = {"artifacts/FORMAT.md", "aot/models/catalogue.tsv"} | {f"{layer}/py.typed" for layer in LAYERS}
+DATA = {"py.typed", "artifacts/FORMAT.md", "aot/models/catalogue.tsv"} | {f"{layer}/py.typed" for layer in LAYERS}
 pytestmark = pytest.mark.slow  # a wheel is built
 
 
@@ -78,7 +78,7 @@ def test_the_source_distribution_has_the_files_that_the_readme_names(tmp_path: P
     """Its list alone is made: to pack it takes seconds more."""
     copy_tree(tmp_path)
     subprocess.run([sys.executable, "setup.py", "-q", "egg_info"], cwd=tmp_path, check=True, capture_output=True)
-    listed = set((tmp_path / "pretuned.egg-info" / "SOURCES.txt").read_text(encoding="utf-8").splitlines())
+    listed = set((tmp_path / "src" / "pretuned.egg-info" / "SOURCES.txt").read_text(encoding="utf-8").splitlines())
     named = {
         path for _, path in re.findall(r"(!?)\[[^\]]+\]\(([^)#]+)", (ROOT / "README.md").read_text(encoding="utf-8"))
     }
@@ -87,7 +87,7 @@ def test_the_source_distribution_has_the_files_that_the_readme_names(tmp_path: P
     pressed = {str(path.relative_to(ROOT)) for path in (ROOT / "artifacts" / "pressed").iterdir()}
     assert len(pressed) > 8
     assert pressed <= listed
-    assert not [one for one in listed if one.startswith("artifacts/bundles/") and one.endswith(".msgpack")]
+    assert not [one for one in listed if "artifacts/bundles/" in one and one.endswith(".msgpack")]
 
 
 def test_the_version_stands_where_people_look() -> None:

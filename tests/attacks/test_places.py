@@ -76,6 +76,7 @@ def folder(path: Path, mode: int = 0o755, uid: int = 0, gid: int = 0) -> Path:
 def install(path: Path, mode: int, uid: int, gid: int) -> Path:
     """The package as another user's pip would install it under ``path``."""
     shutil.copytree(Path(pretuned.artifacts.__file__).parent, path / "pretuned" / "artifacts")
+    (path / "pretuned" / "__init__.py").touch()  # else another place of the path that has one goes before
     for part in [path, *path.rglob("*")]:
         os.chown(part, uid, gid)
         part.chmod(mode if part.is_dir() else mode & 0o666)

@@ -16,9 +16,14 @@ def copy_tree(tree: Path) -> None:
         cwd=ROOT, capture_output=True, check=True,
     )  # fmt: skip
     for name in listed.stdout.decode().split("\0"):
-        if name and (ROOT / name).is_file():
-            (tree / name).parent.mkdir(parents=True, exist_ok=True)
-            (tree / name).write_bytes((ROOT / name).read_bytes())
+        source, target = ROOT / name, tree / name
+        if not name or not (source.is_symlink() or source.is_file()):
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_symlink():
+            target.symlink_to(source.readlink())
+        else:
+            target.write_bytes(source.read_bytes())
 
 
 def build_wheel(tree: Path, out: Path) -> Path:
