@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +12,8 @@ from ...artifacts.errors import HostError, InputError
 from ...artifacts.files.packed import SUFFIX, pack, split
 from ...artifacts.files.publish import publish
 from ...artifacts.format import codec
-from ...artifacts.records.bundle import Source
+from ...artifacts.records.bundle import Bundle, Source
+from ...artifacts.records.problem import Problem
 from ...kernels.contract.rowops import RowOpSpec
 from ...kernels.contract.spec import Spec
 from ..choose.bundle import assembled
@@ -31,7 +32,7 @@ from ..process.output_dir import check_writable, file_name, held
 from ..process.output_file import check_out
 from .options import BuildOptions, Observers
 from .pick import Picked, Shippable, picked, usable
-from .summary import BuildReport, Built, Dropped
+from .summary import BuildReport, Built, Dropped, ModelCells
 
 
 def build(
@@ -39,11 +40,12 @@ def build(
 ) -> BuildReport:
     """Compile, prune, rank, measure where asked to, select, and publish ``<name>-sm<NN>.msgpack`` for each capability.
 
-    The same plan, Triton, pretuned and journal give the same bytes, whatever the number of workers, the
-    machine or the order of the models. Two builds never work in one directory at once.
+    The same plan, Triton, pretuned, installed bundles and journal give the same bytes, whatever the number of workers,
+    the machine or the order of the models. Two builds never work in one directory at once.
 
     What is measured is held against what the runtime would run without the bundle, by all others that it finds, and
-    where nothing is faster the bundle names that, too (``choose.incumbents``).
+    where nothing is faster the bundle names that, too (``choose.incumbents``). Where nothing is measured, the measured
+    choices of installed bundles are taken over, and only the rest is modelled.
 
     Raises
     ------
@@ -216,7 +218,7 @@ def _shipped(sms: Sequence[int], options: BuildOptions, watch: Observers) -> dic
     except HostError as error:
         if not all(found.values()):
             raise
-        watch.on_note(f"note: the candidates that ship compiled are taken, and nothing is compiled: {error}")
+        watch.on_note(f"note: the build chooses among kernels that ship compiled, nothing is compiled: {error}")
     for text in dict.fromkeys(text for one in found.values() for text in one.trouble):
         watch.on_note(f"note: not used: {text}")
     return found
@@ -248,11 +250,27 @@ def _publish(path: Path, made: Sequence[_Filled], begun: float) -> tuple[Built, 
     return tuple(_built(path, one, len(data), written, begun) for one in made)
 
 
+def _by_model(bundle: Bundle, taken: Collection[tuple[Problem, int]]) -> tuple[ModelCells, ...]:
+    """The cells of each model, all its shards together, in the order of their names."""
+    found: dict[str, dict[tuple[Problem, int], bool]] = {}
+    for model in bundle.models:
+        cells = found.setdefault(model.name, {})
+        for problem in model.problems:
+            for one in bundle.choices.get(problem, ()):
+                cells[problem, one.bucket] = one.source is Source.MEASURED
+    return tuple(
+        ModelCells(name, len(cells), sum(cell in taken for cell in cells), sum(cells.values()))
+        for name, cells in found.items()
+    )
+
+
 def _built(path: Path, made: _Filled, size_bytes: int, written: bool, begun: float) -> Built:
     bundle, chosen = made.picked.bundle, made.picked.chosen
     compiled, cached, shipped = made.counts
     measured = sum(one.source is Source.MEASURED for row in bundle.choices.values() for one in row)
     return Built(
+        taken_over=chosen.taken,
+        by_model=_by_model(bundle, chosen.taken_cells),
         path=path,
         target=bundle.target,
         models=len({model.name for model in bundle.models}),

@@ -42,6 +42,7 @@ class BuildOptions:
 
     Capabilities in ``measure`` are measured, by ``tune``. ``journal`` takes what is measured, or has what was;
     None is ``<name>-sm<NN>.journal`` beside the bundle, where it is there or one is measured. ``modelled`` uses none.
+    With ``take_over`` a capability that is not measured has the measured choices of installed bundles.
     """
 
     out: Path
@@ -54,6 +55,7 @@ class BuildOptions:
     journal: Path | None = None
     measure: Container[int] = ()
     modelled: bool = False
+    take_over: bool = True
     configs: int = CONFIG_LIMIT  # of an op and dtype, at most
     tune: Tune = tune_now
     found: Callable[[Path], Incumbents] = Incumbents.found  # what is there, but for the file that is built

@@ -26,10 +26,30 @@ class Dropped:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelCells:
+    """How many (problem, bucket) cells a model has in a bundle; ``shipped`` have the choices of installed bundles."""
+
+    name: str
+    cells: int
+    shipped: int
+    measured: int
+
+    @property
+    def ships_measured(self) -> bool:
+        """Whether the runtime runs measured choices of this model without the bundle."""
+        return self.shipped == self.cells
+
+    def to_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return {"name": self.name, "cells": self.cells, "shipped_measured": self.shipped, "measured": self.measured}
+
+
+@dataclass(frozen=True, slots=True)
 class Built:
     """One bundle. ``variants`` ship, of those ``compiled`` now, ``cached``, or ``shipped`` compiled.
 
-    ``measured`` of the ``choices`` were measured, on ``gpus``; ``tuned`` is what this build did for it.
+    ``measured`` of the ``choices`` were measured, on ``gpus``; ``tuned`` is what this build did for it. ``taken_over``
+    of them are those of installed bundles. ``by_model`` has the cells of each model.
     ``held_against`` tells what it runs faster than what ran before.
 
     ``worst_loss`` is the most that shipping so few variants costs a problem, by the cost model
@@ -55,6 +75,13 @@ class Built:
     tuned: Outcome | None = None
     held_against: HeldAgainst | None = None
     shipped: int = 0
+    taken_over: int = 0
+    by_model: tuple[ModelCells, ...] = ()
+
+    @property
+    def modelled(self) -> int:
+        """The choices that the cost model made."""
+        return self.choices - self.measured
 
     @property
     def source(self) -> str:
@@ -100,6 +127,9 @@ class Built:
             "problems": self.problems,
             "choices": self.choices,
             "measured": self.measured,
+            "taken_over": self.taken_over,
+            "modelled": self.modelled,
+            "by_model": [one.to_dict() for one in self.by_model],
             "gpus": [one.name for one in self.gpus],
             "source": self.source,
             "variants": self.variants,

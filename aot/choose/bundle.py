@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from ...artifacts.errors import CompileError, InputError
-from ...artifacts.records.bundle import Bundle
-from ...artifacts.records.target import LocalGpu
+from ...artifacts.records.bundle import Bundle, Choice
+from ...artifacts.records.problem import Problem
+from ...artifacts.records.target import Gpu, LocalGpu
+from ..compile.triton import Compiled
 from ..journal.file import Contents
-from ..journal.timings import Timings
+from ..journal.timings import Timings, cell_of
 from ..plan.families import CONFIG_LIMIT, Family, families, named, optional
 from ..plan.plan import BuildPlan
-from .candidates import Candidates
+from .candidates import Candidates, SameCode
 from .choices import Chosen, choose
-from .incumbents import Running, RunsOn
+from .incumbents import Running, RunsOn, TakenOver
 
 Ships = Callable[[Contents], Chosen]  # what would ship by a journal
 
@@ -76,9 +79,13 @@ def running_on(contents: Contents, runs: RunsOn | None) -> Running | None:
 
 def choose_from(
     plan: BuildPlan, candidates: Candidates, evidence: Timings | None, configs: int = CONFIG_LIMIT,
-    running: Running | None = None,
+    running: Running | None = None, taken: TakenOver | None = None,
 ) -> Chosen:  # fmt: skip
-    """What ships: a variant that failed on a GPU never does. ``running`` is what runs today, where it is known."""
+    """What ships: a variant that failed on a GPU never does. ``running`` is what runs today, where it is known.
+
+    The choices of ``taken`` are taken over as they are, where ``evidence`` has none of the same GPU for the cell. What
+    is modelled is modelled for the other cells alone.
+    """
     failed = evidence.failed if evidence else {}
     sound = [one for one in candidates.every if one.variant.cubin_sha256 not in failed]
     own = sum(one.variant.cubin_sha256 not in failed for one in candidates.compiled)
@@ -89,21 +96,99 @@ def choose_from(
             raise CompileError(
                 f"{candidates.target}: not one variant of {named(members)} works on the GPU. What went wrong:\n{listed}"
             )
-    return choose(plan, sound, candidates.target.sm, evidence, configs, own=own, running=running or {})
+    sm, ran = candidates.target.sm, running or {}
+    rows = _taken_rows(plan, sound, evidence, taken) if taken else {}
+    if not rows:
+        return choose(plan, sound, sm, evidence, configs, own=own, running=ran)
+    ships = {i for row in rows.values() for one in row for i in (one.variant, one.runner_up) if i is not None}
+    chosen = choose(_left(plan, rows, evidence), sound, sm, evidence, configs, own=own, running=ran, taken=ships)
+    return _joined(plan, sound, chosen, rows, _gpus(evidence, taken))
+
+
+def _gpus(evidence: Timings | None, taken: TakenOver | None) -> tuple[Gpu, ...]:
+    """What choices point into: the GPUs of the evidence, then those of choices that are taken over."""
+    return tuple(dict.fromkeys((*(evidence.gpus if evidence else ()), *(taken.bundle.gpus if taken else ()))))
+
+
+def _taken_rows(
+    plan: BuildPlan, sound: Sequence[Compiled], evidence: Timings | None, taken: TakenOver
+) -> dict[Problem, list[Choice]]:
+    """The choices to take over, which point into ``sound`` and ``_gpus``."""
+    code, gpus, bundle = SameCode(sound), _gpus(evidence, taken), taken.bundle
+    place = [code.place(one) for one in bundle.variants]
+    gpu_at = [gpus.index(one) for one in bundle.gpus]
+    rows: dict[Problem, list[Choice]] = {}
+    for problem in plan.problems:
+        for one in bundle.choices.get(problem, ()):
+            first, gpu = place[one.variant], one.gpu
+            second = None if one.runner_up is None else place[one.runner_up]
+            if first is not None and gpu is not None:
+                second_ns = None if second is None else one.runner_up_ns
+                moved = replace(one, variant=first, runner_up=second, runner_up_ns=second_ns, gpu=gpu_at[gpu])
+                rows.setdefault(problem, []).append(moved)
+    return rows
+
+
+def _left(plan: BuildPlan, rows: Mapping[Problem, Sequence[Choice]], evidence: Timings | None) -> BuildPlan:
+    """The plan less the cells that are taken over, but for those that the evidence has times of, too."""
+    left: dict[Problem, tuple[int, ...]] = {}
+    for problem, buckets in plan.buckets.items():
+        there = {one.bucket for one in rows.get(problem, ())}
+        kept = tuple(
+            bucket
+            for bucket in buckets
+            if bucket not in there or (evidence is not None and cell_of(problem, bucket) in evidence.cells)
+        )
+        if kept:
+            left[problem] = kept
+    return replace(plan, buckets=MappingProxyType(left))
+
+
+def _joined(
+    plan: BuildPlan, sound: Sequence[Compiled], chosen: Chosen, rows: Mapping[Problem, Sequence[Choice]],
+    gpus: Sequence[Gpu],
+) -> Chosen:  # fmt: skip
+    """What was chosen and what is taken over: measured goes before modelled, and each GPU keeps its own."""
+    at = {id(one): i for i, one in enumerate(chosen.variants)}
+    choices: dict[Problem, tuple[Choice, ...]] = {}
+    cells: set[tuple[Problem, int]] = set()
+    taken = 0
+    for problem in plan.problems:
+        own = chosen.choices.get(problem, ())
+        measured = [(one.bucket, gpus[one.gpu]) for one in own if one.gpu is not None]
+        over = [
+            replace(
+                one,
+                variant=at[id(sound[one.variant])],
+                runner_up=None if one.runner_up is None else at[id(sound[one.runner_up])],
+            )
+            for one in rows.get(problem, ())
+            if not any(bucket == one.bucket and gpu.is_like(gpus[one.gpu or 0]) for bucket, gpu in measured)
+        ]
+        there = {one.bucket for one in over}
+        row = [one for one in own if one.gpu is not None or one.bucket not in there]
+        cells.update((problem, bucket) for bucket in there)
+        taken += len(over)
+        if row or over:
+            choices[problem] = tuple(sorted((*row, *over), key=lambda one: one.sort_key))
+    return replace(chosen, choices=choices, taken=taken, taken_cells=frozenset(cells))
 
 
 def assembled(
-    plan: BuildPlan, candidates: Candidates, chosen: Chosen, evidence: Timings | None, running: Running | None = None
-) -> Bundle:
+    plan: BuildPlan, candidates: Candidates, chosen: Chosen, evidence: Timings | None, running: Running | None = None,
+    taken: TakenOver | None = None,
+) -> Bundle:  # fmt: skip
     """The bundle of what was chosen, which says what it was held against."""
     used = sorted({choice.gpu for row in chosen.choices.values() for choice in row if choice.gpu is not None})
-    gpus = tuple(evidence.gpus[gpu] for gpu in used) if evidence else ()
+    every = _gpus(evidence, taken)
+    gpus = tuple(every[gpu] for gpu in used)
     choices = {
         problem: tuple(choice if choice.gpu is None else replace(choice, gpu=used.index(choice.gpu)) for choice in row)
         for problem, row in chosen.choices.items()
     }
     min_driver, producer, kernels = candidates.provenance_of(chosen.variants)
     before = {*(evidence.held_against if evidence else ()), *(one.bundle for one in (running or {}).values())}
+    before |= taken.sources if taken and chosen.taken else frozenset()
     return Bundle(
         target=candidates.target,
         min_driver=min_driver,

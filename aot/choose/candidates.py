@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...artifacts.errors import CompileError, InputError
-from ...artifacts.records.bundle import Kernel, Producer
+from ...artifacts.records.bundle import Kernel, Producer, Variant
 from ...artifacts.records.target import Target
 from ...kernels.cost.fits import rejection
 from ...kernels.hardware.arch import arch_of
@@ -18,6 +18,21 @@ from ..plan.families import Family, families, named, optional
 from ..plan.plan import BuildPlan
 from ..plan.targets import target_of
 from .incumbents import Carried
+
+
+class SameCode:
+    """Where each of some variants is, by its code and what it can run."""
+
+    def __init__(self, every: Sequence[Compiled]) -> None:
+        self._places: dict[tuple[Family, bytes], list[tuple[int, int]]] = {}
+        for i, one in enumerate(every):
+            key = Family.of(one.variant), one.variant.cubin_sha256
+            self._places.setdefault(key, []).append((one.variant.max_experts, i))
+
+    def place(self, variant: Variant) -> int | None:
+        """The first that is the same code, for as many experts; None if there is none."""
+        every = self._places.get((Family.of(variant), variant.cubin_sha256), ())
+        return next((i for most, i in every if most >= variant.max_experts), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +91,18 @@ class Candidates:
             and sources.get((one.kernel.name, one.kernel.revision), one.kernel) == one.kernel
         )
         return replace(self, carried=more)
+
+    def with_codes(self, others: Sequence[Carried]) -> Candidates:
+        """The same, and the code of choices that are taken over, but for what is here or is of other sources."""
+        known = SameCode(self.every)
+        sources = {(one.name, one.revision): one for one in (*self.kernels, *(one.kernel for one in self.carried))}
+        more = tuple(
+            one
+            for one in others
+            if known.place(one.code.variant) is None
+            and sources.get((one.kernel.name, one.kernel.revision), one.kernel) == one.kernel
+        )
+        return replace(self, carried=(*self.carried, *more))
 
     def only(self, shas: Container[bytes]) -> Candidates:
         """The same, and of what is carried these cubins alone."""

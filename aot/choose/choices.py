@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -54,11 +54,16 @@ Ranked = list[_RankedCell]
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What ships: ``choices`` point into ``variants``. ``losses`` tell what fewer variants cost."""
+    """What ships: ``choices`` point into ``variants``. ``losses`` tell what fewer variants cost.
+
+    ``taken`` choices, of ``taken_cells``, were measured and are taken over from installed bundles.
+    """
 
     variants: tuple[Compiled, ...]
     choices: Mapping[Problem, tuple[Choice, ...]]
     losses: tuple[Loss, ...]
+    taken: int = 0
+    taken_cells: frozenset[tuple[Problem, int]] = frozenset()
 
     @property
     def named(self) -> set[int]:
@@ -70,6 +75,7 @@ class Chosen:
 def choose(
     plan: BuildPlan, compiled: Sequence[Compiled], sm: int, evidence: Timings | None = None,
     configs: int = CONFIG_LIMIT, *, own: int | None = None, running: Running = MappingProxyType({}),
+    taken: Collection[int] = (),
 ) -> Chosen:  # fmt: skip
     """The variants to ship, of at most ``configs`` an op and dtype, and the best for each (problem, bucket).
 
@@ -79,7 +85,8 @@ def choose(
 
     Never slower: what ran in a cell before, by ``running`` or by the evidence, stays where nothing that ships beats it
     by more than noise, and where it was not measured. Such variants ship beyond ``configs``. The first ``own`` variants
-    are of this build; what follows is of other bundles, and ships only where a choice names it.
+    are of this build; what follows is of other bundles, and ships only where a choice names it. Those of ``taken`` ship
+    anyway, so what is chosen is chosen among them, too.
 
     Raises
     ------
@@ -103,10 +110,14 @@ def choose(
                 losses.append(select(table, configs, allowed=allowed))
                 ships.update(losses[-1].variants)
     cells = list(itertools.chain.from_iterable(ranked.values()))
+    if taken:
+        ships |= set(taken)
+        named = _chosen(plan, compiled, ranked, sorted(ships), (), evidence).named
+        ships = {*unchosen, *taken, *(sorted(ships)[i] for i in named)}
     if any(cell.incumbent is not None for cell in cells):
         ships = _with_incumbents(cells, ships, compiled)
         named = _chosen(plan, compiled, ranked, sorted(ships), (), evidence).named
-        ships = _with_incumbents(cells, unchosen | {sorted(ships)[i] for i in named}, compiled)
+        ships = _with_incumbents(cells, {*unchosen, *taken, *(sorted(ships)[i] for i in named)}, compiled)
     return _chosen(plan, compiled, ranked, sorted(ships), tuple(losses), evidence)
 
 

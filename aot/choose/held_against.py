@@ -34,6 +34,9 @@ class HeldAgainst:
         known = False
         for problem, row in bundle.choices.items():
             for choice in row:
+                gpu = choice.measured_on(bundle.gpus)
+                if gpu is not None and (evidence is None or gpu not in evidence.gpus):
+                    continue  # taken over from an installed bundle
                 before = _before(problem, choice.bucket, evidence, running or {})
                 known = known or bool(before)
                 now = bundle.variants[choice.variant].cubin_sha256

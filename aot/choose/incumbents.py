@@ -2,6 +2,8 @@
 
 A bundle that was measured here goes before others wherever it has a choice. So whatever ran before is measured beside
 what was compiled, and where nothing beats it the new bundle names it, too, and carries its code.
+
+Where nothing is measured, the new bundle takes over the measured choices of installed bundles (``TakenOver``).
 """
 
 from __future__ import annotations
@@ -9,18 +11,21 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...artifacts.errors import BundleError
-from ...artifacts.records.bundle import Kernel, Producer, Variant
+from ...artifacts.records.bundle import Bundle, Choice, Kernel, Producer, Source, Variant
 from ...artifacts.records.problem import Op, Problem
 from ...artifacts.records.target import Gpu, LocalGpu
 from ...kernels.contract.launchable import unlaunchable
 from ...kernels.contract.words import LAUNCH_ABI, has_aligned_rows
 from ...runtime import settings
 from ...runtime.dispatch.decide import Decision, settle
+from ...runtime.dispatch.places import Kind
+from ...runtime.dispatch.ranking import why_not
 from ...runtime.dispatch.snapshot import Rejected, Snapshot, Usable, take
+from ..bundle.merge import merge
 from ..compile.triton import Compiled
 from ..journal.records import Incumbent
 from ..plan.families import Family, families
@@ -39,6 +44,18 @@ class Carried:
     kernel: Kernel
     min_driver: int
     producer: Producer
+
+
+@dataclass(frozen=True, slots=True)
+class TakenOver:
+    """Measured choices of installed bundles for a new one: ``bundle`` holds them and their code, and nothing else.
+
+    ``codes`` are its variants with what each was made by. ``sources`` are the digests of the installed bundles.
+    """
+
+    bundle: Bundle
+    codes: tuple[Carried, ...]
+    sources: frozenset[bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +104,34 @@ class Incumbents:
                     continue
         return tuple(found.values())
 
+    def measured(self, cells: Cells, sm: int) -> TakenOver | None:
+        """The measured choices of installed packages for these cells of a capability; None if there are none.
+
+        Each GPU's own, and of several bundles the choice that ``aot merge`` keeps. A bundle whose kernel has the name
+        and revision of another's and other source is left out.
+        """
+        parts: dict[str, Bundle] = {}
+        codes: dict[Variant, Carried] = {}
+        kernels: dict[tuple[str, int], Kernel] = {}
+        sources: set[bytes] = set()
+        for usable in self.snapshot.view(LocalGpu(sm, Gpu("", 0, 0, 0)), installed=True).usable:
+            if usable.bundle.target.sm != sm or usable.place.kind is not Kind.INSTALLED:
+                continue
+            try:
+                part, carried = _measured_part(usable, self.snapshot, cells)
+            except (BundleError, Rejected):  # damaged: the runtime says so
+                continue
+            named = {(one.kernel.name, one.kernel.revision): one.kernel for one in carried}
+            if part.choices and all(kernels.get(name, one) == one for name, one in named.items()):
+                parts[str(usable.path)] = part
+                kernels |= named
+                codes |= {one.code.variant: one for one in carried}
+                sources.add(usable.bundle.digest)
+        if not parts:
+            return None
+        bundle = merge(parts).bundle if len(parts) > 1 else next(iter(parts.values()))
+        return TakenOver(bundle, tuple(codes[one] for one in bundle.variants), frozenset(sources))
+
 
 def runs(variant: Variant, problem: Problem, incumbents: Container[bytes]) -> bool:
     """Whether it is one that runs a problem today, though no build may choose it: a fallback where rows are aligned."""
@@ -107,3 +152,52 @@ def _codes_of(usable: Usable, snapshot: Snapshot, problems: Sequence[Problem]) -
         for i, variant in sorted(wanted.items())
         if isinstance(variant.op, Op) and variant.abi == LAUNCH_ABI and unlaunchable(variant) is None
     ]  # fmt: skip
+
+
+def _measured_part(usable: Usable, snapshot: Snapshot, cells: Cells) -> tuple[Bundle, list[Carried]]:
+    """The measured choices of one bundle for these cells that this version can launch, as a bundle, and their code."""
+    file = usable.bundle
+    anywhere = LocalGpu(file.target.sm, Gpu("", 0, 0, 0))
+
+    @functools.cache
+    def variant_for(i: int, problem: Problem) -> Variant | None:
+        variant = snapshot.variant(file, i)
+        lacking = variant.abi != LAUNCH_ABI or unlaunchable(variant)
+        able = not lacking and why_not(variant, problem, anywhere, aligned=has_aligned_rows(problem)) is None
+        return variant if able else None
+
+    place: dict[Variant, int] = {}
+    number: dict[int, int] = {}
+    choices: dict[Problem, tuple[Choice, ...]] = {}
+    for problem, buckets in cells.items():
+        wanted = frozenset(buckets)
+        row = []
+        for choice in snapshot.find(file, problem):
+            if choice.source is not Source.MEASURED or choice.bucket not in wanted:
+                continue
+            first, second = (None if i is None else variant_for(i, problem) for i in (choice.variant, choice.runner_up))
+            if first is None:
+                continue
+            for i, variant in ((choice.variant, first), (choice.runner_up, second)):
+                if i is not None and variant is not None:
+                    number[i] = place.setdefault(variant, len(place))
+            row.append(
+                replace(
+                    choice, variant=number[choice.variant],
+                    runner_up=None if second is None else place[second],
+                    runner_up_ns=None if second is None else choice.runner_up_ns,
+                )
+            )  # fmt: skip
+        if row:
+            choices[problem] = tuple(sorted(row, key=lambda one: one.sort_key))
+    kernels = {(one.name, one.revision): one for one in file.kernels}
+    cubins = {n: file.cubin(i) for i, n in number.items()}
+    carried = [
+        Carried(Compiled(one, cubins[n]), kernels[one.kernel, one.revision], file.min_driver, file.producer)
+        for one, n in place.items()
+    ]
+    part = Bundle(
+        file.target, file.min_driver, file.producer, tuple(dict.fromkeys(one.kernel for one in carried)), file.gpus,
+        tuple(place), tuple(cubins[n] for n in place.values()), choices, (),
+    )  # fmt: skip
+    return part, carried

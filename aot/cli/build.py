@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,12 +14,14 @@ import click
 
 from ...artifacts.errors import HostError, InputError
 from ...artifacts.files.bundle_file import open_bundle
+from ...artifacts.names import printable
 from ...artifacts.records.problem import Problem
+from ...kernels.hardware.chips import chip_named
 from ...runtime import settings
 from ..build.build import build as build_bundles
 from ..build.build import build_measured
 from ..build.options import BuildOptions
-from ..build.summary import BuildReport, Built
+from ..build.summary import BuildReport, Built, ModelCells
 from ..choose.bundle import Ships
 from ..choose.incumbents import RunsOn
 from ..compile.shipped import Shipped
@@ -37,7 +40,7 @@ from .tuning import TuneProgress, budget_and_gpus, check_executor, ordinals, tol
 
 
 @click.command(cls=Sectioned, sections={
-    "What to build": ("models", "sm", "ops", "configs", "candidates"),
+    "What to build": ("models", "sm", "ops", "configs", "candidates", "ignore_installed"),
     "Where it goes": ("out", "name"),
     "Measuring": ("measuring", "journal", "budget", "gpus", "executor"),
     "Compiling": ("compile_all", "workers", "cache_dir", "no_cache"),
@@ -71,20 +74,22 @@ from .tuning import TuneProgress, budget_and_gpus, check_executor, ordinals, tol
               help="Keep at most this many configs of each op and dtype. Fewer: a smaller, slower bundle.")  # fmt: skip
 @budget_and_gpus
 @click.option("--compile-all", is_flag=True, help="Compile everything, also what ships compiled.")
+@click.option("--ignore-installed", is_flag=True,
+              help="Take over no measured choices from installed bundles; model them.")  # fmt: skip
 @click.option("--verbose", "-v", is_flag=True, help="List every variant that fails or is pruned, with the reason.")
 @quiet
 @as_json
 def build(
     models: tuple[str, ...], sm: str, ops: str | None, cache_dir: Path | None, no_cache: bool,
     out: Path, name: str, workers: int | None, measuring: str, journal: Path | None, candidates: Path | None,
-    configs: int, budget: float | None, gpus: str | None, executor: str | None, compile_all: bool, verbose: bool,
-    quiet: bool,
-    as_json: bool,
+    configs: int, budget: float | None, gpus: str | None, executor: str | None, compile_all: bool,
+    ignore_installed: bool, verbose: bool, quiet: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Build bundles of the kernels that models need, one for each GPU capability, and measure them if the GPU is here.
 
-    Kernels that ship compiled are taken. Others are compiled, if a supported Triton is installed. No GPU is needed:
-    without one, a cost model chooses. Results are kept: repeat an interrupted build and it continues.
+    Kernels that ship compiled are taken. Others are compiled, if a supported Triton is installed (pip install
+    'pretuned[compile]'). No GPU is needed: without one, measured choices are taken over from installed bundles, and a
+    cost model makes the others. Results are kept: repeat an interrupted build and it continues.
 
     \b
     Examples:
@@ -112,6 +117,7 @@ def build(
     tuner = functools.partial(_tune, budget, executor, ordinals(gpus), must)
     options = BuildOptions(out, name, workers, cache, journal=journal, measure=measured_sms,
                       modelled=measuring == "no" and journal is None, configs=configs, tune=tuner,
+                      take_over=not ignore_installed,
                       shipped=(lambda sm: Shipped()) if compile_all else Shipped.found)  # fmt: skip
     with Progress(silent, verbose, notes=not quiet) as progress, TuneProgress(silent, budget, progress.pause) as second:
         observers = progress.observers(second.observers())
@@ -126,7 +132,7 @@ def build(
         echo("\n".join(str(one.path) for one in report.bundles))
         return
     tell(report.notes)
-    _show(report, out, verbose)
+    _show(report, out, verbose, _spelled(models, ops))
 
 
 def _sm_of(candidates: Path, sm: str) -> str:
@@ -178,28 +184,39 @@ def _tune(
         return None
 
 
-def _show(report: BuildReport, out: Path, verbose: bool) -> None:
-    head = ("bundle", "for", "models", "problems", "choices", "variants", "shipped", "compiled", "cached",
+def _spelled(models: Sequence[str], ops: str | None) -> str:
+    """The options that name what to build, as they were given."""
+    words = [word for one in models for word in ("--models", one)] + (["--ops", ops] if ops else [])
+    return " ".join(printable(shlex.quote(word)) for word in words)
+
+
+def _show(report: BuildReport, out: Path, verbose: bool, wanted: str) -> None:
+    head = ("bundle", "for", "models", "problems", "measured", "modelled", "variants", "shipped", "compiled", "cached",
             "pruned", "failed", "size", "time")  # fmt: skip
     rows = [
-        (str(one.path) + (" (unchanged)" if one.unchanged else ""), one.target, one.models, one.problems, one.choices,
+        (str(one.path) + (" (unchanged)" if one.unchanged else ""), one.target, one.models, one.problems,
+         _measured(one), one.modelled,
          one.variants, one.shipped, one.compiled, one.cached, one.pruned, one.failed,
          size(one.size_bytes), duration(one.seconds))
         for one in report.bundles
     ]  # fmt: skip
-    echo(table(head, rows, "<<" + ">" * 11))
+    echo(table(head, rows, "<<" + ">" * 12))
     for one in report.bundles:
         if verbose:
             for dropped in one.dropped:
                 echo(f"{one.target}: {dropped.kind}: {dropped.spec}: {dropped.reason}")
         elif one.failed:
             echo(f"{one.target}: {one.lost}; -v lists them")
+    if not any(one.compiled or one.cached for one in report.bundles):
+        echo("nothing was compiled: the choices are among the kernels that ship compiled (--compile-all compiles them)")
     first, folder = quoted(report.bundles[0].path), quoted(out.resolve())
     echo("")
     for one in report.bundles:
         if one.tuned is not None:
             echo(told(one.tuned))
         echo(f"{one.target}: {_origin(one)}")
+        for model in one.by_model if one.taken_over else ():
+            echo(f"  {model.name}: {_ships(model)}")
     echo(
         f"Next:\n"
         f"  look inside     aot inspect {first}\n"
@@ -208,17 +225,42 @@ def _show(report: BuildReport, out: Path, verbose: bool) -> None:
         f"  then            pretuned.runtime.grouped_gemm(x, w, m_sizes)"
     )
     for one in report.bundles:
+        if one.modelled and one.tuned is None:
+            sm = one.target.sm
+            echo(f"  measure         aot build {wanted} --sm {sm}   # on a machine with an sm_{sm} GPU")
+    for one in report.bundles:
         if one.held_against is not None:
             echo(f"{one.target}: {one.held_against}")
+
+
+def _measured(one: Built) -> str:
+    """How many choices were measured, and the GPUs that they were measured on."""
+    return f"{one.measured} ({', '.join(_gpus(one))})" if one.measured else "0"
+
+
+def _gpus(one: Built) -> list[str]:
+    """The GPUs, as people call them."""
+    chips = ((gpu, chip_named(gpu.name)) for gpu in one.gpus)
+    return list(dict.fromkeys(chip.name if chip else gpu.name.removeprefix("NVIDIA ") for gpu, chip in chips))
+
+
+def _ships(model: ModelCells) -> str:
+    """What of a model an installed bundle has measured."""
+    if model.ships_measured:
+        return "ships measured: no build needed"
+    rest = f"{model.cells - model.measured} are modelled" if model.measured < model.cells else "all are measured"
+    return f"{model.shipped} of {model.cells} choices ship measured, {rest}"
 
 
 def _origin(one: Built) -> str:
     """Where a bundle's choices come from."""
     if not one.measured:
-        return "the choices are modelled: a cost model ranked the variants, nothing was measured"
+        return f"all {one.choices} choices are modelled: a cost model ranked the variants, nothing was measured"
     names = ", ".join(dict.fromkeys(gpu.name for gpu in one.gpus))
-    rest = f"; the other {one.choices - one.measured} are modelled" if one.measured < one.choices else ""
-    return f"{one.measured} of {one.choices} choices were measured on {names}{rest}"
+    rest = f"; the other {one.modelled} are modelled" if one.modelled else ""
+    which = "all" if one.taken_over == one.measured else str(one.taken_over)
+    taken = f" ({which} taken over from installed bundles)" if one.taken_over else ""
+    return f"{one.measured} of {one.choices} choices were measured on {names}{taken}{rest}"
 
 
 def _in_context(out: Path) -> str:

@@ -58,7 +58,7 @@ def toolchain() -> Toolchain:
     """
     folder = triton_folder()
     if folder is None:
-        raise HostError(f"Triton is not installed, and compiling needs it: pip install triton=={BUILDER}")
+        raise HostError("Triton is not installed, and compiling needs it: pip install 'pretuned[compile]'")
     found = re.search(r"^__version__ = ['\"]([^'\"]+)", (folder / "__init__.py").read_text(), re.MULTILINE)
     if not found:
         raise HostError(f"{folder / '__init__.py'} names no __version__: is this Triton?")

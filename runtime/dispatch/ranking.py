@@ -17,8 +17,9 @@ So a bundle that PRETUNED_BUNDLES names and that is modelled does not hide what 
 Where no bundle can run a call, the candidates that ship do (``Snapshot.reserve``), in the cost model's order: of them
 what a build would not leave out.
 
-A bundle that was held against what ran before (``Producer.held_against``) has a say in the problems and buckets of its
-choices alone: there it names nothing slower, of others it knows nothing.
+A bundle that was held against what ran before (``Producer.held_against``), or that took over what other bundles have
+measured, has a say in the problems and buckets of its measured choices alone: there it names nothing slower, of others
+it knows nothing. What it has modelled is chosen anew among all variants, for this very GPU, as it would be without it.
 """
 
 from __future__ import annotations
@@ -146,7 +147,8 @@ class _RankedChoices(NamedTuple):
         places = ((origin, one) for origin, by_bucket in self.by_origin.items() for one in by_bucket)
         for origin, one in sorted(places, key=rank):
             for claim in self.by_origin[origin][one]:
-                if one == bucket or not claim.usable.bundle.producer.held_against:
+                own = one == bucket and origin is not Origin.MODELLED
+                if own or not claim.usable.bundle.producer.held_against:
                     yield claim
 
 

@@ -598,8 +598,7 @@ def test_what_was_held_against_others_has_a_say_in_its_own_cells_alone(tmp_path:
     write(tmp_path / "2/ships.msgpack", {PROBLEM: [modelled(32, WIDE), modelled(128, WIDE), modelled(4096, WIDE)]})
     found = snapshot(tmp_path / "1", tmp_path / "2")
     assert came_from(found, 64) == ("held", Origin.THIS_GPU, Match.EXACT, NARROW)
-    assert came_from(found, 256)[0] == "held"
-    for M in (8, 32, 128, 512, 1024):
+    for M in (8, 32, 128, 256, 512, 1024):  # what it has modelled, at 256, is no reason to leave what runs without it
         assert came_from(found, M)[0] == "ships"
     told = examine(found, PROBLEM, 128, ON_H200, aligned=True)
     assert told.candidates[0].usable.path.stem == "ships"
