@@ -43,6 +43,12 @@ class Settings:
         return not self.disable_autotune and self.trusted_keys is None
 
 
+    @property
+    def records(self) -> Path | None:
+        """The overlay as the place of what nobody signs, test results and configs; None where all must be signed."""
+        return self.overlay if self.trusted_keys is None else None
+
+
 def settings() -> Settings:
     """The process's settings: the environment as it was at first use, or at the last ``reload()``."""
     global _settings

@@ -107,11 +107,11 @@ def note(variant: Variant, local: LocalGpu, found: Verdict) -> None:
     path = path_of(local)
     if path is None or settings().disable_autotune:
         return
+    from ..artifacts.files.lock import check_cache
     from ..artifacts.files.lock import lock as directory_lock  # here, as most processes have nothing to write
-    from ..artifacts.files.publish import make_folder
 
     try:
-        make_folder(path.parent)
+        check_cache(path.parent)
         with directory_lock(path.parent, _LOCK_TIMEOUT_S, required=True):
             every = _load(path, local)
             _merge(every, digest, found)
@@ -123,8 +123,8 @@ def note(variant: Variant, local: LocalGpu, found: Verdict) -> None:
 
 
 def path_of(local: LocalGpu) -> Path | None:
-    """The file of one kind of GPU and driver; None where there is no overlay."""
-    overlay, gpu = settings().overlay, local.gpu
+    """The file of one kind of GPU and driver; None where there is no overlay, or all must be signed."""
+    overlay, gpu = settings().records, local.gpu
     if overlay is None:
         return None
     name = re.sub(r"[^a-z0-9]+", "-", gpu.name.lower()).strip("-")[:80]

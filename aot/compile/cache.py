@@ -10,6 +10,7 @@ import msgpack
 
 from ...artifacts.errors import BundleUntrusted
 from ...artifacts.files.blob import read_checked, read_or_say, write_checked
+from ...artifacts.files.lock import cache_fault
 from ...artifacts.files.publish import make_folder
 from ...artifacts.format.schema import pack_variant, read_variant
 from ...artifacts.limits import MAX_CUBIN_BYTES
@@ -53,6 +54,7 @@ class CompileCache:
 
     def put(self, spec: Spec | RowOpSpec, sm: int, compiled: Compiled) -> None:
         """Keep the variant. A cache that can't be written costs the next run time, not this one its result."""
+        self.trouble = self.trouble or cache_fault(self.directory)
         if self.trouble:
             return
         path = self._path(spec, sm)

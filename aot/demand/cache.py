@@ -11,6 +11,7 @@ from pathlib import Path
 import msgpack
 
 from ...artifacts.files.blob import read_checked, write_checked
+from ...artifacts.files.lock import check_cache
 from ...artifacts.files.publish import make_folder
 from ...artifacts.format.schema import FUSIONS
 from ...artifacts.records.precision import PLAIN_DTYPES, DType
@@ -74,6 +75,7 @@ def save(directory: Path | None, key: CacheKey, configs: Configs) -> None:
         return
     payload = msgpack.packb((repr(key), *(_value(pair) for pair in configs)))
     try:
+        check_cache(directory)
         make_folder(directory)
         write_checked(directory / key.file_name, payload)
         _bound(directory)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ...artifacts.errors import BundleError, BundleUnreadable, BundleUntrusted, HostError, PretunedError
 from ...artifacts.files.bundle_file import open_bundle
-from ...artifacts.files.lock import lock
+from ...artifacts.files.lock import check_cache, lock
 from ...artifacts.files.publish import publish
 from ...artifacts.format import codec
 from ...artifacts.limits import FORMAT, MAX_INDEX_BYTES, MAX_NAME_CHARS, OLDEST_FORMAT
@@ -56,6 +56,7 @@ def add(
         to be trusted: what was there stays.
     """
     path = path_of(directory, tuned.target.sm, gpu)
+    check_cache(directory)
     with lock(directory, timeout_s, required=True):
         old = _read(path, note)
         publish(path, codec.encode(joined(tuned, old, note)))
@@ -73,6 +74,7 @@ def clear(directory: Path) -> None:
     """
     if not directory.is_dir():
         return
+    check_cache(directory)
     with lock(directory, LOCK_TIMEOUT_S, required=True):
         for path in directory.glob(f"tuned-f{FORMAT}-a{LAUNCH_ABI}-*.msgpack"):
             try:

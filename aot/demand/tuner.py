@@ -15,8 +15,7 @@ from typing import Protocol
 
 from ...artifacts.errors import BundleError, HostError, LockBusy, PretunedError
 from ...artifacts.files.bundle_file import open_bytes
-from ...artifacts.files.lock import lock
-from ...artifacts.files.publish import make_folder
+from ...artifacts.files.lock import check_cache, lock
 from ...artifacts.format import codec
 from ...artifacts.names import printable
 from ...artifacts.records.bundle import Bundle, Choice, Model
@@ -333,7 +332,7 @@ def _turn() -> Iterator[bool | None]:
     with contextlib.ExitStack() as stack:
         try:
             if place is not None:
-                make_folder(place)
+                check_cache(place)
                 try:
                     got = stack.enter_context(lock(place, 0.0, required=True))
                 except LockBusy:
@@ -347,7 +346,7 @@ def _turn() -> Iterator[bool | None]:
 
 
 def _directory(name: str) -> Path | None:
-    place = settings().overlay
+    place = settings().records
     return None if place is None else place / name
 
 

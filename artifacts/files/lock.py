@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
+import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +19,9 @@ NO_LOCKS = -1  # in place of a descriptor: the file system has no locks
 # What flock says on a file system without locks: Lustre mounted noflock and some FUSE, and NFS without its lock server.
 _NONE_THERE = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 _POLL_S = 0.05
+
+_log = logging.getLogger(__name__)
+_told: set[Path] = set()  # directories of the cache about which something was logged
 
 
 @contextlib.contextmanager
@@ -113,6 +118,50 @@ def release(fd: int, path: Path) -> None:
     finally:
         with contextlib.suppress(OSError):
             os.close(fd)
+
+
+def check_cache(folder: Path) -> None:
+    """Look whether this process may keep files in a directory of the user's cache, which need not be there yet.
+
+    Raises
+    ------
+    HostError
+        if ``cache_fault`` finds a reason. It is logged, too, once a directory.
+    """
+    if fault := cache_fault(folder):
+        if folder not in _told:
+            _told.add(folder)
+            _log.warning("pretuned: %s", fault)
+        raise HostError(fault)
+
+
+def cache_fault(folder: Path) -> str:
+    """Why nothing is to be kept in a directory of the user's cache, and what to do; "" where all is well.
+
+    Root that runs with a user's HOME (sudo does that in places) would leave files there which the user can't write.
+    """
+    me = os.geteuid() if hasattr(os, "geteuid") else -1
+    owners: list[tuple[Path, int]] = []  # upwards, up to the first that is this user's own
+    for one in (folder / LOCK_NAME, folder, *folder.parents):
+        with contextlib.suppress(OSError):
+            owners.append((one, os.lstat(one).st_uid))
+            if owners[-1][1] == me:
+                break
+    if not owners or owners[0][1] == me:
+        return ""
+    first, owner = owners[0]
+    if me == 0:
+        return (
+            f"'{first}' belongs to user {owner} and this process runs as root: nothing is kept in '{folder}'. "
+            "Run it as that user, or with a HOME (XDG_CACHE_HOME) of root's: sudo -H"
+        )
+    top, owner = owners[-2] if owners[-1][1] == me else owners[-1]
+    if owners[-1][1] == me and owner == 0 and not os.access(first, os.W_OK):
+        return (
+            f"'{top}' in your cache belongs to root, maybe as sudo ran with your HOME: nothing can be kept in "
+            f"'{folder}'. Run: sudo chown -R {me} {shlex.quote(str(top))}"
+        )
+    return ""
 
 
 def has_none(error: OSError) -> bool:

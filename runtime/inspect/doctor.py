@@ -147,7 +147,8 @@ def report(
     faults = tuple(faults)
     notes += [] if gpus or faults else ["no GPU here: nothing would be launched, CPU tensors run the torch reference"]
     if snapshot.keys is not None:
-        notes.append(f"{settings.TRUSTED_KEYS} wants all code signed: none is tuned or compiled on demand")
+        unsigned = "none is tuned or compiled on demand, and no test result is kept"
+        notes.append(f"{settings.TRUSTED_KEYS} wants all code signed: {unsigned}")
     if not platform_supported():
         notes.append(f"bundles run on linux x86_64 and aarch64, this is {platform_name()}: torch runs everything")
     problems = [

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 import signing
-from made import ON_H200, PROBLEM, WIDE, modelled, write
+from made import ON_H200, PROBLEM, SPECS, WIDE, modelled, variant, write
 
+from pretuned.aot.demand import tuner
 from pretuned.artifacts.errors import BundleError
-from pretuned.runtime import allow_jit, hooks, reload
+from pretuned.artifacts.records.bundle import Variant
+from pretuned.integrations.unsloth import cache as unsloth
+from pretuned.runtime import allow_jit, hooks, reload, verdicts
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.dispatch.places import Kind, Place, installed_places
 from pretuned.runtime.dispatch.snapshot import Snapshot, take
@@ -271,3 +274,36 @@ def test_nothing_is_tuned_or_compiled_on_demand(bundle: Path, tmp_path: Path, mo
 def test_a_home_in_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     assert read({"PRETUNED_TRUSTED_KEYS": "~/keys"}) == Settings(trusted_keys=Path("/home/me/keys"))
+
+
+def test_test_results_and_configs_are_neither_read_nor_written(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody signs those."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name, empty in (("_known", {}), ("_wrong", {}), ("_read", set()), ("_told", set())):
+        monkeypatch.setattr(verdicts, name, empty)
+    one, other = variant(SPECS[0], b"one"), variant(SPECS[0], b"other")
+
+    def files() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in (tmp_path / "cache").rglob("*") if path.is_file()}
+
+    def keep(of: Variant) -> None:
+        verdicts.note(of, ON_H200, verdicts.verdict(False, "y[0, 0] is 1, wanted 2"))
+        unsloth.save_cached_config(of.cubin_sha256.hex(), {}, {}, {})
+
+    reload()
+    keep(one)
+    before = files()
+    assert len(before) == 3, before
+    monkeypatch.setenv("PRETUNED_TRUSTED_KEYS", str(tmp_path / "keys"))
+    reload()
+    for name, empty in (("_known", {}), ("_wrong", {}), ("_read", set())):
+        monkeypatch.setattr(verdicts, name, empty)
+    unsloth.clear_cache()
+    assert verdicts.known(one, ON_H200) is None
+    assert unsloth.load_cached_config(one.cubin_sha256.hex()) is None
+    keep(other)
+    assert verdicts.is_wrong(other, ON_H200)
+    assert files() == before
+    assert tuner._directory("configs") is None

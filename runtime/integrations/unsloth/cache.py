@@ -11,6 +11,7 @@ from typing import Any
 
 from ...artifacts.errors import HostError, InputError
 from ...artifacts.files.blob import read_checked, write_checked
+from ...artifacts.files.lock import check_cache
 from ...artifacts.files.publish import make_folder
 from ...runtime.dispatch.pin import KernelPair
 from ...runtime.settings import settings
@@ -45,7 +46,7 @@ def save_cached_config(
     cache_key: str, config_fwd: Any, config_bwd_dx: Any, config_bwd_dw: Any, metadata: dict[str, Any] | None = None
 ) -> None:
     """Keep three configs under a key, for this process and later ones. A place that can't be written costs the file,
-    and so does PRETUNED_DISABLE_AUTOTUNE=1.
+    and so do PRETUNED_DISABLE_AUTOTUNE=1 and PRETUNED_TRUSTED_KEYS.
 
     Raises
     ------
@@ -64,6 +65,7 @@ def save_cached_config(
     if path is None or settings().disable_autotune:  # which says that nothing is written
         return
     try:
+        check_cache(path.parent)
         make_folder(path.parent)
         write_checked(path, payload)
     except (OSError, HostError) as error:
@@ -90,5 +92,5 @@ def _plain(name: str, config: Any) -> dict[str, Any]:
 
 
 def _path(cache_key: str) -> Path | None:
-    place = settings().overlay
+    place = settings().records
     return None if place is None else place / _DIRECTORY / (hashlib.sha256(cache_key.encode()).hexdigest() + ".json")

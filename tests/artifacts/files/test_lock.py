@@ -7,13 +7,16 @@ import errno
 import fcntl
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 from descriptors import open_files
 
 from pretuned.artifacts.errors import HostError
-from pretuned.artifacts.files.lock import lock, reading, release, take
+from pretuned.artifacts.files.lock import cache_fault, lock, reading, release, take
 
 
 def test_lock(tmp_path):
@@ -169,3 +172,84 @@ def test_filelock_takes_the_same_lock(tmp_path):
         filelock.FileLock(tmp_path / ".pretuned.lock").acquire(timeout=0)
     with filelock.FileLock(tmp_path / ".pretuned.lock"), lock(tmp_path, 0) as held:
         assert not held
+
+
+AS_USER = 34567
+NOTES = """
+import logging, os, sys
+from made import ON_A100, SPECS, variant
+from pretuned.aot.compile.cache import CompileCache, default_dir
+from pretuned.runtime import verdicts
+
+logging.basicConfig(level=logging.WARNING, format="%(message)s")
+os.setgid(int(sys.argv[1]))
+os.setuid(int(sys.argv[1]))
+for name in (b"one", b"two"):
+    verdicts.note(variant(SPECS[0], name), ON_A100, verdicts.verdict(True))
+cache = CompileCache(default_dir())
+cache.put(SPECS[0], 80, None)
+print(cache.trouble)
+"""
+
+
+@pytest.fixture
+def home(tmp_path):
+    """A user's home, and what a process that is or is not root's says which keeps something there."""
+    if os.geteuid():
+        pytest.skip("needs root to be two users")
+    for one in (tmp_path, *tmp_path.parents):  # pytest's own are 0700
+        if one.stat().st_uid == 0 and not one.stat().st_mode & 0o001:
+            one.chmod(0o711)
+    home = tmp_path / "home"
+    home.mkdir()
+    os.chown(home, AS_USER, AS_USER)
+    return home
+
+
+def kept_by(user, home):
+    support = Path(__file__).parents[2] / "support"
+    environment = {**os.environ, "HOME": str(home), "PYTHONPATH": str(support)}
+    environment.pop("XDG_CACHE_HOME", None)
+    command = [sys.executable, "-c", NOTES, str(user)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return done.stdout.strip(), [line for line in done.stderr.splitlines() if line.startswith("pretuned: ")]
+
+
+@pytest.mark.slow
+def test_root_with_a_users_home_leaves_nothing_there(home):
+    """As ``sudo`` that keeps HOME: the user could not write there any more."""
+    trouble, (line,) = kept_by(0, home)
+    assert list(home.iterdir()) == []
+    assert line == (
+        f"pretuned: '{home}' belongs to user {AS_USER} and this process runs as root: nothing is kept in "
+        f"'{home}/.cache/pretuned'. Run it as that user, or with a HOME (XDG_CACHE_HOME) of root's: sudo -H"
+    )
+    assert trouble == line.removeprefix("pretuned: ").replace("/pretuned'", "/pretuned/compiled'")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", [".cache/pretuned", ".cache/pretuned/.pretuned.lock", ".cache"])
+def test_what_root_left_in_a_users_cache_is_told_with_the_fix(what, home):
+    broken, overlay = home / what, home / ".cache" / "pretuned"
+    overlay.mkdir(parents=True)
+    (overlay / ".pretuned.lock").touch()
+    for one in (overlay.parent, overlay, overlay / ".pretuned.lock"):
+        if not one.is_relative_to(broken):
+            os.chown(one, AS_USER, AS_USER)
+    _, lines = kept_by(AS_USER, home)
+    (line,) = (one for one in lines if "belongs to root" in one)
+    fix = line.partition(" Run: sudo ")[2]
+    assert fix == f"chown -R {AS_USER} {broken}"
+    assert not list(overlay.glob("*.verdicts"))
+    subprocess.run(fix, shell=True, check=True)
+    _, lines = kept_by(AS_USER, home)
+    assert lines == []
+    (file,) = overlay.glob("*.verdicts")
+    assert file.stat().st_uid == AS_USER
+
+
+def test_where_the_user_may_write_nothing_is_said(tmp_path):
+    """A cache of one's own, one in a place of root's, and one that is yet to be made."""
+    assert cache_fault(tmp_path) == ""
+    assert cache_fault(tmp_path / "is" / "made") == ""
+    assert cache_fault(Path("/.cache/pretuned")) == ""
