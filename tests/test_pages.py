@@ -68,8 +68,9 @@ def test_the_pages_are_those_that_have_python() -> None:
 
 
 ARCHITECTURE = "docs/inside/architecture.md"  # has rules of its own: tests/test_architecture.py
+OTHERS = ("examples/README.md", "tests/README.md", "benchmarks/peers/README.md")
 TEXTS = sorted(
-    name for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
+    name for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / one for one in OTHERS))
     if (name := str(page.relative_to(ROOT))) != ARCHITECTURE
 )  # fmt: skip
 
