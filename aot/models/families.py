@@ -37,8 +37,6 @@ DENSE_WIDTH_APART = "dense_intermediate_size"  # where it is set, DENSE_WIDTH is
 
 BY_LAYER = "block_configs"  # an object for each layer, as a model whose sizes were searched for has them
 SWITCH = "enable_moe_block"  # where it is false there are no experts, whatever their number
-# Where a multimodal model keeps its language model.
-NESTED = ("text_config", "language_config", "llm_config", "thinker_config")
 
 
 @dataclass(frozen=True, slots=True)

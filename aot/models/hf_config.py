@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ...artifacts.errors import InputError
 from ...artifacts.names import printable
+from ...runtime.weights.quantization import NESTED
 from .families import (
     BY_LAYER,
     DENSE_WIDTH,
@@ -20,7 +21,6 @@ from .families import (
     FFN,
     HIDDEN,
     LATENT,
-    NESTED,
     PARAMS,
     PER_TOKEN,
     SHARED_COUNTS,
@@ -129,7 +129,9 @@ def _weights(
     """The format of the experts, as the whole config or the object of theirs says it."""
     layers = values.get("num_hidden_layers")
     count = layers if isinstance(layers, int) else 1
-    found = expert_weights(config, where, count, beside) or expert_weights(values, where, count)
+    fields = _Fields(values, where)
+    experts = next((one for name in EXPERTS if isinstance(one := fields.get(name), int)), 1)
+    found = expert_weights(config, where, count, beside, experts) or expert_weights(values, where, count, None, experts)
     remarks += found.remarks if found else ()
     return found.format if found else UNQUANTISED
 

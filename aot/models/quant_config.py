@@ -7,21 +7,23 @@ one that has no row there gets a name of the same pattern, so that who asks for 
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ...artifacts.errors import InputError
 from ...artifacts.names import printable
 from ...artifacts.records.precision import PRECISIONS
-from .exclusions import left_out
+from ...runtime.weights import quantization
+from .exclusions import left_out, matrices
 
 PLAIN = tuple(one.name for one in PRECISIONS.values() if not one.quantised)
 UNQUANTISED = "bf16"
+_MXFP4 = "mxfp4"
+_MIXED = "mixed"  # a layer whose experts have several formats
 _MOST_LAYERS = 512
-_MOST_GROUPS = 128  # of compressed-tensors
 _MODELOPT = {  # NVIDIA's names of whole recipes
     "FP8": "fp8_channel",
     "FP8_PER_CHANNEL_PER_TOKEN": "fp8_channel",
@@ -48,12 +50,14 @@ class CheckpointFormat:
 
 
 def expert_weights(
-    config: Mapping[str, object], where: str, layers: int = 1, beside: Mapping[str, object] | None = None
-) -> CheckpointFormat | None:
+    config: Mapping[str, object], where: str, layers: int = 1, beside: Mapping[str, object] | None = None,
+    experts: int = 1,
+) -> CheckpointFormat | None:  # fmt: skip
     """What ``config``, the object of a config.json, says of the experts; None where it says nothing.
 
-    ``layers`` is how many the model has: a config may leave out the experts of some. ``beside`` is the object of
-    modelopt's hf_quant_config.json, which goes first. ``where`` begins each error and remark.
+    ``layers`` is how many the model has, of ``experts`` each: a config may leave out the experts of some, and give some
+    other bits. ``beside`` is the object of modelopt's hf_quant_config.json, which goes first. ``where`` begins each
+    error and remark.
 
     Raises
     ------
@@ -62,28 +66,68 @@ def expert_weights(
     """
     found = (beside or {}).get("quantization")
     if found is None:
-        found = next((config[key] for key in ("quantization_config", "compression_config") if config.get(key)), None)
+        found = quantization.find(config)
     if found is None:
         return None
-    if not isinstance(found, dict):
+    if not isinstance(found, Mapping):
         raise InputError(f"{where}: quantization_config is {_short(found)}, wanted an object")
     fields = _Quantisation(found, where)
-    method = fields.word("quant_method") or ("modelopt" if "quant_algo" in found else "")
-    reader = _READERS.get(method.lower())
-    remarks: tuple[str, ...] = ()
-    if "fp4" in (config.get("expert_dtype"), found.get("expert_dtype")):  # DeepSeek-V4: the experts apart from the rest
-        name = "mxfp4"
-        remarks = ("its own code multiplies mxfp4 by fp8 activations, scaled by 128 of K; here x is bf16",)
-    else:
-        name = _pattern(method or "quantised") if reader is None else reader(fields)
     count = max(1, min(layers, _MOST_LAYERS))
-    without = left_out(fields.excluded(), count, where)
-    if len(without) == count:
-        name, remarks = UNQUANTISED, ("the quantisation leaves the experts out: they are bf16",)
-    elif without:
-        some = ", ".join(map(str, without[:8])) + (", ..." if len(without) > 8 else "")
-        remarks = (*remarks, f"the experts of layers {some} are left out of {name}: they are bf16")
+    formats = _formats(fields, config, count, experts)
+    remarks: tuple[str, ...] = ()
+    for layer in left_out(fields.excluded(), count, where):
+        formats[layer] = UNQUANTISED
+    name = next((one for one, _ in Counter(formats).most_common() if one != UNQUANTISED), UNQUANTISED)
+    if name == UNQUANTISED:
+        remarks = ("the quantisation leaves the experts out: they are bf16",)
+    elif name == _MXFP4 and _fp4_experts(config, found):
+        remarks = ("its own code multiplies mxfp4 by fp8 activations, scaled by 128 of K; here x is bf16",)
+    elif name == _MIXED:
+        remarks = ("the config gives the experts of a layer several formats: there is no one to build for",)
+    for other in dict.fromkeys(formats):
+        if other != name:
+            those = [layer for layer, one in enumerate(formats) if one == other]
+            some = ", ".join(map(str, those[:8])) + (", ..." if len(those) > 8 else "")
+            bare = f"are left out of {name}: they are bf16"
+            remarks = (
+                *remarks,
+                f"the experts of layers {some} {bare if other == UNQUANTISED else f'are {other}, not {name}'}",
+            )
     return CheckpointFormat(name, tuple(f"{where}: {one}" for one in remarks))
+
+
+def _formats(fields: _Quantisation, config: Mapping[str, object], layers: int, experts: int) -> list[str]:
+    """The format of each layer's experts; ``mixed`` where they have several."""
+    where = f"{fields.where}: quantization_config"
+    words = quantization.exceptions(fields.values, where)
+    if not words:
+        return [_format(fields, config)] * layers
+    every = [matrices(layer, experts, words) for layer in range(layers)]
+    flat = [names for layer in every for names in layer]
+    known: dict[int, str] = {}
+    each: list[str] = []
+    for settings in quantization.by_module(fields.values, flat, where):
+        if id(settings) not in known:
+            one = UNQUANTISED if settings is None else _format(_Quantisation(settings, fields.where), config)
+            known[id(settings)] = one
+        each.append(known[id(settings)])
+    formats, rest = [], iter(each)
+    for layer in every:
+        found = {next(rest) for _ in layer}
+        formats.append(found.pop() if len(found) == 1 else _MIXED)
+    return formats
+
+
+def _format(fields: _Quantisation, config: Mapping[str, object]) -> str:
+    method = fields.word("quant_method") or ("modelopt" if "quant_algo" in fields.values else "")
+    reader = _READERS.get(method.lower())
+    if _fp4_experts(config, fields.values):  # DeepSeek-V4: the experts apart from the rest
+        return _MXFP4
+    return _pattern(method or "quantised") if reader is None else reader(fields)
+
+
+def _fp4_experts(config: Mapping[str, object], quantised: Mapping[str, object]) -> bool:
+    return "fp4" in (config.get("expert_dtype"), quantised.get("expert_dtype"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +165,6 @@ class _Quantisation:
         for key in ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules", "exclude",
                     "llm_int8_skip_modules", "modules_to_not_quantize"):  # fmt: skip
             yield from filter(None, self.strings(key))
-        for key in self.inner("dynamic").values:  # GPTQModel: -: takes modules out
-            if key.startswith("-:"):
-                yield f"re:{key[2:]}"
-        for key, value in self.inner("extra_config").values.items():  # AutoRound: bits for each module
-            if isinstance(value, dict) and isinstance(bits := value.get("bits"), int) and bits >= 16:
-                yield key
 
 
 def _fp8(fields: _Quantisation) -> str:
@@ -201,20 +239,12 @@ def _quark(fields: _Quantisation) -> str:
 
 
 def _compressed(fields: _Quantisation) -> str:
-    """compressed-tensors: the group whose targets are the experts, or every linear layer."""
-    found = fields.inner("config_groups").values.values()
-    groups = [_Quantisation(one, fields.where) for one in found if isinstance(one, dict)]
-    if len(groups) > _MOST_GROUPS:
-        raise InputError(
-            f"{fields.where}: quantization_config: {len(groups):,} config_groups, the limit is {_MOST_GROUPS}"
-        )
-    targets = [group.strings("targets") for group in groups]
-    named = (group for group, some in zip(groups, targets, strict=True) if left_out(some, 1, fields.where))
-    linear = (group for group, some in zip(groups, targets, strict=True) if "Linear" in some)
-    group = next(itertools.chain(named, linear), None)
-    if group is not None:
-        return _scheme(group, fields.word("format") or group.word("format"))
-    return UNQUANTISED if groups else "compressed-tensors"
+    """compressed-tensors, of a config with the one group of the experts."""
+    groups = [_Quantisation(one, fields.where) for one in fields.inner("config_groups").values.values()
+              if isinstance(one, dict)]  # fmt: skip
+    if not groups:
+        return "compressed-tensors"
+    return _scheme(groups[0], fields.word("format") or groups[0].word("format"))
 
 
 def _scheme(group: _Quantisation, packed: str) -> str:

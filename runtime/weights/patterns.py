@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 
 from ...artifacts.errors import HostError, InputError
@@ -19,17 +20,21 @@ _LONGEST_S = 120.0  # on a machine that has no time
 _SHOWN = 3
 # What is matched here, for it can't take long: no repeats but some ``.*``, and short names.
 _SHORT = re.compile(r"re:\^?(?:[\w:/ -]|\\?\.(?![*+?{])|\.\*(?![*+?{])){1,100}\$?")
-_MOST_HERE, _MOST_STARS, _MOST_CHARS = 64, 3, 200
+_MOST_STARS, _MOST_CHARS = 3, 200
+_STEPS_OF_A_MATCH, _MOST_STEPS = 256, 1 << 29  # at worst: some 0.5 s
 _CHILD = """
 import fnmatch, json, re, resource, sys
 patterns, groups, cpu_s = json.load(sys.stdin)
 resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
 resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+SIMPLE = r"(?:[\\w:/ -]|\\\\\\.|\\.\\*?(?![*+?{]))*"
 found = []
 for pattern in patterns:
     if pattern.startswith("re:"):
+        plain = pattern[3:].removeprefix("^").removesuffix("$")  # what it has to find word by word, if that is plain
+        parts = re.split(r"(?<!\\\\)\\.\\*?", plain) if re.fullmatch(SIMPLE, plain) else []
         try:
-            found.append(([], [re.compile(pattern[3:]).match]))
+            found.append(([one.replace("\\\\.", ".") for one in parts], [re.compile(pattern[3:]).match]))
         except (re.error, OverflowError, RecursionError) as error:
             json.dump([pattern, str(error)], sys.stdout)
             sys.exit()
@@ -64,9 +69,7 @@ def first_matching(patterns: Sequence[str], groups: Sequence[Sequence[str]], whe
         raise InputError(f"{where}: {len(patterns):,} patterns {what}, the limit is {MOST_PATTERNS:,}")
     if not patterns:
         return [None] * len(groups)
-    every = [name for names in groups for name in names]
-    few = len(patterns) * len(every) <= _MOST_HERE and all(len(name) <= _MOST_CHARS for name in every)
-    if few and all(map(_is_short, patterns)):
+    if all(map(_is_short, patterns)) and _steps(patterns, groups) <= _MOST_STEPS:
         found = [re.compile(one[3:]).match for one in patterns]
         return [next((i for i, match in enumerate(found) if any(map(match, names))), None) for names in groups]
     try:
@@ -85,6 +88,16 @@ def first_matching(patterns: Sequence[str], groups: Sequence[Sequence[str]], whe
     if wrong is not None:
         raise InputError(f"{where}: {_shown(wrong)} is no regular expression: {answer}")
     return list(answer)
+
+
+def _steps(patterns: Sequence[str], groups: Sequence[Sequence[str]]) -> int:
+    """How much it takes at worst to match each short pattern with each name: a star tries every place."""
+    stars, steps = Counter(one.count("*") for one in patterns), 0
+    for length, times in Counter(len(name) for names in groups for name in names).items():
+        if length > _MOST_CHARS:
+            return _MOST_STEPS + 1
+        steps += times * sum(many * (_STEPS_OF_A_MATCH + length**power) for power, many in stars.items())
+    return steps
 
 
 def _is_short(pattern: str) -> bool:

@@ -214,6 +214,75 @@ def test_the_group_that_names_the_experts_goes_before_that_of_all_layers() -> No
     assert found.format == "bf16"
 
 
+GPTQ = {"bits": 4, "group_size": 128, "quant_method": "gptq", "sym": True}
+ROUND = {**GPTQ, "quant_method": "auto-round"}
+
+
+@pytest.mark.parametrize(
+    ("quantised", "format", "remarks"),
+    [
+        ({**GPTQ, "dynamic": {r"+:.*\.experts\..*": {"bits": 8}}}, "int8_g128", ()),
+        ({**GPTQ, "dynamic": {r"+:.*self_attn.*": {"bits": 8}, r"-:.*\.gate$": {}}}, "int4_g128", ()),
+        (
+            {**GPTQ, "dynamic": {r"+:.*\.(?:1[0-5])\..*": {"bits": 8, "group_size": 64}}}, "int4_g128",
+            ("the experts of layers 10, 11, 12, 13, 14, 15 are int8_g64, not int4_g128",),
+        ),
+        (
+            {**GPTQ, "dynamic": {r"-:.*layers\.2\..*": {}, r".*layers\.3\..*experts.*": {"sym": False}}}, "int4_g128",
+            ("the experts of layers 2 are left out of int4_g128: they are bf16",
+             "the experts of layers 3 are int4_g128_zp, not int4_g128"),
+        ),
+        (
+            {**GPTQ, "dynamic": {r".*down_proj.*": {"bits": 8}}}, "mixed",
+            ("the config gives the experts of a layer several formats: there is no one to build for",),
+        ),
+        ({**ROUND, "extra_config": {r".*experts.*": {"group_size": 32}}}, "int4_g32", ()),
+        ({**ROUND, "extra_config": {f"model.layers.{i}.mlp.gate": {"bits": 16} for i in range(20)}}, "int4_g128", ()),
+        (
+            {**ROUND, "extra_config": {f"model.layers.7.mlp.experts.{e}.{one}": {"bits": 2} for e in range(4)
+                                       for one in ("gate_proj", "up_proj", "down_proj")}}, "int4_g128",
+            ("the experts of layers 7 are int2_g128, not int4_g128",),
+        ),
+        (
+            {**ROUND, "extra_config": {"model.layers.7.mlp.experts.2.down_proj": {"bits": 2}}}, "int4_g128",
+            ("the experts of layers 7 are mixed, not int4_g128",),
+        ),
+    ],
+)  # fmt: skip
+def test_settings_of_single_modules(quantised: Mapping[str, Any], format: str, remarks: tuple[str, ...]) -> None:
+    found = expert_weights({"quantization_config": quantised}, "c", layers=20, experts=4)
+    assert found is not None
+    assert (found.format, found.remarks) == (format, tuple(f"c: {one}" for one in remarks))
+
+
+def test_groups_of_some_layers() -> None:
+    config = compressed(weights(8, "float", "channel"), DYNAMIC)
+    config["config_groups"]["group_1"] = {
+        "targets": [r"re:.*layers\.[2-4]\..*experts.*"], "weights": weights(4, "float", "tensor_group", group_size=16)
+    }  # fmt: skip
+    found = expert_weights({"quantization_config": config}, "c", layers=9)
+    assert found is not None
+    assert found.format == "fp8_channel"
+    assert found.remarks == ("c: the experts of layers 2, 3, 4 are nvfp4, not fp8_channel",)
+
+
+@pytest.mark.parametrize("place", [("text_config",), ("thinker_config", "text_config"), ("llm_config",)])
+def test_a_composite_models_config(place: tuple[str, ...]) -> None:
+    """Kimi-K2.5 has its quantization_config in text_config."""
+    config: dict[str, Any] = {"quantization_config": PUBLISHED["Kimi-K2-Thinking"][0]}
+    for key in place:
+        config = {"model_type": "x", key: config}
+    found = expert_weights(config, "c", layers=61)
+    assert found is not None
+    assert found.format == "int4_g32"
+    inner: dict[str, Any] = {"expert_dtype": "fp4"}
+    for key in place:
+        inner = {key: inner}
+    found = expert_weights({**inner, "quantization_config": FP8}, "c")  # DeepSeek-V4's word inside, its config outside
+    assert found is not None
+    assert found.format == "mxfp4"
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -222,6 +291,9 @@ def test_the_group_that_names_the_experts_goes_before_that_of_all_layers() -> No
         ({**FP8, "weight_block_size": ["a", 1]}, r'weight_block_size is \["a", 1\], wanted'),
         ({"quant_method": "gptq", "bits": "4"}, 'bits is "4", wanted a number'),
         ({**FP8, "ignore": ["re:("]}, r'"re:\(" is no regular expression'),
+        ({**FP8, "dynamic": {"+:(": {}}}, r'"re:\(" is no regular expression'),
+        ({**FP8, "dynamic": {".*": 5}}, r"dynamic of '\.\*' is a int, wanted a dict"),
+        ({**FP8, "extra_config": []}, r"extra_config is a list, wanted a dict"),
     ],
 )
 def test_refused(config: object, message: str) -> None:

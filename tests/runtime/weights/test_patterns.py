@@ -57,10 +57,13 @@ def test_what_can_not_take_long(pattern: str, short: bool) -> None:
 def test_what_can_not_take_long_needs_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/no/such/python")
     assert first_matching(["re:.*q", "re:.*experts.*"], [NAMES], "w", "of it") == [1]
-    for patterns_, names in ((["re:x"] * 64, ["x"]), (["re:x"] * 2, ["x"] * 32), (["re:x"], ["x" * 200])):
+    worst = ["re:.*.*.*x"] * 67
+    for patterns_, names in ((["re:x"] * 16384, ["x"]), (worst, ["x" * 199]), (["re:x"], ["x" * 200])):
         assert first_matching(patterns_, [names], "w", "of it") == [0]
+    of_a_layer = [(f"model.layers.3.mlp.experts.{e}.gate_proj",) for e in range(512)]
+    assert first_matching(["re:.*self_attn.*", r"re:.*layers\.3\..*experts.*"], of_a_layer, "w", "of it") == [1] * 512
     for patterns_, names in (
-        (["re:(x)"], NAMES), (["re:x"] * 65, ["x"]), (["re:x"] * 2, ["x"] * 33), (["re:x"], ["x" * 201]),
+        (["re:(x)"], NAMES), ([*worst, worst[0]], ["x" * 200]), (worst, ["x"] * 40000), (["re:x"], ["x" * 201]),
     ):  # fmt: skip
         with pytest.raises(HostError, match=r"^can't start '/no/such/python': No such file or directory$"):
             first_matching(patterns_, [names], "w", "of it")
