@@ -1,29 +1,30 @@
 """Experts' tensors as checkpoints name and pack them, brought to the shapes of ``ExpertWeights``.
 
 The packings are those of compressed-tensors, GPTQ (AutoGPTQ's and GPTQModel's), AWQ (the gemm version), modelopt,
-gpt-oss and DeepSeek-V3 and V4. ``packings.py`` has one function for each.
+gpt-oss and DeepSeek-V3 and V4: ``packings.py`` has one function for each. ``quantization.py`` finds the settings.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from ...artifacts.names import printable
-from . import packings
+from . import packings, quantization
 from .codes import Quantised, cat
 from .given import repeated, told
-from .packings import Suffixes, bad
-from .patterns import first_matching
+from .packings import Int4, Suffixes, bad
 
 _GATE, _UP, _BOTH, _DOWN = ("gate_proj", "w1"), ("up_proj", "w3"), ("gate_up_proj",), ("down_proj", "w2")
 _PART = {**dict.fromkeys((*_GATE, *_UP, *_BOTH), "gate_up"), **dict.fromkeys(_DOWN, "down")}
 _SUFFIX = (
     "weight|weight_scale|weight_scale_inv|weight_scale_2|weight_packed|weight_shape|weight_zero_point|weight_g_idx|"
-    "weight_global_scale|input_scale|input_global_scale|qweight|qzeros|scales|g_idx|scale|scale_inv|blocks|bias"
+    "weight_global_scale|input_scale|input_global_scale|qweight|qzeros|scales|g_idx|scale|scale_inv|blocks|bias|"
+    "pre_quant_scale|w_bf16_to_fp8_scale"
 )
 _NAME = re.compile(rf"(?P<layer>(?:.*\.)?experts\.)(?:(?P<expert>[0-9]{{1,9}})\.)?(?P<projection>{'|'.join(_PART)})"
                    rf"(?:[._](?P<suffix>{_SUFFIX}))?")  # fmt: skip
@@ -35,9 +36,12 @@ _ALIASES = {
 }  # fmt: skip
 _LONGEST_NAME = 1000  # characters
 _IGNORED = ("bias", "input_scale", "input_global_scale")  # scales of x are made in the call
-
-
+_EMPTY = ("qzeros", "g_idx", "weight_zero_point", "weight_g_idx")  # an empty one is as good as none
+_MULTIPLIES = ("pre_quant_scale", "w_bf16_to_fp8_scale")  # what no format here has: x or w times more than its scales
 _BLOCKS = ([packings.BLOCK] * 2, (packings.BLOCK,) * 2)
+_WHERE = "ExpertWeights.from_tensors: quantization_config"
+_GPTQ_FORMATS = ("gptq", "gptq_v2")
+_ACT_ORDERS = (True, "group", "dynamic")  # of compressed-tensors' actorder: those that need weight_g_idx
 
 
 class _Reader(NamedTuple):
@@ -48,6 +52,17 @@ class _Reader(NamedTuple):
     quantizes_x: bool = False
 
 
+class _Matrix(NamedTuple):
+    """The tensors of one matrix, or of all experts' where ``expert`` is None.
+
+    ``modules`` are the names that a config may have for it.
+    """
+
+    tensors: Suffixes
+    modules: tuple[str, ...]
+    expert: int | None
+
+
 def read(
     tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], part: str | None, quantize_x: bool | None
 ) -> tuple[str, Quantised]:
@@ -55,16 +70,16 @@ def read(
     if part is not None and part != "gate_up" and part != "down":
         raise bad("part", repr(_said(part)), "'gate_up', 'down' or None")
     named = _matrices(tensors, part)
-    reader = _reader(_quantization(config), next(iter(named[0].values())).name.rpartition(".")[0])
-    found = _stacked(reader, named)
-    format = reader.format
+    readers = _readers(_quantization(config), [one.modules for matrices in named for one in matrices])
+    format, _, quantizes_x = readers[0]
+    found = _stacked(readers, named)
     if format.startswith("fp8"):
-        return format + ("" if (reader.quantizes_x if quantize_x is None else quantize_x) else "_a16"), found
+        return format + ("" if (quantizes_x if quantize_x is None else quantize_x) else "_a16"), found
     return format, packings.whole_groups(found) if format == "int4" else found
 
 
-def _matrices(tensors: Mapping[str, torch.Tensor], part: str | None) -> list[dict[str, Suffixes]]:
-    """For each expert (or once, where they are stacked), the tensors of each matrix by the matrix's name."""
+def _matrices(tensors: Mapping[str, torch.Tensor], part: str | None) -> list[list[_Matrix]]:
+    """The matrices of each expert, gate before up; of all at once where they are stacked."""
     found: dict[int | None, dict[str, Suffixes]] = {}
     layers, parts = set(), set()
     for name, one in _mapping("tensors", tensors).items():
@@ -84,7 +99,12 @@ def _matrices(tensors: Mapping[str, torch.Tensor], part: str | None) -> list[dic
         layers.add(said.get("layer"))
         expert = None if said.get("expert") is None else int(said["expert"])
         suffix = "weight_scale_inv" if suffix == "scale_inv" else suffix
-        found.setdefault(expert, {}).setdefault(projection, Suffixes(name))[suffix] = _plain(name, one)
+        given = _plain(name, one, may_be_empty=suffix in _EMPTY)
+        if suffix in _MULTIPLIES:
+            raise bad(_said(name), "among the tensors", "none: no format here multiplies by it")
+        matrix = found.setdefault(expert, {}).setdefault(projection, Suffixes(name))
+        if given.numel():
+            matrix[suffix] = given
     if not found:
         some = ", ".join(map(_said, [*_mapping("tensors", tensors)][:3])) or "none"
         raise bad("the tensors", f"{some} ...", f"experts' {part or 'weights'}, such as 'experts.0.down_proj.weight'")
@@ -100,10 +120,23 @@ def _matrices(tensors: Mapping[str, torch.Tensor], part: str | None) -> list[dic
         )
     if len({one.is_meta for parts in found.values() for suffixes in parts.values() for one in suffixes.values()}) > 1:
         raise bad("the tensors", "partly on the meta device", "all with data, or all without")
-    return [_in_order(found[e], e) for e in experts]
+    (layer,) = layers
+    return [
+        [_Matrix(one, _modules(layer or "", e, name), e) for name, one in _in_order(found[e], e).items()]
+        for e in experts
+    ]
 
 
-def _plain(name: str, one: object) -> torch.Tensor:
+def _modules(layer: str, expert: int | None, projection: str) -> tuple[str, ...]:
+    """The names that a config may have for a matrix: of stacked ones also what they were before."""
+    if expert is not None:
+        return quantization.names_of(f"{layer}{expert}.{projection}")
+    single = {"gate_up_proj": ("gate_proj", "w1"), "": ()}.get(projection, (projection,))
+    every = (f"{layer}{projection}", layer[:-1], *(f"{layer}0.{one}" for one in single))
+    return tuple(dict.fromkeys(name for one in every if one for name in quantization.names_of(one))) or ("",)
+
+
+def _plain(name: str, one: object, *, may_be_empty: bool) -> torch.Tensor:
     """What a checkpoint's tensor may be."""
     if not isinstance(one, torch.Tensor):
         raise bad(_said(name), f"a {type(one).__name__}", "a tensor")
@@ -112,7 +145,7 @@ def _plain(name: str, one: object) -> torch.Tensor:
         raise bad(
             _said(name), kind, "a plain tensor of numbers, which is neither sparse, nested nor quantised by torch"
         )
-    if not one.numel():
+    if not one.numel() and not may_be_empty:
         raise bad(_said(name), f"of shape {list(one.shape)}", "one that is not empty")
     if repeated(one):
         raise bad(_said(name), f"of shape {list(one.shape)} and strides {list(one.stride())}, which repeats elements",
@@ -130,18 +163,25 @@ def _in_order(found: dict[str, Suffixes], expert: int | None) -> dict[str, Suffi
     return {name: found[name] for name in (*gate, *up, *others)}
 
 
-def _stacked(reader: _Reader, named: list[dict[str, Suffixes]]) -> Quantised:
+def _stacked(readers: list[_Reader], named: list[list[_Matrix]]) -> Quantised:
     """All experts' matrices in one, each copied once where they are not one already."""
     out: list[torch.Tensor | None] = []
+    every = iter(readers)
     for expert, matrices in enumerate(named):
-        found = _beside([reader.read(one) for one in matrices.values()], reader.format)
-        if next(iter(matrices.values())).stacked:
+        found = _beside([next(every).read(one.tensors) for one in matrices], readers[0].format)
+        if found.codes.dim() > 2:
+            if matrices[0].expert is not None:
+                name = f"the codes of {_said(matrices[0].tensors.name)}"
+                raise bad(name, f"of shape {list(found.codes.shape)}", "a matrix, as it is one expert's")
             return found
         if not out:
             out = [None if one is None else one.new_empty((len(named), *one.shape)) for one in found]
-        for to, one in zip(out, found, strict=True):
-            if to is None or one is None:
+        for name, to, one in zip(Quantised._fields, out, found, strict=True):
+            if to is None and one is None:
                 continue
+            if to is None or one is None:
+                raise bad(f"{name} of expert {expert} of those given", "there" if to is None else "missing",
+                    "alike for all experts")  # fmt: skip
             if to[expert].shape != one.shape or to.dtype is not one.dtype:
                 raise bad(f"expert {expert} of those given", f"{one.dtype} {list(one.shape)}",
                     f"{to.dtype} {list(to[expert].shape)}, as the first has")  # fmt: skip
@@ -182,37 +222,66 @@ def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of a config.json or hf_quant_config.json that says how weights are quantised."""
     if not isinstance(config, Mapping):
         raise bad("quantization_config", f"a {type(config).__name__}", "that of a config.json, a dict")
-    for name in ("quantization_config", "compression_config"):
-        if isinstance(config.get(name), Mapping):
-            return {"expert_dtype": config.get("expert_dtype"), **config[name]}  # (DeepSeek-V4 has it outside)
+    found = quantization.find(config)
+    if found is not None:
+        if not isinstance(found, Mapping):
+            raise bad("quantization_config", f"a {type(found).__name__}", "a dict")
+        return found
     if isinstance(config.get("quantization"), Mapping):  # hf_quant_config.json
         return {"quant_method": "modelopt", **config["quantization"]}
     return config
 
 
+def _readers(config: Mapping[str, Any], modules: list[tuple[str, ...]]) -> list[_Reader]:
+    """How each module is read, by the settings that the config has for it; InputError if they give two formats."""
+    made: dict[int, _Reader] = {}
+    out = []
+    for names, settings in zip(modules, _settings(config, modules), strict=True):
+        if settings is None:
+            if "config_groups" in config:
+                got, wanted = f"of {len(config['config_groups'])} config_groups", "one whose targets name"
+                raise bad("the config", got, f"{wanted} {_said(names[0])}, or a class")
+            raise bad("the config", f"one that leaves {_said(names[0])} unquantised", "quantised experts")
+        if id(settings) not in made:
+            made[id(settings)] = _reader(settings, names[0])
+        out.append(made[id(settings)])
+        if (out[-1].format, out[-1].quantizes_x) != (out[0].format, out[0].quantizes_x):
+            raise bad(
+                f"the config's format of {_said(names[0])}",
+                out[-1].format,
+                f"{out[0].format}, as {_said(modules[0][0])} has: one for all",
+            )
+    return out
+
+
+def _settings(config: Mapping[str, Any], modules: list[tuple[str, ...]]) -> list[Mapping[str, Any] | None]:
+    """The settings of each module; None if the config leaves it out."""
+    if config.get("quant_algo") != "MIXED_PRECISION":
+        return quantization.by_module(config, modules, _WHERE)
+    layers = _mapping("the config's quantized_layers", config.get("quantized_layers"))
+    one_by_one = {"extra_config": layers, "quant_method": "modelopt", "quant_algo": None}
+    found = quantization.by_module(one_by_one, modules, _WHERE)
+    return [one if one is not None and one.get("quant_algo") else None for one in found]
+
+
 def _reader(config: Mapping[str, Any], module: str) -> _Reader:
+    """How a module with these settings is read."""
     method = config.get("quant_method") or ("modelopt" if "quant_algo" in config else None)
     if config.get("expert_dtype") == "fp4":
         return _Reader("mxfp4", packings.deepseek_fp4)
     method = _ALIASES.get(method, method) if isinstance(method, str) else method
     if method == "auto-round":
-        method = "awq" if "awq" in _said(config.get("packing_format")) else "gptq"
-    if method in ("gptq", "awq") and config.get("bits", config.get("w_bit")) != 4:
-        raise bad("the config", f"{method} of {_said(config.get('bits', config.get('w_bit')))} bits", "4 bits")
+        return _auto_round(config, module)
     if method == "gptq":
-        newer = config.get("checkpoint_format") == "gptq_v2"
-        return _Reader("int4", lambda one: packings.gptq(one, config.get("group_size"), newer=newer))
+        return _gptq(config, module)
     if method == "awq":
-        version = config.get("version", "gemm")
-        if not isinstance(version, str) or version.lower() != "gemm":
-            raise bad("the config", f"awq of version {_said(version)!r}", "'gemm'")
-        return _Reader("int4", packings.awq)
+        return _awq(config, module)
     if method == "mxfp4":
         return _Reader("mxfp4", packings.blocks)
     if method == "fp8":
         return _fp8(config)
     if method == "compressed-tensors":
-        return _compressed(config, module)
+        return _compressed(config)
     if method == "modelopt":
         algo = config.get("quant_algo")
         if algo in ("NVFP4", "W4A16_NVFP4"):
@@ -225,52 +294,131 @@ def _reader(config: Mapping[str, Any], module: str) -> _Reader:
 
 
 def _fp8(config: Mapping[str, Any]) -> _Reader:
-    block = config.get("weight_block_size")
+    block, ue8m0 = config.get("weight_block_size"), "e8m0" in _said(config.get("scale_fmt")).lower()
     if block is None:
-        return _Reader("fp8_channel", packings.fp8_rows, quantizes_x=True)
+        return _Reader("fp8_channel", partial(packings.fp8_rows, ue8m0=ue8m0), quantizes_x=True)
     if block not in _BLOCKS:
         raise bad("the config's weight_block_size", _said(block), f"[{packings.BLOCK}, {packings.BLOCK}]")
-    return _Reader("fp8_block", packings.fp8_blocks, quantizes_x=True)
+    return _Reader("fp8_block", partial(packings.fp8_blocks, ue8m0=ue8m0), quantizes_x=True)
 
 
-def _compressed(config: Mapping[str, Any], module: str) -> _Reader:
-    group = _group_of(config, module)
+def _gptq(config: Mapping[str, Any], module: str) -> _Reader:
+    """AutoGPTQ's and GPTQModel's tensors. https://github.com/ModelCloud/GPTQModel, quantization/config.py"""
+    stored = config.get("format") or config.get("checkpoint_format") or _GPTQ_FORMATS[0]
+    if not isinstance(stored, str) or stored.lower() not in _GPTQ_FORMATS or _flag(config, "is_marlin_format"):
+        raise bad("the config's checkpoint_format", repr(_said(stored)), " or ".join(map(repr, _GPTQ_FORMATS)))
+    less_one = stored.lower() == _GPTQ_FORMATS[0]
+    how = _int4(config, "gptq", module, _flag(config, "sym"))
+    return _Reader("int4", partial(packings.gptq, how=how, less_one=less_one, by_word=_by_gptqmodel(config)))
+
+
+def _by_gptqmodel(config: Mapping[str, Any]) -> bool:
+    """Whether GPTQModel wrote the checkpoint, alone or for another library."""
+    meta = config.get("meta")
+    found = meta.get("quantizer") if isinstance(meta, Mapping) else None
+    return any(
+        isinstance(one, str) and "gptqmodel" in one.lower() for one in (found if isinstance(found, list) else [found])
+    )
+
+
+def _awq(config: Mapping[str, Any], module: str) -> _Reader:
+    for name in ("version", "format", "checkpoint_format"):
+        version = config.get(name) or "gemm"
+        if not isinstance(version, str) or version.lower() != "gemm":
+            raise bad("the config", f"awq of {name} {_said(version)!r}", "'gemm'")
+    symmetric, zero_point = _flag(config, "sym"), _flag(config, "zero_point")
+    if symmetric is None and zero_point is not None:
+        symmetric = not zero_point
+    return _Reader("int4", partial(packings.awq, how=_int4(config, "awq", module, symmetric)))
+
+
+def _auto_round(config: Mapping[str, Any], module: str) -> _Reader:
+    """AutoRound's tensors in GPTQ's order or AWQ's. https://github.com/intel/auto-round, export/export_to_autoround"""
+    packing, kind, act_bits = config.get("packing_format"), config.get("data_type"), config.get("act_bits")
+    packing = "auto_round:auto_gptq" if packing is None else packing
+    if not isinstance(packing, str) or any(one in packing for one in ("llm_compressor", "fp8", "fake", "mlx")):
+        raise bad("the config's packing_format", repr(_said(packing)), "GPTQ's or AWQ's, as 'auto_round:auto_gptq'")
+    if kind is not None and not (isinstance(kind, str) and kind.startswith("int")):
+        raise bad("the config's data_type", repr(_said(kind)), "'int'")
+    if act_bits is not None and not (isinstance(act_bits, int) and act_bits >= 16):
+        raise bad("the config's act_bits", _said(act_bits), "16: activations that are not quantised")
+    if config.get("rotation_config"):
+        raise bad("the config", "of rotated weights (rotation_config)", "weights that x is multiplied by as it is")
+    symmetric = _flag(config, "sym")
+    if "awq" in packing:
+        return _Reader("int4", partial(packings.awq, how=_int4(config, "auto-round", module, symmetric)))
+    # "auto_round" and "auto_round:gptqmodel" store zero points as they are, "auto_round:auto_gptq" less one.
+    less_one = "gptq" in packing and "gptqmodel" not in packing
+    how = _int4(config, "auto-round", module, symmetric)
+    return _Reader("int4", partial(packings.gptq, how=how, less_one=less_one))
+
+
+def _int4(config: Mapping[str, Any], method: str, module: str, symmetric: bool | None) -> Int4:
+    bits, group = (
+        config.get(one, config.get(other)) for one, other in (("bits", "w_bit"), ("group_size", "q_group_size"))
+    )
+    if bits != 4 or isinstance(bits, bool):
+        raise bad("the config", f"{method} of {_said(bits)} bits for {_said(module)}", "4 bits")
+    return Int4(_group_size(group), bool(symmetric), bool(_flag(config, "desc_act")))
+
+
+def _group_size(group: object) -> int | None:
+    if group is not None and (isinstance(group, bool) or not isinstance(group, int) or not (group > 0 or group == -1)):
+        raise bad("the config's group_size", _said(group), "a number of columns, or -1")
+    return group
+
+
+def _flag(config: Mapping[str, Any], name: str) -> bool | None:
+    found = config.get(name)
+    if found is not None and not isinstance(found, bool):
+        raise bad(f"the config's {name}", _said(found), "true or false")
+    return found
+
+
+def _compressed(config: Mapping[str, Any]) -> _Reader:
+    """compressed-tensors, of a config with one group. https://github.com/vllm-project/compressed-tensors"""
+    groups = list(_mapping("the config's config_groups", config.get("config_groups")).values())
+    if len(groups) != 1:
+        raise bad("the config", f"of {len(groups)} config_groups", "one whose targets name the experts, or a class")
+    group = _mapping("a group of the config", groups[0])
     weights = _mapping("the config's weights of a group", group.get("weights"))
     packing = group.get("format") or config.get("format")
     said = tuple(weights.get(one) for one in ("type", "num_bits", "strategy"))
     quantizes_x = bool(group.get("input_activations"))
+    symmetric, ue8m0 = _flag(weights, "symmetric"), "e8m0" in _said(weights.get("scale_dtype"))
+    _check_transforms(config)
+    if packing == "pack-quantized" and said[:2] == ("int", 4) and said[2] in ("group", "channel"):
+        size = _group_size(weights.get("group_size")) if said[2] == "group" else -1
+        order = weights.get("actorder")
+        how = Int4(size, symmetric is not False, isinstance(order, (bool, str)) and order in _ACT_ORDERS)
+        return _Reader("int4", partial(packings.packed_int4, how=how))
+    if symmetric is False:
+        raise bad("the config", f"compressed-tensors' {_said(packing)} with symmetric false", "true: but for int4 no "
+                  "format here has zero points")  # fmt: skip
     if packing == "mxfp4-pack-quantized":
         return _Reader("mxfp4", packings.packed_mxfp4)
     if packing == "nvfp4-pack-quantized":
         return _Reader("nvfp4", packings.packed_nvfp4)
-    if packing == "pack-quantized" and said[:2] == ("int", 4):
-        return _Reader("int4", packings.packed_int4)
     if packing in ("float-quantized", "naive-quantized") and said[:2] == ("float", 8):
         if said[2] == "block" and weights.get("block_structure") in _BLOCKS:
-            return _Reader("fp8_block", packings.fp8_blocks, quantizes_x)
+            return _Reader("fp8_block", partial(packings.fp8_blocks, ue8m0=ue8m0), quantizes_x)
         if said[2] in ("channel", "tensor"):
-            return _Reader("fp8_channel", packings.fp8_rows, quantizes_x)
+            return _Reader("fp8_channel", partial(packings.fp8_rows, ue8m0=ue8m0), quantizes_x)
     found = f"compressed-tensors' {_said(packing)} with weights of {_said(said)}"
-    raise bad("the config", found, "pack-quantized int 4, "
+    raise bad("the config", found, "pack-quantized int 4 by group or channel, "
               "float-quantized float 8 by block [128, 128], channel or tensor, mxfp4-pack-quantized or "
               "nvfp4-pack-quantized")  # fmt: skip
 
 
-def _group_of(config: Mapping[str, Any], module: str) -> Mapping[str, Any]:
-    """The group of the config whose targets name the module; one that names a class, where none does."""
-    groups = [_mapping("a group of the config", one) for one in
-              _mapping("the config's config_groups", config.get("config_groups")).values()]  # fmt: skip
-    targets = [_strings("targets of a group", one.get("targets")) for one in groups]
-    ends = next((i for i, some in enumerate(targets) if any(map(module.endswith, some))), len(groups))
-    patterns = [(one, i) for i, some in enumerate(targets[:ends]) for one in some if one.startswith("re:")]
-    (first,) = first_matching([one for one, _ in patterns], [[module]], "quantization_config", "of targets")
-    found = ends if first is None else patterns[first][1]
-    if found < len(groups):
-        return groups[found]
-    classes = [one for one, some in zip(groups, targets, strict=True) if not all(t.startswith("re:") for t in some)]
-    if len(classes) == 1:
-        return classes[0]
-    raise bad("the config", f"of {len(groups)} config_groups", f"one whose targets name {_said(module)}, or a class")
+def _check_transforms(config: Mapping[str, Any]) -> None:
+    """Raise InputError if x has to be rotated in each call: in compressed-tensors' transform_config."""
+    transforms = _mapping("the config's transform_config", config.get("transform_config"))
+    for one in _mapping("the config's transforms", transforms.get("config_groups")).values():
+        applied = one.get("apply") if isinstance(one, Mapping) else None
+        for place in applied if isinstance(applied, (list, tuple)) else ():
+            where = place.get("location") if isinstance(place, Mapping) else None
+            if where in ("input", "output"):
+                raise bad("the config", f"with a transform of each {where} (transform_config)", "weights alone")
 
 
 def _mapping(name: str, said: object) -> Mapping[str, Any]:
@@ -280,15 +428,6 @@ def _mapping(name: str, said: object) -> Mapping[str, Any]:
     if not isinstance(said, Mapping):
         raise bad(name, f"a {type(said).__name__}", "a dict")
     return said
-
-
-def _strings(name: str, said: object) -> list[str]:
-    """A list of words of the config."""
-    if said is None:
-        return []
-    if not isinstance(said, (list, tuple)) or not all(isinstance(one, str) for one in said):
-        raise bad(f"the config's {name}", _said(said), "a list of strings")
-    return list(said)
 
 
 def _said(value: object) -> str:

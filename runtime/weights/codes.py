@@ -12,6 +12,7 @@ import torch
 from ...artifacts.records.precision import PRECISIONS, Elements, Scale
 
 E4M3_MOST = 448.0
+E8M0: torch.dtype | None = getattr(torch, "float8_e8m0fnu", None)  # torch 2.7 and later
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_MOST_LOG2 = 2  # of 6, rounded down
 _INT4_ZERO = 8  # where no zero point is told

@@ -54,7 +54,7 @@ def flat(codes: torch.Tensor) -> torch.Tensor:
 
 def as_bytes(scale: torch.Tensor) -> torch.Tensor:
     """e8m0 as bytes: torch has a dtype of its own for it."""
-    from .packings import E8M0
+    from .codes import E8M0
 
     if isinstance(scale, torch.Tensor) and scale.dtype is E8M0:
         return scale.view(torch.uint8)

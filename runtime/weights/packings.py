@@ -2,161 +2,290 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from ...artifacts.errors import InputError
-from .codes import Quantised, e8m0, pack, unpack
+from . import given
+from .codes import E8M0, Quantised, e8m0, pack, unpack
 
 BLOCK = 128  # of fp8
-_INT4_GROUP = 128  # the largest
+_INT4_GROUPS = (128, 64, 32)
 _ZERO = 8
+_MX, _NV = 32, 16  # weights in a group of mxfp4 and nvfp4
+_E8M0_MOST = 255
+_LOWEST_BITS = 0x11111111  # one in each nibble of a word
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of the eight columns in a word: AWQ stores 0 2 4 6 1 3 5 7
-E8M0: torch.dtype | None = getattr(torch, "float8_e8m0fnu", None)  # (torch 2.7 and later; the next 2.8)
-_E2M1X2: torch.dtype | None = getattr(torch, "float4_e2m1fn_x2", None)
+_E2M1X2: torch.dtype | None = getattr(torch, "float4_e2m1fn_x2", None)  # torch 2.8 and later
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_BYTES = (torch.uint8, torch.int8)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, *_BYTES)
+_WORDS = (torch.int32,)
 
 
 class Suffixes(dict[str, torch.Tensor]):
-    """One matrix's tensors by the last word of their names. ``name`` is one of them, whole."""
+    """The tensors of one matrix, or of all experts' matrices stacked, by the last word of their names.
+
+    ``name`` is the whole name of one of them.
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
 
-    @property
-    def stacked(self) -> bool:
-        """Whether these are all experts' matrices."""
-        return any(one.dim() > 2 for one in self.values())
-
-    def get_one(self, *names: str, dims: int = 0) -> torch.Tensor:
-        """The tensor of the first of these suffixes that is there, of so many dimensions or more."""
+    def get_one(self, *names: str, dtypes: tuple[torch.dtype | None, ...] | None = None) -> torch.Tensor:
+        """The tensor of the first of these suffixes that is there, if it has one of ``dtypes``."""
         for name in names:
             if name in self:
-                if self[name].dim() < dims:
-                    raise bad(
-                        f"{self.name!r}, or its {name},", f"of shape {list(self[name].shape)}", "a matrix, or several"
-                    )
-                return self[name]
+                found = self[name]
+                if dtypes is not None and found.dtype not in dtypes:
+                    raise self.bad(name, str(found.dtype), " or ".join(str(one) for one in dtypes if one))
+                return found
         raise bad(f"what belongs to {self.name!r}", f"{sorted(self)}", f"{' or '.join(map(repr, names))} among it")
 
-    def of(self, names: tuple[str, ...], *dtypes: torch.dtype | None) -> torch.Tensor:
-        """The same of matrices of one of these dtypes."""
-        found = self.get_one(*names, dims=2)
-        if found.dtype not in dtypes:
-            wanted = " or ".join(str(one) for one in dtypes if one)
-            raise bad(f"{self.name!r}, or its {names[0]},", f"{found.dtype}", wanted)
+    def matrix(self, name: str, *dtypes: torch.dtype | None, dims: int = 2) -> torch.Tensor:
+        """The tensor of this suffix: a matrix, or several of them stacked, of one of ``dtypes``."""
+        found = self.get_one(name, dtypes=dtypes)
+        if found.dim() not in (dims, dims + 1):
+            raise self.bad(
+                name, f"of shape {list(found.shape)}", f"{dims} dimensions, or {dims + 1} of stacked experts"
+            )
         return found
 
+    def fit(self, name: str, found: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """``found``, which is made of the tensor of this suffix; InputError if it has another shape."""
+        if tuple(found.shape) != shape:
+            raise self.bad(name, f"of shape {list(found.shape)}", f"{list(shape)}")
+        return found
 
-def fp8_blocks(one: Suffixes) -> Quantised:
+    def bad(self, name: str, got: str, wanted: str) -> InputError:
+        """The error for the tensor of this suffix."""
+        return bad(f"{self.name!r}, or its {name},", got, wanted)
+
+
+def fp8_blocks(one: Suffixes, *, ue8m0: bool = False) -> Quantised:
     """A scale for each 128 x 128: DeepSeek's ``weight_scale_inv`` (which multiplies) or ``scale``, ``weight_scale``."""
-    return Quantised(
-        one.of(("weight",), torch.float8_e4m3fn),
-        _fp32(one.get_one("weight_scale_inv", "scale", "weight_scale", dims=2)),
-    )
+    weight, names = one.matrix("weight", torch.float8_e4m3fn), ("weight_scale_inv", "scale", "weight_scale")
+    *front, N, K = weight.shape
+    scale = one.fit(_of(one, names), one.get_one(*names), (*front, -(-N // BLOCK), -(-K // BLOCK)))
+    return Quantised(weight, fp8_scale(scale, ue8m0=ue8m0))
 
 
-def fp8_rows(one: Suffixes) -> Quantised:
+def fp8_rows(one: Suffixes, *, ue8m0: bool = False) -> Quantised:
     """A scale for each row, [N] or [N, 1], or one for the matrix."""
-    weight, scale = one.of(("weight",), torch.float8_e4m3fn), _fp32(one.get_one("weight_scale", "weight_scale_inv"))
+    weight, names = one.matrix("weight", torch.float8_e4m3fn), ("weight_scale", "weight_scale_inv")
+    scale = one.get_one(*names)
     *front, N, _ = weight.shape
-    rows = (*front, N)
-    if scale.numel() == weight[..., 0].numel():
+    rows, shape = (*front, N), tuple(scale.shape)
+    if shape not in (rows, (*rows, 1), (*front,), (*front, 1), (*front, 1, 1)):
+        raise one.bad(_of(one, names), f"of shape {list(shape)}", f"a scale for each row, {list(rows)}, or each matrix")
+    scale = fp8_scale(scale, ue8m0=ue8m0)
+    if shape in (rows, (*rows, 1)):
         return Quantised(weight, scale.reshape(rows))
-    if scale.numel() == weight[..., 0, 0].numel():
-        return Quantised(weight, scale.reshape(*front, 1).expand(rows).contiguous())
-    raise bad(f"{one.name!r}, or its weight_scale,", f"of shape {list(scale.shape)}",
-        f"a scale for each row, {list(rows)}, or for each matrix")  # fmt: skip
+    return Quantised(weight, scale.reshape(*front, 1).expand(rows).contiguous())
+
+
+def fp8_scale(scale: torch.Tensor, *, ue8m0: bool = False) -> torch.Tensor:
+    """Return a scale beside fp8 codes in float32. Bytes are e8m0, and so are wider integers if the config says so.
+
+    Raises
+    ------
+    InputError
+        for other types, and integers that are no bytes.
+    """
+    if scale.dtype is E8M0 or scale.dtype in _BYTES:
+        return e8m0(scale.view(torch.uint8))
+    if scale.dtype in _FLOATS:
+        return scale.float()
+    if scale.dtype not in _INTEGERS or not ue8m0:
+        wanted = "a floating-point type or e8m0 bytes" + ("" if ue8m0 else " (no scale_fmt of the config says ue8m0)")
+        raise given.bad("the scale of fp8 codes", str(scale.dtype), wanted)
+    if not scale.is_meta and bool(((scale < 0) | (scale > _E8M0_MOST)).any()):
+        raise given.bad("the scale of fp8 codes", f"{scale.dtype} from {int(scale.min())} to {int(scale.max())}",
+            f"an e8m0 byte in each, 0 to {_E8M0_MOST}")  # fmt: skip
+    return e8m0(scale.to(torch.uint8))
 
 
 def blocks(one: Suffixes) -> Quantised:
     """gpt-oss: ``blocks`` [.., N, K/32, 16] and ``scales`` [.., N, K/32]."""
-    return Quantised(_bytes(one, "blocks").flatten(-2), _e8m0(one.get_one("scales", dims=2)))
+    codes = one.matrix("blocks", *_BYTES, dims=3)
+    if codes.shape[-1] != _MX // 2:
+        raise one.bad("blocks", f"of shape {list(codes.shape)}", f"{_MX // 2} bytes in each block")
+    return _mxfp4(one, codes.flatten(-2), "scales")
 
 
 def deepseek_fp4(one: Suffixes) -> Quantised:
     """DeepSeek-V4: ``weight`` int8 [N, K/2], ``scale`` e8m0 [N, K/32]."""
-    return Quantised(_bytes(one, "weight"), _e8m0(one.get_one("scale", "weight_scale_inv", dims=2)))
+    names = ("scale", "weight_scale_inv")
+    return _mxfp4(one, one.matrix("weight", *_BYTES, _E2M1X2), *names)
 
 
 def packed_mxfp4(one: Suffixes) -> Quantised:
     """compressed-tensors: ``weight_packed`` uint8 [N, K/2], ``weight_scale`` uint8 [N, K/32]."""
-    return Quantised(_bytes(one, "weight_packed"), _e8m0(one.get_one("weight_scale", dims=2)))
+    return _mxfp4(one, one.matrix("weight_packed", *_BYTES, _E2M1X2), "weight_scale")
+
+
+def _mxfp4(one: Suffixes, codes: torch.Tensor, *names: str) -> Quantised:
+    scale = one.get_one(*names, dtypes=(*_BYTES, E8M0))
+    one.fit(_of(one, names), scale, (*codes.shape[:-1], -(-codes.shape[-1] * 2 // _MX)))
+    return Quantised(codes.view(torch.uint8), scale.view(torch.uint8))
 
 
 def packed_nvfp4(one: Suffixes) -> Quantised:
     """compressed-tensors: ``weight_packed``, ``weight_scale`` e4m3 [N, K/16]; ``weight_global_scale`` divides."""
-    return _nvfp4(one, "weight_packed", 1 / _fp32(one.get_one("weight_global_scale")))
+    return _nvfp4(one, "weight_packed", 1 / one.get_one("weight_global_scale", dtypes=_FLOATS).float())
 
 
 def modelopt_nvfp4(one: Suffixes) -> Quantised:
     """modelopt: ``weight`` uint8 [N, K/2], ``weight_scale`` e4m3 [N, K/16]; ``weight_scale_2`` multiplies."""
-    return _nvfp4(one, "weight", _fp32(one.get_one("weight_scale_2")))
+    return _nvfp4(one, "weight", one.get_one("weight_scale_2", dtypes=_FLOATS).float())
 
 
-def _nvfp4(one: Suffixes, codes: str, outer: torch.Tensor) -> Quantised:
-    scale = one.of(("weight_scale",), torch.float8_e4m3fn)
-    each = scale.shape[:-2]
+def _nvfp4(one: Suffixes, name: str, outer: torch.Tensor) -> Quantised:
+    codes = one.matrix(name, *_BYTES, _E2M1X2)
+    scale, each = one.get_one("weight_scale", dtypes=(torch.float8_e4m3fn,)), codes.shape[:-2]
+    one.fit("weight_scale", scale, (*codes.shape[:-1], -(-codes.shape[-1] * 2 // _NV)))
     if outer.numel() != each.numel():
         raise bad(f"the global scale of {one.name!r}", f"of shape {list(outer.shape)}", f"one a matrix, {list(each)}")
-    return Quantised(_bytes(one, codes), scale, None, outer.reshape(each))
+    return Quantised(codes.view(torch.uint8), scale, None, outer.reshape(each))
 
 
-def packed_int4(one: Suffixes) -> Quantised:
+class Int4(NamedTuple):
+    """What a config says of int4 weights.
+
+    ``group`` counts the columns that share a scale, -1 for all; None if the config does not say. Zero points are never
+    read if ``symmetric``. ``act_order``: ``g_idx`` decides which columns share a scale.
+    """
+
+    group: int | None = None
+    symmetric: bool = False
+    act_order: bool = False
+
+
+def packed_int4(one: Suffixes, how: Int4) -> Quantised:
     """compressed-tensors: ``weight_packed`` int32 [N, K/8], ``weight_zero_point`` int32 [N/8, K/g], both plus 8."""
-    packed, scale = one.of(("weight_packed",), torch.int32), one.get_one("weight_scale", dims=2)
-    _check_order(one, "weight_g_idx")
-    K = held = packed.shape[-1] * 8
+    packed = one.matrix("weight_packed", *_WORDS)
+    *front, N, words = packed.shape
+    K = held = words * 8
     if "weight_shape" in one and not one["weight_shape"].is_meta:
-        shape = one["weight_shape"]
-        if shape.dtype not in (torch.int64, torch.int32):
-            raise bad(f"weight_shape of {one.name!r}", str(shape.dtype), "torch.int64 or torch.int32")
-        K = int(shape.reshape(-1)[-1])
+        shape = one.get_one("weight_shape", dtypes=(torch.int64, torch.int32)).reshape(-1).tolist()
+        if len(shape) % 2 or {*shape[::2]} != {N} or len({*shape[1::2]}) != 1:
+            raise one.bad("weight_shape", f"{shape[:8]}", f"N and K, {N} and {held}, as weight_packed has")
+        K = shape[1]
     if not held - 8 < K <= held:
         raise bad(f"the last of weight_shape of {one.name!r}", f"{K}", f"{held - 7} to {held}, as weight_packed has")
     zero = None
-    if "weight_zero_point" in one:
-        zero = _nibbles(one.of(("weight_zero_point",), torch.int32).mT).mT[..., : packed.shape[-2], :]
-    return Quantised(_contiguous(packed).view(torch.uint8)[..., : (K + 1) // 2], scale, zero)
+    if not how.symmetric:
+        zero = one.matrix("weight_zero_point", *_WORDS)
+        one.fit("weight_zero_point", zero, (*front, -(-N // 8), zero.shape[-1]))
+        zero = _nibbles(zero.mT).mT[..., :N, :]
+    codes = _contiguous(packed).view(torch.uint8)[..., : (K + 1) // 2]
+    return _int4(one, codes, ("weight_scale", one.matrix("weight_scale", *_FLOATS)), zero, how, "weight_g_idx")
 
 
-def gptq(one: Suffixes, group: object, *, newer: bool) -> Quantised:
-    """``qweight`` int32 [K/8, N], ``qzeros`` [K/g, N/8] (less one, but for gptq_v2), ``scales`` [K/g, N]."""
-    qweight, scales = one.of(("qweight",), torch.int32), one.get_one("scales", dims=2)
-    _check_order(one, "g_idx", group if isinstance(group, int) else 0)
-    zero = _nibbles(one.of(("qzeros",), torch.int32)).mT
-    if not newer:
-        zero = zero + 1 & 15
-    return Quantised(_contiguous(qweight.mT).view(torch.uint8), scales.mT, zero)
+def gptq(one: Suffixes, how: Int4, *, less_one: bool = True, by_word: bool = False) -> Quantised:
+    """``qweight`` int32 [K/8, N], ``qzeros`` [K/g, N/8], ``scales`` [K/g, N].
+
+    ``less_one``: zero points are stored less one, as in all formats but gptq_v2; ``by_word``: and that one was taken
+    from whole words, so that a zero point of 0 borrowed from its neighbour (GPTQModel).
+    """
+    qweight, scales = one.matrix("qweight", *_WORDS), one.matrix("scales", *_FLOATS)
+    zero = None
+    if not how.symmetric:
+        words = one.matrix("qzeros", *_WORDS)
+        one.fit("qzeros", words, (*scales.shape[:-1], -(-scales.shape[-1] // 8)))
+        zero = _nibbles(words + _LOWEST_BITS if less_one and by_word else words)[..., : scales.shape[-1]].mT
+        if less_one and not by_word:
+            zero = zero + 1 & 15
+    codes = _contiguous(qweight.mT).view(torch.uint8)
+    return _int4(one, codes, ("scales", scales.mT), zero, how, "g_idx")
 
 
-def awq(one: Suffixes) -> Quantised:
+def awq(one: Suffixes, how: Int4) -> Quantised:
     """``qweight`` int32 [K, N/8], ``qzeros`` [K/g, N/8], ``scales`` [K/g, N]; a word's columns are 0 2 4 6 1 3 5 7."""
-    code, zero = (
-        _nibbles(words := one.of((name,), torch.int32)).view(*words.shape, 8)[..., _AWQ_PLACES].flatten(-2).mT
-        for name in ("qweight", "qzeros")
-    )
-    return Quantised(pack(code), one.get_one("scales", dims=2).mT, zero)
+    qweight, scales = one.matrix("qweight", *_WORDS), one.matrix("scales", *_FLOATS)
+    if qweight.shape[-2] % 2:
+        raise one.bad("qweight", f"of shape {list(qweight.shape)}", "an even number of rows: two codes share a byte")
+    zero = None if how.symmetric else _awq_columns(one.matrix("qzeros", *_WORDS))
+    return _int4(one, pack(_awq_columns(qweight)), ("scales", scales.mT), zero, how, "g_idx")
+
+
+def _awq_columns(words: torch.Tensor) -> torch.Tensor:
+    """[.., R, n] words to [.., 8n, R]."""
+    return _nibbles(words).view(*words.shape, 8)[..., _AWQ_PLACES].flatten(-2).mT
+
+
+def _int4(
+    one: Suffixes, codes: torch.Tensor, scale: tuple[str, torch.Tensor], zero: torch.Tensor | None, how: Int4,
+    index: str,
+) -> Quantised:  # fmt: skip
+    """Codes [.., N, K/2], and scales and zero points [.., N, groups] in groups of 128, 64 or 32.
+
+    Groups of other multiples of 32, and of whole rows, become several that are equal.
+    """
+    name, factors = scale
+    *front, N, half = codes.shape
+    K, groups = half * 2, factors.shape[-1]
+    group = how.group
+    if group is None:
+        group = next((size for size in _INT4_GROUPS if -(-K // size) == groups), -1)
+        if group < 0 and groups > 1:
+            raise one.bad(name, f"of shape {list(factors.shape)}", f"groups of 128, 64 or 32 of K={K}")
+    count = -(-K // group) if group > 0 else 1
+    one.fit(name, factors, (*front, N, count))
+    if zero is not None:
+        one.fit("zero points", zero, (*front, N, count))
+    _check_order(one, index, how.act_order, K, group)
+    unit = _INT4_GROUPS[0] if count == 1 else next((size for size in _INT4_GROUPS if group % size == 0), 0)
+    if not unit:
+        raise bad(f"the group of {one.name!r}", f"{group}", "a multiple of 32, or -1")
+    many = -(-K // unit)
+    if many != count:
+        factors = _repeated(factors, many, group // unit)
+        zero = None if zero is None else _repeated(zero, many, group // unit)
+    return Quantised(codes, factors, zero)
+
+
+def _repeated(factors: torch.Tensor, many: int, times: int) -> torch.Tensor:
+    """Each of the last dimension so many times, of one all; ``many`` in all."""
+    if factors.shape[-1] == 1:
+        return factors.expand(*factors.shape[:-1], many)
+    return factors.repeat_interleave(times, -1)[..., :many]
 
 
 def whole_groups(found: Quantised) -> Quantised:
-    """int4 as ``ExpertWeights`` has it: contiguous, no zero points where all are 8, one scale a row for each group."""
+    """int4 as ``ExpertWeights`` has it: contiguous, and without zero points if all are 8."""
     codes, scale, zero, _ = found
     if zero is not None and not zero.is_meta and bool((zero == _ZERO).all()):
         zero = None
-    K = codes.shape[-1] * 2
-    if scale.shape[-1] == 1 and K > _INT4_GROUP:  # one a row
-        many = (*scale.shape[:-1], -(-K // _INT4_GROUP))
-        scale, zero = scale.expand(many), None if zero is None else zero.expand(many)
     return Quantised(codes.contiguous(), scale.contiguous(), None if zero is None else zero.contiguous())
 
 
-def _check_order(one: Suffixes, name: str, group: int = 0) -> None:
-    """Raise InputError for groups that are not of neighbours (act-order, desc_act)."""
-    if name in one and not one[name].is_meta:
-        index = one[name].reshape(-1, one[name].shape[-1] if one[name].dim() else 1).long().cpu()
-        steps = index.diff(dim=-1)
-        if bool((steps < 0).any()) or (group > 0 and bool((index != torch.arange(index.shape[-1]) // group).any())):
-            raise bad(f"{name} of {one.name!r}", "of another order (act-order, desc_act)", "groups of neighbours in K")
+def _check_order(one: Suffixes, name: str, act_order: bool, K: int, group: int) -> None:
+    """Raise InputError for groups that are not of neighbours (act-order, desc_act).
+
+    An index of one number throughout (0 of AutoGPTQ, -1 of compressed-tensors) says nothing, unless it has to.
+    """
+    if name not in one:
+        if act_order and 0 < group < K:
+            one.get_one(name)
+        return
+    index = one.get_one(name, dtypes=_INTEGERS)
+    if index.is_meta:
+        return
+    index = index.reshape(-1, index.shape[-1] if index.dim() else 1)
+    natural = torch.arange(index.shape[-1], device=index.device)
+    natural = natural // group if 0 < group < K else torch.zeros_like(natural)
+    if not act_order and bool((index == index[0, 0]).all()) and int(index[0, 0]) in (0, -1):
+        return
+    if not K - 2 < index.shape[-1] <= K or bool((index != natural).any()):
+        raise bad(f"{name} of {one.name!r}", "of another order (act-order, desc_act)", "groups of neighbours in K")
+
+
+def _of(one: Suffixes, names: tuple[str, ...]) -> str:
+    """The first of the suffixes that is there."""
+    return next((name for name in names if name in one), names[0])
 
 
 def _nibbles(words: torch.Tensor) -> torch.Tensor:
@@ -169,21 +298,6 @@ def _contiguous(words: torch.Tensor) -> torch.Tensor:
     if words.stride()[-1] != 1:
         return words.clone(memory_format=torch.contiguous_format)
     return words.contiguous()
-
-
-def _bytes(one: Suffixes, name: str) -> torch.Tensor:
-    return one.of((name,), torch.uint8, torch.int8, _E2M1X2).view(torch.uint8)
-
-
-def _e8m0(scale: torch.Tensor) -> torch.Tensor:
-    if scale.dtype is torch.int8 or scale.dtype is E8M0:
-        return scale.view(torch.uint8)
-    return scale
-
-
-def _fp32(scale: torch.Tensor) -> torch.Tensor:
-    """An fp32 scale that may be stored in fewer bits."""
-    return e8m0(scale.view(torch.uint8)) if scale.dtype is E8M0 else scale.float()
 
 
 def bad(name: str, got: str, wanted: str) -> InputError:

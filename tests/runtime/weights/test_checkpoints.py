@@ -150,7 +150,9 @@ def test_kimi_k2_thinking(zero: bool) -> None:
         shift = spread(randint(16, N, K // 32, seed=seed + 50), K) if zero else 8
         return (randint(16, N, K, seed=seed) - shift) * spread(int4_scale(N, K // 32, seed), K)
 
-    check(each(make), compressed("pack-quantized", INT4), "int4_g32" + "_zp" * zero, want)
+    config = compressed("pack-quantized", INT4 | {"symmetric": not zero})
+    check(each(make), config, "int4_g32" + "_zp" * zero, want)
+    check(each(make), {"text_config": {"quantization_config": config}}, "int4_g32" + "_zp" * zero, want)  # Kimi-K2.5
 
 
 def test_one_int4_scale_a_row_is_one_for_each_group() -> None:
@@ -181,11 +183,122 @@ def test_gptq(symmetric: bool, newer: bool) -> None:
     config = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False, "sym": symmetric}
     config |= {"checkpoint_format": "gptq_v2"} if newer else {}
     check(each(make), config, "int4_g64" + "_zp" * (not symmetric), want)
-    check(each(make), config | {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"},
+    packing = "auto_round:gptqmodel" if newer else "auto_round:auto_gptq"
+    check(each(make), config | {"quant_method": "auto-round", "packing_format": packing},
           "int4_g64" + "_zp" * (not symmetric), want)  # fmt: skip
     mixed = each(make) | {f"{LAYER}.0.down_proj.g_idx": torch.arange(I).flip(0) // 64}
     with pytest.raises(InputError, match=r"g_idx of .* is of another order"):
         ExpertWeights.from_tensors(mixed, config, "down")
+
+
+def gptq_matrix(N: int, K: int, seed: int) -> dict[str, torch.Tensor]:
+    """int4 in groups of 64 whose zero points are 8: without qzeros and g_idx, which say what a test has them say."""
+    return {"qweight": words(randint(16, N, K, seed=seed)).T.contiguous(),
+            "scales": int4_scale(N, K // 64, seed).half().T.contiguous()}  # fmt: skip
+
+
+def gptq_values(N: int, K: int, seed: int) -> torch.Tensor:
+    return (randint(16, N, K, seed=seed) - 8) * spread(int4_scale(N, K // 64, seed), K)
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False, "sym": True}
+QZEROS: dict[str, Callable[[int, int], torch.Tensor] | None] = {
+    "7, as AutoGPTQ has it": lambda G, N: words(torch.full((G, N), 7)),
+    "8, as vLLM's readers ignore it": lambda G, N: words(torch.full((G, N), 8)),
+    "any, as AutoRound may leave it": lambda G, N: words(randint(16, G, N, seed=9)),
+    "empty": lambda G, N: torch.empty(G, 0, dtype=torch.int32),
+    "none": None,
+}
+
+
+@pytest.mark.parametrize("qzeros", QZEROS)
+@pytest.mark.parametrize(
+    "config",
+    [GPTQ, GPTQ | {"checkpoint_format": "gptq"}, GPTQ | {"checkpoint_format": "gptq_v2"}, GPTQ | {"format": "gptq_v2"},
+     *(GPTQ | {"quant_method": "auto-round", "packing_format": one}
+       for one in ("auto_round:auto_gptq", "auto_round:gptqmodel", "auto_round"))],
+)  # fmt: skip
+def test_symmetric_gptq_never_reads_zero_points(qzeros: str, config: dict[str, Any]) -> None:
+    stored = QZEROS[qzeros]
+
+    def make(N: int, K: int, seed: int) -> dict[str, torch.Tensor]:
+        return gptq_matrix(N, K, seed) | ({} if stored is None else {"qzeros": stored(K // 64, N)})
+
+    check(each(make), config, "int4_g64", gptq_values)
+
+
+G_IDX: dict[str, Callable[[int], torch.Tensor]] = {
+    "natural": lambda K: torch.arange(K) // 64,
+    "empty": lambda K: torch.empty(0, dtype=torch.int32),
+    "zeros": lambda K: torch.zeros(K, dtype=torch.int32),
+}
+
+
+@pytest.mark.parametrize("g_idx", G_IDX)
+def test_an_order_that_says_nothing_is_the_natural_one(g_idx: str) -> None:
+    tensors = each(lambda N, K, seed: gptq_matrix(N, K, seed) | {"g_idx": G_IDX[g_idx](K).int()})
+    check(tensors, GPTQ, "int4_g64", gptq_values)
+    ordered = GPTQ | {"desc_act": True}
+    if g_idx == "natural":
+        check(tensors, ordered, "int4_g64", gptq_values)
+        return
+    wanted = "g_idx of .* is of another order" if g_idx == "zeros" else "wanted 'g_idx' among it"
+    with pytest.raises(InputError, match=wanted):
+        ExpertWeights.from_tensors(tensors, ordered, "down")
+
+
+def test_one_group_has_one_order() -> None:
+    def make(N: int, K: int, seed: int) -> dict[str, torch.Tensor]:
+        return {"qweight": words(randint(16, N, K, seed=seed)).T.contiguous(),
+                "scales": int4_scale(N, 1, seed).half().T.contiguous()}  # fmt: skip
+
+    def want(N: int, K: int, seed: int) -> torch.Tensor:
+        return (randint(16, N, K, seed=seed) - 8) * int4_scale(N, 1, seed).float()
+
+    check(each(make), GPTQ | {"group_size": -1, "desc_act": True}, "int4_g128", want)
+
+
+def test_gptqmodel_takes_one_from_whole_words_of_zero_points() -> None:
+    """A zero point of 0 borrows from the next: convert_gptq_v2_to_v1_format_module subtracts 0x11111111."""
+
+    def zeros(N: int, K: int, seed: int) -> torch.Tensor:
+        return randint(3, K // 64, N, seed=seed + 50)
+
+    def make(N: int, K: int, seed: int) -> dict[str, torch.Tensor]:
+        return gptq_matrix(N, K, seed) | {"qzeros": words(zeros(N, K, seed)) - 0x11111111}
+
+    def want(N: int, K: int, seed: int) -> torch.Tensor:
+        shift = spread(zeros(N, K, seed).T, K)
+        return (randint(16, N, K, seed=seed) - shift) * spread(int4_scale(N, K // 64, seed), K)
+
+    for quantizer in (
+        "gptqmodel:7.7.0",
+        ["transformers:5.23.0.dev0", "optimum:2.0.0.dev0", "another:1.0", "gptqmodel:4.0"],
+    ):
+        config = GPTQ | {"sym": False, "meta": {"quantizer": quantizer}}
+        check(each(make), config, "int4_g64_zp", want)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin', wanted 'gptq' or 'gptq_v2'"),
+        ({"format": "gptq_p", "checkpoint_format": "gptq"}, "checkpoint_format is 'gptq_p'"),
+        ({"is_marlin_format": True}, "checkpoint_format is 'gptq'"),
+        ({"sym": "true"}, "the config's sym is true, wanted true or false"),
+        ({"desc_act": 1}, "the config's desc_act is 1, wanted true or false"),
+        ({"group_size": 32}, r"its scales, is of shape \[256, 2\], wanted \[256, 4\]"),
+        ({"group_size": 128.0}, r"the config's group_size is 128.0, wanted a number of columns, or -1"),
+        ({"group_size": 0}, r"the config's group_size is 0, wanted"),
+        ({"quant_method": "auto-round", "data_type": "mx_fp"}, "data_type is 'mx_fp', wanted 'int'"),
+        ({"quant_method": "auto-round", "act_bits": 8}, "act_bits is 8, wanted 16"),
+        ({"quant_method": "auto-round", "packing_format": "auto_round:llm_compressor"}, "packing_format is 'auto_round:llm"),
+        ({"quant_method": "auto-round", "rotation_config": {"hadamard": True}}, "rotated weights"),
+    ],
+)  # fmt: skip
+def test_gptq_that_is_packed_in_another_way(change: dict[str, Any], told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        ExpertWeights.from_tensors(each(gptq_matrix), GPTQ | change, "down")
 
 
 def test_awq() -> None:
@@ -205,6 +318,17 @@ def test_awq() -> None:
     assert torch.equal(found.dequantize(torch.float32), whole(want, "gate_up"))
     with pytest.raises(InputError, match="awq of version 'gemv', wanted 'gemm'"):
         ExpertWeights.from_tensors(each(make), config | {"version": "gemv"}, "down")
+    with pytest.raises(InputError, match="awq of checkpoint_format 'gemv_fast', wanted 'gemm'"):
+        ExpertWeights.from_tensors(each(make), config | {"checkpoint_format": "gemv_fast"}, "down")
+
+    def symmetric(N: int, K: int, seed: int) -> torch.Tensor:
+        return (randint(16, N, K, seed=seed) - 8) * spread(int4_scale(N, K // 128, seed), K)
+
+    for change in ({"zero_point": False}, {"sym": True}, {"quant_method": "auto-round", "sym": True,
+                                                         "packing_format": "auto_round:auto_awq"}):  # fmt: skip
+        found = ExpertWeights.from_tensors(each(make), config | change, "gate_up")
+        assert found.format == "int4_g128"
+        assert torch.equal(found.dequantize(torch.float32), whole(symmetric, "gate_up"))
 
 
 def test_kimi_k3() -> None:
@@ -283,6 +407,258 @@ def test_of_several_groups_the_one_whose_target_names_the_experts() -> None:
         ExpertWeights.from_tensors(tensors, config, "gate_up")
 
 
+UE8M0 = torch.arange(118, 138)  # exponents of -9 to 10
+INTEGERS = {"uint8": (torch.uint8, False), "int8": (torch.int8, False), "int16": (torch.int16, True),
+            "int32": (torch.int32, True), "int64": (torch.int64, True)}  # fmt: skip
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_beside_fp8_are_e8m0(name: str, by_row: bool) -> None:
+    """Bytes can be nothing else; wider integers are if the config says ue8m0."""
+    dtype, needs_word = INTEGERS[name]
+
+    def codes(N: int, K: int, seed: int) -> torch.Tensor:
+        shape = (N, 1) if by_row else (N // 128, K // 128)
+        return UE8M0[randint(len(UE8M0), *shape, seed=seed)]
+
+    def make(N: int, K: int, seed: int) -> dict[str, torch.Tensor]:
+        stored = codes(N, K, seed).to(torch.uint8)
+        return {"weight": e4m3(N, K, seed=seed), "weight_scale_inv": stored.view(torch.int8) if dtype is torch.int8
+                else stored.to(dtype)}  # fmt: skip
+
+    def want(N: int, K: int, seed: int) -> torch.Tensor:
+        factor = torch.exp2(codes(N, K, seed).float() - 127)
+        times = (1, K) if by_row else (128, 128)
+        return e4m3(N, K, seed=seed).float() * factor.repeat_interleave(times[0], 0).repeat_interleave(times[1], 1)
+
+    config: dict[str, Any] = {"quant_method": "fp8"} if by_row else BLOCKS
+    format = "fp8_channel" if by_row else "fp8_block"
+    check(each(make), config | {"scale_fmt": "ue8m0"}, format, want)
+    group = {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "channel" if by_row else "block",
+        "block_structure": [128, 128],
+    }
+    check(
+        each(make),
+        compressed("float-quantized", group | {"scale_dtype": "torch.float8_e8m0fnu"}, DYNAMIC),
+        format,
+        want,
+    )
+    if not needs_word:
+        check(each(make), config, format, want)
+        return
+    with pytest.raises(InputError, match=rf"scale of fp8 codes is torch.{name}, wanted a floating-point type or e8m0"):
+        ExpertWeights.from_tensors(each(make), config, "down")
+    wide = each(lambda N, K, seed: make(N, K, seed) | {"weight_scale_inv": make(N, K, seed)["weight_scale_inv"] + 200})
+    with pytest.raises(InputError, match=r"wanted an e8m0 byte in each, 0 to 255"):
+        ExpertWeights.from_tensors(wide, config | {"scale_fmt": "ue8m0"}, "down")
+
+
+def test_scales_of_rows_lie_as_rows() -> None:
+    """As many scales as rows do not have to be one for each: experts of [K, N] have theirs across."""
+    codes = e4m3(E, 4, 8)
+    for shape in ((E, 1, 4), (4, E), (1, E, 4), (E * 4,)):
+        with pytest.raises(InputError, match=r"wanted a scale for each row, \[2, 4\], or each matrix"):
+            ExpertWeights.from_tensors({"weight": codes, "weight_scale": torch.ones(shape)}, {"quant_method": "fp8"})
+
+
+NESTED = [lambda config: {"quantization_config": config}, lambda config: {"text_config": {"quantization_config": config}},
+          lambda config: {"llm_config": {"compression_config": config}, "quantization_config": None},
+          lambda config: {"thinker_config": {"vision_config": {}, "text_config": {"quantization_config": config}}},
+          lambda config: {"thinker_config": {"quantization_config": config, "text_config": {}}}]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", NESTED)
+def test_a_composite_model_s_config(place: Callable[[Any], dict[str, Any]]) -> None:
+    found = ExpertWeights.from_tensors(
+        each(gptq_matrix), {"model_type": "x", "vision_config": {}, **place(GPTQ)}, "down"
+    )
+    assert torch.equal(found.dequantize(torch.float32), whole(gptq_values, "down"))
+
+
+def test_deepseek_v4_s_word_for_its_experts_inside_a_composite_config() -> None:
+    codes = randint(256, E, H, I // 2).to(torch.uint8)
+    tensors = {"weight": codes, "scale": torch.full((E, H, I // 32), 127, dtype=torch.uint8)}
+    for config in ({"quantization_config": BLOCKS, "text_config": {"expert_dtype": "fp4"}},
+                   {"text_config": {"quantization_config": BLOCKS, "expert_dtype": "fp4"}}):  # fmt: skip
+        assert ExpertWeights.from_tensors(tensors, config).format == "mxfp4"
+
+
+def _int4_tensors(N: int, K: int, seed: int) -> dict[str, torch.Tensor]:
+    return {"weight_packed": words(randint(16, N, K, seed=seed)), "weight_shape": torch.tensor([N, K]),
+            "weight_scale": int4_scale(N, K // 32, seed)}  # fmt: skip
+
+
+def _of(**shapes: tuple[torch.dtype, Callable[[int, int], tuple[int, ...]]]) -> Callable[..., dict[str, torch.Tensor]]:
+    return lambda N, K, seed: {name: torch.ones(shape(N, K)).to(kind) for name, (kind, shape) in shapes.items()}
+
+
+FP8_W, BYTES_W = (FP8, lambda N, K: (N, K)), (torch.uint8, lambda N, K: (N, K // 2))
+GROUPS_32, GROUPS_16 = (torch.uint8, lambda N, K: (N, K // 32)), (FP8, lambda N, K: (N, K // 16))
+ONE = (torch.float32, lambda N, K: (1,))
+NVFP4_GROUP = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+MXFP4_GROUP = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
+WITH_ZEROS = INT4 | {"symmetric": False}
+# A config, its tensors but for those that the config says there are, and how the error names the one that is missing.
+PROMISED: dict[str, tuple[Callable[..., dict[str, torch.Tensor]], dict[str, Any], str]] = {
+    "gptq's sym false": (gptq_matrix, GPTQ | {"sym": False}, "'qzeros' among it"),
+    "gptq without a word": (gptq_matrix, {**GPTQ, "sym": None}, "'qzeros' among it"),
+    "gptq's desc_act": (gptq_matrix, GPTQ | {"desc_act": True}, "'g_idx' among it"),
+    "auto-round's sym false": (gptq_matrix, GPTQ | {"quant_method": "auto-round", "sym": False}, "'qzeros' among it"),
+    "awq's zero_point": (
+        lambda N, K, seed: {"qweight": words(randint(16, K, N)), "scales": torch.ones(K // 128, N).half()},
+        {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, "'qzeros' among it"),
+    "compressed-tensors' symmetric false": (
+        _int4_tensors, compressed("pack-quantized", WITH_ZEROS), "'weight_zero_point' among it"),
+    "and in one group a row": (
+        lambda N, K, seed: _int4_tensors(N, K, seed) | {"weight_scale": int4_scale(N, 1, seed)},
+        compressed("pack-quantized", WITH_ZEROS | {"strategy": "channel"}), "'weight_zero_point' among it"),
+    "compressed-tensors' actorder": (
+        _int4_tensors, compressed("pack-quantized", INT4 | {"actorder": "group"}), "'weight_g_idx' among it"),
+    "fp8's blocks": (_of(weight=FP8_W), BLOCKS, "'weight_scale_inv' or 'scale' or 'weight_scale' among it"),
+    "fp8's scale": (_of(weight=FP8_W), {"quant_method": "fp8"}, "'weight_scale' or 'weight_scale_inv' among it"),
+    "fp8 of compressed-tensors": (_of(weight=FP8_W), compressed("float-quantized", CHANNEL), "'weight_scale' or"),
+    "modelopt's fp8": (_of(weight=FP8_W), {"quant_method": "modelopt", "quant_algo": "FP8"}, "'weight_scale' or"),
+    "modelopt's nvfp4": (_of(weight=BYTES_W, weight_scale=GROUPS_16),
+                         {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "'weight_scale_2' among it"),
+    "nvfp4 of compressed-tensors": (_of(weight_packed=BYTES_W, weight_scale=GROUPS_16),
+                                    compressed("nvfp4-pack-quantized", NVFP4_GROUP), "'weight_global_scale' among it"),
+    "and its groups": (_of(weight_packed=BYTES_W, weight_global_scale=ONE),
+                       compressed("nvfp4-pack-quantized", NVFP4_GROUP), "'weight_scale' among it"),
+    "mxfp4 of compressed-tensors": (_of(weight_packed=BYTES_W), compressed("mxfp4-pack-quantized", MXFP4_GROUP),
+                                    "'weight_scale' among it"),
+    "gpt-oss": (_of(blocks=(torch.uint8, lambda N, K: (N, K // 32, 16))), {"quant_method": "mxfp4"}, "'scales' among it"),
+    "DeepSeek-V4": (_of(weight=BYTES_W), BLOCKS | {"expert_dtype": "fp4"}, "'scale' or 'weight_scale_inv' among it"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROMISED)
+def test_a_tensor_that_the_config_promises_is_missed_by_name(name: str) -> None:
+    make, config, told = PROMISED[name]
+    with pytest.raises(InputError, match=rf"what belongs to '{LAYER}\.0\.down_proj.*' is .*, wanted {told}"):
+        ExpertWeights.from_tensors(each(make), config, "down")
+
+
+@pytest.mark.parametrize("change", [{"format": "mxfp4-pack-quantized"}, {"format": "nvfp4-pack-quantized"},
+                                    {"format": "float-quantized"}])  # fmt: skip
+def test_zero_points_are_int4_s_alone(change: dict[str, Any]) -> None:
+    config = compressed("", CHANNEL | {"symmetric": False}) | change
+    with pytest.raises(InputError, match=r"with symmetric false, wanted true"):
+        ExpertWeights.from_tensors(_fp8(), config, "down")
+
+
+def test_settings_that_give_some_experts_zero_points() -> None:
+    def make(N: int, K: int, seed: int) -> dict[str, torch.Tensor]:
+        return gptq_matrix(N, K, seed) | {"qzeros": words(torch.full((K // 64, N), 7))}
+
+    config = GPTQ | {"dynamic": {r".*experts\.1\..*": {"sym": False}}}
+    with pytest.raises(InputError, match=r"zero of expert 1 of those given is there, wanted alike for all experts"):
+        ExpertWeights.from_tensors(each(make), config, "down")
+
+
+@pytest.mark.parametrize("name", ["pre_quant_scale", "w_bf16_to_fp8_scale"])
+def test_tensors_that_no_format_multiplies_by(name: str) -> None:
+    tensors = _fp8() | {f"{LAYER}.1.down_proj.{name}": torch.ones(I)}
+    with pytest.raises(InputError, match=rf"down_proj.{name} is among the tensors, wanted none"):
+        ExpertWeights.from_tensors(tensors, BLOCKS, "down")
+
+
+def test_rotations_of_x() -> None:
+    config = compressed("pack-quantized", INT4)
+    for location, read in (("weight_input", True), ("input", False), ("output", False)):
+        places = [{"targets": ["Linear"], "location": location}]
+        config["transform_config"] = {"config_groups": {"R": {"type": "hadamard", "apply": places}}}
+        if read:
+            check(each(_int4_tensors), config, "int4_g32",
+                  lambda N, K, seed: (randint(16, N, K, seed=seed) - 8) * spread(int4_scale(N, K // 32, seed), K))  # fmt: skip
+            continue
+        with pytest.raises(InputError, match=f"a transform of each {location}"):
+            ExpertWeights.from_tensors(each(_int4_tensors), config, "down")
+
+
+def test_the_shape_beside_packed_words() -> None:
+    for shape in ([H + 1, I], [H], [H, I, 1], [I, H]):
+        tensors = each(_int4_tensors) | {f"{LAYER}.1.down_proj.weight_shape": torch.tensor(shape)}
+        with pytest.raises(InputError, match=r"its weight_shape, is .*, wanted N and K, 256 and 128"):
+            ExpertWeights.from_tensors(tensors, compressed("pack-quantized", INT4), "down")
+
+
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "dynamic": {"dynamic": {r"-:.*\.gate$": {}, r"+:.*\.down_proj": {"group_size": 32}}},
+    "dynamic without a sign": {"dynamic": {r".*experts\.\d+\.down_proj$": {"group_size": 32}, ".*": {}}},
+    "extra_config of names": {"quant_method": "auto-round", "extra_config": {
+        f"{LAYER}.{e}.down_proj": {"group_size": 32} for e in range(E)}},
+    "extra_config of patterns": {"quant_method": "auto-round", "extra_config": {
+        "model.layers.3.mlp.gate": {"bits": 16}, r"experts\.[0-9]+\.down": {"group_size": 32}}},
+    "extra_config of an older root": {"quant_method": "auto-round", "extra_config": {
+        f"model.language_model.{LAYER[6:]}.{e}.down_proj": {"group_size": 32} for e in range(E)}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OVERRIDES)
+def test_settings_of_single_modules(name: str) -> None:
+    def group(K: int) -> int:
+        return 32 if K == I else 64
+
+    def make(N: int, K: int, seed: int) -> dict[str, torch.Tensor]:
+        scales = int4_scale(N, K // group(K), seed).half().T.contiguous()
+        return {"qweight": words(randint(16, N, K, seed=seed)).T.contiguous(), "scales": scales}
+
+    def want(N: int, K: int, seed: int) -> torch.Tensor:
+        return (randint(16, N, K, seed=seed) - 8) * spread(int4_scale(N, K // group(K), seed), K)
+
+    for part, format in (("gate_up", "int4_g64"), ("down", "int4_g32")):
+        found = ExpertWeights.from_tensors(each(make), GPTQ | OVERRIDES[name], part)
+        assert found.format == format
+        torch.testing.assert_close(found.dequantize(torch.float32), whole(want, part), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"dynamic": {r".*experts\.1\.down.*": {"bits": 8}}}, r"gptq of 8 bits for model.layers.3.mlp.experts.1.down_proj"),
+        ({"dynamic": {r"-:.*experts\.1\..*": {}}}, r"that leaves model.layers.3.mlp.experts.1.down_proj unquantised"),
+        ({"dynamic": {r"+:.*layers\.(3|4)\..*": {"bits": 2}}}, r"gptq of 2 bits for model.layers.3.mlp.experts.0.down_proj"),
+        ({"quant_method": "auto-round", "extra_config": {f"{LAYER}.1.down_proj": {"bits": 8}}}, r"auto-round of 8 bits for"),
+        ({"quant_method": "auto-round", "extra_config": {LAYER: {"bits": 16}}}, r"that leaves .*experts.0.down_proj unq"),
+        ({"dynamic": {".*": 5}}, r"dynamic of '\.\*' is a int, wanted a dict"),
+        ({"dynamic": []}, r"dynamic is a list, wanted a dict"),
+        ({"dynamic": {5: {}}}, r"dynamic has 5, wanted strings as names"),
+        ({"dynamic": {"+:(": {}}}, r'"re:\(" is no regular expression'),
+    ],
+)  # fmt: skip
+def test_settings_of_single_modules_that_can_not_be_read(change: dict[str, Any], told: str) -> None:
+    with pytest.raises(InputError, match=told) as error:
+        ExpertWeights.from_tensors(each(gptq_matrix), GPTQ | change, "down")
+    assert str(error.value).startswith("ExpertWeights.from_tensors: ")
+
+
+def test_modelopt_with_a_recipe_for_each_layer() -> None:
+    tensors = each(lambda N, K, seed: {"weight": e4m3(N, K, seed=seed), "weight_scale": torch.tensor(0.5)})
+    config = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {
+        "model.layers.3.self_attn.q_proj": {"quant_algo": "NVFP4"},
+        **{f"{LAYER}.{e}.down_proj": {"quant_algo": "FP8"} for e in range(E)}}}  # fmt: skip
+    assert ExpertWeights.from_tensors(tensors, config, "down").format == "fp8_channel"
+    with pytest.raises(InputError, match=r"leaves model.layers.3.mlp.experts.0.gate_proj unquantised"):
+        ExpertWeights.from_tensors(tensors, config, "gate_up")
+
+
+def test_experts_of_two_groups_have_to_be_of_one_format() -> None:
+    tensors = each(lambda N, K, seed: {"weight": e4m3(N, K, seed=seed), "weight_scale": torch.ones(N, 1)})
+    config = compressed("float-quantized", CHANNEL, DYNAMIC)
+    config["config_groups"]["group_1"] = {"targets": [r"re:.*experts\.1\..*"], "weights": CHANNEL,
+                                          "input_activations": DYNAMIC}  # fmt: skip
+    assert ExpertWeights.from_tensors(tensors, config, "down").format == "fp8_channel"
+    config["config_groups"]["group_1"]["weights"] = {"num_bits": 8, "type": "float", "strategy": "block",
+                                                     "block_structure": [128, 128]}  # fmt: skip
+    wanted = r"the config's format of model.layers.3.mlp.experts.1.down_proj is fp8_block, wanted fp8_channel, as model"
+    with pytest.raises(InputError, match=wanted):
+        ExpertWeights.from_tensors(tensors, config, "down")
+
+
 def _fp8(**change: Any) -> dict[str, torch.Tensor]:
     found = each(lambda N, K, seed: {"weight": e4m3(N, K), "weight_scale_inv": torch.ones(N // 128, K // 128)})
     return {name: one for name, one in (found | change).items() if one is not None}
@@ -297,7 +673,7 @@ def _fp8(**change: Any) -> dict[str, torch.Tensor]:
         (_fp8(), {"quant_method": "modelopt", "quant_algo": "MXFP8"}, "down", "modelopt's MXFP8, wanted NVFP4, W4A16_NVFP4"),
         (_fp8(), None, "down", "quantization_config is a NoneType"),
         (_fp8(), BLOCKS | {"weight_block_size": [64, 64]}, "down", r"weight_block_size is \[64, 64\], wanted \[128, 128\]"),
-        (_fp8(), {"quant_method": "gptq", "bits": 8}, "down", "gptq of 8 bits, wanted 4 bits"),
+        (_fp8(), {"quant_method": "gptq", "bits": 8}, "down", "gptq of 8 bits for model.layers.3.mlp.experts.0.down_proj, wanted 4 bits"),
         (_fp8(), {"quant_method": "gptq", "bits": 4}, "down", "wanted 'scales' among it|wanted 'qweight' among it"),
         (_fp8(**{f"{LAYER}.1.down_proj.weight_scale_inv": None}), BLOCKS, "down", "1.down_proj.weight' is .'weight'., wanted"),
         (_fp8(**{f"{LAYER}.1.down_proj.weight": torch.ones(H, I)}), BLOCKS, "down", "is torch.float32, wanted torch.float8"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from pretuned.artifacts.errors import InputError
 from pretuned.runtime.weights import packings
 from pretuned.runtime.weights.codes import Quantised
-from pretuned.runtime.weights.packings import Suffixes
+from pretuned.runtime.weights.packings import Int4, Suffixes
 
 E, N, K = 3, 128, 256
 FP8 = torch.float8_e4m3fn
@@ -41,13 +42,13 @@ PACKINGS: list[tuple[Callable[[Suffixes], Quantised], dict[str, torch.Tensor]]] 
                              "weight_global_scale": torch.rand(E, 1) + 1}),
     (packings.modelopt_nvfp4, {"weight": of_bytes(E, N, K // 2), "weight_scale": torch.rand(E, N, K // 16).to(FP8),
                                "weight_scale_2": torch.rand(E)}),
-    (packings.packed_int4, {"weight_packed": whole(E, N, K // 8), "weight_scale": torch.rand(E, N, K // 32),
-                            "weight_zero_point": whole(E, N // 8, K // 32)}),
-    (lambda one: packings.gptq(one, 64, newer=False), {
-        "qweight": whole(E, K // 8, N), "qzeros": whole(E, K // 64, N // 8),
-                                                       "scales": torch.rand(E, K // 64, N).half()}),
-    (packings.awq, {"qweight": whole(E, K, N // 8), "qzeros": whole(E, K // 64, N // 8),
-                    "scales": torch.rand(E, K // 64, N).half()}),
+    (partial(packings.packed_int4, how=Int4(32)), {
+        "weight_packed": whole(E, N, K // 8), "weight_scale": torch.rand(E, N, K // 32),
+        "weight_zero_point": whole(E, N // 8, K // 32)}),
+    (partial(packings.gptq, how=Int4(64)), {
+        "qweight": whole(E, K // 8, N), "qzeros": whole(E, K // 64, N // 8), "scales": torch.rand(E, K // 64, N)}),
+    (partial(packings.awq, how=Int4()), {
+        "qweight": whole(E, K, N // 8), "qzeros": whole(E, K // 64, N // 8), "scales": torch.rand(E, K // 64, N)}),
 ]  # fmt: skip
 
 
@@ -64,21 +65,44 @@ def test_stacked_is_each_for_itself(read: Callable[[Suffixes], Quantised], given
     assert stacked.codes.shape == (E, N, K // (1 if stacked.codes.dtype is FP8 else 2))
 
 
-def test_zero_points_of_8_are_none_and_one_scale_a_row_is_one_a_group() -> None:
-    codes, scale = of_bytes(2, 3, 150), torch.rand(2, 3, 1)
-    found = packings.whole_groups(Quantised(codes, scale, torch.full((2, 3, 1), 8, dtype=torch.uint8)))
-    assert found.zero is None
-    assert found.scale.shape == (2, 3, 3)
-    assert torch.equal(found.scale, scale.expand(2, 3, 3))
-    kept = packings.whole_groups(Quantised(codes, scale, torch.full((2, 3, 1), 7, dtype=torch.uint8)))
-    assert kept.zero is not None
-    assert kept.zero.shape == (2, 3, 3)
+def test_zero_points_of_8_are_none() -> None:
+    codes, scale = of_bytes(2, 3, 150), torch.rand(2, 3, 3)
+    for number in (8, 7):
+        given = Quantised(codes, scale, torch.full((2, 3, 3), number, dtype=torch.uint8))
+        assert (packings.whole_groups(given).zero is None) is (number == 8)
+
+
+@pytest.mark.parametrize(
+    ("group", "unit"), [(-1, 128), (1 << 70, 128), (512, 128), (256, 128), (192, 64), (96, 32), (160, 32), (64, 64)]
+)
+def test_groups_of_other_sizes_are_several_that_are_equal(group: int, unit: int) -> None:
+    K = 384
+    G = -(-K // group) if group > 0 else 1
+    scale, zero = torch.rand(E, N, G), torch.randint(0, 16, (E, N, G))
+    stored = packings.pack(zero.to(torch.uint8).mT).reshape(E, G, N // 2).clone(memory_format=torch.contiguous_format)
+    stored = stored.view(torch.int32).mT  # packed along N
+    given = suffixes(weight_packed=whole(E, N, K // 8), weight_scale=scale, weight_zero_point=stored)
+    found = packings.packed_int4(given, Int4(group))
+    each = torch.arange(0, K, unit) // (min(group, K) if group > 0 else K)
+    assert torch.equal(found.scale, scale[..., each])
+    assert found.zero is not None
+    assert torch.equal(found.zero.int(), zero[..., each].int())
+
+
+@pytest.mark.parametrize("group", [48, 16, 24])
+def test_groups_that_are_no_multiple_of_32_are_refused(group: int) -> None:
+    G = -(-96 // group)
+    given = suffixes(weight_packed=whole(N, 12), weight_scale=torch.rand(N, G))
+    with pytest.raises(
+        InputError, match=rf"the group of 'experts.down_proj.weight' is {group}, wanted a multiple of 32"
+    ):
+        packings.packed_int4(given, Int4(group, symmetric=True))
 
 
 def test_what_is_missing_or_of_another_dtype_is_named() -> None:
     with pytest.raises(InputError, match=r"what belongs to 'experts.down_proj.weight' is \['weight'\], wanted 'scale'"):
         packings.deepseek_fp4(suffixes(weight=of_bytes(N, K // 2)))
     with pytest.raises(InputError, match=r"its qweight, is torch.uint8, wanted torch.int32"):
-        packings.awq(suffixes(qweight=of_bytes(K, N // 8), scales=torch.rand(K // 64, N)))
+        packings.awq(suffixes(qweight=of_bytes(K, N // 8), scales=torch.rand(K // 64, N)), Int4())
     with pytest.raises(InputError, match=r"its weight_scale, is of shape \[3\], wanted a scale for each row, \[128\]"):
         packings.fp8_rows(suffixes(weight=torch.zeros(N, K).to(FP8), weight_scale=torch.rand(3)))
