@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ...runtime.check.tensors import bad
-from ...runtime.weights.codes import e8m0
 from ...runtime.weights.expert_weights import ExpertWeights
-from ...runtime.weights.packings import E8M0
+from ...runtime.weights.packings import fp8_scale
 
 _NAME = "_pretuned_weights"
 # Of codes and scales: of transformers' fp8, of gpt-oss, and of compressed-tensors' packed and other codes.
@@ -83,10 +82,9 @@ def _made(codes: torch.Tensor, scale: torch.Tensor, order: int) -> ExpertWeights
     if codes.dtype is torch.int32:  # eight codes each, the lowest bits first
         made = ExpertWeights.int4(codes.view(torch.uint8), scale)
     elif codes.dtype is torch.float8_e4m3fn and scale.shape[1:] == (codes.shape[1], 1):
-        made = ExpertWeights.fp8_channel(codes, scale[..., 0].float(), quantize_x=False)
+        made = ExpertWeights.fp8_channel(codes, fp8_scale(scale[..., 0]), quantize_x=False)
     elif codes.dtype is torch.float8_e4m3fn:
-        factor = e8m0(scale.view(torch.uint8)) if scale.dtype is E8M0 else scale.float()
-        made = ExpertWeights.fp8_block(codes, factor, quantize_x=False)
+        made = ExpertWeights.fp8_block(codes, fp8_scale(scale), quantize_x=False)
     else:
         made = ExpertWeights.mxfp4(codes.view(torch.uint8), scale.view(torch.uint8))
     if order:

@@ -90,6 +90,23 @@ def test_a_model_says_what_its_codes_say(library: Any, config: dict[str, Any]) -
     torch.testing.assert_close(said, twin(IDS).logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize("dtype", ["float8_e8m0fnu", "uint8", "int8"])
+def test_byte_scales_beside_fp8_codes_are_e8m0(dtype: str, rows: bool) -> None:
+    codes, exponents = torch.randn(2, 256, 128).to(torch.float8_e4m3fn), torch.tensor([[[120], [130]]] * 2)
+    exponents = exponents.repeat_interleave(128, 1) if rows else exponents
+    experts = torch.nn.Module()
+    experts.down_proj = torch.nn.Parameter(codes, requires_grad=False)
+    scale = exponents.to(torch.uint8).view(getattr(torch, dtype))
+    experts.down_proj_scale_inv = torch.nn.Parameter(scale, requires_grad=False)
+    found = quantised(experts, "down_proj")
+    assert found is not None
+    assert found.format == ("fp8_channel_a16" if rows else "fp8_block_a16")
+    factor = torch.exp2(exponents.float() - 127)
+    wanted = codes.float() * (factor if rows else factor.repeat_interleave(128, 1))
+    assert torch.equal(found.dequantize(torch.float32), wanted)
+
+
 def test_a_gradient_goes_to_what_is_not_quantised(library: Any) -> None:
     model, twin = pair(library)
     for one in (model, twin):
