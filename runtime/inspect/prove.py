@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import queue
-import secrets
+import multiprocessing
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ...artifacts.errors import CudaError, HostError
 from ...artifacts.names import printable
@@ -31,8 +30,8 @@ from .survey import Unproven, survey
 CHILD: tuple[str, ...] = (sys.executable, "-m", "pretuned.runtime.inspect.prover")
 SILENT_S = 300.0  # that a child may say nothing: it imports torch, and its disk may be slow
 _END_S = 10.0  # for it to end, once it is told to
-_MOST_LOST = 3  # children in a row that end at their first variant, by nothing that it did
-_LONGEST_LINE = 1 << 16  # characters of a child's output that are looked at together
+_MOST_LOST = 3  # variants in a row whose process ends in one way, by nothing that they did
+_LONGEST_LINE = 1 << 16  # characters of what a child prints that are kept as one
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,118 +115,100 @@ class _Result(NamedTuple):
 
     wrong: str | None = None
     untested: str | None = None
-    lost: bool = False  # its process ended, by nothing that is known to be the variant's doing
+    ends: bool = False  # the process that tested it
+    lost: bool = False  # that process ended, by nothing that is known to be the variant's doing
 
 
 def _results(device: int, left: Sequence[Unproven]) -> Iterator[tuple[Unproven, _Result]]:
-    """The result of each variant. A child that ends early is followed by another, which begins after its last."""
-    first, lost = True, 0
-    while left:
-        done, result = 0, _Result()
-        with _Child(device, left) as child:
-            for result in child.results():
-                yield left[done], result
-                done += 1
-        if not done:
-            why = f"a process that tests code could not begin: {child.last_words()}"
-            if first:
-                raise HostError(why)
-            lost, result = _MOST_LOST, _Result(untested=why)
-        lost = lost + 1 if done <= 1 and (result.lost or not done) else 0
-        left, first = left[done:], False
-        if lost >= _MOST_LOST:
-            yield from ((one, result) for one in left)
-            return
+    """The result of each variant. A child that ends is followed by another, which goes on with the next variant."""
+    with contextlib.ExitStack() as running:
+        child: _Child | None = None
+        lost: list[_Result] = []
+        for number, one in enumerate(left):
+            if child is None:
+                child = running.enter_context(_Child())
+                if (why := child.not_ready()) is not None:
+                    if not number:
+                        raise HostError(why)
+                    yield from ((rest, _Result(untested=why)) for rest in left[number:])
+                    return
+            result = child.test(device, one)
+            yield one, result
+            lost = [*(each for each in lost if each == result), result] if result.lost else []
+            if len(lost) == _MOST_LOST:
+                yield from ((rest, result) for rest in left[number + 1 :])
+                return
+            if result.ends:
+                running.close()
+                child = None
 
 
 class _Child:
-    """A process that tests variants one after another and tells of each when it begins and what it found."""
+    """A process that tests variants one after another (``prover.py``)."""
 
-    def __init__(self, device: int, left: Sequence[Unproven]) -> None:
-        self._mark = f"pretuned-proof {secrets.token_hex(16)} "  # code prints to the same output, and can't know it
-        asked = [[one.bundle.path, one.bundle.digest.hex(), one.index] for one in left]
-        self._asked = json.dumps([self._mark, device, asked])
-        self._count = len(left)
-        self._lines: queue.Queue[str | None] = queue.Queue()
+    def __init__(self) -> None:
+        self._pipe, theirs = multiprocessing.Pipe()
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    (*CHILD, str(theirs.fileno())), pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, encoding="utf-8", errors="replace",
+                )  # fmt: skip
+            except OSError as error:
+                raise HostError(f"can't start {CHILD[0]!r}: {error.strerror or error}") from error
+        self._errors: deque[str] = deque(maxlen=20)
+        self._reader = threading.Thread(target=self._read_errors, daemon=True)
+        self._reader.start()
 
     def __enter__(self) -> _Child:
-        try:
-            self._process = subprocess.Popen(
-                CHILD, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8",
-                errors="replace",
-            )  # fmt: skip
-        except OSError as error:
-            raise HostError(f"can't start {CHILD[0]!r}: {error.strerror or error}") from error
-        self._errors: list[str] = []
-        self._readers = [threading.Thread(target=one, daemon=True) for one in (self._read_lines, self._read_errors)]
-        for one in self._readers:
-            one.start()
-        with contextlib.suppress(OSError):  # it died already: its end is read below
-            self._stdin.write(self._asked)
-            self._stdin.close()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):  # one that the driver holds is left to it
             self._process.wait(_END_S)
-        for one in self._readers:
-            one.join(_END_S)
-
-    @property
-    def _stdin(self) -> IO[str]:
-        assert self._process.stdin is not None
-        return self._process.stdin
-
-    def _read_lines(self) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as lines:
-            for line in _lines(lines):
-                if line.startswith(self._mark):
-                    self._lines.put(line.removeprefix(self._mark))
-        self._lines.put(None)
+        self._pipe.close()
 
     def _read_errors(self) -> None:
         assert self._process.stderr is not None
         with self._process.stderr as lines:
-            for line in _lines(lines):
-                self._errors = [*self._errors[-20:], line.strip()]
+            for line in iter(lambda: lines.readline(_LONGEST_LINE), ""):
+                if line.strip():
+                    self._errors.append(line.strip())
 
-    def results(self) -> Iterator[_Result]:
-        """The result of each variant, in order, up to the one during which the process ended."""
-        begun = False
-        for _ in range(2 * self._count):
-            try:
-                line = self._lines.get(timeout=SILENT_S)
-            except queue.Empty:
-                line, ending = None, f"the process that tested it said nothing for {SILENT_S:.0f} s"
-            else:
-                ending = "" if line else self._ending()
-            if line is None:
-                if begun:
-                    yield _Result(untested=ending, lost=True)
-                return
-            told = json.loads(line)
-            begun = "begin" in told
-            if not begun:
-                yield _Result(**told)
+    def not_ready(self) -> str | None:
+        """Why no variant can be tested by it; None where one can."""
+        if self._answer() is not None:
+            return None
+        return f"a process that tests code could not begin: {self._last_words()}"
+
+    def test(self, device: int, one: Unproven) -> _Result:
+        """The result of a variant; of one during which the process ends without any, how it ends."""
+        with contextlib.suppress(OSError):  # it died: its end is told below
+            asked = [device, one.bundle.path, one.bundle.digest.hex(), one.index]
+            self._pipe.send_bytes(json.dumps(asked).encode())
+        answer = self._answer()
+        if answer is None:
+            return _Result(untested=self._ending(), ends=True, lost=True)
+        return _Result(**json.loads(answer))
+
+    def _answer(self) -> bytes | None:
+        """Its next message; None where it ended, or says nothing for long."""
+        with contextlib.suppress(OSError, EOFError):
+            return self._pipe.recv_bytes() if self._pipe.poll(SILENT_S) else None
+        return None
 
     def _ending(self) -> str:
         try:
             code = self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
-            return "the process that tested it closed its output and went on"
+            return f"the process that tested it said nothing for {SILENT_S:.0f} s"
         if code < 0:
             with contextlib.suppress(ValueError):
                 return f"the process that tested it ended by {signal.Signals(-code).name}"
-        return f"the process that tested it ended with exit code {code}: {self.last_words()}"
+        return f"the process that tested it ended with exit code {code}: {self._last_words()}"
 
-    def last_words(self) -> str:
+    def _last_words(self) -> str:
         """The last line that it wrote to its standard error."""
-        self._readers[1].join(_END_S)
-        return next((line for line in reversed(self._errors) if line), "it said nothing")
-
-
-def _lines(stream: IO[str]) -> Iterator[str]:
-    """Its lines; of one that does not end, pieces."""
-    return iter(lambda: stream.readline(_LONGEST_LINE), "")
+        self._reader.join(_END_S)
+        return self._errors[-1] if self._errors else "it said nothing"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import proving_child
 import pytest
+import torch
 from made import A100, ON_A100, SPECS, Spec, measured, modelled, places, write
 
 from pretuned.artifacts.errors import CudaError, HostError
@@ -24,6 +25,7 @@ from pretuned.runtime.inspect.doctor import report
 from pretuned.runtime.inspect.survey import survey
 from pretuned.runtime.settings import Settings
 
+CHILD = prove.CHILD
 PROBLEM = Problem(Op.FORWARD, SPECS[0].dtype, 8, 1024, 768)
 
 Make = Callable[..., Snapshot]
@@ -109,6 +111,16 @@ def test_a_bundle_whose_file_goes_is_not_wrong(how: str, made: Make) -> None:
     assert "a.msgpack" in line
     assert verdicts.left_out(ON_A100) == ()
     assert len(survey(taken, ON_A100).left) == 8
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_the_process_itself_without_a_gpu(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    made("right", "right")
+    monkeypatch.setattr(prove, "CHILD", CHILD)
+    (found,) = prove.prove([ON_A100]).gpus
+    (line,) = found.untested
+    assert line.startswith("2 variants: no CUDA driver")
 
 
 @pytest.mark.slow
