@@ -1,12 +1,19 @@
 """Draw the pictures of the README and the pages: ``python docs/pictures/draw.py`` writes the SVG files beside it.
 
-Figures come from ``benchmarks/results``. The same results give the same bytes; a test compares them.
+Figures come from ``benchmarks/results``, the terminal's text from terminal.txt, which ``--record`` writes anew. The
+same inputs give the same bytes; a test compares them.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import lzma
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from html import escape
 from pathlib import Path
@@ -224,8 +231,57 @@ def pages() -> Picture:
     return picture
 
 
+COMMANDS = (
+    'aot build --models "Qwen/Qwen3-30B-A3B tp=1,2" --sm 90',
+    "aot explain Qwen/Qwen3-30B-A3B --gpu h100 --tokens 1,128,8192",
+)
+COLUMNS = 132
+
+
+def record() -> str:
+    """Run ``COMMANDS`` in an empty folder, without a GPU; return what a terminal of ``COLUMNS`` shows."""
+    shown = []
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    with tempfile.TemporaryDirectory() as folder:
+        for command in COMMANDS:
+            env = {**os.environ, "PATH": path, "COLUMNS": str(COLUMNS), "CUDA_VISIBLE_DEVICES": "", "NO_COLOR": "1"}
+            done = subprocess.run(
+                shlex.split(command), cwd=folder, env=env, stdout=subprocess.PIPE, text=True, check=True
+            )
+            shown += [f"$ {command}", *(line.rstrip() for line in done.stdout.rstrip().splitlines()), ""]
+        return "\n".join(shown).replace(folder, "$PWD")
+
+
+def terminal() -> Picture:
+    """The recorded commands, typed and answered line by line, again and again."""
+    lines = (HERE / "terminal.txt").read_text(encoding="utf-8").rstrip().splitlines()
+    wide, high = 6.65, 16
+    picture = Picture(int(COLUMNS * wide) + 32, len(lines) * high + 56, "aot build, then aot explain, in a terminal")
+    width, height = picture.size
+    picture.parts.append(
+        "<style>.term { fill: #10151c } .out { fill: #d5dde6; white-space: pre } .out, .cmd { font-family: "
+        f"{MONO}; font-size: 11px }} .cmd {{ fill: #7ee787; white-space: pre }}"
+        "@keyframes show { from { opacity: 0 } to { opacity: 1 } } .row { animation: show .01s both }"
+        "@media (prefers-reduced-motion: reduce) { .row { animation: none } }</style>"
+    )
+    picture.rect(0, 0, width, height, "term", 8)
+    for i, colour in enumerate(("#ff5f57", "#febc2e", "#28c840")):
+        picture.parts.append(f'<circle cx="{20 + 18 * i}" cy="18" r="5.5" fill="{colour}"/>')
+    at = 0.3
+    for i, line in enumerate(lines):
+        kind = "cmd" if line.startswith("$ ") else "out"
+        at += 1.2 if kind == "cmd" else 0.12
+        picture.parts.append(
+            f'<text x="16" y="{46 + i * high}" class="{kind} row" style="animation-delay: {at:.2f}s"'
+            f' xml:space="preserve">{escape(line)}</text>'
+        )
+        at += 1.5 if kind == "cmd" else 0
+    return picture
+
+
 PICTURES: dict[str, Callable[[], Picture]] = {
     "layers": layers, "start": start, "way": way, "rows": rows, "which-kernel": which, "which-page": pages,
+    "terminal": terminal,
 }  # fmt: skip
 
 
@@ -236,6 +292,10 @@ def drawn() -> Iterator[tuple[Path, str]]:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--record", action="store_true", help="run the terminal's commands anew")
+    if parser.parse_args().record:
+        (HERE / "terminal.txt").write_text(record(), encoding="utf-8")
     for path, text in drawn():
         path.write_text(text, encoding="utf-8")
         print(path.relative_to(HERE.parents[1]))
