@@ -94,7 +94,7 @@ COVERED: dict[tuple[str, str], str] = {
     ("aot.process", "gpus"): "aot/cli/test_tuning.py",
     ("aot.process", "interrupts"): "aot/tune/test_tuner.py",
     ("aot.process", "output_dir output_file"): "attacks/test_caches.py",
-    ("aot.report", "cells data folded markup roofline script search sheets sources style"): "aot/report/test_page.py",
+    ("aot.report", "cells data folded markup roofline search sheets sources"): "aot/report/test_page.py",
     ("aot.tune", "outcome state task"): "aot/tune/test_tuner.py",
 }
 # Rooms whose modules are imported by a name made at run time, and by whom.

@@ -18,7 +18,12 @@ from pretuned.aot.compile.toolchain import KNOWN
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ("artifacts", "kernels", "runtime", "aot")
 MOST_BYTES = 25_000_000
-DATA = {"py.typed", "artifacts/FORMAT.md", "aot/models/catalogue.tsv"} | {f"{layer}/py.typed" for layer in LAYERS}
+DATA = {
+    "py.typed",
+    "artifacts/FORMAT.md",
+    "aot/models/catalogue.tsv",
+    *(f"aot/report/{name}" for name in ("cells.html", "page.css", "page.html", "page.js")),
+} | {f"{layer}/py.typed" for layer in LAYERS}
 pytestmark = pytest.mark.slow  # a wheel is built
 
 

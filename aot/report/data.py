@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import zlib
+from collections.abc import Collection
 from typing import Any
 
 from ...artifacts.records.bundle import Model
@@ -35,6 +36,13 @@ def form_order(cell: Cell) -> tuple[int, int]:
 def gpu_name(cell: Cell) -> str:
     """The GPU that a cell was measured on; "" of any other."""
     return cell.gpu.name if cell.gpu and cell.state is State.MEASURED else ""
+
+
+def short_names(gpus: Collection[str]) -> dict[str, str]:
+    """NVIDIA H100 80GB HBM3 is H100, unless another one would be, too."""
+    found = {name: name.removeprefix("NVIDIA ") for name in gpus}
+    first = {name: (text.split() or [name])[0] for name, text in found.items()}
+    return first if len(set(first.values())) == len(first) else found
 
 
 class _Texts:
@@ -78,13 +86,19 @@ def embedded(sheet: Sheet) -> str:
     }
     found = {
         "columns": columns, "states": [one.value for one in State], "configs": list(configs.all),
-        "forms": list(forms.all), "gpus": list(gpus.all), "gemms": [gemm.title for gemm in sheet.gemms],
+        "forms": list(forms.all), "gpus": list(gpus.all), "short_gpus": _shortened(gpus.all),
+        "gemms": [gemm.title for gemm in sheet.gemms],
         "flop": [2e-6 * gemm.N * gemm.K for gemm in sheet.gemms],
         "failures": {i: list(cell.failures) for i, cell in enumerate(cells) if cell.failures},
         "models": _models(sheet),
     }  # fmt: skip
     text = json.dumps(found, separators=(",", ":"))
     return base64.b64encode(zlib.compress(text.encode(), 6)).decode()
+
+
+def _shortened(gpus: Collection[str]) -> list[str]:
+    short = short_names({name for name in gpus if name})
+    return [short.get(name, "") for name in gpus]
 
 
 def _models(sheet: Sheet) -> list[list[Any]]:

@@ -1,46 +1,16 @@
-"""A sheet as one HTML page: nothing is loaded from anywhere, and it prints. Its script draws the cells (script.py)."""
+"""A sheet as one HTML page: nothing is loaded from anywhere, and it prints. Its script, page.js, draws the cells."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import importlib.resources
+from collections.abc import Sequence
 from html import escape
+from string import Template
 
 from .cells import Cell, Sheet, State
-from .data import embedded, form, form_order, gpu_name
+from .data import embedded, form, form_order, gpu_name, short_names
 from .folded import model_against_measured, search
 from .markup import counts, dot, mean, median, percent, strip, table, times
-from .script import SCRIPT
-from .style import STYLE
-
-_READING = """<details id="reading"><summary>How to read this</summary>
-<p>A <b>cell</b> is a problem (op, dtype, E experts, N, K, form) and a bucket: the power of two that the number of
-rows M, over all experts, is nearest to; what was measured on several GPUs is a cell of each. <b>Measured</b>: timed on
-the GPU with that many rows. <b>Modelled</b>: an estimate of the cost model, nothing was timed. <b>Missing</b>: a model
-has it, and nothing is known.</p>
-<p>The <b>roofline</b> is the longer of 2&nbsp;M&nbsp;N&nbsp;K over the published dense rate, and the bytes over the
-published bandwidth, each read or written once: (active experts)&nbsp;N&nbsp;K (dW: all experts), M&nbsp;N and M&nbsp;K
-elements. The active experts are expected ones, for shares p<sub>r</sub> ~ r<sup>-0.5</sup>. A launch alone takes some
-microseconds, so few rows can't come near it; rows that fall on fewer experts than expected can pass it.</p>
-<p><b>modelled us</b> is this version's estimate for the chosen variant. <b>x torch</b> is the time of torch's
-grouped_mm over that of the choice, measured in one turn: above 1 the choice is faster. <b>tried</b> is how many
-candidates were measured. Means are geometric.</p></details>"""
-
-_CELLS = """<div class="controls">
-<label>model <select id="model"></select></label> <label>product <select id="gemm"></select></label>
-<label>op <select id="form"></select></label> <label>state <select id="state"></select></label>
-<label id="gpus">GPU <select id="gpu"></select></label>
-<label>show <select id="unit"><option value="part">% of the roofline</option><option value="us">microseconds</option>
-<option value="rate">TFLOP/s</option></select></label>
-<label>first <select id="order"></select></label></div>
-<p id="said" class="soft" aria-live="polite"></p>
-<figure><figcaption id="above"></figcaption><div id="chart" class="chart"></div></figure>
-<figure id="against"><figcaption>Times as fast as torch's grouped_mm, by rows</figcaption>
-<div id="torch" class="chart"></div></figure>
-<div id="ring" hidden></div><div id="tip" role="status"></div>
-<div class="wide" id="rows"></div>
-<p><button id="more">show more</button></p>
-<noscript><p>The charts and the table of cells are drawn by the page's own script, which this browser does not run.</p>
-</noscript>"""
 
 # HTML has no control characters, and half a surrogate pair (of a file's name) can't be written in UTF-8.
 _UNPRINTABLE = dict.fromkeys((*range(10), *range(11, 32), *range(127, 160), *range(0xD800, 0xE000)), "\ufffd")
@@ -48,25 +18,32 @@ _RANGES = (("% for M near 1 to 128", 1, 128), ("256 to 8192", 129, 8192), ("more
 
 
 def page(sheet: Sheet) -> str:
-    """The whole page."""
+    """The whole page, out of page.html, page.css, cells.html and page.js."""
     cells = sheet.cells
     known = any(cell.state is not State.MISSING for cell in cells)
-    body = "\n".join((
-        _head(sheet, cells),
-        "<h2>At a glance</h2>", _glance(cells),
-        "<h2>Cells</h2>" if cells else "", _CELLS if known else "",
-        _folded("Coverage", _coverage(sheet, cells)),
-        _folded("Modelled against measured", _model(cells)), _folded("The search", _search(cells)),
-        _READING,
-    ))  # fmt: skip
-    script = f'<script type="text/plain" id="data">{embedded(sheet)}</script>\n<script>{SCRIPT}</script>\n'
-    text = (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(sheet.title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n{body}\n"
-        f"{script if known else ''}</body>\n</html>\n"
-    )
+    drawn = _filled("cells.html", data=embedded(sheet), script=_file("page.js")) if known else ""
+    text = _filled(
+        "page.html",
+        title=escape(sheet.title),
+        style=_file("page.css"),
+        head=_head(sheet, cells),
+        glance=_glance(cells),
+        cells=drawn,
+        folded="\n".join((
+            _folded("Coverage", _coverage(sheet, cells)),
+            _folded("Modelled against measured", _model(cells)),
+            _folded("The search", _search(cells)),
+        )),
+    )  # fmt: skip
     return text.translate(_UNPRINTABLE)
+
+
+def _file(name: str) -> str:
+    return importlib.resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _filled(name: str, **parts: str) -> str:
+    return Template(_file(name)).substitute(parts)
 
 
 def headline(sheet: Sheet) -> str:
@@ -111,7 +88,7 @@ def _glance(cells: Sequence[Cell]) -> str:
     """One row for each op and form, and GPU that it was measured on where there are several, over all shapes."""
     with_torch = any(cell.against_torch for cell in cells)
     with_model = any(cell.model_ratio for cell in cells)
-    gpus = _short_names({gpu_name(cell) for cell in cells} - {""})
+    gpus = short_names({gpu_name(cell) for cell in cells} - {""})
     several = len(gpus) > 1
     first = ["op", "GPU"][: 1 + several]
     head = [*first, *["x torch", "worst"] * with_torch, "% of the roofline, median", *(name for name, _, _ in _RANGES)]
@@ -136,13 +113,6 @@ def _glance(cells: Sequence[Cell]) -> str:
         row += [f"{len(mine):,}", f"{counts(mine)[State.MEASURED]:,}"]
         rows.append(row)
     return f'<div class="wide">{table(head, rows, numbers=range(len(first), len(head)))}</div>'
-
-
-def _short_names(gpus: Collection[str]) -> dict[str, str]:
-    """NVIDIA H100 80GB HBM3 is H100, unless another one would be, too."""
-    found = {name: name.removeprefix("NVIDIA ") for name in gpus}
-    first = {name: (text.split() or [name])[0] for name, text in found.items()}
-    return first if len(set(first.values())) == len(first) else found
 
 
 def _model(cells: Sequence[Cell]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from browser import TELEPHONE, shown, started
-from reports import cells_of
+from reports import cells_of, packed
 
 from pretuned.aot.report.page import page as written
 from pretuned.aot.report.sources import read
@@ -80,6 +80,41 @@ def test_cells_are_filtered_sorted_and_told_in_other_units(browser: Any, report:
         assert times[0] == pytest.approx(max(one["us"] for one in mine), abs=0.06)
         page.select_option("#unit", label="TFLOP/s")
         assert page.text_content("#above").startswith("TFLOP/s")
+
+
+def test_rows_name_models(browser: Any, report: Path) -> None:
+    """Of models that share a GEMM the first, or the one that is filtered for, and how many more."""
+    with shown(browser, report) as page:
+        data = packed(report.read_text(encoding="utf-8"))
+        users = {title: [name for name, gemms in data["models"] if i in gemms] for i, title in enumerate(data["gemms"])}
+        for text in page.locator("#rows td:first-child").all_inner_texts():
+            name, title = text.split("\n")
+            first, *more = users[title]
+            assert name == first.split("/")[-1] + (f" +{len(more)}" if more else "")
+        page.select_option("#model", label="Qwen/Qwen3-30B-A3B")
+        names = {text.split("\n")[0].split(" +")[0] for text in page.locator("#rows td:first-child").all_inner_texts()}
+        assert names == {"Qwen3-30B-A3B"}
+
+
+def test_a_desk_shows_every_column(browser: Any, report: Path) -> None:
+    with shown(browser, report, 1280) as page:
+        page.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true; })")
+        assert page.locator("table").count() >= 5
+        for one in page.locator("th, .wide td:last-child").all()[:200]:
+            box = one.bounding_box()
+            assert box["x"] + box["width"] <= 1280, one.text_content()
+
+
+@pytest.mark.parametrize("width", [1280, TELEPHONE])
+def test_what_is_hidden_is_not_shown(browser: Any, tmp_path: Path, width: int) -> None:
+    """A filter by GPU where there is one GPU."""
+    path = tmp_path / "one.html"
+    path.write_text(written(read(str(BUNDLE.with_name("fp16-sm90.msgpack")), True, [], None, None)), encoding="utf-8")
+    with shown(browser, path, width) as page:
+        assert page.locator("[hidden]").count() > 0
+        assert not [one.inner_text() for one in page.locator("[hidden]").all() if one.is_visible()]
+        assert page.is_visible("#model")
+        assert not page.is_visible("#gpu")
 
 
 @pytest.mark.parametrize("width", [1200, TELEPHONE])

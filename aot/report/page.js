@@ -1,8 +1,4 @@
-"""The page's script: unpacks the cells (data.py), filters, sorts, draws and lists them. It loads and sends nothing."""
-
-from __future__ import annotations
-
-SCRIPT = r"""
+// Unpacks the cells (data.py), filters, sorts, draws and lists them. Loads and sends nothing.
 const at = id => document.getElementById(id);
 async function unpacked() {
   const bytes = Uint8Array.from(atob(at("data").textContent), one => one.charCodeAt(0));
@@ -48,7 +44,14 @@ fill("state", [["", "all"], ...data.states.map((one, i) => [i, one])]);
 fill("gpu", [["", "all"], ...data.gpus.map((one, i) => [i, one || "none"])]);
 at("gpus").hidden = data.gpus.filter(one => one).length < 2;
 fill("order", Object.entries(ORDERS).map(([key, [text]]) => [key, text]));
-const names = data.gemms.map((_, i) => data.models.filter(one => one[1].includes(i)).map(one => one[0]).join(", "));
+const users = data.gemms.map((_, i) => data.models.filter(one => one[1].includes(i)).map(one => one[0]));
+const names = users.map(some => some.join(", "));
+function gemm(one) {  // of many models that share it the one that was asked for, or the first
+  const some = users[one.gemm], asked = at("model").value, name = asked === "" ? some[0] : data.models[asked][0];
+  const more = some.length > 1 ? ` +${some.length - 1}` : "", sizes = safe(data.gemms[one.gemm]);
+  if (!name) return sizes;
+  return `<span title="${safe(names[one.gemm])}">${safe(name.split("/").pop())}${more}</span><br>${sizes}`;
+}
 let shown = [], most = 50;
 const sorted = {};  // all cells, by each order that was asked for
 
@@ -151,25 +154,25 @@ function pointed(canvas, event) {
   return best === null ? null : {one: points[best], left: box.left + xs[best], top: box.top + ys[best]};
 }
 const COLUMNS = [
-  ["product", one => safe(data.gemms[one.gemm])], ["op", one => safe(data.forms[one.form])],
+  ["model and GEMM", gemm], ["op", one => safe(data.forms[one.form])],
   ["M near", one => one.rows, 1], ["source", one => `<span class="dot ${data.states[one.state]}"></span>` +
     data.states[one.state]],
   ["x torch", one => num(one.gain, 2), 1], ["us", one => us(one.us), 1], ["TFLOP/s", one => num(one.rate, 1), 1],
-  ["% of the roofline", one => one.part ?
-    `<span class="bar" style="width:${num(4 * Math.min(1, one.part), 2)}rem"></span>${num(100 * one.part, 0)}` : "", 1],
+  ["% of roofline", one => one.part ?
+    `<span class="bar" style="width:${num(2 * Math.min(1, one.part), 2)}rem"></span>${num(100 * one.part, 0)}` : "", 1],
   ["roofline us", one => us(one.least), 1], ["bound by", one => one.bound ? "compute" : "memory"],
   ["torch us", one => us(one.torch), 1], ["modelled us", one => us(one.model), 1],
-  ["GPU", one => safe(data.gpus[one.gpu])], ["variant", one => safe(data.configs[one.config])],
-  ["runner-up", one => one.second_us ? `${safe(data.configs[one.second])} (${(100 * (one.second_us / one.us - 1))
-    .toFixed(1)} % more)` : ""],
+  ["GPU", one => safe(data.short_gpus[one.gpu])], ["variant", one => safe(data.configs[one.config])],
+  ["runner-up", one => one.second_us ? `${safe(data.configs[one.second])} (${one.second_us < one.us ? "" : "+"}${
+    (100 * (one.second_us / one.us - 1)).toFixed(1)}&nbsp;%)` : ""],
   ["tried", one => one.tried || "", 1], ["median / fastest", one => one.tried > 1 ? num(one.spread, 2) : "", 1],
-  ["failed", one => one.failures ? safe(one.failures.join("; ")) : ""], ["models", one => safe(names[one.gemm])],
+  ["failed", one => one.failures ? safe(one.failures.join("; ")) : ""],
 ];
 function list() {
   const some = shown.slice(0, most), hidden = {us: "TFLOP/s", rate: "us"}[at("unit").value];
   const columns = COLUMNS.filter(([name, value]) => name !== hidden && shown.some(one => value(one) !== ""));
   const line = (tag, texts) => "<tr>" + columns.map((one, i) =>
-    `<${tag}${one[2] ? " class=n" : ""}>${texts[i]}</${tag}>`).join("") + "</tr>";
+    `<${tag}${one[2] ? " class=n" : one[0] === "source" ? " class=word" : ""}>${texts[i]}</${tag}>`).join("") + "</tr>";
   at("rows").innerHTML = `<table><thead>${line("th", columns.map(one => one[0]))}</thead><tbody>` +
     some.map(one => line("td", columns.map(([, value]) => value(one)))).join("") + "</tbody></table>";
   at("more").hidden = shown.length <= most;
@@ -208,4 +211,3 @@ addEventListener("afterprint", () => all().forEach(one => { one.open = one.datas
 draw();
 }
 unpacked().then(start, error => { at("said").textContent = `This browser can't unpack the cells: ${error}`; });
-"""
