@@ -407,6 +407,34 @@ def test_of_several_groups_the_one_whose_target_names_the_experts() -> None:
         ExpertWeights.from_tensors(tensors, config, "gate_up")
 
 
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("group", [32, 64, 128, 192, None])
+def test_what_compressed_tensors_itself_packs(group: int | None, symmetric: bool) -> None:
+    compressor = pytest.importorskip("compressed_tensors.compressors.pack_quantized.base")
+    schemes = pytest.importorskip("compressed_tensors.quantization")
+    args = schemes.QuantizationArgs(
+        num_bits=4, type="int", strategy="group" if group else "channel", group_size=group, symmetric=symmetric
+    )
+    scheme = schemes.QuantizationScheme(targets=["Linear"], weights=args, format="pack-quantized")
+    N, K = 72, 384
+    tensors, wanted = {}, []
+    for e in range(E):
+        shape = (N, K // group if group else 1)
+        zero = torch.zeros(shape) if symmetric else randint(16, *shape, seed=e) - 8
+        stored = compressor.PackedQuantizationCompressor.compress(
+            {
+                "weight": torch.randn(N, K),
+                "weight_scale": int4_scale(*shape, e),
+                "weight_zero_point": zero.to(torch.int8),
+            },
+            scheme,
+        )
+        tensors |= {f"{LAYER}.{e}.down_proj.{suffix}": one for suffix, one in stored.items()}
+        wanted.append(compressor.PackedQuantizationCompressor.decompress(stored, scheme)["weight"])
+    config = {"quant_method": "compressed-tensors", "config_groups": {"group_0": scheme.model_dump()}}
+    assert torch.equal(ExpertWeights.from_tensors(tensors, config, "down").dequantize(), torch.stack(wanted))
+
+
 UE8M0 = torch.arange(118, 138)  # exponents of -9 to 10
 INTEGERS = {"uint8": (torch.uint8, False), "int8": (torch.int8, False), "int16": (torch.int16, True),
             "int32": (torch.int32, True), "int64": (torch.int64, True)}  # fmt: skip

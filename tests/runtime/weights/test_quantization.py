@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from compressed_tensors.utils.match import match_name
 
 from pretuned.artifacts.errors import InputError
 from pretuned.runtime.weights import quantization
@@ -67,6 +66,7 @@ TARGETS = [
 @pytest.mark.parametrize("second", range(len(TARGETS)))
 def test_config_groups_of_compressed_tensors(first: int, second: int) -> None:
     """By name, in order, by the library's own ``match_name``; then by class."""
+    match_name = pytest.importorskip("compressed_tensors.utils.match").match_name
     groups = {"a": {"targets": TARGETS[first]}, "b": {"targets": TARGETS[second]}}
     ordered = {one: name for name, group in groups.items() for one in group["targets"]}  # the later group has it
     for module, found in zip(
