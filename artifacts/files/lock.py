@@ -156,7 +156,7 @@ def cache_fault(folder: Path) -> str:
             "Run it as that user, or with a HOME (XDG_CACHE_HOME) of root's: sudo -H"
         )
     top, owner = owners[-2] if owners[-1][1] == me else owners[-1]
-    if owners[-1][1] == me and owner == 0 and not os.access(first, os.W_OK):
+    if owners[-1][1] == me and owner == 0 and not os.access(first, os.W_OK, effective_ids=True):
         return (
             f"'{top}' in your cache belongs to root, maybe as sudo ran with your HOME: nothing can be kept in "
             f"'{folder}'. Run: sudo chown -R {me} {shlex.quote(str(top))}"

@@ -16,7 +16,7 @@ import pytest
 from descriptors import open_files
 
 from pretuned.artifacts.errors import HostError
-from pretuned.artifacts.files.lock import cache_fault, lock, reading, release, take
+from pretuned.artifacts.files.lock import cache_fault, check_cache, lock, no_locks, reading, release, take
 
 
 def test_lock(tmp_path):
@@ -246,6 +246,74 @@ def test_what_root_left_in_a_users_cache_is_told_with_the_fix(what, home):
     assert lines == []
     (file,) = overlay.glob("*.verdicts")
     assert file.stat().st_uid == AS_USER
+
+
+@contextlib.contextmanager
+def effective(user):
+    os.seteuid(user)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_whose_cache_it_is(home, caplog):
+    overlay = home / ".cache" / "pretuned"
+    for _ in range(2):
+        with pytest.raises(HostError, match=f"'{home}' belongs to user {AS_USER} and this process runs as root"):
+            check_cache(overlay)
+    assert len(caplog.records) == 1
+    with effective(AS_USER):
+        assert cache_fault(overlay) == ""
+        assert cache_fault(Path("/.cache/pretuned")) == ""  # nothing there is this user's
+        check_cache(overlay)
+    overlay.mkdir(parents=True)
+    with effective(AS_USER):
+        assert cache_fault(overlay).endswith(f"Run: sudo chown -R {AS_USER} {home / '.cache'}")
+    overlay.parent.chmod(0o777)
+    overlay.chmod(0o777)  # it is root's, and the user may write there
+    with effective(AS_USER):
+        assert cache_fault(overlay) == ""
+
+
+@pytest.mark.parametrize(("number", "goes_on"), [(errno.ENOSYS, True), (errno.EOPNOTSUPP, True), (errno.EIO, False)])
+def test_a_lock_that_the_file_system_refuses(tmp_path, monkeypatch, number, goes_on):
+    """(``tests/faults/test_locks.py`` has the system refuse it.)"""
+
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    before = open_files()
+    with lock(tmp_path, 0) as held:
+        assert not held
+    refused = pytest.raises(HostError, match=r"can't lock .*: Input/output error")
+    with contextlib.nullcontext() if goes_on else refused, lock(tmp_path, 0, required=True) as held:
+        assert not held
+    assert open_files() == before
+    assert str(tmp_path) in no_locks(tmp_path)
+
+
+def test_a_lock_file_that_is_removed_while_it_is_locked(tmp_path, monkeypatch):
+    real, seen = fcntl.flock, []
+
+    def removed(fd, how):
+        real(fd, how)
+        if not seen:
+            seen.append(fd)
+            (tmp_path / ".pretuned.lock").unlink()
+
+    monkeypatch.setattr(fcntl, "flock", removed)
+    with lock(tmp_path, 5) as held:
+        assert held
+        assert (tmp_path / ".pretuned.lock").exists()
+
+
+def test_a_system_without_flock_has_no_locks(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    with lock(tmp_path, 0, required=True) as held, reading(tmp_path, 0):
+        assert not held
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_where_the_user_may_write_nothing_is_said(tmp_path):
