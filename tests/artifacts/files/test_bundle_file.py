@@ -250,7 +250,7 @@ def test_no_file_descriptor_is_left(path, tmp_path):
     ("make", "error", "message"),
     [
         (lambda p: None, BundleUnreadable, "No such file"),
-        (lambda p: p.mkdir(), BundleUnreadable, "no regular file"),
+        (lambda p: p.mkdir(), BundleUnreadable, "it is a directory"),
         (os.mkfifo, BundleUnreadable, "no regular file"),
         (lambda p: p.write_bytes(b""), BundleCorrupt, "file is 0 bytes"),
         (lambda p: p.write_bytes(b"\x7fELF" * 100), BundleCorrupt, "it is no bundle"),
