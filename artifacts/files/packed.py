@@ -20,6 +20,7 @@ SUFFIX = ".msgpack.xz"
 MAGIC = b"\xfd7zXZ\x00"  # what xz files begin with
 _MEMBER = re.compile(rf"(.*{re.escape(SUFFIX)})#sm([0-9]{{1,4}})", re.DOTALL)
 _PIECE_BYTES = 1 << 20
+_HEAD_BYTES = 4096  # of a packed file: what a bundle's preamble is unpacked from
 _MEMORY_BYTES = 256 << 20  # for xz's own window, at most
 # An instruction of a cubin has 16 bytes: what a byte may be hangs on which of them it is. 4 to 5 % smaller. The window
 # (64 MiB, of which a reader touches what it has unpacked) reaches over the bundles before.
@@ -70,6 +71,16 @@ def unpack(data: bytes, where: str, sm: int | None = None) -> Iterator[bytes]:
             taken = True
     if not taken:
         raise TargetMismatch(f"bundle {where!r}: the file holds none for sm_{sm}, but for {', '.join(there)}")
+
+
+def is_copy(path: str, packed: str) -> bool:
+    """Whether ``path`` is the one bundle that ``packed`` unpacks to, by its digest; False if either can't be read."""
+    try:
+        with open(path, "rb") as plain, open(packed, "rb") as file:  # noqa: PTH123 - a path may be any text
+            stream = _Stream(file.read(_HEAD_BYTES), packed)
+            return plain.read(PREAMBLE_BYTES) == stream.read(PREAMBLE_BYTES)
+    except (OSError, BundleCorrupt):
+        return False
 
 
 def capabilities(data: bytes, where: str) -> tuple[int, ...]:

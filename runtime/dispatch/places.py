@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 SYSTEM_DIRECTORY = Path("/opt/pretuned/bundles")
 ENTRY_POINTS = "pretuned.bundles"
 SUFFIX = ".msgpack"
+COMPRESSED = "pressed"  # beside pretuned's own bundles in a clone: what they are unpacked from
+REINSTALL = "pip install -e ."
 _OVERLAY_LOCK_TIMEOUT_S = 0.2
 _MAX_ENTRY_POINTS_BYTES = 2 << 20
 _MAX_ENTRY_POINTS = 64  # of one package
@@ -74,12 +76,38 @@ class Place(NamedTuple):
             if len(wanted) > MAX_FILES:
                 text = "pretuned: %s holds %d bundles: the first %d by name are read. Take out, or merge, the others"
                 _log.warning(text, printable(str(self)), len(wanted), MAX_FILES)
-            return [self.path / name for name in wanted[:MAX_FILES]]
+            return self._as_cloned([self.path / name for name in wanted[:MAX_FILES]])
         except FileNotFoundError:
             return []
         except OSError as error:
             _log.warning("pretuned: can't list %s: %s", printable(str(self)), error.strerror or error)
             return []
+
+    def _as_cloned(self, unpacked: list[Path]) -> list[Path]:
+        """In a clone that is installed itself, the bundles that it holds compressed, unpacked copies if they are equal.
+
+        After a ``git pull`` the copies are those of an earlier commit, until the clone is installed again.
+        """
+        compressed = self.path.with_name(COMPRESSED)
+        if not self.is_ours() or not os.path.isdir(compressed):  # noqa: PTH112 - as in ``files``
+            return unpacked
+        from ...artifacts.files.packed import is_copy  # here, as an installed package has none
+
+        held = sorted(name for name in os.listdir(compressed) if name.endswith(f"{SUFFIX}.xz"))  # noqa: PTH208
+        copies = [self.path / name.removesuffix(".xz") for name in held]
+        found = [
+            copy if is_copy(str(copy), str(compressed / name)) else compressed / name
+            for copy, name in zip(copies, held, strict=True)
+        ]
+        stale = [copy.name for copy in copies if copy in unpacked and copy not in found]
+        other = [one.name for one in unpacked if one not in copies]
+        for names, why in (
+            (stale, f"not what this clone holds: {compressed} is read, which takes longer. Run: {REINSTALL}"),
+            (other, f"not used: this clone holds no such bundle in {compressed}"),
+        ):
+            if names:
+                _log.warning("pretuned: %s in %s: %s", *map(printable, (", ".join(names), str(self.path), why)))
+        return found
 
     def unlisted(self) -> str:
         """Why a directory that is there can't be listed; "" where it can, or is none."""

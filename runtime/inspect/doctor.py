@@ -17,7 +17,7 @@ from ...artifacts.records.target import LocalGpu, cuda_version
 from ...kernels.hardware import arch
 from .. import settings
 from ..dispatch import snapshot as dispatch_snapshot
-from ..dispatch.places import Found, Kind, Place, unusable
+from ..dispatch.places import REINSTALL, Found, Kind, Place, unusable
 from ..dispatch.snapshot import Snapshot, View
 from ..driver.cuda import DriverLacks, device_count, driver_version
 from ..driver.device import local_gpu, platform_name, platform_supported
@@ -144,6 +144,8 @@ def report(
         counts[str(one.place)] = counts.get(str(one.place), 0) + 1
     notes = [note for i, local in enumerate(gpus) for note in _unproven(snapshot, i, local)]
     notes += [note for i, local in enumerate(gpus) for note in _reserve(snapshot, i, local)]
+    if any(one.place.is_ours() and one.path.parent != one.place.path for one in found):
+        notes.append(f"unpacked bundles are not those of this clone, the compressed ones are read. Run: {REINSTALL}")
     faults = tuple(faults)
     notes += [] if gpus or faults else ["no GPU here: nothing would be launched, CPU tensors run the torch reference"]
     if snapshot.keys is not None:

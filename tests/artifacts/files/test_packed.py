@@ -202,3 +202,19 @@ def test_a_large_bundle_comes_in_few_pieces_and_is_told_where_it_is_cut_off() ->
     left = len(whole) - 1000
     with pytest.raises(BundleCorrupt, match=f"file is {left} bytes, header says {len(whole)}"):
         b"".join(packed.unpack(packed.pack(whole[:left]), "it"))
+
+
+def test_a_copy_is_told_by_its_digest(tmp_path: Path) -> None:
+    plain, compressed = tmp_path / "it.msgpack", tmp_path / "it.msgpack.xz"
+    plain.write_bytes(of(80))
+    compressed.write_bytes(packed.pack(of(80)))
+    assert packed.is_copy(str(plain), str(compressed))
+    for other in (of(86), of(80)[:40], b""):
+        plain.write_bytes(other)
+        assert not packed.is_copy(str(plain), str(compressed))
+    plain.write_bytes(of(80))
+    for damaged in (b"", b"no xz", compressed.read_bytes()[:20]):
+        compressed.write_bytes(damaged)
+        assert not packed.is_copy(str(plain), str(compressed))
+    compressed.unlink()
+    assert not packed.is_copy(str(plain), str(compressed))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import lzma
 import os
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from pretuned.runtime.dispatch.places import candidates_name
 from pretuned.runtime.inspect.doctor import report
 from pretuned.runtime.settings import Settings
 
+ROOT = Path(__file__).resolve().parents[3]
 READ = Settings(overlay=Path("/home/me/.cache/pretuned"))
 
 
@@ -275,3 +277,47 @@ def test_an_output_that_is_full(unbuffered: str) -> None:
         command = [sys.executable, "-m", "pretuned.runtime"]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=environment)
     assert (done.returncode, done.stderr) == (1, "pretuned: can't write the output: No space left on device\n")
+
+
+@pytest.mark.slow  # two processes that import torch
+def test_a_clone_that_was_pulled_after_it_was_installed(tmp_path: Path) -> None:
+    """The bundles that it holds compressed are read, not what an earlier commit's were unpacked to."""
+    package = tmp_path / "site" / "pretuned"
+    for layer in ("artifacts", "kernels", "runtime"):
+        for path in (ROOT / layer).rglob("*.py"):
+            target = package / path.relative_to(ROOT)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+    (package / "__init__.py").write_bytes((ROOT / "package/__init__.py").read_bytes())
+    unpacked, compressed = package / "artifacts/bundles", package / "artifacts/pressed"
+    compressed.mkdir()
+
+    def hold(name: str, tag: str, *, unpack: bool) -> None:
+        data = encode(bundle({PROBLEM: [modelled(64, WIDE)]}, tag=tag))
+        (compressed / f"{name}.msgpack.xz").write_bytes(lzma.compress(data))
+        if unpack:
+            (unpacked / f"{name}.msgpack").write_bytes(data)
+
+    def look() -> tuple[list[str], list[str], str]:
+        environment = os.environ | {"PYTHONPATH": str(package.parent), "HOME": str(tmp_path), "PRETUNED_BUNDLES": ""}
+        command = [sys.executable, "-m", "pretuned.runtime", "--json"]
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+        told = json.loads(done.stdout)
+        paths = [Path(one["path"]) for one in told["bundles"] if one["place"].startswith(str(unpacked))]
+        assert all(one["variants"] == 3 for one in told["bundles"])
+        return [str(one.relative_to(package / "artifacts")) for one in paths], told["notes"], done.stderr
+
+    for name in ("changed", "gone", "same"):
+        hold(name, f"first {name}", unpack=True)
+    found, notes, said = look()
+    assert found == ["bundles/changed.msgpack", "bundles/gone.msgpack", "bundles/same.msgpack"]
+    assert "pip install -e" not in said + "".join(notes)
+    hold("changed", "second", unpack=False)
+    hold("new", "second", unpack=False)
+    (compressed / "gone.msgpack.xz").unlink()
+    found, notes, said = look()
+    assert found == ["pressed/changed.msgpack.xz", "pressed/new.msgpack.xz", "bundles/same.msgpack"]
+    assert "unpacked bundles are not those of this clone, the compressed ones are read. Run: pip install -e ." in notes
+    assert "pretuned: changed.msgpack in " in said
+    assert "takes longer. Run: pip install -e ." in said
+    assert f"gone.msgpack in {unpacked}: not used: this clone holds no such bundle in {compressed}" in said
