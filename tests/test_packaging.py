@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
 import runpy
 import subprocess
@@ -119,3 +120,27 @@ def test_the_names_that_people_use_are_the_packages_own_and_imported_when_they_a
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+USERS = """
+import torch
+
+import pretuned
+from pretuned import ExpertWeights, Lora, explain, grouped_gemm, moe_mlp, preload
+from pretuned.integrations.transformers import register
+
+version: str = pretuned.__version__
+y: torch.Tensor = grouped_gemm(torch.randn(4, 8), torch.randn(2, 16, 8), torch.tensor([2, 2]))
+print(explain(E=8, N=16, K=16, M=4, sm=90), ExpertWeights, Lora, moe_mlp, preload)
+register()
+"""
+
+
+@pytest.mark.nightly
+def test_a_users_file_passes_strict_mypy_with_the_wheel(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    wheel.extractall(tmp_path / "site")
+    (tmp_path / "user.py").write_text(USERS)
+    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "user.py"]
+    env = {**os.environ, "MYPYPATH": str(tmp_path / "site"), "MYPY_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

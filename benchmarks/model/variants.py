@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import method
+from benchmarks import method, provenance
 from benchmarks.method import MODELS
 from pretuned.aot.measure.calls import TORCH
 from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle
@@ -222,7 +222,7 @@ def main() -> None:
     kernels = {op: loaded(bundle, op, args.dtype, args.form, properties.multi_processor_count) for op in ops}
     sweeps = {
         op: Sweep(Path(args.out.replace("{op}", op.value)), {
-            "command": " ".join(sys.argv), "op": op.value, "form": args.form, "gpu": properties.name,
+            **provenance.about(), "op": op.value, "form": args.form, "gpu": properties.name,
             "sm_count": properties.multi_processor_count, "torch": torch.__version__,
             "triton_imported": "triton" in sys.modules, "variants": described(kernels[op]),
         })

@@ -27,7 +27,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks import method
+from benchmarks import method, provenance
 from benchmarks.method import MODELS
 from benchmarks.peers import beside
 from benchmarks.peers.beside import OPS, OURS, Call, Maker
@@ -205,7 +205,7 @@ def main() -> None:
     if args.smoke:
         wrong = smoke(module)
         sys.exit(f"{wrong} failed" if wrong else 0)
-    head = {"command": " ".join(sys.argv), "gpu": torch.cuda.get_device_name(), "versions": beside.versions(PACKAGES)}
+    head = {**provenance.about(), "gpu": torch.cuda.get_device_name(), "versions": beside.versions(PACKAGES)}
     cells = measure(module, args, head)
     print("\n".join(beside.summary(cells, LIBRARY)))
     lost = sum(OURS in cell.get("failed", {}) for cell in cells)

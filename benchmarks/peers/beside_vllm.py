@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import method
+from benchmarks import method, provenance
 from benchmarks.method import MODELS
 from benchmarks.peers import beside
 from benchmarks.peers.beside import OPS, OURS, Maker
@@ -105,7 +105,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("beside_vllm: no CUDA device here")
     head = {
-        "command": " ".join(sys.argv), "gpu": torch.cuda.get_device_name(),
+        **provenance.about(), "gpu": torch.cuda.get_device_name(),
         "versions": beside.versions(["triton"]) | {"vllm": vllm_kernels.version_of(place)},
     }  # fmt: skip
     cells = measure(theirs, args, head)

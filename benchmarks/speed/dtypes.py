@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import method
+from benchmarks import method, provenance
 from benchmarks.method import MODELS
 from benchmarks.speed.kernels import geometric_mean, in_turns
 from pretuned.aot.compare.products import matmul_loop
@@ -258,7 +258,7 @@ def main() -> None:
     told = verdict(cells, means)
     worst = {d: max((c["dtypes"][d]["error"] for c in cells if d in c["dtypes"]), default=None) for d in TORCH}
     lines = [*table(means), "worst errors: " + ", ".join(f"{d} {e:.1e}" for d, e in worst.items() if e)]
-    report = {"command": " ".join(sys.argv), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+    report = {**provenance.about(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
               "seconds": round(time.time() - begun, 1), "triton_imported": "triton" in sys.modules, "stopped": stopped,
               "bounds": BOUNDS, "worst_errors": worst, "means": means, "faults": told, "cells": cells}  # fmt: skip
     args.out.write_text(json.dumps(report, indent=1) + "\n")

@@ -11,12 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 from pathlib import Path
 
 import torch
 
-from benchmarks import method
+from benchmarks import method, provenance
 from pretuned.runtime import grouped_gemm
 
 E, N, K, TOP_K, T = 8, 28672, 4096, 2, 16
@@ -50,6 +49,6 @@ def main() -> None:
         print(
             f"{freed:3} GB more given back:", ", ".join(f"{name} {one:.1f} us" for name, one in rows[-1]["us"].items())
         )
-    report = {"command": " ".join(sys.argv), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+    report = {**provenance.about(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
               "rows": rows}  # fmt: skip
     args.out.write_text(json.dumps(report, indent=1) + "\n")

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import method
+from benchmarks import method, provenance
 from benchmarks.method import MODELS
 from benchmarks.speed.kernels import geometric_mean, in_turns, layers_of, room
 from pretuned.runtime import explain, grouped_gemm
@@ -100,7 +100,7 @@ def main() -> None:
             lines.append(f"{moved:20} T={T:<5} of the plain product {geometric_mean(over):.3f}, "
                          f"at most {max(over):.3f}; in two steps {apart:.2f} x")  # fmt: skip
     print("\n".join(lines))
-    report = {"command": " ".join(sys.argv), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+    report = {**provenance.about(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
               "seconds": round(time.time() - begun, 1), "triton_imported": "triton" in sys.modules,
               "summary": lines, "cells": cells}  # fmt: skip
     args.out.write_text(json.dumps(report, indent=1) + "\n")

@@ -25,6 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks import provenance
 from pretuned.aot.journal.records import geometric_mean
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.plan import plan, planned_on
@@ -222,7 +223,7 @@ def main() -> None:
     if record is not None and record["gpu"] != gpu:
         parser.error(f"{args.against} was recorded on {record['gpu']}, this is {gpu}: make one with --record")
     now = middle([measured(sample()) for _ in range(LOOKS)])
-    report = {"command": " ".join(sys.argv), "gpu": gpu, "torch": torch.__version__,
+    report = {**provenance.about(), "gpu": gpu, "torch": torch.__version__,
               "seconds": round(time.monotonic() - begun, 1), "triton_imported": "triton" in sys.modules,
               "cells": now}  # fmt: skip
     rows = [] if record is None else compare(now, record["cells"])

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import method
+from benchmarks import method, provenance
 from benchmarks.method import MODELS
 from pretuned.aot.compare.products import grouped_mm, matmul_loop, ours
 from pretuned.artifacts.records.precision import DType
@@ -270,7 +270,7 @@ def main() -> None:
     lines = compare(cells)
     print("\n".join(("", *each(cells), *lines)))
     wrong = [c for c in cells if not c["error"] < method.MAX_ERROR]
-    report = {"command": " ".join(sys.argv), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+    report = {**provenance.about(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
               "seconds": round(time.time() - begun, 1), "triton_imported": "triton" in sys.modules,
               "summary": lines, "wrong": len(wrong), "cells": cells}  # fmt: skip
     args.out.write_text(json.dumps(report, indent=1) + "\n")

@@ -3,8 +3,9 @@
     python benchmarks/run.py layer --out layer-h200.json
 
 ``pretuned.runtime.moe_mlp`` against: a stable sort of the routing, x gathered, torch grouped_mm, silu(gate) * up,
-grouped_mm, rows weighted and summed by token. The forward (no gradients) in CUDA graphs that take turns, L2 flushed;
-forward and backward together run eagerly, timed by events, in turns. The results of both are compared first.
+grouped_mm, rows weighted and summed by token. With ``--compile`` the torch layer also runs under ``torch.compile``. The
+forward (no gradients) in CUDA graphs that take turns, L2 flushed; forward and backward together run eagerly, timed by
+events, in turns. The results of all are compared first. gpt-oss runs with silu and without biases here.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from torch.nn.functional import silu
 
-from benchmarks import method
+from benchmarks import method, provenance
 from benchmarks.method import MODELS
 from benchmarks.speed.kernels import geometric_mean, in_turns
 from pretuned.runtime import moe_mlp
@@ -81,8 +82,22 @@ def step(layer: Callable[..., torch.Tensor], tensors: list[torch.Tensor], ids: t
     return run
 
 
-def measure(models: list[str]) -> list[dict[str, Any]]:
+def compared(name: str, call: Callable[[], torch.Tensor], want: torch.Tensor, cell: dict[str, Any]) -> bool:
+    """Whether a baseline runs and computes the same; else the cell says why it has no time."""
+    try:
+        off = float((call().float() - want.float()).norm() / want.float().norm())
+    except Exception as error:
+        cell[f"{name}_failed"] = f"{type(error).__name__}: {str(error)[:200]}"
+        return False
+    if off < MAX_DIFFERENCE:
+        return True
+    cell[f"{name}_failed"] = f"off by {off:.1e}"
+    return False
+
+
+def measure(models: list[str], *, compile: bool = False) -> list[dict[str, Any]]:
     clock, cells = method.Clock(), []
+    compiled_layer = torch.compile(torch_layer, dynamic=False) if compile else None
     for name, E, H, width, top_k in MODELS:
         if name not in models:
             continue
@@ -97,10 +112,17 @@ def measure(models: list[str]) -> list[dict[str, Any]]:
             with torch.no_grad():
                 given = hidden, gate_up, down, ids, weights
                 ours, torchs = functools.partial(moe_mlp, *given), functools.partial(torch_layer, *given)
-                difference = float((ours().float() - torchs().float()).norm() / torchs().float().norm())
-                ours_us, torch_us = in_turns(clock, ours, torchs)
-            cell: dict[str, Any] = {"model": name, "tokens": T, "difference": difference,
-                                    "forward_us": ours_us, "torch_forward_us": torch_us}  # fmt: skip
+                want = torchs()
+                difference = float((ours().float() - want.float()).norm() / want.float().norm())
+                cell: dict[str, Any] = {"model": name, "tokens": T, "difference": difference}
+                calls: list[Callable[[], torch.Tensor]] = [ours, torchs]
+                if compiled_layer is not None:
+                    compiled = functools.partial(compiled_layer, *given)
+                    if compared("compiled", compiled, want, cell):
+                        calls.append(compiled)
+                ours_us, torch_us, *others = in_turns(clock, *calls)
+                cell |= {"forward_us": ours_us, "torch_forward_us": torch_us}
+                cell |= {"compiled_forward_us": others[0]} if others else {}
             if T >= 1024 and gate_up.numel() < 6e9:
                 tensors = [hidden, gate_up, down, weights]
                 steps = [step(moe_mlp, tensors, ids), step(torch_layer, tensors, ids)]
@@ -114,21 +136,37 @@ def measure(models: list[str]) -> list[dict[str, Any]]:
     return cells
 
 
+def summary(cells: list[dict[str, Any]]) -> list[str]:
+    """For each number of tokens the mean and the lowest ratio, with the model of the lowest."""
+    lines = []
+    for T in TOKENS:
+        some, parts = [cell for cell in cells if cell["tokens"] == T], []
+        for title, theirs, ours in (
+            ("forward x torch", "torch_forward_us", "forward_us"),
+            ("forward x torch.compile", "compiled_forward_us", "forward_us"),
+            ("forward + backward x torch", "torch_step_us", "step_us"),
+        ):
+            ratios = {cell["model"]: cell[theirs] / cell[ours] for cell in some if theirs in cell}
+            if ratios:
+                lowest = min(ratios, key=ratios.__getitem__)
+                mean = geometric_mean(ratios.values())
+                parts.append(f"{title} {mean:.2f} (lowest {ratios[lowest]:.2f}, {lowest})")
+        if parts:
+            lines.append(f"T={T:<5} " + "   ".join(parts))
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--models", default="qwen3-30b,qwen3-next,mixtral-8x7b,olmoe")
+    parser.add_argument("--models", default=",".join(model[0] for model in MODELS))
+    parser.add_argument("--compile", action="store_true", help="time the torch layer under torch.compile, too")
     args = parser.parse_args()
     begun = time.time()
-    cells = measure(args.models.split(","))
-    lines = []
-    for T in TOKENS:
-        some = [c for c in cells if c["tokens"] == T]
-        line = f"T={T:<5} forward x torch {geometric_mean(c['torch_forward_us'] / c['forward_us'] for c in some):.2f}"
-        steps = [c["torch_step_us"] / c["step_us"] for c in some if "step_us" in c]
-        lines.append(line + (f"   forward + backward x torch {geometric_mean(steps):.2f}" if steps else ""))
+    cells = measure(args.models.split(","), compile=args.compile)
+    lines = summary(cells)
     print("\n".join(lines))
-    report = {"command": " ".join(sys.argv), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+    report = {**provenance.about(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
               "seconds": round(time.time() - begun, 1), "triton_imported": "triton" in sys.modules,
               "summary": lines, "cells": cells}  # fmt: skip
     args.out.write_text(json.dumps(report, indent=1) + "\n")

@@ -37,6 +37,7 @@ from torch.autograd import DeviceType
 from torch.nn.functional import silu
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks import provenance
 from benchmarks.method import MODELS
 from pretuned.runtime import ExpertWeights, Lora, moe_mlp
 
@@ -248,7 +249,7 @@ def main() -> None:
             peak = f", peak {cell['peak_gb'][way]:.2f} GB" if cell["peak_gb"] else ""
             line = f"T={T:<5} {way:11} {cell['ms'][way]:8.2f} ms, {cell['ms'][way] / base:.2f} x frozen{peak}"
             print(line, file=sys.stderr, flush=True)
-    report = {"command": " ".join(sys.argv), "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
+    report = {**provenance.about(), "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
               "torch": torch.__version__, "cells": cells}  # fmt: skip
     text = json.dumps(report, indent=1) + "\n"
     if args.json == "-":

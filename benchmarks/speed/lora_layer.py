@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks import provenance
 from benchmarks.method import MODELS
 from benchmarks.speed.lora import MAX_DIFFERENCE, kernels_of, ms_of, off, peak_gb
 
@@ -162,7 +163,7 @@ def main() -> None:
             peak = f", peak {cell['peak_gb'][way]:.2f} GB" if cell["peak_gb"] else ""
             ms, base = cell["ms"][way], cell["ms"]["frozen"]
             print(f"T={T:<5} {way:11} {ms:8.2f} ms, {ms / base:.2f} x frozen{peak}", file=sys.stderr, flush=True)
-    report = {"command": " ".join(sys.argv), "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
+    report = {**provenance.about(), "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
               "torch": torch.__version__, "model": args.model, "cells": cells}  # fmt: skip
     text = json.dumps(report, indent=1) + "\n"
     if args.json == "-":

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import method
+from benchmarks import method, provenance
 from benchmarks.speed.kernels import in_turns, layers_of
 from pretuned.artifacts.errors import InputError
 from pretuned.kernels.contract.config import Config
@@ -96,6 +95,6 @@ def main() -> None:
                     text = "  ".join(f"{kind} {us:.1f} ({found['bf16'] / us:.3f})" for kind, us in found.items())
                     print(f"{name:13}{gemm:8}{state:9}{what:11}{text}", flush=True)
             cells.append(cell)
-    report = {"command": " ".join(sys.argv), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+    report = {**provenance.about(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
               "seconds": round(time.time() - begun, 1), "cells": cells}  # fmt: skip
     args.out.write_text(json.dumps(report, indent=1) + "\n")

@@ -15,7 +15,6 @@ import argparse
 import functools
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import method
+from benchmarks import method, provenance
 from benchmarks.method import MODELS
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import RowOp
@@ -124,6 +123,6 @@ def main() -> None:
     zero_rows.LEAST_BYTES = 0  # small results too
     blocks = [Block(*map(int, one.split("x"))) for one in args.blocks.split(",") if one]
     cells = measure(args.models.split(","), blocks)
-    report = {"command": " ".join(sys.argv), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+    report = {**provenance.about(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
               "seconds": round(time.time() - begun, 1), "cells": cells}  # fmt: skip
     args.out.write_text(json.dumps(report, indent=1) + "\n")

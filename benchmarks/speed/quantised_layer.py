@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import method
+from benchmarks import method, provenance
 from benchmarks.method import MODELS
 from pretuned.aot.measure.inputs import quantised_weights
 from pretuned.artifacts.records.precision import DType
@@ -131,6 +131,6 @@ def main() -> None:
     args = parser.parse_args()
     begun = time.time()
     cells = measure(args.models.split(","), args.tokens)
-    report = {"command": " ".join(sys.argv), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+    report = {**provenance.about(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
               "seconds": round(time.time() - begun, 1), "cells": cells}  # fmt: skip
     args.out.write_text(json.dumps(report, indent=1) + "\n")

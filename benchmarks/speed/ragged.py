@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import method
+from benchmarks import method, provenance
 from benchmarks.method import MODELS
 from benchmarks.speed.kernels import geometric_mean
 from pretuned.runtime import grouped_gemm
@@ -74,7 +74,7 @@ def main() -> None:
     cells = measure(args.models.split(","), args.tokens)
     means = {kind: geometric_mean(cell["us"][kind] / cell["us"]["dense"] for cell in cells) for kind in KINDS}
     print("over the dense product, geometric means:", ", ".join(f"{kind} {mean:.3f}" for kind, mean in means.items()))
-    report = {"command": " ".join(sys.argv), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+    report = {**provenance.about(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
               "seconds": round(time.time() - begun, 1), "triton_imported": "triton" in sys.modules,
               "over_dense": means, "cells": cells}  # fmt: skip
     args.out.write_text(json.dumps(report, indent=1) + "\n")

@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks import method
+from benchmarks import method, provenance
 from benchmarks.speed.kernels import geometric_mean, in_turns
 from pretuned.runtime import sort_routing
 from pretuned.runtime.ops import routing
@@ -48,7 +48,7 @@ def main() -> None:
             ours, torchs = in_turns(clock, functools.partial(sort_routing, ids, E), functools.partial(by_torch, ids, E))
             cells.append({"E": E, "top_k": top_k, "tokens": T, "us": ours, "torch_us": torchs, "same": same})
             print(f"E={E:<4} T={T:<6} {ours:7.1f} us, torch {torchs:7.1f} us{'' if same else ' DIFFERENT'}", flush=True)
-    report = {"command": " ".join(sys.argv), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+    report = {**provenance.about(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
               "seconds": round(time.time() - begun, 1), "triton_imported": "triton" in sys.modules,
               "x_torch": geometric_mean(c["torch_us"] / c["us"] for c in cells), "cells": cells}  # fmt: skip
     args.out.write_text(json.dumps(report, indent=1) + "\n")

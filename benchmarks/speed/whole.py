@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import provenance
 from pretuned.integrations.transformers import experts_forward
 
 SHAPES: dict[str, tuple[str, dict[str, int]]] = {  # transformers' kind of model, and its sizes
@@ -170,7 +171,7 @@ def main() -> None:
         if device == "cuda":
             torch.cuda.empty_cache()
         lines = summary(cells)
-        report = {"command": " ".join(sys.argv), "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
+        report = {**provenance.about(), "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
                   "torch": torch.__version__, "transformers": transformers.__version__,
                   "seconds": round(time.time() - begun, 1), "summary": lines, "cells": cells}  # fmt: skip
         args.out.write_text(json.dumps(report, indent=1) + "\n")

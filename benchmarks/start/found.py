@@ -88,7 +88,7 @@ def main() -> None:
         "modelled": str(modelled(bundles / "catalogue-sm90.msgpack", Path(folder.name) / "modelled-sm90.msgpack")),
     }  # fmt: skip
     told: dict[str, object] = {
-        "command": " ".join(sys.argv), "python": platform.python_version(), "machine": platform.machine(),
+        "command": " ".join(["python", *sys.argv]), "python": platform.python_version(), "machine": platform.machine(),
         "cores": os.cpu_count(), "bundles": len(list(bundles.glob("*.msgpack"))),
     }  # fmt: skip
     ms: dict[str, list[float]] = {way: [] for way in ways}

@@ -216,7 +216,7 @@ def main() -> None:
     if args.step:
         print(json.dumps(STEPS[args.step]()))
         return
-    report: dict[str, Any] = {"command": " ".join(sys.argv), "bundles": os.environ.get("PRETUNED_BUNDLES")}
+    report: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "bundles": os.environ.get("PRETUNED_BUNDLES")}
     for name in args.only.split(","):
         if name == "cold":
             runs = [run_step("cold") for _ in range(6)][1:]

@@ -1,0 +1,55 @@
+"""What a result file says about its run: command, date, commit, bundles, card, driver, torch."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pretuned.runtime import fingerprint
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def about() -> dict[str, Any]:
+    """The head of a report; a value is None if this machine does not have it.
+
+    ``bundles`` is ``pretuned.runtime.fingerprint()``: the digest of the usable bundles and the GPU.
+    """
+    return {
+        "command": " ".join(["python", sys.argv[0], *map(shlex.quote, sys.argv[1:])]),
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": commit(),
+        "bundles": fingerprint(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "driver": driver(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def commit(root: Path = ROOT) -> str | None:
+    """The checkout's commit, with ``+changes`` if tracked files differ from it."""
+    git = ["git", "-C", str(root)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
+        clean = subprocess.run([*git, "diff", "--quiet", "HEAD"], check=False).returncode == 0
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head.stdout.strip() + ("" if clean else "+changes")
+
+
+def driver(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
+    """The version of the NVIDIA kernel driver, such as 580.159.04."""
+    try:
+        found = re.search(r"\b\d{3}\.\d+(?:\.\d+)?\b", file.read_text())
+    except OSError:
+        return None
+    return found[0] if found else None
