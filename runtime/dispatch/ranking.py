@@ -220,7 +220,7 @@ def why_not(variant: Variant, problem: Problem, local: LocalGpu, *, aligned: boo
     if variant.max_experts < problem.E:
         return f"it takes {variant.max_experts} experts at most"
     if verdicts.is_wrong(variant, local):
-        return "it was found to compute wrong results on this GPU"
+        return "its test on this GPU failed, or could not be made in this process"
     known = arch.ARCHS.get(local.sm)
     if known is not None and variant.shared_bytes > (most := known.limits.shared_per_block_bytes):
         return f"it needs {variant.shared_bytes} bytes of shared memory, sm_{local.sm} has {most}"

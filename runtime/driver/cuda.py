@@ -30,11 +30,12 @@ _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
 _NAME_BYTES = 256
 _OUT_OF_MEMORY = 2
 # How CUDA words the errors that a kernel causes, and not the machine (an uncorrectable ECC error, a GPU that is gone):
-# codes 700, 702, 710 and 714 to 719.
+# codes 700, 702, 710, 714 to 719 and 721.
 _FAULTS = (
     "an illegal memory access was encountered", "the launch timed out", "device-side assert triggered",
     "hardware stack error", "an illegal instruction was encountered", "misaligned address",
     "operation not supported on global/shared address space", "invalid program counter", "unspecified launch failure",
+    "tensor memory not completely freed",
 )  # fmt: skip
 _STREAM_CAPTURE_MODE_RELAXED = 2
 _STREAM_NON_BLOCKING = 1

@@ -31,6 +31,7 @@ CHILD: tuple[str, ...] = (sys.executable, "-m", "pretuned.runtime.inspect.prover
 SILENT_S = 300.0  # that a child may say nothing: it imports torch, and its disk may be slow
 _END_S = 10.0  # for it to end, once it is told to
 _MOST_LOST = 3  # variants in a row whose process ends in one way, by nothing that they did
+_MOST_REASONS = 10  # that are listed
 _LONGEST_LINE = 1 << 16  # characters of what a child prints that are kept as one
 
 
@@ -104,9 +105,11 @@ def prove(gpus: Sequence[LocalGpu]) -> ProofReport:
                 untested[result.untested] += 1
         snapshot.reconsider()
         after = survey(snapshot, local)
-        lines = tuple(f"{count} variant{'s'[: count > 1]}: {why}" for why, count in untested.items())
+        lines = [f"{count} variant{'s'[: count > 1]}: {why}" for why, count in untested.most_common(_MOST_REASONS)]
+        if (rest := untested.total() - sum(count for _, count in untested.most_common(_MOST_REASONS))) > 0:
+            lines.append(f"{rest} more, for other reasons")
         seconds = time.perf_counter() - began
-        found.append(GpuProof(str(local), after.judged, after.proven, after.wrong, lines, seconds))
+        found.append(GpuProof(str(local), after.judged, after.proven, after.wrong, tuple(lines), seconds))
     return ProofReport(tuple(found))
 
 
@@ -115,8 +118,7 @@ class _Result(NamedTuple):
 
     wrong: str | None = None
     untested: str | None = None
-    ends: bool = False  # the process that tested it
-    lost: bool = False  # that process ended, by nothing that is known to be the variant's doing
+    ends: bool = False  # the process that tested it, or can't go on
 
 
 def _results(device: int, left: Sequence[Unproven]) -> Iterator[tuple[Unproven, _Result]]:
@@ -134,7 +136,8 @@ def _results(device: int, left: Sequence[Unproven]) -> Iterator[tuple[Unproven, 
                     return
             result = child.test(device, one)
             yield one, result
-            lost = [*(each for each in lost if each == result), result] if result.lost else []
+            ended = result.ends and result.untested is not None  # by nothing that is known to be the variant's doing
+            lost = [*(each for each in lost if each == result), result] if ended else []
             if len(lost) == _MOST_LOST:
                 yield from ((rest, result) for rest in left[number + 1 :])
                 return
@@ -189,7 +192,7 @@ class _Child:
             self._pipe.send_bytes(json.dumps(asked).encode())
         answer = self._answer()
         if answer is None:
-            return _Result(untested=self._ending(), ends=True, lost=True)
+            return _Result(untested=self._ending(), ends=True)
         return _Result(**json.loads(answer))
 
     def _answer(self) -> bytes | None:

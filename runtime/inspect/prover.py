@@ -18,7 +18,7 @@ from typing import Any
 
 from ...artifacts.errors import BundleCorrupt
 from ...artifacts.files.bundle_file import BundleFile, open_bundle
-from ..driver.cuda import Unfinished
+from ..driver.cuda import Unfinished, Unusable
 
 _LONGEST_S = 60  # for the test of one variant
 _MOST_CHARS = 4096  # of a reason
@@ -40,7 +40,8 @@ def serve(pipe: Connection, load: _Load, test: Callable[[Any], str | None], long
             except Unfinished as error:
                 return _send(pipe, wrong=str(error), ends=True)
             except Exception as error:
-                _send(pipe, untested=next(iter(str(error).splitlines()), "") or type(error).__name__)
+                why = next(iter(str(error).splitlines()), "") or type(error).__name__
+                _send(pipe, untested=why, ends=isinstance(error, Unusable))
             else:
                 _send(pipe, wrong=wrong)
 

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from pretuned.artifacts.errors import BundleCorrupt
-from pretuned.runtime.driver.cuda import Unfinished
+from pretuned.runtime.driver.cuda import Unfinished, Unusable
 from pretuned.runtime.inspect.prover import of_digest, serve
 
 HANG_S = 3
@@ -60,6 +60,10 @@ def test(how: str) -> str | None:
         os._exit(7)
     if how == "fault":
         raise Unfinished("CUDA error: an illegal memory access")
+    if how == "unusable":
+        raise Unusable("the GPU can't be used: an uncorrectable ECC error")
+    if how.startswith("reason"):
+        raise ValueError(how)
     if how == "broken":
         raise RuntimeError("no room on the GPU\nand advice")
     return "y[0, 0] is 1, wanted 2" if how == "wrong" else None

@@ -85,13 +85,13 @@ def test_what_says_nothing_about_the_code_is_told_once_and_tried_again(made: Mak
     assert not told.ok
     assert found.proven == 3
     assert len(found.wrong) == 1
-    assert found.untested == (
+    assert sorted(found.untested) == [
+        "1 variant: its cubin is not what the index says",
         "1 variant: the process that tested it ended by SIGKILL",
         "1 variant: the process that tested it ended by SIGSEGV",
         "1 variant: the process that tested it ended with exit code 7: it said nothing",
-        "1 variant: its cubin is not what the index says",
         "2 variants: no room on the GPU",
-    )
+    ]
     assert f"untested  {found.untested[0]}. Run this again to test them" in str(told)
     assert len(verdicts.left_out(ON_A100)) == 1
     assert [one.index for one in survey(taken, ON_A100).left] == [1, 2, 3, 5, 6, 7]
@@ -111,6 +111,27 @@ def test_a_bundle_whose_file_goes_is_not_wrong(how: str, made: Make) -> None:
     assert "a.msgpack" in line
     assert verdicts.left_out(ON_A100) == ()
     assert len(survey(taken, ON_A100).left) == 8
+
+
+@pytest.mark.slow
+def test_a_gpu_that_a_process_can_not_use_any_more_costs_one_variant(made: Make) -> None:
+    """Another process goes on."""
+    made("right", "unusable", "right", "wrong", "right")
+    (found,) = prove.prove([ON_A100]).gpus
+    assert (found.proven, len(found.wrong)) == (3, 1)
+    assert found.untested == ("1 variant: the GPU can't be used: an uncorrectable ECC error",)
+    made("right", *["unusable"] * 9, "right")  # four are known by now; after three processes it gives up
+    (found,) = prove.prove([ON_A100]).gpus
+    assert found.untested == ("7 variants: the GPU can't be used: an uncorrectable ECC error",)
+
+
+@pytest.mark.slow
+def test_of_many_reasons_some_are_listed(made: Make) -> None:
+    made(*[f"reason {i:02}" for i in range(14)], "reason 13", "right")
+    (found,) = prove.prove([ON_A100]).gpus
+    assert found.untested[:2] == ("2 variants: reason 13", "1 variant: reason 00")
+    assert len(found.untested) == 11
+    assert found.untested[-1] == "4 more, for other reasons"
 
 
 @pytest.mark.slow
