@@ -54,7 +54,7 @@ COVERED: dict[tuple[str, str], str] = {
     ("runtime.integrations.transformers", "param_wrapper"): "runtime/integrations/transformers/test_adapters.py",
     ("runtime.integrations.unsloth", "cache"): "runtime/integrations/test_unsloth.py",
     ("runtime.integrations.vllm", "experts"): "engines/test_vllm_experts.py",
-    ("runtime.integrations.vllm", "configs quantised"): "engines/test_vllm_quantised.py",
+    ("runtime.integrations.vllm", "quantised"): "engines/test_vllm_quantised.py",
     ("runtime.ops", "activation"): "runtime/ops/test_layer.py",
     ("runtime.ops", "gradients"): "runtime/ops/test_autograd.py",
     ("runtime.inspect", "asked explanation"): "runtime/inspect/test_explain.py",

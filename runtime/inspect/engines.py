@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -61,9 +62,11 @@ def examine(engine: str) -> EngineReport:
     version = next((f"{name} {_version(name)}" for name in names if _version(name)), "")
     if not version:
         problems.append(f"no {names[0]} in this Python's environment: install pretuned into the engine's own")
-    found = next((one.value for one in metadata.entry_points(group=group) if one.name == _PLUG_IN), "")
-    if not found:
+    point = next((one for one in metadata.entry_points(group=group) if one.name == _PLUG_IN), None)
+    if point is None:
         problems.append(f"no entry point {_PLUG_IN!r} in {group}: install pretuned anew (pip install pretuned)")
+    elif version and not (ours := importlib.import_module(point.module).PLUG_IN).was_tried(version.split()[-1]):
+        problems.append(f"pretuned was tested with {ours.tested}: install one of these, or another pretuned")
     said, only = os.environ.get(switch, ""), os.environ.get(listed, "")
     if said.strip().lower() in ("0", "false"):
         problems.append(f"{switch}={printable(said)} switches it off: unset it")
@@ -82,7 +85,7 @@ def examine(engine: str) -> EngineReport:
         problems.append(f"no GPU: every layer stays with the engine ({switch}=1 runs a slow reference on the CPU)")
     if here and not everywhere and not any(found for _, found in models):
         problems.append("no bundle was measured on a GPU of this capability: build one here (aot build)")
-    return EngineReport(engine, version, found, told, models, tuple(problems))
+    return EngineReport(engine, version, point.value if point else "", told, models, tuple(problems))
 
 
 def measured_models(local: LocalGpu) -> tuple[str, ...]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -66,6 +67,82 @@ def test_without_a_switch_the_cpu_stays_with_sglang(
     assert lines(told) == [
         "pretuned: leaves the MoE layers of E=4 H=32 I=16 to SGLang's triton runner: pretuned has no kernels for the "
         "CPU (PRETUNED_SGLANG=1 runs its reference there)"
+    ]
+
+
+def own_runs(method: Any, told: pytest.LogCaptureFixture, reason: str) -> None:
+    assert method.runner.runner_backend.is_triton()
+    assert lines(told) == [
+        f"pretuned: MoE layers stay with SGLang, as pretuned could not take a layer: {reason}. PRETUNED_SGLANG=0 "
+        "switches pretuned off"
+    ]
+
+
+@pytest.mark.parametrize("name", ["refusal", "layer_of", "_tell", "_register_core", "runs_by"])
+def test_a_layer_that_can_not_be_taken_is_sglang_s(
+    name: str, monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
+) -> None:
+    from pretuned.integrations.sglang import PLUG_IN, experts
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise KeyError(name)
+
+    PLUG_IN._logged.clear()
+    load(monkeypatch, PRETUNED_SGLANG="1")
+    monkeypatch.setattr(experts, name, fails)
+    for _ in range(3):
+        method = made()
+    own_runs(method, told, f"KeyError: '{name}'")
+
+
+@pytest.mark.parametrize("name", ["pretuned.integrations.sglang.experts", "pretuned.integrations.served_layer"])
+def test_a_module_that_can_not_be_imported_leaves_layers_to_sglang(
+    name: str, monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
+) -> None:
+    from pretuned.integrations import sglang
+
+    sglang.PLUG_IN._logged.clear()
+    load(monkeypatch, PRETUNED_SGLANG="1")
+    monkeypatch.delitem(sys.modules, "pretuned.integrations.sglang.experts", raising=False)
+    monkeypatch.delattr(sglang, "experts", raising=False)
+    monkeypatch.setitem(sys.modules, name, None)
+    method = made()
+    assert method.runner.runner_backend.is_triton()
+    (line,) = lines(told)
+    assert line.startswith("pretuned: MoE layers stay with SGLang, as pretuned could not take a layer: ")
+    assert name in line
+
+
+def test_a_layer_that_can_not_be_run_is_run_by_sglang_s_own_runner(
+    monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
+) -> None:
+    from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+    from pretuned.integrations.sglang import PLUG_IN, experts
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("made to fail")
+
+    PLUG_IN._logged.clear()
+    load(monkeypatch, PRETUNED_SGLANG="1")
+    method, layer = made(), torch.nn.Module()
+    layer.w13_weight, layer.w2_weight = torch.randn(4, 32, 32), torch.randn(4, 32, 16)
+    own = method.runner.runner_core.own
+    assert own.runner_backend.is_triton()
+    asked: list[Any] = []
+    monkeypatch.setattr(own, "run", lambda *given: asked.append(given))  # it wants a GPU
+    monkeypatch.setattr(experts, "moe_mlp", fails)
+    told.clear()
+    topk = StandardTopKOutput(torch.rand(3, 2), torch.zeros(3, 2).int(), torch.empty(0))
+    given = StandardDispatchOutput(torch.randn(3, 32), None, topk)
+    assert method.forward_cuda(layer, given) is None
+    ((first, weights),) = asked
+    assert first is given
+    assert weights.w13_weight is layer.w13_weight
+    assert lines(told) == [
+        "pretuned: MoE layers stay with SGLang, as pretuned could not run a layer: RuntimeError: made to fail. "
+        "PRETUNED_SGLANG=0 switches pretuned off"
     ]
 
 

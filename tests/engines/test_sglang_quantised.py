@@ -199,6 +199,37 @@ def test_weights_are_put_back_and_loaded_again_where_they_were(name: str, monkey
     assert not torch.allclose(ask(layer, *question()), before)
 
 
+def test_weights_that_can_not_be_prepared_go_to_sglang_s_own_runner(
+    name: str, monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
+) -> None:
+    from pretuned.integrations import sglang
+    from pretuned.integrations.sglang import quantised
+
+    def fails(*given: Any, **named: Any) -> None:
+        prepared(*given, **named)  # whole: what was done to them is undone
+        raise RuntimeError("made to fail")
+
+    kind, prepared, processed = KINDS[name], quantised.prepared, []
+    own = fused(quant_config(name), **kind.layer).runner_backend
+    sglang.PLUG_IN._logged.clear()
+    load(monkeypatch, PRETUNED_SGLANG="1")
+    layer = fused(quant_config(name), **kind.layer)
+    fill(layer, name, matrices(kind.format, 0), biases_of(name))
+    raw = {key: one.detach().clone() for key, one in layer.named_parameters()}
+    monkeypatch.setattr(quantised, "prepared", fails)
+    told.clear()
+    sglang.loaded(lambda *given: processed.append(given), layer.quant_method, layer)  # SGLang's own wants a GPU
+    assert processed == [(layer.quant_method, layer)]
+    assert layer.runner_backend is own
+    assert not hasattr(layer, "pretuned_experts")
+    for key, one in layer.named_parameters():
+        assert torch.equal(one.view(torch.uint8), raw[key].view(torch.uint8)), key
+    assert lines(told) == [
+        "pretuned: MoE layers stay with SGLang, as pretuned could not prepare a layer's weights: RuntimeError: made to "
+        "fail. PRETUNED_SGLANG=0 switches pretuned off"
+    ]
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "layer", "why"),
     [

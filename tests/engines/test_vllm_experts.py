@@ -19,6 +19,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """vLLM's registry for classes of others, empty, and its settings."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor import custom_op
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method  # noqa: F401 - what is registered for
 
     empty: dict[str, Any] = {}
     monkeypatch.setattr(custom_op, "op_registry_oot", empty)
@@ -61,6 +62,29 @@ def test_another_plug_in_keeps_its_place(
     logging.getLogger("vllm").removeHandler(caplog.handler)
     assert registry == {"UnquantizedFusedMoEMethod": dict}
     assert "builtins.dict runs the MoE layers already" in caplog.text
+
+
+@pytest.mark.parametrize("doing", ["take", "keep"])
+def test_a_layer_that_can_not_be_taken_is_vllm_s(doing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    from pretuned.integrations.vllm import PLUG_IN, experts
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError(f"{doing} is made to fail")
+
+    PLUG_IN._logged.clear()
+    load_plugins(monkeypatch, PRETUNED_VLLM="1")
+    monkeypatch.setattr(experts, {"take": "tell_taken", "keep": "keep"}[doing], fails)
+    with lines() as told:
+        for _ in range(3):
+            method, layer = UnquantizedFusedMoEMethod(config()), torch.nn.Module()
+            method.create_weights(layer, 4, 32, 32, torch.bfloat16)
+            assert method.unquantized_backend.name == "CPU"
+    assert [one for one in told if " runs the MoE layers of " not in one] == [
+        f"pretuned: MoE layers stay with vLLM, as pretuned could not take a layer: RuntimeError: {doing} is made to "
+        "fail. PRETUNED_VLLM=0 switches pretuned off"
+    ]
 
 
 def test_a_layer_is_taken_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,14 +31,16 @@ class Told(NamedTuple):
 
 
 class Lines(logging.Handler):
-    """What pretuned told through vLLM's logger."""
+    """What pretuned logged about layers through vLLM's logger, without the line that it is active."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
+        line = record.getMessage()
+        if line.startswith("pretuned: "):
+            self.lines.append(line)
 
 
 @contextlib.contextmanager

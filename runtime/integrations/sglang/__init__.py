@@ -1,8 +1,9 @@
-"""SGLang's door: the entry point ``sglang.srt.plugins`` of this package, which every process of an engine calls.
+"""SGLang's plug-in: the entry point ``sglang.srt.plugins`` of this package, which every process of an engine calls.
 
 It puts hooks of SGLang's own registry around the places where a method for MoE layers makes its runner and, of those of
 quantised weights, where these were loaded, where they are put back to be loaded again, and where the layer is called.
-All else is imported when a model has such a layer: ``experts.py``, ``quantised.py``.
+``experts.py`` and ``quantised.py`` are imported when a model has such a layer. Whatever fails in them, SGLang's own
+runner runs.
 
 ``PRETUNED_SGLANG=0`` switches it off, and so does a ``SGLANG_PLUGINS`` without ``pretuned``. ``PRETUNED_SGLANG=1`` runs
 each layer that pretuned can run; else it is those alone that a bundle was built for, on a GPU.
@@ -10,63 +11,69 @@ each layer that pretuned can run; else it is those alone that a bundle was built
 
 from __future__ import annotations
 
-import functools
-import logging
-import os
 from collections.abc import Callable
 from typing import Any
 
-_SWITCH = "PRETUNED_SGLANG"
+from ..plug_in import SGLANG as PLUG_IN
+
 _METHODS = "sglang.srt.layers.quantization."
 _QUANTISED = (
     "fp8.Fp8MoEMethod", "mxfp4.Mxfp4MoEMethod", "moe_wna16.MoeWNA16Method", "gptq.gptq.GPTQMarlinMoEMethod",
     "compressed_tensors.compressed_tensors.CompressedTensorsFusedMoEMethod",
 )  # fmt: skip
 
-_log = logging.getLogger("sglang.pretuned")  # below SGLang's own, whose handlers and level it has
-
 
 def register() -> None:
     """Let SGLang's MoE layers ask pretuned once their runner is chosen. A second call does nothing.
 
-    No device is touched. An SGLang without this registry is told, and runs as without.
+    No device is touched. An SGLang that pretuned was not tested with is logged, and runs as without.
     """
-    said = os.environ.get(_SWITCH, "").strip().lower()
-    if said in ("0", "false"):
+    PLUG_IN.attempt("register", _register)
+
+
+def _register() -> None:
+    if not PLUG_IN.begin():
         return
-    if said not in ("", "1", "true"):
-        _log.warning("pretuned: %s=%r is neither 1, true, 0, false nor empty: taken as empty", _SWITCH, said)
-    try:
-        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-    except ImportError as error:
-        _without(str(error))
-        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
     for place, hook in PLACES.items():
         if not any(known is hook for _, known, *_ in HookRegistry._hooks.get(place, ())):
             HookRegistry.register(place, hook, HookType.AROUND)
 
 
-@functools.cache
-def _without(why: str) -> None:
-    _log.warning("pretuned: this SGLang has no place for MoE layers of others (%s): it runs as without", why)
-
-
 def around(create: Callable[..., Any], method: Any, layer: Any, config: Any) -> Any:
     """SGLang's ``create_moe_runner``, and pretuned's runner in the place of its own where it runs the layer."""
     made = create(method, layer, config)
-    try:
-        from .experts import take
-    except ImportError as error:
-        _without(str(error))
-        return made
-    take(method, layer, config, everywhere=os.environ.get(_SWITCH, "").strip().lower() in ("1", "true"))
+    PLUG_IN.attempt("take a layer", _take, method, layer, config)
     return made
 
 
+def _take(method: Any, layer: Any, config: Any) -> None:
+    PLUG_IN.say_active(PLUG_IN.log.info)
+    if PLUG_IN.is_off:
+        return
+    from .experts import take
+
+    take(method, layer, config, everywhere=PLUG_IN.everywhere)
+
+
 def loaded(process: Callable[..., Any], method: Any, layer: Any) -> Any:
-    """SGLang's ``process_weights_after_loading``; of a layer of pretuned's they are put into its kernels' order."""
+    """SGLang's ``process_weights_after_loading``; of a layer of pretuned's they are put into its kernels' order.
+
+    If that fails the first time, SGLang's own runner takes the layer.
+    """
     ours = _experts(layer)
-    return process(method, layer) if ours is None else ours.prepare(layer)
+    if ours is None:
+        return process(method, layer)
+    is_first = ours.weights is None
+    try:
+        return ours.prepare(layer)
+    except Exception as error:
+        if not is_first:  # a captured graph may read the first ones
+            raise
+        ours.give_back(method, layer)
+        PLUG_IN.failed("prepare a layer's weights", error)
+        return process(method, layer)
 
 
 def restored(restore: Callable[..., Any], method: Any, layer: Any) -> Any:

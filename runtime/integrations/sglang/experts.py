@@ -10,7 +10,6 @@ Imported inside SGLang alone, by ``__init__.py``.
 from __future__ import annotations
 
 import functools
-import logging
 from typing import Any
 
 import torch
@@ -26,14 +25,13 @@ from ...runtime.api.moe import moe_mlp
 from ...runtime.check.tensors import DTYPES
 from ...runtime.driver.device import current_device, local_gpu
 from ...runtime.ops.activation import OAI_ALPHA, OAI_LIMIT, Activation
+from ..plug_in import SGLANG as PLUG_IN
 from ..served_layer import ServedLayer, lacks, load
 from .quantised import Experts, Packing, format_of, runs_by
 
 NAME = "pretuned"
 _UNQUANTISED = "UnquantizedFusedMoEMethod"
 _TOKENS = 8192  # of a step, where SGLang's settings say nothing
-
-_log = logging.getLogger("sglang.pretuned")
 
 
 def take(method: Any, layer: Any, config: Any, *, everywhere: bool) -> None:
@@ -52,14 +50,16 @@ def take(method: Any, layer: Any, config: Any, *, everywhere: bool) -> None:
         return
     _register_core()
     runner = moe_runner.MoeRunner(resolve_moe_runner_backend(NAME), config)
-    runs_by(method, layer).runner = runner
-    served = layer_of(config, None if format is None else format.dtype)
-    if format is not None:
-        layer.pretuned_experts = Experts(format, runner)
-    _tell(f"pretuned: runs the MoE layers of {served}")
+    served, place = layer_of(config, None if format is None else format.dtype), runs_by(method, layer)
     if torch.cuda.is_available() and torch.version.cuda:
         done = load(served, current_device())
         _tell(f"pretuned: {done.count} kernels loaded in {done.seconds * 1e3:.1f} ms")
+    _tell(f"pretuned: runs the MoE layers of {served}")
+    if format is not None:  # from here on nothing can fail: a layer is taken whole or not at all
+        layer.pretuned_experts = Experts(format, runner, place.runner)
+    else:
+        runner.runner_core.own = place.runner
+    place.runner = runner
 
 
 def refusal(method: Any, layer: Any, config: Any, format: Packing | str | None, *, everywhere: bool) -> str | None:
@@ -148,7 +148,7 @@ def _settings() -> Any:
 
 @functools.cache
 def _tell(line: str) -> None:
-    _log.info("%s", line)
+    PLUG_IN.log.info("%s", line)
 
 
 @functools.cache
@@ -157,7 +157,12 @@ def _register_core() -> None:
 
 
 class PretunedRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
-    """One ``moe_mlp`` a layer: sorted, multiplied, weighted and summed over each token's experts."""
+    """One ``moe_mlp`` a layer: sorted, multiplied, weighted and summed over each token's experts.
+
+    ``own``: SGLang's runner, which runs a layer of unquantised weights if pretuned fails; None for quantised ones.
+    """
+
+    own: Any = None
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -170,6 +175,15 @@ class PretunedRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
 
     def run_from_dispatch(self, dispatch_output: Any, quant_info: Any, runner_config: Any, hooks: Any = None) -> Any:
         """The layer on the tokens [T, H] of a dispatch; an id of -1, of another rank's expert, takes no part."""
+        if self.own is None:
+            return self._run(dispatch_output, quant_info, runner_config)
+        try:
+            return self._run(dispatch_output, quant_info, runner_config)
+        except Exception as error:
+            PLUG_IN.failed("run a layer", error)
+            return self.own.run(dispatch_output, quant_info)
+
+    def _run(self, dispatch_output: Any, quant_info: Any, runner_config: Any) -> Any:
         x, (weights, ids, *_) = dispatch_output.hidden_states, dispatch_output.topk_output
         out = moe_mlp(
             x, quant_info.w13_weight, quant_info.w2_weight, ids, weights, self._act.name, gated=self._act.gated,

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from sglang.srt.layers.moe.fused_moe_triton.layer import create_moe_dispatcher
 from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
 
 from ...artifacts.records.precision import DType, dtypes_of
@@ -73,11 +74,15 @@ class Packing(NamedTuple):
 
 
 class Experts:
-    """What a layer of pretuned's has beside its parameters. ``weights`` are None until they were loaded."""
+    """What a layer of pretuned's has beside its parameters. ``weights`` are None until they were loaded.
 
-    def __init__(self, format: Packing, runner: Any) -> None:
-        self.format, self.runner = format, runner
+    ``own`` is SGLang's runner, which has the layer if its weights can't be prepared.
+    """
+
+    def __init__(self, format: Packing, runner: Any, own: Any = None) -> None:
+        self.format, self.runner, self.own = format, runner, own
         self.weights: tuple[ExpertWeights, ...] | None = None
+        self._loaded: list[ExpertWeights] = []  # while they are prepared
         self.is_raw = True  # as SGLang's loader writes and reads them
 
     def prepare(self, layer: Any) -> None:
@@ -90,7 +95,8 @@ class Experts:
         """
         self.format.turn(layer)
         on_gpu = getattr(layer, f"w2_{self.format.codes}").is_cuda
-        given = prepared([self.format.weights(layer, one) for one in _WHICH], "PRETUNED_SGLANG", on_gpu=on_gpu)
+        self._loaded = [self.format.weights(layer, one) for one in _WHICH]
+        given = prepared(self._loaded, "PRETUNED_SGLANG", on_gpu=on_gpu)
         self.is_raw = False
         if self.weights is not None and all(
             one.codes.data_ptr() == first.codes.data_ptr() for one, first in zip(given, self.weights, strict=True)
@@ -98,6 +104,19 @@ class Experts:
             follow(self.weights, given)
         else:
             self.weights = given
+
+    def give_back(self, method: Any, layer: Any) -> None:
+        """Undo what ``prepare`` did before it failed the first time, and have SGLang's own runner run the layer."""
+        for one in self._loaded:
+            one.restore()
+        self.format.turn(layer, undo=True)
+        del layer.pretuned_experts
+        runs_by(method, layer).runner = self.own
+        # What the layer took from the runner after it was made.
+        layer.runner_backend = layer.moe_runner_config.runner_backend = method.get_moe_runner_backend(layer)
+        layer.runner = method.runner
+        layer._set_runner_flags()
+        layer.dispatcher = create_moe_dispatcher(layer.moe_runner_config, quant_method=method)
 
     def restore(self, layer: Any) -> None:
         """Put them back as SGLang's loader writes them. What captured graphs read beside them stays where it is."""

@@ -1,8 +1,9 @@
-"""vLLM's door: the entry point ``vllm.general_plugins`` of this package, which every process of an engine calls.
+"""vLLM's plug-in: the entry point ``vllm.general_plugins`` of this package, which every process of an engine calls.
 
-It puts one class in vLLM's registry for classes of others, in the place of its method for MoE layers that are not
-quantised, and configs of its own for those that are in vLLM's registry of quantisation configs (``configs.py``).
-All else is imported when a model has such a layer: ``experts.py``, ``quantised.py``.
+Registering imports nothing of vLLM. Once vLLM imports its method for MoE layers without quantisation, a subclass of
+pretuned's is put into vLLM's registry for classes of others. Once it imports a quantisation config, that config's
+``get_quant_method`` asks pretuned after it has chosen vLLM's own method. ``experts.py`` and ``quantised.py`` are
+imported when a model has such a layer. Whatever fails in them, vLLM's own method runs.
 
 ``PRETUNED_VLLM=0`` switches it off, and so does a ``VLLM_PLUGINS`` without ``pretuned``. ``PRETUNED_VLLM=1`` runs each
 layer that pretuned can run; else it is those alone that a bundle was built for, on a GPU.
@@ -10,87 +11,149 @@ layer that pretuned can run; else it is those alone that a bundle was built for,
 
 from __future__ import annotations
 
-import logging
-import os
+import functools
+from collections.abc import Callable
 from typing import Any
 
-_SWITCH = "PRETUNED_VLLM"
-_METHOD = "UnquantizedFusedMoEMethod"
-_REGISTRY = "vllm.model_executor.layers.quantization"
+from ..plug_in import VLLM as PLUG_IN
+from ..plug_in import when_imported
 
-_log = logging.getLogger("vllm.pretuned")  # below vLLM's own, whose handlers and level it has
+_METHOD = "UnquantizedFusedMoEMethod"
+_METHOD_MODULE = "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method"
+_QUANTISATION = "vllm.model_executor.layers.quantization."
+_CONFIGS = {
+    _QUANTISATION + "fp8": ("Fp8Config",),  # DeepSeek-V3, Qwen3-*-FP8
+    _QUANTISATION + "compressed_tensors.compressed_tensors": ("CompressedTensorsConfig",),  # Kimi-K2, RedHatAI's
+    _QUANTISATION + "mxfp4": ("Mxfp4Config", "GptOssMxfp4Config"),
+}
 
 
 def register() -> None:
     """Let vLLM's MoE layers ask pretuned first. A second call does nothing.
 
-    No device is touched. A vLLM without these registries, and a class that another plug-in has put there, are told and
-    left as they are.
+    No device is touched, and no module of vLLM's layers imported. A vLLM that pretuned was not tested with, and a class
+    that another plug-in has registered, are logged and left as they are.
     """
-    said = os.environ.get(_SWITCH, "").strip().lower()
-    if said in ("0", "false"):
-        return
-    if said not in ("", "1", "true"):
-        _log.warning("pretuned: %s=%r is neither 1, true, 0, false nor empty: taken as empty", _SWITCH, said)
-    _register_method(everywhere=said in ("1", "true"))
-    _register_configs()
+    PLUG_IN.attempt("register", _register)
 
 
-def _register_method(*, everywhere: bool) -> None:
+def _register() -> None:
+    if PLUG_IN.begin():
+        when_imported(_METHOD_MODULE, _method_imported)
+        for name in _CONFIGS:
+            when_imported(name, _config_imported)
+
+
+def _method_imported(module: Any) -> None:
+    PLUG_IN.attempt("register", _register_method, module)
+
+
+def _config_imported(module: Any) -> None:
+    PLUG_IN.attempt("register", _ask_after, module)
+
+
+def _register_method(module: Any) -> None:
     """For MoE layers without quantisation."""
-    try:
-        from vllm.model_executor.custom_op import op_registry_oot
-        from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-    except ImportError as error:
-        _log.warning("pretuned: this vLLM has no place for MoE layers of others (%s): it runs as without", error)
-        return
+    from vllm.model_executor.custom_op import op_registry_oot
+
     there = op_registry_oot.get(_METHOD)
     if there is not None:
         if there.__module__ != __name__:
-            _log.warning("pretuned: %s.%s runs the MoE layers already", there.__module__, there.__qualname__)
+            text = "pretuned: %s.%s runs the MoE layers already"
+            PLUG_IN.log.warning(text, there.__module__, there.__qualname__)
         return
+    own: Any = getattr(module, _METHOD)
 
-    @UnquantizedFusedMoEMethod.register_oot
-    class PretunedMoEMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
+    @own.register_oot
+    class PretunedMoEMethod(own):  # type: ignore[misc]
         """vLLM's method, with another class for the experts where pretuned runs the layer."""
 
-        def __init__(self, moe: Any) -> None:
-            super().__init__(moe)
-            from .experts import take
-
-            take(self, everywhere=everywhere)
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            PLUG_IN.attempt("take a layer", _take, self)
 
         def create_weights(
             self, layer: Any, num_experts: int, hidden_size: int, intermediate_size_per_partition: int,
             params_dtype: Any, **attributes: Any,
         ) -> None:  # fmt: skip
-            from .experts import keep
-
-            keep(self, params_dtype)
+            if _is_taken(self):
+                _keep(self, params_dtype)
             super().create_weights(
                 layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype, **attributes
             )
 
+        def process_weights_after_loading(self, layer: Any) -> None:
+            """vLLM's; if pretuned's kernels can't be loaded or can't run, again for vLLM's own experts."""
+            try:
+                super().process_weights_after_loading(layer)
+                if _is_taken(self):
+                    from .experts import try_once
 
-def _register_configs() -> None:
-    """For MoE layers with quantised weights."""
-    try:
-        from vllm.model_executor.layers import quantization
+                    try_once(self.moe_kernel.fused_experts, layer, layer.w13_weight)
+            except Exception as error:
+                if not _is_taken(self):
+                    raise
+                from .experts import give_back
 
-        from .configs import CONFIGS
-    except ImportError as error:
-        _log.info("pretuned: this vLLM has no place for quantised MoE layers of others (%s)", error)
-        return
-    there = getattr(quantization, "_CUSTOMIZED_METHOD_TO_QUANT_CONFIG", {})
-    warns = logging.getLogger(_REGISTRY)  # that one of its own is replaced; which layers it changes is told for each
-    level = warns.level
-    warns.setLevel(logging.ERROR)
+                give_back(self)
+                PLUG_IN.failed("load or run a layer's kernels", error)
+                super().process_weights_after_loading(layer)
+
+
+def _say_active() -> None:
+    from vllm.logger import init_logger
+
+    PLUG_IN.say_active(init_logger(PLUG_IN.log.name).info_once)  # by the first rank alone
+
+
+def _is_taken(method: Any) -> bool:
+    return getattr(method, "pretuned_took_from", None) is not None
+
+
+def _take(method: Any) -> None:
+    _say_active()
+    from .experts import take
+
+    take(method, everywhere=PLUG_IN.everywhere)
+
+
+def _keep(method: Any, params_dtype: Any) -> None:
+    from .experts import give_back, keep
+
     try:
-        for name, config in CONFIGS.items():
-            known = there.get(name)
-            if known is None:
-                quantization.register_quantization_config(name)(config)
-            elif known is not config:
-                _log.warning("pretuned: %s.%s has the config %r already", known.__module__, known.__qualname__, name)
-    finally:
-        warns.setLevel(level)
+        keep(method, params_dtype)
+    except Exception as error:
+        give_back(method)
+        PLUG_IN.failed("take a layer", error)
+
+
+def _ask_after(module: Any) -> None:
+    """For MoE layers with quantised weights: have a module's configs ask pretuned after they chose vLLM's method."""
+    classes = [getattr(module, name) for name in _CONFIGS[module.__name__]]
+    for one in classes:
+        own = vars(one).get("get_quant_method")
+        if own is not None and not hasattr(own, "pretuned_asks"):
+            one.get_quant_method = _asking(own, classes)
+
+
+def _asking(own: Callable[..., Any], classes: list[type]) -> Callable[..., Any]:
+    """``own`` of a config, and pretuned's method in place of a MoE layer's. Other configs' subclasses get ``own``."""
+
+    @functools.wraps(own)
+    def get_quant_method(self: Any, layer: Any, *given: Any, **named: Any) -> Any:
+        found = own(self, layer, *given, **named)
+        if found is None or type(self) not in classes or PLUG_IN.is_off:
+            return found
+        return PLUG_IN.attempt("take a layer", _take_quantised, found, layer) or found
+
+    get_quant_method.pretuned_asks = True  # type: ignore[attr-defined]
+    return get_quant_method
+
+
+def _take_quantised(own: Any, layer: Any) -> Any:
+    if not hasattr(own, "moe"):  # no MoE layer's
+        return own
+    _say_active()
+    from .quantised import take
+
+    return take(own, layer, everywhere=PLUG_IN.everywhere)

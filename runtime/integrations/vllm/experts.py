@@ -5,7 +5,7 @@ stays with the backend that vLLM chose, and why is told once. Weights are used a
 w2 [E, H, I]: nothing is copied, packed or kept, so those that are loaded again, or leave the GPU while the engine
 sleeps and come back, are simply read.
 
-Imported inside vLLM alone, by ``__init__.py``.
+Imported inside vLLM alone, by ``__init__.py``, which runs vLLM's own experts if anything here fails.
 """
 
 from __future__ import annotations
@@ -66,20 +66,26 @@ def take(method: Any, *, everywhere: bool) -> None:
     if why is not None:
         _tell(moe, own, why)
         return
-    method.pretuned_took_from = own
+    tell_taken(layer_of(moe))
+    method.pretuned_took_from = own  # from here on nothing can fail: a layer is taken whole or not at all
     method.experts_cls = PretunedExperts
     method.unquantized_backend = UnquantizedMoeBackend.TRITON  # its weights stay as they are
-    tell_taken(layer_of(moe))
 
 
 def keep(method: Any, params_dtype: torch.dtype) -> None:
     """Give a layer back whose weights turn out to be of another dtype than its tokens."""
-    own = getattr(method, "pretuned_took_from", None)
-    if own is None or params_dtype is method.moe.in_dtype:
-        return
+    if params_dtype is not method.moe.in_dtype:
+        own = give_back(method)
+        _tell(method.moe, own, f"the weights are {params_dtype}, the tokens {method.moe.in_dtype}")
+
+
+def give_back(method: Any) -> _Own:
+    """Undo ``take``: vLLM's backend and experts class, which are returned."""
+    own: _Own = method.pretuned_took_from
     method.unquantized_backend, method.experts_cls = own
+    method.moe_kernel = None
     del method.pretuned_took_from
-    _tell(method.moe, own, f"the weights are {params_dtype}, the tokens {method.moe.in_dtype}")
+    return own
 
 
 def _tell(moe: Any, own: _Own, why: str) -> None:
@@ -148,6 +154,28 @@ def load_kernels(layer: ServedLayer) -> None:
     if current_platform.is_cuda():
         loaded = load(layer, current_device())
         _log.info_once("pretuned: %d kernels loaded in %.1f ms", loaded.count, loaded.seconds * 1e3)
+
+
+_tried: set[tuple[Any, ...]] = set()
+
+
+def try_once(experts: Any, layer: Any, w13: torch.Tensor) -> None:
+    """Run one token through a layer's experts, once for each kind of layer: what fails then fails before it serves."""
+    moe = experts.moe_config
+    formats = tuple(one.format for one in experts.weights or ())
+    kind = layer_of(moe), formats, experts.w1_bias is None
+    if kind in _tried or w13.is_meta:
+        return
+    x = torch.zeros(1, moe.hidden_dim, dtype=moe.in_dtype, device=w13.device)
+    ids = torch.zeros(1, moe.experts_per_token, dtype=torch.int32, device=w13.device)
+    weights = torch.zeros(1, moe.experts_per_token, device=w13.device)
+    with torch.no_grad():
+        experts.apply(
+            output=torch.empty_like(x), hidden_states=x, w1=w13, w2=getattr(layer, "w2_weight", w13),
+            topk_weights=weights, topk_ids=ids, activation=moe.activation, global_num_experts=moe.num_experts,
+            expert_map=getattr(layer, "expert_map", None), apply_router_weight_on_input=False,
+        )  # fmt: skip
+    _tried.add(kind)
 
 
 class PretunedExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]

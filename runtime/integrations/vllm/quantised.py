@@ -4,7 +4,10 @@ Of each layer the tensors of the checkpoint are loaded as they are, and put into
 repacked beside them. Weights that are loaded again (``reload_weights``) are prepared likewise before vLLM copies them
 to where the first ones lie, so a captured graph goes on.
 
-Imported inside vLLM alone, by ``configs.py``.
+Whatever fails while the weights are prepared, or with the first token, vLLM's own method takes the layer: it gets the
+weights that were loaded, in the checkpoint's layout.
+
+Imported inside vLLM alone, by ``__init__.py``.
 """
 
 from __future__ import annotations
@@ -22,8 +25,9 @@ from vllm.platforms import current_platform
 
 from ...artifacts.records.precision import DType, dtypes_of
 from ...runtime.weights.expert_weights import ExpertWeights
+from ..plug_in import VLLM as PLUG_IN
 from ..served_layer import follow, prepared
-from .experts import PretunedExperts, layer_of, load_kernels, refusal_of, tell_left, tell_taken
+from .experts import PretunedExperts, layer_of, load_kernels, refusal_of, tell_left, tell_taken, try_once
 
 _BLOCK = 128  # of fp8
 _KERNEL_BLOCK = 64  # N and K are multiples of, where a kernel reads codes of other formats
@@ -105,8 +109,9 @@ def take(own: Any, layer: Any, *, everywhere: bool) -> Any:
         what = f"E={moe.num_local_experts} H={moe.hidden_dim} I={moe.intermediate_size_per_partition}{form}"
         tell_left(what, _backend(own), str(why))
         return own
+    method = PretunedQuantisedMethod(moe, found, own)
     tell_taken(layer_of(moe, _dtype(found.name)))
-    return PretunedQuantisedMethod(moe, found)
+    return method
 
 
 def _dtype(format: str) -> DType | None:
@@ -150,12 +155,14 @@ class PretunedQuantisedExperts(PretunedExperts):
 
 
 class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
-    """A layer's tensors and their kernel: in the place of vLLM's method for such a layer."""
+    """A layer's tensors and their kernel, in place of ``own``: vLLM's method for such a layer."""
 
-    def __init__(self, moe: Any, format: Format) -> None:
+    def __init__(self, moe: Any, format: Format, own: Any = None) -> None:
         super().__init__(moe)
-        self.format = format
+        self.format, self.own = format, own
         self.moe_kernel: Any = None  # until weights were loaded
+        self._created: tuple[dict[str, Any], dict[str, Any]] = {}, {}  # the arguments of ``create_weights``
+        self._loaded: list[ExpertWeights] = []  # while they are prepared
 
     @property
     def is_monolithic(self) -> bool:
@@ -168,6 +175,7 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
     ) -> None:  # fmt: skip
         """Empty parameters of the checkpoint's shapes, as this rank has them."""
         E, H, I, one = num_experts, hidden_size, intermediate_size_per_partition, self.format  # noqa: E741
+        self._created = {"num_experts": E, "params_dtype": params_dtype}, dict(attributes)
         layer.num_experts, layer.orig_dtype, layer.params_dtype = E, params_dtype, params_dtype
         layer.w13_input_scale = layer.w2_input_scale = None
         attributes.pop("intermediate_size_full", None)
@@ -188,21 +196,34 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
     def process_weights_after_loading(self, layer: Any) -> None:
         """Put what was loaded into the kernels' order, in place; the first time, make the kernel of it.
 
+        If that fails the first time, vLLM's own method takes the layer.
+
         Raises
         ------
         InputError
-            for scales that no kernel takes, and weights loaded later that have another order than the first.
+            for weights loaded later that no kernel takes, or that have another order than the first.
         """
-        given = prepared(
-            (
-                self.format.weights(
-                    getattr(layer, f"{which}_{self.format.codes}").data,
-                    getattr(layer, f"{which}_{self.format.scale}").data,
-                )
-                for which in ("w13", "w2")
-            ),
-            "PRETUNED_VLLM", on_gpu=current_platform.is_cuda(),
-        )  # fmt: skip
+        is_first = self.moe_kernel is None and self.own is not None
+        if not is_first:
+            self._prepare(layer)
+            return
+        try:
+            self._prepare(layer)
+            try_once(self.moe_kernel.fused_experts, layer, getattr(layer, f"w13_{self.format.codes}"))
+        except Exception as error:
+            PLUG_IN.failed("prepare or run a layer", error)
+            self._give_back(layer)
+        self.own, self._loaded = None, []
+
+    def _prepare(self, layer: Any) -> None:
+        self._loaded = [
+            self.format.weights(
+                getattr(layer, f"{which}_{self.format.codes}").data,
+                getattr(layer, f"{which}_{self.format.scale}").data,
+            )
+            for which in ("w13", "w2")
+        ]
+        given = prepared(self._loaded, "PRETUNED_VLLM", on_gpu=current_platform.is_cuda())
         if self.moe_kernel is not None:
             follow(self.moe_kernel.fused_experts.weights, given)  # vLLM copies the parameters
             return
@@ -210,6 +231,31 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
         self.moe_kernel = _kernel(self, layer)
         self.moe_kernel.fused_experts.weights = given
         load_kernels(layer_of(self.moe, _dtype(self.format.name)))
+
+    def _give_back(self, layer: Any) -> None:
+        """Have vLLM's own method take the layer, with the weights that were loaded."""
+        own, moe, self.moe_kernel = self.own, self.moe, None
+        for one in self._loaded:
+            one.restore()
+        loaded = {name: one for name, one in layer.named_parameters(recurse=False) if name.startswith(("w13_", "w2_"))}
+        for name in loaded:
+            delattr(layer, name)
+        H, I = own.maybe_roundup_sizes(  # noqa: E741
+            moe.hidden_dim, moe.intermediate_size_per_partition, moe.in_dtype, moe.moe_parallel_config
+        )
+        first, rest = self._created
+        with next(iter(loaded.values())).device:
+            own.create_weights(layer, hidden_size=H, intermediate_size_per_partition=I, **first, **rest)
+        halves = 2 if moe.is_act_and_mul and type(own).__name__ != _INTERLEAVED else 1
+        for name, one in layer.named_parameters(recurse=False):
+            if name in loaded:
+                _copy(loaded[name].data, one, halves if name.startswith("w13_") else 1)
+        moe.hidden_dim, moe.intermediate_size_per_partition = H, I
+        for name, size in (("hidden_size", H), ("intermediate_size_per_partition", I)):
+            if name in vars(layer):  # older layers have a property that reads ``moe``
+                setattr(layer, name, size)
+        layer._replace_quant_method(own)
+        own.process_weights_after_loading(layer)
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
         """Tokens come as they are; the experts have the weights."""
@@ -232,6 +278,21 @@ def _parameter(layer: Any, name: str, data: torch.Tensor, attributes: dict[str, 
     one = torch.nn.Parameter(data, requires_grad=False)
     layer.register_parameter(name, one)
     set_weight_attrs(one, attributes)
+
+
+def _copy(loaded: torch.Tensor, parameter: torch.Tensor, halves: int) -> None:
+    """Copy one of a checkpoint's tensors to vLLM's parameter, which may be wider, and may have K before N.
+
+    The rows of ``loaded`` [E, N, ...] are ``halves`` parts, each of which is padded by itself.
+    """
+    is_turned = getattr(parameter, "is_transposed", False) and loaded.dim() == 3
+    to = parameter.data.mT if is_turned else parameter.data
+    if loaded.dim() == 1 or to.shape == loaded.shape:
+        to.copy_(loaded)
+        return
+    to.zero_()
+    for given, place in zip(loaded.chunk(halves, 1), to.chunk(halves, 1), strict=True):
+        place[tuple(map(slice, given.shape))].copy_(given)
 
 
 def _kernel(method: PretunedQuantisedMethod, layer: Any) -> Any:

@@ -48,6 +48,13 @@ def test_switches(environ: dict[str, str], told: str, monkeypatch: pytest.Monkey
     assert engines.examine("vllm").problems == (told,)
 
 
+def test_a_version_that_was_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "_version", lambda name: "0.16.0" if name == "vllm" else "")
+    assert engines.examine("vllm").problems == (
+        "pretuned was tested with vLLM 0.20.2 to 0.33: install one of these, or another pretuned",
+    )
+
+
 def test_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engines.examine("sglang").problems == (
         "no sglang in this Python's environment: install pretuned into the engine's own",

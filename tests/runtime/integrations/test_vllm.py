@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from pretuned.integrations.vllm import register
+from pretuned.integrations.vllm import PLUG_IN, register
 
 
 def test_nothing_else_is_imported() -> None:
@@ -16,19 +16,22 @@ def test_nothing_else_is_imported() -> None:
         "print([name for name in sys.modules if name.split('.')[0] in ('torch', 'pretuned')])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['pretuned', 'pretuned.integrations', 'pretuned.integrations.vllm']"
+    ours = "['pretuned', 'pretuned.integrations', 'pretuned.integrations.plug_in', 'pretuned.integrations.vllm']"
+    assert done.stdout.strip() == ours
 
 
 @pytest.mark.parametrize(("switch", "lines"), [("0", 0), ("false", 0), ("", 1), ("1", 1), ("perhaps", 2)])
-def test_a_vllm_that_has_no_place_for_it_runs_as_without(
+def test_whatever_fails_while_it_registers_the_engine_goes_on(
     switch: str, lines: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     monkeypatch.setenv("PRETUNED_VLLM", switch)
+    PLUG_IN._logged.clear()
     register()
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == lines
     if lines:
-        assert told[-1].startswith("pretuned: this vLLM has no place for MoE layers of others (")
+        assert told[-1].startswith("pretuned: MoE layers stay with vLLM, as pretuned could not register: Mod")
+        assert told[-1].endswith(". PRETUNED_VLLM=0 switches pretuned off")
     if switch == "perhaps":
         assert told[0] == "pretuned: PRETUNED_VLLM='perhaps' is neither 1, true, 0, false nor empty: taken as empty"

@@ -1,0 +1,181 @@
+"""What the plug-ins of serving engines share before there is a layer: the switch, the engine's version, failures.
+
+Every process of an engine imports this module, also for models without experts. So it needs the standard library only.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+_FROM = "pretuned"
+
+
+class PlugIn:
+    """One engine's plug-in: whether it is wanted, and what happens when it fails.
+
+    Parameters
+    ----------
+    engine, package
+        The engine's name in messages, and its Python package.
+    switch
+        The environment variable: 0 or false is off, 1 or true runs every layer that pretuned can run.
+    first, last
+        The oldest and the newest version that the tests ran with, as (0, 20, 2) and (0, 33): any patch of the newest.
+    """
+
+    def __init__(
+        self, engine: str, package: str, switch: str, *, first: tuple[int, ...], last: tuple[int, ...]
+    ) -> None:
+        self.engine, self.package, self.switch, self.first, self.last = engine, package, switch, first, last
+        self.log = logging.getLogger(f"{package}.{_FROM}")  # a child of the engine's logger, with its handlers
+        self._logged: set[str] = set()
+
+    @property
+    def tested(self) -> str:
+        """The engine and its versions that the tests ran with, as text."""
+        first, last = (".".join(map(str, one)) for one in (self.first, self.last))
+        return f"{self.engine} {first}" if first == last else f"{self.engine} {first} to {last}"
+
+    @property
+    def is_off(self) -> bool:
+        """Whether the switch says no."""
+        return self._said() in ("0", "false")
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether the switch asks for every layer that pretuned can run, measured or not."""
+        return self._said() in ("1", "true")
+
+    def _said(self) -> str:
+        return os.environ.get(self.switch, "").strip().lower()
+
+    def begin(self) -> bool:
+        """Whether to register in this process. Logs one line: active, or why not."""
+        if self.is_off:
+            return False
+        if self._said() and not self.everywhere:
+            said = os.environ[self.switch]
+            self.log.warning(
+                "pretuned: %s=%r is neither 1, true, 0, false nor empty: taken as empty", self.switch, said
+            )
+        version = str(importlib.import_module(self.package).__version__)
+        if not self.was_tried(version):
+            text = f"pretuned was tested with {self.tested} and this is {version}: every MoE layer stays with "
+            self._log_once_an_engine(logging.WARNING, text + self.engine)
+            return False
+        self.say_active()
+        return True
+
+    def say_active(self, log: Callable[[str], object] | None = None) -> None:
+        """Log that pretuned is active, and how to switch it off: in an engine's first process, if its loggers are set.
+
+        Some versions set them up later. So this is called again with a layer: ``log`` is for the process that has it.
+        """
+        text = "pretuned is active: it runs the MoE layers that it has kernels for. "
+        self._log_once_an_engine(logging.INFO, f"{text}{self.switch}=0 switches it off", log)
+
+    def was_tried(self, version: str) -> bool:
+        """Whether the tests ran with this version of the engine."""
+        found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
+        numbers = tuple(int(one or 0) for one in found.groups()) if found else ()
+        return bool(numbers) and self.first <= numbers and numbers[: len(self.last)] <= self.last
+
+    def attempt(self, doing: str, call: Callable[..., _T], *given: Any) -> _T | None:
+        """The result of ``call``; None after any exception, which is logged: the engine's own code runs then."""
+        try:
+            return call(*given)
+        except Exception as error:
+            self.failed(doing, error)
+            return None
+
+    def failed(self, doing: str, error: Exception) -> None:
+        """Warn that the engine's own code runs in place of pretuned's; once for each reason."""
+        reason = f"{type(error).__name__}: {error}"
+        line = (
+            f"pretuned: MoE layers stay with {self.engine}, as pretuned could not {doing}: {reason}. "
+            f"{self.switch}=0 switches pretuned off"
+        )
+        if line not in self._logged:
+            self._logged.add(line)
+            self.log.warning("%s", line)
+            self.log.debug("pretuned: where it failed", exc_info=error)
+
+    def _log_once_an_engine(self, level: int, line: str, log: Callable[[str], object] | None = None) -> None:
+        """Log a line unless this process or an engine's first one has logged it. Other processes need ``log``."""
+        if line in self._logged or not self.log.isEnabledFor(level):
+            return
+        import multiprocessing  # here: an engine has imported it
+
+        marker = f"_{self.switch}_LOGGED"  # which the engine's other processes inherit
+        if multiprocessing.parent_process() is not None and (log is None or os.environ.get(marker) == line):
+            return
+        self._logged.add(line)
+        os.environ[marker] = line
+        if log is None:
+            self.log.log(level, "%s", line)
+        else:
+            log(line)
+
+
+# The versions whose real modules tests/engines makes layers of.
+VLLM = PlugIn("vLLM", "vllm", "PRETUNED_VLLM", first=(0, 20, 2), last=(0, 33))
+SGLANG = PlugIn("SGLang", "sglang", "PRETUNED_SGLANG", first=(0, 5, 23), last=(0, 5, 23))
+
+
+class _Imports:
+    """A finder on ``sys.meta_path`` that finds nothing itself: it calls back after other modules were imported."""
+
+    def __init__(self) -> None:
+        self._calls: dict[str, list[Callable[[Any], object]]] = {}
+        self._finding: set[str] = set()
+
+    def add(self, name: str, call: Callable[[Any], object]) -> None:
+        """Call back with module ``name``, now or once it is imported."""
+        if name in sys.modules:
+            call(importlib.import_module(name))  # waits for a thread that is importing it now
+            return
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+        calls = self._calls.setdefault(name, [])
+        if call not in calls:
+            calls.append(call)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """Part of the protocol of finders."""
+        if name not in self._calls or name in self._finding:
+            return None
+        self._finding.add(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._finding.discard(name)
+        loader: Any = getattr(spec, "loader", None)
+        run = getattr(loader, "exec_module", None)
+        if run is not None:
+
+            def exec_module(module: Any) -> None:
+                del loader.exec_module  # the loader's own again
+                run(module)
+                for call in self._calls.pop(name, ()):
+                    call(module)
+
+            loader.exec_module = exec_module
+        return spec
+
+
+_imports = _Imports()
+
+
+def when_imported(name: str, call: Callable[[Any], object]) -> None:
+    """Call ``call`` with the module ``name`` after it was imported: now if it is there. Imports nothing.
+
+    ``call`` must not raise. A second request with the same ``call`` changes nothing.
+    """
+    _imports.add(name, call)
