@@ -11,6 +11,7 @@ from ...artifacts.records.problem import RowOp
 from ...artifacts.records.target import LocalGpu
 from ...kernels.contract import words
 from ...kernels.contract.launchable import unlaunchable
+from ...kernels.contract.registry import ENTRIES
 from ...kernels.contract.rowops import RowOpSpec
 from ...kernels.hardware import arch
 from .. import verdicts
@@ -21,10 +22,12 @@ def ranked(snapshot: Snapshot, op: RowOp, dtype: DType, local: LocalGpu, *, alig
     """The kernels of this pass that ``local`` can run, best first: (bundle, variant's index).
 
     Code for this very capability first, then aligned code, the later revision, the place of the bundle. Installed
-    packages are asked only if no other place has any, and of them those measured on this GPU first.
+    packages are asked only if no other place has this version's own revision, so a bundle that an earlier version built
+    hides nothing; and of them those measured on this GPU first.
     """
     while True:  # each turn drops a bundle
         with contextlib.suppress(Rejected):
+            found: list[tuple[Usable, int, Variant]] = []
             for asked in (partial(snapshot.view, installed=False), snapshot.nearer_view,
                           partial(snapshot.view, installed=True)):  # fmt: skip
                 found = [
@@ -33,10 +36,16 @@ def ranked(snapshot: Snapshot, op: RowOp, dtype: DType, local: LocalGpu, *, alig
                     for i, variant in snapshot.variants(usable.bundle, RowOpSpec(op, dtype))
                     if _runs(variant, local, aligned)
                 ]
-                if found:
-                    found.sort(key=lambda one: _rank(one[0], one[1], one[2], local))
-                    return [(usable, i) for usable, i, _ in found]
-            return []
+                found.sort(key=lambda one: _rank(one[0], one[1], one[2], local))
+                if found and _is_current(found[0][0], found[0][2], local):
+                    break
+            return [(usable, i) for usable, i, _ in found]
+
+
+def _is_current(usable: Usable, variant: Variant, local: LocalGpu) -> bool:
+    """Whether a kernel is of this capability and of the revision that this version compiles, or a later one."""
+    entry = ENTRIES.get(variant.kernel)
+    return usable.bundle.target.sm == local.sm and (entry is None or variant.revision >= entry.revision)
 
 
 def _rank(usable: Usable, index: int, variant: Variant, local: LocalGpu) -> tuple[int, ...]:

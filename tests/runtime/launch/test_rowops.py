@@ -111,6 +111,16 @@ def test_installed_bundles_are_asked_where_no_other_has_it(tmp_path: Path) -> No
     assert usable.path.name == "b.msgpack"
 
 
+def test_a_bundle_that_an_earlier_version_built_hides_no_later_revision(tmp_path: Path) -> None:
+    now = ENTRIES["combine"].revision
+    write(tmp_path / "package" / "ships.msgpack", [record(RowOp.COMBINE)])
+    for revision, runs in ((now - 1, "ships.msgpack"), (now, "own.msgpack"), (now + 1, "own.msgpack")):
+        own = write(tmp_path / str(revision) / "own.msgpack", [record(RowOp.COMBINE, revision=revision)])
+        found = snapshot(own, installed=[tmp_path / "package"])
+        first, *_ = dispatch_rowops.ranked(found, RowOp.COMBINE, DType.BF16, ON_H200, aligned=True)
+        assert first[0].path.name == runs
+
+
 def test_preload_takes_every_pass_for_tensors_that_are_aligned_and_not(tmp_path: Path) -> None:
     kinds = [op for op in RowOp if op not in (RowOp.SORT_SLOTS, RowOp.CLEAR)]
     of_rows = [record(op, alignment=alignment) for op in kinds for alignment in (16, 1)]
