@@ -70,7 +70,7 @@ def _help(ctx: click.Context, verb: str | None) -> None:
     if verb is None:
         click.echo(parent.get_help())
         return
-    name, command, _ = _Verbs.resolve_command(aot, parent, [verb])  # type: ignore[arg-type]
+    name, command, _ = _Verbs.resolve_command(aot, parent, [verb])
     assert command is not None
     click.echo(command.get_help(click.Context(command, info_name=name, parent=parent)))
 

@@ -84,7 +84,7 @@ class _Rest(click.Argument):
     def get_usage_pieces(self, ctx: click.Context) -> list[str]:
         return []
 
-    def get_help_record(self, ctx: click.Context) -> None:
+    def get_help_record(self, ctx: click.Context) -> None:  # type: ignore[override]
         return None
 
 

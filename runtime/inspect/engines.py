@@ -43,7 +43,8 @@ class EngineReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values."""
-        return {"ok": self.ok, **asdict(self), "models": dict(self.models)}
+        models = [{"gpu": gpu, "models": list(names)} for gpu, names in self.models]
+        return {"ok": self.ok, **asdict(self), "models": models}
 
     def __str__(self) -> str:
         lines = [f"engine   {self.version or 'not installed here'}"]

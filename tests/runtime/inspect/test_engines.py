@@ -32,7 +32,9 @@ def test_a_machine_on_which_vllm_uses_it() -> None:
     assert gpu.startswith("NVIDIA H200 (9.0")
     assert "Qwen/Qwen3-30B-A3B bf16" in models
     assert "  Qwen/Qwen3-30B-A3B bf16" in str(found).splitlines()
-    assert found.to_dict()["ok"]
+    plain = found.to_dict()
+    assert plain["ok"]
+    assert plain["models"] == [{"gpu": gpu, "models": list(models)}]
 
 
 @pytest.mark.parametrize(
