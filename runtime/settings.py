@@ -42,7 +42,6 @@ class Settings:
         """Whether something may be tuned, or compiled, in this process: nobody can have signed that."""
         return not self.disable_autotune and self.trusted_keys is None
 
-
     @property
     def records(self) -> Path | None:
         """The overlay as the place of what nobody signs, test results and configs; None where all must be signed."""

@@ -68,6 +68,16 @@ class Explanation:
         """What runs the call: ``bundle``, ``jit`` or ``torch``."""
         return "bundle" if self.candidates else "jit" if self.compiles else "torch"
 
+    @property
+    def measured_on(self) -> tuple[str, ...]:
+        """GPUs whose measured choices the candidates have, if the answer is for a capability and no GPU in particular.
+
+        The first is the one that the answer is for.
+        """
+        if self.local.gpu.name:
+            return ()
+        return tuple(dict.fromkeys(one.gpu.name for one in self.candidates if one.gpu is not None))
+
     def to_dict(self) -> dict[str, Any]:
         """The same as plain values."""
         p = self.problem
@@ -85,6 +95,7 @@ class Explanation:
             "steps": list(self.steps),
             "assumed": self.assumed,
             "reason": self.reason,
+            "measured_on": list(self.measured_on),
             "proof": self.proof,
             "low_rank": self.low_rank,
             "build": self.build,
@@ -107,6 +118,10 @@ class Explanation:
         if best is not None:
             lines.append(f"  from: {best.usable.path}, {best.usable.place.kind.value}, variant {best.index}")
         lines.append(f"  why:  {self.reason}")
+        if best is not None and best.gpu is not None and len(self.measured_on) > 1:
+            first, *others = self.measured_on
+            rest = f"aot explain MODEL --gpu NAME has that for {', '.join(others)}"
+            lines.append(f"  card: this is the answer for {first}; {rest}")
         lines += [f"  lora: {self.low_rank}"] if self.low_rank is not None else []
         lines += [f"  code: {self.proof}"] if self.proof is not None else []
         shown = self.candidates[:_SHOWN]

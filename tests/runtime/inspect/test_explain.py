@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from made import H200, NARROW, ON_H200, OTHER, PROBLEM, SPECS, WIDE, measured, modelled, snapshot, write
+from made import H100, H200, NARROW, ON_H200, OTHER, PROBLEM, SPECS, WIDE, measured, modelled, snapshot, write
 
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.plan import plan
@@ -116,6 +116,22 @@ def test_without_a_gpu_a_capability_will_do(clean_places: Path) -> None:
     assert "any GPU of capability 9.0" in str(told)
     assert "measured on NVIDIA H200, of this capability" in told.reason
     assert explain(PROBLEM, M=64, sm=90).chosen == told.chosen
+
+
+def test_for_a_capability_it_says_which_cards_answer_it_is(clean_places: Path) -> None:
+    for name, gpu in (("a", H200), ("b", H100)):
+        write(clean_places / f"{name}.msgpack", {PROBLEM: [measured(64, WIDE, 7.5)]}, gpus=[gpu])
+    reload()
+    told = explain(**NUMBERS, M=64, sm=90)
+    first, second = told.to_dict()["measured_on"]
+    assert {first, second} == {"NVIDIA H200", "NVIDIA H100 80GB HBM3"}
+    assert told.chosen is not None
+    assert told.chosen.gpu is not None
+    assert told.chosen.gpu.name == first
+    assert f"this is the answer for {first}; aot explain MODEL --gpu NAME has that for {second}" in str(told)
+    on_a_card = examine(snapshot(clean_places), PROBLEM, 64, ON_H200, aligned=True)
+    assert on_a_card.measured_on == ()
+    assert "this is the answer for" not in str(on_a_card)
 
 
 def test_a_miss_says_torch_and_what_to_build(clean_places: Path) -> None:
