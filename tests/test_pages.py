@@ -187,6 +187,23 @@ def test_the_readmes_speed_is_that_of_the_results() -> None:
     assert [(h200, h100) for _, h200, h100, _ in rows[1:] if h200 != "---"] == wanted
 
 
+def test_the_readmes_bullets_are_those_of_the_results() -> None:
+    """Cold start, the layers inside vLLM, and the step with LoRA."""
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").partition("## Quick start")[0].split())
+    results = ROOT / "benchmarks" / "results"
+    first = json.loads(lzma.decompress((results / "first-result-h100.json.xz").read_bytes()))["installed"]["2e4f14a2"]
+    imported, called = first["pretuned_import_ms"], first["first_result_ms"]
+    assert f"spends {imported + called:.0f} ms" in text
+    assert f"{imported:.0f} ms of import, {called:.0f} ms of a first call" in text
+    own = {"bf16": "triton", "fp8": "triton", "mxfp4": "triton", "int4": "marlin"}
+    layers = json.loads((results / "layers-in-vllm-h200.json").read_text())["cells"]
+    ratios = [one["us"][own[one["kind"]]] / one["us"]["auto"] for one in layers]
+    assert f"{min(ratios):.2f}x to {max(ratios):.2f}x as fast as with vLLM's own kernel" in text
+    (block,) = [one["ms"] for one in json.loads((results / "lora-qwen3-30b-h100.json").read_text())["cells"]
+                if one["T"] == 8192]  # fmt: skip
+    assert f"{block['ours']:.2f} ms a step, against {block['whole']:.2f} ms as PEFT does it" in text
+
+
 def test_the_pictures_are_drawn_from_todays_results() -> None:
     draw = runpy.run_path(str(ROOT / "docs" / "pictures" / "draw.py"))
     files = dict(draw["drawn"]())

@@ -35,7 +35,7 @@ from .echo import echo, quoted, tell
 from .options import as_json, cache_of, directory, file_path, load, print_json, quiet, what_to_build, workers
 from .progress import Progress
 from .sections import Sectioned
-from .table import duration, size, table
+from .table import duration, next_steps, size, table
 from .tuning import TuneProgress, budget_and_gpus, check_executor, ordinals, told, tune
 
 
@@ -217,17 +217,14 @@ def _show(report: BuildReport, out: Path, verbose: bool, wanted: str) -> None:
         echo(f"{one.target}: {_origin(one)}")
         for model in one.by_model if one.taken_over else ():
             echo(f"  {model.name}: {_ships(model)}")
-    echo(
-        f"Next:\n"
-        f"  look inside     aot inspect {first}\n"
-        f"  in a Dockerfile COPY {_in_context(out)}\n"
-        f"  or right here   export PRETUNED_BUNDLES={folder}\n"
-        f"  then            pretuned.runtime.grouped_gemm(x, w, m_sizes)"
-    )
-    for one in report.bundles:
-        if one.modelled and one.tuned is None:
-            sm = one.target.sm
-            echo(f"  measure         aot build {wanted} --sm {sm}   # on a machine with an sm_{sm} GPU")
+    unmeasured = [one.target.sm for one in report.bundles if one.modelled and one.tuned is None]
+    echo(next_steps(
+        ("look inside", f"aot inspect {first}"),
+        ("in a Dockerfile", f"COPY {_in_context(out)}"),
+        ("or right here", f"export PRETUNED_BUNDLES={folder}"),
+        ("then", "pretuned.grouped_gemm(x, w, m_sizes)"),
+        *(("measure", f"aot build {wanted} --sm {sm} # on a machine with an sm_{sm} GPU") for sm in unmeasured),
+    ))  # fmt: skip
     for one in report.bundles:
         if one.held_against is not None:
             echo(f"{one.target}: {one.held_against}")

@@ -69,4 +69,4 @@ def compile(
             f"in {duration(one.seconds)}"
         )
     named = quoted(out) if len(sms) == 1 else f"{quoted(out)}#smNN"
-    echo(next_steps(f"aot measure {named} --models ... --journal FILE", when=", where the GPU is"))
+    echo(next_steps(("on the GPU's machine", f"aot measure {named} --models ... --journal FILE")))

@@ -71,7 +71,7 @@ def explain(model: str, gpu: str, tokens: str, ops: str, why: bool, as_json: boo
         echo("\n--why explains each row")
     builds = dict.fromkeys(one.explanation.build for one in found if one.explanation.build)
     if builds:
-        echo("\n" + next_steps(*builds, when=", for the rows that torch runs"))
+        echo("\n" + next_steps(*(("for rows that torch runs", line) for line in builds)))
 
 
 def _gpu_here() -> LocalGpu:

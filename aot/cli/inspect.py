@@ -66,7 +66,7 @@ def _summary(found: dict[str, Any]) -> list[tuple[str, object]]:
                     + (f"measured on {gpus}" if gpus else "modelled: a cost model ranked, nothing was measured")),
         ("variants", f"{len(found['variants'])} of {len(found['kernels'])} kernels"),
         ("models", f"{len(models)}: {some}" if models else "none named"),
-        ("made by", f"pretuned {found['pretuned']}, Triton {found['triton']}, ptxas {found['ptxas']}, "
+        ("built by", f"pretuned {found['pretuned']}, Triton {found['triton']}, ptxas {found['ptxas']}, "
                     f"launch ABI {found['launch_abi']}"),
         ("options", found["options"]),
         ("digest", f"{_shown(found['digest'])} (--json has it whole)"),

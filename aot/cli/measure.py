@@ -76,4 +76,4 @@ def measure(
     if quiet:
         return
     named = "" if candidates is None else f"--candidates {quoted(candidates)} "
-    echo(next_steps(f"aot build --models ... --sm {outcome.sm} {named}--journal {quoted(journal)}"))
+    echo(next_steps(("build", f"aot build --models ... --sm {outcome.sm} {named}--journal {quoted(journal)}")))

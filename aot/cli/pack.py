@@ -57,7 +57,7 @@ def pack(
         "bundles": [{"file": one.file, "sha256": one.sha256, "size_bytes": len(one.data)} for one in packed.items],
     }  # fmt: skip
     lines: list[str] = []
-    steps: list[str] = []
+    steps: list[tuple[str, str]] = []
     notes: list[str] = []
 
     def note(text: str) -> None:
@@ -72,18 +72,19 @@ def pack(
         publish(path, data)
         found["wheel"] = {"path": str(path), "size_bytes": len(data)}
         lines.append(f"wheel  {path}, {size(len(data))}")
-        steps.append(f"pip install {quoted(path)}")
+        steps.append(("install", f"pip install {quoted(path)}"))
     if oci:
         digest = write_image(oci, packed, arch, note)
         image = f"{oci}:{tag(packed)}"
         found["oci"] = {"path": str(oci), "tag": tag(packed), "digest": digest}
         lines.append(f"image  {image}, {digest[:19]} (--json has it whole)")
-        steps.append(f"skopeo copy oci:{quoted(Path(image))} docker://REGISTRY/{repository(packed)}:{tag(packed)}")
+        target = f"docker://REGISTRY/{repository(packed)}:{tag(packed)}"
+        steps.append(("push", f"skopeo copy oci:{quoted(Path(image))} {target}"))
     if folder:
         write_directory(folder, packed, note)
         found["dir"] = {"path": str(folder)}
         lines.append(f"files  {folder}")
-        steps.append(f"export PRETUNED_BUNDLES={quoted(folder.resolve())}")
+        steps.append(("use", f"export PRETUNED_BUNDLES={quoted(folder.resolve())}"))
     if as_json:
         print_json({**found, "notes": notes})
         return

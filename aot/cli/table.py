@@ -49,19 +49,27 @@ def facts(pairs: Sequence[tuple[str, object]]) -> str:
     return "\n".join(lines)
 
 
-def next_steps(*commands: str, when: str = "") -> str:
-    """Commands to type next; one that is wider than ``columns`` goes on in further lines, before its options."""
-    room = columns()
-    lines = [f"Next{when}:"]
-    for command in commands:
-        line = "  "
-        for i, part in enumerate(re.split(r" (?=--|-[a-zA-Z] |[a-z]+://)", command)):
-            if i and room is not None and len(line) + len(part) + 3 > room:
-                lines.append(f"{line} \\")
-                line = "     "
-            line += (" " if i else "") + part
-        lines.append(line)
-    return "\n".join(lines)
+def next_steps(*steps: tuple[str, str]) -> str:
+    """(what for, command) to type next, a line each; where they are wider than ``columns``, the commands below.
+
+    A command that is wider than that goes on in further lines, before its options.
+    """
+    room, width = columns(), max(len(label) for label, _ in steps)
+    lines = [f"  {label:<{width}}  {command}" for label, command in steps]
+    if room is not None and max(map(len, lines)) > room:
+        lines = [line for label, command in steps for line in (f"  {label}:", *_broken(command, room))]
+    return "\n".join(("Next:", *lines))
+
+
+def _broken(command: str, room: int) -> Iterator[str]:
+    """A command in lines that a shell reads as one."""
+    line = "   "
+    for part in re.split(r" (?=--|-[a-zA-Z] |# |[a-z]+://)", command):
+        if line.strip() and len(line) + len(part) + 3 > room:
+            yield f"{line} \\" if not part.startswith("#") else line
+            line = "      "
+        line += f" {part}"
+    yield line
 
 
 def paragraph(text: str) -> str:

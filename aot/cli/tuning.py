@@ -188,10 +188,10 @@ class TuneProgress:
             return
         left = duration(progress.seconds_left)
         if progress.looking:
-            self._shown.say(f"looking at {progress.total} cells once more, by what would ship: about {left}")
+            self._shown.say(f"second pass: measuring {progress.total} cells again: about {left}")
         else:
             limit = f"; it stops after {duration(self._budget_s)} (--budget)" if self._budget_s is not None else ""
-            known = f", {progress.done} are known" if progress.done else ""
+            known = f", {progress.done} of them measured before" if progress.done else ""
             self._shown.say(f"measuring {progress.total} cells{known}: about {left}{limit}")
         self._shown.start(progress.total, progress.done, f"cells, {left} left")
 
@@ -205,26 +205,26 @@ class TuneProgress:
 
 
 def described(record: Measured) -> str:
-    """The last cell, in a line: the best time, beside the modelled choice's and torch's."""
+    """The last cell, in a line: the best time, compared with the modelled choice's and torch's."""
     times = {timing.variant: timing.time_ns for timing in record.timings}
     best = min(times.values())
-    text = f"{record.problem} M={record.bucket} {best / 1000:.1f} us, {times[record.modelled] / best:.2f} x the model's"
-    return text + (f", {geometric_mean(record.torch_ns) / best:.2f} x torch" if record.torch_ns else "")
+    text = f"{record.problem} M={record.bucket} {best / 1000:.1f} us, {times[record.modelled] / best:.2f}x the modelled"
+    return text + (f", {geometric_mean(record.torch_ns) / best:.2f}x torch" if record.torch_ns else "")
 
 
 def told(outcome: Outcome) -> str:
     """What the tuner did, for the end of a command."""
     text = f"measured {outcome.measured} cells in {duration(outcome.seconds)} on {outcome.gpu.name}"
-    text += f", {outcome.known} were known" if outcome.known else ""
-    text += f", looked at {outcome.looked} once more" if outcome.looked else ""
+    text += f", {outcome.known} were measured before" if outcome.known else ""
+    text += f", {outcome.looked} measured again in the second pass" if outcome.looked else ""
     if outcome.exhaustive:
         text += f"; {outcome.measurements} of {outcome.exhaustive} possible measurements"
     for count, what in (
-        (outcome.too_large, "do not fit its memory and stay modelled"),
-        (outcome.unable, "could not be measured and stay modelled"),
-        (len(outcome.failures), "variants failed and do not ship"),
-        (outcome.left, "cells are left: the same command goes on with them"),
-        (outcome.to_look, "cells are to be looked at once more: the same command goes on with them"),
+        (outcome.too_large, "cells do not fit its memory and stay modelled"),
+        (outcome.unable, "cells could not be measured and stay modelled"),
+        (len(outcome.failures), "variants failed and are left out"),
+        (outcome.left, "cells are left: repeat the command to measure them"),
+        (outcome.to_look, "cells are left for the second pass: repeat the command to measure them"),
     ):
         text += f"\n{count} {what}" if count else ""
     return text

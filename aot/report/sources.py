@@ -64,12 +64,12 @@ def _facts(source: str, bundle: Bundle | None, journals: Sequence[Contents]) -> 
     }
     if bundle is not None:
         producer = bundle.producer
-        facts["made by"] = f"pretuned {producer.pretuned}, Triton {producer.triton}, ptxas {producer.ptxas}"
+        facts["built by"] = f"pretuned {producer.pretuned}, Triton {producer.triton}, ptxas {producer.ptxas}"
         facts["kernels"] = ", ".join(f"{one.name} revision {one.revision}" for one in bundle.kernels)
         facts["variants"] = f"{len(bundle.variants)}, {sum(map(len, bundle.cubins)) / (1 << 20):.2f} MiB of code"
     else:
         header = journals[0].header
-        facts["made by"] = f"pretuned {header.pretuned}"
+        facts["built by"] = f"pretuned {header.pretuned}"
         facts["kernels"] = ", ".join(f"{one.name} revision {one.revision}" for one in header.kernels)
     return facts
 

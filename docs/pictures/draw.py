@@ -192,20 +192,35 @@ def which() -> Picture:
     """Which kernel runs, as a decision tree."""
     picture = Picture(760, 420, "Which kernel a call runs")
     questions = [
-        ("A bundle has this problem and bucket,", "measured on this GPU model?", "that choice", "measured here"),
-        ("Measured on another GPU", "of this capability?", "that choice", "most similar GPU first"),
-        ("Modelled for this capability,", "or measured for a bucket nearby?", "that choice", "nearest bucket first"),
+        (
+            "This problem was measured on this GPU model,",
+            "for these rows, half or twice as many?",
+            "that choice",
+            "nearest number of rows first",
+        ),
+        (
+            "Measured on another GPU of the capability,",
+            "for these rows, half or twice as many?",
+            "that choice",
+            "most similar GPU first",
+        ),
+        (
+            "Modelled for these rows,",
+            "or a choice for many more or fewer rows?",
+            "that choice",
+            "measured before modelled",
+        ),
         ("Any variant, shipped or compiled,", "that can run the call?", "the cost model's pick", "self-tested first"),
     ]
     for i, (first, second, answer, note) in enumerate(questions):
         y = 12 + 92 * i
-        picture.box(24, y, 330, [first, second], "cool", 62)
-        picture.box(500, y + 4, 236, [answer, note], "warm", 54)
-        picture.line(f"M354 {y + 31}H498", tip=True)
-        picture.text(410, y + 24, "yes", "soft")
-        picture.line(f"M189 {y + 62}V{y + 90}", tip=True)
-        picture.text(197, y + 80, "no", "soft")
-    picture.box(24, 380, 330, ["torch runs the call, with one warning"], "box", 34)
+        picture.box(12, y, 410, [first, second], "cool", 62)
+        picture.box(524, y + 4, 224, [answer, note], "warm", 54)
+        picture.line(f"M422 {y + 31}H522", tip=True)
+        picture.text(455, y + 24, "yes", "soft")
+        picture.line(f"M217 {y + 62}V{y + 90}", tip=True)
+        picture.text(225, y + 80, "no", "soft")
+    picture.box(12, 380, 410, ["torch runs the call, with one warning"], "box", 34)
     return picture
 
 

@@ -73,3 +73,12 @@ def test_the_dockerfile_keeps_what_the_page_says() -> None:
     assert "COPY --chown=0:0 --chmod=0755 bundles /opt/pretuned/bundles" in lines
     assert lines.index("RUN python -m pretuned.runtime") < lines.index("USER 12345")
     assert not any("apt-get" in line or "gcc" in line for line in lines)
+
+
+def test_the_dockerfile_for_vllm_checks_its_bundles_when_it_is_built() -> None:
+    text = (ROOT / "examples" / "container" / "vllm.Dockerfile").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    assert lines[:2] == ["ARG BASE=vllm/vllm-openai", "FROM ${BASE}"]
+    copied = lines.index("COPY --chown=0:0 --chmod=0755 bundles /opt/pretuned/bundles")
+    named = lines.index("ENV PRETUNED_BUNDLES=/opt/pretuned/bundles")
+    assert copied < named < lines.index("RUN python3 -m pretuned.runtime")

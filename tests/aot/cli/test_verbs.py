@@ -162,12 +162,17 @@ def test_next_steps_fit_a_narrow_terminal(aot, here, small_bundle, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     ended = aot("pack", small_bundle, "--oci", "image", "--dir", "out", "--name", "acme-kernels-of-the-team")
     steps = ended.out.partition("Next:\n")[2].splitlines()
-    assert steps[0] == "  skopeo copy oci:image:1.0 \\"
+    assert steps[:2] == ["  push:", "    skopeo copy oci:image:1.0 \\"]
     assert [line for line in steps if len(line) > 60] == [steps[-1]] * (len(str(here)) > 30)  # a path does not break
-    line = next_steps("aot build --models ... --sm 90 --candidates candidates.msgpack --journal h200.journal")
-    assert max(map(len, line.splitlines())) <= 60
+    command = "aot build --models ... --sm 90 --candidates candidates.msgpack --journal h200.journal # with a GPU"
+    lines = next_steps(("build", command), ("then", "call it")).splitlines()
+    assert max(map(len, lines)) <= 60
+    assert lines[-2:] == ["  then:", "    call it"]
+    asked = subprocess.run(["sh", "-c", "aot() { echo $# $*; }\n" + "\n".join(lines[2:-2])], capture_output=True,
+                           text=True, check=True)  # fmt: skip
+    assert asked.stdout.split() == ["9", *command.partition(" #")[0].split()[1:]]
     monkeypatch.delenv("COLUMNS")
-    assert next_steps("aot build --models ...") == "Next:\n  aot build --models ..."
+    assert next_steps(("build", "aot build"), ("or", "aot plan")) == "Next:\n  build  aot build\n  or     aot plan"
 
 
 def _seen(*arguments, cwd):

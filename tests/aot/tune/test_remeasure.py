@@ -149,7 +149,7 @@ def test_out_of_time_the_looks_are_left_for_later(candidates: Path, small_plan: 
     assert 0 < outcome.looked < len(wanted)
     assert outcome.to_look == len(wanted) - outcome.looked
     assert (outcome.left, outcome.finished) == (0, False)
-    assert f"{outcome.to_look} cells are to be looked at once more" in told(outcome)
+    assert f"{outcome.to_look} cells are left for the second pass" in told(outcome)
     with gpus(candidates) as here:
         rest = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships)
     assert (rest.looked, rest.to_look, rest.finished) == (outcome.to_look, 0, True)

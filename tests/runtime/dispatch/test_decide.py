@@ -683,7 +683,10 @@ def test_why_a_variant_can_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert told is not None
     assert "the most columns" in told
     monkeypatch.setattr(verdicts, "_wrong", {(90, ON_H200.gpu): {verdicts._digest(one)}})
-    assert why_not(one, PROBLEM, ON_H200, aligned=True) == "its test on this GPU failed, or could not be made in this process"
+    assert (
+        why_not(one, PROBLEM, ON_H200, aligned=True)
+        == "its test on this GPU failed, or could not be made in this process"
+    )
     assert why_not(one, PROBLEM, ON_H100, aligned=True) is None
 
 
