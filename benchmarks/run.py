@@ -80,6 +80,7 @@ BENCHMARKS = (
     Benchmark("model", "kinds", "what specialised kernels gain in a sweep", "any machine, sweeps"),
     Benchmark("model", "fit_cost", "fits the cost model's constants and judges them", "any machine, sweeps, numpy"),
     Benchmark("model", "heuristics", "how good is a choice for models nobody tuned", "any machine, sweeps, numpy"),
+    Benchmark("model", "unknown", "how good is the choice for shapes that no list has", f"{GPU} to time; or any machine"),
     Benchmark("model", "tables", "writes the fits' tables into the pages", "any machine"),
     Benchmark("model", "shipped", "what the configs of a bundle lose to all candidates", "any machine, a journal"),
     Benchmark("model", "again", "what a duel's word is worth", "any machine, two journals"),

@@ -1,0 +1,68 @@
+"""Shapes that no list has: what a seed draws, and the journal of their times."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from pretuned.aot.journal.file import Header, read_journal
+from pretuned.aot.journal.records import Measured, Timing
+from pretuned.aot.measure.job import MeasureJob, MeasureResult
+from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle
+from pretuned.kernels.cost.model import Resources, estimate_us
+from pretuned.kernels.hardware.chips import chip_of
+
+
+@pytest.fixture
+def tool() -> ModuleType:
+    from benchmarks.model import unknown
+
+    return unknown
+
+
+class Modelled:
+    """A bench on which each variant takes what the cost model says, but the modelled choice twice that."""
+
+    def __init__(self, bundle: BundleFile) -> None:
+        self._bundle, self._chip = bundle, chip_of(bundle.gpus[0], 90)
+
+    def run(self, job: MeasureJob) -> MeasureResult:
+        timings = []
+        for place, i in enumerate(job.contenders):
+            variant = self._bundle.variant(i)
+            ns = round(1e3 * estimate_us(job.problem, job.bucket, Resources.of(variant), self._chip))
+            timings.append(Timing(variant.cubin_sha256, (ns * (2 if place == 0 else 1),) * 2, 0.001, 8, 0.001))
+        return MeasureResult(Measured(job.problem, job.bucket, timings[0].variant, tuple(timings), None, None, 1.0, 13000))
+
+
+def test_a_seed_draws_the_same_products_and_none_that_is_known(tool: ModuleType) -> None:
+    first = list(itertools.islice(tool.drawn(1, set()), 20))
+    assert first == list(itertools.islice(tool.drawn(1, set()), 20))
+    assert first != list(itertools.islice(tool.drawn(2, set()), 20))
+    assert len(set(first)) == 20
+    assert first[0] not in list(itertools.islice(tool.drawn(1, {first[0]}), 20))
+    for E, N, K in first:
+        assert 7 <= E <= 200
+        assert N % 32 == K % 32 == 0
+        assert 2 * math.prod((E, N, K)) <= tool.MOST_BYTES
+
+
+def test_what_was_timed_is_not_timed_again(tool: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "some.journal"
+    with open_bundle(tool.BUNDLE) as bundle:
+        every = list(itertools.islice(tool.drawn(1, set()), 2))
+        header = Header(90, bundle.gpus[0], bundle.kernels)
+        bench = Modelled(bundle)
+        assert tool.time_all(every[:1], bundle, bench, header, path, math.inf, quick=True) == 12
+        size = path.stat().st_size
+        assert tool.time_all(every[:1], bundle, bench, header, path, math.inf, quick=True) == 12
+        assert path.stat().st_size == size
+        assert tool.time_all(every, bundle, bench, header, path, 0.0, quick=True) == 12  # its time was over
+        assert tool.time_all(every, bundle, bench, header, path, math.inf, quick=True) == 24
+    records = [one for one in read_journal(path).records if isinstance(one, Measured)]
+    assert len(records) == 24
+    assert {one.bucket // tool.top_k_of(one.problem.E, 8) for one in records} == set(tool.TOKENS)
