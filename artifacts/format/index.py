@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from .. import limits as lim
 from ..errors import BundleCorrupt
 from ..names import is_label
-from ..records.bundle import Choice, Model, Variant
+from ..records.bundle import Choice, Model, Timed, Variant
 from ..records.problem import Fusion, Op, Problem
 from ..records.target import Gpu, Target
 from .checks import fields, integer, items, name, pick
@@ -28,6 +28,7 @@ from .schema import (
     read_problem,
     read_producer,
     read_target,
+    read_timed,
     read_variant,
 )
 from .wire import Malformed, Preamble, begins_with, corrupt, pack, parse, unpack
@@ -167,6 +168,14 @@ class Index:
             return ()
         record = self._choices.get(key)
         return () if record is None else self._read_choices(record, problem)
+
+    def timed(self, problem: Problem) -> list[Timed]:
+        """The measured choices for ``problem``, as plain numbers: for who reads those of hundreds of problems."""
+        record = self._choices.get(pack_problem(problem))
+        try:
+            return [] if record is None else read_timed(record, len(self._variants), len(self.gpus))
+        except Malformed as error:
+            raise self._corrupt(f"choices for {problem}", error) from None
 
     def problem(self, row: int) -> Problem:
         """Problem ``row``."""

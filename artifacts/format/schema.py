@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from .. import limits as lim
 from ..names import is_label, is_text
-from ..records.bundle import Choice, Kernel, Producer, Source, TensorMap, Variant
+from ..records.bundle import Choice, Kernel, Producer, Source, TensorMap, Timed, Variant
 from ..records.precision import DType
 from ..records.problem import Fusion, Layout, Op, Problem, RowOp
 from ..records.target import Gpu, Target
@@ -151,6 +151,23 @@ def read_measured(record: bytes, gpus: int) -> list[tuple[int, int]]:
         _, variant, _, _, runner_up, _, gpu = items(row, "choice", 7, 7)
         if type(gpu) is int and 0 <= gpu < gpus:
             found += [(one, gpu) for one in (variant, runner_up) if type(one) is int]
+    return found
+
+
+def read_timed(record: bytes, variants: int, gpus: int) -> list[Timed]:
+    """The measured choices of a record as plain numbers: what ``read_choices`` checks, but for their order."""
+    found: list[Timed] = []
+    for row in items(parse(record, max_items=lim.MAX_CHOICES), "choices", 1, lim.MAX_CHOICES):
+        log2, variant, _, time_ns, runner_up, runner_up_ns, gpu = items(row, "choice", 7, 7)
+        if gpu is None:
+            continue
+        numbers = [log2, variant, time_ns, gpu] if runner_up is None else [log2, variant, time_ns, gpu, runner_up,
+                                                                            runner_up_ns]  # fmt: skip
+        if set(map(type, numbers)) != {int} or min(numbers) < 0 or not time_ns or runner_up_ns == 0:
+            raise Malformed(f"a choice is {shown(row)}, wanted whole numbers, and times from 1 on")
+        if log2 > lim.MAX_BUCKET_LOG2 or gpu >= gpus or max(variant, runner_up or 0) >= variants:  # type: ignore[operator,type-var]
+            raise Malformed(f"a choice is {shown(row)}, of {variants} variants and {gpus} GPUs")
+        found.append(Timed(1 << log2, gpu, variant, time_ns, runner_up, runner_up_ns))  # type: ignore[operator,arg-type]
     return found
 
 

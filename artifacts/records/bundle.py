@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from .precision import DType
 from .problem import Fusion, Layout, Op, Problem, RowOp
@@ -94,6 +95,17 @@ class Choice:
     def measured_on(self, gpus: Sequence[Gpu]) -> Gpu | None:
         """The one of the bundle's GPUs that it was measured on; None of a modelled one."""
         return None if self.gpu is None else gpus[self.gpu]
+
+
+class Timed(NamedTuple):
+    """A measured choice as plain numbers: the GPU and the variants are indices, times are in ns."""
+
+    bucket: int
+    gpu: int
+    variant: int
+    time_ns: int
+    runner_up: int | None
+    runner_up_ns: int | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,17 @@
 """How good is the choice for shapes that no list of ours has: every shipped variant timed, and what is chosen.
 
     python benchmarks/run.py unknown --time new.journal --seed 1 --products 30    # on a GPU: draw shapes, time them
-    python benchmarks/run.py unknown new.journal                                  # anywhere: print the table
+    python benchmarks/run.py unknown new.journal                                  # anywhere: print the tables
+    python benchmarks/run.py unknown benchmarks/results/catalogue-h100.journal.xz
 
 A seed draws layers: E 7 to 200, H 1,536 to 6,400, I 640 to 4,608, one of a layer's two products each, none that a
 shipped bundle has. Of each product, forward, dX and dW are timed at 16, 128, 1,024 and 8,192 tokens as ``aot measure``
 times them, in one record each shipped variant whose estimate is at most twice the least. ``--sizes E,N,K`` times a
 product that you name.
+
+The table says what a choice loses to the fastest that was timed in its cell: by the cost model alone, and as the
+runtime and ``aot build`` choose, by measured neighbours and the cost model. A problem's own shape and its layer's other
+product count as not measured, so a journal of shapes that ship says what is lost where they don't.
 """
 
 from __future__ import annotations
@@ -14,22 +19,29 @@ from __future__ import annotations
 import argparse
 import math
 import random
+import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from pretuned.aot.journal.file import Header, open_journal
+from pretuned.aot.journal.file import Contents, Header, open_journal, read_journal
 from pretuned.aot.journal.records import Measured
+from pretuned.aot.journal.timings import Timings
 from pretuned.aot.measure.inputs import top_k_of
 from pretuned.aot.measure.job import MeasureJob, MeasureResult, Setup
 from pretuned.aot.plan.families import serves
+from pretuned.artifacts.errors import PretunedError
 from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem
+from pretuned.artifacts.records.target import LocalGpu
 from pretuned.kernels.cost.model import Ranker, Resources
 from pretuned.kernels.hardware.chips import Chip, chip_of
+from pretuned.runtime.dispatch.neighbours import Neighbourhood, blended
+from pretuned.runtime.dispatch.places import Kind, Place
+from pretuned.runtime.dispatch.snapshot import Snapshot
 
 BUNDLE = Path(__file__).parents[2] / "artifacts" / "bundles" / "catalogue-sm90.msgpack"
 TOKENS = (16, 128, 1024, 8192)
@@ -37,6 +49,8 @@ MOST_BYTES = 16 << 30  # of one product's weights
 # Variants that the model expects to take more than so many times the least are not timed. In the 100,000 cells of the
 # catalogue's journals the fastest had at most 1.65 times the least estimate.
 MOST_TIMES = 2.0
+
+UP_TO = (64, 512, 4096)  # tokens: the table's columns
 
 Sizes = tuple[int, int, int]  # E, N, K
 
@@ -49,7 +63,7 @@ class Measures(Protocol):
 
 def drawn(seed: int, known: set[Sizes]) -> Iterator[Sizes]:
     """E, N and K of products that a seed draws, none of them ``known``, each once."""
-    draw, seen = random.Random(seed), set(known)  # noqa: S311
+    draw, seen = random.Random(seed), set(known)
     while True:
         E = round(math.exp(draw.uniform(math.log(7), math.log(200))))
         H, width = 64 * draw.randint(24, 100), 32 * draw.randint(20, 144)
@@ -98,10 +112,87 @@ def time_all(
                     journal.append(records)
                     raise SystemExit(f"{job.problem}, {job.bucket} rows: a CUDA error, start again to go on")
             journal.append(records)
-            print(f"{time.monotonic() - begun:6.1f} s  E={sizes[0]} N={sizes[1]} K={sizes[2]}  {cells} cells", flush=True)
-            if time.monotonic() - begun > seconds:
+            passed = time.monotonic() - begun
+            print(f"{passed:6.1f} s  E={sizes[0]} N={sizes[1]} K={sizes[2]}  {cells} cells", flush=True)
+            if passed > seconds:
                 break
     return cells
+
+
+class Judged(NamedTuple):
+    """A cell: the time of each choice over that of the fastest, less 1; torch's over the runtime's, if it was timed."""
+
+    problem: Problem
+    tokens: int
+    modelled: float
+    chosen: float
+    torch: float | None
+
+
+def left_out(problem: Problem) -> set[Sizes]:
+    """The sizes of a problem, and those that its layer's other product may have, with a gate and without."""
+    E, N, K = problem.E, problem.N, problem.K
+    return {(E, N, K), (E, K, N), (E, 2 * K, N), (E, K, N // 2)}
+
+
+def judged(bundle: BundleFile, contents: Contents) -> Iterator[Judged]:
+    """What is chosen in each cell of a journal, of the bundle's variants that were timed there, two at least."""
+    header, evidence = contents.header, Timings.of(contents)
+    local, chip = LocalGpu(header.sm, header.gpu), chip_of(header.gpu, header.sm)
+    snapshot = Snapshot([Place(Kind.NAMED, Path(bundle.path))])
+    known = Neighbourhood(snapshot, local, snapshot.view(local, installed=False))
+    variants = bundle.variants()
+    by_problem: dict[Problem, list[int]] = {}
+    for problem, bucket in evidence.cells:
+        by_problem.setdefault(problem, []).append(bucket)
+    for problem, buckets in by_problem.items():
+        able = [i for i, one in enumerate(variants) if serves(one, problem)]
+        ranker = Ranker([Resources.of(variants[i]) for i in able], problem.op, problem.dtype, chip)
+        rest = known.without(left_out(problem))
+        for bucket in buckets:
+            cell = evidence.cells[problem, bucket]
+            times = {i: cell.times_ns[sha] for i in able if (sha := variants[i].cubin_sha256) in cell.times_ns}
+            if len(times) < 2:
+                continue
+            ranked = [(us, able[at]) for us, at in ranker.rank(problem, bucket)]
+            near = rest.near(problem, bucket)
+            ordered = [i for *_, i in blended(near, problem, bucket, chip, ranked, bundle.variant)] if near else []
+            modelled = next(i for _, i in ranked if i in times)
+            chosen = next((i for i in ordered if i in times), modelled)
+            least, torch_ns = min(times.values()), cell.torch_ns
+            yield Judged(
+                problem, bucket // top_k_of(problem.E, bucket), times[modelled] / least - 1, times[chosen] / least - 1,
+                None if torch_ns is None else torch_ns / times[chosen],
+            )  # fmt: skip
+
+
+def show(name: str, losses: Sequence[tuple[int, float]]) -> None:
+    """One row: of (tokens, loss) the mean, the 95th percentile and the worst, and means by tokens."""
+    every = sorted(loss for _, loss in losses)
+    row = f"{name:28}{len(every):6} {statistics.fmean(every):8.2%}{every[int(0.95 * len(every))]:8.1%}{every[-1]:7.0%}"
+    for low, high in zip((0, *UP_TO), (*UP_TO, math.inf), strict=True):
+        some = [loss for tokens, loss in losses if low < tokens <= high]
+        row += f"{statistics.fmean(some):8.2%}" if some else f"{'':8}"
+    print(row)
+
+
+def table(found: Iterable[Judged]) -> None:
+    """What the choices lose, of all cells and of each op."""
+    every = list(found)
+    head = "".join(f"{f'T<={most}':>8}" for most in UP_TO)
+    print(f"{'':28}{'cells':>6} {'mean':>8}{'p95':>8}{'worst':>7}{head}{f'T>{UP_TO[-1]}':>8}")
+    for op in (None, *Op):
+        some = [one for one in every if op in (None, one.problem.op)]
+        if some:
+            what = "all" if op is None else op.value
+            show(f"{what}, cost model", [(one.tokens, one.modelled) for one in some])
+            show(f"{what}, neighbours too", [(one.tokens, one.chosen) for one in some])
+    beside = [one.torch for one in every if one.torch is not None]
+    if beside:
+        behind = sum(gain < 0.97 for gain in beside)
+        speed = statistics.geometric_mean(beside)
+        print(f"{len(beside)} cells compared with torch's grouped_mm: {speed:.2f}x its speed, slower "
+              f"by over 3 % in {behind}, at worst {min(beside):.2f}x")  # fmt: skip
 
 
 def _sizes(text: str) -> Sizes:
@@ -133,7 +224,14 @@ def main() -> None:
             header = Header(bench.local.sm, bench.local.gpu, bundle.kernels)
             cells = time_all(every, bundle, bench, header, args.time, args.seconds, quick=args.quick)
             print(f"{cells} cells of {len(every)} products in {args.time}")
-        sys.exit()
+        return
+    try:
+        with open_bundle(args.bundle) as bundle:
+            for path in args.journals:
+                print(path)
+                table(judged(bundle, read_journal(path)))
+    except PretunedError as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ wholly: they are joined by a p-norm. Pure Python, no torch: the runtime calls it
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -73,7 +73,7 @@ def _waves(count: float) -> float:
     return 1.0 if count <= 1.0 else 0.5 * (math.ceil(count) + count + 0.5)
 
 
-def _mean_waves(count: float, spread: float, saved: float) -> float:
+def mean_waves(count: float, spread: float, saved: float = 0.0) -> float:
     """The mean of ceil over count - spread .. count + spread; a last wave at most half full takes ``saved`` less."""
     high = count + spread
     if high <= 1.0 and not saved:
@@ -150,11 +150,11 @@ def _rows_ns(profile: Profile, work: _Work, chip: Chip, c: Constants, family: Co
     if config.cache is Cache.EVICT_FIRST:
         memory_ns += _streamed_ns(work, chip, c)
     spread = 0.5 * column_tiles * math.sqrt(rows.active) / slots
-    waves = _mean_waves(per_slot, spread, saved)
-    worked = waves if share == 1.0 else _mean_waves(per_slot * share, spread, saved)
+    waves = mean_waves(per_slot, spread, saved)
+    worked = waves if share == 1.0 else mean_waves(per_slot * share, spread, saved)
     beside = profile.occupancy
     rate_ns = tile_steps * profile.step_ns
-    rate_ns *= worked if beside == 1 else _mean_waves(per_slot * share * beside, spread * beside, saved)
+    rate_ns *= worked if beside == 1 else mean_waves(per_slot * share * beside, spread * beside, saved)
     chain_ns = worked * tile_steps * profile.chain_ns + (waves - 1.0) * profile.tile_ns
     if empty > 0.0:
         chain_ns += empty * c.empty_program_ns / slots
@@ -291,17 +291,20 @@ class Ranker:
         ValueError
             if M is below 1, or the problem's op or dtype is not the ranker's.
         """
+        times = self.estimates(problem, M, range(len(self._candidates)))
+        return sorted(times, key=lambda time: (time[0], self._candidates[time[1]].config, time[1]))
+
+    def estimates(self, problem: Problem, M: int, some: Iterable[int]) -> list[tuple[float, int]]:
+        """(estimate in us, index) of some of the candidates, in the order of ``some``; raises as ``rank`` does."""
         _check_rows(M)
         if problem.op is not self._op or problem.dtype is not self._dtype:
             wanted = f"{self._op.value} {self._dtype.value}"
             raise ValueError(f"the ranker is for {wanted}, got {problem}; make one for that op and dtype")
         if problem.dtype.quantised:
-            mixed = [(_mixed_us(problem, M, one, self._chip), i) for i, one in enumerate(self._candidates)]
-            return sorted(mixed, key=lambda time: (time[0], self._candidates[time[1]].config, time[1]))
+            return [(_mixed_us(problem, M, self._candidates[i], self._chip), i) for i in some]
         work, chip, constants = _work(problem, M), self._chip, self._constants
         family = constants.family(chip.sm)
-        times = [(_time_us(profile, work, chip, constants, family), i) for i, profile in enumerate(self._profiles)]
-        return sorted(times, key=lambda time: (time[0], self._profiles[time[1]].config, time[1]))
+        return [(_time_us(self._profiles[i], work, chip, constants, family), i) for i in some]
 
 
 def _check_rows(M: int) -> None:

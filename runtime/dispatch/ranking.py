@@ -8,7 +8,7 @@ A candidate ranks by, in this order:
 3. ``Origin``: measured on this very GPU, measured on its capability, modelled for its capability,
    built for a binary-compatible one, compiled by this process because nothing else could run;
 4. ``Match``: this problem and bucket, this problem at the nearest bucket, the cost model over the
-   variants that are there;
+   variants that are there, blended with what was measured around this problem and bucket (``neighbours.py``);
 5. if on another GPU of its capability, how like this one that is, by SM count and memory;
 6. the place of its bundle, in the order in which places are asked, and in one bundle the order of its GPUs.
 
@@ -25,7 +25,6 @@ it knows nothing. What it has modelled is chosen anew among all variants, for th
 from __future__ import annotations
 
 import enum
-import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -39,13 +38,15 @@ from ...kernels.contract.config import Config
 from ...kernels.contract.spec import Spec
 from ...kernels.hardware import arch, chips
 from .. import verdicts
+from .neighbours import Near, blended, config_of, gpus_apart, key_of, neighbourhood
 from .places import Kind
 from .snapshot import Snapshot, Usable, View
 
 if TYPE_CHECKING:
     from ...kernels.cost.model import Ranker
+    from ...kernels.hardware.chips import Chip
 
-    _Ranked: TypeAlias = tuple[View, list[tuple[Usable, int, Variant]], Ranker]
+    _Ranked: TypeAlias = tuple[View, list[tuple[Usable, int, Variant]], Ranker, Chip]
 
 
 _NEAR = 1  # doublings of the rows
@@ -74,7 +75,7 @@ class Match(enum.IntEnum):
 class Candidate:
     """A variant that can run the call. ``time_us`` was measured or modelled, as ``source`` says, at ``bucket``.
 
-    ``gpu`` is the one that it was measured on.
+    ``gpu`` is the one that it was measured on. ``near`` is what was measured around the cell, where that counted.
     """
 
     usable: Usable
@@ -86,6 +87,7 @@ class Candidate:
     bucket: int
     time_us: float
     gpu: Gpu | None
+    near: Near | None = None
 
     @property
     def config(self) -> Config:
@@ -159,7 +161,7 @@ def _claims(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View) -
     if known is None:
         by_origin: dict[Origin, dict[int, list[_RankedChoice]]] = {}
         for usable in view.usable:
-            apart = [_apart(one, local.gpu) for one in usable.bundle.gpus]
+            apart = [gpus_apart(one, local.gpu) for one in usable.bundle.gpus]
             here = {gpu for gpu, one in enumerate(usable.bundle.gpus) if one.is_like(local.gpu)}
             native = usable.bundle.target.sm == local.sm
             for choice in snapshot.find(usable.bundle, problem):
@@ -183,24 +185,36 @@ def modelled(
     """What the cost model says of every variant that fits, whatever it was chosen for; the best ``most`` of them."""
     if local.sm not in arch.ARCHS:
         return []
-    _, fitting, ranker = _ranked(snapshot, problem, local, view, aligned)
+    _, fitting, ranker, chip = _ranked(snapshot, problem, local, view, aligned)
+    around = neighbourhood(snapshot, local, view).near(problem, bucket, aligned=aligned)
+    able = [at for at, (_, _, variant) in enumerate(fitting) if _is_able(variant, problem)]
+    if around is not None and most is not None:  # to estimate the others takes longer than all the rest
+        able = [at for at in able if key_of(fitting[at][2]) in around.ratios.of] or able
+    estimates = ranker.estimates(problem.canonical, bucket, able)
+    if around is not None:
+        expected = blended(around, problem, bucket, chip, estimates, lambda at: fitting[at][2])
+    else:
+        expected = [(False, time_us, at) for time_us, at in estimates if math.isfinite(time_us)]
     found = []
-    for time_us, at in ranker.rank(problem.canonical, bucket):
-        usable, index, variant = fitting[at]
+    for won_nowhere, time_us, at in expected:
+        usable, index, _ = fitting[at]
         origin = Origin.MODELLED if usable.bundle.target.sm == local.sm else Origin.COMPATIBLE
         origin = Origin.COMPILED if usable.place.kind is Kind.PROCESS else origin
-        config = _known(variant.config)
-        if config is None or variant.max_experts < problem.E or registry.beyond(problem, config):
-            continue
-        if math.isfinite(time_us):
-            found.append((origin, time_us, usable.order, index, at))
+        found.append((origin, won_nowhere, time_us, usable.order, index, at))
     # All variants of one origin compete: the place only breaks ties.
     return [
         Candidate(
-            fitting[at][0], index, fitting[at][2], origin, Match.COST_MODEL, Source.MODELLED, bucket, time_us, None
+            fitting[at][0], index, fitting[at][2], origin, Match.COST_MODEL, Source.MODELLED, bucket, time_us, None,
+            around if not won_nowhere else None,
         )
-        for origin, time_us, _, index, at in sorted(found)[:most]
-    ]
+        for origin, won_nowhere, time_us, _, index, at in sorted(found)[:most]
+    ]  # fmt: skip
+
+
+def _is_able(variant: Variant, problem: Problem) -> bool:
+    """Whether a variant that can run small problems of this kind can run this one."""
+    config = config_of(variant.config)
+    return config is not None and variant.max_experts >= problem.E and not registry.beyond(problem, config)
 
 
 def why_not(variant: Variant, problem: Problem, local: LocalGpu, *, aligned: bool) -> str | None:
@@ -208,7 +222,7 @@ def why_not(variant: Variant, problem: Problem, local: LocalGpu, *, aligned: boo
     first, last = words.READS_ABI
     if not first <= variant.abi <= last:
         return f"its launch ABI is {variant.abi}, this version launches {first}-{last}"
-    config = _known(variant.config)
+    config = config_of(variant.config)
     if config is None:
         return "its config is not one that this version knows"
     spec = Spec(problem.op, problem.dtype, config, variant.layout, variant.fusion)
@@ -244,7 +258,7 @@ def _ranked(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View, a
         fitting = [one for one in every if not one[0].bundle.producer.held_against] or every
         resources = [Resources.of(variant) for *_, variant in fitting]
         op, chip = problem.canonical.op, chips.chip_of(local.gpu, local.sm)
-        known = view, fitting, Ranker(resources, op, problem.dtype, chip)
+        known = view, fitting, Ranker(resources, op, problem.dtype, chip), chip
         snapshot.rankers[key] = known
     return known
 
@@ -258,19 +272,6 @@ def _fits(usable: Usable, variant: Variant) -> bool:
     from ...kernels.cost.fits import rejection  # here, as most processes have a bundle for all that they call
 
     return rejection(variant, arch.arch_of(usable.bundle.target.sm)) is None
-
-
-@functools.lru_cache(maxsize=4096)
-def _known(pairs: tuple[tuple[str, int], ...]) -> Config | None:
-    try:
-        return Config.from_pairs(pairs)
-    except ValueError:
-        return None
-
-
-def _apart(one: Gpu, other: Gpu) -> float:
-    """How unlike two GPUs of one capability are, in doublings of SMs and of memory."""
-    return abs(math.log2(one.sm_count / other.sm_count)) + abs(math.log2(one.memory_mib / other.memory_mib))
 
 
 def _origin(choice: Choice, here: set[int], native: bool, usable: Usable) -> Origin:

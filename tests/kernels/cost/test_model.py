@@ -17,7 +17,7 @@ from pretuned.artifacts.records.precision import PLAIN_DTYPES, DType
 from pretuned.artifacts.records.problem import Op, Problem
 from pretuned.kernels.contract.config import Cache, Config, Loads, Schedule
 from pretuned.kernels.cost.constants import CONSTANTS, Constants
-from pretuned.kernels.cost.model import Ranker, Resources, _mean_waves, estimate_us, occupancy
+from pretuned.kernels.cost.model import Ranker, Resources, estimate_us, mean_waves, occupancy
 from pretuned.kernels.hardware.arch import limits
 from pretuned.kernels.hardware.chips import CHIPS, Chip, chip_for, chip_named
 from pretuned.kernels.search import space
@@ -364,7 +364,7 @@ def test_row_tiles_out_of_step_read_long_columns_of_weights_again() -> None:
 
 
 @given(count=st.floats(0.001, 300.0), spread=st.floats(0.0, 4.0), saved=st.sampled_from([0.0, 0.4]))
-def test_mean_waves_are_the_mean_of_whole_waves(count: float, spread: float, saved: float) -> None:
+def testmean_waves_are_the_mean_of_whole_waves(count: float, spread: float, saved: float) -> None:
     def waves(count: float) -> float:
         whole = math.ceil(count)
         return whole - saved if whole - count >= 0.5 else whole
@@ -373,8 +373,8 @@ def test_mean_waves_are_the_mean_of_whole_waves(count: float, spread: float, sav
     points = [low + (high - low) * (i + 0.5) / 4000 for i in range(4000)]
     if spread > 0.01:
         mean = sum(map(waves, points)) / len(points)
-        assert _mean_waves(count, spread, saved) == pytest.approx(max(1.0 - saved, mean), abs=0.02)
-    assert 1.0 - saved <= _mean_waves(count, spread, saved) <= count + spread + 1.0
+        assert mean_waves(count, spread, saved) == pytest.approx(max(1.0 - saved, mean), abs=0.02)
+    assert 1.0 - saved <= mean_waves(count, spread, saved) <= count + spread + 1.0
 
 
 def test_what_the_kernels_may_learn_is_switched_on_by_itself() -> None:
