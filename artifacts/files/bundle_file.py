@@ -10,13 +10,14 @@ import stat
 import weakref
 from collections.abc import Callable, Iterable
 from types import TracebackType
+from typing import Any
 
 from ..errors import BundleError, BundleUnreadable, BundleUntrusted, HostError
 from ..format import codec
 from ..format.index import GLANCED_BYTES, Index, glance, glance_at_gpus
 from ..format.wire import BLOB_HEADER_BYTES, PREAMBLE_BYTES, blob_header, check_index, corrupt, read_preamble
 from ..limits import MAX_FILE_BYTES, MAX_OPEN_BUNDLES
-from ..records.bundle import Bundle, Choice, Kernel, Model, Producer, Timed, Variant
+from ..records.bundle import Bundle, Choice, Kernel, Model, Producer, Variant
 from ..records.problem import Problem
 from ..records.target import Gpu, Target
 from . import packed, trust
@@ -310,8 +311,8 @@ class BundleFile:
         """The choices for ``problem``, ascending by bucket and GPU; () if it is not in the bundle."""
         return self._index.find(problem)
 
-    def timed(self, problem: Problem) -> list[Timed]:
-        """The measured choices for ``problem`` as plain numbers; [] if it is not in the bundle."""
+    def timed(self, problem: Problem) -> list[list[Any]]:
+        """The measured choices for ``problem``, each a list of the fields of ``Timed``; [] if it is not in the bundle."""
         return self._index.timed(problem)
 
     def judged_on(self, i: int) -> Gpu | None:

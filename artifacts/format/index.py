@@ -7,11 +7,12 @@ import math
 import operator
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from .. import limits as lim
 from ..errors import BundleCorrupt
 from ..names import is_label
-from ..records.bundle import Choice, Model, Timed, Variant
+from ..records.bundle import Choice, Model, Variant
 from ..records.problem import Fusion, Op, Problem
 from ..records.target import Gpu, Target
 from .checks import fields, integer, items, name, pick
@@ -169,8 +170,8 @@ class Index:
         record = self._choices.get(key)
         return () if record is None else self._read_choices(record, problem)
 
-    def timed(self, problem: Problem) -> list[Timed]:
-        """The measured choices for ``problem``, as plain numbers: for who reads those of hundreds of problems."""
+    def timed(self, problem: Problem) -> list[list[Any]]:
+        """The measured choices for ``problem``, each with the fields of ``Timed``: hundreds are read before one choice."""
         record = self._choices.get(pack_problem(problem))
         try:
             return [] if record is None else read_timed(record, len(self._variants), len(self.gpus))

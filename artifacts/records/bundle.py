@@ -98,14 +98,15 @@ class Choice:
 
 
 class Timed(NamedTuple):
-    """A measured choice as plain numbers: the GPU and the variants are indices, times are in ns."""
+    """A measured choice as its record has it: variants and the GPU are indices, ``source`` is 1."""
 
-    bucket: int
-    gpu: int
+    log2_bucket: int
     variant: int
+    source: int
     time_ns: int
     runner_up: int | None
     runner_up_ns: int | None
+    gpu: int
 
 
 @dataclass(frozen=True, slots=True)

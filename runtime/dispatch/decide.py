@@ -23,6 +23,7 @@ from .. import hooks
 from ..locks import lock
 from . import compiled
 from .hints import nearest_shapes, remedy
+from .neighbours import Near
 from .places import Kind
 from .ranking import Candidate, Match, Origin, chosen, modelled
 from .snapshot import Rejected, Snapshot, View
@@ -216,6 +217,8 @@ def _standing(candidate: Candidate, bucket: int, local: LocalGpu) -> str:
     target = candidate.usable.bundle.target
     if candidate.match is Match.COST_MODEL:
         what = "the cost model's choice among the variants that are there: no bundle has this problem for this call"
+        if candidate.near is not None:
+            what = f"{_nearness(candidate.near, local)}: no bundle has this problem for this call"
         if candidate.origin is Origin.COMPILED:
             return "compiled now by Triton, the cost model's choice: no bundle has a variant that can run it"
         if candidate.usable.place.kind is Kind.CANDIDATES:
@@ -232,6 +235,13 @@ def _standing(candidate: Candidate, bucket: int, local: LocalGpu) -> str:
     if candidate.match is Match.EXACT:
         return f"{what}, for this problem and M near {bucket}"
     return f"{what}, for this problem at M near {candidate.bucket}, the nearest to {bucket} that there is"
+
+
+def _nearness(near: Near, local: LocalGpu) -> str:
+    one, count = near.nearest, near.shapes
+    where = "this GPU" if near.gpu.is_like(local.gpu) else near.gpu.name
+    shapes = f"{count} measured shapes near it, the nearest" if count > 1 else "the measured shape nearest to it,"
+    return f"like {shapes} E={one.E} N={one.N} K={one.K} on {where}"
 
 
 def miss_reason(problem: Problem, local: LocalGpu, view: View) -> str:

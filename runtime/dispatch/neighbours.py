@@ -12,63 +12,64 @@ import contextlib
 import copy
 import functools
 import math
-from collections.abc import Callable, Container, Iterable, Iterator
-from typing import NamedTuple, TypeAlias
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 from ...artifacts.errors import BundleError
-from ...artifacts.records.bundle import Variant
+from ...artifacts.records.bundle import Timed, Variant
 from ...artifacts.records.problem import Problem
 from ...artifacts.records.target import Gpu, LocalGpu
 from ...kernels.contract.config import Config
 from ...kernels.contract.words import has_aligned_rows
 from ...kernels.cost import neighbours as cost
-from ...kernels.cost.neighbours import Evidence, Ratios
+from ...kernels.cost.neighbours import Evidence
 from ...kernels.hardware import chips
 from ...kernels.hardware.chips import Chip
 from .places import Kind
 from .snapshot import Rejected, Snapshot, Usable, View
 
-Key: TypeAlias = "tuple[tuple[tuple[str, int], ...], bool]"  # a config, and whether its code needs aligned rows
+_Key: TypeAlias = "tuple[tuple[tuple[str, int], ...], bool]"  # a config, and whether its code needs aligned rows
 _GpuKind: TypeAlias = "tuple[str, int, int]"
 _Kind: TypeAlias = "tuple[object, ...]"
 _Sizes: TypeAlias = "tuple[int, int, int]"  # E, N and K
 _Place: TypeAlias = "tuple[float, float, float]"  # the binary logarithms of E, N and K
-_Found: TypeAlias = "tuple[float, int, int, _Cell, _Shape]"  # distance, index of the shape, logarithm of M
+_Cell: TypeAlias = "tuple[Usable, list[Any]]"  # a bundle, and what it says of the cell, as ``Timed`` has it
+_Found: TypeAlias = "tuple[float, int, int, _Shape]"  # distance, index of the shape, logarithm of M
 
-_WINDOWS = (1.0, 2.0, math.inf)  # doublings of E between which shapes are looked for
-_BESIDE = 3  # buckets to either side of the best one of a shape that are looked at
+_WINDOWS = (0.8, 1.6, math.inf)  # doublings of E between which shapes are looked for
+_BESIDE = 2  # buckets to either side of the best one of a shape that are looked at
 _MORE = 24  # cells that are found before they are sorted again
+_SHAPES = 40  # of a window, that are looked at
 _RECENT = 256  # sizes whose near shapes are kept
 
 
 class Near(NamedTuple):
-    """The measured cells around a cell: what times are there, of how many shapes, the nearest shape, on which GPU."""
+    """The measured cells around a cell: the ratios of times there, of how many shapes, the nearest, on which GPU.
 
-    ratios: Ratios
+    ``won`` has the variants, by their ``number``, that are a choice or a runner-up there.
+    """
+
+    won: Mapping[int, float]
+    others: float
     shapes: int
     nearest: Problem
     gpu: Gpu
 
 
-class _Cell:
-    """A measured cell of a shape: its variants with their times in ns, and, once they were asked for, the ratios."""
-
-    __slots__ = ("M", "ratios", "times")
-
-    def __init__(self, M: int, times: list[tuple[Key, int]]) -> None:
-        self.M, self.times = M, times
-        self.ratios: tuple[tuple[Key, float], ...] | None = None
-
-
 class _Shape:
-    """E, N and K that bundles have, by all names there; its cells by GPU and the logarithm of M, once they are read."""
+    """E, N and K that bundles have, by all names there.
 
-    __slots__ = ("cells", "names", "problem")
+    ``cells`` are the measured ones once they were read, by GPU and the logarithm of M; ``ratios`` those of cells that
+    were used, by GPU and logarithm.
+    """
+
+    __slots__ = ("cells", "names", "problem", "ratios")
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.names: list[tuple[Usable, Problem]] = []
         self.cells: dict[_GpuKind, dict[int, _Cell]] | None = None
+        self.ratios: dict[tuple[_GpuKind, int], list[tuple[int, float]]] = {}
 
 
 class _Family:
@@ -89,11 +90,14 @@ class _Family:
             first = bisect.bisect_left(self.places, (E - doublings,))
             last = bisect.bisect_right(self.places, (E + doublings, math.inf))
             limit, at_E, at_size = cost.EXPERTS * doublings * doublings, cost.EXPERTS, cost.SIZE
+            side = math.sqrt(limit / at_size)  # further no N or K is
+            low_N, high_N, low_K, high_K = N - side, N + side, K - side, K + side
             every = [
                 (at_E * (e - E) * (e - E) + at_size * ((n - N) * (n - N) + (k - K) * (k - K)), at)
                 for at, (e, n, k) in enumerate(self.places[first:last], first)
+                if low_N <= n <= high_N and low_K <= k <= high_K
             ]
-            found = sorted(one for one in every if one[0] <= limit)
+            found = sorted(one for one in every if one[0] <= limit)[:_SHAPES]
             if len(self.recent) >= _RECENT:
                 self.recent.clear()
             self.recent[place, doublings] = found
@@ -113,7 +117,8 @@ class Neighbourhood:
         """
         self.view = view  # whose identity is this one's key
         self._snapshot, self._local = snapshot, local
-        self._keys: dict[tuple[int, int], Key] = {}
+        self._numbers: dict[tuple[int, int], int] = {}  # of a bundle's variant, that of its key: keys are slow to hash
+        self._keys: dict[_Key, int] = {}
         shapes: dict[_Kind, dict[_Sizes, _Shape]] = {}
         gpus: dict[_GpuKind, Gpu] = {}
         for usable in view.usable:
@@ -158,8 +163,9 @@ class Neighbourhood:
             return None
         for gpu in self._gpus:
             found = self._nearest(family, _place(wanted), math.log2(bucket), _gpu_kind(gpu))
-            if found:
-                return _summed(found, gpu, self._local.sm)
+            near = self._near(found, gpu) if found else None
+            if near is not None:
+                return near
         return None
 
     def _nearest(self, family: _Family, place: _Place, M: float, gpu: _GpuKind) -> list[_Found]:
@@ -180,43 +186,79 @@ class Neighbourhood:
                 apart = cost.SIZE * ((e - E) * (e - E) + (n - N) * (n - N) + (k - K) * (k - K))
                 middle = round(M + cost.NEAREST_M * (e - E))
                 for log2 in range(middle - _BESIDE, middle + _BESIDE + 1):
-                    cell = cells.get(log2)
-                    if cell is not None:
+                    if log2 in cells:
                         rows = log2 - M
                         each = rows - e + E
                         distance = apart + cost.ROWS * rows * rows + cost.EXPERT_ROWS * each * each
-                        best.append((distance, at, log2, cell, shape))
+                        best.append((distance, at, log2, shape))
                 if len(best) >= full:
                     best.sort()
                     del best[most:]
                     edge, full = best[-1][0], most + _MORE
             best.sort()
             del best[most:]
-            if len(best) == most and best[-1][0] <= cost.EXPERTS * doublings * doublings:
-                break  # no shape beyond the window is nearer
+            if len(best) == most:
+                break  # a few rows may be nearer to many of few experts: no matter
         return best
 
     def _read(self, shape: _Shape) -> dict[_GpuKind, dict[int, _Cell]]:
         """The measured cells of a shape, read once: of two bundles with one cell the first's."""
         found: dict[_GpuKind, dict[int, _Cell]] = {}
-        for usable, name in shape.names:
-            kinds = [_gpu_kind(gpu) for gpu in usable.bundle.gpus]
+        for usable, name in reversed(shape.names):
             with _checked(self._snapshot, usable):
                 timed = usable.bundle.timed(name)
-            for bucket, gpu, variant, time_ns, runner_up, runner_up_ns in timed:
-                named = ((variant, time_ns), (runner_up, runner_up_ns))
-                keys = [(self._key(usable, i), ns) for i, ns in named if i is not None and ns is not None]
-                times = [(key, ns) for key, ns in keys if config_of(key[0]) is not None]
-                if times:
-                    found.setdefault(kinds[gpu], {}).setdefault(bucket.bit_length() - 1, _Cell(bucket, times))
+            for number, gpu in enumerate(usable.bundle.gpus):
+                cells = {row[0]: (usable, row) for row in timed if row[6] == number}
+                if cells:
+                    found.setdefault(_gpu_kind(gpu), {}).update(cells)
         shape.cells = found
         return found
 
-    def _key(self, usable: Usable, variant: int) -> Key:
-        key = self._keys.get((usable.order, variant))
-        if key is None:
-            key = self._keys[usable.order, variant] = key_of(self._snapshot.variant(usable.bundle, variant))
-        return key
+    def number(self, variant: Variant) -> int:
+        """A number for all variants of one config, in whatever bundle; -1 where this version does not know it.
+
+        Configs are slow to hash. Code that needs aligned rows has another one than code that doesn't.
+        """
+        if config_of(variant.config) is None:
+            return -1
+        return self._keys.setdefault((variant.config, variant.alignment > 1), len(self._keys))
+
+    def _number(self, usable: Usable, variant: int) -> int:
+        number = self._numbers.get((usable.order, variant))
+        if number is None:
+            number = self.number(self._snapshot.variant(usable.bundle, variant))
+            self._numbers[usable.order, variant] = number
+        return number
+
+    def _near(self, found: list[_Found], gpu: Gpu) -> Near | None:
+        kind, evidence = _gpu_kind(gpu), []
+        for distance, _, log2, shape in found:
+            known = shape.ratios.get((kind, log2))
+            if known is None:
+                known = shape.ratios[kind, log2] = self._ratios(shape, log2, gpu)
+            if known:
+                evidence.append(Evidence(distance, known))
+        if not evidence:
+            return None
+        ratios = cost.ratios(evidence)
+        return Near(ratios.of, ratios.others, len({id(shape) for *_, shape in found}), found[0][3].problem, gpu)
+
+    def _ratios(self, shape: _Shape, log2: int, gpu: Gpu) -> list[tuple[int, float]]:
+        """The ratios of the variants that a cell names; none where this version knows none of their configs."""
+        assert shape.cells is not None
+        usable, row = shape.cells[_gpu_kind(gpu)][log2]
+        timed = Timed(*row)
+        one, chip = shape.problem, chips.chip_of(gpu, self._local.sm)
+        named = [(timed.variant, timed.time_ns)]
+        if timed.runner_up is not None and timed.runner_up_ns is not None:
+            named.append((timed.runner_up, timed.runner_up_ns))
+        found = []
+        for variant, ns in named:
+            config = config_of(self._snapshot.variant(usable.bundle, variant).config)
+            if config is not None:
+                tiles_us = cost.tiles_us(one.op, one.dtype, (one.E, one.N, one.K, 1 << log2), config, chip)
+                found.append((self._number(usable, variant), math.log(ns * 1e-3 / tiles_us)))
+        return found
 
 
 def neighbourhood(snapshot: Snapshot, local: LocalGpu, view: View) -> Neighbourhood:
@@ -228,46 +270,25 @@ def neighbourhood(snapshot: Snapshot, local: LocalGpu, view: View) -> Neighbourh
     return known
 
 
-def _summed(found: list[_Found], gpu: Gpu, sm: int) -> Near:
-    chip = chips.chip_of(gpu, sm)
-    evidence = []
-    for distance, _, _, cell, shape in found:
-        if cell.ratios is None:
-            one = shape.problem
-            sizes = (one.E, one.N, one.K, cell.M)
-            cell.ratios = tuple(
-                (key, math.log(ns * 1e-3 / cost.tiles_us(one.op, one.dtype, sizes, config, chip)))
-                for key, ns in cell.times
-                if (config := config_of(key[0])) is not None
-            )
-        evidence.append(Evidence(distance, cell.ratios))
-    shapes = {id(shape) for *_, shape in found}
-    return Near(cost.ratios(evidence), len(shapes), found[0][4].problem, gpu)
-
-
 def blended(
-    near: Near, problem: Problem, bucket: int, chip: Chip, estimates: Iterable[tuple[float, int]],
-    variant: Callable[[int], Variant],
+    near: Near, problem: Problem, bucket: int, chip: Chip, estimates: Sequence[tuple[float, int]],
+    variants: Mapping[int, tuple[int, Config]],
 ) -> list[tuple[bool, float, int]]:  # fmt: skip
-    """(whether it won nowhere near, expected time in us, index) of variants with their estimates, best first.
+    """(whether it won nowhere near, expected time in us, index) of variants, best first.
 
-    ``estimates`` are the cost model's: (us, index of a ``variant``).
+    ``estimates`` are the cost model's: (us, index). ``variants`` has the number and the config of each index.
     """
     wanted = problem.canonical
     sizes = (wanted.E, wanted.N, wanted.K, bucket)
-    every = [(us, at, variant(at)) for us, at in estimates if math.isfinite(us)]
-    ratios = near.ratios.of
-    won = [us for us, _, one in every if key_of(one) in ratios]
-    least = min(won or [us for us, *_ in every], default=0.0)
+    won = [us for us, at in estimates if variants[at][0] in near.won]
+    least = min(won or (us for us, _ in estimates), default=0.0)
     found = []
-    for us, at, one in every:
-        config = config_of(one.config)
-        if config is None:
-            continue
-        tiles_us = cost.tiles_us(wanted.op, wanted.dtype, sizes, config, chip)
-        ratio = ratios.get(key_of(one))
-        expected_us = tiles_us * math.exp(near.ratios.others if ratio is None else ratio)
-        found.append((ratio is None, expected_us * (us / least) ** cost.MODEL_SHARE, at))
+    for us, at in estimates:
+        number, config = variants[at]
+        ratio = near.won.get(number)
+        expected_us = cost.tiles_us(wanted.op, wanted.dtype, sizes, config, chip)
+        expected_us *= math.exp(near.others if ratio is None else ratio) * (us / least) ** cost.MODEL_SHARE
+        found.append((ratio is None, expected_us, at))
     return sorted(found)
 
 
@@ -278,11 +299,6 @@ def config_of(pairs: tuple[tuple[str, int], ...]) -> Config | None:
         return Config.from_pairs(pairs)
     except ValueError:
         return None
-
-
-def key_of(variant: Variant) -> Key:
-    """What a variant is known by in all bundles."""
-    return variant.config, variant.alignment > 1
 
 
 def _kind(problem: Problem, aligned: bool) -> _Kind:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -38,7 +38,7 @@ from ...kernels.contract.config import Config
 from ...kernels.contract.spec import Spec
 from ...kernels.hardware import arch, chips
 from .. import verdicts
-from .neighbours import Near, blended, config_of, gpus_apart, key_of, neighbourhood
+from .neighbours import Near, Neighbourhood, blended, config_of, gpus_apart, neighbourhood
 from .places import Kind
 from .snapshot import Snapshot, Usable, View
 
@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     from ...kernels.cost.model import Ranker
     from ...kernels.hardware.chips import Chip
 
-    _Ranked: TypeAlias = tuple[View, list[tuple[Usable, int, Variant]], Ranker, Chip]
+    _Fitting: TypeAlias = list[tuple[Usable, int, Variant]]
+    _Ranked: TypeAlias = tuple[View, _Fitting, Ranker, Chip]
 
 
 _NEAR = 1  # doublings of the rows
@@ -186,15 +187,18 @@ def modelled(
     if local.sm not in arch.ARCHS:
         return []
     _, fitting, ranker, chip = _ranked(snapshot, problem, local, view, aligned)
-    around = neighbourhood(snapshot, local, view).near(problem, bucket, aligned=aligned)
-    able = [at for at, (_, _, variant) in enumerate(fitting) if _is_able(variant, problem)]
-    if around is not None and most is not None:  # to estimate the others takes longer than all the rest
-        able = [at for at in able if key_of(fitting[at][2]) in around.ratios.of] or able
-    estimates = ranker.estimates(problem.canonical, bucket, able)
+    measured = neighbourhood(snapshot, local, view)
+    around = measured.near(problem, bucket, aligned=aligned)
+    able = range(len(fitting))
+    numbers = _numbers(snapshot, fitting, measured) if around is not None else {}
+    some = [at for at in able if numbers[at][0] in around.won and _is_able(fitting[at][2], problem)] if around else []
+    if not some or most is None:  # to estimate the others takes longer than all the rest
+        some = [at for at in able if _is_able(fitting[at][2], problem)]
+    estimates = [one for one in ranker.estimates(problem.canonical, bucket, some) if math.isfinite(one[0])]
     if around is not None:
-        expected = blended(around, problem, bucket, chip, estimates, lambda at: fitting[at][2])
+        expected = blended(around, problem, bucket, chip, estimates, numbers)
     else:
-        expected = [(False, time_us, at) for time_us, at in estimates if math.isfinite(time_us)]
+        expected = [(False, time_us, at) for time_us, at in estimates]
     found = []
     for won_nowhere, time_us, at in expected:
         usable, index, _ = fitting[at]
@@ -209,6 +213,17 @@ def modelled(
         )
         for origin, won_nowhere, time_us, _, index, at in sorted(found)[:most]
     ]  # fmt: skip
+
+
+def _numbers(snapshot: Snapshot, fitting: _Fitting, measured: Neighbourhood) -> Mapping[int, tuple[int, Config]]:
+    """The number and config of each variant of a list that ``_ranked`` keeps."""
+    key = ("numbers", id(fitting))
+    known: dict[int, tuple[int, Config]] | None = snapshot.rankers.get(key)
+    if known is None:
+        every = ((at, measured.number(one), config_of(one.config)) for at, (*_, one) in enumerate(fitting))
+        known = {at: (number, config) for at, number, config in every if config is not None}
+        snapshot.rankers[key] = known
+    return known
 
 
 def _is_able(variant: Variant, problem: Problem) -> bool:
