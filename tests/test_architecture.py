@@ -67,7 +67,7 @@ VENDOR_FREE = (
 )  # fmt: skip
 # (torch says cuda of every vendor's GPU; cubin_sha256 and ptxas are names of the bundle format's fields.)
 VENDOR = re.compile(r"libcuda|\bptx\b|sm_\d+|nvidia", re.IGNORECASE)
-MOST_MODULES, MOST_LINES, MOST_PARAMETERS = 12, 450, 12
+MOST_MODULES, MOST_LINES, MOST_PARAMETERS = 14, 450, 12
 MANY_MODULES = ("aot", "cli")  # a file a verb
 # Signatures that are others' or the command line's, and what hands them on.
 MANY_PARAMETERS = {
@@ -217,7 +217,7 @@ def vendor_words(every: dict[str, Module]) -> Iterator[str]:
 
 
 def large_ones(every: dict[str, Module]) -> Iterator[str]:
-    """Rule 5: rooms of at most 12 modules, modules of at most 450 lines, functions of at most 12 parameters."""
+    """Rule 5: rooms of at most 14 modules, modules of at most 450 lines, functions of at most 12 parameters."""
     rooms: dict[Path, int] = defaultdict(int)
     for module in every.values():
         rooms[module.path.parent] += module.path.name != "__init__.py"
@@ -298,9 +298,9 @@ BROKEN: list[tuple[Callable[[dict[str, Module]], Iterator[str]], dict[str, str],
     (foreign_imports, {"aot/tune/a.py": "def f():\n    import triton.language"}, "a.py:2: aot.tune imports triton"),
     (vendor_words, {"runtime/ops/a.py": "x = 1\ny = 'sm_90'"}, "a.py:2: runtime.ops says sm_90"),
     (large_ones, {"aot/plan/a.py": "x = 1\n" * 451}, "451 lines, at most 450"),
-    (large_ones, {f"aot/plan/{name}.py": "" for name in "abcdefghijklm"}, "plan: 13 modules, at most 12"),
-    (large_ones, {f"runtime/integrations/{name}.py": "" for name in "abcdefghijklm"},
-     "integrations: 13 modules, at most 12"),
+    (large_ones, {f"aot/plan/{name}.py": "" for name in "abcdefghijklmno"}, "plan: 15 modules, at most 14"),
+    (large_ones, {f"runtime/integrations/{name}.py": "" for name in "abcdefghijklmno"},
+     "integrations: 15 modules, at most 14"),
     (large_ones, {"aot/plan/a.py": "class A:\n    def f(self, a, b, c, d, e, g, h, i, j, k, *, m, n, o): ..."},
      "a.py:2: f has 13 parameters"),
     (classes_of_one_name, {"aot/plan/a.py": "class A: ...", "runtime/api/b.py": "class A: ..."},

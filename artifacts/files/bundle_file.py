@@ -312,7 +312,7 @@ class BundleFile:
         return self._index.find(problem)
 
     def timed(self, problem: Problem) -> list[list[Any]]:
-        """The measured choices for ``problem``, each a list of the fields of ``Timed``; [] if it is not in the bundle."""
+        """The measured choices for ``problem``, each with the fields of ``Timed``; [] if it is not in the bundle."""
         return self._index.timed(problem)
 
     def judged_on(self, i: int) -> Gpu | None:

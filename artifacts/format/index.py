@@ -171,7 +171,7 @@ class Index:
         return () if record is None else self._read_choices(record, problem)
 
     def timed(self, problem: Problem) -> list[list[Any]]:
-        """The measured choices for ``problem``, each with the fields of ``Timed``: hundreds are read before one choice."""
+        """The measured choices for ``problem``, each with the fields of ``Timed``."""
         record = self._choices.get(pack_problem(problem))
         try:
             return [] if record is None else read_timed(record, len(self._variants), len(self.gpus))

@@ -72,7 +72,7 @@ class _Shape:
         self.ratios: dict[tuple[_GpuKind, int], list[tuple[int, float]]] = {}
 
 
-class _Family:
+class _ShapeList:
     """All shapes of a kind of problem, by E; and of the sizes that were asked for lately, which are near."""
 
     __slots__ = ("places", "recent", "shapes")
@@ -138,13 +138,13 @@ class Neighbourhood:
                 there[sizes].names.append((usable, name))
         order = {kind: (not gpu.is_like(local.gpu), gpus_apart(gpu, local.gpu), kind) for kind, gpu in gpus.items()}
         self._gpus = tuple(sorted(gpus.values(), key=lambda gpu: order[_gpu_kind(gpu)]))
-        self._families = {kind: _Family(some.values()) for kind, some in shapes.items()}
+        self._families = {kind: _ShapeList(some.values()) for kind, some in shapes.items()}
 
     def without(self, sizes: Container[_Sizes]) -> Neighbourhood:
         """What is left without problems of these E, N and K: to judge what is chosen for them."""
         rest = copy.copy(self)
         rest._families = {
-            kind: _Family(one for one in family.shapes if _sizes(one.problem) not in sizes)
+            kind: _ShapeList(one for one in family.shapes if _sizes(one.problem) not in sizes)
             for kind, family in self._families.items()
         }
         return rest
@@ -168,7 +168,7 @@ class Neighbourhood:
                 return near
         return None
 
-    def _nearest(self, family: _Family, place: _Place, M: float, gpu: _GpuKind) -> list[_Found]:
+    def _nearest(self, family: _ShapeList, place: _Place, M: float, gpu: _GpuKind) -> list[_Found]:
         """The nearest measured cells, nearest first, each once."""
         most, (E, N, K) = cost.NEAREST, place
         best: list[_Found] = []
@@ -185,12 +185,12 @@ class Neighbourhood:
                 e, n, k = family.places[at]
                 apart = cost.SIZE * ((e - E) * (e - E) + (n - N) * (n - N) + (k - K) * (k - K))
                 middle = round(M + cost.NEAREST_M * (e - E))
-                for log2 in range(middle - _BESIDE, middle + _BESIDE + 1):
-                    if log2 in cells:
-                        rows = log2 - M
-                        each = rows - e + E
-                        distance = apart + cost.ROWS * rows * rows + cost.EXPERT_ROWS * each * each
-                        best.append((distance, at, log2, shape))
+                near = [log2 for log2 in range(middle - _BESIDE, middle + _BESIDE + 1) if log2 in cells]
+                for log2 in near or [min(cells, key=lambda one: (abs(one - middle), one))]:
+                    rows = log2 - M
+                    each = rows - e + E
+                    distance = apart + cost.ROWS * rows * rows + cost.EXPERT_ROWS * each * each
+                    best.append((distance, at, log2, shape))
                 if len(best) >= full:
                     best.sort()
                     del best[most:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from pathlib import Path
 from types import ModuleType
 
@@ -13,8 +14,12 @@ from pretuned.aot.journal.file import Header, read_journal
 from pretuned.aot.journal.records import Measured, Timing
 from pretuned.aot.measure.job import MeasureJob, MeasureResult
 from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Op, Problem
 from pretuned.kernels.cost.model import Resources, estimate_us
 from pretuned.kernels.hardware.chips import chip_of
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 @pytest.fixture
@@ -36,7 +41,8 @@ class Modelled:
             variant = self._bundle.variant(i)
             ns = round(1e3 * estimate_us(job.problem, job.bucket, Resources.of(variant), self._chip))
             timings.append(Timing(variant.cubin_sha256, (ns * (2 if place == 0 else 1),) * 2, 0.001, 8, 0.001))
-        return MeasureResult(Measured(job.problem, job.bucket, timings[0].variant, tuple(timings), None, None, 1.0, 13000))
+        first = timings[0].variant
+        return MeasureResult(Measured(job.problem, job.bucket, first, tuple(timings), None, None, 1.0, 13000))
 
 
 def test_a_seed_draws_the_same_products_and_none_that_is_known(tool: ModuleType) -> None:
@@ -66,3 +72,47 @@ def test_what_was_timed_is_not_timed_again(tool: ModuleType, tmp_path: Path) -> 
     records = [one for one in read_journal(path).records if isinstance(one, Measured)]
     assert len(records) == 24
     assert {one.bucket // tool.top_k_of(one.problem.E, 8) for one in records} == set(tool.TOKENS)
+
+
+def test_shapes_that_no_list_has_lose_little_on_an_h100(tool: ModuleType) -> None:
+    """Of products that another seed drew than the ones by which the neighbours' weights were set."""
+    with open_bundle(tool.BUNDLE) as bundle:
+        found = list(tool.judged(bundle, read_journal(RESULTS / "unknown-h100.journal.xz")))
+    assert len(found) > 300
+    every = sorted(one.chosen for one in found)
+    assert statistics.fmean(every) < 0.013
+    assert every[int(0.95 * len(every))] < 0.06
+    assert every[-1] < 0.15
+    assert statistics.fmean(one.chosen for one in found if one.tokens == 8192) < 0.02
+    assert statistics.fmean(one.modelled for one in found) > 0.025
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("journal", "bundle", "most"),
+    [
+        ("catalogue-h100", "catalogue", 0.007),
+        ("quantised-h100", "quantised", 0.02),
+        ("quantised-h200", "quantised", 0.02),
+        pytest.param("deployed-h100", "catalogue", 0.007, marks=pytest.mark.nightly),
+        pytest.param("catalogue-h200", "catalogue", 0.007, marks=pytest.mark.nightly),
+    ],
+)
+def test_journals_of_shapes_that_count_as_not_measured(
+    tool: ModuleType, journal: str, bundle: str, most: float
+) -> None:
+    with open_bundle(tool.BUNDLE.with_name(f"{bundle}-sm90.msgpack")) as opened:
+        found = list(tool.judged(opened, read_journal(RESULTS / f"{journal}.journal.xz")))
+    assert len(found) > 4000
+    assert statistics.fmean(one.chosen for one in found) <= most
+
+
+def test_the_table_is_of_all_and_of_each_op(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    problem = Problem(Op.DX, DType.BF16, 8, 64, 64)
+    tool.table([tool.Judged(problem, 16, 0.10, 0.02, 2.0), tool.Judged(problem, 8192, 0.30, 0.0, 0.5)])
+    told = capsys.readouterr().out
+    assert "all, cost model" in told
+    assert "dX, neighbours too" in told
+    assert "forward" not in told
+    assert "20.00%" in told
+    assert "1.00x its speed, slower by over 3 % in 1, at worst 0.50x" in told

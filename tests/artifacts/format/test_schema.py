@@ -12,7 +12,7 @@ import pytest
 from pretuned.artifacts import limits as lim
 from pretuned.artifacts.format import schema
 from pretuned.artifacts.format.wire import Malformed
-from pretuned.artifacts.records.bundle import Kernel, Source
+from pretuned.artifacts.records.bundle import Kernel, Source, Timed
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op, Problem
 from pretuned.artifacts.records.target import Gpu, Target
@@ -130,6 +130,29 @@ def test_what_is_measured_where():
     assert schema.read_measured(msgpack.packb(rows), 2) == [(1, 0), (0, 0), (2, 1)]
     assert schema.read_measured(msgpack.packb([[3, 1, 1, 1000, None, None, -1]]), 2) == []
     malformed(schema.read_measured, msgpack.packb([]), 2, told="choices has 0 items")
+
+
+def test_measured_choices_as_plain_numbers() -> None:
+    """Each as the whole choice has it; what breaks the format is refused in the same words."""
+    modelled = [4, 1, 0, 1000, None, None, None]
+    record = msgpack.packb([ROW, modelled, [5, 2, 1, 1000, None, None, 1]])
+    found = [Timed(*row) for row in schema.read_timed(record, 4, 2)]
+    whole = [one for one in schema.read_choices(record, 4, 2) if one.gpu is not None]
+    assert [(1 << one.log2_bucket, one.variant, one.time_ns, one.runner_up, one.runner_up_ns, one.gpu)
+            for one in found] == [(one.bucket, one.variant, one.time_ns, one.runner_up, one.runner_up_ns, one.gpu)
+                                  for one in whole]  # fmt: skip
+    assert schema.read_timed(msgpack.packb([modelled]), 4, 2) == []
+    malformed(schema.read_timed, msgpack.packb([]), 4, 2, told="choices has 0 items")
+    malformed(schema.read_timed, msgpack.packb([ROW, ROW[:6]]), 4, 2, told="choice has 6 items, wanted 7 to 7")
+    malformed(schema.read_timed, msgpack.packb([ROW, 1]), 4, 2, told="choice is 1, wanted an array")
+    for at, wrong, told in (
+        (0, -1, "log2 of choice.bucket"), (0, True, "log2 of choice.bucket"), (0, lim.MAX_BUCKET_LOG2 + 1, "log2 of"),
+        (1, 4, "choice.variant"), (1, "1", "choice.variant"), (3, 0, "choice.time_ns"), (4, 4, "choice.runner_up"),
+        (5, None, "choice.runner_up_ns"), (5, 0, "choice.runner_up_ns"), (6, 2, "choice.gpu"), (6, 0.0, "choice.gpu"),
+    ):  # fmt: skip
+        row = list(ROW)
+        row[at] = wrong
+        malformed(schema.read_timed, msgpack.packb([ROW, row]), 4, 2, told=told)
 
 
 # (field, the least, the most)

@@ -1,0 +1,216 @@
+"""What is chosen for a problem that no bundle has: as the measured cells around it say."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from made import (
+    ANY,
+    H100,
+    H200,
+    NARROW,
+    ON_A100,
+    ON_H100,
+    ON_H200,
+    PROBLEM,
+    SPECS,
+    WIDE,
+    Spec,
+    bundle,
+    measured,
+    modelled,
+    snapshot,
+    write,
+)
+
+from pretuned.artifacts.files.bundle_file import open_bytes
+from pretuned.artifacts.format.codec import encode
+from pretuned.artifacts.records.bundle import Choice
+from pretuned.artifacts.records.problem import Layout, Op, Problem
+from pretuned.artifacts.records.target import LocalGpu
+from pretuned.runtime import verdicts
+from pretuned.runtime.dispatch.decide import Decision, decide
+from pretuned.runtime.dispatch.neighbours import Neighbourhood
+from pretuned.runtime.dispatch.ranking import Match, Origin
+from pretuned.runtime.dispatch.ranking import modelled as by_model
+from pretuned.runtime.dispatch.snapshot import Snapshot
+from pretuned.runtime.inspect.explain import examine
+
+SIZES = [(E, 1024, K) for E in (6, 8, 12) for K in (640, 768, 1024)]
+ASKED = replace(PROBLEM, E=10, N=896, K=832)
+SHIPPED = Path(__file__).parents[3] / "artifacts" / "bundles" / "catalogue-sm90.msgpack"
+
+
+def around(index: int, second: int, time_us: float = 50, gpu: int = 0) -> dict[Problem, list[Choice]]:
+    """Nine shapes around the one that is asked for, each with a choice at three numbers of rows."""
+    rows = [measured(M, index, time_us, gpu, second) for M in (32, 64, 128)]
+    rows = [replace(row, runner_up_ns=2 * row.time_ns) for row in rows]
+    return {replace(PROBLEM, E=E, N=N, K=K): rows for E, N, K in SIZES}
+
+
+def decision(found: Snapshot, local: LocalGpu = ON_H200, problem: Problem = ASKED, **how: bool) -> Decision:
+    got = decide(found, problem, 64, local, **how)
+    assert isinstance(got, Decision), got
+    return got
+
+
+@pytest.mark.parametrize("winner", [WIDE, NARROW])
+def test_what_won_around_is_chosen_whatever_the_cost_model_says(tmp_path: Path, winner: int) -> None:
+    write(tmp_path / "a.msgpack", around(winner, WIDE + NARROW - winner), gpus=[H200])
+    got = decision(snapshot(tmp_path))
+    assert got.chosen.index == winner
+    assert (got.chosen.origin, got.chosen.match) == (Origin.MODELLED, Match.COST_MODEL)
+    shapes = r"like [89] measured shapes near it, the nearest E=12 N=1024 K=768 on this GPU: no bundle has this problem"
+    assert re.match(shapes, got.reason)
+    assert got.chosen.time_us == pytest.approx(50, rel=0.4)
+
+
+def test_explain_has_the_same_first_and_all_others_after_it(tmp_path: Path) -> None:
+    write(tmp_path / "a.msgpack", around(NARROW, WIDE), gpus=[H200])
+    found = snapshot(tmp_path)
+    told = examine(found, ASKED, 64, ON_H200, aligned=True, strict=False)
+    assert [one.index for one in told.candidates] == [NARROW, WIDE, ANY]
+    assert told.reason == decision(found).reason
+    assert "measured shapes near it" in str(told)
+
+
+def test_this_gpus_own_count_else_those_of_the_one_most_like_it(tmp_path: Path) -> None:
+    rows = {problem: [*row, *around(NARROW, WIDE, gpu=1)[problem]] for problem, row in around(WIDE, NARROW).items()}
+    rows = {problem: sorted(row, key=lambda one: one.sort_key) for problem, row in rows.items()}
+    write(tmp_path / "a.msgpack", rows, gpus=[H100, H200])
+    found = snapshot(tmp_path)
+    assert decision(found, ON_H100).chosen.index == WIDE
+    assert decision(found, ON_H200).chosen.index == NARROW
+    another = decision(found, LocalGpu(90, replace(H200, name="NVIDIA GH200 144G HBM3e", memory_mib=146831)))
+    assert another.chosen.index == NARROW
+    assert "on NVIDIA H200: no bundle" in another.reason
+
+
+def test_a_gpu_that_measured_nothing_of_the_kind_counts_for_nothing(tmp_path: Path) -> None:
+    """The H200 has choices of dX alone: a forward goes by the H100's."""
+    other = {replace(one, op=Op.DX, N=one.K, K=one.N): row for one, row in around(WIDE, NARROW, gpu=1).items()}
+    specs = [*SPECS, *(replace(one, op=Op.DX) for one in SPECS)]
+    other = {one: [replace(choice, variant=choice.variant + 3, runner_up=NARROW + 3) for choice in row]
+             for one, row in other.items()}  # fmt: skip
+    write(tmp_path / "a.msgpack", {**around(NARROW, WIDE), **other}, gpus=[H100, H200], specs=specs)
+    got = decision(snapshot(tmp_path))
+    assert got.chosen.index == NARROW
+    assert H100.name in got.reason
+
+
+def test_without_measured_choices_the_cost_model_decides_alone(tmp_path: Path) -> None:
+    rows = {problem: [modelled(64, NARROW)] for problem in around(NARROW, WIDE)}
+    write(tmp_path / "a.msgpack", rows)
+    got = decision(snapshot(tmp_path))
+    assert got.reason.startswith("the cost model's choice among the variants")
+    assert got.chosen.near is None
+    write(tmp_path / "b/old.msgpack", around(NARROW, WIDE), sm=80, gpus=[H100])
+    assert decision(snapshot(tmp_path / "b"), ON_A100, aligned=False).reason.startswith("the cost model's")
+
+
+def test_what_cannot_run_the_call_is_not_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For that it needs aligned rows, takes fewer experts, or was found wrong."""
+    specs = [SPECS[WIDE], replace(SPECS[NARROW], max_experts=14), SPECS[ANY]]
+    path = write(tmp_path / "a.msgpack", around(NARROW, WIDE), gpus=[H200], specs=specs)
+    found = snapshot(tmp_path)
+    assert decision(found, problem=replace(ASKED, E=15)).chosen.index == WIDE
+    assert decision(found, problem=replace(ASKED, E=14)).chosen.index == NARROW
+    assert decision(found, aligned=False).chosen.index == ANY
+    assert decision(found, problem=replace(ASKED, K=833), aligned=False).chosen.index == ANY
+    wrong = bundle(around(NARROW, WIDE), gpus=[H200], specs=specs).variants[NARROW]
+    monkeypatch.setattr(verdicts, "is_wrong", lambda one, local: one.cubin_sha256 == wrong.cubin_sha256)
+    assert decision(snapshot(path)).chosen.index == WIDE
+
+
+def test_the_same_variant_of_another_bundle_is_known_by_its_config(tmp_path: Path) -> None:
+    """One bundle has measured what another has code of, too: of both the first runs."""
+    write(tmp_path / "1/code.msgpack", {replace(PROBLEM, E=512): [modelled(64, WIDE)]}, tag="code")
+    write(tmp_path / "2/measured.msgpack", around(NARROW, WIDE), gpus=[H200])
+    got = decision(snapshot(tmp_path / "1", tmp_path / "2"))
+    assert (got.chosen.usable.path.stem, got.chosen.index) == ("code", NARROW)
+    assert got.chosen.near is not None
+
+
+def test_the_products_other_name_counts(tmp_path: Path) -> None:
+    """dX of w [E, K, N] is the forward of [E, N, K], in the bundle and in the call."""
+    rows = {one.transposed: row for one, row in around(NARROW, WIDE).items() if one.transposed}
+    specs = [replace(one, op=Op.DX, layout=Layout.KN) for one in SPECS]
+    write(tmp_path / "a.msgpack", rows, gpus=[H200], specs=specs)
+    found = snapshot(tmp_path)
+    called = ASKED.transposed
+    assert called is not None
+    for problem in (ASKED, called):
+        got = decision(found, problem=problem)
+        assert got.chosen.index == NARROW
+        assert got.chosen.near is not None
+
+
+def test_what_this_process_made_decides_nothing_else(tmp_path: Path) -> None:
+    write(tmp_path / "a.msgpack", around(WIDE, NARROW), gpus=[H200])
+    found = snapshot(tmp_path)
+    near = {replace(ASKED, K=816): [measured(M, NARROW, 9, second=WIDE) for M in (32, 64, 128)]}
+    found.add(open_bytes(encode(bundle(near, gpus=[H200], tag="made")), "made now"))
+    assert decision(found).chosen.index == WIDE
+
+
+def test_without_leaves_shapes_out(tmp_path: Path) -> None:
+    write(tmp_path / "a.msgpack", around(NARROW, WIDE), gpus=[H200])
+    found = snapshot(tmp_path)
+    known = Neighbourhood(found, ON_H200, found.view(ON_H200, installed=True))
+    near = known.near(PROBLEM, 64)
+    assert near is not None
+    assert (near.nearest.K, near.shapes) == (768, 9)
+    rest = known.without({(8, 1024, 768)}).near(PROBLEM, 64)
+    assert rest is not None
+    assert (rest.nearest.K != 768 or rest.nearest.E != 8, rest.shapes) == (True, 8)
+    assert known.without(set(SIZES)).near(PROBLEM, 64) is None
+
+
+def test_far_problems_still_have_neighbours(tmp_path: Path) -> None:
+    write(tmp_path / "a.msgpack", around(NARROW, WIDE), gpus=[H200])
+    found = snapshot(tmp_path)
+    for problem in (replace(ASKED, E=500), replace(ASKED, N=60_000, K=16), replace(ASKED, E=1)):
+        got = decision(found, problem=problem)
+        assert got.chosen.near is not None
+        assert math.isfinite(got.chosen.time_us)
+
+
+def test_every_process_chooses_alike() -> None:
+    """By the shipped choices, whatever was asked before."""
+    asked = [(Op.FORWARD, 60, 3328, 2560, 16), (Op.DX, 60, 3328, 2560, 4096), (Op.DW, 23, 1984, 4416, 512)]
+    code = f"""
+import sys
+from pathlib import Path
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Op, Problem
+from pretuned.artifacts.records.target import Gpu, LocalGpu
+from pretuned.runtime.dispatch.decide import decide
+from pretuned.runtime.dispatch.places import Kind, Place
+from pretuned.runtime.dispatch.snapshot import Snapshot
+found = Snapshot([Place(Kind.NAMED, Path({str(SHIPPED)!r}))])
+for op, E, N, K, M in {[(op.value, *sizes) for op, *sizes in asked]}[:: int(sys.argv[1])]:
+    got = decide(found, Problem(Op(op), DType.BF16, E, N, K), M, LocalGpu(90, Gpu("NVIDIA H200", 132, 143155, 13000)))
+    print(op, got.chosen.index, got.chosen.time_us, got.reason)
+"""
+    first, second = (
+        subprocess.run([sys.executable, "-c", code, step], capture_output=True, text=True, check=True).stdout
+        for step in ("1", "-1")
+    )
+    assert sorted(first.splitlines()) == sorted(second.splitlines())
+    assert first.count("like ") == len(asked)
+
+
+def test_the_cost_models_ranking_is_whole_where_all_are_asked_for(tmp_path: Path) -> None:
+    write(tmp_path / "a.msgpack", around(NARROW, WIDE), gpus=[H200], specs=(*SPECS, Spec(SPECS[WIDE].config, 1)))
+    found = snapshot(tmp_path)
+    view = found.view(ON_H200, installed=True)
+    every = by_model(found, ASKED, 64, ON_H200, view, aligned=True)
+    assert len(every) == 4
+    assert by_model(found, ASKED, 64, ON_H200, view, aligned=True, most=1) == every[:1]
+    assert [one.near is not None for one in every] == [True, True, False, False]
