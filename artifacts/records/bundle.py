@@ -123,7 +123,8 @@ class Producer:
     """What made a bundle: versions, and the compile options that every variant shares.
 
     One option is none of the compiler's: ``held_against=`` and the first digits of the digests of the bundles that ran
-    before, on the GPU where this one was measured. Such a bundle has a say in the cells of its choices alone.
+    before, on the GPU where this one was measured, or whose measured choices it took over. Such a bundle has a say in
+    the cells of its measured choices alone.
     """
 
     pretuned: str
