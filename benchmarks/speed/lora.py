@@ -129,10 +129,9 @@ def made(sizes: tuple[int, int, int], r: int, device: str, weights: str | None) 
     gate_up, down = random(E, 2 * I, H, spread=H**-0.5), random(E, H, I, spread=I**-0.5)
     if weights is None:
         return Block(gate_up, down, first, second)
-    both = tuple(ExpertWeights.quantize(one, weights) for one in (gate_up, down))
+    both = tuple(ExpertWeights.quantize(one, weights).prepare() for one in (gate_up, down))
     for one, w in zip(both, (gate_up, down), strict=True):  # the same numbers in bf16
         w.copy_(one.dequantize(w.dtype))
-        one.prepare()
     return Block(gate_up, down, first, second, (both[0], both[1]))
 
 

@@ -16,11 +16,9 @@ from ..ops.autograd import wanted, with_adapter
 from ..ops.low_rank import LowRank
 from ..weights.expert_weights import ExpertWeights
 from .adapted import check_columns
-from .operator_call import PARTS, REST, call_of, no_second, weights_of
+from .operator_call import PARTS, REST, call_of, no_second, parts_of, weights_of
 
-_WEIGHTS = (
-    "Tensor? w, str format, Tensor? codes, Tensor? w_scale, Tensor? zero, Tensor? global_scale, int order"  # its fields
-)
+_WEIGHTS = "Tensor? w, str format, Tensor? codes, Tensor? w_scale, Tensor? zero, Tensor? global_scale, Tensor? derived"
 _CALL = f"Tensor A, Tensor B, float scale, {_WEIGHTS}, {REST}"
 _LOW, _W = 3, 1 + PARTS
 
@@ -34,9 +32,9 @@ _library.define(
 
 def operator(x: torch.Tensor, w: torch.Tensor | ExpertWeights, one: LowRank, *rest: Any) -> torch.Tensor:
     """y by the operator; ``rest`` are its arguments from m_sizes on."""
-    parts: tuple[Any, ...] = (w, "", None, None, None, None, 0)
+    parts: tuple[Any, ...] = (w, "", None, None, None, None, None)
     if isinstance(w, ExpertWeights):
-        parts = (None, w.format, w.codes, w.scale, w.zero, w.global_scale, w.order)
+        parts = (None, *parts_of(w))
     y, _ = torch.ops.pretuned.grouped_gemm_lora(x, *one, *parts, *rest)
     return y  # type: ignore[no-any-return]
 
@@ -87,10 +85,10 @@ def _backward_fake(dy: torch.Tensor, x: torch.Tensor, u: torch.Tensor, *given: A
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     x, A, B, scale, w, form, *parts_and_rest = inputs
-    *parts, order = parts_and_rest[: PARTS - 1]
+    parts = parts_and_rest[: PARTS - 1]
     m_sizes, index, weights, bias, *parameters, _zero_tail = parts_and_rest[PARTS - 1 :]
     ctx.save_for_backward(x, output[1], A, B, w, *parts, m_sizes, index, weights, bias)
-    ctx.scale, ctx.format, ctx.order, ctx.parameters = scale, form, order, parameters
+    ctx.scale, ctx.format, ctx.parameters = scale, form, parameters
 
 
 def _gradients(ctx: Any, dy: torch.Tensor, _du: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -99,7 +97,7 @@ def _gradients(ctx: Any, dy: torch.Tensor, _du: torch.Tensor) -> tuple[torch.Ten
     needs = [*wanted((asked[0], asked[1 + _LOW], False, asked[at], asked[at + 1]), Form()), asked[1] or asked[2]]
     x, u, A, B, w, *parts, m_sizes, index, weights, bias = ctx.saved_tensors
     found = torch.ops.pretuned.grouped_gemm_lora_backward(
-        dy, x, u, A, B, ctx.scale, w, ctx.format, *parts, ctx.order, m_sizes, index, weights, bias, *ctx.parameters,
+        dy, x, u, A, B, ctx.scale, w, ctx.format, *parts, m_sizes, index, weights, bias, *ctx.parameters,
         needs,
     )  # fmt: skip
     dx, dw, dweights, dbias, dA, dB = (

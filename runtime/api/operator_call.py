@@ -11,6 +11,7 @@ from ..check.form import form_of
 from ..weights.expert_weights import ExpertWeights
 
 PARTS = 6  # of quantised weights: ``ExpertWeights``' fields
+TENSORS = "Tensor codes, Tensor scale, Tensor? zero, Tensor? global_scale, Tensor? derived"
 REST = (
     "Tensor m_sizes, Tensor? gather_indices, Tensor? topk_weights, Tensor? bias, int topk, "
     "bool permute_x, bool permute_y, bool fuse_mul_post, str w_layout"
@@ -28,13 +29,13 @@ def call_of(
 
 
 def weights_of(*parts: Any) -> ExpertWeights:
-    """Quantised weights of their parts; the order that the codes are in stays.
+    """Quantised weights of ``parts_of``."""
+    return ExpertWeights(*parts)
 
-    They lie in the caller's ``ExpertWeights``, which would not know of another order.
-    """
-    w = ExpertWeights(*parts)
-    w.refused = True
-    return w
+
+def parts_of(w: ExpertWeights) -> tuple[Any, ...]:
+    """What an operator takes of quantised weights. The derived scales are a part of the graph: made of the scales."""
+    return w.format, w.codes, w.scale, w.zero, w.global_scale, w.derived_now()
 
 
 def no_second(_ctx: Any, *_: Any) -> None:

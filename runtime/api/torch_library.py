@@ -20,11 +20,11 @@ from ..weights.expert_weights import ExpertWeights
 from . import lora_library
 from .adapted import low_rank_of
 from .lora import Lora
-from .operator_call import PARTS, REST, call_of, no_second, weights_of
+from .operator_call import PARTS, REST, TENSORS, call_of, no_second, parts_of, weights_of
 
 _CALL = f"Tensor w, {REST}"
 # Quantised weights by their parts, in the order of ``ExpertWeights``' fields.
-_QUANTISED = f"str format, Tensor codes, Tensor scale, Tensor? zero, Tensor? global_scale, int order, {REST}"
+_QUANTISED = f"str format, {TENSORS}, {REST}"
 
 _library: Any = torch.library.Library("pretuned", "DEF")  # type: ignore[no-untyped-call]
 _library.define(f"grouped_gemm(Tensor x, {_CALL}, bool zero_tail, bool dX_only, bool dW_only) -> Tensor")
@@ -58,8 +58,7 @@ def traced(
         return lora_library.operator(x, w, low_rank_of(lora, x, m_sizes), *rest)
     y: torch.Tensor
     if isinstance(w, ExpertWeights):
-        parts = w.format, w.codes, w.scale, w.zero, w.global_scale, w.order
-        y = torch.ops.pretuned.grouped_gemm_quantised(x, *parts, *rest, dX_only, dW_only)
+        y = torch.ops.pretuned.grouped_gemm_quantised(x, *parts_of(w), *rest, dX_only, dW_only)
     else:
         y = torch.ops.pretuned.grouped_gemm(x, w, *rest, dX_only, dW_only)
     return y
@@ -134,20 +133,20 @@ def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
 
 def _quantised_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, *parts = inputs
-    form, *tensors_of, order = parts[:PARTS]
+    form, *tensors_of = parts[:PARTS]
     m_sizes, index, weights, bias, *parameters, _zero_tail, dX_only, dW_only = parts[PARTS:]
     ctx.save_for_backward(x, *tensors_of, m_sizes, index, weights, bias)
-    ctx.format, ctx.order = form, order
+    ctx.format = form
     ctx.parameters, ctx.form = parameters, Form(only_dx=dX_only, only_dw=dW_only)
 
 
 def _quantised_gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     asked = ctx.needs_input_grad
-    x, codes, scale, zero, outer, *rest = ctx.saved_tensors
+    x, codes, scale, zero, outer, derived, *rest = ctx.saved_tensors
     weights_at = 1 + PARTS + 2  # x, w's parts, m_sizes, gather_indices
     needs = wanted((asked[0], False, False, asked[weights_at], asked[weights_at + 1]), ctx.form)
     found = torch.ops.pretuned.grouped_gemm_quantised_backward(
-        dy, x, ctx.format, codes, scale, zero, outer, ctx.order, *rest, *ctx.parameters, list(needs)
+        dy, x, ctx.format, codes, scale, zero, outer, derived, *rest, *ctx.parameters, list(needs)
     )
     dx, dweights, dbias = (one if need else None for one, need in zip(found, (needs[0], *needs[2:]), strict=True))
     return dx, *[None] * (PARTS + 2), dweights, dbias, *[None] * 8

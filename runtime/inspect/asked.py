@@ -133,17 +133,13 @@ def _of_quantised(
     import torch
 
     from ..check import tensors
-    from ..weights.codes import Quantised
-    from ..weights.order import ORDERS
 
     call = tensors.check(x, tensors.outline(w, x, w_layout), m_sizes, w_layout)
     dtype = next(iter(w.kernel_dtypes), None)
     if dtype is None:
         raise InputError(f"explain: no kernel is for {w.format} weights: torch dequantises them, expert by expert")
-    order = ORDERS.get(w.format)
-    fits = order is not None and order.fits(Quantised(w.codes, w.scale, w.zero, w.global_scale))
     E, N, K = w.shape
-    problem = Problem(Op.FORWARD, dtype, E, N, K, Layout.NK if w.order or fits else Layout.STORED)
+    problem = Problem(Op.FORWARD, dtype, E, N, K, Layout.NK if w.is_prepared else Layout.STORED)
     aligned = suits(problem) and tensors.rows_usable(call.x) and x.dtype is torch.bfloat16
     return problem, call.M, aligned, call.x.get_device() if call.x.is_cuda else device
 

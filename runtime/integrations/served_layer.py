@@ -107,8 +107,10 @@ def load(layer: ServedLayer, device: int) -> Preloaded:
     return preload(problems=layer.all_problems, device=device)
 
 
-def prepared(given: Iterable[ExpertWeights], switch: str, *, on_gpu: bool) -> tuple[ExpertWeights, ...]:
-    """Weights in the order that kernels read, put there in place.
+def prepared(
+    given: Iterable[ExpertWeights], switch: str, *, on_gpu: bool, in_place: bool = False
+) -> tuple[ExpertWeights, ...]:
+    """Prepared weights, in new tensors or, with ``in_place``, written over those that are given.
 
     Raises
     ------
@@ -116,28 +118,34 @@ def prepared(given: Iterable[ExpertWeights], switch: str, *, on_gpu: bool) -> tu
         for scales that no kernel takes, where a GPU is to read them. ``switch`` is the variable that leaves a
         checkpoint to the engine.
     """
-    found = tuple(one.prepare() for one in given)
-    if on_gpu and not all(one.order for one in found):
-        raise InputError(
-            f"pretuned: no kernel takes the scales of {found}, such as mxfp4's above 2 or int4's of 1,024: {switch}=0 "
-            "serves this checkpoint by the engine alone"
-        )
-    return found
+    found: list[ExpertWeights] = []
+    try:
+        for one in given:
+            found.append(one.prepare_in_place() if in_place else one.prepare())
+        if on_gpu and not all(one.is_prepared for one in found):
+            raise InputError(
+                f"pretuned: no kernel takes the scales of {tuple(found)}, such as mxfp4's above 2 or int4's of 1,024: "
+                f"{switch}=0 serves this checkpoint by the engine alone"
+            )
+    except BaseException:
+        for one in found if in_place else ():
+            one.restore_in_place()
+        raise
+    return tuple(found)
 
 
 def follow(first: Iterable[ExpertWeights], now: Iterable[ExpertWeights]) -> None:
-    """Copy what kernels read beside the engine's parameters to where the weights loaded first have it.
+    """Copy derived scales to where the weights loaded first have them: a captured graph reads them there.
 
-    So a captured graph reads the weights loaded now. (Parameters are the engine's to copy.)
+    The engine copies its parameters itself.
 
     Raises
     ------
     InputError
-        for weights in another order than the first.
+        if the weights are in another layout than the first.
     """
     for old, new in zip(first, now, strict=True):
-        if old.order != new.order:
+        if old.is_prepared != new.is_prepared:
             raise InputError(f"pretuned: the weights loaded again are {new}, the first were {old}: start anew")
-        read, given = (old.kernel_scale, new.kernel_scale) if old.order else (None, None)
-        if read is not None and given is not None and read is not old.scale:
-            read.copy_(given)
+        if old.derived is not None and new.derived is not None:
+            old.derived.copy_(new.derived)

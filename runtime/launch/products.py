@@ -78,7 +78,7 @@ class Product(NamedTuple):
 def operands_of(w: torch.Tensor | ExpertWeights) -> dict[str, torch.Tensor | None]:
     """The tensors that kernels read of w, by the names that steps have for them."""
     if isinstance(w, ExpertWeights):
-        found = {"w": w.codes, "w_scale": w.kernel_scale if w.order else None, "w_outer": w.outer_scale}
+        found = {"w": w.codes, "w_scale": w.kernel_scale if w.is_prepared else None, "w_outer": w.outer_scale}
         found["w_zero"] = w.zero
         if all(w.plain_scale is not one for one in found.values()):  # else two operands would be one tensor
             found["w_scales"] = w.plain_scale  # as they are, beside those that are made of them

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,33 +43,41 @@ if TYPE_CHECKING:
     from ..driver.launcher import RowOpLauncher
     from .gemm import Fused, LoadedKernel
 
+_log = logging.getLogger(__name__)
+
 
 def ready_for_quantised(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready | None:
-    """The kernel for this product of w into y and all like it; None where no bundle has one.
-
-    A forward's is one that wants codes in order where there is such code, else one that takes them as they are; dX's is
-    one for the order that they are in.
-    """
+    """The kernel for this product of w into y and all like it, for the layout that w is in; None: no bundle has one."""
     if not w.kernel_dtypes or call.x.dtype is not torch.bfloat16:
         return None
-    if call.op is Op.FORWARD:
-        ready = _of_ordered(call, w, y)
+    if not w.is_prepared:
+        _advise(w, call.x.get_device())
+    elif call.op is Op.FORWARD:
+        ready = _of_prepared(call, w, y)
         if ready is not None:
             return ready
-    elif not w.order:
-        ready = _of_codes_as_they_are(call, w, y)
-        if ready is not None:
-            return ready
-    if not w.refused and bool(w.order) != wants_order(w, call.x.get_device()) and not capturing():
-        _ = w.restore() if w.order else w.prepare()  # from another GPU's order, or by dX before a forward
     return _of_codes_as_they_are(call, w, y)
 
 
+_advised: set[tuple[str, int]] = set()  # format and device
+
+
+def _advise(w: ExpertWeights, device: int) -> None:
+    """Say once a format and GPU that prepared weights have a faster kernel."""
+    if (w.format, device) not in _advised and not capturing():
+        _advised.add((w.format, device))
+        if wants_order(w, device) and w.can_be_prepared:
+            _log.warning("pretuned: %s weights run on the portable kernel; w = w.prepare(), once after loading, has a "
+                      "faster one", w.format)  # fmt: skip
+
+
 def low_rank_of_quantised(call: Rows, w: ExpertWeights) -> Ready | None:
-    """The kernel for a product of w in order and a low-rank part (``ready.may_add_low_part``); or None.
+    """The kernel for a product of prepared w and a low-rank part (``ready.may_add_low_part``); or None.
 
     Rows are gathered beforehand. A forward that may quantise x has none: that is faster than this would be.
     """
+    if not w.is_prepared:
+        return None
     low, dtypes, device = call.low, w.kernel_dtypes, call.x.get_device()
     if low is None:
         raise AssertionError("a product without a low-rank part")
@@ -93,16 +102,13 @@ def low_rank_of_quantised(call: Rows, w: ExpertWeights) -> Ready | None:
         how = Fused(fused, index_step(call) if call.uses_index else 1, call.gather_divisor or 1, zeroes)
         return after_gather(kernel, problem, call, how) if first else of_rows(kernel, problem, call, how)
 
-    ready = kept(key, build)
-    if ready is not None and not w.order and not w.refused and not capturing():
-        w.prepare()
-    return ready if w.order else None
+    return kept(key, build)
 
 
 def ready_for_activated(call: Rows, w: ExpertWeights) -> Ready | None:
-    """The same of a plain product of act(h), which is new memory, and of h in the call's place: codes of act(h).
+    """The kernel for a plain product of act(h), where x is h: its row kernel makes codes of act(h) in new memory.
 
-    The pass before it is one that makes codes of act(h); None where there is none, or x is not to be quantised.
+    None where there is no such row kernel, or x is not to be quantised.
     """
     h, device, (_, N, K) = call.x, call.x.get_device(), w.shape
     if CODES_BY_CODES.isdisjoint(w.kernel_dtypes) or not is_aligned(ALIGNMENT_BYTES, h.data_ptr()):
@@ -116,7 +122,7 @@ def ready_for_activated(call: Rows, w: ExpertWeights) -> Ready | None:
 
 
 def wants_order(w: ExpertWeights, device: int) -> bool:
-    """Whether there is a forward on ``cuda:device`` that wants such weights in order: ``ExpertWeights.prepare``."""
+    """Whether there is a forward on ``cuda:device`` for such weights once prepared: ``ExpertWeights.prepare``."""
     if not w.kernel_dtypes:
         return False
     (E, N, K), local = w.shape, local_gpu(device)
@@ -128,7 +134,7 @@ def wants_order(w: ExpertWeights, device: int) -> bool:
 def problems_of(w: ExpertWeights, x: torch.Tensor, forward: Fusion, dx: Fusion) -> tuple[Problem, ...]:
     """What a forward with w and its dX look up on x's GPU, in every dtype that there is code for there.
 
-    Of weights that are wanted in order rows are gathered before a forward.
+    Before a forward with prepared weights rows are gathered.
     """
     from ...kernels.contract.registry import refusal  # here, as only tuning asks
     from ...kernels.contract.spec import Spec, code_of
@@ -137,9 +143,8 @@ def problems_of(w: ExpertWeights, x: torch.Tensor, forward: Fusion, dx: Fusion) 
     if not w.kernel_dtypes or x.dtype is not torch.bfloat16:
         return ()
     (E, N, K), device = w.shape, x.get_device()
-    sm, ordered = local_gpu(device).sm, not w.refused and wants_order(w, device)
-    layout = Layout.NK if ordered else Layout.STORED
-    form = code_of(Op.FORWARD, forward & ~Fusion.GATHER if ordered else forward)
+    sm, layout = local_gpu(device).sm, Layout.NK if w.is_prepared else Layout.STORED
+    form = code_of(Op.FORWARD, forward & ~Fusion.GATHER if w.is_prepared else forward)
     every = (
         *(Problem(Op.FORWARD, dtype, E, N, K, layout, form) for dtype in w.kernel_dtypes),
         Problem(Op.DX, w.kernel_dtypes[-1], E, N, K, layout, dx),
@@ -152,12 +157,12 @@ def problems_of(w: ExpertWeights, x: torch.Tensor, forward: Fusion, dx: Fusion) 
 
 
 def _of_codes_as_they_are(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready | None:
-    """A kernel that takes codes in the order they are in; rows are gathered by it."""
+    """A portable kernel, for codes in the layout that they have; it gathers rows itself."""
     x, m_sizes, fusion, (E, N, K), device = call.x, call.m_sizes, call.fusion, w.shape, call.x.get_device()
-    size, layout = x.element_size(), Layout.NK if w.order else Layout.STORED
+    size, layout = x.element_size(), Layout.NK if w.is_prepared else Layout.STORED
     lengths = (row_stride(x, x.shape[1]), row_stride(y, y.shape[1]), N, K)
     pointers = (x.data_ptr(), y.data_ptr(), w.codes.data_ptr(), address_of(w.plain_scale))
-    line = w.codes.shape[2] * w.codes.element_size()
+    line = K * w.precision.w.bits // 8
     aligned = is_aligned(ALIGNMENT_BYTES, *pointers, line, *(length * size for length in lengths))
     step = index_step(call) if call.uses_index else 1
     few, beside = may_clear(call, y) if call.zero_tail and call.uses_index else (True, True)
@@ -191,8 +196,8 @@ def _by_codes(problem: Problem, dtypes: tuple[DType, ...]) -> Problem | None:
     return dataclasses.replace(problem, dtype=dtypes[0]) if quantises else None
 
 
-def _of_ordered(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready | None:
-    """A forward's kernel for weights in order, which are put into it here if they were not; in a graph capture not.
+def _of_prepared(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready | None:
+    """A forward's kernel for prepared weights.
 
     Rows are gathered beforehand: no code of these does. Of weights whose checkpoints quantise x, too, the first of two
     dtypes is that of products that have it so.
@@ -233,12 +238,7 @@ def _of_ordered(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready | None:
         fused = Fused(call.fusion, step, call.gather_divisor or 1, zeroes, few, beside)
         return after_gather(kernel, problem, call, fused) if first else of_rows(kernel, problem, call, fused)
 
-    ready = kept(key, build)
-    if ready is not None and not w.order:
-        if w.refused or capturing():
-            return None
-        w.prepare()
-    return ready if w.order else None
+    return kept(key, build)
 
 
 def _of_codes(problem: Problem, other: DType, call: Rows, fused: Fused) -> Ready | None:

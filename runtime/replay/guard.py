@@ -35,8 +35,8 @@ def remember(table: Table, key: Key, rows: int, entry: Entry) -> None:
 
 
 def key_of(w: torch.Tensor | ExpertWeights) -> tuple[object, ...]:
-    """By what a plan is found for these weights: where they begin; of quantised ones what and how ordered they are."""
-    return (w.codes.data_ptr(), w.order, w.format) if isinstance(w, ExpertWeights) else (w.data_ptr(),)
+    """By what a plan is found for these weights: where they begin; of quantised ones what they are, too."""
+    return (w.codes.data_ptr(), w.format) if isinstance(w, ExpertWeights) else (w.data_ptr(),)
 
 
 def guard(*tensors: torch.Tensor, loose: Collection[int] = ()) -> Guard | None:

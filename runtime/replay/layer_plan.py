@@ -193,7 +193,7 @@ def plan_layer(
     if any(one is not None and (one.dtype is not hidden.dtype or not one.is_contiguous()) for one in given[2:]):
         return None
     for one in given[:2]:
-        if not (one.order if isinstance(one, ExpertWeights) else one.dtype is hidden.dtype):
+        if not (one.is_prepared if isinstance(one, ExpertWeights) else one.dtype is hidden.dtype):
             return None
     operands = _operands(given)
     every = (hidden, ids, weights, *operands, *(() if adapters is NO_ADAPTERS else _low(adapters)))

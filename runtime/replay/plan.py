@@ -159,7 +159,7 @@ def plan(
         return None
     if any(t is not None and not t.is_contiguous() for t in (weights, bias)) or not (call.M and call.N and call.K):
         return None
-    if isinstance(w, ExpertWeights) and not w.order:
+    if isinstance(w, ExpertWeights) and not w.is_prepared:
         return None
     low = () if one is None else one[:2]
     if any(matrix.data_ptr() & LOW for matrix in low):

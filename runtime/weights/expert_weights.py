@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...artifacts.errors import InputError
 from ...artifacts.records.precision import PRECISIONS, DType, Precision, dtypes_of
+from ..locks import lock
 from .given import as_bytes, bad, check_finite, check_flag, fit, flat, of_dtype, repeated, told
 
 if TYPE_CHECKING:
@@ -18,40 +19,43 @@ if TYPE_CHECKING:
 _SCALE_DTYPES = {"fp32": (torch.float32,), "e8m0": (torch.uint8,), "e4m3": (torch.float8_e4m3fn,),
                  "bf16": (torch.bfloat16, torch.float16, torch.float32)}  # fmt: skip
 _GROUPS = (32, 64, 128)  # of int4
+_MOST_SCALES = "mxfp4's up to 2, int4's below 1,024: keep the checkpoint's layout"
 
 
-@dataclass(eq=False, repr=False)
 class ExpertWeights:
     """w[e] = (codes[e] - zero[e]) * (scale[e] * global_scale[e]): E matrices [N, K], each multiplied as x @ w[e].T.
 
     Made by ``fp8_block``, ``fp8_channel``, ``mxfp4``, ``int4`` and ``nvfp4`` of tensors in these shapes, which are not
     copied and belong to it from then on; by ``from_tensors`` of tensors as a checkpoint names and packs them; or by
-    ``quantize``. It is frozen: it has no gradient.
+    ``quantize``. It is frozen: it has no gradient. No call changes its tensors, but ``copy_`` and ``refresh``.
 
     Attributes
     ----------
     format
         A name of ``pretuned.artifacts.PRECISIONS``, which says what codes and scales are, and whether x is quantised.
     codes
-        [E, N, K] float8_e4m3fn, or [E, N, K/2] uint8 with two codes a byte, the low four bits first.
+        In the checkpoint's layout [E, N, K] float8_e4m3fn, or [E, N, K/2] uint8 with two codes a byte, the low four
+        bits first. Prepared, as ``prepare`` makes them, int32 [E, N/64, K/64, 64, 4, words].
     scale
-        One for each block of the format: [E, ceil(N/128), ceil(K/128)], [E, N] or [E, N, ceil(K/group)].
+        One for each block of the format: [E, ceil(N/128), ceil(K/128)], [E, N] or [E, N, ceil(K/group)]. Beside
+        prepared codes those of groups are [E, N/64, blocks of K, 64, groups of a block].
     zero
         uint8 in scale's shape: what code stands for 0. None: 8 for int4; the others have none.
     global_scale
         [E] float32 of nvfp4, else None.
-    order
-        Which order codes and scales are in (``prepare``): 0 is the checkpoint's own.
+    derived
+        The scales that kernels read where they read none of ``scale``'s dtype or layout, made of it; None before they
+        are needed.
     """
 
-    format: str
-    codes: torch.Tensor
-    scale: torch.Tensor
-    zero: torch.Tensor | None = None
-    global_scale: torch.Tensor | None = None
-    order: int = 0
-    _derived: torch.Tensor | None = field(default=None, init=False)
-    refused: bool = field(default=False, init=False)  # prepare() found scales that there is no order for
+    def __init__(
+        self, format: str, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None,
+        global_scale: torch.Tensor | None = None, derived: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Unchecked: ``checked`` looks at the tensors."""
+        self.format, self.codes, self.scale, self.zero, self.global_scale = format, codes, scale, zero, global_scale
+        self.derived = derived
+        self._derived_of = scale, None if derived is None else version_of(scale)  # what ``derived`` was made of
 
     @classmethod
     def fp8_block(cls, codes: torch.Tensor, scale: torch.Tensor, *, quantize_x: bool = True) -> ExpertWeights:
@@ -66,7 +70,7 @@ class ExpertWeights:
             for a wrong shape, dtype, device or stride, or a scale that is NaN or infinite; the others likewise.
         """
         check_flag("quantize_x", quantize_x)
-        return _checked(cls("fp8_block" if quantize_x else "fp8_block_a16", codes, scale))
+        return checked(cls("fp8_block" if quantize_x else "fp8_block_a16", codes, scale))
 
     @classmethod
     def fp8_channel(cls, codes: torch.Tensor, scale: torch.Tensor, *, quantize_x: bool = True) -> ExpertWeights:
@@ -75,7 +79,7 @@ class ExpertWeights:
         With ``quantize_x`` x is quantised, too (w8a8): to e4m3, with a scale a row.
         """
         check_flag("quantize_x", quantize_x)
-        return _checked(cls("fp8_channel" if quantize_x else "fp8_channel_a16", codes, scale))
+        return checked(cls("fp8_channel" if quantize_x else "fp8_channel_a16", codes, scale))
 
     @classmethod
     def mxfp4(cls, codes: torch.Tensor, scale: torch.Tensor) -> ExpertWeights:
@@ -83,7 +87,7 @@ class ExpertWeights:
 
         scale [E, N, ceil(K/32)] uint8 (or float8_e8m0fnu): e8m0, 2**(scale - 127); 255 is NaN.
         """
-        return _checked(cls("mxfp4", flat(codes), as_bytes(scale)))
+        return checked(cls("mxfp4", flat(codes), as_bytes(scale)))
 
     @classmethod
     def int4(cls, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None) -> ExpertWeights:
@@ -92,7 +96,7 @@ class ExpertWeights:
         codes [E, N, K/2] uint8, the low nibble first; scale [E, N, ceil(K/group)] bfloat16, float16 or float32; zero
         uint8 in scale's shape. The group is told by the shapes.
         """
-        return _checked(cls(_int4_format(codes, scale, zero), codes, scale, zero))
+        return checked(cls(int4_format(codes, scale, zero), codes, scale, zero))
 
     @classmethod
     def nvfp4(cls, codes: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor) -> ExpertWeights:
@@ -101,7 +105,7 @@ class ExpertWeights:
         scale [E, N, ceil(K/16)] float8_e4m3fn; global_scale [E] float32, which is multiplied (modelopt's
         ``weight_scale_2``; the inverse of compressed-tensors' ``weight_global_scale``). x stays in its type.
         """
-        return _checked(cls("nvfp4", codes, scale, None, global_scale))
+        return checked(cls("nvfp4", codes, scale, None, global_scale))
 
     @classmethod
     def from_tensors(
@@ -134,7 +138,7 @@ class ExpertWeights:
         if quantize_x is not None:
             check_flag("quantize_x", quantize_x, " or None")
         format, found = checkpoints.read(tensors, quantization_config, part, quantize_x)
-        return _checked(cls(format if format != "int4" else _int4_format(*found[:3]), *found))
+        return checked(cls(format if format != "int4" else int4_format(*found[:3]), *found))
 
     @classmethod
     def quantize(cls, w: torch.Tensor, format: str) -> ExpertWeights:
@@ -154,7 +158,7 @@ class ExpertWeights:
         codes, scale = cat([one.codes[None] for one in every], 0), cat([one.scale[None] for one in every], 0)
         zeros = [one.zero[None] for one in every if one.zero is not None]
         outer = [one.global_scale[None] for one in every if one.global_scale is not None]
-        return _checked(cls(format, codes, scale, cat(zeros, 0) if zeros else None, cat(outer, 0) if outer else None))
+        return checked(cls(format, codes, scale, cat(zeros, 0) if zeros else None, cat(outer, 0) if outer else None))
 
     @classmethod
     def from_state_dict(cls, format: str, state: Mapping[str, torch.Tensor]) -> ExpertWeights:
@@ -164,10 +168,13 @@ class ExpertWeights:
         if number.dtype is torch.bool or number.dim():
             raise bad("order", told(number), "a number, as state_dict has it")
         try:
-            return _checked(cls(format, **given, order=int(number)))
+            weights = cls(format, **given)
         except TypeError:
             raise bad("the state", f"of {sorted(state)}", "codes, scale, order and, where the format has them, zero "
                        "and global_scale") from None  # fmt: skip
+        checked(weights)
+        weights._check_order(int(number))
+        return weights
 
     @property
     def precision(self) -> Precision:
@@ -177,8 +184,27 @@ class ExpertWeights:
     @property
     def shape(self) -> torch.Size:
         """[E, N, K]."""
+        if self.is_prepared:
+            E, row_blocks, column_blocks = self.codes.shape[:3]
+            return torch.Size((E, row_blocks * 64, column_blocks * 64))
         E, N, last = self.codes.shape
         return torch.Size((E, N, last * 8 // self.precision.w.bits))
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether the codes are in the layout that ``prepare`` makes: their dtype and shape say so."""
+        return self.codes.dtype is torch.int32
+
+    @property
+    def can_be_prepared(self) -> bool:
+        """Whether ``prepare`` would change their layout."""
+        order = None if self.is_prepared else _orders().get(self.format)
+        return order is not None and order.fits(self._quantised)
+
+    @property
+    def order(self) -> int:
+        """The number of the layout of the codes: 0 is the checkpoint's."""
+        return _order_of(self).number if self.is_prepared else 0
 
     @property
     def requires_grad(self) -> bool:
@@ -203,59 +229,169 @@ class ExpertWeights:
         return w
 
     def prepare(self) -> ExpertWeights:
-        """Put codes and scales into the order that kernels read: in place, expert by expert, once. Returns itself.
+        """Return the same weights in the layout that the fastest kernels read, and release these.
 
-        ``order`` tells; ``restore`` undoes it. Weights that no kernel reads in another order are left as they are: of
-        N or K that are no multiples of 64 (of 128 where a scale is of so many), or with a scale above 2 of mxfp4 or of
-        1,024 and more of int4. No call may use them meanwhile.
+        The new tensors are made expert by expert and are whole on the GPU when this returns, for any thread and stream.
+        From then on these weights can't be used: any call with them raises InputError, and a second ``prepare`` returns
+        what the first returned. ``restore`` gives the checkpoint's layout again.
+
+        Weights that no kernel reads in another layout are returned as they are: N or K that are no multiples of 64 (of
+        128 where a scale is of so many), or a scale above 2 of mxfp4 or of 1,024 and more of int4.
         """
-        from .order import ORDERS
+        with lock("prepare"):
+            known: ExpertWeights | None = self.__dict__.get("_prepared")
+            if known is not None:
+                return known
+            order = _orders().get(self.format)
+            if order is None or not self.can_be_prepared:
+                return self
+            with torch.inference_mode(False), torch.no_grad():
+                codes = _each(order.prepared, self.codes)
+                moves = order.prepared_scale is not None and order.moves(self.scale)
+                scale = _each(order.prepared_scale, self.scale) if moves else self.scale
+            made = ExpertWeights(self.format, codes, scale, self.zero, self.global_scale)
+            _ = made.kernel_scale  # made now: not in a graph capture
+            synchronize(codes)
+            self.__dict__ = {"format": self.format, "_prepared": made}
+            return made
 
-        order = ORDERS.get(self.format)
-        if order is not None and self.order != order.number:
-            self.restore()
-            self.refused = not order.fits(self._quantised)
-            if not self.refused:
-                self._reorder(order, undo=False)
-                self.order, self._derived = order.number, None
-                _ = self.kernel_scale  # made now: not in a graph capture
-        return self
+    def prepare_in_place(self) -> ExpertWeights:
+        """As ``prepare``, in the memory of these tensors: for who owns them alone and has no room for one more.
+
+        Their dtypes and shapes stay, and what is in them is no longer what these say.
+        """
+        from .order import rewrite
+
+        order = _orders().get(self.format)
+        if order is None or not self.can_be_prepared:
+            return self
+        codes, scale = self.codes, self.scale
+        with torch.inference_mode(codes.is_inference()), torch.no_grad():
+            codes = rewrite(codes, order.prepared, order.stored)
+            if order.prepared_scale is not None and order.stored_scale is not None and order.moves(scale):
+                scale = rewrite(scale, order.prepared_scale, order.stored_scale)
+        made = ExpertWeights(self.format, codes, scale, self.zero, self.global_scale)
+        _ = made.kernel_scale
+        synchronize(codes)
+        return made
+
+    def restore_in_place(self) -> ExpertWeights:
+        """As ``restore``, in the memory of these tensors."""
+        from .order import rewrite
+
+        if not self.is_prepared:
+            return self
+        order, codes, scale = _order_of(self), self.codes, self.scale
+        with torch.inference_mode(codes.is_inference()), torch.no_grad():
+            codes = rewrite(codes, order.stored, order.prepared)
+            if order.prepared_scale is not None and order.stored_scale is not None and _moved(order, scale):
+                scale = rewrite(scale, order.stored_scale, order.prepared_scale)
+        synchronize(codes)
+        return ExpertWeights(self.format, codes, scale, self.zero, self.global_scale)
 
     def restore(self) -> ExpertWeights:
-        """Put codes and scales back into the checkpoint's order, bit for bit. Returns itself."""
-        if self.order:
-            self._reorder(_order_of(self), undo=True)
-            self.order, self._derived = 0, None
+        """Return these weights in the checkpoint's layout, bit for bit: a copy of prepared ones, which stay usable."""
+        if not self.is_prepared:
+            return self
+        order = _order_of(self)
+        with torch.inference_mode(False), torch.no_grad():
+            codes = _each(order.stored, self.codes)
+            scale = _each(order.stored_scale, self.scale) if _moved(order, self.scale) else self.scale
+        return ExpertWeights(self.format, codes, scale, self.zero, self.global_scale)
+
+    def copy_(self, other: ExpertWeights) -> ExpertWeights:
+        """Write the numbers of ``other`` into these tensors, in the layout that they have. Returns these weights.
+
+        Addresses stay, so a captured graph reads the new numbers. ``other`` may be in either layout, on any device.
+
+        Raises
+        ------
+        InputError
+            for another format or shape, scales of another dtype, and scales that prepared weights have no room for;
+            nothing was written then.
+        """
+        if not isinstance(other, ExpertWeights) or (other.format, other.shape) != (self.format, self.shape):
+            raise bad("copy_'s argument", repr(other), f"{self.format} of shape {list(self.shape)}")
+        order = _orders().get(self.format)
+        if self.is_prepared and not other.is_prepared and order is not None and not order.room(other.scale):
+            raise bad("scale", "too large for prepared codes", _MOST_SCALES)
+        if self.scale.dtype is not other.scale.dtype:
+            raise bad("scale", f"{other.scale.dtype}", f"{self.scale.dtype}, as these weights have it")
+        with torch.inference_mode(self.codes.is_inference()), torch.no_grad():
+            for mine, theirs, to, back in (
+                (self.codes, other.codes, order and order.prepared, order and order.stored),
+                (self.scale, other.scale, order and order.prepared_scale, order and order.stored_scale),
+            ):
+                move = None if mine.dim() == theirs.dim() else to if mine.dim() > theirs.dim() else back
+                for expert in range(mine.shape[0]):
+                    there = theirs[expert].to(mine.device)
+                    mine[expert].copy_(there if move is None else move(there))
+            for mine_or_none, theirs_or_none in ((self.zero, other.zero), (self.global_scale, other.global_scale)):
+                if mine_or_none is not None and theirs_or_none is not None:
+                    mine_or_none.copy_(theirs_or_none)
+        return self.refresh()
+
+    def refresh(self) -> ExpertWeights:
+        """Make ``derived`` anew after ``scale`` was written to, where it already is. Returns these weights.
+
+        Needed after writes that torch does not count: through ``.data``, by a kernel of your own, or to tensors made
+        in inference mode. Writes that torch counts are seen by the next call.
+        """
+        if self.derived is not None:
+            self._derive(anew=True)
         return self
 
     @property
     def kernel_scale(self) -> torch.Tensor | None:
-        """The scales in blocks that kernels read of prepared weights; None where they read none.
-
-        ``scale`` itself, or made of it when it is first asked for, where kernels read another type.
-        """
+        """The scales in blocks that kernels read of prepared weights; None where they read none."""
         order = _order_of(self)
-        if order.moves(self.scale):
+        if _moved(order, self.scale) and order.moves(self.scale):
             return self.scale
-        if self._derived is None and order.derived is not None:
-            self._derived = order.derived(self.scale)
-        return self._derived
+        return None if order.derived is None else self._derive()
 
     @property
     def plain_scale(self) -> torch.Tensor | None:
-        """The scales that the kernel for every GPU reads of codes in their order: those of 4 bits lie as the codes do.
-
-        ``scale`` itself, or the same in bf16 where int4 has another type: made when it is first asked for.
-        """
+        """The scales that portable kernels read: ``scale``, or of int4 in another dtype the same in bf16."""
         if self.precision.w.name != "int4":
             return self.scale
-        if self.order:
+        if self.is_prepared:
             return self.kernel_scale
-        if self.scale.dtype is torch.bfloat16:
-            return self.scale
-        if self._derived is None:
-            self._derived = self.scale.to(torch.bfloat16)
-        return self._derived
+        return self.scale if self.scale.dtype is torch.bfloat16 else self._derive()
+
+    def derived_now(self) -> torch.Tensor | None:
+        """Scales as ``derived`` has them, computed of ``scale`` as it is; None where kernels read ``scale`` itself."""
+        if self.is_prepared:
+            order = _order_of(self)
+            read = order.derived is None or (_moved(order, self.scale) and order.moves(self.scale))
+            return None if read or order.derived is None else order.derived(self.scale)
+        other = self.precision.w.name == "int4" and self.scale.dtype is not torch.bfloat16
+        return self.scale.to(torch.bfloat16) if other else None
+
+    def _derive(self, *, anew: bool = False) -> torch.Tensor | None:
+        """``derived``, which is made or written anew if ``scale`` was written to since."""
+        if self.derived is not None and not anew and self._is_current():
+            return self.derived
+        with lock("prepare"):
+            if self.derived is not None and not anew and self._is_current():
+                return self.derived
+            source = self.scale, version_of(self.scale)
+            capturing = self.scale.is_cuda and torch.cuda.is_current_stream_capturing()
+            with torch.inference_mode(self.derived is not None and self.derived.is_inference()), torch.no_grad():
+                made = self.derived_now()
+                if made is None or (capturing and self.derived is None):
+                    return made  # in a capture: a part of the graph
+                if self.derived is not None:
+                    self.derived.copy_(made)
+            if not capturing:  # else the next call writes it again
+                synchronize(made)  # before a thread on another stream can see it
+                self._derived_of = source
+            if self.derived is None:
+                self.derived = made
+            return self.derived
+
+    def _is_current(self) -> bool:
+        scale, version = self._derived_of
+        return scale is self.scale and version == version_of(scale)
 
     @property
     def kernel_dtypes(self) -> tuple[DType, ...]:
@@ -272,8 +408,8 @@ class ExpertWeights:
         if self.codes.to(device, non_blocking=non_blocking) is self.codes:
             return self
         moved = {name: one.to(device, non_blocking=non_blocking) for name, one in self.tensors().items()}
-        there = ExpertWeights(self.format, **moved, order=self.order)
-        if there.order:
+        there = ExpertWeights(self.format, **moved)
+        if there.is_prepared:
             _ = there.kernel_scale  # made now: not in a graph capture
         return there
 
@@ -283,7 +419,7 @@ class ExpertWeights:
         return {name: one for name, one in every.items() if one is not None}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """``tensors()``, and the order of the codes as ``order``: what to save beside ``format``."""
+        """``tensors()``, and the number of the layout of the codes as ``order``: what to save beside ``format``."""
         return {**self.tensors(), "order": torch.tensor(self.order)}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -291,33 +427,57 @@ class ExpertWeights:
 
         Not what is made of scales for this version's kernels: another version's may read it in another way.
         """
-        kept = self.__dict__ | {"_derived": None}
+        kept: dict[str, Any] = {"format": self.format, "zero": None, "global_scale": None, "order": self.order}
         for name, one in self.tensors().items():
             kept[name] = one.view(torch.uint8) if one.dtype is torch.float8_e4m3fn else one
         return kept
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
-        self.__dict__.update(kept)
-        elements = self.precision.w
-        if elements.name == "e4m3":
-            self.codes = self.codes.view(torch.float8_e4m3fn)
+        elements = _precision(kept["format"]).w
+        codes, scale = kept["codes"], kept["scale"]
+        if elements.name == "e4m3" and codes.dtype is torch.uint8:
+            codes = codes.view(torch.float8_e4m3fn)
         if elements.scale is not None and elements.scale.name == "e4m3":
-            self.scale = self.scale.view(torch.float8_e4m3fn)
-        self._derived = None  # (a pickle of an earlier version has its own)
-        if self.order and _checked(self).order:
-            _ = self.kernel_scale  # made now: not in a graph capture
+            scale = scale.view(torch.float8_e4m3fn)
+        self.__init__(kept["format"], codes, scale, kept["zero"], kept["global_scale"])  # type: ignore[misc]
+        self._check_order(kept["order"])
+        if self.is_prepared:
+            checked(self)
+
+    def __getattr__(self, name: str) -> Any:
+        """Of weights that ``prepare`` has released nothing is left."""
+        if "_prepared" not in self.__dict__ or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise InputError(
+            f"ExpertWeights: these {self.format} weights were prepared, and their tensors released: use what prepare() "
+            "returned (w = w.prepare()), or its restore() for the checkpoint's layout"
+        )
 
     def __repr__(self) -> str:
+        if "_prepared" in self.__dict__:
+            return f"ExpertWeights({self.format}, released by prepare())"
         E, N, K = self.shape
-        return f"ExpertWeights({self.format}, E={E}, N={N}, K={K}, device={str(self.device)!r}, order={self.order})"
+        prepared = ", prepared" if self.is_prepared else ""
+        return f"ExpertWeights({self.format}, E={E}, N={N}, K={K}, device={str(self.device)!r}{prepared})"
+
+    def _check_order(self, number: int) -> None:
+        """Raise InputError where the codes are not in the layout that a saved state says."""
+        if number != self.order:
+            known = _orders().get(self.format)
+            knows = "0" if known is None else f"0 or {known.number}"
+            raise bad("order", f"{number} with codes {told(self.codes)}",
+                      f"one that this version knows for {self.format}, {knows}, and codes of its shape")  # fmt: skip
 
     def _values(self, expert: int) -> torch.Tensor:
         """w[expert] in float32."""
         from .codes import Quantised, values
 
         codes, scale = self.codes[expert], self.scale[expert]
-        if self.order:
-            codes, scale = _order_of(self).undone(codes, scale)
+        if self.is_prepared:
+            order = _order_of(self)
+            codes = order.stored(codes)
+            if order.stored_scale is not None and _moved(order, self.scale):
+                scale = order.stored_scale(scale)
         zero, outer = (None if one is None else one[expert] for one in (self.zero, self.global_scale))
         return values(self.format, Quantised(codes, scale, zero, outer))
 
@@ -327,21 +487,47 @@ class ExpertWeights:
 
         return Quantised(self.codes, self.scale, self.zero, self.global_scale)
 
-    def _reorder(self, order: CodeOrder, *, undo: bool) -> None:
-        from .order import reorder
 
-        with torch.inference_mode():  # (tensors that were made there can be changed nowhere else)
-            reorder(self._quantised, order, undo=undo)
+def version_of(tensor: torch.Tensor) -> int | None:
+    """How often torch knows a tensor to have been written to; None of one that was made in inference mode."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def synchronize(made: torch.Tensor) -> None:
+    """Wait until a new tensor is whole, so that any stream may read it; in a graph capture there is nothing to do."""
+    if made.is_cuda and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize(made.device)
+
+
+def _each(move: Callable[[torch.Tensor], torch.Tensor] | None, given: torch.Tensor) -> torch.Tensor:
+    """``move`` of each expert's part, in one new tensor."""
+    if move is None:
+        raise AssertionError("no layout to move to")
+    first = move(given[0])
+    made = first.new_empty((given.shape[0], *first.shape))
+    made[0] = first
+    for expert in range(1, given.shape[0]):
+        made[expert] = move(given[expert])
+    return made
+
+
+def _moved(order: CodeOrder, scale: torch.Tensor) -> bool:
+    """Whether scales beside prepared codes are in blocks, too."""
+    return order.prepared_scale is not None and scale.dim() == 5
+
+
+def _orders() -> dict[str, CodeOrder]:
+    from .order import ORDERS  # here, as weights in the checkpoint's layout need none
+
+    return ORDERS
 
 
 def _order_of(weights: ExpertWeights) -> CodeOrder:
-    """The order that the codes are in."""
-    from .order import ORDERS
-
-    order = ORDERS.get(weights.format)
-    if order is None or order.number != weights.order:
-        raise bad("order", f"{weights.order}", f"one that this version knows for {weights.format}: 0"
-             + ("" if order is None else f" or {order.number}"))  # fmt: skip
+    """The layout that prepared codes of this format are in."""
+    order = _orders().get(weights.format)
+    if order is None:
+        raise bad("codes", f"{told(weights.codes)}, as of prepared codes", f"those of a checkpoint: {weights.format} "
+                  "has no prepared layout")  # fmt: skip
     return order
 
 
@@ -353,7 +539,7 @@ def _precision(format: str) -> Precision:
     return precision
 
 
-def _int4_format(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> str:
+def int4_format(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> str:
     """The name of the group that the shapes tell; where one group is all, of the smallest that holds it."""
     for name, one in (("codes", codes), ("scale", scale)):
         if not isinstance(one, torch.Tensor) or one.dim() != 3:
@@ -366,22 +552,31 @@ def _int4_format(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | 
     raise bad("scale", f"of shape {list(scale.shape)}", f"{wanted} groups for K={K}: of 128, 64 or 32")
 
 
-def _checked(weights: ExpertWeights) -> ExpertWeights:
-    """The weights, if they can be used; InputError names the first that is wrong."""
+def checked(weights: ExpertWeights) -> ExpertWeights:
+    """The weights, if they can be used; InputError names the first tensor that is wrong."""
     precision = _precision(weights.format)
     elements, scale = precision.w, precision.w.scale
     if scale is None:
         raise AssertionError(f"{precision.name} has no scale")
     four = elements.bits == 4
-    codes = of_dtype("codes", weights.codes, (torch.uint8 if four else torch.float8_e4m3fn,))
-    shape = "[E, N, K/2]" if four else "[E, N, K]"
-    if codes.dim() != 3 or not codes.numel():
-        raise bad("codes", f"of shape {list(codes.shape)}", f"{shape}, E, N and K of at least 1")
+    codes = weights.codes
+    if isinstance(codes, torch.Tensor) and codes.dtype is torch.int32:
+        _check_prepared(weights)
+    else:
+        codes = of_dtype("codes", codes, (torch.uint8 if four else torch.float8_e4m3fn,))
+        shape = "[E, N, K/2]" if four else "[E, N, K]"
+        if codes.dim() != 3 or not codes.numel():
+            raise bad("codes", f"of shape {list(codes.shape)}", f"{shape}, E, N and K of at least 1")
+    of_dtype("scale", weights.scale, _SCALE_DTYPES[scale.name])
     E, N, K = weights.shape
-    blocks = (E, N, -(-K // scale.columns)) if scale.columns else (E, N)
+    blocks: tuple[int, ...] = (E, N, -(-K // scale.columns)) if scale.columns else (E, N)
     if scale.rows > 1:
         blocks = (E, -(-N // scale.rows), -(-K // scale.columns))
-    fit("scale", of_dtype("scale", weights.scale, _SCALE_DTYPES[scale.name]), blocks, codes)
+    at = blocks
+    if weights.is_prepared and _is_in_blocks(weights):
+        groups = max(1, 64 // scale.columns)
+        at = (E, N // 64, blocks[2] // groups, 64, groups)
+    fit("scale", weights.scale, at, codes)
     if scale.zero_bits:
         fit("zero", of_dtype("zero", weights.zero, (torch.uint8,)), blocks, codes)
     if scale.outer is not None:
@@ -393,8 +588,24 @@ def _checked(weights: ExpertWeights) -> ExpertWeights:
     for name, given in (("scale", weights.scale), ("global_scale", weights.global_scale)):
         if given is not None and given.device.type != "meta":
             check_finite(name, given)
-    if weights.order:
-        _ = weights.kernel_scale
-    if weights.order and not weights.codes.is_meta and not _order_of(weights).room(weights._quantised):
-        raise bad("scale", "too large for codes in order", "mxfp4's up to 2, int4's below 1,024: load the checkpoint")
+    if weights.is_prepared and not weights.codes.is_meta:
+        if not _order_of(weights).room(weights.scale):
+            raise bad("scale", "too large for prepared codes", _MOST_SCALES)
+        _ = weights.kernel_scale  # made now: not in a graph capture
     return weights
+
+
+def _check_prepared(weights: ExpertWeights) -> None:
+    words = 2 if weights.precision.w.bits == 4 else 4
+    shape = tuple(weights.codes.shape)
+    order = _order_of(weights)
+    if len(shape) != 6 or shape[3:] != (64, 4, words) or not weights.codes.numel():
+        raise bad("codes", told(weights.codes), f"int32 [E, N/64, K/64, 64, 4, {words}] of prepared weights, or those "
+                  "of a checkpoint")  # fmt: skip
+    if isinstance(weights.scale, torch.Tensor) and order.moves(weights.scale) and weights.scale.dim() == 3:
+        raise bad("scale", f"{told(weights.scale)}, in the checkpoint's layout", "that of the codes, which are "
+                  "prepared: use both from one source")  # fmt: skip
+
+
+def _is_in_blocks(weights: ExpertWeights) -> bool:
+    return _moved(_order_of(weights), weights.scale)

@@ -1,4 +1,7 @@
-"""The order in which kernels read codes and scales, where it is not the checkpoint's own.
+"""The layouts of codes and scales that the fastest kernels read: prepared weights.
+
+Prepared codes are int32 [E, N/64, K/64, 64, 4, words], a dtype and shape that no checkpoint has, so they say themselves
+what they are: what writes a checkpoint's tensor into them fails by its shape.
 
 Order 1 is that of the warp-specialised kernel for 9.0 (kernels/gemm/hopper/wna16.py): blocks of 64 rows and 64 of K, in
 each the 16 bytes (8 of codes of 4 bits) that one thread of a tensor core's operand turns into bf16, one after another.
@@ -18,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -26,6 +29,7 @@ from ...artifacts.records.precision import PRECISIONS, Elements
 from .codes import Quantised, pack, unpack
 
 BLOCK = 64  # rows of w, and of K
+_Move: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 # Of each code of a half: (mask of its bits, where they go to, as shifts to the left).
 _Places = tuple[tuple[tuple[int, int], ...], ...]
 _PLACES: dict[str, _Places] = {
@@ -41,6 +45,7 @@ _PLACES: dict[str, _Places] = {
 _MOST_E8M0 = 128  # a larger scale, 4 or more, has no room in bf16 beside the 2^126 that codes are made too small by
 _MOST_INT4 = 1024.0  # scales are made 2^117 of theirs in bf16: room to spare for what rounding to bf16 adds
 _E4M3_SHIFT = 120  # log2 of what e4m3 codes are made too small by
+_PREPARED_DIMS = 6  # of codes [E, N/64, K/64, 64, 4, words]; of their scales one less
 
 
 # Which of a block's 64 of K each byte of a row holds, of codes of 8 bits, before the exchange.
@@ -48,112 +53,118 @@ K_ORDER = tuple(16 * s + 8 * h + 2 * c + p for c in range(4) for s in range(4) f
 
 
 class CodeOrder(NamedTuple):
-    """An order of codes and scales. ``number`` is what bundles and ``ExpertWeights.order`` say; 0 is the checkpoint's.
+    """A prepared layout of codes and scales. ``number`` is what bundles and a saved state call it.
 
-    ``fits(weights)`` says whether weights can be in it, ``room(weights)`` whether kernels have room for their scales.
-    ``codes(one, undo)`` maps codes of one expert, ``ExpertWeights.codes[e]``, to this order, and with ``undo`` back,
-    bit for bit, in the shape and dtype that they have; ``scale`` its scales likewise, if they are of ``scale_dtype``.
-    Both leave the tensor that they are given as it is. ``derived(scale)`` are other scales [E, ...] that kernels read
-    then; with neither they read none in blocks.
+    ``fits(weights)`` says whether weights can be prepared, ``room(scale)`` whether kernels have room for these scales.
+    ``prepared(codes)`` maps the codes of one expert to int32 [N/64, K/64, 64, 4, words], and ``stored(blocks)`` maps
+    them back, bit for bit. ``prepared_scale`` and ``stored_scale`` do this with scales of ``scale_dtype``: [N, groups]
+    to [N/64, blocks of K, 64, groups of a block]. ``derived(scale)`` makes the scales that kernels read, where scales
+    of the checkpoint's layout stay beside prepared codes.
     """
 
     number: int
     fits: Callable[[Quantised], bool]
-    room: Callable[[Quantised], bool]
-    codes: Callable[[torch.Tensor, bool], torch.Tensor]
-    scale: Callable[[torch.Tensor, bool], torch.Tensor] | None = None
+    room: Callable[[torch.Tensor], bool]
+    prepared: _Move
+    stored: _Move
+    prepared_scale: _Move | None = None
+    stored_scale: _Move | None = None
     scale_dtype: torch.dtype | None = None
-    derived: Callable[[torch.Tensor], torch.Tensor] | None = None
-
-    def undone(self, codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The codes and scales of one expert as the checkpoint has them."""
-        moved = self.scale is not None and self.moves(scale)
-        return self.codes(codes, True), self.scale(scale, True) if self.scale is not None and moved else scale
+    derived: _Move | None = None
 
     def moves(self, scale: torch.Tensor) -> bool:
-        """Whether scales change their order with the codes."""
-        return self.scale is not None and scale.dtype is self.scale_dtype
+        """Whether scales of this dtype are moved with the codes."""
+        return scale.dtype is self.scale_dtype
 
 
-def reorder(one: Quantised, order: CodeOrder, *, undo: bool) -> None:
-    """Put codes and scales [E, ...] into the order, or with ``undo`` back, in place and expert by expert.
+def rewrite(given: torch.Tensor, move: _Move, back: _Move) -> torch.Tensor:
+    """Write ``move`` of each expert's part over it; ``back`` undoes that. Returns this memory in its new shape.
 
-    Where that fails (no memory for one expert more) all of them are as they were.
+    If it fails for want of memory, everything is as it was.
     """
-    todo = [(one.codes, order.codes)]
-    if order.scale is not None and order.moves(one.scale):
-        todo.append((one.scale, order.scale))
-    done: list[tuple[torch.Tensor, Callable[[torch.Tensor, bool], torch.Tensor]]] = []
+    made = move(given[0])
+    there = given.flatten(1).view(torch.uint8).view(made.dtype).view(given.shape[0], *made.shape)
+    done = 0
     try:
-        for tensor, move in todo:
-            for expert in range(tensor.shape[0]):
-                tensor[expert].copy_(move(tensor[expert], undo))
-                done.append((tensor[expert], move))
+        for expert in range(given.shape[0]):
+            there[expert].copy_(move(given[expert]) if expert else made)
+            done += 1
     except BaseException:
-        for moved, move in done:
-            moved.copy_(move(moved, not undo))
+        for expert in range(done):
+            given[expert].copy_(back(there[expert]))
         raise
+    return there
 
 
-def _codes(name: str) -> Callable[[torch.Tensor, bool], torch.Tensor]:
+def _codes(name: str) -> tuple[_Move, _Move]:
+    """``CodeOrder.prepared`` and ``CodeOrder.stored`` of codes of this name."""
     places = _PLACES[name]
     per_half = len(places)
     four = name != "e4m3"
+    dtype = torch.uint8 if four else torch.float8_e4m3fn
+    # s = (word, first of a code's numbers in a half), h the second; of e4m3 a word has one s.
+    words, inner = (2, per_half) if four else (4, per_half)
     row = torch.arange(BLOCK)[:, None]
     exchanged = torch.arange(4) ^ row // 2 % 4  # [R, c], its own inverse
 
-    def move(codes: torch.Tensor, undo: bool) -> torch.Tensor:
-        given = codes.view(torch.uint8)
-        rows, width = given.shape
-        K = width * 2 if four else width
-        # s = (word, first of a code's numbers in a half), h the second; of e4m3 a word has one s.
-        outer, inner = (2, per_half) if four else (4, per_half)
-        if undo:
-            halves = given.contiguous().view(torch.int16).view(rows // BLOCK, K // BLOCK, BLOCK, 4, outer, 2)
-            if not four:
-                halves = halves[:, :, row, exchanged]
-            wide = halves.to(torch.int32)
-            found = torch.zeros((*wide.shape, per_half), dtype=torch.uint8, device=given.device)
-            for i, parts in enumerate(places):
-                for mask, shift in parts:
-                    found[..., i] |= ((wide >> shift) & mask).to(torch.uint8)
-            # [nb, kb, row, c, word, p, i] -> [nb, row, kb, word, i, c, p]
-            flat = found.permute(0, 2, 1, 4, 6, 3, 5).reshape(rows, K)
-            return (pack(flat) if four else flat).view(codes.dtype)
-        flat = unpack(given) if four else given
-        split = flat.reshape(rows // BLOCK, BLOCK, K // BLOCK, outer, inner, 4, 2).permute(0, 2, 1, 5, 3, 6, 4)
-        halves = torch.zeros(split.shape[:-1], dtype=torch.int32, device=given.device)
+    def prepared(codes: torch.Tensor) -> torch.Tensor:
+        flat = unpack(codes) if four else codes.view(torch.uint8)
+        rows, K = flat.shape
+        split = flat.reshape(rows // BLOCK, BLOCK, K // BLOCK, words, inner, 4, 2).permute(0, 2, 1, 5, 3, 6, 4)
+        halves = torch.zeros(split.shape[:-1], dtype=torch.int32, device=codes.device)
         for i, parts in enumerate(places):
-            one = split[..., i].to(torch.int32)
+            code = split[..., i].to(torch.int32)
             for mask, shift in parts:
-                halves |= (one & mask) << shift
+                halves |= (code & mask) << shift
         if not four:
             halves = halves[:, :, row, exchanged]
-        return halves.to(torch.int16).view(torch.uint8).reshape(rows, width).view(codes.dtype)
+        return halves.to(torch.int16).contiguous().view(torch.int32).squeeze(-1)
 
-    return move
+    def stored(blocks: torch.Tensor) -> torch.Tensor:
+        rows, K = blocks.shape[0] * BLOCK, blocks.shape[1] * BLOCK
+        halves = blocks.contiguous().unsqueeze(-1).view(torch.int16)
+        if not four:
+            halves = halves[:, :, row, exchanged]
+        wide = halves.to(torch.int32)
+        found = torch.zeros((*wide.shape, per_half), dtype=torch.uint8, device=blocks.device)
+        for i, parts in enumerate(places):
+            for mask, shift in parts:
+                found[..., i] |= ((wide >> shift) & mask).to(torch.uint8)
+        # [nb, kb, row, c, word, p, i] -> [nb, row, kb, word, i, c, p]
+        flat = found.permute(0, 2, 1, 4, 6, 3, 5).reshape(rows, K)
+        return (pack(flat) if four else flat).view(dtype)
+
+    return prepared, stored
 
 
-def _scale(group: int) -> Callable[[torch.Tensor, bool], torch.Tensor]:
+def _scale(group: int) -> tuple[_Move, _Move]:
+    """``CodeOrder.prepared_scale`` and ``CodeOrder.stored_scale`` of groups of so many of K."""
     groups = max(1, BLOCK // group)  # of a block
 
-    def move(scale: torch.Tensor, undo: bool) -> torch.Tensor:
+    def prepared(scale: torch.Tensor) -> torch.Tensor:
         rows, width = scale.shape
-        raw = scale.view(torch.uint8) if scale.element_size() == 1 else scale
-        if undo:
-            split = raw.reshape(rows // BLOCK, width // groups, BLOCK, groups)
-        else:
-            split = raw.reshape(rows // BLOCK, BLOCK, width // groups, groups)
-        return split.transpose(1, 2).reshape(rows, width).view(scale.dtype)
+        split = _raw(scale).reshape(rows // BLOCK, BLOCK, width // groups, groups)
+        return split.transpose(1, 2).contiguous().view(scale.dtype)
 
-    return move
+    def stored(blocks: torch.Tensor) -> torch.Tensor:
+        row_blocks, column_blocks = blocks.shape[:2]
+        split = _raw(blocks).transpose(1, 2)
+        return split.reshape(row_blocks * BLOCK, column_blocks * groups).view(blocks.dtype)
+
+    return prepared, stored
 
 
-def _in_bf16(move: Callable[[torch.Tensor, bool], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Scales of another type: the same in bf16."""
+def _raw(scale: torch.Tensor) -> torch.Tensor:
+    """Scales of one byte as uint8: not every torch can move float8."""
+    return scale.view(torch.uint8) if scale.element_size() == 1 else scale
+
+
+def _in_bf16(prepared: _Move) -> _Move:
+    """Scales [E, N, groups] of another dtype, in bf16 and prepared; or prepared ones that were cast."""
 
     def derived(scale: torch.Tensor) -> torch.Tensor:
-        return torch.stack([move(one.to(torch.bfloat16), False) for one in scale])
+        near = scale.to(torch.bfloat16)
+        return near if scale.dim() == _PREPARED_DIMS - 1 else torch.stack([prepared(of_expert) for of_expert in near])
 
     return derived
 
@@ -176,15 +187,15 @@ def _whole(one: Quantised, rows: int, columns: int) -> bool:
     return N % rows == 0 and K % columns == 0
 
 
-def _room(elements: Elements, one: Quantised) -> bool:
+def _room(elements: Elements, scale: torch.Tensor) -> bool:
     if elements.name == "int4":
-        return all(abs(float(end)) < _MOST_INT4 for end in one.scale.aminmax())
+        return all(abs(float(end)) < _MOST_INT4 for end in scale.aminmax())
     if elements.name == "e2m1":
         if elements.scale is not None and elements.scale.name == "e8m0":
-            return int(one.scale.max()) <= _MOST_E8M0
-        return not bool((one.scale.view(torch.uint8) & 0x80).any())  # the kernel reads no sign
+            return int(scale.max()) <= _MOST_E8M0
+        return not bool((scale.view(torch.uint8) & 0x80).any())  # the kernel reads no sign
     rows = 1 if elements.scale is None else elements.scale.rows
-    return rows == 1 or float(one.scale.abs().max()) < 2.0 ** (127 - _E4M3_SHIFT)
+    return rows == 1 or float(scale.abs().max()) < 2.0 ** (127 - _E4M3_SHIFT)
 
 
 def _order(format: str) -> CodeOrder:
@@ -194,15 +205,16 @@ def _order(format: str) -> CodeOrder:
         raise AssertionError(f"{format} has no scale")
     blocks, room = (max(BLOCK, scale.rows), max(BLOCK, scale.columns)), partial(_room, elements)
 
-    def fits(one: Quantised) -> bool:
-        return _whole(one, *blocks) and room(one)
+    def fits(weights: Quantised) -> bool:
+        return _whole(weights, *blocks) and room(weights.scale)
 
     if elements.name == "e4m3":
-        return CodeOrder(2, fits, room, codes, derived=None if scale.rows == 1 else _of_blocks)
-    move = _scale(scale.columns)
+        return CodeOrder(2, fits, room, *codes, derived=None if scale.rows == 1 else _of_blocks)
+    scales = _scale(scale.columns)
     if elements.name == "e2m1":
-        return CodeOrder(1, fits, room, codes, move, torch.uint8 if scale.name == "e8m0" else torch.float8_e4m3fn)
-    return CodeOrder(1, fits, room, codes, move, torch.bfloat16, _in_bf16(move))
+        dtype = torch.uint8 if scale.name == "e8m0" else torch.float8_e4m3fn
+        return CodeOrder(1, fits, room, *codes, *scales, dtype)
+    return CodeOrder(1, fits, room, *codes, *scales, torch.bfloat16, _in_bf16(scales[0]))
 
 
 # By format. One without an entry is read as the checkpoint has it.

@@ -1,8 +1,8 @@
 """SGLang's MoE layers with quantised weights: which formats are pretuned's, and how their tensors are prepared.
 
-SGLang makes and loads its own parameters. Where a layer is pretuned's they are put into the kernels' order in place,
-instead of into that of the backend that SGLang chose: nothing is repacked beside them. Before weights are loaded again
-they are put back, so a part of them can be.
+SGLang makes and loads its own parameters. If a layer is pretuned's they are prepared in place, instead of for the
+backend that SGLang chose, and have the dtype and shape of prepared weights then. Before weights are loaded again they
+are in the checkpoint's layout, in the same memory, so a part of them can be loaded.
 
 Imported inside SGLang alone, by ``experts.py``.
 """
@@ -52,15 +52,13 @@ class Packing(NamedTuple):
             found.append((N, K * codes.element_size() * (1 if self.name == "fp8_block" else 2)))
         return found
 
-    def weights(self, layer: Any, which: str, order: int = 0) -> ExpertWeights:
-        """The weights of one product, over the layer's parameters."""
+    def weights(self, layer: Any, which: str) -> ExpertWeights:
+        """The weights of one product, over the layer's parameters as ``turn`` leaves them."""
         codes, scale = (getattr(layer, f"{which}_{one}").data for one in (self.codes, self.scale))
         if self.is_turned:
             codes, scale = (one.view(one.shape[0], one.shape[2], one.shape[1]) for one in (codes, scale))
         if self.name != "fp8_block":
             codes = codes.view(torch.uint8)
-        if order:
-            return ExpertWeights(self.name, codes, scale, order=order)
         make = {"fp8_block": ExpertWeights.fp8_block, "mxfp4": ExpertWeights.mxfp4}.get(self.name, ExpertWeights.int4)
         return make(codes, scale)
 
@@ -82,11 +80,11 @@ class Experts:
     def __init__(self, format: Packing, runner: Any, own: Any = None) -> None:
         self.format, self.runner, self.own = format, runner, own
         self.weights: tuple[ExpertWeights, ...] | None = None
-        self._loaded: list[ExpertWeights] = []  # while they are prepared
         self.is_raw = True  # as SGLang's loader writes and reads them
+        self._raw: dict[str, tuple[torch.dtype, torch.Size]] = {}  # dtypes and shapes of the parameters then
 
     def prepare(self, layer: Any) -> None:
-        """Put what was just loaded into the kernels' order, where it lies.
+        """Prepare what was just loaded, in its memory.
 
         Raises
         ------
@@ -95,8 +93,14 @@ class Experts:
         """
         self.format.turn(layer)
         on_gpu = getattr(layer, f"w2_{self.format.codes}").is_cuda
-        self._loaded = [self.format.weights(layer, one) for one in _WHICH]
-        given = prepared(self._loaded, "PRETUNED_SGLANG", on_gpu=on_gpu)
+        raw = [self.format.weights(layer, one) for one in _WHICH]
+        given = prepared(raw, "PRETUNED_SGLANG", on_gpu=on_gpu, in_place=True)
+        for which, of_product in zip(_WHICH, given, strict=True):
+            for end, made in ((self.format.codes, of_product.codes), (self.format.scale, of_product.scale)):
+                parameter = getattr(layer, f"{which}_{end}")
+                self._raw[f"{which}_{end}"] = parameter.dtype, parameter.shape
+                if made.dim() > parameter.dim():
+                    parameter.data = made
         self.is_raw = False
         if self.weights is not None and all(
             one.codes.data_ptr() == first.codes.data_ptr() for one, first in zip(given, self.weights, strict=True)
@@ -107,9 +111,7 @@ class Experts:
 
     def give_back(self, method: Any, layer: Any) -> None:
         """Undo what ``prepare`` did before it failed the first time, and have SGLang's own runner run the layer."""
-        for one in self._loaded:
-            one.restore()
-        self.format.turn(layer, undo=True)
+        self._unprepare(layer)
         del layer.pretuned_experts
         runs_by(method, layer).runner = self.own
         # What the layer took from the runner after it was made.
@@ -122,8 +124,17 @@ class Experts:
         """Put them back as SGLang's loader writes them. What captured graphs read beside them stays where it is."""
         if self.is_raw or self.weights is None:
             return
-        for which, one in zip(_WHICH, self.weights, strict=True):
-            self.format.weights(layer, which, one.order).restore()
+        self._unprepare(layer)
+
+    def _unprepare(self, layer: Any) -> None:
+        for which in _WHICH:
+            names = f"{which}_{self.format.codes}", f"{which}_{self.format.scale}"
+            codes, scale = (getattr(layer, name) for name in names)
+            if codes.dim() > 3:
+                ExpertWeights(self.format.name, codes.data, scale.data).restore_in_place()
+            for name, parameter in zip(names, (codes, scale), strict=True):
+                dtype, shape = self._raw.get(name, (parameter.dtype, parameter.shape))
+                parameter.data = parameter.data.flatten(1).view(torch.uint8).view(dtype).view(shape)
         self.format.turn(layer, undo=True)
         self.is_raw = True
 

@@ -27,11 +27,13 @@ from ...runtime.api.grouped_gemm import grouped_gemm
 from ...runtime.api.lora import Lora
 from ...runtime.api.moe import moe_mlp
 from ...runtime.api.routing import sort_routing
+from ...runtime.check import tensors as check_tensors
 from ...runtime.check.tensors import DTYPES, PLAIN, bad
 from ...runtime.dispatch import snapshot as dispatch_snapshot
-from ...runtime.driver.device import local_gpu
+from ...runtime.driver.device import capturing, local_gpu
 from ...runtime.inspect.preload import preload
 from ...runtime.launch.quantised import wants_order
+from ...runtime.locks import lock
 from ...runtime.ops.layer import FrozenWeights, Weights, weights_of
 from ...runtime.settings import settings
 from ...runtime.weights.expert_weights import ExpertWeights
@@ -39,8 +41,10 @@ from .adapters import NAME, adds_to_codes, any_held, held_by
 from .gates import recognise
 from .injection import watch, watch_loaded
 from .lora import adapted
-from .quantised import follow, keep_compressed_tensors, quantised, restore
+from .quantised import keep_compressed_tensors, prepare_parameters, quantised, restore, was_prepared
 from .usage import watch_models
+
+_CALLED = "_pretuned_called"  # in a module whose first call is over
 
 _Adapters: TypeAlias = tuple[Lora | None, Lora | None]
 
@@ -106,7 +110,6 @@ def _then_prepare(own: Any) -> Any:
     @functools.wraps(own)
     def call(self: Any, *args: Any, **more: Any) -> Any:
         done = own(self, *args, **more)
-        follow(self)
         if _on_gpu(self) and getattr(self.config, "_experts_implementation", None) == NAME:
             prepare(self)
         return done
@@ -120,18 +123,15 @@ def _on_gpu(experts: Any) -> bool:
 
 
 def prepare(experts: Any) -> None:
-    """Load the kernels that an experts' module can come to, and put quantised weights into the order that these read.
+    """Load the kernels that an experts' module can come to, and prepare its quantised weights for these.
 
-    What can't be prepared is left to the first call, told once.
+    What can't be prepared is left to the first call, logged once.
     """
     try:
         first = "gate_up_proj" if getattr(experts, "has_gate", True) else "up_proj"
-        codes = [quantised(experts, name) for name in (first, "down_proj")]
-        device = next(experts.parameters(recurse=False)).get_device()
-        for one in codes:
-            if one is not None and wants_order(one, device):
-                one.prepare()
-        _load(_problems(experts, (first, "down_proj"), codes), device)
+        names, device = (first, "down_proj"), next(experts.parameters(recurse=False)).get_device()
+        prepare_parameters(experts, names, lambda w: wants_order(w, device))
+        _load(_problems(experts, names, [quantised(experts, name) for name in names]), device)
     except PretunedError as error:
         _tell(f"{type(experts).__name__} is not prepared: {error}")
 
@@ -150,7 +150,7 @@ def _problems(experts: Any, names: tuple[str, str], codes: list[ExpertWeights | 
     layout = Layout.KN if experts.is_transposed else Layout.NK
     for name, one in zip(names, codes, strict=True):
         if one is not None:
-            (E, N, K), lies = one.shape, Layout.NK if one.order else Layout.STORED
+            (E, N, K), lies = one.shape, Layout.NK if one.is_prepared else Layout.STORED
             found |= {Problem(Op.FORWARD, dtype, E, N, K, lies) for dtype in one.kernel_dtypes}
             continue
         w, _ = adapted(experts, name)
@@ -312,7 +312,10 @@ def _weights(
     InputError for what can't be used. Beside quantised weights biases are of ``dtype``.
     ``as_read``: adapters are not looked for, but in the weights; those of quantised weights are none that is read.
     """
+    compiling = torch.compiler.is_compiling()
     gate_up, down = quantised(experts, first), quantised(experts, "down_proj")
+    if gate_up is not None and not (gate_up.is_prepared or compiling) and _prepare_first(experts, gate_up):
+        gate_up, down = quantised(experts, first), quantised(experts, "down_proj")
     if gate_up is not None and down is not None:
         _check_held(experts, first, gate_up.shape[0])
         biases = (
@@ -327,6 +330,17 @@ def _weights(
         return Weights(w1, w2, None, None), lora
     b1, b2 = (_usable(experts, f"{name}_bias", getattr(experts, f"{name}_bias")) for name in names)
     return Weights(w1, w2, b1.to(w1.dtype), b2.to(w2.dtype)), lora
+
+
+def _prepare_first(experts: Any, w: ExpertWeights) -> bool:
+    """Prepare a module in its first call, if no hook did when it came to the GPU. Returns whether weights changed."""
+    if _CALLED in experts.__dict__ or not check_tensors.on_gpu(w.codes) or capturing():
+        return False
+    with lock("first call of experts"):  # of several threads one prepares, the others wait
+        if _CALLED not in experts.__dict__ and not was_prepared(experts):
+            prepare(experts)
+        experts.__dict__[_CALLED] = True
+    return True
 
 
 def _usable(experts: Any, name: str, one: torch.Tensor) -> torch.Tensor:

@@ -1,40 +1,60 @@
-"""The quantised weights of experts of transformers' models, as they lie in a module.
+"""The quantised weights of experts of transformers' models, as they are in a module.
 
-A module's codes are put into the kernels' order in place, by the first call on a GPU that has a kernel for them. What
-reads them otherwise finds them as the checkpoint has them: they are put back before the module's state is read or
-loaded, and before another implementation of the experts runs.
+A module's parameters for codes and scales become prepared ones (``ExpertWeights.prepare``) when the module comes to a
+GPU that has a kernel for these, or in its first call there. They are parameters of another dtype and shape then, so
+what reads or writes them sees that. ``state_dict`` and ``load_state_dict`` have the checkpoint's layout. Parameters
+that others put into the module anew for each forward (FSDP2, offloading) are used in the layout that they have.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 
 from ...runtime.check.tensors import bad
-from ...runtime.weights.expert_weights import ExpertWeights
-from ...runtime.weights.packings import fp8_scale
+from ...runtime.locks import lock
+from ...runtime.weights.expert_weights import ExpertWeights, checked, int4_format, synchronize, version_of
+from ...runtime.weights.order import ORDERS
+from ...runtime.weights.packings import E8M0, fp8_scale
 
 _NAME = "_pretuned_weights"
+_STORED = "_pretuned_stored"
 # Of codes and scales: of transformers' fp8, of gpt-oss, and of compressed-tensors' packed and other codes.
 ENDS = (("", "_scale_inv"), ("_blocks", "_scales"), ("_packed", "_scale"), ("", "_scale"))
 _GROUPS = (32, 64, 128)  # of int4
+_PREPARED_DIMS = 6  # of codes
 
 
-class _Held(NamedTuple):
-    """The weights of one product, and the parameters that they lie in."""
+class _Stored(NamedTuple):
+    """A product whose parameters were prepared: their names, and their dtypes and shapes in the checkpoint's layout."""
 
-    codes: torch.Tensor
-    scale: torch.Tensor
+    codes: str
+    scale: str
+    codes_like: tuple[torch.dtype, tuple[int, ...]]  # the shape of one expert's
+    scale_like: tuple[torch.dtype, tuple[int, ...]]
+
+
+class _Entry(NamedTuple):
+    """The weights of one product, and the parameters that they were made of."""
+
+    codes: weakref.ref[torch.Tensor]
+    scale: weakref.ref[torch.Tensor]
+    state: tuple[object, ...]  # of the parameters
     weights: ExpertWeights
+    version: list[int | None]  # of the scales that ``weights`` has a copy of
 
-    def is_of(self, codes: torch.Tensor, scale: torch.Tensor) -> bool:
-        """Whether these are the parameters."""
-        return codes is self.codes and scale is self.scale
 
-    def holds(self, codes: torch.Tensor, scale: torch.Tensor) -> bool:
-        """Whether these are the parameters, and nothing has moved them."""
-        return self.is_of(codes, scale) and codes.data_ptr() == self.weights.codes.data_ptr()
+class _Known(dict[str, _Entry]):
+    """The weights of a module's products. A copy of the module makes its own."""
+
+    def __deepcopy__(self, _: Any) -> _Known:
+        return _Known()
+
+    def __reduce__(self) -> Any:
+        return _Known, ()
 
 
 def quantised(experts: Any, name: str) -> ExpertWeights | None:
@@ -45,9 +65,37 @@ def quantised(experts: Any, name: str) -> ExpertWeights | None:
     InputError
         for scales of other blocks, and what ``ExpertWeights`` refuses.
     """
+    found = _parameters(experts, name)
+    if found is None:
+        return None
+    codes, scale, codes_name = found
+    if codes_name in experts.__dict__.get("_modules", {}).get("parametrizations", ()):
+        bad(name, "codes that a parametrization adds to (PEFT's, as adapters are put on while experts don't run on "
+            "pretuned)", "adapters put on by get_peft_model after register(), of a model with "
+            "experts_implementation='pretuned'", "experts_forward")  # fmt: skip
+    if torch.compiler.is_compiling():
+        return _weights(codes, scale)  # a graph can't look at numbers
+    every: _Known | None = experts.__dict__.get(_NAME)
+    if every is None:
+        every = experts.__dict__.setdefault(_NAME, _Known())
+    entry, state = every.get(name), (*_state(codes), *_state(scale))
+    if entry is not None and entry.codes() is codes and entry.scale() is scale and entry.state == state:
+        _follow_scale(entry, scale)
+        return entry.weights
+    weights = checked(_weights(codes.detach(), scale.detach()))
+    if isinstance(codes, torch.nn.Parameter):  # else it is there for one call
+        _keep(every, name, codes, scale, weights)
+    return weights
+
+
+def _parameters(experts: Any, name: str) -> tuple[torch.Tensor, torch.Tensor, str] | None:
+    """A product's codes and scales, and the name of the codes; None where they are not quantised."""
+    parameters = experts.__dict__.get("_parameters", {})  # one look: another thread may exchange it
     for codes_end, scale_end in ENDS:  # the scale first: to read w that has an adapter of PEFT's makes W + s B A
-        scale = getattr(experts, name + scale_end, None)
-        codes = None if scale is None else getattr(experts, name + codes_end, None)
+        scale = parameters.get(name + scale_end, None)
+        scale = getattr(experts, name + scale_end, None) if scale is None else scale
+        codes = None if scale is None else parameters.get(name + codes_end, None)
+        codes = getattr(experts, name + codes_end, None) if codes is None and scale is not None else codes
         if codes is not None:
             break
     else:
@@ -56,69 +104,235 @@ def quantised(experts: Any, name: str) -> ExpertWeights | None:
         return None
     if codes.element_size() != 1 and codes.dtype is not torch.int32:
         return None
-    if name + codes_end in experts.__dict__.get("_modules", {}).get("parametrizations", ()):
-        bad(name, "codes that a parametrization adds to (PEFT's, as adapters are put on while experts don't run on "
-            "pretuned)", "adapters put on by get_peft_model after register(), of a model with "
-            "experts_implementation='pretuned'", "experts_forward")  # fmt: skip
-    if torch.compiler.is_compiling():
-        known = experts.__dict__.get(_NAME, {}).get(name)
-        if known is not None and known.is_of(codes, scale) and known.weights.device == codes.device:
-            return known.weights  # type: ignore[no-any-return]  # (a graph can't look at addresses)
-        return torch.compiler.disable(quantised)(experts, name)  # type: ignore[no-untyped-call,no-any-return]
-    every: dict[str, _Held] = experts.__dict__.setdefault(_NAME, {})
-    known = every.get(name)
-    if known is not None and known.holds(codes, scale):
-        return known.weights
-    # One that was moved is in the order in which it was.
-    order = known.weights.order if known is not None and codes is known.codes else 0
-    if not every:
-        _watch(experts)
-    weights = _made(codes.detach(), scale.detach(), order)
-    every[name] = _Held(codes, scale, weights)
-    return weights
+    return codes, scale, name + codes_end
 
 
-def _made(codes: torch.Tensor, scale: torch.Tensor, order: int) -> ExpertWeights:
-    if codes.dtype is torch.int32:  # eight codes each, the lowest bits first
-        made = ExpertWeights.int4(codes.view(torch.uint8), scale)
-    elif codes.dtype is torch.float8_e4m3fn and scale.shape[1:] == (codes.shape[1], 1):
-        made = ExpertWeights.fp8_channel(codes, fp8_scale(scale[..., 0]), quantize_x=False)
-    elif codes.dtype is torch.float8_e4m3fn:
-        made = ExpertWeights.fp8_block(codes, fp8_scale(scale), quantize_x=False)
-    else:
-        made = ExpertWeights.mxfp4(codes.view(torch.uint8), scale.view(torch.uint8))
-    if order:
-        made = ExpertWeights.from_state_dict(made.format, made.state_dict() | {"order": torch.tensor(order)})
-    return made
+def _state(parameter: torch.Tensor) -> tuple[object, ...]:
+    return parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.device
 
 
-def follow(experts: Any) -> None:
-    """Hold a module's codes where they lie now: after a move, which a traced call can't see."""
-    for name, one in list(experts.__dict__.get(_NAME, {}).items()):
-        if not one.codes.is_meta:
-            quantised(experts, name)
+def _keep(every: _Known, name: str, codes: torch.Tensor, scale: torch.Tensor, weights: ExpertWeights) -> None:
+    """Keep weights as long as the parameters that they were made of: nothing is to stay of one that is replaced."""
+
+    def forget(gone: weakref.ref[torch.Tensor]) -> None:
+        entry = every.get(name)
+        if entry is not None and (entry.codes is gone or entry.scale is gone):
+            every.pop(name, None)
+
+    state = (*_state(codes), *_state(scale))
+    refs = weakref.ref(codes, forget), weakref.ref(scale, forget)
+    every[name] = _Entry(*refs, state, weights, [version_of(scale)])
 
 
-def restore(experts: Any) -> None:
-    """Put a module's codes back into the checkpoint's order."""
-    for one in experts.__dict__.get(_NAME, {}).values():
-        if one.holds(one.codes, one.scale):
-            one.weights.restore()
+def _follow_scale(entry: _Entry, scale: torch.Tensor) -> None:
+    """Copy scales that were written to since, where the weights have them in another dtype."""
+    version = version_of(scale)
+    if entry.version[0] != version:
+        if scale.data_ptr() != entry.weights.scale.data_ptr():
+            entry.weights.scale.copy_(fp8_scale(scale))
+            synchronize(entry.weights.scale)
+        entry.version[0] = version
+
+
+def refresh(experts: Any) -> None:
+    """Look at a module's scales anew: they were written to in a way that torch does not count."""
+    for entry in list(experts.__dict__.get(_NAME, {}).values()):
+        scale = entry.scale()
+        if scale is not None:
+            entry.version[0] = -1
+            _follow_scale(entry, scale)
+            entry.weights.refresh()
+
+
+def _weights(codes: torch.Tensor, scale: torch.Tensor) -> ExpertWeights:
+    """The weights of parameters in either layout; what is in them is not looked at."""
+    prepared = codes.dim() == _PREPARED_DIMS
+    if codes.dtype is torch.float8_e4m3fn or (prepared and codes.shape[-1] == 4):
+        N = codes.shape[1] * (codes.shape[3] if prepared else 1)
+        if scale.dim() == 3 and scale.shape[1:] == (N, 1):
+            return ExpertWeights("fp8_channel_a16", codes, fp8_scale(scale[..., 0]))
+        return ExpertWeights("fp8_block_a16", codes, fp8_scale(scale))
+    if scale.is_floating_point() and scale.dtype is not E8M0:
+        return ExpertWeights(_int4_format(codes, scale), codes if prepared else codes.view(torch.uint8), scale)
+    return ExpertWeights("mxfp4", codes if prepared else codes.view(torch.uint8).flatten(2), scale.view(torch.uint8))
+
+
+def _int4_format(codes: torch.Tensor, scale: torch.Tensor) -> str:
+    """By the shapes. InputError where they are of no group."""
+    if codes.dim() != _PREPARED_DIMS:
+        return int4_format(codes.view(torch.uint8), scale, None)
+    K, groups = codes.shape[2] * 64, scale.shape[2] * (scale.shape[-1] if scale.dim() == 5 else 1)
+    for group in _GROUPS:
+        if groups * group == K:
+            return f"int4_g{group}"
+    return bad("scale", f"of shape {list(scale.shape)}", f"groups of 32, 64 or 128 of K={K}", "experts_forward")
+
+
+def prepare_parameters(experts: Any, names: tuple[str, str], wanted: Callable[[ExpertWeights], bool]) -> None:
+    """Replace a module's parameters for codes and scales by prepared ones, a product at a time, where these are wanted.
+
+    Parameters that something else puts into the module for one call stay, and those that were prepared before.
+    """
+    if torch.compiler.is_compiling() or _is_lent(experts):
+        return
+    with lock("experts of transformers"):
+        for name in names:
+            found = _parameters(experts, name)
+            if found is not None and found[0].dim() != _PREPARED_DIMS:
+                _prepare(experts, name, *found, wanted)
+
+
+def _is_lent(experts: Any) -> bool:
+    """Whether the module has its parameters for one call, or has parts of them: of accelerate's offloading, of ZeRO."""
+    hook = getattr(experts, "_hf_hook", None)
+    hooks = getattr(hook, "hooks", (hook,))
+    if getattr(experts, "_is_replica", False) or any(getattr(hook, "offload", False) for hook in hooks):
+        return True
+    return any(hasattr(parameter, "ds_id") for parameter in experts.parameters(recurse=False))
+
+
+def _prepare(
+    experts: Any, name: str, codes: torch.Tensor, scale: torch.Tensor, codes_name: str,
+    wanted: Callable[[ExpertWeights], bool],
+) -> None:  # fmt: skip
+    parameters = experts._parameters
+    scale_name = next((each for each, one in parameters.items() if one is scale), "")
+    if any(type(parameters.get(each)) is not torch.nn.Parameter for each in (codes_name, scale_name)):
+        return
+    stored = experts.__dict__.setdefault(_STORED, {})
+    with torch.inference_mode(False), torch.no_grad():
+        given = checked(_weights(codes.detach(), scale.detach()))
+        if not wanted(given):
+            return
+        made = given.prepare()
+        if not made.is_prepared:
+            return
+        if not stored:
+            _watch(experts)
+        stored[name] = _Stored(
+            codes_name, scale_name, (codes.dtype, tuple(codes.shape[1:])), (scale.dtype, tuple(scale.shape[1:]))
+        )
+        if made.scale.dim() < _PREPARED_DIMS - 1:  # scales stay as the checkpoint has them
+            made_scale: torch.nn.Parameter = parameters[scale_name]
+        else:
+            made_scale = torch.nn.Parameter(made.scale, requires_grad=False)
+        made_codes = torch.nn.Parameter(made.codes, requires_grad=False)
+    _exchange(experts, {codes_name: made_codes, scale_name: made_scale})
+    every: _Known = experts.__dict__.setdefault(_NAME, _Known())
+    _keep(every, name, made_codes, made_scale, made)
+
+
+def _exchange(experts: Any, made: dict[str, torch.nn.Parameter]) -> None:
+    """Give a module parameters, all at once for other threads."""
+    experts.__dict__["_parameters"] = {**experts._parameters, **made}
+
+
+def was_prepared(experts: Any) -> bool:
+    """Whether parameters of the module were prepared once."""
+    return bool(experts.__dict__.get(_STORED))
+
+
+def restore(experts: Any, names: Iterable[str] | None = None) -> None:
+    """Replace prepared parameters, of the products ``names`` or of all, by those of the checkpoint's layout."""
+    with lock("experts of transformers"):
+        for name, stored in experts.__dict__.get(_STORED, {}).items():
+            codes, scale = (experts._parameters.get(each) for each in stored[:2])
+            if codes is None or scale is None or codes.dim() != _PREPARED_DIMS or (names and name not in names):
+                continue
+            made = _translated(stored, codes.detach(), scale.detach())
+            _exchange(experts, {each: torch.nn.Parameter(one, requires_grad=False) for each, one in made.items()})
+
+
+def _translated(stored: _Stored, codes: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Tensors of the checkpoint's layout of prepared ones, by name; not those of scales that are in it."""
+    with torch.inference_mode(False), torch.no_grad():
+        plain = _weights(_local(codes), _local(scale)).restore()
+        E, (dtype, shape) = plain.codes.shape[0], stored.codes_like
+        made = {stored.codes: _like(codes, plain.codes.view(dtype).view(E, *shape))}
+        if scale.dim() == _PREPARED_DIMS - 1:
+            dtype, shape = stored.scale_like
+            made[stored.scale] = _like(scale, plain.scale.view(dtype).view(E, *shape))
+        return made
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """The tensor, or this rank's experts of a DTensor.
+
+    Raises
+    ------
+    InputError
+        where a DTensor is spread otherwise than by whole experts.
+    """
+    if not hasattr(tensor, "placements"):
+        return tensor  # type: ignore[no-any-return]
+    if any(place.is_partial() or (place.is_shard() and place.dim != 0) for place in tensor.placements):
+        bad("quantised weights", f"a DTensor with placements {list(tensor.placements)}", "whole experts on each rank: "
+            "Shard(0)", "state_dict")  # fmt: skip
+    return tensor.to_local()  # type: ignore[no-any-return]
+
+
+def _like(given: Any, made: torch.Tensor) -> torch.Tensor:
+    """``made`` of ``_local(given)``, spread over ranks as ``given`` is."""
+    if not hasattr(given, "placements"):
+        return made
+    from torch.distributed.tensor import DTensor
+
+    shape = torch.Size((given.shape[0], *made.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(made, given.device_mesh, given.placements, run_check=False, shape=shape, stride=stride)
 
 
 def _watch(experts: Any) -> None:
-    """Have the codes put back before something else reads them."""
-    experts.register_state_dict_pre_hook(_before_state)
+    """Have state_dict and load_state_dict speak of the checkpoint's layout, and other implementations find it."""
+    experts.register_state_dict_post_hook(_after_state)
     experts.register_load_state_dict_pre_hook(_before_load)
     experts.register_forward_pre_hook(_before_forward)
 
 
-def _before_state(experts: Any, prefix: str, keep_vars: bool) -> None:
-    restore(experts)
+def _after_state(experts: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Translate prepared tensors of a state_dict: these are copies, and of a GPU's in the host's memory."""
+    for stored in experts.__dict__.get(_STORED, {}).values():
+        codes, scale = (state.get(prefix + name) for name in stored[:2])
+        if codes is not None and scale is not None and codes.dim() == _PREPARED_DIMS:
+            for name, tensor in _translated(stored, codes.detach(), scale.detach()).items():
+                state[prefix + name] = tensor if hasattr(tensor, "placements") else tensor.cpu()
 
 
-def _before_load(experts: Any, *_: Any) -> None:
-    restore(experts)
+def _before_load(experts: Any, state: dict[str, Any], prefix: str, local: dict[str, Any], *_: Any) -> None:
+    """Translate a checkpoint's tensors for prepared parameters, or replace these where that can't be done."""
+    for name, stored in experts.__dict__.get(_STORED, {}).items():
+        held = experts._parameters.get(stored.codes)
+        keys = [prefix + each for each in stored[:2]]
+        if held is None or held.dim() != _PREPARED_DIMS or not any(key in state for key in keys):
+            continue
+        made = None if local.get("assign_to_params_buffers") else _prepared_state(experts, stored, state, keys)
+        if made is None:
+            restore(experts, (name,))
+        else:
+            state.update(made)
+
+
+def _prepared_state(
+    experts: Any, stored: _Stored, state: dict[str, Any], keys: list[str]
+) -> dict[str, torch.Tensor] | None:  # fmt: skip
+    """A checkpoint's tensors as the parameters are; None for scales that prepared weights have no room for."""
+    made = {}
+    parameters = [experts._parameters[name] for name in stored[:2]]
+    order = ORDERS[_weights(*(_local(one.detach()) for one in parameters)).format]
+    moves = (order.prepared, order.prepared_scale)
+    for key, held, (dtype, shape), move in zip(keys, parameters, stored[2:], moves, strict=True):
+        given = state.get(key)
+        if given is None or tuple(given.shape[1:]) != shape or move is None or held.dim() < _PREPARED_DIMS - 1:
+            continue  # (torch reports another shape)
+        with torch.no_grad():
+            here = _local(given.detach()).to(held.device, dtype)
+            codes = key == keys[0]
+            here = here if dtype.is_floating_point and dtype is not E8M0 else here.view(torch.uint8)
+            here = here.flatten(2)
+            if not codes and not order.room(here):
+                return None
+            made[key] = _like(given, torch.stack([move(of_expert) for of_expert in here]))
+    return made
 
 
 def _before_forward(experts: Any, _: Any) -> None:

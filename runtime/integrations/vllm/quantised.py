@@ -1,8 +1,8 @@
 """vLLM's MoE layers with quantised weights on pretuned: what is loaded, how it is prepared, and which layers it is for.
 
-Of each layer the tensors of the checkpoint are loaded as they are, and put into the kernels' order in place: nothing is
-repacked beside them. Weights that are loaded again (``reload_weights``) are prepared likewise before vLLM copies them
-to where the first ones lie, so a captured graph goes on.
+The tensors of the checkpoint are loaded as they are, and the layer's parameters become prepared ones, a product at a
+time. Weights that are loaded again (``reload_weights``) are prepared likewise, before vLLM copies them to where the
+first ones are, so a captured graph goes on.
 
 Whatever fails while the weights are prepared, or with the first token, vLLM's own method takes the layer: it gets the
 weights that were loaded, in the checkpoint's layout.
@@ -162,7 +162,7 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
         self.format, self.own = format, own
         self.moe_kernel: Any = None  # until weights were loaded
         self._created: tuple[dict[str, Any], dict[str, Any]] = {}, {}  # the arguments of ``create_weights``
-        self._loaded: list[ExpertWeights] = []  # while they are prepared
+        self._rows: tuple[torch.Tensor, torch.Tensor] | None = None  # [E, N, ...], for who asks sizes of them
 
     @property
     def is_monolithic(self) -> bool:
@@ -194,14 +194,14 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
                 _parameter(layer, f"{which}_bias", torch.zeros(E, N, dtype=self.moe.in_dtype), attributes)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Put what was loaded into the kernels' order, in place; the first time, make the kernel of it.
+        """Replace what was loaded by prepared parameters; the first time, make the kernel.
 
         If that fails the first time, vLLM's own method takes the layer.
 
         Raises
         ------
         InputError
-            for weights loaded later that no kernel takes, or that have another order than the first.
+            for weights loaded later that no kernel takes, or that are in another layout than the first.
         """
         is_first = self.moe_kernel is None and self.own is not None
         if not is_first:
@@ -213,31 +213,27 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
         except Exception as error:
             PLUG_IN.failed("prepare or run a layer", error)
             self._give_back(layer)
-        self.own, self._loaded = None, []
+        self.own = None
 
     def _prepare(self, layer: Any) -> None:
-        self._loaded = [
-            self.format.weights(
-                getattr(layer, f"{which}_{self.format.codes}").data,
-                getattr(layer, f"{which}_{self.format.scale}").data,
-            )
-            for which in ("w13", "w2")
-        ]
-        given = prepared(self._loaded, "PRETUNED_VLLM", on_gpu=current_platform.is_cuda())
+        given = tuple(self._prepared(layer, which) for which in ("w13", "w2"))
         if self.moe_kernel is not None:
             follow(self.moe_kernel.fused_experts.weights, given)  # vLLM copies the parameters
             return
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         self.moe_kernel = _kernel(self, layer)
         self.moe_kernel.fused_experts.weights = given
+        self._rows = tuple(one.codes.view(*one.shape[:2], -1) for one in given)  # type: ignore[assignment]
         load_kernels(layer_of(self.moe, _dtype(self.format.name)))
 
     def _give_back(self, layer: Any) -> None:
         """Have vLLM's own method take the layer, with the weights that were loaded."""
         own, moe, self.moe_kernel = self.own, self.moe, None
-        for one in self._loaded:
-            one.restore()
-        loaded = {name: one for name, one in layer.named_parameters(recurse=False) if name.startswith(("w13_", "w2_"))}
+        loaded = {
+            name: one.data for name, one in layer.named_parameters(recurse=False) if name.startswith(("w13_", "w2_"))
+        }
+        for which in ("w13", "w2"):
+            self._restore(loaded, which)
         for name in loaded:
             delattr(layer, name)
         H, I = own.maybe_roundup_sizes(  # noqa: E741
@@ -249,13 +245,32 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
         halves = 2 if moe.is_act_and_mul and type(own).__name__ != _INTERLEAVED else 1
         for name, one in layer.named_parameters(recurse=False):
             if name in loaded:
-                _copy(loaded[name].data, one, halves if name.startswith("w13_") else 1)
+                _copy(loaded[name], one, halves if name.startswith("w13_") else 1)
         moe.hidden_dim, moe.intermediate_size_per_partition = H, I
         for name, size in (("hidden_size", H), ("intermediate_size_per_partition", I)):
             if name in vars(layer):  # older layers have a property that reads ``moe``
                 setattr(layer, name, size)
         layer._replace_quant_method(own)
         own.process_weights_after_loading(layer)
+
+    def _prepared(self, layer: Any, which: str) -> ExpertWeights:
+        """The weights of one product, in whose place the layer has prepared parameters."""
+        names = f"{which}_{self.format.codes}", f"{which}_{self.format.scale}"
+        codes, scale = (getattr(layer, name).data for name in names)
+        on_gpu = current_platform.is_cuda()
+        (made,) = prepared((self.format.weights(codes, scale),), "PRETUNED_VLLM", on_gpu=on_gpu)
+        for name, tensor in zip(names, (made.codes, made.scale), strict=True):
+            if tensor.dim() > getattr(layer, name).dim():
+                layer.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+        return made
+
+    def _restore(self, loaded: dict[str, torch.Tensor], which: str) -> None:
+        """Have a product's tensors in the checkpoint's layout again, if they were prepared."""
+        names = f"{which}_{self.format.codes}", f"{which}_{self.format.scale}"
+        codes, scale = (loaded[name] for name in names)
+        if codes.dim() > 3:
+            plain = ExpertWeights(self.format.name, codes, scale).restore()
+            loaded[names[0]], loaded[names[1]] = plain.codes.view(self.format.w[0]), plain.scale
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
         """Tokens come as they are; the experts have the weights."""
@@ -266,7 +281,7 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
     ) -> torch.Tensor:
         """The routed experts' part of a layer; ``shared`` is what a vLLM hands on for the shared experts."""
         out: torch.Tensor = self.moe_kernel.apply(
-            x, getattr(layer, f"w13_{self.format.codes}"), getattr(layer, f"w2_{self.format.codes}"),
+            x, *(self._rows or ()),
             topk_weights=topk_weights, topk_ids=topk_ids, activation=layer.activation,
             global_num_experts=layer.global_num_experts, expert_map=layer.expert_map,
             apply_router_weight_on_input=layer.apply_router_weight_on_input, **shared,

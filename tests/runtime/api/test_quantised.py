@@ -220,7 +220,7 @@ def test_torch_compile_sees_one_operator(format: str) -> None:
     found, want = compiled(x), grouped_gemm(x, w, m_sizes) * 2
     assert torch.equal(found, want)
     assert torch.equal(*(torch.autograd.grad(one.float().sum(), x)[0] for one in (found, want)))
-    parts = w.format, w.codes, w.scale, w.zero, w.global_scale, w.order
+    parts = w.format, w.codes, w.scale, w.zero, w.global_scale, w.derived
     rest = m_sizes, None, None, None, 1, False, False, False, "nk", False, False, False
     if all(one.dtype is not torch.float8_e4m3fn for one in w.tensors().values()):  # which opcheck can't multiply
         torch.library.opcheck(torch.ops.pretuned.grouped_gemm_quantised, (x, *parts, *rest))

@@ -262,7 +262,12 @@ def test_quantised_weights_are_explained_as_the_kernel_reads_them(monkeypatch: p
     x, m_sizes = torch.randn(4096, 2880).bfloat16(), torch.full((32,), 128, dtype=torch.int32)
     told = explain(x, w, m_sizes, sm=90)
     assert (told.problem.dtype, told.M, told.aligned, told.runs) == (DType.MXFP4, 4096, True, "bundle")
-    assert w.order == 0  # they are left as they are
+    assert not w.is_prepared
+    assert len(told.steps) == 1
+    assert told.steps[0].startswith("coded")
+    w = w.prepare()
+    told = explain(x, w, m_sizes, sm=90)
+    assert (told.problem.dtype, told.M, told.aligned, told.runs) == (DType.MXFP4, 4096, True, "bundle")
     assert len(told.steps) == 1
     assert told.steps[0].startswith("rows_wna16")
     assert f"step 1: {told.steps[0]}" in str(told)

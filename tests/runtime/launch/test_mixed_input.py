@@ -266,11 +266,9 @@ def use(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Use:
 @pytest.mark.parametrize("dtype", QUANTISED)
 def test_a_plain_call(driver: Driver, use: Use, dtype: DType) -> None:
     use(dtype)
-    w, codes = ExpertWeights.quantize(torch.randn(E, N, K), dtype.value), CODES[dtype.value]
+    w, codes = ExpertWeights.quantize(torch.randn(E, N, K), dtype.value).prepare(), CODES[dtype.value]
     x, m_sizes = torch.randn(T, K).bfloat16(), torch.tensor([10, 0, 30, 0], dtype=torch.int32)
-    assert w.order == 0
     y = grouped_gemm(x, w, m_sizes)
-    assert w.order == ORDERS[w.format].number  # prepared when it is first used
     ((_, read),) = driver.launched
     scale, outer = w.kernel_scale, w.outer_scale
     addresses = {one.argument: one.address for one in driver.encoded}
@@ -292,7 +290,7 @@ def test_a_plain_call(driver: Driver, use: Use, dtype: DType) -> None:
 def test_a_call_that_scatters(driver: Driver, use: Use, wide: bool) -> None:
     use(DType.MXFP4)
     kind = torch.int64 if wide else torch.int32
-    w = ExpertWeights.quantize(torch.randn(E, N, K), "mxfp4")
+    w = ExpertWeights.quantize(torch.randn(E, N, K), "mxfp4").prepare()
     x, bias, weights = torch.randn(T * TOPK, K).bfloat16(), torch.randn(E, N).bfloat16(), torch.rand(T, TOPK)
     index, m_sizes = torch.randperm(T * TOPK).to(kind), torch.full((E,), T * TOPK // E, dtype=kind)
     y = grouped_gemm(
@@ -311,7 +309,7 @@ def test_a_call_that_scatters(driver: Driver, use: Use, wide: bool) -> None:
 
 def test_rows_are_gathered_before_the_product(driver: Driver, use: Use) -> None:
     use(DType.MXFP4)
-    w = ExpertWeights.quantize(torch.randn(E, N, K), "mxfp4")
+    w = ExpertWeights.quantize(torch.randn(E, N, K), "mxfp4").prepare()
     x = torch.randn(T, K).bfloat16()
     index, m_sizes = torch.randperm(T * TOPK).to(torch.int32), torch.full((E,), T * TOPK // E, dtype=torch.int32)
     y = grouped_gemm(x, w, m_sizes, topk=TOPK, gather_indices=index, permute_x=True, permute_y=True)
@@ -335,7 +333,7 @@ def test_a_preference_is_asked_for_and_leaves_rows_to_be_gathered_before(
     asked: list[object] = []
     kernel = ready._kernel
     monkeypatch.setattr(ready, "_kernel", lambda *given: [asked.append(given[4]), kernel(*given)][1])
-    w = ExpertWeights.quantize(torch.randn(E, N, K), "mxfp4")
+    w = ExpertWeights.quantize(torch.randn(E, N, K), "mxfp4").prepare()
     index, m_sizes = torch.randperm(T * TOPK).to(torch.int32), torch.full((E,), T * TOPK // E, dtype=torch.int32)
     pair = KernelPair(Op.FORWARD, Preference(((Fusion.NONE, Config(128, 128, 128, 8, 3)),)))
     x = torch.randn(T, K).bfloat16()
@@ -352,35 +350,13 @@ def test_a_preference_is_asked_for_and_leaves_rows_to_be_gathered_before(
 
 def test_a_call_that_only_gathers_runs_the_plain_product(driver: Driver, use: Use) -> None:
     use(DType.MXFP4)
-    w = ExpertWeights.quantize(torch.randn(E, N, K), "mxfp4")
+    w = ExpertWeights.quantize(torch.randn(E, N, K), "mxfp4").prepare()
     index, m_sizes = torch.randperm(T * TOPK).to(torch.int32), torch.full((E,), T * TOPK // E, dtype=torch.int32)
     grouped_gemm(torch.randn(T, K).bfloat16(), w, m_sizes, topk=TOPK, gather_indices=index, permute_x=True)
     ((_, read),) = driver.launched
     assert len(driver.gathers) == 1
     assert driver.running[-1].fusion is Fusion.NONE
     assert (int(read["flags"]) & 15, read["index"], read["index_end"]) == (0, 0, 0)
-
-
-@pytest.mark.parametrize("dtype", [DType.MXFP4, DType.FP8_BLOCK_A16])
-def test_nothing_is_prepared_in_a_graph_capture(
-    driver: Driver, use: Use, monkeypatch: pytest.MonkeyPatch, dtype: DType
-) -> None:
-    use(dtype)
-    w = ExpertWeights.quantize(torch.randn(E, N, K), dtype.value)
-    x, m_sizes = torch.randn(T, K).bfloat16(), torch.full((E,), T // E, dtype=torch.int32)
-    before = w.codes.clone().view(torch.uint8)
-    monkeypatch.setattr(quantised, "capturing", lambda: True)
-    y = grouped_gemm(x, w, m_sizes)
-    assert w.order == 0
-    assert torch.equal(w.codes.view(torch.uint8), before)
-    assert not driver.launched  # torch multiplied
-    assert bool(torch.isfinite(y).all())
-    monkeypatch.setattr(quantised, "capturing", lambda: False)
-    grouped_gemm(x, w, m_sizes)
-    assert w.order == ORDERS[w.format].number
-    monkeypatch.setattr(quantised, "capturing", lambda: True)
-    grouped_gemm(x, w, m_sizes)
-    assert len(driver.launched) == 2  # of prepared weights any
 
 
 def test_weights_that_do_not_fit_and_other_calls_stay_torch_s(driver: Driver, use: Use) -> None:
@@ -390,22 +366,21 @@ def test_weights_that_do_not_fit_and_other_calls_stay_torch_s(driver: Driver, us
     m_sizes = torch.full((E,), T // E, dtype=torch.int32)
     for w, x in (
         (large, torch.randn(T, K).bfloat16()),
-        (ExpertWeights.quantize(torch.randn(E, N, K), "mxfp4"), torch.randn(T, K).half()),
+        (ExpertWeights.quantize(torch.randn(E, N, K), "mxfp4").prepare(), torch.randn(T, K).half()),
         (ExpertWeights.quantize(torch.randn(E, N, K), "int4_g32_zp"), torch.randn(T, K).bfloat16()),
     ):
         y = grouped_gemm(x, w, m_sizes)
         assert not driver.launched
-        assert w.order == 0
         assert bool(torch.isfinite(y).all())
 
 
-def test_calls_that_come_again_are_replayed_until_the_weights_are_put_back(
+def test_calls_that_come_again_are_replayed_of_prepared_weights(
     driver: Driver, use: Use, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(DType.MXFP4)
     replayed: list[int] = []
     watch_programs(monkeypatch, lambda _, M: replayed.append(M))
-    w = ExpertWeights.quantize(torch.randn(E, N, K), "mxfp4")
+    w = ExpertWeights.quantize(torch.randn(E, N, K), "mxfp4").prepare()
     index, m_sizes = torch.randperm(T * TOPK).to(torch.int32), torch.full((E,), T * TOPK // E, dtype=torch.int32)
     x, sorted_x = torch.randn(T, K).bfloat16(), torch.randn(T * TOPK, K).bfloat16()
 
@@ -415,7 +390,6 @@ def test_calls_that_come_again_are_replayed_until_the_weights_are_put_back(
     def gathered() -> torch.Tensor:
         return grouped_gemm(x, w, m_sizes, topk=TOPK, gather_indices=index, permute_x=True, permute_y=True)
 
-    plain()  # prepares them
     for call in (plain, gathered):
         replayed.clear()
         call()  # written down
@@ -428,11 +402,10 @@ def test_calls_that_come_again_are_replayed_until_the_weights_are_put_back(
         same = {name: one for name, one in again.items() if name not in changes}
         assert same == {name: first[name] for name in same}
         assert again["y"] == y.data_ptr()
-    w.restore()
     replayed.clear()
-    plain()  # its codes are in another order: looked at anew, and prepared again
+    w = w.restore()
+    plain()  # of the checkpoint's layout there is no kernel here
     assert replayed == []
-    assert w.order == 1
 
 
 def test_a_layer_of_quantised_weights_is_replayed(driver: Driver, use: Use, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -472,14 +445,13 @@ def adapt(driver: Driver, use: Use, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("adapt")
 def test_an_adapter_s_columns_are_part_of_a_product_of_codes(driver: Driver) -> None:
     """Of gathered rows with a bias, too: they are gathered before."""
-    w, M, r = ExpertWeights.quantize(torch.randn(E, N, K), "mxfp4"), T * TOPK, 16
+    w, M, r = ExpertWeights.quantize(torch.randn(E, N, K), "mxfp4").prepare(), T * TOPK, 16
     one = LowRank(torch.randn(E, r, K).bfloat16(), torch.randn(E, N, r).bfloat16(), 1.0)
     x, u, bias = torch.randn(T, K).bfloat16(), torch.randn(M, r).bfloat16(), torch.randn(E, N).bfloat16()
     index, m_sizes = torch.randperm(M).to(torch.int32), torch.full((E,), M // E, dtype=torch.int32)
     call = Rows(Op.FORWARD, x, w, m_sizes, Layout.NK, M, index, TOPK, bias=bias, loose=True)
     y = product(call, one, u)
     ((_, read),) = driver.launched
-    assert w.order == ORDERS[w.format].number
     assert (len(driver.gathers), driver.running[-1].fusion) == (1, Fusion.LOW_RANK)
     assert (read["bias"], read["y"], int(read["flags"]) & 15) == (bias.data_ptr(), y.data_ptr(), 8)
     addresses = {one.argument: one.address for one in driver.encoded}
@@ -506,16 +478,12 @@ def test_calls_that_two_products_do(driver: Driver, monkeypatch: pytest.MonkeyPa
     for call, to in ((moved, y), (replace(aligned, x=odd), y), (aligned, rest)):
         assert not with_low_part(call, u, B, to)
     assert not with_low_part(aligned, u[:, :4].contiguous(), B[:, :, :4].contiguous(), y)
-    held = torch.empty(w.codes.numel() + 1, dtype=torch.uint8)[1:].view(w.codes.shape)
-    apart = ExpertWeights.mxfp4(held.copy_(w.codes), w.scale)
+    held = torch.empty(w.codes.numel() + 1, dtype=torch.int32)[1:].view(w.codes.shape)  # 4 bytes off
+    apart = ExpertWeights("mxfp4", held.copy_(w.codes), w.scale)
     assert not with_low_part(replace(aligned, w=apart), u, B, y)
-    assert not apart.order
-    eight = ExpertWeights.quantize(torch.randn(E, N, K), "fp8_block")
+    eight = ExpertWeights.quantize(torch.randn(E, N, K), "fp8_block").prepare()
     assert not with_low_part(replace(aligned, w=eight), u, B, y)
-    with monkeypatch.context() as patch:
-        patch.setattr(quantised, "capturing", lambda: True)
-        assert not with_low_part(aligned, u, B, y)
-    assert not w.order
+    assert not with_low_part(replace(aligned, w=w.restore()), u, B, y)
     monkeypatch.setattr(quantised, "low_rank_kernel", lambda *_: None)
     assert not with_low_part(replace(aligned, x=x[: T // 2], M=T // 2), u[: T // 2], B, y[: T // 2])
     assert not driver.launched
@@ -525,7 +493,7 @@ def test_calls_that_two_products_do(driver: Driver, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("zero_tail", [False, True])
 def test_a_call_with_an_adapter_is_one_launch_each_way(driver: Driver, zero_tail: bool) -> None:
     """``grouped_gemm(lora=)`` of codes: u and B, then v and A, r = 4 columns made 8; rows of no expert are cleared."""
-    w, M = ExpertWeights.quantize(torch.randn(E, N, K), "mxfp4"), T * TOPK
+    w, M = ExpertWeights.quantize(torch.randn(E, N, K), "mxfp4").prepare(), T * TOPK
     x, bias = torch.randn(M, K).bfloat16().requires_grad_(), torch.randn(E, N).bfloat16()
     A, B = torch.randn(E, 4, K).requires_grad_(), torch.randn(E, N, 4).requires_grad_()
     m_sizes = torch.full((E,), (M - 1) // E, dtype=torch.int32)

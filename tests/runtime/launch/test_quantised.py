@@ -151,32 +151,28 @@ def test_rows_are_gathered_on_load(gpu: Gpu80) -> None:
     assert (read["x"], read["index"], read["x_divisor"]) == (x.data_ptr(), index.data_ptr(), 2)
 
 
-def test_weights_in_another_gpu_s_order_are_put_back_once(gpu: Gpu80) -> None:
-    w = weights("mxfp4")
-    before = w.codes.clone()
-    w.prepare()
-    assert w.order
-    for _ in range(2):
-        grouped_gemm(torch.randn(T, K).bfloat16(), w, counts())
-    assert w.order == 0
+def test_weights_prepared_for_another_gpu_stay_and_torch_multiplies(gpu: Gpu80) -> None:
+    w = weights("mxfp4").prepare()
+    before, x = w.codes.clone(), torch.randn(T, K).bfloat16()
+    y = grouped_gemm(x, w, counts())
     assert torch.equal(w.codes, before)
+    assert not gpu.launched
+    wanted = torch.bmm(x.view(E, T // E, K).float(), w.dequantize(torch.float32).mT).flatten(0, 1)
+    torch.testing.assert_close(y.float(), wanted, rtol=2e-2, atol=2e-1)
+    grouped_gemm(x, w.restore(), counts())
     assert [one.layout for one in gpu.asked] == [Layout.STORED]
 
 
-def test_where_a_forward_wants_them_in_order_dx_reads_that(gpu: Gpu80, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 9.0, whose first step may be a backward's: no code of dX of stored codes is in its bundles."""
-    monkeypatch.setattr(gpu, "serves", lambda problem: problem.layout is Layout.NK)
-    w = weights("mxfp4")
+def test_dx_reads_prepared_codes(gpu: Gpu80) -> None:
+    w = weights("mxfp4").prepare()
     grouped_gemm_dX(torch.randn(T, N).bfloat16(), w, counts())
-    assert w.order == 1
     assert [(one.op, one.layout) for one in gpu.asked] == [(Op.DX, Layout.NK)]
     ((_, read),) = gpu.launched
     assert (read["w"], read["w_scale"]) == (w.codes.data_ptr(), w.plain_scale.data_ptr())  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("adapter", [False, True])
-def test_an_operator_leaves_codes_in_their_order(gpu: Gpu80, monkeypatch: pytest.MonkeyPatch, adapter: bool) -> None:
-    """A graph of torch.compile has their order as a number, which no other order would change."""
+def test_an_operator_leaves_codes_as_they_are(gpu: Gpu80, monkeypatch: pytest.MonkeyPatch, adapter: bool) -> None:
     assert {lora_library, torch_library}  # which have the operators
     monkeypatch.setattr(gpu, "serves", lambda _problem: True)
     w, x = weights("mxfp4"), torch.randn(T, K).bfloat16()
@@ -185,37 +181,47 @@ def test_an_operator_leaves_codes_in_their_order(gpu: Gpu80, monkeypatch: pytest
     for _ in range(1 if adapter else 2):  # (this driver reads a launch as of what was asked for last)
         if adapter:
             low = torch.randn(E, 8, K).bfloat16(), torch.randn(E, N, 8).bfloat16(), 1.0
-            torch.ops.pretuned.grouped_gemm_lora(x, *low, None, *parts, 0, *rest)
+            torch.ops.pretuned.grouped_gemm_lora(x, *low, None, *parts, None, *rest)
         else:
-            torch.ops.pretuned.grouped_gemm_quantised(x, *parts, 0, *rest, False, False)
+            torch.ops.pretuned.grouped_gemm_quantised(x, *parts, None, *rest, False, False)
         assert torch.equal(w.codes, before)
     assert Layout.STORED in {one.layout for one in gpu.asked if one.dtype is DType.MXFP4}
 
 
-def test_weights_that_have_no_order_are_looked_at_once_and_read_as_they_are(
-    gpu: Gpu80, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("format", [one for one in FORMATS if not one.endswith("_zp")])
+def test_no_call_changes_weights_and_a_line_says_that_prepared_ones_are_faster(
+    gpu: Gpu80, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, format: str
 ) -> None:
-    """On 9.0: a scale of 2^113 has no room in a kernel's operand."""
     monkeypatch.setattr(gpu, "serves", lambda _problem: True)
-    prepare, asked = ExpertWeights.prepare, []
-    monkeypatch.setattr(ExpertWeights, "prepare", lambda self: asked.append(1) or prepare(self))
+    monkeypatch.setattr(quantised, "_advised", set())
+    w = weights(format)
+    before = [one.view(torch.uint8).clone() for one in w.tensors().values()]
+    at = [one.data_ptr() for one in w.tensors().values()]
+    with caplog.at_level("WARNING"):
+        for _ in range(2):
+            grouped_gemm(torch.randn(T, K).bfloat16(), w, counts())
+            grouped_gemm_dX(torch.randn(T, N).bfloat16(), w, counts())
+    assert all(torch.equal(a.view(torch.uint8), b) for a, b in zip(w.tensors().values(), before, strict=True))
+    assert at == [one.data_ptr() for one in w.tensors().values()]
+    assert {one.layout for one in gpu.asked} == {Layout.STORED}
+    wanted = [f"pretuned: {format} weights run on the portable kernel; w = w.prepare(), once after loading, has a faster"]
+    assert [line.rpartition(" ")[0] for line in caplog.messages] == (wanted if w.can_be_prepared else [])
+
+
+def test_weights_that_cannot_be_prepared_are_read_as_they_are_in_silence(
+    gpu: Gpu80, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A scale of 2^113 has no room in a kernel's operand."""
+    monkeypatch.setattr(gpu, "serves", lambda _problem: True)
+    monkeypatch.setattr(quantised, "_advised", set())
     w = weights("mxfp4")
     w.scale[0, 0, 0] = 240
-    for _ in range(3):
+    with caplog.at_level("WARNING"):
         grouped_gemm(torch.randn(T, K).bfloat16(), w, counts())
-    assert (len(asked), w.refused, w.order, len(gpu.launched)) == (1, True, 0, 3)
-    assert [one.layout for one in gpu.asked] == [Layout.NK, Layout.STORED]
+    assert not caplog.messages
+    assert [one.layout for one in gpu.asked] == [Layout.STORED]
     w.scale[0, 0, 0] = 120
     assert w.prepare().order == 1
-    assert not w.refused
-
-
-def test_in_a_graph_capture_codes_stay_in_their_order(gpu: Gpu80, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantised, "capturing", lambda: True)
-    w = weights("mxfp4").prepare()
-    grouped_gemm(torch.randn(T, K).bfloat16(), w, counts())
-    assert w.order == 1
-    assert not gpu.launched  # torch multiplied
 
 
 @pytest.mark.parametrize(("rows", "columns", "alignment"), [(272, 224, 16), (150, 74, 1)])
@@ -343,15 +349,13 @@ def test_codes_by_codes_are_proven_of_an_x_that_the_kernel_quantises(dtype: DTyp
 def test_what_autotune_measures_of_quantised_weights(
     monkeypatch: pytest.MonkeyPatch, sm: int, format: str, ordered: bool, forwards: list[str], layout: Layout
 ) -> None:
-    """Each kind of forward that may run, and dX; rows of weights in order are gathered before a forward."""
+    """Each kind of forward that may run, and dX; before a forward with prepared weights rows are gathered."""
     monkeypatch.setattr(quantised, "local_gpu", lambda _device: LocalGpu(sm, Gpu("", 100, 1 << 17, 0)))
-    monkeypatch.setattr(quantised, "wants_order", lambda _w, _device: ordered)
     w, x = weights(format), torch.randn(T, K).bfloat16()
+    w = w.prepare() if ordered else w
     *found, dx = quantised.problems_of(w, x, Fusion.GATHER, Fusion.NONE)
     form = Fusion.NONE if ordered else Fusion.GATHER
     assert found == [Problem(Op.FORWARD, DType(one), E, N, K, layout, form) for one in forwards]
-    if format == "fp8_channel" and ordered:  # its dX reads what the forward has put in order by the other kernel
-        assert dx.layout is Layout.NK
     assert (dx.op, dx.dtype, dx.layout) == (Op.DX, DType(forwards[-1]), layout)
     assert quantised.problems_of(w, x.half(), Fusion.GATHER, Fusion.NONE) == ()
 

@@ -138,9 +138,9 @@ class Machine:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     found = Machine()
     with monkeypatch.context() as patch:
-        patch.setattr(quantised, "_of_ordered", found.of_ordered)
+        patch.setattr(quantised, "_of_prepared", found.of_ordered)
         patch.setattr(quantised, "_of_codes_as_they_are", lambda *_: None)
-        patch.setattr(quantised, "wants_order", lambda w, _device: bool(w.order))
+        patch.setattr(quantised, "wants_order", lambda w, _device: w.is_prepared)
         patch.setattr(ready, "_kernel", lambda *_: None)  # of no w that is not quantised
         patch.setattr(launch_rowops, "launcher", found.passes)
         patch.setattr(check_tensors, "on_gpu", lambda tensor: not tensor.is_meta)

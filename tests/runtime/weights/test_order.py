@@ -1,15 +1,19 @@
-"""Codes and scales in another order, in place: of made-up orders, and of those that kernels read.
+"""Prepared weights: their layout, what writes to them, and what kernels read of them.
 
-What the kernels' PTX makes of prepared words is emulated here, and held against what the weights are.
+What the kernels' PTX makes of prepared words is emulated here, and compared with what the weights are.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import pickle
 import re
 import struct
+import threading
+import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -17,39 +21,17 @@ import torch
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.precision import PRECISIONS, DType
 from pretuned.kernels.contract.mixed_input import prepares
-from pretuned.runtime import ExpertWeights
+from pretuned.runtime import ExpertWeights, grouped_gemm
 from pretuned.runtime.weights import codes
-from pretuned.runtime.weights.codes import Quantised
-from pretuned.runtime.weights.order import BLOCK, K_ORDER, ORDERS, CodeOrder, reorder
-
-
-def _interleaved(given: torch.Tensor, undo: bool) -> torch.Tensor:
-    """The nibbles of each 16 bytes: those of the low halves, then those of the high ones."""
-    nibbles = codes.unpack(given).view(*given.shape[:-1], -1, 32)
-    halves = (16, 2) if undo else (2, 16)
-    moved = nibbles.view(*nibbles.shape[:-1], *(halves[::-1] if not undo else (2, 16))).transpose(-1, -2)
-    return codes.pack(moved.flatten(-2).flatten(-2))
-
-
-def _always(_: Quantised) -> bool:
-    return True
-
-
-def _flipped(given: torch.Tensor, undo: bool) -> torch.Tensor:
-    return given.flip(-1)
-
-
-FIRST, SECOND = CodeOrder(7, _always, _always, _interleaved), CodeOrder(8, _always, _always, _flipped)
-BOTH = CodeOrder(9, _always, _always, _interleaved, _flipped, torch.uint8)  # scales, too
+from pretuned.runtime.weights.order import BLOCK, K_ORDER, ORDERS
 
 
 @pytest.fixture
 def w() -> ExpertWeights:
-    torch.manual_seed(0)
-    return ExpertWeights.quantize(torch.randn(3, 6, 64), "mxfp4")
+    return made("mxfp4")
 
 
-def test_a_format_without_an_order_is_left_as_it_is() -> None:
+def test_a_format_without_a_prepared_layout_is_left_as_it_is() -> None:
     w = ExpertWeights.quantize(torch.randn(1, 64, 128), "int4_g32_zp")
     before = w.codes.clone()
     assert w.prepare() is w
@@ -58,61 +40,196 @@ def test_a_format_without_an_order_is_left_as_it_is() -> None:
     assert w.restore() is w
 
 
-@pytest.mark.parametrize("order", [FIRST, BOTH])
-def test_codes_move_in_place_and_back_bit_for_bit(
-    w: ExpertWeights, monkeypatch: pytest.MonkeyPatch, order: CodeOrder
-) -> None:
-    monkeypatch.setitem(ORDERS, "mxfp4", order)
-    before, at, values = [w.codes.clone(), w.scale.clone()], w.codes.data_ptr(), w.dequantize(torch.float32)
-    assert w.prepare().order == order.number
-    assert w.codes.data_ptr() == at
-    assert not torch.equal(w.codes, before[0])
-    assert torch.equal(w.scale, before[1]) is (order is FIRST)
-    assert torch.equal(w.dequantize(torch.float32), values)
-    moved = w.codes.clone()
-    w.prepare()  # once is enough
-    assert torch.equal(w.codes, moved)
-    assert w.restore().order == 0
-    assert torch.equal(w.codes, before[0])
-    assert torch.equal(w.scale, before[1])
+def test_prepare_changes_nothing_that_it_was_given(w: ExpertWeights) -> None:
+    codes, scale = w.codes, w.scale
+    before, values = [codes.clone(), scale.clone()], w.dequantize(torch.float32)
+    prepared = w.prepare()
+    assert torch.equal(codes, before[0])
+    assert torch.equal(scale, before[1])
+    assert prepared.codes.untyped_storage().data_ptr() != codes.untyped_storage().data_ptr()
+    assert torch.equal(ExpertWeights.mxfp4(codes, scale).dequantize(torch.float32), values)  # others over these tensors
+    assert torch.equal(prepared.dequantize(torch.float32), values)
 
 
-def test_the_order_travels_with_the_tensors(w: ExpertWeights, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ORDERS, "mxfp4", BOTH)
+def test_weights_that_were_prepared_are_released_and_say_so(w: ExpertWeights) -> None:
+    codes = weakref.ref(w.codes)
+    prepared = w.prepare()
+    assert codes() is None
+    assert w.prepare() is prepared
+    assert prepared.prepare() is prepared
+    assert repr(w) == "ExpertWeights(mxfp4, released by prepare())"
+    x, m_sizes = torch.randn(4, 256), torch.tensor([2, 2], dtype=torch.int32)
+    for use in (
+        lambda: w.codes, lambda: w.scale, lambda: w.zero, lambda: w.global_scale, lambda: w.shape, lambda: w.dequantize(),
+        lambda: w.state_dict(), lambda: w.restore(), lambda: w.to("meta"), lambda: copy.deepcopy(w),
+        lambda: pickle.dumps(w), lambda: grouped_gemm(x, w, m_sizes), lambda: prepared.copy_(w), lambda: w.refresh(),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=r"these mxfp4 weights were prepared.*: use what prepare\(\) returned"):
+            use()
+
+
+def test_threads_that_prepare_the_same_weights_have_one_result() -> None:
+    for _ in range(20):
+        w = made("mxfp4", E=4)
+        values, begin = w.dequantize(torch.float32), threading.Barrier(4)
+
+        def prepare(w: ExpertWeights = w, begin: threading.Barrier = begin) -> ExpertWeights:
+            begin.wait()
+            return w.prepare()
+
+        with ThreadPoolExecutor(4) as pool:
+            found = [one.result() for one in [pool.submit(prepare) for _ in range(4)]]
+        assert all(one is found[0] for one in found)
+        assert torch.equal(found[0].dequantize(torch.float32), values)
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "int4_g128", "fp8_block"])
+def test_a_checkpoint_s_tensor_does_not_fit_into_prepared_codes(format: str) -> None:
+    """(For E, N and K of 1 and of one block, too, where shapes broadcast.)"""
+    for E, N, K in ((2, 128, 256), (1, 128, 128), (1, 64, 64), (1, 64, 4096), (1, 64, 1024), (1, 64, 128)):
+        if not prepares(made(format, E, N, K).kernel_dtypes[-1], N, K):
+            continue
+        w, other = made(format, E, N, K), made(format, E, N, K)
+        prepared = w.prepare()
+        assert prepared.is_prepared
+        for given in (other.codes, other.codes.view(torch.uint8), other.codes.view(torch.int32)):
+            with pytest.raises(RuntimeError):
+                prepared.codes.copy_(given)
+        if prepared.scale.dim() == 5:
+            try:
+                prepared.scale.copy_(other.scale)  # of one group and block both layouts are the same
+            except RuntimeError:
+                continue
+            assert torch.equal(prepared.dequantize(torch.float32), other.dequantize(torch.float32))
+
+
+def test_codes_and_scales_of_two_layouts_are_refused(w: ExpertWeights) -> None:
+    other = made("mxfp4")
+    codes = w.prepare().codes
+    with pytest.raises(InputError, match="in the checkpoint's layout, wanted that of the codes, which are prepared"):
+        ExpertWeights.mxfp4(codes, other.scale)
+    with pytest.raises(InputError, match=r"scale is of shape .* wanted \[2, 192, 8\]"):
+        ExpertWeights.mxfp4(other.codes, made("mxfp4").prepare().scale)
+    with pytest.raises(InputError, match=r"wanted int32 \[E, N/64, K/64, 64, 4, 4\] of prepared weights"):
+        ExpertWeights.fp8_channel(codes, torch.ones(2, 192))
+
+
+def test_the_layout_travels_with_the_tensors(w: ExpertWeights) -> None:
     values = w.dequantize(torch.float32)
     state = w.prepare().state_dict()
     again = ExpertWeights.from_state_dict("mxfp4", {name: one.clone() for name, one in state.items()})
-    assert again.order == 9
+    assert again.order == 1
     assert torch.equal(again.dequantize(torch.float32), values)
 
 
-def test_another_order_than_this_version_knows_is_refused(w: ExpertWeights, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ORDERS, "mxfp4", FIRST)
-    state = w.prepare().state_dict()
-    monkeypatch.setitem(ORDERS, "mxfp4", SECOND)
-    with pytest.raises(InputError, match="order is 7, wanted one that this version knows for mxfp4: 0 or 8"):
+@pytest.mark.parametrize("codes_are_prepared", [False, True])
+def test_another_layout_than_this_version_knows_is_refused(w: ExpertWeights, codes_are_prepared: bool) -> None:
+    state = (w.prepare() if codes_are_prepared else w).state_dict() | {"order": torch.tensor(7)}
+    with pytest.raises(InputError, match="order is 7 with codes torch.* wanted one that this version knows .*0 or 1"):
         ExpertWeights.from_state_dict("mxfp4", state)
+    with pytest.raises(InputError, match="order is"):  # as an earlier version, which kept the shape, has saved it
+        ExpertWeights.from_state_dict("mxfp4", made("mxfp4").state_dict() | {"order": torch.tensor(1)})
 
 
-@pytest.mark.parametrize("at", [3, 5])  # of three experts' codes, then of their scales
-def test_what_fails_half_way_leaves_all_as_they_were(w: ExpertWeights, at: int) -> None:
-    before, done = [w.codes.clone(), w.scale.clone()], []
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4_g128", "fp8_block", "fp8_channel"])
+def test_prepared_in_place_and_back(format: str) -> None:
+    w = made(format)
+    if format == "fp8_block":
+        w = made(format, N=256)
+    before, at, values = bits_of(w), w.codes.data_ptr(), w.dequantize(torch.float32)
+    prepared = w.prepare_in_place()
+    assert prepared.is_prepared
+    assert prepared.codes.data_ptr() == at
+    assert torch.equal(prepared.dequantize(torch.float32), values)
+    back = prepared.restore_in_place()
+    assert back.codes.data_ptr() == at
+    assert all(same(back, before))
+    assert all(same(w, before))  # over the same memory
 
-    def fails(move: Callable[[torch.Tensor, bool], torch.Tensor]) -> Callable[[torch.Tensor, bool], torch.Tensor]:
-        def moved(given: torch.Tensor, undo: bool) -> torch.Tensor:
-            done.append(undo)
-            if len(done) == at:
-                raise MemoryError
-            return move(given, undo)
 
-        return moved
+def test_what_fails_half_way_leaves_all_as_they_were(w: ExpertWeights, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, order = bits_of(w), ORDERS["mxfp4"]
+    for at in (1, 2, 3, 4):
+        done: list[int] = []
 
-    order = CodeOrder(1, _always, _always, fails(_interleaved), fails(_flipped), torch.uint8)
-    with pytest.raises(MemoryError):
-        reorder(Quantised(w.codes, w.scale), order, undo=False)
-    assert done == [False] * at + [True] * (at - 1)
-    assert torch.equal(w.codes, before[0])
-    assert torch.equal(w.scale, before[1])
+        def fails(
+            move: Callable[[torch.Tensor], torch.Tensor], at: int = at, done: list[int] = done
+        ) -> Callable[[torch.Tensor], torch.Tensor]:
+            def moved(given: torch.Tensor) -> torch.Tensor:
+                done.append(1)
+                if len(done) == at:
+                    raise MemoryError
+                return move(given)
+
+            return moved
+
+        broken = order._replace(prepared=fails(order.prepared), prepared_scale=fails(order.prepared_scale))
+        monkeypatch.setitem(ORDERS, "mxfp4", broken)
+        with pytest.raises(MemoryError):
+            w.prepare()
+        assert all(same(w, before))
+        if at < 3:  # of its codes
+            done.clear()
+            with pytest.raises(MemoryError):
+                w.prepare_in_place()
+            assert all(same(w, before))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("format", ["int4_g32", "fp8_block"])
+def test_scales_that_are_written_to_are_read_anew(format: str, prepared: bool, dtype: torch.dtype) -> None:
+    w = made(format, N=256, dtype=dtype)
+    w = w.prepare() if prepared else w
+
+    def read() -> torch.Tensor:
+        found = w.kernel_scale if prepared else w.plain_scale
+        assert found is not None
+        return found.float().clone()
+
+    first, at = read(), None if w.derived is None else w.derived.data_ptr()
+    w.scale.mul_(2)
+    torch.testing.assert_close(read(), first * 2, rtol=0, atol=0)
+    w.scale.data.mul_(2)  # which torch does not count
+    torch.testing.assert_close(w.refresh() and read(), first * 4, rtol=0, atol=0)
+    w.scale = w.scale * 2
+    torch.testing.assert_close(read(), first * 8, rtol=0, atol=0)
+    assert at == (None if w.derived is None else w.derived.data_ptr())  # a captured graph reads there
+
+
+@pytest.mark.parametrize("to", [False, True])
+@pytest.mark.parametrize("of", [False, True])
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4_g32", "int4_g128", "fp8_block", "fp8_channel"])
+def test_copy_has_the_other_s_numbers_where_these_are(format: str, of: bool, to: bool) -> None:
+    w, other = made(format, N=256), made(format, N=256)
+    other.codes.view(torch.uint8).copy_(other.codes.view(torch.uint8).flip(0))
+    other.scale.view(torch.uint8).copy_(other.scale.view(torch.uint8).flip(0))
+    values = other.dequantize(torch.float32)
+    w, other = w.prepare() if to else w, other.prepare() if of else other
+    assert not torch.equal(w.dequantize(torch.float32), values)
+    read = w.kernel_scale if to else w.plain_scale
+    at = {name: one.data_ptr() for name, one in w.tensors().items()} | {"": read.data_ptr() if read is not None else 0}
+    assert w.copy_(other) is w
+    assert w.is_prepared is to
+    assert torch.equal(w.dequantize(torch.float32), values)
+    read = w.kernel_scale if to else w.plain_scale
+    assert at == {name: one.data_ptr() for name, one in w.tensors().items()} | {
+        "": read.data_ptr() if read is not None else 0
+    }
+    wanted = w.derived_now()
+    assert wanted is None or torch.equal(wanted, w.derived)
+
+
+def test_copy_writes_nothing_that_does_not_fit(w: ExpertWeights) -> None:
+    w = w.prepare()
+    values, large = w.dequantize(torch.float32), made("mxfp4")
+    large.scale[1, 3, 2] = 129
+    for other in (large, made("nvfp4"), made("mxfp4", N=128), torch.ones(1)):
+        with pytest.raises(InputError):
+            w.copy_(other)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="scale is torch.float16, wanted torch.bfloat16"):
+        made("int4_g32").copy_(made("int4_g32", dtype=torch.float16))
+    assert torch.equal(w.dequantize(torch.float32), values)
 
 
 def made(format: str, E: int = 2, N: int = 192, K: int = 256, dtype: torch.dtype = torch.bfloat16) -> ExpertWeights:
@@ -152,14 +269,11 @@ def same(one: ExpertWeights, other: list[torch.Tensor]) -> list[bool]:
 @pytest.mark.parametrize(("N", "K"), [(64, 64), (192, 256), (128, 128), (256, 640)])
 def test_prepared_weights_are_the_same_and_go_back_bit_for_bit(format: str, N: int, K: int) -> None:
     w = made(format, 2, N, K)
-    before, at, values = bits_of(w), w.codes.data_ptr(), w.dequantize(torch.float32)
+    before, values = bits_of(w), w.dequantize(torch.float32)
     dtype = w.kernel_dtypes[0]
-    assert w.prepare().order == (ORDERS[format].number if prepares(dtype, N, K) else 0)
-    if w.order:
-        assert not same(w, before)[0]
-        assert w.codes.data_ptr() == at
-    else:
-        assert all(same(w, before))
+    w = w.prepare()
+    assert w.order == (ORDERS[format].number if prepares(dtype, N, K) else 0)
+    assert w.is_prepared or all(same(w, before))
     assert torch.equal(w.dequantize(torch.float32), values)
     state = {name: one.clone() for name, one in w.state_dict().items()}
     again = ExpertWeights.from_state_dict(format, state)
@@ -170,7 +284,7 @@ def test_prepared_weights_are_the_same_and_go_back_bit_for_bit(format: str, N: i
         assert (mine is None) is (other is None) is (format.startswith("fp8_channel"))
         assert mine is None or other is None or torch.equal(mine.view(torch.uint8), other.view(torch.uint8))
     assert w.restore().order == 0
-    assert all(same(w, before))
+    assert all(same(w.restore(), before))
     assert all(same(again.restore(), before))
 
 
@@ -227,12 +341,12 @@ def test_an_int4_scale_that_has_no_room_leaves_all_as_they_are(large: float, dty
 def test_a_scale_of_a_state_in_order_that_has_no_room_is_refused(format: str, large: float) -> None:
     """As is ``torch.save`` of the weights; and what was given stays as it is."""
     w = made(format).prepare()
-    w.scale[1, 3, 2] = large
+    w.scale[1, 2, 3, 5, 1] = large
     state = {name: one.clone() for name, one in w.state_dict().items()}
     kept = {name: one.clone() for name, one in state.items()}
     for load in (lambda: ExpertWeights.from_state_dict(format, state), lambda: pickle.loads(pickle.dumps(w))):
         with pytest.raises(
-            InputError, match="scale is too large for codes in order, wanted mxfp4's up to 2, int4's below"
+            InputError, match="scale is too large for prepared codes, wanted mxfp4's up to 2, int4's below"
         ):
             load()
     assert all(torch.equal(state[name], one) for name, one in kept.items())
@@ -243,7 +357,8 @@ def test_a_scale_of_a_state_in_order_that_has_no_room_is_refused(format: str, la
 def test_kernels_read_int4_s_scales_in_bf16_by_blocks(group: int, dtype: torch.dtype) -> None:
     w = made(f"int4_g{group}", dtype=dtype)
     plain = w.scale.clone()
-    found = w.prepare().kernel_scale
+    w = w.prepare()
+    found = w.kernel_scale
     assert found is not None
     assert (found is w.scale) is (dtype is torch.bfloat16)
     assert dtype is torch.bfloat16 or torch.equal(w.scale, plain)
@@ -254,8 +369,8 @@ def test_kernels_read_int4_s_scales_in_bf16_by_blocks(group: int, dtype: torch.d
 
 
 def test_kernels_read_a_block_s_scale_in_bf16_and_what_that_leaves_of_it() -> None:
-    w = made("fp8_block_a16", N=256)
-    found = w.prepare().kernel_scale
+    w = made("fp8_block_a16", N=256).prepare()
+    found = w.kernel_scale
     assert found is not None
     assert (found.dtype, found.shape) == (torch.bfloat16, (2, 4, 4, 8))
     for n, k in itertools.product(range(4), range(4)):
@@ -270,19 +385,19 @@ def test_kernels_read_a_block_s_scale_in_bf16_and_what_that_leaves_of_it() -> No
 def test_weights_that_travel_have_their_kernels_scales_at_once(format: str) -> None:
     """What is made of them in a graph capture is there when the graph has run, and not before."""
     w = made(format, N=256, dtype=torch.float16).prepare()
-    assert w._derived is not None
+    assert w.derived is not None
     state = {name: one.clone() for name, one in w.state_dict().items()}
     again, there = ExpertWeights.from_state_dict(format, state), w.to("meta")
-    assert again._derived is not None
-    assert torch.equal(again._derived, w._derived)
-    assert there._derived is not None
-    assert there._derived.shape == w._derived.shape
+    assert again.derived is not None
+    assert torch.equal(again.derived, w.derived)
+    assert there.derived is not None
+    assert there.derived.shape == w.derived.shape
     kept = w.__getstate__()
-    assert kept["_derived"] is None
+    assert "derived" not in kept
     old = ExpertWeights.__new__(ExpertWeights)
-    old.__setstate__(kept | {"_derived": torch.zeros_like(w._derived)})  # as a version with another way of them kept it
-    assert old._derived is not None
-    assert torch.equal(old._derived, w._derived)
+    old.__setstate__(kept)
+    assert old.derived is not None
+    assert torch.equal(old.derived, w.derived)
 
 
 # What dequantize.py says in PTX, on 32-bit words.
@@ -346,7 +461,8 @@ def test_the_kernel_s_instructions_read_what_was_written(format: str) -> None:
     wanted, plain = w.dequantize(torch.float32)[0].double(), w.scale[0].clone()
     scale = elements.scale
     assert scale is not None
-    assert w.prepare().order == ORDERS[format].number
+    w = w.prepare()
+    assert w.order == ORDERS[format].number
     words_each = 4 if elements.bits == 8 else 2
     words = w.codes[0].view(torch.uint8).flatten().view(torch.int32)
     blocks = words.view(N // BLOCK, K // BLOCK, BLOCK, 4, words_each)
