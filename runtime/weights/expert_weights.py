@@ -375,6 +375,8 @@ class ExpertWeights:
             if self.derived is not None and not anew and self._is_current():
                 return self.derived
             source = self.scale, version_of(self.scale)
+            if self.derived is not None and self.is_prepared and not _order_of(self).room(self.scale):
+                raise bad("scale", "too large for prepared codes", _MOST_SCALES)
             capturing = self.scale.is_cuda and torch.cuda.is_current_stream_capturing()
             with torch.inference_mode(self.derived is not None and self.derived.is_inference()), torch.no_grad():
                 made = self.derived_now()

@@ -332,9 +332,13 @@ def _weights(
     return Weights(w1, w2, b1.to(w1.dtype), b2.to(w2.dtype)), lora
 
 
+def _prepare_here(w: ExpertWeights) -> bool:
+    return check_tensors.on_gpu(w.codes) and not capturing()
+
+
 def _prepare_first(experts: Any, w: ExpertWeights) -> bool:
     """Prepare a module in its first call, if no hook did when it came to the GPU. Returns whether weights changed."""
-    if _CALLED in experts.__dict__ or not check_tensors.on_gpu(w.codes) or capturing():
+    if _CALLED in experts.__dict__ or not _prepare_here(w):
         return False
     with lock("first call of experts"):  # of several threads one prepares, the others wait
         if _CALLED not in experts.__dict__ and not was_prepared(experts):

@@ -318,20 +318,20 @@ def _prepared_state(
     """A checkpoint's tensors as the parameters are; None for scales that prepared weights have no room for."""
     made = {}
     parameters = [experts._parameters[name] for name in stored[:2]]
-    order = ORDERS[_weights(*(_local(one.detach()) for one in parameters)).format]
+    format = _weights(*(_local(one.detach()) for one in parameters)).format
+    order, of_fp8 = ORDERS[format], format.startswith("fp8")
     moves = (order.prepared, order.prepared_scale)
     for key, held, (dtype, shape), move in zip(keys, parameters, stored[2:], moves, strict=True):
         given = state.get(key)
-        if given is None or tuple(given.shape[1:]) != shape or move is None or held.dim() < _PREPARED_DIMS - 1:
+        if given is None or tuple(given.shape[1:]) != shape:
             continue  # (torch reports another shape)
         with torch.no_grad():
             here = _local(given.detach()).to(held.device, dtype)
-            codes = key == keys[0]
-            here = here if dtype.is_floating_point and dtype is not E8M0 else here.view(torch.uint8)
-            here = here.flatten(2)
-            if not codes and not order.room(here):
+            plain = here if dtype.is_floating_point and dtype is not E8M0 else here.view(torch.uint8)
+            if key == keys[1] and not order.room(_scale_of(here) if of_fp8 else plain):
                 return None
-            made[key] = _like(given, torch.stack([move(of_expert) for of_expert in here]))
+            if move is not None and held.dim() >= _PREPARED_DIMS - 1:
+                made[key] = _like(given, torch.stack([move(of_expert) for of_expert in plain.flatten(2)]))
     return made
 
 

@@ -204,7 +204,9 @@ def test_no_call_changes_weights_and_a_line_says_that_prepared_ones_are_faster(
     assert all(torch.equal(a.view(torch.uint8), b) for a, b in zip(w.tensors().values(), before, strict=True))
     assert at == [one.data_ptr() for one in w.tensors().values()]
     assert {one.layout for one in gpu.asked} == {Layout.STORED}
-    wanted = [f"pretuned: {format} weights run on the portable kernel; w = w.prepare(), once after loading, has a faster"]
+    wanted = [
+        f"pretuned: {format} weights run on the portable kernel; w = w.prepare(), once after loading, has a faster"
+    ]
     assert [line.rpartition(" ")[0] for line in caplog.messages] == (wanted if w.can_be_prepared else [])
 
 

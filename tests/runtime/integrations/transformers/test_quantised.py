@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
+import os
+import subprocess
+import sys
+import threading
+import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +28,9 @@ from pretuned.integrations.transformers.quantised import (
     _codes_of,
     keep_compressed_tensors,
     keep_mxfp4,
+    prepare_parameters,
     quantised,
+    refresh,
     restore,
 )
 from pretuned.runtime import ExpertWeights
@@ -115,39 +124,206 @@ def test_a_gradient_goes_to_what_is_not_quantised(library: Any) -> None:
     torch.testing.assert_close(model.get_parameter(name).grad, twin.get_parameter(name).grad, rtol=1e-3, atol=1e-4)
 
 
-def test_codes_are_put_back_before_something_else_reads_them(library: Any) -> None:
-    model, _ = pair(library)
+def prepare(model: Any, parts: tuple[str, str] = ("gate_up_proj", "down_proj")) -> None:
+    """Prepare all experts, as a GPU whose kernels want that has it."""
+    for _, experts in experts_of(model):
+        prepare_parameters(experts, parts, lambda w: True)
+        assert all(quantised(experts, part).is_prepared for part in parts)
+
+
+BOTH = pytest.mark.parametrize("config", [{}, {"expert_dtype": "fp4", "scale_fmt": "ue8m0"}], ids=["fp8", "fp4"])
+
+
+@BOTH
+def test_state_dicts_speak_of_the_checkpoint_s_layout(library: Any, config: dict[str, Any]) -> None:
+    model, _ = pair(library, **config)
+    said, before = model(IDS).logits, {name: one.clone() for name, one in model.state_dict().items()}
+    prepare(model)
+    assert torch.equal(model(IDS).logits, said)
+    for keep in (False, True):
+        state = model.state_dict(keep_vars=keep)
+        assert state.keys() == before.keys()
+        assert all(one.dtype is before[name].dtype and same(one, before[name]) for name, one in state.items())
+    assert all(one.codes.dim() == 6 for _, each in experts_of(model) for one in [quantised(each, "down_proj")])
+    others = {name: one.flip(0) if name.endswith((".gate_up_proj", ".down_proj")) else one
+              for name, one in ((name, raw(one)) for name, one in before.items())}  # fmt: skip
+    others = {name: one.view(before[name].dtype) for name, one in others.items()}
+    fresh, _ = pair(library, **config)
+    fresh.load_state_dict(others)
+    wanted = fresh(IDS).logits
+    assert not torch.equal(wanted, said)
+    model.load_state_dict(others)  # in place
+    assert all(quantised(each, "down_proj").is_prepared for _, each in experts_of(model))
+    assert torch.equal(model(IDS).logits, wanted)
+    model.load_state_dict(before, assign=True)  # the parameters are those of the state
+    assert torch.equal(model(IDS).logits, said)
+    prepare(model)
+    assert torch.equal(model(IDS).logits, said)
+
+
+@BOTH
+def test_parts_of_a_state_are_loaded(library: Any, config: dict[str, Any]) -> None:
+    model, _ = pair(library, **config)
+    fresh = copy.deepcopy(model)
+    prepare(model)
     (_, experts), *_ = experts_of(model)
-    said, before = model(IDS).logits, {name: one.clone() for name, one in experts.state_dict().items()}
+    (_, others), *_ = experts_of(fresh)
+    for name in ("down_proj", "gate_up_proj_scale_inv"):
+        part = {name: raw(others.state_dict()[name]).flip(0).view(others.state_dict()[name].dtype)}
+        for each in (experts, others):
+            each.load_state_dict(part, strict=False)
+        assert torch.equal(model(IDS).logits, fresh(IDS).logits)
+    large = {name: one.clone() for name, one in others.state_dict().items()}
+    large["down_proj_scale_inv"].view(torch.uint8).fill_(0x90) if config else large["down_proj_scale_inv"].fill_(128)
+    for each in (experts, others):
+        each.load_state_dict(large)
+    assert not quantised(experts, "down_proj").is_prepared  # there is no room for such scales
+    assert torch.equal(model(IDS).logits, fresh(IDS).logits)
 
-    def prepare() -> None:
-        weights = [quantised(experts, part) for part in ("gate_up_proj", "down_proj")]
-        assert all(one is not None and one.prepare().order for one in weights)
-        assert not same(experts.gate_up_proj, before["gate_up_proj"])
 
-    prepare()
+def raw(one: torch.Tensor) -> torch.Tensor:
+    """The bytes of what torch can't move."""
+    return one.view(torch.uint8) if one.element_size() == 1 else one
+
+
+@BOTH
+def test_who_writes_to_prepared_parameters_is_right_or_fails(library: Any, config: dict[str, Any]) -> None:
+    model, _ = pair(library, **config)
+    said, fresh = model(IDS).logits, copy.deepcopy(model)
+    prepare(model)
+    for (_, experts), (_, others) in zip(experts_of(model), experts_of(fresh), strict=True):
+        codes, given = experts.gate_up_proj, others.gate_up_proj.detach()
+        assert dict(experts.named_parameters())["gate_up_proj"].dtype is torch.int32
+        for write in (
+            lambda: codes.data.copy_(raw(given)), lambda: codes.copy_(given.float()),  # noqa: B023
+            lambda: codes[0].copy_(raw(given)[0]), lambda: codes.narrow(0, 1, 2).copy_(raw(given)[1:3]),  # noqa: B023
+        ):  # fmt: skip
+            with torch.no_grad(), pytest.raises(RuntimeError, match="size"):
+                write()
     assert torch.equal(model(IDS).logits, said)
-    assert all(same(one, before[name]) for name, one in experts.state_dict().items())
-    prepare()
-    other = copy.deepcopy(model)  # of what is prepared
+    for _, experts in experts_of(model):
+        experts.gate_up_proj.data = torch.randint(0, 9, experts.gate_up_proj.shape, dtype=torch.int32)
+    assert not torch.equal(model(IDS).logits, said)  # seen, as prepared codes
+    for (_, experts), (_, others) in zip(experts_of(model), experts_of(fresh), strict=True):
+        experts.gate_up_proj = torch.nn.Parameter(others.gate_up_proj.detach().clone(), requires_grad=False)
+        if config:
+            with pytest.raises(InputError, match="ExpertWeights: scale is of shape"):  # of another layout
+                quantised(experts, "gate_up_proj")
+        scale = others.gate_up_proj_scale_inv.detach().clone()
+        experts.gate_up_proj_scale_inv = torch.nn.Parameter(scale, requires_grad=False)
+        assert not quantised(experts, "gate_up_proj").is_prepared
+    assert torch.equal(model(IDS).logits, said)
+    prepare(model)
+    assert torch.equal(model(IDS).logits, said)
+    for (_, experts), (_, others) in zip(experts_of(model), experts_of(fresh), strict=True):
+        for end in ("", "_scale_inv"):  # as a loader that keeps the parameter
+            parameter = getattr(experts, f"gate_up_proj{end}")
+            parameter.data = getattr(others, f"gate_up_proj{end}").detach().clone()
+    assert torch.equal(model(IDS).logits, said)
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu])
+def test_scales_that_are_written_to_are_read_anew(library: Any, dtype: torch.dtype, prepared: bool) -> None:
+    model, _ = pair(library)
+    for _, experts in experts_of(model):
+        for part in ("gate_up_proj", "down_proj"):
+            scale = torch.randint(117, 122, experts.down_proj_scale_inv.shape[:1] + (1, 1), dtype=torch.uint8)
+            scale = scale.expand(getattr(experts, f"{part}_scale_inv").shape).contiguous().view(torch.float8_e8m0fnu)
+            setattr(experts, f"{part}_scale_inv", torch.nn.Parameter(scale.to(dtype), requires_grad=False))
+    if prepared:
+        prepare(model)
+    model(IDS)
+    state = {name: one.clone() for name, one in model.state_dict().items()}
+    for name, one in state.items():
+        if name.endswith("scale_inv"):
+            one.copy_((one.float() * 2).to(dtype))
+    fresh = copy.deepcopy(model)
+    fresh.load_state_dict(state, assign=True)
+    wanted = fresh(IDS).logits
+    model.load_state_dict(state)
+    assert torch.equal(model(IDS).logits, wanted)
+    with torch.no_grad():
+        for _, experts in experts_of(model):
+            experts.down_proj_scale_inv.copy_((experts.down_proj_scale_inv.float() * 4).to(dtype))
+            fresh_scale = dict(fresh.named_parameters())
+    for (_, experts), (_, others) in zip(experts_of(model), experts_of(fresh), strict=True):
+        others.down_proj_scale_inv = torch.nn.Parameter(experts.down_proj_scale_inv.detach().clone(), False)
+    wanted = fresh(IDS).logits
+    assert torch.equal(model(IDS).logits, wanted)
+    for _, experts in experts_of(model):
+        experts.down_proj_scale_inv.data.copy_((experts.down_proj_scale_inv.float() / 4).to(dtype))  # not counted
+        refresh(experts)
+    assert not torch.equal(model(IDS).logits, wanted)
+    assert fresh_scale
+
+
+@BOTH
+def test_copies_and_swaps_of_prepared_models(library: Any, config: dict[str, Any], tmp_path: Path) -> None:
+    """deepcopy, torch.save, functional_call, DataParallel's replicas, a move, torch.compile."""
+    from torch.nn.parallel._functions import Broadcast  # noqa: F401
+    from torch.nn.parallel.replicate import _replicatable_module
+
+    model, _ = pair(library, **config)
+    said, plain = model(IDS).logits, {name: one.clone() for name, one in model.state_dict().items()}
+    prepare(model)
+    other = copy.deepcopy(model)
     assert torch.equal(other(IDS).logits, said)
-    assert same(experts_of(other)[0][1].state_dict()["gate_up_proj"], before["gate_up_proj"])
-    prepare()
-    experts._apply(lambda one: one.clone())  # as a move to another device does
+    assert all(same(one, plain[name]) for name, one in other.state_dict().items())
+    torch.save(model.state_dict(), tmp_path / "state")
+    state = torch.load(tmp_path / "state", weights_only=True)
+    assert all(same(one, plain[name]) for name, one in state.items())
+    torch.save(dict(model.named_parameters()), tmp_path / "parameters")
+    parameters = torch.load(tmp_path / "parameters", weights_only=True)
+    for given in (state, plain, parameters, dict(model.named_parameters())):
+        assert torch.equal(torch.func.functional_call(model, given, (IDS,)).logits, said)
+        assert torch.equal(model(IDS).logits, said)
+    assert _replicatable_module(model)
+    for experts in (one for _, one in experts_of(model)):
+        replica = experts._replicate_for_data_parallel()
+        replica._parameters = {}
+        for name, one in experts._parameters.items():  # as replicate() has them: tensors of another device
+            if one is not None:
+                setattr(replica, name, one.detach().clone())
+        x, ids, weights = torch.randn(6, 128), torch.randint(0, 4, (6, 2)), torch.rand(6, 2)
+        assert torch.equal(replica(x, ids, weights), experts(x, ids, weights))
     assert torch.equal(model(IDS).logits, said)
-    prepare()
-    experts.load_state_dict(before)
-    assert torch.equal(model(IDS).logits, said)
-    prepare()
-    experts.gate_up_proj = torch.nn.Parameter(before["gate_up_proj"].clone(), requires_grad=False)  # as accelerate
-    experts.down_proj = torch.nn.Parameter(before["down_proj"].clone(), requires_grad=False)
-    assert torch.equal(model(IDS).logits, said)
-    prepare()
+    model.to("meta")
+    assert all(one.is_meta for one in model.parameters())
+
+
+def test_other_code_of_the_module_finds_the_checkpoint_s_layout(library: Any) -> None:
+    model, _ = pair(library)
+    said, (_, experts) = model(IDS).logits, experts_of(model)[0]
+    before = {name: one.clone() for name, one in experts.state_dict().items()}
+    prepare(model)
     experts.config._experts_implementation = "another"
     for hook in experts._forward_pre_hooks.values():
         hook(experts, ())
     assert same(experts.gate_up_proj, before["gate_up_proj"])
-    restore(torch.nn.Module())  # of which nothing is held
+    experts.config._experts_implementation = "pretuned"
+    assert torch.equal(model(IDS).logits, said)
+    restore(torch.nn.Module())  # of which nothing was prepared
+
+
+def test_threads_that_make_the_first_call(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """(Memory of the host is taken for a GPU's; torch computes.)"""
+    monkeypatch.setattr(ours, "_load", lambda problems, device: None)
+    monkeypatch.setattr(ours, "wants_order", lambda one, device: True)
+    for _ in range(5):
+        model, _ = pair(library)
+        said, begin = copy.deepcopy(model)(IDS).logits, threading.Barrier(4)
+
+        def first(model: Any = model, begin: threading.Barrier = begin) -> torch.Tensor:
+            begin.wait()
+            with torch.no_grad():
+                return model(IDS).logits  # type: ignore[no-any-return]
+
+        with monkeypatch.context() as patch, ThreadPoolExecutor(4) as pool:
+            patch.setattr(ours, "_prepare_here", lambda w: True)
+            found = [one.result() for one in [pool.submit(first) for _ in range(4)]]
+        assert all(torch.equal(one, said) for one in found)
+        assert all(quantised(each, "down_proj").is_prepared for _, each in experts_of(model))
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -204,11 +380,8 @@ def test_gpt_oss_stays_packed(library: Any, tmp_path: Path) -> None:
     torch.testing.assert_close(said, twin(IDS).logits, rtol=1e-4, atol=1e-4)
     twin.set_experts_implementation("eager")
     torch.testing.assert_close(said, twin(IDS).logits, rtol=1e-3, atol=1e-3)
-    weights = quantised(experts, "down_proj")
-    assert weights is not None
-    blocks = experts.down_proj_blocks.clone()
-    weights.prepare()
-    assert not torch.equal(experts.down_proj_blocks, blocks)
+    prepare(model)
+    assert experts.down_proj_blocks.dtype is torch.int32
     assert torch.equal(model(IDS).logits, said)
     model.save_pretrained(tmp_path / "again")
     for name, one in load_file(saved.quantised / "model.safetensors").items():
@@ -236,12 +409,12 @@ def test_prepared_where_it_comes_to_a_gpu(library: Any, monkeypatch: pytest.Monk
         Problem(Op.FORWARD, DType.FP8_BLOCK_A16, 4, N, K) for N, K in ((256, 128), (128, 128))
     }]  # fmt: skip
     assert {quantised(one, "down_proj").order for _, one in experts_of(model)} == {ORDERS["fp8_block"].number}
-    assert not same(experts.down_proj, before)
     assert torch.equal(model(IDS).logits, said)
-    experts.state_dict()  # puts them back
+    assert same(experts.state_dict()["down_proj"], before)
+    restore(experts)
     assert same(experts.down_proj, before)
     model.eval()  # what from_pretrained ends with
-    assert not same(experts.down_proj, before)
+    assert quantised(experts, "down_proj").is_prepared
     assert torch.equal(model(IDS).logits, said)
 
 
@@ -284,7 +457,7 @@ def test_compressed_tensors_experts_stay_codes(
     torch.testing.assert_close(said, twin(IDS).logits, rtol=1e-4, atol=1e-4)
     twin.set_experts_implementation("eager")
     torch.testing.assert_close(said, twin(IDS).logits, rtol=1e-3, atol=1e-3)
-    assert weights.prepare().order
+    prepare(model)
     assert torch.equal(model(IDS).logits, said)
     model.save_pretrained(tmp_path / "again")
     saved = load_file(tmp_path / "again" / "model.safetensors")
@@ -325,3 +498,45 @@ def test_what_is_kept(library: Any, changed: dict[str, Any], kept: bool, ignore:
     given = {"format": "pack-quantized", "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
     config = quantization.QuantizationConfig.model_validate(given | {"ignore": ignore})
     assert (_codes_of(config, "model.layers.3.mlp.experts") is not None) == (kept and not ignore)
+
+
+def test_offloading_leaves_nothing_behind(library: Any) -> None:
+    """accelerate gives a module its weights for one call: what was on the device for it is gone afterwards."""
+    accelerate = pytest.importorskip("accelerate")
+    model, _ = pair(library)
+    said, experts = model(IDS).logits, experts_of(model)[0][1]
+    accelerate.cpu_offload(experts, execution_device="cpu")
+    assert experts.gate_up_proj.is_meta
+    seen, own = [], experts._old_forward
+
+    def watched(*args: Any) -> Any:
+        out = own(*args)
+        seen.append(weakref.ref(quantised(experts, "gate_up_proj")))
+        prepare_parameters(experts, ("gate_up_proj", "down_proj"), lambda w: True)  # which are lent, and stay
+        assert not seen[-1]().is_prepared
+        return out
+
+    experts._old_forward = watched
+    for _ in range(2):
+        assert torch.equal(model(IDS).logits, said)
+    gc.collect()
+    assert len(seen) == 2
+    assert all(one() is None for one in seen)
+    assert experts.gate_up_proj.is_meta
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["never", "before", "call"])
+def test_fsdp2_over_experts(library: Any, tmp_path: Path, when: str) -> None:
+    """In two processes: forward, gradient, state_dict and load_state_dict, as of the model that is not sharded."""
+    support, here = Path(__file__).parents[3] / "support", Path(__file__).parent
+    env = os.environ | {"PYTHONPATH": os.pathsep.join((str(support), str(here))), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(support / "sharded_experts.py")]
+    both = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "store"), when], env=env, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    errors = [one.communicate(timeout=300)[1] for one in both]
+    assert [one.returncode for one in both] == [0, 0], "\n".join(errors)

@@ -1,0 +1,99 @@
+"""Quantised experts under FSDP2, in two processes: ``python -m sharded_experts RANK FILE WHEN``.
+
+``WHEN`` says when experts are prepared: never, before they are sharded, or in the first call, as on a GPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from pretuned.integrations import transformers as ours
+from pretuned.integrations.transformers import experts_forward
+from pretuned.integrations.transformers.quantised import prepare_parameters, quantised
+
+WORLD = 2
+PARTS = ("gate_up_proj", "down_proj")
+
+
+def main(rank: int, file: str, when: str) -> None:
+    """Compare a sharded model with one that is not; an AssertionError says where they differ."""
+    import test_quantised as made
+    import transformers
+    from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
+    from transformers.integrations.moe import ExpertsInterface
+
+    for interface in (ExpertsInterface, FP8ExpertsInterface):
+        interface.register("pretuned", experts_forward)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=WORLD)
+    model, _ = made.pair(transformers)
+    whole = copy.deepcopy(model)
+    wanted = whole(made.IDS).logits
+    every = [experts.requires_grad_(False) for _, experts in made.experts_of(model)]
+    if when == "before":
+        for experts in every:
+            prepare_parameters(experts, PARTS, lambda w: True)
+    if when == "call":
+        ours._prepare_here, ours._load = lambda w: True, lambda problems, device: None  # type: ignore[assignment]
+        ours.wants_order = lambda w, device: True  # type: ignore[assignment]
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    for _ in range(3):
+        assert torch.equal(model(made.IDS).logits, wanted)
+    model(made.IDS).logits.square().sum().backward()
+    check_state(model, whole, wanted, made)
+    other = {name: flipped(one) if name.endswith("experts.down_proj") else one for name, one in raw_state(whole)}
+    whole.load_state_dict(other)
+    mesh = next(one.device_mesh for one in model.state_dict().values() if isinstance(one, DTensor))
+    model.load_state_dict({name: spread(one, mesh, like) for (name, one), like in
+                           zip(other.items(), model.state_dict().values(), strict=True)})  # fmt: skip
+    again = whole(made.IDS).logits
+    assert not torch.equal(again, wanted)
+    assert torch.equal(model(made.IDS).logits, again)
+    check_state(model, whole, again, made)
+    dist.destroy_process_group()
+
+
+def check_state(model: Any, whole: Any, wanted: torch.Tensor, made: Any) -> None:
+    """The state has the checkpoint's layout, and reading it changes nothing."""
+    state, plain = model.state_dict(), whole.state_dict()
+    assert state.keys() == plain.keys()
+    for name, one in state.items():
+        mine = plain[name]
+        if isinstance(one, DTensor):
+            assert one.shape == mine.shape
+            mine = distribute_tensor(bytes_of(mine), one.device_mesh, one.placements).to_local()
+            one = one.to_local()
+        assert torch.equal(bytes_of(one), bytes_of(mine)), name
+    assert torch.equal(model(made.IDS).logits, wanted)
+
+
+def bytes_of(one: torch.Tensor) -> torch.Tensor:
+    return one.detach().contiguous().view(torch.uint8)
+
+
+def flipped(one: torch.Tensor) -> torch.Tensor:
+    return bytes_of(one).flip(0).view(one.dtype)
+
+
+def raw_state(model: Any) -> list[tuple[str, torch.Tensor]]:
+    return [(name, one.detach().clone()) for name, one in model.state_dict().items()]
+
+
+def spread(one: torch.Tensor, mesh: Any, like: Any) -> torch.Tensor:
+    if not isinstance(like, DTensor):
+        return one
+    local = distribute_tensor(bytes_of(one), mesh, like.placements).to_local().view(one.dtype)
+    return DTensor.from_local(local, mesh, like.placements, run_check=False, shape=one.shape, stride=one.stride())
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    assert quantised
