@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -82,3 +85,65 @@ def test_a_layer_of_one_token_reads_its_row_where_it_lies(format: str, monkeypat
             found += [moe_mlp(hidden, up, down, ids, weights) for _ in range(3)]
         assert all(torch.equal(one, found[0]) for one in found)
     reload()
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "int4_g32", "fp8_block"])
+def test_threads_on_their_own_streams_that_make_the_first_calls(format: str) -> None:
+    """Four threads call, prepare and call again, each on a stream of its own: all results are one call's, alone."""
+    threads, trials = 4, 20
+    for trial in range(trials):
+        reload()
+        w = ExpertWeights.quantize(torch.randn(E, 1024, 2048, device="cuda") / 45, format)
+        x = torch.randn(64, 2048, device="cuda").bfloat16()
+        m_sizes = torch.full((E,), 64 // E, dtype=torch.int32, device="cuda")
+        before = [one.view(torch.uint8).clone() for one in w.tensors().values()]
+        tensors = list(w.tensors().values())
+        begin = threading.Barrier(threads)
+        torch.cuda.synchronize()
+
+        def work(w: ExpertWeights = w, x: torch.Tensor = x, m: torch.Tensor = m_sizes,
+                 begin: threading.Barrier = begin) -> list[torch.Tensor]:  # fmt: skip
+            with torch.cuda.stream(torch.cuda.Stream()):
+                begin.wait()
+                first = grouped_gemm(x, w, m)
+                begin.wait()  # weights that another thread has prepared can't be used any more
+                prepared = w.prepare()
+                found = [first, *(grouped_gemm(x, prepared, m) for _ in range(3))]
+                torch.cuda.current_stream().synchronize()
+            return found
+
+        with ThreadPoolExecutor(threads) as pool:
+            found = [one.result() for one in [pool.submit(work) for _ in range(threads)]]
+        assert all(torch.equal(a.view(torch.uint8), b) for a, b in zip(tensors, before, strict=True)), trial
+        prepared = w.prepare()
+        plain, alone = grouped_gemm(x, prepared.restore(), m_sizes), grouped_gemm(x, prepared, m_sizes)
+        for first, *later in found:
+            assert torch.equal(first, plain), trial
+            assert all(torch.equal(one, alone) for one in later), trial
+        assert off(alone, plain.double().cpu()) < limit(format)
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4_g32", "int4_g128", "fp8_block", "fp8_channel"])
+def test_writes_to_prepared_weights_are_read_also_by_a_graph(format: str) -> None:
+    w, other = (ExpertWeights.quantize(torch.randn(E, I + I % 128, H, device="cuda") / 20, format) for _ in range(2))
+    wanted = other.dequantize(torch.float32)
+    w, x = w.prepare(), torch.randn(T, H, device="cuda").bfloat16()
+    m_sizes = torch.tensor([9] * 7 + [7], dtype=torch.int32, device="cuda")
+    grouped_gemm(x, w, m_sizes)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = grouped_gemm(x, w, m_sizes)
+    for given in (other.codes, other.codes.view(torch.uint8)):
+        with pytest.raises(RuntimeError):
+            w.codes.copy_(given)
+    w.copy_(other)
+    found = grouped_gemm(x, w, m_sizes)
+    graph.replay()
+    assert torch.equal(found, y)
+    want = torch.cat([rows.float() @ one.T for rows, one in zip(x.split(m_sizes.tolist()), wanted, strict=True)])
+    assert off(found, want.double().cpu()) < limit(format)
+    if w.scale.is_floating_point() and w.scale.dtype is not torch.float8_e4m3fn:
+        w.scale.mul_(0.5)
+        assert torch.equal(grouped_gemm(x, w, m_sizes), found / 2)
+        w.scale.data.mul_(2)
+        assert torch.equal(grouped_gemm(x, w.refresh(), m_sizes), found)

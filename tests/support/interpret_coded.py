@@ -75,7 +75,8 @@ def run(case: dict[str, Any]) -> list[str]:
     w = weights(case)
     values = w.dequantize(torch.float32)
     if case["prepared"]:
-        assert w.prepare().order, "nothing to prepare"
+        w = w.prepare()
+        assert w.is_prepared, "nothing to prepare"
     layout = Layout.NK if case["prepared"] else Layout.STORED
     problem = Problem(op, w.kernel_dtypes[-1], E, N, K, layout)
     gemm = gemm_of(problem)

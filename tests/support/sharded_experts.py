@@ -1,6 +1,7 @@
-"""Quantised experts under FSDP2, in two processes: ``python -m sharded_experts RANK FILE WHEN``.
+"""Quantised experts under FSDP2, in two processes: ``python sharded_experts.py RANK FILE WHEN``.
 
-``WHEN`` says when experts are prepared: never, before they are sharded, or in the first call, as on a GPU.
+``WHEN`` says when experts are prepared: never, before they are sharded, or in the first call. With two GPUs they run
+there, by NCCL, and the first call prepares them wherever bundles have kernels for that.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pretuned.integrations.transformers.quantised import prepare_parameters, qua
 
 WORLD = 2
 PARTS = ("gate_up_proj", "down_proj")
+GPU = torch.cuda.device_count() >= WORLD
 
 
 def main(rank: int, file: str, when: str) -> None:
@@ -31,48 +33,64 @@ def main(rank: int, file: str, when: str) -> None:
 
     for interface in (ExpertsInterface, FP8ExpertsInterface):
         interface.register("pretuned", experts_forward)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=WORLD)
+    if GPU:
+        torch.cuda.set_device(rank)
+    dist.init_process_group("nccl" if GPU else "gloo", init_method=f"file://{file}", rank=rank, world_size=WORLD)
     model, _ = made.pair(transformers)
-    whole = copy.deepcopy(model)
-    wanted = whole(made.IDS).logits
+    ids = made.IDS
+    if GPU:
+        ids = ids.cuda()
+        for name, one in model.named_parameters():
+            one.data = (one.data if ".experts." in name else one.data.bfloat16()).cuda()
+        model.cuda()
     every = [experts.requires_grad_(False) for _, experts in made.experts_of(model)]
+    whole = copy.deepcopy(model)
+    wanted = whole(ids).logits
     if when == "before":
         for experts in every:
             prepare_parameters(experts, PARTS, lambda w: True)
-    if when == "call":
+            assert all(quantised(experts, part).is_prepared for part in PARTS)
+    if when == "call" and not GPU:
         ours._prepare_here, ours._load = lambda w: True, lambda problems, device: None  # type: ignore[assignment]
         ours.wants_order = lambda w, device: True  # type: ignore[assignment]
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
     for _ in range(3):
-        assert torch.equal(model(made.IDS).logits, wanted)
-    model(made.IDS).logits.square().sum().backward()
-    check_state(model, whole, wanted, made)
+        same(model(ids).logits, wanted)
+    model(ids).logits.square().sum().backward()
+    check_state(model, whole)
+    same(model(ids).logits, wanted)
     other = {name: flipped(one) if name.endswith("experts.down_proj") else one for name, one in raw_state(whole)}
     whole.load_state_dict(other)
-    mesh = next(one.device_mesh for one in model.state_dict().values() if isinstance(one, DTensor))
-    model.load_state_dict({name: spread(one, mesh, like) for (name, one), like in
-                           zip(other.items(), model.state_dict().values(), strict=True)})  # fmt: skip
-    again = whole(made.IDS).logits
+    state = model.state_dict()
+    mesh = next(one.device_mesh for one in state.values() if isinstance(one, DTensor))
+    model.load_state_dict({name: spread(one, mesh, state[name]) for name, one in other.items()})
+    again = whole(ids).logits
     assert not torch.equal(again, wanted)
-    assert torch.equal(model(made.IDS).logits, again)
-    check_state(model, whole, again, made)
+    same(model(ids).logits, again)
+    check_state(model, whole)
     dist.destroy_process_group()
 
 
-def check_state(model: Any, whole: Any, wanted: torch.Tensor, made: Any) -> None:
-    """The state has the checkpoint's layout, and reading it changes nothing."""
+def same(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """To the bit on the CPU. GPUs may have another kernel for another layout."""
+    if not GPU:
+        assert torch.equal(found, wanted)
+    assert float((found.float() - wanted.float()).norm() / wanted.float().norm()) < 2e-2
+
+
+def check_state(model: Any, whole: Any) -> None:
+    """The state has the checkpoint's layout."""
     state, plain = model.state_dict(), whole.state_dict()
     assert state.keys() == plain.keys()
     for name, one in state.items():
-        mine = plain[name]
+        mine, found = plain[name], one
         if isinstance(one, DTensor):
             assert one.shape == mine.shape
-            mine = distribute_tensor(bytes_of(mine), one.device_mesh, one.placements).to_local()
-            one = one.to_local()
-        assert torch.equal(bytes_of(one), bytes_of(mine)), name
-    assert torch.equal(model(made.IDS).logits, wanted)
+            mine = distribute_tensor(bytes_of(mine).to(one.device), one.device_mesh, one.placements).to_local()
+            found = one.to_local()
+        assert torch.equal(bytes_of(found).cpu(), bytes_of(mine).cpu()), name
 
 
 def bytes_of(one: torch.Tensor) -> torch.Tensor:
@@ -90,10 +108,9 @@ def raw_state(model: Any) -> list[tuple[str, torch.Tensor]]:
 def spread(one: torch.Tensor, mesh: Any, like: Any) -> torch.Tensor:
     if not isinstance(like, DTensor):
         return one
-    local = distribute_tensor(bytes_of(one), mesh, like.placements).to_local().view(one.dtype)
+    local = distribute_tensor(bytes_of(one).to(like.device), mesh, like.placements).to_local().view(one.dtype)
     return DTensor.from_local(local, mesh, like.placements, run_check=False, shape=one.shape, stride=one.stride())
 
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), sys.argv[2], sys.argv[3])
-    assert quantised

@@ -42,7 +42,6 @@ from pretuned.runtime.ops import routing, zero_rows
 from pretuned.runtime.ops.low_rank import LowRank, product
 from pretuned.runtime.ops.products import with_low_part
 from pretuned.runtime.replay import layer_plan, plan, programs
-from pretuned.runtime.weights.order import ORDERS
 
 E, N, K, T, TOPK = 4, 256, 384, 40, 3
 FEW = Config(16, 64, 128, 8, 3, loads=Loads.TMA, schedule=Schedule.MIXED_INPUT)

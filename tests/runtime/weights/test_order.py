@@ -60,9 +60,10 @@ def test_weights_that_were_prepared_are_released_and_say_so(w: ExpertWeights) ->
     assert repr(w) == "ExpertWeights(mxfp4, released by prepare())"
     x, m_sizes = torch.randn(4, 256), torch.tensor([2, 2], dtype=torch.int32)
     for use in (
-        lambda: w.codes, lambda: w.scale, lambda: w.zero, lambda: w.global_scale, lambda: w.shape, lambda: w.dequantize(),
-        lambda: w.state_dict(), lambda: w.restore(), lambda: w.to("meta"), lambda: copy.deepcopy(w),
-        lambda: pickle.dumps(w), lambda: grouped_gemm(x, w, m_sizes), lambda: prepared.copy_(w), lambda: w.refresh(),
+        lambda: w.codes, lambda: w.scale, lambda: w.zero, lambda: w.global_scale, lambda: w.shape,
+        lambda: w.dequantize(), lambda: w.state_dict(), lambda: w.restore(), lambda: w.to("meta"),
+        lambda: copy.deepcopy(w), lambda: pickle.dumps(w), lambda: grouped_gemm(x, w, m_sizes),
+        lambda: prepared.copy_(w), lambda: w.refresh(),
     ):  # fmt: skip
         with pytest.raises(InputError, match=r"these mxfp4 weights were prepared.*: use what prepare\(\) returned"):
             use()
@@ -125,7 +126,7 @@ def test_the_layout_travels_with_the_tensors(w: ExpertWeights) -> None:
 @pytest.mark.parametrize("codes_are_prepared", [False, True])
 def test_another_layout_than_this_version_knows_is_refused(w: ExpertWeights, codes_are_prepared: bool) -> None:
     state = (w.prepare() if codes_are_prepared else w).state_dict() | {"order": torch.tensor(7)}
-    with pytest.raises(InputError, match="order is 7 with codes torch.* wanted one that this version knows .*0 or 1"):
+    with pytest.raises(InputError, match=r"order is 7 with codes torch.* wanted one that this version knows .*0 or 1"):
         ExpertWeights.from_state_dict("mxfp4", state)
     with pytest.raises(InputError, match="order is"):  # as an earlier version, which kept the shape, has saved it
         ExpertWeights.from_state_dict("mxfp4", made("mxfp4").state_dict() | {"order": torch.tensor(1)})
@@ -227,7 +228,7 @@ def test_copy_writes_nothing_that_does_not_fit(w: ExpertWeights) -> None:
     for other in (large, made("nvfp4"), made("mxfp4", N=128), torch.ones(1)):
         with pytest.raises(InputError):
             w.copy_(other)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="scale is torch.float16, wanted torch.bfloat16"):
+    with pytest.raises(InputError, match=r"scale is torch.float16, wanted torch.bfloat16"):
         made("int4_g32").copy_(made("int4_g32", dtype=torch.float16))
     assert torch.equal(w.dequantize(torch.float32), values)
 

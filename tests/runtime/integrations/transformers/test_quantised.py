@@ -228,7 +228,7 @@ def test_scales_that_are_written_to_are_read_anew(library: Any, dtype: torch.dty
     model, _ = pair(library)
     for _, experts in experts_of(model):
         for part in ("gate_up_proj", "down_proj"):
-            scale = torch.randint(117, 122, experts.down_proj_scale_inv.shape[:1] + (1, 1), dtype=torch.uint8)
+            scale = torch.randint(117, 122, (4, 1, 1), dtype=torch.uint8)
             scale = scale.expand(getattr(experts, f"{part}_scale_inv").shape).contiguous().view(torch.float8_e8m0fnu)
             setattr(experts, f"{part}_scale_inv", torch.nn.Parameter(scale.to(dtype), requires_grad=False))
     if prepared:

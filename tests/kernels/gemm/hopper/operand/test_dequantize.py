@@ -54,7 +54,7 @@ def prepared(name: str) -> tuple[dict[str, np.ndarray], torch.Tensor]:
     if name == "nvfp4":
         assert weights.outer_scale is not None
         dense = dense / weights.outer_scale.double()[0]
-    weights.prepare()
+    weights = weights.prepare()
     words = weights.codes.view(torch.int32).numpy().view(np.uint32).reshape(4, 64, 4, 2)
     raw = weights.kernel_scale.view(torch.uint8).numpy().reshape(-1, 64, weights.kernel_scale.element_size() * max(
         1, 64 // DType(name).precision.w.scale.columns))  # fmt: skip
