@@ -16,9 +16,10 @@ import torch
 
 from ...runtime.check.tensors import bad
 from ...runtime.locks import lock
+from ...runtime.weights.codes import E8M0
 from ...runtime.weights.expert_weights import ExpertWeights, checked, int4_format, synchronize, version_of
 from ...runtime.weights.order import ORDERS
-from ...runtime.weights.packings import E8M0, fp8_scale
+from ...runtime.weights.packings import fp8_scale
 
 _NAME = "_pretuned_weights"
 _STORED = "_pretuned_stored"
@@ -328,7 +329,7 @@ def _prepared_state(
         with torch.no_grad():
             here = _local(given.detach()).to(held.device, dtype)
             plain = here if dtype.is_floating_point and dtype is not E8M0 else here.view(torch.uint8)
-            if key == keys[1] and not order.room(_scale_of(here) if of_fp8 else plain):
+            if key == keys[1] and not order.room(fp8_scale(here) if of_fp8 else plain):
                 return None
             if move is not None and held.dim() >= _PREPARED_DIMS - 1:
                 made[key] = _like(given, torch.stack([move(of_expert) for of_expert in plain.flatten(2)]))
