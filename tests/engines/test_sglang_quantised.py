@@ -203,20 +203,22 @@ def test_weights_that_can_not_be_prepared_go_to_sglang_s_own_runner(
     name: str, monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
 ) -> None:
     from pretuned.integrations import sglang
-    from pretuned.integrations.sglang import quantised
+    from pretuned.runtime import ExpertWeights
 
-    def fails(*given: Any, **named: Any) -> None:
-        prepared(*given, **named)  # whole: what was done to them is undone
-        raise RuntimeError("made to fail")
+    def fails(weights: Any) -> Any:
+        if asked:
+            raise RuntimeError("made to fail")
+        asked.append(weights)
+        return prepare(weights)  # of the first product: that is undone
 
-    kind, prepared, processed = KINDS[name], quantised.prepared, []
+    kind, prepare, processed, asked = KINDS[name], ExpertWeights.prepare_in_place, [], []
     own = fused(quant_config(name), **kind.layer).runner_backend
     sglang.PLUG_IN._logged.clear()
     load(monkeypatch, PRETUNED_SGLANG="1")
     layer = fused(quant_config(name), **kind.layer)
     fill(layer, name, matrices(kind.format, 0), biases_of(name))
     raw = {key: one.detach().clone() for key, one in layer.named_parameters()}
-    monkeypatch.setattr(quantised, "prepared", fails)
+    monkeypatch.setattr(ExpertWeights, "prepare_in_place", fails)
     told.clear()
     sglang.loaded(lambda *given: processed.append(given), layer.quant_method, layer)  # SGLang's own wants a GPU
     assert processed == [(layer.quant_method, layer)]
