@@ -13,6 +13,33 @@ from torch.nn import functional
 
 from ..artifacts.records.problem import Layout
 
+OAI_LIMIT = 7.0  # gpt-oss: openai/gpt-oss model card and its reference implementation
+OAI_ALPHA = 1.702
+
+
+def activation(h: torch.Tensor, name: str, *, gated: bool, interleaved: bool) -> torch.Tensor:
+    """act(gate) * up of h [..., 2*I], or act(h) of h [..., I] without a gate, in h's dtype.
+
+    ``name`` is one of ``KINDS`` (contract/rowops.py). Gate and up are h's halves, or its even and odd columns. Each
+    operation is computed in float32 or wider; swiglu_oai rounds the last result alone, the others each.
+    """
+    if not gated:
+        return _act(name, h)
+    gate, up = (h[..., ::2], h[..., 1::2]) if interleaved else h.chunk(2, -1)
+    if name != "swiglu_oai":
+        return _act(name, gate) * up
+    gate, up = _wide(gate), _wide(up)
+    gate, up = gate.clamp(max=OAI_LIMIT), up.clamp(-OAI_LIMIT, OAI_LIMIT)
+    return ((up + 1) * (gate * torch.sigmoid(OAI_ALPHA * gate))).to(h.dtype)
+
+
+def _act(name: str, h: torch.Tensor) -> torch.Tensor:
+    if name == "silu":
+        return functional.silu(h)
+    if name == "relu2":
+        return functional.relu(h).square()
+    return functional.gelu(h, approximate="tanh" if name == "gelu_tanh" else "none")
+
 
 def expert_bounds(m_sizes: torch.Tensor, M: int) -> list[tuple[int, int]]:
     """First row and end row of every expert: a count below zero is zero, and no expert's rows pass M."""

@@ -8,14 +8,14 @@ it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch.nn import functional
 
 from ...artifacts.records.bundle import Variant
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import RowOp
+from ...kernels import reference
 from ...kernels.contract import rowops
 from ...kernels.contract.block_scaled import scale_columns
 from ..driver import cuda
@@ -26,13 +26,11 @@ UNTOUCHED = 96.0  # what a result holds beforehand; every dtype has it, and no t
 _T, _TOP_K, _USED = 24, 2, 41  # tokens, slots of each, and how many of the slots belong to an expert
 _NAN_TOKEN = 3
 _QUANTISED = 0.13  # two codes that lie side by side differ by an eighth
-_OAI_LIMIT, _OAI_ALPHA = 7.0, 1.702  # of swiglu_oai, see ops/activation.py
 _STEP = 1e-6
 _ROUNDING = {DType.FP16: 2e-3, DType.FP32: 1e-4, DType.TF32: 4e-3}
 
 # (rows, columns, tensors, numbers): a launch
 _Run: TypeAlias = Callable[[int, int, Sequence["torch.Tensor | None"], tuple[int, ...]], None]
-_Floats: TypeAlias = "torch.Tensor"
 
 
 class TrialPlace(NamedTuple):
@@ -145,6 +143,10 @@ class _On(NamedTuple):
         """The same of int32 and float32 words, which are always aligned to themselves."""
         return self.place.put(host)
 
+    def used(self, count: int = _USED) -> torch.Tensor:
+        """How many of the sorted rows belong to an expert, as a pass reads it."""
+        return self.words(torch.tensor([count], dtype=torch.int32, device="cpu"))
+
     def rows(self, host: torch.Tensor) -> torch.Tensor:
         """The same in the code's dtype."""
         return self.put(host.to(self.dtype))
@@ -165,7 +167,7 @@ def _gather(on: _On) -> str | None:
     draw, C, M = Draw(), on.columns, _T * _TOP_K
     host = draw.normal(_T, C)
     host[_NAN_TOKEN] = float("nan")
-    x, order, used = on.rows(host), draw.order(M), on.words(torch.tensor([_USED], dtype=torch.int32, device="cpu"))
+    x, order, used = on.rows(host), draw.order(M), on.used()
     index = on.words(order)
     want = x.cpu().float()[order.long() // _TOP_K]
 
@@ -187,28 +189,6 @@ def _gather(on: _On) -> str | None:
     return out_of(noted, _T + looks, rowops.BY_TOKEN)
 
 
-def _act(kind: str, gate: _Floats, up: _Floats | None) -> _Floats:
-    """The activations of ``rowops.KINDS`` in float32."""
-    if kind == "swiglu_oai" and up is not None:
-        gate, up = gate.clamp(max=_OAI_LIMIT), up.clamp(-_OAI_LIMIT, _OAI_LIMIT)
-        return (up + 1) * gate * torch.sigmoid(_OAI_ALPHA * gate)
-    known: dict[str, Callable[[_Floats], _Floats]] = {
-        "silu": functional.silu, "gelu": functional.gelu, "relu2": lambda h: functional.relu(h).square(),
-        "gelu_tanh": lambda h: functional.gelu(h, approximate="tanh"),
-    }  # fmt: skip
-    made = known[kind](gate)
-    return made if up is None else made * up
-
-
-def _halves(h: _Floats, gated: bool, interleaved: bool) -> tuple[_Floats, _Floats | None]:
-    if not gated:
-        return h, None
-    if interleaved:
-        return h[:, ::2], h[:, 1::2]
-    gate, up = h.chunk(2, 1)
-    return gate, up
-
-
 # Each kind once, with a gate or without, gate and up side by side or in turns.
 _ACTS = (
     ("silu", True, False), ("gelu", True, True), ("gelu_tanh", False, False), ("swiglu_oai", True, True),
@@ -224,11 +204,11 @@ def _flags(kind: str, gated: bool, interleaved: bool) -> int:
 def _activation(on: _On) -> str | None:
     """a = act(gate) * up."""
     draw, I, M = Draw(), on.columns, _T * _TOP_K  # noqa: E741
-    used = on.words(torch.tensor([_USED], dtype=torch.int32, device="cpu"))
+    used = on.used()
     for kind, gated, interleaved in _ACTS:
         h, a = on.rows(draw.normal(M, I * (1 + gated)) * 3), on.rows(full(M + 1, I))
         on.run(M, I, (h, a, used), (M, I, _flags(kind, gated, interleaved)))
-        want = _act(kind, *_halves(h.cpu().float(), gated, interleaved))
+        want = _act(h.cpu().float(), kind, gated, interleaved)
         wrong = on.judged(a[:_USED], want[:_USED], f"{kind} a") or on.judged(a[M:], full(1, I), "past a")
         if wrong:
             return wrong
@@ -238,20 +218,22 @@ def _activation(on: _On) -> str | None:
 def _activation_grad(on: _On) -> str | None:
     """dh = act'(h) * (t * da), a = t * act(h), dweights[index] = dot(da, act(h)), t = weights[index]."""
     draw, I, M = Draw(), on.columns, _T * _TOP_K  # noqa: E741
-    used = on.words(torch.tensor([_USED], dtype=torch.int32, device="cpu"))
+    used = on.used()
     order, scale = draw.order(M), draw.normal(M)
     index, weights, flat = on.words(order), on.words(scale), order.long()
     more = rowops.WEIGHTED | rowops.WRITES_DH | rowops.WRITES_A | rowops.WRITES_DWEIGHTS
     for kind, gated, interleaved in _ACTS:
         host = (draw.normal(M, I * (1 + gated)) * 3).to(on.dtype)
-        h = on.rows(torch.where(host.abs() == _OAI_LIMIT, 1.0, host))  # where the slope has a step nobody is wrong
+        h = on.rows(
+            torch.where(host.abs() == reference.OAI_LIMIT, 1.0, host)
+        )  # where the slope has a step nobody is wrong
         da = on.rows(draw.normal(M, I))
         dh, a = on.rows(full(M + 1, I * (1 + gated))), on.rows(full(M + 1, I))
         dweights = on.words(full(M))
         flags = _flags(kind, gated, interleaved) | more
         on.run(M, I, (h, da, weights, index, used, dh, a, dweights), (M, I, 1, flags))
         grad, t = da.cpu().float(), scale[flat][:, None]
-        made, want = _with_slopes(kind, h.cpu().double(), grad * t, gated, interleaved)
+        made, want = _with_slopes(h.cpu().double(), grad * t, kind, gated, interleaved)
         dots = torch.zeros(M, dtype=torch.float32, device="cpu")
         dots[flat[:_USED]] = (made * grad).sum(1)[:_USED]
         wrong = (
@@ -265,18 +247,20 @@ def _activation_grad(on: _On) -> str | None:
     return None
 
 
-def _with_slopes(
-    kind: str, h: torch.Tensor, da: torch.Tensor, gated: bool, interleaved: bool
-) -> tuple[_Floats, _Floats]:  # fmt: skip
+def _act(h: torch.Tensor, kind: str, gated: bool, interleaved: bool) -> torch.Tensor:
+    return reference.activation(h, kind, gated=gated, interleaved=interleaved)
+
+
+def _with_slopes(h: torch.Tensor, da: torch.Tensor, *how: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """act(h) and act'(h) * da in float32, of float64. The slopes are differences: a child of fork has no autograd."""
-    gates, ups = _halves(torch.arange(h.shape[1], dtype=torch.int64, device="cpu")[None], gated, interleaved)
+    _, gated, interleaved = how
+    columns = torch.arange(h.shape[1], device="cpu")
+    gates = columns % 2 == 0 if interleaved else columns < h.shape[1] // (1 + gated)
     dh = torch.zeros_like(h)
-    for part in (gates,) if ups is None else (gates, ups):
-        step = torch.zeros(h.shape[1], dtype=torch.float64, device="cpu")
-        step[part[0]] = _STEP
-        after, before = (_act(kind, *_halves(h + one, gated, interleaved)) for one in (step, -step))
-        dh[:, part[0]] = (after - before) / (2 * _STEP) * da
-    return _act(kind, *_halves(h, gated, interleaved)).float(), dh.float()
+    for part in (gates, ~gates)[: 1 + gated]:
+        step = part.double() * _STEP
+        dh[:, part] = (_act(h + step, *how) - _act(h - step, *how)) / (2 * _STEP) * da
+    return _act(h, *how).float(), dh.float()
 
 
 def _combine(on: _On) -> str | None:
@@ -354,9 +338,7 @@ def _clear(on: _On) -> str | None:
 def _quantize(on: _On) -> str | None:
     """Codes and scales of rows that an index picks."""
     draw, C, M = Draw(), 256, _T * _TOP_K
-    x, order, used = on.rows(draw.normal(_T, C)), draw.order(M), on.words(
-        torch.tensor([M], dtype=torch.int32, device="cpu")
-    )  # fmt: skip
+    x, order, used = on.rows(draw.normal(_T, C)), draw.order(M), on.used(M)
     codes = on.words(torch.zeros(M, C, dtype=torch.uint8, device="cpu"))
     scale = on.words(torch.zeros(C // 128, scale_columns(M), dtype=torch.float32, device="cpu"))
     flags = rowops.USED | rowops.PICKED
@@ -370,14 +352,14 @@ def _quantize(on: _On) -> str | None:
 def _activation_codes(on: _On) -> str | None:
     """Codes and scales of act(gate) * up."""
     draw, I, M = Draw(), 384, _T * _TOP_K  # noqa: E741
-    used = on.words(torch.tensor([_USED], dtype=torch.int32, device="cpu"))
+    used = on.used()
     untouched = torch.full((1, I), 7, dtype=torch.uint8, device="cpu")
     for kind, gated, interleaved in _ACTS:
         h = on.rows(draw.normal(M, I * (1 + gated)) * 3)
         codes = on.words(untouched.expand(M, I))
         scale = on.words(torch.zeros(I // 128, scale_columns(M), dtype=torch.float32, device="cpu"))
         on.run(M, I, (h, used, codes, scale), (M, I, _flags(kind, gated, interleaved)))
-        want = _act(kind, *_halves(h.cpu().float(), gated, interleaved)).to(on.dtype)[:_USED]
+        want = _act(h.cpu().float(), kind, gated, interleaved).to(on.dtype)[:_USED]
         on.place.wait()
         found, factors, every = codes.cpu(), scale.cpu(), slice(0, _USED)
         got = values_of_rows(found[:_USED].view(torch.float8_e4m3fn), factors, every)

@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn import functional
 
 from ...artifacts.errors import InputError
 from ...artifacts.records.problem import RowOp
+from ...kernels import reference
 from ...kernels.contract import rowops
 from ..check import tensors
 from ..driver.device import on
@@ -21,8 +21,7 @@ from ..launch.program import NOW, Now, Step
 GATED = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
 UNGATED = ("silu", "gelu", "gelu_tanh", "relu2")
 
-OAI_LIMIT = 7.0  # gpt-oss: openai/gpt-oss model card and its reference implementation
-OAI_ALPHA = 1.702
+OAI_LIMIT, OAI_ALPHA = reference.OAI_LIMIT, reference.OAI_ALPHA
 
 _transformed = torch._C._are_functorch_transforms_active
 _traced = torch._C._get_tracing_state
@@ -166,18 +165,7 @@ class _Activate(torch.autograd.Function):
 
 def by_torch(h: torch.Tensor, act: Activation) -> torch.Tensor:
     """``activate`` in torch's own operations, on any device."""
-    if not act.gated:
-        return _one(act.name, h)
-    if act.interleaved:
-        gate, up = h[..., ::2], h[..., 1::2]
-    else:
-        gate, up = h.chunk(2, -1)
-    if act.name != "swiglu_oai":
-        return _one(act.name, gate) * up
-    if h.dtype in (torch.bfloat16, torch.float16):
-        gate, up = gate.float(), up.float()
-    gate, up = gate.clamp(max=OAI_LIMIT), up.clamp(-OAI_LIMIT, OAI_LIMIT)
-    return ((up + 1) * (gate * torch.sigmoid(OAI_ALPHA * gate))).to(h.dtype)
+    return reference.activation(h, act.name, gated=act.gated, interleaved=act.interleaved)
 
 
 def _gradient_by_torch(
@@ -214,11 +202,3 @@ def check_activation(call: str, activation: str, *, gated: bool, interleaved: bo
         raise InputError(
             f"{call}: interleaved=True with gated=False: without a gate nothing is interleaved. Leave it out"
         )
-
-
-def _one(activation: str, h: torch.Tensor) -> torch.Tensor:
-    if activation == "silu":
-        return functional.silu(h)
-    if activation == "relu2":
-        return functional.relu(h).square()
-    return functional.gelu(h, approximate="tanh" if activation == "gelu_tanh" else "none")
