@@ -70,10 +70,12 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     """The page's text, with links to what the site has; of the home page the README, then the table of pages."""
     uri = page.file.src_uri
     name = {place: name for name, place in PAGES.items()}.get(uri, f"docs/{uri}")
+    if config.repo_url:
+        page.edit_url = f"{config.repo_url.rstrip('/')}/edit/HEAD/{name}"
     if uri == HOME:
         table = markdown.partition("![")
         readme = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Where to go next")
