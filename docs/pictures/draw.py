@@ -210,7 +210,7 @@ def which() -> Picture:
             "that choice",
             "measured before modelled",
         ),
-        ("Any variant, shipped or compiled,", "that can run the call?", "the cost model's pick", "self-tested first"),
+        ("Any variant, shipped or compiled,", "that can run the call?", "by measured neighbours", "and the cost model; self-tested"),
     ]
     for i, (first, second, answer, note) in enumerate(questions):
         y = 12 + 92 * i
