@@ -210,7 +210,12 @@ def which() -> Picture:
             "that choice",
             "measured before modelled",
         ),
-        ("Any variant, shipped or compiled,", "that can run the call?", "by measured neighbours", "and the cost model; self-tested"),
+        (
+            "Any variant, shipped or compiled,",
+            "that can run the call?",
+            "by measured neighbours",
+            "and the cost model; self-tested",
+        ),
     ]
     for i, (first, second, answer, note) in enumerate(questions):
         y = 12 + 92 * i
