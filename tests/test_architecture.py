@@ -44,6 +44,7 @@ THIRD_PARTY: dict[str, frozenset[str] | None] = {  # None: anything
     "kernels.rowops": frozenset({"triton"}),
     "runtime": frozenset({"torch"}),
     "runtime.dispatch": frozenset(),  # what is chosen needs no torch
+    "runtime.integrations.plug_in": frozenset({"prometheus_client"}),
     "runtime.integrations.sglang": frozenset({"sglang"}),
     "runtime.integrations.sglang.experts": frozenset({"sglang", "torch"}),
     "runtime.integrations.sglang.quantised": frozenset({"sglang", "torch"}),

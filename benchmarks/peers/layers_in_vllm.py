@@ -63,7 +63,7 @@ TOKENS = "1,4,16,64,256,1024,4096,8192"
 
 
 def quantisation(kind: str) -> Any:
-    """vLLM's config of the layer's weights, by its registry, in which the plug-in's stand; None for bf16."""
+    """vLLM's config of the layer's weights, by its registry; None for bf16."""
     from vllm.model_executor.layers.quantization import get_quantization_config
 
     group = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}

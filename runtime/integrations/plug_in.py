@@ -5,6 +5,7 @@ Every process of an engine imports this module, also for models without experts.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import os
@@ -107,6 +108,18 @@ class PlugIn:
             self.log.warning("%s", line)
             self.log.debug("pretuned: where it failed", exc_info=error)
 
+    def count(self, *, taken: bool, layers: int = 1) -> None:
+        """Add to the gauge ``pretuned_moe_layers`` of prometheus_client, if this process has that library."""
+        try:
+            _gauge().labels(engine=self.package, runs=_FROM if taken else "engine").inc(layers)
+        except Exception as error:
+            self.log.debug("pretuned: layers are not counted: %s", error)
+
+    def count_given_back(self) -> None:
+        """A layer that was counted as pretuned's is the engine's."""
+        self.count(taken=True, layers=-1)
+        self.count(taken=False)
+
     def _log_once_an_engine(self, level: int, line: str, log: Callable[[str], object] | None = None) -> None:
         """Log a line unless this process or an engine's first one has logged it. Other processes need ``log``."""
         if line in self._logged or not self.log.isEnabledFor(level):
@@ -127,6 +140,15 @@ class PlugIn:
 # The versions whose real modules tests/engines makes layers of.
 VLLM = PlugIn("vLLM", "vllm", "PRETUNED_VLLM", first=(0, 20, 2), last=(0, 33))
 SGLANG = PlugIn("SGLang", "sglang", "PRETUNED_SGLANG", first=(0, 5, 23), last=(0, 5, 23))
+
+
+@functools.cache
+def _gauge() -> Any:
+    from prometheus_client import Gauge  # engines have it
+
+    # Of several processes that share PROMETHEUS_MULTIPROC_DIR, the sum.
+    labels = ["engine", "runs"]
+    return Gauge("pretuned_moe_layers", "MoE layers by who runs them", labels, multiprocess_mode="livesum")
 
 
 class _Imports:

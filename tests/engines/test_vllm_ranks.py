@@ -54,7 +54,10 @@ def test_a_server_of_two_processes_answers(models: dict[str, Path], without: dic
     given = [str(word) for option in options.items() for word in option]
     command = (*_SERVE, str(models[_MODEL]), *given, "--enforce-eager")
     places = os.pathsep.join(filter(None, (str(named), os.environ.get("PYTHONPATH"))))
+    shared = tmp_path / "metrics"  # of all of vLLM's processes
+    shared.mkdir()
     environ = dict(os.environ, PRETUNED_VLLM="1", VLLM_ENABLE_V1_MULTIPROCESSING="1", PYTHONPATH=places)
+    environ["PROMETHEUS_MULTIPROC_DIR"] = str(shared)
     with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out, env=environ) as server:
         try:
             _wait(server, f"http://127.0.0.1:{port}/health", log)
@@ -73,9 +76,11 @@ def test_a_server_of_two_processes_answers(models: dict[str, Path], without: dic
     assert [one["token_ids"] for one in said] == without[_MODEL].tokens
     assert all(one["text"] for one in said)
     assert "vllm:generation_tokens_total" in metrics
-    assert "pretuned" not in metrics
+    assert 'pretuned_moe_layers{engine="vllm",runs="pretuned"} 4.0' in metrics  # two layers, in each of two processes
+    assert 'runs="engine"' not in metrics
     told = re.findall(r"pretuned: runs the MoE layers of .*", log.read_text())
     assert told == ["pretuned: runs the MoE layers of E=8 H=64 I=16 k=2 fp32 silu"]  # by the first of the two
+    assert log.read_text().count("pretuned is active: ") == 1
     assert log.read_text().count("Using PretunedExperts MoE backend") == 1
 
 

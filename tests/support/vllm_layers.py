@@ -220,7 +220,15 @@ def scenario(name: str, told: dict[str, Any]) -> None:
         else:
             experts.moe_mlp = fails
     layers(told, run=name in ("on", "prepare", "first_token") or bool(missing))
+    told["counted"] = [counted("pretuned"), counted("engine")]
     told["imported"] = sorted(one for one in set(sys.modules) - before if one.split(".")[0] in OURS)
+
+
+def counted(runs: str) -> float | None:
+    """How many layers the gauge says that pretuned, or the engine, runs."""
+    from prometheus_client import REGISTRY
+
+    return REGISTRY.get_sample_value("pretuned_moe_layers", {"engine": "vllm", "runs": runs})
 
 
 OURS = ("pretuned", "msgpack")

@@ -44,17 +44,16 @@ def _register() -> None:
 def around(create: Callable[..., Any], method: Any, layer: Any, config: Any) -> Any:
     """SGLang's ``create_moe_runner``, and pretuned's runner in the place of its own where it runs the layer."""
     made = create(method, layer, config)
-    PLUG_IN.attempt("take a layer", _take, method, layer, config)
+    if not PLUG_IN.is_off:
+        PLUG_IN.count(taken=bool(PLUG_IN.attempt("take a layer", _take, method, layer, config)))
     return made
 
 
-def _take(method: Any, layer: Any, config: Any) -> None:
+def _take(method: Any, layer: Any, config: Any) -> bool:
     PLUG_IN.say_active(PLUG_IN.log.info)
-    if PLUG_IN.is_off:
-        return
     from .experts import take
 
-    take(method, layer, config, everywhere=PLUG_IN.everywhere)
+    return take(method, layer, config, everywhere=PLUG_IN.everywhere)
 
 
 def loaded(process: Callable[..., Any], method: Any, layer: Any) -> Any:
@@ -73,6 +72,7 @@ def loaded(process: Callable[..., Any], method: Any, layer: Any) -> Any:
             raise
         ours.give_back(method, layer)
         PLUG_IN.failed("prepare a layer's weights", error)
+        PLUG_IN.count_given_back()
         return process(method, layer)
 
 

@@ -34,8 +34,10 @@ _UNQUANTISED = "UnquantizedFusedMoEMethod"
 _TOKENS = 8192  # of a step, where SGLang's settings say nothing
 
 
-def take(method: Any, layer: Any, config: Any, *, everywhere: bool) -> None:
+def take(method: Any, layer: Any, config: Any, *, everywhere: bool) -> bool:
     """Give a layer's method pretuned's runner, if pretuned has all that the layer has; else tell why not, once.
+
+    Returns whether it has it.
 
     ``everywhere``: also where no bundle was built for the layer, and by the reference where there is no GPU.
     """
@@ -47,7 +49,7 @@ def take(method: Any, layer: Any, config: Any, *, everywhere: bool) -> None:
         form = "" if isinstance(format, str | None) else f" {format.name}"
         runner = own.value if own is not None else "own"
         _tell(f"pretuned: leaves the MoE layers of {what}{form} to SGLang's {runner} runner: {why}")
-        return
+        return False
     _register_core()
     runner = moe_runner.MoeRunner(resolve_moe_runner_backend(NAME), config)
     served, place = layer_of(config, None if format is None else format.dtype), runs_by(method, layer)
@@ -60,6 +62,7 @@ def take(method: Any, layer: Any, config: Any, *, everywhere: bool) -> None:
     else:
         runner.runner_core.own = place.runner
     place.runner = runner
+    return True
 
 
 def refusal(method: Any, layer: Any, config: Any, format: Packing | str | None, *, everywhere: bool) -> str | None:

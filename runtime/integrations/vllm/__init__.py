@@ -71,6 +71,7 @@ def _register_method(module: Any) -> None:
         def __init__(self, *given: Any, **named: Any) -> None:
             super().__init__(*given, **named)
             PLUG_IN.attempt("take a layer", _take, self)
+            PLUG_IN.count(taken=_is_taken(self))
 
         def create_weights(
             self, layer: Any, num_experts: int, hidden_size: int, intermediate_size_per_partition: int,
@@ -96,6 +97,7 @@ def _register_method(module: Any) -> None:
                 from .experts import give_back
 
                 give_back(self)
+                PLUG_IN.count_given_back()
                 PLUG_IN.failed("load or run a layer's kernels", error)
                 super().process_weights_after_loading(layer)
 
@@ -125,6 +127,8 @@ def _keep(method: Any, params_dtype: Any) -> None:
     except Exception as error:
         give_back(method)
         PLUG_IN.failed("take a layer", error)
+    if not _is_taken(method):
+        PLUG_IN.count_given_back()
 
 
 def _ask_after(module: Any) -> None:
@@ -144,15 +148,17 @@ def _asking(own: Callable[..., Any], classes: list[type]) -> Callable[..., Any]:
         found = own(self, layer, *given, **named)
         if found is None or type(self) not in classes or PLUG_IN.is_off:
             return found
-        return PLUG_IN.attempt("take a layer", _take_quantised, found, layer) or found
+        if not hasattr(found, "moe"):  # no MoE layer's
+            return found
+        ours = PLUG_IN.attempt("take a layer", _take_quantised, found, layer) or found
+        PLUG_IN.count(taken=ours is not found)
+        return ours
 
     get_quant_method.pretuned_asks = True  # type: ignore[attr-defined]
     return get_quant_method
 
 
 def _take_quantised(own: Any, layer: Any) -> Any:
-    if not hasattr(own, "moe"):  # no MoE layer's
-        return own
     _say_active()
     from .quantised import take
 

@@ -212,6 +212,7 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
             try_once(self.moe_kernel.fused_experts, layer, getattr(layer, f"w13_{self.format.codes}"))
         except Exception as error:
             PLUG_IN.failed("prepare or run a layer", error)
+            PLUG_IN.count_given_back()
             self._give_back(layer)
         self.own = None
 
