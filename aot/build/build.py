@@ -133,7 +133,7 @@ def compile_candidates(
     for sm in sms:
         target_of(sm)
     if len(sms) > 1 and not path.name.endswith(SUFFIX):
-        raise InputError(f"'{path}': a file for several capabilities is pressed: name it with -o FILE{SUFFIX}")
+        raise InputError(f"'{path}': several capabilities need a compressed file: name it -o FILE{SUFFIX}")
     toolchain()
     check_writable(path.parent, "-o")
     check_out(path)

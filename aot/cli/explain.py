@@ -58,6 +58,7 @@ def explain(model: str, gpu: str, tokens: str, ops: str, why: bool, as_json: boo
             told = one.explanation
             best = told.chosen
             based = f"{best.source.value}{f' on {best.gpu.name}' if best.gpu else ''}" if best else "no kernel here"
+            based = based if told.raises is None else f"the call raises: {told.raises}"
             shown.append((
                 one.gemm.role, told.problem.op.value, one.tokens, told.M, str(best.config) if best else told.runs,
                 f"{best.time_us:.1f}" if best else "-", based, best.usable.path.name if best else "-",

@@ -118,7 +118,7 @@ def aot(ctx: click.Context, version: bool, as_json: bool) -> None:
         _show_version(as_json)
         ctx.exit()
     if as_json:
-        raise click.UsageError("--json stands after a verb (aot models --json), or with --version", ctx)
+        raise click.UsageError("--json follows a verb (aot models --json) or --version", ctx)
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
 

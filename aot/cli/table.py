@@ -1,4 +1,7 @@
-"""Plain aligned columns: the same in a terminal, a pipe and a log. Where somebody says how wide it is, they fit."""
+"""Plain aligned columns: the same in a terminal, a pipe and a log. Where somebody says how wide it is, they fit.
+
+Not rich.table: it takes 0.7 ms a row, and aot inspect --choices of a shipped bundle prints 130,000.
+"""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def plot(found: Comparison, kind: str) -> bytes:
         ticks = [tick for tick in (0.25, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20) if _low(found) <= tick <= _high(found)]
         axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
-        axes.set_title(f"pretuned beside other libraries, bf16, {found.device}: above 1 pretuned is faster")
+        axes.set_title(f"pretuned compared with other libraries, bf16, {found.device}: above 1 pretuned is faster")
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
         out = io.BytesIO()
         figure.savefig(out, format=kind, dpi=120, metadata={"Date": None} if kind == "svg" else {"Software": None})

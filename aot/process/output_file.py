@@ -49,7 +49,7 @@ def check_out(path: Path) -> None:
     if packed.split(path.name)[1] is not None:
         raise InputError(f"'{path}' names one bundle of several in a file, and can't be written alone. Name a file")
     if path.name.endswith(packed.SUFFIX):
-        _check(path, packed.MAGIC, "bundle that is pressed with xz")
+        _check(path, packed.MAGIC, "bundle that is compressed with xz")
     else:
         _check(path, MAGIC, "bundle")
 

@@ -29,7 +29,7 @@ const UNITS = {
   rate: {title: "TFLOP/s, by rows", value: one => one.rate, log: true},
 };
 const ORDERS = {
-  torch: ["slowest beside torch", one => one.gain === null ? Infinity : one.gain],
+  torch: ["slowest against torch", one => one.gain === null ? Infinity : one.gain],
   part: ["furthest from the roofline", one => one.part || (one.state === MISSING ? -1 : Infinity)],
   us: ["longest time", one => -(one.us || 0)],
   rows: ["fewest rows", one => one.rows],

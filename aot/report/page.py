@@ -61,7 +61,7 @@ def headline(sheet: Sheet) -> str:
     text = ", ".join(parts) or "0 cells"
     if states[State.MODELLED] and not states[State.MEASURED]:
         chips = ", ".join(one.name for one in sheet.chips)
-        text += f". Nothing was timed: all is modelled for, and drawn against, the {chips}"
+        text += f". Nothing was timed: all times are modelled for the {chips}"
     return text + "."
 
 

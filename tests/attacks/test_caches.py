@@ -206,5 +206,5 @@ def test_a_pressed_bundle_takes_the_place_of_one_alone(tmp_path: Path) -> None:
     check_out(path)
     for other in (b"notes", MAGIC):
         path.write_bytes(other)
-        with pytest.raises(InputError, match="no bundle that is pressed with xz"):
+        with pytest.raises(InputError, match="no bundle that is compressed with xz"):
             check_out(path)

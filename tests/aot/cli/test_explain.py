@@ -85,6 +85,14 @@ def test_mistakes(aot, arguments, code, complaint):
     assert "unknown model" in aot("explain", "nope", "--gpu", "h100").err
 
 
+def test_strict_mode_says_that_the_call_raises(aot, monkeypatch):
+    monkeypatch.setenv("PRETUNED_STRICT", "1")
+    reload()
+    ended = aot("explain", "shape:E=8,H=256,I=128,k=2 dtype=fp32", "--gpu", "h100", "--tokens", "4")
+    assert ended.code == 0
+    assert "the call raises: " in ended.out
+
+
 @pytest.mark.parametrize(
     ("text", "name", "sm", "sm_count"),
     [("h100", "NVIDIA H100 80GB HBM3", 90, 132), ("H100 PCIe", "NVIDIA H100 PCIe", 90, 114), ("9.0", "", 90, 132),

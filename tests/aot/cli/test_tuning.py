@@ -122,7 +122,7 @@ def test_compile_here_build_from_a_journal(aot: Aot, here: Path, candidates: Pat
         (("build", "--models", MODEL, "--candidates", "candidates.msgpack", "-J", "none"), 2, "aot measure writes one"),
         (("build", "--models", "shape:E=8,H=256,I=128,k=2", "--candidates", "candidates.msgpack"), 2,
          "no variants of dW bf16"),
-        (("compile", "--models", MODEL, "--sm", "80,90"), 2, "a file for several capabilities is pressed"),
+        (("compile", "--models", MODEL, "--sm", "80,90"), 2, "several capabilities need a compressed file"),
         (("compile", "--models", MODEL, "--sm", "90", "-o", "candidates.msgpack/x"), 1, "can't make the directory"),
         (("compile", "--models", MODEL, "--sm", "90", "-o", "notes.txt"), 2, "is there and is no bundle"),
     ],

@@ -380,7 +380,7 @@ def test_the_headline_says_the_answer(base: Bundle, distinct: Bundle, problem: P
         "1.36 x torch over 2 cells, worst 0.96, 2 measured"
     )
     modelled = headline(sheet("t", {}, base, [], None))
-    assert "56 modelled. Nothing was timed: all is modelled for, and drawn against, the A100 80GB SXM." in modelled
+    assert "56 modelled. Nothing was timed: all times are modelled for the A100 80GB SXM." in modelled
     assert headline(sheet("t", {}, None, [journal(base)], None)) == "0 cells."
 
 
