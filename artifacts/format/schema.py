@@ -164,8 +164,8 @@ def read_timed(record: bytes, variants: int, gpus: int) -> list[list[Any]]:
         items(row, "choice", 7, 7)
     found = [row for row in rows if row[6] is not None]  # type: ignore[index]
     beside = [row for row in found if row[4] is not None]  # type: ignore[index]
-    log2, variant, _, time_ns, _, _, gpu = zip(*found, strict=True) if found else [()] * 7  # type: ignore[misc]
-    _, _, _, _, runner_up, runner_up_ns, _ = zip(*beside, strict=True) if beside else [()] * 7  # type: ignore[misc]
+    log2, variant, _, time_ns, _, _, gpu = zip(*found, strict=True) if found else [()] * 7
+    _, _, _, _, runner_up, runner_up_ns, _ = zip(*beside, strict=True) if beside else [()] * 7
     for column, field, low, high in (
         (log2, "log2 of choice.bucket", 0, lim.MAX_BUCKET_LOG2), (variant, "choice.variant", 0, variants - 1),
         (time_ns, "choice.time_ns", 1, lim.MAX_TIME_NS), (gpu, "choice.gpu", 0, gpus - 1),

@@ -99,7 +99,7 @@ def moe_mlp(
             T, k = topk_ids.shape
             at: tuple[object, ...]
             if type(gate_up_weight) is not ExpertWeights and type(down_weight) is not ExpertWeights:
-                at = gate_up_weight.data_ptr(), down_weight.data_ptr()  # type: ignore[union-attr]
+                at = gate_up_weight.data_ptr(), down_weight.data_ptr()
             else:
                 at = (*key_of(gate_up_weight), *key_of(down_weight))
             if type(T) is int:  # (else it is traced, and what looks at it fixes it)

@@ -21,8 +21,8 @@ from .quantised import quantised
 def check_rank(config: Any, key: str) -> None:
     """Refuse a LoraConfig whose rank for the weight of this name is above 256, before the model is changed."""
     ranks = config.rank_pattern or {}  # AdaLora has none
-    r = ranks.get(get_pattern_key(ranks, key), config.r)
-    if r > MAX_RANK:
+    r = ranks.get(get_pattern_key(list(ranks), key), config.r)
+    if r is not None and r > MAX_RANK:
         doubled = " (gate_proj and up_proj together have twice the r of each)" if r == 2 * config.r else ""
         bad("r", f"{r} for {key}{doubled}", f"at most {MAX_RANK} beside quantised experts", "LoraConfig")
 

@@ -280,7 +280,10 @@ def _like(given: Any, made: torch.Tensor) -> torch.Tensor:
 
     shape = torch.Size((given.shape[0], *made.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(made, given.device_mesh, given.placements, run_check=False, shape=shape, stride=stride)
+    spread: torch.Tensor = DTensor.from_local(
+        made, given.device_mesh, given.placements, run_check=False, shape=shape, stride=stride
+    )
+    return spread
 
 
 def _watch(experts: Any) -> None:
