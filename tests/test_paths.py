@@ -48,11 +48,27 @@ def tracked(*patterns: str) -> list[str]:
 
 
 def links(file: str, text: str) -> Iterator[Named]:
-    """The relative links of a page, from its folder."""
+    """The relative links of a page, from its folder, and the headings that they lead to."""
     for number, line in enumerate(text.splitlines(), 1):
         for target in LINK.findall(line):
-            if not re.match(r"[a-z]+:|#", target):
-                yield Named(file, number, target, ((ROOT / file).parent / target.split("#")[0]).exists())
+            if re.match(r"[a-z]+:", target):
+                continue
+            name, _, anchor = target.partition("#")
+            path = (ROOT / file).parent / name if name else ROOT / file
+            there = not name or path.exists()
+            if there and anchor and path.suffix == ".md":
+                there = anchor in anchors(path.read_text(encoding="utf-8") if name else text)
+            yield Named(file, number, target, there)
+
+
+def anchors(page: str) -> set[str]:
+    """What a link to a page may name: its headings, as mkdocs and GitHub spell them, and ids."""
+    page = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
+    found = set(re.findall(r'<a id="([^"]+)"', page))
+    for heading in re.findall(r"^#+ (.+)$", page, re.MULTILINE):
+        words = re.sub(r"[^\w\s-]", "", heading.replace("`", "")).strip().lower()
+        found.add(re.sub(r"[-\s]+", "-", words))
+    return found
 
 
 def paths(file: str, number: int, text: str) -> Iterator[Named]:
@@ -125,13 +141,19 @@ def test_every_path_that_a_docstring_or_comment_names_exists() -> None:
     "text",
     [
         "see [the page](no-such-page.md)", "as aot/nothing.py says", "below `runtime/nowhere`",
-        "by `pretuned.runtime.no_such_name`", "[x](../docs/use/build.md#the-build) and pretuned.aot.no_name",
+        "by `pretuned.runtime.no_such_name`", "[x](../docs/use/build.md#what-ships) and pretuned.aot.no_name",
     ],
 )  # fmt: skip
 def test_a_made_up_path_is_told_with_its_file_and_line(text: str) -> None:
     (missing,) = [one for one in in_page("docs/page.md", f"first\n{text}\n") if not one.exists]
     assert str(missing).startswith("docs/page.md:2: ")
     assert str(missing).endswith(" does not exist")
+
+
+def test_a_made_up_heading_is_told() -> None:
+    page = "# One\n\n## Two, and `three`\n\n[a](#two-and-three) [b](../README.md#quick-start) [c](#four)\n"
+    missing = [str(one) for one in in_page("docs/page.md", page) if not one.exists]
+    assert missing == ["docs/page.md:5: #four does not exist"]
 
 
 def test_a_made_up_path_in_code_is_told() -> None:
