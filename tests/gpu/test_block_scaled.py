@@ -60,7 +60,7 @@ def _codes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def made(N: int, K: int) -> ExpertWeights:
     w = torch.randn(E, N, K, generator=torch.Generator().manual_seed(N)) / K**0.5
-    return ExpertWeights.quantize(w, "fp8_block").to("cuda")
+    return ExpertWeights.quantize(w, "fp8_block").to("cuda").prepare()
 
 
 def fallen(M: int, fall: str) -> torch.Tensor:

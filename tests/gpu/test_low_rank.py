@@ -81,7 +81,9 @@ def test_a_layer_of_codes_and_its_gradients(format: str, biased: bool, r: int, T
     hidden, weights = tensor(T, H), torch.rand(T, E, device="cuda")
     weights, ids = weights.softmax(-1).topk(TOP_K, -1)
     matrices = [
-        ExpertWeights.quantize(torch.randn(shape, device="cuda") * shape[2] ** -0.5, format.removesuffix("_a16"))
+        ExpertWeights.quantize(
+            torch.randn(shape, device="cuda") * shape[2] ** -0.5, format.removesuffix("_a16")
+        ).prepare()
         for shape in ((E, 2 * I, H), (E, H, I))
     ]
     bias = tensor(E, 2 * I).detach() if biased else None
@@ -179,7 +181,7 @@ def test_a_product_of_codes_and_its_gradients(format: str, gathered: bool, T: in
     N, K, M, r = 384, 640, T * TOP_K, 16
     ids = torch.randint(0, E, (T, TOP_K), device="cuda")
     routing = sort_routing(ids, E)
-    w = ExpertWeights.quantize(torch.randn(E, N, K, device="cuda") * K**-0.5, format)
+    w = ExpertWeights.quantize(torch.randn(E, N, K, device="cuda") * K**-0.5, format).prepare()
     plain = w.dequantize(torch.float32)
     x, bias, dy = tensor(T if gathered else M, K), tensor(E, N).detach(), tensor(M, N).detach()
     low = [tensor(E, r, K, spread=K**-0.5), tensor(E, N, r, spread=r**-0.5)]
@@ -205,7 +207,7 @@ def test_rows_past_the_last_expert_s(quantised: bool) -> None:
     N, K, M = 384, 640, 900
     m_sizes = torch.tensor([300, 0, 7, 129, 64, 1], dtype=torch.int32, device="cuda")
     used, dense = int(m_sizes.sum()), torch.randn(E, N, K, device="cuda") * K**-0.5
-    w = ExpertWeights.quantize(dense, "mxfp4") if quantised else dense.to(torch.bfloat16)
+    w = ExpertWeights.quantize(dense, "mxfp4").prepare() if quantised else dense.to(torch.bfloat16)
     x, lora = tensor(M, K), Lora(tensor(E, 16, K, spread=K**-0.5), tensor(E, N, 16, spread=0.25), 0.5)
     reload()
     with torch.no_grad():
