@@ -170,26 +170,30 @@ class _Imports:
             calls.append(call)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Part of the protocol of finders."""
+        """Part of the protocol of finders. It never raises: the module is imported as without it."""
         if name not in self._calls or name in self._finding:
             return None
         self._finding.add(name)
         try:
             spec = importlib.util.find_spec(name)
+            if spec is not None:
+                self._call_after(name, spec.loader)
+            return spec
+        except Exception:  # a parent that can't be imported, or a loader that takes no attribute
+            return None
         finally:
             self._finding.discard(name)
-        loader: Any = getattr(spec, "loader", None)
-        run = getattr(loader, "exec_module", None)
-        if run is not None:
 
-            def exec_module(module: Any) -> None:
-                del loader.exec_module  # the loader's own again
-                run(module)
-                for call in self._calls.pop(name, ()):
-                    call(module)
+    def _call_after(self, name: str, loader: Any) -> None:
+        run = loader.exec_module
 
-            loader.exec_module = exec_module
-        return spec
+        def exec_module(module: Any) -> None:
+            del loader.exec_module  # the loader's own again
+            run(module)
+            for call in self._calls.pop(name, ()):
+                call(module)
+
+        loader.exec_module = exec_module
 
 
 _imports = _Imports()

@@ -153,6 +153,27 @@ def test_a_module_that_is_not_there(folder: Path) -> None:
         importlib.import_module("watched_nowhere")
 
 
+def test_a_module_whose_loader_can_not_be_watched_is_imported_as_without(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Loader:
+        __slots__ = ()
+
+        def create_module(self, spec: Any) -> None:
+            return None
+
+        def exec_module(self, module: Any) -> None:
+            module.value = 5
+
+    class Finder:
+        def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+            return importlib.machinery.ModuleSpec(name, Loader()) if name == "watched_odd" else None
+
+    when_imported("watched_odd", lambda _: pytest.fail("it is not told"))
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder()])
+    assert importlib.import_module("watched_odd").value == 5
+
+
 def test_a_module_that_another_thread_is_importing(folder: Path) -> None:
     (folder / "watched_slow.py").write_text(
         "import sys\nbegun, go_on = sys.watched_events\nbegun.set()\nassert go_on.wait(30)\nvalue = 1\n"
