@@ -122,12 +122,16 @@ class PlugIn:
 
     def _log_once_an_engine(self, level: int, line: str, log: Callable[[str], object] | None = None) -> None:
         """Log a line unless this process or an engine's first one has logged it. Other processes need ``log``."""
-        if line in self._logged or not self.log.isEnabledFor(level):
+        if line in self._logged:
             return
         import multiprocessing  # here: an engine has imported it
 
         marker = f"_{self.switch}_LOGGED"  # which the engine's other processes inherit
-        if multiprocessing.parent_process() is not None and (log is None or os.environ.get(marker) == line):
+        if multiprocessing.parent_process() is None:
+            os.environ.pop(marker, None)  # of another engine, which this one's command was started by
+        elif log is None or os.environ.get(marker) == line:
+            return
+        if not self.log.isEnabledFor(level):
             return
         self._logged.add(line)
         os.environ[marker] = line
