@@ -41,7 +41,16 @@ from .adapters import NAME, adds_to_codes, any_held, held_by
 from .gates import recognise
 from .injection import watch, watch_loaded
 from .lora import adapted
-from .quantised import keep_compressed_tensors, prepare_parameters, quantised, restore, was_prepared
+from .quantised import (
+    keep_compressed_tensors,
+    prepare_parameters,
+    quantised,
+    restore,
+    was_prepared,
+)
+from .quantised import (
+    refresh as refresh,
+)
 from .usage import watch_models
 
 _CALLED = "_pretuned_called"  # in a module whose first call is over

@@ -135,14 +135,18 @@ def _follow_scale(entry: _Entry, scale: torch.Tensor) -> None:
         entry.version[0] = version
 
 
-def refresh(experts: Any) -> None:
-    """Look at a module's scales anew: they were written to in a way that torch does not count."""
-    for entry in list(experts.__dict__.get(_NAME, {}).values()):
-        scale = entry.scale()
-        if scale is not None:
-            entry.version[0] = -1
-            _follow_scale(entry, scale)
-            entry.weights.refresh()
+def refresh(model: torch.nn.Module) -> None:
+    """Read the scales of a model's quantised experts anew, after a write that torch does not count.
+
+    Such writes go through ``.data``, come from a kernel of your own, or go to tensors made in inference mode.
+    """
+    for experts in model.modules():
+        for entry in list(experts.__dict__.get(_NAME, {}).values()):
+            scale = entry.scale()
+            if scale is not None:
+                entry.version[0] = -1
+                _follow_scale(entry, scale)
+                entry.weights.refresh()
 
 
 def _weights(codes: torch.Tensor, scale: torch.Tensor) -> ExpertWeights:

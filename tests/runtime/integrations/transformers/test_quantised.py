@@ -253,7 +253,7 @@ def test_scales_that_are_written_to_are_read_anew(library: Any, dtype: torch.dty
     assert torch.equal(model(IDS).logits, wanted)
     for _, experts in experts_of(model):
         experts.down_proj_scale_inv.data.copy_((experts.down_proj_scale_inv.float() / 4).to(dtype))  # not counted
-        refresh(experts)
+    refresh(model)
     assert not torch.equal(model(IDS).logits, wanted)
     assert fresh_scale
 
