@@ -55,7 +55,8 @@ THIRD_PARTY: dict[str, frozenset[str] | None] = {  # None: anything
     "runtime.integrations.transformers.injection": frozenset({"torch"}),
     "runtime.integrations.transformers.lora": frozenset({"torch"}),
     "runtime.integrations.transformers.param_wrapper": frozenset({"peft", "torch"}),
-    "runtime.integrations.transformers.quantised": frozenset({"compressed_tensors", "torch", "transformers"}),
+    "runtime.integrations.transformers.packed": frozenset({"compressed_tensors", "torch", "transformers"}),
+    "runtime.integrations.transformers.quantised": frozenset({"torch"}),
     "runtime.integrations.vllm": frozenset({"vllm"}),
     "runtime.integrations.vllm.experts": frozenset({"torch", "vllm"}),
     "runtime.integrations.vllm.quantised": frozenset({"torch", "vllm"}),
@@ -68,7 +69,7 @@ VENDOR_FREE = (
 )  # fmt: skip
 # (torch says cuda of every vendor's GPU; cubin_sha256 and ptxas are names of the bundle format's fields.)
 VENDOR = re.compile(r"libcuda|\bptx\b|sm_\d+|nvidia", re.IGNORECASE)
-MOST_MODULES, MOST_LINES, MOST_PARAMETERS = 14, 450, 12
+MOST_MODULES, MOST_LINES, MOST_PARAMETERS = 14, 650, 12
 MANY_MODULES = ("aot", "cli")  # a file a verb
 # Signatures that are others' or the command line's, and what hands them on.
 MANY_PARAMETERS = {
@@ -218,7 +219,7 @@ def vendor_words(every: dict[str, Module]) -> Iterator[str]:
 
 
 def large_ones(every: dict[str, Module]) -> Iterator[str]:
-    """Rule 5: rooms of at most 14 modules, modules of at most 450 lines, functions of at most 12 parameters."""
+    """Rule 5: rooms of at most 14 modules, modules of at most 650 lines, functions of at most 12 parameters."""
     rooms: dict[Path, int] = defaultdict(int)
     for module in every.values():
         rooms[module.path.parent] += module.path.name != "__init__.py"
@@ -298,7 +299,7 @@ BROKEN: list[tuple[Callable[[dict[str, Module]], Iterator[str]], dict[str, str],
     (foreign_imports, {"runtime/api/a.py": "import numpy as np"}, "allowed are ['torch']"),
     (foreign_imports, {"aot/tune/a.py": "def f():\n    import triton.language"}, "a.py:2: aot.tune imports triton"),
     (vendor_words, {"runtime/ops/a.py": "x = 1\ny = 'sm_90'"}, "a.py:2: runtime.ops says sm_90"),
-    (large_ones, {"aot/plan/a.py": "x = 1\n" * 451}, "451 lines, at most 450"),
+    (large_ones, {"aot/plan/a.py": "x = 1\n" * 651}, "651 lines, at most 650"),
     (large_ones, {f"aot/plan/{name}.py": "" for name in "abcdefghijklmno"}, "plan: 15 modules, at most 14"),
     (large_ones, {f"runtime/integrations/{name}.py": "" for name in "abcdefghijklmno"},
      "integrations: 15 modules, at most 14"),

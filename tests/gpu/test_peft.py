@@ -13,7 +13,8 @@ import tiny_quantised
 import torch
 
 from pretuned.integrations.transformers import register
-from pretuned.integrations.transformers.quantised import keep_mxfp4, quantised
+from pretuned.integrations.transformers.packed import keep_mxfp4
+from pretuned.integrations.transformers.quantised import quantised
 from pretuned.runtime import reload
 from pretuned.runtime.dispatch import snapshot
 

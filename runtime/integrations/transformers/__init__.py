@@ -8,7 +8,7 @@
 transformers, from 5.8 on, hands a function so registered the experts' module, with how its weights lie as attributes,
 the tokens and their routing. Experts that stay in fp8 with a scale for each 128 x 128 (DeepSeek-V3, Qwen3-*-FP8), or in
 DeepSeek-V4's fp4, go through an interface of their own, for the same function. Others that a checkpoint has quantised
-stay so where ``quantised.py`` keeps them. Nothing here imports transformers, but ``register``.
+stay so where ``packed.py`` keeps them. Nothing here imports transformers, but ``register``.
 """
 
 from __future__ import annotations
@@ -41,16 +41,9 @@ from .adapters import NAME, adds_to_codes, any_held, held_by
 from .gates import recognise
 from .injection import watch, watch_loaded
 from .lora import adapted
-from .quantised import (
-    keep_compressed_tensors,
-    prepare_parameters,
-    quantised,
-    restore,
-    was_prepared,
-)
-from .quantised import (
-    refresh as refresh,
-)
+from .packed import keep_compressed_tensors
+from .quantised import prepare_parameters, quantised, restore, was_prepared
+from .quantised import refresh as refresh
 from .usage import watch_models
 
 _CALLED = "_pretuned_called"  # in a module whose first call is over

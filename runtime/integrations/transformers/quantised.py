@@ -38,7 +38,7 @@ class _Stored(NamedTuple):
     scale_like: tuple[torch.dtype, tuple[int, ...]]
 
 
-class _Entry(NamedTuple):
+class _KnownWeights(NamedTuple):
     """The weights of one product, and the parameters that they were made of."""
 
     codes: weakref.ref[torch.Tensor]
@@ -48,7 +48,7 @@ class _Entry(NamedTuple):
     version: list[int | None]  # of the scales that ``weights`` has a copy of
 
 
-class _Known(dict[str, _Entry]):
+class _Known(dict[str, _KnownWeights]):
     """The weights of a module's products. A copy of the module makes its own."""
 
     def __deepcopy__(self, _: Any) -> _Known:
@@ -122,10 +122,10 @@ def _keep(every: _Known, name: str, codes: torch.Tensor, scale: torch.Tensor, we
 
     state = (*_state(codes), *_state(scale))
     refs = weakref.ref(codes, forget), weakref.ref(scale, forget)
-    every[name] = _Entry(*refs, state, weights, [version_of(scale)])
+    every[name] = _KnownWeights(*refs, state, weights, [version_of(scale)])
 
 
-def _follow_scale(entry: _Entry, scale: torch.Tensor) -> None:
+def _follow_scale(entry: _KnownWeights, scale: torch.Tensor) -> None:
     """Copy scales that were written to since, where the weights have them in another dtype."""
     version = version_of(scale)
     if entry.version[0] != version:
@@ -346,136 +346,3 @@ def _prepared_state(
 def _before_forward(experts: Any, _: Any) -> None:
     if getattr(experts.config, "_experts_implementation", None) != "pretuned":
         restore(experts)
-
-
-def keep_mxfp4() -> None:
-    """Have transformers load gpt-oss with its experts as the checkpoint has them, for "pretuned" alone.
-
-    It needs no package ``kernels``, and no GPU. A second call does nothing.
-    """
-    from transformers.quantizers import auto
-    from transformers.quantizers.base import HfQuantizer
-
-    if auto.AUTO_QUANTIZER_MAPPING["mxfp4"].__module__ == __name__:
-        return
-
-    class PackedMxfp4Quantizer(HfQuantizer):
-        """Loads the tensors of experts by their own names."""
-
-        def validate_environment(self, *_: Any, **__: Any) -> None:
-            """Nothing is needed."""
-
-        def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
-            for module in model.modules():
-                if hasattr(module, "gate_up_proj") and hasattr(module, "down_proj") and hasattr(module, "num_experts"):
-                    _pack(module)
-
-        def is_serializable(self) -> bool:
-            return True
-
-        @property
-        def is_trainable(self) -> bool:
-            """Adapters beside it are: transformers' Trainer asks."""
-            return True
-
-    auto.AUTO_QUANTIZER_MAPPING["mxfp4"] = PackedMxfp4Quantizer
-
-
-def _pack(experts: Any) -> None:
-    """Give a module of gpt-oss's experts parameters for codes and scales in the place of its weights."""
-    E, H, I = experts.num_experts, experts.hidden_size, experts.intermediate_size  # noqa: E741
-    for name, N, K in (("gate_up_proj", 2 * I, H), ("down_proj", H, I)):
-        device = getattr(experts, name).device
-        delattr(experts, name)
-        for end, shape in (("_blocks", (E, N, K // 32, 16)), ("_scales", (E, N, K // 32))):
-            one = torch.nn.Parameter(torch.empty(shape, dtype=torch.uint8, device=device), requires_grad=False)
-            experts.register_parameter(name + end, one)
-    experts.is_transposed = False
-    experts._is_hf_initialized = True  # all of it is in the checkpoint, and what would draw it looks for the weights
-
-
-def keep_compressed_tensors() -> None:
-    """Have transformers load compressed-tensors' experts as the checkpoint has them, where "pretuned" runs them.
-
-    These are int4 in symmetric groups, mxfp4, and fp8 with a scale for each 128 x 128 or each row. All else is loaded
-    as transformers does it: experts dequantised; so is all by a transformers before 5.23. A second call does nothing.
-    """
-    from transformers.quantizers import auto
-
-    known: Any = auto.AUTO_QUANTIZER_MAPPING["compressed-tensors"]
-    if known.__module__ == __name__ or not hasattr(known, "serialized_names"):
-        return
-
-    class PackedExpertsQuantizer(known):  # type: ignore[misc]
-        """Gives experts parameters for codes and scales; transformers then merges these as it merges weights."""
-
-        def _process_model_before_weight_loading(self, model: Any, **more: Any) -> None:
-            super()._process_model_before_weight_loading(model, **more)
-            for name, module in model.named_modules():
-                run = getattr(getattr(module, "config", None), "_experts_implementation", None)
-                if run == "pretuned" and hasattr(module, "is_transposed") and not self.quantization_config.dequantize:
-                    _pack_compressed(module, _codes_of(self.compressor.quantization_config, name))
-
-        def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
-            """Scales of experts stay in their type."""
-            if str(getattr(converter, "target_patterns", [""])[0]).endswith("_proj_scale"):
-                return None
-            return super().get_new_dtype(converter, param, dtype)
-
-    auto.AUTO_QUANTIZER_MAPPING["compressed-tensors"] = PackedExpertsQuantizer  # type: ignore[assignment]
-
-
-class _StoredCodes(NamedTuple):
-    """How experts lie in a checkpoint: the name's end and type of codes, how many one holds, and a scale's block."""
-
-    end: str
-    dtype: torch.dtype
-    many: int
-    scale: torch.dtype
-    block: tuple[int, int]  # of rows and columns; 0: all
-
-
-def _codes_of(config: Any, name: str) -> _StoredCodes | None:
-    """Those of the experts of this name, or None where they are not kept."""
-    from compressed_tensors.utils.match import match_name
-    from transformers.integrations.compressed_tensors import get_experts_scheme
-
-    if any(match_name(f"{name}.0.{part}_proj", one) for one in config.ignore or () for part in ("gate", "up", "down")):
-        return None
-    scheme = get_experts_scheme(config)  # type: ignore[no-untyped-call]
-    weights = scheme.weights
-    packing, kind, strategy = (
-        str(getattr(one, "value", one)) for one in (scheme.format or config.format, weights.type, weights.strategy)
-    )
-    if packing == "pack-quantized" and (weights.num_bits, kind, strategy) == (4, "int", "group"):
-        if weights.symmetric and weights.group_size in _GROUPS and not weights.actorder:
-            return _StoredCodes("_packed", torch.int32, 8, torch.bfloat16, (1, weights.group_size))
-    elif packing == "mxfp4-pack-quantized":
-        return _StoredCodes("_packed", torch.uint8, 2, torch.uint8, (1, 32))
-    elif packing == "float-quantized" and (weights.num_bits, kind) == (8, "float"):
-        if strategy == "channel":
-            return _StoredCodes("", torch.float8_e4m3fn, 1, torch.float32, (1, 0))
-        if strategy == "block" and list(weights.block_structure) == [128, 128]:
-            return _StoredCodes("", torch.float8_e4m3fn, 1, torch.float32, (128, 128))
-    return None
-
-
-def _pack_compressed(experts: Any, codes: _StoredCodes | None) -> None:
-    names = [name for name in ("gate_up_proj", "up_proj", "down_proj") if hasattr(experts, name)]
-    if codes is None or experts.is_transposed or "down_proj" not in names:
-        return
-    for name in names:
-        w = getattr(experts, name)
-        delattr(experts, name)
-        E, N, K = w.shape
-        rows, columns = codes.block
-        parts: list[tuple[str, tuple[int, ...], torch.dtype]] = [
-            (codes.end, (E, N, K // codes.many), codes.dtype),
-            ("_scale", (E, -(-N // rows), -(-K // (columns or K))), codes.scale),
-        ]
-        if codes.dtype is torch.int32:  # beside them, of each matrix: nothing here reads it
-            parts.append(("_shape", (E, 4 if name == "gate_up_proj" else 2), torch.int64))
-        for end, shape, dtype in parts:
-            one = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=w.device), requires_grad=False)
-            experts.register_parameter(name + end, one)
-    experts._is_hf_initialized = True  # all of it is in the checkpoint, and what would draw it looks for the weights

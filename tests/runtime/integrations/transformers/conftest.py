@@ -9,7 +9,7 @@ import pytest
 import tiny_quantised
 
 from pretuned.integrations import transformers as ours
-from pretuned.integrations.transformers.quantised import keep_mxfp4
+from pretuned.integrations.transformers.packed import keep_mxfp4
 
 
 @pytest.fixture(scope="module")

@@ -24,15 +24,8 @@ from pretuned.artifacts.records.problem import Layout, Op, Problem
 from pretuned.integrations import transformers as ours
 from pretuned.integrations.transformers import experts_forward
 from pretuned.integrations.transformers.gates import recognise
-from pretuned.integrations.transformers.quantised import (
-    _codes_of,
-    keep_compressed_tensors,
-    keep_mxfp4,
-    prepare_parameters,
-    quantised,
-    refresh,
-    restore,
-)
+from pretuned.integrations.transformers.packed import keep_compressed_tensors, keep_mxfp4
+from pretuned.integrations.transformers.quantised import prepare_parameters, quantised, refresh, restore
 from pretuned.runtime import ExpertWeights
 from pretuned.runtime.ops.activation import Activation
 from pretuned.runtime.weights.order import ORDERS
@@ -478,26 +471,6 @@ def test_other_implementations_get_the_experts_that_transformers_makes(
     }  # fmt: skip
     twin = library.AutoModelForCausalLM.from_pretrained(pair.twin, dtype=torch.bfloat16)
     assert torch.equal(model(IDS).logits, twin(IDS).logits)
-
-
-@pytest.mark.parametrize(
-    ("changed", "kept"),
-    [
-        ({}, True),
-        ({"group_size": 128}, True),
-        ({"group_size": 16}, False),
-        ({"symmetric": False}, False),  # zero points
-        ({"actorder": "weight"}, False),
-        ({"num_bits": 8}, False),
-    ],
-)
-@pytest.mark.parametrize("ignore", [[], ["re:.*mlp.experts.*"]])
-def test_what_is_kept(library: Any, changed: dict[str, Any], kept: bool, ignore: list[str]) -> None:
-    quantization = pytest.importorskip("compressed_tensors.quantization")
-    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32} | changed
-    given = {"format": "pack-quantized", "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
-    config = quantization.QuantizationConfig.model_validate(given | {"ignore": ignore})
-    assert (_codes_of(config, "model.layers.3.mlp.experts") is not None) == (kept and not ignore)
 
 
 def test_offloading_leaves_nothing_behind(library: Any) -> None:
