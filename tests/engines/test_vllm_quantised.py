@@ -181,3 +181,64 @@ def test_weights_loaded_again_in_another_order_are_an_error() -> None:
     method.moe_kernel = SimpleNamespace(fused_experts=SimpleNamespace(weights=held))
     with pytest.raises(InputError, match=r"the weights loaded again are .* the first were .*: start anew"):
         method.process_weights_after_loading(layer)
+
+
+class PaddedMethod:
+    """A method like vLLM's, whose parameters are wider than the checkpoint's, and which has K before N in w2's."""
+
+    def maybe_roundup_sizes(self, hidden: int, intermediate: int, *_: Any) -> tuple[int, int]:
+        return hidden + 64, intermediate + 32
+
+    def create_weights(self, layer: Any, hidden_size: int, intermediate_size_per_partition: int, **given: Any) -> None:
+        import torch
+
+        E, H, I = given["num_experts"], hidden_size, intermediate_size_per_partition  # noqa: E741
+        self.params_dtype = given["params_dtype"]
+        for name, shape in {
+            "w13_weight": (E, 2 * I, H // 2), "w13_weight_scale": (E, 2 * I, H // 32),
+            "w2_weight": (E, I // 2, H), "w2_weight_scale": (E, I // 32, H),
+        }.items():  # fmt: skip
+            one = torch.nn.Parameter(torch.full(shape, 255, dtype=torch.uint8), requires_grad=False)
+            one.is_transposed = name.startswith("w2_")
+            layer.register_parameter(name, one)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        self.processed = {name: one.data for name, one in layer.named_parameters()}
+
+
+@pytest.mark.parametrize("fails", ["a scale", "the first token"])
+def test_what_can_not_be_run_goes_to_vllm_s_own_method_in_its_layout(
+    fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from pretuned.integrations.vllm import PLUG_IN, quantised
+
+    PLUG_IN._logged.clear()
+    method, layer = loaded(scale=130 if fails == "a scale" else 120)
+    if fails == "a scale":
+        monkeypatch.setattr(quantised, "current_platform", SimpleNamespace(is_cuda=lambda: True))
+    else:
+        monkeypatch.setattr(quantised, "_kernel", lambda *_: SimpleNamespace(fused_experts=SimpleNamespace()))
+    method.own = own = PaddedMethod()
+    layer.hidden_size, replaced = 64, []
+    layer._replace_quant_method = replaced.append
+    for name in ("w13_weight", "w2_weight"):
+        getattr(layer, name).data.random_(0, 256, generator=torch.Generator().manual_seed(0))
+    given = {name: one.data.clone() for name, one in layer.named_parameters()}
+    with lines() as told:
+        method.process_weights_after_loading(layer)
+    assert replaced == [own]
+    assert layer.hidden_size == method.moe.hidden_dim == 128
+    assert method.moe.intermediate_size_per_partition == 96
+    assert own.params_dtype is torch.bfloat16
+    for name, columns in (("w13_weight", 32), ("w13_weight_scale", 2)):
+        for half, of in zip(own.processed[name].chunk(2, 1), given[name].chunk(2, 1), strict=True):
+            assert torch.equal(half[:, :64, :columns], of)
+            assert not half[:, 64:].any()
+            assert not half[:, :, columns:].any()
+    for name, columns in (("w2_weight", 32), ("w2_weight_scale", 2)):
+        assert torch.equal(own.processed[name].mT[:, :64, :columns], given[name])
+    (line,) = told
+    assert line.startswith("pretuned: MoE layers stay with vLLM, as pretuned could not prepare or run a layer: ")
+    assert ("no kernel takes the scales of" in line) == (fails == "a scale")
