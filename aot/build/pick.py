@@ -122,7 +122,8 @@ def picked(plan: BuildPlan, path: Path, there: Shippable, options: BuildOptions,
     """The bundle that goes to ``path``: measured where that is asked for and can be, and chosen.
 
     Where it is measured now, what the runtime finds takes part. Where a journal tells of it, that which did then.
-    Where nothing is measured now, the measured choices of installed bundles are taken over, and the rest is modelled.
+    Where nothing is measured now, the measured choices of installed bundles are taken over, and the rest is modelled,
+    by what those bundles have of like problems, too.
 
     Raises
     ------
@@ -145,11 +146,12 @@ def picked(plan: BuildPlan, path: Path, there: Shippable, options: BuildOptions,
     evidence = None
     if not options.modelled and (outcome or options.journal or journal.exists()):
         candidates, evidence = _known(plan, path, candidates, journal, outcome, options, watch)
-    taken = None
+    taken = around = None
     if outcome is None and options.take_over:
-        taken = options.found(path).measured(plan.buckets, sm)
+        found = options.found(path)
+        taken, around = found.measured(plan.buckets, sm), found.neighbourhood(sm) if evidence is None else None
         candidates = candidates.with_codes(taken.codes) if taken else candidates
-    chosen = choose_from(plan, candidates, evidence, options.configs, running, taken)
+    chosen = choose_from(plan, candidates, evidence, options.configs, running, taken, around)
     bundle = assembled(plan, candidates, chosen, evidence, running, taken)
     return Picked(bundle, chosen, outcome, HeldAgainst.of(bundle, evidence, running))
 

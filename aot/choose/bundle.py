@@ -10,6 +10,7 @@ from ...artifacts.errors import CompileError, InputError
 from ...artifacts.records.bundle import Bundle, Choice
 from ...artifacts.records.problem import Problem
 from ...artifacts.records.target import Gpu, LocalGpu
+from ...runtime.dispatch.neighbours import Neighbourhood
 from ..compile.triton import Compiled
 from ..journal.file import Contents
 from ..journal.timings import Timings, cell_of
@@ -79,12 +80,12 @@ def running_on(contents: Contents, runs: RunsOn | None) -> Running | None:
 
 def choose_from(
     plan: BuildPlan, candidates: Candidates, evidence: Timings | None, configs: int = CONFIG_LIMIT,
-    running: Running | None = None, taken: TakenOver | None = None,
+    running: Running | None = None, taken: TakenOver | None = None, around: Neighbourhood | None = None,
 ) -> Chosen:  # fmt: skip
     """What ships: a variant that failed on a GPU never does. ``running`` is what runs today, where it is known.
 
     The choices of ``taken`` are taken over as they are, where ``evidence`` has none of the same GPU for the cell. What
-    is modelled is modelled for the other cells alone.
+    is modelled is modelled for the other cells alone, by what was measured ``around`` them, too.
     """
     failed = evidence.failed if evidence else {}
     sound = [one for one in candidates.every if one.variant.cubin_sha256 not in failed]
@@ -99,9 +100,11 @@ def choose_from(
     sm, ran = candidates.target.sm, running or {}
     rows = _taken_rows(plan, sound, evidence, taken) if taken else {}
     if not rows:
-        return choose(plan, sound, sm, evidence, configs, own=own, running=ran)
+        return choose(plan, sound, sm, evidence, configs, own=own, running=ran, around=around)
     ships = {i for row in rows.values() for one in row for i in (one.variant, one.runner_up) if i is not None}
-    chosen = choose(_left(plan, rows, evidence), sound, sm, evidence, configs, own=own, running=ran, taken=ships)
+    chosen = choose(
+        _left(plan, rows, evidence), sound, sm, evidence, configs, own=own, running=ran, taken=ships, around=around
+    )
     return _joined(plan, sound, chosen, rows, _gpus(evidence, taken))
 
 

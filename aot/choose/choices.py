@@ -19,6 +19,8 @@ from ...artifacts.records.problem import Fusion, Layout, Problem
 from ...kernels.contract.words import has_aligned_rows
 from ...kernels.cost.model import Ranker, Resources
 from ...kernels.hardware.chips import chip_for
+from ...runtime.dispatch.neighbours import Near, Neighbourhood, blended
+from ...runtime.dispatch.snapshot import Rejected
 from ..compile.triton import Compiled
 from ..journal.timings import CellTimes, Timings, cell_of
 from ..plan.families import CONFIG_LIMIT, Family, families, optional, serves, ships_unchosen
@@ -75,10 +77,11 @@ class Chosen:
 def choose(
     plan: BuildPlan, compiled: Sequence[Compiled], sm: int, evidence: Timings | None = None,
     configs: int = CONFIG_LIMIT, *, own: int | None = None, running: Running = MappingProxyType({}),
-    taken: Collection[int] = (),
+    taken: Collection[int] = (), around: Neighbourhood | None = None,
 ) -> Chosen:  # fmt: skip
     """The variants to ship, of at most ``configs`` an op and dtype, and the best for each (problem, bucket).
 
+    Where nothing is measured, ``around`` says what was measured in like cells elsewhere, and the model's order changes.
     Fallbacks always ship: they are what any other N and K runs on; and so do passes. Forms that move rows ship fewer
     configs than the plain one, or the same. Choices point into ``evidence.gpus``. An optional problem that no variant
     serves has no choice.
@@ -93,7 +96,7 @@ def choose(
     CompileError
         if no variant serves a problem.
     """
-    ranked = _all_ranked(plan, compiled, sm, evidence, running)
+    ranked = _all_ranked(plan, compiled, sm, evidence, running, around)
     mine = compiled[:own]
     ships = {i for i, one in enumerate(mine) if ships_unchosen(one.variant)}
     unchosen = frozenset(ships)
@@ -300,17 +303,18 @@ def _table(ranked: Ranked) -> dict[tuple[Problem, int], list[tuple[int, float]]]
 
 
 def _all_ranked(
-    plan: BuildPlan, compiled: Sequence[Compiled], sm: int, evidence: Timings | None, running: Running
-) -> dict[Family, Ranked]:
+    plan: BuildPlan, compiled: Sequence[Compiled], sm: int, evidence: Timings | None, running: Running,
+    around: Neighbourhood | None = None,
+) -> dict[Family, Ranked]:  # fmt: skip
     return {
-        family: _ranked(family, problems, plan, compiled, sm, evidence, running)
+        family: _ranked(family, problems, plan, compiled, sm, evidence, running, around)
         for family, problems in families(plan.problems).items()
     }
 
 
 def _ranked(
     family: Family, problems: Sequence[Problem], plan: BuildPlan, compiled: Sequence[Compiled], sm: int,
-    evidence: Timings | None, running: Running,
+    evidence: Timings | None, running: Running, around: Neighbourhood | None,
 ) -> Ranked:  # fmt: skip
     """Each (problem, bucket) of a family with its variants."""
     rankers: dict[tuple[int, ...], Ranker] = {}
@@ -334,6 +338,10 @@ def _ranked(
             rankers[able] = Ranker(resources, family.gemm, family.dtype, chip)
         for bucket in plan.buckets[problem]:
             estimates = [(us, able[i]) for us, i in rankers[able].rank(problem.canonical, bucket)]
+            near = near_or_none(around, problem, bucket)
+            if around is not None and near is not None:
+                numbers = {i: around.numbered(compiled[i].variant) for i in able}
+                estimates = blended(near, problem, bucket, chip, estimates, numbers)
             measured = evidence.cells.get(cell_of(problem, bucket)) if evidence else None
             place = {compiled[i].variant.cubin_sha256: i for _, i in reversed(estimates)}
             incumbent = next((place[sha] for sha in before[bucket] if sha in place), None)
@@ -343,6 +351,14 @@ def _ranked(
             )
             found.append(_RankedCell(problem, bucket, estimates, times_us, measured, incumbent, settled))
     return found
+
+
+def near_or_none(around: Neighbourhood | None, problem: Problem, bucket: int) -> Near | None:
+    """What was measured around a cell; None without measured choices, or where their bundle is damaged."""
+    try:
+        return around and around.near(problem, bucket, aligned=has_aligned_rows(problem))
+    except Rejected:
+        return None
 
 
 def _before(problem: Problem, bucket: int, evidence: Timings | None, running: Running) -> tuple[bytes, ...]:

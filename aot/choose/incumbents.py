@@ -20,11 +20,13 @@ from ...artifacts.records.problem import Op, Problem
 from ...artifacts.records.target import Gpu, LocalGpu
 from ...kernels.contract.launchable import unlaunchable
 from ...kernels.contract.words import LAUNCH_ABI, has_aligned_rows
+from ...kernels.hardware.chips import chip_for
 from ...runtime import settings
 from ...runtime.dispatch.decide import Decision, settle
+from ...runtime.dispatch.neighbours import Neighbourhood
 from ...runtime.dispatch.places import Kind
 from ...runtime.dispatch.ranking import why_not
-from ...runtime.dispatch.snapshot import Rejected, Snapshot, Usable, take
+from ...runtime.dispatch.snapshot import Rejected, Snapshot, Usable, View, take
 from ..bundle.merge import merge
 from ..compile.triton import Compiled
 from ..journal.records import Incumbent
@@ -34,6 +36,7 @@ from ..process.gpus import driver_version
 Running = Mapping[tuple[Problem, int], Incumbent]  # of each problem and bucket that a bundle runs
 Cells = Mapping[Problem, Sequence[int]]
 RunsOn = Callable[[LocalGpu], Running]
+Around = Callable[[LocalGpu], "Neighbourhood | None"]  # what is measured around cells, for a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,24 @@ class Incumbents:
                 except (BundleError, Rejected):  # damaged: the runtime says so
                     continue
         return tuple(found.values())
+
+    def neighbourhood(self, sm: int) -> Neighbourhood | None:
+        """What installed packages have measured on a capability, most of all on the GPU that is modelled for it."""
+        chip = chip_for(sm)
+        local = LocalGpu(sm, Gpu(chip.name, chip.sm_count, chip.memory_gib << 10, 0))
+        view = self.snapshot.view(local, installed=True)
+        installed = tuple(one for one in view.usable if one.place.kind is Kind.INSTALLED)
+        return self._around(local, view._replace(usable=installed))
+
+    def around(self, local: LocalGpu) -> Neighbourhood | None:
+        """What is measured around the cells that no bundle has, as the runtime finds it on a GPU."""
+        return self._around(local, self.snapshot.view(local, installed=True))
+
+    def _around(self, local: LocalGpu, view: View) -> Neighbourhood | None:
+        try:
+            return Neighbourhood(self.snapshot, local, view)
+        except Rejected:  # damaged: the runtime says so
+            return None
 
     def measured(self, cells: Cells, sm: int) -> TakenOver | None:
         """The measured choices of installed packages for these cells of a capability; None if there are none.

@@ -100,7 +100,8 @@ def _measure_cells(
     runs = found.on(planned.buckets)
     tune_problems(
         planned.buckets, path, journal, budget_s=budget_s, gpus=[device],
-        executors=None if gpu is None else [gpu], with_torch=False, entrants=Entrants(_SHARE, runs=runs, quick=True),
+        executors=None if gpu is None else [gpu], with_torch=False,
+        entrants=Entrants(_SHARE, runs=runs, quick=True, around=found.around),
     )  # fmt: skip
     answer.write_bytes(codec.encode(measured_bundle(planned, candidates, read_journal(journal), runs)))
 

@@ -14,6 +14,8 @@ from ...artifacts.records.problem import Fusion, Layout, Op, Problem
 from ...artifacts.records.target import Gpu
 from ...kernels.cost.model import Ranker, Resources
 from ...kernels.hardware.chips import Chip, chip_of
+from ...runtime.dispatch.neighbours import Neighbourhood, blended
+from ..choose.choices import near_or_none
 from ..choose.incumbents import Running, runs
 from ..journal.records import FLUSH_BYTES, Incumbent, Measured
 from ..journal.timings import Cell, cell_of
@@ -36,17 +38,18 @@ class TuningSpace:
     configs: dict[bytes, ConfigPairs] = field(default_factory=dict)  # of each cubin
     too_large: int = 0
     like: BundleFile | None = None
+    around: Neighbourhood | None = None
     incumbents: dict[Cell, tuple[Incumbent, ...]] = field(default_factory=dict)
     _rankers: dict[tuple[int, ...], Ranker] = field(default_factory=dict)
 
     @classmethod
     def of(
         cls, problems: Mapping[Problem, Sequence[int]], bundle: BundleFile, gpu: Gpu, sm: int, share: float,
-        like: BundleFile | None = None, running: Running = MappingProxyType({}),
+        like: BundleFile | None = None, running: Running = MappingProxyType({}), around: Neighbourhood | None = None,
     ) -> TuningSpace:  # fmt: skip
         """Leaves out what does not fit the GPU's memory. A product that has two names is one here (``cell_of``).
 
-        ``running`` is what runs today.
+        ``running`` is what runs today, ``around`` what is measured around these cells.
 
         Raises
         ------
@@ -54,7 +57,7 @@ class TuningSpace:
             if no candidate serves a problem that is not optional.
         """
         variants = bundle.variants()
-        self = cls({}, bundle, share, chip_of(gpu, sm), like=like)
+        self = cls({}, bundle, share, chip_of(gpu, sm), like=like, around=around)
         self.configs = {one.cubin_sha256: one.config for one in variants}
         wanted: dict[Problem, set[int]] = {}
         for problem, bucket in itertools.starmap(cell_of, ((one, M) for one, row in problems.items() for M in row)):
@@ -119,6 +122,10 @@ class TuningSpace:
             resources = [Resources.of(self.bundle.variant(i)) for i in able]
             self._rankers[able] = Ranker(resources, problem.op, problem.dtype, self.chip)
         ranked = [(us, able[i]) for us, i in self._rankers[able].rank(problem, bucket)]
+        near = near_or_none(self.around, problem, bucket)
+        if self.around is not None and near is not None:
+            numbers = {i: self.around.numbered(self.bundle.variant(i)) for i in able}
+            ranked = blended(near, problem, bucket, self.chip, ranked, numbers)
         return [(us, i) for us, i in ranked if self.bundle.variant(i).cubin_sha256 not in without]
 
 

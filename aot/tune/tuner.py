@@ -19,7 +19,7 @@ from ...artifacts.records.bundle import Kernel
 from ...artifacts.records.problem import Op, Problem
 from ...artifacts.records.target import Gpu, LocalGpu
 from ..choose.bundle import Ships
-from ..choose.incumbents import RunsOn
+from ..choose.incumbents import Around, RunsOn
 from ..executors.local import local_gpus
 from ..journal.file import Header, described, open_journal
 from ..measure.job import GpuExecutor, WorkerInfo, WorkerLost, first_line
@@ -43,13 +43,14 @@ class Entrants:
 
     A ``share`` of them. ``like`` is a bundle, as of another GPU of this capability: what it has for a cell is among
     them. ``runs`` tells what the runtime runs today on a GPU (``choose.incumbents``): that is measured, too. ``quick``:
-    in fewer rounds.
+    in fewer rounds. ``around`` tells what is measured around these cells: it changes the cost model's order.
     """
 
     share: float = SHARE
     like: str | Path | None = None
     runs: RunsOn | None = None
     quick: bool = False
+    around: Around | None = None
 
 
 def tune_problems(
@@ -118,7 +119,8 @@ def tune_problems(
         sm, gpu = _same_gpu(greeted, bundle)
         held = stack.enter_context(open_journal(journal, Header(sm, gpu, _measured_kernels(bundle)), watch.on_note))
         running = {} if who.runs is None else who.runs(LocalGpu(sm, gpu))
-        ground = TuningSpace.of(problems, bundle, gpu, sm, who.share, there, running)
+        around = None if who.around is None else who.around(LocalGpu(sm, gpu))
+        ground = TuningSpace.of(problems, bundle, gpu, sm, who.share, there, running, around)
         return Scheduler(ground, greeted, joined, held, watch, with_torch, budget_s, ships, quick=who.quick).run()
 
 

@@ -37,7 +37,6 @@ from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem
 from pretuned.artifacts.records.target import LocalGpu
-from pretuned.kernels.contract.config import Config
 from pretuned.kernels.cost.model import Ranker, Resources
 from pretuned.kernels.hardware.chips import Chip, chip_of
 from pretuned.runtime.dispatch.neighbours import Neighbourhood, blended
@@ -144,7 +143,7 @@ def judged(bundle: BundleFile, contents: Contents) -> Iterator[Judged]:
     known = Neighbourhood(snapshot, local, snapshot.view(local, installed=False))
     variants = bundle.variants()
     gemms = ((i, one) for i, one in enumerate(variants) if isinstance(one.op, Op))
-    numbers = {i: (known.number(one), Config.from_pairs(one.config)) for i, one in gemms}
+    numbers = {i: known.numbered(one) for i, one in gemms}
     by_problem: dict[Problem, list[int]] = {}
     for problem, bucket in evidence.cells:
         by_problem.setdefault(problem, []).append(bucket)
@@ -159,7 +158,7 @@ def judged(bundle: BundleFile, contents: Contents) -> Iterator[Judged]:
                 continue
             ranked = [(us, able[at]) for us, at in ranker.rank(problem, bucket)]
             near = rest.near(problem, bucket)
-            ordered = [i for *_, i in blended(near, problem, bucket, chip, ranked, numbers)] if near else []
+            ordered = [i for _, i in blended(near, problem, bucket, chip, ranked, numbers)] if near else []
             modelled = next(i for _, i in ranked if i in times)
             chosen = next((i for i in ordered if i in times), modelled)
             least, torch_ns = min(times.values()), cell.torch_ns

@@ -40,6 +40,7 @@ _WINDOWS = (0.8, 1.6, math.inf)  # doublings of E between which shapes are looke
 _BESIDE = 2  # buckets to either side of the best one of a shape that are looked at
 _MORE = 24  # cells that are found before they are sorted again
 _SHAPES = 40  # of a window, that are looked at
+_NO_BETTER = 1.001  # times the best, at least, what won nowhere near is expected to take
 _RECENT = 256  # sizes whose near shapes are kept
 
 
@@ -214,19 +215,18 @@ class Neighbourhood:
         shape.cells = found
         return found
 
-    def number(self, variant: Variant) -> int:
-        """A number for all variants of one config, in whatever bundle; -1 where this version does not know it.
+    def numbered(self, variant: Variant) -> tuple[int, Config]:
+        """A number for all variants of one config, in whatever bundle, and the config; ValueError as from_pairs has it.
 
-        Configs are slow to hash. Code that needs aligned rows has another one than code that doesn't.
+        Configs are slow to hash. Code that needs aligned rows has another number than code that doesn't.
         """
-        if config_of(variant.config) is None:
-            return -1
-        return self._keys.setdefault((variant.config, variant.alignment > 1), len(self._keys))
+        config = config_of(variant.config) or Config.from_pairs(variant.config)
+        return self._keys.setdefault((variant.config, variant.alignment > 1), len(self._keys)), config
 
     def _number(self, usable: Usable, variant: int) -> int:
         number = self._numbers.get((usable.order, variant))
         if number is None:
-            number = self.number(self._snapshot.variant(usable.bundle, variant))
+            number, _ = self.numbered(self._snapshot.variant(usable.bundle, variant))
             self._numbers[usable.order, variant] = number
         return number
 
@@ -273,8 +273,8 @@ def neighbourhood(snapshot: Snapshot, local: LocalGpu, view: View) -> Neighbourh
 def blended(
     near: Near, problem: Problem, bucket: int, chip: Chip, estimates: Sequence[tuple[float, int]],
     variants: Mapping[int, tuple[int, Config]],
-) -> list[tuple[bool, float, int]]:  # fmt: skip
-    """(whether it won nowhere near, expected time in us, index) of variants, best first.
+) -> list[tuple[float, int]]:  # fmt: skip
+    """(expected time in us, index) of variants, best first: one that won near the cell, if there is one.
 
     ``estimates`` are the cost model's: (us, index). ``variants`` has the number and the config of each index.
     """
@@ -282,14 +282,17 @@ def blended(
     sizes = (wanted.E, wanted.N, wanted.K, bucket)
     won = [us for us, at in estimates if variants[at][0] in near.won]
     least = min(won or (us for us, _ in estimates), default=0.0)
-    found = []
+    found, others = [], []
     for us, at in estimates:
         number, config = variants[at]
         ratio = near.won.get(number)
         expected_us = cost.tiles_us(wanted.op, wanted.dtype, sizes, config, chip)
         expected_us *= math.exp(near.others if ratio is None else ratio) * (us / least) ** cost.MODEL_SHARE
-        found.append((ratio is None, expected_us, at))
-    return sorted(found)
+        (others if ratio is None else found).append((expected_us, at))
+    if found:  # what won nowhere is no better
+        best_us = min(found)[0]
+        others = [(max(us, best_us * _NO_BETTER), at) for us, at in others]
+    return sorted(found + others)
 
 
 @functools.lru_cache(maxsize=4096)

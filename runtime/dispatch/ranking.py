@@ -196,22 +196,20 @@ def modelled(
         some = [at for at in able if _is_able(fitting[at][2], problem)]
     estimates = [one for one in ranker.estimates(problem.canonical, bucket, some) if math.isfinite(one[0])]
     if around is not None:
-        expected = blended(around, problem, bucket, chip, estimates, numbers)
-    else:
-        expected = [(False, time_us, at) for time_us, at in estimates]
+        estimates = blended(around, problem, bucket, chip, estimates, numbers)
     found = []
-    for won_nowhere, time_us, at in expected:
+    for time_us, at in estimates:
         usable, index, _ = fitting[at]
         origin = Origin.MODELLED if usable.bundle.target.sm == local.sm else Origin.COMPATIBLE
         origin = Origin.COMPILED if usable.place.kind is Kind.PROCESS else origin
-        found.append((origin, won_nowhere, time_us, usable.order, index, at))
+        found.append((origin, time_us, usable.order, index, at))
     # All variants of one origin compete: the place only breaks ties.
     return [
         Candidate(
             fitting[at][0], index, fitting[at][2], origin, Match.COST_MODEL, Source.MODELLED, bucket, time_us, None,
-            around if not won_nowhere else None,
+            around if around is not None and numbers[at][0] in around.won else None,
         )
-        for origin, won_nowhere, time_us, _, index, at in sorted(found)[:most]
+        for origin, time_us, _, index, at in sorted(found)[:most]
     ]  # fmt: skip
 
 
@@ -220,8 +218,7 @@ def _numbers(snapshot: Snapshot, fitting: _Fitting, measured: Neighbourhood) -> 
     key = ("numbers", id(fitting))
     known: dict[int, tuple[int, Config]] | None = snapshot.rankers.get(key)
     if known is None:
-        every = ((at, measured.number(one), config_of(one.config)) for at, (*_, one) in enumerate(fitting))
-        known = {at: (number, config) for at, number, config in every if config is not None}
+        known = {at: measured.numbered(one) for at, (*_, one) in enumerate(fitting)}
         snapshot.rankers[key] = known
     return known
 

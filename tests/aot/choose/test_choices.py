@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+from pathlib import Path
 
 import pytest
 from steps import steps
@@ -13,15 +14,21 @@ from pretuned.aot.models.catalogue import catalogue as known_models
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.families import CONFIG_LIMIT, GATED_CONFIGS, Family, Pool, families, optional, specs
 from pretuned.aot.plan.plan import BuildPlan, plan, planned_on
-from pretuned.artifacts.records.bundle import Variant
+from pretuned.artifacts.records.bundle import Source, Variant
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
+from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels.contract import registry, words
 from pretuned.kernels.contract.config import Cache
 from pretuned.kernels.contract.registry import entry_of
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.contract.words import has_aligned_rows
 from pretuned.kernels.search import space
+from pretuned.runtime.dispatch.decide import Decision, settle
+from pretuned.runtime.dispatch.neighbours import Neighbourhood
+from pretuned.runtime.dispatch.places import Kind, Place
+from pretuned.runtime.dispatch.snapshot import Snapshot
 
+H100 = LocalGpu(90, Gpu("NVIDIA H100 80GB HBM3", 132, 81079, 13000))
 CUBINS = 160  # of the whole catalogue in bf16, all ops
 CUBINS_OF_A_FORMAT = 60  # forward and dX
 CUBIN_BYTES = 40_000  # the mean of the real ones
@@ -205,3 +212,32 @@ def test_an_optional_form_that_no_held_config_serves_still_ships() -> None:
         for limit in (1, 3, 16):
             chosen = choose(planned, left, 90, configs=limit)
             assert all(chosen.choices[one] for one in planned.problems)
+
+
+@pytest.fixture(scope="module")
+def around_an_h100() -> Neighbourhood:
+    """What the shipped bundle measured, for an H100."""
+    place = Path(__file__).parents[3] / "artifacts" / "bundles" / "catalogue-sm90.msgpack"
+    found = Snapshot([Place(Kind.NAMED, place)])
+    return Neighbourhood(found, H100, found.view(H100, installed=False))
+
+
+def test_without_a_gpu_choices_are_the_runtimes_by_what_is_measured_around(around_an_h100: Neighbourhood) -> None:
+    """Of a model that no bundle has, over the same variants: built or not, the same code runs."""
+    planned = plan(load_models(["shape:E=60,H=2432,I=1408,k=4 tokens=1..4096"]).shapes)
+    planned = planned.without({one for one in planned.problems if one.fusion})
+    usable = around_an_h100.view.usable[0]
+    compiled = [Compiled(one, b"") for one in usable.bundle.variants()]
+    chosen = choose(planned, compiled, 90, configs=len(compiled), around=around_an_h100)
+    alone = choose(planned, compiled, 90, configs=len(compiled))
+    found = Snapshot([Place(Kind.NAMED, usable.path)])
+    changed = cells = 0
+    for problem, choices in chosen.choices.items():
+        for one, by_model in zip(choices, alone.choices[problem], strict=True):
+            assert one.source is Source.MODELLED
+            ran = settle(found, problem, one.bucket, H100, True, False)
+            assert isinstance(ran, Decision)
+            cells += 1
+            assert one.time_ns == pytest.approx(1e3 * ran.chosen.time_us, rel=0.02)  # what gains little ships not
+            changed += chosen.variants[one.variant].variant != alone.variants[by_model.variant].variant
+    assert changed > 0.1 * cells

@@ -17,6 +17,10 @@ from pretuned.aot.tune.tuner import Entrants, tune_problems
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem
+from pretuned.artifacts.records.target import LocalGpu
+from pretuned.runtime.dispatch.neighbours import Near, Neighbourhood
+from pretuned.runtime.dispatch.places import Kind, Place
+from pretuned.runtime.dispatch.snapshot import Snapshot, Usable, View
 
 pytestmark = pytest.mark.slow
 
@@ -59,3 +63,22 @@ def test_what_does_not_fit_the_memory_is_left_modelled(candidates: Path, small_p
     with gpus(candidates) as here:
         outcome = tune_problems({problem: (16, 1 << 31)}, candidates, tmp_path / "journal", executors=here)
     assert (outcome.total, outcome.measured, outcome.too_large, outcome.left) == (2, 1, 1, 0)
+
+
+def test_what_is_measured_around_comes_first(candidates: Path, small_plan: BuildPlan) -> None:
+    """The variant that the model puts last won in all like cells: the shortlist begins with it."""
+    with open_bundle(candidates) as bundle:
+        alone = TuningSpace.of(small_plan.buckets, bundle, faketimer.H200, 90, 0.1)
+        problem = next(one for one in alone.cells if len(alone.able[one]) > 1)
+        bucket = alone.cells[problem][-1]
+        worst, first = (alone.ranked(problem, bucket)[at][1] for at in (-1, 0))
+        found = Snapshot([])
+        view = View((Usable(0, Place(Kind.NAMED, candidates), bundle),), ())
+        around = Neighbourhood(found, LocalGpu(90, faketimer.H200), view)
+        number, _ = around.numbered(bundle.variant(worst))
+        near = Near({number: 0.0}, 9.0, 1, problem, faketimer.H200)
+        around.near = lambda *cell, **how: near  # type: ignore[method-assign]
+        ground = TuningSpace.of(small_plan.buckets, bundle, faketimer.H200, 90, 0.1, around=around)
+        ranked = [i for _, i in ground.ranked(problem, bucket)]
+        assert ranked[0] == worst != first
+        assert sorted(ranked) == sorted(i for _, i in alone.ranked(problem, bucket))

@@ -75,7 +75,8 @@ def test_explain_has_the_same_first_and_all_others_after_it(tmp_path: Path) -> N
     write(tmp_path / "a.msgpack", around(NARROW, WIDE), gpus=[H200])
     found = snapshot(tmp_path)
     told = examine(found, ASKED, 64, ON_H200, aligned=True, strict=False)
-    assert [one.index for one in told.candidates] == [NARROW, WIDE, ANY]
+    first, *others = (one.index for one in told.candidates)
+    assert (first, sorted(others)) == (NARROW, [WIDE, ANY])
     assert told.reason == decision(found).reason
     assert "measured shapes near it" in str(told)
 
@@ -213,4 +214,6 @@ def test_the_cost_models_ranking_is_whole_where_all_are_asked_for(tmp_path: Path
     every = by_model(found, ASKED, 64, ON_H200, view, aligned=True)
     assert len(every) == 4
     assert by_model(found, ASKED, 64, ON_H200, view, aligned=True, most=1) == every[:1]
-    assert [one.near is not None for one in every] == [True, True, False, False]
+    assert every[0].near is not None
+    assert sum(one.near is not None for one in every) == 2
+    assert [one.time_us for one in every] == sorted(one.time_us for one in every)
