@@ -356,7 +356,7 @@ def _ranked(
 def near_or_none(around: Neighbourhood | None, problem: Problem, bucket: int) -> Near | None:
     """What was measured around a cell; None without measured choices, or where their bundle is damaged."""
     try:
-        return around and around.near(problem, bucket, aligned=has_aligned_rows(problem))
+        return None if around is None else around.near(problem, bucket, aligned=has_aligned_rows(problem))
     except Rejected:
         return None
 

@@ -8,7 +8,7 @@ measured time is beside it is nearly the same in the cells around, so it carries
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ...artifacts.records.precision import DType
@@ -77,16 +77,16 @@ def tiles_us(op: Op, dtype: DType, sizes: tuple[int, int, int, int], config: Con
 
 
 class Evidence(NamedTuple):
-    """A measured cell: how far it is, and of each variant that was timed the logarithm of time / ``tiles_us``."""
+    """A measured cell: how far it is, and of each variant there, by number, the logarithm of time / ``tiles_us``."""
 
     apart: float
-    ratios: Sequence[tuple[Hashable, float]]
+    ratios: Sequence[tuple[int, float]]
 
 
 class Ratios(NamedTuple):
     """What times are beside ``tiles_us`` around a cell, as logarithms: of variants timed there, and of all others."""
 
-    of: Mapping[Hashable, float]
+    of: Mapping[int, float]
     others: float
 
 
@@ -103,8 +103,8 @@ def ratios(evidence: Sequence[Evidence]) -> Ratios:
     usual = math.fsum(weight * one.ratios[0][1] for weight, one in zip(weights, evidence, strict=True))
     own = [0.0] * len(evidence)
     for turn in range(_TURNS + 1):
-        sums: dict[Hashable, float] = {}
-        counts: dict[Hashable, float] = {}
+        sums: dict[int, float] = {}
+        counts: dict[int, float] = {}
         for weight, cell, shift in zip(weights, evidence, own, strict=True):
             for variant, ratio in cell.ratios:
                 sums[variant] = sums.get(variant, 0.0) + weight * (ratio - shift)

@@ -282,7 +282,8 @@ def blended(
     sizes = (wanted.E, wanted.N, wanted.K, bucket)
     won = [us for us, at in estimates if variants[at][0] in near.won]
     least = min(won or (us for us, _ in estimates), default=0.0)
-    found, others = [], []
+    found: list[tuple[float, int]] = []
+    others: list[tuple[float, int]] = []
     for us, at in estimates:
         number, config = variants[at]
         ratio = near.won.get(number)

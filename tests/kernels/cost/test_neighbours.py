@@ -14,39 +14,40 @@ from pretuned.kernels.cost.neighbours import Evidence, ratios, tiles_us
 from pretuned.kernels.hardware.chips import chip_for
 
 CHIP = chip_for(90)
+A, B, C = 0, 1, 2  # variants
 WIDE = Config(128, 256, 64, 8, 4, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
 NARROW = Config(16, 64, 128, 4, 3, loads=Loads.TMA)
 
 
 def test_a_variant_carries_its_ratio_to_the_cell() -> None:
     """Where one takes 10 % less than another in all cells around, it is expected to take so much less."""
-    found = ratios([Evidence(0.1 * i, (("a", 0.5), ("b", 0.6))) for i in range(20)])
-    assert found.of["b"] - found.of["a"] == pytest.approx(0.1, abs=0.01)
+    found = ratios([Evidence(0.1 * i, ((A, 0.5), (B, 0.6))) for i in range(20)])
+    assert found.of[B] - found.of[A] == pytest.approx(0.1, abs=0.01)
     assert found.others > max(found.of.values())
 
 
 def test_what_a_cell_has_of_its_own_decides_nothing() -> None:
     """Some cells take longer with every variant: who won there is not slow for that."""
-    even = [Evidence(0.0, (("a", 0.5), ("b", 0.55))), Evidence(0.0, (("b", 1.04), ("c", 1.06)))] * 8
+    even = [Evidence(0.0, ((A, 0.5), (B, 0.55))), Evidence(0.0, ((B, 1.04), (C, 1.06)))] * 8
     found = ratios(even)
-    assert found.of["a"] < found.of["b"] < found.of["c"]
-    assert found.of["b"] - found.of["a"] < 0.15  # their plain means are 0.295 apart ...
-    assert found.of["c"] - found.of["a"] < 0.28  # ... and these 0.56
+    assert found.of[A] < found.of[B] < found.of[C]
+    assert found.of[B] - found.of[A] < 0.15  # their plain means are 0.295 apart ...
+    assert found.of[C] - found.of[A] < 0.28  # ... and these 0.56
 
 
 def test_the_near_count_more_than_the_far() -> None:
     """Far cells alone are all that there is, and count as the nearest do elsewhere."""
-    near, far = Evidence(0.1, (("a", 0.0), ("b", 0.1))), Evidence(8.0, (("b", 0.0), ("a", 0.1)))
+    near, far = Evidence(0.1, ((A, 0.0), (B, 0.1))), Evidence(8.0, ((B, 0.0), (A, 0.1)))
     both = ratios([near, far])
-    assert both.of["a"] < both.of["b"]
+    assert both.of[A] < both.of[B]
     alone = ratios([far])
-    assert alone.of["b"] < alone.of["a"]
+    assert alone.of[B] < alone.of[A]
     assert alone == ratios([Evidence(1e6, far.ratios)])
 
 
 def test_a_runner_up_may_be_missing() -> None:
-    found = ratios([Evidence(0.0, (("a", 0.2),)), Evidence(0.0, (("b", 0.3), ("a", 0.4)))])
-    assert set(found.of) == {"a", "b"}
+    found = ratios([Evidence(0.0, ((A, 0.2),)), Evidence(0.0, ((B, 0.3), (A, 0.4)))])
+    assert set(found.of) == {A, B}
     assert all(map(math.isfinite, (*found.of.values(), found.others)))
 
 
