@@ -79,7 +79,6 @@ BENCHMARKS = (
     Benchmark("model", "variants", "which variant wins where: a sweep of candidates", f"{GPU}, candidates"),
     Benchmark("model", "kinds", "what specialised kernels gain in a sweep", "any machine, sweeps"),
     Benchmark("model", "fit_cost", "fits the cost model's constants and judges them", "any machine, sweeps, numpy"),
-    Benchmark("model", "heuristics", "how good is a choice for models nobody tuned", "any machine, sweeps, numpy"),
     Benchmark("model", "unknown", "how good is the choice for shapes that no list has",
               f"any machine, journals; {GPU} to write them"),
     Benchmark("model", "tables", "writes the fits' tables into the pages", "any machine"),

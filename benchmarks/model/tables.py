@@ -3,8 +3,8 @@
     python benchmarks/run.py tables            # print them
     python benchmarks/run.py tables --write    # put them into the documents
 
-The results: fit-h200-bf16.json and select-h200-bf16.json (fit_cost.py), heuristics-h200-bf16.json and
-heuristics-cost.json (heuristics.py).
+The results: fit-h200-bf16.json and select-h200-bf16.json (fit_cost.py), unknown-h100.journal.xz and unknown-cost.json
+(unknown.py).
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from benchmarks.model import unknown
+from pretuned.aot.journal.file import read_journal
+from pretuned.artifacts.files.bundle_file import open_bundle
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -28,8 +32,7 @@ def percent(share: float, digits: int = 1) -> str:
 
 def tables() -> Iterator[tuple[Path, str, list[str]]]:
     """(document, the table's first line as it begins there, the lines under its rule)."""
-    fit, heuristics, cost = (_read(f"{name}.json") for name in ("fit-h200-bf16", "heuristics-h200-bf16",
-                                                                  "heuristics-cost"))  # fmt: skip
+    fit, cost = _read("fit-h200-bf16.json"), _read("unknown-cost.json")
     select = _read("select-h200-bf16.json")["select"]
     yield COST_MODEL, "| | fitted: mean |", [
         f"| {f'**{name}**' if name in OPS else name} | {percent(row['mean_loss'])} | {percent(row['max_loss'])} "
@@ -46,16 +49,16 @@ def tables() -> Iterator[tuple[Path, str, list[str]]]:
         for i, limit in enumerate(limits)
     ]  # fmt: skip
     yield COST_MODEL, "| | candidates measured |", [_modelled(op, select[op]) for op in OPS]
-    yield ON_DEMAND, "| | cells | mean loss |", [
-        f"| {name} | {row['cells']} | {percent(row['mean_loss'])} | {percent(row['worst_loss'])} "
-        f"| {row['speed_over_torch']:.2f} "
-        f"| {row['slower_than_torch_by_over_3_percent']} of {row['compared_with_torch']} "
-        f"| {row['first_pick_not_measured']} |"
-        for name, row in heuristics["summary"].items() if "T=" not in name  # the file has each number of tokens, too
+    with open_bundle(unknown.BUNDLE) as bundle:
+        found = list(unknown.judged(bundle, read_journal(RESULTS / "unknown-h100.journal.xz")))
+    yield COST_MODEL, "| chosen by | mean |", [
+        f"| {name} | {percent(mean, 2)} | {percent(high)} | {percent(worst, 0)} | "
+        + " | ".join("" if one is None else percent(one, 2) for one in by_tokens) + " |"
+        for name, (mean, high, worst), by_tokens in unknown.rows(found)
     ]  # fmt: skip
-    yield ON_DEMAND, "| | variants | once, median |", [
+    yield ON_DEMAND, "| | variants | first rows, median |", [
         f"| {name} | {row['variants']} | {row['once_median_us']:.0f} us | {row['once_p99_us']:.0f} us "
-        f"| {row['table_us']:.2f} us |"
+        f"| {row['another_median_us']:.0f} us | {row['table_us']:.2f} us |"
         for name, row in cost["cost"].items()
     ]  # fmt: skip
 

@@ -3,6 +3,7 @@
     python benchmarks/run.py unknown --time new.journal --seed 1 --products 30    # on a GPU: draw shapes, time them
     python benchmarks/run.py unknown new.journal                                  # anywhere: print the tables
     python benchmarks/run.py unknown benchmarks/results/catalogue-h100.journal.xz
+    python benchmarks/run.py unknown --cost --out unknown-cost.json               # anywhere: what a decision costs
 
 A seed draws layers: E 7 to 200, H 1,536 to 6,400, I 640 to 4,608, one of a layer's two products each, none that a
 shipped bundle has. Of each product, forward, dX and dW are timed at 16, 128, 1,024 and 8,192 tokens as ``aot measure``
@@ -17,7 +18,9 @@ product count as not measured, so a journal of shapes that ship says what is los
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import platform
 import random
 import statistics
 import sys
@@ -35,10 +38,11 @@ from pretuned.aot.plan.families import serves
 from pretuned.artifacts.errors import PretunedError
 from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle
 from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op, Problem
-from pretuned.artifacts.records.target import LocalGpu
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
+from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels.cost.model import Ranker, Resources
 from pretuned.kernels.hardware.chips import Chip, chip_of
+from pretuned.runtime.dispatch.decide import Decision, decide
 from pretuned.runtime.dispatch.neighbours import Neighbourhood, blended
 from pretuned.runtime.dispatch.places import Kind, Place
 from pretuned.runtime.dispatch.snapshot import Snapshot
@@ -168,33 +172,76 @@ def judged(bundle: BundleFile, contents: Contents) -> Iterator[Judged]:
             )  # fmt: skip
 
 
-def show(name: str, losses: Sequence[tuple[int, float]]) -> None:
-    """One row: of (tokens, loss) the mean, the 95th percentile and the worst, and means by tokens."""
-    every = sorted(loss for _, loss in losses)
-    row = f"{name:28}{len(every):6} {statistics.fmean(every):8.2%}{every[int(0.95 * len(every))]:8.1%}{every[-1]:7.0%}"
-    for low, high in zip((0, *UP_TO), (*UP_TO, math.inf), strict=True):
-        some = [loss for tokens, loss in losses if low < tokens <= high]
-        row += f"{statistics.fmean(some):8.2%}" if some else f"{'':8}"
-    print(row)
-
-
-def table(found: Iterable[Judged]) -> None:
-    """What the choices lose, of all cells and of each op."""
+def rows(found: Iterable[Judged]) -> Iterator[tuple[str, list[float], list[float | None]]]:
+    """What the choices lose, of all cells and of each op: (which, [mean, 95th percentile, worst], means by tokens)."""
     every = list(found)
-    head = "".join(f"{f'T<={most}':>8}" for most in UP_TO)
-    print(f"{'':28}{'cells':>6} {'mean':>8}{'p95':>8}{'worst':>7}{head}{f'T>{UP_TO[-1]}':>8}")
     for op in (None, *Op):
         some = [one for one in every if op in (None, one.problem.op)]
-        if some:
-            what = "all" if op is None else op.value
-            show(f"{what}, cost model", [(one.tokens, one.modelled) for one in some])
-            show(f"{what}, neighbours too", [(one.tokens, one.chosen) for one in some])
+        for how in ("modelled", "chosen") if some else ():
+            losses = sorted((getattr(one, how), one.tokens) for one in some)
+            by_tokens = [
+                [loss for loss, tokens in losses if low < tokens <= high]
+                for low, high in zip((0, *UP_TO), (*UP_TO, math.inf), strict=True)
+            ]
+            yield (
+                f"{'all' if op is None else op.value}, {'cost model' if how == 'modelled' else 'neighbours too'}",
+                [statistics.fmean(loss for loss, _ in losses), losses[int(0.95 * len(losses))][0], losses[-1][0]],
+                [statistics.fmean(one) if one else None for one in by_tokens],
+            )
+
+
+def show(found: Iterable[Judged]) -> None:
+    """Print the rows, and how the choices compare with torch."""
+    every = list(found)
+    head = "".join(f"{f'T<={most}':>8}" for most in UP_TO)
+    print(f"{len(every)} cells\n{'':28} {'mean':>8}{'p95':>8}{'worst':>7}{head}{f'T>{UP_TO[-1]}':>8}")
+    for name, (mean, high, worst), by_tokens in rows(every):
+        shown = "".join(f"{'':8}" if one is None else f"{one:8.2%}" for one in by_tokens)
+        print(f"{name:28} {mean:8.2%}{high:8.1%}{worst:7.0%}{shown}")
     beside = [one.torch for one in every if one.torch is not None]
     if beside:
-        behind = sum(gain < 0.97 for gain in beside)
-        speed = statistics.geometric_mean(beside)
-        print(f"{len(beside)} cells compared with torch's grouped_mm: {speed:.2f}x its speed, slower "
-              f"by over 3 % in {behind}, at worst {min(beside):.2f}x")  # fmt: skip
+        behind, speed = sum(gain < 0.97 for gain in beside), statistics.geometric_mean(beside)
+        print(f"{len(beside)} cells compared with torch's grouped_mm: {speed:.2f}x its speed, slower by over 3 % in "
+              f"{behind}, at worst {min(beside):.2f}x")  # fmt: skip
+
+
+def cost(path: Path, shapes: int = 400, again: int = 200_000) -> dict[str, dict[str, float]]:
+    """The host time of ``decide`` in us, for shapes that no bundle was built for, by op and fusion.
+
+    ``once`` is the first decision of a shape, ``another`` that of the same shape at other rows.
+    """
+    local = LocalGpu(90, Gpu("NVIDIA H200", 132, 143771, 13000))
+    found = {}
+    kinds = [(Op.FORWARD, form) for form in (Fusion.NONE, Fusion.GATHER, Fusion.SCATTER)]
+    for op, form in [*kinds, (Op.DX, Fusion.NONE), (Op.DW, Fusion.NONE)]:
+        snapshot, draw = Snapshot([Place(Kind.NAMED, path)]), random.Random(7)
+        times: dict[str, list[float]] = {"once": [], "another": []}
+        for i in range(shapes):
+            sizes = draw.randint(7, 200), 64 * draw.randint(10, 144), 64 * draw.randint(10, 100)
+            problem = Problem(op, DType.BF16, *sizes, Layout.NK, form)
+            for what, M in (("once", 1 << 3 + i % 14), ("another", 1 << 3 + (i + 5) % 14)):
+                begun = time.perf_counter()
+                decided = decide(snapshot, problem, M, local)
+                times[what].append(1e6 * (time.perf_counter() - begun))
+                if not isinstance(decided, Decision):
+                    sys.exit(f"{path}: nothing there can run {problem}")
+        begun = time.perf_counter()
+        for _ in range(again):
+            decide(snapshot, problem, M, local)
+        table_us = 1e6 * (time.perf_counter() - begun) / again
+        usable = snapshot.view(local, installed=True).usable[0]
+        once, another = (sorted(row[1:]) for row in times.values())
+        name = f"{op.value} {'+'.join(str(one.name).lower() for one in form) or 'plain'}"
+        found[name] = {
+            "variants": sum(one.alignment == 16 for _, one in snapshot.variants(usable.bundle, problem)),
+            "first_of_all_us": round(times["once"][0], 1),
+            "once_median_us": round(statistics.median(once), 1),
+            "once_p99_us": round(once[len(once) * 99 // 100], 1),
+            "another_median_us": round(statistics.median(another), 1),
+            "table_us": round(table_us, 3),
+        }
+        print(f"{name:18}" + "".join(f"  {key} {value}" for key, value in found[name].items()), flush=True)
+    return found
 
 
 def _sizes(text: str) -> Sizes:
@@ -211,10 +258,17 @@ def main() -> None:
     parser.add_argument("--sizes", type=_sizes, action="append", default=[], metavar="E,N,K", help="time this product")
     parser.add_argument("--quick", action="store_true", help="two fifths of the rounds")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no product after so long")
+    parser.add_argument("--cost", action="store_true", help="time decisions on this machine's CPU")
+    parser.add_argument("--out", type=Path, help="where --cost writes its result, as JSON")
     parser.add_argument("--bundle", type=Path, default=BUNDLE, help="whose variants are timed [the shipped one]")
     args = parser.parse_args()
-    if bool(args.journals) == bool(args.time):
-        parser.error("name journals, or --time JOURNAL")
+    if [bool(args.journals), bool(args.time), args.cost].count(True) != 1:
+        parser.error("name journals, or --time JOURNAL, or --cost")
+    if args.cost:
+        told = {"command": " ".join(sys.argv), "python": platform.python_version(), "cost": cost(args.bundle)}
+        if args.out:
+            args.out.write_text(json.dumps(told, indent=1) + "\n")
+        return
     if args.time:
         from pretuned.aot.measure.bench import Bench
 
@@ -231,7 +285,7 @@ def main() -> None:
         with open_bundle(args.bundle) as bundle:
             for path in args.journals:
                 print(path)
-                table(judged(bundle, read_journal(path)))
+                show(judged(bundle, read_journal(path)))
     except PretunedError as error:
         sys.exit(str(error))
 

@@ -18,7 +18,7 @@ from ..hardware.chips import Chip
 from .model import mean_waves
 from .profile import join
 
-NEAREST = 24  # measured cells that are asked
+NEAREST = 16  # measured cells that are asked
 MODEL_SHARE = 0.35  # of what the cost model sees between two variants, what counts beside the neighbours
 
 # The distance of two cells: the sum of these times the square of how many doublings they are apart.
@@ -36,7 +36,6 @@ _BANDWIDTH = 0.9  # ... and of the bandwidth
 _NORM = 3.0  # joins memory and compute
 _LACKING = 0.8  # of the time of the rows that a fitted tile lacks, what is saved
 
-_TURNS = 2  # between the variants' ratios and the cells' own
 _OWN = 0.5  # of a time's weight: what holds a cell's own ratio to that of all
 _FEW = 0.05  # of all weights: what holds a variant's ratio to ...
 _UNSEEN = 0.2  # ... that of all, and so much more (a logarithm): a variant that won nowhere near is no good guess
@@ -94,28 +93,32 @@ def ratios(evidence: Sequence[Evidence]) -> Ratios:
     """The ratios of the variants around a cell: of at least one measured cell.
 
     Each cell has a ratio of its own, by how its rows fell on experts or what ``tiles_us`` does not know of its sizes.
-    Which variant was timed there must not decide by that, so both are told apart, by turns.
+    Which variant was timed there must not decide by that, so it is taken off.
     """
     least = min(one.apart for one in evidence)
     weights = [math.exp(least - one.apart) for one in evidence]
     total = math.fsum(weights)
     weights = [one / total for one in weights]
     usual = math.fsum(weight * one.ratios[0][1] for weight, one in zip(weights, evidence, strict=True))
-    own = [0.0] * len(evidence)
-    for turn in range(_TURNS + 1):
-        sums: dict[int, float] = {}
-        counts: dict[int, float] = {}
-        for weight, cell, shift in zip(weights, evidence, own, strict=True):
-            for variant, ratio in cell.ratios:
-                sums[variant] = sums.get(variant, 0.0) + weight * (ratio - shift)
-                counts[variant] = counts.get(variant, 0.0) + weight
-        if turn < _TURNS:
-            means = {variant: sums[variant] / counts[variant] for variant in sums}
-            own = [
-                math.fsum(ratio - means[variant] for variant, ratio in cell.ratios) / (len(cell.ratios) + _OWN)
-                for cell in evidence
-            ]
+    sums, counts = _summed(evidence, weights, [0.0] * len(evidence))
+    means = {variant: sums[variant] / counts[variant] for variant in sums}
+    own = [math.fsum(ratio - means[variant] for variant, ratio in cell.ratios) / (len(cell.ratios) + _OWN)
+           for cell in evidence]  # fmt: skip
+    sums, _ = _summed(evidence, weights, own)
     others = usual + _UNSEEN
     return Ratios(
         {variant: (sums[variant] + _FEW * others) / (counts[variant] + _FEW) for variant in sums}, others
     )  # fmt: skip
+
+
+def _summed(
+    evidence: Sequence[Evidence], weights: Sequence[float], own: Sequence[float]
+) -> tuple[dict[int, float], dict[int, float]]:
+    """By variant the weighted sum of its ratios less the cells' own, and the weights."""
+    sums: dict[int, float] = {}
+    counts: dict[int, float] = {}
+    for weight, cell, shift in zip(weights, evidence, own, strict=True):
+        for variant, ratio in cell.ratios:
+            sums[variant] = sums.get(variant, 0.0) + weight * (ratio - shift)
+            counts[variant] = counts.get(variant, 0.0) + weight
+    return sums, counts

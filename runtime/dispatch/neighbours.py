@@ -38,7 +38,7 @@ _Found: TypeAlias = "tuple[float, int, int, _Shape]"  # distance, index of the s
 
 _WINDOWS = (0.8, 1.6, math.inf)  # doublings of E between which shapes are looked for
 _BESIDE = 2  # buckets to either side of the best one of a shape that are looked at
-_MORE = 24  # cells that are found before they are sorted again
+_MORE = 16  # cells that are found before they are sorted again
 _SHAPES = 40  # of a window, that are looked at
 _NO_BETTER = 1.001  # times the best, at least, what won nowhere near is expected to take
 _RECENT = 256  # sizes whose near shapes are kept

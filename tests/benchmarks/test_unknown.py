@@ -109,10 +109,18 @@ def test_journals_of_shapes_that_count_as_not_measured(
 
 def test_the_table_is_of_all_and_of_each_op(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     problem = Problem(Op.DX, DType.BF16, 8, 64, 64)
-    tool.table([tool.Judged(problem, 16, 0.10, 0.02, 2.0), tool.Judged(problem, 8192, 0.30, 0.0, 0.5)])
+    tool.show([tool.Judged(problem, 16, 0.10, 0.02, 2.0), tool.Judged(problem, 8192, 0.30, 0.0, 0.5)])
     told = capsys.readouterr().out
     assert "all, cost model" in told
     assert "dX, neighbours too" in told
     assert "forward" not in told
     assert "20.00%" in told
     assert "1.00x its speed, slower by over 3 % in 1, at worst 0.50x" in told
+
+
+def test_what_a_decision_costs(tool: ModuleType) -> None:
+    """A few of them: the figures are another machine's affair."""
+    told = tool.cost(tool.BUNDLE, shapes=3, again=10)
+    assert set(told) == {"forward plain", "forward gather", "forward scatter", "dX plain", "dW plain"}
+    for row in told.values():
+        assert 0 < row["table_us"] < row["another_median_us"]

@@ -51,20 +51,3 @@ def test_a_sweep_of_other_variants_is_no_place_for_a_cell(tool: ModuleType, tmp_
         tool.Sweep(out, head | {"variants": {}})
     with pytest.raises(SystemExit, match=r"another op, gpu: name"):
         tool.Sweep(out, head | {"op": "dW", "gpu": "NVIDIA H100"})
-
-
-def test_heuristics_take_torchs_time_of_the_same_run(tool: ModuleType, tmp_path: Path) -> None:
-    from benchmarks.model import heuristics
-
-    head, cells = parts(RESULTS / "sweep-h200-dX-bf16.json")
-    few, many = (next(one for one in cells if one["tokens"] == T) for T in (16, 8192))
-    out = tmp_path / "sweep.json"
-    sweep = tool.Sweep(out, head)
-    sweep.add(few | {"torch_us": 12.5}, 1.0)
-    sweep.add(many | {"torch_us": None}, 1.0)
-    there = heuristics.load(out)
-    assert [len(one.times_us) > 0 for one in there] == [True, True]
-    times = heuristics.torch_times(there, [out])
-    assert times[there[0]] == 12.5
-    assert times[there[1]] == heuristics.torch_times(there)[there[1]]  # of another run
-    assert there[0] not in heuristics.torch_times(there)

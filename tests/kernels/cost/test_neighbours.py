@@ -31,8 +31,8 @@ def test_what_a_cell_has_of_its_own_decides_nothing() -> None:
     even = [Evidence(0.0, ((A, 0.5), (B, 0.55))), Evidence(0.0, ((B, 1.04), (C, 1.06)))] * 8
     found = ratios(even)
     assert found.of[A] < found.of[B] < found.of[C]
-    assert found.of[B] - found.of[A] < 0.15  # their plain means are 0.295 apart ...
-    assert found.of[C] - found.of[A] < 0.28  # ... and these 0.56
+    assert found.of[B] - found.of[A] < 0.2  # their plain means are 0.295 apart ...
+    assert found.of[C] - found.of[A] < 0.35  # ... and these 0.56
 
 
 def test_the_near_count_more_than_the_far() -> None:
