@@ -29,7 +29,7 @@ of dW it describes ragged rows, see ``RAGGED_SIZES``.
 
 from __future__ import annotations
 
-from ...artifacts.records.problem import Fusion, Problem
+from ...artifacts.records.problem import Fusion, Layout, Problem
 
 ALIGNMENT_BYTES = 16  # of every pointer, row stride and row length of aligned code
 LAUNCH_ABI = 1
@@ -74,3 +74,19 @@ def has_aligned_rows(problem: Problem) -> bool:
     """Whether both row lengths of the weight, N and K, are multiples of 16 bytes, and a row of its codes is."""
     size, codes = problem.dtype.itemsize, problem.K * problem.dtype.precision.w.bits // 8
     return is_aligned(ALIGNMENT_BYTES, problem.N * size, problem.K * size, codes)
+
+
+def slow_rows(problem: Problem) -> str | None:
+    """What rows of w that begin at odd multiples of 16 bytes cost, in words; None for other rows.
+
+    bf16 and fp16 have them if K is an odd multiple of 8. benchmarks/results/unknown-h100-odd-k.journal.xz, an H100 at
+    8,192 tokens, E=32, N=2048: K=1000 takes 1.5 times as long as K=1024 in the forward, 1.1 in dX, 1.3 in dW.
+    """
+    name, row = ("N", problem.N) if problem.layout is Layout.KN else ("K", problem.K)
+    if problem.dtype.quantised or row * problem.dtype.itemsize % (2 * ALIGNMENT_BYTES) != ALIGNMENT_BYTES:
+        return None
+    step = 2 * ALIGNMENT_BYTES // problem.dtype.itemsize
+    return (
+        f"with {name}={row}, rows of w begin at odd multiples of {ALIGNMENT_BYTES} bytes: every kernel takes up to 1.5 "
+        f"times as long, and torch's may be faster for thousands of rows. Pad {name} with zeros to a multiple of {step}"
+    )

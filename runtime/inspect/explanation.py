@@ -10,6 +10,7 @@ from ...artifacts.errors import TargetMismatch
 from ...artifacts.names import printable
 from ...artifacts.records.problem import Fusion, Problem, bucket_of
 from ...artifacts.records.target import LocalGpu
+from ...kernels.contract.words import slow_rows
 from ..dispatch.ranking import Candidate, Match, Origin
 from ..dispatch.snapshot import Skipped
 
@@ -95,6 +96,7 @@ class Explanation:
             "steps": list(self.steps),
             "assumed": self.assumed,
             "reason": self.reason,
+            "note": slow_rows(self.problem),
             "measured_on": list(self.measured_on),
             "proof": self.proof,
             "low_rank": self.low_rank,
@@ -118,6 +120,8 @@ class Explanation:
         if best is not None:
             lines.append(f"  from: {best.usable.path}, {best.usable.place.kind.value}, variant {best.index}")
         lines.append(f"  why:  {self.reason}")
+        note = slow_rows(self.problem)
+        lines += [f"  note: {note}"] if note is not None else []
         if best is not None and best.gpu is not None and len(self.measured_on) > 1:
             first, *others = self.measured_on
             rest = f"aot explain MODEL --gpu NAME has that for {', '.join(others)}"

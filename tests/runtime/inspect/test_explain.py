@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from made import H100, H200, NARROW, ON_H200, OTHER, PROBLEM, SPECS, WIDE, measured, modelled, snapshot, write
+from made import ANY, H100, H200, NARROW, ON_H200, OTHER, PROBLEM, SPECS, WIDE, measured, modelled, snapshot, write
 
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.plan import plan
@@ -342,3 +342,12 @@ def test_a_capability_without_code_for_a_format_is_not_sent_to_a_build(tmp_path:
         able = bool(candidates(problem.op, problem.dtype, sm))
         assert (told.build is not None) == able
         assert able or f"No kernel is for forward of int4_g32 weights on sm_{sm}: torch dequantises" in told.reason
+
+
+@pytest.mark.parametrize(("K", "slow"), [(1000, True), (1032, True), (1008, False), (1024, False), (1001, False)])
+def test_rows_at_odd_multiples_of_16_bytes_are_noted(K: int, slow: bool, tmp_path: Path) -> None:
+    problem = replace(PROBLEM, K=K)
+    write(tmp_path / "a.msgpack", {problem: [measured(64, ANY, 9)]}, gpus=[H200])
+    told = examine(snapshot(tmp_path), problem, 64, ON_H200, aligned=K % 8 == 0, strict=False)
+    assert ("note: with K=" in str(told)) == slow
+    assert (told.to_dict()["note"] is not None) == slow
