@@ -143,7 +143,7 @@ def judged(bundle: BundleFile, contents: Contents) -> Iterator[Judged]:
     """What is chosen in each cell of a journal, of the bundle's variants that were timed there, two at least."""
     header, evidence = contents.header, Timings.of(contents)
     local, chip = LocalGpu(header.sm, header.gpu), chip_of(header.gpu, header.sm)
-    snapshot = Snapshot([Place(Kind.NAMED, Path(bundle.path))])
+    snapshot = Snapshot([Place(Kind.INSTALLED, Path(bundle.path).parent)])
     known = Neighbourhood(snapshot, local, snapshot.view(local, installed=False))
     variants = bundle.variants()
     gemms = ((i, one) for i, one in enumerate(variants) if isinstance(one.op, Op))
@@ -214,7 +214,7 @@ def cost(path: Path, shapes: int = 400, again: int = 200_000) -> dict[str, dict[
     found = {}
     kinds = [(Op.FORWARD, form) for form in (Fusion.NONE, Fusion.GATHER, Fusion.SCATTER)]
     for op, form in [*kinds, (Op.DX, Fusion.NONE), (Op.DW, Fusion.NONE)]:
-        snapshot, draw = Snapshot([Place(Kind.NAMED, path)]), random.Random(7)
+        snapshot, draw = Snapshot([Place(Kind.INSTALLED, path.parent)]), random.Random(7)
         times: dict[str, list[float]] = {"once": [], "another": []}
         for i in range(shapes):
             sizes = draw.randint(7, 200), 64 * draw.randint(10, 144), 64 * draw.randint(10, 100)
@@ -229,7 +229,7 @@ def cost(path: Path, shapes: int = 400, again: int = 200_000) -> dict[str, dict[
         for _ in range(again):
             decide(snapshot, problem, M, local)
         table_us = 1e6 * (time.perf_counter() - begun) / again
-        usable = snapshot.view(local, installed=True).usable[0]
+        usable = next(one for one in snapshot.view(local, installed=True).usable if one.path == path)
         once, another = (sorted(row[1:]) for row in times.values())
         name = f"{op.value} {'+'.join(str(one.name).lower() for one in form) or 'plain'}"
         found[name] = {

@@ -36,6 +36,7 @@ _BANDWIDTH = 0.9  # ... and of the bandwidth
 _NORM = 3.0  # joins memory and compute
 _LACKING = 0.8  # of the time of the rows that a fitted tile lacks, what is saved
 
+_LEAST_WEIGHT = 1e-9  # of the nearest cell's: no cell counts for nothing
 _OWN = 0.5  # of a time's weight: what holds a cell's own ratio to that of all
 _FEW = 0.05  # of all weights: what holds a variant's ratio to ...
 _UNSEEN = 0.2  # ... that of all, and so much more (a logarithm): a variant that won nowhere near is no good guess
@@ -96,7 +97,7 @@ def ratios(evidence: Sequence[Evidence]) -> Ratios:
     Which variant was timed there must not decide by that, so it is taken off.
     """
     least = min(one.apart for one in evidence)
-    weights = [math.exp(least - one.apart) for one in evidence]
+    weights = [max(math.exp(least - one.apart), _LEAST_WEIGHT) for one in evidence]
     total = math.fsum(weights)
     weights = [one / total for one in weights]
     usual = math.fsum(weight * one.ratios[0][1] for weight, one in zip(weights, evidence, strict=True))

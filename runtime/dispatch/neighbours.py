@@ -2,7 +2,9 @@
 
 Only bundles of this capability count, and of their GPUs the one that is this one, or else most like it, and has
 measured anything of the kind. What this process compiled or tuned itself counts for nothing here: it hangs on the calls
-so far, and every process is to choose alike. ``kernels/cost/neighbours.py`` reckons with what is found.
+so far, and every process is to choose alike. Nor do bundles that have a say in their own cells alone
+(``Usable.speaks_of_others``): none makes another cell slower. ``kernels/cost/neighbours.py`` reckons with what is
+found.
 """
 
 from __future__ import annotations
@@ -125,6 +127,8 @@ class Neighbourhood:
         for usable in view.usable:
             bundle = usable.bundle
             if usable.place.kind is Kind.PROCESS or bundle.target.sm != local.sm or not bundle.gpus:
+                continue
+            if not usable.speaks_of_others:
                 continue
             for gpu in bundle.gpus:
                 gpus.setdefault(_gpu_kind(gpu), gpu)

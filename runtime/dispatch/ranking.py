@@ -267,7 +267,7 @@ def _ranked(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View, a
             for index, variant in snapshot.variants(usable.bundle, problem)
             if why_not(variant, kind, local, aligned=aligned) is None and _fits(usable, variant)
         ]
-        fitting = [one for one in every if not one[0].bundle.producer.held_against] or every
+        fitting = [one for one in every if one[0].speaks_of_others] or every
         resources = [Resources.of(variant) for *_, variant in fitting]
         op, chip = problem.canonical.op, chips.chip_of(local.gpu, local.sm)
         known = view, fitting, Ranker(resources, op, problem.dtype, chip), chip

@@ -45,6 +45,14 @@ class Usable(NamedTuple):
         """The bundle's file."""
         return Path(self.bundle.path)
 
+    @property
+    def speaks_of_others(self) -> bool:
+        """Whether it has a say in cells that it has no choice of: not if it was held against what ran before.
+
+        An installed package's has: it was there before, whatever its build was held against.
+        """
+        return self.place.kind is Kind.INSTALLED or not self.bundle.producer.held_against
+
 
 class Skipped(NamedTuple):
     """A bundle that was found and is not used, and why."""

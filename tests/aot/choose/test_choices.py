@@ -217,8 +217,7 @@ def test_an_optional_form_that_no_held_config_serves_still_ships() -> None:
 @pytest.fixture(scope="module")
 def around_an_h100() -> Neighbourhood:
     """What the shipped bundle measured, for an H100."""
-    place = Path(__file__).parents[3] / "artifacts" / "bundles" / "catalogue-sm90.msgpack"
-    found = Snapshot([Place(Kind.NAMED, place)])
+    found = Snapshot([Place(Kind.INSTALLED, Path(__file__).parents[3] / "artifacts" / "bundles")])
     return Neighbourhood(found, H100, found.view(H100, installed=False))
 
 
@@ -226,11 +225,11 @@ def test_without_a_gpu_choices_are_the_runtimes_by_what_is_measured_around(aroun
     """Of a model that no bundle has, over the same variants: built or not, the same code runs."""
     planned = plan(load_models(["shape:E=60,H=2432,I=1408,k=4 tokens=1..4096"]).shapes)
     planned = planned.without({one for one in planned.problems if one.fusion})
-    usable = around_an_h100.view.usable[0]
+    usable = next(one for one in around_an_h100.view.usable if one.path.stem == "catalogue-sm90")
     compiled = [Compiled(one, b"") for one in usable.bundle.variants()]
     chosen = choose(planned, compiled, 90, configs=len(compiled), around=around_an_h100)
     alone = choose(planned, compiled, 90, configs=len(compiled))
-    found = Snapshot([Place(Kind.NAMED, usable.path)])
+    found = Snapshot([Place(Kind.INSTALLED, usable.path.parent)])
     changed = cells = 0
     for problem, choices in chosen.choices.items():
         for one, by_model in zip(choices, alone.choices[problem], strict=True):

@@ -30,6 +30,7 @@ from made import (
 )
 
 from pretuned.artifacts.files.bundle_file import open_bytes
+from pretuned.artifacts.files.publish import publish
 from pretuned.artifacts.format.codec import encode
 from pretuned.artifacts.records.bundle import Choice
 from pretuned.artifacts.records.problem import Layout, Op, Problem
@@ -160,6 +161,26 @@ def test_what_this_process_made_decides_nothing_else(tmp_path: Path) -> None:
     assert decision(found).chosen.index == WIDE
 
 
+def test_a_bundle_that_was_held_against_others_decides_nothing_else(tmp_path: Path) -> None:
+    """It changes its own cells alone: of others nobody measured that it is not slower."""
+    write(tmp_path / "1/before.msgpack", around(WIDE, NARROW), gpus=[H200])
+    near = {replace(ASKED, K=816): [measured(M, NARROW, 9, second=WIDE) for M in (32, 64, 128)]}
+    added = bundle(near, gpus=[H200], tag="added")
+    held = replace(added, producer=added.producer.with_held_against(["ab" * 32]))
+    (tmp_path / "2").mkdir()
+    for one, counts in ((held, False), (added, True)):
+        publish(tmp_path / "2/added.msgpack", encode(one))
+        near_to = decision(snapshot(tmp_path / "2", tmp_path / "1")).chosen.near
+        assert near_to is not None
+        assert (near_to.nearest.K == 816) == counts
+    publish(tmp_path / "2/added.msgpack", encode(held))
+    installed = decision(
+        snapshot(tmp_path / "1", installed=[tmp_path / "2"])
+    ).chosen.near  # what ships was there before
+    assert installed is not None
+    assert installed.nearest.K == 816
+
+
 def test_without_leaves_shapes_out(tmp_path: Path) -> None:
     write(tmp_path / "a.msgpack", around(NARROW, WIDE), gpus=[H200])
     found = snapshot(tmp_path)
@@ -194,7 +215,7 @@ from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.runtime.dispatch.decide import decide
 from pretuned.runtime.dispatch.places import Kind, Place
 from pretuned.runtime.dispatch.snapshot import Snapshot
-found = Snapshot([Place(Kind.NAMED, Path({str(SHIPPED)!r}))])
+found = Snapshot([Place(Kind.INSTALLED, Path({str(SHIPPED.parent)!r}))])
 for op, E, N, K, M in {[(op.value, *sizes) for op, *sizes in asked]}[:: int(sys.argv[1])]:
     got = decide(found, Problem(Op(op), DType.BF16, E, N, K), M, LocalGpu(90, Gpu("NVIDIA H200", 132, 143155, 13000)))
     print(op, got.chosen.index, got.chosen.time_us, got.reason)
