@@ -45,7 +45,7 @@ def plan(
       aot plan --models "Qwen/Qwen3-30B-A3B tp=1,2,4 ep=1,8" --sm 90 --json
     """
     planned, sms, notes = load(models, sm, ops)
-    notes = [*notes, *dict.fromkeys(slow for one in planned.problems if (slow := slow_rows(one)))]
+    notes = (*notes, *dict.fromkeys(slow for one in planned.problems if (slow := slow_rows(one))))
     shards = shapes_on(load_models(models, only=wanted_ops(ops)).shapes, sms)
     estimates = estimate(planned, sms, cache_of(cache_dir, no_cache))
     if as_json:

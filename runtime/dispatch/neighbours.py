@@ -14,7 +14,7 @@ import contextlib
 import copy
 import functools
 import math
-from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from ...artifacts.errors import BundleError
@@ -52,7 +52,7 @@ class Near(NamedTuple):
     ``won`` has the variants, by their ``number``, that are a choice or a runner-up there.
     """
 
-    won: Mapping[Hashable, float]
+    won: Mapping[int, float]
     others: float
     shapes: int
     nearest: Problem
