@@ -132,8 +132,9 @@ def _groups(settings: Mapping[str, Any], where: str) -> tuple[list[_Rule], Mappi
     if len(groups) > _MOST_GROUPS:
         raise InputError(f"{where}: {len(groups):,} config_groups, the limit is {_MOST_GROUPS}")
     targets: dict[str, Mapping[str, Any]] = {}
-    for name, group in groups.items():
-        narrowed = {"config_groups": {name: _mapping(group, "a group of the config", where)}}
+    for name, one in groups.items():
+        group = _mapping(one, "a group of the config", where)
+        narrowed = {"config_groups": {name: group}}
         targets.update(dict.fromkeys(_strings(group, where), narrowed))  # of two groups with one target the later
     modules = [_Rule(word, one) for word, one in targets.items() if word.startswith("re:") or "." in word]
     classes = {word: one for word, one in targets.items() if not word.startswith("re:") and "." not in word}

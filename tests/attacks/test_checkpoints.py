@@ -357,6 +357,9 @@ def test_what_each_part_of_a_config_may_be() -> None:
     other["config_groups"]["group_0"]["weights"]["block_structure"] = [64, 64]
     assert "compressed-tensors' float-quantized with weights of ('float', 8, 'block')" in refused(DOWN, other)
     assert "a group of the config is a int, wanted a dict" in refused(DOWN, {**other, "config_groups": {"g": 5}})
+    for nothing in (None, {}):  # a group without targets names no module
+        other["config_groups"]["group_1"] = nothing
+        assert "float-quantized with weights of ('float', 8, 'block')" in refused(DOWN, other)
 
 
 def test_what_gate_and_up_have_in_common() -> None:
