@@ -20,7 +20,7 @@ import transformers
 from peft import LoraConfig, get_peft_model
 
 from pretuned.integrations.transformers import register
-from pretuned.integrations.transformers.packed import keep_mxfp4
+from pretuned.integrations.transformers import keep_mxfp4
 
 
 def tiny() -> Any:

@@ -42,7 +42,8 @@ from .gates import recognise
 from .injection import watch, watch_loaded
 from .lora import adapted
 from .packed import keep_compressed_tensors
-from .quantised import prepare_parameters, quantised, restore, was_prepared
+from .packed import keep_mxfp4 as keep_mxfp4
+from .quantised import drop_stale, prepare_parameters, quantised, restore, was_cast, was_prepared
 from .quantised import refresh as refresh
 from .usage import watch_models
 
@@ -112,6 +113,7 @@ def _then_prepare(own: Any) -> Any:
     @functools.wraps(own)
     def call(self: Any, *args: Any, **more: Any) -> Any:
         done = own(self, *args, **more)
+        drop_stale(self)
         if _on_gpu(self) and getattr(self.config, "_experts_implementation", None) == NAME:
             prepare(self)
         return done
@@ -184,6 +186,8 @@ def experts_or_own(
     except InputError as error:
         own = _own(type(self))  # type: ignore[arg-type]
         if own is None or settings().strict or any_held(self) or adds_to_codes(self):  # it has no adapters of codes
+            raise
+        if was_cast(self):
             raise
         _tell(f"{type(self).__name__} runs its own code: {error}")
         restore(self)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...runtime.check.tensors import bad
+from ...runtime.driver.device import capturing
 from ...runtime.locks import lock
 from ...runtime.weights.codes import E8M0
 from ...runtime.weights.expert_weights import ExpertWeights, checked, int4_format, synchronize, version_of
@@ -76,17 +77,24 @@ def quantised(experts: Any, name: str) -> ExpertWeights | None:
             "experts_implementation='pretuned'", "experts_forward")  # fmt: skip
     if torch.compiler.is_compiling():
         return _weights(codes, scale)  # a graph can't look at numbers
-    every: _Known | None = experts.__dict__.get(_NAME)
-    if every is None:
-        every = experts.__dict__.setdefault(_NAME, _Known())
+    every = _known(experts)
     entry, state = every.get(name), (*_state(codes), *_state(scale))
     if entry is not None and entry.codes() is codes and entry.scale() is scale and entry.state == state:
         _follow_scale(entry, scale)
         return entry.weights
-    weights = checked(_weights(codes.detach(), scale.detach()))
+    with torch.inference_mode(False), torch.no_grad():  # a copy of scales is written to later, in any mode
+        weights = checked(_weights(codes.detach(), scale.detach()))
     if isinstance(codes, torch.nn.Parameter):  # else it is there for one call
         _keep(every, name, codes, scale, weights)
     return weights
+
+
+def _known(experts: Any) -> _Known:
+    known: _Known | None = experts.__dict__.get(_NAME)
+    if known is None:
+        known = experts.__dict__.setdefault(_NAME, _Known())
+        experts.register_load_state_dict_post_hook(_after_load)
+    return known
 
 
 def _parameters(experts: Any, name: str) -> tuple[torch.Tensor, torch.Tensor, str] | None:
@@ -103,9 +111,31 @@ def _parameters(experts: Any, name: str) -> tuple[torch.Tensor, torch.Tensor, st
         return None
     if not isinstance(codes, torch.Tensor) or not isinstance(scale, torch.Tensor):
         return None
+    if _is_cast(codes, scale):
+        bad(name, f"codes and scales that were cast, to {codes.dtype} and {scale.dtype}", "those of the checkpoint: "
+            "load the model anew, and leave the dtype out of .to()", "experts_forward")  # fmt: skip
     if codes.element_size() != 1 and codes.dtype is not torch.int32:
         return None
     return codes, scale, name + codes_end
+
+
+def _is_cast(codes: torch.Tensor, scale: torch.Tensor) -> bool:
+    """Whether a module of fp8 or fp4 was cast: its codes are numbers without scales then, or its scales no e8m0."""
+    if codes.dtype is torch.int8:
+        return scale.is_floating_point() and scale.dtype is not E8M0
+    wide = codes.is_floating_point() and codes.element_size() > 1
+    return wide and codes.dim() == scale.dim() == 3 and codes.shape[0] == scale.shape[0]
+
+
+def was_cast(experts: Any) -> bool:
+    """Whether codes or scales of the module were cast: the module's own code would ignore scales then."""
+    parameters = experts.__dict__.get("_parameters", {})
+    pairs = (
+        [parameters.get(name + end) for end in ends]
+        for name in ("gate_up_proj", "up_proj", "down_proj")
+        for ends in ENDS
+    )
+    return any(None not in (codes, scale) and _is_cast(codes, scale) for codes, scale in pairs)
 
 
 def _state(parameter: torch.Tensor) -> tuple[object, ...]:
@@ -130,7 +160,9 @@ def _follow_scale(entry: _KnownWeights, scale: torch.Tensor) -> None:
     version = version_of(scale)
     if entry.version[0] != version:
         if scale.data_ptr() != entry.weights.scale.data_ptr():
-            entry.weights.scale.copy_(fp8_scale(scale))
+            entry.weights.scale.copy_(fp8_scale(scale.detach()))
+            if capturing():  # nothing is copied before the graph's replay: the next call copies again
+                return
             synchronize(entry.weights.scale)
         entry.version[0] = version
 
@@ -141,12 +173,29 @@ def refresh(model: torch.nn.Module) -> None:
     Such writes go through ``.data``, come from a kernel of your own, or go to tensors made in inference mode.
     """
     for experts in model.modules():
-        for entry in list(experts.__dict__.get(_NAME, {}).values()):
-            scale = entry.scale()
-            if scale is not None:
-                entry.version[0] = -1
-                _follow_scale(entry, scale)
-                entry.weights.refresh()
+        _after_load(experts)
+
+
+def _after_load(experts: Any, *_: Any) -> None:
+    """Rewrite at once what is made of scales: a captured graph is replayed without a call that could."""
+    known: _Known = experts.__dict__.get(_NAME, _Known())
+    for name, entry in list(known.items()):
+        scale = entry.scale()
+        if scale is not None and not scale.untyped_storage().nbytes():  # FSDP2 gathers it in the next forward
+            known.pop(name, None)
+        elif scale is not None:
+            entry.version[0] = -1
+            _follow_scale(entry, scale)
+            entry.weights.refresh()
+
+
+def drop_stale(experts: Any) -> None:
+    """Forget weights whose parameters have other memory by now, so that the old memory is freed."""
+    known: _Known = experts.__dict__.get(_NAME, _Known())
+    for name, entry in list(known.items()):
+        codes, scale = entry.codes(), entry.scale()
+        if codes is None or scale is None or entry.state != (*_state(codes), *_state(scale)):
+            known.pop(name, None)
 
 
 def _weights(codes: torch.Tensor, scale: torch.Tensor) -> ExpertWeights:
@@ -223,8 +272,7 @@ def _prepare(
             made_scale = torch.nn.Parameter(made.scale, requires_grad=False)
         made_codes = torch.nn.Parameter(made.codes, requires_grad=False)
     _exchange(experts, {codes_name: made_codes, scale_name: made_scale})
-    every: _Known = experts.__dict__.setdefault(_NAME, _Known())
-    _keep(every, name, made_codes, made_scale, made)
+    _keep(_known(experts), name, made_codes, made_scale, made)
 
 
 def _exchange(experts: Any, made: dict[str, torch.nn.Parameter]) -> None:
@@ -244,6 +292,9 @@ def restore(experts: Any, names: Iterable[str] | None = None) -> None:
             codes, scale = (experts._parameters.get(each) for each in stored[:2])
             if codes is None or scale is None or codes.dim() != _PREPARED_DIMS or (names and name not in names):
                 continue
+            if capturing():
+                bad(name, "prepared, and a CUDA graph is being captured", "a call before the capture, which restores "
+                    "the checkpoint's layout", "restore")  # fmt: skip
             made = _translated(stored, codes.detach(), scale.detach())
             _exchange(experts, {each: torch.nn.Parameter(one, requires_grad=False) for each, one in made.items()})
 
@@ -256,7 +307,8 @@ def _translated(stored: _Stored, codes: torch.Tensor, scale: torch.Tensor) -> di
         made = {stored.codes: _like(codes, plain.codes.view(dtype).view(E, *shape))}
         if scale.dim() == _PREPARED_DIMS - 1:
             dtype, shape = stored.scale_like
-            made[stored.scale] = _like(scale, plain.scale.view(dtype).view(E, *shape))
+            plain_scale = plain.scale.view(dtype) if plain.scale.dtype is torch.uint8 else plain.scale  # others: cast
+            made[stored.scale] = _like(scale, plain_scale.view(E, *shape))
         return made
 
 

@@ -513,3 +513,100 @@ def test_fsdp2_over_experts(library: Any, tmp_path: Path, when: str) -> None:
     ]
     errors = [one.communicate(timeout=300)[1] for one in both]
     assert [one.returncode for one in both] == [0, 0], "\n".join(errors)
+
+
+@BOTH
+def test_cast_codes_and_scales_are_refused(library: Any, config: dict[str, Any]) -> None:
+    """The module's own code ignores scales beside codes that were cast: it may not run instead."""
+    ours.register()
+    model, _ = pair(library, **config)
+    (_, experts), *_ = experts_of(model)
+    torch.nn.Module.to(experts, torch.bfloat16)
+    x, ids, weights = torch.randn(6, 128).bfloat16(), torch.randint(0, 4, (6, 2)), torch.rand(6, 2)
+    with pytest.raises(InputError, match=r"cast, to torch\..* leave the dtype out of \.to\(\)"):
+        ours.experts_or_own(experts, x, ids, weights)
+
+
+@BOTH
+@pytest.mark.parametrize("prepared", [False, True])
+@torch.no_grad()
+def test_moved_parameters_leave_no_memory_behind(library: Any, config: dict[str, Any], prepared: bool) -> None:
+    """``.to`` gives a parameter other memory; the weights of the last call kept the old."""
+    ours.register()
+    model, _ = pair(library, **config)
+    if prepared:
+        prepare(model)
+    said, (_, experts) = model(IDS).logits, experts_of(model)[0]
+    old = weakref.ref(quantised(experts, "down_proj"))
+    experts._apply(torch.clone)
+    gc.collect()
+    assert old() is None
+    assert torch.equal(model(IDS).logits, said)
+    kept = quantised(experts, "down_proj")
+    model.to("cpu")  # where it is
+    assert quantised(experts, "down_proj") is kept  # a captured graph reads its scales
+
+
+@pytest.mark.parametrize("mode", [False, True])
+@pytest.mark.parametrize("prepared", [False, True])
+def test_loading_rewrites_derived_scales_at_once(library: Any, prepared: bool, mode: bool) -> None:
+    """Before any call: a captured graph that is replayed makes none. Of tensors made in inference mode, too."""
+    with torch.inference_mode(mode):
+        model, _ = pair(library)
+        (_, experts), *_ = experts_of(model)
+        scale = experts.down_proj_scale_inv.detach().bfloat16()
+        experts.down_proj_scale_inv = torch.nn.Parameter(scale, requires_grad=not mode)
+        if prepared:
+            prepare(model)
+    with torch.inference_mode():  # as generate() makes the first call
+        model(IDS)
+    weights = quantised(experts, "down_proj")
+    read = weights.derived if prepared else weights.scale
+    before, state = read.clone(), {name: one.clone() for name, one in experts.state_dict().items()}
+    state["down_proj_scale_inv"] *= 2
+    with torch.inference_mode(mode):
+        experts.load_state_dict(state)
+    assert torch.equal(read, before * 2)
+    assert quantised(experts, "down_proj") is weights
+    assert not weights.scale.requires_grad
+
+
+def test_scales_that_a_capture_copies_are_copied_again(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a graph is captured of has not run when the capture ends. (Nothing is captured here.)"""
+    model, _ = pair(library)
+    (_, experts), *_ = experts_of(model)
+    experts.down_proj_scale_inv = torch.nn.Parameter(experts.down_proj_scale_inv.bfloat16(), requires_grad=False)
+    weights = quantised(experts, "down_proj")
+    before = weights.scale.clone()
+    with torch.no_grad():
+        experts.down_proj_scale_inv.mul_(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules[restore.__module__], "capturing", lambda: True)
+        assert quantised(experts, "down_proj") is weights
+        weights.scale.copy_(before)  # as before the replay
+    assert torch.equal(quantised(experts, "down_proj").scale, before * 2)
+    prepare(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules[restore.__module__], "capturing", lambda: True)
+        with pytest.raises(InputError, match="a CUDA graph is being captured"):
+            restore(experts)
+
+
+def test_cast_scales_of_prepared_int4_are_saved_as_numbers(library: Any, keeping: None, tmp_path: Path) -> None:
+    """bf16 and fp16 have as many bytes: a state_dict took the bits of one for those of the other."""
+    import tiny_quantised
+
+    saved = tiny_quantised.int4(tmp_path)
+    model = library.AutoModelForCausalLM.from_pretrained(
+        saved.quantised, experts_implementation="pretuned", dtype=torch.float32
+    )
+    (_, experts), *_ = experts_of(model)
+    before = experts.state_dict()["down_proj_scale"].float()
+    prepare(model)
+    said = model(IDS).logits
+    torch.nn.Module.half(experts)
+    assert torch.equal(experts.state_dict()["down_proj_scale"].float(), before)
+    assert torch.equal(model(IDS).logits, said)
+    restore(experts)
+    assert torch.equal(experts.down_proj_scale.float(), before)
+    assert torch.equal(model(IDS).logits, said)
