@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 _TEGRA = 87
@@ -48,6 +49,11 @@ class Gpu:
 def same_gpu(one: Gpu | None, other: Gpu | None) -> bool:
     """Whether times of one bundle compare: measured on one GPU, or (None) both the cost model's."""
     return one is other if one is None or other is None else one.is_like(other)
+
+
+def gpus_apart(one: Gpu, other: Gpu) -> float:
+    """How unlike two GPUs of one capability are, in doublings of SMs and of memory."""
+    return abs(math.log2(one.sm_count / other.sm_count)) + abs(math.log2(one.memory_mib / other.memory_mib))
 
 
 @dataclass(frozen=True, slots=True)

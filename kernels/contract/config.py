@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -189,3 +190,12 @@ def misfit(name: str, value: int, allowed: Sequence[int]) -> str:
 
 def _said(value: int) -> str:
     return value.name if isinstance(value, enum.Enum) else str(value)
+
+
+@functools.lru_cache(maxsize=4096)
+def config_of(pairs: tuple[tuple[str, int], ...]) -> Config | None:
+    """The config of a variant, by its pairs; None where this version does not know it."""
+    try:
+        return Config.from_pairs(pairs)
+    except ValueError:
+        return None

@@ -10,7 +10,7 @@ import contextlib
 import logging
 from collections.abc import Hashable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...artifacts.errors import ProblemNotInBundle
 from ...artifacts.names import printable
@@ -23,10 +23,12 @@ from .. import hooks
 from ..locks import lock
 from . import compiled
 from .hints import nearest_shapes, remedy
-from .neighbours import Near
 from .places import Kind
 from .ranking import Candidate, Match, Origin, chosen, modelled
 from .snapshot import Rejected, Snapshot, View
+
+if TYPE_CHECKING:
+    from .neighbours import Near
 
 _log = logging.getLogger(__name__)
 _HALVES = (DType.BF16, DType.FP16)

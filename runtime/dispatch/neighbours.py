@@ -12,7 +12,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import copy
-import functools
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -20,8 +19,8 @@ from typing import Any, NamedTuple, TypeAlias
 from ...artifacts.errors import BundleError
 from ...artifacts.records.bundle import Timed, Variant
 from ...artifacts.records.problem import Problem
-from ...artifacts.records.target import Gpu, LocalGpu
-from ...kernels.contract.config import Config
+from ...artifacts.records.target import Gpu, LocalGpu, gpus_apart
+from ...kernels.contract.config import Config, config_of
 from ...kernels.contract.words import has_aligned_rows
 from ...kernels.cost import neighbours as cost
 from ...kernels.cost.neighbours import Evidence
@@ -300,15 +299,6 @@ def blended(
     return sorted(found + others)
 
 
-@functools.lru_cache(maxsize=4096)
-def config_of(pairs: tuple[tuple[str, int], ...]) -> Config | None:
-    """The config of a variant; None where this version does not know it."""
-    try:
-        return Config.from_pairs(pairs)
-    except ValueError:
-        return None
-
-
 def _kind(problem: Problem, aligned: bool) -> _Kind:
     return problem.op, problem.dtype, problem.layout, problem.fusion, aligned
 
@@ -333,8 +323,3 @@ def _place(problem: Problem) -> _Place:
 
 def _gpu_kind(gpu: Gpu) -> _GpuKind:
     return gpu.name, gpu.sm_count, gpu.memory_mib
-
-
-def gpus_apart(one: Gpu, other: Gpu) -> float:
-    """How unlike two GPUs of one capability are, in doublings of SMs and of memory."""
-    return abs(math.log2(one.sm_count / other.sm_count)) + abs(math.log2(one.memory_mib / other.memory_mib))

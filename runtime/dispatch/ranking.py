@@ -32,19 +32,19 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from ...artifacts.records.bundle import Choice, Source, Variant
 from ...artifacts.records.problem import Fusion, Problem
-from ...artifacts.records.target import Gpu, LocalGpu
+from ...artifacts.records.target import Gpu, LocalGpu, gpus_apart
 from ...kernels.contract import registry, words
-from ...kernels.contract.config import Config
+from ...kernels.contract.config import Config, config_of
 from ...kernels.contract.spec import Spec
 from ...kernels.hardware import arch, chips
 from .. import verdicts
-from .neighbours import Near, Neighbourhood, blended, config_of, gpus_apart, neighbourhood
 from .places import Kind
 from .snapshot import Snapshot, Usable, View
 
 if TYPE_CHECKING:
     from ...kernels.cost.model import Ranker
     from ...kernels.hardware.chips import Chip
+    from .neighbours import Near, Neighbourhood
 
     _Fitting: TypeAlias = list[tuple[Usable, int, Variant]]
     _Ranked: TypeAlias = tuple[View, _Fitting, Ranker, Chip]
@@ -186,6 +186,8 @@ def modelled(
     """What the cost model says of every variant that fits, whatever it was chosen for; the best ``most`` of them."""
     if local.sm not in arch.ARCHS:
         return []
+    from .neighbours import blended, neighbourhood  # here, as most calls are answered by a choice of a bundle
+
     _, fitting, ranker, chip = _ranked(snapshot, problem, local, view, aligned)
     measured = neighbourhood(snapshot, local, view)
     around = measured.near(problem, bucket, aligned=aligned)

@@ -238,3 +238,10 @@ def test_the_cost_models_ranking_is_whole_where_all_are_asked_for(tmp_path: Path
     assert every[0].near is not None
     assert sum(one.near is not None for one in every) == 2
     assert [one.time_us for one in every] == sorted(one.time_us for one in every)
+
+
+def test_the_neighbours_are_imported_when_a_problem_is_in_no_bundle() -> None:
+    """Most processes have a choice for all that they call: the cost model and this take time to import."""
+    code = "import sys, pretuned.runtime.dispatch.decide; print([one for one in sys.modules if '.cost' in one])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
