@@ -35,10 +35,10 @@ def tables() -> Iterator[tuple[Path, str, list[str]]]:
     fit, cost = _read("fit-h200-bf16.json"), _read("unknown-cost.json")
     select = _read("select-h200-bf16.json")["select"]
     yield COST_MODEL, "| | fitted: mean |", [
-        f"| {f'**{name}**' if name in OPS else name} | {percent(row['mean_loss'])} | {percent(row['max_loss'])} "
+        f"| {name} | {percent(row['mean_loss'])} | {percent(row['max_loss'])} "
         f"| {row['estimate_over_measured']:.2f} | {percent(fit['models left out'][name]['mean_loss'])} "
         f"| {percent(fit['models left out'][name]['max_loss'])} |"
-        for name, row in fit["fitted"].items() if name in OPS or "T=" in name  # the file has each model, too
+        for name, row in fit["fitted"].items() if name in OPS  # the file has each model and number of tokens, too
     ]  # fmt: skip
     limits = [row["at_most"] for row in select[OPS[0]]["sets"]]
     yield COST_MODEL, "| at most |", [
