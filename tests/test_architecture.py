@@ -34,7 +34,7 @@ ORDER: dict[str, tuple[str, ...]] = {
 LAYERS = tuple(ORDER)
 # What else than the standard library a layer or a room may import; the longest name that fits counts.
 THIRD_PARTY: dict[str, frozenset[str] | None] = {  # None: anything
-    "artifacts": frozenset({"msgpack"}),
+    "artifacts": frozenset({"msgpack", "filelock"}),
     "kernels": frozenset({"torch"}),
     "kernels.hardware": frozenset(),
     "kernels.contract": frozenset(),

@@ -43,10 +43,10 @@ def test_the_wheel_holds_the_four_layers_and_nothing_else(wheel: zipfile.ZipFile
     assert held == sources | {f"pretuned/{name}" for name in DATA} | bundles
 
 
-def test_the_runtime_needs_two_packages_and_only_who_compiles_triton(wheel: zipfile.ZipFile) -> None:
+def test_the_runtime_needs_three_packages_and_only_who_compiles_triton(wheel: zipfile.ZipFile) -> None:
     metadata = next(wheel.read(name).decode() for name in wheel.namelist() if name.endswith("METADATA"))
     needs = [line.split(": ", 1)[1] for line in metadata.splitlines() if line.startswith("Requires-Dist")]
-    assert sorted(need.split(">")[0] for need in needs if "extra ==" not in need) == ["msgpack", "torch"]
+    assert sorted(need.split(">")[0] for need in needs if "extra ==" not in need) == ["filelock", "msgpack", "torch"]
     compilers = [need.split("; extra == ") for need in needs if need.startswith("triton")]
     first, last = KNOWN
     assert compilers == [[f"triton<{last[0]}.{last[1] + 1},>={first[0]}.{first[1]}", '"compile"']]

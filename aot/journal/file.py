@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...artifacts.errors import HostError, InputError, LockBusy
-from ...artifacts.files.lock import NO_LOCKS, no_locks, release, take
+from ...artifacts.files.lock import no_locks, release, take
 from ...artifacts.files.publish import make_folder
 from ...artifacts.format.checks import digest, integer, name, shown
 from ...artifacts.limits import MAX_DIM
@@ -222,7 +222,7 @@ def open_journal(path: Path, header: Header, note: Callable[[str], None] = lambd
     except OSError as error:
         reason = error.strerror or error
         raise HostError(f"can't lock '{lock_path}': {reason}. Name a writable place with --journal") from error
-    if lock == NO_LOCKS:
+    if lock is None:
         note(no_locks(path))
     try:
         try:

@@ -1,4 +1,4 @@
-"""Locks among processes, by flock: of a directory that pretuned itself writes, or of a file's own lock file."""
+"""Locks among processes, by filelock: of a directory that pretuned itself writes, or of a file's own lock file."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import errno
 import logging
 import os
 import shlex
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import HostError, LockBusy
 from .publish import make_folder, too_many_open
 
+if TYPE_CHECKING:
+    import filelock
+
 LOCK_NAME = ".pretuned.lock"
-NO_LOCKS = -1  # in place of a descriptor: the file system has no locks
 # What flock says on a file system without locks: Lustre mounted noflock and some FUSE, and NFS without its lock server.
 _NONE_THERE = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
-_POLL_S = 0.05
 
 _log = logging.getLogger(__name__)
 _told: set[Path] = set()  # directories of the cache about which something was logged
@@ -37,9 +38,9 @@ def lock(directory: str | os.PathLike[str], timeout_s: float, *, required: bool 
         if ``required`` is true and it can't be locked, though the file system has locks: LockBusy if another process
         holds it.
     """
-    path, fd = Path(directory) / LOCK_NAME, NO_LOCKS
+    path, held = Path(directory) / LOCK_NAME, None
     try:
-        fd = take(path, timeout_s)
+        held = take(path, timeout_s)
     except LockBusy:
         if required:
             raise
@@ -48,20 +49,17 @@ def lock(directory: str | os.PathLike[str], timeout_s: float, *, required: bool 
             needed = too_many_open(error) or "The directory must be writable and have room"
             raise HostError(f"can't lock {str(path)!r}: {error.strerror or error}. {needed}") from error
     try:
-        yield fd != NO_LOCKS
+        yield held is not None
     finally:
         try:
-            release(fd, path)
+            release(held, path)
         except HostError:
             if required:
                 raise
 
 
-def take(path: Path, timeout_s: float) -> int:
-    """Lock a file, which is made if it is missing; the descriptor to ``release``, or NO_LOCKS.
-
-    (filelock takes the same lock. It is not used: where flock is missing its later versions wait for the file itself to
-    vanish, which for a lock file that stays is for ever.)
+def take(path: Path, timeout_s: float) -> filelock.BaseFileLock | None:
+    """Lock a file, which is made if it is missing; the lock to ``release``, or None on a file system without locks.
 
     Raises
     ------
@@ -71,32 +69,27 @@ def take(path: Path, timeout_s: float) -> int:
         if its directory or the file can't be made, opened or locked.
     """
     try:
-        import fcntl
+        import fcntl  # noqa: F401 - without it filelock takes soft locks
     except ImportError:  # no POSIX
-        return NO_LOCKS
+        return None
+    import filelock  # here, as it brings asyncio and sqlite3 along, and most processes never lock anything
+
     make_folder(path.parent)
-    end = time.monotonic() + timeout_s
-    while True:
-        # Not everybody's to write, whatever the umask; a FIFO of that name is not waited for.
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o664)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(fd).st_nlink:  # else it was removed meanwhile, and guards nothing
-                return fd
-        except BlockingIOError:
-            pass
-        except BaseException as error:
-            os.close(fd)
-            if isinstance(error, OSError) and has_none(error):
-                return NO_LOCKS
-            raise
-        os.close(fd)
-        if time.monotonic() >= end:
-            raise LockBusy(f"can't lock {str(path)!r}: another process held it for {timeout_s} s")
-        time.sleep(_POLL_S)
+    # Not everybody's to write, whatever the umask. No soft lock where flock is missing: it waits until the lock file
+    # vanishes, and ours stays.
+    held = filelock.FileLock(path, timeout_s, mode=0o664, thread_local=False, fallback_to_soft=False)
+    try:
+        held.acquire()
+    except filelock.Timeout:
+        raise LockBusy(f"can't lock {str(path)!r}: another process held it for {timeout_s} s") from None
+    except OSError as error:
+        if has_none(error):
+            return None
+        raise
+    return held
 
 
-def release(fd: int, path: Path) -> None:
+def release(held: filelock.BaseFileLock | None, path: Path) -> None:
     """Let a lock go that ``take`` took. A child of ``fork`` does not hold on to it.
 
     Raises
@@ -104,20 +97,15 @@ def release(fd: int, path: Path) -> None:
     HostError
         where the file system refuses, as NFS does without its lock server: whoever waits for it may wait long.
     """
-    if fd == NO_LOCKS:
+    if held is None:
         return
-    import fcntl
-
     try:
-        fcntl.flock(fd, fcntl.LOCK_UN)
+        held.release()
     except OSError as error:
         raise HostError(
             f"can't unlock {str(path)!r}: {error.strerror or error}. What was done under the lock is done; "
             "the file system must have locks"
         ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            os.close(fd)
 
 
 def check_cache(folder: Path) -> None:
@@ -192,7 +180,7 @@ def reading(directory: str | os.PathLike[str], timeout_s: float) -> Iterator[Non
 
 
 def _share(path: str) -> int:
-    """Take the lock for reading, without waiting; closing what is returned lets it go."""
+    """Take the lock that filelock takes, for reading, without waiting; closing what is returned lets it go."""
     import fcntl  # here, so that importing this needs no POSIX
 
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -26,7 +26,7 @@ from .survey import survey
 _VARIABLES = (
     settings.BUNDLES, settings.DISABLE_AUTOTUNE, settings.DISABLE_PROOF, settings.STRICT, settings.TRUSTED_KEYS,
 )  # fmt: skip
-_PACKAGES = ("pretuned", "torch", "msgpack", "triton")
+_PACKAGES = ("pretuned", "torch", "msgpack", "filelock", "triton")
 
 
 @dataclass(frozen=True, slots=True)

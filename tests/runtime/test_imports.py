@@ -15,7 +15,7 @@ def modules_after(code: str, **environment: str) -> dict[str, bool]:
     """In a fresh process, after ``code``: whether each of some modules is imported, and whether CUDA is."""
     report = """
 import json, sys
-watched = ("torch", "triton", "click", "rich", "pebble", "msgpack",
+watched = ("torch", "triton", "click", "rich", "pebble", "filelock", "msgpack",
            "pretuned.aot", "pretuned.artifacts.files", "pretuned.artifacts.format", "pretuned.kernels",
            "pretuned.kernels.contract.registry", "pretuned.kernels.cost.model", "pretuned.kernels.gemm.portable.rows",
            "pretuned.runtime.dispatch", "pretuned.runtime.driver.cuda", "pretuned.runtime.launch",
@@ -62,7 +62,7 @@ def test_the_package_alone_imports_nothing() -> None:
 def test_a_call_adds_no_triton_and_no_command_line(name: str) -> None:
     alone = modules_of_torch()
     found = modules_after(f"from pretuned.runtime import {name}", PRETUNED_STRICT="maybe")
-    for module in ("triton", "click", "rich", "pebble", "pretuned.aot",
+    for module in ("triton", "click", "rich", "pebble", "filelock", "pretuned.aot",
                    "pretuned.kernels.gemm.portable.rows",
                    "pretuned.kernels.cost.model", "cuda"):  # fmt: skip
         assert found[module] <= alone[module], module
@@ -73,8 +73,8 @@ def test_all_that_chooses_and_launches_waits_for_a_first_call() -> None:
     """Three quarters of what the import took; kernels and bundles are no part of it."""
     alone = modules_of_torch()
     found = modules_after("from pretuned.runtime import grouped_gemm, moe_mlp")
-    waits = [name for name in found if name.startswith(("msgpack", "pretuned."))]
-    assert len(waits) == 13
+    waits = [name for name in found if name.startswith(("msgpack", "filelock", "pretuned."))]
+    assert len(waits) == 14
     for module in waits:
         assert found[module] <= alone[module], module
     called = modules_after(

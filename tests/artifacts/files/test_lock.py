@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -90,7 +91,8 @@ def test_reading_follows_no_link_and_lets_go_after_an_error(tmp_path):
 def test_a_lock_that_can_not_be_let_go_names_its_file(tmp_path):
     path = tmp_path / ".pretuned.lock"
     held = take(path, 0)
-    os.close(held)
+    (fd,) = (one for one in Path("/proc/self/fd").iterdir() if one.is_symlink() and one.readlink() == path)
+    os.close(int(fd.name))
     with pytest.raises(HostError, match=rf"can't unlock '{path}': .*must have locks"):
         release(held, path)
 
@@ -124,8 +126,9 @@ def test_what_is_wrong_where_it_can_not_be_locked_and_what_is_needed():
         pass
 
 
-def test_a_locks_file_is_its_group_s_to_lock_and_nobody_elses_to_write(tmp_path):
-    old = os.umask(0)
+@pytest.mark.parametrize("umask", [0, 0o022, 0o077])
+def test_a_locks_file_is_its_group_s_to_lock_and_nobody_elses_to_write(tmp_path, umask):
+    old = os.umask(umask)
     try:
         with lock(tmp_path / "a", 0):
             assert (tmp_path / "a" / ".pretuned.lock").stat().st_mode & 0o7777 == 0o664
@@ -165,18 +168,55 @@ def test_a_child_of_fork_does_not_hold_on_to_a_lock(tmp_path):
     os.waitpid(child, 0)
 
 
-def test_filelock_takes_the_same_lock(tmp_path):
-    """An older pretuned used it."""
-    filelock = pytest.importorskip("filelock")
-    with lock(tmp_path, 0), pytest.raises(filelock.Timeout):
-        filelock.FileLock(tmp_path / ".pretuned.lock").acquire(timeout=0)
-    with filelock.FileLock(tmp_path / ".pretuned.lock"), lock(tmp_path, 0) as held:
-        assert not held
+def test_a_lock_is_flock_s_as_in_every_version(tmp_path):
+    with lock(tmp_path, 0), (tmp_path / ".pretuned.lock").open() as file, pytest.raises(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with (tmp_path / ".pretuned.lock").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with lock(tmp_path, 0) as held:
+            assert not held
+
+
+def test_a_lock_follows_no_link_and_waits_for_no_fifo(tmp_path):
+    for name in ("link", "fifo"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link" / ".pretuned.lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(HostError, match=r"can't lock .*link"), lock(tmp_path / "link", 0, required=True):
+        pass
+    assert not (tmp_path / "elsewhere").exists()
+    os.mkfifo(tmp_path / "fifo" / ".pretuned.lock")
+    begin = time.perf_counter()
+    with lock(tmp_path / "fifo", 0):  # (versions of filelock differ in whether it can be locked)
+        assert time.perf_counter() - begin < 10
+
+
+def test_another_thread_lets_go_of_a_lock(tmp_path):
+    path = tmp_path / ".pretuned.lock"
+    held = take(path, 0)
+    thread = threading.Thread(target=release, args=(held, path))
+    thread.start()
+    thread.join()
+    with lock(tmp_path, 0) as again:
+        assert again
+
+
+def test_a_child_of_fork_that_lets_go_leaves_its_parent_the_lock(tmp_path):
+    path = tmp_path / ".pretuned.lock"
+    held = take(path, 0)
+    child = os.fork()
+    if not child:
+        with contextlib.suppress(BaseException):
+            release(held, path)
+        os._exit(0)
+    os.waitpid(child, 0)
+    with lock(tmp_path, 0) as again:
+        assert not again
+    release(held, path)
 
 
 AS_USER = 34567
 NOTES = """
-import logging, os, sys
+import filelock, logging, os, sys  # filelock as root: the user may not be able to read root's Python
 from made import ON_A100, SPECS, variant
 from pretuned.aot.compile.cache import CompileCache, default_dir
 from pretuned.runtime import verdicts
