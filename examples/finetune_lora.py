@@ -19,8 +19,7 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 
-from pretuned.integrations.transformers import register
-from pretuned.integrations.transformers import keep_mxfp4
+from pretuned.integrations.transformers import keep_mxfp4, register
 
 
 def tiny() -> Any:

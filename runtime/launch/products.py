@@ -79,16 +79,17 @@ def operands_of(w: torch.Tensor | ExpertWeights) -> dict[str, torch.Tensor | Non
     """The tensors that kernels read of w, by the names that steps have for them."""
     if isinstance(w, ExpertWeights):
         found = {"w": w.codes, "w_scale": w.kernel_scale if w.is_prepared else None, "w_outer": w.outer_scale}
-        found["w_zero"] = w.zero
-        if all(w.plain_scale is not one for one in found.values()):  # else two operands would be one tensor
-            found["w_scales"] = w.plain_scale  # as they are, beside those that are made of them
+        found["w_zero"], plain = w.zero, w.plain_scale
+        if all(plain is not one for one in found.values()):  # else two operands would be one tensor
+            found["w_scales"] = plain  # as they are, beside those that are made of them
         return found
     return {"w": w}
 
 
 def _plain_scale(w: ExpertWeights) -> str:
     """The name of the operand that is ``w.plain_scale``."""
-    return next(name for name, one in operands_of(w).items() if one is w.plain_scale)
+    found = operands_of(w)
+    return "w_scales" if "w_scales" in found else next(name for name, one in found.items() if one is w.plain_scale)
 
 
 def resolve(call: Rows, y: torch.Tensor) -> Product | None:

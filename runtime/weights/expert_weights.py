@@ -237,13 +237,23 @@ class ExpertWeights:
 
         Weights that no kernel reads in another layout are returned as they are: N or K that are no multiples of 64 (of
         128 where a scale is of so many), or a scale above 2 of mxfp4 or of 1,024 and more of int4.
+
+        Raises
+        ------
+        InputError
+            in the capture of a CUDA graph.
         """
         with lock("prepare"):
             known: ExpertWeights | None = self.__dict__.get("_prepared")
             if known is not None:
                 return known
             order = _orders().get(self.format)
-            if order is None or not self.can_be_prepared:
+            if order is None or self.is_prepared:
+                return self
+            if is_captured(self.codes):
+                raise InputError("ExpertWeights: prepare() in the capture of a CUDA graph, which would read released "
+                                 "tensors: call it before the capture")  # fmt: skip
+            if not self.can_be_prepared:
                 return self
             with torch.inference_mode(False), torch.no_grad():
                 codes = _each(order.prepared, self.codes)
@@ -251,8 +261,9 @@ class ExpertWeights:
                 scale = _each(order.prepared_scale, self.scale) if moves else self.scale
             made = ExpertWeights(self.format, codes, scale, self.zero, self.global_scale)
             _ = made.kernel_scale  # made now: not in a graph capture
-            synchronize(codes)
-            self.__dict__ = {"format": self.format, "_prepared": made}
+            released, self.__dict__ = self.__dict__, {"format": self.format, "_prepared": made}
+            synchronize(codes)  # and calls that read the released tensors are over before their memory is used again
+            del released
             return made
 
     def prepare_in_place(self) -> ExpertWeights:
@@ -317,18 +328,17 @@ class ExpertWeights:
             raise bad("scale", "too large for prepared codes", _MOST_SCALES)
         if self.scale.dtype is not other.scale.dtype:
             raise bad("scale", f"{other.scale.dtype}", f"{self.scale.dtype}, as these weights have it")
-        with torch.inference_mode(self.codes.is_inference()), torch.no_grad():
-            for mine, theirs, to, back in (
-                (self.codes, other.codes, order and order.prepared, order and order.stored),
-                (self.scale, other.scale, order and order.prepared_scale, order and order.stored_scale),
-            ):
-                move = None if mine.dim() == theirs.dim() else to if mine.dim() > theirs.dim() else back
+        moves = {"codes": (order and order.prepared, order and order.stored),
+                 "scale": (order and order.prepared_scale, order and order.stored_scale)}  # fmt: skip
+        given = other.tensors()
+        for name, mine in self.tensors().items():
+            theirs = given[name]
+            to, back = moves.get(name, (None, None))
+            move = None if mine.dim() == theirs.dim() else to if mine.dim() > theirs.dim() else back
+            with torch.inference_mode(mine.is_inference()), torch.no_grad():
                 for expert in range(mine.shape[0]):
                     there = theirs[expert].to(mine.device)
                     mine[expert].copy_(there if move is None else move(there))
-            for mine_or_none, theirs_or_none in ((self.zero, other.zero), (self.global_scale, other.global_scale)):
-                if mine_or_none is not None and theirs_or_none is not None:
-                    mine_or_none.copy_(theirs_or_none)
         return self.refresh()
 
     def refresh(self) -> ExpertWeights:
@@ -377,7 +387,7 @@ class ExpertWeights:
             source = self.scale, version_of(self.scale)
             if self.derived is not None and self.is_prepared and not _order_of(self).room(self.scale):
                 raise bad("scale", "too large for prepared codes", _MOST_SCALES)
-            capturing = self.scale.is_cuda and torch.cuda.is_current_stream_capturing()
+            capturing = is_captured(self.scale)
             with torch.inference_mode(self.derived is not None and self.derived.is_inference()), torch.no_grad():
                 made = self.derived_now()
                 if made is None or (capturing and self.derived is None):
@@ -406,7 +416,9 @@ class ExpertWeights:
         return self.scale if self.scale.dim() == 2 else self.global_scale
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> ExpertWeights:
-        """The same on another device; itself if it is there."""
+        """The same on another device; itself if it is there. InputError for a dtype: a format has its own."""
+        if not isinstance(device, (torch.device, str, int)):
+            raise bad("the argument of to()", repr(device), "a device")
         if self.codes.to(device, non_blocking=non_blocking) is self.codes:
             return self
         moved = {name: one.to(device, non_blocking=non_blocking) for name, one in self.tensors().items()}
@@ -497,8 +509,13 @@ def version_of(tensor: torch.Tensor) -> int | None:
 
 def synchronize(made: torch.Tensor) -> None:
     """Wait until a new tensor is whole, so that any stream may read it; in a graph capture there is nothing to do."""
-    if made.is_cuda and not torch.cuda.is_current_stream_capturing():
+    if made.is_cuda and not is_captured(made):
         torch.cuda.synchronize(made.device)
+
+
+def is_captured(tensor: torch.Tensor) -> bool:
+    """Whether what runs on this tensor now becomes part of a CUDA graph, and does not run yet."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _each(move: Callable[[torch.Tensor], torch.Tensor] | None, given: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -372,3 +373,14 @@ def test_each_dtype_is_tuned_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu = SimpleNamespace(is_cuda=True, get_device=lambda: 1)
     api_call._tune(SimpleNamespace(M=T), on_gpu)  # type: ignore[arg-type]
     assert asked == [(found[:1], T, 1), (found[1:], T, 1)]
+
+
+def test_a_first_call_in_a_capture_derives_scales_as_a_part_of_it(gpu: Gpu80, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look at them makes others then: a launch names them without one."""
+    monkeypatch.setattr(sys.modules[ExpertWeights.__module__], "is_captured", lambda tensor: True)
+    made = weights("int4_g32")
+    w = ExpertWeights.int4(made.codes, made.scale.half())
+    grouped_gemm(torch.randn(T, K).bfloat16(), w, counts())
+    assert w.derived is None
+    ((_, read),) = gpu.launched
+    assert read["w_scale"] not in (0, w.scale.data_ptr())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -150,3 +151,34 @@ def test_what_can_not_be_used_is_told(make: Callable[[], object], told: str) -> 
     with pytest.raises(InputError, match=re.escape(told)) as error:
         make()
     assert str(error.value).startswith("ExpertWeights: ")
+
+
+@pytest.mark.parametrize("given", [torch.float16, None, torch.zeros(1)])
+def test_a_dtype_is_no_device(given: Any) -> None:
+    """float16 codes would be read as bytes."""
+    with pytest.raises(InputError, match=r"the argument of to\(\) is .*, wanted a device"):
+        ExpertWeights.quantize(torch.randn(2, 64, 128), "fp8_channel").to(given)
+
+
+def test_weights_are_not_prepared_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph would read released tensors, and the new ones are not written before its replay."""
+    w = ExpertWeights.quantize(torch.randn(2, 64, 128), "fp8_channel")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules[ExpertWeights.__module__], "is_captured", lambda tensor: True)
+        with pytest.raises(InputError, match="call it before the capture"):
+            w.prepare()
+    prepared = w.prepare()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules[ExpertWeights.__module__], "is_captured", lambda tensor: True)
+        assert w.prepare() is prepared
+        assert prepared.prepare() is prepared
+
+
+@pytest.mark.parametrize("format", ["fp8_block", "mxfp4", "nvfp4", "int4_g32"])
+def test_weights_made_in_inference_mode_are_copied_to(format: str) -> None:
+    """Prepared codes are no inference tensors, and the scales beside them may be."""
+    with torch.inference_mode():
+        w = ExpertWeights.quantize(torch.randn(2, 128, 128), format).prepare()
+    other = ExpertWeights.quantize(torch.randn(2, 128, 128), format)
+    w.copy_(other)
+    assert torch.equal(w.dequantize(), other.dequantize())
