@@ -9,6 +9,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import craft
+import msgpack
 import pytest
 from made import (
     ANY,
@@ -179,6 +181,18 @@ def test_a_bundle_that_was_held_against_others_decides_nothing_else(tmp_path: Pa
     ).chosen.near  # what ships was there before
     assert installed is not None
     assert installed.nearest.K == 816
+
+
+def test_a_damaged_choice_drops_its_bundle(tmp_path: Path) -> None:
+    """It is met when the choices around are read, long after the bundle was opened: the others decide."""
+    path = write(tmp_path / "1/damaged.msgpack", around(NARROW, WIDE), gpus=[H200], tag="damaged")
+    write(tmp_path / "2/whole.msgpack", around(WIDE, NARROW), gpus=[H200])
+    problems = craft.parts(path.read_bytes())[0]["problems"]
+    path.write_bytes(craft.changed(path.read_bytes(), problems=dict.fromkeys(problems, msgpack.packb([[1, 2]]))))
+    found = snapshot(tmp_path / "1", tmp_path / "2")
+    got = decision(found)
+    assert (got.chosen.usable.path.stem, got.chosen.index) == ("whole", WIDE)
+    assert [one.path.stem for one in found.view(ON_H200, installed=True).skipped] == ["damaged"]
 
 
 def test_without_leaves_shapes_out(tmp_path: Path) -> None:
