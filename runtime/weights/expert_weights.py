@@ -372,8 +372,9 @@ class ExpertWeights:
         """Scales as ``derived`` has them, computed of ``scale`` as it is; None where kernels read ``scale`` itself."""
         if self.is_prepared:
             order = _order_of(self)
-            read = order.derived is None or (_moved(order, self.scale) and order.moves(self.scale))
-            return None if read or order.derived is None else order.derived(self.scale)
+            if order.derived is None or (_moved(order, self.scale) and order.moves(self.scale)):
+                return None
+            return order.derived(self.scale)
         other = self.precision.w.name == "int4" and self.scale.dtype is not torch.bfloat16
         return self.scale.to(torch.bfloat16) if other else None
 
@@ -592,7 +593,7 @@ def checked(weights: ExpertWeights) -> ExpertWeights:
     if scale.rows > 1:
         blocks = (E, -(-N // scale.rows), -(-K // scale.columns))
     at = blocks
-    if weights.is_prepared and _is_in_blocks(weights):
+    if weights.is_prepared and _moved(_order_of(weights), weights.scale):
         groups = max(1, 64 // scale.columns)
         at = (E, N // 64, blocks[2] // groups, 64, groups)
     fit("scale", weights.scale, at, codes)
@@ -624,7 +625,3 @@ def _check_prepared(weights: ExpertWeights) -> None:
     if isinstance(weights.scale, torch.Tensor) and order.moves(weights.scale) and weights.scale.dim() == 3:
         raise bad("scale", f"{told(weights.scale)}, in the checkpoint's layout", "that of the codes, which are "
                   "prepared: use both from one source")  # fmt: skip
-
-
-def _is_in_blocks(weights: ExpertWeights) -> bool:
-    return _moved(_order_of(weights), weights.scale)

@@ -45,7 +45,7 @@ _PLACES: dict[str, _Places] = {
 _MOST_E8M0 = 128  # a larger scale, 4 or more, has no room in bf16 beside the 2^126 that codes are made too small by
 _MOST_INT4 = 1024.0  # scales are made 2^117 of theirs in bf16: room to spare for what rounding to bf16 adds
 _E4M3_SHIFT = 120  # log2 of what e4m3 codes are made too small by
-_PREPARED_DIMS = 6  # of codes [E, N/64, K/64, 64, 4, words]; of their scales one less
+PREPARED_DIMS = 6  # of codes [E, N/64, K/64, 64, 4, words]; of their scales one less
 
 
 # Which of a block's 64 of K each byte of a row holds, of codes of 8 bits, before the exchange.
@@ -164,7 +164,7 @@ def _in_bf16(prepared: _Move) -> _Move:
 
     def derived(scale: torch.Tensor) -> torch.Tensor:
         near = scale.to(torch.bfloat16)
-        return near if scale.dim() == _PREPARED_DIMS - 1 else torch.stack([prepared(of_expert) for of_expert in near])
+        return near if scale.dim() == PREPARED_DIMS - 1 else torch.stack([prepared(of_expert) for of_expert in near])
 
     return derived
 

@@ -43,8 +43,9 @@ from .injection import watch, watch_loaded
 from .lora import adapted
 from .packed import keep_compressed_tensors
 from .packed import keep_mxfp4 as keep_mxfp4
-from .quantised import drop_stale, prepare_parameters, quantised, restore, was_cast, was_prepared
+from .quantised import drop_stale, prepare_parameters, quantised, was_cast, was_prepared
 from .quantised import refresh as refresh
+from .quantised import restore as restore
 from .usage import watch_models
 
 _CALLED = "_pretuned_called"  # in a module whose first call is over

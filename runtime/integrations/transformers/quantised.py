@@ -19,7 +19,7 @@ from ...runtime.driver.device import capturing
 from ...runtime.locks import lock
 from ...runtime.weights.codes import E8M0
 from ...runtime.weights.expert_weights import ExpertWeights, checked, int4_format, synchronize, version_of
-from ...runtime.weights.order import ORDERS
+from ...runtime.weights.order import ORDERS, PREPARED_DIMS
 from ...runtime.weights.packings import fp8_scale
 
 _NAME = "_pretuned_weights"
@@ -27,7 +27,6 @@ _STORED = "_pretuned_stored"
 # Of codes and scales: of transformers' fp8, of gpt-oss, and of compressed-tensors' packed and other codes.
 ENDS = (("", "_scale_inv"), ("_blocks", "_scales"), ("_packed", "_scale"), ("", "_scale"))
 _GROUPS = (32, 64, 128)  # of int4
-_PREPARED_DIMS = 6  # of codes
 
 
 class _Stored(NamedTuple):
@@ -200,7 +199,7 @@ def drop_stale(experts: Any) -> None:
 
 def _weights(codes: torch.Tensor, scale: torch.Tensor) -> ExpertWeights:
     """The weights of parameters in either layout; what is in them is not looked at."""
-    prepared = codes.dim() == _PREPARED_DIMS
+    prepared = codes.dim() == PREPARED_DIMS
     if codes.dtype is torch.float8_e4m3fn or (prepared and codes.shape[-1] == 4):
         N = codes.shape[1] * (codes.shape[3] if prepared else 1)
         if scale.dim() == 3 and scale.shape[1:] == (N, 1):
@@ -213,7 +212,7 @@ def _weights(codes: torch.Tensor, scale: torch.Tensor) -> ExpertWeights:
 
 def _int4_format(codes: torch.Tensor, scale: torch.Tensor) -> str:
     """By the shapes. InputError where they are of no group."""
-    if codes.dim() != _PREPARED_DIMS:
+    if codes.dim() != PREPARED_DIMS:
         return int4_format(codes.view(torch.uint8), scale, None)
     K, groups = codes.shape[2] * 64, scale.shape[2] * (scale.shape[-1] if scale.dim() == 5 else 1)
     for group in _GROUPS:
@@ -232,7 +231,7 @@ def prepare_parameters(experts: Any, names: tuple[str, str], wanted: Callable[[E
     with lock("experts of transformers"):
         for name in names:
             found = _parameters(experts, name)
-            if found is not None and found[0].dim() != _PREPARED_DIMS:
+            if found is not None and found[0].dim() != PREPARED_DIMS:
                 _prepare(experts, name, *found, wanted)
 
 
@@ -266,7 +265,7 @@ def _prepare(
         stored[name] = _Stored(
             codes_name, scale_name, (codes.dtype, tuple(codes.shape[1:])), (scale.dtype, tuple(scale.shape[1:]))
         )
-        if made.scale.dim() < _PREPARED_DIMS - 1:  # scales stay as the checkpoint has them
+        if made.scale.dim() < PREPARED_DIMS - 1:  # scales stay as the checkpoint has them
             made_scale: torch.nn.Parameter = parameters[scale_name]
         else:
             made_scale = torch.nn.Parameter(made.scale, requires_grad=False)
@@ -285,12 +284,24 @@ def was_prepared(experts: Any) -> bool:
     return bool(experts.__dict__.get(_STORED))
 
 
-def restore(experts: Any, names: Iterable[str] | None = None) -> None:
-    """Replace prepared parameters, of the products ``names`` or of all, by those of the checkpoint's layout."""
+def restore(model: torch.nn.Module) -> None:
+    """Replace a model's prepared parameters by those of the checkpoint's layout.
+
+    Raises
+    ------
+    InputError
+        in the capture of a CUDA graph.
+    """
+    for experts in model.modules():
+        _restore(experts)
+
+
+def _restore(experts: Any, names: Iterable[str] | None = None) -> None:
+    """Restore the parameters of one module's products ``names``, or of all."""
     with lock("experts of transformers"):
         for name, stored in experts.__dict__.get(_STORED, {}).items():
             codes, scale = (experts._parameters.get(each) for each in stored[:2])
-            if codes is None or scale is None or codes.dim() != _PREPARED_DIMS or (names and name not in names):
+            if codes is None or scale is None or codes.dim() != PREPARED_DIMS or (names and name not in names):
                 continue
             if capturing():
                 bad(name, "prepared, and a CUDA graph is being captured", "a call before the capture, which restores "
@@ -305,7 +316,7 @@ def _translated(stored: _Stored, codes: torch.Tensor, scale: torch.Tensor) -> di
         plain = _weights(_local(codes), _local(scale)).restore()
         E, (dtype, shape) = plain.codes.shape[0], stored.codes_like
         made = {stored.codes: _like(codes, plain.codes.view(dtype).view(E, *shape))}
-        if scale.dim() == _PREPARED_DIMS - 1:
+        if scale.dim() == PREPARED_DIMS - 1:
             dtype, shape = stored.scale_like
             plain_scale = plain.scale.view(dtype) if plain.scale.dtype is torch.uint8 else plain.scale  # others: cast
             made[stored.scale] = _like(scale, plain_scale.view(E, *shape))
@@ -353,7 +364,7 @@ def _after_state(experts: Any, state: dict[str, Any], prefix: str, _: Any) -> No
     """Translate prepared tensors of a state_dict: these are copies, and of a GPU's in the host's memory."""
     for stored in experts.__dict__.get(_STORED, {}).values():
         codes, scale = (state.get(prefix + name) for name in stored[:2])
-        if codes is not None and scale is not None and codes.dim() == _PREPARED_DIMS:
+        if codes is not None and scale is not None and codes.dim() == PREPARED_DIMS:
             for name, tensor in _translated(stored, codes.detach(), scale.detach()).items():
                 state[prefix + name] = tensor if hasattr(tensor, "placements") else tensor.cpu()
 
@@ -363,11 +374,11 @@ def _before_load(experts: Any, state: dict[str, Any], prefix: str, local: dict[s
     for name, stored in experts.__dict__.get(_STORED, {}).items():
         held = experts._parameters.get(stored.codes)
         keys = [prefix + each for each in stored[:2]]
-        if held is None or held.dim() != _PREPARED_DIMS or not any(key in state for key in keys):
+        if held is None or held.dim() != PREPARED_DIMS or not any(key in state for key in keys):
             continue
         made = None if local.get("assign_to_params_buffers") else _prepared_state(experts, stored, state, keys)
         if made is None:
-            restore(experts, (name,))
+            _restore(experts, (name,))
         else:
             state.update(made)
 
@@ -390,11 +401,11 @@ def _prepared_state(
             plain = here if dtype.is_floating_point and dtype is not E8M0 else here.view(torch.uint8)
             if key == keys[1] and not order.room(fp8_scale(here) if of_fp8 else plain):
                 return None
-            if move is not None and held.dim() >= _PREPARED_DIMS - 1:
+            if move is not None and held.dim() >= PREPARED_DIMS - 1:
                 made[key] = _like(given, torch.stack([move(of_expert) for of_expert in plain.flatten(2)]))
     return made
 
 
 def _before_forward(experts: Any, _: Any) -> None:
     if getattr(experts.config, "_experts_implementation", None) != "pretuned":
-        restore(experts)
+        _restore(experts)

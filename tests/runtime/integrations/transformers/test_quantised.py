@@ -299,6 +299,17 @@ def test_other_code_of_the_module_finds_the_checkpoint_s_layout(library: Any) ->
     restore(torch.nn.Module())  # of which nothing was prepared
 
 
+def test_a_restored_model_is_offloaded(library: Any) -> None:
+    """accelerate takes a state_dict's tensors for the parameters, so both are to have one layout."""
+    accelerate = pytest.importorskip("accelerate")
+    model, _ = pair(library)
+    said = model(IDS).logits
+    prepare(model)
+    restore(model)
+    accelerate.cpu_offload(model, execution_device="cpu")
+    assert torch.equal(model(IDS).logits, said)
+
+
 def test_threads_that_make_the_first_call(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """(Memory of the host is taken for a GPU's; torch computes.)"""
     monkeypatch.setattr(ours, "_load", lambda problems, device: None)
