@@ -119,7 +119,7 @@ def note(variant: Variant, local: LocalGpu, found: Verdict) -> None:
     except (HostError, OSError) as error:
         if path not in _told:
             _told.add(path)
-            _log.info("pretuned: what code was proven is not remembered: %s", error)
+            _log.info("pretuned: results of self-tests are not kept: %s", error)
 
 
 def path_of(local: LocalGpu) -> Path | None:

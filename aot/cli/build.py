@@ -252,7 +252,7 @@ def _ships(model: ModelCells) -> str:
 def _origin(one: Built) -> str:
     """Where a bundle's choices come from."""
     if not one.measured:
-        return f"all {one.choices} choices are modelled: a cost model ranked the variants, nothing was measured"
+        return f"all {one.choices} choices are modelled: none was measured"
     names = ", ".join(dict.fromkeys(gpu.name for gpu in one.gpus))
     rest = f"; the other {one.modelled} are modelled" if one.modelled else ""
     which = "all" if one.taken_over == one.measured else str(one.taken_over)

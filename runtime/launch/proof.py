@@ -73,7 +73,7 @@ def standing(bundle: BundleFile, index: int, variant: Variant, local: LocalGpu) 
     """Where the variant was proven for such a GPU, in words."""
     gpu = judged_on(bundle, index, variant, local)
     if gpu is not None:
-        return f"judged on {gpu.name}"
+        return f"tested on {gpu.name}"
     if settings().disable_proof:
         return "never run on this capability, and PRETUNED_DISABLE_PROOF has it used as it is"
     found = verdicts.known(variant, local) if local.gpu.name else None

@@ -259,7 +259,7 @@ def test_what_ships_for_this_gpu_costs_no_trial(machine: Machine, monkeypatch: p
     rows = torch.full((128,), 4, dtype=torch.int32, device="cuda")
     x = torch.randn(512, 2048, device="cuda").bfloat16()
     grouped_gemm(x, w, rows)
-    assert "judged on NVIDIA" in str(explain(x, w, rows))
+    assert "tested on NVIDIA" in str(explain(x, w, rows))
     assert machine.tried == 0
     assert not verdicts._known
 

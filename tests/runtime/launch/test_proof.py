@@ -431,7 +431,7 @@ def test_what_was_measured_on_this_capability_is_used_as_it_is(machine: Machine)
     assert machine.call()
     assert machine.faults.tried == []
     assert verdicts._read == set()
-    assert "judged on NVIDIA L4" in str(explain(PROBLEM, M=M))
+    assert "tested on NVIDIA L4" in str(explain(PROBLEM, M=M))
 
 
 def test_explain_says_what_is_known(machine: Machine) -> None:
