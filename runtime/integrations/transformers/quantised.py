@@ -113,21 +113,21 @@ def _parameters(experts: Any, name: str) -> tuple[torch.Tensor, torch.Tensor, st
     if _is_cast(codes, scale):
         bad(name, f"codes and scales that were cast, to {codes.dtype} and {scale.dtype}", "those of the checkpoint: "
             "load the model anew, and leave the dtype out of .to()", "experts_forward")  # fmt: skip
+    if codes.dtype is torch.int8 and scale.is_floating_point() and scale.dtype is not E8M0:
+        bad(name, f"fp4 with scales of {scale.dtype}", "scales of e8m0 (scale_fmt ue8m0)", "experts_forward")
     if codes.element_size() != 1 and codes.dtype is not torch.int32:
         return None
     return codes, scale, name + codes_end
 
 
 def _is_cast(codes: torch.Tensor, scale: torch.Tensor) -> bool:
-    """Whether a module of fp8 or fp4 was cast: its codes are numbers without scales then, or its scales no e8m0."""
-    if codes.dtype is torch.int8:
-        return scale.is_floating_point() and scale.dtype is not E8M0
+    """Whether a module of fp8 was cast: its codes are numbers without scales then."""
     wide = codes.is_floating_point() and codes.element_size() > 1
     return wide and codes.dim() == scale.dim() == 3 and codes.shape[0] == scale.shape[0]
 
 
 def was_cast(experts: Any) -> bool:
-    """Whether codes or scales of the module were cast: the module's own code would ignore scales then."""
+    """Whether codes of the module were cast: the module's own code would ignore scales then."""
     parameters = experts.__dict__.get("_parameters", {})
     pairs = (
         [parameters.get(name + end) for end in ends]
