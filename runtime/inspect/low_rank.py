@@ -94,5 +94,5 @@ def _ruled_out(problem: Problem, *, aligned: bool, strict: bool) -> str | None:
         if problem.op is Op.FORWARD and dtypes_of(format)[0] in CODES_BY_CODES:
             return f"the forward of {format} quantises x, which is faster"
         if problem.layout is Layout.STORED:
-            return "codes that are not in order have no code for it"
+            return "only prepared weights have code for it: w = w.prepare()"
     return None if aligned else "rows of x, w or y are no whole 16 bytes"

@@ -65,8 +65,8 @@ def test_a_rank_is_rounded_up_to_whole_16_bytes() -> None:
         (replace(PRODUCT, fusion=Fusion.GATHER | Fusion.WEIGHT), "no code adds it to rows that go elsewhere"),
         (replace(PRODUCT, fusion=Fusion.BIAS), "code that gathers no rows adds no bias"),
         (replace(PRODUCT, dtype=DType.FP8_BLOCK_A16), "the forward of fp8_block quantises x, which is faster"),
-        (replace(PRODUCT, dtype=DType.MXFP4, layout=Layout.STORED), "codes that are not in order have no code for it"),
-        (replace(PRODUCT, dtype=DType.MXFP4, N=1500), "codes that are not in order have no code for it"),
+        (replace(PRODUCT, dtype=DType.MXFP4, layout=Layout.STORED), "only prepared weights have code for it: w = w.prepare()"),
+        (replace(PRODUCT, dtype=DType.MXFP4, N=1500), "only prepared weights have code for it: w = w.prepare()"),
         (replace(PRODUCT, K=2044), "rows of x, w or y are no whole 16 bytes"),
         (replace(PRODUCT, E=600), "no code that ships for it fits sm_90"),
     ],
@@ -118,7 +118,10 @@ def test_of_tensors() -> None:
     x, m_sizes = torch.empty(256, 256, dtype=torch.bfloat16), torch.full((4,), 64)
     w = torch.ones(4, 256, 256, dtype=torch.bfloat16)
     assert "in the product's kernel" in str(explain(x, w, m_sizes, sm=90, rank=16))
-    assert "in the product's kernel" in str(explain(x, ExpertWeights.quantize(w, "mxfp4"), m_sizes, sm=90, rank=16))
+    four = ExpertWeights.quantize(w, "mxfp4")
+    told = explain(x, four, m_sizes, sm=90, rank=16)
+    assert "only prepared weights have code for it: w = w.prepare()" in str(told.low_rank)
+    assert "in the product's kernel" in str(explain(x, four.prepare(), m_sizes, sm=90, rank=16))
     eight = explain(x, ExpertWeights.quantize(w, "fp8_block"), m_sizes, sm=90, rank=16)
     assert "quantises x" in str(eight.low_rank)
 
