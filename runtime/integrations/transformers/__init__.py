@@ -43,7 +43,7 @@ from .injection import watch, watch_loaded
 from .lora import adapted
 from .packed import keep_compressed_tensors
 from .packed import keep_mxfp4 as keep_mxfp4
-from .quantised import drop_stale, prepare_parameters, quantised, was_cast, was_prepared
+from .quantised import CAPTURED, drop_stale, prepare_parameters, quantised, was_cast, was_prepared
 from .quantised import refresh as refresh
 from .quantised import restore as restore
 from .usage import watch_models
@@ -340,11 +340,18 @@ def _weights(
 
 
 def _prepare_here(w: ExpertWeights) -> bool:
-    return check_tensors.on_gpu(w.codes) and not capturing()
+    return check_tensors.on_gpu(w.codes)
+
+
+def _captures(w: ExpertWeights) -> bool:
+    return check_tensors.on_gpu(w.codes) and capturing()
 
 
 def _prepare_first(experts: Any, w: ExpertWeights) -> bool:
     """Prepare a module in its first call, if no hook did when it came to the GPU. Returns whether weights changed."""
+    if _captures(w):
+        experts.__dict__[CAPTURED] = True
+        return False
     if _CALLED in experts.__dict__ or not _prepare_here(w):
         return False
     with lock("first call of experts"):  # of several threads one prepares, the others wait

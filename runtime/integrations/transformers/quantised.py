@@ -24,6 +24,7 @@ from ...runtime.weights.packings import fp8_scale
 
 _NAME = "_pretuned_weights"
 _STORED = "_pretuned_stored"
+CAPTURED = "_pretuned_captured"  # in a module whose parameters a CUDA graph reads in the checkpoint's layout
 # Of codes and scales: of transformers' fp8, of gpt-oss, and of compressed-tensors' packed and other codes.
 ENDS = (("", "_scale_inv"), ("_blocks", "_scales"), ("_packed", "_scale"), ("", "_scale"))
 _GROUPS = (32, 64, 128)  # of int4
@@ -224,9 +225,10 @@ def _int4_format(codes: torch.Tensor, scale: torch.Tensor) -> str:
 def prepare_parameters(experts: Any, names: tuple[str, str], wanted: Callable[[ExpertWeights], bool]) -> None:
     """Replace a module's parameters for codes and scales by prepared ones, a product at a time, where these are wanted.
 
-    Parameters that something else puts into the module for one call stay, and those that were prepared before.
+    Parameters that something else puts into the module for one call stay, and those that were prepared before, and
+    those that a captured graph reads.
     """
-    if torch.compiler.is_compiling() or _is_lent(experts):
+    if torch.compiler.is_compiling() or CAPTURED in experts.__dict__ or _is_lent(experts):
         return
     with lock("experts of transformers"):
         for name in names:

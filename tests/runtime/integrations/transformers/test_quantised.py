@@ -330,6 +330,19 @@ def test_threads_that_make_the_first_call(library: Any, monkeypatch: pytest.Monk
         assert all(quantised(each, "down_proj").is_prepared for _, each in experts_of(model))
 
 
+def test_parameters_that_a_captured_graph_reads_stay(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To prepare them would free what the graph reads. (Nothing is captured here.)"""
+    model, _ = pair(library)
+    with monkeypatch.context() as patch:
+        patch.setattr(ours, "_captures", lambda w: True)
+        said = model(IDS).logits
+    for _, experts in experts_of(model):
+        at = experts.down_proj.data_ptr()
+        prepare_parameters(experts, ("gate_up_proj", "down_proj"), lambda w: True)  # as eval() does
+        assert experts.down_proj.data_ptr() == at
+    assert torch.equal(model(IDS).logits, said)
+
+
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.data.view(torch.uint8), other.view(torch.uint8))
 
