@@ -74,17 +74,18 @@ def test_what_was_timed_is_not_timed_again(tool: ModuleType, tmp_path: Path) -> 
     assert {one.bucket // tool.top_k_of(one.problem.E, 8) for one in records} == set(tool.TOKENS)
 
 
-def test_shapes_that_no_list_has_lose_little_on_an_h100(tool: ModuleType) -> None:
+@pytest.mark.parametrize(("gpu", "worst", "modelled"), [("h100", 0.15, 0.025), ("h200", 0.18, 0.013)])
+def test_shapes_that_no_list_has_lose_little(tool: ModuleType, gpu: str, worst: float, modelled: float) -> None:
     """Of products that another seed drew than the ones by which the neighbours' weights were set."""
     with open_bundle(tool.BUNDLE) as bundle:
-        found = list(tool.judged(bundle, read_journal(RESULTS / "unknown-h100.journal.xz")))
+        found = list(tool.judged(bundle, read_journal(RESULTS / f"unknown-{gpu}.journal.xz")))
     assert len(found) > 300
     every = sorted(one.chosen for one in found)
     assert statistics.fmean(every) < 0.013
     assert every[int(0.95 * len(every))] < 0.06
-    assert every[-1] < 0.15
+    assert every[-1] < worst
     assert statistics.fmean(one.chosen for one in found if one.tokens == 8192) < 0.02
-    assert statistics.fmean(one.modelled for one in found) > 0.025
+    assert statistics.fmean(one.modelled for one in found) > modelled
 
 
 @pytest.mark.slow

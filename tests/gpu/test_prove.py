@@ -119,7 +119,8 @@ def write(folder: Path, *, faulty: bool = False) -> Path:
     kernels = {(one.kernel, one.revision) for one in variants}
     choice = Choice(bucket_of(M), 0, Source.MODELLED, 1000, 1, 2000)
     made = replace(
-        whole, gpus=(), variants=tuple(variants), cubins=tuple(cubins), choices={PROBLEM: (choice,)}, models=(),
+        whole, gpus=(), producer=whole.producer.with_held_against(()), variants=tuple(variants), cubins=tuple(cubins),
+        choices={PROBLEM: (choice,)}, models=(),
         kernels=tuple(one for one in whole.kernels if (one.name, one.revision) in kernels),
     )  # fmt: skip
     path = folder / "bundles" / "forged.msgpack"
