@@ -152,7 +152,7 @@ def picked(plan: BuildPlan, path: Path, there: Shippable, options: BuildOptions,
         taken, around = found.measured(plan.buckets, sm), found.neighbourhood(sm) if evidence is None else None
         candidates = candidates.with_codes(taken.codes) if taken else candidates
     chosen = choose_from(plan, candidates, evidence, options.configs, running, taken, around)
-    bundle = assembled(plan, candidates, chosen, evidence, running, taken)
+    bundle = assembled(plan, candidates, chosen, evidence, running, taken, around)
     return Picked(bundle, chosen, outcome, HeldAgainst.of(bundle, evidence, running))
 
 

@@ -179,9 +179,13 @@ def _joined(
 
 def assembled(
     plan: BuildPlan, candidates: Candidates, chosen: Chosen, evidence: Timings | None, running: Running | None = None,
-    taken: TakenOver | None = None,
+    taken: TakenOver | None = None, around: Neighbourhood | None = None,
 ) -> Bundle:  # fmt: skip
-    """The bundle of what was chosen, which says what it was held against."""
+    """The bundle of what was chosen, which says what it was held against.
+
+    If its choices were modelled by what was measured ``around`` them, it was held against that: the runtime does the
+    same for the GPU that is there, and ignores choices that were modelled for another.
+    """
     used = sorted({choice.gpu for row in chosen.choices.values() for choice in row if choice.gpu is not None})
     every = _gpus(evidence, taken)
     gpus = tuple(every[gpu] for gpu in used)
@@ -192,6 +196,7 @@ def assembled(
     min_driver, producer, kernels = candidates.provenance_of(chosen.variants)
     before = {*(evidence.held_against if evidence else ()), *(one.bundle for one in (running or {}).values())}
     before |= taken.sources if taken and chosen.taken else frozenset()
+    before |= around.sources if around else frozenset()
     return Bundle(
         target=candidates.target,
         min_driver=min_driver,

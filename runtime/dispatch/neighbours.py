@@ -119,6 +119,7 @@ class Neighbourhood:
         """
         self.view = view  # whose identity is this one's key
         self._snapshot, self._local = snapshot, local
+        self.sources: frozenset[bytes] = frozenset()  # digests of the bundles that were measured
         self._numbers: dict[tuple[int, int], int] = {}  # of a bundle's variant, that of its key: keys are slow to hash
         self._keys: dict[_Key, int] = {}
         shapes: dict[_Kind, dict[_Sizes, _Shape]] = {}
@@ -129,6 +130,7 @@ class Neighbourhood:
                 continue
             if not usable.speaks_of_others:
                 continue
+            self.sources |= {bundle.digest}
             for gpu in bundle.gpus:
                 gpus.setdefault(_gpu_kind(gpu), gpu)
             with _checked(snapshot, usable):

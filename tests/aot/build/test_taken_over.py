@@ -116,6 +116,20 @@ def test_measured_choices_come_along_with_times_gpus_and_code(tmp_path: Path) ->
     }
 
 
+def test_what_was_modelled_by_measured_neighbours_leaves_the_choice_to_the_gpu_that_is_there(tmp_path: Path) -> None:
+    """A bundle that has measured nothing of its problems hides no choice by neighbours of another GPU."""
+    ships = bundle({TWO: [measured(64, NARROW, 9, 0)]}, gpus=[H100], tag="ships")
+    there = found_in(tmp_path / "there", ships)
+    around = there.neighbourhood(90)
+    assert there.measured({ONE: (64,)}, 90) is None
+    assert around is not None
+    chosen = choose_from(PLAN, candidates(), None, around=around)
+    made_now = assembled(PLAN, candidates(), chosen, None, around=around)
+    (digest,) = around.sources
+    assert made_now.producer.held_against == (digest.hex()[:16],)
+    assert {row[1] for row in told(made_now)} == {"modelled"}
+
+
 def test_of_several_bundles_it_is_the_choice_that_merge_keeps(tmp_path: Path) -> None:
     first = bundle({ONE: [measured(32, NARROW, 3), measured(64, NARROW, 9)]}, gpus=[H100], tag="first")
     second = bundle({ONE: [measured(32, WIDE, 4), measured(64, WIDE, 8)]}, gpus=[H100], tag="second")
