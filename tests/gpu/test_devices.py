@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -138,3 +139,12 @@ def test_tensors_of_two_devices_are_refused() -> None:
             grouped_gemm(*here, gather_indices=index, permute_x=True)
         with pytest.raises(InputError, match="bias is on cuda:1"):
             grouped_gemm(*here, bias=torch.zeros(E, N, dtype=torch.bfloat16, device="cuda:1"))
+
+
+@pytest.mark.parametrize("when", ["never", "before", "call"])
+def test_quantised_experts_under_fsdp2(tmp_path: Path, when: str) -> None:
+    """Forward, gradient, state_dict and load_state_dict, as of the model that is not sharded."""
+    pytest.importorskip("transformers", minversion="5.23")
+    import sharded_experts
+
+    sharded_experts.run_ranks(tmp_path / "store", when)

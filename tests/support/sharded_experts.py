@@ -7,7 +7,10 @@ there, by NCCL, and the first call prepares them wherever bundles have kernels f
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +23,24 @@ from pretuned.integrations.transformers import experts_forward
 from pretuned.integrations.transformers.quantised import prepare_parameters, quantised
 
 WORLD = 2
+HERE = Path(__file__)
+MODELS = HERE.parents[1] / "runtime/integrations/transformers"  # whose test_quantised.py makes them
 PARTS = ("gate_up_proj", "down_proj")
 GPU = torch.cuda.device_count() >= WORLD
+
+
+def run_ranks(store: Path, when: str) -> None:
+    """Run all ranks in processes of their own; an AssertionError has what they wrote if one fails."""
+    paths = os.pathsep.join((str(HERE.parent), str(MODELS), os.environ.get("PYTHONPATH", "")))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(HERE), str(rank), str(store), when], stderr=subprocess.PIPE, text=True,
+            env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(WORLD)
+    ]  # fmt: skip
+    errors = [one.communicate(timeout=300)[1] for one in ranks]
+    assert [one.returncode for one in ranks] == [0] * WORLD, "\n".join(errors)
 
 
 def main(rank: int, file: str, when: str) -> None:

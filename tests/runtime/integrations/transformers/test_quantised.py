@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
-import subprocess
 import sys
 import threading
 import weakref
@@ -526,17 +524,9 @@ def test_offloading_leaves_nothing_behind(library: Any) -> None:
 @pytest.mark.parametrize("when", ["never", "before", "call"])
 def test_fsdp2_over_experts(library: Any, tmp_path: Path, when: str) -> None:
     """In two processes: forward, gradient, state_dict and load_state_dict, as of the model that is not sharded."""
-    support, here = Path(__file__).parents[3] / "support", Path(__file__).parent
-    env = os.environ | {"PYTHONPATH": os.pathsep.join((str(support), str(here))), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(support / "sharded_experts.py")]
-    both = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store"), when], env=env, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    errors = [one.communicate(timeout=300)[1] for one in both]
-    assert [one.returncode for one in both] == [0, 0], "\n".join(errors)
+    import sharded_experts
+
+    sharded_experts.run_ranks(tmp_path / "store", when)
 
 
 def test_cast_codes_are_refused(library: Any) -> None:
