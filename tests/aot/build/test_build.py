@@ -100,7 +100,8 @@ def test_unaligned_problems_run_on_the_fallback(bundles: dict[int, Bundle]) -> N
 def test_what_a_bundle_says_of_its_making(bundles: dict[int, Bundle]) -> None:
     for sm, bundle in bundles.items():
         assert (bundle.target.sm, bundle.target.arch_specific) == (sm, sm == 90)
-        assert bundle.producer.options == ("enable_fp_fusion=True", "line_info=off")
+        assert bundle.producer.compile_options == ("enable_fp_fusion=True", "line_info=off")
+        assert bool(bundle.producer.held_against) is (sm == 90)  # for which measured choices are installed
         assert re.fullmatch(r"\d+\.\d+", bundle.producer.ptxas)
         assert {kernel.name for kernel in bundle.kernels} == {variant.kernel for variant in bundle.variants}
         for kernel in bundle.kernels:

@@ -297,7 +297,7 @@ def test_no_measuring_takes_a_journal_that_is_named_and_no_other(aot: Aot, here:
     write_journal(here / "bundles" / "pretuned-sm90.journal", candidates)
     build = ("build", "--models", MODEL, "--candidates", "candidates.msgpack")
     assert "choices were measured" in aot(*build).out
-    assert "nothing was measured" in aot(*build, "--measure", "no").out
+    assert "none was measured" in aot(*build, "--measure", "no").out
     named = aot(*build, "--measure", "no", "--journal", "bundles/pretuned-sm90.journal")
     assert "choices were measured" in named.out
 

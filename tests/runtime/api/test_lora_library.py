@@ -66,5 +66,5 @@ def test_opcheck(form: dict[str, bool]) -> None:
     m_sizes, index = (routing.m_sizes, routing.gather_indices) if moves else (torch.tensor([2, 3, 0, 3]), None)
     low = torch.randn(E, R, K, requires_grad=True), torch.randn(E, N, R, requires_grad=True), SCALE
     rest = m_sizes, index, None, None, TOPK if moves else 1, moves, form.get("permute_y", False), False, "nk", True
-    parts = torch.randn(E, N, K, requires_grad=True), "", None, None, None, None, 0
+    parts = torch.randn(E, N, K, requires_grad=True), "", None, None, None, None, None
     torch.library.opcheck(torch.ops.pretuned.grouped_gemm_lora, (x, *low, *parts, *rest))
