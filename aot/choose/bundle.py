@@ -109,7 +109,7 @@ def choose_from(
 
 
 def _gpus(evidence: Timings | None, taken: TakenOver | None) -> tuple[Gpu, ...]:
-    """What choices point into: the GPUs of the evidence, then those of choices that are taken over."""
+    """Return the GPUs that choices point into: the evidence's, then those of choices taken over."""
     return tuple(dict.fromkeys((*(evidence.gpus if evidence else ()), *(taken.bundle.gpus if taken else ()))))
 
 
@@ -133,7 +133,7 @@ def _taken_rows(
 
 
 def _left(plan: BuildPlan, rows: Mapping[Problem, Sequence[Choice]], evidence: Timings | None) -> BuildPlan:
-    """The plan less the cells that are taken over, but for those that the evidence has times of, too."""
+    """Return the plan without the cells taken over that the evidence has no times of."""
     left: dict[Problem, tuple[int, ...]] = {}
     for problem, buckets in plan.buckets.items():
         there = {one.bucket for one in rows.get(problem, ())}
@@ -151,7 +151,7 @@ def _joined(
     plan: BuildPlan, sound: Sequence[Compiled], chosen: Chosen, rows: Mapping[Problem, Sequence[Choice]],
     gpus: Sequence[Gpu],
 ) -> Chosen:  # fmt: skip
-    """What was chosen and what is taken over: measured goes before modelled, and each GPU keeps its own."""
+    """Join new choices and those taken over: measured goes before modelled, and each GPU keeps its own."""
     at = {id(one): i for i, one in enumerate(chosen.variants)}
     choices: dict[Problem, tuple[Choice, ...]] = {}
     cells: set[tuple[Problem, int]] = set()

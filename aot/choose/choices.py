@@ -354,7 +354,7 @@ def _ranked(
 
 
 def near_or_none(around: Neighbourhood | None, problem: Problem, bucket: int) -> Near | None:
-    """What was measured around a cell; None without measured choices, or where their bundle is damaged."""
+    """Return the measured cells near a cell; None without measured choices, or if their bundle is damaged."""
     try:
         return None if around is None else around.near(problem, bucket, aligned=has_aligned_rows(problem))
     except Rejected:

@@ -108,7 +108,7 @@ class Incumbents:
         return tuple(found.values())
 
     def neighbourhood(self, sm: int) -> Neighbourhood | None:
-        """What installed packages have measured on a capability, most of all on the GPU that is modelled for it."""
+        """Return the cells that installed packages measured on a capability, the modelled GPU's first."""
         chip = chip_for(sm)
         local = LocalGpu(sm, Gpu(chip.name, chip.sm_count, chip.memory_gib << 10, 0))
         view = self.snapshot.view(local, installed=True)
@@ -116,7 +116,7 @@ class Incumbents:
         return self._around(local, view._replace(usable=installed))
 
     def around(self, local: LocalGpu) -> Neighbourhood | None:
-        """What is measured around the cells that no bundle has, as the runtime finds it on a GPU."""
+        """Return the measured cells that the runtime compares unknown problems with on a GPU."""
         return self._around(local, self.snapshot.view(local, installed=True))
 
     def _around(self, local: LocalGpu, view: View) -> Neighbourhood | None:
