@@ -93,7 +93,7 @@ class Candidates:
         return replace(self, carried=more)
 
     def with_codes(self, others: Sequence[Carried]) -> Candidates:
-        """Return these candidates with the code of choices taken over, if it is missing here and of the same sources."""
+        """Return these candidates and the missing code of choices taken over, if its sources are the same."""
         known = SameCode(self.every)
         sources = {(one.name, one.revision): one for one in (*self.kernels, *(one.kernel for one in self.carried))}
         more = tuple(
