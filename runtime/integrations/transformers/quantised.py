@@ -8,6 +8,7 @@ that others put into the module anew for each forward (FSDP2, offloading) are us
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -238,12 +239,27 @@ def prepare_parameters(experts: Any, names: tuple[str, str], wanted: Callable[[E
 
 
 def _is_lent(experts: Any) -> bool:
-    """Whether the module has its parameters for one call, or has parts of them: of accelerate's offloading, of ZeRO."""
+    """Whether accelerate's offloading, ZeRO or FSDP2 gives the module its parameters for one call."""
     hook = getattr(experts, "_hf_hook", None)
     hooks = getattr(hook, "hooks", (hook,))
     if getattr(experts, "_is_replica", False) or any(getattr(hook, "offload", False) for hook in hooks):
         return True
-    return any(hasattr(parameter, "ds_id") for parameter in experts.parameters(recurse=False))
+    return any(hasattr(one, "ds_id") for one in experts.parameters(recurse=False)) or _is_gathered(experts)
+
+
+def _is_gathered(experts: Any) -> bool:
+    """Whether FSDP2 gathers the module's parameters for each forward.
+
+    Only torch's private records say so. If another torch has others, experts are prepared in vain, once.
+    """
+    records = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", {})
+    for state in [refer() for refer in list(records.values())]:
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        for group in groups:
+            infos = (getattr(one, "_module_info", None) for one in getattr(group, "fsdp_params", ()))
+            if any(experts is info.module for info in infos if info is not None):
+                return True
+    return False
 
 
 def _prepare(
