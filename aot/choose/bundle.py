@@ -181,10 +181,10 @@ def assembled(
     plan: BuildPlan, candidates: Candidates, chosen: Chosen, evidence: Timings | None, running: Running | None = None,
     taken: TakenOver | None = None, around: Neighbourhood | None = None,
 ) -> Bundle:  # fmt: skip
-    """The bundle of what was chosen, which says what it was held against.
+    """Return the bundle of what was chosen, with the digests of the bundles that it was compared with.
 
-    If its choices were modelled by what was measured ``around`` them, it was held against that: the runtime does the
-    same for the GPU that is there, and ignores choices that were modelled for another.
+    If its choices were modelled by what was measured ``around`` them, those bundles are named, too: the
+    runtime then models for the GPU that is there, and ignores choices that were modelled for another.
     """
     used = sorted({choice.gpu for row in chosen.choices.values() for choice in row if choice.gpu is not None})
     every = _gpus(evidence, taken)

@@ -73,7 +73,7 @@ from .tuning import TuneProgress, budget_and_gpus, check_executor, ordinals, tol
 @click.option("--configs", type=click.IntRange(4, CONFIG_LIMIT), default=CONFIG_LIMIT, show_default=True,
               help="Keep at most this many configs of each op and dtype. Fewer: a smaller, slower bundle.")  # fmt: skip
 @budget_and_gpus
-@click.option("--compile-all", is_flag=True, help="Compile everything, also what ships compiled.")
+@click.option("--compile-all", is_flag=True, help="Compile every kernel, also those that ship compiled.")
 @click.option("--ignore-installed", is_flag=True,
               help="Take over no measured choices from installed bundles; model them.")  # fmt: skip
 @click.option("--verbose", "-v", is_flag=True, help="List every variant that fails or is pruned, with the reason.")
@@ -242,7 +242,7 @@ def _gpus(one: Built) -> list[str]:
 
 
 def _ships(model: ModelCells) -> str:
-    """What of a model an installed bundle has measured."""
+    """How much of a model an installed bundle has measured."""
     if model.ships_measured:
         return "ships measured: no build needed"
     rest = f"{model.cells - model.measured} are modelled" if model.measured < model.cells else "all are measured"

@@ -1,4 +1,4 @@
-"""What a shell completes of --models, --sm, --gpu, and after aot help."""
+"""Shell completion of --models, --sm, --gpu, and of commands after ``aot help``."""
 
 from __future__ import annotations
 

@@ -78,14 +78,14 @@ def _module_has_bundles(module: str) -> bool | None:
 
 
 def _libraries() -> set[str]:
-    """What pretuned depends on and the libraries that its integrations are named after."""
+    """Return the names of pretuned's dependencies and of the libraries that it integrates with."""
     needed = (re.match(r"[A-Za-z0-9._-]+", one) for one in metadata.requires("pretuned") or ())
     plugged = Path(integrations.__file__).parent.iterdir()
     return {_normalised(one[0]) for one in needed if one} | {one.name for one in plugged if one.is_dir()}
 
 
 def _normalised(name: str) -> str:
-    """As https://packaging.python.org/en/latest/specifications/name-normalization/ has it."""
+    """Normalise a package's name: https://packaging.python.org/en/latest/specifications/name-normalization/"""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
