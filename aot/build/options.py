@@ -9,7 +9,7 @@ from typing import Protocol
 
 from ...artifacts.records.problem import Problem
 from ..choose.bundle import Ships
-from ..choose.incumbents import Incumbents, RunsOn
+from ..choose.incumbents import Incumbents
 from ..compile.cache import CompileCache
 from ..compile.pool import TIMEOUT_S, Compile, CompileResult
 from ..compile.shipped import Shipped
@@ -23,17 +23,17 @@ class Tune(Protocol):
     """Measures cells of ``candidates`` into ``journal``: ``tune_problems``, but for how. None where it can't."""
 
     def __call__(
-        self, problems: Mapping[Problem, Sequence[int]], candidates: Path, journal: Path, ships: Ships, runs: RunsOn,
-        observers: TuneObservers,
+        self, problems: Mapping[Problem, Sequence[int]], candidates: Path, journal: Path, ships: Ships,
+        entrants: Entrants, observers: TuneObservers,
     ) -> Outcome | None: ...  # fmt: skip
 
 
 def tune_now(
-    problems: Mapping[Problem, Sequence[int]], candidates: Path, journal: Path, ships: Ships, runs: RunsOn,
-    observers: TuneObservers,
+    problems: Mapping[Problem, Sequence[int]], candidates: Path, journal: Path, ships: Ships,
+    entrants: Entrants, observers: TuneObservers,
 ) -> Outcome:  # fmt: skip
     """On this machine's GPUs, as long as is usual."""
-    return tune_problems(problems, candidates, journal, entrants=Entrants(runs=runs), ships=ships, observers=observers)
+    return tune_problems(problems, candidates, journal, entrants=entrants, ships=ships, observers=observers)
 
 
 @dataclass(frozen=True, slots=True)

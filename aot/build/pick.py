@@ -20,7 +20,7 @@ from ..choose.bundle import Ships, assembled, choose_from, evidence_for, shippin
 from ..choose.candidates import Candidates
 from ..choose.choices import Chosen
 from ..choose.held_against import HeldAgainst, timed_before
-from ..choose.incumbents import Incumbents, RunsOn
+from ..choose.incumbents import Incumbents
 from ..compile.pool import CompileResult
 from ..compile.triton import Compiled
 from ..journal.file import read_journal
@@ -40,7 +40,7 @@ from ..plan.families import (
 )
 from ..plan.plan import BuildPlan
 from ..process.scratch import scratch_folder
-from ..tune.tuner import Outcome
+from ..tune.tuner import Entrants, Outcome
 from .options import BuildOptions, Observers
 from .summary import Dropped
 
@@ -137,8 +137,8 @@ def picked(plan: BuildPlan, path: Path, there: Shippable, options: BuildOptions,
         found = options.found(path)
         every = candidates.beside(found.codes(plan.problems, sm))
         there.demand_every_family(plan, every)
-        with beside(plan, every, found, options.configs) as (file, ships, runs):
-            outcome = options.tune(plan.buckets, file, journal, ships, runs, watch.tune)
+        with beside(plan, every, found, options.configs) as (file, ships, entrants):
+            outcome = options.tune(plan.buckets, file, journal, ships, entrants, watch.tune)
         if outcome is None:
             there.demand_every_family(plan)
         else:
@@ -159,17 +159,17 @@ def picked(plan: BuildPlan, path: Path, there: Shippable, options: BuildOptions,
 @contextlib.contextmanager
 def beside(
     plan: BuildPlan, every: Candidates, found: Incumbents, configs: int = CONFIG_LIMIT
-) -> Iterator[tuple[Path, Ships, RunsOn]]:  # fmt: skip
-    """What the tuner is given: one file of all candidates (no choices), what would ship, and what runs today."""
+) -> Iterator[tuple[Path, Ships, Entrants]]:  # fmt: skip
+    """Yield one file of all candidates, without choices; what would ship; and the bundles that take part."""
     sm, runs = every.target.sm, found.on(plan.buckets)
     with scratch_folder() as scratch:
         file = scratch / f"candidates-sm{sm}.msgpack"
         publish(file, codec.encode(assembled(plan, every, Chosen(every.every, {}, ()), None)))
-        yield file, shipping(plan, every, configs, runs), runs
+        yield file, shipping(plan, every, configs, runs), Entrants(runs=runs, around=found.around)
 
 
 @contextlib.contextmanager
-def with_what_is_there(plan: BuildPlan, candidates: Candidates) -> Iterator[tuple[Path, Ships, RunsOn]]:
+def with_what_is_there(plan: BuildPlan, candidates: Candidates) -> Iterator[tuple[Path, Ships, Entrants]]:
     """``beside``, of candidates that were compiled before and all that the runtime finds."""
     found = Incumbents.found()
     every = candidates.beside(found.codes(plan.problems, candidates.target.sm))

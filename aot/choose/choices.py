@@ -6,20 +6,21 @@ in a cell counts there by the model's estimate, scaled as those that were measur
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from ...artifacts.errors import CompileError
 from ...artifacts.limits import MAX_TIME_NS
-from ...artifacts.records.bundle import Choice, Source
+from ...artifacts.records.bundle import Choice, Source, Variant
 from ...artifacts.records.problem import Fusion, Layout, Problem
 from ...kernels.contract.words import has_aligned_rows
 from ...kernels.cost.model import Ranker, Resources
-from ...kernels.hardware.chips import chip_for
-from ...runtime.dispatch.neighbours import Near, Neighbourhood, blended
+from ...kernels.hardware.chips import Chip, chip_for
+from ...runtime.dispatch.neighbours import Neighbourhood, blended
 from ...runtime.dispatch.snapshot import Rejected
 from ..compile.triton import Compiled
 from ..journal.timings import CellTimes, Timings, cell_of
@@ -338,10 +339,7 @@ def _ranked(
             rankers[able] = Ranker(resources, family.gemm, family.dtype, chip)
         for bucket in plan.buckets[problem]:
             estimates = [(us, able[i]) for us, i in rankers[able].rank(problem.canonical, bucket)]
-            near = near_or_none(around, problem, bucket)
-            if around is not None and near is not None:
-                numbers = {i: around.numbered(compiled[i].variant) for i in able}
-                estimates = blended(near, problem, bucket, chip, estimates, numbers)
+            estimates = with_neighbours(around, problem, bucket, chip, estimates, lambda i: compiled[i].variant)
             measured = evidence.cells.get(cell_of(problem, bucket)) if evidence else None
             place = {compiled[i].variant.cubin_sha256: i for _, i in reversed(estimates)}
             incumbent = next((place[sha] for sha in before[bucket] if sha in place), None)
@@ -353,12 +351,22 @@ def _ranked(
     return found
 
 
-def near_or_none(around: Neighbourhood | None, problem: Problem, bucket: int) -> Near | None:
-    """Return the measured cells near a cell; None without measured choices, or if their bundle is damaged."""
-    try:
-        return None if around is None else around.near(problem, bucket, aligned=has_aligned_rows(problem))
-    except Rejected:
-        return None
+def with_neighbours(
+    around: Neighbourhood | None, problem: Problem, bucket: int, chip: Chip, estimates: list[tuple[float, int]],
+    variant: Callable[[int], Variant],
+) -> list[tuple[float, int]]:  # fmt: skip
+    """Blend the cost model's (estimate in us, variant) with what was measured around a cell; the best comes first.
+
+    The estimates stay as they are if nothing like the cell was measured, or if the bundle that has it is damaged.
+    """
+    near = None
+    if around is not None:
+        with contextlib.suppress(Rejected):
+            near = around.near(problem, bucket, aligned=has_aligned_rows(problem))
+    if around is None or near is None:
+        return estimates
+    numbers = {i: around.numbered(variant(i)) for _, i in estimates}
+    return blended(near, problem, bucket, chip, estimates, numbers)
 
 
 def _before(problem: Problem, bucket: int, evidence: Timings | None, running: Running) -> tuple[bytes, ...]:

@@ -23,7 +23,6 @@ from ..build.build import build_measured
 from ..build.options import BuildOptions
 from ..build.summary import BuildReport, Built, ModelCells
 from ..choose.bundle import Ships
-from ..choose.incumbents import RunsOn
 from ..compile.shipped import Shipped
 from ..journal.file import OtherJournal
 from ..plan.families import CONFIG_LIMIT
@@ -171,10 +170,10 @@ def _measured_sms(
 
 def _tune(
     budget_s: float | None, executor: str | None, gpus: Sequence[int] | None, must: bool,
-    problems: Mapping[Problem, Sequence[int]], candidates: Path, journal: Path, ships: Ships, runs: RunsOn,
-    observers: TuneObservers,
+    problems: Mapping[Problem, Sequence[int]], candidates: Path, journal: Path, ships: Ships,
+    entrants: Entrants, observers: TuneObservers,
 ) -> Outcome | None:  # fmt: skip
-    how = {"budget_s": budget_s, "ships": ships, "entrants": Entrants(runs=runs)}
+    how = {"budget_s": budget_s, "ships": ships, "entrants": entrants}
     try:
         return tune(executor, gpus, problems, candidates, journal, observers=observers, **how)
     except (NoGpu, OtherJournal) as error:

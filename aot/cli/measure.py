@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -16,7 +17,6 @@ from ..models.load import load_models
 from ..plan.plan import plan, planned_on
 from ..process.gpus import native_sm
 from ..tune.parts import part_of
-from ..tune.tuner import Entrants
 from .echo import echo, quoted
 from .options import as_json, file_path, models, ops, print_json, quiet, wanted_ops
 from .table import next_steps
@@ -63,10 +63,10 @@ def measure(
     cells = planned.buckets if how.part is None else part_of(planned.buckets, *how.part)
     there_is = with_what_is_there(planned, of)
     with TuneProgress(as_json or quiet, budget) as progress, there_is as there:
-        file, ships, runs = there
+        file, ships, entrants = there
         outcome = tune(
             executor, wanted, cells, file, journal, observers=progress.observers(), budget_s=budget,
-            with_torch=not how.no_torch, entrants=Entrants(how.share, how.like, runs, how.quick),
+            with_torch=not how.no_torch, entrants=replace(entrants, share=how.share, like=how.like, quick=how.quick),
             ships=None if how.once else ships,
         )  # fmt: skip
     if as_json:

@@ -42,7 +42,7 @@ from ..tune.tuner import Entrants, tune_problems
 _JIT_CONFIGS = 6  # 4 lose 1.0 % to all (docs/inside/cost-model.md); two more for those that don't compile
 _JIT_ROWS = 1 << 20
 _CELL_CONFIGS = 8  # of one problem and bucket: what the tuner takes its contenders from
-_SHARE = 0.5  # of those are measured: the shortlist is short
+SHARE = 0.5  # of those are measured: the shortlist is short
 _OVERHEAD_REGISTERS = 64  # beside a thread's share of the tile
 
 
@@ -101,7 +101,7 @@ def _measure_cells(
     tune_problems(
         planned.buckets, path, journal, budget_s=budget_s, gpus=[device],
         executors=None if gpu is None else [gpu], with_torch=False,
-        entrants=Entrants(_SHARE, runs=runs, quick=True, around=found.around),
+        entrants=Entrants(SHARE, runs=runs, quick=True, around=found.around),
     )  # fmt: skip
     answer.write_bytes(codec.encode(measured_bundle(planned, candidates, read_journal(journal), runs)))
 

@@ -231,7 +231,8 @@ class Scheduler:
         near = self.known.winners.near(trial.problem, trial.bucket)
         twin = self.known.winners.transposed(trial.problem, trial.bucket)
         elsewhere = self.ground.elsewhere(trial.problem, trial.bucket)
-        chosen = contenders(configs, near, twin, self.ground.share, elsewhere)
+        running = [config for config in configs if by_config[config] in ran]
+        chosen = contenders(configs, near, twin, self.ground.share, elsewhere, running)
         return tuple(dict.fromkeys((*(by_config[config] for config in chosen), *ran)))
 
     def _plain(self, trial: Task) -> int | None:

@@ -1,7 +1,7 @@
-"""Which variants are worth measuring in a cell: the cost model's first ones, and what won nearby.
+"""Which variants are worth measuring in a cell: the first ones of the ranking, and what won nearby.
 
-On sweeps of an H200 the model's first two and the winner of a near cell, 3 of about 30 candidates, lose 0.5 %
-(geometric mean) to the best of all, where the model alone loses 1.0 % (docs/use/tuning.md).
+The ranking is the cost model's, blended with measured neighbours where a capability has some. docs/inside/cost-model.md
+has what the shortlist loses, ``python benchmarks/run.py unknown --shortlist JOURNAL`` prints it.
 """
 
 from __future__ import annotations
@@ -97,16 +97,26 @@ def _apart(one: Problem, other: Problem) -> float:
 
 def contenders(
     ranked: Sequence[ConfigPairs], near: Sequence[ConfigPairs], twin: ConfigPairs | None, share: float = SHARE,
-    elsewhere: Sequence[ConfigPairs] = (),
+    elsewhere: Sequence[ConfigPairs] = (), running: Sequence[ConfigPairs] = (),
 ) -> list[ConfigPairs]:  # fmt: skip
     """The configs to measure, the modelled choice first: about ``share`` of ``ranked``, but at least two or three.
 
-    ``ranked`` are all candidates of the cell, the model's best first; ``near`` and ``twin`` are what ``Winners.near``
+    ``ranked`` are all candidates of the cell, the best first; ``near`` and ``twin`` are what ``Winners.near``
     and ``Winners.transposed`` say. Where the same product was measured in another form, its winner is tried beside the
     first
     ones of the model. A larger share than usual is filled up by the model's order. ``elsewhere`` is what another GPU's
-    bundle runs in this cell: it goes before all but the model's first, and four are tried at least.
+    bundle runs in this cell: it goes before all but the model's first, and four are tried at least. ``running`` is what
+    runs in this cell today. It is measured anyway, so the shortlist is of the others.
     """
+    others = [config for config in ranked if config not in running]
+    return [*(config for config in ranked[:1] if config in running), *_others(others, near, twin, share, elsewhere)]
+
+
+def _others(
+    ranked: Sequence[ConfigPairs], near: Sequence[ConfigPairs], twin: ConfigPairs | None, share: float,
+    elsewhere: Sequence[ConfigPairs],
+) -> list[ConfigPairs]:  # fmt: skip
+    """The configs to measure, of those that do not run in the cell today."""
     able = set(ranked)
     known = [config for config in elsewhere if config in able]
     if known and share < 1:

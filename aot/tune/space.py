@@ -14,8 +14,8 @@ from ...artifacts.records.problem import Fusion, Layout, Op, Problem
 from ...artifacts.records.target import Gpu
 from ...kernels.cost.model import Ranker, Resources
 from ...kernels.hardware.chips import Chip, chip_of
-from ...runtime.dispatch.neighbours import Neighbourhood, blended
-from ..choose.choices import near_or_none
+from ...runtime.dispatch.neighbours import Neighbourhood
+from ..choose.choices import with_neighbours
 from ..choose.incumbents import Running, runs
 from ..journal.records import FLUSH_BYTES, Incumbent, Measured
 from ..journal.timings import Cell, cell_of
@@ -122,10 +122,7 @@ class TuningSpace:
             resources = [Resources.of(self.bundle.variant(i)) for i in able]
             self._rankers[able] = Ranker(resources, problem.op, problem.dtype, self.chip)
         ranked = [(us, able[i]) for us, i in self._rankers[able].rank(problem, bucket)]
-        near = near_or_none(self.around, problem, bucket)
-        if self.around is not None and near is not None:
-            numbers = {i: self.around.numbered(self.bundle.variant(i)) for i in able}
-            ranked = blended(near, problem, bucket, self.chip, ranked, numbers)
+        ranked = with_neighbours(self.around, problem, bucket, self.chip, ranked, self.bundle.variant)
         return [(us, i) for us, i in ranked if self.bundle.variant(i).cubin_sha256 not in without]
 
 

@@ -3,6 +3,7 @@
     python benchmarks/run.py unknown --time new.journal --seed 1 --products 30    # on a GPU: draw shapes, time them
     python benchmarks/run.py unknown new.journal                                  # anywhere: print the tables
     python benchmarks/run.py unknown benchmarks/results/catalogue-h100.journal.xz
+    python benchmarks/run.py unknown --shortlist new.journal                      # anywhere: what tuners would find
     python benchmarks/run.py unknown --cost --out unknown-cost.json               # anywhere: what a decision costs
 
 A seed draws layers: E 7 to 200, H 1,536 to 6,400, I 640 to 4,608, one of a layer's two products each, none that a
@@ -29,12 +30,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from pretuned.aot.demand.worker import SHARE as ON_DEMAND
 from pretuned.aot.journal.file import Contents, Header, open_journal, read_journal
 from pretuned.aot.journal.records import Measured
-from pretuned.aot.journal.timings import Timings
+from pretuned.aot.journal.timings import CellTimes, Timings
 from pretuned.aot.measure.inputs import top_k_of
 from pretuned.aot.measure.job import MeasureJob, MeasureResult, Setup
-from pretuned.aot.plan.families import serves
+from pretuned.aot.plan.families import Family, Pool, serves
+from pretuned.aot.tune.shortlist import SHARE, Winners, contenders
 from pretuned.artifacts.errors import PretunedError
 from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle
 from pretuned.artifacts.records.precision import DType
@@ -139,8 +142,19 @@ def left_out(problem: Problem) -> set[Sizes]:
     return {(E, N, K), (E, K, N), (E, 2 * K, N), (E, K, N // 2)}
 
 
-def judged(bundle: BundleFile, contents: Contents) -> Iterator[Judged]:
-    """What is chosen in each cell of a journal, of the bundle's variants that were timed there, two at least."""
+class Order(NamedTuple):
+    """A cell that counts as not measured: the times of variants there, and their two orders, both best first."""
+
+    problem: Problem
+    bucket: int
+    cell: CellTimes
+    times: dict[int, int]  # in ns, by variant
+    modelled: list[int]  # all that can run it, by the cost model
+    blended: list[int]  # by the neighbours, too; empty if nothing like it was measured
+
+
+def orders(bundle: BundleFile, contents: Contents) -> Iterator[Order]:
+    """How the bundle's variants are ordered in each cell of a journal that has times of two at least."""
     header, evidence = contents.header, Timings.of(contents)
     local, chip = LocalGpu(header.sm, header.gpu), chip_of(header.gpu, header.sm)
     snapshot = Snapshot([Place(Kind.INSTALLED, Path(bundle.path).parent)])
@@ -163,13 +177,53 @@ def judged(bundle: BundleFile, contents: Contents) -> Iterator[Judged]:
             ranked = [(us, able[at]) for us, at in ranker.rank(problem, bucket)]
             near = rest.near(problem, bucket)
             ordered = [i for _, i in blended(near, problem, bucket, chip, ranked, numbers)] if near else []
-            modelled = next(i for _, i in ranked if i in times)
-            chosen = next((i for i in ordered if i in times), modelled)
-            least, torch_ns = min(times.values()), cell.torch_ns
-            yield Judged(
-                problem, bucket // top_k_of(problem.E, bucket), times[modelled] / least - 1, times[chosen] / least - 1,
-                None if torch_ns is None else torch_ns / times[chosen],
-            )  # fmt: skip
+            yield Order(problem, bucket, cell, times, [i for _, i in ranked], ordered)
+
+
+def judged(bundle: BundleFile, contents: Contents) -> Iterator[Judged]:
+    """What is chosen in each cell of a journal, of the bundle's variants that were timed there, two at least."""
+    for problem, bucket, cell, times, ranked, ordered in orders(bundle, contents):
+        modelled = next(i for i in ranked if i in times)
+        chosen = next((i for i in ordered if i in times), modelled)
+        least, torch_ns = min(times.values()), cell.torch_ns
+        yield Judged(
+            problem, bucket // top_k_of(problem.E, bucket), times[modelled] / least - 1, times[chosen] / least - 1,
+            None if torch_ns is None else torch_ns / times[chosen],
+        )  # fmt: skip
+
+
+class Shortlist(NamedTuple):
+    """What the fastest variants of the shortlists of all cells lose, sorted, and how many a shortlist has."""
+
+    losses: list[float]
+    size: float
+
+
+def shortlists(bundle: BundleFile, contents: Contents, share: float) -> dict[str, Shortlist]:
+    """What the tuner would find if it measured the cells of a journal: by the cost model alone, and by neighbours too.
+
+    Both shortlists have what the runtime runs there, which is the first by the neighbours. A build's share is one of
+    all candidates, though a journal has times of few: the others come last.
+    """
+    variants, by = bundle.variants(), ("cost model", "neighbours too")
+    winners, found = {name: Winners() for name in by}, {name: list[tuple[float, int]]() for name in by}
+    every = sorted(orders(bundle, contents), key=lambda one: (one.problem.sort_key, one.bucket))
+    for problem, bucket, _, times_ns, modelled, ordered in every:
+        times = {variants[i].config: times_ns[i] for i in times_ns}
+        runs = next(variants[i].config for i in ordered or modelled if i in times_ns)
+        count = len(Pool().candidates(Family.of(problem), contents.header.sm, (problem.op,)))
+        others = [(("untimed", i),) for i in range(len(times), count if share <= SHARE else 0)]
+        for name, order in zip(by, (modelled, ordered or modelled), strict=True):
+            ranked = [*dict.fromkeys(variants[i].config for i in order if i in times_ns), *others]
+            near, twin = winners[name].near(problem, bucket), winners[name].transposed(problem, bucket)
+            tried = dict.fromkeys((*contenders(ranked, near, twin, share, (), [runs]), runs))
+            fastest = min((config for config in tried if config in times), key=lambda config: times[config])
+            winners[name].add(problem, bucket, fastest)
+            found[name].append((times[fastest] / min(times.values()) - 1, len(tried)))
+    return {
+        name: Shortlist(sorted(loss for loss, _ in some), statistics.fmean(size for _, size in some))
+        for name, some in found.items()
+    }
 
 
 def rows(found: Iterable[Judged]) -> Iterator[tuple[str, list[float], list[float | None]]]:
@@ -244,6 +298,15 @@ def cost(path: Path, shapes: int = 400, again: int = 200_000) -> dict[str, dict[
     return found
 
 
+def show_shortlists(bundle: BundleFile, contents: Contents) -> None:
+    """Print what the shortlists of ``aot build`` and of tuning on demand lose."""
+    for what, share in (("aot build", SHARE), ("on demand", ON_DEMAND)):
+        for name, (losses, size) in shortlists(bundle, contents, share).items():
+            mean, high = statistics.fmean(losses), losses[int(0.95 * len(losses))]
+            print(f"{what}, {name:14}  {len(losses)} cells, {size:.2f} variants each: mean {mean:.2%}, p95 {high:.2%}, "
+                  f"worst {losses[-1]:.1%}")  # fmt: skip
+
+
 def _sizes(text: str) -> Sizes:
     E, N, K = map(int, text.split(","))
     return E, N, K
@@ -258,6 +321,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=_sizes, action="append", default=[], metavar="E,N,K", help="time this product")
     parser.add_argument("--quick", action="store_true", help="two fifths of the rounds")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no product after so long")
+    parser.add_argument("--shortlist", action="store_true", help="of journals: what a tuner's shortlists would lose")
     parser.add_argument("--cost", action="store_true", help="time decisions on this machine's CPU")
     parser.add_argument("--out", type=Path, help="where --cost writes its result, as JSON")
     parser.add_argument("--bundle", type=Path, default=BUNDLE, help="whose variants are timed [the shipped one]")
@@ -285,7 +349,11 @@ def main() -> None:
         with open_bundle(args.bundle) as bundle:
             for path in args.journals:
                 print(path)
-                show(judged(bundle, read_journal(path)))
+                contents = read_journal(path)
+                if args.shortlist:
+                    show_shortlists(bundle, contents)
+                else:
+                    show(judged(bundle, contents))
     except PretunedError as error:
         sys.exit(str(error))
 

@@ -88,6 +88,20 @@ def test_shapes_that_no_list_has_lose_little(tool: ModuleType, gpu: str, worst: 
     assert statistics.fmean(one.modelled for one in found) > modelled
 
 
+@pytest.mark.parametrize("gpu", ["h100", "h200"])
+def test_a_shortlist_by_neighbours_loses_less_than_one_by_the_cost_model(tool: ModuleType, gpu: str) -> None:
+    with open_bundle(tool.BUNDLE) as bundle:
+        contents = read_journal(RESULTS / f"unknown-{gpu}.journal.xz")
+        alone = sorted(one.chosen for one in tool.judged(bundle, contents))
+        for share, most in ((tool.SHARE, 0.0012), (tool.ON_DEMAND, 0.0005)):
+            found = tool.shortlists(bundle, contents, share)
+            (losses, size), (by_model, as_many) = found["neighbours too"], found["cost model"]
+            assert len(losses) == len(alone) > 300
+            assert statistics.fmean(losses) <= min(most, statistics.fmean(by_model))
+            assert losses[int(0.95 * len(losses))] < min(0.007, alone[int(0.95 * len(alone))])
+            assert size <= as_many
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("journal", "bundle", "most"),

@@ -15,7 +15,7 @@ from pretuned.aot.build.pick import _shared
 from pretuned.aot.build.summary import BuildReport
 from pretuned.aot.bundle.verify import sound
 from pretuned.aot.choose.bundle import Ships
-from pretuned.aot.choose.incumbents import Incumbents, RunsOn
+from pretuned.aot.choose.incumbents import Incumbents
 from pretuned.aot.compile.cache import CompileCache
 from pretuned.aot.executors.local import LocalExecutor
 from pretuned.aot.journal.file import read_journal
@@ -32,16 +32,18 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem
 from pretuned.artifacts.records.target import LocalGpu
 from pretuned.kernels.contract.config import Config, Loads
+from pretuned.kernels.contract.words import has_aligned_rows
 from pretuned.runtime.dispatch.places import Kind, Place
 from pretuned.runtime.dispatch.snapshot import Snapshot
 
 Make = Callable[..., BuildOptions]
 ON_H200 = LocalGpu(90, faketimer.H200)
+SHIPPED = Path(__file__).parents[3] / "artifacts" / "bundles"
 
 
 def tune(
-    problems: dict[Problem, tuple[int, ...]], candidates: Path, journal: Path, ships: Ships, runs: RunsOn,
-    observers: TuneObservers,
+    problems: dict[Problem, tuple[int, ...]], candidates: Path, journal: Path, ships: Ships,
+    entrants: Entrants, observers: TuneObservers,
 ) -> Outcome:  # fmt: skip
     """On a GPU that is not there."""
     with open_bundle(candidates) as bundle, scratch_folder() as scratch:
@@ -50,8 +52,7 @@ def tune(
         )  # fmt: skip
         try:
             return tune_problems(
-                problems, candidates, journal, executors=[one], entrants=Entrants(runs=runs), ships=ships,
-                observers=observers,
+                problems, candidates, journal, executors=[one], entrants=entrants, ships=ships, observers=observers
             )  # fmt: skip
         finally:
             one.shutdown()
@@ -130,6 +131,21 @@ def test_what_runs_today_is_measured_in_each_cell_and_nothing_gets_slower(
 
 
 @pytest.mark.slow
+def test_the_shortlist_begins_with_what_was_fast_in_cells_like_it(measuring: Make, small_plan: BuildPlan) -> None:
+    """So does the runtime's choice, and both are made by the same bundles."""
+    found = Incumbents(Snapshot([Place(Kind.INSTALLED, SHIPPED)]))
+    report = build(small_plan, (90,), measuring(found=lambda path: found))
+    with open_bundle(report.bundles[0].path) as made, open_bundle(SHIPPED / "catalogue-sm90.msgpack") as shipped:
+        configs = {one.cubin_sha256: one.config for bundle in (shipped, made) for one in bundle.variants()}
+    records = [one for one in records_of(report) if has_aligned_rows(one.problem)]
+    assert len(records) > 4
+    assert all(configs[one.modelled] == configs[one.incumbents[0].variant] for one in records)
+    around = found.around(ON_H200)
+    assert around is not None
+    assert all(around.near(one.problem, one.bucket) is not None for one in records)
+
+
+@pytest.mark.slow
 def test_the_same_build_again_measures_nothing_and_changes_nothing(measuring: Make, small_plan: BuildPlan) -> None:
     """Though its own bundle lies where the runtime looks by then; and so does one from the journal alone."""
     first = build(small_plan, (90,), measuring())
@@ -188,9 +204,9 @@ def test_out_of_time_the_cells_that_are_left_run_as_before(
     measuring: Make, there: Path, small_plan: BuildPlan, tmp_path: Path
 ) -> None:
     def in_no_time(*given: object) -> Outcome:
-        problems, candidates, journal, ships, runs, observers = given
+        problems, candidates, journal, ships, entrants, observers = given
         few = dict(list(problems.items())[:1])  # type: ignore[attr-defined]
-        return tune(few, candidates, journal, ships, runs, observers)  # type: ignore[arg-type]
+        return tune(few, candidates, journal, ships, entrants, observers)  # type: ignore[arg-type]
 
     report = build(small_plan, (90,), measuring(tune=in_no_time))
     before, after = runs([there], small_plan), runs([tmp_path / "out", there], small_plan)

@@ -139,10 +139,10 @@ def test_a_build_measures_and_goes_on_with_its_own_journal(
 ) -> None:
     calls: list[int] = []
 
-    def tune(problems, candidates, journal, ships, runs, observers):
+    def tune(problems, candidates, journal, ships, entrants, observers):
         with gpus(candidates) as here:
             outcome = tune_problems(
-                problems, candidates, journal, executors=here, ships=ships, entrants=Entrants(runs=runs),
+                problems, candidates, journal, executors=here, ships=ships, entrants=entrants,
                 observers=observers,
             )  # fmt: skip
         calls.append(outcome.measured)
@@ -316,7 +316,7 @@ def test_a_build_goes_on_modelled_where_the_gpu_can_not_be_used(
         tune_problems(small_plan.buckets, candidates, tmp_path / "h200.journal", executors=here)
     assert not (tmp_path / "h200.journal").exists()
 
-    def tune(problems, candidates, journal, ships, runs, observers):
+    def tune(problems, candidates, journal, ships, entrants, observers):
         return None
 
     options = BuildOptions(tmp_path, cache=CompileCache(compiled_dir), space=small_space, measure=(90,), tune=tune)
