@@ -61,6 +61,8 @@ BENCHMARKS = (
     Benchmark("speed", "freed", "what freeing much memory does to later launches", GPU),
     Benchmark("start", "found", "time of a first call before it uses the GPU", "any machine"),
     Benchmark("start", "proof", "does a bundle built elsewhere run here, right, at once", BUNDLES),
+    Benchmark("start", "cold_start", "first ten calls, caches empty and warm, against libraries that compile",
+              f"{GPU}; others: vLLM's wheel unpacked, humming-kernels"),
     Benchmark("start", "preload", "how long preload takes for a catalogue model", GPU),
     Benchmark("start", "training", "are all forms and gradients right, with the same bits every time", BUNDLES),
     Benchmark("peers", "beside_vllm", "against vLLM's kernel and triton_kernels", f"{GPU}, vLLM's wheel unpacked"),

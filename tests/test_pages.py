@@ -8,6 +8,8 @@ import os
 import re
 import runpy
 import statistics
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -187,14 +189,27 @@ def test_the_readmes_speed_is_that_of_the_results() -> None:
     assert [(h200, h100) for _, h200, h100, _ in rows[1:] if h200 != "---"] == wanted
 
 
+def in_benchmarks(module: str, code: str) -> str:
+    """What code prints that has a module of benchmarks as ``tool``."""
+    found = f"import runpy; runpy.run_path({str(ROOT / 'benchmarks' / 'run.py')!r})['package']()\n"
+    found += f"import benchmarks.{module} as tool\n{code}"
+    return subprocess.run([sys.executable, "-c", found], stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
 def test_the_readmes_bullets_are_those_of_the_results() -> None:
     """Cold start, the layers inside vLLM, and the step with LoRA."""
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").partition("## Quick start")[0].split())
     results = ROOT / "benchmarks" / "results"
-    first = json.loads(lzma.decompress((results / "first-result-h100.json.xz").read_bytes()))["installed"]["2e4f14a2"]
-    imported, called = first["pretuned_import_ms"], first["first_result_ms"]
-    assert f"needs {imported + called:.0f} ms to its first result" in text
-    assert f"{imported:.0f} ms of import, {called:.0f} ms of a first call" in text
+    cold = sorted(results.glob("cold-start-*.json"))
+    if cold:
+        code = f"import json, sys; sys.stdout.write(tool.bullet(json.load(open({str(cold[0])!r}))))"
+        assert " ".join(in_benchmarks("start.cold_start", code).split()) in text
+    else:
+        first = json.loads(lzma.decompress((results / "first-result-h100.json.xz").read_bytes()))
+        parts = first["installed"]["2e4f14a2"]
+        imported, called = parts["pretuned_import_ms"], parts["first_result_ms"]
+        assert f"needs {imported + called:.0f} ms to its first result" in text
+        assert f"{imported:.0f} ms of import, {called:.0f} ms of a first call" in text
     own = {"bf16": "triton", "fp8": "triton", "mxfp4": "triton", "int4": "marlin"}
     layers = json.loads((results / "layers-in-vllm-h200.json").read_text())["cells"]
     ratios = [one["us"][own[one["kind"]]] / one["us"]["auto"] for one in layers]

@@ -1,15 +1,18 @@
-"""Runs a whole vLLM engine with dummy weights, with pretuned's plug-in and without, in processes that take turns.
+"""Runs a whole vLLM engine with dummy weights, with pretuned's plug-in and without, caches empty and warm, in turns.
 
     pip download --no-deps vllm==0.20.2 && unzip -q vllm-0.20.2-*.whl -d vllm-0.20.2
     python benchmarks/run.py engine_in_vllm --vllm vllm-0.20.2 --json engine-in-vllm.json
-    python benchmarks/run.py engine_in_vllm --layers 12 --modes graphs --json some.json       # an installed vLLM
+    python benchmarks/run.py engine_in_vllm --models qwen3-30b --layers 12 --modes graphs --json some.json  # installed
 
-The model is Qwen3-30B-A3B by its config alone (``--layers``: with fewer layers), greedy, its weights vLLM's dummy ones.
-A run has the seconds from the start of the process to the first token, and for each case of sequences, prompt and new
-tokens the new tokens a second (of prompts that are one token long to answer: the prompt's tokens), the better of two.
-``--modes`` are tried in turn until both sides ran: ``compiled`` is what vLLM does unasked, ``graphs`` is CUDA graphs
-without torch.compile, ``eager`` neither. Attention is Triton's. What stops a run is told in it; no run begins that
-would not end in ``--seconds``. The file is whole after each.
+``--models``: Qwen3-30B-A3B in bf16 and in fp8 128x128 blocks, gpt-oss-20b in mxfp4, by their configs alone
+(``--layers``: with fewer layers), greedy, with weights that are drawn. Each run is a process of its own. A side's first
+run has new, empty folders for all caches (``empty``), its second run has what the first one left (``warm``), and the
+sides take turns: without, with, without, with. A run has the seconds from the start of the process to the first token,
+and for each case of sequences, prompt and new tokens the new tokens a second (of prompts that are one token long to
+answer: the prompt's tokens), the better of two. ``--modes`` are tried in turn until both sides ran: ``compiled`` is
+what vLLM does unasked, ``graphs`` is CUDA graphs without torch.compile, ``eager`` neither. Attention is Triton's. What
+stops a run is told in it; no run begins that would not end in ``--seconds``, of each model. The file is whole after
+each.
 """
 
 from __future__ import annotations
@@ -18,6 +21,9 @@ import argparse
 import importlib
 import json
 import logging
+import os
+import shlex
+import sys
 import tempfile
 import time
 import traceback
@@ -25,10 +31,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .engines import child, leave
+from .engines import caches_in, child, leave, ready_files
 from .layers_in_vllm import find_vllm
 
-MODEL: dict[str, Any] = {  # Qwen/Qwen3-30B-A3B's config.json
+QWEN: dict[str, Any] = {  # Qwen/Qwen3-30B-A3B's config.json
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48,
     "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144,
     "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
@@ -36,6 +42,25 @@ MODEL: dict[str, Any] = {  # Qwen/Qwen3-30B-A3B's config.json
     "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu", "tie_word_embeddings": False,
     "attention_bias": False, "torch_dtype": "bfloat16", "bos_token_id": 151643, "eos_token_id": 151645,
 }  # fmt: skip
+GPT_OSS: dict[str, Any] = {  # openai/gpt-oss-20b's
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 2880, "num_hidden_layers": 24,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 2880,
+    "num_local_experts": 32, "num_experts_per_tok": 4, "experts_per_token": 4, "vocab_size": 201088,
+    "max_position_embeddings": 131072, "initial_context_length": 4096, "rms_norm_eps": 1e-5, "rope_theta": 150000,
+    "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                     "original_max_position_embeddings": 4096},
+    "sliding_window": 128, "swiglu_limit": 7.0, "hidden_act": "silu", "tie_word_embeddings": False,
+    "attention_bias": True, "attention_dropout": 0.0, "torch_dtype": "bfloat16", "bos_token_id": 199998,
+    "eos_token_id": 200002, "pad_token_id": 199999,
+    "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": [
+        "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]},
+}  # fmt: skip
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+       "modules_to_not_convert": ["lm_head"]}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3-30b": QWEN, "qwen3-30b-fp8": QWEN | {"quantization_config": FP8}, "gpt-oss-20b": GPT_OSS,
+}  # fmt: skip
+MODULES = {"Qwen3MoeForCausalLM": "qwen3_moe", "GptOssForCausalLM": "gpt_oss"}
 TINY = {  # for a machine without a GPU
     "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 128,
     "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2, "vocab_size": 256,
@@ -47,6 +72,7 @@ MODES: dict[str, dict[str, Any]] = {
     "eager": {"enforce_eager": True},
 }
 SIDES = {"without": "0", "with": "1"}  # PRETUNED_VLLM
+CACHES = ("empty", "warm")
 CASES = "1x128+128,16x128+128,128x128+128,16x2048+1"
 ENVIRON = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
@@ -93,8 +119,11 @@ def settings(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """vLLM's arguments."""
     import torch
 
-    config = MODEL | (TINY if given.tiny else {})
+    config = MODELS[given.models[0]] | (TINY if given.tiny else {})
     config |= {} if given.layers is None else {"num_hidden_layers": given.layers}
+    if config["model_type"] == "gpt_oss":
+        kinds = ("sliding_attention", "full_attention")
+        config |= {"layer_types": [kinds[i % 2] for i in range(config["num_hidden_layers"])]}
     (folder / "config.json").write_text(json.dumps(config))
     longest = max(prompt + new for _, prompt, new in given.cases)
     found = {
@@ -107,23 +136,48 @@ def settings(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return found
 
 
+def draw_codes() -> None:
+    """Have vLLM draw quantised dummy weights too, which it leaves as they are, or as zeros.
+
+    Bytes become numbers of which none is NaN, as codes of mxfp4 or as its scales; e4m3 becomes even in [-64, 64].
+    """
+    import torch
+    from vllm.model_executor.model_loader import weight_utils
+
+    own = weight_utils.initialize_single_dummy_weight
+
+    def drawn(param: torch.Tensor, *given: Any, **named: Any) -> None:
+        if param.device.type == "meta" or param.dtype not in (torch.uint8, torch.float8_e4m3fn):
+            own(param, *given, **named)
+            return
+        g = torch.Generator(param.device).manual_seed(1234)
+        for one in param.data if param.dim() == 3 else (param.data,):
+            if param.dtype is torch.uint8:
+                one.copy_(torch.randint(119, 124, one.shape, generator=g, device=param.device, dtype=torch.uint8))
+            else:
+                one.copy_(torch.rand(one.shape, generator=g, device=param.device) * 128 - 64)
+
+    weight_utils.initialize_single_dummy_weight = drawn
+
+
 def here(given: argparse.Namespace) -> dict[str, Any]:
     """One engine in this process: what it told, and its times."""
     if given.vllm is not None:
         find_vllm(given.vllm, given.packages)
-    import torch
     import vllm
 
     from pretuned.integrations.vllm import register
 
+    from .. import provenance
+
     lines = told()
     register()  # where pretuned is not installed as a package; else vLLM calls it as well
-    name = MODEL["architectures"][0]  # handed over; else vLLM imports it in a process of its own, to look at it
-    vllm.ModelRegistry.register_model(
-        name, getattr(importlib.import_module("vllm.model_executor.models.qwen3_moe"), name)
-    )
-    found: dict[str, Any] = {"vllm": vllm.__version__, "torch": torch.__version__}
-    found["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    (name,) = MODELS[given.models[0]]["architectures"]  # handed over; else vLLM imports it in a process of its own
+    module = importlib.import_module(f"vllm.model_executor.models.{MODULES[name]}")
+    vllm.ModelRegistry.register_model(name, getattr(module, name))
+    draw_codes()
+    found: dict[str, Any] = {"vllm": vllm.__version__, "about": provenance.about()}
+    found["environ"] = {one: value for one, value in sorted(os.environ.items()) if one.startswith(("VLLM_", "DG_"))}
     with tempfile.TemporaryDirectory() as folder:
         llm = vllm.LLM(**settings(given, Path(folder)))
 
@@ -142,44 +196,68 @@ def here(given: argparse.Namespace) -> dict[str, Any]:
     return found | {"told": lines}
 
 
-def one_run(given: argparse.Namespace, mode: str, side: str, seconds: float) -> dict[str, Any]:
-    """An engine in a process of its own."""
+def one_run(
+    given: argparse.Namespace, model: str, mode: str, side: str, caches: Path, seconds: float
+) -> dict[str, Any]:
+    """An engine in a process of its own, with these folders for its caches."""
     begun = time.time()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run.json"
         options = {"--vllm": given.vllm, "--packages": given.packages, "--layers": given.layers, "--json": out,
-                   "--cases": given.said, "--modes": mode, "--begun": begun}  # fmt: skip
+                   "--models": model, "--cases": given.said, "--modes": mode, "--begun": begun}  # fmt: skip
         words = [str(word) for name, value in options.items() if value is not None for word in (name, value)]
         words += ["--here", *(["--tiny"] if given.tiny else [])]
-        ended = child(["engine_in_vllm", *words], seconds, {**ENVIRON, "PRETUNED_VLLM": SIDES[side]})
+        environ = {**ENVIRON, **caches_in(caches), "PRETUNED_VLLM": SIDES[side]}
+        ended = child(["engine_in_vllm", *words], seconds, environ)
         found: dict[str, Any] = json.loads(out.read_text()) if out.is_file() else {}
-    found |= {"mode": mode, "side": side, "run_s": round(time.time() - begun, 1)}
+    found |= {"model": model, "mode": mode, "side": side, "run_s": round(time.time() - begun, 1)}
     return found | ({"stopped": found.get("stopped") or ended} if ended else {})
 
 
 def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
-    """Both sides in turns, in the first mode that both run in, as often as ``--rounds`` says and the time is there."""
-    end, runs = time.monotonic() + given.seconds, []
+    """Every model, one after another; the file is whole after each run."""
+    runs: list[dict[str, Any]] = []
+    head: dict[str, Any] = {"command": " ".join(["python", sys.argv[0], *map(shlex.quote, sys.argv[1:])])}
+
+    def keep(run: dict[str, Any]) -> None:
+        about = run.pop("about", {}) | {"command": head["command"]}
+        if about.get("torch"):
+            head.update(about)
+        runs.append(run)
+        given.json.write_text(json.dumps(head | {"layers": given.layers, "runs": runs}, indent=1) + "\n")
+        said = (run[name] for name in ("model", "mode", "side", "caches"))
+        print(*said, run.get("first_token_s"), run.get("tokens_per_s"), *run.get("told", ()), flush=True)
+        if "stopped" in run:
+            print("  stopped:", run["stopped"].strip().splitlines()[-1], flush=True)
+
+    for model in given.models:
+        of_model(given, model, keep)
+    return runs
+
+
+def of_model(given: argparse.Namespace, model: str, keep: Callable[[dict[str, Any]], None]) -> None:
+    """Both sides of a model in turns, in the first mode that both run in, as often as there is time."""
+    end = time.monotonic() + given.seconds
     for mode in given.modes:
         took = 0.0
         for _ in range(given.rounds):
-            for side in SIDES:
-                left = end - time.monotonic()
-                if left < took * SLACK:
-                    return runs
-                run = one_run(given, mode, side, left)
-                runs.append(run)
-                took = max(took, run["run_s"])
-                given.json.write_text(json.dumps({"model": MODEL["architectures"][0], "runs": runs}, indent=1))
-                print(mode, side, run.get("first_token_s"), run.get("tokens_per_s"), *run.get("told", ()), flush=True)
-                if "stopped" in run:
-                    print("  stopped:", run["stopped"].strip().splitlines()[-1], flush=True)
-                    break
-            if "stopped" in runs[-1]:
+            with tempfile.TemporaryDirectory() as folder:
+                for caches in CACHES:
+                    for side in SIDES:
+                        left = end - time.monotonic()
+                        if left < took * SLACK:
+                            return
+                        run = one_run(given, model, mode, side, Path(folder) / side, left)
+                        keep(run | {"caches": caches})
+                        took = max(took, run["run_s"])
+                        if "stopped" in run:
+                            break
+                    if "stopped" in run:
+                        break
+            if "stopped" in run:
                 break
         else:
-            return runs
-    return runs
+            return
 
 
 def arguments(args: list[str] | None) -> argparse.Namespace:
@@ -187,16 +265,20 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--vllm", type=Path, help="where vLLM's wheel is unpacked; default: the one that is installed")
     parser.add_argument("--packages", type=Path, help="a folder with the packages that vLLM imports")
     parser.add_argument("--json", type=Path, required=True, help="the file to write")
-    parser.add_argument("--layers", type=int, help="of the model's 48")
+    parser.add_argument("--models", default=",".join(MODELS), help=f"some of {', '.join(MODELS)}")
+    parser.add_argument("--layers", type=int, help="of the model's")
     parser.add_argument("--cases", default=CASES, dest="said", help="sequences x prompt + new tokens")
     parser.add_argument("--modes", default=",".join(MODES), help=f"some of {', '.join(MODES)}, in this order")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=540, help="for all")
+    parser.add_argument("--rounds", type=int, default=1, help="of empty and warm caches, both sides")
+    parser.add_argument("--seconds", type=float, default=540, help="for each model")
     parser.add_argument("--tiny", action="store_true", help="a model of two small layers, to try this without a GPU")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # one run, in this process
     parser.add_argument("--begun", type=float, help=argparse.SUPPRESS)
     given = parser.parse_args(args)
-    given.modes = given.modes.split(",")
+    given.modes, given.models = given.modes.split(","), given.models.split(",")
+    for model in given.models:
+        if model not in MODELS:
+            parser.error(f"--models: {model!r} is none of {', '.join(MODELS)}")
     for mode in given.modes:
         if mode not in MODES:
             parser.error(f"--modes: {mode!r} is none of {', '.join(MODES)}")
@@ -210,7 +292,7 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
 
 
 def main(args: list[str] | None = None) -> int:
-    """Measure; 1 where a side has no times."""
+    """Measure; 1 where a side of a model has no times."""
     given = arguments(args)
     if given.here:
         try:
@@ -221,5 +303,6 @@ def main(args: list[str] | None = None) -> int:
             known = json.loads(given.json.read_text()) if given.json.is_file() else {}
             given.json.write_text(json.dumps(known | {"stopped": traceback.format_exc(limit=-8)}))
         leave(1)
-    runs = measure(given)
-    return 0 if {run["side"] for run in runs if run.get("tokens_per_s")} == set(SIDES) else 1
+    ready_files([] if given.vllm is None else [given.vllm])
+    ran = {(run["model"], run["side"]) for run in measure(given) if run.get("tokens_per_s")}
+    return 0 if ran == {(model, side) for model in given.models for side in SIDES} else 1

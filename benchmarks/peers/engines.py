@@ -1,19 +1,32 @@
-"""What benchmarks inside an engine share: to import one that is unpacked, and processes that end in their time."""
+"""What benchmarks inside an engine share: to import one that is unpacked, and processes that end in their time.
+
+Also the folders of every cache, so that a process can start with none.
+"""
 
 from __future__ import annotations
 
+import compileall
+import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
 RUN = Path(__file__).parents[1] / "run.py"
 GRACE = 10.0  # seconds to end by itself, once asked
+CACHES = {  # folders below a process's own
+    "TRITON_CACHE_DIR": "triton", "TRITON_HOME": "home", "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TORCH_EXTENSIONS_DIR": "extensions", "DG_JIT_CACHE_DIR": "deep_gemm", "DG_CACHE_DIR": "deep_gemm",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer", "FLASHINFER_CACHE_DIR": "flashinfer", "VLLM_CACHE_ROOT": "vllm",
+    "HUMMING_CACHE_DIR": "humming", "HUMMING_TMP_DIR": "humming-tmp", "CUDA_CACHE_PATH": "nv",
+    "TVM_FFI_CACHE_DIR": "tvm", "XDG_CACHE_HOME": "cache", "HOME": "home",
+}  # fmt: skip
 
 
 def find(folders: list[Path], packages: Path | None) -> None:
@@ -39,6 +52,29 @@ def stand_in(*names: str) -> None:
 
 def _none(name: str) -> NoReturn:
     raise AttributeError(name)
+
+
+def caches_in(folder: Path) -> dict[str, str]:
+    """The environment that has all caches below a folder, which is made if it is not there."""
+    for one in set(CACHES.values()):
+        (folder / one).mkdir(parents=True, exist_ok=True)
+    return {variable: str(folder / one) for variable, one in CACHES.items()}
+
+
+def ready_files(folders: Iterable[Path], packages: Iterable[str] = ("pretuned",)) -> None:
+    """Compile Python files to .pyc, as installing does, and read all files once, nvcc's too.
+
+    Folders and packages that are installed; none is imported. Else the first of several processes would pay for it.
+    """
+    specs = [importlib.util.find_spec(one) for one in packages]
+    every = [*folders, *(Path(one) for spec in specs if spec for one in spec.submodule_search_locations or ())]
+    for folder in every:
+        compileall.compile_dir(str(folder), quiet=2, workers=0)
+    nvcc = shutil.which("nvcc")
+    every += [] if nvcc is None else [Path(nvcc).resolve().parents[1] / one for one in ("bin", "nvvm")]
+    for path in (one for folder in every for one in folder.rglob("*")):
+        if path.is_file():
+            path.read_bytes()
 
 
 def child(words: list[str], seconds: float, environ: Mapping[str, str] | None = None) -> str:

@@ -1,16 +1,19 @@
-"""One product of quantised weights: the operands as we and as the others take them, and how far a result is off."""
+"""One product of quantised weights: the operands as we and as the others take them, and how far a result is off.
+
+Importing this imports nothing of pretuned: ``cold_start`` times that import.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from pretuned.aot.measure.inputs import routed_rows
-from pretuned.runtime import ExpertWeights
+if TYPE_CHECKING:
+    from pretuned.runtime import ExpertWeights
 
 Call: TypeAlias = Callable[[], torch.Tensor]
 INT4 = ("int4_g32", "int4_g128")
@@ -65,6 +68,8 @@ class Product:
     @cached_property
     def weights(self) -> ExpertWeights:
         """The same as ours, in the order that our kernels read."""
+        from pretuned.runtime import ExpertWeights
+
         codes, scale = (one.clone() for one in self.operands)
         if self.format in INT4:
             return ExpertWeights.int4(codes, scale).prepare()
@@ -81,12 +86,19 @@ def products(formats: list[str], models: list[str] | None = None) -> Iterator[Pr
 
 
 class Cell:
-    """A product of T tokens: x, and where each sorted row belongs."""
+    """A product of T tokens: x, and where each sorted row belongs.
 
-    def __init__(self, product: Product, T: int) -> None:
+    ``m_sizes`` [E] are each expert's rows; default: those of pretuned's measurements.
+    """
+
+    def __init__(self, product: Product, T: int, m_sizes: torch.Tensor | None = None) -> None:
         self.product, self.T, self.M = product, T, T * product.top_k
         self.E, self.N, self.K, self.device = product.E, product.N, product.K, product.device
-        self.m_sizes = routed_rows(self.E, product.top_k, T).to(self.device)
+        if m_sizes is None:
+            from pretuned.aot.measure.inputs import routed_rows
+
+            m_sizes = routed_rows(self.E, product.top_k, T)
+        self.m_sizes = m_sizes.to(self.device)
         g = torch.Generator(self.device).manual_seed(2)
         self.x = torch.randn(self.M, self.K, device=self.device, generator=g).bfloat16()
         n = self.m_sizes.long()

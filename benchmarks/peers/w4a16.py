@@ -1,4 +1,4 @@
-"""4-bit weights and x in bf16, by others: triton_kernels (mxfp4), vLLM's Marlin and Humming (both formats).
+"""Quantised weights and x in bf16, by others: triton_kernels (mxfp4), vLLM's Marlin (4 bits) and Humming.
 
 Each takes the folder of the package vllm, a product and the tokens, prepares the weights as that library does, and
 gives what makes the calls of a cell, by name. Weights are the product's own: every result can be judged.
@@ -138,59 +138,85 @@ def marlin(place: Path, product: Product, tokens: list[int]) -> Callable[[Cell],
     return calls
 
 
-def humming(place: Path, product: Product, tokens: list[int]) -> Callable[[Cell], dict[str, Call]]:
-    """Humming's grouped product of rows that lie by expert, each M by the config that its heuristic gives.
+class Humming:
+    """Humming's grouped product of rows that lie by expert, each M by the configuration that its heuristic gives.
 
-    The kernels of all tokens are compiled at once, in threads; they stay in its cache on the disk.
+    x is in bf16. Weights: mxfp4, int4 or fp8 128x128 blocks. Compiled kernels stay in its cache on the disk.
     """
-    from humming import ops
-    from humming.config import ComputeConfig
-    from humming.kernel.humming import HummingKernel
-    from humming.schema import HummingWeightSchema
-    from humming.transform import prepare_layer_config, transform_humming_tensors
-    from humming.tune import get_heuristics_config
 
-    codes, scale = product.operands
-    fp4 = product.format == "mxfp4"
-    schema = HummingWeightSchema(
-        b_dtype="float4e2m1" if fp4 else "uint4", bs_dtype="float8e8m0" if fp4 else "bfloat16",
-        weight_scale_group_size=product.group,
-    )  # fmt: skip
-    layer = prepare_layer_config(
-        product.N, product.K, schema, num_experts=product.E, pad_n_to_multiple=HUMMING_COLUMNS,
-        torch_dtype=torch.bfloat16,
-    )  # fmt: skip
-    computed = ComputeConfig(gemm_type="grouped_contiguous")
+    def __init__(self, product: Product) -> None:
+        from humming.config import ComputeConfig
+        from humming.schema import HummingWeightSchema
+        from humming.transform import prepare_layer_config
 
-    def kernels(rows: list[int]) -> torch.Tensor:
-        chosen = [get_heuristics_config(layer, M, gemm_type="grouped_contiguous") for M in rows]
+        b, bs = {"mxfp4": ("float4e2m1", "float8e8m0"), "fp8_block": ("float8e4m3", "float32")}.get(
+            product.format, ("uint4", "bfloat16")
+        )
+        blocks = {"weight_scale_group_size_n": product.group} if product.format == "fp8_block" else {}
+        schema = HummingWeightSchema(b_dtype=b, bs_dtype=bs, weight_scale_group_size=product.group, **blocks)
+        self.product = product
+        self.layer = prepare_layer_config(
+            product.N, product.K, schema, num_experts=product.E, pad_n_to_multiple=HUMMING_COLUMNS,
+            torch_dtype=torch.bfloat16,
+        )  # fmt: skip
+        self.computed = ComputeConfig(gemm_type="grouped_contiguous")
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def kernels(self, rows: list[int]) -> torch.Tensor:
+        """The kernels for so many rows [len(rows), 4]: compiled at once, in threads, where they are not yet."""
+        from humming.kernel.humming import HummingKernel
+        from humming.tune import get_heuristics_config
+
+        chosen = [get_heuristics_config(self.layer, M, gemm_type="grouped_contiguous") for M in rows]
         spans = [(0, 1 << 30, one | {"use_batch_invariant": False}) for one in chosen]
         found = HummingKernel.prepare_kernels(
-            layer.to_str(), computed.to_str(), spans, device=torch.cuda.current_device()
+            self.layer.to_str(), self.computed.to_str(), spans, device=torch.cuda.current_device()
         )
         return found.reshape(-1, 4)
 
-    with contextlib.suppress(Exception):  # one that can't be had is told of in its cell
-        kernels([T * product.top_k for T in tokens])
-    weight_scale = scale.view(torch.float8_e8m0fnu) if fp4 else scale
-    tensors = transform_humming_tensors(layer, {"weight": codes.view(torch.int32), "weight_scale": weight_scale})
-    locks = torch.zeros(LOCKS, dtype=torch.int32, device=codes.device)
-    name = "humming" if not layer.pad_shape_n else f"humming (padded to {layer.shape_n} x {layer.shape_k})"
+    def prepare(self) -> None:
+        """Put the weights into its order."""
+        from humming.transform import transform_humming_tensors
 
-    def calls(cell: Cell) -> dict[str, Call]:
-        (config,) = kernels([cell.M])
+        codes, scale = self.product.operands
+        weight_scale = scale.view(torch.float8_e8m0fnu) if self.product.format == "mxfp4" else scale
+        given = {"weight": codes.view(torch.int32), "weight_scale": weight_scale}
+        self.tensors = transform_humming_tensors(self.layer, given)
+        self.locks = torch.zeros(LOCKS, dtype=torch.int32, device=codes.device)
+
+    @property
+    def name(self) -> str:
+        """With the sizes, where it pads the weights."""
+        layer = self.layer
+        return "humming" if not layer.pad_shape_n else f"humming (padded to {layer.shape_n} x {layer.shape_k})"
+
+    def call(self, cell: Cell) -> Call:
+        """A call; its kernel is looked up, and compiled if it is not yet, when it first runs."""
+        from humming import ops
+
         ends = torch.nn.functional.pad(cell.m_sizes.long().cumsum(0), (1, 0))
         y = torch.zeros(cell.M, cell.N, device=cell.device, dtype=torch.bfloat16)
+        config: list[torch.Tensor] = []
 
         def call() -> torch.Tensor:
+            if not config:
+                config.append(self.kernels([cell.M])[0])
             ops.launch_kernel(
-                configs=config, inputs=cell.x, outputs=y, locks=locks, top_k=1, expert_layout=ends, **tensors
-            )
+                configs=config[0], inputs=cell.x, outputs=y, locks=self.locks, top_k=1, expert_layout=ends,
+                **self.tensors,
+            )  # fmt: skip
             return y
 
-        return {name: call}
+        return call
 
-    return calls
+
+def humming(place: Path, product: Product, tokens: list[int]) -> Callable[[Cell], dict[str, Call]]:
+    """Humming's calls. The kernels of all tokens are compiled first."""
+    theirs = Humming(product)
+    with contextlib.suppress(Exception):  # one that can't be had is told of in its cell
+        theirs.kernels([T * product.top_k for T in tokens])
+    theirs.prepare()
+    return lambda cell: {theirs.name: theirs.call(cell)}
 
 
 def _module(name: str, file: Path) -> Any:

@@ -94,20 +94,25 @@ def deepgemm(place: Path, product: Product, tokens: list[int]) -> Callable[[Cell
 def _padded(cell: Cell, size: int, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x's codes and scales with row r at at[r] of ``size``, and room for y."""
     x, x_scale = cell.quantised
-    wide = torch.zeros(size, cell.K, device="cuda", dtype=torch.float8_e4m3fn)
+    wide = torch.zeros(size, cell.K, device=cell.device, dtype=torch.float8_e4m3fn)
     wide.view(torch.uint8)[at] = x.view(torch.uint8)
-    scales = torch.ones(size, cell.K // 128, device="cuda")
+    scales = torch.ones(size, cell.K // 128, device=cell.device)
     scales[at] = x_scale
-    return wide, scales, torch.empty(size, cell.N, device="cuda", dtype=torch.bfloat16)
+    return wide, scales, torch.empty(size, cell.N, device=cell.device, dtype=torch.bfloat16)
+
+
+def contiguous(cell: Cell) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x's codes and scales with every expert's rows padded, y, each row's expert, and the places of x's rows."""
+    n = cell.m_sizes.long()
+    whole = (n + PADDED - 1) // PADDED * PADDED
+    at = ((whole.cumsum(0) - whole) - cell.first)[cell.owner] + torch.arange(cell.M, device=cell.device)
+    wide, scales, y = _padded(cell, int(whole.sum()), at)
+    return wide, scales, y, torch.repeat_interleave(torch.arange(cell.E, device=cell.device), whole).int(), at
 
 
 def _contiguous(deep_gemm: Any, cell: Cell, codes: torch.Tensor, scale: torch.Tensor) -> Call:
-    n = cell.m_sizes.long()
-    whole = (n + PADDED - 1) // PADDED * PADDED
-    at = ((whole.cumsum(0) - whole) - cell.first)[cell.owner] + torch.arange(cell.M, device="cuda")
-    wide, scales, y = _padded(cell, int(whole.sum()), at)
+    wide, scales, y, experts, at = contiguous(cell)
     aligned = deep_gemm.get_mn_major_tma_aligned_tensor(scales)
-    experts = torch.repeat_interleave(torch.arange(cell.E, device="cuda"), whole).int()
 
     def call() -> torch.Tensor:
         deep_gemm.m_grouped_fp8_gemm_nt_contiguous((wide, aligned), (codes, scale), y, experts, disable_ue8m0_cast=True)

@@ -11,6 +11,7 @@ import json
 import lzma
 import os
 import shlex
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -131,6 +132,43 @@ def start() -> Picture:
         picture.text(left - 12, y + 15, name, "end")
         picture.rect(left, y, max(1.5, ms * unit), 21, kind)
         picture.text(left + max(1.5, ms * unit) + 8, y + 15, f"{ms:,.0f} ms" if ms >= 1 else f"{ms:.1f} ms", "strong")
+    return picture
+
+
+def cold() -> Picture:
+    """Seconds until the first ten calls of a process have ended: each library with empty caches, and with warm ones."""
+    report = read(next(name for name in COLD if (RESULTS / name).is_file()))
+    rows = [row for row in report["rows"].values() if row["empty"] and row["warm"]]
+    formats = {"bf16": "bf16", "fp8_block": "fp8 128x128 blocks", "mxfp4": "mxfp4"}
+
+    def seconds(row: dict[str, Any], side: str) -> float:
+        return statistics.median(run["seconds"] for run in row[side])
+
+    gpu = report["gpu"].replace("NVIDIA ", "").split(" ")[0]
+    left, unit = 200, 460 / max(seconds(row, "empty") for row in rows)
+    every = [(one, [row for row in rows if row["format"] == one]) for one in formats]
+    every = [(one, own) for one, own in every if own]
+    height = 76 + sum(30 + 40 * len(own) for _, own in every)
+    picture = Picture(760, height, "A new process: seconds until its first ten grouped GEMMs are done")
+    picture.text(12, 24, f"A new process on an {gpu}: seconds until its first ten grouped GEMMs are done", "title")
+    picture.text(
+        12, 44, "upper bar: every cache empty; lower bar: caches warm; torch and a CUDA context up before", "soft"
+    )
+    y = 66
+    for name, own in every:
+        picture.text(12, y + 14, f"{formats[name]}, {own[0]['model']}", "strong")
+        y += 26
+        for row in own:
+            picture.text(left - 12, y + 19, row["library"], "end")
+            kind = "ours" if row["library"] == "pretuned" else "theirs"
+            for at, side, high in ((y, "empty", 17), (y + 19, "warm", 9)):
+                s = seconds(row, side)
+                picture.rect(left, at, max(1.5, s * unit), high, kind)
+                said = f"{s:.1f} s" if s >= 10 else f"{s:.2f} s" if s >= 0.1 else f"{s:.3f} s"
+                style = "strong" if side == "empty" else "soft"
+                picture.text(left + max(1.5, s * unit) + 8, at + (14 if side == "empty" else 9), said, style)
+            y += 40
+        y += 4
     return picture
 
 
@@ -299,10 +337,13 @@ def terminal() -> Picture:
     return picture
 
 
+COLD = ("cold-start-h100.json", "cold-start-h200.json")  # by benchmarks/start/cold_start.py
 PICTURES: dict[str, Callable[[], Picture]] = {
     "layers": layers, "start": start, "way": way, "rows": rows, "which-kernel": which, "which-page": pages,
     "terminal": terminal,
 }  # fmt: skip
+if any((RESULTS / name).is_file() for name in COLD):
+    PICTURES["cold-start"] = cold
 
 
 def drawn() -> Iterator[tuple[Path, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from pathlib import Path
@@ -32,6 +33,12 @@ def test_what_is_asked_for(tool: ModuleType, capsys: pytest.CaptureFixture[str])
 
 def test_the_engine_has_room_for_every_case(tool: ModuleType, tmp_path: Path) -> None:
     given = tool.arguments(["--json", "o.json", "--cases", "200x128+128,4x2048+1", "--layers", "3", "--modes", "eager"])
+    given.models = ["gpt-oss-20b"]
+    found = tool.settings(given, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["layer_types"] == [
+        "sliding_attention", "full_attention", "sliding_attention"
+    ]  # fmt: skip
+    given.models = ["qwen3-30b"]
     found = tool.settings(given, tmp_path)
     assert (found["max_model_len"], found["max_num_seqs"], found["enforce_eager"]) == (2065, 200, True)
     assert json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"] == 3
@@ -54,20 +61,29 @@ def test_lines_are_kept_when_an_engine_takes_handlers_away(tool: ModuleType) -> 
 
 
 def measured(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stops: tuple[str, ...],
-             seconds: float, takes: float) -> list[tuple[str, str, bool]]:  # fmt: skip
+             seconds: float, takes: float, models: str = "qwen3-30b") -> list[tuple[str, str, bool]]:  # fmt: skip
     """Mode, side and whether it ran, of each run of an engine that stops in some modes."""
     now = [0.0]
 
-    def one_run(given: Any, mode: str, side: str, left: float) -> dict[str, Any]:
+    folders: dict[str, Path] = {}
+
+    def one_run(given: Any, model: str, mode: str, side: str, caches: Path, left: float) -> dict[str, Any]:
         now[0] += takes
+        assert folders.setdefault(side, caches) == caches  # of one round
         why = {"stopped": "Error:\nno compiler"} if mode in stops else {"tokens_per_s": {"1x16+8": 1.0}}
-        return {"mode": mode, "side": side, "run_s": takes, **why}
+        if why.get("stopped"):
+            folders.clear()
+        return {"model": model, "mode": mode, "side": side, "run_s": takes, "about": {"torch": "2"}, **why}
 
     monkeypatch.setattr(tool, "one_run", one_run)
     monkeypatch.setattr(tool.time, "monotonic", lambda: now[0])
-    given = tool.arguments(["--json", str(tmp_path / "o.json"), "--seconds", str(seconds)])
+    given = tool.arguments(["--json", str(tmp_path / "o.json"), "--seconds", str(seconds), "--models", models])
     runs = tool.measure(given)
-    assert json.loads((tmp_path / "o.json").read_text())["runs"] == runs
+    report = json.loads((tmp_path / "o.json").read_text())
+    assert (report["runs"], report["torch"]) == (runs, "2")
+    assert report["command"].startswith("python ")
+    caches = [run["caches"] for run in runs if "stopped" not in run]
+    assert caches == (["empty", "empty", "warm", "warm"] * len(models.split(",")))[: len(caches)]
     return [(run["mode"], run["side"], "stopped" not in run) for run in runs]
 
 
@@ -84,12 +100,21 @@ def test_no_run_begins_that_would_not_end(tool: ModuleType, monkeypatch: pytest.
     assert found == [("compiled", "without", True), ("compiled", "with", True)]
 
 
+def test_each_model_has_its_time(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tool.tempfile, "TemporaryDirectory", lambda: contextlib.nullcontext(str(tmp_path)))
+    found = measured(tool, monkeypatch, tmp_path, (), 450, 100, "qwen3-30b-fp8,gpt-oss-20b")
+    assert len(found) == 8
+
+
 @pytest.mark.slow
 def test_what_stopped_it_is_told(tool: ModuleType, tmp_path: Path) -> None:
     """(There is no vLLM in the folder.)"""
     (tmp_path / "vllm" / "model_executor").mkdir(parents=True)
     out = tmp_path / "runs.json"
-    assert tool.main(["--vllm", str(tmp_path), "--json", str(out), "--modes", "eager", "--tiny"]) == 1
+    assert (
+        tool.main(["--vllm", str(tmp_path), "--json", str(out), "--modes", "eager", "--tiny", "--models", "qwen3-30b"])
+        == 1
+    )
     (run,) = json.loads(out.read_text())["runs"]
     assert run["side"] == "without"
     assert "vllm" in run["stopped"].splitlines()[-1]
