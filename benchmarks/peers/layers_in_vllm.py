@@ -3,6 +3,7 @@
     pip download --no-deps vllm==0.20.2 && unzip -q vllm-0.20.2-*.whl -d vllm-0.20.2
     python benchmarks/run.py layers_in_vllm --vllm vllm-0.20.2 --json layers-in-vllm.json
     python benchmarks/run.py layers_in_vllm --vllm vllm-0.20.2 --kinds bf16,mxfp4 --tokens 1,16 --json some.json
+    python benchmarks/run.py layers_in_vllm --vllm vllm-0.26.0 --kinds flagships --json flagships.json
 
 Each layer is vLLM's FusedMoE, made as a model makes it, and its kernel is called with a routing that is drawn. Choosing
 top_k experts by what the router says, the same for all, is left out, but where a backend does that itself (vLLM's
@@ -13,6 +14,11 @@ graphs are replayed in turns. A cell has microseconds a layer, the experts class
 result from pretuned's. What fails is told in its cell, and the rest goes on; each kind of layer has a process of its
 own, which is ended when ``--seconds`` are over. The file is whole after each cell.
 
+``flagships`` are DeepSeek-V4-Flash, one of eight ranks' experts of DeepSeek-V4-Pro and of Kimi-K3 (a rank has as many
+rows as T tokens a rank bring), GLM-5.3-Flash and Step-3.7-Flash. They have one side more, ``moe_mlp``: pretuned's layer
+called without vLLM, with the model's activation even if the plug-in or this vLLM lacks it. An activation that this vLLM
+lacks is silu in its sides, and the cell says so.
+
 vLLM need not be installed: ``--vllm`` is where its wheel is unpacked, ``--packages`` a folder with what it imports
 (``carry.py`` makes both, for a machine that fetches nothing).
 """
@@ -22,9 +28,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import inspect
 import json
 import os
+import shlex
 import statistics
+import sys
 import tempfile
 import time
 import traceback
@@ -38,7 +47,10 @@ from .engines import child, find, leave, stand_in
 
 
 class Kind(NamedTuple):
-    """A layer at a model's own sizes, and the backends of vLLM that it is held against; first its own choice on 9.0."""
+    """A layer at a model's own sizes, and the backends of vLLM that it is held against; first its own choice on 9.0.
+
+    ``numbers`` are those of the activation, as ``pretuned.runtime.Activation`` has them.
+    """
 
     model: str
     E: int
@@ -48,56 +60,153 @@ class Kind(NamedTuple):
     backends: tuple[str, ...]
     activation: str = "silu"
     has_bias: bool = False
+    weights: str = "bf16"
+    numbers: dict[str, float] | None = None
+    is_flagship: bool = False
+
+
+def _flagship(model: str, E: int, H: int, I: int, top_k: int, weights: str, activation: str = "silu",  # noqa: E741
+              **numbers: float) -> Kind:  # fmt: skip
+    """A layer of a recent model, against all backends that have its weights."""
+    backends = {"mxfp4": ("marlin", "humming"), "fp8": ("triton", "deep_gemm", "marlin", "humming")}
+    return Kind(model, E, H, I, top_k, backends.get(weights, ("triton",)), activation, False, weights, numbers, True)
 
 
 KINDS = {
     "bf16": Kind("Qwen3-30B-A3B", 128, 2048, 768, 8, ("triton",)),
-    "fp8": Kind("DeepSeek-V3", 256, 7168, 2048, 8, ("triton", "deep_gemm", "marlin")),
-    "mxfp4": Kind("gpt-oss-120b", 128, 2880, 2880, 4, ("triton", "marlin"), "swigluoai", True),
-    "int4": Kind("Kimi-K2-Thinking", 384, 7168, 2048, 8, ("marlin",)),
+    "fp8": Kind("DeepSeek-V3", 256, 7168, 2048, 8, ("triton", "deep_gemm", "marlin"), weights="fp8"),
+    "mxfp4": Kind("gpt-oss-120b", 128, 2880, 2880, 4, ("triton", "marlin"), "swigluoai", True, weights="gpt_oss_mxfp4"),
+    "int4": Kind("Kimi-K2-Thinking", 384, 7168, 2048, 8, ("marlin",), weights="int4"),
+    "v4-flash": _flagship("DeepSeek-V4-Flash", 256, 4096, 2048, 6, "mxfp4", limit=10.0),
+    "v4-pro": _flagship("DeepSeek-V4-Pro, ep=8", 48, 7168, 3072, 6, "mxfp4", limit=10.0),
+    "kimi-k3": _flagship("Kimi-K3, ep=8", 112, 3584, 3072, 16, "mxfp4", "situ", beta=4.0, linear_beta=25.0),
+    "glm-5.3-flash": _flagship("GLM-5.3-Flash", 288, 4096, 2048, 8, "fp8", limit=10.0),
+    "step-3.7": _flagship("Step-3.7-Flash", 288, 4096, 1280, 8, "bf16", "swiglustep", limit=7.0),
 }
-OURS = "auto"
+FLAGSHIPS = [name for name, one in KINDS.items() if one.is_flagship]
+OURS, DIRECT = "auto", "moe_mlp"
 ROUNDS = 15
 CLOSING = 30  # seconds
 TOKENS = "1,4,16,64,256,1024,4096,8192"
 
 
-def quantisation(kind: str) -> Any:
+def quantisation(weights: str) -> Any:
     """vLLM's config of the layer's weights, by its registry; None for bf16."""
+    if weights == "mxfp4":
+        return _mxfp4()
     from vllm.model_executor.layers.quantization import get_quantization_config
 
     group = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
     said = {
         "fp8": ("fp8", {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}),
-        "mxfp4": ("gpt_oss_mxfp4", {"quant_method": "mxfp4"}),
+        "gpt_oss_mxfp4": ("gpt_oss_mxfp4", {"quant_method": "mxfp4"}),
         "int4": ("compressed-tensors", {
             "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": [],
             "config_groups": {"group_0": {"targets": ["Linear"], "weights": group}},
         }),
     }  # fmt: skip
-    if kind not in said:
+    if weights not in said:
         return None
-    name, config = said[kind]
+    name, config = said[weights]
     return get_quantization_config(name).from_config(config)
+
+
+def _mxfp4() -> Any:
+    """vLLM's method for the layers of DeepSeek-V4, and pretuned's in its place if the plug-in takes the layer.
+
+    vLLM's own config of such a checkpoint reads the model's.
+    """
+    from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4Config, Mxfp4MoEMethod
+
+    from pretuned.integrations.plug_in import VLLM
+
+    class Published(Mxfp4Config):  # type: ignore[misc]
+        def get_quant_method(self, layer: Any, prefix: str) -> Any:
+            own = Mxfp4MoEMethod(layer.moe_config)
+            if VLLM.is_off:
+                return own
+            from pretuned.integrations.vllm.quantised import take
+
+            return take(own, layer, everywhere=True)
+
+    return Published()
 
 
 def made(kind: str, one: Kind, backend: str, device: str) -> Any:
     """vLLM's layer with weights that are drawn, the same for every backend, processed as after loading."""
     from vllm.config import KernelConfig, VllmConfig, set_current_vllm_config
-    from vllm.model_executor.layers.fused_moe import FusedMoE
+    from vllm.model_executor.layers import fused_moe
 
+    make = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE
     config = VllmConfig(kernel_config=KernelConfig(moe_backend=backend))
+    limit = (one.numbers or {}).get("limit") if one.activation == "silu" else None
     with set_current_vllm_config(config), torch.device(device):
-        layer = FusedMoE(
+        made = make(
             num_experts=one.E, top_k=one.top_k, hidden_size=one.H, intermediate_size=one.I, params_dtype=torch.bfloat16,
-            quant_config=quantisation(kind), prefix=f"model.layers.0.mlp.experts.{kind}.{backend}",
-            activation=one.activation, has_bias=one.has_bias,
+            quant_config=quantisation(one.weights), prefix=f"model.layers.0.mlp.experts.{kind}.{backend}",
+            activation=known_activation(one), has_bias=one.has_bias,
+            **({} if limit is None else {"swiglu_limit": limit}),
         )  # fmt: skip
+        layer = getattr(made, "routed_experts", made)  # from vLLM 0.22 on
+        if layer is not made:
+            object.__setattr__(layer, "router", made.router)
         torch.manual_seed(0)
         for name, parameter in sorted(layer.named_parameters()):
-            draw(name, parameter, kind, one)
+            draw(name, parameter, one.weights, one)
         layer.quant_method.process_weights_after_loading(layer)
+        if hasattr(layer, "_ensure_moe_quant_config_init"):
+            layer._ensure_moe_quant_config_init()
     return layer, config
+
+
+def known_activation(one: Kind) -> str:
+    """The layer's activation, or silu if this vLLM lacks it."""
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    return one.activation if one.activation in [known.value for known in MoEActivation] else "silu"
+
+
+class Direct:
+    """pretuned's layer with the same weights, called without vLLM."""
+
+    def __init__(self, one: Kind, device: str) -> None:
+        from pretuned.runtime import ExpertWeights, moe_mlp
+
+        self.run = moe_mlp
+        scale = {"fp8": "weight_scale_inv", "mxfp4": "weight_scale"}.get(one.weights)
+        names = ["w13_weight", "w2_weight"] + [f"{which}_{scale}" for which in ("w13", "w2") if scale is not None]
+        dtype = {"fp8": torch.float8_e4m3fn, "mxfp4": torch.uint8}.get(one.weights, torch.bfloat16)
+        found = {}
+        torch.manual_seed(0)
+        for name in sorted(names):
+            N, K = (2 * one.I, one.H) if name.startswith("w13") else (one.H, one.I)
+            if "scale" in name:
+                N, K = (N // 128, K // 128) if one.weights == "fp8" else (N, K // 32)
+            elif one.weights == "mxfp4":
+                K //= 2
+            of = torch.float32 if "scale" in name and one.weights == "fp8" else dtype
+            found[name] = torch.nn.Parameter(torch.empty(one.E, N, K, dtype=of, device=device), requires_grad=False)
+            draw(name, found[name], one.weights, one)
+        self.weights: list[Any] = [found[f"{which}_weight"].data for which in ("w13", "w2")]
+        if scale is not None:
+            make = ExpertWeights.fp8_block if one.weights == "fp8" else ExpertWeights.mxfp4
+            self.weights = [make(w, found[f"{which}_{scale}"].data).prepare()
+                            for w, which in zip(self.weights, ("w13", "w2"), strict=True)]  # fmt: skip
+        self.activation = activation(one)
+
+    def call(self, given: Routed) -> Callable[[], torch.Tensor]:
+        """The layer on these tokens."""
+        gate_up, down = self.weights
+        return lambda: self.run(given.x, gate_up, down, given.ids, given.weights, self.activation)
+
+
+def activation(one: Kind) -> Any:
+    """A layer's activation, as pretuned takes it."""
+    if not one.numbers:
+        return one.activation
+    from pretuned.runtime import Activation
+
+    return Activation("swiglu" if one.activation == "silu" else one.activation, **one.numbers)
 
 
 def draw(name: str, parameter: torch.Tensor, kind: str, one: Kind) -> None:
@@ -156,18 +265,31 @@ def call_of(layer: Any, given: Routed, routed: bool) -> Callable[[], torch.Tenso
     method = layer.quant_method
     H = given.x.shape[1]
     padding = 0 if method.skip_forward_padding else layer.moe_config.hidden_dim - H
+    shared = dict.fromkeys({"shared_experts", "shared_experts_input"} & {*inspect.signature(method.apply).parameters})
+    if "shared" in inspect.signature(method.apply).parameters:  # pretuned's hands on what a vLLM hands it
+        shared = shared_of(layer)
+
+    dtype = getattr(method, "topk_indices_dtype", None)
+    chosen = given.ids if dtype is None else given.ids.to(dtype)
 
     def call() -> torch.Tensor:
         x = torch.nn.functional.pad(given.x, (0, padding)) if padding else given.x
         if method.is_monolithic:
             return method.apply_monolithic(layer=layer, x=x, router_logits=given.logits)[:, :H]  # type: ignore[no-any-return]
-        weights, ids = given.weights, given.ids
+        weights, ids = given.weights, chosen
         if routed:
             weights, ids = layer.router.select_experts(hidden_states=x, router_logits=given.logits)
-        out = method.apply(layer=layer, x=x, topk_weights=weights, topk_ids=ids, shared_experts_input=None)
+        out = method.apply(layer=layer, x=x, topk_weights=weights, topk_ids=ids, **shared)
         return out[:, :H]  # type: ignore[no-any-return]
 
     return call
+
+
+def shared_of(layer: Any) -> dict[str, None]:
+    """The arguments for shared experts of this vLLM's modular kernel."""
+    kernel = getattr(layer.quant_method, "moe_kernel", None)
+    known = {} if kernel is None else inspect.signature(kernel.apply).parameters
+    return dict.fromkeys(name for name in ("shared_experts", "shared_experts_input") if name in known)
 
 
 def experts_of(layer: Any) -> str:
@@ -222,8 +344,13 @@ def measure(kind: str, backends: list[str], tokens: list[int], keep: Callable[[d
     from pretuned.aot.measure.clock import Clock
 
     one = KINDS[kind]
-    clock, sides, failed = Clock(), {}, {}
-    for backend in backends:
+    clock, sides, failed, direct = Clock(), {}, {}, None
+    if DIRECT in backends:
+        try:
+            direct = Direct(one, "cuda")
+        except Exception:
+            failed[DIRECT] = traceback.format_exc(limit=-6)
+    for backend in (name for name in backends if name != DIRECT):
         try:
             layer, config = made(kind, one, backend, "cuda")
             with set_current_vllm_config(config), set_forward_context(None, config):
@@ -244,9 +371,18 @@ def measure(kind: str, backends: list[str], tokens: list[int], keep: Callable[[d
                     graphs[backend] = clock.capture(call)
             except Exception:
                 wrong[backend] = traceback.format_exc(limit=-6)
+        if direct is not None:
+            try:
+                call = direct.call(given)
+                out[DIRECT] = call().clone()
+                graphs[DIRECT] = clock.capture(call)
+            except Exception:
+                wrong[DIRECT] = traceback.format_exc(limit=-6)
         cell: dict[str, Any] = {"kind": kind, "model": one.model, "tokens": T, "routed": routed, "failed": wrong}
+        known = known_activation(one)
+        cell["activation"] = known if known == one.activation else f"{known}: this vLLM has no {one.activation}"
         cell["experts"] = {backend: experts_of(layer) for backend, (layer, _) in sides.items()}
-        timed(cell, clock, graphs, out, OURS)
+        timed(cell, clock, graphs, out, DIRECT if DIRECT in out else OURS)
         keep(cell)
         graphs.clear()
         clock.release()
@@ -257,13 +393,15 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--vllm", type=Path, required=True, help="where vLLM's wheel is unpacked")
     parser.add_argument("--packages", type=Path, help="a folder with the packages that vLLM imports")
     parser.add_argument("--json", type=Path, required=True, help="the file to write")
-    parser.add_argument("--kinds", default=",".join(KINDS), help=f"some of {', '.join(KINDS)}")
-    parser.add_argument("--backends", help="some of a kind's, and auto: pretuned; default: all")
+    usual = ",".join(name for name in KINDS if name not in FLAGSHIPS)
+    parser.add_argument("--kinds", default=usual, help=f"some of {', '.join(KINDS)}, or flagships; default: {usual}")
+    parser.add_argument("--backends", help="some of a kind's, auto (the plug-in) and moe_mlp; default: all")
     parser.add_argument("--tokens", default=TOKENS)
     parser.add_argument("--seconds", type=float, default=540, help="when to end what is still measured")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # one kind, in this process
     given = parser.parse_args(args)
-    given.kinds, given.tokens = given.kinds.split(","), [int(T) for T in given.tokens.split(",")]
+    given.kinds = FLAGSHIPS if given.kinds == "flagships" else given.kinds.split(",")
+    given.tokens = [int(T) for T in given.tokens.split(",")]
     for kind in given.kinds:
         if kind not in KINDS:
             parser.error(f"--kinds: {kind!r} is none of {', '.join(KINDS)}")
@@ -285,10 +423,14 @@ def main(args: list[str] | None = None) -> int:
     if given.here:
         leave(here(given))
     cells: list[dict[str, Any]] = []
+    head: dict[str, Any] = {}
     end = time.monotonic() + given.seconds
-    for kind in given.kinds:
-        cells += in_a_process(given, kind, end - time.monotonic())
-        given.json.write_text(json.dumps({"rounds": ROUNDS, "cells": cells}, indent=1))
+    for number, kind in enumerate(given.kinds):
+        left, kinds = end - time.monotonic(), len(given.kinds) - number
+        about, found = in_a_process(given, kind, left if kinds == 1 else min(left, 2 * left / kinds))
+        head, cells = about or head, cells + found
+        head["command"] = " ".join(["python", sys.argv[0], *map(shlex.quote, sys.argv[1:])])
+        given.json.write_text(json.dumps(head | {"rounds": ROUNDS, "cells": cells}, indent=1) + "\n")
     return 0 if any(cell.get("us") for cell in cells) else 1
 
 
@@ -296,7 +438,8 @@ def here(given: argparse.Namespace) -> int:
     """Measure one kind of layer in this process."""
     (kind,) = given.kinds
     cells: list[dict[str, Any]] = []
-    backends = given.backends.split(",") if given.backends else [OURS, *KINDS[kind].backends]
+    all_sides = [OURS, *([DIRECT] if KINDS[kind].is_flagship else []), *KINDS[kind].backends]
+    backends = given.backends.split(",") if given.backends else all_sides
     for name, value in {
         "PRETUNED_VLLM": "1", "DG_JIT_USE_NVRTC": "0", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo",
         "VLLM_NO_USAGE_STATS": "1",
@@ -306,11 +449,16 @@ def here(given: argparse.Namespace) -> int:
     from pretuned.integrations.vllm import register
 
     register()
+    import vllm
+
+    from .. import provenance
+
     head = {"torch": torch.__version__, "gpu": torch.cuda.get_device_name()}
+    about = provenance.about() | {"vllm": vllm.__version__}
 
     def keep(cell: dict[str, Any]) -> None:
         cells.append(head | cell)
-        given.json.write_text(json.dumps({"rounds": ROUNDS, "cells": cells}, indent=1))
+        given.json.write_text(json.dumps(about | {"rounds": ROUNDS, "cells": cells}, indent=1))
         print(cell["kind"], cell["tokens"], cell.get("us"), cell.get("distance"), flush=True)
         for name, why in cell["failed"].items():
             print(f"  {name} failed: {why.strip().splitlines()[-1]}", flush=True)
@@ -324,15 +472,16 @@ def here(given: argparse.Namespace) -> int:
     return 0 if any(cell.get("us") for cell in cells) else 1
 
 
-def in_a_process(given: argparse.Namespace, kind: str, seconds: float) -> list[dict[str, Any]]:
-    """The cells of one kind of layer: a fault of the GPU ends its process alone."""
+def in_a_process(given: argparse.Namespace, kind: str, seconds: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What ran, and the cells of one kind of layer: a fault of the GPU ends its process alone."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "cells.json"
         options = {"--vllm": given.vllm, "--packages": given.packages, "--json": out, "--kinds": kind,
                    "--backends": given.backends, "--tokens": ",".join(map(str, given.tokens))}  # fmt: skip
         words = [str(word) for name, value in options.items() if value is not None for word in (name, value)]
         ended = child(["layers_in_vllm", "--here", *words], seconds)
-        cells: list[dict[str, Any]] = json.loads(out.read_text())["cells"] if out.is_file() else []
+        about: dict[str, Any] = json.loads(out.read_text()) if out.is_file() else {}
+    cells: list[dict[str, Any]] = about.pop("cells", [])
     if ended and not (cells and cells[-1]["tokens"] is None):
         cells.append({"kind": kind, "tokens": None, "failed": {"all": ended}})
-    return cells
+    return about, cells

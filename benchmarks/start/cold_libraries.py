@@ -220,19 +220,19 @@ def _of(kind: type[Library], name: str, format: str, model: str) -> type[Library
     return type(f"{kind.__name__}_{format}", (kind,), {"name": name, "format": format, "model": model})
 
 
-LIBRARIES: dict[str, type[Library]] = {
+LIBRARIES: dict[str, type[Library]] = {  # in the order of their turns: what may take long comes last
     one.name: one
     for one in (
         _of(Pretuned, "pretuned_bf16", "bf16", "qwen3-30b"),
+        _of(Pretuned, "pretuned_fp8", "fp8_block", "qwen3-30b"),
+        _of(Pretuned, "pretuned_mxfp4", "mxfp4", "gpt-oss-20b"),
         TorchGroupedMm,
         _of(VllmTriton, "vllm_bf16", "bf16", "qwen3-30b"),
-        _of(Pretuned, "pretuned_fp8", "fp8_block", "qwen3-30b"),
         _of(VllmTriton, "vllm_fp8", "fp8_block", "qwen3-30b"),
-        DeepGemm,
-        _of(Humming, "humming_fp8", "fp8_block", "qwen3-30b"),
-        _of(Pretuned, "pretuned_mxfp4", "mxfp4", "gpt-oss-20b"),
         TritonKernels,
-        Marlin,
+        DeepGemm,
         _of(Humming, "humming_mxfp4", "mxfp4", "gpt-oss-20b"),
+        Marlin,
+        _of(Humming, "humming_fp8", "fp8_block", "qwen3-30b"),
     )
 }

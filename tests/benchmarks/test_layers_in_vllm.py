@@ -9,6 +9,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from pretuned.aot.models.catalogue import catalogue
+from pretuned.runtime import ExpertWeights
+
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 
@@ -102,11 +105,89 @@ def test_what_is_asked_for(tool: ModuleType, tmp_path: Path, capsys: pytest.Capt
     place = tmp_path / "vllm" / "model_executor"
     place.mkdir(parents=True)
     given = tool.arguments(["--vllm", str(tmp_path), "--json", "o.json", "--tokens", "1,16"])
-    assert (given.kinds, given.tokens) == (list(tool.KINDS), [1, 16])
+    assert (given.kinds, given.tokens) == (["bf16", "fp8", "mxfp4", "int4"], [1, 16])
+    given = tool.arguments(["--vllm", str(tmp_path), "--json", "o.json", "--kinds", "flagships"])
+    assert [tool.KINDS[kind].weights for kind in given.kinds] == ["mxfp4"] * 3 + ["fp8", "bf16"]
     for wrong, told in ((["--kinds", "fp3"], "'fp3' is none of bf16, fp8"), (["--vllm", "."], "no folder vllm")):
         with pytest.raises(SystemExit):
             tool.arguments(["--vllm", str(tmp_path), "--json", "o.json", *wrong])
         assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("weights", ["bf16", "fp8", "mxfp4"])
+def test_pretuneds_layer_without_vllm_has_the_weights_that_vllms_are_given(tool: ModuleType, weights: str) -> None:
+    E, H, I = 4, 256, 128  # noqa: E741
+    one = tool._flagship("m", E, H, I, 2, weights)._replace(numbers=None)
+    direct, given = tool.Direct(one, "cpu"), tool.routing(one, 5, "cpu")
+    torch.manual_seed(0)
+    dense = []
+    for which, N, K in (("w13", 2 * I, H), ("w2", H, I)):
+        wide, narrow = {"bf16": ((N, K), None), "fp8": ((N, K), (N // 128, K // 128)),
+                        "mxfp4": ((N, K // 2), (N, K // 32))}[weights]  # fmt: skip
+        w = parameter((E, *wide), {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}.get(weights, torch.uint8))
+        tool.draw(f"{which}_weight", w, weights, one)
+        if narrow is None:
+            dense.append(w.data.float())
+            continue
+        scale = parameter((E, *narrow), torch.float32 if weights == "fp8" else torch.uint8)
+        tool.draw(f"{which}_weight_scale" + ("_inv" if weights == "fp8" else ""), scale, weights, one)
+        make = ExpertWeights.fp8_block if weights == "fp8" else ExpertWeights.mxfp4
+        dense.append(torch.stack([make(w.data, scale.data).dequantize(torch.float32, e) for e in range(E)]))
+    found, wanted = direct.call(given)(), torch.zeros(5, H)
+    for t in range(5):
+        for weight, e in zip(given.weights[t], given.ids[t].long(), strict=True):
+            gate, up = (dense[0][e] @ given.x[t].float()).chunk(2)
+            wanted[t] += weight * (dense[1][e] @ (torch.nn.functional.silu(gate) * up))
+    assert tool.distance(found, wanted) < (5e-2 if weights == "fp8" else 1e-2)
+
+
+def test_flagships_have_the_sizes_of_the_catalogue(tool: ModuleType) -> None:
+    known = {entry.id.partition("/")[2]: entry.layer for entry in catalogue().values()}
+    checked = 0
+    for one in tool.KINDS.values():
+        name, _, ranks = one.model.partition(", ep=")
+        if one.is_flagship and name in known:
+            layer = known[name]
+            assert (one.E, one.H, one.I, one.top_k) == (layer.E // int(ranks or 1), layer.H, layer.I, layer.k)
+            checked += 1
+    assert checked >= 4
+
+
+def test_flagships_have_activations_that_pretuned_knows(tool: ModuleType) -> None:
+    from pretuned import runtime
+
+    if not hasattr(runtime, "Activation"):
+        pytest.skip("activations with numbers have not landed")
+    found = [str(tool.activation(tool.KINDS[kind])) for kind in tool.FLAGSHIPS]
+    assert [one.partition(" ")[0].partition(":")[0].partition("(")[0] for one in found] == [
+        "swiglu", "swiglu", "situ", "swiglu", "swiglustep"
+    ]  # fmt: skip
+
+
+def test_arguments_for_shared_experts_are_those_of_this_vllm(tool: ModuleType) -> None:
+    given = tool.routing(tool.Kind("m", 8, 64, 32, 2, ()), 5, "cpu")
+    seen: list[dict[str, object]] = []
+
+    class Newer(Method):
+        topk_indices_dtype = torch.int64
+
+        def apply(self, layer: object, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor,
+                  shared_experts: object, shared_experts_input: object) -> torch.Tensor:  # fmt: skip
+            seen.append({"shared": shared_experts, "ids": topk_ids.dtype})
+            return x
+
+    class Ours(Method):
+        moe_kernel = SimpleNamespace(apply=lambda x, shared_experts_input: x)
+
+        def apply(self, layer: object, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor,
+                  **shared: object) -> torch.Tensor:  # fmt: skip
+            seen.append(shared)
+            return x
+
+    for method in (Newer(monolithic=False), Ours(monolithic=False)):
+        config = SimpleNamespace(hidden_dim=64)
+        tool.call_of(SimpleNamespace(quant_method=method, moe_config=config), given, routed=False)()
+    assert seen == [{"shared": None, "ids": torch.int64}, {"shared_experts_input": None}]
 
 
 @pytest.mark.slow
