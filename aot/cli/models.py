@@ -31,7 +31,8 @@ def models(text: str | None, as_json: bool) -> None:
             {"id": one.id, "E": one.layer.E, "k": one.layer.k, "H": one.layer.H, "I": one.layer.I,
              "shared_width": one.layer.shared_width, "gated": one.layer.gated,
              "zero_experts": one.layer.zero_experts, "layouts": [layout.value for layout in one.layer.layouts],
-             "weights": one.weights, "source": one.source, "aliases": dict(one.aliases),
+             "activation": one.layer.activation and one.layer.activation._asdict(),
+             "weights": one.weights, "source": one.source, "where": one.where, "aliases": dict(one.aliases),
              "note": one.layer.note}
             for one in found
         ])  # fmt: skip
@@ -43,9 +44,10 @@ def models(text: str | None, as_json: bool) -> None:
         layer = one.layer
         gated = "gated" if layer.gated else "plain"
         layouts = ",".join(one.value for one in layer.layouts)
-        rows.append((one.id, layer.E, layer.k, layer.H, layer.I, layer.shared_width or "-", gated, layouts,
-                     ",".join(one.formats) or "?", one.source, layer.note))  # fmt: skip
-    head = ("model", "E", "k", "H", "I", "shared", "experts", "w", "published in", "source", "note")
+        rows.append((one.id, layer.E, layer.k, layer.H, layer.I, layer.shared_width or "-", gated,
+                     layer.activation or "?", layouts, ",".join(one.formats) or "?", one.source,
+                     layer.note))  # fmt: skip
+    head = ("model", "E", "k", "H", "I", "shared", "experts", "activation", "w", "published in", "source", "note")
     echo(table(head, rows, "<>>>>>"))
     if aliases := [(alias, one.id, format_ or "?") for one in found for alias, format_ in one.aliases.items()]:
         echo(f"\n{table(('also known', 'of the shape of', 'published in'), aliases)}")

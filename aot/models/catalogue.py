@@ -11,16 +11,18 @@ from types import MappingProxyType
 
 from ...artifacts.names import PART
 from ...artifacts.records.problem import Layout
+from .activation import parse_activation
 from .layer import ExpertLayer
 from .quant_config import UNQUANTISED
 
-COLUMNS = ("id", "E", "k", "H", "I", "shared_width", "zero_experts", "gated", "layouts", "weights", "source", "aliases",
-           "note")  # fmt: skip
+COLUMNS = ("id", "E", "k", "H", "I", "shared_width", "zero_experts", "gated", "activation", "layouts", "weights",
+           "source", "where", "aliases", "note")  # fmt: skip
 NUMBERS = COLUMNS[1:8]
 
 
 _LONGEST = 200  # of a word that is compared with the names
-DEFAULT = "default"  # a source: sizes that nobody published
+CLASS = "class"  # a source: the defaults of the class in transformers that names the checkpoint
+DEFAULT = "default"  # a source: defaults that are of no checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +30,16 @@ class CatalogueEntry:
     """One line of the catalogue.
 
     ``source`` is ``config`` (the published config.json), ``class`` (the defaults of the model's configuration class in
-    transformers) or ``default`` (the same where they are of no checkpoint in particular). ``aliases`` are repositories
-    of the same shape, each with the format of its experts, ``weights`` is that of the entry's own; empty: not known.
+    transformers) or ``default`` (the same where they are of no checkpoint in particular). ``where`` is the public file
+    or page that the sizes were read in, where it was written down. ``aliases`` are repositories of the same shape, each
+    with the format of its experts, ``weights`` is that of the entry's own; empty: not known.
     """
 
     id: str
     layer: ExpertLayer
     weights: str
     source: str
+    where: str
     aliases: Mapping[str, str]
 
     @property
@@ -77,6 +81,7 @@ def parse_table(text: str) -> dict[str, CatalogueEntry]:
         try:
             E, k, H, width, shared_width, zero_experts, gated = (int(row[name]) for name in NUMBERS)
             layouts = tuple(Layout(one) for one in row["layouts"].split(","))
+            activation = parse_activation(row["activation"]) if row["activation"] else None
         except ValueError as error:
             raise ValueError(f"catalogue.tsv:{number}: {error}") from None
         part = row["id"].partition(PART)[2]
@@ -92,6 +97,7 @@ def parse_table(text: str) -> dict[str, CatalogueEntry]:
             layouts,
             zero_experts,
             part,
+            activation,
         )
         problems = layer.contradictions()
         if row["id"] in entries:
@@ -100,7 +106,7 @@ def parse_table(text: str) -> dict[str, CatalogueEntry]:
             raise ValueError(f"catalogue.tsv:{number}: {'; '.join(problems)}")
         pairs = (one.partition("=") for one in row["aliases"].split(",") if one)
         aliases = MappingProxyType({name: format_ or row["weights"] for name, _, format_ in pairs})
-        entries[row["id"]] = CatalogueEntry(row["id"], layer, row["weights"], row["source"], aliases)
+        entries[row["id"]] = CatalogueEntry(row["id"], layer, row["weights"], row["source"], row["where"], aliases)
     return entries
 
 

@@ -20,7 +20,11 @@ PER_TOKEN = (
     "moe.num_experts_per_tok",
 )
 HIDDEN = ("hidden_size", "d_model", "embed_dim", "dim")
-LATENT = ("moe_latent_size", "moe_hidden_size")  # where set, the routed experts' width in place of the hidden one
+LATENT = (
+    "moe_latent_size",
+    "moe_hidden_size",
+    "routed_expert_hidden_size",
+)  # where set, the routed experts' width in place of the hidden one
 WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size", "ffn_config.ffn_hidden_size")
 SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "num_shared_expert", "moe_num_shared_experts",
                  "moe.num_shared_experts")  # fmt: skip

@@ -13,6 +13,7 @@ from pathlib import Path
 from ...artifacts.errors import InputError
 from ...artifacts.names import printable
 from ...runtime.weights.quantization import NESTED
+from .activation import activation_in
 from .families import (
     BY_LAYER,
     DENSE_WIDTH,
@@ -194,8 +195,10 @@ def _layer(fields: _Fields, family: ConfigFamily | None, model_type: str, remark
     zero = (fields.one_of((known.zero_experts,)) or 0) if known.zero_experts else 0
     if zero > 0:
         notes.append(f"{zero} more experts without weights")
+    activation, exceptions = activation_in(fields.values, model_type)
+    notes += filter(None, (exceptions,))
     layer = ExpertLayer(E, k, H, width, max(shared_width, 0), known.gated, note="; ".join(notes), layouts=known.layouts)
-    return _sound(replace(layer, zero_experts=max(zero, 0)), where)
+    return _sound(replace(layer, zero_experts=max(zero, 0), activation=activation), where)
 
 
 def _sound(layer: ExpertLayer, where: str) -> ExpertLayer:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from ...artifacts.limits import MAX_EXPERTS, MAX_WIDTH
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Layout, Op
+from .activation import LayerActivation
 
 MAX_TOKENS = 1 << 24
 MAX_ROWS = 1 << 30  # of M: a bucket is a power of two and fits int32
@@ -22,7 +23,8 @@ class ExpertLayer:
     GEMM 1 makes gate and up. ``weights`` is the format of the published ones (``bf16``, ``fp8_block``, ``mxfp4``, ...).
     ``layouts``: how programs hold the weights; [E, K, N] too where the checkpoint has them so. ``zero_experts`` more
     experts hand the token on as it is; transformers' GEMM 1 has rows for them all the same. ``part``: which of a
-    model's kinds of experts these are (``vision``, ``talker``, ``attention``, ...), or empty.
+    model's kinds of experts these are (``vision``, ``talker``, ``attention``, ...), or empty. ``activation``: the one
+    between the two GEMMs, where it is known.
     """
 
     E: int
@@ -36,6 +38,7 @@ class ExpertLayer:
     layouts: tuple[Layout, ...] = (Layout.NK,)
     zero_experts: int = 0
     part: str = ""
+    activation: LayerActivation | None = None
 
     def contradictions(self) -> list[str]:
         """What can't be true of a layer; empty where it is sound."""
@@ -72,8 +75,8 @@ class LayerShard:
     ``ep`` GPUs split the experts. ``shared_experts`` shared experts of width I are fused into the
     routed ones: every rank holds them all, and each token goes to all of them. ``tokens`` is the
     (least, most) number of tokens of one step, counted over all ep ranks. ``layouts``: how the weights lie.
-    ``zero_experts`` are the layer's. ``weights``: the formats that are wanted; ``dtypes``, what is built; ``instead``,
-    what is on a capability that has code for none of these.
+    ``zero_experts`` and ``activation`` are the layer's. ``weights``: the formats that are wanted; ``dtypes``, what is
+    built; ``instead``, what is on a capability that has code for none of these.
     """
 
     name: str
@@ -93,6 +96,7 @@ class LayerShard:
     zero_experts: int = 0
     weights: tuple[str, ...] = ("bf16",)
     instead: tuple[DType, ...] = ()
+    activation: LayerActivation | None = None
 
     @property
     def experts_per_rank(self) -> int:

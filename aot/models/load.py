@@ -12,7 +12,7 @@ from ...artifacts.errors import InputError
 from ...artifacts.names import PART
 from ...artifacts.records.precision import DType, dtypes_of
 from ...artifacts.records.problem import Op
-from .catalogue import DEFAULT, catalogue, find, nearest_ids
+from .catalogue import CLASS, DEFAULT, catalogue, find, nearest_ids
 from .hf_config import SHARED, read_model
 from .layer import ExpertLayer, LayerShard
 from .names import cached_config, dangling, from_url, republished
@@ -204,7 +204,7 @@ def _find(word: str, base: Path) -> _Meaning:
     word = from_url(word) or word
     if match := find(word):
         remarks = [] if "/" in word else [f"'{word}' is taken as {match.id}"]
-        if match.entry.source == DEFAULT:
+        if match.entry.source in (CLASS, DEFAULT):
             remarks.append(f"the sizes of {match.id} are its class's defaults, maybe not the checkpoint's: {_GIVE}")
         return _Meaning(match.id, match.layers, tuple(remarks))
     path = base / _expanded(word)
@@ -293,6 +293,7 @@ def _shards(found: _Meaning, options: SpecOptions, only: Sequence[Op]) -> Iterat
                 layouts=options.layout or layer.layouts,
                 zero_experts=layer.zero_experts,
                 weights=weights,
+                activation=layer.activation,
             )
             problems.extend(shard.contradictions())
             shards.append(shard if options.dtype or options.weights else _as_published(shard))

@@ -14,6 +14,7 @@ from ...kernels.contract.mixed_input import prepares
 from ...kernels.contract.spec import MAX_EXPERTS, code_of
 from ...kernels.contract.words import ALIGNMENT_BYTES, has_aligned_rows
 from ...kernels.hardware.arch import arch_of
+from ..models.activation import LayerActivation
 from ..models.layer import LayerGemm, LayerShard
 from .families import Family, Pool, has_candidates, optional
 
@@ -27,6 +28,7 @@ _MOVES = {Op.FORWARD: (Fusion.GATHER, Fusion.SCATTER), Op.DX: (Fusion.SCATTER, F
 # 64 rows, the epilogue wins), and below 1024 rows the activation is next to nothing.
 _GATED_ROWS = 1024
 _GATED_ROWS_PER_EXPERT = 16
+_SILU = LayerActivation("silu")  # what the epilogue computes; a limit is another activation
 _GATED_DTYPES = (DType.BF16, DType.FP16)  # what specialised code multiplies
 
 
@@ -73,7 +75,7 @@ def plan(shapes: Iterable[LayerShard]) -> BuildPlan:
     A shard has, for each of its dtypes, layouts and ops, a problem for each of its two GEMMs, and of the forward
     and dX one more for each, with the rows moved on the way. Its buckets are the powers of two that its
     M = tokens * k / ep falls in, from the least to the most tokens, the same for every op. Of a forward with a gate
-    there is GEMM 1 with silu in its epilogue, too, in the larger buckets; what activation a model has is not known.
+    there is GEMM 1 with silu in its epilogue, too, in the larger buckets, unless the model has another activation.
     Of quantised weights there is what stands in for them, too: a capability has the one or the other (``planned_on``).
     """
     return _planned(tuple(shapes))
@@ -123,7 +125,7 @@ def problems_of(shape: LayerShard, dtype: DType) -> Iterator[Problem]:
                     continue
                 for fusion in (Fusion.NONE, code_of(op, moves)):
                     yield Problem(op, dtype, gemm.E, gemm.N, gemm.K, layout, fusion)
-            if op is Op.FORWARD and shape.gated:
+            if op is Op.FORWARD and shape.gated and shape.activation in (None, _SILU):
                 yield from _gated(shape.gemms()[0], dtype, layout)
 
 

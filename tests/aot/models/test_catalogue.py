@@ -1,13 +1,40 @@
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from pretuned.aot.models.activation import LayerActivation
 from pretuned.aot.models.catalogue import COLUMNS, catalogue, find, nearest_ids, parse_table
+from pretuned.aot.models.hf_config import layers_of
 from pretuned.aot.models.layer import ExpertLayer
-from pretuned.artifacts.records.problem import Layout
+from pretuned.aot.models.load import load_models
+from pretuned.aot.plan.plan import plan
+from pretuned.artifacts.records.problem import Fusion, Layout
 
 HEADER = "\t".join(COLUMNS) + "\n"
-ROW = "org/A\t8\t2\t64\t32\t0\t0\t1\tnk\t-\tconfig\t-\t-\n"
+ROW = "org/A\t8\t2\t64\t32\t0\t0\t1\t-\tnk\t-\tconfig\t-\t-\t-\n"
+# id -> where the fields of its config.json were read, how, and the fields of its experts and what decides their format.
+PUBLISHED: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("published.json").read_text())
+FLAGSHIPS = (  # of 2026, as people type them, and what they get: E, k, H, I of the routed experts
+    ("DeepSeek-V4-Flash", (256, 6, 4096, 2048)),
+    ("DeepSeek-V4-Pro", (384, 6, 7168, 3072)),
+    ("DeepSeek-V4.1-Flash", (384, 6, 5120, 2304)),
+    ("Kimi-K3", (896, 16, 3584, 3072)),
+    ("GLM-5.3", (256, 8, 6144, 2048)),
+    ("GLM-5.3-Flash", (288, 8, 4096, 2048)),
+    ("MiniMax-M3", (128, 4, 6144, 3072)),
+    ("Hy4-preview", (256, 8, 6144, 2048)),
+    ("Step-3.7-Flash", (288, 8, 4096, 1280)),
+    ("MiMo-V2.5-Pro", (384, 8, 6144, 2048)),
+    ("NVIDIA-Nemotron-3-Super-120B-A12B-BF16", (512, 22, 1024, 2688)),
+    ("NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16", (512, 22, 2048, 5120)),
+    ("Inkling-2-Mini", (128, 8, 2304, 1152)),
+    ("JoyAI-LLM-Flash", (256, 8, 2048, 768)),
+)
 
 
 def test_published_sizes() -> None:
@@ -35,6 +62,46 @@ def test_the_table_is_sound() -> None:
         assert entry.source in {"config", "class", "default"}
         assert entry.layer.contradictions() == []
         assert all(one.count("/") == 1 for one in (entry.id, *entry.aliases))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_row_is_what_its_published_config_says(name: str) -> None:
+    entry = catalogue()[name]
+    published = PUBLISHED[name]
+    (layer,), _ = layers_of(published["config"], name)
+    unsaid = {"weights"} if "quantization_config" not in json.dumps(published["config"]) else set()
+    unsaid |= {"activation"} if layer.activation is None else set()
+    assert replace(entry.layer, **{field: getattr(layer, field) for field in unsaid}) == layer
+    assert (entry.source, entry.where) == ("config", published["where"])
+    assert published["where"].startswith("https://")
+    assert published["read"]
+
+
+def test_a_row_with_a_public_file_has_its_fields_in_the_tests() -> None:
+    assert set(PUBLISHED) == {name for name, entry in catalogue().items() if entry.where}
+
+
+@pytest.mark.parametrize(("name", "sizes"), FLAGSHIPS)
+def test_the_flagships_are_found_planned_and_suggested(name: str, sizes: tuple[int, ...]) -> None:
+    match = find(name)
+    assert match is not None
+    layer = match.layers[0]
+    assert (layer.E, layer.k, layer.H, layer.I) == sizes
+    degree = next(one for one in (8, 4, 2) if layer.E % one == 0)
+    built = plan(load_models([f"{name} ep={degree} ops=forward tokens=1..1024"]).shapes)
+    assert {(one.E, one.N, one.K) for one in built.problems} == {
+        (layer.E // degree, (2 if layer.gated else 1) * layer.I, layer.H), (layer.E // degree, layer.H, layer.I),
+    }  # fmt: skip
+    assert match.id in nearest_ids(name[:-2] + name[-1])
+
+
+def test_the_epilogue_with_silu_is_planned_for_no_other_activation() -> None:
+    silu, limited, unknown = (
+        any(one.fusion & Fusion.SILU for one in plan(load_models([spec]).shapes).problems)
+        for spec in ("Qwen/Qwen3-30B-A3B ops=forward", "DeepSeek-V4-Flash weights=bf16 ops=forward",
+                     "shape:E=128,H=2048,I=768,k=8 ops=forward")
+    )  # fmt: skip
+    assert (silu, limited, unknown) == (True, False, True)
 
 
 def test_catalogue_is_read_only() -> None:
@@ -99,6 +166,8 @@ def test_parse_row() -> None:
     (entry,) = parse_table("# comment\n" + HEADER + ROW).values()
     assert entry.layer == ExpertLayer(8, 2, 64, 32)
     assert (entry.aliases, entry.formats) == ({}, ())
+    (situ,) = parse_table(HEADER + ROW.replace("1\t-\tnk", "1\tsitu:beta=4,linear_beta=25\tnk")).values()
+    assert situ.layer.activation == LayerActivation("situ", beta=4.0, linear_beta=25.0)
     (both,) = parse_table(HEADER + ROW.replace("nk", "nk,kn")).values()
     assert both.layer.layouts == (Layout.NK, Layout.KN)
 
@@ -115,10 +184,12 @@ def test_models_whose_checkpoints_have_w_as_kn_are_held_in_both_ways() -> None:
     [
         ("", "must name the columns"),
         ("id\tE\n", "must name the columns"),
-        (HEADER + "org/A\t8\n", "tsv:2: 2 fields, wanted 13"),
+        (HEADER + "org/A\t8\n", "tsv:2: 2 fields, wanted 15"),
         (HEADER + ROW.replace("64", "x"), "tsv:2: invalid literal"),
         (HEADER + ROW.replace("\t2\t", "\t9\t"), "tsv:2: k=9 is more than E=8"),
         (HEADER + ROW.replace("nk", "nm"), "tsv:2: 'nm' is not a valid Layout"),
+        (HEADER + ROW.replace("1\t-\tnk", "1\tsilly\tnk"), "tsv:2: unknown activation 'silly'"),
+        (HEADER + ROW.replace("1\t-\tnk", "1\tsitu:gamma=4\tnk"), "tsv:2: activation .*: unknown number 'gamma'"),
         (HEADER + ROW + ROW, "tsv:3: org/A is there twice"),
     ],
 )

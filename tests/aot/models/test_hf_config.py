@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pretuned.aot.models import families
+from pretuned.aot.models.activation import LayerActivation
 from pretuned.aot.models.hf_config import layers_of, read_model
 from pretuned.aot.models.layer import ExpertLayer
 from pretuned.artifacts.errors import InputError
@@ -74,6 +75,7 @@ def with_types(config: Mapping[str, object], *model_types: str) -> list[dict[str
     return [{**config, "model_type": model_type} for model_type in model_types]
 
 
+OAI = LayerActivation("swiglu", 7.0, 1.702, 1.0)
 MIXTRAL = ExpertLayer(8, 2, 4096, 14336)
 QWEN3_LAYER = ExpertLayer(128, 8, 2048, 768)
 DEEPSEEK_LAYER = ExpertLayer(256, 8, 7168, 2048, 2048)
@@ -92,7 +94,8 @@ FAMILIES: list[tuple[Mapping[str, object], ExpertLayer]] = [
             "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
         },
         ExpertLayer(
-            32, 4, 2880, 2880, weights="mxfp4", note="bias; gate and up interleaved", layouts=(Layout.NK, Layout.KN)
+            32, 4, 2880, 2880, weights="mxfp4", note="bias; gate and up interleaved", layouts=(Layout.NK, Layout.KN),
+            activation=OAI,
         ),
     ),
     (QWEN3, QWEN3_LAYER),
@@ -155,7 +158,8 @@ FAMILIES: list[tuple[Mapping[str, object], ExpertLayer]] = [
       "moe_num_experts": 64, "moe_topk": 6, "moe_num_shared_experts": 2}},
      ExpertLayer(64, 6, 2560, 1664, 3328, layouts=(Layout.NK, Layout.KN))),
     ({"model_type": "openai_privacy_filter", "hidden_size": 640, "intermediate_size": 640, "num_local_experts": 128,
-      "num_experts_per_tok": 4}, ExpertLayer(128, 4, 640, 640, note="bias", layouts=(Layout.NK, Layout.KN))),
+      "num_experts_per_tok": 4},
+     ExpertLayer(128, 4, 640, 640, note="bias", layouts=(Layout.NK, Layout.KN), activation=OAI)),
     ({"model_type": "inkling_text", "hidden_size": 6144, "intermediate_size": 3072, "dense_intermediate_size": 24576,
       "n_routed_experts": 256, "num_experts_per_tok": 6, "n_shared_experts": 2}, ExpertLayer(256, 6, 6144, 3072, 6144)),
 ]  # fmt: skip

@@ -242,8 +242,9 @@ def test_every_kind_of_experts_is_built() -> None:
     assert (fused.shared_experts, vision.shared_experts) == (2, 0)
 
 
-def test_sizes_that_nobody_published_are_told() -> None:
-    (note,) = load_models(["ibm-research/moe-7b-1b-active-shared-experts"]).notes
+@pytest.mark.parametrize("model", ["ibm-research/moe-7b-1b-active-shared-experts", "Zyphra/ZAYA1-8B"])
+def test_sizes_that_nobody_published_are_told(model: str) -> None:
+    (note,) = load_models([model]).notes
     assert "class's defaults, maybe not the checkpoint's: give its config.json" in note
 
 

@@ -1,0 +1,110 @@
+"""The activation between the two GEMMs of a model's experts, as a config.json and the catalogue say it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+# A config's word for an activation, and the one here.
+_NAMES = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu2": "relu2",
+    "situ": "situ",
+    "swigluoai": "swiglu",
+}
+NAMES = tuple(dict.fromkeys((*_NAMES.values(), "swiglustep")))
+_WORDS = ("hidden_act", "hidden_activation", "mlp_hidden_act", "activation_function")
+_OAI = ("gpt_oss", "openai_privacy_filter", "minimax_m3")  # model types with (up + 1) * gate * sigmoid(alpha * gate)
+_OAI_ALPHA, _OAI_LIMIT = 1.702, 7.0  # what their code takes where the config has none
+
+
+class LayerActivation(NamedTuple):
+    """An activation by name, with its numbers.
+
+    With gate g and up u: ``silu`` (g * sigmoid(g) * u), ``gelu``, ``gelu_tanh`` and ``relu2`` have no numbers.
+    ``swiglu`` is c * sigmoid(alpha * c) * (clamp(u, -limit, limit) + beta), c = min(g, limit). ``swiglustep`` is
+    min(silu(g), limit) * clamp(u, -limit, limit). ``situ`` is beta * tanh(g / beta) * sigmoid(g) * v,
+    v = linear_beta * tanh(u / linear_beta). ``limit`` and ``linear_beta`` None: without.
+    """
+
+    name: str
+    limit: float | None = None
+    alpha: float = 1.0
+    beta: float = 0.0
+    linear_beta: float | None = None
+
+    def __str__(self) -> str:
+        default = self._field_defaults
+        given = {name: value for name, value in self._asdict().items() if name in default and value != default[name]}
+        return ":".join(filter(None, (self.name, ",".join(f"{name}={value:g}" for name, value in given.items()))))
+
+
+def parse_activation(text: str) -> LayerActivation:
+    """``silu``, ``swiglu:limit=10`` or ``situ:beta=4,linear_beta=25`` -> the activation.
+
+    Raises
+    ------
+    ValueError
+        for an unknown name, an unknown number, or one that is none.
+    """
+    name, _, numbers = text.partition(":")
+    if name not in NAMES:
+        raise ValueError(f"unknown activation '{name}', wanted one of {', '.join(NAMES)}")
+    values: dict[str, float] = {}
+    for part in filter(None, numbers.split(",")):
+        key, _, value = part.partition("=")
+        if key not in LayerActivation._field_defaults:
+            raise ValueError(f"activation '{text}': unknown number '{key}'")
+        values[key] = float(value)
+    return LayerActivation(name, **values)
+
+
+def activation_in(values: Mapping[str, object], model_type: str) -> tuple[LayerActivation | None, str]:
+    """The activation that the object of a language model names, and a note on the layers that differ from it.
+
+    None where the config does not say it, or says one that is not known here.
+    """
+    word = next((found for name in _WORDS if isinstance(found := values.get(name), str)), "")
+    name = _NAMES.get(word, "")
+    limit = _number(values, "swiglu_limit")
+    gate, up = _number(values, "mlp_gate_softcap"), _number(values, "mlp_up_softcap")
+    if gate is not None:
+        return LayerActivation("situ", beta=gate, linear_beta=up), ""
+    if name == "situ":
+        beta = _number(values, "activation_situ_beta")
+        linear_beta = _number(values, "activation_situ_linear_beta")
+        return (None if beta is None else LayerActivation(name, beta=beta, linear_beta=linear_beta)), ""
+    alpha = _number(values, "swiglu_alpha")
+    if name == "swiglu" or alpha is not None or (model_type.startswith(_OAI) and name in ("", "silu")):
+        return LayerActivation("swiglu", limit or _OAI_LIMIT, alpha or _OAI_ALPHA, 1.0), ""
+    if name == "silu" and limit:
+        return LayerActivation("swiglu", limit), ""
+    if not name:
+        return None, ""
+    return LayerActivation(name), _exceptions(values.get("swiglu_limits")) if name == "silu" else ""
+
+
+def _exceptions(limits: object) -> str:
+    """Of a list with a limit for each layer, 0 and null: none, the layers that have one (Step-3.5 and 3.7)."""
+    some = {
+        at: limit
+        for at, limit in enumerate(limits if isinstance(limits, list) else ())
+        if isinstance(limit, (int, float)) and limit > 0
+    }
+    if not some:
+        return ""
+    found = ", ".join(f"{at} ({limit:g})" for at, limit in list(some.items())[:4]) + ", ..." * (len(some) > 4)
+    return f"swiglustep with a limit in layers {found}"
+
+
+def _number(values: Mapping[str, object], name: str) -> float | None:
+    """A number above 0; None for anything else."""
+    value = values.get(name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if math.isfinite(value) and value > 0 else None
