@@ -6,11 +6,12 @@
     python benchmarks/run.py beside_quantised --table quantised-peers-h100.jsonl
 
 y[g] = x[g] @ w[g].T, rows sorted by expert; ours by the public call with ``ExpertWeights``, x in bf16. In fp8 blocks
-the others multiply an x that is quantised beforehand (w8a8), outside the time: vLLM's kernel by its heuristic, DeepGEMM
-in its contiguous form (every expert's rows padded to 128) and its masked one; "ours, of codes" is our product of such
-an x, by the choice of the bundle that has it. In mxfp4 and int4 (groups of 32 and 128, offset 8) x is bf16 for all:
-triton_kernels' matmul_ogs (mxfp4), vLLM's Marlin and Humming by its heuristic, each with these weights in its own
-order. Each result is held against fp32 of the dequantised operands (three experts of each).
+vLLM's kernel by its heuristic and DeepGEMM multiply an x that is quantised beforehand (w8a8), outside the time;
+DeepGEMM in its contiguous form (every expert's rows padded to 128) and its masked one. Humming multiplies x in bf16.
+"ours, of codes" is our product of a quantised x, by the choice of the bundle that has it. In mxfp4 and int4 (groups of
+32 and 128, offset 8) x is bf16 for all: triton_kernels' matmul_ogs (mxfp4), vLLM's Marlin and Humming by its
+heuristic, each with these weights in its own order. Each result is held against fp32 of the dequantised operands (three
+experts of each).
 
 A line of JSON a cell as soon as it is measured: median microseconds, relative errors, and what failed. Several models
 have a process each; before the first is timed, each library compiles what it needs in processes side by side.
@@ -39,7 +40,7 @@ from pretuned.aot.measure.clock import Clock, HostClock, Replayed
 from pretuned.runtime import grouped_gemm
 
 from . import w4a16, w8a8
-from .products import INT4, MODELS, Call, Cell, Product, products
+from .products import FLAGSHIPS, INT4, MODELS, Call, Cell, Product, known, products
 
 Maker: TypeAlias = Callable[[Path, Product, list[int]], Callable[[Cell], dict[str, Call]]]
 PEERS: dict[str, tuple[tuple[str, ...], Maker]] = {  # the formats that each has, and what prepares it
@@ -48,11 +49,12 @@ PEERS: dict[str, tuple[tuple[str, ...], Maker]] = {  # the formats that each has
     "deepgemm": (("fp8_block",), w8a8.deepgemm),
     "triton_kernels": (("mxfp4",), w4a16.triton_kernels),
     "marlin": (("mxfp4", *INT4), w4a16.marlin),
-    "humming": (("mxfp4", *INT4), w4a16.humming),
+    "humming": (("mxfp4", *INT4, "fp8_block"), w4a16.humming),
 }
 FORMATS = ("mxfp4", "fp8_block", *INT4)
 TOKENS = "1,16,128,1024,8192"
 ROUNDS = 15
+OF_BF16 = ("ours", "humming")  # which multiply x itself, not its codes
 RUN = Path(__file__).parents[1] / "run.py"
 WARMING = 0.45  # of the budget, at most
 AT_ONCE = 12  # processes that warm
@@ -97,7 +99,7 @@ def measured(
             for name, call in calls_of(cell).items():
                 y = call()
                 if clock is not None:
-                    error = cell.error(y, of_codes=cell.product.format == "fp8_block" and peer != "ours")
+                    error = cell.error(y, of_codes=cell.product.format == "fp8_block" and peer not in OF_BF16)
                     found["error"][name] = float(f"{error:.2e}")
                     graphs[name] = clock.capture(call)
             if cell.product.device == "cuda":
@@ -145,7 +147,7 @@ def measure(given: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -
 
 def pairs(given: argparse.Namespace) -> list[tuple[str, str]]:
     """The formats that are asked for, each with its models."""
-    return [(one, model) for one in given.formats for model in MODELS[one] if model in (given.models or [model])]
+    return [(one, model) for one in given.formats for model in known(one) if model in (given.models or MODELS[one])]
 
 
 def in_processes(given: argparse.Namespace) -> None:
@@ -223,7 +225,7 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--vllm", type=Path, help="where vLLM's wheel is unpacked")
     parser.add_argument("--out", type=Path, help="the file to write, a line a cell")
     parser.add_argument("--formats", default=",".join(FORMATS))
-    parser.add_argument("--models", help="some of the formats'; default: all")
+    parser.add_argument("--models", help="some of the formats', or flagships: recent models; default: all but these")
     parser.add_argument("--peers", default=",".join(PEERS))
     parser.add_argument("--tokens", default=TOKENS)
     parser.add_argument("--budget", type=float, default=3600.0, help="seconds after which no cell begins")
@@ -231,12 +233,14 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--warm", action="store_true", help="run each call once and time nothing: libraries compile")
     parser.add_argument("--table", type=Path, help="print the table of a file, and measure nothing")
     given = parser.parse_args(args)
-    models = [model for every in MODELS.values() for model in every]
-    for name, known in (("formats", FORMATS), ("models", models), ("peers", PEERS)):
+    models = [model for format in FORMATS for model in known(format)]
+    if given.models == "flagships":
+        given.models = ",".join(model for every in FLAGSHIPS.values() for model in every)
+    for name, there in (("formats", FORMATS), ("models", models), ("peers", PEERS)):
         asked = getattr(given, name)
         for one in asked.split(",") if asked else ():
-            if one not in known:
-                parser.error(f"--{name}: {one!r} is none of {', '.join(dict.fromkeys(known))}")
+            if one not in there:
+                parser.error(f"--{name}: {one!r} is none of {', '.join(dict.fromkeys(there))}")
         setattr(given, name, asked.split(",") if asked else None)
     if not given.table and not (given.vllm and given.out):
         parser.error("--vllm and --out are needed, or --table")

@@ -49,7 +49,7 @@ from .engines import child, find, leave, stand_in
 class Kind(NamedTuple):
     """A layer at a model's own sizes, and the backends of vLLM that it is held against; first its own choice on 9.0.
 
-    ``numbers`` are those of the activation, as ``pretuned.runtime.Activation`` has them.
+    ``numbers`` are those of the activation, as pretuned's ``Activation`` has them.
     """
 
     model: str

@@ -26,6 +26,18 @@ MODELS = {  # E, H, I, top_k
     "int4_g128": {"qwen3-30b": (128, 2048, 768, 8), "mixtral-8x7b": (8, 4096, 14336, 2)},
 }  # fmt: skip
 
+FLAGSHIPS = {  # measured where they are asked for; of ep=8 the experts of one rank, with the rows of T tokens a rank
+    "mxfp4": {
+        "v4-flash": (256, 4096, 2048, 6), "v4-pro-ep8": (48, 7168, 3072, 6), "kimi-k3-ep8": (112, 3584, 3072, 16),
+    },
+    "fp8_block": {"glm-5.3-flash": (288, 4096, 2048, 8)},
+}  # fmt: skip
+
+
+def known(format: str) -> dict[str, tuple[int, int, int, int]]:
+    """All models of a format, recent ones last."""
+    return MODELS[format] | FLAGSHIPS.get(format, {})
+
 
 @dataclass(frozen=True)
 class Product:
@@ -79,8 +91,8 @@ class Product:
 def products(formats: list[str], models: list[str] | None = None) -> Iterator[Product]:
     """Both products of each model, one after another: who lets go of one has its memory back."""
     for format in formats:
-        for model, (E, H, width, top_k) in MODELS[format].items():
-            if models is None or model in models:
+        for model, (E, H, width, top_k) in known(format).items():
+            if model in (MODELS[format] if models is None else models):
                 yield Product(format, model, "gate_up", E, 2 * width, H, width, top_k)
                 yield Product(format, model, "down", E, H, width, width, top_k)
 

@@ -216,3 +216,15 @@ def test_a_process_that_fails_is_told_and_the_rest_goes_on(tmp_path: Path) -> No
     assert ended.stdout.count("its process ended with 1") == 4  # two models, warm and timed
     assert "no vLLM in" in ended.stderr
     assert out.read_text() == ""
+
+
+def test_recent_models_are_measured_where_they_are_asked_for(tool: ModuleType) -> None:
+    words = ["--vllm", "v", "--out", "o"]
+    usual, recent = tool.arguments(words), tool.arguments([*words, "--models", "flagships"])
+    assert len(tool.pairs(usual)) == 8
+    assert tool.pairs(recent) == [
+        ("mxfp4", "v4-flash"), ("mxfp4", "v4-pro-ep8"), ("mxfp4", "kimi-k3-ep8"), ("fp8_block", "glm-5.3-flash")
+    ]  # fmt: skip
+    found = list(tool.products(["mxfp4"], ["v4-pro-ep8"]))
+    assert [(one.E, one.N, one.K) for one in found] == [(48, 6144, 7168), (48, 7168, 3072)]
+    assert {one.model for one in tool.products(["mxfp4"])} == {"gpt-oss-20b", "gpt-oss-120b"}
