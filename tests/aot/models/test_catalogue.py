@@ -66,12 +66,13 @@ def test_the_table_is_sound() -> None:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_row_is_what_its_published_config_says(name: str) -> None:
-    entry = catalogue()[name]
-    published = PUBLISHED[name]
-    (layer,), _ = layers_of(published["config"], name)
-    unsaid = {"weights"} if "quantization_config" not in json.dumps(published["config"]) else set()
-    unsaid |= {"activation"} if layer.activation is None else set()
-    assert replace(entry.layer, **{field: getattr(layer, field) for field in unsaid}) == layer
+    entry, published, match = catalogue()[name], PUBLISHED[name], find(name)
+    layers, _ = layers_of(published["config"], name)
+    assert match is not None
+    for layer, listed in zip(layers, match.layers, strict=True):
+        unsaid = {"weights"} if "quantization_config" not in json.dumps(published["config"]) else set()
+        unsaid |= {"activation"} if layer.activation is None else set()
+        assert replace(listed, **{field: getattr(layer, field) for field in unsaid}) == layer
     assert (entry.source, entry.where) == ("config", published["where"])
     assert published["where"].startswith("https://")
     assert published["read"]
