@@ -6,31 +6,41 @@ is differentiable, but reads ``m_sizes`` on the host (a synchronisation on a GPU
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch.nn import functional
 
 from ..artifacts.records.problem import Layout
-
-OAI_LIMIT = 7.0  # gpt-oss: openai/gpt-oss model card and its reference implementation
-OAI_ALPHA = 1.702
+from .contract.activations import Activation
 
 
-def activation(h: torch.Tensor, name: str, *, gated: bool, interleaved: bool) -> torch.Tensor:
-    """act(gate) * up of h [..., 2*I], or act(h) of h [..., I] without a gate, in h's dtype.
+def activation(h: torch.Tensor, act: Activation, *, gated: bool, interleaved: bool) -> torch.Tensor:
+    """act(gate) * v(up) of h [..., 2*I], or act(h) of h [..., I] without a gate, in h's dtype.
 
-    ``name`` is one of ``KINDS`` (contract/rowops.py). Gate and up are h's halves, or its even and odd columns. Each
-    operation is computed in float32 or wider; swiglu_oai rounds the last result alone, the others each.
+    Gate and up are h's halves, or its even and odd columns. ``Activation`` has the equations. Each operation is
+    computed in float32 or wider; silu, gelu and ungated relu2 round each result to h's dtype, the others the last.
     """
+    name = act.name
     if not gated:
         return _act(name, h)
     gate, up = (h[..., ::2], h[..., 1::2]) if interleaved else h.chunk(2, -1)
-    if name != "swiglu_oai":
+    if name in ("silu", "gelu", "gelu_tanh"):
         return _act(name, gate) * up
     gate, up = _wide(gate), _wide(up)
-    gate, up = gate.clamp(max=OAI_LIMIT), up.clamp(-OAI_LIMIT, OAI_LIMIT)
-    return ((up + 1) * (gate * torch.sigmoid(OAI_ALPHA * gate))).to(h.dtype)
+    limit = math.inf if act.limit is None else act.limit
+    if name == "swiglu":
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        result = gate * torch.sigmoid(act.alpha * gate) * (up + act.beta)
+    elif name == "situ":
+        v = up if act.linear_beta is None else act.linear_beta * torch.tanh(up / act.linear_beta)
+        result = act.beta * torch.tanh(gate / act.beta) * torch.sigmoid(gate) * v
+    elif name == "swiglustep":
+        result = functional.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+    else:
+        result = _act(name, gate) * up
+    return result.to(h.dtype)
 
 
 def _act(name: str, h: torch.Tensor) -> torch.Tensor:

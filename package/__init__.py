@@ -9,6 +9,7 @@ from __future__ import annotations
 TYPE_CHECKING = False  # type checkers take it for typing's, which takes longer to import than this module
 
 if TYPE_CHECKING:
+    from .runtime import Activation as Activation
     from .runtime import ExpertWeights as ExpertWeights
     from .runtime import Lora as Lora
     from .runtime import explain as explain
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     __version__: str
 
-__all__ = ["ExpertWeights", "Lora", "__version__", "explain", "grouped_gemm", "moe_mlp", "preload"]
+__all__ = ["Activation", "ExpertWeights", "Lora", "__version__", "explain", "grouped_gemm", "moe_mlp", "preload"]
 
 
 def __getattr__(name: str) -> object:

@@ -13,6 +13,7 @@ import importlib
 TYPE_CHECKING = False  # a type checker takes it for typing's, whose import would take longer than all else here
 
 if TYPE_CHECKING:
+    from ..kernels.contract.activations import Activation
     from .api.gradients import grouped_gemm_dW, grouped_gemm_dX
     from .api.grouped_gemm import grouped_gemm
     from .api.lora import Lora
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 # name -> module; no name is a module's own, or importing that module would hide it.
 _PUBLIC = {
+    "Activation": ".kernels.contract.activations",
     "ExpertWeights": "weights.expert_weights",
     "Explanation": "inspect.explanation",
     "Lora": "api.lora",
@@ -47,6 +49,7 @@ _PUBLIC = {
 }
 
 __all__ = [
+    "Activation",
     "ExpertWeights",
     "Explanation",
     "Lora",

@@ -26,14 +26,15 @@ from benchmarks import method, provenance
 from benchmarks.method import MODELS
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import RowOp
+from pretuned.kernels.contract.activations import Activation
 from pretuned.kernels.contract.rowops import Block, RowOpSpec, dtype_of
 from pretuned.runtime.driver.launcher import RowOpLauncher
 from pretuned.runtime.launch import rowops
 from pretuned.runtime.launch.gemm import load_kernel
 from pretuned.runtime.ops import activation, tokens, zero_rows
-from pretuned.runtime.ops.activation import Activation, Needs
+from pretuned.runtime.ops.activation import Needs, RowActivation
 
-SILU = Activation("silu", True, False)
+SILU = RowActivation(Activation("silu"), True, False)
 TOKENS = (1, 128, 1024, 8192)
 
 

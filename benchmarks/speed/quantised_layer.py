@@ -27,15 +27,16 @@ from benchmarks.method import MODELS
 from pretuned.aot.measure.inputs import quantised_weights
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import RowOp
+from pretuned.kernels.contract.activations import Activation
 from pretuned.kernels.contract.rowops import USED
 from pretuned.runtime import ExpertWeights, moe_mlp, reload
 from pretuned.runtime.launch import rowops
 from pretuned.runtime.launch.quantised import bytes_of_row
-from pretuned.runtime.ops.activation import Activation
+from pretuned.runtime.ops.activation import RowActivation
 
 TOKENS = (128, 1024, 8192)
 ROUNDS = 21
-SILU = Activation("silu", True, False)
+SILU = RowActivation(Activation("silu"), True, False)
 
 
 def fp8_blocks(E: int, N: int, K: int) -> ExpertWeights:

@@ -18,7 +18,9 @@ row of a or y):
                            ``columns`` are 32-bit words of a row of any dtype; E is at most the record's max_experts
 ``rows index_end``         int32: rows of y; the first index that names none
 ``index_step ids_step``    int32, like ``m_sizes_step``: 1 for int32, 2 for int64
-``flags``                  int32: the activation (``KINDS``) and the flags below
+``flags``                  int32: the activation (activations.KINDS) and the flags below
+``limit alpha beta``       int32: the bits of the activation's float32 numbers (``Activation.words``), and so
+``linear_beta``
 =========================  ===================================================================
 """
 
@@ -30,8 +32,8 @@ from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, RowOp
 from .entry import Entry
 
-# Of ``flags``: the activation, then how it is done. kernels/rowops/activation.py has the same values.
-KINDS = ("silu", "gelu", "gelu_tanh", "swiglu_oai", "relu2")
+# Of ``flags``: in its lowest bits the activation, then how it is done. kernels/rowops/activation.py has the same.
+KIND = 7
 GATED = 8
 INTERLEAVED = 16
 USED = 32  # ``used`` says how many rows belong to an expert
@@ -57,13 +59,15 @@ PLACES = 4
 NAMES = 1
 CLEARED_ROWS = 64
 
+_NUMBERS = ("limit", "alpha", "beta", "linear_beta")
 _ARGUMENTS: dict[RowOp, tuple[tuple[str, ...], tuple[str, ...]]] = {
     RowOp.GATHER: (("x", "index", "used", "out"), ("M", "columns", "top_k", "index_step", "flags")),
     RowOp.QUANTIZE: (("x", "index", "used", "codes", "scale"), ("M", "columns", "top_k", "index_step", "flags")),
-    RowOp.ACTIVATION: (("h", "a", "used"), ("M", "columns", "flags")),
-    RowOp.ACTIVATION_CODES: (("h", "used", "codes", "scale"), ("M", "columns", "flags")),
+    RowOp.ACTIVATION: (("h", "a", "used"), ("M", "columns", "flags", *_NUMBERS)),
+    RowOp.ACTIVATION_CODES: (("h", "used", "codes", "scale"), ("M", "columns", "flags", *_NUMBERS)),
     RowOp.ACTIVATION_GRAD: (
-        ("h", "da", "row_weights", "index", "used", "dh", "a", "dweights"), ("M", "columns", "index_step", "flags"),
+        ("h", "da", "row_weights", "index", "used", "dh", "a", "dweights"),
+        ("M", "columns", "index_step", "flags", *_NUMBERS),
     ),
     RowOp.COMBINE: (
         ("y", "places", "row_weights", "experts", "bias", "out"), ("M", "columns", "top_k", "flags"),
@@ -92,16 +96,16 @@ MOST_EXPERTS = 65536  # what a variant's record says: any number
 MOST_SORTED_EXPERTS = 512  # of SORT_SLOTS
 SORTED_EXPERTS = 32  # for which one program of SORT_SLOTS adds up the counts
 
-_ACTIVATION = "rowops.activation", "c8b191fe1223c717d809b2b9a16944b84891b4709c184014ef6a8129686ada0d"
-_ACTIVATION_CODES = "rowops.activation_codes", "54949cffb925dd9764622816735258754c4d357b3a86bdeb265758827a8fe5ef"
+_ACTIVATION = "rowops.activation", "43c93c8e1e89813cfcc20d30a23197906742a7d254db32ce0c3cff23a728b488"
+_ACTIVATION_CODES = "rowops.activation_codes", "4ff7dbd892ab61ae2ab08ea173134eac2ed020a4b4e6ea835e8c4288bc8374a6"
 _GATHER_COMBINE = "rowops.gather_combine", "2d2d8851bc4f1ad48045863d8c0bae3d6ac7b60bc90184762954bd415b20ee7a"
 _QUANTIZE = "rowops.quantize", "6746b9ea111cc690cbd0b53ca596cf7b3bb980c107dd3f435a635fd6363ce83c"
 _SORT = "rowops.sort", "045fe45dc82ef106e078d6057bb809ad873e03c0d5626ab7d9c797525a2fb29e"
 _CLEAR = "rowops.zero_rows", "3594864ecf9116758b1d7caabf263b2ead22471711e153264cf77cbacacccf51"
 ROW_OPS = (
-    Entry("activation", 2, *_ACTIVATION, launched_since=2),
-    Entry("activation_codes", 1, *_ACTIVATION_CODES, launched_since=1),
-    Entry("activation_grad", 3, *_ACTIVATION, launched_since=3),
+    Entry("activation", 3, *_ACTIVATION, launched_since=3),
+    Entry("activation_codes", 2, *_ACTIVATION_CODES, launched_since=2),
+    Entry("activation_grad", 4, *_ACTIVATION, launched_since=4),
     Entry("clear", 1, *_CLEAR, launched_since=1),
     Entry("combine", 2, *_GATHER_COMBINE, launched_since=2),
     Entry("gather", 2, *_GATHER_COMBINE, launched_since=2),

@@ -1,8 +1,10 @@
 """The activation between the two GEMMs of an MoE layer, and its gradient: rows in, rows out, whatever their number.
 
 Which activation, with a gate or without, and how gate and up lie are chosen at run time by ``flags`` (see
-kernels/contract/rowops.py): a pass over memory does not feel a branch that all of it takes. (It does feel arithmetic:
-see ``_value``.) Arithmetic is in fp32 and each result is rounded once.
+kernels/contract/rowops.py): a row kernel is bound by memory and does not feel a branch that all of it takes. (It does
+feel arithmetic: see ``_product``.) Arithmetic is in fp32 and each result is rounded once.
+
+``limit``, ``alpha``, ``beta`` and ``linear_beta`` are the bits of float32 numbers (``Activation.words``).
 """
 
 from __future__ import annotations
@@ -10,12 +12,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# The values of kernels.passes.
+# The values of kernels/contract/rowops.py and activations.py.
 _KIND: tl.constexpr = tl.constexpr(7)
 _GELU: tl.constexpr = tl.constexpr(1)
 _GELU_TANH: tl.constexpr = tl.constexpr(2)
-_SWIGLU_OAI: tl.constexpr = tl.constexpr(3)
+_SWIGLU: tl.constexpr = tl.constexpr(3)
 _RELU2: tl.constexpr = tl.constexpr(4)
+_SITU: tl.constexpr = tl.constexpr(5)
+_SWIGLUSTEP: tl.constexpr = tl.constexpr(6)
 _GATED: tl.constexpr = tl.constexpr(8)
 _INTERLEAVED: tl.constexpr = tl.constexpr(16)
 _USED: tl.constexpr = tl.constexpr(32)
@@ -30,46 +34,87 @@ _FAR: tl.constexpr = tl.constexpr(150.0)  # from here on a sigmoid is 0 or 1 in 
 
 
 @triton.jit
-def _act(g, flags):
-    """act(g) and act'(g). But for relu2 act(g) = g * s(g), where s is a sigmoid of a polynomial, or gelu's own."""
-    kind = flags & _KIND
-    near = tl.clamp(g, -_FAR, _FAR, propagate_nan=tl.PropagateNan.ALL)
-    square = near * near
-    if kind == _GELU:
-        s = 0.5 * (1.0 + tl.erf(g * 0.7071067811865476))
-        slope = 0.3989422804014327 * tl.exp(-0.5 * square)
-    else:
-        alpha = tl.where(kind == _GELU_TANH, 1.5957691216057308, tl.where(kind == _SWIGLU_OAI, 1.702, 1.0))
-        beta = tl.where(kind == _GELU_TANH, 0.07135481627155, 0.0)
-        s = tl.sigmoid(near * (alpha + beta * square))
-        slope = s * (1.0 - s) * (alpha + 3.0 * beta * square)
-    positive = tl.maximum(g, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    is_relu2 = kind == _RELU2
-    return (
-        tl.where(is_relu2, positive * positive, g * s),
-        tl.where(is_relu2, 2.0 * positive, s + near * slope),
-    )
+def _number(bits):
+    """The float32 number with these bits."""
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _value(g, flags):
-    """act(g) alone, each in a branch without anything of the others.
+def _tanh(x):
+    """tanh(x) within 2e-7 of itself: a polynomial near 0, where the other form cancels."""
+    s = x * x
+    p = ((-0.00627638759 * s + 0.021116214) * s - 0.0538751382) * s + 0.13332924
+    e = tl.exp(-2.0 * tl.abs(x))
+    far = (1.0 - e) / (1.0 + e)
+    return tl.where(s < 0.36, x + x * s * (p * s - 0.333333304), tl.where(x < 0.0, -far, far))
 
-    By ``_act`` the pass takes 1.1 x as long (docs/performance.md, A whole layer).
+
+@triton.jit
+def _act(g, flags, limit, alpha, beta):
+    """act(g) and act'(g) of a gate. But for relu2 and situ act(g) = g * s(g), where s is a sigmoid of a polynomial, or
+    gelu's own.
+    """
+    kind = flags & _KIND
+    near = tl.clamp(g, -_FAR, _FAR, propagate_nan=tl.PropagateNan.ALL)
+    square = near * near
+    if kind == _SITU:
+        bound = _number(beta)
+        s = tl.sigmoid(near)
+        t = _tanh(g / bound)
+        act = bound * t * s
+        slope = s * ((1.0 - t * t) + bound * t * (1.0 - s))
+    else:
+        if kind == _GELU:
+            s = 0.5 * (1.0 + tl.erf(g * 0.7071067811865476))
+            slope = 0.3989422804014327 * tl.exp(-0.5 * square)
+        else:
+            linear = tl.where(kind == _GELU_TANH, 1.5957691216057308, tl.where(kind == _SWIGLU, _number(alpha), 1.0))
+            cubic = tl.where(kind == _GELU_TANH, 0.07135481627155, 0.0)
+            s = tl.sigmoid(near * (linear + cubic * square))
+            slope = s * (1.0 - s) * (linear + 3.0 * cubic * square)
+        positive = tl.maximum(g, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        is_relu2 = kind == _RELU2
+        act = tl.where(is_relu2, positive * positive, g * s)
+        slope = tl.where(is_relu2, 2.0 * positive, s + near * slope)
+        if kind == _SWIGLUSTEP:
+            most = _number(limit)
+            slope = tl.where(act > most, 0.0, slope)
+            act = tl.minimum(act, most, propagate_nan=tl.PropagateNan.ALL)
+    return act, slope
+
+
+@triton.jit
+def _product(gate, up, flags, limit, alpha, beta, linear_beta):
+    """act(gate) * v(up), each activation in a branch without anything of the others.
+
+    By ``_act`` the forward kernel takes 1.1 x as long (docs/inside/performance.md, A whole layer).
     """
     kind = flags & _KIND
     if kind == _RELU2:
-        positive = tl.maximum(g, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        positive = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL)
         act = positive * positive
     elif kind == _GELU:
-        act = g * (0.5 * (1.0 + tl.erf(g * 0.7071067811865476)))
+        act = gate * (0.5 * (1.0 + tl.erf(gate * 0.7071067811865476)))
     elif kind == _GELU_TANH:
-        act = g * tl.sigmoid(g * (1.5957691216057308 + 0.07135481627155 * g * g))
-    elif kind == _SWIGLU_OAI:
-        act = g * tl.sigmoid(1.702 * g)
+        act = gate * tl.sigmoid(gate * (1.5957691216057308 + 0.07135481627155 * gate * gate))
+    elif kind == _SWIGLU:
+        most = _number(limit)
+        gate = tl.minimum(gate, most, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -most, most, propagate_nan=tl.PropagateNan.ALL) + _number(beta)
+        act = gate * tl.sigmoid(_number(alpha) * gate)
+    elif kind == _SITU:
+        bound = _number(beta)
+        act = bound * _tanh(gate / bound) * tl.sigmoid(gate)
+        bound = _number(linear_beta)
+        if bound > 0.0:
+            up = bound * _tanh(up / bound)
+    elif kind == _SWIGLUSTEP:
+        most = _number(limit)
+        act = tl.minimum(gate * tl.sigmoid(gate), most, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -most, most, propagate_nan=tl.PropagateNan.ALL)
     else:
-        act = g * tl.sigmoid(g)
-    return act
+        act = gate * tl.sigmoid(gate)
+    return act * up
 
 
 @triton.jit
@@ -93,13 +138,19 @@ def _gate_and_up(h, at, inside, columns, first, flags, BLOCK: tl.constexpr, INTE
 
 
 @triton.jit
-def _limited(gate, up, flags):
-    """gpt-oss clamps the gate to at most 7 and up to [-7, 7], and adds one to it: (gate, up, the limit)."""
-    is_oai = (flags & _KIND) == _SWIGLU_OAI
-    limit = tl.where(is_oai, 7.0, float("inf"))
-    gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
-    up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL) + tl.where(is_oai, 1.0, 0.0)
-    return gate, up, limit
+def _limited(gate, up, flags, limit, beta, linear_beta):
+    """(min(gate, most), v(up), most, most_up): the limits of the gate and of up, infinite where there is none."""
+    kind = flags & _KIND
+    most = tl.where(kind == _SWIGLU, _number(limit), float("inf"))
+    most_up = tl.where(kind == _SWIGLUSTEP, _number(limit), most)
+    gate = tl.minimum(gate, most, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.clamp(up, -most_up, most_up, propagate_nan=tl.PropagateNan.ALL)
+    up += tl.where(kind == _SWIGLU, _number(beta), 0.0)
+    if kind == _SITU:
+        bound = _number(linear_beta)
+        if bound > 0.0:
+            up = bound * _tanh(up / bound)
+    return gate, up, most, most_up
 
 
 @triton.jit
@@ -118,7 +169,9 @@ def _end_of(used, M, flags):
 
 
 @triton.jit
-def activation(h, a, used, M, columns, flags, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+def activation(
+    h, a, used, M, columns, flags, limit, alpha, beta, linear_beta, BLOCK: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
     """a[i] = act(gate of h[i]) * up of h[i]; without a gate act(h[i]).
 
     h [M, 2*columns] (or [M, columns]), a [M, columns], rows dense; ``used`` int32 [1]: rows from there on are left as
@@ -133,17 +186,16 @@ def activation(h, a, used, M, columns, flags, BLOCK: tl.constexpr, ROWS: tl.cons
         gate, up = _gate_and_up(h, of_h, inside, columns, first, flags, BLOCK, True)
     else:
         gate, up = _gate_and_up(h, of_h, inside, columns, first, flags, BLOCK, False)
-    if (flags & _KIND) == _SWIGLU_OAI:
-        gate, up, _limit = _limited(gate, up, flags)
     col = first + tl.arange(0, BLOCK)
     mask = inside[:, None] & (col < columns)[None, :]
-    result = (_value(gate, flags) * up).to(a.dtype.element_ty)
+    result = _product(gate, up, flags, limit, alpha, beta, linear_beta).to(a.dtype.element_ty)
     tl.store(a + (row * columns)[:, None] + col[None, :], result, mask=mask)
 
 
 @triton.jit
 def _backward(
-    h, da, row_weights, flat, dh, a, row, inside, columns, flags, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr
+    h, da, row_weights, flat, dh, a, row, inside, columns, flags, limit, alpha, beta, linear_beta,
+    BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr
 ):  # fmt: skip
     """One row's dh and a, and its routing weight's gradient: dot(da, act(h)).
 
@@ -163,14 +215,20 @@ def _backward(
         d = tl.load(da + place, mask=mask, other=0.0).to(tl.float32)
         scale = tl.load(row_weights + flat, mask=weighted & (not is_narrow), other=1.0)[:, None]
         scale *= tl.load(narrow + flat, mask=weighted & is_narrow, other=1.0).to(tl.float32)[:, None]
-        kept_gate, kept_up, limit = _limited(gate, up, flags)
-        act, slope = _act(kept_gate, flags)
+        kept_gate, kept_up, most, most_up = _limited(gate, up, flags, limit, beta, linear_beta)
+        act, slope = _act(kept_gate, flags, limit, alpha, beta)
         whole = act * kept_up
         sums += tl.where(mask, d * whole, 0.0)
         tl.store(a + place, (scale * whole).to(a.dtype.element_ty), mask=mask & ((flags & _WRITES_A) != 0))
         d *= scale
-        dgate = tl.where(gate > limit, 0.0, d * kept_up * slope).to(dh.dtype.element_ty)
-        dup = tl.where(tl.abs(up) > limit, 0.0, d * act).to(dh.dtype.element_ty)
+        dgate = tl.where(gate > most, 0.0, d * kept_up * slope).to(dh.dtype.element_ty)
+        dup = tl.where(tl.abs(up) > most_up, 0.0, d * act)
+        if (flags & _KIND) == _SITU:
+            bound = _number(linear_beta)
+            if bound > 0.0:
+                t = kept_up / bound
+                dup *= 1.0 - t * t
+        dup = dup.to(dh.dtype.element_ty)
         writes = (flags & _WRITES_DH) != 0
         if INTERLEAVED:
             both = 2 * first + tl.arange(0, 2 * BLOCK)
@@ -186,7 +244,8 @@ def _backward(
 
 @triton.jit
 def activation_grad(
-    h, da, row_weights, index, used, dh, a, dweights, M, columns, index_step, flags, BLOCK: tl.constexpr
+    h, da, row_weights, index, used, dh, a, dweights, M, columns, index_step, flags, limit, alpha, beta, linear_beta,
+    BLOCK: tl.constexpr
 ):  # fmt: skip
     """dh[i] = act'(h[i]) * t(i) * da[i], a[i] = t(i) * act(h[i]), dweights[index[i]] = dot(da[i], act(h[i])).
 
@@ -204,9 +263,15 @@ def activation_grad(
     end = _end_of(used, M, flags)
     if tl.program_id(0) < end:
         if (flags & _INTERLEAVED) != 0:  # (each whole: with the two in one loop it takes 1.1 x as long)
-            dot = _backward(h, da, row_weights, flat, dh, a, row, row < end, columns, flags, BLOCK, True)
+            dot = _backward(
+                h, da, row_weights, flat, dh, a, row, row < end, columns, flags, limit, alpha, beta, linear_beta,
+                BLOCK, True,
+            )  # fmt: skip
         else:
-            dot = _backward(h, da, row_weights, flat, dh, a, row, row < end, columns, flags, BLOCK, False)
+            dot = _backward(
+                h, da, row_weights, flat, dh, a, row, row < end, columns, flags, limit, alpha, beta, linear_beta,
+                BLOCK, False,
+            )  # fmt: skip
     writes = (row < M) & ((flags & _WRITES_DWEIGHTS) != 0)
     is_narrow = (flags & _NARROW_DWEIGHTS) != 0
     narrow = dweights.to(tl.pointer_type(h.dtype.element_ty), bitcast=True)

@@ -9,11 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .activation import _end_of, _limited, _row_of, _value
+from .activation import _end_of, _product, _row_of
 
 # The values of kernels/contract/rowops.py, as activation.py and quantize.py have them.
-_KIND: tl.constexpr = tl.constexpr(7)
-_SWIGLU_OAI: tl.constexpr = tl.constexpr(3)
 _GATED: tl.constexpr = tl.constexpr(8)
 _INTERLEAVED: tl.constexpr = tl.constexpr(16)
 _GROUP: tl.constexpr = tl.constexpr(128)  # columns that share a scale
@@ -23,7 +21,10 @@ _LEAST: tl.constexpr = tl.constexpr(2.0**-126)  # scale: the inverse of a smalle
 
 
 @triton.jit
-def _half(h, at, inside, columns, first, HALF: tl.constexpr, flags, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
+def _half(
+    h, at, inside, columns, first, HALF: tl.constexpr, flags, limit, alpha, beta, linear_beta, BLOCK: tl.constexpr,
+    INTERLEAVED: tl.constexpr
+):  # fmt: skip
     """act(gate) * up of eight of each 16 columns in [first, first + BLOCK), the first or the last: [rows, groups, 64].
 
     ``at`` says where the rows begin in h, ``inside`` which of them there are. float32, of values that h's dtype has.
@@ -41,9 +42,7 @@ def _half(h, at, inside, columns, first, HALF: tl.constexpr, flags, BLOCK: tl.co
         gate = tl.load(h + of_row + col, mask=mask, other=0.0)
         up = tl.load(h + of_row + col + columns, mask=mask & ((flags & _GATED) != 0), other=1.0)
     gate, up = gate.to(tl.float32), up.to(tl.float32)
-    if (flags & _KIND) == _SWIGLU_OAI:
-        gate, up, _limit = _limited(gate, up, flags)
-    value = (_value(gate, flags) * up).to(h.dtype.element_ty).to(tl.float32)
+    value = _product(gate, up, flags, limit, alpha, beta, linear_beta).to(h.dtype.element_ty).to(tl.float32)
     return tl.reshape(value, (ROWS, BLOCK // _GROUP, _GROUP // 2))
 
 
@@ -56,13 +55,18 @@ def _bytes(value, factor, BLOCK: tl.constexpr):
 
 @triton.jit
 def _block(
-    h, codes, scale, row, inside, M, columns, first, flags, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr
+    h, codes, scale, row, inside, M, columns, first, flags, limit, alpha, beta, linear_beta, BLOCK: tl.constexpr,
+    INTERLEAVED: tl.constexpr
 ):  # fmt: skip
     """Writes columns [first, first + BLOCK) of these rows."""
     ROWS: tl.constexpr = row.shape[0]
     at = row * _row_of(flags, columns)
-    left = _half(h, at, inside, columns, first, 0, flags, BLOCK, INTERLEAVED)
-    right = _half(h, at, inside, columns, first, 1, flags, BLOCK, INTERLEAVED)
+    left = _half(
+        h, at, inside, columns, first, 0, flags, limit, alpha, beta, linear_beta, BLOCK, INTERLEAVED
+    )  # fmt: skip
+    right = _half(
+        h, at, inside, columns, first, 1, flags, limit, alpha, beta, linear_beta, BLOCK, INTERLEAVED
+    )  # fmt: skip
     factor = tl.maximum(tl.max(tl.abs(left), 2), tl.max(tl.abs(right), 2)) * (1.0 / _MOST)
     factor = tl.where(factor > 0, tl.maximum(factor, _LEAST), 1.0)
     group = first // _GROUP + tl.arange(0, BLOCK // _GROUP)[None, :]
@@ -84,7 +88,7 @@ def _block(
 
 @triton.jit
 def activation_codes(
-    h, used, codes, scale, M, columns, flags, BLOCK: tl.constexpr, ROWS: tl.constexpr
+    h, used, codes, scale, M, columns, flags, limit, alpha, beta, linear_beta, BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     """codes[i, k] = a[i, k] / scale[k // 128, i] as e4m3 of a[i] = act(gate of h[i]) * up of h[i], or act(h[i]).
 
@@ -98,6 +102,10 @@ def activation_codes(
     first = tl.program_id(0) % blocks * BLOCK
     inside = row < _end_of(used, M, flags)
     if (flags & _INTERLEAVED) != 0:
-        _block(h, codes, scale, row, inside, M, columns, first, flags, BLOCK, True)
+        _block(
+            h, codes, scale, row, inside, M, columns, first, flags, limit, alpha, beta, linear_beta, BLOCK, True
+        )  # fmt: skip
     else:
-        _block(h, codes, scale, row, inside, M, columns, first, flags, BLOCK, False)
+        _block(
+            h, codes, scale, row, inside, M, columns, first, flags, limit, alpha, beta, linear_beta, BLOCK, False
+        )  # fmt: skip

@@ -10,13 +10,14 @@ import torch
 
 from ...artifacts.errors import InputError
 from ...artifacts.records.problem import Layout
+from ...kernels.contract.activations import Activation, activation_of
 from ..check import call as check_call
 from ..check import tensors
 from ..check.form import check_fusions, form_of
 from ..dispatch.snapshot import Snapshot
 from ..driver.device import without_autocast
 from ..ops import layer
-from ..ops.activation import Activation, activate, check_activation
+from ..ops.activation import RowActivation, activate
 from ..ops.layer import FrozenWeights, Layer, MoeLayer, Weights, weights_of
 from ..ops.routing import Routing, sort
 from ..replay.layer_plan import LayerPlan, plan_layer
@@ -35,7 +36,7 @@ _written = torch.autograd.graph.increment_version  # a launch that autograd does
 
 def run(
     hidden: torch.Tensor, given: tuple[_W, _W, torch.Tensor | None, torch.Tensor | None], topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor, act: tuple[str, bool, bool], *, weights_on: str, w_layout: str, lora: Any,
+    topk_weights: torch.Tensor, act: tuple[str | Activation, bool, bool], *, weights_on: str, w_layout: str, lora: Any,
     out: torch.Tensor | None, key: object, snapshot: Snapshot | None,
 ) -> torch.Tensor:  # fmt: skip
     """What ``moe_mlp`` returns.
@@ -54,7 +55,7 @@ def run(
         {"hidden": hidden, "gate_up_weight": gate_up_weight, "down_weight": down_weight, "topk_ids": topk_ids,
          "topk_weights": topk_weights}, gate_up_bias=gate_up_bias, down_bias=down_bias,
     )  # fmt: skip
-    check_activation("moe_mlp", activation, gated=gated, interleaved=interleaved)
+    function = activation_of("moe_mlp", activation, gated=gated, interleaved=interleaved)
     if w_layout not in ("nk", "kn"):
         raise InputError(f"moe_mlp: w_layout is {w_layout!r}, wanted 'nk' (E matrices [out, in]) or 'kn' ([in, out])")
     if weights_on not in ("output", "input"):
@@ -71,7 +72,7 @@ def run(
             f"moe_mlp: gate_up_weight is {list(gate_up_weight.shape)} and down_weight {list(down_weight.shape)}, "
             "wanted three dimensions with the same number of experts first"
         )
-    how = Layer(k, Layout(w_layout), Activation(activation, gated, interleaved))
+    how = Layer(k, Layout(w_layout), RowActivation(function, gated, interleaved))
     if gated and (wide := layer.columns(gate_up_weight, how.layout)) % 2:
         raise InputError(f"moe_mlp: gate and up have {wide} columns together, wanted an even number")
     others = [one for one in (down_weight, gate_up_bias, down_bias, topk_weights) if one is not None]
@@ -223,7 +224,7 @@ def _composed(
 ) -> torch.Tensor:  # fmt: skip
     """The layer out of calls that torch can trace."""
     T, k = topk_ids.shape
-    activation, gated, interleaved = how.act
+    function, gated, interleaved = how.act
     index, m_sizes, *_ = sort(topk_ids, gate_up_weight.shape[0])
     # zero_tail: torch differentiates the activation of every row, and NaN would stop its anomaly mode.
     if weights_on == "output" or gate_up_bias is None:  # a product without a bias is linear: weighting it is the same
@@ -239,7 +240,7 @@ def _composed(
             weighted.reshape(T * k, x.shape[1]), gate_up_weight, m_sizes, 1, index, permute_x=True, w_layout=w_layout,
             bias=gate_up_bias, lora=lora[0], zero_tail=True,
         )  # fmt: skip
-    h = activate(h, activation, gated=gated, interleaved=interleaved)
+    h = activate(h, function, gated=gated, interleaved=interleaved)
     last = weights_on == "output"
     # Without weights T is told by y's rows alone, which are those of the index: T*k.
     y = grouped_gemm(

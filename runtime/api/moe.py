@@ -11,6 +11,7 @@ from types import ModuleType
 import torch
 
 from ...artifacts.records.problem import bucket_of
+from ...kernels.contract.activations import Activation
 from .. import current
 from ..check import tensors
 from ..replay.guard import key_of
@@ -27,7 +28,7 @@ def moe_mlp(
     down_weight: torch.Tensor | ExpertWeights,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
-    activation: str = "silu",
+    activation: str | Activation = "silu",
     *,
     gated: bool = True,
     interleaved: bool = False,
@@ -52,8 +53,9 @@ def moe_mlp(
     topk_weights
         [T, k] floating point, multiplied in float32; differentiable.
     activation, gated, interleaved
-        ``silu gelu gelu_tanh swiglu_oai`` with a gate, ``silu gelu gelu_tanh relu2`` without. Gate and up are the
-        first and second half of the columns, or with ``interleaved`` the even and odd ones.
+        ``silu gelu gelu_tanh relu2 swiglu_oai`` with a gate, ``silu gelu gelu_tanh relu2`` without, or an
+        ``Activation``: with numbers (``swiglu``, ``situ``, ``swiglustep``). Gate and up are the first and second half
+        of the columns, or with ``interleaved`` the even and odd ones.
     gate_up_bias, down_bias
         [E, 2*I] and [E, H] in hidden's dtype, or None.
     weights_on

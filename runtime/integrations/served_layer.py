@@ -18,7 +18,7 @@ from ..runtime.dispatch.decide import Decision, settle
 from ..runtime.dispatch.ranking import Match, Origin
 from ..runtime.driver.device import platform_name, platform_supported
 from ..runtime.inspect.preload import Preloaded, preload
-from ..runtime.ops.activation import Activation
+from ..runtime.ops.activation import RowActivation
 from ..runtime.weights.expert_weights import ExpertWeights
 
 _ROWS = 1 << 16  # more rows than that take what the most that were measured do
@@ -36,7 +36,7 @@ class ServedLayer(NamedTuple):
     I: int  # noqa: E741
     top_k: int
     dtype: DType
-    act: Activation
+    act: RowActivation
 
     @property
     def problems(self) -> tuple[Problem, Problem]:
@@ -68,7 +68,7 @@ class ServedLayer(NamedTuple):
         return f'aot build --models "shape:E={self.E},H={self.H},I={self.I},k={self.top_k}{options} ops=forward"'
 
     def __str__(self) -> str:
-        return f"E={self.E} H={self.H} I={self.I} k={self.top_k} {self.dtype.value} {self.act.name}"
+        return f"E={self.E} H={self.H} I={self.I} k={self.top_k} {self.dtype.value} {self.act.function}"
 
 
 def lacks(layer: ServedLayer, local: LocalGpu, *, tokens: int, any_variant: bool = False) -> str | None:

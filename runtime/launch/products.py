@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ...artifacts.records.problem import Fusion, Layout, bucket_of
+from ...kernels.contract.activations import Activation
 from ...kernels.contract.words import ALIGNMENT_BYTES, is_aligned
 from .. import settings
 from ..check.tensors import row_stride
@@ -153,10 +154,10 @@ def resolve_gated(call: Rows) -> Product | None:
     return None if ready is None else _product(ready, call, call.fusion | Fusion.SILU, columns, call.index_end(0))
 
 
-def resolve_activated(call: Rows, act: tuple[int, str]) -> Product | None:
+def resolve_activated(call: Rows, act: tuple[int, Activation]) -> Product | None:
     """The steps of a product of act(x) into new memory, of x quantised by the pass that does the activation.
 
-    ``act`` are the activation's flags and its name. None where x is not to be quantised, or no bundle has the pass.
+    ``act`` are the flags of the activation, and itself. None where x is not to be quantised, or no bundle has the pass.
     """
     w = call.w
     ready = ready_for_activated(call, w) if isinstance(w, ExpertWeights) else None

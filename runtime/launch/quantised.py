@@ -13,6 +13,7 @@ import torch
 
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp, bucket_of
+from ...kernels.contract.activations import Activation
 from ...kernels.contract.block_scaled import DTYPES as CODES_BY_CODES
 from ...kernels.contract.mixed_input import prepares
 from ...kernels.contract.rowops import PICKED
@@ -306,15 +307,15 @@ def quantize_step(
     return Step(run, f"quantise rows of {columns} columns{picked}", ("x", index, "bounds", "codes"))
 
 
-def activation_step(launch: RowOpLauncher, columns: int, act: tuple[int, str], used: tuple[int, int]) -> Step:
+def activation_step(launch: RowOpLauncher, columns: int, act: tuple[int, Activation], used: tuple[int, int]) -> Step:
     """codes[i], scale[:, i] = quantised act(x[i]), of dense x [M, columns], with a gate [M, 2 * columns].
 
-    ``act`` are the activation's flags and its name; ``used`` and the codes are as ``quantize_step`` has them.
+    ``act`` are the flags of the activation, and itself; ``used`` and the codes are as ``quantize_step`` has them.
     """
-    (behind, flags), (kind, name) = used, act
-    flags |= kind
+    (behind, flags), (kind, function) = used, act
+    flags, numbers = flags | kind, function.words
 
     def run(M: int, stream: int, x: int, bounds: int, codes: int) -> None:
-        launch(M, columns, (x, bounds + behind, codes, codes + M * columns), (M, columns, flags), stream)
+        launch(M, columns, (x, bounds + behind, codes, codes + M * columns), (M, columns, flags, *numbers), stream)
 
-    return Step(run, f"{name} to {columns} columns, quantised", ("x", "bounds", "codes"))
+    return Step(run, f"{function} to {columns} columns, quantised", ("x", "bounds", "codes"))

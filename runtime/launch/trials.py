@@ -17,6 +17,7 @@ from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import RowOp
 from ...kernels import reference
 from ...kernels.contract import rowops
+from ...kernels.contract.activations import KINDS, Activation
 from ...kernels.contract.block_scaled import scale_columns
 from ..driver import cuda
 from ..driver.launcher import RowOpLauncher
@@ -189,27 +190,33 @@ def _gather(on: _On) -> str | None:
     return out_of(noted, _T + looks, rowops.BY_TOKEN)
 
 
-# Each kind once, with a gate or without, gate and up side by side or in turns.
+# Each activation once, with a gate or without, gate and up in halves or alternating.
 _ACTS = (
-    ("silu", True, False), ("gelu", True, True), ("gelu_tanh", False, False), ("swiglu_oai", True, True),
-    ("relu2", False, False),
-)  # fmt: skip
+    (Activation("silu"), True, False),
+    (Activation("gelu"), True, True),
+    (Activation("gelu_tanh"), False, False),
+    (Activation("swiglu", limit=3.0, alpha=1.5, beta=1.0), True, True),
+    (Activation("relu2"), False, False),
+    (Activation("situ", beta=2.0, linear_beta=3.0), True, False),
+    (Activation("swiglustep", limit=3.0), True, True),
+)
+_LIMIT = 3.0  # of those above
 
 
-def _flags(kind: str, gated: bool, interleaved: bool) -> int:
+def _flags(act: Activation, gated: bool, interleaved: bool) -> int:
     turns = rowops.INTERLEAVED if interleaved else 0
-    return rowops.KINDS.index(kind) | (rowops.GATED if gated else 0) | turns | rowops.USED
+    return KINDS.index(act.name) | (rowops.GATED if gated else 0) | turns | rowops.USED
 
 
 def _activation(on: _On) -> str | None:
     """a = act(gate) * up."""
     draw, I, M = Draw(), on.columns, _T * _TOP_K  # noqa: E741
     used = on.used()
-    for kind, gated, interleaved in _ACTS:
+    for act, gated, interleaved in _ACTS:
         h, a = on.rows(draw.normal(M, I * (1 + gated)) * 3), on.rows(full(M + 1, I))
-        on.run(M, I, (h, a, used), (M, I, _flags(kind, gated, interleaved)))
-        want = _act(h.cpu().float(), kind, gated, interleaved)
-        wrong = on.judged(a[:_USED], want[:_USED], f"{kind} a") or on.judged(a[M:], full(1, I), "past a")
+        on.run(M, I, (h, a, used), (M, I, _flags(act, gated, interleaved), *act.words))
+        want = _act(h.cpu().float(), act, gated, interleaved)
+        wrong = on.judged(a[:_USED], want[:_USED], f"{act} a") or on.judged(a[M:], full(1, I), "past a")
         if wrong:
             return wrong
     return None
@@ -222,24 +229,24 @@ def _activation_grad(on: _On) -> str | None:
     order, scale = draw.order(M), draw.normal(M)
     index, weights, flat = on.words(order), on.words(scale), order.long()
     more = rowops.WEIGHTED | rowops.WRITES_DH | rowops.WRITES_A | rowops.WRITES_DWEIGHTS
-    for kind, gated, interleaved in _ACTS:
+    for act, gated, interleaved in _ACTS:
         host = (draw.normal(M, I * (1 + gated)) * 3).to(on.dtype)
         h = on.rows(
-            torch.where(host.abs() == reference.OAI_LIMIT, 1.0, host)
+            torch.where((host.abs() - _LIMIT).abs() < 2 * _STEP, 1.0, host)
         )  # where the slope has a step nobody is wrong
         da = on.rows(draw.normal(M, I))
         dh, a = on.rows(full(M + 1, I * (1 + gated))), on.rows(full(M + 1, I))
         dweights = on.words(full(M))
-        flags = _flags(kind, gated, interleaved) | more
-        on.run(M, I, (h, da, weights, index, used, dh, a, dweights), (M, I, 1, flags))
+        flags = _flags(act, gated, interleaved) | more
+        on.run(M, I, (h, da, weights, index, used, dh, a, dweights), (M, I, 1, flags, *act.words))
         grad, t = da.cpu().float(), scale[flat][:, None]
-        made, want = _with_slopes(h.cpu().double(), grad * t, kind, gated, interleaved)
+        made, want = _with_slopes(h.cpu().double(), grad * t, act, gated, interleaved)
         dots = torch.zeros(M, dtype=torch.float32, device="cpu")
         dots[flat[:_USED]] = (made * grad).sum(1)[:_USED]
         wrong = (
-            on.judged(dh[:_USED], want[:_USED], f"{kind} dh")
-            or on.judged(a[:_USED], (made * t)[:_USED], f"{kind} a")
-            or on.judged(dweights, dots, f"{kind} dweights")
+            on.judged(dh[:_USED], want[:_USED], f"{act} dh")
+            or on.judged(a[:_USED], (made * t)[:_USED], f"{act} a")
+            or on.judged(dweights, dots, f"{act} dweights")
             or on.judged(dh[M:], full(1, dh.shape[1]), "past dh")
         )
         if wrong:
@@ -247,8 +254,8 @@ def _activation_grad(on: _On) -> str | None:
     return None
 
 
-def _act(h: torch.Tensor, kind: str, gated: bool, interleaved: bool) -> torch.Tensor:
-    return reference.activation(h, kind, gated=gated, interleaved=interleaved)
+def _act(h: torch.Tensor, act: Activation, gated: bool, interleaved: bool) -> torch.Tensor:
+    return reference.activation(h, act, gated=gated, interleaved=interleaved)
 
 
 def _with_slopes(h: torch.Tensor, da: torch.Tensor, *how: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -354,20 +361,20 @@ def _activation_codes(on: _On) -> str | None:
     draw, I, M = Draw(), 384, _T * _TOP_K  # noqa: E741
     used = on.used()
     untouched = torch.full((1, I), 7, dtype=torch.uint8, device="cpu")
-    for kind, gated, interleaved in _ACTS:
+    for act, gated, interleaved in _ACTS:
         h = on.rows(draw.normal(M, I * (1 + gated)) * 3)
         codes = on.words(untouched.expand(M, I))
         scale = on.words(torch.zeros(I // 128, scale_columns(M), dtype=torch.float32, device="cpu"))
-        on.run(M, I, (h, used, codes, scale), (M, I, _flags(kind, gated, interleaved)))
-        want = _act(h.cpu().float(), kind, gated, interleaved).to(on.dtype)[:_USED]
+        on.run(M, I, (h, used, codes, scale), (M, I, _flags(act, gated, interleaved), *act.words))
+        want = _act(h.cpu().float(), act, gated, interleaved).to(on.dtype)[:_USED]
         on.place.wait()
         found, factors, every = codes.cpu(), scale.cpu(), slice(0, _USED)
         got = values_of_rows(found[:_USED].view(torch.float8_e4m3fn), factors, every)
-        wrong = on.judged(got, values_of_rows(*codes_of_rows(want), every), f"{kind} codes", _QUANTISED)
+        wrong = on.judged(got, values_of_rows(*codes_of_rows(want), every), f"{act} codes", _QUANTISED)
         if wrong:
             return wrong
         if not torch.equal(found[_USED:], untouched.expand(M - _USED, I)) or bool(factors[:, _USED:].any()):
-            return f"{kind}: rows of no expert were stored"
+            return f"{act}: rows of no expert were stored"
     return None
 
 

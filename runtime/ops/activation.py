@@ -13,32 +13,28 @@ from ...artifacts.errors import InputError
 from ...artifacts.records.problem import RowOp
 from ...kernels import reference
 from ...kernels.contract import rowops
+from ...kernels.contract.activations import KINDS, Activation, activation_of
 from ..check import tensors
 from ..driver.device import on
 from ..launch import rowops as launch_rowops
 from ..launch.program import NOW, Now, Step
 
-GATED = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
-UNGATED = ("silu", "gelu", "gelu_tanh", "relu2")
-
-OAI_LIMIT, OAI_ALPHA = reference.OAI_LIMIT, reference.OAI_ALPHA
-
 _transformed = torch._C._are_functorch_transforms_active
 _traced = torch._C._get_tracing_state
 
 
-class Activation(NamedTuple):
-    """An activation that ``check_activation`` let pass."""
+class RowActivation(NamedTuple):
+    """An activation and where gate and up are in a row of h: halves, even and odd columns, or no gate."""
 
-    name: str
+    function: Activation
     gated: bool
     interleaved: bool
 
     @property
     def flags(self) -> int:
-        """What a kernel is told of it."""
+        """What a row kernel's flags say of it."""
         gate = (rowops.GATED if self.gated else 0) | (rowops.INTERLEAVED if self.interleaved else 0)
-        return rowops.KINDS.index(self.name) | gate
+        return KINDS.index(self.function.name) | gate
 
     def columns(self, h: torch.Tensor) -> int:
         """The columns of a; InputError where h's are no gate and up."""
@@ -48,24 +44,24 @@ class Activation(NamedTuple):
 
 
 def activate(
-    h: torch.Tensor, activation: str = "silu", *, gated: bool = True, interleaved: bool = False
+    h: torch.Tensor, activation: str | Activation = "silu", *, gated: bool = True, interleaved: bool = False
 ) -> torch.Tensor:
-    """act(gate) * up of h [M, 2*I] -> [M, I]; without a gate act(h) of h [M, I]. In h's dtype.
+    """act(gate) * v(up) of h [M, 2*I] -> [M, I]; without a gate act(h) of h [M, I]. In h's dtype.
 
     Gate and up are h's halves, or with ``interleaved`` its even and odd columns.
 
-    ``silu``: gate * sigmoid(gate). ``gelu``: exact; ``gelu_tanh``: its tanh form. ``swiglu_oai`` (gpt-oss): gate
-    clamped to at most 7, up to [-7, 7], then (up + 1) * gate * sigmoid(1.702 * gate). ``relu2`` (ungated): max(h, 0)^2.
-    On CUDA a bundle's kernel computes it in float32 and rounds once, and so its gradient. Where torch does it, each
-    operation is computed in float32; silu, gelu and relu2 round each result to h's dtype, swiglu_oai the last.
+    ``activation`` is an ``Activation``, which has the equations, or a name: ``silu gelu gelu_tanh relu2 swiglu_oai``;
+    without a gate ``silu gelu gelu_tanh relu2``. On CUDA a bundle's row kernel computes it in float32 and rounds once,
+    and so its gradient. Where torch does it, each operation is computed in float32; silu, gelu and relu2 without a gate
+    round each result to h's dtype, the others the last.
 
     Raises
     ------
     InputError
         for an activation that is not known, or not with (without) a gate.
     """
-    check_activation("activate", activation, gated=gated, interleaved=interleaved)
-    act = Activation(activation, gated, interleaved)
+    function = activation_of("activate", activation, gated=gated, interleaved=interleaved)
+    act = RowActivation(function, gated, interleaved)
     columns = act.columns(h)
     if not tensors.on_gpu(h) or torch.compiler.is_compiling() or type(h) is not torch.Tensor or _transformed():
         return by_torch(h, act)
@@ -79,7 +75,7 @@ def activate(
     return a.view(*h.shape[:-1], columns)
 
 
-def forward(h: torch.Tensor, act: Activation, bounds: torch.Tensor | None = None, do: Now = NOW) -> torch.Tensor:
+def forward(h: torch.Tensor, act: RowActivation, bounds: torch.Tensor | None = None, do: Now = NOW) -> torch.Tensor:
     """a [M, I] of h [M, 2*I] or [M, I]. With ``bounds`` (``Routing.bounds``) rows of no expert hold anything."""
     I = act.columns(h)  # noqa: E741
     h = h.contiguous()
@@ -88,14 +84,14 @@ def forward(h: torch.Tensor, act: Activation, bounds: torch.Tensor | None = None
         do.unplanned()
         return by_torch(h, act)
     behind, flags = launch_rowops.used(bounds)
-    flags |= act.flags
+    flags, numbers = flags | act.flags, act.function.words
 
     def run(M: int, stream: int, h: int, a: int, bounds: int) -> None:
-        launch(M, I, (h, a, bounds + behind), (M, I, flags), stream)
+        launch(M, I, (h, a, bounds + behind), (M, I, flags, *numbers), stream)
 
     with on(h.get_device()):
         a: torch.Tensor = do.new(h, (h.shape[0], I))
-        do.run(Step(run, f"{act.name} of {h.shape[1]} columns", ("h", "a", "bounds")), h.shape[0], h, a, bounds)
+        do.run(Step(run, f"{act.function} of {h.shape[1]} columns", ("h", "a", "bounds")), h.shape[0], h, a, bounds)
     return a
 
 
@@ -108,7 +104,7 @@ class Needs(NamedTuple):
 
 
 def gradient(
-    h: torch.Tensor, da: torch.Tensor, act: Activation, needs: Needs, *, weights: torch.Tensor | None = None,
+    h: torch.Tensor, da: torch.Tensor, act: RowActivation, needs: Needs, *, weights: torch.Tensor | None = None,
     index: torch.Tensor | None = None, bounds: torch.Tensor | None = None, narrow: bool = False, do: Now = NOW,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """dh[i] = act'(h[i]) * (t * da[i]), a[i] = t * act(h[i]), dweights[index[i]] = dot(da[i], act(h[i])).
@@ -129,19 +125,20 @@ def gradient(
     flags |= act.flags | (rowops.WRITES_DH if needs.dh else 0) | (rowops.WRITES_A if needs.a else 0)
     flags |= launch_rowops.weighing(weights) | (rowops.WRITES_DWEIGHTS if needs.dweights else 0)
     flags |= 0 if kind is torch.float32 else rowops.NARROW_DWEIGHTS
+    numbers = act.function.words
     step = 2 if index is not None and index.dtype is torch.int64 else 1
 
     def run(
         M: int, stream: int, h: int, da: int, weights: int, index: int, bounds: int, dh: int, a: int, dweights: int
     ) -> None:
-        launch(M, I, (h, da, weights, index, bounds + behind, dh, a, dweights), (M, I, step, flags), stream)
+        launch(M, I, (h, da, weights, index, bounds + behind, dh, a, dweights), (M, I, step, flags, *numbers), stream)
 
     with on(h.get_device()):
         dh = do.new(h, h.shape) if needs.dh else None
         a = do.new(da, (M, I)) if needs.a else None
         dweights = do.new(h, (M,), kind) if needs.dweights else None
         names = ("h", "da", "weights", "index", "bounds", "dh", "a", "dweights")
-        launched = Step(run, f"gradient of {act.name} of {h.shape[1]} columns", names)
+        launched = Step(run, f"gradient of {act.function} of {h.shape[1]} columns", names)
         do.run(launched, M, h, da, weights, index, bounds, dh, a, dweights)
     return dh, a, dweights
 
@@ -150,7 +147,7 @@ class _Activate(torch.autograd.Function):
     """``activate`` by a kernel. A gradient that is to be differentiated again is torch's."""
 
     @staticmethod
-    def forward(ctx: Any, h: torch.Tensor, act: Activation) -> torch.Tensor:
+    def forward(ctx: Any, h: torch.Tensor, act: RowActivation) -> torch.Tensor:
         ctx.save_for_backward(h)
         ctx.act = act
         return forward(h, act)
@@ -163,13 +160,13 @@ class _Activate(torch.autograd.Function):
         return gradient(h, tensors.in_memory("da", da, "activate"), ctx.act, Needs())[0], None
 
 
-def by_torch(h: torch.Tensor, act: Activation) -> torch.Tensor:
+def by_torch(h: torch.Tensor, act: RowActivation) -> torch.Tensor:
     """``activate`` in torch's own operations, on any device."""
-    return reference.activation(h, act.name, gated=act.gated, interleaved=act.interleaved)
+    return reference.activation(h, act.function, gated=act.gated, interleaved=act.interleaved)
 
 
 def _gradient_by_torch(
-    h: torch.Tensor, da: torch.Tensor, act: Activation, needs: Needs, weights: torch.Tensor | None,
+    h: torch.Tensor, da: torch.Tensor, act: RowActivation, needs: Needs, weights: torch.Tensor | None,
     index: torch.Tensor | None, bounds: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     scale = None if weights is None or index is None else weights[index.long()][:, None]
@@ -188,17 +185,3 @@ def _gradient_by_torch(
         dots = (da.to(wide) * a.to(wide)).sum(-1)
         dweights = torch.zeros_like(dots).index_copy_(0, index.long(), dots)
     return dh, (a if scale is None else (a * scale).to(a.dtype)) if needs.a else None, dweights
-
-
-def check_activation(call: str, activation: str, *, gated: bool, interleaved: bool) -> None:
-    """Raise InputError, which begins with the name of the call, unless ``activate`` knows it."""
-    known = GATED if gated else UNGATED
-    if activation not in known:
-        raise InputError(
-            f"{call}: activation is {activation!r}, wanted one of {', '.join(known)} with gated={gated}"
-            + (" (relu2 has no gate: pass gated=False)" if activation == "relu2" else "")
-        )
-    if interleaved and not gated:
-        raise InputError(
-            f"{call}: interleaved=True with gated=False: without a gate nothing is interleaved. Leave it out"
-        )

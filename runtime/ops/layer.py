@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from ...artifacts.records.problem import Layout, Op
+from ...kernels.contract.activations import Activation
 from ..check.call import flat, wide_of
 from ..check.operands import Rows
 from ..check.tensors import in_memory
@@ -35,13 +36,13 @@ from ..driver.device import without_autocast
 from ..launch.program import NOW, Now
 from ..weights.expert_weights import ExpertWeights
 from . import activation, low_rank, tokens
-from .activation import Activation, Needs
+from .activation import Needs, RowActivation
 from .autograd import differentiated_once
 from .low_rank import Adapters, LowRank, LowRankGradients
 from .products import gated_rows, of_activated, weight
 from .routing import Routing
 
-GATED_IN_PRODUCT = Activation("silu", gated=True, interleaved=False)  # what a product's epilogue can do
+GATED_IN_PRODUCT = RowActivation(Activation("silu"), gated=True, interleaved=False)  # what a product's epilogue can do
 NO_ADAPTERS = Adapters(None, None)
 Forward: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]"  # see forward
 _ONES = 8  # columns that sum dh's rows, or weigh dout's: 16 bytes of a 16-bit type
@@ -52,7 +53,7 @@ class Layer(NamedTuple):
 
     top_k: int
     layout: Layout
-    act: Activation
+    act: RowActivation
 
 
 class Weights(NamedTuple):
@@ -335,7 +336,7 @@ def _weighted(u: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> to
     return torch.mul(u, torch.take(weights.detach(), index)[:, None], out=torch.empty_like(u))
 
 
-def _zeros(h: torch.Tensor, act: Activation) -> torch.Tensor:
+def _zeros(h: torch.Tensor, act: RowActivation) -> torch.Tensor:
     return h.new_zeros((h.shape[0], act.columns(h)))
 
 

@@ -32,7 +32,7 @@ from ..launch.ready import may_add_low_part, rows_aligned
 from ..weights.dequantised import Dequantised
 from ..weights.expert_weights import ExpertWeights
 from . import quantised, torch_fallback, zero_rows
-from .activation import Activation
+from .activation import RowActivation
 
 if TYPE_CHECKING:
     from ..dispatch.pin import Pin
@@ -245,7 +245,7 @@ def gated_rows(call: Rows, do: Now = NOW) -> torch.Tensor | None:
     return a
 
 
-def of_activated(call: Rows, act: Activation, do: Now = NOW) -> torch.Tensor | None:
+def of_activated(call: Rows, act: RowActivation, do: Now = NOW) -> torch.Tensor | None:
     """act(x) @ w.T, [M, N], of x [M, 2*K] or [M, K] by one pass that makes codes of act(x), and their product.
 
     None where w's product takes x as it is, or no bundle has that pass. Rows of no expert hold anything.
@@ -253,7 +253,7 @@ def of_activated(call: Rows, act: Activation, do: Now = NOW) -> torch.Tensor | N
     if not isinstance(call.w, ExpertWeights) or not call.x.numel() or not tensors.on_gpu(call.x):
         return None
     with on(call.x.get_device()):
-        product = resolve_activated(call, (act.flags, act.name))
+        product = resolve_activated(call, (act.flags, act.function))
         if product is None:
             return None
         y: torch.Tensor = do.new(call.x, (call.M, call.sizes[1]))

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from acts import GATED, UNGATED, row_act
 
 from pretuned.artifacts.records.precision import PRECISIONS, DType
 from pretuned.artifacts.records.problem import Op, Problem, RowOp
+from pretuned.kernels.contract.activations import Activation
 from pretuned.kernels.contract.rowops import USED
 from pretuned.runtime import ExpertWeights, grouped_gemm, moe_mlp, reload
 from pretuned.runtime.dispatch import activations
@@ -23,7 +25,6 @@ from pretuned.runtime.dispatch.decide import Decision, settle
 from pretuned.runtime.driver.device import local_gpu
 from pretuned.runtime.launch import rowops as launch_rowops
 from pretuned.runtime.launch.quantised import bytes_of_row
-from pretuned.runtime.ops.activation import GATED, UNGATED, Activation
 from pretuned.runtime.weights.codes import quantise_rows
 
 pytestmark = [
@@ -163,9 +164,11 @@ ACTS = [(name, True, turns) for name in GATED for turns in (False, True)] + [(na
 
 
 @pytest.mark.parametrize(("name", "gated", "interleaved"), ACTS)
-def test_codes_of_the_activation_are_those_of_two_passes(name: str, gated: bool, interleaved: bool) -> None:
+def test_codes_of_the_activation_are_those_of_two_passes(
+    name: str | Activation, gated: bool, interleaved: bool
+) -> None:
     """Bit for bit, whatever h holds; rows beyond those that count stay as they are."""
-    act = Activation(name, gated, interleaved)
+    act = row_act(name, gated, interleaved)
     activate, quantize, both = (launched(op) for op in (RowOp.ACTIVATION, RowOp.QUANTIZE, RowOp.ACTIVATION_CODES))
     for M, columns in ((1, 128), (7, 384), (700, 768), (5000, 2048), (133, 1536)):
         g = torch.Generator().manual_seed(M)
@@ -179,9 +182,9 @@ def test_codes_of_the_activation_are_those_of_two_passes(name: str, gated: bool,
             count = torch.tensor([used], dtype=torch.int32, device="cuda")
             a = torch.full((M, columns), 5.0, dtype=torch.bfloat16, device="cuda")
             two, one = (torch.full((M * bytes_of_row(columns),), 77, dtype=torch.uint8, device="cuda") for _ in "12")
-            activate(M, columns, (h, a, count), (M, columns, act.flags | USED))
+            activate(M, columns, (h, a, count), (M, columns, act.flags | USED, *act.function.words))
             quantize(M, columns, (a, count, count, two, two[M * columns :]), (M, columns, 1, 1, USED))
-            both(M, columns, (h, count, one, one[M * columns :]), (M, columns, act.flags | USED))
+            both(M, columns, (h, count, one, one[M * columns :]), (M, columns, act.flags | USED, *act.function.words))
             assert torch.equal(one, two), (M, columns, used)
             assert bool((one[used * columns : M * columns] == 77).all())
 

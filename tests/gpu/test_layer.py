@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from acts import GATED, UNGATED, row_act
 
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import RowOp
 from pretuned.kernels.contract import rowops as contract
-from pretuned.kernels.contract.rowops import KINDS
+from pretuned.kernels.contract.activations import Activation
 from pretuned.runtime import grouped_gemm, moe_mlp, sort_routing
 from pretuned.runtime.launch import rowops
 from pretuned.runtime.ops import activation, tokens, zero_rows
 from pretuned.runtime.ops import routing as ops_routing
-from pretuned.runtime.ops.activation import Activation, Needs, by_torch
+from pretuned.runtime.ops.activation import Needs, RowActivation, by_torch
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
@@ -28,8 +29,8 @@ pytestmark = [
 E, H, I, TOPK = 8, 768, 512, 2  # noqa: E741
 MOST = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 4e-6}  # one rounding, and fp32's arithmetic
 FORMS = [
-    *(Activation(name, True, interleaved) for name in KINDS[:4] for interleaved in (False, True)),
-    *(Activation(name, False, False) for name in ("silu", "gelu", "gelu_tanh", "relu2")),
+    *(row_act(act, True, interleaved) for act in GATED for interleaved in (False, True)),
+    *(row_act(name, False, False) for name in UNGATED),
 ]
 
 
@@ -52,7 +53,7 @@ def demand(op: RowOp, dtype: torch.dtype, columns: int) -> None:
 @pytest.mark.parametrize("columns", [512, 768, 1536, 40, 33, 1])
 @pytest.mark.parametrize("dtype", list(MOST), ids=str)
 @pytest.mark.parametrize("act", FORMS, ids=str)
-def test_the_activation_and_its_gradient(act: Activation, dtype: torch.dtype, columns: int) -> None:
+def test_the_activation_and_its_gradient(act: RowActivation, dtype: torch.dtype, columns: int) -> None:
     demand(RowOp.ACTIVATION, dtype, columns)
     demand(RowOp.ACTIVATION_GRAD, dtype, columns)
     M, end = 300, 217
@@ -178,7 +179,7 @@ def test_offsets_past_2_31() -> None:
     M, columns = 1_200_000, 1024
     h = torch.zeros(M, 2 * columns, device="cuda", dtype=torch.bfloat16)
     h[-1] = random(2 * columns)
-    act = Activation("silu", True, False)
+    act = RowActivation(Activation("silu"), True, False)
     da = torch.zeros(M, columns, device="cuda", dtype=torch.bfloat16)
     da[-1] = random(columns, seed=1)
     a = activation.forward(h, act)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op, RowOp
 from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels.contract import rowops
+from pretuned.kernels.contract.activations import KINDS, Activation
 from pretuned.kernels.contract.config import Config, Loads, Schedule
 from pretuned.kernels.contract.registry import clears
 from pretuned.kernels.contract.rowops import MOST_SORTED_EXPERTS
@@ -29,7 +31,7 @@ from pretuned.runtime.launch import gemm as launch_gemm
 from pretuned.runtime.launch import program, ready
 from pretuned.runtime.launch import rowops as launch_rowops
 from pretuned.runtime.ops import products, routing, zero_rows
-from pretuned.runtime.ops.activation import Activation, by_torch
+from pretuned.runtime.ops.activation import RowActivation, by_torch
 from pretuned.runtime.replay import layer_plan, plan, programs
 
 T, TOPK, E, N, K = 7, 2, 4, 8, 12
@@ -142,22 +144,28 @@ def rows_at(address: int, rows: int, columns: int) -> torch.Tensor:
     return torch.from_numpy(at(address, rows * columns)).view(rows, columns)
 
 
-def activation_of(flags: int) -> Activation:
-    return Activation(rowops.KINDS[flags & 7], bool(flags & rowops.GATED), bool(flags & rowops.INTERLEAVED))
+def activation_of(flags: int, words: Sequence[int]) -> RowActivation:
+    """The activation that a row kernel is launched for: its flags, and the bits of its float32 numbers."""
+    name = KINDS[flags & rowops.KIND]
+    limit, alpha, beta, linear_beta = struct.unpack("<4f", struct.pack("<4i", *words))
+    numbers = {"limit": limit, "alpha": alpha, "beta": beta, "linear_beta": linear_beta or None}
+    of_name = {"swiglu": ("limit", "alpha", "beta"), "situ": ("beta", "linear_beta"), "swiglustep": ("limit",)}
+    function = Activation(name, **{one: numbers[one] for one in of_name.get(name, ())})
+    return RowActivation(function, bool(flags & rowops.GATED), bool(flags & rowops.INTERLEAVED))
 
 
 def fake_activation(rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple[int, ...]) -> None:
-    (h, a, used), (M, I, flags) = pointers, numbers  # noqa: E741
+    (h, a, used), (M, I, flags, *words) = pointers, numbers  # noqa: E741
     assert (rows, columns) == (M, I)
-    act = activation_of(flags)
+    act = activation_of(flags, words)
     end = min(int(at(used, 1, ctypes.c_int32)[0]), M) if flags & rowops.USED else M
     rows_at(a, M, I)[:end] = by_torch(rows_at(h, M, I * (1 + act.gated)), act)[:end]
 
 
 def fake_activation_grad(rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple[int, ...]) -> None:
-    (h, da, row_weights, index, used, dh, a, dweights), (M, I, step, flags) = pointers, numbers  # noqa: E741
+    (h, da, row_weights, index, used, dh, a, dweights), (M, I, step, flags, *words) = pointers, numbers  # noqa: E741
     assert (rows, columns) == (M, I)
-    act = activation_of(flags)
+    act = activation_of(flags, words)
     end = min(int(at(used, 1, ctypes.c_int32)[0]), M) if flags & rowops.USED else M
     given = rows_at(h, M, I * (1 + act.gated))[:end].clone().requires_grad_()
     with torch.enable_grad():

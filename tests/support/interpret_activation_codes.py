@@ -13,12 +13,13 @@ from typing import Any
 import quick_interpreter  # noqa: F401
 import torch
 
+from pretuned.kernels.contract.activations import Activation
 from pretuned.kernels.contract.block_scaled import scale_columns
 from pretuned.kernels.contract.rowops import USED
 from pretuned.kernels.rowops.activation import activation
 from pretuned.kernels.rowops.activation_codes import activation_codes
 from pretuned.kernels.rowops.quantize import quantize
-from pretuned.runtime.ops.activation import Activation, by_torch
+from pretuned.runtime.ops.activation import RowActivation, by_torch
 from pretuned.runtime.weights.row_codes import values_of_rows
 
 BESIDE = 0.13  # two codes that lie side by side differ by an eighth
@@ -27,7 +28,8 @@ LEFT = 0.02  # of all: the interpreter rounds what lies just below a power of tw
 
 def wrong(case: dict[str, Any]) -> list[str]:
     M, columns, used = case["M"], case["columns"], case["used"]
-    act = Activation(case["act"], case["gated"], case["interleaved"])
+    function = Activation(case["act"], **case["numbers"])
+    act, words = RowActivation(function, case["gated"], case["interleaved"]), function.words
     g = torch.Generator().manual_seed(case["seed"])
     h = (4 * torch.randn(M, (1 + act.gated) * columns, generator=g)).half()
     end = M if used is None else min(used, M)
@@ -43,9 +45,9 @@ def wrong(case: dict[str, Any]) -> list[str]:
     (codes, scale), (codes_of_two, scale_of_two) = fresh(), fresh()
     block, rows = case["block"], case["rows"]
     grid = (-(-M // rows) * -(-columns // block),)
-    activation_codes[grid](h, count, codes, scale, M, columns, flags, BLOCK=block, ROWS=rows)
+    activation_codes[grid](h, count, codes, scale, M, columns, flags, *words, BLOCK=block, ROWS=rows)
     a = torch.full((M, columns), 3.0, dtype=h.dtype)
-    activation[grid](h, a, count, M, columns, flags, BLOCK=block, ROWS=rows)
+    activation[grid](h, a, count, M, columns, flags, *words, BLOCK=block, ROWS=rows)
     quantize[(M,)](a, count, count, codes_of_two, scale_of_two, M, columns, 1, 1, flags & USED, BLOCK=1024)
     found = []
     if not torch.equal(codes, codes_of_two):

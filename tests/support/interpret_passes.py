@@ -13,16 +13,24 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import RowOp
 from pretuned.kernels import reference
 from pretuned.kernels.contract import rowops
+from pretuned.kernels.contract.activations import Activation
 from pretuned.kernels.rowops import activation, gather_combine, sort, zero_rows
-from pretuned.runtime.ops.activation import Activation, by_torch
+from pretuned.runtime.ops.activation import RowActivation, by_torch
 
+SPECIAL = (0.0, 0.01, 0.75, 0.7501, 1.2, 1.4999, 1.5, 1.5001, 2.0, 2.0001, 7.0, 7.1, 30.0, 60.0, 1e4)
 GUARD = 3.0  # what a result holds where the kernel must not write
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
 
 
 def run(case: dict[str, Any]) -> list[str]:
     """What is wrong, in words."""
-    own = {"combine": run_combine, "gather": run_gather, "sort_slots": run_sort, "clear": run_clear}
+    own = {
+        "special": run_special,
+        "combine": run_combine,
+        "gather": run_gather,
+        "sort_slots": run_sort,
+        "clear": run_clear,
+    }
     return own.get(case["pass"], run_activation)(case)
 
 
@@ -38,7 +46,8 @@ def launch(op: RowOp, case: dict[str, Any], values: dict[str, Any]) -> None:
 def run_activation(case: dict[str, Any]) -> list[str]:
     M, columns, used = case["M"], case["columns"], case["used"]
     dtype = {"fp32": torch.float32, "fp16": torch.float16}[case["dtype"]]
-    act = Activation(case["activation"], case["gated"], case["interleaved"])
+    function = Activation(case["activation"], **case["numbers"])
+    act = RowActivation(function, case["gated"], case["interleaved"])
     g = torch.Generator().manual_seed(case["seed"])
     h = (4 * torch.randn(M, columns * (2 if act.gated else 1), generator=g)).to(dtype)
     da = torch.randn(M, columns, generator=g).to(dtype)
@@ -48,12 +57,13 @@ def run_activation(case: dict[str, Any]) -> list[str]:
     h[end:], da[end:] = float("nan"), float("nan")  # rows of no expert hold anything
     flags = act.flags | (rowops.USED if used is not None else 0)
     fresh = {"a": torch.full((M + 1, columns), GUARD, dtype=dtype)}
+    words = dict(zip(("limit", "alpha", "beta", "linear_beta"), function.words, strict=True))
     given: dict[str, Any] = {"h": h, "used": torch.tensor([used or 0], dtype=torch.int32)}
     wide = h[:end].double().requires_grad_()
     want = by_torch(wide, act)
     scale = torch.ones(end, 1, dtype=torch.float64)
     if case["pass"] == "activation":
-        launch(RowOp.ACTIVATION, case, given | fresh | {"flags": flags})
+        launch(RowOp.ACTIVATION, case, given | fresh | words | {"flags": flags})
         return compared("a", fresh["a"], want.detach(), end, dtype)
     if case["weighted"]:
         scale = weights.double()[index.long()][:end, None]
@@ -72,13 +82,45 @@ def run_activation(case: dict[str, Any]) -> list[str]:
         "index": index.view(torch.int32),
         "index_step": 2 if case["wide"] else 1,
     }
-    launch(RowOp.ACTIVATION_GRAD, case, given | fresh | {"flags": flags})
+    launch(RowOp.ACTIVATION_GRAD, case, given | fresh | words | {"flags": flags})
     (dh,) = torch.autograd.grad(want, wide, da[:end].double() * scale)
     dots = torch.zeros(M, dtype=torch.float64)
     dots[index[:end].long()] = (da[:end].double() * want.detach()).sum(1)
     wrong = compared("dh", fresh["dh"], dh, end if "dh" in writes else 0, dtype)
     wrong += compared("a", fresh["a"], want.detach() * scale, end if "a" in writes else 0, dtype)
     return wrong + compared("dweights", fresh["dweights"], dots, M if "dweights" in writes else 0, kind)
+
+
+def run_special(case: dict[str, Any]) -> list[str]:
+    """Each pair of numbers around the limits, tiny and huge ones, infinities and NaN: the value and the gradient."""
+    act = RowActivation(Activation(case["activation"], **case["numbers"]), case["gated"], case["interleaved"])
+    one = torch.tensor(SPECIAL + tuple(-x for x in SPECIAL) + (1e-30, torch.inf, -torch.inf, torch.nan))
+    pairs = torch.stack(torch.meshgrid(one, one, indexing="ij"), -1).view(-1, 2) if act.gated else one[:, None]
+    h = (pairs if act.interleaved else pairs.T).reshape(1, -1)
+    I = len(pairs)  # noqa: E741
+    a, dh, given = torch.empty(1, I), torch.empty_like(h), h.clone().requires_grad_()
+    words = dict(zip(("limit", "alpha", "beta", "linear_beta"), act.function.words, strict=True))
+    none, how = torch.zeros(1, dtype=torch.int32), case | {"M": 1, "columns": I}
+    values: dict[str, Any] = words | {"h": h, "a": a, "used": none, "flags": act.flags}
+    launch(RowOp.ACTIVATION, how, dict(values))
+    want = by_torch(given, act)
+    size = (1 + pairs.abs()).nan_to_num(1.0, 1.0).prod(1)  # of what is added up
+    wrong = [f"{pairs[i].tolist()}: {float(a[0, i])}, not {float(want[0, i])}" for i in differing(a, want, size)]
+    more = {"da": torch.ones(1, I), "row_weights": one, "index": none, "dh": dh, "dweights": one, "index_step": 1}
+    launch(RowOp.ACTIVATION_GRAD, how, values | more | {"flags": act.flags | rowops.WRITES_DH})
+    (slope,) = torch.autograd.grad(want.sum(), given)
+    usual = pairs.isfinite().all(1)
+    got, slope = ((x.view(I, -1).T if act.interleaved else x.view(-1, I))[:, usual] for x in (dh, slope))
+    return wrong + [f"slope at {pairs[usual][i].tolist()}" for i in differing(got, slope, size[usual])]
+
+
+def differing(got: torch.Tensor, want: torch.Tensor, size: torch.Tensor) -> list[int]:
+    """The columns that differ by more than float32's rounding of numbers of this size.
+
+    Neither may be finite where the other is not; torch's gelu of inf is inf or NaN, by where it is in memory.
+    """
+    same = ((got - want).abs() <= 1e-6 * size + 1e-5 * want.abs()) | ~(got.isfinite() | want.isfinite())
+    return [int(i) for i in (~same).any(0).nonzero()]
 
 
 def run_gather(case: dict[str, Any]) -> list[str]:

@@ -20,11 +20,12 @@ from sglang.srt.layers.moe.utils import get_moe_a2a_backend, get_moe_runner_back
 from sglang.srt.runtime_context import get_flags, get_server_args
 
 from ...artifacts.records.precision import DType
+from ...kernels.contract.activations import Activation
 from ...kernels.contract.mixed_input import SIZES, prepares
 from ...runtime.api.moe import moe_mlp
 from ...runtime.check.tensors import DTYPES
 from ...runtime.driver.device import current_device, local_gpu
-from ...runtime.ops.activation import OAI_ALPHA, OAI_LIMIT, Activation
+from ...runtime.ops.activation import RowActivation
 from ..plug_in import SGLANG as PLUG_IN
 from ..served_layer import ServedLayer, lacks, load
 from .quantised import Experts, Packing, format_of, runs_by
@@ -119,15 +120,15 @@ def _asked() -> Any:
     return chosen if get_flags().moe.in_speculative_scope else getattr(_settings(), "moe_runner_backend", chosen)
 
 
-def activation_of(config: Any) -> Activation | None:
+def activation_of(config: Any) -> RowActivation | None:
     """The activation of ``moe_mlp`` that a layer has."""
     limits = config.gemm1_alpha, config.gemm1_clamp_limit, config.swiglu_limit
-    if limits == (OAI_ALPHA, OAI_LIMIT, None) and config.activation == "silu" and config.is_gated:
-        return Activation("swiglu_oai", True, bool(config.gate_up_interleaved))
+    if limits == (1.702, 7.0, None) and config.activation == "silu" and config.is_gated:
+        return RowActivation(Activation("swiglu_oai"), True, bool(config.gate_up_interleaved))
     known = ("silu", "gelu", "gelu_tanh") if config.is_gated else ("silu", "gelu", "relu2")
     if limits != (None, None, None) or config.activation not in known:
         return None
-    return Activation(config.activation, bool(config.is_gated), False)
+    return RowActivation(Activation(config.activation), bool(config.is_gated), False)
 
 
 def layer_of(config: Any, dtype: DType | None = None) -> ServedLayer:
@@ -189,7 +190,7 @@ class PretunedRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
     def _run(self, dispatch_output: Any, quant_info: Any, runner_config: Any) -> Any:
         x, (weights, ids, *_) = dispatch_output.hidden_states, dispatch_output.topk_output
         out = moe_mlp(
-            x, quant_info.w13_weight, quant_info.w2_weight, ids, weights, self._act.name, gated=self._act.gated,
+            x, quant_info.w13_weight, quant_info.w2_weight, ids, weights, self._act.function, gated=self._act.gated,
             interleaved=self._act.interleaved or quant_info.fuse_swiglu_interleaved,
             gate_up_bias=_in(quant_info.b13, x), down_bias=_in(quant_info.b2, x),
             weights_on="input" if runner_config.apply_router_weight_on_input else "output",

@@ -241,7 +241,7 @@ def experts_forward(
     act = None if compiling or sliced or normed or first is not second else recognise(self, gated)
     if act is not None:
         out = moe_mlp(
-            hidden, w1, w2, top_k_index, top_k_weights, act.name, gated=gated, interleaved=act.interleaved,
+            hidden, w1, w2, top_k_index, top_k_weights, act.function, gated=gated, interleaved=act.interleaved,
             gate_up_bias=b1, down_bias=b2, w_layout="kn" if self.is_transposed else "nk",
             lora=lora,
         )  # fmt: skip

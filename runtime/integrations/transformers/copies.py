@@ -49,6 +49,32 @@ def minimax_m3_vl(self: Any, gate_up: torch.Tensor) -> Any:
     return (up + 1.0) * glu
 
 
+def deepseek_v4(self: Any, gate_up: torch.Tensor) -> Any:
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate = gate.clamp(max=self.limit)
+    up = up.clamp(min=-self.limit, max=self.limit)
+    return self.act_fn(gate) * up
+
+
+def hy_v4(self: Any, gate_up: torch.Tensor) -> Any:
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate = gate.clamp(min=None, max=self.swiglu_limit)
+    up = up.clamp(min=-self.swiglu_limit, max=self.swiglu_limit)
+    return F.silu(gate) * up
+
+
+def step3p7(self: Any, gate_up: torch.Tensor) -> Any:
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate = self.act_fn(gate).clamp(max=self.limit)
+    up = up.clamp(min=-self.limit, max=self.limit)
+    return gate * up
+
+
+def inkling2(self: Any, gate_up: torch.Tensor) -> Any:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return self.act_fn(gate, up)
+
+
 def fp8(self: Any, gate_up: torch.Tensor) -> Any:
     gate, up = gate_up.chunk(2, dim=-1)
     if self.gate_softcap is not None:
@@ -70,6 +96,16 @@ def fp8(self: Any, gate_up: torch.Tensor) -> Any:
 
 def silu(self: Any, input: torch.Tensor) -> Any:
     return nn.functional.silu(input)
+
+
+def softcap(self: Any, hidden_states: torch.Tensor) -> Any:
+    return torch.tanh(hidden_states / self.softcap) * self.softcap
+
+
+def softcapped(self: Any, gate: torch.Tensor, up: torch.Tensor) -> Any:
+    input_dtype = gate.dtype
+    gate, up = gate.float(), up.float()
+    return (self.gate_softcap(gate) * torch.sigmoid(gate) * self.up_softcap(up)).to(input_dtype)
 
 
 def its_act(self: Any, input: torch.Tensor) -> Any:

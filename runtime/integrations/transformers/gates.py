@@ -20,7 +20,9 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.modules import module as modules
 
-from ...runtime.ops.activation import GATED, OAI_ALPHA, OAI_LIMIT, UNGATED, Activation
+from ...artifacts.errors import InputError
+from ...kernels.contract.activations import UNGATED, Activation
+from ...runtime.ops.activation import RowActivation
 from . import copies
 
 # A name in a namespace, and what it meant when the code that reads it was recognised.
@@ -43,64 +45,114 @@ class _Class(NamedTuple):
     own: _Own
 
 
+_SILU, _RELU2 = Activation("silu"), Activation("relu2")
 _functions: dict[FunctionType, _Own] = {}
 _classes: dict[type, _Class] = {}
 
 
-def recognise(experts: Any, gated: bool) -> Activation | None:
+def recognise(experts: Any, gated: bool) -> RowActivation | None:
     """The activation of ``activate`` that a module's own code between its products is; None where it may be another."""
     if not gated:
-        return _among(UNGATED, _name_of(getattr(experts, "act_fn", None)), False, False)
+        found = _of_act_fn(experts)
+        return RowActivation(found, False, False) if found is not None and found.name in UNGATED else None
     method = getattr(experts, "_apply_gate", None)
     own = _own(method.__func__, _GATES) if type(method) is MethodType and method.__self__ is experts else None
     if own is None:
         return None
-    interleaved, alpha, limit = _GATES[own.copy]
-    if own.copy is copies.fp8:
-        if getattr(experts, "gate_softcap", None) is not None:
-            return None
-        if getattr(experts, alpha, None) is None:
-            alpha = limit = ""
-            if getattr(experts, "limit", None) is not None:
-                return None
-    if not limit:
-        return _among(GATED, _name_of(getattr(experts, "act_fn", None)), True, interleaved)
-    known = _is(getattr(experts, alpha, None), OAI_ALPHA) and _is(getattr(experts, limit, None), OAI_LIMIT)
-    return Activation("swiglu_oai", True, interleaved) if known else None
+    interleaved, read = _GATES[own.copy]
+    found = read(experts)
+    return None if found is None else RowActivation(found, True, interleaved)
 
 
-def _among(known: tuple[str, ...], name: str | None, gated: bool, interleaved: bool) -> Activation | None:
-    return Activation(name, gated, interleaved) if name in known and name is not None else None
+def _by_act_fn(experts: Any) -> Activation | None:
+    """act_fn(gate) * up."""
+    found = _of_act_fn(experts)
+    return found if found is not None and found.name in UNGATED else None
 
 
-def _is(given: object, wanted: float) -> bool:
-    """Whether a setting is a plain number, and this one. (A tensor's value may change, and be learnt.)"""
-    return type(given) in (int, float) and given == wanted
+def _softcapped(experts: Any) -> Activation | None:
+    """act_fn(gate, up)."""
+    found = _of_act_fn(experts)
+    return found if found is not None and found.name == "situ" else None
 
 
-def _name_of(act: Any) -> str | None:
+def _silu_of_act_fn(experts: Any, name: str, **numbers: str) -> Activation | None:
+    """An activation of which act_fn is the silu."""
+    return _with_numbers(experts, name, **numbers) if _of_act_fn(experts) == _SILU else None
+
+
+def _of_fp8(experts: Any) -> Activation | None:
+    """That of transformers' own fp8 experts, whose gate is for all models."""
+    if getattr(experts, "gate_softcap", None) is not None:
+        return _with_numbers(experts, "situ", beta="gate_softcap", linear_beta="up_softcap")
+    if getattr(experts, "swiglu_alpha", None) is not None:
+        return _with_numbers(experts, "swiglu", 1.0, limit="swiglu_limit", alpha="swiglu_alpha")
+    if getattr(experts, "limit", None) is not None:
+        return _silu_of_act_fn(experts, "swiglu", limit="limit")
+    return _by_act_fn(experts)
+
+
+def _with_numbers(experts: Any, name: str, beta: float = 0.0, /, **numbers: str) -> Activation | None:
+    """An activation with ``numbers`` from the module's attributes; None if one is no plain number, or of no use.
+
+    A tensor's value may change, and be learnt.
+    """
+    values = tuple((one, getattr(experts, attribute, None)) for one, attribute in numbers.items())
+    return _made(name, beta, values) if all(type(value) in (int, float) for _, value in values) else None
+
+
+@functools.lru_cache(64)
+def _made(name: str, beta: float, values: tuple[tuple[str, float], ...]) -> Activation | None:
+    try:
+        return Activation(name, **({"beta": beta} if beta else {}) | dict(values))
+    except InputError:
+        return None
+
+
+def _of_act_fn(experts: Any) -> Activation | None:
     """The activation that a module's act_fn is, a function or a module without hooks."""
-    kind = type(act)
-    if kind in (FunctionType, BuiltinFunctionType, functools.partial):
-        return _name_of_function(act)
+    act = getattr(experts, "act_fn", None)
+    if type(act) in (FunctionType, BuiltinFunctionType, functools.partial):
+        return _of_function(act)
+    return _CLASSES[_place(act)][1](act) if _is_own_module(act) else None
+
+
+def _is_own_module(module: Any) -> bool:
+    """Whether a module is exactly of a known class, with nothing hung on it."""
+    kind = type(module)
     known = _classes.get(kind) or _recognise_class(kind)
     if known is None or kind.__call__ is not known.call or kind.forward is not known.forward:
-        return None
-    if "forward" in act.__dict__ or getattr(act, "_compiled_call_impl", None) is not None:
-        return None
+        return False
+    if "forward" in module.__dict__ or getattr(module, "_compiled_call_impl", None) is not None:
+        return False
     if (
-        act._forward_hooks or act._forward_pre_hooks or act._backward_hooks or act._backward_pre_hooks
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
         or modules._global_forward_hooks or modules._global_forward_pre_hooks
         or modules._global_backward_hooks or modules._global_backward_pre_hooks
     ):  # fmt: skip
+        return False
+    return _holds(known.own, known.forward)
+
+
+def _of_softcaps(act: Any) -> Activation | None:
+    """softcap(gate) * sigmoid(gate) * softcap(up), of two modules that have a softcap each."""
+    caps = [act._modules.get(name) for name in ("gate_softcap", "up_softcap")]
+    if not all(_is_own_module(one) and _CLASSES[_place(one)][0] is copies.softcap for one in caps):
         return None
-    return _CLASSES[kind.__module__, kind.__name__][1](act) if _holds(known.own, known.forward) else None
+    values = [getattr(one, "softcap", None) for one in caps]
+    if not all(type(one) in (int, float) for one in values):
+        return None
+    return _made("situ", 0.0, tuple(zip(("beta", "linear_beta"), values, strict=True)))
 
 
-def _name_of_function(act: Any) -> str | None:
+def _place(one: Any) -> tuple[str, str]:
+    return type(one).__module__, type(one).__name__
+
+
+def _of_function(act: Any) -> Activation | None:
     """The activation that one of torch's functions is."""
     if act is functional.silu:
-        return "silu" if _is_torch_s("silu", act) else None
+        return _SILU if _is_torch_s("silu", act) else None
     settings: Any = {}
     if type(act) is functools.partial:
         act, args, settings = act.func, act.args, act.keywords
@@ -196,34 +248,41 @@ def _is_torch_s(name: str, one: object) -> bool:
     return isinstance(one, torch.dtype) or (isinstance(one, BuiltinFunctionType) and one.__name__ == name)
 
 
-_GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
-# Of a gate: whether gate and up lie interleaved, and its attributes with alpha and limit where it reads no act_fn.
-_GATES: dict[Callable[..., Any], tuple[bool, str, str]] = {
-    copies.default_apply_gate: (False, "", ""),
-    copies.beam: (False, "", ""),
-    copies.gpt_oss: (True, "alpha", "limit"),
-    copies.openai_privacy_filter: (False, "alpha", "limit"),
-    copies.minimax_m3_vl: (False, "swiglu_alpha", "swiglu_limit"),
-    copies.fp8: (False, "swiglu_alpha", "swiglu_limit"),
+_GELUS = {"none": Activation("gelu"), "tanh": Activation("gelu_tanh")}
+_Reads: TypeAlias = Callable[[Any], "Activation | None"]
+# Of a gate: whether gate and up alternate, and which activation a module with it has.
+_GATES: dict[Callable[..., Any], tuple[bool, _Reads]] = {
+    copies.default_apply_gate: (False, _by_act_fn),
+    copies.beam: (False, _by_act_fn),
+    copies.gpt_oss: (True, lambda one: _with_numbers(one, "swiglu", 1.0, limit="limit", alpha="alpha")),
+    copies.openai_privacy_filter: (
+        False,
+        lambda one: _with_numbers(one, "swiglu", 1.0, limit="limit", alpha="alpha"),
+    ),
+    copies.minimax_m3_vl: (
+        False,
+        lambda one: _with_numbers(one, "swiglu", 1.0, limit="swiglu_limit", alpha="swiglu_alpha"),
+    ),
+    copies.deepseek_v4: (False, lambda one: _silu_of_act_fn(one, "swiglu", limit="limit")),
+    copies.hy_v4: (False, lambda one: _with_numbers(one, "swiglu", limit="swiglu_limit")),
+    copies.step3p7: (False, lambda one: _silu_of_act_fn(one, "swiglustep", limit="limit")),
+    copies.inkling2: (False, _softcapped),
+    copies.fp8: (False, _of_fp8),
 }
+_MODELS = "transformers.models"
 # Of a class: its forward, and which activation an instance is.
-_CLASSES: dict[tuple[str, str], tuple[Callable[..., Any], Callable[[Any], str | None]]] = {
-    ("transformers.activations", "SiLUActivation"): (copies.silu, lambda act: "silu"),
-    ("transformers.activations", "GELUActivation"): (
-        copies.its_act,
-        lambda act: _name_of_function(act.__dict__.get("act")),
-    ),
-    ("transformers.activations", "GELUTanh"): (
-        copies.its_act,
-        lambda act: _name_of_function(act.__dict__.get("act")),
-    ),
-    ("transformers.activations", "ReLUSquaredActivation"): (copies.relu_squared, lambda act: "relu2"),
+_CLASSES: dict[tuple[str, str], tuple[Callable[..., Any], _Reads]] = {
+    ("transformers.activations", "SiLUActivation"): (copies.silu, lambda act: _SILU),
+    ("transformers.activations", "GELUActivation"): (copies.its_act, lambda act: _of_function(act.__dict__.get("act"))),
+    ("transformers.activations", "GELUTanh"): (copies.its_act, lambda act: _of_function(act.__dict__.get("act"))),
+    ("transformers.activations", "ReLUSquaredActivation"): (copies.relu_squared, lambda act: _RELU2),
     ("torch.nn.modules.activation", "SiLU"): (
         copies.torch_s_silu,
-        lambda act: None if act.inplace else "silu",
+        lambda act: None if act.inplace else _SILU,
     ),
-    ("torch.nn.modules.activation", "GELU"): (
-        copies.torch_s_gelu,
-        lambda act: _GELUS.get(act.approximate),
-    ),
+    ("torch.nn.modules.activation", "GELU"): (copies.torch_s_gelu, lambda act: _GELUS.get(act.approximate)),
 }
+for _family, _class in (("inkling2", "Inkling2"), ("inkling2_loop", "Inkling2Loop")):
+    _home = f"{_MODELS}.{_family}.modeling_{_family}"
+    _CLASSES[_home, f"{_class}SoftcappedSwiGLU"] = copies.softcapped, _of_softcaps
+    _CLASSES[_home, f"{_class}Softcap"] = copies.softcap, lambda act: None

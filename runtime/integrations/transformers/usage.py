@@ -102,7 +102,7 @@ def _described(experts: Any) -> str:
     w1, w2 = (_weight(experts, name) for name in (WEIGHTS[0] if gated else WEIGHTS[1], WEIGHTS[2]))
     act = recognise(experts, gated)
     (E, H, I), (dtype, other) = w1[:2] + w2[1:2], (w1[2], w2[2])  # noqa: E741
-    name = "its own activation" if act is None else act.name
+    name = "its own activation" if act is None else str(act.function)
     return f"{E=} {H=} {I=} {dtype if dtype == other else f'{dtype} and {other}'} {name}"
 
 

@@ -20,30 +20,31 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeig
 from vllm.platforms import current_platform
 
 from ...artifacts.records.precision import DType
+from ...kernels.contract.activations import Activation
 from ...runtime.api.moe import moe_mlp
 from ...runtime.check.tensors import DTYPES
 from ...runtime.driver.device import current_device, local_gpu
-from ...runtime.ops.activation import OAI_ALPHA, OAI_LIMIT, Activation
+from ...runtime.ops.activation import RowActivation
 from ...runtime.weights.expert_weights import ExpertWeights
 from ..served_layer import ServedLayer, lacks, load
 
 _log = init_logger("vllm.pretuned")
 
 _ACTIVATIONS = {  # by vLLM's names, of which those with _no_mul have no gate
-    "silu": Activation("silu", True, False),
-    "gelu": Activation("gelu", True, False),
-    "gelu_tanh": Activation("gelu_tanh", True, False),
-    "swigluoai": Activation("swiglu_oai", True, True),
-    "swigluoai_uninterleave": Activation("swiglu_oai", True, False),
-    "silu_no_mul": Activation("silu", False, False),
-    "gelu_no_mul": Activation("gelu", False, False),
-    "gelu_tanh_no_mul": Activation("gelu_tanh", False, False),
-    "relu2_no_mul": Activation("relu2", False, False),
+    "silu": RowActivation(Activation("silu"), True, False),
+    "gelu": RowActivation(Activation("gelu"), True, False),
+    "gelu_tanh": RowActivation(Activation("gelu_tanh"), True, False),
+    "swigluoai": RowActivation(Activation("swiglu_oai"), True, True),
+    "swigluoai_uninterleave": RowActivation(Activation("swiglu_oai"), True, False),
+    "silu_no_mul": RowActivation(Activation("silu"), False, False),
+    "gelu_no_mul": RowActivation(Activation("gelu"), False, False),
+    "gelu_tanh_no_mul": RowActivation(Activation("gelu_tanh"), False, False),
+    "relu2_no_mul": RowActivation(Activation("relu2"), False, False),
 }
 # The settings (limit, alpha, beta) of an activation that has these, None where vLLM's default holds.
 _PLAIN = ((None,), (None, 1.0), (None, 0.0))
-_OAI = ((None, OAI_LIMIT), (None, OAI_ALPHA), (None, 1.0))
-_OAI_TOLD = ((OAI_LIMIT,), (OAI_ALPHA,), (1.0,))
+_OAI = ((None, 7.0), (None, 1.702), (None, 1.0))
+_OAI_TOLD = ((7.0,), (1.702,), (1.0,))
 _SETTINGS = {"swigluoai": _OAI, "swigluoai_uninterleave": _OAI_TOLD}
 _BACKENDS = ("TRITON", "FLASHINFER_TRTLLM", "FLASHINFER_CUTLASS", "CPU")  # whose weights lie as they were loaded
 
@@ -249,7 +250,7 @@ class PretunedExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
             topk_weights = torch.ones_like(topk_weights)
         gate_up, down = self.weights or (w1, w2)
         moe_mlp(
-            hidden_states, gate_up, down, topk_ids, topk_weights, self._act.name, gated=self._act.gated,
+            hidden_states, gate_up, down, topk_ids, topk_weights, self._act.function, gated=self._act.gated,
             interleaved=self._act.interleaved, gate_up_bias=self.w1_bias, down_bias=self.w2_bias, out=output,
         )  # fmt: skip
 

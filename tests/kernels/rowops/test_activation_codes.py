@@ -16,7 +16,7 @@ from pretuned.kernels.contract import rowops
 WORKER = Path(__file__).parents[2] / "support" / "interpret_activation_codes.py"
 BASE = {
     "M": 9, "columns": 384, "block": 256, "rows": 8, "used": None, "act": "silu", "gated": True, "interleaved": False,
-    "seed": 0,
+    "seed": 0, "numbers": {},
 }  # fmt: skip
 TURNS, WHOLE = {"interleaved": True}, {"gated": False}
 
@@ -25,7 +25,11 @@ TURNS, WHOLE = {"interleaved": True}, {"gated": False}
 def test_codes_and_scales_are_those_of_two_passes() -> None:
     """Of every activation, with a gate or without, side by side or in turns; of all rows or of those that count."""
     cases = [
-        BASE, BASE | TURNS, BASE | WHOLE, BASE | {"act": "swiglu_oai"}, BASE | TURNS | {"act": "swiglu_oai", "M": 3},
+        BASE, BASE | TURNS, BASE | WHOLE, BASE | {"act": "swiglu_oai"},
+        BASE | TURNS | {"act": "swiglu", "numbers": {"limit": 2.0}}, BASE | {"act": "relu2"},
+        BASE | {"act": "situ", "numbers": {"beta": 1.5, "linear_beta": 2.0}},
+        BASE | TURNS | {"act": "situ", "numbers": {"beta": 3.0}},
+        BASE | {"act": "swiglustep", "numbers": {"limit": 0.75}}, BASE | TURNS | {"act": "swiglu_oai", "M": 3},
         BASE | {"act": "gelu", "columns": 128}, BASE | WHOLE | {"act": "gelu", "M": 1}, BASE | {"act": "gelu_tanh"},
         BASE | TURNS | {"act": "gelu_tanh", "used": 6}, BASE | WHOLE | {"act": "relu2", "M": 12}, BASE | {"used": 0},
         BASE | {"used": 5, "block": 128, "rows": 4, "M": 7}, BASE | {"M": 17, "columns": 256, "used": 99, "seed": 3},
@@ -47,7 +51,7 @@ def test_it_knows_the_contract_s_flags_and_the_other_passes_numbers() -> None:
     pytest.importorskip("triton")
     from pretuned.kernels.rowops import activation, activation_codes, quantize
 
-    for name in ("_KIND", "_SWIGLU_OAI", "_GATED", "_INTERLEAVED"):
+    for name in ("_GATED", "_INTERLEAVED"):
         assert getattr(activation_codes, name).value == getattr(activation, name).value
     for name in ("_GROUP", "_MOST", "_LEAST"):
         assert getattr(activation_codes, name).value == getattr(quantize, name).value

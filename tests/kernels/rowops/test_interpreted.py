@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import warm
+from acts import GATED, UNGATED
 
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, RowOp
 from pretuned.kernels.contract import rowops
+from pretuned.kernels.contract.activations import KINDS, Activation
 
 WORKER = Path(__file__).parents[2] / "support" / "interpret_passes.py"
 ALL = ["dh", "a", "dweights"]
@@ -30,22 +32,36 @@ def case(**changes: object) -> dict[str, object]:
     base: dict[str, object] = {
         "pass": "activation_grad", "M": 7, "columns": 40, "block": 16, "dtype": "fp32", "activation": "silu",
         "gated": True, "interleaved": False, "used": None, "weighted": False, "writes": ALL, "wide": True,
-        "top_k": 2, "seed": 0, "by_token": False, "repeated": 0, "narrow": False, "biased": False,
+        "numbers": {}, "top_k": 2, "seed": 0, "by_token": False, "repeated": 0, "narrow": False, "biased": False,
     }  # fmt: skip
     return base | changes
 
 
+def as_json(act: str | Activation) -> tuple[str, dict[str, float]]:
+    """The name and the numbers that are not the defaults."""
+    if isinstance(act, str):
+        return act, {}
+    bare = {"limit": None, "alpha": 1.0, "beta": 0.0, "linear_beta": None}
+    return act.name, {name: value for name, value in act._asdict().items() if name in bare and value != bare[name]}
+
+
 FORMS = [
-    *((name, True, interleaved) for name in rowops.KINDS[:4] for interleaved in (False, True)),
-    *((name, False, False) for name in ("silu", "gelu", "gelu_tanh", "relu2")),
+    *((act, True, interleaved) for act in map(as_json, GATED) for interleaved in (False, True)),
+    *(((name, {}), False, False) for name in UNGATED),
 ]
 CASES = {
-    f"{which}, {name}{', interleaved' if interleaved else '' if gated else ', ungated'}, {dtype}": case(
-        **{"pass": which}, activation=name, gated=gated, interleaved=interleaved, dtype=dtype, weighted=True, used=6
+    f"{which}, {name}{numbers or ''}{', interleaved' if interleaved else '' if gated else ', ungated'}, {dtype}": case(
+        **{"pass": which}, activation=name, numbers=numbers, gated=gated, interleaved=interleaved, dtype=dtype,
+        weighted=True, used=6,
     )
     for which in ("activation", "activation_grad")
-    for name, gated, interleaved in FORMS
+    for (name, numbers), gated, interleaved in FORMS
     for dtype in ("fp32", "fp16")
+} | {
+    f"special numbers, {name}{numbers or ''}{', interleaved' if interleaved else '' if gated else ', ungated'}": case(
+        **{"pass": "special"}, activation=name, numbers=numbers, gated=gated, interleaved=interleaved, block=1024
+    )
+    for (name, numbers), gated, interleaved in FORMS
 } | {
     "int32 index": case(wide=False, weighted=True),
     "no weights, but their gradient": case(),
@@ -129,11 +145,11 @@ def test_random_shapes() -> None:
     cases = []
     which = ["gather", "activation", "activation_grad", "combine", "clear"]
     for seed in range(40):
-        name, gated, interleaved = rng.choice(FORMS)
+        (name, numbers), gated, interleaved = rng.choice(FORMS)
         M = rng.choice([1, 2, 9])
         cases.append(
             case(
-                **{"pass": rng.choice(which)}, M=M, seed=seed, activation=name,
+                **{"pass": rng.choice(which)}, M=M, seed=seed, activation=name, numbers=numbers,
                 gated=gated, interleaved=interleaved, columns=rng.choice([1, 3, 16, 17, 63, 64]),
                 block=rng.choice([16, 64]), used=rng.choice([None, *range(M + 2)]), weighted=rng.random() < 0.5,
                 by_token=rng.random() < 0.5, repeated=rng.choice([0, 0, 1, 3]),
@@ -159,12 +175,12 @@ def test_the_kernels_have_the_flags_of_the_contract() -> None:
     for name in ("USED", "NOTES", "BY_TOKEN"):
         assert getattr(gather_combine, f"_{name}").value == getattr(rowops, name)
     assert gather_combine._ROWS.value == rowops.NOTED_ROWS
-    for number, name in enumerate(rowops.KINDS):
+    for number, name in enumerate(KINDS):
         if name != "silu":
             assert getattr(activation, f"_{name.upper()}").value == number
     for name in ("GATED", "INTERLEAVED", "USED", "WEIGHTED", "WRITES_DH", "WRITES_A", "WRITES_DWEIGHTS"):
         assert getattr(activation, f"_{name}").value == getattr(rowops, name)
-    assert activation._KIND.value >= len(rowops.KINDS) - 1
+    assert activation._KIND.value == rowops.KIND >= len(KINDS) - 1
     assert activation._KIND.value & rowops.GATED == 0
 
 

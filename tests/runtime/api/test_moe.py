@@ -8,25 +8,25 @@ from typing import Any
 
 import pytest
 import torch
+from acts import GATED, UNGATED, row_act
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.problem import Layout
+from pretuned.kernels.contract.activations import Activation
 from pretuned.runtime import ExpertWeights, activate, moe_mlp, sort_routing
 from pretuned.runtime.api import layer_call
 from pretuned.runtime.api.lora import Lora
 from pretuned.runtime.ops import layer as layer_module
-from pretuned.runtime.ops.activation import GATED, UNGATED, Activation
 
 T, TOPK, E, H, I = 9, 3, 5, 8, 4  # noqa: E741  (I is the expert's width, here as everywhere)
 
 
-def gate_of(h: torch.Tensor, activation: str, gated: bool, interleaved: bool) -> torch.Tensor:
+def gate_of(h: torch.Tensor, activation: str | Activation, gated: bool, interleaved: bool) -> torch.Tensor:
     """The published equations, one by one."""
     if not gated:
-        one = {"relu2": lambda v: torch.clamp(v, min=0) ** 2}.get(activation)
-        return one(h) if one else gate_of(torch.cat([h, torch.ones_like(h)], -1), activation, True, False)
+        return gate_of(torch.cat([h, torch.ones_like(h)], -1), activation, True, False)
     gate, up = (h[..., 0::2], h[..., 1::2]) if interleaved else (h[..., : h.shape[-1] // 2], h[..., h.shape[-1] // 2 :])
     if activation == "silu":
         return gate / (1 + torch.exp(-gate)) * up
@@ -34,8 +34,22 @@ def gate_of(h: torch.Tensor, activation: str, gated: bool, interleaved: bool) ->
         return gate * 0.5 * (1 + torch.erf(gate / 2**0.5)) * up
     if activation == "gelu_tanh":
         return gate * 0.5 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
-    gate, up = torch.minimum(gate, torch.tensor(7.0, dtype=h.dtype)), up.clamp(-7, 7)
-    return (up + 1) * gate / (1 + torch.exp(-1.702 * gate))
+    if activation == "relu2":
+        return torch.clamp(gate, min=0) ** 2 * up
+    if activation == "swiglu_oai":
+        gate, up = torch.minimum(gate, torch.tensor(7.0, dtype=h.dtype)), up.clamp(-7, 7)
+        return (up + 1) * gate / (1 + torch.exp(-1.702 * gate))
+    assert isinstance(activation, Activation)
+    _, limit, alpha, beta, linear_beta = activation
+    if activation.name == "situ":
+        v = up if linear_beta is None else linear_beta * (2 / (1 + torch.exp(-2 * up / linear_beta)) - 1)
+        return beta * (2 / (1 + torch.exp(-2 * gate / beta)) - 1) / (1 + torch.exp(-gate)) * v
+    most = torch.tensor(limit, dtype=h.dtype)
+    up = up.clamp(-limit, limit)
+    if activation.name == "swiglustep":
+        return torch.minimum(gate / (1 + torch.exp(-gate)), most) * up
+    gate = torch.minimum(gate, most)
+    return (up + beta) * gate / (1 + torch.exp(-alpha * gate))
 
 
 def plain(
@@ -200,7 +214,9 @@ def test_no_tokens_and_nobody_here() -> None:
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ({"activation": "relu2"}, "relu2 has no gate"),
+        ({"activation": "situ"}, "needs its beta"),
+        ({"activation": ["silu"]}, "wanted one of silu"),
+        ({"activation": Activation("situ", beta=1.0), "gated": False}, "with gated=False"),
         ({"activation": "tanh"}, "wanted one of silu"),
         ({"activation": "swiglu_oai", "gated": False}, "wanted one of silu, gelu, gelu_tanh, relu2"),
         ({"interleaved": True, "gated": False}, "without a gate nothing is interleaved"),
@@ -319,7 +335,7 @@ def test_without_a_gradient_the_activation_has_the_same_bits(
 def test_the_layers_own_gradient_is_that_of_the_calls_that_torch_traces(
     T: int, k: int, E: int, H: int, I: int, act: tuple[str, bool, bool], biased: bool, needs: list[bool], seed: int  # noqa: E741
 ) -> None:  # fmt: skip
-    how = layer_module.Layer(k, Layout.NK, Activation(*act))
+    how = layer_module.Layer(k, Layout.NK, row_act(*act))
     generator = torch.Generator().manual_seed(seed)
     wide = 2 * I if act[1] else I
     shapes = (T, H), (E, wide, H), (E, H, I), (T, k), *(((E, wide), (E, H)) if biased else ())

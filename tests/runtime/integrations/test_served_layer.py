@@ -14,11 +14,12 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem, buckets_between
 from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.integrations.served_layer import ServedLayer, lacks
+from pretuned.kernels.contract.activations import Activation
 from pretuned.kernels.contract.config import Config, Loads, Schedule
 from pretuned.runtime import reload
-from pretuned.runtime.ops.activation import Activation
+from pretuned.runtime.ops.activation import RowActivation
 
-SILU = Activation("silu", gated=True, interleaved=False)
+SILU = RowActivation(Activation("silu"), gated=True, interleaved=False)
 LAYER = ServedLayer(E=8, H=768, I=512, top_k=2, dtype=DType.BF16, act=SILU)
 
 
@@ -27,7 +28,7 @@ def test_its_products() -> None:
         Problem(Op.FORWARD, DType.BF16, 8, 1024, 768),
         Problem(Op.FORWARD, DType.BF16, 8, 768, 512),
     )
-    ungated = LAYER._replace(act=Activation("relu2", gated=False, interleaved=False))
+    ungated = LAYER._replace(act=RowActivation(Activation("relu2"), gated=False, interleaved=False))
     assert [one.N for one in ungated.problems] == [512, 768]
     assert LAYER.all_problems == LAYER.problems
 
@@ -106,8 +107,8 @@ def test_a_gpu_for_which_there_is_no_code_is_told() -> None:
 
 
 @pytest.mark.parametrize("dtype", DType)
-@pytest.mark.parametrize("act", [SILU, Activation("relu2", gated=False, interleaved=False)])
-def test_the_command_that_it_names_is_one(dtype: DType, act: Activation) -> None:
+@pytest.mark.parametrize("act", [SILU, RowActivation(Activation("relu2"), gated=False, interleaved=False)])
+def test_the_command_that_it_names_is_one(dtype: DType, act: RowActivation) -> None:
     layer = LAYER._replace(dtype=dtype, act=act)
     spec = layer.build_line.removeprefix('aot build --models "').removesuffix('"')
     assert set(layer.all_problems) <= set(plan(load_models([spec]).shapes).problems)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import stockexperts
 import torch
+from acts import row_act
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
@@ -20,8 +21,9 @@ from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.problem import Fusion, Op
 from pretuned.integrations import transformers as ours
 from pretuned.integrations.transformers.gates import recognise
+from pretuned.kernels.contract.activations import Activation
 from pretuned.runtime import reload
-from pretuned.runtime.ops.activation import Activation
+from pretuned.runtime.ops.activation import RowActivation
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # transformers' own
 
@@ -83,7 +85,7 @@ def test_a_model_and_its_gradients(library: Any, kind: str) -> None:
     for name, grad in grads.items():
         torch.testing.assert_close(ours_too[name], grad, rtol=1e-3, atol=1e-5)
     found = {recognise(one, True) for one in experts_of(model)}
-    assert found == {Activation(MODELS[kind][1], True, kind == "gpt_oss")}
+    assert found == {row_act(MODELS[kind][1], True, kind == "gpt_oss")}
 
 
 def test_a_model_is_loaded_with_it_by_name(library: Any, tmp_path: Path) -> None:
@@ -283,7 +285,7 @@ def test_shapes_alone() -> None:
     with FakeTensorMode(allow_non_fake_inputs=True) as shapes:
         out = ours.experts_forward(experts, *map(shapes.from_tensor, given))
     assert out.shape == (9, 16)
-    assert recognise(experts, False) == Activation("silu", False, False)
+    assert recognise(experts, False) == RowActivation(Activation("silu"), False, False)
     torch.testing.assert_close(*called(experts, *given), rtol=1e-4, atol=1e-4)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import host_gpu
 import pytest
 import torch
+from acts import GATED
 from host_gpu import ALL, Device, watch_programs
 from torch.autograd import forward_ad
 
@@ -19,7 +20,6 @@ from pretuned.runtime.api import layer_call
 from pretuned.runtime.api.lora import Lora
 from pretuned.runtime.dispatch import snapshot
 from pretuned.runtime.launch.program import Program
-from pretuned.runtime.ops.activation import GATED
 from pretuned.runtime.ops.layer import Routing, Weights
 from pretuned.runtime.replay import guard as replay_guard
 from pretuned.runtime.replay import layer_plan, programs

@@ -19,6 +19,7 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import RowOp
 from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels.contract import rowops
+from pretuned.kernels.contract.activations import Activation
 from pretuned.kernels.contract.block_scaled import scale_columns
 from pretuned.runtime import ExpertWeights, current, moe_mlp
 from pretuned.runtime.check import tensors as check_tensors
@@ -53,20 +54,20 @@ def store_codes(rows: torch.Tensor, codes: int, scale: int, M: int) -> None:
     tensor_at(scale, (K // 128, scale_columns(M)), torch.float32)[:, : len(rows)] = factors[:, : len(rows)]
 
 
-def activated(h: int, used: int, M: int, columns: int, flags: int) -> torch.Tensor:
-    act = activation_of(flags)
+def activated(h: int, used: int, M: int, columns: int, flags: int, words: list[int]) -> torch.Tensor:
+    act = activation_of(flags, words)
     return by_torch(tensor_at(h, (M, columns * (1 + act.gated)), torch.bfloat16)[: used_of(used, M, flags)], act)
 
 
 def activate(rows: int, columns: int, pointers: Any, numbers: Any) -> None:
-    (h, a, used), (M, _, flags) = pointers, numbers
-    made = activated(h, used, M, columns, flags)
+    (h, a, used), (M, _, flags, *words) = pointers, numbers
+    made = activated(h, used, M, columns, flags, words)
     tensor_at(a, (M, columns), torch.bfloat16)[: len(made)] = made
 
 
 def activate_to_codes(rows: int, columns: int, pointers: Any, numbers: Any) -> None:
-    (h, used, codes, scale), (M, _, flags) = pointers, numbers
-    store_codes(activated(h, used, M, columns, flags), codes, scale, M)
+    (h, used, codes, scale), (M, _, flags, *words) = pointers, numbers
+    store_codes(activated(h, used, M, columns, flags, words), codes, scale, M)
 
 
 def quantize(rows: int, columns: int, pointers: Any, numbers: Any) -> None:
@@ -168,11 +169,14 @@ def routed(T: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.randn(T, H, generator=g).bfloat16(), ids, torch.rand(T, TOP_K, generator=g)
 
 
-ACTS = [("silu", True, False), ("swiglu_oai", True, True), ("relu2", False, False)]
+ACTS: list[tuple[str | Activation, bool, bool]] = [
+    ("silu", True, False), ("swiglu_oai", True, True), ("relu2", False, False),
+    (Activation("situ", beta=1.5, linear_beta=2.0), True, False),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("act", "gated", "interleaved"), ACTS)
-def test_one_pass_does_what_two_did(machine: Machine, act: str, gated: bool, interleaved: bool) -> None:
+def test_one_pass_does_what_two_did(machine: Machine, act: str | Activation, gated: bool, interleaved: bool) -> None:
     """Also in a call that comes again, of another number of rows, which is a program's."""
     up, down = layer_of(gated)
 

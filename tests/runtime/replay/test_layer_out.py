@@ -17,7 +17,7 @@ from pretuned.runtime.ops import routing as ops_routing
 from pretuned.runtime.replay import layer_plan
 
 T, TOPK, E, H, I = 4, 2, 3, 16, 8  # noqa: E741
-HOW = layer.Layer(TOPK, Layout.NK, activation.Activation("silu", True, False))
+HOW = layer.Layer(TOPK, Layout.NK, activation.RowActivation(activation.Activation("silu"), True, False))
 
 
 @pytest.fixture

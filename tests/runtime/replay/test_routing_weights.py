@@ -20,7 +20,7 @@ from pretuned.runtime.ops import routing as ops_routing
 
 T, TOPK, E, H, I = 4, 2, 3, 16, 8  # noqa: E741
 KINDS = [torch.bfloat16, torch.float32, torch.float16]
-HOW = layer.Layer(TOPK, Layout.NK, activation.Activation("silu", True, False))
+HOW = layer.Layer(TOPK, Layout.NK, activation.RowActivation(activation.Activation("silu"), True, False))
 
 
 class Noted:
@@ -45,7 +45,10 @@ def test_routing_weights_are_read_as_they_are_where_the_kernel_can(
     h, da, weights = torch.randn(4, 6).bfloat16(), torch.randn(4, 3).bfloat16(), torch.rand(4).to(kind)
     noted = Noted()
     monkeypatch.setattr(launch_rowops, "for_rows", lambda *_, **__: noted)
-    act, needs = activation.Activation("silu", True, False), activation.Needs(True, True, True)
+    act, needs = (
+        activation.RowActivation(activation.Activation("silu"), True, False),
+        activation.Needs(True, True, True),
+    )
     index = torch.arange(4)
     _, _, dweights = activation.gradient(h, da, act, needs, weights=weights, index=index, narrow=not biased)
     narrow = kind is torch.bfloat16

@@ -10,18 +10,20 @@ from typing import Any
 import pytest
 import stockexperts
 import torch
+from acts import UNGATED, row_act
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from pretuned.integrations import transformers as ours
 from pretuned.integrations.transformers.gates import recognise
-from pretuned.runtime.ops.activation import GATED, UNGATED, Activation, by_torch
+from pretuned.kernels.contract.activations import Activation
+from pretuned.runtime.ops.activation import RowActivation, by_torch
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # transformers' own
 
 FAMILIES = stockexperts.families()
-OTHERS = {"deepseek_v4", "glm5_next", "hy_v4", "inkling2"}  # they clamp, and at other limits than gpt-oss
+PLAIN = ("silu", "gelu", "gelu_tanh", "relu2")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -30,14 +32,20 @@ def library() -> Any:
     return pytest.importorskip("transformers", minversion="5.8")
 
 
-def tried(experts: Any) -> Activation | None:
+def tried(experts: Any) -> RowActivation | None:
     """The activation that agrees with the module's own code on small and large numbers, in fp32."""
     h = 4 * torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     h = torch.cat([h, 64 * h, 4096 * h])
+    numbers = {one: getattr(experts, one, None) for one in ("limit", "alpha", "swiglu_limit", "swiglu_alpha")}
+    limit, alpha = numbers["limit"] or numbers["swiglu_limit"], numbers["alpha"] or numbers["swiglu_alpha"] or 1.0
+    softcap = getattr(getattr(experts, "act_fn", None), "gate_softcap", None)
     if experts.has_gate:
-        known = [Activation(name, True, turned) for name in GATED for turned in (False, True)]
+        acts = [*PLAIN, Activation("swiglu", limit=limit), Activation("swiglu", limit=limit, alpha=alpha, beta=1.0)]
+        if softcap is not None:
+            acts.append(Activation("situ", beta=softcap.softcap, linear_beta=experts.act_fn.up_softcap.softcap))
+        known = [row_act(act, True, turned) for act in acts for turned in (False, True)]
     else:
-        known = [Activation(name, False, False) for name in UNGATED]
+        known = [row_act(name, False, False) for name in UNGATED]
     does = between(experts, h)
     return next((act for act in known if torch.allclose(does, by_torch(h, act), rtol=1e-5, atol=1e-6)), None)
 
@@ -98,14 +106,13 @@ def test_every_stock_class_is_recognised_for_what_it_does(library: Any, family: 
         experts = stockexperts.made(kind, configs)
         act = recognise(experts, experts.has_gate)
         assert act == tried(experts)
-        assert (act is None) == (family in OTHERS)
-        if act is not None:
-            h = (20 * torch.randn(33, 32, generator=torch.Generator().manual_seed(5))).requires_grad_()
-            one, other = by_torch(h, act), between(experts, h)
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-            upstream = torch.randn(one.shape, generator=torch.Generator().manual_seed(6))
-            grads = [torch.autograd.grad(made, h, upstream)[0] for made in (one, other)]
-            torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+        assert act is not None
+        h = (20 * torch.randn(33, 32, generator=torch.Generator().manual_seed(5))).requires_grad_()
+        one, other = by_torch(h, act), between(experts, h)
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+        upstream = torch.randn(one.shape, generator=torch.Generator().manual_seed(6))
+        grads = [torch.autograd.grad(made, h, upstream)[0] for made in (one, other)]
+        torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -281,7 +288,7 @@ def test_a_hook_of_all_modules_runs(library: Any) -> None:
 @pytest.mark.parametrize("name", ["limit", "alpha"])
 def test_a_limit_is_read_in_every_call(library: Any, name: str) -> None:
     experts = stock("gpt_oss")
-    assert recognise(experts, True) == Activation("swiglu_oai", True, True)
+    assert recognise(experts, True) == row_act("swiglu_oai", True, True)
     setattr(experts, name, 0.5)
     assert_same(run(ours.experts_forward, experts, given()), run(grouped_mm, experts, given()), torch.float32)
     setattr(experts, name, nn.Parameter(torch.tensor(7.0 if name == "limit" else 1.702)))
@@ -321,7 +328,7 @@ def test_checkpointing_drops_the_same_again(library: Any) -> None:
      (nn.SiLU(inplace=True), None), (nn.Mish(), None), (torch.tanh, None),
      (functools.partial(functional.silu, inplace=True), None), ("gelu", "gelu"), ("gelu_pytorch_tanh", "gelu_tanh"),
      ("silu", "silu"), ("swish", "silu"), ("gelu_python", None), ("gelu_new", None), ("quick_gelu", None),
-     ("relu2", None)],
+     ("relu2", "relu2")],
 )  # fmt: skip
 def test_activations_that_are_known(library: Any, act: Any, name: str | None) -> None:
     from transformers.activations import ACT2FN
@@ -329,7 +336,7 @@ def test_activations_that_are_known(library: Any, act: Any, name: str | None) ->
     experts = stock()
     del experts.act_fn
     experts.act_fn = ACT2FN[act] if isinstance(act, str) else act
-    assert recognise(experts, True) == (name and Activation(name, True, False))
+    assert recognise(experts, True) == (name and row_act(name))
     if "inplace" not in repr(act):  # torch refuses its gradient
         assert_same(run(ours.experts_forward, experts, given()), run(grouped_mm, experts, given()), torch.float32)
 

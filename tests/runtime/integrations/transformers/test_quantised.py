@@ -24,8 +24,9 @@ from pretuned.integrations.transformers import experts_forward
 from pretuned.integrations.transformers.gates import recognise
 from pretuned.integrations.transformers.packed import keep_compressed_tensors, keep_mxfp4
 from pretuned.integrations.transformers.quantised import prepare_parameters, quantised, refresh, restore
+from pretuned.kernels.contract.activations import Activation
 from pretuned.runtime import ExpertWeights
-from pretuned.runtime.ops.activation import Activation
+from pretuned.runtime.ops.activation import RowActivation
 from pretuned.runtime.weights.order import ORDERS
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # transformers' own
@@ -83,7 +84,7 @@ def experts_of(model: Any) -> list[tuple[str, Any]]:
 def test_a_model_says_what_its_codes_say(library: Any, config: dict[str, Any]) -> None:
     model, twin = pair(library, **config)
     for _, experts in experts_of(model):
-        assert recognise(experts, True) == Activation("silu", True, False)
+        assert recognise(experts, True) == RowActivation(Activation("silu"), True, False)
     said, own = model(IDS).logits, twin(IDS).logits
     torch.testing.assert_close(said, own, rtol=1e-5, atol=1e-5)
     twin.set_experts_implementation("eager")
@@ -387,7 +388,7 @@ def test_gpt_oss_stays_packed(library: Any, tmp_path: Path) -> None:
     twin = library.AutoModelForCausalLM.from_pretrained(saved.twin, **how)
     (_, experts), *_ = experts_of(model)
     assert {one.dtype for name, one in experts.named_parameters() if "bias" not in name} == {torch.uint8}
-    assert recognise(experts, True) == Activation("swiglu_oai", True, True)
+    assert recognise(experts, True) == RowActivation(Activation("swiglu_oai"), True, True)
     said = model(IDS).logits
     torch.testing.assert_close(said, twin(IDS).logits, rtol=1e-4, atol=1e-4)
     twin.set_experts_implementation("eager")

@@ -1,0 +1,198 @@
+"""The activations between the two GEMMs of an MoE layer: their names, their numbers, and how a row kernel gets these.
+
+``reference.activation`` has the equations in torch, ``kernels/rowops/activation.py`` in Triton.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+from numbers import Real
+from typing import Any, NamedTuple
+
+from ...artifacts.errors import InputError
+
+# In a row kernel's flags an activation is its place here; kernels/rowops/activation.py has the same values.
+KINDS = ("silu", "gelu", "gelu_tanh", "swiglu", "relu2", "situ", "swiglustep")
+GATED = KINDS
+UNGATED = ("silu", "gelu", "gelu_tanh", "relu2")
+
+_OAI = "swiglu_oai"
+_OAI_NUMBERS: dict[str, Any] = {"limit": 7.0, "alpha": 1.702, "beta": 1.0}  # openai/gpt-oss, its model card and code
+_DEFAULTS: dict[str, Any] = {"limit": None, "alpha": 1.0, "beta": 0.0, "linear_beta": None}
+_TAKES: dict[str, tuple[str, ...]] = {
+    "swiglu": ("limit", "alpha", "beta"),
+    "situ": ("beta", "linear_beta"),
+    "swiglustep": ("limit",),
+}
+_INSTEAD = {  # who asks for a number that an activation lacks, and what has it
+    ("silu", "limit"): "swiglu with a limit is silu(min(gate, limit)) * clamp(up, -limit, limit)",
+    ("silu", "alpha"): "swiglu has alpha",
+    ("silu", "beta"): "swiglu has beta",
+}
+
+
+class _Fields(NamedTuple):
+    name: str
+    limit: float | None
+    alpha: float
+    beta: float
+    linear_beta: float | None
+
+
+class Activation(_Fields):
+    """An activation with its numbers; wherever a name is accepted, an ``Activation`` is too.
+
+    With gate g and up u, in float32, rounded once:
+
+    ==============  =================================================================================================
+    ``silu``        g * sigmoid(g) * u
+    ``gelu``        0.5 * g * (1 + erf(g / sqrt(2))) * u; ``gelu_tanh``: its tanh approximation
+    ``relu2``       max(g, 0)^2 * u
+    ``swiglu``      c * sigmoid(alpha * c) * (clamp(u, -limit, limit) + beta), c = min(g, limit)
+    ``swiglu_oai``  ``swiglu`` with limit 7, alpha 1.702 and beta 1 (gpt-oss)
+    ``situ``        beta * tanh(g / beta) * sigmoid(g) * v, v = linear_beta * tanh(u / linear_beta), or u without it
+    ``swiglustep``  min(silu(g), limit) * clamp(u, -limit, limit)
+    ==============  =================================================================================================
+
+    Parameters
+    ----------
+    name
+        One of the names above.
+    limit
+        Above 0, or None for no limit; of ``swiglu`` and ``swiglustep``.
+    alpha
+        Of ``swiglu``.
+    beta
+        Of ``swiglu``, and of ``situ``, which needs one above 0.
+    linear_beta
+        Above 0, or None; of ``situ``.
+
+    Raises
+    ------
+    InputError
+        for an unknown name, a number out of its range, or a number that this activation does not have.
+    """
+
+    __slots__ = ()
+
+    def __new__(
+        cls, name: str, *, limit: float | None = None, alpha: float = 1.0, beta: float = 0.0,
+        linear_beta: float | None = None,
+    ) -> Activation:  # fmt: skip
+        """Check the name and the numbers."""
+        if not isinstance(name, str) or (name not in KINDS and name != _OAI):
+            raise InputError(f"Activation: name is {name!r}, wanted one of {', '.join((*KINDS, _OAI))}")
+        given = {"limit": limit, "alpha": alpha, "beta": beta, "linear_beta": linear_beta}
+        takes = _TAKES.get(name, ())
+        for field, value in given.items():
+            if field not in takes and not (value is _DEFAULTS[field] or value == _DEFAULTS[field]):
+                known = f"it has {', '.join(takes)}" if takes else "it has no numbers"
+                instead = _INSTEAD.get((name, field), known)
+                raise InputError(f"Activation: {field} is {value!r} for {name}, wanted none: {instead}")
+        if name == _OAI:
+            name, given = "swiglu", given | _OAI_NUMBERS
+        limit, linear_beta = (_above_zero(name, one, given[one]) for one in ("limit", "linear_beta"))
+        alpha, beta = (_finite(name, one, given[one]) for one in ("alpha", "beta"))
+        if name == "situ" and not beta > 0:
+            raise InputError(f"Activation: beta is {beta!r} for situ, wanted a number above 0")
+        return super().__new__(cls, name, limit, alpha, beta, linear_beta)
+
+    def __getnewargs_ex__(self) -> tuple[tuple[str], dict[str, Any]]:  # type: ignore[override]
+        """For pickle and copy, as numbers are keywords."""
+        return (self.name,), dict(zip(self._fields[1:], self[1:], strict=True))
+
+    def __repr__(self) -> str:
+        numbers = [f", {one}={value!r}" for one, value in self._own().items()]
+        return f"Activation({self.name!r}{''.join(numbers)})"
+
+    def __str__(self) -> str:
+        """As a log line has it: ``silu``, ``swiglu_oai``, ``swiglu(limit=10)``."""
+        own = self._own()
+        if self.name == "swiglu" and own == _OAI_NUMBERS:
+            return _OAI
+        return self.name + (f"({', '.join(f'{one}={value:g}' for one, value in own.items())})" if own else "")
+
+    def _own(self) -> dict[str, Any]:
+        """The numbers that are not the defaults."""
+        pairs = zip(self._fields[1:], self[1:], strict=True)
+        return {one: value for one, value in pairs if value != _DEFAULTS[one]}
+
+    @property
+    def plain(self) -> Activation:
+        """The activation without numbers that computes the same, or this one."""
+        return _SILU if self in _ALSO_SILU else self
+
+    @property
+    def words(self) -> tuple[int, int, int, int]:
+        """The numbers as a row kernel takes them: the bits of float32 limit, alpha, beta and linear_beta.
+
+        Without a limit it is infinite, without a linear_beta that is 0.
+        """
+        return _words(self)
+
+
+def activation_of(call: str, activation: str | Activation, *, gated: bool, interleaved: bool) -> Activation:
+    """The activation that a call's argument says.
+
+    Raises
+    ------
+    InputError
+        which begins with the call's name, for an activation that is not known, or not with (without) a gate.
+    """
+    known = GATED if gated else UNGATED
+    found = _named().get(activation) if isinstance(activation, str) else activation
+    if not isinstance(found, Activation) or found.name not in known:
+        names = (*known, _OAI) if gated else known
+        raise InputError(
+            f"{call}: activation is {activation!r}, wanted one of {', '.join(names)} with gated={gated}"
+            + (": situ needs its beta, Activation('situ', beta=...)" if activation == "situ" and gated else "")
+        )
+    if interleaved and not gated:
+        raise InputError(
+            f"{call}: interleaved=True with gated=False: without a gate nothing is interleaved. Leave it out"
+        )
+    return found.plain
+
+
+def _finite(name: str, field: str, value: Any) -> float:
+    if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value):
+        raise InputError(f"Activation: {field} is {value!r} for {name}, wanted a finite number")
+    return float(value)
+
+
+def _above_zero(name: str, field: str, value: Any) -> float | None:
+    """A number above 0, or None; infinity is None."""
+    if value is None:
+        return None
+    if not isinstance(value, Real) or isinstance(value, bool) or not value > 0:
+        hint = ". Without a limit leave it out" if field == "limit" and value == 0 else ""
+        raise InputError(f"Activation: {field} is {value!r} for {name}, wanted a number above 0, or None{hint}")
+    return None if math.isinf(value) else float(value)
+
+
+@functools.cache
+def _words(act: Activation) -> tuple[int, int, int, int]:
+    limit = math.inf if act.limit is None else act.limit
+    numbers = limit, act.alpha, act.beta, act.linear_beta or 0.0
+    return struct.unpack("<4i", struct.pack("<4f", *map(_single, numbers)))
+
+
+def _single(value: float) -> float:
+    """The value, or infinity if float32 has none so large."""
+    try:
+        struct.pack("<f", value)
+    except OverflowError:
+        return math.copysign(math.inf, value)
+    return value
+
+
+@functools.cache
+def _named() -> dict[str, Activation]:
+    """Those that a name alone says."""
+    return {name: Activation(name) for name in (*KINDS, _OAI) if name != "situ"}
+
+
+_SILU = Activation("silu")
+_ALSO_SILU = (Activation("swiglu"), Activation("swiglustep"))
