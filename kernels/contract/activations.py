@@ -142,7 +142,7 @@ def activation_of(call: str, activation: str | Activation, *, gated: bool, inter
         which begins with the call's name, for an activation that is not known, or not with (without) a gate.
     """
     known = GATED if gated else UNGATED
-    found = _named().get(activation) if isinstance(activation, str) else activation
+    found = _NAMED.get(activation) if isinstance(activation, str) else activation
     if not isinstance(found, Activation) or found.name not in known:
         names = (*known, _OAI) if gated else known
         raise InputError(
@@ -188,11 +188,6 @@ def _single(value: float) -> float:
     return value
 
 
-@functools.cache
-def _named() -> dict[str, Activation]:
-    """Those that a name alone says."""
-    return {name: Activation(name) for name in (*KINDS, _OAI) if name != "situ"}
-
-
+_NAMED = {name: Activation(name) for name in (*KINDS, _OAI) if name != "situ"}  # that a name alone says
 _SILU = Activation("silu")
 _ALSO_SILU = (Activation("swiglu"), Activation("swiglustep"))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pretuned.artifacts.errors import InputError
-from pretuned.runtime import grouped_gemm, grouped_gemm_dX, moe_mlp, sort_routing
+from pretuned.runtime import Activation, grouped_gemm, grouped_gemm_dX, moe_mlp, sort_routing
 from pretuned.runtime.api import torch_library
 
 T, TOPK, E, H, I = 6, 2, 4, 8, 4  # noqa: E741
@@ -95,6 +95,21 @@ def test_compile_with_changing_tokens_compiles_once(backend: str) -> None:
         for got, want in zip(torch.autograd.grad(y, inputs, dy), torch.autograd.grad(wanted, inputs, dy), strict=True):
             torch.testing.assert_close(got, want)
     assert graphs.frame_count == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("made", ["before", "in the call"])
+def test_compile_with_an_activation_that_has_numbers(made: str) -> None:
+    up, down, act = torch.randn(E, 2 * I, H), torch.randn(E, H, I), Activation("swiglu", limit=0.5)
+
+    def layer(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        how = act if made == "before" else Activation("swiglu", limit=0.5)
+        return moe_mlp(hidden, up, down, ids, weights, how)
+
+    given = torch.randn(5, H), torch.randint(0, E, (5, TOPK)), torch.rand(5, TOPK)
+    got = torch.compile(layer, fullgraph=True, backend="aot_eager")(*given)
+    torch.testing.assert_close(got, layer(*given))
+    assert not torch.allclose(got, moe_mlp(given[0], up, down, *given[1:]))
 
 
 @pytest.mark.slow

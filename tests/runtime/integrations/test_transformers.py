@@ -198,7 +198,7 @@ def test_every_way_that_weights_may_lie(how: dict[str, bool], act: Any, name: st
     experts = Experts(act, **how)
     other = copy.deepcopy(experts)
     found = recognise(experts, experts.has_gate)
-    assert (found.name if found else "") == name
+    assert (found.function.name if found else "") == name
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn(9, 16, generator=generator)
     ids = torch.stack([torch.randperm(7 if elsewhere else 5, generator=generator)[:3].clamp(max=5) for _ in range(9)])
