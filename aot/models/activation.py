@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+
+from ...kernels.contract.activations import Activation
 
 # A config's word for an activation, and the one here.
 _NAMES = {
@@ -17,34 +18,12 @@ _NAMES = {
     "situ": "situ",
     "swigluoai": "swiglu",
 }
-NAMES = tuple(dict.fromkeys((*_NAMES.values(), "swiglustep")))
 _WORDS = ("hidden_act", "hidden_activation", "mlp_hidden_act", "activation_function")
 _OAI = ("gpt_oss", "openai_privacy_filter", "minimax_m3")  # model types with (up + 1) * gate * sigmoid(alpha * gate)
 _OAI_ALPHA, _OAI_LIMIT = 1.702, 7.0  # what their code takes where the config has none
 
 
-class LayerActivation(NamedTuple):
-    """An activation by name, with its numbers.
-
-    With gate g and up u: ``silu`` (g * sigmoid(g) * u), ``gelu``, ``gelu_tanh`` and ``relu2`` have no numbers.
-    ``swiglu`` is c * sigmoid(alpha * c) * (clamp(u, -limit, limit) + beta), c = min(g, limit). ``swiglustep`` is
-    min(silu(g), limit) * clamp(u, -limit, limit). ``situ`` is beta * tanh(g / beta) * sigmoid(g) * v,
-    v = linear_beta * tanh(u / linear_beta). ``limit`` and ``linear_beta`` None: without.
-    """
-
-    name: str
-    limit: float | None = None
-    alpha: float = 1.0
-    beta: float = 0.0
-    linear_beta: float | None = None
-
-    def __str__(self) -> str:
-        default = self._field_defaults
-        given = {name: value for name, value in self._asdict().items() if name in default and value != default[name]}
-        return ":".join(filter(None, (self.name, ",".join(f"{name}={value:g}" for name, value in given.items()))))
-
-
-def parse_activation(text: str) -> LayerActivation:
+def parse_activation(text: str) -> Activation:
     """``silu``, ``swiglu:limit=10`` or ``situ:beta=4,linear_beta=25`` -> the activation.
 
     Raises
@@ -53,18 +32,16 @@ def parse_activation(text: str) -> LayerActivation:
         for an unknown name, an unknown number, or one that is none.
     """
     name, _, numbers = text.partition(":")
-    if name not in NAMES:
-        raise ValueError(f"unknown activation '{name}', wanted one of {', '.join(NAMES)}")
     values: dict[str, float] = {}
     for part in filter(None, numbers.split(",")):
         key, _, value = part.partition("=")
-        if key not in LayerActivation._field_defaults:
+        if key not in Activation._fields[1:]:
             raise ValueError(f"activation '{text}': unknown number '{key}'")
         values[key] = float(value)
-    return LayerActivation(name, **values)
+    return Activation(name, **values)
 
 
-def activation_in(values: Mapping[str, object], model_type: str) -> tuple[LayerActivation | None, str]:
+def activation_in(values: Mapping[str, object], model_type: str) -> tuple[Activation | None, str]:
     """The activation that the object of a language model names, and a note on the layers that differ from it.
 
     None where the config does not say it, or says one that is not known here.
@@ -74,19 +51,19 @@ def activation_in(values: Mapping[str, object], model_type: str) -> tuple[LayerA
     limit = _number(values, "swiglu_limit")
     gate, up = _number(values, "mlp_gate_softcap"), _number(values, "mlp_up_softcap")
     if gate is not None:
-        return LayerActivation("situ", beta=gate, linear_beta=up), ""
+        return Activation("situ", beta=gate, linear_beta=up), ""
     if name == "situ":
         beta = _number(values, "activation_situ_beta")
         linear_beta = _number(values, "activation_situ_linear_beta")
-        return (None if beta is None else LayerActivation(name, beta=beta, linear_beta=linear_beta)), ""
+        return (None if beta is None else Activation(name, beta=beta, linear_beta=linear_beta)), ""
     alpha = _number(values, "swiglu_alpha")
     if name == "swiglu" or alpha is not None or (model_type.startswith(_OAI) and name in ("", "silu")):
-        return LayerActivation("swiglu", limit or _OAI_LIMIT, alpha or _OAI_ALPHA, 1.0), ""
+        return Activation("swiglu", limit=limit or _OAI_LIMIT, alpha=alpha or _OAI_ALPHA, beta=1.0), ""
     if name == "silu" and limit:
-        return LayerActivation("swiglu", limit), ""
+        return Activation("swiglu", limit=limit), ""
     if not name:
         return None, ""
-    return LayerActivation(name), _exceptions(values.get("swiglu_limits")) if name == "silu" else ""
+    return Activation(name), _exceptions(values.get("swiglu_limits")) if name == "silu" else ""
 
 
 def _exceptions(limits: object) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from ...artifacts.limits import MAX_EXPERTS, MAX_WIDTH
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Layout, Op
-from .activation import LayerActivation
+from ...kernels.contract.activations import Activation
 
 MAX_TOKENS = 1 << 24
 MAX_ROWS = 1 << 30  # of M: a bucket is a power of two and fits int32
@@ -38,7 +38,7 @@ class ExpertLayer:
     layouts: tuple[Layout, ...] = (Layout.NK,)
     zero_experts: int = 0
     part: str = ""
-    activation: LayerActivation | None = None
+    activation: Activation | None = None
 
     def contradictions(self) -> list[str]:
         """What can't be true of a layer; empty where it is sound."""
@@ -96,7 +96,7 @@ class LayerShard:
     zero_experts: int = 0
     weights: tuple[str, ...] = ("bf16",)
     instead: tuple[DType, ...] = ()
-    activation: LayerActivation | None = None
+    activation: Activation | None = None
 
     @property
     def experts_per_rank(self) -> int:

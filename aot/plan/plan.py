@@ -10,11 +10,11 @@ from types import MappingProxyType
 from ...artifacts.records.bundle import Model
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem, buckets_between
+from ...kernels.contract.activations import Activation
 from ...kernels.contract.mixed_input import prepares
 from ...kernels.contract.spec import MAX_EXPERTS, code_of
 from ...kernels.contract.words import ALIGNMENT_BYTES, has_aligned_rows
 from ...kernels.hardware.arch import arch_of
-from ..models.activation import LayerActivation
 from ..models.layer import LayerGemm, LayerShard
 from .families import Family, Pool, has_candidates, optional
 
@@ -28,7 +28,7 @@ _MOVES = {Op.FORWARD: (Fusion.GATHER, Fusion.SCATTER), Op.DX: (Fusion.SCATTER, F
 # 64 rows, the epilogue wins), and below 1024 rows the activation is next to nothing.
 _GATED_ROWS = 1024
 _GATED_ROWS_PER_EXPERT = 16
-_SILU = LayerActivation("silu")  # what the epilogue computes; a limit is another activation
+_SILU = Activation("silu")  # what the epilogue computes; a limit is another activation
 _GATED_DTYPES = (DType.BF16, DType.FP16)  # what specialised code multiplies
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from pretuned.aot.models.activation import LayerActivation
 from pretuned.aot.models.catalogue import COLUMNS, catalogue, find, nearest_ids, parse_table
 from pretuned.aot.models.hf_config import layers_of
 from pretuned.aot.models.layer import ExpertLayer
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.plan import plan
 from pretuned.artifacts.records.problem import Fusion, Layout
+from pretuned.kernels.contract.activations import Activation
 
 HEADER = "\t".join(COLUMNS) + "\n"
 ROW = "org/A\t8\t2\t64\t32\t0\t0\t1\t-\tnk\t-\tconfig\t-\t-\t-\n"
@@ -168,7 +168,7 @@ def test_parse_row() -> None:
     assert entry.layer == ExpertLayer(8, 2, 64, 32)
     assert (entry.aliases, entry.formats) == ({}, ())
     (situ,) = parse_table(HEADER + ROW.replace("1\t-\tnk", "1\tsitu:beta=4,linear_beta=25\tnk")).values()
-    assert situ.layer.activation == LayerActivation("situ", beta=4.0, linear_beta=25.0)
+    assert situ.layer.activation == Activation("situ", beta=4.0, linear_beta=25.0)
     (both,) = parse_table(HEADER + ROW.replace("nk", "nk,kn")).values()
     assert both.layer.layouts == (Layout.NK, Layout.KN)
 
@@ -189,7 +189,7 @@ def test_models_whose_checkpoints_have_w_as_kn_are_held_in_both_ways() -> None:
         (HEADER + ROW.replace("64", "x"), "tsv:2: invalid literal"),
         (HEADER + ROW.replace("\t2\t", "\t9\t"), "tsv:2: k=9 is more than E=8"),
         (HEADER + ROW.replace("nk", "nm"), "tsv:2: 'nm' is not a valid Layout"),
-        (HEADER + ROW.replace("1\t-\tnk", "1\tsilly\tnk"), "tsv:2: unknown activation 'silly'"),
+        (HEADER + ROW.replace("1\t-\tnk", "1\tsilly\tnk"), "tsv:2: Activation: name is 'silly'"),
         (HEADER + ROW.replace("1\t-\tnk", "1\tsitu:gamma=4\tnk"), "tsv:2: activation .*: unknown number 'gamma'"),
         (HEADER + ROW + ROW, "tsv:3: org/A is there twice"),
     ],

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pretuned.aot.models import families
-from pretuned.aot.models.activation import LayerActivation
 from pretuned.aot.models.hf_config import layers_of, read_model
 from pretuned.aot.models.layer import ExpertLayer
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.names import is_label
 from pretuned.artifacts.records.problem import Layout
+from pretuned.kernels.contract.activations import Activation
 
 DEEPSEEK = {
     "model_type": "deepseek_v3",
@@ -75,7 +75,7 @@ def with_types(config: Mapping[str, object], *model_types: str) -> list[dict[str
     return [{**config, "model_type": model_type} for model_type in model_types]
 
 
-OAI = LayerActivation("swiglu", 7.0, 1.702, 1.0)
+OAI = Activation("swiglu_oai")
 MIXTRAL = ExpertLayer(8, 2, 4096, 14336)
 QWEN3_LAYER = ExpertLayer(128, 8, 2048, 768)
 DEEPSEEK_LAYER = ExpertLayer(256, 8, 7168, 2048, 2048)
