@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import platform
 import re
 import shlex
@@ -36,13 +37,16 @@ def about() -> dict[str, Any]:
 
 
 def commit(root: Path = ROOT) -> str | None:
-    """The checkout's commit, with ``+changes`` if tracked files differ from it."""
+    """The checkout's commit, with ``+changes`` if tracked files differ from it.
+
+    A tree that is no checkout has the one that BENCHMARK_COMMIT names.
+    """
     git = ["git", "-C", str(root)]
     try:
         head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
         clean = subprocess.run([*git, "diff", "--quiet", "HEAD"], check=False).returncode == 0
     except (OSError, subprocess.CalledProcessError):
-        return None
+        return os.environ.get("BENCHMARK_COMMIT")
     return head.stdout.strip() + ("" if clean else "+changes")
 
 

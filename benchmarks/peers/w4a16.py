@@ -74,7 +74,8 @@ class Marlin:
 
     def __init__(self, place: Path) -> None:
         if not hasattr(torch.ops._moe_C, "moe_wna16_marlin_gemm"):
-            torch.ops.load_library(str(place / "_moe_C.abi3.so"))
+            modules = [place / f"{name}.abi3.so" for name in ("_moe_C", "_moe_C_stable_libtorch")]  # the latter: 0.26
+            torch.ops.load_library(str(next((one for one in modules if one.is_file()), modules[0])))
         self.gemm = torch.ops._moe_C.moe_wna16_marlin_gemm
         self.types = _module("scalar_type", place / "scalar_type.py").scalar_types
         self.names = orders(place)

@@ -223,13 +223,13 @@ def measure(given: argparse.Namespace, head: dict[str, Any]) -> dict[str, Any]:
                     found = one_process(given, name, Path(folder), min(MOST, end - time.monotonic()))
                     if "failed" in found:
                         if not rows[name][side]:
-                            rows[name]["failed"] = found["failed"]
+                            rows[name] |= {word: found[word] for word in ("failed", "trace") if word in found}
                         break
                     rows[name][side].append(found)
                     print(name, side, found["seconds"], "wrong" if found["wrong"] else "", flush=True)
             took[name] = time.monotonic() - begun
             if "failed" in rows[name]:
-                print(name, "failed:", rows[name]["failed"].strip().splitlines()[-1], flush=True)
+                print(name, "failed:", rows[name]["failed"], flush=True)
             given.json.write_text(json.dumps(report, indent=1) + "\n")
     return report
 
@@ -258,8 +258,7 @@ def table(report: dict[str, Any]) -> list[str]:
             cells += [said(median(row, side)) + (" (wrong results)" if wrong else "") for side in SIDES]
             cells += [said(median(row, side, "prepare_s")) for side in SIDES] + [str(len(row["empty"]))]
         else:
-            why = row.get("failed", "no time was left").strip().splitlines()[-1]
-            cells += [f"not measured: {why[:100]}", "", "", "", "0"]
+            cells += [f"not measured: {row.get('failed', 'no time was left')}", "", "", "", "0"]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
@@ -376,8 +375,9 @@ def main(args: list[str] | None = None) -> int:
     if given.here:
         try:
             given.json.write_text(json.dumps(here(given)))
-        except Exception:
-            given.json.write_text(json.dumps({"failed": traceback.format_exc(limit=-6)}))
+        except Exception as error:
+            why = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+            given.json.write_text(json.dumps({"failed": why, "trace": traceback.format_exc(limit=-6)}))
             return 1
         return 0
     if given.table is not None:

@@ -98,7 +98,7 @@ def measured(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
         now[0] += takes
         ran.append((name, caches))
         if name == fails:
-            return {"failed": "Traceback\nOSError: no kernel image", "process_s": takes}
+            return {"failed": "OSError: no kernel image", "process_s": takes}
         return {"seconds": 2.0 if len(ran) % 2 else 1.0, "prepare_s": 0.5, "wrong": False, "process_s": takes}
 
     monkeypatch.setattr(tool, "one_process", one_process)

@@ -66,6 +66,7 @@ def test_a_report_says_where_it_is_from(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", about["date"])
     assert about["torch"] == torch.__version__
     assert about["bundles"]
+    monkeypatch.delenv("BENCHMARK_COMMIT", raising=False)
     assert provenance.commit(tmp_path) is None
     version = tmp_path / "version"
     version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  Mon\n")
@@ -89,3 +90,13 @@ def test_every_recorded_command_names_a_benchmark() -> None:
             assert "/root/" not in report["command"], path.name
             found += 1
     assert found > 50
+
+
+def test_a_tree_that_is_no_checkout_has_the_commit_that_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from benchmarks import provenance
+
+    monkeypatch.setenv("BENCHMARK_COMMIT", "0123456789ab")
+    assert provenance.commit(tmp_path) == "0123456789ab"
+    assert provenance.commit() != "0123456789ab"
