@@ -12,20 +12,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from pretuned.runtime import fingerprint
-
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def about() -> dict[str, Any]:
-    """The head of a report; a value is None if this machine does not have it.
+    """The head of a report; a value is None if this machine does not have it. A GPU gets a context of this process.
 
     ``bundles`` is ``pretuned.runtime.fingerprint()``: the digest of the usable bundles and the GPU.
     """
+    import torch  # some processes time these imports
+
+    from pretuned.runtime import fingerprint
+
     return {
-        "command": " ".join(["python", sys.argv[0], *map(shlex.quote, sys.argv[1:])]),
+        "command": command(),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": commit(),
         "bundles": fingerprint(),
@@ -34,6 +34,11 @@ def about() -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+
+
+def command() -> str:
+    """This process's, as a shell takes it."""
+    return " ".join(["python", sys.argv[0], *map(shlex.quote, sys.argv[1:])])
 
 
 def commit(root: Path = ROOT) -> str | None:

@@ -19,7 +19,6 @@ import importlib.util
 import json
 import math
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import provenance
 from pretuned.aot.journal.file import read_journal
 from pretuned.aot.journal.records import Measured
 from pretuned.aot.models.load import load_models
@@ -201,8 +201,7 @@ def main() -> None:
             print("distributed is not installed: no Dask legs")
         gpu = read_journal(folder / "one.journal").header.gpu
     judged(legs)
-    report = {"command": " ".join(["python", *sys.argv]), "python": platform.python_version(), "gpu": gpu.name,
-              "driver": gpu.driver, "rows": args.rows, "problems": len(cells), "legs": legs,
+    report = {**provenance.about(), "gpu": gpu.name, "rows": args.rows, "problems": len(cells), "legs": legs,
               "times_over_one_gpus": times}  # fmt: skip
     args.out.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report["legs"], indent=1), json.dumps(times))

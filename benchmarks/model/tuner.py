@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import sys
 import tempfile
 import time
@@ -31,6 +30,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks import provenance
 from benchmarks.model import sweeps
 from benchmarks.model.selection import listed
 from pretuned.aot.journal.file import read_journal
@@ -238,7 +238,7 @@ def main() -> None:
             rows[name] = summary(some)
     for name, row in rows.items():
         show(name, row)
-    report = {"command": " ".join(["python", *sys.argv]), "python": platform.python_version(), **facts,
+    report = {**provenance.about(), **facts,
               "summary": rows}  # fmt: skip
     if not args.journal:  # which has them all
         report["cells"] = [vars(cell) for cell in cells]

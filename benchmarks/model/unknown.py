@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import random
 import statistics
 import sys
@@ -30,6 +29,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from benchmarks import provenance
 from pretuned.aot.demand.worker import SHARE as ON_DEMAND
 from pretuned.aot.journal.file import Contents, Header, open_journal, read_journal
 from pretuned.aot.journal.records import Measured
@@ -329,7 +329,7 @@ def main() -> None:
     if [bool(args.journals), bool(args.time), args.cost].count(True) != 1:
         parser.error("name journals, or --time JOURNAL, or --cost")
     if args.cost:
-        told = {"command": " ".join(sys.argv), "python": platform.python_version(), "cost": cost(args.bundle)}
+        told = {**provenance.about(), "cost": cost(args.bundle)}
         if args.out:
             args.out.write_text(json.dumps(told, indent=1) + "\n")
         return

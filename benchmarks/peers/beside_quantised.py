@@ -35,6 +35,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from benchmarks import provenance
 from pretuned.aot.compare import vllm_kernels
 from pretuned.aot.measure.clock import Clock, HostClock, Replayed
 from pretuned.runtime import grouped_gemm
@@ -122,6 +123,7 @@ def measure(given: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -
     """Every cell of the products that are asked for, in this process, until the time is up."""
     place = vllm_kernels.package(given.vllm)
     sys.path.insert(0, str(place / "third_party"))  # triton_kernels, deep_gemm
+    about = provenance.about()
     until, clock = time.monotonic() + given.budget, None if given.warm else Clock()
     for product in products(given.formats, given.models):
         made, refused = {} if given.warm else {"ours": ours(place, product, given.tokens)}, {}
@@ -137,7 +139,7 @@ def measure(given: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -
                 return 0
             found = measured(Cell(product, T), made, clock)
             found["failed"] |= refused
-            keep(found)
+            keep(found | {"run": about})
             if lost():
                 return DEAD
         made.clear()

@@ -22,14 +22,14 @@ import importlib
 import json
 import logging
 import os
-import shlex
-import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from benchmarks import provenance
 
 from .engines import caches_in, child, leave, ready_files
 from .layers_in_vllm import find_vllm
@@ -168,8 +168,6 @@ def here(given: argparse.Namespace) -> dict[str, Any]:
 
     from pretuned.integrations.vllm import register
 
-    from .. import provenance
-
     lines = told()
     register()  # where pretuned is not installed as a package; else vLLM calls it as well
     (name,) = MODELS[given.models[0]]["architectures"]  # handed over; else vLLM imports it in a process of its own
@@ -217,7 +215,7 @@ def one_run(
 def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
     """Every model, one after another; the file is whole after each run."""
     runs: list[dict[str, Any]] = []
-    head: dict[str, Any] = {"command": " ".join(["python", sys.argv[0], *map(shlex.quote, sys.argv[1:])])}
+    head: dict[str, Any] = {"command": provenance.command()}
 
     def keep(run: dict[str, Any]) -> None:
         about = run.pop("about", {}) | {"command": head["command"]}

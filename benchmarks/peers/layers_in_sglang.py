@@ -37,8 +37,11 @@ from typing import Any
 
 import torch
 
+from benchmarks import provenance
+
 from .engines import child, find, leave
-from .layers_in_vllm import KINDS, ROUNDS, TOKENS, Kind, Routed, draw, routing, timed
+from .layers_in_vllm import ROUNDS, TOKENS, Kind, Routed, draw, routing, timed
+from .layers_in_vllm import USUAL as KINDS
 from .sglang_kernels import build, compile_all, older_triton, stand_in
 
 TINY = Kind("tiny", 8, 256, 128, 2, ())
@@ -282,9 +285,11 @@ def here(given: argparse.Namespace) -> int:
     faulthandler.dump_traceback_later(max(given.seconds - 5, 1))
     sides = {name: by for name, by in SIDES.get(kind, AUTO).items() if given.sides is None or name in given.sides}
 
+    about = provenance.about()
+
     def keep(cell: dict[str, Any]) -> None:
         cells.append(head | cell)
-        given.json.write_text(json.dumps({"rounds": ROUNDS, "cells": cells}, indent=1))
+        given.json.write_text(json.dumps(about | {"rounds": ROUNDS, "cells": cells}, indent=1))
         say(cell["kind"], f"T={cell['tokens']}", cell.get("us"), cell.get("distance"))
         for name, why in cell["failed"].items():
             print(f"  {name} failed: {why.strip().splitlines()[-1]}", flush=True)
@@ -309,8 +314,8 @@ def compiled(kind: str, built: Path | None) -> None:
         say(kind, f"compiling SGLang's kernels failed: {traceback.format_exc(limit=-3)}")
 
 
-def in_a_process(given: argparse.Namespace, kind: str, seconds: float) -> list[dict[str, Any]]:
-    """The cells of one kind of layer: a fault of the GPU ends its process alone.
+def in_a_process(given: argparse.Namespace, kind: str, seconds: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What ran, and the cells of one kind of layer: a fault of the GPU ends its process alone.
 
     They lie beside ``--json`` until its process has ended, whole after each cell: also if this process is ended.
     """
@@ -324,11 +329,12 @@ def in_a_process(given: argparse.Namespace, kind: str, seconds: float) -> list[d
     with tempfile.TemporaryDirectory() as folder:  # what it leaves, as it may be ended
         words += ["--tiny"] if given.tiny else []
         ended = child(["layers_in_sglang", "--here", *words], seconds, {"TMPDIR": folder})
-    cells: list[dict[str, Any]] = json.loads(out.read_text())["cells"] if out.is_file() else []
+    about: dict[str, Any] = json.loads(out.read_text()) if out.is_file() else {}
+    cells: list[dict[str, Any]] = about.pop("cells", [])
     out.unlink(missing_ok=True)
     if ended and not (cells and cells[-1]["tokens"] is None):
         cells.append({"kind": kind, "tokens": None, "failed": {"all": ended}})
-    return cells
+    return about, cells
 
 
 def main(args: list[str] | None = None) -> int:
@@ -343,8 +349,11 @@ def main(args: list[str] | None = None) -> int:
             print("\n".join(build(given.build, Path(folder))))
         return 0
     cells: list[dict[str, Any]] = []
+    head: dict[str, Any] = {}
     end = time.monotonic() + given.seconds
     for kind in given.kinds:
-        cells += in_a_process(given, kind, end - time.monotonic())
-        given.json.write_text(json.dumps({"rounds": ROUNDS, "cells": cells}, indent=1))
+        about, found = in_a_process(given, kind, end - time.monotonic())
+        head, cells = about or head, cells + found
+        head["command"] = provenance.command()
+        given.json.write_text(json.dumps(head | {"rounds": ROUNDS, "cells": cells}, indent=1) + "\n")
     return 0 if any(cell.get("us") for cell in cells) else 1

@@ -31,9 +31,7 @@ import faulthandler
 import inspect
 import json
 import os
-import shlex
 import statistics
-import sys
 import tempfile
 import time
 import traceback
@@ -42,6 +40,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from benchmarks import provenance
 
 from .engines import child, find, leave, stand_in
 
@@ -84,6 +84,7 @@ KINDS = {
     "step-3.7": _flagship("Step-3.7-Flash", 288, 4096, 1280, 8, "bf16", "swiglustep", limit=7.0),
 }
 FLAGSHIPS = [name for name, one in KINDS.items() if one.is_flagship]
+USUAL = {name: one for name, one in KINDS.items() if not one.is_flagship}
 OURS, DIRECT = "auto", "moe_mlp"
 ROUNDS = 15
 CLOSING = 30  # seconds
@@ -393,7 +394,7 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--vllm", type=Path, required=True, help="where vLLM's wheel is unpacked")
     parser.add_argument("--packages", type=Path, help="a folder with the packages that vLLM imports")
     parser.add_argument("--json", type=Path, required=True, help="the file to write")
-    usual = ",".join(name for name in KINDS if name not in FLAGSHIPS)
+    usual = ",".join(USUAL)
     parser.add_argument("--kinds", default=usual, help=f"some of {', '.join(KINDS)}, or flagships; default: {usual}")
     parser.add_argument("--backends", help="some of a kind's, auto (the plug-in) and moe_mlp; default: all")
     parser.add_argument("--tokens", default=TOKENS)
@@ -429,7 +430,7 @@ def main(args: list[str] | None = None) -> int:
         left, kinds = end - time.monotonic(), len(given.kinds) - number
         about, found = in_a_process(given, kind, left if kinds == 1 else min(left, 2 * left / kinds))
         head, cells = about or head, cells + found
-        head["command"] = " ".join(["python", sys.argv[0], *map(shlex.quote, sys.argv[1:])])
+        head["command"] = provenance.command()
         given.json.write_text(json.dumps(head | {"rounds": ROUNDS, "cells": cells}, indent=1) + "\n")
     return 0 if any(cell.get("us") for cell in cells) else 1
 
@@ -450,8 +451,6 @@ def here(given: argparse.Namespace) -> int:
 
     register()
     import vllm
-
-    from .. import provenance
 
     head = {"torch": torch.__version__, "gpu": torch.cuda.get_device_name()}
     about = provenance.about() | {"vllm": vllm.__version__}

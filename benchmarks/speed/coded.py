@@ -16,13 +16,13 @@ import argparse
 import itertools
 import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks import provenance
 from pretuned.aot.measure.calls import Tensors, caller
 from pretuned.aot.measure.inputs import quantised_weights
 from pretuned.aot.measure.numerics import NumericsCheck
@@ -70,7 +70,8 @@ def main() -> None:
                     each = tuple(map(int, sizes.split(",")))
                     rows += product(bundle, found, op, layout, each, args.tokens, local, end)
     if args.out:
-        args.out.write_text(json.dumps({"gpu": local.gpu.name, "argv": sys.argv[1:], "rows": rows}, indent=1))
+        report = provenance.about() | {"gpu": local.gpu.name, "rows": rows}
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def product(

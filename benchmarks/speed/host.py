@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 import pretuned.runtime
+from benchmarks import provenance
 from benchmarks.speed import host_turns, host_work
 from benchmarks.speed.host_turns import Timed
 from pretuned.runtime import grouped_gemm, moe_mlp, reload, sort_routing
@@ -217,7 +218,7 @@ def main() -> None:
     median = {name: one["median"] for name, one in (report["parts"] | report["calls"]).items()}
     report["driver"] = round(median["launch"] - median["ctypes"], 2)
     report["floor"] = round(median["launch"] + median["allocation"] - median["loop"], 2)
-    report["environment"] = environment()
+    report["environment"] = environment() | {"about": provenance.about()}
     for name, one in median.items():
         print(f"{name:42} {one:8.2f} us")
     print(f"{'floor: launch and allocation':42} {report['floor']:8.2f} us, the driver's {report['driver']:.2f}")

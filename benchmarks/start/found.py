@@ -27,6 +27,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
+from benchmarks import provenance
+
 RUN = Path(__file__).parents[1] / "run.py"
 
 
@@ -88,8 +90,8 @@ def main() -> None:
         "modelled": str(modelled(bundles / "catalogue-sm90.msgpack", Path(folder.name) / "modelled-sm90.msgpack")),
     }  # fmt: skip
     told: dict[str, object] = {
-        "command": " ".join(["python", *sys.argv]), "python": platform.python_version(), "machine": platform.machine(),
-        "cores": os.cpu_count(), "bundles": len(list(bundles.glob("*.msgpack"))),
+        **provenance.about(), "machine": platform.machine(), "cores": os.cpu_count(),
+        "files": len(list(bundles.glob("*.msgpack"))),
     }  # fmt: skip
     ms: dict[str, list[float]] = {way: [] for way in ways}
     for _ in track(range(args.runs), "processes", console=Console(stderr=True)):

@@ -12,6 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks import provenance
+
 MODELS = ("Qwen/Qwen3-30B-A3B", "deepseek-ai/DeepSeek-V3", "openai/gpt-oss-20b")
 PROGRAM = """
 import json, sys, time
@@ -40,11 +42,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    report: dict[str, object] = {"command": " ".join(["python", *sys.argv]), "python": sys.version.split()[0]}
+    report: dict[str, object] = {}
     for model in args.models.split(","):
         runs = [one(model) for _ in range(args.repeats)]
         report[model] = runs
         print(f"{model}: {runs[0]['count']} variants for {runs[0]['cells']} problems and sizes in "
               f"{statistics.median(run['preload_ms'] for run in runs):.1f} ms (import before it "
               f"{statistics.median(run['import_ms'] for run in runs):.1f} ms)", flush=True)  # fmt: skip
-    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    args.out.write_text(json.dumps(provenance.about() | report, indent=1) + "\n")

@@ -29,6 +29,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import provenance
+
 SHAPE = (128, 1536, 2048, 8)  # Qwen3-30B-A3B, gate and up: E, N, K, top_k
 RUN = Path(__file__).parents[1] / "run.py"
 
@@ -235,7 +237,7 @@ def main() -> None:
     properties = torch.cuda.get_device_properties(0)
     report["environment"] = {
         "gpu": properties.name, "sm_count": properties.multi_processor_count, "driver": driver.driver_version(),
-        "python": sys.version.split()[0], "torch": torch.__version__,
+        "python": sys.version.split()[0], "torch": torch.__version__, "about": provenance.about(),
     }  # fmt: skip
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)

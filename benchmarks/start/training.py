@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import method
+from benchmarks import method, provenance
 from benchmarks.start.cases import BF16, FUSED, PLAIN, Case, Form, Shape, catalogue_shapes
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.runtime import moe_mlp
@@ -245,6 +245,7 @@ def main() -> None:
         print(f"{name}: {json.dumps(shown)}", flush=True)
     report["run_by"] = run_by()
     report["kernels"] = kernels()
+    report = provenance.about() | report
     report["environment"] = environment(args.device) | {"seconds": round(time.perf_counter() - begun, 1)}
     wrong = list(itertools.chain(*(report[name]["wrong"] for name in parts)))
     if report["run_by"] != ("reference" if args.device == "cpu" else "bundle"):
