@@ -194,9 +194,6 @@ class Constants(NamedTuple):
     dirty_l2: float = 1.5  # ... which it does once it reads so much, in sizes of L2; ``streamed`` loads don't ...
     streamed_share: float = 0.056  # ... but cost this share of their bytes' time ...
     streamed_most_ns: float = 20000.0  # ... up to so much
-    # dW that asks for the rows of many experts at once, over dW that does not, with 1, 2, 4 ... rows an expert:
-    # geometric means of 26 to 30 problems each, of 60 experts and more (benchmarks/results/catalogue-h200.journal.xz)
-    together: tuple[float, ...] = (1.012, 1.005, 0.990, 0.965, 0.935, 0.925, 0.950, 1.036)
     l2_near: float = 0.5  # share of L2 that one SM's partition is: what programs out of step still share
     fma_rows: tuple[float, ...] = (0.3, 0.45, 0.6, 0.65, 0.65)  # IEEE fp32 dots run on the FMA pipes
     empty_program_ns: float = 300.0  # a program that finds no tile

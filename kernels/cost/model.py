@@ -27,9 +27,6 @@ from .profile import Profile, Resources, join, occupancy, profile
 from .routing import ExpectedRows, expected_rows
 
 _GRAIN = 16  # rows: kernels/gemm/hopper/ragged.py rounds a tile's up to so many
-# Of dW that has so few experts, and tiles a program, kernels/gemm/hopper/weight.py orders the experts by their rows.
-_FEW_EXPERTS = 32
-_FEW_TILES = 16
 
 __all__ = ["Ranker", "Resources", "estimate_us", "occupancy"]
 
@@ -219,17 +216,7 @@ def _weight_ns(profile: Profile, work: _Work, chip: Chip, c: Constants, family: 
     waves, used = _waves(per_slot), rows.active / work.E  # tiles of experts without rows have no steps
     chain_ns = waves * used * _steps_ns(profile, steps / tiles / used) + (waves - 1.0) * profile.tile_ns
     chain_ns = max(chain_ns, _steps_ns(profile, rows.busiest / config.block_m + 1.0))
-    ordered = work.E <= _FEW_EXPERTS and tiles <= _FEW_TILES * slots
-    asked = _together(work, ordered, c) if config.cache is Cache.EVICT_FIRST else 1.0
-    return asked * join(memory_ns, max(rate_ns, chain_ns), profile.norm)
-
-
-def _together(work: _Work, ordered: bool, c: Constants) -> float:
-    """What dW takes that asks for the rows of many experts at once, of what it takes else: of ``ordered`` none."""
-    last = len(c.together) - 1
-    place = float(last) if ordered else min(math.log2(max(1.0, work.M / work.E)), float(last))
-    low = min(int(place), last - 1)
-    return c.together[low] + (place - low) * (c.together[low + 1] - c.together[low])
+    return join(memory_ns, max(rate_ns, chain_ns), profile.norm)
 
 
 def _steps_ns(profile: Profile, steps: float) -> float:

@@ -103,7 +103,7 @@ def test_a_ranker_is_for_one_dtype() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("format", "most"), [("int4", 0.11), ("nvfp4", 0.11), ("mxfp4", 0.12), ("fp8", 0.105)])
+@pytest.mark.parametrize(("format", "most"), [("int4", 0.11), ("nvfp4", 0.11), ("mxfp4", 0.12), ("fp8", 0.11)])
 def test_a_tenth_off_what_was_measured_in_the_mean(format: str, most: float) -> None:
     """Plain forwards of both GPUs' journals, every tile that was timed; neither too long nor too short."""
     with open_bundle(ROOT / "artifacts/bundles/candidates-sm90.msgpack.xz") as bundle:

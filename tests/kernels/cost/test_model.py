@@ -15,7 +15,7 @@ from steps import steps
 
 from pretuned.artifacts.records.precision import PLAIN_DTYPES, DType
 from pretuned.artifacts.records.problem import Op, Problem
-from pretuned.kernels.contract.config import Cache, Config, Loads, Schedule
+from pretuned.kernels.contract.config import Config, Loads, Schedule
 from pretuned.kernels.cost.constants import CONSTANTS, Constants
 from pretuned.kernels.cost.model import Ranker, Resources, estimate_us, mean_waves, occupancy
 from pretuned.kernels.hardware.arch import limits
@@ -238,38 +238,6 @@ def test_dw_prefers_short_steps_where_rows_are_few(M: int) -> None:
     near = _near_best(DW_QWEN30, M, DW, _h200(), 1.0)
     assert near[0].block_m == 32
     assert near[0].loads is Loads.TMA
-
-
-@pytest.mark.parametrize(
-    ("M", "measured"),  # of the journal: with rows asked for together, over without
-    [(64, 1.026), (2048, 0.928), (4096, 0.914), (8192, 0.948)],
-)
-def test_dw_of_few_rows_wants_them_asked_for_together(M: int, measured: float) -> None:
-    plain = Config(32, 128, 256, 8, 8, group_m=1, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
-    both = [Resources(dataclasses.replace(plain, cache=cache), 384, 229784, 168) for cache in Cache]
-    without, together = (estimate_us(DW_QWEN30, M, one, _h200()) for one in both)
-    assert together / without == pytest.approx(measured, abs=0.04)
-    assert Ranker(both, Op.DW, DType.BF16, _h200()).rank(DW_QWEN30, M)[0][1] == int(measured < 0.99)
-    few = dataclasses.replace(DW_QWEN30, E=8)  # code that orders its experts by their rows asks for none
-    assert estimate_us(few, M, both[0], _h200()) < estimate_us(few, M, both[1], _h200())
-
-
-@pytest.mark.parametrize(
-    ("E", "N", "K", "ordered"), [(32, 5760, 2880, False), (32, 1024, 512, True), (33, 1024, 512, False)]
-)
-def test_few_experts_are_asked_for_where_their_tiles_are_many(E: int, N: int, K: int, ordered: bool) -> None:
-    """Of up to 32 experts and 16 tiles a program the kernel orders the experts by their rows, and asks for none."""
-    plain = Config(32, 128, 256, 8, 8, group_m=1, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
-    without, streamed = (
-        estimate_us(
-            Problem(Op.DW, DType.BF16, E, N, K),
-            32 * E,
-            Resources(dataclasses.replace(plain, cache=cache), 384, 229784, 168),
-            _h200(),
-        )
-        for cache in Cache
-    )
-    assert (streamed > without) == ordered
 
 
 def test_dw_prefers_two_programs_an_sm_to_one() -> None:
