@@ -101,25 +101,24 @@ def ratios(evidence: Sequence[Evidence]) -> Ratios:
     total = math.fsum(weights)
     weights = [one / total for one in weights]
     usual = math.fsum(weight * one.ratios[0][1] for weight, one in zip(weights, evidence, strict=True))
-    sums, counts = _summed(evidence, weights, [0.0] * len(evidence))
+    sums: dict[int, float] = {}  # by variant, of its ratios ...
+    counts: dict[int, float] = {}  # ... and of the weights
+    for weight, cell in zip(weights, evidence, strict=True):
+        for variant, ratio in cell.ratios:
+            if variant in sums:
+                sums[variant] += weight * ratio
+                counts[variant] += weight
+            else:
+                sums[variant], counts[variant] = weight * ratio, weight
     means = {variant: sums[variant] / counts[variant] for variant in sums}
-    own = [math.fsum(ratio - means[variant] for variant, ratio in cell.ratios) / (len(cell.ratios) + _OWN)
-           for cell in evidence]  # fmt: skip
-    sums, _ = _summed(evidence, weights, own)
+    for weight, cell in zip(weights, evidence, strict=True):
+        own = 0.0
+        for variant, ratio in cell.ratios:
+            own += ratio - means[variant]
+        own *= weight / (len(cell.ratios) + _OWN)
+        for variant, _ in cell.ratios:
+            sums[variant] -= own
     others = usual + _UNSEEN
     return Ratios(
         {variant: (sums[variant] + _FEW * others) / (counts[variant] + _FEW) for variant in sums}, others
     )  # fmt: skip
-
-
-def _summed(
-    evidence: Sequence[Evidence], weights: Sequence[float], own: Sequence[float]
-) -> tuple[dict[int, float], dict[int, float]]:
-    """By variant the weighted sum of its ratios less the cells' own, and the weights."""
-    sums: dict[int, float] = {}
-    counts: dict[int, float] = {}
-    for weight, cell, shift in zip(weights, evidence, own, strict=True):
-        for variant, ratio in cell.ratios:
-            sums[variant] = sums.get(variant, 0.0) + weight * (ratio - shift)
-            counts[variant] = counts.get(variant, 0.0) + weight
-    return sums, counts

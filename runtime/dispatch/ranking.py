@@ -162,10 +162,13 @@ def _claims(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View) -
     if known is None:
         by_origin: dict[Origin, dict[int, list[_RankedChoice]]] = {}
         for usable in view.usable:
+            choices = snapshot.find(usable.bundle, problem)
+            if not choices:  # as of most new shapes: skip what is about GPUs
+                continue
             apart = [gpus_apart(one, local.gpu) for one in usable.bundle.gpus]
             here = {gpu for gpu, one in enumerate(usable.bundle.gpus) if one.is_like(local.gpu)}
             native = usable.bundle.target.sm == local.sm
-            for choice in snapshot.find(usable.bundle, problem):
+            for choice in choices:
                 origin = _origin(choice, here, native, usable)
                 far = apart[choice.gpu] if origin is Origin.THIS_CAPABILITY and choice.gpu is not None else 0.0
                 there = by_origin.setdefault(origin, {}).setdefault(choice.bucket, [])
