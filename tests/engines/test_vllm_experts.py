@@ -121,10 +121,11 @@ def test_without_a_switch_the_cpu_stays_with_vllm(monkeypatch: pytest.MonkeyPatc
 def test_what_stays_with_vllm_and_why() -> None:
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
-    from pretuned.integrations.vllm.experts import refusal
+    from pretuned.integrations.vllm.experts import ActivationNumbers, activation_of, refusal
 
     def why(backend: str = "CPU", everywhere: bool = True, **changes: Any) -> str | None:
-        return refusal(config(**changes), backend, everywhere=everywhere)
+        moe = config(**changes)
+        return refusal(moe, activation_of(moe, ActivationNumbers.of(moe)), backend, everywhere=everywhere)
 
     assert why() is None
     assert why(in_dtype=torch.float16) is None
@@ -138,12 +139,7 @@ def test_what_stays_with_vllm_and_why() -> None:
         "--moe-backend triton asks for it": {"moe_backend": "triton"},
         "its weights lie in an order of its own": {"backend": "MOONEP"},
         "the dtype torch.float64 is none": {"in_dtype": torch.float64},
-        "the activation swiglustep is none": {"activation": MoEActivation.SWIGLUSTEP},
-        "the activation relu2 is none": {"activation": MoEActivation.RELU2},
-        "the activation silu has a limit, alpha and beta of (10.0, None, None)": {"swiglu_limit": 10.0},
-        "the activation swigluoai_uninterleave has a limit, alpha and beta of (7.0, None, None)": {
-            "activation": MoEActivation.SWIGLUOAI_UNINTERLEAVE, "swiglu_limit": 7.0,
-        },
+        "the activation silu has a swiglu_alpha of 1.5": {"swiglu_alpha": 1.5},
         "(EPLB)": {"parallel": {"enable_eplb": True}},
         "LoRA": {"is_lora_enabled": True},
         "the all-to-all of deepep_low_latency hands over tokens by expert": {
@@ -153,11 +149,6 @@ def test_what_stays_with_vllm_and_why() -> None:
         reason = why(**changes)
         assert reason is not None
         assert told in reason
-    # vLLM itself has no CPU method for these, but pretuned's activations are known by its names.
-    for act in MoEActivation:
-        assert (act.value in refusal.__globals__["_ACTIVATIONS"]) == (
-            act.name not in ("RELU2", "SITU", "SWIGLUSTEP")
-        ), act
 
 
 def test_on_a_gpu_the_bundles_decide(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +162,9 @@ def test_on_a_gpu_the_bundles_decide(monkeypatch: pytest.MonkeyPatch) -> None:
              "hidden_dim": 2048, "intermediate_size": 768}  # fmt: skip
 
     def why(everywhere: bool, **changes: Any) -> str | None:
-        return experts.refusal(config(**(qwen3 | changes)), "TRITON", everywhere=everywhere)
+        moe = config(**(qwen3 | changes))
+        act = experts.activation_of(moe, experts.ActivationNumbers.of(moe))
+        return experts.refusal(moe, act, "TRITON", everywhere=everywhere)
 
     assert why(False) is None
     told = why(False, intermediate_size=400)

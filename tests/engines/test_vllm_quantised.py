@@ -108,7 +108,7 @@ def pointers(llm: Any) -> list[int]:
         ("Fp8MoEMethod", {"weight_block_size": [1, 32]}, {}, "fp8 with a scale for each [1, 32]"),
         ("Fp8MoEMethod", {"weight_block_size": [128, 128]}, {"intermediate_size": 192}, "192, is no multiple of 128"),
         ("Mxfp4MoEMethod", {}, {"hidden_dim": 96}, "the hidden size, 96, is no multiple of 64"),
-        ("Mxfp4MoEMethod", {}, {"swiglu_limit": 10.0}, "has a limit, alpha and beta of (10.0, None, None)"),
+        ("Mxfp4MoEMethod", {}, {"swiglu_alpha": 1.5}, "the activation silu has a swiglu_alpha of 1.5, which vLLM's"),
         ("Mxfp4MoEMethod", {}, {"moe_backend": "marlin"}, "--moe-backend marlin asks for it"),
         ("CompressedTensorsWNA16MoEMethod", {"num_bits": 8, "group_size": 32}, {}, "8 bits in groups of 32"),
         ("CompressedTensorsWNA16MoEMethod", {"num_bits": 4, "group_size": -1}, {}, "4 bits in groups of -1"),
@@ -146,10 +146,11 @@ def loaded(scale: int) -> tuple[Any, Any]:
     """pretuned's method for a layer in mxfp4, and the layer, whose scales are all 2**(scale - 127)."""
     import torch
 
+    from pretuned.integrations.vllm.experts import ActivationNumbers, activation_of
     from pretuned.integrations.vllm.quantised import _FORMATS, PretunedQuantisedMethod
 
-    moe = config(hidden_dim=64, intermediate_size=64)
-    method, layer = PretunedQuantisedMethod(moe, _FORMATS["Mxfp4MoEMethod"](None)), torch.nn.Module()
+    moe, layer = config(hidden_dim=64, intermediate_size=64), torch.nn.Module()
+    method = PretunedQuantisedMethod(moe, _FORMATS["Mxfp4MoEMethod"](None), activation_of(moe, ActivationNumbers()))
     method.create_weights(layer, 4, 64, 64, torch.bfloat16)
     for name in ("w13_weight_scale", "w2_weight_scale"):
         getattr(layer, name).data.fill_(scale)

@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 
 import pytest
 from engine_wheels import unpacked
+from vllm_flagships import FLAGSHIPS
 
 _SCRIPT = Path(__file__).parents[1] / "support/vllm_layers.py"
+_FLAGSHIPS = _SCRIPT.parent / "vllm_flagships.py"
 _INSTALLED = "installed"
 _TAKEN = ("0.20.2", "0.21.0", "0.22.1", "0.23.0", "0.24.0", "0.25.1", "0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0",
           "0.31.0", "0.32.0", "0.33.0")  # fmt: skip
@@ -45,16 +47,19 @@ def chosen(layer: dict[str, Any]) -> tuple[Any, Any]:
     return layer["experts"], layer["backend"]
 
 
-def ask(version: str, *scenarios: str) -> Told:
+def printed(version: str, script: Path, *given: str) -> list[dict[str, Any]]:
+    """The lines of JSON of a script in a process of its own with this vLLM."""
     environ = os.environ | {"PYTHONPATH": str(_SCRIPT.parent)}
     environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if version != _INSTALLED:
         environ["PYTHONPATH"] = f"{unpacked('vllm', version)}{os.pathsep}{_SCRIPT.parent}"
-    done = subprocess.run(
-        [sys.executable, _SCRIPT, *scenarios], env=environ, capture_output=True, text=True, timeout=600
-    )
+    done = subprocess.run([sys.executable, script, *given], env=environ, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"scenario"')]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith(('{"scenario"', '{"model"'))]
+
+
+def ask(version: str, *scenarios: str) -> Told:
+    told = printed(version, _SCRIPT, *scenarios)
     assert version in (_INSTALLED, told[0]["vllm"])
     failed = {one["scenario"]: one["failed"] for one in told if "failed" in one}
     assert not failed, failed
@@ -186,3 +191,23 @@ def test_other_versions_run_as_without(version: str) -> None:
     assert chosen(untried["bf16"]) == told.own("bf16")
     assert untried["fp8"]["ours"] or chosen(untried["fp8"]) == told.own("fp8")
     assert warnings(untried)
+
+
+_ALWAYS = {"DeepSeek-V4-Flash", "DeepSeek-V4-Pro", "Step-3.7", "Step-3.7, first layers", "Nemotron-3-Nano",
+           "Nemotron-3-Super"}  # fmt: skip
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("version", "names"), [("0.20.2", _ALWAYS), ("0.22.1", _ALWAYS), ("0.24.0", _ALWAYS), ("0.33.0", set(FLAGSHIPS))]
+)
+def test_layers_of_models_compute_the_activations_that_the_models_have(version: str, names: set[str]) -> None:
+    """(The installed version's: test_vllm_activations.py.)"""
+    told = {one["model"]: one for one in printed(version, _FLAGSHIPS)}
+    assert {name for name, one in told.items() if not one["absent"]} == names
+    for name in names:
+        one = told[name]
+        (line,) = one["lines"]
+        assert line.endswith(f" k=2 {FLAGSHIPS[name].logged}")
+        assert one["error"] < (0.08 if "fp8" in line else 0.01), name
+        assert one["without"] > 0.15, name

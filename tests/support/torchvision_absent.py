@@ -1,6 +1,6 @@
-"""What lets SGLang's modules be imported where torchvision's wheel is of another torch than the one here.
+"""What lets engines' modules be imported where torchvision's wheel is of another torch than the one here.
 
-SGLang's configs of models with pictures import torchvision's transforms; nothing of its MoE layers does.
+Models with pictures import torchvision's transforms; nothing of their MoE layers does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ def stand_in() -> None:
     from transformers.utils import is_torchvision_available
 
     assert not is_torchvision_available()  # it remembers
-    for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.functional"):
+    names = ("transforms", "transforms.functional", "transforms.v2", "transforms.v2.functional")
+    for name in ("torchvision", *(f"torchvision.{one}" for one in names)):
         module = sys.modules[name] = ModuleType(name)
         module.__spec__, module.__path__ = ModuleSpec(name, None, is_package=True), []
         module.InterpolationMode = object

@@ -19,6 +19,7 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedM
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 from vllm.platforms import current_platform
 
+from ...artifacts.errors import InputError
 from ...artifacts.records.precision import DType
 from ...kernels.contract.activations import Activation
 from ...runtime.api.moe import moe_mlp
@@ -30,23 +31,79 @@ from ..served_layer import ServedLayer, lacks, load
 
 _log = init_logger("vllm.pretuned")
 
-_ACTIVATIONS = {  # by vLLM's names, of which those with _no_mul have no gate
-    "silu": RowActivation(Activation("silu"), True, False),
-    "gelu": RowActivation(Activation("gelu"), True, False),
-    "gelu_tanh": RowActivation(Activation("gelu_tanh"), True, False),
-    "swigluoai": RowActivation(Activation("swiglu_oai"), True, True),
-    "swigluoai_uninterleave": RowActivation(Activation("swiglu_oai"), True, False),
-    "silu_no_mul": RowActivation(Activation("silu"), False, False),
-    "gelu_no_mul": RowActivation(Activation("gelu"), False, False),
-    "gelu_tanh_no_mul": RowActivation(Activation("gelu_tanh"), False, False),
-    "relu2_no_mul": RowActivation(Activation("relu2"), False, False),
-}
-# The settings (limit, alpha, beta) of an activation that has these, None where vLLM's default holds.
-_PLAIN = ((None,), (None, 1.0), (None, 0.0))
-_OAI = ((None, 7.0), (None, 1.702), (None, 1.0))
-_OAI_TOLD = ((7.0,), (1.702,), (1.0,))
-_SETTINGS = {"swigluoai": _OAI, "swigluoai_uninterleave": _OAI_TOLD}
 _BACKENDS = ("TRITON", "FLASHINFER_TRTLLM", "FLASHINFER_CUTLASS", "CPU")  # whose weights lie as they were loaded
+
+
+class ActivationNumbers(NamedTuple):
+    """The numbers that vLLM has for a layer's activation. None: there is none, or a limit or linear_beta of 0."""
+
+    swiglu_limit: float | None = None
+    swiglu_alpha: float | None = None
+    swiglu_beta: float | None = None
+    activation_situ_beta: float | None = None
+    activation_situ_linear_beta: float | None = None
+
+    @classmethod
+    def of(cls, *holders: Any) -> ActivationNumbers:
+        """Each number of the first holder that has it: a FusedMoEConfig, and the layer, which alone has it in 0.21."""
+        found: dict[str, float | None] = {}
+        for name in cls._fields:
+            given = (getattr(one, name, None) for one in holders)
+            found[name] = next((float(one) for one in given if one is not None), None)
+        for name in ("swiglu_limit", "activation_situ_linear_beta"):
+            if (found[name] or 0.0) <= 0:
+                found[name] = None
+        return cls(**found)
+
+
+class _Named(NamedTuple):
+    """One of vLLM's activations: pretuned's function, what vLLM's code has for the settings, and which it reads."""
+
+    function: Activation | None  # None: it needs numbers that are read
+    code: ActivationNumbers = ActivationNumbers(swiglu_alpha=1.0, swiglu_beta=0.0)
+    reads: tuple[str, ...] = ()
+    is_gated: bool = True
+    is_interleaved: bool = False
+
+    def of(self, settings: ActivationNumbers) -> Activation | str:
+        """The function with a layer's settings, or why there is none that computes what vLLM does."""
+        for setting, value in settings._asdict().items():
+            if value is not None and setting not in self.reads and value != getattr(self.code, setting):
+                return f"a {setting} of {value:g}, which vLLM's backends do not all read"
+        limit, alpha, beta, situ_beta, situ_linear_beta = settings
+        if "activation_situ_beta" in self.reads:
+            if situ_beta is None or situ_beta <= 0:
+                return "no activation_situ_beta above 0"
+            return Activation("situ", beta=situ_beta, linear_beta=situ_linear_beta)
+        if "swiglu_alpha" in self.reads:
+            if limit is None:
+                return "no swiglu_limit"
+            return Activation("swiglu", limit=limit, alpha=_or(alpha, 1.0), beta=_or(beta, 0.0))
+        if "swiglu_limit" in self.reads and limit is not None:
+            return Activation("swiglu", limit=limit)
+        return self.function or "numbers that pretuned does not know"
+
+
+def _or(value: float | None, other: float) -> float:
+    return other if value is None else value
+
+
+_SWIGLU = ("swiglu_limit", "swiglu_alpha", "swiglu_beta")
+_SITU = ("activation_situ_beta", "activation_situ_linear_beta")
+_ACTIVATIONS = {  # by vLLM's names
+    "silu": _Named(Activation("silu"), reads=("swiglu_limit",)),
+    "gelu": _Named(Activation("gelu")),
+    "gelu_tanh": _Named(Activation("gelu_tanh")),
+    "relu2": _Named(Activation("relu2")),
+    "swigluoai": _Named(Activation("swiglu_oai"), code=ActivationNumbers(7.0, 1.702, 1.0), is_interleaved=True),
+    "swigluoai_uninterleave": _Named(None, reads=_SWIGLU),
+    "swiglustep": _Named(Activation("swiglustep", limit=7.0), code=ActivationNumbers(7.0, 1.0, 0.0)),
+    "situ": _Named(None, reads=_SITU),
+    "silu_no_mul": _Named(Activation("silu"), is_gated=False),
+    "gelu_no_mul": _Named(Activation("gelu"), is_gated=False),
+    "gelu_tanh_no_mul": _Named(Activation("gelu_tanh"), is_gated=False),
+    "relu2_no_mul": _Named(Activation("relu2"), is_gated=False),
+}
 
 
 class _Own(NamedTuple):
@@ -63,11 +120,12 @@ def take(method: Any, *, everywhere: bool) -> None:
     """
     moe = method.moe
     own = _Own(method.unquantized_backend, method.experts_cls)
-    why = refusal(moe, own.backend.name, everywhere=everywhere)
-    if why is not None:
-        _tell(moe, own, why)
+    act = activation_of(moe, ActivationNumbers.of(moe))
+    why = refusal(moe, act, own.backend.name, everywhere=everywhere)
+    if why is not None or isinstance(act, str):
+        _tell(moe, own, str(why))
         return
-    tell_taken(layer_of(moe))
+    tell_taken(layer_of(moe, act))
     method.pretuned_took_from = own  # from here on nothing can fail: a layer is taken whole or not at all
     method.experts_cls = PretunedExperts
     method.unquantized_backend = UnquantizedMoeBackend.TRITON  # its weights stay as they are
@@ -104,26 +162,36 @@ def tell_taken(layer: ServedLayer) -> None:
     _log.info_once("pretuned: runs the MoE layers of %s", str(layer))
 
 
-def refusal(moe: Any, backend: str, *, everywhere: bool) -> str | None:
+def refusal(moe: Any, act: RowActivation | str, backend: str, *, everywhere: bool) -> str | None:
     """Why a layer with this FusedMoEConfig, for which vLLM chose this backend, is none of pretuned's; None if it is."""
     if moe.moe_backend == "auto" and backend not in _BACKENDS:
         return "its weights lie in an order of its own"
-    settings = tuple(getattr(moe, name, None) for name in ("swiglu_limit", "swiglu_alpha", "swiglu_beta"))
-    return refusal_of(moe, settings, DTYPES.get(moe.in_dtype), everywhere=everywhere)
+    return refusal_of(moe, act, DTYPES.get(moe.in_dtype), everywhere=everywhere)
 
 
-def refusal_of(moe: Any, settings: tuple[Any, ...], dtype: DType | None, *, everywhere: bool) -> str | None:
-    """The same of what all layers have. ``settings``: limit, alpha and beta of the activation; ``dtype``: of w."""
+def activation_of(moe: Any, settings: ActivationNumbers) -> RowActivation | str:
+    """The activation of a layer with this FusedMoEConfig, or why pretuned has none that computes what vLLM does."""
+    name = moe.activation.value
+    named = _ACTIVATIONS.get(name)
+    if named is None:
+        return f"the activation {name} is none of pretuned's ({', '.join(_ACTIVATIONS)})"
+    if named.is_gated != moe.is_act_and_mul:
+        return f"the activation {name} in a layer {'with' if moe.is_act_and_mul else 'without'} a gate"
+    function = named.of(settings)
+    if isinstance(function, str):
+        return f"the activation {name} has {function}"
+    return RowActivation(function, named.is_gated, named.is_interleaved)
+
+
+def refusal_of(moe: Any, act: RowActivation | str, dtype: DType | None, *, everywhere: bool) -> str | None:
+    """Why a layer is none of pretuned's, of the reasons that all layers share. ``dtype``: of w."""
     parallel = moe.moe_parallel_config
     if moe.moe_backend != "auto":
         return f"--moe-backend {moe.moe_backend} asks for it"
     if moe.in_dtype not in DTYPES or dtype is None:
         return f"the dtype {moe.in_dtype} is none of pretuned's (bfloat16, float16, float32)"
-    act = moe.activation.value
-    if act not in _ACTIVATIONS or _ACTIVATIONS[act].gated != moe.is_act_and_mul:
-        return f"the activation {act} is none of pretuned's ({', '.join(_ACTIVATIONS)})"
-    if not all(one in known for one, known in zip(settings, _SETTINGS.get(act, _PLAIN), strict=True)):
-        return f"the activation {act} has a limit, alpha and beta of {settings}, which pretuned has not"
+    if isinstance(act, str):
+        return act
     if parallel.enable_eplb:
         return "expert parallel load balancing (EPLB) moves experts while it runs"
     if moe.is_lora_enabled:
@@ -136,17 +204,17 @@ def refusal_of(moe: Any, settings: tuple[Any, ...], dtype: DType | None, *, ever
     if not supported:
         return str(reason)
     if current_platform.is_cuda():
-        layer, local = layer_of(moe, dtype), local_gpu(current_device())
+        layer, local = layer_of(moe, act, dtype), local_gpu(current_device())
         return lacks(layer, local, tokens=moe.max_num_tokens, any_variant=everywhere)
     where = current_platform.device_name
     return None if everywhere else f"pretuned has no kernels for the {where} (PRETUNED_VLLM=1 runs its reference there)"
 
 
-def layer_of(moe: Any, dtype: DType | None = None) -> ServedLayer:
+def layer_of(moe: Any, act: RowActivation, dtype: DType | None = None) -> ServedLayer:
     """This rank's part of a layer, whose weights are of the tokens' dtype if None is given."""
     return ServedLayer(
         moe.num_local_experts, moe.hidden_dim, moe.intermediate_size_per_partition, moe.experts_per_token,
-        dtype or DTYPES[moe.in_dtype], _ACTIVATIONS[moe.activation.value],
+        dtype or DTYPES[moe.in_dtype], act,
     )  # fmt: skip
 
 
@@ -164,7 +232,7 @@ def try_once(experts: Any, layer: Any, w13: torch.Tensor) -> None:
     """Run one token through a layer's experts, once for each kind of layer: what fails then fails before it serves."""
     moe = experts.moe_config
     formats = tuple(one.format for one in experts.weights or ())
-    kind = layer_of(moe), formats, experts.w1_bias is None
+    kind = layer_of(moe, experts.act), formats, experts.w1_bias is None
     if kind in _tried or w13.is_meta:
         return
     x = torch.zeros(1, moe.hidden_dim, dtype=moe.in_dtype, device=w13.device)
@@ -187,13 +255,17 @@ class PretunedExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
 
     def __init__(self, moe_config: Any, quant_config: Any) -> None:
         super().__init__(moe_config, quant_config)
-        self._act = _ACTIVATIONS[moe_config.activation.value]
+        self.act: RowActivation | None = None  # until ``_load``, or the method of quantised weights, says it
         self._map: tuple[torch.Tensor, torch.Tensor] | None = None
         self.weights: tuple[ExpertWeights, ExpertWeights] | None = None  # in place of those that a call is given
         self._load(moe_config)
 
     def _load(self, moe_config: Any) -> None:
-        load_kernels(layer_of(moe_config))
+        act = activation_of(moe_config, ActivationNumbers.of(moe_config))
+        if isinstance(act, str):
+            raise InputError(f"pretuned: {act}")
+        self.act = act
+        load_kernels(layer_of(moe_config, act))
 
     @staticmethod
     def activation_format() -> Any:
@@ -248,10 +320,10 @@ class PretunedExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
             topk_ids = self._with_none(expert_map)[topk_ids]
         if apply_router_weight_on_input:
             topk_weights = torch.ones_like(topk_weights)
-        gate_up, down = self.weights or (w1, w2)
+        (gate_up, down), act = self.weights or (w1, w2), self.act
         moe_mlp(
-            hidden_states, gate_up, down, topk_ids, topk_weights, self._act.function, gated=self._act.gated,
-            interleaved=self._act.interleaved, gate_up_bias=self.w1_bias, down_bias=self.w2_bias, out=output,
+            hidden_states, gate_up, down, topk_ids, topk_weights, act.function, gated=act.gated,
+            interleaved=act.interleaved, gate_up_bias=self.w1_bias, down_bias=self.w2_bias, out=output,
         )  # fmt: skip
 
     def _with_none(self, expert_map: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ Imported inside vLLM alone, by ``__init__.py``.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -24,10 +25,21 @@ from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 
 from ...artifacts.records.precision import DType, dtypes_of
+from ...runtime.ops.activation import RowActivation
 from ...runtime.weights.expert_weights import ExpertWeights
 from ..plug_in import VLLM as PLUG_IN
 from ..served_layer import follow, prepared
-from .experts import PretunedExperts, layer_of, load_kernels, refusal_of, tell_left, tell_taken, try_once
+from .experts import (
+    ActivationNumbers,
+    PretunedExperts,
+    activation_of,
+    layer_of,
+    load_kernels,
+    refusal_of,
+    tell_left,
+    tell_taken,
+    try_once,
+)
 
 _BLOCK = 128  # of fp8
 _KERNEL_BLOCK = 64  # N and K are multiples of, where a kernel reads codes of other formats
@@ -103,14 +115,15 @@ def take(own: Any, layer: Any, *, everywhere: bool) -> Any:
     if read is None:
         return own
     moe, found = own.moe, read(own)
-    why = found if isinstance(found, str) else refusal(own, layer, found, everywhere=everywhere)
-    if why is not None or isinstance(found, str):
+    act = activation_of(moe, ActivationNumbers.of(moe, layer))
+    why = found if isinstance(found, str) else refusal(own, act, found, everywhere=everywhere)
+    if why is not None or isinstance(found, str) or isinstance(act, str):
         form = "" if isinstance(found, str) else f" {found.name}"
         what = f"E={moe.num_local_experts} H={moe.hidden_dim} I={moe.intermediate_size_per_partition}{form}"
         tell_left(what, _backend(own), str(why))
         return own
-    method = PretunedQuantisedMethod(moe, found, own)
-    tell_taken(layer_of(moe, _dtype(found.name)))
+    method = PretunedQuantisedMethod(moe, found, act, own)
+    tell_taken(layer_of(moe, act, _dtype(found.name)))
     return method
 
 
@@ -119,8 +132,8 @@ def _dtype(format: str) -> DType | None:
     return next(iter(dtypes_of(format)), None)
 
 
-def refusal(own: Any, layer: Any, format: Format, *, everywhere: bool) -> str | None:
-    """Why a layer with these weights is none of pretuned's; None if it is."""
+def refusal(own: Any, act: RowActivation | str, format: Format, *, everywhere: bool) -> str | None:
+    """Why a layer with this activation and these weights is none of pretuned's; None if it is."""
     moe = own.moe
     H, I = moe.hidden_dim, moe.intermediate_size_per_partition  # noqa: E741
     wanted = max(_KERNEL_BLOCK, format.scales[2]) if format.name != "mxfp4" else _KERNEL_BLOCK
@@ -131,11 +144,7 @@ def refusal(own: Any, layer: Any, format: Format, *, everywhere: bool) -> str | 
         return "swigluoai with gate and up in halves"
     if current_platform.is_cuda() and moe.in_dtype is not torch.bfloat16:
         return f"the tokens are {moe.in_dtype}: kernels of quantised weights multiply bfloat16"
-    settings = tuple(
-        getattr(moe, name, None) if getattr(moe, name, None) is not None else getattr(layer, name, None)
-        for name in ("swiglu_limit", "swiglu_alpha", "swiglu_beta")
-    )
-    return refusal_of(moe, settings, _dtype(format.name), everywhere=everywhere)
+    return refusal_of(moe, act, _dtype(format.name), everywhere=everywhere)
 
 
 def _backend(own: Any) -> str:
@@ -157,9 +166,9 @@ class PretunedQuantisedExperts(PretunedExperts):
 class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
     """A layer's tensors and their kernel, in place of ``own``: vLLM's method for such a layer."""
 
-    def __init__(self, moe: Any, format: Format, own: Any = None) -> None:
+    def __init__(self, moe: Any, format: Format, act: RowActivation, own: Any = None) -> None:
         super().__init__(moe)
-        self.format, self.own = format, own
+        self.format, self.act, self.own = format, act, own
         self.moe_kernel: Any = None  # until weights were loaded
         self._created: tuple[dict[str, Any], dict[str, Any]] = {}, {}  # the arguments of ``create_weights``
         self._rows: tuple[torch.Tensor, torch.Tensor] | None = None  # [E, N, ...], for who asks sizes of them
@@ -187,6 +196,8 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
             scale = torch.zeros(E, -(-N // rows), -(-K // columns), dtype=scale_dtype or params_dtype)
             _parameter(layer, f"{which}_{one.codes}", codes, attributes)
             by_block = attributes | {"quant_method": one.loaded_by, "load_full_w2": False}
+            if one.name == "mxfp4" and "weight_loader" in attributes:
+                by_block["weight_loader"] = _scale_loader(attributes["weight_loader"])
             _parameter(layer, f"{which}_{one.scale}", scale, by_block)
             if one.codes == "weight_packed" and one.name != "mxfp4":
                 _parameter(layer, f"{which}_weight_shape", torch.zeros(E, 2), by_block)
@@ -223,9 +234,9 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
             return
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         self.moe_kernel = _kernel(self, layer)
-        self.moe_kernel.fused_experts.weights = given
+        self.moe_kernel.fused_experts.weights, self.moe_kernel.fused_experts.act = given, self.act
         self._rows = tuple(one.codes.view(*one.shape[:2], -1) for one in given)  # type: ignore[assignment]
-        load_kernels(layer_of(self.moe, _dtype(self.format.name)))
+        load_kernels(layer_of(self.moe, self.act, _dtype(self.format.name)))
 
     def _give_back(self, layer: Any) -> None:
         """Have vLLM's own method take the layer, with the weights that were loaded."""
@@ -294,6 +305,18 @@ def _parameter(layer: Any, name: str, data: torch.Tensor, attributes: dict[str, 
     one = torch.nn.Parameter(data, requires_grad=False)
     layer.register_parameter(name, one)
     set_weight_attrs(one, attributes)
+
+
+def _scale_loader(load: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's loader, given the bytes of e8m0 scales: copied from that dtype their values would become integers."""
+
+    @functools.wraps(load)
+    def loader(param: Any, loaded_weight: torch.Tensor, *given: Any, **named: Any) -> Any:
+        if loaded_weight.is_floating_point():
+            loaded_weight = loaded_weight.to(torch.float8_e8m0fnu).view(torch.uint8)
+        return load(param, loaded_weight, *given, **named)
+
+    return loader
 
 
 def _copy(loaded: torch.Tensor, parameter: torch.Tensor, halves: int) -> None:

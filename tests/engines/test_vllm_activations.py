@@ -1,0 +1,174 @@
+"""The activations of vLLM's MoE layers on pretuned, by vLLM's own functions, and in layers of vLLM's own models."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm_engine import config, lines
+from vllm_flagships import FLAGSHIPS, E, error_of, function, made, results
+
+pytestmark = pytest.mark.filterwarnings("default")
+_TOKENS = {"mxfp4": 0.01, "fp8_block": 0.08, None: 0.01}  # of fp8 blocks x is quantised, too
+
+
+@pytest.fixture(scope="module")
+def vllm_of_one_process() -> Iterator[None]:
+    """vLLM's groups and workspace, with the plug-in."""
+    import vllm_layers
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.model_executor import custom_op
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PRETUNED_VLLM", "1")
+        custom_op.op_registry_oot.clear()
+        vllm_layers.start()
+        vllm_layers.register()
+        yield
+        # Imported by Kimi-K3's modules. An engine that starts later looks for kernels in all modules, and fails in it.
+        sys.modules.pop("llvmlite.binding.ffi", None)
+        custom_op.op_registry_oot.clear()
+        cleanup_dist_env_and_memory()
+
+
+@pytest.mark.usefixtures("vllm_of_one_process")
+@pytest.mark.parametrize("name", FLAGSHIPS)
+def test_a_model_s_layer_computes_the_model_s_activation(name: str) -> None:
+    flagship = FLAGSHIPS[name]
+    with lines() as told:
+        layer = made(flagship)
+    H, wide = layer.w2.shape[1:]
+    assert told == [f"pretuned: runs the MoE layers of E={E} H={H} I={wide} k=2 {flagship.logged}"]
+    got = results(flagship, layer)
+    assert error_of(got.out, got.twin) < _TOKENS[flagship.quantised]
+    assert error_of(got.out, got.without) > 0.15  # a layer that ignored the numbers would fail
+
+
+@pytest.mark.usefixtures("vllm_of_one_process")
+@pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.float32, torch.uint8])
+def test_scales_of_mxfp4_are_loaded_as_their_bytes(dtype: torch.dtype) -> None:
+    """DeepSeek-V4's are e8m0, which a copy into bytes would round to integers; vLLM's own method loads all three."""
+    routed = made(FLAGSHIPS["Kimi-K3"], process=False).routed
+    codes = torch.randint(118, 126, (128, 4), dtype=torch.uint8)
+    scale = codes if dtype is torch.uint8 else codes.view(torch.float8_e8m0fnu).to(dtype)
+    for shard, name in (("w1", "w13"), ("w3", "w13"), ("w2", "w2")):
+        parameter = getattr(routed, f"{name}_weight_scale")
+        parameter.weight_loader(parameter, scale, f"experts.{name}_weight_scale", shard_id=shard, expert_id=1)
+        there = parameter.data[1, 128:] if shard == "w3" else parameter.data[1, :128]
+        assert torch.equal(there, codes)
+
+
+# vLLM's name, a layer's settings, and vLLM's class with its arguments, or torch where vLLM has none.
+_ACTS: list[tuple[str, dict[str, float], str | Callable[[torch.Tensor], torch.Tensor], tuple[Any, ...]]] = [
+    ("silu", {}, "SiluAndMul", ()),
+    ("silu", {"swiglu_limit": 0.0, "swiglu_alpha": 1.0, "swiglu_beta": 0.0}, "SiluAndMul", ()),
+    ("silu", {"swiglu_limit": 10.0}, "SiluAndMulWithClamp", (10.0,)),
+    ("silu", {"swiglu_limit": 0.5}, "SiluAndMulWithClamp", (0.5,)),
+    ("gelu", {}, "GeluAndMul", ("none",)),
+    ("gelu_tanh", {}, "GeluAndMul", ("tanh",)),
+    ("relu2", {}, lambda h: torch.relu(h[:, :64]).square() * h[:, 64:], ()),  # no function of vLLM's has it
+    ("swigluoai", {}, "SwigluOAIAndMul", ()),
+    ("swigluoai", {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "swiglu_beta": 1.0}, "SwigluOAIAndMul", ()),
+    ("swigluoai_uninterleave", {"swiglu_limit": 7.0}, "SiluAndMulWithClamp", (7.0, 1.0, 0.0)),
+    ("swigluoai_uninterleave", {"swiglu_limit": 3.0, "swiglu_alpha": 1.2, "swiglu_beta": 0.5}, "SiluAndMulWithClamp",
+     (3.0, 1.2, 0.5)),
+    ("swiglustep", {}, "SwigluStepAndMul", ()),
+    ("swiglustep", {"swiglu_limit": 7.0}, "SwigluStepAndMul", (7.0,)),
+    ("situ", {"activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0}, "SituAndMul", (4.0, 25.0)),
+    ("situ", {"activation_situ_beta": 1.5}, "SituAndMul", (1.5, None)),
+    ("situ", {"activation_situ_beta": 4.0, "activation_situ_linear_beta": 0.0}, "SituAndMul", (4.0, None)),
+    ("silu_no_mul", {}, torch.nn.functional.silu, ()),
+    ("gelu_no_mul", {}, torch.nn.functional.gelu, ()),
+    ("gelu_tanh_no_mul", {}, lambda h: torch.nn.functional.gelu(h, approximate="tanh"), ()),
+    ("relu2_no_mul", {}, "ReLUSquaredActivation", ()),
+]  # fmt: skip
+
+
+def moe(name: str, **settings: Any) -> Any:
+    """vLLM's config of a layer; one without a gate is refused on the CPU."""
+    from vllm.model_executor.layers.fused_moe import config as moe_config
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm_flagships import AsOnCuda
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moe_config, "current_platform", AsOnCuda())
+        return config(activation=MoEActivation(name), **settings)
+
+
+@pytest.mark.parametrize(("name", "settings", "act", "arguments"), _ACTS)
+def test_each_activation_is_vllm_s(name: str, settings: dict[str, float], act: Any, arguments: tuple[Any, ...]) -> None:
+    from pretuned.integrations.vllm.experts import ActivationNumbers, activation_of
+    from pretuned.runtime import Activation
+    from pretuned.runtime.ops.activation import activate
+
+    found = activation_of(moe(name, **settings), ActivationNumbers.of(moe(name, **settings)))
+    assert not isinstance(found, str)
+    h = torch.randn(32, 128, generator=torch.Generator().manual_seed(0)) * 15  # limits act on many, on both sides
+    wanted = (function(act, arguments) if isinstance(act, str) else act)(h)
+    out = activate(h, found.function, gated=found.gated, interleaved=found.interleaved)
+    torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
+    act = found.function
+    if act.limit is not None or act.linear_beta is not None:  # where these were ignored, it would fail
+        beta = {"beta": act.beta} if act.name == "situ" else {}
+        plain = (
+            Activation(act.name, **beta) if act.alpha == 1.0 else Activation("swiglu", alpha=act.alpha, beta=act.beta)
+        )
+        unlimited = activate(h, plain, gated=found.gated, interleaved=found.interleaved)
+        assert float((unlimited - wanted).abs().max() / wanted.abs().max()) > 0.2
+
+
+def test_all_of_vllm_s_activations_are_tested() -> None:
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    assert {name for name, *_ in _ACTS} == {one.value for one in MoEActivation}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "why"),
+    [
+        ("silu", {"swiglu_limit": 10.0, "swiglu_alpha": 1.702},
+         "silu has a swiglu_alpha of 1.702, which vLLM's backends do not all read"),
+        ("silu", {"swiglu_beta": 1.0}, "silu has a swiglu_beta of 1, which"),
+        ("gelu", {"swiglu_limit": 10.0}, "gelu has a swiglu_limit of 10, which"),
+        ("swigluoai", {"swiglu_limit": 5.0}, "swigluoai has a swiglu_limit of 5, which"),
+        ("swigluoai_uninterleave", {"swiglu_alpha": 1.702, "swiglu_limit": 0.0},
+         "swigluoai_uninterleave has no swiglu_limit"),
+        ("swiglustep", {"swiglu_limit": 5.0}, "swiglustep has a swiglu_limit of 5, which"),
+        ("situ", {}, "situ has no activation_situ_beta above 0"),
+        ("situ", {"activation_situ_beta": 4.0, "swiglu_limit": 10.0}, "situ has a swiglu_limit of 10, which"),
+        ("relu2_no_mul", {"swiglu_limit": 10.0}, "relu2_no_mul has a swiglu_limit of 10, which"),
+    ],
+)  # fmt: skip
+def test_numbers_that_vllm_s_backends_read_differently_stay_with_vllm(
+    name: str, settings: dict[str, float], why: str
+) -> None:
+    from pretuned.integrations.vllm.experts import ActivationNumbers, activation_of
+
+    found = activation_of(moe(name, **settings), ActivationNumbers.of(moe(name, **settings)))
+    assert isinstance(found, str)
+    assert found.startswith(f"the activation {why}")
+
+
+def test_older_layers_have_the_numbers_themselves() -> None:
+    """In vLLM 0.20 and 0.21 FusedMoEConfig has none."""
+    from pretuned.integrations.vllm.experts import ActivationNumbers
+
+    layer, older = SimpleNamespace(swiglu_limit=10.0), SimpleNamespace()
+    assert ActivationNumbers.of(older, layer) == ActivationNumbers(swiglu_limit=10.0)
+    assert ActivationNumbers.of(SimpleNamespace(swiglu_limit=5), layer) == ActivationNumbers(swiglu_limit=5.0)
+    assert ActivationNumbers.of(older, older) == ActivationNumbers()
+
+
+def test_a_name_that_vllm_adds_stays_with_vllm() -> None:
+    from pretuned.integrations.vllm.experts import ActivationNumbers, activation_of
+
+    layer = SimpleNamespace(activation=SimpleNamespace(value="swish9"), is_act_and_mul=True)
+    assert str(activation_of(layer, ActivationNumbers())).startswith(
+        "the activation swish9 is none of pretuned's (silu, gelu, "
+    )
+    layer = SimpleNamespace(activation=SimpleNamespace(value="relu2_no_mul"), is_act_and_mul=True)
+    assert activation_of(layer, ActivationNumbers()) == "the activation relu2_no_mul in a layer with a gate"
