@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from typing import Any
 
@@ -150,10 +151,15 @@ def test_a_layer_that_can_not_be_run_is_run_by_sglang_s_own_runner(
     ("changes", "told"),
     [
         ({"params_dtype": torch.float64}, "the dtype torch.float64 is none"),
-        ({"activation": "situ"}, "the activation situ with alpha and limits of (None, None, None)"),
-        ({"swiglu_limit": 10.0}, "the activation silu with alpha and limits of (None, None, 10.0)"),
-        ({"gemm1_alpha": 1.5, "gemm1_clamp_limit": 7.0}, "with alpha and limits of (1.5, 7.0, None)"),
-        ({"activation": "relu2"}, "the activation relu2"),
+        ({"activation": "silu_rounded"}, "the activation silu_rounded with a gate is none of pretuned's (silu, gelu, "),
+        ({"activation": "relu2"}, "the activation relu2 with a gate is none"),
+        ({"activation": "situ", "is_gated": False}, "the activation situ without a gate is none"),
+        ({"activation": "situ", "gemm1_alpha": -1.0}, "situ needs a gemm1_alpha above 0"),
+        ({"activation": "situ", "swiglu_limit": 10.0}, "swiglu_limit=10: SGLang's runners do not all read"),
+        ({"gemm1_alpha": 1.5}, "the activation silu with a gate, gemm1_alpha=1.5, without gemm1_clamp_limit"),
+        ({"gemm1_alpha": 1.5, "gemm1_beta": 0.5, "gemm1_clamp_limit": 7.0}, "gemm1_beta=0.5, gemm1_clamp_limit=7: "),
+        ({"gemm1_clamp_limit": 7.0, "swiglu_limit": 10.0}, "gemm1_clamp_limit=7, swiglu_limit=10: SGLang's runners"),
+        ({"activation": "gelu", "swiglu_limit": 10.0}, "the activation gelu with a gate, swiglu_limit=10: SGLang's"),
         ({"no_combine": True}, "(no_combine)"),
     ],
 )
@@ -173,19 +179,66 @@ def test_what_stays_with_sglang_and_why(changes: dict[str, Any], told: str) -> N
         ({"routed_scaling_factor": 2.5}, False),
         ({"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0}, True),
         ({"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0, "gate_up_interleaved": False}, True),
+        ({"gemm1_alpha": 1.702, "gemm1_beta": 1.0, "gemm1_clamp_limit": 7.0, "gate_up_interleaved": False}, False),
+        ({"gemm1_alpha": 1.3, "gemm1_clamp_limit": 2.0}, False),
+        ({"gemm1_clamp_limit": 7.0}, False),  # Step-3.7
+        ({"gemm1_clamp_limit": 0.0, "swiglu_limit": 0.0}, False),
+        ({"swiglu_limit": 10.0}, False),  # DeepSeek-V4, GLM-5.3-Flash
+        ({"activation": "situ", "gemm1_alpha": 4.0, "gemm1_clamp_limit": 25.0}, False),  # Kimi-K3
+        ({"activation": "situ"}, False),
+        ({"activation": "gelu_tanh"}, False),
+        ({"activation": "relu2", "is_gated": False}, False),  # Nemotron-3
+        ({"activation": "silu", "is_gated": False}, False),
         ({"apply_router_weight_on_input": True, "top_k": 1}, False),
     ],
 )
 def test_its_result_is_sglang_s(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], has_bias: bool) -> None:
     """By the code with which SGLang's method calls its runner on a GPU, beside a loop over tokens and experts."""
+    load(monkeypatch, PRETUNED_SGLANG="1")
+    out, exact, unlimited = layer_of(made(**changes), config(**changes), has_bias=has_bias)
+    torch.testing.assert_close(out, exact, rtol=1e-4, atol=1e-4)
+    limits = [changes.get(one) for one in ("gemm1_clamp_limit", "swiglu_limit")]
+    if any(limits):  # where they were ignored, it would fail
+        assert float((out - unlimited).abs().max() / exact.abs().max()) > 0.2
+
+
+def test_a_limit_that_a_model_sets_later_is_obeyed(
+    monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
+) -> None:
+    """GigaChat-3.5 does so after its layers and their runners were made."""
+    load(monkeypatch, PRETUNED_SGLANG="1")
+    method = made()
+    method.runner.config.gemm1_clamp_limit = 7.0
+    out, exact, _ = layer_of(method, config(gemm1_clamp_limit=7.0))
+    torch.testing.assert_close(out, exact, rtol=1e-4, atol=1e-4)
+    assert lines(told)[-1] == (
+        "pretuned: the model has set another activation: it runs the MoE layers of E=4 H=32 I=16 k=2 fp32 "
+        "swiglustep(limit=7)"
+    )
+    own = method.runner.runner_core.own
+    asked: list[Any] = []
+    monkeypatch.setattr(own, "run", lambda *given: asked.append(given) or StandardResult(given[0].hidden_states))
+    method.runner.config.swiglu_limit = 10.0  # beside the other: SGLang's runner takes the layer
+    layer_of(method, config(gemm1_clamp_limit=7.0))
+    assert len(asked) == 1
+
+
+class StandardResult:
+    """What a runner of SGLang's returns."""
+
+    def __init__(self, hidden_states: torch.Tensor) -> None:
+        self.hidden_states = hidden_states
+
+
+def layer_of(method: Any, how: Any, *, has_bias: bool = False) -> list[torch.Tensor]:
+    """A layer by its method, and as SGLang's functions have it, with the limits of its activation and without."""
     from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
     from sglang.srt.layers.moe.topk import StandardTopKOutput
 
-    load(monkeypatch, PRETUNED_SGLANG="1")
-    method, how, T, E, H, I = made(**changes), config(**changes), 7, 4, 32, 16  # noqa: E741
+    T, E, H, I = 7, 4, 32, 16  # noqa: E741
     torch.manual_seed(0)
     layer = torch.nn.Module()
-    layer.w13_weight, layer.w2_weight = torch.randn(E, 2 * I, H), torch.randn(E, H, I)
+    layer.w13_weight, layer.w2_weight = torch.randn(E, (1 + how.is_gated) * I, H) * 2, torch.randn(E, H, I)
     if has_bias:
         layer.w13_weight_bias, layer.w2_weight_bias = torch.randn(E, 2 * I), torch.randn(E, H)
     x, weights = torch.randn(T, H), torch.rand(T, how.top_k)
@@ -193,7 +246,10 @@ def test_its_result_is_sglang_s(monkeypatch: pytest.MonkeyPatch, changes: dict[s
     ids[2, 0] = -1  # an expert of another rank
     given = StandardDispatchOutput(x.clone(), None, StandardTopKOutput(weights, ids, torch.empty(0)))
     out = method.forward_cuda(layer, given).hidden_states
-    torch.testing.assert_close(out, wanted(layer, how, x, weights, ids), rtol=1e-4, atol=1e-4)
+    unlimited = dataclasses.replace(
+        how, swiglu_limit=None, gemm1_clamp_limit=1e30 if how.gemm1_alpha and how.activation == "silu" else None
+    )
+    return [out, *(wanted(layer, one, x, weights, ids) for one in (how, unlimited))]
 
 
 def wanted(layer: Any, how: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -207,14 +263,38 @@ def wanted(layer: Any, how: Any, x: torch.Tensor, weights: torch.Tensor, ids: to
         h = layer.w13_weight[e] @ (x[t] * weights[t, s] if first else x[t])
         if hasattr(layer, "w13_weight_bias"):
             h = h + layer.w13_weight_bias[e]
-        gate, up = (h[::2], h[1::2]) if how.gemm1_alpha and how.gate_up_interleaved else h.chunk(2)
-        if how.gemm1_alpha:
-            gate, up = gate.clamp(max=how.gemm1_clamp_limit), up.clamp(-how.gemm1_clamp_limit, how.gemm1_clamp_limit)
-            a = gate * torch.sigmoid(gate * how.gemm1_alpha) * (up + 1)
-        else:
-            a = getattr(torch.nn.functional, how.activation)(gate) * up
+        a = activated(how, h)
         y = layer.w2_weight[e] @ a
         if hasattr(layer, "w2_weight_bias"):
             y = y + layer.w2_weight_bias[e]
         out[t] += y if first else y * weights[t, s]
     return out * (how.routed_scaling_factor or 1.0)
+
+
+def activated(how: Any, h: torch.Tensor) -> torch.Tensor:
+    """The activation of h by the functions that SGLang's Triton runner calls, or by its own lines."""
+    from sglang.srt.layers.activation import SituAndMul
+    from sglang.srt.layers.moe.fused_moe_triton import fused_marlin_moe
+    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
+
+    alpha, limit, swiglu_limit = how.gemm1_alpha, how.gemm1_clamp_limit or None, how.swiglu_limit or None
+    if how.activation == "situ":
+        return SituAndMul(alpha or 4.0, limit).forward_native(h)
+    if not how.is_gated:
+        return torch.relu(h).square() if how.activation == "relu2" else getattr(torch.nn.functional, how.activation)(h)
+    if alpha:
+        halves = fused_moe.swiglu_no_interleaved_with_alpha_and_limit
+        a: torch.Tensor = (fused_moe.swiglu_gpt_oss_sigmoid_alpha if how.gate_up_interleaved else halves)(
+            h, alpha, limit
+        )
+        return a
+    if limit:
+        return fused_moe._swiglu_silu_clamp_mul(h, limit)
+    if swiglu_limit:
+        a = torch.empty(1, len(h) // 2)
+        fused_marlin_moe.swiglu_limit_func(a, h[None], swiglu_limit)
+        return a[0]
+    gate, up = h.chunk(2)
+    if how.activation == "gelu_tanh":
+        return torch.nn.functional.gelu(gate, approximate="tanh") * up
+    return getattr(torch.nn.functional, how.activation)(gate) * up

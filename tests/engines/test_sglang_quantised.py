@@ -167,6 +167,60 @@ def test_its_result_is_that_of_sglang_s_own_layer_of_the_dequantised_weights(
     torch.testing.assert_close(ask(layer, x, weights, ids), exact, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("name", "layer", "act"),
+    [
+        ("fp8", {"swiglu_limit": 10.0}, {"name": "swiglu", "limit": 10.0}),  # GLM-5.3-Flash
+        ("fp8", {"gemm1_clamp_limit": 7.0}, {"name": "swiglustep", "limit": 7.0}),  # Step-3.7
+        ("compressed int4", {"swiglu_limit": 10.0}, {"name": "swiglu", "limit": 10.0}),
+        ("compressed mxfp4", {"activation": "situ", "gemm1_alpha": 4.0, "gemm1_clamp_limit": 25.0},
+         {"name": "situ", "beta": 4.0, "linear_beta": 25.0}),  # Kimi-K3
+    ],
+)  # fmt: skip
+def test_the_numbers_of_its_activation_are_those_of_the_unquantised_layer(
+    name: str, layer: dict[str, Any], act: dict[str, Any], monkeypatch: pytest.MonkeyPatch,
+    told: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """(Which test_sglang.py compares with SGLang's functions. SGLang's own layer on a CPU ignores them.)"""
+    from pretuned.runtime import Activation, moe_mlp
+
+    load(monkeypatch, PRETUNED_SGLANG="1")
+    given = matrices(KINDS[name].format, 0)
+    made = fused(quant_config(name), **layer)
+    assert lines(told) == [
+        f"pretuned: runs the MoE layers of E=4 H=256 I=128 k=2 {KINDS[name].format} {Activation(**act)}"
+    ]
+    fill(made, name, given)
+    made.quant_method.process_weights_after_loading(made)
+    x, weights, ids = question()
+    x = x * 10  # limits act
+    out = ask(made, x, weights, ids)
+    w13, w2 = (one.dequantize(torch.float32) for one in given)
+    beta = {"beta": act["beta"]} if "beta" in act else {}
+    exact, unlimited = (
+        moe_mlp(x, w13, w2, ids, weights, Activation(**one)) for one in (act, {"name": act["name"], **beta})
+    )
+    assert near(out, exact, KINDS[name].format)
+    assert float((out - unlimited).norm() / exact.norm()) > 0.2  # where limits were ignored, it would fail
+
+
+def test_an_activation_that_a_model_sets_later_and_pretuned_lacks_goes_to_sglang_s_own_runner(
+    monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
+) -> None:
+    from pretuned.integrations import sglang
+
+    own = fused(quant_config("fp8")).runner_backend
+    sglang.PLUG_IN._logged.clear()
+    load(monkeypatch, PRETUNED_SGLANG="1")
+    layer, processed = fused(quant_config("fp8")), []
+    fill(layer, "fp8", matrices("fp8_block", 0))
+    layer.moe_runner_config.activation = "silu_rounded"
+    sglang.loaded(lambda *given: processed.append(given), layer.quant_method, layer)
+    assert processed == [(layer.quant_method, layer)]
+    assert layer.runner_backend is own
+    assert "the activation silu_rounded with a gate is none of pretuned's" in lines(told)[-1]
+
+
 def test_weights_are_put_back_and_loaded_again_where_they_were(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As SGLang's ``update_weights`` does: restore, load (of one expert here, then of all), process."""
     kind = KINDS[name]
@@ -237,13 +291,14 @@ def test_weights_that_can_not_be_prepared_go_to_sglang_s_own_runner(
     [
         ("fp8", {"weight_block_size": None}, {}, "no scale for each 128 x 128"),
         ("fp8", {"weight_block_size": [64, 64]}, {}, "no scale for each 128 x 128 (blocks of [64, 64])"),
-        ("fp8", {}, {"activation": "situ"}, "the activation situ"),
+        ("fp8", {}, {"activation": "silu_rounded"}, "the activation silu_rounded"),
         ("fp8 rows", {}, {}, "(blocks of None)"),
         ("compressed int4", {"symmetric": False}, {}, "zero points"),
         ("compressed int4", {"actorder": "group"}, {}, "groups of another order (actorder)"),
         ("compressed int4", {"group_size": 16}, {}, "4 bits in groups of 16"),
         ("compressed int4", {"group_size": 128}, {"intermediate_size": 192}, "K of int4_g128 of 128"),
-        ("compressed int4", {}, {"swiglu_limit": 10.0}, "(None, None, 10.0)"),
+        ("compressed int4", {}, {"gemm1_clamp_limit": 7.0}, "its Marlin runner ignores gemm1_clamp_limit"),
+        ("compressed int4", {}, OAI, "its Marlin runner has gate and up in halves"),
         ("gptq", {"desc_act": True}, {}, "groups of another order (desc_act)"),
         ("gptq", {"bits": 8}, {}, "8 bits in groups of 64"),
         ("moe_wna16", {"sym": False}, {}, "zero points"),

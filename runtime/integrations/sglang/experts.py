@@ -10,7 +10,7 @@ Imported inside SGLang alone, by ``__init__.py``.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.layers.moe.moe_runner import runner as moe_runner
@@ -19,6 +19,7 @@ from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 from sglang.srt.layers.moe.utils import get_moe_a2a_backend, get_moe_runner_backend, resolve_moe_runner_backend
 from sglang.srt.runtime_context import get_flags, get_server_args
 
+from ...artifacts.errors import InputError
 from ...artifacts.records.precision import DType
 from ...kernels.contract.activations import Activation
 from ...kernels.contract.mixed_input import SIZES, prepares
@@ -32,6 +33,8 @@ from .quantised import Experts, Packing, format_of, runs_by
 
 NAME = "pretuned"
 _UNQUANTISED = "UnquantizedFusedMoEMethod"
+_GATED, _UNGATED = ("silu", "gelu", "gelu_tanh", "situ"), ("silu", "gelu", "relu2")  # of SGLang's Triton runner
+_SITU_BETA = 4.0  # where gemm1_alpha is None, as in SGLang's Triton runner
 _TOKENS = 8192  # of a step, where SGLang's settings say nothing
 
 
@@ -85,9 +88,11 @@ def refusal(method: Any, layer: Any, config: Any, format: Packing | str | None, 
         return "LoRA adapters (--enable-lora)"
     if config.params_dtype not in DTYPES:
         return f"the dtype {config.params_dtype} is none of pretuned's (bfloat16, float16, float32)"
-    if activation_of(config) is None:
-        limits = config.gemm1_alpha, config.gemm1_clamp_limit, config.swiglu_limit
-        return f"the activation {config.activation} with alpha and limits of {limits} is none of pretuned's"
+    act = activation_of(config)
+    if isinstance(act, str):
+        return act
+    if (why := _read_by(own.value, layer, config)) is not None:
+        return why
     if config.no_combine:
         return "the sum over a token's experts is made elsewhere (no_combine)"
     served = layer_of(config, None if format is None else format.dtype)
@@ -120,22 +125,86 @@ def _asked() -> Any:
     return chosen if get_flags().moe.in_speculative_scope else getattr(_settings(), "moe_runner_backend", chosen)
 
 
-def activation_of(config: Any) -> RowActivation | None:
-    """The activation of ``moe_mlp`` that a layer has."""
-    limits = config.gemm1_alpha, config.gemm1_clamp_limit, config.swiglu_limit
-    if limits == (1.702, 7.0, None) and config.activation == "silu" and config.is_gated:
-        return RowActivation(Activation("swiglu_oai"), True, bool(config.gate_up_interleaved))
-    known = ("silu", "gelu", "gelu_tanh") if config.is_gated else ("silu", "gelu", "relu2")
-    if limits != (None, None, None) or config.activation not in known:
-        return None
-    return RowActivation(Activation(config.activation), bool(config.is_gated), False)
+class ActivationSettings(NamedTuple):
+    """What a MoeRunnerConfig says of its activation; a limit of 0 is None."""
+
+    activation: str
+    is_gated: bool
+    alpha: float | None
+    beta: float | None
+    clamp_limit: float | None
+    swiglu_limit: float | None
+    interleaved: bool
+
+    @classmethod
+    def of(cls, config: Any) -> ActivationSettings:
+        """They are read when they are used: a model may set its limit after its layer was made (GigaChat-3.5)."""
+        return cls(
+            config.activation, bool(config.is_gated), config.gemm1_alpha, config.gemm1_beta,
+            config.gemm1_clamp_limit or None, config.swiglu_limit or None, bool(config.gate_up_interleaved),
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        numbers = {
+            "gemm1_alpha": self.alpha, "gemm1_beta": self.beta, "gemm1_clamp_limit": self.clamp_limit,
+            "swiglu_limit": self.swiglu_limit,
+        }  # fmt: skip
+        said = [f"{name}={value:g}" for name, value in numbers.items() if value is not None]
+        return f"{self.activation} {'with' if self.is_gated else 'without'} a gate" + "".join(
+            f", {one}" for one in said
+        )
+
+
+def activation_of(config: Any) -> RowActivation | str:
+    """The activation of ``moe_mlp`` that a layer has, or why pretuned has none that computes what SGLang does.
+
+    By the rules of SGLang's Triton runner: silu comes after the clamp of swiglu_limit, and before that of clamp_limit.
+    """
+    given = ActivationSettings.of(config)
+    name, is_gated, alpha, beta, clamp_limit, swiglu_limit, interleaved = given
+    unread: tuple[float | None, ...] = (swiglu_limit,)
+    is_interleaved = False
+    if name == "situ" and is_gated:
+        situ_beta = _SITU_BETA if alpha is None else alpha
+        if situ_beta <= 0:
+            return f"the activation {given}: situ needs a gemm1_alpha above 0"
+        function = Activation("situ", beta=situ_beta, linear_beta=clamp_limit)
+    elif name == "silu" and is_gated and alpha is not None:
+        if clamp_limit is None:
+            return f"the activation {given}, without gemm1_clamp_limit"
+        function, is_interleaved = Activation("swiglu", limit=clamp_limit, alpha=alpha, beta=1.0), interleaved
+    elif name == "silu" and is_gated and clamp_limit is not None:
+        function = Activation("swiglustep", limit=clamp_limit)
+    elif name == "silu" and is_gated:
+        function, unread = Activation("swiglu", limit=swiglu_limit).plain, ()
+    elif name in (_GATED if is_gated else _UNGATED):
+        function, unread = Activation(name), (alpha, clamp_limit, swiglu_limit)
+    else:
+        return f"the activation {given} is none of pretuned's ({', '.join(_GATED if is_gated else _UNGATED)})"
+    if any(one is not None for one in unread) or beta not in (None, 1.0):
+        return f"the activation {given}: SGLang's runners do not all read these numbers"
+    return RowActivation(function, is_gated, is_interleaved)
+
+
+def _read_by(runner: str, layer: Any, config: Any) -> str | None:
+    """Why SGLang's own runner of quantised weights computes another activation than its Triton runner; None if not."""
+    given = ActivationSettings.of(config)
+    if runner == "marlin" and given.activation in ("silu", "situ") and given.is_gated:
+        if given.alpha is None and given.clamp_limit is not None:
+            return "its Marlin runner ignores gemm1_clamp_limit without gemm1_alpha"
+        if given.alpha is not None and given.activation == "silu" and given.interleaved:
+            return "its Marlin runner has gate and up in halves, where the model says alternating rows"
+    has_numbers = any(one is not None for one in (given.alpha, given.clamp_limit, given.swiglu_limit))
+    if runner == "triton_kernel" and has_numbers and not getattr(layer, "with_bias", False):
+        return "its triton_kernel runner ignores the activation's numbers without biases"
+    return None
 
 
 def layer_of(config: Any, dtype: DType | None = None) -> ServedLayer:
     """This rank's part of a layer, whose weights are of ``dtype``; of the tokens' where None."""
     act = activation_of(config)
-    if act is None:
-        raise AssertionError(f"{config.activation} was refused")
+    if isinstance(act, str):
+        raise InputError(f"pretuned: {act}")
     return ServedLayer(
         config.num_local_experts, config.hidden_size, config.intermediate_size_per_partition, config.top_k,
         dtype or DTYPES[config.params_dtype], act,
@@ -170,7 +239,21 @@ class PretunedRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self._act = layer_of(config).act
+        self._settings, self._act = ActivationSettings.of(config), layer_of(config).act
+
+    def activation(self) -> RowActivation:
+        """The layer's activation now.
+
+        Raises
+        ------
+        InputError
+            if the model has since set what pretuned has no activation for.
+        """
+        settings = ActivationSettings.of(self.config)
+        if settings != self._settings:
+            self._act, self._settings = layer_of(self.config).act, settings
+            _tell(f"pretuned: the model has set another activation: it runs the MoE layers of {layer_of(self.config)}")
+        return self._act
 
     @property
     def runner_backend(self) -> Any:
@@ -189,9 +272,10 @@ class PretunedRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
 
     def _run(self, dispatch_output: Any, quant_info: Any, runner_config: Any) -> Any:
         x, (weights, ids, *_) = dispatch_output.hidden_states, dispatch_output.topk_output
+        act = self.activation()
         out = moe_mlp(
-            x, quant_info.w13_weight, quant_info.w2_weight, ids, weights, self._act.function, gated=self._act.gated,
-            interleaved=self._act.interleaved or quant_info.fuse_swiglu_interleaved,
+            x, quant_info.w13_weight, quant_info.w2_weight, ids, weights, act.function, gated=act.gated,
+            interleaved=act.interleaved or quant_info.fuse_swiglu_interleaved,
             gate_up_bias=_in(quant_info.b13, x), down_bias=_in(quant_info.b2, x),
             weights_on="input" if runner_config.apply_router_weight_on_input else "output",
         )  # fmt: skip

@@ -89,8 +89,10 @@ class Experts:
         Raises
         ------
         InputError
-            for scales that no kernel takes, and for weights loaded later that have another order than the first.
+            for scales that no kernel takes, for weights loaded later that have another order than the first, and for
+            an activation that the model set after its layer was made and pretuned lacks.
         """
+        self.runner.runner_core.activation()
         self.format.turn(layer)
         on_gpu = getattr(layer, f"w2_{self.format.codes}").is_cuda
         raw = [self.format.weights(layer, one) for one in _WHICH]
@@ -165,7 +167,9 @@ def runs_by(method: Any, layer: Any) -> Any:
 
 def _fp8(method: Any) -> Packing | str:
     how = method.quant_config
-    if method.use_mxfp8 or method.is_fp4_expert or list(method.weight_block_size or ()) != [128, 128]:
+    if method.is_fp4_expert:
+        return "fp8 checkpoints' experts in mxfp4 (DeepSeek-V4), which SGLang prepares in several ways"
+    if method.use_mxfp8 or list(method.weight_block_size or ()) != [128, 128]:
         return f"its fp8 weights have no scale for each 128 x 128 (blocks of {method.weight_block_size})"
     if not how.is_checkpoint_fp8_serialized or how.activation_scheme != "dynamic":
         return "its weights are quantised at load, or its tokens with static scales"
