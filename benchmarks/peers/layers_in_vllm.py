@@ -36,6 +36,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -128,7 +129,7 @@ def _mxfp4() -> Any:
                 return own
             from pretuned.integrations.vllm.quantised import take
 
-            return take(own, layer, everywhere=True)
+            return VLLM.attempt("take a layer", partial(take, own, layer, everywhere=True)) or own
 
     return Published()
 
