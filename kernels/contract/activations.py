@@ -99,7 +99,7 @@ class Activation(_Fields):
             raise InputError(f"Activation: beta is {beta!r} for situ, wanted a number above 0")
         return super().__new__(cls, name, limit, alpha, beta, linear_beta)
 
-    def __getnewargs_ex__(self) -> tuple[tuple[str], dict[str, Any]]:  # type: ignore[override]
+    def __getnewargs_ex__(self) -> tuple[tuple[str], dict[str, Any]]:
         """For pickle and copy, as numbers are keywords."""
         return (self.name,), dict(zip(self._fields[1:], self[1:], strict=True))
 
@@ -166,7 +166,7 @@ def _above_zero(name: str, field: str, value: Any) -> float | None:
     """A number above 0, or None; infinity is None."""
     if value is None:
         return None
-    if not isinstance(value, Real) or isinstance(value, bool) or not value > 0:
+    if not isinstance(value, Real) or isinstance(value, bool) or not float(value) > 0:
         hint = ". Without a limit leave it out" if field == "limit" and value == 0 else ""
         raise InputError(f"Activation: {field} is {value!r} for {name}, wanted a number above 0, or None{hint}")
     return None if math.isinf(value) else float(value)
