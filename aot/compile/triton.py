@@ -158,7 +158,13 @@ def job_key(spec: Spec | RowOpSpec, sm: int) -> str:
         parts += [source_of_rewrites_sha256()] if rewrites(spec.config) else []
     else:
         kinds = [_triton_type(name, kind, spec, {}) for name, kind in arguments_of(spec)]
-        parts += [str(spec.config), repr(rowops.constants(spec)), repr(rowops.divisibility(spec)), repr(kinds)]
+        parts += [
+            str(spec.config),
+            repr(rowops.constants(spec)),
+            repr(rowops.divisibility(spec)),
+            repr(kinds),
+            repr(spec.max_registers),
+        ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
@@ -256,7 +262,9 @@ def _triton_compile(spec: Spec | RowOpSpec, sm: int, scratch: str) -> Any:
         constants,
         {(names.index(name),): [["tt.divisibility", by]] for name, by in divisible.items()},
     )
-    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+    options: dict[str, Any] = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+    if isinstance(spec, RowOpSpec) and spec.max_registers:
+        options["maxnreg"] = spec.max_registers
     with _no_key_of_triton(), rewriting(rewrites(spec.config) if isinstance(spec, Spec) else ()):
         return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
 

@@ -87,6 +87,8 @@ _THREADS = {
     RowOp.GATHER: (32, 4), RowOp.ACTIVATION: (16, 4), RowOp.ACTIVATION_GRAD: (8, 2), RowOp.COMBINE: (16, 2),
     RowOp.CLEAR: (32, 4), RowOp.QUANTIZE: (32, 2), RowOp.ACTIVATION_CODES: (32, 4),
 }  # fmt: skip
+# By itself ptxas takes 80, and then an SM holds too few programs: 1.09 x as long on an H100 (``passes``, 65,536 rows).
+_MAX_REGISTERS = {RowOp.ACTIVATION_GRAD: 56}
 _ROWS = {RowOp.ACTIVATION: 4, RowOp.ACTIVATION_CODES: 8}  # that a program does side by side, of others one
 MAKES_CODES = (RowOp.QUANTIZE, RowOp.ACTIVATION_CODES)  # of rows of bf16, for products of codes
 # Of what GATHER writes, that read each row of x once: with 117 MB two launches take as long as one on an H200, with 134
@@ -96,8 +98,8 @@ MOST_EXPERTS = 65536  # what a variant's record says: any number
 MOST_SORTED_EXPERTS = 512  # of SORT_SLOTS
 SORTED_EXPERTS = 32  # for which one program of SORT_SLOTS adds up the counts
 
-_ACTIVATION = "rowops.activation", "43c93c8e1e89813cfcc20d30a23197906742a7d254db32ce0c3cff23a728b488"
-_ACTIVATION_CODES = "rowops.activation_codes", "4ff7dbd892ab61ae2ab08ea173134eac2ed020a4b4e6ea835e8c4288bc8374a6"
+_ACTIVATION = "rowops.activation", "7733eaaf9355c0cd4fa1a0cba80a3f7aa0165e6ebe146e9ceb874e5ed4812682"
+_ACTIVATION_CODES = "rowops.activation_codes", "62b3d8ee0d82b69f7e7c10d6984e5deac1c4be7f5d2291bef27b8a30bf0b8938"
 _GATHER_COMBINE = "rowops.gather_combine", "2d2d8851bc4f1ad48045863d8c0bae3d6ac7b60bc90184762954bd415b20ee7a"
 _QUANTIZE = "rowops.quantize", "6746b9ea111cc690cbd0b53ca596cf7b3bb980c107dd3f435a635fd6363ce83c"
 _SORT = "rowops.sort", "045fe45dc82ef106e078d6057bb809ad873e03c0d5626ab7d9c797525a2fb29e"
@@ -159,6 +161,11 @@ class RowOpSpec(NamedTuple):
         thread_bytes, warps = _THREADS[self.op]
         rows = rows_at_once(self.op)
         return Block(32 * warps * thread_bytes // self.dtype.itemsize // rows, warps)
+
+    @property
+    def max_registers(self) -> int | None:
+        """The most registers of a thread that the compiler may use; None for any number."""
+        return _MAX_REGISTERS.get(self.op) if self.alignment > 1 else None  # (others would spill)
 
     @property
     def layout(self) -> Layout:

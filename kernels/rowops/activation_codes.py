@@ -22,8 +22,7 @@ _LEAST: tl.constexpr = tl.constexpr(2.0**-126)  # scale: the inverse of a smalle
 
 @triton.jit
 def _half(
-    h, at, inside, columns, first, HALF: tl.constexpr, flags, limit, alpha, beta, linear_beta, BLOCK: tl.constexpr,
-    INTERLEAVED: tl.constexpr
+    h, at, inside, columns, first, HALF: tl.constexpr, flags, limit, alpha, beta, linear_beta, BLOCK: tl.constexpr
 ):  # fmt: skip
     """act(gate) * up of eight of each 16 columns in [first, first + BLOCK), the first or the last: [rows, groups, 64].
 
@@ -32,7 +31,7 @@ def _half(
     ROWS: tl.constexpr = at.shape[0]
     of_row, there = at[:, None, None], inside[:, None, None]
     a = tl.arange(0, BLOCK // 16)[None, :, None]
-    if INTERLEAVED:
+    if (flags & _INTERLEAVED) != 0:
         both = 2 * (first + 16 * a + 8 * HALF) + tl.arange(0, 16)[None, None, :]
         pair = tl.load(h + of_row + both, mask=there & (both < 2 * columns), other=0.0)
         gate, up = tl.split(tl.reshape(pair, (ROWS, BLOCK // 16, 8, 2)))
@@ -55,17 +54,16 @@ def _bytes(value, factor, BLOCK: tl.constexpr):
 
 @triton.jit
 def _block(
-    h, codes, scale, row, inside, M, columns, first, flags, limit, alpha, beta, linear_beta, BLOCK: tl.constexpr,
-    INTERLEAVED: tl.constexpr
+    h, codes, scale, row, inside, M, columns, first, flags, limit, alpha, beta, linear_beta, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Writes columns [first, first + BLOCK) of these rows."""
     ROWS: tl.constexpr = row.shape[0]
     at = row * _row_of(flags, columns)
     left = _half(
-        h, at, inside, columns, first, 0, flags, limit, alpha, beta, linear_beta, BLOCK, INTERLEAVED
+        h, at, inside, columns, first, 0, flags, limit, alpha, beta, linear_beta, BLOCK
     )  # fmt: skip
     right = _half(
-        h, at, inside, columns, first, 1, flags, limit, alpha, beta, linear_beta, BLOCK, INTERLEAVED
+        h, at, inside, columns, first, 1, flags, limit, alpha, beta, linear_beta, BLOCK
     )  # fmt: skip
     factor = tl.maximum(tl.max(tl.abs(left), 2), tl.max(tl.abs(right), 2)) * (1.0 / _MOST)
     factor = tl.where(factor > 0, tl.maximum(factor, _LEAST), 1.0)
@@ -101,11 +99,6 @@ def activation_codes(
     row = tl.program_id(0).to(tl.int64) // blocks * ROWS + tl.arange(0, ROWS)
     first = tl.program_id(0) % blocks * BLOCK
     inside = row < _end_of(used, M, flags)
-    if (flags & _INTERLEAVED) != 0:
-        _block(
-            h, codes, scale, row, inside, M, columns, first, flags, limit, alpha, beta, linear_beta, BLOCK, True
-        )  # fmt: skip
-    else:
-        _block(
-            h, codes, scale, row, inside, M, columns, first, flags, limit, alpha, beta, linear_beta, BLOCK, False
-        )  # fmt: skip
+    _block(
+        h, codes, scale, row, inside, M, columns, first, flags, limit, alpha, beta, linear_beta, BLOCK
+    )  # fmt: skip
