@@ -52,7 +52,9 @@ def tiles_us(op: Op, dtype: DType, sizes: tuple[int, int, int, int], config: Con
     rows = M / active
     size = dtype.precision.x.bits / 8 if dtype.quantised else dtype.itemsize
     weight_size = dtype.precision.w.bits / 8 if dtype.quantised else size
-    tflops = {DType.FP32: chip.fp32_tflops, DType.TF32: chip.tf32_tflops}.get(dtype, chip.bf16_tflops)
+    tflops = chip.bf16_tflops
+    if dtype is DType.FP32 or dtype is DType.TF32:
+        tflops = chip.fp32_tflops if dtype is DType.FP32 else chip.tf32_tflops
     flops_per_us = _SUSTAINED * tflops * 1e6
     if op is Op.DW:
         tiles = E * math.ceil(N / config.block_n) * math.ceil(K / config.block_k)

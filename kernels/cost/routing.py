@@ -55,5 +55,6 @@ def expected_rows(E: int, M: int) -> ExpectedRows:
         active += experts * used
         for block in BLOCKS:
             load = M * share / block
-            tiles[block] += experts * max(used, load + 0.5 * min(1.0, load))
+            load += 0.5 if load >= 1.0 else 0.5 * load
+            tiles[block] += experts * (load if load > used else used)
     return ExpectedRows(active, M * classes[0][1], tiles)
