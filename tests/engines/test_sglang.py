@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import sglang_layer
 import torch
-from sglang_layer import lines, load
+from sglang_layer import lines, load, wanted
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -250,51 +250,3 @@ def layer_of(method: Any, how: Any, *, has_bias: bool = False) -> list[torch.Ten
         how, swiglu_limit=None, gemm1_clamp_limit=1e30 if how.gemm1_alpha and how.activation == "silu" else None
     )
     return [out, *(wanted(layer, one, x, weights, ids) for one in (how, unlimited))]
-
-
-def wanted(layer: Any, how: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Each token's experts, one by one, as SGLang's Triton runner has it."""
-    out = torch.zeros_like(x)
-    for t, s in torch.cartesian_prod(*map(torch.arange, ids.shape)).tolist():
-        e = int(ids[t, s])
-        if e < 0:
-            continue
-        first = how.apply_router_weight_on_input
-        h = layer.w13_weight[e] @ (x[t] * weights[t, s] if first else x[t])
-        if hasattr(layer, "w13_weight_bias"):
-            h = h + layer.w13_weight_bias[e]
-        a = activated(how, h)
-        y = layer.w2_weight[e] @ a
-        if hasattr(layer, "w2_weight_bias"):
-            y = y + layer.w2_weight_bias[e]
-        out[t] += y if first else y * weights[t, s]
-    return out * (how.routed_scaling_factor or 1.0)
-
-
-def activated(how: Any, h: torch.Tensor) -> torch.Tensor:
-    """The activation of h by the functions that SGLang's Triton runner calls, or by its own lines."""
-    from sglang.srt.layers.activation import SituAndMul
-    from sglang.srt.layers.moe.fused_moe_triton import fused_marlin_moe
-    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
-
-    alpha, limit, swiglu_limit = how.gemm1_alpha, how.gemm1_clamp_limit or None, how.swiglu_limit or None
-    if how.activation == "situ":
-        return SituAndMul(alpha or 4.0, limit).forward_native(h)
-    if not how.is_gated:
-        return torch.relu(h).square() if how.activation == "relu2" else getattr(torch.nn.functional, how.activation)(h)
-    if alpha:
-        halves = fused_moe.swiglu_no_interleaved_with_alpha_and_limit
-        a: torch.Tensor = (fused_moe.swiglu_gpt_oss_sigmoid_alpha if how.gate_up_interleaved else halves)(
-            h, alpha, limit
-        )
-        return a
-    if limit:
-        return fused_moe._swiglu_silu_clamp_mul(h, limit)
-    if swiglu_limit:
-        a = torch.empty(1, len(h) // 2)
-        fused_marlin_moe.swiglu_limit_func(a, h[None], swiglu_limit)
-        return a[0]
-    gate, up = h.chunk(2)
-    if how.activation == "gelu_tanh":
-        return torch.nn.functional.gelu(gate, approximate="tanh") * up
-    return getattr(torch.nn.functional, how.activation)(gate) * up

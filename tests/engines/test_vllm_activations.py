@@ -62,6 +62,34 @@ def test_scales_of_mxfp4_are_loaded_as_their_bytes(dtype: torch.dtype) -> None:
         assert torch.equal(there, codes)
 
 
+@pytest.mark.usefixtures("vllm_of_one_process")
+def test_experts_of_a_deepseek_v4_checkpoint_are_loaded_and_run() -> None:
+    """As its model's ``load_weights`` does: codes are int8 and scales e8m0, of each expert's w1, w3 and w2."""
+    from pretuned.runtime import ExpertWeights
+
+    flagship = FLAGSHIPS["DeepSeek-V4-Flash"]
+    layer = made(flagship, process=False)
+    given = [
+        ExpertWeights.quantize(torch.randn(*shape) * size, "mxfp4")
+        for shape, size in (((E, 256, 128), 1.0), ((E, 128, 128), 0.1))
+    ]
+    for which, one in zip(("w13", "w2"), given, strict=True):
+        tensors = {"weight": one.codes.view(torch.int8), "weight_scale": one.scale.view(torch.float8_e8m0fnu)}
+        for name, tensor in tensors.items():
+            parameter = getattr(layer.routed, f"{which}_{name}")
+            for e in range(E):
+                shards = (
+                    {"w2": tensor[e]} if which == "w2" else dict(zip(("w1", "w3"), tensor[e].chunk(2), strict=True))
+                )
+                for shard, half in shards.items():
+                    parameter.weight_loader(parameter, half, f"experts.{which}_{name}", shard_id=shard, expert_id=e)
+    layer.routed.quant_method.process_weights_after_loading(layer.routed)
+    w13, w2 = (one.dequantize().float() for one in given)
+    got = results(flagship, layer._replace(w13=w13, w2=w2))
+    assert error_of(got.out, got.twin) < 0.01
+    assert error_of(got.out, got.without) > 0.15
+
+
 # vLLM's name, a layer's settings, and vLLM's class with its arguments, or torch where vLLM has none.
 _ACTS: list[tuple[str, dict[str, float], str | Callable[[torch.Tensor], torch.Tensor], tuple[Any, ...]]] = [
     ("silu", {}, "SiluAndMul", ()),
