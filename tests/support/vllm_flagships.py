@@ -44,6 +44,7 @@ class Flagship(NamedTuple):
     without: tuple[str, tuple[Any, ...]] = ("SiluAndMul", ())
     quantised: str | None = None
     logged: str = ""
+    compressed: str | None = None  # by compressed-tensors, with tokens in bf16 or fp8
 
 
 def _deepseek(module: Any, config: Any, quant: Any, vllm_config: Any) -> Any:
@@ -107,6 +108,18 @@ _NEMOTRON = {
     "n_shared_experts": 1, "moe_shared_expert_intermediate_size": 128, "mlp_hidden_act": "relu2", "mlp_bias": False,
     "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5, "moe_latent_size": None,
 }  # fmt: skip
+_KIMI = Flagship(
+    ("vllm.models.kimi_k3.nvidia.model",),
+    {
+        "hidden_size": 192, "routed_expert_hidden_size": 128, "moe_intermediate_size": 128, "hidden_act": "situ",
+        "num_experts": E, "num_experts_per_token": TOP_K, "num_shared_experts": 1, "moe_renormalize": True,
+        "routed_scaling_factor": 2.5, "use_grouped_topk": True, "num_expert_group": 1, "topk_group": 1,
+        "moe_router_activation_func": "sigmoid", "latent_moe_use_norm": True, "rms_norm_eps": 1e-5,
+        "activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0, "topk_method": "noaux_tc",
+    },
+    _kimi, lambda config: ("SituAndMul", (config.activation_situ_beta, config.activation_situ_linear_beta)),
+    without=("SituAndMul", (4.0, None)), quantised="mxfp4", logged="mxfp4 situ(beta=4, linear_beta=25)",
+)  # fmt: skip
 FLAGSHIPS = {
     "DeepSeek-V4-Flash": Flagship(
         ("vllm.models.deepseek_v4.cpu.model", "vllm.models.deepseek_v4.nvidia.model", _MODELS + "deepseek_v4"),
@@ -117,18 +130,9 @@ FLAGSHIPS = {
         _DEEPSEEK | {"hidden_size": 192, "routed_scaling_factor": 2.5}, _deepseek, _clamped, quantised="mxfp4",
         logged="mxfp4 swiglu(limit=10)",
     ),
-    "Kimi-K3": Flagship(
-        ("vllm.models.kimi_k3.nvidia.model",),
-        {
-            "hidden_size": 192, "routed_expert_hidden_size": 128, "moe_intermediate_size": 128, "hidden_act": "situ",
-            "num_experts": E, "num_experts_per_token": TOP_K, "num_shared_experts": 1, "moe_renormalize": True,
-            "routed_scaling_factor": 2.5, "use_grouped_topk": True, "num_expert_group": 1, "topk_group": 1,
-            "moe_router_activation_func": "sigmoid", "latent_moe_use_norm": True, "rms_norm_eps": 1e-5,
-            "activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0, "topk_method": "noaux_tc",
-        },
-        _kimi, lambda config: ("SituAndMul", (config.activation_situ_beta, config.activation_situ_linear_beta)),
-        without=("SituAndMul", (4.0, None)), quantised="mxfp4", logged="mxfp4 situ(beta=4, linear_beta=25)",
-    ),
+    "Kimi-K3": _KIMI,
+    "Kimi-K3, compressed-tensors": _KIMI._replace(compressed="bf16"),
+    "Kimi-K3, compressed-tensors with fp8 tokens": _KIMI._replace(compressed="fp8"),
     "GLM-5.3-Flash": Flagship(
         ("vllm.models.glm5next.common.model",),
         _DEEPSEEK | {"scoring_func": "sigmoid", "n_group": 1, "topk_group": 1}, _glm, _clamped, quantised="fp8_block",
@@ -261,7 +265,19 @@ def quant_config(flagship: Flagship, module: Any) -> Any:
         return get_quantization_config("fp8").from_config(said)
     if "expert_dtype" in flagship.config:
         return get_quantization_config("deepseek_v4_fp8").from_config(said)
-    return get_quantization_config("mxfp4").from_config({"quant_method": "mxfp4"})
+    if flagship.compressed is None:
+        return get_quantization_config("mxfp4").from_config({"quant_method": "mxfp4"})
+    weights = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32,
+               "scale_dtype": "torch.uint8"}  # fmt: skip
+    tokens = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": tokens, "output_activations": None}
+    if flagship.compressed == "bf16":
+        group["input_activations"] = None
+    others = ["re:.*shared_experts.*", "re:.*routed_expert_.*", "re:.*gate$"]
+    return get_quantization_config("compressed-tensors").from_config(
+        {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "quantization_status": "compressed",
+         "config_groups": {"group_0": group}, "ignore": others}
+    )  # fmt: skip
 
 
 def made(flagship: Flagship, *, process: bool = True) -> Made:
@@ -301,7 +317,9 @@ def filled(routed: Any, which: str, quantised: str | None) -> torch.Tensor:
 
     parameters = {name.removeprefix(f"{which}_"): one.data for name, one in routed.named_parameters(recurse=False)
                   if name.startswith(f"{which}_")}  # fmt: skip
-    codes, scale = parameters["weight"], next((one for name, one in parameters.items() if "scale" in name), None)
+    codes = parameters.get("weight", parameters.get("weight_packed"))
+    scale = next((one for name, one in parameters.items() if "scale" in name), None)
+    assert codes is not None
     K = codes.shape[2] * (2 if quantised == "mxfp4" else 1)
     size = 12 * K**-0.5 if which == "w13" else K**-0.5
     w = torch.randn(*codes.shape[:2], K, dtype=torch.float32) * size
@@ -372,6 +390,7 @@ def main() -> None:
             absent, said["why"] = True, repr(error)
         if not absent:
             lines.lines.clear()
+            getattr(vllm.logger._print_info_once, "cache_clear", lambda: None)()  # a line is told again
             layer = made(flagship)
             got = results(flagship, layer)
             told = [one for one in lines.lines if "pretuned" in one and "is active" not in one]

@@ -100,6 +100,7 @@ _FORMATS: dict[str, Callable[[Any], Format | str]] = {
     "GptOssMxfp4MoEMethod": _mxfp4("weight"),
     "Mxfp4MoEMethod": _mxfp4("weight"),
     "CompressedTensorsW4A4Mxfp4MoEMethod": _mxfp4("weight_packed"),
+    "CompressedTensorsW4A8Mxfp4MoEMethod": _mxfp4("weight_packed"),  # tokens stay as they come
     "CompressedTensorsWNA16MoEMethod": _int4,
     "CompressedTensorsWNA16MarlinMoEMethod": _int4,
 }
