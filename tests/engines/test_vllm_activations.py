@@ -2,18 +2,66 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from vllm_engine import config, lines
-from vllm_flagships import FLAGSHIPS, E, error_of, function, made, results
+from safetensors.torch import load_file, save_file
+from tiny_models import save
+from vllm_engine import NEW_TOKENS, config, generate, lines, run
+from vllm_flagships import FLAGSHIPS, E, Made, error_of, function, made, results, twin
 
 pytestmark = pytest.mark.filterwarnings("default")
 _TOKENS = {"mxfp4": 0.01, "fp8_block": 0.08, None: 0.01}  # of fp8 blocks x is quantised, too
+
+
+def test_in_a_whole_engine_each_layer_has_its_own_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each call of a layer is what vLLM's functions make of the checkpoint's weights."""
+    from pretuned.integrations.vllm.experts import PretunedExperts
+
+    limits, calls, apply = [0.0, 10.0], [], PretunedExperts.apply
+
+    def kept(self: Any, output: torch.Tensor, hidden_states: torch.Tensor, **given: Any) -> None:
+        apply(self, output=output, hidden_states=hidden_states, **given)
+        calls.append((hidden_states.clone(), given["topk_weights"].clone(), given["topk_ids"].clone(), output.clone()))
+
+    path = save("EXAONE-MoE", tmp_path / "model")
+    tensors = load_file(path / "model.safetensors")
+    for name, one in tensors.items():
+        if ".experts." in name and not name.endswith("down_proj.weight"):
+            one.mul_(40)  # limits act
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    said = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(said | {"swiglu_limits": limits}))
+    monkeypatch.setattr(PretunedExperts, "apply", kept)
+    ignored = run(path, "0", generate)  # by vLLM's own layers on the CPU
+    with lines() as told:
+        _, said_with = run(path, "1", lambda llm: (calls.clear(), generate(llm)))
+    assert said_with.tokens != ignored.tokens
+    sizes = "pretuned: runs the MoE layers of E=8 H=64 I=32 k=2 fp32"
+    assert told == [f"{sizes} silu", f"{sizes} swiglu(limit=10)"]
+    assert len(calls) >= 2 * NEW_TOKENS
+    acts = [function("SiluAndMul", ()), function("SiluAndMulWithClamp", (limits[1],))]
+    for i, (x, weights, ids, out) in enumerate(calls):
+        layer = Made(None, None, *(checkpoint(tensors, i % 2, names) for names in (("gate", "up"), ("down",))))
+        mine, other = (
+            twin(layer, act, x, weights, ids, round_to=torch.float32) for act in (acts[i % 2], acts[i % 2 - 1])
+        )
+        torch.testing.assert_close(out, mine, rtol=1e-4, atol=1e-3)
+        assert error_of(out, other) > 0.1
+
+
+def checkpoint(tensors: dict[str, torch.Tensor], layer: int, names: tuple[str, ...]) -> torch.Tensor:
+    """The matrices of a layer's experts, one below another."""
+    where = f"model.layers.{layer}.mlp.experts"
+    return torch.stack(
+        [torch.cat([tensors[f"{where}.{e}.{name}_proj.weight"].float() for name in names]) for e in range(8)]
+    )
 
 
 @pytest.fixture(scope="module")

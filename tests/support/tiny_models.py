@@ -42,6 +42,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 
+LIMITED: dict[str, tuple[str, dict[str, Any]]] = {  # models with limits that transformers' classes do not have
+    "EXAONE-MoE": (
+        "exaone_moe",
+        {
+            "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2, "num_shared_experts": 1,
+            "mlp_layer_types": ["sparse", "sparse"], "layer_types": ["full_attention", "full_attention"],
+            "sliding_window": 512, "sliding_window_pattern": None,
+        },
+    ),
+}  # fmt: skip
+
 
 # Of vLLM: where the class of a model stands, by its name in config.json.
 VLLM_CLASSES = {
@@ -51,11 +62,12 @@ VLLM_CLASSES = {
     "GptOssForCausalLM": "gpt_oss",
     "Glm4MoeForCausalLM": "glm4_moe",
     "Llama4ForCausalLM": "llama4",
+    "ExaoneMoeForCausalLM": "exaone_moe",
 }
 
 
 def save(name: str, folder: Path, seed: int = 0, **sizes: int) -> Path:
-    """A model of ``MODELS`` in bfloat16, saved in ``folder``, with a tokenizer whose tokens are bytes.
+    """A model of ``MODELS`` or ``LIMITED`` in bfloat16, saved in ``folder``, with a tokenizer whose tokens are bytes.
 
     ``sizes`` are others than its own.
     """
@@ -63,7 +75,7 @@ def save(name: str, folder: Path, seed: int = 0, **sizes: int) -> Path:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    kind, own = MODELS[name]
+    kind, own = (MODELS | LIMITED)[name]
     config = AutoConfig.for_model(kind, **(_COMMON | own | sizes))
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

@@ -361,14 +361,15 @@ def results(flagship: Flagship, layer: Made) -> Result:
 
 
 def twin(
-    layer: Made, act: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
-) -> torch.Tensor:
+    layer: Made, act: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
+    round_to: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:  # fmt: skip
     """Each token's experts one by one, in float32 but for the rounding of h and a."""
     out = torch.zeros(len(x), layer.w2.shape[1])
     for t, s in torch.cartesian_prod(*map(torch.arange, ids.shape)).tolist():
         e = int(ids[t, s])
-        h = (layer.w13[e] @ x[t].float()).bfloat16().float()
-        out[t] += weights[t, s] * (layer.w2[e] @ act(h[None])[0].bfloat16().float())
+        h = (layer.w13[e] @ x[t].float()).to(round_to).float()
+        out[t] += weights[t, s] * (layer.w2[e] @ act(h[None])[0].to(round_to).float())
     return out
 
 
