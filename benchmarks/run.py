@@ -56,6 +56,8 @@ BENCHMARKS = (
     Benchmark("speed", "coded", "quantised weights, portable kernel, against torch", BUNDLES),
     Benchmark("speed", "wna16_forms", "other forms of the 4-bit kernel against today's",
               f"{GPU} of 9.0, forms that it compiled elsewhere"),
+    Benchmark("speed", "zero_points", "prepared int4 with zero points, tested and against int4 without",
+              f"{GPU} of 9.0, a bundle of candidates"),
     Benchmark("speed", "quantised_layer", "what quantising the activation in its own pass saves a layer", GPU),
     Benchmark("speed", "mantissas", "why fp16 is slower than bf16", f"{BUNDLES}: those of dtypes"),
     Benchmark("speed", "freed", "what freeing much memory does to later launches", GPU),

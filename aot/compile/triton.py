@@ -72,7 +72,8 @@ _CHANGE_CODE = (
     "TRITON_PREFER_TMEM_16x256_LAYOUT", "TRITON_SWAP_MIR",
 )  # fmt: skip
 # Codes and scales as the hardware has them: (Triton's type, CUtensorMapDataType, bits of an element, swizzle).
-_BLOCKS = {"w": ("i32", 2, 32, 0), "w_scale": ("u8", 0, 8, 0), "x_scale": ("fp32", 7, 32, 0)}
+_BLOCKS = {"w": ("i32", 2, 32, 0), "w_scale": ("u8", 0, 8, 0), "w_zero": ("u8", 0, 8, 0),
+           "x_scale": ("fp32", 7, 32, 0)}  # fmt: skip
 _CODES_OF_X = ("fp8e4nv", 0, 8, 128)
 # How a Gluon kernel's type of a descriptor names the layout of its box in shared memory.
 _SHARED = (

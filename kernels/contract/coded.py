@@ -44,6 +44,7 @@ def _absent(spec: Spec) -> tuple[str, ...]:
 
 def _constants(spec: Spec, _arch: Arch) -> Constants:
     c, scale = spec.config, _scale(spec)
+    whole = scale.zero_bits and not order_of(spec)  # beside prepared codes both are less 8: runtime/weights/order.py
     return {
         "BLOCK_M": c.block_m,
         "BLOCK_N": c.block_n,
@@ -52,7 +53,7 @@ def _constants(spec: Spec, _arch: Arch) -> Constants:
         "EXPERTS": MAX_EXPERTS,
         "INDEXED": bool(spec.fusion),
         "DX": spec.op is Op.DX,
-        "CODES": "uint4" if scale.zero_bits else spec.dtype.precision.w.name,
+        "CODES": "uint4" if whole else spec.dtype.precision.w.name,
         "SCALES": scale.name,
         "GROUP": scale.columns,
         "SCALE_ROWS": scale.rows,
@@ -65,7 +66,8 @@ def _constants(spec: Spec, _arch: Arch) -> Constants:
 def _pointees(spec: Spec) -> Mapping[str, str]:
     """What the pointers at codes and scales point at, in Triton's words."""
     scale = {"e8m0": "u8", "e4m3": "u8", "bf16": "bf16", "fp32": "fp32"}[_scale(spec).name]
-    return {"w": "*i32" if order_of(spec) else "*u8", "w_scale": f"*{scale}", "w_zero": "*u8", "w_outer": "*fp32"}
+    word, zero = ("*i32", "*i8") if order_of(spec) else ("*u8", "*u8")
+    return {"w": word, "w_scale": f"*{scale}", "w_zero": zero, "w_outer": "*fp32"}
 
 
 def _multiples(spec: Spec) -> Mapping[str, int]:

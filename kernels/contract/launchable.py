@@ -36,8 +36,8 @@ _WEIGHT = _NUMBERS | {
     ("stride_dy_m", "stride_x_m", "stride_dw_e", "stride_dw_row"), ("i64",)
 )  # fmt: skip
 _CODES = _NUMBERS | {
-    "x": ("desc2",), "w": ("desc2",), "w_scale": ("desc2",), "w_outer": ("ptr",), "y": ("ptr",), "stride_y_m": ("i64",),
-    "stride_outer_e": ("i64",), "low_x": ("desc2",), "low_w": ("desc3",), "R": ("i32",),
+    "x": ("desc2",), "w": ("desc2", "desc4"), "w_scale": ("desc2", "desc4"), "w_zero": ("desc4",), "w_outer": ("ptr",), "y": ("ptr",),
+    "stride_y_m": ("i64",), "stride_outer_e": ("i64",), "low_x": ("desc2",), "low_w": ("desc3",), "R": ("i32",),
 }  # fmt: skip
 _PLAIN_CODES = _NUMBERS | dict.fromkeys(
     ("x", "w", "w_scale", "w_zero", "w_outer", "y"), ("ptr",)
@@ -46,14 +46,14 @@ _SCALED = _NUMBERS | {
     "x": ("desc2",), "w": ("desc4",), "x_scale": ("desc2",), "w_scale": ("ptr",), "y": ("ptr",), "y_map": ("desc4",),
     "stride_y_m": ("i64",),
 }  # fmt: skip
-_ELEMENTS_OF_CODES = {"x": (9,), "w": (2,), "w_scale": (0,), "low_x": (9,), "low_w": (9,)}
+_ELEMENTS_OF_CODES = {"x": (9,), "w": (2,), "w_scale": (0,), "w_zero": (0,), "low_x": (9,), "low_w": (9,)}
 _ELEMENTS_OF_BOTH = {"x": (0,), "w": (2,), "x_scale": (7,), "y_map": (9,)}
 _ELEMENTS = {DType.BF16: (9,), DType.FP16: (6,), DType.FP32: (7,), DType.TF32: (7, 11)}  # CUtensorMapDataType
 _WARP = 32
 _BYTES = {0: 1, 2: 4, 6: 2, 7: 4, 9: 2, 11: 4}  # of an element, by CUtensorMapDataType
 _SPAN_BYTES = 128  # the widest that rows of a box are swizzled over: wider tiles take several boxes
 _SWIZZLES = {128: 3, 64: 2, 32: 1}  # CUtensorMapSwizzle by the bytes of a box's row
-_PLAIN = ("w", "w_scale", "x_scale")  # of codes: their rows are laid out for the hardware, and not swizzled
+_PLAIN = ("w", "w_scale", "w_zero", "x_scale")  # of codes: their rows are laid out for the hardware, and not swizzled
 _STORED = ("y_map", "dw")  # descriptors that results go through, in shared memory that others have left
 
 

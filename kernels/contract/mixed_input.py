@@ -1,12 +1,13 @@
-"""The entry of the kernel for codes of w and an x of bf16 on Hopper: ``rows_wna16``."""
+"""The entries of the kernels for codes of w and an x of bf16 on Hopper: ``rows_wna16``, and one for zero points."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Op
-from ..codes import BLOCK, CODES, WORD_ROW
+from ..codes import BLOCK, CODES, WORD_ROW, CodeLayout
 from ..hardware.arch import Arch, Feature
 from .config import Loads, Schedule, TileRows
 from .entry import Box, Constants, KernelEntry, Limits, Tiles
@@ -16,10 +17,23 @@ from .spec import MAX_EXPERTS, Spec, indexed
 _MOST_STEPS = (1 << 20) - 1  # the loading warp passes on a tile's steps in 20 bits
 
 
-DTYPES = frozenset(map(DType, CODES))
+_ZERO = "_zp"  # of a format with zero points: the name before it is that of the same codes and scales without
+ZERO_DTYPES = frozenset(one for one in DType if one.value.endswith(_ZERO))
+_OWN = frozenset(map(DType, CODES))
+DTYPES = _OWN | ZERO_DTYPES
 # dX's reduction is over w's rows, and sums can't be multiplied by scales of these.
-_TURNED = DTYPES - {DType.FP8_CHANNEL_A16}
+_TURNED = _OWN - {DType.FP8_CHANNEL_A16}
 SIZES = "N and K must be multiples of 64, of fp8_block of 128, and K of int4_g128 of 128"
+
+
+def code_layout(dtype: DType) -> CodeLayout:
+    """How prepared codes and scales of a format lie; zero points change nothing of it."""
+    return CODES[dtype.value.removesuffix(_ZERO)]
+
+
+def zero_bytes(dtype: DType) -> int:
+    """Bytes of a block's zero points: one for each scale of bf16, or none."""
+    return code_layout(dtype).scale_bytes // 2 if dtype in ZERO_DTYPES else 0
 
 
 def prepares(dtype: DType, N: int, K: int) -> bool:
@@ -29,8 +43,12 @@ def prepares(dtype: DType, N: int, K: int) -> bool:
     return N % rows == 0 and K % columns == 0
 
 
-def _tiles(rows: TileRows, m: tuple[int, ...], n: tuple[int, ...], k: tuple[int, ...]) -> Iterator[Tiles]:
-    limits, twice = Limits(MAX_EXPERTS, _MOST_STEPS), frozenset((DType.INT4_G128,))
+def _tiles(
+    dtypes: frozenset[DType], turned: frozenset[DType], rows: TileRows, m: tuple[int, ...], n: tuple[int, ...],
+    k: tuple[int, ...],
+) -> Iterator[Tiles]:  # fmt: skip
+    limits = Limits(MAX_EXPERTS, _MOST_STEPS)
+    twice = frozenset(one for one in dtypes if code_layout(one).blocks_per_scale == 2)
 
     def deep(sizes: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(size for size in sizes if size >= 2 * BLOCK)
@@ -44,20 +62,28 @@ def _tiles(rows: TileRows, m: tuple[int, ...], n: tuple[int, ...], k: tuple[int,
         return Tiles(limits, knobs, dtypes=dtypes, ops=frozenset((op,)), fusions=forms, zeroes=True)
 
     # Two blocks of w's columns have a scale: a stage, or a tile, has both.
-    yield of(Op.FORWARD, n, k, DTYPES - twice)
+    yield of(Op.FORWARD, n, k, dtypes - twice)
     yield of(Op.FORWARD, n, deep(k), twice)
-    yield of(Op.DX, n, k, _TURNED - twice)
+    yield of(Op.DX, n, k, turned - twice)
     yield of(Op.DX, deep(n), k, twice)
 
 
+def _every_tile(dtypes: frozenset[DType], turned: frozenset[DType]) -> tuple[Tiles, ...]:
+    return (
+        *_tiles(dtypes, turned, TileRows.FIXED, (16, 32, 64), (64, 128, 256), (128, 256, 512, 1024)),
+        *_tiles(dtypes, turned, TileRows.FITTED, (64, 128, 256), (128, 256), (64, 128, 256)),
+    )
+
+
 def _scaled(spec: Spec) -> tuple[str, ...]:
-    codes = CODES[spec.dtype.value]
-    return (("w_scale",) if codes.scale_bytes else ()) + (("w_outer",) if codes.outer else ())
+    codes = code_layout(spec.dtype)
+    found = (("w_scale",) if codes.scale_bytes else ()) + (("w_outer",) if codes.outer else ())
+    return (*found, *(("w_zero",) if spec.dtype in ZERO_DTYPES else ()))
 
 
 def _descriptors(spec: Spec) -> tuple[str, ...]:
     low = LOW_OPERANDS if Fusion.LOW_RANK in spec.fusion else ()
-    return ("x", "w", *(("w_scale",) if CODES[spec.dtype.value].scale_bytes else ()), *low)
+    return ("x", "w", *(name for name in _scaled(spec) if name != "w_outer"), *low)
 
 
 def _absent(spec: Spec) -> tuple[str, ...]:
@@ -66,12 +92,14 @@ def _absent(spec: Spec) -> tuple[str, ...]:
 
 
 def _boxes(spec: Spec) -> dict[str, Box]:
-    c, codes = spec.config, CODES[spec.dtype.value]
+    c, codes = spec.config, code_layout(spec.dtype)
     blocks = (c.block_n if spec.op is Op.DX else c.block_k) // BLOCK  # one after the other in memory
+    line = (1, 1) if spec.dtype in ZERO_DTYPES else ()  # of an expert
     return {
         "x": (min(c.block_m, BLOCK), BLOCK),
-        "w": (codes.words * blocks, WORD_ROW),
-        "w_scale": (blocks // codes.blocks_per_scale, codes.scale_bytes),
+        "w": (*line, codes.words * blocks, WORD_ROW),
+        "w_scale": (*line, blocks // codes.blocks_per_scale, codes.scale_bytes),
+        "w_zero": (*line, blocks // codes.blocks_per_scale, zero_bytes(spec.dtype)),
         "low_x": (min(c.block_m, BLOCK), BLOCK),
         "low_w": (1, BLOCK, BLOCK),
     }
@@ -86,7 +114,7 @@ def _constants(spec: Spec, _arch: Arch) -> Constants:
         "STAGES": c.num_stages,
         "GROUP_M": c.group_m,
         "EXPERTS": MAX_EXPERTS,
-        "FORMAT": spec.dtype.value,
+        "FORMAT": spec.dtype.value.removesuffix(_ZERO),
         "INDEXED": indexed(spec.fusion),
         "FITTED": c.rows is TileRows.FITTED,
         "REGISTERS": 216,
@@ -102,13 +130,10 @@ ROWS_WNA16 = KernelEntry(
     sha256="f011c0181edc9bfb5f28d7cf3d721bac3fbf1e01c97c54f77dc373aa3be73db5",
     launched_since=1,
     ops=frozenset((Op.FORWARD, Op.DX)),
-    dtypes=DTYPES,
+    dtypes=_OWN,
     fusions=UNGATHERED,
     needs=frozenset((Feature.WGMMA,)),
-    tiles=(
-        *_tiles(TileRows.FIXED, (16, 32, 64), (64, 128, 256), (128, 256, 512, 1024)),
-        *_tiles(TileRows.FITTED, (64, 128, 256), (128, 256), (64, 128, 256)),
-    ),
+    tiles=_every_tile(_OWN, _TURNED),
     pointers=("x", "w", "w_scale", "w_outer", "y", "m_sizes", "index", "row_weights", "bias", *LOW_OPERANDS, "counter"),
     strides=("stride_y_m", "stride_outer_e"),
     steps=("m_sizes_step", "index_step", "index_end", "x_divisor", "flags", "R"),
@@ -119,4 +144,19 @@ ROWS_WNA16 = KernelEntry(
     boxes=_boxes,
     constants=_constants,
     loading_warps=4,
+)
+
+ROWS_WNA16_ZERO = replace(
+    ROWS_WNA16,
+    name="rows_wna16_zero",
+    revision=1,
+    home="gemm.hopper.wna16_zero",
+    sha256="b8a2e2b58fdd92c97cd9297b8126c75ecd107f227f6236712977cc74d4667126",
+    launched_since=1,
+    dtypes=ZERO_DTYPES,
+    tiles=_every_tile(ZERO_DTYPES, ZERO_DTYPES),
+    pointers=("x", "w", "w_scale", "w_zero", "y", "m_sizes", "index", "row_weights", "bias", *LOW_OPERANDS, "counter"),
+    strides=("stride_y_m",),
+    ranks={"x": 2, "w": 4, "w_scale": 4, "w_zero": 4, "low_x": 2, "low_w": 3},
+    absent=without_low_rank,
 )

@@ -16,20 +16,21 @@ from .coded import CODED, W8A8
 from .config import Config, out_of_range
 from .entry import Box, Constants, Entry, KernelEntry, Limits, Tiles
 from .hopper import ROWS_FITTED, ROWS_SPECIALIZED, WEIGHT_SPECIALIZED
-from .mixed_input import ROWS_WNA16
+from .mixed_input import ROWS_WNA16, ROWS_WNA16_ZERO
 from .portable import ROWS, WEIGHT
 from .rowops import ROW_OPS, RowOpSpec
 from .spec import Spec, gemm_of
 
 KERNELS: tuple[KernelEntry, ...] = (
-    ROWS, WEIGHT, ROWS_SPECIALIZED, ROWS_FITTED, WEIGHT_SPECIALIZED, ROWS_WNA16, ROWS_W8A8, CODED, W8A8,
+    ROWS, WEIGHT, ROWS_SPECIALIZED, ROWS_FITTED, WEIGHT_SPECIALIZED, ROWS_WNA16, ROWS_WNA16_ZERO, ROWS_W8A8, CODED, W8A8,
 )  # fmt: skip
 ENTRIES: Mapping[str, Entry] = {one.name: one for one in (*KERNELS, *ROW_OPS)}
 
 
-def _kind(dtype: DType) -> tuple[bool, bool]:
-    """Which operands are of codes, w and x: kernels of two kinds may have one schedule."""
-    return dtype.quantised, dtype.quantises_x
+def _kind(dtype: DType) -> tuple[bool, bool, bool]:
+    """Which operands are of codes, w and x, and whether w has zero points: kernels of two kinds may have one schedule."""
+    scale = dtype.precision.w.scale
+    return dtype.quantised, dtype.quantises_x, scale is not None and bool(scale.zero_bits)
 
 
 _BY_FORM: Mapping[tuple[object, ...], KernelEntry] = {

@@ -11,8 +11,9 @@ import math
 from typing import NamedTuple
 
 from ...artifacts.records.problem import Op, Problem
-from ..codes import BLOCK, CODES, CodeLayout
+from ..codes import BLOCK, CodeLayout
 from ..contract.config import Config, TileRows
+from ..contract.mixed_input import ZERO_DTYPES, code_layout
 from ..contract.spec import gemm_of
 from ..hardware.chips import Chip
 from .profile import join
@@ -35,13 +36,14 @@ class MixedConstants(NamedTuple):
     nvfp4_ns: float
     eight_bits_ns: float
     turned_ns: float  # either, for dX
+    zero_ns: float  # what zero points add to either
     row_ns: float  # a block by one row of x
     l2_bytes_per_ns: float
     memory_share: float  # of the chip's bandwidth
     norm: float
 
 
-MIXED = MixedConstants(13165.0, 185.0, 55.8, 40.0, 63.0, 59.5, 98.0, 0.980, 143.4, 0.938, 4.51)
+MIXED = MixedConstants(13165.0, 185.0, 55.8, 40.0, 63.0, 59.5, 98.0, 10.0, 0.980, 143.4, 0.938, 4.51)
 
 
 def _code_ns(codes: CodeLayout, c: MixedConstants) -> float:
@@ -60,7 +62,8 @@ def mixed_input_us(problem: Problem, M: int, config: Config, chip: Chip, c: Mixe
         height = min(height, rows.tiles[_GRAIN] * _GRAIN / row_tiles)
     column_tiles, steps = -(-gemm.columns // config.block_n), -(-gemm.reduction // config.block_k)
     blocks = config.block_n // BLOCK * (config.block_k // BLOCK)
-    code_ns = c.turned_ns if problem.op is Op.DX else _code_ns(CODES[problem.dtype.value], c)
+    code_ns = c.turned_ns if problem.op is Op.DX else _code_ns(code_layout(problem.dtype), c)
+    code_ns += c.zero_ns if problem.dtype in ZERO_DTYPES else 0.0
     loaded = math.ceil(height / BLOCK) * BLOCK if config.block_m > BLOCK else config.block_m
     loaded_bytes = loaded * config.block_k * 2 + blocks * BLOCK * BLOCK * precision.w.bits / 8
     work_ns = blocks * (code_ns + c.row_ns * height)

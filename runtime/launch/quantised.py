@@ -162,7 +162,8 @@ def _of_codes_as_they_are(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Read
     x, m_sizes, fusion, (E, N, K), device = call.x, call.m_sizes, call.fusion, w.shape, call.x.get_device()
     size, layout = x.element_size(), Layout.NK if w.is_prepared else Layout.STORED
     lengths = (row_stride(x, x.shape[1]), row_stride(y, y.shape[1]), N, K)
-    pointers = (x.data_ptr(), y.data_ptr(), w.codes.data_ptr(), address_of(w.plain_scale))
+    zero = address_of(w.zero) if w.is_prepared else 0  # of the checkpoint's layout kernels read byte by byte
+    pointers = (x.data_ptr(), y.data_ptr(), w.codes.data_ptr(), address_of(w.plain_scale), zero)
     line = K * w.precision.w.bits // 8
     aligned = is_aligned(ALIGNMENT_BYTES, *pointers, line, *(length * size for length in lengths))
     step = index_step(call) if call.uses_index else 1
@@ -207,7 +208,7 @@ def _of_prepared(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready | None:
     (E, N, K), device = w.shape, x.get_device()
     fusion, size = call.fusion & ~Fusion.GATHER, x.element_size()
     lengths = (row_stride(x, K) * size, row_stride(y, N) * size, N * size, K * size)
-    pointers = (x.data_ptr(), y.data_ptr(), w.codes.data_ptr(), w.scale.data_ptr())
+    pointers = (x.data_ptr(), y.data_ptr(), w.codes.data_ptr(), w.scale.data_ptr(), address_of(w.zero))
     if not is_aligned(ALIGNMENT_BYTES, *pointers, *lengths):
         return None
     first = bool(call.gather_divisor)

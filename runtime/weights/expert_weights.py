@@ -20,6 +20,7 @@ _SCALE_DTYPES = {"fp32": (torch.float32,), "e8m0": (torch.uint8,), "e4m3": (torc
                  "bf16": (torch.bfloat16, torch.float16, torch.float32)}  # fmt: skip
 _GROUPS = (32, 64, 128)  # of int4
 _MOST_SCALES = "mxfp4's up to 2, int4's below 1,024: keep the checkpoint's layout"
+_ZEROS = "0 to 15: keep the checkpoint's layout"
 
 
 class ExpertWeights:
@@ -40,7 +41,8 @@ class ExpertWeights:
         One for each block of the format: [E, ceil(N/128), ceil(K/128)], [E, N] or [E, N, ceil(K/group)]. Beside
         prepared codes those of groups are [E, N/64, blocks of K, 64, groups of a block].
     zero
-        uint8 in scale's shape: what code stands for 0. None: 8 for int4; the others have none.
+        uint8 in scale's shape: what code stands for 0. None: 8 for int4; the others have none. Prepared, int8 in the
+        shape of prepared scales, less 8.
     global_scale
         [E] float32 of nvfp4, else None.
     derived
@@ -236,7 +238,7 @@ class ExpertWeights:
         what the first returned. ``restore`` gives the checkpoint's layout again.
 
         Weights that no kernel reads in another layout are returned as they are: N or K that are no multiples of 64 (of
-        128 where a scale is of so many), or a scale above 2 of mxfp4 or of 1,024 and more of int4.
+        128 where a scale is of so many), a scale above 2 of mxfp4 or of 1,024 and more of int4, or a zero point above 15.
 
         Raises
         ------
@@ -259,7 +261,8 @@ class ExpertWeights:
                 codes = _each(order.prepared, self.codes)
                 moves = order.prepared_scale is not None and order.moves(self.scale)
                 scale = _each(order.prepared_scale, self.scale) if moves else self.scale
-            made = ExpertWeights(self.format, codes, scale, self.zero, self.global_scale)
+                zero = None if self.zero is None else _each(order.prepared_zero, self.zero)
+            made = ExpertWeights(self.format, codes, scale, zero, self.global_scale)
             _ = made.kernel_scale  # made now: not in a graph capture
             released, self.__dict__ = self.__dict__, {"format": self.format, "_prepared": made}
             synchronize(codes)  # and calls that read the released tensors are over before their memory is used again
@@ -276,12 +279,14 @@ class ExpertWeights:
         order = _orders().get(self.format)
         if order is None or not self.can_be_prepared:
             return self
-        codes, scale = self.codes, self.scale
+        codes, scale, zero = self.codes, self.scale, self.zero
         with torch.inference_mode(codes.is_inference()), torch.no_grad():
             codes = rewrite(codes, order.prepared, order.stored)
             if order.prepared_scale is not None and order.stored_scale is not None and order.moves(scale):
                 scale = rewrite(scale, order.prepared_scale, order.stored_scale)
-        made = ExpertWeights(self.format, codes, scale, self.zero, self.global_scale)
+            if zero is not None and order.prepared_zero is not None and order.stored_zero is not None:
+                zero = rewrite(zero, order.prepared_zero, order.stored_zero)
+        made = ExpertWeights(self.format, codes, scale, zero, self.global_scale)
         _ = made.kernel_scale
         synchronize(codes)
         return made
@@ -292,13 +297,15 @@ class ExpertWeights:
 
         if not self.is_prepared:
             return self
-        order, codes, scale = _order_of(self), self.codes, self.scale
+        order, codes, scale, zero = _order_of(self), self.codes, self.scale, self.zero
         with torch.inference_mode(codes.is_inference()), torch.no_grad():
             codes = rewrite(codes, order.stored, order.prepared)
             if order.prepared_scale is not None and order.stored_scale is not None and _moved(order, scale):
                 scale = rewrite(scale, order.stored_scale, order.prepared_scale)
+            if zero is not None and order.prepared_zero is not None and order.stored_zero is not None:
+                zero = rewrite(zero, order.stored_zero, order.prepared_zero)
         synchronize(codes)
-        return ExpertWeights(self.format, codes, scale, self.zero, self.global_scale)
+        return ExpertWeights(self.format, codes, scale, zero, self.global_scale)
 
     def restore(self) -> ExpertWeights:
         """Return these weights in the checkpoint's layout, bit for bit: a copy of prepared ones, which stay usable."""
@@ -308,7 +315,8 @@ class ExpertWeights:
         with torch.inference_mode(False), torch.no_grad():
             codes = _each(order.stored, self.codes)
             scale = _each(order.stored_scale, self.scale) if _moved(order, self.scale) else self.scale
-        return ExpertWeights(self.format, codes, scale, self.zero, self.global_scale)
+            zero = None if self.zero is None else _each(order.stored_zero, self.zero)
+        return ExpertWeights(self.format, codes, scale, zero, self.global_scale)
 
     def copy_(self, other: ExpertWeights) -> ExpertWeights:
         """Write the numbers of ``other`` into these tensors, in the layout that they have. Returns these weights.
@@ -318,18 +326,20 @@ class ExpertWeights:
         Raises
         ------
         InputError
-            for another format or shape, scales of another dtype, and scales that prepared weights have no room for;
-            nothing was written then.
+            for another format or shape, scales of another dtype, and scales or zero points that prepared weights have
+            no room for; nothing was written then.
         """
         if not isinstance(other, ExpertWeights) or (other.format, other.shape) != (self.format, self.shape):
             raise bad("copy_'s argument", repr(other), f"{self.format} of shape {list(self.shape)}")
         order = _orders().get(self.format)
         if self.is_prepared and not other.is_prepared and order is not None and not order.room(other.scale):
             raise bad("scale", "too large for prepared codes", _MOST_SCALES)
+        _check_zeros(other, beside_prepared=self.is_prepared)
         if self.scale.dtype is not other.scale.dtype:
             raise bad("scale", f"{other.scale.dtype}", f"{self.scale.dtype}, as these weights have it")
         moves = {"codes": (order and order.prepared, order and order.stored),
-                 "scale": (order and order.prepared_scale, order and order.stored_scale)}  # fmt: skip
+                 "scale": (order and order.prepared_scale, order and order.stored_scale),
+                 "zero": (order and order.prepared_zero, order and order.stored_zero)}  # fmt: skip
         given = other.tensors()
         for name, mine in self.tensors().items():
             theirs = given[name]
@@ -488,12 +498,14 @@ class ExpertWeights:
         from .codes import Quantised, values
 
         codes, scale = self.codes[expert], self.scale[expert]
+        zero, outer = (None if one is None else one[expert] for one in (self.zero, self.global_scale))
         if self.is_prepared:
             order = _order_of(self)
             codes = order.stored(codes)
             if order.stored_scale is not None and _moved(order, self.scale):
                 scale = order.stored_scale(scale)
-        zero, outer = (None if one is None else one[expert] for one in (self.zero, self.global_scale))
+            if order.stored_zero is not None and zero is not None:
+                zero = order.stored_zero(zero)
         return values(self.format, Quantised(codes, scale, zero, outer))
 
     @property
@@ -592,13 +604,15 @@ def checked(weights: ExpertWeights) -> ExpertWeights:
     blocks: tuple[int, ...] = (E, N, -(-K // scale.columns)) if scale.columns else (E, N)
     if scale.rows > 1:
         blocks = (E, -(-N // scale.rows), -(-K // scale.columns))
-    at = blocks
-    if weights.is_prepared and _moved(_order_of(weights), weights.scale):
+    prepared = blocks
+    if weights.is_prepared and scale.rows == 1 and scale.columns:
         groups = max(1, 64 // scale.columns)
-        at = (E, N // 64, blocks[2] // groups, 64, groups)
-    fit("scale", weights.scale, at, codes)
+        prepared = (E, N // 64, blocks[2] // groups, 64, groups)
+    moved = weights.is_prepared and _moved(_order_of(weights), weights.scale)
+    fit("scale", weights.scale, prepared if moved else blocks, codes)
     if scale.zero_bits:
-        fit("zero", of_dtype("zero", weights.zero, (torch.uint8,)), blocks, codes)
+        dtype = torch.int8 if weights.is_prepared else torch.uint8
+        fit("zero", of_dtype("zero", weights.zero, (dtype,)), prepared, codes)
     if scale.outer is not None:
         fit("global_scale", of_dtype("global_scale", weights.global_scale, (torch.float32,)), (E,), codes)
     for name, one in weights.tensors().items():
@@ -611,8 +625,17 @@ def checked(weights: ExpertWeights) -> ExpertWeights:
     if weights.is_prepared and not weights.codes.is_meta:
         if not _order_of(weights).room(weights.scale):
             raise bad("scale", "too large for prepared codes", _MOST_SCALES)
+        _check_zeros(weights, beside_prepared=True)
         _ = weights.kernel_scale  # made now: not in a graph capture
     return weights
+
+
+def _check_zeros(weights: ExpertWeights, *, beside_prepared: bool) -> None:
+    """Raise InputError for zero points that kernels can't read beside prepared codes."""
+    from .order import zero_has_room
+
+    if beside_prepared and not zero_has_room(weights.zero):
+        raise bad("zero", "out of range for prepared codes", _ZEROS)
 
 
 def _check_prepared(weights: ExpertWeights) -> None:

@@ -11,6 +11,8 @@ each the 16 bytes (8 of codes of 4 bits) that one thread of a tensor core's oper
 
 with the codes of p = 0 in the low half of a word and those of p = 1 in the high one. Where in its half each code's bits
 lie says ``_PLACES``: most become bf16 by an instruction or two. Scales lie by the same blocks: [R, groups of 64 of K].
+Zero points lie as scales do, int8, less 8: a portable kernel reads codes of int4 less 8, too, and no checkpoint has
+zero points of this type.
 
 Order 2, of codes of 8 bits, is the same with a row's 16 bytes exchanged: those of c lie where c ^ R / 2 % 4 would. So a
 block is also an operand of the tensor core in shared memory as TMA's swizzle of 64 bytes would have laid it, for a
@@ -43,6 +45,8 @@ _PLACES: dict[str, _Places] = {
     "e4m3": (((0xFF, 8),), ((0xFF, 0),)),  # whole, as the tensor core reads them
 }
 _MOST_E8M0 = 128  # a larger scale, 4 or more, has no room in bf16 beside the 2^126 that codes are made too small by
+_ZERO = 8  # of int4 codes, where there are no zero points
+_MOST_ZERO = 15  # kernels read four bits
 _MOST_INT4 = 1024.0  # scales are made 2^117 of theirs in bf16: room to spare for what rounding to bf16 adds
 _E4M3_SHIFT = 120  # log2 of what e4m3 codes are made too small by
 PREPARED_DIMS = 6  # of codes [E, N/64, K/64, 64, 4, words]; of their scales one less
@@ -59,7 +63,8 @@ class CodeOrder(NamedTuple):
     ``prepared(codes)`` maps the codes of one expert to int32 [N/64, K/64, 64, 4, words], and ``stored(blocks)`` maps
     them back, bit for bit. ``prepared_scale`` and ``stored_scale`` do this with scales of ``scale_dtype``: [N, groups]
     to [N/64, blocks of K, 64, groups of a block]. ``derived(scale)`` makes the scales that kernels read, where scales
-    of the checkpoint's layout stay beside prepared codes.
+    of the checkpoint's layout stay beside prepared codes. ``prepared_zero`` and ``stored_zero`` map zero points of one
+    expert, uint8 [N, groups], to int8 [N/64, blocks of K, 64, groups of a block], less 8, and back.
     """
 
     number: int
@@ -71,6 +76,8 @@ class CodeOrder(NamedTuple):
     stored_scale: _Move | None = None
     scale_dtype: torch.dtype | None = None
     derived: _Move | None = None
+    prepared_zero: _Move | None = None
+    stored_zero: _Move | None = None
 
     def moves(self, scale: torch.Tensor) -> bool:
         """Whether scales of this dtype are moved with the codes."""
@@ -154,6 +161,28 @@ def _scale(group: int) -> tuple[_Move, _Move]:
     return prepared, stored
 
 
+def _zero(group: int) -> tuple[_Move, _Move]:
+    """``CodeOrder.prepared_zero`` and ``CodeOrder.stored_zero`` of groups of so many of K."""
+    move, back = _scale(group)
+
+    def prepared(zero: torch.Tensor) -> torch.Tensor:
+        return (move(zero).to(torch.int16) - _ZERO).to(torch.int8)
+
+    def stored(blocks: torch.Tensor) -> torch.Tensor:
+        return back((blocks.to(torch.int16) + _ZERO).to(torch.uint8))
+
+    return prepared, stored
+
+
+def zero_has_room(zero: torch.Tensor | None) -> bool:
+    """Whether kernels can read these zero points beside prepared codes: 0 to 15, or prepared ones of that."""
+    if zero is None or zero.is_meta:
+        return True
+    least, most = map(int, zero.aminmax())
+    less = _ZERO if zero.dtype is torch.int8 else 0
+    return least >= -less and most <= _MOST_ZERO - less
+
+
 def _raw(scale: torch.Tensor) -> torch.Tensor:
     """Scales of one byte as uint8: not every torch can move float8."""
     return scale.view(torch.uint8) if scale.element_size() == 1 else scale
@@ -206,7 +235,7 @@ def _order(format: str) -> CodeOrder:
     blocks, room = (max(BLOCK, scale.rows), max(BLOCK, scale.columns)), partial(_room, elements)
 
     def fits(weights: Quantised) -> bool:
-        return _whole(weights, *blocks) and room(weights.scale)
+        return _whole(weights, *blocks) and room(weights.scale) and zero_has_room(weights.zero)
 
     if elements.name == "e4m3":
         return CodeOrder(2, fits, room, *codes, derived=None if scale.rows == 1 else _of_blocks)
@@ -214,14 +243,15 @@ def _order(format: str) -> CodeOrder:
     if elements.name == "e2m1":
         dtype = torch.uint8 if scale.name == "e8m0" else torch.float8_e4m3fn
         return CodeOrder(1, fits, room, *codes, *scales, dtype)
-    return CodeOrder(1, fits, room, *codes, *scales, torch.bfloat16, _in_bf16(scales[0]))
+    zeros = _zero(scale.columns) if scale.zero_bits else (None, None)
+    return CodeOrder(1, fits, room, *codes, *scales, torch.bfloat16, _in_bf16(scales[0]), *zeros)
 
 
 # By format. One without an entry is read as the checkpoint has it.
 ORDERS: dict[str, CodeOrder] = {
     name: _order(name)
     for name in (
-        "mxfp4", "nvfp4", "int4_g32", "int4_g64", "int4_g128", "fp8_block", "fp8_block_a16", "fp8_channel",
-        "fp8_channel_a16",
+        "mxfp4", "nvfp4", "int4_g32", "int4_g64", "int4_g128", "int4_g32_zp", "int4_g64_zp", "int4_g128_zp",
+        "fp8_block", "fp8_block_a16", "fp8_channel", "fp8_channel_a16",
     )
 }  # fmt: skip

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
-from pretuned.kernels.codes import CODES
+from pretuned.kernels.contract.mixed_input import DTYPES
 from pretuned.runtime import ExpertWeights, grouped_gemm, moe_mlp
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.driver.device import local_gpu
@@ -32,6 +32,7 @@ SIZES = [(2 * I, H), (H, I)]  # N, K of both products
 ROWS = [1, 40, 700]
 MOST = 3e-3  # w and y are rounded to bf16
 FALLS = ["random", "one", "few"]
+FORMATS = sorted(one.value for one in DTYPES)
 
 Make = Callable[[str, int, int], ExpertWeights]
 
@@ -87,7 +88,7 @@ def off(found: torch.Tensor, want: torch.Tensor) -> float:
 @pytest.mark.parametrize("fall", FALLS)
 @pytest.mark.parametrize("M", ROWS)
 @pytest.mark.parametrize(("N", "K"), SIZES)
-@pytest.mark.parametrize("format", CODES)
+@pytest.mark.parametrize("format", FORMATS)
 def test_a_plain_product(make: Make, format: str, N: int, K: int, M: int, fall: str) -> None:
     w = make(format, N, K)
     dense, x, m_sizes = w.dequantize(torch.float32), activations(M, K), fallen(M, fall).cuda()
@@ -101,7 +102,7 @@ def test_a_plain_product(make: Make, format: str, N: int, K: int, M: int, fall: 
 
 @pytest.mark.parametrize("M", ROWS)
 @pytest.mark.parametrize(("N", "K"), SIZES)
-@pytest.mark.parametrize("format", CODES)
+@pytest.mark.parametrize("format", FORMATS)
 def test_rows_beyond_the_experts_are_zeroed(make: Make, format: str, N: int, K: int, M: int) -> None:
     w = make(format, N, K)
     dense, x, m_sizes = w.dequantize(torch.float32), activations(M + 37, K), fallen(M, "random").cuda()
@@ -112,7 +113,7 @@ def test_rows_beyond_the_experts_are_zeroed(make: Make, format: str, N: int, K: 
 
 @pytest.mark.parametrize("fall", FALLS)
 @pytest.mark.parametrize("M", ROWS)
-@pytest.mark.parametrize("format", CODES)
+@pytest.mark.parametrize("format", FORMATS)
 def test_rows_that_are_gathered(make: Make, format: str, M: int, fall: str) -> None:
     N, K = SIZES[0]
     w, top_k = make(format, N, K), 2 - M % 2
@@ -125,7 +126,7 @@ def test_rows_that_are_gathered(make: Make, format: str, M: int, fall: str) -> N
 
 @pytest.mark.parametrize("fall", FALLS)
 @pytest.mark.parametrize("M", ROWS)
-@pytest.mark.parametrize("format", CODES)
+@pytest.mark.parametrize("format", FORMATS)
 def test_rows_that_are_scattered_weighted_and_have_a_bias(make: Make, format: str, M: int, fall: str) -> None:
     N, K = SIZES[1]
     w, top_k = make(format, N, K), 2 - M % 2
@@ -158,7 +159,7 @@ def test_a_slot_that_no_row_goes_to_becomes_zero(make: Make) -> None:
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("T", [1, 20, 350])
-@pytest.mark.parametrize("format", CODES)
+@pytest.mark.parametrize("format", FORMATS)
 def test_a_layer_with_biases(make: Make, format: str, T: int, interleaved: bool) -> None:
     up, down = (make(format, N, K) for N, K in SIZES)
     generator = torch.Generator().manual_seed(T)
@@ -182,7 +183,7 @@ def test_a_layer_with_biases(make: Make, format: str, T: int, interleaved: bool)
     assert off(y.cpu(), call("cpu", *dense)) < 8e-3  # what is between the products is rounded to bf16 as well
 
 
-@pytest.mark.parametrize("format", CODES)
+@pytest.mark.parametrize("format", FORMATS)
 def test_a_graph_holds_a_product_and_a_layer(make: Make, format: str) -> None:
     up, down = (make(format, N, K) for N, K in SIZES)
     M = 40

@@ -60,6 +60,8 @@ SPECIALISED = [
     Spec(FORWARD, DType.FP8_BLOCK_A16, replace(OF_CODES, block_n=256, block_k=64), fusion=SCATTER),
     Spec(DX, DType.MXFP4, replace(OF_CODES, block_m=128, block_k=64), fusion=LOW),
     Spec(DX, DType.FP8_BLOCK_A16, OF_CODES, fusion=LOW),
+    Spec(FORWARD, DType.INT4_G128_ZP, OF_CODES, fusion=SCATTER),
+    Spec(DX, DType.INT4_G32_ZP, OF_CODES, fusion=LOW),
     Spec(FORWARD, DType.FP8_BLOCK, BY_BLOCKS),
 ]  # fmt: skip
 BY_NIGHT = [  # what goes together otherwise

@@ -52,8 +52,8 @@ def carried_out(text: str, given: dict[str, np.ndarray], results: int = 8) -> li
         if op == "mov.b32":
             held[to] = value(names[0]) | (value(names[-1]) << np.uint32(16)) if len(names) == 2 else value(names[0])
         elif op == "lop3.b32":
-            assert names[3] == "0xEA"
-            held[to] = (value(names[0]) & value(names[1])) | value(names[2])
+            last = {"0xEA": np.bitwise_or, "0x6A": np.bitwise_xor}[names[3]]
+            held[to] = last(value(names[0]) & value(names[1]), value(names[2]))
         elif op == "prmt.b32":
             held[to] = bytes_of(value(names[0]), value(names[1]), value(names[2]))
         elif op == "mad.lo.s32":

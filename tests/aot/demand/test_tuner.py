@@ -143,19 +143,20 @@ def test_a_later_kernel_revision_tunes_again(home: Path, tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("weights", "forms", "schedules"),
+    ("weights", "H", "forms", "schedules"),
     [
-        ("mxfp4", [[Fusion.NONE, Fusion.SCATTER]] * 2, {Schedule.MIXED_INPUT}),
-        ("int4_g128_zp", [[Fusion.NONE, Fusion.GATHER], [Fusion.NONE, Fusion.SCATTER]], {Schedule.TILE}),
-        ("fp8_block", [[Fusion.NONE, Fusion.SCATTER]] * 2, {Schedule.MIXED_INPUT}),  # few rows: x stays as it is
+        ("mxfp4", 256, [[Fusion.NONE, Fusion.SCATTER]] * 2, {Schedule.MIXED_INPUT}),
+        ("int4_g128_zp", 256, [[Fusion.NONE, Fusion.SCATTER]] * 2, {Schedule.MIXED_INPUT}),
+        ("mxfp4", 224, [[Fusion.NONE, Fusion.GATHER], [Fusion.NONE, Fusion.SCATTER]], {Schedule.TILE}),  # no blocks
+        ("fp8_block", 256, [[Fusion.NONE, Fusion.SCATTER]] * 2, {Schedule.MIXED_INPUT}),  # few rows: x stays as it is
     ],
 )
 def test_a_layer_of_quantised_weights(
-    home: Path, tmp_path: Path, weights: str, forms: list[list[Fusion]], schedules: set[Schedule]
+    home: Path, tmp_path: Path, weights: str, H: int, forms: list[list[Fusion]], schedules: set[Schedule]
 ) -> None:
     """Its forward, rows gathered on load where a kernel does so, and dX; they are frozen, so there is no dW."""
     asked = fakemeasure.on_demand(tmp_path / "log")
-    layer = key_for(ON_H200, 8, 256, 128, 2, "bf16", 64, weights)
+    layer = key_for(ON_H200, 8, H, 128, 2, "bf16", 64, weights)
     forward, dX, dW = asked.configs(layer, 0, force=False)
     for half, wanted in zip((forward.first, forward.second), forms, strict=True):
         assert [fusion for fusion, _ in half.configs] == wanted
@@ -167,8 +168,8 @@ def test_a_layer_of_quantised_weights(
         path.unlink()
     assert fakemeasure.on_demand(tmp_path / "log").configs(layer, 0, force=False) == (forward, dX, dW)  # the overlay
     assert len((tmp_path / "log").read_text().splitlines()) == 1
-    w = ExpertWeights.quantize(torch.randn(8, 256, 256), weights)
-    assert key_for(ON_H200, 8, 256, 128, 2, torch.bfloat16, 64, w) == layer
+    w = ExpertWeights.quantize(torch.randn(8, 256, H), weights)
+    assert key_for(ON_H200, 8, H, 128, 2, torch.bfloat16, 64, w) == layer
     assert key_for(ON_H200, 8, 256, 128, 2, "bf16", 64, "bf16") == key() != layer
 
 

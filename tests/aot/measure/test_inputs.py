@@ -63,7 +63,7 @@ def test_quantised_weights_are_prepared_finite_and_as_wide_as_others(dtype: DTyp
     assert w.kernel_dtypes == (dtype,) or dtype.quantises_x
     assert w.format == dtype.value or dtype.quantises_x
     zeros = dtype.value.endswith("_zp")
-    assert w.order == (0 if zeros else 2 if dtype.precision.w.bits == 8 else 1)
+    assert w.order == (2 if dtype.precision.w.bits == 8 else 1)
     assert (w.zero is not None) is zeros
     values = w.dequantize(torch.float32)
     assert bool(torch.isfinite(values).all())

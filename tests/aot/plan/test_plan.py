@@ -227,9 +227,8 @@ def test_of_quantised_weights_the_forward_and_dx_are_built_as_a_capability_reads
     assert plan([replace(shape, ops=(Op.DW,))]).problems == ()
     both = plan([replace(shape, layouts=(Layout.NK, Layout.KN))])
     assert Layout.KN not in {one.layout for one in both.problems}
-    ordered = Layout.STORED if dtype.value.endswith("_zp") else Layout.NK  # there is no order with zero points
-    assert {one.layout for one in planned_on(plan([shape]), [90]).problems} == {ordered}
-    assert len(planned_on(plan([shape]), [80, 90]).problems) == (8 if ordered is Layout.STORED else 16)
+    assert {one.layout for one in planned_on(plan([shape]), [90]).problems} == {Layout.NK}
+    assert len(planned_on(plan([shape]), [80, 90]).problems) == 16
 
 
 @pytest.mark.parametrize(
@@ -240,6 +239,7 @@ def test_of_quantised_weights_the_forward_and_dx_are_built_as_a_capability_reads
         (DType.NVFP4, 512, 96, {(192, 512)}),  # 96 columns are no whole blocks of K
         (DType.INT4_G64, 512, 192, {(384, 512), (512, 192)}),
         (DType.INT4_G128, 512, 192, {(384, 512)}),  # 192 are no whole groups of 128
+        (DType.INT4_G128_ZP, 512, 192, {(384, 512)}),
         (DType.FP8_BLOCK_A16, 512, 192, {(384, 512)}),
         (DType.FP8_BLOCK_A16, 512, 96, set()),
         (DType.FP8_CHANNEL_A16, 512, 96, {(192, 512)}),

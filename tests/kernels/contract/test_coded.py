@@ -65,7 +65,10 @@ def test_what_a_compiler_and_a_launcher_are_told() -> None:
         assert set(registry.required(replace(MXFP4, dtype=dtype))) <= kinds.keys()
     assert registry.pointees(MXFP4)["w"] == "*u8"
     assert registry.pointees(replace(MXFP4, op=Op.DX, layout=Layout.NK))["w"] == "*i32"
-    assert registry.constants(replace(MXFP4, dtype=DType.INT4_G64_ZP), 80)["CODES"] == "uint4"
+    zero = replace(MXFP4, dtype=DType.INT4_G64_ZP)
+    assert (registry.constants(zero, 80)["CODES"], registry.pointees(zero)["w_zero"]) == ("uint4", "*u8")
+    zero = replace(zero, op=Op.DX, layout=Layout.NK)  # both are less 8
+    assert (registry.constants(zero, 80)["CODES"], registry.pointees(zero)["w_zero"]) == ("int4", "*i8")
 
 
 def test_aligned_code_has_whole_lines_of_codes() -> None:

@@ -11,12 +11,24 @@ from pretuned.artifacts.records.problem import Fusion, Op
 from pretuned.kernels.codes import CODES
 from pretuned.kernels.contract import registry
 from pretuned.kernels.contract.config import Config, Edge, Loads, Schedule, TileRows
-from pretuned.kernels.contract.mixed_input import DTYPES, ROWS_WNA16, prepares
+from pretuned.kernels.contract.entry import KernelEntry
+from pretuned.kernels.contract.mixed_input import (
+    DTYPES,
+    ROWS_WNA16,
+    ROWS_WNA16_ZERO,
+    ZERO_DTYPES,
+    code_layout,
+    prepares,
+    zero_bytes,
+)
 from pretuned.kernels.contract.registry import refusal
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.search.space import candidates
 
-QUANTISED = [DType(name) for name in CODES]
+OWN = [DType(name) for name in CODES]  # of rows_wna16
+ZERO = [DType.INT4_G32_ZP, DType.INT4_G64_ZP, DType.INT4_G128_ZP]
+QUANTISED = OWN + ZERO
+TWICE = (DType.INT4_G128, DType.INT4_G128_ZP)  # a scale is of two blocks
 FEW = Config(16, 64, 1024, 8, 3, loads=Loads.TMA, schedule=Schedule.MIXED_INPUT)
 MANY = Config(128, 256, 128, 8, 3, loads=Loads.TMA, schedule=Schedule.MIXED_INPUT, rows=TileRows.FITTED)
 PLAIN = Config(128, 128, 64, 8, 6, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
@@ -26,8 +38,37 @@ def spec(dtype: DType, config: Config = FEW, op: Op = Op.FORWARD, fusion: Fusion
     return Spec(op, dtype, config, fusion=fusion)
 
 
-def test_the_entry_is_for_every_quantised_dtype() -> None:
-    assert set(QUANTISED) == DTYPES == ROWS_WNA16.dtypes
+def entry(dtype: DType) -> KernelEntry:
+    return ROWS_WNA16_ZERO if dtype in ZERO else ROWS_WNA16
+
+
+def test_each_entry_is_for_its_quantised_dtypes() -> None:
+    assert set(OWN) == ROWS_WNA16.dtypes
+    assert set(ZERO) == ROWS_WNA16_ZERO.dtypes == ZERO_DTYPES
+    assert set(QUANTISED) == DTYPES
+
+
+@pytest.mark.parametrize("dtype", ZERO)
+def test_zero_points_lie_beside_the_codes_and_scales_of_the_format_without(dtype: DType) -> None:
+    plain = DType(dtype.value.removesuffix("_zp"))
+    assert code_layout(dtype) is code_layout(plain) is CODES[plain.value]
+    assert (zero_bytes(dtype), zero_bytes(plain)) == (code_layout(dtype).scale_bytes // 2, 0)
+    for op in (Op.FORWARD, Op.DX):
+        with_zero, without = (candidates(op, one, 90) for one in (dtype, plain))
+        assert with_zero == without
+    one, other = spec(dtype), spec(plain)
+    assert registry.boxes(one) == {
+        name: box if name == "x" else (1, 1, *box) for name, box in registry.boxes(other).items()
+    } | {"w_zero": (1, 1, 16 // code_layout(dtype).blocks_per_scale, zero_bytes(dtype))}
+    assert registry.constants(one, 90) == {
+        name: value for name, value in registry.constants(other, 90).items() if name not in ("w_outer", "w_scale")
+    }
+    kinds = dict(registry.arguments(one))
+    assert {name: kinds[name] for name in ("w", "w_scale", "w_zero")} == dict.fromkeys(
+        ("w", "w_scale", "w_zero"), "desc4"
+    )
+    assert {"w_outer", "stride_outer_e"}.isdisjoint(kinds)
+    assert set(registry.required(one)) == set(registry.required(other)) | {"w_zero"}
 
 
 @pytest.mark.parametrize(
@@ -35,6 +76,7 @@ def test_the_entry_is_for_every_quantised_dtype() -> None:
     [
         (DType.MXFP4, 64, 64), (DType.NVFP4, 64, 64), (DType.INT4_G32, 64, 64), (DType.INT4_G64, 64, 64),
         (DType.INT4_G128, 64, 128), (DType.FP8_BLOCK_A16, 128, 128), (DType.FP8_CHANNEL_A16, 64, 64),
+        (DType.INT4_G32_ZP, 64, 64), (DType.INT4_G128_ZP, 64, 128),
     ],
 )  # fmt: skip
 def test_only_whole_blocks_are_prepared(dtype: DType, rows: int, columns: int) -> None:
@@ -51,7 +93,7 @@ def test_every_candidate_is_accepted_comes_back_and_is_this_kernel_s(dtype: DTyp
         for fusion in (Fusion.NONE, Fusion.SCATTER):
             one = spec(dtype, config, fusion=fusion)
             assert refusal(one, 90) is None
-            assert registry.entry_of(one) is ROWS_WNA16
+            assert registry.entry_of(one) is entry(dtype)
         assert Config.from_pairs(config.pairs()) == config
         assert registry.limits_of(Op.FORWARD, config).steps == 2**20 - 1
         assert registry.clears(Fusion.SCATTER, config)
@@ -89,11 +131,11 @@ def test_a_group_of_128_is_one_step_at_least() -> None:
     shallow = replace(MANY, block_k=64)
     for dtype in QUANTISED:
         told = refusal(spec(dtype, shallow), 90)
-        if dtype is DType.INT4_G128:
+        if dtype in TWICE:
             assert "block_k is 64, wanted 128 or 256" in str(told)
         else:
             assert told is None
-    assert shallow not in candidates(Op.FORWARD, DType.INT4_G128, 90)
+    assert all(shallow not in candidates(Op.FORWARD, one, 90) for one in TWICE)
 
 
 @pytest.mark.parametrize("dtype", QUANTISED)
@@ -128,12 +170,12 @@ def test_dx_turns_blocks_round(dtype: DType) -> None:
         found, of_forward = (registry.boxes(spec(dtype, config, op)) for op in (Op.DX, Op.FORWARD))
         wide = 2 if dtype is DType.FP8_BLOCK_A16 else 1
         assert found["x"] == of_forward["x"]
-        assert found["w"] == (2 * wide * config.block_n // 64, 256)
-        assert of_forward["w"] == (2 * wide * config.block_k // 64, 256)
+        assert found["w"][-2:] == (2 * wide * config.block_n // 64, 256)
+        assert of_forward["w"][-2:] == (2 * wide * config.block_k // 64, 256)
     narrow = str(refusal(spec(dtype, replace(FEW, block_k=512), Op.DX), 90))
     shallow = refusal(spec(dtype, replace(MANY, block_k=64), Op.DX), 90)
     assert shallow is None
-    assert ("block_n is 64, wanted 128 or 256" in narrow) is (dtype is DType.INT4_G128)
+    assert ("block_n is 64, wanted 128 or 256" in narrow) is (dtype in TWICE)
 
 
 @pytest.mark.parametrize("dtype", QUANTISED)
@@ -152,7 +194,7 @@ def test_code_that_adds_a_low_rank_part_has_its_operands(dtype: DType) -> None:
 @pytest.mark.parametrize("dtype", [one for one in DType if not one.quantised])
 def test_other_dtypes_have_no_such_config(dtype: DType) -> None:
     for config in (FEW, MANY):
-        assert f"its dtypes are {', '.join(sorted(one.value for one in QUANTISED))}" in str(
+        assert f"its dtypes are {', '.join(sorted(one.value for one in OWN))}" in str(
             refusal(spec(dtype, config), 90)
         )
 
@@ -164,18 +206,22 @@ def test_what_a_launcher_is_told(dtype: DType, fusion: Fusion) -> None:
     kinds, boxes = dict(registry.arguments(one)), registry.boxes(one)
     block_scales = dtype is not DType.FP8_CHANNEL_A16
     outer = dtype in (DType.NVFP4, DType.FP8_CHANNEL_A16)
-    assert kinds.get("w_scale") == ("desc2" if block_scales else None)
+    lines = "desc4" if dtype in ZERO else "desc2"
+    assert kinds.get("w_scale") == (lines if block_scales else None)
+    assert kinds.get("w_zero") == (lines if dtype in ZERO else None)
     assert kinds.get("w_outer") == ("ptr" if outer else None)
-    assert (kinds["x"], kinds["w"], kinds["y"], kinds["stride_outer_e"]) == ("desc2", "desc2", "ptr", "i64")
+    assert (kinds["x"], kinds["w"], kinds["y"]) == ("desc2", lines, "ptr")
+    assert kinds.get("stride_outer_e") == (None if dtype in ZERO else "i64")
     assert {name for name, kind in kinds.items() if kind.startswith("desc")} == set(boxes)
     assert set(registry.required(one)) <= set(kinds)
     assert registry.threads(one) == 32 * 12
     wide = 2 if dtype in (DType.FP8_BLOCK_A16, DType.FP8_CHANNEL_A16) else 1
     assert boxes["x"] == (16, 64)
-    assert boxes["w"] == (2 * 16 * wide, 256)
+    assert boxes["w"][-2:] == (2 * 16 * wide, 256)
     assert registry.boxes(spec(dtype, MANY))["x"] == (64, 64)
     constants = registry.constants(one, 90)
-    assert (constants["FORMAT"], constants["INDEXED"], constants["FITTED"]) == (dtype.value, bool(fusion), False)
+    format = dtype.value.removesuffix("_zp")
+    assert (constants["FORMAT"], constants["INDEXED"], constants["FITTED"]) == (format, bool(fusion), False)
     assert registry.constants(spec(dtype, MANY), 90)["FITTED"] is True
 
 
@@ -185,6 +231,7 @@ def test_boxes_of_scales_are_those_of_a_step() -> None:
     assert found == {
         DType.MXFP4: (16, 128), DType.NVFP4: (16, 256), DType.INT4_G32: (16, 256), DType.INT4_G64: (16, 128),
         DType.INT4_G128: (8, 128), DType.FP8_BLOCK_A16: (16, 16), DType.FP8_CHANNEL_A16: None,
+        DType.INT4_G32_ZP: (1, 1, 16, 256), DType.INT4_G64_ZP: (1, 1, 16, 128), DType.INT4_G128_ZP: (1, 1, 8, 128),
     }  # fmt: skip
     for dtype in QUANTISED:
         for config in candidates(Op.FORWARD, dtype, 90):

@@ -13,8 +13,8 @@ import pytest
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem
-from pretuned.kernels.codes import CODES
 from pretuned.kernels.contract.config import Config, Loads, Schedule, TileRows
+from pretuned.kernels.contract.mixed_input import DTYPES
 from pretuned.kernels.cost.mixed_input import mixed_input_us
 from pretuned.kernels.cost.model import Ranker, Resources, estimate_us
 from pretuned.kernels.hardware.arch import arch_of
@@ -24,7 +24,7 @@ from pretuned.kernels.search.space import candidates, shared_bytes_at_least
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "benchmarks/results"
 CHIP = chip_for(90)
-QUANTISED = [DType(name) for name in CODES]
+QUANTISED = sorted(DTYPES, key=lambda one: one.value)
 SIZES = [(32, 5760, 2880), (128, 1536, 2048), (256, 4096, 7168), (8, 28672, 4096)]
 
 
@@ -80,6 +80,18 @@ def test_fewer_bits_take_less_time_where_the_weights_are_what_is_read() -> None:
     four, eight = (Problem(Op.FORWARD, one, 128, 1536, 2048) for one in (DType.MXFP4, DType.FP8_CHANNEL_A16))
     least = [min(estimate_us(one, 128, each, CHIP) for each in pool(one.dtype)) for one in (four, eight)]
     assert least[0] < 0.8 * least[1]
+
+
+@pytest.mark.parametrize("op", [Op.FORWARD, Op.DX])
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_zero_points_take_a_little_more_time(group: int, op: Op) -> None:
+    for M in (8, 128, 1024, 8192, 65536):
+        plain, zero = (
+            min(estimate_us(Problem(op, DType(f"int4_g{group}{name}"), 128, 1536, 2048), M, one, CHIP) for one in
+                pool(DType(f"int4_g{group}")))
+            for name in ("", "_zp")
+        )  # fmt: skip
+        assert plain < zero < 1.1 * plain
 
 
 def test_what_does_not_fit_an_sm_takes_for_ever() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from pretuned.artifacts.records.precision import PLAIN_DTYPES, DType
 from pretuned.artifacts.records.problem import Layout, Op
-from pretuned.kernels.codes import CODES
+from pretuned.kernels.contract.mixed_input import DTYPES
 from pretuned.kernels.contract.config import Config, Loads, Schedule, TileRows
 from pretuned.kernels.contract.registry import refusal
 from pretuned.kernels.contract.spec import Spec
@@ -129,10 +129,10 @@ def test_quantised_weights_have_candidates_of_their_own_on_hopper_and_those_of_o
         everywhere = {one for one in listed if one.schedule is Schedule.TILE}
         assert bool(everywhere) is bool(fallbacks(op, dtype, sm)) is (op is not Op.DW)
         own = op is Op.FORWARD or (op is Op.DX and dtype is not DType.FP8_CHANNEL_A16)
-        assert (len(listed) > len(everywhere)) is (own and sm == 90 and dtype.value in CODES)
+        assert (len(listed) > len(everywhere)) is (own and sm == 90 and dtype in DTYPES)
         for config in everywhere:
             assert refusal(Spec(op, dtype, config, Layout.STORED), sm) is None
-    if dtype.value in CODES:
+    if dtype in DTYPES:
         configs = [one for one in candidates(Op.FORWARD, dtype, 90) if one.schedule is not Schedule.TILE]
         assert len(set(configs)) == len(configs) >= 6
         assert {(one.schedule, one.loads) for one in configs} == {(Schedule.MIXED_INPUT, Loads.TMA)}

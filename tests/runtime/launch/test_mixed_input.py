@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
 from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels.codes import CODES
+from pretuned.kernels.contract.mixed_input import ZERO_DTYPES, code_layout, zero_bytes
 from pretuned.kernels.contract.config import Config, Loads, Schedule, TileRows
 from pretuned.kernels.contract.launchable import unlaunchable
 from pretuned.kernels.contract.registry import arguments, boxes, entry_of
@@ -46,11 +48,13 @@ from pretuned.runtime.replay import layer_plan, plan, programs
 E, N, K, T, TOPK = 4, 256, 384, 40, 3
 FEW = Config(16, 64, 128, 8, 3, loads=Loads.TMA, schedule=Schedule.MIXED_INPUT)
 MANY = Config(128, 256, 128, 8, 3, loads=Loads.TMA, schedule=Schedule.MIXED_INPUT, rows=TileRows.FITTED)
-QUANTISED = [DType(name) for name in CODES]
+ZERO = sorted(ZERO_DTYPES, key=lambda one: one.value)
+QUANTISED = [*map(DType, CODES), *ZERO]
 _ELEMENTS = {
     "x": (9, 3),
     "w": (2, 0),
     "w_scale": (0, 0),
+    "w_zero": (0, 0),
     "low_x": (9, 3),
     "low_w": (9, 3),
 }  # CUtensorMapDataType and swizzle
@@ -126,12 +130,13 @@ def test_the_records_here_are_ones_that_could_be_launched() -> None:
 @pytest.mark.parametrize("config", [FEW, MANY])
 @pytest.mark.parametrize("dtype", QUANTISED)
 def test_the_words_of_a_launch(driver: Driver, dtype: DType, config: Config) -> None:
-    variant, codes, M = record(dtype, config=config), CODES[dtype.value], 300
+    variant, codes, M = record(dtype, config=config), code_layout(dtype), 300
     driver.running.append(variant)
     launcher = mixed_input_launcher(
         loaded(variant), N=N, K=K, E=E, m_sizes_step=2, fused=gemm.PLAIN
     )  # fmt: skip
-    words = {"x": 4096, "w": 8192, "w_scale": 12288, "w_outer": 16384, "stride_x_m": K + 8, "stride_y_m": N + 16}
+    words = {"x": 4096, "w": 8192, "w_scale": 12288, "w_zero": 14336, "w_outer": 16384, "stride_x_m": K + 8,
+             "stride_y_m": N + 16}  # fmt: skip
     launcher(20480, 24576, 0, M=M, **words)
     launcher(20480, 24576, 0, M=M, **words)
     blocks = E * (N // 64) * (K // 64)
@@ -142,6 +147,12 @@ def test_the_words_of_a_launch(driver: Driver, dtype: DType, config: Config) -> 
     if codes.scale_bytes:
         count = blocks // codes.blocks_per_scale
         wanted.append(Encoded("w_scale", 12288, (count, codes.scale_bytes), (codes.scale_bytes,)))
+    if dtype in ZERO:  # by experts and their lines of blocks
+        for i, (name, address, part) in enumerate((("w", 8192, 256), ("w_scale", 12288, codes.scale_bytes),
+                                                   ("w_zero", 14336, zero_bytes(dtype)))):  # fmt: skip
+            each = K // 64 * codes.words if name == "w" else K // 64 // codes.blocks_per_scale
+            sizes = (E, N // 64, each, part)
+            wanted[i + 1 :] = [Encoded(name, address, sizes, (N // 64 * each * part, each * part, part))]
     assert driver.encoded == wanted  # once: the second launch knows them
     (programs, read), again = driver.launched
     assert again == (programs, read)
@@ -149,9 +160,13 @@ def test_the_words_of_a_launch(driver: Driver, dtype: DType, config: Config) -> 
     active = E
     assert programs == min(SMS, ((M - active) // config.block_m + active) * tiles_n)
     for name, value in {"M": M, "N": N, "K": K, "E": E, "y": 20480, "m_sizes": 24576, "m_sizes_step": 2,
-                        "stride_y_m": N + 16, "stride_outer_e": N if codes.scales == "none" else 1, "index": 0,
+                        "stride_y_m": N + 16, "index": 0,
                         "row_weights": 0, "bias": 0, "index_end": 0, "flags": 0, "counter": 4096}.items():  # fmt: skip
         assert read[name] == value, name
+    stride = None if dtype in ZERO else N if codes.scales == "none" else 1
+    assert read.get("stride_outer_e") == stride
+    assert ("w_zero" in read) is (dtype in ZERO)
+    assert dtype not in ZERO or bytes(read["w_zero"]).startswith(b"w_zero (14336")  # type: ignore[arg-type]
     assert read.get("w_outer") == (16384 if codes.outer else None)
     assert bytes(read["x"]).startswith(b"x (4096")  # type: ignore[arg-type]
     assert bytes(read["w"]).startswith(b"w (8192")  # type: ignore[arg-type]
@@ -188,13 +203,15 @@ def test_blocks_of_codes_are_those_that_prepared_tensors_have(driver: Driver) ->
         driver.running.append(variant)
         driver.encoded.clear()
         launcher = mixed_input_launcher(loaded(variant), N=N, K=K, E=E, m_sizes_step=1, fused=gemm.PLAIN)
-        launcher.pack(x=16, w=32, w_scale=48, w_outer=64, stride_x_m=K, stride_y_m=N, M=8)
+        launcher.pack(x=16, w=32, w_scale=48, w_zero=56, w_outer=64, stride_x_m=K, stride_y_m=N, M=8)
         sizes = {one.argument: one.sizes for one in driver.encoded}
-        assert sizes["w"][0] * sizes["w"][1] * 4 == w.codes.nbytes
+        assert math.prod(sizes["w"]) * 4 == w.codes.nbytes
         scale = w.kernel_scale
         assert (scale is None) is ("w_scale" not in sizes)
         if scale is not None:
-            assert sizes["w_scale"][0] * sizes["w_scale"][1] == scale.nbytes
+            assert math.prod(sizes["w_scale"]) == scale.nbytes
+        assert ("w_zero" in sizes) is (w.zero is not None)
+        assert w.zero is None or math.prod(sizes["w_zero"]) == w.zero.nbytes
 
 
 def test_as_many_programs_as_tiles_or_as_fit(driver: Driver) -> None:
@@ -265,7 +282,7 @@ def use(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Use:
 @pytest.mark.parametrize("dtype", QUANTISED)
 def test_a_plain_call(driver: Driver, use: Use, dtype: DType) -> None:
     use(dtype)
-    w, codes = ExpertWeights.quantize(torch.randn(E, N, K), dtype.value).prepare(), CODES[dtype.value]
+    w, codes = ExpertWeights.quantize(torch.randn(E, N, K), dtype.value).prepare(), code_layout(dtype)
     x, m_sizes = torch.randn(T, K).bfloat16(), torch.tensor([10, 0, 30, 0], dtype=torch.int32)
     y = grouped_gemm(x, w, m_sizes)
     ((_, read),) = driver.launched
@@ -274,11 +291,13 @@ def test_a_plain_call(driver: Driver, use: Use, dtype: DType) -> None:
     assert addresses["x"] == x.data_ptr()
     assert addresses["w"] == w.codes.data_ptr()
     assert addresses.get("w_scale") == (None if scale is None else scale.data_ptr())
+    assert addresses.get("w_zero") == (None if w.zero is None else w.zero.data_ptr())
+    assert (w.zero is not None) is (dtype in ZERO)
     assert read.get("w_outer") == (outer.data_ptr() if outer is not None else None)
     assert (outer is not None) is codes.outer
     assert (read["y"], read["m_sizes"]) == (y.data_ptr(), m_sizes.data_ptr())
     assert (read["M"], read["N"], read["K"], read["E"]) == (T, N, K, E)
-    assert read["stride_outer_e"] == (N if dtype is DType.FP8_CHANNEL_A16 else 1)
+    assert read.get("stride_outer_e", 1) == (N if dtype is DType.FP8_CHANNEL_A16 else 1)
     assert (read["flags"], read["index"], read["m_sizes_step"]) == (0, 0, 1)
     grouped_gemm(x, w, m_sizes)
     assert len(driver.running) == 1  # a call like an earlier one chooses nothing
@@ -366,7 +385,7 @@ def test_weights_that_do_not_fit_and_other_calls_stay_torch_s(driver: Driver, us
     for w, x in (
         (large, torch.randn(T, K).bfloat16()),
         (ExpertWeights.quantize(torch.randn(E, N, K), "mxfp4").prepare(), torch.randn(T, K).half()),
-        (ExpertWeights.quantize(torch.randn(E, N, K), "int4_g32_zp"), torch.randn(T, K).bfloat16()),
+        (ExpertWeights.quantize(torch.randn(E, N, K), "int4_g32_zp").prepare(), torch.randn(T, K).bfloat16()),
     ):
         y = grouped_gemm(x, w, m_sizes)
         assert not driver.launched

@@ -164,12 +164,14 @@ def test_weights_prepared_for_another_gpu_stay_and_torch_multiplies(gpu: Gpu80) 
     assert [one.layout for one in gpu.asked] == [Layout.STORED]
 
 
-def test_dx_reads_prepared_codes(gpu: Gpu80) -> None:
-    w = weights("mxfp4").prepare()
+@pytest.mark.parametrize("format", ["mxfp4", "int4_g32_zp"])
+def test_dx_reads_prepared_codes(gpu: Gpu80, format: str) -> None:
+    w = weights(format).prepare()
     grouped_gemm_dX(torch.randn(T, N).bfloat16(), w, counts())
     assert [(one.op, one.layout) for one in gpu.asked] == [(Op.DX, Layout.NK)]
     ((_, read),) = gpu.launched
     assert (read["w"], read["w_scale"]) == (w.codes.data_ptr(), w.plain_scale.data_ptr())  # type: ignore[union-attr]
+    assert read.get("w_zero") == (None if w.zero is None else w.zero.data_ptr())
 
 
 @pytest.mark.parametrize("adapter", [False, True])
@@ -189,7 +191,7 @@ def test_an_operator_leaves_codes_as_they_are(gpu: Gpu80, monkeypatch: pytest.Mo
     assert Layout.STORED in {one.layout for one in gpu.asked if one.dtype is DType.MXFP4}
 
 
-@pytest.mark.parametrize("format", [one for one in FORMATS if not one.endswith("_zp")])
+@pytest.mark.parametrize("format", FORMATS)
 def test_no_call_changes_weights_and_a_line_says_that_prepared_ones_are_faster(
     gpu: Gpu80, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, format: str
 ) -> None:
@@ -262,8 +264,6 @@ def test_too_much_for_one_launch_is_refused(gpu: Gpu80) -> None:
 def test_codes_of_w_are_proven_in_the_order_and_of_the_sizes_that_their_code_is_for(
     op: Op, layout: Layout, alignment: int, dtype: DType
 ) -> None:
-    if layout is Layout.NK and dtype is DType.INT4_G64_ZP:
-        pytest.skip("there is no order with zero points")
     problem = Problem(op, dtype, E, N, K, layout)
     place = TrialPlace(torch.device("cpu"), 0, lambda: None)
     on = proof._operands(record(problem, alignment), place)

@@ -31,13 +31,65 @@ def w() -> ExpertWeights:
     return made("mxfp4")
 
 
-def test_a_format_without_a_prepared_layout_is_left_as_it_is() -> None:
-    w = ExpertWeights.quantize(torch.randn(1, 64, 128), "int4_g32_zp")
-    before = w.codes.clone()
-    assert w.prepare() is w
+def test_a_zero_point_that_has_no_room_leaves_all_as_they_are() -> None:
+    """Kernels read four bits of it."""
+    w = made("int4_g32_zp")
+    assert w.zero is not None
+    assert (int(w.zero.min()), int(w.zero.max())) == (0, 15)
+    w.zero[1, 3, 2] = 16
+    before = bits_of(w)
+    assert not w.can_be_prepared
+    assert w.prepare() is w.prepare_in_place() is w
     assert w.order == 0
-    assert torch.equal(w.codes, before)
+    assert all(same(w, before))
     assert w.restore() is w
+    w.zero[1, 3, 2] = 15
+    assert w.prepare().order == 1
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_zero_points_lie_as_scales_do_less_8(group: int) -> None:
+    w = made(f"int4_g{group}_zp")
+    assert w.zero is not None
+    plain = w.zero.clone()
+    w = w.prepare()
+    assert w.zero is not None
+    assert w.zero.dtype is torch.int8
+    assert w.zero.shape == w.scale.shape
+    groups = max(1, BLOCK // group)
+    for n, k in itertools.product((0, 70, 191), (0, 1, plain.shape[2] - 1)):
+        assert w.zero[1, n // BLOCK, k // groups, n % BLOCK, k % groups] == int(plain[1, n, k]) - 8
+
+
+def test_zero_points_of_another_layout_than_the_codes_are_refused() -> None:
+    w, other = made("int4_g32_zp"), made("int4_g32_zp")
+    plain = other.zero
+    w = w.prepare()
+    with pytest.raises(InputError, match=r"zero is torch.uint8 of shape .*, wanted torch.int8"):
+        ExpertWeights.from_state_dict("int4_g32_zp", w.state_dict() | {"zero": plain})
+    with pytest.raises(InputError, match=r"zero is of shape .* wanted \[2, 3, 4, 64, 2\]"):
+        ExpertWeights.from_state_dict("int4_g32_zp", w.state_dict() | {"zero": plain.to(torch.int8)})
+    with pytest.raises(InputError, match=r"zero is torch.int8 of shape .*, wanted torch.uint8"):
+        ExpertWeights.from_state_dict("int4_g32_zp", other.state_dict() | {"zero": w.zero})
+    with pytest.raises(InputError, match="zero is out of range for prepared codes, wanted 0 to 15"):
+        ExpertWeights.from_state_dict("int4_g32_zp", w.state_dict() | {"zero": w.zero + 1})
+    assert torch.equal(
+        ExpertWeights.from_state_dict("int4_g32_zp", w.state_dict()).dequantize(), other.dequantize()
+    )  # fmt: skip
+
+
+def test_copy_writes_no_zero_point_that_has_no_room() -> None:
+    w, other = made("int4_g64_zp").prepare(), made("int4_g64_zp")
+    values = w.dequantize(torch.float32)
+    assert other.zero is not None
+    other.codes.copy_(other.codes.flip(0))
+    other.zero[0, 0, 0] = 16
+    with pytest.raises(InputError, match="zero is out of range for prepared codes, wanted 0 to 15"):
+        w.copy_(other)
+    assert torch.equal(w.dequantize(torch.float32), values)
+    plain = made("int4_g64_zp")
+    plain.copy_(other)  # the checkpoint's layout has room
+    assert torch.equal(plain.dequantize(torch.float32), other.dequantize(torch.float32))
 
 
 def test_prepare_changes_nothing_that_it_was_given(w: ExpertWeights) -> None:
@@ -132,7 +184,7 @@ def test_another_layout_than_this_version_knows_is_refused(w: ExpertWeights, cod
         ExpertWeights.from_state_dict("mxfp4", made("mxfp4").state_dict() | {"order": torch.tensor(1)})
 
 
-@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4_g128", "fp8_block", "fp8_channel"])
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4_g128", "int4_g32_zp", "fp8_block", "fp8_channel"])
 def test_prepared_in_place_and_back(format: str) -> None:
     w = made(format)
     if format == "fp8_block":
@@ -200,11 +252,15 @@ def test_scales_that_are_written_to_are_read_anew(format: str, prepared: bool, d
 
 @pytest.mark.parametrize("to", [False, True])
 @pytest.mark.parametrize("of", [False, True])
-@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4_g32", "int4_g128", "fp8_block", "fp8_channel"])
+@pytest.mark.parametrize(
+    "format", ["mxfp4", "nvfp4", "int4_g32", "int4_g128", "int4_g32_zp", "int4_g128_zp", "fp8_block", "fp8_channel"]
+)
 def test_copy_has_the_other_s_numbers_where_these_are(format: str, of: bool, to: bool) -> None:
     w, other = made(format, N=256), made(format, N=256)
     other.codes.view(torch.uint8).copy_(other.codes.view(torch.uint8).flip(0))
     other.scale.view(torch.uint8).copy_(other.scale.view(torch.uint8).flip(0))
+    if other.zero is not None:
+        other.zero.copy_(other.zero.flip(0))
     values = other.dequantize(torch.float32)
     w, other = w.prepare() if to else w, other.prepare() if of else other
     assert not torch.equal(w.dequantize(torch.float32), values)
@@ -255,7 +311,8 @@ def made(format: str, E: int = 2, N: int = 192, K: int = 256, dtype: torch.dtype
     if format == "nvfp4":
         outer = torch.rand(E, generator=g) + 0.1
         return ExpertWeights.nvfp4(bits, drawn(0, 127, *groups).view(torch.float8_e4m3fn), outer)
-    return ExpertWeights.int4(bits, (torch.rand(groups, generator=g) + 0.1).to(dtype))
+    zero = drawn(0, 16, *groups) if scale.zero_bits else None
+    return ExpertWeights.int4(bits, (torch.rand(groups, generator=g) + 0.1).to(dtype), zero)
 
 
 def bits_of(w: ExpertWeights) -> list[torch.Tensor]:
@@ -354,9 +411,10 @@ def test_a_scale_of_a_state_in_order_that_has_no_room_is_refused(format: str, la
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("zero", ["", "_zp"])
 @pytest.mark.parametrize("group", [32, 64, 128])
-def test_kernels_read_int4_s_scales_in_bf16_by_blocks(group: int, dtype: torch.dtype) -> None:
-    w = made(f"int4_g{group}", dtype=dtype)
+def test_kernels_read_int4_s_scales_in_bf16_by_blocks(group: int, zero: str, dtype: torch.dtype) -> None:
+    w = made(f"int4_g{group}{zero}", dtype=dtype)
     plain = w.scale.clone()
     w = w.prepare()
     found = w.kernel_scale
@@ -503,10 +561,9 @@ def place_of(register: int, words: int) -> tuple[int, int]:
 
 
 def test_all_formats_with_code_have_an_order() -> None:
-    formats = {name for name, one in PRECISIONS.items() if one.quantised and not name.endswith("_zp")}
-    assert set(ORDERS) == formats
+    assert set(ORDERS) == {name for name, one in PRECISIONS.items() if one.quantised}
     assert {dtype for one in map(made, ORDERS) for dtype in one.kernel_dtypes} == {
-        one for one in DType if one.quantised and not one.value.endswith("_zp")
+        one for one in DType if one.quantised
     }
 
 

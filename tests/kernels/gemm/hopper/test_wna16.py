@@ -32,6 +32,8 @@ SPECS = [
     Spec(Op.FORWARD, DType.NVFP4, FEW),
     Spec(Op.FORWARD, DType.MXFP4, FITTED, fusion=Fusion.SCATTER),
     Spec(Op.FORWARD, DType.FP8_CHANNEL_A16, BYTES),
+    Spec(Op.FORWARD, DType.INT4_G128_ZP, FITTED, fusion=Fusion.SCATTER),
+    Spec(Op.DX, DType.INT4_G32_ZP, TURNED),
 ]
 
 
@@ -61,5 +63,5 @@ def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch, spec: Spec) -> None:
     assert unlaunchable(variant) is None
     assert variant.shared_bytes >= shared_bytes_at_least(spec.op, spec.dtype, config, 90)
     maps = {one.argument: (one.element, one.box, one.swizzle) for one in variant.tensor_maps}
-    told = {"x": (9, 3), "w": (2, 0), "w_scale": (0, 0)}
+    told = {"x": (9, 3), "w": (2, 0), "w_scale": (0, 0), "w_zero": (0, 0)}
     assert maps == {name: (told[name][0], box, told[name][1]) for name, box in registry.boxes(spec).items()}

@@ -57,7 +57,7 @@ def test_every_format_op_and_order() -> None:
         for format in FORMATS if format in ORDERS
     ]  # fmt: skip
     assert len(stored) == 20
-    assert len(ordered) == 7
+    assert len(ordered) == 10
     assert not wrong(*stored, *ordered)
 
 
@@ -68,6 +68,7 @@ def test_every_form() -> None:
         {"fusion": Fusion.GATHER.value, "top_k": 2, "bad_index": True},
         {"fusion": (Fusion.SCATTER | Fusion.WEIGHT | Fusion.BIAS).value, "op": "dX", "format": "fp8_block_a16"},
         {"fusion": ALL.value, "top_k": 2, "wide": True, "poison": 2, "format": "int4_g32_zp"},
+        {"fusion": ALL.value, "op": "dX", "format": "int4_g128_zp", "prepared": True, "N": 64, "K": 128},
         {"poison": 2, "op": "dX"},
         {"zero_tail": True, "M": 40, "block": (32, 64, 128)},
         {"zero_tail": True, "fusion": Fusion.SCATTER.value, "m_sizes": [3, 0, 4, 1]},
