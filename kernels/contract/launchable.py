@@ -36,8 +36,9 @@ _WEIGHT = _NUMBERS | {
     ("stride_dy_m", "stride_x_m", "stride_dw_e", "stride_dw_row"), ("i64",)
 )  # fmt: skip
 _CODES = _NUMBERS | {
-    "x": ("desc2",), "w": ("desc2", "desc4"), "w_scale": ("desc2", "desc4"), "w_zero": ("desc4",), "w_outer": ("ptr",), "y": ("ptr",),
-    "stride_y_m": ("i64",), "stride_outer_e": ("i64",), "low_x": ("desc2",), "low_w": ("desc3",), "R": ("i32",),
+    "x": ("desc2",), "w": ("desc2", "desc4"), "w_scale": ("desc2", "desc4"), "w_zero": ("desc4",),
+    "w_outer": ("ptr",), "y": ("ptr",), "stride_y_m": ("i64",), "stride_outer_e": ("i64",), "low_x": ("desc2",),
+    "low_w": ("desc3",), "R": ("i32",),
 }  # fmt: skip
 _PLAIN_CODES = _NUMBERS | dict.fromkeys(
     ("x", "w", "w_scale", "w_zero", "w_outer", "y"), ("ptr",)

@@ -22,13 +22,14 @@ from .rowops import ROW_OPS, RowOpSpec
 from .spec import Spec, gemm_of
 
 KERNELS: tuple[KernelEntry, ...] = (
-    ROWS, WEIGHT, ROWS_SPECIALIZED, ROWS_FITTED, WEIGHT_SPECIALIZED, ROWS_WNA16, ROWS_WNA16_ZERO, ROWS_W8A8, CODED, W8A8,
+    ROWS, WEIGHT, ROWS_SPECIALIZED, ROWS_FITTED, WEIGHT_SPECIALIZED, ROWS_WNA16, ROWS_WNA16_ZERO, ROWS_W8A8, CODED,
+    W8A8,
 )  # fmt: skip
 ENTRIES: Mapping[str, Entry] = {one.name: one for one in (*KERNELS, *ROW_OPS)}
 
 
 def _kind(dtype: DType) -> tuple[bool, bool, bool]:
-    """Which operands are of codes, w and x, and whether w has zero points: kernels of two kinds may have one schedule."""
+    """Which operands are of codes, w and x, and whether w has zero points: kernels may share a schedule."""
     scale = dtype.precision.w.scale
     return dtype.quantised, dtype.quantises_x, scale is not None and bool(scale.zero_bits)
 

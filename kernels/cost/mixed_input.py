@@ -43,7 +43,7 @@ class MixedConstants(NamedTuple):
     norm: float
 
 
-MIXED = MixedConstants(13165.0, 185.0, 55.8, 40.0, 63.0, 59.5, 98.0, 10.0, 0.980, 143.4, 0.938, 4.51)
+MIXED = MixedConstants(13165.0, 185.0, 55.8, 40.0, 63.0, 59.5, 98.0, 15.0, 0.980, 143.4, 0.938, 4.51)
 
 
 def _code_ns(codes: CodeLayout, c: MixedConstants) -> float:

@@ -86,7 +86,11 @@ def mixed_input_launcher(
     fused = without_clearing(fused, variant, config)
     codes, zeros, low = code_layout(variant.dtype), zero_bytes(variant.dtype), Fusion.LOW_RANK in variant.fusion
     lined = bool(zeros)  # w's descriptors have an expert's lines of blocks as dimensions
-    maps = {"x": _UNREAD} | dict.fromkeys(("w", "w_scale", "w_zero"), _UNREAD_4 if lined else _UNREAD) | ({"low_x": _UNREAD, "low_w": _UNREAD_3} if low else {})
+    maps = (
+        {"x": _UNREAD}
+        | dict.fromkeys(("w", "w_scale", "w_zero"), _UNREAD_4 if lined else _UNREAD)
+        | ({"low_x": _UNREAD, "low_w": _UNREAD_3} if low else {})
+    )
     layout = BlockLayout(
         variant.arguments,
         given=_WORDS + _LOW_WORDS if low else _WORDS,

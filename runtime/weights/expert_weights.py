@@ -238,7 +238,7 @@ class ExpertWeights:
         what the first returned. ``restore`` gives the checkpoint's layout again.
 
         Weights that no kernel reads in another layout are returned as they are: N or K that are no multiples of 64 (of
-        128 where a scale is of so many), a scale above 2 of mxfp4 or of 1,024 and more of int4, or a zero point above 15.
+        128 where a scale is of so many), a scale above 2 of mxfp4 or of 1,024 and more of int4, or a zero point of 16.
 
         Raises
         ------

@@ -289,7 +289,7 @@ def rows_wna16_zero(
     """y[to(m), n] = weight(m) * (sum_k x[m, k] * w[expert of m, n, k] + bias[expert of m, n]).
 
     An element of w is (code - zero) * scale, with one scale and one zero point for each row and group of K.
-    The arguments are those of ``wna16.rows_wna16`` but w_outer. w, w_scale and w_zero are prepared, and seen as lines of
+    The arguments are those of ``wna16.rows_wna16`` but w_outer. w, w_scale and w_zero are prepared, and are lines of
     blocks: int32 [E, N / 64, K / 64 * 2, 256], and bytes [E, N / 64, K / 64 / blocks per scale, bytes of a block].
     """
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)

@@ -194,9 +194,7 @@ def test_code_that_adds_a_low_rank_part_has_its_operands(dtype: DType) -> None:
 @pytest.mark.parametrize("dtype", [one for one in DType if not one.quantised])
 def test_other_dtypes_have_no_such_config(dtype: DType) -> None:
     for config in (FEW, MANY):
-        assert f"its dtypes are {', '.join(sorted(one.value for one in OWN))}" in str(
-            refusal(spec(dtype, config), 90)
-        )
+        assert f"its dtypes are {', '.join(sorted(one.value for one in OWN))}" in str(refusal(spec(dtype, config), 90))
 
 
 @pytest.mark.parametrize("dtype", QUANTISED)

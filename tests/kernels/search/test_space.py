@@ -9,8 +9,8 @@ import pytest
 
 from pretuned.artifacts.records.precision import PLAIN_DTYPES, DType
 from pretuned.artifacts.records.problem import Layout, Op
-from pretuned.kernels.contract.mixed_input import DTYPES
 from pretuned.kernels.contract.config import Config, Loads, Schedule, TileRows
+from pretuned.kernels.contract.mixed_input import DTYPES
 from pretuned.kernels.contract.registry import refusal
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.hardware.arch import limits, supported

@@ -24,9 +24,9 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
 from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels.codes import CODES
-from pretuned.kernels.contract.mixed_input import ZERO_DTYPES, code_layout, zero_bytes
 from pretuned.kernels.contract.config import Config, Loads, Schedule, TileRows
 from pretuned.kernels.contract.launchable import unlaunchable
+from pretuned.kernels.contract.mixed_input import ZERO_DTYPES, code_layout, zero_bytes
 from pretuned.kernels.contract.registry import arguments, boxes, entry_of
 from pretuned.kernels.contract.spec import Spec
 from pretuned.runtime import ExpertWeights, Lora, current, grouped_gemm, moe_mlp
