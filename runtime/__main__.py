@@ -1,4 +1,4 @@
-"""``python -m pretuned.runtime [--vllm | --sglang | --prove] [--json]``: what this machine would use, and why not."""
+"""``python -m pretuned.runtime [--vllm | --sglang | --self-test] [--json]``: what this machine would use."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def main(arguments: list[str] | None = None) -> int:
     Returns
     -------
     int
-        0 if each GPU has a usable bundle or there is no GPU, 130 if interrupted, 141 if the reader of the output has
-        left, else 1.
+        0 if each GPU has a usable bundle or there is no GPU, 130 if interrupted, 141 if the output pipe was
+        closed, else 1.
     """
     try:
         return _main(_parsed(arguments))
@@ -40,19 +40,19 @@ def _parsed(arguments: list[str] | None) -> argparse.Namespace:
         epilog="examples:\n"
         "  python -m pretuned.runtime\n"
         "  python -m pretuned.runtime --vllm       # with vLLM's own Python\n"
-        "  python -m pretuned.runtime --prove      # once, on a new GPU model\n"
+        "  python -m pretuned.runtime --self-test  # once, on a new GPU model\n"
         "  python -m pretuned.runtime --json | head -20\n\n"
         "exit codes:\n"
-        "  0    every GPU has a bundle, or the machine has no GPU; --prove: all kernels are right\n"
+        "  0    every GPU has a bundle, or the machine has no GPU; --self-test: all kernels are right\n"
         "  1    a problem is listed\n"
         "  130  interrupted\n"
-        "  141  the reader of the output has left",
+        "  141  the output pipe was closed",
     )
     engine = parser.add_mutually_exclusive_group()
     for name, called in (("vllm", "vLLM"), ("sglang", "SGLang")):
         engine.add_argument(f"--{name}", dest="engine", action="store_const", const=name,
                             help=f"show whether {called} in this environment would use pretuned")  # fmt: skip
-    engine.add_argument("--prove", action="store_true",
+    engine.add_argument("--self-test", action="store_true",
                         help="test every kernel that was never run on this GPU's capability, in a process of its own; "
                         "wrong ones are not used any more")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON, and nothing else, on stdout")
@@ -71,7 +71,7 @@ def _main(given: argparse.Namespace) -> int:
         from .inspect import doctor, engines, prove  # imports torch
 
     try:
-        report: Any = prove.examine() if given.prove else None
+        report: Any = prove.examine() if given.self_test else None
         report = report or (engines.examine(given.engine) if given.engine else doctor.examine())
     except PretunedError as error:
         print(f"pretuned: {error}", file=sys.stderr)

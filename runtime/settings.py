@@ -12,7 +12,7 @@ from .locks import lock
 
 BUNDLES = "PRETUNED_BUNDLES"
 DISABLE_AUTOTUNE = "PRETUNED_DISABLE_AUTOTUNE"
-DISABLE_PROOF = "PRETUNED_DISABLE_PROOF"
+DISABLE_SELF_TEST = "PRETUNED_DISABLE_SELF_TEST"
 UNSLOTH_DISABLE_AUTOTUNE = "UNSLOTH_MOE_DISABLE_AUTOTUNE"  # of code that was written for Unsloth's kernels
 STRICT = "PRETUNED_STRICT"
 TRUSTED_KEYS = "PRETUNED_TRUSTED_KEYS"
@@ -32,7 +32,7 @@ class Settings:
 
     bundles: tuple[Path, ...] = ()
     disable_autotune: bool = False
-    disable_proof: bool = False
+    disable_self_test: bool = False
     strict: bool = False
     overlay: Path | None = None
     trusted_keys: Path | None = None
@@ -72,7 +72,7 @@ def read(environ: Mapping[str, str]) -> Settings:
     return Settings(
         bundles=tuple(_path(entry) for entry in entries if entry),
         disable_autotune=_switch(environ, DISABLE_AUTOTUNE) or _switch(environ, UNSLOTH_DISABLE_AUTOTUNE),
-        disable_proof=_switch(environ, DISABLE_PROOF),
+        disable_self_test=_switch(environ, DISABLE_SELF_TEST),
         strict=_switch(environ, STRICT),
         overlay=_overlay(environ),
         trusted_keys=_path(keys) if keys else None,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..artifacts.records.bundle import Variant
     from ..artifacts.records.target import Gpu, LocalGpu
 
-_SUFFIX = ".verdicts"
+_SUFFIX = ".results"
 _FORM = 2  # of the file's content
 # Form 1 had also "wrong" for files that vanished, processes that were killed and launches that were refused. Of its
 # reasons these alone are a computed result, a fault or a hang.
@@ -128,7 +128,7 @@ def path_of(local: LocalGpu) -> Path | None:
     if overlay is None:
         return None
     name = re.sub(r"[^a-z0-9]+", "-", gpu.name.lower()).strip("-")[:80]
-    return overlay / f"proven-sm{local.sm}-{name}-{gpu.sm_count}-{gpu.driver}{_SUFFIX}"
+    return overlay / f"self-test-sm{local.sm}-{name}-{gpu.sm_count}-{gpu.driver}{_SUFFIX}"
 
 
 def forget() -> None:

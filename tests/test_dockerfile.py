@@ -125,7 +125,7 @@ def test_the_image_serves_as_any_user_and_writes_nothing(images: Images, context
     assert served.stdout.count("mean square") == 4
     told = images.run("served", ["python", "-m", "pretuned.runtime"])
     assert told.returncode == 0, told.stdout + told.stderr
-    assert "place     /opt/pretuned/bundles (PRETUNED_BUNDLES): 1 bundle" in told.stdout
+    assert "searched  /opt/pretuned/bundles (PRETUNED_BUNDLES): 1 bundle" in told.stdout
     assert "catalogue-sm80.msgpack (sm_80" in told.stdout
     assert "refused" not in told.stdout
     wrote = images.run("served", ["python", "-c", "import os; print(os.getuid()); open('/tmp/x', 'w')"])

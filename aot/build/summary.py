@@ -145,7 +145,7 @@ class Built:
             "unchanged": self.unchanged,
             "seconds": round(self.seconds, 3),
             "tuned": self.tuned and self.tuned.to_dict(),
-            "held_against": self.held_against and self.held_against.to_dict(),
+            "compared_with_before": self.held_against and self.held_against.to_dict(),
         }
 
 

@@ -64,8 +64,8 @@ from .tuning import TuneProgress, budget_and_gpus, check_executor, ordinals, tol
     "-J",
     metavar="FILE",
     type=file_path,
-    help="Measured times, of aot measure or of this build, which adds to them.  [default: NAME-smNN.journal beside the "
-    "bundle]",
+    help="Measured times, of aot measure or of this build, which adds to them.  [default: NAME-smNN.journal next to "
+    "the bundle]",
 )
 @click.option("--candidates", metavar="FILE", type=file_path,
               help="Choose among the variants of this file of aot compile; compile nothing.")  # fmt: skip
@@ -86,7 +86,7 @@ def build(
 ) -> None:  # fmt: skip
     """Build bundles of the kernels that models need, one for each GPU capability, and measure them if the GPU is here.
 
-    Kernels that ship compiled are taken. Others are compiled, if a supported Triton is installed (pip install
+    Kernels that ship compiled are used. Others are compiled, if a supported Triton is installed (pip install
     'pretuned[compile]'). No GPU is needed: without one, measured choices are taken over from installed bundles, and a
     cost model makes the others. Results are kept: repeat an interrupted build and it continues.
 

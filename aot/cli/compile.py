@@ -21,7 +21,7 @@ from .table import duration, next_steps, size
               type=file_path, help="File of the candidates.")  # fmt: skip
 @workers
 @click.option("--keep-pruned", is_flag=True,
-              help="Keep variants that need too many resources, too, so that nobody compiles them again.")  # fmt: skip
+              help="Also keep variants that need too many resources, so that no build compiles them.")  # fmt: skip
 @click.option("--low-rank", is_flag=True,
               help="Add bf16 kernels with a LoRA adapter inside. They are never measured.")  # fmt: skip
 @click.option("--verbose", "-v", is_flag=True, help="List every variant that is left out, with the reason.")

@@ -13,7 +13,7 @@ from .versions import versions
 @click.command()
 @as_json
 def doctor(as_json: bool) -> int:
-    """Show which bundles this machine uses, and why not: GPUs, driver, bundles, and the builder's tools.
+    """Show what this machine would use, and why it skips the rest: GPUs, driver, bundles, builder's tools.
 
     Exit code 0 if every GPU has a bundle or the machine has no GPU, else 1.
 

@@ -74,7 +74,7 @@ def told(error: BaseException) -> tuple[int, str]:
 
 @contextlib.contextmanager
 def quiet_without_reader() -> Iterator[None]:
-    """Where the reader of the output has left, end with ``READER_LEFT`` and no word.
+    """If the output pipe was closed, end with ``READER_LEFT``, without a message.
 
     Inside click's own ``main``, which would make it an exit code 1.
     """

@@ -77,7 +77,7 @@ def explain(model: str, gpu: str, tokens: str, ops: str, why: bool, as_json: boo
 
 def _gpu_here() -> LocalGpu:
     if native_sm() is None:
-        raise HostError("--gpu native: no NVIDIA GPU found here; name one, e.g. --gpu h100")
+        raise HostError("no NVIDIA GPU found here; name one, e.g. --gpu h100")
     from ...runtime.inspect.explain import gpu_here
 
     return gpu_here()

@@ -57,15 +57,15 @@ class _Verbs(click.Group):
         if args and args[0] not in (*_VERBS, "help") and not args[0].startswith("-"):
             near = difflib.get_close_matches(args[0].lower(), (*_VERBS, "help", "--version"), n=1, cutoff=0.6)
             hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(_VERBS)}"
-            raise click.UsageError(f"no verb '{args[0]}'; {hint}", ctx)
+            raise click.UsageError(f"no command '{args[0]}'; {hint}", ctx)
         return super().resolve_command(ctx, args)
 
 
 @click.command("help")
-@click.argument("verb", required=False, metavar="[VERB]", shell_complete=completion.verbs)
+@click.argument("verb", required=False, metavar="[COMMAND]", shell_complete=completion.verbs)
 @click.pass_context
 def _help(ctx: click.Context, verb: str | None) -> None:
-    """Show the help of a verb, or of aot."""
+    """Show the help of a command, or of aot."""
     parent = ctx.find_root()
     if verb is None:
         click.echo(parent.get_help())
@@ -92,7 +92,7 @@ def _show_version(as_json: bool) -> None:
              invoke_without_command=True)  # fmt: skip
 @click.option("--version", is_flag=True, help="Show all versions, and the directory of the compile cache.")
 @click.option("--json", "as_json", is_flag=True, help="With --version: print JSON, and nothing else, on stdout.")
-@click.option(_DEBUG, is_flag=True, expose_value=False, help="Show tracebacks. It can follow the verb, too.")
+@click.option(_DEBUG, is_flag=True, expose_value=False, help="Show tracebacks. It can follow the command, too.")
 @click.pass_context
 def aot(ctx: click.Context, version: bool, as_json: bool) -> None:
     """Tune and compile MoE grouped-GEMM kernels ahead of time, into bundles that a process loads at once.
@@ -103,7 +103,7 @@ def aot(ctx: click.Context, version: bool, as_json: bool) -> None:
       aot build --models "Qwen/Qwen3-30B-A3B tp=1,2" --sm 90
       aot explain Qwen/Qwen3-30B-A3B --gpu h100
       aot verify bundles
-      aot help build                  # options and examples of a verb
+      aot help build                  # options and examples of a command
 
     \b
     Exit codes:
@@ -111,14 +111,14 @@ def aot(ctx: click.Context, version: bool, as_json: bool) -> None:
       1    the environment: disk, GPU, packages
       2    the input: options, models, bundles
       130  interrupted
-      141  the reader of the output has left
+      141  the output pipe was closed
     Errors are text on stderr. With --json, stdout is then empty.
     """
     if version:
         _show_version(as_json)
         ctx.exit()
     if as_json:
-        raise click.UsageError("--json follows a verb (aot models --json) or --version", ctx)
+        raise click.UsageError("--json follows a command (aot models --json) or --version", ctx)
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
 

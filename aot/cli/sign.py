@@ -21,7 +21,7 @@ from .options import as_json, bundle_files, print_json
               help="An Ed25519 key of openssl or ssh-keygen. Its password is asked for.")  # fmt: skip
 @as_json
 def sign(bundles: tuple[str, ...], key: str, as_json: bool) -> None:
-    """Sign bundles: verify each and write BUNDLE.sig beside it.
+    """Sign bundles: verify each and write BUNDLE.sig next to it.
 
     BUNDLE is a file, or a directory of bundles. If PRETUNED_TRUSTED_KEYS=DIR is set, the runtime uses only bundles that
     were signed with a key whose public part is in DIR.

@@ -267,8 +267,8 @@ def built_of_codes(shapes: Iterable[LayerShard], sms: Collection[int]) -> Iterat
                 partly.setdefault((name, built, without), {})[shape.name] = None
     for (name, built, without), models in partly.items():
         yield (
-            f"{', '.join(models)}: built as published, of {name} weights, {built} alone (no {without} has code for "
-            f"them); weights=bf16 builds all in bf16, weights={name},bf16 both"
+            f"{', '.join(models)}: built as published, with {name} weights, {built} only (no {without} kernel reads "
+            f"them); weights=bf16 builds all in bf16, weights={name},bf16 builds both"
         )
     for (name, other), archs in lacking.items():
         models = dict.fromkeys(model for row in archs.values() for model in row)

@@ -37,9 +37,7 @@ def parse_sm(text: str, native_sm: Callable[[], int | None], option: str = "--sm
         if part.lower() == "native":
             sm = native_sm()
             if sm is None:
-                raise HostError(
-                    f"{option} native: no NVIDIA GPU found here; name the capabilities, e.g. {option} 80,90"
-                )
+                raise HostError(f"no NVIDIA GPU found here; name the capabilities, e.g. {option} 80,90")
         elif match := _FORM.fullmatch(part):
             sm = int((match["dotted"] or match["plain"]).replace(".", ""))
             if match["suffix"] and sm in SUPPORTED and not arch_of(sm).arch_specific:

@@ -24,7 +24,7 @@ from ..driver.device import local_gpu, platform_name, platform_supported
 from .survey import survey
 
 _VARIABLES = (
-    settings.BUNDLES, settings.DISABLE_AUTOTUNE, settings.DISABLE_PROOF, settings.STRICT, settings.TRUSTED_KEYS,
+    settings.BUNDLES, settings.DISABLE_AUTOTUNE, settings.DISABLE_SELF_TEST, settings.STRICT, settings.TRUSTED_KEYS,
 )  # fmt: skip
 _PACKAGES = ("pretuned", "torch", "msgpack", "filelock", "triton")
 
@@ -81,9 +81,10 @@ class HostReport:
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values."""
         plain = asdict(self)
+        del plain["places"]
         for name in ("packages", "environment"):
             plain[name] = dict(plain[name])
-        plain["places"] = [{"place": place, "bundles": count} for place, count in self.places]
+        plain["search_path"] = [{"place": place, "bundles": count} for place, count in self.places]
         return {"ok": self.ok, **plain}
 
     def __str__(self) -> str:
@@ -95,7 +96,7 @@ class HostReport:
         lines += [f"key       {key}" for key in self.trusted_keys]
         lines += [f"overlay   {self.overlay}"]
         for place, count in self.places:
-            lines.append(f"place     {place}: {count} bundle{'' if count == 1 else 's'}")
+            lines.append(f"searched  {place}: {count} bundle{'' if count == 1 else 's'}")
             inside = [one for one in self.bundles if one.place == place]
             lines += [f"  {line}" for one in inside if not one.for_other_gpus for line in one.lines()]
             if others := [f"{Path(one.path).name} ({one.target})" for one in inside if one.for_other_gpus]:
@@ -142,7 +143,7 @@ def report(
     counts: dict[str, int] = {str(place): 0 for place in snapshot.places}
     for one in found:
         counts[str(one.place)] = counts.get(str(one.place), 0) + 1
-    notes = [note for i, local in enumerate(gpus) for note in _unproven(snapshot, i, local)]
+    notes = [note for i, local in enumerate(gpus) for note in _untested(snapshot, i, local)]
     notes += [note for i, local in enumerate(gpus) for note in _reserve(snapshot, i, local)]
     if any(one.place.is_ours() and one.path.parent != one.place.path for one in found):
         notes.append(f"unpacked bundles are not those of this clone, the compressed ones are read. Run: {REINSTALL}")
@@ -195,16 +196,16 @@ def _reserve(snapshot: Snapshot, gpu: int, local: LocalGpu) -> Iterator[str]:
     yield from (f"GPU {gpu}: candidates are skipped: {one.reason}" for one in view.skipped)
 
 
-def _unproven(snapshot: Snapshot, gpu: int, local: LocalGpu) -> Iterator[str]:
+def _untested(snapshot: Snapshot, gpu: int, local: LocalGpu) -> Iterator[str]:
     """What of the code for a GPU nobody has run on its capability, and what is wrong there."""
     found = survey(snapshot, local)
     yield from (f"GPU {gpu}: {line}" for line in found.wrong)
     if found.left:
-        told = f"GPU {gpu}: {len(found.left)} variants were never run on its capability; "
-        if settings.settings().disable_proof:
-            yield f"{told}{settings.DISABLE_PROOF} has them used as they are"
+        told = f"GPU {gpu}: {len(found.left)} kernels were never run on its capability; "
+        if settings.settings().disable_self_test:
+            yield f"{told}{settings.DISABLE_SELF_TEST}=1 lets them run untested"
         else:
-            yield f"{told}the first use of each proves it, `python -m pretuned.runtime --prove` all of them now"
+            yield f"{told}each is tested before its first use. `python -m pretuned.runtime --self-test` tests all now"
 
 
 def _refused_directories(places: tuple[Place, ...], found: tuple[Found, ...]) -> Iterator[str]:

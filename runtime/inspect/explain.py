@@ -120,7 +120,7 @@ def explain_on(
         return told
     from ..launch.proof import standing  # here, as it brings all that launches along
 
-    return replace(told, proof=standing(best.usable.bundle, best.index, best.variant, local))
+    return replace(told, self_test=standing(best.usable.bundle, best.index, best.variant, local))
 
 
 def _with_wide_rows(told: Explanation) -> Explanation:

@@ -27,8 +27,8 @@ class Explanation:
     first is for the product that is left: its time is without the pass, whose time ``reason`` has. So it is with
     ``quantised_first``, of a pass that makes codes of x; the others leave x as it is. ``raises`` is the
     error that the call ends with instead, if any: of strict mode, or of a file that PRETUNED_BUNDLES names. ``assumed``
-    says, of rows that are gathered, which top_k was taken where none was given. ``proof`` says where the code that runs
-    was judged or proven on this capability, or that its first use proves it (``launch/proof.py``). Where no bundle can
+    says, of rows that are gathered, which top_k was taken where none was given. ``self_test`` says where the kernel
+    was tested on this capability, or that it is tested before its first use (``launch/proof.py``). Where no bundle can
     run it ``build`` is the command that makes one that can, and the last line of ``str()``. ``low_rank`` says, of a
     product with an adapter, whether its part is in the product's kernel or beside it, and why.
     """
@@ -46,7 +46,7 @@ class Explanation:
     quantised_first: bool = False
     assumed: str | None = None
     build: str | None = None
-    proof: str | None = None
+    self_test: str | None = None
     low_rank: str | None = None
 
     @property
@@ -98,7 +98,7 @@ class Explanation:
             "reason": self.reason,
             "note": slow_rows(self.problem),
             "measured_on": list(self.measured_on),
-            "proof": self.proof,
+            "self_test": self.self_test,
             "low_rank": self.low_rank,
             "build": self.build,
             "candidates": [_row(candidate) for candidate in self.candidates],
@@ -127,7 +127,7 @@ class Explanation:
             rest = f"aot explain MODEL --gpu NAME has that for {', '.join(others)}"
             lines.append(f"  card: this is the answer for {first}; {rest}")
         lines += [f"  lora: {self.low_rank}"] if self.low_rank is not None else []
-        lines += [f"  code: {self.proof}"] if self.proof is not None else []
+        lines += [f"  test: {self.self_test}"] if self.self_test is not None else []
         shown = self.candidates[:_SHOWN]
         config = max((len(str(one.config)) for one in shown), default=0)
         basis = max((len(_basis(one)) for one in shown), default=0)

@@ -1,4 +1,4 @@
-"""``python -m pretuned.runtime --prove``: test all code that was never run on these GPUs' capability.
+"""``python -m pretuned.runtime --self-test``: test all kernels that were never run on these GPUs' capability.
 
 A first use tests code, too, but in the process that serves: code that hangs or faults takes that along. Here child
 processes test it, and where one ends the next goes on after it. Results are remembered (``runtime/verdicts.py``).
@@ -25,7 +25,7 @@ from ...artifacts.records.target import LocalGpu
 from .. import verdicts
 from ..dispatch import snapshot as dispatch_snapshot
 from .doctor import gpus_and_driver
-from .survey import Unproven, survey
+from .survey import Untested, survey
 
 CHILD: tuple[str, ...] = (sys.executable, "-m", "pretuned.runtime.inspect.prover")
 SILENT_S = 300.0  # that a child may say nothing: it imports torch, and its disk may be slow
@@ -36,7 +36,7 @@ _LONGEST_LINE = 1 << 16  # characters of what a child prints that are kept as on
 
 
 @dataclass(frozen=True, slots=True)
-class GpuProof:
+class GpuSelfTest:
     """What was found on one GPU.
 
     ``wrong`` has a line to file for each variant that is left out from now on. ``untested`` says of how many variants
@@ -44,18 +44,18 @@ class GpuProof:
     """
 
     gpu: str
-    judged: int
-    proven: int
+    tested_before: int
+    passed: int
     wrong: tuple[str, ...]
     untested: tuple[str, ...]
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class ProofReport:
+class SelfTestReport:
     """What ``prove`` found."""
 
-    gpus: tuple[GpuProof, ...]
+    gpus: tuple[GpuSelfTest, ...]
 
     @property
     def ok(self) -> bool:
@@ -67,17 +67,17 @@ class ProofReport:
         return {"ok": self.ok, "gpus": [asdict(one) for one in self.gpus]}
 
     def __str__(self) -> str:
-        lines = [] if self.gpus else ["GPU       none: nothing to prove"]
+        lines = [] if self.gpus else ["GPU       none: nothing to test"]
         for i, one in enumerate(self.gpus):
             lines.append(f"GPU {i}     {one.gpu}")
-            lines.append(f"judged    {one.judged} variants, before, on this capability")
-            lines.append(f"proven    {one.proven} variants, on this GPU ({one.seconds:.1f} s)")
+            lines.append(f"tested    {one.tested_before} kernels, before, on this capability")
+            lines.append(f"passed    {one.passed} kernels, on this GPU ({one.seconds:.1f} s)")
             lines += [f"wrong     {line}" for line in one.wrong] or ["wrong     none"]
             lines += [f"untested  {line}. Run this again to test them" for line in one.untested]
         return "\n".join(map(printable, (*lines, "ok        " + ("yes" if self.ok else "no"))))
 
 
-def examine() -> ProofReport:
+def examine() -> SelfTestReport:
     """Test all that is left on every GPU of this machine; without a GPU there is nothing to test.
 
     Raises
@@ -92,7 +92,7 @@ def examine() -> ProofReport:
     return prove(gpus)
 
 
-def prove(gpus: Sequence[LocalGpu]) -> ProofReport:
+def prove(gpus: Sequence[LocalGpu]) -> SelfTestReport:
     """Test all that is left on these GPUs, one after another. Raises as ``examine`` does."""
     snapshot = dispatch_snapshot.snapshot()
     found = []
@@ -105,12 +105,12 @@ def prove(gpus: Sequence[LocalGpu]) -> ProofReport:
                 untested[result.untested] += 1
         snapshot.reconsider()
         after = survey(snapshot, local)
-        lines = [f"{count} variant{'s'[: count > 1]}: {why}" for why, count in untested.most_common(_MOST_REASONS)]
+        lines = [f"{count} kernel{'s'[: count > 1]}: {why}" for why, count in untested.most_common(_MOST_REASONS)]
         if (rest := untested.total() - sum(count for _, count in untested.most_common(_MOST_REASONS))) > 0:
             lines.append(f"{rest} more, for other reasons")
         seconds = time.perf_counter() - began
-        found.append(GpuProof(str(local), after.judged, after.proven, after.wrong, tuple(lines), seconds))
-    return ProofReport(tuple(found))
+        found.append(GpuSelfTest(str(local), after.tested, after.passed, after.wrong, tuple(lines), seconds))
+    return SelfTestReport(tuple(found))
 
 
 class _Result(NamedTuple):
@@ -121,7 +121,7 @@ class _Result(NamedTuple):
     ends: bool = False  # the process that tested it, or can't go on
 
 
-def _results(device: int, left: Sequence[Unproven]) -> Iterator[tuple[Unproven, _Result]]:
+def _results(device: int, left: Sequence[Untested]) -> Iterator[tuple[Untested, _Result]]:
     """The result of each variant. A child that ends is followed by another, which goes on with the next variant."""
     with contextlib.ExitStack() as running:
         child: _Child | None = None
@@ -185,7 +185,7 @@ class _Child:
             return None
         return f"a process that tests code could not begin: {self._last_words()}"
 
-    def test(self, device: int, one: Unproven) -> _Result:
+    def test(self, device: int, one: Untested) -> _Result:
         """The result of a variant; of one during which the process ends without any, how it ends."""
         with contextlib.suppress(OSError):  # it died: its end is told below
             asked = [device, one.bundle.path, one.bundle.digest.hex(), one.index]

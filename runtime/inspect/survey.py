@@ -1,4 +1,4 @@
-"""What is known of the code for a GPU: judged on its capability, proven on it, wrong there, or run by nobody."""
+"""Test results of the kernels that a GPU can run: tested on its capability, passed here, wrong here, or untested."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ..launch.proof import complaint, judged_on
 
 
 @dataclass(frozen=True, slots=True)
-class Unproven:
-    """A variant of a bundle's file that nobody has run on a GPU's capability."""
+class Untested:
+    """A variant of a bundle that was never run on a GPU's capability."""
 
     bundle: BundleFile
     index: int
@@ -29,23 +29,23 @@ class Unproven:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """The variants that a GPU could run: how many were ``judged`` elsewhere on its capability or are ``proven`` here.
+    """How many variants were ``tested`` elsewhere on the GPU's capability, and how many ``passed`` on this GPU.
 
-    ``wrong`` says of each that is wrong what, ``left`` are those that nobody has run.
+    ``wrong`` has one line for each variant that failed. ``left`` are the untested variants.
     """
 
-    judged: int
-    proven: int
+    tested: int
+    passed: int
     wrong: tuple[str, ...]
-    left: tuple[Unproven, ...]
+    left: tuple[Untested, ...]
 
 
 def survey(snapshot: Snapshot, local: LocalGpu) -> Survey:
     """What is known of each variant of the bundles that ``local`` can use. Runs nothing."""
-    judged: set[Variant] = set()
-    proven: set[Variant] = set()
+    tested: set[Variant] = set()
+    passed: set[Variant] = set()
     wrong: dict[Variant, str] = {}
-    left: dict[Variant, Unproven] = {}
+    left: dict[Variant, Untested] = {}
     for usable in snapshot.view(local, installed=True).usable:
         bundle = usable.bundle
         # (Records that are damaged are another's business, and what this process has made is in no file.)
@@ -54,17 +54,17 @@ def survey(snapshot: Snapshot, local: LocalGpu) -> Survey:
                 if not _runs(variant, local):
                     continue
                 if judged_on(bundle, index, variant, local) is not None:
-                    judged.add(variant)
+                    tested.add(variant)
                     continue
                 found = verdicts.known(variant, local)
                 if found is None:
-                    left.setdefault(variant, Unproven(bundle, index, variant))
+                    left.setdefault(variant, Untested(bundle, index, variant))
                 elif found.right:
-                    proven.add(variant)
+                    passed.add(variant)
                 else:
                     wrong[variant] = complaint(bundle.path, variant, local, found.why)
-    rest = tuple(one for variant, one in left.items() if variant not in judged)
-    return Survey(len(judged), len(proven - judged), tuple(wrong.values()), rest)
+    rest = tuple(one for variant, one in left.items() if variant not in tested)
+    return Survey(len(tested), len(passed - tested), tuple(wrong.values()), rest)
 
 
 def _runs(variant: Variant, local: LocalGpu) -> bool:

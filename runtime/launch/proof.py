@@ -1,9 +1,9 @@
-"""Code that nobody ran on a GPU's capability is proven before it is used: by a small product against torch.
+"""Self-test of kernels that were never run on a GPU's capability: a small GEMM, compared with torch.
 
-A bundle says of a variant where it was measured, and so judged (``BundleFile.judged_on``). On any other capability, and
+A bundle says where a variant was measured, and so tested (``BundleFile.judged_on``). On any other capability, and
 for code that no measurement ran, the first use on a machine is a trial of some milliseconds on that very GPU
 (``trials.py`` and here). What it shows is kept (``runtime/verdicts.py``). Code that is wrong is left out from then on:
-dispatch takes another choice, or torch. In a graph capture nothing can be tried: code that is not proven is not used.
+dispatch takes another choice, or torch. In a graph capture nothing can be tried: untested code is not used.
 
 Only a wrong result, a fault of the GPU or a hang makes code wrong. A test that fails otherwise says nothing about the
 code: this process leaves it out, and the next process tests it again.
@@ -70,16 +70,18 @@ def judged_on(bundle: BundleFile, index: int, variant: Variant, local: LocalGpu)
 
 
 def standing(bundle: BundleFile, index: int, variant: Variant, local: LocalGpu) -> str:
-    """Where the variant was proven for such a GPU, in words."""
+    """The variant's self-test result on this GPU, as a phrase."""
     gpu = judged_on(bundle, index, variant, local)
     if gpu is not None:
         return f"tested on {gpu.name}"
-    if settings().disable_proof:
-        return "never run on this capability, and PRETUNED_DISABLE_PROOF has it used as it is"
+    if settings().disable_self_test:
+        return "never run on this capability, and PRETUNED_DISABLE_SELF_TEST=1 lets it run untested"
     found = verdicts.known(variant, local) if local.gpu.name else None
     if found is None:
-        return "never run on this capability: its first use proves it (not in a graph capture)"
-    return f"proven on this GPU on {found.day}" if found.right else f"wrong on this GPU ({found.day}): {found.why}"
+        return "never run on this capability: tested before its first use, outside a graph capture"
+    if found.right:
+        return f"passed its self-test on this GPU on {found.day}"
+    return f"failed its self-test on this GPU on {found.day}: {found.why}"
 
 
 def stands(bundle: BundleFile, index: int, kernel: gemm.LoadedKernel, local: LocalGpu) -> bool | None:
@@ -98,7 +100,7 @@ def stands(bundle: BundleFile, index: int, kernel: gemm.LoadedKernel, local: Loc
     key = (bundle.digest, index)
     if key in there.trusted:
         return True
-    if settings().disable_proof:
+    if settings().disable_self_test:
         return True
     if judged_on(bundle, index, variant, local) is None:
         found = verdicts.known(variant, local)
@@ -128,7 +130,7 @@ def _proven(bundle: BundleFile, kernel: gemm.LoadedKernel, local: LocalGpu) -> v
     except Exception as error:
         verdicts.leave_out(kernel.variant, local)
         _log.warning(
-            "pretuned: could not test %s of %s on %s: %s. This process uses other code, or torch, in its place; "
+            "pretuned: could not test %s of %s on %s: %s. This process runs another kernel, or torch, instead; "
             "the next process tests it again", _named(kernel.variant), printable(bundle.path), local.gpu.name,
             first_line(error),
         )  # fmt: skip
@@ -136,7 +138,7 @@ def _proven(bundle: BundleFile, kernel: gemm.LoadedKernel, local: LocalGpu) -> v
     found = verdicts.verdict(wrong is None, wrong or "")
     verdicts.note(kernel.variant, local, found)
     if wrong is None:
-        _log.info("pretuned: %s is proven on %s, in %.1f ms", _named(kernel.variant), local.gpu.name,
+        _log.info("pretuned: %s passed its self-test on %s, in %.1f ms", _named(kernel.variant), local.gpu.name,
                   (time.perf_counter() - began) * 1e3)  # fmt: skip
         return found
     _log.error("%s", complaint(bundle.path, kernel.variant, local, wrong))
@@ -149,7 +151,7 @@ def complaint(path: str, variant: Variant, local: LocalGpu, why: str) -> str:
     """The one line about code that is wrong: all that a maintainer needs."""
     name = path.rpartition("/")[2]
     return printable(
-        f"pretuned: wrong on this GPU and left out from now on (other code, or torch, runs in its place): "
+        f"pretuned: wrong on this GPU and left out from now on (another kernel, or torch, runs instead): "
         f"{_named(variant)}, revision {variant.revision}, of {name}, cubin sha256 {variant.cubin_sha256.hex()}, "
         f"on {local}, driver for CUDA {cuda_version(local.gpu.driver)}: {why}. "
         "Please file this line as an issue of pretuned"

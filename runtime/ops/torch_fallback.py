@@ -63,7 +63,7 @@ def on_cuda(
         raise ProblemNotInBundle(
             f"no bundle has a kernel for x {tuple(x.shape)} {x.dtype}, {len(w)} experts, and torch's loop over the "
             "experts has to read m_sizes on the host, which a CUDA graph capture forbids. Call it once before "
-            "the capture (a kernel that nobody ran on this GPU's capability is then proven); else build a bundle with "
+            "the capture (it tests a kernel that was never run on this GPU's capability); else build a bundle with "
             "`aot build` (pretuned.runtime.explain(x, w, m_sizes) prints the line), or capture without this call"
         )
     for g, (start, end) in enumerate(reference.expert_bounds(m_sizes, x.shape[0])):
@@ -118,7 +118,7 @@ def weight(dy: torch.Tensor, x: torch.Tensor, m_sizes: torch.Tensor, *, sm: int)
         raise ProblemNotInBundle(
             f"no bundle has a dW kernel for dy {tuple(dy.shape)}, x {tuple(x.shape)} {x.dtype}, and torch's loop over "
             "the experts has to read m_sizes on the host, which a CUDA graph capture forbids. Call it once before "
-            "the capture (a kernel that nobody ran on this GPU's capability is then proven); else build a bundle with "
+            "the capture (it tests a kernel that was never run on this GPU's capability); else build a bundle with "
             "`aot build` (forward, dX and dW), or capture without this call"
         )
     dw = x.new_zeros((m_sizes.shape[0], N, K))

@@ -70,7 +70,7 @@ def journal():
 
 def self_test():
     verdicts.note(variant(SPECS[0], b"one"), ON_A100, verdicts.verdict(True))
-    return len(list(Path(verdicts.path_of(ON_A100)).parent.glob("*.verdicts")))
+    return len(list(Path(verdicts.path_of(ON_A100)).parent.glob("*.results")))
 
 
 def tuned():

@@ -136,7 +136,7 @@ class Machine:
         self.patch, self.tried, self.path = patch, 0, write(folder)
         patch.setenv("PRETUNED_BUNDLES", str(self.path.parent))
         patch.setenv("XDG_CACHE_HOME", str(folder))
-        patch.delenv("PRETUNED_DISABLE_PROOF", raising=False)
+        patch.delenv("PRETUNED_DISABLE_SELF_TEST", raising=False)
         patch.delenv("PRETUNED_DISABLE_AUTOTUNE", raising=False)
         real = proof.trial
 
@@ -190,7 +190,7 @@ def test_a_cubin_under_anothers_record_is_found_and_left_out(
     chosen = explain(*given).chosen
     assert chosen is not None
     assert (chosen.usable.path, chosen.index) == (machine.path, 1)
-    assert "proven on this GPU" in str(explain(*given))
+    assert "passed its self-test on this GPU" in str(explain(*given))
     machine.anew()
     assert is_right(grouped_gemm(*given), *given)  # it is remembered
     assert machine.tried == 0
@@ -198,7 +198,7 @@ def test_a_cubin_under_anothers_record_is_found_and_left_out(
 
 def test_without_the_proof_it_would_have_run(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The forged code is wrong in the call, too: what is found is no freak of the trial."""
-    monkeypatch.setenv("PRETUNED_DISABLE_PROOF", "1")
+    monkeypatch.setenv("PRETUNED_DISABLE_SELF_TEST", "1")
     machine.anew()
     given = operands()
     assert not is_right(grouped_gemm(*given), *given)
@@ -269,14 +269,14 @@ def test_the_command_finds_what_is_wrong_and_what_faults(tmp_path: Path) -> None
     """In processes of its own: this one's GPU is as it was."""
     write(tmp_path, faulty=True)
     environment = os.environ | {"PRETUNED_BUNDLES": str(tmp_path / "bundles"), "XDG_CACHE_HOME": str(tmp_path)}
-    command = [sys.executable, "-m", "pretuned.runtime", "--prove", "--json"]
+    command = [sys.executable, "-m", "pretuned.runtime", "--self-test", "--json"]
     for _ in range(2):  # the second time nothing is run
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         assert done.returncode == 1, done.stderr
         told = json.loads(done.stdout)["gpus"][0]
         print(told)
-        assert told["proven"] == 1
-        assert told["judged"] > 50
+        assert told["passed"] == 1
+        assert told["tested_before"] > 50
         assert len(told["wrong"]) == 2
         assert all("Please file this line" in line for line in told["wrong"])
     given = operands()

@@ -18,10 +18,10 @@ def test_an_empty_environment() -> None:
 
 @pytest.mark.parametrize("value", ["", "0", "false", "False", "FALSE"])
 def test_off(value: str, caplog: pytest.LogCaptureFixture) -> None:
-    found = read(dict.fromkeys(("PRETUNED_STRICT", "PRETUNED_DISABLE_AUTOTUNE", "PRETUNED_DISABLE_PROOF"), value))
+    found = read(dict.fromkeys(("PRETUNED_STRICT", "PRETUNED_DISABLE_AUTOTUNE", "PRETUNED_DISABLE_SELF_TEST"), value))
     assert not found.strict
     assert not found.disable_autotune
-    assert not found.disable_proof
+    assert not found.disable_self_test
     assert not caplog.records
 
 
@@ -29,7 +29,7 @@ def test_off(value: str, caplog: pytest.LogCaptureFixture) -> None:
 def test_on(value: str, caplog: pytest.LogCaptureFixture) -> None:
     assert read({"PRETUNED_STRICT": value}) == Settings(strict=True)
     assert read({"PRETUNED_DISABLE_AUTOTUNE": value}) == Settings(disable_autotune=True)
-    assert read({"PRETUNED_DISABLE_PROOF": value}) == Settings(disable_proof=True)
+    assert read({"PRETUNED_DISABLE_SELF_TEST": value}) == Settings(disable_self_test=True)
     assert read({"UNSLOTH_MOE_DISABLE_AUTOTUNE": value}) == Settings(disable_autotune=True)
     assert not caplog.records
 

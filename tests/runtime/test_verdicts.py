@@ -46,9 +46,9 @@ def test_the_next_process_knows_it(overlay: Path, monkeypatch: pytest.MonkeyPatc
     assert is_wrong(OTHER, ON_A100)
     assert not is_wrong(ONE, ON_A100)
     assert len(left_out(ON_A100)) == 1
-    (file,) = overlay.glob("*.verdicts")
+    (file,) = overlay.glob("*.results")
     assert file == path_of(ON_A100)
-    assert file.name == "proven-sm80-nvidia-a100-sxm4-80gb-108-12080.verdicts"
+    assert file.name == "self-test-sm80-nvidia-a100-sxm4-80gb-108-12080.results"
 
 
 def test_under_umask_000_it_is_remembered_too(overlay: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +77,7 @@ def test_it_holds_for_one_kind_of_gpu_and_one_driver(overlay: Path, elsewhere: L
     assert known(ONE, elsewhere) is None
     note(ONE, elsewhere, WRONG)
     assert known(ONE, ON_A100) == RIGHT
-    assert len(list(overlay.glob("*.verdicts"))) == 2
+    assert len(list(overlay.glob("*.results"))) == 2
 
 
 def test_it_holds_for_one_cubin_in_one_record(overlay: Path) -> None:
@@ -211,7 +211,7 @@ def test_processes_that_write_at_once_lose_nothing(overlay: Path, monkeypatch: p
     anew(monkeypatch)
     for number in range(30):
         assert known(variant(SPECS[0], b"%d" % number), ON_A100) == (RIGHT if number % 3 else WRONG), number
-    assert len(list(overlay.glob("*.verdicts"))) == 1
+    assert len(list(overlay.glob("*.results"))) == 1
 
 
 def test_of_very_many_the_wrong_ones_stay(overlay: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,7 +121,7 @@ def test_what_runs_today_is_measured_in_each_cell_and_nothing_gets_slower(
         0,
     )
     assert told.gain > 0
-    assert one.to_dict()["held_against"] == told.to_dict()
+    assert one.to_dict()["compared_with_before"] == told.to_dict()
     made = sound(str(one.path))
     (ships,) = there.glob("*.msgpack")
     with open_bundle(ships) as shipped:

@@ -117,7 +117,7 @@ def test_a_name_that_leaves_the_directory(aot, here):
 
 
 def test_a_verb_and_an_option_that_there_are_not(aot, here):
-    expect(aot("biuld"), here, 2, "no verb 'biuld'; did you mean 'build'?")
+    expect(aot("biuld"), here, 2, "no command 'biuld'; did you mean 'build'?")
     expect(aot("build", "--model", SHAPE), here, 2, "--model")
     expect(aot("build", "--models", SHAPE, "--sm", "90", "--workers", "0"), here, 2, "--workers")
 

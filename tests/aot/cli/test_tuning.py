@@ -339,7 +339,7 @@ def test_a_build_ends_with_what_is_faster_than_before(aot: Aot, here: Path, cand
         last == f"sm_90a: {cells - 1} cells faster than before by {100 * gain:.1f} % in the mean, 1 as before, 0 slower"
     )
     (one,) = json.loads(aot(*build, "--json").out)["bundles"]
-    assert one["held_against"] == {
+    assert one["compared_with_before"] == {
         "faster": cells - 1, "gain": round(gain, 4), "as_before": 1, "slower": 0, "not_compared": 0
     }  # fmt: skip
     assert one["lost"] == ""

@@ -69,7 +69,7 @@ def test_the_options_of_a_build_stand_in_sections(aot):
 def test_a_misspelt_verb(aot, given, meant):
     ended = aot(given)
     assert (ended.code, ended.out) == (2, "")
-    assert f"no verb '{given}'; did you mean '{meant}'?" in ended.err
+    assert f"no command '{given}'; did you mean '{meant}'?" in ended.err
     assert "there are build, plan, " in aot("zzz").err
 
 
@@ -237,7 +237,7 @@ def test_plan_shows_the_formats_of_the_weights_and_what_is_built(aot, here):
     assert json.loads(done.out)["weights"][0]["built_in"] == ["int4_g128_zp"]
     told = aot("plan", "--models", "openai/gpt-oss-20b", "--sm", "90", "--problems")
     assert re.search(r"^openai/gpt-oss-20b +mxfp4 +mxfp4$", told.out, re.M)
-    assert "openai/gpt-oss-20b: built as published, of mxfp4 weights, forward" in told.err
+    assert "openai/gpt-oss-20b: built as published, with mxfp4 weights, forward" in told.err
     assert "openai/gpt-oss-20b (mxfp4)" in told.out
     other = aot("plan", "--models", "openai/gpt-oss-20b ops=forward dtype=bf16", "--sm", "90", "--problems")
     assert re.search(r"^openai/gpt-oss-20b +mxfp4 +bf16$", other.out, re.M)

@@ -375,8 +375,8 @@ def test_what_is_built_of_a_quantised_checkpoint_is_told_in_a_line_each() -> Non
     rest = " or ".join(op.value for op in Op if op not in ops)
     told = [*built_of_codes(wanted, [90])]
     assert told == [
-        f"other: built as published, of mxfp4 weights, {' and '.join(op.value for op in ops)} alone (no {rest} has "
-        "code for them); weights=bf16 builds all in bf16, weights=mxfp4,bf16 both"
+        f"other: built as published, with mxfp4 weights, {' and '.join(op.value for op in ops)} only (no {rest} kernel "
+        "reads them); weights=bf16 builds all in bf16, weights=mxfp4,bf16 builds both"
     ]
     assert "dW" in rest, "codes are frozen"
     lacking = [sm for sm in supported() if not candidates(Op.FORWARD, DType.MXFP4, sm)]

@@ -280,11 +280,11 @@ def test_what_root_left_in_a_users_cache_is_told_with_the_fix(what, home):
     (line,) = (one for one in lines if "belongs to root" in one)
     fix = line.partition(" Run: sudo ")[2]
     assert fix == f"chown -R {AS_USER} {broken}"
-    assert not list(overlay.glob("*.verdicts"))
+    assert not list(overlay.glob("*.results"))
     subprocess.run(fix, shell=True, check=True)
     _, lines = kept_by(AS_USER, home)
     assert lines == []
-    (file,) = overlay.glob("*.verdicts")
+    (file,) = overlay.glob("*.results")
     assert file.stat().st_uid == AS_USER
 
 

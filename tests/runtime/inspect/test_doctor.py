@@ -57,7 +57,7 @@ def test_without_a_gpu_each_bundle_has_a_line(tmp_path: Path) -> None:
 def test_places_are_listed_in_json(tmp_path: Path) -> None:
     write(tmp_path / "sm90.msgpack", {PROBLEM: [modelled(64, WIDE)]})
     plain = report(snapshot(tmp_path), READ, (), "none").to_dict()
-    assert plain["places"][0] == {"place": f"{tmp_path} (PRETUNED_BUNDLES)", "bundles": 1}
+    assert plain["search_path"][0] == {"place": f"{tmp_path} (PRETUNED_BUNDLES)", "bundles": 1}
 
 
 def test_the_version() -> None:

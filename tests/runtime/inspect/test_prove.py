@@ -54,7 +54,7 @@ def test_what_is_right_is_proven_and_not_again(made: Make) -> None:
     taken = made("right", "right", "right")
     assert len(survey(taken, ON_A100).left) == 3
     (found,) = prove.prove([ON_A100]).gpus
-    assert (found.judged, found.proven, found.wrong) == (0, 3, ())
+    assert (found.tested_before, found.passed, found.wrong) == (0, 3, ())
     assert survey(taken, ON_A100).left == ()
     made("die", "die", "die")  # nothing is run again
     assert prove.prove([ON_A100]).ok
@@ -66,7 +66,7 @@ def test_what_is_wrong_faults_or_hangs_is_left_out_and_the_rest_goes_on(made: Ma
     told = prove.prove([ON_A100])
     (found,) = told.gpus
     assert not told.ok
-    assert (found.proven, found.untested) == (2, ())
+    assert (found.passed, found.untested) == (2, ())
     reasons = "y[0, 0] is 1, wanted 2", "did not end within 3 s", "CUDA error: an illegal memory access"
     assert len(found.wrong) == len(reasons)
     for line, reason in zip(found.wrong, reasons, strict=True):
@@ -83,7 +83,7 @@ def test_what_says_nothing_about_the_code_is_told_once_and_tried_again(made: Mak
     told = prove.prove([ON_A100])
     (found,) = told.gpus
     assert not told.ok
-    assert found.proven == 3
+    assert found.passed == 3
     assert len(found.wrong) == 1
     assert sorted(found.untested) == [
         "1 variant: its cubin is not what the index says",
@@ -97,7 +97,7 @@ def test_what_says_nothing_about_the_code_is_told_once_and_tried_again(made: Mak
     assert [one.index for one in survey(taken, ON_A100).left] == [1, 2, 3, 5, 6, 7]
     made(*["right"] * 10)
     (found,) = prove.prove([ON_A100]).gpus
-    assert (found.proven, found.untested) == (9, ())
+    assert (found.passed, found.untested) == (9, ())
 
 
 @pytest.mark.slow
@@ -105,7 +105,7 @@ def test_what_says_nothing_about_the_code_is_told_once_and_tried_again(made: Mak
 def test_a_bundle_whose_file_goes_is_not_wrong(how: str, made: Make) -> None:
     taken = made("right", how, *["right"] * 8)
     (found,) = prove.prove([ON_A100]).gpus
-    assert (found.proven, found.wrong) == (2, ())
+    assert (found.passed, found.wrong) == (2, ())
     (line,) = found.untested
     assert line.startswith("8 variants: ")
     assert "a.msgpack" in line
@@ -118,7 +118,7 @@ def test_a_gpu_that_a_process_can_not_use_any_more_costs_one_variant(made: Make)
     """Another process goes on."""
     made("right", "unusable", "right", "wrong", "right")
     (found,) = prove.prove([ON_A100]).gpus
-    assert (found.proven, len(found.wrong)) == (3, 1)
+    assert (found.passed, len(found.wrong)) == (3, 1)
     assert found.untested == ("1 variant: the GPU can't be used: an uncorrectable ECC error",)
     made("right", *["unusable"] * 9, "right")  # four are known by now; after three processes it gives up
     (found,) = prove.prove([ON_A100]).gpus
@@ -157,7 +157,7 @@ def test_a_process_that_was_stopped_does_not_hang(made: Make) -> None:
     """As a container that is paused, for longer than a test may take."""
     taken = made("pause")
     (found,) = prove.prove([ON_A100]).gpus
-    assert (found.proven, found.wrong, found.untested) == (1, (), ())
+    assert (found.passed, found.wrong, found.untested) == (1, (), ())
     assert survey(taken, ON_A100).left == ()
 
 
@@ -171,7 +171,7 @@ def test_what_code_prints_is_no_verdict(made: Make) -> None:
         assert tracemalloc.get_traced_memory()[1] < 16 << 20
     finally:
         tracemalloc.stop()
-    assert found.proven == 1
+    assert found.passed == 1
     assert ["it forged" in line for line in found.wrong] in ([True, False], [False, True])
     assert survey(taken, ON_A100).left == ()
 
@@ -192,7 +192,7 @@ def test_what_was_measured_elsewhere_on_the_capability_is_not_run(made: Make, cl
     made("right")
     write(clean_places / "a.msgpack", {PROBLEM: [measured(64, 0, 5)]}, sm=80, specs=specs, gpus=[A100])
     found = survey(Snapshot(places(clean_places)), ON_A100)
-    assert found.judged == 1
+    assert found.tested == 1
     assert [one.index for one in found.left] == [1]
 
 
@@ -200,7 +200,7 @@ def test_what_was_measured_elsewhere_on_the_capability_is_not_run(made: Make, cl
 def test_the_report_on_a_machine_says_what_is_left_and_what_is_wrong(made: Make) -> None:
     taken = made("right", "wrong")
     told = str(report(taken, Settings(), (ON_A100,), ""))
-    assert "note      GPU 0: 2 variants were never run on its capability; the first use of each proves it" in told
+    assert "note      GPU 0: 2 kernels were never run on its capability; each is tested before its first use" in told
     prove.prove([ON_A100])
     found = report(taken, Settings(), (ON_A100,), "")
     assert found.ok  # other code, or torch, runs
@@ -212,13 +212,13 @@ def test_the_report_on_a_machine_says_what_is_left_and_what_is_wrong(made: Make)
 def test_the_command(made: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     made("right", "wrong")
     monkeypatch.setattr(prove, "gpus_and_driver", lambda: ((ON_A100,), "CUDA 13.0"))
-    assert command.main(["--prove"]) == 1
+    assert command.main(["--self-test"]) == 1
     text = capsys.readouterr().out
-    assert "proven    1 variants, on this GPU" in text
+    assert "passed    1 kernels, on this GPU" in text
     assert "ok        no" in text
-    assert command.main(["--prove", "--json"]) == 1
+    assert command.main(["--self-test", "--json"]) == 1
     (gpu,) = json.loads(capsys.readouterr().out)["gpus"]
-    assert (gpu["proven"], len(gpu["wrong"])) == (1, 1)
+    assert (gpu["passed"], len(gpu["wrong"])) == (1, 1)
 
 
 def test_without_a_gpu_there_is_nothing_to_prove(
@@ -228,6 +228,6 @@ def test_without_a_gpu_there_is_nothing_to_prove(
         raise CudaError("no CUDA driver")
 
     monkeypatch.setattr(prove, "gpus_and_driver", none)
-    assert command.main(["--prove"]) == 0
-    assert "nothing to prove" in capsys.readouterr().out
+    assert command.main(["--self-test"]) == 0
+    assert "nothing to test" in capsys.readouterr().out
     assert doctor.examine().ok

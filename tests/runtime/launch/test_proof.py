@@ -413,12 +413,12 @@ def test_a_pass_that_is_not_proven_is_asked_for_again_after_a_capture(machine: M
 
 
 def test_it_can_be_switched_off(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PRETUNED_DISABLE_PROOF", "1")
+    monkeypatch.setenv("PRETUNED_DISABLE_SELF_TEST", "1")
     machine.anew()
     machine.spoil(0)
     assert not machine.call()
     assert machine.faults.tried == []
-    assert "PRETUNED_DISABLE_PROOF" in str(explain(PROBLEM, M=M))
+    assert "PRETUNED_DISABLE_SELF_TEST" in str(explain(PROBLEM, M=M))
 
 
 def test_what_was_measured_on_this_capability_is_used_as_it_is(machine: Machine) -> None:
@@ -436,13 +436,13 @@ def test_what_was_measured_on_this_capability_is_used_as_it_is(machine: Machine)
 
 def test_explain_says_what_is_known(machine: Machine) -> None:
     told = explain(PROBLEM, M=M)
-    assert told.proof == "never run on this capability: its first use proves it (not in a graph capture)"
+    assert told.self_test == "never run on this capability: tested before its first use, outside a graph capture"
     assert machine.call()
     told = explain(PROBLEM, M=M)
-    assert told.proof is not None
-    assert told.proof.startswith("proven on this GPU on 20")
-    assert f"code: {told.proof}" in str(told)
-    assert told.to_dict()["proof"] == told.proof
+    assert told.self_test is not None
+    assert told.self_test.startswith("passed its self-test on this GPU on 20")
+    assert f"test: {told.self_test}" in str(told)
+    assert told.to_dict()["self_test"] == told.self_test
 
 
 def test_preload_proves_what_it_loads(machine: Machine) -> None:
