@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import struct
+from collections.abc import Iterable
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -26,6 +27,8 @@ _TAKES: dict[str, tuple[str, ...]] = {
     "situ": ("beta", "linear_beta"),
     "swiglustep": ("limit",),
 }
+_LEAST, _MOST = 1e-30, 1e30  # of a number in size: a kernel has it, and its inverse, in float32
+_LARGEST = 3.4028234e38  # of float32
 _INSTEAD = {  # who asks for a number that an activation lacks, and what has it
     ("silu", "limit"): "swiglu with a limit is silu(min(gate, limit)) * clamp(up, -limit, limit)",
     ("silu", "alpha"): "swiglu has alpha",
@@ -78,10 +81,13 @@ class Activation(_Fields):
     __slots__ = ()
 
     def __new__(
-        cls, name: str, *, limit: float | None = None, alpha: float = 1.0, beta: float = 0.0,
+        cls, name: str, limit: float | None = None, alpha: float = 1.0, beta: float = 0.0,
         linear_beta: float | None = None,
     ) -> Activation:  # fmt: skip
-        """Check the name and the numbers."""
+        """Check the name and the numbers.
+
+        All may be positional, as torch's trees (checkpointing, export), DDP and FSDP make a named tuple again.
+        """
         if not isinstance(name, str) or (name not in KINDS and name != _OAI):
             raise InputError(f"Activation: name is {name!r}, wanted one of {', '.join((*KINDS, _OAI))}")
         given = {"limit": limit, "alpha": alpha, "beta": beta, "linear_beta": linear_beta}
@@ -95,13 +101,14 @@ class Activation(_Fields):
             name, given = "swiglu", given | _OAI_NUMBERS
         limit, linear_beta = (_above_zero(name, one, given[one]) for one in ("limit", "linear_beta"))
         alpha, beta = (_finite(name, one, given[one]) for one in ("alpha", "beta"))
-        if name == "situ" and not beta > 0:
-            raise InputError(f"Activation: beta is {beta!r} for situ, wanted a number above 0")
+        if name == "situ" and not beta >= _LEAST:
+            raise InputError(f"Activation: beta is {beta!r} for situ, wanted a number above 0 ({_LEAST:g} or more)")
         return super().__new__(cls, name, limit, alpha, beta, linear_beta)
 
-    def __getnewargs_ex__(self) -> tuple[tuple[str], dict[str, Any]]:
-        """For pickle and copy, as numbers are keywords."""
-        return (self.name,), dict(zip(self._fields[1:], self[1:], strict=True))
+    @classmethod
+    def _make(cls, iterable: Iterable[Any]) -> Activation:  # type: ignore[override]
+        """Make one with all checks, as ``_replace`` does by this."""
+        return cls(*iterable)
 
     def __repr__(self) -> str:
         numbers = [f", {one}={value!r}" for one, value in self._own().items()]
@@ -157,35 +164,30 @@ def activation_of(call: str, activation: str | Activation, *, gated: bool, inter
 
 
 def _finite(name: str, field: str, value: Any) -> float:
-    if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value):
-        raise InputError(f"Activation: {field} is {value!r} for {name}, wanted a finite number")
+    if not isinstance(value, Real) or isinstance(value, bool) or not abs(float(value)) <= _MOST:
+        raise InputError(f"Activation: {field} is {value!r} for {name}, wanted a finite number ({_MOST:g} at most)")
     return float(value)
 
 
 def _above_zero(name: str, field: str, value: Any) -> float | None:
-    """A number above 0, or None; infinity is None."""
+    """A number above 0, or None; infinity is None, and so is a limit that float32 has no number for."""
     if value is None:
         return None
     if not isinstance(value, Real) or isinstance(value, bool) or not float(value) > 0:
         hint = ". Without a limit leave it out" if field == "limit" and value == 0 else ""
         raise InputError(f"Activation: {field} is {value!r} for {name}, wanted a number above 0, or None{hint}")
-    return None if math.isinf(value) else float(value)
+    number = float(value)
+    if math.isinf(number) or (field == "limit" and number > _LARGEST):
+        return None
+    if field != "limit" and not _LEAST <= number <= _MOST:
+        raise InputError(f"Activation: {field} is {value!r} for {name}, wanted {_LEAST:g} to {_MOST:g}, or None")
+    return number
 
 
 @functools.cache
 def _words(act: Activation) -> tuple[int, int, int, int]:
     limit = math.inf if act.limit is None else act.limit
-    numbers = limit, act.alpha, act.beta, act.linear_beta or 0.0
-    return struct.unpack("<4i", struct.pack("<4f", *map(_single, numbers)))
-
-
-def _single(value: float) -> float:
-    """The value, or infinity if float32 has none so large."""
-    try:
-        struct.pack("<f", value)
-    except OverflowError:
-        return math.copysign(math.inf, value)
-    return value
+    return struct.unpack("<4i", struct.pack("<4f", limit, act.alpha, act.beta, act.linear_beta or 0.0))
 
 
 _NAMED = {name: Activation(name) for name in (*KINDS, _OAI) if name != "situ"}  # that a name alone says

@@ -10,11 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 import pretuned
 import pretuned.runtime
 from pretuned.artifacts.errors import InputError
 from pretuned.kernels.contract.activations import KINDS, Activation, activation_of
+from pretuned.runtime import activate
 
 
 def test_the_exported_class_is_this_one() -> None:
@@ -28,6 +32,24 @@ def test_each_name_makes_one_that_is_found_again(name: str) -> None:
         assert other == act
         assert hash(other) == hash(act)
         assert type(other) is Activation
+
+
+@pytest.mark.parametrize("act", [Activation("swiglu", limit=1.0, alpha=1.3, beta=0.5), Activation("silu")])
+def test_torch_s_trees_take_it_apart_and_make_it_again(act: Activation) -> None:
+    """As checkpointing, export, DDP, FSDP and accelerate do with arguments."""
+    leaves, spec = pytree.tree_flatten((act, 1))
+    again, _ = pytree.tree_unflatten(leaves, spec)
+    assert (type(again), again) == (Activation, act)
+    h = torch.randn(3, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    torch.testing.assert_close(checkpoint(activate, h, act, use_reentrant=False), activate(h, act))
+
+
+def test_a_change_of_one_number_is_checked() -> None:
+    act = Activation("swiglu", limit=7.0)
+    assert act._replace(limit=3.0) == Activation("swiglu", limit=3.0)
+    for one, change in ((act, {"limit": -1.0}), (act, {"linear_beta": 2.0}), (Activation("silu"), {"limit": 7.0})):
+        with pytest.raises(InputError, match="wanted"):
+            one._replace(**change)
 
 
 def test_gpt_oss_s_is_swiglu_with_its_numbers() -> None:
@@ -74,6 +96,12 @@ def test_what_a_log_line_says(act: Activation, said: str) -> None:
         ("silu", {"limit": 10.0}, "limit is 10.0 for silu, wanted none: swiglu with a limit is"),
         ("swiglu_oai", {"limit": 10.0}, "limit is 10.0 for swiglu_oai, wanted none: it has no numbers"),
         ("gelu", {"alpha": 1.5}, "alpha is 1.5 for gelu, wanted none: it has no numbers"),
+        # What float32 has no number for, or no inverse: a kernel would compute with 0 or infinity.
+        ("situ", {"beta": 1e39}, "beta is 1e\\+39 for situ, wanted a finite number"),
+        ("situ", {"beta": 1e-39}, "beta is 1e-39 for situ, wanted a number above 0"),
+        ("situ", {"beta": 1.0, "linear_beta": 1e-50}, "linear_beta is 1e-50 for situ, wanted 1e-30 to 1e\\+30"),
+        ("situ", {"beta": 1.0, "linear_beta": 3e38}, "linear_beta is 3e\\+38 for situ, wanted 1e-30 to 1e\\+30"),
+        ("swiglu", {"alpha": -1e39}, "alpha is -1e\\+39 for swiglu"),
     ],
 )
 def test_what_is_no_activation_is_refused(name: Any, numbers: dict[str, Any], says: str) -> None:
@@ -100,6 +128,8 @@ def test_a_kernel_gets_the_bits_of_float32() -> None:
     assert back(Activation("swiglu", limit=7, alpha=1.5, beta=1)) == (7.0, 1.5, 1.0, 0.0)
     assert back(Activation("situ", beta=4, linear_beta=0.5)) == (math.inf, 1.0, 4.0, 0.5)
     assert back(Activation("swiglu", limit=1e300)) == (math.inf, 1.0, 0.0, 0.0)
+    assert back(Activation("swiglu", limit=3.4e38)) == (struct.unpack("f", struct.pack("f", 3.4e38))[0], 1.0, 0.0, 0.0)
+    assert back(Activation("swiglu", beta=-0.5)) == (math.inf, 1.0, -0.5, 0.0)
 
 
 def test_what_a_call_refuses() -> None:
