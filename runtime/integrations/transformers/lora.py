@@ -47,7 +47,7 @@ def adapted(experts: Any, name: str) -> tuple[torch.Tensor, Lora | None]:
             return found.original, _lora(found[0], experts.is_transposed)
         if why not in _told:
             _told.add(why)
-            _log.warning("pretuned: %s is read as its parametrization makes it, for all experts at once: %s", name, why)
+            _log.warning("pretuned: the whole weight %s is computed in each step, not its adapter alone: %s", name, why)
     one: torch.Tensor = getattr(experts, name)
     return one, None
 
