@@ -15,24 +15,28 @@ from vllm_engine import NEW_TOKENS, Told, config, generate, lines, run
 pytestmark = pytest.mark.filterwarnings("default")
 _KINDS: dict[str, Callable[..., Pair]] = {
     "fp8": tiny_quantised.fp8, "int4": tiny_quantised.int4, "mxfp4": tiny_quantised.mxfp4,
+    "awq": tiny_quantised.awq, "int4_zero": tiny_quantised.int4_zero,
 }  # fmt: skip
 _TOLD = {
     "fp8": "E=8 H=128 I=128 k=2 fp8_block silu", "int4": "E=8 H=128 I=128 k=2 int4_g32 silu",
-    "mxfp4": "E=8 H=64 I=64 k=2 mxfp4 swiglu_oai",
+    "mxfp4": "E=8 H=64 I=64 k=2 mxfp4 swiglu_oai", "awq": "E=8 H=128 I=128 k=2 int4_g64_zp silu",
+    "int4_zero": "E=8 H=128 I=128 k=2 int4_g32_zp silu",
 }  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def amx(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's CPU engine has a backend for such layers with AMX alone, and none for compressed-tensors' int4.
+    """vLLM's CPU engine has a backend for such layers with AMX alone, and none for int4.
 
     Here it chooses one, as on a GPU. Its layers are taken, and it never runs.
     """
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+    from vllm.model_executor.layers.quantization import auto_awq
 
     for one in (cpu_moe.CPUExpertsFp8, cpu_moe.CPUExpertsMxfp4, cpu_moe.CPUExpertsInt4):
         monkeypatch.setattr(one, "_supports_current_device", staticmethod(lambda: True))
     monkeypatch.setattr(cpu_moe.CPUExpertsInt4, "_supports_quant_scheme", staticmethod(lambda *_: True))
+    monkeypatch.setattr(auto_awq, "check_moe_marlin_supports_layer", lambda *_, **__: True)
 
 
 @pytest.fixture(scope="module", params=_KINDS)
@@ -112,7 +116,8 @@ def pointers(llm: Any) -> list[int]:
         ("Mxfp4MoEMethod", {}, {"moe_backend": "marlin"}, "--moe-backend marlin asks for it"),
         ("CompressedTensorsWNA16MoEMethod", {"num_bits": 8, "group_size": 32}, {}, "8 bits in groups of 32"),
         ("CompressedTensorsWNA16MoEMethod", {"num_bits": 4, "group_size": -1}, {}, "4 bits in groups of -1"),
-        ("CompressedTensorsWNA16MoEMethod", {"num_bits": 4, "group_size": 32, "symmetric": False}, {}, "zero points"),
+        ("AutoAWQMoEMethod", {"weight_bits": 8, "group_size": 64, "zero_point": True}, {}, "8 bits in groups of 64"),
+        ("AutoAWQMoEMethod", {"weight_bits": 4, "group_size": 64, "zero_point": False}, {}, "AWQ without zero points"),
         ("CompressedTensorsWNA16MarlinMoEMethod", {"num_bits": 4, "group_size": 32, "actorder": "group"}, {},
          "actorder"),
     ],
@@ -125,6 +130,7 @@ def test_what_stays_with_vllm_and_why(name: str, has: dict[str, Any], changes: d
     quant = SimpleNamespace(symmetric=has.pop("symmetric", True), actorder=has.pop("actorder", None))
     own = type(name, (), {})()
     own.__dict__.update(has, moe=config(**(sizes | changes)), weight_quant=quant, wna16_backend="Marlin")
+    own.quant_config = SimpleNamespace(**has)
     with lines() as said:
         assert take(own, SimpleNamespace(), everywhere=True) is own
     assert len(said) == 1
@@ -243,3 +249,70 @@ def test_what_can_not_be_run_goes_to_vllm_s_own_method_in_its_layout(
     (line,) = told
     assert line.startswith("pretuned: MoE layers stay with vLLM, as pretuned could not prepare or run a layer: ")
     assert ("no kernel takes the scales of" in line) == (fails == "a scale")
+
+
+class SameMethod:
+    """A method like vLLM's for int4 with zero points, whose parameters have the checkpoint's shapes."""
+
+    def __init__(self, shapes: dict[str, Any], is_awq: bool) -> None:
+        self.shapes, self.is_awq = shapes, is_awq
+
+    def maybe_roundup_sizes(self, hidden: int, intermediate: int, *_: Any) -> tuple[int, int]:
+        return hidden, intermediate
+
+    def create_weights(self, layer: Any, **_: Any) -> None:
+        import torch
+
+        for name, like in self.shapes.items():
+            one = torch.nn.Parameter(torch.full_like(like, 7), requires_grad=False)
+            one.is_transposed = self.is_awq
+            layer.register_parameter(name, one)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        self.processed = {name: one.data for name, one in layer.named_parameters()}
+
+
+@pytest.mark.parametrize("fails", ["the first product", "the second product", "the first token"])
+@pytest.mark.parametrize("name", ["AutoAWQMoEMethod", "CompressedTensorsWNA16MoEMethod"])
+def test_zero_points_that_can_not_be_run_go_to_vllm_s_own_method(
+    name: str, fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from pretuned.integrations.vllm import PLUG_IN, quantised
+    from pretuned.integrations.vllm.experts import ActivationNumbers, activation_of
+
+    PLUG_IN._logged.clear()
+    how = SimpleNamespace(weight_bits=4, group_size=32, zero_point=True)
+    asked = SimpleNamespace(
+        quant_config=how, num_bits=4, group_size=32, weight_quant=SimpleNamespace(symmetric=False, actorder=None)
+    )
+    moe, layer = config(hidden_dim=64, intermediate_size=64), torch.nn.Module()
+    format = quantised._FORMATS[name](asked)
+    assert isinstance(format, quantised.Format)
+    method = quantised.PretunedQuantisedMethod(moe, format, activation_of(moe, ActivationNumbers()))
+    method.create_weights(layer, 4, 64, 64, torch.bfloat16)
+    g = torch.Generator().manual_seed(0)
+    for one in layer.parameters():
+        drawn = torch.randint(-(1 << 31), 1 << 31, one.shape, generator=g)
+        one.data.copy_(drawn if one.dtype is torch.int32 else torch.rand(one.shape, generator=g))
+    given = {key: one.data.clone() for key, one in layer.named_parameters()}
+    method.own = own = SameMethod(given, format.is_awq)
+    layer._replace_quant_method = lambda _: None
+    prepare, calls = quantised.prepared, iter(range(2))
+    at = ["the first product", "the second product", "the first token"].index(fails)
+
+    def fails_at(*args: Any, **named: Any) -> Any:
+        if next(calls) == at:
+            raise RuntimeError("made to fail")
+        return prepare(*args, **named)
+
+    monkeypatch.setattr(quantised, "prepared", fails_at)
+    monkeypatch.setattr(quantised, "_kernel", lambda *_: SimpleNamespace(fused_experts=SimpleNamespace()))
+    with lines() as told:
+        method.process_weights_after_loading(layer)
+    assert own.processed.keys() == given.keys()
+    assert all(torch.equal(own.processed[key], one) for key, one in given.items())
+    assert not method._loaded
+    (line,) = told
+    assert line.startswith("pretuned: MoE layers stay with vLLM, as pretuned could not prepare or run a layer: ")

@@ -58,6 +58,58 @@ def int4(folder: Path, seed: int = 0) -> Pair:
     return _qwen3(folder, seed, config, encode)
 
 
+def awq(folder: Path, seed: int = 0) -> Pair:
+    """Qwen3-MoE in AWQ's int4 in groups of 64, with every zero point."""
+    config = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm",
+              "modules_to_not_convert": ["lm_head", "self_attn", "mlp.gate"]}  # fmt: skip
+
+    def encode(N: int, K: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        code, zero, scale = _zero_points(N, K, 64)
+        named = {"qweight": _awq_words(code.mT), "qzeros": _awq_words(zero.mT), "scales": scale.mT.contiguous()}
+        return named, _values(code, zero, scale, 64)
+
+    return _qwen3(folder, seed, config, encode)
+
+
+def int4_zero(folder: Path, seed: int = 0) -> Pair:
+    """Qwen3-MoE in int4 in groups of 32 with every zero point, as compressed-tensors has it."""
+    weights = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+              "config_groups": {"group_0": group}, "ignore": _OTHERS}  # fmt: skip
+
+    def encode(N: int, K: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        code, zero, scale = _zero_points(N, K, 32)
+        named = {"weight_packed": _words(code), "weight_zero_point": _words(zero.mT).mT.contiguous(),
+                 "weight_scale": scale, "weight_shape": torch.tensor([N, K])}  # fmt: skip
+        return named, _values(code, zero, scale, 32)
+
+    return _qwen3(folder, seed, config, encode)
+
+
+def _zero_points(N: int, K: int, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, and zero points and scales of groups: any codes near their zero point, every zero point."""
+    zero = torch.randint(0, 16, (N, K // group))
+    code = (zero.repeat_interleave(group, 1) + torch.randint(-6, 7, (N, K))).clamp(0, 15)
+    return code, zero, (2.0 ** torch.randint(-6, -3, (N, K // group))).bfloat16()
+
+
+def _values(code: torch.Tensor, zero: torch.Tensor, scale: torch.Tensor, group: int) -> torch.Tensor:
+    each = (one.repeat_interleave(group, 1) for one in (zero, scale.double()))
+    return ((code - next(each)) * next(each)).bfloat16()
+
+
+def _words(nibbles: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
+    """[R, n] to int32 [R, n / 8]: the lowest nibble is number ``order[0]`` of eight."""
+    parts = nibbles.reshape(nibbles.shape[0], -1, 8)[..., list(order)]
+    words = (parts.to(torch.int64) << 4 * torch.arange(8)).sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def _awq_words(nibbles: torch.Tensor) -> torch.Tensor:
+    return _words(nibbles, (0, 2, 4, 6, 1, 3, 5, 7))
+
+
 def compressed(folder: Path, how: str, seed: int = 0) -> Pair:
     """Qwen3-MoE as compressed-tensors has it: ``mxfp4``, ``fp8_block`` or ``fp8_channel``."""
     weights: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": how.removeprefix("fp8_")}

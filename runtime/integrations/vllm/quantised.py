@@ -27,6 +27,7 @@ from vllm.platforms import current_platform
 from ...artifacts.records.precision import DType, dtypes_of
 from ...runtime.ops.activation import RowActivation
 from ...runtime.weights.expert_weights import ExpertWeights
+from ...runtime.weights.packings import awq_experts, packed_experts
 from ..plug_in import VLLM as PLUG_IN
 from ..served_layer import follow, prepared
 from .experts import (
@@ -44,13 +45,15 @@ from .experts import (
 _BLOCK = 128  # of fp8
 _KERNEL_BLOCK = 64  # N and K are multiples of, where a kernel reads codes of other formats
 _GROUPS = (32, 64, 128)  # of int4
+_WORD = 8  # codes, or zero points, of int4 in one
 
 
 class Format(NamedTuple):
     """What a layer's tensors are. ``name`` is one of ``PRECISIONS``, ``codes`` and ``scale`` end the tensors' names.
 
     ``w`` has the dtype of the codes, and how many weights are in one; ``scales`` their dtype, and the rows and columns
-    of weights that have one. ``loaded_by`` is vLLM's word for how scales are spread over ranks.
+    of weights that have one. ``loaded_by`` is vLLM's word for how scales are spread over ranks. ``zero`` ends the name
+    of zero points, eight in a word. With ``is_awq`` codes and zero points are packed along N, and K comes before N.
     """
 
     name: str
@@ -59,9 +62,27 @@ class Format(NamedTuple):
     w: tuple[torch.dtype, int]
     scales: tuple[torch.dtype | None, int, int]
     loaded_by: str
+    zero: str = ""
+    is_awq: bool = False
 
-    def weights(self, codes: torch.Tensor, scale: torch.Tensor) -> ExpertWeights:
-        """The weights of one product, over these tensors."""
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """The ends of the names of a product's codes, scales and zero points."""
+        return (self.codes, self.scale, *([self.zero] if self.zero else []))
+
+    def shapes(self, N: int, K: int) -> list[tuple[int, int]]:
+        """Those of an expert's codes, scales and zero points, as the checkpoint has them."""
+        _, rows, columns = self.scales
+        groups = -(-K // columns)
+        if self.is_awq:
+            return [(K, N // _WORD), (groups, N), (groups, N // _WORD)]
+        return [(N, K // self.w[1]), (-(-N // rows), groups), (N // _WORD, groups)]
+
+    def weights(self, codes: torch.Tensor, scale: torch.Tensor, *zero: torch.Tensor) -> ExpertWeights:
+        """The weights of one product: over these tensors, or with zero points of copies of them."""
+        if zero:
+            read = awq_experts if self.is_awq else packed_experts
+            return ExpertWeights.int4(*read(codes, scale, *zero, group=self.scales[2]))
         if self.name == "fp8_block":
             return ExpertWeights.fp8_block(codes, scale)
         if self.name == "mxfp4":
@@ -87,10 +108,22 @@ def _int4(method: Any) -> Format | str:
     how = method.weight_quant
     if method.num_bits != 4 or method.group_size not in _GROUPS:
         return f"{method.num_bits} bits in groups of {method.group_size}: pretuned serves 4 in groups of 32, 64 or 128"
-    if not how.symmetric or getattr(how, "actorder", None) is not None:
-        return "zero points, or groups of another order (actorder)"
+    if getattr(how, "actorder", None) is not None:
+        return "groups of another order (actorder)"
     name, group = f"int4_g{method.group_size}", method.group_size
-    return Format(name, "weight_packed", "weight_scale", (torch.int32, 8), (None, 1, group), "group")
+    found = Format(name, "weight_packed", "weight_scale", (torch.int32, _WORD), (None, 1, group), "group")
+    return found if how.symmetric else found._replace(name=f"{name}_zp", zero="weight_zero_point")
+
+
+def _awq(method: Any) -> Format | str:
+    how = method.quant_config
+    group = how.group_size
+    if how.weight_bits != 4 or group not in _GROUPS:
+        return f"{how.weight_bits} bits in groups of {group}: pretuned serves 4 in groups of 32, 64 or 128"
+    if not how.zero_point:
+        return "AWQ without zero points"
+    w, scales = (torch.int32, _WORD), (None, 1, group)
+    return Format(f"int4_g{group}_zp", "qweight", "scales", w, scales, "group", "qzeros", is_awq=True)
 
 
 # By the name of vLLM's class for such a layer, in 0.20 or later.
@@ -103,6 +136,7 @@ _FORMATS: dict[str, Callable[[Any], Format | str]] = {
     "CompressedTensorsW4A8Mxfp4MoEMethod": _mxfp4("weight_packed"),  # tokens stay as they come
     "CompressedTensorsWNA16MoEMethod": _int4,
     "CompressedTensorsWNA16MarlinMoEMethod": _int4,
+    "AutoAWQMoEMethod": _awq,
 }
 _INTERLEAVED = "GptOssMxfp4MoEMethod"  # alone has swigluoai's gate and up in alternating rows of its checkpoint
 
@@ -173,6 +207,7 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
         self.moe_kernel: Any = None  # until weights were loaded
         self._created: tuple[dict[str, Any], dict[str, Any]] = {}, {}  # the arguments of ``create_weights``
         self._rows: tuple[torch.Tensor, torch.Tensor] | None = None  # [E, N, ...], for who asks sizes of them
+        self._loaded: dict[str, torch.Tensor] = {}  # what prepared weights can't give back, until they were tried
 
     @property
     def is_monolithic(self) -> bool:
@@ -189,17 +224,19 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
         layer.num_experts, layer.orig_dtype, layer.params_dtype = E, params_dtype, params_dtype
         layer.w13_input_scale = layer.w2_input_scale = None
         attributes.pop("intermediate_size_full", None)
-        attributes |= {"is_transposed": False}
+        attributes |= {"is_transposed": one.is_awq}
         wide = 2 * I if self.moe.is_act_and_mul else I
-        scale_dtype, rows, columns = one.scales
+        dtypes = one.w[0], one.scales[0] or params_dtype, torch.int32
         for which, N, K in (("w13", wide, H), ("w2", H, I)):
-            codes = torch.zeros(E, N, K // one.w[1], dtype=one.w[0])
-            scale = torch.zeros(E, -(-N // rows), -(-K // columns), dtype=scale_dtype or params_dtype)
-            _parameter(layer, f"{which}_{one.codes}", codes, attributes)
+            codes, *factors = (
+                torch.zeros(E, *shape, dtype=dtype) for shape, dtype in zip(one.shapes(N, K), dtypes, strict=True)
+            )
             by_block = attributes | {"quant_method": one.loaded_by, "load_full_w2": False}
+            _parameter(layer, f"{which}_{one.codes}", codes, by_block if one.is_awq else attributes)
             if one.name == "mxfp4" and "weight_loader" in attributes:
                 by_block["weight_loader"] = _scale_loader(attributes["weight_loader"])
-            _parameter(layer, f"{which}_{one.scale}", scale, by_block)
+            for end, factor in zip(one.ends[1:], factors, strict=False):
+                _parameter(layer, f"{which}_{end}", factor, by_block)
             if one.codes == "weight_packed" and one.name != "mxfp4":
                 _parameter(layer, f"{which}_weight_shape", torch.zeros(E, 2), by_block)
             if self.moe.has_bias:
@@ -227,6 +264,7 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
             PLUG_IN.count_given_back()
             self._give_back(layer)
         self.own = None
+        self._loaded.clear()
 
     def _prepare(self, layer: Any) -> None:
         given = tuple(self._prepared(layer, which) for which in ("w13", "w2"))
@@ -268,17 +306,24 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
 
     def _prepared(self, layer: Any, which: str) -> ExpertWeights:
         """The weights of one product, in whose place the layer has prepared parameters."""
-        names = f"{which}_{self.format.codes}", f"{which}_{self.format.scale}"
-        codes, scale = (getattr(layer, name).data for name in names)
+        names = [f"{which}_{end}" for end in self.format.ends]
+        loaded = {name: getattr(layer, name).data for name in names}
+        if self.format.zero and self.own is not None:
+            self._loaded |= loaded
         on_gpu = current_platform.is_cuda()
-        (made,) = prepared((self.format.weights(codes, scale),), "PRETUNED_VLLM", on_gpu=on_gpu)
-        for name, tensor in zip(names, (made.codes, made.scale), strict=True):
-            if tensor.dim() > getattr(layer, name).dim():
+        (made,) = prepared((self.format.weights(*loaded.values()),), "PRETUNED_VLLM", on_gpu=on_gpu)
+        for name, tensor in zip(names, (made.codes, made.scale, made.zero), strict=False):
+            if tensor is not None and (self.format.zero or tensor.dim() > loaded[name].dim()):
                 layer.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
         return made
 
     def _restore(self, loaded: dict[str, torch.Tensor], which: str) -> None:
         """Have a product's tensors in the checkpoint's layout again, if they were prepared."""
+        if self.format.zero:  # K comes first, as in vLLM's parameters: see ``_copy``
+            for name in (f"{which}_{end}" for end in self.format.ends):
+                raw = self._loaded.get(name, loaded[name])
+                loaded[name] = raw.mT if self.format.is_awq else raw
+            return
         names = f"{which}_{self.format.codes}", f"{which}_{self.format.scale}"
         codes, scale = (loaded[name] for name in names)
         if codes.dim() > 3:
