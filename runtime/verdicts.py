@@ -188,7 +188,7 @@ def _load(path: Path, local: LocalGpu) -> _Kept:
 def _row(row: list[object]) -> tuple[bytes, Verdict]:
     digest, right, day, why = row
     if not (isinstance(digest, str) and isinstance(right, bool) and isinstance(day, str) and isinstance(why, str)):
-        raise ValueError(f"no verdict: {row}")
+        raise ValueError(f"no test result: {row}")
     return bytes.fromhex(digest), Verdict(right, day, why)
 
 

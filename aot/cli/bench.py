@@ -126,5 +126,5 @@ def _tell(found: Comparison) -> None:
     tell(f"left out: {line}" for line in found.omissions())
     without = sum(cell.runs in ("torch", "jit") for cell in found.cells)
     if without:
-        tell([f"in {without} of {len(found.cells)} cells no bundle here has code for this GPU, and torch ran ours: "
-              "python -m pretuned.runtime says what to build"])  # fmt: skip
+        tell([f"in {without} of {len(found.cells)} cells no bundle has a kernel for this GPU, and torch ran "
+              "pretuned's side: python -m pretuned.runtime says what to build"])  # fmt: skip

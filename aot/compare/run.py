@@ -141,7 +141,7 @@ class _Compared:
         return [statistics.median(row) for row in self._clock.rounds_us(graphs, rounds)]
 
     def _runs(self, problem: Problem, M: int) -> str:
-        """What ran ours: a variant's config, ``torch`` where no bundle has code for it, ``reference`` on the CPU."""
+        """What ran pretuned's side: a config, ``torch`` if no bundle has a kernel, ``reference`` on the CPU."""
         if self._device.type != "cuda":
             return "reference"
         told = explain(problem, M=M)

@@ -88,7 +88,9 @@ def parse_options(given: Sequence[str]) -> tuple[SpecOptions, list[str]]:
     for word in given:
         key, equals, text = word.partition("=")
         if key in SHAPE_KEYS and equals:
-            problems.append(f"'{word}' stands alone; the sizes are one word, shape:E=..,H=..,I=..,k=.. with no blanks")
+            problems.append(
+                f"'{word}' is a word of its own; sizes are one word, shape:E=..,H=..,I=..,k=.. with no blanks"
+            )
         elif not equals:
             problems.append(f"'{word}' is no option, wanted key=value{nearest(word, OPTION_KEYS)}")
         elif key not in parsers:

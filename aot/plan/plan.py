@@ -245,7 +245,7 @@ def without_code(shapes: Iterable[LayerShard]) -> Iterator[str]:
             yield (
                 f"{shape}: {shape.experts_per_rank} experts a GPU, wanted at most {MAX_EXPERTS} of quantised weights; "
                 + (f"ep={splits[0]} splits them over {splits[0]} GPUs, " if splits else "")
-                + "weights=bf16 has code for any number"
+                + "weights=bf16 has kernels for any number"
             )
 
 

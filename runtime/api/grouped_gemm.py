@@ -151,8 +151,8 @@ def grouped_gemm(
     """
     if lora is not None:
         if dX_only or dW_only:
-            raise InputError("grouped_gemm: dX_only or dW_only with lora: which gradients are computed is told by what "
-                             "requires one. Leave it out, and w.requires_grad_(False)")  # fmt: skip
+            raise InputError("grouped_gemm: dX_only or dW_only with lora: requires_grad decides which gradients are "
+                             "computed. Leave it out, and call w.requires_grad_(False)")  # fmt: skip
         if isinstance(lora, Lora) and lora.dropout:
             from .adapted import dropped
 

@@ -224,7 +224,7 @@ def _standing(candidate: Candidate, bucket: int, local: LocalGpu) -> str:
         if candidate.origin is Origin.COMPILED:
             return "compiled now by Triton, the cost model's choice: no bundle has a variant that can run it"
         if candidate.usable.place.kind is Kind.CANDIDATES:
-            what = "the cost model's choice among the candidates that ship compiled: no bundle has code that can run it"
+            what = "the cost model's choice among the shipped candidates: no bundle has a kernel that can run it"
         compatible = candidate.origin is Origin.COMPATIBLE
         return f"{what} (code for {target}, which sm_{local.sm} runs)" if compatible else what
     what = {

@@ -190,9 +190,11 @@ def report(
 
 
 def _reserve(snapshot: Snapshot, gpu: int, local: LocalGpu) -> Iterator[str]:
-    """Which candidates a GPU's calls come to where no bundle has code for them, and which it can't use."""
+    """Which candidates a GPU's calls come to where no bundle has a kernel for them, and which it can't use."""
     view = snapshot.reserve(local)
-    yield from (f"GPU {gpu}: what no bundle has code for runs from {one.path}, if that has" for one in view.usable)
+    yield from (
+        f"GPU {gpu}: calls that no bundle has a kernel for run from the candidates in {one.path}" for one in view.usable
+    )
     yield from (f"GPU {gpu}: candidates are skipped: {one.reason}" for one in view.skipped)
 
 

@@ -67,7 +67,7 @@ def verdict(
     code = replace(problem, fusion=code_of(problem.op, problem.fusion))
     found = with_low_part(snapshot, code, M, local)
     if found is None:
-        return LowRankVerdict((), f"no code that ships for it fits sm_{local.sm}")
+        return LowRankVerdict((), f"no shipped kernel for it runs on sm_{local.sm}")
     others: list[Candidate] = []
     with contextlib.suppress(Rejected):
         others = modelled(snapshot, code, bucket_of(M), local, snapshot.reserve(local), aligned=True)
@@ -86,13 +86,13 @@ def _ruled_out(problem: Problem, *, aligned: bool, strict: bool) -> str | None:
         return "no code adds it to rows that go elsewhere or are weighed"
     if not dtype.quantised:
         if dtype is not DType.BF16:
-            return f"code that adds it is of bf16 alone, this is {dtype.value}"
+            return f"its kernels are for bf16, this is {dtype.value}"
         if Fusion.BIAS in fusion and Fusion.GATHER not in fusion:
-            return "code that gathers no rows adds no bias beside it"
+            return "the low-rank kernels add a bias only if they gather rows"
     else:
         format = next(name for name in PRECISIONS if dtype in dtypes_of(name))
         if problem.op is Op.FORWARD and dtypes_of(format)[0] in CODES_BY_CODES:
             return f"the forward of {format} quantises x, which is faster"
         if problem.layout is Layout.STORED:
-            return "only prepared weights have code for it: w = w.prepare()"
+            return "only prepared weights have a kernel for it: w = w.prepare()"
     return None if aligned else "rows of x, w or y are no whole 16 bytes"

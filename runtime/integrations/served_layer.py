@@ -88,7 +88,7 @@ def lacks(layer: ServedLayer, local: LocalGpu, *, tokens: int, any_variant: bool
             found = settle(dispatch_snapshot.snapshot(), problem, bucket, local, aligned=True, strict=False)
             known = isinstance(found, Decision) and (any_variant or _is_measured(found))
             if not known:
-                what = "has code" if any_variant else "was measured"
+                what = "has a kernel" if any_variant else "was measured"
                 where = f"{problem} at about {bucket} rows on {local}"
                 todo = refusal(local.sm) or f"Build one here with: {layer.build_line}"
                 return f"no bundle {what} for {where}. {todo}"

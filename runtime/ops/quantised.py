@@ -42,11 +42,11 @@ def no_kernel(format: str) -> None:
         with PRETUNED_STRICT=1, and in a graph capture.
     """
     if settings.settings().strict:
-        raise ProblemNotInBundle(f"PRETUNED_STRICT: no bundle has code for {format} weights. Dequantise them "
+        raise ProblemNotInBundle(f"PRETUNED_STRICT: no bundle has a kernel for {format} weights. Dequantise them "
                                  "(ExpertWeights.dequantize), or unset PRETUNED_STRICT")  # fmt: skip
     if torch.cuda.is_current_stream_capturing():
         raise ProblemNotInBundle(
-            f"no bundle has code for {format} weights, and torch's loop over the experts has to read m_sizes on "
+            f"no bundle has a kernel for {format} weights, and torch's loop over the experts has to read m_sizes on "
             "the host, which a CUDA graph capture forbids. Capture without this call, or dequantise them "
             "(ExpertWeights.dequantize)"
         )
@@ -55,5 +55,5 @@ def no_kernel(format: str) -> None:
 
 @functools.cache
 def _tell(format: str) -> None:
-    _log.warning("pretuned: no bundle has code for %s weights: torch dequantises them, expert by expert, in every call",
-                 format)  # fmt: skip
+    _log.warning("pretuned: no bundle has a kernel for %s weights: torch dequantises them, expert by expert, in "
+                 "every call", format)  # fmt: skip

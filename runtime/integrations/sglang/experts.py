@@ -81,7 +81,7 @@ def refusal(method: Any, layer: Any, config: Any, format: Packing | str | None, 
     if asked not in ("auto", NAME):
         return f"--moe-runner-backend {asked} asks for it"
     if not get_moe_a2a_backend().is_none():
-        return f"the all-to-all of {get_moe_a2a_backend().value} hands over tokens in a form of its own"
+        return f"the all-to-all of {get_moe_a2a_backend().value} hands over tokens in its own layout"
     if getattr(method, "_aiter_runner", None) is not None:
         return "aiter runs it"
     if getattr(settings, "enable_lora", False):
@@ -107,7 +107,7 @@ def refusal(method: Any, layer: Any, config: Any, format: Packing | str | None, 
 def _unread(layer: Any, config: Any, format: Packing, served: ServedLayer) -> str | None:
     """Why quantised weights are none that pretuned reads; None if they are."""
     if torch.cuda.is_available() and config.params_dtype is not torch.bfloat16:
-        return f"tokens are {config.params_dtype}: beside quantised weights kernels read bfloat16"
+        return f"tokens are {config.params_dtype}: with quantised weights, kernels read bfloat16"
     for problem, room in zip(served.problems, format.shapes(layer), strict=True):
         if not prepares(problem.dtype, problem.N, problem.K):
             return f"no kernel is for {problem}: {SIZES}"

@@ -377,7 +377,7 @@ def _check_held(experts: Any, name: str, many: int) -> None:
     held = getattr(experts, "num_experts", None)
     if getattr(experts, "_is_expert_parallel", False) and held is not None and held != many:
         # The ids count from the module's number: one that stands for an expert elsewhere would be one of these.
-        bad(name, f"{many} experts", f"the module's num_experts, {held}: ids are told by that number. "
+        bad(name, f"{many} experts", f"the module's num_experts, {held}: it decides which ids are here. "
                    "Where experts don't divide by the ranks, set num_experts to those that each rank has",
                    "experts_forward")  # fmt: skip
 

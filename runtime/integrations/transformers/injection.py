@@ -139,8 +139,8 @@ def _check_target(experts: Any, path: str, name: str, config: Any, key: str) -> 
         check_rank(config, key)
     elif codes_name(experts, name) != name:  # fp8's PEFT adapts by itself, for whatever runs them
         raise InputError(
-            f"get_peft_model: {path}.{name} is quantised and runs on {running!r}, wanted 'pretuned', which alone has "
-            "adapters beside these weights: call model.set_experts_implementation('pretuned') before get_peft_model"
+            f"get_peft_model: {path}.{name} is quantised and runs on {running!r}, wanted 'pretuned', the only one "
+            "with adapters on these weights: call model.set_experts_implementation('pretuned') before get_peft_model"
         )
 
 

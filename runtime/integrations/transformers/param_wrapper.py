@@ -24,7 +24,7 @@ def check_rank(config: Any, key: str) -> None:
     r = ranks.get(get_pattern_key(list(ranks), key), config.r)
     if r is not None and r > MAX_RANK:
         doubled = " (gate_proj and up_proj together have twice the r of each)" if r == 2 * config.r else ""
-        bad("r", f"{r} for {key}{doubled}", f"at most {MAX_RANK} beside quantised experts", "LoraConfig")
+        bad("r", f"{r} for {key}{doubled}", f"at most {MAX_RANK} on quantised experts", "LoraConfig")
 
 
 class ParamWrapper(layer.ParamWrapper):  # by this name PEFT knows it
@@ -48,8 +48,8 @@ class ParamWrapper(layer.ParamWrapper):  # by this name PEFT knows it
         if found is None:
             running = getattr(getattr(experts, "config", None), "_experts_implementation", None)
             raise InputError(
-                f"{self._said}: the experts run on {running!r}, wanted 'pretuned', which alone has adapters beside "
-                "quantised weights: model.set_experts_implementation('pretuned')"
+                f"{self._said}: the experts run on {running!r}, wanted 'pretuned', the only one with adapters on "
+                "quantised weights: call model.set_experts_implementation('pretuned')"
             )
         return found
 

@@ -289,7 +289,7 @@ def test_one_name_for_two_sizes() -> None:
         (MINE + " tokens=1..10^12", r"tokens=1..10\^12: wanted least..most, e.g. tokens=1..65536, at most 16777216"),
         (MINE + " tokens=1..1000000000000", "tokens=1..1000000000000: too large, wanted at most 16777216"),
         ("shape:E=4,H=8,I=1e3,k=2", "I=1e3: wanted a whole number"),
-        ("shape:E=4,H=8, I=8,k=2", "the sizes are one word"),
+        ("shape:E=4,H=8, I=8,k=2", "sizes are one word"),
         (MINE + " tp=7", r"tp=7 does not divide I=240; tp can be 1, 2, 3, 4, 5, 6, 8, 10, .*, 48, 60, \.\.\."),
         (MINE.replace("240", "64") + " tp=7", "tp=7 does not divide I=64; tp can be 1, 2, 4, 8, 16, 32, 64$"),
         (MINE + " ep=3", "ep=3 does not divide E=16; ep can be 1, 2, 4, 8, 16$"),

@@ -278,7 +278,7 @@ def test_more_experts_than_code_of_codes_counts_have_what_stands_in(sm: int) -> 
     (wrong,) = without_code([*asked, whole, split])
     assert wrong == (
         "moonshotai/Kimi-K3 tp=1 ep=1 dtype=mxfp4: 896 experts a GPU, wanted at most 512 of quantised weights; ep=2 "
-        "splits them over 2 GPUs, weights=bf16 has code for any number"
+        "splits them over 2 GPUs, weights=bf16 has kernels for any number"
     )
     (wrong,) = without_code([replace(QWEN3, E=2048, ep=2, dtypes=(DType.MXFP4,))])
     assert "; ep=4 splits them over 4 GPUs, " in wrong

@@ -352,7 +352,7 @@ def test_on_a_gpu_torch_does_it_and_says_so_once(
     assert off(dx, given.grad) < 5e-3
     warnings = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
     (warned,) = [one for one in warnings if not one.startswith("pretuned: bundles run on linux")]  # said once a process
-    assert warned.startswith(f"pretuned: no bundle has code for {format} weights: torch dequantises them")
+    assert warned.startswith(f"pretuned: no bundle has a kernel for {format} weights: torch dequantises them")
 
 
 def test_a_layer_on_a_gpu(gpu: None) -> None:
@@ -373,9 +373,9 @@ def test_a_layer_on_a_gpu(gpu: None) -> None:
 def test_strict_refuses_and_a_capture_can_not_be_done(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     w, x, m_sizes = made("mxfp4", 32, 64), torch.randn(5, 64).bfloat16(), torch.tensor([1, 1, 1, 1, 1])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(ProblemNotInBundle, match=r"code for mxfp4 weights, .* which a CUDA graph capture forbids"):
+    with pytest.raises(ProblemNotInBundle, match=r"a kernel for mxfp4 weights, .* which a CUDA graph capture forbids"):
         grouped_gemm(x, w, m_sizes)
     monkeypatch.setenv("PRETUNED_STRICT", "1")
     reload()
-    with pytest.raises(ProblemNotInBundle, match="PRETUNED_STRICT: no bundle has code for mxfp4 weights"):
+    with pytest.raises(ProblemNotInBundle, match="PRETUNED_STRICT: no bundle has a kernel for mxfp4 weights"):
         grouped_gemm(x, w, m_sizes)

@@ -61,7 +61,7 @@ def test_what_no_bundle_has_code_for_runs_from_the_candidates(tmp_path: Path, ca
     assert ran.chosen.usable.place == Place(Kind.CANDIDATES, tmp_path)
     assert (ran.chosen.origin, ran.chosen.match) == (Origin.MODELLED, Match.COST_MODEL)
     assert ran.chosen.variant.dtype is DType.FP16
-    assert "among the candidates that ship compiled" in ran.reason
+    assert "among the shipped candidates" in ran.reason
     (record,) = [one for one in caplog.records if "no measured choice" in one.getMessage()]
     assert candidates_name(80) in record.getMessage()
     assert not [one for one in caplog.records if one.levelno > logging.INFO]

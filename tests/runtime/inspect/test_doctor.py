@@ -85,7 +85,7 @@ def test_the_candidates_that_a_gpu_runs_or_skips(tmp_path: Path) -> None:
     path = tmp_path / "a" / candidates_name(80)
     path.write_bytes(pack(encode(bundle({}, sm=80, tag="candidates"))))
     found = report(snapshot(installed=[tmp_path / "a"]), READ, (ON_A100,), "CUDA 12.8")
-    assert f"GPU 0: what no bundle has code for runs from {path}, if that has" in found.notes
+    assert f"GPU 0: calls that no bundle has a kernel for run from the candidates in {path}" in found.notes
     path.write_bytes(b"junk")
     found = report(snapshot(installed=[tmp_path / "a"]), READ, (ON_A100,), "CUDA 12.8")
     (note,) = [one for one in found.notes if "candidates are skipped" in one]

@@ -59,16 +59,16 @@ def test_a_rank_is_rounded_up_to_whole_16_bytes() -> None:
 @pytest.mark.parametrize(
     ("problem", "why"),
     [
-        (replace(PRODUCT, dtype=DType.FP16), "code that adds it is of bf16 alone, this is fp16"),
-        (replace(PRODUCT, dtype=DType.FP32), "code that adds it is of bf16 alone, this is fp32"),
+        (replace(PRODUCT, dtype=DType.FP16), "its kernels are for bf16, this is fp16"),
+        (replace(PRODUCT, dtype=DType.FP32), "its kernels are for bf16, this is fp32"),
         (replace(PRODUCT, fusion=Fusion.GATHER | Fusion.SCATTER), "no code adds it to rows that go elsewhere"),
         (replace(PRODUCT, fusion=Fusion.GATHER | Fusion.WEIGHT), "no code adds it to rows that go elsewhere"),
-        (replace(PRODUCT, fusion=Fusion.BIAS), "code that gathers no rows adds no bias"),
+        (replace(PRODUCT, fusion=Fusion.BIAS), "the low-rank kernels add a bias only if they gather rows"),
         (replace(PRODUCT, dtype=DType.FP8_BLOCK_A16), "the forward of fp8_block quantises x, which is faster"),
-        (replace(PRODUCT, dtype=DType.MXFP4, layout=Layout.STORED), "only prepared weights have code for it"),
-        (replace(PRODUCT, dtype=DType.MXFP4, N=1500), "only prepared weights have code for it"),
+        (replace(PRODUCT, dtype=DType.MXFP4, layout=Layout.STORED), "only prepared weights have a kernel for it"),
+        (replace(PRODUCT, dtype=DType.MXFP4, N=1500), "only prepared weights have a kernel for it"),
         (replace(PRODUCT, K=2044), "rows of x, w or y are no whole 16 bytes"),
-        (replace(PRODUCT, E=600), "no code that ships for it fits sm_90"),
+        (replace(PRODUCT, E=600), "no shipped kernel for it runs on sm_90"),
     ],
 )  # fmt: skip
 def test_why_it_is_a_product_of_its_own(problem: Problem, why: str) -> None:
@@ -120,7 +120,7 @@ def test_of_tensors() -> None:
     assert "in the product's kernel" in str(explain(x, w, m_sizes, sm=90, rank=16))
     four = ExpertWeights.quantize(w, "mxfp4")
     told = explain(x, four, m_sizes, sm=90, rank=16)
-    assert "only prepared weights have code for it: w = w.prepare()" in str(told.low_rank)
+    assert "only prepared weights have a kernel for it: w = w.prepare()" in str(told.low_rank)
     assert "in the product's kernel" in str(explain(x, four.prepare(), m_sizes, sm=90, rank=16))
     eight = explain(x, ExpertWeights.quantize(w, "fp8_block"), m_sizes, sm=90, rank=16)
     assert "quantises x" in str(eight.low_rank)
