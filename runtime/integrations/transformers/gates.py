@@ -136,7 +136,7 @@ def _is_own_module(module: Any) -> bool:
 
 def _of_softcaps(act: Any) -> Activation | None:
     """softcap(gate) * sigmoid(gate) * softcap(up), of two modules that have a softcap each."""
-    caps = [act._modules.get(name) for name in ("gate_softcap", "up_softcap")]
+    caps = [getattr(act, name, None) for name in ("gate_softcap", "up_softcap")]
     if not all(_is_own_module(one) and _CLASSES[_place(one)][0] is copies.softcap for one in caps):
         return None
     values = [getattr(one, "softcap", None) for one in caps]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import timeit
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import stockexperts
 import torch
@@ -93,9 +95,9 @@ def stock(family: str = "qwen2_moe") -> Any:
     return next(stockexperts.made(*one) for one in stockexperts.classes(family))
 
 
-def test_there_are_64_families(library: Any) -> None:
-    if library.__version__.startswith("5.23."):
-        assert len(FAMILIES) == 64
+def test_how_many_families_there_are(library: Any) -> None:
+    known = {"5.23": 64, "5.24": 67}.get(library.__version__.rpartition(".")[0])
+    assert known in (None, len(FAMILIES))
     assert set(FAMILIES) >= {"qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"}
 
 
@@ -293,6 +295,106 @@ def test_a_limit_is_read_in_every_call(library: Any, name: str) -> None:
     assert_same(run(ours.experts_forward, experts, given()), run(grouped_mm, experts, given()), torch.float32)
     setattr(experts, name, nn.Parameter(torch.tensor(7.0 if name == "limit" else 1.702)))
     assert recognise(experts, True) is None  # it may be learnt
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("deepseek_v4", "limit"), ("hy_v4", "swiglu_limit"), ("gpt_oss", "limit"), ("gpt_oss", "alpha"),
+     ("minimax_m3_vl", "swiglu_limit"), ("minimax_m3_vl", "swiglu_alpha")],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "is_known"),
+    [(0.3, True), (1, True), (np.float64(0.3), False), (True, False), (torch.tensor(0.3), False), (-1.0, None),
+     (0, None), (float("inf"), None)],
+    ids=str,
+)  # fmt: skip
+def test_a_number_that_was_set_after_load(
+    library: Any, family: str, name: str, value: Any, is_known: bool | None
+) -> None:
+    """A layer is recognised with it, or runs its own code: what comes out is the code's own."""
+    experts, tensors = stock(family), given()
+    ours.experts_forward(experts, *tensors)
+    setattr(experts, name, value)
+    act = recognise(experts, True)
+    assert is_known is None or (act is not None) == is_known
+    tensors[0] = 6 * tensors[0]  # where a limit says something
+    torch.testing.assert_close(ours.experts_forward(experts, *tensors), grouped_mm(experts, *tensors))
+
+
+def has_no_softcap(caps: Any) -> None:
+    caps.__dict__["up_softcap"] = nn.Identity()  # before the module of this name
+
+
+SOFTCAPS: dict[str, tuple[Callable[[Any], Any], dict[str, float] | None]] = {
+    "of the gate": (lambda caps: setattr(caps.gate_softcap, "softcap", 0.5), {"beta": 0.5, "linear_beta": 25.0}),
+    "of up": (lambda caps: setattr(caps.up_softcap, "softcap", 1), {"beta": 4.0, "linear_beta": 1.0}),
+    "exchanged": (
+        lambda caps: caps._modules.update(gate_softcap=caps.up_softcap, up_softcap=caps.gate_softcap),
+        {"beta": 25.0, "linear_beta": 4.0},
+    ),
+    "zero": (lambda caps: setattr(caps.up_softcap, "softcap", 0.0), None),
+    "below zero": (lambda caps: setattr(caps.gate_softcap, "softcap", -2.0), None),
+    "a tensor": (lambda caps: setattr(caps.gate_softcap, "softcap", torch.tensor(2.0)), None),
+    "another module": (lambda caps: setattr(caps, "up_softcap", nn.Identity()), None),
+    "an attribute": (has_no_softcap, None),
+    "a hook": (lambda caps: caps.up_softcap.register_forward_hook(lambda module, taken, made: 2 * made), None),
+}
+
+
+@pytest.mark.parametrize("change", SOFTCAPS)
+def test_softcaps_that_were_changed_after_load(library: Any, change: str) -> None:
+    if "inkling2" not in FAMILIES:
+        pytest.skip("a transformers before Inkling2")
+    experts, tensors = stock("inkling2"), given()
+    ours.experts_forward(experts, *tensors)
+    does, numbers = SOFTCAPS[change]
+    does(experts.act_fn)
+    act = recognise(experts, True)
+    assert act == (None if numbers is None else RowActivation(Activation("situ", **numbers), True, False))
+    tensors[0] = 6 * tensors[0]
+    torch.testing.assert_close(
+        ours.experts_forward(experts, *tensors), grouped_mm(experts, *tensors), equal_nan=True, rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "known"),
+    [
+        ({}, Activation("silu")),
+        ({"swiglu_limit": 0.5}, Activation("swiglu", limit=0.5)),
+        ({"swiglu_limit": 0.5, "swiglu_alpha": 1.3}, Activation("swiglu", limit=0.5, alpha=1.3, beta=1.0)),
+        ({"swiglu_limit": 0.5, "swiglu_alpha": 1.3, "mlp_gate_softcap": 2.0, "mlp_up_softcap": 3.0},
+         Activation("situ", beta=2.0, linear_beta=3.0)),
+        ({"swiglu_limit": 0.0}, None),
+        ({"swiglu_limit": -1.0, "swiglu_alpha": 1.3}, None),
+    ],
+)  # fmt: skip
+def test_the_gate_of_transformers_own_fp8_experts(
+    library: Any, settings: dict[str, float], known: Activation | None
+) -> None:
+    found = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    sizes = {"hidden_size": 128, "num_experts": 2, "moe_intermediate_size": 128, "hidden_act": "silu"}
+    with torch.device("meta"):
+        experts = found.FP8Experts(SimpleNamespace(**sizes, **settings), block_size=(128, 128))
+    act = recognise(experts, True)
+    assert act == (None if known is None else RowActivation(known, True, False))
+    if act is not None:
+        h = 4 * torch.randn(9, 64, generator=torch.Generator().manual_seed(1))
+        torch.testing.assert_close(by_torch(h, act), experts._apply_gate(h))
+
+
+def test_step_3_7_clamps_after_silu_and_deepseek_v4_before(library: Any) -> None:
+    """Both gates have one name, and both modules a limit and an act_fn."""
+    step = pytest.importorskip("transformers.models.step3p7.modeling_step3p7")
+    sizes = {"hidden_size": 16, "num_local_experts": 2, "moe_intermediate_size": 8, "hidden_act": "silu"}
+    h, seen = 4 * torch.randn(9, 16, generator=torch.Generator().manual_seed(1)), []
+    for experts in (step.Step3p7Experts(SimpleNamespace(**sizes), swiglu_limit=0.5), stock("deepseek_v4")):
+        experts.limit = 0.5
+        act = recognise(experts, True)
+        assert act is not None
+        torch.testing.assert_close(by_torch(h, act), experts._apply_gate(h))
+        seen.append(act.function)
+    assert seen == [Activation("swiglustep", limit=0.5), Activation("swiglu", limit=0.5)]
 
 
 class Dropping(nn.Module):
