@@ -214,30 +214,34 @@ def awq(one: Suffixes, how: Int4) -> Quantised:
 
 def awq_experts(
     qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Tensor, *, group: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """The codes, scales and zero points of E stacked experts of AWQ's tensors, copied an expert at a time."""
     return _each(awq, {"qweight": qweight, "scales": scales, "qzeros": qzeros}, group)
 
 
 def packed_experts(
     packed: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, *, group: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """As ``awq_experts``, of compressed-tensors' tensors."""
     return _each(packed_int4, {"weight_packed": packed, "weight_scale": scale, "weight_zero_point": zero}, group)
 
 
+def gptq_experts(qweight: torch.Tensor, scales: torch.Tensor, *, group: int) -> tuple[torch.Tensor, ...]:
+    """As ``awq_experts``, of GPTQ's symmetric tensors: codes and scales."""
+    return _each(gptq, {"qweight": qweight, "scales": scales}, group, symmetric=True)
+
+
 def _each(
-    read: Callable[[Suffixes, Int4], Quantised], stacked: Mapping[str, torch.Tensor], group: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    read: Callable[[Suffixes, Int4], Quantised], stacked: Mapping[str, torch.Tensor], group: int, *,
+    symmetric: bool = False,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
     made: list[list[torch.Tensor]] = []
     for tensors in zip(*stacked.values(), strict=True):
         one = Suffixes("an expert")
         one.update(zip(stacked, tensors, strict=True))
-        codes, scale, zero, _ = read(one, Int4(group))
-        assert zero is not None
-        made.append([part.contiguous() for part in (codes, scale, zero)])
-    codes, scale, zero = (torch.stack(parts) for parts in zip(*made, strict=True))
-    return codes, scale, zero
+        parts = read(one, Int4(group, symmetric))
+        made.append([part.contiguous() for part in parts if part is not None])
+    return tuple(torch.stack(parts) for parts in zip(*made, strict=True))
 
 
 def _awq_columns(words: torch.Tensor) -> torch.Tensor:

@@ -15,12 +15,12 @@ from vllm_engine import NEW_TOKENS, Told, config, generate, lines, run
 pytestmark = pytest.mark.filterwarnings("default")
 _KINDS: dict[str, Callable[..., Pair]] = {
     "fp8": tiny_quantised.fp8, "int4": tiny_quantised.int4, "mxfp4": tiny_quantised.mxfp4,
-    "awq": tiny_quantised.awq, "int4_zero": tiny_quantised.int4_zero,
+    "awq": tiny_quantised.awq, "int4_zero": tiny_quantised.int4_zero, "gptq": tiny_quantised.gptq,
 }  # fmt: skip
 _TOLD = {
     "fp8": "E=8 H=128 I=128 k=2 fp8_block silu", "int4": "E=8 H=128 I=128 k=2 int4_g32 silu",
     "mxfp4": "E=8 H=64 I=64 k=2 mxfp4 swiglu_oai", "awq": "E=8 H=128 I=128 k=2 int4_g64_zp silu",
-    "int4_zero": "E=8 H=128 I=128 k=2 int4_g32_zp silu",
+    "int4_zero": "E=8 H=128 I=128 k=2 int4_g32_zp silu", "gptq": "E=8 H=128 I=128 k=2 int4_g128 silu",
 }  # fmt: skip
 
 
@@ -31,12 +31,13 @@ def amx(monkeypatch: pytest.MonkeyPatch) -> None:
     Here it chooses one, as on a GPU. Its layers are taken, and it never runs.
     """
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
-    from vllm.model_executor.layers.quantization import auto_awq
+    from vllm.model_executor.layers.quantization import auto_awq, auto_gptq
 
     for one in (cpu_moe.CPUExpertsFp8, cpu_moe.CPUExpertsMxfp4, cpu_moe.CPUExpertsInt4):
         monkeypatch.setattr(one, "_supports_current_device", staticmethod(lambda: True))
     monkeypatch.setattr(cpu_moe.CPUExpertsInt4, "_supports_quant_scheme", staticmethod(lambda *_: True))
-    monkeypatch.setattr(auto_awq, "check_moe_marlin_supports_layer", lambda *_, **__: True)
+    for one in (auto_awq, auto_gptq):
+        monkeypatch.setattr(one, "check_moe_marlin_supports_layer", lambda *_, **__: True)
 
 
 @pytest.fixture(scope="module", params=_KINDS)
@@ -118,6 +119,9 @@ def pointers(llm: Any) -> list[int]:
         ("CompressedTensorsWNA16MoEMethod", {"num_bits": 4, "group_size": -1}, {}, "4 bits in groups of -1"),
         ("AutoAWQMoEMethod", {"weight_bits": 8, "group_size": 64, "zero_point": True}, {}, "8 bits in groups of 64"),
         ("AutoAWQMoEMethod", {"weight_bits": 4, "group_size": 64, "zero_point": False}, {}, "AWQ without zero points"),
+        ("AutoGPTQMoEMethod", {"weight_bits": 8, "group_size": 128, "is_sym": True}, {}, "8 bits in groups of 128"),
+        ("AutoGPTQMoEMethod", {"weight_bits": 4, "group_size": 128, "is_sym": False}, {}, "GPTQ with zero points"),
+        ("AutoGPTQMoEMethod", {"weight_bits": 4, "group_size": 128, "is_sym": True, "desc_act": True}, {}, "desc_act"),
         ("CompressedTensorsWNA16MarlinMoEMethod", {"num_bits": 4, "group_size": 32, "actorder": "group"}, {},
          "actorder"),
     ],
@@ -252,10 +256,10 @@ def test_what_can_not_be_run_goes_to_vllm_s_own_method_in_its_layout(
 
 
 class SameMethod:
-    """A method like vLLM's for int4 with zero points, whose parameters have the checkpoint's shapes."""
+    """A method like vLLM's for int4, whose parameters have the checkpoint's shapes."""
 
-    def __init__(self, shapes: dict[str, Any], is_awq: bool) -> None:
-        self.shapes, self.is_awq = shapes, is_awq
+    def __init__(self, shapes: dict[str, Any], is_turned: bool) -> None:
+        self.shapes, self.is_turned = shapes, is_turned
 
     def maybe_roundup_sizes(self, hidden: int, intermediate: int, *_: Any) -> tuple[int, int]:
         return hidden, intermediate
@@ -265,7 +269,7 @@ class SameMethod:
 
         for name, like in self.shapes.items():
             one = torch.nn.Parameter(torch.full_like(like, 7), requires_grad=False)
-            one.is_transposed = self.is_awq
+            one.is_transposed = self.is_turned
             layer.register_parameter(name, one)
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -273,8 +277,8 @@ class SameMethod:
 
 
 @pytest.mark.parametrize("fails", ["the first product", "the second product", "the first token"])
-@pytest.mark.parametrize("name", ["AutoAWQMoEMethod", "CompressedTensorsWNA16MoEMethod"])
-def test_zero_points_that_can_not_be_run_go_to_vllm_s_own_method(
+@pytest.mark.parametrize("name", ["AutoAWQMoEMethod", "AutoGPTQMoEMethod", "CompressedTensorsWNA16MoEMethod"])
+def test_packed_weights_that_can_not_be_run_go_to_vllm_s_own_method(
     name: str, fails: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
@@ -283,7 +287,7 @@ def test_zero_points_that_can_not_be_run_go_to_vllm_s_own_method(
     from pretuned.integrations.vllm.experts import ActivationNumbers, activation_of
 
     PLUG_IN._logged.clear()
-    how = SimpleNamespace(weight_bits=4, group_size=32, zero_point=True)
+    how = SimpleNamespace(weight_bits=4, group_size=32, zero_point=True, is_sym=True, desc_act=False)
     asked = SimpleNamespace(
         quant_config=how, num_bits=4, group_size=32, weight_quant=SimpleNamespace(symmetric=False, actorder=None)
     )
@@ -292,12 +296,13 @@ def test_zero_points_that_can_not_be_run_go_to_vllm_s_own_method(
     assert isinstance(format, quantised.Format)
     method = quantised.PretunedQuantisedMethod(moe, format, activation_of(moe, ActivationNumbers()))
     method.create_weights(layer, 4, 64, 64, torch.bfloat16)
+    layer._loaded_expert_biases = {"w13_bias", "w2_bias"}
     g = torch.Generator().manual_seed(0)
     for one in layer.parameters():
         drawn = torch.randint(-(1 << 31), 1 << 31, one.shape, generator=g)
         one.data.copy_(drawn if one.dtype is torch.int32 else torch.rand(one.shape, generator=g))
     given = {key: one.data.clone() for key, one in layer.named_parameters()}
-    method.own = own = SameMethod(given, format.is_awq)
+    method.own = own = SameMethod(given, bool(format.packing))
     layer._replace_quant_method = lambda _: None
     prepare, calls = quantised.prepared, iter(range(2))
     at = ["the first product", "the second product", "the first token"].index(fails)

@@ -71,6 +71,22 @@ def awq(folder: Path, seed: int = 0) -> Pair:
     return _qwen3(folder, seed, config, encode)
 
 
+def gptq(folder: Path, seed: int = 0) -> Pair:
+    """Qwen3-MoE in GPTQ's symmetric int4 in groups of 128, as Qwen3-30B-A3B-GPTQ-Int4."""
+    others = {rf"-:.*{name}.*": {} for name in ("self_attn", r"mlp\.gate$", "lm_head")}
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False, "dynamic": others,
+              "lm_head": False, "checkpoint_format": "gptq"}  # fmt: skip
+
+    def encode(N: int, K: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        code, scale = torch.randint(0, 16, (N, K)), (2.0 ** torch.randint(-6, -3, (N, K // 128))).bfloat16()
+        zero = torch.full((N, K // 128), 8)
+        named = {"qweight": _words(code).mT.contiguous(), "qzeros": _words(zero.mT - 1),
+                 "scales": scale.mT.contiguous()}  # fmt: skip
+        return named, _values(code, zero, scale, 128)
+
+    return _qwen3(folder, seed, config, encode)
+
+
 def int4_zero(folder: Path, seed: int = 0) -> Pair:
     """Qwen3-MoE in int4 in groups of 32 with every zero point, as compressed-tensors has it."""
     weights = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}

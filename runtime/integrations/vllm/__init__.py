@@ -25,6 +25,7 @@ _CONFIGS = {
     _QUANTISATION + "fp8": ("Fp8Config",),  # DeepSeek-V3, Qwen3-*-FP8
     _QUANTISATION + "compressed_tensors.compressed_tensors": ("CompressedTensorsConfig",),  # Kimi-K2, RedHatAI's
     _QUANTISATION + "auto_awq": ("AutoAWQConfig",),
+    _QUANTISATION + "auto_gptq": ("AutoGPTQConfig",),
     _QUANTISATION + "mxfp4": ("Mxfp4Config", "GptOssMxfp4Config"),
     "vllm.models.deepseek_v4.quant_config": ("DeepseekV4FP8Config",),
     "vllm.models.deepseek_v41.quant_config": ("DeepseekV4FP8Config",),

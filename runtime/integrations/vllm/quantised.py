@@ -27,7 +27,7 @@ from vllm.platforms import current_platform
 from ...artifacts.records.precision import DType, dtypes_of
 from ...runtime.ops.activation import RowActivation
 from ...runtime.weights.expert_weights import ExpertWeights
-from ...runtime.weights.packings import awq_experts, packed_experts
+from ...runtime.weights.packings import awq_experts, gptq_experts, packed_experts
 from ..plug_in import VLLM as PLUG_IN
 from ..served_layer import follow, prepared
 from .experts import (
@@ -53,7 +53,8 @@ class Format(NamedTuple):
 
     ``w`` has the dtype of the codes, and how many weights are in one; ``scales`` their dtype, and the rows and columns
     of weights that have one. ``loaded_by`` is vLLM's word for how scales are spread over ranks. ``zero`` ends the name
-    of zero points, eight in a word. With ``is_awq`` codes and zero points are packed along N, and K comes before N.
+    of zero points, eight in a word. ``packing`` is "awq" or "gptq" of tensors that have K before N: AWQ packs codes
+    along N, GPTQ along K, and both zero points along N. GPTQ's are all 8 here, and not read.
     """
 
     name: str
@@ -63,7 +64,12 @@ class Format(NamedTuple):
     scales: tuple[torch.dtype | None, int, int]
     loaded_by: str
     zero: str = ""
-    is_awq: bool = False
+    packing: str = ""
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether prepared weights can't give the loaded tensors back."""
+        return bool(self.zero)
 
     @property
     def ends(self) -> tuple[str, ...]:
@@ -74,14 +80,17 @@ class Format(NamedTuple):
         """Those of an expert's codes, scales and zero points, as the checkpoint has them."""
         _, rows, columns = self.scales
         groups = -(-K // columns)
-        if self.is_awq:
-            return [(K, N // _WORD), (groups, N), (groups, N // _WORD)]
+        if self.packing:
+            codes = (K, N // _WORD) if self.packing == "awq" else (K // _WORD, N)
+            return [codes, (groups, N), (groups, N // _WORD)]
         return [(N, K // self.w[1]), (-(-N // rows), groups), (N // _WORD, groups)]
 
     def weights(self, codes: torch.Tensor, scale: torch.Tensor, *zero: torch.Tensor) -> ExpertWeights:
-        """The weights of one product: over these tensors, or with zero points of copies of them."""
+        """The weights of one product: over these tensors, or of copies of them."""
+        if self.packing == "gptq":
+            return ExpertWeights.int4(*gptq_experts(codes, scale, group=self.scales[2]))
         if zero:
-            read = awq_experts if self.is_awq else packed_experts
+            read = awq_experts if self.packing else packed_experts
             return ExpertWeights.int4(*read(codes, scale, *zero, group=self.scales[2]))
         if self.name == "fp8_block":
             return ExpertWeights.fp8_block(codes, scale)
@@ -123,7 +132,18 @@ def _awq(method: Any) -> Format | str:
     if not how.zero_point:
         return "AWQ without zero points"
     w, scales = (torch.int32, _WORD), (None, 1, group)
-    return Format(f"int4_g{group}_zp", "qweight", "scales", w, scales, "group", "qzeros", is_awq=True)
+    return Format(f"int4_g{group}_zp", "qweight", "scales", w, scales, "group", "qzeros", "awq")
+
+
+def _gptq(method: Any) -> Format | str:
+    how = method.quant_config
+    group = how.group_size
+    if how.weight_bits != 4 or group not in _GROUPS:
+        return f"{how.weight_bits} bits in groups of {group}: pretuned serves 4 in groups of 32, 64 or 128"
+    if not how.is_sym or how.desc_act:
+        return "GPTQ with zero points, or groups of another order (desc_act)"
+    w, scales = (torch.int32, _WORD), (None, 1, group)
+    return Format(f"int4_g{group}", "qweight", "scales", w, scales, "group", "qzeros", "gptq")
 
 
 # By the name of vLLM's class for such a layer, in 0.20 or later.
@@ -137,6 +157,7 @@ _FORMATS: dict[str, Callable[[Any], Format | str]] = {
     "CompressedTensorsWNA16MoEMethod": _int4,
     "CompressedTensorsWNA16MarlinMoEMethod": _int4,
     "AutoAWQMoEMethod": _awq,
+    "AutoGPTQMoEMethod": _gptq,
 }
 _INTERLEAVED = "GptOssMxfp4MoEMethod"  # alone has swigluoai's gate and up in alternating rows of its checkpoint
 
@@ -224,7 +245,7 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
         layer.num_experts, layer.orig_dtype, layer.params_dtype = E, params_dtype, params_dtype
         layer.w13_input_scale = layer.w2_input_scale = None
         attributes.pop("intermediate_size_full", None)
-        attributes |= {"is_transposed": one.is_awq}
+        attributes |= {"is_transposed": bool(one.packing)}
         wide = 2 * I if self.moe.is_act_and_mul else I
         dtypes = one.w[0], one.scales[0] or params_dtype, torch.int32
         for which, N, K in (("w13", wide, H), ("w2", H, I)):
@@ -232,14 +253,14 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
                 torch.zeros(E, *shape, dtype=dtype) for shape, dtype in zip(one.shapes(N, K), dtypes, strict=True)
             )
             by_block = attributes | {"quant_method": one.loaded_by, "load_full_w2": False}
-            _parameter(layer, f"{which}_{one.codes}", codes, by_block if one.is_awq else attributes)
+            _parameter(layer, f"{which}_{one.codes}", codes, by_block if one.packing else attributes)
             if one.name == "mxfp4" and "weight_loader" in attributes:
                 by_block["weight_loader"] = _scale_loader(attributes["weight_loader"])
             for end, factor in zip(one.ends[1:], factors, strict=False):
                 _parameter(layer, f"{which}_{end}", factor, by_block)
             if one.codes == "weight_packed" and one.name != "mxfp4":
                 _parameter(layer, f"{which}_weight_shape", torch.zeros(E, 2), by_block)
-            if self.moe.has_bias:
+            if self.moe.has_bias or one.packing == "gptq":  # whose checkpoints may have more biases than the model
                 _parameter(layer, f"{which}_bias", torch.zeros(E, N, dtype=self.moe.in_dtype), attributes)
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -267,6 +288,11 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
         self._loaded.clear()
 
     def _prepare(self, layer: Any) -> None:
+        if self.format.packing == "gptq" and not self.moe.has_bias:
+            names = ("w13_bias", "w2_bias")
+            for name in names:
+                if name not in getattr(layer, "_loaded_expert_biases", names):
+                    layer.register_parameter(name, None)
         given = tuple(self._prepared(layer, which) for which in ("w13", "w2"))
         if self.moe_kernel is not None:
             follow(self.moe_kernel.fused_experts.weights, given)  # vLLM copies the parameters
@@ -308,21 +334,21 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
         """The weights of one product, in whose place the layer has prepared parameters."""
         names = [f"{which}_{end}" for end in self.format.ends]
         loaded = {name: getattr(layer, name).data for name in names}
-        if self.format.zero and self.own is not None:
+        if self.format.is_copied and self.own is not None:
             self._loaded |= loaded
         on_gpu = current_platform.is_cuda()
         (made,) = prepared((self.format.weights(*loaded.values()),), "PRETUNED_VLLM", on_gpu=on_gpu)
         for name, tensor in zip(names, (made.codes, made.scale, made.zero), strict=False):
-            if tensor is not None and (self.format.zero or tensor.dim() > loaded[name].dim()):
+            if tensor is not None and (self.format.is_copied or tensor.dim() > loaded[name].dim()):
                 layer.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
         return made
 
     def _restore(self, loaded: dict[str, torch.Tensor], which: str) -> None:
         """Have a product's tensors in the checkpoint's layout again, if they were prepared."""
-        if self.format.zero:  # K comes first, as in vLLM's parameters: see ``_copy``
+        if self.format.is_copied:
             for name in (f"{which}_{end}" for end in self.format.ends):
                 raw = self._loaded.get(name, loaded[name])
-                loaded[name] = raw.mT if self.format.is_awq else raw
+                loaded[name] = raw.mT if self.format.packing else raw  # K comes first in vLLM's, too: see ``_copy``
             return
         names = f"{which}_{self.format.codes}", f"{which}_{self.format.scale}"
         codes, scale = (loaded[name] for name in names)

@@ -108,17 +108,20 @@ def test_what_is_missing_or_of_another_dtype_is_named() -> None:
         packings.fp8_rows(suffixes(weight=torch.zeros(N, K).to(FP8), weight_scale=torch.rand(3)))
 
 
-def test_experts_with_zero_points_of_an_engine_are_those_of_their_stacked_tensors() -> None:
+def test_an_engine_s_experts_are_those_of_their_stacked_tensors() -> None:
     """Zero points stay, all 8 or not: an engine's layer has the dtype that its config says."""
     awq = {"qweight": whole(E, K, N // 8), "scales": torch.rand(E, K // 64, N), "qzeros": whole(E, K // 64, N // 8)}
     awq["qzeros"][:] = 0x88888888 - (1 << 32)
     given = {"weight_packed": whole(E, N, K // 8), "weight_scale": torch.rand(E, N, K // 32),
              "weight_zero_point": whole(E, N // 8, K // 32)}  # fmt: skip
+    gptq = {"qweight": whole(E, K // 8, N), "scales": torch.rand(E, K // 64, N)}
     for found, wanted in (
         (packings.awq_experts(*awq.values(), group=64), packings.awq(suffixes(**awq), Int4(64))),
         (packings.packed_experts(*given.values(), group=32), packings.packed_int4(suffixes(**given), Int4(32))),
+        (packings.gptq_experts(*gptq.values(), group=64), packings.gptq(suffixes(**gptq), Int4(64, symmetric=True))),
     ):
         assert all(one.is_contiguous() for one in found)
+        assert len(found) == sum(one is not None for one in wanted)
         for one, of_all in zip(found, wanted, strict=False):
             assert of_all is not None
             assert torch.equal(one, of_all)
