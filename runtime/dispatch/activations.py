@@ -88,35 +88,35 @@ def _verdict(
     if lacking := without_code(problem, local):
         return ActivationsVerdict(None, lacking)
     if not passes and not snapshot.serves(problem, local):
-        return ActivationsVerdict(None, "x stays bf16: no bundle has the product of codes")
+        return ActivationsVerdict(None, "x stays bf16: no bundle has the GEMM with quantised x")
     if passes and not rowops.ranked(snapshot, RowOp.QUANTIZE, dtype_of(problem.dtype), local, aligned=True):
-        return ActivationsVerdict(None, "x stays bf16: no usable bundle has the pass that quantises it")
+        return ActivationsVerdict(None, "x stays bf16: no usable bundle has the row kernel that quantises it")
     ran = settle(snapshot, plain, bucket, local, aligned, False)
     found: Candidate | str
     if not isinstance(ran, Decision):  # nothing else runs
         alone = settle(snapshot, problem, bucket, local, aligned, False)
         if isinstance(alone, Decision):
-            return ActivationsVerdict(alone.chosen, "x is quantised: no bundle runs the product with x of bf16")
-        return ActivationsVerdict(None, "no bundle runs the product")
+            return ActivationsVerdict(alone.chosen, "x is quantised: no bundle has the GEMM with bf16 x")
+        return ActivationsVerdict(None, "no bundle has this GEMM")
     if ran.chosen.match is Match.EXACT:
         found = compare.rival(snapshot, ran.chosen, problem, bucket, local, aligned)
     else:
         other = settle(snapshot, problem, bucket, local, aligned, False)
-        found = other.chosen if isinstance(other, Decision) else "no bundle runs it"
+        found = other.chosen if isinstance(other, Decision) else "no bundle has it"
         if isinstance(found, Candidate) and (found.match, ran.chosen.match) != (Match.COST_MODEL, Match.COST_MODEL):
-            found = "its time and that with x of bf16 are not of one source"
+            found = "its time and the time with bf16 x are not from one source"
     if isinstance(found, str):
-        return ActivationsVerdict(None, f"x stays bf16: of the product of codes, {found}")
+        return ActivationsVerdict(None, f"x stays bf16: for the GEMM with quantised x, {found}")
     gpu = local.gpu if ran.chosen.gpu is None else ran.chosen.gpu
     own_us = pass_us(bucket, problem.K, top_k, gpu) if passes else 0.0
     gather_us = gather.pass_us(bucket, problem.K, 2, top_k, gpu) if top_k and passes else 0.0
     if own_us is None or gather_us is None:
-        return ActivationsVerdict(None, "x stays bf16: the memory's rate of this GPU is not known")
+        return ActivationsVerdict(None, "x stays bf16: the bandwidth of this GPU is not known")
     beside = f" and the gather {gather_us:.1f} us" if gather_us else ""
     times = f"{found.time_us:.1f} us {found.source.value}"
-    times += f" and the pass {own_us:.1f} us, with x of bf16 " if passes else ", with x of bf16 "
+    times += f" and the row kernel {own_us:.1f} us, with bf16 x " if passes else ", with bf16 x "
     times += f"{ran.chosen.time_us:.1f} us{beside}"
     margin = gather.MARGIN if found.source is Source.MODELLED else 1.0
     if (found.time_us + own_us) * margin >= ran.chosen.time_us + gather_us:
-        return ActivationsVerdict(None, f"x of bf16 is no slower: {times}")
-    return ActivationsVerdict(found, f"x quantised, too, is faster at M near {bucket}: the product {times}")
+        return ActivationsVerdict(None, f"quantising x is not faster: {times}")
+    return ActivationsVerdict(found, f"quantising x is faster at M near {bucket}: the GEMM {times}")

@@ -18,9 +18,9 @@ def own(snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, alig
     """What runs the problem without a rival, if a choice for this very problem and bucket does; else why not."""
     decided = settle(snapshot, problem, bucket, local, aligned, False)
     if not isinstance(decided, Decision):
-        return "no bundle runs the product itself"
+        return "no bundle has the plain GEMM"
     if decided.chosen.match is not Match.EXACT:
-        return f"the product's own choice is {decided.reason}: there is nothing to compare times with"
+        return f"the plain GEMM has no time to compare with, as its choice is {decided.reason}"
     return decided.chosen
 
 
@@ -34,7 +34,7 @@ def rival(
         return f"{ran.usable.path.name} has no choice for it at M near {bucket}"
     choice = next((one for one in there if same_gpu(one.measured_on(bundle.gpus), ran.gpu)), None)
     if choice is None:
-        return "its time and the product's are not of one source"
+        return "its time and the plain GEMM's are not from one source"
     variant = snapshot.variant(bundle, choice.variant)
     lacking = why_not(variant, problem, local, aligned=aligned)
     if lacking is not None:

@@ -212,15 +212,15 @@ def reason(candidate: Candidate, problem: Problem, bucket: int, local: LocalGpu)
     why = _standing(candidate, bucket, local)
     code_of_another = candidate.variant.layout is not problem.layout
     own = candidate.match is not Match.COST_MODEL and candidate.usable.bundle.find(problem)
-    return f"{why} (as {problem.transposed}, which is the same product)" if code_of_another and not own else why
+    return f"{why} (as {problem.transposed}, which is the same GEMM)" if code_of_another and not own else why
 
 
 def _standing(candidate: Candidate, bucket: int, local: LocalGpu) -> str:
     target = candidate.usable.bundle.target
     if candidate.match is Match.COST_MODEL:
-        what = "the cost model's choice among the variants that are there: no bundle has this problem for this call"
+        what = "the cost model's choice among the bundles' variants: no bundle has this problem"
         if candidate.near is not None:
-            what = f"{_nearness(candidate.near, local)}: no bundle has this problem for this call"
+            what = f"{_nearness(candidate.near, local)}: no bundle has this problem"
         if candidate.origin is Origin.COMPILED:
             return "compiled now by Triton, the cost model's choice: no bundle has a variant that can run it"
         if candidate.usable.place.kind is Kind.CANDIDATES:
@@ -236,7 +236,7 @@ def _standing(candidate: Candidate, bucket: int, local: LocalGpu) -> str:
     }[candidate.origin]
     if candidate.match is Match.EXACT:
         return f"{what}, for this problem and M near {bucket}"
-    return f"{what}, for this problem at M near {candidate.bucket}, the nearest to {bucket} that there is"
+    return f"{what}, for this problem at M near {candidate.bucket}, the nearest to {bucket}"
 
 
 def _nearness(near: Near, local: LocalGpu) -> str:

@@ -94,7 +94,7 @@ def _verdict(
             other_us = other.time_us + gather_us + (gather.CHECK_US if checks else 0.0)
             margin = gather.MARGIN if other.source is Source.MODELLED else 1.0
             if isinstance(fused, str) or other_us * margin < time_us:
-                fused, time_us, before = other, other_us, " with the rows gathered beforehand"
+                fused, time_us, before = other, other_us, " with the rows gathered first"
     if isinstance(fused, str):
         return EpilogueVerdict(None, fused)
     if fused.gpu is None and bucket < _MODELLED_ROWS * problem.E:
@@ -102,8 +102,8 @@ def _verdict(
             None, f"its time is modelled, and {bucket} rows are fewer than {_MODELLED_ROWS} an expert"
         )
     saved_us = 0.0 if fused.gpu is None else least_pass_us(problem, bucket, fused.gpu)
-    times = f"{time_us:.1f} us {fused.source.value}{before}, the product {product_us:.1f} us"
-    times += f" and the pass {saved_us:.1f} us at least" if saved_us else ""
+    times = f"{time_us:.1f} us {fused.source.value}{before}, the plain GEMM {product_us:.1f} us"
+    times += f" and the activation {saved_us:.1f} us at least" if saved_us else ""
     if time_us > product_us + saved_us:
         return EpilogueVerdict(None, f"it is slower: {times}")
     return EpilogueVerdict(fused, f"silu in the epilogue is faster at M near {bucket}: {times}")

@@ -93,13 +93,13 @@ def against(
         runner_up = compare.second(snapshot, found, plain, local, aligned)
         found = _indexed(snapshot, found, runner_up, replace(plain, fusion=Fusion.SCATTER), local, aligned)
     if isinstance(found, str):
-        return GatherVerdict(None, f"rows are gathered on load: of the plain code, {found}", ran.time_us)
-    times = f"{found.time_us:.1f} us {found.source.value} and the pass {gather_us:.1f} us, "
+        return GatherVerdict(None, f"rows are gathered on load: for the plain GEMM, {found}", ran.time_us)
+    times = f"{found.time_us:.1f} us {found.source.value} and the row kernel {gather_us:.1f} us, "
     times += f"gathered on load {ran.time_us:.1f} us"
     time_us = found.time_us + gather_us
     if time_us * (MARGIN if found.source is Source.MODELLED else 1.0) >= ran.time_us:
-        return GatherVerdict(None, f"rows gathered on load are no slower: {times}", ran.time_us)
-    return GatherVerdict(found, f"rows gathered beforehand are faster at M near {bucket}: the product {times}", time_us)
+        return GatherVerdict(None, f"gathering rows first is not faster: {times}", ran.time_us)
+    return GatherVerdict(found, f"gathering rows first is faster at M near {bucket}: the GEMM {times}", time_us)
 
 
 def pass_us_for(
@@ -108,11 +108,11 @@ def pass_us_for(
     """The pass's time on the GPU that ``ran`` was measured on (modelled: here); in words why there is none."""
     gpu = local.gpu if ran.gpu is None else ran.gpu
     if not top_k or not aligned:
-        return "rows are gathered on load: the pass is for dense, aligned rows"
+        return "rows are gathered on load: the row kernel needs dense, aligned rows"
     if not rowops.ranked(snapshot, RowOp.GATHER, dtype_of(problem.dtype), local, aligned=True):
-        return "rows are gathered on load: no usable bundle has the pass that gathers them"
+        return "rows are gathered on load: no usable bundle has the row kernel that gathers them"
     gather_us = pass_us(bucket, gemm_of(problem).reduction, problem.dtype.itemsize, top_k, gpu)
-    return "rows are gathered on load: the memory's rate of this GPU is not known" if gather_us is None else gather_us
+    return "rows are gathered on load: the bandwidth of this GPU is not known" if gather_us is None else gather_us
 
 
 def pass_us(M: int, K: int, itemsize: int, top_k: int, gpu: Gpu) -> float | None:

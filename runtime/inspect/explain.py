@@ -170,7 +170,7 @@ def examine(
             plain = examine(
                 snapshot, epilogue.plain_of(problem), M, local, aligned=aligned, strict=strict, top_k=top_k
             )  # fmt: skip
-            why = f"the product and then the activation, as {ruled.reason}. The product: {plain.reason}"
+            why = f"the GEMM, then the activation. Fused silu: {ruled.reason}. The GEMM: {plain.reason}"
             return replace(plain, problem=problem, reason=why)
         view = snapshot.view(local, installed=True)
         first = Fusion.GATHER in problem.fusion & ~ruled.chosen.variant.fusion and top_k != M

@@ -115,7 +115,7 @@ class Explanation:
             lines.append(f"  the call raises: {self.raises}")
         lines.append(f"  {'runs' if self.raises is None else 'else'}: {best.config if best else otherwise}")
         if self.gathered_first:
-            lines.append("  after a pass that gathers the rows of x, into a scratch [M, K]")
+            lines.append("  after a row kernel that gathers the rows of x into a scratch [M, K]")
         lines += [f"  step {place}: {one}" for place, one in enumerate(self.steps, 1)]
         if best is not None:
             lines.append(f"  from: {best.usable.path}, {best.usable.place.kind.value}, variant {best.index}")
@@ -124,8 +124,8 @@ class Explanation:
         lines += [f"  note: {note}"] if note is not None else []
         if best is not None and best.gpu is not None and len(self.measured_on) > 1:
             first, *others = self.measured_on
-            rest = f"aot explain MODEL --gpu NAME has that for {', '.join(others)}"
-            lines.append(f"  card: this is the answer for {first}; {rest}")
+            rest = f"for {', '.join(others)}: aot explain MODEL --gpu NAME"
+            lines.append(f"  card: the answer for {first}; {rest}")
         lines += [f"  lora: {self.low_rank}"] if self.low_rank is not None else []
         lines += [f"  test: {self.self_test}"] if self.self_test is not None else []
         shown = self.candidates[:_SHOWN]
@@ -144,7 +144,7 @@ class Explanation:
             ordinary = []
         lines += [f"  skipped {one.path}: {one.reason}" for one in self.skipped if one not in ordinary]
         if ordinary:
-            lines.append(f"  skipped {len(ordinary)} for other capabilities")
+            lines.append(f"  skipped {len(ordinary)} bundles for other capabilities")
         lines += [f"  build it with: {self.build}"] if self.build is not None else []
         return "\n".join(map(printable, lines))
 

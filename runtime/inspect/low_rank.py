@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..dispatch.snapshot import Snapshot
 
 _ITEM_BYTES = 2  # of what such code reads
-INSIDE = "in the product's kernel, as more of its reduction"
+INSIDE = "in the GEMM's kernel, as part of its reduction"
 
 
 class LowRankVerdict(NamedTuple):
@@ -73,8 +73,8 @@ def verdict(
         others = modelled(snapshot, code, bucket_of(M), local, snapshot.reserve(local), aligned=True)
     rest = (one for one in others if one.index != found.index or one.usable is not found.usable)
     first = not others or found.config == others[0].config
-    why = "the cost model's choice" if first else "the config of the product without it"
-    return LowRankVerdict((found, *rest), f"{why}, among the candidates that ship compiled: they alone have such code")
+    why = "the cost model's choice" if first else "the config of the GEMM without an adapter"
+    return LowRankVerdict((found, *rest), f"{why}. Only the shipped candidates have low-rank kernels")
 
 
 def _ruled_out(problem: Problem, *, aligned: bool, strict: bool) -> str | None:

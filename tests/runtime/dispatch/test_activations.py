@@ -31,31 +31,32 @@ def snapshot(*names: str) -> Snapshot:
 
 def told(problem: Problem, M: int, local: LocalGpu = H100, top_k: int = 0, bundle: str = "quantised-sm90") -> str:
     found = verdict(snapshot(bundle), problem, DType.FP8_BLOCK_A16, M, local, top_k=top_k)
-    assert (found.chosen is not None) is found.reason.startswith("x quantised, too, is faster")
+    assert (found.chosen is not None) is found.reason.startswith("quantising x is faster")
     assert found.chosen is None or found.chosen.variant.dtype is DType.FP8_BLOCK
     return found.reason
 
 
 @pytest.mark.parametrize("top_k", [0, 8])
 def test_of_many_rows_it_is_and_of_few_it_is_not(top_k: int) -> None:
-    assert told(GATE_UP, 8, top_k=top_k).startswith("x of bf16 is no slower: ")
-    assert told(GATE_UP, 1024, top_k=top_k).startswith("x of bf16 is no slower: ")
+    assert told(GATE_UP, 8, top_k=top_k).startswith("quantising x is not faster: ")
+    assert told(GATE_UP, 1024, top_k=top_k).startswith("quantising x is not faster: ")
     many = told(GATE_UP, 65536, top_k=top_k)
-    assert many.startswith("x quantised, too, is faster at M near 65536: the product ")
+    assert many.startswith("quantising x is faster at M near 65536: the GEMM ")
     assert ("and the gather" in many) is bool(top_k)
-    assert "us measured and the pass" in many
+    assert "us measured and the row kernel" in many
 
 
 def test_a_shape_that_no_bundle_has_is_modelled() -> None:
     problem = Problem(Op.FORWARD, DType.FP8_BLOCK, 24, 2560, 3072)
-    assert told(problem, 16).startswith("x of bf16 is no slower: ")
-    assert "us modelled and the pass" in told(problem, 1 << 17)
-    assert told(problem, 1 << 17).startswith("x quantised, too, is faster")
+    assert told(problem, 16).startswith("quantising x is not faster: ")
+    assert "us modelled and the row kernel" in told(problem, 1 << 17)
+    assert told(problem, 1 << 17).startswith("quantising x is faster")
 
 
 def test_without_the_pass_or_any_product_it_stays() -> None:
     assert (
-        told(GATE_UP, 65536, bundle="catalogue-sm90") == "x stays bf16: no usable bundle has the pass that quantises it"
+        told(GATE_UP, 65536, bundle="catalogue-sm90")
+        == "x stays bf16: no usable bundle has the row kernel that quantises it"
     )
 
 
@@ -65,8 +66,8 @@ UNKNOWN = LocalGpu(90, Gpu("NVIDIA H900", 132, 81079, 13000))
 def test_what_the_pass_takes_is_not_known_of_a_gpu_that_is_not() -> None:
     assert activations.pass_us(64, 2048, 0, UNKNOWN.gpu) is None
     modelled = Problem(Op.FORWARD, DType.FP8_BLOCK, 24, 2560, 3072)
-    assert told(modelled, 1 << 17, UNKNOWN) == "x stays bf16: the memory's rate of this GPU is not known"
-    assert told(GATE_UP, 65536, UNKNOWN).startswith("x quantised, too, is faster")  # by the one that measured both
+    assert told(modelled, 1 << 17, UNKNOWN) == "x stays bf16: the bandwidth of this GPU is not known"
+    assert told(GATE_UP, 65536, UNKNOWN).startswith("quantising x is faster")  # by the one that measured both
 
 
 def part_of(
@@ -97,18 +98,18 @@ def of_part(path: Path) -> str:
 def test_where_one_product_alone_is_there_it_runs(tmp_path: Path) -> None:
     codes = part_of(tmp_path / "codes.msgpack", lambda one: one.dtype is DType.FP8_BLOCK,
                     lambda one: isinstance(one.op, RowOp) or one.dtype is DType.FP8_BLOCK)  # fmt: skip
-    assert of_part(codes) == "x is quantised: no bundle runs the product with x of bf16"
+    assert of_part(codes) == "x is quantised: no bundle has the GEMM with bf16 x"
     neither = part_of(tmp_path / "passes.msgpack", lambda one: False, lambda one: isinstance(one.op, RowOp))
-    assert of_part(neither) == "no bundle runs the product"
+    assert of_part(neither) == "no bundle has this GEMM"
     plain = part_of(tmp_path / "plain.msgpack", lambda one: one.dtype is DType.FP8_BLOCK_A16,
                     lambda one: isinstance(one.op, RowOp) or one.dtype is DType.FP8_BLOCK_A16)  # fmt: skip
-    assert of_part(plain).startswith("x stays bf16: of the product of codes, plain.msgpack has no choice for it")
+    assert of_part(plain).startswith("x stays bf16: for the GEMM with quantised x, plain.msgpack has no choice for it")
 
 
 def test_a_measured_time_and_a_modelled_one_are_not_compared(tmp_path: Path) -> None:
     half = part_of(tmp_path / "half.msgpack", lambda one: one.dtype is DType.FP8_BLOCK)
-    why = "its time and that with x of bf16 are not of one source"
-    assert of_part(half) == f"x stays bf16: of the product of codes, {why}"
+    why = "its time and the time with bf16 x are not from one source"
+    assert of_part(half) == f"x stays bf16: for the GEMM with quantised x, {why}"
 
 
 STORED = replace(GATE_UP, layout=Layout.STORED)
@@ -127,8 +128,8 @@ def test_a_kernel_that_quantises_x_itself_runs_many_rows(sm: int, fusion: Fusion
     found = of_candidates(replace(STORED, fusion=fusion), 1 << 16, sm)
     assert found.chosen is not None, found.reason
     assert (found.chosen.variant.kernel, found.chosen.variant.alignment) == ("w8a8", 16)
-    assert found.reason.startswith("x quantised, too, is faster at M near 65536: the product ")
-    assert "the pass" not in found.reason
+    assert found.reason.startswith("quantising x is faster at M near 65536: the GEMM ")
+    assert "row kernel" not in found.reason
     unaligned = of_candidates(replace(STORED, fusion=fusion), 1 << 16, sm, aligned=False)
     assert unaligned.chosen is None or unaligned.chosen.variant.alignment == 1
 
@@ -138,7 +139,7 @@ def test_a_kernel_that_quantises_x_itself_runs_many_rows(sm: int, fusion: Fusion
     [
         (80, STORED, "x stays bf16: sm_80 has no products of e4m3, so w becomes bf16"),
         (86, GATE_UP, "x stays bf16: sm_86 has no products of e4m3, so w becomes bf16"),
-        (89, replace(STORED, dtype=DType.FP8_CHANNEL), "x stays bf16: no bundle has the product of codes"),
+        (89, replace(STORED, dtype=DType.FP8_CHANNEL), "x stays bf16: no bundle has the GEMM with quantised x"),
         (
             90, replace(GATE_UP, dtype=DType.FP8_CHANNEL),
             "x stays bf16: no kernel for sm_90a multiplies codes by codes of such w",

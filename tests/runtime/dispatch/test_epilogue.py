@@ -97,7 +97,7 @@ def test_times_of_two_sources_are_not_compared(tmp_path: Path) -> None:
     book(tmp_path / "3/a.msgpack", measured(M, 0, 210.0), measured(M, 1, 100.0, gpu=1), gpus=(H200, H100))
     for place in "123":
         assert not used(tmp_path / place)
-        assert "not of one source" in verdict(snapshot(tmp_path / place), GATED, M, ON_H200, aligned=True).reason
+        assert "not from one source" in verdict(snapshot(tmp_path / place), GATED, M, ON_H200, aligned=True).reason
     newer = replace(H200, driver=H200.driver + 1)  # one GPU all the same
     book(tmp_path / "4/a.msgpack", measured(M, 0, 210.0), measured(M, 1, 100.0, gpu=1), gpus=(H200, newer))
     assert used(tmp_path / "4")
@@ -133,10 +133,10 @@ def test_a_product_that_no_choice_of_its_own_runs_says_nothing(tmp_path: Path) -
     write(tmp_path / "a.msgpack", {other: [modelled(M, 0)]}, specs=CODE)
     told = verdict(snapshot(tmp_path), GATED, M, ON_H200, aligned=True)
     assert told.chosen is None
-    assert "nothing to compare" in told.reason
+    assert "no time to compare" in told.reason
     write(tmp_path / "b/b.msgpack", {replace(other, fusion=Fusion.NONE): [modelled(M, 0)]}, specs=SPECS)
     told = verdict(snapshot(tmp_path / "b"), GATED, M, ON_H200, aligned=True)
-    assert told.reason == "no bundle runs the product itself"
+    assert told.reason == "no bundle has the plain GEMM"
 
 
 def test_explain_says_what_runs_and_why(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_explain_says_what_runs_and_why(tmp_path: Path) -> None:
     assert told.problem == GATED
     assert told.runs == "bundle"
     assert "fused=gather+silu" in str(told)
-    assert "212.0 us measured, the product 210.0 us and the pass 8.7 us at least" in str(told)
+    assert "212.0 us measured, the plain GEMM 210.0 us and the activation 8.7 us at least" in str(told)
     row = json.loads(json.dumps(told.to_dict()))
     assert row["problem"]["fused"] == ["gather", "silu"]
     assert [one["variant"] for one in row["candidates"]] == [1]
@@ -153,7 +153,7 @@ def test_explain_says_what_runs_and_why(tmp_path: Path) -> None:
     told = examine(snapshot(tmp_path / "2"), GATED, M, ON_H200, aligned=True)
     assert told.chosen is not None
     assert told.chosen.index == 0
-    assert "the product and then the activation, as it is slower: 220.0 us" in str(told)
+    assert "the GEMM, then the activation. Fused silu: it is slower: 220.0 us" in str(told)
     assert "measured on this GPU, for this problem and M near 8192" in str(told)
 
 

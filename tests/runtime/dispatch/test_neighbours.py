@@ -112,7 +112,7 @@ def test_without_measured_choices_the_cost_model_decides_alone(tmp_path: Path) -
     rows = {problem: [modelled(64, NARROW)] for problem in around(NARROW, WIDE)}
     write(tmp_path / "a.msgpack", rows)
     got = decision(snapshot(tmp_path))
-    assert got.reason.startswith("the cost model's choice among the variants")
+    assert got.reason.startswith("the cost model's choice among the bundles' variants")
     assert got.chosen.near is None
     write(tmp_path / "b/old.msgpack", around(NARROW, WIDE), sm=80, gpus=[H100])
     assert decision(snapshot(tmp_path / "b"), ON_A100, aligned=False).reason.startswith("the cost model's")

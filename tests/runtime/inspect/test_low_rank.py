@@ -38,7 +38,7 @@ def test_it_is_in_the_kernel_that_dispatch_takes(weights: str | None, op: Op, M:
     assert told.chosen is not None
     assert ran is not None
     assert told.chosen.variant == ran.variant
-    assert told.low_rank == "in the product's kernel, as more of its reduction: 16 columns"
+    assert told.low_rank == "in the GEMM's kernel, as part of its reduction: 16 columns"
     assert f"  lora: {told.low_rank}\n" in str(told)
     assert json.loads(json.dumps(told.to_dict()))["low_rank"] == told.low_rank
     assert explain(told.problem, M=M, sm=90).chosen == told.chosen
@@ -47,13 +47,13 @@ def test_it_is_in_the_kernel_that_dispatch_takes(weights: str | None, op: Op, M:
 def test_of_gathered_rows_too() -> None:
     for dtype, first in ((DType.BF16, False), (DType.MXFP4, True)):
         told = explain(replace(PRODUCT, dtype=dtype, fusion=Fusion.GATHER), M=8192, sm=90, rank=8, top_k=8)
-        assert told.low_rank == "in the product's kernel, as more of its reduction: 8 columns"
+        assert told.low_rank == "in the GEMM's kernel, as part of its reduction: 8 columns"
         assert told.gathered_first is first
 
 
 def test_a_rank_is_rounded_up_to_whole_16_bytes() -> None:
     told = explain(**SIZES, M=8192, sm=90, rank=4)
-    assert told.low_rank == "in the product's kernel, as more of its reduction: 8 columns, 4 of them the adapter's"
+    assert told.low_rank == "in the GEMM's kernel, as part of its reduction: 8 columns, 4 of them the adapter's"
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_why_it_is_a_product_of_its_own(problem: Problem, why: str) -> None:
 def test_beside_it_x_is_quantised_as_without_it(sm: int, fusion: Fusion) -> None:
     problem = replace(PRODUCT, dtype=DType.FP8_BLOCK, fusion=fusion)
     told, plain = (explain(problem, M=16384, sm=sm, top_k=8, rank=rank) for rank in (16, None))
-    assert plain.reason.startswith("x quantised, too, is faster")
+    assert plain.reason.startswith("quantising x is faster")
     assert (told.chosen, told.steps, told.reason) == (plain.chosen, plain.steps, plain.reason)
     assert told.problem == replace(plain.problem, fusion=fusion | Fusion.LOW_RANK)
     assert str(told.low_rank).endswith("the forward of fp8_block quantises x, which is faster")
@@ -95,7 +95,7 @@ def test_of_channels_no_code_by_codes_is_faster() -> None:
     """No kernel of 9.0 multiplies codes by codes of them: x stays, and the part is in the kernel."""
     for dtype in (DType.FP8_CHANNEL, DType.FP8_CHANNEL_A16):
         told = explain(replace(PRODUCT, dtype=dtype), M=8192, sm=90, rank=16)
-        assert told.low_rank == "in the product's kernel, as more of its reduction: 16 columns"
+        assert told.low_rank == "in the GEMM's kernel, as part of its reduction: 16 columns"
         ran = with_low_part(snapshot.snapshot(), told.problem, 8192, LocalGpu(90, Gpu("", 132, 80 << 10, 0)))
         assert ran is not None
         assert told.chosen is not None
@@ -104,7 +104,7 @@ def test_of_channels_no_code_by_codes_is_faster() -> None:
 
 def test_of_fp8_dx_has_code() -> None:
     told = explain(replace(PRODUCT, op=Op.DX, dtype=DType.FP8_BLOCK_A16), M=8192, sm=90, rank=16)
-    assert str(told.low_rank).startswith("in the product's kernel")
+    assert str(told.low_rank).startswith("in the GEMM's kernel")
 
 
 def test_strict_mode_has_it_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,11 +117,11 @@ def test_strict_mode_has_it_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_of_tensors() -> None:
     x, m_sizes = torch.empty(256, 256, dtype=torch.bfloat16), torch.full((4,), 64)
     w = torch.ones(4, 256, 256, dtype=torch.bfloat16)
-    assert "in the product's kernel" in str(explain(x, w, m_sizes, sm=90, rank=16))
+    assert "in the GEMM's kernel" in str(explain(x, w, m_sizes, sm=90, rank=16))
     four = ExpertWeights.quantize(w, "mxfp4")
     told = explain(x, four, m_sizes, sm=90, rank=16)
     assert "only prepared weights have a kernel for it: w = w.prepare()" in str(told.low_rank)
-    assert "in the product's kernel" in str(explain(x, four.prepare(), m_sizes, sm=90, rank=16))
+    assert "in the GEMM's kernel" in str(explain(x, four.prepare(), m_sizes, sm=90, rank=16))
     eight = explain(x, ExpertWeights.quantize(w, "fp8_block"), m_sizes, sm=90, rank=16)
     assert "quantises x" in str(eight.low_rank)
 

@@ -83,7 +83,7 @@ def test_a_choice_for_the_twin_is_a_choice(tmp_path: Path) -> None:
     assert got.problem is problem
     assert (got.chosen.index, got.chosen.origin, got.chosen.match) == (NARROW, Origin.THIS_GPU, Match.EXACT)
     assert got.reason == (
-        f"measured on this GPU, for this problem and M near 64 (as {PROBLEM}, which is the same product)"
+        f"measured on this GPU, for this problem and M near 64 (as {PROBLEM}, which is the same GEMM)"
     )
     assert "the same product" not in decision(snapshot(tmp_path), PROBLEM).reason
     assert decision(snapshot(tmp_path), problem, 4096).chosen.match is Match.NEAREST_BUCKET
@@ -98,7 +98,7 @@ def test_the_cost_model_chooses_among_the_twin_s_variants(tmp_path: Path) -> Non
     problem = replace(twin_of(PROBLEM), N=4096, K=512)
     got = decision(snapshot(tmp_path), problem)
     assert got.chosen.match is Match.COST_MODEL
-    assert "E=8 N=512 K=4096, which is the same product" in got.reason
+    assert "E=8 N=512 K=4096, which is the same GEMM" in got.reason
     assert decision(snapshot(tmp_path), problem, aligned=False).chosen.variant.alignment == 1
     with pytest.raises(ProblemNotInBundle, match=r"E=8 N=768 K=1024 \(M near 64\)"):
         decide(snapshot(tmp_path), problem, 64, ON_H200, strict=True)
@@ -141,7 +141,7 @@ def test_a_choice_may_name_the_twin_s_code(tmp_path: Path) -> None:
         assert (got.chosen.index, got.chosen.match) == (index, Match.EXACT)
         assert "the same product" not in got.reason  # it was chosen for this one
     unknown = decision(snapshot(tmp_path), replace(twin, N=4096))
-    assert "which is the same product" in unknown.reason
+    assert "which is the same GEMM" in unknown.reason
 
 
 def test_a_bundle_s_own_choice_comes_before_its_twin_s(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def test_times_of_two_sources_or_gpus_are_not_compared(tmp_path: Path) -> None:
     book(tmp_path / "4", measured(M, 0, 300.0), measured(M, 1, 10.0), gpus=(other,))
     told = verdict(snapshot(tmp_path / "4"), ON_LOAD, M, LocalGpu(90, other), top_k=8)
     assert told.chosen is None
-    assert "the memory's rate of this GPU is not known" in told.reason
+    assert "the bandwidth of this GPU is not known" in told.reason
     book(tmp_path / "5", measured(M, 0, 300.0), measured(M, 1, 10.0))
     assert beforehand(tmp_path / "5", ON_H100) == 1  # both of the H200
     assert beforehand(tmp_path / "5", ON_A100) is None
@@ -182,7 +182,7 @@ def test_a_bundle_without_the_pass_gathers_on_load(tmp_path: Path) -> None:
     book(tmp_path, measured(M, 0, 300.0), measured(M, 1, 10.0), has_pass=False)
     told = verdict(snapshot(tmp_path), ON_LOAD, M, ON_H200, top_k=8)
     assert told.chosen is None
-    assert "no usable bundle has the pass" in told.reason
+    assert "no usable bundle has the row kernel" in told.reason
 
 
 @pytest.mark.parametrize("beside", [Fusion.BIAS, Fusion.SCATTER, Fusion.WEIGHT, Fusion.SCATTER | Fusion.BIAS])
@@ -255,8 +255,8 @@ def test_explain_tells_of_the_pass(tmp_path: Path) -> None:
     assert told.gathered_first
     assert told.chosen is not None
     assert told.chosen.index == 1
-    assert "after a pass that gathers the rows of x" in str(told)
-    assert f"200.0 us measured and the pass {PASS_US:.1f} us, gathered on load 300.0 us" in told.reason
+    assert "after a row kernel that gathers the rows of x" in str(told)
+    assert f"200.0 us measured and the row kernel {PASS_US:.1f} us, gathered on load 300.0 us" in told.reason
     row = json.loads(json.dumps(told.to_dict()))
     assert row["gathered_first"] is True
     assert [one["variant"] for one in row["candidates"]][:2] == [1, 0]
@@ -266,7 +266,7 @@ def test_explain_tells_of_the_pass(tmp_path: Path) -> None:
     assert told.chosen is not None
     assert told.chosen.index == 0
     assert "measured on this GPU, for this problem" in told.reason
-    assert "rows gathered on load are no slower" in told.reason
+    assert "gathering rows first is not faster" in told.reason
     assert not examine(snapshot(tmp_path), PLAIN, M, ON_H200, aligned=True).gathered_first
 
 
