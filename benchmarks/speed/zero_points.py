@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import method
+from benchmarks import method, provenance
 from benchmarks.speed.kernels import in_turns
 from pretuned.aot.measure.calls import Tensors, caller
 from pretuned.aot.measure.inputs import activations, quantised_weights, routed_rows
@@ -288,7 +288,7 @@ def main() -> None:
     args = parser.parse_args()
     begun = time.monotonic()
     variants, clock = Loaded(args.bundle), method.Clock()
-    result: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cells": []}
+    result: dict[str, Any] = provenance.about() | {"cells": []}
 
     def write() -> None:
         if args.json:

@@ -6,6 +6,7 @@ import itertools
 import json
 import lzma
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,28 @@ def test_zero_points_take_a_little_more_time(group: int, op: Op) -> None:
             for name in ("", "_zp")
         )  # fmt: skip
         assert plain < zero < 1.1 * plain
+
+
+def test_what_zero_points_add_is_what_was_measured_in_the_mean() -> None:
+    """Every tile that was timed with zero points, forward and dX: neither too long nor too short."""
+    chip = chip_named("NVIDIA H100 80GB HBM3")
+    assert chip is not None
+    told = json.loads(lzma.decompress((RESULTS / "zero-points-h100.json.xz").read_bytes()))
+    off: dict[str, list[float]] = {"forward": [], "dX": []}
+    for cell in told["cells"]:
+        problem = Problem(Op(cell["op"]), DType(f"int4_g{cell['group']}_zp"), cell["E"], cell["N"], cell["K"])
+        M = cell["T"] * (8 if cell["model"] == "qwen3-30b" else 2)
+        for name, us in cell["all_us"].items():
+            tile = re.fullmatch(r"zero (\d+)x(\d+)x(\d+) w8 s(\d) g8 tma mixed_input( fitted)?", name)
+            if tile:
+                m, n, k, stages = map(int, tile.groups()[:4])
+                rows = TileRows.FITTED if tile[5] else TileRows.FIXED
+                config = Config(m, n, k, 8, stages, loads=Loads.TMA, schedule=Schedule.MIXED_INPUT, rows=rows)
+                off[cell["op"]].append(math.log(mixed_input_us(problem, M, config, chip) / us))
+    for each in off.values():
+        assert len(each) > 60
+        assert abs(sum(each) / len(each)) < 0.03
+        assert math.sqrt(sum(one * one for one in each) / len(each)) < 0.11
 
 
 def test_what_does_not_fit_an_sm_takes_for_ever() -> None:
