@@ -93,7 +93,7 @@ def _summary(changes: Changes) -> str:
         _counts("variant", changes.variants_removed, changes.variants_added, changes.recompiled),
     ]
     if changes.choices:
-        took = f", taking {time_ratio(changes.choices):.2f} x the time"
+        took = f", taking {time_ratio(changes.choices):.2f}x the time"
         parts.append(f"{_number(len(changes.choices), 'choice')} changed{took}")
     return "from A to B: " + ("; ".join(filter(None, parts)) or "another version, or other notes, alone")
 

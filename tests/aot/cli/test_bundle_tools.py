@@ -149,7 +149,7 @@ def test_diff(aot, put):
     assert same.out.startswith("no difference")
     ended = aot("diff", one, two)
     assert ended.code == 0
-    assert ended.out.splitlines()[0] == "from A to B: 3 choices changed, taking 2.00 x the time"
+    assert ended.out.splitlines()[0] == "from A to B: 3 choices changed, taking 2.00x the time"
     assert "choices that changed: 3" in ended.out
     assert "+100.0 %" in ended.out
     assert "NVIDIA H200" in ended.out
