@@ -206,7 +206,8 @@ def _facts(old: Bundle, new: Bundle) -> Facts:
             "pretuned": bundle.producer.pretuned,
             "triton": bundle.producer.triton,
             "ptxas": bundle.producer.ptxas,
-            "options": " ".join(bundle.producer.options),
+            "options": " ".join(bundle.producer.compile_options),
+            "compared_with": " ".join(bundle.producer.held_against),
             "kernels": ", ".join(f"{one.name} {one.revision} {one.source_sha256.hex()[:12]}" for one in bundle.kernels),
             "gpus": ", ".join(f"{one.name} (driver {one.driver})" for one in bundle.gpus),
         }

@@ -34,7 +34,8 @@ def contents(bundle: BundleFile, *, choices: bool) -> dict[str, object]:
         "triton": producer.triton,
         "ptxas": producer.ptxas,
         "launch_abi": ", ".join(map(str, sorted({one.abi for one in variants}))),
-        "options": " ".join(producer.options),
+        "options": " ".join(producer.compile_options),
+        "compared_with": list(producer.held_against),
         "problems": len(problems),
         "choice_count": sum(map(len, by_problem.values())),
         "kernels": [

@@ -69,6 +69,7 @@ def _summary(found: dict[str, Any]) -> list[tuple[str, object]]:
         ("built by", f"pretuned {found['pretuned']}, Triton {found['triton']}, ptxas {found['ptxas']}, "
                     f"launch ABI {found['launch_abi']}"),
         ("options", found["options"]),
+        ("compared", f"with {len(found['compared_with'])} other bundles" if found["compared_with"] else ""),
         ("digest", f"{_shown(found['digest'])} (--json has it whole)"),
     )  # fmt: skip
     return [(name, value) for name, value in told if value]
