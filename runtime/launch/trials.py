@@ -195,7 +195,7 @@ _ACTS = (
     (Activation("silu"), True, False),
     (Activation("gelu"), True, True),
     (Activation("gelu_tanh"), False, False),
-    (Activation("swiglu", limit=3.0, alpha=1.5, beta=1.0), True, True),
+    (Activation("swiglu", limit=3.0, alpha=1.5, beta=0.5), True, True),
     (Activation("relu2"), False, False),
     (Activation("situ", beta=2.0, linear_beta=3.0), True, False),
     (Activation("swiglustep", limit=3.0), True, True),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -30,6 +31,7 @@ from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowO
 from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels import reference
 from pretuned.kernels.contract import rowops
+from pretuned.kernels.contract.activations import KINDS
 from pretuned.kernels.contract.config import Config
 from pretuned.kernels.contract.registry import ENTRIES
 from pretuned.kernels.contract.rowops import MAKES_CODES, RowOpSpec
@@ -141,6 +143,44 @@ def pass_record(op: RowOp, alignment: int, dtype: DType = DType.FP32, cubin: byt
         spec.config.pairs(), op.value, rowops.arguments(op), (), 256, 0, 40, 0, 0, len(cubin),
         hashlib.sha256(cubin).digest(),
     )  # fmt: skip
+
+
+def exchanged(one: int, other: int) -> Callable[[list[int]], list[int]]:
+    def changed(words: list[int]) -> list[int]:
+        words[one], words[other] = words[other], words[one]
+        return words
+
+    return changed
+
+
+def fixed(place: int, value: float) -> Callable[[list[int]], list[int]]:
+    return lambda words: [*words[:place], *struct.unpack("i", struct.pack("f", value)), *words[place + 1 :]]
+
+
+@pytest.mark.parametrize("op", [RowOp.ACTIVATION, RowOp.ACTIVATION_GRAD])
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [("swiglu", exchanged(one, other)) for one, other in [(0, 1), (0, 2), (1, 2), (2, 3)]]
+    + [("situ", exchanged(2, 3)), ("situ", fixed(3, 0.0)), ("swiglustep", fixed(0, float("inf")))]
+    + [("swiglu", fixed(place, value)) for place, value in [(0, 7.0), (1, 1.702), (1, 1.0), (2, 1.0), (2, 0.0)]],
+)
+def test_an_activation_with_another_number_is_found(
+    op: RowOp, kind: str, change: Callable[[list[int]], list[int]], faults: proving.Faults,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A kernel that takes a number for another, or has gpt-oss's own, fails its self-test."""
+    real = host_gpu.FAKES[op]
+
+    def wrong(rows: int, columns: int, pointers: Any, numbers: Any) -> None:
+        *others, flags, limit, alpha, beta, linear_beta = numbers
+        words = [limit, alpha, beta, linear_beta]
+        if KINDS[flags & rowops.KIND] == kind:
+            words = change(words)
+        real(rows, columns, pointers, (*others, flags, *words))
+
+    monkeypatch.setitem(host_gpu.FAKES, op, wrong)
+    record = pass_record(op, 16)
+    assert "elements are wrong" in str(proof.tried(LoadedKernel(record, proving.FUNCTION, 132)))
 
 
 @pytest.mark.parametrize("alignment", [16, 1])
