@@ -149,9 +149,9 @@ ROWS_WNA16 = KernelEntry(
 ROWS_WNA16_ZERO = replace(
     ROWS_WNA16,
     name="rows_wna16_zero",
-    revision=1,
+    revision=2,
     home="gemm.hopper.wna16_zero",
-    sha256="6844eb03466203f6944b237828bd5419ffec14728484b5342aae7f9767eb7302",
+    sha256="e7589a0b064cd0e4f1e19b06e88d891985bff2c93c374594341f037b49652991",
     launched_since=1,
     dtypes=ZERO_DTYPES,
     tiles=_every_tile(ZERO_DTYPES, ZERO_DTYPES),

@@ -13,8 +13,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from .consumer import ask, lines_of, look_up, note, parts_of, tables
 from .operand.blocks import BLOCK, x_tile_of
-from .operand.dequantize import biased_across, blocks_per_scale, places_of, scale_bytes_of, scaled, words_of
-from .operand.zeroed import zero_bytes_of, zero_places_of, zeroed_block_of
+from .operand.dequantize import biased_across, blocks_per_scale, places_of, scale_bytes_of, words_of
+from .operand.zeroed import grown, zero_bytes_of, zero_places_of, zeroed_block_of
 from .pipeline import (
     SCATTER_FLAG,
     ZERO_TAIL_FLAG,
@@ -151,7 +151,7 @@ def _multiply_zeroed(
     """
     a, s, z, b, low, shared, buffers, sums, summed, y, moved, noted = own
     full, empty, used, queue, filled, free = shared
-    AHEAD: gl.constexpr = FITTED and BLOCK_K == BLOCK
+    AHEAD: gl.constexpr = FITTED
     SPLIT: gl.constexpr = BLOCK_N == BLOCK
     MINE: gl.constexpr = max(1, BLOCK_N // (2 * BLOCK))  # blocks of columns
     UNITS: gl.constexpr = BLOCK_K // (2 * BLOCK) if SPLIT else BLOCK_K // BLOCK * MINE  # products of a stage
@@ -212,10 +212,9 @@ def _multiply_zeroed(
             if not AHEAD:
                 stage, phase = advance(stage, phase, STAGES)
         if LOW_RANK:
-            first = (col if SPLIT else (col * 2 + half) * MINE) * BLOCK
-            acc = scaled(acc, (), expert, first, N, FORMAT, DX)
+            acc = grown(acc)
             if MINE == 2:
-                more = scaled(more, (), expert, first + BLOCK, N, FORMAT, DX)
+                more = grown(more)
             for _start in range(0, R, BLOCK):
                 if FITTED:
                     _fit(grains, BLOCK_M // GRAIN)
@@ -261,7 +260,7 @@ def _multiply_zeroed(
                 for i in gl.static_range(BOXES):
                     mine = row + BOX * i
                     if (mine < row_end) & (first < N):
-                        part = parts[i] if LOW_RANK else scaled(parts[i], (), expert, first, N, FORMAT, DX)
+                        part = parts[i] if LOW_RANK else grown(parts[i])
                         if INDEXED:
                             target = noted[0].index(half).slice(BOX * i, BOX).load(gl.SliceLayout(1, LINES))
                             scale = noted[1].index(half).slice(BOX * i, BOX).load(gl.SliceLayout(0, part.type.layout))

@@ -4,7 +4,8 @@ Codes and scales are laid out as for int4 without zero points, and FORMAT is the
 int4_g64 or int4_g128. Zero points are one byte for each scale, in the order of the scales, and are stored less 8: the
 low four bits of a byte, with the highest of these inverted, are the code that stands for 0.
 
-code - zero has five bits and is exact in bf16. The product with the scale is rounded once, as without zero points.
+(code - zero) / 128 - 1 has eight bits and is exact in bf16. An fma makes this x scale + scale, rounded once: that is
+(code - zero) x scale / 128, and ``grown`` multiplies the sums by 128.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from .dequantize import (
     _FLAT_2,
     _FLAT_3,
     _WORDS_4,
-    INT4_DOWN,
     _eight,
     _row_of_scales,
     blocks_per_scale,
@@ -30,6 +30,7 @@ from .dequantize import (
 )
 from .turned import _FLAT_4, _TURNED_4
 
+DOWN = 7  # log2 of what values are too small by
 _TMA_BYTES = 128  # shared memory that TMA writes to begins at a multiple of this
 
 
@@ -50,33 +51,31 @@ def _bf16(exponent: int) -> str:
     return both((127 + exponent) << 7)
 
 
-def _minus(exponent: int) -> str:
-    return both(0x8000 | (127 + exponent) << 7)
+# A zero point's byte n, of which the low four bits count, to -(128 + zero) / 128: xor after and.
+_ZERO_BITS = f"{both(0x000F)}, {both(0xBF88)}, 0x6A"
 
 
 def zeroed_text(groups: int) -> str:
     """PTX: $0 ... $7 of the words $8 and $9 of a row, its scales $10 and zero points $12.
 
-    Each result is (code - zero) x scale x 2^-16.
+    Each result is (code - zero) x scale x 2^-7.
     Four bits of a half alone are a bf16, as in ``dequantize.int4_text``: code x 2^-133 in bits 0 to 3, code x 2^-129 in
-    bits 4 to 7. An fma makes that (code - zero) x 2^-16, exactly; a product with the scale follows.
+    bits 4 to 7. An fma makes that (code - zero) / 128 - 1, exactly, a second one this x scale + scale, rounded once.
     """
-    lines = [".reg .b16 h0, h1; .reg .b32 t, u, k, l, h, scale, less;"]
-    lines += [f"mov.b32 l, {_bf16(133 - INT4_DOWN)}; mov.b32 h, {_bf16(129 - INT4_DOWN)};"]
-    lines += [f"mov.b32 k, {_minus(133 - INT4_DOWN)};"]
+    lines = [".reg .b16 h0, h1; .reg .b32 t, u, l, h, scale, less;"]
+    lines += [f"mov.b32 l, {_bf16(133 - DOWN)}; mov.b32 h, {_bf16(129 - DOWN)};"]
     for word in range(2):
         w, group = f"${8 + word}", word if groups == 2 else 0
         if groups == 2 or word == 0:
             half = f"h{group}"
-            lines += [f"prmt.b32 less, $12, 0, {'0x4141' if group else '0x4040'};"]
-            lines += [f"lop3.b32 less, less, {both(0x000F)}, {both(0x0008)}, 0x6A; mul.rn.bf16x2 less, less, k;"]
+            lines += [f"prmt.b32 less, $12, 0, {'0x4141' if group else '0x4040'}; lop3.b32 less, less, {_ZERO_BITS};"]
             lines += [f"mov.b32 {{h0, h1}}, $10; mov.b32 scale, {{{half}, {half}}};"]
         lines += [f"shr.u32 u, {w}, 8;"]
         for i, (source, mask, by) in enumerate(
             ((w, 0x000F, "l"), (w, 0x00F0, "h"), ("u", 0x000F, "l"), ("u", 0x00F0, "h"))
         ):
             lines += [f"and.b32 t, {source}, {both(mask)}; fma.rn.bf16x2 t, t, {by}, less;"]
-            lines += [f"mul.rn.bf16x2 ${4 * word + i}, t, scale;"]
+            lines += [f"fma.rn.bf16x2 ${4 * word + i}, t, scale, scale;"]
     return "\n".join(("{", *lines, "}"))
 
 
@@ -84,25 +83,24 @@ def zeroed_turned_text(groups: int) -> str:
     """PTX: $0 and $1, two rows of w in the columns of h = 0 and 1, of the words $2 and $3, as in ``turned.py``.
 
     $4 is p, $6 the warp's half of a word's codes, $8 and $9 what holds the scales, $10 which of two groups they are of,
-    and $12 has the zero points of both rows, one of each group.
+    and $12 has the zero points of both rows, one of each group. Codes become values as in ``zeroed_text``.
     """
-    lines = [".reg .b32 t, u, v, s;"]
-    lines += ["mad.lo.s32 u, $4, 0x2222, 0x5410; prmt.b32 t, $2, $3, u;"]  # the lower or the upper halves
+    lines = [".reg .b32 t, u, v, s, l, h;"]
+    lines += [f"mov.b32 l, {_bf16(133 - DOWN)}; mov.b32 h, {_bf16(129 - DOWN)};"]
+    lines += ["mad.lo.s32 u, $4, 2, $6; mad.lo.s32 u, u, 0x1111, 0x4400; prmt.b32 t, $2, $3, u;"]  # a byte of each
     if groups == 2:  # one word has two groups of two rows
         lines += ["mad.lo.s32 u, $10, 0x0101, 0x4240; prmt.b32 v, $12, 0, u;"]
     else:
         lines += ["prmt.b32 v, $12, 0, 0x4140;"]
-    lines += [f"lop3.b32 v, v, {both(0x000F)}, {both(0x4308)}, 0x6A;"]  # 128 + zero
-    lines += [
-        "shl.b32 u, $6, 3; shr.u32 t, t, u;",
-        f"lop3.b32 $0, t, {both(0x000F)}, {both(0x4300)}, 0xEA; sub.rn.bf16x2 $0, $0, v;",
-        f"shr.u32 t, t, 4; lop3.b32 $1, t, {both(0x000F)}, {both(0x4300)}, 0xEA; sub.rn.bf16x2 $1, $1, v;",
-    ]
+    lines += [f"lop3.b32 v, v, {_ZERO_BITS};"]
     if groups == 2:
         lines += ["mad.lo.s32 u, $10, 0x2222, 0x5410; prmt.b32 s, $8, $9, u;"]
     else:  # one word has both rows' scales
         lines += ["mov.b32 s, $8;"]
-    lines += ["mul.rn.bf16x2 $0, $0, s; mul.rn.bf16x2 $1, $1, s;"]
+    lines += [
+        f"and.b32 $0, t, {both(0x000F)}; fma.rn.bf16x2 $0, $0, l, v; fma.rn.bf16x2 $0, $0, s, s;",
+        f"and.b32 $1, t, {both(0x00F0)}; fma.rn.bf16x2 $1, $1, h, v; fma.rn.bf16x2 $1, $1, s, s;",
+    ]
     return "\n".join(("{", *lines, "}"))
 
 
@@ -132,7 +130,7 @@ def _pair_of_zeros(FORMAT):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _zeroed(codes, scales, zeros, FORMAT: gl.constexpr, OPERAND: gl.constexpr):
-    """A block of w, bf16 [64, 64] times 2^-16, of its codes, scales and zero points in shared memory."""
+    """A block of w, bf16 [64, 64] times 2^-7, of its codes, scales and zero points in shared memory."""
     words = view(codes, gl.int32, [64, 4, 2], _FLAT_3).load(_WORDS_4)
     ROWS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, _WORDS_4))
     by = view(scales, _row_of_scales(FORMAT), [64], _FLAT_1).load(ROWS).to(gl.int32)
@@ -150,7 +148,7 @@ def _zeroed(codes, scales, zeros, FORMAT: gl.constexpr, OPERAND: gl.constexpr):
 
 @gluon.jit
 def _zeroed_turned(codes, scales, zeros, FORMAT: gl.constexpr, OPERAND: gl.constexpr):
-    """A block of w, bf16 [64, 64], as ``_zeroed``, not made smaller: a row of it is a column of w."""
+    """A block of w, bf16 [64, 64], as ``_zeroed``: a row of it is a column of w."""
     GROUPS: gl.constexpr = groups_of(FORMAT)
     NO_S: gl.constexpr = gl.SliceLayout(5, _TURNED_4)
     WORDS: gl.constexpr = gl.SliceLayout(4, NO_S)  # rows, row, c, word
@@ -209,3 +207,9 @@ def zeroed_block_of(
         zeros = z.index(line * zero_places_of(FORMAT, DEEP) + k // blocks_per_scale(FORMAT))
         block = _zeroed(a.index(line * DEEP + k), scales, zeros, FORMAT, OPERAND)
     return block
+
+
+@gluon.jit
+def grown(part):
+    """Sums of products with ``zeroed_block_of`` -> those with w."""
+    return part * 128.0
