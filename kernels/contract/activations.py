@@ -177,7 +177,7 @@ def _above_zero(name: str, field: str, value: Any) -> float | None:
         hint = ". Without a limit leave it out" if field == "limit" and value == 0 else ""
         raise InputError(f"Activation: {field} is {value!r} for {name}, wanted a number above 0, or None{hint}")
     number = float(value)
-    if math.isinf(number) or (field == "limit" and number > _LARGEST):
+    if number == math.inf or (field == "limit" and number > _LARGEST):  # (torch.compile can't trace math.isinf)
         return None
     if field != "limit" and not _LEAST <= number <= _MOST:
         raise InputError(f"Activation: {field} is {value!r} for {name}, wanted {_LEAST:g} to {_MOST:g}, or None")

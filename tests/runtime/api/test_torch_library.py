@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pretuned.artifacts.errors import InputError
-from pretuned.runtime import Activation, grouped_gemm, grouped_gemm_dX, moe_mlp, sort_routing
+from pretuned.runtime import Activation, activate, grouped_gemm, grouped_gemm_dX, moe_mlp, sort_routing
 from pretuned.runtime.api import torch_library
 
 T, TOPK, E, H, I = 6, 2, 4, 8, 4  # noqa: E741
@@ -110,6 +110,30 @@ def test_compile_with_an_activation_that_has_numbers(made: str) -> None:
     got = torch.compile(layer, fullgraph=True, backend="aot_eager")(*given)
     torch.testing.assert_close(got, layer(*given))
     assert not torch.allclose(got, moe_mlp(given[0], up, down, *given[1:]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["swiglu", "situ", "swiglustep"])
+def test_layers_whose_limits_differ_compile_whole(name: str) -> None:
+    """From the second value on torch.compile has a float for all of them, which it does not know."""
+
+    class Gate(torch.nn.Module):
+        def __init__(self, limit: float) -> None:
+            super().__init__()
+            self.limit = limit
+
+        def forward(self, h: torch.Tensor) -> torch.Tensor:
+            numbers = {"beta": self.limit, "linear_beta": 2 * self.limit} if name == "situ" else {"limit": self.limit}
+            return activate(h, Activation(name, **numbers))
+
+    h, gate = torch.randn(5, 8), Gate(1.0)
+    compiled = torch.compile(gate, backend="eager", fullgraph=True)
+    try:
+        for limit in (1.0, 0.5, 0.25, 0.125):
+            gate.limit = limit
+            torch.testing.assert_close(compiled(h), gate(h))
+    finally:
+        torch._dynamo.reset()
 
 
 @pytest.mark.slow
