@@ -86,11 +86,11 @@ def test_what_says_nothing_about_the_code_is_told_once_and_tried_again(made: Mak
     assert found.passed == 3
     assert len(found.wrong) == 1
     assert sorted(found.untested) == [
-        "1 variant: its cubin is not what the index says",
-        "1 variant: the process that tested it ended by SIGKILL",
-        "1 variant: the process that tested it ended by SIGSEGV",
-        "1 variant: the process that tested it ended with exit code 7: it said nothing",
-        "2 variants: no room on the GPU",
+        "1 kernel: its cubin is not what the index says",
+        "1 kernel: the process that tested it ended by SIGKILL",
+        "1 kernel: the process that tested it ended by SIGSEGV",
+        "1 kernel: the process that tested it ended with exit code 7: it said nothing",
+        "2 kernels: no room on the GPU",
     ]
     assert f"untested  {found.untested[0]}. Run this again to test them" in str(told)
     assert len(verdicts.left_out(ON_A100)) == 1
@@ -107,7 +107,7 @@ def test_a_bundle_whose_file_goes_is_not_wrong(how: str, made: Make) -> None:
     (found,) = prove.prove([ON_A100]).gpus
     assert (found.passed, found.wrong) == (2, ())
     (line,) = found.untested
-    assert line.startswith("8 variants: ")
+    assert line.startswith("8 kernels: ")
     assert "a.msgpack" in line
     assert verdicts.left_out(ON_A100) == ()
     assert len(survey(taken, ON_A100).left) == 8
@@ -119,17 +119,17 @@ def test_a_gpu_that_a_process_can_not_use_any_more_costs_one_variant(made: Make)
     made("right", "unusable", "right", "wrong", "right")
     (found,) = prove.prove([ON_A100]).gpus
     assert (found.passed, len(found.wrong)) == (3, 1)
-    assert found.untested == ("1 variant: the GPU can't be used: an uncorrectable ECC error",)
+    assert found.untested == ("1 kernel: the GPU can't be used: an uncorrectable ECC error",)
     made("right", *["unusable"] * 9, "right")  # four are known by now; after three processes it gives up
     (found,) = prove.prove([ON_A100]).gpus
-    assert found.untested == ("7 variants: the GPU can't be used: an uncorrectable ECC error",)
+    assert found.untested == ("7 kernels: the GPU can't be used: an uncorrectable ECC error",)
 
 
 @pytest.mark.slow
 def test_of_many_reasons_some_are_listed(made: Make) -> None:
     made(*[f"reason {i:02}" for i in range(14)], "reason 13", "right")
     (found,) = prove.prove([ON_A100]).gpus
-    assert found.untested[:2] == ("2 variants: reason 13", "1 variant: reason 00")
+    assert found.untested[:2] == ("2 kernels: reason 13", "1 variant: reason 00")
     assert len(found.untested) == 11
     assert found.untested[-1] == "4 more, for other reasons"
 
@@ -141,14 +141,14 @@ def test_the_process_itself_without_a_gpu(made: Make, monkeypatch: pytest.Monkey
     monkeypatch.setattr(prove, "CHILD", CHILD)
     (found,) = prove.prove([ON_A100]).gpus
     (line,) = found.untested
-    assert line.startswith("2 variants: no CUDA driver")
+    assert line.startswith("2 kernels: no CUDA driver")
 
 
 @pytest.mark.slow
 def test_where_every_process_is_killed_it_gives_up_and_nothing_is_wrong(made: Make) -> None:
     taken = made(*["killed"] * 12)
     (found,) = prove.prove([ON_A100]).gpus
-    assert found.untested == ("12 variants: the process that tested it ended by SIGKILL",)
+    assert found.untested == ("12 kernels: the process that tested it ended by SIGKILL",)
     assert len(survey(taken, ON_A100).left) == 12
 
 
