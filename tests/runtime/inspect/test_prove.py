@@ -129,7 +129,7 @@ def test_a_gpu_that_a_process_can_not_use_any_more_costs_one_variant(made: Make)
 def test_of_many_reasons_some_are_listed(made: Make) -> None:
     made(*[f"reason {i:02}" for i in range(14)], "reason 13", "right")
     (found,) = prove.prove([ON_A100]).gpus
-    assert found.untested[:2] == ("2 kernels: reason 13", "1 variant: reason 00")
+    assert found.untested[:2] == ("2 kernels: reason 13", "1 kernel: reason 00")
     assert len(found.untested) == 11
     assert found.untested[-1] == "4 more, for other reasons"
 
