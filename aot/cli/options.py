@@ -18,7 +18,7 @@ from ...artifacts.records.problem import Op
 from ...runtime.dispatch.places import SUFFIX
 from ..compile.cache import CompileCache, default_dir
 from ..models.load import load_models
-from ..plan.plan import BuildPlan, built_of_codes, plan, planned_on, unaligned, without_code
+from ..plan.plan import BuildPlan, built_of_codes, padded, plan, planned_on, unaligned, without_code
 from ..plan.targets import parse_sm
 from ..process.gpus import is_stub, native_sm
 from . import completion
@@ -126,7 +126,8 @@ def load(models: Sequence[str], sm: str, ops: str | None) -> tuple[BuildPlan, tu
         raise InputError("\n".join(map(str, mistakes)))
     if wrong := [*without_code(loaded.shapes)]:
         raise InputError("\n".join(wrong))
-    notes = (*loaded.notes, *unaligned(loaded.shapes), *built_of_codes(loaded.shapes, sms))
+    told = (*unaligned(loaded.shapes), *padded(loaded.shapes, sms), *built_of_codes(loaded.shapes, sms))
+    notes = (*loaded.notes, *told)
     return planned_on(plan(loaded.shapes), sms), sms, notes
 
 

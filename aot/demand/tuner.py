@@ -286,6 +286,7 @@ def shape_of(key: CacheKey) -> LayerShard:
     return LayerShard(
         f"E{key.E}-H{key.H}-I{key.I}-k{key.top_k}", key.E, key.top_k, key.H, key.I, shared_experts=0, gated=True,
         dtypes=dtypes_of(key.dtype), tp=1, ep=1, tokens=(tokens, tokens), ops=tuple(Op), weights=(key.dtype,),
+        pads=False,
     )  # fmt: skip
 
 

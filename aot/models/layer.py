@@ -8,6 +8,7 @@ from ...artifacts.limits import MAX_EXPERTS, MAX_WIDTH
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Layout, Op
 from ...kernels.contract.activations import Activation
+from ...kernels.contract.mixed_input import padded_width, prepares
 
 MAX_TOKENS = 1 << 24
 MAX_ROWS = 1 << 30  # of M: a bucket is a power of two and fits int32
@@ -76,7 +77,8 @@ class LayerShard:
     routed ones: every rank holds them all, and each token goes to all of them. ``tokens`` is the
     (least, most) number of tokens of one step, counted over all ep ranks. ``layouts``: how the weights lie.
     ``zero_experts`` and ``activation`` are the layer's. ``weights``: the formats that are wanted; ``dtypes``, what is
-    built; ``instead``, what is on a capability that has code for none of these.
+    built; ``instead``, what is on a capability that has code for none of these. ``pads``: programs pad
+    quantised weights so that they can be prepared, as the serving plug-ins do.
     """
 
     name: str
@@ -97,6 +99,7 @@ class LayerShard:
     weights: tuple[str, ...] = ("bf16",)
     instead: tuple[DType, ...] = ()
     activation: Activation | None = None
+    pads: bool = True
 
     @property
     def experts_per_rank(self) -> int:
@@ -124,12 +127,21 @@ class LayerShard:
         least, most = (tokens * self.experts_per_token for tokens in self.tokens)
         return max(1, least // self.ep), max(1, -(-most // self.ep))
 
-    def gemms(self) -> tuple[LayerGemm, LayerGemm]:
-        """GEMM 1, w [E, 2I/tp, H] (gated) or [E, I/tp, H], and GEMM 2, w [E, H, I/tp]; as [E, N, K] in any layout."""
-        first = LayerGemm("gate_up", self.experts_per_rank, 2 * self.width, self.H)
+    def gemms(self, prepared_as: DType | None = None) -> tuple[LayerGemm, LayerGemm]:
+        """GEMM 1, w [E, 2I/tp, H] (gated) or [E, I/tp, H], and GEMM 2, w [E, H, I/tp]; as [E, N, K] in any layout.
+
+        With ``prepared_as``, a format, I/tp is padded as the serving plug-ins pad it before they prepare the weights.
+        """
+        width = self.width if prepared_as is None else self.padded_width(prepared_as)
+        first = LayerGemm("gate_up", self.experts_per_rank, 2 * width, self.H)
         if not self.gated:
-            first = LayerGemm("up", self.experts_per_rank, self.width, self.H)
-        return first, LayerGemm("down", self.experts_per_rank, self.H, self.width)
+            first = LayerGemm("up", self.experts_per_rank, width, self.H)
+        return first, LayerGemm("down", self.experts_per_rank, self.H, width)
+
+    def padded_width(self, dtype: DType) -> int:
+        """I/tp, padded for prepared weights; I/tp itself if H is none of their sizes."""
+        wide = padded_width(dtype, self.width) if self.pads else self.width
+        return wide if prepares(dtype, wide, self.H) and prepares(dtype, self.H, wide) else self.width
 
     def padded_gemm(self) -> LayerGemm | None:
         """GEMM 1 over weights that have rows for the zero experts too, as transformers holds them on one rank."""

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Fusion, Op, Problem
+from ...artifacts.records.problem import Fusion, Layout, Op, Problem
 from ...artifacts.records.target import LocalGpu
+from ...kernels.contract.registry import has_code
 from ...runtime.inspect.asked import suits
 from ...runtime.inspect.explain import explain_on
 from ...runtime.inspect.explanation import Explanation
@@ -40,8 +41,9 @@ def explained(shards: Iterable[LayerShard], tokens: Sequence[int], local: LocalG
     for shard in shapes_on(shards, (local.sm,)):
         for dtype in shard.dtypes:
             planned = set(problems_of(shard, dtype))
+            is_prepared = dtype.quantised and has_code(Op.FORWARD, dtype, local.sm, Layout.NK)
             for op in shard.ops if not dtype.quantised else [one for one in shard.ops if one is not Op.DW]:
-                for place, gemm in enumerate(shard.gemms()):
+                for place, gemm in enumerate(shard.gemms(dtype if is_prepared else None)):
                     problem = _problem(op, dtype, gemm, shard, planned, first=not place)
                     for count in tokens:
                         rows = replace(shard, tokens=(count, count)).rows[1]

@@ -135,8 +135,8 @@ def _quantised(shape: LayerShard, dtype: DType) -> Iterator[Problem]:
     For a forward of the latter rows are gathered beforehand, so it is as if nothing gathered them.
     """
     for op in (Op.FORWARD, Op.DX):
-        for gemm, moves in zip(shape.gemms(), _MOVES[op], strict=True) if op in shape.ops else ():
-            for layout in (Layout.NK, Layout.STORED):
+        for layout, gemms in ((Layout.NK, shape.gemms(dtype)), (Layout.STORED, shape.gemms())):
+            for gemm, moves in zip(gemms, _MOVES[op], strict=True) if op in shape.ops else ():
                 before = layout is Layout.NK and op is Op.FORWARD
                 for fusion in (Fusion.NONE, Fusion.SCATTER if before else code_of(op, moves)):
                     yield Problem(op, dtype, gemm.E, gemm.N, gemm.K, layout, fusion)
@@ -162,7 +162,7 @@ def unaligned(shapes: Iterable[LayerShard]) -> Iterator[str]:
     for shape in shapes:
         found: dict[str, None] = {}
         for dtype in shape.dtypes:
-            for gemm in shape.gemms():
+            for gemm in shape.gemms(dtype):
                 if not has_aligned_rows(Problem(Op.FORWARD, dtype, gemm.E, gemm.N, gemm.K)):
                     found[f"{gemm.role} (N={gemm.N}, K={gemm.K})"] = None
         if not found:
@@ -189,12 +189,16 @@ def planned_on(plan: BuildPlan, sms: Collection[int], pool: Pool | None = None) 
     less the optional problems that none has code for.
     """
     space = pool or Pool()
-    made = _planned(shapes_on(plan.shapes, sms, space)) if plan.shapes else plan
+    shapes = shapes_on(plan.shapes, sms, space)
+    made = _planned(shapes) if shapes else plan
     coded = _coded(space)
+    replaced = {
+        one for shape, dtype in _padded(shapes) for one in problems_of(shape, dtype) if one.layout is Layout.STORED
+    }
     idle = {
         one
         for one in made.problems
-        if (optional(one) or one.dtype.quantised) and not any(_runs(one, sm, coded) for sm in sms)
+        if (optional(one) or one.dtype.quantised) and not any(_runs(one, sm, coded, replaced) for sm in sms)
     }  # fmt: skip
     return replace(made.without(idle) if idle else made, shapes=plan.shapes)
 
@@ -204,15 +208,45 @@ def _coded(space: Pool) -> Callable[[Family, int, int], bool]:
     return functools.cache(lambda family, E, sm: has_candidates(family, E, sm, space))
 
 
-def _runs(problem: Problem, sm: int, coded: Callable[[Family, int, int], bool]) -> bool:
-    """Whether a capability has code for an optional problem. Codes are put in order for the forward that wants it."""
+def _padded(shapes: Iterable[LayerShard]) -> Iterator[tuple[LayerShard, DType]]:
+    """The shards, and the formats, in which the width I/tp is padded so that the weights can be prepared."""
+    for shape in shapes:
+        for dtype in dict.fromkeys((*shape.dtypes, *shape.instead)):
+            if shape.padded_width(dtype) != shape.width:
+                yield shape, dtype
+
+
+def padded(shapes: Iterable[LayerShard], sms: Collection[int]) -> Iterator[str]:
+    """What to report of shards whose quantised weights are planned in a padded width: a line for each width."""
+    coded = _coded(Pool())
+    found: dict[tuple[str, int, int], dict[str, None]] = {}
+    for shape, dtype in _padded(shapes):
+        forward = Family(Op.FORWARD, dtype, Layout.NK, Fusion.NONE)
+        if any(coded(forward, shape.experts_per_rank, sm) for sm in sms):
+            name = dtype.value.removesuffix("_a16")
+            found.setdefault((name, shape.width, shape.padded_width(dtype)), {})[f"{shape.name} tp={shape.tp}"] = None
+    for (name, width, wide), shards in found.items():
+        yield (
+            f"{', '.join(shards)}: planned with I/tp={width} padded to {wide}, as vLLM's and SGLang's plug-ins pad "
+            f"{name} weights before they prepare them ({wide / width - 1:.1%} more memory)"
+        )
+
+
+def _runs(
+    problem: Problem, sm: int, coded: Callable[[Family, int, int], bool], replaced: Collection[Problem] = ()
+) -> bool:
+    """Whether a capability has code for an optional problem. Codes are put in order for the forward that wants it.
+
+    ``replaced``: problems of codes as they are stored whose weights are padded and put in order instead.
+    """
     if not coded(Family.of(problem), problem.E, sm):
         return False
     dtype = problem.dtype
     if not dtype.quantised:
         return True
     forward = Family(Op.FORWARD, dtype, Layout.NK, Fusion.NONE)
-    ordered = prepares(dtype, problem.N, problem.K) and coded(forward, problem.E, sm)
+    able = problem in replaced or prepares(dtype, problem.N, problem.K)
+    ordered = able and coded(forward, problem.E, sm)
     return ordered == (problem.layout is Layout.NK)
 
 

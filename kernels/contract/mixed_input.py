@@ -43,6 +43,22 @@ def prepares(dtype: DType, N: int, K: int) -> bool:
     return N % rows == 0 and K % columns == 0
 
 
+def padded_width(dtype: DType, width: int) -> int:
+    """The width I of an expert layer, padded so that the weights of both GEMMs can be prepared.
+
+    It stays as it is for weights without scales, and where ranks would split a group of weights that share a scale.
+    gpt-oss's mxfp4 and fp8 blocks are not split: engines give each rank whole groups.
+    """
+    scale = dtype.precision.w.scale
+    if scale is None:
+        return width
+    group = max(1, scale.rows, scale.columns)
+    if width % group and scale.name != "e8m0" and scale.rows == 1:
+        return width
+    block = max(BLOCK, group)
+    return -(-width // block) * block
+
+
 def _tiles(
     dtypes: frozenset[DType], turned: frozenset[DType], rows: TileRows, m: tuple[int, ...], n: tuple[int, ...],
     k: tuple[int, ...],

@@ -11,6 +11,7 @@ from ..artifacts.records.precision import DType, dtypes_of
 from ..artifacts.records.problem import Layout, Op, Problem, buckets_between
 from ..artifacts.records.target import LocalGpu
 from ..kernels.contract.block_scaled import DTYPES as CODES_BY_CODES
+from ..kernels.contract.mixed_input import padded_width
 from ..kernels.contract.registry import has_code
 from ..kernels.hardware.arch import refusal
 from ..runtime.dispatch import snapshot as dispatch_snapshot
@@ -20,6 +21,7 @@ from ..runtime.driver.device import platform_name, platform_supported
 from ..runtime.inspect.preload import Preloaded, preload
 from ..runtime.ops.activation import RowActivation
 from ..runtime.weights.expert_weights import ExpertWeights
+from ..runtime.weights.padding import padded
 
 _ROWS = 1 << 16  # more rows than that take what the most that were measured do
 _NEAR = 2  # what was measured at so many times the rows, or at that part of them, holds for these
@@ -28,7 +30,8 @@ _NEAR = 2  # what was measured at so many times the rows, or at that part of the
 class ServedLayer(NamedTuple):
     """What one rank has of a layer: ``E`` experts of [H -> I -> H], ``top_k`` of them for each token.
 
-    ``dtype`` is that of the weights, as their checkpoint has them.
+    ``dtype`` is that of the weights, as their checkpoint has them. Quantised ones are padded to ``width`` when they are
+    prepared, if I is no multiple of 64.
     """
 
     E: int
@@ -37,6 +40,11 @@ class ServedLayer(NamedTuple):
     top_k: int
     dtype: DType
     act: RowActivation
+
+    @property
+    def width(self) -> int:
+        """I of the weights that kernels read."""
+        return padded_width(self.dtype, self.I)
 
     @property
     def problems(self) -> tuple[Problem, Problem]:
@@ -51,10 +59,10 @@ class ServedLayer(NamedTuple):
         return tuple(problem for dtype in dtypes for problem in self._products(dtype))
 
     def _products(self, dtype: DType) -> tuple[Problem, Problem]:
-        wide = 2 * self.I if self.act.gated else self.I
+        wide = 2 * self.width if self.act.gated else self.width
         return (
             Problem(Op.FORWARD, dtype, self.E, wide, self.H, Layout.NK),
-            Problem(Op.FORWARD, dtype, self.E, self.H, self.I, Layout.NK),
+            Problem(Op.FORWARD, dtype, self.E, self.H, self.width, Layout.NK),
         )
 
     @property
@@ -68,7 +76,9 @@ class ServedLayer(NamedTuple):
         return f'aot build --models "shape:E={self.E},H={self.H},I={self.I},k={self.top_k}{options} ops=forward"'
 
     def __str__(self) -> str:
-        return f"E={self.E} H={self.H} I={self.I} k={self.top_k} {self.dtype.value} {self.act.function}"
+        more = self.width / self.I - 1
+        wide = f" (padded to {self.width}: {more:.1%} more memory)" if more else ""
+        return f"E={self.E} H={self.H} I={self.I}{wide} k={self.top_k} {self.dtype.value} {self.act.function}"
 
 
 def lacks(layer: ServedLayer, local: LocalGpu, *, tokens: int, any_variant: bool = False) -> str | None:
@@ -132,6 +142,18 @@ def prepared(
             one.restore_in_place()
         raise
     return tuple(found)
+
+
+def widened(weights: ExpertWeights, width: int, act: RowActivation, *, down: bool) -> ExpertWeights:
+    """The weights of gate_up, or of ``down``, of a layer whose width I is padded with zeros to ``width``.
+
+    The activation says where gate_up's rows of zeros belong: after gate's and after up's, or after pairs of these.
+    """
+    _, N, K = weights.shape
+    if down:
+        return padded(weights, N, width)
+    halves = 2 if act.gated else 1
+    return padded(weights, halves * width, K, parts=1 if act.interleaved else halves)
 
 
 def follow(first: Iterable[ExpertWeights], now: Iterable[ExpertWeights]) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pretuned.aot.models.layer import LayerGemm, LayerShard
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.families import Pool, low_rank_specs, pass_specs, specs, to_compile
-from pretuned.aot.plan.plan import buckets_between, built_of_codes, plan, planned_on, unaligned, without_code
+from pretuned.aot.plan.plan import buckets_between, built_of_codes, padded, plan, planned_on, unaligned, without_code
 from pretuned.artifacts.records.precision import DType, dtypes_of
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp, bucket_of
 from pretuned.kernels.contract.rowops import RowOpSpec
@@ -251,7 +251,7 @@ def test_sizes_that_are_no_whole_blocks_are_read_as_they_are_stored(
     I: int,  # noqa: E741
     sizes: set[tuple[int, int]],
 ) -> None:
-    made = quantised_problems(dtype, 90, Op.FORWARD, H=H, I=I)
+    made = quantised_problems(dtype, 90, Op.FORWARD, H=H, I=I, pads=False)
     ordered = {(one.N, one.K) for one in made if one.layout is Layout.NK}
     stored = {(one.N, one.K) for one in made if one.layout is Layout.STORED}
     assert ordered == sizes
@@ -384,3 +384,52 @@ def test_what_is_built_of_a_quantised_checkpoint_is_told_in_a_line_each() -> Non
     more = [*built_of_codes(wanted[:1], supported())]
     line = f"no kernels of mxfp4 weights for {names}: bf16 is built there instead of mine"
     assert more == ([line] if lacking else [])
+
+
+@pytest.mark.parametrize(
+    ("spec", "width", "wide"),
+    [
+        ("openai/gpt-oss-120b tp=2 weights=mxfp4", 1440, 1472),
+        ("openai/gpt-oss-120b tp=4 weights=mxfp4", 720, 768),
+        ("openai/gpt-oss-120b tp=8 weights=mxfp4", 360, 384),
+        ("zai-org/GLM-4.5-Air tp=4 weights=int4_g32_zp", 352, 384),
+        ("zai-org/GLM-4.5-Air tp=4 weights=fp8_channel", 352, 384),
+        ("Qwen/Qwen3-30B-A3B tp=8 weights=nvfp4", 96, 128),
+        ("shape:E=8,H=1024,I=96,k=2 weights=int4_g32 gated=0", 96, 128),
+    ],
+)
+def test_widths_that_can_not_be_prepared_are_planned_padded(spec: str, width: int, wide: int) -> None:
+    (shape,) = shapes = load_models([f"{spec} ops=forward"]).shapes
+    assert shape.width == width
+    halves = 2 if shape.gated else 1
+    sizes = {(halves * wide, shape.H), (shape.H, wide)}
+    on_hopper = planned_on(plan(shapes), (90,)).problems
+    assert {(one.N, one.K) for one in on_hopper} == sizes
+    assert {one.layout for one in on_hopper} == {Layout.NK}
+    elsewhere = planned_on(plan(shapes), (80,)).problems  # no kernel reads prepared weights there
+    assert {(one.N, one.K) for one in elsewhere} == {(halves * width, shape.H), (shape.H, width)}
+    assert {one.layout for one in elsewhere} == {Layout.STORED}
+    (told,) = padded(shapes, (80, 90))
+    assert f"planned with I/tp={width} padded to {wide}, as vLLM's and SGLang's plug-ins pad" in told
+    assert f"({wide / width - 1:.1%} more memory)" in told
+    assert not [*padded(shapes, (80,))]
+    own = replace(shape, pads=False)
+    assert {(one.N, one.K) for one in planned_on(plan([own]), (90,)).problems} == {
+        (halves * width, shape.H), (shape.H, width),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "zai-org/GLM-4.5-Air tp=4 weights=int4_g128",  # ranks would split a group
+        "openai/gpt-oss-120b weights=mxfp4",
+        "openai/gpt-oss-120b tp=2 weights=bf16",
+        "shape:E=8,H=1000,I=96,k=2 weights=int4_g32",  # nor is H a multiple of 64
+    ],
+)
+def test_other_widths_are_planned_as_they_are(spec: str) -> None:
+    (shape,) = shapes = load_models([f"{spec} ops=forward"]).shapes
+    assert not [*padded(shapes, (90,))]
+    sizes = {(2 * shape.width, shape.H), (shape.H, shape.width)}
+    assert {(one.N, one.K) for one in planned_on(plan(shapes), (90,)).problems} == sizes

@@ -18,6 +18,7 @@ from pretuned.kernels.contract.mixed_input import (
     ROWS_WNA16_ZERO,
     ZERO_DTYPES,
     code_layout,
+    padded_width,
     prepares,
     zero_bytes,
 )
@@ -235,3 +236,20 @@ def test_boxes_of_scales_are_those_of_a_step() -> None:
         for config in candidates(Op.FORWARD, dtype, 90):
             boxes = registry.boxes(spec(dtype, config))
             assert all(1 <= size <= 256 for box in boxes.values() for size in box)
+
+
+@pytest.mark.parametrize("dtype", DType)
+def test_a_padded_width_is_the_least_that_can_be_prepared(dtype: DType) -> None:
+    H = 256
+    scale = dtype.precision.w.scale
+    for width in (64, 96, 100, 128, 176, 192, 352, 720, 768):
+        wide = padded_width(dtype, width)
+        if not dtype.quantised:
+            assert wide == width
+            continue
+        able = [one for one in range(width, 2 * width + 128) if prepares(dtype, one, H) and prepares(dtype, H, one)]
+        splits = scale is not None and scale.columns and width % scale.columns
+        if splits and dtype not in (DType.MXFP4, DType.FP8_BLOCK, DType.FP8_BLOCK_A16):
+            assert wide == width
+        else:
+            assert wide == able[0]

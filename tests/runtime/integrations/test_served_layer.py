@@ -6,18 +6,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from made import DRIVER, H200, HOPPERS, ON_A100, ON_H200, WIDE, Spec, measured, modelled, write
 
 from pretuned.aot.models.load import load_models
-from pretuned.aot.plan.plan import plan
+from pretuned.aot.plan.plan import plan, planned_on
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem, buckets_between
 from pretuned.artifacts.records.target import Gpu, LocalGpu
-from pretuned.integrations.served_layer import ServedLayer, lacks
+from pretuned.integrations.served_layer import ServedLayer, lacks, widened
 from pretuned.kernels.contract.activations import Activation
 from pretuned.kernels.contract.config import Config, Loads, Schedule
 from pretuned.runtime import reload
 from pretuned.runtime.ops.activation import RowActivation
+from pretuned.runtime.weights.expert_weights import ExpertWeights
 
 SILU = RowActivation(Activation("silu"), gated=True, interleaved=False)
 LAYER = ServedLayer(E=8, H=768, I=512, top_k=2, dtype=DType.BF16, act=SILU)
@@ -136,3 +138,36 @@ def test_a_modelled_bundle_takes_no_layer_away(clean_places: Path, gpu: Gpu) -> 
     write(clean_places / "a.msgpack", dict.fromkeys(layer.problems, rows))
     reload()
     assert lacks(layer, LocalGpu(90, gpu), tokens=8192) is None
+
+
+@pytest.mark.parametrize(
+    ("I", "dtype", "width"),
+    [
+        (1440, DType.MXFP4, 1472), (720, DType.MXFP4, 768), (736, DType.MXFP4, 768), (384, DType.MXFP4, 384),
+        (96, DType.INT4_G32_ZP, 128), (96, DType.INT4_G128, 96), (192, DType.FP8_BLOCK, 256),
+        (96, DType.FP8_CHANNEL, 128), (96, DType.BF16, 96),
+    ],
+)  # fmt: skip
+def test_its_products_are_of_the_width_that_quantised_weights_are_padded_to(I: int, dtype: DType, width: int) -> None:  # noqa: E741
+    layer = LAYER._replace(I=I, dtype=dtype)
+    assert {(one.N, one.K) for one in layer.all_problems} == {(2 * width, 768), (768, width)}
+    assert (f"I={I} (padded to {width}: {width / I - 1:.1%} more memory)" in str(layer)) == (width != I)
+    spec = layer.build_line.removeprefix('aot build --models "').removesuffix('"')
+    if width != I:
+        assert set(layer.all_problems) <= set(planned_on(plan(load_models([spec]).shapes), (90,)).problems)
+
+
+def test_a_padded_product_is_of_zeros_after_each_half_of_gate_and_up() -> None:
+    w = ExpertWeights.quantize(torch.randn(2, 192, 64) + 3, "mxfp4")
+    halves = widened(w, 128, SILU, down=False).dequantize().view(2, 2, 128, 64)
+    assert torch.equal(halves[:, :, :96].flatten(1, 2), w.dequantize())
+    assert not halves[:, :, 96:].any()
+    pairs = widened(w, 128, SILU._replace(interleaved=True), down=False).dequantize()
+    assert torch.equal(pairs[:, :192], w.dequantize())
+    assert not pairs[:, 192:].any()
+    alone = widened(w, 256, SILU._replace(gated=False), down=False).dequantize()
+    assert torch.equal(alone[:, :192], w.dequantize())
+    assert alone.shape == (2, 256, 64)
+    down = widened(w, 128, SILU, down=True).dequantize()
+    assert torch.equal(down[:, :, :64], w.dequantize())
+    assert not down[:, :, 64:].any()

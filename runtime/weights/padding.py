@@ -1,0 +1,83 @@
+"""Weights with zero rows and columns after their own, for kernels that read whole blocks of 64.
+
+An expert layer whose width I is no multiple of 64 has the same outputs when it is padded: the rows that are added to
+gate_up give zeros, every activation maps them to 0, and the columns that are added to down are zeros.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...artifacts.records.precision import Elements, Scale
+from .codes import pack
+from .expert_weights import ExpertWeights
+from .given import bad
+
+_ZERO = 8  # of int4 codes, where there are no zero points
+_ONE = {"e8m0": 127}  # the scale 1, as its code
+
+
+def padded(weights: ExpertWeights, N: int, K: int, *, parts: int = 1) -> ExpertWeights:
+    """The weights with zero rows and columns after their own, as [E, N, K] in new tensors; themselves if they are that.
+
+    Parameters
+    ----------
+    weights
+        In the checkpoint's layout.
+    N, K
+        The new sizes, none smaller than before; K even if two codes share a byte.
+    parts
+        Rows are added at the end of each of so many equal parts of N: 2 for gate and up in halves.
+
+    Raises
+    ------
+    InputError
+        for other sizes, prepared weights, and parts that end within a block of 128 rows that has one scale.
+    """
+    _, rows, columns = weights.shape
+    if (rows, columns) == (N, K):
+        return weights
+    elements = weights.precision.w
+    scale = elements.scale
+    if scale is None:
+        raise AssertionError(f"{weights.format} has no scale")
+    whole = N % parts == rows % parts == 0 and (elements.bits == 8 or K % 2 == 0)
+    if weights.is_prepared or not whole or rows > N or columns > K:
+        raise bad("what is padded", f"{weights!r}, to N={N}, K={K} in {parts} parts", "sizes that are not smaller, "
+                  "parts of whole rows, and the checkpoint's layout (restore() has it)")  # fmt: skip
+    if scale.rows > 1 and parts > 1 and rows // parts % scale.rows:
+        raise bad("what is padded", f"of parts of {rows // parts} rows", f"multiples of {scale.rows}")
+    if not scale.columns:  # a scale a row
+        factor = _filled(weights.scale[..., None], N // parts, 1, parts, 1).squeeze(-1)
+        return ExpertWeights(weights.format, _codes(elements, scale, weights, None, N, K, parts), factor)
+    blocks = -(-(N // parts) // scale.rows), -(-K // scale.columns)
+    zero = None if weights.zero is None else _filled(weights.zero, *blocks, parts, _ZERO)
+    codes = _codes(elements, scale, weights, zero, N, K, parts)
+    factor = _filled(weights.scale, *blocks, parts, _ONE.get(scale.name, 1))
+    return ExpertWeights(weights.format, codes, factor, zero, weights.global_scale)
+
+
+def _codes(
+    elements: Elements, scale: Scale, weights: ExpertWeights, zero: torch.Tensor | None, N: int, K: int, parts: int
+) -> torch.Tensor:
+    """The codes, with those of the value 0 after them: a group's zero point is one, if there are zero points."""
+    if elements.bits == 8:
+        return _filled(weights.codes, N // parts, K, parts, 0)
+    made = _filled(weights.codes, N // parts, K // 2, parts, _ZERO << 4 | _ZERO if elements.name == "int4" else 0)
+    before = weights.codes.shape[-1]
+    if zero is not None and before < K // 2:
+        group, skipped = divmod(2 * before, scale.columns)  # the weights may end within a group
+        points = zero[..., group:].repeat_interleave(scale.columns, -1)[..., skipped : skipped + K - 2 * before]
+        made[..., before:] = pack(points)
+    return made
+
+
+def _filled(given: torch.Tensor, rows: int, columns: int, parts: int, value: int) -> torch.Tensor:
+    """[E, N, C] as [E, parts * rows, columns], with ``value`` where there was nothing."""
+    E, N, C = given.shape
+    if given.dtype is torch.float8_e4m3fn:  # as bytes, for not every torch can fill it
+        one = 0x38  # 1.0
+        return _filled(given.view(torch.uint8), rows, columns, parts, one if value else 0).view(given.dtype)
+    made = given.new_full((E, parts, rows, columns), value)
+    made[:, :, : N // parts, :C] = given.view(E, parts, N // parts, C)
+    return made.flatten(1, 2)
