@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,11 +17,17 @@ pytestmark = pytest.mark.filterwarnings("default")
 _KINDS: dict[str, Callable[..., Pair]] = {
     "fp8": tiny_quantised.fp8, "int4": tiny_quantised.int4, "mxfp4": tiny_quantised.mxfp4,
     "awq": tiny_quantised.awq, "int4_zero": tiny_quantised.int4_zero, "gptq": tiny_quantised.gptq,
+    "int4 padded": functools.partial(tiny_quantised.int4, moe_intermediate_size=96),
+    "int4_zero padded": functools.partial(tiny_quantised.int4_zero, moe_intermediate_size=96),
+    "mxfp4 padded": functools.partial(tiny_quantised.mxfp4, intermediate_size=96),
 }  # fmt: skip
 _TOLD = {
     "fp8": "E=8 H=128 I=128 k=2 fp8_block silu", "int4": "E=8 H=128 I=128 k=2 int4_g32 silu",
     "mxfp4": "E=8 H=64 I=64 k=2 mxfp4 swiglu_oai", "awq": "E=8 H=128 I=128 k=2 int4_g64_zp silu",
     "int4_zero": "E=8 H=128 I=128 k=2 int4_g32_zp silu", "gptq": "E=8 H=128 I=128 k=2 int4_g128 silu",
+    "int4 padded": "E=8 H=128 I=96 (padded to 128: 33.3% more memory) k=2 int4_g32 silu",
+    "int4_zero padded": "E=8 H=128 I=96 (padded to 128: 33.3% more memory) k=2 int4_g32_zp silu",
+    "mxfp4 padded": "E=8 H=64 I=96 (padded to 128: 33.3% more memory) k=2 mxfp4 swiglu_oai",
 }  # fmt: skip
 
 
@@ -77,7 +84,7 @@ def test_a_quantised_model_says_what_its_twin_says(kind: str, pair: Pair) -> Non
     assert len(said.tokens[0]) == NEW_TOKENS
 
 
-@pytest.mark.parametrize("kind", [one for one in _KINDS if one != "mxfp4"], indirect=True, scope="module")
+@pytest.mark.parametrize("kind", [one for one in _KINDS if "mxfp4" not in one], indirect=True, scope="module")
 def test_weights_that_are_loaded_again(kind: str, pair: Pair, tmp_path: Path) -> None:
     """(vLLM 0.32 itself says something else after gpt-oss, unquantised as well, is loaded again.)"""
     other = _KINDS[kind](tmp_path, seed=1)
@@ -113,6 +120,9 @@ def pointers(llm: Any) -> list[int]:
         ("Fp8MoEMethod", {"weight_block_size": [1, 32]}, {}, "fp8 with a scale for each [1, 32]"),
         ("Fp8MoEMethod", {"weight_block_size": [128, 128]}, {"intermediate_size": 192}, "192, is no multiple of 128"),
         ("Mxfp4MoEMethod", {}, {"hidden_dim": 96}, "the hidden size, 96, is no multiple of 64"),
+        ("Mxfp4MoEMethod", {}, {"intermediate_size": 720}, "720, is no multiple of 32"),
+        ("CompressedTensorsWNA16MoEMethod", {"num_bits": 4, "group_size": 128}, {"intermediate_size": 352},
+         "352, is no multiple of 128"),
         ("Mxfp4MoEMethod", {}, {"swiglu_alpha": 1.5}, "the activation silu has a swiglu_alpha of 1.5, which vLLM's"),
         ("Mxfp4MoEMethod", {}, {"moe_backend": "marlin"}, "--moe-backend marlin asks for it"),
         ("CompressedTensorsWNA16MoEMethod", {"num_bits": 8, "group_size": 32}, {}, "8 bits in groups of 32"),
@@ -192,6 +202,64 @@ def test_weights_loaded_again_in_another_order_are_an_error() -> None:
     method.moe_kernel = SimpleNamespace(fused_experts=SimpleNamespace(weights=held))
     with pytest.raises(InputError, match=r"the weights loaded again are .* the first were .*: start anew"):
         method.process_weights_after_loading(layer)
+
+
+@pytest.mark.parametrize(("tp", "rank"), [(2, 0), (2, 1), (4, 0), (4, 3), (8, 0), (8, 7)])
+def test_each_rank_of_gpt_oss_has_its_blocks_and_zeros(tp: int, rank: int) -> None:
+    """With garbage where the loader writes nothing, as when weights are loaded again."""
+    import torch
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    from pretuned.integrations.vllm import quantised
+    from pretuned.runtime import ExpertWeights
+
+    E, H, whole, (width, wide) = 2, 64, 2880, {2: (1440, 1472), 4: (736, 768), 8: (384, 384)}[tp]
+    first, last = rank * width, min((rank + 1) * width, whole)
+    draw = functools.partial(torch.randint, generator=torch.Generator().manual_seed(rank), dtype=torch.uint8)
+    given = {
+        "w13_weight": draw(0, 256, (E, 2 * whole, H // 2)), "w13_weight_scale": draw(120, 128, (E, 2 * whole, H // 32)),
+        "w2_weight": draw(0, 256, (E, H, whole // 2)), "w2_weight_scale": draw(120, 128, (E, H, whole // 32)),
+        "w13_bias": torch.randn(E, 2 * whole).bfloat16(), "w2_bias": torch.randn(E, H).bfloat16(),
+    }  # fmt: skip
+    moe = config(
+        hidden_dim=H, num_experts=E, num_local_experts=E, num_logical_experts=E, has_bias=True, intermediate_size=whole,
+        parallel={"tp_size": tp, "tp_rank": rank}, activation=MoEActivation("swigluoai"),
+    )  # fmt: skip
+    own, layer = type("GptOssMxfp4MoEMethod", (), {"moe": moe, "mxfp4_backend": "Marlin"})(), torch.nn.Module()
+    with lines() as told:
+        method = quantised.take(own, SimpleNamespace(), everywhere=True)
+    more = "" if wide == whole // tp else f" (padded to {wide}: {wide * tp / whole - 1:.1%} more memory)"
+    assert told == [f"pretuned: runs the MoE layers of E=2 H=64 I={whole // tp}{more} k=2 mxfp4 swiglu_oai"]
+    sizes = method.maybe_roundup_sizes(H, moe.intermediate_size_per_partition, moe.in_dtype, moe.moe_parallel_config)
+    assert sizes == (H, width)
+    moe.intermediate_size_per_partition = width  # as vLLM's layer does
+    method.create_weights(layer, E, H, width, torch.bfloat16)
+    for name, one in layer.named_parameters():
+        one.data.view(torch.uint8).fill_(255 if "scale" in name else 119)
+        part = given[name]
+        if name.startswith("w13"):
+            part = part[:, 2 * first : 2 * last]
+        elif name != "w2_bias":
+            part = part[..., first * part.shape[2] // whole : last * part.shape[2] // whole]
+        one.data[tuple(map(slice, part.shape))].copy_(part)
+        given[name] = part.contiguous()
+    made = [method._prepared(layer, which) for which in ("w13", "w2")]
+    method._pad_bias(layer)
+    assert all(one.is_prepared for one in made)
+    n = last - first
+    w13 = made[0].dequantize()
+    assert torch.equal(
+        w13[:, : 2 * n], ExpertWeights.mxfp4(given["w13_weight"], given["w13_weight_scale"]).dequantize()
+    )
+    assert w13.shape == (E, 2 * wide, H)
+    assert not w13[:, 2 * n :].any()
+    w2 = made[1].dequantize()
+    plain = ExpertWeights.mxfp4(given["w2_weight"], given["w2_weight_scale"])
+    assert torch.equal(w2[..., :n], plain.dequantize())
+    assert not w2[..., n:].any()
+    assert torch.equal(layer.w13_bias[:, : 2 * n], given["w13_bias"])
+    assert layer.w13_bias.shape == (E, 2 * wide)
+    assert not layer.w13_bias[:, 2 * n :].any()
 
 
 class PaddedMethod:

@@ -14,10 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_quantised
 from vllm_engine import KV_CACHE_BYTES, PROMPTS, Told, count, generate, run, seen
 
 pytestmark = pytest.mark.filterwarnings("default")
 _MODEL = "Qwen3-MoE"
+_BACKENDS = """
+def on():
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    for one in (cpu_moe.CPUExpertsMxfp4, cpu_moe.CPUExpertsInt4):
+        one._supports_current_device = staticmethod(lambda: True)
+    cpu_moe.CPUExpertsInt4._supports_quant_scheme = staticmethod(lambda *_: True)
+"""
 _SERVE = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")  # `vllm serve`
 
 
@@ -35,6 +44,51 @@ def test_experts_spread_over_two_processes(
     for mine in calls:
         assert len(mine) >= 2 * len(said.tokens[0])
         assert set(mine) == {((4, 64, 64), True)}  # half of the experts
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("mxfp4", {"intermediate_size": 192}),
+        ("mxfp4", {"intermediate_size": 160}),  # blocks of 32: the first process has three of the five, the second two
+        ("int4", {"moe_intermediate_size": 192}),
+    ],
+)
+def test_widths_that_are_padded_in_two_processes(
+    kind: str, sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    # vLLM's CPU engine has no backend for such layers: see ``amx`` in test_vllm_quantised.py. Workers load plug-ins.
+    for one in (cpu_moe.CPUExpertsMxfp4, cpu_moe.CPUExpertsInt4):
+        for name in ("_supports_current_device", "_supports_quant_scheme"):
+            monkeypatch.setattr(one, name, vars(one)[name])  # as it is afterwards
+    plug_in = tmp_path / "plug_in"
+    (plug_in / "backends-1.dist-info").mkdir(parents=True)
+    (plug_in / "backends-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: backends\nVersion: 1\n")
+    (plug_in / "backends-1.dist-info" / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nbackends = backends:on\n"
+    )
+    (plug_in / "backends.py").write_text(_BACKENDS)
+    monkeypatch.syspath_prepend(plug_in)
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions for the workers
+    pair = getattr(tiny_quantised, kind)(tmp_path, **sizes)
+
+    def ask(llm: Any) -> tuple[Told, list[Any]]:
+        llm.collective_rpc(count)
+        return generate(llm), llm.collective_rpc(seen)
+
+    said, calls = run(pair.quantised, "1", ask, dtype="bfloat16", tensor_parallel_size=2)
+    for mine in calls:
+        assert len(mine) >= 2 * len(said.tokens[0])
+        assert {shape[:2] for shape, _ in mine} == {(8, 2 * 128)}  # of prepared weights
+    if 192 in sizes.values():  # the twin's processes have 96 each, too: the same arithmetic
+        assert said == run(pair.twin, "1", generate, dtype="bfloat16", tensor_parallel_size=2)
+        return
+    twin = run(pair.twin, "1", generate, dtype="bfloat16")  # in one process, sums are rounded once less
+    for mine, others, row, expected in zip(*said[:1], *twin[:1], said.logprobs, twin.logprobs, strict=True):
+        assert mine[0] == others[0]
+        assert row[0] == pytest.approx(expected[0], abs=0.02)
 
 
 def test_a_server_of_two_processes_answers(models: dict[str, Path], without: dict[str, Told], tmp_path: Path) -> None:

@@ -41,8 +41,8 @@ def fp8(folder: Path, seed: int = 0, **sizes: int) -> Pair:
     return _qwen3(folder, seed, config, encode, sizes)
 
 
-def int4(folder: Path, seed: int = 0) -> Pair:
-    """Qwen3-MoE in int4 in groups of 32, as Kimi-K2-Thinking."""
+def int4(folder: Path, seed: int = 0, **sizes: int) -> Pair:
+    """Qwen3-MoE in int4 in groups of 32, as Kimi-K2-Thinking. ``sizes`` as of ``fp8``."""
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
@@ -55,7 +55,7 @@ def int4(folder: Path, seed: int = 0) -> Pair:
         named = {"weight_packed": codes.view(torch.int32), "weight_scale": scale, "weight_shape": torch.tensor([N, K])}
         return named, w.dequantize()[0]
 
-    return _qwen3(folder, seed, config, encode)
+    return _qwen3(folder, seed, config, encode, sizes)
 
 
 def awq(folder: Path, seed: int = 0) -> Pair:
@@ -87,8 +87,8 @@ def gptq(folder: Path, seed: int = 0) -> Pair:
     return _qwen3(folder, seed, config, encode)
 
 
-def int4_zero(folder: Path, seed: int = 0) -> Pair:
-    """Qwen3-MoE in int4 in groups of 32 with every zero point, as compressed-tensors has it."""
+def int4_zero(folder: Path, seed: int = 0, **sizes: int) -> Pair:
+    """Qwen3-MoE in int4 in groups of 32 with every zero point, as compressed-tensors has it. ``sizes`` as of ``fp8``."""
     weights = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
@@ -100,7 +100,7 @@ def int4_zero(folder: Path, seed: int = 0) -> Pair:
                  "weight_scale": scale, "weight_shape": torch.tensor([N, K])}  # fmt: skip
         return named, _values(code, zero, scale, 32)
 
-    return _qwen3(folder, seed, config, encode)
+    return _qwen3(folder, seed, config, encode, sizes)
 
 
 def _zero_points(N: int, K: int, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

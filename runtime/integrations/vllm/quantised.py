@@ -29,7 +29,7 @@ from ...runtime.ops.activation import RowActivation
 from ...runtime.weights.expert_weights import ExpertWeights
 from ...runtime.weights.packings import awq_experts, gptq_experts, packed_experts
 from ..plug_in import VLLM as PLUG_IN
-from ..served_layer import follow, prepared
+from ..served_layer import follow, prepared, widened
 from .experts import (
     ActivationNumbers,
     PretunedExperts,
@@ -192,10 +192,16 @@ def refusal(own: Any, act: RowActivation | str, format: Format, *, everywhere: b
     """Why a layer with this activation and these weights is none of pretuned's; None if it is."""
     moe = own.moe
     H, I = moe.hidden_dim, moe.intermediate_size_per_partition  # noqa: E741
-    wanted = max(_KERNEL_BLOCK, format.scales[2]) if format.name != "mxfp4" else _KERNEL_BLOCK
-    for name, size in (("hidden size", H), ("intermediate size of a rank", I)):
-        if size % wanted:
-            return f"the {name}, {size}, is no multiple of {wanted}"
+    _, rows, group = format.scales
+    wanted = max(_KERNEL_BLOCK, group)
+    if H % wanted:
+        return f"the hidden size, {H}, is no multiple of {wanted}"
+    # Widths of whole groups are padded. Only gpt-oss's loader splits others by whole groups.
+    by_groups = type(own).__name__ == _INTERLEAVED
+    if I % max(rows, group) and not by_groups:
+        return f"the intermediate size of a rank, {I}, is no multiple of {max(rows, group)}"
+    if by_groups and not _own_width(moe, format):
+        return "no part of the intermediate size is this rank's"
     if moe.activation.value == "swigluoai" and type(own).__name__ != _INTERLEAVED:
         return "swigluoai with gate and up in halves"
     if current_platform.is_cuda() and moe.in_dtype is not torch.bfloat16:
@@ -225,10 +231,20 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
     def __init__(self, moe: Any, format: Format, act: RowActivation, own: Any = None) -> None:
         super().__init__(moe)
         self.format, self.act, self.own = format, act, own
+        self._by_groups = type(own).__name__ == _INTERLEAVED  # its loader gives each rank whole groups of I
         self.moe_kernel: Any = None  # until weights were loaded
         self._created: tuple[dict[str, Any], dict[str, Any]] = {}, {}  # the arguments of ``create_weights``
         self._rows: tuple[torch.Tensor, torch.Tensor] | None = None  # [E, N, ...], for who asks sizes of them
         self._loaded: dict[str, torch.Tensor] = {}  # what prepared weights can't give back, until they were tried
+
+    def maybe_roundup_sizes(
+        self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
+    ) -> tuple[int, int]:
+        """The sizes of a rank's parameters: of gpt-oss's, whole groups of 32, as its loader splits them."""
+        H, I = super().maybe_roundup_sizes(  # noqa: E741
+            hidden_size, intermediate_size_per_partition, act_dtype, moe_parallel_config
+        )
+        return H, _share(I, self.format) if self._by_groups else I
 
     @property
     def is_monolithic(self) -> bool:
@@ -294,6 +310,7 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
                 if name not in getattr(layer, "_loaded_expert_biases", names):
                     layer.register_parameter(name, None)
         given = tuple(self._prepared(layer, which) for which in ("w13", "w2"))
+        self._pad_bias(layer)
         if self.moe_kernel is not None:
             follow(self.moe_kernel.fused_experts.weights, given)  # vLLM copies the parameters
             return
@@ -336,12 +353,51 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
         loaded = {name: getattr(layer, name).data for name in names}
         if self.format.is_copied and self.own is not None:
             self._loaded |= loaded
-        on_gpu = current_platform.is_cuda()
-        (made,) = prepared((self.format.weights(*loaded.values()),), "PRETUNED_VLLM", on_gpu=on_gpu)
+        given = self._padded(layer, which, loaded)
+        (made,) = prepared((given,), "PRETUNED_VLLM", on_gpu=current_platform.is_cuda())
         for name, tensor in zip(names, (made.codes, made.scale, made.zero), strict=False):
             if tensor is not None and (self.format.is_copied or tensor.dim() > loaded[name].dim()):
                 layer.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
         return made
+
+    @property
+    def _width(self) -> int:
+        """I of this rank's prepared weights."""
+        return layer_of(self.moe, self.act, _dtype(self.format.name)).width
+
+    @property
+    def _own_width(self) -> int:
+        """How much of I was loaded."""
+        moe = self.moe
+        return _own_width(moe, self.format) if self._by_groups else int(moe.intermediate_size_per_partition)
+
+    def _padded(self, layer: Any, which: str, loaded: dict[str, torch.Tensor]) -> ExpertWeights:
+        """The weights of one product, padded; the layer's parameters are padded with them, to hold one copy only."""
+        own, width, is_down = self._own_width, self._width, which == "w2"
+        if own == width:
+            return self.format.weights(*loaded.values())
+        if self._by_groups:  # the last rank's parameters have room for more than was loaded
+            w, group = self.format.w[1], self.format.scales[2]
+            sizes = (own // w, own // group) if is_down else [own * (2 if self.act.gated else 1)] * 2
+            parts = zip(loaded.items(), sizes, strict=True)
+            loaded = {name: one.narrow(2 if is_down else 1, 0, size).contiguous() for (name, one), size in parts}
+        made = widened(self.format.weights(*loaded.values()), width, self.act, down=is_down)
+        if not self.format.is_copied:
+            for name, tensor in zip(loaded, (made.codes, made.scale), strict=True):
+                one = getattr(layer, name)
+                one.data = tensor.view(one.dtype)
+        return made
+
+    def _pad_bias(self, layer: Any) -> None:
+        """Pad gate_up's bias as its weights."""
+        own, width, bias = self._own_width, self._width, getattr(layer, "w13_bias", None)
+        if bias is None or own == width:
+            return
+        halves = 2 if self.act.gated else 1
+        parts = 1 if self.act.interleaved else halves
+        made = bias.data.new_zeros(bias.shape[0], parts, halves * width // parts)
+        made[..., : halves * own // parts] = bias.data[:, : halves * own].unflatten(1, (parts, -1))
+        bias.data = made.flatten(1)
 
     def _restore(self, loaded: dict[str, torch.Tensor], which: str) -> None:
         """Have a product's tensors in the checkpoint's layout again, if they were prepared."""
@@ -373,6 +429,21 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
         return out
 
 
+def _share(width: int, format: Format) -> int:
+    """The part of a rank, ``width`` of I, in whole groups that have a scale."""
+    group = format.scales[2]
+    return -(-width // group) * group
+
+
+def _own_width(moe: Any, format: Format) -> int:
+    """How much of I a loader that splits it by whole groups has for this rank: the last one may have less."""
+    parallel, width = moe.moe_parallel_config, moe.intermediate_size_per_partition_unpadded
+    whole: int = getattr(moe, "intermediate_size", width * parallel.tp_size)  # older vLLM has the rank's alone
+    share = _share(width, format)
+    own: int = max(0, min(share, whole - share * parallel.tp_rank))
+    return own
+
+
 def _parameter(layer: Any, name: str, data: torch.Tensor, attributes: dict[str, Any]) -> None:
     one = torch.nn.Parameter(data, requires_grad=False)
     layer.register_parameter(name, one)
@@ -392,9 +463,10 @@ def _scale_loader(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _copy(loaded: torch.Tensor, parameter: torch.Tensor, halves: int) -> None:
-    """Copy one of a checkpoint's tensors to vLLM's parameter, which may be wider, and may have K before N.
+    """Copy one of a checkpoint's tensors to vLLM's parameter, whose padding may differ, and which may have K before N.
 
-    The rows of ``loaded`` [E, N, ...] are ``halves`` parts, each of which is padded by itself.
+    The rows of ``loaded`` [E, N, ...] are ``halves`` parts, each of which is padded by itself. What the parameter has
+    no room for is padding.
     """
     is_turned = getattr(parameter, "is_transposed", False) and loaded.dim() == 3
     to = parameter.data.mT if is_turned else parameter.data
@@ -403,7 +475,8 @@ def _copy(loaded: torch.Tensor, parameter: torch.Tensor, halves: int) -> None:
         return
     to.zero_()
     for given, place in zip(loaded.chunk(halves, 1), to.chunk(halves, 1), strict=True):
-        place[tuple(map(slice, given.shape))].copy_(given)
+        both = tuple(map(slice, map(min, given.shape, place.shape)))
+        place[both].copy_(given[both])
 
 
 def _kernel(method: PretunedQuantisedMethod, layer: Any) -> Any:
