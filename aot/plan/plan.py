@@ -227,8 +227,8 @@ def padded(shapes: Iterable[LayerShard], sms: Collection[int]) -> Iterator[str]:
             found.setdefault((name, shape.width, shape.padded_width(dtype)), {})[f"{shape.name} tp={shape.tp}"] = None
     for (name, width, wide), shards in found.items():
         yield (
-            f"{', '.join(shards)}: planned with I/tp={width} padded to {wide}, as vLLM's and SGLang's plug-ins pad "
-            f"{name} weights before they prepare them ({wide / width - 1:.1%} more memory)"
+            f"{', '.join(shards)}: planned with I/tp={width} padded to {wide} ({wide / width - 1:.1%} more memory), so "
+            f"that {name} weights can be prepared: vLLM's plug-in pads them"
         )
 
 

@@ -88,7 +88,7 @@ def gptq(folder: Path, seed: int = 0) -> Pair:
 
 
 def int4_zero(folder: Path, seed: int = 0, **sizes: int) -> Pair:
-    """Qwen3-MoE in int4 in groups of 32 with every zero point, as compressed-tensors has it. ``sizes`` as of ``fp8``."""
+    """Qwen3-MoE in int4 in groups of 32, with every zero point, of compressed-tensors; ``sizes`` as of ``fp8``."""
     weights = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
