@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.problem import Fusion, Op, RowOp
+from pretuned.kernels.contract.activations import Activation
 from pretuned.runtime import activate, hooks, moe_mlp, reload
 from pretuned.runtime.api import layer_call
 from pretuned.runtime.api.lora import Lora
@@ -675,6 +676,35 @@ def test_a_call_that_is_another_one_is_not(monkeypatch: pytest.MonkeyPatch, devi
     reload()
     call(hidden, IDS, weights)
     assert planned == [T]  # the bundles may be others
+
+
+@pytest.mark.parametrize("needs", [set(), {"hidden", "weights"}])
+def test_plans_of_activations_that_differ_in_one_number(
+    monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int], needs: set[str]
+) -> None:
+    """Of the same tensors, each of them by turns: a plan is for its own numbers, in the gradient too."""
+    base, capped = Activation("swiglu", limit=1.0, alpha=1.3, beta=0.5), Activation("situ", beta=1.0, linear_beta=0.5)
+    acts = [
+        base, base._replace(limit=0.5), base._replace(alpha=0.7), base._replace(beta=-0.5), capped,
+        capped._replace(beta=0.25), capped._replace(linear_beta=None), Activation("swiglustep", limit=1.0),
+        "swiglu_oai", Activation("swiglu_oai"), "silu", Activation("silu"),
+    ]  # fmt: skip
+    given = tensors(True, "nk", False)
+    host_gpu.on(monkeypatch, False)
+    wanted = [step(given, needs, IDS, activation=act) for act in acts]
+    assert all(
+        not torch.equal(one[name], other[name])
+        for at, one in enumerate(wanted[:9]) for other in wanted[:at] for name in one
+    )  # fmt: skip
+    host_gpu.on(monkeypatch, True)
+    leaves = {name: None if one is None else one.requires_grad_(name in needs) for name, one in given.items()}
+    monkeypatch.setattr(torch.Tensor, "clone", lambda self: self)  # the same tensors again, as a model has them
+    for _ in range(3):
+        for act, each in zip(acts, wanted, strict=True):
+            got = step(leaves, needs, IDS, activation=act)
+            for name, one in each.items():
+                torch.testing.assert_close(got[name], one, rtol=1e-5, atol=1e-4)
+    assert planned == [T] * 2 * len(acts)
 
 
 def test_a_reload_while_a_plan_is_made_is_not_of_it(

@@ -54,9 +54,9 @@ def test_routing_weights_are_read_as_they_are_where_the_kernel_can(
     narrow = kind is torch.bfloat16
     assert dweights is not None
     assert dweights.dtype is (torch.bfloat16 if narrow and not biased else torch.float32)
-    assert bool(noted.numbers[-1] & rowops.NARROW) == narrow
-    assert bool(noted.numbers[-1] & rowops.NARROW_DWEIGHTS) == (narrow and not biased)
-    assert noted.numbers[-1] & rowops.WEIGHTED
+    assert bool(noted.numbers[3] & rowops.NARROW) == narrow
+    assert bool(noted.numbers[3] & rowops.NARROW_DWEIGHTS) == (narrow and not biased)
+    assert noted.numbers[3] & rowops.WEIGHTED
     assert (noted.pointers[2] == weights.data_ptr()) == (narrow or kind is torch.float32)
     y, one = torch.randn(4, 3).bfloat16(), torch.zeros(4, dtype=torch.int32)
     tokens.combine(y, one, 2, weights, one, torch.randn(1, 3).bfloat16() if biased else None)
@@ -153,7 +153,7 @@ def test_the_program_of_a_gradient_reads_and_writes_them_as_its_kernel_can(
             found = program_of.run(T * TOPK, 0, given)
         assert [one is not None for one in found] == list(needs)
         pass_of, summed = noted[RowOp.ACTIVATION_GRAD], noted[RowOp.COMBINE]
-        flags, narrow = pass_of.numbers[-1], kind is torch.bfloat16
+        flags, narrow = pass_of.numbers[3], kind is torch.bfloat16
         assert found[5].dtype is kind
         assert found[5].shape == weights.shape
         assert flags & rowops.WEIGHTED
