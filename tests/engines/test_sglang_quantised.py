@@ -167,6 +167,31 @@ def test_its_result_is_that_of_sglang_s_own_layer_of_the_dequantised_weights(
     torch.testing.assert_close(ask(layer, x, weights, ids), exact, rtol=1e-5, atol=1e-5)
 
 
+def test_gpt_oss_widths_that_sglang_pads_for_triton_kernels(
+    monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
+) -> None:
+    from sglang.srt.layers.quantization import mxfp4
+
+    from pretuned.runtime import ExpertWeights
+
+    torch.manual_seed(0)
+    width, kind = 96, KINDS["gpt-oss mxfp4"]
+    given = [ExpertWeights.quantize(torch.randn(E, *one) * 0.1, "mxfp4") for one in ((2 * width, H), (H, width))]
+    biases = [torch.randn(E, 2 * width).bfloat16(), torch.randn(E, H).bfloat16()]
+    exact = ask(twin(given, biases, **kind.layer, intermediate_size=width), *question())
+    load(monkeypatch, PRETUNED_SGLANG="1")
+    monkeypatch.setattr(mxfp4, "has_triton_kernels", True)  # which is not installed here
+    layer = fused(quant_config("gpt-oss mxfp4"), **kind.layer, intermediate_size=width)
+    assert lines(told) == [
+        "pretuned: runs the MoE layers of E=4 H=256 I=96 (padded to 128: 33.3% more memory) k=2 mxfp4 swiglu_oai"
+    ]
+    fill(layer, "gpt-oss mxfp4", given, biases)
+    layer.quant_method.process_weights_after_loading(layer)
+    assert [one.shape for one in layer.pretuned_experts.weights] == [(E, 256, H), (E, H, 128)]
+    assert all(one.is_prepared for one in layer.pretuned_experts.weights)
+    assert near(ask(layer, *question()), exact, kind.format)
+
+
 @pytest.mark.parametrize(
     ("name", "layer", "act"),
     [
@@ -303,6 +328,12 @@ def test_weights_that_can_not_be_prepared_go_to_sglang_s_own_runner(
         ("gptq", {"bits": 8}, {}, "8 bits in groups of 64"),
         ("moe_wna16", {"sym": False}, {}, "zero points"),
         ("gpt-oss mxfp4", {}, {"hidden_size": 96}, "N and K must be multiples of 64"),
+        (
+            "moe_wna16",
+            {"group_size": 32},
+            {"intermediate_size": 96},
+            "N and K of (192, 256), pretuned reads (256, 256)",
+        ),
     ],
 )
 def test_layers_that_stay_with_sglang(
@@ -338,7 +369,7 @@ def test_what_moves_weights_while_it_runs_stays_with_sglang(monkeypatch: pytest.
         assert str(refusal(*asked, everywhere=True)).startswith(why)
     monkeypatch.undo()
     layer.w13_weight.data = torch.zeros(E, 384, 128, dtype=torch.uint8)  # as for a backend that wants more rows
-    assert str(refusal(*asked, everywhere=True)).startswith("its parameters are padded: (384, 256) for")
+    assert str(refusal(*asked, everywhere=True)).startswith("its parameters have an N and K of (384, 256), ")
 
 
 def test_a_scale_that_no_kernel_takes_is_an_error_on_a_gpu() -> None:

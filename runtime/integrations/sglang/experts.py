@@ -112,7 +112,7 @@ def _unread(layer: Any, config: Any, format: Packing, served: ServedLayer) -> st
         if not prepares(problem.dtype, problem.N, problem.K):
             return f"no kernel is for {problem}: {SIZES}"
         if room != (problem.N, problem.K):
-            return f"its parameters are padded: {room} for an N and K of {(problem.N, problem.K)}"
+            return f"its parameters have an N and K of {room}, pretuned reads {(problem.N, problem.K)}"
     for option in ("enable_eplb", "cpu_offload_gb"):  # that move them, but nothing that kernels read beside them
         if getattr(_settings(), option, None):
             return f"--{option.replace('_', '-')} moves its weights while it runs"
