@@ -68,11 +68,11 @@ def layers(clock: method.Clock, call: Callable[[], torch.Tensor]) -> list[Any]:
     return graphs
 
 
-def passes(M: int, columns: int) -> tuple[list[Callable[[], None]], int]:
+def passes(M: int, columns: int, device: str = "cuda") -> tuple[list[Callable[[], None]], int]:
     """The one pass, the two in a row, the activation and the other alone; and the bytes that the first moves."""
     h = method.activations(M, 2 * columns, torch.bfloat16)
-    a, used = torch.empty(M, columns, dtype=torch.bfloat16, device="cuda"), torch.full((1,), M, device="cuda").int()
-    codes = torch.empty(M * bytes_of_row(columns), dtype=torch.uint8, device="cuda")
+    a, used = torch.empty(M, columns, dtype=torch.bfloat16, device=device), torch.full((1,), M, device=device).int()
+    codes = torch.empty(M * bytes_of_row(columns), dtype=torch.uint8, device=device)
     scale = codes[M * columns :]
     made = {
         op: rowops.launcher(op, DType.BF16, 0, aligned=True)
@@ -84,9 +84,9 @@ def passes(M: int, columns: int) -> tuple[list[Callable[[], None]], int]:
         assert launch is not None, f"no bundle has {op}"
         launch(M, columns, tuple(one.data_ptr() for one in tensors), numbers, torch.cuda.current_stream().cuda_stream)
 
-    flags = SILU.flags | USED
-    one = functools.partial(run, RowOp.ACTIVATION_CODES, (h, used, codes, scale), (M, columns, flags))
-    activate = functools.partial(run, RowOp.ACTIVATION, (h, a, used), (M, columns, flags))
+    numbers = M, columns, SILU.flags | USED, *SILU.function.words
+    one = functools.partial(run, RowOp.ACTIVATION_CODES, (h, used, codes, scale), numbers)
+    activate = functools.partial(run, RowOp.ACTIVATION, (h, a, used), numbers)
     quantise = functools.partial(run, RowOp.QUANTIZE, (a, used, used, codes, scale), (M, columns, 1, 1, USED))
 
     def two() -> None:
