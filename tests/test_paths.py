@@ -1,8 +1,12 @@
-"""Every link of a page leads somewhere, and every path and module that a page, docstring or comment names exists."""
+"""Every link of a page leads somewhere, and each path and module that a page, docstring or comment names exists.
+
+Of code also each file named without its folder, and each trial of docs/inside/trials.md.
+"""
 
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import subprocess
@@ -24,8 +28,10 @@ NAMED = re.compile(
 )
 MODULE = re.compile(r"(?<![\w./-])pretuned((?:\.\w+)+)")
 HOMES = {"integrations": "runtime/integrations"}
-DIGESTED = ("kernels/gemm/", "kernels/rowops/")  # the digests of shipped bundles are of their text: it cites old pages
-OLD = ("benchmarks/results/trials", "docs/performance.md")
+FILE = re.compile(r"(?<![\w./*{<-])(\w+\.py)\b")
+OTHERS_FILES = {"fused_moe.py"}  # of vLLM
+TRIALS = "docs/inside/trials.md"
+TRIAL = re.compile(rf"{re.escape(TRIALS)}(?:, ([\w-]*\w))?")
 
 
 class Named(NamedTuple):
@@ -76,10 +82,28 @@ def paths(file: str, number: int, text: str) -> Iterator[Named]:
     for i, line in enumerate(text.splitlines()):
         for match in NAMED.finditer(line):
             name = match[1] or match[2]
-            if not (file.startswith(DIGESTED) and name.startswith(OLD)):
-                yield Named(file, number + i, name, (ROOT / name).exists())
+            yield Named(file, number + i, name, (ROOT / name).exists())
         for match in MODULE.finditer(line):
             yield Named(file, number + i, match[0], is_module(match[1][1:].split(".")))
+
+
+def cited(file: str, number: int, text: str) -> Iterator[Named]:
+    """The files without a folder, and the trials, that a comment or docstring names, which begins at a line."""
+    for i, line in enumerate(text.splitlines(), number):
+        for match in FILE.finditer(line):
+            yield Named(file, i, match[1], match[1] in OTHERS_FILES or match[1] in file_names())
+        for match in TRIAL.finditer(line):
+            yield Named(file, i, f"the trial {match[1] or '(none named)'}", match[1] in trials())
+
+
+@functools.cache
+def file_names() -> set[str]:
+    return {Path(name).name for name in tracked("*.py")}
+
+
+@functools.cache
+def trials() -> set[str]:
+    return set(re.findall(r'<a id="([^"]+)"', (ROOT / TRIALS).read_text(encoding="utf-8")))
 
 
 def is_module(parts: list[str]) -> bool:
@@ -116,10 +140,11 @@ def in_page(file: str, text: str) -> Iterator[Named]:
 
 
 def in_module(file: str, source: str) -> Iterator[Named]:
-    if not (NAMED.search(source) or MODULE.search(source)):
+    if not (NAMED.search(source) or MODULE.search(source) or FILE.search(source)):
         return  # nothing that a comment could name either
     for number, text in told(file, source):
         yield from paths(file, number, text)
+        yield from cited(file, number, text)
 
 
 def test_every_path_that_a_page_names_exists() -> None:
@@ -160,3 +185,14 @@ def test_a_made_up_path_in_code_is_told() -> None:
     source = '"""See docs/no.md."""\n\nX = "docs/text.md"  # and benchmarks/no.py\n'
     missing = {str(one) for one in in_module("aot/x.py", source) if not one.exists}
     assert missing == {"aot/x.py:1: docs/no.md does not exist", "aot/x.py:3: benchmarks/no.py does not exist"}
+
+
+def test_a_made_up_file_or_trial_in_code_is_told() -> None:
+    source = f'"""As rows.py and turns.py.\n\n(fused_moe.py; {TRIALS}, scatter-beside.)"""\n'
+    source += f"# {TRIALS}, no-trial\n# {TRIALS}\n"
+    missing = [str(one) for one in in_module("kernels/gemm/x.py", source) if not one.exists]
+    assert sorted(missing) == [
+        "kernels/gemm/x.py:1: turns.py does not exist",
+        "kernels/gemm/x.py:4: the trial no-trial does not exist",
+        "kernels/gemm/x.py:5: the trial (none named) does not exist",
+    ]

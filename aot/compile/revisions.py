@@ -1,4 +1,7 @@
-"""The digest of a kernel's source: a test compares each with what the kernel's entry says (``Entry.sha256``)."""
+"""The digest of a kernel's source. A test compares each with the one in the kernel's entry (``Entry.sha256``).
+
+python -m pretuned.aot.compile.revisions prints each kernel with its digest, and needs no torch and no Triton.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import hashlib
 from pathlib import Path
 
 from ...kernels.contract.registry import ENTRIES
+from .syntax import syntax_sha256
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 
@@ -20,10 +24,17 @@ def sources(kernel: str) -> tuple[Path, ...]:
 def source_sha256(kernel: str) -> str:
     """The digest, in hex, of a kernel's source as it is on disk now.
 
-    It is of the texts of ``sources``, less their import lines, in no order: a file that is moved changes nothing.
+    It is of the syntax trees of ``sources``, in no order: a comment that changes or a file that moves changes nothing.
     """
     digests = sorted(_parsed(text)[1] for text in _texts(kernel).values())
     return hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+def main() -> None:
+    """Print each kernel and its digest, a line each, marked where its entry has another."""
+    for name, entry in ENTRIES.items():
+        now = source_sha256(name)
+        print(name, now, *([] if now == entry.sha256 else [f"(the entry has {entry.sha256})"]))
 
 
 def _texts(kernel: str) -> dict[Path, bytes]:
@@ -41,11 +52,14 @@ def _texts(kernel: str) -> dict[Path, bytes]:
 
 @functools.cache  # every variant's key asks for it
 def _parsed(text: bytes) -> tuple[tuple[tuple[int, tuple[str, ...]], ...], bytes]:
-    """What a text imports of its own layer, as levels up and names, and the digest of the rest of its lines."""
-    imports, lines = [], text.splitlines(keepends=True)
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.ImportFrom) and node.level and node.module:
-            imports.append((node.level, tuple(node.module.split("."))))
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            lines[node.lineno - 1 : node.end_lineno] = [b""] * ((node.end_lineno or node.lineno) - node.lineno + 1)
-    return tuple(imports), hashlib.sha256(b"".join(lines)).digest()
+    """What a text imports of its own layer, as levels up and names, and the digest of its syntax tree."""
+    imports = [
+        (node.level, tuple(node.module.split(".")))
+        for node in ast.parse(text).body
+        if isinstance(node, ast.ImportFrom) and node.level and node.module
+    ]
+    return tuple(imports), syntax_sha256(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
 """The machinery of tuning on demand: what is kept, what counts as measured, whose turn it is to measure.
 
-``ondemand.py`` has the calls.
+aot/demand/api.py has the calls.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The seam between the tuner and the GPUs: a job is plain data in, records out, wherever it runs.
 
-The tuner (``tune.py``) knows GPUs only as ``GpuExecutor``s, one a GPU. Local ones are worker
-processes (``gpuworkers.py``), those of other machines workers of Dask (``daskgpus.py``); any engine can stand in that
+The tuner (aot/tune/tuner.py) knows GPUs only as ``GpuExecutor``s, one a GPU. Local ones are worker processes
+(aot/executors/local.py), those of other machines workers of Dask (aot/executors/dask.py); any engine can stand in that
 hands ``measure.run(setup, job)`` to a process on the GPU's machine and returns a ``concurrent.futures.Future``. A
 worker keeps weights between jobs, so the tuner sends the jobs of one weight to one executor, one at a time.
 """

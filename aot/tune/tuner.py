@@ -3,7 +3,8 @@
     outcome = tune_problems({problem: (16, 32)}, "candidates.msgpack", Path("h200.journal"), budget_s=600)
     bundle = measured_bundle(plan, read_candidates("candidates.msgpack"), read_journal(Path("h200.journal")))
 
-(``measured_bundle`` is in measured.py.) It imports no torch and touches no GPU: ``jobs.GpuExecutor`` is the seam.
+``measured_bundle`` is in aot/choose/bundle.py. The tuner imports no torch and touches no GPU: it hands jobs to a
+``GpuExecutor`` (aot/measure/job.py).
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def _act(g, flags, limit, alpha, beta):
 def _product(gate, up, flags, limit, alpha, beta, linear_beta):
     """act(gate) * v(up), each activation in a branch without anything of the others.
 
-    By ``_act`` the forward kernel takes 1.1 x as long (docs/inside/performance.md, A whole layer).
+    By ``_act`` the forward kernel takes 1.1 x as long.
     """
     kind = flags & _KIND
     if kind == _SILU:

@@ -78,7 +78,7 @@ def tables(ROWS: gl.constexpr):
     """Where each warpgroup notes what it has looked up, until it stores its results: one or two rows of each thread.
 
     A product whose index and factors are loaded as they are needed takes up to 1.1 x as long
-    (benchmarks/results/trials/scatter-looked-up.json), and held in registers as the results lie they leave it none.
+    (docs/inside/trials.md, scatter-looked-up), and held in registers as the results lie they leave it none.
     """
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return (
@@ -203,7 +203,7 @@ def _tile(
     """One warpgroup's 64 rows of one tile, WIDTH columns from ``first`` on. Returns the stage and phase after it.
 
     GATHER code stores by TMA where nothing else is asked for and the tile is ``whole``: TMA stores every row, and those
-    without an index are to be left alone. Operands of 32 bits are tf32, of dW alone (fragments.py).
+    without an index are to be left alone. Operands of 32 bits are tf32, of dW alone (tf32.py).
     """
     TF32: gl.constexpr = b.dtype == gl.float32
     WGMMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])

@@ -1,8 +1,8 @@
 """What the loading warp and the multiplying warpgroups of a specialised kernel share: counts, barriers, the queue.
 
 Operands pass through a ring of stages: ``full`` says that a stage's bytes are there, ``empty`` that the warpgroups
-that read them are done. The loading warp tells of each tile through two slots, both warpgroups or (turns.py) one each.
-In dW's pingpong code a warp of its own does, and tells the loading warp too.
+that read them are done. The loading warp tells of each tile through two slots, both warpgroups or (pingpong.py) one
+each. In dW's pingpong code a warp of its own does, and tells the loading warp too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ANY_VIEW: gl.constexpr = gl.constexpr(triton.__version__.startswith("3.7."))  # 
 INDEX_END: gl.constexpr = gl.constexpr(0x40000000)
 NARROW_BIT: gl.constexpr = gl.constexpr(1 << 30)  # in a tile's word: only the left half of its columns counts
 WHOLE_BIT: gl.constexpr = gl.constexpr(1 << 30)  # in a tile's column: each of its rows that is gathered has an index
-# What ``flags`` says, as in forward.py and tiles.py.
+# What ``flags`` says, as in kernels/gemm/portable/rows.py and tiles.py.
 GATHER_FLAG: gl.constexpr = gl.constexpr(1)
 SCATTER_FLAG: gl.constexpr = gl.constexpr(2)
 WEIGHT_FLAG: gl.constexpr = gl.constexpr(4)
@@ -197,7 +197,7 @@ def draw(counter):
 
     The language's own atomic waits for its result at once, and nothing is loaded meanwhile. dW by both
     warpgroups, whose tiles are short, takes up to 1.04 x as long with it, forward and dX, which draw late, as long
-    either way (benchmarks/results/trials/pingpong-dealt.json).
+    either way (docs/inside/trials.md, pingpong-dealt).
     """
     return gl.inline_asm_elementwise(
         "{.reg .pred first; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0; mov.b32 $0, 0; "

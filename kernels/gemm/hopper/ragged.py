@@ -2,12 +2,12 @@
 
 An expert's rows are shared out evenly among as few tiles of BLOCK_M rows at most as hold them, and a tile computes as
 many of its rows as there are, rounded up to 16: wgmma computes 64 rows at a time, but any eight columns, so a tile is
-computed turned round, 128 columns of w by its rows of x, and turned back when it is stored. specialized.py, whose
-tiles are of 128 rows in halves of 64, loses up to 63 rows of each expert's last tile, and loads w once for every 128.
+computed turned round, 128 columns of w by its rows of x, and turned back when it is stored. rows.py, whose tiles
+are of 128 rows in halves of 64, loses up to 63 rows of each expert's last tile, and loads w once for every 128.
 
-Both warpgroups share a tile of 256 rows, 64 columns each, or take whole tiles of 192 in turns (turns.py). Tiles are
-handed out as programs become free. The arguments are those of ``forward.rows``, and ``counter``, an int32 that is zero
-before and after.
+Both warpgroups share a tile of 256 rows, 64 columns each, or take whole tiles of 192 in turns (pingpong.py). Tiles are
+handed out as programs become free. The arguments are those of ``rows`` in kernels/gemm/portable/rows.py, and
+``counter``, an int32 that is zero before and after.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _load_fitted(
     BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, EXPERTS: gl.constexpr,
     W_KN: gl.constexpr, INDEXED: gl.constexpr, LOW_RANK: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: see ``specialized._load_rows``. A stage has w's part of a tile, and what the tile has of x."""
+    """The loading warp: see ``_load_rows`` in rows.py. A stage has w's part of a tile, and what the tile has of x."""
     AHEAD: gl.constexpr = 4  # steps
     layout: gl.constexpr = gl.BlockedLayout([EXPERTS // 32], [32], [1], [0])
     tiles_n = gl.cdiv(N, COLUMNS)
@@ -195,7 +195,7 @@ def _multiply_fitted(
             steps = word & 0xFFFFF
             # What depends on the index waits in TURNS until the other has begun: here it would keep this one from its
             # turn (1.01 to 1.02 x the time at T = 8192; other tiles gain little, and lose with few rows by waiting:
-            # benchmarks/results/trials/scatter-beside.json).
+            # docs/inside/trials.md, scatter-beside).
             asked = ask(moved, row, row_end, WRITTEN)
             if not TURNS:
                 found = look_up(moved, asked, row, row_end)
@@ -261,8 +261,8 @@ def rows_fitted(
 ):  # fmt: skip
     """y[to(m), n] = weight(m) * (sum_k x[m, k] * w[expert of m, n, k] + bias[expert of m, n]).
 
-    ``forward.rows`` of rows that nothing gathers. x and w come through TMA; y leaves through ``y_map``, a ragged
-    descriptor (``kernels/contract/registry.py``, RAGGED_SIZES), in INDEXED code through pointers.
+    ``rows`` (portable/rows.py) of rows that nothing gathers. x and w come through TMA; y leaves through ``y_map``, a
+    ragged descriptor (``kernels/contract/words.py``, RAGGED_SIZES), in INDEXED code through pointers.
     LOW_RANK code has low_x and low_w through TMA, in steps of the reduction after those of x and w.
     """
     element: gl.constexpr = w.dtype

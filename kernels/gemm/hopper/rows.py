@@ -1,10 +1,10 @@
 """The grouped GEMM by rows for sm_90, warp-specialised: one warp loads through TMA, two warpgroups multiply.
 
 Where rows of x are gathered four warps load, x through pointers.
-Where they are scattered one more sets those rows of y to zero that none goes to (unnamed.py).
-A tile has 128 rows, 64 for each warpgroup (warpgroups.py). Tiles are handed out as programs become free; of those of
-128 columns that warpgroups take in turns (turns.py) most are dealt out. The arguments are those of
-``forward.rows``, and ``counter``, an int32 that is zero before and after.
+Where they are scattered one more sets those rows of y to zero that none goes to (zero_rows.py).
+A tile has 128 rows, 64 for each warpgroup (consumer.py). Tiles are handed out as programs become free; of those of
+128 columns that warpgroups take in turns (pingpong.py) most are dealt out. The arguments are those of ``rows``
+in kernels/gemm/portable/rows.py, and ``counter``, an int32 that is zero before and after.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _load_rows(
     that draws before they begin takes up to 1.13 x as long, for it keeps waiting what others could begin. Tiles of 128
     columns in turns are dealt out but for the last full rounds and what is left: all drawn, or none, they take up to
     1.08 x as long, or 1.06 x. (Of few full rounds all are: up to 1.06 x as long otherwise.
-    benchmarks/results/trials/tiles-drawn-late.json)
+    docs/inside/trials.md, tiles-drawn-late)
     """
     DRAWN_ROUNDS: gl.constexpr = 2
     FEW_ROUNDS: gl.constexpr = 4
@@ -206,12 +206,12 @@ def rows_specialized(
 ):  # fmt: skip
     """y[to(m), n] = weight(m) * (sum_k x[from(m), k] * w[expert of m, n, k] + bias[expert of m, n]).
 
-    ``forward.rows``. x and w come through TMA, x in GATHER code through pointers; y leaves through ``y_map``, a
-    ragged descriptor (``kernels/contract/registry.py``, RAGGED_SIZES), in INDEXED code through pointers: GATHER code
-    has both, and takes the descriptor for tiles of which nothing else is asked.
+    ``rows`` (portable/rows.py). x and w come through TMA, x in GATHER code through pointers; y leaves through
+    ``y_map``, a ragged descriptor (``kernels/contract/words.py``, RAGGED_SIZES), in INDEXED code through pointers:
+    GATHER code has both, and takes the descriptor for tiles of which nothing else is asked.
     GATED code stores silu(gate) * up in its place, y [M, N // 2]: a tile of w is HALF rows of gate, then those of up.
     LOW_RANK code has low_x and low_w through TMA, in steps of the reduction after those of x and w.
-    In PINGPONG code, which gathers no rows, the warpgroups take whole tiles in turns (turns.py).
+    In PINGPONG code, which gathers no rows, the warpgroups take whole tiles in turns (pingpong.py).
     """
     element: gl.constexpr = w.dtype
     lines: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)

@@ -1,8 +1,9 @@
 """dW for sm_90, warp-specialised: one warp loads through TMA, two warpgroups multiply.
 
-A tile is 128 rows of dw, 64 for each warpgroup (warpgroups.py), by BLOCK_K columns; where the warpgroups take whole
-tiles in turns (turns.py) one more warp says which tile comes. Tiles are handed out as programs become free. The
-arguments are those of ``grad_weight.weight``, and ``counter``, an int32 that is zero before and after.
+A tile is 128 rows of dw, 64 for each warpgroup (consumer.py), by BLOCK_K columns; where the warpgroups take whole
+tiles in turns (pingpong.py) one more warp says which tile comes. Tiles are handed out as programs become free.
+The arguments are those of ``weight`` in kernels/gemm/portable/weight.py, and ``counter``, an int32 that is zero before
+and after.
 """
 
 from __future__ import annotations
@@ -101,18 +102,18 @@ def _load_weight(
     BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
     EXPERTS: gl.constexpr, NARROW: gl.constexpr, STREAMED: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp of dW: both operands end with the expert's rows, see ``kernels/contract/registry.py``,
+    """The loading warp of dW: both operands end with the expert's rows, see ``kernels/contract/words.py``,
     RAGGED_SIZES.
 
     In NARROW code a tile whose right half lies past the last column is loaded at half its width. Where tiles are few
     the experts with the most rows come first, so that the last tiles, which other programs wait for, are short.
     Where rows are few, storing is what takes the time, and it goes faster the nearer together the tiles lie that
     programs store at once: then a program has one tile waiting, not two. STREAMED code, which loads from L2, has two
-    from fewer rows on (1.04 x as fast with 64 rows an expert: trials/streamed-tiles-ahead.json).
+    from fewer rows on (1.04 x as fast with 64 rows an expert: docs/inside/trials.md, streamed-tiles-ahead).
     STREAMED code asks L2 for the rows of up to 32 experts at a time, all programs together: what is written all the
-    while takes 1.18 x as long with a few reads in between (benchmarks/results/trials/reads-among-writes.json). Of 1, 2,
+    while takes 1.18 x as long with a few reads in between (docs/inside/trials.md, reads-among-writes). Of 1, 2,
     4 ... experts it takes the most whose rows, on average, are ASKED bytes at most: more of them leave L2 too early
-    (with 32 always up to 1.07 x as long at T <= 2048: trials/tiles-fitted.json).
+    (with 32 always up to 1.07 x as long at T <= 2048: docs/inside/trials.md, tiles-fitted).
     """
     WARPS: gl.constexpr = 1
     FEW: gl.constexpr = 32
@@ -199,7 +200,7 @@ def _schedule(
 
     It draws a tile when the loading warp is ``near`` the end of the one before. Drawn and looked up by the loading warp
     itself, dW took 1.01 to 1.03 x as long in the mean, and up to 1.21 x where tiles are few; drawn as soon as the one
-    before is told, up to 1.14 x as long as that (benchmarks/results/trials/tiles-drawn-late.json).
+    before is told, up to 1.14 x as long as that (docs/inside/trials.md, tiles-drawn-late).
     """
     WARPS: gl.constexpr = 1
     MANY_ROWS: gl.constexpr = 256  # an expert
@@ -249,7 +250,7 @@ def _load_told(
 ):  # fmt: skip
     """The loading warp of PINGPONG code: says when it is ``near`` the end of each tile.
 
-    An expert without rows has one step, of zeros: the sums of the tile before would stay (turns.py).
+    An expert without rows has one step, of zeros: the sums of the tile before would stay (pingpong.py).
     """
     AHEAD: gl.constexpr = 6  # steps: with 4 it takes 1.001 to 1.005 x as long in the mean
     PARTS: gl.constexpr = BLOCK_K // PART
@@ -288,10 +289,10 @@ def weight_specialized(
     EXPERTS: gl.constexpr, NARROW: gl.constexpr, PINGPONG: gl.constexpr, ACROSS: gl.constexpr,
     STREAMED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dw[e, n, k] = sum over the expert's rows m of dy[m, n] * x[m, k]: ``grad_weight.weight``.
+    """dw[e, n, k] = sum over the expert's rows m of dy[m, n] * x[m, k]: ``weight`` (portable/weight.py).
 
     All three are TMA descriptors; STREAMED code has the addresses of dy and x too. ACROSS: x and dy, and K and N, have
-    changed places, and each tile is turned round when it is stored (turns.py).
+    changed places, and each tile is turned round when it is stored (pingpong.py).
     """
     element: gl.constexpr = x.dtype
     BITS: gl.constexpr = element.primitive_bitwidth

@@ -2,11 +2,11 @@
 
 Each program has a share of y's rows, looks for up to 1,024 of them at a time in the whole index, and marks what it
 finds, a bit for each. The warp is one of the four that the loading warp's group has registers for anyway, and the
-product hides it: launches that find and clear the same rows (clear.py) take 8 to 12 us. It is alone, so each
-instruction waits for the one before; as the compiler makes it from vectors of the index, it took longer than the
-product from some 64 thousand rows on (up to 1.07 x, with 123 thousand 1.13:
-benchmarks/results/trials/scatter-beside.json). So the search is PTX: loads without masks, 16 under way, and no more to
-do for rows that other programs have.
+product hides it: launches that find and clear the same rows (kernels/rowops/zero_rows.py) take 8 to 12 us. It is
+alone, so each instruction waits for the one before; as the compiler makes it from vectors of the index, it took longer
+than the product from some 64 thousand rows on (up to 1.07 x, with 123 thousand 1.13:
+docs/inside/trials.md, scatter-beside). So the search is PTX: loads without masks, 16 under way, and no more to do for
+rows that other programs have.
 """
 
 from __future__ import annotations

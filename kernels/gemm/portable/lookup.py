@@ -3,7 +3,7 @@
 Triton spreads a vector over all warps, so each sum and each search of one is a dozen shuffles, and a barrier or two.
 Where a launch takes 15 us that is 1 us of it. Here a lane of each warp has one expert of 32, sums of 32 are one
 instruction (``redux.sync``, sm_80 and later), and no warp waits for another: 1.03 x as fast at one token on an H200
-(benchmarks/results/trials/counting.json).
+(docs/inside/trials.md, counting).
 """
 
 from __future__ import annotations

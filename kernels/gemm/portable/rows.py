@@ -95,7 +95,7 @@ def _tile(
     if not X_TMA:
         # Rows past the end read the last row again, and what they compute is never stored. Small tiles leave them out:
         # with one token most lie past the end, and all programs would read the same lines (0.95 x as fast:
-        # benchmarks/results/trials/gathered-few-rows.json).
+        # docs/inside/trials.md, gathered-few-rows).
         row = row_m.to(tl.int64) + tl.arange(0, BLOCK_M)
         there = row < row_end
         source = tl.minimum(row, row_end - 1)
@@ -187,8 +187,8 @@ def rows(
     ZERO_TAIL (16) sets the rows that belong to no expert to zero; with 2, code that CLEARS, which has one tile a
     program, sets those of y [index_end, N] that no row goes to, by cdiv(index_end, 16) programs before the others, and
     no other code may be told so. Code that is not INDEXED ignores the other ``flags``: on an H200 the index alone costs
-    tiles of 128 x 256 up to 5 %, and a branch at run time 17 % in the mean (benchmarks/results/trials:
-    forward-index-always.json, forward-branch-at-run-time.json, beside the sweep).
+    tiles of 128 x 256 up to 5 %, and a branch at run time 17 % in the mean (docs/inside/trials.md, forward-index-always
+    and docs/inside/trials.md, forward-branch-at-run-time).
     LOW_RANK code adds sum_r low_x[m, r] * low_w[expert of m, n, r] to the sum over k: low_x [M, R] of sorted rows,
     low_w [E, N, R], with W_KN [E, R, N], both dense. Other code has none of the three.
     TURNED code multiplies w's tile by x's, from registers: wgmma takes elements of 32 bits from shared memory only

@@ -34,8 +34,8 @@ def test_the_sources_are_what_the_home_imports() -> None:
     assert names == {"rowops/zero_rows.py", "gemm/portable/tiles.py"}
 
 
-def test_moving_a_file_changes_no_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other folders, other names of modules, other import lines: the same text. One more blank is another."""
+def test_a_moved_file_or_a_changed_comment_changes_no_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other folders, names of modules, import lines, comments: the same digest. One more statement is another."""
     moved = tmp_path / "elsewhere"
     moved.mkdir()
     texts = {
@@ -43,10 +43,20 @@ def test_moving_a_file_changes_no_digest(tmp_path: Path, monkeypatch: pytest.Mon
         for name, old in (("a.py", "rowops/zero_rows.py"), ("b.py", "gemm/portable/tiles.py"))
     }
     (moved / "a.py").write_text(texts["a.py"].replace("from ..gemm.portable.tiles import", "from .b import"))
-    (moved / "b.py").write_text(texts["b.py"])
+    (moved / "b.py").write_text(texts["b.py"] + "\n# One more comment.\n")
     monkeypatch.setattr(revisions, "KERNELS", tmp_path)
     recorded = ENTRIES["clear"]
     monkeypatch.setitem(ENTRIES, "clear", replace(recorded, home="elsewhere.a"))
     assert source_sha256("clear") == recorded.sha256
-    (moved / "b.py").write_text(texts["b.py"] + " ")
+    (moved / "b.py").write_text(texts["b.py"] + "\nONE_MORE = 1\n")
     assert source_sha256("clear") != recorded.sha256
+
+
+def test_main_prints_each_kernel_and_marks_a_stale_entry(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(ENTRIES, "clear", replace(ENTRIES["clear"], sha256="0" * 64))
+    revisions.main()
+    expected = {name: f"{name} {source_sha256(name)}" for name in ENTRIES}
+    expected["clear"] += f" (the entry has {'0' * 64})"
+    assert capsys.readouterr().out.splitlines() == list(expected.values())
