@@ -162,16 +162,16 @@ def test_methods_of_other_formats_are_passed_over_in_silence() -> None:
     assert not said
 
 
-def loaded(scale: int) -> tuple[Any, Any]:
+def loaded(scale: int, width: int = 64) -> tuple[Any, Any]:
     """pretuned's method for a layer in mxfp4, and the layer, whose scales are all 2**(scale - 127)."""
     import torch
 
     from pretuned.integrations.vllm.experts import ActivationNumbers, activation_of
     from pretuned.integrations.vllm.quantised import _FORMATS, PretunedQuantisedMethod
 
-    moe, layer = config(hidden_dim=64, intermediate_size=64), torch.nn.Module()
+    moe, layer = config(hidden_dim=64, intermediate_size=width), torch.nn.Module()
     method = PretunedQuantisedMethod(moe, _FORMATS["Mxfp4MoEMethod"](None), activation_of(moe, ActivationNumbers()))
-    method.create_weights(layer, 4, 64, 64, torch.bfloat16)
+    method.create_weights(layer, 4, 64, width, torch.bfloat16)
     for name in ("w13_weight_scale", "w2_weight_scale"):
         getattr(layer, name).data.fill_(scale)
     return method, layer
@@ -263,10 +263,13 @@ def test_each_rank_of_gpt_oss_has_its_blocks_and_zeros(tp: int, rank: int) -> No
 
 
 class PaddedMethod:
-    """A method like vLLM's, whose parameters are wider than the checkpoint's, and which has K before N in w2's."""
+    """A method like vLLM's, whose parameters may be wider than the checkpoint's, and which has K before N in w2's."""
+
+    def __init__(self, more: int) -> None:
+        self.more = more
 
     def maybe_roundup_sizes(self, hidden: int, intermediate: int, *_: Any) -> tuple[int, int]:
-        return hidden + 64, intermediate + 32
+        return hidden + 64, intermediate + self.more
 
     def create_weights(self, layer: Any, hidden_size: int, intermediate_size_per_partition: int, **given: Any) -> None:
         import torch
@@ -275,7 +278,7 @@ class PaddedMethod:
         self.params_dtype = given["params_dtype"]
         for name, shape in {
             "w13_weight": (E, 2 * I, H // 2), "w13_weight_scale": (E, 2 * I, H // 32),
-            "w2_weight": (E, I // 2, H), "w2_weight_scale": (E, I // 32, H),
+            "w2_weight": (E, I // 2, H), "w2_weight_scale": (E, -(-I // 32), H),
         }.items():  # fmt: skip
             one = torch.nn.Parameter(torch.full(shape, 255, dtype=torch.uint8), requires_grad=False)
             one.is_transposed = name.startswith("w2_")
@@ -286,20 +289,21 @@ class PaddedMethod:
 
 
 @pytest.mark.parametrize("fails", ["a scale", "the first token"])
+@pytest.mark.parametrize(("width", "more"), [(64, 32), (96, 0), (96, 16), (96, 64)])  # pretuned pads 96 to 128
 def test_what_can_not_be_run_goes_to_vllm_s_own_method_in_its_layout(
-    fails: str, monkeypatch: pytest.MonkeyPatch
+    fails: str, width: int, more: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
 
     from pretuned.integrations.vllm import PLUG_IN, quantised
 
     PLUG_IN._logged.clear()
-    method, layer = loaded(scale=130 if fails == "a scale" else 120)
+    method, layer = loaded(130 if fails == "a scale" else 120, width)
     if fails == "a scale":
         monkeypatch.setattr(quantised, "current_platform", SimpleNamespace(is_cuda=lambda: True))
     else:
         monkeypatch.setattr(quantised, "_kernel", lambda *_: SimpleNamespace(fused_experts=SimpleNamespace()))
-    method.own = own = PaddedMethod()
+    method.own = own = PaddedMethod(more)
     layer.hidden_size, replaced = 64, []
     layer._replace_quant_method = replaced.append
     for name in ("w13_weight", "w2_weight"):
@@ -309,15 +313,16 @@ def test_what_can_not_be_run_goes_to_vllm_s_own_method_in_its_layout(
         method.process_weights_after_loading(layer)
     assert replaced == [own]
     assert layer.hidden_size == method.moe.hidden_dim == 128
-    assert method.moe.intermediate_size_per_partition == 96
+    assert method.moe.intermediate_size_per_partition == width + more
     assert own.params_dtype is torch.bfloat16
     for name, columns in (("w13_weight", 32), ("w13_weight_scale", 2)):
         for half, of in zip(own.processed[name].chunk(2, 1), given[name].chunk(2, 1), strict=True):
-            assert torch.equal(half[:, :64, :columns], of)
-            assert not half[:, 64:].any()
+            assert torch.equal(half[:, :width, :columns], of)
+            assert name != "w13_weight" or not half[:, width:].any()
             assert not half[:, :, columns:].any()
-    for name, columns in (("w2_weight", 32), ("w2_weight_scale", 2)):
+    for name, columns in (("w2_weight", width // 2), ("w2_weight_scale", width // 32)):
         assert torch.equal(own.processed[name].mT[:, :64, :columns], given[name])
+    assert not own.processed["w2_weight"].mT[:, :, width // 2 :].any()
     (line,) = told
     assert line.startswith("pretuned: MoE layers stay with vLLM, as pretuned could not prepare or run a layer: ")
     assert ("no kernel takes the scales of" in line) == (fails == "a scale")
