@@ -321,6 +321,8 @@ class PretunedExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         if apply_router_weight_on_input:
             topk_weights = torch.ones_like(topk_weights)
         (gate_up, down), act = self.weights or (w1, w2), self.act
+        if act is None:
+            raise AssertionError("a layer is called before its weights were loaded")
         moe_mlp(
             hidden_states, gate_up, down, topk_ids, topk_weights, act.function, gated=act.gated,
             interleaved=act.interleaved, gate_up_bias=self.w1_bias, down_bias=self.w2_bias, out=output,
