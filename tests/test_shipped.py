@@ -56,10 +56,16 @@ MEASURED = [  # bundle, a journal of it, the GPU
 IN_PART = (FP16, "fp16-h100.journal.xz", H100)  # a third of the choices, all of the code
 LISTS = {  # elsewhere the first
     CATALOGUE: ("shipped.txt", "shipped-sm90.txt", "flagships-bf16.txt"), FP16: ("shipped-fp16.txt",),
-    OF_CODES: ("quantised.txt", "quantised-more.txt", "flagships.txt", "flagships-more.txt", "zero-points.txt"),
+    OF_CODES: (
+        "quantised.txt", "quantised-more.txt", "flagships.txt", "flagships-more.txt", "zero-points.txt", "padded.txt",
+    ),
 }  # fmt: skip
-ON_AN_H100_ALONE = ("flagships-bf16.txt", "flagships.txt", "flagships-more.txt", "zero-points.txt")
-LATER = ("flagships-h100.journal.xz", "zero-points-h100.journal.xz")  # journals of these, on an H100
+ON_AN_H100_ALONE = ("flagships-bf16.txt", "flagships.txt", "flagships-more.txt", "zero-points.txt", "padded.txt")
+LATER = (
+    "flagships-h100.journal.xz",
+    "zero-points-h100.journal.xz",
+    "padded-h100.journal.xz",
+)  # journals of these, on an H100
 MEASURED_PART = 0.99  # of the cells that a GPU is to have: another's choices stand for the rest
 MOST_CONFIGS = 24  # of all builds and GPUs: they have most in common
 MOST_BYTES = 43_000_000

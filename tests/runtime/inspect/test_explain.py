@@ -23,7 +23,6 @@ from pretuned.kernels.hardware import arch
 from pretuned.kernels.search.space import candidates
 from pretuned.runtime import ExpertWeights, explain, reload
 from pretuned.runtime.dispatch.decide import Decision, decide
-from pretuned.runtime.dispatch.places import Kind
 from pretuned.runtime.dispatch.ranking import Match
 from pretuned.runtime.inspect.asked import of_numbers
 from pretuned.runtime.inspect.explain import examine, made_up_gpu
@@ -329,7 +328,7 @@ def test_weights_of_no_whole_blocks_are_read_as_they_are_stored(tmp_path: Path, 
     told = explain(E=8, N=N, K=K, M=64, sm=90, weights="mxfp4")
     assert told.problem.layout is Layout.STORED
     assert told.chosen is not None
-    assert told.chosen.usable.place.kind is Kind.CANDIDATES
+    assert told.chosen.variant.layout is Layout.STORED
     told = examine(snapshot(tmp_path), told.problem, 64, ON_H200, aligned=True)
     (spec,) = re.findall(r'"(.*)"', str(told.build))
     assert told.problem in plan(load_models([spec]).shapes).problems
