@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import functools
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 
 from ...artifacts.records.problem import bucket_of
-from ...kernels.contract.activations import Activation
 from .. import current
 from ..check import tensors
 from ..replay.guard import key_of
 from ..weights.expert_weights import ExpertWeights
 from .lora import Lora, adapters_given, scales_of
+
+if TYPE_CHECKING:
+    from ...kernels.contract.activations import Activation
 
 _tracing = torch.compiler.is_dynamo_compiling
 _duals = tensors.duals

@@ -230,8 +230,8 @@ def test_plan_shows_the_formats_of_the_weights_and_what_is_built(aot, here):
         {"model": "openai/gpt-oss-20b", "tp": tp, "ep": 1, "weights": ["mxfp4", "bf16"], "built_in": ["mxfp4", "bf16"]}
         for tp in (1, 8)
     ]
-    note, slow = json.loads(done.out)["notes"]  # 720 is no multiple of 64: such codes are read as they are stored
-    assert "rows of down (N=2880, K=360) are no multiples" in note
+    note, slow = json.loads(done.out)["notes"]  # 360 is no multiple of 64
+    assert "I/tp=360 padded to 384 (6.7% more memory)" in note
     assert slow.startswith("with K=360, rows of w begin at odd multiples of 16 bytes")  # of the bf16 weights
     done = aot("plan", "--models", "openai/gpt-oss-20b ops=forward weights=int4_g128_zp", "--sm", "80", "--json")
     assert json.loads(done.out)["weights"][0]["built_in"] == ["int4_g128_zp"]
