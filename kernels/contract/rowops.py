@@ -87,7 +87,7 @@ _THREADS = {
     RowOp.GATHER: (32, 4), RowOp.ACTIVATION: (16, 4), RowOp.ACTIVATION_GRAD: (8, 2), RowOp.COMBINE: (16, 2),
     RowOp.CLEAR: (32, 4), RowOp.QUANTIZE: (32, 2), RowOp.ACTIVATION_CODES: (32, 4),
 }  # fmt: skip
-# By itself ptxas takes 80, and then an SM holds too few programs: 1.09 x as long on an H100 (``passes``, 65,536 rows).
+# Unlimited, ptxas takes 80 for bf16, so an SM holds fewer programs: 1.09 x as long on an H100 for 8,192 rows or more.
 _MAX_REGISTERS = {RowOp.ACTIVATION_GRAD: 56}
 _ROWS = {RowOp.ACTIVATION: 4, RowOp.ACTIVATION_CODES: 8}  # that a program does side by side, of others one
 MAKES_CODES = (RowOp.QUANTIZE, RowOp.ACTIVATION_CODES)  # of rows of bf16, for products of codes
