@@ -48,7 +48,7 @@ from .engines import child, find, leave, stand_in
 
 
 class Kind(NamedTuple):
-    """A layer at a model's own sizes, and the backends of vLLM that it is held against; first its own choice on 9.0.
+    """A layer at a model's own sizes, and the backends of vLLM that it is compared with; first its own choice on 9.0.
 
     ``numbers`` are those of the activation, as pretuned's ``Activation`` has them.
     """
