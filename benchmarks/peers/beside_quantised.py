@@ -10,8 +10,8 @@ vLLM's kernel by its heuristic and DeepGEMM multiply an x that is quantised befo
 DeepGEMM in its contiguous form (every expert's rows padded to 128) and its masked one. Humming multiplies x in bf16.
 "ours, of codes" is our product of a quantised x, by the choice of the bundle that has it. In mxfp4 and int4 (groups of
 32 and 128, offset 8) x is bf16 for all: triton_kernels' matmul_ogs (mxfp4), vLLM's Marlin and Humming by its
-heuristic, each with these weights in its own order. Each result is compared with fp32 of the dequantised operands (three
-experts of each).
+heuristic, each with these weights in its own order. Each result is compared with fp32 of the dequantised operands
+(three experts of each).
 
 A line of JSON a cell as soon as it is measured: median microseconds, relative errors, and what failed. Several models
 have a process each; before the first is timed, each library compiles what it needs in processes side by side.
