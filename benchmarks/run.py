@@ -61,6 +61,7 @@ BENCHMARKS = (
     Benchmark("speed", "quantised_layer", "what quantising the activation in its own pass saves a layer", GPU),
     Benchmark("speed", "mantissas", "why fp16 is slower than bf16", f"{BUNDLES}: those of dtypes"),
     Benchmark("speed", "freed", "what freeing much memory does to later launches", GPU),
+    Benchmark("start", "structure", "how much code there is, and how much of it a first call needs", "pytest"),
     Benchmark("start", "found", "time of a first call before it uses the GPU", "any machine"),
     Benchmark("start", "proof", "does a bundle built elsewhere run here, right, at once", BUNDLES),
     Benchmark("start", "cold_start", "first ten calls, caches empty and warm, against libraries that compile",
