@@ -151,10 +151,9 @@ def test_the_readmes_speed_is_that_of_the_results() -> None:
         data = (results / name).read_bytes()
         return json.loads(lzma.decompress(data) if name.endswith(".xz") else data)["cells"]
 
-    def figure(of: list[dict[str, Any]], ratio: Callable[[dict[str, Any]], float], order: str) -> str:
+    def figure(of: list[dict[str, Any]], ratio: Callable[[dict[str, Any]], float]) -> str:
         means = by_tokens(of, ratio)
-        first, last = (max(means), min(means)) if order == "falling" else (min(means), max(means))
-        return f"{first:.2f}x to {last:.2f}x, lowest {min(map(ratio, of)):.2f}x"
+        return f"{min(means):.2f}x to {max(means):.2f}x, lowest {min(map(ratio, of)):.2f}x"
 
     wanted: list[tuple[str, str]] = []
     kernels = {gpu: cells(f"kernels-{gpu}.json") for gpu in ("h200", "h100")}
@@ -163,14 +162,14 @@ def test_the_readmes_speed_is_that_of_the_results() -> None:
         return one["torch_grouped_mm_us"] / one["us"]
 
     forward = {gpu: [one for one in every if one["op"] == "forward"] for gpu, every in kernels.items()}
-    wanted.append(tuple(figure(forward[gpu], plain, "falling") for gpu in kernels))
+    wanted.append(tuple(figure(forward[gpu], plain) for gpu in kernels))
     wanted.append(tuple(f"{statistics.geometric_mean(map(plain, every)):.2f}x" for every in kernels.values()))
     assert {len(every) for every in kernels.values()} == {108}
     for step in ("forward", "step"):
         both = []
         for gpu in kernels:
             every = [one for one in cells(f"layer-{gpu}.json") if f"torch_{step}_us" in one]
-            both.append(figure(every, lambda one: one[f"torch_{step}_us"] / one[f"{step}_us"], "rising"))  # noqa: B023
+            both.append(figure(every, lambda one: one[f"torch_{step}_us"] / one[f"{step}_us"]))  # noqa: B023
         wanted.append((both[0], both[1]))
     ratios = [beside(one) for one in cells("beside-vllm-h200.json.xz")]
     wanted.append((f"{statistics.geometric_mean(ratios):.2f}x, lowest {min(ratios):.2f}x", "not measured"))
@@ -185,7 +184,7 @@ def test_the_readmes_speed_is_that_of_the_results() -> None:
             every = [
                 one | {"us": {name: us for name, us in one["us"].items() if name != "ours, of codes"}} for one in every
             ]
-        wanted.append(("not measured", figure(every, beside, "falling" if public else "rising")))
+        wanted.append(("not measured", figure(every, beside)))
     assert [(h200, h100) for _, h200, h100, _ in rows[1:] if h200 != "---"] == wanted
 
 

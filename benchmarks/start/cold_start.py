@@ -283,9 +283,9 @@ def bullet(report: dict[str, Any]) -> str:
                  if name != "torch" and name.startswith("pretuned") is ours and row["empty"]]  # fmt: skip
         known = [one for one in found if one is not None]
         ranges.append(f"{said(min(known))} to {said(max(known))} s" if known else "an unknown time")
-    text = (f"- **Cold start.** With every cache empty, a new process ends its first ten GEMMs in {ranges[0]}. "
-            f"Libraries that compile need {ranges[1]} ({card(report)}, [all](benchmarks/peers/README.md#cold-start), "
-            "[parts](docs/inside/performance.md#start)).")  # fmt: skip
+    text = (f"- **Cold start.** With every cache empty, a new process finishes its first ten GEMMs {ranges[0]} after "
+            f"torch and CUDA are up. Libraries that compile need {ranges[1]} ({card(report)}, "
+            "[all](benchmarks/peers/README.md#cold-start), [parts](docs/inside/performance.md#start)).")  # fmt: skip
     return "\n".join(_wrapped(text))
 
 
