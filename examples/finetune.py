@@ -1,6 +1,6 @@
 """A fine-tuning loop over one MoE layer: ``moe_mlp`` is differentiable, the router learns through its weights.
 
-On a machine without a GPU the same code runs by torch's reference.
+On a machine without a GPU a slow torch reference computes the same.
 """
 
 from __future__ import annotations

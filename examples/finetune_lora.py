@@ -4,9 +4,9 @@
     python examples/finetune_lora.py --model Qwen/Qwen3-30B-A3B --text my.txt --out adapter
     python examples/finetune_lora.py --tiny --steps 20              # a small random model, on any machine
 
-Experts of a quantised checkpoint (openai/gpt-oss-20b, Qwen/Qwen3-30B-A3B-FP8) stay quantised, the adapters beside them.
-The text is cut into pieces of --length tokens; every step takes --batch of them. Only the adapters are trained; they
-are saved as PEFT saves them.
+Experts of a quantised checkpoint (openai/gpt-oss-20b, Qwen/Qwen3-30B-A3B-FP8) stay quantised.
+The text is cut into pieces of --length tokens; every step takes --batch of them. Only the adapters are trained; PEFT
+saves them.
 """
 
 from __future__ import annotations

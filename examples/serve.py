@@ -1,6 +1,6 @@
 """A serving loop: everything is loaded before the first request, and each size of a step is one CUDA graph.
 
-On a machine without a GPU the same code runs step by step, by torch's reference.
+On a machine without a GPU a slow torch reference computes each step, without graphs.
 """
 
 from __future__ import annotations
