@@ -218,7 +218,7 @@ def _shipped(sms: Sequence[int], options: BuildOptions, watch: Observers) -> dic
     except HostError as error:
         if not all(found.values()):
             raise
-        watch.on_note(f"note: the build chooses among kernels that ship compiled, nothing is compiled: {error}")
+        watch.on_note(f"note: the build uses kernels that ship compiled, and nothing is compiled: {error}")
     for text in dict.fromkeys(text for one in found.values() for text in one.trouble):
         watch.on_note(f"note: not used: {text}")
     return found

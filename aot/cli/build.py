@@ -207,7 +207,7 @@ def _show(report: BuildReport, out: Path, verbose: bool, wanted: str) -> None:
         elif one.failed:
             echo(f"{one.target}: {one.lost}; -v lists them")
     if not any(one.compiled or one.cached for one in report.bundles):
-        echo("nothing was compiled: the choices are among the kernels that ship compiled (--compile-all compiles them)")
+        echo("all kernels ship compiled (--compile-all compiles them here)")
     first, folder = quoted(report.bundles[0].path), quoted(out.resolve())
     echo("")
     for one in report.bundles:

@@ -163,7 +163,7 @@ def bundle_files(paths: Sequence[str], *, packed: bool = False) -> tuple[str, ..
     Raises
     ------
     InputError
-        for a directory without bundles.
+        for a path that does not exist, or a directory without bundles.
     HostError
         for one that can't be listed.
     """
@@ -171,6 +171,8 @@ def bundle_files(paths: Sequence[str], *, packed: bool = False) -> tuple[str, ..
     found: list[str] = []
     for path in paths:
         if not os.path.isdir(path):  # noqa: PTH112 - Path.is_dir raises for some paths
+            if "#" not in path:  # FILE.msgpack.xz#sm80 is no file's name
+                _exists(path)
             found.append(path)
             continue
         try:
@@ -182,6 +184,16 @@ def bundle_files(paths: Sequence[str], *, packed: bool = False) -> tuple[str, ..
             raise InputError(f"'{path}' is a directory without bundles (*{SUFFIX}): name another one, or files")
         found += [os.path.join(path, name) for name in inside]  # noqa: PTH118 - as the path was given
     return tuple(found)
+
+
+def _exists(path: str) -> None:
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        hint = "name a bundle, or a directory of bundles such as aot build writes"
+        raise InputError(f"bundle '{path}': no such file; {hint}") from None
+    except (OSError, ValueError):
+        return  # opening it says why
 
 
 def count_list(option: str, text: str) -> list[int]:

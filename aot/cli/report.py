@@ -10,6 +10,8 @@ from pathlib import Path
 import click
 
 from ...artifacts.errors import InputError
+from ...artifacts.files.bundle_file import open_bundle
+from ...runtime.dispatch.places import SUFFIX
 from ..models.load import load_models
 from ..plan.plan import plan
 from ..process.output_file import check_page, is_bundle, write_page
@@ -68,6 +70,8 @@ def report(
     for path in (Path(source), *journals, *([Path(candidates)] if candidates else ())):
         if not path.exists():
             raise InputError(f"'{path}': no such file; wanted a bundle or a journal")
+    if source.endswith(SUFFIX) and not is_bundle(Path(source)):
+        open_bundle(source)  # says what is wrong with it: a damaged bundle is no journal
     check_page(out)
     if ops and not models:
         raise click.UsageError("--ops needs --models: it selects ops of these models")

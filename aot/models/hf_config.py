@@ -67,7 +67,8 @@ def read_model(path: Path) -> ConfigModel:
         regular = stat.S_ISREG(file.stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
         _refuse_dangling(file)
-        raise InputError(f"{path}: no config.json in this directory" if inside else f"{path}: no such file") from None
+        wanted = "no config.json in this directory; wanted a model's directory, a models.txt or a spec"
+        raise InputError(f"{path}: {wanted if inside else 'no such file'}") from None
     except OSError as error:
         raise InputError(f"{path}: can't be read: {error.strerror}") from None
     if not regular:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable
 
@@ -49,7 +50,7 @@ def parse_sm(text: str, native_sm: Callable[[], int | None], option: str = "--sm
             problems.append(f"'{part}' is no NVIDIA GPU: no kernels are built for it, torch for ROCm runs there")
             continue
         else:
-            problems.append(f"'{part}' is no capability{_suggestion(part)}" if part else "an empty part")
+            problems.append(f"'{part}' is no GPU or capability{_suggestion(part)}" if part else "an empty part")
             continue
         if sm in SUPPORTED:
             found.add(sm)
@@ -61,7 +62,8 @@ def parse_sm(text: str, native_sm: Callable[[], int | None], option: str = "--sm
         supported = ", ".join(str(sm) for sm in SUPPORTED)
         told = "; ".join(dict.fromkeys(problems))
         raise InputError(
-            f"{option} {text or repr(text)}: {told}{'' if told.endswith('?') else '.'} Supported: {supported}, native"
+            f"{option} {text or repr(text)}: {told}{'' if told.endswith('?') else '.'} Supported: {supported}, native, "
+            "and GPUs by name, such as h100"
         )
     return tuple(sorted(found))
 
@@ -112,9 +114,13 @@ def known_names() -> tuple[str, ...]:
 
 
 def _suggestion(part: str) -> str:
-    """The capability of a GPU so named, else the nearest supported one, by number."""
+    """The capability of a GPU so named, else names like it, else the nearest supported capability, by number."""
     if named := _of_gpu(part):
         return f"; did you mean {' or '.join(map(str, named))}?"
+    word = re.sub(r"[^a-z0-9]", "", part.lower())
+    if re.match(r"[a-z]+[0-9]{3}", word) and not word.startswith("sm"):  # as a GPU's name
+        near = difflib.get_close_matches(word, [name for name in known_names() if not name[0].isdigit()], n=2)
+        return f"; did you mean {' or '.join(near)}?" if near else ""
     digits = re.sub(r"[^0-9]", "", part)
     if not digits:
         return "; did you mean native?" if part.lower().startswith("n") else ""

@@ -72,7 +72,7 @@ def test_what_no_kernel_runs_and_the_build_that_makes_one(aot):
     [
         (["--gpu", "h100,h200"], 2, "--gpu h100,h200: wanted one GPU"),
         (["--gpu", "v100"], 2, "no kernels are built for it"),
-        (["--gpu", "toaster"], 2, "--gpu toaster: 'toaster' is no capability"),
+        (["--gpu", "toaster"], 2, "--gpu toaster: 'toaster' is no GPU or capability"),
         (["--gpu", "h100", "--tokens", "0"], 2, "--tokens 0: wanted numbers from 1 to"),
         (["--gpu", "h100", "--tokens", "1,x"], 2, "--tokens 1,x: wanted numbers"),
         (["--gpu", "h100", "--ops", "up"], 2, "'up' is no op"),

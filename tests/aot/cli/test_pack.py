@@ -71,7 +71,7 @@ def test_a_directory_that_the_runtime_would_refuse_is_told(aot, here, bundle):
     ("arguments", "complaint"),
     [
         (["small-sm80.msgpack"], "nothing to write: give --wheel DIR, --oci DIR or --dir DIR"),
-        (["none.msgpack", "--dir", "d"], "can't be read: No such file"),
+        (["none.msgpack", "--dir", "d"], "no such file"),
         (["small-sm80.msgpack", "--dir", "d", "--name", "9"], "--name '9' is no package name"),
         (["small-sm80.msgpack", "--dir", "d", "--name", "a/b"], "--name 'a/b' is no package name"),
         (["small-sm80.msgpack", "--dir", "d", "--name", "pretuned"], "names that begin with pretuned are reserved"),

@@ -90,6 +90,7 @@ def test_what_is_missing_of_some_models(aot, here, small_bundle):
 def test_mistakes(aot, here, journal, small_bundle):
     (here / "notes.html").write_text("my notes")
     (here / "text").write_text("no journal")
+    (here / "text.msgpack").write_text("no bundle")
     (here / "other.journal").write_bytes((here / journal).read_bytes())
     bundle = codec.decode(small_bundle.read_bytes(), "small")
     with open_journal(here / "h100.journal", Header(90, A100, bundle.kernels)):
@@ -97,6 +98,7 @@ def test_mistakes(aot, here, journal, small_bundle):
     for arguments, words in (
         ((small_bundle, "-o", "notes.html"), "is no HTML page: it is not overwritten"),
         (("text",), "no journal"),
+        (("text.msgpack",), "bundle 'text.msgpack': file is 9 bytes"),
         (("nothing.msgpack",), "nothing.msgpack"),
         ((small_bundle, "--journal", "text"), "no journal"),
         ((small_bundle, "--journal", "h100.journal"), "'h100.journal' is for sm_90, "),
