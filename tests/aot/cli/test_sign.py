@@ -137,9 +137,11 @@ def test_another_file_beside_a_bundle_is_not_overwritten(aot, here, bundle):
 
 def test_a_bundle_of_a_directory_that_is_not_there(aot, here, bundle):
     ended = aot("sign", "nowhere/small.msgpack", "--key", "private.pem")
-    assert (ended.code, ended.err) == (
-        2, "error: bundle 'nowhere/small.msgpack': no such file; name a bundle, or a directory of bundles such as aot build writes\n"
-    )  # fmt: skip
+    assert ended.code == 2
+    assert ended.err == (
+        "error: bundle 'nowhere/small.msgpack': no such file; "
+        "name a bundle, or a directory of bundles such as aot build writes\n"
+    )
 
 
 @pytest.mark.slow
