@@ -265,7 +265,7 @@ def table(report: dict[str, Any]) -> list[str]:
 
 def heading() -> list[str]:
     """The table's two first lines."""
-    head = f"{HEAD} warm, s | preparing weights, empty, s | warm, s | processes of each |"
+    head = f"{HEAD} warm, s | preparing weights, empty, s | warm, s | processes timed |"
     return [head, "|---" * head.count(" |") + "|"]
 
 
