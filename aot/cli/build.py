@@ -206,8 +206,8 @@ def _show(report: BuildReport, out: Path, verbose: bool, wanted: str) -> None:
                 echo(f"{one.target}: {dropped.kind}: {dropped.spec}: {dropped.reason}")
         elif one.failed:
             echo(f"{one.target}: {one.lost}; -v lists them")
-    if not any(one.compiled or one.cached for one in report.bundles):
-        echo("all kernels ship compiled (--compile-all compiles them here)")
+    if any(one.shipped for one in report.bundles) and not any(one.compiled or one.cached for one in report.bundles):
+        echo("all kernels of these bundles ship compiled (--compile-all compiles them here)")
     first, folder = quoted(report.bundles[0].path), quoted(out.resolve())
     echo("")
     for one in report.bundles:
