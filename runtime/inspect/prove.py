@@ -9,15 +9,18 @@ from __future__ import annotations
 import contextlib
 import json
 import multiprocessing
+import os
 import signal
 import subprocess
 import sys
-import threading
+import tempfile
 import time
-from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from multiprocessing.connection import Connection
+from subprocess import DEVNULL
+from typing import Any
 
 from ...artifacts.errors import CudaError, HostError
 from ...artifacts.names import printable
@@ -28,11 +31,11 @@ from .doctor import gpus_and_driver
 from .survey import Untested, survey
 
 CHILD: tuple[str, ...] = (sys.executable, "-m", "pretuned.runtime.inspect.prover")
-SILENT_S = 300.0  # that a child may say nothing: it imports torch, and its disk may be slow
+SILENT_S = 300.0  # that a child may say nothing: it imports torch, its disk may be slow, and a hang takes 30 s
 _END_S = 10.0  # for it to end, once it is told to
 _MOST_LOST = 3  # variants in a row whose process ends in one way, by nothing that they did
 _MOST_REASONS = 10  # that are listed
-_LONGEST_LINE = 1 << 16  # characters of what a child prints that are kept as one
+_MOST_WORDS = 1 << 16  # bytes of what a child prints that are read
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +101,11 @@ def prove(gpus: Sequence[LocalGpu]) -> SelfTestReport:
     found = []
     for device, local in enumerate(gpus):
         began, untested = time.perf_counter(), Counter[str]()
-        for one, result in _results(device, survey(snapshot, local).left):
-            if result.untested is None:
-                verdicts.note(one.variant, local, verdicts.verdict(result.wrong is None, result.wrong or ""))
+        for one, wrong, reason in _results(device, survey(snapshot, local).left):
+            if reason is None:
+                verdicts.note(one.variant, local, verdicts.verdict(wrong is None, wrong or ""))
             else:
-                untested[result.untested] += 1
+                untested[reason] += 1
         snapshot.reconsider()
         after = survey(snapshot, local)
         lines = [f"{count} kernel{'s'[: count > 1]}: {why}" for why, count in untested.most_common(_MOST_REASONS)]
@@ -113,105 +116,80 @@ def prove(gpus: Sequence[LocalGpu]) -> SelfTestReport:
     return SelfTestReport(tuple(found))
 
 
-class _Result(NamedTuple):
-    """What a variant gets wrong, None where it is right; or why it could not be tested."""
+def _results(device: int, left: Sequence[Untested]) -> Iterator[tuple[Untested, str | None, str | None]]:
+    """(variant, what it gets wrong, why it could not be tested) of each; both None of a right variant.
 
-    wrong: str | None = None
-    untested: str | None = None
-    ends: bool = False  # the process that tested it, or can't go on
-
-
-def _results(device: int, left: Sequence[Untested]) -> Iterator[tuple[Untested, _Result]]:
-    """The result of each variant. A child that ends is followed by another, which goes on with the next variant."""
-    with contextlib.ExitStack() as running:
-        child: _Child | None = None
-        lost: list[_Result] = []
-        for number, one in enumerate(left):
-            if child is None:
-                child = running.enter_context(_Child())
-                if (why := child.not_ready()) is not None:
-                    if not number:
-                        raise HostError(why)
-                    yield from ((rest, _Result(untested=why)) for rest in left[number:])
-                    return
-            result = child.test(device, one)
-            yield one, result
-            ended = result.ends and result.untested is not None  # by nothing that is known to be the variant's doing
-            lost = [*(each for each in lost if each == result), result] if ended else []
-            if len(lost) == _MOST_LOST:
-                yield from ((rest, result) for rest in left[number + 1 :])
+    A child that ends is followed by another, which goes on with the next variant.
+    """
+    done, lost, last = 0, 0, ""  # lost: how many children in a row ended in the way ``last``
+    while done < len(left):
+        with _child() as (process, pipe, last_words):
+            if _message(pipe) is None:
+                why = f"a process that tests code could not begin: {last_words()}"
+                if not done:
+                    raise HostError(why)
+                yield from ((rest, None, why) for rest in left[done:])
                 return
-            if result.ends:
-                running.close()
-                child = None
+            jobs = [[device, one.bundle.path, one.bundle.digest.hex(), one.index] for one in left[done:]]
+            with contextlib.suppress(OSError):  # it died: the missing message says so
+                pipe.send_bytes(json.dumps(jobs).encode())
+            ends = False
+            while not ends and done < len(left):
+                message = _message(pipe)
+                wrong, untested, ends = (
+                    (None, _ending(process, last_words), True) if message is None else json.loads(message)
+                )
+                yield left[done], wrong, untested
+                done += 1
+                lost = 0 if not ends or untested is None else lost + 1 if untested == last else 1
+                last = untested or ""
+                if lost == _MOST_LOST:
+                    yield from ((rest, None, untested) for rest in left[done:])
+                    return
 
 
-class _Child:
-    """A process that tests variants one after another (``prover.py``)."""
+@contextlib.contextmanager
+def _child() -> Iterator[tuple[subprocess.Popen[bytes], Connection, Callable[[], str]]]:
+    """A process that tests variants (``prover.py``), its pipe, and a function that gives its last line on stderr."""
+    pipe, theirs = multiprocessing.Pipe()
+    with pipe, tempfile.TemporaryFile() as errors:
 
-    def __init__(self) -> None:
-        self._pipe, theirs = multiprocessing.Pipe()
+        def last_words() -> str:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_S)
+            errors.seek(max(0, errors.seek(0, os.SEEK_END) - _MOST_WORDS))
+            lines = errors.read(_MOST_WORDS).decode(errors="replace").split("\n")
+            return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+
         with theirs:
+            command = (*CHILD, str(theirs.fileno()))
             try:
-                self._process = subprocess.Popen(
-                    (*CHILD, str(theirs.fileno())), pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, encoding="utf-8", errors="replace",
-                )  # fmt: skip
+                process = subprocess.Popen(
+                    command, pass_fds=[theirs.fileno()], stdin=DEVNULL, stdout=DEVNULL, stderr=errors
+                )
             except OSError as error:
                 raise HostError(f"can't start {CHILD[0]!r}: {error.strerror or error}") from error
-        self._errors: deque[str] = deque(maxlen=20)
-        self._reader = threading.Thread(target=self._read_errors, daemon=True)
-        self._reader.start()
-
-    def __enter__(self) -> _Child:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # one that the driver holds is left to it
-            self._process.wait(_END_S)
-        self._pipe.close()
-
-    def _read_errors(self) -> None:
-        assert self._process.stderr is not None
-        with self._process.stderr as lines:
-            for line in iter(lambda: lines.readline(_LONGEST_LINE), ""):
-                if line.strip():
-                    self._errors.append(line.strip())
-
-    def not_ready(self) -> str | None:
-        """Why no variant can be tested by it; None where one can."""
-        if self._answer() is not None:
-            return None
-        return f"a process that tests code could not begin: {self._last_words()}"
-
-    def test(self, device: int, one: Untested) -> _Result:
-        """The result of a variant; of one during which the process ends without any, how it ends."""
-        with contextlib.suppress(OSError):  # it died: its end is told below
-            asked = [device, one.bundle.path, one.bundle.digest.hex(), one.index]
-            self._pipe.send_bytes(json.dumps(asked).encode())
-        answer = self._answer()
-        if answer is None:
-            return _Result(untested=self._ending(), ends=True)
-        return _Result(**json.loads(answer))
-
-    def _answer(self) -> bytes | None:
-        """Its next message; None where it ended, or says nothing for long."""
-        with contextlib.suppress(OSError, EOFError):
-            return self._pipe.recv_bytes() if self._pipe.poll(SILENT_S) else None
-        return None
-
-    def _ending(self) -> str:
         try:
-            code = self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            return f"the process that tested it said nothing for {SILENT_S:.0f} s"
-        if code < 0:
-            with contextlib.suppress(ValueError):
-                return f"the process that tested it ended by {signal.Signals(-code).name}"
-        return f"the process that tested it ended with exit code {code}: {self._last_words()}"
+            yield process, pipe, last_words
+        finally:
+            process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a process that the driver holds is left to it
+                process.wait(_END_S)
 
-    def _last_words(self) -> str:
-        """The last line that it wrote to its standard error."""
-        self._reader.join(_END_S)
-        return self._errors[-1] if self._errors else "it said nothing"
+
+def _message(pipe: Connection) -> bytes | None:
+    """A child's next message; None where it ended, or says nothing for long."""
+    with contextlib.suppress(OSError, EOFError):
+        return pipe.recv_bytes() if pipe.poll(SILENT_S) else None
+    return None
+
+
+def _ending(process: subprocess.Popen[bytes], last_words: Callable[[], str]) -> str:
+    try:
+        code = process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        return f"the process that tested it said nothing for {SILENT_S:.0f} s"
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            return f"the process that tested it ended by {signal.Signals(-code).name}"
+    return f"the process that tested it ended with exit code {code}: {last_words()}"

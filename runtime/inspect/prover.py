@@ -1,79 +1,43 @@
-"""The child process of ``prove.py``: tests the variants that it is asked for, one message each.
+"""The child process of ``prove.py``: tests variants one after another, and sends a message of JSON after each.
 
-Messages are JSON over a pipe of its own: what code prints on the standard output is none. The first, empty one says
-that the process is ready. A result is ``wrong``, what the variant computed wrongly or null, or ``untested``, why
-nothing can be said of it; ``ends`` is true where the process can't go on.
+The pipe is its own: what kernels print on the standard output is no result. A first, empty message says that the
+process is ready; then it takes a list of variants.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
-from typing import Any
 
 from ...artifacts.errors import BundleCorrupt
 from ...artifacts.files.bundle_file import BundleFile, open_bundle
 from ..driver.cuda import Unfinished, Unusable
 
-_LONGEST_S = 60  # for the test of one variant
 _MOST_CHARS = 4096  # of a reason
 
-# (device, path, the bundle's digest in hex, variant): the loaded kernel
-_Load = Callable[[int, str, str, int], Any]
+# (device, path, the bundle's digest in hex, variant) -> what is wrong, or None
+Test = Callable[[int, str, str, int], "str | None"]
 
 
-def serve(pipe: Connection, load: _Load, test: Callable[[Any], str | None], longest_s: int = _LONGEST_S) -> None:
-    """Test the variants that are asked for, until one leaves the GPU unusable or nobody asks any more."""
+def serve(pipe: Connection, test: Test) -> None:
+    """Test the variants that are asked for, until one leaves the GPU unusable. A message: [wrong, untested, ends]."""
     pipe.send_bytes(b"")
-    with contextlib.suppress(EOFError):
-        while True:
-            device, path, digest, index = json.loads(pipe.recv_bytes())
-            try:
-                kernel = load(device, path, digest, index)
-                with _watched(pipe, longest_s):
-                    wrong = test(kernel)
-            except Unfinished as error:
-                return _send(pipe, wrong=str(error), ends=True)
-            except Exception as error:
-                why = next(iter(str(error).splitlines()), "") or type(error).__name__
-                _send(pipe, untested=why, ends=isinstance(error, Unusable))
-            else:
-                _send(pipe, wrong=wrong)
-
-
-def _send(pipe: Connection, *, ends: bool = False, **result: str | None) -> None:
-    short = {name: text and text[:_MOST_CHARS] for name, text in result.items()}
-    pipe.send_bytes(json.dumps({**short, "ends": ends}).encode())
-
-
-@contextlib.contextmanager
-def _watched(pipe: Connection, longest_s: int) -> Iterator[None]:
-    """End the process with a result for a test that hangs.
-
-    Seconds in which this process itself ran are counted: stopped, or suspended with its machine, it does not hang.
-    """
-    done, speaking = threading.Event(), threading.Lock()
-
-    def watch() -> None:
-        for _ in range(longest_s):
-            if done.wait(1.0):
-                return
-        with speaking:
-            if not done.is_set():
-                _send(pipe, wrong=f"it did not end within {longest_s} s", ends=True)
-                os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-    try:
-        yield
-    finally:
-        with speaking:
-            done.set()
+    for job in json.loads(pipe.recv_bytes()):
+        wrong = untested = None
+        ends = False
+        try:
+            wrong = test(*job)
+        except Unfinished as error:
+            wrong, ends = str(error), True
+        except Exception as error:
+            untested = next(iter(str(error).splitlines()), "") or type(error).__name__
+            ends = isinstance(error, Unusable)
+        pipe.send_bytes(json.dumps([wrong and wrong[:_MOST_CHARS], untested and untested[:_MOST_CHARS], ends]).encode())
+        if ends:
+            return
 
 
 @contextlib.contextmanager
@@ -91,11 +55,11 @@ def main() -> None:
     from ..launch.loader import loaded
     from ..launch.proof import tried
 
-    def load(device: int, path: str, digest: str, index: int) -> Any:
+    def test(device: int, path: str, digest: str, index: int) -> str | None:
         with of_digest(path, digest) as bundle:
-            return loaded(bundle, index, device, local_gpu(device).gpu.sm_count)
+            return tried(loaded(bundle, index, device, local_gpu(device).gpu.sm_count))
 
-    serve(Connection(int(sys.argv[1])), load, tried)
+    serve(Connection(int(sys.argv[1])), test)
 
 
 if __name__ == "__main__":

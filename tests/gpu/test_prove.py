@@ -149,8 +149,7 @@ class Machine:
 
     def anew(self) -> None:
         """As another process finds it."""
-        for name, empty in (("_known", {}), ("_wrong", {}), ("_read", set()), ("_told", set())):
-            self.patch.setattr(verdicts, name, empty)
+        self.patch.setattr(verdicts, "_memory", verdicts._Memory())
         device_of(0).trusted.clear()
         self.tried = 0
         reload()
@@ -262,7 +261,7 @@ def test_what_ships_for_this_gpu_costs_no_trial(machine: Machine, monkeypatch: p
     grouped_gemm(x, w, rows)
     assert "tested on NVIDIA" in str(explain(x, w, rows))
     assert machine.tried == 0
-    assert not verdicts._known
+    assert not verdicts._memory.results
 
 
 def test_the_command_finds_what_is_wrong_and_what_faults(tmp_path: Path) -> None:

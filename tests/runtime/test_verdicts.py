@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from made import ON_A100, ON_L40S, SPECS, variant
 
+from pretuned.artifacts.files.lock import lock
 from pretuned.artifacts.records.target import LocalGpu
 from pretuned.runtime import verdicts
 from pretuned.runtime.settings import Settings
@@ -23,10 +25,7 @@ RIGHT, WRONG = verdict(True), verdict(False, "y[0, 0] is 1, wanted 2")
 
 def anew(patch: pytest.MonkeyPatch) -> None:
     """As in another process."""
-    patch.setattr(verdicts, "_known", {})
-    patch.setattr(verdicts, "_wrong", {})
-    patch.setattr(verdicts, "_read", set())
-    patch.setattr(verdicts, "_told", set())
+    patch.setattr(verdicts, "_memory", verdicts._Memory())
 
 
 @pytest.fixture
@@ -190,6 +189,20 @@ def test_without_overlay_writes_nothing_is_written(overlay: Path, monkeypatch: p
     note(ONE, ON_A100, WRONG)
     assert is_wrong(ONE, ON_A100)
     assert not overlay.exists()
+
+
+def test_one_call_a_process_waits_for_the_overlays_lock(overlay: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A preload of many kernels beside a process that was stopped with the lock in its hands. Nothing is lost."""
+    monkeypatch.setattr(verdicts._memory, "wait_s", 0.5)
+    with lock(overlay, 1.0):
+        began = time.monotonic()
+        for number in range(20):
+            note(variant(SPECS[0], b"%d" % number), ON_A100, RIGHT)
+        assert 0.5 <= time.monotonic() - began < 5.0
+    note(OTHER, ON_A100, WRONG)
+    anew(monkeypatch)
+    assert known(OTHER, ON_A100) == WRONG
+    assert all(known(variant(SPECS[0], b"%d" % number), ON_A100) == RIGHT for number in range(20))
 
 
 def _notes(first: int, barrier: object) -> None:

@@ -682,7 +682,8 @@ def test_why_a_variant_can_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     told = why_not(turns, replace(PROBLEM, N=(192 << 20) + 8), ON_H200, aligned=True)
     assert told is not None
     assert "the most columns" in told
-    monkeypatch.setattr(verdicts, "_wrong", {(90, ON_H200.gpu): {verdicts._digest(one)}})
+    monkeypatch.setattr(verdicts, "_memory", verdicts._Memory())
+    verdicts.leave_out(one, ON_H200)
     assert (
         why_not(one, PROBLEM, ON_H200, aligned=True)
         == "its test on this GPU failed, or could not be made in this process"

@@ -309,8 +309,7 @@ class Machine:
 
     def anew(self, *, driver: int = L40S.driver) -> None:
         """Another process begins."""
-        for name, empty in (("_known", {}), ("_wrong", {}), ("_read", set()), ("_told", set())):
-            self.patch.setattr(verdicts, name, empty)
+        self.patch.setattr(verdicts, "_memory", verdicts._Memory())
         self.patch.setattr(driver_device, "devices", {})
         self.gpu = LocalGpu(89, replace(L40S, driver=driver))
         self.faults.tried.clear()
@@ -470,7 +469,7 @@ def test_what_was_measured_on_this_capability_is_used_as_it_is(machine: Machine)
     machine.anew()
     assert machine.call()
     assert machine.faults.tried == []
-    assert verdicts._read == set()
+    assert verdicts._memory.read == set()
     assert "tested on NVIDIA L4" in str(explain(PROBLEM, M=M))
 
 
