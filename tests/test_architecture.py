@@ -35,6 +35,7 @@ LAYERS = tuple(ORDER)
 # What else than the standard library a layer or a room may import; the longest name that fits counts.
 THIRD_PARTY: dict[str, frozenset[str] | None] = {  # None: anything
     "artifacts": frozenset({"msgpack", "filelock"}),
+    "artifacts.files.signature": frozenset({"cryptography"}),
     "kernels": frozenset({"torch"}),
     "kernels.hardware": frozenset(),
     "kernels.contract": frozenset(),

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ..errors import BundleError, BundleUntrusted, InputError
 from ..limits import MAX_KEYS
-from . import ed25519, trust
+from . import trust
 from .publish import at_once
 
 SUFFIX = ".sig"
@@ -98,7 +98,7 @@ def read_key(path: str) -> Key:
             raise
         raise trust.unreadable(path, error, "key") from error
     public = b"" if data is None else _public(data)
-    if ed25519.is_key(public):
+    if public:
         return Key(os.path.basename(path), public)  # noqa: PTH119
     if data is not None and b"PRIVATE KEY" in data:
         told = "a private key, which belongs on the machine that signs alone. Put its public one there: "
@@ -115,7 +115,7 @@ def check(path: str, digest: bytes, keys: Keys) -> Key:
     Raises
     ------
     BundleUntrusted
-        where none of ``keys`` did.
+        where none of ``keys`` did, or the package cryptography, which checks it, is missing.
     """
     file = path + SUFFIX
     if not keys.keys:
@@ -128,9 +128,25 @@ def check(path: str, digest: bytes, keys: Keys) -> Key:
     key = next((one for one in keys.keys if one.public == public), None)
     if key is None:
         raise _refused(path, f"its signature {file!r} is by another key, {key_id(public)}", keys)
-    if not ed25519.verify(public, message(digest), signature):
+    if not _verified(path, public, message(digest), signature, keys.wanted_by):
         raise _refused(path, f"its signature {file!r}, by {key.name}, is not of this content", keys)
     return key
+
+
+def _verified(path: str, public: bytes, signed: bytes, signature: bytes, wanted_by: str) -> bool:
+    try:
+        from cryptography.exceptions import InvalidSignature  # here, as most processes check no signature
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+    except ImportError as error:
+        raise BundleUntrusted(
+            f"bundle {path!r}: {wanted_by} wants it signed, and the package cryptography, which checks signatures, is "
+            f'missing or fails ({error}). Run: pip install "pretuned[keys]"'
+        ) from error
+    try:
+        Ed25519PublicKey.from_public_bytes(public).verify(signature, signed)
+    except (InvalidSignature, ValueError):  # ValueError: the 32 bytes are no key to this version of it
+        return False
+    return True
 
 
 def read(path: str) -> tuple[bytes, bytes] | None:

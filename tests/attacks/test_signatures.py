@@ -281,8 +281,7 @@ def test_test_results_and_configs_are_neither_read_nor_written(
 ) -> None:
     """Nobody signs those."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for name, empty in (("_known", {}), ("_wrong", {}), ("_read", set()), ("_told", set())):
-        monkeypatch.setattr(verdicts, name, empty)
+    monkeypatch.setattr(verdicts, "_memory", verdicts._Memory())
     one, other = variant(SPECS[0], b"one"), variant(SPECS[0], b"other")
 
     def files() -> dict[Path, bytes]:
@@ -298,8 +297,7 @@ def test_test_results_and_configs_are_neither_read_nor_written(
     assert len(before) == 3, before
     monkeypatch.setenv("PRETUNED_TRUSTED_KEYS", str(tmp_path / "keys"))
     reload()
-    for name, empty in (("_known", {}), ("_wrong", {}), ("_read", set())):
-        monkeypatch.setattr(verdicts, name, empty)
+    monkeypatch.setattr(verdicts, "_memory", verdicts._Memory())
     unsloth.clear_cache()
     assert verdicts.known(one, ON_H200) is None
     assert unsloth.load_cached_config(one.cubin_sha256.hex()) is None
