@@ -79,7 +79,7 @@ COVERED: dict[tuple[str, str], str] = {
     ("aot.cli", "echo options progress sections table"): "aot/cli/test_verbs.py aot/cli/test_mistakes.py",
     ("aot.cli", "bench"): "aot/compare/test_run.py",
     ("aot.compare", "libraries plot products result timing"): "aot/compare/test_run.py",
-    ("aot.compare", "vllm_kernels"): "benchmarks/test_beside_vllm.py",
+    ("aot.compare", "triton_kernels"): "benchmarks/test_beside_vllm.py",
     ("aot.compile", "cache"): "attacks/test_caches.py",
     ("aot.compile", "nvidia"): "aot/compile/test_ptx.py",
     ("aot.demand", "api cache"): "aot/demand/test_tuner.py",

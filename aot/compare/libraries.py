@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 
-from . import vllm_kernels
 from .products import Call, Inputs, grouped_mm, matmul_loop
+from .triton_kernels import TritonKernels
 
 TORCH, LOOP = "torch grouped_mm", "torch matmul loop"
 VLLM, TRITON_KERNELS, DEEPGEMM, HUMMING = "vLLM", "triton_kernels", "DeepGEMM", "Humming"
 _ROWS_A_BLOCK = 128  # of DeepGEMM's contiguous form: an expert's rows fill whole blocks
+_FEW_ROWS = 4  # rows x this <= experts: vLLM gives each row a block of its own
 
 
 class NoCall(Exception):
@@ -103,26 +104,47 @@ def _version(package: str) -> str:
 
 def _vllm(device: torch.device) -> Library:
     _needs_gpu("vllm", device)
-    place = vllm_kernels.package(None)
-    kernels = vllm_kernels.FusedMoe(place)
+    package = "vllm.model_executor.layers.fused_moe"
+    moe: Any = importlib.import_module(f"{package}.fused_moe")
+    align: Any = importlib.import_module(f"{package}.moe_align_block_size").moe_align_block_size
+    bf16: Any = importlib.import_module("triton.language").bfloat16
+    return Library(VLLM, _version("vllm"), partial(_vllm_call, moe, align, bf16))
 
-    def make(one: PeerProduct) -> Made:
-        if one.op != "forward":
-            raise NoCall("its kernel has no gradients")
-        E, N, K = one.inputs.w.shape
-        device_name = torch.cuda.get_device_name(device).replace(" ", "_")
-        configs = kernels.configs_of(E, N, K, one.width, one.top_k, one.tokens, device_name)
-        return Made(kernels.vllm(one.inputs, configs.get("tuned", configs["heuristic"])))
 
-    return Library(VLLM, vllm_kernels.version_of(place), make)
+def _vllm_call(moe: Any, align: Any, bf16: Any, one: PeerProduct) -> Made:
+    """fused_moe_kernel with the config that vLLM takes for the layer; which rows are whose lies ready."""
+    if one.op != "forward":
+        raise NoCall("its kernel has no gradients")
+    x, w, n = one.inputs.x, one.inputs.w, one.inputs.m_sizes
+    M, (E, N, K) = len(x), w.shape
+    H = N if one.width == K else K
+    config = moe.try_get_optimal_moe_config((E, 2 * one.width, H), (E, H, one.width), one.top_k, None, one.tokens)
+    owner = torch.repeat_interleave(torch.arange(E, device=x.device), n.long()).int()
+    if M * _FEW_ROWS <= E:
+        rows = None, owner, torch.tensor([M * config["BLOCK_SIZE_M"]], dtype=torch.int32, device=x.device)
+    else:
+        rows = align(owner[:, None], config["BLOCK_SIZE_M"], E)
+    formats = ("use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16", "per_channel_quant")
+    plain = dict.fromkeys(formats, False)
+
+    def call() -> torch.Tensor:
+        y = x.new_empty(M, 1, N)
+        moe.invoke_fused_moe_triton_kernel(
+            x, w, y, None, None, None, *rows, False, 1, config, compute_type=bf16, **plain
+        )
+        return y.view(M, N)
+
+    return Made(call)
 
 
 def _triton_kernels(device: torch.device) -> Library:
     bundled = find_spec("triton_kernels") is None and find_spec("vllm") is not None
     _needs_gpu("vllm" if bundled else "triton_kernels", device)
-    kernels = vllm_kernels.TritonKernels(vllm_kernels.package(None) if bundled else None)
-    said = f"of vLLM {_version('vllm')}" if bundled else _version("triton_kernels")
-    return Library(TRITON_KERNELS, said, lambda one: Made(kernels.triton_kernels(one.op, one.inputs)))
+    if bundled:
+        importlib.import_module("vllm.utils.import_utils").import_triton_kernels()
+    kernels = TritonKernels()
+    label = f"of vLLM {_version('vllm')}" if bundled else _version("triton_kernels")
+    return Library(TRITON_KERNELS, label, lambda one: Made(kernels.triton_kernels(one.op, one.inputs)))
 
 
 def _deepgemm(device: torch.device) -> Library:

@@ -36,7 +36,7 @@ from typing import Any, TypeAlias
 import torch
 
 from benchmarks import provenance
-from pretuned.aot.compare import vllm_kernels
+from benchmarks.peers import vllm_kernels
 from pretuned.aot.measure.clock import Clock, HostClock, Replayed
 from pretuned.runtime import grouped_gemm
 

@@ -26,10 +26,9 @@ import torch
 
 from benchmarks import method, provenance
 from benchmarks.method import MODELS
-from benchmarks.peers import beside
+from benchmarks.peers import beside, vllm_kernels
 from benchmarks.peers.beside import OPS, OURS, Maker
 from benchmarks.speed.kernels import layers_of, room
-from pretuned.aot.compare import vllm_kernels
 
 LIBRARY = "the better of vLLM and triton_kernels"
 _MANY = 1024  # tokens

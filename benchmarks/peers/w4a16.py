@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from pretuned.aot.compare.vllm_kernels import taken
+from benchmarks.peers.vllm_kernels import taken
 from pretuned.runtime.weights.codes import pack, unpack
 
 from .products import Call, Cell, Product

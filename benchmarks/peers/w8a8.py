@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pretuned.aot.compare import vllm_kernels
+from benchmarks.peers import vllm_kernels
 from pretuned.aot.measure.calls import Tensors, caller
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem

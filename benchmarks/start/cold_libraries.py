@@ -85,7 +85,7 @@ class VllmTriton(Library):
     title, needs = "vLLM fused_moe (Triton)", ("vllm",)
 
     def set_up(self) -> None:
-        from pretuned.aot.compare import vllm_kernels
+        from benchmarks.peers import vllm_kernels
 
         self.kernels = vllm_kernels
 

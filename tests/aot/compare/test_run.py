@@ -20,6 +20,7 @@ from pretuned.aot.compare.libraries import (
     NoCall,
     PeerProduct,
     _deepgemm_call,
+    _vllm_call,
     found,
 )
 from pretuned.aot.compare.plot import kind_of
@@ -180,6 +181,44 @@ def test_deepgemms_rows_are_padded_and_found_again():
     assert replayed_error(clock, taken(clock, padded.call), inputs, "forward", padded.at) < 1e-2
     with pytest.raises(NoCall, match="gradients"):
         _deepgemm_call(SimpleNamespace(), PeerProduct("dX", inputs, 3, 2, 64))
+
+
+@pytest.mark.parametrize("sizes", [(3, 0, 130, 1), (0,) * 7 + (1,)])
+def test_vllms_rows_stand_in_blocks_of_their_expert(sizes):
+    """Its functions, computed by torch, with the arguments that vLLM 0.20 and 0.32 have."""
+    asked = []
+
+    def config(w1, w2, top_k, dtype, tokens):
+        asked.append((w1, w2, top_k, dtype, tokens))
+        return {"BLOCK_SIZE_M": 16}
+
+    def align(ids, block, experts):
+        blocks = [(e, (ids[:, 0] == e).nonzero()[:, 0].split(block)) for e in range(experts) if (ids == e).any()]
+        parts = [(e, rows) for e, all_rows in blocks for rows in all_rows]
+        slots = [torch.cat([rows, rows.new_full((block - len(rows),), len(ids))]) for _, rows in parts]
+        return torch.cat(slots), torch.tensor([e for e, _ in parts]), torch.tensor([block * len(parts)])
+
+    def invoke(
+        A, B, C, A_scale, B_scale, topk_weights, sorted_token_ids, expert_ids, num_tokens_post_padded,
+        mul_routed_weight, top_k, config, compute_type, use_fp8_w8a8, use_int8_w8a8, use_int8_w8a16, use_int4_w4a16,
+        per_channel_quant, block_shape=None, B_bias=None,
+    ):  # fmt: skip
+        assert (A_scale, B_scale, topk_weights, mul_routed_weight, top_k) == (None, None, None, False, 1)
+        assert not any((use_fp8_w8a8, use_int8_w8a8, use_int8_w8a16, use_int4_w4a16, per_channel_quant))
+        for number, expert in enumerate(expert_ids.tolist()):
+            rows = [number] if sorted_token_ids is None else sorted_token_ids[16 * number : 16 * number + 16].tolist()
+            for row in rows:
+                if row < len(A):
+                    C[row, 0] = A[row] @ B[expert].T
+
+    inputs = made(sizes)
+    module = SimpleNamespace(try_get_optimal_moe_config=config, invoke_fused_moe_triton_kernel=invoke)
+    clock = HostClock()
+    one = _vllm_call(module, align, None, PeerProduct("forward", inputs, 3, 2, 64))
+    assert replayed_error(clock, taken(clock, one.call), inputs, "forward", one.at) < 1e-2
+    assert asked == [((len(sizes), 6, 5), (len(sizes), 5, 3), 2, None, 64)]
+    with pytest.raises(NoCall, match="gradients"):
+        _vllm_call(module, align, None, PeerProduct("dX", inputs, 3, 2, 64))
 
 
 def test_few_tokens_come_first_and_gradients_from_1024_on():

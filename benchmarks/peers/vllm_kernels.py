@@ -7,7 +7,6 @@ its heuristic are taken as they stand; the rest of the package, which wants vLLM
 from __future__ import annotations
 
 import ast
-import importlib
 import json
 import sys
 from collections.abc import Collection
@@ -18,13 +17,13 @@ from typing import Any
 
 import torch
 
-from .products import Call, Inputs
+from pretuned.aot.compare.products import Call, Inputs
+from pretuned.aot.compare.triton_kernels import TritonKernels
 
 VERSION = "0.20.2"
 INSTALL = f"pip download --no-deps vllm=={VERSION} && unzip -q vllm-{VERSION}-*.whl -d vllm-{VERSION}"
 KERNEL_FILE = "model_executor/layers/fused_moe/fused_moe.py"
 TAKEN = ("write_zeros_to_output", "fused_moe_kernel", "invoke_fused_moe_triton_kernel", "get_default_config")
-ROWS_A_STEP = 64  # of triton_kernels' dW
 FEW_ROWS = 4  # rows x this <= experts: vLLM gives each row a block of its own (_prepare_expert_assignment)
 
 
@@ -58,9 +57,7 @@ def taken(source: Path, wanted: Collection[str], names: dict[str, Any]) -> dict[
     missing = sorted(set(wanted) - {node.name for node in found})
     if missing:
         raise ValueError(f"{source} has no {', '.join(missing)}: this is written for vLLM {VERSION}")
-    exec(  # noqa: S102 - vLLM's own file, as it is installed
-        compile(ast.Module([*found], []), str(source), "exec"), names
-    )
+    exec(compile(ast.Module([*found], []), str(source), "exec"), names)
     return {name: names[name] for name in wanted}
 
 
@@ -115,48 +112,13 @@ class FusedMoe:
         return call
 
 
-class TritonKernels:
-    """triton_kernels' matmul_ogs: the one in vLLM's folder ``place``, or None for one that is installed by itself."""
-
-    def __init__(self, place: Path | None) -> None:
-        if place is not None:
-            sys.path.insert(0, str(place / "third_party"))
-        self.ogs: Any = importlib.import_module("triton_kernels.matmul_ogs")
-        self.metadata: Any = importlib.import_module("triton_kernels.tensor").make_ragged_tensor_metadata
-
-    def triton_kernels(self, op: str, inputs: Inputs) -> Call:
-        """y[g] = x[g] @ w[g].T, dx[g] = dy[g] @ w[g] or dw[g] = dy[g].T @ x[g], by matmul_ogs as it chooses itself."""
-        if op == "dW":
-            return self._weight(inputs, inputs.grad)
-        rows, w = (inputs.x, inputs.w.transpose(1, 2)) if op == "forward" else (inputs.grad, inputs.w)
-        routing = self.ogs.RoutingData(
-            None, inputs.m_sizes, len(w), 1, expt_data=self.metadata(inputs.m_sizes, len(rows))
-        )
-        return lambda: self.ogs.matmul_ogs(rows, w, None, routing)
-
-    def _weight(self, inputs: Inputs, dy: torch.Tensor) -> Call:
-        """dw: the rows of both, padded as it wants them, lie ready."""
-        m_sizes, left, right = inputs.m_sizes, padded(dy, inputs.m_sizes), padded(inputs.x, inputs.m_sizes)
-        base = self.ogs.RoutingData(None, m_sizes, len(m_sizes), 1, expt_data=self.metadata(m_sizes, len(dy)))
-        inner = self.ogs.InnerRoutingData(base, ROWS_A_STEP, x_is_padded=True, w_is_padded=True)
-        return lambda: self.ogs.matmul_ogs(left.t(), right, None, inner_routing_data=inner)
-
-
 class Kernels(FusedMoe, TritonKernels):
     """Both, of one folder of the package vllm."""
 
     def __init__(self, place: Path) -> None:
         FusedMoe.__init__(self, place)
-        TritonKernels.__init__(self, place)
-
-
-def padded(rows: torch.Tensor, m_sizes: torch.Tensor) -> torch.Tensor:
-    """Each expert's rows, and rows of zeros up to whole steps."""
-    whole = (m_sizes.long() + ROWS_A_STEP - 1) // ROWS_A_STEP * ROWS_A_STEP
-    shift = (whole.cumsum(0) - whole) - (m_sizes.long().cumsum(0) - m_sizes)
-    out = rows.new_zeros(int(whole.sum()), rows.shape[1])
-    out[torch.arange(len(rows), device=rows.device) + torch.repeat_interleave(shift, m_sizes.long())] = rows
-    return out
+        sys.path.insert(0, str(place / "third_party"))
+        TritonKernels.__init__(self)
 
 
 def assignment(m_sizes: torch.Tensor, M: int, block: int) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
