@@ -23,8 +23,8 @@ ORDER: dict[str, tuple[str, ...]] = {
     "artifacts": ("limits errors", "names", "records", "format", "code", "files"),
     "kernels": ("hardware codes", "contract", "search cost reference", "gemm.portable", "gemm.hopper rowops"),
     "runtime": (
-        "locks", "current settings driver weights", "hooks", "verdicts", "dispatch", "check", "launch", "ops",
-        "replay inspect", "api", "integrations",
+        "locks", "current settings driver weights", "hooks", "verdicts config_cache", "dispatch", "check", "launch",
+        "ops", "replay inspect", "api", "integrations",
     ),
     "aot": (
         "process models", "compile journal plan", "measure bundle", "executors choose report pack", "tune compare",

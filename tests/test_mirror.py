@@ -36,6 +36,7 @@ COVERED: dict[tuple[str, str], str] = {
     ("kernels.rowops", "activation gather_combine sort zero_rows"): "kernels/rowops/test_interpreted.py",
     ("kernels.search", "ampere blackwell coded hopper tiles"): "kernels/search/test_space.py",
     ("runtime", "__main__"): "runtime/inspect/test_doctor.py",
+    ("runtime", "config_cache"): "aot/demand/test_tuner.py runtime/integrations/test_unsloth.py",
     ("runtime", "current"): "runtime/dispatch/test_snapshot.py",
     ("runtime", "hooks locks"): "runtime/test_fork.py",
     ("runtime.api", "adapted"): "runtime/api/test_lora.py",

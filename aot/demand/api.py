@@ -15,7 +15,6 @@ from ...artifacts.records.precision import PLAIN_DTYPES, DType
 from ...artifacts.records.problem import Op, bucket_of
 from ...artifacts.records.target import LocalGpu
 from ...kernels.contract.registry import ENTRIES
-from ...runtime.dispatch.pin import KernelPair
 from ...runtime.driver.device import current_device, local_gpu
 from ...runtime.inspect.asked import dtype_of_weights
 from ...runtime.weights.expert_weights import ExpertWeights
@@ -27,6 +26,9 @@ from .tuner import OnDemand, measure_in_child, shape_of
 _WHO = "get_or_autotune_moe_kernels"
 _default = OnDemand(measure_in_child)
 tune_call = _default.tune_call
+load_cached_config = _default.load
+save_cached_config = _default.save
+clear_cache = _default.clear
 
 
 def get_or_autotune_moe_kernels(
@@ -144,32 +146,3 @@ def _format_of(weights: object, dtype: DType) -> str:
     if dtype is not wanted:
         raise InputError(f"{_WHO}: dtype is {dtype.value}, wanted {wanted.value}: x of {asked} weights is of that")
     return str(asked)
-
-
-def load_cached_config(key: CacheKey) -> Configs | None:
-    """(forward, dX, dW) as kept under ``key``, in memory or in the overlay; None if there is nothing."""
-    return _default.load(key)
-
-
-def save_cached_config(
-    key: CacheKey, config_fwd: KernelPair, config_bwd_dX: KernelPair, config_bwd_dW: KernelPair
-) -> None:
-    """Keep configs under ``key``: ``get_or_autotune_moe_kernels`` then returns them, in later processes too.
-
-    A place that can't be written costs the file alone.
-
-    Raises
-    ------
-    InputError
-        for pairs that are not of the forward, dX and dW, in this order.
-    """
-    configs = (config_fwd, config_bwd_dX, config_bwd_dW)
-    for pair, op in zip(configs, Op, strict=True):
-        if not isinstance(pair, KernelPair) or pair.op is not op:
-            raise InputError(f"save_cached_config: got {pair!r} for {op.value}, wanted a KernelPair of {op.value}")
-    _default.save(key, configs)
-
-
-def clear_cache() -> None:
-    """Forget what was tuned on demand: in memory, and the overlay's files, but with PRETUNED_DISABLE_AUTOTUNE=1."""
-    _default.clear()

@@ -10,10 +10,9 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Protocol
 
-from ...artifacts.errors import BundleError, HostError, LockBusy, PretunedError
+from ...artifacts.errors import BundleError, HostError, InputError, LockBusy, PretunedError
 from ...artifacts.files.bundle_file import open_bytes
 from ...artifacts.files.lock import check_cache, lock
 from ...artifacts.format import codec
@@ -24,6 +23,7 @@ from ...artifacts.records.problem import Fusion, Op, Problem, bucket_of
 from ...artifacts.records.target import LocalGpu
 from ...kernels.contract.config import Config
 from ...runtime import locks
+from ...runtime.config_cache import ConfigCache
 from ...runtime.dispatch import snapshot as dispatch_snapshot
 from ...runtime.dispatch.activations import verdict
 from ...runtime.dispatch.decide import Decision, Miss, decide, settle
@@ -38,15 +38,13 @@ from ..models.layer import LayerShard
 from ..plan.families import optional
 from ..plan.plan import BuildPlan, plan, planned_on
 from ..process import child
-from . import cache as demand_cache
 from . import overlay, worker
-from .cache import CacheKey, Configs
+from .cache import CacheKey, Configs, decode, encode
 
 WAIT_S = 1800.0  # for another process that tunes
 BUDGET_S = 120.0  # of measuring; compiling comes on top
 _CHILD_TIMEOUT_S = 900.0
 _TUNING = "tuning"  # the directory of the overlay whose lock a process that tunes holds
-_CONFIGS = "configs"  # that of the configs' files
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +62,8 @@ class OnDemand:
     def __init__(self, measure: Measurer, gpu_of: Callable[[int], LocalGpu] = local_gpu) -> None:
         self._measure = measure
         self._gpu_of = gpu_of
-        self._memory: dict[CacheKey, Configs] = {}
+        self._kept = ConfigCache[CacheKey, Configs]("configs", lambda key: key.file_name, encode, decode)
+        self.load = self._kept.load
         self._tried: set[CacheKey] = set()  # what is not tuned again in this process
         self._settled: set[object] = set()  # what ``tune_call`` need not look at again
         self._settled_in: object = None  # the snapshot that this holds for
@@ -85,34 +84,34 @@ class OnDemand:
                     self._tried.add(key)
             configs = _configs(planned, shape, key.bucket, local)
             if tuned:
-                self.save(key, configs)
+                self.save(key, *configs)
             return configs
 
-    def load(self, key: CacheKey) -> Configs | None:
-        """What was kept under ``key``, in memory or in its file."""
-        known = self._memory.get(key)
-        if known is None:
-            known = demand_cache.load(_directory(_CONFIGS), key)
-            if known is not None:
-                self._memory[key] = known
-        return known
+    def save(self, key: CacheKey, config_fwd: KernelPair, config_bwd_dX: KernelPair, config_bwd_dW: KernelPair) -> None:
+        """Keep configs under ``key``: ``get_or_autotune_moe_kernels`` then returns them, in later processes too.
 
-    def save(self, key: CacheKey, configs: Configs) -> None:
-        """Keep configs under ``key``."""
-        self._memory[key] = configs
-        if not settings().disable_autotune:
-            demand_cache.save(_directory(_CONFIGS), key, configs)
+        A place that can't be written costs the file alone.
+
+        Raises
+        ------
+        InputError
+            for pairs that are not of the forward, dX and dW, in this order.
+        """
+        configs = (config_fwd, config_bwd_dX, config_bwd_dW)
+        for pair, op in zip(configs, Op, strict=True):
+            if not isinstance(pair, KernelPair) or pair.op is not op:
+                raise InputError(f"save_cached_config: got {pair!r} for {op.value}, wanted a KernelPair of {op.value}")
+        self._kept.save(key, configs)
 
     def clear(self) -> None:
-        """Forget everything that was tuned on demand or kept."""
+        """Forget what was tuned on demand: in memory, and the overlay's files, but with PRETUNED_DISABLE_AUTOTUNE=1."""
         with locks.lock("tuning on demand"):
-            self._memory.clear()
+            self._kept.clear(files=True)
             self._tried.clear()
             self._settled.clear()
             dispatch_snapshot.forget_made()
             place = settings().overlay
             if place is not None and not settings().disable_autotune:
-                demand_cache.clear(_directory(_CONFIGS))
                 try:
                     overlay.clear(place)
                 except HostError as error:
@@ -328,7 +327,8 @@ def _overlay_file(local: LocalGpu) -> tuple[int, ...] | None:
 @contextlib.contextmanager
 def _turn() -> Iterator[bool | None]:
     """This process's turn to tune: True with the lock, False where nothing can be locked, None if it never came."""
-    place = _directory(_TUNING)
+    records = settings().records
+    place = None if records is None else records / _TUNING
     got: bool | None = False
     with contextlib.ExitStack() as stack:
         try:
@@ -344,11 +344,6 @@ def _turn() -> Iterator[bool | None]:
         except OSError:  # a read-only file system, one without locks
             got = False
         yield got
-
-
-def _directory(name: str) -> Path | None:
-    place = settings().records
-    return None if place is None else place / name
 
 
 def _note(text: str) -> None:

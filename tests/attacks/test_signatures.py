@@ -304,4 +304,4 @@ def test_test_results_and_configs_are_neither_read_nor_written(
     keep(other)
     assert verdicts.is_wrong(other, ON_H200)
     assert files() == before
-    assert tuner._directory("configs") is None
+    assert tuner.OnDemand(tuner.measure_in_child)._kept._place() is None

@@ -37,7 +37,7 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op, Problem
 from pretuned.artifacts.records.target import LocalGpu
 from pretuned.kernels.contract.config import Config, Loads, Schedule
-from pretuned.runtime import ExpertWeights, grouped_gemm, reload
+from pretuned.runtime import ExpertWeights, config_cache, grouped_gemm, reload
 from pretuned.runtime.dispatch import snapshot
 from pretuned.runtime.dispatch.pin import KernelPair, Preference
 
@@ -234,7 +234,7 @@ def test_disabled_it_neither_measures_nor_writes(
     for force in (False, True):
         assert chosen(asked.configs(key(), 0, force=force)) == {OTHER}
     asked.tune_call((Problem(Op.FORWARD, DType.BF16, 8, 1, 1),), 1, 0)
-    asked.save(key(), asked.configs(key(), 0, force=False))
+    asked.save(key(), *asked.configs(key(), 0, force=False))
     assert not (tmp_path / "log").exists()
     assert not home.exists()
 
@@ -408,7 +408,7 @@ def test_an_overlay_that_is_not_trusted_is_measured_once_a_process(home: Path, t
     asked = fakemeasure.on_demand(tmp_path / "log")
     for _ in range(2):
         assert chosen(asked.configs(key(), 0, force=False)) == {CONFIG}
-    asked._memory.clear()
+    asked._kept._memory.clear()
     asked.configs(key(), 0, force=False)
     assert len((tmp_path / "log").read_text().splitlines()) == 1
 
@@ -417,7 +417,7 @@ def test_the_cache_is_kept_loaded_and_cleared(home: Path, tmp_path: Path) -> Non
     asked = fakemeasure.on_demand(tmp_path / "log")
     assert asked.load(key()) is None
     mine = tuple(KernelPair(op, Preference(((Fusion.NONE, OTHER),))) for op in Op)
-    asked.save(key(), mine)  # type: ignore[arg-type]
+    asked.save(key(), *mine)  # type: ignore[arg-type]
     assert fakemeasure.on_demand(tmp_path / "log").load(key()) == mine
     assert asked.configs(key(), 0, force=False) == mine
     asked.clear()
@@ -440,20 +440,20 @@ def test_a_damaged_config_file_is_not_there(home: Path, tmp_path: Path, how: str
     elif how == "flipped":
         path.write_bytes(data[:60] + bytes([data[60] ^ 1]) + data[61:])
     elif how == "other":
-        cache.save(home / "configs", key(1024), configs)
+        asked.save(key(1024), *configs)
         path.write_bytes((home / "configs" / key(1024).file_name).read_bytes())
     else:
         path.chmod(0o666)
-    assert cache.load(home / "configs", key()) is None
+    assert fakemeasure.on_demand(tmp_path / "log").load(key()) is None
 
 
 def test_there_are_never_too_many_config_files(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "MAX_FILES", 4)
+    monkeypatch.setattr(config_cache, "MAX_FILES", 4)
     asked = fakemeasure.on_demand(tmp_path / "log")
     for power in range(8):
         asked.configs(key(1 << power), 0, force=False)
     assert len(list((home / "configs").iterdir())) == 4
-    assert cache.load(home / "configs", key(1 << 7)) is not None
+    assert fakemeasure.on_demand(tmp_path / "log").load(key(1 << 7)) is not None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,83 @@
+"""Kernel configs that are kept under a key: in memory, and a checked file each in a directory of the user's overlay."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from ..artifacts.files.blob import read_checked, write_checked
+from ..artifacts.files.lock import check_cache
+from ..artifacts.files.publish import make_folder
+from .settings import settings
+
+MAX_FILES = 1024
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+_log = logging.getLogger(__name__)
+
+
+class ConfigCache(Generic[K, V]):
+    """Configs of one kind. ``decode`` gives None for a payload that is none, or of another key."""
+
+    def __init__(
+        self,
+        directory: str,
+        file_name: Callable[[K], str],
+        encode: Callable[[K, V], bytes],
+        decode: Callable[[K, bytes], V | None],
+    ) -> None:
+        self._directory, self._file_name, self._encode, self._decode = directory, file_name, encode, decode
+        self._memory: dict[K, V] = {}
+
+    def load(self, key: K) -> V | None:
+        """What was saved under a key, here or in an earlier process; None if there is nothing."""
+        known, place = self._memory.get(key), self._place()
+        if known is None and place is not None:
+            payload = read_checked(place / self._file_name(key))
+            known = None if payload is None else self._decode(key, payload)
+            if known is not None:
+                self._memory[key] = known
+        return known
+
+    def save(self, key: K, configs: V) -> None:
+        """Keep configs. A place that can't be written costs the file, and so do the settings that say to write none."""
+        payload, place = self._encode(key, configs), self._place()
+        self._memory[key] = configs
+        if place is None or settings().disable_autotune:
+            return
+        try:
+            check_cache(place)
+            make_folder(place)
+            write_checked(place / self._file_name(key), payload)
+            _bound(place)
+        except OSError as error:  # HostError is one
+            _log.info("pretuned: the configs are not kept: %s", error)
+
+    def clear(self, *, files: bool) -> None:
+        """Forget what this process has in memory, and remove the files; what can't be removed stays."""
+        self._memory.clear()
+        place = self._place()
+        if files and place is not None and not settings().disable_autotune:
+            for path in place.glob("*"):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+    def _place(self) -> Path | None:
+        records = settings().records
+        return None if records is None else records / self._directory
+
+
+def _bound(place: Path) -> None:
+    files = list(place.glob("*"))
+    if len(files) > MAX_FILES:
+        dated = []
+        for path in files:
+            with contextlib.suppress(OSError):  # another process removed it
+                dated.append((path.stat().st_mtime_ns, path))
+        for _, path in sorted(dated)[: len(files) - MAX_FILES]:
+            path.unlink(missing_ok=True)
