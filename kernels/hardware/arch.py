@@ -15,18 +15,6 @@ from ...artifacts.records.target import Target
 KIB = 1024
 
 
-class Vendor(enum.Enum):
-    """Who makes it: whose driver loads the code, and whose tools compile it."""
-
-    NVIDIA = "nvidia"
-
-
-class CodeKind(enum.Enum):
-    """The kind of object that a kernel is compiled to."""
-
-    CUBIN = "cubin"
-
-
 class Feature(enum.Enum):
     """What an architecture can do and not all of them can."""
 
@@ -67,7 +55,7 @@ class SmLimits(NamedTuple):
 
 
 class Arch(NamedTuple):
-    """One architecture, as its vendor's compiler names it: ``sm_90a``."""
+    """One architecture, as CUDA's compiler names it: ``sm_90a``."""
 
     sm: int  # 10 * major + minor: what the driver says of a GPU
     generation: Generation
@@ -75,9 +63,6 @@ class Arch(NamedTuple):
     features: frozenset[Feature]
     arch_specific: bool  # compiled for this one architecture, with all it has; else later minor revisions run it too
     named_to_driver: bool = False  # no driver loads the code that is older, in minor version, than what assembled it
-    vendor: Vendor = Vendor.NVIDIA
-    code: CodeKind = CodeKind.CUBIN
-    warp: int = 32  # threads that run together
     tested: bool = False  # tests/gpu runs here before each release, fallbacks and passes over rows included
 
     @property
