@@ -34,9 +34,7 @@ def left_out(names: Iterable[str], layers: int, where: str) -> list[int]:
     Raises
     ------
     InputError
-        for too many names, one that is no regular expression, or those that take too long.
-    HostError
-        where no process can be had.
+        for too many names, and patterns of a form that is not known or that take too long.
     """
     every = tuple(dict.fromkeys(names))
     patterns = [one for one in every if "*" in one or one.startswith("re:")]

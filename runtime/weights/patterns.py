@@ -1,55 +1,38 @@
 """Names of modules matched with what a checkpoint's config says: globs, and regular expressions behind ``re:``.
 
-In a process of their own, which has little time: who wrote the config may have written one that takes for ever.
+Who wrote the config may have written an expression that takes for ever, so the forms that checkpoints use are known
+here, and any other is refused by its text. Of these each match is bounded, and all matches together have 2 s.
 """
 
 from __future__ import annotations
 
+import fnmatch
+import functools
 import json
+import math
 import re
-import subprocess
-import sys
-from collections import Counter
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
-from ...artifacts.errors import HostError, InputError
+from ...artifacts.errors import InputError
 
 MOST_PATTERNS = 16384
-_CPU_S = 2
-_LONGEST_S = 120.0  # on a machine that has no time
+_LONGEST_S = 2.0
 _SHOWN = 3
-# What is matched here, for it can't take long: no repeats but some ``.*``, and short names.
-_SHORT = re.compile(r"re:\^?(?:[\w:/ -]|\\?\.(?![*+?{])|\.\*(?![*+?{])){1,100}\$?")
-_MOST_STARS, _MOST_CHARS = 3, 200
-_STEPS_OF_A_MATCH, _MOST_STEPS = 256, 1 << 29  # at worst: some 0.5 s
-_CHILD = """
-import fnmatch, json, re, resource, sys
-patterns, groups, cpu_s = json.load(sys.stdin)
-resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
-resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
-SIMPLE = r"(?:[\\w:/ -]|\\\\\\.|\\.\\*?(?![*+?{]))*"
-found = []
-for pattern in patterns:
-    if pattern.startswith("re:"):
-        plain = pattern[3:].removeprefix("^").removesuffix("$")  # what it has to find word by word, if that is plain
-        parts = re.split(r"(?<!\\\\)\\.\\*?", plain) if re.fullmatch(SIMPLE, plain) else []
-        try:
-            found.append(([one.replace("\\\\.", ".") for one in parts], [re.compile(pattern[3:]).match]))
-        except (re.error, OverflowError, RecursionError) as error:
-            json.dump([pattern, str(error)], sys.stdout)
-            sys.exit()
-    else:
-        parts = [] if re.search("[[?]", pattern) else pattern.split("*")
-        globs = (pattern, pattern + ".*", "*." + pattern)
-        found.append((parts, [re.compile(fnmatch.translate(glob)).match for glob in globs]))
-out = []
-for names in groups:
-    text = "\\n".join(names)  # what has not all of a glob's parts is spared the rest
-    near = ((i, match) for i, (parts, matches) in enumerate(found) if all(part in text for part in parts)
-            for match in matches)
-    out.append(next((i for i, match in near if any(match(name) for name in names)), None))
-json.dump([None, out], sys.stdout)
-"""
+_MOST_CHARS, _MOST_NAME_CHARS = 512, 1024
+_MOST_STEPS = 1 << 26  # of one match, at worst: some 0.5 s
+
+# An element is a character or a class of them, which may repeat; a group of alternatives, which may be left out; or a
+# text that must not follow. Each begins in a way of its own, so these expressions take no time themselves.
+_REPEAT = r"(?:[*+]\??|\?|\{\d{1,2}(?:,\d{0,2})?\})?"
+_CHAR = rf"(?:(?:[\w:/ ,-]|\\[dw.:/_-]|\.|\[\^?[\w.-]+\]){_REPEAT})"
+_INNER = rf"\((?:\?:)?{_CHAR}+(?:\|{_CHAR}+)*\)\??"
+_GROUP = rf"\((?:\?:)?(?:{_CHAR}|{_INNER})+(?:\|(?:{_CHAR}|{_INNER})+)*\)\??"
+_UNLIKE = rf"\(\?!{_CHAR}+\)"
+_ELEMENTS = rf"\^?(?:{_CHAR}|{_GROUP}|{_UNLIKE})*\$?"
+_KNOWN = re.compile(rf"(?:\(\?i\))?{_ELEMENTS}(?:\|{_ELEMENTS})*")
+_PLAIN = re.compile(r"(?:[\w:/ ,-]|\\[.:/_-]|\.\*?(?![*+?{]))*")  # of these every word has to be in a name
+_MOST_REPEATS = 3
 
 
 def first_matching(patterns: Sequence[str], groups: Sequence[Sequence[str]], where: str, what: str) -> list[int | None]:
@@ -61,47 +44,72 @@ def first_matching(patterns: Sequence[str], groups: Sequence[Sequence[str]], whe
     Raises
     ------
     InputError
-        for too many, one that is no regular expression, or those that take more than 2 s of the CPU or 1 GiB.
-    HostError
-        where no process can be had.
+        for too many patterns, a regular expression of a form that is not known here, a very long pattern or name,
+        and those that take more than 2 s.
     """
     if len(patterns) > MOST_PATTERNS:
         raise InputError(f"{where}: {len(patterns):,} patterns {what}, the limit is {MOST_PATTERNS:,}")
-    if not patterns:
-        return [None] * len(groups)
-    if all(map(_is_short, patterns)) and _steps(patterns, groups) <= _MOST_STEPS:
-        found = [re.compile(one[3:]).match for one in patterns]
-        return [next((i for i, match in enumerate(found) if any(map(match, names))), None) for names in groups]
+    words = [_words(pattern, where) for pattern in patterns]
+    end, out = time.thread_time() + _LONGEST_S, []
     try:
-        done = subprocess.run(
-            [sys.executable or "python3", "-I", "-c", _CHILD], input=json.dumps([patterns, groups, _CPU_S]),
-            capture_output=True, text=True, check=False, timeout=_LONGEST_S,
-        )  # fmt: skip
-    except OSError as error:
-        raise HostError(f"can't start {sys.executable!r}: {error.strerror or error}") from error
-    except subprocess.TimeoutExpired:
-        done = None
-    if done is None or done.returncode:
+        for names in groups:
+            text = "\n".join(names)
+            near = (i for i, parts in enumerate(words) if all(part in text for part in parts))
+            out.append(next((i for i in near if _matches(patterns[i], names, where, end)), None))
+    except TimeoutError:
         some = ", ".join(map(_shown, patterns[:_SHOWN])) + (", ..." if len(patterns) > _SHOWN else "")
-        raise InputError(f"{where}: the patterns {what} take over {_CPU_S} s, or 1 GiB: {some}")
-    wrong, answer = json.loads(done.stdout)
-    if wrong is not None:
-        raise InputError(f"{where}: {_shown(wrong)} is no regular expression: {answer}")
-    return list(answer)
+        raise InputError(f"{where}: the patterns {what} take over {_LONGEST_S:g} s: {some}") from None
+    return out
 
 
-def _steps(patterns: Sequence[str], groups: Sequence[Sequence[str]]) -> int:
-    """How much it takes at worst to match each short pattern with each name: a star tries every place."""
-    stars, steps = Counter(one.count("*") for one in patterns), 0
-    for length, times in Counter(len(name) for names in groups for name in names).items():
-        if length > _MOST_CHARS:
-            return _MOST_STEPS + 1
-        steps += times * sum(many * (_STEPS_OF_A_MATCH + length**power) for power, many in stars.items())
-    return steps
+def _words(pattern: str, where: str) -> list[str]:
+    """Texts that are in every name that the pattern matches; InputError for a pattern that is not known here."""
+    if len(pattern) > _MOST_CHARS:
+        raise InputError(f"{where}: {_shown(pattern)} has {len(pattern):,} characters, the limit is {_MOST_CHARS}")
+    if not pattern.startswith("re:"):
+        return [] if re.search(r"[\[?]", pattern) else pattern.split("*")
+    expression = pattern[3:]
+    if _KNOWN.fullmatch(expression) is None or _repeats(expression) > _MOST_REPEATS:
+        raise InputError(
+            f"{where}: {_shown(pattern)} is no regular expression that pretuned matches: wanted letters, digits, . and "
+            "[0-9], each with *, + or ? behind it, (a|b), (?!a), ^ and $, with at most three * and +"
+        )
+    plain = expression.removeprefix("^").removesuffix("$")
+    parts = re.split(r"(?<!\\)\.\*?", plain) if _PLAIN.fullmatch(plain) else []
+    return [part.replace("\\", "") for part in parts]
 
 
-def _is_short(pattern: str) -> bool:
-    return pattern.count("*") <= _MOST_STARS and _SHORT.fullmatch(pattern) is not None
+def _matches(pattern: str, names: Sequence[str], where: str, end: float) -> bool:
+    expressions, ways, repeats = _compiled(pattern, where), _ways(pattern), _repeats(pattern)
+    for name in names:
+        if time.thread_time() > end:
+            raise TimeoutError
+        if len(name) > _MOST_NAME_CHARS or (pattern.startswith("re:") and ways * len(name) ** repeats > _MOST_STEPS):
+            raise InputError(f"{where}: {_shown(pattern)} takes too long for a name of {len(name):,} characters")
+        if any(match(name) for match in expressions):
+            return True
+    return False
+
+
+def _repeats(expression: str) -> int:
+    return sum(map(expression.count, "*+{"))
+
+
+def _ways(expression: str) -> int:
+    """How many paths a match may take through the groups, at most."""
+    groups = math.prod(1 + group.count("|") for group in re.findall(r"\(([^()]*)\)", expression))
+    return int(groups * (1 + expression.count("|")) * 2 ** len(re.findall(r"(?<!\()\?", expression)))
+
+
+@functools.lru_cache(MOST_PATTERNS)
+def _compiled(pattern: str, where: str) -> tuple[Callable[[str], object], ...]:
+    if not pattern.startswith("re:"):
+        globs = (pattern, f"{pattern}.*", f"*.{pattern}")
+        return tuple(re.compile(fnmatch.translate(glob)).match for glob in globs)
+    try:
+        return (re.compile(pattern[3:]).match,)
+    except re.error as error:  # [9-0]
+        raise InputError(f"{where}: {_shown(pattern)} is no regular expression: {error}") from error
 
 
 def _shown(pattern: str) -> str:

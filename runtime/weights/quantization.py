@@ -65,9 +65,7 @@ def by_module(
     Raises
     ------
     InputError
-        for settings of the wrong type, a regular expression that is none, and patterns that take too long.
-    HostError
-        if no process can be started to match patterns.
+        for settings of the wrong type, and patterns of a form that is not known or that take too long.
     """
     by_group = grouped(settings)
     rules, otherwise = _groups(settings, where) if by_group else (_overrides(settings, where), settings)

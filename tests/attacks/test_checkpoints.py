@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from typing import Any
@@ -35,11 +36,10 @@ def refused(tensors: Any, config: Any, part: str | None = "down") -> str:
     return str(caught.value)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["re:(.|.)*!", "re:" + ".*" * 30 + "!"])
 def test_a_regular_expression_that_never_ends(pattern: str) -> None:
     told = refused(DOWN, compressed([pattern], ["re:.*experts.*"]))
-    assert "quantization_config: the patterns of targets take over 2 s, or 1 GiB" in told
+    assert f"quantization_config: {json.dumps(pattern)[:60]} is no regular expression that pretuned matches" in told
 
 
 def test_a_regular_expression_is_none() -> None:

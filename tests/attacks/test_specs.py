@@ -73,11 +73,10 @@ def quantised(folder: Path, *patterns: str) -> str:
     return str(folder / "config.json")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["re:(.*)*!", "re:(a|b|.)*(a|b|.)*!", "re:" + ".*" * 30 + "!"])
 def test_a_regular_expression_that_never_ends(tmp_path: Path, pattern: str) -> None:
     told = refused(quantised(tmp_path, "re:.*lm_head", pattern))
-    assert "the patterns of what is not quantised take over 2 s, or 1 GiB" in told
+    assert f"quantization_config: {json.dumps(pattern)[:60]} is no regular expression that pretuned matches" in told
 
 
 def test_very_many_exclusions(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from pretuned.aot.models import exclusions
 from pretuned.aot.models.exclusions import experts, left_out
-from pretuned.artifacts.errors import HostError, InputError
+from pretuned.artifacts.errors import InputError
 
 LAYERS = 4
 
@@ -43,15 +43,8 @@ def test_each_part_of_a_name_is_meant() -> None:
 
 
 def test_what_is_no_regular_expression() -> None:
-    with pytest.raises(InputError, match=r'^c: quantization_config: "re:\(" is no regular expression: missing \)'):
+    with pytest.raises(InputError, match=r'^c: quantization_config: "re:\(" is no regular expression that'):
         left_out(["*a*", "re:("], LAYERS, "c")
-
-
-def test_where_no_process_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.executable", "/no/such/python")
-    assert left_out(["mlp"], 1, "c") == [0]
-    with pytest.raises(HostError, match="can't start '/no/such/python': No such file"):
-        left_out(["*mlp*"], 1, "c")
 
 
 @pytest.mark.parametrize("end", ["self_attn*", "mlp.experts*"])
