@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...artifacts.code.cubin import mismatch, other_limits, other_parameters
+from ...artifacts.code.cubin import fault
 from ...artifacts.errors import BundleCorrupt, BundleTooNew, BundleTooOld
 from ...artifacts.files.bundle_file import BundleFile, open_bundle
 from ...artifacts.files.packed import is_packed
@@ -69,15 +69,13 @@ def sound_one(opened: BundleFile, *, pruned: bool = False) -> Bundle:
     bundle, path = opened.load(), opened.path
     for i, (variant, cubin) in enumerate(zip(bundle.variants, bundle.cubins, strict=True)):
         where = f"bundle {path!r}, variant {i}"
-        wrong = mismatch(cubin, bundle.target)
-        if wrong:
-            raise BundleCorrupt(f"{where}: {wrong}. Build it again with aot build")
         if variant.abi > READS_ABI[1]:
             raise BundleTooNew(f"{where}: launch ABI {variant.abi}, this version reads {_reads()}. Upgrade pretuned")
         if variant.abi < READS_ABI[0]:
             raise BundleTooOld(f"{where}: launch ABI {variant.abi}, this version reads {_reads()}. Build it again")
-        wrong = unlaunchable(variant) or other_parameters(cubin, variant.entry, parameter_bytes(variant.arguments))
-        wrong = wrong or other_limits(cubin, variant.entry, variant.threads, variant.registers)
+        wrong = unlaunchable(variant)
+        sizes = parameter_bytes(variant.arguments)
+        wrong = wrong or fault(cubin, bundle.target, variant.entry, sizes, variant.threads, variant.registers)
         limits = arch_of(bundle.target.sm).limits
         if pruned:
             limits = limits._replace(shared_per_block_bytes=max(limits.shared_per_block_bytes, variant.shared_bytes))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from pathlib import Path
 
-from ...artifacts.code.cubin import mismatch, other_parameters
+from ...artifacts.code.cubin import fault
 from ...artifacts.errors import BundleError, InputError
 from ...artifacts.files.bundle_file import BundleFile, open_bundle
 from ...artifacts.format.wire import corrupt
@@ -79,8 +79,8 @@ class Shipped:
             return None
         try:
             variant, cubin = bundle.variant(i), bundle.cubin(i)
-            wrong = mismatch(cubin, bundle.target)
-            wrong = wrong or other_parameters(cubin, variant.entry, parameter_bytes(variant.arguments))
+            sizes = parameter_bytes(variant.arguments)
+            wrong = fault(cubin, bundle.target, variant.entry, sizes, variant.threads, variant.registers)
             if wrong:
                 raise corrupt(bundle.path, f"variant {i}: {wrong}")
         except BundleError as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
-from ...artifacts.code.cubin import mismatch, other_limits, other_parameters
 from ...artifacts.errors import BundleError, DriverTooOld
 from ...artifacts.files.bundle_file import BundleFile
 from ...artifacts.format.wire import corrupt
@@ -13,7 +12,6 @@ from ...artifacts.records.bundle import Variant
 from ...artifacts.records.problem import Problem
 from ...artifacts.records.target import LocalGpu, cuda_version
 from ...kernels.contract.launchable import undeclared
-from ...kernels.contract.words import parameter_bytes
 from ...kernels.hardware.arch import arch_of
 from ..dispatch import snapshot as dispatch_snapshot
 from ..dispatch.decide import Miss, decide
@@ -107,10 +105,7 @@ def loaded(bundle: BundleFile, index: int, device: int, sm_count: int) -> Loaded
 
 def _load(bundle: BundleFile, index: int, variant: Variant, device: int, sm_count: int) -> LoadedKernel:
     cubin = bundle.cubin(index)
-    wrong = mismatch(cubin, bundle.target, later_abi=True)
-    wrong = wrong or other_parameters(cubin, variant.entry, parameter_bytes(variant.arguments))
-    wrong = wrong or other_limits(cubin, variant.entry, variant.threads, variant.registers)
-    wrong = wrong or undeclared(variant, arch_of(bundle.target.sm).limits)
+    wrong = undeclared(variant, arch_of(bundle.target.sm).limits)  # aot verify compares the code itself, too
     if wrong:
         raise corrupt(bundle.path, f"variant {index}: {wrong}")
     where = f"bundle {bundle.path!r}: variant {index}"

@@ -223,7 +223,8 @@ def test_a_package_with_entry_points_without_end(
 
 LONG_NAMES = """
 import itertools, resource, struct
-from pretuned.artifacts.code.cubin import other_limits, other_parameters
+from pretuned.artifacts.code.cubin import fault
+from pretuned.artifacts.records.target import Target
 resource.setrlimit(resource.RLIMIT_CPU, (30, 30))
 COUNT = 65535
 def cubin(*texts):
@@ -237,10 +238,9 @@ def cubin(*texts):
     return head + names + b"".join(sections)
 for texts in ([b".nv.info." + b"a" * (3 << 20)], [b".nv.info." + b"a" * 190 + b"%05d" % i for i in range(20_000)]):
     code = cubin(*texts)
-    told = other_parameters(code, "rows", (8,))
-    assert told.startswith("it has no kernel 'rows', but "), told
+    told = fault(code, Target(90, True), "rows", (8,), 128, 255)
+    assert told.startswith("no cubin: it says something of "), told
     assert len(told) <= 300
-    assert other_limits(code, "rows", 128, 255) is None
 """
 
 

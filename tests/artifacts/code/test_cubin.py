@@ -6,8 +6,7 @@ import struct
 
 import pytest
 
-from pretuned.artifacts.code import cubin
-from pretuned.artifacts.code.cubin import UnknownAbi, mismatch, other_limits, other_parameters, parameters, read_header
+from pretuned.artifacts.code.cubin import fault, read
 from pretuned.artifacts.limits import MAX_NAME_CHARS
 from pretuned.artifacts.records.target import Target
 
@@ -46,88 +45,73 @@ REGISTERS_40 = (".nv.info", struct.pack("<BBHII", 4, 0x2F, 8, 1, 40))
 TWO = info("k", UNSIZED, parameter(1, 8, 4), THREADS_128, parameter(0, 0, 8))
 
 
+WHOLE = elf(REGISTERS_40, TWO)
+
+
+def told(
+    data: bytes, entry: str = "k", sizes: tuple[int, ...] = (8, 4), threads: int = 128, registers: int = 40
+) -> str:
+    return str(fault(data, SM_90A, entry, sizes, threads, registers))
+
+
+def with_flags(abi: int, flags: int) -> bytes:
+    return WHOLE[:8] + bytes([abi]) + WHOLE[9:48] + struct.pack("<I", flags) + WHOLE[52:]
+
+
+def test_what_a_file_says() -> None:
+    assert read(WHOLE) == (90, True, "k", (8, 4), (128, 1, 1), 40)
+    assert fault(WHOLE, SM_90A, "k", (8, 4), 128, 40) is None
+    assert told(WHOLE, "j") == "it has no kernel 'j', but 'k'"
+    assert told(WHOLE, sizes=(8,)) == "kernel 'k' takes 2 parameters, its record says 1"
+    assert told(WHOLE, sizes=(8, 8)) == "parameter 1 of kernel 'k' takes 4 bytes, its record says 8"
+    assert told(WHOLE, threads=64) == "kernel 'k' is compiled for (128, 1, 1) threads, its record says 64"
+    assert told(WHOLE, registers=41) == "kernel 'k' takes 40 registers a thread, its record says 41"
+
+
 def test_what_it_is_for() -> None:
-    assert read_header(header()) == (90, True)
-    assert read_header(header(flags=90)) == (90, False)
-    assert read_header(header(abi=8, flags=100 << 8 | 8)) == (100, None)
-    assert mismatch(header(), SM_90A) is None
-    assert mismatch(header(flags=90), SM_90A) == "code for sm_90, the bundle says sm_90a"
-    assert mismatch(header(), Target(100, True)) == "code for sm_90a, the bundle says sm_100a"
-    assert mismatch(header(abi=8, flags=90 << 8), SM_90A) is None
+    assert read(with_flags(7, 90))[:2] == (90, False)
+    assert read(with_flags(8, 100 << 8 | 8))[:2] == (100, None)
+    assert told(with_flags(7, 90)) == "code for sm_90, the bundle says sm_90a"
+    assert told(with_flags(8, 100 << 8)) == "code for sm_100, the bundle says sm_90a"
+    assert fault(with_flags(8, 90 << 8), SM_90A, "k", (8, 4), 128, 40) is None
+    assert fault(WHOLE, Target(100, True), "k", (8, 4), 128, 40) == "code for sm_90a, the bundle says sm_100a"
 
 
 @pytest.mark.parametrize(
     ("data", "why"),
     [
-        (b"", "0 bytes, an ELF header alone has 52"),
-        (header()[:51], "51 bytes, an ELF header alone has 52"),
+        (b"", "0 bytes, an ELF header has 64"),
+        (header()[:63], "63 bytes, an ELF header has 64"),
         (b"\x7fELG" + header()[4:], "it begins with 7f454c470201, not as"),
         (b"\x7fELF\1" + header()[5:], "it begins with 7f454c460101, not as"),
         (b"\x7fELF\2\2" + header()[6:], "it begins with 7f454c460202, not as"),
         (header(machine=62), "ELF machine 62, wanted 190"),
         (header(abi=9), "CUDA ELF ABI version 9, this version reads 7 and 8"),
+        (header(), "its 0 sections, listed at byte 0, are not within its 64 bytes"),
+        (WHOLE[:150], "sections, listed at byte 64, are not within its 150 bytes"),
+        (WHOLE[:40] + bytes(8) + WHOLE[48:], "it says something of 0 kernels, wanted one"),  # no table of sections
+        (WHOLE[:-1], "ends at byte"),
+        (elf(REGISTERS_40), "it says something of 0 kernels, wanted one"),
+        (elf(TWO), "it says something of 1 kernels, wanted one, and of all kernels together"),
+        (elf(REGISTERS_40, TWO, info("j", parameter(0, 0, 8))), "it says something of 2 kernels"),
+        (elf(REGISTERS_40, info("k", parameter(0, 0, 8))), "it says 0 times how many threads kernel 'k' has, and 1"),
+        (elf((".nv.info", UNSIZED), TWO), "it says 1 times how many threads kernel 'k' has, and 0"),
+        (elf(REGISTERS_40, info("n" * 2 * MAX_NAME_CHARS, THREADS_128)), "it has no kernel 'k', but 'nnn"),
     ],
 )
 def test_what_is_no_code_here(data: bytes, why: str) -> None:
-    assert f"no cubin: {why}" in str(mismatch(data, SM_90A))
-    later = mismatch(data, SM_90A, later_abi=True)
-    assert later is None if "ABI" in why else later is not None
-
-
-def test_the_parameters_of_a_kernel() -> None:
-    data = elf(REGISTERS_40, TWO)
-    assert parameters(data, "k") == (8, 4)
-    assert other_parameters(data, "k", (8, 4)) is None
-    assert other_parameters(data, "k", (8, 8)) == "parameter 1 of kernel 'k' takes 4 bytes, its record says 8"
-    assert other_parameters(data, "k", (8,)) == "kernel 'k' takes 2 parameters, its record says 1"
-    assert other_parameters(data, "j", (8,)) == "it has no kernel 'j', but k"
-    assert other_parameters(elf(REGISTERS_40), "j", (8,)) == "it has no kernel 'j', but none at all"
-
-
-def test_the_limits_of_a_kernel() -> None:
-    data = elf(REGISTERS_40, TWO)
-    assert other_limits(data, "k", 128, 40) is None
-    assert other_limits(data, "k", 64, 40) == "kernel 'k' is compiled for (128, 1, 1) threads, its record says 64"
-    assert other_limits(data, "k", 128, 41) == "kernel 'k' takes 40 registers a thread, its record says 41"
-    assert other_limits(data, "j", 1, 1) is None
-    assert other_limits(elf(REGISTERS_40, TWO, info("j", parameter(0, 0, 8))), "k", 128, 41) is None  # whose are they?
-
-
-@pytest.mark.parametrize("data", [elf(info("k")), elf(info("k", UNSIZED)), header(), header(abi=9)])
-def test_code_that_does_not_say(data: bytes) -> None:
-    assert parameters(data, "k") is None
-    assert other_parameters(data, "k", (8,)) is None
-    assert other_limits(data, "k", 1, 1) is None
+    """Nothing that can't be read is taken to be right."""
+    assert why in told(data)
 
 
 @pytest.mark.parametrize("cut", range(1, 12))
 def test_an_attribute_that_ends_beyond_its_section(cut: int) -> None:
-    data = elf(info("k", parameter(0, 0, 8)[:-cut]))
-    assert other_parameters(data, "k", (8,)) == "what it says of kernel 'k' ends in the middle"
-    assert other_limits(data, "k", 1, 1) == "what it says of itself ends in the middle"
+    assert "what it says of its kernel ends in the middle" in told(
+        elf(REGISTERS_40, info("k", parameter(0, 0, 8)[:-cut]))
+    )
 
 
 @pytest.mark.parametrize("rows", [[(0, 0, 8), (1, 4, 4)], [(0, 0, 8), (2, 8, 4)], [(1, 0, 8)]])
 def test_parameters_that_lie_on_each_other_or_are_missing(rows: list[tuple[int, int, int]]) -> None:
-    told = other_parameters(elf(info("k", *(parameter(*row) for row in rows))), "k", (8, 4))
-    assert told is not None
-    assert f"has no parameter {1 if len(rows) == 2 else 0} of its own, and {len(rows)} in all" in told
-
-
-def test_tables_beyond_the_file() -> None:
-    data = elf(TWO)
-    assert "sections, told at byte 64, are not within" in str(other_parameters(data[:150], "k", (8,)))
-    assert "ends at byte" in str(other_parameters(data[:-1], "k", (8,)))
-    many = elf(*(info(f"{i}{'n' * (MAX_NAME_CHARS - 1)}") for i in range(4)))
-    assert len(str(other_parameters(many, "k", (8,)))) == cubin._MOST_CHARS
-
-
-def test_a_name_that_no_record_can_have_is_passed_over() -> None:
-    longest = "n" * MAX_NAME_CHARS
-    assert longest in str(other_parameters(elf(info(longest)), "k", (8,)))
-    assert "but none at all" in str(other_parameters(elf(info(longest + "n")), "k", (8,)))
-
-
-def test_what_a_later_toolkit_says() -> None:
-    with pytest.raises(UnknownAbi):
-        read_header(header(abi=9))
+    data = elf(REGISTERS_40, info("k", THREADS_128, *(parameter(*row) for row in rows)))
+    assert f"has no parameter {1 if len(rows) == 2 else 0} of its own, and {len(rows)} in all" in told(data)
