@@ -54,8 +54,6 @@ BENCHMARKS = (
     Benchmark("speed", "ragged", "what uneven experts cost", GPU),
     Benchmark("speed", "dtypes", "fp16, tf32 and fp32 against bf16 and loops of torch", f"{BUNDLES}: their own"),
     Benchmark("speed", "coded", "quantised weights, portable kernel, against torch", BUNDLES),
-    Benchmark("speed", "wna16_forms", "other forms of the 4-bit kernel against today's",
-              f"{GPU} of 9.0, forms that it compiled elsewhere"),
     Benchmark("speed", "zero_points", "prepared int4 with zero points, tested and against int4 without",
               f"{GPU} of 9.0, a bundle of candidates"),
     Benchmark("speed", "quantised_layer", "what quantising the activation in its own pass saves a layer", GPU),
