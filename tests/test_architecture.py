@@ -51,7 +51,6 @@ THIRD_PARTY: dict[str, frozenset[str] | None] = {  # None: anything
     "runtime.integrations.sglang.quantised": frozenset({"sglang", "torch"}),
     "runtime.integrations.transformers": frozenset({"torch", "transformers"}),
     "runtime.integrations.transformers.adapters": frozenset({"torch"}),
-    "runtime.integrations.transformers.copies": frozenset({"torch"}),
     "runtime.integrations.transformers.gates": frozenset({"torch"}),
     "runtime.integrations.transformers.injection": frozenset({"torch"}),
     "runtime.integrations.transformers.lora": frozenset({"torch"}),

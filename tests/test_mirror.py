@@ -52,7 +52,6 @@ COVERED: dict[tuple[str, str], str] = {
     ("runtime.integrations", "sglang"): "engines/test_sglang.py",
     ("runtime.integrations.sglang", "experts"): "engines/test_sglang.py",
     ("runtime.integrations.sglang", "quantised"): "engines/test_sglang_quantised.py",
-    ("runtime.integrations.transformers", "copies"): "runtime/integrations/transformers/test_gates.py",
     ("runtime.integrations.transformers", "param_wrapper"): "runtime/integrations/transformers/test_adapters.py",
     ("runtime.integrations.unsloth", "cache"): "runtime/integrations/test_unsloth.py",
     ("runtime.integrations.vllm", "experts"): "engines/test_vllm_experts.py",

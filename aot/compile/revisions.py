@@ -10,8 +10,8 @@ import functools
 import hashlib
 from pathlib import Path
 
+from ...artifacts.code.syntax import syntax_sha256
 from ...kernels.contract.registry import ENTRIES
-from .syntax import syntax_sha256
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 

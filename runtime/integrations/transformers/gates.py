@@ -1,17 +1,19 @@
 """What the experts of a model of transformers do between their two products, where that is transformers' own code.
 
-Code is recognised by what it is: a function of transformers (or torch) itself whose instructions are those of a copy
-(``copies.py``), an act_fn of exactly one of the classes here with nothing hung on it, and names that still mean what
-they meant. All of that that can change is looked at in every call, in 3 to 15 us (Inkling2's softcaps). Of what is not
-recognised nothing is held: its own code runs.
+Code is recognised by its source: a function of transformers (or torch) itself with one of the digests here, an act_fn
+of exactly one of the classes here with nothing hung on it, and names that still mean what they meant. A function's
+source is read once; what can change since is compared in every call, in 3 to 15 us (Inkling2's softcaps). Anything else
+runs the module's own code; so does a function that transformers changes, until its digest is added here.
 """
 
 from __future__ import annotations
 
 import dis
 import functools
+import inspect
 import sys
-from collections.abc import Callable, Mapping
+import textwrap
+from collections.abc import Callable, Collection, Mapping
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -20,10 +22,10 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.modules import module as modules
 
+from ...artifacts.code.syntax import function_sha256
 from ...artifacts.errors import InputError
 from ...kernels.contract.activations import UNGATED, Activation
 from ...runtime.ops.activation import RowActivation
-from . import copies
 
 # A name in a namespace, and what it meant when the code that reads it was recognised.
 _Read: TypeAlias = tuple[Mapping[str, Any], str, object]
@@ -33,7 +35,7 @@ class _Own(NamedTuple):
     """A function that was recognised, with all that it reads by name."""
 
     code: CodeType
-    copy: Callable[..., Any]
+    digest: str
     reads: tuple[_Read, ...]
 
 
@@ -59,7 +61,7 @@ def recognise(experts: Any, gated: bool) -> RowActivation | None:
     own = _own(method.__func__, _GATES) if type(method) is MethodType and method.__self__ is experts else None
     if own is None:
         return None
-    interleaved, read = _GATES[own.copy]
+    interleaved, read = _GATES[own.digest]
     found = read(experts)
     return None if found is None else RowActivation(found, True, interleaved)
 
@@ -137,7 +139,7 @@ def _is_own_module(module: Any) -> bool:
 def _of_softcaps(act: Any) -> Activation | None:
     """softcap(gate) * sigmoid(gate) * softcap(up), of two modules that have a softcap each."""
     caps = [getattr(act, name, None) for name in ("gate_softcap", "up_softcap")]
-    if not all(_is_own_module(one) and _CLASSES[_place(one)][0] is copies.softcap for one in caps):
+    if not all(_is_own_module(one) and _CLASSES[_place(one)][0] == _SOFTCAP for one in caps):
         return None
     values = [getattr(one, "softcap", None) for one in caps]
     if not all(type(one) in (int, float) for one in values):
@@ -164,41 +166,39 @@ def _of_function(act: Any) -> Activation | None:
 
 
 def _recognise_class(kind: type) -> _Class | None:
-    copy = _CLASSES.get((kind.__module__, kind.__qualname__))
+    entry = _CLASSES.get((kind.__module__, kind.__qualname__))
     home = sys.modules.get(kind.__module__)
-    if copy is None or home is None or vars(home).get(kind.__qualname__) is not kind:
+    if entry is None or home is None or vars(home).get(kind.__qualname__) is not kind:
         return None
     forward, call = vars(kind).get("forward"), kind.__call__
     if not isinstance(call, FunctionType) or call.__globals__ is not vars(modules):
         return None
-    own = _own(forward, (copy[0],))
+    own = _own(forward, (entry[0],))
     if own is None or not isinstance(forward, FunctionType):
         return None
     known = _classes[kind] = _Class(forward, call, own)
     return known
 
 
-def _own(function: Any, these: Any) -> _Own | None:
-    """What is known of a function that is transformers' or torch's own and one of these copies; None of any other."""
+def _own(function: Any, digests: Collection[str]) -> _Own | None:
+    """What is known of a function of transformers or torch with one of these digests; None of any other."""
     if type(function) is not FunctionType:
         return None
     known = _functions.get(function)
     if known is not None:
-        return known if known.copy in these and _holds(known, function) else None
+        return known if known.digest in digests and _holds(known, function) else None
     place = function.__module__ or ""
     home = sys.modules.get(place)
     if place.partition(".")[0] not in ("transformers", "torch") or function.__closure__ is not None:
         return None
     if home is None or function.__globals__ is not vars(home) or function.__defaults__ or function.__kwdefaults__:
         return None
-    for copy in these:
-        if instructions(function.__code__) == instructions(copy.__code__):
-            reads = _reads(function)
-            if reads is None:
-                return None
-            known = _functions[function] = _Own(function.__code__, copy, reads)
-            return known
-    return None
+    digest = source_digest(function.__code__)
+    reads = _reads(function) if digest in digests else None
+    if digest is None or reads is None:
+        return None
+    known = _functions[function] = _Own(function.__code__, digest, reads)
+    return known
 
 
 def _holds(own: _Own, function: FunctionType) -> bool:
@@ -208,10 +208,12 @@ def _holds(own: _Own, function: FunctionType) -> bool:
     return all([space.get(name) is meant for space, name, meant in own.reads])  # noqa: C419 (of a generator it is slow)
 
 
-def instructions(code: CodeType) -> object:
-    """All that a function does, without its lines and its docstring."""
-    does = [(one.opname, one.argval) for one in dis.get_instructions(code)]
-    return code.co_argcount, code.co_kwonlyargcount, code.co_varnames, code.co_flags & 12, does  # *args, **kwargs
+def source_digest(code: CodeType) -> str | None:
+    """16 hex digits of a function's arguments and statements; None where its source is not to be had."""
+    try:  # of the code: of a function inspect would show what it says that it wraps
+        return function_sha256(textwrap.dedent(inspect.getsource(code))).hex()[:16]
+    except (OSError, TypeError, ValueError, SyntaxError):
+        return None
 
 
 def _reads(function: FunctionType) -> tuple[_Read, ...] | None:
@@ -248,41 +250,55 @@ def _is_torch_s(name: str, one: object) -> bool:
     return isinstance(one, torch.dtype) or (isinstance(one, BuiltinFunctionType) and one.__name__ == name)
 
 
+_SOFTCAP = "070361357aa863b5"
 _GELUS = {"none": Activation("gelu"), "tanh": Activation("gelu_tanh")}
 _Reads: TypeAlias = Callable[[Any], "Activation | None"]
-# Of a gate: whether gate and up alternate, and which activation a module with it has.
-_GATES: dict[Callable[..., Any], tuple[bool, _Reads]] = {
-    copies.default_apply_gate: (False, _by_act_fn),
-    copies.beam: (False, _by_act_fn),
-    copies.gpt_oss: (True, lambda one: _with_numbers(one, "swiglu", 1.0, limit="limit", alpha="alpha")),
-    copies.openai_privacy_filter: (
+# The digest of a gate's source: whether gate and up alternate, and which activation a module with it has.
+_GATES: dict[str, tuple[bool, _Reads]] = {
+    # integrations.moe
+    "8e53074c735221d3": (False, _by_act_fn),
+    # beam
+    "ea5d5b8addec6805": (False, _by_act_fn),
+    # gpt_oss
+    "3298db7bcf29356c": (True, lambda one: _with_numbers(one, "swiglu", 1.0, limit="limit", alpha="alpha")),
+    # openai_privacy_filter
+    "f858b041c931610d": (
         False,
         lambda one: _with_numbers(one, "swiglu", 1.0, limit="limit", alpha="alpha"),
     ),
-    copies.minimax_m3_vl: (
+    # minimax_m3_vl
+    "3bb20b3fb85bb47c": (
         False,
         lambda one: _with_numbers(one, "swiglu", 1.0, limit="swiglu_limit", alpha="swiglu_alpha"),
     ),
-    copies.deepseek_v4: (False, lambda one: _silu_of_act_fn(one, "swiglu", limit="limit")),
-    copies.hy_v4: (False, lambda one: _with_numbers(one, "swiglu", limit="swiglu_limit")),
-    copies.step3p7: (False, lambda one: _silu_of_act_fn(one, "swiglustep", limit="limit")),
-    copies.inkling2: (False, _softcapped),
-    copies.fp8: (False, _of_fp8),
+    # deepseek_v4
+    "63ba0985de32603d": (False, lambda one: _silu_of_act_fn(one, "swiglu", limit="limit")),
+    # hy_v4, glm5_next
+    "be7c7503b8ed94c2": (False, lambda one: _with_numbers(one, "swiglu", limit="swiglu_limit")),
+    # step3p7
+    "6b431fcd94ceb313": (False, lambda one: _silu_of_act_fn(one, "swiglustep", limit="limit")),
+    # inkling2
+    "1dc156fdf8b63d47": (False, _softcapped),
+    # integrations.finegrained_fp8
+    "f32bdd6b60bb5466": (False, _of_fp8),
 }
 _MODELS = "transformers.models"
-# Of a class: its forward, and which activation an instance is.
-_CLASSES: dict[tuple[str, str], tuple[Callable[..., Any], _Reads]] = {
-    ("transformers.activations", "SiLUActivation"): (copies.silu, lambda act: _SILU),
-    ("transformers.activations", "GELUActivation"): (copies.its_act, lambda act: _of_function(act.__dict__.get("act"))),
-    ("transformers.activations", "GELUTanh"): (copies.its_act, lambda act: _of_function(act.__dict__.get("act"))),
-    ("transformers.activations", "ReLUSquaredActivation"): (copies.relu_squared, lambda act: _RELU2),
+# A class: the digest of its forward, and which activation an instance is.
+_CLASSES: dict[tuple[str, str], tuple[str, _Reads]] = {
+    ("transformers.activations", "SiLUActivation"): ("d4b942074f7d07d8", lambda act: _SILU),
+    ("transformers.activations", "GELUActivation"): (
+        "4320d0ae3e2ff651",
+        lambda act: _of_function(act.__dict__.get("act")),
+    ),
+    ("transformers.activations", "GELUTanh"): ("4320d0ae3e2ff651", lambda act: _of_function(act.__dict__.get("act"))),
+    ("transformers.activations", "ReLUSquaredActivation"): ("48a538c7ba814f18", lambda act: _RELU2),
     ("torch.nn.modules.activation", "SiLU"): (
-        copies.torch_s_silu,
+        "4bfc8c5714be43fe",
         lambda act: None if act.inplace else _SILU,
     ),
-    ("torch.nn.modules.activation", "GELU"): (copies.torch_s_gelu, lambda act: _GELUS.get(act.approximate)),
+    ("torch.nn.modules.activation", "GELU"): ("c9a0a4d8cd9b997a", lambda act: _GELUS.get(act.approximate)),
 }
 for _family, _class in (("inkling2", "Inkling2"), ("inkling2_loop", "Inkling2Loop")):
     _home = f"{_MODELS}.{_family}.modeling_{_family}"
-    _CLASSES[_home, f"{_class}SoftcappedSwiGLU"] = copies.softcapped, _of_softcaps
-    _CLASSES[_home, f"{_class}Softcap"] = copies.softcap, lambda act: None
+    _CLASSES[_home, f"{_class}SoftcappedSwiGLU"] = "9e46fafae0057451", _of_softcaps
+    _CLASSES[_home, f"{_class}Softcap"] = _SOFTCAP, lambda act: None

@@ -1,7 +1,7 @@
 """Adapters that PEFT's ``target_parameters`` put on experts, recognised: run beside the product, W as it is.
 
 While a wrapped module runs, PEFT has its parameter parametrised: reading it makes W + scaling * lhs @ rhs, of every
-expert. Where the parametrization is exactly that, PEFT's own code (compared with a copy, ``copies.py``), the parameter
+expert. Where the parametrization is exactly that, PEFT's own code (known by its source), the parameter
 below it and the two factors are taken instead. Of anything else nothing is assumed: it is read, as PEFT has it, and why
 is told once. Nothing here imports PEFT.
 
@@ -24,8 +24,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from ...runtime.api.lora import Lora
 from ...runtime.check.operands import MAX_RANK
 from ...runtime.check.tensors import PLAIN
-from . import copies
-from .gates import instructions
+from .gates import source_digest
 
 _PEFT = "peft.tuners.lora.layer"
 _SPARED = "_pretuned_spared"  # PEFT's own function, of the one that stands for it
@@ -119,4 +118,5 @@ def _checked() -> bool:
 
 @functools.lru_cache(maxsize=16)
 def _is_known(code: CodeType) -> bool:
-    return instructions(code) == instructions(copies.peft_factors.__code__)
+    """Whether it is PEFT's: torch.baddbmm(W, self.lhs, self.rhs, alpha=self.scaling) without autocast."""
+    return source_digest(code) == "4b545d603f1f6049"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import timeit
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from pretuned.integrations import transformers as ours
-from pretuned.integrations.transformers.gates import recognise
+from pretuned.integrations.transformers.gates import recognise, source_digest
 from pretuned.kernels.contract.activations import Activation
 from pretuned.runtime.ops.activation import RowActivation, by_torch
 
@@ -123,6 +124,28 @@ def test_every_stock_class_computes_what_its_own_code_does(library: Any, family:
         for dtype in DTYPES:
             experts = stockexperts.made(kind, configs).to(dtype)
             assert_same(run(ours.experts_forward, experts, given(dtype)), run(grouped_mm, experts, given(dtype)), dtype)
+
+
+def test_a_function_that_says_that_it_wraps_another_is_its_own(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """inspect would show the source of the wrapped one."""
+    experts = stock("gpt_oss")
+    kind = type(experts)
+
+    @functools.wraps(kind._apply_gate)
+    def other(self: Any, gate_up: torch.Tensor) -> torch.Tensor:
+        return gate_up[..., ::2]
+
+    assert source_digest(other.__code__) not in (None, source_digest(kind._apply_gate.__code__))
+    monkeypatch.setattr(kind, "_apply_gate", other)
+    assert recognise(experts, True) is None
+
+
+def test_a_function_without_a_source_runs_itself(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    experts, space = stock("gpt_oss"), vars(sys.modules[type(stock("gpt_oss")).__module__])
+    exec("def _apply_gate(self, gate_up):\n    return gate_up[..., ::2]\n", space, made := {})
+    monkeypatch.setattr(type(experts), "_apply_gate", made["_apply_gate"])
+    assert source_digest(made["_apply_gate"].__code__) is None
+    assert recognise(experts, True) is None
 
 
 class Straight(torch.autograd.Function):

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pretuned.aot.compile import syntax
-from pretuned.aot.compile.syntax import canonical, syntax_sha256
+from pretuned.artifacts.code import syntax
+from pretuned.artifacts.code.syntax import canonical, function_sha256, syntax_sha256
 from pretuned.kernels.contract.registry import ENTRIES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -135,8 +135,8 @@ def test_this_python_has_the_digests_of_the_zoo() -> None:
     assert len(ZOO) == 11
     now = {name: syntax_sha256(text).hex()[: len(digest)] for name, (digest, text) in ZOO.items()}
     assert now == {name: digest for name, (digest, _) in ZOO.items()}, (
-        "either this Python parses otherwise than those before, or aot/compile/syntax.py has changed: then write these "
-        "into tests/golden/syntax-zoo.txt"
+        "either this Python parses otherwise than those before, or artifacts/code/syntax.py has changed: then write "
+        "these into tests/golden/syntax-zoo.txt"
     )
 
 
@@ -156,7 +156,7 @@ def run(python: str, *code: str, check: bool = True, given: str = "") -> str:
 
 @pytest.mark.parametrize("version", PYTHONS)
 def test_each_python_has_the_digests_of_the_zoo(version: str) -> None:
-    """``aot/compile/syntax.py`` by itself, without a package of ours or another's."""
+    """``artifacts/code/syntax.py`` by itself, without a package of ours or another's."""
     program = (
         "import json, runpy, sys; digest = runpy.run_path(sys.argv[1])['syntax_sha256']; "
         "print(json.dumps([digest(one).hex() for one in json.load(sys.stdin)]))"
@@ -175,3 +175,21 @@ def test_each_python_has_the_digests_of_the_kernels(version: str) -> None:
     )
     found = run(python(version), program, str(ROOT / "src"))
     assert found.splitlines() == [f"{name} {entry.sha256}" for name, entry in ENTRIES.items()]
+
+
+def test_a_function_is_its_arguments_and_statements() -> None:
+    digest = function_sha256("def f(self, h: Tensor) -> Tensor:\n    'Words.'\n    return h * 1.5  # why\n")
+    assert function_sha256("@wrap\ndef other(self, h):\n    return (h\n            * 1.5)") == digest
+    for text in (
+        "return h * 1.25",
+        "return h * 1",
+        "return self * 1.5",
+        "return h * 1.5, h",
+        "h = h * 1.5\n    return h",
+    ):
+        assert function_sha256(f"def f(self, h):\n    {text}\n") != digest
+    assert function_sha256("def f(self, x):\n    return h * 1.5\n") != digest
+    assert function_sha256("def f(self, h=1):\n    return h * 1.5\n") != digest
+    for text in ("x = 1\ny = 2", "class A: pass", ""):
+        with pytest.raises(ValueError, match=r"wanted a function|values to unpack"):
+            function_sha256(text)

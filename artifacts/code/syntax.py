@@ -1,4 +1,4 @@
-"""The digest of a Python source's syntax tree, equal on every Python that parses it.
+"""Digests of the syntax trees of Python sources, equal on every Python that parses them.
 
 Uses ``ast`` and ``hashlib`` alone, so that any Python from 3.10 on can run this file by itself.
 """
@@ -12,6 +12,24 @@ import hashlib
 def syntax_sha256(source: bytes | str) -> bytes:
     """Digest a module, less its comments, docstrings, layout and module-level imports."""
     return hashlib.sha256(canonical(source).encode("ascii")).digest()
+
+
+def function_sha256(source: str) -> bytes:
+    """Digest a function's arguments and statements: less its name, decorators, annotations, comments and docstring.
+
+    Raises
+    ------
+    ValueError, SyntaxError
+        for a source that is not one function.
+    """
+    (node,) = ast.parse(source).body
+    if not isinstance(node, ast.FunctionDef):
+        raise ValueError(f"a {type(node).__name__}, wanted a function")
+    node.name, node.returns, node.decorator_list = "", None, []
+    for argument in ast.walk(node.args):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    return hashlib.sha256(_text(node).encode("ascii")).digest()
 
 
 def canonical(source: bytes | str) -> str:
