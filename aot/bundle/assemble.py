@@ -43,6 +43,7 @@ class BundleChoice:
     runner_up: int | None
     runner_up_ns: int | None
     gpu: Gpu | None
+    torch_ns: int | None = None
 
 
 class VariantTable:
@@ -74,6 +75,7 @@ class VariantTable:
             None if choice.runner_up is None else places[choice.runner_up],
             choice.runner_up_ns,
             choice.measured_on(bundle.gpus),
+            choice.torch_ns,
         )
 
 
@@ -203,4 +205,5 @@ def _choice(claim: BundleChoice, number: Mapping[int, int], gpus: Sequence[Gpu])
         None if claim.runner_up is None else number[claim.runner_up],
         claim.runner_up_ns,
         None if claim.gpu is None else gpus.index(claim.gpu),
+        claim.torch_ns,
     )

@@ -16,13 +16,17 @@ Facts = dict[str, tuple[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A choice with its variant and GPU written out; ``runner_up`` is what the second one is, and its time."""
+    """A choice with its variant and GPU written out; ``runner_up`` is what the second one is, and its time.
+
+    With ``torch`` torch's grouped_mm runs the cell, and ``time_ns`` is its time.
+    """
 
     variant: Variant
     source: Source
     time_ns: int
     gpu: Gpu | None
     runner_up: tuple[object, ...] | None = None
+    torch: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +40,7 @@ class Change:
 
     @property
     def what(self) -> tuple[str, ...]:
-        """Which parts changed: some of ``variant``, ``code``, ``source``, ``gpu``, ``time``, ``runner-up``."""
+        """Which parts changed: some of ``variant``, ``code``, ``source``, ``gpu``, ``time``, ``torch``, ``runner-up``."""
         old, new = self.old, self.new
         parts = {
             "variant": identity(old.variant) != identity(new.variant),
@@ -44,6 +48,7 @@ class Change:
             "source": old.source is not new.source,
             "gpu": old.gpu != new.gpu,
             "time": old.time_ns != new.time_ns,
+            "torch": old.torch != new.torch,
             "runner-up": old.runner_up != new.runner_up,
         }
         return tuple(name for name, differs in parts.items() if differs)
@@ -155,8 +160,8 @@ def _beside(old: Bundle, before: Sequence[Choice], new: Bundle, after: Sequence[
 
 def _side(bundle: Bundle, choice: Choice) -> Side:
     return Side(
-        bundle.variants[choice.variant], choice.source, choice.time_ns, choice.measured_on(bundle.gpus),
-        _runner_up(bundle, choice),
+        bundle.variants[choice.variant], choice.source, choice.torch_ns or choice.time_ns,
+        choice.measured_on(bundle.gpus), _runner_up(bundle, choice), choice.torch_ns is not None,
     )  # fmt: skip
 
 

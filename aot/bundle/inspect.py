@@ -94,5 +94,6 @@ def _choice(problem: Problem, one: Choice, gpus: Sequence[Gpu]) -> dict[str, obj
         "time_us": round(one.time_ns / 1000, 3),
         "runner_up": one.runner_up,
         "runner_up_us": None if one.runner_up_ns is None else round(one.runner_up_ns / 1000, 3),
+        "torch_us": None if one.torch_ns is None else round(one.torch_ns / 1000, 3),
         "gpu": None if gpu is None else gpu.name,
     }

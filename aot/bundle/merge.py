@@ -182,7 +182,7 @@ def merge(bundles: Mapping[str, Bundle]) -> Merged:
 
 def _seen(claim: BundleChoice) -> tuple[object, ...]:
     """What a claim says of its variant: two that differ in their runners-up alone agree."""
-    return (claim.variant, claim.source, claim.time_ns, claim.gpu)
+    return (claim.variant, claim.source, claim.time_ns, claim.gpu, claim.torch_ns)
 
 
 def _check(bundles: Mapping[str, Bundle]) -> None:
@@ -237,7 +237,7 @@ def _key(one: _Input, claim: BundleChoice, behind: Sequence[int]) -> Key:
     rank = 0 if measured else one.version_rank
     tied = claim.variant, *((-1, -1) if claim.runner_up is None else (claim.runner_up, claim.runner_up_ns or 0))
     gpu = ("", 0, 0, 0) if claim.gpu is None else gpu_key(claim.gpu)
-    return (not measured, behind[claim.variant], rank, claim.time_ns, one.triton_rank, tied, gpu)
+    return (not measured, behind[claim.variant], rank, claim.torch_ns or claim.time_ns, one.triton_rank, tied, gpu)
 
 
 def _reason(winner: Key, loser: Key) -> Reason:

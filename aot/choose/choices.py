@@ -16,11 +16,12 @@ from types import MappingProxyType
 from ...artifacts.errors import CompileError
 from ...artifacts.limits import MAX_TIME_NS
 from ...artifacts.records.bundle import Choice, Source, Variant
-from ...artifacts.records.problem import Fusion, Layout, Problem
+from ...artifacts.records.problem import Fusion, Layout, Op, Problem
 from ...kernels.contract.words import has_aligned_rows
 from ...kernels.cost.model import Ranker, Resources
 from ...kernels.hardware.chips import Chip, chip_for
 from ...runtime.dispatch.neighbours import Neighbourhood, blended
+from ...runtime.dispatch.ranking import torch_runs
 from ...runtime.dispatch.snapshot import Rejected
 from ..compile.triton import Compiled
 from ..journal.timings import CellTimes, Timings, cell_of
@@ -32,6 +33,10 @@ from .subset import Loss, select
 # What an estimate is charged beside measured times: among equals the one that was measured ships.
 UNMEASURED = 1.03
 NOT_FASTER = 1.001  # what does not beat the modelled choice counts as this much slower, at least
+
+# What the runtime launches around torch's grouped_mm takes: three launches for where each expert's rows end (2 us each
+# at most), and as many for the zeros past them, which dX has. A guess: benchmarks/speed/by_torch.py times it.
+AROUND_TORCH_NS = {Op.FORWARD: 5_000, Op.DX: 10_000}
 
 ConfigPairs = tuple[tuple[str, int], ...]
 
@@ -201,6 +206,8 @@ def _measured_choice(
 ) -> Choice | None:
     """The one of those that ship that ``CellTimes.best_of`` names; or what ran before, where it ``stays``.
 
+    If torch's grouped_mm is faster than that by more than noise, the choice has torch's time, too.
+
     None where nothing was measured, or the modelled one was not and looks better even so. Where it was, and lost, it
     is not taken back for the sake of a third that was not measured.
     """
@@ -217,6 +224,8 @@ def _measured_choice(
         return None
     second = next(((ns, i) for ns, _, i in timed if i != best), None)
     clock = evidence.clock(cell.problem, cell.bucket)
+    more_ns = AROUND_TORCH_NS.get(cell.problem.canonical.op, 0)
+    by_torch = torch_runs(cell.problem, evidence.sm) and cell.measured.torch_beats(sha[best], more_ns)
     return Choice(
         cell.bucket,
         place[best],
@@ -225,6 +234,7 @@ def _measured_choice(
         second and place[second[1]],
         second and _brought(second[0], clock),
         evidence.gpu_of(cell.measured),
+        cell.measured.torch_ns if by_torch else None,
     )
 
 

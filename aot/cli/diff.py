@@ -128,7 +128,7 @@ def _by_problem(changes: Changes) -> str:
     groups: dict[Problem, list[Change]] = {}
     for one in changes.choices:
         groups.setdefault(one.problem, []).append(one)
-    parts = "variant", "code", "source", "gpu", "runner-up"
+    parts = "variant", "code", "source", "gpu", "torch", "runner-up"
     rows = []
     for problem, cells in groups.items():
         counts = {part: sum(part in one.what for one in cells) for part in parts}
@@ -136,22 +136,25 @@ def _by_problem(changes: Changes) -> str:
         rows.append((problem, len(cells), buckets, *(count or "-" for count in counts.values()),
                      f"{100 * (time_ratio(cells) - 1):+.1f} %"))  # fmt: skip
     head = ("problem", "changed", "M near", *parts, "time")
-    return table(head, rows, "<>>>>>>>>")
+    return table(head, rows, "<>>>>>>>>>")
 
 
 def _cells(changes: Changes) -> str:
     rows = []
     for one in changes.choices:
         old, new = one.old, one.new
-        rows.append((one.problem, one.bucket, _was("variant" in one.what, config_text(old.variant),
-                                                   config_text(new.variant)),
+        rows.append((one.problem, one.bucket, _was({"variant", "torch"} & {*one.what}, _config(old), _config(new)),
                      _was(old.source is not new.source or old.gpu != new.gpu, _source(old), _source(new)),
                      f"{old.time_ns / 1e3:.2f}", f"{new.time_ns / 1e3:.2f}",
                      f"{100 * (new.time_ns / old.time_ns - 1):+.1f} %", ", ".join(one.what)))  # fmt: skip
     return table(("problem", "M near", "config", "source", "A us", "B us", "time", "changed"), rows, "<><<>>>")
 
 
-def _was(changed: bool, old: str, new: str) -> str:
+def _config(side: Side) -> str:
+    return ("torch, else " if side.torch else "") + config_text(side.variant)
+
+
+def _was(changed: object, old: str, new: str) -> str:
     return f"{old} -> {new}" if changed else new
 
 
@@ -195,6 +198,7 @@ def _to_dict(changes: Changes) -> dict[str, object]:
 
 def _side(side: Side) -> dict[str, object]:
     return {**_variant(side.variant), "source": side.source.value, "time_us": round(side.time_ns / 1000, 3),
+            "torch": side.torch,
             "gpu": side.gpu.name if side.gpu else None}  # fmt: skip
 
 

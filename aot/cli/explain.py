@@ -60,8 +60,9 @@ def explain(model: str, gpu: str, tokens: str, ops: str, why: bool, as_json: boo
             based = f"{best.source.value}{f' on {best.gpu.name}' if best.gpu else ''}" if best else "no kernel here"
             based = based if told.raises is None else f"the call raises: {told.raises}"
             shown.append((
-                one.gemm.role, told.problem.op.value, one.tokens, told.M, str(best.config) if best else told.runs,
-                f"{best.time_us:.1f}" if best else "-", based, best.usable.path.name if best else "-",
+                one.gemm.role, told.problem.op.value, one.tokens, told.M,
+                "torch, measured faster" if told.torch_us else str(best.config) if best else told.runs,
+                f"{told.torch_us or best.time_us:.1f}" if best else "-", based, best.usable.path.name if best else "-",
             ))  # fmt: skip
         echo(f"\n{shard.name} tp={shard.tp} ep={shard.ep}, {dtype}")
         echo(table(("GEMM", "op", "tokens", "rows", "kernel", "us", "basis", "bundle"), shown, "<<>><><"))

@@ -95,7 +95,8 @@ def _listed(merged: Merged, paths: Sequence[str]) -> str:
 
 def _said(claim: BundleChoice, codes: VariantTable) -> str:
     gpu = f" on {claim.gpu.name}" if claim.gpu else ""
-    return f"{label(codes[claim.variant])}: {claim.source.value} {claim.time_ns / 1000:.2f} us{gpu}"
+    torch = f", torch {claim.torch_ns / 1000:.2f} us" if claim.torch_ns else ""
+    return f"{label(codes[claim.variant])}: {claim.source.value} {claim.time_ns / 1000:.2f} us{torch}{gpu}"
 
 
 def _to_dict(merged: Merged, paths: Sequence[str], written: Written) -> dict[str, object]:
@@ -141,5 +142,6 @@ def _claim(claim: BundleChoice, codes: VariantTable) -> dict[str, object]:
         "cubin_sha256": variant.cubin_sha256.hex(),
         "source": claim.source.value,
         "time_us": round(claim.time_ns / 1000, 3),
+        "torch_us": None if claim.torch_ns is None else round(claim.torch_ns / 1000, 3),
         "gpu": claim.gpu.name if claim.gpu else None,
     }

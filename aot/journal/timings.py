@@ -47,6 +47,13 @@ class CellTimes:
         band = max(LEAST_BAND, _STANDARD_ERRORS * error)
         return self.times_ns[challenger] < self.times_ns[modelled] * (1 - band)
 
+    def torch_beats(self, sha: bytes, more_ns: int) -> bool:
+        """Whether torch's grouped_mm and ``more_ns`` beside it are faster than a variant by more than noise."""
+        if self.torch_ns is None:
+            return False
+        band = max(LEAST_BAND, _STANDARD_ERRORS * math.sqrt(2) * self.noise[sha])  # torch's noise is taken to be equal
+        return self.torch_ns + more_ns < self.times_ns[sha] * (1 - band)
+
     def best_of(self, able: Sequence[bytes]) -> bytes | None:
         """The one of these that a bundle has: the fastest, but for one that lost its duel with another: then that one.
 

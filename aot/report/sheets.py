@@ -67,6 +67,7 @@ def _chip(gpu: Gpu | None, sm: int) -> Chip:
     return chip_for(sm) if gpu is None else chip_of(gpu, sm)
 
 
+TORCH = "torch grouped_mm"  # what runs a cell whose choice says that torch is faster
 _MODELLED_CELLS = 400  # whose every candidate the cost model is asked for: it takes a second, and shows what all would
 
 
@@ -163,7 +164,7 @@ class _CellMaker:
             if timed_on is None or one.gpu.is_like(timed_on):
                 search = one
                 break
-        return Cell(
+        cell = Cell(
             self._problem,
             bucket,
             State.MEASURED if choice.source is Source.MEASURED else State.MODELLED,
@@ -177,6 +178,13 @@ class _CellMaker:
             gpu,
             *self._tried(bucket, search),
         )
+        if choice.torch_ns is None:
+            return cell
+        torch_us = choice.torch_ns / 1e3
+        return cell._replace(
+            config=TORCH, time_us=torch_us, runner_up=cell.config, runner_up_us=cell.time_us, model_us=None,
+            torch_us=torch_us,
+        )  # fmt: skip
 
     def _searched(self, bucket: int, search: Search | None) -> Cell:
         known = self._known

@@ -35,6 +35,7 @@ _VARIANT = (
     "kernel", "revision", "abi", "op", "dtype", "layout", "fusion", "alignment", "max_experts", "config", "entry",
     "arguments", "tensor_maps", "threads", "shared_bytes", "registers", "spill_bytes", "scratch_bytes", "cubin_sha256",
 )  # fmt: skip
+_WIDTHS = (7, 8)  # the least and the most items of a choice
 _KIND = _VARIANT[: _VARIANT.index("max_experts") + 1]
 
 
@@ -121,10 +122,14 @@ def problem_of(value: object) -> Problem:
 
 
 def pack_choices(choices: tuple[Choice, ...]) -> bytes:
-    """One array a bucket and GPU: [log2 bucket, variant, source, time_ns, runner_up, runner_up_ns, gpu]."""
+    """One array a bucket and GPU: [log2 bucket, variant, source, time_ns, runner_up, runner_up_ns, gpu].
+
+    ``torch_ns`` is an eighth item where there is one.
+    """
     return pack(
         [
             [_log2(c.bucket), c.variant, SOURCES.index(c.source), c.time_ns, c.runner_up, c.runner_up_ns, c.gpu]
+            + ([] if c.torch_ns is None else [c.torch_ns])
             for c in choices
         ]
     )
@@ -148,20 +153,20 @@ def read_measured(record: bytes, gpus: int) -> list[tuple[int, int]]:
     """(variant, GPU) of the measured choices of a record, and of their runners-up. Reads no more than that needs."""
     found: list[tuple[int, int]] = []
     for row in items(parse(record, max_items=lim.MAX_CHOICES), "choices", 1, lim.MAX_CHOICES):
-        _, variant, _, _, runner_up, _, gpu = items(row, "choice", 7, 7)
+        _, variant, _, _, runner_up, _, gpu, *_ = items(row, "choice", *_WIDTHS)
         if type(gpu) is int and 0 <= gpu < gpus:
             found += [(one, gpu) for one in (variant, runner_up) if type(one) is int]
     return found
 
 
 def read_timed(record: bytes, variants: int, gpus: int) -> list[list[Any]]:
-    """The choices of a record that were measured, each with the fields of ``Timed``: all is checked but their order.
+    """The choices of a record that were measured, each with the fields of ``Timed``: all of these is checked but their order.
 
     Hundreds of records are read so before one choice: columns are checked, not numbers one by one.
     """
     rows = items(parse(record, max_items=lim.MAX_CHOICES), "choices", 1, lim.MAX_CHOICES)
-    for row in rows if set(map(type, rows)) != {list} or set(map(len, rows)) != {7} else ():  # type: ignore[arg-type]
-        items(row, "choice", 7, 7)
+    if set(map(type, rows)) != {list} or set(map(len, rows)) != {_WIDTHS[0]}:  # type: ignore[arg-type]
+        rows = [items(row, "choice", *_WIDTHS)[: _WIDTHS[0]] for row in rows]
     found = [row for row in rows if row[6] is not None]  # type: ignore[index]
     beside = [row for row in found if row[4] is not None]  # type: ignore[index]
     log2, variant, _, time_ns, _, _, gpu = zip(*found, strict=True) if found else [()] * 7
@@ -182,12 +187,14 @@ def _place(choice: Choice) -> str:
 
 
 def _choice(row: object, variants: int, gpus: int) -> Choice:
-    log2, variant, source, time_ns, runner_up, runner_up_ns, gpu = items(row, "choice", 7, 7)
+    log2, variant, source, time_ns, runner_up, runner_up_ns, gpu, *torch_ns = items(row, "choice", *_WIDTHS)
     where = SOURCES[integer(source, "choice.source", 0, 1)]
     if (runner_up is None) != (runner_up_ns is None):
         raise Malformed("choice.runner_up and its time must both be there, or neither")
     if (gpu is None) != (where is Source.MODELLED):
         raise Malformed(f"choice.gpu is {shown(gpu)}: a measured choice names its GPU, a modelled one has none")
+    if torch_ns and gpu is None:
+        raise Malformed("choice.torch_ns is there in a modelled choice, wanted it in a measured one alone")
     if variant == runner_up:
         raise Malformed(f"choice.runner_up is {runner_up}, the chosen variant itself")
     return Choice(
@@ -198,6 +205,7 @@ def _choice(row: object, variants: int, gpus: int) -> Choice:
         None if runner_up is None else integer(runner_up, "choice.runner_up", 0, variants - 1),
         None if runner_up_ns is None else integer(runner_up_ns, "choice.runner_up_ns", 1, lim.MAX_TIME_NS),
         None if gpu is None else integer(gpu, "choice.gpu", 0, gpus - 1),
+        integer(torch_ns[0], "choice.torch_ns", 1, lim.MAX_TIME_NS) if torch_ns else None,
     )
 
 

@@ -76,7 +76,8 @@ class Choice:
 
     ``time_ns`` is the median measured on ``gpu`` (an index into the bundle's GPUs), of some forms brought to the plain
     product's clock, or the cost model's estimate where ``source`` is modelled (``gpu`` is then None). A bundle may have
-    a choice of each of its GPUs for one problem and bucket.
+    a choice of each of its GPUs for one problem and bucket. ``torch_ns`` is the time of torch's grouped_mm, if that was
+    measured and is faster than the variant by more than noise: torch then runs the cell on this GPU.
     """
 
     bucket: int
@@ -86,6 +87,7 @@ class Choice:
     runner_up: int | None = None
     runner_up_ns: int | None = None
     gpu: int | None = None
+    torch_ns: int | None = None
 
     @property
     def sort_key(self) -> tuple[int, int]:

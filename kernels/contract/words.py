@@ -29,8 +29,10 @@ of dW it describes ragged rows, see ``RAGGED_SIZES``.
 
 from __future__ import annotations
 
-from ...artifacts.records.problem import Fusion, Layout, Problem
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Fusion, Layout, Op, Problem
 
+TORCH_GROUPS = 1024  # the most experts that torch's grouped_mm takes
 ALIGNMENT_BYTES = 16  # of every pointer, row stride and row length of aligned code
 LAUNCH_ABI = 1
 READS_ABI = (1, 1)  # the first and last launch ABI that this runtime can launch
@@ -74,6 +76,12 @@ def has_aligned_rows(problem: Problem) -> bool:
     """Whether both row lengths of the weight, N and K, are multiples of 16 bytes, and a row of its codes is."""
     size, codes = problem.dtype.itemsize, problem.K * problem.dtype.precision.w.bits // 8
     return is_aligned(ALIGNMENT_BYTES, problem.N * size, problem.K * size, codes)
+
+
+def torch_multiplies(problem: Problem) -> bool:
+    """Whether torch's grouped_mm computes a product of rows: plain, bf16, rows of whole 16 bytes."""
+    plain = problem.op is not Op.DW and problem.dtype is DType.BF16 and not problem.fusion
+    return plain and problem.E <= TORCH_GROUPS and has_aligned_rows(problem)
 
 
 def slow_rows(problem: Problem) -> str | None:

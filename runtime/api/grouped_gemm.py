@@ -368,6 +368,12 @@ def _first(
         ready, wide = None, call.N if known is None else known[2]
         if known is None and some and out is None:
             ready, wide = later.products.ready_for_wide_rows(product) or (None, wide)
+        if known is None and ready is None and some:
+            ready = later.ready.ready_for(product, out)
+        if ready is not None and ready.by_torch is not None and out is None:
+            return later.torch_fallback.into_new(  # type: ignore[no-any-return]
+                call.x, call.w, counts, grouped=ready.by_torch, layout=call.layout, zero_tail=zero_tail
+            )
         new = empty if wide == call.N else _filled_up
         y = new((call.M, call.N), (wide, 1), call.x.dtype) if out is None else out
         if zero_tail or not call.K:  # a sum over nothing is zero
@@ -375,8 +381,6 @@ def _first(
         if not some:
             return y
         stride_y_m = y.stride(0) if call.M > 1 else wide
-        if known is None and ready is None:
-            ready = later.ready.ready_for(product, y)
         launch = known[0] if known is not None else None if ready is None else ready.launcher
         if launch is None:
             sm, aligned = local_gpu(device).sm, later.ready.rows_aligned(product, y)

@@ -131,7 +131,7 @@ def with_wide_rows(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu
     bucket = bucket_of(M)
     ran = settle(snapshot, wide, bucket, local, aligned=True, strict=False)
     if isinstance(ran, Decision) and _clips_w(ran.chosen):
-        return ran.chosen
+        return replace(ran.chosen, torch_us=None)  # which has no such rows
     while True:  # each turn drops a bundle
         with contextlib.suppress(Rejected):
             every = modelled(snapshot, wide, bucket, local, snapshot.view(local, installed=True), aligned=True)
@@ -171,7 +171,8 @@ def _decide(
     found = found or modelled(snapshot, problem, bucket, local, snapshot.reserve(local), aligned=aligned, most=1)
     if not found:
         return Miss(problem, bucket, aligned, _miss_text(problem, bucket, local, view))
-    return Decision(problem, bucket, aligned, found[0], reason(found[0], problem, bucket, local))
+    by_torch = "" if found[0].torch_us is None else f"; {found[0].by_torch}"
+    return Decision(problem, bucket, aligned, found[0], reason(found[0], problem, bucket, local) + by_torch)
 
 
 def _is_unbeatable(found: list[Candidate], local: LocalGpu) -> bool:

@@ -77,6 +77,8 @@ class Candidate:
     """A variant that can run the call. ``time_us`` was measured or modelled, as ``source`` says, at ``bucket``.
 
     ``gpu`` is the one that it was measured on. ``near`` is what was measured around the cell, where that counted.
+    ``torch_us`` is torch's time, if torch's grouped_mm was measured faster on this very GPU: torch then runs a plain
+    product into new memory.
     """
 
     usable: Usable
@@ -89,11 +91,17 @@ class Candidate:
     time_us: float
     gpu: Gpu | None
     near: Near | None = None
+    torch_us: float | None = None
 
     @property
     def config(self) -> Config:
         """The variant's config."""
         return Config.from_pairs(self.variant.config)
+
+    @property
+    def by_torch(self) -> str:
+        """That torch runs it, and why, in words."""
+        return f"torch's grouped_mm, measured faster: {self.torch_us:.1f} us against {self.time_us:.1f} us"
 
 
 def chosen(
@@ -112,13 +120,20 @@ def chosen(
         variant = snapshot.variant(usable.bundle, index)
         if why_not(variant, problem, local, aligned=aligned) is None:
             match = Match.EXACT if choice.bucket == bucket else Match.NEAREST_BUCKET
+            here = claim.origin is Origin.THIS_GPU and match is Match.EXACT and index == choice.variant
+            torch_ns = choice.torch_ns if here and aligned and torch_runs(problem, local.sm) else None
             found.append(
                 Candidate(
                     usable, index, variant, claim.origin, match, choice.source, choice.bucket, claim.time_ns / 1e3,
-                    choice.measured_on(usable.bundle.gpus),
+                    choice.measured_on(usable.bundle.gpus), torch_us=None if torch_ns is None else torch_ns / 1e3,
                 )
             )  # fmt: skip
     return found
+
+
+def torch_runs(problem: Problem, sm: int) -> bool:
+    """Whether torch's grouped_mm can compute a problem on a capability without a synchronisation."""
+    return arch.torch_groups(sm) and words.torch_multiplies(problem)
 
 
 class _RankedChoice(NamedTuple):

@@ -30,7 +30,8 @@ class Explanation:
     says, of rows that are gathered, which top_k was taken where none was given. ``self_test`` says where the kernel
     was tested on this capability, or that it is tested before its first use (``launch/proof.py``). Where no bundle can
     run it ``build`` is the command that makes one that can, and the last line of ``str()``. ``low_rank`` says, of a
-    product with an adapter, whether its part is in the product's kernel or beside it, and why.
+    product with an adapter, whether its part is in the product's kernel or beside it, and why. If torch's grouped_mm
+    was measured faster on this GPU, torch runs the call (``torch_us``), and the first candidate a call with ``out``.
     """
 
     problem: Problem
@@ -55,10 +56,15 @@ class Explanation:
         return self.candidates[0] if self.candidates else None
 
     @property
+    def torch_us(self) -> float | None:
+        """The time of torch's grouped_mm, if it runs the call because it was measured faster."""
+        return None if self.chosen is None or self.problem.fusion else self.chosen.torch_us
+
+    @property
     def steps(self) -> tuple[str, ...]:
         """What the call launches of a bundle's kernels, one after another; () where something else runs it."""
         best = self.chosen
-        if best is None:
+        if best is None or self.torch_us is not None:
             return ()
         first = (f"gather the rows of x into a scratch [{self.M}, K]",) if self.gathered_first else ()
         first = (f"quantise the rows of x into codes [{self.M}, K]",) if self.quantised_first else first
@@ -67,6 +73,8 @@ class Explanation:
     @property
     def runs(self) -> str:
         """What runs the call: ``bundle``, ``jit`` or ``torch``."""
+        if self.torch_us is not None:
+            return "torch"
         return "bundle" if self.candidates else "jit" if self.compiles else "torch"
 
     @property
@@ -90,6 +98,7 @@ class Explanation:
             "aligned": self.aligned,
             "gpu": {"sm": self.local.sm, "name": self.local.gpu.name or None, "sm_count": self.local.gpu.sm_count},
             "runs": self.runs,
+            "torch_us": self.torch_us,
             "raises": self.raises,
             "gathered_first": self.gathered_first,
             "quantised_first": self.quantised_first,
@@ -113,7 +122,8 @@ class Explanation:
         otherwise = "what Triton compiles in the first call (allow_jit)" if self.compiles else "torch"
         if self.raises is not None:
             lines.append(f"  the call raises: {self.raises}")
-        lines.append(f"  {'runs' if self.raises is None else 'else'}: {best.config if best else otherwise}")
+        runs = otherwise if best is None else best.config if self.torch_us is None else best.by_torch
+        lines.append(f"  {'runs' if self.raises is None else 'else'}: {runs}")
         if self.gathered_first:
             lines.append("  after a row kernel that gathers the rows of x into a scratch [M, K]")
         lines += [f"  step {place}: {one}" for place, one in enumerate(self.steps, 1)]

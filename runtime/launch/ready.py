@@ -13,7 +13,7 @@ import torch
 
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp, bucket_of
-from ...kernels.contract.words import ALIGNMENT_BYTES, is_aligned
+from ...kernels.contract.words import ALIGNMENT_BYTES, TORCH_GROUPS, is_aligned
 from .. import hooks, settings
 from ..check.tensors import DTYPES, check_cuda_dtype, row_stride
 from ..dispatch import snapshot as dispatch_snapshot
@@ -43,6 +43,7 @@ class Ready(NamedTuple):
     """A kernel for all calls of a kind, and what is done to the rows of x before it.
 
     ``gather`` gathers them, which the kernel does not; ``quantize`` makes codes of them, and gathers them if need be.
+    ``by_torch`` is torch's grouped_mm, if that was measured faster: it runs a product into new memory.
     """
 
     launcher: Launcher
@@ -50,18 +51,20 @@ class Ready(NamedTuple):
     gather: RowOpLauncher | None = None
     quantize: RowOpLauncher | None = None
     plain_scales: bool = False  # of quantised weights: it reads them as they are
+    by_torch: Callable[..., torch.Tensor] | None = None
 
 
-def ready_for(call: Rows, y: torch.Tensor) -> Ready | None:
-    """The kernel for this product into y and all like it; None where no bundle has one."""
+def ready_for(call: Rows, y: torch.Tensor | None) -> Ready | None:
+    """The kernel for this product into y, or into new memory, and all like it; None where no bundle has one."""
     x, w, m_sizes, fusion = call.x, call.dense, call.m_sizes, call.fusion
     E, N, K = call.sizes
     step = index_step(call) if call.uses_index else 1
-    aligned = rows_aligned(call, y)
+    columns = N if call.op is Op.FORWARD else K
+    aligned = _aligned(call, 0, columns, columns) if y is None else rows_aligned(call, y)
     device = x.get_device()
     first = call.may_gather_first(aligned)
     checks = call.bounds is None
-    few, beside = may_clear(call, y) if call.zero_tail and call.uses_index else (True, True)
+    few, beside = may_clear(call, y) if call.zero_tail and call.uses_index and y is not None else (True, True)
     zeroes = call.zero_tail and (few or beside)
     fixed = (x.dtype, E, N, K, _weight_strides(w), call.gather_divisor, fusion.value, step, m_sizes.dtype,
              zeroes, few, beside, first and 1 + checks)  # fmt: skip
@@ -79,7 +82,10 @@ def ready_for(call: Rows, y: torch.Tensor) -> Ready | None:
         fused = Fused(fusion, step, call.gather_divisor or 1, zeroes, few, beside)
         plain = _gathered_kernel(problem, call, device, checks) if first else None
         ready = None if plain is None else after_gather(plain, problem, call, fused)
-        return ready or of_rows(kernel, problem, call, fused)
+        ready = ready or of_rows(kernel, problem, call, fused)
+        if aligned and not fusion and call.pin is None and is_by_torch(problem, call.M, device):
+            return ready._replace(by_torch=grouped_mm(x.dtype, local_gpu(device).sm, E))
+        return ready
 
     return kept(key, build)
 
@@ -291,6 +297,26 @@ def _kernel(problem: Problem, M: int, device: int, aligned: bool, pin: Pin | Non
 def kernel_for(problem: Problem, M: int, device: int, *, aligned: bool, pin: Pin | None = None) -> LoadedKernel | None:
     """What ``pin`` names, else what dispatch decides for a product, loaded and proven; None: torch is to multiply."""
     return _kernel(problem, M, device, aligned, pin, None)  # type: ignore[no-any-return]
+
+
+def is_by_torch(problem: Problem, M: int, device: int) -> bool:
+    """Whether what dispatch decides for a product on aligned tensors is that torch's grouped_mm runs it."""
+    from ..dispatch.decide import Decision, decide
+
+    strict, local = settings.settings().strict, local_gpu(device)
+    found = decide(dispatch_snapshot.snapshot(), problem, M, local, strict=strict)
+    return isinstance(found, Decision) and found.chosen.torch_us is not None
+
+
+def grouped_mm(dtype: torch.dtype, sm: int, E: int) -> Callable[..., torch.Tensor] | None:
+    """torch's own grouped GEMM, where it does not synchronise: bf16 on 9.x and 10.x, aligned; else None."""
+    from ...kernels.hardware.arch import torch_groups  # here, as few calls need it
+
+    if dtype is not torch.bfloat16 or not torch_groups(sm) or E > TORCH_GROUPS:
+        return None
+    found: Callable[..., torch.Tensor] | None
+    found = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+    return found
 
 
 def _gated_kernel(

@@ -49,11 +49,10 @@ def with_adapter(
     if one is not None:
         index = call.fusions.index if call.form.permute_x else None
         u = low_rank.narrowed(one, x, call.m_sizes, index, call.x_divisor, do=do)
-    y = do.new(x, (call.y_rows, call.N), per=0) if out is None else out
     product = forward_rows(call, x, do)
     if out is not None and product.loose:
         product = dataclasses.replace(product, loose=False)
-    return low_rank.product(product, one, u, do, y), u
+    return low_rank.product(product, one, u, do, out, call.y_rows), u
 
 
 def forward_rows(call: Call, x: torch.Tensor, do: Now = NOW) -> Rows:
@@ -210,10 +209,9 @@ def _grad_rows(
 ) -> torch.Tensor:  # fmt: skip
     """dy @ w row by row: in the sorted order [M, K], or with permute_x in token order [T*topk, K]; others zero."""
     moves = call.form.permute_x
-    product = _rows_of_dx(call, dy, flat, moves=moves)
-    dx = do.new(dy.given, (call.x_rows * call.form.topk if moves else call.M, call.K), per=0)
     one, v = beside or (None, None)
-    return low_rank.product(product, one, v, do, dx)
+    many = call.x_rows * call.form.topk if moves else call.M
+    return low_rank.product(_rows_of_dx(call, dy, flat, moves=moves), one, v, do, many=many)
 
 
 def _places(m_sizes: torch.Tensor, index: torch.Tensor, *, many: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ from ...artifacts.records.problem import Layout, Op
 from ...kernels.contract.words import ALIGNMENT_BYTES
 from ..check.operands import Rows
 from ..launch.program import NOW, Now
-from .products import rows, with_low_part
+from .products import new_rows, rows, with_low_part
 
 
 class LowRank(NamedTuple):
@@ -80,18 +80,21 @@ def narrowed(
 
 
 def product(
-    call: Rows, one: LowRank | None, narrow: torch.Tensor | None, do: Now = NOW, y: torch.Tensor | None = None
-) -> torch.Tensor:
+    call: Rows, one: LowRank | None, narrow: torch.Tensor | None, do: Now = NOW, y: torch.Tensor | None = None,
+    many: int | None = None,
+) -> torch.Tensor:  # fmt: skip
     """The product, and of the forward u @ B.T beside it, of dX v @ A; ``narrow`` [M, r] is u or v.
 
     By one kernel, which has these columns in its reduction; where there is no such code they are a product of their
-    own, which is added. It goes into ``y``, where that is given, and else into new memory.
+    own, which is added. It goes into ``y``, where that is given, and else into new memory of ``many`` rows, whatever
+    M becomes in calls like it, or of M.
     """
     _, N, K = call.sizes
     keeps = y is not None and not call.loose  # what stands in rows that nothing is stored to
-    y = do.new(call.x, (call.M, N if call.op is Op.FORWARD else K)) if y is None else y
+    size, per = (call.M if many is None else many, N if call.op is Op.FORWARD else K), int(many is None)
     if one is None or narrow is None:
-        return rows(call, y, do)
+        return new_rows(call, size, do, per=per) if y is None else rows(call, y, do)
+    y = do.new(call.x, size, per=per) if y is None else y
     second = one.B if call.op is Op.FORWARD else one.A
     if with_low_part(call, narrow, second, y, do):
         return y

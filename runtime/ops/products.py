@@ -28,7 +28,7 @@ from ..launch.products import (
     resolve_weight,
 )  # fmt: skip
 from ..launch.program import NOW, Now
-from ..launch.ready import may_add_low_part, rows_aligned
+from ..launch.ready import may_add_low_part, ready_for, rows_aligned
 from ..weights.dequantised import Dequantised
 from ..weights.expert_weights import ExpertWeights
 from . import quantised, torch_fallback, zero_rows
@@ -79,6 +79,19 @@ def _sums_of_nothing(call: Rows, y: torch.Tensor, end: int) -> torch.Tensor:
             row_weights=call.row_weights, bias=call.bias, gathered=bool(call.gather_divisor),
         )  # fmt: skip
     return y
+
+
+def new_rows(call: Rows, size: tuple[int, int], do: Now = NOW, *, per: int = 1) -> torch.Tensor:
+    """``rows`` into new memory: by torch's grouped_mm, if a bundle's choice says that it is faster."""
+    plain = not call.fusion.value and isinstance(call.w, torch.Tensor) and call.M and all(call.sizes)
+    if plain and tensors.on_gpu(call.x) and rows_usable(call.x):
+        with on(call.x.get_device()):
+            ready = ready_for(call, None)
+            if ready is not None and ready.by_torch is not None:
+                how = {"grouped": ready.by_torch, "layout": call.as_forward(), "zero_tail": call.zero_tail}
+                made: torch.Tensor = do.call(partial(torch_fallback.into_new, **how), call.x, call.dense, call.m_sizes)
+                return made
+    return rows(call, do.new(call.x, size, per=per), do)
 
 
 def _on_cuda(call: Rows, y: torch.Tensor, end: int, do: Now = NOW) -> None:

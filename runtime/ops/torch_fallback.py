@@ -11,9 +11,9 @@ import torch
 from ...artifacts.errors import ProblemNotInBundle
 from ...artifacts.records.problem import Layout
 from ...kernels import reference
+from ..launch.ready import grouped_mm
 from ..weights.dequantised import Dequantised
-
-_MOST_GROUPS = 1024  # torch's own limit
+from . import zero_rows
 
 _log = logging.getLogger(__name__)
 
@@ -24,15 +24,32 @@ def tell_reference(device: str) -> None:
     _log.debug("pretuned: tensors on %s: the torch reference runs", device)
 
 
-def grouped_mm(dtype: torch.dtype, sm: int, E: int) -> Callable[..., torch.Tensor] | None:
-    """torch's own grouped GEMM, where it does not synchronise: bf16 on 9.x and 10.x, aligned; else None."""
-    from ...kernels.hardware.arch import torch_groups  # here, as no call that a bundle runs needs it
+def ends_of(m_sizes: torch.Tensor, M: int) -> torch.Tensor:
+    """Where each expert's rows end, int32 [E], in [0, M] and ascending whatever the counts are. In three launches."""
+    narrow = m_sizes.shape[0] * M < 1 << 31
+    ends = m_sizes.clamp(0, M).cumsum(0, dtype=torch.int32 if narrow else torch.int64)
+    return ends.clamp_(max=M).to(torch.int32)
 
-    if dtype is not torch.bfloat16 or not torch_groups(sm) or E > _MOST_GROUPS:
-        return None
-    found: Callable[..., torch.Tensor] | None
-    found = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
-    return found
+
+def into_new(
+    x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, *, grouped: Callable[..., torch.Tensor], layout: Layout,
+    zero_tail: bool,
+) -> torch.Tensor:  # fmt: skip
+    """y [M, N] by ``grouped``, torch's ``grouped_mm``, of aligned tensors.
+
+    Rows past the sum of m_sizes are zero with ``zero_tail``, else they hold anything.
+    """
+    ends = ends_of(m_sizes, x.shape[0])
+    y = _product(grouped, x, w, ends, layout)
+    return zero_rows.clear_tail(y, ends[-1:]) if zero_tail else y
+
+
+def _product(
+    grouped: Callable[..., torch.Tensor], x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, layout: Layout
+) -> torch.Tensor:
+    M, K = x.shape
+    x = x.as_strided((M, K), (x.stride(0) if M > 1 else K, 1))  # torch minds the stride of a single row
+    return grouped(x, w.transpose(1, 2) if layout is Layout.NK else w, offs=ends)
 
 
 def on_cuda(
@@ -51,13 +68,9 @@ def on_cuda(
     """
     grouped = grouped_mm(x.dtype, sm, len(w))
     if grouped is not None and aligned and isinstance(w, torch.Tensor):
-        M, K = x.shape
-        x = x.as_strided((M, K), (x.stride(0) if M > 1 else K, 1))  # torch minds the stride of a single row
-        ends = m_sizes.clamp(0, M).cumsum(0, dtype=torch.int64).clamp_(max=M)
-        columns_last = w.transpose(1, 2) if layout is Layout.NK else w
-        product = grouped(x, columns_last, offs=ends.to(torch.int32))
-        written = torch.arange(M, device=x.device) < ends[-1]
-        torch.where(written[:, None], product, y, out=y)
+        ends = ends_of(m_sizes, x.shape[0])
+        written = torch.arange(x.shape[0], device=x.device) < ends[-1]
+        torch.where(written[:, None], _product(grouped, x, w, ends, layout), y, out=y)
         return
     if torch.cuda.is_current_stream_capturing():
         raise ProblemNotInBundle(

@@ -42,3 +42,18 @@ def clear(y: torch.Tensor, index: torch.Tensor, m_sizes: torch.Tensor, M: int, i
         launch(-(-M // launch.block), 0, pointers, (*numbers, NAMES), stream)
         launch(-(-rows // CLEARED_ROWS), 0, pointers, (*numbers, 0), stream)
     return y
+
+
+def clear_tail(y: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
+    """y[r] = 0, on a GPU, for each row r from ``used``, an int32 [1], on. y is dense."""
+    rows, columns = y.shape
+    row_bytes, device = columns * y.element_size(), y.get_device()
+    there = torch.arange(rows, dtype=torch.int32, device=y.device) < used  # a byte each, as the kernel reads them
+    aligned = rows <= _MOST_ROWS and y.is_contiguous() and is_aligned(ALIGNMENT_BYTES, row_bytes, y.data_ptr())
+    launch = rowops.launcher(RowOp.CLEAR, DType.FP32, device, aligned=True) if aligned else None
+    if launch is None:
+        return y.masked_fill_(~there[:, None], 0)
+    pointers = y.data_ptr(), there.data_ptr(), used.data_ptr(), there.data_ptr()
+    numbers = rows, rows, row_bytes // _WORD_BYTES, 1, rows, 1, 1, 0
+    launch(-(-rows // CLEARED_ROWS), 0, pointers, numbers, current_stream(device))
+    return y
