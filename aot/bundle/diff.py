@@ -40,7 +40,7 @@ class Change:
 
     @property
     def what(self) -> tuple[str, ...]:
-        """Which parts changed: some of ``variant``, ``code``, ``source``, ``gpu``, ``time``, ``torch``, ``runner-up``."""
+        """Which parts changed: ``variant``, ``code``, ``source``, ``gpu``, ``time``, ``torch``, ``runner-up``."""
         old, new = self.old, self.new
         parts = {
             "variant": identity(old.variant) != identity(new.variant),

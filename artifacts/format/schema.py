@@ -160,7 +160,7 @@ def read_measured(record: bytes, gpus: int) -> list[tuple[int, int]]:
 
 
 def read_timed(record: bytes, variants: int, gpus: int) -> list[list[Any]]:
-    """The choices of a record that were measured, each with the fields of ``Timed``: all of these is checked but their order.
+    """The choices of a record that were measured, each with the fields of ``Timed``: all but their order is checked.
 
     Hundreds of records are read so before one choice: columns are checked, not numbers one by one.
     """

@@ -7,9 +7,11 @@ import hashlib
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import reports
 from claims import H100, H200, able, chosen, revised, with_twins
 
 from pretuned.aot.bundle.verify import verify
@@ -60,7 +62,7 @@ def test_merge(aot, here, put, small_bundle):
     assert told["conflicts"][0]["kept"] == {
         "path": two, "variant": told["conflicts"][0]["kept"]["variant"], "revision": ENTRIES["rows"].revision,
         "cubin_sha256": told["conflicts"][0]["kept"]["cubin_sha256"], "source": "measured", "time_us": 2.0,
-        "gpu": "NVIDIA H200",
+        "torch_us": None, "gpu": "NVIDIA H200",
     }  # fmt: skip
 
 
@@ -160,6 +162,40 @@ def test_diff(aot, put):
     assert told["differ"] is True
     assert [one["changed"] for one in told["choices"]] == [["variant", "source", "gpu", "time"]] * 3
     assert json.loads(aot("diff", one, one, "--json").out)["differ"] is False
+
+
+def test_torch_as_a_choice_is_listed_compared_merged_and_reported(aot, here, put):
+    def by_torch(base):
+        found = chosen(base, cells(base, 0, 3_000, H200))
+        rows = {problem: tuple(replace(one, torch_ns=1_500) for one in row) for problem, row in found.choices.items()}
+        return replace(found, choices=rows)
+
+    one, two = put("one", lambda base: chosen(base, cells(base, 0, 2_000, H200))), put("two", by_torch)
+    (listed, *_) = json.loads(aot("inspect", two, "--choices", "--json").out)["choices"]
+    assert (listed["time_us"], listed["torch_us"]) == (3.0, 1.5)
+    assert "1.5" in aot("inspect", two, "--choices").out
+    told = json.loads(aot("diff", one, two, "--json").out)["choices"]
+    assert [row["changed"] for row in told] == [["time", "torch"]] * 3
+    assert [told[0][side][field] for side in ("old", "new") for field in ("time_us", "torch")] == [
+        2.0,
+        False,
+        1.5,
+        True,
+    ]
+    assert aot("diff", one, two, "--choices").out.count("-> torch, else ") == 3
+    told = json.loads(aot("merge", one, two, "-o", "both.msgpack", "--json").out)["conflicts"]
+    assert [(row["kept"]["path"], row["kept"]["torch_us"], row["dropped"]["torch_us"]) for row in told] == [
+        (two, 1.5, None)
+    ] * 3
+    assert (
+        ": measured 3.00 us, torch 1.50 us on NVIDIA H200"
+        in aot("merge", one, two, "-o", "both.msgpack", "--conflicts").out
+    )
+    assert verify("both.msgpack").choices == verify(two).choices
+    assert aot("report", "both.msgpack", "-o", "r.html").code == 0
+    found = [cell for cell in reports.cells_of((here / "r.html").read_text()) if cell["state"] == "measured"]
+    assert [(cell["config"], cell["us"], cell["torch"]) for cell in found] == [("torch grouped_mm", 1.5, 1.5)] * 3
+    assert all(cell["second_us"] == 3.0 and cell["second"][0].isdigit() for cell in found)
 
 
 def test_diff_shows_models_problems_and_variants(aot, put):

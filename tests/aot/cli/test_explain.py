@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 
 import pytest
+from made import H100, PROBLEM, WIDE, measured, write
 
 from pretuned.aot.plan.targets import parse_gpu
 from pretuned.artifacts.errors import InputError
@@ -103,3 +106,16 @@ def test_a_gpu_by_name_or_capability(text, name, sm, sm_count):
     assert (found.gpu.name, found.sm, found.gpu.sm_count) == (name, sm, sm_count)
     with pytest.raises(InputError, match="--gpu"):
         parse_gpu("", lambda: pytest.fail("no GPU here is asked"))
+
+
+def test_torch_where_it_was_measured_faster(aot, tmp_path, monkeypatch):
+    by_torch = replace(measured(64, WIDE, 7.5), torch_ns=5000)
+    monkeypatch.setenv("PRETUNED_BUNDLES", str(write(tmp_path / "a.msgpack", {PROBLEM: [by_torch]}, gpus=[H100])))
+    reload()
+    asked = "explain", "shape:E=8,H=1024,I=768,k=2", "--tokens", "32", "--gpu"
+    (down,) = [line for line in aot(*asked, "h100").out.splitlines() if line.startswith("down")]
+    assert re.search("32 +64 +torch, measured faster +5.0 +measured on NVIDIA H100", down)
+    down = json.loads(aot(*asked, "h100", "--json").out)["gemms"][1]
+    assert (down["runs"], down["torch_us"]) == ("torch", 5.0)
+    assert "runs: torch's grouped_mm, measured faster: 5.0 us against 7.5 us" in aot(*asked, "h100", "--why").out
+    assert "torch" not in aot(*asked, "h200").out

@@ -342,3 +342,32 @@ def test_records_of_a_form_that_share_the_plain_product_alone_are_brought_to_its
     for records in ((fast, slow), (slow, fast)):
         cell = Timings.of(Contents(Header(90, H200, ()), records, 0, 0)).cells[gathers, 64]
         assert cell.times_ns[sha(9)] / cell.times_ns[sha(8)] == pytest.approx(31_000 / (30_000 * 1.2), rel=1e-3)
+
+
+@pytest.mark.parametrize(("torch_us", "faster"), [(12, True), (14.9, False), (15.1, False), (25, False), (None, False)])
+def test_torch_is_chosen_where_it_is_faster_by_more_than_noise_and_what_is_around_it(
+    torch_us: float | None, faster: bool
+) -> None:
+    """The fastest kernel takes 20 us, and what the runtime launches around torch's call 5."""
+    times = None if torch_us is None else (round(torch_us * 1000),) * 2
+    one = chosen([replace(record({0: 30_000, 1: 20_000}, 0), torch_ns=times)])
+    assert one.time_ns == 20_000
+    assert one.torch_ns == (12_000 if faster else None)
+
+
+def test_torch_is_chosen_for_no_dw_and_on_no_capability_without_a_kernel_of_torch() -> None:
+    def choice(problem: Problem, sm: int) -> Choice:
+        rows = replace(record({1: 20_000}, 1), problem=problem, torch_ns=(5_000, 5_000))
+        code = [Compiled(replace(one.variant, op=problem.op), one.cubin) for one in COMPILED]
+        evidence = Timings.of(Contents(Header(sm, H200, ()), (rows,), 0, 0))
+        (found,) = choose(BuildPlan({problem: (64,)}, ()), code, sm, evidence).choices[problem]
+        return found
+
+    assert choice(PROBLEM, 90).torch_ns == 5_000
+    assert choice(replace(PROBLEM, op=Op.DW), 90).torch_ns is None
+    assert choice(PROBLEM, 80).torch_ns is None
+    turned = PROBLEM.transposed  # dX of w [E, K, N], by whose name the cell was not measured
+    assert turned is not None
+    contents = Contents(Header(90, H200, ()), (replace(record({1: 20_000}, 1), torch_ns=(5_000,)),), 0, 0)
+    (found,) = choose(BuildPlan({turned: (64,)}, ()), COMPILED, 90, Timings.of(contents)).choices[turned]
+    assert found.torch_ns == 5_000

@@ -115,13 +115,29 @@ def test_a_choice(at, field, least, most):
 
 
 def test_a_choice_has_seven_values_and_a_source():
-    for wrong in (ROW[:6], [*ROW, 0]):
+    for wrong in (ROW[:6], [*ROW, 1, 1]):
         for read in (lambda record: schema.read_choices(record, 4, 2), lambda record: schema.read_measured(record, 2)):
-            malformed(read, msgpack.packb([wrong]), told=f"choice has {len(wrong)} items, wanted 7 to 7")
+            malformed(read, msgpack.packb([wrong]), told=f"choice has {len(wrong)} items, wanted 7 to 8")
     for source in (-1, 2):
         malformed(schema.read_choices, msgpack.packb([[3, 1, source, *ROW[3:]]]), 4, 2, told="choice.source is")
     modelled = msgpack.packb([[3, 1, 0, 1000, None, None, None]])
     assert schema.read_choices(modelled, 4, 2)[0].source is Source.MODELLED
+
+
+def test_an_eighth_value_is_torch_s_time():
+    """Of a measured choice alone; the choices that bundles had before are written as they were."""
+    later = [4, *ROW[1:]]
+    for least in (1, lim.MAX_TIME_NS):
+        record = msgpack.packb([[*ROW, least], later])
+        both = schema.read_choices(record, 4, 2)
+        assert [one.torch_ns for one in both] == [least, None]
+        assert schema.pack_choices(both) == record
+        assert schema.read_timed(record, 4, 2) == [ROW, later]
+        assert schema.read_measured(record, 2) == [(1, 0), (0, 0)] * 2
+    for wrong in (0, lim.MAX_TIME_NS + 1, None, True):
+        malformed(schema.read_choices, msgpack.packb([[*ROW, wrong]]), 4, 2, told="choice.torch_ns is")
+    modelled = [3, 1, 0, 1000, None, None, None, 900]
+    malformed(schema.read_choices, msgpack.packb([modelled]), 4, 2, told="torch_ns is there in a modelled choice")
 
 
 def test_what_is_measured_where():
@@ -143,7 +159,7 @@ def test_measured_choices_as_plain_numbers() -> None:
                                   for one in whole]  # fmt: skip
     assert schema.read_timed(msgpack.packb([modelled]), 4, 2) == []
     malformed(schema.read_timed, msgpack.packb([]), 4, 2, told="choices has 0 items")
-    malformed(schema.read_timed, msgpack.packb([ROW, ROW[:6]]), 4, 2, told="choice has 6 items, wanted 7 to 7")
+    malformed(schema.read_timed, msgpack.packb([ROW, ROW[:6]]), 4, 2, told="choice has 6 items, wanted 7 to 8")
     malformed(schema.read_timed, msgpack.packb([ROW, 1]), 4, 2, told="choice is 1, wanted an array")
     for at, wrong, told in (
         (0, -1, "log2 of choice.bucket"), (0, True, "log2 of choice.bucket"), (0, lim.MAX_BUCKET_LOG2 + 1, "log2 of"),

@@ -49,6 +49,7 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import PLAIN_LAYOUTS, Fusion, Layout, Op, Problem, bucket_of
 from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels.contract.config import Config, Loads, Schedule
+from pretuned.kernels.contract.words import has_aligned_rows
 from pretuned.runtime import verdicts
 from pretuned.runtime.dispatch import decide as decide_module
 from pretuned.runtime.dispatch.decide import Decision, Miss, decide
@@ -711,3 +712,46 @@ def test_rows_of_y_are_filled_up_for_code_that_reads_w_through_a_descriptor(M: i
         assert decide_module.with_wide_rows(found, other, M, ON_H200) is None
     a100 = LocalGpu(80, Gpu("NVIDIA A100-SXM4-80GB", 108, 81920, 13000))
     assert decide_module.with_wide_rows(found, problem, M, a100) is None
+
+
+SAID = "torch's grouped_mm, measured faster: 5.0 us against 7.5 us"
+
+
+def test_torch_runs_what_it_was_measured_faster_for_on_this_very_gpu(tmp_path: Path) -> None:
+    choices = [replace(measured(64, WIDE, 7.5, second=NARROW), torch_ns=5000)]
+    gathers = replace(PROBLEM, fusion=Fusion.GATHER, top_k=2)
+    write(tmp_path / "a.msgpack", {PROBLEM: choices}, gpus=[H200])
+    found = snapshot(tmp_path)
+    ran = decision(found, 60, strict=True)
+    assert (ran.chosen.index, ran.chosen.time_us, ran.chosen.torch_us) == (WIDE, 7.5, 5.0)
+    assert SAID in ran.reason
+    told = examine(found, PROBLEM, 60, ON_H200, aligned=True)
+    assert (told.runs, told.torch_us, told.steps, told.to_dict()["torch_us"]) == ("torch", 5.0, (), 5.0)
+    assert f"runs: {SAID}" in str(told)
+    others = [(PROBLEM, 60, local, True) for local in (ON_H100, LocalGpu(90, ELSEWHERE))]
+    others += [(PROBLEM, 128, ON_H200, True), (PROBLEM, 60, ON_H200, False), (gathers, 60, ON_H200, True)]
+    others += [(OTHER, 60, ON_H200, True)]  # torch does not vote for its neighbours
+    for problem, M, local, aligned in others:
+        got = decide(found, problem, M, local, aligned=aligned)
+        assert isinstance(got, Miss) or got.chosen.torch_us is None
+        told = examine(found, problem, M, local, aligned=aligned)
+        assert (told.runs, told.torch_us) == ("bundle" if told.candidates else "torch", None)
+        assert "grouped_mm" not in str(told)
+
+
+@pytest.mark.parametrize(
+    ("problem", "local"),
+    [
+        (replace(PROBLEM, op=Op.DW), ON_H200),
+        (replace(PROBLEM, dtype=DType.FP16), ON_H200),
+        (replace(PROBLEM, K=772), ON_H200),
+        (replace(PROBLEM, E=1025), ON_H200),
+        (PROBLEM, ON_A100),
+    ],
+)
+def test_torch_s_time_counts_only_where_torch_has_a_kernel(problem: Problem, local: LocalGpu, tmp_path: Path) -> None:
+    specs = [replace(SPECS[ANY], op=problem.op, dtype=problem.dtype)]
+    choices = {problem: [replace(measured(64, 0, 7.5), torch_ns=5000)]}
+    write(tmp_path / "a.msgpack", choices, gpus=[local.gpu], sm=local.sm, specs=specs)
+    ran = decision(snapshot(tmp_path), 64, local, problem, aligned=has_aligned_rows(problem))
+    assert (ran.chosen.time_us, ran.chosen.torch_us) == (7.5, None)

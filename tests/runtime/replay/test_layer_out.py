@@ -39,6 +39,7 @@ def outs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(launch_rowops, "for_rows", launcher)
     product = Product((Step(lambda *_: None, "nothing", ("x", "w", "y", "m_sizes")),), False)
     monkeypatch.setattr(products, "resolve", lambda *_: product)
+    monkeypatch.setattr(products, "ready_for", lambda *_: None)
     monkeypatch.setattr(products, "resolve_gated", lambda *_: None)
     monkeypatch.setattr(layer_plan, "device_is_current", lambda _device: True)
     return found

@@ -85,6 +85,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> dict[RowOp, Noted]:
     monkeypatch.setattr(launch_rowops, "for_rows", lambda op, *_, **__: found[op])
     product = Product((Step(lambda *_: None, "nothing", ("x", "w", "y", "m_sizes")),), False)
     monkeypatch.setattr(products, "resolve", lambda *_: product)
+    monkeypatch.setattr(products, "ready_for", lambda *_: None)
     monkeypatch.setattr(products, "resolve_gated", lambda *_: None)
     monkeypatch.setattr(
         products, "resolve_weight", lambda *_: Step(lambda *_: None, "nothing", ("dy", "x", "dw", "m_sizes"))
