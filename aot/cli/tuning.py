@@ -104,7 +104,7 @@ def how_much(function: Callable[..., None]) -> Callable[..., None]:
             click.option("--like", metavar="BUNDLE", type=file_path,
                          help="Also try the choices of this bundle, measured on another GPU of the capability."),
             click.option("--no-torch", is_flag=True,
-                         help="Do not time torch's grouped_mm, which aot report compares with."),
+                         help="Do not time torch's grouped_mm, which aot report compares with and a build may choose."),
             click.option("--quick", is_flag=True, help="Run two fifths of the rounds: more cells in the same time, "
                          "less exact times."),
             click.option("--once", is_flag=True, help="Skip the second measurement pass."),
