@@ -88,8 +88,10 @@ def new_rows(call: Rows, size: tuple[int, int], do: Now = NOW, *, per: int = 1) 
         with on(call.x.get_device()):
             ready = ready_for(call, None)
             if ready is not None and ready.by_torch is not None:
-                how = {"grouped": ready.by_torch, "layout": call.as_forward(), "zero_tail": call.zero_tail}
-                made: torch.Tensor = do.call(partial(torch_fallback.into_new, **how), call.x, call.dense, call.m_sizes)
+                by_torch = partial(
+                    torch_fallback.into_new, grouped=ready.by_torch, layout=call.as_forward(), zero_tail=call.zero_tail
+                )
+                made: torch.Tensor = do.call(by_torch, call.x, call.dense, call.m_sizes)
                 return made
     return rows(call, do.new(call.x, size, per=per), do)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import torch
 from ...artifacts.errors import ProblemNotInBundle
 from ...artifacts.records.problem import Layout
 from ...kernels import reference
+from ..driver import cuda
 from ..launch.ready import grouped_mm
 from ..weights.dequantised import Dequantised
 from . import zero_rows
@@ -40,7 +42,10 @@ def into_new(
     Rows past the sum of m_sizes are zero with ``zero_tail``, else they hold anything.
     """
     ends = ends_of(m_sizes, x.shape[0])
-    y = _product(grouped, x, w, ends, layout)
+    # In a capture, a first call loads torch's kernel.
+    loads = cuda.relaxed(x.get_device()) if torch.cuda.is_current_stream_capturing() else contextlib.nullcontext()
+    with loads:
+        y = _product(grouped, x, w, ends, layout)
     return zero_rows.clear_tail(y, ends[-1:]) if zero_tail else y
 
 
