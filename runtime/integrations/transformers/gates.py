@@ -273,11 +273,11 @@ _GATES: dict[str, tuple[bool, _Reads]] = {
     ),
     # deepseek_v4
     "63ba0985de32603d": (False, lambda one: _silu_of_act_fn(one, "swiglu", limit="limit")),
-    # hy_v4, glm5_next
+    # hy_v4, hy_v4_vl, glm5_next
     "be7c7503b8ed94c2": (False, lambda one: _with_numbers(one, "swiglu", limit="swiglu_limit")),
     # step3p7
     "6b431fcd94ceb313": (False, lambda one: _silu_of_act_fn(one, "swiglustep", limit="limit")),
-    # inkling2
+    # inkling2, inkling2_loop
     "1dc156fdf8b63d47": (False, _softcapped),
     # integrations.finegrained_fp8
     "f32bdd6b60bb5466": (False, _of_fp8),
