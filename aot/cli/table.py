@@ -35,7 +35,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]], right: str = ""
     sides = right.ljust(len(head), "<")
     room = columns()
     if room is not None and not _shrunk(widths, sides, room):
-        return "\n".join(_lists(cells, room))
+        return "\n\n".join(facts(tuple(zip(head, row, strict=True))) for row in cells[1:])
     lines = [line for row in cells for line in _wrapped(row, widths, sides)]
     rule = next(len(_wrapped(row, widths, sides)) for row in cells)
     lines.insert(rule, "  ".join("-" * width for width in widths))
@@ -107,19 +107,6 @@ def _pieces(text: str, width: int | None) -> list[str]:
     if width is None or len(text) <= width:
         return [text]
     return textwrap.wrap(text, width, break_on_hyphens=False) or [""]
-
-
-def _lists(cells: Sequence[Sequence[str]], room: int) -> Iterator[str]:
-    """Each row as its heads and values, one below the other."""
-    head, *rows = cells
-    width = max(map(len, head))
-    for i, row in enumerate(rows):
-        if i:
-            yield ""
-        for name, cell in zip(head, row, strict=True):
-            first, *rest = _pieces(cell, max(room - width - 2, _LEAST))
-            yield f"{name:<{width}}  {first}".rstrip()
-            yield from (f"{'':<{width}}  {line}" for line in rest)
 
 
 def size(count_bytes: int) -> str:
