@@ -28,6 +28,7 @@ COVERED: dict[tuple[str, str], str] = {
     ("kernels.cost", "fits"): "kernels/gemm/test_transposed.py",
     ("kernels.gemm.hopper.operand", "blocks"): "kernels/gemm/hopper/operand/test_dequantize.py",
     ("kernels.gemm.hopper", "wna16_zero"): "kernels/gemm/hopper/operand/test_zeroed.py",
+    ("kernels.gemm.hopper", "wna16_mx8"): "kernels/gemm/hopper/operand/test_mx8.py",
     ("kernels.gemm.hopper", "consumer gather pipeline rows weight"): (
         "aot/compile/test_ptx.py kernels/gemm/hopper/test_tf32.py"
     ),

@@ -84,7 +84,9 @@ def quantised_weights(
         else:
             one.copy_(drawn(N, K // 2, low=0, high=256))
     blocks = (E, -(-N // scale.rows), -(-K // scale.columns)) if scale.columns else (E, N)
-    if eight:
+    if dtype is DType.MXFP8:
+        made = ExpertWeights.mxfp8(codes.view(torch.float8_e4m3fn), drawn(*blocks, low=114, high=117))
+    elif eight:
         scales = torch.rand(blocks, generator=g, device=device) * 5e-4 + 2e-4
         make = ExpertWeights.fp8_block if scale.columns else ExpertWeights.fp8_channel
         made = make(codes.view(torch.float8_e4m3fn), scales, quantize_x=False)

@@ -23,6 +23,7 @@ class DType(enum.Enum):
     FP32 = "fp32"
     TF32 = "tf32"
     MXFP4 = "mxfp4"
+    MXFP8 = "mxfp8"
     NVFP4 = "nvfp4"
     INT4_G32 = "int4_g32"
     INT4_G64 = "int4_g64"
@@ -152,6 +153,7 @@ PRECISIONS: dict[str, Precision] = {
         Precision("fp8_channel", _scaled(_E4M3, "fp32", 1, 0), _CHANNEL, _BF16, "fp8"),  # compressed-tensors' dynamic
         Precision("fp8_channel_a16", _BF16, _CHANNEL, _BF16, "bf16"),
         Precision("mxfp4", _BF16, _scaled(_E2M1, "e8m0", 1, 32), _BF16, "bf16"),  # gpt-oss
+        Precision("mxfp8", _BF16, _scaled(_E4M3, "e8m0", 1, 32), _BF16, "bf16"),  # MiniMax-M3-MXFP8
         Precision("nvfp4", _BF16, _NVFP4, _BF16, "bf16"),
         *(
             Precision(f"int4_g{g}{zero}", _BF16, _scaled(_INT4, "bf16", 1, g, zero_bits=bits), _BF16, "bf16")

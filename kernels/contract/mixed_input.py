@@ -1,4 +1,4 @@
-"""The entries of the kernels for codes of w and an x of bf16 on Hopper: ``rows_wna16``, and one for zero points."""
+"""The entries of the kernels for codes of w and an x of bf16 on Hopper: ``rows_wna16``, for zero points, for mxfp8."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ _MOST_STEPS = (1 << 20) - 1  # the loading warp passes on a tile's steps in 20 b
 _ZERO = "_zp"  # of a format with zero points: the name before it is that of the same codes and scales without
 ZERO_DTYPES = frozenset(one for one in DType if one.value.endswith(_ZERO))
 _OWN = frozenset(map(DType, CODES))
-DTYPES = _OWN | ZERO_DTYPES
+_MX8 = frozenset((DType.MXFP8,))
+DTYPES = _OWN | ZERO_DTYPES | _MX8
+_MX8_LAYOUT = CodeLayout("e4m3", "e8m0", 2)
 # dX's reduction is over w's rows, and sums can't be multiplied by scales of these.
 _TURNED = _OWN - {DType.FP8_CHANNEL_A16}
 SIZES = "N and K must be multiples of 64, of fp8_block of 128, and K of int4_g128 of 128"
@@ -28,7 +30,7 @@ SIZES = "N and K must be multiples of 64, of fp8_block of 128, and K of int4_g12
 
 def code_layout(dtype: DType) -> CodeLayout:
     """How prepared codes and scales of a format lie; zero points change nothing of it."""
-    return CODES[dtype.value.removesuffix(_ZERO)]
+    return _MX8_LAYOUT if dtype in _MX8 else CODES[dtype.value.removesuffix(_ZERO)]
 
 
 def zero_bytes(dtype: DType) -> int:
@@ -53,7 +55,7 @@ def padded_width(dtype: DType, width: int) -> int:
     if scale is None:
         return width
     group = max(1, scale.rows, scale.columns)
-    if width % group and scale.name != "e8m0" and scale.rows == 1:
+    if width % group and dtype is not DType.MXFP4 and scale.rows == 1:
         return width
     block = max(BLOCK, group)
     return -(-width // block) * block
@@ -139,6 +141,10 @@ def _constants(spec: Spec, _arch: Arch) -> Constants:
     }
 
 
+def _without_format(spec: Spec, arch: Arch) -> Constants:
+    return {name: value for name, value in _constants(spec, arch).items() if name != "FORMAT"}
+
+
 ROWS_WNA16 = KernelEntry(
     name="rows_wna16",
     revision=2,
@@ -175,4 +181,20 @@ ROWS_WNA16_ZERO = replace(
     strides=("stride_y_m",),
     ranks={"x": 2, "w": 4, "w_scale": 4, "w_zero": 4, "low_x": 2, "low_w": 3},
     absent=without_low_rank,
+)
+
+ROWS_WNA16_MX8 = replace(
+    ROWS_WNA16,
+    name="rows_wna16_mx8",
+    revision=1,
+    home="gemm.hopper.wna16_mx8",
+    sha256="9092614270ad974591d706e57a859affcb7ba44a274003cef39325c8805a3a2b",
+    launched_since=1,
+    dtypes=_MX8,
+    tiles=_every_tile(_MX8, _MX8),
+    pointers=("x", "w", "w_scale", "y", "m_sizes", "index", "row_weights", "bias", *LOW_OPERANDS, "counter"),
+    strides=("stride_y_m",),
+    ranks={"x": 2, "w": 2, "w_scale": 2, "low_x": 2, "low_w": 3},
+    absent=without_low_rank,
+    constants=_without_format,
 )

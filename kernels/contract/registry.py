@@ -16,22 +16,23 @@ from .coded import CODED, W8A8
 from .config import Config, out_of_range
 from .entry import Box, Constants, Entry, KernelEntry, Limits, Tiles
 from .hopper import ROWS_FITTED, ROWS_SPECIALIZED, WEIGHT_SPECIALIZED
-from .mixed_input import ROWS_WNA16, ROWS_WNA16_ZERO
+from .mixed_input import ROWS_WNA16, ROWS_WNA16_MX8, ROWS_WNA16_ZERO
 from .portable import ROWS, WEIGHT
 from .rowops import ROW_OPS, RowOpSpec
 from .spec import Spec, gemm_of
 
 KERNELS: tuple[KernelEntry, ...] = (
-    ROWS, WEIGHT, ROWS_SPECIALIZED, ROWS_FITTED, WEIGHT_SPECIALIZED, ROWS_WNA16, ROWS_WNA16_ZERO, ROWS_W8A8, CODED,
-    W8A8,
+    ROWS, WEIGHT, ROWS_SPECIALIZED, ROWS_FITTED, WEIGHT_SPECIALIZED, ROWS_WNA16, ROWS_WNA16_ZERO, ROWS_WNA16_MX8,
+    ROWS_W8A8, CODED, W8A8,
 )  # fmt: skip
 ENTRIES: Mapping[str, Entry] = {one.name: one for one in (*KERNELS, *ROW_OPS)}
 
 
-def _kind(dtype: DType) -> tuple[bool, bool, bool]:
-    """Which operands are of codes, w and x, and whether w has zero points: kernels may share a schedule."""
+def _kind(dtype: DType) -> tuple[bool, ...]:
+    """Which operands are of codes, w and x, and whether w has zero points or is mxfp8: kernels may share a schedule."""
     scale = dtype.precision.w.scale
-    return dtype.quantised, dtype.quantises_x, scale is not None and bool(scale.zero_bits)
+    zero = scale is not None and bool(scale.zero_bits)
+    return dtype.quantised, dtype.quantises_x, zero, dtype is DType.MXFP8
 
 
 _BY_FORM: Mapping[tuple[object, ...], KernelEntry] = {

@@ -1,6 +1,6 @@
 """What codes and scales say: e4m3, e2m1, int4 and e8m0 to float32 and back. Of one matrix, or of several stacked.
 
-Sources: OCP Microscaling Formats 1.0 for e2m1, e8m0 and mxfp4; e4m3 is torch.float8_e4m3fn.
+Sources: OCP Microscaling Formats 1.0 for e2m1, e8m0, mxfp4 and mxfp8; e4m3 is torch.float8_e4m3fn.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ...artifacts.records.precision import PRECISIONS, Elements, Scale
 E4M3_MOST = 448.0
 E8M0: torch.dtype | None = getattr(torch, "float8_e8m0fnu", None)  # torch 2.7 and later
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_E2M1_MOST_LOG2 = 2  # of 6, rounded down
+_MOST_LOG2 = {"e2m1": 2, "e4m3": 8}  # of 6 and of 448, rounded down
 _INT4_ZERO = 8  # where no zero point is told
 
 
@@ -88,7 +88,11 @@ def spread(factor: torch.Tensor, scale: Scale, N: int, K: int) -> torch.Tensor:
 
 
 def quantise(format: str, w: torch.Tensor) -> Quantised:
-    """The codes nearest to one matrix w [N, K], with the scales that use a format's whole range."""
+    """The codes nearest to one matrix w [N, K], with the scales that use a format's whole range.
+
+    A scale of e8m0 is 2**(floor(log2(m)) - e) of a block whose largest magnitude is m, e being 2 for e2m1 and 8 for
+    e4m3; codes saturate (OCP Microscaling Formats 1.0, 6.3).
+    """
     elements, w = PRECISIONS[format].w, w.float()
     scale = elements.scale
     if scale is None:
@@ -97,13 +101,14 @@ def quantise(format: str, w: torch.Tensor) -> Quantised:
     most = torch.maximum(high, -low)
     if elements.name == "int4":
         return _int4(w, scale, low, high)
+    if scale.name == "e8m0":
+        exponent = torch.frexp(most).exponent - 1 - _MOST_LOG2[elements.name]
+        code = torch.where(most > 0, exponent + 127, 127).clamp(0, 254).to(torch.uint8)
+        factor = spread(e8m0(code), scale, *w.shape)
+        return Quantised(_e4m3(w, factor) if elements.name == "e4m3" else _e2m1(w, factor), code)
     if elements.name == "e4m3":
         factor = _usable(most / E4M3_MOST)
         return Quantised(_e4m3(w, spread(factor, scale, *w.shape)), factor)
-    if scale.name == "e8m0":
-        exponent = torch.frexp(most).exponent - 1 - _E2M1_MOST_LOG2
-        code = torch.where(most > 0, exponent + 127, 127).clamp(0, 254).to(torch.uint8)
-        return Quantised(_e2m1(w, spread(e8m0(code), scale, *w.shape)), code)
     outer = _usable(most.amax() / (E4M3_MOST * _E2M1[-1]))
     inner = (most / _E2M1[-1] / outer).clamp(max=E4M3_MOST).to(torch.float8_e4m3fn)
     return Quantised(_e2m1(w, spread(inner.float() * outer, scale, *w.shape)), inner, None, outer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,16 +19,17 @@ if TYPE_CHECKING:
 _SCALE_DTYPES = {"fp32": (torch.float32,), "e8m0": (torch.uint8,), "e4m3": (torch.float8_e4m3fn,),
                  "bf16": (torch.bfloat16, torch.float16, torch.float32)}  # fmt: skip
 _GROUPS = (32, 64, 128)  # of int4
-_MOST_SCALES = "mxfp4's up to 2, int4's below 1,024: keep the checkpoint's layout"
+_MOST_SCALES = "mxfp4's up to 2, mxfp8's up to 128, int4's below 1,024: keep the checkpoint's layout"
 _ZEROS = "0 to 15: keep the checkpoint's layout"
 
 
 class ExpertWeights:
     """w[e] = (codes[e] - zero[e]) * (scale[e] * global_scale[e]): E matrices [N, K], each multiplied as x @ w[e].T.
 
-    Made by ``fp8_block``, ``fp8_channel``, ``mxfp4``, ``int4`` and ``nvfp4`` of tensors in these shapes, which are not
-    copied and belong to it from then on; by ``from_tensors`` of tensors as a checkpoint names and packs them; or by
-    ``quantize``. It is frozen: it has no gradient. No call changes its tensors, but ``copy_`` and ``refresh``.
+    Made by ``fp8_block``, ``fp8_channel``, ``mxfp8``, ``mxfp4``, ``int4`` and ``nvfp4`` of tensors in these shapes,
+    which are not copied and belong to it from then on; by ``from_tensors`` of tensors as a checkpoint names and packs
+    them; or by ``quantize``. It is frozen: it has no gradient. No call changes its tensors, but ``copy_`` and
+    ``refresh``.
 
     Attributes
     ----------
@@ -82,6 +83,15 @@ class ExpertWeights:
         """
         check_flag("quantize_x", quantize_x)
         return checked(cls("fp8_channel" if quantize_x else "fp8_channel_a16", codes, scale))
+
+    @classmethod
+    def mxfp8(cls, codes: torch.Tensor, scale: torch.Tensor) -> ExpertWeights:
+        """w[e, n, k] = codes[e, n, k] * 2**(scale[e, n, k // 32] - 127): e4m3 in groups of 32 of K, e8m0 scales.
+
+        codes [E, N, K] float8_e4m3fn, scale [E, N, ceil(K/32)] uint8 (or float8_e8m0fnu); a scale of 255 is NaN. x
+        stays in its type.
+        """
+        return checked(cls("mxfp8", codes, as_bytes(scale)))
 
     @classmethod
     def mxfp4(cls, codes: torch.Tensor, scale: torch.Tensor) -> ExpertWeights:
@@ -238,7 +248,8 @@ class ExpertWeights:
         what the first returned. ``restore`` gives the checkpoint's layout again.
 
         Weights that no kernel reads in another layout are returned as they are: N or K that are no multiples of 64 (of
-        128 where a scale is of so many), a scale above 2 of mxfp4 or of 1,024 and more of int4, or a zero point of 16.
+        128 where a scale is of so many), a scale above 2 of mxfp4, above 128 of mxfp8 or of 1,024 and more of int4, or
+        a zero point of 16.
 
         Raises
         ------
@@ -258,10 +269,10 @@ class ExpertWeights:
             if not self.can_be_prepared:
                 return self
             with torch.inference_mode(False), torch.no_grad():
-                codes = _each(order.prepared, self.codes)
+                codes = order.each(order.prepared, self.codes)
                 moves = order.prepared_scale is not None and order.moves(self.scale)
-                scale = _each(order.prepared_scale, self.scale) if moves else self.scale
-                zero = None if self.zero is None else _each(order.prepared_zero, self.zero)
+                scale = order.each(order.prepared_scale, self.scale) if moves else self.scale
+                zero = None if self.zero is None else order.each(order.prepared_zero, self.zero)
             made = ExpertWeights(self.format, codes, scale, zero, self.global_scale)
             _ = made.kernel_scale  # made now: not in a graph capture
             released, self.__dict__ = self.__dict__, {"format": self.format, "_prepared": made}
@@ -313,9 +324,9 @@ class ExpertWeights:
             return self
         order = _order_of(self)
         with torch.inference_mode(False), torch.no_grad():
-            codes = _each(order.stored, self.codes)
-            scale = _each(order.stored_scale, self.scale) if _moved(order, self.scale) else self.scale
-            zero = None if self.zero is None else _each(order.stored_zero, self.zero)
+            codes = order.each(order.stored, self.codes)
+            scale = order.each(order.stored_scale, self.scale) if _moved(order, self.scale) else self.scale
+            zero = None if self.zero is None else order.each(order.stored_zero, self.zero)
         return ExpertWeights(self.format, codes, scale, zero, self.global_scale)
 
     def copy_(self, other: ExpertWeights) -> ExpertWeights:
@@ -529,18 +540,6 @@ def synchronize(made: torch.Tensor) -> None:
 def is_captured(tensor: torch.Tensor) -> bool:
     """Whether what runs on this tensor now becomes part of a CUDA graph, and does not run yet."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _each(move: Callable[[torch.Tensor], torch.Tensor] | None, given: torch.Tensor) -> torch.Tensor:
-    """``move`` of each expert's part, in one new tensor."""
-    if move is None:
-        raise AssertionError("no layout to move to")
-    first = move(given[0])
-    made = first.new_empty((given.shape[0], *first.shape))
-    made[0] = first
-    for expert in range(1, given.shape[0]):
-        made[expert] = move(given[expert])
-    return made
 
 
 def _moved(order: CodeOrder, scale: torch.Tensor) -> bool:

@@ -44,7 +44,8 @@ _PLACES: dict[str, _Places] = {
     "int4": tuple(((15, 4 * i),) for i in range(4)),
     "e4m3": (((0xFF, 8),), ((0xFF, 0),)),  # whole, as the tensor core reads them
 }
-_MOST_E8M0 = 128  # a larger scale, 4 or more, has no room in bf16 beside the 2^126 that codes are made too small by
+# A larger scale has no room in bf16 beside the 2^126 or 2^120 that codes are made too small by.
+_MOST_E8M0 = {"e2m1": 128, "e4m3": 134}
 _ZERO = 8  # of int4 codes, where there are no zero points
 _MOST_ZERO = 15  # kernels read four bits
 _MOST_INT4 = 1024.0  # scales are made 2^117 of theirs in bf16: room to spare for what rounding to bf16 adds
@@ -82,6 +83,18 @@ class CodeOrder(NamedTuple):
     def moves(self, scale: torch.Tensor) -> bool:
         """Whether scales of this dtype are moved with the codes."""
         return scale.dtype is self.scale_dtype
+
+    @staticmethod
+    def each(move: _Move | None, given: torch.Tensor) -> torch.Tensor:
+        """Map each expert's part of a tensor by one of these functions, into one new tensor."""
+        if move is None:
+            raise AssertionError("no layout to move to")
+        first = move(given[0])
+        made = first.new_empty((given.shape[0], *first.shape))
+        made[0] = first
+        for expert in range(1, given.shape[0]):
+            made[expert] = move(given[expert])
+        return made
 
 
 def rewrite(given: torch.Tensor, move: _Move, back: _Move) -> torch.Tensor:
@@ -219,9 +232,9 @@ def _whole(one: Quantised, rows: int, columns: int) -> bool:
 def _room(elements: Elements, scale: torch.Tensor) -> bool:
     if elements.name == "int4":
         return all(abs(float(end)) < _MOST_INT4 for end in scale.aminmax())
+    if elements.scale is not None and elements.scale.name == "e8m0":
+        return int(scale.max()) <= _MOST_E8M0[elements.name]
     if elements.name == "e2m1":
-        if elements.scale is not None and elements.scale.name == "e8m0":
-            return int(scale.max()) <= _MOST_E8M0
         return not bool((scale.view(torch.uint8) & 0x80).any())  # the kernel reads no sign
     rows = 1 if elements.scale is None else elements.scale.rows
     return rows == 1 or float(scale.abs().max()) < 2.0 ** (127 - _E4M3_SHIFT)
@@ -237,12 +250,12 @@ def _order(format: str) -> CodeOrder:
     def fits(weights: Quantised) -> bool:
         return _whole(weights, *blocks) and room(weights.scale) and zero_has_room(weights.zero)
 
-    if elements.name == "e4m3":
+    if scale.name == "fp32":
         return CodeOrder(2, fits, room, *codes, derived=None if scale.rows == 1 else _of_blocks)
     scales = _scale(scale.columns)
-    if elements.name == "e2m1":
+    if scale.name != "bf16":
         dtype = torch.uint8 if scale.name == "e8m0" else torch.float8_e4m3fn
-        return CodeOrder(1, fits, room, *codes, *scales, dtype)
+        return CodeOrder(1 if elements.bits == 4 else 2, fits, room, *codes, *scales, dtype)
     zeros = _zero(scale.columns) if scale.zero_bits else (None, None)
     return CodeOrder(1, fits, room, *codes, *scales, torch.bfloat16, _in_bf16(scales[0]), *zeros)
 
@@ -251,7 +264,7 @@ def _order(format: str) -> CodeOrder:
 ORDERS: dict[str, CodeOrder] = {
     name: _order(name)
     for name in (
-        "mxfp4", "nvfp4", "int4_g32", "int4_g64", "int4_g128", "int4_g32_zp", "int4_g64_zp", "int4_g128_zp",
+        "mxfp4", "mxfp8", "nvfp4", "int4_g32", "int4_g64", "int4_g128", "int4_g32_zp", "int4_g64_zp", "int4_g128_zp",
         "fp8_block", "fp8_block_a16", "fp8_channel", "fp8_channel_a16",
     )
 }  # fmt: skip

@@ -62,6 +62,8 @@ SPECIALISED = [
     Spec(DX, DType.FP8_BLOCK_A16, OF_CODES, fusion=LOW),
     Spec(FORWARD, DType.INT4_G128_ZP, OF_CODES, fusion=SCATTER),
     Spec(DX, DType.INT4_G32_ZP, OF_CODES, fusion=LOW),
+    Spec(FORWARD, DType.MXFP8, OF_CODES, fusion=SCATTER),
+    Spec(DX, DType.MXFP8, OF_CODES, fusion=LOW),
     Spec(FORWARD, DType.FP8_BLOCK, BY_BLOCKS),
 ]  # fmt: skip
 BY_NIGHT = [  # what goes together otherwise

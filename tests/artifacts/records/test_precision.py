@@ -45,7 +45,7 @@ def test_the_dtypes_that_the_kernels_have_for_a_format() -> None:
 def test_the_names_are_those_that_are_promised() -> None:
     int4 = {f"int4_g{g}{zero}" for g in (32, 64, 128) for zero in ("", "_zp")}
     fp8 = {"fp8_block", "fp8_block_a16", "fp8_channel", "fp8_channel_a16"}
-    assert set(PRECISIONS) == {"bf16", "fp16", "fp32", "tf32", "mxfp4", "nvfp4"} | int4 | fp8
+    assert set(PRECISIONS) == {"bf16", "fp16", "fp32", "tf32", "mxfp4", "mxfp8", "nvfp4"} | int4 | fp8
     assert all(name == row.name for name, row in PRECISIONS.items())
 
 

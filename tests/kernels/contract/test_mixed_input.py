@@ -15,6 +15,7 @@ from pretuned.kernels.contract.entry import KernelEntry
 from pretuned.kernels.contract.mixed_input import (
     DTYPES,
     ROWS_WNA16,
+    ROWS_WNA16_MX8,
     ROWS_WNA16_ZERO,
     ZERO_DTYPES,
     code_layout,
@@ -28,7 +29,8 @@ from pretuned.kernels.search.space import candidates
 
 OWN = [DType(name) for name in CODES]  # of rows_wna16
 ZERO = [DType.INT4_G32_ZP, DType.INT4_G64_ZP, DType.INT4_G128_ZP]
-QUANTISED = OWN + ZERO
+QUANTISED = [*OWN, *ZERO, DType.MXFP8]
+EIGHT = (DType.FP8_BLOCK_A16, DType.FP8_CHANNEL_A16, DType.MXFP8)
 TWICE = (DType.INT4_G128, DType.INT4_G128_ZP)  # a scale is of two blocks
 FEW = Config(16, 64, 1024, 8, 3, loads=Loads.TMA, schedule=Schedule.MIXED_INPUT)
 MANY = Config(128, 256, 128, 8, 3, loads=Loads.TMA, schedule=Schedule.MIXED_INPUT, rows=TileRows.FITTED)
@@ -40,13 +42,30 @@ def spec(dtype: DType, config: Config = FEW, op: Op = Op.FORWARD, fusion: Fusion
 
 
 def entry(dtype: DType) -> KernelEntry:
-    return ROWS_WNA16_ZERO if dtype in ZERO else ROWS_WNA16
+    return ROWS_WNA16_MX8 if dtype is DType.MXFP8 else ROWS_WNA16_ZERO if dtype in ZERO else ROWS_WNA16
 
 
 def test_each_entry_is_for_its_quantised_dtypes() -> None:
     assert set(OWN) == ROWS_WNA16.dtypes
     assert set(ZERO) == ROWS_WNA16_ZERO.dtypes == ZERO_DTYPES
+    assert {DType.MXFP8} == ROWS_WNA16_MX8.dtypes
     assert set(QUANTISED) == DTYPES
+
+
+def test_mxfp8_has_the_arguments_of_mxfp4_and_codes_of_twice_the_size() -> None:
+    for op in (Op.FORWARD, Op.DX):
+        config = replace(FEW, block_k=512)
+        mine, other = (spec(dtype, config, op) for dtype in (DType.MXFP8, DType.MXFP4))
+        boxes = registry.boxes(other)
+        assert registry.boxes(mine) == boxes | {"w": (2 * boxes["w"][0], 256)}
+        kinds, of_other = dict(registry.arguments(mine)), dict(registry.arguments(other))
+        assert kinds == {name: kind for name, kind in of_other.items() if name != "stride_outer_e"}
+        told = registry.constants(other, 90)
+        assert registry.constants(mine, 90) == {
+            name: value for name, value in told.items() if name not in ("FORMAT", "w_outer")
+        }
+    eight = candidates(Op.FORWARD, DType.FP8_BLOCK_A16, 90)
+    assert candidates(Op.FORWARD, DType.MXFP8, 90) == eight
 
 
 @pytest.mark.parametrize("dtype", ZERO)
@@ -77,7 +96,7 @@ def test_zero_points_lie_beside_the_codes_and_scales_of_the_format_without(dtype
     [
         (DType.MXFP4, 64, 64), (DType.NVFP4, 64, 64), (DType.INT4_G32, 64, 64), (DType.INT4_G64, 64, 64),
         (DType.INT4_G128, 64, 128), (DType.FP8_BLOCK_A16, 128, 128), (DType.FP8_CHANNEL_A16, 64, 64),
-        (DType.INT4_G32_ZP, 64, 64), (DType.INT4_G128_ZP, 64, 128),
+        (DType.INT4_G32_ZP, 64, 64), (DType.INT4_G128_ZP, 64, 128), (DType.MXFP8, 64, 64),
     ],
 )  # fmt: skip
 def test_only_whole_blocks_are_prepared(dtype: DType, rows: int, columns: int) -> None:
@@ -169,7 +188,7 @@ def test_dx_turns_blocks_round(dtype: DType) -> None:
         for fusion in (Fusion.SCATTER, Fusion.GATHER):
             assert refusal(spec(dtype, config, Op.DX, fusion), 90) is not None
         found, of_forward = (registry.boxes(spec(dtype, config, op)) for op in (Op.DX, Op.FORWARD))
-        wide = 2 if dtype is DType.FP8_BLOCK_A16 else 1
+        wide = 2 if dtype in EIGHT else 1
         assert found["x"] == of_forward["x"]
         assert found["w"][-2:] == (2 * wide * config.block_n // 64, 256)
         assert of_forward["w"][-2:] == (2 * wide * config.block_k // 64, 256)
@@ -210,17 +229,17 @@ def test_what_a_launcher_is_told(dtype: DType, fusion: Fusion) -> None:
     assert kinds.get("w_zero") == (lines if dtype in ZERO else None)
     assert kinds.get("w_outer") == ("ptr" if outer else None)
     assert (kinds["x"], kinds["w"], kinds["y"]) == ("desc2", lines, "ptr")
-    assert kinds.get("stride_outer_e") == (None if dtype in ZERO else "i64")
+    assert kinds.get("stride_outer_e") == (None if entry(dtype) is not ROWS_WNA16 else "i64")
     assert {name for name, kind in kinds.items() if kind.startswith("desc")} == set(boxes)
     assert set(registry.required(one)) <= set(kinds)
     assert registry.threads(one) == 32 * 12
-    wide = 2 if dtype in (DType.FP8_BLOCK_A16, DType.FP8_CHANNEL_A16) else 1
+    wide = 2 if dtype in EIGHT else 1
     assert boxes["x"] == (16, 64)
     assert boxes["w"][-2:] == (2 * 16 * wide, 256)
     assert registry.boxes(spec(dtype, MANY))["x"] == (64, 64)
     constants = registry.constants(one, 90)
-    format = dtype.value.removesuffix("_zp")
-    assert (constants["FORMAT"], constants["INDEXED"], constants["FITTED"]) == (format, bool(fusion), False)
+    format = None if dtype is DType.MXFP8 else dtype.value.removesuffix("_zp")
+    assert (constants.get("FORMAT"), constants["INDEXED"], constants["FITTED"]) == (format, bool(fusion), False)
     assert registry.constants(spec(dtype, MANY), 90)["FITTED"] is True
 
 
@@ -228,7 +247,7 @@ def test_boxes_of_scales_are_those_of_a_step() -> None:
     """TMA moves 256 of each dimension at most, and multiples of 16 bytes."""
     found = {one: registry.boxes(spec(one)).get("w_scale") for one in QUANTISED}
     assert found == {
-        DType.MXFP4: (16, 128), DType.NVFP4: (16, 256), DType.INT4_G32: (16, 256), DType.INT4_G64: (16, 128),
+        DType.MXFP4: (16, 128), DType.MXFP8: (16, 128), DType.NVFP4: (16, 256), DType.INT4_G32: (16, 256), DType.INT4_G64: (16, 128),
         DType.INT4_G128: (8, 128), DType.FP8_BLOCK_A16: (16, 16), DType.FP8_CHANNEL_A16: None,
         DType.INT4_G32_ZP: (1, 1, 16, 256), DType.INT4_G64_ZP: (1, 1, 16, 128), DType.INT4_G128_ZP: (1, 1, 8, 128),
     }  # fmt: skip

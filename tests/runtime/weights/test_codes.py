@@ -50,6 +50,24 @@ def test_both_ends_of_e8m0_times_e2m1_are_what_float32_has() -> None:
     assert most[0, :2].tolist() == [2.0**126, math.inf]  # 6 * 2**127 is no float32
 
 
+def test_mxfp8_is_quantised_by_the_rule_of_ocp() -> None:
+    """The scale is 2**(floor(log2(the largest)) - 8), and codes past 448 saturate."""
+    w = torch.tensor([[1.0, -0.4375, 0.001953125] + [0.0] * 29 + [1.75, 1.9] + [0.0] * 30 + [-3.0]])
+    found = codes.quantise("mxfp8", w)
+    assert found.codes.dtype is torch.float8_e4m3fn
+    assert found.scale.tolist() == [[127 - 8, 127 - 8, 127 + 1 - 8]]
+    assert found.codes.float()[0, [0, 1, 2, 32, 33, 64]].tolist() == [256, -112, 0.5, 448, 448, -384]
+    assert codes.values("mxfp8", found)[0, [0, 1, 2, 32, 33, 64]].tolist() == [1, -0.4375, 2.0**-9, 1.75, 1.75, -3]
+
+
+def test_both_ends_of_e8m0_times_e4m3_are_what_float32_has() -> None:
+    code = torch.tensor([[448.0, 2.0**-9, float("nan")] + [1.0] * 29]).to(torch.float8_e4m3fn)
+    for scale, wanted in ((0, [448 * 2.0**-127, 2.0**-136]), (254, [math.inf, 2.0**118]), (255, [math.nan] * 2)):
+        found = codes.values("mxfp8", Quantised(code, torch.tensor([[scale]], dtype=torch.uint8)))[0]
+        assert found[:2].tolist() == pytest.approx(wanted, rel=0, abs=0, nan_ok=True)
+        assert math.isnan(found[2])
+
+
 def test_nibbles_are_packed_low_first() -> None:
     assert codes.unpack(torch.tensor([0x21, 0xF3], dtype=torch.uint8)).tolist() == [1, 2, 3, 15]
     every = torch.arange(256, dtype=torch.uint8)
@@ -96,8 +114,8 @@ def test_what_a_format_can_say_is_quantised_to_itself(format: str) -> None:
 
 
 # Half the distance between neighbours where the largest is 1: e4m3's 32 / 448, e2m1's 2 / 6 (4 of 6 with a power of 2
-# for a scale, which may cut off a quarter), int4's 1 / 7, 1 / 15 of the whole range with a zero point.
-_STEP = {"fp8_block": 16 / 448, "fp8_channel": 16 / 448, "mxfp4": 0.25, "nvfp4": 0.19, "int4": 0.075}
+# for a scale, which may cut off a quarter, of 8 bits an eighth), int4's 1 / 7, 1 / 15 of the whole range with a zero point.
+_STEP = {"fp8_block": 16 / 448, "fp8_channel": 16 / 448, "mxfp4": 0.25, "mxfp8": 0.125, "nvfp4": 0.19, "int4": 0.075}
 
 
 @pytest.mark.parametrize("format", FORMATS)

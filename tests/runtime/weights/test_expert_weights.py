@@ -61,6 +61,9 @@ def test_the_tensors_are_not_copied() -> None:
     blocks = ExpertWeights.mxfp4(codes.view(2, 4, 1, 16), scale.view(torch.float8_e8m0fnu))
     assert (blocks.codes.data_ptr(), blocks.scale.data_ptr()) == (codes.data_ptr(), scale.data_ptr())
     assert blocks.shape == (2, 4, 32)
+    eight = ExpertWeights.mxfp8(torch.zeros(2, 4, 32).to(FP8), scale.view(torch.float8_e8m0fnu))
+    assert eight.scale.data_ptr() == scale.data_ptr()
+    assert eight.shape == (2, 4, 32)
 
 
 def test_a_parameter_loses_its_gradient() -> None:
@@ -126,6 +129,10 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: ExpertWeights.mxfp4(_zeros(2, 4, 2, 8), _zeros(2, 4, 1)), "codes is of shape [2, 4, 2, 8] and strides [64, 16, 8, 1], wanted [E, N, K/32, 16]"),
     (lambda: ExpertWeights.mxfp4(_zeros(2, 4, 0), _zeros(2, 4, 0)), "codes is of shape [2, 4, 0], wanted [E, N, K/2], E, N and K of at least 1"),
     (lambda: ExpertWeights.mxfp4([1], _zeros(2, 4, 1)), "codes is list, wanted torch.uint8"),
+    (lambda: ExpertWeights.mxfp8(_zeros(2, 4, 32), _zeros(2, 4, 1)), "codes is torch.uint8 of shape [2, 4, 32], wanted torch.float8_e4m3fn"),
+    (lambda: ExpertWeights.mxfp8(_zeros(2, 4, 80, dtype=FP8), _with(255, _zeros(2, 4, 3))), "scale is 255, which is NaN, at [1, 3, 2]"),
+    (lambda: ExpertWeights.mxfp8(_zeros(2, 4, 80, dtype=FP8), _zeros(2, 4, 2)), "scale is of shape [2, 4, 2], wanted [2, 4, 3] for codes of [2, 4, 80]"),
+    (lambda: ExpertWeights.mxfp8(_zeros(2, 4, 32, dtype=FP8), _ones(2, 4, 1)), "scale is torch.float32 of shape [2, 4, 1], wanted torch.uint8"),
     (lambda: ExpertWeights.int4(_zeros(2, 4, 128), _ones(2, 4, 3)), "scale is of shape [2, 4, 3], wanted 2 or 4 or 8 groups for K=256"),
     (lambda: ExpertWeights.int4(_zeros(2, 4, 128), _ones(2, 4, 2), _zeros(2, 4, 4)), "zero is of shape [2, 4, 4], wanted [2, 4, 2]"),
     (lambda: ExpertWeights.int4(_zeros(2, 4, 128), _ones(2, 4, 2), _ones(2, 4, 2)), "zero is torch.float32"),
@@ -174,7 +181,7 @@ def test_weights_are_not_prepared_in_a_capture(monkeypatch: pytest.MonkeyPatch) 
         assert prepared.prepare() is prepared
 
 
-@pytest.mark.parametrize("format", ["fp8_block", "mxfp4", "nvfp4", "int4_g32"])
+@pytest.mark.parametrize("format", ["fp8_block", "mxfp4", "mxfp8", "nvfp4", "int4_g32"])
 def test_weights_made_in_inference_mode_are_copied_to(format: str) -> None:
     """Prepared codes are no inference tensors, and the scales beside them may be."""
     with torch.inference_mode():

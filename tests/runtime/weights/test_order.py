@@ -184,7 +184,7 @@ def test_another_layout_than_this_version_knows_is_refused(w: ExpertWeights, cod
         ExpertWeights.from_state_dict("mxfp4", made("mxfp4").state_dict() | {"order": torch.tensor(1)})
 
 
-@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4_g128", "int4_g32_zp", "fp8_block", "fp8_channel"])
+@pytest.mark.parametrize("format", ["mxfp4", "mxfp8", "nvfp4", "int4_g128", "int4_g32_zp", "fp8_block", "fp8_channel"])
 def test_prepared_in_place_and_back(format: str) -> None:
     w = made(format)
     if format == "fp8_block":
@@ -253,7 +253,8 @@ def test_scales_that_are_written_to_are_read_anew(format: str, prepared: bool, d
 @pytest.mark.parametrize("to", [False, True])
 @pytest.mark.parametrize("of", [False, True])
 @pytest.mark.parametrize(
-    "format", ["mxfp4", "nvfp4", "int4_g32", "int4_g128", "int4_g32_zp", "int4_g128_zp", "fp8_block", "fp8_channel"]
+    "format",
+    ["mxfp4", "mxfp8", "nvfp4", "int4_g32", "int4_g128", "int4_g32_zp", "int4_g128_zp", "fp8_block", "fp8_channel"],
 )
 def test_copy_has_the_other_s_numbers_where_these_are(format: str, of: bool, to: bool) -> None:
     w, other = made(format, N=256), made(format, N=256)
@@ -301,6 +302,8 @@ def made(format: str, E: int = 2, N: int = 192, K: int = 256, dtype: torch.dtype
 
     if elements.bits == 8:
         bits = drawn(0, 127, E, N, K) | drawn(0, 2, E, N, K) << 7
+        if format == "mxfp8":
+            return ExpertWeights.mxfp8(bits.view(torch.float8_e4m3fn), drawn(0, 135, E, N, -(-K // 32)))
         sizes = (E, -(-N // 128), -(-K // 128)) if scale.columns else (E, N)
         make = ExpertWeights.fp8_block if scale.columns else ExpertWeights.fp8_channel
         given = bits.view(torch.float8_e4m3fn), torch.rand(sizes, generator=g) + 0.01
@@ -365,6 +368,17 @@ def test_an_mxfp4_scale_that_has_no_room_leaves_all_as_they_are() -> None:
     assert w.prepare().order == 1
 
 
+def test_an_mxfp8_scale_that_has_no_room_leaves_all_as_they_are() -> None:
+    """Above 128, 2^(134 - 127), the power of two in bf16 would be none."""
+    w = made("mxfp8")
+    w.scale[1, 3, 2] = 135
+    before = bits_of(w)
+    assert w.prepare().order == 0
+    assert all(same(w, before))
+    w.scale[1, 3, 2] = 134
+    assert w.prepare().order == 2
+
+
 def test_an_fp8_scale_that_has_no_room_leaves_all_as_they_are() -> None:
     w = made("fp8_block", N=256)
     w.scale[1, 1, 1] = -128.0
@@ -395,7 +409,7 @@ def test_an_int4_scale_that_has_no_room_leaves_all_as_they_are(large: float, dty
     assert w.prepare().order == 1
 
 
-@pytest.mark.parametrize(("format", "large"), [("int4_g32", 4096.0), ("mxfp4", 129)])
+@pytest.mark.parametrize(("format", "large"), [("int4_g32", 4096.0), ("mxfp4", 129), ("mxfp8", 135)])
 def test_a_scale_of_a_state_in_order_that_has_no_room_is_refused(format: str, large: float) -> None:
     """As is ``torch.save`` of the weights; and what was given stays as it is."""
     w = made(format).prepare()
@@ -404,7 +418,7 @@ def test_a_scale_of_a_state_in_order_that_has_no_room_is_refused(format: str, la
     kept = {name: one.clone() for name, one in state.items()}
     for load in (lambda: ExpertWeights.from_state_dict(format, state), lambda: pickle.loads(pickle.dumps(w))):
         with pytest.raises(
-            InputError, match="scale is too large for prepared codes, wanted mxfp4's up to 2, int4's below"
+            InputError, match="scale is too large for prepared codes, wanted mxfp4's up to 2, mxfp8's up to 128, int4's"
         ):
             load()
     assert all(torch.equal(state[name], one) for name, one in kept.items())

@@ -11,7 +11,7 @@ from pretuned.kernels.contract.activations import Activation
 from pretuned.runtime import ExpertWeights
 from pretuned.runtime.weights.padding import padded
 
-FORMATS = ("mxfp4", "nvfp4", "fp8_channel", "fp8_channel_a16", "int4_g32", "int4_g32_zp", "int4_g64_zp")
+FORMATS = ("mxfp4", "mxfp8", "nvfp4", "fp8_channel", "fp8_channel_a16", "int4_g32", "int4_g32_zp", "int4_g64_zp")
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -63,7 +63,7 @@ def test_padded_weights_can_be_prepared(format: str) -> None:
     assert torch.equal(made.dequantize(torch.float32), values)
 
 
-@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "fp8_channel", "int4_g32", "int4_g32_zp"])
+@pytest.mark.parametrize("format", ["mxfp4", "mxfp8", "nvfp4", "fp8_channel", "int4_g32", "int4_g32_zp"])
 @pytest.mark.parametrize(
     ("act", "gated", "interleaved"),
     [

@@ -34,6 +34,8 @@ SPECS = [
     Spec(Op.FORWARD, DType.FP8_CHANNEL_A16, BYTES),
     Spec(Op.FORWARD, DType.INT4_G128_ZP, FITTED, fusion=Fusion.SCATTER),
     Spec(Op.DX, DType.INT4_G32_ZP, TURNED),
+    Spec(Op.FORWARD, DType.MXFP8, BYTES, fusion=Fusion.SCATTER),
+    Spec(Op.DX, DType.MXFP8, replace(TURNED, num_stages=4)),
 ]
 
 

@@ -56,8 +56,8 @@ def test_every_format_op_and_order() -> None:
         {"op": "dX", "format": format, "one_hot": True, "prepared": True, **sizes(format, prepared=True)}
         for format in FORMATS if format in ORDERS
     ]  # fmt: skip
-    assert len(stored) == 20
-    assert len(ordered) == 10
+    assert len(stored) == 22
+    assert len(ordered) == 11
     assert not wrong(*stored, *ordered)
 
 
@@ -70,6 +70,8 @@ def test_every_form() -> None:
         {"fusion": ALL.value, "top_k": 2, "wide": True, "poison": 2, "format": "int4_g32_zp"},
         {"fusion": ALL.value, "op": "dX", "format": "int4_g128_zp", "prepared": True, "N": 64, "K": 128},
         {"poison": 2, "op": "dX"},
+        {"poison": 2, "op": "dX", "format": "mxfp8", "prepared": True, "N": 64, "K": 128},
+        {"fusion": ALL.value, "top_k": 2, "poison": 2, "format": "mxfp8"},
         {"zero_tail": True, "M": 40, "block": (32, 64, 128)},
         {"zero_tail": True, "fusion": Fusion.SCATTER.value, "m_sizes": [3, 0, 4, 1]},
         {"m_sizes": [7, 20, 0, 3], "M": 32, "group_m": 2, "N": 80, "K": 100, "dtype": "fp16"},
