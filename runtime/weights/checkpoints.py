@@ -39,6 +39,7 @@ _IGNORED = ("bias", "input_scale", "input_global_scale")  # scales of x are made
 _EMPTY = ("qzeros", "g_idx", "weight_zero_point", "weight_g_idx")  # an empty one is as good as none
 _MULTIPLIES = ("pre_quant_scale", "w_bf16_to_fp8_scale")  # what no format here has: x or w times more than its scales
 _BLOCKS = ([packings.BLOCK] * 2, (packings.BLOCK,) * 2)
+_GROUPS = ([1, packings.MX], (1, packings.MX))  # of mxfp8
 _WHERE = "ExpertWeights.from_tensors: quantization_config"
 _GPTQ_FORMATS = ("gptq", "gptq_v2")
 _ACT_ORDERS = (True, "group", "dynamic")  # of compressed-tensors' actorder: those that need weight_g_idx
@@ -50,6 +51,9 @@ class _Reader(NamedTuple):
     format: str
     read: Callable[[Suffixes], Quantised]
     quantizes_x: bool = False
+
+
+_MXFP8 = _Reader("mxfp8", packings.mxfp8)
 
 
 class _Matrix(NamedTuple):
@@ -280,6 +284,8 @@ def _reader(config: Mapping[str, Any], module: str) -> _Reader:
         return _Reader("mxfp4", packings.blocks)
     if method == "fp8":
         return _fp8(config)
+    if method == "mxfp8":
+        return _MXFP8
     if method == "compressed-tensors":
         return _compressed(config)
     if method == "modelopt":
@@ -288,8 +294,11 @@ def _reader(config: Mapping[str, Any], module: str) -> _Reader:
             return _Reader("nvfp4", packings.modelopt_nvfp4)
         if algo in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
             return _Reader("fp8_channel", packings.fp8_rows, quantizes_x=True)
-        raise bad("the config", f"modelopt's {_said(algo)}", "NVFP4, W4A16_NVFP4, FP8 or FP8_PER_CHANNEL_PER_TOKEN")
-    known = "fp8, mxfp4, compressed-tensors, gptq, awq, auto-round or modelopt"
+        if algo == "MXFP8":
+            return _MXFP8
+        wanted = "NVFP4, W4A16_NVFP4, MXFP8, FP8 or FP8_PER_CHANNEL_PER_TOKEN"
+        raise bad("the config", f"modelopt's {_said(algo)}", wanted)
+    known = "fp8, mxfp4, mxfp8, compressed-tensors, gptq, awq, auto-round or modelopt"
     raise bad("the config's quant_method", repr(_said(method)), known)
 
 
@@ -297,8 +306,10 @@ def _fp8(config: Mapping[str, Any]) -> _Reader:
     block, ue8m0 = config.get("weight_block_size"), "e8m0" in _said(config.get("scale_fmt")).lower()
     if block is None:
         return _Reader("fp8_channel", partial(packings.fp8_rows, ue8m0=ue8m0), quantizes_x=True)
+    if block in _GROUPS:
+        return _MXFP8
     if block not in _BLOCKS:
-        raise bad("the config's weight_block_size", _said(block), f"[{packings.BLOCK}, {packings.BLOCK}]")
+        raise bad("the config's weight_block_size", _said(block), f"{_BLOCKS[0]} or {_GROUPS[0]}")
     return _Reader("fp8_block", partial(packings.fp8_blocks, ue8m0=ue8m0), quantizes_x=True)
 
 
@@ -335,6 +346,8 @@ def _awq(config: Mapping[str, Any], module: str) -> _Reader:
 def _auto_round(config: Mapping[str, Any], module: str) -> _Reader:
     """AutoRound's tensors in GPTQ's order or AWQ's. https://github.com/intel/auto-round, export/export_to_autoround"""
     packing, kind, act_bits = config.get("packing_format"), config.get("data_type"), config.get("act_bits")
+    if isinstance(kind, str) and kind.startswith("mx_fp") and config.get("bits") == 8:
+        return _MXFP8
     packing = "auto_round:auto_gptq" if packing is None else packing
     if not isinstance(packing, str) or any(one in packing for one in ("llm_compressor", "fp8", "fake", "mlx")):
         raise bad("the config's packing_format", repr(_said(packing)), "GPTQ's or AWQ's, as 'auto_round:auto_gptq'")
@@ -399,6 +412,8 @@ def _compressed(config: Mapping[str, Any]) -> _Reader:
         return _Reader("mxfp4", packings.packed_mxfp4)
     if packing == "nvfp4-pack-quantized":
         return _Reader("nvfp4", packings.packed_nvfp4)
+    if packing == "mxfp8-quantized" and said == ("float", 8, "group") and weights.get("group_size") == packings.MX:
+        return _MXFP8
     if packing in ("float-quantized", "naive-quantized") and said[:2] == ("float", 8):
         if said[2] == "block" and weights.get("block_structure") in _BLOCKS:
             return _Reader("fp8_block", partial(packings.fp8_blocks, ue8m0=ue8m0), quantizes_x)
@@ -406,8 +421,8 @@ def _compressed(config: Mapping[str, Any]) -> _Reader:
             return _Reader("fp8_channel", partial(packings.fp8_rows, ue8m0=ue8m0), quantizes_x)
     found = f"compressed-tensors' {_said(packing)} with weights of {_said(said)}"
     raise bad("the config", found, "pack-quantized int 4 by group or channel, "
-              "float-quantized float 8 by block [128, 128], channel or tensor, mxfp4-pack-quantized or "
-              "nvfp4-pack-quantized")  # fmt: skip
+              "float-quantized float 8 by block [128, 128], channel or tensor, mxfp8-quantized in groups of 32, "
+              "mxfp4-pack-quantized or nvfp4-pack-quantized")  # fmt: skip
 
 
 def _check_transforms(config: Mapping[str, Any]) -> None:

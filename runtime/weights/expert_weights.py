@@ -134,7 +134,7 @@ class ExpertWeights:
             packed otherwise, expert by expert; gpt-oss's are used as they are.
         quantization_config
             Of the checkpoint's config.json (the whole of it will do), or its hf_quant_config.json: ``fp8``, ``mxfp4``,
-            ``compressed-tensors``, ``gptq``, ``awq``, ``auto-round`` and ``modelopt``.
+            ``mxfp8``, ``compressed-tensors``, ``gptq``, ``awq``, ``auto-round`` and ``modelopt``.
         part
             ``"gate_up"`` (the rows of gate, then those of up) or ``"down"``; needed where ``tensors`` has both.
         quantize_x

@@ -14,7 +14,8 @@ from .codes import E8M0, Quantised, e8m0, pack, unpack
 BLOCK = 128  # of fp8
 _INT4_GROUPS = (128, 64, 32)
 _ZERO = 8
-_MX, _NV = 32, 16  # weights in a group of mxfp4 and nvfp4
+MX = 32  # weights in a group of mxfp4 and mxfp8
+_NV = 16  # and of nvfp4
 _E8M0_MOST = 255
 _LOWEST_BITS = 0x11111111  # one in each nibble of a word
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of the eight columns in a word: AWQ stores 0 2 4 6 1 3 5 7
@@ -111,8 +112,8 @@ def fp8_scale(scale: torch.Tensor, *, ue8m0: bool = False) -> torch.Tensor:
 def blocks(one: Suffixes) -> Quantised:
     """gpt-oss: ``blocks`` [.., N, K/32, 16] and ``scales`` [.., N, K/32]."""
     codes = one.matrix("blocks", *_BYTES, dims=3)
-    if codes.shape[-1] != _MX // 2:
-        raise one.bad("blocks", f"of shape {list(codes.shape)}", f"{_MX // 2} bytes in each block")
+    if codes.shape[-1] != MX // 2:
+        raise one.bad("blocks", f"of shape {list(codes.shape)}", f"{MX // 2} bytes in each block")
     return _mxfp4(one, codes.flatten(-2), "scales")
 
 
@@ -128,9 +129,22 @@ def packed_mxfp4(one: Suffixes) -> Quantised:
 
 
 def _mxfp4(one: Suffixes, codes: torch.Tensor, *names: str) -> Quantised:
+    return Quantised(codes.view(torch.uint8), _e8m0_of(one, codes.shape[-1] * 2, codes, names))
+
+
+def mxfp8(one: Suffixes) -> Quantised:
+    """``weight`` e4m3 [N, K], and ``weight_scale``, ``weight_scale_inv`` or ``scale`` e8m0 [N, K/32], which multiplies.
+
+    https://github.com/vllm-project/compressed-tensors, compressors/mxfp8; modelopt and MiniMax have the same.
+    """
+    weight = one.matrix("weight", torch.float8_e4m3fn)
+    return Quantised(weight, _e8m0_of(one, weight.shape[-1], weight, ("weight_scale", "weight_scale_inv", "scale")))
+
+
+def _e8m0_of(one: Suffixes, K: int, codes: torch.Tensor, names: tuple[str, ...]) -> torch.Tensor:
+    """The bytes of the first of these suffixes: a scale for each row of codes and 32 of K."""
     scale = one.get_one(*names, dtypes=(*_BYTES, E8M0))
-    one.fit(_of(one, names), scale, (*codes.shape[:-1], -(-codes.shape[-1] * 2 // _MX)))
-    return Quantised(codes.view(torch.uint8), scale.view(torch.uint8))
+    return one.fit(_of(one, names), scale, (*codes.shape[:-1], -(-K // MX))).view(torch.uint8)
 
 
 def packed_nvfp4(one: Suffixes) -> Quantised:

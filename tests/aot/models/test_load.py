@@ -302,7 +302,7 @@ def test_one_name_for_two_sizes() -> None:
         (MINE + " tp", r"'tp' is no option, wanted key=value; did you mean 'tp'\?"),
         (MINE + " dtype=fp8", "dtype 'fp8'; it is the products' element type.* weights=, e.g. weights=fp8_block"),
         (MINE + " weights=fp8", "unknown weights 'fp8'; did you mean fp8_block or fp8_block_a16 or fp8_channel or"),
-        (MINE + " weights=mxfp8", r"unknown weights 'mxfp8'; did you mean 'mxfp4'\?"),
+        (MINE + " weights=mxfp6", r"unknown weights 'mxfp6'; did you mean 'mxfp8'\?"),
         (MINE + " weights=bf16 dtype=fp16", "weights=bf16 and dtype=fp16 disagree"),
         (MINE + " dtype=bfloat16", r"unknown dtype 'bfloat16'; did you mean 'bf16'\?"),
         (MINE + " ops=forwards", r"unknown ops 'forwards'; did you mean 'forward'\?"),

@@ -687,6 +687,55 @@ def test_experts_of_two_groups_have_to_be_of_one_format() -> None:
         ExpertWeights.from_tensors(tensors, config, "down")
 
 
+MXFP8_GROUP = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True,
+               "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}  # fmt: skip
+MXFP8: dict[str, dict[str, Any]] = {
+    "MiniMax-M3-MXFP8": {"quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32],
+                         "scale_fmt": "ue8m0", "ignored_layers": ["lm_head", "model.layers.0.mlp.gate"]},
+    "Inkling-2-Small-MXFP8": {"quant_method": "fp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"},
+    "modelopt": {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_head"]},
+    "hf_quant_config.json": {"producer": {"name": "modelopt"}, "quantization": {
+        "quant_algo": "MXFP8", "group_size": 32, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}},
+    "llm-compressor": compressed("mxfp8-quantized", MXFP8_GROUP, MXFP8_GROUP | {"dynamic": True}),
+    "llm-compressor a16": compressed("mxfp8-quantized", MXFP8_GROUP),
+    "AutoRound": {"quant_method": "auto-round", "data_type": "mx_fp", "bits": 8, "group_size": 32, "act_bits": 8,
+                  "packing_format": "auto_round:llm_compressor"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MXFP8)
+@pytest.mark.parametrize("suffix", ["weight_scale", "weight_scale_inv"])
+def test_mxfp8(name: str, suffix: str) -> None:
+    """Each scale is a byte e, which multiplies 32 codes by 2**(e - 127)."""
+
+    def scale(N: int, K: int, seed: int) -> torch.Tensor:
+        return randint(40, N, K // 32, seed=seed + 7).add(96).to(torch.uint8)
+
+    def want(N: int, K: int, seed: int) -> torch.Tensor:
+        powers = torch.pow(2.0, scale(N, K, seed).double() - 127)
+        return (e4m3(N, K, seed=seed).double() * powers.repeat_interleave(32, 1)).float()
+
+    def make(N: int, K: int, seed: int) -> dict[str, torch.Tensor]:
+        bits = scale(N, K, seed)
+        return {"weight": e4m3(N, K, seed=seed), suffix: bits.view(torch.float8_e8m0fnu) if seed % 2 else bits}
+
+    check(each(make), MXFP8[name], "mxfp8", want)
+    names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    renamed = {one.replace("mlp", "block_sparse_moe").replace(old, new): tensor for one, tensor in each(make).items()
+               for old, new in names.items() if old in one}  # fmt: skip
+    check(renamed, {"model_type": "minimax_m3", "quantization_config": MXFP8[name]}
+          if "quant_method" in MXFP8[name] else MXFP8[name], "mxfp8", want)  # fmt: skip
+
+
+def test_mxfp8_stacked_is_not_copied() -> None:
+    codes, scale = e4m3(E, 2 * I, H), randint(40, E, 2 * I, H // 32).add(96).to(torch.uint8)
+    tensors = {"experts.gate_up_proj": codes, "experts.gate_up_proj_scale_inv": scale}
+    found = ExpertWeights.from_tensors(tensors, MXFP8["Inkling-2-Small-MXFP8"])
+    assert (found.format, found.shape) == ("mxfp8", (E, 2 * I, H))
+    assert (found.codes.data_ptr(), found.scale.data_ptr()) == (codes.data_ptr(), scale.data_ptr())
+    assert ExpertWeights.from_tensors(tensors, MXFP8["modelopt"], quantize_x=True).format == "mxfp8"
+
+
 def _fp8(**change: Any) -> dict[str, torch.Tensor]:
     found = each(lambda N, K, seed: {"weight": e4m3(N, K), "weight_scale_inv": torch.ones(N // 128, K // 128)})
     return {name: one for name, one in (found | change).items() if one is not None}
@@ -698,9 +747,12 @@ def _fp8(**change: Any) -> dict[str, torch.Tensor]:
         (_fp8(), BLOCKS, None, "the tensors is of both products, wanted part='gate_up' or part='down'"),
         (_fp8(), BLOCKS, "up", "part is 'up', wanted 'gate_up', 'down' or None"),
         (_fp8(), {"quant_method": "bitsandbytes"}, "down", "quant_method is 'bitsandbytes', wanted fp8, mxfp4,"),
-        (_fp8(), {"quant_method": "modelopt", "quant_algo": "MXFP8"}, "down", "modelopt's MXFP8, wanted NVFP4, W4A16_NVFP4"),
+        (_fp8(), {"quant_method": "modelopt", "quant_algo": "MXFP4"}, "down", "modelopt's MXFP4, wanted NVFP4, W4A16_NVFP4, MXFP8"),
+        (_fp8(), {"quant_method": "modelopt", "quant_algo": "MXFP8"}, "down", "weight_scale_inv, is torch.float32, wanted torch.uint8"),
+        (_fp8(**{f"{LAYER}.0.down_proj.weight_scale_inv": torch.ones(H, 3, dtype=torch.uint8)}), MXFP8["MiniMax-M3-MXFP8"], "down", r"is of shape \[256, 3\], wanted \[256, 4\]"),
+        (_fp8(), compressed("mxfp8-quantized", MXFP8_GROUP | {"group_size": 64}), "down", "compressed-tensors' mxfp8-quantized with weights of"),
         (_fp8(), None, "down", "quantization_config is a NoneType"),
-        (_fp8(), BLOCKS | {"weight_block_size": [64, 64]}, "down", r"weight_block_size is \[64, 64\], wanted \[128, 128\]"),
+        (_fp8(), BLOCKS | {"weight_block_size": [64, 64]}, "down", r"weight_block_size is \[64, 64\], wanted \[128, 128\] or \[1, 32\]"),
         (_fp8(), {"quant_method": "gptq", "bits": 8}, "down", "gptq of 8 bits for model.layers.3.mlp.experts.0.down_proj, wanted 4 bits"),
         (_fp8(), {"quant_method": "gptq", "bits": 4}, "down", "wanted 'scales' among it|wanted 'qweight' among it"),
         (_fp8(**{f"{LAYER}.1.down_proj.weight_scale_inv": None}), BLOCKS, "down", "1.down_proj.weight' is .'weight'., wanted"),

@@ -12,12 +12,16 @@ from triton.experimental.gluon import language as gl
 
 from ..pipeline import view
 from .blocks import BLOCK
-from .dequantize import _FLAT_1, _SWIZZLED, _WORDS_8, both
+from .dequantize import _FLAT_1, _SWIZZLED, _WORDS_8, _doubled, both
 from .turned import _TURNED_8, _TURNED_SWIZZLED
 
 WORDS: gl.constexpr = gl.constexpr(4)  # of a row of a block, for each of four threads
 SCALE_BYTES: gl.constexpr = gl.constexpr(128)  # of a block
 
+_HALVES: gl.constexpr = gl.constexpr(0x5410)  # of two words, what prmt takes: the lower halves,
+_HALF: gl.constexpr = gl.constexpr(0x2222)  # or this further the upper ones
+_SCALES: gl.constexpr = gl.constexpr(0x4240)  # of two rows of two scales the first ones, widened,
+_SCALE: gl.constexpr = gl.constexpr(0x0101)  # or this further the second ones
 _POWER = f"add.s32 s, s, {both(120)}; shl.b32 s, s, 7;"  # two scales to bf16: 120 more is the exponent's bits
 
 
@@ -36,23 +40,21 @@ def mx8_text() -> str:
 
     Two words have a scale. Results are in the order of ``dequantize._e4m3_text``.
     """
-    lines = [".reg .b32 t, s;"]
+    lines = [".reg .b16 h0, h1; .reg .b32 t, s, by;", f"prmt.b32 s, $12, 0, 0x4140; {_POWER}"]
     for word in range(4):
         first, second = (f"${4 * (word & 1) + (word >> 1) + more}" for more in (0, 2))
-        if word % 2 == 0:
-            lines += [f"prmt.b32 s, $12, 0, {'0x4141' if word else '0x4040'}; {_POWER}"]
-        lines += _pairs(f"${8 + word}", first, second)
-        lines += [f"mul.rn.bf16x2 {first}, {first}, s; mul.rn.bf16x2 {second}, {second}, s;"]
+        lines += [_doubled("by", "s", word // 2), *_pairs(f"${8 + word}", first, second)]
+        lines += [f"mul.rn.bf16x2 {first}, {first}, by; mul.rn.bf16x2 {second}, {second}, by;"]
     return "\n".join(("{", *lines, "}"))
 
 
 def mx8_turned_text() -> str:
     """PTX: $0 and $1, two rows of w in the columns of h = 0 and 1, of the words $2 and $3, as in ``turned.py``.
 
-    $4 is p, $6 has both scales of both rows, and $8 is the word's number in its row.
+    $6 has both scales of both rows; $4 says which halves of the words are taken, $8 which scales: ``_HALVES`` + p times
+    ``_HALF``, and ``_SCALES`` + ``_SCALE`` in a row's later words.
     """
-    lines = [".reg .b32 t, u, s, q;", "mad.lo.s32 u, $4, 0x2222, 0x5410; prmt.b32 q, $2, $3, u;"]
-    lines += [f"shr.u32 u, $8, 1; mad.lo.s32 u, u, 0x0101, 0x4240; prmt.b32 s, $6, 0, u; {_POWER}"]
+    lines = [".reg .b32 t, s, q;", f"prmt.b32 q, $2, $3, $4; prmt.b32 s, $6, 0, $8; {_POWER}"]
     lines += [*_pairs("q", "$0", "$1"), "mul.rn.bf16x2 $0, $0, s; mul.rn.bf16x2 $1, $1, s;"]
     return "\n".join(("{", *lines, "}"))
 
@@ -92,7 +94,8 @@ def _across(codes, scales, OPERAND: gl.constexpr):
     by = view(scales, gl.int32, [32], _FLAT_1).load(PAIRS)
     by = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.expand_dims(by, 1), 2), 3), 4)
     low, high = gl.inline_asm_elementwise(
-        _TURNED, "=&r,=&r,r,r,r,r,r,r,r,r", [gl.expand_dims(held, 4), p, by, word],
+        _TURNED, "=&r,=&r,r,r,r,r,r,r,r,r",
+        [gl.expand_dims(held, 4), _HALVES + p * _HALF, by, _SCALES + word // 2 * _SCALE],
         dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
     )  # fmt: skip
     v = gl.join(low, high).permute((3, 5, 2, 4, 0, 1))

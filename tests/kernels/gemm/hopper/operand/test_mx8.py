@@ -43,9 +43,7 @@ def test_prepared_weights_become_their_values() -> None:
     dense, words, scales = prepared()
     pair = scales.copy().view(np.uint16)[..., 0].astype(np.uint32)[..., None]
     signed = pair | np.where(pair & 0x8000, 0xFFFF0000, 0).astype(np.uint32)  # two bytes are widened with their sign
-    found = carried_out(
-        mx8.mx8_text(), {f"${8 + word}": words[..., word] for word in range(4)} | {"$12": signed}
-    )
+    found = carried_out(mx8.mx8_text(), {f"${8 + word}": words[..., word] for word in range(4)} | {"$12": signed})
     values = np.full((N, K), np.nan)
     for (j, register), p in itertools.product(enumerate(found), range(2)):
         result, upper = j >> 1, j & 1  # of one word two results, of the words 0 and 1 and of 2 and 3
@@ -63,8 +61,9 @@ def test_prepared_weights_turned_round_become_their_values() -> None:
     by = np.concatenate([scales[:, :, first], scales[:, :, second]], axis=-1).copy().view(np.uint32)
     values = np.full((N, K), np.nan)
     for p, word in itertools.product(range(2), range(4)):
-        given = {"$2": words[:, :, first, :, word], "$3": words[:, :, second, :, word], "$4": np.uint32(p), "$6": by,
-                 "$8": np.uint32(word)}  # fmt: skip
+        halves = np.uint32(mx8._HALVES.value + p * mx8._HALF.value)
+        given = {"$2": words[:, :, first, :, word], "$3": words[:, :, second, :, word], "$4": halves, "$6": by,
+                 "$8": np.uint32(mx8._SCALES.value + word // 2 * mx8._SCALE.value)}  # fmt: skip
         for h, register in enumerate(carried_out(mx8.mx8_turned_text(), given, 2)):
             for row in range(2):
                 made = numbers(register >> np.uint32(16 * row) & 0xFFFF)  # [N/64, K/64, 32, 4]
