@@ -270,8 +270,8 @@ def rows_wna16_mx8(
 ):  # fmt: skip
     """y[to(m), n] = weight(m) * (sum_k x[m, k] * w[expert of m, n, k] + bias[expert of m, n]).
 
-    An element of w is a code of e4m3 x 2^(scale - 127), with one scale for each row and 32 of K. The arguments are those
-    of ``wna16.rows_wna16`` but w_outer. w and w_scale are prepared, and seen as rows of blocks: int32
+    An element of w is a code of e4m3 x 2^(scale - 127), with one scale for each row and 32 of K. The arguments are
+    those of ``wna16.rows_wna16`` but w_outer. w and w_scale are prepared, and seen as rows of blocks: int32
     [E * N / 64 * K / 64 * 4, 256], and bytes [E * N / 64 * K / 64, 128].
     """
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -309,7 +309,8 @@ def rows_wna16_mx8(
                     1, own, N, R, stride_y_m, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, INDEXED, FITTED, DX, LOW_RANK,
                 )),
                 (_load_mx8, (
-                    loads, M, N, K, E, R, m_sizes_step, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, EXPERTS, DX, LOW_RANK,
+                    loads, M, N, K, E, R, m_sizes_step, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, EXPERTS, DX,
+                    LOW_RANK,
                 )),
                 (clear_unnamed, (y, m_sizes, moved, M, E, N, stride_y_m, m_sizes_step)),
             ],
@@ -326,7 +327,8 @@ def rows_wna16_mx8(
                     1, own, N, R, stride_y_m, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, INDEXED, FITTED, DX, LOW_RANK,
                 )),
                 (_load_mx8, (
-                    loads, M, N, K, E, R, m_sizes_step, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, EXPERTS, DX, LOW_RANK,
+                    loads, M, N, K, E, R, m_sizes_step, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, EXPERTS, DX,
+                    LOW_RANK,
                 )),
             ],
             [4, 1],

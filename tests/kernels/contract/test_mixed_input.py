@@ -247,7 +247,8 @@ def test_boxes_of_scales_are_those_of_a_step() -> None:
     """TMA moves 256 of each dimension at most, and multiples of 16 bytes."""
     found = {one: registry.boxes(spec(one)).get("w_scale") for one in QUANTISED}
     assert found == {
-        DType.MXFP4: (16, 128), DType.MXFP8: (16, 128), DType.NVFP4: (16, 256), DType.INT4_G32: (16, 256), DType.INT4_G64: (16, 128),
+        DType.MXFP4: (16, 128), DType.MXFP8: (16, 128), DType.NVFP4: (16, 256), DType.INT4_G32: (16, 256),
+        DType.INT4_G64: (16, 128),
         DType.INT4_G128: (8, 128), DType.FP8_BLOCK_A16: (16, 16), DType.FP8_CHANNEL_A16: None,
         DType.INT4_G32_ZP: (1, 1, 16, 256), DType.INT4_G64_ZP: (1, 1, 16, 128), DType.INT4_G128_ZP: (1, 1, 8, 128),
     }  # fmt: skip

@@ -114,7 +114,8 @@ def test_what_a_format_can_say_is_quantised_to_itself(format: str) -> None:
 
 
 # Half the distance between neighbours where the largest is 1: e4m3's 32 / 448, e2m1's 2 / 6 (4 of 6 with a power of 2
-# for a scale, which may cut off a quarter, of 8 bits an eighth), int4's 1 / 7, 1 / 15 of the whole range with a zero point.
+# for a scale, which may cut off a quarter, and of e4m3 an eighth), int4's 1 / 7, 1 / 15 of the whole range with a zero
+# point.
 _STEP = {"fp8_block": 16 / 448, "fp8_channel": 16 / 448, "mxfp4": 0.25, "mxfp8": 0.125, "nvfp4": 0.19, "int4": 0.075}
 
 
