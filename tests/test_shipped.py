@@ -66,11 +66,12 @@ LATER = (
     "zero-points-h100.journal.xz",
     "padded-h100.journal.xz",
 )  # journals of these, on an H100
+UNMEASURED = ("mxfp8",)  # whose cells are in mxfp8.txt
 MEASURED_PART = 0.99  # of the cells that a GPU is to have: another's choices stand for the rest
 MOST_CONFIGS = 24  # of all builds and GPUs: they have most in common
 MOST_BYTES = 43_000_000
 MOST_PRESSED_BYTES = 5_000_000
-MOST_CANDIDATE_BYTES = 10_600_000
+MOST_CANDIDATE_BYTES = 10_900_000
 
 
 def models_of(name: str, gpu: str = H100) -> list[str]:
@@ -177,7 +178,7 @@ def test_each_published_format_with_kernels_has_choices() -> None:
         there = {(problem, one.bucket) for problem in bundle.problems() for one in bundle.find(problem)}
     formats = [
         (id_, one) for id_, entry in catalogue().items() for one in entry.formats
-        if one in PRECISIONS and PRECISIONS[one].quantised
+        if one in PRECISIONS and PRECISIONS[one].quantised and one not in UNMEASURED
     ]  # fmt: skip
     splits = ("", "tp=4", "ep=8")
     missing = [
