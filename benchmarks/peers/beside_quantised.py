@@ -8,8 +8,8 @@
 y[g] = x[g] @ w[g].T, rows sorted by expert; ours by the public call with ``ExpertWeights``, x in bf16. In fp8 blocks
 vLLM's kernel by its heuristic and DeepGEMM multiply an x that is quantised beforehand (w8a8), outside the time;
 DeepGEMM in its contiguous form (every expert's rows padded to 128) and its masked one. Humming multiplies x in bf16.
-"ours, of codes" is our product of a quantised x, by the choice of the bundle that has it. In mxfp4 and int4 (groups of
-32 and 128, offset 8) x is bf16 for all: triton_kernels' matmul_ogs (mxfp4), vLLM's Marlin and Humming by its
+"ours, of codes" is our product of a quantised x, by the choice of the bundle that has it. In mxfp4, mxfp8 and int4
+(groups of 32 and 128, offset 8) x is bf16 for all: triton_kernels' matmul_ogs (mxfp4), vLLM's Marlin and Humming by its
 heuristic, each with these weights in its own order. Each result is compared with fp32 of the dequantised operands
 (three experts of each).
 
@@ -49,10 +49,10 @@ PEERS: dict[str, tuple[tuple[str, ...], Maker]] = {  # the formats that each has
     "vllm": (("fp8_block",), w8a8.vllm),
     "deepgemm": (("fp8_block",), w8a8.deepgemm),
     "triton_kernels": (("mxfp4",), w4a16.triton_kernels),
-    "marlin": (("mxfp4", *INT4), w4a16.marlin),
-    "humming": (("mxfp4", *INT4, "fp8_block"), w4a16.humming),
+    "marlin": (("mxfp4", "mxfp8", *INT4), w4a16.marlin),
+    "humming": (("mxfp4", "mxfp8", *INT4, "fp8_block"), w4a16.humming),
 }
-FORMATS = ("mxfp4", "fp8_block", *INT4)
+FORMATS = ("mxfp4", "fp8_block", *INT4, "mxfp8")
 TOKENS = "1,16,128,1024,8192"
 ROUNDS = 15
 OF_BF16 = ("ours", "humming")  # which multiply x itself, not its codes

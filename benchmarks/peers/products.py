@@ -22,6 +22,7 @@ MODELS = {  # E, H, I, top_k
     "fp8_block": {
         "qwen3-30b": (128, 2048, 768, 8), "qwen3-235b": (128, 4096, 1536, 8), "deepseek-v3": (256, 7168, 2048, 8),
     },
+    "mxfp8": {"minimax-m3-ep8": (16, 6144, 3072, 4), "minimax-m3-tp8": (128, 6144, 384, 4)},
     "int4_g32": {"kimi-k2": (384, 7168, 2048, 8)},
     "int4_g128": {"qwen3-30b": (128, 2048, 768, 8), "mixtral-8x7b": (8, 4096, 14336, 2)},
 }  # fmt: skip
@@ -56,7 +57,7 @@ class Product:
     @property
     def group(self) -> int:
         """Elements of K that share a scale."""
-        return {"mxfp4": 32, "fp8_block": 128, "int4_g32": 32, "int4_g128": 128}[self.format]
+        return {"mxfp4": 32, "mxfp8": 32, "fp8_block": 128, "int4_g32": 32, "int4_g128": 128}[self.format]
 
     @cached_property
     def operands(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,10 +67,12 @@ class Product:
         def drawn(low: int, high: int, *shape: int) -> torch.Tensor:
             return torch.randint(low, high, shape, dtype=torch.uint8, device=self.device, generator=g)
 
-        if self.format == "fp8_block":
+        if self.format in ("fp8_block", "mxfp8"):
             codes = torch.empty(E, N, K, dtype=torch.float8_e4m3fn, device=self.device)
             for one in codes:
                 one.copy_((torch.randn(N, K, generator=g, device=self.device) * 100).clamp(-448, 448))
+            if self.format == "mxfp8":
+                return codes, drawn(112, 116, E, N, K // self.group)
             blocks = E, -(-N // 128), -(-K // 128)
             return codes, (torch.rand(blocks, generator=g, device=self.device) + 0.5) * 5e-4
         codes, groups = drawn(0, 256, E, N, K // 2), (E, N, K // self.group)
@@ -85,7 +88,8 @@ class Product:
         codes, scale = (one.clone() for one in self.operands)
         if self.format in INT4:
             return ExpertWeights.int4(codes, scale).prepare()
-        return (ExpertWeights.mxfp4 if self.format == "mxfp4" else ExpertWeights.fp8_block)(codes, scale).prepare()
+        make = {"mxfp4": ExpertWeights.mxfp4, "mxfp8": ExpertWeights.mxfp8}.get(self.format, ExpertWeights.fp8_block)
+        return make(codes, scale).prepare()
 
 
 def products(formats: list[str], models: list[str] | None = None) -> Iterator[Product]:

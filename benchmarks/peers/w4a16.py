@@ -1,4 +1,4 @@
-"""Quantised weights and x in bf16, by others: triton_kernels (mxfp4), vLLM's Marlin (4 bits) and Humming.
+"""Quantised weights and x in bf16, by others: triton_kernels (mxfp4), vLLM's Marlin (4 bits, mxfp8) and Humming.
 
 Each takes the folder of the package vllm, a product and the tokens, prepares the weights as that library does, and
 gives what makes the calls of a cell, by name. Weights are the product's own: every result can be judged.
@@ -22,6 +22,7 @@ from .products import Call, Cell, Product
 
 MARLIN_ROWS = (8, 16, 32, 48, 64)  # a block; vLLM takes the first that 0.9 of the mean expert's rows don't fill
 QUANTISATION = "model_executor/layers/quantization/utils"
+MXFP8_SCALES = "mxfp8_marlin_process_scales"
 LOCKS = 2048  # as Humming's own layer has
 HUMMING_COLUMNS = 128  # four warps of 32 columns: what its wgmma kernels want
 
@@ -50,14 +51,18 @@ def triton_kernels(place: Path, product: Product, tokens: list[int]) -> Callable
     return calls
 
 
-def orders(place: Path) -> dict[str, Any]:
-    """vLLM's functions that say in which order Marlin has weights and scales, by name. Needs NumPy, as they do."""
+def orders(place: Path, *, mxfp8: bool = False) -> dict[str, Any]:
+    """vLLM's functions that say in which order Marlin has weights and scales, by name. Needs NumPy, as they do.
+
+    That of mxfp8 is looked up where it is asked for: older versions lack it.
+    """
     import numpy
 
     folder, names = place / QUANTISATION, {"torch": torch, "np": numpy}
     return {
         **taken(folder / "marlin_utils.py", ("get_scale_perms", "marlin_permute_scales"), names),
         **taken(folder / "marlin_utils_fp4.py", ("mxfp4_marlin_process_scales",), names),
+        **(taken(folder / "marlin_utils_fp8.py", (MXFP8_SCALES,), names) if mxfp8 else {}),
         **taken(folder / "marlin_utils_test.py", ("get_weight_perm",), names),
     }
 
@@ -72,22 +77,27 @@ def marlin_sizes(N: int, K: int) -> tuple[int, int]:
 class Marlin:
     """What of vLLM's package Marlin needs: its operator, the names of types, and how weights and scales are ordered."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, *, mxfp8: bool = False) -> None:
         if not hasattr(torch.ops._moe_C, "moe_wna16_marlin_gemm"):
             modules = [place / f"{name}.abi3.so" for name in ("_moe_C", "_moe_C_stable_libtorch")]  # the latter: 0.26
             torch.ops.load_library(str(next((one for one in modules if one.is_file()), modules[0])))
         self.gemm = torch.ops._moe_C.moe_wna16_marlin_gemm
         self.types = _module("scalar_type", place / "scalar_type.py").scalar_types
-        self.names = orders(place)
+        self.names = orders(place, mxfp8=mxfp8)
 
     def codes(self, codes: torch.Tensor) -> torch.Tensor:
-        """[E, N, K / 2] uint8 to [E, K / 16, 2 N] int32: gptq_marlin_repack's tiles of 16 x 64, a lane's in a word."""
-        E, N, K = *codes.shape[:2], 2 * codes.shape[2]
-        order = self.names["get_weight_perm"](4).to(codes.device)
-        found = torch.empty(E, K // 16, 2 * N, dtype=torch.int32, device=codes.device)
-        for one, into in zip(codes, found, strict=True):
-            tiles = unpack(one).T.reshape(K // 16, 16, N // 16, 16).transpose(1, 2).reshape(-1, len(order))[:, order]
-            into.copy_(pack(tiles).view(torch.int32).view_as(into))
+        """[E, N, K / 2] uint8, or [E, N, K] e4m3, to [E, K / 16, bits N / 2] int32.
+
+        gptq_marlin_repack's tiles of 16 x 64, a lane's in a word.
+        """
+        eight = codes.dtype is torch.float8_e4m3fn
+        E, N, K = *codes.shape[:2], codes.shape[2] * (1 if eight else 2)
+        order = self.names["get_weight_perm"](8 if eight else 4).to(codes.device)
+        found = torch.empty(E, K // 16, (4 if eight else 2) * N, dtype=torch.int32, device=codes.device)
+        for one, into in zip(codes.view(torch.uint8), found, strict=True):
+            plain = one if eight else unpack(one)
+            tiles = plain.T.reshape(K // 16, 16, N // 16, 16).transpose(1, 2).reshape(-1, len(order))[:, order]
+            into.copy_((tiles if eight else pack(tiles)).contiguous().view(torch.int32).view_as(into))
         return found
 
     def scales(self, scale: torch.Tensor, K: int, group: int) -> torch.Tensor:
@@ -99,7 +109,8 @@ class Marlin:
         for one, into in zip(scale, found, strict=True):
             plain = one.view(torch.float8_e8m0fnu).bfloat16() if exponents else one
             ordered = self.names["marlin_permute_scales"](plain.T, K, N, group)
-            into.copy_(self.names["mxfp4_marlin_process_scales"](ordered) if exponents else ordered)
+            name = MXFP8_SCALES if MXFP8_SCALES in self.names else "mxfp4_marlin_process_scales"
+            into.copy_(self.names[name](ordered) if exponents else ordered)
         return found
 
 
@@ -108,14 +119,16 @@ def marlin(place: Path, product: Product, tokens: list[int]) -> Callable[[Cell],
 
     A padded product's x lies padded beforehand: the down product of gpt-oss.
     """
-    theirs, (codes, scale) = Marlin(place), product.operands
+    mxfp8 = product.format == "mxfp8"
+    theirs, (codes, scale) = Marlin(place, mxfp8=mxfp8), product.operands
     N, K = marlin_sizes(product.N, product.K)
     if (N, K) != (product.N, product.K):
         more = N - product.N, K - product.K
-        codes = torch.nn.functional.pad(codes, (0, more[1] // 2, 0, more[0]))
+        wide = torch.nn.functional.pad(codes.view(torch.uint8), (0, more[1] // (1 if mxfp8 else 2), 0, more[0]))
+        codes = wide.view(codes.dtype)
         scale = torch.nn.functional.pad(scale, (0, more[1] // product.group, 0, more[0]))
     w, s = theirs.codes(codes), theirs.scales(scale, K, product.group)
-    kind = theirs.types.float4_e2m1f if product.format == "mxfp4" else theirs.types.uint4b8
+    kind = getattr(theirs.types, {"mxfp4": "float4_e2m1f", "mxfp8": "float8_e4m3fn"}.get(product.format, "uint4b8"))
     processors = torch.cuda.get_device_properties(0).multi_processor_count if w.is_cuda else 1
     workspace = torch.zeros(4 * processors, dtype=torch.int32, device=w.device)
     name = "marlin" if (N, K) == (product.N, product.K) else f"marlin (padded to {N} x {K})"
@@ -142,7 +155,7 @@ def marlin(place: Path, product: Product, tokens: list[int]) -> Callable[[Cell],
 class Humming:
     """Humming's grouped product of rows that lie by expert, each M by the configuration that its heuristic gives.
 
-    x is in bf16. Weights: mxfp4, int4 or fp8 128x128 blocks. Compiled kernels stay in its cache on the disk.
+    x is in bf16. Weights: mxfp4, mxfp8, int4 or fp8 128x128 blocks. Compiled kernels stay in its cache on the disk.
     """
 
     def __init__(self, product: Product) -> None:
@@ -150,9 +163,10 @@ class Humming:
         from humming.schema import HummingWeightSchema
         from humming.transform import prepare_layer_config
 
-        b, bs = {"mxfp4": ("float4e2m1", "float8e8m0"), "fp8_block": ("float8e4m3", "float32")}.get(
-            product.format, ("uint4", "bfloat16")
-        )
+        b, bs = {
+            "mxfp4": ("float4e2m1", "float8e8m0"), "mxfp8": ("float8e4m3", "float8e8m0"),
+            "fp8_block": ("float8e4m3", "float32"),
+        }.get(product.format, ("uint4", "bfloat16"))  # fmt: skip
         blocks = {"weight_scale_group_size_n": product.group} if product.format == "fp8_block" else {}
         schema = HummingWeightSchema(b_dtype=b, bs_dtype=bs, weight_scale_group_size=product.group, **blocks)
         self.product = product
@@ -180,7 +194,7 @@ class Humming:
         from humming.transform import transform_humming_tensors
 
         codes, scale = self.product.operands
-        weight_scale = scale.view(torch.float8_e8m0fnu) if self.product.format == "mxfp4" else scale
+        weight_scale = scale.view(torch.float8_e8m0fnu) if scale.dtype is torch.uint8 else scale
         given = {"weight": codes.view(torch.int32), "weight_scale": weight_scale}
         self.tensors = transform_humming_tensors(self.layer, given)
         self.locks = torch.zeros(LOCKS, dtype=torch.int32, device=codes.device)

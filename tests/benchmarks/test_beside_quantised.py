@@ -58,7 +58,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> object:
     return made
 
 
-@pytest.mark.parametrize("format", ["mxfp4", "int4_g32", "int4_g128", "fp8_block"])
+@pytest.mark.parametrize("format", ["mxfp4", "mxfp8", "int4_g32", "int4_g128", "fp8_block"])
 def test_ours_is_measured_and_what_fails_is_told(tool: ModuleType, format: str) -> None:
     one = product(tool, format)
 
@@ -108,6 +108,17 @@ def test_marlins_weights_are_tiles_in_vllms_order(theirs: object) -> None:
         assert nibbles[e, k // 16, n // 64, 1023 - inside] == unpack(codes[e, n])[k]
 
 
+def test_marlins_weights_of_8_bits_are_tiles_in_vllms_order(theirs: object) -> None:
+    E, N, K = 2, 128, 64
+    codes = torch.randint(0, 127, (E, N, K), dtype=torch.uint8)
+    words = theirs.codes(codes.view(torch.float8_e4m3fn))
+    assert (words.shape, words.dtype) == ((E, K // 16, 4 * N), torch.int32)
+    found = words.view(torch.uint8).reshape(E, K // 16, N // 64, 1024)
+    for e, k, n in ((0, 0, 0), (0, 17, 70), (1, 63, 127), (1, 40, 5)):
+        inside = (n % 64) // 16 * 256 + (k % 16) * 16 + n % 16
+        assert found[e, k // 16, n // 64, 1023 - inside] == codes[e, n, k]
+
+
 def test_marlins_scales_are_in_vllms_order(theirs: object) -> None:
     exponents = torch.randint(119, 124, (2, 64, 4), dtype=torch.uint8)
     found = theirs.scales(exponents, 128, 32)
@@ -135,7 +146,7 @@ def test_marlin_is_called_as_vllm_calls_it(
     kinds = SimpleNamespace(float4_e2m1f=SimpleNamespace(id=4), uint4b8=SimpleNamespace(id=8))
     asked: list[tuple[object, ...]] = []
     theirs.gemm, theirs.types = lambda *given: asked.append(given), kinds
-    monkeypatch.setattr(w4a16, "Marlin", lambda _place: theirs)
+    monkeypatch.setattr(w4a16, "Marlin", lambda _place, **_: theirs)
     one = product(tool, "mxfp4", N=192, K=192)
     cell = tool.Cell(one, 16)
     ((name, call),) = w4a16.marlin(Path(), one, [16])(cell).items()
@@ -221,7 +232,7 @@ def test_a_process_that_fails_is_told_and_the_rest_goes_on(tmp_path: Path) -> No
 def test_recent_models_are_measured_where_they_are_asked_for(tool: ModuleType) -> None:
     words = ["--vllm", "v", "--out", "o"]
     usual, recent = tool.arguments(words), tool.arguments([*words, "--models", "flagships"])
-    assert len(tool.pairs(usual)) == 8
+    assert len(tool.pairs(usual)) == 10
     assert tool.pairs(recent) == [
         ("mxfp4", "v4-flash"), ("mxfp4", "v4-pro-ep8"), ("mxfp4", "kimi-k3-ep8"), ("fp8_block", "glm-5.3-flash")
     ]  # fmt: skip
