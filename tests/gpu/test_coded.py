@@ -205,7 +205,7 @@ def test_a_layer_and_its_gradient(make: Make, format: str, T: int, sizes: tuple[
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("sizes", [(544, 352), (512, 384)])
-@pytest.mark.parametrize("format", ["mxfp4", "fp8_block_a16"])
+@pytest.mark.parametrize("format", ["mxfp4", "mxfp8", "fp8_block_a16"])
 def test_nothing_waits_for_the_gpu(make: Make, format: str, sizes: tuple[int, int]) -> None:
     H, I = sizes  # noqa: E741
     up, down = make(format, 2 * I, H), make(format, H, I)

@@ -74,7 +74,7 @@ def test_a_layer_and_its_gradients(T: int, r: int, layout: str, biased: bool, sh
 @pytest.mark.parametrize("T", [3, 700])
 @pytest.mark.parametrize("r", [8, 64, 136])
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4_g32", "int4_g64", "int4_g128", "fp8_block_a16"])
+@pytest.mark.parametrize("format", ["mxfp4", "mxfp8", "nvfp4", "int4_g32", "int4_g64", "int4_g128", "fp8_block_a16"])
 def test_a_layer_of_codes_and_its_gradients(format: str, biased: bool, r: int, T: int) -> None:
     torch.manual_seed(r + T)
     H, I = 640, 384  # noqa: E741  (blocks of 128: a tile of 256 is not whole)
@@ -175,7 +175,7 @@ def test_a_product_and_its_gradients(form: str, layout: str, r: int, T: int) -> 
 
 @pytest.mark.parametrize("T", [5, 700])
 @pytest.mark.parametrize("gathered", [False, True])
-@pytest.mark.parametrize("format", ["mxfp4", "int4_g64", "fp8_block"])
+@pytest.mark.parametrize("format", ["mxfp4", "mxfp8", "int4_g64", "fp8_block"])
 def test_a_product_of_codes_and_its_gradients(format: str, gathered: bool, T: int) -> None:
     torch.manual_seed(T)
     N, K, M, r = 384, 640, T * TOP_K, 16

@@ -87,7 +87,7 @@ def test_a_layer_of_one_token_reads_its_row_where_it_lies(format: str, monkeypat
     reload()
 
 
-@pytest.mark.parametrize("format", ["mxfp4", "int4_g32", "fp8_block"])
+@pytest.mark.parametrize("format", ["mxfp4", "mxfp8", "int4_g32", "fp8_block"])
 def test_threads_on_their_own_streams_that_make_the_first_calls(format: str) -> None:
     """Four threads call, prepare and call again, each on a stream of its own: all results are one call's, alone."""
     threads, trials = 4, 20
@@ -123,7 +123,7 @@ def test_threads_on_their_own_streams_that_make_the_first_calls(format: str) -> 
         assert off(alone, plain.double().cpu()) < limit(format)
 
 
-@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4_g32", "int4_g128", "fp8_block", "fp8_channel"])
+@pytest.mark.parametrize("format", ["mxfp4", "mxfp8", "nvfp4", "int4_g32", "int4_g128", "fp8_block", "fp8_channel"])
 def test_writes_to_prepared_weights_are_read_also_by_a_graph(format: str) -> None:
     w, other = (ExpertWeights.quantize(torch.randn(E, I + I % 128, H, device="cuda") / 20, format) for _ in range(2))
     wanted = other.dequantize(torch.float32)

@@ -51,7 +51,9 @@ def test_tiles_are_whole_blocks_of_an_order(knob: str, value: int) -> None:
 
 def test_orders_are_those_that_weights_are_put_into() -> None:
     dx = replace(MXFP4, op=Op.DX, layout=Layout.NK)
-    assert [order_of(replace(dx, dtype=one)) for one in (DType.MXFP4, DType.INT4_G32, DType.FP8_BLOCK_A16)] == [1, 1, 2]
+    assert [
+        order_of(replace(dx, dtype=one)) for one in (DType.MXFP4, DType.INT4_G32, DType.FP8_BLOCK_A16, DType.MXFP8)
+    ] == [1, 1, 2, 2]
     assert order_of(MXFP4) == 0
 
 

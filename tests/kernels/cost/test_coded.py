@@ -34,7 +34,7 @@ def qwen(op: Op = Op.FORWARD, dtype: DType = DType.MXFP4) -> Problem:
 
 @pytest.mark.parametrize("sm", supported())
 def test_every_candidate_has_a_time_on_every_capability(sm: int) -> None:
-    for dtype in (DType.MXFP4, DType.FP8_BLOCK_A16):
+    for dtype in (DType.MXFP4, DType.FP8_BLOCK_A16, DType.MXFP8):
         for config in candidates(Op.DX, dtype, sm):
             one = resources(config, dtype=dtype, sm=sm)
             if one.shared_bytes <= limits(sm).shared_per_block_bytes:

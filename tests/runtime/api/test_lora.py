@@ -88,7 +88,7 @@ def test_padding_rows_and_more_of_them_than_slots() -> None:
     torch.testing.assert_close(torch.autograd.grad(got.sum(), leaves), torch.autograd.grad(want.sum(), leaves))
 
 
-@pytest.mark.parametrize("format", ["fp8_block", "mxfp4", "int4_g64"])
+@pytest.mark.parametrize("format", ["fp8_block", "mxfp4", "mxfp8", "int4_g64"])
 def test_quantised_weights(format: str) -> None:
     torch.manual_seed(0)
     w = ExpertWeights.quantize(torch.randn(E, 128, 128) / 11, format)

@@ -73,7 +73,7 @@ FORMS = [dict(zip(("gather", "scatter", "weigh", "bias"), on, strict=True))
 
 MOVED = {"gather": True, "scatter": True, "weigh": True, "bias": True}
 CASES = [(format, form) for format in FORMATS for form in FORMS
-         if form in (FORMS[0], MOVED) or format in ("fp8_block", "mxfp4", "int4_g64_zp")]  # fmt: skip
+         if form in (FORMS[0], MOVED) or format in ("fp8_block", "mxfp4", "mxfp8", "int4_g64_zp")]  # fmt: skip
 
 
 def told(value: object) -> str | None:
@@ -170,7 +170,7 @@ def test_one_of_the_two_weights_may_be_a_tensor() -> None:
     assert torch.equal(moe_mlp(hidden, up, down, ids, weights), moe_mlp(hidden, up.dequantize(), down, ids, weights))
 
 
-@pytest.mark.parametrize("format", ["mxfp4", "int4_g32_zp", "fp8_channel_a16", "nvfp4"])
+@pytest.mark.parametrize("format", ["mxfp4", "mxfp8", "int4_g32_zp", "fp8_channel_a16", "nvfp4"])
 def test_with_x_in_16_bits_it_is_the_call_with_dequantised_weights(format: str) -> None:
     torch.manual_seed(3)
     w, x, m_sizes = made(format, 48, 96), torch.randn(30, 96).bfloat16(), torch.tensor([9, 0, 12, 8, 1])
@@ -211,7 +211,7 @@ def test_a_layer_has_the_gradients_of_what_is_not_frozen() -> None:
         assert torch.equal(found, want)
 
 
-@pytest.mark.parametrize("format", ["fp8_block", "mxfp4", "int4_g32_zp", "nvfp4"])
+@pytest.mark.parametrize("format", ["fp8_block", "mxfp4", "mxfp8", "int4_g32_zp", "nvfp4"])
 def test_torch_compile_sees_one_operator(format: str) -> None:
     torch.manual_seed(6)
     w, m_sizes = made(format, 48, 128), torch.tensor([3, 0, 2, 4, 1])

@@ -313,7 +313,9 @@ def test_it_says_whether_x_is_quantised_and_why() -> None:
         assert told.reason.endswith(f"; x stays bf16: sm_{sm} has no products of e4m3, so w becomes bf16")
 
 
-@pytest.mark.parametrize("weights", ["mxfp4", "nvfp4", "int4_g32", "int4_g128", "fp8_block", "fp8_channel", "fp32"])
+@pytest.mark.parametrize(
+    "weights", ["mxfp4", "mxfp8", "nvfp4", "int4_g32", "int4_g128", "fp8_block", "fp8_channel", "fp32"]
+)
 def test_what_no_bundle_has_ends_in_the_line_that_builds_it(tmp_path: Path, weights: str) -> None:
     problem = of_numbers(8, 1024, 768, "bf16", weights, "nk")
     told = examine(snapshot(tmp_path), problem, 64, ON_H200, aligned=True)

@@ -26,7 +26,7 @@ def shipped() -> None:
     reload()
 
 
-@pytest.mark.parametrize("weights", [None, "mxfp4", "int4_g64"])
+@pytest.mark.parametrize("weights", [None, "mxfp4", "mxfp8", "int4_g64"])
 @pytest.mark.parametrize("op", [Op.FORWARD, Op.DX])
 @pytest.mark.parametrize("M", [64, 8192])
 def test_it_is_in_the_kernel_that_dispatch_takes(weights: str | None, op: Op, M: int) -> None:

@@ -93,7 +93,7 @@ def test_a_layer_that_was_only_modelled_stays_with_the_engine(clean_places: Path
     assert lacks(LAYER, ON_H200, tokens=64, any_variant=True) is None
 
 
-@pytest.mark.parametrize("dtype", [DType.MXFP4, DType.FP8_BLOCK, DType.INT4_G32])
+@pytest.mark.parametrize("dtype", [DType.MXFP4, DType.MXFP8, DType.FP8_BLOCK, DType.INT4_G32])
 def test_other_gpus_have_no_kernel_for_codes_that_are_put_in_order(dtype: DType) -> None:
     """A build there makes code of codes as they are stored, so none is advised."""
     told = str(lacks(LAYER._replace(dtype=dtype), ON_A100, tokens=64, any_variant=True))

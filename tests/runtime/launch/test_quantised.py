@@ -39,7 +39,7 @@ from pretuned.runtime.replay import layer_plan, plan, programs
 
 E, N, K, T = 4, 256, 384, 40
 TILE = Config(16, 64, 128, 4, 4, schedule=Schedule.TILE)
-FORMATS = ["mxfp4", "nvfp4", "int4_g32", "int4_g32_zp", "fp8_block_a16", "fp8_channel_a16"]
+FORMATS = ["mxfp4", "mxfp8", "nvfp4", "int4_g32", "int4_g32_zp", "fp8_block_a16", "fp8_channel_a16"]
 
 
 def record(problem: Problem, alignment: int) -> Variant:
@@ -164,7 +164,7 @@ def test_weights_prepared_for_another_gpu_stay_and_torch_multiplies(gpu: Gpu80) 
     assert [one.layout for one in gpu.asked] == [Layout.STORED]
 
 
-@pytest.mark.parametrize("format", ["mxfp4", "int4_g32_zp"])
+@pytest.mark.parametrize("format", ["mxfp4", "mxfp8", "int4_g32_zp"])
 def test_dx_reads_prepared_codes(gpu: Gpu80, format: str) -> None:
     w = weights(format).prepare()
     grouped_gemm_dX(torch.randn(T, N).bfloat16(), w, counts())
@@ -251,7 +251,7 @@ def test_too_much_for_one_launch_is_refused(gpu: Gpu80) -> None:
         pack(M=2**30, **words)
 
 
-@pytest.mark.parametrize("dtype", [DType.MXFP4, DType.INT4_G64_ZP, DType.NVFP4, DType.FP8_BLOCK_A16])
+@pytest.mark.parametrize("dtype", [DType.MXFP4, DType.MXFP8, DType.INT4_G64_ZP, DType.NVFP4, DType.FP8_BLOCK_A16])
 @pytest.mark.parametrize(
     ("op", "layout", "alignment"),
     [
