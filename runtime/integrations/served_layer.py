@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..artifacts.errors import InputError
 from ..artifacts.records.precision import DType, dtypes_of
@@ -22,6 +22,9 @@ from ..runtime.inspect.preload import Preloaded, preload
 from ..runtime.ops.activation import RowActivation
 from ..runtime.weights.expert_weights import ExpertWeights
 from ..runtime.weights.padding import padded
+
+if TYPE_CHECKING:
+    import torch
 
 _ROWS = 1 << 16  # more rows than that take what the most that were measured do
 _NEAR = 2  # what was measured at so many times the rows, or at that part of them, holds for these
@@ -49,20 +52,24 @@ class ServedLayer(NamedTuple):
     @property
     def problems(self) -> tuple[Problem, Problem]:
         """Its two products, of gate and up together, and down, that leave x as it is: they run any number of rows."""
+        return self.products(self.width)
+
+    def products(self, width: int) -> tuple[Problem, Problem]:
+        """``problems`` of weights of another width."""
         *_, dtype = dtypes_of(self.dtype.value)
-        return self._products(dtype)
+        return self._products(dtype, width)
 
     @property
     def all_problems(self) -> tuple[Problem, ...]:
         """These, and those whose x is quantised, too, where the checkpoint says so and codes in order have such."""
         dtypes = [one for one in dtypes_of(self.dtype.value) if not one.quantises_x or one in CODES_BY_CODES]
-        return tuple(problem for dtype in dtypes for problem in self._products(dtype))
+        return tuple(problem for dtype in dtypes for problem in self._products(dtype, self.width))
 
-    def _products(self, dtype: DType) -> tuple[Problem, Problem]:
-        wide = 2 * self.width if self.act.gated else self.width
+    def _products(self, dtype: DType, width: int) -> tuple[Problem, Problem]:
+        wide = 2 * width if self.act.gated else width
         return (
             Problem(Op.FORWARD, dtype, self.E, wide, self.H, Layout.NK),
-            Problem(Op.FORWARD, dtype, self.E, self.H, self.width, Layout.NK),
+            Problem(Op.FORWARD, dtype, self.E, self.H, width, Layout.NK),
         )
 
     @property
@@ -156,10 +163,19 @@ def widened(weights: ExpertWeights, width: int, act: RowActivation, *, down: boo
     return padded(weights, halves * width, K, parts=1 if act.interleaved else halves)
 
 
-def follow(first: Iterable[ExpertWeights], now: Iterable[ExpertWeights]) -> None:
-    """Copy derived scales to where the weights loaded first have them: a captured graph reads them there.
+def pad_bias(bias: torch.Tensor, own: int, width: int, act: RowActivation) -> torch.Tensor:
+    """gate_up's bias [E, 2 * own, or longer], with zeros where ``widened`` gives its weights rows of zeros."""
+    halves = 2 if act.gated else 1
+    parts = 1 if act.interleaved else halves
+    made = bias.new_zeros(bias.shape[0], parts, halves * width // parts)
+    made[..., : halves * own // parts] = bias[:, : halves * own].unflatten(1, (parts, -1))
+    return made.flatten(1)
 
-    The engine copies its parameters itself.
+
+def follow(first: Iterable[ExpertWeights], now: Iterable[ExpertWeights], *, copied: bool = False) -> None:
+    """Copy what belongs to weights loaded again to where the first ones have it: a captured graph reads it there.
+
+    The engine copies its parameters itself; with ``copied`` all tensors that are elsewhere are copied here.
 
     Raises
     ------
@@ -169,5 +185,9 @@ def follow(first: Iterable[ExpertWeights], now: Iterable[ExpertWeights]) -> None
     for old, new in zip(first, now, strict=True):
         if old.is_prepared != new.is_prepared:
             raise InputError(f"pretuned: the weights loaded again are {new}, the first were {old}: start anew")
+        tensors = new.tensors() if copied else {}
+        for name, mine in old.tensors().items():
+            if name in tensors and tensors[name].data_ptr() != mine.data_ptr():
+                mine.copy_(tensors[name])
         if old.derived is not None and new.derived is not None:
             old.derived.copy_(new.derived)

@@ -314,22 +314,23 @@ def _fp8(config: Mapping[str, Any]) -> _Reader:
 
 
 def _gptq(config: Mapping[str, Any], module: str) -> _Reader:
-    """AutoGPTQ's and GPTQModel's tensors. https://github.com/ModelCloud/GPTQModel, quantization/config.py"""
+    how = _int4(config, "gptq", module, _flag(config, "sym"))
+    return _Reader("int4", partial(packings.gptq, how=how, **gptq_zeros(config)))
+
+
+def gptq_zeros(config: Mapping[str, Any]) -> dict[str, bool]:
+    """How a GPTQ checkpoint with this config stores its zero points: the flags of ``packings.gptq``.
+
+    AutoGPTQ's and GPTQModel's tensors. https://github.com/ModelCloud/GPTQModel, quantization/config.py
+    """
     stored = config.get("format") or config.get("checkpoint_format") or _GPTQ_FORMATS[0]
     if not isinstance(stored, str) or stored.lower() not in _GPTQ_FORMATS or _flag(config, "is_marlin_format"):
         raise bad("the config's checkpoint_format", repr(_said(stored)), " or ".join(map(repr, _GPTQ_FORMATS)))
-    less_one = stored.lower() == _GPTQ_FORMATS[0]
-    how = _int4(config, "gptq", module, _flag(config, "sym"))
-    return _Reader("int4", partial(packings.gptq, how=how, less_one=less_one, by_word=_by_gptqmodel(config)))
-
-
-def _by_gptqmodel(config: Mapping[str, Any]) -> bool:
-    """Whether GPTQModel wrote the checkpoint, alone or for another library."""
     meta = config.get("meta")
-    found = meta.get("quantizer") if isinstance(meta, Mapping) else None
-    return any(
-        isinstance(one, str) and "gptqmodel" in one.lower() for one in (found if isinstance(found, list) else [found])
-    )
+    quantizer = meta.get("quantizer") if isinstance(meta, Mapping) else None
+    writers = quantizer if isinstance(quantizer, list) else [quantizer]
+    by_gptqmodel = any(isinstance(one, str) and "gptqmodel" in one.lower() for one in writers)  # or for another library
+    return {"less_one": stored.lower() == _GPTQ_FORMATS[0], "by_word": by_gptqmodel}
 
 
 def _awq(config: Mapping[str, Any], module: str) -> _Reader:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,8 @@ MX = 32  # weights in a group of mxfp4 and mxfp8
 _NV = 16  # and of nvfp4
 _E8M0_MOST = 255
 _LOWEST_BITS = 0x11111111  # one in each nibble of a word
-_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of the eight columns in a word: AWQ stores 0 2 4 6 1 3 5 7
+_AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # of a word, from the lowest nibble on
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of the eight columns in a word
 _E2M1X2: torch.dtype | None = getattr(torch, "float4_e2m1fn_x2", None)  # torch 2.8 and later
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _BYTES = (torch.uint8, torch.int8)
@@ -213,8 +215,7 @@ def gptq(one: Suffixes, how: Int4, *, less_one: bool = True, by_word: bool = Fal
         zero = _nibbles(words + _LOWEST_BITS if less_one and by_word else words)[..., : scales.shape[-1]].mT
         if less_one and not by_word:
             zero = zero + 1 & 15
-    codes = _contiguous(qweight.mT).view(torch.uint8)
-    return _int4(one, codes, ("scales", scales.mT), zero, how, "g_idx")
+    return _int4(one, gptq_codes(qweight), ("scales", scales.mT), zero, how, "g_idx")
 
 
 def awq(one: Suffixes, how: Int4) -> Quantised:
@@ -222,8 +223,8 @@ def awq(one: Suffixes, how: Int4) -> Quantised:
     qweight, scales = one.matrix("qweight", *_WORDS), one.matrix("scales", *_FLOATS)
     if qweight.shape[-2] % 2:
         raise one.bad("qweight", f"of shape {list(qweight.shape)}", "an even number of rows: two codes share a byte")
-    zero = None if how.symmetric else _awq_columns(one.matrix("qzeros", *_WORDS))
-    return _int4(one, pack(_awq_columns(qweight)), ("scales", scales.mT), zero, how, "g_idx")
+    zero = None if how.symmetric else awq_columns(one.matrix("qzeros", *_WORDS))
+    return _int4(one, awq_codes(qweight), ("scales", scales.mT), zero, how, "g_idx")
 
 
 def awq_experts(
@@ -240,9 +241,13 @@ def packed_experts(
     return _each(packed_int4, {"weight_packed": packed, "weight_scale": scale, "weight_zero_point": zero}, group)
 
 
-def gptq_experts(qweight: torch.Tensor, scales: torch.Tensor, *, group: int) -> tuple[torch.Tensor, ...]:
-    """As ``awq_experts``, of GPTQ's symmetric tensors: codes and scales."""
-    return _each(gptq, {"qweight": qweight, "scales": scales}, group, symmetric=True)
+def gptq_experts(
+    qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Tensor | None = None, *, group: int,
+    less_one: bool = True, by_word: bool = False,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """As ``awq_experts``, of GPTQ's tensors, symmetric ones without ``qzeros``. Flags as of ``gptq``."""
+    stacked = {"qweight": qweight, "scales": scales} | ({} if qzeros is None else {"qzeros": qzeros})
+    return _each(partial(gptq, less_one=less_one, by_word=by_word), stacked, group, symmetric=qzeros is None)
 
 
 def _each(
@@ -258,9 +263,31 @@ def _each(
     return tuple(torch.stack(parts) for parts in zip(*made, strict=True))
 
 
-def _awq_columns(words: torch.Tensor) -> torch.Tensor:
+def awq_columns(words: torch.Tensor) -> torch.Tensor:
     """[.., R, n] words to [.., 8n, R]."""
     return _nibbles(words).view(*words.shape, 8)[..., _AWQ_PLACES].flatten(-2).mT
+
+
+def awq_words(codes: torch.Tensor) -> torch.Tensor:
+    """``awq``'s codes undone, of one matrix: [N, K/2] uint8 to [K, N/8] int32."""
+    columns = unpack(codes).mT
+    words = columns.reshape(columns.shape[0], -1, 8)[..., _AWQ_COLUMNS].flatten(1)
+    return pack(words).view(torch.int32)
+
+
+def awq_codes(words: torch.Tensor) -> torch.Tensor:
+    """[K, N/8] int32 of one matrix to [N, K/2] uint8: ``awq_words`` undone."""
+    return pack(awq_columns(words))
+
+
+def gptq_words(codes: torch.Tensor) -> torch.Tensor:
+    """``gptq``'s codes undone, of one matrix: [N, K/2] uint8 to [K/8, N] int32."""
+    return _contiguous(codes.view(torch.int32).mT)
+
+
+def gptq_codes(words: torch.Tensor) -> torch.Tensor:
+    """[K/8, N] int32 of one matrix to [N, K/2] uint8: ``gptq_words`` undone."""
+    return _contiguous(words.mT).view(torch.uint8)
 
 
 def _int4(

@@ -57,6 +57,25 @@ def padded(weights: ExpertWeights, N: int, K: int, *, parts: int = 1) -> ExpertW
     return ExpertWeights(weights.format, codes, factor, zero, weights.global_scale)
 
 
+def narrowed(weights: ExpertWeights, N: int, K: int, *, parts: int = 1) -> ExpertWeights:
+    """``padded`` undone: the weights of the first N / parts rows of each part, and of the first K columns."""
+    elements = weights.precision.w
+    scale = elements.scale
+    if scale is None:
+        raise AssertionError(f"{weights.format} has no scale")
+
+    def kept(given: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+        return given.unflatten(1, (parts, -1))[:, :, : N // parts // rows, :columns].flatten(1, 2).contiguous()
+
+    codes = kept(weights.codes, 1, K * elements.bits // 8)
+    if not scale.columns:  # a scale a row
+        return ExpertWeights(weights.format, codes, kept(weights.scale[..., None], 1, 1).squeeze(-1))
+    groups = -(-K // scale.columns)
+    factor = kept(weights.scale, scale.rows, groups)
+    zero = None if weights.zero is None else kept(weights.zero, 1, groups)
+    return ExpertWeights(weights.format, codes, factor, zero, weights.global_scale)
+
+
 def _codes(
     elements: Elements, scale: Scale, weights: ExpertWeights, zero: torch.Tensor | None, N: int, K: int, parts: int
 ) -> torch.Tensor:

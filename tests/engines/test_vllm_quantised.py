@@ -14,35 +14,70 @@ from tiny_quantised import Pair
 from vllm_engine import NEW_TOKENS, Told, config, generate, lines, run
 
 pytestmark = pytest.mark.filterwarnings("default")
+_TOKENS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+_STATIC = _TOKENS | {"strategy": "tensor", "dynamic": False}
+_FP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16,
+        "dynamic": "local"}  # fmt: skip
 _KINDS: dict[str, Callable[..., Pair]] = {
     "fp8": tiny_quantised.fp8, "int4": tiny_quantised.int4, "mxfp4": tiny_quantised.mxfp4,
     "awq": tiny_quantised.awq, "int4_zero": tiny_quantised.int4_zero, "gptq": tiny_quantised.gptq,
+    "gptq zeros": tiny_quantised.gptq_zero,
     "int4 padded": functools.partial(tiny_quantised.int4, moe_intermediate_size=96),
     "int4_zero padded": functools.partial(tiny_quantised.int4_zero, moe_intermediate_size=96),
     "mxfp4 padded": functools.partial(tiny_quantised.mxfp4, intermediate_size=96),
+    "fp8 rows": functools.partial(tiny_quantised.compressed, how="fp8_channel", x=_TOKENS),
+    "fp8 rows padded": functools.partial(
+        tiny_quantised.compressed, how="fp8_channel", x=_TOKENS, moe_intermediate_size=96
+    ),
+    "fp8 matrices": tiny_quantised.fp8_tensor,
+    "fp8 static": functools.partial(tiny_quantised.compressed, how="fp8_tensor", x=_STATIC),
+    "modelopt fp8": functools.partial(tiny_quantised.modelopt, how="FP8"),
+    "nvfp4": functools.partial(tiny_quantised.compressed, how="nvfp4"),
+    "nvfp4 w4a4 padded": functools.partial(tiny_quantised.compressed, how="nvfp4", x=_FP4, moe_intermediate_size=48),
+    "modelopt nvfp4": functools.partial(tiny_quantised.modelopt, how="NVFP4"),
 }  # fmt: skip
+_SETTINGS = {"gptq zeros": {"quantization": "moe_wna16"}}
+_STATIC_X = "the checkpoint's static scales of x are not used: a call makes scales of its own where it quantises x"
 _TOLD = {
     "fp8": "E=8 H=128 I=128 k=2 fp8_block silu", "int4": "E=8 H=128 I=128 k=2 int4_g32 silu",
     "mxfp4": "E=8 H=64 I=64 k=2 mxfp4 swiglu_oai", "awq": "E=8 H=128 I=128 k=2 int4_g64_zp silu",
     "int4_zero": "E=8 H=128 I=128 k=2 int4_g32_zp silu", "gptq": "E=8 H=128 I=128 k=2 int4_g128 silu",
+    "gptq zeros": "E=8 H=128 I=128 k=2 int4_g128_zp silu",
     "int4 padded": "E=8 H=128 I=96 (padded to 128: 33.3% more memory) k=2 int4_g32 silu",
     "int4_zero padded": "E=8 H=128 I=96 (padded to 128: 33.3% more memory) k=2 int4_g32_zp silu",
     "mxfp4 padded": "E=8 H=64 I=96 (padded to 128: 33.3% more memory) k=2 mxfp4 swiglu_oai",
+    "fp8 rows": "E=8 H=128 I=128 k=2 fp8_channel silu",
+    "fp8 rows padded": "E=8 H=128 I=96 (padded to 128: 33.3% more memory) k=2 fp8_channel silu",
+    "fp8 matrices": "E=8 H=128 I=128 k=2 fp8_channel silu",
+    "fp8 static": f"E=8 H=128 I=128 k=2 fp8_channel silu; {_STATIC_X}",
+    "modelopt fp8": f"E=8 H=128 I=128 k=2 fp8_channel silu; {_STATIC_X}",
+    "nvfp4": "E=8 H=128 I=128 k=2 nvfp4 silu",
+    "nvfp4 w4a4 padded": "E=8 H=128 I=48 (padded to 64: 33.3% more memory) k=2 nvfp4 silu; x is not quantised to fp4",
+    "modelopt nvfp4": "E=8 H=128 I=128 k=2 nvfp4 silu; x is not quantised to fp4",
 }  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def amx(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's CPU engine has a backend for such layers with AMX alone, and none for int4.
+    """vLLM's CPU engine has a backend for fp8 blocks with AMX alone, and none for most formats.
 
     Here it chooses one, as on a GPU. Its layers are taken, and it never runs.
     """
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
-    from vllm.model_executor.layers.quantization import auto_awq, auto_gptq
+    from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
+    from vllm.model_executor.layers.quantization import auto_awq, auto_gptq, modelopt
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_w4a4_nvfp4,
+    )
+    from vllm.scalar_type import scalar_types
 
     for one in (cpu_moe.CPUExpertsFp8, cpu_moe.CPUExpertsMxfp4, cpu_moe.CPUExpertsInt4):
         monkeypatch.setattr(one, "_supports_current_device", staticmethod(lambda: True))
-    monkeypatch.setattr(cpu_moe.CPUExpertsInt4, "_supports_quant_scheme", staticmethod(lambda *_: True))
+        monkeypatch.setattr(one, "_supports_quant_scheme", staticmethod(lambda *_: True))
+    for one in (compressed_tensors_moe_w4a4_nvfp4, modelopt):
+        monkeypatch.setattr(one, "select_nvfp4_moe_backend", lambda **_: (NvFp4MoeBackend.MARLIN, None))
+    # vLLM refuses GPTQ with zero points where it makes dense layers, which are not quantised here.
+    monkeypatch.setitem(auto_gptq.AutoGPTQConfig.TYPE_MAP, (4, False), scalar_types.uint4)
     for one in (auto_awq, auto_gptq):
         monkeypatch.setattr(one, "check_moe_marlin_supports_layer", lambda *_, **__: True)
 
@@ -71,11 +106,11 @@ def calls_of(llm: Any) -> tuple[Told, list[str]]:
 def test_a_quantised_model_says_what_its_twin_says(kind: str, pair: Pair) -> None:
     own = run(pair.twin, "0", generate, dtype="bfloat16")
     with lines() as told:
-        said, ran = run(pair.quantised, "1", calls_of, dtype="bfloat16")
+        said, ran = run(pair.quantised, "1", calls_of, dtype="bfloat16", **_SETTINGS.get(kind, {}))
     assert set(ran) == {"PretunedQuantisedExperts"}
     assert told == [f"pretuned: runs the MoE layers of {_TOLD[kind]}"]
     twin, _ = run(pair.twin, "1", calls_of, dtype="bfloat16")
-    if kind == "fp8":  # whose tokens are quantised, too
+    if "fp8" in kind:  # whose tokens are quantised, too
         assert said != twin
         assert said.logprobs[1][0] == pytest.approx(twin.logprobs[1][0], abs=0.05)
     else:
@@ -88,14 +123,15 @@ def test_a_quantised_model_says_what_its_twin_says(kind: str, pair: Pair) -> Non
 def test_weights_that_are_loaded_again(kind: str, pair: Pair, tmp_path: Path) -> None:
     """(vLLM 0.32 itself says something else after gpt-oss, unquantised as well, is loaded again.)"""
     other = _KINDS[kind](tmp_path, seed=1)
-    own = run(other.quantised, "1", generate, dtype="bfloat16")
+    settings = {"dtype": "bfloat16", **_SETTINGS.get(kind, {})}
+    own = run(other.quantised, "1", generate, **settings)
 
     def ask(llm: Any) -> tuple[Told, Told, bool]:
         first, before = generate(llm), pointers(llm)
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other.quantised)})
         return first, generate(llm), before == pointers(llm)
 
-    first, second, in_place = run(pair.quantised, "1", ask, dtype="bfloat16", enable_prefix_caching=False)
+    first, second, in_place = run(pair.quantised, "1", ask, **settings, enable_prefix_caching=False)
     assert first != second
     assert second == own
     assert in_place
@@ -116,7 +152,6 @@ def pointers(llm: Any) -> list[int]:
 @pytest.mark.parametrize(
     ("name", "has", "changes", "told"),
     [
-        ("Fp8MoEMethod", {"weight_block_size": None}, {}, "fp8 with a scale for each tensor or row"),
         ("Fp8MoEMethod", {"weight_block_size": [1, 32]}, {}, "fp8 with a scale for each [1, 32]"),
         ("Fp8MoEMethod", {"weight_block_size": [128, 128]}, {"intermediate_size": 192}, "192, is no multiple of 128"),
         ("Mxfp4MoEMethod", {}, {"hidden_dim": 96}, "the hidden size, 96, is no multiple of 64"),
@@ -130,7 +165,14 @@ def pointers(llm: Any) -> list[int]:
         ("AutoAWQMoEMethod", {"weight_bits": 8, "group_size": 64, "zero_point": True}, {}, "8 bits in groups of 64"),
         ("AutoAWQMoEMethod", {"weight_bits": 4, "group_size": 64, "zero_point": False}, {}, "AWQ without zero points"),
         ("AutoGPTQMoEMethod", {"weight_bits": 8, "group_size": 128, "is_sym": True}, {}, "8 bits in groups of 128"),
-        ("AutoGPTQMoEMethod", {"weight_bits": 4, "group_size": 128, "is_sym": False}, {}, "GPTQ with zero points"),
+        ("MoeWNA16Method", {"weight_bits": 4, "group_size": 128, "has_zp": True, "linear_quant_method": "gptq",
+                            "full_config": {"desc_act": True}}, {}, "groups of another order (desc_act, g_idx)"),
+        ("MoeWNA16Method", {"weight_bits": 4, "group_size": 128, "has_zp": True, "linear_quant_method": "gptq",
+                            "full_config": {"checkpoint_format": "marlin"}}, {}, "checkpoint_format is 'marlin'"),
+        ("MoeWNA16Method", {"weight_bits": 4, "group_size": 128, "has_zp": False, "linear_quant_method": "awq",
+                            "full_config": {}}, {}, "AWQ without zero points"),
+        ("ModelOptFp8MoEMethod", {"quant_method": "FP8_PB_WO"}, {}, "modelopt's FP8_PB_WO"),
+        ("ModelOptNvFp4FusedMoE", {"group_size": 32}, {}, "nvfp4 in groups of 32: pretuned serves groups of 16"),
         ("AutoGPTQMoEMethod", {"weight_bits": 4, "group_size": 128, "is_sym": True, "desc_act": True}, {}, "desc_act"),
         ("CompressedTensorsWNA16MarlinMoEMethod", {"num_bits": 4, "group_size": 32, "actorder": "group"}, {},
          "actorder"),
@@ -394,3 +436,47 @@ def test_packed_weights_that_can_not_be_run_go_to_vllm_s_own_method(
     assert not method._loaded
     (line,) = told
     assert line.startswith("pretuned: MoE layers stay with vLLM, as pretuned could not prepare or run a layer: ")
+
+
+class StaticMethod(SameMethod):
+    """A method like vLLM's, whose parameters have scales of x, which its loader writes."""
+
+    def create_weights(self, layer: Any, **given: Any) -> None:
+        import torch
+
+        super().create_weights(layer, **given)
+        for which in ("w13", "w2"):
+            one = torch.nn.Parameter(torch.ones(4, 2), requires_grad=False)
+            one.weight_loader = self.load
+            layer.register_parameter(f"{which}_input_scale", one)
+
+    def load(self, param: Any, scale: Any, name: str, *, shard_id: str, expert_id: int) -> None:
+        param.data[expert_id, int(shard_id == "w3")] = scale
+
+
+def test_gate_and_up_with_two_global_scales_go_to_vllm_s_own_method_with_the_scales_of_x() -> None:
+    import torch
+
+    from pretuned.integrations.vllm import PLUG_IN, quantised
+    from pretuned.integrations.vllm.experts import ActivationNumbers, activation_of
+
+    PLUG_IN._logged.clear()
+    moe, layer = config(hidden_dim=64, intermediate_size=64), torch.nn.Module()
+    format = quantised._FORMATS["ModelOptNvFp4FusedMoE"](SimpleNamespace())
+    assert isinstance(format, quantised.Format)
+    method = quantised.PretunedQuantisedMethod(moe, format, activation_of(moe, ActivationNumbers()))
+    method.create_weights(layer, 4, 64, 64, torch.bfloat16, weight_loader=lambda *_: None)
+    layer.w13_weight_scale_2.data.fill_(0.5)
+    layer.w13_weight_scale_2.data[2, 1] = 0.25
+    given = {name: one.data.clone() for name, one in layer.named_parameters() if "input" not in name}
+    method.own = own = StaticMethod(given, is_turned=False)
+    for shard, scale in (("w1", 2.0), ("w3", 3.0)):
+        one = layer.w13_input_scale
+        one.weight_loader(one, torch.tensor(scale), "experts.w13_input_scale", shard_id=shard, expert_id=1)
+    layer._replace_quant_method = lambda _: None
+    with lines() as told:
+        method.process_weights_after_loading(layer)
+    assert {name for name, one in given.items() if not torch.equal(own.processed[name], one)} == set()
+    assert own.processed["w13_input_scale"].tolist() == [[1, 1], [2, 3], [1, 1], [1, 1]]
+    (line,) = told
+    assert "gate and up of expert 2 have the global scales [0.5, 0.25], wanted one for both" in line

@@ -28,10 +28,8 @@ class Pair(NamedTuple):
 
 def fp8(folder: Path, seed: int = 0, **sizes: int) -> Pair:
     """Qwen3-MoE in fp8 with a scale for each 128 x 128, as Qwen3-*-FP8. ``sizes`` are others than a tiny model's."""
-    others = [f"model.layers.{i}.{name}" for i in range(2)
-              for name in ("mlp.gate", *(f"self_attn.{p}_proj" for p in "qkvo"))]  # fmt: skip
     config = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128],
-              "modules_to_not_convert": ["lm_head", *others]}  # fmt: skip
+              "modules_to_not_convert": _names_of_others()}  # fmt: skip
 
     def encode(N: int, K: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         codes, scale = torch.randn(N, K).to(torch.float8_e4m3fn), 2.0 ** torch.randint(-4, -1, (N // 128, K // 128))
@@ -126,15 +124,35 @@ def _awq_words(nibbles: torch.Tensor) -> torch.Tensor:
     return _words(nibbles, (0, 2, 4, 6, 1, 3, 5, 7))
 
 
-def compressed(folder: Path, how: str, seed: int = 0) -> Pair:
-    """Qwen3-MoE as compressed-tensors has it: ``mxfp4``, ``fp8_block`` or ``fp8_channel``."""
+def gptq_zero(folder: Path, seed: int = 0) -> Pair:
+    """Qwen3-MoE in GPTQ's int4 in groups of 128 with zero points (sym false), stored less one."""
+    others = {rf"-:.*{name}.*": {} for name in ("self_attn", r"mlp\.gate$", "lm_head")}
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": False, "desc_act": False, "dynamic": others,
+              "lm_head": False, "checkpoint_format": "gptq"}  # fmt: skip
+
+    def encode(N: int, K: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        code, zero, scale = _zero_points(N, K, 128)
+        named = {"qweight": _words(code).mT.contiguous(), "qzeros": _words(zero.mT - 1 & 15),
+                 "scales": scale.mT.contiguous()}  # fmt: skip
+        return named, _values(code, zero, scale, 128)
+
+    return _qwen3(folder, seed, config, encode)
+
+
+def compressed(folder: Path, how: str, seed: int = 0, *, x: dict[str, Any] | None = None, **sizes: int) -> Pair:
+    """Qwen3-MoE as compressed-tensors has it: ``mxfp4``, ``nvfp4``, ``fp8_block``, ``fp8_channel`` or ``fp8_tensor``.
+
+    ``x`` is what its config says of activations: ``{"dynamic": False, ...}`` has scales of them in the checkpoint.
+    """
     weights: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": how.removeprefix("fp8_")}
+    packing = {"mxfp4": "mxfp4-pack-quantized", "nvfp4": "nvfp4-pack-quantized"}.get(how, "float-quantized")
     if how == "mxfp4":
         weights |= {"num_bits": 4, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+    elif how == "nvfp4":
+        weights |= {"num_bits": 4, "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
     elif how == "fp8_block":
         weights["block_structure"] = [128, 128]
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
-    packing = "mxfp4-pack-quantized" if how == "mxfp4" else "float-quantized"
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": x, "output_activations": None}
     config = {"quant_method": "compressed-tensors", "format": packing, "quantization_status": "compressed",
               "config_groups": {"group_0": group}, "ignore": _OTHERS}  # fmt: skip
 
@@ -144,6 +162,13 @@ def compressed(folder: Path, how: str, seed: int = 0) -> Pair:
             scale = torch.randint(121, 125, (N, K // 32), dtype=torch.uint8)
             w = ExpertWeights.mxfp4(codes[None], scale[None])
             return {"weight_packed": codes, "weight_scale": scale}, w.dequantize()[0]
+        if how == "nvfp4":
+            codes, scale, outer, w4 = _nvfp4(N, K)
+            named = {"weight_packed": codes, "weight_scale": scale, "weight_global_scale": 1 / outer[None]}
+            return named | ({} if x is None else {"input_global_scale": torch.tensor([3.0])}), w4
+        if how == "fp8_tensor":
+            named, w8 = _fp8_tensor(N, K)
+            return named if x is None or x.get("dynamic") else named | {"input_scale": torch.tensor(0.25)}, w8
         codes = torch.randn(N, K).to(torch.float8_e4m3fn)
         if how == "fp8_block":
             scale = 2.0 ** torch.randint(-4, -1, (N // 128, K // 128))
@@ -153,7 +178,49 @@ def compressed(folder: Path, how: str, seed: int = 0) -> Pair:
             w = ExpertWeights.fp8_channel(codes[None], scale[None, :, 0], quantize_x=False)
         return {"weight": codes, "weight_scale": scale}, w.dequantize()[0]
 
-    return _qwen3(folder, seed, config, encode)
+    return _qwen3(folder, seed, config, encode, sizes)
+
+
+def fp8_tensor(folder: Path, seed: int = 0, **sizes: int) -> Pair:
+    """Qwen3-MoE in fp8 with a scale for each matrix, as ``fp8`` without blocks. ``sizes`` as of ``fp8``."""
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic", "modules_to_not_convert": _names_of_others()}
+    return _qwen3(folder, seed, config, _fp8_tensor, sizes)
+
+
+def modelopt(folder: Path, how: str, seed: int = 0, **sizes: int) -> Pair:
+    """Qwen3-MoE as nvidia's modelopt has it: ``FP8`` or ``NVFP4``, both with static scales of x."""
+    config = {"quant_method": "modelopt", "quant_algo": how, "ignore": _names_of_others(), "kv_cache_scheme": None}
+    if how == "NVFP4":
+        x = {"num_bits": 4, "type": "float", "dynamic": False, "group_size": 16}
+        config |= {"group_size": 16, "config_groups": {"group_0": {"weights": x, "input_activations": x}}}
+
+    def encode(N: int, K: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        x = {"input_scale": torch.tensor(0.25)}
+        if how == "FP8":
+            named, w = _fp8_tensor(N, K)
+            return named | x, w
+        codes, scale, outer, w = _nvfp4(N, K)
+        return {"weight": codes, "weight_scale": scale, "weight_scale_2": outer} | x, w
+
+    return _qwen3(folder, seed, config, encode, sizes)
+
+
+def _names_of_others() -> list[str]:
+    """What of the tiny model is no expert."""
+    names = ("mlp.gate", *(f"self_attn.{p}_proj" for p in "qkvo"))
+    return ["lm_head", *(f"model.layers.{i}.{name}" for i in range(2) for name in names)]
+
+
+def _fp8_tensor(N: int, K: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    codes, scale = torch.randn(N, K).to(torch.float8_e4m3fn), 2.0 ** torch.randint(-4, -1, ())
+    return {"weight": codes, "weight_scale": scale}, (codes.float() * scale).bfloat16()
+
+
+def _nvfp4(N: int, K: int) -> tuple[torch.Tensor, ...]:
+    """Codes, scales, the global scale that multiplies, and w. Gate and up have one, which follows from the sizes."""
+    codes, outer = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8), torch.tensor(0.25 if N == K else 0.125)
+    scale = (2.0 ** torch.randint(-3, 1, (N, K // 16))).to(torch.float8_e4m3fn)
+    return codes, scale, outer, ExpertWeights.nvfp4(codes[None], scale[None], outer[None]).dequantize()[0]
 
 
 def mxfp4(folder: Path, seed: int = 0, **sizes: int) -> Pair:

@@ -26,6 +26,14 @@ _CONFIGS = {
     _QUANTISATION + "compressed_tensors.compressed_tensors": ("CompressedTensorsConfig",),  # Kimi-K2, RedHatAI's
     _QUANTISATION + "auto_awq": ("AutoAWQConfig",),
     _QUANTISATION + "auto_gptq": ("AutoGPTQConfig",),
+    _QUANTISATION + "moe_wna16": ("MoeWNA16Config",),
+    # The first has the method of the others: nvidia's checkpoints.
+    _QUANTISATION + "modelopt": (
+        "ModelOptQuantConfigBase",
+        "ModelOptFp8Config",
+        "ModelOptNvFp4Config",
+        "ModelOptMixedPrecisionConfig",
+    ),
     _QUANTISATION + "mxfp4": ("Mxfp4Config", "GptOssMxfp4Config"),
     "vllm.models.deepseek_v4.quant_config": ("DeepseekV4FP8Config",),
     "vllm.models.deepseek_v41.quant_config": ("DeepseekV4FP8Config",),
@@ -153,8 +161,8 @@ def _asking(own: Callable[..., Any], classes: list[type]) -> Callable[..., Any]:
         found = own(self, layer, *given, **named)
         if found is None or type(self) not in classes or PLUG_IN.is_off:
             return found
-        if not hasattr(found, "moe"):  # no MoE layer's
-            return found
+        if not hasattr(found, "moe") or type(found).__module__.startswith("pretuned."):
+            return found  # no MoE layer's, or another config that this one asks has asked
         ours = PLUG_IN.attempt("take a layer", _take_quantised, found, layer) or found
         PLUG_IN.count(taken=ours is not found)
         return ours

@@ -157,9 +157,9 @@ def tell_left(what: str, backend: str, why: str) -> None:
     _log.info_once("pretuned: leaves the MoE layers of %s to vLLM's %s backend: %s", what, backend, why)
 
 
-def tell_taken(layer: ServedLayer) -> None:
-    """Say, once, that layers are pretuned's."""
-    _log.info_once("pretuned: runs the MoE layers of %s", str(layer))
+def tell_taken(layer: ServedLayer, note: str = "") -> None:
+    """Say, once, that layers are pretuned's, and what differs from what vLLM computes."""
+    _log.info_once("pretuned: runs the MoE layers of %s", f"{layer}; {note}" if note else str(layer))
 
 
 def refusal(moe: Any, act: RowActivation | str, backend: str, *, everywhere: bool) -> str | None:

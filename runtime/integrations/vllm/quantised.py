@@ -15,7 +15,8 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from vllm.model_executor.layers.fused_moe.config import biased_moe_quant_config
@@ -24,12 +25,14 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedM
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 
-from ...artifacts.records.precision import DType, dtypes_of
+from ...artifacts.errors import InputError
+from ...artifacts.records.precision import PRECISIONS
 from ...runtime.ops.activation import RowActivation
+from ...runtime.weights.checkpoints import gptq_zeros
 from ...runtime.weights.expert_weights import ExpertWeights
-from ...runtime.weights.packings import awq_experts, gptq_experts, packed_experts
+from ..loaded_format import A4, STATIC_X, LoadedFormat, int4_name, order_refusal
 from ..plug_in import VLLM as PLUG_IN
-from ..served_layer import follow, prepared, widened
+from ..served_layer import follow, pad_bias, prepared, widened
 from .experts import (
     ActivationNumbers,
     PretunedExperts,
@@ -42,122 +45,168 @@ from .experts import (
     try_once,
 )
 
-_BLOCK = 128  # of fp8
-_KERNEL_BLOCK = 64  # N and K are multiples of, where a kernel reads codes of other formats
-_GROUPS = (32, 64, 128)  # of int4
+_KERNEL_BLOCK = 64  # N and K are multiples of, where a kernel reads codes
 _WORD = 8  # codes, or zero points, of int4 in one
+_CODES = {"e4m3": torch.float8_e4m3fn, "e2m1": torch.uint8, "int4": torch.int32}
+_SCALES = {"fp32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn, "bf16": None}
 
 
-class Format(NamedTuple):
-    """What a layer's tensors are. ``name`` is one of ``PRECISIONS``, ``codes`` and ``scale`` end the tensors' names.
+@dataclass(frozen=True)
+class Format(LoadedFormat):
+    """What a layer's parameters are, and how vLLM's loader spreads them over ranks.
 
-    ``w`` has the dtype of the codes, and how many weights are in one; ``scales`` their dtype, and the rows and columns
-    of weights that have one. ``loaded_by`` is vLLM's word for how scales are spread over ranks. ``zero`` ends the name
-    of zero points, eight in a word. ``packing`` is "awq" or "gptq" of tensors that have K before N: AWQ packs codes
-    along N, GPTQ along K, and both zero points along N. GPTQ's are all 8 here, and not read.
+    ``loaded_by`` is vLLM's word for that of scales: "tensor" and "channel" of fp8, else any that splits them as codes.
+    ``unread`` ends the names of what is loaded and not read: the scales of x.
     """
 
-    name: str
-    codes: str
-    scale: str
-    w: tuple[torch.dtype, int]
-    scales: tuple[torch.dtype | None, int, int]
-    loaded_by: str
-    zero: str = ""
-    packing: str = ""
+    loaded_by: str = "group"
+    unread: str = ""
 
     @property
     def is_copied(self) -> bool:
-        """Whether prepared weights can't give the loaded tensors back."""
-        return bool(self.zero)
+        """Whether prepared weights can't give any of the loaded tensors back."""
+        return self.has_zeros or bool(self.packing)
 
     @property
-    def ends(self) -> tuple[str, ...]:
-        """The ends of the names of a product's codes, scales and zero points."""
-        return (self.codes, self.scale, *([self.zero] if self.zero else []))
+    def lost(self) -> tuple[str, ...]:
+        """The ends of those that they can't give back."""
+        return self.ends if self.is_copied else self.derived
 
-    def shapes(self, N: int, K: int) -> list[tuple[int, int]]:
-        """Those of an expert's codes, scales and zero points, as the checkpoint has them."""
-        _, rows, columns = self.scales
-        groups = -(-K // columns)
-        if self.packing:
+    @property
+    def rows(self) -> tuple[int, int]:
+        """The rows and columns of weights that have a scale."""
+        return max(1, self.scale.rows), max(1, self.scale.columns)
+
+    @property
+    def per_word(self) -> int:
+        """Weights in one code of the parameters."""
+        bits = PRECISIONS[self.name].w.bits
+        return 1 if bits == 8 else _WORD if self.dtypes[0] is torch.int32 else 8 // bits
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype | None, torch.dtype]:
+        """Of codes, scales (None: the layer's) and zero points or global scales."""
+        more = torch.int32 if self.has_zeros or self.packing else torch.float32
+        return _CODES[PRECISIONS[self.name].w.name], _SCALES[self.scale.name], more
+
+    def shapes(self, N: int, K: int, parts: int) -> list[tuple[int, ...]]:
+        """Those of an expert's tensors, as the checkpoint has them. ``parts``: gate and up are two; 0 of down."""
+        rows, columns = self.rows
+        groups, of_parts = -(-K // columns), (parts,) if parts else ()
+        if self.K_first:
             codes = (K, N // _WORD) if self.packing == "awq" else (K // _WORD, N)
             return [codes, (groups, N), (groups, N // _WORD)]
-        return [(N, K // self.w[1]), (-(-N // rows), groups), (N // _WORD, groups)]
-
-    def weights(self, codes: torch.Tensor, scale: torch.Tensor, *zero: torch.Tensor) -> ExpertWeights:
-        """The weights of one product: over these tensors, or of copies of them."""
-        if self.packing == "gptq":
-            return ExpertWeights.int4(*gptq_experts(codes, scale, group=self.scales[2]))
-        if zero:
-            read = awq_experts if self.packing else packed_experts
-            return ExpertWeights.int4(*read(codes, scale, *zero, group=self.scales[2]))
-        if self.name == "fp8_block":
-            return ExpertWeights.fp8_block(codes, scale)
-        if self.name == "mxfp4":
-            return ExpertWeights.mxfp4(codes, scale)
-        return ExpertWeights.int4(codes.view(torch.uint8), scale)
+        scale = {"tensor": of_parts, "channel": (N, 1)}.get(self.loaded_by, (-(-N // rows), groups))
+        return [(N, K // self.per_word), scale, (N // _WORD, groups) if self.has_zeros else of_parts]
 
 
 def _fp8(method: Any) -> Format | str:
     config, block = getattr(method, "quant_config", None), getattr(method, "weight_block_size", None)
-    if block is None or list(block) != [_BLOCK, _BLOCK]:
-        return f"fp8 with a scale for each {block or 'tensor or row'}: pretuned serves blocks of [128, 128]"
-    if getattr(config, "activation_scheme", "dynamic") != "dynamic":
-        return "static scales of the activations"
     scale = getattr(method, "weight_scale_name", "weight_scale")
-    return Format("fp8_block", "weight", scale, (torch.float8_e4m3fn, 1), (torch.float32, _BLOCK, _BLOCK), "block")
+    static = getattr(config, "activation_scheme", "dynamic") != "dynamic" or getattr(
+        method, "static_input_scales", type(method).__name__ == "ModelOptFp8MoEMethod"
+    )
+    if block is None:
+        strategy = getattr(getattr(method, "weight_quant", None), "strategy", "tensor")
+        strategy = getattr(strategy, "value", strategy)
+        if getattr(config, "quant_method", "FP8") != "FP8":
+            return f"modelopt's {config.quant_method}"
+        if strategy not in ("tensor", "channel"):
+            return f"fp8 with a scale for each {strategy}: pretuned serves tensors, rows and blocks of [128, 128]"
+        more = {"unread": "input_scale", "note": STATIC_X} if static else {}
+        return Format("fp8_channel", ("weight", scale), loaded_by=strategy, **more)
+    if list(block) != [128, 128]:
+        return f"fp8 with a scale for each {block}: pretuned serves tensors, rows and blocks of [128, 128]"
+    if static:
+        return "static scales of the activations"
+    return Format("fp8_block", ("weight", scale), loaded_by="block")
 
 
 def _mxfp4(codes: str) -> Callable[[Any], Format | str]:
-    return lambda _: Format("mxfp4", codes, "weight_scale", (torch.uint8, 2), (torch.uint8, 1, 32), "group")
+    return lambda _: Format("mxfp4", (codes, "weight_scale"))
+
+
+def _nvfp4(codes: str, outer: str, x: str) -> Callable[[Any], Format | str]:
+    def read(method: Any) -> Format | str:
+        group = getattr(getattr(method, "quant_config", None), "group_size", 16)
+        if group != 16:
+            return f"nvfp4 in groups of {group}: pretuned serves groups of 16"
+        note = "" if getattr(method, "use_a16", False) else A4
+        ends = (codes, "weight_scale", outer)
+        return Format("nvfp4", ends, divides=outer == "weight_global_scale", unread=x, note=note)
+
+    return read
 
 
 def _int4(method: Any) -> Format | str:
     how = method.weight_quant
-    if method.num_bits != 4 or method.group_size not in _GROUPS:
-        return f"{method.num_bits} bits in groups of {method.group_size}: pretuned serves 4 in groups of 32, 64 or 128"
-    if getattr(how, "actorder", None) is not None:
-        return "groups of another order (actorder)"
-    name, group = f"int4_g{method.group_size}", method.group_size
-    found = Format(name, "weight_packed", "weight_scale", (torch.int32, _WORD), (None, 1, group), "group")
-    return found if how.symmetric else found._replace(name=f"{name}_zp", zero="weight_zero_point")
+    name, why = int4_name(method.num_bits, method.group_size, zeros=not how.symmetric)
+    why = why or order_refusal(getattr(how, "actorder", None))
+    if name is None or why:
+        return str(why)
+    ends = ("weight_packed", "weight_scale")
+    return Format(name, ends if how.symmetric else (*ends, "weight_zero_point"))
 
 
 def _awq(method: Any) -> Format | str:
     how = method.quant_config
-    group = how.group_size
-    if how.weight_bits != 4 or group not in _GROUPS:
-        return f"{how.weight_bits} bits in groups of {group}: pretuned serves 4 in groups of 32, 64 or 128"
-    if not how.zero_point:
-        return "AWQ without zero points"
-    w, scales = (torch.int32, _WORD), (None, 1, group)
-    return Format(f"int4_g{group}_zp", "qweight", "scales", w, scales, "group", "qzeros", "awq")
+    name, why = int4_name(how.weight_bits, how.group_size, zeros=True)
+    if name is None:
+        return why
+    return _k_first(name, "awq") if how.zero_point else "AWQ without zero points"
 
 
 def _gptq(method: Any) -> Format | str:
     how = method.quant_config
-    group = how.group_size
-    if how.weight_bits != 4 or group not in _GROUPS:
-        return f"{how.weight_bits} bits in groups of {group}: pretuned serves 4 in groups of 32, 64 or 128"
-    if not how.is_sym or how.desc_act:
-        return "GPTQ with zero points, or groups of another order (desc_act)"
-    w, scales = (torch.int32, _WORD), (None, 1, group)
-    return Format(f"int4_g{group}", "qweight", "scales", w, scales, "group", "qzeros", "gptq")
+    name, why = int4_name(how.weight_bits, how.group_size, zeros=not how.is_sym)
+    if name is None:
+        return why
+    if how.desc_act:
+        return "groups of another order (desc_act, g_idx)"
+    return _k_first(name, "gptq") if how.is_sym else _gptq_zeros(name, how.full_config)
+
+
+def _gptq_zeros(name: str, config: Any) -> Format | str:
+    try:
+        return _k_first(name, "gptq", **gptq_zeros(config))
+    except InputError as error:
+        return str(error)
+
+
+def _k_first(name: str, packing: str, **how: Any) -> Format:
+    return Format(name, ("qweight", "scales", "qzeros"), packing, **how)
+
+
+def _wna16(method: Any) -> Format | str:
+    """Of ``--quantization moe_wna16``: AWQ's or GPTQ's tensors, which vLLM's own loader would rewrite."""
+    how = method.quant_config
+    is_awq, config = how.linear_quant_method != "gptq", how.full_config
+    name, why = int4_name(how.weight_bits, how.group_size, zeros=how.has_zp)
+    if name is None:
+        return why
+    if is_awq:
+        return _k_first(name, "awq") if how.has_zp else "AWQ without zero points"
+    if config.get("desc_act"):
+        return "groups of another order (desc_act, g_idx)"
+    return _gptq_zeros(name, config) if how.has_zp else _k_first(name, "gptq")
 
 
 # By the name of vLLM's class for such a layer, in 0.20 or later.
 _FORMATS: dict[str, Callable[[Any], Format | str]] = {
     "Fp8MoEMethod": _fp8,
     "CompressedTensorsW8A8Fp8MoEMethod": _fp8,
+    "ModelOptFp8MoEMethod": _fp8,
     "GptOssMxfp4MoEMethod": _mxfp4("weight"),
     "Mxfp4MoEMethod": _mxfp4("weight"),
     "CompressedTensorsW4A4Mxfp4MoEMethod": _mxfp4("weight_packed"),
     "CompressedTensorsW4A8Mxfp4MoEMethod": _mxfp4("weight_packed"),  # tokens stay as they come
+    "CompressedTensorsW4A4Nvfp4MoEMethod": _nvfp4("weight_packed", "weight_global_scale", "input_global_scale"),
+    "ModelOptNvFp4FusedMoE": _nvfp4("weight", "weight_scale_2", "input_scale"),
     "CompressedTensorsWNA16MoEMethod": _int4,
     "CompressedTensorsWNA16MarlinMoEMethod": _int4,
     "AutoAWQMoEMethod": _awq,
     "AutoGPTQMoEMethod": _gptq,
+    "MoeWNA16Method": _wna16,
 }
 _INTERLEAVED = "GptOssMxfp4MoEMethod"  # alone has swigluoai's gate and up in alternating rows of its checkpoint
 
@@ -179,20 +228,15 @@ def take(own: Any, layer: Any, *, everywhere: bool) -> Any:
         tell_left(what, _backend(own), str(why))
         return own
     method = PretunedQuantisedMethod(moe, found, act, own)
-    tell_taken(layer_of(moe, act, _dtype(found.name)))
+    tell_taken(layer_of(moe, act, found.dtype), found.note)
     return method
-
-
-def _dtype(format: str) -> DType | None:
-    """The dtype of the weights; None where no kernel is for them."""
-    return next(iter(dtypes_of(format)), None)
 
 
 def refusal(own: Any, act: RowActivation | str, format: Format, *, everywhere: bool) -> str | None:
     """Why a layer with this activation and these weights is none of pretuned's; None if it is."""
     moe = own.moe
     H, I = moe.hidden_dim, moe.intermediate_size_per_partition  # noqa: E741
-    _, rows, group = format.scales
+    rows, group = format.rows
     wanted = max(_KERNEL_BLOCK, group)
     if H % wanted:
         return f"the hidden size, {H}, is no multiple of {wanted}"
@@ -206,7 +250,7 @@ def refusal(own: Any, act: RowActivation | str, format: Format, *, everywhere: b
         return "swigluoai with gate and up in halves"
     if current_platform.is_cuda() and moe.in_dtype is not torch.bfloat16:
         return f"the tokens are {moe.in_dtype}: kernels of quantised weights multiply bfloat16"
-    return refusal_of(moe, act, _dtype(format.name), everywhere=everywhere)
+    return refusal_of(moe, act, format.dtype, everywhere=everywhere)
 
 
 def _backend(own: Any) -> str:
@@ -231,6 +275,7 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
     def __init__(self, moe: Any, format: Format, act: RowActivation, own: Any = None) -> None:
         super().__init__(moe)
         self.format, self.act, self.own = format, act, own
+        self._passed_over: list[tuple[str, torch.Tensor, tuple[Any, ...], dict[str, Any]]] = []
         self._by_groups = type(own).__name__ == _INTERLEAVED  # its loader gives each rank whole groups of I
         self.moe_kernel: Any = None  # until weights were loaded
         self._created: tuple[dict[str, Any], dict[str, Any]] = {}, {}  # the arguments of ``create_weights``
@@ -259,25 +304,41 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
         E, H, I, one = num_experts, hidden_size, intermediate_size_per_partition, self.format  # noqa: E741
         self._created = {"num_experts": E, "params_dtype": params_dtype}, dict(attributes)
         layer.num_experts, layer.orig_dtype, layer.params_dtype = E, params_dtype, params_dtype
-        layer.w13_input_scale = layer.w2_input_scale = None
+        if one.unread != "input_scale":
+            layer.w13_input_scale = layer.w2_input_scale = None
         attributes.pop("intermediate_size_full", None)
-        attributes |= {"is_transposed": bool(one.packing)}
-        wide = 2 * I if self.moe.is_act_and_mul else I
-        dtypes = one.w[0], one.scales[0] or params_dtype, torch.int32
-        for which, N, K in (("w13", wide, H), ("w2", H, I)):
-            codes, *factors = (
-                torch.zeros(E, *shape, dtype=dtype) for shape, dtype in zip(one.shapes(N, K), dtypes, strict=True)
-            )
-            by_block = attributes | {"quant_method": one.loaded_by, "load_full_w2": False}
-            _parameter(layer, f"{which}_{one.codes}", codes, by_block if one.packing else attributes)
-            if one.name == "mxfp4" and "weight_loader" in attributes:
-                by_block["weight_loader"] = _scale_loader(attributes["weight_loader"])
-            for end, factor in zip(one.ends[1:], factors, strict=False):
-                _parameter(layer, f"{which}_{end}", factor, by_block)
-            if one.codes == "weight_packed" and one.name != "mxfp4":
-                _parameter(layer, f"{which}_weight_shape", torch.zeros(E, 2), by_block)
+        attributes |= {"is_transposed": one.K_first}
+        parts = 2 if self.moe.is_act_and_mul else 1
+        dtypes = [dtype or params_dtype for dtype in one.dtypes]
+        of_scale = attributes | {"quant_method": one.loaded_by, "load_full_w2": False}
+        of_tensor = of_scale | {"quant_method": "tensor"}
+        if one.name == "mxfp4" and "weight_loader" in attributes:
+            of_scale["weight_loader"] = _scale_loader(attributes["weight_loader"])
+        kinds = (
+            of_scale if one.packing else attributes,
+            of_scale,
+            of_scale if one.has_zeros or one.packing else of_tensor,
+        )
+        for which, N, K, halves in (("w13", parts * I, H, parts), ("w2", H, I, 0)):
+            for end, shape, dtype, kind in zip(one.ends, one.shapes(N, K, halves), dtypes, kinds, strict=False):
+                _parameter(layer, f"{which}_{end}", torch.zeros(E, *shape, dtype=dtype), kind)
+            if one.ends[0] == "weight_packed" and one.name.startswith("int4"):
+                _parameter(layer, f"{which}_weight_shape", torch.zeros(E, 2), of_scale)
+            if one.unread and "weight_loader" in attributes:
+                name = f"{which}_{one.unread}"
+                _parameter(layer, name, torch.empty(0), of_tensor | {"weight_loader": self._passing_over(name)})
             if self.moe.has_bias or one.packing == "gptq":  # whose checkpoints may have more biases than the model
                 _parameter(layer, f"{which}_bias", torch.zeros(E, N, dtype=self.moe.in_dtype), attributes)
+
+    def _passing_over(self, name: str) -> Callable[..., bool]:
+        """A loader of scales of x, which pretuned does not read: they are kept until vLLM can't take the layer back."""
+
+        def loader(param: Any, loaded_weight: torch.Tensor, *given: Any, **named: Any) -> bool:
+            if self.own is not None:
+                self._passed_over.append((name, loaded_weight.clone(), given, named))
+            return True
+
+        return loader
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Replace what was loaded by prepared parameters; the first time, make the kernel.
@@ -295,13 +356,14 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
             return
         try:
             self._prepare(layer)
-            try_once(self.moe_kernel.fused_experts, layer, getattr(layer, f"w13_{self.format.codes}"))
+            try_once(self.moe_kernel.fused_experts, layer, getattr(layer, f"w13_{self.format.ends[0]}"))
         except Exception as error:
             PLUG_IN.failed("prepare or run a layer", error)
             PLUG_IN.count_given_back()
             self._give_back(layer)
         self.own = None
         self._loaded.clear()
+        self._passed_over.clear()
 
     def _prepare(self, layer: Any) -> None:
         if self.format.packing == "gptq" and not self.moe.has_bias:
@@ -318,7 +380,7 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
         self.moe_kernel = _kernel(self, layer)
         self.moe_kernel.fused_experts.weights, self.moe_kernel.fused_experts.act = given, self.act
         self._rows = tuple(one.codes.view(*one.shape[:2], -1) for one in given)  # type: ignore[assignment]
-        load_kernels(layer_of(self.moe, self.act, _dtype(self.format.name)))
+        load_kernels(layer_of(self.moe, self.act, self.format.dtype))
 
     def _give_back(self, layer: Any) -> None:
         """Have vLLM's own method take the layer, with the weights that were loaded."""
@@ -338,32 +400,35 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
             own.create_weights(layer, hidden_size=H, intermediate_size_per_partition=I, **first, **rest)
         halves = 2 if moe.is_act_and_mul and type(own).__name__ != _INTERLEAVED else 1
         for name, one in layer.named_parameters(recurse=False):
-            if name in loaded:
+            if name in loaded and loaded[name].numel():
                 _copy(loaded[name], one, halves if name.startswith("w13_") else 1)
         moe.hidden_dim, moe.intermediate_size_per_partition = H, I
         for name, size in (("hidden_size", H), ("intermediate_size_per_partition", I)):
             if name in vars(layer):  # older layers have a property that reads ``moe``
                 setattr(layer, name, size)
-        layer._replace_quant_method(own)
+        layer._replace_quant_method(own)  # which vLLM's loader asks
+        for name, scale, given, named in self._passed_over:
+            parameter = getattr(layer, name)
+            parameter.weight_loader(parameter, scale, *given, **named)
         own.process_weights_after_loading(layer)
 
     def _prepared(self, layer: Any, which: str) -> ExpertWeights:
         """The weights of one product, in whose place the layer has prepared parameters."""
-        names = [f"{which}_{end}" for end in self.format.ends]
-        loaded = {name: getattr(layer, name).data for name in names}
-        if self.format.is_copied and self.own is not None:
-            self._loaded |= loaded
+        loaded = {end: getattr(layer, f"{which}_{end}").data for end in self.format.ends}
+        if self.own is not None:
+            self._loaded |= {f"{which}_{end}": loaded[end] for end in self.format.lost}
         given = self._padded(layer, which, loaded)
         (made,) = prepared((given,), "PRETUNED_VLLM", on_gpu=current_platform.is_cuda())
-        for name, tensor in zip(names, (made.codes, made.scale, made.zero), strict=False):
-            if tensor is not None and (self.format.is_copied or tensor.dim() > loaded[name].dim()):
+        for end, tensor in self.format.made(made).items():
+            name = f"{which}_{end}"
+            if self.format.is_copied or tensor.shape != getattr(layer, name).shape:
                 layer.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
         return made
 
     @property
     def _width(self) -> int:
         """I of this rank's prepared weights."""
-        return layer_of(self.moe, self.act, _dtype(self.format.name)).width
+        return layer_of(self.moe, self.act, self.format.dtype).width
 
     @property
     def _own_width(self) -> int:
@@ -377,15 +442,14 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
         if own == width:
             return self.format.weights(*loaded.values())
         if self._by_groups:  # the last rank's parameters have room for more than was loaded
-            w, group = self.format.w[1], self.format.scales[2]
+            w, group = self.format.per_word, self.format.rows[1]
             sizes = (own // w, own // group) if is_down else [own * (2 if self.act.gated else 1)] * 2
             parts = zip(loaded.items(), sizes, strict=True)
-            loaded = {name: one.narrow(2 if is_down else 1, 0, size).contiguous() for (name, one), size in parts}
+            loaded = {end: one.narrow(2 if is_down else 1, 0, size).contiguous() for (end, one), size in parts}
         made = widened(self.format.weights(*loaded.values()), width, self.act, down=is_down)
-        if not self.format.is_copied:
-            for name, tensor in zip(loaded, (made.codes, made.scale), strict=True):
-                one = getattr(layer, name)
-                one.data = tensor.view(one.dtype)
+        for end, tensor in () if self.format.is_copied else self.format.made(made).items():
+            one = getattr(layer, f"{which}_{end}")
+            one.data = tensor.view(one.dtype)
         return made
 
     def _pad_bias(self, layer: Any) -> None:
@@ -393,24 +457,18 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
         own, width, bias = self._own_width, self._width, getattr(layer, "w13_bias", None)
         if bias is None or own == width:
             return
-        halves = 2 if self.act.gated else 1
-        parts = 1 if self.act.interleaved else halves
-        made = bias.data.new_zeros(bias.shape[0], parts, halves * width // parts)
-        made[..., : halves * own // parts] = bias.data[:, : halves * own].unflatten(1, (parts, -1))
-        bias.data = made.flatten(1)
+        bias.data = pad_bias(bias.data, own, width, self.act)
 
     def _restore(self, loaded: dict[str, torch.Tensor], which: str) -> None:
         """Have a product's tensors in the checkpoint's layout again, if they were prepared."""
-        if self.format.is_copied:
-            for name in (f"{which}_{end}" for end in self.format.ends):
-                raw = self._loaded.get(name, loaded[name])
-                loaded[name] = raw.mT if self.format.packing else raw  # K comes first in vLLM's, too: see ``_copy``
-            return
-        names = f"{which}_{self.format.codes}", f"{which}_{self.format.scale}"
-        codes, scale = (loaded[name] for name in names)
-        if codes.dim() > 3:
-            plain = ExpertWeights(self.format.name, codes, scale).restore()
-            loaded[names[0]], loaded[names[1]] = plain.codes.view(self.format.w[0]), plain.scale
+        codes, scale = (f"{which}_{end}" for end in self.format.ends[:2])
+        if not self.format.is_copied and loaded[codes].dim() > 3:
+            one = self.format
+            plain = ExpertWeights(one.name, loaded[codes], loaded[scale]).restore()
+            loaded[codes], loaded[scale] = plain.codes.view(one.dtypes[0]), plain.scale
+        for name in (f"{which}_{end}" for end in self.format.lost):
+            raw = self._loaded.get(name, loaded[name])
+            loaded[name] = raw.mT if self.format.K_first else raw  # K comes first in vLLM's, too: see ``_copy``
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
         """Tokens come as they are; the experts have the weights."""
@@ -431,7 +489,7 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
 
 def _share(width: int, format: Format) -> int:
     """The part of a rank, ``width`` of I, in whole groups that have a scale."""
-    group = format.scales[2]
+    group = format.rows[1]
     return -(-width // group) * group
 
 
