@@ -107,13 +107,19 @@ def rewrite(given: torch.Tensor, move: _Move, back: _Move) -> torch.Tensor:
     done = 0
     try:
         for expert in range(given.shape[0]):
-            there[expert].copy_(move(given[expert]) if expert else made)
+            _overwrite(there[expert], move(given[expert]) if expert else made)
             done += 1
     except BaseException:
         for expert in range(done):
-            given[expert].copy_(back(there[expert]))
+            _overwrite(given[expert], back(there[expert]))
         raise
     return there
+
+
+def _overwrite(to: torch.Tensor, made: torch.Tensor) -> None:
+    """Copy ``made``, unless it is this memory in another shape: where K is one block, scales stay as they are."""
+    if made.data_ptr() != to.data_ptr():
+        to.copy_(made)
 
 
 def _codes(name: str) -> tuple[_Move, _Move]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import sglang_layer
+import tiny_quantised
 import torch
 from sglang_layer import ask, fused, lines, load
 
@@ -23,49 +24,110 @@ class Kind(NamedTuple):
     """A way in which checkpoints have quantised experts, and SGLang its parameters of them."""
 
     format: str
-    names: tuple[str, str]  # of codes and scales in the checkpoint, or of the parameters where all experts are loaded
-    is_turned: bool = False  # GPTQ's [K/8, N]
+    names: tuple[str, ...]  # of codes, scales and the rest in the checkpoint, or of parameters that hold all experts
+    packing: str = ""  # "gptq" or "awq": K before N
     layer: dict[str, Any] = {}  # noqa: RUF012
+    note: str = ""
+    width: int = I
 
 
 _INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 _MXFP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
+_NVFP4 = _MXFP4 | {"strategy": "tensor_group", "group_size": 16}
 _FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "block", "block_structure": [128, 128]}
 _TOKENS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "group", "group_size": 128, "dynamic": True}
-_ROWS, _A_TOKEN = ({"num_bits": 8, "type": "float", "symmetric": True, "strategy": one, "dynamic": one == "token"}
-                   for one in ("channel", "token"))  # fmt: skip
+_ROWS, _MATRIX = ({"num_bits": 8, "type": "float", "symmetric": True, "strategy": one} for one in ("channel", "tensor"))
+_A_TOKEN, _STATIC = _ROWS | {"strategy": "token", "dynamic": True}, _MATRIX | {"dynamic": False}
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_act": False}
+_AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}
+_STATIC_X = "; the checkpoint's static scales of x are not used: a call makes scales of its own where it quantises x"
+_A4 = "; x is not quantised to fp4"
+_AWQ_NAMES = ("qweight", "scales", "qzeros")
 KINDS = {
     "fp8": Kind("fp8_block", ("weight", "weight_scale_inv")),
     "compressed fp8": Kind("fp8_block", ("weight", "weight_scale")),
     "gpt-oss mxfp4": Kind("mxfp4", ("weight", "weight_scale"), layer=OAI),
+    "gpt-oss mxfp4 padded": Kind("mxfp4", ("weight", "weight_scale"), layer=OAI, width=96),
     "compressed mxfp4": Kind("mxfp4", ("weight", "weight_scale")),
     "compressed int4": Kind("int4_g32", ("weight_packed", "weight_scale")),
-    "gptq": Kind("int4_g64", ("qweight", "scales"), is_turned=True),
-    "moe_wna16": Kind("int4_g64", ("qweight", "scales"), is_turned=True),
+    "compressed int4 padded": Kind("int4_g32", ("weight_packed", "weight_scale"), width=96),
+    "gptq": Kind("int4_g64", ("qweight", "scales"), "gptq"),
+    "moe_wna16": Kind("int4_g64", ("qweight", "scales"), "gptq"),
+    "moe_wna16 zeros": Kind("int4_g64_zp", _AWQ_NAMES, "gptq"),
+    "moe_wna16 zeros padded": Kind("int4_g32_zp", _AWQ_NAMES, "gptq", width=96),
+    "moe_wna16 awq": Kind("int4_g64_zp", _AWQ_NAMES, "awq"),
+    "awq": Kind("int4_g64_zp", _AWQ_NAMES, "awq"),
+    "awq padded": Kind("int4_g32_zp", _AWQ_NAMES, "awq", width=96),
+    "fp8 rows": Kind("fp8_channel", ("weight", "weight_scale")),
+    "fp8 rows padded": Kind("fp8_channel", ("weight", "weight_scale"), width=96),
+    "w8a8_fp8": Kind("fp8_channel", ("weight", "weight_scale")),
+    "fp8 matrices": Kind("fp8_channel", ("weight", "weight_scale")),
+    "fp8 static": Kind("fp8_channel", ("weight", "weight_scale", "input_scale"), note=_STATIC_X),
+    "modelopt fp8": Kind("fp8_channel", ("weight", "weight_scale", "input_scale"), note=_STATIC_X),
+    "nvfp4": Kind("nvfp4", ("weight_packed", "weight_scale", "weight_global_scale")),
+    "nvfp4 w4a4 padded": Kind(
+        "nvfp4", ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"), note=_A4, width=48
+    ),
+    "modelopt nvfp4": Kind("nvfp4", ("weight", "weight_scale", "weight_scale_2", "input_scale"), note=_A4),
 }
-_RUNNERS = {"compressed int4": "marlin", "gptq": "marlin"}
+_BY_MATRIX = ("fp8 matrices", "fp8 static", "modelopt fp8")
+_RUNNERS = {"compressed int4": "marlin", "gptq": "marlin", "modelopt nvfp4": "marlin"}
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch, registry: Any) -> None:
+    """What SGLang asks of the GPU before it makes a layer."""
+    from sglang.srt.layers.quantization import modelopt_quant, moe_wna16
+    from sglang.srt.layers.quantization.awq import awq
+    from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+
+    monkeypatch.setattr(modelopt_quant, "is_cuda", lambda: True)
+    for one in (modelopt_quant, moe_wna16):
+        monkeypatch.setattr(one, "get_device_capability", lambda: (9, 0))
+    for name in ("verify_marlin_supported", "check_moe_marlin_supports_layer"):
+        monkeypatch.setattr(awq, name, lambda *_, **__: True)
+    monkeypatch.setattr(CompressedTensorsConfig, "_check_scheme_supported", lambda _, least, error=True: least <= 90)
 
 
 def quant_config(name: str, **changes: Any) -> Any:
     """SGLang's, of what such a checkpoint's config.json says."""
+    from sglang.srt.layers.quantization.awq.awq import AWQMarlinConfig
     from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
     from sglang.srt.layers.quantization.fp8 import Fp8Config
     from sglang.srt.layers.quantization.gptq import GPTQMarlinConfig
+    from sglang.srt.layers.quantization.modelopt_quant import ModelOptFp4Config, ModelOptFp8Config
     from sglang.srt.layers.quantization.moe_wna16 import MoeWNA16Config
     from sglang.srt.layers.quantization.mxfp4 import Mxfp4Config
+    from sglang.srt.layers.quantization.w8a8_fp8 import W8A8Fp8Config
 
-    if name == "fp8":
-        how = {"is_checkpoint_fp8_serialized": True, "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    group_size = {} if "padded" not in name else {"group_size": 32}
+    kind, name = name, name.removesuffix(" padded")
+    if name in ("fp8", "fp8 matrices"):
+        how = {"is_checkpoint_fp8_serialized": True, "activation_scheme": "dynamic",
+               "weight_block_size": [128, 128] if name == "fp8" else None}  # fmt: skip
         return Fp8Config(**(how | changes))
+    if name == "w8a8_fp8":
+        return W8A8Fp8Config(is_checkpoint_fp8_serialized=True)
+    if name == "modelopt fp8":
+        return ModelOptFp8Config(is_checkpoint_fp8_serialized=True, exclude_modules=[], packed_modules_mapping={})
+    if name == "modelopt nvfp4":
+        how = {"is_checkpoint_nvfp4_serialized": True, "group_size": 16, "exclude_modules": [],
+               "packed_modules_mapping": {}}  # fmt: skip
+        return ModelOptFp4Config(**(how | changes))
     if name == "gpt-oss mxfp4":
         return Mxfp4Config(is_checkpoint_mxfp4_serialized=True)
-    if name in ("gptq", "moe_wna16"):
-        return {"gptq": GPTQMarlinConfig, "moe_wna16": MoeWNA16Config}[name].from_config(_GPTQ | changes)
+    if name in ("awq", "moe_wna16 awq"):
+        return {"awq": AWQMarlinConfig, "moe_wna16 awq": MoeWNA16Config}[name].from_config(_AWQ | group_size | changes)
+    if name == "gptq" or name.startswith("moe_wna16"):
+        sym = {"sym": "zeros" not in name} | group_size
+        return {"gptq": GPTQMarlinConfig}.get(name, MoeWNA16Config).from_config(_GPTQ | sym | changes)
     weights, packing, tokens = {
         "compressed fp8": (_FP8, "float-quantized", _TOKENS), "fp8 rows": (_ROWS, "float-quantized", _A_TOKEN),
+        "fp8 static": (_MATRIX, "float-quantized", _STATIC), "nvfp4": (_NVFP4, "nvfp4-pack-quantized", None),
+        "nvfp4 w4a4": (_NVFP4, "nvfp4-pack-quantized", _NVFP4 | {"dynamic": "local"}),
         "compressed int4": (_INT4, "pack-quantized", None), "compressed mxfp4": (_MXFP4, "mxfp4-pack-quantized", None),
     }[name]  # fmt: skip
+    assert kind
     group = {"targets": ["Linear"], "weights": weights | changes, "input_activations": tokens,
              "output_activations": None}  # fmt: skip
     return CompressedTensorsConfig.from_config(
@@ -74,37 +136,77 @@ def quant_config(name: str, **changes: Any) -> Any:
     )  # fmt: skip
 
 
-def matrices(format: str, seed: int) -> list[Any]:
+def sizes(name: str) -> dict[str, int]:
+    """A layer's, where they are not those of most tests."""
+    width = KINDS[name].width
+    return {} if width == I else {"intermediate_size": width}
+
+
+def matrices(name: str, seed: int) -> list[Any]:
     """Weights of gate and up together, and of down, as codes."""
     from pretuned.runtime import ExpertWeights
 
     torch.manual_seed(seed)
-    return [ExpertWeights.quantize(torch.randn(E, *shape) * 0.1, format) for shape in ((2 * I, H), (H, I))]
+    format, width = KINDS[name].format, KINDS[name].width
+    found = [ExpertWeights.quantize(torch.randn(E, *shape) * 0.1, format) for shape in ((2 * width, H), (H, width))]
+    if name in _BY_MATRIX:  # gate and up have one each
+        for one, parts in zip(found, (2, 1), strict=True):
+            one.scale.copy_((torch.rand(E, parts) * 1e-3).repeat_interleave(one.scale.shape[1] // parts, 1))
+    return found
 
 
 def fill(layer: Any, name: str, given: list[Any], biases: list[torch.Tensor] | None = None) -> None:
     """Load a checkpoint's tensors by SGLang's loader, as its models do."""
     kind = KINDS[name]
     for which, one in zip(("w13", "w2"), given, strict=True):
-        scale = one.scale.to(torch.float16) if name == "gptq" else one.scale
-        tensors = dict(zip(kind.names, (one.codes, scale), strict=True))
-        if kind.format.startswith("int4"):
-            tensors[kind.names[0]] = one.codes.view(torch.int32)
-        for suffix, tensor in tensors.items():
-            parameter = getattr(layer, f"{which}_{suffix}")
-            if name == "gpt-oss mxfp4":
+        if name.startswith("gpt-oss"):
+            for suffix, tensor in zip(kind.names, (one.codes, one.scale), strict=True):
+                parameter = getattr(layer, f"{which}_{suffix}")
                 parameter.weight_loader(parameter, tensor, f"{which}_{suffix}", shard_id=None, expert_id=None)
-                continue
-            for e in range(E):
-                halves = (
-                    {"w2": tensor[e]} if which == "w2" else dict(zip(("w1", "w3"), tensor[e].chunk(2), strict=True))
-                )
-                for shard, half in halves.items():
-                    lies = half.t().contiguous() if kind.is_turned else half
-                    parameter.weight_loader(parameter, lies, f"experts.{which}_{suffix}", shard_id=shard, expert_id=e)
+            continue
+        for e in range(E):
+            shards = {"w2": slice(None)}
+            if which == "w13":
+                shards = {"w1": slice(0, kind.width), "w3": slice(kind.width, None)}
+            for shard, rows in shards.items():
+                for suffix, tensor in checkpoint(name, one, e, rows).items():
+                    parameter, path = getattr(layer, f"{which}_{suffix}"), f"experts.{which}_{suffix}"
+                    parameter.weight_loader(parameter, tensor, path, shard_id=shard, expert_id=e)
     for which, bias in zip(("w13", "w2"), biases or (), strict=False):
         parameter = getattr(layer, f"{which}_weight_bias")
         parameter.weight_loader(parameter, bias, f"{which}_weight_bias", shard_id=None, expert_id=None)
+
+
+def checkpoint(name: str, one: Any, e: int, rows: slice) -> dict[str, torch.Tensor]:
+    """A matrix's tensors as a checkpoint has them, by the last word of their names."""
+    kind = KINDS[name]
+    codes, scale = one.codes[e, rows], one.scale[e, rows]
+    if kind.format.startswith("fp8_block"):
+        blocks = slice(*(None if end is None else end // 128 for end in (rows.start, rows.stop)))
+        scale = one.scale[e, blocks]
+    if kind.format == "fp8_channel":
+        scale = scale[0] if name in _BY_MATRIX else scale[:, None]
+    found = [codes, scale]
+    if kind.format == "nvfp4":
+        outer = one.global_scale[e]
+        found.append(outer if "modelopt" in name else 1 / outer[None])
+    if kind.format.startswith("int4"):
+        found = [codes.view(torch.int32), scale.to(torch.float16) if name == "gptq" else scale]
+    if kind.packing:
+        nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+        zero = None if one.zero is None else one.zero[e, rows].mT
+        if kind.packing == "awq":
+            found = [tiny_quantised.awq_words(nibbles.mT), scale, tiny_quantised.awq_words(zero)]
+        elif zero is not None:
+            found.append(tiny_quantised.words(zero - 1 & 15))
+        found = [
+            found[0] if kind.packing == "awq" else found[0].t().contiguous(),
+            found[1].t().contiguous(),
+            *found[2:],
+        ]
+    if kind.names[-1].startswith("input"):
+        found.append(torch.tensor(0.5))
+    return dict(zip(kind.names, found, strict=True))
 
 
 def twin(given: list[Any], biases: list[torch.Tensor] | None, **layer: Any) -> Any:
@@ -132,30 +234,36 @@ def name(request: pytest.FixtureRequest) -> str:
 def biases_of(name: str, seed: int = 5) -> list[torch.Tensor] | None:
     torch.manual_seed(seed)
     return (
-        [torch.randn(E, 2 * I).bfloat16(), torch.randn(E, H).bfloat16()] if "with_bias" in KINDS[name].layer else None
+        [torch.randn(E, 2 * KINDS[name].width).bfloat16(), torch.randn(E, H).bfloat16()]
+        if "with_bias" in KINDS[name].layer
+        else None
     )
 
 
 def near(out: torch.Tensor, exact: torch.Tensor, format: str) -> bool:
-    """What quantising the rows of both products loses of fp8 blocks; of others none."""
-    return float((out - exact).norm() / exact.norm()) < (6e-2 if format == "fp8_block" else 1e-5)
+    """What quantising the rows of both products loses of fp8; of others none."""
+    return float((out - exact).norm() / exact.norm()) < (6e-2 if format.startswith("fp8") else 1e-5)
 
 
 def test_its_result_is_that_of_sglang_s_own_layer_of_the_dequantised_weights(
     name: str, monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
 ) -> None:
     kind = KINDS[name]
-    given, biases = matrices(kind.format, 0), biases_of(name)
-    exact = ask(twin(given, biases, **kind.layer), *question())
+    given, biases = matrices(name, 0), biases_of(name)
+    exact = ask(twin(given, biases, **kind.layer, **sizes(name)), *question())
     load(monkeypatch, PRETUNED_SGLANG="1")
-    layer = fused(quant_config(name), **kind.layer)
+    layer = fused(quant_config(name), **kind.layer, **sizes(name))
     assert layer.runner_backend.value == "pretuned"
-    act = "swiglu_oai" if kind.layer else "silu"
-    assert lines(told) == [f"pretuned: runs the MoE layers of E=4 H=256 I=128 k=2 {kind.format} {act}"]
+    act, wide = "swiglu_oai" if kind.layer else "silu", -(-kind.width // 64) * 64
+    more = "" if wide == kind.width else f" (padded to {wide}: 33.3% more memory)"
+    assert lines(told) == [
+        f"pretuned: runs the MoE layers of E=4 H=256 I={kind.width}{more} k=2 {kind.format} {act}{kind.note}"
+    ]
     fill(layer, name, given, biases)
     pointers = {key: one.data_ptr() for key, one in layer.named_parameters()}
     layer.quant_method.process_weights_after_loading(layer)
-    assert {key: one.data_ptr() for key, one in layer.named_parameters()} == pointers
+    if not more:
+        assert {key: one.data_ptr() for key, one in layer.named_parameters()} == pointers
     assert all(one.order for one in layer.pretuned_experts.weights)  # the kernels' own
     assert near(ask(layer, *question()), exact, kind.format)
     x, weights, ids = question()
@@ -210,7 +318,7 @@ def test_the_numbers_of_its_activation_are_those_of_the_unquantised_layer(
     from pretuned.runtime import Activation, moe_mlp
 
     load(monkeypatch, PRETUNED_SGLANG="1")
-    given = matrices(KINDS[name].format, 0)
+    given = matrices(name, 0)
     made = fused(quant_config(name), **layer)
     assert lines(told) == [
         f"pretuned: runs the MoE layers of E=4 H=256 I=128 k=2 {KINDS[name].format} {Activation(**act)}"
@@ -238,7 +346,7 @@ def test_an_activation_that_a_model_sets_later_and_pretuned_lacks_goes_to_sglang
     sglang.PLUG_IN._logged.clear()
     load(monkeypatch, PRETUNED_SGLANG="1")
     layer, processed = fused(quant_config("fp8")), []
-    fill(layer, "fp8", matrices("fp8_block", 0))
+    fill(layer, "fp8", matrices("fp8", 0))
     layer.moe_runner_config.activation = "silu_rounded"
     sglang.loaded(lambda *given: processed.append(given), layer.quant_method, layer)
     assert processed == [(layer.quant_method, layer)]
@@ -246,18 +354,24 @@ def test_an_activation_that_a_model_sets_later_and_pretuned_lacks_goes_to_sglang
     assert "the activation silu_rounded with a gate is none of pretuned's" in lines(told)[-1]
 
 
+def tensors(weights: Any) -> list[torch.Tensor]:
+    """All that kernels read of a layer's weights."""
+    every = [tensor for one in weights for tensor in (*one.tensors().values(), one.kernel_scale)]
+    return [one for one in every if one is not None]
+
+
 def test_weights_are_put_back_and_loaded_again_where_they_were(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As SGLang's ``update_weights`` does: restore, load (of one expert here, then of all), process."""
     kind = KINDS[name]
     load(monkeypatch, PRETUNED_SGLANG="1")
-    layer = fused(quant_config(name), **kind.layer)
-    given, other, biases = matrices(kind.format, 0), matrices(kind.format, 1), biases_of(name)
+    layer = fused(quant_config(name), **kind.layer, **sizes(name))
+    given, other, biases = matrices(name, 0), matrices(name, 1), biases_of(name)
     fill(layer, name, given, biases)
     raw = {key: one.detach().clone() for key, one in layer.named_parameters()}
     method = layer.quant_method
     method.process_weights_after_loading(layer)
     first, before = layer.pretuned_experts.weights, ask(layer, *question())
-    beside = [one.kernel_scale.data_ptr() for one in first]
+    beside = [one.data_ptr() for one in tensors(first)]
     for _ in range(2):
         method.restore_weights_before_loading(layer)
     for key, one in layer.named_parameters():
@@ -268,13 +382,13 @@ def test_weights_are_put_back_and_loaded_again_where_they_were(name: str, monkey
     fill(layer, name, other, biases)
     method.process_weights_after_loading(layer)
     assert layer.pretuned_experts.weights is first
-    assert [one.kernel_scale.data_ptr() for one in first] == beside
-    fresh = fused(quant_config(name), **kind.layer)
+    assert [one.data_ptr() for one in tensors(first)] == beside
+    fresh = fused(quant_config(name), **kind.layer, **sizes(name))
     fill(fresh, name, other, biases)
     fresh.quant_method.process_weights_after_loading(fresh)
     torch.testing.assert_close(ask(layer, *question()), ask(fresh, *question()), rtol=0, atol=0)
-    for one, another in zip(first, fresh.pretuned_experts.weights, strict=True):
-        assert torch.equal(one.kernel_scale, another.kernel_scale)
+    for one, another in zip(tensors(first), tensors(fresh.pretuned_experts.weights), strict=True):
+        assert torch.equal(one.view(torch.uint8), another.view(torch.uint8))
     assert not torch.allclose(ask(layer, *question()), before)
 
 
@@ -291,11 +405,11 @@ def test_weights_that_can_not_be_prepared_go_to_sglang_s_own_runner(
         return prepare(weights)  # of the first product: that is undone
 
     kind, prepare, processed, asked = KINDS[name], ExpertWeights.prepare_in_place, [], []
-    own = fused(quant_config(name), **kind.layer).runner_backend
+    own = fused(quant_config(name), **kind.layer, **sizes(name)).runner_backend
     sglang.PLUG_IN._logged.clear()
     load(monkeypatch, PRETUNED_SGLANG="1")
-    layer = fused(quant_config(name), **kind.layer)
-    fill(layer, name, matrices(kind.format, 0), biases_of(name))
+    layer = fused(quant_config(name), **kind.layer, **sizes(name))
+    fill(layer, name, matrices(name, 0), biases_of(name))
     raw = {key: one.detach().clone() for key, one in layer.named_parameters()}
     monkeypatch.setattr(ExpertWeights, "prepare_in_place", fails)
     told.clear()
@@ -314,26 +428,21 @@ def test_weights_that_can_not_be_prepared_go_to_sglang_s_own_runner(
 @pytest.mark.parametrize(
     ("name", "changes", "layer", "why"),
     [
-        ("fp8", {"weight_block_size": None}, {}, "no scale for each 128 x 128"),
         ("fp8", {"weight_block_size": [64, 64]}, {}, "no scale for each 128 x 128 (blocks of [64, 64])"),
         ("fp8", {}, {"activation": "silu_rounded"}, "the activation silu_rounded"),
-        ("fp8 rows", {}, {}, "(blocks of None)"),
+        ("modelopt nvfp4", {"group_size": 32}, {}, "nvfp4 in groups of 32"),
+        ("moe_wna16", {"desc_act": True}, {}, "groups of another order (desc_act, g_idx)"),
+        ("moe_wna16 zeros", {"checkpoint_format": "gptq_v2"}, {}, "zero points of gptq_v2, to which SGLang adds one"),
+        ("moe_wna16 awq", {"zero_point": False}, {}, "AWQ without zero points"),
         ("compressed int4", {"symmetric": False}, {}, "zero points"),
-        ("compressed int4", {"actorder": "group"}, {}, "groups of another order (actorder)"),
+        ("compressed int4", {"actorder": "group"}, {}, "groups of another order (actorder group, weight_g_idx)"),
         ("compressed int4", {"group_size": 16}, {}, "4 bits in groups of 16"),
         ("compressed int4", {"group_size": 128}, {"intermediate_size": 192}, "K of int4_g128 of 128"),
         ("compressed int4", {}, {"gemm1_clamp_limit": 7.0}, "its Marlin runner ignores gemm1_clamp_limit"),
         ("compressed int4", {}, OAI, "its Marlin runner has gate and up in halves"),
-        ("gptq", {"desc_act": True}, {}, "groups of another order (desc_act)"),
+        ("gptq", {"desc_act": True}, {}, "groups of another order (desc_act, g_idx)"),
         ("gptq", {"bits": 8}, {}, "8 bits in groups of 64"),
-        ("moe_wna16", {"sym": False}, {}, "zero points"),
         ("gpt-oss mxfp4", {}, {"hidden_size": 96}, "N and K must be multiples of 64"),
-        (
-            "moe_wna16",
-            {"group_size": 32},
-            {"intermediate_size": 96},
-            "N and K of (192, 256), pretuned reads (256, 256)",
-        ),
     ],
 )
 def test_layers_that_stay_with_sglang(
@@ -369,7 +478,9 @@ def test_what_moves_weights_while_it_runs_stays_with_sglang(monkeypatch: pytest.
         assert str(refusal(*asked, everywhere=True)).startswith(why)
     monkeypatch.undo()
     layer.w13_weight.data = torch.zeros(E, 384, 128, dtype=torch.uint8)  # as for a backend that wants more rows
-    assert str(refusal(*asked, everywhere=True)).startswith("its parameters have an N and K of (384, 256), ")
+    assert str(refusal(*asked, everywhere=True)).startswith(
+        "its parameters have an N and K of [(384, 256), (256, 128)], "
+    )
 
 
 def test_a_scale_that_no_kernel_takes_is_an_error_on_a_gpu() -> None:

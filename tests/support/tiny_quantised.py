@@ -63,7 +63,7 @@ def awq(folder: Path, seed: int = 0) -> Pair:
 
     def encode(N: int, K: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         code, zero, scale = _zero_points(N, K, 64)
-        named = {"qweight": _awq_words(code.mT), "qzeros": _awq_words(zero.mT), "scales": scale.mT.contiguous()}
+        named = {"qweight": awq_words(code.mT), "qzeros": awq_words(zero.mT), "scales": scale.mT.contiguous()}
         return named, _values(code, zero, scale, 64)
 
     return _qwen3(folder, seed, config, encode)
@@ -78,7 +78,7 @@ def gptq(folder: Path, seed: int = 0) -> Pair:
     def encode(N: int, K: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         code, scale = torch.randint(0, 16, (N, K)), (2.0 ** torch.randint(-6, -3, (N, K // 128))).bfloat16()
         zero = torch.full((N, K // 128), 8)
-        named = {"qweight": _words(code).mT.contiguous(), "qzeros": _words(zero.mT - 1),
+        named = {"qweight": words(code).mT.contiguous(), "qzeros": words(zero.mT - 1),
                  "scales": scale.mT.contiguous()}  # fmt: skip
         return named, _values(code, zero, scale, 128)
 
@@ -94,7 +94,7 @@ def int4_zero(folder: Path, seed: int = 0, **sizes: int) -> Pair:
 
     def encode(N: int, K: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         code, zero, scale = _zero_points(N, K, 32)
-        named = {"weight_packed": _words(code), "weight_zero_point": _words(zero.mT).mT.contiguous(),
+        named = {"weight_packed": words(code), "weight_zero_point": words(zero.mT).mT.contiguous(),
                  "weight_scale": scale, "weight_shape": torch.tensor([N, K])}  # fmt: skip
         return named, _values(code, zero, scale, 32)
 
@@ -113,15 +113,16 @@ def _values(code: torch.Tensor, zero: torch.Tensor, scale: torch.Tensor, group: 
     return ((code - next(each)) * next(each)).bfloat16()
 
 
-def _words(nibbles: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
+def words(nibbles: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
     """[R, n] to int32 [R, n / 8]: the lowest nibble is number ``order[0]`` of eight."""
     parts = nibbles.reshape(nibbles.shape[0], -1, 8)[..., list(order)]
-    words = (parts.to(torch.int64) << 4 * torch.arange(8)).sum(-1)
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+    found = (parts.to(torch.int64) << 4 * torch.arange(8)).sum(-1)
+    return torch.where(found >= 1 << 31, found - (1 << 32), found).to(torch.int32)
 
 
-def _awq_words(nibbles: torch.Tensor) -> torch.Tensor:
-    return _words(nibbles, (0, 2, 4, 6, 1, 3, 5, 7))
+def awq_words(nibbles: torch.Tensor) -> torch.Tensor:
+    """As ``words``, of eight columns in AWQ's order."""
+    return words(nibbles, (0, 2, 4, 6, 1, 3, 5, 7))
 
 
 def gptq_zero(folder: Path, seed: int = 0) -> Pair:
@@ -132,7 +133,7 @@ def gptq_zero(folder: Path, seed: int = 0) -> Pair:
 
     def encode(N: int, K: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         code, zero, scale = _zero_points(N, K, 128)
-        named = {"qweight": _words(code).mT.contiguous(), "qzeros": _words(zero.mT - 1 & 15),
+        named = {"qweight": words(code).mT.contiguous(), "qzeros": words(zero.mT - 1 & 15),
                  "scales": scale.mT.contiguous()}  # fmt: skip
         return named, _values(code, zero, scale, 128)
 

@@ -18,7 +18,9 @@ from ..plug_in import SGLANG as PLUG_IN
 
 _METHODS = "sglang.srt.layers.quantization."
 _QUANTISED = (
-    "fp8.Fp8MoEMethod", "mxfp4.Mxfp4MoEMethod", "moe_wna16.MoeWNA16Method", "gptq.gptq.GPTQMarlinMoEMethod",
+    "fp8.Fp8MoEMethod", "w8a8_fp8.W8A8FP8MoEMethod", "modelopt_quant.ModelOptFp8MoEMethod",
+    "modelopt_quant.ModelOptNvFp4FusedMoEMethod", "mxfp4.Mxfp4MoEMethod", "moe_wna16.MoeWNA16Method",
+    "awq.awq.AWQMoEMethod", "gptq.gptq.GPTQMarlinMoEMethod",
     "compressed_tensors.compressed_tensors.CompressedTensorsFusedMoEMethod",
 )  # fmt: skip
 

@@ -29,7 +29,7 @@ from ...runtime.driver.device import current_device, local_gpu
 from ...runtime.ops.activation import RowActivation
 from ..plug_in import SGLANG as PLUG_IN
 from ..served_layer import ServedLayer, lacks, load
-from .quantised import Experts, Packing, format_of, runs_by
+from .quantised import Experts, Packing, format_of, run_by, runs_by, watch
 
 NAME = "pretuned"
 _UNQUANTISED = "UnquantizedFusedMoEMethod"
@@ -60,12 +60,15 @@ def take(method: Any, layer: Any, config: Any, *, everywhere: bool) -> bool:
     if torch.cuda.is_available() and torch.version.cuda:
         done = load(served, current_device())
         _tell(f"pretuned: {done.count} kernels loaded in {done.seconds * 1e3:.1f} ms")
-    _tell(f"pretuned: runs the MoE layers of {served}")
-    if format is not None:  # from here on nothing can fail: a layer is taken whole or not at all
-        layer.pretuned_experts = Experts(format, runner, place.runner)
+    note = f"; {format.note}" if format is not None and format.note else ""
+    _tell(f"pretuned: runs the MoE layers of {served}{note}")
+    if format is not None:
+        ours = Experts(format, runner, served.width, place.runner)
+        watch(ours, layer, method)
+        layer.pretuned_experts = ours  # from here on nothing can fail: a layer is taken whole or not at all
     else:
         runner.runner_core.own = place.runner
-    place.runner = runner
+    run_by(method, layer, runner)
     return True
 
 
@@ -108,11 +111,14 @@ def _unread(layer: Any, config: Any, format: Packing, served: ServedLayer) -> st
     """Why quantised weights are none that pretuned reads; None if they are."""
     if torch.cuda.is_available() and config.params_dtype is not torch.bfloat16:
         return f"tokens are {config.params_dtype}: with quantised weights, kernels read bfloat16"
-    for problem, room in zip(served.problems, format.shapes(layer), strict=True):
+    loads = [(one.N, one.K) for one in served.products(served.I)]
+    rooms = format.shapes(layer)
+    for problem in served.problems:
         if not prepares(problem.dtype, problem.N, problem.K):
             return f"no kernel is for {problem}: {SIZES}"
-        if room != (problem.N, problem.K):
-            return f"its parameters have an N and K of {room}, pretuned reads {(problem.N, problem.K)}"
+    wide = [(one.N, one.K) for one in served.problems]
+    if rooms not in (loads, wide):  # SGLang pads some
+        return f"its parameters have an N and K of {rooms}, pretuned reads {loads}"
     for option in ("enable_eplb", "cpu_offload_gb"):  # that move them, but nothing that kernels read beside them
         if getattr(_settings(), option, None):
             return f"--{option.replace('_', '-')} moves its weights while it runs"

@@ -1,121 +1,152 @@
 """SGLang's MoE layers with quantised weights: which formats are pretuned's, and how their tensors are prepared.
 
 SGLang makes and loads its own parameters. If a layer is pretuned's they are prepared in place, instead of for the
-backend that SGLang chose, and have the dtype and shape of prepared weights then. Before weights are loaded again they
-are in the checkpoint's layout, in the same memory, so a part of them can be loaded.
+backend that SGLang chose, and have the dtype and shape of prepared weights then; those that are padded get new memory.
+Before weights are loaded again they are in the checkpoint's layout, so a part of them can be loaded. What is small,
+zero points and scales that are repeated for rows, is prepared beside the parameters.
 
 Imported inside SGLang alone, by ``experts.py``.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from sglang.srt.layers.moe.fused_moe_triton.layer import create_moe_dispatcher
 from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
 
-from ...artifacts.records.precision import DType, dtypes_of
+from ...artifacts.errors import InputError
+from ...artifacts.records.precision import PRECISIONS
+from ...runtime.ops.activation import RowActivation
+from ...runtime.weights.checkpoints import gptq_zeros
+from ...runtime.weights.codes import unpack
 from ...runtime.weights.expert_weights import ExpertWeights
-from ..served_layer import follow, prepared
+from ...runtime.weights.packings import awq_codes, awq_columns, awq_words, gptq_codes, gptq_words
+from ...runtime.weights.padding import narrowed
+from ..loaded_format import A4, STATIC_X, LoadedFormat, int4_name, order_refusal
+from ..served_layer import follow, pad_bias, prepared, widened
 
 _TRITON, _MARLIN = "triton", "marlin"
-_GROUPS = (32, 64, 128)  # of int4
 _WHICH = ("w13", "w2")
+_MOVES = {"gptq": (gptq_codes, gptq_words), "awq": (awq_codes, awq_words)}
+_BORROWED = 15  # a zero point of 0, stored less one
 
 
-class Packing(NamedTuple):
-    """What a layer's tensors are. ``name`` is one of ``PRECISIONS``, ``codes`` and ``scale`` end their names.
+@dataclass(frozen=True)
+class Packing(LoadedFormat):
+    """What a layer's parameters are, and the ``runners`` of SGLang's that have them as the checkpoint does."""
 
-    ``runners``: SGLang's, whose parameters are made as the checkpoint has them. With ``is_turned`` these have K before
-    N, [E, K/8, N] words of eight codes and scales [E, K/group, N].
-    """
-
-    name: str
-    codes: str
-    scale: str
-    runners: tuple[str, ...]
-    is_turned: bool = False
-
-    @property
-    def dtype(self) -> DType:
-        """Of the weights."""
-        return dtypes_of(self.name)[0]
+    runners: tuple[str, ...] = ()
 
     def shapes(self, layer: Any) -> list[tuple[int, int]]:
         """N and K of its two products, as its parameters have room for."""
         found = []
         for which in _WHICH:
-            codes = getattr(layer, f"{which}_{self.codes}")
-            N, K = codes.shape[:0:-1] if self.is_turned else codes.shape[1:]
-            found.append((N, K * codes.element_size() * (1 if self.name == "fp8_block" else 2)))
+            codes = getattr(layer, f"{which}_{self.ends[0]}")
+            rows, columns = codes.shape[1:]
+            weights = codes.element_size() * 8 // PRECISIONS[self.name].w.bits  # in one code
+            if self.packing == "awq":
+                found.append((columns * weights, rows))
+            else:
+                found.append((columns, rows * weights) if self.K_first else (rows, columns * weights))
         return found
 
-    def weights(self, layer: Any, which: str) -> ExpertWeights:
-        """The weights of one product, over the layer's parameters as ``turn`` leaves them."""
-        codes, scale = (getattr(layer, f"{which}_{one}").data for one in (self.codes, self.scale))
-        if self.is_turned:
-            codes, scale = (one.view(one.shape[0], one.shape[2], one.shape[1]) for one in (codes, scale))
-        if self.name != "fp8_block":
-            codes = codes.view(torch.uint8)
-        make = {"fp8_block": ExpertWeights.fp8_block, "mxfp4": ExpertWeights.mxfp4}.get(self.name, ExpertWeights.int4)
-        return make(codes, scale)
+    def product(self, layer: Any, which: str) -> ExpertWeights:
+        """The weights of one product, over the layer's parameters as ``turn`` leaves them.
+
+        Zero points, and scales of matrices, are new tensors.
+        """
+        codes, scale, *more = (getattr(layer, f"{which}_{end}").data for end in self.ends)
+        if not self.K_first:
+            return self.weights(codes, scale, *more)
+        E, (N, K) = codes.shape[0], self.shapes(layer)[_WHICH.index(which)]
+        zeros = (torch.stack([awq_columns(words) for words in one]) for one in more)
+        return ExpertWeights.int4(codes.view(torch.uint8).view(E, N, K // 2), scale.view(E, N, -1), *zeros)
 
     def turn(self, layer: Any, *, undo: bool = False) -> None:
         """Exchange N and K of what lies in the parameters, in place and expert by expert; their shapes stay."""
-        for which in _WHICH if self.is_turned else ():
-            for name in (self.codes, self.scale):
-                for one in getattr(layer, f"{which}_{name}").data:
-                    K, N = one.shape
-                    one.copy_(one.view(N, K).mT.clone() if undo else one.mT.reshape(K, N))
+        for which, (N, K) in zip(_WHICH, self.shapes(layer), strict=True) if self.K_first else ():
+            there, back = _MOVES[self.packing]
+            for codes in getattr(layer, f"{which}_{self.ends[0]}").data:
+                rows = codes.view(torch.uint8).view(N, K // 2)
+                _ = codes.copy_(back(rows.clone())) if undo else rows.copy_(there(codes.clone()))
+            for scale in getattr(layer, f"{which}_{self.ends[1]}").data:
+                rows = scale.view(N, -1)
+                _ = scale.copy_(rows.mT.clone()) if undo else rows.copy_(scale.mT.clone())
 
 
 class Experts:
     """What a layer of pretuned's has beside its parameters. ``weights`` are None until they were loaded.
 
-    ``own`` is SGLang's runner, which has the layer if its weights can't be prepared.
+    ``own`` is SGLang's runner, which has the layer if its weights can't be prepared. ``width`` is I of the prepared
+    weights.
     """
 
-    def __init__(self, format: Packing, runner: Any, own: Any = None) -> None:
-        self.format, self.runner, self.own = format, runner, own
+    def __init__(self, format: Packing, runner: Any, width: int, own: Any = None) -> None:
+        self.format, self.runner, self.width, self.own = format, runner, width, own
         self.weights: tuple[ExpertWeights, ...] | None = None
         self.is_raw = True  # as SGLang's loader writes and reads them
-        self._raw: dict[str, tuple[torch.dtype, torch.Size]] = {}  # dtypes and shapes of the parameters then
+        self.unreadable: str | None = None  # why what SGLang has loaded is not what the checkpoint has
+        self._raw: dict[str, tuple[torch.dtype, torch.Size]] = {}  # dtypes and shapes of replaced parameters before
+        self._sizes: list[tuple[int, int]] = []  # N and K of the products as SGLang loads them
+        self._act: RowActivation | None = None
+        self._bias: torch.Tensor | None = None  # of gate and up, padded
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether prepared weights are wider than what SGLang loads."""
+        return bool(self._sizes) and self._sizes[1][1] != self.width
 
     def prepare(self, layer: Any) -> None:
-        """Prepare what was just loaded, in its memory.
+        """Prepare what was just loaded: in its memory, or in that of the first weights if it is padded.
 
         Raises
         ------
         InputError
-            for scales that no kernel takes, for weights loaded later that have another order than the first, and for
-            an activation that the model set after its layer was made and pretuned lacks.
+            for scales that no kernel takes, for weights loaded later that have another order than the first, for
+            an activation that the model set after its layer was made and pretuned lacks, and for zero points that
+            SGLang's loader changes.
         """
-        self.runner.runner_core.activation()
-        self.format.turn(layer)
-        on_gpu = getattr(layer, f"w2_{self.format.codes}").is_cuda
-        raw = [self.format.weights(layer, one) for one in _WHICH]
+        form, act = self.format, self.runner.runner_core.activation()
+        if self.unreadable:
+            raise InputError(f"pretuned: {self.unreadable}")
+        self._sizes, self._act = form.shapes(layer), act
+        form.turn(layer)
+        raw = [form.product(layer, which) for which in _WHICH]
+        if self.is_padded:
+            raw = [widened(one, self.width, act, down=which == "w2") for one, which in zip(raw, _WHICH, strict=True)]
+            self._pad_bias(layer, act)
+        on_gpu = getattr(layer, f"w2_{form.ends[0]}").is_cuda
         given = prepared(raw, "PRETUNED_SGLANG", on_gpu=on_gpu, in_place=True)
-        for which, of_product in zip(_WHICH, given, strict=True):
-            for end, made in ((self.format.codes, of_product.codes), (self.format.scale, of_product.scale)):
-                parameter = getattr(layer, f"{which}_{end}")
-                self._raw[f"{which}_{end}"] = parameter.dtype, parameter.shape
-                if made.dim() > parameter.dim():
-                    parameter.data = made
-        self.is_raw = False
-        if self.weights is not None and all(
-            one.codes.data_ptr() == first.codes.data_ptr() for one, first in zip(given, self.weights, strict=True)
-        ):
-            follow(self.weights, given)
+        first = self.weights
+        if first is None or not (self.is_padded or all(map(_in_one_place, first, given))):
+            first = given
         else:
-            self.weights = given
+            follow(first, given, copied=True)
+        for which, of_product in zip(_WHICH, first, strict=True):
+            for end, made in zip(form.ends[:2], (of_product.codes, of_product.scale), strict=True):
+                name = f"{which}_{end}"
+                parameter = getattr(layer, name)
+                if end not in form.derived and (self.is_padded or made.dim() > parameter.dim()):
+                    self._raw[name] = parameter.dtype, parameter.shape
+                    parameter.data = made
+        self.weights, self.is_raw = first, False
+
+    def _pad_bias(self, layer: Any, act: RowActivation) -> None:
+        bias = getattr(layer, "w13_weight_bias", None) if layer.with_bias else None
+        if bias is not None:
+            made = pad_bias(bias.data, self._sizes[1][1], self.width, act)
+            self._bias = made if self._bias is None else self._bias.copy_(made)
 
     def give_back(self, method: Any, layer: Any) -> None:
         """Undo what ``prepare`` did before it failed the first time, and have SGLang's own runner run the layer."""
         self._unprepare(layer)
         del layer.pretuned_experts
-        runs_by(method, layer).runner = self.own
+        run_by(method, layer, self.own)
         # What the layer took from the runner after it was made.
         layer.runner_backend = layer.moe_runner_config.runner_backend = method.get_moe_runner_backend(layer)
         layer.runner = method.runner
@@ -124,19 +155,26 @@ class Experts:
 
     def restore(self, layer: Any) -> None:
         """Put them back as SGLang's loader writes them. What captured graphs read beside them stays where it is."""
+        self.unreadable = None
         if self.is_raw or self.weights is None:
             return
         self._unprepare(layer)
 
     def _unprepare(self, layer: Any) -> None:
-        for which in _WHICH:
-            names = f"{which}_{self.format.codes}", f"{which}_{self.format.scale}"
-            codes, scale = (getattr(layer, name) for name in names)
-            if codes.dim() > 3:
-                ExpertWeights(self.format.name, codes.data, scale.data).restore_in_place()
-            for name, parameter in zip(names, (codes, scale), strict=True):
-                dtype, shape = self._raw.get(name, (parameter.dtype, parameter.shape))
-                parameter.data = parameter.data.flatten(1).view(torch.uint8).view(dtype).view(shape)
+        if not self._sizes:  # nothing was done yet
+            return
+        for i, which in enumerate(_WHICH):
+            names = [f"{which}_{end}" for end in self.format.ends[:2] if f"{which}_{end}" in self._raw]
+            codes, scale = (getattr(layer, f"{which}_{end}").data for end in self.format.ends[:2])
+            if self.is_padded and names and self.weights is not None:
+                parts = 2 if which == "w13" and not self._act.interleaved and self._act.gated else 1
+                plain = narrowed(self.weights[i].restore(), *self._sizes[i], parts=parts)
+                codes, scale = plain.codes, plain.scale
+            elif codes.dim() > 3:
+                ExpertWeights(self.format.name, codes, scale).restore_in_place()
+            for name, there in zip(names, (codes, scale), strict=False):
+                dtype, shape = self._raw.pop(name)
+                getattr(layer, name).data = there.flatten(1).view(torch.uint8).view(dtype).view(shape)
         self.format.turn(layer, undo=True)
         self.is_raw = True
 
@@ -144,7 +182,12 @@ class Experts:
         """The layer of a dispatch's tokens."""
         w13, w2 = self.weights or ()
         b13, b2 = (getattr(layer, f"{one}_weight_bias", None) if layer.with_bias else None for one in _WHICH)
+        b13 = b13 if self._bias is None else self._bias
         return self.runner.run(dispatch_output, TritonMoeQuantInfo(w13_weight=w13, w2_weight=w2, b13=b13, b2=b2))
+
+
+def _in_one_place(first: ExpertWeights, now: ExpertWeights) -> bool:
+    return first.codes.data_ptr() == now.codes.data_ptr()
 
 
 def format_of(method: Any, layer: Any) -> Packing | str:
@@ -165,63 +208,142 @@ def runs_by(method: Any, layer: Any) -> Any:
     return method if scheme is None else getattr(scheme, "kernel", scheme)
 
 
+def run_by(method: Any, layer: Any, runner: Any) -> None:
+    """Have a runner run a layer."""
+    runs_by(method, layer).runner = runner
+    if method.get_moe_runner_backend(layer) is not runner.runner_backend:  # modelopt's methods say it themselves
+        method._moe_runner_backend = runner.runner_backend
+
+
 def _fp8(method: Any) -> Packing | str:
     how = method.quant_config
+    is_static = how.activation_scheme != "dynamic"
     if method.is_fp4_expert:
         return "fp8 checkpoints' experts in mxfp4 (DeepSeek-V4), which SGLang prepares in several ways"
-    if method.use_mxfp8 or list(method.weight_block_size or ()) != [128, 128]:
+    if method.use_mxfp8:
+        return "mxfp8"
+    if not how.is_checkpoint_fp8_serialized:
+        return "its weights are quantised at load"
+    if method.weight_block_size is None:
+        return _fp8_rows("weight_scale", is_static=is_static)
+    if list(method.weight_block_size) != [128, 128] or is_static:
         return f"its fp8 weights have no scale for each 128 x 128 (blocks of {method.weight_block_size})"
-    if not how.is_checkpoint_fp8_serialized or how.activation_scheme != "dynamic":
-        return "its weights are quantised at load, or its tokens with static scales"
-    return Packing("fp8_block", "weight", "weight_scale_inv", (_TRITON,))
+    return Packing("fp8_block", ("weight", "weight_scale_inv"), runners=(_TRITON,))
+
+
+def _fp8_rows(scale: str, *, is_static: bool) -> Packing:
+    """With a scale for each row, or matrix; what is loaded says which."""
+    return Packing("fp8_channel", ("weight", scale), runners=(_TRITON,), note=STATIC_X if is_static else "")
 
 
 def _compressed_fp8(scheme: Any) -> Packing | str:
-    if list(scheme.weight_block_size or ()) != [128, 128] or scheme.static_input_scales:
+    if scheme.weight_block_size is None:
+        return _fp8_rows("weight_scale", is_static=scheme.static_input_scales)
+    if list(scheme.weight_block_size) != [128, 128] or scheme.static_input_scales:
         return f"its fp8 weights have no scale for each 128 x 128 (blocks of {scheme.weight_block_size})"
-    return Packing("fp8_block", "weight", "weight_scale", (_TRITON,))
+    return Packing("fp8_block", ("weight", "weight_scale"), runners=(_TRITON,))
+
+
+def _modelopt_fp8(method: Any) -> Packing | str:
+    if not method.quant_config.is_checkpoint_fp8_serialized:
+        return "its weights are quantised at load"
+    return _fp8_rows("weight_scale", is_static=True)
 
 
 def _mxfp4(method: Any) -> Packing | str:
-    return Packing("mxfp4", "weight", "weight_scale", (_TRITON, "triton_kernel"))
+    return Packing("mxfp4", ("weight", "weight_scale"), runners=(_TRITON, "triton_kernel"))
 
 
-def _int4(bits: int, group: int, what: str | None, names: tuple[str, str], runner: str) -> Packing | str:
-    if what is not None:
-        return what
-    if bits != 4 or group not in _GROUPS:
-        return f"{bits} bits in groups of {group}: pretuned serves 4 in groups of 32, 64 or 128"
-    return Packing(f"int4_g{group}", *names, (runner, _TRITON), is_turned=runner == _MARLIN)
+def _compressed_nvfp4(scheme: Any) -> Packing | str:
+    note = A4 if scheme.has_input_global_scale else ""
+    ends = ("weight_packed", "weight_scale", "weight_global_scale")
+    return Packing("nvfp4", ends, divides=True, note=note, runners=(_MARLIN,))
+
+
+def _modelopt_nvfp4(method: Any) -> Packing | str:
+    how = method.quant_config
+    if not how.is_checkpoint_nvfp4_serialized:
+        return "its weights are quantised at load"
+    if how.group_size != 16:
+        return f"nvfp4 in groups of {how.group_size}: pretuned serves groups of 16"
+    if method.load_up_proj_weight_first:
+        return "its loader has up before gate"
+    note = "" if getattr(how, "is_w4a16", False) else A4
+    return Packing("nvfp4", ("weight", "weight_scale", "weight_scale_2"), note=note, runners=(_MARLIN,))
+
+
+def _int4(
+    bits: int, group: int, ends: tuple[str, ...], packing: str, *, runner: str = _MARLIN, why: str | None = None
+) -> Packing | str:
+    name, refused = int4_name(bits, group, zeros=len(ends) > 2)
+    if name is None or why:
+        return why or refused
+    return Packing(name, ends, packing, runners=(runner, _TRITON))
 
 
 def _compressed_int4(scheme: Any) -> Packing | str:
-    what = None if scheme.sym else "zero points"
-    if scheme.actorder is not None:
-        what = "groups of another order (actorder)"
-    return _int4(scheme.num_bits, scheme.group_size, what, ("weight_packed", "weight_scale"), _MARLIN)
+    why = None if scheme.sym else "zero points of compressed-tensors, which SGLang loads in another shape"
+    why = why or order_refusal(scheme.actorder)
+    return _int4(scheme.num_bits, scheme.group_size, ("weight_packed", "weight_scale"), "gptq", why=why)
 
 
 def _gptq(method: Any) -> Packing | str:
     how = method.quant_config
-    what = "zero points" if not how.is_sym else "groups of another order (desc_act)" if how.desc_act else None
-    if what is None and how.dynamic:
-        what = "bits that differ by layer (dynamic)"
-    return _int4(how.weight_bits, how.group_size, what, ("qweight", "scales"), _MARLIN)
+    why = "zero points" if not how.is_sym else "groups of another order (desc_act, g_idx)" if how.desc_act else None
+    if why is None and how.dynamic:
+        why = "bits that differ by layer (dynamic)"
+    return _int4(how.weight_bits, how.group_size, ("qweight", "scales"), "gptq", why=why)
+
+
+def _awq(method: Any) -> Packing | str:
+    how = method.quant_config
+    why = None if how.zero_point else "AWQ without zero points"
+    return _int4(how.weight_bits, how.group_size, ("qweight", "scales", "qzeros"), "awq", why=why)
 
 
 def _wna16(method: Any) -> Packing | str:
-    how = method.quant_config
-    what = "zero points" if how.has_zp else None
-    return _int4(how.weight_bits, how.group_size, what, ("qweight", "scales"), _TRITON)
+    """AWQ's or GPTQ's, which SGLang's loader brings to rows of codes; it adds the one that GPTQ's zero points lack."""
+    how, why = method.quant_config, None
+    if how.linear_quant_method == "awq" and not how.has_zp:
+        why = "AWQ without zero points"
+    if how.full_config.get("desc_act"):
+        why = "groups of another order (desc_act, g_idx)"
+    elif how.has_zp and how.linear_quant_method == "gptq" and not gptq_zeros(how.full_config)["less_one"]:
+        why = "zero points of gptq_v2, to which SGLang adds one"
+    ends = ("qweight", "scales", "qzeros") if how.has_zp else ("qweight", "scales")
+    return _int4(how.weight_bits, how.group_size, ends, "bytes", runner=_TRITON, why=why)
+
+
+def watch(ours: Experts, layer: Any, method: Any) -> None:
+    """Tell a layer's experts of zero points of 0 in GPTQ, stored as 15: SGLang's loader makes 16 of them."""
+    how = getattr(method, "quant_config", None)
+    if type(method).__name__ != "MoeWNA16Method" or not how.has_zp or how.linear_quant_method != "gptq":
+        return
+    for which in _WHICH:
+        parameter = getattr(layer, f"{which}_qzeros")
+        parameter.weight_loader = functools.partial(_load_zeros, ours, parameter.weight_loader)
+
+
+def _load_zeros(
+    ours: Experts, load: Callable[..., Any], param: Any, words: torch.Tensor, *given: Any, **more: Any
+) -> Any:
+    if bool((unpack(words.contiguous().view(torch.uint8)) == _BORROWED).any()):
+        ours.unreadable = "a zero point of 0, which SGLang's loader makes 16"
+    return load(param, words, *given, **more)
 
 
 # By the name of SGLang's class, of its method or of compressed-tensors' scheme.
 _FORMATS: dict[str, Callable[[Any], Packing | str]] = {
     "Fp8MoEMethod": _fp8,
+    "W8A8FP8MoEMethod": lambda _: _fp8_rows("weight_scale", is_static=False),
+    "ModelOptFp8MoEMethod": _modelopt_fp8,
+    "ModelOptNvFp4FusedMoEMethod": _modelopt_nvfp4,
     "Mxfp4MoEMethod": _mxfp4,
     "CompressedTensorsW8A8Fp8MoE": _compressed_fp8,
+    "CompressedTensorsW4A16Nvfp4MoE": _compressed_nvfp4,
     "CompressedTensorsWNA16MoE": _compressed_int4,
     "CompressedTensorsWNA16TritonMoE": _compressed_int4,
+    "AWQMoEMethod": _awq,
     "GPTQMarlinMoEMethod": _gptq,
     "MoeWNA16Method": _wna16,
 }
