@@ -5,6 +5,10 @@ That is an unquantised layer of SGLang's with the weights that the codes stand f
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -492,3 +496,98 @@ def test_a_scale_that_no_kernel_takes_is_an_error_on_a_gpu() -> None:
     with pytest.raises(InputError, match=r"no kernel takes the scales of .*mxfp4.* PRETUNED_SGLANG=0 serves"):
         prepared(given, "PRETUNED_SGLANG", on_gpu=True)
     assert not prepared(given, "PRETUNED_SGLANG", on_gpu=False)[0].order
+
+
+def gpt_oss(width: int) -> tuple[dict[str, torch.Tensor], list[Any], list[torch.Tensor]]:
+    """A layer's tensors as gpt-oss's checkpoint names them, its weights and its biases."""
+    from pretuned.runtime import ExpertWeights
+
+    torch.manual_seed(0)
+    given = [ExpertWeights.quantize(torch.randn(E, *one) * 0.1, "mxfp4") for one in ((2 * width, H), (H, width))]
+    biases = [torch.randn(E, 2 * width).bfloat16(), torch.randn(E, H).bfloat16()]
+    tensors = {}
+    for name, one, bias in zip(("gate_up_proj", "down_proj"), given, biases, strict=True):
+        tensors |= {f"experts.{name}_blocks": one.codes.unflatten(2, (-1, 16)), f"experts.{name}_scales": one.scale,
+                    f"experts.{name}_bias": bias}  # fmt: skip
+    return tensors, given, biases
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_ranks_of_gpt_oss_add_up_to_the_whole_layer(tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """45 blocks of 32, which no number of ranks divides: SGLang's loader gives the last one what is left."""
+    from sglang.srt.layers.quantization import mxfp4
+    from sglang.srt.models.gpt_oss import GptOssForCausalLM
+
+    width, kind = 1440, KINDS["gpt-oss mxfp4"]
+    tensors, given, biases = gpt_oss(width)
+    exact = ask(twin(given, biases, **kind.layer, intermediate_size=width), *question())
+    load(monkeypatch, PRETUNED_SGLANG="1")
+    monkeypatch.setattr(mxfp4, "has_triton_kernels", True)  # which is not installed here: SGLang pads for it
+    out = torch.zeros(T, H)
+    for rank in range(tp):
+        layer = fused(quant_config("gpt-oss mxfp4"), **kind.layer, intermediate_size=width // tp)
+        assert layer.runner_backend.value == "pretuned"
+        layer.moe_tp_size, layer.moe_tp_rank = tp, rank
+        model = torch.nn.Module()
+        model.experts = layer
+        model.config = SimpleNamespace(intermediate_size=width, num_local_experts=E)
+        GptOssForCausalLM._load_mxfp4_experts_weights(model, tensors.items())
+        layer.quant_method.process_weights_after_loading(layer)
+        assert all(one.is_prepared for one in layer.pretuned_experts.weights)
+        out += ask(layer, *question())
+    assert near(out, exact, "mxfp4")
+
+
+def test_gpt_oss_in_two_processes(tmp_path: Path) -> None:
+    """In a width that SGLang pads for triton_kernels alone, which is not installed here."""
+    width, kind = 192, KINDS["gpt-oss mxfp4"]
+    tensors, given, biases = gpt_oss(width)
+    exact = ask(twin(given, biases, **kind.layer, intermediate_size=width), *question())
+    torch.save({"width": width, "layer": kind.layer, "tensors": tensors, "question": question()}, tmp_path / "given.pt")
+    script, port = Path(sglang_layer.__file__).with_name("sglang_rank.py"), sglang_layer.free_port()
+    ranks = [
+        subprocess.Popen([sys.executable, script, str(rank), "2", str(port), tmp_path], stderr=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    for one in ranks:
+        _, error = one.communicate(timeout=600)
+        assert one.returncode == 0, error.decode()[-3000:]
+    for rank in range(2):
+        told = torch.load(tmp_path / f"{rank}.pt")
+        assert near(told["out"], exact, "mxfp4")
+        assert told["lines"][-1] == (
+            "pretuned: runs the MoE layers of E=4 H=256 I=96 (padded to 128: 33.3% more memory) k=2 mxfp4 swiglu_oai"
+        )
+
+
+def test_a_zero_point_of_0_that_sglang_s_loader_changes_leaves_the_layer_to_sglang(
+    monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
+) -> None:
+    from pretuned.integrations import sglang
+
+    name = "moe_wna16 zeros"
+    sglang.PLUG_IN._logged.clear()
+    load(monkeypatch, PRETUNED_SGLANG="1")
+    layer = fused(quant_config(name))
+    given = matrices(name, 0)
+    given[0].zero[1, 5, 2] = 0
+    fill(layer, name, given)
+    layer.quant_method.process_weights_after_loading(layer)
+    assert not hasattr(layer, "pretuned_experts")
+    assert "a zero point of 0, which SGLang's loader makes 16" in lines(told)[-1]
+
+
+def test_gate_and_up_with_two_global_scales_are_left_to_sglang(
+    monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
+) -> None:
+    from pretuned.integrations import sglang
+
+    sglang.PLUG_IN._logged.clear()
+    load(monkeypatch, PRETUNED_SGLANG="1")
+    layer, processed = fused(quant_config("modelopt nvfp4")), []
+    fill(layer, "modelopt nvfp4", matrices("modelopt nvfp4", 0))
+    layer.w13_weight_scale_2.data[2, 1] *= 2
+    sglang.loaded(lambda *given: processed.append(given), layer.quant_method, layer)
+    assert processed == [(layer.quant_method, layer)]
+    assert layer.runner_backend.value == "marlin"
+    assert "gate and up of expert 2 have the global scales [" in lines(told)[-1]

@@ -58,24 +58,31 @@ def load(monkeypatch: pytest.MonkeyPatch, **environ: str) -> None:
 
 
 @functools.cache
-def start() -> None:
-    """SGLang's settings and process groups, of one process."""
+def start(rank: int = 0, ranks: int = 1, port: int = 0) -> None:
+    """SGLang's settings and process groups, of this process and as many as there are ranks."""
     from sglang.srt import runtime_context
     from sglang.srt.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
     from sglang.srt.server_args import ServerArgs
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    ranks = runtime_context.SpawnRanks(world_rank=0)
-    runtime_context.publish(ServerArgs(model_path="none", device="cpu"), role="test", ranks=ranks)
-    init_distributed_environment(1, 0, address, 0, backend="gloo")
+    placed = runtime_context.SpawnRanks(world_rank=rank)
+    settings = ServerArgs(model_path="none", device="cpu", tp_size=ranks)
+    runtime_context.publish(settings, role="test", ranks=placed)
+    address = f"tcp://127.0.0.1:{port or free_port()}"
+    init_distributed_environment(ranks, rank, address, rank, backend="gloo")
     initialize_model_parallel(backend="gloo")
 
 
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 def fused(quant_config: Any, **changes: Any) -> Any:
-    """SGLang's whole layer of experts."""
-    start()
+    """SGLang's whole layer of experts, or a rank's part of it where ``start`` was told of ranks."""
+    if not torch.distributed.is_initialized():
+        start()
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
     given = {"num_experts": 4, "hidden_size": 256, "intermediate_size": 128, "layer_id": 0, "top_k": 2,
