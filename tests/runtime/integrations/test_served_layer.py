@@ -14,7 +14,7 @@ from pretuned.aot.plan.plan import plan, planned_on
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem, buckets_between
 from pretuned.artifacts.records.target import Gpu, LocalGpu
-from pretuned.integrations.served_layer import ServedLayer, lacks, widened
+from pretuned.integrations.served_layer import ServedLayer, follow, lacks, pad_bias, widened
 from pretuned.kernels.contract.activations import Activation
 from pretuned.kernels.contract.config import Config, Loads, Schedule
 from pretuned.runtime import reload
@@ -171,3 +171,21 @@ def test_a_padded_product_is_of_zeros_after_each_half_of_gate_and_up() -> None:
     down = widened(w, 128, SILU, down=True).dequantize()
     assert torch.equal(down[:, :, :64], w.dequantize())
     assert not down[:, :, 64:].any()
+
+
+def test_a_padded_bias_has_zeros_where_its_weights_have_rows_of_zeros() -> None:
+    bias = torch.arange(1.0, 9.0)[None]
+    assert pad_bias(bias, 3, 4, SILU).tolist() == [[1, 2, 3, 0, 4, 5, 6, 0]]  # the last two were never loaded
+    assert pad_bias(bias, 3, 4, SILU._replace(interleaved=True)).tolist() == [[1, 2, 3, 4, 5, 6, 0, 0]]
+    assert pad_bias(bias, 8, 9, SILU._replace(gated=False)).tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 0]]
+
+
+def test_weights_loaded_again_are_copied_to_where_the_first_are() -> None:
+    draw = torch.Generator().manual_seed(0)
+    first, now = (
+        [ExpertWeights.quantize(torch.randn(2, 64, 64, generator=draw), "int4_g32_zp").prepare()] for _ in range(2)
+    )
+    pointers = [one.data_ptr() for one in first[0].tensors().values()]
+    follow(first, now, copied=True)
+    assert [one.data_ptr() for one in first[0].tensors().values()] == pointers
+    assert torch.equal(first[0].dequantize(), now[0].dequantize())

@@ -125,3 +125,13 @@ def test_an_engine_s_experts_are_those_of_their_stacked_tensors() -> None:
         for one, of_all in zip(found, wanted, strict=False):
             assert of_all is not None
             assert torch.equal(one, of_all)
+
+
+def test_words_of_awq_and_gptq_are_undone() -> None:
+    for there, back, words in (
+        (packings.awq_codes, packings.awq_words, whole(K, N // 8)),
+        (packings.gptq_codes, packings.gptq_words, whole(K // 8, N)),
+    ):
+        codes = there(words)
+        assert (codes.dtype, tuple(codes.shape)) == (torch.uint8, (N, K // 2))
+        assert torch.equal(back(codes), words)

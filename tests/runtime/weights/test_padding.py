@@ -9,7 +9,7 @@ from pretuned import moe_mlp
 from pretuned.artifacts.errors import InputError
 from pretuned.kernels.contract.activations import Activation
 from pretuned.runtime import ExpertWeights
-from pretuned.runtime.weights.padding import padded
+from pretuned.runtime.weights.padding import narrowed, padded
 
 FORMATS = ("mxfp4", "mxfp8", "nvfp4", "fp8_channel", "fp8_channel_a16", "int4_g32", "int4_g32_zp", "int4_g64_zp")
 
@@ -50,6 +50,15 @@ def test_values_are_the_same_and_zeros_after_them(
         assert torch.equal(one.view(torch.uint8), before[name].view(torch.uint8))
     back = ExpertWeights.from_state_dict(format, wide.state_dict())  # which checks all of its tensors
     assert back.shape == wide.shape
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("shape", "N", "K", "parts"), [((3, 96, 64), 128, 64, 1), ((2, 192, 96), 256, 128, 2)])
+def test_padding_is_undone(format: str, shape: tuple[int, ...], N: int, K: int, parts: int) -> None:
+    w = ExpertWeights.quantize(drawn(*shape), format)
+    back = narrowed(padded(w, N, K, parts=parts).prepare().restore(), *shape[1:], parts=parts)
+    for name, one in w.tensors().items():
+        assert torch.equal(one.view(torch.uint8), back.tensors()[name].view(torch.uint8)), name
 
 
 @pytest.mark.parametrize("format", FORMATS)
