@@ -39,9 +39,10 @@ def fp8(folder: Path, seed: int = 0, **sizes: int) -> Pair:
     return _qwen3(folder, seed, config, encode, sizes)
 
 
-def int4(folder: Path, seed: int = 0, **sizes: int) -> Pair:
+def int4(folder: Path, seed: int = 0, *, actorder: str | None = None, **sizes: int) -> Pair:
     """Qwen3-MoE in int4 in groups of 32, as Kimi-K2-Thinking. ``sizes`` as of ``fp8``."""
-    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32,
+               "actorder": actorder}  # fmt: skip
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
               "config_groups": {"group_0": group}, "ignore": _OTHERS}  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-_GROUPS = (32, 64, 128)  # of int4
+from ..loaded_format import GROUPS, order_refusal
 
 
 def keep_mxfp4() -> None:
@@ -112,7 +112,7 @@ def _codes_of(config: Any, name: str) -> _StoredCodes | None:
         str(getattr(one, "value", one)) for one in (scheme.format or config.format, weights.type, weights.strategy)
     )
     if packing == "pack-quantized" and (weights.num_bits, kind, strategy) == (4, "int", "group"):
-        if weights.symmetric and weights.group_size in _GROUPS and not weights.actorder:
+        if weights.symmetric and weights.group_size in GROUPS and order_refusal(weights.actorder) is None:
             return _StoredCodes("_packed", torch.int32, 8, torch.bfloat16, (1, weights.group_size))
     elif packing == "mxfp4-pack-quantized":
         return _StoredCodes("_packed", torch.uint8, 2, torch.uint8, (1, 32))

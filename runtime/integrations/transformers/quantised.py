@@ -22,6 +22,7 @@ from ...runtime.weights.codes import E8M0
 from ...runtime.weights.expert_weights import ExpertWeights, checked, int4_format, synchronize, version_of
 from ...runtime.weights.order import ORDERS, PREPARED_DIMS
 from ...runtime.weights.packings import fp8_scale
+from ..loaded_format import scale_of_rows
 
 _NAME = "_pretuned_weights"
 _STORED = "_pretuned_stored"
@@ -77,14 +78,14 @@ def quantised(experts: Any, name: str) -> ExpertWeights | None:
             "pretuned)", "adapters put on by get_peft_model after register(), of a model with "
             "experts_implementation='pretuned'", "experts_forward")  # fmt: skip
     if torch.compiler.is_compiling():
-        return _weights(codes, scale)  # a graph can't look at numbers
+        return _weights(codes, scale, by_matrix=_by_matrix(experts))  # a graph can't look at numbers
     every = _known(experts)
     entry, state = every.get(name), (*_state(codes), *_state(scale))
     if entry is not None and entry.codes() is codes and entry.scale() is scale and entry.state == state:
         _follow_scale(entry, scale)
         return entry.weights
     with torch.inference_mode(False), torch.no_grad():  # a copy of scales is written to later, in any mode
-        weights = checked(_weights(codes.detach(), scale.detach()))
+        weights = checked(_weights(codes.detach(), scale.detach(), by_matrix=_by_matrix(experts)))
     if isinstance(codes, torch.nn.Parameter):  # else it is there for one call
         _keep(every, name, codes, scale, weights)
     return weights
@@ -161,7 +162,9 @@ def _follow_scale(entry: _KnownWeights, scale: torch.Tensor) -> None:
     version = version_of(scale)
     if entry.version[0] != version:
         if scale.data_ptr() != entry.weights.scale.data_ptr():
-            entry.weights.scale.copy_(fp8_scale(scale.detach()))
+            made = fp8_scale(scale.detach())
+            rows = entry.weights.scale
+            rows.copy_(made if rows.dim() > 2 else scale_of_rows(made, rows.shape[1]))
             if capturing():  # nothing is copied before the graph's replay: the next call copies again
                 return
             synchronize(entry.weights.scale)
@@ -199,13 +202,18 @@ def drop_stale(experts: Any) -> None:
             known.pop(name, None)
 
 
-def _weights(codes: torch.Tensor, scale: torch.Tensor) -> ExpertWeights:
+def _by_matrix(experts: Any) -> bool:
+    """Whether transformers' fp8 has a scale for each matrix, gate and up being two."""
+    return getattr(experts, "block_size", ()) is None
+
+
+def _weights(codes: torch.Tensor, scale: torch.Tensor, *, by_matrix: bool = False) -> ExpertWeights:
     """The weights of parameters in either layout; what is in them is not looked at."""
     prepared = codes.dim() == PREPARED_DIMS
     if codes.dtype is torch.float8_e4m3fn or (prepared and codes.shape[-1] == 4):
         N = codes.shape[1] * (codes.shape[3] if prepared else 1)
-        if scale.dim() == 3 and scale.shape[1:] == (N, 1):
-            return ExpertWeights("fp8_channel_a16", codes, fp8_scale(scale[..., 0]))
+        if scale.dim() == 3 and (by_matrix or scale.shape[1:] == (N, 1)):
+            return ExpertWeights("fp8_channel_a16", codes, scale_of_rows(fp8_scale(scale), N))
         return ExpertWeights("fp8_block_a16", codes, fp8_scale(scale))
     if scale.is_floating_point() and scale.dtype is not E8M0:
         return ExpertWeights(_int4_format(codes, scale), codes if prepared else codes.view(torch.uint8), scale)
@@ -272,7 +280,7 @@ def _prepare(
         return
     stored = experts.__dict__.setdefault(_STORED, {})
     with torch.inference_mode(False), torch.no_grad():
-        given = checked(_weights(codes.detach(), scale.detach()))
+        given = checked(_weights(codes.detach(), scale.detach(), by_matrix=_by_matrix(experts)))
         if not wanted(given):
             return
         made = given.prepare()
@@ -407,7 +415,7 @@ def _prepared_state(
     """A checkpoint's tensors as the parameters are; None for scales that prepared weights have no room for."""
     made = {}
     parameters = [experts._parameters[name] for name in stored[:2]]
-    format = _weights(*(_local(one.detach()) for one in parameters)).format
+    format = _weights(*(_local(one.detach()) for one in parameters), by_matrix=_by_matrix(experts)).format
     order, of_fp8 = ORDERS[format], format.startswith("fp8")
     moves = (order.prepared, order.prepared_scale)
     for key, held, (dtype, shape), move in zip(keys, parameters, stored[2:], moves, strict=True):

@@ -63,8 +63,11 @@ def pair(library: Any, **config: Any) -> tuple[Any, Any]:
     for (name, one), whole in zip(experts_of(model), (one for _, one in experts_of(twin)), strict=True):
         made = one.to_empty(device="cpu")
         for part in ("gate_up_proj", "down_proj"):
-            w = ExpertWeights.quantize(getattr(whole, part).data, format_of(made, part))
             codes, scale = getattr(made, part), getattr(made, f"{part}_scale_inv")
+            if made.block_size is None:
+                matrices(getattr(whole, part).data, codes.data, scale.data)
+                continue
+            w = ExpertWeights.quantize(getattr(whole, part).data, format_of(made, part))
             codes.data.copy_(w.codes.view(codes.dtype))
             scale.data.view(torch.uint8).copy_(w.scale.view(torch.uint8))
             getattr(whole, part).data.copy_(w.dequantize(torch.float32))
@@ -72,15 +75,33 @@ def pair(library: Any, **config: Any) -> tuple[Any, Any]:
     return model, twin
 
 
+def matrices(w: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> None:
+    """fp8 with a scale for each matrix, of which gate and up are two; w is what they say afterwards."""
+    parts = w.view(w.shape[0], scale.shape[1], -1)
+    scale.copy_(parts.abs().amax(2, keepdim=True) / 448)
+    codes.copy_((parts / scale).view(w.shape).to(codes.dtype))
+    w.copy_((codes.float().view(parts.shape) * scale).view(w.shape))
+
+
 def format_of(experts: Any, part: str) -> str:
-    return "mxfp4" if getattr(experts, part).dtype is torch.int8 else "fp8_block"
+    if getattr(experts, part).dtype is torch.int8:
+        return "mxfp4"
+    return "fp8_channel" if experts.block_size is None else "fp8_block"
 
 
 def experts_of(model: Any) -> list[tuple[str, Any]]:
     return [(name, one) for name, one in model.named_modules() if name.endswith(".experts")]
 
 
-@pytest.mark.parametrize("config", [{}, {"expert_dtype": "fp4", "scale_fmt": "ue8m0"}], ids=["fp8", "fp4"])
+BOTH = pytest.mark.parametrize("config", [{}, {"expert_dtype": "fp4", "scale_fmt": "ue8m0"}], ids=["fp8", "fp4"])
+EVERY = pytest.mark.parametrize(
+    "config",
+    [{}, {"weight_block_size": None}, {"expert_dtype": "fp4", "scale_fmt": "ue8m0"}],
+    ids=["fp8", "matrices", "fp4"],
+)
+
+
+@EVERY
 def test_a_model_says_what_its_codes_say(library: Any, config: dict[str, Any]) -> None:
     model, twin = pair(library, **config)
     for _, experts in experts_of(model):
@@ -123,10 +144,7 @@ def prepare(model: Any, parts: tuple[str, str] = ("gate_up_proj", "down_proj")) 
         assert all(quantised(experts, part).is_prepared for part in parts)
 
 
-BOTH = pytest.mark.parametrize("config", [{}, {"expert_dtype": "fp4", "scale_fmt": "ue8m0"}], ids=["fp8", "fp4"])
-
-
-@BOTH
+@EVERY
 def test_state_dicts_speak_of_the_checkpoint_s_layout(library: Any, config: dict[str, Any]) -> None:
     model, _ = pair(library, **config)
     said, before = model(IDS).logits, {name: one.clone() for name, one in model.state_dict().items()}
@@ -248,7 +266,7 @@ def test_scales_that_are_written_to_are_read_anew(library: Any, dtype: torch.dty
     assert not torch.equal(model(IDS).logits, wanted)
 
 
-@BOTH
+@EVERY
 def test_copies_and_swaps_of_prepared_models(library: Any, config: dict[str, Any], tmp_path: Path) -> None:
     """deepcopy, torch.save, functional_call, DataParallel's replicas, a move, torch.compile."""
     from torch.nn.parallel.replicate import _replicatable_module
@@ -448,7 +466,13 @@ def keeping(library: Any) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("made_by", "format"),
-    [("int4", "int4_g32"), ("mxfp4", "mxfp4"), ("fp8_block", "fp8_block_a16"), ("fp8_channel", "fp8_channel_a16")],
+    [
+        ("int4", "int4_g32"),
+        ("int4 static order", "int4_g32"),
+        ("mxfp4", "mxfp4"),
+        ("fp8_block", "fp8_block_a16"),
+        ("fp8_channel", "fp8_channel_a16"),
+    ],
 )
 def test_compressed_tensors_experts_stay_codes(
     library: Any, keeping: None, tmp_path: Path, made_by: str, format: str
@@ -456,7 +480,12 @@ def test_compressed_tensors_experts_stay_codes(
     """Beside the twin, by pretuned and by transformers' own code; saved as they were."""
     import tiny_quantised
 
-    pair = tiny_quantised.int4(tmp_path) if made_by == "int4" else tiny_quantised.compressed(tmp_path, made_by)
+    order = "static" if made_by.endswith("order") else None
+    pair = (
+        tiny_quantised.int4(tmp_path, actorder=order)
+        if made_by.startswith("int4")
+        else tiny_quantised.compressed(tmp_path, made_by)
+    )
     how = {"experts_implementation": "pretuned", "dtype": torch.float32}
     model = library.AutoModelForCausalLM.from_pretrained(pair.quantised, **how)
     twin = library.AutoModelForCausalLM.from_pretrained(pair.twin, **how)
@@ -554,7 +583,7 @@ def test_fp4_with_other_scales_is_not_taken_for_int4(
     assert ours.experts_or_own(experts, x, torch.tensor([[0], [1], [1]]), torch.ones(3, 1)) is x
 
 
-@BOTH
+@EVERY
 @pytest.mark.parametrize("prepared", [False, True])
 @torch.no_grad()
 def test_moved_parameters_leave_no_memory_behind(library: Any, config: dict[str, Any], prepared: bool) -> None:
