@@ -19,6 +19,7 @@ from vllm_flagships import FLAGSHIPS
 
 _SCRIPT = Path(__file__).parents[1] / "support/vllm_layers.py"
 _FLAGSHIPS = _SCRIPT.parent / "vllm_flagships.py"
+_FORMATS = _SCRIPT.parent / "vllm_formats.py"
 _INSTALLED = "installed"
 _TAKEN = ("0.20.2", "0.21.0", "0.22.1", "0.23.0", "0.24.0", "0.25.1", "0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0",
           "0.31.0", "0.32.0", "0.33.0")  # fmt: skip
@@ -211,3 +212,14 @@ def test_layers_of_models_compute_the_activations_that_the_models_have(version: 
         assert line.endswith(f" k=2 {FLAGSHIPS[name].logged}")
         assert one["error"] < (0.08 if "fp8" in line else 0.01), name
         assert one["without"] > 0.15, name
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("version", ["0.20.2", "0.26.0", "0.33.0"])
+def test_fp8_rows_and_matrices_and_nvfp4_are_loaded_by_its_loader(version: str) -> None:
+    """(The installed version's: test_vllm_quantised.py.)"""
+    told = {one["model"]: one for one in printed(version, _FORMATS)}
+    assert set(told) == {"fp8 rows", "modelopt fp8", "nvfp4", "modelopt nvfp4"}
+    for name, one in told.items():
+        assert one["error"] < (0.08 if "fp8" in name else 0.01), name
+        assert all(line.startswith("INFO pretuned: runs the MoE layers of E=4 H=128 I=96 ") for line in one["lines"])

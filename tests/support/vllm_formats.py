@@ -1,0 +1,140 @@
+"""MoE layers of the vLLM on sys.path with weights in fp8 rows and matrices and in nvfp4, on the CPU, with the plug-in.
+
+    python vllm_formats.py            # a line of JSON for each format
+
+A layer is made from vLLM's config of such a checkpoint and loaded by vLLM's loader. The line has the error of its
+output beside experts that are multiplied one by one with the dequantised weights, and the lines that were logged.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import logging
+import os
+from typing import Any
+
+if __name__ == "__main__":
+    os.environ |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    os.environ |= {"TORCHDYNAMO_DISABLE": "1", "PRETUNED_VLLM": "1"}
+
+import torch
+from vllm_layers import Lines, register, start
+
+E, H, I, T = 4, 128, 96, 5  # noqa: E741
+_QUANTISATION = "vllm.model_executor.layers.quantization."
+_COMPRESSED = "compressed_tensors.compressed_tensors_moe.compressed_tensors_moe"
+
+
+def compressed(packing: str, weights: dict[str, Any], x: dict[str, Any] | None) -> dict[str, Any]:
+    """The quantization_config of compressed-tensors."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": x, "output_activations": None}
+    return {"quant_method": "compressed-tensors", "format": packing, "quantization_status": "compressed",
+            "config_groups": {"group_0": group}, "ignore": ["lm_head"]}  # fmt: skip
+
+
+_FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+_FP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
+_TOKENS = _FP8 | {"strategy": "token", "dynamic": True}
+# By name: vLLM's name of the config, what it says, and the module and function that choose a backend.
+KINDS: dict[str, tuple[str, dict[str, Any], str, str]] = {
+    "fp8 rows": ("compressed-tensors", compressed("float-quantized", _FP8, _TOKENS), f"{_COMPRESSED}_w8a8_fp8", "fp8"),
+    "modelopt fp8": ("modelopt", {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": []}, "modelopt", "fp8"),
+    "nvfp4": ("compressed-tensors", compressed("nvfp4-pack-quantized", _FP4, None), f"{_COMPRESSED}_w4a4_nvfp4",
+              "nvfp4"),
+    "modelopt nvfp4": ("modelopt_fp4", {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16,
+                                        "ignore": []}, "modelopt", "nvfp4"),
+}  # fmt: skip
+
+
+def layer_of(kind: str) -> Any:
+    """A layer as a model makes it. vLLM's CPU has no backend for it: one is chosen for it, which never runs."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers import fused_moe
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    config, said, module, chosen = KINDS[kind]
+    oracle = importlib.import_module(f"vllm.model_executor.layers.fused_moe.oracle.{chosen}")
+    backends = oracle.Fp8MoeBackend if chosen == "fp8" else oracle.NvFp4MoeBackend
+    setattr(importlib.import_module(_QUANTISATION + module), f"select_{chosen}_moe_backend",
+            lambda *_, **__: (backends.MARLIN, None))  # fmt: skip
+    make = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE
+    with set_current_vllm_config(VllmConfig()):
+        made = make(
+            num_experts=E, top_k=2, hidden_size=H, intermediate_size=I, params_dtype=torch.bfloat16, renormalize=True,
+            quant_config=get_quantization_config(config).from_config(said), prefix="model.layers.0.mlp.experts",
+        )  # fmt: skip
+    return getattr(made, "routed_experts", made)
+
+
+def matrix(kind: str, N: int, K: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """A matrix's tensors by the last word of their names, and its values."""
+    if "fp8" in kind:
+        codes = torch.randn(N, K).to(torch.float8_e4m3fn)
+        scale = torch.rand(N, 1) if kind == "fp8 rows" else torch.rand(())
+        more = {} if kind == "fp8 rows" else {"input_scale": torch.tensor(0.5)}
+        return {"weight": codes, "weight_scale": scale, **more}, codes.float() * scale
+    codes, outer = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8), torch.tensor(0.125)
+    scale = (torch.rand(N, K // 16) + 0.5).to(torch.float8_e4m3fn)
+    nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(-2).int()
+    w = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])[nibbles & 7] * (1 - 2 * (nibbles >> 3))
+    w = w * (scale.float() * outer).repeat_interleave(16, 1)
+    if kind == "nvfp4":
+        return {"weight_packed": codes, "weight_scale": scale, "weight_global_scale": 1 / outer[None]}, w
+    return {"weight": codes, "weight_scale": scale, "weight_scale_2": outer, "input_scale": torch.tensor(0.5)}, w
+
+
+def error_of(kind: str) -> float:
+    """The layer's error."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    torch.manual_seed(0)
+    layer = layer_of(kind)
+    whole: dict[tuple[int, str], torch.Tensor] = {}
+    for e in range(E):
+        for shard, N, K in (("w1", I, H), ("w3", I, H), ("w2", H, I)):
+            tensors, whole[e, shard] = matrix(kind, N, K)
+            for suffix, one in tensors.items():
+                name = f"{'w2' if shard == 'w2' else 'w13'}_{suffix}"
+                parameter = getattr(layer, name)
+                parameter.weight_loader(parameter, one, f"experts.{name}", shard_id=shard, expert_id=e)
+    with set_current_vllm_config(VllmConfig()):
+        layer.quant_method.process_weights_after_loading(layer)
+    method = layer.quant_method
+    x, ids = torch.randn(T, H).bfloat16(), torch.stack([torch.randperm(E)[:2] for _ in range(T)]).int()
+    weights = torch.rand(T, 2)
+    given: dict[str, Any] = {"shared_experts_input": None}
+    if "shared_experts" in inspect.signature(method.apply).parameters:
+        given["shared_experts"] = None
+    out = method.apply(layer=layer, x=x, topk_weights=weights, topk_ids=ids, **given)
+    wanted = torch.zeros(T, H)
+    for t in range(T):
+        for s in range(2):
+            e = int(ids[t, s])
+            a = torch.nn.functional.silu(whole[e, "w1"] @ x[t].float()) * (whole[e, "w3"] @ x[t].float())
+            wanted[t] += weights[t, s] * (whole[e, "w2"] @ a)
+    return float((out.float() - wanted).norm() / wanted.norm())
+
+
+def main() -> None:
+    """Print a line for each format."""
+    import vllm
+
+    torch.set_num_threads(1)
+    register()
+    start()
+    log = logging.getLogger("vllm")
+    log.setLevel(logging.INFO)
+    for kind in KINDS:
+        told = Lines()
+        log.addHandler(told)
+        error = error_of(kind)
+        log.removeHandler(told)
+        lines = [one for one in told.lines if "pretuned: " in one]
+        print(json.dumps({"model": kind, "vllm": vllm.__version__, "error": error, "lines": lines}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)  # past what vLLM does at exit
