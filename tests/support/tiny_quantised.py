@@ -80,7 +80,7 @@ def gptq(folder: Path, seed: int = 0) -> Pair:
         code, scale = torch.randint(0, 16, (N, K)), (2.0 ** torch.randint(-6, -3, (N, K // 128))).bfloat16()
         zero = torch.full((N, K // 128), 8)
         named = {"qweight": words(code).mT.contiguous(), "qzeros": words(zero.mT - 1),
-                 "scales": scale.mT.contiguous()}  # fmt: skip
+                 "scales": scale.mT.contiguous(), "g_idx": (torch.arange(K) // 128).int()}  # fmt: skip
         return named, _values(code, zero, scale, 128)
 
     return _qwen3(folder, seed, config, encode)

@@ -1,4 +1,4 @@
-"""MoE layers of the vLLM on sys.path with weights in fp8 rows and matrices and in nvfp4, on the CPU, with the plug-in.
+"""MoE layers of the vLLM on sys.path with weights in fp8 rows, nvfp4 and GPTQ's int4, on the CPU, with the plug-in.
 
     python vllm_formats.py            # a line of JSON for each format
 
@@ -8,11 +8,12 @@ output beside experts that are multiplied one by one with the dequantised weight
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
 import json
 import logging
 import os
+from types import SimpleNamespace
 from typing import Any
 
 if __name__ == "__main__":
@@ -43,6 +44,8 @@ KINDS: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "modelopt fp8": ("modelopt", {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": []}, "modelopt", "fp8"),
     "nvfp4": ("compressed-tensors", compressed("nvfp4-pack-quantized", _FP4, None), f"{_COMPRESSED}_w4a4_nvfp4",
               "nvfp4"),
+    "gptq": ("gptq", {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False},
+             "auto_gptq", "wna16"),
     "modelopt nvfp4": ("modelopt_fp4", {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16,
                                         "ignore": []}, "modelopt", "nvfp4"),
 }  # fmt: skip
@@ -55,10 +58,12 @@ def layer_of(kind: str) -> Any:
     from vllm.model_executor.layers.quantization import get_quantization_config
 
     config, said, module, chosen = KINDS[kind]
-    oracle = importlib.import_module(f"vllm.model_executor.layers.fused_moe.oracle.{chosen}")
-    backends = oracle.Fp8MoeBackend if chosen == "fp8" else oracle.NvFp4MoeBackend
-    setattr(importlib.import_module(_QUANTISATION + module), f"select_{chosen}_moe_backend",
-            lambda *_, **__: (backends.MARLIN, None))  # fmt: skip
+    backend = SimpleNamespace(value="Marlin", name="MARLIN")
+    where = importlib.import_module(_QUANTISATION + module)
+    setattr(where, f"select_{chosen}_moe_backend", lambda *_, **__: (backend, None))
+    for name in ("is_global_sf_supported_for_nvfp4_backend", "check_moe_marlin_supports_layer"):
+        if hasattr(where, name):
+            setattr(where, name, lambda *_, **__: "check" in name)  # noqa: B023
     make = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE
     with set_current_vllm_config(VllmConfig()):
         made = make(
@@ -75,6 +80,18 @@ def matrix(kind: str, N: int, K: int) -> tuple[dict[str, torch.Tensor], torch.Te
         scale = torch.rand(N, 1) if kind == "fp8 rows" else torch.rand(())
         more = {} if kind == "fp8 rows" else {"input_scale": torch.tensor(0.5)}
         return {"weight": codes, "weight_scale": scale, **more}, codes.float() * scale
+    if kind == "gptq":
+        code, scale = torch.randint(0, 16, (N, K)), torch.rand(N, K // 32).bfloat16()
+        words = (code.view(N, -1, 8) << 4 * torch.arange(8)).sum(-1)
+        words = torch.where(words >= 1 << 31, words - (1 << 32), words).int().mT.contiguous()
+        zeros = torch.full((K // 32, N // 8), 0x77777777, dtype=torch.int32)
+        named = {
+            "qweight": words,
+            "scales": scale.mT.contiguous(),
+            "qzeros": zeros,
+            "g_idx": torch.arange(K).int() // 32,
+        }
+        return named, (code - 8) * scale.float().repeat_interleave(32, 1)
     codes, outer = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8), torch.tensor(0.125)
     scale = (torch.rand(N, K // 16) + 0.5).to(torch.float8_e4m3fn)
     nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(-2).int()
@@ -127,6 +144,8 @@ def main() -> None:
     log = logging.getLogger("vllm")
     log.setLevel(logging.INFO)
     for kind in KINDS:
+        if importlib.util.find_spec(_QUANTISATION + KINDS[kind][2]) is None:  # GPTQ's before 0.26
+            continue
         told = Lines()
         log.addHandler(told)
         error = error_of(kind)

@@ -56,11 +56,11 @@ class Format(LoadedFormat):
     """What a layer's parameters are, and how vLLM's loader spreads them over ranks.
 
     ``loaded_by`` is vLLM's word for that of scales: "tensor" and "channel" of fp8, else any that splits them as codes.
-    ``unread`` ends the names of what is loaded and not read: the scales of x.
+    ``unread`` ends the names of what is loaded and not read: scales of x, and GPTQ's order, which is the natural one.
     """
 
     loaded_by: str = "group"
-    unread: str = ""
+    unread: tuple[str, ...] = ()
 
     @property
     def is_copied(self) -> bool:
@@ -113,7 +113,7 @@ def _fp8(method: Any) -> Format | str:
             return f"modelopt's {config.quant_method}"
         if strategy not in ("tensor", "channel"):
             return f"fp8 with a scale for each {strategy}: pretuned serves tensors, rows and blocks of [128, 128]"
-        more = {"unread": "input_scale", "note": STATIC_X} if static else {}
+        more = {"unread": ("input_scale",), "note": STATIC_X} if static else {}
         return Format("fp8_channel", ("weight", scale), loaded_by=strategy, **more)
     if list(block) != [128, 128]:
         return f"fp8 with a scale for each {block}: pretuned serves tensors, rows and blocks of [128, 128]"
@@ -133,7 +133,7 @@ def _nvfp4(codes: str, outer: str, x: str) -> Callable[[Any], Format | str]:
             return f"nvfp4 in groups of {group}: pretuned serves groups of 16"
         note = "" if getattr(method, "use_a16", False) else A4
         ends = (codes, "weight_scale", outer)
-        return Format("nvfp4", ends, divides=outer == "weight_global_scale", unread=x, note=note)
+        return Format("nvfp4", ends, divides=outer == "weight_global_scale", unread=(x,), note=note)
 
     return read
 
@@ -174,11 +174,13 @@ def _gptq_zeros(name: str, config: Any) -> Format | str:
 
 
 def _k_first(name: str, packing: str, **how: Any) -> Format:
-    return Format(name, ("qweight", "scales", "qzeros"), packing, **how)
+    return Format(name, ("qweight", "scales", "qzeros"), packing, unread=("g_idx",) if packing == "gptq" else (), **how)
 
 
 def _wna16(method: Any) -> Format | str:
     """Of ``--quantization moe_wna16``: AWQ's or GPTQ's tensors, which vLLM's own loader would rewrite."""
+    if not hasattr(method, "wna16_backend"):
+        return "moe_wna16 of a vLLM before 0.32"
     how = method.quant_config
     is_awq, config = how.linear_quant_method != "gptq", how.full_config
     name, why = int4_name(how.weight_bits, how.group_size, zeros=how.has_zp)
@@ -304,7 +306,7 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
         E, H, I, one = num_experts, hidden_size, intermediate_size_per_partition, self.format  # noqa: E741
         self._created = {"num_experts": E, "params_dtype": params_dtype}, dict(attributes)
         layer.num_experts, layer.orig_dtype, layer.params_dtype = E, params_dtype, params_dtype
-        if one.unread != "input_scale":
+        if "input_scale" not in one.unread:
             layer.w13_input_scale = layer.w2_input_scale = None
         attributes.pop("intermediate_size_full", None)
         attributes |= {"is_transposed": one.K_first}
@@ -324,14 +326,13 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
                 _parameter(layer, f"{which}_{end}", torch.zeros(E, *shape, dtype=dtype), kind)
             if one.ends[0] == "weight_packed" and one.name.startswith("int4"):
                 _parameter(layer, f"{which}_weight_shape", torch.zeros(E, 2), of_scale)
-            if one.unread and "weight_loader" in attributes:
-                name = f"{which}_{one.unread}"
+            for name in (f"{which}_{end}" for end in one.unread if "weight_loader" in attributes):
                 _parameter(layer, name, torch.empty(0), of_tensor | {"weight_loader": self._passing_over(name)})
             if self.moe.has_bias or one.packing == "gptq":  # whose checkpoints may have more biases than the model
                 _parameter(layer, f"{which}_bias", torch.zeros(E, N, dtype=self.moe.in_dtype), attributes)
 
     def _passing_over(self, name: str) -> Callable[..., bool]:
-        """A loader of scales of x, which pretuned does not read: they are kept until vLLM can't take the layer back."""
+        """A loader of what pretuned does not read: it is kept until vLLM can't take the layer back."""
 
         def loader(param: Any, loaded_weight: torch.Tensor, *given: Any, **named: Any) -> bool:
             if self.own is not None:
@@ -408,8 +409,9 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
                 setattr(layer, name, size)
         layer._replace_quant_method(own)  # which vLLM's loader asks
         for name, scale, given, named in self._passed_over:
-            parameter = getattr(layer, name)
-            parameter.weight_loader(parameter, scale, *given, **named)
+            parameter = getattr(layer, name, None)
+            if parameter is not None:
+                parameter.weight_loader(parameter, scale, *given, **named)
         own.process_weights_after_loading(layer)
 
     def _prepared(self, layer: Any, which: str) -> ExpertWeights:
