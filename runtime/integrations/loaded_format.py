@@ -31,9 +31,9 @@ class LoadedFormat:
         The ends of the parameters' names: of codes, scales and, where the format has them, zero points or global
         scales.
     packing
-        ``""``: rows of codes, as ``ExpertWeights`` has them. ``packed``: compressed-tensors' words, of zero points
-        along N. ``gptq`` and ``awq``: K before N; GPTQ packs codes along K, AWQ along N, and both zero points along N.
-        ``bytes``: rows of codes, and zero points two in a byte along N.
+        ``""``: rows of codes, as ``ExpertWeights`` has them, and zero points as compressed-tensors packs them, eight in
+        a word along N. ``bytes``: two in a byte along N. ``gptq`` and ``awq``: K before N; GPTQ packs codes along K,
+        AWQ along N, and both zero points along N.
     divides
         Whether the global scale divides, as compressed-tensors' does.
     less_one, by_word

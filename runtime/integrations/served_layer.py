@@ -168,7 +168,7 @@ def pad_bias(bias: torch.Tensor, own: int, width: int, act: RowActivation) -> to
     halves = 2 if act.gated else 1
     parts = 1 if act.interleaved else halves
     made = bias.new_zeros(bias.shape[0], parts, halves * width // parts)
-    made[..., : halves * own // parts] = bias[:, : halves * own].unflatten(1, (parts, -1))
+    made[..., : halves * own // parts] = bias[:, : halves * own].reshape(bias.shape[0], parts, -1)
     return made.flatten(1)
 
 

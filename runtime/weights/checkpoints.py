@@ -315,11 +315,12 @@ def _fp8(config: Mapping[str, Any]) -> _Reader:
 
 def _gptq(config: Mapping[str, Any], module: str) -> _Reader:
     how = _int4(config, "gptq", module, _flag(config, "sym"))
-    return _Reader("int4", partial(packings.gptq, how=how, **gptq_zeros(config)))
+    less_one, by_word = gptq_zeros(config)
+    return _Reader("int4", partial(packings.gptq, how=how, less_one=less_one, by_word=by_word))
 
 
-def gptq_zeros(config: Mapping[str, Any]) -> dict[str, bool]:
-    """How a GPTQ checkpoint with this config stores its zero points: the flags of ``packings.gptq``.
+def gptq_zeros(config: Mapping[str, Any]) -> tuple[bool, bool]:
+    """How a GPTQ checkpoint with this config stores zero points: ``less_one`` and ``by_word`` of ``packings.gptq``.
 
     AutoGPTQ's and GPTQModel's tensors. https://github.com/ModelCloud/GPTQModel, quantization/config.py
     """
@@ -330,7 +331,7 @@ def gptq_zeros(config: Mapping[str, Any]) -> dict[str, bool]:
     quantizer = meta.get("quantizer") if isinstance(meta, Mapping) else None
     writers = quantizer if isinstance(quantizer, list) else [quantizer]
     by_gptqmodel = any(isinstance(one, str) and "gptqmodel" in one.lower() for one in writers)  # or for another library
-    return {"less_one": stored.lower() == _GPTQ_FORMATS[0], "by_word": by_gptqmodel}
+    return stored.lower() == _GPTQ_FORMATS[0], by_gptqmodel
 
 
 def _awq(config: Mapping[str, Any], module: str) -> _Reader:

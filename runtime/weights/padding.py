@@ -65,7 +65,8 @@ def narrowed(weights: ExpertWeights, N: int, K: int, *, parts: int = 1) -> Exper
         raise AssertionError(f"{weights.format} has no scale")
 
     def kept(given: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-        return given.unflatten(1, (parts, -1))[:, :, : N // parts // rows, :columns].flatten(1, 2).contiguous()
+        of_parts = given.view(given.shape[0], parts, -1, given.shape[2])
+        return of_parts[:, :, : N // parts // rows, :columns].flatten(1, 2).contiguous()
 
     codes = kept(weights.codes, 1, K * elements.bits // 8)
     if not scale.columns:  # a scale a row

@@ -93,7 +93,7 @@ class Experts:
         self.unreadable: str | None = None  # why what SGLang has loaded is not what the checkpoint has
         self._raw: dict[str, tuple[torch.dtype, torch.Size]] = {}  # dtypes and shapes of replaced parameters before
         self._sizes: list[tuple[int, int]] = []  # N and K of the products as SGLang loads them
-        self._act: RowActivation | None = None
+        self._parts = 1  # of gate_up, each padded by itself
         self._bias: torch.Tensor | None = None  # of gate and up, padded
 
     @property
@@ -114,7 +114,7 @@ class Experts:
         form, act = self.format, self.runner.runner_core.activation()
         if self.unreadable:
             raise InputError(f"pretuned: {self.unreadable}")
-        self._sizes, self._act = form.shapes(layer), act
+        self._sizes, self._parts = form.shapes(layer), 2 if act.gated and not act.interleaved else 1
         form.turn(layer)
         raw = [form.product(layer, which) for which in _WHICH]
         if self.is_padded:
@@ -167,7 +167,7 @@ class Experts:
             names = [f"{which}_{end}" for end in self.format.ends[:2] if f"{which}_{end}" in self._raw]
             codes, scale = (getattr(layer, f"{which}_{end}").data for end in self.format.ends[:2])
             if self.is_padded and names and self.weights is not None:
-                parts = 2 if which == "w13" and not self._act.interleaved and self._act.gated else 1
+                parts = self._parts if which == "w13" else 1
                 plain = narrowed(self.weights[i].restore(), *self._sizes[i], parts=parts)
                 codes, scale = plain.codes, plain.scale
             elif codes.dim() > 3:
@@ -308,7 +308,7 @@ def _wna16(method: Any) -> Packing | str:
         why = "AWQ without zero points"
     if how.full_config.get("desc_act"):
         why = "groups of another order (desc_act, g_idx)"
-    elif how.has_zp and how.linear_quant_method == "gptq" and not gptq_zeros(how.full_config)["less_one"]:
+    elif how.has_zp and how.linear_quant_method == "gptq" and not gptq_zeros(how.full_config)[0]:
         why = "zero points of gptq_v2, to which SGLang adds one"
     ends = ("qweight", "scales", "qzeros") if how.has_zp else ("qweight", "scales")
     return _int4(how.weight_bits, how.group_size, ends, "bytes", runner=_TRITON, why=why)
@@ -316,8 +316,10 @@ def _wna16(method: Any) -> Packing | str:
 
 def watch(ours: Experts, layer: Any, method: Any) -> None:
     """Tell a layer's experts of zero points of 0 in GPTQ, stored as 15: SGLang's loader makes 16 of them."""
-    how = getattr(method, "quant_config", None)
-    if type(method).__name__ != "MoeWNA16Method" or not how.has_zp or how.linear_quant_method != "gptq":
+    if type(method).__name__ != "MoeWNA16Method":
+        return
+    how = method.quant_config
+    if not how.has_zp or how.linear_quant_method != "gptq":
         return
     for which in _WHICH:
         parameter = getattr(layer, f"{which}_qzeros")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -109,12 +109,13 @@ def _fp8(method: Any) -> Format | str:
     if block is None:
         strategy = getattr(getattr(method, "weight_quant", None), "strategy", "tensor")
         strategy = getattr(strategy, "value", strategy)
-        if getattr(config, "quant_method", "FP8") != "FP8":
-            return f"modelopt's {config.quant_method}"
+        algorithm = getattr(config, "quant_method", "FP8")
+        if algorithm != "FP8":
+            return f"modelopt's {algorithm}"
         if strategy not in ("tensor", "channel"):
             return f"fp8 with a scale for each {strategy}: pretuned serves tensors, rows and blocks of [128, 128]"
-        more = {"unread": ("input_scale",), "note": STATIC_X} if static else {}
-        return Format("fp8_channel", ("weight", scale), loaded_by=strategy, **more)
+        found = Format("fp8_channel", ("weight", scale), loaded_by=strategy)
+        return replace(found, unread=("input_scale",), note=STATIC_X) if static else found
     if list(block) != [128, 128]:
         return f"fp8 with a scale for each {block}: pretuned serves tensors, rows and blocks of [128, 128]"
     if static:
@@ -141,9 +142,9 @@ def _nvfp4(codes: str, outer: str, x: str) -> Callable[[Any], Format | str]:
 def _int4(method: Any) -> Format | str:
     how = method.weight_quant
     name, why = int4_name(method.num_bits, method.group_size, zeros=not how.symmetric)
-    why = why or order_refusal(getattr(how, "actorder", None))
-    if name is None or why:
-        return str(why)
+    order = order_refusal(getattr(how, "actorder", None))
+    if name is None or order is not None:
+        return why or str(order)
     ends = ("weight_packed", "weight_scale")
     return Format(name, ends if how.symmetric else (*ends, "weight_zero_point"))
 
@@ -168,7 +169,8 @@ def _gptq(method: Any) -> Format | str:
 
 def _gptq_zeros(name: str, config: Any) -> Format | str:
     try:
-        return _k_first(name, "gptq", **gptq_zeros(config))
+        less_one, by_word = gptq_zeros(config)
+        return _k_first(name, "gptq", less_one=less_one, by_word=by_word)
     except InputError as error:
         return str(error)
 

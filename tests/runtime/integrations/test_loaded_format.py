@@ -50,7 +50,7 @@ _FP8 = {"quant_method": "compressed-tensors", "format": "float-quantized", "conf
     [
         ("int4_g32_zp", "awq", _AWQ, {"qweight": whole(E, K, N // 8), "scales": torch.rand(E, K // 32, N),
                                       "qzeros": whole(E, K // 32, N // 8)}),
-        ("int4_g32_zp", "packed", _PACKED, {"weight_packed": whole(E, N, K // 8), "weight_scale": torch.rand(E, N, 4),
+        ("int4_g32_zp", "", _PACKED, {"weight_packed": whole(E, N, K // 8), "weight_scale": torch.rand(E, N, 4),
                                             "weight_zero_point": whole(E, N // 8, 4)}),
         *(
             ("int4_g32_zp", "gptq", _GPTQ | more, {"qweight": whole(E, K // 8, N), "scales": torch.rand(E, K // 32, N),
@@ -74,8 +74,9 @@ def test_weights_are_those_of_the_checkpoint(
     order = [*(one for one in tensors if one.endswith(("weight", "packed"))), "scales", "weight_scale", "qzeros"]
     order += ["weight_zero_point", "weight_scale_2", "weight_global_scale"]
     ends = tuple(one for one in order if one in tensors)
-    how = gptq_zeros(config) if packing == "gptq" else {}
-    loaded = LoadedFormat(format, ends, packing, divides="weight_global_scale" in ends, **how)
+    less_one, by_word = gptq_zeros(config) if packing == "gptq" else (True, False)
+    divides = "weight_global_scale" in ends
+    loaded = LoadedFormat(format, ends, packing, divides=divides, less_one=less_one, by_word=by_word)
     expected = ExpertWeights.from_tensors(tensors, config, "down")
     made = loaded.weights(*(tensors[end].clone() for end in ends))
     same(made, expected)
