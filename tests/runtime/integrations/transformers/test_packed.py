@@ -16,7 +16,7 @@ from pretuned.integrations.transformers.packed import _codes_of
         ({"group_size": 128}, True),
         ({"group_size": 16}, False),
         ({"symmetric": False}, False),  # zero points
-        ({"actorder": "weight"}, False),
+        ({"actorder": "weight"}, True),  # groups of neighbours
         ({"num_bits": 8}, False),
     ],
 )
