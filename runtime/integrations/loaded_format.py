@@ -91,6 +91,8 @@ class LoadedFormat:
             return self._int4(codes, scale, *more)
         if self.name == "mxfp4":
             return ExpertWeights.mxfp4(codes, scale)
+        if self.name == "mxfp8":
+            return ExpertWeights.mxfp8(codes, scale)
         if self.name == "nvfp4":
             outer = _one_each(more[0])
             return ExpertWeights.nvfp4(codes, scale, 1 / outer if self.divides else outer)

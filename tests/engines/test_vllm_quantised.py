@@ -23,6 +23,8 @@ _KINDS: dict[str, Callable[..., Pair]] = {
     "awq": tiny_quantised.awq, "int4_zero": tiny_quantised.int4_zero, "gptq": tiny_quantised.gptq,
     "gptq zeros": tiny_quantised.gptq_zero,
     "int4 static order": functools.partial(tiny_quantised.int4, actorder="static"),
+    "mxfp8": tiny_quantised.mxfp8, "mxfp8 compressed": functools.partial(tiny_quantised.compressed, how="mxfp8"),
+    "mxfp8 padded": functools.partial(tiny_quantised.mxfp8, moe_intermediate_size=96),
     "int4 padded": functools.partial(tiny_quantised.int4, moe_intermediate_size=96),
     "int4_zero padded": functools.partial(tiny_quantised.int4_zero, moe_intermediate_size=96),
     "mxfp4 padded": functools.partial(tiny_quantised.mxfp4, intermediate_size=96),
@@ -45,6 +47,8 @@ _TOLD = {
     "int4_zero": "E=8 H=128 I=128 k=2 int4_g32_zp silu", "gptq": "E=8 H=128 I=128 k=2 int4_g128 silu",
     "int4 static order": "E=8 H=128 I=128 k=2 int4_g32 silu",
     "gptq zeros": "E=8 H=128 I=128 k=2 int4_g128_zp silu",
+    "mxfp8": "E=8 H=128 I=128 k=2 mxfp8 silu", "mxfp8 compressed": "E=8 H=128 I=128 k=2 mxfp8 silu",
+    "mxfp8 padded": "E=8 H=128 I=96 (padded to 128: 33.3% more memory) k=2 mxfp8 silu",
     "int4 padded": "E=8 H=128 I=96 (padded to 128: 33.3% more memory) k=2 int4_g32 silu",
     "int4_zero padded": "E=8 H=128 I=96 (padded to 128: 33.3% more memory) k=2 int4_g32_zp silu",
     "mxfp4 padded": "E=8 H=64 I=96 (padded to 128: 33.3% more memory) k=2 mxfp4 swiglu_oai",
@@ -66,10 +70,12 @@ def amx(monkeypatch: pytest.MonkeyPatch) -> None:
     Here it chooses one, as on a GPU. Its layers are taken, and it never runs.
     """
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
     from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
     from vllm.model_executor.layers.quantization import auto_awq, auto_gptq, modelopt
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
         compressed_tensors_moe_w4a4_nvfp4,
+        compressed_tensors_moe_w8a8_mxfp8,
     )
     from vllm.scalar_type import scalar_types
 
@@ -78,6 +84,9 @@ def amx(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(one, "_supports_quant_scheme", staticmethod(lambda *_: True))
     for one in (compressed_tensors_moe_w4a4_nvfp4, modelopt):
         monkeypatch.setattr(one, "select_nvfp4_moe_backend", lambda **_: (NvFp4MoeBackend.MARLIN, None))
+    for one in (compressed_tensors_moe_w8a8_mxfp8, modelopt):
+        chosen = Fp8MoeBackend.MARLIN, cpu_moe.CPUExpertsFp8
+        monkeypatch.setattr(one, "select_mxfp8_moe_backend", lambda chosen=chosen, **_: chosen)
     # vLLM refuses GPTQ with zero points where it makes dense layers, which are not quantised here.
     monkeypatch.setitem(auto_gptq.AutoGPTQConfig.TYPE_MAP, (4, False), scalar_types.uint4)
     for one in (auto_awq, auto_gptq):
@@ -112,7 +121,7 @@ def test_a_quantised_model_says_what_its_twin_says(kind: str, pair: Pair) -> Non
     assert set(ran) == {"PretunedQuantisedExperts"}
     assert told == [f"pretuned: runs the MoE layers of {_TOLD[kind]}"]
     twin, _ = run(pair.twin, "1", calls_of, dtype="bfloat16")
-    if "fp8" in kind:  # whose tokens are quantised, too
+    if "fp8" in kind and "mx" not in kind:  # whose tokens are quantised, too
         assert said != twin
         assert said.logprobs[1][0] == pytest.approx(twin.logprobs[1][0], abs=0.05)
     else:

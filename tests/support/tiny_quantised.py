@@ -142,14 +142,16 @@ def gptq_zero(folder: Path, seed: int = 0) -> Pair:
 
 
 def compressed(folder: Path, how: str, seed: int = 0, *, x: dict[str, Any] | None = None, **sizes: int) -> Pair:
-    """Qwen3-MoE as compressed-tensors has it: ``mxfp4``, ``nvfp4``, ``fp8_block``, ``fp8_channel`` or ``fp8_tensor``.
+    """Qwen3-MoE as compressed-tensors has it: ``mxfp4``, ``mxfp8``, ``nvfp4``, ``fp8_block``, _channel or _tensor.
 
     ``x`` is what its config says of activations: ``{"dynamic": False, ...}`` has scales of them in the checkpoint.
     """
     weights: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": how.removeprefix("fp8_")}
-    packing = {"mxfp4": "mxfp4-pack-quantized", "nvfp4": "nvfp4-pack-quantized"}.get(how, "float-quantized")
-    if how == "mxfp4":
-        weights |= {"num_bits": 4, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+    packing = {"mxfp8": "mxfp8-quantized", "nvfp4": "nvfp4-pack-quantized"}.get(how, "float-quantized")
+    packing = "mxfp4-pack-quantized" if how == "mxfp4" else packing
+    if how.startswith("mxfp"):
+        bits = int(how.removeprefix("mxfp"))
+        weights |= {"num_bits": bits, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
     elif how == "nvfp4":
         weights |= {"num_bits": 4, "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
     elif how == "fp8_block":
@@ -164,6 +166,8 @@ def compressed(folder: Path, how: str, seed: int = 0, *, x: dict[str, Any] | Non
             scale = torch.randint(121, 125, (N, K // 32), dtype=torch.uint8)
             w = ExpertWeights.mxfp4(codes[None], scale[None])
             return {"weight_packed": codes, "weight_scale": scale}, w.dequantize()[0]
+        if how == "mxfp8":
+            return _mxfp8_matrix(N, K)
         if how == "nvfp4":
             codes, scale, outer, w4 = _nvfp4(N, K)
             named = {"weight_packed": codes, "weight_scale": scale, "weight_global_scale": 1 / outer[None]}
@@ -223,6 +227,20 @@ def _nvfp4(N: int, K: int) -> tuple[torch.Tensor, ...]:
     codes, outer = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8), torch.tensor(0.25 if N == K else 0.125)
     scale = (2.0 ** torch.randint(-3, 1, (N, K // 16))).to(torch.float8_e4m3fn)
     return codes, scale, outer, ExpertWeights.nvfp4(codes[None], scale[None], outer[None]).dequantize()[0]
+
+
+def mxfp8(folder: Path, seed: int = 0, **sizes: int) -> Pair:
+    """Qwen3-MoE in mxfp8 with the config of MiniMax-M3-MXFP8. ``sizes`` as of ``fp8``."""
+    config = {"quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32],
+              "scale_fmt": "ue8m0", "ignored_layers": ["lm_head", "*self_attn*", "*mlp.gate"]}  # fmt: skip
+    return _qwen3(folder, seed, config, _mxfp8_matrix, sizes)
+
+
+def _mxfp8_matrix(N: int, K: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    codes = torch.randn(N, K).to(torch.float8_e4m3fn)
+    scale = torch.randint(121, 125, (N, K // 32), dtype=torch.uint8)
+    w = ExpertWeights.mxfp8(codes[None], scale[None])
+    return {"weight": codes, "weight_scale": scale}, w.dequantize()[0]
 
 
 def mxfp4(folder: Path, seed: int = 0, **sizes: int) -> Pair:

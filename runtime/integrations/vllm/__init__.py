@@ -27,10 +27,11 @@ _CONFIGS = {
     _QUANTISATION + "auto_awq": ("AutoAWQConfig",),
     _QUANTISATION + "auto_gptq": ("AutoGPTQConfig",),
     _QUANTISATION + "moe_wna16": ("MoeWNA16Config",),
-    # The first has the method of the others: nvidia's checkpoints.
+    # The first has the method of the others: nvidia's checkpoints, MiniMax-M3-MXFP8.
     _QUANTISATION + "modelopt": (
         "ModelOptQuantConfigBase",
         "ModelOptFp8Config",
+        "ModelOptMxFp8Config",
         "ModelOptNvFp4Config",
         "ModelOptMixedPrecisionConfig",
     ),

@@ -127,6 +127,10 @@ def _mxfp4(codes: str) -> Callable[[Any], Format | str]:
     return lambda _: Format("mxfp4", (codes, "weight_scale"))
 
 
+def _mxfp8(_: Any) -> Format | str:
+    return Format("mxfp8", ("weight", "weight_scale"))
+
+
 def _nvfp4(codes: str, outer: str, x: str) -> Callable[[Any], Format | str]:
     def read(method: Any) -> Format | str:
         group = getattr(getattr(method, "quant_config", None), "group_size", 16)
@@ -204,6 +208,8 @@ _FORMATS: dict[str, Callable[[Any], Format | str]] = {
     "Mxfp4MoEMethod": _mxfp4("weight"),
     "CompressedTensorsW4A4Mxfp4MoEMethod": _mxfp4("weight_packed"),
     "CompressedTensorsW4A8Mxfp4MoEMethod": _mxfp4("weight_packed"),  # tokens stay as they come
+    "CompressedTensorsW8A8Mxfp8MoEMethod": _mxfp8,  # tokens stay as they come
+    "ModelOptMxFp8FusedMoE": _mxfp8,
     "CompressedTensorsW4A4Nvfp4MoEMethod": _nvfp4("weight_packed", "weight_global_scale", "input_global_scale"),
     "ModelOptNvFp4FusedMoE": _nvfp4("weight", "weight_scale_2", "input_scale"),
     "CompressedTensorsWNA16MoEMethod": _int4,
@@ -259,7 +265,7 @@ def refusal(own: Any, act: RowActivation | str, format: Format, *, everywhere: b
 
 def _backend(own: Any) -> str:
     """What vLLM would run a layer by."""
-    for name in ("fp8_backend", "mxfp4_backend", "wna16_backend", "kernel_backend"):
+    for name in ("fp8_backend", "mxfp4_backend", "mxfp8_backend", "wna16_backend", "kernel_backend"):
         found = getattr(own, name, None)
         if found is not None:
             return str(getattr(found, "value", found))
@@ -316,7 +322,7 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
         dtypes = [dtype or params_dtype for dtype in one.dtypes]
         of_scale = attributes | {"quant_method": one.loaded_by, "load_full_w2": False}
         of_tensor = of_scale | {"quant_method": "tensor"}
-        if one.name == "mxfp4" and "weight_loader" in attributes:
+        if one.name in ("mxfp4", "mxfp8") and "weight_loader" in attributes:
             of_scale["weight_loader"] = _scale_loader(attributes["weight_loader"])
         kinds = (
             of_scale if one.packing else attributes,
