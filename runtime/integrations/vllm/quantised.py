@@ -265,7 +265,8 @@ def refusal(own: Any, act: RowActivation | str, format: Format, *, everywhere: b
 
 def _backend(own: Any) -> str:
     """What vLLM would run a layer by."""
-    for name in ("fp8_backend", "mxfp4_backend", "mxfp8_backend", "wna16_backend", "kernel_backend"):
+    kinds = ("fp8", "mxfp4", "mxfp8", "nvfp4", "wna16", "wna16_moe", "kernel")
+    for name in (f"{one}_backend" for one in kinds):
         found = getattr(own, name, None)
         if found is not None:
             return str(getattr(found, "value", found))
