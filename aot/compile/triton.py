@@ -39,6 +39,7 @@ _POINTS_AT = dict.fromkeys(_WORDS, "*i32") | {
     "row_weights": "*fp32",
     "w_outer": "*fp32",
     "w_scale": "*fp32",
+    "x_scale": "*fp32",
     "scale": "*fp32",
     "codes": "*u8",
     "dweights": "*fp32",

@@ -317,7 +317,10 @@ class Bench:
         row_weights = None
         if problem.op is Op.FORWARD and Fusion.SCATTER in problem.fusion:  # they are mostly weighted, too
             row_weights = torch.exp2(torch.arange(M, device=self.device) % 3 - 1)  # powers of two: nothing is rounded
-        codes = codes_of_rows(rows) if takes_codes_of_x(problem.dtype, problem.layout) else None
+        scale = problem.dtype.precision.x.scale
+        codes = None
+        if scale is not None and takes_codes_of_x(problem.dtype, problem.layout):
+            codes = codes_of_rows(rows, scale)
         return Tensors(problem, M, rows, w, result, index, top_k, row_weights, codes)
 
     def _weight(self, problem: Problem) -> torch.Tensor | ExpertWeights:

@@ -198,7 +198,7 @@ def pass_specs(problems: Iterable[Problem], sm: int, pool: Pool) -> tuple[RowOpS
     x is quantised for products that the capability has code for, and that do not quantise it themselves.
     """
     every = [one for one in problems if not one.dtype.quantises_x or pool.candidates(Family.of(one), sm)]
-    codes = any(takes_codes_of_x(one.dtype, one.layout) for one in every)
+    codes = {one.dtype for one in every if takes_codes_of_x(one.dtype, one.layout)}
     dtypes = tuple(dict.fromkeys(one.dtype for one in every))
     return rowops.specs(dtypes, frozenset(one.op for one in every), of_codes=codes)
 

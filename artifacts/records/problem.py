@@ -31,8 +31,10 @@ class RowOp(enum.Enum):
 
     - ``GATHER``: out[i] = x[token of row i]
     - ``QUANTIZE``: the same or every row of x, as codes of e4m3 with a scale for each 128 columns
+    - ``QUANTIZE_ROWS``: the same with a scale for each row
     - ``ACTIVATION``: a[i] = act(h[i])
     - ``ACTIVATION_CODES``: the same as codes, as of QUANTIZE
+    - ``ACTIVATION_ROW_CODES``: the same as codes, as of QUANTIZE_ROWS
     - ``ACTIVATION_GRAD``: dh of a's gradient, and what the routing weights take part in
     - ``COMBINE``: out[t] = sum over the slots s of token t of y[t, s]
     - ``CLEAR``: y[r] = 0 for the rows r that no index names; of no dtype, its record says fp32
@@ -41,8 +43,10 @@ class RowOp(enum.Enum):
 
     GATHER = "gather"
     QUANTIZE = "quantize"
+    QUANTIZE_ROWS = "quantize_rows"
     ACTIVATION = "activation"
     ACTIVATION_CODES = "activation_codes"
+    ACTIVATION_ROW_CODES = "activation_row_codes"
     ACTIVATION_GRAD = "activation_grad"
     COMBINE = "combine"
     CLEAR = "clear"

@@ -31,13 +31,14 @@ def ours(place: Path, product: Product, tokens: list[int]) -> Callable[[Cell], d
     """Our product of codes, by the choice of the bundle that has it."""
 
     def calls(cell: Cell) -> dict[str, Call]:
-        local, problem = local_gpu(0), Problem(Op.FORWARD, DType.FP8_BLOCK, cell.E, cell.N, cell.K)
+        dtype = DType(product.format)
+        local, problem, scale = local_gpu(0), Problem(Op.FORWARD, dtype, cell.E, cell.N, cell.K), dtype.precision.x.scale
         chosen = decide(snapshot(), problem, cell.M, local)
         if isinstance(chosen, Miss):
             raise RuntimeError(chosen.reason)
         kernel = loaded(chosen.chosen.usable.bundle, chosen.chosen.index, 0, local.gpu.sm_count)
         y = torch.empty(cell.M, cell.N, device="cuda", dtype=torch.bfloat16)
-        on = Tensors(problem, cell.M, cell.x, product.weights, y, codes=codes_of_rows(cell.x))
+        on = Tensors(problem, cell.M, cell.x, product.weights, y, codes=codes_of_rows(cell.x, scale))
         run = caller(kernel, on, cell.m_sizes.int())
 
         def call() -> torch.Tensor:

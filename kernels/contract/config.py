@@ -25,6 +25,7 @@ class Schedule(enum.IntEnum):
     PINGPONG = 3  # warp-specialised: one warp loads, two warpgroups take whole tiles in turns
     MIXED_INPUT = 4  # as cooperative, of codes of w that become x's type in registers; tiles of 64 columns share out K
     BLOCK_SCALED = 5  # as cooperative, of codes of x and of w, whose products are scaled for each block of K
+    ROW_SCALED = 6  # as mixed input, of codes of x and of w, whose sums are scaled for each row of both
 
     @property
     def warp_specialized(self) -> bool:
@@ -103,6 +104,8 @@ class Config:
             flags |= {"mixed_input": True, "fitted": self.rows is TileRows.FITTED}
         if self.schedule is Schedule.BLOCK_SCALED:
             flags |= {"block_scaled": True}
+        if self.schedule is Schedule.ROW_SCALED:
+            flags |= {"row_scaled": True, "fitted": self.rows is TileRows.FITTED}
         return tuple(sorted((name, int(value)) for name, value in (numbers | flags).items()))
 
     @classmethod
@@ -146,7 +149,7 @@ RANGES: Mapping[str, Sequence[int]] = {  # what a knob that is a number can be, 
 }  # fmt: skip
 _FLAGS = {
     "tma": False, "persistent": True, "specialized": False, "streamed": False, "narrow": False, "pingpong": False,
-    "mixed_input": False, "fitted": False, "block_scaled": False,
+    "mixed_input": False, "fitted": False, "block_scaled": False, "row_scaled": False,
 }  # fmt: skip
 _WIRE = (*RANGES, *_FLAGS)
 # Of format 1's pairs: tiles of these sizes are fitted to their rows, and were told from others by that alone.
@@ -159,14 +162,18 @@ def _schedule(flags: Mapping[str, bool]) -> Schedule:
         raise ValueError("a specialized config is persistent, this is not")
     if flags["pingpong"] and not flags["specialized"]:
         raise ValueError("a pingpong config is specialized, this is not")
-    if (flags["mixed_input"] and not flags["specialized"]) or (flags["fitted"] and not flags["mixed_input"]):
-        raise ValueError("a mixed_input config is specialized, and a fitted one of format 1 mixed_input; this is not")
-    if flags["block_scaled"] and (not flags["specialized"] or flags["mixed_input"] or flags["pingpong"]):
-        raise ValueError("a block_scaled config is specialized, neither mixed_input nor pingpong; this is not")
+    if flags["mixed_input"] and not flags["specialized"]:
+        raise ValueError("a mixed_input config is specialized; this is not")
+    if flags["fitted"] and not (flags["mixed_input"] or flags["row_scaled"]):
+        raise ValueError("a fitted config of format 1 is mixed_input or row_scaled; this is not")
+    for name, schedule in (("block_scaled", Schedule.BLOCK_SCALED), ("row_scaled", Schedule.ROW_SCALED)):
+        others = [one for one in ("mixed_input", "pingpong", "block_scaled", "row_scaled") if one != name]
+        if flags[name] and (not flags["specialized"] or any(flags[one] for one in others)):
+            raise ValueError(f"a {name} config is specialized, and none of {', '.join(others)}; this is not")
+        if flags[name]:
+            return schedule
     if flags["mixed_input"] and not flags["pingpong"]:
         return Schedule.MIXED_INPUT
-    if flags["block_scaled"]:
-        return Schedule.BLOCK_SCALED
     if flags["specialized"]:
         return Schedule.PINGPONG if flags["pingpong"] else Schedule.COOPERATIVE
     return Schedule.PERSISTENT if flags["persistent"] else Schedule.TILE

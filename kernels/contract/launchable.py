@@ -44,8 +44,8 @@ _PLAIN_CODES = _NUMBERS | dict.fromkeys(
     ("x", "w", "w_scale", "w_zero", "w_outer", "y"), ("ptr",)
 ) | dict.fromkeys(("stride_x_m", "stride_y_m"), ("i64",))  # fmt: skip
 _SCALED = _NUMBERS | {
-    "x": ("desc2",), "w": ("desc4",), "x_scale": ("desc2",), "w_scale": ("ptr",), "y": ("ptr",), "y_map": ("desc4",),
-    "stride_y_m": ("i64",),
+    "x": ("desc2",), "w": ("desc3", "desc4"), "x_scale": ("ptr", "desc2"), "w_scale": ("ptr",), "y": ("ptr",),
+    "y_map": ("desc4",), "stride_y_m": ("i64",),
 }  # fmt: skip
 _ELEMENTS_OF_CODES = {"x": (9,), "w": (2,), "w_scale": (0,), "w_zero": (0,), "low_x": (9,), "low_w": (9,)}
 _ELEMENTS_OF_BOTH = {"x": (0,), "w": (2,), "x_scale": (7,), "y_map": (9,)}

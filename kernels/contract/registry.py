@@ -18,12 +18,13 @@ from .entry import Box, Constants, Entry, KernelEntry, Limits, Tiles
 from .hopper import ROWS_FITTED, ROWS_SPECIALIZED, WEIGHT_SPECIALIZED
 from .mixed_input import ROWS_WNA16, ROWS_WNA16_MX8, ROWS_WNA16_ZERO
 from .portable import ROWS, WEIGHT
+from .row_scaled import ROWS_W8A8_CHANNEL
 from .rowops import ROW_OPS, RowOpSpec
 from .spec import Spec, gemm_of
 
 KERNELS: tuple[KernelEntry, ...] = (
     ROWS, WEIGHT, ROWS_SPECIALIZED, ROWS_FITTED, WEIGHT_SPECIALIZED, ROWS_WNA16, ROWS_WNA16_ZERO, ROWS_WNA16_MX8,
-    ROWS_W8A8, CODED, W8A8,
+    ROWS_W8A8, ROWS_W8A8_CHANNEL, CODED, W8A8,
 )  # fmt: skip
 ENTRIES: Mapping[str, Entry] = {one.name: one for one in (*KERNELS, *ROW_OPS)}
 

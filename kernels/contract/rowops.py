@@ -5,7 +5,8 @@ row of a or y):
 
 =========================  ===================================================================
 ``h a da dh x y out``      device pointers to dense rows in the variant's dtype
-``codes scale``            device pointers to e4m3 [M, columns], and fp32 [columns / 128, M] in rows of whole 16 bytes
+``codes scale``            device pointers to e4m3 [M, columns], and fp32 [columns / 128, M] in rows of whole 16
+                           bytes, or with a scale a row fp32 [M]
 ``row_weights dweights``   device pointers to float32 by index, or NARROW to the variant's dtype
 ``index experts used``     device pointers to 32-bit words: of each row, of each slot, one
 ``places``                 device pointer to int32: each slot's row in the sorted order, -1 for one of no expert
@@ -26,6 +27,7 @@ row of a or y):
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from ...artifacts.records.precision import DType
@@ -63,8 +65,10 @@ _NUMBERS = ("limit", "alpha", "beta", "linear_beta")
 _ARGUMENTS: dict[RowOp, tuple[tuple[str, ...], tuple[str, ...]]] = {
     RowOp.GATHER: (("x", "index", "used", "out"), ("M", "columns", "top_k", "index_step", "flags")),
     RowOp.QUANTIZE: (("x", "index", "used", "codes", "scale"), ("M", "columns", "top_k", "index_step", "flags")),
+    RowOp.QUANTIZE_ROWS: (("x", "index", "used", "codes", "scale"), ("M", "columns", "top_k", "index_step", "flags")),
     RowOp.ACTIVATION: (("h", "a", "used"), ("M", "columns", "flags", *_NUMBERS)),
     RowOp.ACTIVATION_CODES: (("h", "used", "codes", "scale"), ("M", "columns", "flags", *_NUMBERS)),
+    RowOp.ACTIVATION_ROW_CODES: (("h", "used", "codes", "scale"), ("M", "columns", "flags", *_NUMBERS)),
     RowOp.ACTIVATION_GRAD: (
         ("h", "da", "row_weights", "index", "used", "dh", "a", "dweights"),
         ("M", "columns", "index_step", "flags", *_NUMBERS),
@@ -81,19 +85,23 @@ _ARGUMENTS: dict[RowOp, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
 }  # fmt: skip
 _ROW_POINTERS = ("h", "a", "da", "dh", "x", "y", "out", "bias", "codes")
-_QUANTIZED_COLUMNS = 128  # that share a scale: rows are of whole such
 # Bytes of a row that one thread has at once (of h's gate alone, of each of combine's 8), and the warps of a program.
 _THREADS = {
     RowOp.GATHER: (32, 4), RowOp.ACTIVATION: (16, 4), RowOp.ACTIVATION_GRAD: (8, 2), RowOp.COMBINE: (16, 2),
     RowOp.CLEAR: (32, 4), RowOp.QUANTIZE: (32, 2), RowOp.ACTIVATION_CODES: (32, 4),
+    RowOp.QUANTIZE_ROWS: (32, 4), RowOp.ACTIVATION_ROW_CODES: (32, 4),
 }  # fmt: skip
 # Unlimited, ptxas takes 80 for bf16, so an SM holds fewer programs: 1.09 x as long on an H100 for 8,192 rows or more.
 _MAX_REGISTERS = {RowOp.ACTIVATION_GRAD: 56}
-_ROWS = {RowOp.ACTIVATION: 4, RowOp.ACTIVATION_CODES: 8}  # that a program does side by side, of others one
-MAKES_CODES = (RowOp.QUANTIZE, RowOp.ACTIVATION_CODES)  # of rows of bf16, for products of codes
+# That a program does side by side, of others one.
+_ROWS = {RowOp.ACTIVATION: 4, RowOp.ACTIVATION_CODES: 8, RowOp.ACTIVATION_ROW_CODES: 2}
 # Of what GATHER writes, that read each row of x once: with 117 MB two launches take as long as one on an H200, with 134
 # MB less, with 42 MB longer (docs/inside/trials.md, gather-by-token).
 BY_TOKEN_LEAST_BYTES = 128 << 20
+_BY_ROW = (
+    RowOp.ACTIVATION_GRAD, RowOp.GATHER, RowOp.QUANTIZE, RowOp.QUANTIZE_ROWS, RowOp.ACTIVATION_ROW_CODES,
+    RowOp.SORT_SLOTS, RowOp.CLEAR,
+)  # a program has all columns of a row  # fmt: skip
 MOST_EXPERTS = 65536  # what a variant's record says: any number
 MOST_SORTED_EXPERTS = 512  # of SORT_SLOTS
 SORTED_EXPERTS = 32  # for which one program of SORT_SLOTS adds up the counts
@@ -101,19 +109,39 @@ SORTED_EXPERTS = 32  # for which one program of SORT_SLOTS adds up the counts
 _ACTIVATION = "rowops.activation", "901296436211db83f0088389f55f5a189d1e0f07f863e63f7cea062c40095e16"
 _ACTIVATION_CODES = "rowops.activation_codes", "5b69182f509161037def9e36e0bcaefa90da144cee9cff15747b40b71bbda724"
 _GATHER_COMBINE = "rowops.gather_combine", "a958e77fc6a6fd47598d0b271835a6d402f02c95a5baae097cc2fc077cd379d2"
+_ACTIVATION_ROW_CODES = "rowops.activation_row_codes", "9703b497b1b9950bff6795919d07d7c28601708a6016e8d67f3adf6780ad4a7d"
+_QUANTIZE_ROWS = "rowops.quantize_rows", "37aa35aec02a08feefa6e3c85db2a68a4f7a96925a5024c1b4f7beec61040601"
 _QUANTIZE = "rowops.quantize", "d2a376ac92cc62ffdf01b11167fe21d5faf26f6b4beb0c951a1f27fc9949bb00"
 _SORT = "rowops.sort", "ca5611a804955fcba89a115e4794d135c438bc3d390d173e2f538cf02eae150d"
 _CLEAR = "rowops.zero_rows", "0c41f4e3da77f98aeca427848589875a5354ec9ecfbc0e1b87a858b34421826a"
 ROW_OPS = (
     Entry("activation", 3, *_ACTIVATION, launched_since=3),
     Entry("activation_codes", 2, *_ACTIVATION_CODES, launched_since=2),
+    Entry("activation_row_codes", 1, *_ACTIVATION_ROW_CODES, launched_since=1),
     Entry("activation_grad", 4, *_ACTIVATION, launched_since=4),
     Entry("clear", 1, *_CLEAR, launched_since=1),
     Entry("combine", 2, *_GATHER_COMBINE, launched_since=2),
     Entry("gather", 2, *_GATHER_COMBINE, launched_since=2),
     Entry("quantize", 1, *_QUANTIZE, launched_since=1),
+    Entry("quantize_rows", 1, *_QUANTIZE_ROWS, launched_since=1),
     Entry("sort_slots", 2, *_SORT, launched_since=2),
 )
+
+
+class CodeOps(NamedTuple):
+    """The row kernels that make codes of rows of bf16 for products of codes; rows are of whole ``columns``."""
+
+    quantize: RowOp
+    activation: RowOp
+    columns: int
+
+
+CODE_OPS: Mapping[DType, CodeOps] = {
+    DType.FP8_BLOCK: CodeOps(RowOp.QUANTIZE, RowOp.ACTIVATION_CODES, 128),
+    DType.FP8_CHANNEL: CodeOps(RowOp.QUANTIZE_ROWS, RowOp.ACTIVATION_ROW_CODES, 64),
+}
+_COLUMNS = {op: one.columns for one in CODE_OPS.values() for op in one[:2]}
+MAKES_CODES = tuple(_COLUMNS)
 
 
 class Block(NamedTuple):
@@ -186,10 +214,12 @@ class RowOpSpec(NamedTuple):
         return f"{self.op.value} {self.dtype.value} {self.config}" + (" unaligned" if self.alignment == 1 else "")
 
 
-def specs(dtypes: tuple[DType, ...], ops: frozenset[Op], *, of_codes: bool | None = None) -> tuple[RowOpSpec, ...]:
+def specs(
+    dtypes: tuple[DType, ...], ops: frozenset[Op], *, of_codes: Collection[DType] | None = None
+) -> tuple[RowOpSpec, ...]:
     """The passes that go with these GEMMs, aligned and not: that of the activation's gradient only beside dX or dW.
 
-    Those that quantise x are there with ``of_codes``: if None, where some dtype does so.
+    Those that quantise x are there for the dtypes ``of_codes``: if None, for all of these that do so.
     What has no dtype is there once: the sort of the slots for any alignment, what clears rows for aligned ones.
     """
     passes = [RowOp.COMBINE] if ops else []
@@ -197,10 +227,10 @@ def specs(dtypes: tuple[DType, ...], ops: frozenset[Op], *, of_codes: bool | Non
     passes += [RowOp.ACTIVATION_GRAD] if ops & {Op.DX, Op.DW} else []
     passes += [RowOp.GATHER] if ops else []
     kinds = dict.fromkeys(dtype_of(dtype) for dtype in dtypes)
-    quantised = any(dtype.quantises_x for dtype in dtypes) if of_codes is None else of_codes
+    code_ops = [one for dtype, one in CODE_OPS.items() if dtype in (dtypes if of_codes is None else of_codes)]
     found = [RowOpSpec(one, dtype, alignment) for one in passes for dtype in kinds for alignment in (16, 1)]
-    found += [RowOpSpec(RowOp.QUANTIZE, DType.BF16)] if quantised else []
-    found += [RowOpSpec(RowOp.ACTIVATION_CODES, DType.BF16)] if quantised and Op.FORWARD in ops else []
+    found += [RowOpSpec(one.quantize, DType.BF16) for one in code_ops]
+    found += [RowOpSpec(one.activation, DType.BF16) for one in code_ops] if Op.FORWARD in ops else []
     found += [RowOpSpec(RowOp.SORT_SLOTS, DType.FP32, 1)] if ops else []
     return (*found, *([RowOpSpec(RowOp.CLEAR, DType.FP32)] if ops & {Op.FORWARD, Op.DX} else []))
 
@@ -229,7 +259,7 @@ def divisibility(spec: RowOpSpec) -> dict[str, int]:
         return {}
     pointers, _ = _ARGUMENTS[spec.op]
     rows = dict.fromkeys((name for name in pointers if name in _ROW_POINTERS), spec.alignment)
-    elements = _QUANTIZED_COLUMNS if spec.op in MAKES_CODES else spec.alignment // spec.dtype.itemsize
+    elements = _COLUMNS.get(spec.op, spec.alignment // spec.dtype.itemsize)
     return rows | {"columns": elements}
 
 
@@ -255,7 +285,10 @@ def by_token(M: int, row_bytes: int, slots: int, top_k: int) -> bool:
 def programs(op: RowOp, M: int, columns: int, block: int, rows: int = 1) -> int:
     """The grid: one program for ``rows`` rows, or for each block of their columns.
 
+    ACTIVATION_ROW_CODES has a program for each row that is wider than a block.
+
     Callers of SORT_SLOTS and CLEAR, and of GATHER in two launches, say it, as M.
     """
-    by_row = op in (RowOp.ACTIVATION_GRAD, RowOp.GATHER, RowOp.QUANTIZE, RowOp.SORT_SLOTS, RowOp.CLEAR)
-    return -(-M // rows) * (1 if by_row else -(-columns // block))
+    if op is RowOp.ACTIVATION_ROW_CODES and columns > block:
+        rows = 1
+    return -(-M // rows) * (1 if op in _BY_ROW else -(-columns // block))

@@ -25,6 +25,7 @@ from .constants import CONSTANTS, Constants, ConstantsFamily, Specialized
 from .mixed_input import mixed_input_us
 from .profile import Profile, Resources, join, occupancy, profile
 from .routing import ExpectedRows, expected_rows
+from .row_scaled import row_scaled_us
 
 _GRAIN = 16  # rows: kernels/gemm/hopper/ragged.py rounds a tile's up to so many
 
@@ -252,8 +253,8 @@ def _mixed_us(problem: Problem, M: int, resources: Resources, chip: Chip) -> flo
         return math.inf
     if not resources.config.schedule.warp_specialized:
         return coded_us(problem, M, resources, chip)
-    estimate = block_scaled_us if problem.dtype.quantises_x else mixed_input_us
-    return estimate(problem, M, resources.config, chip)
+    estimate = {Schedule.BLOCK_SCALED: block_scaled_us, Schedule.ROW_SCALED: row_scaled_us}
+    return estimate.get(resources.config.schedule, mixed_input_us)(problem, M, resources.config, chip)
 
 
 class Ranker:

@@ -203,12 +203,25 @@ BLOCK_SCALED: tuple[Row, ...] = (
     (128, 256, 128, 8, 4),
     (128, 256, 128, 8, 3),
 )
+ROW_SCALED: tuple[Row, ...] = (
+    (16, 64, 512, 8, 3),
+    (16, 64, 1024, 8, 2),
+    (16, 128, 256, 8, 4),
+    (16, 128, 256, 8, 6),
+    (32, 128, 256, 8, 4),
+)
+ROW_SCALED_FITTED: tuple[Row, ...] = (
+    (256, 128, 128, 8, 4),
+    (128, 128, 128, 8, 6),
+    (64, 128, 256, 8, 4),
+)
 
 
 def candidates(op: Op, dtype: DType) -> list[Config]:
     """The pool of an op and dtype."""
     if dtype.quantised:
-        return _block_scaled(op) if dtype.quantises_x else _mixed_input(op, dtype)
+        own = {DType.FP8_BLOCK: _block_scaled, DType.FP8_CHANNEL: _row_scaled}.get(dtype)
+        return _mixed_input(op, dtype) if own is None else own(op)
     if dtype is DType.FP32:
         return fp32(op)
     if dtype is DType.TF32:
@@ -233,6 +246,14 @@ def _block_scaled(op: Op) -> list[Config]:
         return []
     scaled, tma = Schedule.BLOCK_SCALED, Loads.TMA
     return configs(BLOCK_SCALED, scaled, tma) + configs(BLOCK_SCALED, scaled, tma, group_m=16)
+
+
+def _row_scaled(op: Op) -> list[Config]:
+    if op is not Op.FORWARD:
+        return []
+    scaled, tma = Schedule.ROW_SCALED, Loads.TMA
+    pool = configs(ROW_SCALED, scaled, tma) + configs(ROW_SCALED_FITTED, scaled, tma, fitted=True)
+    return pool + configs(ROW_SCALED_FITTED[:1], scaled, tma, group_m=1, fitted=True)
 
 
 def _portable(op: Op, dtype: DType) -> list[Config]:

@@ -1,6 +1,6 @@
 """Whether x is quantised, too, for weights whose checkpoints have it so: codes times codes, or codes times bf16.
 
-Codes multiply twice as fast, and x is read as half as many bytes; but a pass has to quantise it (``RowOp.QUANTIZE``),
+Codes multiply twice as fast, and x is read as half as many bytes; but a pass has to quantise it (``rowops.CODE_OPS``),
 and few rows wait for w alone. So x is quantised only where one bundle says of both products, for this very problem and
 bucket, that it pays with the pass added, whose time is ``pass_us``:
 
@@ -21,11 +21,11 @@ from typing import NamedTuple
 
 from ...artifacts.records.bundle import Source
 from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Problem, RowOp, bucket_of
+from ...artifacts.records.problem import Problem, bucket_of
 from ...artifacts.records.target import Gpu, LocalGpu
 from ...kernels.contract.coded import takes_codes_of_x
 from ...kernels.contract.registry import has_code
-from ...kernels.contract.rowops import dtype_of
+from ...kernels.contract.rowops import CODE_OPS, dtype_of
 from ...kernels.hardware import chips
 from ...kernels.hardware.arch import ARCHS, Feature
 from . import compare, gather, rowops
@@ -81,6 +81,12 @@ def pass_us(M: int, K: int, top_k: int, gpu: Gpu) -> float | None:
     return _FIXED_US + max(traffic_us, M * K / (chip.sm_count * _ELEMENTS_PER_SM_US))
 
 
+def _pass_of(snapshot: Snapshot, problem: Problem, local: LocalGpu) -> bool:
+    """Whether some usable bundle has the row kernel that quantises x."""
+    op = CODE_OPS[problem.dtype].quantize
+    return bool(rowops.ranked(snapshot, op, dtype_of(problem.dtype), local, aligned=True))
+
+
 def _verdict(
     snapshot: Snapshot, problem: Problem, plain: Problem, bucket: int, local: LocalGpu, top_k: int, aligned: bool
 ) -> ActivationsVerdict:
@@ -89,7 +95,7 @@ def _verdict(
         return ActivationsVerdict(None, lacking)
     if not passes and not snapshot.serves(problem, local):
         return ActivationsVerdict(None, "x stays bf16: no bundle has the GEMM with quantised x")
-    if passes and not rowops.ranked(snapshot, RowOp.QUANTIZE, dtype_of(problem.dtype), local, aligned=True):
+    if passes and not _pass_of(snapshot, problem, local):
         return ActivationsVerdict(None, "x stays bf16: no usable bundle has the row kernel that quantises it")
     ran = settle(snapshot, plain, bucket, local, aligned, False)
     found: Candidate | str

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...artifacts.errors import InputError
 from ...artifacts.records.precision import PRECISIONS, DType, dtypes_of
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
-from ...kernels.contract.block_scaled import DTYPES as CODES_BY_CODES
+from ...kernels.contract.rowops import CODE_OPS
 from ...kernels.contract.spec import code_of
 from ...kernels.contract.words import ALIGNMENT_BYTES
 from ..check.operands import MAX_RANK
@@ -91,7 +91,7 @@ def _ruled_out(problem: Problem, *, aligned: bool, strict: bool) -> str | None:
             return "the low-rank kernels add a bias only if they gather rows"
     else:
         format = next(name for name in PRECISIONS if dtype in dtypes_of(name))
-        if problem.op is Op.FORWARD and dtypes_of(format)[0] in CODES_BY_CODES:
+        if problem.op is Op.FORWARD and dtypes_of(format)[0] in CODE_OPS:
             return f"the forward of {format} quantises x, which is faster"
         if problem.layout is Layout.STORED:
             return "only prepared weights have a kernel for it: w = w.prepare()"

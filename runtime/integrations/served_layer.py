@@ -10,7 +10,7 @@ from ..artifacts.errors import InputError
 from ..artifacts.records.precision import DType, dtypes_of
 from ..artifacts.records.problem import Layout, Op, Problem, buckets_between
 from ..artifacts.records.target import LocalGpu
-from ..kernels.contract.block_scaled import DTYPES as CODES_BY_CODES
+from ..kernels.contract.rowops import CODE_OPS
 from ..kernels.contract.mixed_input import padded_width
 from ..kernels.contract.registry import has_code
 from ..kernels.hardware.arch import refusal
@@ -62,7 +62,7 @@ class ServedLayer(NamedTuple):
     @property
     def all_problems(self) -> tuple[Problem, ...]:
         """These, and those whose x is quantised, too, where the checkpoint says so and codes in order have such."""
-        dtypes = [one for one in dtypes_of(self.dtype.value) if not one.quantises_x or one in CODES_BY_CODES]
+        dtypes = [one for one in dtypes_of(self.dtype.value) if not one.quantises_x or one in CODE_OPS]
         return tuple(problem for dtype in dtypes for problem in self._products(dtype, self.width))
 
     def _products(self, dtype: DType, width: int) -> tuple[Problem, Problem]:

@@ -244,7 +244,8 @@ def _of_codes(ready: Ready, before: Step, call: Rows, left: Fusion, words: tuple
         ), y, m_sizes, stream)  # fmt: skip
 
     index = "index" if left & (Fusion.SCATTER | Fusion.WEIGHT) else ""
-    operands = (_CODES, "w", "y", "m_sizes", "w_scales", index, "row_weights", "bias")
+    scale = _plain_scale(call.w) if isinstance(call.w, ExpertWeights) else ""
+    operands = (_CODES, "w", "y", "m_sizes", scale, index, "row_weights", "bias")
     step = Step(run, ready.name, operands, all_of_M or not left)
     return Product((before, step), ready.launcher.zeroes, (Scratch(_CODES, bytes_of_row(K), torch.uint8),))
 

@@ -334,7 +334,10 @@ def _of_codes(variant: Variant, draw: Draw, here: TrialPlace) -> _Operands:
         x = x.float().lerp(values_on_load(x, dtype), 0.5).bfloat16()
         there, read = here.put(x, aligned=variant.alignment > 1), values_on_load(x, dtype)
         return _Operands(columns, reduction, variant.op is Op.DX, there, placed, read, values)
-    codes, scale = codes_of_rows(x)
+    of_x = dtype.precision.x.scale
+    if of_x is None:
+        raise AssertionError(f"{dtype.value} does not quantise x")
+    codes, scale = codes_of_rows(x, of_x)
     known, there = values_of_rows(codes, scale, slice(0, _M)), here.put(codes.view(torch.uint8))
     return _Operands(columns, reduction, False, there, placed, known, values, here.put(scale))
 

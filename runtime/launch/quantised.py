@@ -14,9 +14,8 @@ import torch
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp, bucket_of
 from ...kernels.contract.activations import Activation
-from ...kernels.contract.block_scaled import DTYPES as CODES_BY_CODES
 from ...kernels.contract.mixed_input import prepares
-from ...kernels.contract.rowops import PICKED
+from ...kernels.contract.rowops import CODE_OPS, PICKED
 from ...kernels.contract.words import ALIGNMENT_BYTES, is_aligned
 from ..check.tensors import address_of, row_stride
 from ..dispatch import snapshot as dispatch_snapshot
@@ -85,7 +84,7 @@ def low_rank_of_quantised(call: Rows, w: ExpertWeights) -> Ready | None:
     (E, N, K), first = w.shape, bool(call.gather_divisor)
     if (
         not dtypes
-        or (call.op is Op.FORWARD and dtypes[0] in CODES_BY_CODES)
+        or (call.op is Op.FORWARD and dtypes[0] in CODE_OPS)
         or (first and not call.may_gather_first(True))
     ):
         return None
@@ -112,13 +111,13 @@ def ready_for_activated(call: Rows, w: ExpertWeights) -> Ready | None:
     None where there is no such row kernel, or x is not to be quantised.
     """
     h, device, (_, N, K) = call.x, call.x.get_device(), w.shape
-    if CODES_BY_CODES.isdisjoint(w.kernel_dtypes) or not is_aligned(ALIGNMENT_BYTES, h.data_ptr()):
+    if CODE_OPS.keys().isdisjoint(w.kernel_dtypes) or not is_aligned(ALIGNMENT_BYTES, h.data_ptr()):
         return None
     # (Rows as those that the two would be: which product it is, and its place in the table, are those of such a call.)
     ready = ready_for_quantised(dataclasses.replace(call, x=h.new_empty((1, K))), w, h.new_empty((1, N)))
     if ready is None or ready.quantize is None:
         return None
-    activate = rowops.launcher(RowOp.ACTIVATION_CODES, DType.BF16, device, aligned=True)
+    activate = rowops.launcher(CODE_OPS[w.kernel_dtypes[0]].activation, DType.BF16, device, aligned=True)
     return None if activate is None else ready._replace(quantize=activate)
 
 
@@ -217,7 +216,7 @@ def _of_prepared(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready | None:
     step = index_step(call) if call.uses_index else 1
     few, beside = may_clear(call, y) if call.zero_tail and call.uses_index else (True, True)
     zeroes = call.zero_tail and (few or beside)
-    codes = dtypes[0] if dtypes[0] in CODES_BY_CODES and (first or row_stride(x, K) == K) else None
+    codes = dtypes[0] if dtypes[0] in CODE_OPS and (first or row_stride(x, K) == K) else None
     fixed = (w.format, E, N, K, call.gather_divisor, fusion.value, step, m_sizes.dtype, zeroes, few, beside)
     key = ("mixed", *fixed, bucket_of(call.M), device, first, codes is None, call.pin)
 
@@ -247,8 +246,10 @@ def _of_codes(problem: Problem, other: DType, call: Rows, fused: Fused) -> Ready
     """A kernel for a product of codes after the pass that quantises x; None where one that leaves x is to run."""
     device = call.x.get_device()
     kernel = _verdicts_kernel(problem, other, call, device, call.gather_divisor)
-    quantize = None if kernel is None else rowops.launcher(RowOp.QUANTIZE, DType.BF16, device, aligned=True)
-    if kernel is None or quantize is None:
+    if kernel is None:
+        return None
+    quantize = rowops.launcher(CODE_OPS[problem.dtype].quantize, DType.BF16, device, aligned=True)
+    if quantize is None:
         return None
     from .block_scaled import block_scaled_launcher
 
@@ -281,7 +282,10 @@ def _verdicts_kernel(
 
 
 def bytes_of_row(K: int) -> int:
-    """Of the memory of M rows of codes, and then of their scales, which take a row of whole fours for each 128 of K."""
+    """Of the memory of M rows of codes, and then of their scales.
+
+    Those take a row of whole fours for each 128 of K, or with a scale a row less.
+    """
     return K + K // 8
 
 
@@ -290,7 +294,8 @@ def quantize_step(
 ) -> Step:
     """codes[i], scale[:, i] = quantised x[i], or with ``top_k`` x[index[i] // top_k], of dense x [T, columns].
 
-    The codes are e4m3 [M, columns], and the scales fp32 [columns / 128, M] right behind them (``bytes_of_row``).
+    The codes are e4m3 [M, columns], and the scales right behind them (``bytes_of_row``), fp32 [columns / 128, M], or
+    with one a row [M], which is then ``scale[i]``.
     ``used`` is as ``rowops.used`` has it of the bounds that the step is given; ``index`` names the operand that is
     read, each entry within [0, T * top_k).
     """

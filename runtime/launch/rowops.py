@@ -53,7 +53,8 @@ def launcher(op: RowOp, dtype: DType, device: int, *, aligned: bool) -> RowOpLau
             return found
         known[key] = found
         if kernel is None:
-            instead = "two passes do" if op is RowOp.ACTIVATION_CODES else "torch does"
+            twice = op in (RowOp.ACTIVATION_CODES, RowOp.ACTIVATION_ROW_CODES)
+            instead = "two passes do" if twice else "torch does"
             _log.info("pretuned: no usable bundle has a kernel for %s %s: %s it; aot build adds it to new ones",
                       op.value, dtype.value, instead)  # fmt: skip
     return known[key]

@@ -8,12 +8,13 @@ it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from ...artifacts.records.bundle import Variant
-from ...artifacts.records.precision import DType
+from ...artifacts.records.precision import DType, Scale
 from ...artifacts.records.problem import RowOp
 from ...kernels import reference
 from ...kernels.contract import rowops
@@ -27,6 +28,7 @@ UNTOUCHED = 96.0  # what a result holds beforehand; every dtype has it, and no t
 _T, _TOP_K, _USED = 24, 2, 41  # tokens, slots of each, and how many of the slots belong to an expert
 _NAN_TOKEN = 3
 _QUANTISED = 0.13  # two codes that lie side by side differ by an eighth
+_BLOCKS, _ROWS = Scale("fp32", 1, 128), Scale("fp32", 1, 0)  # of x's codes
 _STEP = 1e-6
 _ROUNDING = {DType.FP16: 2e-3, DType.FP32: 1e-4, DType.TF32: 4e-3}
 
@@ -342,44 +344,52 @@ def _clear(on: _On) -> str | None:
     return on.judged(y, torch.where(stays[:, None], host, 0.0), "y", 0.0)
 
 
-def _quantize(on: _On) -> str | None:
+def _scales(on: _On, M: int, columns: int, scale: Scale) -> torch.Tensor:
+    """Memory for the scales of codes of M rows."""
+    shape = (columns // scale.columns, scale_columns(M)) if scale.columns else (M,)
+    return on.words(torch.zeros(*shape, dtype=torch.float32, device="cpu"))
+
+
+def _quantize(on: _On, of_x: Scale) -> str | None:
     """Codes and scales of rows that an index picks."""
-    draw, C, M = Draw(), 256, _T * _TOP_K
+    draw, C, M = Draw(), 256 if of_x.columns else 320, _T * _TOP_K
     x, order, used = on.rows(draw.normal(_T, C)), draw.order(M), on.used(M)
     codes = on.words(torch.zeros(M, C, dtype=torch.uint8, device="cpu"))
-    scale = on.words(torch.zeros(C // 128, scale_columns(M), dtype=torch.float32, device="cpu"))
+    scale = _scales(on, M, C, of_x)
     flags = rowops.USED | rowops.PICKED
     on.run(M, C, (x, on.words(order), used, codes, scale), (M, C, _TOP_K, 1, flags))
     on.place.wait()
     picked, every = x.cpu()[order.long() // _TOP_K], slice(0, M)
     got = values_of_rows(codes.cpu().view(torch.float8_e4m3fn), scale.cpu(), every)
-    return on.judged(got, values_of_rows(*codes_of_rows(picked), every), "codes", _QUANTISED)
+    return on.judged(got, values_of_rows(*codes_of_rows(picked, of_x), every), "codes", _QUANTISED)
 
 
-def _activation_codes(on: _On) -> str | None:
+def _activation_codes(on: _On, of_x: Scale) -> str | None:
     """Codes and scales of act(gate) * up."""
-    draw, I, M = Draw(), 384, _T * _TOP_K  # noqa: E741
+    draw, I, M = Draw(), 384 if of_x.columns else 448, _T * _TOP_K  # noqa: E741
     used = on.used()
     untouched = torch.full((1, I), 7, dtype=torch.uint8, device="cpu")
     for act, gated, interleaved in _ACTS:
         h = on.rows(draw.normal(M, I * (1 + gated)) * 3)
         codes = on.words(untouched.expand(M, I))
-        scale = on.words(torch.zeros(I // 128, scale_columns(M), dtype=torch.float32, device="cpu"))
+        scale = _scales(on, M, I, of_x)
         on.run(M, I, (h, used, codes, scale), (M, I, _flags(act, gated, interleaved), *act.words))
         want = _act(h.cpu().float(), act, gated, interleaved).to(on.dtype)[:_USED]
         on.place.wait()
         found, factors, every = codes.cpu(), scale.cpu(), slice(0, _USED)
         got = values_of_rows(found[:_USED].view(torch.float8_e4m3fn), factors, every)
-        wrong = on.judged(got, values_of_rows(*codes_of_rows(want), every), f"{act} codes", _QUANTISED)
+        wrong = on.judged(got, values_of_rows(*codes_of_rows(want, of_x), every), f"{act} codes", _QUANTISED)
         if wrong:
             return wrong
-        if not torch.equal(found[_USED:], untouched.expand(M - _USED, I)) or bool(factors[:, _USED:].any()):
+        if not torch.equal(found[_USED:], untouched.expand(M - _USED, I)) or bool(factors[..., _USED:].any()):
             return f"{act}: rows of no expert were stored"
     return None
 
 
 _TRIALS: dict[RowOp, Callable[[_On], str | None]] = {
     RowOp.GATHER: _gather, RowOp.ACTIVATION: _activation, RowOp.ACTIVATION_GRAD: _activation_grad,
-    RowOp.COMBINE: _combine, RowOp.SORT_SLOTS: _sort_slots, RowOp.CLEAR: _clear, RowOp.QUANTIZE: _quantize,
-    RowOp.ACTIVATION_CODES: _activation_codes,
+    RowOp.COMBINE: _combine, RowOp.SORT_SLOTS: _sort_slots, RowOp.CLEAR: _clear,
+    RowOp.QUANTIZE: partial(_quantize, of_x=_BLOCKS), RowOp.ACTIVATION_CODES: partial(_activation_codes, of_x=_BLOCKS),
+    RowOp.QUANTIZE_ROWS: partial(_quantize, of_x=_ROWS),
+    RowOp.ACTIVATION_ROW_CODES: partial(_activation_codes, of_x=_ROWS),
 }  # fmt: skip

@@ -4,40 +4,46 @@ from __future__ import annotations
 
 import torch
 
-from ...artifacts.records.precision import DType
+from ...artifacts.records.precision import DType, Scale
 from ...kernels.codes import BLOCK
-from ...kernels.contract.block_scaled import GROUP, scale_columns
+from ...kernels.contract.block_scaled import scale_columns
 from .codes import E4M3_MOST, quantise_rows
 from .order import K_ORDER
 
 _CHUNK_ELEMENTS = 1 << 26
 
 
-def codes_of_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [M, K] as ``RowOp.QUANTIZE`` writes it (kernels/rowops/quantize.py): e4m3 [M, K], and fp32 [K / 128, M]."""
+def codes_of_rows(x: torch.Tensor, scale: Scale) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [M, K] as the row kernels that quantise it write it: e4m3 [M, K], and its scales in fp32.
+
+    With ``scale`` of 128 columns they are [K / 128, M], M of whole fours (kernels/rowops/quantize.py), with one of all
+    columns [M] (kernels/rowops/quantize_rows.py).
+    """
     M, K = x.shape
-    scale = torch.zeros(K // GROUP, scale_columns(M), dtype=torch.float32, device=x.device)
+    group = scale.columns or K
+    scales = torch.zeros(K // group, scale_columns(M), dtype=torch.float32, device=x.device)
     codes = torch.empty(M, K // BLOCK, BLOCK, dtype=torch.uint8, device=x.device)
     order = torch.tensor(K_ORDER, device=x.device)
     step = max(1, _CHUNK_ELEMENTS // K)
     for first in range(0, M, step):
-        groups = x[first : first + step].float().view(-1, K // GROUP, GROUP)
+        groups = x[first : first + step].float().view(-1, K // group, group)
         factor = groups.abs().amax(2) / E4M3_MOST
         factor = torch.where(factor > 0, factor, 1)
-        scale[:, first : first + len(factor)] = factor.T
+        scales[:, first : first + len(factor)] = factor.T
         bits = (groups / factor[..., None]).to(torch.float8_e4m3fn).view(torch.uint8)
         codes[first : first + step] = bits.view(-1, K // BLOCK, BLOCK)[..., order]
-    return codes.view(M, K).view(torch.float8_e4m3fn), scale
+    return codes.view(M, K).view(torch.float8_e4m3fn), scales if scale.columns else scales[0, :M].clone()
 
 
-def values_of_rows(codes: torch.Tensor, scale: torch.Tensor, here: slice) -> torch.Tensor:
+def values_of_rows(codes: torch.Tensor, scales: torch.Tensor, here: slice) -> torch.Tensor:
     """The rows that ``codes_of_rows`` has made codes of, float32."""
     rows = codes[here]
     bits = rows.view(torch.uint8).view(len(rows), -1, BLOCK)
     natural = torch.empty_like(bits)
     natural[..., torch.tensor(K_ORDER, device=bits.device)] = bits
-    groups = natural.view(torch.float8_e4m3fn).float().view(len(rows), -1, GROUP)
-    return (groups * scale[:, here].T[..., None]).view(rows.shape)
+    groups = natural.view(torch.float8_e4m3fn).float().view(len(rows), scales.shape[0] if scales.dim() == 2 else 1, -1)
+    factor = scales[:, here].T if scales.dim() == 2 else scales[here][:, None]
+    return (groups * factor[..., None]).view(rows.shape)
 
 
 def values_on_load(x: torch.Tensor, dtype: DType) -> torch.Tensor:

@@ -16,7 +16,7 @@ from acts import GATED, UNGATED, row_act
 from pretuned.artifacts.records.precision import PRECISIONS, DType
 from pretuned.artifacts.records.problem import Op, Problem, RowOp
 from pretuned.kernels.contract.activations import Activation
-from pretuned.kernels.contract.rowops import USED
+from pretuned.kernels.contract.rowops import CODE_OPS, USED
 from pretuned.runtime import ExpertWeights, grouped_gemm, moe_mlp, reload
 from pretuned.runtime.dispatch import activations
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
@@ -40,28 +40,30 @@ ROWS = [1, 40, 701, 5000]
 # Of the same codes the kernel is off by 1.7e-3 (benchmarks/results/fp8-peers-h100.jsonl). The pass and torch round a
 # few codes in a thousand to different neighbours, for a scale's last bit is not the same.
 MOST = 8e-3
-SCALE = PRECISIONS["fp8_block"].x.scale
+FORMATS = ["fp8_block", "fp8_channel"]
 
 
-@pytest.fixture(autouse=True)
-def _codes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """x is quantised whether it pays or not."""
+@pytest.fixture(params=FORMATS)
+def format(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A format of w, of which x is quantised whether it pays or not."""
+    name: str = request.param
 
     def verdict(snapshot, problem, other, M, local, *, top_k, aligned):  # type: ignore[no-untyped-def]
         found = settle(snapshot, problem, 1 << max(3, M.bit_length()), local, aligned, False)
         assert isinstance(found, Decision), "the bundles have no product of codes"
         return ActivationsVerdict(found.chosen, "in a test")
 
-    problem = Problem(Op.FORWARD, DType.FP8_BLOCK, E, *SIZES[0])
+    problem = Problem(Op.FORWARD, DType(name), E, *SIZES[0])
     if not dispatch_snapshot.snapshot().serves(problem, local_gpu(0)):
         pytest.skip("the bundles have no product of codes for this GPU")
     monkeypatch.setattr(activations, "verdict", verdict)
     dispatch_snapshot.snapshot().launchers.clear()
+    return name
 
 
-def made(N: int, K: int) -> ExpertWeights:
+def made(format: str, N: int, K: int) -> ExpertWeights:
     w = torch.randn(E, N, K, generator=torch.Generator().manual_seed(N)) / K**0.5
-    return ExpertWeights.quantize(w, "fp8_block").to("cuda").prepare()
+    return ExpertWeights.quantize(w, format).to("cuda").prepare()
 
 
 def fallen(M: int, fall: str) -> torch.Tensor:
@@ -76,8 +78,9 @@ def rows_of(count: int, K: int) -> torch.Tensor:
 
 def product(x: torch.Tensor, w: ExpertWeights, m_sizes: torch.Tensor) -> torch.Tensor:
     """x's rows, quantised, by their experts' matrices, float32."""
-    assert SCALE is not None
-    rounded, dense = quantise_rows(x, SCALE), w.dequantize(torch.float32)
+    scale = PRECISIONS[w.format].x.scale
+    assert scale is not None
+    rounded, dense = quantise_rows(x, scale), w.dequantize(torch.float32)
     y, row = x.new_zeros(x.shape[0], dense.shape[1], dtype=torch.float32), 0
     for e, count in enumerate(m_sizes.tolist()):
         y[row : row + count] = (rounded[row : row + count].double() @ dense[e].double().T).float()
@@ -92,8 +95,8 @@ def off(found: torch.Tensor, want: torch.Tensor) -> float:
 @pytest.mark.parametrize("fall", ["random", "few"])
 @pytest.mark.parametrize("M", ROWS)
 @pytest.mark.parametrize(("N", "K"), SIZES)
-def test_a_plain_product(N: int, K: int, M: int, fall: str) -> None:
-    w, x, m_sizes = made(N, K), rows_of(M, K), fallen(M, fall)
+def test_a_plain_product(format: str, N: int, K: int, M: int, fall: str) -> None:
+    w, x, m_sizes = made(format, N, K), rows_of(M, K), fallen(M, fall)
     y = grouped_gemm(x, w, m_sizes)
     assert off(y, product(x, w, m_sizes)) < MOST
     for _ in range(2):
@@ -102,17 +105,17 @@ def test_a_plain_product(N: int, K: int, M: int, fall: str) -> None:
 
 
 @pytest.mark.parametrize("M", ROWS)
-def test_rows_beyond_the_experts_are_zeroed(M: int) -> None:
-    w, x, m_sizes = made(*SIZES[0]), rows_of(M + 37, SIZES[0][1]), fallen(M, "random")
+def test_rows_beyond_the_experts_are_zeroed(format: str, M: int) -> None:
+    w, x, m_sizes = made(format, *SIZES[0]), rows_of(M + 37, SIZES[0][1]), fallen(M, "random")
     y = grouped_gemm(x, w, m_sizes, zero_tail=True)
     assert off(y, product(x, w, m_sizes)) < MOST
     assert not y[M:].any()
 
 
 @pytest.mark.parametrize("M", ROWS)
-def test_rows_that_are_gathered_scattered_weighted_and_have_a_bias(M: int) -> None:
+def test_rows_that_are_gathered_scattered_weighted_and_have_a_bias(format: str, M: int) -> None:
     (N, K), top_k = SIZES[1], 2 - M % 2
-    w, x, m_sizes = made(N, K), rows_of(M // top_k, K), fallen(M, "random")
+    w, x, m_sizes = made(format, N, K), rows_of(M // top_k, K), fallen(M, "random")
     g = torch.Generator().manual_seed(M)
     index, weights = torch.randperm(M, generator=g).cuda(), torch.rand(M // top_k, top_k, generator=g).cuda()
     bias = torch.randn(E, N, generator=g).bfloat16().cuda()
@@ -130,8 +133,8 @@ def test_rows_that_are_gathered_scattered_weighted_and_have_a_bias(M: int) -> No
         assert off(y, want) < MOST
 
 
-def test_what_is_not_finite_stays_in_its_row() -> None:
-    w, x, m_sizes = made(*SIZES[0]), rows_of(701, SIZES[0][1]), fallen(701, "random")
+def test_what_is_not_finite_stays_in_its_row(format: str) -> None:
+    w, x, m_sizes = made(format, *SIZES[0]), rows_of(701, SIZES[0][1]), fallen(701, "random")
     y = grouped_gemm(x, w, m_sizes)
     x[300, 5], x[411, 100] = float("nan"), float("inf")
     again = grouped_gemm(x, w, m_sizes)
@@ -142,16 +145,16 @@ def test_what_is_not_finite_stays_in_its_row() -> None:
     assert not bool(torch.isfinite(again[411]).any())
 
 
-def test_rows_too_small_for_a_scale_of_their_own_are_finite() -> None:
+def test_rows_too_small_for_a_scale_of_their_own_are_finite(format: str) -> None:
     """The inverse of their scale would be infinite, and their zeros times that NaN."""
-    w, x, m_sizes = made(*SIZES[0]), rows_of(701, SIZES[0][1]), fallen(701, "random")
+    w, x, m_sizes = made(format, *SIZES[0]), rows_of(701, SIZES[0][1]), fallen(701, "random")
     x[300] = 0
     x[300, 5] = 1e-37
     assert bool(torch.isfinite(grouped_gemm(x, w, m_sizes)).all())
 
 
-def test_a_graph_of_it() -> None:
-    w, x, m_sizes = made(*SIZES[0]), rows_of(701, SIZES[0][1]), fallen(701, "random")
+def test_a_graph_of_it(format: str) -> None:
+    w, x, m_sizes = made(format, *SIZES[0]), rows_of(701, SIZES[0][1]), fallen(701, "random")
     y = grouped_gemm(x, w, m_sizes)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -165,11 +168,12 @@ ACTS = [(name, True, turns) for name in GATED for turns in (False, True)] + [(na
 
 @pytest.mark.parametrize(("name", "gated", "interleaved"), ACTS)
 def test_codes_of_the_activation_are_those_of_two_passes(
-    name: str | Activation, gated: bool, interleaved: bool
+    format: str, name: str | Activation, gated: bool, interleaved: bool
 ) -> None:
     """Bit for bit, whatever h holds; rows beyond those that count stay as they are."""
     act = row_act(name, gated, interleaved)
-    activate, quantize, both = (launched(op) for op in (RowOp.ACTIVATION, RowOp.QUANTIZE, RowOp.ACTIVATION_CODES))
+    ops = CODE_OPS[DType(format)]
+    activate, quantize, both = (launched(op) for op in (RowOp.ACTIVATION, ops.quantize, ops.activation))
     for M, columns in ((1, 128), (7, 384), (700, 768), (5000, 2048), (133, 1536)):
         g = torch.Generator().manual_seed(M)
         h = 4 * torch.randn(M, (1 + gated) * columns, generator=g)
@@ -207,11 +211,11 @@ def launched(op: RowOp) -> Callable[..., None]:
     ("name", "gated", "interleaved"), [ACTS[0], ("swiglu_oai", True, True), ("relu2", False, False)]
 )
 def test_a_layer_with_the_activation_quantised_in_one_pass(
-    name: str, gated: bool, interleaved: bool, T: int, monkeypatch: pytest.MonkeyPatch
+    format: str, name: str, gated: bool, interleaved: bool, T: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same as by two passes, with gradients and without, in a graph and when it comes again."""
     g = torch.Generator().manual_seed(T)
-    up, down = made((1 + gated) * I, H), made(H, I)
+    up, down = made(format, (1 + gated) * I, H), made(format, H, I)
     x = torch.randn(T, H, generator=g).bfloat16().cuda()
     ids, weights = torch.rand(T, E, generator=g).topk(2).indices.cuda(), torch.rand(T, 2, generator=g).cuda()
     ids[T // 2 :, 1] = -1  # slots of no expert
@@ -243,9 +247,10 @@ def test_a_layer_with_the_activation_quantised_in_one_pass(
         return found
 
     one = layers(())
-    assert RowOp.ACTIVATION_CODES in ran
+    activation = CODE_OPS[DType(format)].activation
+    assert activation in ran
     assert RowOp.ACTIVATION not in ran
-    two = layers((RowOp.ACTIVATION_CODES,))
+    two = layers((activation,))
     assert RowOp.ACTIVATION in ran
     for i, (found, want) in enumerate(zip(one, two, strict=True)):
         assert torch.equal(found, want), i

@@ -1,7 +1,7 @@
-"""Runs kernels/rowops/quantize.py under Triton's interpreter: cases as JSON on stdin, what is wrong on stdout.
+"""Runs kernels/rowops/quantize.py and quantize_rows.py under Triton's interpreter: cases on stdin, faults on stdout.
 
-Every x is a scale times codes that e4m3 has, the largest of them among each 128: the interpreter's own rounding to
-e4m3 is wrong between two codes.
+Every x is a scale times codes that e4m3 has, the largest of them among each 128, or each row: the interpreter's own
+rounding to e4m3 is wrong between two codes.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ import torch
 
 from pretuned.kernels.contract.rowops import PICKED, USED
 from pretuned.kernels.rowops.quantize import quantize
+from pretuned.kernels.rowops.quantize_rows import quantize_rows
 from pretuned.runtime.weights.order import K_ORDER
 
 
-def wrong(M: int, columns: int, block: int, top_k: int, used: int | None, wide: bool, seed: int) -> list[str]:
+def wrong(
+    M: int, columns: int, block: int, top_k: int, used: int | None, wide: bool, seed: int, by_row: bool = False
+) -> list[str]:
     torch.manual_seed(seed)
-    T, groups, width = max(1, M // max(1, top_k)), columns // 128, -(-M // 4) * 4
+    T, groups, width = max(1, M // max(1, top_k)), 1 if by_row else columns // 128, M if by_row else -(-M // 4) * 4
     rows = T if top_k else M
     numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     numbers = numbers[torch.isfinite(numbers)]
-    values = numbers[torch.randint(0, len(numbers), (rows, groups, 128))]
+    values = numbers[torch.randint(0, len(numbers), (rows, groups, columns // groups))]
     values[:, :, 0] = 448.0
     scale = 2.0 ** torch.randint(-3, 4, (rows, groups)).float()
     values[0, 0] = 0.0  # all of a group
@@ -37,7 +40,8 @@ def wrong(M: int, columns: int, block: int, top_k: int, used: int | None, wide: 
     count = torch.tensor([M if used is None else used], dtype=torch.int32)
     flags = (PICKED if top_k else 0) | (0 if used is None else USED)
     words = index.view(torch.int32)
-    quantize[(M,)](
+    kernel = quantize_rows if by_row else quantize
+    kernel[(M,)](
         x, words, count, codes, scales, M, columns, max(1, top_k), 2 if wide else 1, flags, BLOCK=block
     )  # fmt: skip
     from_row = index // top_k if top_k else torch.arange(M)

@@ -130,7 +130,7 @@ def test_the_judge_reads_the_codes_of_a_product_that_quantises_x(fusion: Fusion)
     index = torch.randperm(M, generator=torch.Generator().manual_seed(1)).to(torch.int32) if fusion else None
     row_weights = torch.exp2(torch.arange(M) % 3 - 1) if fusion else None
     rows = activations(M, K, torch.bfloat16, "cpu")
-    codes = codes_of_rows(rows)
+    codes = codes_of_rows(rows, problem.dtype.precision.x.scale)
 
     def judged(x: torch.Tensor, read: tuple[torch.Tensor, torch.Tensor] | None) -> float:
         y = torch.cat((x[:20] @ dense[0].T, x[20:] @ dense[2].T))

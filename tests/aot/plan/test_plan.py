@@ -11,8 +11,8 @@ from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.families import Pool, low_rank_specs, pass_specs, specs, to_compile
 from pretuned.aot.plan.plan import buckets_between, built_of_codes, padded, plan, planned_on, unaligned, without_code
 from pretuned.artifacts.records.precision import DType, dtypes_of
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp, bucket_of
-from pretuned.kernels.contract.rowops import RowOpSpec
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
+from pretuned.kernels.contract.rowops import CODE_OPS, MAKES_CODES, RowOpSpec
 from pretuned.kernels.contract.spec import code_of
 from pretuned.kernels.hardware.arch import Feature, arch_of, supported
 from pretuned.kernels.search.space import candidates
@@ -310,10 +310,10 @@ def test_codes_by_codes_are_planned_where_a_gpu_multiplies_them(format: str) -> 
         assert {(one.op, one.layout) for one in of_both} == ({(Op.FORWARD, Layout.STORED)} if able else set())
         assert len(of_both) == (4 if able else 0)  # two products, plain and with rows moved
         beside = {one.op for one in pass_specs(planned_on(made, [sm]).problems, sm, Pool())}
-        assert not beside & {RowOp.QUANTIZE, RowOp.ACTIVATION_CODES}
+        assert not beside & set(MAKES_CODES)
         assert {one.dtype for one in planned_on(made, [sm]).models} == set(dtypes_of(format)[0 if able else 1 :])
     on_hopper = {one.layout for one in planned_on(made, [90]).problems if one.dtype.quantises_x}
-    assert on_hopper == ({Layout.NK} if format == "fp8_block" else set())
+    assert on_hopper == {Layout.NK}
 
 
 def test_a_spec_s_weights_are_what_is_planned() -> None:
@@ -330,11 +330,13 @@ def test_the_passes_of_quantised_weights_are_those_of_bf16() -> None:
 
 
 def test_x_is_quantised_where_there_is_code_that_reads_it_so() -> None:
-    problems = tuple(plan([replace(QWEN3, dtypes=(DType.FP8_BLOCK, DType.FP8_BLOCK_A16))]).problems)
-    beside = set(pass_specs(problems, 90, Pool())) - set(pass_specs(problems, 80, Pool()))
-    assert beside == {RowOpSpec(one, DType.BF16) for one in (RowOp.QUANTIZE, RowOp.ACTIVATION_CODES)}
-    only = tuple(one for one in problems if one.dtype is DType.FP8_BLOCK_A16)
-    assert pass_specs(only, 90, Pool()) == pass_specs(problems, 80, Pool())
+    for dtype, code_ops in CODE_OPS.items():
+        other = DType(f"{dtype.value}_a16")
+        problems = tuple(plan([replace(QWEN3, dtypes=(dtype, other))]).problems)
+        beside = set(pass_specs(problems, 90, Pool())) - set(pass_specs(problems, 80, Pool()))
+        assert beside == {RowOpSpec(one, DType.BF16) for one in (code_ops.quantize, code_ops.activation)}
+        only = tuple(one for one in problems if one.dtype is other)
+        assert pass_specs(only, 90, Pool()) == pass_specs(problems, 80, Pool())
 
 
 def coded(*ops: Op) -> LayerShard:

@@ -95,7 +95,7 @@ def test_an_older_bundle_lacks_flags_that_came_later(flag: str) -> None:
         (TURNS, {"block_n": 48}, "block_n is 48"),
         (TURNS, {"block_k": 2048}, "block_k is 2048"),
         (TURNS, {"block_m": 512}, "block_m is 512"),
-        (TURNS, {"fitted": 1}, "a fitted one of format 1 mixed_input"),
+        (TURNS, {"fitted": 1}, "a fitted config of format 1 is mixed_input or row_scaled"),
         (FITS, {"mixed_input": 1, "specialized": 0}, "a mixed_input config is specialized"),
         (TURNS, {"num_warps": 3}, "num_warps is 3, wanted 1 or 2 or 4 or 8 or 16"),
         (TURNS, {"num_stages": 0}, "num_stages is 0, wanted 1 to 15"),

@@ -34,6 +34,12 @@ def test_codes_and_scales_are_those_of_two_passes() -> None:
         BASE | TURNS | {"act": "gelu_tanh", "used": 6}, BASE | WHOLE | {"act": "relu2", "M": 12}, BASE | {"used": 0},
         BASE | {"used": 5, "block": 128, "rows": 4, "M": 7}, BASE | {"M": 17, "columns": 256, "used": 99, "seed": 3},
     ]  # fmt: skip
+    by_row = {"by_row": True, "rows": 2}
+    cases += [
+        BASE | by_row, BASE | TURNS | by_row, BASE | WHOLE | by_row | {"columns": 192}, BASE | by_row | {"used": 5},
+        BASE | TURNS | by_row | {"columns": 320, "block": 128, "M": 7, "used": 0}, BASE | by_row | {"rows": 4},
+        BASE | by_row | {"act": "swiglu_oai", "block": 128, "columns": 448}, BASE | by_row | {"block": 1024, "M": 3},
+    ]  # fmt: skip
     done = warm.run([WORKER], given=json.dumps(cases), env=os.environ | {"TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout) == [[]] * len(cases)
@@ -47,12 +53,24 @@ def test_a_program_has_sixteen_columns_of_each_thread() -> None:
     assert rowops.divisibility(spec) == {"h": 16, "codes": 16, "columns": 128}
 
 
+def test_a_program_has_whole_rows_where_each_has_a_scale() -> None:
+    spec = rowops.RowOpSpec(RowOp.ACTIVATION_ROW_CODES, DType.BF16)
+    assert (spec.config.block, spec.config.num_warps, rowops.constants(spec)["ROWS"]) == (1024, 4, 2)
+    rows = rowops.rows_at_once(RowOp.ACTIVATION_ROW_CODES)
+    programs = {columns: rowops.programs(RowOp.ACTIVATION_ROW_CODES, 9, columns, 1024, rows) for columns in (64, 1088)}
+    assert programs == {64: 5, 1088: 9}
+    assert rowops.divisibility(spec) == {"h": 16, "codes": 16, "columns": 64}
+
+
 def test_it_knows_the_contract_s_flags_and_the_other_passes_numbers() -> None:
     pytest.importorskip("triton")
-    from pretuned.kernels.rowops import activation, activation_codes, quantize
+    from pretuned.kernels.rowops import activation, activation_codes, activation_row_codes, quantize, quantize_rows
 
     for name in ("_GATED", "_INTERLEAVED"):
         assert getattr(activation_codes, name).value == getattr(activation, name).value
     for name in ("_GROUP", "_MOST", "_LEAST"):
         assert getattr(activation_codes, name).value == getattr(quantize, name).value
+    assert activation_row_codes._GROUP.value == quantize._GROUP.value
+    for name in ("_USED", "_PICKED", "_MOST", "_LEAST"):
+        assert getattr(quantize_rows, name).value == getattr(quantize, name).value
     assert activation_codes._WORDS.value == activation_codes._GROUP.value // 4

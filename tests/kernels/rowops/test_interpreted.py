@@ -186,8 +186,10 @@ def test_the_kernels_have_the_flags_of_the_contract() -> None:
 @pytest.mark.parametrize("op", RowOp)
 def test_the_kernels_take_the_arguments_of_the_contract(op: RowOp) -> None:
     from pretuned.kernels.rowops import activation, activation_codes, gather_combine, quantize, sort, zero_rows
+    from pretuned.kernels.rowops import activation_row_codes as row_codes
+    from pretuned.kernels.rowops import quantize_rows
 
-    homes = (activation_codes, activation, zero_rows, sort, gather_combine, quantize)
+    homes = (activation_codes, activation, zero_rows, sort, gather_combine, quantize, row_codes, quantize_rows)
     kernel = next(getattr(one, op.value) for one in homes if hasattr(one, op.value))
     constants = rowops.constants(rowops.RowOpSpec(op, DType.BF16))
     assert [*(name for name, _ in rowops.arguments(op)), *constants] == list(kernel.arg_names)
@@ -213,7 +215,9 @@ def test_which_passes_go_with_which_gemms() -> None:
     made = [(RowOp.QUANTIZE, bf16), (RowOp.ACTIVATION_CODES, bf16)]
     assert of(Op.FORWARD, dtypes=(DType.FP8_BLOCK,)) == [*of(Op.FORWARD)[:3], *made, *rest]
     assert of(Op.FORWARD, dtypes=(DType.FP8_BLOCK_A16,)) == of(Op.FORWARD)
-    assert len(of(*Op, dtypes=(bf16, DType.FP8_BLOCK))) == len(RowOp)
+    by_row = [(RowOp.QUANTIZE_ROWS, bf16), (RowOp.ACTIVATION_ROW_CODES, bf16)]
+    assert of(Op.FORWARD, dtypes=(DType.FP8_CHANNEL,)) == [*of(Op.FORWARD)[:3], *by_row, *rest]
+    assert len(of(*Op, dtypes=(bf16, DType.FP8_BLOCK, DType.FP8_CHANNEL))) == len(RowOp)
     assert of(Op.FORWARD, dtypes=(DType.TF32, fp32)) == [
         (RowOp.COMBINE, fp32), (RowOp.ACTIVATION, fp32), (RowOp.GATHER, fp32), *rest
     ]  # fmt: skip

@@ -25,6 +25,7 @@ def test_codes_and_scales_of_rows() -> None:
         BASE | {"used": 5}, BASE | {"used": 0},
         BASE | {"top_k": 2, "used": 3, "wide": True, "columns": 1152, "seed": 1},
     ]  # fmt: skip
+    cases += [one | {"by_row": True} for one in cases] + [BASE | {"by_row": True, "columns": 64, "block": 128}]
     done = warm.run([WORKER], given=json.dumps(cases), env=os.environ | {"TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout) == [[]] * len(cases)
@@ -35,3 +36,7 @@ def test_a_program_does_a_row() -> None:
     assert rowops.programs(RowOp.QUANTIZE, 9, 7168, spec.config.block) == 9
     assert rowops.divisibility(spec)["columns"] == 128
     assert spec.config.block % 128 == 0
+    by_row = rowops.RowOpSpec(RowOp.QUANTIZE_ROWS, DType.BF16)
+    assert (by_row.config.block, by_row.config.num_warps) == (2048, 4)
+    assert rowops.programs(RowOp.QUANTIZE_ROWS, 9, 7168, 2048) == 9
+    assert rowops.divisibility(by_row)["columns"] == 64

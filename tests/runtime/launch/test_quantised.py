@@ -343,7 +343,7 @@ def test_codes_by_codes_are_proven_of_an_x_that_the_kernel_quantises(dtype: DTyp
         (89, "fp8_channel", False, ["fp8_channel", "fp8_channel_a16"], Layout.STORED),
         (89, "fp8_block_a16", False, ["fp8_block_a16"], Layout.STORED),
         (90, "fp8_block", True, ["fp8_block", "fp8_block_a16"], Layout.NK),
-        (90, "fp8_channel", True, ["fp8_channel_a16"], Layout.NK),
+        (90, "fp8_channel", True, ["fp8_channel", "fp8_channel_a16"], Layout.NK),
         (90, "fp8_channel", False, ["fp8_channel_a16"], Layout.STORED),
         (90, "mxfp4", True, ["mxfp4"], Layout.NK),
         (120, "int4_g32_zp", False, ["int4_g32_zp"], Layout.STORED),

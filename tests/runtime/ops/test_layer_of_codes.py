@@ -49,7 +49,7 @@ def used_of(address: int, M: int, flags: int) -> int:
 
 def store_codes(rows: torch.Tensor, codes: int, scale: int, M: int) -> None:
     K = rows.shape[1]
-    made, factors = codes_of_rows(rows)
+    made, factors = codes_of_rows(rows, DType.FP8_BLOCK.precision.x.scale)
     tensor_at(codes, (M, K), torch.uint8)[: len(rows)] = made.view(torch.uint8)
     tensor_at(scale, (K // 128, scale_columns(M)), torch.float32)[:, : len(rows)] = factors[:, : len(rows)]
 

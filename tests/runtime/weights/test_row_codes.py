@@ -5,29 +5,44 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pretuned.artifacts.records.precision import PRECISIONS, DType
+from pretuned.artifacts.records.precision import DType
 from pretuned.runtime.weights import row_codes
 from pretuned.runtime.weights.codes import quantise_rows
 from pretuned.runtime.weights.order import K_ORDER
 from pretuned.runtime.weights.row_codes import codes_of_rows, values_of_rows, values_on_load
 
+BLOCKS, ROWS = DType.FP8_BLOCK.precision.x.scale, DType.FP8_CHANNEL.precision.x.scale
+assert BLOCKS is not None and ROWS is not None  # noqa: PT018, S101
+
 
 @pytest.mark.parametrize("M", [1, 4, 7])
 def test_codes_of_rows_are_those_of_a_product_that_quantises_x(monkeypatch: pytest.MonkeyPatch, M: int) -> None:
-    K, scale_of = 384, PRECISIONS["fp8_block"].x.scale
-    assert scale_of is not None
+    K = 384
     x = torch.randn(M, K, generator=torch.Generator().manual_seed(M)).bfloat16()
     x[0, 128:256] = 0
-    codes, scale = codes_of_rows(x)
+    codes, scale = codes_of_rows(x, BLOCKS)
     assert (codes.dtype, codes.shape) == (torch.float8_e4m3fn, (M, K))
     assert (scale.dtype, scale.shape) == (torch.float32, (3, -(-M // 4) * 4))  # rows of whole 16 bytes
     assert float(scale[1, 0]) == 1
-    wanted = quantise_rows(x, scale_of)
+    wanted = quantise_rows(x, BLOCKS)
     for here in (slice(0, M), slice(M // 2, M), slice(0, 1)):
         assert torch.equal(values_of_rows(codes, scale, here), wanted[here])
     monkeypatch.setattr(row_codes, "_CHUNK_ELEMENTS", 2 * K)  # two rows at a time
-    for one, again in zip((codes, scale), codes_of_rows(x), strict=True):
+    for one, again in zip((codes, scale), codes_of_rows(x, BLOCKS), strict=True):
         assert torch.equal(one.view(torch.uint8), again.view(torch.uint8))
+
+
+@pytest.mark.parametrize("M", [1, 7])
+def test_codes_of_rows_with_a_scale_each(M: int) -> None:
+    x = torch.randn(M, 192, generator=torch.Generator().manual_seed(M)).bfloat16()
+    x[0] = 0
+    codes, scale = codes_of_rows(x, ROWS)
+    assert (codes.dtype, codes.shape, scale.dtype, scale.shape) == (torch.float8_e4m3fn, (M, 192), torch.float32, (M,))
+    assert scale.is_contiguous()
+    assert float(scale[0]) == 1
+    wanted = quantise_rows(x, ROWS)
+    for here in (slice(0, M), slice(M // 2, M)):
+        assert torch.equal(values_of_rows(codes, scale, here), wanted[here])
 
 
 def test_codes_of_rows_lie_in_the_kernel_s_order() -> None:
@@ -35,7 +50,7 @@ def test_codes_of_rows_lie_in_the_kernel_s_order() -> None:
     numbers = torch.arange(1, 65, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     x = torch.cat((numbers, numbers))
     x[127] = 448  # the scale is 1: each code is its own value
-    bits = codes_of_rows(x[None].bfloat16())[0].view(torch.uint8)[0, :64].tolist()
+    bits = codes_of_rows(x[None].bfloat16(), BLOCKS)[0].view(torch.uint8)[0, :64].tolist()
     for k in range(64):
         s, h, c, p = k // 16, k // 8 % 2, k // 2 % 4, k % 2
         assert bits[16 * c + 4 * s + 2 * p + 1 - h] == k + 1

@@ -1,0 +1,107 @@
+"""The entry of the kernel for codes of both w and x, with a scale for each row of both, on Hopper."""
+
+from __future__ import annotations
+
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Op
+from ..codes import BLOCK, WORD_ROW
+from ..hardware.arch import Arch, Feature
+from .config import Loads, Schedule, TileRows
+from .entry import Box, Constants, KernelEntry, Limits, Tiles
+from .portable import PLAIN
+from .spec import MAX_EXPERTS, Spec
+
+DTYPES = frozenset((DType.FP8_CHANNEL,))
+LINE = 128  # of K, that TMA loads of each row of x at once
+PART = 2048  # of K, that the tensor cores sum
+_MOST_K = 32768  # sums in fp16 are of 448 x 448 x 2^-17 at most for each of K
+_SWITCHES_BYTES = 1024  # of shared memory: barriers, and what else is not counted here
+
+
+def stores_by_tma(spec: Spec) -> bool:
+    """Whether results leave through a descriptor: boxes of 64 x 64, and no index says where they go."""
+    return not spec.fusion and spec.config.block_m >= BLOCK
+
+
+def _boxes(spec: Spec) -> dict[str, Box]:
+    c = spec.config
+    return {
+        "x": (min(c.block_m, BLOCK), LINE),
+        "w": (c.block_n // BLOCK, c.block_k // BLOCK * (BLOCK * BLOCK // 4 // WORD_ROW), WORD_ROW),
+        "y_map": (1, 1, BLOCK, BLOCK),
+    }
+
+
+def _constants(spec: Spec, arch: Arch) -> Constants:
+    c = spec.config
+    tables = 2 * c.block_m * (12 if spec.fusion else 4)
+    sums = BLOCK * c.block_m * 4 if c.block_n == BLOCK else 0
+    operands = c.num_stages * (c.block_m + c.block_n) * c.block_k
+    buffer = 2 * min(c.block_m, BLOCK) * BLOCK * 2  # of both warpgroups
+    room = arch.limits.shared_per_block_bytes - _SWITCHES_BYTES - tables - sums - operands
+    return {
+        "BLOCK_M": c.block_m,
+        "BLOCK_N": c.block_n,
+        "BLOCK_K": c.block_k,
+        "STAGES": c.num_stages,
+        "SLOTS": 2 if room >= 2 * buffer else 1,
+        "GROUP_M": c.group_m,
+        "EXPERTS": MAX_EXPERTS,
+        "INDEXED": bool(spec.fusion),
+        "FITTED": c.rows is TileRows.FITTED,
+        "PART": PART,
+        "REGISTERS": 216,
+    }
+
+
+def _descriptors(spec: Spec) -> tuple[str, ...]:
+    return ("x", "w", "y_map") if stores_by_tma(spec) else ("x", "w")
+
+
+def _absent(spec: Spec) -> tuple[str, ...]:
+    return () if stores_by_tma(spec) else ("y_map",)
+
+
+def _required(spec: Spec) -> tuple[str, ...]:
+    return ("x", "w", "x_scale", "w_scale", "y", *(("y_map",) if stores_by_tma(spec) else ()), "m_sizes", "counter")
+
+
+def _tiles(rows: TileRows, m: tuple[int, ...], n: tuple[int, ...], k: tuple[int, ...]) -> tuple[Tiles, ...]:
+    def of(depth: int) -> Tiles:
+        knobs = {
+            "schedule": (Schedule.ROW_SCALED,), "loads": (Loads.TMA,), "rows": (rows,), "block_m": m, "block_n": n,
+            "block_k": (depth,), "num_warps": (8,), "num_stages": range(2, 13),
+        }  # fmt: skip
+        return Tiles(Limits(MAX_EXPERTS, _MOST_K // depth), knobs, zeroes=True)
+
+    return tuple(of(depth) for depth in k)
+
+
+ROWS_W8A8_CHANNEL = KernelEntry(
+    name="rows_w8a8_channel",
+    revision=1,
+    home="gemm.hopper.w8a8_channel",
+    sha256="49bc33235c5948de35e90256cb33e7d478a8f0a739c1eef93bb62d1d7fea947e",
+    launched_since=1,
+    ops=frozenset((Op.FORWARD,)),
+    dtypes=DTYPES,
+    fusions=PLAIN,
+    needs=frozenset((Feature.WGMMA,)),
+    tiles=(
+        *_tiles(TileRows.FIXED, (16, 32, 64), (64, 128, 256), (128, 256, 512, 1024)),
+        *_tiles(TileRows.FITTED, (64, 128), (128, 256), (128, 256)),
+        *_tiles(TileRows.FITTED, (256,), (128,), (128, 256)),
+    ),
+    pointers=(
+        "x", "w", "x_scale", "w_scale", "y", "y_map", "m_sizes", "index", "row_weights", "bias", "counter",
+    ),
+    strides=("stride_y_m",),
+    steps=("m_sizes_step", "index_step", "index_end", "x_divisor", "flags"),
+    ranks={"x": 2, "w": 3, "y_map": 4},
+    descriptors=_descriptors,
+    absent=_absent,
+    required=_required,
+    boxes=_boxes,
+    constants=_constants,
+    loading_warps=4,
+)  # fmt: skip

@@ -1,0 +1,108 @@
+"""The activation before a GEMM of codes: what ``activation`` makes of h, as the codes that ``quantize_rows`` makes.
+
+What is between the two is in registers, rounded to h's dtype as if it were stored: codes and scales are those of the
+two passes, bit for bit. A program has whole rows, for their scale: what it does not hold of a wide one is read twice.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .activation import _end_of, _row_of
+from .activation_codes import _bytes, _half
+from .quantize_rows import _scale
+
+_GROUP: tl.constexpr = tl.constexpr(128)  # columns of a group of ``_half``
+
+
+@triton.jit
+def _halves(
+    h, at, inside, columns, first, flags, limit, alpha, beta, linear_beta, BLOCK: tl.constexpr
+):  # fmt: skip
+    """act(gate) * up of columns [first, first + BLOCK) of these rows: eight of each 16, and the other eight."""
+    left = _half(
+        h, at, inside, columns, first, 0, flags, limit, alpha, beta, linear_beta, BLOCK
+    )  # fmt: skip
+    right = _half(
+        h, at, inside, columns, first, 1, flags, limit, alpha, beta, linear_beta, BLOCK
+    )  # fmt: skip
+    return left, right
+
+
+@triton.jit
+def _largest(left, right):
+    """The largest magnitude of each row, [rows]."""
+    return tl.max(tl.maximum(tl.max(tl.abs(left), 2), tl.max(tl.abs(right), 2)), 1)
+
+
+@triton.jit
+def _store(codes, left, right, factor, row, inside, columns, first, BLOCK: tl.constexpr):
+    """Writes columns [first, first + BLOCK) of these rows."""
+    ROWS: tl.constexpr = row.shape[0]
+    spread = tl.broadcast_to(factor[:, None], (ROWS, BLOCK // _GROUP))
+    # Of 64 columns k = 16 s + 8 h + 2 c + p is byte 16 c + 4 s + 2 p + (1 - h): the four of an s and c are a word.
+    left_even, left_odd = _bytes(left, spread, BLOCK)
+    right_even, right_odd = _bytes(right, spread, BLOCK)
+    word = right_even | (left_even << 8) | (right_odd << 16) | (left_odd << 24)
+    word = tl.reshape(word, (ROWS, BLOCK // 64, 4, 4)).permute(0, 1, 3, 2)
+    word = tl.reshape(word, (ROWS, BLOCK // 4))
+    words = codes.to(tl.pointer_type(tl.int32), bitcast=True)
+    place = first // 4 + tl.arange(0, BLOCK // 4)[None, :]
+    width = columns // 4
+    tl.store(words + row[:, None] * width + place, word, mask=inside[:, None] & (place < width))
+
+
+@triton.jit
+def _rows(
+    h, codes, scale, row, end, columns, flags, limit, alpha, beta, linear_beta, BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Writes these rows, BLOCK columns at a time; WHOLE, BLOCK holds all of them."""
+    inside = row < end
+    at = row * _row_of(flags, columns)
+    left, right = _halves(
+        h, at, inside, columns, 0, flags, limit, alpha, beta, linear_beta, BLOCK
+    )  # fmt: skip
+    most = _largest(left, right)
+    if not WHOLE:
+        for first in tl.range(BLOCK, columns, BLOCK):
+            more, others = _halves(
+                h, at, inside, columns, first, flags, limit, alpha, beta, linear_beta, BLOCK
+            )  # fmt: skip
+            most = tl.maximum(most, _largest(more, others))
+    factor = _scale(most)
+    tl.store(scale + row, factor, mask=inside)
+    _store(codes, left, right, factor, row, inside, columns, 0, BLOCK)
+    if not WHOLE:
+        for first in tl.range(BLOCK, columns, BLOCK):
+            left, right = _halves(
+                h, at, inside, columns, first, flags, limit, alpha, beta, linear_beta, BLOCK
+            )  # fmt: skip
+            _store(codes, left, right, factor, row, inside, columns, first, BLOCK)
+
+
+@triton.jit
+def activation_row_codes(
+    h, used, codes, scale, M, columns, flags, limit, alpha, beta, linear_beta, BLOCK: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """codes[i, k] = a[i, k] / scale[i] as e4m3 of a[i] = act(gate of h[i]) * up of h[i], or act(h[i]).
+
+    scale[i] = max |a[i]| / 448, 2^-126 at least, or 1 of zeros; a is rounded to h's dtype.
+
+    h [M, 2*columns] (or [M, columns]), rows dense; codes and scale are as ``quantize_rows`` writes them; ``used`` int32
+    [1]: rows from there on are left as they are. One program for ROWS rows of up to BLOCK columns; of wider ones for
+    each row, BLOCK * ROWS columns at a time.
+    """
+    end = _end_of(used, M, flags)
+    first = tl.program_id(0).to(tl.int64)
+    if columns <= BLOCK:
+        _rows(
+            h, codes, scale, first * ROWS + tl.arange(0, ROWS), end, columns, flags, limit, alpha, beta, linear_beta,
+            BLOCK, True,
+        )  # fmt: skip
+    else:
+        _rows(
+            h, codes, scale, first + tl.arange(0, 1), end, columns, flags, limit, alpha, beta, linear_beta,
+            BLOCK * ROWS, False,
+        )  # fmt: skip
