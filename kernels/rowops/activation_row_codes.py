@@ -31,9 +31,9 @@ def _halves(
 
 
 @triton.jit
-def _largest(left, right):
-    """The largest magnitude of each row, [rows]."""
-    return tl.max(tl.maximum(tl.max(tl.abs(left), 2), tl.max(tl.abs(right), 2)), 1)
+def _larger(left, right):
+    """The larger magnitudes of both halves."""
+    return tl.maximum(tl.abs(left), tl.abs(right))
 
 
 @triton.jit
@@ -64,14 +64,14 @@ def _rows(
     left, right = _halves(
         h, at, inside, columns, 0, flags, limit, alpha, beta, linear_beta, BLOCK
     )  # fmt: skip
-    most = _largest(left, right)
+    most = _larger(left, right)
     if not WHOLE:
         for first in tl.range(BLOCK, columns, BLOCK):
             more, others = _halves(
                 h, at, inside, columns, first, flags, limit, alpha, beta, linear_beta, BLOCK
             )  # fmt: skip
-            most = tl.maximum(most, _largest(more, others))
-    factor = _scale(most)
+            most = tl.maximum(most, _larger(more, others))
+    factor = _scale(tl.max(tl.max(most, 2), 1))
     tl.store(scale + row, factor, mask=inside)
     _store(codes, left, right, factor, row, inside, columns, 0, BLOCK)
     if not WHOLE:

@@ -45,6 +45,7 @@ from .ragged import GRAIN, _fit
 from .zero_rows import clear_unnamed
 
 BLOCK: gl.constexpr = gl.constexpr(64)  # rows of w, and of K, that lie together
+FEW: gl.constexpr = gl.constexpr(128)  # experts, among which the loading warp finds a tile's 1 us sooner than among 512
 LINE: gl.constexpr = gl.constexpr(128)  # of K, that TMA loads of each row of x at once
 CODES: gl.constexpr = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2))  # w's
 
@@ -116,6 +117,18 @@ def _load_both(
 
 
 @gluon.jit
+def _load(
+    loads, M, N, K, E, m_sizes_step, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr, GROUP_M: gl.constexpr, EXPERTS: gl.constexpr,
+):  # fmt: skip
+    """The loading warp, by how many experts there are."""
+    if E <= FEW:
+        _load_both(loads, M, N, K, E, m_sizes_step, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, FEW)
+    else:
+        _load_both(loads, M, N, K, E, m_sizes_step, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, EXPERTS)
+
+
+@gluon.jit
 def _added(sums, part, PACKED: gl.constexpr):
     """The sums, and those over a part of K."""
     if PACKED:
@@ -174,7 +187,6 @@ def _multiply_both(
     BOXES: gl.constexpr = BLOCK_M // BOX
     PACKED: gl.constexpr = _packs(BLOCK_M, BLOCK_N)
     AT_ONCE: gl.constexpr = PART // BLOCK_K  # steps
-    EARLIER: gl.constexpr = half * (256 // BLOCK_K)  # steps: while one warpgroup adds up, the other multiplies
     BY_TMA: gl.constexpr = BOX == 64 and not INDEXED
     STORED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 32])
@@ -200,18 +212,15 @@ def _multiply_both(
         more = gl.zeros([64, BLOCK_M], gl.float32, mma) if MINE == 2 else gl.to_tensor(0)
         acc_sums = _none(acc, PACKED)
         more_sums = _none(more, PACKED) if MINE == 2 else gl.to_tensor(0)
-        parts_of_k = gl.cdiv(steps, AT_ONCE)
-        for part_of_k in range(parts_of_k):
-            first = gl.maximum(part_of_k * AT_ONCE - EARLIER, 0)
-            end = gl.where(part_of_k + 1 == parts_of_k, steps, (part_of_k + 1) * AT_ONCE - EARLIER)
-            if part_of_k > 0:
+        for first in range(0, steps, AT_ONCE):
+            if first > 0:
                 acc_sums = _added(acc_sums, acc, PACKED)
                 if MINE == 2:
                     more_sums = _added(more_sums, more, PACKED)
             acc = gl.zeros([64, BLOCK_M], gl.float32, mma)
             if MINE == 2:
                 more = gl.zeros([64, BLOCK_M], gl.float32, mma)
-            for step in range(first, end):
+            for step in range(first, gl.minimum(first + AT_ONCE, steps)):
                 mbarrier.wait(full.index(stage), phase)
                 if FITTED:
                     _fit(grains, BLOCK_M // GRAIN)
@@ -349,7 +358,7 @@ def rows_w8a8_channel(
                 (_multiply_both, (
                     1, own, N, stride_y_m, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, SLOTS, INDEXED, FITTED, PART,
                 )),
-                (_load_both, (
+                (_load, (
                     loads, M, N, K, E, m_sizes_step, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, EXPERTS,
                 )),
                 (clear_unnamed, (y, m_sizes, moved, M, E, N, stride_y_m, m_sizes_step)),
@@ -366,7 +375,7 @@ def rows_w8a8_channel(
                 (_multiply_both, (
                     1, own, N, stride_y_m, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, SLOTS, INDEXED, FITTED, PART,
                 )),
-                (_load_both, (
+                (_load, (
                     loads, M, N, K, E, m_sizes_step, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, EXPERTS,
                 )),
             ],

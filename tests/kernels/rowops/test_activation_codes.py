@@ -55,7 +55,7 @@ def test_a_program_has_sixteen_columns_of_each_thread() -> None:
 
 def test_a_program_has_whole_rows_where_each_has_a_scale() -> None:
     spec = rowops.RowOpSpec(RowOp.ACTIVATION_ROW_CODES, DType.BF16)
-    assert (spec.config.block, spec.config.num_warps, rowops.constants(spec)["ROWS"]) == (1024, 4, 2)
+    assert (spec.config.block, spec.config.num_warps, rowops.constants(spec)["ROWS"]) == (1024, 8, 2)
     rows = rowops.rows_at_once(RowOp.ACTIVATION_ROW_CODES)
     programs = {columns: rowops.programs(RowOp.ACTIVATION_ROW_CODES, 9, columns, 1024, rows) for columns in (64, 1088)}
     assert programs == {64: 5, 1088: 9}
