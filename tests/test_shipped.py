@@ -58,20 +58,25 @@ LISTS = {  # elsewhere the first
     CATALOGUE: ("shipped.txt", "shipped-sm90.txt", "flagships-bf16.txt"), FP16: ("shipped-fp16.txt",),
     OF_CODES: (
         "quantised.txt", "quantised-more.txt", "flagships.txt", "flagships-more.txt", "zero-points.txt", "padded.txt",
+        "fp8-channel.txt",
     ),
 }  # fmt: skip
-ON_AN_H100_ALONE = ("flagships-bf16.txt", "flagships.txt", "flagships-more.txt", "zero-points.txt", "padded.txt")
+ON_AN_H100_ALONE = (
+    "flagships-bf16.txt", "flagships.txt", "flagships-more.txt", "zero-points.txt", "padded.txt", "fp8-channel.txt",
+)  # fmt: skip
 LATER = (
     "flagships-h100.journal.xz",
     "zero-points-h100.journal.xz",
     "padded-h100.journal.xz",
+    "fp8-channel-h100.journal.xz",
 )  # journals of these, on an H100
 UNMEASURED = ("mxfp8",)  # whose cells are in mxfp8.txt
-MEASURED_PART = 0.99  # of the cells that a GPU is to have: another's choices stand for the rest
+# Of the cells that a GPU is to have: another's choices stand for the rest. (fp8_channel of flagships*.txt is modelled.)
+MEASURED_PART = 0.98
 MOST_CONFIGS = 24  # of all builds and GPUs: they have most in common
 MOST_BYTES = 43_000_000
 MOST_PRESSED_BYTES = 5_000_000
-MOST_CANDIDATE_BYTES = 10_900_000
+MOST_CANDIDATE_BYTES = 11_100_000
 
 
 def models_of(name: str, gpu: str = H100) -> list[str]:
@@ -217,6 +222,8 @@ def test_those_for_sm_90_were_measured(name: str, gpu: str) -> None:
     gpus, choices = choices_of(name)
     assert [one.name for one in gpus] == [H100, H200]
     wanted = cells_of(*models_of(name, gpu))
+    if gpu != H100:  # what multiplies these was measured on an H100 alone
+        wanted = {problem: row for problem, row in wanted.items() if problem.dtype is not DType.FP8_CHANNEL}
     here = {(problem, one.bucket) for problem, one in choices if one.gpu == [H100, H200].index(gpu)}
     first = cells_of(*models_of(name)[:1])
     left = [(problem, bucket) for problem, row in wanted.items() for bucket in row if (problem, bucket) not in here]
@@ -250,10 +257,10 @@ def test_every_specialised_kernel_was_right_on_the_gpu(name: str, journal: str, 
         specialised = [
             one
             for one in bundle.variants()
-            if one.kernel.endswith(("_specialized", "_fitted", "_wna16", "_wna16_zero"))
+            if one.kernel.endswith(("_specialized", "_fitted", "_wna16", "_wna16_zero", "_w8a8_channel"))
         ]
     plain = {"rows_specialized", "weight_specialized"}
-    kernels = {CATALOGUE: plain | {"rows_fitted"}, FP16: plain, OF_CODES: {"rows_wna16", "rows_wna16_zero"}}
+    kernels = {CATALOGUE: plain | {"rows_fitted"}, FP16: plain, OF_CODES: {"rows_wna16", "rows_wna16_zero", "rows_w8a8_channel"}}
     assert {one.kernel for one in specialised} == kernels[name]
     assert {one.cubin_sha256.hex()[:DIGITS] for one in specialised} <= judged
 
