@@ -35,6 +35,8 @@ COVERED: dict[tuple[str, str], str] = {
     ("kernels.gemm.portable", "rows tiles weight zero_rows"): "kernels/gemm/test_interpreted.py",
     ("kernels.gemm.portable", "codes"): "kernels/gemm/portable/test_coded.py",
     ("kernels.rowops", "activation gather_combine sort zero_rows"): "kernels/rowops/test_interpreted.py",
+    ("kernels.rowops", "quantize_rows"): "kernels/rowops/test_quantize.py",
+    ("kernels.rowops", "activation_row_codes"): "kernels/rowops/test_activation_codes.py",
     ("kernels.search", "ampere blackwell coded hopper tiles"): "kernels/search/test_space.py",
     ("runtime", "__main__"): "runtime/inspect/test_doctor.py",
     ("runtime", "config_cache"): "aot/demand/test_tuner.py runtime/integrations/test_unsloth.py",

@@ -140,10 +140,7 @@ def test_a_kernel_that_quantises_x_itself_runs_many_rows(sm: int, fusion: Fusion
         (80, STORED, "x stays bf16: sm_80 has no products of e4m3, so w becomes bf16"),
         (86, GATE_UP, "x stays bf16: sm_86 has no products of e4m3, so w becomes bf16"),
         (89, replace(STORED, dtype=DType.FP8_CHANNEL), "x stays bf16: no bundle has the GEMM with quantised x"),
-        (
-            90, replace(GATE_UP, dtype=DType.FP8_CHANNEL),
-            "x stays bf16: no kernel for sm_90a multiplies codes by codes of such w",
-        ),
+        (89, GATE_UP, "x stays bf16: no kernel for sm_89 multiplies codes by codes of such w"),
     ],
 )  # fmt: skip
 def test_why_x_stays_where_nothing_multiplies_codes(sm: int, problem: Problem, told: str) -> None:

@@ -65,6 +65,7 @@ def test_a_rank_is_rounded_up_to_whole_16_bytes() -> None:
         (replace(PRODUCT, fusion=Fusion.GATHER | Fusion.WEIGHT), "no code adds it to rows that go elsewhere"),
         (replace(PRODUCT, fusion=Fusion.BIAS), "the low-rank kernels add a bias only if they gather rows"),
         (replace(PRODUCT, dtype=DType.FP8_BLOCK_A16), "the forward of fp8_block quantises x, which is faster"),
+        (replace(PRODUCT, dtype=DType.FP8_CHANNEL_A16), "the forward of fp8_channel quantises x, which is faster"),
         (replace(PRODUCT, dtype=DType.MXFP4, layout=Layout.STORED), "only prepared weights have a kernel for it"),
         (replace(PRODUCT, dtype=DType.MXFP4, N=1500), "only prepared weights have a kernel for it"),
         (replace(PRODUCT, K=2044), "rows of x, w or y are no whole 16 bytes"),
@@ -89,17 +90,6 @@ def test_beside_it_x_is_quantised_as_without_it(sm: int, fusion: Fusion) -> None
     assert (told.chosen, told.steps, told.reason) == (plain.chosen, plain.steps, plain.reason)
     assert told.problem == replace(plain.problem, fusion=fusion | Fusion.LOW_RANK)
     assert str(told.low_rank).endswith("the forward of fp8_block quantises x, which is faster")
-
-
-def test_of_channels_no_code_by_codes_is_faster() -> None:
-    """No kernel of 9.0 multiplies codes by codes of them: x stays, and the part is in the kernel."""
-    for dtype in (DType.FP8_CHANNEL, DType.FP8_CHANNEL_A16):
-        told = explain(replace(PRODUCT, dtype=dtype), M=8192, sm=90, rank=16)
-        assert told.low_rank == "in the GEMM's kernel, as part of its reduction: 16 columns"
-        ran = with_low_part(snapshot.snapshot(), told.problem, 8192, LocalGpu(90, Gpu("", 132, 80 << 10, 0)))
-        assert ran is not None
-        assert told.chosen is not None
-        assert told.chosen.variant == ran.variant
 
 
 def test_of_fp8_dx_has_code() -> None:
