@@ -260,7 +260,11 @@ def test_every_specialised_kernel_was_right_on_the_gpu(name: str, journal: str, 
             if one.kernel.endswith(("_specialized", "_fitted", "_wna16", "_wna16_zero", "_w8a8_channel"))
         ]
     plain = {"rows_specialized", "weight_specialized"}
-    kernels = {CATALOGUE: plain | {"rows_fitted"}, FP16: plain, OF_CODES: {"rows_wna16", "rows_wna16_zero", "rows_w8a8_channel"}}
+    kernels = {
+        CATALOGUE: plain | {"rows_fitted"},
+        FP16: plain,
+        OF_CODES: {"rows_wna16", "rows_wna16_zero", "rows_w8a8_channel"},
+    }
     assert {one.kernel for one in specialised} == kernels[name]
     assert {one.cubin_sha256.hex()[:DIGITS] for one in specialised} <= judged
 

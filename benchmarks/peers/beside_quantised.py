@@ -6,7 +6,8 @@
     python benchmarks/run.py beside_quantised --table quantised-peers-h100.jsonl
 
 y[g] = x[g] @ w[g].T, rows sorted by expert; ours by the public call with ``ExpertWeights``, x in bf16. In fp8 blocks
-vLLM's kernel by its heuristic and DeepGEMM multiply an x that is quantised beforehand (w8a8), outside the time;
+vLLM's kernel by its heuristic and DeepGEMM multiply an x that is quantised beforehand (w8a8), outside the time; so
+does vLLM's in fp8 per channel, by its heuristic, its tuned files and in two tiles;
 DeepGEMM in its contiguous form (every expert's rows padded to 128) and its masked one. Humming multiplies x in bf16.
 "ours, of codes" is our product of a quantised x, by the choice of the bundle that has it. In mxfp4, mxfp8 and int4
 (groups of 32 and 128, offset 8) x is bf16 for all: triton_kernels' matmul_ogs (mxfp4), vLLM's Marlin and Humming by its
@@ -41,18 +42,18 @@ from pretuned.aot.measure.clock import Clock, HostClock, Replayed
 from pretuned.runtime import grouped_gemm
 
 from . import w4a16, w8a8
-from .products import FLAGSHIPS, INT4, MODELS, Call, Cell, Product, known, products
+from .products import FLAGSHIPS, INT4, MODELS, OF_CODES, Call, Cell, Product, known, products
 
 Maker: TypeAlias = Callable[[Path, Product, list[int]], Callable[[Cell], dict[str, Call]]]
 PEERS: dict[str, tuple[tuple[str, ...], Maker]] = {  # the formats that each has, and what prepares it
-    "codes": (("fp8_block",), w8a8.ours),
-    "vllm": (("fp8_block",), w8a8.vllm),
+    "codes": (OF_CODES, w8a8.ours),
+    "vllm": (OF_CODES, w8a8.vllm),
     "deepgemm": (("fp8_block",), w8a8.deepgemm),
     "triton_kernels": (("mxfp4",), w4a16.triton_kernels),
     "marlin": (("mxfp4", "mxfp8", *INT4), w4a16.marlin),
     "humming": (("mxfp4", "mxfp8", *INT4, "fp8_block"), w4a16.humming),
 }
-FORMATS = ("mxfp4", "fp8_block", *INT4, "mxfp8")
+FORMATS = ("mxfp4", *OF_CODES, *INT4, "mxfp8")
 TOKENS = "1,16,128,1024,8192"
 ROUNDS = 15
 OF_BF16 = ("ours", "humming")  # which multiply x itself, not its codes
@@ -100,7 +101,7 @@ def measured(
             for name, call in calls_of(cell).items():
                 y = call()
                 if clock is not None:
-                    error = cell.error(y, of_codes=cell.product.format == "fp8_block" and peer not in OF_BF16)
+                    error = cell.error(y, of_codes=cell.product.format in OF_CODES and peer not in OF_BF16)
                     found["error"][name] = float(f"{error:.2e}")
                     graphs[name] = clock.capture(call)
             if cell.product.device == "cuda":

@@ -17,12 +17,17 @@ if TYPE_CHECKING:
 
 Call: TypeAlias = Callable[[], torch.Tensor]
 INT4 = ("int4_g32", "int4_g128")
+OF_CODES = ("fp8_block", "fp8_channel")  # whose x is quantised, too
 MODELS = {  # E, H, I, top_k
     "mxfp4": {"gpt-oss-20b": (32, 2880, 2880, 4), "gpt-oss-120b": (128, 2880, 2880, 4)},
     "fp8_block": {
         "qwen3-30b": (128, 2048, 768, 8), "qwen3-235b": (128, 4096, 1536, 8), "deepseek-v3": (256, 7168, 2048, 8),
     },
     "mxfp8": {"minimax-m3-ep8": (16, 6144, 3072, 4), "minimax-m3-tp8": (128, 6144, 384, 4)},
+    "fp8_channel": {
+        "qwen3-30b": (128, 2048, 768, 8), "qwen3-235b": (128, 4096, 1536, 8), "mixtral-8x7b": (8, 4096, 14336, 2),
+        "llama-4-maverick-ep4": (32, 5120, 8192, 1),
+    },
     "int4_g32": {"kimi-k2": (384, 7168, 2048, 8)},
     "int4_g128": {"qwen3-30b": (128, 2048, 768, 8), "mixtral-8x7b": (8, 4096, 14336, 2)},
 }  # fmt: skip
@@ -57,7 +62,8 @@ class Product:
     @property
     def group(self) -> int:
         """Elements of K that share a scale."""
-        return {"mxfp4": 32, "mxfp8": 32, "fp8_block": 128, "int4_g32": 32, "int4_g128": 128}[self.format]
+        groups = {"mxfp4": 32, "mxfp8": 32, "fp8_block": 128, "fp8_channel": self.K, "int4_g32": 32, "int4_g128": 128}
+        return groups[self.format]
 
     @cached_property
     def operands(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,13 +73,13 @@ class Product:
         def drawn(low: int, high: int, *shape: int) -> torch.Tensor:
             return torch.randint(low, high, shape, dtype=torch.uint8, device=self.device, generator=g)
 
-        if self.format in ("fp8_block", "mxfp8"):
+        if self.format in (*OF_CODES, "mxfp8"):
             codes = torch.empty(E, N, K, dtype=torch.float8_e4m3fn, device=self.device)
             for one in codes:
                 one.copy_((torch.randn(N, K, generator=g, device=self.device) * 100).clamp(-448, 448))
             if self.format == "mxfp8":
                 return codes, drawn(112, 116, E, N, K // self.group)
-            blocks = E, -(-N // 128), -(-K // 128)
+            blocks = (E, -(-N // 128), -(-K // 128)) if self.format == "fp8_block" else (E, N)
             return codes, (torch.rand(blocks, generator=g, device=self.device) + 0.5) * 5e-4
         codes, groups = drawn(0, 256, E, N, K // 2), (E, N, K // self.group)
         if self.format == "mxfp4":
@@ -88,8 +94,7 @@ class Product:
         codes, scale = (one.clone() for one in self.operands)
         if self.format in INT4:
             return ExpertWeights.int4(codes, scale).prepare()
-        make = {"mxfp4": ExpertWeights.mxfp4, "mxfp8": ExpertWeights.mxfp8}.get(self.format, ExpertWeights.fp8_block)
-        return make(codes, scale).prepare()
+        return getattr(ExpertWeights, self.format)(codes, scale).prepare()  # type: ignore[no-any-return]
 
 
 def products(formats: list[str], models: list[str] | None = None) -> Iterator[Product]:
@@ -123,8 +128,8 @@ class Cell:
 
     @cached_property
     def quantised(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """x in e4m3, and its scales [M, K / 128]."""
-        parts = self.x.float().view(self.M, -1, 128)
+        """x in e4m3, and its scales [M, K / 128], or [M, 1]."""
+        parts = self.x.float().view(self.M, -1, self.product.group)
         scale = parts.abs().amax(-1).clamp(1e-4) / 448
         return (parts / scale[..., None]).to(torch.float8_e4m3fn).view(self.M, self.K), scale
 
@@ -146,9 +151,8 @@ class Cell:
             rows = slice(int(self.first[e]), int(self.first[e]) + min(int(self.m_sizes[e]), 64))
             x = self.x[rows].float()
             if of_codes:
-                x = (self.quantised[0][rows].float().view(len(x), -1, 128) * self.quantised[1][rows, :, None]).view_as(
-                    x
-                )
+                parts = self.quantised[0][rows].float().view(len(x), -1, self.product.group)
+                x = (parts * self.quantised[1][rows, :, None]).view_as(x)
             wanted = x @ self.product.weights.dequantize(torch.float32, e).T
             off += float((y[rows].float() - wanted).square().sum())
             total += float(wanted.square().sum())

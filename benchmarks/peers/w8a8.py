@@ -1,4 +1,4 @@
-"""fp8 blocks of an x that is quantised beforehand: vLLM's Triton kernel, DeepGEMM, and ours of such an x.
+"""fp8 of an x that is quantised beforehand: vLLM's Triton kernel, DeepGEMM (blocks alone), and ours of such an x.
 
 Each takes the folder of the package vllm, a product and the tokens, prepares the weights, and gives what makes the
 calls of a cell, by name.
@@ -6,6 +6,7 @@ calls of a cell, by name.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,10 @@ from pretuned.runtime.weights.row_codes import codes_of_rows
 from .products import Call, Cell, Product
 
 PADDED = 128  # DeepGEMM's rows of an expert
+TUNED_ON = ("NVIDIA_H100_80GB_HBM3", "NVIDIA_H100", "NVIDIA_H200")  # vLLM's files for these, the first that there is
+TILE = {  # its rows are 128 for many, 64 for fewer
+    "BLOCK_SIZE_N": 256, "BLOCK_SIZE_K": 128, "GROUP_SIZE_M": 16, "SPLIT_K": 1, "num_warps": 8, "num_stages": 3,
+}  # fmt: skip
 
 
 def ours(place: Path, product: Product, tokens: list[int]) -> Callable[[Cell], dict[str, Call]]:
@@ -32,7 +37,13 @@ def ours(place: Path, product: Product, tokens: list[int]) -> Callable[[Cell], d
 
     def calls(cell: Cell) -> dict[str, Call]:
         dtype = DType(product.format)
-        local, problem, scale = local_gpu(0), Problem(Op.FORWARD, dtype, cell.E, cell.N, cell.K), dtype.precision.x.scale
+        local, problem, scale = (
+            local_gpu(0),
+            Problem(Op.FORWARD, dtype, cell.E, cell.N, cell.K),
+            dtype.precision.x.scale,
+        )
+        if scale is None:
+            raise AssertionError(f"x of {product.format} has no scale")
         chosen = decide(snapshot(), problem, cell.M, local)
         if isinstance(chosen, Miss):
             raise RuntimeError(chosen.reason)
@@ -51,28 +62,39 @@ def ours(place: Path, product: Product, tokens: list[int]) -> Callable[[Cell], d
 
 
 def vllm(place: Path, product: Product, tokens: list[int]) -> Callable[[Cell], dict[str, Call]]:
-    """vLLM's Triton kernel, by its heuristic."""
+    """vLLM's Triton kernel, by its heuristic; per channel also by its tuned files, and in two tiles for many rows."""
     theirs, (codes, scale) = vllm_kernels.FusedMoe(place), product.operands
-    names = theirs.fused_moe
+    names, by_row = theirs.fused_moe, product.format == "fp8_channel"
+    block = None if by_row else [128, 128]
 
-    def calls(cell: Cell) -> dict[str, Call]:
-        (x, x_scale), block = cell.quantised, [128, 128]
+    def configs(cell: Cell) -> dict[str, dict[str, int]]:
         given = cell.T, cell.E, product.width, cell.K, product.top_k, "fp8_w8a8", block
-        config = names["get_default_config"](*given)
+        found = {"heuristic": names["get_default_config"](*given)}
+        if by_row:
+            for device in TUNED_ON:
+                file = theirs.configs / f"E={cell.E},N={product.width},device_name={device},dtype=fp8_w8a8.json"
+                if file.is_file() and "tuned" not in found:
+                    tuned = {int(T): one for T, one in json.loads(file.read_text()).items() if T.isdigit()}
+                    found["tuned"] = tuned[min(tuned, key=lambda known: abs(known - cell.T))]
+            found |= {f"{m}x256x128": TILE | {"BLOCK_SIZE_M": m} for m in (64, 128)} if cell.T >= PADDED else {}
+        return found
+
+    def made(cell: Cell, config: dict[str, int]) -> Call:
+        (x, x_scale), scales = cell.quantised, scale.unsqueeze(-1) if by_row else scale
         slots, experts, total = cell.slots(config["BLOCK_SIZE_M"])
 
         def call() -> torch.Tensor:
             y = torch.empty(cell.M, 1, cell.N, device="cuda", dtype=torch.bfloat16)
             names["invoke_fused_moe_triton_kernel"](
-                x, codes, y, x_scale, scale, None, slots, experts, total, False, 1, config,
+                x, codes, y, x_scale, scales, None, slots, experts, total, False, 1, config,
                 compute_type=theirs.bf16, use_fp8_w8a8=True, use_int8_w8a8=False, use_int8_w8a16=False,
-                use_int4_w4a16=False, per_channel_quant=False, block_shape=block,
+                use_int4_w4a16=False, per_channel_quant=by_row, block_shape=block,
             )  # fmt: skip
             return y.view(cell.M, cell.N)
 
-        return {"vllm heuristic": call}
+        return call
 
-    return calls
+    return lambda cell: {f"vllm {name}": made(cell, config) for name, config in configs(cell).items()}
 
 
 def deepgemm(place: Path, product: Product, tokens: list[int]) -> Callable[[Cell], dict[str, Call]]:

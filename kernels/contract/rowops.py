@@ -109,7 +109,10 @@ SORTED_EXPERTS = 32  # for which one program of SORT_SLOTS adds up the counts
 _ACTIVATION = "rowops.activation", "901296436211db83f0088389f55f5a189d1e0f07f863e63f7cea062c40095e16"
 _ACTIVATION_CODES = "rowops.activation_codes", "5b69182f509161037def9e36e0bcaefa90da144cee9cff15747b40b71bbda724"
 _GATHER_COMBINE = "rowops.gather_combine", "a958e77fc6a6fd47598d0b271835a6d402f02c95a5baae097cc2fc077cd379d2"
-_ACTIVATION_ROW_CODES = "rowops.activation_row_codes", "4eadae9a5989582da00a99d8ce1a897b25d4006895e6dfb7a39e5680202b2705"
+_ACTIVATION_ROW_CODES = (
+    "rowops.activation_row_codes",
+    "4eadae9a5989582da00a99d8ce1a897b25d4006895e6dfb7a39e5680202b2705",
+)
 _QUANTIZE_ROWS = "rowops.quantize_rows", "37aa35aec02a08feefa6e3c85db2a68a4f7a96925a5024c1b4f7beec61040601"
 _QUANTIZE = "rowops.quantize", "d2a376ac92cc62ffdf01b11167fe21d5faf26f6b4beb0c951a1f27fc9949bb00"
 _SORT = "rowops.sort", "ca5611a804955fcba89a115e4794d135c438bc3d390d173e2f538cf02eae150d"

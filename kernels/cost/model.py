@@ -253,8 +253,10 @@ def _mixed_us(problem: Problem, M: int, resources: Resources, chip: Chip) -> flo
         return math.inf
     if not resources.config.schedule.warp_specialized:
         return coded_us(problem, M, resources, chip)
-    estimate = {Schedule.BLOCK_SCALED: block_scaled_us, Schedule.ROW_SCALED: row_scaled_us}
-    return estimate.get(resources.config.schedule, mixed_input_us)(problem, M, resources.config, chip)
+    if resources.config.schedule is Schedule.ROW_SCALED:
+        return row_scaled_us(problem, M, resources.config, chip)
+    estimate = block_scaled_us if problem.dtype.quantises_x else mixed_input_us
+    return estimate(problem, M, resources.config, chip)
 
 
 class Ranker:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp, bucket_of
+from ...artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
 from ...kernels.contract.activations import Activation
 from ...kernels.contract.mixed_input import prepares
 from ...kernels.contract.rowops import CODE_OPS, PICKED
@@ -82,11 +82,7 @@ def low_rank_of_quantised(call: Rows, w: ExpertWeights) -> Ready | None:
     if low is None:
         raise AssertionError("a product without a low-rank part")
     (E, N, K), first = w.shape, bool(call.gather_divisor)
-    if (
-        not dtypes
-        or (call.op is Op.FORWARD and dtypes[0] in CODE_OPS)
-        or (first and not call.may_gather_first(True))
-    ):
+    if not dtypes or (call.op is Op.FORWARD and dtypes[0] in CODE_OPS) or (first and not call.may_gather_first(True)):
         return None
     fused, zeroes = call.fusion & ~Fusion.GATHER, call.zero_tail and not call.uses_index
     fixed = (w.format, E, N, K, low.x.shape[1], call.gather_divisor, fused.value, call.m_sizes.dtype, zeroes)

@@ -1,7 +1,7 @@
 """Runs activation_codes.py and activation_row_codes.py of kernels/rowops under Triton's interpreter.
 
-Cases are JSON on stdin, what is wrong on stdout. Codes and scales are held, bit for bit, against those of the two passes that it does in one, under the interpreter too,
-and what they stand for against torch.
+Cases are JSON on stdin, what is wrong on stdout. Codes and scales are held, bit for bit, against those of the two
+passes that it does in one, under the interpreter too, and what they stand for against torch.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def _load_both(
     loads, M, N, K, E, m_sizes_step, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr, GROUP_M: gl.constexpr, EXPERTS: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: see ``rows._load_rows``. A stage has all blocks of w of a tile's step, and boxes of its rows."""
+    """The loading warp: see ``rows._load_rows``. A stage has a step's blocks of w, and boxes of a tile's rows."""
     x, w, a, b, full, empty, queue, filled, free, m_sizes, counter = loads
     WIDE: gl.constexpr = BLOCK_N // BLOCK  # blocks of columns of a tile
     DEEP: gl.constexpr = BLOCK_K // BLOCK  # blocks of K of a stage
@@ -342,7 +342,7 @@ def rows_w8a8_channel(
             gl.allocate_shared_memory(gl.int32, [2, BLOCK_M], word),
         )
     else:
-        noted = (factors,)
+        noted = (factors,)  # type: ignore[assignment]
     moved = (index, row_weights, bias, index_step, index_end, x_divisor, flags)
     gl.barrier()
     loads = (x, w, a, b, full, empty, queue, filled, free, m_sizes, counter)

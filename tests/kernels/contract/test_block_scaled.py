@@ -83,7 +83,9 @@ def test_other_dtypes_have_no_such_config(dtype: DType) -> None:
 def test_a_config_says_one_schedule(wrong: str) -> None:
     pairs = dict(CONFIG.pairs())
     assert pairs["block_scaled"] == 1
-    with pytest.raises(ValueError, match="block_scaled config is specialized, and none of mixed_input, pingpong, row_scaled"):
+    with pytest.raises(
+        ValueError, match="block_scaled config is specialized, and none of mixed_input, pingpong, row_scaled"
+    ):
         Config.from_pairs(tuple((pairs | {wrong: 1}).items()))
     with pytest.raises(ValueError, match="block_scaled"):
         Config.from_pairs(tuple((pairs | {"specialized": 0}).items()))

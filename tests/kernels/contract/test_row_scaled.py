@@ -1,4 +1,4 @@
-"""The entry of the kernel for codes with a scale a row: which variants there are, what compiler and launcher are told."""
+"""The entry of the kernel for codes with a scale a row: its variants, what compiler and launcher are told."""
 
 from __future__ import annotations
 

@@ -185,9 +185,16 @@ def test_the_kernels_have_the_flags_of_the_contract() -> None:
 
 @pytest.mark.parametrize("op", RowOp)
 def test_the_kernels_take_the_arguments_of_the_contract(op: RowOp) -> None:
-    from pretuned.kernels.rowops import activation, activation_codes, gather_combine, quantize, sort, zero_rows
+    from pretuned.kernels.rowops import (
+        activation,
+        activation_codes,
+        gather_combine,
+        quantize,
+        quantize_rows,
+        sort,
+        zero_rows,
+    )
     from pretuned.kernels.rowops import activation_row_codes as row_codes
-    from pretuned.kernels.rowops import quantize_rows
 
     homes = (activation_codes, activation, zero_rows, sort, gather_combine, quantize, row_codes, quantize_rows)
     kernel = next(getattr(one, op.value) for one in homes if hasattr(one, op.value))

@@ -46,6 +46,17 @@ def test_of_many_rows_it_is_and_of_few_it_is_not(top_k: int) -> None:
     assert "us measured and the row kernel" in many
 
 
+@pytest.mark.parametrize(("N", "K"), [(1536, 2048), (2048, 768)])
+def test_with_a_scale_a_row_it_is_as_well(N: int, K: int) -> None:
+    """By the times of an H100, of Qwen3-30B-A3B."""
+    for M, quantises in ((8, False), (8192, False), (65536, True)):
+        problem = Problem(Op.FORWARD, DType.FP8_CHANNEL, 128, N, K)
+        found = verdict(snapshot("quantised-sm90"), problem, DType.FP8_CHANNEL_A16, M, H100, top_k=0)
+        assert (found.chosen is not None) is quantises, found.reason
+        assert "us measured and the row kernel" in found.reason
+        assert found.chosen is None or found.chosen.variant.kernel == "rows_w8a8_channel"
+
+
 def test_a_shape_that_no_bundle_has_is_modelled() -> None:
     problem = Problem(Op.FORWARD, DType.FP8_BLOCK, 24, 2560, 3072)
     assert told(problem, 16).startswith("quantising x is not faster: ")

@@ -17,7 +17,7 @@ from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.bundle import TensorMap, Variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op
-from pretuned.kernels.contract.config import Config, Loads, Schedule
+from pretuned.kernels.contract.config import Config, Loads, Schedule, TileRows
 from pretuned.kernels.contract.launchable import unlaunchable
 from pretuned.kernels.contract.registry import arguments, boxes, entry_of
 from pretuned.kernels.contract.rowops import PICKED, USED
@@ -36,11 +36,16 @@ CONFIG = Config(128, 256, 128, 8, 4, loads=Loads.TMA, schedule=Schedule.BLOCK_SC
 _ELEMENTS = {"x": (0, 3), "w": (2, 0), "x_scale": (7, 0), "y_map": (9, 3)}  # CUtensorMapDataType and swizzle
 
 
-def record(fusion: Fusion = Fusion.NONE) -> Variant:
-    spec = Spec(Op.FORWARD, DType.FP8_BLOCK, CONFIG, fusion=fusion)
+BY_ROW = Config(256, 128, 128, 8, 4, loads=Loads.TMA, schedule=Schedule.ROW_SCALED, rows=TileRows.FITTED)
+FEW = Config(16, 64, 512, 8, 3, loads=Loads.TMA, schedule=Schedule.ROW_SCALED)
+
+
+def record(fusion: Fusion = Fusion.NONE, config: Config = CONFIG) -> Variant:
+    dtype = DType.FP8_BLOCK if config is CONFIG else DType.FP8_CHANNEL
+    spec = Spec(Op.FORWARD, dtype, config, fusion=fusion)
     entry = entry_of(spec)
     return Variant(
-        entry.name, entry.revision, 1, spec.op, spec.dtype, spec.layout, fusion, 16, 512, CONFIG.pairs(), entry.name,
+        entry.name, entry.revision, 1, spec.op, spec.dtype, spec.layout, fusion, 16, 512, config.pairs(), entry.name,
         arguments(spec),
         tuple(TensorMap(name, _ELEMENTS[name][0], box, _ELEMENTS[name][1]) for name, box in boxes(spec).items()),
         384, 220_000, 168, 0, 0, 4, hashlib.sha256(b"code").digest(),
@@ -77,15 +82,18 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
         yield found
 
 
-def launcher(driver: Driver, fused: gemm.Fused = gemm.PLAIN, fusion: Fusion = Fusion.NONE) -> Any:
-    driver.variant = record(fusion)
+def launcher(
+    driver: Driver, fused: gemm.Fused = gemm.PLAIN, fusion: Fusion = Fusion.NONE, config: Config = CONFIG
+) -> Any:
+    driver.variant = record(fusion, config)
     kernel = gemm.LoadedKernel(driver.variant, cuda.Function(1, 1, 0, 384, 220_000, 1), SMS)
     return block_scaled_launcher(kernel, N=N, K=K, E=E, m_sizes_step=2, fused=fused)
 
 
 def test_the_records_here_are_ones_that_could_be_launched() -> None:
-    for fusion in (Fusion.NONE, Fusion.SCATTER):
-        assert unlaunchable(record(fusion)) is None
+    for config in (CONFIG, BY_ROW, FEW):
+        for fusion in (Fusion.NONE, Fusion.SCATTER):
+            assert unlaunchable(record(fusion, config)) is None
 
 
 def test_the_words_of_a_launch(driver: Driver) -> None:
@@ -106,6 +114,31 @@ def test_the_words_of_a_launch(driver: Driver) -> None:
     for name, value in {"M": M, "N": N, "K": K, "E": E, "y": 20480, "m_sizes": 24576, "m_sizes_step": 2,
                         "stride_y_m": N + 16, "w_scale": 16384, "flags": 0, "counter": 4096}.items():  # fmt: skip
         assert read[name] == value, name
+
+
+@pytest.mark.parametrize("config", [BY_ROW, FEW])
+def test_the_words_of_a_launch_with_a_scale_a_row(driver: Driver, config: Config) -> None:
+    """The scales of x are at an address; y has a descriptor where a tile has 64 rows."""
+    M, launch = 301, launcher(driver, config=config)
+    for _ in range(2):
+        launch(20480, 24576, 0, x=4096, x_scale=8196, w=12288, w_scale=16384, stride_y_m=N + 16, M=M)
+    y_map = [("y_map", 20480, (*RAGGED_SIZES, N))] if config is BY_ROW else []
+    blocks = (E * N // 64, K // 64 * 4, 256)
+    assert [one[:3] for one in driver.encoded] == [("x", 4096, (M, K)), ("w", 12288, blocks), *y_map]
+    assert {name: given for name, _, _, given in driver.encoded}["w"] == (K // 64 * 1024, 256)
+    (programs, read), again = driver.launched
+    assert again == (programs, read)
+    tiles = ((M - E) // config.block_m + E) * -(-N // config.block_n)
+    assert programs == min(SMS, tiles)
+    for name, value in {"M": M, "N": N, "K": K, "E": E, "y": 20480, "x_scale": 8196, "w_scale": 16384,
+                        "stride_y_m": N + 16, "flags": 0, "counter": 4096}.items():  # fmt: skip
+        assert read[name] == value, name
+
+
+def test_a_reduction_that_sums_have_no_room_for_is_refused(driver: Driver) -> None:
+    kernel = gemm.LoadedKernel(record(config=BY_ROW), cuda.Function(1, 1, 0, 384, 220_000, 1), SMS)
+    with pytest.raises(InputError, match=r"the longest reduction of .* is 32768, this is 32832"):
+        block_scaled_launcher(kernel, N=N, K=32832, E=E, m_sizes_step=1, fused=gemm.PLAIN)
 
 
 def test_a_call_that_scatters(driver: Driver) -> None:
@@ -134,6 +167,17 @@ def test_blocks_of_codes_are_those_that_prepared_tensors_have(driver: Driver) ->
     assert torch.equal(seen[kb, e * (N // 64) + nb].flatten(), wanted)
 
 
+def test_blocks_of_codes_with_a_scale_a_row_are_those_that_prepared_tensors_have(driver: Driver) -> None:
+    w = ExpertWeights.quantize(torch.randn(E, N, K), "fp8_channel").prepare()
+    launcher(driver, config=BY_ROW).pack(x=16, x_scale=32, w=48, w_scale=64, stride_y_m=N, M=8)
+    ((_, _, sizes, strides),) = [one for one in driver.encoded if one[0] == "w"]
+    words = w.codes.view(torch.uint8).flatten().view(torch.int32)
+    seen, (e, nb, kb) = words.as_strided(sizes, (*strides, 1)), (2, 3, 5)
+    assert seen.numel() == words.numel()
+    wanted = words.view(E, N // 64, K // 64, 1024)[e, nb, kb]
+    assert torch.equal(seen[e * (N // 64) + nb, 4 * kb : 4 * kb + 4].flatten(), wanted)
+
+
 def test_too_many_rows_are_refused(driver: Driver) -> None:
     with pytest.raises(InputError, match=r"the most rows of .* is 2\^30: split the batch"):
         launcher(driver).pack(x=16, x_scale=32, w=48, w_scale=64, stride_y_m=N, M=2**30 + 1)
@@ -156,6 +200,7 @@ def test_the_words_of_the_pass(top_k: int) -> None:
 def test_codes_and_their_scales_fit_the_memory_that_is_made_for_them() -> None:
     for M in range(1, 9):
         assert M * bytes_of_row(K) >= M * K + (K // 128) * 4 * (-(-M // 4) * 4)
+        assert M * bytes_of_row(64) >= M * 64 + 4 * M  # with a scale a row
 
 
 def test_a_product_of_codes_reads_the_scales_as_they_are() -> None:

@@ -9,13 +9,14 @@ import contextlib
 import ctypes
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from host_gpu import SLOTS, FakeLauncher, activation_of, fake_sort
 
-from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.precision import PRECISIONS, DType
 from pretuned.artifacts.records.problem import RowOp
 from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels.contract import rowops
@@ -47,11 +48,16 @@ def used_of(address: int, M: int, flags: int) -> int:
     return int(tensor_at(address, (1,), torch.int32)) if flags & rowops.USED else M
 
 
-def store_codes(rows: torch.Tensor, codes: int, scale: int, M: int) -> None:
-    K = rows.shape[1]
-    made, factors = codes_of_rows(rows, DType.FP8_BLOCK.precision.x.scale)
+def scales_at(address: int, M: int, K: int, by_row: bool) -> torch.Tensor:
+    return tensor_at(address, (M,) if by_row else (K // 128, scale_columns(M)), torch.float32)
+
+
+def store_codes(rows: torch.Tensor, codes: int, scale: int, M: int, by_row: bool) -> None:
+    K, of_x = rows.shape[1], PRECISIONS["fp8_channel" if by_row else "fp8_block"].x.scale
+    assert of_x is not None
+    made, factors = codes_of_rows(rows, of_x)
     tensor_at(codes, (M, K), torch.uint8)[: len(rows)] = made.view(torch.uint8)
-    tensor_at(scale, (K // 128, scale_columns(M)), torch.float32)[:, : len(rows)] = factors[:, : len(rows)]
+    scales_at(scale, M, K, by_row)[..., : len(rows)] = factors[..., : len(rows)]
 
 
 def activated(h: int, used: int, M: int, columns: int, flags: int, words: list[int]) -> torch.Tensor:
@@ -65,17 +71,17 @@ def activate(rows: int, columns: int, pointers: Any, numbers: Any) -> None:
     tensor_at(a, (M, columns), torch.bfloat16)[: len(made)] = made
 
 
-def activate_to_codes(rows: int, columns: int, pointers: Any, numbers: Any) -> None:
+def activate_to_codes(rows: int, columns: int, pointers: Any, numbers: Any, by_row: bool = False) -> None:
     (h, used, codes, scale), (M, _, flags, *words) = pointers, numbers
-    store_codes(activated(h, used, M, columns, flags, words), codes, scale, M)
+    store_codes(activated(h, used, M, columns, flags, words), codes, scale, M, by_row)
 
 
-def quantize(rows: int, columns: int, pointers: Any, numbers: Any) -> None:
+def quantize(rows: int, columns: int, pointers: Any, numbers: Any, by_row: bool = False) -> None:
     (x, index, used, codes, scale), (M, _, top_k, step, flags) = pointers, numbers
     source = torch.arange(used_of(used, M, flags))
     if flags & rowops.PICKED:
         source = tensor_at(index, (M,), torch.int64 if step == 2 else torch.int32)[: len(source)].long() // top_k
-    store_codes(tensor_at(x, (int(source.max()) + 1, columns), torch.bfloat16)[source], codes, scale, M)
+    store_codes(tensor_at(x, (int(source.max()) + 1, columns), torch.bfloat16)[source], codes, scale, M, by_row)
 
 
 def combine(rows: int, columns: int, pointers: Any, numbers: Any) -> None:
@@ -89,7 +95,9 @@ def combine(rows: int, columns: int, pointers: Any, numbers: Any) -> None:
 
 PASSES = {
     RowOp.ACTIVATION: activate, RowOp.ACTIVATION_CODES: activate_to_codes, RowOp.QUANTIZE: quantize,
-    RowOp.COMBINE: combine, RowOp.SORT_SLOTS: fake_sort,
+    RowOp.QUANTIZE_ROWS: partial(quantize, by_row=True),
+    RowOp.ACTIVATION_ROW_CODES: partial(activate_to_codes, by_row=True), RowOp.COMBINE: combine,
+    RowOp.SORT_SLOTS: fake_sort,
 }  # fmt: skip
 
 
@@ -119,20 +127,19 @@ class Machine:
         self.resolved += 1
         if not self.quantises:
             return None
-        dense, (_, N, K) = w.dequantize(torch.float32), w.shape
+        dense, (_, N, K), by_row = w.dequantize(torch.float32), w.shape, w.format == "fp8_channel"
+        op = RowOp.QUANTIZE_ROWS if by_row else RowOp.QUANTIZE
 
         def run(result: int, m_sizes: int, *, x: int, x_scale: int, M: int, **_: int) -> None:
             codes = tensor_at(x, (M, K), torch.float8_e4m3fn)
-            values = values_of_rows(codes, tensor_at(x_scale, (K // 128, scale_columns(M)), torch.float32), slice(0, M))
+            values = values_of_rows(codes, scales_at(x_scale, M, K, by_row), slice(0, M))
             sizes = tensor_at(m_sizes, (E,), torch.int32).tolist()
             stored, row = tensor_at(result, (M, N), torch.bfloat16), 0
             for e, count in enumerate(sizes):
                 stored[row : row + count] = values[row : row + count] @ dense[e].T
                 row += count
 
-        return Ready(
-            FakeLauncher(run, True), "a product", quantize=self.passes(RowOp.QUANTIZE, DType.BF16, 0, aligned=True)
-        )
+        return Ready(FakeLauncher(run, True), "a product", quantize=self.passes(op, DType.BF16, 0, aligned=True))
 
 
 @pytest.fixture
@@ -155,10 +162,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         yield found
 
 
-def layer_of(gated: bool) -> tuple[ExpertWeights, ExpertWeights]:
+def layer_of(gated: bool, format: str = "fp8_block") -> tuple[ExpertWeights, ExpertWeights]:
     g = torch.Generator().manual_seed(3)
     pairs = ((1 + gated) * I, H), (H, I)
-    up, down = (ExpertWeights.quantize(torch.randn(E, N, K, generator=g) / K**0.5, "fp8_block") for N, K in pairs)
+    up, down = (ExpertWeights.quantize(torch.randn(E, N, K, generator=g) / K**0.5, format) for N, K in pairs)
     return up.prepare(), down.prepare()
 
 
@@ -196,6 +203,26 @@ def test_one_pass_does_what_two_did(machine: Machine, act: str | Activation, gat
         machine.ran.clear()
         assert torch.equal(run(T), one)
         assert machine.ran == [RowOp.QUANTIZE, *TWO, RowOp.COMBINE]
+
+
+@pytest.mark.parametrize(("act", "gated", "interleaved"), ACTS[:3])
+def test_weights_with_a_scale_a_row_have_row_kernels_of_their_own(
+    machine: Machine, act: str | Activation, gated: bool, interleaved: bool
+) -> None:
+    up, down = layer_of(gated, "fp8_channel")
+    hidden, ids, weights = routed(T)
+
+    def run() -> torch.Tensor:
+        machine.ran.clear()
+        return moe_mlp(hidden, up, down, ids, weights, activation=act, gated=gated, interleaved=interleaved)
+
+    first = [run() for _ in range(2)]
+    assert machine.ran == [RowOp.QUANTIZE_ROWS, RowOp.ACTIVATION_ROW_CODES, RowOp.COMBINE]
+    machine.there.discard(RowOp.ACTIVATION_ROW_CODES)
+    current.snapshot = dispatch_snapshot.Snapshot(())
+    assert torch.equal(run(), first[0])
+    assert machine.ran == [RowOp.QUANTIZE_ROWS, RowOp.ACTIVATION, RowOp.QUANTIZE_ROWS, RowOp.COMBINE]
+    assert torch.equal(*first)
 
 
 def test_a_bundle_without_the_pass_runs_as_before(machine: Machine) -> None:

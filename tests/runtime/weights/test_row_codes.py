@@ -12,7 +12,7 @@ from pretuned.runtime.weights.order import K_ORDER
 from pretuned.runtime.weights.row_codes import codes_of_rows, values_of_rows, values_on_load
 
 BLOCKS, ROWS = DType.FP8_BLOCK.precision.x.scale, DType.FP8_CHANNEL.precision.x.scale
-assert BLOCKS is not None and ROWS is not None  # noqa: PT018, S101
+assert BLOCKS is not None and ROWS is not None  # noqa: PT018
 
 
 @pytest.mark.parametrize("M", [1, 4, 7])
