@@ -72,7 +72,7 @@ def _words(pattern: str, where: str) -> list[str]:
     if _KNOWN.fullmatch(expression) is None or _repeats(expression) > _MOST_REPEATS:
         raise InputError(
             f"{where}: {_shown(pattern)} is no regular expression that pretuned matches: wanted letters, digits, . and "
-            "[0-9], each with *, + or ? behind it, (a|b), (?!a), ^ and $, with at most three * and +"
+            "[0-9], each with *, + or ? behind it, (a|b), (?!a), ^ and $, with at most three * and + between two |"
         )
     plain = expression.removeprefix("^").removesuffix("$")
     parts = re.split(r"(?<!\\)\.\*?", plain) if _PLAIN.fullmatch(plain) else []
@@ -91,8 +91,20 @@ def _matches(pattern: str, names: Sequence[str], where: str, end: float) -> bool
     return False
 
 
+def alternatives(expression: str) -> list[str]:
+    """The parts of an expression between the ``|`` that are in no group."""
+    found, depth, start = [], 0, 0
+    for one in re.finditer(r"\\.|\[[^]]*\]|[()|]", expression):
+        depth += (one[0] == "(") - (one[0] == ")")
+        if one[0] == "|" and not depth:
+            found.append(expression[start : one.start()])
+            start = one.end()
+    return [*found, expression[start:]]
+
+
 def _repeats(expression: str) -> int:
-    return sum(map(expression.count, "*+{"))
+    """The repeats of one path: alternatives are tried one after another."""
+    return max(sum(map(one.count, "*+{")) for one in alternatives(expression))
 
 
 def _ways(expression: str) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...artifacts.errors import InputError
-from .patterns import first_matching
+from .patterns import alternatives, first_matching
 
 # Where the config.json of a composite model keeps its language model's.
 NESTED = ("text_config", "language_config", "llm_config", "thinker_config")
@@ -115,13 +115,17 @@ def _overrides(settings: Mapping[str, Any], where: str) -> list[_Rule]:
     # AutoRound: a module's own name goes before regular expressions, which match anywhere in a name.
     extra = _mapping(settings.get("extra_config"), "extra_config", where)
     for key in sorted(extra, key=lambda key: _REGEX.search(key) is not None):
-        word = key
-        if _REGEX.search(key):
-            anchored = key.startswith(("^", ".*", "(?i", "(?s", "(?m", "(?x"))
-            word = "re:" + (key if anchored else f".*{key}" if "|" not in key else f".*(?:{key})")
+        word = f"re:{_anywhere(key)}" if _REGEX.search(key) else key
         if changes := _mapping(extra[key], f"extra_config of {_short(key)}", where):
             found.append(_Rule(word, changes))
     return found
+
+
+def _anywhere(expression: str) -> str:
+    """What matches from a name's beginning where an expression matches anywhere in the name."""
+    flags = "(?i)" if expression.startswith("(?i)") else ""
+    parts = alternatives(expression.removeprefix(flags))
+    return flags + "|".join(one if one.startswith(("^", ".*")) else f".*{one}" for one in parts)
 
 
 def _groups(settings: Mapping[str, Any], where: str) -> tuple[list[_Rule], Mapping[str, Any] | None]:

@@ -48,6 +48,7 @@ def test_the_first_that_means_one_of_the_names() -> None:
         r"re:.*mlp\.(gate|up|gate_up|down)_proj.*", r"re:.*layers\.[2-4]\..*experts.*", r"re:.*\.(?:1[0-5])\..*",
         r"re:model\.layers\.\d+\.mlp\.experts\.\d+\..*_proj", "re:^(?!.*experts).*$", "re:.*attn.*|lm_head$",
         r"re:.*(?:layers\.(3|4)\.|lm_head).*", "re:(?i).*EXPERTS.*", r"re:model\.layers\.\d{1,2}\.mlp", "re:.*?experts",
+        r"re:.*layers\.1\..*|.*layers\.12\..*|.*lm_head",
         "re:.*layers.(" + "|".join(map(str, range(61))) + ").mlp.*",
     ],
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -54,6 +55,20 @@ def test_dynamic_of_gptqmodel(dynamic: dict[str, Any], wanted: list[Any]) -> Non
 def test_extra_config_of_auto_round(extra: dict[str, Any], wanted: list[Any]) -> None:
     """_expand_regex_config of AutoRound."""
     assert bits({"quant_method": "auto-round", "bits": 4, "extra_config": extra}) == wanted
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        r"^model\.layers\.3\.|shared_experts", r".*layers\.30\..*|gate_proj", r"(?i)EXPERTS\.1", r"layers\.3\.|down",
+        r"^layers\.3|^model\.layers\.30|12\.", r"experts\.(0|1)\.", r"(a|layers)\.3\.mlp", r"gate|up|down|w1|w2",
+        r"mlp\.[ef]xperts|30", r"a\.b|\.1\.", r".*3\..*|.*12.*|.*gate.*",
+    ],
+)  # fmt: skip
+def test_keys_of_extra_config_match_anywhere_in_a_name(key: str) -> None:
+    """(re.search, in AutoRound and in vLLM.)"""
+    wanted = [8 if re.search(key, one) else 4 for one in MODULES]
+    assert bits({"quant_method": "auto-round", "bits": 4, "extra_config": {key: {"bits": 8}}}) == wanted
 
 
 TARGETS = [
