@@ -45,8 +45,9 @@ def padded(weights: ExpertWeights, N: int, K: int, *, parts: int = 1) -> ExpertW
     if weights.is_prepared or not whole or rows > N or columns > K:
         raise bad("what is padded", f"{weights!r}, to N={N}, K={K} in {parts} parts", "sizes that are not smaller, "
                   "parts of whole rows, and the checkpoint's layout (restore() has it)")  # fmt: skip
-    if scale.rows > 1 and parts > 1 and rows // parts % scale.rows:
-        raise bad("what is padded", f"of parts of {rows // parts} rows", f"multiples of {scale.rows}")
+    for each in (rows // parts, N // parts) if scale.rows > 1 and parts > 1 else ():
+        if each % scale.rows:
+            raise bad("what is padded", f"of parts of {each} rows", f"multiples of {scale.rows}")
     if not scale.columns:  # a scale a row
         factor = _filled(weights.scale[..., None], N // parts, 1, parts, 1).squeeze(-1)
         return ExpertWeights(weights.format, _codes(elements, scale, weights, None, N, K, parts), factor)

@@ -110,6 +110,8 @@ def test_fp8_blocks_are_padded_by_whole_blocks() -> None:
     w = ExpertWeights.quantize(drawn(2, 256, 200), "fp8_block")
     wide = padded(w, 512, 256, parts=2)
     assert torch.equal(wide.dequantize(torch.float32), expected(w.dequantize(torch.float32), 512, 256, 2))
+    with pytest.raises(InputError, match=r"parts of 129 rows, wanted multiples of 128"):
+        padded(w, 258, 256, parts=2)
     with pytest.raises(InputError, match=r"parts of 96 rows, wanted multiples of 128"):
         padded(ExpertWeights.quantize(drawn(2, 192, 128), "fp8_block"), 256, 128, parts=2)
 
