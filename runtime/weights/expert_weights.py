@@ -599,11 +599,8 @@ def checked(weights: ExpertWeights) -> ExpertWeights:
         if codes.dim() != 3 or not codes.numel():
             raise bad("codes", f"of shape {list(codes.shape)}", f"{shape}, E, N and K of at least 1")
     of_dtype("scale", weights.scale, _SCALE_DTYPES[scale.name])
-    E, N, K = weights.shape
-    blocks: tuple[int, ...] = (E, N, -(-K // scale.columns)) if scale.columns else (E, N)
-    if scale.rows > 1:
-        blocks = (E, -(-N // scale.rows), -(-K // scale.columns))
-    prepared = blocks
+    E, N, _ = weights.shape
+    blocks = prepared = scale_shape(weights)
     if weights.is_prepared and scale.rows == 1 and scale.columns:
         groups = max(1, 64 // scale.columns)
         prepared = (E, N // 64, blocks[2] // groups, 64, groups)
@@ -627,6 +624,14 @@ def checked(weights: ExpertWeights) -> ExpertWeights:
         _check_zeros(weights, beside_prepared=True)
         _ = weights.kernel_scale  # made now: not in a graph capture
     return weights
+
+
+def scale_shape(weights: ExpertWeights) -> tuple[int, ...]:
+    """The shape of scales in the checkpoint's layout."""
+    scale, (E, N, K) = weights.precision.w.scale, weights.shape
+    if scale is None:
+        raise AssertionError(f"{weights.format} has no scale")
+    return (E, -(-N // scale.rows), -(-K // scale.columns)) if scale.columns else (E, N)
 
 
 def _check_zeros(weights: ExpertWeights, *, beside_prepared: bool) -> None:

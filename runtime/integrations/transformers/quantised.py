@@ -19,7 +19,8 @@ from ...runtime.check.tensors import bad
 from ...runtime.driver.device import capturing
 from ...runtime.locks import lock
 from ...runtime.weights.codes import E8M0
-from ...runtime.weights.expert_weights import ExpertWeights, checked, int4_format, synchronize, version_of
+from ...runtime.weights.expert_weights import ExpertWeights, checked, int4_format, scale_shape, synchronize, version_of
+from ...runtime.weights.given import fit
 from ...runtime.weights.order import ORDERS, PREPARED_DIMS
 from ...runtime.weights.packings import fp8_scale
 from ..loaded_format import scale_of_rows
@@ -78,7 +79,10 @@ def quantised(experts: Any, name: str) -> ExpertWeights | None:
             "pretuned)", "adapters put on by get_peft_model after register(), of a model with "
             "experts_implementation='pretuned'", "experts_forward")  # fmt: skip
     if torch.compiler.is_compiling():
-        return _weights(codes, scale, by_matrix=_by_matrix(experts))  # a graph can't look at numbers
+        traced = _weights(codes, scale, by_matrix=_by_matrix(experts))
+        if not traced.is_prepared:  # a graph can't look at numbers, but at shapes
+            fit("scale", traced.scale, scale_shape(traced), traced.codes)
+        return traced
     every = _known(experts)
     entry, state = every.get(name), (*_state(codes), *_state(scale))
     if entry is not None and entry.codes() is codes and entry.scale() is scale and entry.state == state:

@@ -369,6 +369,23 @@ def test_other_blocks_are_refused_by_name(library: Any) -> None:
         model(IDS)
 
 
+@pytest.mark.parametrize("block", [(64, 64), (1, 32)])
+def test_other_blocks_are_refused_where_torch_traces(library: Any, block: tuple[int, int]) -> None:
+    """What a graph would read of them are scales of other weights."""
+    made, _ = pair(library)
+    (_, known), *_ = experts_of(made)
+    given = torch.randn(6, 128), torch.randint(0, 4, (6, 2)), torch.rand(6, 2)
+    torch._dynamo.reset()
+    traced = torch.compile(lambda *one: experts_forward(*one), backend="eager")
+    torch.testing.assert_close(traced(known, *given), experts_forward(known, *given))
+    for name in ("gate_up_proj", "down_proj"):
+        E, N, K = getattr(known, name).shape
+        setattr(known, f"{name}_scale_inv", torch.nn.Parameter(torch.rand(E, N // block[0], K // block[1])))
+    torch._dynamo.reset()
+    with pytest.raises(InputError, match=r"ExpertWeights: scale is of shape .*, wanted \[4, [12], 1\]"):
+        traced(known, *given)
+
+
 def test_own_code_is_none_that_asks_pretuned_again(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """FP8Experts is one class, whose forward transformers wraps anew for each layer."""
     model, _ = pair(library)
