@@ -69,7 +69,7 @@ def test_the_pages_are_those_that_have_python() -> None:
     assert set(PAGES) > ELSEWHERE
 
 
-ARCHITECTURE = "docs/inside/architecture.md"  # has rules of its own: tests/test_architecture.py
+ARCHITECTURE = "docs/inside/architecture.md"  # drawings and tables
 OTHERS = ("examples/README.md", "tests/README.md", "benchmarks/peers/README.md")
 TEXTS = sorted(
     name for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / one for one in OTHERS))

@@ -21,7 +21,7 @@ PART = (
     "runtime/verdicts.py",
 )
 
-# The tests of these, also by other rooms (tests/test_mirror.py).
+# The tests of these.
 TESTS = (
     "tests/artifacts",
     "tests/attacks/test_bombs.py",
