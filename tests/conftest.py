@@ -89,6 +89,22 @@ def process_as_before() -> Iterator[None]:
         device.devices.clear()
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Without a GPU, tests/gpu is collected only if an argument names it or a file in it."""
+    if collection_path != ROOT / "tests" / "gpu" or asks_for_gpu_tests(config):
+        return None
+    import torch
+
+    return None if torch.cuda.is_available() else True
+
+
+def asks_for_gpu_tests(config: pytest.Config) -> bool:
+    """Whether an argument is tests/gpu or in it."""
+    folder = ROOT / "tests" / "gpu"
+    named = [Path(config.invocation_params.dir, one.split("::")[0]).resolve() for one in config.args]
+    return any(folder in (path, *path.parents) for path in named)
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What is for the night is slow, too: -m "not slow" leaves it out."""

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("triton")  # (its package has nvdisasm)
 import sass
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parents[1] / "gpu"
 sys.path.append(str(HERE))
 import races  # noqa: E402
 

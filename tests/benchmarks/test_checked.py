@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import seen_cubins
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parents[1] / "gpu"
 sys.path.append(str(HERE))
 import checked  # noqa: E402
 

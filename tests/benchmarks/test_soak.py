@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parents[1] / "gpu"
 sys.path.append(str(HERE))
 import soak  # noqa: E402
 
