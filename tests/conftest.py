@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 gc.disable()  # until all tests are collected
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,6 +27,12 @@ for pressed in (ROOT / "artifacts" / "pressed").glob("*.xz"):
     if not (ROOT / "artifacts" / "bundles" / pressed.stem).exists():
         pytest.exit(f"artifacts/bundles/{pressed.stem} is not there: pip install -e . in this clone unpacks it", 4)
 sys.path.append(str(ROOT / "tests" / "support"))  # spawned workers get this path too
+if not torch.cuda.is_available():
+    # The runtime takes this function of torch's when it is imported. Without CUDA it can't work; so it asks torch for
+    # CUDA memory like any other code, which tests/support/emulated_driver.py emulates.
+    torch._C._dynamo.guards._empty_strided_cuda = lambda size, strides, dtype: torch.empty_strided(  # type: ignore[attr-defined]
+        size, strides, dtype=dtype, device="cuda"
+    )
 with contextlib.suppress(ImportError):  # tests/gpu needs no hypothesis
     from hypothesis import settings
 
@@ -93,8 +100,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Without a GPU, tests/gpu is collected only if an argument names it or a file in it."""
     if collection_path != ROOT / "tests" / "gpu" or asks_for_gpu_tests(config):
         return None
-    import torch
-
     return None if torch.cuda.is_available() else True
 
 

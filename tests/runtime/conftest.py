@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+import torch
+
+if TYPE_CHECKING:
+    from host_gpu import Device
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -34,3 +39,16 @@ def clean_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Pa
     yield bundles
     monkeypatch.undo()
     reload()
+
+
+@pytest.fixture
+def device(clean_places: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    """An emulated GPU, and one bundle for it (tests/support/host_gpu.py). Its kernels run without a self-test."""
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here: the emulated one is for machines without")
+    from emulated_driver import emulated
+    from host_gpu import Device
+
+    monkeypatch.setenv("PRETUNED_DISABLE_SELF_TEST", "1")
+    with emulated(Device(clean_places)) as gpu:
+        yield gpu  # type: ignore[misc]

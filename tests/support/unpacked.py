@@ -21,7 +21,7 @@ def kept(patch: pytest.MonkeyPatch) -> None:
     known = functools.lru_cache(maxsize=3)(lambda data, where, sm: tuple(unpack(data, where, sm)))
 
     def remembered(data: bytes, where: str, sm: int | None = None) -> Iterator[bytes]:
-        ships = os.path.dirname(packed.split(where)[0]) == str(BUNDLES)  # noqa: PTH120 - plain text
+        ships = os.path.realpath(os.path.dirname(packed.split(where)[0])) == str(BUNDLES)  # noqa: PTH120 - plain text
         yield from known(data, where, sm) if ships else unpack(data, where, sm)
 
     patch.setattr(packed, "unpack", remembered)

@@ -8,19 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from host_gpu import TOPK, Device, E, FakeLauncher, K, N, T, counts_at, device, on
+from host_gpu import TOPK, Device, E, K, N, T
 from torch.autograd import forward_ad
 
 from pretuned.artifacts.errors import InputError
-from pretuned.runtime import Lora, activate, current, grouped_gemm, grouped_gemm_dW, grouped_gemm_dX, moe_mlp, reload
-from pretuned.runtime.api import grouped_gemm as api_grouped_gemm
-from pretuned.runtime.check import tensors
-from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
-from pretuned.runtime.launch import gemm, ready
-from pretuned.runtime.launch.ready import Ready
+from pretuned.runtime import Lora, activate, grouped_gemm, grouped_gemm_dW, grouped_gemm_dX, moe_mlp
 from pretuned.runtime.replay import programs
-
-__all__ = ["device"]
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:pretuned"),
@@ -33,8 +26,8 @@ H, WIDTH = 12, 8
 @pytest.fixture(params=["the reference", "a GPU"], autouse=True)
 def where(request: pytest.FixtureRequest, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(programs, "KINDS", (torch.float32,))
-    on(monkeypatch, request.param == "a GPU")
-    reload()
+    device.visible = request.param == "a GPU"
+    device.available = False  # torch.compile imports code for CUDA graphs otherwise
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -126,9 +119,9 @@ def test_a_functional_gradient_of_a_product_beside_an_adapter_is_refused() -> No
         torch.func.grad(lambda A: adapted(**given | {"A": A}).sum())(given["A"])
 
 
-def test_compiled_code_may_be_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_code_may_be_mapped(device: Device) -> None:
     """torch's fallback calls the operator for each."""
-    on(monkeypatch, False)
+    device.visible = False
     x, w, m_sizes = random(2, T, K), random(E, N, K), torch.tensor([3, 0, 4, 0])
     torch._dynamo.reset()
     compiled = torch.compile(torch.vmap(lambda one: grouped_gemm(one, w, m_sizes)), backend="eager", fullgraph=True)
@@ -160,23 +153,14 @@ def test_who_saved_out_is_told_that_it_changed() -> None:
             loss.backward()
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["known", "the same operands"])
-def test_so_is_who_saved_that_of_a_plain_call_on_a_gpu(again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which goes past all that the others do: here its launch alone is made up."""
+@pytest.mark.parametrize("calls", [1, 2, 3], ids=["the first", "known", "the same operands"])
+def test_so_is_who_saved_that_of_a_plain_call(calls: int) -> None:
+    """On a GPU it goes past all that the others do, and a kernel writes unseen."""
     x, w, m_sizes, out = random(8, K), random(E, N, K), torch.tensor([3, 0, 4, 1]), torch.empty(8, N)
-
-    def launched(*_: Any) -> torch.Tensor:
-        out.data.fill_(2.0)  # as a kernel does, unseen
-        return out
-
-    monkeypatch.setattr(tensors, "is_whole", lambda *_: False)
-    monkeypatch.setattr(api_grouped_gemm, "_known", launched)
-    monkeypatch.setattr(current, "snapshot", dispatch_snapshot.Snapshot(()))
-    recent = {(x.data_ptr(), w.data_ptr(), "nk", out.data_ptr()): launched}
-    dispatch_snapshot.snapshot().recent.update(recent if again else {})
-    before = out._version
-    assert grouped_gemm(x, w, m_sizes, out=out) is out
-    assert out._version > before
+    for _ in range(calls):
+        before = out._version
+        assert grouped_gemm(x, w, m_sizes, out=out) is out
+        assert out._version > before
 
 
 class Wrapped(torch.Tensor):
@@ -201,31 +185,19 @@ class Wrapped(torch.Tensor):
 
 
 @pytest.mark.parametrize("which", ["m_sizes", "gather_indices", "topk_weights", "bias"])
-def test_a_wrapped_tensor_reaches_no_kernel_as_a_null_pointer(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[int, ...]] = []
-    make = gemm.row_launcher
-
-    def watched(*given: Any, **how: Any) -> Any:
-        launch = make(*given, **how)
-
-        def run(y: int, m_sizes: int, **words: int) -> None:
-            seen.append((m_sizes, words["index"], words["row_weights"], words["bias"]))
-            launch.run(y, m_sizes, **words)
-
-        return FakeLauncher(run, launch.zeroes)
-
-    monkeypatch.setattr(gemm, "row_launcher", watched)
+def test_a_wrapped_tensor_reaches_no_kernel_as_a_null_pointer(which: str, device: Device) -> None:
     given: dict[str, Any] = {
         "x": random(T, K), "w": random(E, N, K), "m_sizes": torch.tensor([3, 4, 5, 2]), "bias": random(E, N),
         "gather_indices": torch.arange(T * TOPK), "topk_weights": random(T, TOPK),
     }  # fmt: skip
     form: dict[str, Any] = {"topk": TOPK, "permute_x": True, "fuse_mul_post": True}
     want = grouped_gemm(**given, **form)
-    count = len(seen)
+    count = len(device.products)
     found = grouped_gemm(**given | {which: Wrapped(given[which])}, **form)
     torch.testing.assert_close(found, want)
-    assert all(all(words) for words in seen)
-    assert len(seen) == 2 * count
+    read = [[one.words[name] for name in ("m_sizes", "index", "row_weights", "bias")] for one in device.products]
+    assert all(map(all, read))
+    assert len(read) == 2 * count
 
 
 class Waiting(Wrapped):
@@ -264,34 +236,13 @@ def test_neither_does_a_wrapped_gradient(call: Call, shapes: dict[str, tuple[int
             torch.testing.assert_close(found, want)
 
 
-def test_nor_do_wrapped_counts_of_a_plain_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU that isn't there: counts that ranks exchange may still be under way."""
-    read: list[list[int]] = []
-
-    class Launcher:
-        pack = staticmethod(lambda **_: b"")
-        repeater = staticmethod(lambda *_: lambda *_: None)
-
-        def __call__(self, y: int, m_sizes: int, stream: int, **_: int) -> None:
-            read.append(counts_at(m_sizes, E, 2))
-
-        def start(self, prepared: bytes, y: int, m_sizes: int, stream: int) -> None:
-            read.append(counts_at(m_sizes, E, 2))
-
-    for name, stub in {
-        "device_is_current": lambda _: True,
-        "current_stream": lambda _: 0,
-        "empty": lambda size, _strides, dtype: torch.zeros(size, dtype=dtype),
-    }.items():  # fmt: skip
-        monkeypatch.setattr(api_grouped_gemm, name, stub)
-    monkeypatch.setattr(ready, "ready_for", lambda *_: Ready(Launcher(), ""))
-    monkeypatch.setattr(current, "snapshot", dispatch_snapshot.Snapshot(()))
-    monkeypatch.setattr(tensors, "is_whole", lambda *_: False)
+def test_nor_do_wrapped_counts_of_a_plain_call() -> None:
+    """Counts that ranks exchange may still be under way."""
     x, w = random(T, K), random(E, N, K)
     m_sizes = torch.tensor([3, 0, 4, 0])
+    wanted = grouped_gemm(x, w, m_sizes)
     for counts in (Waiting(m_sizes), m_sizes, Waiting(m_sizes), m_sizes, Waiting(m_sizes)):
-        grouped_gemm(x, w, counts)
-    assert read == [m_sizes.tolist()] * 5
+        assert torch.equal(grouped_gemm(x, w, counts), wanted)
 
 
 @pytest.mark.parametrize("which", ["dy", "w", "x", "topk_weights"])
@@ -332,8 +283,8 @@ def test_a_tensor_without_memory_is_refused() -> None:
 
 
 @pytest.mark.parametrize("which", ["x", "w", "bias"])
-def test_autocast_casts_any_of_them(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    on(monkeypatch, False)  # the made-up GPU has float32 alone
+def test_autocast_casts_any_of_them(which: str, device: Device) -> None:
+    device.visible = False  # the made-up GPU has float32 alone
     given = {"x": random(8, K), "w": random(E, N, K), "bias": random(E, N)}
     given = {name: one if name == which else one.bfloat16() for name, one in given.items()}
     m_sizes = torch.tensor([3, 0, 4, 1])

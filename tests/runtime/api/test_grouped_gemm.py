@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from cudaconfig import read_launches, words_of
+from emulated_driver import H200, EmulatedGpu, emulated
+from emulated_kernels import bundle_of, made
+from host_gpu import Device
 
-import pretuned.artifacts
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.records.problem import Layout, Op, bucket_of
-from pretuned.artifacts.records.target import Gpu, LocalGpu
+from pretuned.artifacts.format.codec import encode
+from pretuned.artifacts.records.bundle import Choice, Source
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Layout, Op, Problem, bucket_of
+from pretuned.artifacts.records.target import Gpu
 from pretuned.kernels import reference
-from pretuned.runtime import current, grouped_gemm
-from pretuned.runtime.api import grouped_gemm as api_grouped_gemm
+from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.spec import Spec
+from pretuned.runtime import grouped_gemm
 from pretuned.runtime.check.operands import Rows
 from pretuned.runtime.check.tensors import check
-from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
-from pretuned.runtime.dispatch.places import Kind, Place
-from pretuned.runtime.dispatch.snapshot import Snapshot, Usable
-from pretuned.runtime.driver import cuda
-from pretuned.runtime.driver.descriptors import MAP_BYTES, TensorMaps
-from pretuned.runtime.launch import gemm, loader, products, ready
-from pretuned.runtime.launch.ready import Ready, rows_aligned
+from pretuned.runtime.launch import products
+from pretuned.runtime.launch.ready import rows_aligned
 
+SHIPPED = Path(__file__).parents[3] / "artifacts" / "bundles"
 E, N, K, M = 3, 10, 8, 12
 BF16 = torch.bfloat16
 
@@ -167,96 +165,41 @@ def test_the_alignment_of_out_counts() -> None:
 
 
 @pytest.mark.parametrize("rows", [(1100, 2000, 1400, 1500), (2000, 1100, 1500, 1400), (1024, 1448, 1449, 2048)])
-def test_a_plain_call_takes_the_launcher_of_its_own_bucket(
-    rows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a GPU that isn't there: calls of one kind share a launcher where they share a bucket, in whatever order."""
-    ran: list[int] = []
-
-    class Launcher:
-        def __init__(self, call: Any) -> None:
-            self.bucket = bucket_of(call.M)
-
-        def __call__(self, *_: object, **words: int) -> None:
-            ran.append(self.bucket)
-
-        def pack(self, **words: int) -> bytes:
-            return b""
-
-        def start(self, *_: object) -> None:
-            ran.append(self.bucket)
-
-        def repeater(self, *_: object) -> Any:
-            return lambda *_: None
-
-    for name, stub in {
-        "device_is_current": lambda _: True,
-        "current_stream": lambda _: 0, "on": lambda _: contextlib.nullcontext(),
-        "empty": lambda size, _strides, dtype: torch.zeros(size, dtype=dtype),
-    }.items():  # fmt: skip
-        monkeypatch.setattr(api_grouped_gemm, name, stub)
-    monkeypatch.setattr(ready, "ready_for", lambda call, y: Ready(Launcher(call), ""))
-    monkeypatch.setattr(current, "snapshot", dispatch_snapshot.Snapshot(()))
-    monkeypatch.setattr(api_grouped_gemm.tensors, "is_whole", lambda *_: False)
+def test_a_plain_call_takes_the_kernel_of_its_own_bucket(device: Device, rows: tuple[int, ...]) -> None:
+    """Calls of one kind share a launcher where they share a bucket, in whatever order."""
+    problem = Problem(Op.FORWARD, DType.BF16, 2, 16, 16)
+    configs = {1024: Config(16, 64, 64, 4, 2), 2048: Config(64, 64, 64, 4, 2)}
+    choices = {problem: [Choice(bucket, i, Source.MEASURED, 1000, gpu=0) for i, bucket in enumerate(configs)]}
+    variants = [made(Spec(Op.FORWARD, DType.BF16, config)) for config in configs.values()]
+    device.publish(encode(bundle_of(variants, choices, gpus=[H200])))
+    device.computes = False
     w = torch.randn(2, 16, 16, dtype=torch.bfloat16)
     for M in rows * 2:
-        api_grouped_gemm._known(
-            torch.randn(M, 16, dtype=torch.bfloat16), w, torch.tensor([M, 0]), "nk", None, False, None
-        )
-    assert ran == [bucket_of(M) for M in rows * 2]
+        grouped_gemm(torch.randn(M, 16, dtype=torch.bfloat16), w, torch.tensor([M, 0]))
+    assert [one.code.config for one in device.launches] == [configs[bucket_of(M)].pairs() for M in rows * 2]
 
 
-def test_rows_of_y_that_are_no_whole_16_bytes_are_filled_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_y_that_are_no_whole_16_bytes_are_filled_up(clean_places: Path) -> None:
     """A plain call runs aligned code on rows that lie further apart: w's descriptor has its own rows, y's are a view.
 
-    The driver is read, on host memory that is said to be a GPU's; the code is what ships.
+    The code is what ships.
     """
     E, N, K, M = 4, 333, 512, 40
-    running: list[gemm.LoadedKernel] = []
-    launched: list[dict[str, int | bytes]] = []
-    encoded: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
-
-    def encode(self: TensorMaps, key: tuple[int, int, int], sizes: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
-        encoded.append((self._plan.argument, sizes, strides))
-        return bytes(MAP_BYTES)
-
-    def load(found: Snapshot, choose: Callable[[], tuple[Usable, int]], *_: object) -> gemm.LoadedKernel:
-        usable, index = choose()
-        variant = usable.bundle.variant(index)
-        function = cuda.Function(1, 1, 0, variant.threads, variant.shared_bytes, 1)
-        running.append(gemm.LoadedKernel(variant, function, 132))
-        return running[-1]
-
-    def empty(size: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty_strided(size, strides, dtype=dtype)
-
-    read_launches(monkeypatch, lambda launch: launched.append(words_of(running[-1].variant.arguments, launch)))
-    monkeypatch.setattr(TensorMaps, "encode", encode)
-    monkeypatch.setattr(cuda, "zeroed", lambda size_bytes, device: 4096)
-    monkeypatch.setattr(loader, "load_first", load)
-    monkeypatch.setattr(products, "platform_supported", lambda: True)
-    monkeypatch.setattr(products, "local_gpu", lambda _device: LocalGpu(90, Gpu("NVIDIA H200", 132, 143155, 13000)))
-    places = [Place(Kind.INSTALLED, Path(pretuned.artifacts.__file__).parent / "bundles")]
-    monkeypatch.setattr(current, "snapshot", Snapshot(places))
-    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
-    for name, stand_in in (
-        ("empty", empty), ("current_stream", lambda _device: 0), ("device_is_current", lambda _device: True),
-        ("on", lambda _device: contextlib.nullcontext()), ("only_device", lambda: True),
-    ):  # fmt: skip
-        monkeypatch.setattr(api_grouped_gemm, name, stand_in)
     x, w = torch.randn(M, K).bfloat16(), torch.randn(E, N, K).bfloat16()
     m_sizes = torch.full((E,), M // E, dtype=torch.int32)
-    for _ in range(3):  # the first of its kind, one like it, and the same again
-        y = api_grouped_gemm._known(x, w, m_sizes, "nk", None, False, None)
-        assert (y.shape, y.stride()) == ((M, N), (336, 1))
-        assert y.untyped_storage().nbytes() == M * 336 * 2
-        read = launched[-1]
-        assert (read["N"], read["K"], read["M"], read["stride_y_m"]) == (336, K, M, 336)
-        assert (read["stride_w_e"], read["stride_w_row"]) == (N * K, K)
-    assert len(running) == 1
-    assert len(launched) == 3
-    assert ("w", (E, N, K), (N * K, K)) in encoded
-    assert {sizes for argument, sizes, _ in encoded if argument == "w"} == {(E, N, K)}
-    assert products.ready_for_wide_rows(Rows(Op.FORWARD, x, w[:, :328].contiguous(), m_sizes, Layout.NK, M)) is None
-    shifted = torch.randn(M * K + 1).bfloat16()[1:].view(M, K)  # no 16 bytes
-    assert products.ready_for_wide_rows(Rows(Op.FORWARD, shifted, w, m_sizes, Layout.NK, M)) is None
+    with emulated(EmulatedGpu(Gpu("NVIDIA H200", 132, 143155, 13000))) as gpu:
+        gpu.know(SHIPPED / "catalogue-sm90.msgpack")
+        for _ in range(3):  # the first of its kind, one like it, and the same again
+            y = grouped_gemm(x, w, m_sizes)
+            assert (y.shape, y.stride()) == ((M, N), (336, 1))
+            assert y.untyped_storage().nbytes() == M * 336 * 2
+            torch.testing.assert_close(y, reference.forward(x, w, m_sizes), rtol=2e-2, atol=5e-1)
+            read = gpu.launches[-1].words
+            assert (read["N"], read["K"], read["M"], read["stride_y_m"]) == (336, K, M, 336)
+            assert (read["stride_w_e"], read["stride_w_row"]) == (N * K, K)
+            assert (read["w"].sizes, read["w"].strides) == ((E, N, K), (2 * N * K, 2 * K))
+        assert len(gpu.loads) == 1
+        assert len(gpu.launches) == 3
+        assert products.ready_for_wide_rows(Rows(Op.FORWARD, x, w[:, :328].contiguous(), m_sizes, Layout.NK, M)) is None
+        shifted = torch.randn(M * K + 1).bfloat16()[1:].view(M, K)  # no 16 bytes
+        assert products.ready_for_wide_rows(Rows(Op.FORWARD, shifted, w, m_sizes, Layout.NK, M)) is None

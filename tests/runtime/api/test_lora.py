@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from host_gpu import LOW_RANK, Device, device, on
+from host_gpu import Device, use_low_rank_kernels
 
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.records.problem import Fusion, Op
+from pretuned.artifacts.records.problem import Fusion, Layout, Op
 from pretuned.runtime import ExpertWeights, Lora, grouped_gemm, moe_mlp, sort_routing
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.ops.low_rank import as_used
 from pretuned.runtime.replay import programs
-
-__all__ = ["device"]
 
 E, T, TOPK, N, K, R = 4, 11, 2, 12, 10, 4
 SCALE = 0.75
@@ -162,12 +161,15 @@ def test_one_gradient_alone(learns: str) -> None:
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_rows_past_the_last_expert_s(device: Device, monkeypatch: pytest.MonkeyPatch, inside: bool) -> None:
+def test_rows_past_the_last_expert_s(
+    device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, inside: bool
+) -> None:
     """Zero with zero_tail, else left as they are in ``out``; dx of them is zero."""
-    device.there |= LOW_RANK if inside else set()
+    if inside:
+        use_low_rank_kernels(monkeypatch, tmp_path)
     x, w, m_sizes = torch.randn(9, 12), torch.randn(E, 8, 12), torch.tensor([2, 0, 3, 1])
     lora = Lora(torch.randn(E, R, 12), torch.randn(E, 8, R), SCALE)
-    on(monkeypatch, True)
+    device.visible = True
     torch.use_deterministic_algorithms(True)  # new memory is NaN
     try:
         out = torch.full((9, 8), 7.0)
@@ -223,11 +225,13 @@ def test_what_does_not_fit_is_refused() -> None:
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: "+".join(name for name, on in form.items() if on) or "plain")
 def test_the_low_rank_part_is_in_the_product_s_kernel(
-    device: Device, monkeypatch: pytest.MonkeyPatch, form: dict[str, bool], inside: bool
+    device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: dict[str, bool], inside: bool
 ) -> None:
     """Forward and dX, where rows don't go elsewhere and are not weighed: by the code that there is for it, or not."""
     monkeypatch.setattr(programs, "KINDS", (torch.float32,))
-    device.there |= LOW_RANK if inside else set()
+    if inside:
+        use_low_rank_kernels(monkeypatch, tmp_path)
+    device.layout = Layout.KN if form["kn"] else Layout.NK
     generator = torch.Generator().manual_seed(1)
     routing = sort_routing(torch.randint(-1, E + 1, (T, TOPK), generator=generator), E)  # some on other ranks
 
@@ -246,7 +250,7 @@ def test_the_low_rank_part_is_in_the_product_s_kernel(
     used = None if form["permute_y"] else int(routing.m_sizes.sum())
     found = []
     for simulated in (False, True):
-        on(monkeypatch, simulated)
+        device.visible = simulated
         y = grouped_gemm(x, w.detach(), routing.m_sizes, lora=lora, **how)[:used]
         found.append([y.detach(), *torch.autograd.grad(y, leaves, torch.linspace(-1, 1, y.numel()).view_as(y))])
     for got, want in zip(found[1], found[0], strict=True):
@@ -260,11 +264,11 @@ def test_the_low_rank_part_is_in_the_product_s_kernel(
 
 @pytest.mark.parametrize("r", [1, 3, 4, 6])
 def test_a_rank_of_no_whole_16_bytes_takes_the_kernel_too(
-    device: Device, monkeypatch: pytest.MonkeyPatch, r: int
+    device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, r: int
 ) -> None:
     """By rows and columns of zeros beside A's and B's, whose gradients are none of the caller's."""
     monkeypatch.setattr(programs, "KINDS", (torch.float32,))
-    device.there |= LOW_RANK
+    use_low_rank_kernels(monkeypatch, tmp_path)
     torch.manual_seed(r)
     x, w, m_sizes = torch.randn(9, 12).requires_grad_(), torch.randn(E, 8, 12), torch.tensor([2, 3, 0, 4])
     low = torch.randn(E, r, 12).requires_grad_(), torch.randn(E, 8, r).requires_grad_()
@@ -272,7 +276,7 @@ def test_a_rank_of_no_whole_16_bytes_takes_the_kernel_too(
     pair = [(torch.randn(shape) / 4).requires_grad_() for shape in ((E, r, 12), (E, 16, r), (1, r, 8), (1, 12, r))]
     found = []
     for simulated in (False, True):
-        on(monkeypatch, simulated)
+        device.visible = simulated
         y = grouped_gemm(x, w, m_sizes, lora=Lora(*low, SCALE))
         found.append([y, *torch.autograd.grad(y.sum(), (x, *low))])
         for _ in range(3):
@@ -287,12 +291,12 @@ def test_a_rank_of_no_whole_16_bytes_takes_the_kernel_too(
 
 
 def test_a_dtype_that_no_adapter_can_be_cast_to_is_left_to_the_checks(
-    device: Device, monkeypatch: pytest.MonkeyPatch
+    device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Beside plans of good calls, by whose weights and number of rows they are found."""
     monkeypatch.setattr(programs, "KINDS", (torch.float32,))
-    device.there |= LOW_RANK
-    on(monkeypatch, True)
+    use_low_rank_kernels(monkeypatch, tmp_path)
+    device.visible = True
     x, w, m_sizes = torch.randn(9, 12), torch.randn(E, 8, 12), torch.tensor([2, 3, 0, 4])
     low = Lora(torch.randn(E, R, 12), torch.randn(E, 8, R), SCALE)
     up, down, ids = torch.randn(E, 16, 12), torch.randn(E, 12, 8), torch.randint(0, E, (9, TOPK))
@@ -346,10 +350,10 @@ def test_a_layer_with_dropout(device: Device, monkeypatch: pytest.MonkeyPatch) -
         pair = Lora(low[0], low[1], SCALE, p), Lora(low[2], low[3], SCALE)
         return moe_mlp(x, up, down, ids, weights, lora=pair)
 
-    on(monkeypatch, False)
+    device.visible = False
     wanted = {p: call(p) for p in (0.0, 0.5)}
     assert not torch.allclose(wanted[0.0], wanted[0.5])
-    on(monkeypatch, True)
+    device.visible = True
     for p in (0.0, 0.0, 0.5, 0.5, 0.0):
         torch.testing.assert_close(call(p), wanted[p], rtol=1e-4, atol=1e-3)
     for wrong in (False, None, torch.tensor(0.0)):  # beside a plan of a layer without

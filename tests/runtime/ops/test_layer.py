@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
-import host_gpu
 import pytest
 import torch
 from acts import GATED
-from host_gpu import ALL, Device, watch_programs
+from host_gpu import ALL, PASSES, PERSISTENT, Device, Replay, bundle_bytes, replays, use_low_rank_kernels
 from torch.autograd import forward_ad
 
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.records.problem import Fusion, Op, RowOp
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
 from pretuned.kernels.contract.activations import Activation
-from pretuned.runtime import activate, hooks, moe_mlp, reload
+from pretuned.runtime import activate, allow_jit, hooks, moe_mlp, reload
 from pretuned.runtime.api import layer_call
 from pretuned.runtime.api.lora import Lora
 from pretuned.runtime.dispatch import snapshot
-from pretuned.runtime.launch.program import Program
-from pretuned.runtime.ops.layer import Routing, Weights
 from pretuned.runtime.replay import guard as replay_guard
-from pretuned.runtime.replay import layer_plan, programs
+from pretuned.runtime.replay import programs
 
 T, TOPK, E, H, I = 9, 3, 4, 12, 8  # noqa: E741
 NAMES = ("hidden", "up", "down", "up_bias", "down_bias", "weights")
 ONE = (Op.DX, Fusion.NONE)
-device = host_gpu.device
 
 
-def tensors(gated: bool, layout: str, biased: bool) -> dict[str, torch.Tensor | None]:
+def tensors(gated: bool, layout: str, biased: bool, H: int = H) -> dict[str, torch.Tensor | None]:
     generator = torch.Generator().manual_seed(3)
 
     def random(*shape: int) -> torch.Tensor:
@@ -77,17 +76,18 @@ def both(device: Device, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
     """The reference's step, then the simulated GPU's: compared, and what the GPU ran is in ``device``."""
 
     def compare(given: dict[str, torch.Tensor | None], needs: set[str], ids: torch.Tensor, **how: Any) -> None:
-        host_gpu.on(monkeypatch, False)
+        device.visible = False
         wanted = step(given, needs, ids, **how)
-        host_gpu.on(monkeypatch, True)
-        device.launched.clear()
-        device.passed.clear()
+        device.visible = True
+        device.launches.clear()
         got = step(given, needs, ids, **how)
         assert set(got) == set(wanted)
         for name, one in wanted.items():
+            exact = one.dtype is torch.float32
             torch.testing.assert_close(
-                got[name], one, rtol=1e-5, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
-            )
+                got[name], one, rtol=1e-5 if exact else 5e-2, atol=1e-4 if exact else 5e-2,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )  # fmt: skip
 
     return compare
 
@@ -99,7 +99,7 @@ def both(device: Device, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
 def test_the_launches_add_up_to_the_reference(
     device: Device, both: Any, activation: str, gated: bool, layout: str, biased: bool, there: str
 ) -> None:
-    device.there = {"all": {*ALL, *RowOp}, "no passes": set(ALL), "no GEMMs": set(RowOp)}[there]
+    device.there = {"all": {*ALL, *PASSES}, "no passes": set(ALL), "no GEMMs": set(PASSES)}[there]
     given = tensors(gated, layout, biased)
     how: dict[str, Any] = {"activation": activation, "gated": gated, "w_layout": layout}
     both(given, set(NAMES), IDS, **how)
@@ -115,7 +115,7 @@ def test_biases_of_any_strides(device: Device, monkeypatch: pytest.MonkeyPatch, 
     cut, spread = torch.cat([up_bias, up_bias], 1)[:, : 2 * I], down_bias[0].expand(E, H)
     results = []
     for simulated in (False, True):
-        host_gpu.on(monkeypatch, simulated)
+        device.visible = simulated
         leaf = hidden.clone().requires_grad_(grad)  # type: ignore[union-attr]
         results.append(moe_mlp(leaf, up, down, IDS, weights, gate_up_bias=cut, down_bias=spread).detach())
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-4)
@@ -134,7 +134,7 @@ def test_no_experts_and_a_bias() -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("there", ["all", "no passes"])
 def test_each_gradient_alone(device: Device, both: Any, name: str, there: str) -> None:
-    device.there = {"all": {*ALL, *RowOp}, "no passes": set(ALL)}[there]
+    device.there = {"all": {*ALL, *PASSES}, "no passes": set(ALL)}[there]
     both(tensors(True, "nk", True), {name}, IDS)
 
 
@@ -185,11 +185,11 @@ def test_what_rows_of_no_expert_hold_reaches_nothing(
 @pytest.mark.parametrize("activation", GATED)
 def test_the_activation_alone(device: Device, monkeypatch: pytest.MonkeyPatch, activation: str) -> None:
     h = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(1), requires_grad=True)
-    host_gpu.on(monkeypatch, False)
+    device.visible = False
     wanted = activate(h, activation)
     (first,) = torch.autograd.grad(wanted.square().sum(), h, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), h)
-    host_gpu.on(monkeypatch, True)
+    device.visible = True
     got = activate(h, activation)
     torch.testing.assert_close(got, wanted)
     (dh,) = torch.autograd.grad(got.square().sum(), h)
@@ -210,19 +210,34 @@ def test_a_second_gradient_of_the_layer_is_refused(both: Any) -> None:
         dx.sum().backward()
 
 
+class Replayed(NamedTuple):
+    """What calls that came again were: the tokens of each layer by a plan, and the programs of gradients."""
+
+    tokens: list[int]
+    gradients: list[Replay]
+
+
 @pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Plans of float32 too, which the simulated GPU computes in; how many tokens each call by a plan had."""
-    taken: list[int] = []
+def replayed(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Replayed]:
+    """Plans of float32 too, which the emulated GPU computes in."""
+    found = Replayed([], [])
 
-    def noted(program: Program, M: int) -> None:
-        if any(program in one.programs.values() for one in snapshot.snapshot().layers.values()):
-            taken.append(M // TOPK)
+    def noted(replay: Replay) -> None:
+        layers = snapshot.snapshot().layers.values()
+        if any(replay.is_of(program) for one in layers for program in one.programs.values()):
+            found.tokens.append(replay.M // TOPK)
+        else:
+            found.gradients.append(replay)
 
-    monkeypatch.setattr(programs, "KINDS", (torch.float32,))
-    watch_programs(monkeypatch, noted)
-    snapshot.snapshot().layers.clear()
-    return taken
+    monkeypatch.setattr(programs, "KINDS", (torch.float32, torch.bfloat16))
+    with replays(noted):
+        yield found
+
+
+@pytest.fixture
+def planned(replayed: Replayed) -> list[int]:
+    """How many tokens each call by a plan had."""
+    return replayed.tokens
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -232,9 +247,9 @@ def test_a_call_that_comes_again_is_planned(
     monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int], layout: str, biased: bool, needs: set[str]
 ) -> None:
     given = tensors(True, layout, biased)
-    host_gpu.on(monkeypatch, False)
+    device.visible = False
     wanted = step(given, needs, IDS, w_layout=layout)
-    host_gpu.on(monkeypatch, True)
+    device.visible = True
     leaves = {name: None if one is None else one.requires_grad_(name in needs) for name, one in given.items()}
     monkeypatch.setattr(torch.Tensor, "clone", lambda self: self)  # the same tensors again, as a model has them
     for _ in range(3):
@@ -248,7 +263,7 @@ def test_out_is_handed_back_itself_each_time(
     monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]
 ) -> None:
     given = tensors(True, "nk", False)
-    host_gpu.on(monkeypatch, True)
+    device.visible = True
     hidden, up, down, weights = (given[name] for name in ("hidden", "up", "down", "weights"))
     assert hidden is not None
     for shape in (hidden.shape, (1, *hidden.shape)):
@@ -262,25 +277,18 @@ def test_out_is_handed_back_itself_each_time(
 
 
 @pytest.fixture
-def graded(monkeypatch: pytest.MonkeyPatch, planned: list[int]) -> list[Program]:
+def graded(replayed: Replayed) -> list[Replay]:
     """The programs that computed a gradient."""
-    taken: list[Program] = []
-
-    def noted(program: Program, _: int) -> None:
-        if all(program not in one.programs.values() for one in snapshot.snapshot().layers.values()):
-            taken.append(program)
-
-    watch_programs(monkeypatch, noted)
-    return taken
+    return replayed.gradients
 
 
 def again(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, torch.Tensor | None], needs: set[str], **how: Any
+    device: Device, monkeypatch: pytest.MonkeyPatch, given: dict[str, torch.Tensor | None], needs: set[str], **how: Any
 ) -> Callable[[], None]:
     """A step on the very same tensors each time, as a model has them, held against the reference's."""
-    host_gpu.on(monkeypatch, False)
+    device.visible = False
     wanted = step(given, needs, IDS, **how)
-    host_gpu.on(monkeypatch, True)
+    device.visible = True
     leaves = {name: None if one is None else one.requires_grad_(name in needs) for name, one in given.items()}
     monkeypatch.setattr(torch.Tensor, "clone", lambda self: self)
 
@@ -305,7 +313,7 @@ def test_a_plan_takes_no_bias_that_is_less_aligned(
     down_bias = given["down_bias"]
     assert down_bias is not None
     elsewhere = given | {"down_bias": torch.empty(E * H + 1)[1:].view(E, H).copy_(down_bias)}
-    unaligned, aligned = again(monkeypatch, elsewhere, set()), again(monkeypatch, given, set())
+    unaligned, aligned = again(device, monkeypatch, elsewhere, set()), again(device, monkeypatch, given, set())
     for _ in range(2):
         unaligned()
     assert planned == []
@@ -321,36 +329,36 @@ def test_a_plan_takes_no_bias_that_is_less_aligned(
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 @pytest.mark.parametrize("needs", SUBSETS, ids="+".join)
 def test_a_gradient_that_comes_again_is_planned(
-    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[Program],
+    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[Replay],
     needs: tuple[str, ...], layout: str, gated: bool,
 ) -> None:  # fmt: skip
     how = {} if gated else {"gated": False, "activation": "relu2"}
-    call = again(monkeypatch, tensors(gated, layout, False), set(needs), w_layout=layout, **how)
+    call = again(device, monkeypatch, tensors(gated, layout, False), set(needs), w_layout=layout, **how)
     for _ in range(3):
         call()
     assert len(graded) == 2
     if needs == FOUR:
-        asked = len(device.launched)
+        loaded = len(device.loads)
         call()
-        assert len(device.launched) == asked  # nothing is looked for again
+        assert len(device.loads) == loaded  # nothing is looked for again
 
 
 @pytest.mark.parametrize("needs", [FOUR, ("hidden", "weights"), ("hidden",)], ids="+".join)
 def test_a_gradient_beside_biases_is_planned(
-    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[Program], needs: tuple[str, ...]
+    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[Replay], needs: tuple[str, ...]
 ) -> None:
     """As where they are frozen."""
-    call = again(monkeypatch, tensors(True, "nk", True), set(needs))
+    call = again(device, monkeypatch, tensors(True, "nk", True), set(needs))
     for _ in range(3):
         call()
     assert len(graded) == 2
 
 
 def test_a_gradient_of_biases_is_planned_too(
-    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[Program], planned: list[int]
+    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[Replay], planned: list[int]
 ) -> None:
     for needs in (set(NAMES), {"hidden", "up_bias"}, {"down_bias", "weights"}):
-        call = again(monkeypatch, tensors(True, "nk", True), needs)
+        call = again(device, monkeypatch, tensors(True, "nk", True), needs)
         call()
         call()
     assert planned == [T, T, T]
@@ -364,85 +372,83 @@ def test_a_gradient_of_biases_is_planned_too(
      ((Op.DW, Fusion.NONE), {"hidden", "down"})],
 )  # fmt: skip
 def test_without_a_kernel_of_its_own_a_gradient_is_not_planned(
-    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[Program], gone: object,
+    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[Replay], gone: object,
     needs: set[str],
 ) -> None:  # fmt: skip
-    device.there.remove(gone)
-    call = again(monkeypatch, tensors(True, "nk", False), needs)
+    device.there -= {gone}
+    call = again(device, monkeypatch, tensors(True, "nk", False), needs)
     for _ in range(3):
         call()
     assert graded == []
 
 
 def test_kernels_that_a_gradient_does_not_need_are_not_asked_for(
-    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[Program]
+    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[Replay]
 ) -> None:
     """Frozen experts: a bundle of forward and dX is enough, in strict mode too."""
-    device.there.remove((Op.DW, Fusion.NONE))
-    call = again(monkeypatch, tensors(True, "nk", False), {"hidden", "weights"})
+    device.there -= {(Op.DW, Fusion.NONE)}
+    call = again(device, monkeypatch, tensors(True, "nk", False), {"hidden", "weights"})
     for _ in range(3):
         call()
     assert len(graded) == 2
     assert Op.DW not in {op for op, _ in device.launched}
 
 
-def test_a_plan_does_not_take_what_hooks_made_of_a_tensor(
-    monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]
+CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "wider": torch.Tensor.double, "narrower": torch.Tensor.half, "transposed": lambda one: one.mT.contiguous().mT,
+    "shorter": lambda one: one[:-1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(T, H), (T * TOPK, 2 * I), (T, TOPK), (E, 2 * I, H), (E, H, I)], ids=str)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_program_does_not_take_what_hooks_made_of_a_tensor(
+    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[Replay], shape: tuple[int, ...], change: str
 ) -> None:
     """A kernel would read past its end, or take its bytes for other numbers."""
-    seen: list[tuple[Any, ...]] = []
-    real = programs.Programs._again
-
-    def call_of(*given: Any, **how: Any) -> Any:
-        seen.append((given, how))
-        return real(*given, **how)
-
-    monkeypatch.setattr(programs.Programs, "_again", call_of)
-    call = again(monkeypatch, tensors(True, "nk", False), set(FOUR))
+    given = tensors(True, "nk", False)
+    call = again(device, monkeypatch, given, set(FOUR))
     call()
     call()
-    (made, known, M, given), how = seen[0]
-    guarded, needs = len(known.low) + len(known.absent), next(iter(made._gradients))
+    assert len(graded) == 1
+    changed: list[torch.Tensor] = []
 
-    def taken(given: Any) -> Any:
-        return real(made, known, M, given, **how)
+    def unpack(one: torch.Tensor) -> torch.Tensor:
+        if tuple(one.shape) != shape or not one.is_floating_point():
+            return one
+        changed.append(one)
+        return CHANGES[change](one)
 
-    assert taken(given) is not None
-    floats = [i for i, one in enumerate(given[:guarded]) if one is not None]
-    assert [tuple(given[i].shape) for i in floats] == [
-        (T, H), (T * TOPK, 2 * I), (T, H), (T, TOPK), (E, 2 * I, H), (E, H, I)
-    ]  # fmt: skip
-    for i in floats:
-        for change in (torch.Tensor.double, torch.Tensor.half, lambda one: one.mT.contiguous().mT):
-            assert taken([*given[:i], change(given[i].detach()), *given[i + 1 :]]) is None
-        assert taken([*given[:i], None, *given[i + 1 :]]) is None
-    assert known.absent
-    for i in known.absent:
-        assert taken([*given[:i], given[0], *given[i + 1 :]]) is None
-    for i, short in ((0, {"dout": given[0][:-1]}), (1, {"h": given[1][:-1]}), (3, {"weights": given[3][:-1]})):
-        of = {"dout": given[0], "h": given[1], "weights": given[3]} | short
-        experts = Weights(given[4], given[5], None, None)
-        others = of["weights"], of["h"], Routing(*given[guarded:])
-        assert made.gradients(made.how, of["dout"], given[2], experts, *others, needs) is None, i
+    hooked = torch.autograd.graph.saved_tensors_hooks(lambda one: one, unpack)
+    with contextlib.suppress(RuntimeError, ValueError), hooked:
+        step(given, set(FOUR), IDS)
+    assert changed
+    assert len(graded) == 1
 
 
 def test_where_a_compiler_may_help_a_missing_kernel_is_asked_for_again(
-    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[Program]
+    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[Replay]
 ) -> None:
-    device.there.remove((Op.DW, Fusion.NONE))
-    call = again(monkeypatch, tensors(True, "nk", False), {"hidden", "up"})
-    monkeypatch.setattr(hooks, "jit_allowed", lambda: True)
+    """In a graph capture nothing is compiled: the next call outside compiles, and from then on a program runs."""
+    device.there -= {(Op.DW, Fusion.NONE)}
+    call = again(device, monkeypatch, tensors(True, "nk", False), {"hidden", "up"})
+    asked: list[Problem] = []
+
+    def compiler(problem: Problem, sm: int) -> bytes:
+        asked.append(problem)
+        return bundle_bytes(frozenset({(Op.DW, Fusion.NONE)}), DType.FP32, PERSISTENT)
+
+    hooks.register_compiler(compiler)
+    allow_jit()
     call()
-    call()
+    assert {one.op for one in asked} == {Op.DW}
     assert graded == []
-    device.there.add((Op.DW, Fusion.NONE))
-    call()
     call()
     assert len(graded) == 1
 
 
 def test_a_gradient_that_is_another_one_goes_the_long_way(
-    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[Program]
+    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[Replay]
 ) -> None:
     given = tensors(True, "nk", False)
     leaves = {name: one for name, one in given.items() if one is not None}
@@ -455,7 +461,7 @@ def test_a_gradient_that_is_another_one_goes_the_long_way(
     def grads(out: torch.Tensor, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(out, list(leaves.values()), dout)
 
-    host_gpu.on(monkeypatch, True)
+    device.visible = True
     dout = torch.linspace(-1, 1, T * H).view(T, H)
     wanted = grads(call(), dout)
     for one, other in zip(grads(call(), dout), wanted, strict=True):
@@ -493,9 +499,9 @@ def test_routing_weights_of_any_float_are_planned(
     weights = given["weights"]
     assert weights is not None
     given["weights"] = weights.detach().to(kind)
-    host_gpu.on(monkeypatch, False)
+    device.visible = False
     wanted = step(given, needs, IDS)
-    host_gpu.on(monkeypatch, True)
+    device.visible = True
     leaves = {name: None if one is None else one.requires_grad_(name in needs) for name, one in given.items()}
     monkeypatch.setattr(torch.Tensor, "clone", lambda self: self)
     for _ in range(3):
@@ -508,24 +514,41 @@ def test_routing_weights_of_any_float_are_planned(
 
 GATED = (Op.FORWARD, Fusion.SILU | Fusion.GATHER)
 UNGATED = [(Op.FORWARD, Fusion.GATHER), (Op.FORWARD, Fusion.NONE)]
+FUSED = {GATED: 1.0, UNGATED[0]: 1000.0, UNGATED[1]: 1000.0}  # us: with silu in the epilogue it is faster
+
+
+def halves(layout: str = "nk", biased: bool = False, gated: bool = True) -> dict[str, torch.Tensor | None]:
+    """As ``tensors``, in bf16 and of rows of whole 16 bytes: kernels with silu in the epilogue take no others."""
+    found = tensors(gated, layout, biased, H=16)
+    found |= {name: one / 4 for name in ("up", "down") if (one := found[name]) is not None}
+    return {name: None if one is None else one if name == "weights" else one.bfloat16() for name, one in found.items()}
+
+
+@pytest.fixture
+def fused(device: Device) -> Device:
+    """It was measured that silu in the first product's epilogue is faster."""
+    device.has(PERSISTENT, DType.BF16)
+    device.there |= {GATED}
+    device.measures(FUSED, (2 * I, 16))
+    return device
 
 
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 def test_silu_is_the_first_products_work_where_no_gradient_needs_h(
-    device: Device, both: Callable[..., None], layout: str
+    fused: Device, both: Callable[..., None], layout: str
 ) -> None:
-    device.there |= {GATED}
-    given = tensors(True, layout, False)
+    fused.layout = Layout(layout)
+    fused.measures(FUSED, (2 * I, 16))
+    given = halves(layout)
     both(given, set(), IDS, w_layout=layout)
-    assert device.launched == [GATED, (Op.FORWARD, Fusion.NONE)]
-    assert device.passed == [RowOp.COMBINE]
+    assert fused.launched == [GATED, (Op.FORWARD, Fusion.NONE)]
+    assert fused.passed == [RowOp.COMBINE]
     both(given, {"hidden"}, IDS, w_layout=layout)
-    assert device.launched[0] == UNGATED[0]  # (the second's launcher is known)
-    assert RowOp.ACTIVATION in device.passed
-    device.there -= {GATED}  # no bundle has it, or it does not pay
-    reload()
+    assert fused.launched[:2] == UNGATED
+    assert RowOp.ACTIVATION in fused.passed
+    fused.measures({GATED: 2000.0}, (2 * I, 16))  # it does not pay
     both(given, set(), IDS, w_layout=layout)
-    assert device.launched == UNGATED
+    assert fused.launched == UNGATED
 
 
 @pytest.mark.parametrize(
@@ -538,42 +561,39 @@ def test_silu_is_the_first_products_work_where_no_gradient_needs_h(
         ({}, True),
     ],
 )
-def test_nothing_else_is(device: Device, both: Callable[..., None], how: dict[str, Any], biased: bool) -> None:
-    device.there |= {GATED}
-    both(tensors(how.get("gated", True), "nk", biased), set(), IDS, **how)
-    assert device.launched == UNGATED
+def test_nothing_else_is(fused: Device, both: Callable[..., None], how: dict[str, Any], biased: bool) -> None:
+    both(halves(biased=biased, gated=how.get("gated", True)), set(), IDS, **how)
+    forms = [(Op.FORWARD, Fusion.GATHER), (Op.FORWARD, Fusion.SCATTER if biased else Fusion.NONE)]
+    assert fused.launched in (UNGATED, forms)
 
 
-def test_nor_is_it_where_what_an_expert_reads_is_weighted(device: Device, both: Callable[..., None]) -> None:
-    device.there |= {GATED}
-    both(tensors(True, "nk", False), set(), IDS, weights_on="input")
-    assert device.launched == [(Op.FORWARD, Fusion.GATHER), (Op.FORWARD, Fusion.SCATTER)]
+def test_nor_is_it_where_what_an_expert_reads_is_weighted(fused: Device, both: Callable[..., None]) -> None:
+    both(halves(), set(), IDS, weights_on="input")
+    assert fused.launched == [(Op.FORWARD, Fusion.GATHER), (Op.FORWARD, Fusion.SCATTER)]
 
 
-def test_a_plan_keeps_h_only_for_a_gradient(
-    monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]
-) -> None:
-    device.there |= {GATED}
-    host_gpu.on(monkeypatch, False)
-    given = tensors(True, "nk", False)
+def test_a_plan_keeps_h_only_for_a_gradient(fused: Device, planned: list[int]) -> None:
+    device = fused
+    device.visible = False
+    given = halves()
     leaves = [given[name] for name in ("hidden", "up", "down")]
     wanted = moe_mlp(*leaves, IDS, given["weights"])
-    host_gpu.on(monkeypatch, True)
+    device.visible = True
     for one in leaves:
         assert one is not None
         one.requires_grad_()
     for needs in (False, False, True, True):
         passes_run = [RowOp.ACTIVATION, RowOp.COMBINE] if needs else [RowOp.COMBINE]
-        device.passed.clear()
+        device.launches.clear()
         with torch.set_grad_enabled(needs):
             out = moe_mlp(*leaves, IDS, given["weights"])
-        torch.testing.assert_close(out.detach(), wanted, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(out.detach(), wanted, rtol=5e-2, atol=5e-2)
         assert device.passed == passes_run
     assert planned == [T, T]
     dx = torch.autograd.grad(out.sum(), leaves[0])[0]  # h is there
-    host_gpu.on(monkeypatch, False)
+    device.visible = False
     right = torch.autograd.grad(moe_mlp(*leaves, IDS, given["weights"]).sum(), leaves[0])[0]
-    torch.testing.assert_close(dx, right, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(dx, right, rtol=5e-2, atol=5e-2)
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -581,73 +601,74 @@ def test_a_plan_keeps_h_only_for_a_gradient(
 def test_rows_gathered_beforehand_add_up_to_the_reference(
     device: Device, both: Callable[..., None], layout: str, biased: bool
 ) -> None:
-    device.first = True
+    device.layout = Layout(layout)
+    device.gathers_first((2 * I, H))
     left = (Op.FORWARD, Fusion.SCATTER if biased else Fusion.NONE)
     given = tensors(True, layout, biased)
     both(given, set(NAMES), IDS, w_layout=layout)
-    assert device.launched[:2] == [UNGATED[0], left]  # (the other is asked for first)
+    assert device.launched[0] == left
     assert device.passed[:3] == [RowOp.GATHER, RowOp.ACTIVATION, RowOp.COMBINE]
     both(given, set(), IDS, w_layout=layout)
     assert device.passed == [RowOp.GATHER, RowOp.ACTIVATION, RowOp.COMBINE]
     device.there -= {RowOp.GATHER}
-    reload()
     both(given, set(), IDS, w_layout=layout)
     assert device.passed == [RowOp.ACTIVATION, RowOp.COMBINE]
 
 
 def test_rows_gathered_beforehand_and_silu_in_the_epilogue(
-    monkeypatch: pytest.MonkeyPatch, device: Device, both: Callable[..., None], planned: list[int]
+    device: Device, both: Callable[..., None], planned: list[int]
 ) -> None:
-    device.first = True
-    device.there |= {(Op.FORWARD, Fusion.SILU)}
-    given = tensors(True, "nk", False)
+    device.has(PERSISTENT, DType.BF16)
+    silu = (Op.FORWARD, Fusion.SILU)
+    device.there |= {silu}
+    device.measures({silu: 1.0, UNGATED[0]: 1000.0, UNGATED[1]: 500.0}, (2 * I, 16))
+    given = halves()
     both(given, set(), IDS)
-    assert device.launched[:2] == [(Op.FORWARD, Fusion.SILU), UNGATED[1]]  # (the plan asks for the other form, too)
+    assert device.launched == [silu, UNGATED[1]]
     assert device.passed == [RowOp.GATHER, RowOp.COMBINE]
-    host_gpu.on(monkeypatch, False)
+    device.visible = False
     leaves = [given[name] for name in ("hidden", "up", "down")]
     wanted = moe_mlp(*leaves, IDS, given["weights"])
-    host_gpu.on(monkeypatch, True)
+    device.visible = True
     for one in leaves:
         assert one is not None
         one.requires_grad_()
     for grad in (False, False, True, True):  # by a plan from the second on
-        device.passed.clear()
+        device.launches.clear()
         with torch.set_grad_enabled(grad):
             out = moe_mlp(*leaves, IDS, given["weights"])
-        torch.testing.assert_close(out.detach(), wanted, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(out.detach(), wanted, rtol=5e-2, atol=5e-2)
         assert device.passed == [RowOp.GATHER, *([RowOp.ACTIVATION] if grad else []), RowOp.COMBINE]
 
 
 def test_a_layer_of_one_token_gathers_nothing_by_a_plan_too(
     monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]
 ) -> None:
-    device.first = True
+    device.gathers_first((2 * I, H))
     given, calls = tensors(True, "nk", False), []
-    host_gpu.on(monkeypatch, False)
+    device.visible = False
     for tokens in (1, 1, 2, 1, 2):
         of = given | {"hidden": torch.rand(tokens, H), "weights": torch.rand(tokens, TOPK)}
         calls.append((tokens, of, step(of, set(), IDS[:tokens])))
-    host_gpu.on(monkeypatch, True)
+    device.visible = True
     monkeypatch.setattr(torch.Tensor, "clone", lambda self: self)  # the same weights again
     for tokens, of, wanted in calls:
-        device.passed.clear()
+        device.launches.clear()
         torch.testing.assert_close(step(of, set(), IDS[:tokens]), wanted, rtol=1e-5, atol=1e-4)
         assert device.passed == [*([RowOp.GATHER] if tokens > 1 else []), RowOp.ACTIVATION, RowOp.COMBINE]
     assert planned == [1, 1, 2]
 
 
-def test_no_tokens_and_no_width(device: Device, both: Callable[..., None]) -> None:
-    device.there |= {GATED}
-    given = tensors(True, "nk", False)
-    both(given | {"hidden": torch.rand(0, H), "weights": torch.rand(0, TOPK)}, set(), IDS[:0])
-    assert device.launched == []
-    both(given | {"up": torch.rand(E, 0, H), "down": torch.rand(E, H, 0)}, set(), IDS)
-    assert GATED not in device.launched
+def test_no_tokens_and_no_width(fused: Device, both: Callable[..., None]) -> None:
+    given, half = halves(), torch.bfloat16
+    both(given | {"hidden": torch.rand(0, 16, dtype=half), "weights": torch.rand(0, TOPK)}, set(), IDS[:0])
+    assert fused.launched == []
+    both(given | {"up": torch.rand(E, 0, 16, dtype=half), "down": torch.rand(E, 16, 0, dtype=half)}, set(), IDS)
+    assert GATED not in fused.launched
 
 
 def test_a_call_that_is_another_one_is_not(monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]) -> None:
-    host_gpu.on(monkeypatch, True)
+    device.visible = True
     given = tensors(True, "nk", False)
     hidden, up, down, weights = (given[name] for name in ("hidden", "up", "down", "weights"))
     assert hidden is not None
@@ -690,13 +711,13 @@ def test_plans_of_activations_that_differ_in_one_number(
         "swiglu_oai", Activation("swiglu_oai"), "silu", Activation("silu"),
     ]  # fmt: skip
     given = tensors(True, "nk", False)
-    host_gpu.on(monkeypatch, False)
+    device.visible = False
     wanted = [step(given, needs, IDS, activation=act) for act in acts]
     assert all(
         not torch.equal(one[name], other[name])
         for at, one in enumerate(wanted[:9]) for other in wanted[:at] for name in one
     )  # fmt: skip
-    host_gpu.on(monkeypatch, True)
+    device.visible = True
     leaves = {name: None if one is None else one.requires_grad_(name in needs) for name, one in given.items()}
     monkeypatch.setattr(torch.Tensor, "clone", lambda self: self)  # the same tensors again, as a model has them
     for _ in range(3):
@@ -710,7 +731,7 @@ def test_plans_of_activations_that_differ_in_one_number(
 def test_a_reload_while_a_plan_is_made_is_not_of_it(
     monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]
 ) -> None:
-    host_gpu.on(monkeypatch, True)
+    device.visible = True
     real, reloads = replay_guard.guard, [snapshot.forget]
 
     def guard(*tensors: torch.Tensor, **how: Any) -> replay_guard.Guard | None:
@@ -757,11 +778,11 @@ def test_weights_that_do_not_fit_each_other(down: tuple[int, ...], says: str) ->
         moe_mlp(given["hidden"], given["up"], torch.rand(down), IDS, given["weights"])
 
 
-@pytest.mark.parametrize("there", [set(RowOp), {*ALL, RowOp.ACTIVATION}, set(ALL)])
+@pytest.mark.parametrize("there", [set(PASSES), {*ALL, RowOp.ACTIVATION}, set(ALL)])
 def test_without_every_kernel_there_is_no_plan(
     monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int], there: set[object]
 ) -> None:
-    host_gpu.on(monkeypatch, True)
+    device.visible = True
     device.there = there
     given = tensors(True, "nk", False)
     results = [moe_mlp(given["hidden"], given["up"], given["down"], IDS, given["weights"]) for _ in range(2)]
@@ -773,27 +794,22 @@ def test_what_autocast_casts_and_biases_with_gaps_are_not_planned(
     monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]
 ) -> None:
     given = tensors(True, "nk", True)
-    monkeypatch.setattr(programs, "KINDS", (torch.bfloat16,))
-    host_gpu.on(monkeypatch, False)
     hidden, up, down, weights = (given[name] for name in ("hidden", "up", "down", "weights"))
     assert hidden is not None
     low = hidden.bfloat16()
-    seen: list[object] = []
-    real = layer_plan.plan_layer
-    monkeypatch.setattr(layer_call, "plan_layer", lambda *args: seen.append(real(*args)))
-    with torch.autocast("cpu", torch.bfloat16):
-        out = moe_mlp(low, up, down, IDS, weights)
-    assert out.dtype is torch.bfloat16
-    monkeypatch.setattr(programs, "KINDS", (torch.float32,))
-    host_gpu.on(monkeypatch, True)
+    for _ in range(2):
+        with torch.autocast("cuda", torch.bfloat16), torch.autocast("cpu", torch.bfloat16):
+            out = moe_mlp(low, up, down, IDS, weights)
+        assert out.dtype is torch.bfloat16
     bias = torch.rand(2 * I, E).t()
-    moe_mlp(hidden, up, down, IDS, weights, gate_up_bias=bias)
-    assert seen == [None, None]
+    for _ in range(2):
+        moe_mlp(hidden, up, down, IDS, weights, gate_up_bias=bias)
+    assert planned == []
 
 
 def test_a_full_table_of_plans_begins_anew(monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]) -> None:
     monkeypatch.setattr(programs, "MOST_PLANS", 2)
-    host_gpu.on(monkeypatch, True)
+    device.visible = True
     given = tensors(True, "nk", False)
     hidden, weights = given["hidden"], given["weights"]
     assert hidden is not None
@@ -812,7 +828,7 @@ def many(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def test_a_plan_is_of_a_bucket_whatever_the_number_of_tokens(
-    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[Program], planned: list[int]
+    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[Replay], planned: list[int]
 ) -> None:
     """Prompts and sequences of other lengths all the time."""
     given = tensors(True, "nk", False)
@@ -820,7 +836,7 @@ def test_a_plan_is_of_a_bucket_whatever_the_number_of_tokens(
     counts = (24, 23, 30, 17, 45, 24, 12)
     results: dict[bool, list[torch.Tensor]] = {False: [], True: []}
     for simulated, found in results.items():
-        host_gpu.on(monkeypatch, simulated)
+        device.visible = simulated
         for count in counts:
             hidden, ids, weights = many(count)
             leaves = [hidden.requires_grad_(), *experts, weights.requires_grad_()]
@@ -835,7 +851,7 @@ def test_a_plan_is_of_a_bucket_whatever_the_number_of_tokens(
 def test_what_a_plan_of_a_bucket_does_not_take(
     monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]
 ) -> None:
-    host_gpu.on(monkeypatch, True)
+    device.visible = True
     given = tensors(True, "nk", False)
     hidden, ids, weights = many(24)
 
@@ -898,27 +914,29 @@ def low_rank(gated: bool, shared: bool, r: int = 4) -> dict[str, torch.Tensor | 
 @pytest.mark.parametrize(("activation", "gated"), [("silu", True), ("relu2", False)])
 @pytest.mark.parametrize("needs", [LOW, (*LOW, "hidden", "weights"), ()], ids=["low", "all", "none"])
 def test_a_layer_with_adapters_that_comes_again_is_planned(
-    monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int], graded: list[Program],
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: Device, planned: list[int], graded: list[Replay],
     needs: tuple[str, ...], activation: str, gated: bool, biased: bool, shared: bool, without: int | None, inside: bool,
 ) -> None:  # fmt: skip
     """Whether a low-rank part is in its product's kernel (``inside``), or a product of its own beside it."""
     given, low = tensors(gated, "nk", biased), low_rank(gated, shared)
-    device.there |= host_gpu.LOW_RANK if inside else set()
+    if inside:
+        use_low_rank_kernels(monkeypatch, tmp_path)
     if without is not None:
         low |= {f"A{without}": None, f"B{without}": None}
     how: dict[str, Any] = {"activation": activation, "gated": gated}
-    host_gpu.on(monkeypatch, False)
+    device.visible = False
     wanted = adapted(given, low, set(needs), IDS, **how)
-    host_gpu.on(monkeypatch, True)
+    device.visible, loaded = True, 0
     for i in range(3):
-        device.launched.clear()
+        device.launches.clear()
         got = adapted(given, low, set(needs), IDS, **how)
         assert set(got) == set(wanted)
         for name, one in wanted.items():
             torch.testing.assert_close(
                 got[name], one, rtol=1e-5, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
             )
-        assert bool(device.launched) is not bool(i), "kernels are looked for the first time alone"
+        loaded = loaded or len(device.loads)
+        assert len(device.loads) == loaded, "kernels are looked for the first time alone"
         if not i:
             used = {(op, fusion) for op, fusion in device.launched if Fusion.LOW_RANK in fusion}
             first = {(Op.FORWARD, Fusion.LOW_RANK | Fusion.GATHER)} if without != 1 else set()
@@ -931,15 +949,15 @@ def test_a_layer_with_adapters_that_comes_again_is_planned(
 
 
 def test_plans_with_adapters_are_for_those_like_them(
-    monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int], graded: list[Program]
+    monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int], graded: list[Replay]
 ) -> None:
     """Others of the same sizes take the plan, whatever they hold; of another rank, dtype or scale none does."""
     given = tensors(True, "nk", False)
 
     def compare(low: dict[str, torch.Tensor | None], ids: torch.Tensor = IDS) -> int:
-        host_gpu.on(monkeypatch, False)
+        device.visible = False
         wanted = adapted(given, low, {*LOW, "hidden"}, ids)
-        host_gpu.on(monkeypatch, True)
+        device.visible = True
         before = len(planned)
         got = adapted(given, low, {*LOW, "hidden"}, ids)
         for name, one in wanted.items():
@@ -963,7 +981,7 @@ def test_calls_that_alternate_keep_their_plans(
     """The router frozen or not, ids of either width, an adapter that is a slice; and a table that they just fill."""
     given, low = tensors(True, "nk", False), low_rank(True, False)
     wide = (torch.randn(E, 4, 2 * H) / 3)[:, :, :H]
-    host_gpu.on(monkeypatch, True)
+    device.visible = True
     kinds = [
         ({*LOW}, low, IDS), ({*LOW, "weights"}, low, IDS), ({*LOW}, low, IDS.int()), ({*LOW}, low | {"A1": wide}, IDS),
     ]  # fmt: skip
@@ -977,7 +995,7 @@ def test_a_call_with_the_same_adapters_is_not_checked_again(
     monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]
 ) -> None:
     """And one with others, or with what is no adapter, is."""
-    host_gpu.on(monkeypatch, True)
+    device.visible = True
     given, low = tensors(True, "nk", False), low_rank(True, False)
     wanted = [adapted(given, low, needs, IDS) for needs in ({*LOW, "hidden"}, set())]
     checked: list[str] = []
@@ -1014,9 +1032,9 @@ def test_adapters_that_are_brought_into_form_are_not_checked_again(
     elif kind == "hidden of 3 dimensions":
         given["hidden"] = given["hidden"][None]  # type: ignore[index]
     needs = {*LOW, "hidden"}
-    host_gpu.on(monkeypatch, False)
+    device.visible = False
     wanted = adapted(given, low, needs, IDS)
-    host_gpu.on(monkeypatch, True)
+    device.visible = True
     checked: list[str] = []
     check = layer_call._check_tensors
     monkeypatch.setattr(
@@ -1031,7 +1049,7 @@ def test_adapters_that_are_brought_into_form_are_not_checked_again(
 
 
 def test_out_takes_a_layer_with_adapters_each_time(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
-    host_gpu.on(monkeypatch, True)
+    device.visible = True
     given, low = tensors(True, "nk", False), low_rank(True, False)
     wanted = adapted(given, low, set(), IDS)["out"]
     lora = Lora(low["A1"], low["B1"], 0.5), Lora(low["A2"], low["B2"], 1.0)  # type: ignore[arg-type]
@@ -1049,10 +1067,10 @@ def test_adapters_that_learn_nothing_have_no_gradients(
 ) -> None:
     """``many`` are the products that make those of a pair of A and B."""
     given, low = tensors(True, "nk", False), low_rank(True, False)
-    host_gpu.on(monkeypatch, False)
+    device.visible = False
     wanted = adapted(given, low, needs, IDS)
-    host_gpu.on(monkeypatch, True)
-    device.launched.clear()
+    device.visible = True
+    device.launches.clear()
     found = adapted(given, low, needs, IDS)
     for name, one in wanted.items():
         torch.testing.assert_close(found[name], one, rtol=1e-5, atol=1e-4)
@@ -1063,7 +1081,7 @@ def test_weights_that_autocast_copies_have_no_plan(
     monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]
 ) -> None:
     """Their copies lie elsewhere in each call."""
-    host_gpu.on(monkeypatch, True)
+    device.visible = True
     monkeypatch.setattr(
         layer_call.check_call, "autocast", lambda x, w, bias: (x, w.clone(), bias)
     )  # as where w is float32: the simulated GPU has no narrower type
@@ -1075,7 +1093,7 @@ def test_weights_that_autocast_copies_have_no_plan(
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own
 def test_a_tangent_of_an_adapter_is_refused(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    host_gpu.on(monkeypatch, True)
+    device.visible = True
     given, low = tensors(True, "nk", False), low_rank(True, False)
     with forward_ad.dual_level():
         low["A1"] = forward_ad.make_dual(low["A1"], torch.ones_like(low["A1"]))  # type: ignore[arg-type]
@@ -1090,7 +1108,7 @@ def test_a_trace_of_an_activation_sees_torchs_operations(
     device: Device, monkeypatch: pytest.MonkeyPatch, activation: str
 ) -> None:
     """It would not see a launch, and return memory that nothing wrote."""
-    host_gpu.on(monkeypatch, True)
+    device.visible = True
     h, other = torch.randn(T, 2 * I), torch.randn(T, 2 * I)
     traced = torch.jit.trace(lambda h: activate(h, activation), (h,), check_trace=False)
     torch.testing.assert_close(traced(other), activate(other, activation))

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import host_gpu
 import pytest
 import torch
-from host_gpu import Device, device  # noqa: F401 - a fixture
+from emulated_kernels import bundle_of, made
+from host_gpu import Device
 
+from pretuned.artifacts.format.codec import encode
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import RowOp
-from pretuned.kernels.contract.rowops import MOST_SORTED_EXPERTS
+from pretuned.kernels.contract.rowops import MOST_SORTED_EXPERTS, RowOpSpec
 from pretuned.runtime import sort_routing
-from pretuned.runtime.launch import rowops
 from pretuned.runtime.ops import routing
 
 
-@pytest.fixture(autouse=True)
-def on_gpu(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    host_gpu.on(monkeypatch, True)
-
-
-def same(ids: torch.Tensor, E: int, device: Device, launches: int) -> None:  # noqa: F811
-    device.sorted.clear()
+def same(ids: torch.Tensor, E: int, device: Device, launches: int) -> None:
+    device.launches.clear()
     by_kernel = sort_routing(ids, E)
     assert len(device.sorted) == launches
-    device.there.discard(RowOp.SORT_SLOTS)
+    device.visible = False
     by_torch = sort_routing(ids, E)
     assert len(device.sorted) == launches
-    device.there.add(RowOp.SORT_SLOTS)
+    device.visible = True
     for name, one in by_kernel._asdict().items():
         other = getattr(by_torch, name)
         assert (one.dtype, one.shape) == (other.dtype, other.shape), name
@@ -43,7 +38,7 @@ def test_kernel_and_torch_agree(
     launches: int,
     E: int,
     dtype: torch.dtype,
-    device: Device,  # noqa: F811
+    device: Device,
 ) -> None:
     generator = torch.Generator().manual_seed(T + E)
     ids = torch.randint(-2, E + 2, (T, k), generator=generator, dtype=dtype)
@@ -52,7 +47,7 @@ def test_kernel_and_torch_agree(
     same(torch.full_like(ids, E), E, device, launches)  # nobody here
 
 
-def test_an_int64_id_whose_low_word_is_an_experts_is_none(device: Device) -> None:  # noqa: F811
+def test_an_int64_id_whose_low_word_is_an_experts_is_none(device: Device) -> None:
     ids = torch.tensor([[2**32 + 1, 1], [-(2**32), 0]])
     same(ids, 2, device, 1)
     assert sort_routing(ids, 2).m_sizes.tolist() == [1, 1]
@@ -68,7 +63,8 @@ def told(ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_any_number_of_tokens_is_exported(strict: bool) -> None:
+def test_any_number_of_tokens_is_exported(device: Device, strict: bool) -> None:
+    device.available = False
     module, other = Sort(), torch.randint(0, 4, (9, 2))
     dynamic = [{0: torch.export.Dim("T")}]
     exported = torch.export.export(module, (torch.randint(0, 4, (3, 2)),), dynamic_shapes=dynamic, strict=strict)
@@ -77,18 +73,19 @@ def test_any_number_of_tokens_is_exported(strict: bool) -> None:
             assert torch.equal(got, want)
 
 
-def test_a_number_of_tokens_that_nobody_knows_is_compiled() -> None:
+def test_a_number_of_tokens_that_nobody_knows_is_compiled(device: Device) -> None:
+    device.available = False
     torch._dynamo.reset()
     ids = torch.randint(-1, 4, (50, 2))
     for got, want in zip(torch.compile(told, fullgraph=True, backend="eager")(ids), told(ids), strict=True):
         assert torch.equal(got, want)
 
 
-def test_what_traces_a_call_sees_torchs_operations(device: Device) -> None:  # noqa: F811
+def test_what_traces_a_call_sees_torchs_operations(device: Device) -> None:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     ids = torch.randint(0, 4, (5, 2))
-    device.sorted.clear()
+    device.launches.clear()
     graph = make_fx(Sort())(ids)
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
         sort_routing(ids, 4)
@@ -97,19 +94,21 @@ def test_what_traces_a_call_sees_torchs_operations(device: Device) -> None:  # n
         assert torch.equal(got, want)
 
 
-def test_a_variant_for_fewer_experts_is_left_alone(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    launch = device.passes(RowOp.SORT_SLOTS, DType.FP32, 0, aligned=True)
-    assert launch is not None
-    with monkeypatch.context() as patch:  # undone before the simulated GPU is
-        patch.setattr(launch, "most_experts", 7)
-        patch.setattr(rowops, "launcher", lambda *_given, **_named: launch)
-        ids = torch.tensor([[0, 1]])
-        assert routing.sort_slots(ids, 7) is not None
-        assert routing.sort_slots(ids, 8) is None
+def test_a_variant_for_fewer_experts_is_left_alone(device: Device) -> None:
+    device.publish(encode(bundle_of([made(RowOpSpec(RowOp.SORT_SLOTS, DType.FP32, 1), max_experts=7)])))
+    ids = torch.tensor([[0, 1]])
+    assert routing.sort_slots(ids, 7) is not None
+    assert routing.sort_slots(ids, 8) is None
+
+
+def test_without_the_kernel_torch_sorts(device: Device) -> None:
+    device.there -= {RowOp.SORT_SLOTS}
+    assert sort_routing(torch.tensor([[1, 0], [1, 2]]), 3).m_sizes.tolist() == [1, 2, 1]
+    assert not device.sorted
 
 
 @pytest.mark.filterwarnings("ignore:torch.searchsorted")  # of a batch: torch's own remark
-def test_what_the_kernel_can_not_do_is_left_to_torch(device: Device) -> None:  # noqa: F811
+def test_what_the_kernel_can_not_do_is_left_to_torch(device: Device) -> None:
     ids = torch.tensor([[0, 1]])
     assert routing.sort_slots(ids, MOST_SORTED_EXPERTS) is not None
     assert routing.sort_slots(ids, MOST_SORTED_EXPERTS + 1) is None

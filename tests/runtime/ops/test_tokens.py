@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import host_gpu
 import pytest
 import torch
 from host_gpu import Device
@@ -13,7 +12,6 @@ from pretuned.artifacts.records.problem import RowOp
 from pretuned.kernels.contract import rowops as contract
 from pretuned.runtime.ops import tokens
 
-device = host_gpu.device
 LARGE = 128 << 20
 
 
@@ -45,9 +43,8 @@ def test_every_index_gives_its_rows(
     bounds = None if used is None else torch.tensor([0, used], dtype=torch.int32)
     end = len(picked) if used is None else used
     with pytest.MonkeyPatch.context() as patch:
-        host_gpu.on(patch, True)
         patch.setattr(contract, "BY_TOKEN_LEAST_BYTES", 1 << 40 if old else 0)
-        device.passed = []
+        device.launches.clear()
         got = tokens.gather(x, index, top_k, bounds)
     assert torch.equal(got[:end], x[index.long() // top_k][:end])
     once = not old and top_k > 1 and 2 * len(picked) >= T * top_k

@@ -4,26 +4,38 @@ from __future__ import annotations
 
 import pytest
 import torch
-from host_gpu import TOPK, Device, E, K, N, T, device, on
+from host_gpu import PERSISTENT, SPECIALIZED, TILE, TOPK, Device, E, K, N, T
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Layout, Op, RowOp
-from pretuned.kernels.contract.rowops import MOST_SORTED_EXPERTS
+from pretuned.kernels.contract.rowops import MOST_EXPERTS
 from pretuned.runtime import grouped_gemm, grouped_gemm_dX
 from pretuned.runtime.check.operands import Rows
 from pretuned.runtime.launch import ready
 from pretuned.runtime.ops import zero_rows
 from pretuned.runtime.ops.products import rows
 
-__all__ = ["device"]  # a fixture
-
 M = T * TOPK
 
 
-def operands() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(M, K, generator=generator), torch.randn(E, N, K, generator=generator)
+def operands(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Their rows are whole 16 bytes."""
+    generator, columns = torch.Generator().manual_seed(0), K if dtype is torch.float32 else 16
+    x, w = torch.randn(M, columns, generator=generator), torch.randn(E, N, columns, generator=generator)
+    return x.to(dtype), w.to(dtype)
+
+
+def clearing(device: Device, specialized: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Operands of code that clears rows itself, by programs of their own or by a warp of each."""
+    device.has(SPECIALIZED if specialized else TILE, DType.BF16)
+    return operands(torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def any_result_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zero_rows, "LEAST_BYTES", 0)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -34,14 +46,12 @@ def operands() -> tuple[torch.Tensor, torch.Tensor]:
 def test_every_row_that_no_index_names_is_zero(
     device: Device, index: list[int], sizes: list[int], wide: bool, wide_sizes: bool
 ) -> None:
-    device.cleared.clear()
+    device.launches.clear()
     x, w = operands()
     flat = torch.tensor(index, dtype=torch.int64 if wide else torch.int32)
     m_sizes = torch.tensor(sizes, dtype=torch.int64 if wide_sizes else torch.int32)
     y = torch.full((M, N), float("nan"))
-    with pytest.MonkeyPatch.context() as patch:
-        on(patch, True)
-        got = grouped_gemm(x, w, m_sizes, TOPK, flat, permute_y=True, out=y)
+    got = grouped_gemm(x, w, m_sizes, TOPK, flat, permute_y=True, out=y)
     assert got is y
     named = {one for one in index[: min(sum(sizes), M)] if 0 <= one < M}
     for row in range(M):
@@ -54,15 +64,14 @@ def test_every_row_that_no_index_names_is_zero(
     "what", ["small", "no kernel", "of fewer experts", "of odd columns", "begins elsewhere", "with gaps", "no expert"]
 )
 def test_else_all_of_it_becomes_zero_first(device: Device, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    on(monkeypatch, True)
     y = torch.full((M, N), float("nan"))
     index, m_sizes = torch.arange(M), torch.tensor([M])
     if what == "small":
         monkeypatch.setattr(zero_rows, "LEAST_BYTES", y.nbytes + 1)
     if what == "no kernel":
-        device.there.remove(RowOp.CLEAR)
+        device.there -= {RowOp.CLEAR}
     if what == "of fewer experts":
-        m_sizes = torch.zeros(MOST_SORTED_EXPERTS + 1, dtype=torch.int32)  # what the device's launchers say
+        m_sizes = torch.zeros(MOST_EXPERTS + 1, dtype=torch.int32)
     if what == "of odd columns":
         y = torch.full((M, N - 1), float("nan"))
     if what == "begins elsewhere":
@@ -76,7 +85,6 @@ def test_else_all_of_it_becomes_zero_first(device: Device, monkeypatch: pytest.M
 
 
 def test_what_is_large_enough_is_looked_at(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    on(monkeypatch, True)
     y = torch.full((M, N), float("nan"))
     monkeypatch.setattr(zero_rows, "LEAST_BYTES", y.nbytes)
     zero_rows.clear(y, torch.arange(M), torch.tensor([1, 0, 2]), M, M)
@@ -85,21 +93,20 @@ def test_what_is_large_enough_is_looked_at(device: Device, monkeypatch: pytest.M
 
 
 def test_the_gradient_of_gathered_rows_is_cleared_so_too(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    on(monkeypatch, True)
     _, w = operands()
     dy = torch.randn(M, N)
     sizes = torch.tensor([3, 0, 5, 2])
     index = torch.randperm(M, generator=torch.Generator().manual_seed(1))
     dx = grouped_gemm_dX(dy, w, sizes, TOPK, index, permute_x=True)
     assert device.cleared == [RowOp.CLEAR] * 2
-    on(monkeypatch, False)
+    device.visible = False
     torch.testing.assert_close(dx, grouped_gemm_dX(dy, w, sizes, TOPK, index, permute_x=True), rtol=1e-4, atol=1e-5)
 
 
 def test_under_a_transform_torch_clears_all_of_it(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = operands()
     index, m_sizes = torch.randperm(M), torch.tensor([3, 0, 5, 2])
-    on(monkeypatch, False)
+    device.visible = False
 
     def call(rows: torch.Tensor) -> torch.Tensor:
         return grouped_gemm(rows, w, m_sizes, TOPK, index, permute_y=True)
@@ -116,14 +123,12 @@ def test_under_a_transform_torch_clears_all_of_it(device: Device, monkeypatch: p
 def test_code_that_clears_does_it_itself(
     device: Device, index: list[int], sizes: list[int], wide: bool, again: bool, specialized: bool
 ) -> None:
-    device.cleared.clear()
-    device.clears, device.specialized = True, specialized
-    x, w = operands()
+    x, w = clearing(device, specialized)
+    device.launches.clear()
     flat = torch.tensor(index, dtype=torch.int64 if wide else torch.int32)
     m_sizes = torch.tensor(sizes, dtype=torch.int32)
-    y = torch.full((M, N), float("nan"))
+    y = torch.full((M, N), float("nan"), dtype=torch.bfloat16)
     with pytest.MonkeyPatch.context() as patch:
-        on(patch, True)
         patch.setattr(torch.Tensor, "zero_", lambda _one: pytest.fail("it was zeroed"))
         grouped_gemm(x, w, m_sizes, TOPK, flat, permute_y=True, out=y)
         if again:  # a plan's call
@@ -138,9 +143,9 @@ def test_code_that_clears_does_it_itself(
 @pytest.mark.parametrize("specialized", [False, True])
 @pytest.mark.parametrize("what", ["many rows", "persistent", "fewer weights", "gathered too"])
 def test_else_it_is_done_before(device: Device, monkeypatch: pytest.MonkeyPatch, what: str, specialized: bool) -> None:
-    on(monkeypatch, True)
-    device.clears, device.specialized = what != "persistent", specialized and what != "persistent"
-    x, w = operands()
+    x, w = clearing(device, specialized)
+    if what == "persistent":
+        device.has(PERSISTENT, DType.BF16)
     index, m_sizes = torch.randperm(M), torch.tensor([3, 0, 5, 2])
     form: dict[str, object] = {"permute_y": True}
     if what == "many rows":
@@ -151,7 +156,7 @@ def test_else_it_is_done_before(device: Device, monkeypatch: pytest.MonkeyPatch,
         product = Rows(
             Op.FORWARD, x, w, m_sizes, Layout.NK, M, index, 0, True, torch.ones(M - 2), zero_tail=True
         )  # fmt: skip
-        y = rows(product, torch.full((M, N), float("nan")))
+        y = rows(product, torch.full((M, N), float("nan"), dtype=torch.bfloat16))
         named = [one for one in index[:10].tolist() if one < M - 2]
     else:
         y = grouped_gemm(x, w, m_sizes, TOPK, index, **form)  # type: ignore[arg-type]
@@ -175,31 +180,25 @@ def test_a_warp_of_specialised_code_clears_more_rows(
     device: Device, monkeypatch: pytest.MonkeyPatch, what: str, clears: bool
 ) -> None:
     """Than code that has programs for it: as many as the product hides."""
-    on(monkeypatch, True)
     monkeypatch.setattr(ready, "_FEW_TO_CLEAR", 1)
-    device.specialized = True
+    x, w = clearing(device, True)
     limits = {
-        "of large matrices": {"_SHORT_TO_CLEAR": 1, "_LARGE_MATRIX": N * K},
-        "of small ones": {"_SHORT_TO_CLEAR": 1, "_LARGE_MATRIX": N * K + 1},
+        "of large matrices": {"_SHORT_TO_CLEAR": 1, "_LARGE_MATRIX": w[0].numel()},
+        "of small ones": {"_SHORT_TO_CLEAR": 1, "_LARGE_MATRIX": w[0].numel() + 1},
         "too many": {"_SHORT_TO_CLEAR": 1, "_LARGE_MATRIX": 1, "_MOST_TO_CLEAR": M - 1},
         "most unnamed": {"_MOST_PER_ROW": 0, "_FEW_TO_CLEAR": M},
     }
     for name, value in limits.get(what, {}).items():
         monkeypatch.setattr(ready, name, value)
-    x, w = operands()
     grouped_gemm(x, w, torch.tensor([3, 0, 5, 2]), TOPK, torch.randperm(M), permute_y=True)
     assert device.cleared == ([] if clears else [RowOp.CLEAR] * 2)
 
 
 @pytest.mark.parametrize("specialized", [False, True])
-def test_rows_gathered_beforehand_leave_it_to_the_product(
-    device: Device, monkeypatch: pytest.MonkeyPatch, specialized: bool
-) -> None:
+def test_rows_gathered_beforehand_leave_it_to_the_product(device: Device, specialized: bool) -> None:
     """Its code scatters alone."""
-    on(monkeypatch, True)
-    device.first = device.clears = True
-    device.specialized = specialized
-    x, w = operands()
+    x, w = clearing(device, specialized)
+    device.gathers_first((N, 16))
     index, m_sizes = torch.randperm(M), torch.tensor([3, 0, 5, 2])
     y = grouped_gemm(x[:T], w, m_sizes, TOPK, index, permute_x=True, permute_y=True)
     assert sorted(index[:10].tolist()) == y.any(1).nonzero().flatten().tolist()

@@ -4,37 +4,35 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from host_gpu import LOW_RANK, TOPK, Device, E, K, N, T, device, on, ran, tensors, watch_programs
+from host_gpu import TOPK, Device, E, K, N, Replay, T, ran, replays, tensors, use_low_rank_kernels
 
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.problem import Op, RowOp
 from pretuned.runtime import Lora, grouped_gemm, reload
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
-from pretuned.runtime.launch.program import Program
+from pretuned.runtime.ops import zero_rows
 from pretuned.runtime.replay import guard, plan, programs
-
-__all__ = ["device"]  # a fixture
 
 pytestmark = pytest.mark.skipif(guard._TensorGuards is None, reason="this torch has no guards")
 
 
 @pytest.fixture(autouse=True)
-def planned(device: Device, monkeypatch: pytest.MonkeyPatch) -> list[plan.ExecutionPlan]:
-    """The plans that took a call. The made-up GPU computes in float32."""
+def planned(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[plan.ExecutionPlan]]:
+    """The plans that took a call. The emulated GPU computes in float32."""
+    monkeypatch.setattr(programs, "KINDS", (torch.float32,))
     taken: list[plan.ExecutionPlan] = []
 
-    def noted(program: Program, _: int) -> None:
-        taken.extend(one for one in dispatch_snapshot.snapshot().plans.values() if one.program is program)
+    def noted(replay: Replay) -> None:
+        taken.extend(one for one in dispatch_snapshot.snapshot().plans.values() if replay.is_of(one.program))
 
-    monkeypatch.setattr(programs, "KINDS", (torch.float32,))
-    watch_programs(monkeypatch, noted)
-    on(monkeypatch, True)
-    reload()
-    return taken
+    with replays(noted):
+        yield taken
 
 
 FORMS = [(x, y, w, b) for x in (0, 1) for y in (0, 1) for w in (0, 1) for b in (0, 1)]
@@ -71,7 +69,10 @@ def test_routing_weights_of_any_float(planned: list[plan.ExecutionPlan], kind: t
     assert len(planned) == 2
 
 
-def test_rows_that_no_index_names_are_cleared(planned: list[plan.ExecutionPlan], device: Device) -> None:
+def test_rows_that_no_index_names_are_cleared(
+    planned: list[plan.ExecutionPlan], device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zero_rows, "LEAST_BYTES", 0)
     x, w, index = torch.randn(T * TOPK, K), torch.randn(E, N, K), torch.randperm(T * TOPK).int()
     m_sizes = torch.tensor([3, 0, 4, 1], dtype=torch.int32)
     for _ in range(3):
@@ -151,11 +152,12 @@ def test_another_call_goes_the_long_way(planned: list[plan.ExecutionPlan]) -> No
 
 def test_it_runs_without_a_gradient_too(planned: list[plan.ExecutionPlan]) -> None:
     x, w, m_sizes = call()
+    bias = torch.randn(E, N)
     with torch.no_grad():
-        y = [grouped_gemm(x, w, m_sizes) for _ in range(3)]
+        y = [grouped_gemm(x, w, m_sizes, bias=bias) for _ in range(3)]
     assert len(planned) == 2
     assert all(torch.equal(one, y[0]) and not one.requires_grad for one in y)
-    assert grouped_gemm(x, w, m_sizes).requires_grad
+    assert grouped_gemm(x, w, m_sizes, bias=bias).requires_grad
 
 
 def test_a_gradient_of_any_stride_and_a_saved_tensor_that_moved(planned: list[plan.ExecutionPlan]) -> None:
@@ -200,9 +202,14 @@ def test_torch_func_takes_the_long_way(planned: list[plan.ExecutionPlan]) -> Non
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_a_trace_keeps_the_call_that_came_before(planned: list[plan.ExecutionPlan]) -> None:
     x, w, m_sizes = torch.randn(T, K), torch.randn(E, N, K), torch.tensor([3, 0, 4, 0], dtype=torch.int32)
-    y = [grouped_gemm(x, w, m_sizes) for _ in range(3)][-1]
+    bias = torch.randn(E, N)
+
+    def call(x: torch.Tensor, m_sizes: torch.Tensor) -> torch.Tensor:
+        return grouped_gemm(x, w, m_sizes, bias=bias)
+
+    y = [call(x, m_sizes) for _ in range(3)][-1]
     assert len(planned) == 2
-    traced = torch.jit.trace(lambda x, m_sizes: grouped_gemm(x, w, m_sizes), (x, m_sizes), check_trace=False)
+    traced = torch.jit.trace(call, (x, m_sizes), check_trace=False)
     assert len(planned) == 2
     assert "pretuned::grouped_gemm" in str(traced.graph)
     assert torch.equal(traced(x, m_sizes), y)
@@ -257,14 +264,14 @@ def test_what_cannot_be_used_is_still_named(planned: list[plan.ExecutionPlan]) -
 
 
 @pytest.mark.parametrize("learns", ["x", "w"])
-def test_a_frozen_weight_of_rows_that_stay_is_in_the_gradient(learns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frozen_weight_of_rows_that_stay_is_in_the_gradient(device: Device, learns: str) -> None:
     """Of rows that stay where they are a gradient is planned: of those that are weighed it was that of others."""
     given = tensors(permute_x=False, weights=True, bias=False, layout="nk")
     given = {name: None if one is None else one.detach().requires_grad_(name == learns) for name, one in given.items()}
     m_sizes, index = torch.tensor([5, 0, 7, 2]), torch.arange(T * TOPK).flip(0)
     found = []
     for simulated in (False, True, True, True):
-        on(monkeypatch, simulated)
+        device.visible = simulated
         y = grouped_gemm(
             **given, m_sizes=m_sizes, topk=TOPK, gather_indices=index, fuse_mul_post=True
         )  # type: ignore[arg-type]  # fmt: skip
@@ -277,18 +284,19 @@ def test_a_frozen_weight_of_rows_that_stay_is_in_the_gradient(learns: str, monke
 @pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("needs", ["xAB", "AB", "x", "B", ""])
 def test_a_product_beside_an_adapter(
-    planned: list[plan.ExecutionPlan], device: Device, monkeypatch: pytest.MonkeyPatch, needs: str, gathered: bool,
-    inside: bool,
+    planned: list[plan.ExecutionPlan], device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, needs: str,
+    gathered: bool, inside: bool,
 ) -> None:  # fmt: skip
     """It comes again with other numbers, and so does its gradient."""
-    device.there |= LOW_RANK if inside else set()
+    if inside:
+        use_low_rank_kernels(monkeypatch, tmp_path)
     generator = torch.Generator().manual_seed(3)
     m_sizes, index = torch.tensor([5, 0, 7, 1]), torch.randperm(T * TOPK, generator=generator)  # the last is no one's
     w, dy = torch.randn(E, N, K, generator=generator), torch.randn(T * TOPK, N, generator=generator)
     how: dict[str, Any] = {"topk": TOPK, "gather_indices": index, "permute_x": True} if gathered else {}
 
     def step(seed: int, simulated: bool, r: int = 4, scale: float = 0.5) -> list[torch.Tensor]:
-        on(monkeypatch, simulated)
+        device.visible = simulated
         numbers = torch.Generator().manual_seed(seed)
         shapes = {"x": (T if gathered else T * TOPK, K), "A": (E, r, K), "B": (E, N, r)}
         given = {name: torch.randn(shape, generator=numbers).requires_grad_(name in needs)
@@ -322,14 +330,14 @@ def test_a_product_beside_an_adapter(
 @pytest.mark.parametrize("topk", [1, TOPK])
 @pytest.mark.parametrize("padding", [0, 3])
 def test_a_gathered_gradient_beside_an_adapter_comes_again(
-    planned: list[plan.ExecutionPlan], monkeypatch: pytest.MonkeyPatch, topk: int, padding: int
+    planned: list[plan.ExecutionPlan], device: Device, topk: int, padding: int
 ) -> None:
     """Rows of other experts, rows that pad them, another order each time: of what the plan was made for or not."""
     w, many = torch.randn(E, N, K), T * topk
     sizes = {"x": (T, K), "A": (E, 4, K), "B": (E, N, 4)}
 
     def step(seed: int, simulated: bool) -> list[torch.Tensor]:
-        on(monkeypatch, simulated)
+        device.visible = simulated
         torch.manual_seed(seed)
         given = {name: torch.randn(size, requires_grad=True) for name, size in sizes.items()}
         index = torch.cat([torch.randperm(many), torch.full((padding,), -1)])[torch.randperm(many + padding)]

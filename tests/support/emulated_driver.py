@@ -1,0 +1,497 @@
+"""A machine with GPUs, on one without: a libcuda in Python, and a torch.cuda whose memory is the host's.
+
+pretuned runs on it unchanged: it asks this driver for its GPU, loads cubins with it and launches them. Launches of
+``emulated_kernels.py`` store what the kernels' docstrings say; each is listed with all of its words. ``torch.cuda`` and
+``ctypes.CDLL`` are replaced, nothing of pretuned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import struct
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from ctypes import c_int, c_size_t, c_ubyte, c_uint, c_void_p
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypeAlias
+
+import emulated_kernels
+import pytest
+import torch
+from cudaconfig import Launch as Launched
+from cudaconfig import LaunchConfig, words_of
+from emulated_kernels import Code, code_at
+
+from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.records.bundle import Variant
+from pretuned.artifacts.records.problem import Fusion, Op, RowOp
+from pretuned.artifacts.records.target import Gpu, LocalGpu
+from pretuned.runtime.driver import cuda, descriptors
+from pretuned.runtime.driver import device as driver_device
+
+H200 = Gpu("NVIDIA H200", 132, 143771, emulated_kernels.DRIVER)
+_MAP = struct.Struct("=Q5Q4Q5Iiiii")  # address, sizes, strides in bytes, box, type, rank, swizzle, promotion
+_PROTOTYPES: dict[str, tuple[Any, ...]] = {
+    "cuInit": (c_uint,), "cuDriverGetVersion": (c_void_p,), "cuGetErrorString": (c_int, c_void_p),
+    "cuDeviceGetCount": (c_void_p,), "cuDeviceGet": (c_void_p, c_int), "cuDeviceGetName": (c_void_p, c_int, c_int),
+    "cuDeviceGetAttribute": (c_void_p, c_int, c_int), "cuDeviceTotalMem_v2": (c_void_p, c_int),
+    "cuDevicePrimaryCtxRetain": (c_void_p, c_int), "cuCtxSetCurrent": (c_void_p,), "cuCtxPushCurrent_v2": (c_void_p,),
+    "cuCtxPopCurrent_v2": (c_void_p,), "cuThreadExchangeStreamCaptureMode": (c_void_p,),
+    "cuModuleLoadData": (c_void_p, c_void_p), "cuModuleGetFunction": (c_void_p, c_void_p, c_void_p),
+    "cuFuncSetAttribute": (c_void_p, c_int, c_int), "cuFuncLoad": (c_void_p,),
+    "cuOccupancyMaxActiveBlocksPerMultiprocessor": (c_void_p, c_void_p, c_int, c_size_t),
+    "cuTensorMapEncodeTiled": (c_void_p, c_int, c_uint, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int,
+                               c_int, c_int),
+    "cuLaunchKernelEx": (c_void_p, c_void_p, c_void_p, c_void_p),
+    "cuMemAlloc_v2": (c_void_p, c_size_t), "cuMemsetD8Async": (c_void_p, c_ubyte, c_size_t, c_void_p),
+    "cuStreamCreate": (c_void_p, c_uint), "cuStreamDestroy_v2": (c_void_p,), "cuStreamSynchronize": (c_void_p,),
+}  # fmt: skip
+_ERRORS = {
+    2: b"out of memory",
+    200: b"device kernel image is invalid",
+    201: b"invalid device context",
+    700: b"an illegal memory access was encountered",
+    701: b"too many resources requested for launch",
+    999: b"unknown error",
+}
+
+
+class Descriptor(NamedTuple):
+    """A tensor map that the driver encoded; sizes and strides, in bytes, have the outermost dimension first."""
+
+    address: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    element: int
+    swizzle: int
+
+    @classmethod
+    def read(cls, encoded: bytes) -> Descriptor | None:
+        """Back from its 128 bytes; None for none."""
+        address, *numbers = _MAP.unpack_from(encoded)
+        sizes, strides, box, (element, rank, swizzle, _) = numbers[:5], numbers[5:9], numbers[9:14], numbers[14:]
+        if not rank:
+            return None
+        return cls(
+            address, tuple(reversed(sizes[:rank])), tuple(reversed(strides[: rank - 1])), tuple(reversed(box[:rank])),
+            element, swizzle,
+        )  # fmt: skip
+
+
+Words: TypeAlias = "Mapping[str, int | Descriptor | None]"
+
+
+class Launch(NamedTuple):
+    """One launch: of which code, how many programs, on which stream, and its words by name."""
+
+    code: Code
+    digest: bytes  # of the cubin
+    grid: int
+    stream: int
+    words: dict[str, Any]
+
+    @property
+    def kind(self) -> tuple[Op | RowOp, Fusion]:
+        return self.code.op, self.code.fusion
+
+    def addresses(self) -> dict[str, int]:
+        """The words, of a descriptor the address."""
+        return {name: one.address if isinstance(one, Descriptor) else one or 0 for name, one in self.words.items()}
+
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """Those of the words that are descriptors."""
+        return {name: one.sizes for name, one in self.words.items() if isinstance(one, Descriptor)}
+
+
+class _Loaded(NamedTuple):
+    code: Code
+    digest: bytes
+
+
+class EmulatedGpu:
+    """GPUs of one kind. What a test may change is here, and what was done.
+
+    ``visible`` says that tensors are on the GPU, else they are the host's. ``available`` is what torch says of CUDA
+    (torch.compile imports code for CUDA graphs if so). ``capturing`` says that the current stream
+    is captured. ``computes`` says that launches store results. ``after`` is called after each launch, by the digest of
+    its cubin, and may spoil what was stored. ``fails`` has the CUDA error of a function's next calls, by its name.
+    ``broken`` says that a kernel has faulted: waiting for the GPU raises.
+    """
+
+    def __init__(self, gpu: Gpu = H200, sm: int = 90, count: int = 1, per_sm: int = 1) -> None:
+        self.gpu, self.sm, self.count, self.per_sm = gpu, sm, count, per_sm
+        self.visible = self.computes = self.available = True
+        self.capturing = False
+        self.broken = ""
+        self.current = 0
+        self.fails: dict[str, int] = {}
+        self.after: dict[bytes, Callable[[Launch], None]] = {}
+        self.known: dict[bytes, Variant] = {}  # real cubins, by their bytes' digest
+        self.launches: list[Launch] = []
+        self.encoded: list[Descriptor] = []
+        self.loads: list[Code] = []
+        self.allocated: list[int] = []
+        self.errors: list[BaseException] = []
+        self._loaded: dict[int, _Loaded] = {}
+        self._memory: list[Any] = []
+        self._streams = 100
+        self._local = threading.local()
+
+    @property
+    def local(self) -> LocalGpu:
+        """The GPU, as dispatch knows it."""
+        return LocalGpu(self.sm, self.gpu)
+
+    def know(self, *paths: Path) -> None:
+        """Have it load the cubins of these bundles."""
+        for path in paths:
+            with open_bundle(path) as bundle:
+                self.known |= {one.cubin_sha256: one for one in bundle.variants()}
+
+    @property
+    def products(self) -> list[Launch]:
+        """The launches of products."""
+        return [one for one in self.launches if isinstance(one.code.op, Op)]
+
+    @property
+    def passes(self) -> list[Launch]:
+        """The launches of row kernels."""
+        return [one for one in self.launches if isinstance(one.code.op, RowOp)]
+
+    # torch's side
+
+    @property
+    def stream(self) -> int:
+        """The current stream of this thread."""
+        return getattr(self._local, "stream", 0)
+
+    @stream.setter
+    def stream(self, stream: int) -> None:
+        self._local.stream = stream
+
+    def new_stream(self) -> int:
+        self._streams += 1
+        return self._streams
+
+    def wait(self) -> None:
+        if self.broken:
+            raise RuntimeError(f"CUDA error: {self.broken}\nCUDA kernel errors might be reported later")
+
+    # The driver's side: each returns CUDA's error code
+
+    def cuInit(self, flags: int) -> int:
+        return 1 if flags else 0 if self.count else 100
+
+    def cuDriverGetVersion(self, version: int) -> int:
+        return _put(version, self.gpu.driver)
+
+    def cuGetErrorString(self, error: int, text: int) -> int:
+        return _put(text, ctypes.cast(ctypes.c_char_p(_ERRORS.get(error, b"?")), c_void_p).value or 0, c_void_p)
+
+    def cuDeviceGetCount(self, count: int) -> int:
+        return _put(count, self.count)
+
+    def cuDeviceGet(self, device: int, ordinal: int) -> int:
+        return _put(device, ordinal) if 0 <= ordinal < self.count else 101
+
+    def cuDeviceGetName(self, name: int, length: int, device: int) -> int:
+        ctypes.memmove(name, self.gpu.name.encode()[: length - 1] + b"\0", min(len(self.gpu.name) + 1, length))
+        return 0
+
+    def cuDeviceGetAttribute(self, value: int, attribute: int, device: int) -> int:
+        return _put(value, {75: self.sm // 10, 76: self.sm % 10, 16: self.gpu.sm_count}[attribute])
+
+    def cuDeviceTotalMem_v2(self, size: int, device: int) -> int:
+        return _put(size, self.gpu.memory_mib << 20, c_size_t)
+
+    def cuDevicePrimaryCtxRetain(self, context: int, device: int) -> int:
+        return _put(context, 1 + device, c_void_p)
+
+    def cuCtxSetCurrent(self, context: int) -> int:
+        return 0
+
+    def cuCtxPushCurrent_v2(self, context: int) -> int:
+        return 0
+
+    def cuCtxPopCurrent_v2(self, context: int) -> int:
+        return 0
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: int) -> int:
+        return 0
+
+    def cuModuleLoadData(self, module: int, image: int) -> int:
+        found = code_at(image)
+        if found is None:
+            found = self._real(image)
+        if found is None:
+            return 200
+        handle = 1 + len(self._loaded)
+        self._loaded[handle] = _Loaded(*found)
+        self.loads.append(found[0])
+        return _put(module, handle, c_void_p)
+
+    def _real(self, image: int) -> tuple[Code, bytes] | None:
+        one = self.known.get(hashlib.sha256(ctypes.string_at(image, elf_bytes(image))).digest())
+        if one is None:
+            return None
+        code = Code(one.op, one.dtype, one.layout, one.fusion, one.config, one.arguments, one.entry)
+        return code, one.cubin_sha256
+
+    def cuModuleGetFunction(self, function: int, module: int, name: int) -> int:
+        if ctypes.string_at(name).decode() != self._loaded[module].code.entry:
+            return 500
+        return _put(function, module, c_void_p)
+
+    def cuFuncSetAttribute(self, function: int, attribute: int, value: int) -> int:
+        return 0
+
+    def cuFuncLoad(self, function: int) -> int:
+        return 0
+
+    def cuOccupancyMaxActiveBlocksPerMultiprocessor(self, blocks: int, function: int, threads: int, shared: int) -> int:
+        return _put(blocks, self.per_sm)
+
+    def cuTensorMapEncodeTiled(
+        self, map: int, kind: int, rank: int, address: int, sizes: int, strides: int, box: int, steps: int,
+        interleave: int, swizzle: int, promotion: int, fill: int,
+    ) -> int:  # fmt: skip
+        given = [list((kind * n).from_address(where)) for kind, n, where in (
+            (ctypes.c_uint64, rank, sizes), (ctypes.c_uint64, rank - 1, strides), (ctypes.c_uint32, rank, box),
+            (ctypes.c_uint32, rank, steps))]  # fmt: skip
+        if map % 64 or rank > 5 or interleave or fill or set(given[3]) != {1}:
+            return 1
+        filled = [one + [0] * (n - len(one)) for one, n in zip(given[:3], (5, 4, 5), strict=True)]
+        made = _MAP.pack(address or 0, *filled[0], *filled[1], *filled[2], kind, rank, swizzle, promotion)
+        ctypes.memmove(map, made.ljust(128, b"\0"), 128)
+        self.encoded.append(Descriptor.read(made))  # type: ignore[arg-type]
+        return 0
+
+    def cuLaunchKernelEx(self, config: int, function: int, parameters: int, extra: int | None) -> int:
+        how, loaded = LaunchConfig.from_address(config), self._loaded[function]
+        if extra or how.attributes or how.attribute_count or (how.grid_y, how.grid_z) != (1, 1) or not how.grid_x:
+            return 1
+        words: dict[str, Any] = words_of(loaded.code.arguments, Launched(config, function, parameters))
+        kinds = dict(loaded.code.arguments)
+        for name in kinds:
+            if kinds[name].startswith("desc"):
+                words[name] = Descriptor.read(words[name])
+        launch = Launch(*loaded, how.grid_x, how.stream or 0, words)
+        self.launches.append(launch)
+        if self.computes:
+            emulated_kernels.compute(loaded.code, launch.addresses(), how.grid_x, launch.sizes())
+        if loaded.digest in self.after:
+            self.after[loaded.digest](launch)
+        return 0
+
+    def cuMemAlloc_v2(self, memory: int, size: int) -> int:
+        made = (ctypes.c_char * (size + 256)).from_buffer(bytearray(b"\xff" * (size + 256)))
+        self._memory.append(made)
+        self.allocated.append(size)
+        return _put(memory, ctypes.addressof(made) + 255 & ~255, c_void_p)
+
+    def cuMemsetD8Async(self, at: int, value: int, size: int, stream: int) -> int:
+        ctypes.memset(at, value, size)
+        return 0
+
+    def cuStreamCreate(self, stream: int, flags: int) -> int:
+        return _put(stream, self.new_stream(), c_void_p)
+
+    def cuStreamDestroy_v2(self, stream: int) -> int:
+        return 0
+
+    def cuStreamSynchronize(self, stream: int) -> int:
+        return 700 if self.broken else 0
+
+
+def elf_bytes(image: int) -> int:
+    """The size of an ELF file in memory: up to the end of its last section or table."""
+    head = ctypes.string_at(image, 64)
+    programs, sections = struct.unpack_from("<QQ", head, 32)
+    _, program_bytes, program_count, section_bytes, count = struct.unpack_from("<5H", head, 52)
+    ends = [64, programs + program_bytes * program_count, sections + section_bytes * count]
+    for i in range(count):
+        kind, offset, size = struct.unpack("<4xI16xQQ", ctypes.string_at(image + sections + section_bytes * i, 40))
+        ends.append(offset + size if kind != 8 else 0)  # (of NOBITS the file has no bytes)
+    return max(ends)
+
+
+def _put(where: int, value: int, kind: Any = c_int) -> int:
+    kind.from_address(where).value = value
+    return 0
+
+
+class Library:
+    """What ``ctypes.CDLL("libcuda.so.1")`` returns: functions that C could call."""
+
+    def __init__(self, gpu: EmulatedGpu) -> None:
+        self._gpu = gpu
+        for name, types in _PROTOTYPES.items():
+            setattr(self, name, ctypes.CFUNCTYPE(c_int, *types)(self._guarded(name)))
+
+    def __getitem__(self, name: str) -> Any:
+        return ctypes.CFUNCTYPE(c_int, *_PROTOTYPES[name])(self._guarded(name))
+
+    def _guarded(self, name: str) -> Callable[..., int]:
+        function = getattr(self._gpu, name)
+
+        def call(*given: Any) -> int:
+            if name in self._gpu.fails:
+                return self._gpu.fails[name]
+            try:
+                return int(function(*given))
+            except BaseException as error:  # C can't raise
+                self._gpu.errors.append(error)
+                return 999
+
+        return call
+
+
+KEPT = (cuda.library, cuda.launch_kernel, cuda.driver_version, cuda.primary_context, descriptors.repeats_rows)
+LOAD = ctypes.CDLL
+
+
+class _Stream:
+    def __init__(self, gpu: EmulatedGpu, handle: int) -> None:
+        self.gpu, self.cuda_stream = gpu, handle
+
+    def synchronize(self) -> None:
+        self.gpu.wait()
+
+    def query(self) -> bool:
+        self.gpu.wait()
+        return True
+
+    def wait_stream(self, _other: object) -> None: ...
+
+    def wait_event(self, _event: object) -> None: ...
+
+
+class _Event:
+    def __init__(self, gpu: EmulatedGpu) -> None:
+        self.gpu = gpu
+
+    def record(self, _stream: object = None) -> None: ...
+
+    def wait(self, _stream: object = None) -> None: ...
+
+    def query(self) -> bool:
+        self.gpu.wait()
+        return True
+
+    def synchronize(self) -> None:
+        self.gpu.wait()
+
+
+def _index(device: Any, gpu: EmulatedGpu) -> int:
+    if device is None:
+        return gpu.current
+    return int(device if isinstance(device, int) else torch.device(device).index or 0)
+
+
+def _torch_cuda(gpu: EmulatedGpu) -> dict[str, Any]:
+    """torch.cuda's functions that pretuned calls."""
+
+    @contextlib.contextmanager
+    def device(index: Any) -> Iterator[None]:
+        before, gpu.current = gpu.current, _index(index, gpu)
+        try:
+            yield
+        finally:
+            gpu.current = before
+
+    @contextlib.contextmanager
+    def stream(one: _Stream) -> Iterator[None]:
+        before, gpu.stream = gpu.stream, one.cuda_stream
+        try:
+            yield
+        finally:
+            gpu.stream = before
+
+    major, minor = divmod(gpu.sm, 10)
+    properties = SimpleNamespace(
+        name=gpu.gpu.name, major=major, minor=minor, multi_processor_count=gpu.gpu.sm_count,
+        total_memory=gpu.gpu.memory_mib << 20,
+    )  # fmt: skip
+    return {
+        "is_available": lambda: gpu.available and gpu.count > 0,
+        "device_count": lambda: gpu.count,
+        "current_device": lambda: gpu.current,
+        "device": device,
+        "stream": stream,
+        "current_stream": lambda _device=None: _Stream(gpu, gpu.stream),
+        "Stream": lambda *_, **__: _Stream(gpu, gpu.new_stream()),
+        "Event": lambda *_, **__: _Event(gpu),
+        "synchronize": lambda _device=None: gpu.wait(),
+        "is_current_stream_capturing": lambda: gpu.capturing,
+        "get_device_properties": lambda _device=None: properties,
+        "get_device_capability": lambda _device=None: (major, minor),
+        "get_device_name": lambda _device=None: gpu.gpu.name,
+        "_lazy_init": lambda: None,
+    }
+
+
+@functools.cache
+def host_memory_for_cuda() -> torch.library.Library:
+    """Have torch take the host's memory where memory of a CUDA device is asked for. It lasts as long as the process.
+
+    (Without ``_lazy_init`` of torch.cuda, which the fixtures replace, torch still refuses.)
+    """
+    host, library = torch.device("cpu"), torch.library.Library("_", "IMPL")
+
+    def on_host(operator: Any, *args: Any, **kwargs: Any) -> Any:
+        def moved(one: Any) -> Any:
+            return host if isinstance(one, torch.device) and one.type == "cuda" else one
+
+        return operator(*map(moved, args), **{name: moved(one) for name, one in kwargs.items()})
+
+    library.fallback(on_host, "CUDA")
+    return library
+
+
+def install(patch: pytest.MonkeyPatch, gpu: EmulatedGpu) -> None:
+    """Have this process find these GPUs."""
+    forget()
+    host_memory_for_cuda()
+    libcuda = Library(gpu)
+    patch.setattr(ctypes, "CDLL", lambda name, *args, **how: libcuda if name == "libcuda.so.1" else LOAD(
+        name, *args, **how))  # fmt: skip
+    for name, value in _torch_cuda(gpu).items():
+        patch.setattr(torch.cuda, name, value)
+    patch.setattr(torch._C, "_cuda_getDevice", lambda: gpu.current, raising=False)
+    is_host, index = torch.Tensor.is_cpu.__get__, torch.Tensor.get_device
+
+    def is_cuda(tensor: torch.Tensor) -> bool:
+        return gpu.visible and is_host(tensor)
+
+    patch.setattr(torch.Tensor, "is_cuda", property(is_cuda))
+    patch.setattr(torch.Tensor, "get_device", lambda tensor: gpu.current if is_cuda(tensor) else index(tensor))
+
+
+def forget() -> None:
+    """What the runtime keeps of a driver."""
+    for one in KEPT:
+        one.cache_clear()
+    driver_device.devices.clear()
+
+
+@contextlib.contextmanager
+def emulated(gpu: EmulatedGpu) -> Iterator[EmulatedGpu]:
+    """These GPUs for a while; what went wrong in the driver is raised at the end."""
+    with pytest.MonkeyPatch.context() as patch:
+        install(patch, gpu)
+        try:
+            yield gpu
+        except Exception as error:
+            if gpu.errors:
+                raise gpu.errors[0] from error
+            raise
+        finally:
+            patch.undo()
+            forget()
+    if gpu.errors:
+        raise gpu.errors[0]

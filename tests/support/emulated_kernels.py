@@ -1,0 +1,283 @@
+"""Kernels that numpy computes: cubins that say which, their records, and what each stores, by its docstring.
+
+A cubin here is an ELF header as ptxas writes it, then what the kernel is. So the runtime reads it, checks it and gives
+it to the driver as any other (``emulated_driver.py``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import json
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from rowops_in_numpy import PASSES, at
+
+from pretuned.artifacts.files.publish import publish
+from pretuned.artifacts.format.codec import encode
+from pretuned.artifacts.records.bundle import Bundle, Choice, Kernel, Producer, TensorMap, Variant
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
+from pretuned.artifacts.records.target import Gpu, Target
+from pretuned.kernels.contract import registry, rowops
+from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.launchable import undeclared, unlaunchable
+from pretuned.kernels.contract.rowops import Block, RowOpSpec
+from pretuned.kernels.contract.spec import Spec, w_kn
+from pretuned.kernels.contract.words import ZERO_TAIL
+from pretuned.kernels.hardware.arch import arch_of
+
+DRIVER = 11080  # of CUDA 11.8: shipped bundles need 12.0, so a test's bundles alone are used
+_ELEMENTS = {DType.BF16: 9, DType.FP16: 6, DType.FP32: 7, DType.TF32: 11}  # CUtensorMapDataType
+_OF_CODES = {"x": 9, "w": 2, "w_scale": 0, "w_zero": 0, "low_x": 9, "low_w": 9}
+_OF_BOTH = {"x": 0, "w": 2, "x_scale": 7, "y_map": 9}
+_BYTES = {0: 1, 2: 4, 6: 2, 7: 4, 9: 2, 11: 4}
+_PLAIN = ("w", "w_scale", "w_zero", "x_scale")
+_SWIZZLES = {128: 3, 64: 2, 32: 1}
+_HEADER = struct.Struct("<4sBBBBB7xHHIQQQI")  # of an ELF64 file, up to e_flags
+_HEADER_BYTES = 64
+
+
+class Code(NamedTuple):
+    """What a cubin is compiled for."""
+
+    op: Op | RowOp
+    dtype: DType
+    layout: Layout
+    fusion: Fusion
+    config: tuple[tuple[str, int], ...]
+    arguments: tuple[tuple[str, str], ...]
+    entry: str
+
+
+def cubin(code: Code, sm: int, tag: str) -> bytes:
+    """Code for a capability, another for another ``tag``."""
+    new = sm >= 100
+    flags = sm << 8 if new else sm | (1 << 11 if sm >= 90 else 0)
+    header = _HEADER.pack(b"\x7fELF", 2, 1, 1, 0x33, 8 if new else 7, 2, 190, 1, 0, 0, 0, flags)
+    what = [code.op.value, code.dtype.value, code.layout.value, code.fusion.value, code.config, code.arguments]
+    text = json.dumps([*what, code.entry, tag]).encode()
+    return header.ljust(_HEADER_BYTES, b"\0") + struct.pack("<I", len(text)) + text
+
+
+def code_at(image: int) -> tuple[Code, bytes] | None:
+    """The code of a cubin in memory, and the cubin's SHA-256; None where it is none of these."""
+    head = ctypes.string_at(image, _HEADER_BYTES + 4)
+    (size,) = struct.unpack_from("<I", head, _HEADER_BYTES)
+    if head[:4] != b"\x7fELF" or size > 1 << 16:
+        return None
+    whole = ctypes.string_at(image, _HEADER_BYTES + 4 + size)
+    try:
+        op, dtype, layout, fusion, config, arguments, entry, _ = json.loads(whole[_HEADER_BYTES + 4 :])
+    except ValueError:
+        return None
+    pairs = tuple(map(tuple, config)), tuple(map(tuple, arguments))
+    kind = RowOp(op) if op in {one.value for one in RowOp} else Op(op)
+    return Code(kind, DType(dtype), Layout(layout), Fusion(fusion), *pairs, entry), hashlib.sha256(whole).digest()
+
+
+def _map(dtype: DType, name: str, box: Sequence[int]) -> TensorMap:
+    quantised, both = dtype.quantised, dtype.quantises_x
+    element = (_OF_BOTH if both else _OF_CODES)[name] if quantised else _ELEMENTS[dtype]
+    if name == "dw" and dtype is DType.TF32:
+        element = _ELEMENTS[DType.FP32]
+    if quantised and name in _PLAIN:
+        return TensorMap(name, element, tuple(box), 0)
+    columns = min(box[-1], 128 // _BYTES[element])
+    return TensorMap(name, element, (*box[:-1], columns), _SWIZZLES.get(columns * _BYTES[element], 0))
+
+
+@functools.lru_cache(maxsize=4096)
+def made(
+    spec: Spec | RowOpSpec, sm: int = 90, tag: str = "", block: int | None = None, max_experts: int | None = None
+) -> tuple[Variant, bytes]:
+    """A variant and its cubin. ``block`` and ``max_experts`` are a row kernel's, if they are not the contract's."""
+    entry = registry.entry_of(spec)
+    if isinstance(spec, RowOpSpec):
+        config = (spec.config if block is None else Block(block, spec.config.num_warps)).pairs()
+        arguments, maps = rowops.arguments(spec.op), ()
+        threads, shared = 32 * spec.config.num_warps, 0
+    else:
+        config, arguments = spec.config.pairs(), registry.arguments(spec)
+        maps = tuple(_map(spec.dtype, name, box) for name, box in registry.boxes(spec).items())
+        threads, shared = registry.threads(spec), 49152 if not maps else 220_000 if sm >= 90 else 96_000
+    code = Code(spec.op, spec.dtype, spec.layout, spec.fusion, config, arguments, entry.name)
+    image = cubin(code, sm, tag)
+    variant = Variant(
+        entry.name, entry.revision, 1, spec.op, spec.dtype, spec.layout, spec.fusion, spec.alignment,
+        spec.max_experts if max_experts is None else max_experts, config,
+        entry.name, arguments, maps, threads, shared, 128, 0, 0, len(image), hashlib.sha256(image).digest(),
+    )  # fmt: skip
+    wrong = unlaunchable(variant) or undeclared(variant, arch_of(sm).limits)
+    assert wrong is None, wrong
+    return variant, image
+
+
+def bundle_of(
+    variants: Iterable[tuple[Variant, bytes]],
+    choices: Mapping[Problem, Sequence[Choice]] | None = None,
+    *,
+    sm: int = 90,
+    gpus: Sequence[Gpu] = (),
+    min_driver: int = DRIVER,
+) -> Bundle:
+    """A bundle of these variants, in this order."""
+    pairs = tuple(variants)
+    kernels = {one.kernel: one.revision for one, _ in pairs}
+    return Bundle(
+        Target(sm, sm >= 90), min_driver, Producer("0.1.0", "3.7.1", "12.8.93", ()),
+        tuple(Kernel(name, kernels[name], hashlib.sha256(name.encode()).digest()) for name in sorted(kernels)),
+        tuple(gpus), tuple(one for one, _ in pairs), tuple(image for _, image in pairs),
+        {problem: tuple(rows) for problem, rows in (choices or {}).items()}, (),
+    )  # fmt: skip
+
+
+def write(path: Path, variants: Iterable[tuple[Variant, bytes]], *args: Any, **how: Any) -> Path:
+    """Publish ``bundle_of`` these at ``path``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    publish(path, encode(bundle_of(variants, *args, **how)))
+    return path
+
+
+# Memory
+
+
+_KINDS: dict[DType, Any] = {DType.BF16: ctypes.c_uint16, DType.FP32: ctypes.c_float, DType.TF32: ctypes.c_float}
+_KINDS[DType.FP16] = ctypes.c_uint16
+
+
+class Memory(NamedTuple):
+    """Elements of a dtype, read as float32 and stored with rounding to nearest even."""
+
+    dtype: DType
+
+    @property
+    def size(self) -> int:
+        return self.dtype.itemsize
+
+    def read(self, address: int, count: int) -> Any:
+        raw = at(address, count, _KINDS[self.dtype])
+        if self.dtype is DType.FP16:
+            return raw.view(np.float16).astype(np.float32)
+        if self.dtype is DType.BF16:
+            return (raw.astype(np.uint32) << 16).view(np.float32)
+        return raw
+
+    def store(self, address: int, values: Any) -> None:
+        values = np.ascontiguousarray(values, np.float32).reshape(-1)
+        raw = at(address, values.size, _KINDS[self.dtype])
+        if self.dtype is DType.FP16:
+            raw.view(np.float16)[:] = values
+        elif self.dtype is DType.BF16:
+            bits = values.view(np.uint32)
+            rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+            raw[:] = np.where(np.isnan(values), 0x7FC0, rounded)
+        else:
+            raw[:] = values
+
+    def rows(self, address: int, rows: int, columns: int, stride: int) -> Any:
+        """float32 [rows, columns]."""
+        size = self.dtype.itemsize
+        if stride == columns or rows == 1:
+            return self.read(address, rows * columns).reshape(rows, columns)
+        lines = [self.read(address + size * i * stride, columns) for i in range(rows)]
+        return np.stack(lines) if lines else np.zeros((0, columns), np.float32)
+
+
+def counts_at(address: int, E: int, step: int) -> list[int]:
+    """The rows of each expert: a count below zero is none."""
+    return [max(one, 0) for one in at(address, E, ctypes.c_int32 if step == 1 else ctypes.c_int64).tolist()]
+
+
+def compute_rows(code: Code, words: Mapping[str, int], sizes: Mapping[str, tuple[int, ...]]) -> None:
+    """y of a product of rows: kernels/gemm/portable/rows.py. Past a descriptor's sizes zeros are read."""
+    memory, spec = Memory(code.dtype), Spec(code.op, code.dtype, Config.from_pairs(code.config), code.layout)  # type: ignore[arg-type]
+    M, N, K, E = (words[name] for name in ("M", "N", "K", "E"))
+    x, w, y, size = words["x"], words["w"], words["y"], code.dtype.itemsize
+    flags, R = Fusion(words["flags"] & 15), words.get("R", 0)
+    low, silu = Fusion.LOW_RANK in code.fusion, Fusion.SILU in code.fusion
+    gathers, scatters = Fusion.GATHER in flags, Fusion.SCATTER in flags
+    assert gathers == (Fusion.GATHER in code.fusion)
+    kn, index_end = w_kn(spec), words["index_end"]
+    index = None
+    if flags & (Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT):
+        index = at(words["index"], M, ctypes.c_int64 if words["index_step"] == 2 else ctypes.c_int32)
+    row, named = 0, set()
+    for g, count in enumerate(counts_at(words["m_sizes"], E, words["m_sizes_step"])):
+        end = min(row + count, M)
+        if row < end:
+            flat = np.arange(row, end) if index is None else index[row:end]
+            here = np.ones(len(flat), bool) if index is None else (flat >= 0) & (flat < index_end)
+            sorted_rows, flat = np.arange(row, end)[here], flat[here]
+            source = flat // words["x_divisor"] if gathers else sorted_rows
+            at_w = w + size * g * words["stride_w_e"]
+            _, *there = sizes.get("w", (E, K if kn else N, N if kn else K))
+            matrix = np.zeros((K, N), np.float32)
+            found = memory.rows(at_w, *there, words["stride_w_row"])
+            matrix[: there[not kn], : there[kn]] = found if kn else found.T
+            lines = [memory.read(x + size * int(i) * words["stride_x_m"], K) for i in source]
+            values = (np.stack(lines) if lines else np.zeros((0, K), np.float32)) @ matrix
+            if low:
+                second = memory.read(words["low_w"] + size * g * N * R, N * R)
+                second = second.reshape(R, N) if kn else second.reshape(N, R).T
+                narrow = [memory.read(words["low_x"] + size * int(i) * R, R) for i in sorted_rows]
+                values = values + (np.stack(narrow) if narrow else np.zeros((0, R), np.float32)) @ second
+            if Fusion.BIAS in flags:
+                values = values + memory.read(words["bias"] + size * g * N, N)
+            if Fusion.WEIGHT in flags:
+                values = values * at(words["row_weights"], index_end)[flat][:, None]
+            if silu:
+                gate, up = np.split(values, 2, axis=1)
+                values = gate / (1 + np.exp(-gate)) * up
+            for target, line in zip(flat if scatters else sorted_rows, values, strict=True):
+                named.add(int(target))
+                memory.store(y + size * int(target) * words["stride_y_m"], line)
+        row += count
+    if words["flags"] & ZERO_TAIL:
+        rest = set(range(index_end)) - named if scatters else range(row, M)
+        for m in rest:
+            memory.store(y + size * m * words["stride_y_m"], np.zeros(N // 2 if silu else N))
+
+
+def compute_weight(code: Code, words: Mapping[str, int]) -> None:
+    """dw: kernels/gemm/portable/weight.py."""
+    memory, size = Memory(code.dtype), code.dtype.itemsize
+    M, N, K, E = (words[name] for name in ("M", "N", "K", "E"))
+    row = 0
+    for g, count in enumerate(counts_at(words["m_sizes"], E, words["m_sizes_step"])):
+        end = min(row + count, M)
+        total = np.zeros((N, K), np.float32)
+        if row < end:
+            dy, x = (
+                memory.rows(words[name] + size * row * words[f"stride_{name}_m"], end - row, columns,
+                            words[f"stride_{name}_m"])
+                for name, columns in (("dy", N), ("x", K))
+            )  # fmt: skip
+            total = dy.T @ x
+        for n in range(N):
+            memory.store(words["dw"] + size * (g * words["stride_dw_e"] + n * words["stride_dw_row"]), total[n])
+        row += count
+
+
+def compute(code: Code, words: Mapping[str, int], grid: int, sizes: Mapping[str, tuple[int, ...]]) -> None:
+    """Store what a launch stores. Of products with codes nothing is: tests read their words.
+
+    ``sizes`` are those of descriptors.
+    """
+    if isinstance(code.op, RowOp):
+        pointers = tuple(words[name] for name, kind in code.arguments if kind == "ptr")
+        numbers = tuple(words[name] for name, kind in code.arguments if kind != "ptr")
+        block = dict(code.config)["block"]
+        if code.op in PASSES:  # (those that make codes are not)
+            PASSES[code.op](Memory(code.dtype), grid, block, pointers, numbers)
+    elif code.dtype.quantised:
+        return
+    elif code.op is Op.DW:
+        compute_weight(code, words)
+    else:
+        compute_rows(code, words, sizes)

@@ -1,0 +1,188 @@
+"""The row kernels' results in numpy and torch, as kernels/contract/rowops.py and their docstrings have them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from pretuned.artifacts.records.problem import RowOp
+from pretuned.kernels.contract import rowops
+from pretuned.kernels.contract.activations import KINDS, Activation
+from pretuned.kernels.contract.rowops import programs, rows_at_once
+from pretuned.runtime.ops.activation import RowActivation, by_torch
+
+
+class Elements(Protocol):
+    """Elements of a dtype in memory."""
+
+    def read(self, address: int, count: int) -> Any: ...
+
+    def store(self, address: int, values: Any) -> None: ...
+
+    @property
+    def size(self) -> int: ...
+
+
+def at(address: int, count: int, kind: Any = ctypes.c_float) -> Any:
+    """An array in memory."""
+    assert address or not count, "a kernel reads at a null pointer"
+    return np.ctypeslib.as_array((kind * count).from_address(address))
+
+
+def indices(address: int, count: int, step: int) -> Any:
+    return at(address, count, ctypes.c_int64 if step == 2 else ctypes.c_int32)
+
+
+@contextlib.contextmanager
+def plain_torch() -> Iterator[None]:
+    """torch without the caller's modes."""
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), torch.inference_mode(False):
+        yield
+
+
+def activation_of(flags: int, words: Sequence[int]) -> RowActivation:
+    """The activation that a row kernel is launched for: its flags, and the bits of its float32 numbers."""
+    name = KINDS[flags & rowops.KIND]
+    limit, alpha, beta, linear_beta = struct.unpack("<4f", struct.pack("<4i", *words))
+    numbers = {"limit": limit, "alpha": alpha, "beta": beta, "linear_beta": linear_beta or None}
+    of_name = {"swiglu": ("limit", "alpha", "beta"), "situ": ("beta", "linear_beta"), "swiglustep": ("limit",)}
+    function = Activation(name, **{one: numbers[one] for one in of_name.get(name, ())})
+    return RowActivation(function, bool(flags & rowops.GATED), bool(flags & rowops.INTERLEAVED))
+
+
+def _used(used: int, M: int, flags: int) -> int:
+    return min(int(at(used, 1, ctypes.c_int32)[0]), M) if flags & rowops.USED else M
+
+
+def _rows(of: Elements, address: int, rows: int, columns: int) -> torch.Tensor:
+    return torch.from_numpy(np.array(of.read(address, rows * columns)).reshape(rows, columns))
+
+
+def activation(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers: Sequence[int]) -> None:
+    (h, a, used), (M, I, flags, *words) = pointers, numbers  # noqa: E741
+    assert grid == programs(RowOp.ACTIVATION, M, I, block, rows_at_once(RowOp.ACTIVATION))
+    act, end = activation_of(flags, words), _used(used, M, flags)
+    with plain_torch():
+        of.store(a, by_torch(_rows(of, h, end, I * (1 + act.gated)), act).flatten().numpy())
+
+
+def activation_grad(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers: Sequence[int]) -> None:
+    (h, da, row_weights, index, used, dh, a, dweights), (M, I, step, flags, *words) = pointers, numbers  # noqa: E741
+    assert grid == programs(RowOp.ACTIVATION_GRAD, M, I, block)
+    act, end = activation_of(flags, words), _used(used, M, flags)
+    with plain_torch(), torch.enable_grad():
+        given = _rows(of, h, end, I * (1 + act.gated)).requires_grad_()
+        made = by_torch(given, act)
+        grad = _rows(of, da, end, I)
+        scale, flat = torch.ones(end, 1), np.arange(M)
+        if flags & (rowops.WEIGHTED | rowops.WRITES_DWEIGHTS):
+            flat = indices(index, M, step)
+        if flags & rowops.WEIGHTED:
+            every = of.read(row_weights, M) if flags & rowops.NARROW else at(row_weights, M)
+            scale = torch.from_numpy(every[flat])[:end, None]
+        if flags & rowops.WRITES_DH:
+            of.store(dh, torch.autograd.grad(made, given, grad * scale)[0].flatten().numpy())
+        if flags & rowops.WRITES_A:
+            of.store(a, (made.detach() * scale).flatten().numpy())
+        if flags & rowops.WRITES_DWEIGHTS:
+            dots = np.zeros(M, np.float32)
+            dots[:end] = (made.detach() * grad).sum(1).numpy()
+            placed = np.zeros(M, np.float32)
+            placed[flat] = dots
+            if flags & rowops.NARROW_DWEIGHTS:
+                of.store(dweights, placed)
+            else:
+                at(dweights, M)[flat] = dots
+
+
+def gather(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers: Sequence[int]) -> None:
+    (x, index, used, out), (M, H, top_k, step, flags) = pointers, numbers
+    end, size = _used(used, M, flags), of.size
+    flat = indices(index, M, step)
+    looks = -(-M // rowops.NOTED_ROWS)
+    if flags & rowops.NOTES:  # (top_k is the number of slots)
+        assert grid == looks
+        noted = at(out, 1 + top_k, ctypes.c_int32)
+        assert flat[:end].min(initial=0) >= 0
+        assert flat[:end].max(initial=0) < top_k
+        noted[0], noted[1 + flat[:end]] = end, range(end)
+        return
+    if flags & rowops.BY_TOKEN:
+        end = int(at(used, 1, ctypes.c_int32)[0])
+        noted = at(used + 4, (grid - looks) * top_k, ctypes.c_int32)
+        assert set(noted[flat[:end]]) <= set(range(end))
+    else:
+        assert grid == M
+    for i in range(end):
+        of.store(out + size * i * H, of.read(x + size * (int(flat[i]) // top_k) * H, H))
+
+
+def combine(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers: Sequence[int]) -> None:
+    (y, places, row_weights, experts, bias, out), (T, H, top_k, flags) = pointers, numbers
+    assert grid == programs(RowOp.COMBINE, T, H, block)
+    M, place = T * top_k, at(places, T * top_k, ctypes.c_int32)
+    here = (place >= 0)[:, None]
+    rows = np.zeros((max(int(place.max(initial=-1)) + 1, 1), H), np.float32)
+    if here.any():
+        rows = of.read(y, rows.size).reshape(rows.shape)
+    given = np.where(here, rows[np.maximum(place, 0)], 0).astype(np.float32)
+    if flags & rowops.BIASED:
+        assert flags & rowops.WEIGHTED
+        expert = np.where(here[:, 0], at(experts, M, ctypes.c_int32), 0)
+        given = given + of.read(bias, (int(expert.max(initial=0)) + 1) * H).reshape(-1, H)[expert]
+    if flags & rowops.WEIGHTED:
+        weights = of.read(row_weights, M) if flags & rowops.NARROW else at(row_weights, M)
+        given = given * weights[:, None]
+    of.store(out, np.where(here, given, 0).reshape(T, top_k, H).sum(1))
+
+
+def sort_slots(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers: Sequence[int]) -> None:
+    (ids, experts, order, places, bounds, m_sizes, counts), (M, E, step, flags) = pointers, numbers
+    chunks = -(-M // block)
+    assert grid == (-(-(E + 1) // rowops.SORTED_EXPERTS) if flags == rowops.ADDS else chunks)
+    assert (flags == rowops.COUNTS | rowops.PLACES) == (chunks == 1)
+    at(experts, chunks * block, ctypes.c_int32)[M:] = E + 1
+    of_slot = at(experts, M, ctypes.c_int32)
+    if flags & rowops.COUNTS:
+        given = indices(ids, M, step)
+        of_slot[:] = np.where((given >= 0) & (given < E), given, E)
+    if flags & rowops.PLACES:
+        sizes = np.bincount(of_slot, minlength=E + 1)[:E]
+        at(m_sizes, E, ctypes.c_int32)[:] = sizes
+        at(bounds, E + 1, ctypes.c_int32)[:] = np.concatenate([[0], sizes.cumsum()])
+        at(order, M, ctypes.c_int64)[:] = np.argsort(of_slot, kind="stable")
+        at(places, M, ctypes.c_int32)[at(order, M, ctypes.c_int64)] = [i if i < sizes.sum() else -1 for i in range(M)]
+    if chunks > 1:
+        at(counts, chunks * (E + 1), ctypes.c_int32)[:] = 0  # it is as large as the contract says
+
+
+def clear(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers: Sequence[int]) -> None:
+    (y, index, m_sizes, named), (M, rows, columns, E, index_end, m_sizes_step, index_step, flags) = pointers, numbers
+    marks = at(named, rows, ctypes.c_int8)
+    if flags & rowops.NAMES:
+        assert grid == -(-M // block)
+        assert not marks.any()
+        counts = at(m_sizes, E, ctypes.c_int32 if m_sizes_step == 1 else ctypes.c_int64).tolist()
+        used = min(M, sum(min(max(one, 0), M) for one in counts))
+        given = indices(index, M, index_step)[:used]
+        marks[given[(given >= 0) & (given < index_end)]] = 1
+    else:
+        assert grid == -(-rows // rowops.CLEARED_ROWS)
+        at(y, rows * columns).reshape(rows, columns)[marks == 0] = 0
+
+
+Pass = Callable[[Elements, int, int, Sequence[int], Sequence[int]], None]
+PASSES: dict[RowOp, Pass] = {
+    RowOp.GATHER: gather,
+    RowOp.ACTIVATION: activation,
+    RowOp.ACTIVATION_GRAD: activation_grad,
+    RowOp.COMBINE: combine,
+    RowOp.SORT_SLOTS: sort_slots,
+    RowOp.CLEAR: clear,
+}
