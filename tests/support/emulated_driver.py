@@ -30,8 +30,11 @@ from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.records.bundle import Variant
 from pretuned.artifacts.records.problem import Fusion, Op, RowOp
 from pretuned.artifacts.records.target import Gpu, LocalGpu
+from pretuned.kernels.contract.rowops import RowOpSpec
+from pretuned.kernels.contract.spec import Spec
 from pretuned.runtime.driver import cuda, descriptors
 from pretuned.runtime.driver import device as driver_device
+from pretuned.runtime.launch.gemm import LoadedKernel, load_kernel
 
 H200 = Gpu("NVIDIA H200", 132, 143771, emulated_kernels.DRIVER)
 _MAP = struct.Struct("=Q5Q4Q5Iiiii")  # address, sizes, strides in bytes, box, type, rank, swizzle, promotion
@@ -50,6 +53,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuMemAlloc_v2": (c_void_p, c_size_t), "cuMemsetD8Async": (c_void_p, c_ubyte, c_size_t, c_void_p),
     "cuStreamCreate": (c_void_p, c_uint), "cuStreamDestroy_v2": (c_void_p,), "cuStreamSynchronize": (c_void_p,),
 }  # fmt: skip
+ELEMENT_BYTES = {0: 1, 2: 4, 6: 2, 7: 4, 9: 2, 11: 4}  # by CUtensorMapDataType
 _ERRORS = {
     2: b"out of memory",
     200: b"device kernel image is invalid",
@@ -103,6 +107,15 @@ class Launch(NamedTuple):
         """The words, of a descriptor the address."""
         return {name: one.address if isinstance(one, Descriptor) else one or 0 for name, one in self.words.items()}
 
+    @property
+    def descriptors(self) -> dict[str, tuple[int, tuple[int, ...], tuple[int, ...]]]:
+        """Address, sizes, and strides in elements, of the words that are descriptors."""
+        found = {name: one for name, one in self.words.items() if isinstance(one, Descriptor)}
+        return {
+            name: (one.address, one.sizes, tuple(stride // ELEMENT_BYTES[one.element] for stride in one.strides))
+            for name, one in found.items()
+        }
+
     def sizes(self) -> dict[str, tuple[int, ...]]:
         """Those of the words that are descriptors."""
         return {name: one.sizes for name, one in self.words.items() if isinstance(one, Descriptor)}
@@ -152,6 +165,11 @@ class EmulatedGpu:
         for path in paths:
             with open_bundle(path) as bundle:
                 self.known |= {one.cubin_sha256: one for one in bundle.variants()}
+
+    def load(self, spec: Spec | RowOpSpec) -> LoadedKernel:
+        """A kernel of ``emulated_kernels.py``, loaded."""
+        variant, cubin = emulated_kernels.made(spec, self.sm)
+        return load_kernel(variant, cubin, 0, self.gpu.sm_count, "a test")
 
     @property
     def products(self) -> list[Launch]:

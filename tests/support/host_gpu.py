@@ -160,8 +160,8 @@ class Device(EmulatedGpu):
         return [one.code.op for one in self.passes if isinstance(one.code.op, RowOp)]
 
 
-def install_candidates(patch: pytest.MonkeyPatch, folder: Path, kinds: Iterable[Kind]) -> None:
-    """Install a package below ``folder`` that has these kinds of kernels as candidates, as pretuned's own are."""
+def install_candidates_bundle(patch: pytest.MonkeyPatch, folder: Path, bundle: bytes) -> None:
+    """Install a package below ``folder`` that has this bundle as its candidates, as pretuned's own are."""
     for name, text in {
         "emulated_candidates/__init__.py": "",
         "emulated_candidates-1.0.dist-info/METADATA": "Name: emulated-candidates\nVersion: 1.0\n",
@@ -169,8 +169,7 @@ def install_candidates(patch: pytest.MonkeyPatch, folder: Path, kinds: Iterable[
     }.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    packed = pack(bundle_bytes(frozenset(kinds), DType.FP32, PERSISTENT))
-    (folder / "emulated_candidates" / "candidates-sm90.msgpack.xz").write_bytes(packed)
+    (folder / "emulated_candidates" / "candidates-sm90.msgpack.xz").write_bytes(pack(bundle))
     patch.syspath_prepend(str(folder))
     reload()
 
@@ -178,7 +177,7 @@ def install_candidates(patch: pytest.MonkeyPatch, folder: Path, kinds: Iterable[
 def use_low_rank_kernels(patch: pytest.MonkeyPatch, folder: Path) -> None:
     """Have float32 kernels that add a low-rank part, among the candidates. (Shipped ones are of bfloat16.)"""
     patch.setattr(ready, "_LOW_RANK_DTYPES", (torch.float32,))
-    install_candidates(patch, folder, LOW_RANK)
+    install_candidates_bundle(patch, folder, bundle_bytes(frozenset(LOW_RANK), DType.FP32, PERSISTENT))
 
 
 class Replay(NamedTuple):
