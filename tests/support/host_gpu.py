@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from emulated_kernels import Code, bundle_of, made
 from pretuned.artifacts.files.packed import pack
 from pretuned.artifacts.files.publish import publish
 from pretuned.artifacts.format.codec import encode
-from pretuned.artifacts.records.bundle import Choice, Source
+from pretuned.artifacts.records.bundle import Bundle, Choice, Source
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp, bucket_of
 from pretuned.kernels.contract.config import Config, Loads, Schedule
@@ -79,6 +80,18 @@ def bundle_bytes(
         choices[problem] = [Choice(one, index, Source.MEASURED, int(1e3 * time_us), gpu=0) for one in buckets]
     gpus = [H200] if times else []
     return encode(bundle_of([made(spec, block=block) for spec, block in every], choices, gpus=gpus))
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What was warned of, but for shipped bundles, which the emulated driver is too old for."""
+    found = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+    return [one for one in found if not one.startswith("pretuned: skipping ")]
+
+
+def publish_alone(folder: Path, bundle: Bundle) -> None:
+    """Put a bundle into the process's folder of bundles, and have the process look again."""
+    publish(folder / "emulated.msgpack", encode(bundle))
+    reload()
 
 
 class Device(EmulatedGpu):
