@@ -133,7 +133,8 @@ class EmulatedGpu:
     (torch.compile imports code for CUDA graphs if so). ``capturing`` says that the current stream
     is captured. ``computes`` says that launches store results. ``after`` is called after each launch, by the digest of
     its cubin, and may spoil what was stored. ``fails`` has the CUDA error of a function's next calls, by its name.
-    ``broken`` says that a kernel has faulted: waiting for the GPU raises.
+    ``refuses`` has that of launches of a cubin, by its digest. ``idle`` kinds of code store nothing. ``broken`` says
+    that a kernel has faulted: waiting for the GPU raises, as it does once for each of ``raises``.
     """
 
     def __init__(self, gpu: Gpu = H200, sm: int = 90, count: int = 1, per_sm: int = 1) -> None:
@@ -143,6 +144,9 @@ class EmulatedGpu:
         self.broken = ""
         self.current = 0
         self.fails: dict[str, int] = {}
+        self.refuses: dict[bytes, int] = {}
+        self.raises: list[Exception] = []
+        self.idle: frozenset[Op | RowOp] = frozenset()
         self.after: dict[bytes, Callable[[Launch], None]] = {}
         self.known: dict[bytes, Variant] = {}  # real cubins, by their bytes' digest
         self.launches: list[Launch] = []
@@ -197,6 +201,8 @@ class EmulatedGpu:
         return self._streams
 
     def wait(self) -> None:
+        if self.raises:
+            raise self.raises.pop(0)
         if self.broken:
             raise RuntimeError(f"CUDA error: {self.broken}\nCUDA kernel errors might be reported later")
 
@@ -300,7 +306,9 @@ class EmulatedGpu:
                 words[name] = Descriptor.read(words[name])
         launch = Launch(*loaded, how.grid_x, how.stream or 0, words)
         self.launches.append(launch)
-        if self.computes:
+        if loaded.digest in self.refuses:
+            return self.refuses[loaded.digest]
+        if self.computes and loaded.code.op not in self.idle:
             emulated_kernels.compute(loaded.code, launch.addresses(), how.grid_x, launch.sizes())
         if loaded.digest in self.after:
             self.after[loaded.digest](launch)

@@ -273,8 +273,7 @@ def compute(code: Code, words: Mapping[str, int], grid: int, sizes: Mapping[str,
         pointers = tuple(words[name] for name, kind in code.arguments if kind == "ptr")
         numbers = tuple(words[name] for name, kind in code.arguments if kind != "ptr")
         block = dict(code.config)["block"]
-        if code.op in PASSES:  # (those that make codes are not)
-            PASSES[code.op](Memory(code.dtype), grid, block, pointers, numbers)
+        PASSES[code.op](Memory(code.dtype), grid, block, pointers, numbers)
     elif code.dtype.quantised:
         return
     elif code.op is Op.DW:

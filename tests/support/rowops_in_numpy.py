@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -11,11 +13,14 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from pretuned.artifacts.records.precision import PRECISIONS, DType
 from pretuned.artifacts.records.problem import RowOp
 from pretuned.kernels.contract import rowops
 from pretuned.kernels.contract.activations import KINDS, Activation
+from pretuned.kernels.contract.block_scaled import scale_columns
 from pretuned.kernels.contract.rowops import programs, rows_at_once
 from pretuned.runtime.ops.activation import RowActivation, by_torch
+from pretuned.runtime.weights.row_codes import codes_of_rows
 
 
 class Elements(Protocol):
@@ -27,6 +32,9 @@ class Elements(Protocol):
 
     @property
     def size(self) -> int: ...
+
+    @property
+    def dtype(self) -> DType: ...
 
 
 def at(address: int, count: int, kind: Any = ctypes.c_float) -> Any:
@@ -61,7 +69,14 @@ def _used(used: int, M: int, flags: int) -> int:
 
 
 def _rows(of: Elements, address: int, rows: int, columns: int) -> torch.Tensor:
+    """float32."""
     return torch.from_numpy(np.array(of.read(address, rows * columns)).reshape(rows, columns))
+
+
+def _activated(of: Elements, h: int, rows: int, columns: int, act: RowActivation) -> torch.Tensor:
+    """float32, rounded as h's dtype is."""
+    kind = {DType.BF16: torch.bfloat16, DType.FP16: torch.float16}.get(of.dtype, torch.float32)
+    return by_torch(_rows(of, h, rows, columns * (1 + act.gated)).to(kind), act).float()
 
 
 def activation(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers: Sequence[int]) -> None:
@@ -69,7 +84,7 @@ def activation(of: Elements, grid: int, block: int, pointers: Sequence[int], num
     assert grid == programs(RowOp.ACTIVATION, M, I, block, rows_at_once(RowOp.ACTIVATION))
     act, end = activation_of(flags, words), _used(used, M, flags)
     with plain_torch():
-        of.store(a, by_torch(_rows(of, h, end, I * (1 + act.gated)), act).flatten().numpy())
+        of.store(a, _activated(of, h, end, I, act).numpy())
 
 
 def activation_grad(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers: Sequence[int]) -> None:
@@ -99,6 +114,40 @@ def activation_grad(of: Elements, grid: int, block: int, pointers: Sequence[int]
                 of.store(dweights, placed)
             else:
                 at(dweights, M)[flat] = dots
+
+
+def _codes_at(address: int, M: int, K: int) -> torch.Tensor:
+    return torch.from_numpy(at(address, M * K, ctypes.c_uint8)).view(M, K)
+
+
+def _store_codes(rows: torch.Tensor, codes: int, scale: int, M: int, by_row: bool) -> None:
+    K, of_x = rows.shape[1], PRECISIONS["fp8_channel" if by_row else "fp8_block"].x.scale
+    assert of_x is not None
+    made, factors = codes_of_rows(rows.bfloat16(), of_x)
+    _codes_at(codes, M, K)[: len(rows)] = made.view(torch.uint8)
+    shape = (M,) if by_row else (K // 128, scale_columns(M))
+    placed = torch.from_numpy(at(scale, math.prod(shape))).view(shape)
+    placed[..., : len(rows)] = factors[..., : len(rows)]
+
+
+def activation_codes(
+    of: Elements, grid: int, block: int, pointers: Sequence[int], numbers: Sequence[int], by_row: bool = False
+) -> None:
+    (h, used, codes, scale), (M, I, flags, *words) = pointers, numbers  # noqa: E741
+    act, end = activation_of(flags, words), _used(used, M, flags)
+    with plain_torch():
+        _store_codes(_activated(of, h, end, I, act), codes, scale, M, by_row)
+
+
+def quantize(
+    of: Elements, grid: int, block: int, pointers: Sequence[int], numbers: Sequence[int], by_row: bool = False
+) -> None:
+    (x, index, used, codes, scale), (M, K, top_k, step, flags) = pointers, numbers
+    source = np.arange(_used(used, M, flags))
+    if flags & rowops.PICKED:
+        source = indices(index, M, step)[: len(source)] // top_k
+    with plain_torch():
+        _store_codes(_rows(of, x, int(source.max(initial=-1)) + 1, K)[source], codes, scale, M, by_row)
 
 
 def gather(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers: Sequence[int]) -> None:
@@ -185,4 +234,8 @@ PASSES: dict[RowOp, Pass] = {
     RowOp.COMBINE: combine,
     RowOp.SORT_SLOTS: sort_slots,
     RowOp.CLEAR: clear,
+    RowOp.QUANTIZE: quantize,
+    RowOp.ACTIVATION_CODES: activation_codes,
+    RowOp.QUANTIZE_ROWS: functools.partial(quantize, by_row=True),
+    RowOp.ACTIVATION_ROW_CODES: functools.partial(activation_codes, by_row=True),
 }

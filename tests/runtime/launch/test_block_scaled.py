@@ -5,27 +5,24 @@ The kernels are made up and the driver is read; on the CPU, as in test_mixed_inp
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from cudaconfig import Launch, LaunchConfig, read_launches, words_of
+from emulated_driver import EmulatedGpu, emulated
+from emulated_kernels import made
 
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.records.bundle import TensorMap, Variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op
 from pretuned.kernels.contract.config import Config, Loads, Schedule, TileRows
 from pretuned.kernels.contract.launchable import unlaunchable
-from pretuned.kernels.contract.registry import arguments, boxes, entry_of
 from pretuned.kernels.contract.rowops import PICKED, USED
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.contract.words import RAGGED_SIZES
 from pretuned.runtime import ExpertWeights
-from pretuned.runtime.driver import cuda
-from pretuned.runtime.driver.descriptors import MAP_BYTES, TensorMaps
+from pretuned.runtime.driver.launcher import Launcher
 from pretuned.runtime.launch import gemm
 from pretuned.runtime.launch.block_scaled import block_scaled_launcher
 from pretuned.runtime.launch.products import operands_of
@@ -33,132 +30,105 @@ from pretuned.runtime.launch.quantised import bytes_of_row, quantize_step
 
 E, N, K, SMS = 4, 640, 384, 132
 CONFIG = Config(128, 256, 128, 8, 4, loads=Loads.TMA, schedule=Schedule.BLOCK_SCALED)
-_ELEMENTS = {"x": (0, 3), "w": (2, 0), "x_scale": (7, 0), "y_map": (9, 3)}  # CUtensorMapDataType and swizzle
-
-
 BY_ROW = Config(256, 128, 128, 8, 4, loads=Loads.TMA, schedule=Schedule.ROW_SCALED, rows=TileRows.FITTED)
 FEW = Config(16, 64, 512, 8, 3, loads=Loads.TMA, schedule=Schedule.ROW_SCALED)
 
 
-def record(fusion: Fusion = Fusion.NONE, config: Config = CONFIG) -> Variant:
+def spec_of(fusion: Fusion = Fusion.NONE, config: Config = CONFIG) -> Spec:
     dtype = DType.FP8_BLOCK if config is CONFIG else DType.FP8_CHANNEL
-    spec = Spec(Op.FORWARD, dtype, config, fusion=fusion)
-    entry = entry_of(spec)
-    return Variant(
-        entry.name, entry.revision, 1, spec.op, spec.dtype, spec.layout, fusion, 16, 512, config.pairs(), entry.name,
-        arguments(spec),
-        tuple(TensorMap(name, _ELEMENTS[name][0], box, _ELEMENTS[name][1]) for name, box in boxes(spec).items()),
-        384, 220_000, 168, 0, 0, 4, hashlib.sha256(b"code").digest(),
-    )  # fmt: skip
-
-
-class Driver:
-    """What the driver was given, of one variant."""
-
-    def __init__(self) -> None:
-        self.encoded: list[tuple[str, int, tuple[int, ...], tuple[int, ...]]] = []
-        self.launched: list[tuple[int, dict[str, int | bytes]]] = []
-        self.variant = record()
-
-    def read(self, launch: Launch) -> None:
-        programs = LaunchConfig.from_address(launch.config).grid_x
-        self.launched.append((programs, words_of(self.variant.arguments, launch)))
+    return Spec(Op.FORWARD, dtype, config, fusion=fusion)
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
-    found = Driver()
-
-    def encode(self: TensorMaps, key: Any, sizes: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
-        found.encoded.append((self._plan.argument, key[0], sizes, strides))
-        self.known[key] = f"{self._plan.argument} {key}".encode().ljust(MAP_BYTES, b"\0")
-        return self.known[key]
-
-    with monkeypatch.context() as patch:
-        read_launches(patch, found.read)
-        patch.setattr(TensorMaps, "encode", encode)
-        patch.setattr(cuda, "zeroed", lambda size_bytes, device: 4096)
-        patch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
-        yield found
+def driver() -> Iterator[EmulatedGpu]:
+    """A GPU whose launches store nothing."""
+    with emulated(EmulatedGpu()) as gpu:
+        gpu.computes = False
+        yield gpu
 
 
 def launcher(
-    driver: Driver, fused: gemm.Fused = gemm.PLAIN, fusion: Fusion = Fusion.NONE, config: Config = CONFIG
-) -> Any:
-    driver.variant = record(fusion, config)
-    kernel = gemm.LoadedKernel(driver.variant, cuda.Function(1, 1, 0, 384, 220_000, 1), SMS)
-    return block_scaled_launcher(kernel, N=N, K=K, E=E, m_sizes_step=2, fused=fused)
+    driver: EmulatedGpu, fused: gemm.Fused = gemm.PLAIN, fusion: Fusion = Fusion.NONE, config: Config = CONFIG
+) -> Launcher:
+    return block_scaled_launcher(driver.load(spec_of(fusion, config)), N=N, K=K, E=E, m_sizes_step=2, fused=fused)
 
 
 def test_the_records_here_are_ones_that_could_be_launched() -> None:
     for config in (CONFIG, BY_ROW, FEW):
         for fusion in (Fusion.NONE, Fusion.SCATTER):
-            assert unlaunchable(record(fusion, config)) is None
+            assert unlaunchable(made(spec_of(fusion, config))[0]) is None
 
 
-def test_the_words_of_a_launch(driver: Driver) -> None:
+def test_the_words_of_a_launch(driver: EmulatedGpu) -> None:
     M, launch = 301, launcher(driver)
     for _ in range(2):
         launch(20480, 24576, 0, x=4096, x_scale=8192, w=12288, w_scale=16384, stride_y_m=N + 16, M=M)
-    big = (*RAGGED_SIZES, N)
-    assert [one[:3] for one in driver.encoded] == [  # once: the second launch knows them
-        ("x", 4096, (M, K)), ("w", 12288, (K // 64, E * N // 64, 4, 256)), ("x_scale", 8192, (K // 128, 304)),
-        ("y_map", 20480, big),
-    ]  # fmt: skip
-    strides = {name: given for name, _, _, given in driver.encoded}
+    launched, again = driver.launches
+    assert launched == again
+    assert len(driver.encoded) == 4  # once: the second launch knows them
+    programs, read = launched.grid, launched.words
+    assert {name: one[:2] for name, one in launched.descriptors.items()} == {
+        "x": (4096, (M, K)), "w": (12288, (K // 64, E * N // 64, 4, 256)), "x_scale": (8192, (K // 128, 304)),
+        "y_map": (20480, (*RAGGED_SIZES, N)),
+    }  # fmt: skip
+    strides = {name: one[2] for name, one in launched.descriptors.items()}
     assert (strides["x"], strides["x_scale"]) == ((K,), (304,))
     assert strides["w"] == (1024, K // 64 * 1024, 256)
-    (programs, read), again = driver.launched
-    assert again == (programs, read)
     assert programs == min(SMS, ((M - E) // 128 + E) * 3)
     for name, value in {"M": M, "N": N, "K": K, "E": E, "y": 20480, "m_sizes": 24576, "m_sizes_step": 2,
-                        "stride_y_m": N + 16, "w_scale": 16384, "flags": 0, "counter": 4096}.items():  # fmt: skip
+                        "stride_y_m": N + 16, "w_scale": 16384, "flags": 0}.items():  # fmt: skip
         assert read[name] == value, name
+    assert read["counter"]
 
 
 @pytest.mark.parametrize("config", [BY_ROW, FEW])
-def test_the_words_of_a_launch_with_a_scale_a_row(driver: Driver, config: Config) -> None:
+def test_the_words_of_a_launch_with_a_scale_a_row(driver: EmulatedGpu, config: Config) -> None:
     """The scales of x are at an address; y has a descriptor where a tile has 64 rows."""
     M, launch = 301, launcher(driver, config=config)
     for _ in range(2):
         launch(20480, 24576, 0, x=4096, x_scale=8196, w=12288, w_scale=16384, stride_y_m=N + 16, M=M)
-    y_map = [("y_map", 20480, (*RAGGED_SIZES, N))] if config is BY_ROW else []
+    launched, again = driver.launches
+    assert launched == again
     blocks = (E * N // 64, K // 64 * 4, 256)
-    assert [one[:3] for one in driver.encoded] == [("x", 4096, (M, K)), ("w", 12288, blocks), *y_map]
-    assert {name: given for name, _, _, given in driver.encoded}["w"] == (K // 64 * 1024, 256)
-    (programs, read), again = driver.launched
-    assert again == (programs, read)
+    y_map = {"y_map": (20480, (*RAGGED_SIZES, N))} if config is BY_ROW else {}
+    wanted = {"x": (4096, (M, K)), "w": (12288, blocks), **y_map}
+    assert {name: one[:2] for name, one in launched.descriptors.items()} == wanted
+    assert len(driver.encoded) == len(wanted)  # once: the second launch knows them
+    assert launched.descriptors["w"][2] == (K // 64 * 1024, 256)
     tiles = ((M - E) // config.block_m + E) * -(-N // config.block_n)
-    assert programs == min(SMS, tiles)
+    assert launched.grid == min(SMS, tiles)
+    read = launched.words
     for name, value in {"M": M, "N": N, "K": K, "E": E, "y": 20480, "x_scale": 8196, "w_scale": 16384,
-                        "stride_y_m": N + 16, "flags": 0, "counter": 4096}.items():  # fmt: skip
+                        "stride_y_m": N + 16, "flags": 0}.items():  # fmt: skip
         assert read[name] == value, name
+    assert read["counter"]
 
 
-def test_a_reduction_that_sums_have_no_room_for_is_refused(driver: Driver) -> None:
-    kernel = gemm.LoadedKernel(record(config=BY_ROW), cuda.Function(1, 1, 0, 384, 220_000, 1), SMS)
+def test_a_reduction_that_sums_have_no_room_for_is_refused(driver: EmulatedGpu) -> None:
+    kernel = driver.load(spec_of(config=BY_ROW))
     with pytest.raises(InputError, match=r"the longest reduction of .* is 32768, this is 32832"):
         block_scaled_launcher(kernel, N=N, K=32832, E=E, m_sizes_step=1, fused=gemm.PLAIN)
 
 
-def test_a_call_that_scatters(driver: Driver) -> None:
+def test_a_call_that_scatters(driver: EmulatedGpu) -> None:
     fused = gemm.Fused(Fusion.SCATTER | Fusion.WEIGHT | Fusion.BIAS, 2)
     launch = launcher(driver, fused, Fusion.SCATTER)
     launch(
         20480, 24576, 0, x=16, x_scale=32, w=48, w_scale=64, stride_y_m=N, M=8, index=80, row_weights=96, bias=112,
         index_end=8,
     )  # fmt: skip
-    ((_, read),) = driver.launched
+    (launched,) = driver.launches
+    read = launched.words
     assert int(read["flags"]) & 15 == 2 | 4 | 8
     words = ("index", "row_weights", "bias", "index_end", "index_step")
     assert [read[name] for name in words] == [80, 96, 112, 8, 2]
 
 
-def test_blocks_of_codes_are_those_that_prepared_tensors_have(driver: Driver) -> None:
+def test_blocks_of_codes_are_those_that_prepared_tensors_have(driver: EmulatedGpu) -> None:
     """The descriptor's blocks are all of the memory and no more; block (k, n) lies where the order has it."""
     w = ExpertWeights.quantize(torch.randn(E, N, K), "fp8_block").prepare()
-    launcher(driver).pack(x=16, x_scale=32, w=48, w_scale=64, stride_y_m=N, M=8)
-    ((_, _, sizes, strides),) = [one for one in driver.encoded if one[0] == "w"]
+    launcher(driver)(128, 256, 0, x=16, x_scale=32, w=48, w_scale=64, stride_y_m=N, M=8)
+    _, sizes, strides = driver.launches[-1].descriptors["w"]
     assert sizes[0] * sizes[1] * sizes[2] * sizes[3] * 4 == w.codes.nbytes
     words = w.codes.view(torch.uint8).flatten().view(torch.int32)
     seen = words.as_strided(sizes, (*strides, 1))
@@ -167,10 +137,10 @@ def test_blocks_of_codes_are_those_that_prepared_tensors_have(driver: Driver) ->
     assert torch.equal(seen[kb, e * (N // 64) + nb].flatten(), wanted)
 
 
-def test_blocks_of_codes_with_a_scale_a_row_are_those_that_prepared_tensors_have(driver: Driver) -> None:
+def test_blocks_of_codes_with_a_scale_a_row_are_those_that_prepared_tensors_have(driver: EmulatedGpu) -> None:
     w = ExpertWeights.quantize(torch.randn(E, N, K), "fp8_channel").prepare()
-    launcher(driver, config=BY_ROW).pack(x=16, x_scale=32, w=48, w_scale=64, stride_y_m=N, M=8)
-    ((_, _, sizes, strides),) = [one for one in driver.encoded if one[0] == "w"]
+    launcher(driver, config=BY_ROW)(128, 256, 0, x=16, x_scale=32, w=48, w_scale=64, stride_y_m=N, M=8)
+    _, sizes, strides = driver.launches[-1].descriptors["w"]
     words = w.codes.view(torch.uint8).flatten().view(torch.int32)
     seen, (e, nb, kb) = words.as_strided(sizes, (*strides, 1)), (2, 3, 5)
     assert seen.numel() == words.numel()
@@ -178,7 +148,7 @@ def test_blocks_of_codes_with_a_scale_a_row_are_those_that_prepared_tensors_have
     assert torch.equal(seen[e * (N // 64) + nb, 4 * kb : 4 * kb + 4].flatten(), wanted)
 
 
-def test_too_many_rows_are_refused(driver: Driver) -> None:
+def test_too_many_rows_are_refused(driver: EmulatedGpu) -> None:
     with pytest.raises(InputError, match=r"the most rows of .* is 2\^30: split the batch"):
         launcher(driver).pack(x=16, x_scale=32, w=48, w_scale=64, stride_y_m=N, M=2**30 + 1)
 

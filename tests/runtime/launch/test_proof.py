@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import logging
 import struct
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import host_gpu
+import emulated_kernels
 import proving
 import pytest
 import torch
-from cudaconfig import read_launches
-from host_gpu import SPECIALIZED, device  # noqa: F401 - a fixture
-from made import ELF, L40S, ON_A100, ON_H200, ON_L40S, Spec, bundle, measured, modelled, places, write
+from emulated_driver import EmulatedGpu, Launch, emulated, forget
+from emulated_kernels import made
+from host_gpu import SPECIALIZED
+from made import L40S, ON_A100, ON_H200, ON_L40S, Spec, measured, modelled, write
+from rowops_in_numpy import PASSES, at
 
 from pretuned.artifacts.errors import CudaError
-from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle
-from pretuned.artifacts.files.publish import publish
-from pretuned.artifacts.format.codec import encode
-from pretuned.artifacts.records.bundle import Kernel, Variant
+from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.records.bundle import Variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
 from pretuned.artifacts.records.target import Gpu, LocalGpu
@@ -33,23 +30,17 @@ from pretuned.kernels import reference
 from pretuned.kernels.contract import rowops
 from pretuned.kernels.contract.activations import KINDS
 from pretuned.kernels.contract.config import Config
-from pretuned.kernels.contract.registry import ENTRIES
 from pretuned.kernels.contract.rowops import MAKES_CODES, RowOpSpec
-from pretuned.runtime import current, explain, grouped_gemm, preload, reload, verdicts
+from pretuned.kernels.contract.spec import Spec as KernelSpec
+from pretuned.runtime import explain, grouped_gemm, preload, reload, verdicts
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.dispatch.snapshot import Snapshot
 from pretuned.runtime.driver import cuda
-from pretuned.runtime.driver import device as driver_device
-from pretuned.runtime.inspect import explain as inspect_explain
-from pretuned.runtime.inspect import preload as inspect_preload
-from pretuned.runtime.launch import loader, proof, ready
-from pretuned.runtime.launch import rowops as launch_rowops
-from pretuned.runtime.launch.gemm import LoadedKernel
-from pretuned.runtime.ops import products
+from pretuned.runtime.launch import proof
+from pretuned.runtime.launch.gemm import LoadedKernel, load_kernel
+from pretuned.runtime.launch.rowops import launcher
 
 SHIPPED = Path(__file__).parents[3] / "artifacts" / "bundles"
-LAUNCHER = launch_rowops.launcher
-KERNEL, GATED, GATHERED = ready._kernel, ready._gated_kernel, ready._gathered_kernel
 TILE, SMALL = Config(64, 64, 32, 4, 2), Config(16, 64, 64, 4, 2)
 E, N, K, M = 4, 8, 12, 20
 PROBLEM = Problem(Op.FORWARD, DType.FP32, E, N, K)
@@ -66,13 +57,19 @@ every_form = pytest.mark.parametrize(
 
 
 @pytest.fixture
-def faults(monkeypatch: pytest.MonkeyPatch) -> proving.Faults:
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    return proving.install(monkeypatch)
+def gpu() -> Iterator[EmulatedGpu]:
+    with emulated(EmulatedGpu()) as found:
+        yield found
 
 
-def code(op: Op, fusion: Fusion, layout: Layout, alignment: int, config: Config = TILE) -> LoadedKernel:
-    return proving.kernel(Spec(config, alignment, 49152, 512, 1, DType.FP32, fusion, op, layout))
+def code(
+    gpu: EmulatedGpu, op: Op, fusion: Fusion, layout: Layout, alignment: int, config: Config = TILE
+) -> LoadedKernel:
+    """Of float32; warp-specialised code, and code with silu, is of bf16 and aligned."""
+    config = SPECIALIZED if Fusion.SILU in fusion else config
+    half = config.schedule.warp_specialized
+    spec = KernelSpec(op, DType.BF16 if half else DType.FP32, config, layout, fusion, 16 if half else alignment)
+    return gpu.load(spec)
 
 
 @every_form
@@ -81,68 +78,64 @@ def code(op: Op, fusion: Fusion, layout: Layout, alignment: int, config: Config 
     [(Layout.NK, 16, SMALL), (Layout.KN, 16, SPECIALIZED), (Layout.NK, 1, SMALL), (Layout.KN, 1, SMALL)],
 )
 def test_right_code_is_right(
-    op: Op, fusion: Fusion, layout: Layout, alignment: int, config: Config, faults: proving.Faults
+    op: Op, fusion: Fusion, layout: Layout, alignment: int, config: Config, gpu: EmulatedGpu
 ) -> None:
     """Against the launches of host_gpu.py, which know nothing of the trial: no right code is ever left out."""
-    assert proof.tried(code(op, fusion, layout, alignment, config)) is None
-    assert faults.launches >= 2
+    assert proof.tried(code(gpu, op, fusion, layout, alignment, config)) is None
+    assert len(gpu.launches) >= 2
 
 
 def last_column(result: int, words: dict[str, int]) -> None:
     """One column too many is stored, in the memory beside y."""
-    host_gpu.at(result + 4 * (words["stride_y_m"] - 8), 1)[0] = 1.0
+    at(result + 4 * (words["stride_y_m"] - 8), 1)[0] = 1.0
 
 
 def row_before(result: int, words: dict[str, int]) -> None:
-    host_gpu.at(result - 4, 1)[0] = 1.0
+    at(result - 4, 1)[0] = 1.0
 
 
 def nan_of_another(result: int, words: dict[str, int]) -> None:
     """A NaN leaves its row."""
-    host_gpu.at(result, 8)[7] = float("nan")
+    at(result, 8)[7] = float("nan")
 
 
 @every_form
-def test_wrong_code_is_found_and_what_it_did_is_told(op: Op, fusion: Fusion, faults: proving.Faults) -> None:
-    kernel = code(op, fusion, Layout.NK, 16)
-    faults.spoilt[kernel.variant.cubin_sha256] = proving.one_element
+def test_wrong_code_is_found_and_what_it_did_is_told(op: Op, fusion: Fusion, gpu: EmulatedGpu) -> None:
+    kernel = code(gpu, op, fusion, Layout.NK, 16)
+    proving.spoil(gpu, kernel.variant.cubin_sha256, proving.one_element)
     assert "elements are wrong" in str(proof.tried(kernel))
 
 
 @pytest.mark.parametrize("op", [Op.FORWARD, Op.DW])
 @pytest.mark.parametrize(("spoil", "told"), [(row_before, "[-1, "), (nan_of_another, "is nan, wanted")])
 def test_memory_beside_the_result_and_rows_of_nan_are_looked_at(
-    op: Op, spoil: Callable[..., None], told: str, faults: proving.Faults
+    op: Op, spoil: Callable[..., None], told: str, gpu: EmulatedGpu
 ) -> None:
-    kernel = code(op, Fusion.NONE, Layout.NK, 16)
-    faults.spoilt[kernel.variant.cubin_sha256] = spoil
+    kernel = code(gpu, op, Fusion.NONE, Layout.NK, 16)
+    proving.spoil(gpu, kernel.variant.cubin_sha256, spoil)
     assert told in str(proof.tried(kernel))
 
 
-def test_what_lies_beside_the_rows_stays_and_is_judged(faults: proving.Faults) -> None:
-    kernel = code(Op.FORWARD, Fusion.NONE, Layout.NK, 16)
-    faults.spoilt[kernel.variant.cubin_sha256] = last_column
+def test_what_lies_beside_the_rows_stays_and_is_judged(gpu: EmulatedGpu) -> None:
+    kernel = code(gpu, Op.FORWARD, Fusion.NONE, Layout.NK, 16)
+    proving.spoil(gpu, kernel.variant.cubin_sha256, last_column)
     assert "wanted left as it was" in str(proof.tried(kernel))
 
 
-def test_an_expert_without_rows_needs_zeros_in_dw(faults: proving.Faults) -> None:
+def test_an_expert_without_rows_needs_zeros_in_dw(gpu: EmulatedGpu) -> None:
     """A trial of M rows has one without any."""
-    kernel = code(Op.DW, Fusion.NONE, Layout.NK, 16)
+    kernel = code(gpu, Op.DW, Fusion.NONE, Layout.NK, 16)
 
     def leaves(result: int, words: dict[str, int]) -> None:
-        host_gpu.at(result + 4 * 264 * 200, 1)[0] = 1e-3  # the second expert's
+        at(result + 4 * 264 * 200, 1)[0] = 1e-3  # the second expert's
 
-    faults.spoilt[kernel.variant.cubin_sha256] = leaves
+    proving.spoil(gpu, kernel.variant.cubin_sha256, leaves)
     assert "wanted 0 (1 of" in str(proof.tried(kernel))
 
 
-def pass_record(op: RowOp, alignment: int, dtype: DType = DType.FP32, cubin: bytes = b"code") -> Variant:
-    spec = RowOpSpec(op, dtype, alignment)
-    return Variant(
-        op.value, ENTRIES[op.value].revision, 1, op, dtype, Layout.NK, Fusion.NONE, alignment, spec.max_experts,
-        spec.config.pairs(), op.value, rowops.arguments(op), (), 256, 0, 40, 0, 0, len(cubin),
-        hashlib.sha256(cubin).digest(),
-    )  # fmt: skip
+def row_kernel(gpu: EmulatedGpu, op: RowOp, alignment: int) -> LoadedKernel:
+    dtype = DType.FP32 if op not in MAKES_CODES else DType.BF16
+    return gpu.load(RowOpSpec(op, dtype, alignment))
 
 
 def exchanged(one: int, other: int) -> Callable[[list[int]], list[int]]:
@@ -165,41 +158,42 @@ def fixed(place: int, value: float) -> Callable[[list[int]], list[int]]:
     + [("swiglu", fixed(place, value)) for place, value in [(0, 7.0), (1, 1.702), (1, 1.0), (2, 1.0), (2, 0.0)]],
 )
 def test_an_activation_with_another_number_is_found(
-    op: RowOp, kind: str, change: Callable[[list[int]], list[int]], faults: proving.Faults,
+    op: RowOp, kind: str, change: Callable[[list[int]], list[int]], gpu: EmulatedGpu,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """A kernel that takes a number for another, or has gpt-oss's own, fails its self-test."""
-    real = host_gpu.FAKES[op]
+    real = PASSES[op]
 
-    def wrong(rows: int, columns: int, pointers: Any, numbers: Any) -> None:
+    def wrong(of: Any, grid: int, block: int, pointers: Any, numbers: Any) -> None:
         *others, flags, limit, alpha, beta, linear_beta = numbers
         words = [limit, alpha, beta, linear_beta]
         if KINDS[flags & rowops.KIND] == kind:
             words = change(words)
-        real(rows, columns, pointers, (*others, flags, *words))
+        real(of, grid, block, pointers, (*others, flags, *words))
 
-    monkeypatch.setitem(host_gpu.FAKES, op, wrong)
-    record = pass_record(op, 16)
-    assert "elements are wrong" in str(proof.tried(LoadedKernel(record, proving.FUNCTION, 132)))
+    monkeypatch.setitem(PASSES, op, wrong)
+    assert "elements are wrong" in str(proof.tried(row_kernel(gpu, op, 16)))
 
 
 @pytest.mark.parametrize("alignment", [16, 1])
 @pytest.mark.parametrize("op", [op for op in RowOp if op not in MAKES_CODES])  # (those are tried on a GPU)
-def test_passes_over_rows(op: RowOp, alignment: int, faults: proving.Faults) -> None:
-    variant = pass_record(op, alignment)
-    kernel = LoadedKernel(variant, proving.FUNCTION, 132)
+def test_passes_over_rows(op: RowOp, alignment: int, gpu: EmulatedGpu) -> None:
+    kernel = row_kernel(gpu, op, alignment)
     assert proof.tried(kernel) is None
-    faults.spoilt[variant.cubin_sha256] = proving.one_element
+    proving.spoil(gpu, kernel.variant.cubin_sha256, proving.one_element)
     assert "wrong" in str(proof.tried(kernel))
 
 
-def test_a_trial_has_none_of_the_callers_modes(faults: proving.Faults) -> None:
+def test_a_trial_has_none_of_the_callers_modes(gpu: EmulatedGpu) -> None:
     """Its thread is its own: neither autocast, nor a default dtype, nor the generator are its business."""
     seen = []
-    kernel = code(Op.FORWARD, Fusion.NONE, Layout.NK, 16)
-    faults.spoilt[kernel.variant.cubin_sha256] = lambda *_: seen.append(
-        (threading.current_thread().name, torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled())
-    )
+    kernel = code(gpu, Op.FORWARD, Fusion.NONE, Layout.NK, 16)
+
+    def look(*_: object) -> None:
+        modes = torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled()
+        seen.append((threading.current_thread().name, *modes))
+
+    proving.spoil(gpu, kernel.variant.cubin_sha256, look)
     before = torch.get_rng_state()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -211,15 +205,11 @@ def test_a_trial_has_none_of_the_callers_modes(faults: proving.Faults) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_launch_that_the_driver_refuses_is_no_result(faults: proving.Faults) -> None:
-    kernel = code(Op.FORWARD, Fusion.NONE, Layout.NK, 16)
-    faults.spoilt[kernel.variant.cubin_sha256] = refuses
+def test_a_launch_that_the_driver_refuses_is_no_result(gpu: EmulatedGpu) -> None:
+    kernel = code(gpu, Op.FORWARD, Fusion.NONE, Layout.NK, 16)
+    gpu.refuses[kernel.variant.cubin_sha256] = 701
     with pytest.raises(CudaError, match="CUDA error 701, too many resources requested for launch"):
         proof.tried(kernel)
-
-
-def refuses(*_: object) -> None:
-    raise CudaError("cuLaunchKernelEx(rows): CUDA error 701, too many resources requested for launch\nmore")
 
 
 @pytest.mark.parametrize(
@@ -240,25 +230,21 @@ def test_the_errors_of_a_gpu_that_a_kernel_causes(text: str, is_fault: bool) -> 
 
 
 @pytest.mark.parametrize("name", ["catalogue-sm90", "quantised-sm90", "catalogue-sm100"])
-def test_code_that_does_nothing_is_found_whatever_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_does_nothing_is_found_whatever_it_is(name: str) -> None:
     """Every kind of shipped variant, by the runtime's own launchers, on a driver that launches nothing."""
-    launched: list[object] = []
-    read_launches(monkeypatch, launched.append)
-    monkeypatch.setattr(cuda, "library", lambda: SimpleNamespace(cuTensorMapEncodeTiled=lambda *_: 0))
-    monkeypatch.setattr(cuda, "zeroed", lambda size, _device: 1 << 40)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(proof, "trial_place", proving.on_host)
     kinds: set[object] = set()
-    with open_bundle(SHIPPED / f"{name}.msgpack") as file:
-        for one in file.variants():
+    with open_bundle(SHIPPED / f"{name}.msgpack") as file, emulated(EmulatedGpu(sm=file.target.sm)) as gpu:
+        gpu.know(SHIPPED / f"{name}.msgpack")
+        gpu.computes = False
+        for i, one in enumerate(file.variants()):
             kind = one.op, one.dtype, one.layout, one.fusion, one.alignment, one.kernel
             if kind not in kinds:
                 kinds.add(kind)
-                before = len(launched)
-                wrong = proof.tried(LoadedKernel(one, proving.FUNCTION, 132))
+                before = len(gpu.launches)
+                wrong = proof.tried(load_kernel(one, file.cubin(i), 0, 132, name))
                 assert wrong is not None
                 assert "wrong" in wrong, wrong
-                assert len(launched) > before, wrong
+                assert len(gpu.launches) > before, wrong
     assert len(kinds) > 10
 
 
@@ -296,29 +282,33 @@ def host_problem() -> Problem:
 # Calls, through dispatch and the loader
 
 
-class Machine:
-    """A machine whose GPU is host memory, with one directory of bundles for it."""
+class Machine(EmulatedGpu):
+    """An L40S with one directory of bundles, whose kernels were never run on it."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, folder: Path, faults: proving.Faults) -> None:
-        self.patch, self.folder, self.faults, self.gpu, self.loads = patch, folder, faults, ON_L40S, 0
-        self.capturing = False
+    def __init__(self, folder: Path) -> None:
+        super().__init__(L40S, 89)
+        self.folder = folder
 
     @property
     def snapshot(self) -> Snapshot:
         return dispatch_snapshot.snapshot()
 
+    @property
+    def tried(self) -> list[Launch]:
+        """The first launch of each self-test, which has a stream of its own."""
+        return list({one.stream: one for one in reversed(self.launches) if one.stream}.values())[::-1]
+
     def anew(self, *, driver: int = L40S.driver) -> None:
         """Another process begins."""
-        self.patch.setattr(verdicts, "_memory", verdicts._Memory())
-        self.patch.setattr(driver_device, "devices", {})
-        self.gpu = LocalGpu(89, replace(L40S, driver=driver))
-        self.faults.tried.clear()
+        verdicts._memory.__init__()  # type: ignore[misc]
+        forget()
+        self.gpu = replace(L40S, driver=driver)
+        self.launches.clear()
         reload()
-        self.patch.setattr(current, "snapshot", Snapshot(places(self.folder)))
 
     def spoil(self, *indices: int, tag: str = "a", spoil: Callable[..., None] = proving.one_element) -> None:
         for index in indices:
-            self.faults.spoilt[hashlib.sha256(cubin(tag, index)).digest()] = spoil
+            proving.spoil(self, digest(tag, index), spoil)
 
     def call(self, rows: int = M) -> bool:
         """Whether a product is right."""
@@ -327,8 +317,12 @@ class Machine:
         return torch.allclose(y, reference.forward(x, w, m_sizes), rtol=1e-4, atol=1e-4)
 
 
-def cubin(tag: str, index: int) -> bytes:
-    return ELF + f"{tag} 89 {index}".encode()  # as made.bundle has them
+def product_code(index: int, tag: str = "a") -> tuple[Variant, bytes]:
+    return made(KernelSpec(Op.FORWARD, DType.FP32, (TILE, SMALL)[index]), 89, tag)
+
+
+def digest(tag: str, index: int) -> bytes:
+    return product_code(index, tag)[0].cubin_sha256
 
 
 def operands(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -338,37 +332,16 @@ def operands(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 @pytest.fixture
-def machine(
-    device: host_gpu.Device,  # noqa: F811
-    faults: proving.Faults,
-    clean_places: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Machine:
-    made = Machine(monkeypatch, clean_places, faults)
-    specs = [Spec(config, dtype=DType.FP32) for config in (TILE, SMALL)]
-    write(clean_places / "a.msgpack", {PROBLEM: [modelled(16, 0, second=1)]}, sm=89, specs=specs, tag="a")
-    host_gpu.on(monkeypatch, simulated=True)
-    for name, real in (("_kernel", KERNEL), ("_gated_kernel", GATED), ("_gathered_kernel", GATHERED)):
-        monkeypatch.setattr(ready, name, real)
-    for module in (ready, products, loader, inspect_preload, inspect_explain, launch_rowops):
-        monkeypatch.setattr(module, "local_gpu", lambda _device: made.gpu)
-    for module in (inspect_preload, inspect_explain):
-        monkeypatch.setattr(module, "current_device", lambda: 0)
-
-    def loaded(bundle: BundleFile, index: int, device: int, sm_count: int) -> LoadedKernel:
-        made.loads += 1
-        return LoadedKernel(bundle.variant(index), proving.FUNCTION, sm_count)
-
-    for module in (loader, inspect_preload):
-        monkeypatch.setattr(module, "loaded", loaded)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: made.capturing)
-    made.anew()
-    return made
+def machine(clean_places: Path) -> Iterator[Machine]:
+    bundle = [product_code(0), product_code(1)]
+    emulated_kernels.write(clean_places / "a.msgpack", bundle, {PROBLEM: [modelled(16, 0, second=1)]}, sm=89)
+    with emulated(Machine(clean_places)) as gpu:
+        gpu.anew()  # type: ignore[attr-defined]
+        yield gpu  # type: ignore[misc]
 
 
 def configs(machine: Machine) -> list[Config]:
-    return [Config.from_pairs(one.config) for one in machine.faults.tried]
+    return [Config.from_pairs(one.code.config) for one in machine.tried]
 
 
 def test_a_first_use_proves_code_and_no_later_one_does(machine: Machine) -> None:
@@ -376,7 +349,7 @@ def test_a_first_use_proves_code_and_no_later_one_does(machine: Machine) -> None
     assert configs(machine) == [TILE]
     assert machine.call()
     assert machine.call(rows=21)  # of the same bucket
-    assert len(machine.faults.tried) == 1
+    assert len(machine.tried) == 1
 
 
 def test_another_process_remembers_and_another_driver_does_not(machine: Machine) -> None:
@@ -395,8 +368,8 @@ def test_wrong_code_is_left_out_told_once_and_remembered(machine: Machine, caplo
     assert machine.call(rows=300)  # another bucket
     assert configs(machine) == [TILE, SMALL]
     (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    for told in ("left out from now on", "rows_pointer forward fp32 w=nk", "block_m=64", "a.msgpack", "NVIDIA L40S",
-                 "(8.9, ", "driver for CUDA 12.8", hashlib.sha256(cubin("a", 0)).hexdigest(), "y[0, 2] is",
+    for told in ("left out from now on", "rows forward fp32 w=nk", "block_m=64", "a.msgpack", "NVIDIA L40S",
+                 "(8.9, ", "driver for CUDA 12.8", digest("a", 0).hex(), "y[0, 2] is",
                  "Please file this line"):  # fmt: skip
         assert told in line
     assert "\n" not in line
@@ -411,44 +384,40 @@ def test_where_all_is_wrong_torch_runs(machine: Machine, caplog: pytest.LogCaptu
     machine.spoil(0, 1)
     assert machine.call()
     assert machine.call()
-    assert len(machine.faults.tried) == 2
+    assert len(machine.tried) == 2
     lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert [line for line in lines if "grouped GEMM runs on torch" in line]
     assert len([line for line in lines if "left out" in line]) == 2
 
 
 def test_in_a_graph_capture_nothing_is_tried_and_nothing_unproven_runs(machine: Machine) -> None:
-    launches = machine.faults.launches
+    launches = len(machine.launches)
     machine.capturing = True
     with pytest.raises(Exception, match="graph capture"):  # float32: torch's own loop can't be captured
         machine.call()
-    assert machine.faults.launches == launches
-    assert machine.faults.tried == []
+    assert len(machine.launches) == launches
+    assert machine.tried == []
     machine.capturing = False
     assert machine.call()  # the next call outside proves it: nothing was kept of the capture
     assert configs(machine) == [TILE]
     machine.anew()
     machine.capturing = True
     assert machine.call()  # what is remembered may run
-    assert machine.faults.tried == []
+    assert machine.tried == []
 
 
 def test_a_pass_that_is_not_proven_is_asked_for_again_after_a_capture(machine: Machine) -> None:
-    base = bundle({PROBLEM: [modelled(16, 0)]}, sm=89, specs=[Spec(TILE, dtype=DType.FP32)], tag="b")
-    every = replace(
-        base, variants=(*base.variants, pass_record(RowOp.COMBINE, 16, cubin=ELF)), cubins=(*base.cubins, ELF),
-        kernels=(Kernel("combine", ENTRIES["combine"].revision, bytes(32)), *base.kernels),
-    )  # fmt: skip
-    publish(machine.folder / "b.msgpack", encode(every))
+    combine = made(RowOpSpec(RowOp.COMBINE, DType.FP32), 89)
+    emulated_kernels.write(machine.folder / "b.msgpack", [combine], sm=89)
     machine.anew()
     machine.capturing = True
-    assert LAUNCHER(RowOp.COMBINE, DType.FP32, 0, aligned=True) is None
+    assert launcher(RowOp.COMBINE, DType.FP32, 0, aligned=True) is None
     assert machine.snapshot.passes == {}
     machine.capturing = False
-    assert proof.judged_on(open_bundle(machine.folder / "b.msgpack"), 1, every.variants[1], machine.gpu) is None
-    machine.patch.setattr("pretuned.runtime.driver.launcher.RowOpLauncher", lambda *given: given)
-    assert LAUNCHER(RowOp.COMBINE, DType.FP32, 0, aligned=True) is not None
-    assert [one.op for one in machine.faults.tried] == [RowOp.COMBINE]
+    with open_bundle(machine.folder / "b.msgpack") as file:
+        assert proof.judged_on(file, 0, combine[0], machine.local) is None
+    assert launcher(RowOp.COMBINE, DType.FP32, 0, aligned=True) is not None
+    assert [one.code.op for one in machine.tried] == [RowOp.COMBINE]
 
 
 def test_it_can_be_switched_off(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -456,19 +425,19 @@ def test_it_can_be_switched_off(machine: Machine, monkeypatch: pytest.MonkeyPatc
     machine.anew()
     machine.spoil(0)
     assert not machine.call()
-    assert machine.faults.tried == []
+    assert machine.tried == []
     assert "PRETUNED_DISABLE_SELF_TEST" in str(explain(PROBLEM, M=M))
 
 
 def test_what_was_measured_on_this_capability_is_used_as_it_is(machine: Machine) -> None:
     """On another GPU of it, too; and no verdict is looked for."""
-    write(
-        machine.folder / "a.msgpack", {PROBLEM: [measured(16, 0, 5)]}, sm=89,
-        specs=[Spec(TILE, dtype=DType.FP32)], gpus=[Gpu("NVIDIA L4", 58, 23034, 12080)], tag="m",
+    emulated_kernels.write(
+        machine.folder / "a.msgpack", [product_code(0, "m")], {PROBLEM: [measured(16, 0, 5)]}, sm=89,
+        gpus=[Gpu("NVIDIA L4", 58, 23034, 12080)],
     )  # fmt: skip
     machine.anew()
     assert machine.call()
-    assert machine.faults.tried == []
+    assert machine.tried == []
     assert verdicts._memory.read == set()
     assert "tested on NVIDIA L4" in str(explain(PROBLEM, M=M))
 
@@ -489,37 +458,25 @@ def test_preload_proves_what_it_loads(machine: Machine) -> None:
     done = preload(problems=[PROBLEM], tokens=range(1, 5))
     assert done.count == 1
     assert configs(machine) == [TILE, SMALL]
-    tried = len(machine.faults.tried)
+    tried = len(machine.tried)
     machine.capturing = True
     assert machine.call(rows=16)
-    assert len(machine.faults.tried) == tried
+    assert len(machine.tried) == tried
 
 
 def test_a_fault_names_the_code_and_the_next_process_leaves_it_out(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    broken: list[bool] = []
-
     def faults(*_: object) -> None:
-        broken.append(True)
+        machine.broken = "an illegal memory access was encountered"
 
-    def wait() -> None:
-        if broken:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered\nand so on")
-
-    @contextlib.contextmanager
-    def trial_place(number: int) -> Iterator[Any]:
-        with proving.on_host(number) as here:
-            yield here._replace(wait=wait)
-
-    monkeypatch.setattr(proof, "trial_place", trial_place)
     machine.spoil(0, spoil=faults)
     with pytest.raises(CudaError, match=r"illegal memory access.*left out from now on: start this process anew"):
         machine.call()
     assert "Please file this line" in caplog.text
-    with pytest.raises(RuntimeError, match="illegal memory access"):  # no other code is blamed
+    with pytest.raises(CudaError, match="illegal memory access"):  # no other code is blamed
         machine.call()
-    broken.clear()
+    machine.broken = ""
     machine.anew()
     assert machine.call()
     assert configs(machine) == [SMALL]
@@ -527,54 +484,53 @@ def test_a_fault_names_the_code_and_the_next_process_leaves_it_out(
 
 @pytest.mark.parametrize(
     "error",
-    [
-        CudaError("cuLaunchKernelEx(rows): CUDA error 701, too many resources requested for launch\nmore"),
-        RuntimeError("CUDA error: uncorrectable ECC error encountered"),
-        OSError("the disk is gone"),
-    ],
+    ["CUDA error 701, too many resources requested for launch", "CUDA error: uncorrectable ECC error encountered"],
 )
 def test_what_is_no_result_is_told_once_and_tried_by_the_next_process(
-    error: Exception, machine: Machine, caplog: pytest.LogCaptureFixture
+    error: str, machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Other code runs in this process; nothing is written about the code that could not be tested."""
-
-    def fails(*_: object) -> None:
-        raise error
-
-    machine.spoil(0, spoil=fails)
+    if "701" in error:
+        machine.refuses[digest("a", 0)] = 701
+    else:
+        machine.spoil(0, spoil=lambda *_: machine.raises.append(RuntimeError(f"{error}\nmore")))
     assert machine.call()
+    machine.raises.clear()
     assert machine.call(rows=300)
     assert configs(machine) == [TILE, SMALL]
     (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert line.startswith("pretuned: could not test rows_pointer forward fp32 w=nk")
-    assert str(error).splitlines()[0] in line
+    assert line.startswith("pretuned: could not test rows forward fp32 w=nk")
+    assert error in line
     assert line.endswith("the next process tests it again")
-    machine.faults.spoilt.clear()
+    machine.refuses.clear()
+    machine.after.clear()
     machine.anew()
     assert machine.call()
     assert configs(machine) == [TILE]
 
 
-@pytest.mark.parametrize("error", [torch.cuda.OutOfMemoryError("no room"), cuda.OutOfMemory("cuMemAlloc: no room")])
+@pytest.mark.parametrize("error", [torch.cuda.OutOfMemoryError, cuda.OutOfMemory])
 def test_without_room_for_a_trial_the_call_fails_and_the_next_one_tries_again(
-    error: Exception, machine: Machine
+    error: type[Exception], machine: Machine
 ) -> None:
-    def full(*_: object) -> None:
-        raise error
-
-    machine.spoil(0, spoil=full)
-    with pytest.raises(type(error)):
+    if error is cuda.OutOfMemory:
+        machine.refuses[digest("a", 0)] = 2
+    else:
+        machine.spoil(0, spoil=lambda *_: machine.raises.append(error("no room")))
+    with pytest.raises(error):
         machine.call()
-    machine.faults.spoilt.clear()
+    machine.refuses.clear()
+    machine.after.clear()
+    machine.raises.clear()
     assert machine.call()
     assert configs(machine) == [TILE, TILE]
 
 
 def test_ranks_that_leave_out_other_code_have_other_fingerprints(machine: Machine) -> None:
-    before = machine.snapshot.fingerprint(machine.gpu)
+    before = machine.snapshot.fingerprint(machine.local)
     machine.spoil(0)
     assert machine.call()
-    assert machine.snapshot.fingerprint(machine.gpu) != before
+    assert machine.snapshot.fingerprint(machine.local) != before
 
 
 def test_two_threads_prove_code_once(machine: Machine) -> None:
