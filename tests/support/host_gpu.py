@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -139,6 +140,24 @@ class Device(EmulatedGpu):
                 assert named is not None
                 self._times[named] = time_us
         self.publish()
+
+    def runs_torch(
+        self, ops: Iterable[Op], *sizes: tuple[int, int], buckets: Iterable[int] = (1, 2, 4, 8, 16, 32)
+    ) -> None:
+        """Have it measured that torch's grouped_mm is faster for these ops, of these N and K and numbers of rows."""
+        every = specs(self._there, self._dtype, self._config)
+        choices = {}
+        for op, (N, K) in itertools.product(ops, sizes):
+            problem = Problem(op, self._dtype, E, N, K, self.layout)
+            named = problem if self.layout is Layout.NK else problem.transposed
+            assert named is not None
+            kind = named.op, named.fusion, 16
+            index = next(i for i, (one, _) in enumerate(every)
+                         if isinstance(one, Spec) and (one.op, one.fusion, one.alignment) == kind)  # fmt: skip
+            choices[named] = [
+                Choice(one, index, Source.MEASURED, 10_000, gpu=0, torch_ns=5_000) for one in sorted(buckets)
+            ]
+        self.publish(encode(bundle_of([made(spec, block=block) for spec, block in every], choices, gpus=[H200])))
 
     def gathers_first(self, *sizes: tuple[int, int]) -> None:
         """Have it measured that a row kernel and the plain product are faster, of these N and K."""

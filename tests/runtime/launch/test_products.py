@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
-from host_gpu import ALL, TOPK, Device, E, K, N, T, ran, tensors
+from emulated_driver import forget
+from host_gpu import ALL, PERSISTENT, TOPK, Device, E, K, N, T, ran, tensors
 
-from pretuned.artifacts.records.problem import Fusion, Layout, Op
-from pretuned.runtime import grouped_gemm, moe_mlp
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, RowOp
+from pretuned.runtime import Lora, grouped_gemm, moe_mlp, reload
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
+from pretuned.runtime.ops import zero_rows
 
 
 @pytest.mark.parametrize(
@@ -101,3 +106,134 @@ def test_only_the_gradients_that_are_needed_run(device: Device) -> None:
         assert [op for op, _ in device.launched] == [Op.FORWARD, *ops]
         assert (a.grad is not None) == (Op.DX in ops)
         assert (b.grad is not None) == (Op.DW in ops)
+
+
+ROWS, WIDE = 16, (16, 8)  # N and K of products whose rows are whole 16 bytes
+SIZES = [5, 0, 3, 4]
+NEW = (Op.FORWARD, Op.DX)
+
+
+@pytest.fixture
+def grouped(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The x of each call of torch's grouped_mm. What is past the last expert's end is no number."""
+    calls: list[torch.Tensor] = []
+
+    def grouped_mm(x: torch.Tensor, w: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+        assert offs.dtype is torch.int32
+        calls.append(x)
+        y = x.new_full((x.shape[0], w.shape[2]), float("nan"))
+        for g, (start, end) in enumerate(itertools.pairwise([0, *offs.tolist()])):
+            assert 0 <= start <= end <= x.shape[0]
+            y[start:end] = x[start:end] @ w[g]
+        return y
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", grouped_mm)
+    return calls
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> None:
+    torch.testing.assert_close(got.detach(), want.detach(), rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("sizes", [SIZES, [16, 0, 0, 0], [0, 0, 0, 0], [20, -4, 7, 1]])
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+@pytest.mark.parametrize("zero_tail", [False, True])
+@pytest.mark.parametrize("clears", [False, True])
+def test_torch_runs_plain_products_that_it_was_measured_faster_for(
+    device: Device, monkeypatch: pytest.MonkeyPatch, grouped: list[torch.Tensor], sizes: list[int], layout: str,
+    zero_tail: bool, clears: bool,
+) -> None:  # fmt: skip
+    """The first call, the second, which replays a program, and calls without a gradient; dW stays a kernel's."""
+    monkeypatch.setattr(zero_rows, "LEAST_BYTES", 0)
+    device.has(PERSISTENT, DType.BF16)
+    device.layout = Layout(layout)
+    device.there -= set() if clears else {RowOp.CLEAR}
+    device.runs_torch(NEW, WIDE)
+    N, K = WIDE
+    x = torch.randn(ROWS, K).bfloat16().requires_grad_()
+    w = torch.randn((E, N, K) if layout == "nk" else (E, K, N)).bfloat16().requires_grad_()
+    m_sizes, form = torch.tensor(sizes, dtype=torch.int32), {"w_layout": layout, "zero_tail": zero_tail}
+    end = min(sum(min(max(one, 0), ROWS) for one in sizes), ROWS)
+    dy = torch.randn(ROWS, N).bfloat16()
+
+    def ran() -> list[torch.Tensor]:
+        y = grouped_gemm(x, w, m_sizes, **form)
+        with torch.no_grad():
+            bare = grouped_gemm(x, w, m_sizes, **form)
+        used = [one if zero_tail else one[:end] for one in (y, bare)]
+        return [*used, *torch.autograd.grad(y, (x, w), dy)]
+
+    device.visible = False
+    wanted = ran()
+    device.visible = True
+    for turn in (1, 2):
+        for got, want in zip(ran(), wanted, strict=True):
+            close(got, want)
+        assert len(grouped) == 3 * turn
+    assert all(one.program is not None for one in dispatch_snapshot.snapshot().plans.values())
+    assert bool(device.cleared) is clears  # of dX at least
+    assert (Op.DW, Fusion.NONE) in device.launched
+
+
+def test_torch_runs_nothing_else(device: Device, grouped: list[torch.Tensor]) -> None:
+    """Kernels run what is fused, goes into ``out``, is not aligned or has an adapter, whatever torch takes."""
+    device.has(PERSISTENT, DType.BF16)
+    device.runs_torch(NEW, WIDE, (7, 8))
+    N, K = WIDE
+    m_sizes, kind = torch.tensor(SIZES), torch.bfloat16
+    x, w, out = torch.randn(ROWS, K).to(kind), torch.randn(E, N, K).to(kind), torch.zeros(ROWS, N, dtype=kind)
+    grouped_gemm(x, w, m_sizes, out=out)
+    grouped_gemm(x, w, m_sizes, bias=torch.randn(E, N).to(kind))
+    grouped_gemm(torch.randn(ROWS * K + 1).to(kind)[1:].view(ROWS, K), w, m_sizes)
+    grouped_gemm(x, torch.randn(E, 7, K).to(kind), m_sizes)
+    grouped_gemm(x, w, m_sizes, gather_indices=torch.arange(ROWS), permute_x=True)
+    grouped_gemm(x, w, m_sizes, lora=Lora(torch.randn(E, 4, K).to(kind), torch.randn(E, N, 4).to(kind)))
+    grouped_gemm(torch.randn(0, K).to(kind), w, m_sizes)
+    assert not grouped
+    grouped_gemm(x, w, m_sizes)
+    assert len(grouped) == 1
+
+
+@pytest.mark.parametrize("rows", [6, 7])
+def test_torch_runs_what_is_plain_of_a_layer(device: Device, grouped: list[torch.Tensor], rows: int) -> None:
+    """Its second product, and both of dX: rows of no expert, which torch leaves as they are, go nowhere."""
+    H, I = WIDE  # noqa: E741
+    device.has(PERSISTENT, DType.BF16)
+    generator = torch.Generator().manual_seed(1)
+
+    def leaf(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) / 4).bfloat16().requires_grad_()
+
+    x, up, down = leaf(rows, H), leaf(E, 2 * I, H), leaf(E, H, I)
+    ids = torch.randint(-1, E + 1, (rows, TOPK), generator=generator)
+    weights = torch.rand(rows, TOPK, generator=generator, requires_grad=True)
+
+    def ran() -> list[torch.Tensor]:
+        out = moe_mlp(x, up, down, ids, weights)
+        return [out, *torch.autograd.grad(out.float().square().sum(), (x, up, down, weights))]
+
+    device.visible = False
+    wanted = ran()
+    device.visible = True
+    device.runs_torch(NEW, (2 * I, H), (H, I))
+    for turn in (1, 2):
+        for got, want in zip(ran(), wanted, strict=True):
+            close(got, want)
+        assert len(grouped) == 3 * turn
+
+
+def test_a_choice_has_torch_run_on_its_gpu_and_for_its_rows_alone(device: Device, grouped: list[torch.Tensor]) -> None:
+    """On another GPU, or for other rows, the kernel is launched."""
+    device.has(PERSISTENT, DType.BF16)
+    N, K = WIDE
+    device.runs_torch((Op.FORWARD,), WIDE, buckets=(16,))
+    x, w = torch.randn(ROWS, K).bfloat16(), torch.randn(E, N, K).bfloat16()
+    grouped_gemm(x, w, torch.tensor(SIZES))
+    assert (len(grouped), len(device.launched)) == (1, 0)
+    grouped_gemm(x[:1], w, torch.tensor([1, 0, 0, 0]))
+    assert (len(grouped), len(device.launched)) == (1, 1)
+    device.gpu = replace(device.gpu, name="NVIDIA H100 80GB HBM3")
+    forget()
+    reload()
+    grouped_gemm(x, w, torch.tensor(SIZES))
+    assert (len(grouped), len(device.launched)) == (1, 2)
