@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from host_gpu import PERSISTENT, Device
 
 from pretuned.artifacts.errors import InputError
-from pretuned.runtime import current, grouped_gemm
-from pretuned.runtime.api import grouped_gemm as api_grouped_gemm
+from pretuned.artifacts.records.precision import DType
+from pretuned.runtime import grouped_gemm
 from pretuned.runtime.check.tensors import check_apart
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
-from pretuned.runtime.launch import ready
-from pretuned.runtime.launch.ready import Ready
 
 E, N, K, M, TOPK = 2, 8, 8, 8, 2
 SIZES = torch.tensor([5, 3])
@@ -123,36 +122,16 @@ def test_what_is_apart(other: Callable[[torch.Tensor], torch.Tensor], shared: bo
         check_apart(buffer[:8, :8], x=other(buffer))
 
 
-class Launcher:
-    """Launches nothing, and has nothing repeated."""
-
-    def __init__(self) -> None:
-        self.launches = 0
-
-    def __call__(self, *_: object, **words: int) -> None:
-        self.launches += 1
-
-    def pack(self, **words: int) -> bytes:
-        return b""
-
-    def start(self, *_: object) -> None:
-        self.launches += 1
-
-    def repeater(self, *_: object) -> Any:
-        return lambda *_: None
+@pytest.fixture
+def gpu(device: Device) -> Device:
+    """A GPU with kernels of bf16, which store nothing."""
+    device.has(PERSISTENT, DType.BF16)
+    device.computes = False
+    return device
 
 
-def test_a_known_call_on_a_gpu_with_other_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU that isn't there: the kind was met before, these tensors were not."""
-    launcher = Launcher()
-    for name, stub in {
-        "device_is_current": lambda _: True, "current_stream": lambda _: 0,
-        "on": lambda _: contextlib.nullcontext(),
-    }.items():  # fmt: skip
-        monkeypatch.setattr(api_grouped_gemm, name, stub)
-    monkeypatch.setattr(ready, "ready_for", lambda *_: Ready(launcher, ""))
-    monkeypatch.setattr(current, "snapshot", dispatch_snapshot.Snapshot(()))
-    monkeypatch.setattr(api_grouped_gemm.tensors, "is_whole", lambda *_: False)
+def test_a_known_call_on_a_gpu_with_other_tensors(gpu: Device) -> None:
+    """The kind was met before, these tensors were not."""
     buffer, w, beside = torch.zeros(8, M, K).bfloat16(), weights(torch.bfloat16), torch.zeros(2, M, 16).bfloat16()
 
     def call(x: torch.Tensor, out: torch.Tensor, w: torch.Tensor = w) -> None:
@@ -162,50 +141,26 @@ def test_a_known_call_on_a_gpu_with_other_tensors(monkeypatch: pytest.MonkeyPatc
     call(buffer[3], buffer[2])
     call(beside[0, :, :K], beside[0, :, K:])
     call(beside[1, :, :K], beside[1, :, K:])
+    kinds = len(dispatch_snapshot.snapshot().calls)
     flat = buffer.view(-1)
-    with monkeypatch.context() as known_only:
-        known_only.setattr(api_grouped_gemm, "_first", lambda *_: pytest.fail("it is known"))
-        call(buffer[4], buffer[5])
-        for begin in (0, 8, 56):
-            for first, second in ((256, 256 + begin), (256 + begin, 256)):
-                with pytest.raises(InputError, match=REFUSED.format("x")):
-                    call(inside(flat, first, M, K), inside(flat, second, M, N))
-        for out in (buffer[4], buffer[5]):
-            with pytest.raises(InputError, match=REFUSED.format("w")):
-                call(buffer[0], out, buffer[4:6])
-        with pytest.raises(InputError, match=REFUSED.format("x")):
-            call(beside[0, :, :K], beside[0, :, :N])
-    assert launcher.launches == 5
+    call(buffer[4], buffer[5])
+    for begin in (0, 8, 56):
+        for first, second in ((256, 256 + begin), (256 + begin, 256)):
+            with pytest.raises(InputError, match=REFUSED.format("x")):
+                call(inside(flat, first, M, K), inside(flat, second, M, N))
+    for out in (buffer[4], buffer[5]):
+        with pytest.raises(InputError, match=REFUSED.format("w")):
+            call(buffer[0], out, buffer[4:6])
+    with pytest.raises(InputError, match=REFUSED.format("x")):
+        call(beside[0, :, :K], beside[0, :, :N])
+    assert len(gpu.launches) == 5
+    assert len(dispatch_snapshot.snapshot().calls) == kinds  # all were known
 
 
-def test_the_stride_of_one_row_means_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stride_of_one_row_means_nothing(gpu: Device) -> None:
     """One row of a matrix whose rows are no multiple of 16 bytes: a TMA descriptor of such a stride is refused."""
-    got: list[int] = []
-
-    class Launcher:
-        def __call__(self, *arguments: int, stride_y_m: int, **words: int) -> None:
-            got.append(stride_y_m)
-
-        def pack(self, *, stride_y_m: int, **words: int) -> bytes:
-            got.append(stride_y_m)
-            return b""
-
-        def start(self, *arguments: object) -> None:
-            pass
-
-        def repeater(self, *arguments: object) -> Callable[..., None]:
-            return lambda *again: None
-
-    for name, stub in {
-        "device_is_current": lambda device: True,
-        "current_stream": lambda device: 0, "on": lambda device: contextlib.nullcontext(),
-    }.items():  # fmt: skip
-        monkeypatch.setattr(api_grouped_gemm, name, stub)
-    monkeypatch.setattr(ready, "ready_for", lambda *arguments: Ready(Launcher(), ""))
-    monkeypatch.setattr(current, "snapshot", dispatch_snapshot.Snapshot(()))
-    monkeypatch.setattr(api_grouped_gemm.tensors, "is_whole", lambda *operands: False)
     w, x = weights(torch.bfloat16), torch.randn(1, K).bfloat16()
     out = torch.empty(4, N + 1, dtype=torch.bfloat16)[:1, :N]
     for _ in range(2):
         grouped_gemm(x, w, torch.tensor([1, 0]), out=out)
-    assert got == [N, N]
+    assert [one.words["stride_y_m"] for one in gpu.launches] == [N, N]

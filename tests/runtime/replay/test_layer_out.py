@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from host_gpu import PERSISTENT, Device
 
-from pretuned.artifacts.records.problem import Layout, RowOp
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Layout
 from pretuned.runtime import sort_routing
-from pretuned.runtime.check import tensors
-from pretuned.runtime.launch import program
-from pretuned.runtime.launch import rowops as launch_rowops
-from pretuned.runtime.launch.products import Product
-from pretuned.runtime.launch.program import Step
-from pretuned.runtime.ops import activation, layer, products
-from pretuned.runtime.ops import routing as ops_routing
+from pretuned.runtime.ops import activation, layer
 from pretuned.runtime.replay import layer_plan
 
 T, TOPK, E, H, I = 4, 2, 3, 16, 8  # noqa: E741
@@ -21,31 +17,13 @@ HOW = layer.Layer(TOPK, Layout.NK, activation.RowActivation(activation.Activatio
 
 
 @pytest.fixture
-def outs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Where sums over slots were written to, on a GPU whose kernels do nothing."""
-    found: list[int] = []
-
-    def launcher(op: RowOp, *_: object, **__: object) -> object:
-        def launch(rows: int, columns: int, pointers: tuple[int, ...], *_: object) -> None:
-            if op is RowOp.COMBINE:
-                found.append(pointers[-1])
-
-        return launch
-
-    monkeypatch.setattr(program, "stream_of", lambda _device: 0)
-    monkeypatch.setattr(layer_plan, "stream_of", lambda _device: 0)
-    monkeypatch.setattr(tensors, "on_gpu", lambda _tensor: True)
-    monkeypatch.setattr(ops_routing, "sort_slots", lambda *_: None)  # torch sorts
-    monkeypatch.setattr(launch_rowops, "for_rows", launcher)
-    product = Product((Step(lambda *_: None, "nothing", ("x", "w", "y", "m_sizes")),), False)
-    monkeypatch.setattr(products, "resolve", lambda *_: product)
-    monkeypatch.setattr(products, "ready_for", lambda *_: None)
-    monkeypatch.setattr(products, "resolve_gated", lambda *_: None)
-    monkeypatch.setattr(layer_plan, "device_is_current", lambda _device: True)
-    return found
+def gpu(device: Device) -> Device:
+    """A GPU with kernels of bf16."""
+    device.has(PERSISTENT, DType.BF16)
+    return device
 
 
-def test_later_calls_write_where_they_are_told(outs: list[int]) -> None:
+def test_later_calls_write_where_they_are_told(gpu: Device) -> None:
     x, out = torch.randn(T, H).bfloat16(), torch.empty(T, H).bfloat16()
     weights = torch.rand(T, TOPK)
     ids = torch.randint(0, E, (T, TOPK))
@@ -56,7 +34,7 @@ def test_later_calls_write_where_they_are_told(outs: list[int]) -> None:
         assert plan.takes(x, given, ids, weights, into)
         found, *_ = plan.forward(HOW, x, given, sort_routing(ids, E), weights, keeps_h=False, into=into)
         assert found is into
-        assert outs.pop() == into.data_ptr()
+        assert gpu.passes[-1].words["out"] == into.data_ptr()
     (known,) = plan.programs.values()
     assert len(known.steps) == 4  # both products, the activation, the sum: they ran by it
     wide, more = torch.empty(T, 2 * H).bfloat16(), torch.empty(T * H + 8).bfloat16()
