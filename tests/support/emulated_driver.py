@@ -96,8 +96,14 @@ class Launch(NamedTuple):
     code: Code
     digest: bytes  # of the cubin
     grid: int
+    threads: int  # of a program
     stream: int
     words: dict[str, Any]
+    parameters: Launched  # as the driver was given them: good while it is in the launch
+
+    def read(self) -> dict[str, Any]:
+        """The words once more, from the caller's memory."""
+        return _words(self.code, self.parameters)
 
     @property
     def kind(self) -> tuple[Op | RowOp, Fusion]:
@@ -121,7 +127,15 @@ class Launch(NamedTuple):
         return {name: one.sizes for name, one in self.words.items() if isinstance(one, Descriptor)}
 
 
-class _Loaded(NamedTuple):
+def _words(code: Code, launched: Launched) -> dict[str, Any]:
+    words: dict[str, Any] = words_of(code.arguments, launched)
+    for name, kind in code.arguments:
+        if kind.startswith("desc"):
+            words[name] = Descriptor.read(words[name])
+    return words
+
+
+class Loaded(NamedTuple):
     code: Code
     digest: bytes
 
@@ -129,18 +143,18 @@ class _Loaded(NamedTuple):
 class EmulatedGpu:
     """GPUs of one kind. What a test may change is here, and what was done.
 
-    ``visible`` says that tensors are on the GPU, else they are the host's. ``available`` is what torch says of CUDA
-    (torch.compile imports code for CUDA graphs if so). ``capturing`` says that the current stream
-    is captured. ``computes`` says that launches store results. ``after`` is called after each launch, by the digest of
-    its cubin, and may spoil what was stored. ``fails`` has the CUDA error of a function's next calls, by its name.
-    ``refuses`` has that of launches of a cubin, by its digest. ``idle`` kinds of code store nothing. ``broken`` says
-    that a kernel has faulted: waiting for the GPU raises, as it does once for each of ``raises``.
+    visible: tensors are on the GPU, else they are the host's. available: what torch says of CUDA; torch.compile imports
+    code for CUDA graphs if so. capturing: the current stream is captured. contexts: this thread has a context.
+    computes: launches store results, but for those of ``idle`` kinds of code. after: is called after each launch of a
+    cubin, by its digest, and may spoil what was stored. fails: the CUDA error of a function's calls, by its name.
+    refuses: that of launches of a cubin, by its digest. broken: a kernel has faulted, and waiting for the GPU raises,
+    as it does once for each of ``raises``. on_load: is called after each cubin that is loaded.
     """
 
     def __init__(self, gpu: Gpu = H200, sm: int = 90, count: int = 1, per_sm: int = 1) -> None:
         self.gpu, self.sm, self.count, self.per_sm = gpu, sm, count, per_sm
         self.visible = self.computes = self.available = True
-        self.capturing = False
+        self.capturing, self.contexts = False, True
         self.broken = ""
         self.current = 0
         self.fails: dict[str, int] = {}
@@ -152,12 +166,18 @@ class EmulatedGpu:
         self.launches: list[Launch] = []
         self.encoded: list[Descriptor] = []
         self.loads: list[Code] = []
+        self.on_load: Callable[[], None] = lambda: None
         self.allocated: list[int] = []
         self.errors: list[BaseException] = []
-        self._loaded: dict[int, _Loaded] = {}
+        self._loaded: dict[int, Loaded] = {}
         self._memory: list[Any] = []
         self._streams = 100
         self._local = threading.local()
+
+    @property
+    def loaded(self) -> list[Loaded]:
+        """What was loaded, in order."""
+        return list(self._loaded.values())
 
     @property
     def local(self) -> LocalGpu:
@@ -237,6 +257,7 @@ class EmulatedGpu:
         return _put(context, 1 + device, c_void_p)
 
     def cuCtxSetCurrent(self, context: int) -> int:
+        self.contexts = True
         return 0
 
     def cuCtxPushCurrent_v2(self, context: int) -> int:
@@ -255,8 +276,9 @@ class EmulatedGpu:
         if found is None:
             return 200
         handle = 1 + len(self._loaded)
-        self._loaded[handle] = _Loaded(*found)
+        self._loaded[handle] = Loaded(*found)
         self.loads.append(found[0])
+        self.on_load()
         return _put(module, handle, c_void_p)
 
     def _real(self, image: int) -> tuple[Code, bytes] | None:
@@ -299,12 +321,11 @@ class EmulatedGpu:
         how, loaded = LaunchConfig.from_address(config), self._loaded[function]
         if extra or how.attributes or how.attribute_count or (how.grid_y, how.grid_z) != (1, 1) or not how.grid_x:
             return 1
-        words: dict[str, Any] = words_of(loaded.code.arguments, Launched(config, function, parameters))
-        kinds = dict(loaded.code.arguments)
-        for name in kinds:
-            if kinds[name].startswith("desc"):
-                words[name] = Descriptor.read(words[name])
-        launch = Launch(*loaded, how.grid_x, how.stream or 0, words)
+        if not self.contexts:
+            return 201
+        given = Launched(config, function, parameters)
+        words = _words(loaded.code, given)
+        launch = Launch(*loaded, how.grid_x, how.block_x, how.stream or 0, words, given)
         self.launches.append(launch)
         if loaded.digest in self.refuses:
             return self.refuses[loaded.digest]

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import sys
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import emulated_kernels
 import pytest
-from cudaconfig import Launch, LaunchConfig, parameters, read_launches
+from emulated_driver import EmulatedGpu, Launch, emulated
 from made import ELF, ON_A100, ON_H200, ON_L40S, PROBLEM, WIDE, bundle, modelled, snapshot
 
-from pretuned.artifacts.errors import BundleCorrupt, CudaError, InputError
-from pretuned.artifacts.files.bundle_file import BundleFile
+from pretuned.artifacts.errors import CudaError, InputError
 from pretuned.artifacts.files.publish import publish
 from pretuned.artifacts.format.codec import encode
 from pretuned.artifacts.records.bundle import Kernel, Variant
@@ -23,15 +25,13 @@ from pretuned.artifacts.records.target import LocalGpu
 from pretuned.kernels.contract import rowops
 from pretuned.kernels.contract.launchable import unlaunchable
 from pretuned.kernels.contract.registry import ENTRIES
-from pretuned.kernels.contract.rowops import Block, RowOpSpec
+from pretuned.kernels.contract.rowops import RowOpSpec
+from pretuned.runtime import reload
 from pretuned.runtime.dispatch import rowops as dispatch_rowops
-from pretuned.runtime.driver import cuda
-from pretuned.runtime.driver.cuda import Function
+from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.driver.launcher import RowOpLauncher
 from pretuned.runtime.inspect.preload import passes_of
-from pretuned.runtime.launch import loader, proof
 from pretuned.runtime.launch import rowops as launch_rowops
-from pretuned.runtime.launch.gemm import LoadedKernel
 
 
 def record(op: RowOp, cubin: bytes = ELF, *, alignment: int = 16, revision: int = 0, **fields: Any) -> Variant:
@@ -137,141 +137,124 @@ def test_preload_takes_every_pass_for_tensors_that_are_aligned_and_not(tmp_path:
     assert sorted(index for _, index in tf32) == list(range(first, end))
 
 
+@pytest.fixture
+def gpu(clean_places: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedGpu]:
+    """A GPU whose launches store nothing, of code that needs no self-test."""
+    monkeypatch.setenv("PRETUNED_DISABLE_SELF_TEST", "1")
+    with emulated(EmulatedGpu()) as found:
+        found.computes = False
+        yield found
+
+
+def load(gpu: EmulatedGpu, op: RowOp = RowOp.COMBINE) -> RowOpLauncher:
+    kernel = gpu.load(RowOpSpec(op, DType.BF16))
+    return RowOpLauncher(kernel.variant, kernel.function, op)
+
+
+def combine(path: Path, tag: str = "") -> Path:
+    """A bundle of the row kernel that adds up."""
+    return emulated_kernels.write(path, [emulated_kernels.made(RowOpSpec(RowOp.COMBINE, DType.BF16), tag=tag)])
+
+
 @pytest.mark.parametrize("op", RowOp)
-def test_the_driver_gets_every_argument_and_the_grid(op: RowOp, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_driver_gets_every_argument_and_the_grid(op: RowOp, gpu: EmulatedGpu) -> None:
     kinds = rowops.arguments(op)
     pointers = tuple(1000 + i for i, (_, kind) in enumerate(kinds) if kind == "ptr")
     rows, columns = 70, 3000
     sizes = {"M": rows, "columns": columns}
     numbers = tuple(sizes.get(name, -i) for i, (name, kind) in enumerate(kinds) if kind != "ptr")
-    seen: list[Any] = []
-
-    def read(launch: Launch) -> None:
-        found = LaunchConfig.from_address(launch.config)
-        *values, first, second = launch.values(parameters(kinds)[1])
-        scratch = [first, second]
-        blocks = [found.grid_x, found.grid_y, found.grid_z, found.block_x, found.block_y, found.block_z]
-        rest = (found.shared_bytes, found.stream, found.attributes, found.attribute_count)
-        seen.append((values, scratch, blocks, *rest))
-
-    read_launches(monkeypatch, read)
-    kernel = LoadedKernel(record(op), Function(5, 6, 2, 256, 4096, 8), 132)
-    launcher = RowOpLauncher(kernel.variant, kernel.function, op)
+    launcher = load(gpu, op)
     for _ in range(2):
         launcher(rows, columns, pointers, numbers, 79)
-    block = Block.from_pairs(kernel.variant.config).block
+    block = RowOpSpec(op, DType.BF16).config.block
     side_by_side = {RowOp.ACTIVATION: 4, RowOp.ACTIVATION_CODES: 8, RowOp.ACTIVATION_ROW_CODES: 2}.get(op, 1)
     grid = rowops.programs(op, rows, columns, block, side_by_side)
     if op is RowOp.ACTIVATION_ROW_CODES and columns > block:
         side_by_side = 1  # of wider rows
     by_block = op in (RowOp.ACTIVATION, RowOp.ACTIVATION_CODES, RowOp.COMBINE)
     assert grid == -(-rows // side_by_side) * (-(-columns // block) if by_block else 1)
-    wanted = ([*pointers, *numbers], [0, 0], [grid, 1, 1, 256, 1, 1], 4096, 79, None, 0)
-    assert seen == [wanted] * 2
-
-
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The codes that the next launches return, then success; a GPU that loads every variant but damaged ones."""
-    codes: list[int] = []
-    read_launches(monkeypatch, lambda _: codes.pop(0) if codes else 0)
-    monkeypatch.setattr(cuda, "make_current", lambda device: codes.append(0))
-    monkeypatch.setattr(launch_rowops, "platform_supported", lambda: True)
-    monkeypatch.setattr(launch_rowops, "local_gpu", lambda device: ON_H200)
-
-    def loaded(bundle: BundleFile, index: int, device: int, sm_count: int) -> LoadedKernel:
-        if "damaged" in Path(bundle.path).name:
-            raise BundleCorrupt("its cubin is not what the index says")
-        return LoadedKernel(bundle.variant(index), Function(5, 6, device, 256, 0, 8), sm_count)
-
-    monkeypatch.setattr(loader, "loaded", loaded)
-    monkeypatch.setattr(proof, "stands", lambda *_: True)
-    return codes
+    wanted = dict(zip([name for name, _ in kinds], [*pointers, *numbers], strict=True))
+    assert [one.words for one in gpu.launches] == [wanted | {"scratch": 0, "scratch 2": 0}] * 2
+    assert [(one.grid, one.threads, one.stream) for one in gpu.launches] == [
+        (grid, 32 * RowOpSpec(op, DType.BF16).config.num_warps, 79)
+    ] * 2
 
 
 GIVEN = (1, 2, 3, 4, 5, 6), (2, 3, 1, 0), 0  # pointers and numbers of COMBINE, a stream
 
 
-def made(op: RowOp = RowOp.COMBINE) -> RowOpLauncher:
-    return RowOpLauncher(record(op), Function(5, 6, 0, 256, 0, 8), op)
-
-
-def test_a_damaged_bundle_is_dropped_and_the_next_one_taken(
-    tmp_path: Path, driver: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    paths = [write(tmp_path / name, [record(RowOp.COMBINE)]) for name in ("a-damaged.msgpack", "b.msgpack")]
-    here = snapshot(*paths)
-    monkeypatch.setattr(launch_rowops.dispatch_snapshot, "snapshot", lambda: here)
+def test_a_damaged_bundle_is_dropped_and_the_next_one_taken(clean_places: Path, gpu: EmulatedGpu) -> None:
+    damaged = combine(clean_places / "a-damaged.msgpack", "a")
+    combine(clean_places / "b.msgpack", "b")
+    data = bytearray(damaged.read_bytes())
+    data[data.rindex(b"combine")] ^= 1  # in the cubin, which is the last
+    damaged.unlink()
+    damaged.write_bytes(data)
+    reload()
     first = launch_rowops.launcher(RowOp.COMBINE, DType.BF16, 0, aligned=True)
     assert first is not None
     assert launch_rowops.launcher(RowOp.COMBINE, DType.BF16, 0, aligned=True) is first
-    assert [skipped.path.name for skipped in here.view(ON_H200, installed=False).skipped] == ["a-damaged.msgpack"]
+    skipped = dispatch_snapshot.snapshot().view(gpu.local, installed=False).skipped
+    assert [one.path.name for one in skipped] == ["a-damaged.msgpack"]
 
 
 def test_where_no_bundle_has_it_that_is_told_once(
-    tmp_path: Path, driver: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    here = snapshot(write(tmp_path / "a.msgpack", []))
-    monkeypatch.setattr(launch_rowops.dispatch_snapshot, "snapshot", lambda: here)
     with caplog.at_level("INFO", "pretuned.runtime.launch.rowops"):
         for _ in range(2):
             assert launch_rowops.launcher(RowOp.COMBINE, DType.BF16, 0, aligned=True) is None
-    assert len(caplog.records) == 1
-    assert "no usable bundle has a kernel for combine bf16" in caplog.text
-    monkeypatch.setattr(launch_rowops, "platform_supported", lambda: False)
+    assert caplog.text.count("no usable bundle has a kernel for combine bf16") == 1
+    monkeypatch.setattr(sys, "platform", "darwin")
     assert launch_rowops.launcher(RowOp.ACTIVATION, DType.BF16, 0, aligned=True) is None
 
 
-def test_what_was_chosen_before_a_reload_is_not_kept_after_it(
-    tmp_path: Path, driver: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = snapshot(write(tmp_path / "a.msgpack", []))
-    after = snapshot(write(tmp_path / "b.msgpack", [record(RowOp.COMBINE)]))
-    real = loader.load_first
+def test_what_was_chosen_before_a_reload_is_not_kept_after_it(clean_places: Path, gpu: EmulatedGpu) -> None:
+    """Another thread reloads while a kernel is looked for."""
+    combine(clean_places / "a.msgpack")
+    before = dispatch_snapshot.snapshot()
 
-    def interrupted(*given: Any) -> Any:
-        monkeypatch.setattr(launch_rowops.dispatch_snapshot, "snapshot", lambda: after)  # another thread reloads
-        return real(*given)
+    def reloaded() -> None:
+        reload()
+        dispatch_snapshot.snapshot()
 
-    monkeypatch.setattr(loader, "load_first", interrupted)
-    monkeypatch.setattr(launch_rowops.dispatch_snapshot, "snapshot", lambda: before)
-    assert launch_rowops.launcher(RowOp.COMBINE, DType.BF16, 0, aligned=True) is None
+    gpu.on_load = reloaded
     assert launch_rowops.launcher(RowOp.COMBINE, DType.BF16, 0, aligned=True) is not None
-    assert (list(before.passes.values()), len(after.passes)) == ([None], 1)
+    after = dispatch_snapshot.snapshot()
+    assert after is not before
+    assert (len(before.passes), len(after.passes)) == (1, 0)
 
 
-def test_what_the_driver_refuses_is_an_error_with_the_kernels_name(
-    driver: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def check(code: int, call: str) -> None:
-        if code:
-            raise CudaError(f"{call}: CUDA error {code}")
-
-    monkeypatch.setattr(cuda, "check", check)
-    launch = made()
-    driver.append(700)
+def test_what_the_driver_refuses_is_an_error_with_the_kernels_name(gpu: EmulatedGpu) -> None:
+    launch = load(gpu)
+    gpu.fails["cuLaunchKernelEx"] = 700
     with pytest.raises(CudaError, match=r"cuLaunchKernelEx\(combine\): CUDA error 700"):
         launch(2, 3, *GIVEN)
+    gpu.fails.clear()
     launch(2, 3, *GIVEN)
-    driver.append(cuda.INVALID_CONTEXT)  # a thread that has not touched CUDA: once more
+    gpu.contexts = False  # a thread that has not touched CUDA: once more
     launch(2, 3, *GIVEN)
-    assert driver == []
+    assert len(gpu.launches) == 2
 
 
-def test_two_threads_never_share_a_block(driver: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[object] = []
+def test_two_threads_never_share_a_block(gpu: EmulatedGpu) -> None:
+    """The second launches while the first is in the driver, which still reads its own words after that."""
+    launch = load(gpu)
+    read: list[int] = []
 
-    def read(launch: Launch) -> None:
-        seen.append(launch.pointers)
-        if len(seen) == 1:  # another thread, while the first is in the driver
-            other(2, 3, *GIVEN)
+    def again(first: Launch) -> None:
+        read.append(first.words["M"])
+        if len(read) == 1:
+            other = threading.Thread(target=launch, args=(2, 3, GIVEN[0], (5, 3, 1, 0), 0))
+            other.start()
+            other.join()
+            read.append(first.read()["M"])
 
-    read_launches(monkeypatch, read)
-    other = made()
-    other(2, 3, *GIVEN)
-    assert len(set(seen)) == 2
+    gpu.after[gpu.loaded[-1].digest] = again
+    launch(2, 3, *GIVEN)
+    assert read == [2, 5, 2]
 
 
-def test_more_programs_than_a_launch_can_have(driver: list[int]) -> None:
+def test_more_programs_than_a_launch_can_have(gpu: EmulatedGpu) -> None:
     with pytest.raises(InputError, match=r"2147483648 rows of 5 columns make 2147483648 programs.*split them"):
-        made()(2**31, 5, (1, 2, 3), (2**31 - 1, 5, 1, 1), 0)
+        load(gpu)(2**31, 5, (1, 2, 3), (2**31 - 1, 5, 1, 1), 0)
