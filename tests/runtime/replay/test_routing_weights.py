@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from emulated_kernels import made
+from host_gpu import PERSISTENT, Device
 
-from pretuned.artifacts.records.problem import Layout, RowOp
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Layout, Op, RowOp
 from pretuned.kernels.contract import rowops
+from pretuned.kernels.contract.rowops import RowOpSpec
 from pretuned.runtime import sort_routing
-from pretuned.runtime.check import tensors
 from pretuned.runtime.launch import program
-from pretuned.runtime.launch import rowops as launch_rowops
-from pretuned.runtime.launch.products import Product
-from pretuned.runtime.launch.program import Step
-from pretuned.runtime.ops import activation, layer, products, tokens
+from pretuned.runtime.ops import activation, layer, tokens
 from pretuned.runtime.ops import routing as ops_routing
 
 T, TOPK, E, H, I = 4, 2, 3, 16, 8  # noqa: E741
@@ -23,28 +23,25 @@ KINDS = [torch.bfloat16, torch.float32, torch.float16]
 HOW = layer.Layer(TOPK, Layout.NK, activation.RowActivation(activation.Activation("silu"), True, False))
 
 
-class Noted:
-    """A pass that notes what it is launched with."""
+@pytest.fixture
+def gpu(device: Device) -> Device:
+    """A GPU with kernels of bf16. Its products leave their results as they were."""
+    device.has(PERSISTENT, DType.BF16)
+    device.idle = frozenset(Op)
+    return device
 
-    def __init__(self) -> None:
-        self.numbers: tuple[int, ...] = ()
-        self.pointers: tuple[int, ...] = ()
 
-    def __call__(
-        self, rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple[int, ...], stream: int
-    ) -> None:
-        self.pointers, self.numbers = pointers, numbers
+def last(gpu: Device, op: RowOp) -> dict[str, Any]:
+    """The words of the last launch of a row kernel."""
+    return next(one.words for one in reversed(gpu.passes) if one.code.op is op)
 
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
 def test_routing_weights_are_read_as_they_are_where_the_kernel_can(
-    monkeypatch: pytest.MonkeyPatch, kind: torch.dtype, biased: bool
+    gpu: Device, kind: torch.dtype, biased: bool
 ) -> None:
-    monkeypatch.setattr(program, "stream_of", lambda _device: 0)
     h, da, weights = torch.randn(4, 6).bfloat16(), torch.randn(4, 3).bfloat16(), torch.rand(4).to(kind)
-    noted = Noted()
-    monkeypatch.setattr(launch_rowops, "for_rows", lambda *_, **__: noted)
     act, needs = (
         activation.RowActivation(activation.Activation("silu"), True, False),
         activation.Needs(True, True, True),
@@ -54,14 +51,14 @@ def test_routing_weights_are_read_as_they_are_where_the_kernel_can(
     narrow = kind is torch.bfloat16
     assert dweights is not None
     assert dweights.dtype is (torch.bfloat16 if narrow and not biased else torch.float32)
-    assert bool(noted.numbers[3] & rowops.NARROW) == narrow
-    assert bool(noted.numbers[3] & rowops.NARROW_DWEIGHTS) == (narrow and not biased)
-    assert noted.numbers[3] & rowops.WEIGHTED
-    assert (noted.pointers[2] == weights.data_ptr()) == (narrow or kind is torch.float32)
+    words = last(gpu, RowOp.ACTIVATION_GRAD)
+    assert bool(words["flags"] & rowops.NARROW) == narrow
+    assert bool(words["flags"] & rowops.NARROW_DWEIGHTS) == (narrow and not biased)
+    assert words["flags"] & rowops.WEIGHTED
+    assert (words["row_weights"] == weights.data_ptr()) == (narrow or kind is torch.float32)
     y, one = torch.randn(4, 3).bfloat16(), torch.zeros(4, dtype=torch.int32)
     tokens.combine(y, one, 2, weights, one, torch.randn(1, 3).bfloat16() if biased else None)
-    narrow = kind is torch.bfloat16
-    assert noted.numbers[-1] == rowops.WEIGHTED | rowops.NARROW * narrow | rowops.BIASED * biased
+    assert last(gpu, RowOp.COMBINE)["flags"] == rowops.WEIGHTED | rowops.NARROW * narrow | rowops.BIASED * biased
 
 
 def test_routing_weights_of_another_kind_are_widened() -> None:
@@ -75,24 +72,6 @@ def test_routing_weights_of_another_kind_are_widened() -> None:
     assert layer.slot_weights(weights.half(), x.double()).dtype is torch.float64
 
 
-@pytest.fixture
-def noted(monkeypatch: pytest.MonkeyPatch) -> dict[RowOp, Noted]:
-    """The passes of a GPU whose products leave their results as they were."""
-    found = {op: Noted() for op in RowOp}
-    monkeypatch.setattr(program, "stream_of", lambda _device: 0)
-    monkeypatch.setattr(tensors, "on_gpu", lambda _tensor: True)
-    monkeypatch.setattr(ops_routing, "sort_slots", lambda *_: None)  # torch sorts
-    monkeypatch.setattr(launch_rowops, "for_rows", lambda op, *_, **__: found[op])
-    product = Product((Step(lambda *_: None, "nothing", ("x", "w", "y", "m_sizes")),), False)
-    monkeypatch.setattr(products, "resolve", lambda *_: product)
-    monkeypatch.setattr(products, "ready_for", lambda *_: None)
-    monkeypatch.setattr(products, "resolve_gated", lambda *_: None)
-    monkeypatch.setattr(
-        products, "resolve_weight", lambda *_: Step(lambda *_: None, "nothing", ("dy", "x", "dw", "m_sizes"))
-    )
-    return found
-
-
 def routed(kind: torch.dtype) -> tuple[torch.Tensor, ops_routing.Routing]:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(-1, E + 1, (T, TOPK), generator=generator)
@@ -101,9 +80,7 @@ def routed(kind: torch.dtype) -> tuple[torch.Tensor, ops_routing.Routing]:
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_program_tells_the_sum_of_what_dtype_they_are(
-    noted: dict[RowOp, Noted], kind: torch.dtype, biased: bool
-) -> None:
+def test_a_program_tells_the_sum_of_what_dtype_they_are(gpu: Device, kind: torch.dtype, biased: bool) -> None:
     """Of the tensors that it is given later."""
     up, down = torch.randn(E, 2 * I, H).bfloat16(), torch.randn(E, H, I).bfloat16()
     program_of: program.Program | None = None
@@ -120,19 +97,18 @@ def test_a_program_tells_the_sum_of_what_dtype_they_are(
             assert program_of is not None
         else:
             program_of.run(T * TOPK, 0, given)
-        sum_of = noted[RowOp.COMBINE]
-        narrow = rowops.NARROW if kind is torch.bfloat16 else 0
-        assert sum_of.numbers == (T, H, TOPK, rowops.WEIGHTED | narrow | (rowops.BIASED if biased else 0))
-        _, places, at, experts, at_bias, _ = sum_of.pointers
-        assert (places, experts) == (routing.places.data_ptr(), routing.experts.data_ptr())
-        assert (at == weights.data_ptr()) is (kind is not torch.float16)
-        assert at_bias == (0 if bias is None else bias.data_ptr())
+        words = last(gpu, RowOp.COMBINE)
+        flags = rowops.WEIGHTED | (rowops.NARROW if kind is torch.bfloat16 else 0) | (rowops.BIASED if biased else 0)
+        assert [words[name] for name in ("M", "columns", "top_k", "flags")] == [T, H, TOPK, flags]
+        assert (words["places"], words["experts"]) == (routing.places.data_ptr(), routing.experts.data_ptr())
+        assert (words["row_weights"] == weights.data_ptr()) is (kind is not torch.float16)
+        assert words["bias"] == (0 if bias is None else bias.data_ptr())
 
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_program_of_a_gradient_reads_and_writes_them_as_its_kernel_can(
-    noted: dict[RowOp, Noted], kind: torch.dtype, biased: bool
+    gpu: Device, kind: torch.dtype, biased: bool
 ) -> None:
     """``biased``, frozen: the bias' part is added to their gradient in float32."""
     up, down = torch.randn(E, 2 * I, H).bfloat16(), torch.randn(E, H, I).bfloat16()
@@ -153,56 +129,41 @@ def test_the_program_of_a_gradient_reads_and_writes_them_as_its_kernel_can(
         else:
             found = program_of.run(T * TOPK, 0, given)
         assert [one is not None for one in found] == list(needs)
-        pass_of, summed = noted[RowOp.ACTIVATION_GRAD], noted[RowOp.COMBINE]
-        flags, narrow = pass_of.numbers[3], kind is torch.bfloat16
+        words, summed = last(gpu, RowOp.ACTIVATION_GRAD), last(gpu, RowOp.COMBINE)
+        flags, narrow = words["flags"], kind is torch.bfloat16
         assert found[5].dtype is kind
         assert found[5].shape == weights.shape
         assert flags & rowops.WEIGHTED
         assert bool(flags & rowops.NARROW) is narrow
         assert bool(flags & rowops.NARROW_DWEIGHTS) is (narrow and not biased)
-        assert (pass_of.pointers[2] == weights.data_ptr()) is (narrow or kind is torch.float32)
+        assert (words["row_weights"] == weights.data_ptr()) is (narrow or kind is torch.float32)
         whole = not biased and (narrow or kind is torch.float32)  # else it is made of what the kernel wrote
-        assert (pass_of.pointers[7] == found[5].data_ptr()) is whole
-        assert summed.numbers == (T, H, TOPK, 0)
-        assert summed.pointers[1:5] == (routing.places.data_ptr(), 0, 0, 0)
+        assert (words["dweights"] == found[5].data_ptr()) is whole
+        assert [summed[name] for name in ("M", "columns", "top_k", "flags")] == [T, H, TOPK, 0]
+        assert summed["places"] == routing.places.data_ptr()
+        assert not any(summed[name] for name in ("row_weights", "experts", "bias"))
 
 
 @pytest.mark.parametrize("biased", [False, True])
-def test_their_gradient_is_of_their_dtype_where_no_bias_adds_to_it(
-    monkeypatch: pytest.MonkeyPatch, biased: bool
-) -> None:
-    told: list[bool] = []
-    real = activation.gradient
-
-    def gradient(*given: Any, narrow: bool, **named: Any) -> Any:
-        told.append(narrow)
-        return real(*given, narrow=narrow, **named)
-
-    monkeypatch.setattr(activation, "gradient", gradient)
+def test_their_gradient_is_of_their_dtype_where_no_bias_adds_to_it(gpu: Device, biased: bool) -> None:
     weights, routing = routed(torch.bfloat16)
     bias = torch.randn(E, H).bfloat16() if biased else None
     given = layer.Weights(torch.randn(E, 2 * I, H).bfloat16(), torch.randn(E, H, I).bfloat16(), None, bias)
     x, h = torch.randn(T, H).bfloat16(), torch.randn(T * TOPK, 2 * I).bfloat16()
     needs = (True, False, False, False, False, True)
     layer.gradients(HOW, x.clone(), x, given, weights, h, routing, needs)
-    assert told == [not biased]
+    assert bool(last(gpu, RowOp.ACTIVATION_GRAD)["flags"] & rowops.NARROW_DWEIGHTS) is not biased
 
 
-def test_the_sum_asks_for_a_kernel_that_may_read_its_bias(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-
-    def launcher(*_: object, aligned: bool) -> None:
-        asked.append(aligned)
-
+def test_the_sum_asks_for_a_kernel_that_may_read_its_bias(gpu: Device) -> None:
     weights, routing = routed(torch.float32)
-    monkeypatch.setattr(launch_rowops, "launcher", launcher)
-    monkeypatch.setattr(tensors, "on_gpu", lambda _tensor: True)
-    y, bias = torch.randn(T * TOPK, H), torch.randn(E, H)
-    spare = torch.empty(E * H + 1)[1:].view(E, H).copy_(bias)
+    y, bias = torch.randn(T * TOPK, H).bfloat16(), torch.randn(E, H).bfloat16()
+    spare = torch.empty(E * H + 1).bfloat16()[1:].view(E, H).copy_(bias)
     sums = [
         tokens.combine(y, routing.places, TOPK, weights.flatten(), routing.experts, one) for one in (bias, spare, None)
     ]
-    assert asked == [True, False, True]
+    wanted = [made(RowOpSpec(RowOp.COMBINE, DType.BF16, alignment))[0].cubin_sha256 for alignment in (16, 1, 16)]
+    assert [one.digest for one in gpu.passes if one.code.op is RowOp.COMBINE] == wanted
     assert torch.equal(sums[0], sums[1])
 
 
