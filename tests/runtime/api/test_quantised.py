@@ -7,14 +7,15 @@ import functools
 import itertools
 import logging
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from emulated_driver import EmulatedGpu, emulated
 
 from pretuned.artifacts.errors import InputError, ProblemNotInBundle
 from pretuned.artifacts.records.precision import PRECISIONS
+from pretuned.artifacts.records.target import Gpu
 from pretuned.kernels.contract.config import Config
 from pretuned.runtime import (
     ExpertWeights,
@@ -26,8 +27,6 @@ from pretuned.runtime import (
     reload,
     sort_routing,
 )
-from pretuned.runtime.check import tensors
-from pretuned.runtime.driver import device
 from pretuned.runtime.ops import quantised
 
 FORMATS = [name for name, one in PRECISIONS.items() if one.quantised]
@@ -310,24 +309,19 @@ def test_what_does_not_fit_is_told(call: Any, told: str) -> None:
 
 
 @pytest.fixture
-def gpu(clean_places: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A GPU that no bundle is for, and that needs no driver of ours: torch's for ROCm; here it is host memory."""
-    found = SimpleNamespace(name="AMD MI300X", major=9, minor=4, multi_processor_count=304, total_memory=192 << 30)
+def gpu(clean_places: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedGpu]:
+    """A GPU that no bundle is for, and that needs no driver of ours: torch's for ROCm."""
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _index: found)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(tensors, "on_gpu", lambda _tensor: True)
-    monkeypatch.setattr(device, "devices", {})
     quantised._tell.cache_clear()
-    reload()
-    yield
+    with emulated(EmulatedGpu(Gpu("AMD MI300X", 304, 192 << 10, 0), 94)) as found:
+        yield found
     quantised._tell.cache_clear()
 
 
 @pytest.mark.parametrize("form", FORMS, ids=told)
 @pytest.mark.parametrize("format", ["fp8_block", "mxfp4"])
 def test_on_a_gpu_torch_does_it_and_says_so_once(
-    gpu: None, caplog: pytest.LogCaptureFixture, format: str, form: dict[str, bool]
+    gpu: EmulatedGpu, caplog: pytest.LogCaptureFixture, format: str, form: dict[str, bool]
 ) -> None:
     w, m_sizes, M = made(format, 32, 128), torch.tensor([7, 0, 1, 30, 0]), T * TOPK
     indexed = form["gather"] or form["scatter"] or form["weigh"]
@@ -340,10 +334,9 @@ def test_on_a_gpu_torch_does_it_and_says_so_once(
     }  # fmt: skip
     found = [grouped_gemm(x, w, m_sizes, **how) for _ in range(2)]
     dx = grouped_gemm(given := x.clone().requires_grad_(), w, m_sizes, **how).float().sum().backward() or given.grad
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensors, "on_gpu", lambda _tensor: False)
-        want = grouped_gemm(x, w, m_sizes, **how)
-        grouped_gemm(given := x.clone().requires_grad_(), w, m_sizes, **how).float().sum().backward()
+    gpu.visible = False
+    want = grouped_gemm(x, w, m_sizes, **how)
+    grouped_gemm(given := x.clone().requires_grad_(), w, m_sizes, **how).float().sum().backward()
     skipped = 3 if indexed and not form["scatter"] else slice(0, 0)
     for one in (*found, want):
         one[skipped] = 0
@@ -355,24 +348,23 @@ def test_on_a_gpu_torch_does_it_and_says_so_once(
     assert warned.startswith(f"pretuned: no bundle has a kernel for {format} weights: torch dequantises them")
 
 
-def test_a_layer_on_a_gpu(gpu: None) -> None:
+def test_a_layer_on_a_gpu(gpu: EmulatedGpu) -> None:
     torch.manual_seed(7)
     up, down, act = made("mxfp4", 64, 96, 1), made("mxfp4", 96, 32, 2), ("swiglu_oai",)
     hidden, weights = torch.randn(T, 96).bfloat16().requires_grad_(), torch.rand(T, TOPK)
     ids, how = torch.randint(-1, E, (T, TOPK)), {"interleaved": True, "gate_up_bias": torch.randn(E, 64).bfloat16()}
     found = moe_mlp(hidden, up, down, ids, weights, *act, **how)
     (dx,) = torch.autograd.grad(found.float().sum(), hidden)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensors, "on_gpu", lambda _tensor: False)
-        want = moe_mlp(hidden, up, down, ids, weights, *act, **how)
-        (want_dx,) = torch.autograd.grad(want.float().sum(), hidden)
+    gpu.visible = False
+    want = moe_mlp(hidden, up, down, ids, weights, *act, **how)
+    (want_dx,) = torch.autograd.grad(want.float().sum(), hidden)
     assert off(found.detach(), want.detach()) < 8e-3  # (torch's product is rounded before the bias is added)
     assert off(dx, want_dx) < 8e-3
 
 
-def test_strict_refuses_and_a_capture_can_not_be_done(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strict_refuses_and_a_capture_can_not_be_done(gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     w, x, m_sizes = made("mxfp4", 32, 64), torch.randn(5, 64).bfloat16(), torch.tensor([1, 1, 1, 1, 1])
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    gpu.capturing = True
     with pytest.raises(ProblemNotInBundle, match=r"a kernel for mxfp4 weights, .* which a CUDA graph capture forbids"):
         grouped_gemm(x, w, m_sizes)
     monkeypatch.setenv("PRETUNED_STRICT", "1")

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 import torch
+from emulated_driver import EmulatedGpu, emulated
 
-from pretuned.artifacts.errors import CudaError
-from pretuned.runtime import explain, grouped_gemm, reload
-from pretuned.runtime.check import tensors
-from pretuned.runtime.driver import cuda, device
+from pretuned.artifacts.records.target import Gpu
+from pretuned.runtime import explain, grouped_gemm
+from pretuned.runtime.driver import device
 from pretuned.runtime.ops import torch_fallback
 
 
@@ -28,28 +27,17 @@ def test_the_reference_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.fixture
-def amd(clean_places: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """torch for ROCm: its GPUs are called cuda, here they are host memory, and there is no CUDA driver."""
-
-    def library() -> None:
-        raise CudaError("no CUDA driver")
-
-    found = SimpleNamespace(
-        name="AMD Instinct MI300X", major=9, minor=4, multi_processor_count=304, total_memory=192 << 30
-    )
+def amd(clean_places: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedGpu]:
+    """torch for ROCm: its GPUs are called cuda, and there is no CUDA driver."""
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _index: found)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(cuda, "library", library)
-    monkeypatch.setattr(tensors, "on_gpu", lambda _tensor: True)
-    monkeypatch.setattr(device, "devices", {})
     device.tell_unsupported.cache_clear()
-    reload()
-    yield
+    with emulated(EmulatedGpu(Gpu("AMD Instinct MI300X", 304, 192 << 10, 0), 94)) as gpu:
+        gpu.fails["cuInit"] = 100
+        yield gpu
     device.tell_unsupported.cache_clear()
 
 
-def test_an_amd_gpu_is_torchs(amd: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_amd_gpu_is_torchs(amd: EmulatedGpu, caplog: pytest.LogCaptureFixture) -> None:
     x, w, m_sizes = torch.randn(6, 8), torch.randn(2, 4, 8), torch.tensor([2, 4])
     want = torch.cat([x[:2] @ w[0].T, x[2:] @ w[1].T])
     for _ in range(2):
@@ -65,9 +53,7 @@ def test_an_amd_gpu_is_torchs(amd: None, caplog: pytest.LogCaptureFixture) -> No
     assert torch_fallback.grouped_mm(torch.bfloat16, device.local_gpu(0).sm, 2) is None  # its 9.4 is no capability
 
 
-def test_no_bundle_is_to_be_built_for_an_amd_gpu(amd: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+def test_no_bundle_is_to_be_built_for_an_amd_gpu(amd: EmulatedGpu) -> None:
     told = explain(E=2, N=64, K=64, M=8)
     assert told.runs == "torch"
     assert "AMD Instinct MI300X" in told.reason

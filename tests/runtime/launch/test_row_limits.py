@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from cudaconfig import Launch, LaunchConfig, read_launches, words_of
+from emulated_driver import EmulatedGpu, emulated
 
 import pretuned.artifacts
 from pretuned.artifacts.errors import InputError
@@ -19,8 +20,6 @@ from pretuned.kernels.contract.config import Config, Schedule
 from pretuned.kernels.contract.registry import clears, transposed
 from pretuned.runtime.dispatch import snapshot
 from pretuned.runtime.dispatch.ranking import modelled
-from pretuned.runtime.driver import cuda
-from pretuned.runtime.driver.descriptors import MAP_BYTES, TensorMaps
 from pretuned.runtime.driver.launcher import Launcher
 from pretuned.runtime.launch import gemm
 from pretuned.runtime.launch.gemm import LoadedKernel
@@ -44,38 +43,40 @@ def in_turns(op: Op) -> LoadedKernel:
             if one.op is op and not one.fusion and dict(one.config).get("pingpong")
             and not transposed(op, Config.from_pairs(one.config))
         )  # fmt: skip
-    return LoadedKernel(variant, cuda.Function(1, 1, 0, variant.threads, variant.shared_bytes, 1), 132)
+    return load(variant)
 
 
-Launched = Callable[..., tuple[int, dict[str, int | bytes]]]
+def load(variant: Variant) -> LoadedKernel:
+    with open_bundle(SHIPPED) as bundle:
+        index = next(i for i, one in enumerate(bundle.variants()) if one == variant)
+        return gemm.load_kernel(variant, bundle.cubin(index), 0, 132, "what ships")
+
+
+Launched = Callable[..., tuple[int, dict[str, Any]]]
 
 
 @pytest.fixture(autouse=True)
-def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
-    """Launches a kernel of a variant on words, on a GPU that isn't there: its programs, and what it reads by name."""
-    seen: list[tuple[int, dict[str, int | bytes]]] = []
-    running: list[Variant] = []
+def gpu() -> Iterator[EmulatedGpu]:
+    """Whose launches store nothing."""
+    with emulated(EmulatedGpu()) as found:
+        found.know(SHIPPED)
+        found.computes = False
+        yield found
 
-    def read(launch: Launch) -> None:
-        programs = LaunchConfig.from_address(launch.config).grid_x
-        seen.append((programs, words_of(running[-1].arguments, launch)))
 
-    read_launches(monkeypatch, read)
-    monkeypatch.setattr(TensorMaps, "encode", lambda *_: bytes(MAP_BYTES))
-    monkeypatch.setattr(cuda, "zeroed", lambda size_bytes, device: 4096)
-    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
+@pytest.fixture
+def launched(gpu: EmulatedGpu) -> Launched:
+    """Launches a kernel of a variant on words: its programs, and what it reads by name."""
 
-    def launch(variant: Variant, made: Launcher, **words: int) -> tuple[int, dict[str, int | bytes]]:
-        running.append(variant)
+    def launch(variant: Variant, made: Launcher, **words: int) -> tuple[int, dict[str, Any]]:
         made(16, 16, 0, **words)
-        return seen.pop()
+        return gpu.launches[-1].grid, gpu.launches[-1].words
 
     return launch
 
 
 def launcher(variant: Variant) -> Launcher:
-    function = cuda.Function(1, 1, 0, variant.threads, variant.shared_bytes, 1)
-    kernel = gemm.LoadedKernel(variant, function, 132)
+    kernel = load(variant)
     if variant.op is Op.DW:
         return gemm.weight_launcher(kernel, N=64, K=64, E=4, stride_dw_e=4096, stride_dw_row=64, m_sizes_step=1)
     return gemm.row_launcher(
@@ -137,7 +138,7 @@ def test_programs_that_clear_rows_come_on_top(index_end: int, more: int, launche
             if one.op is Op.FORWARD and clears(one.fusion, Config.from_pairs(one.config))
             and not dict(one.config)["specialized"]
         )  # fmt: skip
-    kernel = LoadedKernel(variant, cuda.Function(1, 1, 0, variant.threads, variant.shared_bytes, 1), 132)
+    kernel = load(variant)
     programs = []
     for zero_tail in (False, True):
         made = gemm.row_launcher(
@@ -157,7 +158,7 @@ def test_specialised_code_has_a_warp_for_it(beside: bool, launched: Launched) ->
             one for one in bundle.variants()
             if one.op is Op.FORWARD and one.fusion == Fusion.SCATTER and dict(one.config)["specialized"]
         )  # fmt: skip
-    kernel = LoadedKernel(variant, cuda.Function(1, 1, 0, variant.threads, variant.shared_bytes, 1), 132)
+    kernel = load(variant)
     ran = []
     for zero_tail in (False, True):
         made = gemm.row_launcher(
@@ -179,7 +180,7 @@ def test_code_that_cannot_clear_is_not_told_to(what: str, launched: Launched) ->
             if one.op is Op.FORWARD and one.fusion == code and one.alignment == 16
             and not dict(one.config)["specialized"] and bool(dict(one.config)["persistent"]) is (what == "persistent")
         )  # fmt: skip
-    kernel = LoadedKernel(variant, cuda.Function(1, 1, 0, variant.threads, variant.shared_bytes, 1), 132)
+    kernel = load(variant)
     flags = []
     for zero_tail in (False, True):
         made = gemm.row_launcher(
