@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from emulated_driver import EmulatedGpu, emulated
 
 from pretuned.runtime.launch import program
 from pretuned.runtime.launch.program import NOW, Now, Recorder, Step
@@ -16,8 +18,11 @@ ROWS = 4
 
 
 @pytest.fixture(autouse=True)
-def stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "stream_of", lambda _device: 7)
+def stream() -> Iterator[None]:
+    """torch's current one is 7."""
+    with emulated(EmulatedGpu()) as gpu:
+        gpu.stream = 7
+        yield
 
 
 def launched(seen: list[tuple[int, ...]], *, scales: bool = True) -> Step:

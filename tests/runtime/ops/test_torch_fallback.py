@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
+from host_gpu import PASSES, Device
 
-from pretuned.artifacts.records.problem import PLAIN_LAYOUTS, Layout, Op
+from pretuned.artifacts.records.problem import PLAIN_LAYOUTS, Fusion, Layout, Op
 from pretuned.kernels import reference
 from pretuned.runtime.check.operands import Rows
-from pretuned.runtime.ops import products, torch_fallback
+from pretuned.runtime.ops import torch_fallback
 from pretuned.runtime.ops.products import rows
 
 E, N, K = 4, 16, 24
@@ -49,10 +49,11 @@ def test_dw_of_tensors_that_grouped_mm_refuses(monkeypatch: pytest.MonkeyPatch) 
     def aligned_alone(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         assert (a.data_ptr() | b.data_ptr()) % 16 == 0, "expected data_ptr to be aligned to 16 bytes"
         asked.append(1)
-        return torch._grouped_mm(a, b, offs=offs)
+        return real(a, b, offs=offs)
 
     asked: list[int] = []
-    monkeypatch.setattr(torch_fallback, "grouped_mm", lambda *_: aligned_alone)
+    real = torch.nn.functional.grouped_mm
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", aligned_alone)
     (x, dy, _), m_sizes = operands(torch.bfloat16), torch.tensor(COUNTS[0])
     want = reference.grad_weight(dy, x, m_sizes)
     near(torch_fallback.weight(dy, x, m_sizes, sm=90), want)
@@ -77,9 +78,7 @@ def test_rows(counts: list[int], layout: Layout, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("zero_tail", [False, True])
-def test_rows_whose_index_is_out_of_range_are_not_stored_to(
-    monkeypatch: pytest.MonkeyPatch, zero_tail: bool, biased: bool
-) -> None:
+def test_rows_whose_index_is_out_of_range_are_not_stored_to(device: Device, zero_tail: bool, biased: bool) -> None:
     """Where no kernel gathers, the gathered rows multiply alone: the index still says which of them there are."""
     x, _, w = operands(torch.float32)
     index = torch.tensor([3, -1, 5, 16, 2, 0, 1, 4])
@@ -87,15 +86,16 @@ def test_rows_whose_index_is_out_of_range_are_not_stored_to(
     call = Rows(
         Op.FORWARD, x, w, m_sizes, Layout.NK, len(index), index, 1, bias=bias, zero_tail=zero_tail,
     )  # fmt: skip
+    device.visible = False
     want = rows(call, torch.full((len(index), N), 3.0))
     assert (want[[1, 3, 7]] == (0 if zero_tail else 3)).all()
-    monkeypatch.setattr(products, "_launch_rows", lambda *_: False)
-    monkeypatch.setattr(products, "local_gpu", lambda _: SimpleNamespace(sm=90))
+    device.visible = True
+    device.there = PASSES
     y = torch.full((len(index), N), 3.0)
-    products._on_cuda(call, y, call.index_end(len(y)))
+    assert rows(call, y) is y
     near(y, want)
+    assert not device.launched
     loose = dataclasses.replace(call, loose=True)  # whoever calls doesn't care: the plain product's kernel may run
-    plain: list[Rows] = []
-    monkeypatch.setattr(products, "_launch_rows", lambda one, *_: plain.append(one) or not one.gather_divisor)
-    products._on_cuda(loose, y, call.index_end(len(y)))
-    assert [one.gather_divisor for one in plain] == [1, 0]
+    device.there = {*PASSES, (Op.FORWARD, Fusion.NONE), (Op.FORWARD, Fusion.SCATTER)}
+    rows(loose, y)
+    assert device.launched == [(Op.FORWARD, Fusion.SCATTER if biased else Fusion.NONE)]
