@@ -3,9 +3,9 @@
     python benchmarks/run.py host_python
     python benchmarks/run.py host_trees --without-gpu --old ../old  # to compare two checkouts: see its --help
 
-The GPU is the made-up one of the tests (tests/support/host_gpu.py of the tree that is measured), less its arithmetic:
-what is left is the look at the tensors, the memory, autograd, and the way to the launch. Microseconds, the least and
-the median of batches; on a machine with other work the least is the one to look at.
+The GPU is the emulated one of the tests (tests/support/emulated_driver.py of the tree that is measured), less its
+arithmetic: what is left is the look at the tensors, the memory, autograd, and the way to the driver's launch function.
+Microseconds, the least and the median of batches; on a machine with other work the least is the one to look at.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import json
 import platform
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -31,58 +30,6 @@ from benchmarks.speed import host_turns, host_work
 ROOT = Path(__file__).resolve().parents[2]
 BATCHES, CALLS = 60, 50
 TURN = {"layer": 10, "layer_autograd": 10, "autograd_and_backward": 10, "layer_autograd_and_backward": 3}
-LAUNCHERS = ("row_launcher", "weight_launcher")
-
-
-def without_arithmetic(made_up: ModuleType, patch: pytest.MonkeyPatch, noted: list[object] | None = None) -> object:
-    """Its GPU, whose launches come to nothing, for all of the runtime; as long as what is returned lives.
-
-    ``noted`` gets one of each launch: that takes time, too.
-    """
-    fixture: Any = made_up.device
-    make = getattr(fixture, "__wrapped__", None) or fixture._get_wrapped_function()
-    device = make(patch)
-    if hasattr(device, "__next__"):
-        next(device)
-
-    class Nothing(made_up.FakeLauncher):  # type: ignore[misc, name-defined]
-        def start(self, packed: Any, result: int, m_sizes: int, stream: int) -> None:
-            pass
-
-        def __call__(self, result: int, m_sizes: int, stream: int, **words: int) -> None:
-            pass
-
-    class Noted(Nothing):
-        def start(self, packed: Any, result: int, m_sizes: int, stream: int) -> None:
-            noted.append(packed)  # type: ignore[union-attr]
-
-        def __call__(self, result: int, m_sizes: int, stream: int, **words: int) -> None:
-            noted.append(words)  # type: ignore[union-attr]
-
-    kind = Nothing if noted is None else Noted
-
-    def launcher(_kernel: object, **how: Any) -> Any:
-        return kind(None, "fused" in how and how["fused"].zero_tail)
-
-    def passes(op: object, _dtype: object, _device: int, *, aligned: bool) -> Callable[..., None]:
-        def nothing(*_given: object) -> None:
-            pass
-
-        def note(*_given: object) -> None:
-            noted.append(op)  # type: ignore[union-attr]
-
-        launch = nothing if noted is None else note
-        launch.block, launch.most_experts = made_up.SLOTS, made_up.MOST_SORTED_EXPERTS  # type: ignore[attr-defined]
-        return launch
-
-    for name, module in list(sys.modules.items()):
-        if name.startswith("pretuned.runtime"):
-            for one in (one for one in LAUNCHERS if hasattr(module, one)):
-                patch.setattr(module, one, launcher)
-            if name.endswith("launch.rowops"):
-                patch.setattr(module, "launcher", passes)
-    made_up.on(patch, True)
-    return device
 
 
 def calls() -> dict[str, Callable[[], object]]:
@@ -148,16 +95,34 @@ def host_us(timed: dict[str, Callable[[], object]]) -> dict[str, dict[str, float
 
 @contextmanager
 def made_up_gpu(support: Path, noted: list[object] | None = None) -> Iterator[None]:
-    """The tests' GPU of a tree, without its arithmetic, and one thread."""
+    """The tests' emulated GPU of a tree, whose launches come to nothing, with kernels of bf16; and one thread.
+
+    ``noted`` gets one of each launch: that takes time, too.
+    """
     sys.path.append(str(support))
     torch.set_num_threads(1)
     torch.manual_seed(0)  # the same tensors in both trees
-    import host_gpu
+    guards = torch._C._dynamo.guards
+    guards._empty_strided_cuda = lambda *how: torch.empty_strided(how[0], how[1], dtype=how[2])  # as tests/conftest.py
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        settings = {"PRETUNED_BUNDLES": folder, "XDG_CACHE_HOME": folder, "PRETUNED_DISABLE_SELF_TEST": "1"}
+        for name, value in settings.items():
+            patch.setenv(name, value)
+        from emulated_driver import emulated
+        from host_gpu import PERSISTENT, Device
 
-    with pytest.MonkeyPatch.context() as patch:
-        kept = without_arithmetic(host_gpu, patch, noted)
-        yield
-        del kept
+        from pretuned.artifacts.records.precision import DType
+
+        class Quiet(Device):  # type: ignore[misc]
+            def cuLaunchKernelEx(self, config: int, function: int, parameters: int, extra: int | None) -> int:
+                if noted is not None:
+                    noted.append(function)
+                return 0
+
+        gpu = Quiet(Path(folder))
+        gpu.has(PERSISTENT, DType.BF16)
+        with emulated(gpu):
+            yield
 
 
 def asked(what: str, support: Path) -> None:

@@ -55,7 +55,7 @@ class Trees:
         self.paths = {tree: linked(checkout, folder / tree) for tree, checkout in self.checkouts.items()}
         self.pinned, self.without_gpu = pinned, without_gpu
         for checkout in self.checkouts.values():
-            wanted = checkout / ("tests/support/host_gpu.py" if without_gpu else "runtime/__init__.py")
+            wanted = checkout / ("tests/support/emulated_driver.py" if without_gpu else "runtime/__init__.py")
             if not wanted.exists():
                 raise host_turns.Ended(f"{checkout} has no {wanted.relative_to(checkout)}: give a whole checkout")
 

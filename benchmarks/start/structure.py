@@ -4,7 +4,8 @@
     python benchmarks/run.py structure --json
 
 Lines, statements and files are those of the files that git tracks. The calls run on the tests' emulated GPU
-(tests/support/host_gpu.py). Only functions of pretuned count. A return is a step into a file that was left before.
+(tests/support/emulated_driver.py). Only functions of pretuned count. A return is a step into a file that was left
+before.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -34,49 +35,39 @@ def test_each_call_has_its_times(
     assert "layer_autograd_and_backward" in capsys.readouterr().out
 
 
-def test_all_but_the_first_calls_are_replayed(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+SUPPORT = Path(__file__).parents[1] / "support"
+
+
+def entered(call: Callable[[], object]) -> list[str]:
+    """The functions of Python that a call runs, in order."""
+    found: list[str] = []
+    sys.setprofile(lambda frame, event, _: found.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def test_all_but_the_first_calls_are_replayed(tool: ModuleType) -> None:
     """Else it times the long way, which looks at everything."""
-    import host_gpu
-
-    from pretuned.runtime.replay import programs
-
-    recorded: list[object] = []
-    first = programs.Programs._recorded
-    monkeypatch.setattr(
-        programs.Programs, "_recorded", lambda self, *given: recorded.append(self) or first(self, *given)
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        kept = tool.without_arithmetic(host_gpu, patch)
+    recorded = 0
+    with tool.made_up_gpu(SUPPORT):
         for call in tool.calls().values():
-            call()
-            call()
-            before = len(recorded)
-            call()
-            call()
-            assert len(recorded) == before
-        del kept
-    assert len(recorded) >= 6
+            recorded += sum("_recorded" in entered(call) for _ in range(2))
+            for _ in range(2):
+                assert "_recorded" not in entered(call)
+    assert recorded >= 4
 
 
 def test_a_replay_makes_few_calls_in_python(tool: ModuleType) -> None:
-    """Of functions of Python, those of the made-up GPU among them: what it takes, without a clock."""
-    import host_gpu
-
-    most = {"call": 11, "gather": 10, "scatter_weight": 10, "autograd": 15, "layer": 46, "layer_autograd": 52}
+    """Of functions of Python, those of the emulated GPU among them: what it takes, without a clock."""
+    most = {"call": 20, "gather": 15, "scatter_weight": 16, "autograd": 21, "layer": 84, "layer_autograd": 90}
     found = dict.fromkeys(most, 0)
-    with pytest.MonkeyPatch.context() as patch:
-        kept = tool.without_arithmetic(host_gpu, patch)
+    with tool.made_up_gpu(SUPPORT):
         for name, call in tool.calls().items():
-            if name not in most:
-                continue
-            for _ in range(3):
-                call()
-            entered: list[str] = []
-            sys.setprofile(lambda frame, event, _: entered.append(frame.f_code.co_name) if event == "call" else None)  # noqa: B023
-            try:
-                call()
-            finally:
-                sys.setprofile(None)
-            found[name] = len(entered)
-        del kept
+            if name in most:
+                for _ in range(3):
+                    call()
+                found[name] = len(entered(call))
     assert all(0 < found[name] <= most[name] for name in most), found

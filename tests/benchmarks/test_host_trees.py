@@ -53,7 +53,7 @@ def test_a_call_that_is_none_is_told() -> None:
 def test_what_is_no_checkout_is_told(tmp_path: Path) -> None:
     done = run("--old", tmp_path, "--without-gpu")
     assert done.returncode == 1
-    assert done.stderr == f"{tmp_path} has no tests/support/host_gpu.py: give a whole checkout\n"
+    assert done.stderr == f"{tmp_path} has no tests/support/emulated_driver.py: give a whole checkout\n"
 
 
 def test_a_file_of_whole_processes_in_turn_is_read() -> None:
