@@ -217,4 +217,4 @@ def test_no_layer_that_was_measured_costs_over_3_percent(tool: ModuleType) -> No
     model, tokens, _ = worst
     assert beside[worst] > 0.97
     page = " ".join((RESULTS.parents[1] / "docs/use/serving-figures.md").read_text().split())
-    assert f"The worst cell is {model} at {tokens:,} token{'s' * (tokens > 1)}: {beside[worst]:.2f}" in page
+    assert f"The lowest ratio is {model}'s at {tokens:,} token{'s' * (tokens > 1)}: {beside[worst]:.2f}" in page
