@@ -106,7 +106,8 @@ def run(path: Path, switch: str | None, ask: Callable[[Any], T], **settings: Any
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.model_executor import custom_op
 
-    for name in json.loads((path / "config.json").read_text())["architectures"]:
+    config = json.loads((path / "config.json").read_text())
+    for name in config["architectures"]:
         _register_class(name)
     custom_op.op_registry_oot.clear()
     plugins.plugins_loaded = False
@@ -115,6 +116,8 @@ def run(path: Path, switch: str | None, ask: Callable[[Any], T], **settings: Any
         os.environ["PRETUNED_VLLM"] = switch
     given = {"dtype": "float32", "enforce_eager": True, "max_model_len": 128, "max_num_seqs": 4, "seed": 0,
              "kv_cache_memory_bytes": KV_CACHE_BYTES}  # fmt: skip
+    if config.get("kv_lora_rank"):  # on a CPU with AMX vLLM takes a backend that refuses float32
+        given["attention_backend"] = "CPU_MLA"
     # It fails without a tokenizer. The line that says so keeps the engine for as long as pytest keeps the line.
     logging.getLogger("vllm.renderers.base").setLevel(logging.ERROR)
     with _imports_passed_over():
