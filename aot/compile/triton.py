@@ -20,7 +20,7 @@ from ...artifacts.errors import CompileError
 from ...artifacts.records.bundle import Kernel, Producer, TensorMap, Variant
 from ...artifacts.records.precision import DType
 from ...kernels.contract import registry, rowops, words
-from ...kernels.contract.registry import ENTRIES, entry_of, refusal
+from ...kernels.contract.registry import ENTRIES, entry_of, gemm_entry, refusal
 from ...kernels.contract.rowops import RowOpSpec
 from ...kernels.contract.spec import Spec
 from .nvidia import OUTPUT_LIMIT_CHARS, min_driver, resources
@@ -32,37 +32,8 @@ from .toolchain import toolchain, unable
 # because its default changes between Triton versions.
 OPTIONS = ("enable_fp_fusion=True", "line_info=off")
 _ELEMENT = {DType.BF16: "bf16", DType.FP16: "fp16", DType.FP32: "fp32", DType.TF32: "fp32"}  # of x and y; else bf16
-# CUtensorMapDataType (cuda.h); 11 rounds fp32 to tf32 on load, where the tensor core would cut it off.
+# CUtensorMapDataType (cuda.h), else bf16; 11 rounds fp32 to tf32 on load, where the tensor core would cut it off.
 _MAP_ELEMENT = {DType.BF16: 9, DType.FP16: 6, DType.FP32: 7, DType.TF32: 11}
-_WORDS = ("m_sizes", "index", "counter", "experts", "places", "used", "ids", "bounds", "counts")
-_POINTS_AT = dict.fromkeys(_WORDS, "*i32") | {
-    "row_weights": "*fp32",
-    "w_outer": "*fp32",
-    "w_scale": "*fp32",
-    "x_scale": "*fp32",
-    "scale": "*fp32",
-    "codes": "*u8",
-    "dweights": "*fp32",
-    "order": "*i64",
-    "named": "*i8",
-}
-_ELEMENTS = (
-    "x",
-    "w",
-    "y",
-    "dy",
-    "dw",
-    "dy_at",
-    "x_at",
-    "bias",
-    "low_x",
-    "low_w",
-    "h",
-    "a",
-    "da",
-    "dh",
-    "out",
-)  # pointers at the dtype
 # What of the environment changes the code that Triton makes, and is in no job's key: taken out before it compiles.
 _CHANGE_CODE = (
     "TRITON_INTERPRET", "DISABLE_LLVM_OPT", "DISABLE_PTXAS_OPT", "PTXAS_OPTIONS", "TRITON_OVERRIDE_ARCH",
@@ -72,10 +43,6 @@ _CHANGE_CODE = (
     "LLVM_EXTRACT_DI_LOCAL_VARIABLES", "LLVM_PASS_PLUGIN_PATH", "USE_IR_LOC", "DISABLE_MMA_V3", "DISABLE_MMA_V5",
     "TRITON_PREFER_TMEM_16x256_LAYOUT", "TRITON_SWAP_MIR",
 )  # fmt: skip
-# Codes and scales as the hardware has them: (Triton's type, CUtensorMapDataType, bits of an element, swizzle).
-_BLOCKS = {"w": ("i32", 2, 32, 0), "w_scale": ("u8", 0, 8, 0), "w_zero": ("u8", 0, 8, 0),
-           "x_scale": ("fp32", 7, 32, 0)}  # fmt: skip
-_CODES_OF_X = ("fp8e4nv", 0, 8, 128)
 # How a Gluon kernel's type of a descriptor names the layout of its box in shared memory.
 _SHARED = (
     "NVMMASharedLayout(swizzle_byte_width={swizzle}, element_bitwidth={bits}, rank={rank}, transposed=False, "
@@ -128,21 +95,11 @@ def kernels_of(compiled: Iterable[Compiled]) -> tuple[Kernel, ...]:
     return tuple(Kernel(name, ENTRIES[name].revision, bytes.fromhex(source_sha256(name))) for name in names)
 
 
-def _map_element(name: str, dtype: DType) -> int:
+def _map_element(name: str, spec: Spec | RowOpSpec) -> int:
     """The type that TMA takes the elements for: results are not rounded again."""
-    held = _held(name, dtype)
-    if held is not None:
-        return held[1]
-    if dtype.quantised:
-        return _MAP_ELEMENT[DType.BF16]
-    return _MAP_ELEMENT[DType.FP32 if dtype is DType.TF32 and name == "dw" else dtype]
-
-
-def _held(name: str, dtype: DType) -> tuple[str, int, int, int] | None:
-    """What a descriptor is of, where that is not the dtype itself."""
-    if not dtype.quantised:
-        return None
-    return _CODES_OF_X if name == "x" and dtype.quantises_x else _BLOCKS.get(name)
+    if isinstance(spec, Spec) and (held := gemm_entry(spec).held.get(name)) is not None:
+        return held.code
+    return _MAP_ELEMENT.get(DType.FP32 if spec.dtype is DType.TF32 and name == "dw" else spec.dtype, 9)
 
 
 def arguments_of(spec: Spec | RowOpSpec) -> tuple[tuple[str, str], ...]:
@@ -222,7 +179,7 @@ def compile_variant(spec: Spec | RowOpSpec, sm: int) -> Compiled:
         entry=kernel.metadata.name,
         arguments=arguments_of(spec),
         tensor_maps=tuple(
-            TensorMap(name, _map_element(name, spec.dtype), tuple(meta["block_size"]), meta["swizzle"])
+            TensorMap(name, _map_element(name, spec), tuple(meta["block_size"]), meta["swizzle"])
             for name, meta in zip(names, maps, strict=True)
         ),
         threads=int(threads[1]) if threads else 32 * kernel.metadata.num_warps,
@@ -291,17 +248,14 @@ def _no_key_of_triton() -> Iterator[None]:
 def _triton_type(name: str, kind: str, spec: Spec | RowOpSpec, boxes: dict[str, tuple[int, ...]]) -> str:
     element = _ELEMENT.get(spec.dtype, "bf16")
     if kind == "ptr":
-        if isinstance(spec, Spec) and (other := registry.pointees(spec).get(name)):
-            return other
-        return f"*{element}" if name in _ELEMENTS else _POINTS_AT[name]
-    if kind.startswith("desc"):
-        box = boxes[name]
-        specialized = isinstance(spec, Spec) and spec.config.schedule.warp_specialized
-        held = _held(name, spec.dtype)
-        bits, swizzle = 8 * spec.dtype.itemsize, 128
-        if held is not None:
+        others = rowops.POINTEES if isinstance(spec, RowOpSpec) else registry.pointees(spec)
+        return others[name] or f"*{element}"
+    if kind.startswith("desc") and isinstance(spec, Spec):
+        box, bits, swizzle = boxes[name], 8 * spec.dtype.itemsize, 128
+        if (held := gemm_entry(spec).held.get(name)) is not None:
             element, _, bits, swizzle = held
-        layout = f",{_SHARED.format(rank=len(box), bits=bits, swizzle=swizzle)}" if specialized else ""
+        shared = _SHARED.format(rank=len(box), bits=bits, swizzle=swizzle)
+        layout = f",{shared}" if spec.config.schedule.warp_specialized else ""
         return f"tensordesc<{element}[{','.join(map(str, box))}]{layout}>"
     return kind
 

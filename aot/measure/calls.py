@@ -9,10 +9,7 @@ import torch
 
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Op, Problem
-from ...kernels.contract.spec import gemm_of
 from ...runtime.launch import gemm as launch_gemm
-from ...runtime.launch.block_scaled import block_scaled_launcher
-from ...runtime.launch.mixed_input import addresses_of_scales, mixed_input_launcher, reads_scales_as_they_are
 from ...runtime.weights.expert_weights import ExpertWeights
 from ...runtime.weights.row_codes import values_of_rows, values_on_load
 
@@ -69,30 +66,17 @@ def caller(kernel: launch_gemm.LoadedKernel, on: Tensors, m_sizes: torch.Tensor)
         fused = launch_gemm.Fused(fusion, 1, on.top_k if Fusion.GATHER in fusion else 1)
         words = {"index": on.index.data_ptr(), "row_weights": weights, "index_end": on.M}
     w = on.weights
-    if isinstance(w, ExpertWeights) and on.codes is not None:
-        launch = block_scaled_launcher(kernel, N=problem.N, K=problem.K, E=problem.E, m_sizes_step=1, fused=fused)
-        x, x_scale = on.codes
-        words |= {"x": x.data_ptr(), "x_scale": x_scale.data_ptr(), "stride_y_m": on.result.stride(0)}
-        words |= {"w": w.codes.data_ptr(), "w_scale": w.scale.data_ptr()}
-    elif isinstance(w, ExpertWeights):
-        launch = mixed_input_launcher(kernel, N=problem.N, K=problem.K, E=problem.E, m_sizes_step=1, fused=fused)
-        words |= {"x": on.rows.data_ptr(), "stride_x_m": on.rows.stride(0), "stride_y_m": on.result.stride(0)}
-        words |= {"w": w.codes.data_ptr()} | addresses_of_scales(w, plain=reads_scales_as_they_are(kernel))
-    elif problem.op is Op.DW:
-        launch = launch_gemm.weight_launcher(
-            kernel, N=problem.N, K=problem.K, E=problem.E, stride_dw_e=on.result.stride(0),
-            stride_dw_row=on.result.stride(1), m_sizes_step=1,
-        )  # fmt: skip
-        words |= {"dy": on.rows.data_ptr(), "x": w.data_ptr(), "stride_dy_m": on.rows.stride(0),
-                  "stride_x_m": w.stride(0)}  # fmt: skip
+    strides = None if isinstance(w, ExpertWeights) else (on.result if problem.op is Op.DW else w).stride()[:2]
+    N, K = (problem.K, problem.N) if problem.op is Op.DX else (problem.N, problem.K)
+    launch = launch_gemm.product_launcher(kernel, N=N, K=K, E=problem.E, strides=strides, m_sizes_step=1, fused=fused)
+    if problem.op is Op.DW:
+        words |= {"dy": on.rows.data_ptr(), "stride_dy_m": on.rows.stride(0)}
+        words |= {"x": on.dense.data_ptr(), "stride_x_m": on.dense.stride(0)}
     else:
-        gemm = gemm_of(problem)
-        launch = launch_gemm.row_launcher(
-            kernel, columns=gemm.columns, reduction=gemm.reduction, E=problem.E, w_kn=gemm.w_kn,
-            stride_w_e=w.stride(0), stride_w_row=w.stride(1), m_sizes_step=1, fused=fused,
-        )  # fmt: skip
-        words |= {"x": on.rows.data_ptr(), "w": w.data_ptr(), "stride_x_m": on.rows.stride(0),
-                  "stride_y_m": on.result.stride(0)}  # fmt: skip
+        x, x_scale = on.codes or (on.rows, None)
+        words |= {"x": x.data_ptr(), "stride_x_m": x.stride(0), "stride_y_m": on.result.stride(0)}
+        words |= {} if x_scale is None else {"x_scale": x_scale.data_ptr()}
+        words |= launch_gemm.words_of(w, launch) if isinstance(w, ExpertWeights) else {"w": w.data_ptr()}
     addresses = on.result.data_ptr(), m_sizes.data_ptr()
 
     def call() -> None:

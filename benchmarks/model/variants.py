@@ -27,8 +27,7 @@ from pretuned.aot.measure.calls import TORCH
 from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle
 from pretuned.artifacts.records.bundle import Variant
 from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
-from pretuned.kernels.contract import spec
+from pretuned.artifacts.records.problem import Fusion, Layout, Op
 from pretuned.runtime.launch import gemm as launch_gemm
 
 
@@ -72,17 +71,12 @@ def launcher(
     if how is not None:
         fused = launch_gemm.Fused(how.fusion, 1, how.top_k)
         words = {"index": how.index.data_ptr(), "row_weights": how.row_weights.data_ptr(), "index_end": len(how.index)}
+    strides = (result if op is Op.DW else w).stride()[:2]
+    N, K = (K, N) if op is Op.DX else (N, K)
+    launch = launch_gemm.product_launcher(kernel, N=N, K=K, E=E, strides=strides, m_sizes_step=1, fused=fused)
     if op is Op.DW:
-        launch = launch_gemm.weight_launcher(
-            kernel, N=N, K=K, E=E, stride_dw_e=result.stride(0), stride_dw_row=result.stride(1), m_sizes_step=1
-        )
         words = {"dy": dy.data_ptr(), "x": x.data_ptr(), "stride_dy_m": dy.stride(0), "stride_x_m": x.stride(0)}
     else:
-        gemm = spec.gemm_of(Problem(op, kernel.variant.dtype, E, N, K))
-        launch = launch_gemm.row_launcher(
-            kernel, columns=gemm.columns, reduction=gemm.reduction, E=E, w_kn=gemm.w_kn, stride_w_e=w.stride(0),
-            stride_w_row=w.stride(1), m_sizes_step=1, fused=fused,
-        )  # fmt: skip
         rows = x if op is Op.FORWARD else dy
         if how is not None and how.fusion is Fusion.GATHER:
             rows = how.tokens

@@ -79,15 +79,18 @@ def passes(M: int, columns: int, device: str = "cuda") -> tuple[list[Callable[[]
         for op in (RowOp.ACTIVATION_CODES, RowOp.ACTIVATION, RowOp.QUANTIZE)
     }
 
-    def run(op: RowOp, tensors: tuple[torch.Tensor, ...], numbers: tuple[int, ...]) -> None:
+    def run(op: RowOp, /, **words: torch.Tensor | int) -> None:
         launch = made[op]
         assert launch is not None, f"no bundle has {op}"
-        launch(M, columns, tuple(one.data_ptr() for one in tensors), numbers, torch.cuda.current_stream().cuda_stream)
+        addresses = {name: one if isinstance(one, int) else one.data_ptr() for name, one in words.items()}
+        launch(M, torch.cuda.current_stream().cuda_stream, addresses | {"M": M, "columns": columns})
 
-    numbers = M, columns, SILU.flags | USED, *SILU.function.words
-    one = functools.partial(run, RowOp.ACTIVATION_CODES, (h, used, codes, scale), numbers)
-    activate = functools.partial(run, RowOp.ACTIVATION, (h, a, used), numbers)
-    quantise = functools.partial(run, RowOp.QUANTIZE, (a, used, used, codes, scale), (M, columns, 1, 1, USED))
+    act = {"h": h, "used": used, "flags": SILU.flags | USED, **SILU.function.words}
+    one = functools.partial(run, RowOp.ACTIVATION_CODES, codes=codes, scale=scale, **act)
+    activate = functools.partial(run, RowOp.ACTIVATION, a=a, **act)
+    quantise = functools.partial(
+        run, RowOp.QUANTIZE, x=a, index=used, used=used, codes=codes, scale=scale, top_k=1, index_step=1, flags=USED
+    )
 
     def two() -> None:
         activate()

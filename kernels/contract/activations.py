@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -132,8 +132,8 @@ class Activation(_Fields):
         return _SILU if self in _ALSO_SILU else self
 
     @property
-    def words(self) -> tuple[int, int, int, int]:
-        """The numbers as a row kernel takes them: the bits of float32 limit, alpha, beta and linear_beta.
+    def words(self) -> Mapping[str, int]:
+        """The numbers as a row kernel takes them: the bits of float32 limit, alpha, beta and linear_beta, by name.
 
         Without a limit it is infinite, without a linear_beta that is 0.
         """
@@ -185,9 +185,9 @@ def _above_zero(name: str, field: str, value: Any) -> float | None:
 
 
 @functools.cache
-def _words(act: Activation) -> tuple[int, int, int, int]:
-    limit = math.inf if act.limit is None else act.limit
-    return struct.unpack("<4i", struct.pack("<4f", limit, act.alpha, act.beta, act.linear_beta or 0.0))
+def _words(act: Activation) -> Mapping[str, int]:
+    numbers = math.inf if act.limit is None else act.limit, act.alpha, act.beta, act.linear_beta or 0.0
+    return dict(zip(act._fields[1:], struct.unpack("<4i", struct.pack("<4f", *numbers)), strict=True))
 
 
 _NAMED = {name: Activation(name) for name in (*KINDS, _OAI) if name != "situ"}  # that a name alone says

@@ -7,7 +7,20 @@ from ...artifacts.records.problem import Op
 from ..codes import BLOCK, WORD_ROW
 from ..hardware.arch import Arch, Feature
 from .config import Loads, Schedule
-from .entry import Box, Constants, KernelEntry, Limits, Tiles
+from .entry import (
+    CODES_OF_X,
+    WORDS,
+    Box,
+    Constants,
+    Element,
+    KernelEntry,
+    Limits,
+    Sizes,
+    TensorShape,
+    Tiles,
+    of_rows,
+    ragged,
+)
 from .portable import PLAIN
 from .spec import MAX_EXPERTS, Spec
 
@@ -16,6 +29,7 @@ GROUP = 128  # of K, and columns of w, that share a scale
 SCALES = 256  # of x, that TMA loads at once
 _ROWS, _COLUMNS = 128, 256  # of a tile
 _BUFFER_BYTES = 2 * 64 * 64 * 2  # of results on their way out, of both warpgroups
+_QUARTERS = BLOCK * BLOCK // 4 // WORD_ROW  # of a block of codes, each a row of its descriptor
 _MOST_STEPS = (1 << 20) - 1  # the loading warp passes on a tile's steps in 20 bits
 
 
@@ -30,12 +44,26 @@ def scale_columns(M: int) -> int:
 
 
 def _boxes(_spec: Spec) -> dict[str, Box]:
-    quarters = BLOCK * BLOCK // 4 // WORD_ROW
     return {
         "x": (BLOCK, GROUP),
-        "w": (GROUP // BLOCK, GROUP // BLOCK, quarters, WORD_ROW),
+        "w": (GROUP // BLOCK, GROUP // BLOCK, _QUARTERS, WORD_ROW),
         "x_scale": (1, SCALES),
         "y_map": (1, 1, 64, 64),
+    }
+
+
+def _shapes(_spec: Spec, n: Sizes) -> dict[str, TensorShape]:
+    deep, each = n["K"] // BLOCK, _QUARTERS * WORD_ROW
+    w = (deep, n["E"] * (n["N"] // BLOCK), _QUARTERS, WORD_ROW), (each, deep * each, WORD_ROW)
+
+    def scales(M: int, _stride: int) -> tuple[Box, Box]:
+        return (n["K"] // GROUP, scale_columns(M)), (scale_columns(M),)
+
+    return {
+        "x": of_rows(n["K"], ""),
+        "w": TensorShape(lambda _M, _stride: w),
+        "x_scale": TensorShape(scales, rows=True),
+        "y_map": ragged(n["N"], "stride_y_m"),
     }
 
 
@@ -96,5 +124,7 @@ ROWS_W8A8 = KernelEntry(
     required=_required,
     boxes=_boxes,
     constants=_constants,
+    held={"x": CODES_OF_X, "w": WORDS, "x_scale": Element("fp32", 7, 32)},
+    shapes=_shapes,
     loading_warps=4,
 )  # fmt: skip

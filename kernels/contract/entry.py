@@ -6,8 +6,9 @@ The entries are rows of kernels/contract/registry.py.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 from ...artifacts.records.precision import DType
@@ -15,9 +16,54 @@ from ...artifacts.records.problem import Fusion, Layout, Op
 from ..hardware.arch import Arch, Feature
 from .config import FIELDS, RANGES, SIZES, Config, Loads, misfit
 from .spec import Spec
+from .words import RAGGED_SIZES, ragged_strides
 
 Constants: TypeAlias = "dict[str, int | str | bool | None]"
 Box: TypeAlias = "tuple[int, ...]"
+Sizes: TypeAlias = "Mapping[str, int]"  # the numbers of all launches of a launcher, by the arguments' names
+
+
+class Element(NamedTuple):
+    """What a descriptor is of, where that is not the dtype: in Triton's words, a CUtensorMapDataType, bits, swizzle."""
+
+    name: str
+    code: int
+    bits: int
+    swizzle: int = 0
+
+
+# Codes of w and scales as the hardware has them: their rows are not swizzled.
+WORDS, BYTES, CODES_OF_X = Element("i32", 2, 32), Element("u8", 0, 8), Element("fp8e4nv", 0, 8, 128)
+
+
+class TensorShape(NamedTuple):
+    """The tensor that a descriptor describes, in elements, outermost dimension first.
+
+    ``of(M, stride)`` are its sizes, and the strides of all dimensions but the last, which is contiguous. ``rows`` says
+    that they depend on M; ``stride`` names the number of a call that is the stride of its rows. ``read`` names the
+    arguments that a kernel reads as the descriptor's own sizes and strides; without them it reads none.
+    """
+
+    of: Callable[[int, int], tuple[Box, Box]]
+    rows: bool = False
+    stride: str = ""
+    read: tuple[str, ...] = ()
+
+
+def dense(*sizes: int) -> TensorShape:
+    """A tensor of these sizes, the same in every call, without gaps."""
+    strides = tuple(math.prod(sizes[i:]) for i in range(1, len(sizes)))
+    return TensorShape(lambda _M, _stride: (sizes, strides))
+
+
+def of_rows(columns: int, stride: str, read: tuple[str, ...] = ()) -> TensorShape:
+    """The M rows of a call, of so many columns; without a name of their stride they are dense."""
+    return TensorShape(lambda M, given: ((M, columns), (given if stride else columns,)), True, stride, read)
+
+
+def ragged(columns: int, stride: str) -> TensorShape:
+    """Rows of which a kernel reads and stores those of an expert alone: see ``words.RAGGED_SIZES``."""
+    return TensorShape(lambda _M, given: ((*RAGGED_SIZES, columns), ragged_strides(given)), stride=stride)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +129,7 @@ def _plain_layouts(_op: Op) -> frozenset[Layout]:
     return frozenset((Layout.NK, Layout.KN))
 
 
-def _nothing(_spec: Spec) -> Mapping[str, Any]:
+def _nothing(_spec: Spec, *_: Any) -> Mapping[str, Any]:
     return {}
 
 
@@ -105,6 +151,10 @@ class KernelEntry(Entry):
     required: Callable[[Spec], tuple[str, ...]]  # the arguments without which no launcher can run it
     boxes: Callable[[Spec], Mapping[str, Box]]  # of each descriptor, outermost dimension first; and of others
     constants: Callable[[Spec, Arch], Constants]  # but for what is absent
+    held: Mapping[str, Element] = field(default_factory=dict)  # descriptors of other elements than the dtype's
+    shapes: Callable[[Spec, Sizes], Mapping[str, TensorShape]] = _nothing  # what each descriptor describes
+    numbers: Callable[[Spec, Sizes], Mapping[str, int]] = _nothing  # arguments of its own, made of the others
+    plain_scales: bool = True  # of quantised weights: it reads ``ExpertWeights.plain_scale``, not ``kernel_scale``
     loading_warps: int = 0  # beside those that multiply
     layouts: Callable[[Op], frozenset[Layout]] = _plain_layouts  # of w, for an op
     pointees: Callable[[Spec], Mapping[str, str]] = _nothing  # what pointers point at that is not the dtype's

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -10,8 +11,8 @@ from ...artifacts.records.problem import Fusion, Op
 from ..codes import BLOCK, CODES, WORD_ROW, CodeLayout
 from ..hardware.arch import Arch, Feature
 from .config import Loads, Schedule, TileRows
-from .entry import Box, Constants, KernelEntry, Limits, Tiles
-from .portable import LOW_OPERANDS, UNGATHERED, needs_low_rank, without_low_rank
+from .entry import BYTES, WORDS, Box, Constants, KernelEntry, Limits, Sizes, TensorShape, Tiles, dense, of_rows
+from .portable import LOW_OPERANDS, UNGATHERED, low_shapes, needs_low_rank, without_low_rank
 from .spec import MAX_EXPERTS, Spec, indexed
 
 _MOST_STEPS = (1 << 20) - 1  # the loading warp passes on a tile's steps in 20 bits
@@ -123,6 +124,35 @@ def _boxes(spec: Spec) -> dict[str, Box]:
     }
 
 
+def _w_rows(spec: Spec, n: Sizes) -> int:
+    """N of w [E, N, K], whose rows dX's reduction is over."""
+    return n["N"] if spec.op is Op.FORWARD else n["K"]
+
+
+def _shapes(spec: Spec, n: Sizes) -> dict[str, TensorShape]:
+    codes, N = code_layout(spec.dtype), _w_rows(spec, n)
+    line = n["N"] * n["K"] // N // BLOCK
+    scales = line // codes.blocks_per_scale
+
+    def blocks(count: int, size: int) -> TensorShape:
+        """Of an expert's lines of blocks, which are dimensions beside zero points alone."""
+        sizes = n["E"], N // BLOCK, count, size
+        return dense(*sizes) if spec.dtype in ZERO_DTYPES else dense(math.prod(sizes[:3]), size)
+
+    return {
+        "x": of_rows(n["K"], "stride_x_m"),
+        "w": blocks(line * codes.words, WORD_ROW),
+        "w_scale": blocks(scales, codes.scale_bytes),
+        "w_zero": blocks(scales, zero_bytes(spec.dtype)),
+        **low_shapes(n, kn=spec.op is Op.DX),
+    }
+
+
+def _numbers(spec: Spec, n: Sizes) -> dict[str, int]:
+    """Experts have one outer scale each, or where codes have no other one for each of w's rows."""
+    return {"stride_outer_e": _w_rows(spec, n) if code_layout(spec.dtype).scales == "none" else 1}
+
+
 def _constants(spec: Spec, _arch: Arch) -> Constants:
     c = spec.config
     return {
@@ -165,6 +195,10 @@ ROWS_WNA16 = KernelEntry(
     required=lambda spec: ("x", "w", *_scaled(spec), "y", "m_sizes", "counter", *needs_low_rank(spec)),
     boxes=_boxes,
     constants=_constants,
+    held={"w": WORDS, "w_scale": BYTES, "w_zero": BYTES},
+    shapes=_shapes,
+    numbers=_numbers,
+    plain_scales=False,
     loading_warps=4,
 )
 

@@ -6,8 +6,8 @@ from ...artifacts.records.precision import PLAIN_DTYPES, DType
 from ...artifacts.records.problem import Fusion, Op
 from ..hardware.arch import Arch, Feature
 from .config import Cache, Loads, Schedule
-from .entry import Box, Constants, KernelEntry, Limits, Tiles
-from .spec import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec, indexed, w_kn
+from .entry import Box, Constants, KernelEntry, Limits, Sizes, TensorShape, Tiles, dense, of_rows, ragged
+from .spec import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec, indexed, result_columns, w_kn
 
 # The forms of rows that gather nothing: see spec.code_of.
 PLAIN = frozenset((Fusion.NONE, Fusion.SCATTER))
@@ -59,6 +59,34 @@ def _row_boxes(spec: Spec) -> dict[str, Box]:
 def _weight_boxes(spec: Spec) -> dict[str, Box]:
     c = spec.config
     return {"dy": (1, 1, c.block_m, c.block_n), "x": (1, 1, c.block_m, c.block_k)}
+
+
+def row_shapes(spec: Spec, n: Sizes) -> dict[str, TensorShape]:
+    """What the descriptors of a product of rows describe; w may have fewer rows than y has columns (``w_rows``)."""
+    kn, strides = w_kn(spec), (n["stride_w_e"], n["stride_w_row"])
+    w = (n["E"], n["K"], n["N"]) if kn else (n["E"], n["w_rows"], n["K"])
+    read = ("E", *(("K", "N") if kn else ("N", "K")), "stride_w_e", "stride_w_row", "one")
+    return {
+        "x": of_rows(n["K"], "stride_x_m", ("M", "K", "stride_x_m", "one")),
+        "w": TensorShape(lambda _M, _stride: (w, strides), read=read),
+        "y_map": ragged(result_columns(n["N"], spec.fusion), "stride_y_m"),
+        **low_shapes(n, kn=kn),
+    }
+
+
+def low_shapes(n: Sizes, *, kn: bool) -> dict[str, TensorShape]:
+    """What the descriptors of a low-rank part describe: its second matrix has its columns contiguous where w has."""
+    sizes = (n["R"], n["N"]) if kn else (n["N"], n["R"])
+    return {"low_x": of_rows(n["R"], ""), "low_w": dense(n["E"], *sizes)}
+
+
+def _weight_shapes(_spec: Spec, n: Sizes) -> dict[str, TensorShape]:
+    sizes, strides = (n["E"], n["N"], n["K"]), (n["stride_dw_e"], n["stride_dw_row"])
+    return {
+        "dy": ragged(n["N"], "stride_dy_m"),
+        "x": ragged(n["K"], "stride_x_m"),
+        "dw": TensorShape(lambda _M, _stride: (sizes, strides)),
+    }
 
 
 def _row_constants(spec: Spec, arch: Arch) -> Constants:
@@ -119,6 +147,7 @@ ROWS = KernelEntry(
     required=lambda spec: ("x", "w", "y", "m_sizes", *needs_low_rank(spec)),
     boxes=_row_boxes,
     constants=_row_constants,
+    shapes=row_shapes,
 )
 WEIGHT = KernelEntry(
     name="weight",
@@ -140,4 +169,5 @@ WEIGHT = KernelEntry(
     required=lambda _spec: ("dy", "x", "dw", "m_sizes"),
     boxes=_weight_boxes,
     constants=_weight_constants,
+    shapes=_weight_shapes,
 )

@@ -21,6 +21,7 @@ from .portable import ROWS, WEIGHT
 from .row_scaled import ROWS_W8A8_CHANNEL
 from .rowops import ROW_OPS, RowOpSpec
 from .spec import Spec, gemm_of
+from .words import POINTEES
 
 KERNELS: tuple[KernelEntry, ...] = (
     ROWS, WEIGHT, ROWS_SPECIALIZED, ROWS_FITTED, WEIGHT_SPECIALIZED, ROWS_WNA16, ROWS_WNA16_ZERO, ROWS_WNA16_MX8,
@@ -71,10 +72,11 @@ def entry_of(spec: Spec | RowOpSpec) -> Entry:
     LookupError
         where there is none: ``refusal`` says so first.
     """
-    return ENTRIES[spec.op.value if isinstance(spec, RowOpSpec) else _entry(spec).name]
+    return ENTRIES[spec.op.value if isinstance(spec, RowOpSpec) else gemm_entry(spec).name]
 
 
-def _entry(spec: Spec) -> KernelEntry:
+def gemm_entry(spec: Spec) -> KernelEntry:
+    """The kernel of a product: see ``entry_of``."""
     found = kernel_of(spec.op, spec.config, spec.dtype)
     if found is None:
         raise LookupError(f"no kernel of {spec.op.value} has such a schedule: {spec.config}")
@@ -151,12 +153,12 @@ def beyond(problem: Problem, config: Config) -> str | None:
 
 def required(spec: Spec) -> tuple[str, ...]:
     """The arguments without which no launcher can run such code."""
-    return _entry(spec).required(spec)
+    return gemm_entry(spec).required(spec)
 
 
 def arguments(spec: Spec) -> tuple[tuple[str, str], ...]:
     """(name, kind) of every argument in the kernel's order; kinds: ptr, i32, i64, desc2, desc3, desc4."""
-    entry = _entry(spec)
+    entry = gemm_entry(spec)
     descriptors, absent = entry.descriptors(spec), entry.absent(spec)
     pointers = [name for name in entry.pointers if name not in absent]
     return (
@@ -168,20 +170,20 @@ def arguments(spec: Spec) -> tuple[tuple[str, str], ...]:
 
 
 def pointees(spec: Spec) -> Mapping[str, str]:
-    """What those pointer arguments point at, in Triton's words, that point at no elements of the dtype."""
-    return _entry(spec).pointees(spec)
+    """What pointer arguments point at, in Triton's words; "" for elements of the dtype."""
+    return {**POINTEES, **gemm_entry(spec).pointees(spec)}
 
 
 def boxes(spec: Spec) -> dict[str, Box]:
     """The block of each descriptor argument, outermost dimension first."""
-    entry = _entry(spec)
+    entry = gemm_entry(spec)
     blocks = entry.boxes(spec)
     return {name: blocks[name] for name in entry.descriptors(spec)}
 
 
 def constants(spec: Spec, sm: int) -> Constants:
     """The kernel's compile-time arguments for a capability."""
-    entry = _entry(spec)
+    entry = gemm_entry(spec)
     return entry.constants(spec, arch_of(sm)) | dict.fromkeys(entry.absent(spec))
 
 
@@ -196,12 +198,12 @@ def divisibility(spec: Spec) -> dict[str, int]:
             given[name] = spec.alignment
         elif name in ("N", "K", "R") or kind == "i64":
             given[name] = elements
-    return given | dict(_entry(spec).multiples(spec))
+    return given | dict(gemm_entry(spec).multiples(spec))
 
 
 def threads(spec: Spec) -> int:
     """Of a program."""
-    return _entry(spec).threads(spec.config)
+    return gemm_entry(spec).threads(spec.config)
 
 
 def weight_tiles(N: int, K: int, E: int, config: Config) -> int:

@@ -7,7 +7,20 @@ from ...artifacts.records.problem import Op
 from ..codes import BLOCK, WORD_ROW
 from ..hardware.arch import Arch, Feature
 from .config import Loads, Schedule, TileRows
-from .entry import Box, Constants, KernelEntry, Limits, Tiles
+from .entry import (
+    CODES_OF_X,
+    WORDS,
+    Box,
+    Constants,
+    KernelEntry,
+    Limits,
+    Sizes,
+    TensorShape,
+    Tiles,
+    dense,
+    of_rows,
+    ragged,
+)
 from .portable import PLAIN
 from .spec import MAX_EXPERTS, Spec
 
@@ -29,6 +42,15 @@ def _boxes(spec: Spec) -> dict[str, Box]:
         "x": (min(c.block_m, BLOCK), LINE),
         "w": (c.block_n // BLOCK, c.block_k // BLOCK * (BLOCK * BLOCK // 4 // WORD_ROW), WORD_ROW),
         "y_map": (1, 1, BLOCK, BLOCK),
+    }
+
+
+def _shapes(_spec: Spec, n: Sizes) -> dict[str, TensorShape]:
+    line = n["K"] // BLOCK * (BLOCK * BLOCK // 4 // WORD_ROW)
+    return {
+        "x": of_rows(n["K"], ""),
+        "w": dense(n["E"] * (n["N"] // BLOCK), line, WORD_ROW),
+        "y_map": ragged(n["N"], "stride_y_m"),
     }
 
 
@@ -103,5 +125,7 @@ ROWS_W8A8_CHANNEL = KernelEntry(
     required=_required,
     boxes=_boxes,
     constants=_constants,
+    held={"x": CODES_OF_X, "w": WORDS},
+    shapes=_shapes,
     loading_warps=4,
 )  # fmt: skip

@@ -84,6 +84,11 @@ _ARGUMENTS: dict[RowOp, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("ids", "experts", "order", "places", "bounds", "m_sizes", "counts"), ("M", "E", "ids_step", "flags"),
     ),
 }  # fmt: skip
+# What pointers point at in Triton's words, "" for the dtype.
+POINTEES = dict.fromkeys(("m_sizes", "index", "experts", "places", "used", "ids", "bounds", "counts"), "*i32") | {
+    "row_weights": "*fp32", "scale": "*fp32", "codes": "*u8", "dweights": "*fp32", "order": "*i64", "named": "*i8",
+    **dict.fromkeys(("h", "a", "da", "dh", "x", "y", "out", "bias"), ""),
+}  # fmt: skip
 _ROW_POINTERS = ("h", "a", "da", "dh", "x", "y", "out", "bias", "codes")
 # Bytes of a row that one thread has at once (of h's gate alone, of each of combine's 8), and the warps of a program.
 _THREADS = {

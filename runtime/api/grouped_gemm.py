@@ -29,11 +29,11 @@ from .lora import Lora, scales_of
 if TYPE_CHECKING:
     from ..dispatch.pin import KernelPair, Pin
     from ..dispatch.snapshot import Snapshot
-    from ..driver.launcher import Launcher
+    from ..driver.launcher import ProductLauncher
 
 _Key: TypeAlias = "tuple[object, ...]"
 # N; the columns from one row of a new y to the next; the bytes from w's first to its last
-_Calls: TypeAlias = "dict[_Key, tuple[Launcher, int, int, int]]"
+_Calls: TypeAlias = "dict[_Key, tuple[ProductLauncher, int, int, int]]"
 
 _MOST_CALLS = 1 << 16
 

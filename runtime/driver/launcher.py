@@ -1,28 +1,37 @@
-"""The one place that fills a block of arguments and calls the driver: for products and for row operations.
+"""The one launcher: made of the arguments that a kernel declares, it fills a block of them and calls the driver.
 
-The hot path is what ``Launcher.repeater`` makes. Blocks are taken from a list and put back, so that threads
-(ctypes gives up the GIL in the call), signal handlers and finalizers never share one.
+The hot paths are what ``Launcher.bind`` and ``Launcher.repeater`` make. Blocks are taken from a list and put back, so
+that threads (ctypes gives up the GIL in the call), signal handlers and finalizers never share one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Collection, Mapping, Sequence
 from ctypes import c_char
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from operator import itemgetter
+from typing import Any, Protocol, TypeAlias
 
 from ...artifacts.errors import InputError
 from ...artifacts.records.bundle import Variant
 from ...artifacts.records.problem import RowOp
+from ...kernels.contract.entry import TensorShape
 from ...kernels.contract.rowops import Block, programs, rows_at_once
 from . import cuda
-from .block import BlockLayout
+from .block import BlockLayout, Words
+from .descriptors import TensorMaps
+from .device import device as device_of
 
 _MOST_PROGRAMS = 2**31 - 1
+_MOST_BOUND = 256
 
 # As block.Block, with its two addresses as the driver's function takes them.
 _Block: TypeAlias = "tuple[bytearray, int, object, object, c_char]"
 Start: TypeAlias = Callable[[bytes, int, int, int], None]  # (packed, result, m_sizes, stream)
+Grid: TypeAlias = Callable[[int, int], int]  # (rows, index_end) -> programs
+Run: TypeAlias = "Callable[..., None]"  # (M, stream, *addresses): see Launcher.bind
+Behind: TypeAlias = "tuple[tuple[str, int, int], ...]"
+_MapOf: TypeAlias = Callable[[int, int], bytes]  # (result, stride of its rows) -> its descriptor
 
 
 class Repeater(Protocol):
@@ -39,16 +48,118 @@ class Repeater(Protocol):
     ) -> Callable[..., Any]: ...  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Launcher:
-    """Launches one kernel for one kind of call. It does not synchronise, and any thread may call it.
+class Blocks:
+    """A kernel's blocks, and what launches one."""
 
-    ``pack`` takes the kernel's words that change from call to call, by their names (kernels/contract/words.py), and
-    makes bytes of them; ``start(packed, result, m_sizes, stream)`` launches those. Calling it does both.
-    Operands are device addresses, strides are in elements, M > 0. ``launch/gemm.py`` makes launchers and says which
-    words theirs take.
-    ``repeater`` makes functions that do one whole call over and over, see ``Repeater``. ``zeroes`` says that the rows
-    of the result that nothing is stored to become zero.
+    __slots__ = ("device", "free", "handle", "launch", "layout", "new", "refused")
+
+    def __init__(self, function: cuda.Function, what: str, layout: BlockLayout) -> None:
+        driver_launch, argument, device = cuda.launch_kernel(), cuda.argument, function.device
+        handle = argument(function.handle)
+
+        def new() -> _Block:
+            memory, offset, config, pointers, pin = layout.new()
+            return memory, offset, argument(config), argument(pointers), pin
+
+        def refused(code: int, config: object, pointers: object) -> None:
+            cuda.recover(code, f"cuLaunchKernelEx({what})", device, driver_launch, config, handle, pointers, None)
+
+        self.launch, self.handle, self.device, self.layout = driver_launch, handle, device, layout
+        self.new, self.refused, self.free = new, refused, [new()]
+
+    def whole(self) -> Callable[[tuple[int | bytes, ...]], None]:
+        """What packs all values of ``layout.whole`` and launches them."""
+        take, new, give, handle, refused = self.free.pop, self.new, self.free.append, self.handle, self.refused
+        driver_launch, pack = self.launch, self.layout.whole.pack_into
+
+        def launch(values: tuple[int | bytes, ...]) -> None:
+            try:
+                block = take()
+            except IndexError:  # each is in use by another thread
+                block = new()
+            memory, offset, config, pointers, _ = block
+            pack(memory, offset, *values)
+            code = driver_launch(config, handle, pointers, None)
+            if code:
+                refused(code, config, pointers)
+            give(block)
+
+        return launch
+
+
+class Launcher:
+    """Launches one loaded kernel. It does not synchronise, and any thread may call it.
+
+    It is made of the kernel's declared arguments, of which a call gives those that neither a launch adds (``late``) nor
+    all launches have (``fixed``). ``shapes`` says what descriptors describe. A pointer ``NAME_map`` is NAME by a
+    descriptor, one ``NAME_at`` the address of NAME, which is a descriptor itself. ``operands`` names the addresses that
+    a function of ``bind`` takes, and ``each`` the numbers that it fills in itself.
+    """
+
+    __slots__ = ("_blocks", "_bound", "_fills", "_layout", "_numbers", "_pick", "_places", "operands")
+
+    def __init__(
+        self, variant: Variant, function: cuda.Function, what: str, *, late: Words = (), fixed: Mapping[str, int],
+        shapes: Mapping[str, TensorShape], each: tuple[str, ...],
+    ) -> None:  # fmt: skip
+        kinds, added = dict(variant.arguments), {name for name, _ in late}
+        pointers = [(name, kind) for name, kind in kinds.items() if kind[0] != "i"]
+        given = [(name, kind) for name, kind in pointers if name not in added]
+        numbers = [name for name, kind in kinds.items() if kind[0] == "i" and name not in {*fixed, *each}]
+        described = {name: shapes[name] for name, kind in pointers if kind[0] == "d"}
+        self._fills = tuple(
+            (at, TensorMaps(plan, function.device), *described[name][:3])
+            for at, (name, _) in enumerate(given) for plan in variant.tensor_maps if plan.argument == name
+        )  # fmt: skip
+        self._layout = BlockLayout(
+            variant.arguments,
+            given=(*given, *((name, "i32") for name in each), *((name, kinds[name]) for name in numbers)),
+            late=late,
+            fixed=fixed,
+            maps={name: shape.read or _unread(kinds[name]) for name, shape in described.items()},
+            threads=function.threads,
+            shared_bytes=function.shared_bytes,
+        )
+        self._blocks = Blocks(function, what, self._layout)
+        self._bound: dict[object, Run] = {}
+        self.operands = tuple(_operand(name) for name, _ in given)
+        self._places = {name: at for at, name in enumerate(self.operands)}
+        self._pick, self._numbers = _picks(*self.operands, *each, *numbers), _picks(*numbers)
+
+    def bind(self, **how: Any) -> Run:
+        """A function (M, stream, *addresses), of the addresses of ``operands``, with the numbers of a kind of call.
+
+        Beside those that the kernel takes by name, ``behind`` has operands that begin some bytes, and so many more for
+        each row, behind the address that is given for them. A row of a row kernel's launch is of ``per`` sorted rows;
+        of a product ``index_end`` is M with ``all_rows``. The function is kept.
+        """
+        key = tuple(how.items())
+        run = self._bound.get(key)
+        if run is None:
+            if len(self._bound) >= _MOST_BOUND:
+                self._bound.clear()
+            run = self._bound[key] = self._bind(**how)
+        return run
+
+    def _bind(self, **how: Any) -> Run:
+        raise NotImplementedError
+
+    def _shifts(self, behind: Behind) -> tuple[tuple[int, int, int], ...]:
+        places = self._places
+        return tuple([(places[name], once, each) for name, once, each in behind if name in places])
+
+
+class ProductLauncher(Launcher):
+    """Launches one product for one kind of call. It does not synchronise, and any thread may call it.
+
+    ``result`` is the argument that is stored to; it, m_sizes, the counter of the tiles and the result's descriptor are
+    filled in as it is launched. ``grid(M, index_end)`` counts the programs. Pointers that are not ``required`` may be
+    left out: they are null. ``zeroes`` says that the rows of the result that nothing is stored to become zero, and
+    ``plain_scales`` that the kernel reads ``ExpertWeights.plain_scale``.
+
+    ``pack`` makes bytes of the words of a call, by name, and ``start(packed, result, m_sizes, stream)`` launches them;
+    calling it does both. ``repeater`` makes functions that do one whole call over and over, see ``Repeater``. Operands
+    are device addresses, strides are in elements, M > 0.
 
     Raises
     ------
@@ -58,72 +169,182 @@ class Launcher:
         where the driver refuses the launch.
     """
 
-    pack: Callable[..., bytes]
-    start: Start
-    repeater: Repeater
-    zeroes: bool = False
+    __slots__ = ("_counter_of", "_grid", "_map_of", "_nulls", "_stride", "plain_scales", "repeater", "start", "zeroes")
+
+    def __init__(
+        self, variant: Variant, function: cuda.Function, what: str, *, result: str, grid: Grid,
+        fixed: Mapping[str, int], shapes: Mapping[str, TensorShape], required: Collection[str], zeroes: bool,
+        plain_scales: bool,
+    ) -> None:  # fmt: skip
+        stored = [(name, kind) for name, kind in variant.arguments if kind[0] == "d" and _operand(name) == result]
+        address = f"{result}_at" if stored and stored[0][0] == result else result  # it is given all the same
+        late = ((address, "ptr"), ("m_sizes", "ptr"), ("counter", "ptr"), *stored)
+        super().__init__(
+            variant, function, what, late=late, fixed=fixed, shapes=shapes, each=("M", "index_end")
+        )  # fmt: skip
+        self._nulls = dict.fromkeys((*(name for name in self.operands if name not in required), "index_end"), 0)
+        self._grid, self.zeroes, self.plain_scales = grid, zeroes, plain_scales
+        self._counter_of = None
+        if any(name == "counter" for name, _ in variant.arguments):
+            self._counter_of = device_of(function.device).counters.take
+        self._map_of, self._stride, of_packed = None, "", None
+        for name, _ in stored:
+            (plan,) = (one for one in variant.tensor_maps if one.argument == name)
+            self._map_of, self._stride = _map_of(TensorMaps(plan, function.device), shapes[name]), shapes[name].stride
+            of_packed = _of_packed(self._map_of, self._layout.offsets.get(self._stride))
+        self.start, self.repeater = starter(self._blocks, self._counter_of, of_packed)
+        self.operands = (result, "m_sizes", *self.operands)
 
     def __call__(self, result: int, m_sizes: int, stream: int, **words: int) -> None:
         self.start(self.pack(**words), result, m_sizes, stream)
 
+    def pack(self, **words: int) -> bytes:
+        """The words of a call as bytes."""
+        words = self._nulls | words
+        M, layout, given = words["M"], self._layout, list(self._pick(words))
+        for at, maps, of, rows, stride in self._fills:
+            key = (given[at], M if rows else 0, words[stride] if stride else 0)
+            given[at] = maps.known.get(key) or maps.encode(key, *of(M, key[2]))
+        return layout.pack(*given, self._grid(M, words["index_end"]), layout.tail)
 
-class _Driver(NamedTuple):
-    """A kernel's blocks, its handle as the driver's function takes it, and what to do where that refuses a launch."""
+    def _bind(
+        self, *, index_end: int = 0, all_rows: bool = False, behind: Behind = (), **numbers: int
+    ) -> Run:  # fmt: skip
+        rest, shifts = self._numbers(numbers), self._shifts(behind)
+        blocks, grid, tail, pack = self._blocks, self._grid, self._layout.tail, self._layout.whole.pack_into
+        take, new, give, handle, refused = (
+            blocks.free.pop, blocks.new, blocks.free.append, blocks.handle, blocks.refused,
+        )  # fmt: skip
+        driver_launch = blocks.launch
+        fills = [(at, maps, of, rows, numbers[stride] if stride else 0) for at, maps, of, rows, stride in self._fills]
+        moved, counter_of, map_of = bool(shifts or fills), self._counter_of, self._map_of
+        stride_of_result = numbers[self._stride] if self._stride else 0
 
-    take: Callable[[], _Block]
-    new: Callable[[], _Block]
-    give: Callable[[_Block], None]
-    handle: object
-    refused: Callable[[int, object, object], None]
+        def run(M: int, stream: int, result: int, m_sizes: int, *addresses: int) -> None:
+            end = M if all_rows else index_end
+            programs = grid(M, end)
+            given: Any = addresses
+            if moved:
+                given = list(addresses)
+                for at, once, each in shifts:
+                    given[at] += once + M * each
+                for at, maps, of, rows, stride in fills:
+                    key = (given[at], M if rows else 0, stride)
+                    given[at] = maps.known.get(key) or maps.encode(key, *of(M, stride))
+            word = 0 if counter_of is None else counter_of(stream)
+            stored = () if map_of is None else (map_of(result, stride_of_result),)
+            try:
+                block = take()
+            except IndexError:
+                block = new()
+            memory, offset, config, pointers, _ = block
+            pack(memory, offset, *given, M, end, *rest, programs, tail, stream, result, m_sizes, word, *stored)
+            code = driver_launch(config, handle, pointers, None)
+            if code:
+                refused(code, config, pointers)
+            give(block)
+
+        return run
 
 
-def _driver(function: cuda.Function, what: str, layout: BlockLayout) -> _Driver:
-    driver_launch, argument, device = cuda.launch_kernel(), cuda.argument, function.device
-    handle = argument(function.handle)
+class RowOpLauncher(Launcher):
+    """Launches one row kernel. It does not synchronise, and any thread may call it.
 
-    def new() -> _Block:
-        memory, offset, config, pointers, pin = layout.new()
-        return memory, offset, argument(config), argument(pointers), pin
+    Raises
+    ------
+    InputError
+        where a launch makes more programs than it can have.
+    CudaError
+        where the driver refuses it.
+    """
 
-    def refused(code: int, config: object, pointers: object) -> None:
-        cuda.recover(code, f"cuLaunchKernelEx({what})", device, driver_launch, config, handle, pointers, None)
+    __slots__ = ("_at_once", "_launch", "_op", "block", "most_experts")
 
-    free = [new()]
-    return _Driver(free.pop, new, free.append, handle, refused)
+    def __init__(self, variant: Variant, function: cuda.Function, op: RowOp) -> None:
+        super().__init__(variant, function, variant.entry, fixed={}, shapes={}, each=("M",))
+        self._launch = self._blocks.whole()
+        self._op, self._at_once = op, rows_at_once(op)
+        self.block, self.most_experts = Block.from_pairs(variant.config).block, variant.max_experts
 
-
-def whole_launch(function: cuda.Function, what: str, layout: BlockLayout) -> Callable[[tuple[int | bytes, ...]], None]:
-    """What packs all values of ``layout.whole`` and launches them. ``what`` names the kernel in an error."""
-    take, new, give, handle, refused = _driver(function, what, layout)
-    driver_launch, pack = cuda.launch_kernel(), layout.whole.pack_into
-
-    def launch(values: tuple[int | bytes, ...]) -> None:
+    def __call__(self, rows: int, stream: int, words: Mapping[str, int]) -> None:
+        """Launch over ``rows`` rows; ``words`` has the arguments by name. Pointers that are not there are null."""
+        made = programs(self._op, rows, words.get("columns", 0), self.block, self._at_once)
+        if made > _MOST_PROGRAMS:
+            raise _too_many(rows, words.get("columns", 0), made)
         try:
-            block = take()
-        except IndexError:  # each is in use by another thread
-            block = new()
-        memory, offset, config, pointers, _ = block
-        pack(memory, offset, *values)
-        code = driver_launch(config, handle, pointers, None)
-        if code:
-            refused(code, config, pointers)
-        give(block)
+            given = self._pick(words)
+        except KeyError:
+            given = self._pick({**dict.fromkeys(self.operands, 0), **words})
+        self._launch((*given, made, self._layout.tail, stream))
 
-    return launch
+    def _bind(self, *, behind: Behind = (), per: int = 1, **numbers: int) -> Run:
+        rest, shifts, launch, tail = self._numbers(numbers), self._shifts(behind), self._launch, self._layout.tail
+        columns, op, block, at_once = numbers.get("columns", 0), self._op, self.block, self._at_once
+
+        def run(M: int, stream: int, *addresses: int) -> None:
+            M //= per
+            made = programs(op, M, columns, block, at_once)
+            if made > _MOST_PROGRAMS:
+                raise _too_many(M, columns, made)
+            given: Sequence[int] = addresses
+            if shifts:
+                given = moved = list(addresses)
+                for at, once, each in shifts:
+                    moved[at] += once + M * each
+            launch((*given, M, *rest, made, tail, stream))
+
+        return run
+
+
+def _too_many(rows: int, columns: int, made: int) -> InputError:
+    return InputError(f"{rows} rows of {columns} columns make {made} programs, the most is 2^31 - 1: split them")
+
+
+def _picks(*names: str) -> Callable[[Mapping[str, int]], tuple[Any, ...]]:
+    """What takes the values of these names from a mapping, in their order."""
+    if len(names) > 1:
+        return itemgetter(*names)
+    return lambda words: tuple([words[name] for name in names])
+
+
+def _operand(argument: str) -> str:
+    """The operand that a pointer argument is of."""
+    return argument.removesuffix("_map").removesuffix("_at")
+
+
+def _unread(kind: str) -> tuple[str, ...]:
+    """The sizes and strides that follow a descriptor of a rank, where no kernel reads them."""
+    rank = int(kind.removeprefix("desc"))
+    return ("null",) * rank + ("one",) * rank
+
+
+def _map_of(maps: TensorMaps, shape: TensorShape) -> _MapOf:
+    def map_of(result: int, stride: int) -> bytes:
+        key = (result, 0, stride)
+        return maps.known.get(key) or maps.encode(key, *shape.of(0, stride))
+
+    return map_of
+
+
+def _of_packed(map_of: _MapOf, stride_at: int | None) -> Callable[[int, bytes], bytes]:
+    """``map_of`` of a result whose rows' stride is among packed words."""
+    if stride_at is None:
+        return lambda result, _packed: map_of(result, 0)
+    stride = struct.Struct(f"={stride_at}xq")
+    return lambda result, packed: map_of(result, *stride.unpack_from(packed))
 
 
 def starter(
-    function: cuda.Function, what: str, layout: BlockLayout, counter_of: Callable[[int], int] | None = None,
-    map_of: Callable[[int, bytes], bytes] | None = None,
-) -> tuple[Start, Repeater]:  # fmt: skip
+    blocks: Blocks, counter_of: Callable[[int], int] | None = None, map_of: Callable[[int, bytes], bytes] | None = None
+) -> tuple[Start, Repeater]:
     """What launches packed bytes; the second does all of a call around it too, without one more call in Python.
 
-    ``layout`` has the result, m_sizes and the counter's word as those that a launch adds, and with ``map_of`` the
-    result's descriptor. ``what`` names the kernel in an error; ``counter_of`` gives a kernel that counts its tiles the
-    word for a launch on a stream, and ``map_of(result, packed)`` one that stores through TMA the descriptor.
+    The layout has the result, m_sizes and the counter's word as those that a launch adds, and with ``map_of`` the
+    result's descriptor. ``counter_of`` gives a kernel that counts its tiles the word for a launch on a stream, and
+    ``map_of(result, packed)`` one that stores through TMA the descriptor.
     """
-    take, new, give, handle, refused = _driver(function, what, layout)
-    driver_launch, device, pack = cuda.launch_kernel(), function.device, layout.launch.pack_into
+    take, new, give, handle, refused = blocks.free.pop, blocks.new, blocks.free.append, blocks.handle, blocks.refused
+    driver_launch, device, pack = blocks.launch, blocks.device, blocks.layout.launch.pack_into
 
     def start(packed: bytes, result: int, m_sizes: int, stream: int) -> None:
         try:
@@ -181,34 +402,3 @@ def starter(
         return again if counter_of is None and map_of is None else counted
 
     return start, repeater
-
-
-class RowOpLauncher:
-    """Launches one loaded pass. It does not synchronise, and any thread may call it."""
-
-    __slots__ = ("_launch", "_op", "_rows", "_tail", "block", "most_experts")
-
-    def __init__(self, variant: Variant, function: cuda.Function, op: RowOp) -> None:
-        layout = BlockLayout(
-            variant.arguments, given=variant.arguments, threads=function.threads, shared_bytes=function.shared_bytes
-        )
-        self._launch, self._tail = whole_launch(function, variant.entry, layout), layout.tail
-        self._op, self._rows = op, rows_at_once(op)
-        self.block, self.most_experts = Block.from_pairs(variant.config).block, variant.max_experts
-
-    def __call__(
-        self, rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple[int, ...], stream: int
-    ) -> None:
-        """Launch over ``rows`` rows; ``pointers`` and ``numbers`` are the arguments.
-
-        Raises
-        ------
-        InputError
-            where that makes more programs than a launch can have.
-        CudaError
-            where the driver refuses the launch.
-        """
-        grid = programs(self._op, rows, columns, self.block, self._rows)
-        if grid > _MOST_PROGRAMS:
-            raise InputError(f"{rows} rows of {columns} columns make {grid} programs, the most is 2^31 - 1: split them")
-        self._launch((*pointers, *numbers, grid, self._tail, stream))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,6 +13,7 @@ from .program import Step
 
 if TYPE_CHECKING:
     from ..dispatch.snapshot import Snapshot, Usable
+    from ..driver.launcher import RowOpLauncher
     from .gemm import LoadedKernel
 
 
@@ -38,18 +39,11 @@ def kernel(
     return load_first(snapshot, choose, local, device)
 
 
-class Gather(Protocol):
-    """A ``RowOpLauncher`` of RowOp.GATHER."""
-
-    def __call__(
-        self, rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple[int, ...], stream: int
-    ) -> None: ...
-
-
 def step(
-    launch: Gather, x: torch.Tensor, *, top_k: int, M: int, index_step: int, used: tuple[int, int], index: str = "index"
-) -> Step:
-    """out[i] = x[index[i] // top_k] for dense x [T, columns], index [M] within [0, T*top_k) and out [M, columns].
+    launch: RowOpLauncher, x: torch.Tensor, *, top_k: int, M: int, index_step: int, used: tuple[int, int],
+    index: str = "index",
+) -> Step:  # fmt: skip
+    """rows[i] = x[index[i] // top_k] for dense x [T, columns], index [M] within [0, T*top_k) and rows [M, columns].
 
     ``used`` is as ``rowops.used`` has it of the bounds that the step is given; ``index`` names the operand that is
     read. (The words in memory that a launch by tokens needs are torch's, of its current stream, which the step's has
@@ -57,17 +51,22 @@ def step(
     """
     (T, columns), itemsize, empty = x.shape, x.element_size(), allocator(x.device)
     slots, (behind, flags) = T * top_k, used
-    scales = slots == M
+    scales, sizes = slots == M, {"columns": columns, "index_step": index_step}
+    plain = launch.bind(behind=(("used", behind, 0),), top_k=top_k, flags=flags, **sizes)
 
-    def run(M: int, stream: int, x: int, index: int, bounds: int, out: int) -> None:
-        many, count = M if scales else slots, bounds + behind
+    def run(M: int, stream: int, *addresses: int) -> None:
+        many = M if scales else slots
         if not by_token(M, columns * itemsize, many, top_k):
-            launch(M, columns, (x, index, count, out), (M, columns, top_k, index_step, flags), stream)
+            plain(M, stream, *addresses)
             return
+        words = dict(zip(launch.operands, addresses, strict=True))
         noted = empty((1 + many,), (1,), torch.int32)
-        words, looks = noted.data_ptr(), -(-M // NOTED_ROWS)
-        launch(looks, columns, (x, index, count, words), (M, columns, many, index_step, flags | NOTES), stream)
-        tokens = many // top_k
-        launch(tokens + looks, columns, (x, index, words, out), (M, columns, top_k, index_step, BY_TOKEN), stream)
+        notes, looks = noted.data_ptr(), -(-M // NOTED_ROWS)
+        marked = words | sizes | {"M": M, "top_k": many, "flags": flags | NOTES, "out": notes}
+        launch(looks, stream, marked | {"used": words["used"] + behind})
+        stored = words | sizes | {"M": M, "top_k": top_k, "flags": BY_TOKEN, "used": notes}
+        launch(many // top_k + looks, stream, stored)
 
-    return Step(run, f"gather rows of {columns} columns, {top_k} of each", ("x", index, "bounds", "rows"), scales)
+    operands = {"index": index, "used": "bounds", "out": "rows"}
+    names = tuple([operands.get(one, one) for one in launch.operands])
+    return Step(run, f"gather rows of {columns} columns, {top_k} of each", names, scales)

@@ -1,46 +1,31 @@
-"""From a loaded variant to a launch: what a launch needs is packed once, then copied and given to the driver.
+"""From a loaded variant of a product to its launcher: the numbers that all of its launches have, and its programs.
 
-``launcher.py`` has the hot path.
+``driver/launcher.py`` makes the launcher of what the kernel's entry declares (kernels/contract).
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...artifacts.errors import BundleCorrupt, InputError
 from ...artifacts.records.bundle import Variant
-from ...artifacts.records.problem import Fusion, Op
+from ...artifacts.records.problem import Fusion, Op, RowOp
 from ...kernels.contract.config import Config, Schedule
 from ...kernels.contract.launchable import unlaunchable
-from ...kernels.contract.registry import clears, limits_of, too_large, transposed, weight_tiles
-from ...kernels.contract.spec import result_columns
-from ...kernels.contract.words import CLEARER_ROWS, FLAGS, RAGGED_SIZES, ZERO_TAIL, ragged_strides
+from ...kernels.contract.registry import clears, gemm_entry, limits_of, too_large, transposed, weight_tiles
+from ...kernels.contract.spec import Spec, w_kn
+from ...kernels.contract.words import CLEARER_ROWS, FLAGS, RAGGED_SIZES, ZERO_TAIL
+from ..check.tensors import address_of
 from ..driver import cuda
-from ..driver.block import BlockLayout, Words
-from ..driver.descriptors import TensorMaps
-from ..driver.device import device as device_of
-from ..driver.launcher import Launcher, starter
+from ..driver.launcher import Grid, ProductLauncher
+
+if TYPE_CHECKING:
+    from ..weights.expert_weights import ExpertWeights
 
 _MOST_TILES = 2**31 - 1
 _MOST_ROWS = RAGGED_SIZES[2]  # kernels count rows past a tile's end, and those of no expert, 16 for each program
 _MOST_PROGRAMS = 2**26
 _INDEXED = Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT  # what reads the index
-# The sizes and strides that follow a descriptor of a rank, where no kernel reads them.
-_UNREAD = {rank: ("null",) * rank + ("one",) * rank for rank in (3, 4)}
-# The words of a call in the order in which ``pack`` has them, and those that a launch adds.
-_ROWS: Words = (
-    ("x", "ptr"), ("w", "ptr"), ("stride_x_m", "i64"), ("stride_y_m", "i64"), ("index", "ptr"), ("row_weights", "ptr"),
-    ("bias", "ptr"), ("M", "i32"), ("index_end", "i32"),
-)  # fmt: skip
-_LOW: Words = (("low_x", "ptr"), ("low_w", "ptr"))  # beside these, where the code adds a low-rank part
-_WEIGHT: Words = (
-    ("dy", "ptr"), ("x", "ptr"), ("dy_at", "ptr"), ("x_at", "ptr"), ("stride_dy_m", "i64"), ("stride_x_m", "i64"),
-    ("M", "i32"),
-)  # fmt: skip
-LATE: Words = (("m_sizes", "ptr"), ("counter", "ptr"))  # beside the result
-_NO_INDEX = {"index": 0, "row_weights": 0, "bias": 0, "index_end": 0}
 
 
 class LoadedKernel(NamedTuple):
@@ -99,12 +84,6 @@ class Fused(NamedTuple):
 PLAIN = Fused()
 
 
-def _refuse(variant: Variant, columns: int, reduction: int, config: Config) -> None:
-    wrong = too_large(variant.op, columns, reduction, config) if isinstance(variant.op, Op) else None
-    if wrong:
-        raise InputError(f"{variant.entry}: {wrong}")
-
-
 def without_clearing(fused: Fused, variant: Variant, config: Config) -> Fused:
     """What is asked, less ``zero_tail`` where code that an index tells where to store can't do it, or is not to."""
     asked = fused.beside if config.schedule.warp_specialized else fused.few
@@ -112,221 +91,103 @@ def without_clearing(fused: Fused, variant: Variant, config: Config) -> Fused:
     return fused._replace(zero_tail=False) if fused.fusion & _INDEXED and not can else fused
 
 
-def row_launcher(
-    kernel: LoadedKernel,
-    *,
-    columns: int,
-    reduction: int,
-    E: int,
-    w_kn: bool,
-    stride_w_e: int,
-    stride_w_row: int,
-    m_sizes_step: int,
-    fused: Fused = PLAIN,
-    R: int = 0,
-    rows_of_w: int | None = None,
-) -> Launcher:
-    """A launcher of y[g] = x[g] @ w[g].T.
+def product_launcher(
+    kernel: LoadedKernel, *, N: int, K: int, E: int, m_sizes_step: int, strides: tuple[int, ...] | None = None,
+    fused: Fused = PLAIN, R: int = 0, w_rows: int | None = None,
+) -> ProductLauncher:  # fmt: skip
+    """A launcher of y[g] = x[g] @ w[g].T, or of dw[g] = dy[g].T @ x[g], in the kernel's words (``spec.gemm_of``).
 
-    ``pack`` takes x, w, stride_x_m, stride_y_m and M, a fused call also the addresses of index, row_weights and bias (0
-    for none), and index_end; of code that adds a low-rank part, of ``R`` columns, low_x and low_w. In the kernel's
-    words: ``columns`` of the product (of code with SILU y has half as many), ``reduction``, and ``w_kn`` where w's
-    columns are the contiguous ones. Where the code can't do ``fused.zero_tail`` it is left to the caller:
-    ``Launcher.zeroes`` tells. ``rows_of_w`` are fewer than ``columns`` where y's rows are filled up to whole 16 bytes,
-    of code that reads w [E, N, K] through a descriptor: those columns are zeros.
+    ``N`` are the columns of the product and ``K`` its reduction, or dw is [E, N, K]; with SILU y has half as many
+    columns. ``strides`` are w's or dw's elements from expert to expert and from row to row; without them it is dense.
+
+    ``pack`` takes x, w, stride_x_m, stride_y_m and M, of dW dy, x, stride_dy_m, stride_x_m and M, and what else the
+    kernel's entry declares: the index, row_weights, bias and index_end of a fused call, what belongs to codes, low_x
+    and low_w of a low-rank part of ``R`` columns. Where the code can't do ``fused.zero_tail`` it is left to the caller:
+    ``zeroes`` of the launcher tells. ``w_rows`` are fewer than ``N`` where y's rows are filled up to whole 16 bytes, of
+    code that reads w [E, N, K] through a descriptor: those columns are zeros.
 
     Raises
     ------
     InputError
-        where the product has more columns, or a longer reduction, than the kernel can do.
+        where the product has more columns, a longer reduction or more tiles than the kernel can do.
     """
     config, variant = kernel.config, kernel.variant
-    _refuse(variant, columns, reduction, config)
-    if rows_of_w is not None and (w_kn or all(one.argument != "w" for one in variant.tensor_maps)):
+    if isinstance(variant.op, RowOp):
+        raise AssertionError(f"{variant.entry} is no product")
+    spec = Spec(
+        variant.op, variant.dtype, config, variant.layout, variant.fusion, variant.alignment, variant.max_experts
+    )
+    backward, kn = spec.op is Op.DW, w_kn(spec)
+    columns = N if not backward or transposed(Op.DW, config) else K
+    if wrong := too_large(spec.op, columns, K, config):
+        raise InputError(f"{variant.entry}: {wrong}")
+    if w_rows is not None and (kn or all(one.argument != "w" for one in variant.tensor_maps)):
         raise AssertionError("fewer rows of w by code that would read past them")
-    specialized, one_tile = config.schedule.warp_specialized, config.schedule is Schedule.TILE
     fused = without_clearing(fused, variant, config)
-    w_sizes = ("K", "N") if w_kn else ("N", "K")
-    maps = {"x": ("M", "K", "stride_x_m", "one"), "w": ("E", *w_sizes, "stride_w_e", "stride_w_row", "one")}
-    fixed = {"N": columns, "K": reduction, "stride_w_e": stride_w_e, "stride_w_row": stride_w_row, "R": R}
-    low = Fusion.LOW_RANK in variant.fusion
-    late = (("y", "ptr"), *LATE, *([("y_map", "desc4")] if "y_map" in dict(variant.arguments) else []))
-    unread = {"y_map": _UNREAD[4], "low_x": ("null",) * 2 + ("one",) * 2, "low_w": _UNREAD[3]}
-    given = _ROWS + _LOW if low else _ROWS
-    layout = _layout(kernel, given, late, fixed | always(E, m_sizes_step, fused), maps | unread)
-    start, repeater = starter(
+    apart, row = strides or (N * K, N if kn and not backward else K)
+    w = "dw" if backward else "w"
+    sizes = {
+        "N": N, "K": K, "E": E, "R": R, "w_rows": w_rows or N, f"stride_{w}_e": apart,
+        f"stride_{w}_row": row, "m_sizes_step": m_sizes_step, "index_step": fused.index_step,
+        "x_divisor": fused.x_divisor, "flags": (fused.fusion & FLAGS).value | (ZERO_TAIL if fused.zero_tail else 0),
+    }  # fmt: skip
+    entry = gemm_entry(spec)
+    grid = _grid_of_weight(kernel, config, N, K, E) if backward else _grid_of_rows(kernel, config, N, E, fused)
+    return ProductLauncher(
+        variant,
         kernel.function,
         f"{variant.entry}, {config}",
-        layout,
-        counter_of(kernel),
-        map_of_rows(kernel, result_columns(columns, variant.fusion), layout.offsets["stride_y_m"]),
+        grid=grid,
+        fixed={**sizes, **entry.numbers(spec, sizes)},
+        shapes=entry.shapes(spec, sizes),
+        result="dw" if backward else "y",
+        required=entry.required(spec),
+        zeroes=fused.zero_tail,
+        plain_scales=entry.plain_scales,
     )
-    packed, tail = layout.pack, layout.tail
-    tiles_n, block_m = -(-columns // config.block_n), config.block_m
-    clearers = fused.zero_tail and Fusion.SCATTER in fused.fusion and not specialized
+
+
+def words_of(w: ExpertWeights, launcher: ProductLauncher) -> dict[str, int]:
+    """What ``pack`` takes of quantised weights, for a kernel that reads them."""
+    scale = w.plain_scale if launcher.plain_scales else w.kernel_scale
+    return {
+        "w": address_of(w.codes), "w_scale": address_of(scale), "w_zero": address_of(w.zero),
+        "w_outer": address_of(w.outer_scale),
+    }  # fmt: skip
+
+
+def _grid_of_rows(kernel: LoadedKernel, config: Config, columns: int, E: int, fused: Fused) -> Grid:
+    tiles_n, block_m, one_tile = -(-columns // config.block_n), config.block_m, config.schedule is Schedule.TILE
+    clearers = fused.zero_tail and Fusion.SCATTER in fused.fusion and not config.schedule.warp_specialized
     most_tiles = _MOST_PROGRAMS if one_tile else _MOST_TILES
     most = _MOST_PROGRAMS if one_tile else kernel.sm_count * kernel.function.per_sm
-    sizes = (E, reduction, columns) if w_kn else (E, rows_of_w or columns, reduction)
-    strides = stride_w_e, stride_w_row
-    x_maps, w_maps = (TensorMaps.of(variant, name, kernel.function.device) for name in ("x", "w"))
-    low_of = low_words(kernel, (E, R, columns) if w_kn else (E, columns, R), R) if low else None
 
-    def pack(
-        *, x: int, w: int, stride_x_m: int, stride_y_m: int, M: int,
-        index: int = 0, row_weights: int = 0, bias: int = 0, index_end: int = 0, low_x: int = 0, low_w: int = 0,
-    ) -> bytes:  # fmt: skip
+    def grid(M: int, index_end: int) -> int:
         active = E if E < M else M
         tiles = ((M - active) // block_m + active) * tiles_n  # registry.most_tiles, inlined
         if clearers:
             tiles += -(-index_end // CLEARER_ROWS)
         if tiles > most_tiles:
-            made = f"M={M} rows and N={columns} columns make {tiles} tiles"
+            made = f"M={M} rows and {columns} columns make {tiles} tiles"
             raise InputError(f"{made} of {config}, the most is {most_tiles}: split the batch")
         if M > _MOST_ROWS:
             raise InputError(f"M={M}, the most rows of {config} is 2^30: split the batch")
-        x_word: int | bytes = x
-        w_word: int | bytes = w
-        if x_maps is not None:
-            key = (x, M, stride_x_m)
-            x_word = x_maps.known.get(key) or x_maps.encode(key, (M, reduction), (stride_x_m,))
-        if w_maps is not None:
-            key = (w, 0, 0)
-            w_word = w_maps.known.get(key) or w_maps.encode(key, sizes, strides)
-        if low_of is not None:
-            return packed(
-                x_word, w_word, stride_x_m, stride_y_m, index, row_weights, bias, M, index_end,
-                *low_of(low_x, low_w, M), tiles if tiles < most else most, tail,
-            )  # fmt: skip
-        return packed(
-            x_word, w_word, stride_x_m, stride_y_m, index, row_weights, bias, M, index_end,
-            tiles if tiles < most else most, tail,
-        )  # fmt: skip
+        return tiles if tiles < most else most
 
-    return Launcher(pack, start, repeater, zeroes=fused.zero_tail)
+    return grid
 
 
-def low_words(
-    kernel: LoadedKernel, sizes: tuple[int, int, int], R: int
-) -> Callable[[int, int, int], tuple[int | bytes, int | bytes]]:
-    """Who has low_x [M, R] and low_w, of these sizes, as the kernel takes them: addresses, or descriptors."""
-    x_maps, w_maps = (TensorMaps.of(kernel.variant, name, kernel.function.device) for name in ("low_x", "low_w"))
-    strides = sizes[1] * sizes[2], sizes[2]
-
-    def words(low_x: int, low_w: int, M: int) -> tuple[int | bytes, int | bytes]:
-        if x_maps is None or w_maps is None:
-            return low_x, low_w
-        x_key, w_key = (low_x, M, R), (low_w, 0, 0)
-        return (
-            x_maps.known.get(x_key) or x_maps.encode(x_key, (M, R), (R,)),
-            w_maps.known.get(w_key) or w_maps.encode(w_key, sizes, strides),
-        )
-
-    return words
-
-
-def weight_launcher(
-    kernel: LoadedKernel,
-    *,
-    N: int,
-    K: int,
-    E: int,
-    stride_dw_e: int,
-    stride_dw_row: int,
-    m_sizes_step: int,
-) -> Launcher:
-    """A launcher of dw[g] = dy[g].T @ x[g], whose ``pack`` takes dy, x, stride_dy_m, stride_x_m and M.
-
-    Raises
-    ------
-    InputError
-        where dw's tiles pass 2^31, or it has more columns than the kernel can do.
-    """
-    config, variant, device = kernel.config, kernel.variant, kernel.function.device
-    _refuse(variant, N if transposed(Op.DW, config) else K, 0, config)
-    maps = {"dy": _UNREAD[4], "x": _UNREAD[4], "dw": _UNREAD[3]}
-    fixed = {"N": N, "K": K, "stride_dw_e": stride_dw_e, "stride_dw_row": stride_dw_row} | _NO_INDEX
-    kind = dict(variant.arguments)["dw"]  # beside a descriptor its address is given all the same
-    late = (("dw", kind), *LATE) if kind == "ptr" else (("dw_at", "ptr"), *LATE, ("dw", kind))
-    layout = _layout(kernel, _WEIGHT, late, fixed | always(E, m_sizes_step, PLAIN), maps)
-    start, repeater = starter(
-        kernel.function,
-        f"{variant.entry}, {config}",
-        layout,
-        counter_of(kernel),
-        _map_of_weight(kernel, (E, N, K), (stride_dw_e, stride_dw_row)),
-    )
-    packed, tail = layout.pack, layout.tail
+def _grid_of_weight(kernel: LoadedKernel, config: Config, N: int, K: int, E: int) -> Grid:
     tiles = weight_tiles(N, K, E, config)
     if tiles > _MOST_TILES:
         raise InputError(f"E={E}, N={N}, K={K} make {tiles} tiles of {config}, the most is 2^31 - 1")
     programs = tiles if config.schedule is Schedule.TILE else min(tiles, kernel.sm_count * kernel.function.per_sm)
-    dy_maps, x_maps = (TensorMaps.of(variant, name, device) for name in ("dy", "x"))
-    dy_sizes, x_sizes = (*RAGGED_SIZES, N), (*RAGGED_SIZES, K)
-    most_steps = limits_of(Op.DW, config).steps
+    most_steps, described = limits_of(Op.DW, config).steps, bool(kernel.variant.tensor_maps)
     most_rows = _MOST_ROWS if most_steps is None else min(_MOST_ROWS, config.block_m * most_steps)
 
-    def pack(*, dy: int, x: int, stride_dy_m: int, stride_x_m: int, M: int) -> bytes:
-        dy_word: int | bytes = dy
-        x_word: int | bytes = x
-        if dy_maps is not None and x_maps is not None:
-            if most_rows < M:
-                raise InputError(f"M={M}, the most rows of dW by {config} is {most_rows}: split the batch")
-            dy_key, x_key = (dy, 0, stride_dy_m), (x, 0, stride_x_m)
-            dy_word = dy_maps.known.get(dy_key) or dy_maps.encode(dy_key, dy_sizes, ragged_strides(stride_dy_m))
-            x_word = x_maps.known.get(x_key) or x_maps.encode(x_key, x_sizes, ragged_strides(stride_x_m))
-        return packed(dy_word, x_word, dy, x, stride_dy_m, stride_x_m, M, programs, tail)
+    def grid(M: int, _index_end: int) -> int:
+        if described and most_rows < M:
+            raise InputError(f"M={M}, the most rows of dW by {config} is {most_rows}: split the batch")
+        return programs
 
-    return Launcher(pack, start, repeater)
-
-
-def map_of_rows(kernel: LoadedKernel, columns: int, stride_at: int) -> Callable[[int, bytes], bytes] | None:
-    """Who describes y, ragged rows, to a kernel that stores through TMA; packed words have y's row stride there."""
-    maps = TensorMaps.of(kernel.variant, "y_map", kernel.function.device)
-    if maps is None:
-        return None
-    sizes, stride = (*RAGGED_SIZES, columns), struct.Struct(f"={stride_at}xq")
-
-    def map_of(y: int, packed: bytes) -> bytes:
-        (stride_y_m,) = stride.unpack_from(packed)
-        key = (y, 0, stride_y_m)
-        return maps.known.get(key) or maps.encode(key, sizes, ragged_strides(stride_y_m))
-
-    return map_of
-
-
-def _map_of_weight(
-    kernel: LoadedKernel, sizes: tuple[int, int, int], strides: tuple[int, int]
-) -> Callable[[int, bytes], bytes] | None:
-    """The same of dw."""
-    maps = TensorMaps.of(kernel.variant, "dw", kernel.function.device)
-    if maps is None:
-        return None
-
-    def map_of(dw: int, _packed: bytes) -> bytes:
-        key = (dw, 0, 0)
-        return maps.known.get(key) or maps.encode(key, sizes, strides)
-
-    return map_of
-
-
-def counter_of(kernel: LoadedKernel) -> Callable[[int], int] | None:
-    """Who gives the launches of a kernel that hands out its tiles the word to count them in."""
-    counts = any(name == "counter" for name, _ in kernel.variant.arguments)
-    return device_of(kernel.function.device).counters.take if counts else None
-
-
-def _layout(
-    kernel: LoadedKernel, given: Words, late: Words, fixed: Mapping[str, int], maps: Mapping[str, tuple[str, ...]]
-) -> BlockLayout:
-    function = kernel.function
-    return BlockLayout(
-        kernel.variant.arguments, given=given, late=late, fixed=fixed, maps=maps, threads=function.threads,
-        shared_bytes=function.shared_bytes,
-    )  # fmt: skip
-
-
-def always(E: int, m_sizes_step: int, fused: Fused) -> dict[str, int]:
-    """The words that a launcher fixes, of every op."""
-    flags = (fused.fusion & FLAGS).value | (ZERO_TAIL if fused.zero_tail else 0)
-    return {"E": E, "m_sizes_step": m_sizes_step, "index_step": fused.index_step, "x_divisor": fused.x_divisor,
-            "flags": flags}  # fmt: skip
+    return grid

@@ -49,10 +49,10 @@ if TYPE_CHECKING:
     from ..check.operands import Rows
     from ..dispatch.pin import Pin
     from ..dispatch.snapshot import Usable
+    from ..driver.launcher import Behind
 
 _GATHERED = "rows"  # the operand that rows are gathered into
 _CODES = "codes"  # and the one that they are quantised into
-_LOW = ("low_x", "low_w")  # and those of a low-rank part
 
 
 class Scratch(NamedTuple):
@@ -118,7 +118,7 @@ def ready_for_wide_rows(call: Rows) -> tuple[Ready, int] | None:
 
     def build() -> Ready | None:
         from ..dispatch.decide import decide, with_wide_rows  # here, as few calls have such rows
-        from .gemm import row_launcher
+        from .gemm import product_launcher
         from .loader import load_first
 
         problem, local = problem_of(call.op, x, E, N, K, call.layout, call.fusion), local_gpu(device)
@@ -133,10 +133,10 @@ def ready_for_wide_rows(call: Rows) -> tuple[Ready, int] | None:
         kernel = load_first(snapshot, choose, local, device)
         if kernel is None:
             return None
-        launcher = row_launcher(
-            kernel, columns=wide, rows_of_w=N, reduction=K, E=E, w_kn=False, stride_w_e=w.stride(0) if E > 1 else N * K,
-            stride_w_row=w.stride(1) if N > 1 else K, m_sizes_step=step_of(call.m_sizes),
-        )  # fmt: skip
+        strides = w.stride(0) if E > 1 else N * K, w.stride(1) if N > 1 else K
+        launcher = product_launcher(
+            kernel, N=wide, w_rows=N, K=K, E=E, strides=strides, m_sizes_step=step_of(call.m_sizes)
+        )
         return Ready(launcher, f"{name_of(problem, kernel)}, rows of {wide} columns")
 
     key = ("wide rows", x.dtype, E, N, K, w.stride(), call.m_sizes.dtype, bucket_of(call.M), device)
@@ -183,13 +183,9 @@ def resolve_weight(
     ready = ready_for_weight(dy, x, dw, m_sizes, pin, strict)
     if ready is None:
         return None
-    start, pack = ready.launcher.start, ready.launcher.pack
-    stride_dy, stride_x = row_stride(dy, dy.shape[1]), row_stride(x, x.shape[1])
-
-    def run(M: int, stream: int, dy: int, x: int, dw: int, m_sizes: int) -> None:
-        start(pack(dy=dy, x=x, stride_dy_m=stride_dy, stride_x_m=stride_x, M=M), dw, m_sizes, stream)
-
-    return Step(run, ready.name, ("dy", "x", "dw", "m_sizes"))
+    return Step.of(
+        ready.launcher, ready.name, stride_dy_m=row_stride(dy, dy.shape[1]), stride_x_m=row_stride(x, x.shape[1])
+    )
 
 
 def _product(ready: Ready, call: Rows, fusion: Fusion, stride_y: int, index_end: int) -> Product:
@@ -208,7 +204,7 @@ def _product(ready: Ready, call: Rows, fusion: Fusion, stride_y: int, index_end:
     if ready.gather is None:
         index = "index" if call.uses_index else ""
         stride_x = row_stride(x, x.shape[1])
-        step = _row_step(ready, call, ("x", index), (stride_x, stride_y, index_end if fusion else None))
+        step = _row_step(ready, call, {"index": index}, (stride_x, stride_y, index_end if fusion else None))
         return Product((step,), zeroes)
     left, checks, rows = fusion & ~(Fusion.GATHER | Fusion.SILU), call.bounds is None, x.shape[0]
     index = "index" if left & (Fusion.SCATTER | Fusion.WEIGHT) else ""
@@ -216,12 +212,12 @@ def _product(ready: Ready, call: Rows, fusion: Fusion, stride_y: int, index_end:
 
     if rows == 1 and call.gather_divisor == call.M and repeats_rows(x.get_device()):
         # All rows are the one token's, and so they are in any call of a number near M: two tokens have twice as many.
-        return Product((_row_step(ready, call, ("x", index), (0, stride_y, index_end if left else None)),), zeroes)
+        return Product((_row_step(ready, call, {"index": index}, (0, stride_y, index_end if left else None)),), zeroes)
     gather = launch_gather.step(
         ready.gather, x, top_k=call.gather_divisor, M=call.M, index_step=index_step(call),
         used=rowops.used(call.bounds), index="in_range" if checks else "index",
     )  # fmt: skip
-    step = _row_step(ready, call, (_GATHERED, index), (x.shape[1], stride_y, index_end if left else None))
+    step = _row_step(ready, call, {"x": _GATHERED, "index": index}, (x.shape[1], stride_y, index_end if left else None))
     made = partial(launch_gather.in_range, rows=rows, divisor=call.gather_divisor) if checks else None
     return Product((gather, step), zeroes, (Scratch(_GATHERED, x.shape[1], x.dtype),), made)
 
@@ -232,72 +228,25 @@ def _of_codes(ready: Ready, before: Step, call: Rows, left: Fusion, words: tuple
     ``left`` is what else the call does; ``words`` are the stride of y's rows and where indices end.
     """
     (stride_y, end), (_, _, K) = words, call.sizes
-    start, pack, all_of_M = ready.launcher.start, ready.launcher.pack, end == call.M
-
-    def run(
-        M: int, stream: int, codes: int, w: int, y: int, m_sizes: int, w_scale: int, index: int, row_weights: int,
-        bias: int,
-    ) -> None:  # fmt: skip
-        start(pack(
-            x=codes, x_scale=codes + M * K, w=w, w_scale=w_scale, stride_y_m=stride_y, M=M, index=index,
-            row_weights=row_weights, bias=bias, index_end=(M if all_of_M else end) if left else 0,
-        ), y, m_sizes, stream)  # fmt: skip
-
     index = "index" if left & (Fusion.SCATTER | Fusion.WEIGHT) else ""
-    scale = _plain_scale(call.w) if isinstance(call.w, ExpertWeights) else ""
-    operands = (_CODES, "w", "y", "m_sizes", scale, index, "row_weights", "bias")
-    step = Step(run, ready.name, operands, all_of_M or not left)
+    operands, behind = {"x": _CODES, "x_scale": _CODES, "index": index}, (("x_scale", 0, K),)
+    step = _row_step(ready, call, operands, (K, stride_y, end if left else None), behind)
     return Product((before, step), ready.launcher.zeroes, (Scratch(_CODES, bytes_of_row(K), torch.uint8),))
 
 
-def _row_step(ready: Ready, call: Rows, names: tuple[str, str], words: tuple[int, int, int | None]) -> Step:
+def _row_step(
+    ready: Ready, call: Rows, operands: dict[str, str], words: tuple[int, int, int | None],
+    behind: Behind = (),
+) -> Step:  # fmt: skip
     """The launch of a product of rows.
 
-    ``names`` are those of the operands that stand for x and the index; ``words`` the strides of x's and y's rows, and
-    where indices end, None of a product with nothing fused.
+    ``operands`` names those that stand for the kernel's x and others; ``words`` are the strides of x's and y's rows,
+    and where indices end, None of a product with nothing fused; ``behind`` is as ``Launcher.bind`` has it.
     """
-    (x_name, index_name), (stride_x, stride_y, end) = names, words
-    start, pack, all_of_M = ready.launcher.start, ready.launcher.pack, end == call.M
-    operands: tuple[str, ...] = (x_name, "w", "y", "m_sizes")
-    if isinstance(call.w, ExpertWeights):
-
-        def mixed(
-            M: int, stream: int, x: int, w: int, y: int, m_sizes: int, w_scale: int, w_outer: int, w_zero: int,
-            index: int, row_weights: int, bias: int, *low: int,
-        ) -> None:  # fmt: skip
-            start(pack(
-                x=x, w=w, w_scale=w_scale, w_outer=w_outer, w_zero=w_zero, stride_x_m=stride_x, stride_y_m=stride_y,
-                M=M, index=index, row_weights=row_weights, bias=bias, index_end=M if all_of_M else end or 0,
-                **dict(zip(_LOW, low, strict=False)),
-            ), y, m_sizes, stream)  # fmt: skip
-
-        scale = _plain_scale(call.w) if ready.plain_scales else "w_scale"
-        operands += (scale, "w_outer", "w_zero", index_name, "row_weights", "bias", *(() if call.low is None else _LOW))
-        return Step(mixed, ready.name, operands, all_of_M or not end)
-    if call.low is not None:
-
-        def adapted(
-            M: int, stream: int, x: int, w: int, y: int, m_sizes: int, low_x: int, low_w: int, index: int, bias: int
-        ) -> None:  # fmt: skip
-            start(pack(
-                x=x, w=w, low_x=low_x, low_w=low_w, stride_x_m=stride_x, stride_y_m=stride_y, M=M, index=index,
-                bias=bias, index_end=M if all_of_M else end or 0,
-            ), y, m_sizes, stream)  # fmt: skip
-
-        return Step(adapted, ready.name, (*operands, *_LOW, index_name, "bias"), all_of_M or not end)
-    if end is None:
-
-        def plain(M: int, stream: int, x: int, w: int, y: int, m_sizes: int) -> None:
-            start(pack(x=x, w=w, stride_x_m=stride_x, stride_y_m=stride_y, M=M), y, m_sizes, stream)
-
-        return Step(plain, ready.name, operands)
-
-    def fused(
-        M: int, stream: int, x: int, w: int, y: int, m_sizes: int, index: int, row_weights: int, bias: int
-    ) -> None:
-        start(pack(
-            x=x, w=w, stride_x_m=stride_x, stride_y_m=stride_y, M=M, index=index, row_weights=row_weights, bias=bias,
-            index_end=M if all_of_M else end,
-        ), y, m_sizes, stream)  # fmt: skip
-
-    return Step(fused, ready.name, (*operands, index_name, "row_weights", "bias"), all_of_M or not end)
+    stride_x, stride_y, end = words
+    if isinstance(call.w, ExpertWeights) and ready.launcher.plain_scales:
+        operands = operands | {"w_scale": _plain_scale(call.w)}
+    return Step.of(
+        ready.launcher, ready.name, operands, scales=end == call.M or not end, behind=behind, stride_x_m=stride_x,
+        stride_y_m=stride_y, index_end=end or 0, all_rows=end == call.M,
+    )  # fmt: skip

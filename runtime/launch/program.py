@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
 from ..driver.device import allocator, current_stream
+
+if TYPE_CHECKING:
+    from ..driver.launcher import Launcher
 
 stream_of = current_stream
 
@@ -32,6 +35,20 @@ class Step(NamedTuple):
     operands: tuple[str, ...]
     scales: bool = True
 
+    @classmethod
+    def of(
+        cls, launcher: Launcher, name: str, operands: Mapping[str, str] | None = None, *,
+        scales: bool = True, **how: Any,
+    ) -> Step:  # fmt: skip
+        """A launch of one kernel; ``how`` is as ``Launcher.bind`` has it.
+
+        ``operands`` has those arguments of the kernel that are other operands than their names say.
+        """
+        names = launcher.operands
+        if operands:
+            names = tuple([operands.get(one, one) for one in names])
+        return cls(launcher.bind(**how), name, names, scales)
+
 
 class Now:
     """Does each thing as it is asked."""
@@ -40,12 +57,13 @@ class Now:
         """Memory on like's device, in its dtype. The size begins with M // ``per``; with 0 it is always the same."""
         return like.new_empty(size, dtype=dtype)
 
-    def run(self, step: Step, M: int, *operands: torch.Tensor | None) -> None:
-        """Launch a step over M sorted rows, on torch's current stream. The first operand is always there."""
-        first = operands[0]
+    def run(self, step: Step, M: int, operands: Mapping[str, torch.Tensor | None]) -> None:
+        """Launch a step over M sorted rows, on torch's current stream. Its first operand is always there."""
+        first = operands[step.operands[0]]
         if first is None:
             raise AssertionError(f"{step.name}: no {step.operands[0]}")
-        addresses = [0 if one is None else one.data_ptr() for one in operands]
+        tensors = map(operands.get, step.operands)
+        addresses = [0 if one is None else one.data_ptr() for one in tensors]
         step.run(M, stream_of(first.get_device()), *addresses)
 
     def call(self, function: Callable[..., Any], *given: torch.Tensor, scales: bool = True) -> Any:
@@ -86,10 +104,10 @@ class Recorder(Now):
         self._written.append(_New(self._fresh(made), per, tuple(size), made.dtype, like.device))
         return made
 
-    def run(self, step: Step, M: int, *operands: torch.Tensor | None) -> None:
+    def run(self, step: Step, M: int, operands: Mapping[str, torch.Tensor | None]) -> None:
         self._whole &= M == self._M and (step.scales or not self._varies)
-        self._written.append(_Run(step, tuple(map(self._slot, operands))))
-        super().run(step, M, *operands)
+        self._written.append(_Run(step, tuple(self._slot(operands.get(name)) for name in step.operands)))
+        super().run(step, M, operands)
 
     def call(self, function: Callable[..., Any], *given: torch.Tensor, scales: bool = True) -> Any:
         self._whole &= scales or not self._varies

@@ -35,14 +35,11 @@ from ..driver import cuda
 from ..driver.cuda import Unfinished
 from ..driver.device import capturing
 from ..driver.device import device as device_of
-from ..driver.launcher import Launcher
 from ..locks import lock
 from ..settings import settings
 from ..weights.expert_weights import ExpertWeights
 from ..weights.row_codes import codes_of_rows, values_of_rows, values_on_load
 from . import gemm
-from .block_scaled import block_scaled_launcher
-from .mixed_input import addresses_of_scales, mixed_input_launcher, reads_scales_as_they_are
 from .trials import TORCH, UNTOUCHED, Draw, TrialPlace, full, off, rounding, trial_of_pass
 
 _LONGEST_S = 30.0  # that a trial may take: others may be using the GPU
@@ -356,22 +353,15 @@ def _rows(kernel: gemm.LoadedKernel, here: TrialPlace, on: _Operands, form: Fusi
     placed = here.put(memory, aligned=aligned)
     indexed = gathers or scatters or Fusion.WEIGHT in form
     fused = gemm.Fused(form, 1, _TOP_K if gathers else 1, zero_tail)
-    launch = _launcher(kernel, on, fused)
+    R = _RANK if Fusion.LOW_RANK in form else 0
+    launch = gemm.product_launcher(kernel, N=on.columns, K=on.reduction, E=E, m_sizes_step=1, fused=fused, R=R)
     words = {"x": on.x.data_ptr(), "stride_y_m": wide + 8, "M": _M}
     keep = [here.put(index), here.put(weights), here.put(bias, aligned=aligned)]
     at = [one.data_ptr() for one in keep]
     words |= {"index": at[0], "index_end": _M} if indexed else {"index": 0, "index_end": 0}
     words |= {"row_weights": at[1] if Fusion.WEIGHT in form else 0, "bias": at[2] if Fusion.BIAS in form else 0}
-    if isinstance(on.w, ExpertWeights):
-        words["w"] = on.w.codes.data_ptr()
-        if on.scale is not None:
-            words |= {"x_scale": on.scale.data_ptr(), "w_scale": on.w.scale.data_ptr()}
-        else:
-            words |= addresses_of_scales(on.w, plain=reads_scales_as_they_are(kernel))
-    else:
-        words["w"] = on.w.data_ptr()
-    if on.scale is None:
-        words["stride_x_m"] = on.reduction
+    words |= gemm.words_of(on.w, launch) if isinstance(on.w, ExpertWeights) else {"w": on.w.data_ptr()}
+    words |= {"stride_x_m": on.reduction} if on.scale is None else {"x_scale": on.scale.data_ptr()}
     if Fusion.LOW_RANK in form:
         u, second = draw.normal(_M, _RANK).to(dtype), draw.normal(E, on.columns, _RANK).to(dtype)
         keep += [here.put(u), here.put(second.transpose(1, 2).contiguous() if on.w_kn else second)]
@@ -398,19 +388,6 @@ def _rows(kernel: gemm.LoadedKernel, here: TrialPlace, on: _Operands, form: Fusi
     return off(placed, want, rounding(variant.dtype), above=1)
 
 
-def _launcher(kernel: gemm.LoadedKernel, on: _Operands, fused: gemm.Fused) -> Launcher:
-    E, R = len(_COUNTS), _RANK if Fusion.LOW_RANK in fused.fusion else 0
-    if isinstance(on.w, ExpertWeights):
-        _, N, K = on.w.shape
-        if on.scale is None:
-            return mixed_input_launcher(kernel, N=N, K=K, E=E, m_sizes_step=1, fused=fused, R=R)
-        return block_scaled_launcher(kernel, N=N, K=K, E=E, m_sizes_step=1, fused=fused)
-    return gemm.row_launcher(
-        kernel, columns=on.columns, reduction=on.reduction, E=E, w_kn=on.w_kn, stride_w_e=on.columns * on.reduction,
-        stride_w_row=on.columns if on.w_kn else on.reduction, m_sizes_step=1, fused=fused, R=R,
-    )  # fmt: skip
-
-
 def _weight(kernel: gemm.LoadedKernel, here: TrialPlace) -> str | None:
     """dw, and the memory around it."""
     variant, draw, E = kernel.variant, Draw(), len(_COUNTS)
@@ -421,7 +398,7 @@ def _weight(kernel: gemm.LoadedKernel, here: TrialPlace) -> str | None:
     placed, dy_there, x_there = (here.put(one, aligned=aligned) for one in (memory, dy, x))
     counts = torch.tensor(_COUNTS, dtype=torch.int32, device="cpu")
     m_sizes = here.put(counts)
-    launch = gemm.weight_launcher(kernel, N=N, K=K, E=E, stride_dw_e=N * K, stride_dw_row=K, m_sizes_step=1)
+    launch = gemm.product_launcher(kernel, N=N, K=K, E=E, m_sizes_step=1)
     for _ in range(2):
         launch(
             placed[1:].data_ptr(), m_sizes.data_ptr(), here.stream, dy=dy_there.data_ptr(), x=x_there.data_ptr(),

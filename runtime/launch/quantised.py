@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,10 +31,8 @@ from .ready import (
     kernel_for,
     low_rank_kernel,
     may_clear,
-    name_of,
     of_rows,
     problem_of,
-    step_of,
 )
 
 if TYPE_CHECKING:
@@ -42,6 +40,8 @@ if TYPE_CHECKING:
     from ..dispatch.snapshot import Usable
     from ..driver.launcher import RowOpLauncher
     from .gemm import Fused, LoadedKernel
+
+_MADE = {"used": "bounds", "scale": "codes"}  # the operands of a row kernel that makes codes; scales lie behind them
 
 _log = logging.getLogger(__name__)
 
@@ -247,12 +247,7 @@ def _of_codes(problem: Problem, other: DType, call: Rows, fused: Fused) -> Ready
     quantize = rowops.launcher(CODE_OPS[problem.dtype].quantize, DType.BF16, device, aligned=True)
     if quantize is None:
         return None
-    from .block_scaled import block_scaled_launcher
-
-    launcher = block_scaled_launcher(
-        kernel, N=problem.N, K=problem.K, E=problem.E, m_sizes_step=step_of(call.m_sizes), fused=fused
-    )  # fmt: skip
-    return Ready(launcher, name_of(problem, kernel), quantize=quantize)
+    return of_rows(kernel, problem, call, fused)._replace(quantize=quantize)
 
 
 def _verdicts_kernel(
@@ -296,17 +291,12 @@ def quantize_step(
     read, each entry within [0, T * top_k).
     """
     columns, (behind, flags) = x.shape[1], used
-    flags |= PICKED if top_k else 0
-    divisor = top_k or 1
-
-    def run(M: int, stream: int, x: int, index: int, bounds: int, codes: int) -> None:
-        launch(
-            M, columns, (x, index, bounds + behind, codes, codes + M * columns),
-            (M, columns, divisor, index_step, flags), stream,
-        )  # fmt: skip
-
     picked = f", {top_k} of each" if top_k else ""
-    return Step(run, f"quantise rows of {columns} columns{picked}", ("x", index, "bounds", "codes"))
+    return Step.of(
+        launch, f"quantise rows of {columns} columns{picked}", _MADE | {"index": index},
+        behind=(("used", behind, 0), ("scale", 0, columns)), columns=columns, top_k=top_k or 1, index_step=index_step,
+        flags=flags | (PICKED if top_k else 0),
+    )  # fmt: skip
 
 
 def activation_step(launch: RowOpLauncher, columns: int, act: tuple[int, Activation], used: tuple[int, int]) -> Step:
@@ -315,9 +305,8 @@ def activation_step(launch: RowOpLauncher, columns: int, act: tuple[int, Activat
     ``act`` are the flags of the activation, and itself; ``used`` and the codes are as ``quantize_step`` has them.
     """
     (behind, flags), (kind, function) = used, act
-    flags, numbers = flags | kind, function.words
-
-    def run(M: int, stream: int, x: int, bounds: int, codes: int) -> None:
-        launch(M, columns, (x, bounds + behind, codes, codes + M * columns), (M, columns, flags, *numbers), stream)
-
-    return Step(run, f"{function} to {columns} columns, quantised", ("x", "bounds", "codes"))
+    numbers: dict[str, Any] = {"columns": columns, "flags": flags | kind, **function.words}
+    return Step.of(
+        launch, f"{function} to {columns} columns, quantised", {**_MADE, "h": "x"},
+        behind=(("used", behind, 0), ("scale", 0, columns)), **numbers,
+    )  # fmt: skip

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..check.operands import Rows
     from ..dispatch.pin import Pin
     from ..dispatch.snapshot import Snapshot, Usable
-    from ..driver.launcher import Launcher, RowOpLauncher
+    from ..driver.launcher import ProductLauncher, RowOpLauncher
     from .gemm import Fused, LoadedKernel
 
 _MOST_LAUNCHERS = 1 << 14
@@ -46,11 +46,10 @@ class Ready(NamedTuple):
     ``by_torch`` is torch's grouped_mm, if that was measured faster: it runs a product into new memory.
     """
 
-    launcher: Launcher
+    launcher: ProductLauncher
     name: str
     gather: RowOpLauncher | None = None
     quantize: RowOpLauncher | None = None
-    plain_scales: bool = False  # of quantised weights: it reads them as they are
     by_torch: Callable[..., torch.Tensor] | None = None
 
 
@@ -216,9 +215,7 @@ def ready_for_weight(
             return None
         from . import gemm
 
-        launcher = gemm.weight_launcher(
-            kernel, N=N, K=K, E=E, stride_dw_e=N * K, stride_dw_row=K, m_sizes_step=step_of(m_sizes)
-        )  # fmt: skip
+        launcher = gemm.product_launcher(kernel, N=N, K=K, E=E, m_sizes_step=step_of(m_sizes))
         return Ready(launcher, name_of(problem, kernel))
 
     return kept(key, build)
@@ -226,25 +223,16 @@ def ready_for_weight(
 
 def of_rows(kernel: LoadedKernel, problem: Problem, call: Rows, fused: Fused) -> Ready:
     """A kernel for a product of rows, whose w may be quantised."""
-    name = name_of(problem, kernel)
-    if isinstance(call.w, ExpertWeights):
-        from .mixed_input import mixed_input_launcher, reads_scales_as_they_are
-
-        launcher = mixed_input_launcher(
-            kernel, N=problem.N, K=problem.K, E=problem.E, m_sizes_step=step_of(call.m_sizes), fused=fused,
-            R=0 if call.low is None else call.low.x.shape[1],
-        )  # fmt: skip
-        return Ready(launcher, name, plain_scales=reads_scales_as_they_are(kernel))
     from ...kernels.contract.spec import gemm_of
     from . import gemm
 
-    view, (stride_w_e, stride_w_row) = gemm_of(problem), _weight_strides(call.dense)
-    launcher = gemm.row_launcher(
-        kernel, columns=view.columns, reduction=view.reduction, E=problem.E, w_kn=view.w_kn, stride_w_e=stride_w_e,
-        stride_w_row=stride_w_row, m_sizes_step=step_of(call.m_sizes), fused=fused,
+    view = gemm_of(problem)
+    launcher = gemm.product_launcher(
+        kernel, N=view.columns, K=view.reduction, E=problem.E, m_sizes_step=step_of(call.m_sizes), fused=fused,
+        strides=_weight_strides(call.w) if isinstance(call.w, torch.Tensor) else None,
         R=0 if call.low is None else call.low.x.shape[1],
     )  # fmt: skip
-    return Ready(launcher, name)
+    return Ready(launcher, name_of(problem, kernel))
 
 
 def after_gather(kernel: LoadedKernel, problem: Problem, call: Rows, fused: Fused) -> Ready | None:

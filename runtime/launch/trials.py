@@ -7,7 +7,7 @@ it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -32,8 +32,7 @@ _BLOCKS, _ROWS = Scale("fp32", 1, 128), Scale("fp32", 1, 0)  # of x's codes
 _STEP = 1e-6
 _ROUNDING = {DType.FP16: 2e-3, DType.FP32: 1e-4, DType.TF32: 4e-3}
 
-# (rows, columns, tensors, numbers): a launch
-_Run: TypeAlias = Callable[[int, int, Sequence["torch.Tensor | None"], tuple[int, ...]], None]
+_Run: TypeAlias = "Callable[..., None]"  # (rows, M=, ...): a launch of arguments by name, tensors or numbers
 
 
 class TrialPlace(NamedTuple):
@@ -113,9 +112,9 @@ def trial_of_pass(variant: Variant, function: cuda.Function, op: RowOp, place: T
     """
     launch = RowOpLauncher(variant, function, op)
 
-    def run(rows: int, columns: int, tensors: Sequence[torch.Tensor | None], numbers: tuple[int, ...]) -> None:
-        addresses = tuple(0 if one is None else one.data_ptr() for one in tensors)
-        launch(rows, columns, addresses, numbers, place.stream)
+    def run(rows: int, /, **words: torch.Tensor | int) -> None:
+        addresses = {name: one if isinstance(one, int) else one.data_ptr() for name, one in words.items()}
+        launch(rows, place.stream, addresses)
 
     on = _On(run, place, variant, launch.block)
     return _TRIALS[op](on)
@@ -176,14 +175,15 @@ def _gather(on: _On) -> str | None:
 
     def out_of(given: torch.Tensor, programs: int, flags: int) -> str | None:
         out = on.rows(full(M + 1, C))
-        on.run(programs, C, (x, index, given, out), (M, C, _TOP_K, 1, flags))
+        on.run(programs, x=x, index=index, used=given, out=out, M=M, columns=C, top_k=_TOP_K, index_step=1, flags=flags)
         return on.judged(out[:_USED], want[:_USED], "out") or on.judged(out[M:], full(1, C), "past out")
 
     wrong = out_of(used, M, rowops.USED)
     if wrong:
         return wrong
     looks, noted = -(-M // rowops.NOTED_ROWS), on.words(torch.zeros(1 + M, dtype=torch.int32, device="cpu"))
-    on.run(looks, C, (x, index, used, noted), (M, C, M, 1, rowops.USED | rowops.NOTES))
+    flags = rowops.USED | rowops.NOTES
+    on.run(looks, x=x, index=index, used=used, out=noted, M=M, columns=C, top_k=M, index_step=1, flags=flags)
     on.place.wait()
     notes = noted.cpu()
     there = notes[1 + order[:_USED].long()] == torch.arange(_USED, dtype=torch.int32, device="cpu")
@@ -216,7 +216,7 @@ def _activation(on: _On) -> str | None:
     used = on.used()
     for act, gated, interleaved in _ACTS:
         h, a = on.rows(draw.normal(M, I * (1 + gated)) * 3), on.rows(full(M + 1, I))
-        on.run(M, I, (h, a, used), (M, I, _flags(act, gated, interleaved), *act.words))
+        on.run(M, h=h, a=a, used=used, M=M, columns=I, flags=_flags(act, gated, interleaved), **act.words)
         want = _act(h.cpu().float(), act, gated, interleaved)
         wrong = on.judged(a[:_USED], want[:_USED], f"{act} a") or on.judged(a[M:], full(1, I), "past a")
         if wrong:
@@ -240,7 +240,10 @@ def _activation_grad(on: _On) -> str | None:
         dh, a = on.rows(full(M + 1, I * (1 + gated))), on.rows(full(M + 1, I))
         dweights = on.words(full(M))
         flags = _flags(act, gated, interleaved) | more
-        on.run(M, I, (h, da, weights, index, used, dh, a, dweights), (M, I, 1, flags, *act.words))
+        on.run(
+            M, h=h, da=da, row_weights=weights, index=index, used=used, dh=dh, a=a, dweights=dweights, M=M, columns=I,
+            index_step=1, flags=flags, **act.words,
+        )  # fmt: skip
         grad, t = da.cpu().float(), scale[flat][:, None]
         made, want = _with_slopes(h.cpu().double(), grad * t, act, gated, interleaved)
         dots = torch.zeros(M, dtype=torch.float32, device="cpu")
@@ -281,7 +284,10 @@ def _combine(on: _On) -> str | None:
     expert = torch.where(here, expert, E)
     y, bias, out = on.rows(draw.normal(M, C)), on.rows(draw.normal(E, C)), on.rows(full(_T + 1, C))
     places, weights, experts = on.words(place), on.words(scale), on.words(expert)
-    on.run(_T, C, (y, places, weights, experts, bias, out), (_T, C, _TOP_K, rowops.WEIGHTED | rowops.BIASED))
+    on.run(
+        _T, y=y, places=places, row_weights=weights, experts=experts, bias=bias, out=out, M=_T, columns=C, top_k=_TOP_K,
+        flags=rowops.WEIGHTED | rowops.BIASED,
+    )  # fmt: skip
     rows, added = y.cpu().float()[place.clamp(min=0).long()], bias.cpu().float()[expert.clamp(max=E - 1).long()]
     every = torch.where(here[:, None], (rows + added) * scale[:, None], 0.0)
     want = every.view(_T, _TOP_K, C).sum(1)
@@ -310,14 +316,18 @@ def _sorted(on: _On, M: int, E: int) -> str | None:
     place = torch.where(place < sizes.sum(), place, -1)
     ends = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
     ids, experts, places, bounds, m_sizes = on.words(given), words(chunks * on.block), words(M), words(E + 1), words(E)
-    found, counts = words(M, torch.int64), words(chunks * (E + 1)) if chunks > 1 else None
-    every = (ids, experts, found, places, bounds, m_sizes, counts)
-    if counts is None:
-        on.run(1, 0, every, (M, E, 1, rowops.COUNTS | rowops.PLACES))
+    found = words(M, torch.int64)
+    every: dict[str, Any] = {
+        "ids": ids, "experts": experts, "order": found, "places": places, "bounds": bounds, "m_sizes": m_sizes, "M": M,
+        "E": E, "ids_step": 1,
+    }  # fmt: skip
+    if chunks == 1:
+        on.run(1, **every, counts=0, flags=rowops.COUNTS | rowops.PLACES)
     else:
-        on.run(chunks, 0, every, (M, E, 1, rowops.COUNTS))
-        on.run(-(-(E + 1) // rowops.SORTED_EXPERTS), 0, every, (M, E, 1, rowops.ADDS))
-        on.run(chunks, 0, every, (M, E, 1, rowops.PLACES))
+        every["counts"] = words(chunks * (E + 1))
+        on.run(chunks, **every, flags=rowops.COUNTS)
+        on.run(-(-(E + 1) // rowops.SORTED_EXPERTS), **every, flags=rowops.ADDS)
+        on.run(chunks, **every, flags=rowops.PLACES)
     on.place.wait()
     pairs = (
         ("order", found, order), ("m_sizes", m_sizes, sizes), ("bounds", bounds, ends), ("places", places, place),
@@ -334,9 +344,12 @@ def _clear(on: _On) -> str | None:
     given, host = draw.integers(-2, rows // 2, M), draw.normal(rows + 1, C)
     y, index, m_sizes = on.words(host), on.words(given), on.words(counts)
     named = on.words(torch.zeros(rows, dtype=torch.int8, device="cpu"))
-    numbers = M, rows, C, E, rows, 1, 1
-    on.run(-(-M // on.block), 0, (y, index, m_sizes, named), (*numbers, rowops.NAMES))
-    on.run(-(-rows // rowops.CLEARED_ROWS), 0, (y, index, m_sizes, named), (*numbers, 0))
+    every: dict[str, Any] = {
+        "y": y, "index": index, "m_sizes": m_sizes, "named": named, "M": M, "rows": rows, "columns": C, "E": E,
+        "index_end": rows, "m_sizes_step": 1, "index_step": 1,
+    }  # fmt: skip
+    on.run(-(-M // on.block), **every, flags=rowops.NAMES)
+    on.run(-(-rows // rowops.CLEARED_ROWS), **every, flags=0)
     used = given[: int(counts.sum())]
     stays = torch.zeros(rows + 1, dtype=torch.bool, device="cpu")
     stays[used[used >= 0].long()] = True
@@ -357,7 +370,11 @@ def _quantize(on: _On, of_x: Scale) -> str | None:
     codes = on.words(torch.zeros(M, C, dtype=torch.uint8, device="cpu"))
     scale = _scales(on, M, C, of_x)
     flags = rowops.USED | rowops.PICKED
-    on.run(M, C, (x, on.words(order), used, codes, scale), (M, C, _TOP_K, 1, flags))
+    index = on.words(order)
+    on.run(
+        M, x=x, index=index, used=used, codes=codes, scale=scale, M=M, columns=C, top_k=_TOP_K, index_step=1,
+        flags=flags,
+    )  # fmt: skip
     on.place.wait()
     picked, every = x.cpu()[order.long() // _TOP_K], slice(0, M)
     got = values_of_rows(codes.cpu().view(torch.float8_e4m3fn), scale.cpu(), every)
@@ -373,7 +390,8 @@ def _activation_codes(on: _On, of_x: Scale) -> str | None:
         h = on.rows(draw.normal(M, I * (1 + gated)) * 3)
         codes = on.words(untouched.expand(M, I))
         scale = _scales(on, M, I, of_x)
-        on.run(M, I, (h, used, codes, scale), (M, I, _flags(act, gated, interleaved), *act.words))
+        flags = _flags(act, gated, interleaved)
+        on.run(M, h=h, used=used, codes=codes, scale=scale, M=M, columns=I, flags=flags, **act.words)
         want = _act(h.cpu().float(), act, gated, interleaved).to(on.dtype)[:_USED]
         on.place.wait()
         found, factors, every = codes.cpu(), scale.cpu(), slice(0, _USED)

@@ -84,14 +84,11 @@ def forward(h: torch.Tensor, act: RowActivation, bounds: torch.Tensor | None = N
         do.unplanned()
         return by_torch(h, act)
     behind, flags = launch_rowops.used(bounds)
-    flags, numbers = flags | act.flags, act.function.words
-
-    def run(M: int, stream: int, h: int, a: int, bounds: int) -> None:
-        launch(M, I, (h, a, bounds + behind), (M, I, flags, *numbers), stream)
-
+    numbers: dict[str, Any] = {"columns": I, "flags": flags | act.flags, **act.function.words}
+    step = Step.of(launch, f"{act.function} of {h.shape[1]} columns", behind=(("used", behind, 0),), **numbers)
     with on(h.get_device()):
         a: torch.Tensor = do.new(h, (h.shape[0], I))
-        do.run(Step(run, f"{act.function} of {h.shape[1]} columns", ("h", "a", "bounds")), h.shape[0], h, a, bounds)
+        do.run(step, h.shape[0], {"h": h, "a": a, "used": bounds})
     return a
 
 
@@ -125,21 +122,18 @@ def gradient(
     flags |= act.flags | (rowops.WRITES_DH if needs.dh else 0) | (rowops.WRITES_A if needs.a else 0)
     flags |= launch_rowops.weighing(weights) | (rowops.WRITES_DWEIGHTS if needs.dweights else 0)
     flags |= 0 if kind is torch.float32 else rowops.NARROW_DWEIGHTS
-    numbers = act.function.words
-    step = 2 if index is not None and index.dtype is torch.int64 else 1
-
-    def run(
-        M: int, stream: int, h: int, da: int, weights: int, index: int, bounds: int, dh: int, a: int, dweights: int
-    ) -> None:
-        launch(M, I, (h, da, weights, index, bounds + behind, dh, a, dweights), (M, I, step, flags, *numbers), stream)
-
+    index_step = 2 if index is not None and index.dtype is torch.int64 else 1
+    numbers: dict[str, Any] = {"columns": I, "index_step": index_step, "flags": flags, **act.function.words}
+    name = f"gradient of {act.function} of {h.shape[1]} columns"
+    step = Step.of(launch, name, behind=(("used", behind, 0),), **numbers)
     with on(h.get_device()):
         dh = do.new(h, h.shape) if needs.dh else None
         a = do.new(da, (M, I)) if needs.a else None
         dweights = do.new(h, (M,), kind) if needs.dweights else None
-        names = ("h", "da", "weights", "index", "bounds", "dh", "a", "dweights")
-        launched = Step(run, f"gradient of {act.function} of {h.shape[1]} columns", names)
-        do.run(launched, M, h, da, weights, index, bounds, dh, a, dweights)
+        do.run(step, M, {
+            "h": h, "da": da, "row_weights": weights, "index": index, "used": bounds, "dh": dh, "a": a,
+            "dweights": dweights,
+        })  # fmt: skip
     return dh, a, dweights
 
 

@@ -161,7 +161,7 @@ def weight(
         dw: torch.Tensor = do.new(x, (E, N, K), per=0)
         step = resolve_weight(dy, x, dw, m_sizes, pin, strict)
         if step is not None:
-            do.run(step, M, dy, x, dw, m_sizes)
+            do.run(step, M, {"dy": dy, "x": x, "dw": dw, "m_sizes": m_sizes})
             return dw
         do.unplanned()
         return torch_fallback.weight(dy, x, m_sizes, sm=local_gpu(x.get_device()).sm)
@@ -190,7 +190,7 @@ def _run(product: Product, call: Rows, y: torch.Tensor, do: Now) -> None:
     for one in product.scratch:
         given[one.name] = do.new(call.x, (call.M, one.columns), one.dtype)
     for step in product.steps:
-        do.run(step, call.M, *map(given.get, step.operands))
+        do.run(step, call.M, given)
 
 
 def with_low_part(

@@ -77,15 +77,17 @@ def sort_slots(ids: torch.Tensor, E: int) -> tuple[torch.Tensor, ...] | None:
         experts, m_sizes = empty((chunks * launch.block,), (1,), torch.int32), empty((E,), (1,), torch.int32)
         bounds = empty((E + 1,), (1,), torch.int32)
         counts = empty((chunks * (E + 1),), (1,), torch.int32) if chunks > 1 else None
-        pointers = (
-            ids.data_ptr(), experts.data_ptr(), order.data_ptr(), places.data_ptr(), bounds.data_ptr(),
-            m_sizes.data_ptr(), tensors.address_of(counts),
-        )  # fmt: skip
+        words = {
+            "ids": ids.data_ptr(), "experts": experts.data_ptr(), "order": order.data_ptr(),
+            "places": places.data_ptr(), "bounds": bounds.data_ptr(), "m_sizes": m_sizes.data_ptr(),
+            "counts": tensors.address_of(counts), "M": M, "E": E, "ids_step": step,
+            "flags": COUNTS | PLACES if counts is None else COUNTS,
+        }  # fmt: skip
         stream = current_stream(device)
         if counts is None:
-            launch(1, 0, pointers, (M, E, step, COUNTS | PLACES), stream)
+            launch(1, stream, words)
         else:
-            launch(chunks, 0, pointers, (M, E, step, COUNTS), stream)
-            launch(-(-(E + 1) // SORTED_EXPERTS), 0, pointers, (M, E, step, ADDS), stream)
-            launch(chunks, 0, pointers, (M, E, step, PLACES), stream)
+            launch(chunks, stream, words)
+            launch(-(-(E + 1) // SORTED_EXPERTS), stream, words | {"flags": ADDS})
+            launch(chunks, stream, words | {"flags": PLACES})
     return order, m_sizes, bounds, experts.narrow(0, 0, M), places

@@ -32,7 +32,7 @@ def gather(
     )
     with on(x.get_device()):
         out: torch.Tensor = do.new(x, (M, H))
-        do.run(step, M, x, index, bounds, out)
+        do.run(step, M, {"x": x, "index": index, "bounds": bounds, "rows": out})
     return out
 
 
@@ -54,15 +54,12 @@ def combine(
         made = _combined_by_torch(y, places, top_k, weights, experts, bias)
         return made if into is None else into.copy_(made)
     flags = rowops.weighing(weights) | (0 if bias is None else BIASED)
-
-    def run(M: int, stream: int, *pointers: int) -> None:
-        T = M // top_k
-        launch(T, H, pointers, (T, H, top_k, flags), stream)
-
     with on(y.get_device()):
         out: torch.Tensor = do.new(y, (T, H), per=top_k) if into is None else into
-        step = Step(run, f"sum of {top_k} rows of {H} columns", ("y", "places", "weights", "experts", "bias", "out"))
-        do.run(step, y.shape[0], y, places, weights, experts, bias, out)
+        name = f"sum of {top_k} rows of {H} columns"
+        step = Step.of(launch, name, per=top_k, columns=H, top_k=top_k, flags=flags)
+        operands = {"y": y, "places": places, "row_weights": weights, "experts": experts, "bias": bias, "out": out}
+        do.run(step, y.shape[0], operands)
     return out
 
 

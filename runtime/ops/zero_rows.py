@@ -35,12 +35,15 @@ def clear(y: torch.Tensor, index: torch.Tensor, m_sizes: torch.Tensor, M: int, i
         return y.zero_()
     with on(device):
         named = torch.zeros(rows, dtype=torch.int8, device=y.device)
-        pointers = y.data_ptr(), index.data_ptr(), m_sizes.data_ptr(), named.data_ptr()
-        steps = 2 if m_sizes.dtype is torch.int64 else 1, 2 if index.dtype is torch.int64 else 1
-        numbers = M, rows, row_bytes // _WORD_BYTES, m_sizes.shape[0], index_end, *steps
+        words = {
+            "y": y.data_ptr(), "index": index.data_ptr(), "m_sizes": m_sizes.data_ptr(), "named": named.data_ptr(),
+            "M": M, "rows": rows, "columns": row_bytes // _WORD_BYTES, "E": m_sizes.shape[0], "index_end": index_end,
+            "m_sizes_step": 2 if m_sizes.dtype is torch.int64 else 1,
+            "index_step": 2 if index.dtype is torch.int64 else 1,
+        }  # fmt: skip
         stream = current_stream(device)
-        launch(-(-M // launch.block), 0, pointers, (*numbers, NAMES), stream)
-        launch(-(-rows // CLEARED_ROWS), 0, pointers, (*numbers, 0), stream)
+        launch(-(-M // launch.block), stream, words | {"flags": NAMES})
+        launch(-(-rows // CLEARED_ROWS), stream, words | {"flags": 0})
     return y
 
 
@@ -53,7 +56,10 @@ def clear_tail(y: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
     launch = rowops.launcher(RowOp.CLEAR, DType.FP32, device, aligned=True) if aligned else None
     if launch is None:
         return y.masked_fill_(~there[:, None], 0)
-    pointers = y.data_ptr(), there.data_ptr(), used.data_ptr(), there.data_ptr()
-    numbers = rows, rows, row_bytes // _WORD_BYTES, 1, rows, 1, 1, 0
-    launch(-(-rows // CLEARED_ROWS), 0, pointers, numbers, current_stream(device))
+    words = {
+        "y": y.data_ptr(), "index": there.data_ptr(), "m_sizes": used.data_ptr(), "named": there.data_ptr(), "M": rows,
+        "rows": rows, "columns": row_bytes // _WORD_BYTES, "E": 1, "index_end": rows, "m_sizes_step": 1,
+        "index_step": 1, "flags": 0,
+    }  # fmt: skip
+    launch(-(-rows // CLEARED_ROWS), current_stream(device), words)
     return y

@@ -186,22 +186,25 @@ def test_codes_of_the_activation_are_those_of_two_passes(
             count = torch.tensor([used], dtype=torch.int32, device="cuda")
             a = torch.full((M, columns), 5.0, dtype=torch.bfloat16, device="cuda")
             two, one = (torch.full((M * bytes_of_row(columns),), 77, dtype=torch.uint8, device="cuda") for _ in "12")
-            activate(M, columns, (h, a, count), (M, columns, act.flags | USED, *act.function.words))
-            quantize(M, columns, (a, count, count, two, two[M * columns :]), (M, columns, 1, 1, USED))
-            both(M, columns, (h, count, one, one[M * columns :]), (M, columns, act.flags | USED, *act.function.words))
+            sizes = {"used": count, "M": M, "columns": columns}
+            how = sizes | {"h": h, "flags": act.flags | USED, **act.function.words}
+            activate(M, a=a, **how)
+            quantize(
+                M, x=a, index=count, codes=two, scale=two[M * columns :], top_k=1, index_step=1, flags=USED, **sizes
+            )
+            both(M, codes=one, scale=one[M * columns :], **how)
             assert torch.equal(one, two), (M, columns, used)
             assert bool((one[used * columns : M * columns] == 77).all())
 
 
 def launched(op: RowOp) -> Callable[..., None]:
-    """A pass of the bundles, on tensors."""
+    """A row kernel of the bundles, of tensors and numbers by name."""
     launch = launch_rowops.launcher(op, DType.BF16, 0, aligned=True)
     assert launch is not None, f"no bundle has {op}"
 
-    def run(rows: int, columns: int, tensors: tuple[torch.Tensor, ...], numbers: tuple[int, ...]) -> None:
-        launch(
-            rows, columns, tuple(one.data_ptr() for one in tensors), numbers, torch.cuda.current_stream().cuda_stream
-        )
+    def run(rows: int, /, **words: torch.Tensor | int) -> None:
+        addresses = {name: one if isinstance(one, int) else one.data_ptr() for name, one in words.items()}
+        launch(rows, torch.cuda.current_stream().cuda_stream, addresses)
 
     return run
 

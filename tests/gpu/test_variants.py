@@ -20,7 +20,7 @@ from pretuned.runtime.check.tensors import DTYPES
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.driver.device import current_stream, local_gpu
 from pretuned.runtime.driver.launcher import Launcher
-from pretuned.runtime.launch.gemm import PLAIN, Fused, LoadedKernel, row_launcher, weight_launcher
+from pretuned.runtime.launch.gemm import PLAIN, Fused, LoadedKernel, product_launcher
 from pretuned.runtime.launch.loader import loaded
 
 pytestmark = [
@@ -122,7 +122,7 @@ def test_dw(E: int, N: int, K: int, fall: str, dtypes: tuple[DType, ...]) -> Non
             dy, x = (torch.randn(M + 9, n, device="cuda").to(dtype) for n in (N, K))
             dy[M:] = x[M:] = NAN
             dw = torch.full((E, N, K), NAN, device="cuda", dtype=dtype)
-            launch = weight_launcher(kernel, N=N, K=K, E=E, stride_dw_e=N * K, stride_dw_row=K, m_sizes_step=1)
+            launch = product_launcher(kernel, N=N, K=K, E=E, m_sizes_step=1)
             for _ in range(2):  # the counter is as it was
                 launch(
                     dw.data_ptr(), m_sizes.data_ptr(), current_stream(0), dy=dy.data_ptr(), x=x.data_ptr(),
@@ -151,9 +151,8 @@ def test_plain_rows(op: Op, E: int, N: int, K: int, fall: str) -> None:
             x = torch.randn(M, K, device="cuda").to(dtype)
             w = torch.randn(E, *((K, N) if kn else (N, K)), device="cuda").to(dtype) * K**-0.5
             y, want = torch.full((M, N), NAN, device="cuda", dtype=dtype), torch.full((M, N), NAN, device="cuda")
-            launch = row_launcher(
-                kernel, columns=N, reduction=K, E=E, w_kn=kn, stride_w_e=N * K, stride_w_row=N if kn else K,
-                m_sizes_step=1,
+            launch = product_launcher(
+                kernel, N=N, K=K, E=E, m_sizes_step=1,
             )  # fmt: skip
             for _ in range(2):  # the counter is as it was
                 run(launch, x, w, y, m_sizes)
@@ -176,9 +175,8 @@ def test_tf32(op: Op, E: int, N: int, K: int, fall: str) -> None:
             x = torch.randn(M, K, device="cuda")
             w = torch.randn(E, *((K, N) if kn else (N, K)), device="cuda") * K**-0.5
             y, want = torch.full((M, N), NAN, device="cuda"), torch.full((M, N), NAN, device="cuda")
-            launch = row_launcher(
-                kernel, columns=N, reduction=K, E=E, w_kn=kn, stride_w_e=N * K, stride_w_row=N if kn else K,
-                m_sizes_step=1,
+            launch = product_launcher(
+                kernel, N=N, K=K, E=E, m_sizes_step=1,
             )  # fmt: skip
             run(launch, x, w, y, m_sizes)
             reference.rows(x, w, m_sizes, want, M=M, layout=Layout.KN if kn else Layout.NK)
@@ -208,9 +206,8 @@ def test_programs_that_find_their_tile(op: Op, E: int, asked: str, dtype: torch.
             x = torch.randn(M, K, device="cuda").to(kind)
             w = torch.randn(E, *((K, N) if kn else (N, K)), device="cuda").to(kind) * K**-0.5
             y, want = torch.full((M, N), NAN, device="cuda", dtype=kind), torch.full((M, N), NAN, device="cuda")
-            launch = row_launcher(
-                kernel, columns=N, reduction=K, E=E, w_kn=kn, stride_w_e=N * K, stride_w_row=N if kn else K,
-                m_sizes_step=1 + (dtype is torch.int64),
+            launch = product_launcher(
+                kernel, N=N, K=K, E=E, m_sizes_step=1 + (dtype is torch.int64),
             )  # fmt: skip
             run(launch, x, w, y, m_sizes)
             reference.rows(x.float(), w.float(), m_sizes, want, M=M, layout=Layout.KN if kn else Layout.NK)
@@ -252,9 +249,8 @@ def test_code_that_moves_rows(op: Op, E: int, N: int, K: int, wrong: int, code: 
             y, want = whole[:, :N], torch.full((M, N), NAN, device="cuda")
             used = index if fusion & (Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT) else None
             end = 0 if used is None else M
-            launch = row_launcher(
-                kernel, columns=N, reduction=K, E=E, w_kn=kn, stride_w_e=N * K, stride_w_row=N if kn else K,
-                m_sizes_step=1, fused=Fused(fusion, step, top_k) if fusion else PLAIN,
+            launch = product_launcher(
+                kernel, N=N, K=K, E=E, m_sizes_step=1, fused=Fused(fusion, step, top_k) if fusion else PLAIN,
             )  # fmt: skip
             given = {"index": used, "row_weights": row_weights, "bias": bias}
             extra = {name: 0 if one is None else one.data_ptr() for name, one in given.items()}
@@ -293,9 +289,8 @@ def test_rows_that_no_index_names_are_cleared(op: Op, E: int, N: int, K: int, we
             row_weights = torch.rand(rows, device="cuda") + 0.5 if weighted else None
             y, want = torch.full((rows + 16, N), NAN, device="cuda", dtype=dtype), torch.zeros(rows, N, device="cuda")
             fusion = Fusion.SCATTER | Fusion.WEIGHT if weighted else Fusion.SCATTER
-            launch = row_launcher(
-                kernel, columns=N, reduction=K, E=E, w_kn=kn, stride_w_e=N * K, stride_w_row=N if kn else K,
-                m_sizes_step=1, fused=Fused(fusion, 1 + wide, 1, zero_tail=True),
+            launch = product_launcher(
+                kernel, N=N, K=K, E=E, m_sizes_step=1, fused=Fused(fusion, 1 + wide, 1, zero_tail=True),
             )  # fmt: skip
             run(
                 launch, x, w, y, m_sizes, index=index.data_ptr(), index_end=rows,

@@ -21,8 +21,7 @@ from pretuned.kernels.hardware.arch import ARCHS, Feature
 from pretuned.kernels.search.coded import BOTH, FALLBACK_OF_BOTH
 from pretuned.runtime import ExpertWeights
 from pretuned.runtime.driver.device import current_stream, local_gpu
-from pretuned.runtime.launch.gemm import Fused, LoadedKernel, load_kernel
-from pretuned.runtime.launch.mixed_input import addresses_of_scales, mixed_input_launcher
+from pretuned.runtime.launch.gemm import Fused, LoadedKernel, load_kernel, product_launcher, words_of
 from pretuned.runtime.launch.proof import trial, trial_place
 from pretuned.runtime.weights.row_codes import values_on_load
 
@@ -80,14 +79,15 @@ def test_a_product_of_quantised_operands(dtype: DType, N: int, K: int, counts: l
         alignment = 16 if K % 16 == N % 8 == 0 else 1
         if alignment == 1 and tile not in FALLBACK_OF_BOTH:
             continue
-        launch = mixed_input_launcher(
+        launch = product_launcher(
             kernel(dtype, tile, Fusion.NONE, alignment), N=N, K=K, E=E, m_sizes_step=1, fused=Fused(Fusion.NONE, 1, 1)
         )
+        scales = words_of(w, launch)
         y = torch.full((M, N), 3.0, dtype=torch.bfloat16, device="cuda")
         for _ in range(2):
             launch(
-                y.data_ptr(), m_sizes.data_ptr(), current_stream(0), x=x.data_ptr(), w=w.codes.data_ptr(),
-                stride_x_m=K, stride_y_m=N, M=M, **addresses_of_scales(w, plain=True),
+                y.data_ptr(), m_sizes.data_ptr(), current_stream(0), x=x.data_ptr(),
+                stride_x_m=K, stride_y_m=N, M=M, **scales,
             )  # fmt: skip
         assert torch.equal(y.isnan(), want.isnan())
         rows = ~want.isnan().any(1)

@@ -8,10 +8,10 @@ import sys
 import torch
 
 from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle
-from pretuned.artifacts.records.problem import Layout, Op
+from pretuned.artifacts.records.problem import Op
 from pretuned.kernels.contract.words import parameter_bytes
 from pretuned.runtime.driver import cuda
-from pretuned.runtime.launch.gemm import load_kernel, row_launcher, weight_launcher
+from pretuned.runtime.launch.gemm import load_kernel, product_launcher
 
 M, N, K, E = 300, 1536, 2048, 8
 FIRST, SECOND, RESULT, M_SIZES, STREAM = (0x7F00_0000_0000 + (i << 32) for i in range(1, 6))
@@ -34,13 +34,7 @@ def launch(bundle: BundleFile, index: int) -> None:
     kernel = load_kernel(variant, bundle.cubin(index), 0, 132)
     sizes = parameter_bytes(variant.arguments)
     cuda.library().stub_parameters(len(sizes), (ctypes.c_int * len(sizes))(*sizes))
-    if variant.op is Op.DW:
-        made = weight_launcher(kernel, N=N, K=K, E=E, stride_dw_e=N * K, stride_dw_row=K, m_sizes_step=2)
-    else:
-        kn = (variant.layout is Layout.KN) == (variant.op is Op.FORWARD)
-        row = N if kn else K
-        made = row_launcher(kernel, columns=N, reduction=K, E=E, w_kn=kn, stride_w_e=N * K, stride_w_row=row,
-                            m_sizes_step=2)  # fmt: skip
+    made = product_launcher(kernel, N=N, K=K, E=E, m_sizes_step=2)
     names = ("dy", "x", "stride_dy_m", "stride_x_m") if variant.op is Op.DW else ("x", "w", "stride_x_m", "stride_y_m")
     made(RESULT, M_SIZES, STREAM, M=M, **dict(zip(names, (FIRST, SECOND, *STRIDES), strict=True)))
 

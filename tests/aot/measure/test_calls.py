@@ -24,7 +24,7 @@ def test_moved_rows_and_their_weights(op: Op, fusion: Fusion, weighted: bool, mo
         told.append(given["fused"])
         return lambda *given, **words: told.append((given, words))
 
-    monkeypatch.setattr(gemm, "row_launcher", launcher)
+    monkeypatch.setattr(gemm, "product_launcher", launcher)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
     M, N, K = 6, 16, 32
     index = torch.arange(M, dtype=torch.int32) if fusion else None

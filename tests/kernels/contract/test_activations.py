@@ -123,7 +123,7 @@ def test_no_limit_and_no_slope_is_silu() -> None:
 
 def test_a_kernel_gets_the_bits_of_float32() -> None:
     def back(act: Activation) -> tuple[float, ...]:
-        return struct.unpack("<4f", struct.pack("<4i", *act.words))
+        return struct.unpack("<4f", struct.pack("<4i", *act.words.values()))
 
     assert back(Activation("swiglu", limit=7, alpha=1.5, beta=1)) == (7.0, 1.5, 1.0, 0.0)
     assert back(Activation("situ", beta=4, linear_beta=0.5)) == (math.inf, 1.0, 4.0, 0.5)

@@ -13,7 +13,7 @@ import torch
 from pretuned.artifacts.errors import CudaError
 from pretuned.runtime.driver import cuda
 from pretuned.runtime.driver.block import BlockLayout
-from pretuned.runtime.driver.launcher import Start, starter, whole_launch
+from pretuned.runtime.driver.launcher import Blocks, Start, starter
 
 LIBC = ctypes.CDLL(None)
 WORDS = (("x", "ptr"), ("y", "ptr"), ("m_sizes", "ptr"), ("counter", "ptr"), ("M", "i32"))
@@ -54,7 +54,7 @@ def values(launch: dict[str, Any]) -> list[int]:
 
 def test_a_launch_has_what_the_call_and_the_launch_give(told: Told, function: cuda.Function) -> None:
     kind = layout()
-    start, _ = starter(function, "k", kind, lambda stream: 1000 + stream)
+    start, _ = starter(Blocks(function, "k", kind), lambda stream: 1000 + stream)
     start(kind.pack(5, 9, 3, kind.tail), 6, 7, STREAM)
     (launch,) = told()
     assert (launch["grid"], launch["block"], launch["stream"]) == ([3, 1, 1], [64, 1, 1], STREAM)
@@ -71,10 +71,10 @@ def test_a_launch_inside_a_launch_has_a_block_of_its_own(told: Told, function: c
             start(kind.pack(50, 90, 1, kind.tail), 60, 70, STREAM)
         return 1
 
-    start, _ = starter(function, "k", kind, counter_of)
+    start, _ = starter(Blocks(function, "k", kind), counter_of)
     start(kind.pack(5, 9, 1, kind.tail), 6, 7, STREAM)
     assert [values(one)[:3] for one in told()] == [[50, 60, 70], [5, 6, 7]]
-    whole = whole_launch(function, "k", kind)
+    whole = Blocks(function, "k", kind).whole()
     whole((5, 9, 2, kind.tail, STREAM, 6, 7, 1))
     assert [values(one)[:3] for one in told()] == [[5, 6, 7]]
 
@@ -98,9 +98,9 @@ def calls(function: cuda.Function, same: bool = True, still: Callable[[], bool] 
     """Each way to launch, as a function without arguments."""
     kind = layout()
     packed = kind.pack(5, 9, 1, kind.tail)
-    start, plain = starter(function, "k", kind)
-    _, counting = starter(function, "k", kind, lambda stream: 1000)
-    whole = whole_launch(function, "k", kind)
+    start, plain = starter(Blocks(function, "k", kind))
+    _, counting = starter(Blocks(function, "k", kind), lambda stream: 1000)
+    whole = Blocks(function, "k", kind).whole()
     x = w = torch.zeros(2)
     m_sizes, out = torch.zeros(3, dtype=torch.int32), torch.zeros(4)
 
@@ -143,7 +143,7 @@ def test_a_call_that_is_another_launches_nothing(way: str, told: Told, function:
 def test_a_repeated_call_inside_another_has_a_block_of_its_own(told: Told, function: cuda.Function) -> None:
     kind = layout()
     start: Start
-    start, repeater = starter(function, "k", kind)
+    start, repeater = starter(Blocks(function, "k", kind))
     once: Iterator[None] = iter([None])
 
     def stream_of(device: int) -> int:

@@ -6,7 +6,6 @@ The kernels are made up and the driver is read; on the CPU, as in test_mixed_inp
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -15,16 +14,15 @@ from emulated_kernels import made
 
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Op
+from pretuned.artifacts.records.problem import Fusion, Op, RowOp
 from pretuned.kernels.contract.config import Config, Loads, Schedule, TileRows
 from pretuned.kernels.contract.launchable import unlaunchable
-from pretuned.kernels.contract.rowops import PICKED, USED
+from pretuned.kernels.contract.rowops import PICKED, USED, RowOpSpec
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.contract.words import RAGGED_SIZES
 from pretuned.runtime import ExpertWeights
-from pretuned.runtime.driver.launcher import Launcher
+from pretuned.runtime.driver.launcher import Launcher, RowOpLauncher
 from pretuned.runtime.launch import gemm
-from pretuned.runtime.launch.block_scaled import block_scaled_launcher
 from pretuned.runtime.launch.products import operands_of
 from pretuned.runtime.launch.quantised import bytes_of_row, quantize_step
 
@@ -50,7 +48,7 @@ def driver() -> Iterator[EmulatedGpu]:
 def launcher(
     driver: EmulatedGpu, fused: gemm.Fused = gemm.PLAIN, fusion: Fusion = Fusion.NONE, config: Config = CONFIG
 ) -> Launcher:
-    return block_scaled_launcher(driver.load(spec_of(fusion, config)), N=N, K=K, E=E, m_sizes_step=2, fused=fused)
+    return gemm.product_launcher(driver.load(spec_of(fusion, config)), N=N, K=K, E=E, m_sizes_step=2, fused=fused)
 
 
 def test_the_records_here_are_ones_that_could_be_launched() -> None:
@@ -107,7 +105,7 @@ def test_the_words_of_a_launch_with_a_scale_a_row(driver: EmulatedGpu, config: C
 def test_a_reduction_that_sums_have_no_room_for_is_refused(driver: EmulatedGpu) -> None:
     kernel = driver.load(spec_of(config=BY_ROW))
     with pytest.raises(InputError, match=r"the longest reduction of .* is 32768, this is 32832"):
-        block_scaled_launcher(kernel, N=N, K=32832, E=E, m_sizes_step=1, fused=gemm.PLAIN)
+        gemm.product_launcher(kernel, N=N, K=32832, E=E, m_sizes_step=1, fused=gemm.PLAIN)
 
 
 def test_a_call_that_scatters(driver: EmulatedGpu) -> None:
@@ -154,17 +152,23 @@ def test_too_many_rows_are_refused(driver: EmulatedGpu) -> None:
 
 
 @pytest.mark.parametrize("top_k", [0, 3])
-def test_the_words_of_the_pass(top_k: int) -> None:
-    launched: list[tuple[Any, ...]] = []
+def test_the_words_of_the_pass(driver: EmulatedGpu, top_k: int) -> None:
+    kernel = driver.load(RowOpSpec(RowOp.QUANTIZE, DType.BF16))
     x = torch.empty(5, K, dtype=torch.bfloat16)
     step = quantize_step(
-        lambda *given: launched.append(given),  # type: ignore[arg-type]
+        RowOpLauncher(kernel.variant, kernel.function, RowOp.QUANTIZE),
         x, top_k=top_k, index_step=2, used=(16, USED), index="index" if top_k else "",
     )  # fmt: skip
-    step.run(15, 7, 4096, 8192, 12288, 1 << 20)
+    at = {"x": 4096, "index": 8192, "": 8192, "bounds": 12288, "codes": 1 << 20}
+    step.run(15, 7, *map(at.get, step.operands))
+    (launch,) = driver.launches
     flags = USED | (PICKED if top_k else 0)
-    pointers = (4096, 8192, 12288 + 16, 1 << 20, (1 << 20) + 15 * K)
-    assert launched == [(15, K, pointers, (15, K, top_k or 1, 2, flags), 7)]
+    wanted = {
+        "x": 4096, "index": 8192, "used": 12288 + 16, "codes": 1 << 20, "scale": (1 << 20) + 15 * K, "M": 15,
+        "columns": K, "top_k": top_k or 1, "index_step": 2, "flags": flags,
+    }  # fmt: skip
+    assert launch.stream == 7
+    assert {name: launch.words[name] for name in wanted} == wanted
 
 
 def test_codes_and_their_scales_fit_the_memory_that_is_made_for_them() -> None:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
 
 import pytest
 from emulated_driver import EmulatedGpu, emulated
+from emulated_kernels import Code, cubin, made
 
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op
 from pretuned.kernels.contract.config import Config, Loads, Schedule
+from pretuned.kernels.contract.entry import KernelEntry
+from pretuned.kernels.contract.hopper import ROWS_SPECIALIZED
+from pretuned.kernels.contract.registry import KERNELS, boxes, refusal
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.contract.words import RAGGED_SIZES, ragged_strides
+from pretuned.runtime.driver import cuda
 from pretuned.runtime.launch import gemm
 
 E, N, K, M = 4, 192, 64, 300
@@ -32,10 +39,7 @@ def load(gpu: EmulatedGpu, fusion: Fusion, w_kn: bool = False) -> gemm.LoadedKer
 
 @pytest.mark.parametrize("fusion", [Fusion.SILU, Fusion.SILU | Fusion.GATHER])
 def test_y_has_half_of_the_columns_and_flags_are_free_of_silu(gpu: EmulatedGpu, fusion: Fusion) -> None:
-    launcher = gemm.row_launcher(
-        load(gpu, fusion), columns=N, reduction=K, E=E, w_kn=False, stride_w_e=N * K, stride_w_row=K, m_sizes_step=1,
-        fused=gemm.Fused(fusion, 1, 2),
-    )  # fmt: skip
+    launcher = gemm.product_launcher(load(gpu, fusion), N=N, K=K, E=E, m_sizes_step=1, fused=gemm.Fused(fusion, 1, 2))
     launcher(12288, 20480, 0, x=4096, w=8192, stride_x_m=K, stride_y_m=N // 2, M=M, index=16384, index_end=M)
     (launch,) = gpu.launches
     read, encoded = launch.words, launch.descriptors
@@ -51,10 +55,9 @@ def test_y_has_half_of_the_columns_and_flags_are_free_of_silu(gpu: EmulatedGpu, 
 @pytest.mark.parametrize("fusion", [Fusion.LOW_RANK, Fusion.LOW_RANK | Fusion.GATHER])
 def test_a_low_rank_part_is_described_by_its_own_columns(gpu: EmulatedGpu, fusion: Fusion, w_kn: bool) -> None:
     R = 24
-    launcher = gemm.row_launcher(
-        load(gpu, fusion, w_kn), columns=N, reduction=K, E=E, w_kn=w_kn, stride_w_e=N * K,
-        stride_w_row=N if w_kn else K, m_sizes_step=1, fused=gemm.Fused(fusion, 1, 2), R=R,
-    )  # fmt: skip
+    launcher = gemm.product_launcher(
+        load(gpu, fusion, w_kn), N=N, K=K, E=E, m_sizes_step=1, fused=gemm.Fused(fusion, 1, 2), R=R
+    )
     launcher(
         12288, 20480, 0, x=4096, w=8192, stride_x_m=K, stride_y_m=N, M=M, index=16384, index_end=M, low_x=24576,
         low_w=28672,
@@ -64,3 +67,42 @@ def test_a_low_rank_part_is_described_by_its_own_columns(gpu: EmulatedGpu, fusio
     assert encoded["low_x"] == (24576, (M, R), (R,))
     assert encoded["low_w"] == (28672, *(((E, R, N), (R * N, N)) if w_kn else ((E, N, R), (N * R, R))))
     assert (read["N"], read["K"], read["R"], read["flags"]) == (N, K, R, 1 if Fusion.GATHER in fusion else 0)
+
+
+def test_an_argument_that_an_entry_declares_is_given(gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pointer is the call's operand of its name, a number what the entry makes of the others: by name, and bound."""
+    spec = Spec(Op.FORWARD, DType.BF16, CONFIG)
+    plain, _ = made(spec)
+    variant = replace(plain, arguments=(*plain.arguments, ("bounds", "ptr"), ("half", "i32")))
+    code = Code(spec.op, spec.dtype, spec.layout, spec.fusion, variant.config, variant.arguments, variant.entry)
+    function = cuda.load(
+        cubin(code, 90, ""), variant.entry, threads=variant.threads, shared_bytes=variant.shared_bytes, device=0
+    )
+    entry = replace(ROWS_SPECIALIZED, numbers=lambda _spec, n: {"half": n["N"] // 2})
+    monkeypatch.setattr(gemm, "gemm_entry", lambda _spec: entry)
+    kernel = gemm.LoadedKernel(variant, function, 132)
+    launcher = gemm.product_launcher(kernel, N=N, K=K, E=E, m_sizes_step=1)
+    launcher(12288, 20480, 0, x=4096, w=8192, stride_x_m=K, stride_y_m=N, M=M, bounds=24576)
+    at = {"y": 12288, "m_sizes": 20480, "x": 4096, "w": 8192, "bounds": 24576}
+    run = launcher.bind(stride_x_m=K, stride_y_m=N)
+    run(M, 0, *(at.get(name, 0) for name in launcher.operands))
+    by_name, bound = gpu.launches
+    assert by_name == bound
+    assert (bound.words["bounds"], bound.words["half"], bound.words["y"]) == (24576, N // 2, 12288)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda one: one.name)
+def test_each_descriptor_of_a_kernel_has_a_shape(kernel: KernelEntry) -> None:
+    """And what it is of: a row of the descriptor's box has as many dimensions."""
+    sizes = dict.fromkeys(("N", "K", "E", "R", "w_rows", "stride_w_e", "stride_w_row"), 1024)
+    sizes |= {"stride_dw_e": 1024, "stride_dw_row": 1024}
+    for tiles, op, dtype, fusion in product(kernel.tiles, kernel.ops, kernel.dtypes, kernel.fusions):
+        knobs = {name: tiles.allowed(name)[0] for name in Config.__dataclass_fields__}
+        spec = Spec(op, dtype, Config(**knobs), fusion=fusion)  # type: ignore[arg-type]
+        if refusal(spec):
+            continue
+        shapes, blocks = kernel.shapes(spec, sizes), boxes(spec)
+        for name, box in blocks.items():
+            lengths, strides = shapes[name].of(8, 8)
+            assert len(lengths) == len(box) == len(strides) + 1 == kernel.ranks[name], name
+            assert shapes[name].stride in ("", *kernel.strides, "stride_x_m")

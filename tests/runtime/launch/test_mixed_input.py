@@ -29,7 +29,6 @@ from pretuned.runtime import ExpertWeights, Lora, grouped_gemm, moe_mlp, reload
 from pretuned.runtime.check.operands import Rows
 from pretuned.runtime.dispatch.pin import KernelPair, Preference
 from pretuned.runtime.launch import gemm
-from pretuned.runtime.launch.mixed_input import mixed_input_launcher
 from pretuned.runtime.ops.low_rank import LowRank, product
 from pretuned.runtime.ops.products import with_low_part
 
@@ -70,7 +69,7 @@ def test_the_records_here_are_ones_that_could_be_launched() -> None:
 @pytest.mark.parametrize("dtype", QUANTISED)
 def test_the_words_of_a_launch(driver: EmulatedGpu, dtype: DType, config: Config) -> None:
     codes, M = code_layout(dtype), 300
-    launcher = mixed_input_launcher(
+    launcher = gemm.product_launcher(
         driver.load(spec_of(dtype, config=config)), N=N, K=K, E=E, m_sizes_step=2, fused=gemm.PLAIN
     )  # fmt: skip
     words = {"x": 4096, "w": 8192, "w_scale": 12288, "w_zero": 14336, "w_outer": 16384, "stride_x_m": K + 8,
@@ -114,8 +113,8 @@ def test_the_words_of_a_low_rank_part(driver: EmulatedGpu, op: Op) -> None:
     """low_w has y's columns contiguous where w's rows have, as dX's do. Of a bias the flags say that it is there."""
     M, R, fused = 300, 24, gemm.Fused(Fusion.BIAS)
     kernel = driver.load(spec_of(DType.MXFP4, Fusion.LOW_RANK, MANY, op))
-    launcher = mixed_input_launcher(kernel, N=N, K=K, E=E, m_sizes_step=1, fused=fused, R=R)
     columns, reduction = (N, K) if op is Op.FORWARD else (K, N)
+    launcher = gemm.product_launcher(kernel, N=columns, K=reduction, E=E, m_sizes_step=1, fused=fused, R=R)
     launcher(
         20480, 24576, 0, M=M, x=4096, w=8192, w_scale=12288, w_outer=0, w_zero=0, bias=16384, stride_x_m=reduction,
         stride_y_m=columns, low_x=28672, low_w=32768,
@@ -135,7 +134,7 @@ def test_blocks_of_codes_are_those_that_prepared_tensors_have(driver: EmulatedGp
     """The descriptors' rows are all of the memory and no more."""
     for dtype in QUANTISED:
         w = ExpertWeights.quantize(torch.randn(E, N, K), dtype.value).prepare()
-        launcher = mixed_input_launcher(driver.load(spec_of(dtype)), N=N, K=K, E=E, m_sizes_step=1, fused=gemm.PLAIN)
+        launcher = gemm.product_launcher(driver.load(spec_of(dtype)), N=N, K=K, E=E, m_sizes_step=1, fused=gemm.PLAIN)
         launcher(16, 16, 0, x=16, w=32, w_scale=48, w_zero=64, w_outer=80, stride_x_m=K, stride_y_m=N, M=8)
         sizes = driver.launches[-1].sizes()
         assert math.prod(sizes["w"]) * 4 == w.codes.nbytes
@@ -148,7 +147,7 @@ def test_blocks_of_codes_are_those_that_prepared_tensors_have(driver: EmulatedGp
 
 
 def test_as_many_programs_as_tiles_or_as_fit(driver: EmulatedGpu) -> None:
-    launcher = mixed_input_launcher(
+    launcher = gemm.product_launcher(
         driver.load(spec_of(DType.MXFP4)), N=N, K=K, E=E, m_sizes_step=1, fused=gemm.PLAIN
     )  # fmt: skip
     words = {"x": 16, "w": 16, "w_scale": 16, "w_outer": 0, "stride_x_m": K, "stride_y_m": N}
@@ -162,7 +161,7 @@ def test_as_many_programs_as_tiles_or_as_fit(driver: EmulatedGpu) -> None:
 def test_a_reduction_that_is_too_long_is_refused(driver: EmulatedGpu) -> None:
     kernel = driver.load(spec_of(DType.MXFP4))
     with pytest.raises(InputError, match=r"rows_wna16: the longest reduction of .* is 134217600, this is 134217728"):
-        mixed_input_launcher(
+        gemm.product_launcher(
             kernel, N=N, K=2**27, E=E, m_sizes_step=1, fused=gemm.PLAIN
         )  # fmt: skip
 

@@ -32,9 +32,9 @@ def launched(seen: list[tuple[int, ...]], *, scales: bool = True) -> Step:
 def arithmetic(do: Now, seen: list[tuple[int, ...]], x: torch.Tensor, w: torch.Tensor | None) -> torch.Tensor:
     """y = f(x, w) by a launch into new memory, then twice the sum of its rows by torch."""
     y = do.new(x, (ROWS, 3))
-    do.run(launched(seen), ROWS, x, y.zero_(), w)
+    do.run(launched(seen), ROWS, {"x": x, "y": y.zero_(), "w": w})
     made = do.new(x, (ROWS // 2,), torch.float64, per=2)
-    do.run(launched(seen), ROWS, y, made, None)
+    do.run(launched(seen), ROWS, {"x": y, "y": made, "w": None})
     total: torch.Tensor = do.call(lambda one: one.sum(0) * 2, y)
     return total
 
@@ -101,7 +101,7 @@ def leaves_the_launches(do: Recorder, x: torch.Tensor) -> torch.Tensor:
 
 
 def reads_what_is_not_of_it(do: Recorder, x: torch.Tensor) -> torch.Tensor:
-    do.run(launched([]), ROWS, x, torch.zeros(1), None)
+    do.run(launched([]), ROWS, {"x": x, "y": torch.zeros(1), "w": None})
     return x
 
 
@@ -120,7 +120,7 @@ def reads_a_view(do: Recorder, x: torch.Tensor) -> torch.Tensor:
 
 
 def is_of_another_number_of_rows(do: Recorder, x: torch.Tensor) -> torch.Tensor:
-    do.run(launched([]), ROWS + 1, x, x, None)
+    do.run(launched([]), ROWS + 1, {"x": x, "y": x, "w": None})
     return x
 
 
@@ -145,13 +145,13 @@ def test_of_any_number_of_rows_it_has_no_size_of_the_first(monkeypatch: pytest.M
         for scales in (False, True):
             x = torch.zeros(ROWS, 3)
             do = Recorder(ROWS, (x,), varies=varies)
-            do.run(launched([], scales=scales), ROWS, x, x, None)
+            do.run(launched([], scales=scales), ROWS, {"x": x, "y": x, "w": None})
             assert (do.program(x) is not None) is (scales or not varies)
     x = torch.zeros(ROWS, 3)
     do = Recorder(ROWS, (x,), varies=True)
     y, half = do.new(x, (ROWS, 5)), do.new(x, (ROWS // 2, 5), per=2)
     same = do.new(x, (ROWS, 2), per=0)
-    do.run(launched([]), ROWS, y, half, same)
+    do.run(launched([]), ROWS, {"x": y, "y": half, "w": same})
     made = do.program(y, half, None, same)
     assert made is not None
     found = made.run(10, 0, (x,))

@@ -24,7 +24,6 @@ from pretuned.kernels.contract.spec import Spec
 from pretuned.runtime import ExpertWeights, grouped_gemm, grouped_gemm_dX, hooks, reload
 from pretuned.runtime.api import lora_library, torch_library
 from pretuned.runtime.launch import gemm, proof, quantised
-from pretuned.runtime.launch.mixed_input import mixed_input_launcher, reads_scales_as_they_are
 from pretuned.runtime.launch.trials import TrialPlace
 
 E, N, K, T = 4, 256, 384, 40
@@ -232,11 +231,11 @@ def test_other_x_is_torch_s(gpu: Gpu80) -> None:
 
 def test_too_much_for_one_launch_is_refused(gpu: Gpu80) -> None:
     kernel = gpu.load(spec_of(Problem(Op.FORWARD, DType.MXFP4, E, N, K, Layout.STORED), 16))
-    assert reads_scales_as_they_are(kernel)
-    pack = mixed_input_launcher(kernel, N=N, K=K, E=E, m_sizes_step=1, fused=gemm.PLAIN).pack
+    launcher = gemm.product_launcher(kernel, N=N, K=K, E=E, m_sizes_step=1)
+    assert launcher.plain_scales
     words = {"x": 16, "w": 16, "w_scale": 16, "stride_x_m": K, "stride_y_m": N}
     with pytest.raises(InputError, match=r"make 268435\d\d\d tiles of .*, the most is 67108864: split the batch"):
-        pack(M=2**30, **words)
+        launcher.pack(M=2**30, **words)
 
 
 @pytest.mark.parametrize("dtype", [DType.MXFP4, DType.MXFP8, DType.INT4_G64_ZP, DType.NVFP4, DType.FP8_BLOCK_A16])

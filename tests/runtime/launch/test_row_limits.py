@@ -78,11 +78,8 @@ def launched(gpu: EmulatedGpu) -> Launched:
 def launcher(variant: Variant) -> Launcher:
     kernel = load(variant)
     if variant.op is Op.DW:
-        return gemm.weight_launcher(kernel, N=64, K=64, E=4, stride_dw_e=4096, stride_dw_row=64, m_sizes_step=1)
-    return gemm.row_launcher(
-        kernel, columns=64, reduction=64, E=4, w_kn=False, stride_w_e=4096, stride_w_row=64, m_sizes_step=1,
-        fused=gemm.Fused(variant.fusion),
-    )  # fmt: skip
+        return gemm.product_launcher(kernel, N=64, K=64, E=4, m_sizes_step=1)
+    return gemm.product_launcher(kernel, N=64, K=64, E=4, m_sizes_step=1, fused=gemm.Fused(variant.fusion))
 
 
 @pytest.mark.parametrize("fusion", [Fusion.NONE, Fusion.SCATTER, Fusion.GATHER])
@@ -141,8 +138,8 @@ def test_programs_that_clear_rows_come_on_top(index_end: int, more: int, launche
     kernel = load(variant)
     programs = []
     for zero_tail in (False, True):
-        made = gemm.row_launcher(
-            kernel, columns=64, reduction=64, E=4, w_kn=False, stride_w_e=4096, stride_w_row=64, m_sizes_step=1,
+        made = gemm.product_launcher(
+            kernel, N=64, K=64, E=4, m_sizes_step=1,
             fused=gemm.Fused(Fusion.SCATTER, zero_tail=zero_tail),
         )  # fmt: skip
         programs.append(launched(variant, made, **GIVEN, index_end=index_end)[0])
@@ -161,8 +158,8 @@ def test_specialised_code_has_a_warp_for_it(beside: bool, launched: Launched) ->
     kernel = load(variant)
     ran = []
     for zero_tail in (False, True):
-        made = gemm.row_launcher(
-            kernel, columns=64, reduction=64, E=4, w_kn=False, stride_w_e=4096, stride_w_row=64, m_sizes_step=1,
+        made = gemm.product_launcher(
+            kernel, N=64, K=64, E=4, m_sizes_step=1,
             fused=gemm.Fused(Fusion.SCATTER, zero_tail=zero_tail, few=False, beside=beside),
         )  # fmt: skip
         assert made.zeroes is (zero_tail and beside)
@@ -183,8 +180,8 @@ def test_code_that_cannot_clear_is_not_told_to(what: str, launched: Launched) ->
     kernel = load(variant)
     flags = []
     for zero_tail in (False, True):
-        made = gemm.row_launcher(
-            kernel, columns=64, reduction=64, E=4, w_kn=False, stride_w_e=4096, stride_w_row=64, m_sizes_step=1,
+        made = gemm.product_launcher(
+            kernel, N=64, K=64, E=4, m_sizes_step=1,
             fused=gemm.Fused(code | Fusion.SCATTER, zero_tail=zero_tail, few=what != "many rows"),
         )  # fmt: skip
         assert not made.zeroes
@@ -199,9 +196,7 @@ def test_columns_and_steps_that_a_tile_can_be_told_by(op: Op) -> None:
     columns = dict(kernel.variant.config)["block_n"] << 20
 
     def make(columns: int, reduction: int) -> Launcher:
-        return gemm.row_launcher(
-            kernel, columns=columns, reduction=reduction, E=1, w_kn=False, stride_w_e=1, stride_w_row=1, m_sizes_step=1
-        )
+        return gemm.product_launcher(kernel, N=columns, K=reduction, E=1, strides=(1, 1), m_sizes_step=1)
 
     make(columns, 8).pack(x=16, w=16, stride_x_m=8, stride_y_m=columns, M=8)
     make(8, reduction).pack(x=16, w=16, stride_x_m=reduction, stride_y_m=8, M=8)
@@ -215,7 +210,7 @@ def test_columns_that_a_tile_of_dw_can_be_told_by() -> None:
     kernel, columns = in_turns(Op.DW), 192 << 20
 
     def make(K: int) -> Launcher:
-        return gemm.weight_launcher(kernel, N=8, K=K, E=1, stride_dw_e=8 * K, stride_dw_row=K, m_sizes_step=1)
+        return gemm.product_launcher(kernel, N=8, K=K, E=1, m_sizes_step=1)
 
     make(columns).pack(dy=16, x=16, stride_dy_m=8, stride_x_m=columns, M=8)
     with pytest.raises(InputError, match=f"the most columns of .* are {columns}, these are {columns + 8}"):

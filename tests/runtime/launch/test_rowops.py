@@ -159,13 +159,13 @@ def combine(path: Path, tag: str = "") -> Path:
 @pytest.mark.parametrize("op", RowOp)
 def test_the_driver_gets_every_argument_and_the_grid(op: RowOp, gpu: EmulatedGpu) -> None:
     kinds = rowops.arguments(op)
-    pointers = tuple(1000 + i for i, (_, kind) in enumerate(kinds) if kind == "ptr")
     rows, columns = 70, 3000
     sizes = {"M": rows, "columns": columns}
-    numbers = tuple(sizes.get(name, -i) for i, (name, kind) in enumerate(kinds) if kind != "ptr")
+    words = {name: 1000 + i if kind == "ptr" else sizes.get(name, -i) for i, (name, kind) in enumerate(kinds)}
     launcher = load(gpu, op)
-    for _ in range(2):
-        launcher(rows, columns, pointers, numbers, 79)
+    launcher(rows, 79, words)
+    numbers = {name: words[name] for name, kind in kinds if kind != "ptr" and name != "M"}
+    launcher.bind(**numbers)(rows, 79, *(words[name] for name in launcher.operands))
     block = RowOpSpec(op, DType.BF16).config.block
     side_by_side = {RowOp.ACTIVATION: 4, RowOp.ACTIVATION_CODES: 8, RowOp.ACTIVATION_ROW_CODES: 2}.get(op, 1)
     grid = rowops.programs(op, rows, columns, block, side_by_side)
@@ -173,14 +173,13 @@ def test_the_driver_gets_every_argument_and_the_grid(op: RowOp, gpu: EmulatedGpu
         side_by_side = 1  # of wider rows
     by_block = op in (RowOp.ACTIVATION, RowOp.ACTIVATION_CODES, RowOp.COMBINE)
     assert grid == -(-rows // side_by_side) * (-(-columns // block) if by_block else 1)
-    wanted = dict(zip([name for name, _ in kinds], [*pointers, *numbers], strict=True))
-    assert [one.words for one in gpu.launches] == [wanted | {"scratch": 0, "scratch 2": 0}] * 2
+    assert [one.words for one in gpu.launches] == [words | {"scratch": 0, "scratch 2": 0}] * 2
     assert [(one.grid, one.threads, one.stream) for one in gpu.launches] == [
         (grid, 32 * RowOpSpec(op, DType.BF16).config.num_warps, 79)
     ] * 2
 
 
-GIVEN = (1, 2, 3, 4, 5, 6), (2, 3, 1, 0), 0  # pointers and numbers of COMBINE, a stream
+GIVEN = {"y": 1, "places": 2, "out": 6, "M": 2, "columns": 3, "top_k": 1, "flags": 0}  # of COMBINE
 
 
 def test_a_damaged_bundle_is_dropped_and_the_next_one_taken(clean_places: Path, gpu: EmulatedGpu) -> None:
@@ -229,11 +228,11 @@ def test_what_the_driver_refuses_is_an_error_with_the_kernels_name(gpu: Emulated
     launch = load(gpu)
     gpu.fails["cuLaunchKernelEx"] = 700
     with pytest.raises(CudaError, match=r"cuLaunchKernelEx\(combine\): CUDA error 700"):
-        launch(2, 3, *GIVEN)
+        launch(2, 0, GIVEN)
     gpu.fails.clear()
-    launch(2, 3, *GIVEN)
+    launch(2, 0, GIVEN)
     gpu.contexts = False  # a thread that has not touched CUDA: once more
-    launch(2, 3, *GIVEN)
+    launch(2, 0, GIVEN)
     assert len(gpu.launches) == 2
 
 
@@ -245,16 +244,16 @@ def test_two_threads_never_share_a_block(gpu: EmulatedGpu) -> None:
     def again(first: Launch) -> None:
         read.append(first.words["M"])
         if len(read) == 1:
-            other = threading.Thread(target=launch, args=(2, 3, GIVEN[0], (5, 3, 1, 0), 0))
+            other = threading.Thread(target=launch, args=(2, 0, GIVEN | {"M": 5}))
             other.start()
             other.join()
             read.append(first.read()["M"])
 
     gpu.after[gpu.loaded[-1].digest] = again
-    launch(2, 3, *GIVEN)
+    launch(2, 0, GIVEN)
     assert read == [2, 5, 2]
 
 
 def test_more_programs_than_a_launch_can_have(gpu: EmulatedGpu) -> None:
     with pytest.raises(InputError, match=r"2147483648 rows of 5 columns make 2147483648 programs.*split them"):
-        load(gpu)(2**31, 5, (1, 2, 3), (2**31 - 1, 5, 1, 1), 0)
+        load(gpu)(2**31, 0, GIVEN | {"columns": 5})
