@@ -14,6 +14,7 @@ import click
 
 from ...artifacts.errors import HostError, InputError
 from ...artifacts.files.packed import SUFFIX as PACKED
+from ...artifacts.names import printable
 from ...artifacts.records.problem import Op
 from ...runtime.dispatch.places import SUFFIX
 from ..compile.cache import CompileCache, default_dir
@@ -178,10 +179,12 @@ def bundle_files(paths: Sequence[str], *, packed: bool = False) -> tuple[str, ..
         try:
             names = sorted(os.listdir(path))  # noqa: PTH208 - names are enough
         except OSError as error:
-            raise HostError(f"can't list the directory '{path}': {error.strerror}") from error
+            raise HostError(f"can't list the directory '{printable(path)}': {error.strerror}") from error
         inside = [name for name in names if name.endswith(kinds) and not name.startswith(".")]
         if not inside:
-            raise InputError(f"'{path}' is a directory without bundles (*{SUFFIX}): name another one, or files")
+            raise InputError(
+                f"'{printable(path)}' is a directory without bundles (*{SUFFIX}): name another one, or files"
+            )
         found += [os.path.join(path, name) for name in inside]  # noqa: PTH118 - as the path was given
     return tuple(found)
 
@@ -191,7 +194,7 @@ def _exists(path: str) -> None:
         os.lstat(path)
     except FileNotFoundError:
         hint = "name a bundle, or a directory of bundles such as aot build writes"
-        raise InputError(f"bundle '{path}': no such file; {hint}") from None
+        raise InputError(f"bundle '{printable(path)}': no such file; {hint}") from None
     except (OSError, ValueError):
         return  # opening it says why
 
