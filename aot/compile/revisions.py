@@ -52,7 +52,7 @@ def _texts(kernel: str) -> dict[Path, bytes]:
 
 @functools.cache  # every variant's key asks for it
 def _parsed(text: bytes) -> tuple[tuple[tuple[int, tuple[str, ...]], ...], bytes]:
-    """What a text imports of its own layer, as levels up and names, and the digest of its syntax tree."""
+    """The imports of a source from its own layer, as (levels up, name), and the digest of its syntax tree."""
     imports = [
         (node.level, tuple(node.module.split(".")))
         for node in ast.parse(text).body

@@ -51,7 +51,7 @@ def encode(key: CacheKey, configs: Configs) -> bytes:
 
 
 def decode(key: CacheKey, payload: bytes) -> Configs | None:
-    """What the file says; None where it is of another key, or of a version that knows other configs."""
+    """The configs in a file, or None if its key differs or another version, with other configs, wrote it."""
     try:
         named, *pairs = msgpack.unpackb(payload, use_list=False, max_array_len=_MAX_ITEMS, max_map_len=0, max_ext_len=0)
         found = tuple(_pair(value) for value in pairs)

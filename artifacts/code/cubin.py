@@ -1,4 +1,4 @@
-"""What a cubin's ELF file says of its kernel: capability, parameters, threads and registers.
+"""Reads a cubin's ELF file: capability, parameters, threads and registers.
 
 ``aot verify`` and the builder compare it with the record, and take no file that does not say it. The runtime trusts a
 cubin whose digest is its record's.
@@ -39,7 +39,7 @@ _MOST_CHARS = 300  # of a reason
 
 
 class KernelInfo(NamedTuple):
-    """What a cubin says of its one kernel. ``parameters`` are sizes in bytes; ``arch_specific`` None: not said."""
+    """Facts of a cubin's one kernel. ``parameters`` are sizes in bytes; ``arch_specific`` is None if not recorded."""
 
     sm: int
     arch_specific: bool | None
@@ -50,7 +50,7 @@ class KernelInfo(NamedTuple):
 
 
 def read(cubin: bytes) -> KernelInfo:
-    """What the file says.
+    """Read a cubin's facts.
 
     Raises
     ------

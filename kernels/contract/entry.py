@@ -24,7 +24,7 @@ Sizes: TypeAlias = "Mapping[str, int]"  # the numbers of all launches of a launc
 
 
 class Element(NamedTuple):
-    """What a descriptor is of, where that is not the dtype: in Triton's words, a CUtensorMapDataType, bits, swizzle."""
+    """A descriptor's element type, if it is not the dtype: Triton's name, CUtensorMapDataType, bits, swizzle."""
 
     name: str
     code: int

@@ -62,7 +62,7 @@ def _weight_boxes(spec: Spec) -> dict[str, Box]:
 
 
 def row_shapes(spec: Spec, n: Sizes) -> dict[str, TensorShape]:
-    """What the descriptors of a product of rows describe; w may have fewer rows than y has columns (``w_rows``)."""
+    """Shapes of the descriptors of a product of rows; w may have fewer rows than y has columns (``w_rows``)."""
     kn, strides = w_kn(spec), (n["stride_w_e"], n["stride_w_row"])
     w = (n["E"], n["K"], n["N"]) if kn else (n["E"], n["w_rows"], n["K"])
     read = ("E", *(("K", "N") if kn else ("N", "K")), "stride_w_e", "stride_w_row", "one")
@@ -75,7 +75,7 @@ def row_shapes(spec: Spec, n: Sizes) -> dict[str, TensorShape]:
 
 
 def low_shapes(n: Sizes, *, kn: bool) -> dict[str, TensorShape]:
-    """What the descriptors of a low-rank part describe: its second matrix has its columns contiguous where w has."""
+    """Shapes of a low-rank part's descriptors. Its second matrix has contiguous columns if w has."""
     sizes = (n["R"], n["N"]) if kn else (n["N"], n["R"])
     return {"low_x": of_rows(n["R"], ""), "low_w": dense(n["E"], *sizes)}
 

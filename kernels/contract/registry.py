@@ -170,7 +170,7 @@ def arguments(spec: Spec) -> tuple[tuple[str, str], ...]:
 
 
 def pointees(spec: Spec) -> Mapping[str, str]:
-    """What pointer arguments point at, in Triton's words; "" for elements of the dtype."""
+    """The element type of each pointer argument, as Triton names it; "" for the dtype."""
     return {**POINTEES, **gemm_entry(spec).pointees(spec)}
 
 

@@ -227,7 +227,7 @@ def specs(
 ) -> tuple[RowOpSpec, ...]:
     """The passes that go with these GEMMs, aligned and not: that of the activation's gradient only beside dX or dW.
 
-    Those that quantise x are there for the dtypes ``of_codes``: if None, for all of these that do so.
+    Kernels that quantise x are listed for the dtypes ``of_codes``, or for all such dtypes if it is None.
     What has no dtype is there once: the sort of the slots for any alignment, what clears rows for aligned ones.
     """
     passes = [RowOp.COMBINE] if ops else []

@@ -49,7 +49,7 @@ class Repeater(Protocol):
 
 
 class Blocks:
-    """A kernel's blocks, and what launches one."""
+    """A kernel's argument blocks and the function that launches one."""
 
     __slots__ = ("device", "free", "handle", "launch", "layout", "new", "refused")
 
@@ -68,7 +68,7 @@ class Blocks:
         self.new, self.refused, self.free = new, refused, [new()]
 
     def whole(self) -> Callable[[tuple[int | bytes, ...]], None]:
-        """What packs all values of ``layout.whole`` and launches them."""
+        """A function that packs all values of ``layout.whole`` and launches them."""
         take, new, give, handle, refused = self.free.pop, self.new, self.free.append, self.handle, self.refused
         driver_launch, pack = self.launch, self.layout.whole.pack_into
 
@@ -301,7 +301,7 @@ def _too_many(rows: int, columns: int, made: int) -> InputError:
 
 
 def _picks(*names: str) -> Callable[[Mapping[str, int]], tuple[Any, ...]]:
-    """What takes the values of these names from a mapping, in their order."""
+    """A function that takes the values of these names from a mapping, in their order."""
     if len(names) > 1:
         return itemgetter(*names)
     return lambda words: tuple([words[name] for name in names])

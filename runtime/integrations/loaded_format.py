@@ -1,4 +1,4 @@
-"""How an engine's layer has a checkpoint's quantised weights in its parameters, and the ExpertWeights of them."""
+"""Describes how an engine's parameters hold quantised weights, and makes ExpertWeights of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ A4 = "x is not quantised to fp4"
 
 @dataclass(frozen=True)
 class LoadedFormat:
-    """What the parameters of one product are.
+    """The format of one product's parameters in an engine's layer.
 
     Attributes
     ----------
@@ -52,12 +52,12 @@ class LoadedFormat:
 
     @property
     def dtype(self) -> DType | None:
-        """Of the weights; None where no kernel is for them."""
+        """The weights' dtype; None if no kernel reads them."""
         return next(iter(dtypes_of(self.name)), None)
 
     @property
     def scale(self) -> Scale:
-        """What a scale is of."""
+        """The part of w that one scale covers."""
         found = PRECISIONS[self.name].w.scale
         if found is None:
             raise AssertionError(f"{self.name} has no scale")
@@ -65,17 +65,17 @@ class LoadedFormat:
 
     @property
     def has_zeros(self) -> bool:
-        """Whether groups have zero points of their own."""
+        """True if each group has a zero point."""
         return bool(self.scale.zero_bits)
 
     @property
     def K_first(self) -> bool:
-        """Whether the parameters have K before N."""
+        """True if the parameters have K before N."""
         return self.packing in ("gptq", "awq")
 
     @property
     def derived(self) -> tuple[str, ...]:
-        """The ends of those whose numbers ``weights`` has in another form: zero points, scales of matrices."""
+        """Name ends of the parameters that ``weights`` converts: zero points, and scales of matrices."""
         return self.ends[1:] if self.name == "fp8_channel" else self.ends[2:]
 
     def weights(self, *tensors: torch.Tensor) -> ExpertWeights:

@@ -107,7 +107,7 @@ def mx8_block_of(
     a, s, stage, half, UNIT: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, DX: gl.constexpr,
     OPERAND: gl.constexpr,
 ):  # fmt: skip
-    """What a warpgroup multiplies as its UNIT-th of a stage, as ``blocks.block_of``."""
+    """A warpgroup's UNIT-th operand of a stage, as ``blocks.block_of``."""
     DEEP: gl.constexpr = BLOCK_K // BLOCK
     WIDE: gl.constexpr = BLOCK_N // BLOCK
     MINE: gl.constexpr = max(1, BLOCK_N // (2 * BLOCK))

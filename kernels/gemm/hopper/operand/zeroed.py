@@ -188,7 +188,7 @@ def zeroed_block_of(
     a, s, z, stage, half, UNIT: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, FORMAT: gl.constexpr,
     DX: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
-    """What a warpgroup multiplies as its UNIT-th of a stage, as ``blocks.block_of``, of codes with zero points."""
+    """A warpgroup's UNIT-th operand of a stage, as ``blocks.block_of``, from codes with zero points."""
     DEEP: gl.constexpr = BLOCK_K // BLOCK
     WIDE: gl.constexpr = BLOCK_N // BLOCK
     MINE: gl.constexpr = max(1, BLOCK_N // (2 * BLOCK))
