@@ -32,7 +32,7 @@ def wrong(case: dict[str, Any]) -> list[str]:
     M, columns, used, by_row = case["M"], case["columns"], case["used"], case.get("by_row", False)
     group = columns if by_row else 128
     function = Activation(case["act"], **case["numbers"])
-    act, words = RowActivation(function, case["gated"], case["interleaved"]), function.words
+    act, words = RowActivation(function, case["gated"], case["interleaved"]), function.words.values()
     g = torch.Generator().manual_seed(case["seed"])
     h = (4 * torch.randn(M, (1 + act.gated) * columns, generator=g)).half()
     end = M if used is None else min(used, M)

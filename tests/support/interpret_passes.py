@@ -57,7 +57,7 @@ def run_activation(case: dict[str, Any]) -> list[str]:
     h[end:], da[end:] = float("nan"), float("nan")  # rows of no expert hold anything
     flags = act.flags | (rowops.USED if used is not None else 0)
     fresh = {"a": torch.full((M + 1, columns), GUARD, dtype=dtype)}
-    words = dict(zip(("limit", "alpha", "beta", "linear_beta"), function.words, strict=True))
+    words = function.words
     given: dict[str, Any] = {"h": h, "used": torch.tensor([used or 0], dtype=torch.int32)}
     wide = h[:end].double().requires_grad_()
     want = by_torch(wide, act)
@@ -99,7 +99,7 @@ def run_special(case: dict[str, Any]) -> list[str]:
     h = (pairs if act.interleaved else pairs.T).reshape(1, -1)
     I = len(pairs)  # noqa: E741
     a, dh, given = torch.empty(1, I), torch.empty_like(h), h.double().requires_grad_()
-    words = dict(zip(("limit", "alpha", "beta", "linear_beta"), act.function.words, strict=True))
+    words = act.function.words
     none, how = torch.zeros(1, dtype=torch.int32), case | {"M": 1, "columns": I}
     values: dict[str, Any] = words | {"h": h, "a": a, "used": none, "flags": act.flags}
     launch(RowOp.ACTIVATION, how, dict(values))
