@@ -13,8 +13,10 @@ _NEEDED = ("click", "rich")  # without these not even --help works; the others a
 def main() -> int:
     """The command line's entry point; returns the exit code."""
     if not (__package__ or "").startswith("pretuned."):
-        print('this folder is no program by itself: run pip install ".[aot]" in the repository, then aot --help',
-              file=sys.stderr)  # fmt: skip
+        print(
+            'this folder is no program by itself: run pip install ".[aot]" in the repository, then aot --help',
+            file=sys.stderr,
+        )
         return 1
     from importlib.util import find_spec
 
@@ -26,8 +28,10 @@ def main() -> int:
 
             print(f"pretuned       {version('pretuned')}")
             return 0
-        print(f'aot needs the builder\'s packages ({", ".join(missing)} missing): pip install "pretuned[aot]"',
-              file=sys.stderr)  # fmt: skip
+        print(
+            f'aot needs the builder\'s packages ({", ".join(missing)} missing): pip install "pretuned[aot]"',
+            file=sys.stderr,
+        )
         return 1
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch without it; nothing here needs it
     from .process.interrupts import interrupted, tidy_interrupts

@@ -25,9 +25,18 @@ from pretuned.integrations.transformers import keep_mxfp4, register
 def tiny() -> Any:
     """A Qwen3-MoE of random weights."""
     config = transformers.AutoConfig.for_model(
-        "qwen3_moe", vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, intermediate_size=32,
-    )  # fmt: skip
+        "qwen3_moe",
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        intermediate_size=32,
+    )
     return transformers.AutoModelForCausalLM.from_config(config, experts_implementation="pretuned")
 
 
@@ -63,9 +72,11 @@ def main() -> list[float]:
         parser.error(f"the text has {len(ids)} tokens, wanted --length={args.length} at least")
 
     lora = LoraConfig(
-        r=args.rank, lora_alpha=2 * args.rank, target_modules=["q_proj", "v_proj"],
+        r=args.rank,
+        lora_alpha=2 * args.rank,
+        target_modules=["q_proj", "v_proj"],
         target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-    )  # fmt: skip
+    )
     model = get_peft_model(model, lora).to(device)
     model.print_trainable_parameters()
     model.train()

@@ -50,11 +50,19 @@ def _parsed(arguments: list[str] | None) -> argparse.Namespace:
     )
     engine = parser.add_mutually_exclusive_group()
     for name, called in (("vllm", "vLLM"), ("sglang", "SGLang")):
-        engine.add_argument(f"--{name}", dest="engine", action="store_const", const=name,
-                            help=f"show whether {called} in this environment would use pretuned")  # fmt: skip
-    engine.add_argument("--self-test", action="store_true",
-                        help="test every kernel that was never run on this GPU's capability, in a process of its own; "
-                        "wrong ones are not used any more")  # fmt: skip
+        engine.add_argument(
+            f"--{name}",
+            dest="engine",
+            action="store_const",
+            const=name,
+            help=f"show whether {called} in this environment would use pretuned",
+        )
+    engine.add_argument(
+        "--self-test",
+        action="store_true",
+        help="test every kernel that was never run on this GPU's capability, in a process of its own; "
+        "wrong ones are not used any more",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, and nothing else, on stdout")
     parser.add_argument("--version", action="store_true", help="show pretuned's version")
     return parser.parse_args(arguments)

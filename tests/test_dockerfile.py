@@ -42,8 +42,19 @@ class Images:
         policy = self.folder / "policy.json"
         policy.write_text('{"default": [{"type": "insecureAcceptAnything"}]}')
         mounted = [word for one in self.mounts for word in ("-v", f"{one}:{one}:ro")]
-        return self.buildah("bud", "--isolation", "chroot", "--signature-policy", policy, *mounted,
-                            "--build-arg", "BASE=localhost/base", "-t", name, context)  # fmt: skip
+        return self.buildah(
+            "bud",
+            "--isolation",
+            "chroot",
+            "--signature-policy",
+            policy,
+            *mounted,
+            "--build-arg",
+            "BASE=localhost/base",
+            "-t",
+            name,
+            context,
+        )
 
     def run(self, name: str, command: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
         """``command``, else the image's own, as USER, with the image's environment alone, its root read-only."""
@@ -58,11 +69,16 @@ class Images:
         assert config["User"] == "12345"
         lines = ["set -e", f"mount --bind {root} {root}"]
         for one in (*self.mounts, "/dev"):
-            lines += [f"mkdir -p {root}{one}", f"mount --bind {one} {root}{one}",
-                      f"mount -o remount,bind,ro {root}{one}"]  # fmt: skip
-        lines += [f"mount -o remount,bind,ro {root}",
-                  f"exec chroot --userspec={USER} {root} env -i {shlex.join(config['Env'])} "
-                  f"{shlex.join(command or config['Cmd'])}"]  # fmt: skip
+            lines += [
+                f"mkdir -p {root}{one}",
+                f"mount --bind {one} {root}{one}",
+                f"mount -o remount,bind,ro {root}{one}",
+            ]
+        lines += [
+            f"mount -o remount,bind,ro {root}",
+            f"exec chroot --userspec={USER} {root} env -i {shlex.join(config['Env'])} "
+            f"{shlex.join(command or config['Cmd'])}",
+        ]
         script = "\n".join(lines)
         return subprocess.run(["unshare", "-m", "sh", "-c", script], capture_output=True, text=True, check=False)
 
@@ -73,8 +89,9 @@ def images(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     if os.geteuid() or not all(map(shutil.which, TOOLS)):
         if request.config.getoption("--without-namespaces"):
             pytest.skip("needs root, buildah, skopeo and umoci")
-        pytest.fail("these tests build images: run as root, install buildah, skopeo and umoci, or run with "
-                    "--without-namespaces")  # fmt: skip
+        pytest.fail(
+            "these tests build images: run as root, install buildah, skopeo and umoci, or run with --without-namespaces"
+        )
     folder = tmp_path_factory.mktemp("images")
     root = folder / "base" / "root"
     venv.create(root / "venv", symlinks=True)
@@ -144,11 +161,23 @@ def test_a_bundle_that_can_t_be_opened_ends_the_build(images: Images, context: P
 @pytest.mark.nightly
 def test_bundles_are_copied_from_a_packed_image(images: Images, context: Path) -> None:
     """As the page's table says: COPY --from of what aot pack --oci wrote."""
-    packed = [sys.executable, "-m", "pretuned.aot", "pack", str(BUNDLE), "--oci", str(context / "image"), "--name",
-              "acme-bundles", "--version", "1.0"]  # fmt: skip
+    packed = [
+        sys.executable,
+        "-m",
+        "pretuned.aot",
+        "pack",
+        str(BUNDLE),
+        "--oci",
+        str(context / "image"),
+        "--name",
+        "acme-bundles",
+        "--version",
+        "1.0",
+    ]
     subprocess.run(packed, capture_output=True, check=True)
-    pulled = images.buildah("pull", "-q", "--signature-policy", images.folder / "policy.json",
-                            f"oci:{context / 'image'}:1.0")  # fmt: skip
+    pulled = images.buildah(
+        "pull", "-q", "--signature-policy", images.folder / "policy.json", f"oci:{context / 'image'}:1.0"
+    )
     assert pulled.returncode == 0, pulled.stderr
     images.buildah("tag", pulled.stdout.strip(), "registry/acme-bundles:1.0")
     dockerfile = context / "Dockerfile"

@@ -55,21 +55,48 @@ def comparisons(source: str) -> Iterator[tuple[int, str]]:
 
 @pytest.mark.parametrize(
     "text",
-    ["sm == 90", "chip.sm == 90", "sm >= 90", "90 <= sm", "sm in (90, 100, 103)", "sm not in {80}", "local.sm < 89",
-     "80 <= self._sm < 90", "sm // 10 in (9, 10)", "sm // 10", "usable.bundle.target.sm % 10", "divmod(sm, 10)",
-     "FIRST <= sm", "sm > FIRST_BLACKWELL_SM", "native_sm() != 90", "{80: 1, 90: 2}[sm]", "chips[0].sm == 90",
-     "match sm:\n case 90: pass"],
-)  # fmt: skip
+    [
+        "sm == 90",
+        "chip.sm == 90",
+        "sm >= 90",
+        "90 <= sm",
+        "sm in (90, 100, 103)",
+        "sm not in {80}",
+        "local.sm < 89",
+        "80 <= self._sm < 90",
+        "sm // 10 in (9, 10)",
+        "sm // 10",
+        "usable.bundle.target.sm % 10",
+        "divmod(sm, 10)",
+        "FIRST <= sm",
+        "sm > FIRST_BLACKWELL_SM",
+        "native_sm() != 90",
+        "{80: 1, 90: 2}[sm]",
+        "chips[0].sm == 90",
+        "match sm:\n case 90: pass",
+    ],
+)
 def test_a_decision_by_number_is_found(text: str) -> None:
     assert len(list(comparisons(text))) >= 1
 
 
 @pytest.mark.parametrize(
     "text",
-    ["target.sm == local.sm", "sm in SUPPORTED", "sm not in arch.ARCHS", "arch_of(sm).has(Feature.WGMMA)", "sm is None",
-     "chip.sm_count == 132", "wanted = 10 * major + minor", "f'sm_{sm}'", "abs(sm - number)", "fresh and sm == sms[0]",
-     "REFUSED[sm]", "registers <= limits.registers_per_sm"],
-)  # fmt: skip
+    [
+        "target.sm == local.sm",
+        "sm in SUPPORTED",
+        "sm not in arch.ARCHS",
+        "arch_of(sm).has(Feature.WGMMA)",
+        "sm is None",
+        "chip.sm_count == 132",
+        "wanted = 10 * major + minor",
+        "f'sm_{sm}'",
+        "abs(sm - number)",
+        "fresh and sm == sms[0]",
+        "REFUSED[sm]",
+        "registers <= limits.registers_per_sm",
+    ],
+)
 def test_what_hands_a_capability_on_is_not_found(text: str) -> None:
     assert list(comparisons(text)) == []
 

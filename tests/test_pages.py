@@ -20,9 +20,10 @@ import warm
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(
-    str(page.relative_to(ROOT)) for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
+    str(page.relative_to(ROOT))
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
     if "```python\n" in page.read_text(encoding="utf-8")
-)  # fmt: skip
+)
 ELSEWHERE = {
     "docs/runtime/quantised.md",
     "docs/runtime/finetuning.md",
@@ -49,9 +50,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     made = tmp_path_factory.mktemp("pages")
     config = Qwen3MoeConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_experts=4, num_experts_per_tok=2,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(made / MODEL)
     return made
 
@@ -72,9 +81,10 @@ def test_the_pages_are_those_that_have_python() -> None:
 ARCHITECTURE = "docs/inside/architecture.md"  # drawings and tables
 OTHERS = ("examples/README.md", "tests/README.md", "benchmarks/peers/README.md")
 TEXTS = sorted(
-    name for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / one for one in OTHERS))
+    name
+    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / one for one in OTHERS))
     if (name := str(page.relative_to(ROOT))) != ARCHITECTURE
-)  # fmt: skip
+)
 
 
 def sentences(text: str) -> list[str]:
@@ -213,8 +223,9 @@ def test_the_readmes_bullets_are_those_of_the_results() -> None:
     layers = json.loads((results / "layers-in-vllm-h200.json").read_text())["cells"]
     ratios = [one["us"][own[one["kind"]]] / one["us"]["auto"] for one in layers]
     assert f"{min(ratios):.2f}x to {max(ratios):.2f}x as fast as with vLLM's own kernel" in text
-    (block,) = [one["ms"] for one in json.loads((results / "lora-qwen3-30b-h100.json").read_text())["cells"]
-                if one["T"] == 8192]  # fmt: skip
+    (block,) = [
+        one["ms"] for one in json.loads((results / "lora-qwen3-30b-h100.json").read_text())["cells"] if one["T"] == 8192
+    ]
     assert f"{block['ours']:.2f} ms a step, against {block['whole']:.2f} ms as PEFT does it" in text
 
 

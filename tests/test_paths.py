@@ -165,10 +165,13 @@ def test_every_path_that_a_docstring_or_comment_names_exists() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "see [the page](no-such-page.md)", "as aot/nothing.py says", "below `runtime/nowhere`",
-        "by `pretuned.runtime.no_such_name`", "[x](../docs/use/build.md#what-ships) and pretuned.aot.no_name",
+        "see [the page](no-such-page.md)",
+        "as aot/nothing.py says",
+        "below `runtime/nowhere`",
+        "by `pretuned.runtime.no_such_name`",
+        "[x](../docs/use/build.md#what-ships) and pretuned.aot.no_name",
     ],
-)  # fmt: skip
+)
 def test_a_made_up_path_is_told_with_its_file_and_line(text: str) -> None:
     (missing,) = [one for one in in_page("docs/page.md", f"first\n{text}\n") if not one.exists]
     assert str(missing).startswith("docs/page.md:2: ")

@@ -50,20 +50,33 @@ DIGITS = 16  # of a SHA-256, in the lists of what memcheck and racecheck saw
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 CATALOGUE, FP16, OF_CODES = "catalogue-sm90", "fp16-sm90", "quantised-sm90"
 MEASURED = [  # bundle, a journal of it, the GPU
-    (CATALOGUE, "catalogue-h100.journal.xz", H100), (CATALOGUE, "catalogue-h200.journal.xz", H200),
-    (OF_CODES, "quantised-h100.journal.xz", H100), (OF_CODES, "quantised-h200.journal.xz", H200),
-]  # fmt: skip
+    (CATALOGUE, "catalogue-h100.journal.xz", H100),
+    (CATALOGUE, "catalogue-h200.journal.xz", H200),
+    (OF_CODES, "quantised-h100.journal.xz", H100),
+    (OF_CODES, "quantised-h200.journal.xz", H200),
+]
 IN_PART = (FP16, "fp16-h100.journal.xz", H100)  # a third of the choices, all of the code
 LISTS = {  # elsewhere the first
-    CATALOGUE: ("shipped.txt", "shipped-sm90.txt", "flagships-bf16.txt"), FP16: ("shipped-fp16.txt",),
+    CATALOGUE: ("shipped.txt", "shipped-sm90.txt", "flagships-bf16.txt"),
+    FP16: ("shipped-fp16.txt",),
     OF_CODES: (
-        "quantised.txt", "quantised-more.txt", "flagships.txt", "flagships-more.txt", "zero-points.txt", "padded.txt",
+        "quantised.txt",
+        "quantised-more.txt",
+        "flagships.txt",
+        "flagships-more.txt",
+        "zero-points.txt",
+        "padded.txt",
         "fp8-channel.txt",
     ),
-}  # fmt: skip
+}
 ON_AN_H100_ALONE = (
-    "flagships-bf16.txt", "flagships.txt", "flagships-more.txt", "zero-points.txt", "padded.txt", "fp8-channel.txt",
-)  # fmt: skip
+    "flagships-bf16.txt",
+    "flagships.txt",
+    "flagships-more.txt",
+    "zero-points.txt",
+    "padded.txt",
+    "fp8-channel.txt",
+)
 LATER = (
     "flagships-h100.journal.xz",
     "zero-points-h100.journal.xz",
@@ -182,14 +195,17 @@ def test_each_published_format_with_kernels_has_choices() -> None:
     with open_bundle(FOLDER / f"{OF_CODES}.msgpack") as bundle:
         there = {(problem, one.bucket) for problem in bundle.problems() for one in bundle.find(problem)}
     formats = [
-        (id_, one) for id_, entry in catalogue().items() for one in entry.formats
+        (id_, one)
+        for id_, entry in catalogue().items()
+        for one in entry.formats
         if one in PRECISIONS and PRECISIONS[one].quantised and one not in UNMEASURED
-    ]  # fmt: skip
+    ]
     splits = ("", "tp=4", "ep=8")
     missing = [
-        (id_, one) for id_, one in formats
+        (id_, one)
+        for id_, one in formats
         if not any(is_in(there, f"{id_} weights={one} ops=forward {split}") for split in splits)
-    ]  # fmt: skip
+    ]
     assert not missing
     assert len(formats) > 20
 
@@ -303,9 +319,11 @@ def test_each_gpu_has_the_choices_of_its_own_kind() -> None:
     problem = Problem(Op.DX, DType.BF16, 8, 28672, 4096)  # of Mixtral-8x7B
     large = replace(problem, E=16, N=21504, K=6144)  # measured on H200s alone
     for name, memory_mib, wanted in (
-        (H200, 143155, H200), (H100, 81079, H100), ("NVIDIA H100 NVL", 95830, H100),
+        (H200, 143155, H200),
+        (H100, 81079, H100),
+        ("NVIDIA H100 NVL", 95830, H100),
         ("NVIDIA GH200 144G HBM3e", 146831, H200),
-    ):  # fmt: skip
+    ):
         local = LocalGpu(90, Gpu(name, 132, memory_mib, 13000))
         decided = decide(found, problem, 16384, local)
         assert isinstance(decided, Decision)

@@ -74,9 +74,12 @@ def test_every_error_stands_on_the_page():
 
 @pytest.mark.parametrize(
     "source",
-    ['_log.warning("pretuned: a new trouble with %s", x)', 'def f():\n    _tell(f"a new trouble: {x}")',
-     '_log.log(level, "pretuned: a new trouble %s", x)'],
-)  # fmt: skip
+    [
+        '_log.warning("pretuned: a new trouble with %s", x)',
+        'def f():\n    _tell(f"a new trouble: {x}")',
+        '_log.log(level, "pretuned: a new trouble %s", x)',
+    ],
+)
 def test_a_warning_that_is_not_there_is_told(source):
     page = (ROOT / PAGE).read_text(encoding="utf-8")
     (told,) = missing(page, source, "x.py")

@@ -111,9 +111,15 @@ def build_measured(
 
 
 def compile_candidates(
-    plan: BuildPlan, sms: Sequence[int], path: Path, options: BuildOptions, observers: Observers | None = None,
-    *, keep_pruned: bool = False, low_rank: bool = False,
-) -> BuildReport:  # fmt: skip
+    plan: BuildPlan,
+    sms: Sequence[int],
+    path: Path,
+    options: BuildOptions,
+    observers: Observers | None = None,
+    *,
+    keep_pruned: bool = False,
+    low_rank: bool = False,
+) -> BuildReport:
     """Every variant that compiles and fits, into one bundle at ``path``: for ``aot measure``. The choices are modelled.
 
     For several capabilities it is a bundle for each, all in one file, whose path must end with .msgpack.xz.
@@ -181,9 +187,13 @@ def _check_journal(sm: int, options: BuildOptions) -> None:
 
 
 def _compile(
-    plans: Mapping[int, BuildPlan], options: BuildOptions, watch: Observers, shipped: Mapping[int, Shipped], *,
+    plans: Mapping[int, BuildPlan],
+    options: BuildOptions,
+    watch: Observers,
+    shipped: Mapping[int, Shipped],
+    *,
     low_rank: bool = False,
-) -> dict[int, list[CompileResult]]:  # fmt: skip
+) -> dict[int, list[CompileResult]]:
     """Every cubin of every capability, all in one queue."""
 
     def ready(spec: Spec | RowOpSpec, sm: int) -> Compiled | None:

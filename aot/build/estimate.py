@@ -59,9 +59,12 @@ class Estimate:
 
 
 def estimate(
-    plan: BuildPlan, sms: Sequence[int], cache: CompileCache | None, workers: int | None = None,
+    plan: BuildPlan,
+    sms: Sequence[int],
+    cache: CompileCache | None,
+    workers: int | None = None,
     shipped: Callable[[int], Shipped] = Shipped.found,
-) -> list[Estimate]:  # fmt: skip
+) -> list[Estimate]:
     """An estimate per capability; the times add up, as the capabilities share the workers."""
     found = []
     for sm in sms:

@@ -23,15 +23,24 @@ class Tune(Protocol):
     """Measures cells of ``candidates`` into ``journal``: ``tune_problems``, but for how. None where it can't."""
 
     def __call__(
-        self, problems: Mapping[Problem, Sequence[int]], candidates: Path, journal: Path, ships: Ships,
-        entrants: Entrants, observers: TuneObservers,
-    ) -> Outcome | None: ...  # fmt: skip
+        self,
+        problems: Mapping[Problem, Sequence[int]],
+        candidates: Path,
+        journal: Path,
+        ships: Ships,
+        entrants: Entrants,
+        observers: TuneObservers,
+    ) -> Outcome | None: ...
 
 
 def tune_now(
-    problems: Mapping[Problem, Sequence[int]], candidates: Path, journal: Path, ships: Ships,
-    entrants: Entrants, observers: TuneObservers,
-) -> Outcome:  # fmt: skip
+    problems: Mapping[Problem, Sequence[int]],
+    candidates: Path,
+    journal: Path,
+    ships: Ships,
+    entrants: Entrants,
+    observers: TuneObservers,
+) -> Outcome:
     """On this machine's GPUs, as long as is usual."""
     return tune_problems(problems, candidates, journal, entrants=entrants, ships=ships, observers=observers)
 

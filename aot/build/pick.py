@@ -93,9 +93,14 @@ class Picked:
 
 
 def usable(
-    plan: BuildPlan, sm: int, space: Pool, results: Sequence[CompileResult], reject: Reject = rejection, *,
+    plan: BuildPlan,
+    sm: int,
+    space: Pool,
+    results: Sequence[CompileResult],
+    reject: Reject = rejection,
+    *,
     low_rank: bool = False,
-) -> Shippable:  # fmt: skip
+) -> Shippable:
     """What can ship of what was compiled (``to_compile``), and all that can not, each with its reason."""
     found: dict[Spec | RowOpSpec, Compiled] = {}
     dropped: list[Dropped] = []
@@ -159,7 +164,7 @@ def picked(plan: BuildPlan, path: Path, there: Shippable, options: BuildOptions,
 @contextlib.contextmanager
 def beside(
     plan: BuildPlan, every: Candidates, found: Incumbents, configs: int = CONFIG_LIMIT
-) -> Iterator[tuple[Path, Ships, Entrants]]:  # fmt: skip
+) -> Iterator[tuple[Path, Ships, Entrants]]:
     """Yield one file of all candidates, without choices; what would ship; and the bundles that take part."""
     sm, runs = every.target.sm, found.on(plan.buckets)
     with scratch_folder() as scratch:
@@ -178,9 +183,14 @@ def with_what_is_there(plan: BuildPlan, candidates: Candidates) -> Iterator[tupl
 
 
 def _known(
-    plan: BuildPlan, path: Path, candidates: Candidates, journal: Path, outcome: Outcome | None,
-    options: BuildOptions, watch: Observers,
-) -> tuple[Candidates, Timings | None]:  # fmt: skip
+    plan: BuildPlan,
+    path: Path,
+    candidates: Candidates,
+    journal: Path,
+    outcome: Outcome | None,
+    options: BuildOptions,
+    watch: Observers,
+) -> tuple[Candidates, Timings | None]:
     """What a journal says, of these candidates and, where nothing is measured now, of what took part beside them."""
     try:
         contents = read_journal(journal)

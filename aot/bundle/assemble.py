@@ -27,9 +27,18 @@ class Code:
         """The one order of the variants of an assembled bundle, whatever they came from."""
         one = self.variant
         return (
-            one.op.value, one.dtype.value, one.layout.value, one.fusion.value, -one.alignment, one.max_experts,
-            one.config, one.kernel, -one.revision, one.cubin_sha256, repr(one),
-        )  # fmt: skip
+            one.op.value,
+            one.dtype.value,
+            one.layout.value,
+            one.fusion.value,
+            -one.alignment,
+            one.max_experts,
+            one.config,
+            one.kernel,
+            -one.revision,
+            one.cubin_sha256,
+            repr(one),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,11 +80,22 @@ class Changes:
     @property
     def differ(self) -> bool:
         """Whether the bundles are not the same in what this compares."""
-        return any((
-            self.facts, self.models_added, self.models_removed, self.models_changed, self.problems_added,
-            self.problems_removed, self.choices_added, self.choices_removed, self.choices, self.variants_added,
-            self.variants_removed, self.recompiled,
-        ))  # fmt: skip
+        return any(
+            (
+                self.facts,
+                self.models_added,
+                self.models_removed,
+                self.models_changed,
+                self.problems_added,
+                self.problems_removed,
+                self.choices_added,
+                self.choices_removed,
+                self.choices,
+                self.variants_added,
+                self.variants_removed,
+                self.recompiled,
+            )
+        )
 
 
 def identity(variant: Variant) -> tuple[object, ...]:
@@ -160,9 +171,13 @@ def _beside(old: Bundle, before: Sequence[Choice], new: Bundle, after: Sequence[
 
 def _side(bundle: Bundle, choice: Choice) -> Side:
     return Side(
-        bundle.variants[choice.variant], choice.source, choice.torch_ns or choice.time_ns,
-        choice.measured_on(bundle.gpus), _runner_up(bundle, choice), choice.torch_ns is not None,
-    )  # fmt: skip
+        bundle.variants[choice.variant],
+        choice.source,
+        choice.torch_ns or choice.time_ns,
+        choice.measured_on(bundle.gpus),
+        _runner_up(bundle, choice),
+        choice.torch_ns is not None,
+    )
 
 
 def _runner_up(bundle: Bundle, choice: Choice) -> tuple[object, ...] | None:

@@ -28,8 +28,15 @@ class Verified:
 
     def to_dict(self) -> dict[str, object]:
         """For JSON."""
-        return {"path": self.path, "ok": True, "target": self.target, "variants": self.variants,
-                "problems": self.problems, "choices": self.choices, "signed_by": self.signed_by}  # fmt: skip
+        return {
+            "path": self.path,
+            "ok": True,
+            "target": self.target,
+            "variants": self.variants,
+            "problems": self.problems,
+            "choices": self.choices,
+            "signed_by": self.signed_by,
+        }
 
 
 def verify(path: str, sha256: str | None = None, keys: Keys | None = None) -> Verified:

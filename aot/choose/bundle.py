@@ -23,9 +23,7 @@ from .incumbents import Running, RunsOn, TakenOver
 Ships = Callable[[Contents], Chosen]  # what would ship by a journal
 
 
-def measured_bundle(
-    plan: BuildPlan, candidates: Candidates, contents: Contents, runs: RunsOn | None = None
-) -> Bundle:  # fmt: skip
+def measured_bundle(plan: BuildPlan, candidates: Candidates, contents: Contents, runs: RunsOn | None = None) -> Bundle:
     """The bundle of a plan: ``candidates``, and what a journal says of them. ``runs`` tells what runs today.
 
     Raises
@@ -61,9 +59,7 @@ def evidence_for(plan: BuildPlan, candidates: Candidates, contents: Contents, wh
     return evidence
 
 
-def shipping(
-    plan: BuildPlan, candidates: Candidates, configs: int = CONFIG_LIMIT, runs: RunsOn | None = None
-) -> Ships:  # fmt: skip
+def shipping(plan: BuildPlan, candidates: Candidates, configs: int = CONFIG_LIMIT, runs: RunsOn | None = None) -> Ships:
     """What would ship of these candidates; ``runs`` tells what runs today."""
 
     def ships(contents: Contents) -> Chosen:
@@ -79,9 +75,14 @@ def running_on(contents: Contents, runs: RunsOn | None) -> Running | None:
 
 
 def choose_from(
-    plan: BuildPlan, candidates: Candidates, evidence: Timings | None, configs: int = CONFIG_LIMIT,
-    running: Running | None = None, taken: TakenOver | None = None, around: Neighbourhood | None = None,
-) -> Chosen:  # fmt: skip
+    plan: BuildPlan,
+    candidates: Candidates,
+    evidence: Timings | None,
+    configs: int = CONFIG_LIMIT,
+    running: Running | None = None,
+    taken: TakenOver | None = None,
+    around: Neighbourhood | None = None,
+) -> Chosen:
     """What ships: a variant that failed on a GPU never does. ``running`` is what runs today, where it is known.
 
     The choices of ``taken`` are taken over as they are, where ``evidence`` has none of the same GPU for the cell. What
@@ -148,9 +149,12 @@ def _left(plan: BuildPlan, rows: Mapping[Problem, Sequence[Choice]], evidence: T
 
 
 def _joined(
-    plan: BuildPlan, sound: Sequence[Compiled], chosen: Chosen, rows: Mapping[Problem, Sequence[Choice]],
+    plan: BuildPlan,
+    sound: Sequence[Compiled],
+    chosen: Chosen,
+    rows: Mapping[Problem, Sequence[Choice]],
     gpus: Sequence[Gpu],
-) -> Chosen:  # fmt: skip
+) -> Chosen:
     """Join new choices and those taken over: measured goes before modelled, and each GPU keeps its own."""
     at = {id(one): i for i, one in enumerate(chosen.variants)}
     choices: dict[Problem, tuple[Choice, ...]] = {}
@@ -178,9 +182,14 @@ def _joined(
 
 
 def assembled(
-    plan: BuildPlan, candidates: Candidates, chosen: Chosen, evidence: Timings | None, running: Running | None = None,
-    taken: TakenOver | None = None, around: Neighbourhood | None = None,
-) -> Bundle:  # fmt: skip
+    plan: BuildPlan,
+    candidates: Candidates,
+    chosen: Chosen,
+    evidence: Timings | None,
+    running: Running | None = None,
+    taken: TakenOver | None = None,
+    around: Neighbourhood | None = None,
+) -> Bundle:
     """Return the bundle of what was chosen, with the digests of the bundles that it was compared with.
 
     If its choices were modelled by what was measured ``around`` them, those bundles are named, too: the

@@ -81,10 +81,17 @@ class Chosen:
 
 
 def choose(
-    plan: BuildPlan, compiled: Sequence[Compiled], sm: int, evidence: Timings | None = None,
-    configs: int = CONFIG_LIMIT, *, own: int | None = None, running: Running = MappingProxyType({}),
-    taken: Collection[int] = (), around: Neighbourhood | None = None,
-) -> Chosen:  # fmt: skip
+    plan: BuildPlan,
+    compiled: Sequence[Compiled],
+    sm: int,
+    evidence: Timings | None = None,
+    configs: int = CONFIG_LIMIT,
+    *,
+    own: int | None = None,
+    running: Running = MappingProxyType({}),
+    taken: Collection[int] = (),
+    around: Neighbourhood | None = None,
+) -> Chosen:
     """The variants to ship, of at most ``configs`` an op and dtype, and the best for each (problem, bucket).
 
     Where nothing is measured, ``around`` says what was measured in like cells elsewhere, and the model's order changes.
@@ -166,9 +173,13 @@ def choose_among_all(plan: BuildPlan, compiled: Sequence[Compiled], sm: int) -> 
 
 
 def _chosen(
-    plan: BuildPlan, compiled: Sequence[Compiled], ranked: Mapping[Family, Ranked], ships: Sequence[int],
-    losses: tuple[Loss, ...], evidence: Timings | None,
-) -> Chosen:  # fmt: skip
+    plan: BuildPlan,
+    compiled: Sequence[Compiled],
+    ranked: Mapping[Family, Ranked],
+    ships: Sequence[int],
+    losses: tuple[Loss, ...],
+    evidence: Timings | None,
+) -> Chosen:
     place = {old: new for new, old in enumerate(ships)}
     served = {cell.problem for cell in itertools.chain.from_iterable(ranked.values())}
     choices: dict[Problem, list[Choice]] = {problem: [] for problem in plan.problems if problem in served}
@@ -314,9 +325,13 @@ def _table(ranked: Ranked) -> dict[tuple[Problem, int], list[tuple[int, float]]]
 
 
 def _all_ranked(
-    plan: BuildPlan, compiled: Sequence[Compiled], sm: int, evidence: Timings | None, running: Running,
+    plan: BuildPlan,
+    compiled: Sequence[Compiled],
+    sm: int,
+    evidence: Timings | None,
+    running: Running,
     around: Neighbourhood | None = None,
-) -> dict[Family, Ranked]:  # fmt: skip
+) -> dict[Family, Ranked]:
     return {
         family: _ranked(family, problems, plan, compiled, sm, evidence, running, around)
         for family, problems in families(plan.problems).items()
@@ -324,9 +339,15 @@ def _all_ranked(
 
 
 def _ranked(
-    family: Family, problems: Sequence[Problem], plan: BuildPlan, compiled: Sequence[Compiled], sm: int,
-    evidence: Timings | None, running: Running, around: Neighbourhood | None,
-) -> Ranked:  # fmt: skip
+    family: Family,
+    problems: Sequence[Problem],
+    plan: BuildPlan,
+    compiled: Sequence[Compiled],
+    sm: int,
+    evidence: Timings | None,
+    running: Running,
+    around: Neighbourhood | None,
+) -> Ranked:
     """Each (problem, bucket) of a family with its variants."""
     rankers: dict[tuple[int, ...], Ranker] = {}
     akin = {i for i, one in enumerate(compiled) if Family.of(one.variant) == family}
@@ -362,9 +383,13 @@ def _ranked(
 
 
 def with_neighbours(
-    around: Neighbourhood | None, problem: Problem, bucket: int, chip: Chip, estimates: list[tuple[float, int]],
+    around: Neighbourhood | None,
+    problem: Problem,
+    bucket: int,
+    chip: Chip,
+    estimates: list[tuple[float, int]],
     variant: Callable[[int], Variant],
-) -> list[tuple[float, int]]:  # fmt: skip
+) -> list[tuple[float, int]]:
     """Blend the cost model's (estimate in us, variant) with what was measured around a cell; the best comes first.
 
     The estimates stay as they are if nothing like the cell was measured, or if the bundle that has it is damaged.

@@ -63,8 +63,13 @@ class HeldAgainst:
 
     def to_dict(self) -> dict[str, object]:
         """For JSON."""
-        return {"faster": self.faster, "gain": round(self.gain, 4), "as_before": self.as_before,
-                "slower": self.slower, "not_compared": self.not_compared}  # fmt: skip
+        return {
+            "faster": self.faster,
+            "gain": round(self.gain, 4),
+            "as_before": self.as_before,
+            "slower": self.slower,
+            "not_compared": self.not_compared,
+        }
 
 
 def timed_before(contents: Contents) -> frozenset[bytes]:

@@ -167,12 +167,14 @@ def _codes_of(usable: Usable, snapshot: Snapshot, problems: Sequence[Problem]) -
     wanted = {i: variant for one in members for i, variant in snapshot.variants(bundle, one)}
     return [
         Carried(
-            Compiled(variant, bundle.cubin(i)), kernels[variant.kernel, variant.revision], bundle.min_driver,
+            Compiled(variant, bundle.cubin(i)),
+            kernels[variant.kernel, variant.revision],
+            bundle.min_driver,
             bundle.producer,
         )
         for i, variant in sorted(wanted.items())
         if isinstance(variant.op, Op) and variant.abi == LAUNCH_ABI and unlaunchable(variant) is None
-    ]  # fmt: skip
+    ]
 
 
 def _measured_part(usable: Usable, snapshot: Snapshot, cells: Cells) -> tuple[Bundle, list[Carried]]:
@@ -204,11 +206,12 @@ def _measured_part(usable: Usable, snapshot: Snapshot, cells: Cells) -> tuple[Bu
                     number[i] = place.setdefault(variant, len(place))
             row.append(
                 replace(
-                    choice, variant=number[choice.variant],
+                    choice,
+                    variant=number[choice.variant],
                     runner_up=None if second is None else place[second],
                     runner_up_ns=None if second is None else choice.runner_up_ns,
                 )
-            )  # fmt: skip
+            )
         if row:
             choices[problem] = tuple(sorted(row, key=lambda one: one.sort_key))
     kernels = {(one.name, one.revision): one for one in file.kernels}
@@ -218,7 +221,14 @@ def _measured_part(usable: Usable, snapshot: Snapshot, cells: Cells) -> tuple[Bu
         for one, n in place.items()
     ]
     part = Bundle(
-        file.target, file.min_driver, file.producer, tuple(dict.fromkeys(one.kernel for one in carried)), file.gpus,
-        tuple(place), tuple(cubins[n] for n in place.values()), choices, (),
-    )  # fmt: skip
+        file.target,
+        file.min_driver,
+        file.producer,
+        tuple(dict.fromkeys(one.kernel for one in carried)),
+        file.gpus,
+        tuple(place),
+        tuple(cubins[n] for n in place.values()),
+        choices,
+        (),
+    )
     return part, carried

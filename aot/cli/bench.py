@@ -22,8 +22,15 @@ _TOKENS = "1,16,128,1024,8192"
 
 
 @click.command()
-@click.option("--models", "-m", multiple=True, required=True, metavar="FILE|SPEC", shell_complete=completion.models,
-              help="The models to time, as for aot build. Repeatable.")  # fmt: skip
+@click.option(
+    "--models",
+    "-m",
+    multiple=True,
+    required=True,
+    metavar="FILE|SPEC",
+    shell_complete=completion.models,
+    help="The models to time, as for aot build. Repeatable.",
+)
 @click.option("--tokens", default=_TOKENS, show_default=True, metavar="LIST", help="Tokens of one step.")
 @click.option(
     "--ops", metavar="LIST", help="Only some of the ops forward, dX, dW.  [default: all; gradients from 1024 tokens]"
@@ -31,15 +38,26 @@ _TOKENS = "1,16,128,1024,8192"
 @click.option(
     "--plot", metavar="FILE", type=file_path, help="Draw the ratios into a .png or .svg file. Needs pretuned[plot]."
 )
-@click.option("--budget-ms", type=click.FloatRange(1, 10_000), default=60.0, show_default=True,
-              help="Milliseconds for each library in each cell.")  # fmt: skip
+@click.option(
+    "--budget-ms",
+    type=click.FloatRange(1, 10_000),
+    default=60.0,
+    show_default=True,
+    help="Milliseconds for each library in each cell.",
+)
 @click.option("--device", hidden=True, type=click.Choice(["cuda", "cpu"]), default="cuda")
 @quiet
 @as_json
 def bench(
-    models: tuple[str, ...], tokens: str, ops: str | None, plot: Path | None, budget_ms: float, device: str,
-    quiet: bool, as_json: bool,
-) -> int:  # fmt: skip
+    models: tuple[str, ...],
+    tokens: str,
+    ops: str | None,
+    plot: Path | None,
+    budget_ms: float,
+    device: str,
+    quiet: bool,
+    as_json: bool,
+) -> int:
     """Time a model's GEMMs on this GPU, compared with torch and, if installed, vLLM, triton_kernels and DeepGEMM.
 
     All run in bf16, in one process, in turns. Each result is compared with fp32 before it is timed. A library that
@@ -110,11 +128,17 @@ def _table(found: Comparison) -> str:
     rows = []
     for cell in found.cells:
         us, tflops = cell.us.get(OURS), cell.tflops
-        rows.append([
-            *([f"{cell.model} tp={cell.tp} ep={cell.ep}"] if many else []), cell.gemm, cell.op, cell.tokens,
-            "wrong" if us is None else f"{us:.1f}", "-" if tflops is None else f"{tflops:.1f}",
-            *("-" if (ratio := cell.ratio(name)) is None else f"{ratio:.2f}" for name in names),
-        ])  # fmt: skip
+        rows.append(
+            [
+                *([f"{cell.model} tp={cell.tp} ep={cell.ep}"] if many else []),
+                cell.gemm,
+                cell.op,
+                cell.tokens,
+                "wrong" if us is None else f"{us:.1f}",
+                "-" if tflops is None else f"{tflops:.1f}",
+                *("-" if (ratio := cell.ratio(name)) is None else f"{ratio:.2f}" for name in names),
+            ]
+        )
     head = (*(("model",) if many else ()), "product", "op", "tokens", "us", "TFLOP/s", *(f"x {name}" for name in names))
     return table(head, rows, "<" * (2 + many) + ">" * (3 + len(names)))
 
@@ -126,5 +150,9 @@ def _tell(found: Comparison) -> None:
     tell(f"left out: {line}" for line in found.omissions())
     without = sum(cell.runs in ("torch", "jit") for cell in found.cells)
     if without:
-        tell([f"in {without} of {len(found.cells)} cells no bundle has a kernel for this GPU, and torch ran "
-              "pretuned's side: python -m pretuned.runtime says what to build"])  # fmt: skip
+        tell(
+            [
+                f"in {without} of {len(found.cells)} cells no bundle has a kernel for this GPU, and torch ran "
+                "pretuned's side: python -m pretuned.runtime says what to build"
+            ]
+        )

@@ -38,16 +38,25 @@ from .table import duration, next_steps, size, table
 from .tuning import TuneProgress, budget_and_gpus, check_executor, ordinals, told, tune
 
 
-@click.command(cls=Sectioned, sections={
-    "What to build": ("models", "sm", "ops", "configs", "candidates", "ignore_installed"),
-    "Where it goes": ("out", "name"),
-    "Measuring": ("measuring", "journal", "budget", "gpus", "executor"),
-    "Compiling": ("compile_all", "workers", "cache_dir", "no_cache"),
-    "Output": ("verbose", "quiet", "as_json"),
-})  # fmt: skip
+@click.command(
+    cls=Sectioned,
+    sections={
+        "What to build": ("models", "sm", "ops", "configs", "candidates", "ignore_installed"),
+        "Where it goes": ("out", "name"),
+        "Measuring": ("measuring", "journal", "budget", "gpus", "executor"),
+        "Compiling": ("compile_all", "workers", "cache_dir", "no_cache"),
+        "Output": ("verbose", "quiet", "as_json"),
+    },
+)
 @what_to_build
-@click.option("--out", default=Path("bundles"), show_default=True, metavar="DIR",
-              type=directory(file_okay=True), help="Directory of the bundles.")  # fmt: skip
+@click.option(
+    "--out",
+    default=Path("bundles"),
+    show_default=True,
+    metavar="DIR",
+    type=directory(file_okay=True),
+    help="Directory of the bundles.",
+)
 @click.option("--name", default=DEFAULT_NAME, show_default=True, help="The files are NAME-smNN.msgpack.")
 @workers
 @click.option(
@@ -67,23 +76,49 @@ from .tuning import TuneProgress, budget_and_gpus, check_executor, ordinals, tol
     help="Measured times, of aot measure or of this build, which adds to them.  [default: NAME-smNN.journal next to "
     "the bundle]",
 )
-@click.option("--candidates", metavar="FILE", type=file_path,
-              help="Choose among the variants of this file of aot compile; compile nothing.")  # fmt: skip
-@click.option("--configs", type=click.IntRange(4, CONFIG_LIMIT), default=CONFIG_LIMIT, show_default=True,
-              help="Keep at most this many configs of each op and dtype. Fewer: a smaller, slower bundle.")  # fmt: skip
+@click.option(
+    "--candidates",
+    metavar="FILE",
+    type=file_path,
+    help="Choose among the variants of this file of aot compile; compile nothing.",
+)
+@click.option(
+    "--configs",
+    type=click.IntRange(4, CONFIG_LIMIT),
+    default=CONFIG_LIMIT,
+    show_default=True,
+    help="Keep at most this many configs of each op and dtype. Fewer: a smaller, slower bundle.",
+)
 @budget_and_gpus
 @click.option("--compile-all", is_flag=True, help="Compile every kernel, also those that ship compiled.")
-@click.option("--ignore-installed", is_flag=True,
-              help="Take over no measured choices from installed bundles; model them.")  # fmt: skip
+@click.option(
+    "--ignore-installed", is_flag=True, help="Take over no measured choices from installed bundles; model them."
+)
 @click.option("--verbose", "-v", is_flag=True, help="List every variant that fails or is pruned, with the reason.")
 @quiet
 @as_json
 def build(
-    models: tuple[str, ...], sm: str, ops: str | None, cache_dir: Path | None, no_cache: bool,
-    out: Path, name: str, workers: int | None, measuring: str, journal: Path | None, candidates: Path | None,
-    configs: int, budget: float | None, gpus: str | None, executor: str | None, compile_all: bool,
-    ignore_installed: bool, verbose: bool, quiet: bool, as_json: bool,
-) -> None:  # fmt: skip
+    models: tuple[str, ...],
+    sm: str,
+    ops: str | None,
+    cache_dir: Path | None,
+    no_cache: bool,
+    out: Path,
+    name: str,
+    workers: int | None,
+    measuring: str,
+    journal: Path | None,
+    candidates: Path | None,
+    configs: int,
+    budget: float | None,
+    gpus: str | None,
+    executor: str | None,
+    compile_all: bool,
+    ignore_installed: bool,
+    verbose: bool,
+    quiet: bool,
+    as_json: bool,
+) -> None:
     """Build bundles of the kernels that models need, one for each GPU capability, and measure them if the GPU is here.
 
     Kernels that ship compiled are used. Others are compiled, if a supported Triton is installed (pip install
@@ -114,10 +149,19 @@ def build(
         tell(notes)
     must = measuring == "only" or executor is not None
     tuner = functools.partial(_tune, budget, executor, ordinals(gpus), must)
-    options = BuildOptions(out, name, workers, cache, journal=journal, measure=measured_sms,
-                      modelled=measuring == "no" and journal is None, configs=configs, tune=tuner,
-                      take_over=not ignore_installed,
-                      shipped=(lambda sm: Shipped()) if compile_all else Shipped.found)  # fmt: skip
+    options = BuildOptions(
+        out,
+        name,
+        workers,
+        cache,
+        journal=journal,
+        measure=measured_sms,
+        modelled=measuring == "no" and journal is None,
+        configs=configs,
+        tune=tuner,
+        take_over=not ignore_installed,
+        shipped=(lambda sm: Shipped()) if compile_all else Shipped.found,
+    )
     with Progress(silent, verbose, notes=not quiet) as progress, TuneProgress(silent, budget, progress.pause) as second:
         observers = progress.observers(second.observers())
         if candidates is not None:
@@ -169,10 +213,17 @@ def _measured_sms(
 
 
 def _tune(
-    budget_s: float | None, executor: str | None, gpus: Sequence[int] | None, must: bool,
-    problems: Mapping[Problem, Sequence[int]], candidates: Path, journal: Path, ships: Ships,
-    entrants: Entrants, observers: TuneObservers,
-) -> Outcome | None:  # fmt: skip
+    budget_s: float | None,
+    executor: str | None,
+    gpus: Sequence[int] | None,
+    must: bool,
+    problems: Mapping[Problem, Sequence[int]],
+    candidates: Path,
+    journal: Path,
+    ships: Ships,
+    entrants: Entrants,
+    observers: TuneObservers,
+) -> Outcome | None:
     how = {"budget_s": budget_s, "ships": ships, "entrants": entrants}
     try:
         return tune(executor, gpus, problems, candidates, journal, observers=observers, **how)
@@ -190,15 +241,41 @@ def _spelled(models: Sequence[str], ops: str | None) -> str:
 
 
 def _show(report: BuildReport, out: Path, verbose: bool, wanted: str) -> None:
-    head = ("bundle", "for", "models", "problems", "measured", "modelled", "variants", "shipped", "compiled", "cached",
-            "pruned", "failed", "size", "time")  # fmt: skip
+    head = (
+        "bundle",
+        "for",
+        "models",
+        "problems",
+        "measured",
+        "modelled",
+        "variants",
+        "shipped",
+        "compiled",
+        "cached",
+        "pruned",
+        "failed",
+        "size",
+        "time",
+    )
     rows = [
-        (str(one.path) + (" (unchanged)" if one.unchanged else ""), one.target, one.models, one.problems,
-         _measured(one), one.modelled,
-         one.variants, one.shipped, one.compiled, one.cached, one.pruned, one.failed,
-         size(one.size_bytes), duration(one.seconds))
+        (
+            str(one.path) + (" (unchanged)" if one.unchanged else ""),
+            one.target,
+            one.models,
+            one.problems,
+            _measured(one),
+            one.modelled,
+            one.variants,
+            one.shipped,
+            one.compiled,
+            one.cached,
+            one.pruned,
+            one.failed,
+            size(one.size_bytes),
+            duration(one.seconds),
+        )
         for one in report.bundles
-    ]  # fmt: skip
+    ]
     echo(table(head, rows, "<<" + ">" * 12))
     for one in report.bundles:
         if verbose:
@@ -217,13 +294,15 @@ def _show(report: BuildReport, out: Path, verbose: bool, wanted: str) -> None:
         for model in one.by_model if one.taken_over else ():
             echo(f"  {model.name}: {_ships(model)}")
     unmeasured = [one.target.sm for one in report.bundles if one.modelled and one.tuned is None]
-    echo(next_steps(
-        ("look inside", f"aot inspect {first}"),
-        ("in a Dockerfile", f"COPY {_in_context(out)}"),
-        ("or right here", f"export PRETUNED_BUNDLES={folder}"),
-        ("then", "pretuned.grouped_gemm(x, w, m_sizes)"),
-        *(("measure", f"aot build {wanted} --sm {sm} # on a machine with an sm_{sm} GPU") for sm in unmeasured),
-    ))  # fmt: skip
+    echo(
+        next_steps(
+            ("look inside", f"aot inspect {first}"),
+            ("in a Dockerfile", f"COPY {_in_context(out)}"),
+            ("or right here", f"export PRETUNED_BUNDLES={folder}"),
+            ("then", "pretuned.grouped_gemm(x, w, m_sizes)"),
+            *(("measure", f"aot build {wanted} --sm {sm} # on a machine with an sm_{sm} GPU") for sm in unmeasured),
+        )
+    )
     for one in report.bundles:
         if one.held_against is not None:
             echo(f"{one.target}: {one.held_against}")

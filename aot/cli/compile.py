@@ -17,20 +17,39 @@ from .table import duration, next_steps, size
 
 @click.command()
 @what_to_build
-@click.option("--out", "-o", default=Path("candidates.msgpack"), show_default=True, metavar="FILE",
-              type=file_path, help="File of the candidates.")  # fmt: skip
+@click.option(
+    "--out",
+    "-o",
+    default=Path("candidates.msgpack"),
+    show_default=True,
+    metavar="FILE",
+    type=file_path,
+    help="File of the candidates.",
+)
 @workers
-@click.option("--keep-pruned", is_flag=True,
-              help="Also keep variants that need too many resources, so that no build compiles them.")  # fmt: skip
-@click.option("--low-rank", is_flag=True,
-              help="Add bf16 kernels with a LoRA adapter inside. They are never measured.")  # fmt: skip
+@click.option(
+    "--keep-pruned",
+    is_flag=True,
+    help="Also keep variants that need too many resources, so that no build compiles them.",
+)
+@click.option("--low-rank", is_flag=True, help="Add bf16 kernels with a LoRA adapter inside. They are never measured.")
 @click.option("--verbose", "-v", is_flag=True, help="List every variant that is left out, with the reason.")
 @quiet
 @as_json
 def compile(
-    models: tuple[str, ...], sm: str, ops: str | None, cache_dir: Path | None, no_cache: bool,
-    out: Path, workers: int | None, keep_pruned: bool, low_rank: bool, verbose: bool, quiet: bool, as_json: bool,
-) -> None:  # fmt: skip
+    models: tuple[str, ...],
+    sm: str,
+    ops: str | None,
+    cache_dir: Path | None,
+    no_cache: bool,
+    out: Path,
+    workers: int | None,
+    keep_pruned: bool,
+    low_rank: bool,
+    verbose: bool,
+    quiet: bool,
+    as_json: bool,
+) -> None:
     """Compile all candidate kernels of models, for aot measure on a machine with the GPU.
 
     No GPU is needed. The file is a bundle with more variants. A file named *.msgpack.xz is compressed and can hold

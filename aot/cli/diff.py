@@ -55,16 +55,24 @@ def _show(changes: Changes, sizes: tuple[int, int], every: bool) -> None:
     facts = [(name, old or "-", new or "-") for name, (old, new) in changes.facts.items()]
     facts.append(("size", size(sizes[0]), size(sizes[1])))
     echo(table(("", "A", "B"), facts))
-    _section("models", [
-        *(("-", _model(one), "") for one in changes.models_removed),
-        *(("+", _model(one), "") for one in changes.models_added),
-        *(("~", _model(new), f"{len(old.problems)} -> {len(new.problems)} problems, k {old.top_k} -> {new.top_k}")
-          for old, new in changes.models_changed),
-    ])  # fmt: skip
-    _section("problems", [
-        *(("-", str(one)) for one in changes.problems_removed),
-        *(("+", str(one)) for one in changes.problems_added),
-    ])  # fmt: skip
+    _section(
+        "models",
+        [
+            *(("-", _model(one), "") for one in changes.models_removed),
+            *(("+", _model(one), "") for one in changes.models_added),
+            *(
+                ("~", _model(new), f"{len(old.problems)} -> {len(new.problems)} problems, k {old.top_k} -> {new.top_k}")
+                for old, new in changes.models_changed
+            ),
+        ],
+    )
+    _section(
+        "problems",
+        [
+            *(("-", str(one)) for one in changes.problems_removed),
+            *(("+", str(one)) for one in changes.problems_added),
+        ],
+    )
     if changes.choices_added or changes.choices_removed:
         echo(f"\nchoices of problems in both: {changes.choices_removed} only in A, {changes.choices_added} only in B")
     if changes.choices:
@@ -72,15 +80,30 @@ def _show(changes: Changes, sizes: tuple[int, int], every: bool) -> None:
         echo(_cells(changes) if every else _by_problem(changes))
         if not every:
             echo("--choices lists each of them")
-    _section("variants", [
-        *(("-", label(one), one.revision, one.cubin_sha256.hex()[:12], size(one.cubin_bytes))
-          for one in changes.variants_removed),
-        *(("+", label(one), one.revision, one.cubin_sha256.hex()[:12], size(one.cubin_bytes))
-          for one in changes.variants_added),
-        *(("~", label(new), f"{old.revision} -> {new.revision}" if old.revision != new.revision else new.revision,
-           f"{old.cubin_sha256.hex()[:12]} -> {new.cubin_sha256.hex()[:12]}",
-           f"{size(old.cubin_bytes)} -> {size(new.cubin_bytes)}") for old, new in changes.recompiled),
-    ], ("", "variant", "revision", "cubin", "size"))  # fmt: skip
+    _section(
+        "variants",
+        [
+            *(
+                ("-", label(one), one.revision, one.cubin_sha256.hex()[:12], size(one.cubin_bytes))
+                for one in changes.variants_removed
+            ),
+            *(
+                ("+", label(one), one.revision, one.cubin_sha256.hex()[:12], size(one.cubin_bytes))
+                for one in changes.variants_added
+            ),
+            *(
+                (
+                    "~",
+                    label(new),
+                    f"{old.revision} -> {new.revision}" if old.revision != new.revision else new.revision,
+                    f"{old.cubin_sha256.hex()[:12]} -> {new.cubin_sha256.hex()[:12]}",
+                    f"{size(old.cubin_bytes)} -> {size(new.cubin_bytes)}",
+                )
+                for old, new in changes.recompiled
+            ),
+        ],
+        ("", "variant", "revision", "cubin", "size"),
+    )
     (gone, gone_bytes), (come, come_bytes) = changes.cubins_removed, changes.cubins_added
     echo(f"\ncubins: {gone} only in A ({size(gone_bytes)}), {come} only in B ({size(come_bytes)})")
 
@@ -133,8 +156,15 @@ def _by_problem(changes: Changes) -> str:
     for problem, cells in groups.items():
         counts = {part: sum(part in one.what for one in cells) for part in parts}
         buckets = f"{cells[0].bucket}..{cells[-1].bucket}" if len(cells) > 1 else cells[0].bucket
-        rows.append((problem, len(cells), buckets, *(count or "-" for count in counts.values()),
-                     f"{100 * (time_ratio(cells) - 1):+.1f} %"))  # fmt: skip
+        rows.append(
+            (
+                problem,
+                len(cells),
+                buckets,
+                *(count or "-" for count in counts.values()),
+                f"{100 * (time_ratio(cells) - 1):+.1f} %",
+            )
+        )
     head = ("problem", "changed", "M near", *parts, "time")
     return table(head, rows, "<>>>>>>>>>")
 
@@ -143,10 +173,18 @@ def _cells(changes: Changes) -> str:
     rows = []
     for one in changes.choices:
         old, new = one.old, one.new
-        rows.append((one.problem, one.bucket, _was({"variant", "torch"} & {*one.what}, _config(old), _config(new)),
-                     _was(old.source is not new.source or old.gpu != new.gpu, _source(old), _source(new)),
-                     f"{old.time_ns / 1e3:.2f}", f"{new.time_ns / 1e3:.2f}",
-                     f"{100 * (new.time_ns / old.time_ns - 1):+.1f} %", ", ".join(one.what)))  # fmt: skip
+        rows.append(
+            (
+                one.problem,
+                one.bucket,
+                _was({"variant", "torch"} & {*one.what}, _config(old), _config(new)),
+                _was(old.source is not new.source or old.gpu != new.gpu, _source(old), _source(new)),
+                f"{old.time_ns / 1e3:.2f}",
+                f"{new.time_ns / 1e3:.2f}",
+                f"{100 * (new.time_ns / old.time_ns - 1):+.1f} %",
+                ", ".join(one.what),
+            )
+        )
     return table(("problem", "M near", "config", "source", "A us", "B us", "time", "changed"), rows, "<><<>>>")
 
 
@@ -169,8 +207,11 @@ def _to_dict(changes: Changes) -> dict[str, object]:
             "added": list(map(_model, changes.models_added)),
             "removed": list(map(_model, changes.models_removed)),
             "changed": [
-                {"model": _model(new), "problems": [len(old.problems), len(new.problems)],
-                 "top_k": [old.top_k, new.top_k]}
+                {
+                    "model": _model(new),
+                    "problems": [len(old.problems), len(new.problems)],
+                    "top_k": [old.top_k, new.top_k],
+                }
                 for old, new in changes.models_changed
             ],
         },
@@ -180,8 +221,13 @@ def _to_dict(changes: Changes) -> dict[str, object]:
         },
         "choices_unmatched": {"added": changes.choices_added, "removed": changes.choices_removed},
         "choices": [
-            {"problem": str(one.problem), "M_near": one.bucket, "changed": list(one.what),
-             "old": _side(one.old), "new": _side(one.new)}
+            {
+                "problem": str(one.problem),
+                "M_near": one.bucket,
+                "changed": list(one.what),
+                "old": _side(one.old),
+                "new": _side(one.new),
+            }
             for one in changes.choices
         ],
         "variants": {
@@ -193,13 +239,17 @@ def _to_dict(changes: Changes) -> dict[str, object]:
             "added": {"count": changes.cubins_added[0], "bytes": changes.cubins_added[1]},
             "removed": {"count": changes.cubins_removed[0], "bytes": changes.cubins_removed[1]},
         },
-    }  # fmt: skip
+    }
 
 
 def _side(side: Side) -> dict[str, object]:
-    return {**_variant(side.variant), "source": side.source.value, "time_us": round(side.time_ns / 1000, 3),
-            "torch": side.torch,
-            "gpu": side.gpu.name if side.gpu else None}  # fmt: skip
+    return {
+        **_variant(side.variant),
+        "source": side.source.value,
+        "time_us": round(side.time_ns / 1000, 3),
+        "torch": side.torch,
+        "gpu": side.gpu.name if side.gpu else None,
+    }
 
 
 def _variant(variant: Variant) -> dict[str, object]:

@@ -21,9 +21,13 @@ _TOKENS = "1,16,128,1024,8192"
 
 @click.command()
 @click.argument("model", metavar="MODEL", shell_complete=completion.models)
-@click.option("--gpu", default="native", metavar="NAME", shell_complete=completion.gpus,
-              help="The GPU: h100, h200, a100, rtx4090 ..., or a capability such as 90.  "
-              "[default: this machine's GPU]")  # fmt: skip
+@click.option(
+    "--gpu",
+    default="native",
+    metavar="NAME",
+    shell_complete=completion.gpus,
+    help="The GPU: h100, h200, a100, rtx4090 ..., or a capability such as 90.  [default: this machine's GPU]",
+)
 @click.option("--tokens", default=_TOKENS, show_default=True, metavar="LIST", help="Tokens of one step.")
 @click.option("--ops", default="forward", show_default=True, metavar="LIST", help="Some of forward, dX, dW.")
 @click.option("--why", is_flag=True, help="Explain each row: the reason, the next best kernels, skipped bundles.")
@@ -59,11 +63,18 @@ def explain(model: str, gpu: str, tokens: str, ops: str, why: bool, as_json: boo
             best = told.chosen
             based = f"{best.source.value}{f' on {best.gpu.name}' if best.gpu else ''}" if best else "no kernel here"
             based = based if told.raises is None else f"the call raises: {told.raises}"
-            shown.append((
-                one.gemm.role, told.problem.op.value, one.tokens, told.M,
-                "torch, measured faster" if told.torch_us else str(best.config) if best else told.runs,
-                f"{told.torch_us or best.time_us:.1f}" if best else "-", based, best.usable.path.name if best else "-",
-            ))  # fmt: skip
+            shown.append(
+                (
+                    one.gemm.role,
+                    told.problem.op.value,
+                    one.tokens,
+                    told.M,
+                    "torch, measured faster" if told.torch_us else str(best.config) if best else told.runs,
+                    f"{told.torch_us or best.time_us:.1f}" if best else "-",
+                    based,
+                    best.usable.path.name if best else "-",
+                )
+            )
         echo(f"\n{shard.name} tp={shard.tp} ep={shard.ep}, {dtype}")
         echo(table(("GEMM", "op", "tokens", "rows", "kernel", "us", "basis", "bundle"), shown, "<<>><><"))
     if why:

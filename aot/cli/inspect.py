@@ -62,16 +62,22 @@ def _summary(found: dict[str, Any]) -> list[tuple[str, object]]:
     told = (
         ("bundle", f"{found['path']}, {size(found['size_bytes'])}"),
         ("for", f"{found['target']}, driver {found['min_driver']} or later"),
-        ("choices", f"{found['choice_count']} of {found['problems']} problems, "
-                    + (f"measured on {gpus}" if gpus else "modelled: a cost model ranked, nothing was measured")),
+        (
+            "choices",
+            f"{found['choice_count']} of {found['problems']} problems, "
+            + (f"measured on {gpus}" if gpus else "modelled: a cost model ranked, nothing was measured"),
+        ),
         ("variants", f"{len(found['variants'])} of {len(found['kernels'])} kernels"),
         ("models", f"{len(models)}: {some}" if models else "none named"),
-        ("built by", f"pretuned {found['pretuned']}, Triton {found['triton']}, ptxas {found['ptxas']}, "
-                    f"launch ABI {found['launch_abi']}"),
+        (
+            "built by",
+            f"pretuned {found['pretuned']}, Triton {found['triton']}, ptxas {found['ptxas']}, "
+            f"launch ABI {found['launch_abi']}",
+        ),
         ("options", found["options"]),
         ("compared", f"with {len(found['compared_with'])} other bundles" if found["compared_with"] else ""),
         ("digest", f"{_shown(found['digest'])} (--json has it whole)"),
-    )  # fmt: skip
+    )
     return [(name, value) for name, value in told if value]
 
 

@@ -88,8 +88,12 @@ def _show_version(as_json: bool) -> None:
     click.echo("\n".join(f"{name.replace('_', ' '):<{width}}  {value}" for name, value in facts.items()))
 
 
-@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]}, no_args_is_help=False,
-             invoke_without_command=True)  # fmt: skip
+@click.group(
+    cls=_Verbs,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    no_args_is_help=False,
+    invoke_without_command=True,
+)
 @click.option("--version", is_flag=True, help="Show all versions, and the directory of the compile cache.")
 @click.option("--json", "as_json", is_flag=True, help="With --version: print JSON, and nothing else, on stdout.")
 @click.option(_DEBUG, is_flag=True, expose_value=False, help="Show tracebacks. It can follow the command, too.")

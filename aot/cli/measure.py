@@ -27,16 +27,30 @@ from .tuning import HowMuch, TuneProgress, budget_and_gpus, check_executor, how_
 @click.argument("candidates", type=file_path, metavar="[CANDIDATES]", required=False)
 @models
 @ops
-@click.option("--journal", "-J", required=True, metavar="FILE", type=file_path,
-              help="File of the results, which are written at once. An existing one is continued.")  # fmt: skip
+@click.option(
+    "--journal",
+    "-J",
+    required=True,
+    metavar="FILE",
+    type=file_path,
+    help="File of the results, which are written at once. An existing one is continued.",
+)
 @budget_and_gpus
 @how_much
 @quiet
 @as_json
 def measure(
-    candidates: Path | None, models: tuple[str, ...], ops: str | None, journal: Path, budget: float | None,
-    gpus: str | None, executor: str | None, how: HowMuch, quiet: bool, as_json: bool,
-) -> None:  # fmt: skip
+    candidates: Path | None,
+    models: tuple[str, ...],
+    ops: str | None,
+    journal: Path,
+    budget: float | None,
+    gpus: str | None,
+    executor: str | None,
+    how: HowMuch,
+    quiet: bool,
+    as_json: bool,
+) -> None:
     """Measure candidate kernels on this machine's GPUs, or on a cluster's, into a journal. Needs no Triton.
 
     CANDIDATES is a file of aot compile; without it, the candidates that ship for this GPU are measured. If the command
@@ -65,10 +79,17 @@ def measure(
     with TuneProgress(as_json or quiet, budget) as progress, there_is as there:
         file, ships, entrants = there
         outcome = tune(
-            executor, wanted, cells, file, journal, observers=progress.observers(), budget_s=budget,
-            with_torch=not how.no_torch, entrants=replace(entrants, share=how.share, like=how.like, quick=how.quick),
+            executor,
+            wanted,
+            cells,
+            file,
+            journal,
+            observers=progress.observers(),
+            budget_s=budget,
+            with_torch=not how.no_torch,
+            entrants=replace(entrants, share=how.share, like=how.like, quick=how.quick),
             ships=None if how.once else ships,
-        )  # fmt: skip
+        )
     if as_json:
         print_json({**outcome.to_dict(), "journal": str(journal)})
         return

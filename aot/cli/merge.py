@@ -23,8 +23,14 @@ from .table import size, table
 
 @click.command()
 @click.argument("bundles", nargs=-1, required=True, type=click.Path(), metavar="A B [C ...]")
-@click.option("--out", "-o", required=True, metavar="FILE", type=file_path,
-              help="File of the merged bundle. It can be one of the inputs.")  # fmt: skip
+@click.option(
+    "--out",
+    "-o",
+    required=True,
+    metavar="FILE",
+    type=file_path,
+    help="File of the merged bundle. It can be one of the inputs.",
+)
 @click.option("--conflicts", "every", is_flag=True, help="List every cell in which the bundles differ.")
 @as_json
 def merge(bundles: tuple[str, ...], out: Path, every: bool, as_json: bool) -> None:
@@ -86,10 +92,17 @@ def _on(bundle: Bundle) -> str:
 def _listed(merged: Merged, paths: Sequence[str]) -> str:
     head = ("problem", "M near", "decided by", "kept", "dropped", "from", "not from")
     rows = [
-        (one.problem, one.bucket, one.reason.value, _said(one.winner, merged.codes), _said(one.loser, merged.codes),
-         paths[one.kept], paths[one.dropped])
+        (
+            one.problem,
+            one.bucket,
+            one.reason.value,
+            _said(one.winner, merged.codes),
+            _said(one.loser, merged.codes),
+            paths[one.kept],
+            paths[one.dropped],
+        )
         for one in merged.conflicts
-    ]  # fmt: skip
+    ]
     return table(head, rows, "<>")
 
 

@@ -32,9 +32,14 @@ quiet = click.option(
     "--quiet", "-q", is_flag=True, help="Print only the results, one a line: no progress, notes or advice."
 )
 models = click.option(
-    "--models", "-m", "models", multiple=True, metavar="FILE|SPEC", shell_complete=completion.models,
+    "--models",
+    "-m",
+    "models",
+    multiple=True,
+    metavar="FILE|SPEC",
+    shell_complete=completion.models,
     help="A models.txt, or one model spec in quotes. Repeatable.",
-)  # fmt: skip
+)
 ops = click.option("--ops", default=None, metavar="LIST", help="Only some of the ops forward, dX, dW.  [default: all]")
 workers = click.option(
     "--workers", "-j", type=click.IntRange(1, 1024), help="Compile this many variants at a time.  [default: one a core]"
@@ -66,15 +71,24 @@ def what_to_build(function: F) -> F:
     for option in reversed(
         (
             models,
-            click.option("--sm", default="native", metavar="LIST", shell_complete=completion.capabilities,
-                         help="GPU capabilities: 80,90, sm_90, 9.0 or h100.  [default: this machine's GPU]"),
+            click.option(
+                "--sm",
+                default="native",
+                metavar="LIST",
+                shell_complete=completion.capabilities,
+                help="GPU capabilities: 80,90, sm_90, 9.0 or h100.  [default: this machine's GPU]",
+            ),
             ops,
-            click.option("--cache-dir", type=directory(file_okay=False), metavar="DIR",
-                         help="Directory of compiled variants.  [default: aot --version shows it]"),
+            click.option(
+                "--cache-dir",
+                type=directory(file_okay=False),
+                metavar="DIR",
+                help="Directory of compiled variants.  [default: aot --version shows it]",
+            ),
             click.option("--no-cache", is_flag=True, help="Compile everything anew and keep nothing."),
             click.argument("rest", cls=_Rest, nargs=-1, callback=_refuse_rest, expose_value=False),
         )
-    ):  # fmt: skip
+    ):
         function = option(function)
     return function
 

@@ -19,21 +19,46 @@ from .table import next_steps, size
 
 @click.command()
 @click.argument("bundles", nargs=-1, required=True, type=click.Path(), metavar="BUNDLE...")
-@click.option("--wheel", "wheels", type=directory(file_okay=False), metavar="DIR",
-              help="Write a wheel into this directory. Once installed, the runtime finds its bundles.")  # fmt: skip
-@click.option("--oci", type=directory(file_okay=False), metavar="DIR",
-              help="Write an OCI image layout with /opt/pretuned/bundles. Other tags of the layout stay.")  # fmt: skip
-@click.option("--dir", "folder", type=directory(file_okay=False), metavar="DIR",
-              help="Write the bundles as files, with permissions that the runtime accepts.")  # fmt: skip
+@click.option(
+    "--wheel",
+    "wheels",
+    type=directory(file_okay=False),
+    metavar="DIR",
+    help="Write a wheel into this directory. Once installed, the runtime finds its bundles.",
+)
+@click.option(
+    "--oci",
+    type=directory(file_okay=False),
+    metavar="DIR",
+    help="Write an OCI image layout with /opt/pretuned/bundles. Other tags of the layout stay.",
+)
+@click.option(
+    "--dir",
+    "folder",
+    type=directory(file_okay=False),
+    metavar="DIR",
+    help="Write the bundles as files, with permissions that the runtime accepts.",
+)
 @click.option("--name", default="pretuned-bundles", show_default=True, help="The package's name.")
 @click.option("--version", default="1.0", show_default=True, help="The package's version, which is the image's tag.")
-@click.option("--arch", type=click.Choice(ARCHITECTURES), default=ARCHITECTURES[0], show_default=True,
-              help="The architecture in the image's record. The bundles are the same for all.")  # fmt: skip
+@click.option(
+    "--arch",
+    type=click.Choice(ARCHITECTURES),
+    default=ARCHITECTURES[0],
+    show_default=True,
+    help="The architecture in the image's record. The bundles are the same for all.",
+)
 @as_json
 def pack(
-    bundles: tuple[str, ...], wheels: Path | None, oci: Path | None, folder: Path | None, name: str, version: str,
-    arch: str, as_json: bool,
-) -> None:  # fmt: skip
+    bundles: tuple[str, ...],
+    wheels: Path | None,
+    oci: Path | None,
+    folder: Path | None,
+    name: str,
+    version: str,
+    arch: str,
+    as_json: bool,
+) -> None:
     """Pack bundles to ship them: a wheel for pip, an image for COPY --from, or a directory.
 
     BUNDLE is a file, or a directory of bundles. Each is verified first. The same input gives the same bytes and the
@@ -53,9 +78,11 @@ def pack(
         check_layout(oci)
     packed = contents(bundle_files(bundles), name, version)
     found: dict[str, object] = {
-        "name": name, "version": version, "targets": list(packed.targets),
+        "name": name,
+        "version": version,
+        "targets": list(packed.targets),
         "bundles": [{"file": one.file, "sha256": one.sha256, "size_bytes": len(one.data)} for one in packed.items],
-    }  # fmt: skip
+    }
     lines: list[str] = []
     steps: list[tuple[str, str]] = []
     notes: list[str] = []

@@ -49,15 +49,30 @@ def plan(
     shards = shapes_on(load_models(models, only=wanted_ops(ops)).shapes, sms)
     estimates = estimate(planned, sms, cache_of(cache_dir, no_cache))
     if as_json:
-        print_json({"problems": _problems(planned), "weights": [_formats(shard) for shard in shards],
-                    "capabilities": [one.to_dict() for one in estimates], "notes": list(notes)})  # fmt: skip
+        print_json(
+            {
+                "problems": _problems(planned),
+                "weights": [_formats(shard) for shard in shards],
+                "capabilities": [one.to_dict() for one in estimates],
+                "notes": list(notes),
+            }
+        )
         return
     if not quiet:
         tell(notes)
     capabilities = [
-        (f"sm_{one.sm}", one.problems, one.choices, one.shipped, one.variants,
-         "?" if one.cached is None else one.cached, duration(one.seconds), size(one.size_bytes)) for one in estimates
-    ]  # fmt: skip
+        (
+            f"sm_{one.sm}",
+            one.problems,
+            one.choices,
+            one.shipped,
+            one.variants,
+            "?" if one.cached is None else one.cached,
+            duration(one.seconds),
+            size(one.size_bytes),
+        )
+        for one in estimates
+    ]
     head = (
         "for",
         "problems",
@@ -91,9 +106,19 @@ def _show_problems(planned: BuildPlan, shards: Sequence[LayerShard]) -> None:
     echo(table(("model", "weights", "built in"), list(formats)))
     users = _users(planned)
     rows = [
-        (one.op.value, one.dtype.value, one.layout.value, fused(one.fusion) or "-", one.E, one.N, one.K,
-         f"{buckets[0]}..{buckets[-1]}", ", ".join(users[one])) for one, buckets in planned.buckets.items()
-    ]  # fmt: skip
+        (
+            one.op.value,
+            one.dtype.value,
+            one.layout.value,
+            fused(one.fusion) or "-",
+            one.E,
+            one.N,
+            one.K,
+            f"{buckets[0]}..{buckets[-1]}",
+            ", ".join(users[one]),
+        )
+        for one, buckets in planned.buckets.items()
+    ]
     echo()
     echo(table(("op", "dtype", "w", "fused", "E", "N", "K", "buckets of M", "for"), rows, "<<<<>>>>"))
 
@@ -107,14 +132,28 @@ def _users(planned: BuildPlan) -> dict[Problem, list[str]]:
 
 
 def _formats(shard: LayerShard) -> dict[str, object]:
-    return {"model": shard.name, "tp": shard.tp, "ep": shard.ep, "weights": list(shard.weights),
-            "built_in": list(shard.built_in)}  # fmt: skip
+    return {
+        "model": shard.name,
+        "tp": shard.tp,
+        "ep": shard.ep,
+        "weights": list(shard.weights),
+        "built_in": list(shard.built_in),
+    }
 
 
 def _problems(planned: BuildPlan) -> list[dict[str, object]]:
     users = _users(planned)
     return [
-        {"op": one.op.value, "dtype": one.dtype.value, "layout": one.layout.value, "fused": fused(one.fusion),
-         "E": one.E, "N": one.N, "K": one.K,
-         "buckets": list(buckets), "models": users[one]} for one, buckets in planned.buckets.items()
-    ]  # fmt: skip
+        {
+            "op": one.op.value,
+            "dtype": one.dtype.value,
+            "layout": one.layout.value,
+            "fused": fused(one.fusion),
+            "E": one.E,
+            "N": one.N,
+            "K": one.K,
+            "buckets": list(buckets),
+            "models": users[one],
+        }
+        for one, buckets in planned.buckets.items()
+    ]

@@ -23,11 +23,24 @@ from .table import size, table
 
 @click.command()
 @click.argument("bundle", type=click.Path())
-@click.option("--models", "-m", multiple=True, required=True, metavar="FILE|SPEC", shell_complete=completion.models,
-              help="The models to keep, as for aot build. Repeatable.")  # fmt: skip
+@click.option(
+    "--models",
+    "-m",
+    multiple=True,
+    required=True,
+    metavar="FILE|SPEC",
+    shell_complete=completion.models,
+    help="The models to keep, as for aot build. Repeatable.",
+)
 @click.option("--ops", metavar="LIST", help="Keep only some of the ops forward, dX, dW.  [default: all]")
-@click.option("--out", "-o", required=True, metavar="FILE", type=file_path,
-              help="File of the smaller bundle. It can be the bundle itself.")  # fmt: skip
+@click.option(
+    "--out",
+    "-o",
+    required=True,
+    metavar="FILE",
+    type=file_path,
+    help="File of the smaller bundle. It can be the bundle itself.",
+)
 @as_json
 def prune(bundle: str, models: tuple[str, ...], ops: str | None, out: Path, as_json: bool) -> None:
     """Reduce a bundle to some models: their problems and buckets, and the fallbacks for any other shape.

@@ -35,20 +35,48 @@ def _uncollected() -> Iterator[None]:
 
 @click.command()
 @click.argument("source", metavar="BUNDLE-OR-JOURNAL")
-@click.option("--out", "-o", default=Path("report.html"), show_default=True, metavar="FILE",
-              type=file_path, help="File of the page.")  # fmt: skip
-@click.option("--journal", "journals", multiple=True, metavar="FILE", type=file_path,
-              help="Show the times of this journal, too. Repeatable.")  # fmt: skip
-@click.option("--candidates", metavar="BUNDLE", type=click.Path(),
-              help="The bundle that was measured, which names the variants of a journal.")  # fmt: skip
-@click.option("--models", "-m", multiple=True, metavar="FILE|SPEC", shell_complete=completion.models,
-              help="The models to cover, as for aot build. What they lack is shown as missing.")  # fmt: skip
+@click.option(
+    "--out",
+    "-o",
+    default=Path("report.html"),
+    show_default=True,
+    metavar="FILE",
+    type=file_path,
+    help="File of the page.",
+)
+@click.option(
+    "--journal",
+    "journals",
+    multiple=True,
+    metavar="FILE",
+    type=file_path,
+    help="Show the times of this journal, too. Repeatable.",
+)
+@click.option(
+    "--candidates",
+    metavar="BUNDLE",
+    type=click.Path(),
+    help="The bundle that was measured, which names the variants of a journal.",
+)
+@click.option(
+    "--models",
+    "-m",
+    multiple=True,
+    metavar="FILE|SPEC",
+    shell_complete=completion.models,
+    help="The models to cover, as for aot build. What they lack is shown as missing.",
+)
 @click.option("--ops", metavar="LIST", help="With --models: only some of the ops forward, dX, dW.  [default: all]")
 @as_json
 def report(
-    source: str, out: Path, journals: tuple[Path, ...], candidates: str | None, models: tuple[str, ...],
-    ops: str | None, as_json: bool,
-) -> None:  # fmt: skip
+    source: str,
+    out: Path,
+    journals: tuple[Path, ...],
+    candidates: str | None,
+    models: tuple[str, ...],
+    ops: str | None,
+    as_json: bool,
+) -> None:
     """Write an HTML page: how fast each problem is, compared with the GPU's limits, the cost model and torch.
 
     The page is one file that loads nothing else. Its table can be filtered, sorted and printed.
@@ -82,10 +110,17 @@ def report(
     cells = sheet.cells
     counts = {state: sum(cell.state.value == state for cell in cells) for state in ("measured", "modelled", "missing")}
     if as_json:
-        print_json({
-            "path": str(out), "headline": headline(sheet), "size_bytes": written, "gemms": len(sheet.gemms),
-            "cells": len(cells), **counts, "notes": list(sheet.notes),
-        })  # fmt: skip
+        print_json(
+            {
+                "path": str(out),
+                "headline": headline(sheet),
+                "size_bytes": written,
+                "gemms": len(sheet.gemms),
+                "cells": len(cells),
+                **counts,
+                "notes": list(sheet.notes),
+            }
+        )
         return
     tell(sheet.notes)
     echo(headline(sheet))

@@ -17,8 +17,13 @@ from .options import as_json, bundle_files, print_json
 
 @click.command()
 @click.argument("bundles", nargs=-1, required=True, type=click.Path(), metavar="BUNDLE...")
-@click.option("--key", required=True, metavar="PRIVATE.pem", type=click.Path(),
-              help="An Ed25519 key of openssl or ssh-keygen. Its password is asked for.")  # fmt: skip
+@click.option(
+    "--key",
+    required=True,
+    metavar="PRIVATE.pem",
+    type=click.Path(),
+    help="An Ed25519 key of openssl or ssh-keygen. Its password is asked for.",
+)
 @as_json
 def sign(bundles: tuple[str, ...], key: str, as_json: bool) -> None:
     """Sign bundles: verify each and write BUNDLE.sig next to it.

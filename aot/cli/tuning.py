@@ -43,15 +43,25 @@ def budget_and_gpus(function: F) -> F:
     """--budget, --gpus and --executor."""
     for option in reversed(
         (
-            click.option("--budget", callback=_seconds, default=f"{DEFAULT_BUDGET_S / 60:.0f}m", show_default=True,
-                         metavar="TIME", help="Stop measuring after this time and use the best so far: 90s, 10m, 1h, "
-                         "none. Repeat the command to continue."),
+            click.option(
+                "--budget",
+                callback=_seconds,
+                default=f"{DEFAULT_BUDGET_S / 60:.0f}m",
+                show_default=True,
+                metavar="TIME",
+                help="Stop measuring after this time and use the best so far: 90s, 10m, 1h, "
+                "none. Repeat the command to continue.",
+            ),
             click.option("--gpus", metavar="LIST", help="Measure on these GPUs only, e.g. 0,1.  [default: all]"),
-            click.option("--executor", metavar="dask://HOST:PORT", help="Measure on the workers of a Dask cluster that "
-                         "offer the capability as a resource (sm90). tls://HOST:PORT uses its certificates. Needs "
-                         "pretuned[dask]."),
+            click.option(
+                "--executor",
+                metavar="dask://HOST:PORT",
+                help="Measure on the workers of a Dask cluster that "
+                "offer the capability as a resource (sm90). tls://HOST:PORT uses its certificates. Needs "
+                "pretuned[dask].",
+            ),
         )
-    ):  # fmt: skip
+    ):
         function = option(function)
     return function
 
@@ -98,21 +108,40 @@ def how_much(function: Callable[..., None]) -> Callable[..., None]:
     found: Callable[..., None] = with_how
     for option in reversed(
         (
-            click.option("--share", type=click.FloatRange(0, 1, min_open=True), default=SHARE, show_default=True,
-                         callback=_share,
-                         help="Measure this share of each cell's candidates. 1 measures all, into its own journal."),
-            click.option("--like", metavar="BUNDLE", type=file_path,
-                         help="Also try the choices of this bundle, measured on another GPU of the capability."),
-            click.option("--no-torch", is_flag=True,
-                         help="Do not time torch's grouped_mm, which aot report compares with and a build may choose."),
-            click.option("--quick", is_flag=True, help="Run two fifths of the rounds: more cells in the same time, "
-                         "less exact times."),
+            click.option(
+                "--share",
+                type=click.FloatRange(0, 1, min_open=True),
+                default=SHARE,
+                show_default=True,
+                callback=_share,
+                help="Measure this share of each cell's candidates. 1 measures all, into its own journal.",
+            ),
+            click.option(
+                "--like",
+                metavar="BUNDLE",
+                type=file_path,
+                help="Also try the choices of this bundle, measured on another GPU of the capability.",
+            ),
+            click.option(
+                "--no-torch",
+                is_flag=True,
+                help="Do not time torch's grouped_mm, which aot report compares with and a build may choose.",
+            ),
+            click.option(
+                "--quick",
+                is_flag=True,
+                help="Run two fifths of the rounds: more cells in the same time, less exact times.",
+            ),
             click.option("--once", is_flag=True, help="Skip the second measurement pass."),
-            click.option("--part", metavar="N/OF", callback=_part,
-                         help="Measure one part of the cells, e.g. 1/8, if several tuners share them. Each has its "
-                         "own GPUs and journal."),
+            click.option(
+                "--part",
+                metavar="N/OF",
+                callback=_part,
+                help="Measure one part of the cells, e.g. 1/8, if several tuners share them. Each has its "
+                "own GPUs and journal.",
+            ),
         )
-    ):  # fmt: skip
+    ):
         found = option(found)
     return found
 
@@ -146,9 +175,15 @@ def check_executor(executor: str | None, gpus: str | None) -> None:
 
 
 def tune(
-    executor: str | None, gpus: Sequence[int] | None, problems: Mapping[Problem, Sequence[int]], candidates: Path,
-    journal: Path, *, observers: TuneObservers, **how: Any,
-) -> Outcome:  # fmt: skip
+    executor: str | None,
+    gpus: Sequence[int] | None,
+    problems: Mapping[Problem, Sequence[int]],
+    candidates: Path,
+    journal: Path,
+    *,
+    observers: TuneObservers,
+    **how: Any,
+) -> Outcome:
     """``tune_problems`` on this machine's GPUs, or on those of a cluster."""
     if executor is None:
         return tune_problems(problems, candidates, journal, gpus=gpus, observers=observers, **how)

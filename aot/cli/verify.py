@@ -17,8 +17,13 @@ from .options import as_json, bundle_files, print_json
 @click.command()
 @click.argument("bundles", nargs=-1, required=True, type=click.Path(), metavar="BUNDLE...")
 @click.option("--sha256", metavar="HEX", help="The sha256 that the file must have. For one file.")
-@click.option("--key", "keys", multiple=True, metavar="PUBLIC.pem",
-              help="Require a signature by this Ed25519 key. Repeatable: by one of them.")  # fmt: skip
+@click.option(
+    "--key",
+    "keys",
+    multiple=True,
+    metavar="PUBLIC.pem",
+    help="Require a signature by this Ed25519 key. Repeatable: by one of them.",
+)
 @as_json
 def verify(bundles: tuple[str, ...], sha256: str | None, keys: tuple[str, ...], as_json: bool) -> int:
     """Verify bundles: permissions, digests, every record, and that each cubin is code for its GPU.

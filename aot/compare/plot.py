@@ -50,8 +50,15 @@ def plot(found: Comparison, kind: str) -> bytes:
                 for cell in found.cells
                 if (ratio := cell.ratio(name)) is not None
             ]
-            axes.scatter([x for x, _ in points], [y for _, y in points], s=18, alpha=0.75, linewidths=0,
-                         color=COLOURS[i % len(COLOURS)], label=name)  # fmt: skip
+            axes.scatter(
+                [x for x, _ in points],
+                [y for _, y in points],
+                s=18,
+                alpha=0.75,
+                linewidths=0,
+                color=COLOURS[i % len(COLOURS)],
+                label=name,
+            )
         axes.set_xticks(range(len(keys)), [f"{op}\n{tokens}" for op, tokens in keys])
         axes.set(xlabel="op, tokens", ylabel="times as fast", yscale="log")
         ticks = [tick for tick in (0.25, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20) if _low(found) <= tick <= _high(found)]

@@ -94,15 +94,25 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         """For JSON: libraries are keys, ``_`` in place of blanks."""
         cells = [
-            {**asdict(cell), "us": _keyed(cell.us), "error": _keyed(cell.error), "left_out": _keyed(cell.left_out),
-             "tflops": cell.tflops, "ratio": _keyed({name: cell.ratio(name) for name in self.libraries})}
+            {
+                **asdict(cell),
+                "us": _keyed(cell.us),
+                "error": _keyed(cell.error),
+                "left_out": _keyed(cell.left_out),
+                "tflops": cell.tflops,
+                "ratio": _keyed({name: cell.ratio(name) for name in self.libraries}),
+            }
             for cell in self.cells
-        ]  # fmt: skip
+        ]
         return {
-            "device": self.device, "seconds": round(self.seconds, 1), "versions": _keyed(self.versions),
-            "absent": _keyed(self.absent), "headlines": list(self.headlines()), "left_out": list(self.omissions()),
+            "device": self.device,
+            "seconds": round(self.seconds, 1),
+            "versions": _keyed(self.versions),
+            "absent": _keyed(self.absent),
+            "headlines": list(self.headlines()),
+            "left_out": list(self.omissions()),
             "cells": cells,
-        }  # fmt: skip
+        }
 
 
 def _keyed(by_library: Mapping[str, Any]) -> dict[str, Any]:

@@ -37,13 +37,17 @@ def cells_of(
         for op in ops
         for T in tokens
         if (T >= FIRST_OF_TRAINING) is many and (op is Op.FORWARD or many)
-    ]  # fmt: skip
+    ]
 
 
 def compare(
-    shards: Sequence[LayerShard], ops: Sequence[Op], tokens: Sequence[int], device: torch.device, budget_ms: float,
+    shards: Sequence[LayerShard],
+    ops: Sequence[Op],
+    tokens: Sequence[int],
+    device: torch.device,
+    budget_ms: float,
     on_cell: Callable[[int, int], None] = lambda done, total: None,
-) -> Comparison:  # fmt: skip
+) -> Comparison:
     """Time all cells in bf16, each library up to ``budget_ms`` a cell.
 
     Raises
@@ -126,10 +130,21 @@ class _Compared:
                     left_out[library.name] = f"wrong: relative error {error:.2g}, wanted below {MAX_ERROR}"
         times = self._times(graphs)
         return ComparedCell(
-            str(shard.name), shard.tp, shard.ep, gemm.role, op.value, T, M, gemm.E, gemm.N, gemm.K,
+            str(shard.name),
+            shard.tp,
+            shard.ep,
+            gemm.role,
+            op.value,
+            T,
+            M,
+            gemm.E,
+            gemm.N,
+            gemm.K,
             self._runs(Problem(op, DType.BF16, gemm.E, gemm.N, gemm.K), M),
-            {name: round(us, 3) for name, us in zip(names, times, strict=True)}, errors, left_out,
-        )  # fmt: skip
+            {name: round(us, 3) for name, us in zip(names, times, strict=True)},
+            errors,
+            left_out,
+        )
 
     def _times(self, graphs: Sequence[Replayed]) -> list[float]:
         """The medians in microseconds, in turns; the first two rounds warm up and tell how many there is time for."""

@@ -103,11 +103,29 @@ def _unpack(payload: bytes, spec: Spec | RowOpSpec) -> Compiled | None:
 
 def made_of(one: Variant) -> Hashable:
     """What a variant is compiled from, but for the sources and the capability; see ``asked_for``."""
-    return (one.kernel, one.op, one.dtype, one.layout, one.fusion, one.alignment, one.max_experts, one.config,
-            one.arguments)  # fmt: skip
+    return (
+        one.kernel,
+        one.op,
+        one.dtype,
+        one.layout,
+        one.fusion,
+        one.alignment,
+        one.max_experts,
+        one.config,
+        one.arguments,
+    )
 
 
 def asked_for(spec: Spec | RowOpSpec) -> Hashable:
     """The same of what is to be compiled."""
-    return (entry_of(spec).name, spec.op, spec.dtype, spec.layout, spec.fusion, spec.alignment, spec.max_experts,
-            spec.config.pairs(), arguments_of(spec))  # fmt: skip
+    return (
+        entry_of(spec).name,
+        spec.op,
+        spec.dtype,
+        spec.layout,
+        spec.fusion,
+        spec.alignment,
+        spec.max_experts,
+        spec.config.pairs(),
+        arguments_of(spec),
+    )

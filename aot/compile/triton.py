@@ -36,13 +36,30 @@ _ELEMENT = {DType.BF16: "bf16", DType.FP16: "fp16", DType.FP32: "fp32", DType.TF
 _MAP_ELEMENT = {DType.BF16: 9, DType.FP16: 6, DType.FP32: 7, DType.TF32: 11}
 # What of the environment changes the code that Triton makes, and is in no job's key: taken out before it compiles.
 _CHANGE_CODE = (
-    "TRITON_INTERPRET", "DISABLE_LLVM_OPT", "DISABLE_PTXAS_OPT", "PTXAS_OPTIONS", "TRITON_OVERRIDE_ARCH",
-    "TRITON_KERNEL_OVERRIDE", "TRITON_MOCK_PTX_VERSION", "TRITON_LIBDEVICE_PATH", "TRITON_F32_DEFAULT",
-    "TRITON_DEFAULT_FP_FUSION", "TRITON_DEBUG", "TRITON_ENABLE_ASAN", "TRITON_ENABLE_EXPERIMENTAL_CONSAN",
-    "TRITON_INSTRUMENTATION_MODE", "TRITON_PLUGIN_PATHS", "ALLOW_LHS_TMEM_LAYOUT_CONVERSION",
-    "LLVM_EXTRACT_DI_LOCAL_VARIABLES", "LLVM_PASS_PLUGIN_PATH", "USE_IR_LOC", "DISABLE_MMA_V3", "DISABLE_MMA_V5",
-    "TRITON_PREFER_TMEM_16x256_LAYOUT", "TRITON_SWAP_MIR",
-)  # fmt: skip
+    "TRITON_INTERPRET",
+    "DISABLE_LLVM_OPT",
+    "DISABLE_PTXAS_OPT",
+    "PTXAS_OPTIONS",
+    "TRITON_OVERRIDE_ARCH",
+    "TRITON_KERNEL_OVERRIDE",
+    "TRITON_MOCK_PTX_VERSION",
+    "TRITON_LIBDEVICE_PATH",
+    "TRITON_F32_DEFAULT",
+    "TRITON_DEFAULT_FP_FUSION",
+    "TRITON_DEBUG",
+    "TRITON_ENABLE_ASAN",
+    "TRITON_ENABLE_EXPERIMENTAL_CONSAN",
+    "TRITON_INSTRUMENTATION_MODE",
+    "TRITON_PLUGIN_PATHS",
+    "ALLOW_LHS_TMEM_LAYOUT_CONVERSION",
+    "LLVM_EXTRACT_DI_LOCAL_VARIABLES",
+    "LLVM_PASS_PLUGIN_PATH",
+    "USE_IR_LOC",
+    "DISABLE_MMA_V3",
+    "DISABLE_MMA_V5",
+    "TRITON_PREFER_TMEM_16x256_LAYOUT",
+    "TRITON_SWAP_MIR",
+)
 # How a Gluon kernel's type of a descriptor names the layout of its box in shared memory.
 _SHARED = (
     "NVMMASharedLayout(swizzle_byte_width={swizzle}, element_bitwidth={bits}, rank={rank}, transposed=False, "
@@ -52,9 +69,17 @@ _SHARED = (
 
 # A variant that meets one of these would compile on another day.
 _MACHINE = (
-    errno.EACCES, errno.EPERM, errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE,
-    errno.ENOMEM, errno.ESTALE,
-)  # fmt: skip
+    errno.EACCES,
+    errno.EPERM,
+    errno.EIO,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+    errno.ESTALE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +135,16 @@ def arguments_of(spec: Spec | RowOpSpec) -> tuple[tuple[str, str], ...]:
 def job_key(spec: Spec | RowOpSpec, sm: int) -> str:
     """What decides a cubin's bytes, as one digest: the name of a compile-cache entry."""
     tools, entry = toolchain(), entry_of(spec)
-    parts = [repr(spec), str(sm), tools.triton, tools.ptxas_for(sm), source_sha256(entry.name),
-             str(entry.revision), str(words.LAUNCH_ABI), *OPTIONS]  # fmt: skip
+    parts = [
+        repr(spec),
+        str(sm),
+        tools.triton,
+        tools.ptxas_for(sm),
+        source_sha256(entry.name),
+        str(entry.revision),
+        str(words.LAUNCH_ABI),
+        *OPTIONS,
+    ]
     if isinstance(spec, Spec):
         parts += [repr(registry.constants(spec, sm)), repr(registry.boxes(spec)), repr(registry.divisibility(spec))]
         parts += [source_of_rewrites_sha256()] if rewrites(spec.config) else []

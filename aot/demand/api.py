@@ -105,32 +105,58 @@ def cache_key(
     """
     return key_for(
         local_gpu(current_device() if device is None else device),
-        num_experts, hidden_dim, intermediate_dim, top_k, dtype, seq_len, weights,
-    )  # fmt: skip
+        num_experts,
+        hidden_dim,
+        intermediate_dim,
+        top_k,
+        dtype,
+        seq_len,
+        weights,
+    )
 
 
 def key_for(
-    local: LocalGpu, num_experts: int, hidden_dim: int, intermediate_dim: int, top_k: int, dtype: object, seq_len: int,
+    local: LocalGpu,
+    num_experts: int,
+    hidden_dim: int,
+    intermediate_dim: int,
+    top_k: int,
+    dtype: object,
+    seq_len: int,
     weights: object = None,
-) -> CacheKey:  # fmt: skip
+) -> CacheKey:
     """The key for a GPU that is given."""
     try:
         known = dtype_of(dtype)
     except ValueError:
         known_names = ", ".join(one.value for one in DType if one in PLAIN_DTYPES)
         raise InputError(f"dtype is {dtype!r}, wanted one of {known_names}") from None
-    sizes = {"num_experts": num_experts, "hidden_dim": hidden_dim, "intermediate_dim": intermediate_dim,
-             "top_k": top_k, "seq_len": seq_len}  # fmt: skip
+    sizes = {
+        "num_experts": num_experts,
+        "hidden_dim": hidden_dim,
+        "intermediate_dim": intermediate_dim,
+        "top_k": top_k,
+        "seq_len": seq_len,
+    }
     format_ = known.value if weights is None else _format_of(weights, known)
     for name, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise InputError(f"{name} is {value!r}, wanted a whole number from 1 on")
     gpu = local.gpu
     key = CacheKey(
-        gpu.name, local.sm, gpu.sm_count, round(gpu.memory_mib / 1024),
-        tuple(sorted((name, one.revision) for name, one in ENTRIES.items())), tuple(op.value for op in Op),
-        num_experts, hidden_dim, intermediate_dim, top_k, format_, bucket_of(seq_len * top_k),
-    )  # fmt: skip
+        gpu.name,
+        local.sm,
+        gpu.sm_count,
+        round(gpu.memory_mib / 1024),
+        tuple(sorted((name, one.revision) for name, one in ENTRIES.items())),
+        tuple(op.value for op in Op),
+        num_experts,
+        hidden_dim,
+        intermediate_dim,
+        top_k,
+        format_,
+        bucket_of(seq_len * top_k),
+    )
     layer = ExpertLayer(num_experts, top_k, hidden_dim, intermediate_dim)
     shape = shape_of(key)
     if contradictions := [*layer.contradictions(), *shape.contradictions(), *without_code([shape])]:

@@ -85,8 +85,13 @@ def _preferred(value: object) -> Preference:
 def dtype_of(dtype: object) -> DType:
     """``torch.bfloat16``, ``bf16`` or ``DType.BF16``; ValueError for what is no element type of x that kernels have."""
     text = dtype.value if isinstance(dtype, DType) else str(dtype).removeprefix("torch.")
-    known = {"bfloat16": DType.BF16, "float16": DType.FP16, "half": DType.FP16, "float32": DType.FP32,
-             "float": DType.FP32}  # fmt: skip
+    known = {
+        "bfloat16": DType.BF16,
+        "float16": DType.FP16,
+        "half": DType.FP16,
+        "float32": DType.FP32,
+        "float": DType.FP32,
+    }
     found = known[text] if text in known else DType(text)
     if found not in PLAIN_DTYPES:
         raise ValueError(f"{found.value} is a format of weights")

@@ -44,9 +44,13 @@ def path_of(directory: Path, sm: int, gpu: Gpu) -> Path:
 
 
 def add(
-    directory: Path, gpu: Gpu, tuned: Bundle, *, timeout_s: float = LOCK_TIMEOUT_S,
+    directory: Path,
+    gpu: Gpu,
+    tuned: Bundle,
+    *,
+    timeout_s: float = LOCK_TIMEOUT_S,
     note: Callable[[str], None] = lambda text: None,
-) -> Path:  # fmt: skip
+) -> Path:
     """Put what was tuned on ``gpu`` into the overlay, and return its file; ``note`` hears of what was lost there.
 
     Raises
@@ -84,9 +88,13 @@ def clear(directory: Path) -> None:
 
 
 def joined(
-    tuned: Bundle, old: Bundle | None, note: Callable[[str], None] = lambda text: None, *, max_bytes: int = MAX_BYTES,
+    tuned: Bundle,
+    old: Bundle | None,
+    note: Callable[[str], None] = lambda text: None,
+    *,
+    max_bytes: int = MAX_BYTES,
     max_entries: int = MAX_ENTRIES,
-) -> Bundle:  # fmt: skip
+) -> Bundle:
     """``tuned`` as the newest entry, and what stays of ``old``."""
     entries = [] if old is None else _entries(old)
     last = max((_number(entry) for entry in entries), default=0)
@@ -150,10 +158,8 @@ def _kept(old: Bundle, entries: list[Model], anew: set[tuple[Problem, int]]) -> 
         replace(entry, problems=tuple(problem for problem in entry.problems if problem in claims)) for entry in entries
     ]
     fallbacks = [
-        place
-        for place, code in enumerate(codes.codes)
-        if is_fallback(code.variant) and is_current(code.variant)
-    ]  # fmt: skip
+        place for place, code in enumerate(codes.codes) if is_fallback(code.variant) and is_current(code.variant)
+    ]
     making = Provenance(
         old.target, old.min_driver, old.producer, old.kernels, tuple(model for model in models if model.problems)
     )

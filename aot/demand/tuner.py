@@ -159,8 +159,11 @@ class OnDemand:
         _log.warning(
             "pretuned: measuring %d cells of %s on %s now, for at most %g s and the compiling; it is kept for later "
             "processes. PRETUNED_DISABLE_AUTOTUNE=1 leaves it out",
-            cells, planned.models[0].name if planned.models else "a call", local.gpu.name, BUDGET_S,
-        )  # fmt: skip
+            cells,
+            planned.models[0].name if planned.models else "a call",
+            local.gpu.name,
+            BUDGET_S,
+        )
         begun = time.monotonic()
         tuned = self._measure(planned, local.sm, device)
         place = settings().overlay
@@ -190,12 +193,13 @@ def measure_in_child(planned: BuildPlan, sm: int, device: int) -> Bundle:
             (one.name, one.top_k, one.dtype.value, [worker.plain(problem) for problem in one.problems])
             for one in planned.models
         ],
-        "sm": sm, "device": device, "budget_s": BUDGET_S, "cache": None if cache is None else str(cache),
+        "sm": sm,
+        "device": device,
+        "budget_s": BUDGET_S,
+        "cache": None if cache is None else str(cache),
         "made": list(made),
-    }  # fmt: skip
-    found = child.call(
-        "demand.worker:measure_cells", arguments, timeout_s=_CHILD_TIMEOUT_S, who="tuning", files=made
-    )  # fmt: skip
+    }
+    found = child.call("demand.worker:measure_cells", arguments, timeout_s=_CHILD_TIMEOUT_S, who="tuning", files=made)
     return codec.decode(found, "tuned now")
 
 
@@ -283,10 +287,21 @@ def shape_of(key: CacheKey) -> LayerShard:
     """The layer that a key is of, at the bucket's rows."""
     tokens = max(1, key.bucket // key.top_k)
     return LayerShard(
-        f"E{key.E}-H{key.H}-I{key.I}-k{key.top_k}", key.E, key.top_k, key.H, key.I, shared_experts=0, gated=True,
-        dtypes=dtypes_of(key.dtype), tp=1, ep=1, tokens=(tokens, tokens), ops=tuple(Op), weights=(key.dtype,),
+        f"E{key.E}-H{key.H}-I{key.I}-k{key.top_k}",
+        key.E,
+        key.top_k,
+        key.H,
+        key.I,
+        shared_experts=0,
+        gated=True,
+        dtypes=dtypes_of(key.dtype),
+        tp=1,
+        ep=1,
+        tokens=(tokens, tokens),
+        ops=tuple(Op),
+        weights=(key.dtype,),
         pads=False,
-    )  # fmt: skip
+    )
 
 
 def planned_for(key: CacheKey, shape: LayerShard) -> BuildPlan:

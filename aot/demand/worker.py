@@ -57,9 +57,15 @@ def compile_kind(problem: str, sm: int, cache: str | None, answer: Path) -> None
 
 
 def measure_cells(
-    cells: Sequence[tuple[str, Sequence[int]]], models: Sequence[tuple[str, int, str, Sequence[str]]], sm: int,
-    device: int, budget_s: float, cache: str | None, made: Sequence[str], answer: Path,
-) -> None:  # fmt: skip
+    cells: Sequence[tuple[str, Sequence[int]]],
+    models: Sequence[tuple[str, int, str, Sequence[str]]],
+    sm: int,
+    device: int,
+    budget_s: float,
+    cache: str | None,
+    made: Sequence[str],
+    answer: Path,
+) -> None:
     """For ``child.call``: compile candidates for these cells, measure them beside all that the runtime finds, and
     write the bundle of what was found. ``made`` names files beside ``answer``: bundles that the caller made and has in
     no other place.
@@ -76,14 +82,21 @@ def measure_cells(
 
 
 def _measure_cells(
-    cells: Sequence[tuple[str, Sequence[int]]], models: Sequence[tuple[str, int, str, Sequence[str]]], sm: int,
-    device: int, gpu: LocalExecutor | None, budget_s: float, cache: str | None, made: Sequence[str], answer: Path,
-) -> None:  # fmt: skip
+    cells: Sequence[tuple[str, Sequence[int]]],
+    models: Sequence[tuple[str, int, str, Sequence[str]]],
+    sm: int,
+    device: int,
+    gpu: LocalExecutor | None,
+    budget_s: float,
+    cache: str | None,
+    made: Sequence[str],
+    answer: Path,
+) -> None:
     wanted = {_problem(problem): tuple(buckets) for problem, buckets in cells}
     records = tuple(
         Model(name, 1, 1, top_k, DType(dtype), tuple(map(_problem, problems)))
         for name, top_k, dtype, problems in models
-    )  # fmt: skip
+    )
     path, journal = answer.with_suffix(".candidates"), answer.with_suffix(".journal")
     found = Incumbents.found()
     for name in made:
@@ -99,10 +112,15 @@ def _measure_cells(
             gpu.measures(str(path), bundle.digest)
     runs = found.on(planned.buckets)
     tune_problems(
-        planned.buckets, path, journal, budget_s=budget_s, gpus=[device],
-        executors=None if gpu is None else [gpu], with_torch=False,
+        planned.buckets,
+        path,
+        journal,
+        budget_s=budget_s,
+        gpus=[device],
+        executors=None if gpu is None else [gpu],
+        with_torch=False,
         entrants=Entrants(SHARE, runs=runs, quick=True, around=found.around),
-    )  # fmt: skip
+    )
     answer.write_bytes(codec.encode(measured_bundle(planned, candidates, read_journal(journal), runs)))
 
 
@@ -167,9 +185,7 @@ def compile_specs(specs: Iterable[Spec], sm: int, cache: CompileCache | None) ->
             f"sm_{sm}: no kernel is for such a problem (of quantised weights, {MAX_EXPERTS} experts at most)"
         )
     groups = by_code(specs, sm)
-    results = compile_all(
-        [CompileJob(group[0], sm) for group in groups], cache=cache, shipped=Shipped.found(sm).get
-    )  # fmt: skip
+    results = compile_all([CompileJob(group[0], sm) for group in groups], cache=cache, shipped=Shipped.found(sm).get)
     usable: dict[Spec, Compiled] = {}
     reasons: dict[str, None] = {}
     for result, group in zip(results, groups, strict=True):

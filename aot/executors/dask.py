@@ -298,9 +298,14 @@ def connected(executor: str, connect_s: float = CONNECT_S) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def dask_gpus(
-    executor: str, candidates: str | Path, on_note: Callable[[str], None] = lambda note: None, *,
-    wait_s: float = FIRST_WORKER_S, connect_s: float = CONNECT_S, **session: Any,
-) -> Iterator[DaskGpus]:  # fmt: skip
+    executor: str,
+    candidates: str | Path,
+    on_note: Callable[[str], None] = lambda note: None,
+    *,
+    wait_s: float = FIRST_WORKER_S,
+    connect_s: float = CONNECT_S,
+    **session: Any,
+) -> Iterator[DaskGpus]:
     """The GPUs of a Dask cluster for the capability of ``candidates``; what runs there ends with the block.
 
     ``session`` has what a ``Session`` may have beside the version and the digest.

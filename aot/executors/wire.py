@@ -62,8 +62,9 @@ def result_of(data: object) -> MeasureResult:
         raise ValueError(f"a record that is none: {error!r}") from None
     if isinstance(measured, Failure) or any(isinstance(one, Measured) for one in failed) or type(broken) is not bool:
         raise ValueError("records that are in each other's place")
-    return MeasureResult(measured, tuple(one for one in failed if isinstance(one, Failure)), broken,
-                         tuple(map(_text, _list(notes))))  # fmt: skip
+    return MeasureResult(
+        measured, tuple(one for one in failed if isinstance(one, Failure)), broken, tuple(map(_text, _list(notes)))
+    )
 
 
 def _packed(value: list[object]) -> bytes:

@@ -125,8 +125,13 @@ def to_value(record: Record) -> dict[str, object]:
     """A record as JSON has it."""
     where = {"problem": list(record.problem.sort_key), "bucket": record.bucket}
     if isinstance(record, Failure):
-        return {"record": "failed", **where, "variant": record.variant.hex(), "kind": record.kind,
-                "reason": record.reason}  # fmt: skip
+        return {
+            "record": "failed",
+            **where,
+            "variant": record.variant.hex(),
+            "kind": record.kind,
+            "reason": record.reason,
+        }
     duel = record.duel
     before = {"incumbents": [[one.variant.hex(), one.bundle.hex()] for one in record.incumbents]}
     return {
@@ -135,14 +140,20 @@ def to_value(record: Record) -> dict[str, object]:
         "modelled": record.modelled.hex(),
         "timings": [[one.variant.hex(), list(one.ns), one.noise, one.rounds, one.error] for one in record.timings],
         "duel": duel
-        and [duel.challenger.hex(), duel.modelled.hex(), list(duel.challenger_ns), list(duel.modelled_ns), duel.ratio,
-             duel.band],
+        and [
+            duel.challenger.hex(),
+            duel.modelled.hex(),
+            list(duel.challenger_ns),
+            list(duel.modelled_ns),
+            duel.ratio,
+            duel.band,
+        ],
         "torch_ns": None if record.torch_ns is None else list(record.torch_ns),
         "drift": record.drift,
         "driver": record.driver,
         "plain": None if record.plain is None else [record.plain[0].hex(), list(record.plain[1])],
         **(before if record.incumbents else {}),
-    }  # fmt: skip
+    }
 
 
 def from_value(value: dict[str, object]) -> Record:
@@ -173,16 +184,27 @@ def from_value(value: dict[str, object]) -> Record:
     duel = None
     if fields["duel"] is not None:
         challenger, modelled, challenger_ns, modelled_ns, ratio, band = fields["duel"]
-        duel = Rematch(_sha(challenger), _sha(modelled), _times(challenger_ns), _times(modelled_ns), _real(ratio),
-                    _real(band))  # fmt: skip
+        duel = Rematch(
+            _sha(challenger), _sha(modelled), _times(challenger_ns), _times(modelled_ns), _real(ratio), _real(band)
+        )
     torch_ns = None if fields["torch_ns"] is None else _times(fields["torch_ns"])
     plain = None
     if fields["plain"] is not None:
         sha, ns = fields["plain"]
         plain = _sha(sha), _times(ns)
     incumbents = tuple(Incumbent(_sha(variant), _sha(bundle)) for variant, bundle in fields.get("incumbents", ()))
-    return Measured(problem, bucket, _sha(fields["modelled"]), timings, duel, torch_ns,
-                    _real(fields["drift"]), _whole(fields["driver"]), plain, incumbents)  # fmt: skip
+    return Measured(
+        problem,
+        bucket,
+        _sha(fields["modelled"]),
+        timings,
+        duel,
+        torch_ns,
+        _real(fields["drift"]),
+        _whole(fields["driver"]),
+        plain,
+        incumbents,
+    )
 
 
 # A journal names the same thousands of problems and hundreds of variants in a hundred thousand records.

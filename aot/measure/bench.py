@@ -202,9 +202,12 @@ class Bench:
         return judge.error(on, reference)
 
     def _timed(
-        self, job: MeasureJob, graphs: dict[int, list[Replayed]], peers: list[Replayed] | None,
+        self,
+        job: MeasureJob,
+        graphs: dict[int, list[Replayed]],
+        peers: list[Replayed] | None,
         errors: dict[int, float],
-    ) -> Measured:  # fmt: skip
+    ) -> Measured:
         """``peers``: torch's call, or of a form the plain product."""
         before = self._drift()
         order = list(graphs)
@@ -226,9 +229,15 @@ class Bench:
         if timings[fastest].time_ns < timings[held].time_ns * (1 - band):
             duel = self._duel(graphs, fastest, held, job)
         found = Measured(
-            job.problem, job.bucket, self._sha(modelled), tuple(timings.values()), duel, None,
-            round((before + self._drift()) / 2, 4), self.local.gpu.driver,
-        )  # fmt: skip
+            job.problem,
+            job.bucket,
+            self._sha(modelled),
+            tuple(timings.values()),
+            duel,
+            None,
+            round((before + self._drift()) / 2, 4),
+            self.local.gpu.driver,
+        )
         if not peer_ns:
             return found
         if job.plain is None:
@@ -240,9 +249,7 @@ class Bench:
         least = min(map(len, rows))
         return Timing(self._sha(i), tuple(map(_ns, rows)), round(noise, 6), least, float(f"{error:.4g}"))
 
-    def _duel(
-        self, graphs: dict[int, list[Replayed]], fastest: int, modelled: int, job: MeasureJob
-    ) -> Rematch:  # fmt: skip
+    def _duel(self, graphs: dict[int, list[Replayed]], fastest: int, modelled: int, job: MeasureJob) -> Rematch:
         """The two in turns: the ratio is of times of the same round, so a clock that drifts moves both."""
         ratios, spreads, both = [], [], []
         for routing in range(len(ROUTINGS)):
@@ -254,9 +261,13 @@ class Bench:
             both.append((_ns(rounds[0]), _ns(rounds[1])))
         band = max(LEAST_BAND, 2 * math.sqrt(sum(spread**2 for spread in spreads)) / len(spreads))
         return Rematch(
-            self._sha(fastest), self._sha(modelled), tuple(a for a, _ in both), tuple(b for _, b in both),
-            round(math.exp(statistics.fmean(ratios)), 5), round(band, 5),
-        )  # fmt: skip
+            self._sha(fastest),
+            self._sha(modelled),
+            tuple(a for a, _ in both),
+            tuple(b for _, b in both),
+            round(math.exp(statistics.fmean(ratios)), 5),
+            round(band, 5),
+        )
 
     def _rounds(
         self, graphs: Sequence[Replayed], budget_us: float, limits: tuple[int, int], job: MeasureJob

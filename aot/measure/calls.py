@@ -14,8 +14,11 @@ from ...runtime.weights.expert_weights import ExpertWeights
 from ...runtime.weights.row_codes import values_of_rows, values_on_load
 
 TORCH = {one: torch.bfloat16 for one in DType if one.quantised} | {
-    DType.BF16: torch.bfloat16, DType.FP16: torch.float16, DType.FP32: torch.float32, DType.TF32: torch.float32,
-}  # of x and y  # fmt: skip
+    DType.BF16: torch.bfloat16,
+    DType.FP16: torch.float16,
+    DType.FP32: torch.float32,
+    DType.TF32: torch.float32,
+}  # of x and y
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ def weights(
 
 def quantised_weights(
     E: int, N: int, K: int, dtype: DType, device: str | torch.device = "cuda", *, prepared: bool = True
-) -> ExpertWeights:  # fmt: skip
+) -> ExpertWeights:
     """Weights of a quantised format with codes of equal chance, about 0.05 wide, prepared or as a checkpoint's."""
     g = torch.Generator(device).manual_seed(1)
 

@@ -37,9 +37,11 @@ class NumericsCheck:
     """The reference of one weight: ``judge.error(...)`` of any result of a problem that uses it."""
 
     def __init__(
-        self, problem: Problem, weights: Sequence[torch.Tensor] | torch.Tensor | ExpertWeights | None,
+        self,
+        problem: Problem,
+        weights: Sequence[torch.Tensor] | torch.Tensor | ExpertWeights | None,
         device: torch.device,
-    ) -> None:  # fmt: skip
+    ) -> None:
         g = torch.Generator(device).manual_seed(3)
         columns = problem.K if problem.op is Op.DW else gemm_of(problem).columns
         self._signs = torch.randint(0, 2, (columns, _VECTORS), generator=g, device=device).float() * 2 - 1

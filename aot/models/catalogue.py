@@ -15,8 +15,23 @@ from .activation import parse_activation
 from .layer import ExpertLayer
 from .quant_config import UNQUANTISED
 
-COLUMNS = ("id", "E", "k", "H", "I", "shared_width", "zero_experts", "gated", "activation", "layouts", "weights",
-           "source", "where", "aliases", "note")  # fmt: skip
+COLUMNS = (
+    "id",
+    "E",
+    "k",
+    "H",
+    "I",
+    "shared_width",
+    "zero_experts",
+    "gated",
+    "activation",
+    "layouts",
+    "weights",
+    "source",
+    "where",
+    "aliases",
+    "note",
+)
 NUMBERS = COLUMNS[1:8]
 
 

@@ -24,8 +24,15 @@ _PARTS = (
 )
 _EXPERT = re.compile(r"\bexperts\\?\.([0-9]{1,6})\b")
 _MOST_EXPERTS = 6  # of a layer
-_LEAVES = ("experts.0.gate_proj", "experts.0.down_proj", "experts.0.w1", "experts.0.w2", "experts.gate_up_proj",
-           "experts.down_proj", "experts")  # fmt: skip
+_LEAVES = (
+    "experts.0.gate_proj",
+    "experts.0.down_proj",
+    "experts.0.w1",
+    "experts.0.w2",
+    "experts.gate_up_proj",
+    "experts.down_proj",
+    "experts",
+)
 
 
 def left_out(names: Iterable[str], layers: int, where: str) -> list[int]:
@@ -60,15 +67,19 @@ def matrices(layer: int, experts: int, words: Iterable[str]) -> list[tuple[str, 
     for word in words:
         if len(some) < _MOST_EXPERTS and (found := _EXPERT.search(word)) and int(found[1]) < experts:
             some[int(found[1])] = None
-    return [tuple(f"{root.format(layer)}.{block}.{leaf}" for root in _ROOTS for block in _BLOCKS for leaf in leaves)
-            for one in some for leaves in _matrices(one)]  # fmt: skip
+    return [
+        tuple(f"{root.format(layer)}.{block}.{leaf}" for root in _ROOTS for block in _BLOCKS for leaf in leaves)
+        for one in some
+        for leaves in _matrices(one)
+    ]
 
 
 @functools.cache
 def _matrices(expert: int) -> tuple[tuple[str, ...], ...]:
     """The last parts of the names of an expert's gate, up and down."""
-    return tuple((*(f"experts.{expert}.{name}" for name in names), f"experts.{stacked}", "experts")
-                 for names, stacked in _PARTS)  # fmt: skip
+    return tuple(
+        (*(f"experts.{expert}.{name}" for name in names), f"experts.{stacked}", "experts") for names, stacked in _PARTS
+    )
 
 
 @functools.cache

@@ -7,8 +7,14 @@ from dataclasses import dataclass
 from ...artifacts.records.problem import Layout
 
 # The same meaning under every name that a family gives it; "a.b" is b in the object a.
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "ffn_config.moe_num_experts",
-           "moe.num_experts")  # fmt: skip
+EXPERTS = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+    "ffn_config.moe_num_experts",
+    "moe.num_experts",
+)
 PER_TOKEN = (
     "num_experts_per_tok",
     "num_experts_per_token",
@@ -26,8 +32,13 @@ LATENT = (
     "routed_expert_hidden_size",
 )  # where set, the routed experts' width in place of the hidden one
 WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size", "ffn_config.ffn_hidden_size")
-SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "num_shared_expert", "moe_num_shared_experts",
-                 "moe.num_shared_experts")  # fmt: skip
+SHARED_COUNTS = (
+    "n_shared_experts",
+    "num_shared_experts",
+    "num_shared_expert",
+    "moe_num_shared_experts",
+    "moe.num_shared_experts",
+)
 SHARED_WIDTHS = (
     "shared_expert_intermediate_size",
     "shared_experts_intermediate_size",

@@ -50,9 +50,12 @@ class CheckpointFormat:
 
 
 def expert_weights(
-    config: Mapping[str, object], where: str, layers: int = 1, beside: Mapping[str, object] | None = None,
+    config: Mapping[str, object],
+    where: str,
+    layers: int = 1,
+    beside: Mapping[str, object] | None = None,
     experts: int = 1,
-) -> CheckpointFormat | None:  # fmt: skip
+) -> CheckpointFormat | None:
     """What ``config``, the object of a config.json, says of the experts; None where it says nothing.
 
     ``layers`` is how many the model has, of ``experts`` each: a config may leave out the experts of some, and give some
@@ -162,8 +165,15 @@ class _Quantisation:
 
     def excluded(self) -> Iterator[str]:
         """The names of what it leaves as it is."""
-        for key in ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules", "exclude",
-                    "llm_int8_skip_modules", "modules_to_not_quantize"):  # fmt: skip
+        for key in (
+            "modules_to_not_convert",
+            "ignore",
+            "ignored_layers",
+            "exclude_modules",
+            "exclude",
+            "llm_int8_skip_modules",
+            "modules_to_not_quantize",
+        ):
             yield from filter(None, self.strings(key))
 
 
@@ -213,8 +223,11 @@ def _modelopt(fields: _Quantisation) -> str:
     algorithm = fields.word("quant_algo").upper()
     if algorithm == "MIXED_PRECISION":
         layers = fields.inner("quantized_layers").values
-        found = {_modelopt(_Quantisation(one, fields.where)) for name, one in layers.items()
-                 if isinstance(one, dict) and ".experts" in name}  # fmt: skip
+        found = {
+            _modelopt(_Quantisation(one, fields.where))
+            for name, one in layers.items()
+            if isinstance(one, dict) and ".experts" in name
+        }
         if len(found) != 1:
             return "mixed" if found else UNQUANTISED
         return found.pop()
@@ -240,8 +253,11 @@ def _quark(fields: _Quantisation) -> str:
 
 def _compressed(fields: _Quantisation) -> str:
     """compressed-tensors, of a config with the one group of the experts."""
-    groups = [_Quantisation(one, fields.where) for one in fields.inner("config_groups").values.values()
-              if isinstance(one, dict)]  # fmt: skip
+    groups = [
+        _Quantisation(one, fields.where)
+        for one in fields.inner("config_groups").values.values()
+        if isinstance(one, dict)
+    ]
     if not groups:
         return "compressed-tensors"
     return _scheme(groups[0], fields.word("format") or groups[0].word("format"))

@@ -29,8 +29,14 @@ class ExplainedGemm:
     def to_dict(self) -> dict[str, Any]:
         """The explanation as plain values, and what it is of."""
         shard = self.shard
-        return {"model": shard.name, "tp": shard.tp, "ep": shard.ep, "gemm": self.gemm.role, "tokens": self.tokens,
-                **self.explanation.to_dict()}  # fmt: skip
+        return {
+            "model": shard.name,
+            "tp": shard.tp,
+            "ep": shard.ep,
+            "gemm": self.gemm.role,
+            "tokens": self.tokens,
+            **self.explanation.to_dict(),
+        }
 
 
 def explained(shards: Iterable[LayerShard], tokens: Sequence[int], local: LocalGpu) -> Iterator[ExplainedGemm]:

@@ -199,7 +199,7 @@ def planned_on(plan: BuildPlan, sms: Collection[int], pool: Pool | None = None) 
         one
         for one in made.problems
         if (optional(one) or one.dtype.quantised) and not any(_runs(one, sm, coded, replaced) for sm in sms)
-    }  # fmt: skip
+    }
     return replace(made.without(idle) if idle else made, shapes=plan.shapes)
 
 

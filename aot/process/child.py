@@ -34,9 +34,13 @@ _RAISED = {error.__name__: error for error in (CompileError, HostError, InputErr
 
 
 def call(
-    function: str, arguments: Mapping[str, object], *, timeout_s: float, who: str,
+    function: str,
+    arguments: Mapping[str, object],
+    *,
+    timeout_s: float,
+    who: str,
     files: Mapping[str, bytes] = MappingProxyType({}),
-) -> bytes:  # fmt: skip
+) -> bytes:
     """Run ``room.module:function`` of ``pretuned.aot`` in a child, with plain keyword arguments and ``answer``, a file
     to write.
 
@@ -66,15 +70,25 @@ def call(
 def _run(function: str, arguments: Mapping[str, object], answer: Path, timeout_s: float) -> None:
     told = answer.with_suffix(".error")
     package = f"{_PACKAGE}." if _PACKAGE else ""
-    work = {"path": sys.path, "function": package + function, "arguments": dict(arguments), "answer": str(answer),
-            "told": str(told)}  # fmt: skip
+    work = {
+        "path": sys.path,
+        "function": package + function,
+        "arguments": dict(arguments),
+        "answer": str(answer),
+        "told": str(told),
+    }
     try:
         with _sentinel() as sentinel:
             done = subprocess.run(
-                [sys.executable, "-I", "-c", _START], input=json.dumps({**work, "sentinel": sentinel}),
-                capture_output=True, text=True, timeout=timeout_s, check=False, start_new_session=True,
+                [sys.executable, "-I", "-c", _START],
+                input=json.dumps({**work, "sentinel": sentinel}),
+                capture_output=True,
+                text=True,
+                timeout=timeout_s,
+                check=False,
+                start_new_session=True,
                 pass_fds=(sentinel,),
-            )  # fmt: skip
+            )
     except subprocess.TimeoutExpired:
         raise HostError(f"{function} did not end within {timeout_s:g} s and was stopped") from None
     except OSError as error:

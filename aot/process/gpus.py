@@ -94,9 +94,12 @@ def busy(device: int) -> list[str]:
     query = "--query-gpu=utilization.gpu,memory.used"
     try:
         done = subprocess.run(
-            [tool, f"--id={bus}", query, "--format=csv,noheader,nounits"], capture_output=True, text=True,
-            timeout=_TIMEOUT_S, check=False,
-        )  # fmt: skip
+            [tool, f"--id={bus}", query, "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return []
     return told(done.stdout) if done.returncode == 0 else []

@@ -85,13 +85,17 @@ def embedded(sheet: Sheet) -> str:
         "gpu": [gpus.number(gpu_name(cell)) for cell in cells],
     }
     found = {
-        "columns": columns, "states": [one.value for one in State], "configs": list(configs.all),
-        "forms": list(forms.all), "gpus": list(gpus.all), "short_gpus": _shortened(gpus.all),
+        "columns": columns,
+        "states": [one.value for one in State],
+        "configs": list(configs.all),
+        "forms": list(forms.all),
+        "gpus": list(gpus.all),
+        "short_gpus": _shortened(gpus.all),
         "gemms": [gemm.title for gemm in sheet.gemms],
         "flop": [2e-6 * gemm.N * gemm.K for gemm in sheet.gemms],
         "failures": {i: list(cell.failures) for i, cell in enumerate(cells) if cell.failures},
         "models": _models(sheet),
-    }  # fmt: skip
+    }
     text = json.dumps(found, separators=(",", ":"))
     return base64.b64encode(zlib.compress(text.encode(), 6)).decode()
 

@@ -36,9 +36,11 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[
     right = set(numbers)
 
     def line(tag: str, cells: Sequence[str]) -> str:
-        return "<tr>" + "".join(
-            f'<{tag}{" class=n" if i in right else ""}>{cell}</{tag}>' for i, cell in enumerate(cells)
-        ) + "</tr>"  # fmt: skip
+        return (
+            "<tr>"
+            + "".join(f"<{tag}{' class=n' if i in right else ''}>{cell}</{tag}>" for i, cell in enumerate(cells))
+            + "</tr>"
+        )
 
     top = f"<thead>{line('th', head)}</thead>" if head else ""
     return f"<table>{top}<tbody>{''.join(line('td', row) for row in rows)}</tbody></table>"

@@ -29,12 +29,14 @@ def page(sheet: Sheet) -> str:
         head=_head(sheet, cells),
         glance=_glance(cells),
         cells=drawn,
-        folded="\n".join((
-            _folded("Coverage", _coverage(sheet, cells)),
-            _folded("Modelled against measured", _model(cells)),
-            _folded("The search", _search(cells)),
-        )),
-    )  # fmt: skip
+        folded="\n".join(
+            (
+                _folded("Coverage", _coverage(sheet, cells)),
+                _folded("Modelled against measured", _model(cells)),
+                _folded("The search", _search(cells)),
+            )
+        ),
+    )
     return text.translate(_UNPRINTABLE)
 
 

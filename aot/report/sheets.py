@@ -182,9 +182,13 @@ class _CellMaker:
             return cell
         torch_us = choice.torch_ns / 1e3
         return cell._replace(
-            config=TORCH, time_us=torch_us, runner_up=cell.config, runner_up_us=cell.time_us, model_us=None,
+            config=TORCH,
+            time_us=torch_us,
+            runner_up=cell.config,
+            runner_up_us=cell.time_us,
+            model_us=None,
             torch_us=torch_us,
-        )  # fmt: skip
+        )
 
     def _searched(self, bucket: int, search: Search | None) -> Cell:
         known = self._known
@@ -192,8 +196,17 @@ class _CellMaker:
         line, (tried, spread, candidates, failures) = self._line(gpu, bucket), self._tried(bucket, search)
         choice = search.choice if search is not None else None
         if search is None or choice is None:
-            return Cell(self._problem, bucket, State.MISSING, line, gpu=gpu, tried=tried, spread=spread,
-                        candidates=candidates, failures=failures)  # fmt: skip
+            return Cell(
+                self._problem,
+                bucket,
+                State.MISSING,
+                line,
+                gpu=gpu,
+                tried=tried,
+                spread=spread,
+                candidates=candidates,
+                failures=failures,
+            )
         fastest = search.fastest
         second = next((one for one in fastest if one[1] != choice), None)
         return Cell(

@@ -68,13 +68,35 @@ class Outcome:
     def to_dict(self) -> dict[str, object]:
         """For JSON."""
         return {
-            "gpu": {"name": self.gpu.name, "sm": self.sm, "sm_count": self.gpu.sm_count,
-                    "memory_mib": self.gpu.memory_mib, "driver": self.gpu.driver},
-            "cells": self.total, "known": self.known, "measured": self.measured, "too_large": self.too_large,
-            "unable": self.unable, "left": self.left, "looked_at": self.looked, "to_look_at": self.to_look,
+            "gpu": {
+                "name": self.gpu.name,
+                "sm": self.sm,
+                "sm_count": self.gpu.sm_count,
+                "memory_mib": self.gpu.memory_mib,
+                "driver": self.gpu.driver,
+            },
+            "cells": self.total,
+            "known": self.known,
+            "measured": self.measured,
+            "too_large": self.too_large,
+            "unable": self.unable,
+            "left": self.left,
+            "looked_at": self.looked,
+            "to_look_at": self.to_look,
             "finished": self.finished,
-            "failed": [{"problem": str(one.problem), "bucket": one.bucket, "variant": one.variant.hex(),
-                        "kind": one.kind, "reason": one.reason} for one in self.failures],
-            "measurements": self.measurements, "repeated": self.repeated, "exhaustive": self.exhaustive,
-            "seconds": round(self.seconds, 1), "look_seconds": round(self.look_seconds, 1),
-        }  # fmt: skip
+            "failed": [
+                {
+                    "problem": str(one.problem),
+                    "bucket": one.bucket,
+                    "variant": one.variant.hex(),
+                    "kind": one.kind,
+                    "reason": one.reason,
+                }
+                for one in self.failures
+            ],
+            "measurements": self.measurements,
+            "repeated": self.repeated,
+            "exhaustive": self.exhaustive,
+            "seconds": round(self.seconds, 1),
+            "look_seconds": round(self.look_seconds, 1),
+        }

@@ -35,10 +35,18 @@ class Scheduler:
     """One run of the tuner."""
 
     def __init__(
-        self, ground: TuningSpace, greeted: Mapping[GpuExecutor, WorkerInfo],
-        joined: Callable[[], Sequence[GpuExecutor]] | None, journal: Journal, watch: TuneObservers,
-        with_torch: bool, budget_s: float | None, ships: Ships | None, *, quick: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        ground: TuningSpace,
+        greeted: Mapping[GpuExecutor, WorkerInfo],
+        joined: Callable[[], Sequence[GpuExecutor]] | None,
+        journal: Journal,
+        watch: TuneObservers,
+        with_torch: bool,
+        budget_s: float | None,
+        ships: Ships | None,
+        *,
+        quick: bool = False,
+    ) -> None:
         self.ground, self.journal, self.watch = ground, journal, watch
         self.with_torch, self.quick = with_torch, quick
         self.bundle = ground.bundle

@@ -96,9 +96,13 @@ def _apart(one: Problem, other: Problem) -> float:
 
 
 def contenders(
-    ranked: Sequence[ConfigPairs], near: Sequence[ConfigPairs], twin: ConfigPairs | None, share: float = SHARE,
-    elsewhere: Sequence[ConfigPairs] = (), running: Sequence[ConfigPairs] = (),
-) -> list[ConfigPairs]:  # fmt: skip
+    ranked: Sequence[ConfigPairs],
+    near: Sequence[ConfigPairs],
+    twin: ConfigPairs | None,
+    share: float = SHARE,
+    elsewhere: Sequence[ConfigPairs] = (),
+    running: Sequence[ConfigPairs] = (),
+) -> list[ConfigPairs]:
     """The configs to measure, the modelled choice first: about ``share`` of ``ranked``, but at least two or three.
 
     ``ranked`` are all candidates of the cell, the best first; ``near`` and ``twin`` are what ``Winners.near``
@@ -113,9 +117,12 @@ def contenders(
 
 
 def _others(
-    ranked: Sequence[ConfigPairs], near: Sequence[ConfigPairs], twin: ConfigPairs | None, share: float,
+    ranked: Sequence[ConfigPairs],
+    near: Sequence[ConfigPairs],
+    twin: ConfigPairs | None,
+    share: float,
     elsewhere: Sequence[ConfigPairs],
-) -> list[ConfigPairs]:  # fmt: skip
+) -> list[ConfigPairs]:
     """The configs to measure, of those that do not run in the cell today."""
     able = set(ranked)
     known = [config for config in elsewhere if config in able]

@@ -44,9 +44,16 @@ class TuningSpace:
 
     @classmethod
     def of(
-        cls, problems: Mapping[Problem, Sequence[int]], bundle: BundleFile, gpu: Gpu, sm: int, share: float,
-        like: BundleFile | None = None, running: Running = MappingProxyType({}), around: Neighbourhood | None = None,
-    ) -> TuningSpace:  # fmt: skip
+        cls,
+        problems: Mapping[Problem, Sequence[int]],
+        bundle: BundleFile,
+        gpu: Gpu,
+        sm: int,
+        share: float,
+        like: BundleFile | None = None,
+        running: Running = MappingProxyType({}),
+        around: Neighbourhood | None = None,
+    ) -> TuningSpace:
         """Leaves out what does not fit the GPU's memory. A product that has two names is one here (``cell_of``).
 
         ``running`` is what runs today, ``around`` what is measured around these cells.

@@ -81,8 +81,10 @@ def read(cubin: bytes) -> KernelInfo:
         used = offset + size
     threads, registers = _said(cubin, kernel, _THREADS), _said(cubin, whole, _REGISTERS)
     if len(threads) != 1 or len(registers) != 1:
-        raise ValueError(f"it says {len(threads)} times how many threads kernel {entry!r} has, and {len(registers)} "
-                         "times how many registers")  # fmt: skip
+        raise ValueError(
+            f"it says {len(threads)} times how many threads kernel {entry!r} has, and {len(registers)} "
+            "times how many registers"
+        )
     x, y, z = threads[0]
     sizes = tuple(parameters[ordinal][1] for ordinal in range(len(parameters)))
     return KernelInfo(sm, arch_specific, entry, sizes, (x, y, z), registers[0][1])

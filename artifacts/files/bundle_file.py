@@ -59,9 +59,12 @@ def open_bundle(
         return _open_pieces(packed.unpack(_packed(held.fd, file, sha256), where, sm), where)
     again = where if where.startswith("/") else f"{os.getcwd()}/{where}"  # noqa: PTH109 - plain text, '..' kept
     bundle = BundleFile(
-        held, where, sha256, later=later and sha256 is None,
+        held,
+        where,
+        sha256,
+        later=later and sha256 is None,
         again=functools.partial(_opened, again, trusted=sha256 is not None, signed=signed),
-    )  # fmt: skip
+    )
     _hold(bundle)
     return bundle
 

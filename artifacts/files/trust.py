@@ -70,9 +70,14 @@ def unreadable(path: str, error: OSError, what: str = "bundle") -> BundleUnreada
 
 
 def check(
-    component: str, status: os.stat_result, path: str, fd: int | None = None, what: str = "bundle", *,
+    component: str,
+    status: os.stat_result,
+    path: str,
+    fd: int | None = None,
+    what: str = "bundle",
+    *,
     signed: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Raise BundleUntrusted unless owner, mode and ACL of a component of ``path``, ``fd`` if open, can be trusted.
 
     ``what`` and ``signed`` are as for ``resolve``.

@@ -35,8 +35,16 @@ from .schema import (
 from .wire import Malformed, Preamble, begins_with, corrupt, pack, parse, unpack
 
 FIELDS = (
-    "target", "min_driver", "producer", "kernels", "gpus", "variants", "cubin_bytes", "problems", "models",
-)  # fmt: skip
+    "target",
+    "min_driver",
+    "producer",
+    "kernels",
+    "gpus",
+    "variants",
+    "cubin_bytes",
+    "problems",
+    "models",
+)
 MODEL = ("name", "tp", "ep", "top_k", "dtype", "problems")
 
 _GOLDEN = 0.618  # of a whole: steps of so much fall evenly on it, however many
@@ -80,10 +88,25 @@ class Index:
     """
 
     __slots__ = (
-        "_choices", "_judged", "_judged_rows", "_keys", "_kinds", "_models", "_models_of", "_models_read", "_offsets",
-        "_variant_records", "_variants",
-        "cubin_bytes", "gpus", "kernels", "min_driver", "producer", "target", "where",
-    )  # fmt: skip
+        "_choices",
+        "_judged",
+        "_judged_rows",
+        "_keys",
+        "_kinds",
+        "_models",
+        "_models_of",
+        "_models_read",
+        "_offsets",
+        "_variant_records",
+        "_variants",
+        "cubin_bytes",
+        "gpus",
+        "kernels",
+        "min_driver",
+        "producer",
+        "target",
+        "where",
+    )
 
     def __init__(self, data: bytes, preamble: Preamble, where: str) -> None:
         self.where = where

@@ -32,9 +32,26 @@ _KERNEL = ("name", "revision", "source_sha256")
 _GPU = ("name", "sm_count", "memory_mib", "driver")
 _TENSOR_MAP = ("argument", "element", "box", "swizzle")
 _VARIANT = (
-    "kernel", "revision", "abi", "op", "dtype", "layout", "fusion", "alignment", "max_experts", "config", "entry",
-    "arguments", "tensor_maps", "threads", "shared_bytes", "registers", "spill_bytes", "scratch_bytes", "cubin_sha256",
-)  # fmt: skip
+    "kernel",
+    "revision",
+    "abi",
+    "op",
+    "dtype",
+    "layout",
+    "fusion",
+    "alignment",
+    "max_experts",
+    "config",
+    "entry",
+    "arguments",
+    "tensor_maps",
+    "threads",
+    "shared_bytes",
+    "registers",
+    "spill_bytes",
+    "scratch_bytes",
+    "cubin_sha256",
+)
 _WIDTHS = (7, 8)  # the least and the most items of a choice
 _KIND = _VARIANT[: _VARIANT.index("max_experts") + 1]
 
@@ -172,10 +189,13 @@ def read_timed(record: bytes, variants: int, gpus: int) -> list[list[Any]]:
     log2, variant, _, time_ns, _, _, gpu = zip(*found, strict=True) if found else [()] * 7
     _, _, _, _, runner_up, runner_up_ns, _ = zip(*beside, strict=True) if beside else [()] * 7
     for column, field, low, high in (
-        (log2, "log2 of choice.bucket", 0, lim.MAX_BUCKET_LOG2), (variant, "choice.variant", 0, variants - 1),
-        (time_ns, "choice.time_ns", 1, lim.MAX_TIME_NS), (gpu, "choice.gpu", 0, gpus - 1),
-        (runner_up, "choice.runner_up", 0, variants - 1), (runner_up_ns, "choice.runner_up_ns", 1, lim.MAX_TIME_NS),
-    ):  # fmt: skip
+        (log2, "log2 of choice.bucket", 0, lim.MAX_BUCKET_LOG2),
+        (variant, "choice.variant", 0, variants - 1),
+        (time_ns, "choice.time_ns", 1, lim.MAX_TIME_NS),
+        (gpu, "choice.gpu", 0, gpus - 1),
+        (runner_up, "choice.runner_up", 0, variants - 1),
+        (runner_up_ns, "choice.runner_up_ns", 1, lim.MAX_TIME_NS),
+    ):
         if column and (set(map(type, column)) != {int} or min(column) < low or max(column) > high):
             for value in column:
                 integer(value, field, low, high)
@@ -216,20 +236,52 @@ def pack_variant(variant: Variant) -> bytes:
         for item in variant.tensor_maps
     ]
     values = (
-        variant.kernel, variant.revision, variant.abi, variant.op.value, variant.dtype.value, variant.layout.value,
-        variant.fusion.value, variant.alignment, variant.max_experts, [list(pair) for pair in variant.config],
-        variant.entry, [list(pair) for pair in variant.arguments], maps, variant.threads, variant.shared_bytes,
-        variant.registers, variant.spill_bytes, variant.scratch_bytes, variant.cubin_sha256,
-    )  # fmt: skip
+        variant.kernel,
+        variant.revision,
+        variant.abi,
+        variant.op.value,
+        variant.dtype.value,
+        variant.layout.value,
+        variant.fusion.value,
+        variant.alignment,
+        variant.max_experts,
+        [list(pair) for pair in variant.config],
+        variant.entry,
+        [list(pair) for pair in variant.arguments],
+        maps,
+        variant.threads,
+        variant.shared_bytes,
+        variant.registers,
+        variant.spill_bytes,
+        variant.scratch_bytes,
+        variant.cubin_sha256,
+    )
     return pack(dict(zip(_VARIANT, values, strict=True)))
 
 
 def read_variant(record: bytes, cubin_bytes: int) -> Variant:
     """Back from ``pack_variant``."""
     (
-        kernel, revision, abi, op, dtype, layout, fusion, alignment, max_experts, config, entry,
-        arguments, tensor_maps, threads, shared_bytes, registers, spill_bytes, scratch_bytes, sha256,
-    ) = fields(unpack(record, max_items=lim.MAX_ARGUMENTS), "variant", _VARIANT)  # fmt: skip
+        kernel,
+        revision,
+        abi,
+        op,
+        dtype,
+        layout,
+        fusion,
+        alignment,
+        max_experts,
+        config,
+        entry,
+        arguments,
+        tensor_maps,
+        threads,
+        shared_bytes,
+        registers,
+        spill_bytes,
+        scratch_bytes,
+        sha256,
+    ) = fields(unpack(record, max_items=lim.MAX_ARGUMENTS), "variant", _VARIANT)
     if type(alignment) is not int or alignment not in (1, 16):
         raise Malformed(f"variant.alignment is {shown(alignment)}, wanted 1 or 16")
     read_arguments = _arguments(arguments)

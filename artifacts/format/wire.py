@@ -136,9 +136,15 @@ def parse(data: bytes, *, max_items: int, max_pairs: int = 64, max_bin_bytes: in
 def begins_with(data: bytes, names: Sequence[str], *, max_items: int) -> list[object] | None:
     """The values of the first fields of the map that ``data`` begins with, if they have these names; else None."""
     reader = msgpack.Unpacker(
-        max_buffer_size=max(1, len(data)), raw=False, strict_map_key=True, max_array_len=max_items, max_map_len=64,
-        max_str_len=MAX_NAME_CHARS, max_bin_len=64, max_ext_len=0,
-    )  # fmt: skip
+        max_buffer_size=max(1, len(data)),
+        raw=False,
+        strict_map_key=True,
+        max_array_len=max_items,
+        max_map_len=64,
+        max_str_len=MAX_NAME_CHARS,
+        max_bin_len=64,
+        max_ext_len=0,
+    )
     found = []
     try:
         reader.feed(data)

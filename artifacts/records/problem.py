@@ -123,8 +123,16 @@ class Problem:
     @property
     def sort_key(self) -> tuple[str, str, int, int, int, str, int, int]:
         """The one order of problems: in a bundle, a plan, a table."""
-        return (self.op.value, self.dtype.value, self.E, self.N, self.K,
-                self.layout.value, self.fusion.value, self.top_k)  # fmt: skip
+        return (
+            self.op.value,
+            self.dtype.value,
+            self.E,
+            self.N,
+            self.K,
+            self.layout.value,
+            self.fusion.value,
+            self.top_k,
+        )
 
     def __str__(self) -> str:
         text = f"{self.op.value} {self.dtype.value} E={self.E} N={self.N} K={self.K}"

@@ -53,5 +53,7 @@ def main() -> None:
     for long, word in sorted({one[:2] for one in found}):
         ratios = [ratio for *of, ratio in found if of == [long, word]]
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-        print(f"{'over 10 ms' if long else 'shorter':11} {word:17} {len(ratios):4} cells: the second time {mean:.3f} "
-              f"of the modelled choice's, the faster in {sum(ratio < 1 for ratio in ratios)}")  # fmt: skip
+        print(
+            f"{'over 10 ms' if long else 'shorter':11} {word:17} {len(ratios):4} cells: the second time {mean:.3f} "
+            f"of the modelled choice's, the faster in {sum(ratio < 1 for ratio in ratios)}"
+        )

@@ -70,10 +70,23 @@ SHARED = ("cold_ns", "start_ns", "store_ns")  # of every generation: the others 
 
 # Where every search begins, never the last fit: with it, a model left out would still be in the constants.
 _FAMILY = ConstantsFamily(
-    0.79, 50.0, (0.3, 0.42, 1.0, 1.0, 0.87), (0.3, 0.44, 0.75, 0.97, 1.0), {1: 0.25, 2: 0.4, 4: 0.9, 8: 1.0, 16: 1.0},
-    wgmma_columns=(0.2, 0.35, 0.65, 0.95, 1.0), memory_share=0.935, latency_ns=1000.0, tma_latency_ns=1000.0,
-    held_stages=0.5, chain_norm=7.0, flight_norm=4.0, norm=4.0, step_norm=4.0, write_share=0.7, weight=WeightGrad(),
-)  # fmt: skip
+    0.79,
+    50.0,
+    (0.3, 0.42, 1.0, 1.0, 0.87),
+    (0.3, 0.44, 0.75, 0.97, 1.0),
+    {1: 0.25, 2: 0.4, 4: 0.9, 8: 1.0, 16: 1.0},
+    wgmma_columns=(0.2, 0.35, 0.65, 0.95, 1.0),
+    memory_share=0.935,
+    latency_ns=1000.0,
+    tma_latency_ns=1000.0,
+    held_stages=0.5,
+    chain_norm=7.0,
+    flight_norm=4.0,
+    norm=4.0,
+    step_norm=4.0,
+    write_share=0.7,
+    weight=WeightGrad(),
+)
 PRIOR = Constants(cold_ns=3000.0, start_ns=1500.0, store_ns=300.0, hopper=_FAMILY)
 
 SHARPNESS = 0.01  # two estimates this far apart (in log) count as clearly ranked
@@ -139,9 +152,13 @@ def objective(packed: Sequence[Part], constants: Constants, error_weight: float 
 
 
 def search(
-    cells: Sequence[Cell], begun: Constants, ranges: Ranges, steps: int, seed: int = 0,
+    cells: Sequence[Cell],
+    begun: Constants,
+    ranges: Ranges,
+    steps: int,
+    seed: int = 0,
     error_weight: float = ERROR_WEIGHT,
-) -> Constants:  # fmt: skip
+) -> Constants:
     """``steps`` changes of one to three constants, each kept where it helps; at first also what is a little worse."""
     rng = random.Random(seed)
     sm, packed = cells[0].chip.sm, parts(cells)

@@ -75,8 +75,22 @@ def command(models: Path, candidates: Path, executor: str) -> Leg:
     """On the same cluster, by the command line."""
 
     def leg(journal: Path) -> Mapping[str, object]:
-        words = [sys.executable, "-m", "pretuned.aot", "measure", candidates, "--models", models, "--journal", journal,
-                 "--executor", executor, "--budget", "none", "--json"]  # fmt: skip
+        words = [
+            sys.executable,
+            "-m",
+            "pretuned.aot",
+            "measure",
+            candidates,
+            "--models",
+            models,
+            "--journal",
+            journal,
+            "--executor",
+            executor,
+            "--budget",
+            "none",
+            "--json",
+        ]
         done = subprocess.run(list(map(str, words)), stdout=subprocess.PIPE, text=True, check=False)
         if done.returncode:
             sys.exit(f"aot measure --executor {executor} ended with {done.returncode}")
@@ -100,9 +114,13 @@ def cluster(count: int, sm: int, folder: Path) -> Iterator[str]:
     def begin(*words: object, **environment: str) -> None:
         with log.open("ab") as sink:
             processes.append(
-                subprocess.Popen([sys.executable, "-m", "dask", *map(str, words)], stdout=sink, stderr=sink,
-                                 env={**os.environ, **environment})
-            )  # fmt: skip
+                subprocess.Popen(
+                    [sys.executable, "-m", "dask", *map(str, words)],
+                    stdout=sink,
+                    stderr=sink,
+                    env={**os.environ, **environment},
+                )
+            )
 
     try:
         begin("scheduler", "--host", "127.0.0.1", "--port", 0, "--no-dashboard", "--scheduler-file", told)
@@ -114,8 +132,20 @@ def cluster(count: int, sm: int, folder: Path) -> Iterator[str]:
                 address = json.loads(told.read_text())["address"]
             time.sleep(0.1)
         for i in range(count):
-            begin("worker", address, "--host", "127.0.0.1", "--nthreads", 1, "--no-dashboard", "--resources",
-                  f"sm{sm}=1", "--local-directory", folder, CUDA_VISIBLE_DEVICES=str(i))  # fmt: skip
+            begin(
+                "worker",
+                address,
+                "--host",
+                "127.0.0.1",
+                "--nthreads",
+                1,
+                "--no-dashboard",
+                "--resources",
+                f"sm{sm}=1",
+                "--local-directory",
+                folder,
+                CUDA_VISIBLE_DEVICES=str(i),
+            )
         yield address.replace("tcp:", "dask:")
     finally:
         for process in reversed(processes):
@@ -130,9 +160,15 @@ def timed(leg: Leg, journal: Path, gpus: int) -> dict[str, Any]:
     done: Mapping[str, Any] = leg(journal)
     wall_s = time.monotonic() - begun
     measuring_s = done["seconds"] - done["look_seconds"]  # the command takes looks, the other legs don't
-    row = {"gpus": gpus, "cells": done["measured"], "measurements": done["measurements"],
-           "failures": len(done["failed"]), "unfinished": done["left"] + done["unable"],
-           "seconds": round(measuring_s, 2), "start_s": round(wall_s - done["seconds"], 2)}  # fmt: skip
+    row = {
+        "gpus": gpus,
+        "cells": done["measured"],
+        "measurements": done["measurements"],
+        "failures": len(done["failed"]),
+        "unfinished": done["left"] + done["unable"],
+        "seconds": round(measuring_s, 2),
+        "start_s": round(wall_s - done["seconds"], 2),
+    }
     print(json.dumps(row), flush=True)
     return row
 
@@ -161,8 +197,12 @@ def disturbance(alone: Path, together: Path) -> dict[str, float]:
     first, second = modelled_ns(alone), modelled_ns(together)
     ratios = sorted(math.log(second[key] / first[key]) for key in first.keys() & second.keys())
     tenth = len(ratios) // 10
-    return {"cells": len(ratios), "median": round(math.exp(statistics.median(ratios)), 4),
-            "p10": round(math.exp(ratios[tenth]), 4), "p90": round(math.exp(ratios[-1 - tenth]), 4)}  # fmt: skip
+    return {
+        "cells": len(ratios),
+        "median": round(math.exp(statistics.median(ratios)), 4),
+        "p10": round(math.exp(ratios[tenth]), 4),
+        "p90": round(math.exp(ratios[-1 - tenth]), 4),
+    }
 
 
 def main() -> None:
@@ -201,8 +241,14 @@ def main() -> None:
             print("distributed is not installed: no Dask legs")
         gpu = read_journal(folder / "one.journal").header.gpu
     judged(legs)
-    report = {**provenance.about(), "gpu": gpu.name, "rows": args.rows, "problems": len(cells), "legs": legs,
-              "times_over_one_gpus": times}  # fmt: skip
+    report = {
+        **provenance.about(),
+        "gpu": gpu.name,
+        "rows": args.rows,
+        "problems": len(cells),
+        "legs": legs,
+        "times_over_one_gpus": times,
+    }
     args.out.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report["legs"], indent=1), json.dumps(times))
     worst = min(row["efficiency"] for row in legs.values())

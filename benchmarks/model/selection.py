@@ -53,8 +53,15 @@ def summary(cells: Sequence[Cell], op: Op, constants: Constants) -> dict[str, ob
     sets = []
     for limit in LIMITS:
         loss = select(measured, limit=limit)
-        sets.append({"at_most": limit, "chosen": len(loss.variants), "mean_loss": round(loss.mean_loss, 4),
-                     "max_loss": round(loss.max_loss, 4), "variants": _names(variants, loss.variants)})  # fmt: skip
+        sets.append(
+            {
+                "at_most": limit,
+                "chosen": len(loss.variants),
+                "mean_loss": round(loss.mean_loss, 4),
+                "max_loss": round(loss.max_loss, 4),
+                "variants": _names(variants, loss.variants),
+            }
+        )
     chosen = select(modelled, limit=LIMITS[-1]).variants
     best, first = [], []
     for key in keys:
@@ -67,9 +74,13 @@ def summary(cells: Sequence[Cell], op: Op, constants: Constants) -> dict[str, ob
         "candidates": len(candidates(op, cells[0].problem.dtype, cells[0].chip.sm)),
         "of_them_measured": len(variants),
         "sets": sets,
-        "modelled": {"chosen": len(chosen), "variants": _names(variants, chosen), "best": _loss(best),
-                     "picked": _loss(first)},
-    }  # fmt: skip
+        "modelled": {
+            "chosen": len(chosen),
+            "variants": _names(variants, chosen),
+            "best": _loss(best),
+            "picked": _loss(first),
+        },
+    }
 
 
 def _names(variants: Sequence[Resources], chosen: Sequence[int]) -> list[str]:
@@ -81,8 +92,10 @@ def _loss(logs: Sequence[float]) -> dict[str, float]:
 
 
 def show(op: Op, found: dict[str, object]) -> None:
-    print(f"\n{op.value}: {found['of_them_measured']} of {found['candidates']} candidates measured"
-          f"\n{'at most':>8}{'chosen':>8}{'mean loss':>11}{'max loss':>10}")  # fmt: skip
+    print(
+        f"\n{op.value}: {found['of_them_measured']} of {found['candidates']} candidates measured"
+        f"\n{'at most':>8}{'chosen':>8}{'mean loss':>11}{'max loss':>10}"
+    )
     sets: list[dict[str, float]] = found["sets"]  # type: ignore[assignment]
     for row in sets:
         print(f"{row['at_most']:8}{row['chosen']:8}{row['mean_loss']:11.2%}{row['max_loss']:10.1%}")
@@ -90,5 +103,7 @@ def show(op: Op, found: dict[str, object]) -> None:
     print("the four:", "; ".join(four))
     modelled: dict[str, dict[str, float]] = found["modelled"]  # type: ignore[assignment]
     best, picked = modelled["best"], modelled["picked"]
-    print(f"the model's set: {modelled['chosen']}, its best within {best['mean_loss']:.2%} ({best['max_loss']:.1%}), "
-          f"its pick within {picked['mean_loss']:.2%} ({picked['max_loss']:.1%})")  # fmt: skip
+    print(
+        f"the model's set: {modelled['chosen']}, its best within {best['mean_loss']:.2%} ({best['max_loss']:.1%}), "
+        f"its pick within {picked['mean_loss']:.2%} ({picked['max_loss']:.1%})"
+    )

@@ -87,8 +87,10 @@ def losses(bundle: BundleFile, contents: Contents, *, raw: bool) -> list[tuple[f
 
     ``raw`` takes the times as they are, else those count that are faster by more than noise.
     """
-    found = ((loss_of(cell, chosen, raw=raw), cell.times_ns[chosen] / 1000, f"{problem} M={bucket}")
-             for problem, bucket, cell, chosen in timed(bundle, contents))  # fmt: skip
+    found = (
+        (loss_of(cell, chosen, raw=raw), cell.times_ns[chosen] / 1000, f"{problem} M={bucket}")
+        for problem, bucket, cell, chosen in timed(bundle, contents)
+    )
     return sorted(found, reverse=True)
 
 
@@ -109,8 +111,10 @@ def losses_by_rows(bundle: BundleFile, contents: Contents) -> list[dict[str, Any
     for problem, bucket, cell, chosen in timed(bundle, contents):
         most = next((rows for rows in ROWS if bucket <= rows), MAX_DIM)
         found.setdefault((problem.op.value, most), []).append(loss_of(cell, chosen, raw=True))
-    return [{"op": op, "rows_to": most, "choices": len(some), "mean_loss": _mean(some), "most": max(some)}
-            for (op, most), some in sorted(found.items())]  # fmt: skip
+    return [
+        {"op": op, "rows_to": most, "choices": len(some), "mean_loss": _mean(some), "most": max(some)}
+        for (op, most), some in sorted(found.items())
+    ]
 
 
 def loss_of(cell: CellTimes, chosen: bytes, *, raw: bool) -> float:
@@ -135,8 +139,11 @@ def losses_in_records(bundle: BundleFile, contents: Contents) -> list[float]:
     for problem in bundle.problems():
         for choice in bundle.find(problem):
             chosen, records = cubins[choice.variant], found.get(cell_of(problem, choice.bucket), [])
-            logs = [(rounds * math.log(times[chosen] / min(times.values())), rounds)
-                    for times, rounds in records if chosen in times]  # fmt: skip
+            logs = [
+                (rounds * math.log(times[chosen] / min(times.values())), rounds)
+                for times, rounds in records
+                if chosen in times
+            ]
             if logs:
                 lost.append(math.exp(sum(log for log, _ in logs) / sum(rounds for _, rounds in logs)))
     return sorted(lost, reverse=True)
@@ -219,11 +226,19 @@ def kinds(bundle: BundleFile, contents: Contents) -> list[dict[str, Any]]:
                 if own and others:
                     gains.setdefault(place, []).append(min(others) / min(own))
         for (op, power), found in sorted(gains.items()):
-            rows.append({
-                "kind": kind, "op": op, "rows_from": 2.0**power, "cells": len(found), "chosen": chosen[op, power],
-                "gain": geometric_mean(found), "least": min(found), "most": max(found),
-                "kept": geometric_mean(max(1.0, one) for one in found),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "kind": kind,
+                    "op": op,
+                    "rows_from": 2.0**power,
+                    "cells": len(found),
+                    "chosen": chosen[op, power],
+                    "gain": geometric_mean(found),
+                    "least": min(found),
+                    "most": max(found),
+                    "kept": geometric_mean(max(1.0, one) for one in found),
+                }
+            )
     return rows
 
 
@@ -274,17 +289,23 @@ def main() -> None:
         )
     print(", ".join(f"{count} configs of {name}" for name, count in told["configs"].items()))
     for name, one in (("as timed", told["as_timed"]), ("by more than noise", told["beyond_noise"])):
-        print(f"{told['choices']} choices, {name}: {one['over_2_percent']} take over 2 % more than the fastest, "
-              f"{one['of_which_over_10_ms']} of them over 10 ms, the mean loss is {one['mean_loss']:.2%}")  # fmt: skip
+        print(
+            f"{told['choices']} choices, {name}: {one['over_2_percent']} take over 2 % more than the fastest, "
+            f"{one['of_which_over_10_ms']} of them over 10 ms, the mean loss is {one['mean_loss']:.2%}"
+        )
         for loss, us, cell in one["worst"]:
             print(f"  {loss:.3f} {us:8.0f} us {cell}")
     for row in told["by_rows"]:
         rows = f"up to {row['rows_to']}" if row["rows_to"] in ROWS else f"over {ROWS[-1]}"
-        print(f"{row['op']:8} {rows:>10} rows: {row['choices']:4} choices, as timed the mean loss is "
-              f"{row['mean_loss']:.1%}, {row['most'] - 1:.0%} at most")  # fmt: skip
+        print(
+            f"{row['op']:8} {rows:>10} rows: {row['choices']:4} choices, as timed the mean loss is "
+            f"{row['mean_loss']:.1%}, {row['most'] - 1:.0%} at most"
+        )
     own = told["in_records"]
-    print(f"in each record that has it: {own['over_2_percent']} take over 2 % more than the fastest there, "
-          f"{own['most'] - 1:.1%} at most, the mean loss is {own['mean_loss']:.2%}")  # fmt: skip
+    print(
+        f"in each record that has it: {own['over_2_percent']} take over 2 % more than the fastest there, "
+        f"{own['most'] - 1:.1%} at most, the mean loss is {own['mean_loss']:.2%}"
+    )
     near = told["winners_likely"]
     print(f"the fastest that ships is within {LIKELY - 1:.0%} of the least estimate in {near:.1%} of all cells")
     print(f"{told['beside_torch']} cells beside grouped_mm, behind it by over 3 %:")

@@ -48,10 +48,13 @@ def load(path: Path) -> list[Cell]:
     variants = {
         number: Resources(
             Config.from_pairs(tuple(sorted(row["config"].items()))),
-            row["threads"], row["shared_bytes"], row["registers"], row["alignment"],
+            row["threads"],
+            row["shared_bytes"],
+            row["registers"],
+            row["alignment"],
         )
         for number, row in sweep["variants"].items()
-    }  # fmt: skip
+    }
     op, dtype = Op(sweep.get("op", "forward")), DType(sweep.get("dtype", "bf16"))
     # Unaligned fallbacks never compete with the others, nor does what was tried and is no candidate.
     listed = candidates(op, dtype, chip.sm)
@@ -60,8 +63,17 @@ def load(path: Path) -> list[Cell]:
     for row in sweep["cells"]:
         problem = Problem(op, dtype, row["E"], row["N"], row["K"])
         times = {number: us for number, us in row["us"].items() if number in competing}
-        cells.append(Cell(row["model"], row["tokens"], problem, row["M"], chip,
-                          tuple(variants[number] for number in times), tuple(times.values())))  # fmt: skip
+        cells.append(
+            Cell(
+                row["model"],
+                row["tokens"],
+                problem,
+                row["M"],
+                chip,
+                tuple(variants[number] for number in times),
+                tuple(times.values()),
+            )
+        )
     return cells
 
 
@@ -130,5 +142,7 @@ def merged(tables: Iterable[Table]) -> Table:
 def show(title: str, table: Table) -> None:
     print(f"\n{title}\n{'':22}{'cells':>6}{'mean loss':>11}{'max loss':>10}{'est/measured':>14}")
     for name, row in table.items():
-        print(f"{name:22}{row['cells']:6}{row['mean_loss']:11.2%}{row['max_loss']:10.1%}"
-              f"{row['estimate_over_measured']:14.2f}")  # fmt: skip
+        print(
+            f"{name:22}{row['cells']:6}{row['mean_loss']:11.2%}{row['max_loss']:10.1%}"
+            f"{row['estimate_over_measured']:14.2f}"
+        )

@@ -34,39 +34,59 @@ def tables() -> Iterator[tuple[Path, str, list[str]]]:
     """(document, the table's first line as it begins there, the lines under its rule)."""
     fit, cost = _read("fit-h200-bf16.json"), _read("unknown-cost.json")
     select = _read("select-h200-bf16.json")["select"]
-    yield COST_MODEL, "| | fitted: mean |", [
-        f"| {name} | {percent(row['mean_loss'])} | {percent(row['max_loss'])} "
-        f"| {row['estimate_over_measured']:.2f} | {percent(fit['models left out'][name]['mean_loss'])} "
-        f"| {percent(fit['models left out'][name]['max_loss'])} |"
-        for name, row in fit["fitted"].items() if name in OPS  # the file has each model and number of tokens, too
-    ]  # fmt: skip
+    yield (
+        COST_MODEL,
+        "| | fitted: mean |",
+        [
+            f"| {name} | {percent(row['mean_loss'])} | {percent(row['max_loss'])} "
+            f"| {row['estimate_over_measured']:.2f} | {percent(fit['models left out'][name]['mean_loss'])} "
+            f"| {percent(fit['models left out'][name]['max_loss'])} |"
+            for name, row in fit["fitted"].items()
+            if name in OPS  # the file has each model and number of tokens, too
+        ],
+    )
     limits = [row["at_most"] for row in select[OPS[0]]["sets"]]
-    yield COST_MODEL, "| at most |", [
-        f"| {limit} |" + "".join(
-            f" {row['chosen']}: {percent(row['mean_loss'], 2)} ({percent(row['max_loss'])}) |"
-            for row in (select[op]["sets"][i] for op in OPS)
-        )
-        for i, limit in enumerate(limits) if limit <= 8  # more change little
-    ]  # fmt: skip
+    yield (
+        COST_MODEL,
+        "| at most |",
+        [
+            f"| {limit} |"
+            + "".join(
+                f" {row['chosen']}: {percent(row['mean_loss'], 2)} ({percent(row['max_loss'])}) |"
+                for row in (select[op]["sets"][i] for op in OPS)
+            )
+            for i, limit in enumerate(limits)
+            if limit <= 8  # more change little
+        ],
+    )
     yield COST_MODEL, "| | candidates measured |", [_modelled(op, select[op]) for op in OPS]
     with open_bundle(unknown.BUNDLE) as bundle:
         found = list(unknown.judged(bundle, read_journal(RESULTS / "unknown-h100.journal.xz")))
-    yield COST_MODEL, "| chosen by | mean |", [
-        f"| {name} | {percent(mean, 2)} | {percent(high)} | {percent(worst, 0)} | "
-        + " | ".join("" if one is None else percent(one, 2) for one in by_tokens) + " |"
-        for name, (mean, high, worst), by_tokens in unknown.rows(found)
-        if name == "all, cost model" or name.endswith("neighbours too")
-    ]  # fmt: skip
+    yield (
+        COST_MODEL,
+        "| chosen by | mean |",
+        [
+            f"| {name} | {percent(mean, 2)} | {percent(high)} | {percent(worst, 0)} | "
+            + " | ".join("" if one is None else percent(one, 2) for one in by_tokens)
+            + " |"
+            for name, (mean, high, worst), by_tokens in unknown.rows(found)
+            if name == "all, cost model" or name.endswith("neighbours too")
+        ],
+    )
     ranges = {
         key: f"{min(times):,.0f} to {max(times):,.0f}"
         for key in ("once_median_us", "once_p99_us", "another_median_us")
         if (times := [row[key] for row in cost["cost"].values()])
     }
-    yield ON_DEMAND, "| what the host does, in us |", [
-        f"| decide for the first M of a shape, by op | {ranges['once_median_us']} | {ranges['once_p99_us']} |",
-        f"| decide for another M | {ranges['another_median_us']} | |",
-        f"| look a decision up | {max(row['table_us'] for row in cost['cost'].values()):.1f} | |",
-    ]  # fmt: skip
+    yield (
+        ON_DEMAND,
+        "| what the host does, in us |",
+        [
+            f"| decide for the first M of a shape, by op | {ranges['once_median_us']} | {ranges['once_p99_us']} |",
+            f"| decide for another M | {ranges['another_median_us']} | |",
+            f"| look a decision up | {max(row['table_us'] for row in cost['cost'].values()):.1f} | |",
+        ],
+    )
 
 
 def _modelled(op: str, of: dict[str, Any]) -> str:

@@ -94,9 +94,7 @@ class Cell:
 
 def on_gpu(bundle: Path, folder: Path) -> tuple[list[Cell], dict[str, object]]:
     """Both searches, for real."""
-    problems = {
-        Problem(op, DType.BF16, *SHAPES[name], fusion=fusion): BUCKETS[op] for name, op, fusion in PROBLEMS
-    }  # fmt: skip
+    problems = {Problem(op, DType.BF16, *SHAPES[name], fusion=fusion): BUCKETS[op] for name, op, fusion in PROBLEMS}
     begun = time.monotonic()
     tuned = tune_problems(problems, bundle, folder / "tuner.journal", budget_s=None, with_torch=False)
     every = tune_problems(
@@ -112,15 +110,25 @@ def on_gpu(bundle: Path, folder: Path) -> tuple[list[Cell], dict[str, object]]:
         choice = chosen.cells[key].best_of([record.modelled, *chosen.cells[key].times_ns])
         assert choice is not None
         cells.append(
-            Cell(str(record.problem), record.problem.op.value, record.bucket, len(record.timings),
-                 2 * (record.duel is not None), len(all_times),
-                 all_times[choice] / best, all_times[record.modelled] / best)
-        )  # fmt: skip
+            Cell(
+                str(record.problem),
+                record.problem.op.value,
+                record.bucket,
+                len(record.timings),
+                2 * (record.duel is not None),
+                len(all_times),
+                all_times[choice] / best,
+                all_times[record.modelled] / best,
+            )
+        )
     facts = {
-        "gpu": tuned.gpu.name, "driver": tuned.gpu.driver, "tuner_seconds": round(tuned.seconds, 1),
-        "exhaustive_seconds": round(every.seconds, 1), "seconds": round(time.monotonic() - begun, 1),
+        "gpu": tuned.gpu.name,
+        "driver": tuned.gpu.driver,
+        "tuner_seconds": round(tuned.seconds, 1),
+        "exhaustive_seconds": round(every.seconds, 1),
+        "seconds": round(time.monotonic() - begun, 1),
         "failures": [one.reason for one in (*tuned.failures, *every.failures)],
-    }  # fmt: skip
+    }
     return cells, facts
 
 
@@ -164,10 +172,14 @@ def on_journal(path: Path, bundle: Path) -> list[Cell]:
 
 
 def _tuned(
-    winners: Winners, problem: Problem, M: int, ranked: list[ConfigPairs],
-    times: dict[ConfigPairs, float], possible: int,
+    winners: Winners,
+    problem: Problem,
+    M: int,
+    ranked: list[ConfigPairs],
+    times: dict[ConfigPairs, float],
+    possible: int,
     model: str = "",
-) -> Cell:  # fmt: skip
+) -> Cell:
     """What the tuner would have chosen among these, and adds to its winners."""
     twin = winners.transposed(problem, M)
     of_all = min(0.99, SHARE * possible / len(ranked))  # of the whole space: what is not here can't win
@@ -176,8 +188,16 @@ def _tuned(
     fastest = min(chosen, key=lambda one: times[one])
     winners.add(problem, M, fastest)
     best = min(times.values())
-    return Cell(f"{model}{problem}", FORMS if problem.fusion else problem.op.value, M, len(chosen), 0, possible,
-                times[fastest] / best, times[ranked[0]] / best)  # fmt: skip
+    return Cell(
+        f"{model}{problem}",
+        FORMS if problem.fusion else problem.op.value,
+        M,
+        len(chosen),
+        0,
+        possible,
+        times[fastest] / best,
+        times[ranked[0]] / best,
+    )
 
 
 def summary(cells: list[Cell]) -> dict[str, object]:
@@ -203,10 +223,12 @@ def show(name: str, row: Mapping[str, object]) -> None:
     tuned, modelled = row["tuned"], row["modelled"]
     assert isinstance(tuned, dict)
     assert isinstance(modelled, dict)
-    print(f"{name:8} {row['problems']:3} problems {row['cells']:4} cells: {row['share']:6.1%} of the measurements "
-          f"and {row['repeated']} repeated, "
-          f"loss {tuned['mean_loss']:6.2%} (most {tuned['max_loss']:.1%}); "
-          f"the model alone {modelled['mean_loss']:6.2%} ({modelled['max_loss']:.1%})")  # fmt: skip
+    print(
+        f"{name:8} {row['problems']:3} problems {row['cells']:4} cells: {row['share']:6.1%} of the measurements "
+        f"and {row['repeated']} repeated, "
+        f"loss {tuned['mean_loss']:6.2%} (most {tuned['max_loss']:.1%}); "
+        f"the model alone {modelled['mean_loss']:6.2%} ({modelled['max_loss']:.1%})"
+    )
 
 
 def main() -> None:
@@ -238,8 +260,7 @@ def main() -> None:
             rows[name] = summary(some)
     for name, row in rows.items():
         show(name, row)
-    report = {**provenance.about(), **facts,
-              "summary": rows}  # fmt: skip
+    report = {**provenance.about(), **facts, "summary": rows}
     if not args.journal:  # which has them all
         report["cells"] = [vars(cell) for cell in cells]
     args.out.write_text(json.dumps(report, indent=1) + "\n")

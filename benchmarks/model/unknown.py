@@ -96,9 +96,15 @@ def jobs(sizes: Sizes, bundle: BundleFile, chip: Chip, *, quick: bool) -> Iterat
 
 
 def time_all(
-    every: Sequence[Sizes], bundle: BundleFile, bench: Measures, header: Header, path: Path, seconds: float,
-    *, quick: bool,
-) -> int:  # fmt: skip
+    every: Sequence[Sizes],
+    bundle: BundleFile,
+    bench: Measures,
+    header: Header,
+    path: Path,
+    seconds: float,
+    *,
+    quick: bool,
+) -> int:
     """Time the products into a journal until ``seconds`` have passed; how many cells it then has."""
     begun, cells = time.monotonic(), 0
     chip = chip_of(header.gpu, header.sm)
@@ -187,9 +193,12 @@ def judged(bundle: BundleFile, contents: Contents) -> Iterator[Judged]:
         chosen = next((i for i in ordered if i in times), modelled)
         least, torch_ns = min(times.values()), cell.torch_ns
         yield Judged(
-            problem, bucket // top_k_of(problem.E, bucket), times[modelled] / least - 1, times[chosen] / least - 1,
+            problem,
+            bucket // top_k_of(problem.E, bucket),
+            times[modelled] / least - 1,
+            times[chosen] / least - 1,
             None if torch_ns is None else torch_ns / times[chosen],
-        )  # fmt: skip
+        )
 
 
 class Shortlist(NamedTuple):
@@ -255,8 +264,10 @@ def show(found: Iterable[Judged]) -> None:
     beside = [one.torch for one in every if one.torch is not None]
     if beside:
         behind, speed = sum(gain < 0.97 for gain in beside), statistics.geometric_mean(beside)
-        print(f"{len(beside)} cells compared with torch's grouped_mm: {speed:.2f}x its speed, slower by over 3 % in "
-              f"{behind}, at worst {min(beside):.2f}x")  # fmt: skip
+        print(
+            f"{len(beside)} cells compared with torch's grouped_mm: {speed:.2f}x its speed, slower by over 3 % in "
+            f"{behind}, at worst {min(beside):.2f}x"
+        )
 
 
 def cost(path: Path, shapes: int = 400, again: int = 200_000) -> dict[str, dict[str, float]]:
@@ -303,8 +314,10 @@ def show_shortlists(bundle: BundleFile, contents: Contents) -> None:
     for what, share in (("aot build", SHARE), ("on demand", ON_DEMAND)):
         for name, (losses, size) in shortlists(bundle, contents, share).items():
             mean, high = statistics.fmean(losses), losses[int(0.95 * len(losses))]
-            print(f"{what}, {name:14}  {len(losses)} cells, {size:.2f} variants each: mean {mean:.2%}, p95 {high:.2%}, "
-                  f"worst {losses[-1]:.1%}")  # fmt: skip
+            print(
+                f"{what}, {name:14}  {len(losses)} cells, {size:.2f} variants each: mean {mean:.2%}, p95 {high:.2%}, "
+                f"worst {losses[-1]:.1%}"
+            )
 
 
 def _sizes(text: str) -> Sizes:

@@ -80,8 +80,7 @@ def launcher(
         rows = x if op is Op.FORWARD else dy
         if how is not None and how.fusion is Fusion.GATHER:
             rows = how.tokens
-        words |= {"x": rows.data_ptr(), "w": w.data_ptr(), "stride_x_m": rows.stride(0),
-                  "stride_y_m": result.stride(0)}  # fmt: skip
+        words |= {"x": rows.data_ptr(), "w": w.data_ptr(), "stride_x_m": rows.stride(0), "stride_y_m": result.stride(0)}
     addresses = result.data_ptr(), m_sizes.data_ptr()
 
     def call() -> None:
@@ -148,10 +147,16 @@ def loaded(bundle: BundleFile, op: Op, dtype: DType, form: str, sm_count: int) -
 def described(kernels: dict[int, launch_gemm.LoadedKernel]) -> dict[str, object]:
     """What a sweep tells of its variants."""
     return {
-        str(n): {"config": dict(k.variant.config), "threads": k.variant.threads, "shared_bytes": k.variant.shared_bytes,
-                 "registers": k.variant.registers, "alignment": k.variant.alignment, "per_sm": k.function.per_sm}
+        str(n): {
+            "config": dict(k.variant.config),
+            "threads": k.variant.threads,
+            "shared_bytes": k.variant.shared_bytes,
+            "registers": k.variant.registers,
+            "alignment": k.variant.alignment,
+            "per_sm": k.function.per_sm,
+        }
         for n, k in kernels.items()
-    }  # fmt: skip
+    }
 
 
 def measured(
@@ -188,11 +193,19 @@ def measured(
             times[str(number)] = round(method.median_us(clock, call), 2)
     del y
     return {
-        "E": E, "N": N, "K": K, "top_k": top_k, "tokens": T, "M": M, "active": active,
-        "floor_us": round(method.floor_us(M, N, K, active, w.itemsize), 2), "us": times,
+        "E": E,
+        "N": N,
+        "K": K,
+        "top_k": top_k,
+        "tokens": T,
+        "M": M,
+        "active": active,
+        "floor_us": round(method.floor_us(M, N, K, active, w.itemsize), 2),
+        "us": times,
         "torch_us": torch_us(clock, op, inputs) if how is None else None,
-        "worst_error": max(errors.values()), "wrong": {n: e for n, e in errors.items() if not e < method.MAX_ERROR},
-    }  # fmt: skip
+        "worst_error": max(errors.values()),
+        "wrong": {n: e for n, e in errors.items() if not e < method.MAX_ERROR},
+    }
 
 
 def main() -> None:
@@ -215,13 +228,21 @@ def main() -> None:
     bundle = open_bundle(args.bundle)
     kernels = {op: loaded(bundle, op, args.dtype, args.form, properties.multi_processor_count) for op in ops}
     sweeps = {
-        op: Sweep(Path(args.out.replace("{op}", op.value)), {
-            **provenance.about(), "op": op.value, "form": args.form, "gpu": properties.name,
-            "sm_count": properties.multi_processor_count, "torch": torch.__version__,
-            "triton_imported": "triton" in sys.modules, "variants": described(kernels[op]),
-        })
+        op: Sweep(
+            Path(args.out.replace("{op}", op.value)),
+            {
+                **provenance.about(),
+                "op": op.value,
+                "form": args.form,
+                "gpu": properties.name,
+                "sm_count": properties.multi_processor_count,
+                "torch": torch.__version__,
+                "triton_imported": "triton" in sys.modules,
+                "variants": described(kernels[op]),
+            },
+        )
         for op in ops
-    }  # fmt: skip
+    }
     clock = method.Clock()
     for name, E, H, width, top_k in MODELS:
         if name not in args.models.split(","):
@@ -235,8 +256,11 @@ def main() -> None:
                 sweeps[op].add(cell, time.time() - begun)
                 times = cell["us"]
                 best = min(times, key=times.__getitem__)
-                print(f"{op.value:8}{name:14}{gemm:8} T={T:<5} floor {cell['floor_us']:8.1f} best {times[best]:8.1f} "
-                      f"torch {cell['torch_us'] or 0.0:8.1f} wrong {len(cell['wrong'])} of {len(cell['us'])} "
-                      f"{kernels[op][int(best)].config}", flush=True)  # fmt: skip
+                print(
+                    f"{op.value:8}{name:14}{gemm:8} T={T:<5} floor {cell['floor_us']:8.1f} best {times[best]:8.1f} "
+                    f"torch {cell['torch_us'] or 0.0:8.1f} wrong {len(cell['wrong'])} of {len(cell['us'])} "
+                    f"{kernels[op][int(best)].config}",
+                    flush=True,
+                )
             del w
             torch.cuda.empty_cache()

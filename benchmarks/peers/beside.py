@@ -91,9 +91,11 @@ def summary(cells: Sequence[dict[str, Any]], library: str) -> list[str]:
         }
         known = [c for c in some if "ratio" in c]
         behind = sum(c["ratio"] < BEHIND for c in known)
-        lines.append(f"{name:16} x {library} {means['ratio']:.3f}, behind by over 3 %: {behind} of {len(known)}   "
-                     f"x grouped_mm {means[f'{TORCH}_ratio']:.3f}   "
-                     f"of the dense product {means[f'{DENSE}_ratio']:.3f}")  # fmt: skip
+        lines.append(
+            f"{name:16} x {library} {means['ratio']:.3f}, behind by over 3 %: {behind} of {len(known)}   "
+            f"x grouped_mm {means[f'{TORCH}_ratio']:.3f}   "
+            f"of the dense product {means[f'{DENSE}_ratio']:.3f}"
+        )
     for cell in sorted((c for c in cells if c.get("ratio", 1.0) < BEHIND), key=lambda c: c["ratio"]):
         lines.append(f"behind: {named(cell)} {cell['ratio']:.3f} ({cell['rival']})")
     for cell in cells:
@@ -112,8 +114,10 @@ HEADER = f"{'model':13}{'gemm':8}{'op':8}{'tokens':>6}{'ours us':>10}{'rival us'
 def table_line(cell: dict[str, Any]) -> str:
     us = cell["us"]
     columns = [us.get(OURS), cell.get("rival_us"), cell.get("ratio"), cell.get(f"{DENSE}_ratio")]
-    numbers = "".join(f"{'-':>10}" if one is None else f"{one:10.{places}f}"
-                      for one, places in zip(columns, (1, 1, 3, 3), strict=True))  # fmt: skip
+    numbers = "".join(
+        f"{'-':>10}" if one is None else f"{one:10.{places}f}"
+        for one, places in zip(columns, (1, 1, 3, 3), strict=True)
+    )
     return f"{cell['model']:13}{cell['gemm']:8}{cell['op']:8}{cell['tokens']:>6}{numbers}  {cell.get('rival', '-')}"
 
 

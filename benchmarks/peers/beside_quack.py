@@ -38,8 +38,11 @@ INSTALL = "pip install quack-kernels==0.6.5 'nvidia-cutlass-dsl[cu13]==4.8.1'"
 LIBRARY = "QuACK"
 PACKAGES = ("quack-kernels", "nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-cu13", "apache-tvm-ffi", "triton")
 # One product an op, an expert without rows among them, and both kinds of scheduler.
-SMOKE = (("forward", ("128x192pp12", "64x256pp12d")), ("dX", ("128x192pp11", "128x256co12dk32")),
-         ("dW", ("128x128pp21", "128x256co11dk32")))  # fmt: skip
+SMOKE = (
+    ("forward", ("128x192pp12", "64x256pp12d")),
+    ("dX", ("128x192pp11", "128x256co12dk32")),
+    ("dW", ("128x128pp21", "128x256co11dk32")),
+)
 
 
 def quack_module() -> Any:
@@ -79,10 +82,21 @@ def quack_call(
 
     def call() -> torch.Tensor:
         module.gemm(
-            left, right, result, None, counter if config.dynamic else None, config.tile_m, config.tile_n,
-            config.cluster_m, config.cluster_n, tile_K=config.tile_k, pingpong=config.pingpong, persistent=True,
-            is_dynamic_persistent=config.dynamic, **grouped,
-        )  # fmt: skip
+            left,
+            right,
+            result,
+            None,
+            counter if config.dynamic else None,
+            config.tile_m,
+            config.tile_n,
+            config.cluster_m,
+            config.cluster_n,
+            tile_K=config.tile_k,
+            pingpong=config.pingpong,
+            persistent=True,
+            is_dynamic_persistent=config.dynamic,
+            **grouped,
+        )
         return result
 
     return call
@@ -150,8 +164,11 @@ def smoke(module: Any) -> int:
         begun = time.time()
         calls = quack_calls(module, clock, op, inputs, out, [Config.parse(text) for text in texts])
         cell = beside.measure_cell(clock, op, inputs, calls, budget_ms=20.0)
-        print(f"{op}: {time.time() - begun:.1f} s", {name: (round(us, 1), f"{cell['error'][name]:.1e}")
-                                                    for name, us in cell["us"].items()}, flush=True)  # fmt: skip
+        print(
+            f"{op}: {time.time() - begun:.1f} s",
+            {name: (round(us, 1), f"{cell['error'][name]:.1e}") for name, us in cell["us"].items()},
+            flush=True,
+        )
         for name, why in cell.get("failed", {}).items():
             wrong += 1
             print(f"{op}: {name}\n{why}", flush=True)
@@ -170,9 +187,11 @@ def compile_only(args: argparse.Namespace) -> None:
     wanted = list(dict.fromkeys(wanted))
     E, N, K, M = 4, 256, 256, 64
     inputs = method.Inputs(
-        torch.empty(M, K, dtype=torch.bfloat16), torch.empty(E, N, K, dtype=torch.bfloat16),
-        torch.full((E,), M // E, dtype=torch.int32), torch.empty(M, N, dtype=torch.bfloat16),
-    )  # fmt: skip
+        torch.empty(M, K, dtype=torch.bfloat16),
+        torch.empty(E, N, K, dtype=torch.bfloat16),
+        torch.full((E,), M // E, dtype=torch.int32),
+        torch.empty(M, N, dtype=torch.bfloat16),
+    )
     out, counter = torch.empty(E * N * K, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int32)
     with mock.patch.multiple(module, get_max_active_clusters=lambda *_, **__: 1, run_gemm_plan=lambda *_, **__: None):
         for number, (op, config) in enumerate(wanted, 1):

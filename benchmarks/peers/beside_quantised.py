@@ -160,9 +160,14 @@ def in_processes(given: argparse.Namespace) -> None:
 
     def process(format: str, model: str, peers: Sequence[str], seconds: float, *more: str) -> None:
         words = {
-            "--vllm": given.vllm, "--out": given.out, "--formats": format, "--models": model,
-            "--peers": ",".join(peers), "--tokens": tokens, "--budget": f"{seconds:.0f}",
-        }  # fmt: skip
+            "--vllm": given.vllm,
+            "--out": given.out,
+            "--formats": format,
+            "--models": model,
+            "--peers": ",".join(peers),
+            "--tokens": tokens,
+            "--budget": f"{seconds:.0f}",
+        }
         asked = [str(word) for pair in words.items() for word in pair]
         try:
             done = subprocess.run(

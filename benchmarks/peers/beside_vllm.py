@@ -104,9 +104,10 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("beside_vllm: no CUDA device here")
     head = {
-        **provenance.about(), "gpu": torch.cuda.get_device_name(),
+        **provenance.about(),
+        "gpu": torch.cuda.get_device_name(),
         "versions": beside.versions(["triton"]) | {"vllm": vllm_kernels.version_of(place)},
-    }  # fmt: skip
+    }
     cells = measure(theirs, args, head)
     print("\n".join(beside.summary(cells, LIBRARY)))
     lost = sum(OURS in cell.get("failed", {}) for cell in cells)

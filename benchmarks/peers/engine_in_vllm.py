@@ -35,37 +35,104 @@ from .engines import caches_in, child, leave, ready_files
 from .layers_in_vllm import find_vllm
 
 QWEN: dict[str, Any] = {  # Qwen/Qwen3-30B-A3B's config.json
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48,
-    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144,
-    "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
-    "decoder_sparse_step": 1, "mlp_only_layers": [], "vocab_size": 151936, "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu", "tie_word_embeddings": False,
-    "attention_bias": False, "torch_dtype": "bfloat16", "bos_token_id": 151643, "eos_token_id": 151645,
-}  # fmt: skip
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}
 GPT_OSS: dict[str, Any] = {  # openai/gpt-oss-20b's
-    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 2880, "num_hidden_layers": 24,
-    "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 2880,
-    "num_local_experts": 32, "num_experts_per_tok": 4, "experts_per_token": 4, "vocab_size": 201088,
-    "max_position_embeddings": 131072, "initial_context_length": 4096, "rms_norm_eps": 1e-5, "rope_theta": 150000,
-    "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
-                     "original_max_position_embeddings": 4096},
-    "sliding_window": 128, "swiglu_limit": 7.0, "hidden_act": "silu", "tie_word_embeddings": False,
-    "attention_bias": True, "attention_dropout": 0.0, "torch_dtype": "bfloat16", "bos_token_id": 199998,
-    "eos_token_id": 200002, "pad_token_id": 199999,
-    "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": [
-        "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]},
-}  # fmt: skip
-FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
-       "modules_to_not_convert": ["lm_head"]}  # fmt: skip
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "intermediate_size": 2880,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "experts_per_token": 4,
+    "vocab_size": 201088,
+    "max_position_embeddings": 131072,
+    "initial_context_length": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 199998,
+    "eos_token_id": 200002,
+    "pad_token_id": 199999,
+    "quantization_config": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+    },
+}
+FP8 = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["lm_head"],
+}
 MODELS: dict[str, dict[str, Any]] = {
-    "qwen3-30b": QWEN, "qwen3-30b-fp8": QWEN | {"quantization_config": FP8}, "gpt-oss-20b": GPT_OSS,
-}  # fmt: skip
+    "qwen3-30b": QWEN,
+    "qwen3-30b-fp8": QWEN | {"quantization_config": FP8},
+    "gpt-oss-20b": GPT_OSS,
+}
 MODULES = {"Qwen3MoeForCausalLM": "qwen3_moe", "GptOssForCausalLM": "gpt_oss"}
 TINY = {  # for a machine without a GPU
-    "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 128,
-    "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2, "vocab_size": 256,
-    "max_position_embeddings": 512, "num_hidden_layers": 2, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 512,
+    "num_hidden_layers": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 MODES: dict[str, dict[str, Any]] = {
     "compiled": {},
     "graphs": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL"}},
@@ -75,10 +142,14 @@ SIDES = {"without": "0", "with": "1"}  # PRETUNED_VLLM
 CACHES = ("empty", "warm")
 CASES = "1x128+128,16x128+128,128x128+128,16x2048+1"
 ENVIRON = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
-    "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}  # fmt: skip
+}
 SLACK = 1.25  # a run may take so many times what the last of its kind took
 
 
@@ -127,10 +198,16 @@ def settings(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     (folder / "config.json").write_text(json.dumps(config))
     longest = max(prompt + new for _, prompt, new in given.cases)
     found = {
-        "model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "seed": 0,
-        "max_model_len": longest + 16, "max_num_seqs": max(16, *(count for count, *_ in given.cases)),
-        "enable_prefix_caching": False, **MODES[given.modes[0]],
-    }  # fmt: skip
+        "model": str(folder),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "seed": 0,
+        "max_model_len": longest + 16,
+        "max_num_seqs": max(16, *(count for count, *_ in given.cases)),
+        "enable_prefix_caching": False,
+        **MODES[given.modes[0]],
+    }
     if torch.cuda.is_available():
         found |= {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.9}
     return found
@@ -201,8 +278,16 @@ def one_run(
     begun = time.time()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run.json"
-        options = {"--vllm": given.vllm, "--packages": given.packages, "--layers": given.layers, "--json": out,
-                   "--models": model, "--cases": given.said, "--modes": mode, "--begun": begun}  # fmt: skip
+        options = {
+            "--vllm": given.vllm,
+            "--packages": given.packages,
+            "--layers": given.layers,
+            "--json": out,
+            "--models": model,
+            "--cases": given.said,
+            "--modes": mode,
+            "--begun": begun,
+        }
         words = [str(word) for name, value in options.items() if value is not None for word in (name, value)]
         words += ["--here", *(["--tiny"] if given.tiny else [])]
         environ = {**ENVIRON, **caches_in(caches), "PRETUNED_VLLM": SIDES[side]}

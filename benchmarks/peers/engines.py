@@ -21,12 +21,22 @@ from typing import NoReturn
 RUN = Path(__file__).parents[1] / "run.py"
 GRACE = 10.0  # seconds to end by itself, once asked
 CACHES = {  # folders below a process's own
-    "TRITON_CACHE_DIR": "triton", "TRITON_HOME": "home", "TORCHINDUCTOR_CACHE_DIR": "inductor",
-    "TORCH_EXTENSIONS_DIR": "extensions", "DG_JIT_CACHE_DIR": "deep_gemm", "DG_CACHE_DIR": "deep_gemm",
-    "FLASHINFER_WORKSPACE_BASE": "flashinfer", "FLASHINFER_CACHE_DIR": "flashinfer", "VLLM_CACHE_ROOT": "vllm",
-    "HUMMING_CACHE_DIR": "humming", "HUMMING_TMP_DIR": "humming-tmp", "CUDA_CACHE_PATH": "nv",
-    "TVM_FFI_CACHE_DIR": "tvm", "XDG_CACHE_HOME": "cache", "HOME": "home",
-}  # fmt: skip
+    "TRITON_CACHE_DIR": "triton",
+    "TRITON_HOME": "home",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TORCH_EXTENSIONS_DIR": "extensions",
+    "DG_JIT_CACHE_DIR": "deep_gemm",
+    "DG_CACHE_DIR": "deep_gemm",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    "FLASHINFER_CACHE_DIR": "flashinfer",
+    "VLLM_CACHE_ROOT": "vllm",
+    "HUMMING_CACHE_DIR": "humming",
+    "HUMMING_TMP_DIR": "humming-tmp",
+    "CUDA_CACHE_PATH": "nv",
+    "TVM_FFI_CACHE_DIR": "tvm",
+    "XDG_CACHE_HOME": "cache",
+    "HOME": "home",
+}
 
 
 def find(folders: list[Path], packages: Path | None) -> None:
@@ -83,8 +93,9 @@ def child(words: list[str], seconds: float, environ: Mapping[str, str] | None = 
     After ``seconds`` it is ended, with all that it has started.
     """
     begun = time.monotonic()
-    process = subprocess.Popen([sys.executable, str(RUN), *words], start_new_session=True,
-                               env={**os.environ, **(environ or {})})  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, str(RUN), *words], start_new_session=True, env={**os.environ, **(environ or {})}
+    )
     try:
         code = process.wait(max(seconds, 0.0))
     except subprocess.TimeoutExpired:

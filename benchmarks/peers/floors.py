@@ -66,10 +66,14 @@ def measured(cell: Cell, calls: dict[str, Call], clock: Clock | HostClock) -> di
     """The line of a cell: all in turns. What fails is told."""
     product = cell.product
     found: dict[str, Any] = {
-        "format": product.format, "model": product.model, "gemm": product.gemm, "tokens": cell.T,
-        "us": {}, "failed": {},
+        "format": product.format,
+        "model": product.model,
+        "gemm": product.gemm,
+        "tokens": cell.T,
+        "us": {},
+        "failed": {},
         "gpu": torch.cuda.get_device_name() if cell.device == "cuda" else cell.device,
-    }  # fmt: skip
+    }
     graphs = {}
     for name, call in calls.items():
         try:

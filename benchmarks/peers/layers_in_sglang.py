@@ -93,9 +93,14 @@ def quantisation(kind: str) -> Any:
         weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
         group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
         return CompressedTensorsConfig.from_config(
-            {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
-             "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
-        )  # fmt: skip
+            {
+                "quant_method": "compressed-tensors",
+                "format": "pack-quantized",
+                "quantization_status": "compressed",
+                "config_groups": {"group_0": group},
+                "ignore": ["lm_head"],
+            }
+        )
     return None
 
 
@@ -105,11 +110,17 @@ def made(kind: str, one: Kind, device: str) -> Any:
 
     with torch.device(device):
         layer = FusedMoE(
-            num_experts=one.E, hidden_size=one.H, intermediate_size=one.I, layer_id=0, top_k=one.top_k,
-            params_dtype=torch.bfloat16, quant_config=quantisation(kind), prefix="model.layers.0.mlp.experts",
+            num_experts=one.E,
+            hidden_size=one.H,
+            intermediate_size=one.I,
+            layer_id=0,
+            top_k=one.top_k,
+            params_dtype=torch.bfloat16,
+            quant_config=quantisation(kind),
+            prefix="model.layers.0.mlp.experts",
             inplace=False,
             **(OAI if kind == "mxfp4" else {}),
-        )  # fmt: skip
+        )
         torch.manual_seed(0)
         for name, parameter in sorted(layer.named_parameters()):
             if parameter.numel():
@@ -321,10 +332,16 @@ def in_a_process(given: argparse.Namespace, kind: str, seconds: float) -> tuple[
     """
     out = given.json.with_name(f"{given.json.stem}-{kind}.part")
     out.unlink(missing_ok=True)
-    options = {"--sglang": given.sglang, "--packages": given.packages, "--json": out, "--kinds": kind,
-               "--built": given.built,
-               "--sides": ",".join(given.sides) if given.sides else None,
-               "--tokens": ",".join(map(str, given.tokens)), "--seconds": seconds}  # fmt: skip
+    options = {
+        "--sglang": given.sglang,
+        "--packages": given.packages,
+        "--json": out,
+        "--kinds": kind,
+        "--built": given.built,
+        "--sides": ",".join(given.sides) if given.sides else None,
+        "--tokens": ",".join(map(str, given.tokens)),
+        "--seconds": seconds,
+    }
     words = [str(word) for name, value in options.items() if value is not None for word in (name, value)]
     with tempfile.TemporaryDirectory() as folder:  # what it leaves, as it may be ended
         words += ["--tiny"] if given.tiny else []

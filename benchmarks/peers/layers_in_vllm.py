@@ -66,8 +66,16 @@ class Kind(NamedTuple):
     is_flagship: bool = False
 
 
-def _flagship(model: str, E: int, H: int, I: int, top_k: int, weights: str, activation: str = "silu",  # noqa: E741
-              **numbers: float) -> Kind:  # fmt: skip
+def _flagship(
+    model: str,
+    E: int,
+    H: int,
+    I: int,  # noqa: E741
+    top_k: int,
+    weights: str,
+    activation: str = "silu",
+    **numbers: float,
+) -> Kind:
     """A layer of a recent model, against all backends that have its weights."""
     backends = {"mxfp4": ("marlin", "humming"), "fp8": ("triton", "deep_gemm", "marlin", "humming")}
     return Kind(model, E, H, I, top_k, backends.get(weights, ("triton",)), activation, False, weights, numbers, True)
@@ -102,11 +110,16 @@ def quantisation(weights: str) -> Any:
     said = {
         "fp8": ("fp8", {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}),
         "gpt_oss_mxfp4": ("gpt_oss_mxfp4", {"quant_method": "mxfp4"}),
-        "int4": ("compressed-tensors", {
-            "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": [],
-            "config_groups": {"group_0": {"targets": ["Linear"], "weights": group}},
-        }),
-    }  # fmt: skip
+        "int4": (
+            "compressed-tensors",
+            {
+                "quant_method": "compressed-tensors",
+                "format": "pack-quantized",
+                "ignore": [],
+                "config_groups": {"group_0": {"targets": ["Linear"], "weights": group}},
+            },
+        ),
+    }
     if weights not in said:
         return None
     name, config = said[weights]
@@ -144,11 +157,17 @@ def made(kind: str, one: Kind, backend: str, device: str) -> Any:
     limit = (one.numbers or {}).get("limit") if one.activation == "silu" else None
     with set_current_vllm_config(config), torch.device(device):
         made = make(
-            num_experts=one.E, top_k=one.top_k, hidden_size=one.H, intermediate_size=one.I, params_dtype=torch.bfloat16,
-            quant_config=quantisation(one.weights), prefix=f"model.layers.0.mlp.experts.{kind}.{backend}",
-            activation=known_activation(one), has_bias=one.has_bias,
+            num_experts=one.E,
+            top_k=one.top_k,
+            hidden_size=one.H,
+            intermediate_size=one.I,
+            params_dtype=torch.bfloat16,
+            quant_config=quantisation(one.weights),
+            prefix=f"model.layers.0.mlp.experts.{kind}.{backend}",
+            activation=known_activation(one),
+            has_bias=one.has_bias,
             **({} if limit is None else {"swiglu_limit": limit}),
-        )  # fmt: skip
+        )
         layer = getattr(made, "routed_experts", made)  # from vLLM 0.22 on
         if layer is not made:
             object.__setattr__(layer, "router", made.router)
@@ -192,8 +211,10 @@ class Direct:
         self.weights: list[Any] = [found[f"{which}_weight"].data for which in ("w13", "w2")]
         if scale is not None:
             make = ExpertWeights.fp8_block if one.weights == "fp8" else ExpertWeights.mxfp4
-            self.weights = [make(w, found[f"{which}_{scale}"].data).prepare()
-                            for w, which in zip(self.weights, ("w13", "w2"), strict=True)]  # fmt: skip
+            self.weights = [
+                make(w, found[f"{which}_{scale}"].data).prepare()
+                for w, which in zip(self.weights, ("w13", "w2"), strict=True)
+            ]
         self.activation = activation(one)
 
     def call(self, given: Routed) -> Callable[[], torch.Tensor]:
@@ -443,9 +464,12 @@ def here(given: argparse.Namespace) -> int:
     all_sides = [OURS, *([DIRECT] if KINDS[kind].is_flagship else []), *KINDS[kind].backends]
     backends = given.backends.split(",") if given.backends else all_sides
     for name, value in {
-        "PRETUNED_VLLM": "1", "DG_JIT_USE_NVRTC": "0", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo",
+        "PRETUNED_VLLM": "1",
+        "DG_JIT_USE_NVRTC": "0",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
         "VLLM_NO_USAGE_STATS": "1",
-    }.items():  # fmt: skip
+    }.items():
         os.environ.setdefault(name, value)
     find_vllm(given.vllm, given.packages)
     from pretuned.integrations.vllm import register
@@ -476,8 +500,14 @@ def in_a_process(given: argparse.Namespace, kind: str, seconds: float) -> tuple[
     """What ran, and the cells of one kind of layer: a fault of the GPU ends its process alone."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "cells.json"
-        options = {"--vllm": given.vllm, "--packages": given.packages, "--json": out, "--kinds": kind,
-                   "--backends": given.backends, "--tokens": ",".join(map(str, given.tokens))}  # fmt: skip
+        options = {
+            "--vllm": given.vllm,
+            "--packages": given.packages,
+            "--json": out,
+            "--kinds": kind,
+            "--backends": given.backends,
+            "--tokens": ",".join(map(str, given.tokens)),
+        }
         words = [str(word) for name, value in options.items() if value is not None for word in (name, value)]
         ended = child(["layers_in_vllm", "--here", *words], seconds)
         about: dict[str, Any] = json.loads(out.read_text()) if out.is_file() else {}

@@ -21,23 +21,29 @@ OF_CODES = ("fp8_block", "fp8_channel")  # whose x is quantised, too
 MODELS = {  # E, H, I, top_k
     "mxfp4": {"gpt-oss-20b": (32, 2880, 2880, 4), "gpt-oss-120b": (128, 2880, 2880, 4)},
     "fp8_block": {
-        "qwen3-30b": (128, 2048, 768, 8), "qwen3-235b": (128, 4096, 1536, 8), "deepseek-v3": (256, 7168, 2048, 8),
+        "qwen3-30b": (128, 2048, 768, 8),
+        "qwen3-235b": (128, 4096, 1536, 8),
+        "deepseek-v3": (256, 7168, 2048, 8),
     },
     "mxfp8": {"minimax-m3-ep8": (16, 6144, 3072, 4), "minimax-m3-tp8": (128, 6144, 384, 4)},
     "fp8_channel": {
-        "qwen3-30b": (128, 2048, 768, 8), "qwen3-235b": (128, 4096, 1536, 8), "mixtral-8x7b": (8, 4096, 14336, 2),
+        "qwen3-30b": (128, 2048, 768, 8),
+        "qwen3-235b": (128, 4096, 1536, 8),
+        "mixtral-8x7b": (8, 4096, 14336, 2),
         "llama-4-maverick-ep4": (32, 5120, 8192, 1),
     },
     "int4_g32": {"kimi-k2": (384, 7168, 2048, 8)},
     "int4_g128": {"qwen3-30b": (128, 2048, 768, 8), "mixtral-8x7b": (8, 4096, 14336, 2)},
-}  # fmt: skip
+}
 
 FLAGSHIPS = {  # measured where they are asked for; of ep=8 the experts of one rank, with the rows of T tokens a rank
     "mxfp4": {
-        "v4-flash": (256, 4096, 2048, 6), "v4-pro-ep8": (48, 7168, 3072, 6), "kimi-k3-ep8": (112, 3584, 3072, 16),
+        "v4-flash": (256, 4096, 2048, 6),
+        "v4-pro-ep8": (48, 7168, 3072, 6),
+        "kimi-k3-ep8": (112, 3584, 3072, 16),
     },
     "fp8_block": {"glm-5.3-flash": (288, 4096, 2048, 8)},
-}  # fmt: skip
+}
 
 
 def known(format: str) -> dict[str, tuple[int, int, int, int]]:

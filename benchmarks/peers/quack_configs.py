@@ -38,9 +38,14 @@ class Config:
             raise ValueError(f"{text!r} is no configuration of QuACK: wanted one like 128x192pp12, 128x256co11dk32")
         tile_m, tile_n, kind, cluster_m, cluster_n, dynamic, tile_k = found.groups()
         return cls(
-            int(tile_m), int(tile_n), kind == "pp", int(cluster_m), int(cluster_n), dynamic == "d",
+            int(tile_m),
+            int(tile_n),
+            kind == "pp",
+            int(cluster_m),
+            int(cluster_n),
+            dynamic == "d",
             int(tile_k) if tile_k else None,
-        )  # fmt: skip
+        )
 
     def __str__(self) -> str:
         return (

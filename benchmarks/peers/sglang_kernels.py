@@ -129,8 +129,10 @@ def fewer_marlins(sources: Path, folder: Path, kind: str) -> Path:
     file = folder / MARLIN
     text, gone = fewer(file.read_text(), kind)
     if not gone:
-        raise ValueError(f"{sources / MARLIN} has no list of kernels as SGLang 0.5.23's: wanted lines such as "
-                         "COMMON_GET_IF(host::kU4)")  # fmt: skip
+        raise ValueError(
+            f"{sources / MARLIN} has no list of kernels as SGLang 0.5.23's: wanted lines such as "
+            "COMMON_GET_IF(host::kU4)"
+        )
     file.write_text(text)
     return file
 

@@ -63,11 +63,19 @@ def taken(source: Path, wanted: Collection[str], names: dict[str, Any]) -> dict[
 
 def functions(source: Path, triton: Any, language: Any) -> dict[str, Any]:
     """The functions TAKEN of vLLM's file, by name. Raises ValueError where one is missing."""
-    return taken(source, TAKEN, {
-        "__name__": "vllm_fused_moe", "torch": torch, "triton": triton, "tl": language, "Any": Any,
-        "envs": SimpleNamespace(VLLM_BATCH_INVARIANT=False),
-        "current_platform": SimpleNamespace(is_rocm=lambda: False),
-    })  # fmt: skip
+    return taken(
+        source,
+        TAKEN,
+        {
+            "__name__": "vllm_fused_moe",
+            "torch": torch,
+            "triton": triton,
+            "tl": language,
+            "Any": Any,
+            "envs": SimpleNamespace(VLLM_BATCH_INVARIANT=False),
+            "current_platform": SimpleNamespace(is_rocm=lambda: False),
+        },
+    )
 
 
 class FusedMoe:
@@ -103,10 +111,25 @@ class FusedMoe:
         def call() -> torch.Tensor:
             y = inputs.x.new_empty(M, 1, N)
             self.fused_moe["invoke_fused_moe_triton_kernel"](
-                inputs.x, inputs.w, y, None, None, None, slots, experts, padded, False, 1, config,
-                compute_type=self.bf16, use_fp8_w8a8=False, use_int8_w8a8=False, use_int8_w8a16=False,
-                use_int4_w4a16=False, per_channel_quant=False,
-            )  # fmt: skip
+                inputs.x,
+                inputs.w,
+                y,
+                None,
+                None,
+                None,
+                slots,
+                experts,
+                padded,
+                False,
+                1,
+                config,
+                compute_type=self.bf16,
+                use_fp8_w8a8=False,
+                use_int8_w8a8=False,
+                use_int8_w8a16=False,
+                use_int4_w4a16=False,
+                per_channel_quant=False,
+            )
             return y.view(M, N)
 
         return call

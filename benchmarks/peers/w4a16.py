@@ -142,9 +142,36 @@ def marlin(place: Path, product: Product, tokens: list[int]) -> Callable[[Cell],
 
         def call() -> torch.Tensor:
             theirs.gemm(
-                x, y, w, None, s, None, None, None, None, None, workspace, slots, experts, total, once, block, 1,
-                False, kind.id, cell.M, N, K, True, False, True, False, -1, -1, -1,
-            )  # fmt: skip
+                x,
+                y,
+                w,
+                None,
+                s,
+                None,
+                None,
+                None,
+                None,
+                None,
+                workspace,
+                slots,
+                experts,
+                total,
+                once,
+                block,
+                1,
+                False,
+                kind.id,
+                cell.M,
+                N,
+                K,
+                True,
+                False,
+                True,
+                False,
+                -1,
+                -1,
+                -1,
+            )
             return y[:, : cell.N]
 
         return {name: call}
@@ -164,16 +191,21 @@ class Humming:
         from humming.transform import prepare_layer_config
 
         b, bs = {
-            "mxfp4": ("float4e2m1", "float8e8m0"), "mxfp8": ("float8e4m3", "float8e8m0"),
+            "mxfp4": ("float4e2m1", "float8e8m0"),
+            "mxfp8": ("float8e4m3", "float8e8m0"),
             "fp8_block": ("float8e4m3", "float32"),
-        }.get(product.format, ("uint4", "bfloat16"))  # fmt: skip
+        }.get(product.format, ("uint4", "bfloat16"))
         blocks = {"weight_scale_group_size_n": product.group} if product.format == "fp8_block" else {}
         schema = HummingWeightSchema(b_dtype=b, bs_dtype=bs, weight_scale_group_size=product.group, **blocks)
         self.product = product
         self.layer = prepare_layer_config(
-            product.N, product.K, schema, num_experts=product.E, pad_n_to_multiple=HUMMING_COLUMNS,
+            product.N,
+            product.K,
+            schema,
+            num_experts=product.E,
+            pad_n_to_multiple=HUMMING_COLUMNS,
             torch_dtype=torch.bfloat16,
-        )  # fmt: skip
+        )
         self.computed = ComputeConfig(gemm_type="grouped_contiguous")
         self.tensors: dict[str, torch.Tensor] = {}
 
@@ -217,9 +249,14 @@ class Humming:
             if not config:
                 config.append(self.kernels([cell.M])[0])
             ops.launch_kernel(
-                configs=config[0], inputs=cell.x, outputs=y, locks=self.locks, top_k=1, expert_layout=ends,
+                configs=config[0],
+                inputs=cell.x,
+                outputs=y,
+                locks=self.locks,
+                top_k=1,
+                expert_layout=ends,
                 **self.tensors,
-            )  # fmt: skip
+            )
             return y
 
         return call

@@ -28,8 +28,13 @@ from .products import Call, Cell, Product
 PADDED = 128  # DeepGEMM's rows of an expert
 TUNED_ON = ("NVIDIA_H100_80GB_HBM3", "NVIDIA_H100", "NVIDIA_H200")  # vLLM's files for these, the first that there is
 TILE = {  # its rows are 128 for many, 64 for fewer
-    "BLOCK_SIZE_N": 256, "BLOCK_SIZE_K": 128, "GROUP_SIZE_M": 16, "SPLIT_K": 1, "num_warps": 8, "num_stages": 3,
-}  # fmt: skip
+    "BLOCK_SIZE_N": 256,
+    "BLOCK_SIZE_K": 128,
+    "GROUP_SIZE_M": 16,
+    "SPLIT_K": 1,
+    "num_warps": 8,
+    "num_stages": 3,
+}
 
 
 def ours(place: Path, product: Product, tokens: list[int]) -> Callable[[Cell], dict[str, Call]]:
@@ -86,10 +91,26 @@ def vllm(place: Path, product: Product, tokens: list[int]) -> Callable[[Cell], d
         def call() -> torch.Tensor:
             y = torch.empty(cell.M, 1, cell.N, device="cuda", dtype=torch.bfloat16)
             names["invoke_fused_moe_triton_kernel"](
-                x, codes, y, x_scale, scales, None, slots, experts, total, False, 1, config,
-                compute_type=theirs.bf16, use_fp8_w8a8=True, use_int8_w8a8=False, use_int8_w8a16=False,
-                use_int4_w4a16=False, per_channel_quant=by_row, block_shape=block,
-            )  # fmt: skip
+                x,
+                codes,
+                y,
+                x_scale,
+                scales,
+                None,
+                slots,
+                experts,
+                total,
+                False,
+                1,
+                config,
+                compute_type=theirs.bf16,
+                use_fp8_w8a8=True,
+                use_int8_w8a8=False,
+                use_int8_w8a16=False,
+                use_int4_w4a16=False,
+                per_channel_quant=by_row,
+                block_shape=block,
+            )
             return y.view(cell.M, cell.N)
 
         return call
@@ -154,9 +175,13 @@ def _masked(deep_gemm: Any, cell: Cell, codes: torch.Tensor, scale: torch.Tensor
 
     def call() -> torch.Tensor:
         deep_gemm.fp8_m_grouped_gemm_nt_masked(
-            (wide.view(E, room, cell.K), aligned), (codes, scale), y.view(E, room, cell.N), counts, expected,
+            (wide.view(E, room, cell.K), aligned),
+            (codes, scale),
+            y.view(E, room, cell.N),
+            counts,
+            expected,
             disable_ue8m0_cast=True,
-        )  # fmt: skip
+        )
         return y[at] if not torch.cuda.is_current_stream_capturing() else y
 
     return call

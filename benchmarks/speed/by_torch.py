@@ -88,9 +88,16 @@ def timed() -> list[dict[str, Any]]:
             us = dict(zip(calls, (statistics.median(times) for times in rounds), strict=True))
             told = explain(problem, M=M)
             error = relative_error(ours(op, inputs)(), inputs, op)
-            cell = {"op": op, "K": K, "M": M, "us": us, "runs": told.runs, "ratio": us["from m_sizes"] / us["ours"],
-                    "around": us["ours"] - us["grouped_mm"] if told.runs == "torch" else None,
-                    "error": error}  # fmt: skip
+            cell = {
+                "op": op,
+                "K": K,
+                "M": M,
+                "us": us,
+                "runs": told.runs,
+                "ratio": us["from m_sizes"] / us["ours"],
+                "around": us["ours"] - us["grouped_mm"] if told.runs == "torch" else None,
+                "error": error,
+            }
             cells.append(cell)
             shown = "  ".join(f"{name} {one:7.1f} us" for name, one in us.items())
             print(
@@ -143,12 +150,21 @@ def main() -> None:
         cells = timed()
     worst, around = min(cell["ratio"] for cell in cells), [one for cell in cells if (one := cell["around"]) is not None]
     seconds = round(time.monotonic() - begun, 1)
-    print(f"{sum(cell['runs'] == 'torch' for cell in cells)} of {len(cells)} cells by torch, worst {worst:.3f}x torch, "
-          f"around it {max(around, default=0.0):.1f} us at most, {seconds} s")  # fmt: skip
+    print(
+        f"{sum(cell['runs'] == 'torch' for cell in cells)} of {len(cells)} cells by torch, worst {worst:.3f}x torch, "
+        f"around it {max(around, default=0.0):.1f} us at most, {seconds} s"
+    )
     import torch
 
-    told = {**provenance.about(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "seconds": seconds,
-            "worst": worst, "cold_capture": captured, "cells": cells}  # fmt: skip
+    told = {
+        **provenance.about(),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "seconds": seconds,
+        "worst": worst,
+        "cold_capture": captured,
+        "cells": cells,
+    }
     args.out.write_text(json.dumps(told, indent=1) + "\n")
     wrong = [one for one in (captured, *(cell["error"] for cell in cells)) if isinstance(one, str) or not one < 0.01]
     sys.exit(worst < LEAST or bool(wrong))

@@ -64,8 +64,9 @@ def main() -> None:
                     (i, variant)
                     for i, variant in enumerate(bundle.variants())
                     if (variant.op, variant.layout, variant.fusion) == (op, layout, Fusion.NONE)
-                    and variant.dtype.value == name and variant.alignment > 1
-                ]  # fmt: skip
+                    and variant.dtype.value == name
+                    and variant.alignment > 1
+                ]
                 if found and time.monotonic() < end:
                     each = tuple(map(int, sizes.split(",")))
                     rows += product(bundle, found, op, layout, each, args.tokens, local, end)
@@ -110,8 +111,16 @@ def product(
                 print(f"WRONG {problem} {kernel.config} T={T}: {error}", flush=True)
             modelled = estimate_us(problem, M, Resources.of(variant), chip_of(local.gpu, local.sm))
             times[str(kernel.config)] = took = timed(call)
-            rows.append({"problem": str(problem), "T": T, "config": str(kernel.config), "us": took,
-                         "modelled_us": modelled, "error": error})  # fmt: skip
+            rows.append(
+                {
+                    "problem": str(problem),
+                    "T": T,
+                    "config": str(kernel.config),
+                    "us": took,
+                    "modelled_us": modelled,
+                    "error": error,
+                }
+            )
 
         def by_torch(x: torch.Tensor = x, m_sizes: torch.Tensor = m_sizes, y: torch.Tensor = y) -> None:
             on_cuda(x, matrices, m_sizes, y, Layout.NK, sm=local.sm, aligned=False)
@@ -123,8 +132,11 @@ def product(
         read_us = int((counts > 0).sum()) * dtype.precision.w_bytes(N, K) / 3.0e6
         best = sorted(times.items(), key=lambda one: one[1])
         told = ", ".join(f"{config} {us:.1f}" for config, us in best[:3])
-        print(f"{problem} T={T}: {best[0][1]:.1f} (torch {torch_us:.0f}, bf16 {bf16_us:.1f}, bytes {read_us:.1f}): "
-              f"{told}", flush=True)  # fmt: skip
+        print(
+            f"{problem} T={T}: {best[0][1]:.1f} (torch {torch_us:.0f}, bf16 {bf16_us:.1f}, bytes {read_us:.1f}): "
+            f"{told}",
+            flush=True,
+        )
         rows.append({"problem": str(problem), "T": T, "torch_us": torch_us, "bf16_us": bf16_us, "bytes_us": read_us})
     return rows
 

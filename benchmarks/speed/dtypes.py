@@ -129,9 +129,7 @@ class Weights:
         self._rooms = {dtype: torch.empty(most, dtype=dtype, device=device) for dtype in dict.fromkeys(TORCH.values())}
 
     def fill(self, E: int, N: int, K: int) -> dict[torch.dtype, torch.Tensor]:
-        return {
-            dtype: method.weights(E, N, K, dtype, room.device, into=room) for dtype, room in self._rooms.items()
-        }  # fmt: skip
+        return {dtype: method.weights(E, N, K, dtype, room.device, into=room) for dtype, room in self._rooms.items()}
 
 
 def timed(
@@ -168,8 +166,16 @@ def measure(names: list[str], budget_ms: float, device: str = "cuda") -> Iterato
                 M = T * top_k
                 m_sizes = method.routed_rows(E, top_k, T).to(device)
                 cell: dict[str, Any] = {
-                    "model": name, "gemm": gemm, "op": op, "tokens": T, "M": M, "E": E, "N": N, "K": K, "dtypes": {}
-                }  # fmt: skip
+                    "model": name,
+                    "gemm": gemm,
+                    "op": op,
+                    "tokens": T,
+                    "M": M,
+                    "E": E,
+                    "N": N,
+                    "K": K,
+                    "dtypes": {},
+                }
                 for dtypes in GROUPS:
                     if dtypes == ("fp32",) and 2.0 * M * N * K > FP32_FLOP:
                         continue
@@ -183,8 +189,10 @@ def measure(names: list[str], budget_ms: float, device: str = "cuda") -> Iterato
                 yield cell
                 done += 1
                 left = (time.time() - begun) / done * (count - done)
-                told = "  ".join(f"{d} {one['us']:9.1f} us, loop {one['loop_us']:9.1f}, error {one['error']:.1e}"
-                                 for d, one in cell["dtypes"].items())  # fmt: skip
+                told = "  ".join(
+                    f"{d} {one['us']:9.1f} us, loop {one['loop_us']:9.1f}, error {one['error']:.1e}"
+                    for d, one in cell["dtypes"].items()
+                )
                 print(f"{name:13}{gemm:8}{op:8}T={T:<5}{told}  ({left:.0f} s left)", flush=True)
 
 
@@ -258,9 +266,19 @@ def main() -> None:
     told = verdict(cells, means)
     worst = {d: max((c["dtypes"][d]["error"] for c in cells if d in c["dtypes"]), default=None) for d in TORCH}
     lines = [*table(means), "worst errors: " + ", ".join(f"{d} {e:.1e}" for d, e in worst.items() if e)]
-    report = {**provenance.about(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-              "seconds": round(time.time() - begun, 1), "triton_imported": "triton" in sys.modules, "stopped": stopped,
-              "bounds": BOUNDS, "worst_errors": worst, "means": means, "faults": told, "cells": cells}  # fmt: skip
+    report = {
+        **provenance.about(),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "seconds": round(time.time() - begun, 1),
+        "triton_imported": "triton" in sys.modules,
+        "stopped": stopped,
+        "bounds": BOUNDS,
+        "worst_errors": worst,
+        "means": means,
+        "faults": told,
+        "cells": cells,
+    }
     args.out.write_text(json.dumps(report, indent=1) + "\n")
     print("\n".join(lines))
     print("\n".join(told), file=sys.stderr)

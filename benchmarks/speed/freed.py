@@ -49,6 +49,5 @@ def main() -> None:
         print(
             f"{freed:3} GB more given back:", ", ".join(f"{name} {one:.1f} us" for name, one in rows[-1]["us"].items())
         )
-    report = {**provenance.about(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-              "rows": rows}  # fmt: skip
+    report = {**provenance.about(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}
     args.out.write_text(json.dumps(report, indent=1) + "\n")

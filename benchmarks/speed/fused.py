@@ -74,10 +74,20 @@ def measure(models: str) -> Iterator[dict[str, Any]]:
                     x = method.activations(T * top_k, K, w.dtype)
                     chosen = explain(x, w, m_sizes).candidates[0].config
                 yield {
-                    "model": name, "gemm": gemm, "moved": "gathered" if gemm == "gate_up" else "scattered, weighted",
-                    "tokens": T, "E": E, "N": N, "K": K, "M": T * top_k, "fused_us": fused_us, "apart_us": apart_us,
-                    "plain_us": plain_us, "plain_config": str(chosen), "difference": difference,
-                }  # fmt: skip
+                    "model": name,
+                    "gemm": gemm,
+                    "moved": "gathered" if gemm == "gate_up" else "scattered, weighted",
+                    "tokens": T,
+                    "E": E,
+                    "N": N,
+                    "K": K,
+                    "M": T * top_k,
+                    "fused_us": fused_us,
+                    "apart_us": apart_us,
+                    "plain_us": plain_us,
+                    "plain_config": str(chosen),
+                    "difference": difference,
+                }
 
 
 def main() -> None:
@@ -88,21 +98,32 @@ def main() -> None:
     begun, cells = time.time(), []
     for cell in measure(args.models):
         cells.append(cell)
-        print(f"{cell['model']:13}{cell['gemm']:8}T={cell['tokens']:<5} {cell['fused_us']:9.1f} us, plain "
-              f"{cell['plain_us']:9.1f} ({cell['fused_us'] / cell['plain_us']:.3f}), in two steps "
-              f"{cell['apart_us']:9.1f} ({cell['apart_us'] / cell['fused_us']:.2f} x)", flush=True)  # fmt: skip
+        print(
+            f"{cell['model']:13}{cell['gemm']:8}T={cell['tokens']:<5} {cell['fused_us']:9.1f} us, plain "
+            f"{cell['plain_us']:9.1f} ({cell['fused_us'] / cell['plain_us']:.3f}), in two steps "
+            f"{cell['apart_us']:9.1f} ({cell['apart_us'] / cell['fused_us']:.2f} x)",
+            flush=True,
+        )
     lines = []
     for moved in dict.fromkeys(cell["moved"] for cell in cells):
         for T in TOKENS:
             some = [cell for cell in cells if (cell["moved"], cell["tokens"]) == (moved, T)]
             over = [cell["fused_us"] / cell["plain_us"] for cell in some]
             apart = geometric_mean(cell["apart_us"] / cell["fused_us"] for cell in some)
-            lines.append(f"{moved:20} T={T:<5} of the plain product {geometric_mean(over):.3f}, "
-                         f"at most {max(over):.3f}; in two steps {apart:.2f} x")  # fmt: skip
+            lines.append(
+                f"{moved:20} T={T:<5} of the plain product {geometric_mean(over):.3f}, "
+                f"at most {max(over):.3f}; in two steps {apart:.2f} x"
+            )
     print("\n".join(lines))
-    report = {**provenance.about(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-              "seconds": round(time.time() - begun, 1), "triton_imported": "triton" in sys.modules,
-              "summary": lines, "cells": cells}  # fmt: skip
+    report = {
+        **provenance.about(),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "seconds": round(time.time() - begun, 1),
+        "triton_imported": "triton" in sys.modules,
+        "summary": lines,
+        "cells": cells,
+    }
     args.out.write_text(json.dumps(report, indent=1) + "\n")
     wrong = [cell for cell in cells if not cell["difference"] < MAX_DIFFERENCE]
     sys.exit(f"{len(wrong)} cells differ" if wrong else 0)

@@ -127,8 +127,18 @@ def compare(now: Mapping[str, Mapping[str, Any]], recorded: Mapping[str, Mapping
     rows = []
     for cell, (one, was) in both.items():
         drift = drifts.get(cell, usual)
-        rows.append(Row(cell, one["us"], one.get("torch_us"), was["us"], drift, one["us"] / (was["us"] * drift),
-                        one["config"], was["config"]))  # fmt: skip
+        rows.append(
+            Row(
+                cell,
+                one["us"],
+                one.get("torch_us"),
+                was["us"],
+                drift,
+                one["us"] / (was["us"] * drift),
+                one["config"],
+                was["config"],
+            )
+        )
     return sorted(rows, key=lambda row: -row.ratio)
 
 
@@ -160,8 +170,10 @@ def table(rows: Sequence[Row]) -> str:
     for row in rows:
         beside = f"{row.torch_us / row.us:8.2f}" if row.torch_us else f"{'-':>8}"
         changed = "" if row.config == row.recorded_config else f"   {row.config}, was {row.recorded_config}"
-        lines.append(f"{row.cell:{wide}} {row.us:10.1f} {row.recorded_us:10.1f} {row.drift:6.3f} {row.ratio:6.3f} "
-                     f"{beside}{changed}")  # fmt: skip
+        lines.append(
+            f"{row.cell:{wide}} {row.us:10.1f} {row.recorded_us:10.1f} {row.drift:6.3f} {row.ratio:6.3f} "
+            f"{beside}{changed}"
+        )
     return "\n".join([*lines, f"{len(rows)} cells, mean {mean_of(rows):.3f} x the time recorded"])
 
 
@@ -223,9 +235,14 @@ def main() -> None:
     if record is not None and record["gpu"] != gpu:
         parser.error(f"{args.against} was recorded on {record['gpu']}, this is {gpu}: make one with --record")
     now = middle([measured(sample()) for _ in range(LOOKS)])
-    report = {**provenance.about(), "gpu": gpu, "torch": torch.__version__,
-              "seconds": round(time.monotonic() - begun, 1), "triton_imported": "triton" in sys.modules,
-              "cells": now}  # fmt: skip
+    report = {
+        **provenance.about(),
+        "gpu": gpu,
+        "torch": torch.__version__,
+        "seconds": round(time.monotonic() - begun, 1),
+        "triton_imported": "triton" in sys.modules,
+        "cells": now,
+    }
     rows = [] if record is None else compare(now, record["cells"])
     wrong = complaints(rows, now, now if record is None else record["cells"])
     if record is not None:

@@ -131,14 +131,17 @@ def whole_calls(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor) -> Time
         "new_x_each_call": (lambda: grouped_gemm(moving[next(turn) % 300], w, m_sizes), CALLS),
         "other_rows_each_call": (lambda: grouped_gemm(x[: 1 + next(turn) % M], w, m_sizes), CALLS),
         "gather": (lambda: grouped_gemm(tokens, w, m_sizes, TOPK, index, permute_x=True), CALLS),
-        "scatter_weight": (lambda: grouped_gemm(x, w, m_sizes, TOPK, index, permute_y=True,
-                                                topk_weights=weights, fuse_mul_post=True), CALLS),
-        "autograd": (ours, CALLS), "autograd_and_backward": (step(ours), 50),
+        "scatter_weight": (
+            lambda: grouped_gemm(x, w, m_sizes, TOPK, index, permute_y=True, topk_weights=weights, fuse_mul_post=True),
+            CALLS,
+        ),
+        "autograd": (ours, CALLS),
+        "autograd_and_backward": (step(ours), 50),
         "torch_mm": (lambda: torch.mm(x, dense), CALLS),
         "torch_grouped_mm": (lambda: torch._grouped_mm(x, wt, offs=offsets), CALLS),
         "torch_grouped_mm_autograd": (torchs, CALLS),
         "torch_grouped_mm_autograd_and_backward": (step(torchs), 50),
-    }  # fmt: skip
+    }
 
 
 def layers(w: torch.Tensor) -> Timed:
@@ -161,9 +164,10 @@ def layers(w: torch.Tensor) -> Timed:
     return {
         "layer": (lambda: moe_mlp(hidden, w, down, ids, weights), 50),
         "layer_bf16_weights": (lambda: moe_mlp(hidden, w, down, ids, narrow), 50),
-        "layer_autograd": (learning, 50), "layer_autograd_and_backward": (step, 20),
+        "layer_autograd": (learning, 50),
+        "layer_autograd_and_backward": (step, 20),
         "sort_routing": (lambda: sort_routing(ids, E), CALLS),
-    }  # fmt: skip
+    }
 
 
 def cpu_name() -> str:
@@ -173,9 +177,12 @@ def cpu_name() -> str:
 
 def environment() -> dict[str, object]:
     return {
-        "gpu": torch.cuda.get_device_properties(0).name, "cpu": cpu_name(), "driver": cuda.driver_version(),
-        "python": platform.python_version(), "torch": torch.__version__,
-    }  # fmt: skip
+        "gpu": torch.cuda.get_device_properties(0).name,
+        "cpu": cpu_name(),
+        "driver": cuda.driver_version(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
 
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -62,14 +62,17 @@ def calls() -> dict[str, Callable[[], object]]:
     return {
         "call": lambda: grouped_gemm(x, w, m_sizes),
         "gather": lambda: grouped_gemm(tokens, w, m_sizes, top_k, index, permute_x=True),
-        "scatter_weight": lambda: grouped_gemm(x, w, m_sizes, top_k, index, permute_y=True, topk_weights=by_slot,
-                                               fuse_mul_post=True),
-        "autograd": autograd, "autograd_and_backward": step(autograd, dy),
-        "layer": lambda: moe_mlp(hidden, up, down, ids, weights), "layer_autograd": learning,
+        "scatter_weight": lambda: grouped_gemm(
+            x, w, m_sizes, top_k, index, permute_y=True, topk_weights=by_slot, fuse_mul_post=True
+        ),
+        "autograd": autograd,
+        "autograd_and_backward": step(autograd, dy),
+        "layer": lambda: moe_mlp(hidden, up, down, ids, weights),
+        "layer_autograd": learning,
         "layer_autograd_and_backward": step(learning, torch.zeros_like(hidden)),
         "torch_mm": lambda: torch.mm(left, left),
         "torch_mm_autograd_and_backward": step(lambda: torch.mm(left, right), left),
-    }  # fmt: skip
+    }
 
 
 def host_us(timed: dict[str, Callable[[], object]]) -> dict[str, dict[str, float]]:

@@ -32,11 +32,15 @@ class Row(NamedTuple):
         """As a file has it."""
         low, high = self.interval()
         return {
-            "old": round(self.old, 3), "new": round(self.new, 3), "ratio": round(self.ratio, 4),
-            "low": round(low, 4) if low == low else None, "high": round(high, 4) if high == high else None,
+            "old": round(self.old, 3),
+            "new": round(self.new, 3),
+            "ratio": round(self.ratio, 4),
+            "low": round(low, 4) if low == low else None,
+            "high": round(high, 4) if high == high else None,
             "pairs": [round(one, 4) for one in self.pairs],
-            "medians": round(self.medians, 4), "least": round(self.least, 4),
-        }  # fmt: skip
+            "medians": round(self.medians, 4),
+            "least": round(self.least, 4),
+        }
 
 
 def rows(pairs: list[Pair]) -> dict[str, Row]:
@@ -50,21 +54,32 @@ def rows(pairs: list[Pair]) -> dict[str, Row]:
         drawn = [statistics.median([one for i in draw for one in turns[i]]) for draw in draws]
         medians = statistics.median(old), statistics.median(new)
         found[name] = Row(
-            *medians, statistics.median([one for each in turns for one in each]), drawn,
-            [statistics.median(each) for each in turns], medians[1] / medians[0], min(new) / min(old),
-        )  # fmt: skip
+            *medians,
+            statistics.median([one for each in turns for one in each]),
+            drawn,
+            [statistics.median(each) for each in turns],
+            medians[1] / medians[0],
+            min(new) / min(old),
+        )
     return found
 
 
 def mean(every: list[Row]) -> Row:
     """The geometric mean of each figure."""
     each = statistics.geometric_mean
-    drawn, pairs = ([each(one) for one in zip(*lists, strict=True)] for lists in
-                    ([row.drawn for row in every], [row.pairs for row in every]))  # fmt: skip
+    drawn, pairs = (
+        [each(one) for one in zip(*lists, strict=True)]
+        for lists in ([row.drawn for row in every], [row.pairs for row in every])
+    )
     return Row(
-        each(row.old for row in every), each(row.new for row in every), each(row.ratio for row in every), drawn, pairs,
-        each(row.medians for row in every), each(row.least for row in every),
-    )  # fmt: skip
+        each(row.old for row in every),
+        each(row.new for row in every),
+        each(row.ratio for row in every),
+        drawn,
+        pairs,
+        each(row.medians for row in every),
+        each(row.least for row in every),
+    )
 
 
 def torchs(calls: dict[str, Row]) -> dict[str, Row]:

@@ -95,8 +95,11 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
     began, longest = time.monotonic(), 0.0
     pinned = host_turns.cores(args.cores)
     report: dict[str, Any] = {
-        "command": " ".join(["python", *sys.argv]), "unit": "us", "batches": args.batches, "cores": pinned,
-    }  # fmt: skip
+        "command": " ".join(["python", *sys.argv]),
+        "unit": "us",
+        "batches": args.batches,
+        "cores": pinned,
+    }
     with tempfile.TemporaryDirectory() as folder:
         trees = Trees(args.old, Path(folder), pinned, args.without_gpu)
         report["work"] = trees.work()

@@ -104,10 +104,13 @@ class Process:
         places = os.pathsep.join(filter(None, (str(path), os.environ.get("PYTHONPATH"))))
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
-            [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr,
+            [sys.executable, *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
             env=os.environ | {"PYTHONPATH": places, "PYTHONHASHSEED": str(seed)},
             preexec_fn=(lambda: os.sched_setaffinity(0, pinned)) if pinned else None,
-        )  # fmt: skip
+        )
 
     def _ended(self, what: str) -> Ended:
         self._stderr.seek(0)

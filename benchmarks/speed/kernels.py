@@ -63,8 +63,10 @@ def dense(op: str, inputs: method.Inputs) -> Callable[[], torch.Tensor]:
 
 def tile_waste(op: str, N: int, K: int, rows: torch.Tensor) -> float:
     """What the best tiles multiply over what is asked: rows go by 64, of dW by 32; columns by 128, dw's rows by 64."""
-    padded = [math.ceil(n / step) * step / n for n, step in
-              {"forward": ((N, 128),), "dX": ((K, 128),), "dW": ((N, 64), (K, 128))}[op]]  # fmt: skip
+    padded = [
+        math.ceil(n / step) * step / n
+        for n, step in {"forward": ((N, 128),), "dX": ((K, 128),), "dW": ((N, 64), (K, 128))}[op]
+    ]
     step = 32 if op == "dW" else 64
     return math.prod(padded) * float((rows + step - 1).div(step, rounding_mode="floor").sum() * step / rows.sum())
 
@@ -96,10 +98,14 @@ def layers_of(text: str) -> list[tuple[str, list[tuple[str, int, int]], int, int
 
     shapes = load_models([text]).shapes
     return [
-        (f"{s.name} tp={s.tp} ep={s.ep}", [(g.role, g.N, g.K) for g in s.gemms()], s.experts_per_rank,
-         s.experts_per_token)
+        (
+            f"{s.name} tp={s.tp} ep={s.ep}",
+            [(g.role, g.N, g.K) for g in s.gemms()],
+            s.experts_per_rank,
+            s.experts_per_token,
+        )
         for s in shapes
-    ]  # fmt: skip
+    ]
 
 
 def in_turns(clock: method.Clock, *calls: Callable[[], Any], budget_ms: float = 400.0) -> list[float]:
@@ -141,12 +147,21 @@ def measure(
                     beside = [torchs, matmul_loop(op, inputs), dense(op, inputs)] if T >= 1024 else [torchs]
                     ours_us, torch_us, *others_us = in_turns(clock, own, *beside)
                     cell = {
-                        "model": name if w_layout == "nk" else f"{name} kn", "gemm": gemm, "op": op, "tokens": T,
-                        "M": M, "E": E, "N": N, "K": K,
-                        "error": error, "us": ours_us, "torch_grouped_mm_us": torch_us,
-                        "floor_us": method.floor_us(M, N, K, active), "active": active,
+                        "model": name if w_layout == "nk" else f"{name} kn",
+                        "gemm": gemm,
+                        "op": op,
+                        "tokens": T,
+                        "M": M,
+                        "E": E,
+                        "N": N,
+                        "K": K,
+                        "error": error,
+                        "us": ours_us,
+                        "torch_grouped_mm_us": torch_us,
+                        "floor_us": method.floor_us(M, N, K, active),
+                        "active": active,
                         "tile_waste": tile_waste(op, N, K, m_sizes.cpu()),
-                    }  # fmt: skip
+                    }
                     if others_us:
                         cell["matmul_loop_us"], cell["dense_same_flops_us"] = others_us
                     chosen = explain(problem(op, E, N, K, w_layout), M=M).chosen
@@ -189,8 +204,12 @@ def compare(cells: list[dict[str, Any]]) -> list[str]:
         cell["drift"] = cell["torch_grouped_mm_us"] / known["torch_grouped_mm"]
         known.pop(LOOP, None)
         best = min((one for one in known if not one.endswith("_gather")), key=known.__getitem__)  # rows sorted before
-        cell |= {"best_peer": best, "best_peer_us": known[best], "ratio": known[best] / cell["us"],
-                 "ratio_scaled": known[best] * cell["drift"] / cell["us"]}  # fmt: skip
+        cell |= {
+            "best_peer": best,
+            "best_peer_us": known[best],
+            "ratio": known[best] / cell["us"],
+            "ratio_scaled": known[best] * cell["drift"] / cell["us"],
+        }
     for op, tokens in sorted({(c["op"], c["tokens"]) for c in cells}, key=lambda k: (k[0] != "forward", k)):
         some = [c for c in cells if (c["op"], c["tokens"]) == (op, tokens)]
         torchs = geometric_mean(c["torch_grouped_mm_us"] / c["us"] for c in some)
@@ -202,16 +221,20 @@ def compare(cells: list[dict[str, Any]]) -> list[str]:
             line += f"   of dense {geometric_mean(c['dense_same_flops_us'] / c['us'] for c in some):.2f}"
         known = [c for c in some if "ratio" in c]
         if known:
-            line += (f"   x best peer {geometric_mean(c['ratio'] for c in known):.3f}"
-                     f" (scaled by drift {against(known, 'ratio_scaled')})")  # fmt: skip
+            line += (
+                f"   x best peer {geometric_mean(c['ratio'] for c in known):.3f}"
+                f" (scaled by drift {against(known, 'ratio_scaled')})"
+            )
         lines.append(line)
     known = [c for c in cells if "ratio" in c]
     if known:
-        lines.append(f"all {len(known)} cells: x grouped_mm "
-                     f"{geometric_mean(c['torch_grouped_mm_us'] / c['us'] for c in cells):.2f}, "
-                     f"x best peer {geometric_mean(c['ratio'] for c in known):.3f} "
-                     f"(scaled by drift {against(known, 'ratio_scaled')}); "
-                     f"grouped_mm's drift {geometric_mean(c['drift'] for c in known):.3f}")  # fmt: skip
+        lines.append(
+            f"all {len(known)} cells: x grouped_mm "
+            f"{geometric_mean(c['torch_grouped_mm_us'] / c['us'] for c in cells):.2f}, "
+            f"x best peer {geometric_mean(c['ratio'] for c in known):.3f} "
+            f"(scaled by drift {against(known, 'ratio_scaled')}); "
+            f"grouped_mm's drift {geometric_mean(c['drift'] for c in known):.3f}"
+        )
     return lines
 
 
@@ -270,9 +293,16 @@ def main() -> None:
     lines = compare(cells)
     print("\n".join(("", *each(cells), *lines)))
     wrong = [c for c in cells if not c["error"] < method.MAX_ERROR]
-    report = {**provenance.about(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-              "seconds": round(time.time() - begun, 1), "triton_imported": "triton" in sys.modules,
-              "summary": lines, "wrong": len(wrong), "cells": cells}  # fmt: skip
+    report = {
+        **provenance.about(),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "seconds": round(time.time() - begun, 1),
+        "triton_imported": "triton" in sys.modules,
+        "summary": lines,
+        "wrong": len(wrong),
+        "cells": cells,
+    }
     args.out.write_text(json.dumps(report, indent=1) + "\n")
     if args.plot:
         plot(cells, report["gpu"], args.plot)

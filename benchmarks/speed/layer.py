@@ -166,9 +166,15 @@ def main() -> None:
     cells = measure(args.models.split(","), compile=args.compile)
     lines = summary(cells)
     print("\n".join(lines))
-    report = {**provenance.about(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-              "seconds": round(time.time() - begun, 1), "triton_imported": "triton" in sys.modules,
-              "summary": lines, "cells": cells}  # fmt: skip
+    report = {
+        **provenance.about(),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "seconds": round(time.time() - begun, 1),
+        "triton_imported": "triton" in sys.modules,
+        "summary": lines,
+        "cells": cells,
+    }
     args.out.write_text(json.dumps(report, indent=1) + "\n")
     wrong = [c for c in cells if not c["difference"] < MAX_DIFFERENCE]
     sys.exit(f"{len(wrong)} cells differ from torch" if wrong else 0)

@@ -112,7 +112,7 @@ def dequantised(block: Block, step: Step) -> torch.Tensor:
 
 LAYERS: dict[str, Callable[[Block, Step], torch.Tensor]] = dict(
     zip((*WAYS, *QUANTISED), (frozen, ours, by_hand, whole, codes, dequantised), strict=True)
-)  # fmt: skip
+)
 
 
 def made(sizes: tuple[int, int, int], r: int, device: str, weights: str | None) -> Block:
@@ -199,9 +199,15 @@ def kernels_of(call: Callable[[], object]) -> list[tuple[str, float]]:
 
 
 def measure(
-    sizes: tuple[int, int, int], top_k: int, T: int, r: int, rounds: int, device: str, weights: str | None = None,
+    sizes: tuple[int, int, int],
+    top_k: int,
+    T: int,
+    r: int,
+    rounds: int,
+    device: str,
+    weights: str | None = None,
     profiled: bool = False,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     block, step = made(sizes, r, device, weights), step_of(sizes, T, top_k, device)
     ways = WAYS if weights is None else (*WAYS, *QUANTISED)
     cuda = device == "cuda"
@@ -218,9 +224,19 @@ def measure(
     kernels = {way: kernels_of(calls[way]) for way in (*ways[:2], *ways[4:5])} if profiled and cuda else {}
     weights_gb = sum(one.nbytes for one in block[:2]) / 1e9
     codes_gb = sum(one.codes.nbytes + one.scale.nbytes for one in block.codes or ()) / 1e9
-    return {"T": T, "r": r, "E, H, I": sizes, "top_k": top_k, "weights": weights,
-             "weights_gb": weights_gb, "codes_gb": codes_gb, "ms": times, "peak_gb": peaks,
-            "difference_from_torch": difference, **({"kernels": kernels} if kernels else {})}  # fmt: skip
+    return {
+        "T": T,
+        "r": r,
+        "E, H, I": sizes,
+        "top_k": top_k,
+        "weights": weights,
+        "weights_gb": weights_gb,
+        "codes_gb": codes_gb,
+        "ms": times,
+        "peak_gb": peaks,
+        "difference_from_torch": difference,
+        **({"kernels": kernels} if kernels else {}),
+    }
 
 
 def main() -> None:
@@ -248,8 +264,12 @@ def main() -> None:
             peak = f", peak {cell['peak_gb'][way]:.2f} GB" if cell["peak_gb"] else ""
             line = f"T={T:<5} {way:11} {cell['ms'][way]:8.2f} ms, {cell['ms'][way] / base:.2f} x frozen{peak}"
             print(line, file=sys.stderr, flush=True)
-    report = {**provenance.about(), "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
-              "torch": torch.__version__, "cells": cells}  # fmt: skip
+    report = {
+        **provenance.about(),
+        "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
+        "torch": torch.__version__,
+        "cells": cells,
+    }
     text = json.dumps(report, indent=1) + "\n"
     if args.json == "-":
         print(text, end="")

@@ -138,8 +138,16 @@ def measure(config: Any, T: int, r: int, rounds: int, device: str, profiled: boo
     peaks = {way: one + weights_gb + (0 if way == "frozen" else adapters_gb) for way, one in steps.items()}
     times = ms_of(calls, rounds, cuda)
     kernels = {way: kernels_of(calls[way]) for way in ("frozen", "ours")} if profiled and cuda else {}
-    return {"T": T, "r": r, "weights_gb": weights_gb, "adapters_gb": adapters_gb, "ms": times, "peak_gb": peaks,
-            "difference_from_whole": difference, **({"kernels": kernels} if kernels else {})}  # fmt: skip
+    return {
+        "T": T,
+        "r": r,
+        "weights_gb": weights_gb,
+        "adapters_gb": adapters_gb,
+        "ms": times,
+        "peak_gb": peaks,
+        "difference_from_whole": difference,
+        **({"kernels": kernels} if kernels else {}),
+    }
 
 
 def main() -> None:
@@ -163,8 +171,13 @@ def main() -> None:
             peak = f", peak {cell['peak_gb'][way]:.2f} GB" if cell["peak_gb"] else ""
             ms, base = cell["ms"][way], cell["ms"]["frozen"]
             print(f"T={T:<5} {way:11} {ms:8.2f} ms, {ms / base:.2f} x frozen{peak}", file=sys.stderr, flush=True)
-    report = {**provenance.about(), "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
-              "torch": torch.__version__, "model": args.model, "cells": cells}  # fmt: skip
+    report = {
+        **provenance.about(),
+        "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
+        "torch": torch.__version__,
+        "model": args.model,
+        "cells": cells,
+    }
     text = json.dumps(report, indent=1) + "\n"
     if args.json == "-":
         print(text, end="")

@@ -84,17 +84,33 @@ def main() -> None:
                 partial(grouped_gemm, x, w, m_sizes, kernel_config_fwd=pins[kind]) for kind, (x, w) in kinds.items()
             ]
             dense = [partial(torch.mm, x, w[0].T) for x, w in kinds.values()]
-            cell: dict[str, Any] = {"model": name, "gemm": gemm, "M": M, "E": E, "N": N, "K": K, "config": str(config),
-                                    "fp16_has_it": pin is not None}  # fmt: skip
+            cell: dict[str, Any] = {
+                "model": name,
+                "gemm": gemm,
+                "M": M,
+                "E": E,
+                "N": N,
+                "K": K,
+                "config": str(config),
+                "fp16_has_it": pin is not None,
+            }
             for state, us in (
-                ("in_turns", in_turns(clock, *grouped, *dense)), ("paused", after_pauses(clock, [*grouped, *dense])),
-            ):  # fmt: skip
-                cell[state] = {"grouped_us": dict(zip(kinds, us[:3], strict=True)),
-                               "dense_us": dict(zip(kinds, us[3:], strict=True))}  # fmt: skip
+                ("in_turns", in_turns(clock, *grouped, *dense)),
+                ("paused", after_pauses(clock, [*grouped, *dense])),
+            ):
+                cell[state] = {
+                    "grouped_us": dict(zip(kinds, us[:3], strict=True)),
+                    "dense_us": dict(zip(kinds, us[3:], strict=True)),
+                }
                 for what, found in cell[state].items():
                     text = "  ".join(f"{kind} {us:.1f} ({found['bf16'] / us:.3f})" for kind, us in found.items())
                     print(f"{name:13}{gemm:8}{state:9}{what:11}{text}", flush=True)
             cells.append(cell)
-    report = {**provenance.about(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-              "seconds": round(time.time() - begun, 1), "cells": cells}  # fmt: skip
+    report = {
+        **provenance.about(),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "seconds": round(time.time() - begun, 1),
+        "cells": cells,
+    }
     args.out.write_text(json.dumps(report, indent=1) + "\n")

@@ -124,6 +124,11 @@ def main() -> None:
     zero_rows.LEAST_BYTES = 0  # small results too
     blocks = [Block(*map(int, one.split("x"))) for one in args.blocks.split(",") if one]
     cells = measure(args.models.split(","), blocks)
-    report = {**provenance.about(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-              "seconds": round(time.time() - begun, 1), "cells": cells}  # fmt: skip
+    report = {
+        **provenance.about(),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "seconds": round(time.time() - begun, 1),
+        "cells": cells,
+    }
     args.out.write_text(json.dumps(report, indent=1) + "\n")

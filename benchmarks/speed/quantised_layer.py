@@ -118,10 +118,13 @@ def measure(models: list[str], tokens: list[int]) -> list[dict[str, Any]]:
             times = clock.rounds_us(graphs, ROUNDS)
             cell |= {which: statistics.median(row) for which, row in zip(names, times, strict=True)}
             cells.append(cell)
-            print(f"{name:13} T={T:<5} layer {cell['one_pass_us']:8.1f} us, by two passes "
-                  f"{cell['two_passes_us']:8.1f}, x {cell['two_passes_us'] / cell['one_pass_us']:.3f}; pass "
-                  f"{cell['pass_us']:7.1f}, two {cell['both_us']:7.1f} ({cell['activation_us']:.1f} and "
-                  f"{cell['quantize_us']:.1f}), floor {cell['floor_us']:.1f}", flush=True)  # fmt: skip
+            print(
+                f"{name:13} T={T:<5} layer {cell['one_pass_us']:8.1f} us, by two passes "
+                f"{cell['two_passes_us']:8.1f}, x {cell['two_passes_us'] / cell['one_pass_us']:.3f}; pass "
+                f"{cell['pass_us']:7.1f}, two {cell['both_us']:7.1f} ({cell['activation_us']:.1f} and "
+                f"{cell['quantize_us']:.1f}), floor {cell['floor_us']:.1f}",
+                flush=True,
+            )
         del gate_up, down, given
         torch.cuda.empty_cache()
     return cells
@@ -135,6 +138,11 @@ def main() -> None:
     args = parser.parse_args()
     begun = time.time()
     cells = measure(args.models.split(","), args.tokens)
-    report = {**provenance.about(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-              "seconds": round(time.time() - begun, 1), "cells": cells}  # fmt: skip
+    report = {
+        **provenance.about(),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "seconds": round(time.time() - begun, 1),
+        "cells": cells,
+    }
     args.out.write_text(json.dumps(report, indent=1) + "\n")

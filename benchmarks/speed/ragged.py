@@ -52,13 +52,26 @@ def measure(names: list[str], T: int) -> list[dict[str, Any]]:
             rounds = clock.rounds_us(graphs, 2)
             rounds = clock.rounds_us(graphs, max(7, min(50, int(4e5 / sum(times[-1] for times in rounds)))))
             us = dict(zip(KINDS, (statistics.median(times) for times in rounds), strict=True))
-            cell = {"model": name, "gemm": gemm, "tokens": T, "M": M, "E": E, "N": N, "K": K, "us": us,
-                    "padded_64": padded(routed, 64), "padded_128": padded(routed, 128)}  # fmt: skip
+            cell = {
+                "model": name,
+                "gemm": gemm,
+                "tokens": T,
+                "M": M,
+                "E": E,
+                "N": N,
+                "K": K,
+                "us": us,
+                "padded_64": padded(routed, 64),
+                "padded_128": padded(routed, 128),
+            }
             cells.append(cell)
             over = {kind: us[kind] / us["dense"] for kind in KINDS}
-            print(f"{name:13}{gemm:8} dense {us['dense']:8.1f} us ({2e-6 * M * N * K / us['dense']:.0f} TFLOP/s), "
-                  f"one expert x {over['one']:.3f}, equal x {over['equal']:.3f}, routed x {over['routed']:.3f}; rows "
-                  f"padded to 64 x {cell['padded_64']:.3f}, to 128 x {cell['padded_128']:.3f}", flush=True)  # fmt: skip
+            print(
+                f"{name:13}{gemm:8} dense {us['dense']:8.1f} us ({2e-6 * M * N * K / us['dense']:.0f} TFLOP/s), "
+                f"one expert x {over['one']:.3f}, equal x {over['equal']:.3f}, routed x {over['routed']:.3f}; rows "
+                f"padded to 64 x {cell['padded_64']:.3f}, to 128 x {cell['padded_128']:.3f}",
+                flush=True,
+            )
             del x, w, graphs, calls
             torch.cuda.empty_cache()
     return cells
@@ -74,7 +87,13 @@ def main() -> None:
     cells = measure(args.models.split(","), args.tokens)
     means = {kind: geometric_mean(cell["us"][kind] / cell["us"]["dense"] for cell in cells) for kind in KINDS}
     print("over the dense product, geometric means:", ", ".join(f"{kind} {mean:.3f}" for kind, mean in means.items()))
-    report = {**provenance.about(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-              "seconds": round(time.time() - begun, 1), "triton_imported": "triton" in sys.modules,
-              "over_dense": means, "cells": cells}  # fmt: skip
+    report = {
+        **provenance.about(),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "seconds": round(time.time() - begun, 1),
+        "triton_imported": "triton" in sys.modules,
+        "over_dense": means,
+        "cells": cells,
+    }
     args.out.write_text(json.dumps(report, indent=1) + "\n")

@@ -48,8 +48,14 @@ def main() -> None:
             ours, torchs = in_turns(clock, functools.partial(sort_routing, ids, E), functools.partial(by_torch, ids, E))
             cells.append({"E": E, "top_k": top_k, "tokens": T, "us": ours, "torch_us": torchs, "same": same})
             print(f"E={E:<4} T={T:<6} {ours:7.1f} us, torch {torchs:7.1f} us{'' if same else ' DIFFERENT'}", flush=True)
-    report = {**provenance.about(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-              "seconds": round(time.time() - begun, 1), "triton_imported": "triton" in sys.modules,
-              "x_torch": geometric_mean(c["torch_us"] / c["us"] for c in cells), "cells": cells}  # fmt: skip
+    report = {
+        **provenance.about(),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "seconds": round(time.time() - begun, 1),
+        "triton_imported": "triton" in sys.modules,
+        "x_torch": geometric_mean(c["torch_us"] / c["us"] for c in cells),
+        "cells": cells,
+    }
     args.out.write_text(json.dumps(report, indent=1) + "\n")
     sys.exit("some differ" if not all(c["same"] for c in cells) else 0)

@@ -30,17 +30,66 @@ from benchmarks import provenance
 from pretuned.integrations.transformers import experts_forward
 
 SHAPES: dict[str, tuple[str, dict[str, int]]] = {  # transformers' kind of model, and its sizes
-    "qwen3-30b": ("qwen3_moe", {"hidden_size": 2048, "num_experts": 128, "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}),
-    "mixtral-8x7b": ("mixtral", {"hidden_size": 4096, "num_local_experts": 8, "num_experts_per_tok": 2,
-        "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}),
-    "gpt-oss-20b": ("gpt_oss", {"hidden_size": 2880, "num_local_experts": 32, "num_experts_per_tok": 4,
-        "intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64}),
-    "olmoe": ("olmoe", {"hidden_size": 2048, "num_experts": 64, "num_experts_per_tok": 8,
-        "intermediate_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 16}),
-    "tiny": ("qwen3_moe", {"hidden_size": 64, "num_experts": 8, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}),
-}  # fmt: skip
+    "qwen3-30b": (
+        "qwen3_moe",
+        {
+            "hidden_size": 2048,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+        },
+    ),
+    "mixtral-8x7b": (
+        "mixtral",
+        {
+            "hidden_size": 4096,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 14336,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+        },
+    ),
+    "gpt-oss-20b": (
+        "gpt_oss",
+        {
+            "hidden_size": 2880,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "intermediate_size": 2880,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+        },
+    ),
+    "olmoe": (
+        "olmoe",
+        {
+            "hidden_size": 2048,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "intermediate_size": 1024,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+        },
+    ),
+    "tiny": (
+        "qwen3_moe",
+        {
+            "hidden_size": 64,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+        },
+    ),
+}
 BATCHES = ((1, 1), (16, 1), (128, 1), (1, 1024), (4, 2048))  # sequences, tokens of each
 OURS, BESIDE, NONE = "pretuned", ("grouped_mm", "batched_mm", "eager"), "none"
 MANY_TOKENS = 1024
@@ -106,8 +155,17 @@ def measure(library: Any, name: str, layers: int, device: str, rounds: int) -> l
         times = 1 if T >= MANY_TOKENS else 5  # of few tokens the host decides, whose times scatter
         for learns in (False, True) if T >= MANY_TOKENS else (False,):
             us = medians_us(model, [*ways, NONE], functools.partial(run, ids, learns), device, times * rounds)
-            cells.append({"model": name, "layers": layers, "sequences": sequences, "length": length,
-                          "training": learns, "us": us, "differences": differences})  # fmt: skip
+            cells.append(
+                {
+                    "model": name,
+                    "layers": layers,
+                    "sequences": sequences,
+                    "length": length,
+                    "training": learns,
+                    "us": us,
+                    "differences": differences,
+                }
+            )
             print(line(cells[-1]), flush=True)
     return cells
 
@@ -171,9 +229,15 @@ def main() -> None:
         if device == "cuda":
             torch.cuda.empty_cache()
         lines = summary(cells)
-        report = {**provenance.about(), "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
-                  "torch": torch.__version__, "transformers": transformers.__version__,
-                  "seconds": round(time.time() - begun, 1), "summary": lines, "cells": cells}  # fmt: skip
+        report = {
+            **provenance.about(),
+            "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "seconds": round(time.time() - begun, 1),
+            "summary": lines,
+            "cells": cells,
+        }
         args.out.write_text(json.dumps(report, indent=1) + "\n")
     print("\n".join(("", *lines)))
     wrong = [c for c in cells if not c["differences"][OURS] < max(MAX_DIFFERENCE, 2 * others(c))]

@@ -235,15 +235,29 @@ def tested(variants: Loaded) -> dict[str, list[str]]:
 
 
 def cell(
-    variants: Loaded, op: Op, size: tuple[Any, ...], group: int, T: int, clock: method.Clock,
+    variants: Loaded,
+    op: Op,
+    size: tuple[Any, ...],
+    group: int,
+    T: int,
+    clock: method.Clock,
     both: dict[bool, tuple[ExpertWeights, NumericsCheck]],
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """One size and number of tokens: the fastest variants of both formats, in turns."""
     model, product, E, top_k, N, K, _ = size
     M = T * top_k
     m_sizes = routed_rows(E, top_k, T).cuda()
-    told: dict[str, Any] = {"model": model, "product": product, "op": op.value, "E": E, "N": N, "K": K, "T": T,
-                            "group": group, "active": int((m_sizes > 0).sum())}  # fmt: skip
+    told: dict[str, Any] = {
+        "model": model,
+        "product": product,
+        "op": op.value,
+        "E": E,
+        "N": N,
+        "K": K,
+        "T": T,
+        "group": group,
+        "active": int((m_sizes > 0).sum()),
+    }
     x = activations(M, K if op is Op.FORWARD else N, torch.bfloat16, "cuda")
     calls: dict[tuple[bool, str], Callable[[], None]] = {}
     for zero, (w, judge) in both.items():
@@ -269,9 +283,12 @@ def cell(
     times = dict(zip(there, in_turns(clock, *(calls[key] for key in there), budget_ms=500.0), strict=True))
     fastest = min((key for key in there if key[0]), key=lambda key: times[key])
     return told | {
-        "none": best[False][1], "zero": fastest[1], "none_us": times[best[False]], "zero_us": times[fastest],
+        "none": best[False][1],
+        "zero": fastest[1],
+        "none_us": times[best[False]],
+        "zero_us": times[fastest],
         "ratio": times[fastest] / times[best[False]],
-    }  # fmt: skip
+    }
 
 
 def useful(one: One, T: int) -> bool:
@@ -313,9 +330,12 @@ def main() -> None:
                         continue
                     one = cell(variants, op, size, group, T, clock, both)
                     result["cells"].append(one)
-                    print(f"{one['model']} {one['product']} {one['op']} g{group} T={T}: none {one['none_us']:.1f} us "
-                          f"({one['none']}), zero points {one['zero_us']:.1f} us ({one['zero']}): "
-                          f"x{one['ratio']:.3f}", flush=True)  # fmt: skip
+                    print(
+                        f"{one['model']} {one['product']} {one['op']} g{group} T={T}: none {one['none_us']:.1f} us "
+                        f"({one['none']}), zero points {one['zero_us']:.1f} us ({one['zero']}): "
+                        f"x{one['ratio']:.3f}",
+                        flush=True,
+                    )
                     write()
                 del both
     for op in ("forward", "dX"):

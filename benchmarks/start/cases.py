@@ -29,10 +29,14 @@ class Form:
 
 PLAIN = Form()
 FUSED = (
-    Form(permute_x=True), Form(permute_y=True, weights=True), Form(permute_x=True, bias=True),
-    Form(permute_y=True, weights=True, bias=True), Form(permute_x=True, weights=True), Form(permute_y=True),
+    Form(permute_x=True),
+    Form(permute_y=True, weights=True),
+    Form(permute_x=True, bias=True),
+    Form(permute_y=True, weights=True, bias=True),
+    Form(permute_x=True, weights=True),
+    Form(permute_y=True),
     Form(permute_x=True, permute_y=True, weights=True, bias=True),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -115,9 +119,14 @@ class Case:
     def call(self, form: Form, given: dict[str, torch.Tensor]) -> torch.Tensor:
         index = self.index if form != PLAIN and form != Form(bias=True) else None
         return grouped_gemm(
-            **given, m_sizes=self.m_sizes, topk=self.shape.top_k, gather_indices=index,
-            permute_x=form.permute_x, permute_y=form.permute_y, fuse_mul_post=form.weights,
-        )  # fmt: skip
+            **given,
+            m_sizes=self.m_sizes,
+            topk=self.shape.top_k,
+            gather_indices=index,
+            permute_x=form.permute_x,
+            permute_y=form.permute_y,
+            fuse_mul_post=form.weights,
+        )
 
     def run(self, form: Form) -> dict[str, torch.Tensor]:
         """y in the sorted order, and the gradient of every input."""

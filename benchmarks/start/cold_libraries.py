@@ -105,9 +105,23 @@ class VllmTriton(Library):
         def call() -> torch.Tensor:
             y = torch.empty(cell.M, 1, cell.N, device=cell.x.device, dtype=torch.bfloat16)
             names["invoke_fused_moe_triton_kernel"](
-                x, w, y, x_scale, *(scale or [None]), None, *rows, False, 1, config, compute_type=self.theirs.bf16,
-                use_int8_w8a8=False, use_int8_w8a16=False, use_int4_w4a16=False, per_channel_quant=False, **named,
-            )  # fmt: skip
+                x,
+                w,
+                y,
+                x_scale,
+                *(scale or [None]),
+                None,
+                *rows,
+                False,
+                1,
+                config,
+                compute_type=self.theirs.bf16,
+                use_int8_w8a8=False,
+                use_int8_w8a16=False,
+                use_int4_w4a16=False,
+                per_channel_quant=False,
+                **named,
+            )
             return y.view(cell.M, cell.N)
 
         return call

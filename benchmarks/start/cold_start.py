@@ -136,10 +136,17 @@ def steps(library: Library, cells: list[list[Cell]], wait: Callable[[], None]) -
     of_codes = library.format == "fp8_block" and library.name in ("vllm_fp8", "deepgemm")
     errors = [cell.error(y, of_codes=of_codes) for y, (_, cell) in zip(results, calls, strict=True)]
     whole = loaded - begun + compiled - ready + sum(seconds)
-    told = {"import_s": loaded - begun, "prepare_s": prepared - loaded, "compile_s": compiled - ready,
-            "calls_s": seconds, "seconds": whole, "again_s": again}  # fmt: skip
-    rounded = {name: [round(s, 5) for s in one] if isinstance(one, list) else round(one, 5)
-               for name, one in told.items()}  # fmt: skip
+    told = {
+        "import_s": loaded - begun,
+        "prepare_s": prepared - loaded,
+        "compile_s": compiled - ready,
+        "calls_s": seconds,
+        "seconds": whole,
+        "again_s": again,
+    }
+    rounded = {
+        name: [round(s, 5) for s in one] if isinstance(one, list) else round(one, 5) for name, one in told.items()
+    }
     return rounded | {"errors": [float(f"{one:.2e}") for one in errors], "wrong": _wrong(library, errors)}
 
 
@@ -179,8 +186,14 @@ def one_process(given: argparse.Namespace, name: str, caches: Path, seconds: flo
     environ = DEFAULTS | os.environ | caches_in(caches)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run.json"
-        options = {"--vllm": given.vllm, "--packages": given.packages, "--humming": given.humming, "--json": out,
-                   "--libraries": name, "--tokens": ",".join(map(str, given.tokens))}  # fmt: skip
+        options = {
+            "--vllm": given.vllm,
+            "--packages": given.packages,
+            "--humming": given.humming,
+            "--json": out,
+            "--libraries": name,
+            "--tokens": ",".join(map(str, given.tokens)),
+        }
         words = [str(word) for option, value in options.items() if value is not None for word in (option, value)]
         ended = child(["cold_start", "--here", *words, *(["--tiny"] if given.tiny else [])], seconds, environ)
         found: dict[str, Any] = json.loads(out.read_text()) if out.is_file() else {}
@@ -279,13 +292,18 @@ def bullet(report: dict[str, Any]) -> str:
     """The README's line: pretuned's range with empty caches, and that of the libraries that compile."""
     ranges = []
     for ours in (True, False):
-        found = [median(row, "empty") for name, row in report["rows"].items()
-                 if name != "torch" and name.startswith("pretuned") is ours and row["empty"]]  # fmt: skip
+        found = [
+            median(row, "empty")
+            for name, row in report["rows"].items()
+            if name != "torch" and name.startswith("pretuned") is ours and row["empty"]
+        ]
         known = [one for one in found if one is not None]
         ranges.append(f"{said(min(known))} to {said(max(known))} s" if known else "an unknown time")
-    text = (f"- **Cold start.** With every cache empty, a new process finishes its first ten GEMMs {ranges[0]} after "
-            f"torch and CUDA are up. Libraries that compile need {ranges[1]} ({card(report)}, "
-            "[all](benchmarks/peers/README.md#cold-start), [parts](docs/inside/performance.md#start)).")  # fmt: skip
+    text = (
+        f"- **Cold start.** With every cache empty, a new process finishes its first ten GEMMs {ranges[0]} after "
+        f"torch and CUDA are up. Libraries that compile need {ranges[1]} ({card(report)}, "
+        "[all](benchmarks/peers/README.md#cold-start), [parts](docs/inside/performance.md#start))."
+    )
     return "\n".join(_wrapped(text))
 
 
@@ -331,8 +349,11 @@ def write(report: dict[str, Any], file: str, pages: tuple[Path, Path, Path] = (R
 def versions(given: argparse.Namespace) -> dict[str, str | None]:
     """Of the libraries beside torch: as their metadata in the folders given, or what is installed, say."""
     found: dict[str, str | None] = {}
-    for name, package, folder in (("triton", "triton", None), ("vllm", "vllm", given.vllm),
-                                  ("humming", "humming-kernels", given.humming)):  # fmt: skip
+    for name, package, folder in (
+        ("triton", "triton", None),
+        ("vllm", "vllm", given.vllm),
+        ("humming", "humming-kernels", given.humming),
+    ):
         try:
             found[name] = version(package)
         except PackageNotFoundError:

@@ -86,13 +86,17 @@ def main() -> None:
     bundles = Path(str(files("pretuned.artifacts") / "bundles"))
     folder = tempfile.TemporaryDirectory()
     ways = {
-        "file": str(bundles / "catalogue-sm90.msgpack"), "directory": str(bundles), "installed": "",
+        "file": str(bundles / "catalogue-sm90.msgpack"),
+        "directory": str(bundles),
+        "installed": "",
         "modelled": str(modelled(bundles / "catalogue-sm90.msgpack", Path(folder.name) / "modelled-sm90.msgpack")),
-    }  # fmt: skip
+    }
     told: dict[str, object] = {
-        **provenance.about(), "machine": platform.machine(), "cores": os.cpu_count(),
+        **provenance.about(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
         "files": len(list(bundles.glob("*.msgpack"))),
-    }  # fmt: skip
+    }
     ms: dict[str, list[float]] = {way: [] for way in ways}
     for _ in track(range(args.runs), "processes", console=Console(stderr=True)):
         for way, named in ways.items():

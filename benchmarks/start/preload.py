@@ -46,7 +46,10 @@ def main() -> None:
     for model in args.models.split(","):
         runs = [one(model) for _ in range(args.repeats)]
         report[model] = runs
-        print(f"{model}: {runs[0]['count']} variants for {runs[0]['cells']} problems and sizes in "
-              f"{statistics.median(run['preload_ms'] for run in runs):.1f} ms (import before it "
-              f"{statistics.median(run['import_ms'] for run in runs):.1f} ms)", flush=True)  # fmt: skip
+        print(
+            f"{model}: {runs[0]['count']} variants for {runs[0]['cells']} problems and sizes in "
+            f"{statistics.median(run['preload_ms'] for run in runs):.1f} ms (import before it "
+            f"{statistics.median(run['import_ms'] for run in runs):.1f} ms)",
+            flush=True,
+        )
     args.out.write_text(json.dumps(provenance.about() | report, indent=1) + "\n")

@@ -61,11 +61,15 @@ def cold() -> dict[str, Any]:
     torch.cuda.synchronize()
     return {
         "bundle_bytes": sum(file.stat().st_size for file in bundle_files()),
-        "torch_import_ms": 1000 * (imported - begun), "context_and_inputs_ms": 1000 * (ready - imported),
-        "pretuned_import_ms": 1000 * (runtime - ready), "first_call_returns_ms": 1000 * (returned - start),
-        "first_result_ms": 1000 * (end - start), "second_result_ms": 1000 * (time.perf_counter() - second),
-        "process_start_to_first_result_ms": 1000 * (time.time() - begun), "triton_imported": "triton" in sys.modules,
-    }  # fmt: skip
+        "torch_import_ms": 1000 * (imported - begun),
+        "context_and_inputs_ms": 1000 * (ready - imported),
+        "pretuned_import_ms": 1000 * (runtime - ready),
+        "first_call_returns_ms": 1000 * (returned - start),
+        "first_result_ms": 1000 * (end - start),
+        "second_result_ms": 1000 * (time.perf_counter() - second),
+        "process_start_to_first_result_ms": 1000 * (time.time() - begun),
+        "triton_imported": "triton" in sys.modules,
+    }
 
 
 def host() -> dict[str, Any]:
@@ -156,9 +160,15 @@ def bare() -> dict[str, Any]:
     )
     y = grouped_gemm(inputs.x, inputs.w, inputs.m_sizes)
     error = method.relative_error(y, inputs)
-    return {"error": error, "wrong": not error < method.MAX_ERROR, "uid": os.getuid(), "home": os.environ.get("HOME"),
-            "compilers": [c for c in ("cc", "gcc", "clang", "nvcc", "ptxas") if shutil.which(c)],
-            "writable": writable, "triton_imported": "triton" in sys.modules}  # fmt: skip
+    return {
+        "error": error,
+        "wrong": not error < method.MAX_ERROR,
+        "uid": os.getuid(),
+        "home": os.environ.get("HOME"),
+        "compilers": [c for c in ("cc", "gcc", "clang", "nvcc", "ptxas") if shutil.which(c)],
+        "writable": writable,
+        "triton_imported": "triton" in sys.modules,
+    }
 
 
 def right(name: str) -> Callable[[], dict[str, Any]]:
@@ -187,8 +197,13 @@ def bundle_files() -> list[Path]:
 
 def run_step(name: str, prefix: tuple[str, ...] = (), env: dict[str, str] | None = None) -> dict[str, Any]:
     env = dict(os.environ if env is None else env) | {"BEGUN": repr(time.time())}
-    done = subprocess.run([*prefix, sys.executable, str(RUN), "proof", "--step", name], env=env, stdout=subprocess.PIPE,
-                          text=True, check=False)  # fmt: skip
+    done = subprocess.run(
+        [*prefix, sys.executable, str(RUN), "proof", "--step", name],
+        env=env,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
         return {"failed": f"exit {done.returncode}", "output": done.stdout[-2000:]}
@@ -236,9 +251,13 @@ def main() -> None:
 
     properties = torch.cuda.get_device_properties(0)
     report["environment"] = {
-        "gpu": properties.name, "sm_count": properties.multi_processor_count, "driver": driver.driver_version(),
-        "python": sys.version.split()[0], "torch": torch.__version__, "about": provenance.about(),
-    }  # fmt: skip
+        "gpu": properties.name,
+        "sm_count": properties.multi_processor_count,
+        "driver": driver.driver_version(),
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "about": provenance.about(),
+    }
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(report, indent=1) + "\n")

@@ -26,8 +26,21 @@ def read_catalogue() -> list[tuple[str, int, int, int, int]]:
     cells = []
     for entry in catalogue().values():
         layer = entry.layer
-        shape = LayerShard(entry.id, layer.E, layer.k, layer.H, layer.I, 0, layer.gated, (DType.BF16,), 1, 1,
-                           (1, 65536), (Op.FORWARD,), "")  # fmt: skip
+        shape = LayerShard(
+            entry.id,
+            layer.E,
+            layer.k,
+            layer.H,
+            layer.I,
+            0,
+            layer.gated,
+            (DType.BF16,),
+            1,
+            1,
+            (1, 65536),
+            (Op.FORWARD,),
+            "",
+        )
         cells += [(f"{entry.id} {gemm.role}", gemm.E, gemm.N, gemm.K, layer.k) for gemm in shape.gemms()]
     return cells
 
@@ -45,15 +58,31 @@ def correct() -> dict[str, Any]:
             error = method.relative_error(y, inputs)
             told = explain(inputs.x, w, m_sizes)
             chosen = str(told.chosen.config) if told.chosen else "torch"
-            cells.append({"problem": name, "E": E, "N": N, "K": K, "T": T, "M": M, "error": error,
-                          "chosen": chosen, "reason": told.reason})  # fmt: skip
+            cells.append(
+                {
+                    "problem": name,
+                    "E": E,
+                    "N": N,
+                    "K": K,
+                    "T": T,
+                    "M": M,
+                    "error": error,
+                    "chosen": chosen,
+                    "reason": told.reason,
+                }
+            )
             worst = max(worst, error) if error == error else float("nan")
         del w
         torch.cuda.empty_cache()
         print(f"{name:55} worst so far {worst:.2e}", file=sys.stderr, flush=True)
     bad = [cell for cell in cells if not cell["error"] < method.MAX_ERROR]
-    return {"cells": cells, "worst_error": worst, "wrong": len(bad), "count": len(cells),
-            "triton_imported": "triton" in sys.modules}  # fmt: skip
+    return {
+        "cells": cells,
+        "worst_error": worst,
+        "wrong": len(bad),
+        "count": len(cells),
+        "triton_imported": "triton" in sys.modules,
+    }
 
 
 def forms() -> dict[str, Any]:
@@ -83,8 +112,11 @@ def forms() -> dict[str, Any]:
         again = torch.full_like(y, 3.0)
         torch.backends.cuda.matmul.allow_tf32 = how.get("tf32", False)
         grouped_gemm(x, w, m_sizes, out=again)
-        results[name] = {"error": error, "rest_untouched": bool((y[used:] == 3.0).all()),
-                         "repeats": bool(torch.equal(y, again))}  # fmt: skip
+        results[name] = {
+            "error": error,
+            "rest_untouched": bool((y[used:] == 3.0).all()),
+            "repeats": bool(torch.equal(y, again)),
+        }
 
     bf16 = torch.bfloat16
     ragged = [0, 5, 130, 1, 0, 64, 17, 300]
@@ -165,8 +197,7 @@ def training() -> dict[str, Any]:
                         wrong.append(f"bits differ {where}")
                 del a, again
             del gathered
-            y = grouped_gemm(x, w, m_sizes, top_k, index, permute_y=True, topk_weights=topk_weights,
-                             fuse_mul_post=True)  # fmt: skip
+            y = grouped_gemm(x, w, m_sizes, top_k, index, permute_y=True, topk_weights=topk_weights, fuse_mul_post=True)
             y = y[index].float() / topk_weights.flatten()[index, None]
             judge("scatter, weight", where, y, inputs, "forward")
         del w, x, dy, y, inputs

@@ -103,13 +103,11 @@ def report() -> dict[str, Any]:
     """All figures."""
     tests = tracked("tests")
     product = tracked(*PRODUCT)
-    skips = sum(path.read_text(encoding="utf-8").count("# fmt: skip") for path in product + tests)
     return {
         "product": size(product),
         "runtime with integrations": size(tracked("runtime")),
         "tests": size(tests),
         "patches in tests": patches(tests),
-        "fmt: skip": skips,
         **first_calls(),
     }
 

@@ -68,9 +68,13 @@ def cells(shapes: list[Shape], tokens: tuple[int, ...], device: str) -> dict[str
             torch.cuda.empty_cache()
         say(f"{number + 1}/{len(shapes)} {shape.model} {shape.E}x{shape.N}x{shape.K}: worst {max(worst.values()):.2e}")
     return {
-        "shapes": len(shapes), "tokens": list(tokens), "runs": dict(sorted(runs.items())), "results": results,
-        "worst_error": {key: round(error, 6) for key, error in sorted(worst.items())}, "wrong": wrong,
-    }  # fmt: skip
+        "shapes": len(shapes),
+        "tokens": list(tokens),
+        "runs": dict(sorted(runs.items())),
+        "results": results,
+        "worst_error": {key: round(error, 6) for key, error in sorted(worst.items())},
+        "wrong": wrong,
+    }
 
 
 def repeats(shapes: list[Shape], T: int, device: str) -> dict[str, Any]:
@@ -173,9 +177,14 @@ def losses(device: str, T: int, E: int, H: int, I: int, k: int) -> dict[str, Any
     if not ours[-1] < 0.9 * ours[0]:
         wrong.append(f"the loss went from {ours[0]} to {ours[-1]}")
     return {
-        "layer": {"T": T, "E": E, "H": H, "I": I, "top_k": k}, "ours": ours, "torch_bf16": theirs, "torch_fp32": wide,
-        "most_from_torch_bf16": distance, "torch_bf16_from_fp32": noise, "wrong": wrong,
-    }  # fmt: skip
+        "layer": {"T": T, "E": E, "H": H, "I": I, "top_k": k},
+        "ours": ours,
+        "torch_bf16": theirs,
+        "torch_fp32": wide,
+        "most_from_torch_bf16": distance,
+        "torch_bf16_from_fp32": noise,
+        "wrong": wrong,
+    }
 
 
 def environment(device: str) -> dict[str, Any]:
@@ -184,8 +193,7 @@ def environment(device: str) -> dict[str, Any]:
         from pretuned.runtime.driver import cuda
 
         properties = torch.cuda.get_device_properties(0)
-        found |= {"gpu": properties.name, "sm_count": properties.multi_processor_count,
-                  "driver": cuda.driver_version()}  # fmt: skip
+        found |= {"gpu": properties.name, "sm_count": properties.multi_processor_count, "driver": cuda.driver_version()}
     return found
 
 
@@ -227,8 +235,11 @@ def main() -> None:
     else:
         small = catalogue_shapes()[:: args.every]
         tokens = TOKENS
-        again = [Shape("Qwen/Qwen3-30B-A3B", 128, 1536, 2048, 8), Shape("Qwen/Qwen3-30B-A3B", 128, 2048, 768, 8),
-                 Shape("openai/gpt-oss-20b", 32, 2880, 2880, 4)]  # fmt: skip
+        again = [
+            Shape("Qwen/Qwen3-30B-A3B", 128, 1536, 2048, 8),
+            Shape("Qwen/Qwen3-30B-A3B", 128, 2048, 768, 8),
+            Shape("openai/gpt-oss-20b", 32, 2880, 2880, 4),
+        ]
         layer = (1024, 16, 1024, 384, 4)
     report: dict[str, Any] = {"command": " ".join(["python", *sys.argv])}
     parts: dict[str, Callable[[], dict[str, Any]]] = {

@@ -339,9 +339,14 @@ def terminal() -> Picture:
 
 COLD = ("cold-start-h100.json", "cold-start-h200.json")  # by benchmarks/start/cold_start.py
 PICTURES: dict[str, Callable[[], Picture]] = {
-    "layers": layers, "start": start, "way": way, "rows": rows, "which-kernel": which, "which-page": pages,
+    "layers": layers,
+    "start": start,
+    "way": way,
+    "rows": rows,
+    "which-kernel": which,
+    "which-page": pages,
     "terminal": terminal,
-}  # fmt: skip
+}
 if any((RESULTS / name).is_file() for name in COLD):
     PICTURES["cold-start"] = cold
 

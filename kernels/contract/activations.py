@@ -81,9 +81,13 @@ class Activation(_Fields):
     __slots__ = ()
 
     def __new__(
-        cls, name: str, limit: float | None = None, alpha: float = 1.0, beta: float = 0.0,
+        cls,
+        name: str,
+        limit: float | None = None,
+        alpha: float = 1.0,
+        beta: float = 0.0,
         linear_beta: float | None = None,
-    ) -> Activation:  # fmt: skip
+    ) -> Activation:
         """Check the name and the numbers.
 
         All may be positional, as torch's trees (checkpointing, export), DDP and FSDP make a named tuple again.

@@ -107,14 +107,29 @@ ROWS_W8A8 = KernelEntry(
         Tiles(
             Limits(MAX_EXPERTS, _MOST_STEPS),
             {
-                "schedule": (Schedule.BLOCK_SCALED,), "loads": (Loads.TMA,), "block_m": (_ROWS,),
-                "block_n": (_COLUMNS,), "block_k": (GROUP,), "num_warps": (8,), "num_stages": range(2, 5),
+                "schedule": (Schedule.BLOCK_SCALED,),
+                "loads": (Loads.TMA,),
+                "block_m": (_ROWS,),
+                "block_n": (_COLUMNS,),
+                "block_k": (GROUP,),
+                "num_warps": (8,),
+                "num_stages": range(2, 5),
             },
             zeroes=True,
         ),
     ),
     pointers=(
-        "x", "w", "x_scale", "w_scale", "y", "y_map", "m_sizes", "index", "row_weights", "bias", "counter",
+        "x",
+        "w",
+        "x_scale",
+        "w_scale",
+        "y",
+        "y_map",
+        "m_sizes",
+        "index",
+        "row_weights",
+        "bias",
+        "counter",
     ),
     strides=("stride_y_m",),
     steps=("m_sizes_step", "index_step", "index_end", "x_divisor", "flags"),
@@ -127,4 +142,4 @@ ROWS_W8A8 = KernelEntry(
     held={"x": CODES_OF_X, "w": WORDS, "x_scale": Element("fp32", 7, 32)},
     shapes=_shapes,
     loading_warps=4,
-)  # fmt: skip
+)

@@ -144,13 +144,25 @@ SIZES = (16, 32, 64, 128, 256)  # of a tile's sides, and that of a pingpong tile
 DEPTHS = (512, 1024)  # of a reduction's step, more than a tile's side: codes take little room
 _SIDES = (*SIZES, PINGPONG_COLUMNS)
 RANGES: Mapping[str, Sequence[int]] = {  # what a knob that is a number can be, of any kernel
-    "block_m": _SIDES, "block_n": _SIDES, "block_k": (*_SIDES, *DEPTHS), "num_warps": (1, 2, 4, 8, 16),
-    "num_stages": range(1, 16), "group_m": range(1, 1025),
-}  # fmt: skip
+    "block_m": _SIDES,
+    "block_n": _SIDES,
+    "block_k": (*_SIDES, *DEPTHS),
+    "num_warps": (1, 2, 4, 8, 16),
+    "num_stages": range(1, 16),
+    "group_m": range(1, 1025),
+}
 _FLAGS = {
-    "tma": False, "persistent": True, "specialized": False, "streamed": False, "narrow": False, "pingpong": False,
-    "mixed_input": False, "fitted": False, "block_scaled": False, "row_scaled": False,
-}  # fmt: skip
+    "tma": False,
+    "persistent": True,
+    "specialized": False,
+    "streamed": False,
+    "narrow": False,
+    "pingpong": False,
+    "mixed_input": False,
+    "fitted": False,
+    "block_scaled": False,
+    "row_scaled": False,
+}
 _WIRE = (*RANGES, *_FLAGS)
 # Of format 1's pairs: tiles of these sizes are fitted to their rows, and were told from others by that alone.
 _FITTED = {(Schedule.COOPERATIVE, 256, 128, 64), (Schedule.PINGPONG, PINGPONG_COLUMNS, 128, 64)}

@@ -121,8 +121,12 @@ class Tiles:
 
 _DEFAULTS = Config(16, 16, 16, 1, 1)
 _OTHERWISE: Mapping[str, Sequence[int]] = {name: (getattr(_DEFAULTS, name),) for name in FIELDS} | {
-    **RANGES, "block_m": SIZES, "block_n": SIZES, "block_k": SIZES, "num_stages": range(1, 9),
-}  # fmt: skip
+    **RANGES,
+    "block_m": SIZES,
+    "block_n": SIZES,
+    "block_k": SIZES,
+    "num_stages": range(1, 9),
+}
 
 
 def _plain_layouts(_op: Op) -> frozenset[Layout]:
@@ -177,10 +181,12 @@ class KernelEntry(Entry):
     def refusal(self, spec: Spec, arch: Arch | None) -> str | None:
         """Why there is no such code for an architecture (None: whichever it was compiled for), or None."""
         there = [
-            one for one in self.tiles
-            if spec.dtype in (one.dtypes or self.dtypes) and spec.op in (one.ops or self.ops)
+            one
+            for one in self.tiles
+            if spec.dtype in (one.dtypes or self.dtypes)
+            and spec.op in (one.ops or self.ops)
             and _code(spec.fusion) in (one.fusions or self.fusions)
-        ]  # fmt: skip
+        ]
         if there:  # told of the tiles that are nearest
             near = [one for one in there if spec.config.schedule in one.allowed("schedule")] or there
             wrong = min((list(one.misfits(spec.config, spec.max_experts)) for one in near), key=len)

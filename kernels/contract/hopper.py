@@ -21,8 +21,11 @@ _HALVES = frozenset((DType.BF16, DType.FP16))
 
 # Two warpgroups share each tile, or take whole tiles in turns.
 _BY_BOTH = {
-    "schedule": (Schedule.COOPERATIVE,), "loads": (Loads.TMA,), "num_warps": (8,), "num_stages": range(2, 9),
-}  # fmt: skip
+    "schedule": (Schedule.COOPERATIVE,),
+    "loads": (Loads.TMA,),
+    "num_warps": (8,),
+    "num_stages": range(2, 9),
+}
 _IN_TURNS = _BY_BOTH | {"schedule": (Schedule.PINGPONG,), "num_stages": range(2, 16)}
 _BOTH_MOST = Limits(MAX_EXPERTS, MOST_STEPS)
 _TURNS_MOST = Limits(MAX_EXPERTS, MOST_STEPS, _MOST_COLUMN_TILES)
@@ -127,9 +130,12 @@ def _row_constants(spec: Spec, arch: Arch) -> Constants:
 def _fitted_constants(spec: Spec, arch: Arch) -> Constants:
     c = spec.config
     sizes: Constants = {
-        "BLOCK_M": c.block_m, "BLOCK_K": c.block_k, "W_KN": w_kn(spec), "INDEXED": indexed(spec.fusion),
+        "BLOCK_M": c.block_m,
+        "BLOCK_K": c.block_k,
+        "W_KN": w_kn(spec),
+        "INDEXED": indexed(spec.fusion),
         "LOW_RANK": Fusion.LOW_RANK in spec.fusion,
-    }  # fmt: skip
+    }
     spare = c.block_m == PINGPONG_COLUMNS and not indexed(spec.fusion)
     # Any number of parts is even: this kernel keeps track of the buffers.
     return sizes | _common(spec, arch, c.block_m, c.block_k, noted=256, spare=spare, even=True)

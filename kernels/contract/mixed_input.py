@@ -63,9 +63,13 @@ def padded_width(dtype: DType, width: int) -> int:
 
 
 def _tiles(
-    dtypes: frozenset[DType], turned: frozenset[DType], rows: TileRows, m: tuple[int, ...], n: tuple[int, ...],
+    dtypes: frozenset[DType],
+    turned: frozenset[DType],
+    rows: TileRows,
+    m: tuple[int, ...],
+    n: tuple[int, ...],
     k: tuple[int, ...],
-) -> Iterator[Tiles]:  # fmt: skip
+) -> Iterator[Tiles]:
     limits = Limits(MAX_EXPERTS, _MOST_STEPS)
     twice = frozenset(one for one in dtypes if code_layout(one).blocks_per_scale == 2)
 
@@ -74,9 +78,15 @@ def _tiles(
 
     def of(op: Op, n: tuple[int, ...], k: tuple[int, ...], dtypes: frozenset[DType]) -> Tiles:
         knobs = {
-            "schedule": (Schedule.MIXED_INPUT,), "loads": (Loads.TMA,), "rows": (rows,), "block_m": m, "block_n": n,
-            "block_k": k, "num_warps": (8,), "num_stages": range(2, 13),
-        }  # fmt: skip
+            "schedule": (Schedule.MIXED_INPUT,),
+            "loads": (Loads.TMA,),
+            "rows": (rows,),
+            "block_m": m,
+            "block_n": n,
+            "block_k": k,
+            "num_warps": (8,),
+            "num_stages": range(2, 13),
+        }
         forms = UNGATHERED if op is Op.FORWARD else frozenset((Fusion.NONE, Fusion.LOW_RANK))
         return Tiles(limits, knobs, dtypes=dtypes, ops=frozenset((op,)), fusions=forms, zeroes=True)
 

@@ -24,9 +24,19 @@ from .spec import Spec, gemm_of
 from .words import POINTEES
 
 KERNELS: tuple[KernelEntry, ...] = (
-    ROWS, WEIGHT, ROWS_SPECIALIZED, ROWS_FITTED, WEIGHT_SPECIALIZED, ROWS_WNA16, ROWS_WNA16_ZERO, ROWS_WNA16_MX8,
-    ROWS_W8A8, ROWS_W8A8_CHANNEL, CODED, W8A8,
-)  # fmt: skip
+    ROWS,
+    WEIGHT,
+    ROWS_SPECIALIZED,
+    ROWS_FITTED,
+    WEIGHT_SPECIALIZED,
+    ROWS_WNA16,
+    ROWS_WNA16_ZERO,
+    ROWS_WNA16_MX8,
+    ROWS_W8A8,
+    ROWS_W8A8_CHANNEL,
+    CODED,
+    W8A8,
+)
 ENTRIES: Mapping[str, Entry] = {one.name: one for one in (*KERNELS, *ROW_OPS)}
 
 

@@ -91,9 +91,15 @@ def _required(spec: Spec) -> tuple[str, ...]:
 def _tiles(rows: TileRows, m: tuple[int, ...], n: tuple[int, ...], k: tuple[int, ...]) -> tuple[Tiles, ...]:
     def of(depth: int) -> Tiles:
         knobs = {
-            "schedule": (Schedule.ROW_SCALED,), "loads": (Loads.TMA,), "rows": (rows,), "block_m": m, "block_n": n,
-            "block_k": (depth,), "num_warps": (8,), "num_stages": range(2, 13),
-        }  # fmt: skip
+            "schedule": (Schedule.ROW_SCALED,),
+            "loads": (Loads.TMA,),
+            "rows": (rows,),
+            "block_m": m,
+            "block_n": n,
+            "block_k": (depth,),
+            "num_warps": (8,),
+            "num_stages": range(2, 13),
+        }
         return Tiles(Limits(MAX_EXPERTS, _MOST_K // depth), knobs, zeroes=True)
 
     return tuple(of(depth) for depth in k)
@@ -115,7 +121,17 @@ ROWS_W8A8_CHANNEL = KernelEntry(
         *_tiles(TileRows.FITTED, (256,), (128,), (128, 256)),
     ),
     pointers=(
-        "x", "w", "x_scale", "w_scale", "y", "y_map", "m_sizes", "index", "row_weights", "bias", "counter",
+        "x",
+        "w",
+        "x_scale",
+        "w_scale",
+        "y",
+        "y_map",
+        "m_sizes",
+        "index",
+        "row_weights",
+        "bias",
+        "counter",
     ),
     strides=("stride_y_m",),
     steps=("m_sizes_step", "index_step", "index_end", "x_divisor", "flags"),
@@ -128,4 +144,4 @@ ROWS_W8A8_CHANNEL = KernelEntry(
     held={"x": CODES_OF_X, "w": WORDS},
     shapes=_shapes,
     loading_warps=4,
-)  # fmt: skip
+)

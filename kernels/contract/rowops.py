@@ -74,28 +74,41 @@ _ARGUMENTS: dict[RowOp, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("M", "columns", "index_step", "flags", *_NUMBERS),
     ),
     RowOp.COMBINE: (
-        ("y", "places", "row_weights", "experts", "bias", "out"), ("M", "columns", "top_k", "flags"),
+        ("y", "places", "row_weights", "experts", "bias", "out"),
+        ("M", "columns", "top_k", "flags"),
     ),
     RowOp.CLEAR: (
         ("y", "index", "m_sizes", "named"),
         ("M", "rows", "columns", "E", "index_end", "m_sizes_step", "index_step", "flags"),
     ),
     RowOp.SORT_SLOTS: (
-        ("ids", "experts", "order", "places", "bounds", "m_sizes", "counts"), ("M", "E", "ids_step", "flags"),
+        ("ids", "experts", "order", "places", "bounds", "m_sizes", "counts"),
+        ("M", "E", "ids_step", "flags"),
     ),
-}  # fmt: skip
+}
 # What pointers point at in Triton's words, "" for the dtype.
 POINTEES = dict.fromkeys(("m_sizes", "index", "experts", "places", "used", "ids", "bounds", "counts"), "*i32") | {
-    "row_weights": "*fp32", "scale": "*fp32", "codes": "*u8", "dweights": "*fp32", "order": "*i64", "named": "*i8",
+    "row_weights": "*fp32",
+    "scale": "*fp32",
+    "codes": "*u8",
+    "dweights": "*fp32",
+    "order": "*i64",
+    "named": "*i8",
     **dict.fromkeys(("h", "a", "da", "dh", "x", "y", "out", "bias"), ""),
-}  # fmt: skip
+}
 _ROW_POINTERS = ("h", "a", "da", "dh", "x", "y", "out", "bias", "codes")
 # Bytes of a row that one thread has at once (of h's gate alone, of each of combine's 8), and the warps of a program.
 _THREADS = {
-    RowOp.GATHER: (32, 4), RowOp.ACTIVATION: (16, 4), RowOp.ACTIVATION_GRAD: (8, 2), RowOp.COMBINE: (16, 2),
-    RowOp.CLEAR: (32, 4), RowOp.QUANTIZE: (32, 2), RowOp.ACTIVATION_CODES: (32, 4),
-    RowOp.QUANTIZE_ROWS: (32, 4), RowOp.ACTIVATION_ROW_CODES: (16, 8),
-}  # fmt: skip
+    RowOp.GATHER: (32, 4),
+    RowOp.ACTIVATION: (16, 4),
+    RowOp.ACTIVATION_GRAD: (8, 2),
+    RowOp.COMBINE: (16, 2),
+    RowOp.CLEAR: (32, 4),
+    RowOp.QUANTIZE: (32, 2),
+    RowOp.ACTIVATION_CODES: (32, 4),
+    RowOp.QUANTIZE_ROWS: (32, 4),
+    RowOp.ACTIVATION_ROW_CODES: (16, 8),
+}
 # Unlimited, ptxas takes 80 for bf16, so an SM holds fewer programs: 1.09 x as long on an H100 for 8,192 rows or more.
 _MAX_REGISTERS = {RowOp.ACTIVATION_GRAD: 56}
 # That a program does side by side, of others one.
@@ -104,9 +117,14 @@ _ROWS = {RowOp.ACTIVATION: 4, RowOp.ACTIVATION_CODES: 8, RowOp.ACTIVATION_ROW_CO
 # MB less, with 42 MB longer (docs/inside/trials.md, gather-by-token).
 BY_TOKEN_LEAST_BYTES = 128 << 20
 _BY_ROW = (
-    RowOp.ACTIVATION_GRAD, RowOp.GATHER, RowOp.QUANTIZE, RowOp.QUANTIZE_ROWS, RowOp.ACTIVATION_ROW_CODES,
-    RowOp.SORT_SLOTS, RowOp.CLEAR,
-)  # a program has all columns of a row  # fmt: skip
+    RowOp.ACTIVATION_GRAD,
+    RowOp.GATHER,
+    RowOp.QUANTIZE,
+    RowOp.QUANTIZE_ROWS,
+    RowOp.ACTIVATION_ROW_CODES,
+    RowOp.SORT_SLOTS,
+    RowOp.CLEAR,
+)  # a program has all columns of a row
 MOST_EXPERTS = 65536  # what a variant's record says: any number
 MOST_SORTED_EXPERTS = 512  # of SORT_SLOTS
 SORTED_EXPERTS = 32  # for which one program of SORT_SLOTS adds up the counts

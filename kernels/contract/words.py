@@ -41,9 +41,14 @@ ZERO_TAIL = 16  # a flag: rows that belong to no expert are set to zero; with SC
 CLEARER_ROWS = 16  # of them, for a program: ``cdiv(index_end, CLEARER_ROWS)`` more programs
 # What pointers point at in Triton's words, "" for the dtype; a kernel's entry may say otherwise, and has to of others.
 POINTEES = dict.fromkeys(("x", "w", "y", "dy", "dw", "dy_at", "x_at", "bias", "low_x", "low_w"), "") | {
-    "m_sizes": "*i32", "index": "*i32", "counter": "*i32", "row_weights": "*fp32", "w_outer": "*fp32",
-    "w_scale": "*fp32", "x_scale": "*fp32",
-}  # fmt: skip
+    "m_sizes": "*i32",
+    "index": "*i32",
+    "counter": "*i32",
+    "row_weights": "*fp32",
+    "w_outer": "*fp32",
+    "w_scale": "*fp32",
+    "x_scale": "*fp32",
+}
 FLAGS = Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT | Fusion.BIAS  # the fusions that ``flags`` tells a kernel of
 
 # A descriptor of ragged rows is [.., .., rows, columns] with these sizes and the strides of ``ragged_strides``:

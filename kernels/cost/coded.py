@@ -43,8 +43,14 @@ class CodedConstants(NamedTuple):
 CODED = CodedConstants()
 
 
-def coded_us(problem: Problem, M: int, resources: Resources, chip: Chip, constants: Constants = CONSTANTS,
-             c: CodedConstants = CODED) -> float:  # fmt: skip
+def coded_us(
+    problem: Problem,
+    M: int,
+    resources: Resources,
+    chip: Chip,
+    constants: Constants = CONSTANTS,
+    c: CodedConstants = CODED,
+) -> float:
     """The expected time of one launch in microseconds; infinity where not one program fits an SM."""
     config, arch, family = resources.config, arch_of(chip.sm), constants.family(chip.sm)
     programs = occupancy(resources, arch.limits)

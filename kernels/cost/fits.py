@@ -25,8 +25,10 @@ def rejection(variant: Variant, arch: Arch) -> str | None:
     else:
         fits = occupancy(Resources.of(variant), limits) > 0
     if not fits:
-        return (f"{variant.registers} registers x {variant.threads} threads, "
-                f"sm_{arch.sm} has {limits.registers_per_sm} registers")  # fmt: skip
+        return (
+            f"{variant.registers} registers x {variant.threads} threads, "
+            f"sm_{arch.sm} has {limits.registers_per_sm} registers"
+        )
     if variant.spill_bytes > MAX_SPILL_BYTES and variant.alignment != 1:
         return f"{variant.spill_bytes} bytes a thread are spilled, at most {MAX_SPILL_BYTES} are accepted"
     return None

@@ -61,9 +61,22 @@ def _work(problem: Problem, M: int) -> _Work:
     else:
         read_bytes = rows.active * matrix_bytes + M * reduction * size
         written_bytes = float(M * result_columns(columns, problem.fusion) * size)  # (silu is free beside them)
-    return _Work(problem.op, E, M, N, columns, reduction, rows, matrix_bytes,
-                 float(reduction * size), float(K * size), read_bytes, written_bytes, size,
-                 Fusion.SILU in problem.fusion)  # fmt: skip
+    return _Work(
+        problem.op,
+        E,
+        M,
+        N,
+        columns,
+        reduction,
+        rows,
+        matrix_bytes,
+        float(reduction * size),
+        float(K * size),
+        read_bytes,
+        written_bytes,
+        size,
+        Fusion.SILU in problem.fusion,
+    )
 
 
 def _waves(count: float) -> float:

@@ -121,6 +121,4 @@ def ratios(evidence: Sequence[Evidence]) -> Ratios:
         for variant, _ in cell.ratios:
             sums[variant] -= own
     others = usual + _UNSEEN
-    return Ratios(
-        {variant: (sums[variant] + _FEW * others) / (counts[variant] + _FEW) for variant in sums}, others
-    )  # fmt: skip
+    return Ratios({variant: (sums[variant] + _FEW * others) / (counts[variant] + _FEW) for variant in sums}, others)

@@ -173,9 +173,7 @@ def _end_of(used, M, flags):
 
 
 @triton.jit
-def activation(
-    h, a, used, M, columns, flags, limit, alpha, beta, linear_beta, BLOCK: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
+def activation(h, a, used, M, columns, flags, limit, alpha, beta, linear_beta, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     """a[i] = act(gate of h[i]) * up of h[i]; without a gate act(h[i]).
 
     h [M, 2*columns] (or [M, columns]), a [M, columns], rows dense; ``used`` int32 [1]: rows from there on are left as
@@ -198,9 +196,23 @@ def activation(
 
 @triton.jit
 def _backward(
-    h, da, row_weights, flat, dh, a, row, inside, columns, flags, limit, alpha, beta, linear_beta,
-    BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr
-):  # fmt: skip
+    h,
+    da,
+    row_weights,
+    flat,
+    dh,
+    a,
+    row,
+    inside,
+    columns,
+    flags,
+    limit,
+    alpha,
+    beta,
+    linear_beta,
+    BLOCK: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
     """One row's dh and a, and its routing weight's gradient: dot(da, act(h)).
 
     The weight is loaded after the row: its place comes from memory too, and nothing should wait for that.
@@ -248,9 +260,24 @@ def _backward(
 
 @triton.jit
 def activation_grad(
-    h, da, row_weights, index, used, dh, a, dweights, M, columns, index_step, flags, limit, alpha, beta, linear_beta,
-    BLOCK: tl.constexpr
-):  # fmt: skip
+    h,
+    da,
+    row_weights,
+    index,
+    used,
+    dh,
+    a,
+    dweights,
+    M,
+    columns,
+    index_step,
+    flags,
+    limit,
+    alpha,
+    beta,
+    linear_beta,
+    BLOCK: tl.constexpr,
+):
     """dh[i] = act'(h[i]) * t(i) * da[i], a[i] = t(i) * act(h[i]), dweights[index[i]] = dot(da[i], act(h[i])).
 
     h and dh [M, 2*columns] (or [M, columns]), da and a [M, columns], rows dense. With WEIGHTED t(i) =
@@ -268,14 +295,42 @@ def activation_grad(
     if tl.program_id(0) < end:
         if (flags & _INTERLEAVED) != 0:  # (each whole: with the two in one loop it takes 1.1 x as long)
             dot = _backward(
-                h, da, row_weights, flat, dh, a, row, row < end, columns, flags, limit, alpha, beta, linear_beta,
-                BLOCK, True,
-            )  # fmt: skip
+                h,
+                da,
+                row_weights,
+                flat,
+                dh,
+                a,
+                row,
+                row < end,
+                columns,
+                flags,
+                limit,
+                alpha,
+                beta,
+                linear_beta,
+                BLOCK,
+                True,
+            )
         else:
             dot = _backward(
-                h, da, row_weights, flat, dh, a, row, row < end, columns, flags, limit, alpha, beta, linear_beta,
-                BLOCK, False,
-            )  # fmt: skip
+                h,
+                da,
+                row_weights,
+                flat,
+                dh,
+                a,
+                row,
+                row < end,
+                columns,
+                flags,
+                limit,
+                alpha,
+                beta,
+                linear_beta,
+                BLOCK,
+                False,
+            )
     writes = (row < M) & ((flags & _WRITES_DWEIGHTS) != 0)
     is_narrow = (flags & _NARROW_DWEIGHTS) != 0
     narrow = dweights.to(tl.pointer_type(h.dtype.element_ty), bitcast=True)

@@ -23,7 +23,7 @@ _LEAST: tl.constexpr = tl.constexpr(2.0**-126)  # scale: the inverse of a smalle
 @triton.jit
 def _half(
     h, at, inside, columns, first, HALF: tl.constexpr, flags, limit, alpha, beta, linear_beta, BLOCK: tl.constexpr
-):  # fmt: skip
+):
     """act(gate) * up of eight of each 16 columns in [first, first + BLOCK), the first or the last: [rows, groups, 64].
 
     ``at`` says where the rows begin in h, ``inside`` which of them there are. float32, of values that h's dtype has.
@@ -55,16 +55,12 @@ def _bytes(value, factor, BLOCK: tl.constexpr):
 @triton.jit
 def _block(
     h, codes, scale, row, inside, M, columns, first, flags, limit, alpha, beta, linear_beta, BLOCK: tl.constexpr
-):  # fmt: skip
+):
     """Writes columns [first, first + BLOCK) of these rows."""
     ROWS: tl.constexpr = row.shape[0]
     at = row * _row_of(flags, columns)
-    left = _half(
-        h, at, inside, columns, first, 0, flags, limit, alpha, beta, linear_beta, BLOCK
-    )  # fmt: skip
-    right = _half(
-        h, at, inside, columns, first, 1, flags, limit, alpha, beta, linear_beta, BLOCK
-    )  # fmt: skip
+    left = _half(h, at, inside, columns, first, 0, flags, limit, alpha, beta, linear_beta, BLOCK)
+    right = _half(h, at, inside, columns, first, 1, flags, limit, alpha, beta, linear_beta, BLOCK)
     factor = tl.maximum(tl.max(tl.abs(left), 2), tl.max(tl.abs(right), 2)) * (1.0 / _MOST)
     factor = tl.where(factor > 0, tl.maximum(factor, _LEAST), 1.0)
     group = first // _GROUP + tl.arange(0, BLOCK // _GROUP)[None, :]
@@ -87,7 +83,7 @@ def _block(
 @triton.jit
 def activation_codes(
     h, used, codes, scale, M, columns, flags, limit, alpha, beta, linear_beta, BLOCK: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
+):
     """codes[i, k] = a[i, k] / scale[k // 128, i] as e4m3 of a[i] = act(gate of h[i]) * up of h[i], or act(h[i]).
 
     scale[g, i] = max |a[i, 128 g : 128 (g + 1)]| / 448, 2^-126 at least, or 1 of zeros; a is rounded to h's dtype.
@@ -99,6 +95,4 @@ def activation_codes(
     row = tl.program_id(0).to(tl.int64) // blocks * ROWS + tl.arange(0, ROWS)
     first = tl.program_id(0) % blocks * BLOCK
     inside = row < _end_of(used, M, flags)
-    _block(
-        h, codes, scale, row, inside, M, columns, first, flags, limit, alpha, beta, linear_beta, BLOCK
-    )  # fmt: skip
+    _block(h, codes, scale, row, inside, M, columns, first, flags, limit, alpha, beta, linear_beta, BLOCK)

@@ -17,16 +17,10 @@ _GROUP: tl.constexpr = tl.constexpr(128)  # columns of a group of ``_half``
 
 
 @triton.jit
-def _halves(
-    h, at, inside, columns, first, flags, limit, alpha, beta, linear_beta, BLOCK: tl.constexpr
-):  # fmt: skip
+def _halves(h, at, inside, columns, first, flags, limit, alpha, beta, linear_beta, BLOCK: tl.constexpr):
     """act(gate) * up of columns [first, first + BLOCK) of these rows: eight of each 16, and the other eight."""
-    left = _half(
-        h, at, inside, columns, first, 0, flags, limit, alpha, beta, linear_beta, BLOCK
-    )  # fmt: skip
-    right = _half(
-        h, at, inside, columns, first, 1, flags, limit, alpha, beta, linear_beta, BLOCK
-    )  # fmt: skip
+    left = _half(h, at, inside, columns, first, 0, flags, limit, alpha, beta, linear_beta, BLOCK)
+    right = _half(h, at, inside, columns, first, 1, flags, limit, alpha, beta, linear_beta, BLOCK)
     return left, right
 
 
@@ -55,37 +49,42 @@ def _store(codes, left, right, factor, row, inside, columns, first, BLOCK: tl.co
 
 @triton.jit
 def _rows(
-    h, codes, scale, row, end, columns, flags, limit, alpha, beta, linear_beta, BLOCK: tl.constexpr,
+    h,
+    codes,
+    scale,
+    row,
+    end,
+    columns,
+    flags,
+    limit,
+    alpha,
+    beta,
+    linear_beta,
+    BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
-):  # fmt: skip
+):
     """Writes these rows, BLOCK columns at a time; WHOLE, BLOCK holds all of them."""
     inside = row < end
     at = row * _row_of(flags, columns)
-    left, right = _halves(
-        h, at, inside, columns, 0, flags, limit, alpha, beta, linear_beta, BLOCK
-    )  # fmt: skip
+    left, right = _halves(h, at, inside, columns, 0, flags, limit, alpha, beta, linear_beta, BLOCK)
     most = _larger(left, right)
     if not WHOLE:
         for first in tl.range(BLOCK, columns, BLOCK):
-            more, others = _halves(
-                h, at, inside, columns, first, flags, limit, alpha, beta, linear_beta, BLOCK
-            )  # fmt: skip
+            more, others = _halves(h, at, inside, columns, first, flags, limit, alpha, beta, linear_beta, BLOCK)
             most = tl.maximum(most, _larger(more, others))
     factor = _scale(tl.max(tl.max(most, 2), 1))
     tl.store(scale + row, factor, mask=inside)
     _store(codes, left, right, factor, row, inside, columns, 0, BLOCK)
     if not WHOLE:
         for first in tl.range(BLOCK, columns, BLOCK):
-            left, right = _halves(
-                h, at, inside, columns, first, flags, limit, alpha, beta, linear_beta, BLOCK
-            )  # fmt: skip
+            left, right = _halves(h, at, inside, columns, first, flags, limit, alpha, beta, linear_beta, BLOCK)
             _store(codes, left, right, factor, row, inside, columns, first, BLOCK)
 
 
 @triton.jit
 def activation_row_codes(
     h, used, codes, scale, M, columns, flags, limit, alpha, beta, linear_beta, BLOCK: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
+):
     """codes[i, k] = a[i, k] / scale[i] as e4m3 of a[i] = act(gate of h[i]) * up of h[i], or act(h[i]).
 
     scale[i] = max |a[i]| / 448, 2^-126 at least, or 1 of zeros; a is rounded to h's dtype.
@@ -98,11 +97,33 @@ def activation_row_codes(
     first = tl.program_id(0).to(tl.int64)
     if columns <= BLOCK:
         _rows(
-            h, codes, scale, first * ROWS + tl.arange(0, ROWS), end, columns, flags, limit, alpha, beta, linear_beta,
-            BLOCK, True,
-        )  # fmt: skip
+            h,
+            codes,
+            scale,
+            first * ROWS + tl.arange(0, ROWS),
+            end,
+            columns,
+            flags,
+            limit,
+            alpha,
+            beta,
+            linear_beta,
+            BLOCK,
+            True,
+        )
     else:
         _rows(
-            h, codes, scale, first + tl.arange(0, 1), end, columns, flags, limit, alpha, beta, linear_beta,
-            BLOCK * ROWS, False,
-        )  # fmt: skip
+            h,
+            codes,
+            scale,
+            first + tl.arange(0, 1),
+            end,
+            columns,
+            flags,
+            limit,
+            alpha,
+            beta,
+            linear_beta,
+            BLOCK * ROWS,
+            False,
+        )

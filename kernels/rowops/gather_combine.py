@@ -108,9 +108,20 @@ def gather(x, index, used, out, M, columns, top_k, index_step, flags, BLOCK: tl.
 
 @triton.jit
 def _added(
-    y, places, row_weights, experts, bias, flat, col, inside, columns, top_k, BLOCK: tl.constexpr,
-    WEIGHTED: tl.constexpr, BIASED: tl.constexpr,
-):  # fmt: skip
+    y,
+    places,
+    row_weights,
+    experts,
+    bias,
+    flat,
+    col,
+    inside,
+    columns,
+    top_k,
+    BLOCK: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BIASED: tl.constexpr,
+):
     """The sum of a token's rows: nothing in the loop branches, so that its loads are under way together."""
     SLOTS: tl.constexpr = _BIASED_SLOTS if BIASED else _SLOTS
     acc = tl.zeros((BLOCK,), tl.float32)
@@ -132,9 +143,7 @@ def _added(
 
 
 @triton.jit
-def _weighted(
-    y, places, row_weights, experts, bias, flat, col, inside, columns, top_k, flags, BLOCK: tl.constexpr
-):  # fmt: skip
+def _weighted(y, places, row_weights, experts, bias, flat, col, inside, columns, top_k, flags, BLOCK: tl.constexpr):
     if (flags & _BIASED) != 0:
         acc = _added(y, places, row_weights, experts, bias, flat, col, inside, columns, top_k, BLOCK, True, True)
     else:

@@ -93,9 +93,7 @@ def _add(counts, m_sizes, block, chunks, E):
 
 
 @triton.jit
-def sort_slots(
-    ids, experts, order, places, bounds, m_sizes, counts, M, E, ids_step, flags, BLOCK: tl.constexpr
-):  # fmt: skip
+def sort_slots(ids, experts, order, places, bounds, m_sizes, counts, M, E, ids_step, flags, BLOCK: tl.constexpr):
     """order[bounds[e] + j] = the j-th slot i, in rising order, with ids[i] = e; after them the slots of no expert.
 
     And places[i] = slot i's place in the order, -1 for one of no expert.

@@ -15,7 +15,7 @@ _CLEARED_ROWS: tl.constexpr = tl.constexpr(64)
 @triton.jit
 def clear(
     y, index, m_sizes, named, M, rows, columns, E, index_end, m_sizes_step, index_step, flags, BLOCK: tl.constexpr
-):  # fmt: skip
+):
     """y[r] = 0 for each row r that is no index[i] with i < sum(m_sizes) and index[i] in [0, index_end).
 
     y [rows, columns] of 32-bit words, dense; ``named`` [rows] bytes, all zero at first. ``index`` [M] and ``m_sizes``

@@ -41,9 +41,14 @@ def low_rank_of(lora: Lora, x: torch.Tensor, m_sizes: torch.Tensor, N: int | Non
 
 
 def dropped(
-    product: Callable[..., torch.Tensor], x: torch.Tensor, w: object, m_sizes: torch.Tensor, lora: Lora,
-    moves: Mapping[str, Any], rest: Mapping[str, Any],
-) -> torch.Tensor:  # fmt: skip
+    product: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    w: object,
+    m_sizes: torch.Tensor,
+    lora: Lora,
+    moves: Mapping[str, Any],
+    rest: Mapping[str, Any],
+) -> torch.Tensor:
     """``product(x, w, m_sizes, **moves, **rest)`` and the part of an adapter with dropout: of another x, so beside it.
 
     ``product`` is ``grouped_gemm``; ``moves`` are its parameters that say where rows come from, go, and are weighted
@@ -77,8 +82,9 @@ def dropped(
 def check_no_gradient(*low: torch.Tensor) -> None:
     """Raise InputError, of a call with ``out``, where A or B has one."""
     if torch.is_grad_enabled() and any(one.requires_grad for one in low):
-        raise InputError("grouped_gemm: out with a lora that requires grad has no gradient. Leave out away, or use "
-                         "torch.no_grad()")  # fmt: skip
+        raise InputError(
+            "grouped_gemm: out with a lora that requires grad has no gradient. Leave out away, or use torch.no_grad()"
+        )
 
 
 def check_columns(B: torch.Tensor, N: int) -> None:
@@ -88,9 +94,17 @@ def check_columns(B: torch.Tensor, N: int) -> None:
 
 
 def adapted_layer(
-    x: torch.Tensor, given: Weights | FrozenWeights, ids: torch.Tensor, weights: torch.Tensor, how: Layer,
-    routing: Routing, lora: tuple[Lora | None, Lora | None], *, comes_again: bool, known_as: object = None,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor,
+    given: Weights | FrozenWeights,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    how: Layer,
+    routing: Routing,
+    lora: tuple[Lora | None, Lora | None],
+    *,
+    comes_again: bool,
+    known_as: object = None,
+) -> torch.Tensor:
     """A whole layer with adapters of its products, as one function with its own gradient.
 
     Where it ``comes_again``, its weights being the caller's own, what it comes to is written down for layers of these
@@ -115,9 +129,15 @@ def adapted_layer(
     if comes_again and tensors.on_gpu(x) and not torch._C._are_functorch_transforms_active():
         snapshot = dispatch_snapshot.snapshot()
         key = (
-            "lora", *key_of(given.gate_up), *key_of(given.down), how, bucket_of(ids.numel()),
-            scales, ids.dtype, *map(_kind, (x[:0], weights[:0], *given[2:], *pairs)),
-        )  # fmt: skip
+            "lora",
+            *key_of(given.gate_up),
+            *key_of(given.down),
+            how,
+            bucket_of(ids.numel()),
+            scales,
+            ids.dtype,
+            *map(_kind, (x[:0], weights[:0], *given[2:], *pairs)),
+        )
         plan = snapshot.layers.get(key)
         if plan is not None and not plan.takes(x, given, ids, weights, adapters=adapters):
             plan = None

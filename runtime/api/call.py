@@ -30,11 +30,19 @@ _transformed = torch._C._are_functorch_transforms_active
 
 
 def run(
-    x: torch.Tensor, w: torch.Tensor | ExpertWeights, m_sizes: torch.Tensor, form: Form, *,
-    gather_indices: torch.Tensor | None = None, topk_weights: torch.Tensor | None = None, fuse_mul_post: bool = False,
-    bias: torch.Tensor | None = None, out: torch.Tensor | None = None,
-    keep: _Place | None = None, lora: Lora | None = None,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor,
+    w: torch.Tensor | ExpertWeights,
+    m_sizes: torch.Tensor,
+    form: Form,
+    *,
+    gather_indices: torch.Tensor | None = None,
+    topk_weights: torch.Tensor | None = None,
+    fuse_mul_post: bool = False,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    keep: _Place | None = None,
+    lora: Lora | None = None,
+) -> torch.Tensor:
     """y of ``grouped_gemm``, on any device, differentiable where an input requires grad.
 
     A plan of the call, where there is one, is put into ``keep``.
@@ -49,25 +57,43 @@ def run(
         from .torch_library import traced
 
         return traced(
-            x, w, m_sizes, gather_indices=gather_indices, topk_weights=topk_weights, bias=bias, topk=form.topk,
-            permute_x=form.permute_x, permute_y=form.permute_y, fuse_mul_post=fuse_mul_post,
-            w_layout=form.layout.value, zero_tail=form.zero_tail, dX_only=form.only_dx, dW_only=form.only_dw,
-            untraceable=out is not None or form.autotune or form.pinned, lora=lora,
-        )  # fmt: skip
+            x,
+            w,
+            m_sizes,
+            gather_indices=gather_indices,
+            topk_weights=topk_weights,
+            bias=bias,
+            topk=form.topk,
+            permute_x=form.permute_x,
+            permute_y=form.permute_y,
+            fuse_mul_post=fuse_mul_post,
+            w_layout=form.layout.value,
+            zero_tail=form.zero_tail,
+            dX_only=form.only_dx,
+            dW_only=form.only_dw,
+            untraceable=out is not None or form.autotune or form.pinned,
+            lora=lora,
+        )
     for name, one in (("x", x), ("w", w), ("m_sizes", m_sizes)):
         if not isinstance(one, torch.Tensor) and not (one is w and isinstance(w, ExpertWeights)):
             tensors.bad(name, f"a {type(one).__name__}", "a torch.Tensor" + " or ExpertWeights" * (name == "w"))
     if isinstance(w, ExpertWeights) and form.names_kernels:
-        raise InputError("grouped_gemm: a kernel_config_* with ExpertWeights is a Config or a Choice, wanted what "
-                         "get_or_autotune_moe_kernels(..., weights=w) returned. Leave it out; autotune=True measures "
-                         "their kernels")  # fmt: skip
+        raise InputError(
+            "grouped_gemm: a kernel_config_* with ExpertWeights is a Config or a Choice, wanted what "
+            "get_or_autotune_moe_kernels(..., weights=w) returned. Leave it out; autotune=True measures "
+            "their kernels"
+        )
     given = x, w, bias
     x, w, bias = autocast(x, w, bias)
     kind: tuple[object, ...] = ()
     others = (gather_indices, topk_weights, bias, out)
     if isinstance(w, torch.Tensor) and all(one is None or isinstance(one, torch.Tensor) for one in others):
-        kind = (form, fuse_mul_post, *map(_kind, (x, w, m_sizes, gather_indices, topk_weights, bias, out)),
-                out is not None and out.requires_grad and torch.is_grad_enabled())  # fmt: skip
+        kind = (
+            form,
+            fuse_mul_post,
+            *map(_kind, (x, w, m_sizes, gather_indices, topk_weights, bias, out)),
+            out is not None and out.requires_grad and torch.is_grad_enabled(),
+        )
     sizes = _checked.get(kind) if kind else None
     if sizes is not None:
         index = gather_indices if fuse_mul_post or not form.plain else None
@@ -101,8 +127,10 @@ def run(
             if out is not None:  # a launch changes it unseen: whoever saved it for a gradient has to be told
                 torch.autograd.graph.increment_version(out)
         elif out is not None:
-            raise InputError("grouped_gemm: out with an input that requires grad has no gradient. Leave out away, or "
-                             "use torch.no_grad()")  # fmt: skip
+            raise InputError(
+                "grouped_gemm: out with an input that requires grad has no gradient. Leave out away, or "
+                "use torch.no_grad()"
+            )
         else:
             sizes = (call.M, call.x_rows, call.y_rows)
             y = GroupedGemm.apply(x, call.w, m_sizes, fusions.weights, fusions.bias, fusions.index, form, sizes, made)  # type: ignore[no-untyped-call]
@@ -111,9 +139,12 @@ def run(
 
 
 def _adapted(
-    call: Call, x: torch.Tensor, lora: Lora, out: torch.Tensor | None,
+    call: Call,
+    x: torch.Tensor,
+    lora: Lora,
+    out: torch.Tensor | None,
     keep: _Place | None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """y of a checked call with an adapter; a plan of one that can have it is put into ``keep``."""
     one, fusions = low_rank_of(lora, x, call.m_sizes, call.N), call.fusions
     index, weights, bias = fusions.index, fusions.weights, fusions.bias
@@ -132,8 +163,9 @@ def _adapted(
         return y
     if out is not None:
         check_no_gradient(one.A, one.B)
-        raise InputError("grouped_gemm: out with an input that requires grad has no gradient. Leave out away, or use "
-                         "torch.no_grad()")  # fmt: skip
+        raise InputError(
+            "grouped_gemm: out with an input that requires grad has no gradient. Leave out away, or use torch.no_grad()"
+        )
     how = Adapted(call.form, (call.M, call.x_rows, call.y_rows), one.scale, made)
     y = AdaptedGemm.apply(x, call.w, call.m_sizes, weights, bias, one.A, one.B, index, how)  # type: ignore[no-untyped-call]
     _kept(keep, made)

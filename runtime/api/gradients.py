@@ -53,8 +53,13 @@ def grouped_gemm_dX(
     InputError
         for a tensor that can't be used.
     """
-    form = form_of(w_layout=w_layout, topk=topk, permute_x=permute_x, permute_y=permute_y,
-                   kernel_config_bwd_dX=kernel_config_bwd_dX)  # fmt: skip
+    form = form_of(
+        w_layout=w_layout,
+        topk=topk,
+        permute_x=permute_x,
+        permute_y=permute_y,
+        kernel_config_bwd_dX=kernel_config_bwd_dX,
+    )
     _check_mode("grouped_gemm_dX", dy, w, topk_weights)
     tensors.tensors(dy=dy)
     plain = tensors.outline(w, dy, w_layout)
@@ -74,8 +79,15 @@ def grouped_gemm_dX(
         tokens = topk_weights.shape[0] if topk_weights is not None else -(-sorted_rows // topk)
     empty = tensors.check(dy.new_empty((0, K)), plain, m_sizes, w_layout)
     x_rows = tokens if permute_x else sorted_rows
-    call = fit(empty, x_rows, form, gather_indices, topk_weights, fuse_mul_post,
-               known_y_rows=dy.shape[0] if permute_y else None)  # fmt: skip
+    call = fit(
+        empty,
+        x_rows,
+        form,
+        gather_indices,
+        topk_weights,
+        fuse_mul_post,
+        known_y_rows=dy.shape[0] if permute_y else None,
+    )
     _check_rows(dy, call)
     if isinstance(w, ExpertWeights):
         call = dataclasses.replace(call, w=w)
@@ -117,8 +129,13 @@ def grouped_gemm_dW(
     InputError
         for a tensor that can't be used.
     """
-    form = form_of(w_layout=w_layout, topk=topk, permute_x=permute_x, permute_y=permute_y,
-                   kernel_config_bwd_dW=kernel_config_bwd_dW)  # fmt: skip
+    form = form_of(
+        w_layout=w_layout,
+        topk=topk,
+        permute_x=permute_x,
+        permute_y=permute_y,
+        kernel_config_bwd_dW=kernel_config_bwd_dW,
+    )
     _check_mode("grouped_gemm_dW", dy, x, topk_weights)
     tensors.tensors(dy=dy, x=x, m_sizes=m_sizes)
     tensors.tensors_or_none(gather_indices=gather_indices, topk_weights=topk_weights)
@@ -133,8 +150,9 @@ def grouped_gemm_dW(
     shape = (E, N, K) if form.layout is Layout.NK else (E, K, N)
     shape_only = x.new_empty((1, 1, shape[2])).expand(shape)
     rows = tensors.check(x, shape_only, m_sizes, w_layout)
-    call = fit(rows, rows.M, form, gather_indices, topk_weights, fuse_mul_post,
-               known_y_rows=dy.shape[0] if permute_y else None)  # fmt: skip
+    call = fit(
+        rows, rows.M, form, gather_indices, topk_weights, fuse_mul_post, known_y_rows=dy.shape[0] if permute_y else None
+    )
     _check_rows(dy, call)
     with torch.no_grad(), without_autocast(dy.device.type):
         dw, _ = gradients.grad_w_and_bias(

@@ -151,20 +151,32 @@ def grouped_gemm(
     """
     if lora is not None:
         if dX_only or dW_only:
-            raise InputError("grouped_gemm: dX_only or dW_only with lora: requires_grad decides which gradients are "
-                             "computed. Leave it out, and call w.requires_grad_(False)")  # fmt: skip
+            raise InputError(
+                "grouped_gemm: dX_only or dW_only with lora: requires_grad decides which gradients are "
+                "computed. Leave it out, and call w.requires_grad_(False)"
+            )
         if isinstance(lora, Lora) and lora.dropout:
             from .adapted import dropped
 
             moves = {
-                "topk": topk, "gather_indices": gather_indices, "permute_x": permute_x, "permute_y": permute_y,
-                "topk_weights": topk_weights, "fuse_mul_post": fuse_mul_post, "zero_tail": zero_tail,
-            }  # fmt: skip
+                "topk": topk,
+                "gather_indices": gather_indices,
+                "permute_x": permute_x,
+                "permute_y": permute_y,
+                "topk_weights": topk_weights,
+                "fuse_mul_post": fuse_mul_post,
+                "zero_tail": zero_tail,
+            }
             rest = {
-                "kernel_config_fwd": kernel_config_fwd, "kernel_config_bwd_dX": kernel_config_bwd_dX,
-                "kernel_config_bwd_dW": kernel_config_bwd_dW, "autotune": autotune, "is_first_gemm": is_first_gemm,
-                "w_layout": w_layout, "bias": bias, "out": out,
-            }  # fmt: skip
+                "kernel_config_fwd": kernel_config_fwd,
+                "kernel_config_bwd_dX": kernel_config_bwd_dX,
+                "kernel_config_bwd_dW": kernel_config_bwd_dW,
+                "autotune": autotune,
+                "is_first_gemm": is_first_gemm,
+                "w_layout": w_layout,
+                "bias": bias,
+                "out": out,
+            }
             return dropped(grouped_gemm, x, w, m_sizes, lora, moves, rest)
     tracing = _tracing()
     if not tracing and _duals._current_level >= 0:
@@ -172,9 +184,16 @@ def grouped_gemm(
     # (Quantised weights have no one address: they are unusable here, and go the long way.)
     dense: torch.Tensor = w  # type: ignore[assignment]
     more = (
-        permute_x or permute_y or fuse_mul_post or autotune or gather_indices is not None or bias is not None
-        or topk_weights is not None or kernel_config_fwd is not None or lora is not None
-    )  # fmt: skip
+        permute_x
+        or permute_y
+        or fuse_mul_post
+        or autotune
+        or gather_indices is not None
+        or bias is not None
+        or topk_weights is not None
+        or kernel_config_fwd is not None
+        or lora is not None
+    )
     # First: a call under way keeps the tables that it began with, so that nothing chosen before a ``reload`` goes into
     # one from after.
     snapshot: Snapshot | None = None if tracing else current.snapshot
@@ -195,17 +214,34 @@ def grouped_gemm(
                 return y
     whole = not tracing and (more or tensors.is_whole(x, w))
     keep = None
-    if whole and out is None and not (
-        autotune or kernel_config_fwd is not None or kernel_config_bwd_dX is not None
-        or kernel_config_bwd_dW is not None
-    ):  # fmt: skip
+    if (
+        whole
+        and out is None
+        and not (
+            autotune
+            or kernel_config_fwd is not None
+            or kernel_config_bwd_dX is not None
+            or kernel_config_bwd_dW is not None
+        )
+    ):
         try:
             operands = (
-                dense.data_ptr() if type(w) is not ExpertWeights else guard.key_of(w), x.numel(), topk,
-                permute_x, permute_y, fuse_mul_post, dX_only, dW_only, w_layout, zero_tail, is_first_gemm,
-                topk_weights is None, bias is None, gather_indices is None,
+                dense.data_ptr() if type(w) is not ExpertWeights else guard.key_of(w),
+                x.numel(),
+                topk,
+                permute_x,
+                permute_y,
+                fuse_mul_post,
+                dX_only,
+                dW_only,
+                w_layout,
+                zero_tail,
+                is_first_gemm,
+                topk_weights is None,
+                bias is None,
+                gather_indices is None,
                 None if lora is None else scales_of((lora, None)),
-            )  # fmt: skip
+            )
             if snapshot is None and tensors.on_gpu(x):
                 snapshot = _later().snapshot.snapshot()
             plan = None if snapshot is None else snapshot.plans.get(operands)
@@ -221,24 +257,56 @@ def grouped_gemm(
         from .torch_library import traced
 
         return traced(
-            x, w, m_sizes, gather_indices=gather_indices, topk_weights=topk_weights, bias=bias, topk=topk,
-            permute_x=permute_x, permute_y=permute_y, fuse_mul_post=fuse_mul_post, w_layout=w_layout,
-            zero_tail=zero_tail, dX_only=dX_only, dW_only=dW_only, untraceable=out is not None or autotune
-            or kernel_config_fwd is not None or kernel_config_bwd_dX is not None or kernel_config_bwd_dW is not None,
+            x,
+            w,
+            m_sizes,
+            gather_indices=gather_indices,
+            topk_weights=topk_weights,
+            bias=bias,
+            topk=topk,
+            permute_x=permute_x,
+            permute_y=permute_y,
+            fuse_mul_post=fuse_mul_post,
+            w_layout=w_layout,
+            zero_tail=zero_tail,
+            dX_only=dX_only,
+            dW_only=dW_only,
+            untraceable=out is not None
+            or autotune
+            or kernel_config_fwd is not None
+            or kernel_config_bwd_dX is not None
+            or kernel_config_bwd_dW is not None,
             lora=lora,
-        )  # fmt: skip
+        )
     if whole:
         later = _later()
         form = later.form.form_of(
-            w_layout=w_layout, topk=topk, permute_x=permute_x, permute_y=permute_y, zero_tail=zero_tail,
-            is_first_gemm=is_first_gemm, dX_only=dX_only, dW_only=dW_only, autotune=autotune,
-            kernel_config_fwd=kernel_config_fwd, kernel_config_bwd_dX=kernel_config_bwd_dX,
+            w_layout=w_layout,
+            topk=topk,
+            permute_x=permute_x,
+            permute_y=permute_y,
+            zero_tail=zero_tail,
+            is_first_gemm=is_first_gemm,
+            dX_only=dX_only,
+            dW_only=dW_only,
+            autotune=autotune,
+            kernel_config_fwd=kernel_config_fwd,
+            kernel_config_bwd_dX=kernel_config_bwd_dX,
             kernel_config_bwd_dW=kernel_config_bwd_dW,
-        )  # fmt: skip
+        )
         return later.call.run(  # type: ignore[no-any-return]
-            x, w, m_sizes, form, gather_indices=gather_indices, topk_weights=topk_weights,
-            fuse_mul_post=fuse_mul_post, bias=bias, out=out, keep=keep, lora=lora,
-        )  # fmt: skip
+            x,
+            w,
+            m_sizes,
+            form,
+            gather_indices=gather_indices,
+            topk_weights=topk_weights,
+            fuse_mul_post=fuse_mul_post,
+            bias=bias,
+            out=out,
+            keep=keep,
+            lora=lora,
+        )
     y = _known(x, dense, m_sizes, w_layout, out, zero_tail, snapshot)
     if out is not None:
         _written(out)
@@ -246,9 +314,14 @@ def grouped_gemm(
 
 
 def _known(
-    x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, w_layout: str, out: torch.Tensor | None, zero_tail: bool,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    m_sizes: torch.Tensor,
+    w_layout: str,
+    out: torch.Tensor | None,
+    zero_tail: bool,
     snapshot: Snapshot | None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """A call of a kind that was met before, or else the first."""
     snapshot = _later().snapshot.snapshot() if snapshot is None else snapshot
     table: guard.Table = snapshot.recent
@@ -262,11 +335,26 @@ def _known(
             stride_x_m = K
         # (The rows go by buckets, as bucket_of has them.)
         key: _Key = (
-            device, dtype, K, unit, stride_x_m >= K, stride_x_m & 7, (M * M).bit_length() // 2, (x_at | w_at) & 15,
-            w.dtype, w.shape, w.stride(), w.get_device(), w_layout,
-            m_sizes.__class__, m_sizes.dtype, m_sizes.shape, m_sizes.is_contiguous(), m_sizes.get_device(),
+            device,
+            dtype,
+            K,
+            unit,
+            stride_x_m >= K,
+            stride_x_m & 7,
+            (M * M).bit_length() // 2,
+            (x_at | w_at) & 15,
+            w.dtype,
+            w.shape,
+            w.stride(),
+            w.get_device(),
+            w_layout,
+            m_sizes.__class__,
+            m_sizes.dtype,
+            m_sizes.shape,
+            m_sizes.is_contiguous(),
+            m_sizes.get_device(),
             dtype is _FLOAT32 and tf32_allowed(dtype),
-        )  # fmt: skip
+        )
         if out is not None:
             stride_y_m, y_at = out.stride(0), out.data_ptr()
             key += (out.dtype, out.shape, out.stride(), out.get_device(), y_at & 15, out.requires_grad)
@@ -350,9 +438,15 @@ def _later() -> _Later:
 
 
 def _first(
-    x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, w_layout: str,
-    out: torch.Tensor | None, zero_tail: bool, known_calls: _Calls, key: _Key | None,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor,
+    w: torch.Tensor,
+    m_sizes: torch.Tensor,
+    w_layout: str,
+    out: torch.Tensor | None,
+    zero_tail: bool,
+    known_calls: _Calls,
+    key: _Key | None,
+) -> torch.Tensor:
     """A call with every check: the first of its kind, and all those that ``grouped_gemm`` has no short way for."""
     later = _later()
     call = tensors.check(x, w, m_sizes, w_layout)
@@ -387,9 +481,15 @@ def _first(
             later.torch_fallback.on_cuda(call.x, call.w, counts, y, call.layout, sm=sm, aligned=aligned)
             return y
         launch(
-            y.data_ptr(), counts.data_ptr(), current_stream(device), x=call.x.data_ptr(), w=call.w.data_ptr(),
-            stride_x_m=tensors.row_stride(call.x, call.K), stride_y_m=stride_y_m, M=call.M,
-        )  # fmt: skip
+            y.data_ptr(),
+            counts.data_ptr(),
+            current_stream(device),
+            x=call.x.data_ptr(),
+            w=call.w.data_ptr(),
+            stride_x_m=tensors.row_stride(call.x, call.K),
+            stride_y_m=stride_y_m,
+            M=call.M,
+        )
         lasting = key is not None and call.x is x and counts is m_sizes and not y.requires_grad
         if key is not None and lasting and len(known_calls) < _MOST_CALLS:
             known_calls[key] = launch, call.N, wide, tensors.extent(call.w)

@@ -35,10 +35,19 @@ _written = torch.autograd.graph.increment_version  # a launch that autograd does
 
 
 def run(
-    hidden: torch.Tensor, given: tuple[_W, _W, torch.Tensor | None, torch.Tensor | None], topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor, act: tuple[str | Activation, bool, bool], *, weights_on: str, w_layout: str, lora: Any,
-    out: torch.Tensor | None, key: object, snapshot: Snapshot | None,
-) -> torch.Tensor:  # fmt: skip
+    hidden: torch.Tensor,
+    given: tuple[_W, _W, torch.Tensor | None, torch.Tensor | None],
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    act: tuple[str | Activation, bool, bool],
+    *,
+    weights_on: str,
+    w_layout: str,
+    lora: Any,
+    out: torch.Tensor | None,
+    key: object,
+    snapshot: Snapshot | None,
+) -> torch.Tensor:
     """What ``moe_mlp`` returns.
 
     ``given`` are the weights and biases of both products, ``act`` the activation, and whether it has a gate, and an
@@ -52,9 +61,16 @@ def run(
     gate_up_weight, down_weight, gate_up_bias, down_bias = given
     activation, gated, interleaved = act
     _check_tensors(
-        {"hidden": hidden, "gate_up_weight": gate_up_weight, "down_weight": down_weight, "topk_ids": topk_ids,
-         "topk_weights": topk_weights}, gate_up_bias=gate_up_bias, down_bias=down_bias,
-    )  # fmt: skip
+        {
+            "hidden": hidden,
+            "gate_up_weight": gate_up_weight,
+            "down_weight": down_weight,
+            "topk_ids": topk_ids,
+            "topk_weights": topk_weights,
+        },
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+    )
     function = activation_of("moe_mlp", activation, gated=gated, interleaved=interleaved)
     if w_layout not in ("nk", "kn"):
         raise InputError(f"moe_mlp: w_layout is {w_layout!r}, wanted 'nk' (E matrices [out, in]) or 'kn' ([in, out])")
@@ -83,9 +99,18 @@ def run(
     drops = any(isinstance(pair, Lora) and pair.dropout for pair in adapters)
     if drops or weights_on == "input" or tensors.is_traced(x, gate_up_weight, topk_ids, *others, *low):
         found = _composed(
-            x, gate_up_weight, down_weight, topk_ids, topk_weights, how, gate_up_bias, down_bias, weights_on, w_layout,
+            x,
+            gate_up_weight,
+            down_weight,
+            topk_ids,
+            topk_weights,
+            how,
+            gate_up_bias,
+            down_bias,
+            weights_on,
+            w_layout,
             adapters,
-        )  # fmt: skip
+        )
         if out is not None:
             return out.copy_(found.view(out.shape))
     else:
@@ -103,9 +128,13 @@ def run(
 
 
 def _check_out(
-    out: torch.Tensor, hidden: torch.Tensor, every: list[torch.Tensor | ExpertWeights],
-    adapters: tuple[Lora | None, Lora | None], topk_weights: torch.Tensor, down_bias: torch.Tensor | None,
-) -> None:  # fmt: skip
+    out: torch.Tensor,
+    hidden: torch.Tensor,
+    every: list[torch.Tensor | ExpertWeights],
+    adapters: tuple[Lora | None, Lora | None],
+    topk_weights: torch.Tensor,
+    down_bias: torch.Tensor | None,
+) -> None:
     """Raise InputError unless ``out`` can take what a layer comes to."""
     tensors.tensors("moe_mlp", out=out)
     told = f"{list(out.shape)} {out.dtype} on {out.device}"
@@ -151,10 +180,17 @@ def _check_tensors(every: dict[str, torch.Tensor | ExpertWeights], **biases: tor
 
 
 def _fused(
-    x: torch.Tensor, given: Weights | FrozenWeights, ids: torch.Tensor, weights: torch.Tensor, how: Layer,
-    w_layout: str, plan: LayerPlan | None, into: torch.Tensor | None,
-    lora: tuple[Lora | None, Lora | None], key: object,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor,
+    given: Weights | FrozenWeights,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    how: Layer,
+    w_layout: str,
+    plan: LayerPlan | None,
+    into: torch.Tensor | None,
+    lora: tuple[Lora | None, Lora | None],
+    key: object,
+) -> torch.Tensor:
     """The layer as one function, with its own gradient; ``plan``, or with adapters one by ``key``, writes it down.
 
     ``into`` takes what it comes to.
@@ -217,11 +253,18 @@ def _product(name: str) -> Iterator[None]:
 
 
 def _composed(
-    x: torch.Tensor, gate_up_weight: torch.Tensor | ExpertWeights, down_weight: torch.Tensor | ExpertWeights,
-    topk_ids: torch.Tensor, topk_weights: torch.Tensor, how: Layer, gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None, weights_on: str, w_layout: str,
+    x: torch.Tensor,
+    gate_up_weight: torch.Tensor | ExpertWeights,
+    down_weight: torch.Tensor | ExpertWeights,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    how: Layer,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    weights_on: str,
+    w_layout: str,
     lora: tuple[Lora | None, Lora | None] = (None, None),
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """The layer out of calls that torch can trace."""
     T, k = topk_ids.shape
     function, gated, interleaved = how.act
@@ -230,21 +273,49 @@ def _composed(
     if weights_on == "output" or gate_up_bias is None:  # a product without a bias is linear: weighting it is the same
         first = weights_on == "input"
         h = grouped_gemm(
-            x, gate_up_weight, m_sizes, k, index, permute_x=True, topk_weights=topk_weights if first else None,
-            fuse_mul_post=first, w_layout=w_layout, bias=gate_up_bias, lora=lora[0], zero_tail=True,
-        )  # fmt: skip
+            x,
+            gate_up_weight,
+            m_sizes,
+            k,
+            index,
+            permute_x=True,
+            topk_weights=topk_weights if first else None,
+            fuse_mul_post=first,
+            w_layout=w_layout,
+            bias=gate_up_bias,
+            lora=lora[0],
+            zero_tail=True,
+        )
     else:
         wide = torch.promote_types(x.dtype, torch.float32)
         weighted = (x[:, None, :].to(wide) * topk_weights[:, :, None].to(wide)).to(x.dtype)
         h = grouped_gemm(
-            weighted.reshape(T * k, x.shape[1]), gate_up_weight, m_sizes, 1, index, permute_x=True, w_layout=w_layout,
-            bias=gate_up_bias, lora=lora[0], zero_tail=True,
-        )  # fmt: skip
+            weighted.reshape(T * k, x.shape[1]),
+            gate_up_weight,
+            m_sizes,
+            1,
+            index,
+            permute_x=True,
+            w_layout=w_layout,
+            bias=gate_up_bias,
+            lora=lora[0],
+            zero_tail=True,
+        )
     h = activate(h, function, gated=gated, interleaved=interleaved)
     last = weights_on == "output"
     # Without weights T is told by y's rows alone, which are those of the index: T*k.
     y = grouped_gemm(
-        h, down_weight, m_sizes, k, index, permute_y=True, topk_weights=topk_weights if last else None,
-        fuse_mul_post=last, is_first_gemm=False, w_layout=w_layout, bias=down_bias, lora=lora[1],
-    )  # fmt: skip
+        h,
+        down_weight,
+        m_sizes,
+        k,
+        index,
+        permute_y=True,
+        topk_weights=topk_weights if last else None,
+        fuse_mul_post=last,
+        is_first_gemm=False,
+        w_layout=w_layout,
+        bias=down_bias,
+        lora=lora[1],
+    )
     return y.view(T, k, y.shape[-1]).sum(1)

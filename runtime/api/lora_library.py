@@ -97,9 +97,22 @@ def _gradients(ctx: Any, dy: torch.Tensor, _du: torch.Tensor) -> tuple[torch.Ten
     needs = [*wanted((asked[0], asked[1 + _LOW], False, asked[at], asked[at + 1]), Form()), asked[1] or asked[2]]
     x, u, A, B, w, *parts, m_sizes, index, weights, bias = ctx.saved_tensors
     found = torch.ops.pretuned.grouped_gemm_lora_backward(
-        dy, x, u, A, B, ctx.scale, w, ctx.format, *parts, m_sizes, index, weights, bias, *ctx.parameters,
+        dy,
+        x,
+        u,
+        A,
+        B,
+        ctx.scale,
+        w,
+        ctx.format,
+        *parts,
+        m_sizes,
+        index,
+        weights,
+        bias,
+        *ctx.parameters,
         needs,
-    )  # fmt: skip
+    )
     dx, dw, dweights, dbias, dA, dB = (
         one if need else None for one, need in zip(found, (*needs, needs[4]), strict=True)
     )

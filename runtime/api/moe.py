@@ -98,7 +98,7 @@ def moe_mlp(
             low = [one for pair in adapters_given(lora) if isinstance(pair, Lora) for one in pair[:2]]
             tensors.no_tangents(
                 "moe_mlp", hidden, gate_up_weight, down_weight, topk_weights, gate_up_bias, down_bias, *low
-            )  # fmt: skip
+            )
         plan = None
         try:
             T, k = topk_ids.shape
@@ -109,10 +109,21 @@ def moe_mlp(
                 at = (*key_of(gate_up_weight), *key_of(down_weight))
             if type(T) is int:  # (else it is traced, and what looks at it fixes it)
                 key = (
-                    *at, k, bucket_of(T * k), activation, gated, interleaved, gate_up_bias is None,
-                    down_bias is None, weights_on, w_layout, hidden.dim(), hidden.requires_grad, out is None,
+                    *at,
+                    k,
+                    bucket_of(T * k),
+                    activation,
+                    gated,
+                    interleaved,
+                    gate_up_bias is None,
+                    down_bias is None,
+                    weights_on,
+                    w_layout,
+                    hidden.dim(),
+                    hidden.requires_grad,
+                    out is None,
                     None if lora is None else scales_of(lora),
-                )  # fmt: skip
+                )
                 if snapshot is None and tensors.on_gpu(hidden):
                     snapshot = _later()[0].snapshot()
                 plan = None if snapshot is None else snapshot.layers.get(key)
@@ -129,10 +140,18 @@ def moe_mlp(
     else:
         run = _later()[1].run
     return run(
-        hidden, (gate_up_weight, down_weight, gate_up_bias, down_bias), topk_ids, topk_weights,
-        (activation, gated, interleaved), weights_on=weights_on, w_layout=w_layout, lora=lora, out=out, key=key,
+        hidden,
+        (gate_up_weight, down_weight, gate_up_bias, down_bias),
+        topk_ids,
+        topk_weights,
+        (activation, gated, interleaved),
+        weights_on=weights_on,
+        w_layout=w_layout,
+        lora=lora,
+        out=out,
+        key=key,
         snapshot=snapshot,
-    )  # fmt: skip
+    )
 
 
 @functools.cache

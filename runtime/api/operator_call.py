@@ -19,10 +19,19 @@ REST = (
 
 
 def call_of(
-    x: torch.Tensor, w: torch.Tensor | ExpertWeights, m_sizes: torch.Tensor, index: torch.Tensor | None,
-    weights: torch.Tensor | None, bias: torch.Tensor | None, topk: int, permute_x: bool, permute_y: bool,
-    fuse: bool, w_layout: str, zero_tail: bool = False,
-) -> tuple[Call, torch.Tensor]:  # fmt: skip
+    x: torch.Tensor,
+    w: torch.Tensor | ExpertWeights,
+    m_sizes: torch.Tensor,
+    index: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    topk: int,
+    permute_x: bool,
+    permute_y: bool,
+    fuse: bool,
+    w_layout: str,
+    zero_tail: bool = False,
+) -> tuple[Call, torch.Tensor]:
     """The checked call of an operator's arguments, and x with usable rows."""
     form = form_of(w_layout=w_layout, topk=topk, permute_x=permute_x, permute_y=permute_y, zero_tail=zero_tail)
     return check(x, w, m_sizes, form, index, weights, fuse, bias)

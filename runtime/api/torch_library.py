@@ -38,22 +38,48 @@ _library.define(
 
 
 def traced(
-    x: torch.Tensor, w: torch.Tensor | ExpertWeights, m_sizes: torch.Tensor, *, gather_indices: torch.Tensor | None,
-    topk_weights: torch.Tensor | None, bias: torch.Tensor | None, topk: int, permute_x: bool, permute_y: bool,
-    fuse_mul_post: bool, w_layout: str, zero_tail: bool, dX_only: bool, dW_only: bool, untraceable: bool,
+    x: torch.Tensor,
+    w: torch.Tensor | ExpertWeights,
+    m_sizes: torch.Tensor,
+    *,
+    gather_indices: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    topk: int,
+    permute_x: bool,
+    permute_y: bool,
+    fuse_mul_post: bool,
+    w_layout: str,
+    zero_tail: bool,
+    dX_only: bool,
+    dW_only: bool,
+    untraceable: bool,
     lora: Lora | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """The call as an operator. The checks run in its fake kernel, on shapes alone."""
     if untraceable:
-        raise InputError("grouped_gemm: out=, autotune=True and kernel_config_* can't be traced by torch.compile or "
-                         "torch.export: leave them out, or call outside")  # fmt: skip
+        raise InputError(
+            "grouped_gemm: out=, autotune=True and kernel_config_* can't be traced by torch.compile or "
+            "torch.export: leave them out, or call outside"
+        )
     if tensors.duals._current_level >= 0:  # (whether a tensor has a tangent can't be traced)
-        raise InputError("grouped_gemm: inside a forward-mode level (torch.func.jvp, jacfwd, forward_ad) it can't be "
-                         "traced: there is no forward-mode derivative here, use a backward")  # fmt: skip
+        raise InputError(
+            "grouped_gemm: inside a forward-mode level (torch.func.jvp, jacfwd, forward_ad) it can't be "
+            "traced: there is no forward-mode derivative here, use a backward"
+        )
     x, w, bias = autocast(x, w, bias)
     rest = (
-        m_sizes, gather_indices, topk_weights, bias, topk, permute_x, permute_y, fuse_mul_post, w_layout, zero_tail,
-    )  # fmt: skip
+        m_sizes,
+        gather_indices,
+        topk_weights,
+        bias,
+        topk,
+        permute_x,
+        permute_y,
+        fuse_mul_post,
+        w_layout,
+        zero_tail,
+    )
     if lora is not None:
         return lora_library.operator(x, w, low_rank_of(lora, x, m_sizes), *rest)
     y: torch.Tensor

@@ -66,32 +66,62 @@ def flat(weights: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
 
 
 def check(
-    x: torch.Tensor, w: torch.Tensor | ExpertWeights, m_sizes: torch.Tensor, form: Form,
-    gather_indices: torch.Tensor | None, topk_weights: torch.Tensor | None, fuse_mul_post: bool,
-    bias: torch.Tensor | None = None, out: torch.Tensor | None = None,
-) -> tuple[Call, torch.Tensor]:  # fmt: skip
+    x: torch.Tensor,
+    w: torch.Tensor | ExpertWeights,
+    m_sizes: torch.Tensor,
+    form: Form,
+    gather_indices: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+    fuse_mul_post: bool,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> tuple[Call, torch.Tensor]:
     """The call, and x with usable rows; InputError for what can't be."""
     rows = tensors.check(x, tensors.outline(w, x, form.layout.value), m_sizes, form.layout.value)
-    call = fit(rows, rows.M, form, gather_indices, topk_weights, fuse_mul_post, bias,
-               known_y_rows=None if out is None or not form.permute_y else out.shape[0])  # fmt: skip
+    call = fit(
+        rows,
+        rows.M,
+        form,
+        gather_indices,
+        topk_weights,
+        fuse_mul_post,
+        bias,
+        known_y_rows=None if out is None or not form.permute_y else out.shape[0],
+    )
     if out is not None:
         tensors.check_out(
-            out, dataclasses.replace(rows, M=call.y_rows), gather_indices=gather_indices, topk_weights=topk_weights,
-            bias=bias, **(w.tensors() if isinstance(w, ExpertWeights) else {}),
-        )  # fmt: skip
+            out,
+            dataclasses.replace(rows, M=call.y_rows),
+            gather_indices=gather_indices,
+            topk_weights=topk_weights,
+            bias=bias,
+            **(w.tensors() if isinstance(w, ExpertWeights) else {}),
+        )
     return dataclasses.replace(call, w=w) if isinstance(w, ExpertWeights) else call, rows.x
 
 
 def fit(
-    rows: tensors.RowGemm, x_rows: int, form: Form, gather_indices: torch.Tensor | None,
-    topk_weights: torch.Tensor | None, fuse_mul_post: bool, bias: torch.Tensor | None = None, *,
+    rows: tensors.RowGemm,
+    x_rows: int,
+    form: Form,
+    gather_indices: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+    fuse_mul_post: bool,
+    bias: torch.Tensor | None = None,
+    *,
     known_y_rows: int | None = None,
-) -> Call:  # fmt: skip
+) -> Call:
     """The call of a checked GEMM whose x has ``x_rows`` rows; InputError where the fused tensors don't fit."""
     fusions = check_fusions(
-        form, rows.m_sizes, rows.x.dtype, rows.N, gather_indices=gather_indices, topk_weights=topk_weights,
-        fuse_mul_post=fuse_mul_post, bias=bias,
-    )  # fmt: skip
+        form,
+        rows.m_sizes,
+        rows.x.dtype,
+        rows.N,
+        gather_indices=gather_indices,
+        topk_weights=topk_weights,
+        fuse_mul_post=fuse_mul_post,
+        bias=bias,
+    )
     M, y_rows = token_rows(form, x_rows, fusions, known_y_rows)
     if rows.x.is_cuda:
         tensors.check_cuda_dtype(rows.x)

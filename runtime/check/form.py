@@ -65,10 +65,20 @@ class Fusions:
 
 
 def form_of(
-    *, w_layout: str, topk: int, permute_x: bool, permute_y: bool, zero_tail: bool = False, is_first_gemm: bool = True,
-    dX_only: bool = False, dW_only: bool = False, autotune: bool = False, kernel_config_fwd: object = None,
-    kernel_config_bwd_dX: object = None, kernel_config_bwd_dW: object = None,
-) -> Form:  # fmt: skip
+    *,
+    w_layout: str,
+    topk: int,
+    permute_x: bool,
+    permute_y: bool,
+    zero_tail: bool = False,
+    is_first_gemm: bool = True,
+    dX_only: bool = False,
+    dW_only: bool = False,
+    autotune: bool = False,
+    kernel_config_fwd: object = None,
+    kernel_config_bwd_dX: object = None,
+    kernel_config_bwd_dW: object = None,
+) -> Form:
     """The form of a call's parameters.
 
     Raises
@@ -77,19 +87,52 @@ def form_of(
         for those that make no sense together.
     """
     try:
-        return _form(w_layout, topk, permute_x, permute_y, zero_tail, is_first_gemm, dX_only, dW_only, autotune,
-                     kernel_config_fwd, kernel_config_bwd_dX, kernel_config_bwd_dW)  # fmt: skip
+        return _form(
+            w_layout,
+            topk,
+            permute_x,
+            permute_y,
+            zero_tail,
+            is_first_gemm,
+            dX_only,
+            dW_only,
+            autotune,
+            kernel_config_fwd,
+            kernel_config_bwd_dX,
+            kernel_config_bwd_dW,
+        )
     except TypeError:  # something that has no hash: the checks will say what
-        return _form.__wrapped__(w_layout, topk, permute_x, permute_y, zero_tail, is_first_gemm, dX_only, dW_only,
-                                 autotune, kernel_config_fwd, kernel_config_bwd_dX, kernel_config_bwd_dW)  # fmt: skip
+        return _form.__wrapped__(
+            w_layout,
+            topk,
+            permute_x,
+            permute_y,
+            zero_tail,
+            is_first_gemm,
+            dX_only,
+            dW_only,
+            autotune,
+            kernel_config_fwd,
+            kernel_config_bwd_dX,
+            kernel_config_bwd_dW,
+        )
 
 
 @functools.lru_cache(maxsize=1024, typed=True)
 def _form(
-    w_layout: str, topk: int, permute_x: bool, permute_y: bool, zero_tail: bool, is_first_gemm: bool, dX_only: bool,
-    dW_only: bool, autotune: bool, kernel_config_fwd: object, kernel_config_bwd_dX: object,
+    w_layout: str,
+    topk: int,
+    permute_x: bool,
+    permute_y: bool,
+    zero_tail: bool,
+    is_first_gemm: bool,
+    dX_only: bool,
+    dW_only: bool,
+    autotune: bool,
+    kernel_config_fwd: object,
+    kernel_config_bwd_dX: object,
     kernel_config_bwd_dW: object,
-) -> Form:  # fmt: skip
+) -> Form:
     if not isinstance(w_layout, str) or w_layout not in ("nk", "kn"):
         bad("w_layout", repr(w_layout), "'nk' (w is [E, N, K]) or 'kn' (w is [E, K, N])")
     if not isinstance(topk, int) or isinstance(topk, bool) or topk < 1:
@@ -109,9 +152,18 @@ def _form(
         dx = check_pin("kernel_config_bwd_dX", kernel_config_bwd_dX, is_first_gemm=is_first_gemm)
         dw = check_pin("kernel_config_bwd_dW", kernel_config_bwd_dW, is_first_gemm=is_first_gemm)
     form = Form(
-        Layout(w_layout), topk, bool(permute_x), bool(permute_y), bool(zero_tail), bool(dX_only), bool(dW_only),
-        forward, dx, dw, bool(autotune),
-    )  # fmt: skip
+        Layout(w_layout),
+        topk,
+        bool(permute_x),
+        bool(permute_y),
+        bool(zero_tail),
+        bool(dX_only),
+        bool(dW_only),
+        forward,
+        dx,
+        dw,
+        bool(autotune),
+    )
     if autotune and form.pinned:
         _refuse("autotune with a kernel_config: one asks for the best kernel, the other names one. Leave one out")
     return form
@@ -150,8 +202,11 @@ def check_fusions(
         _refuse("fuse_mul_post=True without topk_weights [T, topk]: there is nothing to multiply with")
     if gather_indices is not None:
         if gather_indices.dim() != 1 or gather_indices.dtype not in (torch.int32, torch.int64):
-            bad("gather_indices", f"{gather_indices.dtype} of shape {list(gather_indices.shape)}",
-                 "int32 or int64 [M], the flat token*topk + slot of each sorted row")  # fmt: skip
+            bad(
+                "gather_indices",
+                f"{gather_indices.dtype} of shape {list(gather_indices.shape)}",
+                "int32 or int64 [M], the flat token*topk + slot of each sorted row",
+            )
         _same_device("gather_indices", gather_indices, device)
         gather_indices = gather_indices.contiguous()
     if topk_weights is not None:
@@ -183,8 +238,11 @@ def token_rows(form: Form, given_rows: int, fusions: Fusions, out_rows: int | No
         return given_rows, given_rows
     M = index.shape[0]
     if not form.permute_x and given_rows != M:
-        bad("x", f"of {given_rows} rows", f"[M, K], a row for each of the M={M} gather_indices (or permute_x=True "
-             "and x [T, K] in token order)")  # fmt: skip
+        bad(
+            "x",
+            f"of {given_rows} rows",
+            f"[M, K], a row for each of the M={M} gather_indices (or permute_x=True and x [T, K] in token order)",
+        )
     if form.permute_x:
         T = given_rows
     elif weights is not None:
@@ -193,8 +251,11 @@ def token_rows(form: Form, given_rows: int, fusions: Fusions, out_rows: int | No
         rows = out_rows if out_rows is not None and form.permute_y else M
         T = -(-rows // form.topk)
         if form.permute_y and rows % form.topk:
-            bad("gather_indices", f"of length {M}", f"T*topk of them (topk={form.topk}), or an out [T*topk, N] or "
-                 "topk_weights that tell T")  # fmt: skip
+            bad(
+                "gather_indices",
+                f"of length {M}",
+                f"T*topk of them (topk={form.topk}), or an out [T*topk, N] or topk_weights that tell T",
+            )
     if weights is not None and weights.shape[0] != T:
         bad("topk_weights", f"of shape {list(weights.shape)}", f"[T, topk] with T={T}, x's rows")
     if isinstance(T, int) and T * form.topk > _MOST_INDEX:  # traced, T may be no number yet, and gets no bound

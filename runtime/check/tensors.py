@@ -111,8 +111,10 @@ def no_tangents(call: str, *given: object) -> None:
     """Raise InputError for a tensor with a tangent of forward-mode differentiation: a kernel would lose it."""
     for one in given:
         if isinstance(one, torch.Tensor) and forward_ad.unpack_dual(one).tangent is not None:  # type: ignore[no-untyped-call]
-            raise InputError(f"{call}: a tensor has a forward-mode tangent (torch.func.jvp, jacfwd, forward_ad), and "
-                             "there is no forward-mode derivative here: use a backward")  # fmt: skip
+            raise InputError(
+                f"{call}: a tensor has a forward-mode tangent (torch.func.jvp, jacfwd, forward_ad), and "
+                "there is no forward-mode derivative here: use a backward"
+            )
 
 
 def is_whole(x: object, w: object) -> bool:
@@ -172,8 +174,12 @@ def check_apart(out: torch.Tensor, call: str = "grouped_gemm", /, **read: torch.
         if one is None or one.data_ptr() >= end:
             continue
         if begin < one.data_ptr() + one.untyped_storage().nbytes() and _share(out, one):
-            bad("out", f"in the memory of {name}", f"memory of its own, as {name} is read while out is written: pass "
-                f"another out, or a clone of {name}", call)  # fmt: skip
+            bad(
+                "out",
+                f"in the memory of {name}",
+                f"memory of its own, as {name} is read while out is written: pass another out, or a clone of {name}",
+                call,
+            )
 
 
 def extent(tensor: torch.Tensor) -> int:

@@ -40,14 +40,19 @@ def rival(
     if lacking is not None:
         return f"its variant can't run here: {lacking}"
     return Candidate(
-        ran.usable, choice.variant, variant, ran.origin, Match.EXACT, choice.source, bucket, choice.time_ns / 1e3,
+        ran.usable,
+        choice.variant,
+        variant,
+        ran.origin,
+        Match.EXACT,
+        choice.source,
+        bucket,
+        choice.time_ns / 1e3,
         choice.measured_on(bundle.gpus),
-    )  # fmt: skip
+    )
 
 
-def second(
-    snapshot: Snapshot, first: Candidate, problem: Problem, local: LocalGpu, aligned: bool
-) -> Candidate | None:  # fmt: skip
+def second(snapshot: Snapshot, first: Candidate, problem: Problem, local: LocalGpu, aligned: bool) -> Candidate | None:
     """The runner-up of the choice that ``first``, a ``rival``, is; None where there is none that can run."""
     bundle = first.usable.bundle
     there = (one for one in snapshot.find(bundle, problem) if one.bucket == first.bucket)

@@ -292,5 +292,6 @@ def _tell(snapshot: Snapshot, known: Decision | Miss, local: LocalGpu) -> None:
     else:
         _log.info(
             "pretuned: no measured choice for %s at M near %d on %s; using %s of %s, %s. %s",
-            *what, remedy(known.problem, known.bucket, local.sm, snapshot.view(local, installed=True)),
-        )  # fmt: skip
+            *what,
+            remedy(known.problem, known.bucket, local.sm, snapshot.view(local, installed=True)),
+        )

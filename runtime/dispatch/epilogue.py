@@ -46,9 +46,15 @@ class EpilogueVerdict(NamedTuple):
 
 
 def verdict(
-    snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *, aligned: bool, top_k: int = 1,
+    snapshot: Snapshot,
+    problem: Problem,
+    M: int,
+    local: LocalGpu,
+    *,
+    aligned: bool,
+    top_k: int = 1,
     checks: bool = False,
-) -> EpilogueVerdict:  # fmt: skip
+) -> EpilogueVerdict:
     """Which of the two runs M rows of ``problem``, one with ``Fusion.SILU``; the module says by what rule.
 
     ``top_k`` and ``checks`` are as ``gathered.verdict`` has them.

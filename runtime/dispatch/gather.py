@@ -61,9 +61,16 @@ class GatherVerdict(NamedTuple):
 
 
 def verdict(
-    snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *, top_k: int, fusion: Fusion = Fusion.GATHER,
-    aligned: bool = True, checks: bool = False,
-) -> GatherVerdict:  # fmt: skip
+    snapshot: Snapshot,
+    problem: Problem,
+    M: int,
+    local: LocalGpu,
+    *,
+    top_k: int,
+    fusion: Fusion = Fusion.GATHER,
+    aligned: bool = True,
+    checks: bool = False,
+) -> GatherVerdict:
     """Which of the two runs M rows of ``problem``, one with the code that gathers; the module says by what rule.
 
     ``fusion`` is all that the call does; ``top_k`` sorted rows read each row of x, 0 says that x can't be gathered
@@ -79,9 +86,16 @@ def verdict(
 
 
 def against(
-    snapshot: Snapshot, ran: Candidate, problem: Problem, bucket: int, local: LocalGpu, top_k: int, fusion: Fusion,
-    aligned: bool, checks: bool,
-) -> GatherVerdict:  # fmt: skip
+    snapshot: Snapshot,
+    ran: Candidate,
+    problem: Problem,
+    bucket: int,
+    local: LocalGpu,
+    top_k: int,
+    fusion: Fusion,
+    aligned: bool,
+    checks: bool,
+) -> GatherVerdict:
     """As ``verdict``, where ``ran`` is the choice of the code that gathers."""
     gather_us = pass_us_for(snapshot, ran, problem, bucket, local, top_k, aligned)
     if isinstance(gather_us, str):

@@ -276,9 +276,13 @@ def neighbourhood(snapshot: Snapshot, local: LocalGpu, view: View) -> Neighbourh
 
 
 def blended(
-    near: Near, problem: Problem, bucket: int, chip: Chip, estimates: Sequence[tuple[float, int]],
+    near: Near,
+    problem: Problem,
+    bucket: int,
+    chip: Chip,
+    estimates: Sequence[tuple[float, int]],
     variants: Mapping[int, tuple[int, Config]],
-) -> list[tuple[float, int]]:  # fmt: skip
+) -> list[tuple[float, int]]:
     """(expected time in us, index) of variants, best first: one that won near the cell, if there is one.
 
     ``estimates`` are the cost model's: (us, index). ``variants`` has the number and the config of each index.

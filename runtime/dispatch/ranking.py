@@ -124,10 +124,18 @@ def chosen(
             torch_ns = choice.torch_ns if here and aligned and torch_runs(problem, local.sm) else None
             found.append(
                 Candidate(
-                    usable, index, variant, claim.origin, match, choice.source, choice.bucket, claim.time_ns / 1e3,
-                    choice.measured_on(usable.bundle.gpus), torch_us=None if torch_ns is None else torch_ns / 1e3,
+                    usable,
+                    index,
+                    variant,
+                    claim.origin,
+                    match,
+                    choice.source,
+                    choice.bucket,
+                    claim.time_ns / 1e3,
+                    choice.measured_on(usable.bundle.gpus),
+                    torch_us=None if torch_ns is None else torch_ns / 1e3,
                 )
-            )  # fmt: skip
+            )
     return found
 
 
@@ -198,9 +206,15 @@ def _claims(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View) -
 
 
 def modelled(
-    snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, view: View, *, aligned: bool,
+    snapshot: Snapshot,
+    problem: Problem,
+    bucket: int,
+    local: LocalGpu,
+    view: View,
+    *,
+    aligned: bool,
     most: int | None = None,
-) -> list[Candidate]:  # fmt: skip
+) -> list[Candidate]:
     """What the cost model says of every variant that fits, whatever it was chosen for; the best ``most`` of them."""
     if local.sm not in arch.ARCHS:
         return []
@@ -226,11 +240,19 @@ def modelled(
     # All variants of one origin compete: the place only breaks ties.
     return [
         Candidate(
-            fitting[at][0], index, fitting[at][2], origin, Match.COST_MODEL, Source.MODELLED, bucket, time_us, None,
+            fitting[at][0],
+            index,
+            fitting[at][2],
+            origin,
+            Match.COST_MODEL,
+            Source.MODELLED,
+            bucket,
+            time_us,
+            None,
             around if around is not None and numbers[at][0] in around.won else None,
         )
         for origin, time_us, _, index, at in sorted(found)[:most]
-    ]  # fmt: skip
+    ]
 
 
 def _numbers(snapshot: Snapshot, fitting: _Fitting, measured: Neighbourhood) -> Mapping[int, tuple[int, Config]]:

@@ -28,8 +28,11 @@ def ranked(snapshot: Snapshot, op: RowOp, dtype: DType, local: LocalGpu, *, alig
     while True:  # each turn drops a bundle
         with contextlib.suppress(Rejected):
             found: list[tuple[Usable, int, Variant]] = []
-            for asked in (partial(snapshot.view, installed=False), snapshot.nearer_view,
-                          partial(snapshot.view, installed=True)):  # fmt: skip
+            for asked in (
+                partial(snapshot.view, installed=False),
+                snapshot.nearer_view,
+                partial(snapshot.view, installed=True),
+            ):
                 found = [
                     (usable, i, variant)
                     for usable in asked(local).usable

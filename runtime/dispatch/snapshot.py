@@ -97,9 +97,12 @@ class Snapshot:
     """
 
     def __init__(
-        self, asked: Sequence[Place], installed: Callable[[], Sequence[Place]] = tuple, without: Path | None = None,
+        self,
+        asked: Sequence[Place],
+        installed: Callable[[], Sequence[Place]] = tuple,
+        without: Path | None = None,
         keys: Keys | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``without`` is a file that is as if it were not there: a build leaves out the one that it replaces.
 
         ``keys``: what is not pretuned's own must be signed by one of them.

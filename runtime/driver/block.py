@@ -41,9 +41,16 @@ class BlockLayout:
     __slots__ = ("_base", "_config", "_fixed", "_places", "_size", "launch", "offsets", "pack", "tail", "whole")
 
     def __init__(
-        self, words: Words, *, given: Words, late: Words = (), fixed: Mapping[str, int] | None = None,
-        maps: Mapping[str, tuple[str, ...]] | None = None, threads: int, shared_bytes: int,
-    ) -> None:  # fmt: skip
+        self,
+        words: Words,
+        *,
+        given: Words,
+        late: Words = (),
+        fixed: Mapping[str, int] | None = None,
+        maps: Mapping[str, tuple[str, ...]] | None = None,
+        threads: int,
+        shared_bytes: int,
+    ) -> None:
         kinds, maps = dict(words), maps or {}
         self.offsets: dict[str, int] = {}
         call, self._config = self._place(((name, kinds.get(name, kind)) for name, kind in given), 0)

@@ -32,11 +32,17 @@ _OUT_OF_MEMORY = 2
 # How CUDA words the errors that a kernel causes, and not the machine (an uncorrectable ECC error, a GPU that is gone):
 # codes 700, 702, 710, 714 to 719 and 721.
 _FAULTS = (
-    "an illegal memory access was encountered", "the launch timed out", "device-side assert triggered",
-    "hardware stack error", "an illegal instruction was encountered", "misaligned address",
-    "operation not supported on global/shared address space", "invalid program counter", "unspecified launch failure",
+    "an illegal memory access was encountered",
+    "the launch timed out",
+    "device-side assert triggered",
+    "hardware stack error",
+    "an illegal instruction was encountered",
+    "misaligned address",
+    "operation not supported on global/shared address space",
+    "invalid program counter",
+    "unspecified launch failure",
     "tensor memory not completely freed",
-)  # fmt: skip
+)
 _STREAM_CAPTURE_MODE_RELAXED = 2
 _STREAM_NON_BLOCKING = 1
 _SHARED_WITHOUT_ASKING_BYTES = 48 * 1024
@@ -91,15 +97,27 @@ _PROTOTYPES: dict[str, tuple[object, ...]] = {
     "cuModuleGetFunction": (POINTER(c_void_p), c_void_p, c_char_p),
     "cuFuncSetAttribute": (c_void_p, c_int, c_int),
     "cuOccupancyMaxActiveBlocksPerMultiprocessor": (POINTER(c_int), c_void_p, c_int, c_size_t),
-    "cuTensorMapEncodeTiled": (c_void_p, c_int, c_uint, c_void_p, c_char_p, c_char_p,  # of uint64
-                               c_char_p, c_char_p, c_int, c_int, c_int, c_int),  # of uint32
+    "cuTensorMapEncodeTiled": (
+        c_void_p,
+        c_int,
+        c_uint,
+        c_void_p,
+        c_char_p,
+        c_char_p,  # of uint64
+        c_char_p,
+        c_char_p,
+        c_int,
+        c_int,
+        c_int,
+        c_int,
+    ),  # of uint32
     "cuLaunchKernelEx": (c_void_p, c_void_p, c_void_p, c_void_p),
     "cuMemAlloc_v2": (POINTER(c_void_p), c_size_t),
     "cuMemsetD8Async": (c_void_p, c_ubyte, c_size_t, c_void_p),
     "cuStreamCreate": (POINTER(c_void_p), c_uint),
     "cuStreamDestroy_v2": (c_void_p,),
     "cuStreamSynchronize": (c_void_p,),
-}  # fmt: skip
+}
 
 
 @cache

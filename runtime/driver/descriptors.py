@@ -52,10 +52,19 @@ class TensorMaps:
         at = -addressof(pin) % MAP_ALIGNMENT_BYTES
         # cuTensorMapEncodeTiled counts dimensions from the innermost; L2 promotion 128 bytes (2), out of bounds zero.
         arguments = (
-            addressof(pin) + at, plan.element, rank, key[0], struct.pack(f"={rank}Q", *reversed(sizes)),
+            addressof(pin) + at,
+            plan.element,
+            rank,
+            key[0],
+            struct.pack(f"={rank}Q", *reversed(sizes)),
             struct.pack(f"={rank - 1}Q", *(s * self._itemsize for s in reversed(strides))),
-            self._box, self._ones, 0, plan.swizzle, 2, 0,
-        )  # fmt: skip
+            self._box,
+            self._ones,
+            0,
+            plan.swizzle,
+            2,
+            0,
+        )
         encode = cuda.library().cuTensorMapEncodeTiled
         code = encode(*arguments)
         if code:

@@ -72,9 +72,7 @@ class Device:
         from . import cuda
 
         found = cuda.properties(self.index)
-        return LocalGpu(
-            found.sm, Gpu(found.name, found.sm_count, found.memory_bytes >> 20, cuda.driver_version())
-        )  # fmt: skip
+        return LocalGpu(found.sm, Gpu(found.name, found.sm_count, found.memory_bytes >> 20, cuda.driver_version()))
 
 
 devices: dict[int, Device] = {}  # those that were asked for; ``device`` makes them
@@ -114,8 +112,9 @@ def _empty_on_current(size: tuple[int, ...], strides: tuple[int, ...], dtype: to
 
 
 # On the current device. What torch's own compiled code allocates with: half the host time of torch.empty_strided.
-empty: Allocator = getattr(getattr(getattr(_C, "_dynamo", None), "guards", None), "_empty_strided_cuda",
-                           _empty_on_current)  # fmt: skip
+empty: Allocator = getattr(
+    getattr(getattr(_C, "_dynamo", None), "guards", None), "_empty_strided_cuda", _empty_on_current
+)
 
 
 def allocator(device: torch.device) -> Allocator:

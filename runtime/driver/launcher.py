@@ -43,9 +43,14 @@ class Repeater(Protocol):
     """
 
     def __call__(
-        self, packed: bytes, same: Callable[..., bool], still: Callable[[], bool] | None,
-        empty: Callable[..., Any], shape: tuple[Any, Any, Any] | None, stream_of: Callable[[int], int],
-    ) -> Callable[..., Any]: ...  # fmt: skip
+        self,
+        packed: bytes,
+        same: Callable[..., bool],
+        still: Callable[[], bool] | None,
+        empty: Callable[..., Any],
+        shape: tuple[Any, Any, Any] | None,
+        stream_of: Callable[[int], int],
+    ) -> Callable[..., Any]: ...
 
 
 class Blocks:
@@ -99,9 +104,16 @@ class Launcher:
     __slots__ = ("_blocks", "_bound", "_fills", "_layout", "_numbers", "_pick", "_places", "operands")
 
     def __init__(
-        self, variant: Variant, function: cuda.Function, what: str, *, late: Words = (), fixed: Mapping[str, int],
-        shapes: Mapping[str, TensorShape], each: tuple[str, ...],
-    ) -> None:  # fmt: skip
+        self,
+        variant: Variant,
+        function: cuda.Function,
+        what: str,
+        *,
+        late: Words = (),
+        fixed: Mapping[str, int],
+        shapes: Mapping[str, TensorShape],
+        each: tuple[str, ...],
+    ) -> None:
         kinds, added = dict(variant.arguments), {name for name, _ in late}
         pointers = [(name, kind) for name, kind in kinds.items() if kind[0] != "i"]
         given = [(name, kind) for name, kind in pointers if name not in added]
@@ -109,8 +121,10 @@ class Launcher:
         described = {name: shapes[name] for name, kind in pointers if kind[0] == "d"}
         self._fills = tuple(
             (at, TensorMaps(plan, function.device), *described[name][:3])
-            for at, (name, _) in enumerate(given) for plan in variant.tensor_maps if plan.argument == name
-        )  # fmt: skip
+            for at, (name, _) in enumerate(given)
+            for plan in variant.tensor_maps
+            if plan.argument == name
+        )
         self._layout = BlockLayout(
             variant.arguments,
             given=(*given, *((name, "i32") for name in each), *((name, kinds[name]) for name in numbers)),
@@ -172,16 +186,23 @@ class ProductLauncher(Launcher):
     __slots__ = ("_counter_of", "_grid", "_map_of", "_nulls", "_stride", "plain_scales", "repeater", "start", "zeroes")
 
     def __init__(
-        self, variant: Variant, function: cuda.Function, what: str, *, result: str, grid: Grid,
-        fixed: Mapping[str, int], shapes: Mapping[str, TensorShape], required: Collection[str], zeroes: bool,
+        self,
+        variant: Variant,
+        function: cuda.Function,
+        what: str,
+        *,
+        result: str,
+        grid: Grid,
+        fixed: Mapping[str, int],
+        shapes: Mapping[str, TensorShape],
+        required: Collection[str],
+        zeroes: bool,
         plain_scales: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         stored = [(name, kind) for name, kind in variant.arguments if kind[0] == "d" and _operand(name) == result]
         address = f"{result}_at" if stored and stored[0][0] == result else result  # it is given all the same
         late = ((address, "ptr"), ("m_sizes", "ptr"), ("counter", "ptr"), *stored)
-        super().__init__(
-            variant, function, what, late=late, fixed=fixed, shapes=shapes, each=("M", "index_end")
-        )  # fmt: skip
+        super().__init__(variant, function, what, late=late, fixed=fixed, shapes=shapes, each=("M", "index_end"))
         self._nulls = dict.fromkeys((*(name for name in self.operands if name not in required), "index_end"), 0)
         self._grid, self.zeroes, self.plain_scales = grid, zeroes, plain_scales
         self._counter_of = None
@@ -207,14 +228,16 @@ class ProductLauncher(Launcher):
             given[at] = maps.known.get(key) or maps.encode(key, *of(M, key[2]))
         return layout.pack(*given, self._grid(M, words["index_end"]), layout.tail)
 
-    def _bind(
-        self, *, index_end: int = 0, all_rows: bool = False, behind: Behind = (), **numbers: int
-    ) -> Run:  # fmt: skip
+    def _bind(self, *, index_end: int = 0, all_rows: bool = False, behind: Behind = (), **numbers: int) -> Run:
         rest, shifts = self._numbers(numbers), self._shifts(behind)
         blocks, grid, tail, pack = self._blocks, self._grid, self._layout.tail, self._layout.whole.pack_into
         take, new, give, handle, refused = (
-            blocks.free.pop, blocks.new, blocks.free.append, blocks.handle, blocks.refused,
-        )  # fmt: skip
+            blocks.free.pop,
+            blocks.new,
+            blocks.free.append,
+            blocks.handle,
+            blocks.refused,
+        )
         driver_launch = blocks.launch
         fills = [(at, maps, of, rows, numbers[stride] if stride else 0) for at, maps, of, rows, stride in self._fills]
         moved, counter_of, map_of = bool(shifts or fills), self._counter_of, self._map_of
@@ -363,9 +386,13 @@ def starter(
         give(block)
 
     def repeater(
-        packed: bytes, same: Callable[..., bool], still: Callable[[], bool] | None,
-        empty: Callable[..., Any], shape: tuple[Any, Any, Any] | None, stream_of: Callable[[int], int],
-    ) -> Callable[..., Any]:  # fmt: skip
+        packed: bytes,
+        same: Callable[..., bool],
+        still: Callable[[], bool] | None,
+        empty: Callable[..., Any],
+        shape: tuple[Any, Any, Any] | None,
+        stream_of: Callable[[int], int],
+    ) -> Callable[..., Any]:
         def into(x: Any, w: Any, m_sizes: Any, out: Any) -> Any:
             if not same(x, w, m_sizes, out) or (still is not None and not still()):
                 return None

@@ -24,8 +24,12 @@ from ..driver.device import local_gpu, platform_name, platform_supported
 from .survey import survey
 
 _VARIABLES = (
-    settings.BUNDLES, settings.DISABLE_AUTOTUNE, settings.DISABLE_SELF_TEST, settings.STRICT, settings.TRUSTED_KEYS,
-)  # fmt: skip
+    settings.BUNDLES,
+    settings.DISABLE_AUTOTUNE,
+    settings.DISABLE_SELF_TEST,
+    settings.STRICT,
+    settings.TRUSTED_KEYS,
+)
 _PACKAGES = ("pretuned", "torch", "msgpack", "filelock", "triton")
 
 

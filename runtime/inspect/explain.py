@@ -102,7 +102,7 @@ def explain(
     wide = aligned is None and not natural and (w is None or but_for_y(x, w, m_sizes, w_layout))
     told = explain_on(
         problem, M or 0, local, aligned=natural if aligned is None else aligned, wide_rows=wide, top_k=top_k
-    )  # fmt: skip
+    )
     return told if rank is None else replace(told, low_rank=low_rank.with_columns(told.low_rank, rank))
 
 
@@ -131,15 +131,19 @@ def _with_wide_rows(told: Explanation) -> Explanation:
         return told
     whole = replace(problem, N=whole_columns(problem))
     why = f"{reason(wide, whole, bucket_of(M), local)}; each row of y is filled up to {whole.N} columns"
-    return replace(
-        told, aligned=True, reason=why, candidates=(wide, *told.candidates), compiles=False, build=None
-    )  # fmt: skip
+    return replace(told, aligned=True, reason=why, candidates=(wide, *told.candidates), compiles=False, build=None)
 
 
 def examine(
-    snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *, aligned: bool, strict: bool = False,
+    snapshot: Snapshot,
+    problem: Problem,
+    M: int,
+    local: LocalGpu,
+    *,
+    aligned: bool,
+    strict: bool = False,
     top_k: int | None = None,
-) -> Explanation:  # fmt: skip
+) -> Explanation:
     """Explain a problem over the bundles of ``snapshot``, with every candidate ranked; ``top_k`` is as in ``explain``.
 
     One with silu in its epilogue runs where that pays, else the plain product does, and the activation after it. Rows
@@ -167,9 +171,7 @@ def examine(
     if Fusion.SILU in problem.fusion:
         ruled = epilogue.verdict(snapshot, problem, M, local, aligned=aligned, top_k=top_k)
         if ruled.chosen is None:
-            plain = examine(
-                snapshot, epilogue.plain_of(problem), M, local, aligned=aligned, strict=strict, top_k=top_k
-            )  # fmt: skip
+            plain = examine(snapshot, epilogue.plain_of(problem), M, local, aligned=aligned, strict=strict, top_k=top_k)
             why = f"the GEMM, then the activation. Fused silu: {ruled.reason}. The GEMM: {plain.reason}"
             return replace(plain, problem=problem, reason=why)
         view = snapshot.view(local, installed=True)
@@ -210,9 +212,18 @@ def examine(
                 why = f"{why}; {ruled_rows.reason}" if before is None else ruled_rows.reason
             found = found if before is None else [before, *found]
             return Explanation(
-                problem, M, aligned, local, why, tuple(found), view.skipped, compiles, raises,
-                gathered_first=before is not None and top_k != M, build=build,
-            )  # fmt: skip
+                problem,
+                M,
+                aligned,
+                local,
+                why,
+                tuple(found),
+                view.skipped,
+                compiles,
+                raises,
+                gathered_first=before is not None and top_k != M,
+                build=build,
+            )
 
 
 def _passed_over(found: Sequence[Candidate], local: LocalGpu) -> str:
@@ -238,9 +249,7 @@ def _with_x_quantised(
     is in the kernel of the product with x as it is, or beside either.
     """
     *_, other = dtypes_of(problem.dtype.value)
-    told = examine(
-        snapshot, replace(problem, dtype=other), M, local, aligned=aligned, strict=strict, top_k=top_k
-    )  # fmt: skip
+    told = examine(snapshot, replace(problem, dtype=other), M, local, aligned=aligned, strict=strict, top_k=top_k)
     if Fusion.LOW_RANK in problem.fusion:
         if told.low_rank == low_rank.INSIDE:
             return told
@@ -258,9 +267,16 @@ def _with_x_quantised(
         return replace(told, reason=f"{told.reason}; {ruled.reason}") if told.candidates else told
     found = (ruled.chosen, *told.candidates)
     return replace(
-        told, problem=codes, reason=ruled.reason, candidates=found, compiles=False, raises=None, build=None,
-        gathered_first=False, quantised_first=passes,
-    )  # fmt: skip
+        told,
+        problem=codes,
+        reason=ruled.reason,
+        candidates=found,
+        compiles=False,
+        raises=None,
+        build=None,
+        gathered_first=False,
+        quantised_first=passes,
+    )
 
 
 def _gathered_first(

@@ -91,8 +91,15 @@ class Explanation:
         """The same as plain values."""
         p = self.problem
         return {
-            "problem": {"op": p.op.value, "dtype": p.dtype.value, "E": p.E, "N": p.N, "K": p.K, "w": p.layout.value,
-                        "fused": [str(one.name).lower() for one in Fusion if one and one in p.fusion]},
+            "problem": {
+                "op": p.op.value,
+                "dtype": p.dtype.value,
+                "E": p.E,
+                "N": p.N,
+                "K": p.K,
+                "w": p.layout.value,
+                "fused": [str(one.name).lower() for one in Fusion if one and one in p.fusion],
+            },
             "M": self.M,
             "bucket": bucket_of(self.M),
             "aligned": self.aligned,
@@ -112,7 +119,7 @@ class Explanation:
             "build": self.build,
             "candidates": [_row(candidate) for candidate in self.candidates],
             "skipped": [{"path": str(one.path), "reason": one.reason} for one in self.skipped],
-        }  # fmt: skip
+        }
 
     def __str__(self) -> str:
         lines = [f"{self.problem} M={self.M} (bucket {bucket_of(self.M)}) on {self.local}"]

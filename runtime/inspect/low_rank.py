@@ -36,9 +36,14 @@ class LowRankVerdict(NamedTuple):
         if not self.candidates:
             return {"low_rank": f"a product of its own, which is added: {self.reason}"}
         return {
-            "low_rank": INSIDE, "candidates": self.candidates, "reason": self.reason, "compiles": False,
-            "raises": None, "build": None, "gathered_first": False,
-        }  # fmt: skip
+            "low_rank": INSIDE,
+            "candidates": self.candidates,
+            "reason": self.reason,
+            "compiles": False,
+            "raises": None,
+            "build": None,
+            "gathered_first": False,
+        }
 
 
 def with_rank(problem: Problem, rank: int) -> Problem:

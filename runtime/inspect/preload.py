@@ -187,8 +187,15 @@ def preload(
             break
     kernels.update(one for one in found if one is not None)
     done = Preloaded(len(kernels), len(wanted), len(cells), time.perf_counter() - began, by_torch)
-    _log.info("pretuned: %d variants preloaded for %d problems in %.1f ms; torch's grouped_mm, measured faster, runs "
-              "%d of %d cells", done.count, done.problems, done.seconds * 1e3, by_torch, done.cells)  # fmt: skip
+    _log.info(
+        "pretuned: %d variants preloaded for %d problems in %.1f ms; torch's grouped_mm, measured faster, runs "
+        "%d of %d cells",
+        done.count,
+        done.problems,
+        done.seconds * 1e3,
+        by_torch,
+        done.cells,
+    )
     return done
 
 
@@ -238,11 +245,12 @@ def _could_run(
             choice
             for choice in (snapshot.find(bundle, plain) if own else ())
             if any(
-                choice.bucket == one.bucket and choice.time_ns < one.time_ns
+                choice.bucket == one.bucket
+                and choice.time_ns < one.time_ns
                 and same_gpu(choice.measured_on(bundle.gpus), one.measured_on(bundle.gpus))
                 for one in own
             )
-        ]  # fmt: skip
+        ]
         indexed: dict[object, int] = {}  # the first of a config that can run, as gather.py takes it
         for index, variant in snapshot.variants(bundle, replace(plain, fusion=Fusion.SCATTER)):
             if why_not(variant, problem, local, aligned=True) is None:

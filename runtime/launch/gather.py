@@ -23,9 +23,16 @@ def in_range(index: torch.Tensor, rows: int, divisor: int) -> torch.Tensor:
 
 
 def kernel(
-    snapshot: Snapshot, problem: Problem, M: int, device: int, *, top_k: int, fusion: Fusion = Fusion.GATHER,
-    aligned: bool = True, checks: bool = False,
-) -> LoadedKernel | None:  # fmt: skip
+    snapshot: Snapshot,
+    problem: Problem,
+    M: int,
+    device: int,
+    *,
+    top_k: int,
+    fusion: Fusion = Fusion.GATHER,
+    aligned: bool = True,
+    checks: bool = False,
+) -> LoadedKernel | None:
     """The variant that ``verdict`` names, loaded on ``cuda:device``; None where the code that gathers is to run."""
     from ..dispatch.gather import verdict  # here, as only a first launch needs them
     from .loader import load_first
@@ -40,9 +47,15 @@ def kernel(
 
 
 def step(
-    launch: RowOpLauncher, x: torch.Tensor, *, top_k: int, M: int, index_step: int, used: tuple[int, int],
+    launch: RowOpLauncher,
+    x: torch.Tensor,
+    *,
+    top_k: int,
+    M: int,
+    index_step: int,
+    used: tuple[int, int],
     index: str = "index",
-) -> Step:  # fmt: skip
+) -> Step:
     """rows[i] = x[index[i] // top_k] for dense x [T, columns], index [M] within [0, T*top_k) and rows [M, columns].
 
     ``used`` is as ``rowops.used`` has it of the bounds that the step is given; ``index`` names the operand that is

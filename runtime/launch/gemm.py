@@ -92,9 +92,17 @@ def without_clearing(fused: Fused, variant: Variant, config: Config) -> Fused:
 
 
 def product_launcher(
-    kernel: LoadedKernel, *, N: int, K: int, E: int, m_sizes_step: int, strides: tuple[int, ...] | None = None,
-    fused: Fused = PLAIN, R: int = 0, w_rows: int | None = None,
-) -> ProductLauncher:  # fmt: skip
+    kernel: LoadedKernel,
+    *,
+    N: int,
+    K: int,
+    E: int,
+    m_sizes_step: int,
+    strides: tuple[int, ...] | None = None,
+    fused: Fused = PLAIN,
+    R: int = 0,
+    w_rows: int | None = None,
+) -> ProductLauncher:
     """A launcher of y[g] = x[g] @ w[g].T, or of dw[g] = dy[g].T @ x[g], in the kernel's words (``spec.gemm_of``).
 
     ``N`` are the columns of the product and ``K`` its reduction, or dw is [E, N, K]; with SILU y has half as many
@@ -127,10 +135,18 @@ def product_launcher(
     apart, row = strides or (N * K, N if kn and not backward else K)
     w = "dw" if backward else "w"
     sizes = {
-        "N": N, "K": K, "E": E, "R": R, "w_rows": w_rows or N, f"stride_{w}_e": apart,
-        f"stride_{w}_row": row, "m_sizes_step": m_sizes_step, "index_step": fused.index_step,
-        "x_divisor": fused.x_divisor, "flags": (fused.fusion & FLAGS).value | (ZERO_TAIL if fused.zero_tail else 0),
-    }  # fmt: skip
+        "N": N,
+        "K": K,
+        "E": E,
+        "R": R,
+        "w_rows": w_rows or N,
+        f"stride_{w}_e": apart,
+        f"stride_{w}_row": row,
+        "m_sizes_step": m_sizes_step,
+        "index_step": fused.index_step,
+        "x_divisor": fused.x_divisor,
+        "flags": (fused.fusion & FLAGS).value | (ZERO_TAIL if fused.zero_tail else 0),
+    }
     entry = gemm_entry(spec)
     grid = _grid_of_weight(kernel, config, N, K, E) if backward else _grid_of_rows(kernel, config, N, E, fused)
     return ProductLauncher(
@@ -151,9 +167,11 @@ def words_of(w: ExpertWeights, launcher: ProductLauncher) -> dict[str, int]:
     """What ``pack`` takes of quantised weights, for a kernel that reads them."""
     scale = w.plain_scale if launcher.plain_scales else w.kernel_scale
     return {
-        "w": address_of(w.codes), "w_scale": address_of(scale), "w_zero": address_of(w.zero),
+        "w": address_of(w.codes),
+        "w_scale": address_of(scale),
+        "w_zero": address_of(w.zero),
         "w_outer": address_of(w.outer_scale),
-    }  # fmt: skip
+    }
 
 
 def _grid_of_rows(kernel: LoadedKernel, config: Config, columns: int, E: int, fused: Fused) -> Grid:

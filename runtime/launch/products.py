@@ -176,9 +176,13 @@ def resolve_low_rank(call: Rows, y: torch.Tensor) -> Product | None:
 
 
 def resolve_weight(
-    dy: torch.Tensor, x: torch.Tensor, dw: torch.Tensor, m_sizes: torch.Tensor, pin: Pin | None = None,
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    dw: torch.Tensor,
+    m_sizes: torch.Tensor,
+    pin: Pin | None = None,
     strict: bool | None = None,
-) -> Step | None:  # fmt: skip
+) -> Step | None:
     """The launch of dw [E, N, K]; None where no bundle has a kernel for it."""
     ready = ready_for_weight(dy, x, dw, m_sizes, pin, strict)
     if ready is None:
@@ -195,9 +199,13 @@ def _product(ready: Ready, call: Rows, fusion: Fusion, stride_y: int, index_end:
         picks = bool(call.gather_divisor)
         checks = picks and call.bounds is None
         before = quantize_step(
-            ready.quantize, x, top_k=call.gather_divisor, index_step=index_step(call), used=rowops.used(call.bounds),
+            ready.quantize,
+            x,
+            top_k=call.gather_divisor,
+            index_step=index_step(call),
+            used=rowops.used(call.bounds),
             index="in_range" if checks else "index" if picks else "",
-        )  # fmt: skip
+        )
         made = partial(launch_gather.in_range, rows=x.shape[0], divisor=call.gather_divisor) if checks else None
         left = fusion & ~Fusion.GATHER
         return _of_codes(ready, before, call, left, (stride_y, index_end))._replace(in_range=made)
@@ -214,9 +222,14 @@ def _product(ready: Ready, call: Rows, fusion: Fusion, stride_y: int, index_end:
         # All rows are the one token's, and so they are in any call of a number near M: two tokens have twice as many.
         return Product((_row_step(ready, call, {"index": index}, (0, stride_y, index_end if left else None)),), zeroes)
     gather = launch_gather.step(
-        ready.gather, x, top_k=call.gather_divisor, M=call.M, index_step=index_step(call),
-        used=rowops.used(call.bounds), index="in_range" if checks else "index",
-    )  # fmt: skip
+        ready.gather,
+        x,
+        top_k=call.gather_divisor,
+        M=call.M,
+        index_step=index_step(call),
+        used=rowops.used(call.bounds),
+        index="in_range" if checks else "index",
+    )
     step = _row_step(ready, call, {"x": _GATHERED, "index": index}, (x.shape[1], stride_y, index_end if left else None))
     made = partial(launch_gather.in_range, rows=rows, divisor=call.gather_divisor) if checks else None
     return Product((gather, step), zeroes, (Scratch(_GATHERED, x.shape[1], x.dtype),), made)
@@ -235,9 +248,12 @@ def _of_codes(ready: Ready, before: Step, call: Rows, left: Fusion, words: tuple
 
 
 def _row_step(
-    ready: Ready, call: Rows, operands: dict[str, str], words: tuple[int, int, int | None],
+    ready: Ready,
+    call: Rows,
+    operands: dict[str, str],
+    words: tuple[int, int, int | None],
     behind: Behind = (),
-) -> Step:  # fmt: skip
+) -> Step:
     """The launch of a product of rows.
 
     ``operands`` names those that stand for the kernel's x and others; ``words`` are the strides of x's and y's rows,
@@ -247,6 +263,13 @@ def _row_step(
     if isinstance(call.w, ExpertWeights) and ready.launcher.plain_scales:
         operands = operands | {"w_scale": _plain_scale(call.w)}
     return Step.of(
-        ready.launcher, ready.name, operands, scales=end == call.M or not end, behind=behind, stride_x_m=stride_x,
-        stride_y_m=stride_y, index_end=end or 0, all_rows=end == call.M,
-    )  # fmt: skip
+        ready.launcher,
+        ready.name,
+        operands,
+        scales=end == call.M or not end,
+        behind=behind,
+        stride_x_m=stride_x,
+        stride_y_m=stride_y,
+        index_end=end or 0,
+        all_rows=end == call.M,
+    )

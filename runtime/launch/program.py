@@ -37,9 +37,14 @@ class Step(NamedTuple):
 
     @classmethod
     def of(
-        cls, launcher: Launcher, name: str, operands: Mapping[str, str] | None = None, *,
-        scales: bool = True, **how: Any,
-    ) -> Step:  # fmt: skip
+        cls,
+        launcher: Launcher,
+        name: str,
+        operands: Mapping[str, str] | None = None,
+        *,
+        scales: bool = True,
+        **how: Any,
+    ) -> Step:
         """A launch of one kernel; ``how`` is as ``Launcher.bind`` has it.
 
         ``operands`` has those arguments of the kernel that are other operands than their names say.

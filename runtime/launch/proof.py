@@ -128,15 +128,22 @@ def _proven(bundle: BundleFile, kernel: gemm.LoadedKernel, local: LocalGpu) -> v
         verdicts.leave_out(kernel.variant, local)
         _log.warning(
             "pretuned: could not test %s of %s on %s: %s. This process runs another kernel, or torch, instead; "
-            "the next process tests it again", _named(kernel.variant), printable(bundle.path), local.gpu.name,
+            "the next process tests it again",
+            _named(kernel.variant),
+            printable(bundle.path),
+            local.gpu.name,
             first_line(error),
-        )  # fmt: skip
+        )
         return None
     found = verdicts.verdict(wrong is None, wrong or "")
     verdicts.note(kernel.variant, local, found)
     if wrong is None:
-        _log.info("pretuned: %s passed its self-test on %s, in %.1f ms", _named(kernel.variant), local.gpu.name,
-                  (time.perf_counter() - began) * 1e3)  # fmt: skip
+        _log.info(
+            "pretuned: %s passed its self-test on %s, in %.1f ms",
+            _named(kernel.variant),
+            local.gpu.name,
+            (time.perf_counter() - began) * 1e3,
+        )
         return found
     _log.error("%s", complaint(bundle.path, kernel.variant, local, wrong))
     if broken is not None:
@@ -373,11 +380,20 @@ def _rows(kernel: gemm.LoadedKernel, here: TrialPlace, on: _Operands, form: Fusi
     want = memory.float()
     result = want[1:-1, :wide]
     reference.rows(
-        on.x_values[x_rows], on.w_values, counts, result, M=_M, layout=Layout.NK,
-        index=index if indexed else None, index_end=_M, gather_divisor=_TOP_K if gathers else 0, scatter=scatters,
-        row_weights=weights if Fusion.WEIGHT in form else None, bias=bias.float() if Fusion.BIAS in form else None,
+        on.x_values[x_rows],
+        on.w_values,
+        counts,
+        result,
+        M=_M,
+        layout=Layout.NK,
+        index=index if indexed else None,
+        index_end=_M,
+        gather_divisor=_TOP_K if gathers else 0,
+        scatter=scatters,
+        row_weights=weights if Fusion.WEIGHT in form else None,
+        bias=bias.float() if Fusion.BIAS in form else None,
         silu=silu,
-    )  # fmt: skip
+    )
     if Fusion.LOW_RANK in form:
         reference.rows(u.float(), second.float(), counts, added := full(_M, wide), M=_M, layout=Layout.NK)
         result[:used] += added[:used]
@@ -401,9 +417,15 @@ def _weight(kernel: gemm.LoadedKernel, here: TrialPlace) -> str | None:
     launch = gemm.product_launcher(kernel, N=N, K=K, E=E, m_sizes_step=1)
     for _ in range(2):
         launch(
-            placed[1:].data_ptr(), m_sizes.data_ptr(), here.stream, dy=dy_there.data_ptr(), x=x_there.data_ptr(),
-            stride_dy_m=N, stride_x_m=K, M=_M,
-        )  # fmt: skip
+            placed[1:].data_ptr(),
+            m_sizes.data_ptr(),
+            here.stream,
+            dy=dy_there.data_ptr(),
+            x=x_there.data_ptr(),
+            stride_dy_m=N,
+            stride_x_m=K,
+            M=_M,
+        )
     want = memory.float()
     want[1:-1] = reference.grad_weight(dy.float(), x.float(), counts).view(E * N, K)
     here.wait()

@@ -67,8 +67,11 @@ def _advise(w: ExpertWeights, device: int) -> None:
     if (w.format, device) not in _advised and not capturing():
         _advised.add((w.format, device))
         if wants_order(w, device) and w.can_be_prepared:
-            _log.warning("pretuned: %s weights run on the portable kernel; w = w.prepare(), once after loading, has a "
-                      "faster one", w.format)  # fmt: skip
+            _log.warning(
+                "pretuned: %s weights run on the portable kernel; w = w.prepare(), once after loading, has a "
+                "faster one",
+                w.format,
+            )
 
 
 def low_rank_of_quantised(call: Rows, w: ExpertWeights) -> Ready | None:
@@ -146,10 +149,13 @@ def problems_of(w: ExpertWeights, x: torch.Tensor, forward: Fusion, dx: Fusion) 
         Problem(Op.DX, w.kernel_dtypes[-1], E, N, K, layout, dx),
     )
     return tuple(
-        one for one in every
-        if any(not refusal(Spec(one.op, one.dtype, config, layout, one.fusion), sm)
-               for config in candidates(one.op, one.dtype, sm))
-    )  # fmt: skip
+        one
+        for one in every
+        if any(
+            not refusal(Spec(one.op, one.dtype, config, layout, one.fusion), sm)
+            for config in candidates(one.op, one.dtype, sm)
+        )
+    )
 
 
 def _of_codes_as_they_are(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready | None:
@@ -293,10 +299,15 @@ def quantize_step(
     columns, (behind, flags) = x.shape[1], used
     picked = f", {top_k} of each" if top_k else ""
     return Step.of(
-        launch, f"quantise rows of {columns} columns{picked}", _MADE | {"index": index},
-        behind=(("used", behind, 0), ("scale", 0, columns)), columns=columns, top_k=top_k or 1, index_step=index_step,
+        launch,
+        f"quantise rows of {columns} columns{picked}",
+        _MADE | {"index": index},
+        behind=(("used", behind, 0), ("scale", 0, columns)),
+        columns=columns,
+        top_k=top_k or 1,
+        index_step=index_step,
         flags=flags | (PICKED if top_k else 0),
-    )  # fmt: skip
+    )
 
 
 def activation_step(launch: RowOpLauncher, columns: int, act: tuple[int, Activation], used: tuple[int, int]) -> Step:
@@ -307,6 +318,9 @@ def activation_step(launch: RowOpLauncher, columns: int, act: tuple[int, Activat
     (behind, flags), (kind, function) = used, act
     numbers: dict[str, Any] = {"columns": columns, "flags": flags | kind, **function.words}
     return Step.of(
-        launch, f"{function} to {columns} columns, quantised", {**_MADE, "h": "x"},
-        behind=(("used", behind, 0), ("scale", 0, columns)), **numbers,
-    )  # fmt: skip
+        launch,
+        f"{function} to {columns} columns, quantised",
+        {**_MADE, "h": "x"},
+        behind=(("used", behind, 0), ("scale", 0, columns)),
+        **numbers,
+    )

@@ -65,11 +65,32 @@ def ready_for(call: Rows, y: torch.Tensor | None) -> Ready | None:
     checks = call.bounds is None
     few, beside = may_clear(call, y) if call.zero_tail and call.uses_index and y is not None else (True, True)
     zeroes = call.zero_tail and (few or beside)
-    fixed = (x.dtype, E, N, K, _weight_strides(w), call.gather_divisor, fusion.value, step, m_sizes.dtype,
-             zeroes, few, beside, first and 1 + checks)  # fmt: skip
+    fixed = (
+        x.dtype,
+        E,
+        N,
+        K,
+        _weight_strides(w),
+        call.gather_divisor,
+        fusion.value,
+        step,
+        m_sizes.dtype,
+        zeroes,
+        few,
+        beside,
+        first and 1 + checks,
+    )
     # (By its value: an enum's hash is a call in Python.)
-    key = (call.op.value, call.layout.value, *fixed, bucket_of(call.M), aligned, device, call.pin,
-           tf32_allowed(x.dtype))  # fmt: skip
+    key = (
+        call.op.value,
+        call.layout.value,
+        *fixed,
+        bucket_of(call.M),
+        aligned,
+        device,
+        call.pin,
+        tf32_allowed(x.dtype),
+    )
 
     def build() -> Ready | None:
         problem = problem_of(call.op, x, E, N, K, call.layout, fusion)
@@ -113,8 +134,18 @@ def ready_for_gated(call: Rows) -> Ready | None:
     # (Rows whose index is out of range are not asked for.)
     first = dataclasses.replace(call, loose=True).may_gather_first(aligned)
     checks = call.bounds is None
-    fixed = (x.dtype, E, N, K, _weight_strides(w), call.gather_divisor, step, m_sizes.dtype, call.layout.value,
-             first and 1 + checks)  # fmt: skip
+    fixed = (
+        x.dtype,
+        E,
+        N,
+        K,
+        _weight_strides(w),
+        call.gather_divisor,
+        step,
+        m_sizes.dtype,
+        call.layout.value,
+        first and 1 + checks,
+    )
     key = ("gated", *fixed, bucket_of(call.M), aligned, device, tf32_allowed(x.dtype))
 
     def build() -> Ready | None:
@@ -160,8 +191,19 @@ def ready_for_low_rank(call: Rows) -> Ready | None:
         raise AssertionError("a product without a low-rank part")
     (E, N, K), R, device = call.sizes, low.x.shape[1], x.get_device()
     step, zeroes = index_step(call) if call.uses_index else 1, call.zero_tail and not call.uses_index
-    fixed = (x.dtype, E, N, K, R, _weight_strides(w), call.gather_divisor, call.fusion.value, step, m_sizes.dtype,
-             zeroes)  # fmt: skip
+    fixed = (
+        x.dtype,
+        E,
+        N,
+        K,
+        R,
+        _weight_strides(w),
+        call.gather_divisor,
+        call.fusion.value,
+        step,
+        m_sizes.dtype,
+        zeroes,
+    )
     key = ("low rank", call.op.value, call.layout.value, *fixed, bucket_of(call.M), device)
 
     def build() -> Ready | None:
@@ -228,10 +270,15 @@ def of_rows(kernel: LoadedKernel, problem: Problem, call: Rows, fused: Fused) ->
 
     view = gemm_of(problem)
     launcher = gemm.product_launcher(
-        kernel, N=view.columns, K=view.reduction, E=problem.E, m_sizes_step=step_of(call.m_sizes), fused=fused,
+        kernel,
+        N=view.columns,
+        K=view.reduction,
+        E=problem.E,
+        m_sizes_step=step_of(call.m_sizes),
+        fused=fused,
         strides=_weight_strides(call.w) if isinstance(call.w, torch.Tensor) else None,
         R=0 if call.low is None else call.low.x.shape[1],
-    )  # fmt: skip
+    )
     return Ready(launcher, name_of(problem, kernel))
 
 

@@ -55,8 +55,12 @@ def launcher(op: RowOp, dtype: DType, device: int, *, aligned: bool) -> RowOpLau
         if kernel is None:
             twice = op in (RowOp.ACTIVATION_CODES, RowOp.ACTIVATION_ROW_CODES)
             instead = "two passes do" if twice else "torch does"
-            _log.info("pretuned: no usable bundle has a kernel for %s %s: %s it; aot build adds it to new ones",
-                      op.value, dtype.value, instead)  # fmt: skip
+            _log.info(
+                "pretuned: no usable bundle has a kernel for %s %s: %s it; aot build adds it to new ones",
+                op.value,
+                dtype.value,
+                instead,
+            )
     return known[key]
 
 

@@ -160,8 +160,10 @@ class _On(NamedTuple):
 
 
 TORCH = dict.fromkeys(DType, torch.bfloat16) | {
-    DType.FP16: torch.float16, DType.FP32: torch.float32, DType.TF32: torch.float32,
-}  # of x and y  # fmt: skip
+    DType.FP16: torch.float16,
+    DType.FP32: torch.float32,
+    DType.TF32: torch.float32,
+}  # of x and y
 
 
 def _gather(on: _On) -> str | None:
@@ -241,9 +243,21 @@ def _activation_grad(on: _On) -> str | None:
         dweights = on.words(full(M))
         flags = _flags(act, gated, interleaved) | more
         on.run(
-            M, h=h, da=da, row_weights=weights, index=index, used=used, dh=dh, a=a, dweights=dweights, M=M, columns=I,
-            index_step=1, flags=flags, **act.words,
-        )  # fmt: skip
+            M,
+            h=h,
+            da=da,
+            row_weights=weights,
+            index=index,
+            used=used,
+            dh=dh,
+            a=a,
+            dweights=dweights,
+            M=M,
+            columns=I,
+            index_step=1,
+            flags=flags,
+            **act.words,
+        )
         grad, t = da.cpu().float(), scale[flat][:, None]
         made, want = _with_slopes(h.cpu().double(), grad * t, act, gated, interleaved)
         dots = torch.zeros(M, dtype=torch.float32, device="cpu")
@@ -285,9 +299,18 @@ def _combine(on: _On) -> str | None:
     y, bias, out = on.rows(draw.normal(M, C)), on.rows(draw.normal(E, C)), on.rows(full(_T + 1, C))
     places, weights, experts = on.words(place), on.words(scale), on.words(expert)
     on.run(
-        _T, y=y, places=places, row_weights=weights, experts=experts, bias=bias, out=out, M=_T, columns=C, top_k=_TOP_K,
+        _T,
+        y=y,
+        places=places,
+        row_weights=weights,
+        experts=experts,
+        bias=bias,
+        out=out,
+        M=_T,
+        columns=C,
+        top_k=_TOP_K,
         flags=rowops.WEIGHTED | rowops.BIASED,
-    )  # fmt: skip
+    )
     rows, added = y.cpu().float()[place.clamp(min=0).long()], bias.cpu().float()[expert.clamp(max=E - 1).long()]
     every = torch.where(here[:, None], (rows + added) * scale[:, None], 0.0)
     want = every.view(_T, _TOP_K, C).sum(1)
@@ -318,9 +341,16 @@ def _sorted(on: _On, M: int, E: int) -> str | None:
     ids, experts, places, bounds, m_sizes = on.words(given), words(chunks * on.block), words(M), words(E + 1), words(E)
     found = words(M, torch.int64)
     every: dict[str, Any] = {
-        "ids": ids, "experts": experts, "order": found, "places": places, "bounds": bounds, "m_sizes": m_sizes, "M": M,
-        "E": E, "ids_step": 1,
-    }  # fmt: skip
+        "ids": ids,
+        "experts": experts,
+        "order": found,
+        "places": places,
+        "bounds": bounds,
+        "m_sizes": m_sizes,
+        "M": M,
+        "E": E,
+        "ids_step": 1,
+    }
     if chunks == 1:
         on.run(1, **every, counts=0, flags=rowops.COUNTS | rowops.PLACES)
     else:
@@ -330,9 +360,12 @@ def _sorted(on: _On, M: int, E: int) -> str | None:
         on.run(chunks, **every, flags=rowops.PLACES)
     on.place.wait()
     pairs = (
-        ("order", found, order), ("m_sizes", m_sizes, sizes), ("bounds", bounds, ends), ("places", places, place),
+        ("order", found, order),
+        ("m_sizes", m_sizes, sizes),
+        ("bounds", bounds, ends),
+        ("places", places, place),
         ("experts", experts[:M], expert),
-    )  # fmt: skip
+    )
     wrong = [name for name, got, want in pairs if not torch.equal(got.cpu().long(), want)]
     return f"{', '.join(wrong)} are wrong" if wrong else None
 
@@ -345,9 +378,18 @@ def _clear(on: _On) -> str | None:
     y, index, m_sizes = on.words(host), on.words(given), on.words(counts)
     named = on.words(torch.zeros(rows, dtype=torch.int8, device="cpu"))
     every: dict[str, Any] = {
-        "y": y, "index": index, "m_sizes": m_sizes, "named": named, "M": M, "rows": rows, "columns": C, "E": E,
-        "index_end": rows, "m_sizes_step": 1, "index_step": 1,
-    }  # fmt: skip
+        "y": y,
+        "index": index,
+        "m_sizes": m_sizes,
+        "named": named,
+        "M": M,
+        "rows": rows,
+        "columns": C,
+        "E": E,
+        "index_end": rows,
+        "m_sizes_step": 1,
+        "index_step": 1,
+    }
     on.run(-(-M // on.block), **every, flags=rowops.NAMES)
     on.run(-(-rows // rowops.CLEARED_ROWS), **every, flags=0)
     used = given[: int(counts.sum())]
@@ -372,9 +414,18 @@ def _quantize(on: _On, of_x: Scale) -> str | None:
     flags = rowops.USED | rowops.PICKED
     index = on.words(order)
     on.run(
-        M, x=x, index=index, used=used, codes=codes, scale=scale, M=M, columns=C, top_k=_TOP_K, index_step=1,
+        M,
+        x=x,
+        index=index,
+        used=used,
+        codes=codes,
+        scale=scale,
+        M=M,
+        columns=C,
+        top_k=_TOP_K,
+        index_step=1,
         flags=flags,
-    )  # fmt: skip
+    )
     on.place.wait()
     picked, every = x.cpu()[order.long() // _TOP_K], slice(0, M)
     got = values_of_rows(codes.cpu().view(torch.float8_e4m3fn), scale.cpu(), every)
@@ -405,9 +456,14 @@ def _activation_codes(on: _On, of_x: Scale) -> str | None:
 
 
 _TRIALS: dict[RowOp, Callable[[_On], str | None]] = {
-    RowOp.GATHER: _gather, RowOp.ACTIVATION: _activation, RowOp.ACTIVATION_GRAD: _activation_grad,
-    RowOp.COMBINE: _combine, RowOp.SORT_SLOTS: _sort_slots, RowOp.CLEAR: _clear,
-    RowOp.QUANTIZE: partial(_quantize, of_x=_BLOCKS), RowOp.ACTIVATION_CODES: partial(_activation_codes, of_x=_BLOCKS),
+    RowOp.GATHER: _gather,
+    RowOp.ACTIVATION: _activation,
+    RowOp.ACTIVATION_GRAD: _activation_grad,
+    RowOp.COMBINE: _combine,
+    RowOp.SORT_SLOTS: _sort_slots,
+    RowOp.CLEAR: _clear,
+    RowOp.QUANTIZE: partial(_quantize, of_x=_BLOCKS),
+    RowOp.ACTIVATION_CODES: partial(_activation_codes, of_x=_BLOCKS),
     RowOp.QUANTIZE_ROWS: partial(_quantize, of_x=_ROWS),
     RowOp.ACTIVATION_ROW_CODES: partial(_activation_codes, of_x=_ROWS),
-}  # fmt: skip
+}

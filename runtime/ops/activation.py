@@ -101,9 +101,17 @@ class Needs(NamedTuple):
 
 
 def gradient(
-    h: torch.Tensor, da: torch.Tensor, act: RowActivation, needs: Needs, *, weights: torch.Tensor | None = None,
-    index: torch.Tensor | None = None, bounds: torch.Tensor | None = None, narrow: bool = False, do: Now = NOW,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    h: torch.Tensor,
+    da: torch.Tensor,
+    act: RowActivation,
+    needs: Needs,
+    *,
+    weights: torch.Tensor | None = None,
+    index: torch.Tensor | None = None,
+    bounds: torch.Tensor | None = None,
+    narrow: bool = False,
+    do: Now = NOW,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """dh[i] = act'(h[i]) * (t * da[i]), a[i] = t * act(h[i]), dweights[index[i]] = dot(da[i], act(h[i])).
 
     h [M, 2*I] or [M, I], da [M, I]; t = weights[index[i]] with ``weights``, by index in h's dtype or float32, else 1.
@@ -130,10 +138,20 @@ def gradient(
         dh = do.new(h, h.shape) if needs.dh else None
         a = do.new(da, (M, I)) if needs.a else None
         dweights = do.new(h, (M,), kind) if needs.dweights else None
-        do.run(step, M, {
-            "h": h, "da": da, "row_weights": weights, "index": index, "used": bounds, "dh": dh, "a": a,
-            "dweights": dweights,
-        })  # fmt: skip
+        do.run(
+            step,
+            M,
+            {
+                "h": h,
+                "da": da,
+                "row_weights": weights,
+                "index": index,
+                "used": bounds,
+                "dh": dh,
+                "a": a,
+                "dweights": dweights,
+            },
+        )
     return dh, a, dweights
 
 
@@ -160,9 +178,14 @@ def by_torch(h: torch.Tensor, act: RowActivation) -> torch.Tensor:
 
 
 def _gradient_by_torch(
-    h: torch.Tensor, da: torch.Tensor, act: RowActivation, needs: Needs, weights: torch.Tensor | None,
-    index: torch.Tensor | None, bounds: torch.Tensor | None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    h: torch.Tensor,
+    da: torch.Tensor,
+    act: RowActivation,
+    needs: Needs,
+    weights: torch.Tensor | None,
+    index: torch.Tensor | None,
+    bounds: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     scale = None if weights is None or index is None else weights[index.long()][:, None]
     dh = dweights = None
     if bounds is not None:  # rows of no expert are uninitialised: as NaN they would stop autograd's anomaly mode

@@ -42,10 +42,17 @@ class GroupedGemm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, w: torch.Tensor | ExpertWeights, m_sizes: torch.Tensor, weights: torch.Tensor | None,
-        bias: torch.Tensor | None, index: torch.Tensor | None, form: Form, sizes: tuple[int, int, int],
+        ctx: Any,
+        x: torch.Tensor,
+        w: torch.Tensor | ExpertWeights,
+        m_sizes: torch.Tensor,
+        weights: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        index: torch.Tensor | None,
+        form: Form,
+        sizes: tuple[int, int, int],
         plan: Any = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """The product; what a gradient needs is saved. ``plan`` is a ``replay.plan.ExecutionPlan``."""
         needs_x, needs_w, needs_weights, _ = wanted(ctx.needs_input_grad, form)
         keeps_x = needs_w or needs_weights
@@ -98,9 +105,17 @@ class AdaptedGemm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, w: torch.Tensor | ExpertWeights, m_sizes: torch.Tensor, weights: torch.Tensor | None,
-        bias: torch.Tensor | None, A: torch.Tensor, B: torch.Tensor, index: torch.Tensor | None, how: Adapted,
-    ) -> torch.Tensor:  # fmt: skip
+        ctx: Any,
+        x: torch.Tensor,
+        w: torch.Tensor | ExpertWeights,
+        m_sizes: torch.Tensor,
+        weights: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        index: torch.Tensor | None,
+        how: Adapted,
+    ) -> torch.Tensor:
         """The product; what a gradient needs is saved."""
         form, sizes, scale, plan = how
         one = LowRank(A, B, scale)
@@ -113,9 +128,16 @@ class AdaptedGemm(torch.autograd.Function):
         learns, inner = any(ctx.needs_input_grad[5:7]), needs_x or needs_weights
         ctx.frozen = w if isinstance(w, ExpertWeights) else None
         ctx.save_for_backward(
-            x if needs_w or needs_weights or learns else None, w if inner and ctx.frozen is None else None, m_sizes,
-            weights, bias, A, B, u if learns else None, index,
-        )  # fmt: skip
+            x if needs_w or needs_weights or learns else None,
+            w if inner and ctx.frozen is None else None,
+            m_sizes,
+            weights,
+            bias,
+            A,
+            B,
+            u if learns else None,
+            index,
+        )
         ctx.call = how, w.shape
         return y  # type: ignore[no-any-return]
 
@@ -157,9 +179,14 @@ def backward(
 
 
 def with_adapter(
-    call: Call, dy: torch.Tensor, x: torch.Tensor | None, needs: Needs, one: LowRank | None, u: torch.Tensor | None,
+    call: Call,
+    dy: torch.Tensor,
+    x: torch.Tensor | None,
+    needs: Needs,
+    one: LowRank | None,
+    u: torch.Tensor | None,
     do: Now = NOW,
-) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+) -> tuple[torch.Tensor | None, ...]:
     """The same beside an adapter, and its dA and dB if there is ``u``, which the forward made; else None for them."""
     needs_x, needs_w, needs_weights, needs_bias = needs
     dx = dw = dweights = dbias = beside = rows_x = None

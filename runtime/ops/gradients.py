@@ -65,10 +65,21 @@ def forward_rows(call: Call, x: torch.Tensor, do: Now = NOW) -> Rows:
     elif weights is not None:
         weights = flat(weights, wide)
     return Rows(
-        Op.FORWARD, x, call.w, call.m_sizes, form.layout, call.M, call.fusions.index, call.x_divisor, form.permute_y,
-        weights, None if bias is None else bias.detach().contiguous(), form.pin_forward,
-        zero_tail=zeros, loose=not zeros,
-    )  # fmt: skip
+        Op.FORWARD,
+        x,
+        call.w,
+        call.m_sizes,
+        form.layout,
+        call.M,
+        call.fusions.index,
+        call.x_divisor,
+        form.permute_y,
+        weights,
+        None if bias is None else bias.detach().contiguous(),
+        form.pin_forward,
+        zero_tail=zeros,
+        loose=not zeros,
+    )
 
 
 class Beside(NamedTuple):
@@ -199,14 +210,23 @@ def _rows_of_dx(call: Call, dy: GradY, flat: torch.Tensor | None, *, moves: bool
     given, divisor = (dy.given, 1) if dy.sorted is None else (dy.sorted, 0)
     used = call.fusions.index if moves or divisor or flat is not None else None
     return Rows(
-        Op.DX, given, call.w, call.m_sizes, form.layout, call.M, used, divisor, moves, flat,
-        None, form.pin_dx, zero_tail=moves or not form.permute_x,
-    )  # fmt: skip
+        Op.DX,
+        given,
+        call.w,
+        call.m_sizes,
+        form.layout,
+        call.M,
+        used,
+        divisor,
+        moves,
+        flat,
+        None,
+        form.pin_dx,
+        zero_tail=moves or not form.permute_x,
+    )
 
 
-def _grad_rows(
-    call: Call, dy: GradY, flat: torch.Tensor | None, do: Now, beside: Beside | None = None
-) -> torch.Tensor:  # fmt: skip
+def _grad_rows(call: Call, dy: GradY, flat: torch.Tensor | None, do: Now, beside: Beside | None = None) -> torch.Tensor:
     """dy @ w row by row: in the sorted order [M, K], or with permute_x in token order [T*topk, K]; others zero."""
     moves = call.form.permute_x
     one, v = beside or (None, None)

@@ -88,9 +88,11 @@ class FrozenWeights(NamedTuple):
 
 
 def weights_of(
-    gate_up: torch.Tensor | ExpertWeights, down: torch.Tensor | ExpertWeights, gate_up_bias: torch.Tensor | None,
+    gate_up: torch.Tensor | ExpertWeights,
+    down: torch.Tensor | ExpertWeights,
+    gate_up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
-) -> Weights | FrozenWeights:  # fmt: skip
+) -> Weights | FrozenWeights:
     """A layer's weights as one."""
     if isinstance(gate_up, ExpertWeights) or isinstance(down, ExpertWeights):
         return FrozenWeights(gate_up, down, gate_up_bias, down_bias)
@@ -98,9 +100,17 @@ def weights_of(
 
 
 def forward(
-    layer: Layer, x: torch.Tensor, given: Weights | FrozenWeights, routing: Routing, weights: torch.Tensor, *,
-    keeps_h: bool, do: Now = NOW, into: torch.Tensor | None = None, adapters: Adapters = NO_ADAPTERS,
-) -> Forward:  # fmt: skip
+    layer: Layer,
+    x: torch.Tensor,
+    given: Weights | FrozenWeights,
+    routing: Routing,
+    weights: torch.Tensor,
+    *,
+    keeps_h: bool,
+    do: Now = NOW,
+    into: torch.Tensor | None = None,
+    adapters: Adapters = NO_ADAPTERS,
+) -> Forward:
     """out [T, H], h [T*k, 2*I] and what adapters made of rows, of x [T, H] and the routing weights [T, k].
 
     out is ``into`` if it is given. Without ``keeps_h`` it is alone, and silu(gate) * up may be the first product's own
@@ -132,9 +142,13 @@ def forward(
 
 
 def _second(
-    down: torch.Tensor | ExpertWeights, m_sizes: torch.Tensor, layout: Layout, adapter: LowRank | None, do: Now,
+    down: torch.Tensor | ExpertWeights,
+    m_sizes: torch.Tensor,
+    layout: Layout,
+    adapter: LowRank | None,
+    do: Now,
     a: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """y [T*k, H] of a, and what an adapter made of its rows."""
     narrow = None if adapter is None else low_rank.narrowed(adapter, a, m_sizes, do=do)
     return low_rank.product(Rows(Op.FORWARD, a, down, m_sizes, layout, a.shape[0]), adapter, narrow, do), narrow
@@ -145,10 +159,17 @@ class MoeLayer(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, gate_up: torch.Tensor | ExpertWeights, down: torch.Tensor | ExpertWeights,
-        gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, weights: torch.Tensor, routing: Routing,
-        layer: Layer, plan: Any = None,
-    ) -> torch.Tensor:  # fmt: skip
+        ctx: Any,
+        x: torch.Tensor,
+        gate_up: torch.Tensor | ExpertWeights,
+        down: torch.Tensor | ExpertWeights,
+        gate_up_bias: torch.Tensor | None,
+        down_bias: torch.Tensor | None,
+        weights: torch.Tensor,
+        routing: Routing,
+        layer: Layer,
+        plan: Any = None,
+    ) -> torch.Tensor:
         """The layer; what a gradient needs is saved. ``plan`` is a ``replay.layer_plan.LayerPlan``."""
         given = weights_of(gate_up, down, gate_up_bias, down_bias)
         run = forward if plan is None else plan.forward
@@ -159,9 +180,13 @@ class MoeLayer(torch.autograd.Function):
         ctx.frozen = [one if isinstance(one, ExpertWeights) else None for one in products]
         tensors = [one if isinstance(one, torch.Tensor) else None for one in products]
         ctx.save_for_backward(
-            x if needs_up else None, *tensors, down_bias, weights,
-            h if inner or needs_down or needs_weights else None, *routing,
-        )  # fmt: skip
+            x if needs_up else None,
+            *tensors,
+            down_bias,
+            weights,
+            h if inner or needs_down or needs_weights else None,
+            *routing,
+        )
         ctx.layer, ctx.plan = layer, plan
         return out
 
@@ -190,10 +215,19 @@ class AdaptedLayer(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, gate_up: torch.Tensor | ExpertWeights, down: torch.Tensor | ExpertWeights,
-        gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, weights: torch.Tensor, routing: Routing,
-        layer: Layer, scales: tuple[float, float], plan: Any = None, *low: torch.Tensor | None,
-    ) -> torch.Tensor:  # fmt: skip
+        ctx: Any,
+        x: torch.Tensor,
+        gate_up: torch.Tensor | ExpertWeights,
+        down: torch.Tensor | ExpertWeights,
+        gate_up_bias: torch.Tensor | None,
+        down_bias: torch.Tensor | None,
+        weights: torch.Tensor,
+        routing: Routing,
+        layer: Layer,
+        scales: tuple[float, float],
+        plan: Any = None,
+        *low: torch.Tensor | None,
+    ) -> torch.Tensor:
         """The layer; what a gradient needs is saved. ``plan`` is a ``replay.layer_plan.LayerPlan``."""
         given = weights_of(gate_up, down, gate_up_bias, down_bias)
         run = forward if plan is None else plan.forward
@@ -231,28 +265,51 @@ def adapters_of(low: Sequence[torch.Tensor | None], scales: tuple[float, float])
 
 
 def all_gradients(
-    layer: Layer, dout: torch.Tensor, x: torch.Tensor | None, given: Weights | FrozenWeights, weights: torch.Tensor,
-    h: torch.Tensor | None, routing: Routing, needs: tuple[bool, ...], adapters: Adapters, narrow: Narrow,
+    layer: Layer,
+    dout: torch.Tensor,
+    x: torch.Tensor | None,
+    given: Weights | FrozenWeights,
+    weights: torch.Tensor,
+    h: torch.Tensor | None,
+    routing: Routing,
+    needs: tuple[bool, ...],
+    adapters: Adapters,
+    narrow: Narrow,
     do: Now = NOW,
-) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+) -> tuple[torch.Tensor | None, ...]:
     """As ``with_adapters``, in a row: the six, then A's and B's of the first product, then of the second."""
     found, low = with_adapters(layer, dout, x, given, weights, h, routing, needs, adapters, narrow, do)
     return (*found, *(each for one in low for each in (one or (None, None))))
 
 
 def gradients(
-    layer: Layer, dout: torch.Tensor, x: torch.Tensor | None, given: Weights | FrozenWeights, weights: torch.Tensor,
-    h: torch.Tensor | None, routing: Routing, needs: tuple[bool, ...], do: Now = NOW,
-) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    layer: Layer,
+    dout: torch.Tensor,
+    x: torch.Tensor | None,
+    given: Weights | FrozenWeights,
+    weights: torch.Tensor,
+    h: torch.Tensor | None,
+    routing: Routing,
+    needs: tuple[bool, ...],
+    do: Now = NOW,
+) -> tuple[torch.Tensor | None, ...]:
     """The gradients of x, gate_up, down, gate_up_bias, down_bias and weights: those that ``needs`` asks for."""
     return with_adapters(layer, dout, x, given, weights, h, routing, needs, NO_ADAPTERS, NOTHING_NARROW, do)[0]
 
 
 def with_adapters(
-    layer: Layer, dout: torch.Tensor, x: torch.Tensor | None, given: Weights | FrozenWeights, weights: torch.Tensor,
-    h: torch.Tensor | None, routing: Routing, needs: tuple[bool, ...], adapters: Adapters, narrow: Narrow,
+    layer: Layer,
+    dout: torch.Tensor,
+    x: torch.Tensor | None,
+    given: Weights | FrozenWeights,
+    weights: torch.Tensor,
+    h: torch.Tensor | None,
+    routing: Routing,
+    needs: tuple[bool, ...],
+    adapters: Adapters,
+    narrow: Narrow,
     do: Now = NOW,
-) -> tuple[tuple[torch.Tensor | None, ...], tuple[LowRankGradients | None, LowRankGradients | None]]:  # fmt: skip
+) -> tuple[tuple[torch.Tensor | None, ...], tuple[LowRankGradients | None, LowRankGradients | None]]:
     """The same, and the gradients of the adapters of which there is what the forward kept, ``narrow``."""
     first, second = adapters
     of_first = of_second = None
@@ -282,9 +339,16 @@ def with_adapters(
                 del dy
         wanted = Needs(inner, needs_down or narrow.a is not None, needs_weights)
         dh, a, dweights = activation.gradient(
-            h, da, act, wanted, weights=row_weights, index=index, bounds=bounds,
-            narrow=given.down_bias is None, do=do,
-        )  # fmt: skip
+            h,
+            da,
+            act,
+            wanted,
+            weights=row_weights,
+            index=index,
+            bounds=bounds,
+            narrow=given.down_bias is None,
+            do=do,
+        )
         del da
         if dB is not None and v is not None and a is not None:
             of_second = LowRankGradients(weight(v, a, m_sizes, do=do), dB)
@@ -356,9 +420,15 @@ def _first_column(dbias: torch.Tensor) -> torch.Tensor:
 
 
 def _of_weights(
-    dweights: torch.Tensor, dout: torch.Tensor | None = None, bias: torch.Tensor | None = None,
-    experts: torch.Tensor | None = None, *, top_k: int, E: int, dtype: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
+    dweights: torch.Tensor,
+    dout: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    experts: torch.Tensor | None = None,
+    *,
+    top_k: int,
+    E: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
     """dweights [T, k], and dot(dout[t], bias[expert of t's slot s]) of every slot that takes part; not by autocast."""
     dweights = dweights.view(-1, top_k)
     if bias is None or dout is None or experts is None or not E:

@@ -64,9 +64,14 @@ def as_read(one: torch.Tensor, dtype: torch.dtype, E: int, of_r: int) -> torch.T
 
 
 def narrowed(
-    one: LowRank, x: torch.Tensor, m_sizes: torch.Tensor, index: torch.Tensor | None = None, top_k: int = 0,
-    bounds: torch.Tensor | None = None, do: Now = NOW,
-) -> torch.Tensor:  # fmt: skip
+    one: LowRank,
+    x: torch.Tensor,
+    m_sizes: torch.Tensor,
+    index: torch.Tensor | None = None,
+    top_k: int = 0,
+    bounds: torch.Tensor | None = None,
+    do: Now = NOW,
+) -> torch.Tensor:
     """u [M, r] of sorted rows x [M, K]; with ``index`` [M], of rows x[index // top_k].
 
     Without ``bounds`` (``routing.Routing``) the rows of an index out of range are zero, which B's gradient reads.
@@ -80,9 +85,13 @@ def narrowed(
 
 
 def product(
-    call: Rows, one: LowRank | None, narrow: torch.Tensor | None, do: Now = NOW, y: torch.Tensor | None = None,
+    call: Rows,
+    one: LowRank | None,
+    narrow: torch.Tensor | None,
+    do: Now = NOW,
+    y: torch.Tensor | None = None,
     many: int | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """The product, and of the forward u @ B.T beside it, of dX v @ A; ``narrow`` [M, r] is u or v.
 
     By one kernel, which has these columns in its reduction; where there is no such code they are a product of their

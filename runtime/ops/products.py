@@ -26,7 +26,7 @@ from ..launch.products import (
     resolve_gated,
     resolve_low_rank,
     resolve_weight,
-)  # fmt: skip
+)
 from ..launch.program import NOW, Now
 from ..launch.ready import may_add_low_part, ready_for, rows_aligned
 from ..weights.dequantised import Dequantised
@@ -58,9 +58,19 @@ def rows(call: Rows, y: torch.Tensor, do: Now = NOW) -> torch.Tensor:
             y.zero_()
         x, w, layout = _by_torch(call)
         reference.rows(
-            x, w, call.m_sizes, y, M=call.M, layout=layout, index=call.index, index_end=end,
-            gather_divisor=call.gather_divisor, scatter=call.scatter, row_weights=call.row_weights, bias=call.bias,
-        )  # fmt: skip
+            x,
+            w,
+            call.m_sizes,
+            y,
+            M=call.M,
+            layout=layout,
+            index=call.index,
+            index_end=end,
+            gather_divisor=call.gather_divisor,
+            scatter=call.scatter,
+            row_weights=call.row_weights,
+            bias=call.bias,
+        )
         return y
     if not rows_usable(call.x):
         call = dataclasses.replace(call, x=call.x.contiguous())
@@ -75,9 +85,16 @@ def _sums_of_nothing(call: Rows, y: torch.Tensor, end: int) -> torch.Tensor:
         y.zero_()
     if call.bias is not None:
         torch_fallback.store(
-            y.new_zeros((call.M, y.shape[1])), y, call.m_sizes, index=call.index, index_end=end, scatter=call.scatter,
-            row_weights=call.row_weights, bias=call.bias, gathered=bool(call.gather_divisor),
-        )  # fmt: skip
+            y.new_zeros((call.M, y.shape[1])),
+            y,
+            call.m_sizes,
+            index=call.index,
+            index_end=end,
+            scatter=call.scatter,
+            row_weights=call.row_weights,
+            bias=call.bias,
+            gathered=bool(call.gather_divisor),
+        )
     return y
 
 
@@ -126,9 +143,16 @@ def _on_cuda(call: Rows, y: torch.Tensor, end: int, do: Now = NOW) -> None:
         product = call.x.new_empty((call.M, y.shape[1]))
         _on_cuda(Rows(call.op, call.x, call.w, call.m_sizes, call.layout, call.M), product, 0)
     torch_fallback.store(
-        product, y, call.m_sizes, index=call.index, index_end=end, scatter=call.scatter, row_weights=call.row_weights,
-        bias=call.bias, gathered=spares_rows,
-    )  # fmt: skip
+        product,
+        y,
+        call.m_sizes,
+        index=call.index,
+        index_end=end,
+        scatter=call.scatter,
+        row_weights=call.row_weights,
+        bias=call.bias,
+        gathered=spares_rows,
+    )
 
 
 def _by_torch(call: Rows) -> tuple[torch.Tensor, torch.Tensor | Dequantised, Layout]:
@@ -139,9 +163,15 @@ def _by_torch(call: Rows) -> tuple[torch.Tensor, torch.Tensor | Dequantised, Lay
 
 
 def weight(
-    dy: torch.Tensor, x: torch.Tensor, m_sizes: torch.Tensor, *, layout: Layout = Layout.NK, pin: Pin | None = None,
-    strict: bool | None = None, do: Now = NOW,
-) -> torch.Tensor:  # fmt: skip
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    m_sizes: torch.Tensor,
+    *,
+    layout: Layout = Layout.NK,
+    pin: Pin | None = None,
+    strict: bool | None = None,
+    do: Now = NOW,
+) -> torch.Tensor:
     """dw[g] = dy[rows of g].T @ x[rows of g], [E, N, K] or [E, K, N] in x's dtype; zeros for an expert without rows.
 
     dy [M, N] and x [M, K] in the sorted order. ``strict`` overrides PRETUNED_STRICT.
@@ -180,9 +210,15 @@ def _launch_rows(call: Rows, y: torch.Tensor, do: Now) -> bool:
 
 def _run(product: Product, call: Rows, y: torch.Tensor, do: Now) -> None:
     given = {
-        "x": call.x, "y": y, "m_sizes": call.m_sizes, "index": call.index, "row_weights": call.row_weights,
-        "bias": call.bias, "bounds": call.bounds, **operands_of(call.w),
-    }  # fmt: skip
+        "x": call.x,
+        "y": y,
+        "m_sizes": call.m_sizes,
+        "index": call.index,
+        "row_weights": call.row_weights,
+        "bias": call.bias,
+        "bounds": call.bounds,
+        **operands_of(call.w),
+    }
     if call.low is not None:
         given |= {"low_x": call.low.x, "low_w": call.low.w}
     if product.in_range is not None and call.index is not None:
@@ -193,9 +229,7 @@ def _run(product: Product, call: Rows, y: torch.Tensor, do: Now) -> None:
         do.run(step, call.M, given)
 
 
-def with_low_part(
-    call: Rows, narrow: torch.Tensor, second: torch.Tensor, y: torch.Tensor, do: Now = NOW
-) -> bool:  # fmt: skip
+def with_low_part(call: Rows, narrow: torch.Tensor, second: torch.Tensor, y: torch.Tensor, do: Now = NOW) -> bool:
     """Write x @ w.T and narrow @ second.T of the expert of each row to y, in one sum, by one kernel.
 
     False, and nothing is written, where there is no code for it. ``narrow`` is [M, r]; ``second`` lies as w of

@@ -42,8 +42,10 @@ def no_kernel(format: str) -> None:
         with PRETUNED_STRICT=1, and in a graph capture.
     """
     if settings.settings().strict:
-        raise ProblemNotInBundle(f"PRETUNED_STRICT: no bundle has a kernel for {format} weights. Dequantise them "
-                                 "(ExpertWeights.dequantize), or unset PRETUNED_STRICT")  # fmt: skip
+        raise ProblemNotInBundle(
+            f"PRETUNED_STRICT: no bundle has a kernel for {format} weights. Dequantise them "
+            "(ExpertWeights.dequantize), or unset PRETUNED_STRICT"
+        )
     if torch.cuda.is_current_stream_capturing():
         raise ProblemNotInBundle(
             f"no bundle has a kernel for {format} weights, and torch's loop over the experts has to read m_sizes on "
@@ -55,5 +57,7 @@ def no_kernel(format: str) -> None:
 
 @functools.cache
 def _tell(format: str) -> None:
-    _log.warning("pretuned: no bundle has a kernel for %s weights: torch dequantises them, expert by expert, in "
-                 "every call", format)  # fmt: skip
+    _log.warning(
+        "pretuned: no bundle has a kernel for %s weights: torch dequantises them, expert by expert, in every call",
+        format,
+    )

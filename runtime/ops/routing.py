@@ -78,11 +78,18 @@ def sort_slots(ids: torch.Tensor, E: int) -> tuple[torch.Tensor, ...] | None:
         bounds = empty((E + 1,), (1,), torch.int32)
         counts = empty((chunks * (E + 1),), (1,), torch.int32) if chunks > 1 else None
         words = {
-            "ids": ids.data_ptr(), "experts": experts.data_ptr(), "order": order.data_ptr(),
-            "places": places.data_ptr(), "bounds": bounds.data_ptr(), "m_sizes": m_sizes.data_ptr(),
-            "counts": tensors.address_of(counts), "M": M, "E": E, "ids_step": step,
+            "ids": ids.data_ptr(),
+            "experts": experts.data_ptr(),
+            "order": order.data_ptr(),
+            "places": places.data_ptr(),
+            "bounds": bounds.data_ptr(),
+            "m_sizes": m_sizes.data_ptr(),
+            "counts": tensors.address_of(counts),
+            "M": M,
+            "E": E,
+            "ids_step": step,
             "flags": COUNTS | PLACES if counts is None else COUNTS,
-        }  # fmt: skip
+        }
         stream = current_stream(device)
         if counts is None:
             launch(1, stream, words)

@@ -37,10 +37,16 @@ def gather(
 
 
 def combine(
-    y: torch.Tensor, places: torch.Tensor, top_k: int, weights: torch.Tensor | None = None,
-    experts: torch.Tensor | None = None, bias: torch.Tensor | None = None, do: Now = NOW, *,
+    y: torch.Tensor,
+    places: torch.Tensor,
+    top_k: int,
+    weights: torch.Tensor | None = None,
+    experts: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    do: Now = NOW,
+    *,
     into: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """out[t] = sum over slots s, in their order, of weights[t, s] * (y[places[t, s]] + bias[experts[t, s]]).
 
     y [T*top_k, H] in the sorted order, ``places`` and ``experts`` (``routing.Routing``) int32 [T*top_k], ``weights``
@@ -64,9 +70,13 @@ def combine(
 
 
 def _combined_by_torch(
-    y: torch.Tensor, places: torch.Tensor, top_k: int, weights: torch.Tensor | None, experts: torch.Tensor | None,
+    y: torch.Tensor,
+    places: torch.Tensor,
+    top_k: int,
+    weights: torch.Tensor | None,
+    experts: torch.Tensor | None,
     bias: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     T, wide = y.shape[0] // top_k, torch.promote_types(y.dtype, torch.float32)
     step = max(1, _CHUNK_ELEMENTS // max(1, top_k * y.shape[1]))  # tokens at a time, as their rows are wide meanwhile
     parts = []

@@ -34,9 +34,14 @@ def ends_of(m_sizes: torch.Tensor, M: int) -> torch.Tensor:
 
 
 def into_new(
-    x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, *, grouped: Callable[..., torch.Tensor], layout: Layout,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    m_sizes: torch.Tensor,
+    *,
+    grouped: Callable[..., torch.Tensor],
+    layout: Layout,
     zero_tail: bool,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """y [M, N] by ``grouped``, torch's ``grouped_mm``, of aligned tensors.
 
     Rows past the sum of m_sizes are zero with ``zero_tail``, else they hold anything.
@@ -58,9 +63,15 @@ def _product(
 
 
 def on_cuda(
-    x: torch.Tensor, w: torch.Tensor | Dequantised, m_sizes: torch.Tensor, y: torch.Tensor, layout: Layout, *, sm: int,
+    x: torch.Tensor,
+    w: torch.Tensor | Dequantised,
+    m_sizes: torch.Tensor,
+    y: torch.Tensor,
+    layout: Layout,
+    *,
+    sm: int,
     aligned: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Fills y [M, N] through torch, rows past the sum of m_sizes untouched.
 
     Without a synchronisation where torch has a kernel for it (bf16 on 9.x and 10.x); elsewhere a loop
@@ -90,9 +101,17 @@ def on_cuda(
 
 
 def store(
-    product: torch.Tensor, y: torch.Tensor, m_sizes: torch.Tensor, *, index: torch.Tensor | None, index_end: int,
-    scatter: bool, row_weights: torch.Tensor | None, bias: torch.Tensor | None, gathered: bool = False,
-) -> None:  # fmt: skip
+    product: torch.Tensor,
+    y: torch.Tensor,
+    m_sizes: torch.Tensor,
+    *,
+    index: torch.Tensor | None,
+    index_end: int,
+    scatter: bool,
+    row_weights: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    gathered: bool = False,
+) -> None:
     """y[to(m)] = weight(m) * (product[m] + bias[expert of m]), as ``reference.rows`` does; other rows of y stay.
 
     ``gathered``: the product's rows were found by ``index``, so one out of range has none.

@@ -36,11 +36,18 @@ def clear(y: torch.Tensor, index: torch.Tensor, m_sizes: torch.Tensor, M: int, i
     with on(device):
         named = torch.zeros(rows, dtype=torch.int8, device=y.device)
         words = {
-            "y": y.data_ptr(), "index": index.data_ptr(), "m_sizes": m_sizes.data_ptr(), "named": named.data_ptr(),
-            "M": M, "rows": rows, "columns": row_bytes // _WORD_BYTES, "E": m_sizes.shape[0], "index_end": index_end,
+            "y": y.data_ptr(),
+            "index": index.data_ptr(),
+            "m_sizes": m_sizes.data_ptr(),
+            "named": named.data_ptr(),
+            "M": M,
+            "rows": rows,
+            "columns": row_bytes // _WORD_BYTES,
+            "E": m_sizes.shape[0],
+            "index_end": index_end,
             "m_sizes_step": 2 if m_sizes.dtype is torch.int64 else 1,
             "index_step": 2 if index.dtype is torch.int64 else 1,
-        }  # fmt: skip
+        }
         stream = current_stream(device)
         launch(-(-M // launch.block), stream, words | {"flags": NAMES})
         launch(-(-rows // CLEARED_ROWS), stream, words | {"flags": 0})
@@ -57,9 +64,18 @@ def clear_tail(y: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
     if launch is None:
         return y.masked_fill_(~there[:, None], 0)
     words = {
-        "y": y.data_ptr(), "index": there.data_ptr(), "m_sizes": used.data_ptr(), "named": there.data_ptr(), "M": rows,
-        "rows": rows, "columns": row_bytes // _WORD_BYTES, "E": 1, "index_end": rows, "m_sizes_step": 1,
-        "index_step": 1, "flags": 0,
-    }  # fmt: skip
+        "y": y.data_ptr(),
+        "index": there.data_ptr(),
+        "m_sizes": used.data_ptr(),
+        "named": there.data_ptr(),
+        "M": rows,
+        "rows": rows,
+        "columns": row_bytes // _WORD_BYTES,
+        "E": 1,
+        "index_end": rows,
+        "m_sizes_step": 1,
+        "index_step": 1,
+        "flags": 0,
+    }
     launch(-(-rows // CLEARED_ROWS), current_stream(device), words)
     return y

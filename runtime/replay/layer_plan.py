@@ -53,9 +53,15 @@ class LayerPlan(Programs):
     __slots__ = ("E", "_behind", "_dense", "_low", "_same", "_sizes", "_there", "how", "programs")
 
     def __init__(
-        self, how: Layer, hidden: torch.Tensor, given: Weights | FrozenWeights, there: Sequence[int], behind: int,
-        same: guard.Guard, grad: bool,
-    ) -> None:  # fmt: skip
+        self,
+        how: Layer,
+        hidden: torch.Tensor,
+        given: Weights | FrozenWeights,
+        there: Sequence[int],
+        behind: int,
+        same: guard.Guard,
+        grad: bool,
+    ) -> None:
         super().__init__(hidden, grad=grad, varies=True)
         self.how, self._same, self._low = how, same, hidden.data_ptr() & LOW
         self.E, self._sizes, self._dense = given.gate_up.shape[0], (how.top_k, hidden.shape[-1]), type(given) is Weights
@@ -63,10 +69,17 @@ class LayerPlan(Programs):
         self.programs: dict[bool, Program] = {}  # by whether h is kept
 
     def replay(
-        self, hidden: torch.Tensor, gate_up: _W, down: _W, gate_up_bias: torch.Tensor | None,
-        down_bias: torch.Tensor | None, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor | None = None,
+        self,
+        hidden: torch.Tensor,
+        gate_up: _W,
+        down: _W,
+        gate_up_bias: torch.Tensor | None,
+        down_bias: torch.Tensor | None,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        out: torch.Tensor | None = None,
         lora: Any = None,
-    ) -> torch.Tensor | None:  # fmt: skip
+    ) -> torch.Tensor | None:
         """The call, of ``moe_mlp``'s arguments, in hidden's shape; None where it is another one, and nothing is done.
 
         ``lora`` are the adapters of both products (``api.lora.Lora``), if there are any.
@@ -105,9 +118,14 @@ class LayerPlan(Programs):
         return found if hidden.dim() == 2 else found.view(hidden.shape)
 
     def takes(
-        self, hidden: torch.Tensor, given: Weights | FrozenWeights, ids: torch.Tensor, weights: torch.Tensor,
-        out: torch.Tensor | None = None, adapters: Adapters = NO_ADAPTERS,
-    ) -> bool:  # fmt: skip
+        self,
+        hidden: torch.Tensor,
+        given: Weights | FrozenWeights,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        out: torch.Tensor | None = None,
+        adapters: Adapters = NO_ADAPTERS,
+    ) -> bool:
         """Whether a call on these tensors, of as many rows by bucket, is like the first."""
         every: Any = (hidden, ids, weights, *(given if self._dense else _operands(given)))
         some = self._there(every if adapters is NO_ADAPTERS else every + _low(adapters))
@@ -133,9 +151,17 @@ class LayerPlan(Programs):
         )
 
     def forward(
-        self, how: Layer, x: torch.Tensor, given: Weights | FrozenWeights, routing: Routing, weights: torch.Tensor, *,
-        keeps_h: bool, into: torch.Tensor | None = None, adapters: Adapters = NO_ADAPTERS,
-    ) -> layer.Forward:  # fmt: skip
+        self,
+        how: Layer,
+        x: torch.Tensor,
+        given: Weights | FrozenWeights,
+        routing: Routing,
+        weights: torch.Tensor,
+        *,
+        keeps_h: bool,
+        into: torch.Tensor | None = None,
+        adapters: Adapters = NO_ADAPTERS,
+    ) -> layer.Forward:
         """As ``layer.forward``, without a look at the tensors: ``takes``, or every check, had one."""
         M = routing.gather_indices.numel()
         every: Any = (x, *(given if self._dense else _operands(given)), weights, *routing, into)
@@ -145,20 +171,29 @@ class LayerPlan(Programs):
         if program is not None:
             return program.run(M, stream_of(self._device), every)  # type: ignore[return-value]
         found, program = self._recorded(
-            M, every,
+            M,
+            every,
             lambda do: layer.forward(
                 how, x, given, routing, weights, keeps_h=keeps_h, do=do, into=into, adapters=adapters
             ),
-        )  # fmt: skip
+        )
         if program is not None:
             self.programs[keeps_h] = program
         return found  # type: ignore[return-value]
 
     def gradients(
-        self, how: Layer, dout: torch.Tensor, x: torch.Tensor | None, given: Weights | FrozenWeights,
-        weights: torch.Tensor, h: torch.Tensor, routing: Routing, needs: tuple[bool, ...],
-        adapters: Adapters = NO_ADAPTERS, narrow: Narrow = NOTHING_NARROW,
-    ) -> Results | None:  # fmt: skip
+        self,
+        how: Layer,
+        dout: torch.Tensor,
+        x: torch.Tensor | None,
+        given: Weights | FrozenWeights,
+        weights: torch.Tensor,
+        h: torch.Tensor,
+        routing: Routing,
+        needs: tuple[bool, ...],
+        adapters: Adapters = NO_ADAPTERS,
+        narrow: Narrow = NOTHING_NARROW,
+    ) -> Results | None:
         """As ``layer.all_gradients``; None where that has to compute them."""
         T, M = dout.shape[0], routing.gather_indices.shape[0]
         if T * how.top_k != M or h.shape[0] != M or weights.shape[0] != T or (x is not None and x.shape[0] != T):
@@ -170,16 +205,24 @@ class LayerPlan(Programs):
         if known is not None:
             return self._again(known, M, every, loose=6)
         return self._first(
-            needs, M, every, len(every) - len(routing),
+            needs,
+            M,
+            every,
+            len(every) - len(routing),
             lambda do: layer.all_gradients(how, dout, x, given, weights, h, routing, needs, adapters, narrow, do),
             loose=6,
-        )  # fmt: skip
+        )
 
 
 def plan_layer(
-    how: Layer, hidden: torch.Tensor, given: Weights | FrozenWeights, ids: torch.Tensor, weights: torch.Tensor,
-    out: torch.Tensor | None = None, adapters: Adapters = NO_ADAPTERS,
-) -> LayerPlan | None:  # fmt: skip
+    how: Layer,
+    hidden: torch.Tensor,
+    given: Weights | FrozenWeights,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    out: torch.Tensor | None = None,
+    adapters: Adapters = NO_ADAPTERS,
+) -> LayerPlan | None:
     """An empty plan for this layer, or None where the next one like it needs another look.
 
     The tensors are as the caller passed them; adapters are as the products take them.

@@ -49,9 +49,15 @@ class ExecutionPlan(Programs):
         self.program: Program | None = None
 
     def __call__(
-        self, x: torch.Tensor, w: _W, m_sizes: torch.Tensor, weights: torch.Tensor | None, bias: torch.Tensor | None,
-        index: torch.Tensor | None, lora: Any = None,
-    ) -> torch.Tensor | None:  # fmt: skip
+        self,
+        x: torch.Tensor,
+        w: _W,
+        m_sizes: torch.Tensor,
+        weights: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        index: torch.Tensor | None,
+        lora: Any = None,
+    ) -> torch.Tensor | None:
         given: Any = (x, w, m_sizes, weights, bias, index)
         if not self._dense:
             given = (x, *operands_of(w).values(), m_sizes, weights, bias, index)
@@ -81,9 +87,15 @@ class ExecutionPlan(Programs):
         return program.run(self.M, stream_of(self._device), given)[0]
 
     def forward(
-        self, x: torch.Tensor, w: _W, m_sizes: torch.Tensor, weights: torch.Tensor | None, bias: torch.Tensor | None,
-        index: torch.Tensor | None, one: LowRank | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        self,
+        x: torch.Tensor,
+        w: _W,
+        m_sizes: torch.Tensor,
+        weights: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        index: torch.Tensor | None,
+        one: LowRank | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """``gradients.with_adapter``, without a look at the tensors: ``__call__``, or every check, had one."""
         given: Any = (x, w, m_sizes, weights, bias, index)
         if not self._dense:
@@ -97,9 +109,17 @@ class ExecutionPlan(Programs):
         return found  # type: ignore[return-value]
 
     def adapted(
-        self, x: torch.Tensor | None, w: _W | None, m_sizes: torch.Tensor, dy: torch.Tensor, needs: autograd.Needs,
-        one: LowRank, u: torch.Tensor | None, shape: torch.Size, index: torch.Tensor | None,
-    ) -> Results | None:  # fmt: skip
+        self,
+        x: torch.Tensor | None,
+        w: _W | None,
+        m_sizes: torch.Tensor,
+        dy: torch.Tensor,
+        needs: autograd.Needs,
+        one: LowRank,
+        u: torch.Tensor | None,
+        shape: torch.Size,
+        index: torch.Tensor | None,
+    ) -> Results | None:
         """As ``autograd.with_adapter``, of a call with a frozen w that is plain, or whose rows of x are gathered.
 
         None where that has to compute them.
@@ -119,14 +139,22 @@ class ExecutionPlan(Programs):
         w = m_sizes.new_empty((), dtype=dy.dtype).expand(shape) if w is None else w  # only its shape is read
         call = Call(form, w, m_sizes, Fusions(index, None, None), *self.sizes)
         return self._first(
-            learns, self.M, given, len(given) - 1,
+            learns,
+            self.M,
+            given,
+            len(given) - 1,
             lambda do: autograd.with_adapter(call, dy, x, needs, one, u, do),
-        )  # fmt: skip
+        )
 
     def backward(
-        self, x: torch.Tensor | None, w: torch.Tensor | None, m_sizes: torch.Tensor, dy: torch.Tensor,
-        needs: tuple[bool, bool, bool, bool], shape: torch.Size | None,
-    ) -> Results | None:  # fmt: skip
+        self,
+        x: torch.Tensor | None,
+        w: torch.Tensor | None,
+        m_sizes: torch.Tensor,
+        dy: torch.Tensor,
+        needs: tuple[bool, bool, bool, bool],
+        shape: torch.Size | None,
+    ) -> Results | None:
         """dx, dw and None twice, of a plain call; None where ``autograd.backward`` has to compute them."""
         known = self._gradients.get(needs)
         if known is not None:
@@ -145,9 +173,13 @@ class ExecutionPlan(Programs):
 
 
 def plan(
-    call: Call, x: torch.Tensor, weights: torch.Tensor | None, bias: torch.Tensor | None, index: torch.Tensor | None,
+    call: Call,
+    x: torch.Tensor,
+    weights: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    index: torch.Tensor | None,
     one: LowRank | None = None,
-) -> ExecutionPlan | None:  # fmt: skip
+) -> ExecutionPlan | None:
     """An empty plan for this call, or None where the next one like it needs another look.
 
     ``weights``, ``bias`` and ``index`` are as the caller passed them; an adapter is as the products take it.

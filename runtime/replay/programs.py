@@ -76,9 +76,14 @@ class Programs:
         return program.run(M, stream_of(self._device), given)
 
     def _first(
-        self, needs: tuple[bool, ...], M: int, given: Given, guarded: int, compute: Callable[[Recorder], Results],
+        self,
+        needs: tuple[bool, ...],
+        M: int,
+        given: Given,
+        guarded: int,
+        compute: Callable[[Recorder], Results],
         loose: int = 0,
-    ) -> Results | None:  # fmt: skip
+    ) -> Results | None:
         """What ``compute`` makes of ``given``, written down; None where it was tried, or can't be.
 
         A later call is like it where the first ``guarded`` are, of which the first ``loose`` have any number of rows.

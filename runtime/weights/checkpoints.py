@@ -26,14 +26,22 @@ _SUFFIX = (
     "weight_global_scale|input_scale|input_global_scale|qweight|qzeros|scales|g_idx|scale|scale_inv|blocks|bias|"
     "pre_quant_scale|w_bf16_to_fp8_scale"
 )
-_NAME = re.compile(rf"(?P<layer>(?:.*\.)?experts\.)(?:(?P<expert>[0-9]{{1,9}})\.)?(?P<projection>{'|'.join(_PART)})"
-                   rf"(?:[._](?P<suffix>{_SUFFIX}))?")  # fmt: skip
+_NAME = re.compile(
+    rf"(?P<layer>(?:.*\.)?experts\.)(?:(?P<expert>[0-9]{{1,9}})\.)?(?P<projection>{'|'.join(_PART)})"
+    rf"(?:[._](?P<suffix>{_SUFFIX}))?"
+)
 _SHORT = re.compile(rf"(?:(?P<projection>{'|'.join(_PART)})[._])?(?P<suffix>{_SUFFIX})")
 # Other names of a method whose tensors are the same.
 _ALIASES = {
-    "fbgemm_fp8": "fp8", "deepseek_v4_fp8": "fp8", "gpt_oss_mxfp4": "mxfp4", "gptq_marlin": "gptq", "awq_marlin": "awq",
-    "auto_round": "auto-round", "intel/auto-round": "auto-round", "modelopt_fp4": "modelopt",
-}  # fmt: skip
+    "fbgemm_fp8": "fp8",
+    "deepseek_v4_fp8": "fp8",
+    "gpt_oss_mxfp4": "mxfp4",
+    "gptq_marlin": "gptq",
+    "awq_marlin": "awq",
+    "auto_round": "auto-round",
+    "intel/auto-round": "auto-round",
+    "modelopt_fp4": "modelopt",
+}
 _LONGEST_NAME = 1000  # characters
 _IGNORED = ("bias", "input_scale", "input_global_scale")  # scales of x are made in the call
 _EMPTY = ("qzeros", "g_idx", "weight_zero_point", "weight_g_idx")  # an empty one is as good as none
@@ -152,8 +160,11 @@ def _plain(name: str, one: object, *, may_be_empty: bool) -> torch.Tensor:
     if not one.numel() and not may_be_empty:
         raise bad(_said(name), f"of shape {list(one.shape)}", "one that is not empty")
     if repeated(one):
-        raise bad(_said(name), f"of shape {list(one.shape)} and strides {list(one.stride())}, which repeats elements",
-                  "memory for each of them: pass .contiguous()")  # fmt: skip
+        raise bad(
+            _said(name),
+            f"of shape {list(one.shape)} and strides {list(one.stride())}, which repeats elements",
+            "memory for each of them: pass .contiguous()",
+        )
     return one
 
 
@@ -184,11 +195,17 @@ def _stacked(readers: list[_Reader], named: list[list[_Matrix]]) -> Quantised:
             if to is None and one is None:
                 continue
             if to is None or one is None:
-                raise bad(f"{name} of expert {expert} of those given", "there" if to is None else "missing",
-                    "alike for all experts")  # fmt: skip
+                raise bad(
+                    f"{name} of expert {expert} of those given",
+                    "there" if to is None else "missing",
+                    "alike for all experts",
+                )
             if to[expert].shape != one.shape or to.dtype is not one.dtype:
-                raise bad(f"expert {expert} of those given", f"{one.dtype} {list(one.shape)}",
-                    f"{to.dtype} {list(to[expert].shape)}, as the first has")  # fmt: skip
+                raise bad(
+                    f"expert {expert} of those given",
+                    f"{one.dtype} {list(one.shape)}",
+                    f"{to.dtype} {list(to[expert].shape)}, as the first has",
+                )
             to[expert] = one
     return Quantised(*out)  # type: ignore[arg-type]
 
@@ -203,8 +220,11 @@ def _beside(parts: list[Quantised], format: str) -> Quantised:
             if _form(mine, name, format) != _form(other, name, format):
                 raise bad(f"{name} of gate and up", " and ".join(map(told, (mine, other))), "alike, but for their rows")
     if format == "fp8_block" and first.codes.shape[-2] % packings.BLOCK:
-        raise bad("gate", f"of {first.codes.shape[-2]} rows", f"a multiple of {packings.BLOCK}: up's blocks of scales "
-                  "would begin inside one of gate's")  # fmt: skip
+        raise bad(
+            "gate",
+            f"of {first.codes.shape[-2]} rows",
+            f"a multiple of {packings.BLOCK}: up's blocks of scales would begin inside one of gate's",
+        )
     outer = first.global_scale
     if outer is not None and not all(torch.equal(outer, one.global_scale) for one in parts):  # type: ignore[arg-type]
         raise bad("the global scales of gate and up", "two", "one for both: calibrate them together")
@@ -408,8 +428,11 @@ def _compressed(config: Mapping[str, Any]) -> _Reader:
         how = Int4(size, symmetric is not False, isinstance(order, (bool, str)) and order in _ACT_ORDERS)
         return _Reader("int4", partial(packings.packed_int4, how=how))
     if symmetric is False:
-        raise bad("the config", f"compressed-tensors' {_said(packing)} with symmetric false", "true: but for int4 no "
-                  "format here has zero points")  # fmt: skip
+        raise bad(
+            "the config",
+            f"compressed-tensors' {_said(packing)} with symmetric false",
+            "true: but for int4 no format here has zero points",
+        )
     if packing == "mxfp4-pack-quantized":
         return _Reader("mxfp4", packings.packed_mxfp4)
     if packing == "nvfp4-pack-quantized":
@@ -422,9 +445,13 @@ def _compressed(config: Mapping[str, Any]) -> _Reader:
         if said[2] in ("channel", "tensor"):
             return _Reader("fp8_channel", partial(packings.fp8_rows, ue8m0=ue8m0), quantizes_x)
     found = f"compressed-tensors' {_said(packing)} with weights of {_said(said)}"
-    raise bad("the config", found, "pack-quantized int 4 by group or channel, "
-              "float-quantized float 8 by block [128, 128], channel or tensor, mxfp8-quantized in groups of 32, "
-              "mxfp4-pack-quantized or nvfp4-pack-quantized")  # fmt: skip
+    raise bad(
+        "the config",
+        found,
+        "pack-quantized int 4 by group or channel, "
+        "float-quantized float 8 by block [128, 128], channel or tensor, mxfp8-quantized in groups of 32, "
+        "mxfp4-pack-quantized or nvfp4-pack-quantized",
+    )
 
 
 def _check_transforms(config: Mapping[str, Any]) -> None:

@@ -16,8 +16,12 @@ if TYPE_CHECKING:
     from .codes import Quantised
     from .order import CodeOrder
 
-_SCALE_DTYPES = {"fp32": (torch.float32,), "e8m0": (torch.uint8,), "e4m3": (torch.float8_e4m3fn,),
-                 "bf16": (torch.bfloat16, torch.float16, torch.float32)}  # fmt: skip
+_SCALE_DTYPES = {
+    "fp32": (torch.float32,),
+    "e8m0": (torch.uint8,),
+    "e4m3": (torch.float8_e4m3fn,),
+    "bf16": (torch.bfloat16, torch.float16, torch.float32),
+}
 _GROUPS = (32, 64, 128)  # of int4
 _MOST_SCALES = "mxfp4's up to 2, mxfp8's up to 128, int4's below 1,024: keep the checkpoint's layout"
 _ZEROS = "0 to 15: keep the checkpoint's layout"
@@ -52,9 +56,14 @@ class ExpertWeights:
     """
 
     def __init__(
-        self, format: str, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None,
-        global_scale: torch.Tensor | None = None, derived: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        format: str,
+        codes: torch.Tensor,
+        scale: torch.Tensor,
+        zero: torch.Tensor | None = None,
+        global_scale: torch.Tensor | None = None,
+        derived: torch.Tensor | None = None,
+    ) -> None:
         """Unchecked: ``checked`` looks at the tensors."""
         self.format, self.codes, self.scale, self.zero, self.global_scale = format, codes, scale, zero, global_scale
         self.derived = derived
@@ -121,9 +130,13 @@ class ExpertWeights:
 
     @classmethod
     def from_tensors(
-        cls, tensors: Mapping[str, torch.Tensor], quantization_config: Mapping[str, Any], part: str | None = None,
-        *, quantize_x: bool | None = None,
-    ) -> ExpertWeights:  # fmt: skip
+        cls,
+        tensors: Mapping[str, torch.Tensor],
+        quantization_config: Mapping[str, Any],
+        part: str | None = None,
+        *,
+        quantize_x: bool | None = None,
+    ) -> ExpertWeights:
         """The weights of one product, of the tensors of one layer as a checkpoint names and packs them.
 
         Parameters
@@ -182,8 +195,11 @@ class ExpertWeights:
         try:
             weights = cls(format, **given)
         except TypeError:
-            raise bad("the state", f"of {sorted(state)}", "codes, scale, order and, where the format has them, zero "
-                       "and global_scale") from None  # fmt: skip
+            raise bad(
+                "the state",
+                f"of {sorted(state)}",
+                "codes, scale, order and, where the format has them, zero and global_scale",
+            ) from None
         checked(weights)
         weights._check_order(int(number))
         return weights
@@ -264,8 +280,10 @@ class ExpertWeights:
             if order is None or self.is_prepared:
                 return self
             if is_captured(self.codes):
-                raise InputError("ExpertWeights: prepare() in the capture of a CUDA graph, which would read released "
-                                 "tensors: call it before the capture")  # fmt: skip
+                raise InputError(
+                    "ExpertWeights: prepare() in the capture of a CUDA graph, which would read released "
+                    "tensors: call it before the capture"
+                )
             if not self.can_be_prepared:
                 return self
             with torch.inference_mode(False), torch.no_grad():
@@ -348,9 +366,11 @@ class ExpertWeights:
         _check_zeros(other, beside_prepared=self.is_prepared)
         if self.scale.dtype is not other.scale.dtype:
             raise bad("scale", f"{other.scale.dtype}", f"{self.scale.dtype}, as these weights have it")
-        moves = {"codes": (order and order.prepared, order and order.stored),
-                 "scale": (order and order.prepared_scale, order and order.stored_scale),
-                 "zero": (order and order.prepared_zero, order and order.stored_zero)}  # fmt: skip
+        moves = {
+            "codes": (order and order.prepared, order and order.stored),
+            "scale": (order and order.prepared_scale, order and order.stored_scale),
+            "zero": (order and order.prepared_zero, order and order.stored_zero),
+        }
         given = other.tensors()
         for name, mine in self.tensors().items():
             theirs = given[name]
@@ -501,8 +521,11 @@ class ExpertWeights:
         if number != self.order:
             known = _orders().get(self.format)
             knows = "0" if known is None else f"0 or {known.number}"
-            raise bad("order", f"{number} with codes {told(self.codes)}",
-                      f"one that this version knows for {self.format}, {knows}, and codes of its shape")  # fmt: skip
+            raise bad(
+                "order",
+                f"{number} with codes {told(self.codes)}",
+                f"one that this version knows for {self.format}, {knows}, and codes of its shape",
+            )
 
     def _values(self, expert: int) -> torch.Tensor:
         """w[expert] in float32."""
@@ -557,8 +580,11 @@ def _order_of(weights: ExpertWeights) -> CodeOrder:
     """The layout that prepared codes of this format are in."""
     order = _orders().get(weights.format)
     if order is None:
-        raise bad("codes", f"{told(weights.codes)}, as of prepared codes", f"those of a checkpoint: {weights.format} "
-                  "has no prepared layout")  # fmt: skip
+        raise bad(
+            "codes",
+            f"{told(weights.codes)}, as of prepared codes",
+            f"those of a checkpoint: {weights.format} has no prepared layout",
+        )
     return order
 
 
@@ -647,8 +673,14 @@ def _check_prepared(weights: ExpertWeights) -> None:
     shape = tuple(weights.codes.shape)
     order = _order_of(weights)
     if len(shape) != 6 or shape[3:] != (64, 4, words) or not weights.codes.numel():
-        raise bad("codes", told(weights.codes), f"int32 [E, N/64, K/64, 64, 4, {words}] of prepared weights, or those "
-                  "of a checkpoint")  # fmt: skip
+        raise bad(
+            "codes",
+            told(weights.codes),
+            f"int32 [E, N/64, K/64, 64, 4, {words}] of prepared weights, or those of a checkpoint",
+        )
     if isinstance(weights.scale, torch.Tensor) and order.moves(weights.scale) and weights.scale.dim() == 3:
-        raise bad("scale", f"{told(weights.scale)}, in the checkpoint's layout", "that of the codes, which are "
-                  "prepared: use both from one source")  # fmt: skip
+        raise bad(
+            "scale",
+            f"{told(weights.scale)}, in the checkpoint's layout",
+            "that of the codes, which are prepared: use both from one source",
+        )

@@ -46,8 +46,11 @@ def flat(codes: torch.Tensor) -> torch.Tensor:
     """[E, N, K/32, 16] as [E, N, K/2]."""
     if isinstance(codes, torch.Tensor) and codes.dim() == 4:
         if codes.shape[3] != 16 or not codes.is_contiguous():
-            raise bad("codes", f"of shape {list(codes.shape)} and strides {list(codes.stride())}",
-                 "[E, N, K/32, 16] or [E, N, K/2], contiguous")  # fmt: skip
+            raise bad(
+                "codes",
+                f"of shape {list(codes.shape)} and strides {list(codes.stride())}",
+                "[E, N, K/32, 16] or [E, N, K/2], contiguous",
+            )
         return codes.flatten(2)
     return codes
 

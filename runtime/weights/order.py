@@ -270,7 +270,18 @@ def _order(format: str) -> CodeOrder:
 ORDERS: dict[str, CodeOrder] = {
     name: _order(name)
     for name in (
-        "mxfp4", "mxfp8", "nvfp4", "int4_g32", "int4_g64", "int4_g128", "int4_g32_zp", "int4_g64_zp", "int4_g128_zp",
-        "fp8_block", "fp8_block_a16", "fp8_channel", "fp8_channel_a16",
+        "mxfp4",
+        "mxfp8",
+        "nvfp4",
+        "int4_g32",
+        "int4_g64",
+        "int4_g128",
+        "int4_g32_zp",
+        "int4_g64_zp",
+        "int4_g128_zp",
+        "fp8_block",
+        "fp8_block_a16",
+        "fp8_channel",
+        "fp8_channel_a16",
     )
-}  # fmt: skip
+}

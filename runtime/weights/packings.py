@@ -106,8 +106,11 @@ def fp8_scale(scale: torch.Tensor, *, ue8m0: bool = False) -> torch.Tensor:
         wanted = "a floating-point type or e8m0 bytes" + ("" if ue8m0 else " (no scale_fmt of the config says ue8m0)")
         raise given.bad("the scale of fp8 codes", str(scale.dtype), wanted)
     if not scale.is_meta and bool(((scale < 0) | (scale > _E8M0_MOST)).any()):
-        raise given.bad("the scale of fp8 codes", f"{scale.dtype} from {int(scale.min())} to {int(scale.max())}",
-            f"an e8m0 byte in each, 0 to {_E8M0_MOST}")  # fmt: skip
+        raise given.bad(
+            "the scale of fp8 codes",
+            f"{scale.dtype} from {int(scale.min())} to {int(scale.max())}",
+            f"an e8m0 byte in each, 0 to {_E8M0_MOST}",
+        )
     return e8m0(scale.to(torch.uint8))
 
 
@@ -229,31 +232,39 @@ def awq(one: Suffixes, how: Int4) -> Quantised:
 
 def awq_experts(
     qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Tensor, *, group: int
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+) -> tuple[torch.Tensor, ...]:
     """The codes, scales and zero points of E stacked experts of AWQ's tensors, copied an expert at a time."""
     return _each(awq, {"qweight": qweight, "scales": scales, "qzeros": qzeros}, group)
 
 
 def packed_experts(
     packed: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, *, group: int
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+) -> tuple[torch.Tensor, ...]:
     """As ``awq_experts``, of compressed-tensors' tensors."""
     return _each(packed_int4, {"weight_packed": packed, "weight_scale": scale, "weight_zero_point": zero}, group)
 
 
 def gptq_experts(
-    qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Tensor | None = None, *, group: int,
-    less_one: bool = True, by_word: bool = False,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    qweight: torch.Tensor,
+    scales: torch.Tensor,
+    qzeros: torch.Tensor | None = None,
+    *,
+    group: int,
+    less_one: bool = True,
+    by_word: bool = False,
+) -> tuple[torch.Tensor, ...]:
     """As ``awq_experts``, of GPTQ's tensors, symmetric ones without ``qzeros``. Flags as of ``gptq``."""
     stacked = {"qweight": qweight, "scales": scales} | ({} if qzeros is None else {"qzeros": qzeros})
     return _each(partial(gptq, less_one=less_one, by_word=by_word), stacked, group, symmetric=qzeros is None)
 
 
 def _each(
-    read: Callable[[Suffixes, Int4], Quantised], stacked: Mapping[str, torch.Tensor], group: int, *,
+    read: Callable[[Suffixes, Int4], Quantised],
+    stacked: Mapping[str, torch.Tensor],
+    group: int,
+    *,
     symmetric: bool = False,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+) -> tuple[torch.Tensor, ...]:
     made: list[list[torch.Tensor]] = []
     for tensors in zip(*stacked.values(), strict=True):
         one = Suffixes("an expert")
@@ -291,9 +302,13 @@ def gptq_codes(words: torch.Tensor) -> torch.Tensor:
 
 
 def _int4(
-    one: Suffixes, codes: torch.Tensor, scale: tuple[str, torch.Tensor], zero: torch.Tensor | None, how: Int4,
+    one: Suffixes,
+    codes: torch.Tensor,
+    scale: tuple[str, torch.Tensor],
+    zero: torch.Tensor | None,
+    how: Int4,
     index: str,
-) -> Quantised:  # fmt: skip
+) -> Quantised:
     """Codes [.., N, K/2], and scales and zero points [.., N, groups] in groups of 128, 64 or 32.
 
     Groups of other multiples of 32, and of whole rows, become several that are equal.

@@ -43,8 +43,11 @@ def padded(weights: ExpertWeights, N: int, K: int, *, parts: int = 1) -> ExpertW
         raise AssertionError(f"{weights.format} has no scale")
     whole = N % parts == rows % parts == 0 and (elements.bits == 8 or K % 2 == 0)
     if weights.is_prepared or not whole or rows > N or columns > K:
-        raise bad("what is padded", f"{weights!r}, to N={N}, K={K} in {parts} parts", "sizes that are not smaller, "
-                  "parts of whole rows, and the checkpoint's layout (restore() has it)")  # fmt: skip
+        raise bad(
+            "what is padded",
+            f"{weights!r}, to N={N}, K={K} in {parts} parts",
+            "sizes that are not smaller, parts of whole rows, and the checkpoint's layout (restore() has it)",
+        )
     for each in (rows // parts, N // parts) if scale.rows > 1 and parts > 1 else ():
         if each % scale.rows:
             raise bad("what is padded", f"of parts of {each} rows", f"multiples of {scale.rows}")

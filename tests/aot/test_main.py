@@ -80,11 +80,16 @@ def test_a_build_without_triton(model: str, tmp_path: Path) -> None:
 @pytest.mark.slow  # processes
 @pytest.mark.parametrize(
     "arguments",
-    [["plan", "-m", "shape:E=8,H=256,I=128,k=2", "--sm", "80"], ["models"], ["doctor"], ["measure", "--help"],
-     ["inspect", str(ROOT / "artifacts/bundles/catalogue-sm80.msgpack")],
-     ["verify", str(ROOT / "artifacts/bundles/candidates-sm80-sm86-sm89.msgpack.xz")]],
+    [
+        ["plan", "-m", "shape:E=8,H=256,I=128,k=2", "--sm", "80"],
+        ["models"],
+        ["doctor"],
+        ["measure", "--help"],
+        ["inspect", str(ROOT / "artifacts/bundles/catalogue-sm80.msgpack")],
+        ["verify", str(ROOT / "artifacts/bundles/candidates-sm80-sm86-sm89.msgpack.xz")],
+    ],
     ids=lambda arguments: arguments[0],
-)  # fmt: skip
+)
 def test_the_other_verbs_need_no_triton(arguments: list[str], tmp_path: Path) -> None:
     done = without({"triton"}, *arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -58,9 +58,16 @@ def pressed(path: Path, *parts: bytes, mib: int = MANY, of: bytes = b"\0") -> Pa
     index = checked(index + bytes(-len(index) % 4))
     foot = (len(index) // 4 - 1).to_bytes(4, "little") + flags
     path.write_bytes(
-        b"\xfd7zXZ\0" + checked(flags) + block + body + bytes(-len(body) % 4) + index
-        + zlib.crc32(foot).to_bytes(4, "little") + foot + b"YZ"
-    )  # fmt: skip
+        b"\xfd7zXZ\0"
+        + checked(flags)
+        + block
+        + body
+        + bytes(-len(body) % 4)
+        + index
+        + zlib.crc32(foot).to_bytes(4, "little")
+        + foot
+        + b"YZ"
+    )
     return path
 
 
@@ -97,8 +104,9 @@ def test_bundles_before_the_wanted_one_are_skipped_in_little_memory(tmp_path: Pa
     data = codec.encode(golden_bundles.small())
     head = data[:16] + (255 << 20).to_bytes(8, "big") + data[24:]
     for mib, message in (
-        (255, "file is [0-9]* bytes, header says"), (300, "it unpacks to more than the 267386880 bytes that"),
-    ):  # fmt: skip
+        (255, "file is [0-9]* bytes, header says"),
+        (300, "it unpacks to more than the 267386880 bytes that"),
+    ):
         path = pressed(tmp_path / "all.msgpack.xz", head, mib=mib - (mib == 255))
 
         def refused(path: Path = path, message: str = message) -> None:

@@ -32,12 +32,29 @@ SPEC = spec.Spec(Op.FORWARD, DType.BF16, Config(64, 64, 64, 4, 3))
 CUBIN = b"\x7fELF code"
 COMPILED = Compiled(
     Variant(
-        "rows", 1, 1, SPEC.op, SPEC.dtype, SPEC.layout, SPEC.fusion, SPEC.alignment, SPEC.max_experts,
-        SPEC.config.pairs(), "rows", registry.arguments(SPEC), (), 128, 49152, 128, 0, 0, len(CUBIN),
+        "rows",
+        1,
+        1,
+        SPEC.op,
+        SPEC.dtype,
+        SPEC.layout,
+        SPEC.fusion,
+        SPEC.alignment,
+        SPEC.max_experts,
+        SPEC.config.pairs(),
+        "rows",
+        registry.arguments(SPEC),
+        (),
+        128,
+        49152,
+        128,
+        0,
+        0,
+        len(CUBIN),
         hashlib.sha256(CUBIN).digest(),
     ),
     CUBIN,
-)  # fmt: skip
+)
 NESTED = b"\xdd\x00\x07\xff\xff" * 511
 
 VALUES: dict[str, tuple[str, object]] = {
@@ -128,11 +145,14 @@ CONFIGS: dict[str, object] = {
     "a fusion of 2**63": (repr(KEY), *[(op.value, ((2**63, SPEC.config.pairs()),), ()) for op in Op]),
     "an unknown knob": (repr(KEY), *[(op.value, ((0, (("block_q", 1),)),), ()) for op in Op]),
     "a block of 0": (repr(KEY), *[(op.value, ((0, (*SPEC.config.pairs()[1:], ("block_k", 0))),), ()) for op in Op]),
-    "a block of nil": (repr(KEY), *[(op.value, ((0, (*SPEC.config.pairs()[1:], ("block_k", None))),), ()) for op in Op]),  # noqa: E501
+    "a block of nil": (
+        repr(KEY),
+        *[(op.value, ((0, (*SPEC.config.pairs()[1:], ("block_k", None))),), ()) for op in Op],
+    ),
     "pairs of three": (repr(KEY), *[(op.value, ((0, ((1, 2, 3),)),), ()) for op in Op]),
     "numbers": (1, 2, 3, 4),
     "a thousand pairs": (repr(KEY), *[("forward", (), ())] * 1000),
-}  # fmt: skip
+}
 
 
 def test_a_cache_that_others_can_write_is_not_said_to_have_anything(tmp_path: Path) -> None:

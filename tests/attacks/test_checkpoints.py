@@ -62,25 +62,41 @@ def packed_int4() -> dict[str, Any]:
 # Of each packing the tensors of two experts, stacked, by their last words; and its config.
 WHOLE: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]] = {
     "fp8 blocks": ({"weight": torch.zeros(2, 128, 128).to(FP8), "weight_scale_inv": torch.ones(2, 1, 1)}, BLOCKS),
-    "fp8 rows": ({"weight": torch.zeros(2, 128, 64).to(FP8), "weight_scale": torch.ones(2, 128, 1)},
-                 {"quant_method": "fp8"}),
+    "fp8 rows": (
+        {"weight": torch.zeros(2, 128, 64).to(FP8), "weight_scale": torch.ones(2, 128, 1)},
+        {"quant_method": "fp8"},
+    ),
     "gpt-oss": ({"blocks": of_bytes(2, 64, 2, 16), "scales": of_bytes(2, 64, 2)}, {"quant_method": "mxfp4"}),
-    "gptq": ({"qweight": words(2, 16, 64), "qzeros": words(2, 1, 8), "scales": torch.ones(2, 1, 64)},
-             {"quant_method": "gptq", "bits": 4, "group_size": 128}),
-    "awq": ({"qweight": words(2, 128, 8), "qzeros": words(2, 1, 8), "scales": torch.ones(2, 1, 64)},
-            {"quant_method": "awq", "bits": 4, "group_size": 128}),
-    "modelopt": ({"weight": of_bytes(2, 64, 64), "weight_scale": torch.zeros(2, 64, 8).to(FP8),
-                  "weight_scale_2": torch.ones(2)}, {"quant_algo": "NVFP4"}),
-    "packed int4": ({"weight_packed": words(2, 64, 16), "weight_scale": torch.ones(2, 64, 1).bfloat16(),
-                     "weight_shape": torch.tensor([64, 128])}, packed_int4()),
-}  # fmt: skip
+    "gptq": (
+        {"qweight": words(2, 16, 64), "qzeros": words(2, 1, 8), "scales": torch.ones(2, 1, 64)},
+        {"quant_method": "gptq", "bits": 4, "group_size": 128},
+    ),
+    "awq": (
+        {"qweight": words(2, 128, 8), "qzeros": words(2, 1, 8), "scales": torch.ones(2, 1, 64)},
+        {"quant_method": "awq", "bits": 4, "group_size": 128},
+    ),
+    "modelopt": (
+        {"weight": of_bytes(2, 64, 64), "weight_scale": torch.zeros(2, 64, 8).to(FP8), "weight_scale_2": torch.ones(2)},
+        {"quant_algo": "NVFP4"},
+    ),
+    "packed int4": (
+        {
+            "weight_packed": words(2, 64, 16),
+            "weight_scale": torch.ones(2, 64, 1).bfloat16(),
+            "weight_shape": torch.tensor([64, 128]),
+        },
+        packed_int4(),
+    ),
+}
 
 
 def named(tensors: dict[str, torch.Tensor], expert: int | None = None, projection: str = "down_proj") -> dict[str, Any]:
     """As a checkpoint names them; of one expert where it is told."""
     at = f"{LAYER}." + ("" if expert is None else f"{expert}.") + f"{projection}."
-    return {f"{at}{suffix}": one if expert is None or suffix == "weight_shape" else one[expert]
-            for suffix, one in tensors.items()}  # fmt: skip
+    return {
+        f"{at}{suffix}": one if expert is None or suffix == "weight_shape" else one[expert]
+        for suffix, one in tensors.items()
+    }
 
 
 def hostile(like: torch.Tensor) -> list[Any]:
@@ -88,17 +104,35 @@ def hostile(like: torch.Tensor) -> list[Any]:
     dtypes = (torch.bool, torch.complex64, torch.float64, torch.int64, torch.int32, torch.uint8, torch.float8_e5m2)
     plain = torch.zeros(like.shape)
     return [
-        None, "x", [1, 2], 1.0, torch.tensor(1), torch.zeros(4), like.new_empty((0,)), like.new_empty((2, 0, 128)),
-        like.new_empty((0, *like.shape[1:])), torch.empty(like.shape, dtype=like.dtype, device="meta"),
-        torch.empty((2, 1 << 31, 1 << 20), dtype=like.dtype, device="meta"), plain.to_sparse(),
-        torch.zeros(4, 4).to_sparse_csr(), *(plain.to(one) for one in dtypes), like.new_zeros((1,)).expand(like.shape),
-        like.mT if like.dim() > 1 else like, like[None], like[None, None], like[..., :1], like[:1], like[..., :-1],
+        None,
+        "x",
+        [1, 2],
+        1.0,
+        torch.tensor(1),
+        torch.zeros(4),
+        like.new_empty((0,)),
+        like.new_empty((2, 0, 128)),
+        like.new_empty((0, *like.shape[1:])),
+        torch.empty(like.shape, dtype=like.dtype, device="meta"),
+        torch.empty((2, 1 << 31, 1 << 20), dtype=like.dtype, device="meta"),
+        plain.to_sparse(),
+        torch.zeros(4, 4).to_sparse_csr(),
+        *(plain.to(one) for one in dtypes),
+        like.new_zeros((1,)).expand(like.shape),
+        like.mT if like.dim() > 1 else like,
+        like[None],
+        like[None, None],
+        like[..., :1],
+        like[:1],
+        like[..., :-1],
         torch.cat([like.view(torch.int8), like.view(torch.int8)], -1) if like.dim() > 1 else like,
-        torch.stack([plain, plain], -1).to(like.dtype)[..., 0], torch.zeros(like.shape, requires_grad=True),
-        torch.full(like.shape, float("nan")).to(like.dtype), torch.full(like.shape, -1.0).to(like.dtype),
+        torch.stack([plain, plain], -1).to(like.dtype)[..., 0],
+        torch.zeros(like.shape, requires_grad=True),
+        torch.full(like.shape, float("nan")).to(like.dtype),
+        torch.full(like.shape, -1.0).to(like.dtype),
         torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(3, 3)]),
         torch.quantize_per_tensor(torch.zeros(2, 4, 4), 1.0, 0, torch.quint8),
-    ]  # fmt: skip
+    ]
 
 
 def attempt(tensors: Any, config: Any, part: Any = "down") -> bool:
@@ -135,19 +169,39 @@ def test_tensors_that_are_none(packing: str) -> None:
             attempt({**gate, **up, f"{LAYER}.0.up_proj.{name}": other}, config, "gate_up")
 
 
-DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.float16, torch.bfloat16,
-          torch.float32, torch.float64, FP8, torch.float8_e5m2, torch.complex64)  # fmt: skip
-MORE_DTYPES = [one for name in ("float8_e8m0fnu", "float4_e2m1fn_x2", "uint16", "uint32", "uint64", "float8_e4m3fnuz")
-               if (one := getattr(torch, name, None)) is not None]  # fmt: skip
+DTYPES = (
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    FP8,
+    torch.float8_e5m2,
+    torch.complex64,
+)
+MORE_DTYPES = [
+    one
+    for name in ("float8_e8m0fnu", "float4_e2m1fn_x2", "uint16", "uint32", "uint64", "float8_e4m3fnuz")
+    if (one := getattr(torch, name, None)) is not None
+]
 INT4_GROUP = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 128, "symmetric": False}
 ZERO_POINTS = {**packed_int4(), "config_groups": {"g": {"targets": ["Linear"], "weights": INT4_GROUP}}}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "fp8 blocks": BLOCKS, "fp8 rows": {"quant_method": "fp8"}, "gpt-oss": {"quant_method": "mxfp4"},
-    "DeepSeek-V4": {**BLOCKS, "expert_dtype": "fp4"}, "modelopt": {"quant_algo": "NVFP4"},
+    "fp8 blocks": BLOCKS,
+    "fp8 rows": {"quant_method": "fp8"},
+    "gpt-oss": {"quant_method": "mxfp4"},
+    "DeepSeek-V4": {**BLOCKS, "expert_dtype": "fp4"},
+    "modelopt": {"quant_algo": "NVFP4"},
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": False, "desc_act": False},
-    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, "packed int4": ZERO_POINTS,
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True},
+    "packed int4": ZERO_POINTS,
     "packed mxfp4": {**packed_int4(), "format": "mxfp4-pack-quantized"},
-}  # fmt: skip
+}
 
 
 def matrix(packing: str, N: int, K: int, g: int) -> dict[str, tuple[torch.dtype, list[int]]]:
@@ -159,28 +213,45 @@ def matrix(packing: str, N: int, K: int, g: int) -> dict[str, tuple[torch.dtype,
         "fp8 rows": {"weight": (FP8, whole), "weight_scale": (torch.float32, (N, 1))},
         "gpt-oss": {"blocks": (torch.uint8, (N, -(-K // 32), 16)), "scales": groups},
         "DeepSeek-V4": {"weight": (torch.int8, half), "scale": groups},
-        "modelopt": {"weight": (torch.uint8, half), "weight_scale": (FP8, (N, -(-K // 16))),
-                     "weight_scale_2": (torch.float32, ())},
-        "gptq": {"qweight": (words, (K // 8, N)), "qzeros": (words, (G, N // 8)), "scales": (torch.float16, (G, N)),
-                 "g_idx": (words, (K,))},
+        "modelopt": {
+            "weight": (torch.uint8, half),
+            "weight_scale": (FP8, (N, -(-K // 16))),
+            "weight_scale_2": (torch.float32, ()),
+        },
+        "gptq": {
+            "qweight": (words, (K // 8, N)),
+            "qzeros": (words, (G, N // 8)),
+            "scales": (torch.float16, (G, N)),
+            "g_idx": (words, (K,)),
+        },
         "awq": {"qweight": (words, (K, N // 8)), "qzeros": (words, (G, N // 8)), "scales": (torch.float16, (G, N))},
-        "packed int4": {"weight_packed": (words, (N, -(-K // 8))), "weight_scale": (torch.bfloat16, (N, G)),
-                        "weight_zero_point": (words, (-(-N // 8), G)), "weight_shape": (torch.int64, (2,)),
-                        "weight_g_idx": (words, (K,))},
+        "packed int4": {
+            "weight_packed": (words, (N, -(-K // 8))),
+            "weight_scale": (torch.bfloat16, (N, G)),
+            "weight_zero_point": (words, (-(-N // 8), G)),
+            "weight_shape": (torch.int64, (2,)),
+            "weight_g_idx": (words, (K,)),
+        },
         "packed mxfp4": {"weight_packed": (torch.uint8, half), "weight_scale": groups},
-    }  # fmt: skip
+    }
     return {suffix: (dtype, list(size)) for suffix, (dtype, size) in every[packing].items()}
 
 
 WORDS: dict[str, tuple[Any, ...]] = {
     "group_size": (32, 64, 128, 256, 96, 48, 1, 0, -1, -2, None, 2**31, 2**63, 2**70, 1.5, True, "128"),
-    "sym": (True, False, None, 1), "desc_act": (True, False, None), "zero_point": (True, False, None),
-    "bits": (4, 8, None, 2**70), "scale_fmt": ("ue8m0", "float", None), "checkpoint_format": ("gptq_v2", "marlin"),
-    "weight_block_size": ([128, 128], [64, 64], None), "quant_method": ("auto-round", "fp8", "gptq", "awq", "mxfp4"),
-    "packing_format": ("auto_round", "auto_round:auto_awq", None), "meta": ({"quantizer": "gptqmodel:1"}, 5),
+    "sym": (True, False, None, 1),
+    "desc_act": (True, False, None),
+    "zero_point": (True, False, None),
+    "bits": (4, 8, None, 2**70),
+    "scale_fmt": ("ue8m0", "float", None),
+    "checkpoint_format": ("gptq_v2", "marlin"),
+    "weight_block_size": ([128, 128], [64, 64], None),
+    "quant_method": ("auto-round", "fp8", "gptq", "awq", "mxfp4"),
+    "packing_format": ("auto_round", "auto_round:auto_awq", None),
+    "meta": ({"quantizer": "gptqmodel:1"}, 5),
     "dynamic": ({r".*experts\.1\..*": {"bits": 8}}, {r"-:.*": {}}, {r".*experts\.1\..*": {"group_size": 2**70}}),
     "extra_config": ({f"{LAYER}.1.down_proj": {"sym": True}}, {f"{LAYER}": {"group_size": 64}}),
-}  # fmt: skip
+}
 
 
 def damaged(case: int) -> tuple[dict[Any, Any], dict[str, Any], str | None]:
@@ -224,8 +295,17 @@ def perhaps_odd(
     for _ in range(3):
         if odd():
             before, behind = size[: (at := draw.randrange(len(size) + 1))], size[at + 1 :]
-            size = draw.choice((size[1:], [1, *size], size[::-1], [*size, 1], [], [*before, 0, *behind],
-                                [*before, draw.choice((1, 2, 3, 7, 300)), *behind]))  # fmt: skip
+            size = draw.choice(
+                (
+                    size[1:],
+                    [1, *size],
+                    size[::-1],
+                    [*size, 1],
+                    [],
+                    [*before, 0, *behind],
+                    [*before, draw.choice((1, 2, 3, 7, 300)), *behind],
+                )
+            )
     dtype = draw.choice((*DTYPES, *MORE_DTYPES)) if odd() else dtype
     if odd():
         return torch.empty(size, dtype=dtype, device="meta")
@@ -251,19 +331,57 @@ def test_damaged_checkpoints_are_read_or_refused() -> None:
 
 
 VALUES: tuple[Any, ...] = (
-    None, 5, -1, 0, 1e308, float("nan"), "x" * 10**5, "", [], [1], [None], ["x"], [128, "128"], [128.0, 128], {},
-    {"a": 1}, {"a": {}}, {"a": {"targets": 5}}, {"a": {"targets": [5]}}, {"a": {"targets": ["re:("]}}, True, b"x",
-    {"a": {"targets": ["re:a{99999999999}"]}}, {1: 2}, "re:(", ["\ud800"], 10**5000, "\n\x1b[31m", [10**5000],
+    None,
+    5,
+    -1,
+    0,
+    1e308,
+    float("nan"),
+    "x" * 10**5,
+    "",
+    [],
+    [1],
+    [None],
+    ["x"],
+    [128, "128"],
+    [128.0, 128],
+    {},
+    {"a": 1},
+    {"a": {}},
+    {"a": {"targets": 5}},
+    {"a": {"targets": [5]}},
+    {"a": {"targets": ["re:("]}},
+    True,
+    b"x",
+    {"a": {"targets": ["re:a{99999999999}"]}},
+    {1: 2},
+    "re:(",
+    ["\ud800"],
+    10**5000,
+    "\n\x1b[31m",
+    [10**5000],
     list(range(10**5)),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("packing", WHOLE)
 def test_a_config_that_is_none(packing: str) -> None:
     tensors, config = WHOLE[packing]
     given = named(tensors)
-    more = ("expert_dtype", "format", "version", "packing_format", "group_size", "bits", "quant_method", "quant_algo",
-            "config_groups", "weight_block_size", "quantization_config", "quantization")  # fmt: skip
+    more = (
+        "expert_dtype",
+        "format",
+        "version",
+        "packing_format",
+        "group_size",
+        "bits",
+        "quant_method",
+        "quant_algo",
+        "config_groups",
+        "weight_block_size",
+        "quantization_config",
+        "quantization",
+    )
     deep: list[Any] = []
     for _ in range(3000):
         deep = [deep]
@@ -283,10 +401,19 @@ def test_a_config_that_is_none(packing: str) -> None:
 def test_names_and_parts_that_are_none() -> None:
     weight = torch.zeros(128, 64).to(FP8)
     names = (
-        5, None, b"x", f"experts.{'9' * 5000}.down_proj.weight", "experts.\u0663.down_proj.weight", "\n", "x" * 10**6,
-        "experts.99999999999999999999.down_proj.weight", "experts." * 10**5 + "down_proj.weight",
-        "experts.-1.down_proj.weight", "experts.0.down_proj.weight\n", "a\x1b[31m.experts.0.down_proj.weight",
-    )  # fmt: skip
+        5,
+        None,
+        b"x",
+        f"experts.{'9' * 5000}.down_proj.weight",
+        "experts.\u0663.down_proj.weight",
+        "\n",
+        "x" * 10**6,
+        "experts.99999999999999999999.down_proj.weight",
+        "experts." * 10**5 + "down_proj.weight",
+        "experts.-1.down_proj.weight",
+        "experts.0.down_proj.weight\n",
+        "a\x1b[31m.experts.0.down_proj.weight",
+    )
     for name in names:
         attempt({name: weight}, {"quant_method": "fp8"})
         attempt({name: weight, "experts.0.down_proj.weight_scale": weight}, {"quant_method": "fp8"})
@@ -317,8 +444,10 @@ def test_what_each_is_told() -> None:
 
 def test_what_is_long_is_cut() -> None:
     tensors, config = WHOLE["fp8 rows"]
-    long = {f"{'x' * (1000 - len(name)) if i == 0 else ''}{name}": one for i, (name, one) in
-            enumerate((("y.norm", torch.ones(1)), *named(tensors).items()))}  # fmt: skip
+    long = {
+        f"{'x' * (1000 - len(name)) if i == 0 else ''}{name}": one
+        for i, (name, one) in enumerate((("y.norm", torch.ones(1)), *named(tensors).items()))
+    }
     assert attempt(long, config)
     told = refused({**long, "x" * 1001: torch.ones(1)}, config)
     assert f"the name of a tensor is {'x' * 57}... of 1,001 characters, wanted 1000 at most" in told
@@ -389,16 +518,34 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
     ("tensors", "config"),
     [
         ({"0.down_proj.weight": much(FP8, 1 << 24, 1 << 24), "0.down_proj.weight_scale_inv": torch.ones(1, 1)}, BLOCKS),
-        ({"0.down_proj.weight": torch.zeros(128, 128).to(FP8), "0.down_proj.weight_scale_inv":
-          much(torch.float32, 1 << 24, 1 << 24)}, BLOCKS),
+        (
+            {
+                "0.down_proj.weight": torch.zeros(128, 128).to(FP8),
+                "0.down_proj.weight_scale_inv": much(torch.float32, 1 << 24, 1 << 24),
+            },
+            BLOCKS,
+        ),
         ({"down_proj": much(FP8, 8, 1 << 23, 1 << 23), "down_proj_scale_inv": torch.ones(8, 1, 1)}, BLOCKS),
-        ({"0.down_proj.qweight": words(16, 128), "0.down_proj.qzeros": words(1, 16), "0.down_proj.scales":
-          torch.ones(1, 128), "0.down_proj.g_idx": much(torch.int32, 1 << 48)}, GPTQ),
-        ({"0.down_proj.qweight": torch.zeros(1 << 20, dtype=torch.int32).as_strided((1 << 19, 1 << 19), (1, 1)),
-          "0.down_proj.qzeros": words(1, 16), "0.down_proj.scales": torch.ones(1, 128)}, GPTQ),
+        (
+            {
+                "0.down_proj.qweight": words(16, 128),
+                "0.down_proj.qzeros": words(1, 16),
+                "0.down_proj.scales": torch.ones(1, 128),
+                "0.down_proj.g_idx": much(torch.int32, 1 << 48),
+            },
+            GPTQ,
+        ),
+        (
+            {
+                "0.down_proj.qweight": torch.zeros(1 << 20, dtype=torch.int32).as_strided((1 << 19, 1 << 19), (1, 1)),
+                "0.down_proj.qzeros": words(1, 16),
+                "0.down_proj.scales": torch.ones(1, 128),
+            },
+            GPTQ,
+        ),
     ],
     ids=["codes", "scales", "stacked", "of another use", "overlapping"],
-)  # fmt: skip
+)
 def test_a_tensor_that_repeats_its_elements_is_never_copied(tensors: dict[str, torch.Tensor], config: Any) -> None:
     told = refused({f"{LAYER}.{name}": one for name, one in tensors.items()}, config)
     assert "which repeats elements, wanted memory for each of them" in told

@@ -25,19 +25,34 @@ from pretuned.artifacts.records.target import Gpu
 SHA, OTHER = "03" * 32, "04" * 32
 HEADER: dict[str, Any] = {
     "routings": ["skewed", "uniform"],
-    "record": "header", "format": 1, "pretuned": "0.1.0", "kernels": [["rows", 1, "01" * 32]], "sm": 90,
-    "gpu": {"name": "NVIDIA H200", "sm_count": 132, "memory_mib": 143771}, "driver": 13000,
-}  # fmt: skip
+    "record": "header",
+    "format": 1,
+    "pretuned": "0.1.0",
+    "kernels": [["rows", 1, "01" * 32]],
+    "sm": 90,
+    "gpu": {"name": "NVIDIA H200", "sm_count": 132, "memory_mib": 143771},
+    "driver": 13000,
+}
 MEASURED: dict[str, Any] = {
     "plain": None,
-    "record": "measured", "problem": ["dX", "bf16", 8, 256, 128, "nk", 0, 0], "bucket": 16, "modelled": SHA,
+    "record": "measured",
+    "problem": ["dX", "bf16", 8, 256, 128, "nk", 0, 0],
+    "bucket": 16,
+    "modelled": SHA,
     "timings": [[SHA, [10_000, 11_000], 0.001, 20, 0.0017], [OTHER, [9_000, 9_500], 0.001, 20, 0.0017]],
-    "duel": [OTHER, SHA, [9_000], [10_000], 0.9, 0.01], "torch_ns": [20_000], "drift": 1.01, "driver": 13000,
-}  # fmt: skip
+    "duel": [OTHER, SHA, [9_000], [10_000], 0.9, 0.01],
+    "torch_ns": [20_000],
+    "drift": 1.01,
+    "driver": 13000,
+}
 FAILED: dict[str, Any] = {
-    "record": "failed", "problem": ["dX", "bf16", 8, 256, 128, "nk", 0, 0], "bucket": 16, "variant": SHA,
-    "kind": "wrong", "reason": "off by 1",
-}  # fmt: skip
+    "record": "failed",
+    "problem": ["dX", "bf16", 8, 256, 128, "nk", 0, 0],
+    "bucket": 16,
+    "variant": SHA,
+    "kind": "wrong",
+    "reason": "off by 1",
+}
 
 
 def line(text: str) -> bytes:
@@ -75,7 +90,7 @@ RECORDS: dict[str, object] = {
     "objects 100,000 deep": '{"a":' * 100_000,
     "a number of a million digits": '{"record":"measured","bucket":' + "9" * 1_000_000 + "}",
     "a list": [1, 2],
-    "a string": "\"measured\"",
+    "a string": '"measured"',
     "of no kind": {**MEASURED, "record": "praise"},
     "problem: E is 0": problem(2, 0),
     "problem: E is 2**40": problem(2, 2**40),
@@ -143,7 +158,7 @@ RECORDS: dict[str, object] = {
     "failed: reason of half a letter": {**FAILED, "reason": "\ud800"},
     "failed: reason a list": {**FAILED, "reason": ["x"]},
     "failed: reason of a megabyte": {**FAILED, "reason": "x" * (1 << 20)},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", RECORDS)
@@ -203,7 +218,7 @@ HEADERS: dict[str, object] = {
     "a kernel's revision infinite": {**HEADER, "kernels": [["rows", INF, "01" * 32]]},
     "a kernel's revision negative": {**HEADER, "kernels": [["rows", -1, "01" * 32]]},
     "pretuned an escape": {**HEADER, "pretuned": "\x1b[2J"},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HEADERS)
@@ -261,13 +276,25 @@ def test_a_reason_with_markup_stays_text(tmp_path: Path) -> None:
 def test_a_cell_with_the_most_and_the_least_of_everything_is_drawn(tmp_path: Path) -> None:
     most, least = 2**53 - 1, 1
     records = [
-        {**MEASURED, "problem": ["forward", "fp32", 65536, 2**31 - 1, 2**31 - 1, "kn", 15, 65536], "bucket": 2**31,
-         "timings": [[SHA, [most], 1e308, 1, 1e308], [OTHER, [least], 0.0, 1, 0.0]],
-         "duel": [OTHER, SHA, [least], [most], 1e308, 1e308], "torch_ns": [most], "drift": 1e308},
-        {**MEASURED, "problem": ["dW", "bf16", 1, 1, 1, "nk", 0, 0], "bucket": 1,
-         "timings": [[SHA, [least], 0.0, 1, 0.0], [OTHER, [most], 0.0, 0, 0.0]],
-         "duel": [SHA, OTHER, [most], [least], 0.0, 0.0], "torch_ns": [least], "drift": 0.0},
-    ]  # fmt: skip
+        {
+            **MEASURED,
+            "problem": ["forward", "fp32", 65536, 2**31 - 1, 2**31 - 1, "kn", 15, 65536],
+            "bucket": 2**31,
+            "timings": [[SHA, [most], 1e308, 1, 1e308], [OTHER, [least], 0.0, 1, 0.0]],
+            "duel": [OTHER, SHA, [least], [most], 1e308, 1e308],
+            "torch_ns": [most],
+            "drift": 1e308,
+        },
+        {
+            **MEASURED,
+            "problem": ["dW", "bf16", 1, 1, 1, "nk", 0, 0],
+            "bucket": 1,
+            "timings": [[SHA, [least], 0.0, 1, 0.0], [OTHER, [most], 0.0, 0, 0.0]],
+            "duel": [SHA, OTHER, [most], [least], 0.0, 0.0],
+            "torch_ns": [least],
+            "drift": 0.0,
+        },
+    ]
     contents = read_journal(written(tmp_path / "journal", HEADER, *records))
     assert contents.damaged == 0
     assert "<svg" in page(sheet("t", {}, None, [contents], None))

@@ -54,10 +54,27 @@ def record(spec: Spec) -> Variant:
     )
     entry = entry_of(spec)
     return Variant(
-        entry.name, entry.revision, 1, spec.op, spec.dtype, spec.layout, spec.fusion, spec.alignment,
-        spec.max_experts, spec.config.pairs(), entry.name, arguments(spec), maps,
-        threads(spec), 49152, 128, 0, 0, len(CUBIN), hashlib.sha256(CUBIN).digest(),
-    )  # fmt: skip
+        entry.name,
+        entry.revision,
+        1,
+        spec.op,
+        spec.dtype,
+        spec.layout,
+        spec.fusion,
+        spec.alignment,
+        spec.max_experts,
+        spec.config.pairs(),
+        entry.name,
+        arguments(spec),
+        maps,
+        threads(spec),
+        49152,
+        128,
+        0,
+        0,
+        len(CUBIN),
+        hashlib.sha256(CUBIN).digest(),
+    )
 
 
 def spec(op: Op = Op.FORWARD, config: Config = TMA, **more: object) -> Spec:
@@ -157,7 +174,7 @@ BROKEN = {
     "group_m 0": configured(ROWS, group_m=0),
     "a knob nobody knows": configured(ROWS, block_q=16),
     "no knobs": replace(ROWS, config=()),
-}  # fmt: skip
+}
 
 
 def bundle(variant: Variant) -> Bundle:
@@ -252,14 +269,15 @@ def test_the_code_that_ships_takes_the_parameters_that_its_record_says(path: Pat
 OTHERS = {
     "one argument fewer": (lambda one: replace(one, arguments=one.arguments[:-1]), "takes .. parameters, .* says"),
     "one argument more": (
-        lambda one: replace(one, arguments=(*one.arguments, ("m_sizes_", "ptr"))), "takes .. parameters, .* says",
+        lambda one: replace(one, arguments=(*one.arguments, ("m_sizes_", "ptr"))),
+        "takes .. parameters, .* says",
     ),
     "two arguments exchanged": (
         lambda one: replace(one, arguments=(*one.arguments[:-2], one.arguments[-1], one.arguments[-2])),
         "takes [48] bytes, its record says [48]",
     ),
     "a kernel that is not there": (lambda one: replace(one, entry="nowhere"), "no kernel 'nowhere', but '"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -270,9 +288,14 @@ def test_a_record_of_other_parameters_is_refused(path: Path, name: str, tmp_path
     i = next(i for i, one in enumerate(whole.variants) if one.arguments[-1][1] != one.arguments[-2][1])
     changed = change(whole.variants[i])
     assert "says" in reason or changed.arguments == whole.variants[i].arguments
-    made = replace(whole, variants=(changed,), cubins=(whole.cubins[i],), choices={}, models=(), kernels=tuple(
-        one for one in whole.kernels if (one.name, one.revision) == (changed.kernel, changed.revision)
-    ))  # fmt: skip
+    made = replace(
+        whole,
+        variants=(changed,),
+        cubins=(whole.cubins[i],),
+        choices={},
+        models=(),
+        kernels=tuple(one for one in whole.kernels if (one.name, one.revision) == (changed.kernel, changed.revision)),
+    )
     publish(tmp_path / "broken.msgpack", codec.encode(made))
     with pytest.raises(BundleCorrupt, match=f"{reason}|launch ABI 1"):  # (aot verify looks at the names first)
         sound(str(tmp_path / "broken.msgpack"))
@@ -306,9 +329,10 @@ LIES: dict[str, tuple[Callable[[Variant], Variant], str]] = {
     "no swizzle": (lambda one: _maps(one, swizzle=0), "swizzle 0: wanted .*, swizzle [23]"),
     "another swizzle": (lambda one: _maps(one, swizzle=1), "swizzle 1: wanted"),
     "another tile's config": (
-        lambda one: replace(one, config=tuple((k, 2 * v if k == "block_m" else v) for k, v in one.config)), "variant 0",
+        lambda one: replace(one, config=tuple((k, 2 * v if k == "block_m" else v) for k, v in one.config)),
+        "variant 0",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", LIES)
@@ -321,9 +345,16 @@ def test_a_record_that_lies_of_its_code_is_refused(name: str, tmp_path: Path) ->
     for i in kernels.values():
         changed = change(whole.variants[i])
         assert changed != whole.variants[i]
-        made = replace(whole, variants=(changed,), cubins=(whole.cubins[i],), choices={}, models=(), kernels=tuple(
-            one for one in whole.kernels if (one.name, one.revision) == (changed.kernel, changed.revision)
-        ))  # fmt: skip
+        made = replace(
+            whole,
+            variants=(changed,),
+            cubins=(whole.cubins[i],),
+            choices={},
+            models=(),
+            kernels=tuple(
+                one for one in whole.kernels if (one.name, one.revision) == (changed.kernel, changed.revision)
+            ),
+        )
         if "its record says" not in reason:  # the loader compares the record with the entry, and not with the code
             broken = pytest.raises(BundleCorrupt, match=f"variant 0: .*({reason})" if reason != "variant 0" else reason)
             with open_bytes(codec.encode(made), "broken") as file, broken:

@@ -112,11 +112,17 @@ ATTACKS = {
     "choices: an empty record": choice(b""),
     "models: deep": field("models", b"\xc6" + struct.pack(">I", 8 << 20) + b"\x91" * (8 << 20)),
     "models: arrays of 4096 each": field("models", b"\xc5" + struct.pack(">H", 60000) + b"\xdc\x10\x00" * 20000),
-    "models: a row that is not there": field("models", msgpack.packb(msgpack.packb(
-        [{"name": "m", "tp": 1, "ep": 1, "top_k": 1, "dtype": "bf16", "problems": [1]}]))),
-    "models: eight million rows": lambda: field("models", msgpack.packb(msgpack.packb([
-        {"name": "m", "tp": 1, "ep": 1, "top_k": 1, "dtype": "bf16", "problems": [0] * 4000}] * 2000))),
-}  # fmt: skip
+    "models: a row that is not there": field(
+        "models",
+        msgpack.packb(msgpack.packb([{"name": "m", "tp": 1, "ep": 1, "top_k": 1, "dtype": "bf16", "problems": [1]}])),
+    ),
+    "models: eight million rows": lambda: field(
+        "models",
+        msgpack.packb(
+            msgpack.packb([{"name": "m", "tp": 1, "ep": 1, "top_k": 1, "dtype": "bf16", "problems": [0] * 4000}] * 2000)
+        ),
+    ),
+}
 
 
 def crossed() -> bytes:
@@ -127,8 +133,13 @@ def crossed() -> bytes:
     for i in range(2000):
         rows = [[b, (64 * i + 2 * b) % 200, 0, 1, (64 * i + 2 * b + 1) % 200, 1, None] for b in range(32)]
         problems[msgpack.packb(["forward", "bf16", 1, 16 + i, 64, "nk", 0, 0])] = msgpack.packb(rows)
-    index = {**INDEX, "variants": records, "cubin_bytes": [len(CUBINS)] * len(records),
-             "problems": dict(sorted(problems.items())), "models": msgpack.packb([])}  # fmt: skip
+    index = {
+        **INDEX,
+        "variants": records,
+        "cubin_bytes": [len(CUBINS)] * len(records),
+        "problems": dict(sorted(problems.items())),
+        "models": msgpack.packb([]),
+    }
     return craft.seal(msgpack.packb(index), CUBINS * len(records))
 
 

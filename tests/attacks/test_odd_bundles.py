@@ -28,12 +28,15 @@ from pretuned.runtime.inspect.explain import examine
 
 INT, LONG = 2**31 - 1, 2**53 - 1
 CONFIGS: list[tuple[tuple[str, int], ...]] = [
-    (), (("block_m", INT),), Config(16, 16, 16, 1, 1, 1).pairs(), Config(256, 256, 256, 16, 8, 1024).pairs(),
+    (),
+    (("block_m", INT),),
+    Config(16, 16, 16, 1, 1, 1).pairs(),
+    Config(256, 256, 256, 16, 8, 1024).pairs(),
     Config(128, 128, 64, 8, 3, loads=Loads.TMA, schedule=Schedule.COOPERATIVE).pairs(),
     Config(128, 192, 64, 8, 5, loads=Loads.TMA, schedule=Schedule.PINGPONG).pairs(),
     Config(32, 128, 192, 8, 10, loads=Loads.TMA, schedule=Schedule.PINGPONG).pairs(),
     Config(32, 192, 128, 8, 10, loads=Loads.TMA, schedule=Schedule.PINGPONG).pairs(),
-]  # fmt: skip
+]
 PRODUCERS = [Producer("", "", "", ()), Producer("9" * 200, "a,b,,", "1" * 199 + ",", ("x" * 200,) * 64)]
 
 
@@ -46,11 +49,18 @@ def odd(seed: int) -> Bundle:
         return pick.choice([1, 2, 3, 255, 256, most // 2, most - 1, most])
 
     variants = tuple(
-        replace(one, config=pick.choice([one.config, *CONFIGS]), threads=pick.choice([1, 128, 1024]),
-                shared_bytes=pick.choice([0, 1 << 20]), registers=pick.choice([0, 1024]), spill_bytes=figure(INT),
-                alignment=pick.choice([1, 16]), max_experts=65536)
+        replace(
+            one,
+            config=pick.choice([one.config, *CONFIGS]),
+            threads=pick.choice([1, 128, 1024]),
+            shared_bytes=pick.choice([0, 1 << 20]),
+            registers=pick.choice([0, 1024]),
+            spill_bytes=figure(INT),
+            alignment=pick.choice([1, 16]),
+            max_experts=65536,
+        )
         for one in bundle.variants
-    )  # fmt: skip
+    )
     renamed = {one: replace(one, E=figure(65536), N=figure(INT), K=i + 1) for i, one in enumerate(bundle.choices)}
     choices = {
         renamed[problem]: tuple(

@@ -84,9 +84,14 @@ def install(path: Path, mode: int, uid: int, gid: int) -> Path:
 
 
 def verdict(
-    path: Path, uid: int = ME, gid: int = GROUP, package: Path | None = None, *, namespace: bool = False,
+    path: Path,
+    uid: int = ME,
+    gid: int = GROUP,
+    package: Path | None = None,
+    *,
+    namespace: bool = False,
     accounts: Path | None = None,
-) -> str:  # fmt: skip
+) -> str:
     """What a process of this user gets: "ok", or the error. ``namespace``: as the root of a user namespace.
 
     ``accounts``: a directory whose passwd and group are those of /etc.
@@ -96,8 +101,11 @@ def verdict(
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"} | ({"PYTHONPATH": str(package)} if package else {})
     done = subprocess.run(
         [*before, sys.executable, "-c", READ, str(path), str(uid), str(gid), *(["namespace"] if namespace else [])],
-        capture_output=True, text=True, env=environment, cwd="/",
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd="/",
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

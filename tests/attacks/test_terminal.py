@@ -87,8 +87,10 @@ def test_a_config_forges_no_line(tmp_path: Path, field: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     done = subprocess.run(
         [sys.executable, "-m", "pretuned.aot", "plan", "--models", str(tmp_path), "--sm", "80"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert "\\n" in done.stderr or "_nok__all_bundles_verified" in done.stderr  # the name of a format is letters alone
     assert not raw(done.stdout + done.stderr)
@@ -105,8 +107,11 @@ def test_a_terminal_without_a_bar_gets_lines(tmp_path: Path, term: str, lines: i
     program.write_text(code)
     done = subprocess.run(
         ["script", "-qec", f"{sys.executable} {program}", str(tmp_path / "log")],
-        capture_output=True, text=True, check=False, env={**os.environ, "TERM": term, "COLUMNS": "80"},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "TERM": term, "COLUMNS": "80"},
+    )
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("9 of 9 things") == lines
     assert ("testing" in done.stdout) is not bool(lines)

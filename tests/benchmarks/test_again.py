@@ -41,8 +41,11 @@ def test_the_second_times_are_told_by_what_the_first_duel_said(tool: ModuleType,
     timings = tuple(one._replace(ns=took.get(one.variant, one.ns)) for one in first.timings)
     after = replace(journal, records=(replace(first, timings=timings),))
     for ratio, band, word in (
-        (0.97, 0.01, "won"), (0.99, 0.02, "even, below 1"), (1.0, 0.02, "even, 1 and more"), (1.02, 0.02, "lost"),
-    ):  # fmt: skip
+        (0.97, 0.01, "won"),
+        (0.99, 0.02, "even, below 1"),
+        (1.0, 0.02, "even, 1 and more"),
+        (1.02, 0.02, "lost"),
+    ):
         before = replace(journal, records=(replace(first, duel=replace(first.duel, ratio=ratio, band=band)),))
         assert list(tool.second_times(before, after)) == [(False, word, 0.9)]
     assert not list(tool.second_times(before, before))  # not measured again

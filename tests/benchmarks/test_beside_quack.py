@@ -168,9 +168,11 @@ def test_a_cell_leaves_out_what_fails_or_is_wrong(tools, monkeypatch, op):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     E, N, K, M, dtype = 3, 16, 32, 24, torch.bfloat16
     inputs = beside.method.Inputs(
-        torch.randn(M, K).to(dtype), torch.randn(E, N, K).to(dtype), torch.tensor([9, 0, 15], dtype=torch.int32),
+        torch.randn(M, K).to(dtype),
+        torch.randn(E, N, K).to(dtype),
+        torch.tensor([9, 0, 15], dtype=torch.int32),
         torch.randn(M, N).to(dtype),
-    )  # fmt: skip
+    )
     shared = {t.untyped_storage().data_ptr() for t in (inputs.x, inputs.w, inputs.dy)}
     tried = [configs.Config.parse(text) for text in ("128x192pp12", "192x128pp12", "64x256pp12d")]
     out = torch.empty(E * N * K, dtype=dtype)

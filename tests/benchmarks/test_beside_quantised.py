@@ -182,16 +182,23 @@ def test_a_library_that_is_absent_is_told_in_every_cell(
 
 def test_the_table(tool: ModuleType) -> None:
     def line(format: str, gemm: str, tokens: int, **us: float) -> dict[str, object]:
-        return {"format": format, "model": format[-3:], "gemm": gemm, "tokens": tokens,
-                "us": {name.replace("_", " "): one for name, one in us.items()}}  # fmt: skip
+        return {
+            "format": format,
+            "model": format[-3:],
+            "gemm": gemm,
+            "tokens": tokens,
+            "us": {name.replace("_", " "): one for name, one in us.items()},
+        }
 
     padded = {"marlin (padded to 3072 x 2944)": 400.0, "ours": 100.0}
-    lines = tool.table([
-        line("int4_g32", "down", 1, ours=10, marlin=20, humming=15),
-        line("int4_g128", "down", 1, ours=10, marlin=6),
-        line("mxfp4", "down", 1, ours=10),
-        {**line("mxfp4", "gate_up", 8192), "us": padded},
-    ])  # fmt: skip
+    lines = tool.table(
+        [
+            line("int4_g32", "down", 1, ours=10, marlin=20, humming=15),
+            line("int4_g128", "down", 1, ours=10, marlin=6),
+            line("mxfp4", "down", 1, ours=10),
+            {**line("mxfp4", "gate_up", 8192), "us": padded},
+        ]
+    )
     assert lines[0] == "| tokens | 1 | 8,192 |"
     assert lines[2:6] == [
         "| int4: g32, 128 | 0.95 (0.60) | - |",
@@ -221,8 +228,11 @@ def test_a_process_that_fails_is_told_and_the_rest_goes_on(tmp_path: Path) -> No
     asked = ["--vllm", str(tmp_path), "--out", str(out), "--formats", "mxfp4", "--tokens", "1", "--budget", "100"]
     ended = subprocess.run(
         [sys.executable, str(BENCHMARKS / "run.py"), "beside_quantised", *asked, "--peers", "marlin"],
-        env=dict(os.environ), capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert ended.returncode == 1
     assert ended.stdout.count("its process ended with 1") == 4  # two models, warm and timed
     assert "no vLLM in" in ended.stderr
@@ -234,8 +244,11 @@ def test_recent_models_are_measured_where_they_are_asked_for(tool: ModuleType) -
     usual, recent = tool.arguments(words), tool.arguments([*words, "--models", "flagships"])
     assert len(tool.pairs(usual)) == 14
     assert tool.pairs(recent) == [
-        ("mxfp4", "v4-flash"), ("mxfp4", "v4-pro-ep8"), ("mxfp4", "kimi-k3-ep8"), ("fp8_block", "glm-5.3-flash")
-    ]  # fmt: skip
+        ("mxfp4", "v4-flash"),
+        ("mxfp4", "v4-pro-ep8"),
+        ("mxfp4", "kimi-k3-ep8"),
+        ("fp8_block", "glm-5.3-flash"),
+    ]
     found = list(tool.products(["mxfp4"], ["v4-pro-ep8"]))
     assert [(one.E, one.N, one.K) for one in found] == [(48, 6144, 7168), (48, 7168, 3072)]
     assert {one.model for one in tool.products(["mxfp4"])} == {"gpt-oss-20b", "gpt-oss-120b"}

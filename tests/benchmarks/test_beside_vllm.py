@@ -26,14 +26,35 @@ def tools() -> tuple[ModuleType, ModuleType, ModuleType]:
 def test_a_run_is_judged(tools):
     beside, _, _ = tools
     cells = [
-        beside.judged({"model": "m", "gemm": "down", "op": "dX", "tokens": 1024,
-                       "us": {"ours": 100.0, "a": 96.0, "b": 90.0, "torch_grouped_mm": 150.0,
-                              "dense_same_flops": 80.0}}),
-        beside.judged({"model": "m", "gemm": "gate_up", "op": "dX", "tokens": 1024,
-                       "us": {"ours": 100.0, "a": 160.0, "torch_grouped_mm": 150.0, "dense_same_flops": 80.0}}),
-        beside.judged({"model": "m", "gemm": "down", "op": "dW", "tokens": 8192, "us": {"ours": 100.0},
-                       "failed": {"a": "Traceback\n  ...\nValueError: too wide"}}),
-    ]  # fmt: skip
+        beside.judged(
+            {
+                "model": "m",
+                "gemm": "down",
+                "op": "dX",
+                "tokens": 1024,
+                "us": {"ours": 100.0, "a": 96.0, "b": 90.0, "torch_grouped_mm": 150.0, "dense_same_flops": 80.0},
+            }
+        ),
+        beside.judged(
+            {
+                "model": "m",
+                "gemm": "gate_up",
+                "op": "dX",
+                "tokens": 1024,
+                "us": {"ours": 100.0, "a": 160.0, "torch_grouped_mm": 150.0, "dense_same_flops": 80.0},
+            }
+        ),
+        beside.judged(
+            {
+                "model": "m",
+                "gemm": "down",
+                "op": "dW",
+                "tokens": 8192,
+                "us": {"ours": 100.0},
+                "failed": {"a": "Traceback\n  ...\nValueError: too wide"},
+            }
+        ),
+    ]
     assert (cells[0]["rival"], cells[0]["ratio"]) == ("b", 0.9)
     lines = beside.summary(cells, "QuACK")
     assert lines[0].startswith("dX       T=1024  x QuACK 1.200, behind by over 3 %: 1 of 2   x grouped_mm 1.500")
@@ -151,9 +172,10 @@ def test_the_version_is_the_packages_own(tools, tmp_path):
 def test_vllms_kernel_is_for_the_forward_alone_and_gradients_begin_at_1024(tools):
     _, script, _ = tools
     theirs = SimpleNamespace(
-        configs_of=lambda *sizes: {"heuristic": sizes}, vllm=lambda _inputs, config: config,
+        configs_of=lambda *sizes: {"heuristic": sizes},
+        vllm=lambda _inputs, config: config,
         triton_kernels=lambda op, _inputs: op,
-    )  # fmt: skip
+    )
     inputs = SimpleNamespace(w=torch.empty(4, 6, 8))
     made = {
         op: {name: make() for name, make in script.calls(theirs, op, inputs, 3, 2, 16).items()} for op in script.OPS

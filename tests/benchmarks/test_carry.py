@@ -47,9 +47,12 @@ def test_it_comes_back_without_what_stays_behind(tool: ModuleType, tmp_path: Pat
         assert not [name for name in archive.getnames() if "flash" in name or "pyc" in name]
     assert tool.main(["unpack", str(out), "--to", str(there)]) == 0
     assert sorted(str(one.relative_to(there)) for one in there.rglob("*") if one.is_file()) == [
-        "libzstd.so.1", "packages/one/__init__.py", "vllm/_C.abi3.so", "vllm/__init__.py",
+        "libzstd.so.1",
+        "packages/one/__init__.py",
+        "vllm/_C.abi3.so",
+        "vllm/__init__.py",
         "vllm/cumem_allocator.abi3.so",
-    ]  # fmt: skip
+    ]
     back = (there / "vllm/_C.abi3.so").read_bytes()
     zstd = fatbin.Zstd()
     found = [[one.unpressed(zstd).payload for one in fatbin.elements(back, at)] for at in fatbin.containers(back)]

@@ -89,8 +89,9 @@ def test_what_a_library_compiles_at_once_counts(
     assert (found["seconds"], found["prepare_s"]) == (1001, 20)
 
 
-def measured(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *words: str, takes: float = 1.0,
-             fails: str = "") -> tuple[dict[str, Any], list[tuple[str, Path]]]:  # fmt: skip
+def measured(
+    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *words: str, takes: float = 1.0, fails: str = ""
+) -> tuple[dict[str, Any], list[tuple[str, Path]]]:
     """A report, and each process: its library, and the folder of its caches."""
     now, ran = [0.0], []
 
@@ -161,14 +162,22 @@ def test_a_process_has_folders_of_its_own(tool: ModuleType, monkeypatch: pytest.
 REPORT = {
     "gpu": "NVIDIA H100 80GB HBM3",
     "rows": {
-        name: {"library": library, "format": "bf16", "model": "Qwen3-30B-A3B",
-               "empty": [{"seconds": empty, "prepare_s": 0.0, "wrong": False}],
-               "warm": [{"seconds": empty / 4, "prepare_s": 0.0, "wrong": False}]}
-        for name, library, empty in (("pretuned_bf16", "pretuned", 0.254), ("pretuned_fp8", "pretuned", 0.484),
-                                     ("torch", "torch grouped_mm", 0.0181), ("vllm_bf16", "vLLM", 3.51),
-                                     ("deepgemm", "DeepGEMM", 19.44))
+        name: {
+            "library": library,
+            "format": "bf16",
+            "model": "Qwen3-30B-A3B",
+            "empty": [{"seconds": empty, "prepare_s": 0.0, "wrong": False}],
+            "warm": [{"seconds": empty / 4, "prepare_s": 0.0, "wrong": False}],
+        }
+        for name, library, empty in (
+            ("pretuned_bf16", "pretuned", 0.254),
+            ("pretuned_fp8", "pretuned", 0.484),
+            ("torch", "torch grouped_mm", 0.0181),
+            ("vllm_bf16", "vLLM", 3.51),
+            ("deepgemm", "DeepGEMM", 19.44),
+        )
     },
-}  # fmt: skip
+}
 
 
 def test_it_is_written_into_the_pages(tool: ModuleType, tmp_path: Path) -> None:
@@ -193,8 +202,11 @@ def test_it_is_written_into_the_pages(tool: ModuleType, tmp_path: Path) -> None:
 
 
 def test_what_is_asked_for(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    for wrong, told in ((["--json", "c", "--libraries", "cutlass"], "'cutlass' is none of"), ([], "--json is needed"),
-                        (["--json", "c", "--vllm", "."], "no folder vllm")):  # fmt: skip
+    for wrong, told in (
+        (["--json", "c", "--libraries", "cutlass"], "'cutlass' is none of"),
+        ([], "--json is needed"),
+        (["--json", "c", "--vllm", "."], "no folder vllm"),
+    ):
         with pytest.raises(SystemExit):
             tool.arguments(wrong)
         assert told in capsys.readouterr().err

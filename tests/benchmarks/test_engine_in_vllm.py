@@ -23,8 +23,11 @@ def test_what_is_asked_for(tool: ModuleType, capsys: pytest.CaptureFixture[str])
     given = tool.arguments(["--json", "o.json", "--cases", "1x16+8,4x64+1"])
     assert given.cases == [(1, 16, 8), (4, 64, 1)]
     assert given.modes == list(tool.MODES)
-    wrong = ((["--cases", "16"], "'16' is not of the form 1x128+128"), (["--modes", "fast"], "'fast' is none of"),
-             (["--vllm", "."], "no folder vllm"))  # fmt: skip
+    wrong = (
+        (["--cases", "16"], "'16' is not of the form 1x128+128"),
+        (["--modes", "fast"], "'fast' is none of"),
+        (["--vllm", "."], "no folder vllm"),
+    )
     for words, told in wrong:
         with pytest.raises(SystemExit):
             tool.arguments(["--json", "o.json", *words])
@@ -36,8 +39,10 @@ def test_the_engine_has_room_for_every_case(tool: ModuleType, tmp_path: Path) ->
     given.models = ["gpt-oss-20b"]
     found = tool.settings(given, tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["layer_types"] == [
-        "sliding_attention", "full_attention", "sliding_attention"
-    ]  # fmt: skip
+        "sliding_attention",
+        "full_attention",
+        "sliding_attention",
+    ]
     given.models = ["qwen3-30b"]
     found = tool.settings(given, tmp_path)
     assert (found["max_model_len"], found["max_num_seqs"], found["enforce_eager"]) == (2065, 200, True)
@@ -60,8 +65,15 @@ def test_lines_are_kept_when_an_engine_takes_handlers_away(tool: ModuleType) -> 
     assert lines == ["runs 3"]
 
 
-def measured(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stops: tuple[str, ...],
-             seconds: float, takes: float, models: str = "qwen3-30b") -> list[tuple[str, str, bool]]:  # fmt: skip
+def measured(
+    tool: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    stops: tuple[str, ...],
+    seconds: float,
+    takes: float,
+    models: str = "qwen3-30b",
+) -> list[tuple[str, str, bool]]:
     """Mode, side and whether it ran, of each run of an engine that stops in some modes."""
     now = [0.0]
 

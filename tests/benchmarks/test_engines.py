@@ -72,8 +72,15 @@ def test_a_process_ends_in_its_time_with_all_that_it_started(
 def test_it_leaves_without_waiting_for_threads(tool: ModuleType) -> None:
     lines = "import threading, time; threading.Thread(target=time.sleep, args=(60,)).start(); print('said'); "
     done = subprocess.run(
-        [sys.executable, "-c", lines + f"import sys; sys.path.insert(0, {str(Path(tool.__file__).parent)!r}); "
-         "import engines; engines.leave(5)"],
-        capture_output=True, text=True, timeout=30, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-c",
+            lines + f"import sys; sys.path.insert(0, {str(Path(tool.__file__).parent)!r}); "
+            "import engines; engines.leave(5)",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
     assert (done.returncode, done.stdout) == (5, "said\n")

@@ -41,8 +41,12 @@ def test_one_capability_s_code_comes_back(tool: ModuleType) -> None:
     assert new not in code.replace(own + new, b"")
     back = tool.whole(rest, code, zstd)
     assert codes(tool, back) == [
-        [(CUBIN, 90, own)], [(PTX, 80, old)], [], [(CUBIN, 90, own)], [(CUBIN, 90, own), (CUBIN, 90, new)],
-    ]  # fmt: skip
+        [(CUBIN, 90, own)],
+        [(PTX, 80, old)],
+        [],
+        [(CUBIN, 90, own)],
+        [(CUBIN, 90, own), (CUBIN, 90, new)],
+    ]
     assert [one.start for one in tool.containers(back)] == [one.start for one in tool.containers(data)]
     where = tool.section(data)
     assert (back[: where.start], back[where.stop :]) == (data[: where.start], data[where.stop :])

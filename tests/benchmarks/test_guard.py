@@ -60,14 +60,17 @@ def test_without_torch_nothing_is_scaled(guard: ModuleType) -> None:
     assert (row.drift, row.ratio) == (1.0, pytest.approx(1.1))
 
 
-@pytest.mark.parametrize(("times", "words"), [
-    ([10.0] * 10, []),
-    ([10.15] * 10, []),
-    ([10.25] * 10, ["the mean is 1.025 x the time recorded, 1.02 is allowed"]),
-    ([10.7, *[10.0] * 9], []),
-    ([10.9, *[10.0] * 9], ["0: 1.090 x the time recorded, 1.08 is allowed"]),
-    ([5.0] * 10, []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("times", "words"),
+    [
+        ([10.0] * 10, []),
+        ([10.15] * 10, []),
+        ([10.25] * 10, ["the mean is 1.025 x the time recorded, 1.02 is allowed"]),
+        ([10.7, *[10.0] * 9], []),
+        ([10.9, *[10.0] * 9], ["0: 1.090 x the time recorded, 1.08 is allowed"]),
+        ([5.0] * 10, []),
+    ],
+)
 def test_what_it_fails_for(guard: ModuleType, times: list[float], words: list[str]) -> None:
     recorded = {str(i): cell(10) for i in range(10)}
     now = {str(i): cell(us) for i, us in enumerate(times)}

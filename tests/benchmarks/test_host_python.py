@@ -28,9 +28,17 @@ def test_each_call_has_its_times(
     tool.main()
     calls = json.loads(out.read_text())["calls"]
     assert list(calls) == [
-        "call", "gather", "scatter_weight", "autograd", "autograd_and_backward", "layer", "layer_autograd",
-        "layer_autograd_and_backward", "torch_mm", "torch_mm_autograd_and_backward",
-    ]  # fmt: skip
+        "call",
+        "gather",
+        "scatter_weight",
+        "autograd",
+        "autograd_and_backward",
+        "layer",
+        "layer_autograd",
+        "layer_autograd_and_backward",
+        "torch_mm",
+        "torch_mm_autograd_and_backward",
+    ]
     assert all(0 < one["least"] <= one["median"] for one in calls.values())
     assert "layer_autograd_and_backward" in capsys.readouterr().out
 

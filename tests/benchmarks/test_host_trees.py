@@ -76,8 +76,9 @@ def test_no_call_that_was_measured_takes_over_3_percent_more_than_before_the_rep
         assert one["low"] <= one["ratio"] <= one["high"] < 1.03, name
     mine = [one["ratio"] for name, one in ratios.items() if not name.startswith("torch")]
     assert statistics.geometric_mean(mine) < 0.97
-    assert all(work["launches"] == report["work"]["old"][name]["launches"]
-               for name, work in report["work"]["new"].items())  # fmt: skip
+    assert all(
+        work["launches"] == report["work"]["old"][name]["launches"] for name, work in report["work"]["new"].items()
+    )
 
 
 def test_a_checkout_is_first_on_the_path(tmp_path: Path) -> None:
@@ -85,6 +86,7 @@ def test_a_checkout_is_first_on_the_path(tmp_path: Path) -> None:
 
     path = linked(ROOT, tmp_path)
     code = "import pretuned.artifacts, pathlib; print(pathlib.Path(pretuned.artifacts.__file__).parent)"
-    done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(path)}, capture_output=True, text=True,
-                          check=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": str(path)}, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == str(path / "pretuned" / "artifacts")

@@ -64,9 +64,15 @@ def test_calls_take_turns_and_trees_begin_equally_often(
             one.answer()
         turns = host_turns.pair(two, ["sum", "shout"], 2)
     assert [(turn.call, turn.tree) for turn in turns] == [
-        ("sum", "old"), ("sum", "new"), ("shout", "old"), ("shout", "new"),
-        ("sum", "new"), ("sum", "old"), ("shout", "new"), ("shout", "old"),
-    ]  # fmt: skip
+        ("sum", "old"),
+        ("sum", "new"),
+        ("shout", "old"),
+        ("shout", "new"),
+        ("sum", "new"),
+        ("sum", "old"),
+        ("shout", "new"),
+        ("shout", "old"),
+    ]
 
 
 def test_both_of_a_pair_have_its_hash_seed_its_cores_and_their_own_path(

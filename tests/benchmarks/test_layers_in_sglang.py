@@ -27,10 +27,12 @@ def test_what_is_asked_for(tool: ModuleType, capsys: pytest.CaptureFixture[str])
     assert set(given.kinds) == set(tool.KINDS)
     assert tool.arguments(["--json", "o.json", "--kinds", "mxfp4", "--sides", "marlin"]).sides == ["marlin"]
     for wrong, told in (
-        (["--kinds", "fp3"], "'fp3' is none of bf16, fp8"), (["--sglang", "."], "no folder sglang"),
+        (["--kinds", "fp3"], "'fp3' is none of bf16, fp8"),
+        (["--sglang", "."], "no folder sglang"),
         (["--kinds", "mxfp4,fp8", "--sides", "marlin"], "'marlin' is none of fp8's: own, pretuned"),
-        (["--built", "absent"], "absent is no folder"), (["--build", "."], "wanted one of --json"),
-    ):  # fmt: skip
+        (["--built", "absent"], "absent is no folder"),
+        (["--build", "."], "wanted one of --json"),
+    ):
         with pytest.raises(SystemExit):
             tool.arguments(["--json", "o.json", *wrong])
         assert told in capsys.readouterr().err
@@ -45,8 +47,11 @@ def test_tokens_that_a_call_wrote_over_are_told(tool: ModuleType) -> None:
 
 
 def test_the_time_of_a_far_result_is_not_kept(tool: ModuleType) -> None:
-    cell = {"us": {"own": 1.0, "marlin": 3.0, "pretuned": 2.0}, "failed": {},
-            "distance": {"own": 2.5e6, "marlin": 0.07, "pretuned": 0.0}}  # fmt: skip
+    cell = {
+        "us": {"own": 1.0, "marlin": 3.0, "pretuned": 2.0},
+        "failed": {},
+        "distance": {"own": 2.5e6, "marlin": 0.07, "pretuned": 0.0},
+    }
     tool.drop_far(cell)
     assert cell["us"] == {"marlin": 3.0, "pretuned": 2.0}
     assert "2500000.0 of pretuned's away" in cell["failed"]["own"]

@@ -122,8 +122,11 @@ def test_pretuneds_layer_without_vllm_has_the_weights_that_vllms_are_given(tool:
     torch.manual_seed(0)
     dense = []
     for which, N, K in (("w13", 2 * I, H), ("w2", H, I)):
-        wide, narrow = {"bf16": ((N, K), None), "fp8": ((N, K), (N // 128, K // 128)),
-                        "mxfp4": ((N, K // 2), (N, K // 32))}[weights]  # fmt: skip
+        wide, narrow = {
+            "bf16": ((N, K), None),
+            "fp8": ((N, K), (N // 128, K // 128)),
+            "mxfp4": ((N, K // 2), (N, K // 32)),
+        }[weights]
         w = parameter((E, *wide), {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}.get(weights, torch.uint8))
         tool.draw(f"{which}_weight", w, weights, one)
         if narrow is None:
@@ -160,8 +163,12 @@ def test_flagships_have_activations_that_pretuned_knows(tool: ModuleType) -> Non
         pytest.skip("activations with numbers have not landed")
     found = [str(tool.activation(tool.KINDS[kind])) for kind in tool.FLAGSHIPS]
     assert [one.partition(" ")[0].partition(":")[0].partition("(")[0] for one in found] == [
-        "swiglu", "swiglu", "situ", "swiglu", "swiglustep"
-    ]  # fmt: skip
+        "swiglu",
+        "swiglu",
+        "situ",
+        "swiglu",
+        "swiglustep",
+    ]
 
 
 def test_arguments_for_shared_experts_are_those_of_this_vllm(tool: ModuleType) -> None:
@@ -171,16 +178,24 @@ def test_arguments_for_shared_experts_are_those_of_this_vllm(tool: ModuleType) -
     class Newer(Method):
         topk_indices_dtype = torch.int64
 
-        def apply(self, layer: object, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor,
-                  shared_experts: object, shared_experts_input: object) -> torch.Tensor:  # fmt: skip
+        def apply(
+            self,
+            layer: object,
+            x: torch.Tensor,
+            topk_weights: torch.Tensor,
+            topk_ids: torch.Tensor,
+            shared_experts: object,
+            shared_experts_input: object,
+        ) -> torch.Tensor:
             seen.append({"shared": shared_experts, "ids": topk_ids.dtype})
             return x
 
     class Ours(Method):
         moe_kernel = SimpleNamespace(apply=lambda x, shared_experts_input: x)
 
-        def apply(self, layer: object, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor,
-                  **shared: object) -> torch.Tensor:  # fmt: skip
+        def apply(
+            self, layer: object, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, **shared: object
+        ) -> torch.Tensor:
             seen.append(shared)
             return x
 

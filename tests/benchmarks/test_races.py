@@ -47,8 +47,12 @@ def test_what_was_told_has_an_order(shipped):
     assert found.cubins == set(CUBINS.values())
     assert {(kind.kernel, kind.order) for kind in found.kinds} == {
         ("weight", "the order of one warp's program"),
-        *((kernel, order) for kernel in ("weight_specialized", "rows_w8a8") for order in (
-            "two mbarriers", "named barrier 1"))}  # fmt: skip
+        *(
+            (kernel, order)
+            for kernel in ("weight_specialized", "rows_w8a8")
+            for order in ("two mbarriers", "named barrier 1")
+        ),
+    }
     assert found.kinds.total() == 18
 
 
@@ -78,8 +82,10 @@ def test_without_the_arrival_there_is_no_order(shipped):
     ):
         assert code.order(first, second)
         less = sass.Code("")
-        less.ops = [one._replace(name="NOP", operands="") if re.match(what, f"{one.name} {one.operands}") else one
-                    for one in code.ops]  # fmt: skip
+        less.ops = [
+            one._replace(name="NOP", operands="") if re.match(what, f"{one.name} {one.operands}") else one
+            for one in code.ops
+        ]
         assert less.ops != code.ops
         less.at, less.after, less.before = code.at, code.after, code.before
         assert less.order(first, second) is None
@@ -143,8 +149,10 @@ def test_a_list_of_those_seen_is_added_to_and_left_out(tmp_path):
         assert (cubin[:16] in listed.read_text()) is not wrong
     assert listed.read_text().split() == [before[:16], "rows_w8a8", cubin[:16], "weight"]
     after = set(listed.read_text().split())
-    every, rest = ({bundle.variant(i).cubin_sha256.hex() for bundle, i in prove_files.each_cubin([str(BUNDLE)], one)}
-                   for one in ((), after))  # fmt: skip
+    every, rest = (
+        {bundle.variant(i).cubin_sha256.hex() for bundle, i in prove_files.each_cubin([str(BUNDLE)], one)}
+        for one in ((), after)
+    )
     assert every - rest == {cubin, before}
 
 

@@ -59,10 +59,15 @@ def test_an_extension_that_loads_stays(tool: ModuleType, modules: dict[str, Modu
     assert not hasattr(modules["sgl_kernel"], "moe_sum_reduce")
 
 
-@pytest.mark.parametrize(("dtype", "H", "factor", "kernel"), [
-    (torch.bfloat16, 16, 1.0, "moe_topk_sum"), (torch.bfloat16, 12, 1.0, "moe_sum_reduce_triton"),
-    (torch.bfloat16, 16, 2.5, "moe_sum_reduce_triton"), (torch.float16, 16, 1.0, "moe_sum_reduce_triton"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("dtype", "H", "factor", "kernel"),
+    [
+        (torch.bfloat16, 16, 1.0, "moe_topk_sum"),
+        (torch.bfloat16, 12, 1.0, "moe_sum_reduce_triton"),
+        (torch.bfloat16, 16, 2.5, "moe_sum_reduce_triton"),
+        (torch.float16, 16, 1.0, "moe_sum_reduce_triton"),
+    ],
+)
 def test_the_sum_is_by_the_kernel_that_can(
     tool: ModuleType, modules: dict[str, ModuleType], dtype: torch.dtype, H: int, factor: float, kernel: str
 ) -> None:
@@ -92,8 +97,9 @@ def test_marlins_list_keeps_a_kinds_kernels(tool: ModuleType) -> None:
     text, gone = tool.fewer(MARLIN, "int4")
     assert gone == 4
     assert [one.strip() for one in text.splitlines() if "GET_IF" in one and "define" not in one] == [
-        "_GET_IF(W_TYPE, 2, N_BLOCKS, K_BLOCKS, false, 2, NUM_THREADS, false)  \\", "COMMON_GET_IF(host::kU4B8)",
-    ]  # fmt: skip
+        "_GET_IF(W_TYPE, 2, N_BLOCKS, K_BLOCKS, false, 2, NUM_THREADS, false)  \\",
+        "COMMON_GET_IF(host::kU4B8)",
+    ]
     assert "MXFP4_GET_IF(host::kFE2M1f)" in tool.fewer(MARLIN, "mxfp4")[0]
 
 

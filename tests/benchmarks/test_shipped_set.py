@@ -85,9 +85,11 @@ def test_what_is_faster_by_noise_alone_is_not(tool: ModuleType) -> None:
     )
     lost = Rematch(b"far", b"m", (1010,), (1000,), 1.01, 0.005)
     for chosen, timed, beyond, fought in (
-        (b"m", 1000 / 900, 1000 / 900, 1.0), (b"near", 998 / 900, 998 / 900, 998 / 900), (b"far", 1.0, 1.0, 1.0),
+        (b"m", 1000 / 900, 1000 / 900, 1.0),
+        (b"near", 998 / 900, 998 / 900, 998 / 900),
+        (b"far", 1.0, 1.0, 1.0),
         (b"slow", 1100 / 900, 1100 / 900, 1100 / 900),
-    ):  # fmt: skip
+    ):
         assert tool.loss_of(cell, chosen, raw=True) == timed
         assert tool.loss_of(cell, chosen, raw=False) == beyond
         assert tool.loss_of(replace(cell, duels=(lost,)), chosen, raw=False) == fought

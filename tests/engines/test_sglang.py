@@ -23,8 +23,14 @@ def config(**changes: Any) -> Any:
     """SGLang's MoeRunnerConfig of a small layer."""
     from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig
 
-    given = {"num_experts": 4, "num_local_experts": 4, "hidden_size": 32, "intermediate_size_per_partition": 16,
-             "top_k": 2, "params_dtype": torch.float32}  # fmt: skip
+    given = {
+        "num_experts": 4,
+        "num_local_experts": 4,
+        "hidden_size": 32,
+        "intermediate_size_per_partition": 16,
+        "top_k": 2,
+        "params_dtype": torch.float32,
+    }
     return MoeRunnerConfig(**(given | changes))
 
 

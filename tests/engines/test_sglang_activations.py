@@ -37,33 +37,77 @@ class Model(NamedTuple):
 
 
 _MOE = {
-    "hidden_size": 128, "moe_intermediate_size": 128, "hidden_act": "silu", "n_routed_experts": E,
-    "num_experts_per_tok": 2, "n_shared_experts": None, "norm_topk_prob": True, "n_group": 1, "topk_group": 1,
-    "routed_scaling_factor": 2.5, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "vocab_size": 64,
+    "hidden_size": 128,
+    "moe_intermediate_size": 128,
+    "hidden_act": "silu",
+    "n_routed_experts": E,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": None,
+    "norm_topk_prob": True,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "vocab_size": 64,
     "num_hidden_layers": 2,
-}  # fmt: skip
+}
 _GLM = _MOE | {"swiglu_limit": 10.0, "architectures": ["Glm5NextForCausalLM"], "model_type": "glm5_next"}
-_V4 = _MOE | {"swiglu_limit": 10.0, "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4",
-              "scoring_func": "sqrtsoftplus", "num_hash_layers": 0}  # fmt: skip
+_V4 = _MOE | {
+    "swiglu_limit": 10.0,
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "scoring_func": "sqrtsoftplus",
+    "num_hash_layers": 0,
+}
 _STEP = {
-    "hidden_size": 128, "moe_intermediate_size": 128, "moe_num_experts": E, "moe_top_k": 2, "need_fp32_gate": True,
-    "moe_router_scaling_factor": 3.0, "use_moe_router_bias": True, "swiglu_limits": [0.0, 0.0, 7.0],
-}  # fmt: skip
+    "hidden_size": 128,
+    "moe_intermediate_size": 128,
+    "moe_num_experts": E,
+    "moe_top_k": 2,
+    "need_fp32_gate": True,
+    "moe_router_scaling_factor": 3.0,
+    "use_moe_router_bias": True,
+    "swiglu_limits": [0.0, 0.0, 7.0],
+}
 _MINIMAX = {
-    "hidden_size": 128, "intermediate_size": 128, "num_local_experts": E, "num_experts_per_tok": 2,
-    "n_shared_experts": None, "scoring_func": "sigmoid", "use_routing_bias": True, "routed_scaling_factor": 2.0,
-    "hidden_act": "swigluoai", "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
-}  # fmt: skip
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_local_experts": E,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": None,
+    "scoring_func": "sigmoid",
+    "use_routing_bias": True,
+    "routed_scaling_factor": 2.0,
+    "hidden_act": "swigluoai",
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+}
 _KIMI = _MOE | {
-    "hidden_size": 192, "routed_expert_hidden_size": 128, "hidden_act": "situ", "num_experts": E,
-    "num_experts_per_token": 2, "num_shared_experts": 0, "moe_renormalize": True, "use_grouped_topk": True,
-    "num_expert_group": 1, "moe_router_activation_func": "sigmoid", "latent_moe_use_norm": True, "rms_norm_eps": 1e-5,
-    "activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0, "first_k_dense_replace": 0,
-}  # fmt: skip
+    "hidden_size": 192,
+    "routed_expert_hidden_size": 128,
+    "hidden_act": "situ",
+    "num_experts": E,
+    "num_experts_per_token": 2,
+    "num_shared_experts": 0,
+    "moe_renormalize": True,
+    "use_grouped_topk": True,
+    "num_expert_group": 1,
+    "moe_router_activation_func": "sigmoid",
+    "latent_moe_use_norm": True,
+    "rms_norm_eps": 1e-5,
+    "activation_situ_beta": 4.0,
+    "activation_situ_linear_beta": 25.0,
+    "first_k_dense_replace": 0,
+}
 _NEMOTRON = _MOE | {
-    "moe_intermediate_size": 192, "mlp_hidden_act": "relu2", "mlp_bias": False, "n_shared_experts": 1,
-    "moe_shared_expert_intermediate_size": 64, "moe_latent_size": None,
-}  # fmt: skip
+    "moe_intermediate_size": 192,
+    "mlp_hidden_act": "relu2",
+    "mlp_bias": False,
+    "n_shared_experts": 1,
+    "moe_shared_expert_intermediate_size": 64,
+    "moe_latent_size": None,
+}
 
 
 def _deepseek(module: Any, config: Any, quant: Any, **given: bool) -> Any:
@@ -84,30 +128,40 @@ MODELS = {
         "deepseek_v2", _GLM, _deepseek, "fp8_block swiglu(limit=10)", {"swiglu_limit": None}, "fp8_block"
     ),
     "DeepSeek-V4": Model(
-        "deepseek_v2", _V4, lambda *given: _deepseek(*given, is_deepseek_v4=True), "bf16 swiglu(limit=10)",
+        "deepseek_v2",
+        _V4,
+        lambda *given: _deepseek(*given, is_deepseek_v4=True),
+        "bf16 swiglu(limit=10)",
         {"swiglu_limit": None},
     ),
-    "Step-3.7": Model(
-        "step3p5", _STEP, _step(2), "bf16 swiglustep(limit=7)", {"gemm1_clamp_limit": None}
-    ),
+    "Step-3.7": Model("step3p5", _STEP, _step(2), "bf16 swiglustep(limit=7)", {"gemm1_clamp_limit": None}),
     "Step-3.7, first layers": Model("step3p5", _STEP, _step(1), "bf16 silu", {"gemm1_clamp_limit": 7.0}),
     "MiniMax-M3": Model(
-        "minimax_m3", _MINIMAX, lambda module, config, quant: module.MiniMaxM3MoE(config, 1, quant),
-        "bf16 swiglu_oai", {"gemm1_clamp_limit": 1e30},
+        "minimax_m3",
+        _MINIMAX,
+        lambda module, config, quant: module.MiniMaxM3MoE(config, 1, quant),
+        "bf16 swiglu_oai",
+        {"gemm1_clamp_limit": 1e30},
     ),
     "Kimi-K3": Model("kimi_k3", _KIMI, _kimi, "bf16 situ(beta=4, linear_beta=25)", {"gemm1_clamp_limit": None}),
     "Kimi-K3 in mxfp4": Model(
         "kimi_k3", _KIMI, _kimi, "mxfp4 situ(beta=4, linear_beta=25)", {"gemm1_clamp_limit": None}, "mxfp4"
     ),
     "Nemotron-3-Nano": Model(
-        "nemotron_h", _NEMOTRON, lambda module, config, quant: module.NemotronHMoE(config, 1, quant), "bf16 relu2",
+        "nemotron_h",
+        _NEMOTRON,
+        lambda module, config, quant: module.NemotronHMoE(config, 1, quant),
+        "bf16 relu2",
         {"activation": "silu"},
     ),
     "Nemotron-3-Super": Model(
-        "nemotron_h", _NEMOTRON | {"moe_latent_size": 64},
-        lambda module, config, quant: module.NemotronHMoE(config, 1, quant), "bf16 relu2", {"activation": "silu"},
+        "nemotron_h",
+        _NEMOTRON | {"moe_latent_size": 64},
+        lambda module, config, quant: module.NemotronHMoE(config, 1, quant),
+        "bf16 relu2",
+        {"activation": "silu"},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture

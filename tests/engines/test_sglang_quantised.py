@@ -107,16 +107,23 @@ def quant_config(name: str, **changes: Any) -> Any:
     group_size = {} if "padded" not in name else {"group_size": 32}
     kind, name = name, name.removesuffix(" padded")
     if name in ("fp8", "fp8 matrices"):
-        how = {"is_checkpoint_fp8_serialized": True, "activation_scheme": "dynamic",
-               "weight_block_size": [128, 128] if name == "fp8" else None}  # fmt: skip
+        how = {
+            "is_checkpoint_fp8_serialized": True,
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128] if name == "fp8" else None,
+        }
         return Fp8Config(**(how | changes))
     if name == "w8a8_fp8":
         return W8A8Fp8Config(is_checkpoint_fp8_serialized=True)
     if name == "modelopt fp8":
         return ModelOptFp8Config(is_checkpoint_fp8_serialized=True, exclude_modules=[], packed_modules_mapping={})
     if name == "modelopt nvfp4":
-        how = {"is_checkpoint_nvfp4_serialized": True, "group_size": 16, "exclude_modules": [],
-               "packed_modules_mapping": {}}  # fmt: skip
+        how = {
+            "is_checkpoint_nvfp4_serialized": True,
+            "group_size": 16,
+            "exclude_modules": [],
+            "packed_modules_mapping": {},
+        }
         return ModelOptFp4Config(**(how | changes))
     if name == "gpt-oss mxfp4":
         return Mxfp4Config(is_checkpoint_mxfp4_serialized=True)
@@ -126,18 +133,30 @@ def quant_config(name: str, **changes: Any) -> Any:
         sym = {"sym": "zeros" not in name} | group_size
         return {"gptq": GPTQMarlinConfig}.get(name, MoeWNA16Config).from_config(_GPTQ | sym | changes)
     weights, packing, tokens = {
-        "compressed fp8": (_FP8, "float-quantized", _TOKENS), "fp8 rows": (_ROWS, "float-quantized", _A_TOKEN),
-        "fp8 static": (_MATRIX, "float-quantized", _STATIC), "nvfp4": (_NVFP4, "nvfp4-pack-quantized", None),
+        "compressed fp8": (_FP8, "float-quantized", _TOKENS),
+        "fp8 rows": (_ROWS, "float-quantized", _A_TOKEN),
+        "fp8 static": (_MATRIX, "float-quantized", _STATIC),
+        "nvfp4": (_NVFP4, "nvfp4-pack-quantized", None),
         "nvfp4 w4a4": (_NVFP4, "nvfp4-pack-quantized", _NVFP4 | {"dynamic": "local"}),
-        "compressed int4": (_INT4, "pack-quantized", None), "compressed mxfp4": (_MXFP4, "mxfp4-pack-quantized", None),
-    }[name]  # fmt: skip
+        "compressed int4": (_INT4, "pack-quantized", None),
+        "compressed mxfp4": (_MXFP4, "mxfp4-pack-quantized", None),
+    }[name]
     assert kind
-    group = {"targets": ["Linear"], "weights": weights | changes, "input_activations": tokens,
-             "output_activations": None}  # fmt: skip
+    group = {
+        "targets": ["Linear"],
+        "weights": weights | changes,
+        "input_activations": tokens,
+        "output_activations": None,
+    }
     return CompressedTensorsConfig.from_config(
-        {"quant_method": "compressed-tensors", "format": packing, "quantization_status": "compressed",
-         "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
-    )  # fmt: skip
+        {
+            "quant_method": "compressed-tensors",
+            "format": packing,
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group},
+            "ignore": ["lm_head"],
+        }
+    )
 
 
 def sizes(name: str) -> dict[str, int]:
@@ -310,14 +329,20 @@ def test_gpt_oss_widths_that_sglang_pads_for_triton_kernels(
         ("fp8", {"swiglu_limit": 10.0}, {"name": "swiglu", "limit": 10.0}),  # GLM-5.3-Flash
         ("fp8", {"gemm1_clamp_limit": 7.0}, {"name": "swiglustep", "limit": 7.0}),  # Step-3.7
         ("compressed int4", {"swiglu_limit": 10.0}, {"name": "swiglu", "limit": 10.0}),
-        ("compressed mxfp4", {"activation": "situ", "gemm1_alpha": 4.0, "gemm1_clamp_limit": 25.0},
-         {"name": "situ", "beta": 4.0, "linear_beta": 25.0}),  # Kimi-K3
+        (
+            "compressed mxfp4",
+            {"activation": "situ", "gemm1_alpha": 4.0, "gemm1_clamp_limit": 25.0},
+            {"name": "situ", "beta": 4.0, "linear_beta": 25.0},
+        ),  # Kimi-K3
     ],
-)  # fmt: skip
+)
 def test_the_numbers_of_its_activation_are_those_of_the_unquantised_layer(
-    name: str, layer: dict[str, Any], act: dict[str, Any], monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    layer: dict[str, Any],
+    act: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
     told: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+) -> None:
     """(Which test_sglang.py compares with SGLang's functions. SGLang's own layer on a CPU ignores them.)"""
     from pretuned.runtime import Activation, moe_mlp
 
@@ -450,9 +475,13 @@ def test_weights_that_can_not_be_prepared_go_to_sglang_s_own_runner(
     ],
 )
 def test_layers_that_stay_with_sglang(
-    monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture, name: str, changes: dict[str, Any],
-    layer: dict[str, Any], why: str,
-) -> None:  # fmt: skip
+    monkeypatch: pytest.MonkeyPatch,
+    told: pytest.LogCaptureFixture,
+    name: str,
+    changes: dict[str, Any],
+    layer: dict[str, Any],
+    why: str,
+) -> None:
     load(monkeypatch, PRETUNED_SGLANG="1")
     made = fused(quant_config(name, **changes), **layer)
     assert made.runner_backend.value == _RUNNERS.get(name, "triton")
@@ -474,9 +503,10 @@ def test_what_moves_weights_while_it_runs_stays_with_sglang(monkeypatch: pytest.
     asked = layer.quant_method, layer, layer.moe_runner_config, format_of(layer.quant_method, layer)
     assert refusal(*asked, everywhere=True) is None
     for option, value, why in (
-        ("enable_eplb", True, "--enable-eplb moves its weights"), ("cpu_offload_gb", 1, "--cpu-offload-gb moves"),
+        ("enable_eplb", True, "--enable-eplb moves its weights"),
+        ("cpu_offload_gb", 1, "--cpu-offload-gb moves"),
         ("moe_runner_backend", "triton_kernel", "--moe-runner-backend triton_kernel asks for it"),
-    ):  # fmt: skip
+    ):
         args = ServerArgs(model_path="none", device="cpu", **{option: value})
         monkeypatch.setattr(experts, "get_server_args", lambda args=args: args)
         assert str(refusal(*asked, everywhere=True)).startswith(why)
@@ -507,8 +537,11 @@ def gpt_oss(width: int) -> tuple[dict[str, torch.Tensor], list[Any], list[torch.
     biases = [torch.randn(E, 2 * width).bfloat16(), torch.randn(E, H).bfloat16()]
     tensors = {}
     for name, one, bias in zip(("gate_up_proj", "down_proj"), given, biases, strict=True):
-        tensors |= {f"experts.{name}_blocks": one.codes.unflatten(2, (-1, 16)), f"experts.{name}_scales": one.scale,
-                    f"experts.{name}_bias": bias}  # fmt: skip
+        tensors |= {
+            f"experts.{name}_blocks": one.codes.unflatten(2, (-1, 16)),
+            f"experts.{name}_scales": one.scale,
+            f"experts.{name}_bias": bias,
+        }
     return tensors, given, biases
 
 

@@ -150,8 +150,12 @@ _ACTS: list[tuple[str, dict[str, float], str | Callable[[torch.Tensor], torch.Te
     ("swigluoai", {}, "SwigluOAIAndMul", ()),
     ("swigluoai", {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "swiglu_beta": 1.0}, "SwigluOAIAndMul", ()),
     ("swigluoai_uninterleave", {"swiglu_limit": 7.0}, "SiluAndMulWithClamp", (7.0, 1.0, 0.0)),
-    ("swigluoai_uninterleave", {"swiglu_limit": 3.0, "swiglu_alpha": 1.2, "swiglu_beta": 0.5}, "SiluAndMulWithClamp",
-     (3.0, 1.2, 0.5)),
+    (
+        "swigluoai_uninterleave",
+        {"swiglu_limit": 3.0, "swiglu_alpha": 1.2, "swiglu_beta": 0.5},
+        "SiluAndMulWithClamp",
+        (3.0, 1.2, 0.5),
+    ),
     ("swiglustep", {}, "SwigluStepAndMul", ()),
     ("swiglustep", {"swiglu_limit": 7.0}, "SwigluStepAndMul", (7.0,)),
     ("situ", {"activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0}, "SituAndMul", (4.0, 25.0)),
@@ -161,7 +165,7 @@ _ACTS: list[tuple[str, dict[str, float], str | Callable[[torch.Tensor], torch.Te
     ("gelu_no_mul", {}, torch.nn.functional.gelu, ()),
     ("gelu_tanh_no_mul", {}, lambda h: torch.nn.functional.gelu(h, approximate="tanh"), ()),
     ("relu2_no_mul", {}, "ReLUSquaredActivation", ()),
-]  # fmt: skip
+]
 
 
 def moe(name: str, **settings: Any) -> Any:
@@ -206,19 +210,25 @@ def test_all_of_vllm_s_activations_are_tested() -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "why"),
     [
-        ("silu", {"swiglu_limit": 10.0, "swiglu_alpha": 1.702},
-         "silu has a swiglu_alpha of 1.702, which vLLM's backends do not all read"),
+        (
+            "silu",
+            {"swiglu_limit": 10.0, "swiglu_alpha": 1.702},
+            "silu has a swiglu_alpha of 1.702, which vLLM's backends do not all read",
+        ),
         ("silu", {"swiglu_beta": 1.0}, "silu has a swiglu_beta of 1, which"),
         ("gelu", {"swiglu_limit": 10.0}, "gelu has a swiglu_limit of 10, which"),
         ("swigluoai", {"swiglu_limit": 5.0}, "swigluoai has a swiglu_limit of 5, which"),
-        ("swigluoai_uninterleave", {"swiglu_alpha": 1.702, "swiglu_limit": 0.0},
-         "swigluoai_uninterleave has no swiglu_limit"),
+        (
+            "swigluoai_uninterleave",
+            {"swiglu_alpha": 1.702, "swiglu_limit": 0.0},
+            "swigluoai_uninterleave has no swiglu_limit",
+        ),
         ("swiglustep", {"swiglu_limit": 5.0}, "swiglustep has a swiglu_limit of 5, which"),
         ("situ", {}, "situ has no activation_situ_beta above 0"),
         ("situ", {"activation_situ_beta": 4.0, "swiglu_limit": 10.0}, "situ has a swiglu_limit of 10, which"),
         ("relu2_no_mul", {"swiglu_limit": 10.0}, "relu2_no_mul has a swiglu_limit of 10, which"),
     ],
-)  # fmt: skip
+)
 def test_numbers_that_vllm_s_backends_read_differently_stay_with_vllm(
     name: str, settings: dict[str, float], why: str
 ) -> None:

@@ -145,7 +145,7 @@ def test_what_stays_with_vllm_and_why() -> None:
         "the all-to-all of deepep_low_latency hands over tokens by expert": {
             "parallel": {"dp_size": 2, "use_ep": True, "all2all_backend": "deepep_low_latency"}
         },
-    }.items():  # fmt: skip
+    }.items():
         reason = why(**changes)
         assert reason is not None
         assert told in reason
@@ -158,8 +158,14 @@ def test_on_a_gpu_the_bundles_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts, "current_platform", SimpleNamespace(is_cuda=lambda: True, device_name="cuda"))
     monkeypatch.setattr(experts, "current_device", lambda: 0)
     monkeypatch.setattr(experts, "local_gpu", lambda device: ON_H200)
-    qwen3 = {"num_experts": 128, "num_local_experts": 128, "num_logical_experts": 128, "experts_per_token": 8,
-             "hidden_dim": 2048, "intermediate_size": 768}  # fmt: skip
+    qwen3 = {
+        "num_experts": 128,
+        "num_local_experts": 128,
+        "num_logical_experts": 128,
+        "experts_per_token": 8,
+        "hidden_dim": 2048,
+        "intermediate_size": 768,
+    }
 
     def why(everywhere: bool, **changes: Any) -> str | None:
         moe = config(**(qwen3 | changes))
@@ -202,8 +208,20 @@ def test_experts_of_other_ranks_and_ids_that_stand_for_none() -> None:
         for is_weighted in (False, True):  # the tokens, before they come here
             out = torch.full((T, H), torch.nan)
             experts.apply(
-                output=out, hidden_states=x, w1=w13, w2=w2, topk_weights=weights, topk_ids=ids.to(dtype),
-                activation=MoEActivation.SILU, global_num_experts=6, expert_map=here, a1q_scale=None, a2_scale=None,
-                workspace13=None, workspace2=None, expert_tokens_meta=None, apply_router_weight_on_input=is_weighted,
-            )  # fmt: skip
+                output=out,
+                hidden_states=x,
+                w1=w13,
+                w2=w2,
+                topk_weights=weights,
+                topk_ids=ids.to(dtype),
+                activation=MoEActivation.SILU,
+                global_num_experts=6,
+                expert_map=here,
+                a1q_scale=None,
+                a2_scale=None,
+                workspace13=None,
+                workspace2=None,
+                expert_tokens_meta=None,
+                apply_router_weight_on_input=is_weighted,
+            )
             torch.testing.assert_close(out, unweighted if is_weighted else wanted, rtol=1e-4, atol=1e-4)

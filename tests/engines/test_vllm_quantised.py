@@ -16,14 +16,25 @@ from vllm_engine import NEW_TOKENS, Told, config, generate, lines, run
 pytestmark = pytest.mark.filterwarnings("default")
 _TOKENS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
 _STATIC = _TOKENS | {"strategy": "tensor", "dynamic": False}
-_FP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16,
-        "dynamic": "local"}  # fmt: skip
+_FP4 = {
+    "num_bits": 4,
+    "type": "float",
+    "symmetric": True,
+    "strategy": "tensor_group",
+    "group_size": 16,
+    "dynamic": "local",
+}
 _KINDS: dict[str, Callable[..., Pair]] = {
-    "fp8": tiny_quantised.fp8, "int4": tiny_quantised.int4, "mxfp4": tiny_quantised.mxfp4,
-    "awq": tiny_quantised.awq, "int4_zero": tiny_quantised.int4_zero, "gptq": tiny_quantised.gptq,
+    "fp8": tiny_quantised.fp8,
+    "int4": tiny_quantised.int4,
+    "mxfp4": tiny_quantised.mxfp4,
+    "awq": tiny_quantised.awq,
+    "int4_zero": tiny_quantised.int4_zero,
+    "gptq": tiny_quantised.gptq,
     "gptq zeros": tiny_quantised.gptq_zero,
     "int4 static order": functools.partial(tiny_quantised.int4, actorder="static"),
-    "mxfp8": tiny_quantised.mxfp8, "mxfp8 compressed": functools.partial(tiny_quantised.compressed, how="mxfp8"),
+    "mxfp8": tiny_quantised.mxfp8,
+    "mxfp8 compressed": functools.partial(tiny_quantised.compressed, how="mxfp8"),
     "mxfp8 padded": functools.partial(tiny_quantised.mxfp8, moe_intermediate_size=96),
     "int4 padded": functools.partial(tiny_quantised.int4, moe_intermediate_size=96),
     "int4_zero padded": functools.partial(tiny_quantised.int4_zero, moe_intermediate_size=96),
@@ -38,16 +49,20 @@ _KINDS: dict[str, Callable[..., Pair]] = {
     "nvfp4": functools.partial(tiny_quantised.compressed, how="nvfp4"),
     "nvfp4 w4a4 padded": functools.partial(tiny_quantised.compressed, how="nvfp4", x=_FP4, moe_intermediate_size=48),
     "modelopt nvfp4": functools.partial(tiny_quantised.modelopt, how="NVFP4"),
-}  # fmt: skip
+}
 _SETTINGS = {"gptq zeros": {"quantization": "moe_wna16"}}
 _STATIC_X = "the checkpoint's static scales of x are not used: a call makes scales of its own where it quantises x"
 _TOLD = {
-    "fp8": "E=8 H=128 I=128 k=2 fp8_block silu", "int4": "E=8 H=128 I=128 k=2 int4_g32 silu",
-    "mxfp4": "E=8 H=64 I=64 k=2 mxfp4 swiglu_oai", "awq": "E=8 H=128 I=128 k=2 int4_g64_zp silu",
-    "int4_zero": "E=8 H=128 I=128 k=2 int4_g32_zp silu", "gptq": "E=8 H=128 I=128 k=2 int4_g128 silu",
+    "fp8": "E=8 H=128 I=128 k=2 fp8_block silu",
+    "int4": "E=8 H=128 I=128 k=2 int4_g32 silu",
+    "mxfp4": "E=8 H=64 I=64 k=2 mxfp4 swiglu_oai",
+    "awq": "E=8 H=128 I=128 k=2 int4_g64_zp silu",
+    "int4_zero": "E=8 H=128 I=128 k=2 int4_g32_zp silu",
+    "gptq": "E=8 H=128 I=128 k=2 int4_g128 silu",
     "int4 static order": "E=8 H=128 I=128 k=2 int4_g32 silu",
     "gptq zeros": "E=8 H=128 I=128 k=2 int4_g128_zp silu",
-    "mxfp8": "E=8 H=128 I=128 k=2 mxfp8 silu", "mxfp8 compressed": "E=8 H=128 I=128 k=2 mxfp8 silu",
+    "mxfp8": "E=8 H=128 I=128 k=2 mxfp8 silu",
+    "mxfp8 compressed": "E=8 H=128 I=128 k=2 mxfp8 silu",
     "mxfp8 padded": "E=8 H=128 I=96 (padded to 128: 33.3% more memory) k=2 mxfp8 silu",
     "int4 padded": "E=8 H=128 I=96 (padded to 128: 33.3% more memory) k=2 int4_g32 silu",
     "int4_zero padded": "E=8 H=128 I=96 (padded to 128: 33.3% more memory) k=2 int4_g32_zp silu",
@@ -60,7 +75,7 @@ _TOLD = {
     "nvfp4": "E=8 H=128 I=128 k=2 nvfp4 silu",
     "nvfp4 w4a4 padded": "E=8 H=128 I=48 (padded to 64: 33.3% more memory) k=2 nvfp4 silu; x is not quantised to fp4",
     "modelopt nvfp4": "E=8 H=128 I=128 k=2 nvfp4 silu; x is not quantised to fp4",
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)
@@ -167,8 +182,12 @@ def pointers(llm: Any) -> list[int]:
         ("Fp8MoEMethod", {"weight_block_size": [128, 128]}, {"intermediate_size": 192}, "192, is no multiple of 128"),
         ("Mxfp4MoEMethod", {}, {"hidden_dim": 96}, "the hidden size, 96, is no multiple of 64"),
         ("Mxfp4MoEMethod", {}, {"intermediate_size": 720}, "720, is no multiple of 32"),
-        ("CompressedTensorsWNA16MoEMethod", {"num_bits": 4, "group_size": 128}, {"intermediate_size": 352},
-         "352, is no multiple of 128"),
+        (
+            "CompressedTensorsWNA16MoEMethod",
+            {"num_bits": 4, "group_size": 128},
+            {"intermediate_size": 352},
+            "352, is no multiple of 128",
+        ),
         ("Mxfp4MoEMethod", {}, {"swiglu_alpha": 1.5}, "the activation silu has a swiglu_alpha of 1.5, which vLLM's"),
         ("Mxfp4MoEMethod", {}, {"moe_backend": "marlin"}, "--moe-backend marlin asks for it"),
         ("CompressedTensorsWNA16MoEMethod", {"num_bits": 8, "group_size": 32}, {}, "8 bits in groups of 32"),
@@ -176,24 +195,57 @@ def pointers(llm: Any) -> list[int]:
         ("AutoAWQMoEMethod", {"weight_bits": 8, "group_size": 64, "zero_point": True}, {}, "8 bits in groups of 64"),
         ("AutoAWQMoEMethod", {"weight_bits": 4, "group_size": 64, "zero_point": False}, {}, "AWQ without zero points"),
         ("AutoGPTQMoEMethod", {"weight_bits": 8, "group_size": 128, "is_sym": True}, {}, "8 bits in groups of 128"),
-        ("MoeWNA16Method", {"weight_bits": 4, "group_size": 128, "has_zp": True, "linear_quant_method": "gptq",
-                            "full_config": {"desc_act": True}}, {}, "groups of another order (desc_act, g_idx)"),
-        ("MoeWNA16Method", {"weight_bits": 4, "group_size": 128, "has_zp": True, "linear_quant_method": "gptq",
-                            "full_config": {"checkpoint_format": "marlin"}}, {}, "checkpoint_format is 'marlin'"),
-        ("MoeWNA16Method", {"weight_bits": 4, "group_size": 128, "has_zp": False, "linear_quant_method": "awq",
-                            "full_config": {}}, {}, "AWQ without zero points"),
+        (
+            "MoeWNA16Method",
+            {
+                "weight_bits": 4,
+                "group_size": 128,
+                "has_zp": True,
+                "linear_quant_method": "gptq",
+                "full_config": {"desc_act": True},
+            },
+            {},
+            "groups of another order (desc_act, g_idx)",
+        ),
+        (
+            "MoeWNA16Method",
+            {
+                "weight_bits": 4,
+                "group_size": 128,
+                "has_zp": True,
+                "linear_quant_method": "gptq",
+                "full_config": {"checkpoint_format": "marlin"},
+            },
+            {},
+            "checkpoint_format is 'marlin'",
+        ),
+        (
+            "MoeWNA16Method",
+            {"weight_bits": 4, "group_size": 128, "has_zp": False, "linear_quant_method": "awq", "full_config": {}},
+            {},
+            "AWQ without zero points",
+        ),
         ("ModelOptFp8MoEMethod", {"quant_method": "FP8_PB_WO"}, {}, "modelopt's FP8_PB_WO"),
         ("ModelOptNvFp4FusedMoE", {"group_size": 32}, {}, "nvfp4 in groups of 32: pretuned serves groups of 16"),
         ("AutoGPTQMoEMethod", {"weight_bits": 4, "group_size": 128, "is_sym": True, "desc_act": True}, {}, "desc_act"),
-        ("CompressedTensorsWNA16MarlinMoEMethod", {"num_bits": 4, "group_size": 32, "actorder": "group"}, {},
-         "actorder"),
+        (
+            "CompressedTensorsWNA16MarlinMoEMethod",
+            {"num_bits": 4, "group_size": 32, "actorder": "group"},
+            {},
+            "actorder",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_stays_with_vllm_and_why(name: str, has: dict[str, Any], changes: dict[str, Any], told: str) -> None:
     from pretuned.integrations.vllm.quantised import take
 
-    sizes = {"num_experts": 8, "num_local_experts": 8, "num_logical_experts": 8, "hidden_dim": 256,
-             "intermediate_size": 256}  # fmt: skip
+    sizes = {
+        "num_experts": 8,
+        "num_local_experts": 8,
+        "num_logical_experts": 8,
+        "hidden_dim": 256,
+        "intermediate_size": 256,
+    }
     quant = SimpleNamespace(symmetric=has.pop("symmetric", True), actorder=has.pop("actorder", None))
     own = type(name, (), {})()
     own.__dict__.update(has, moe=config(**(sizes | changes)), weight_quant=quant, wna16_backend="Marlin")
@@ -247,10 +299,11 @@ def test_weights_loaded_again_in_another_order_are_an_error() -> None:
     method, layer = loaded(scale=130)  # which stay as they are
     _, first = loaded(scale=120)
     held = tuple(
-        ExpertWeights.mxfp4(first.get_parameter(f"{which}_weight").data, getattr(first, f"{which}_weight_scale").data)
-        .prepare()
+        ExpertWeights.mxfp4(
+            first.get_parameter(f"{which}_weight").data, getattr(first, f"{which}_weight_scale").data
+        ).prepare()
         for which in ("w13", "w2")
-    )  # fmt: skip
+    )
     assert all(one.order for one in held)
     method.moe_kernel = SimpleNamespace(fused_experts=SimpleNamespace(weights=held))
     with pytest.raises(InputError, match=r"the weights loaded again are .* the first were .*: start anew"):
@@ -270,14 +323,23 @@ def test_each_rank_of_gpt_oss_has_its_blocks_and_zeros(tp: int, rank: int) -> No
     first, last = rank * width, min((rank + 1) * width, whole)
     draw = functools.partial(torch.randint, generator=torch.Generator().manual_seed(rank), dtype=torch.uint8)
     given = {
-        "w13_weight": draw(0, 256, (E, 2 * whole, H // 2)), "w13_weight_scale": draw(120, 128, (E, 2 * whole, H // 32)),
-        "w2_weight": draw(0, 256, (E, H, whole // 2)), "w2_weight_scale": draw(120, 128, (E, H, whole // 32)),
-        "w13_bias": torch.randn(E, 2 * whole).bfloat16(), "w2_bias": torch.randn(E, H).bfloat16(),
-    }  # fmt: skip
+        "w13_weight": draw(0, 256, (E, 2 * whole, H // 2)),
+        "w13_weight_scale": draw(120, 128, (E, 2 * whole, H // 32)),
+        "w2_weight": draw(0, 256, (E, H, whole // 2)),
+        "w2_weight_scale": draw(120, 128, (E, H, whole // 32)),
+        "w13_bias": torch.randn(E, 2 * whole).bfloat16(),
+        "w2_bias": torch.randn(E, H).bfloat16(),
+    }
     moe = config(
-        hidden_dim=H, num_experts=E, num_local_experts=E, num_logical_experts=E, has_bias=True, intermediate_size=whole,
-        parallel={"tp_size": tp, "tp_rank": rank}, activation=MoEActivation("swigluoai"),
-    )  # fmt: skip
+        hidden_dim=H,
+        num_experts=E,
+        num_local_experts=E,
+        num_logical_experts=E,
+        has_bias=True,
+        intermediate_size=whole,
+        parallel={"tp_size": tp, "tp_rank": rank},
+        activation=MoEActivation("swigluoai"),
+    )
     own, layer = type("GptOssMxfp4MoEMethod", (), {"moe": moe, "mxfp4_backend": "Marlin"})(), torch.nn.Module()
     with lines() as told:
         method = quantised.take(own, SimpleNamespace(), everywhere=True)
@@ -330,9 +392,11 @@ class PaddedMethod:
         E, H, I = given["num_experts"], hidden_size, intermediate_size_per_partition  # noqa: E741
         self.params_dtype = given["params_dtype"]
         for name, shape in {
-            "w13_weight": (E, 2 * I, H // 2), "w13_weight_scale": (E, 2 * I, H // 32),
-            "w2_weight": (E, I // 2, H), "w2_weight_scale": (E, -(-I // 32), H),
-        }.items():  # fmt: skip
+            "w13_weight": (E, 2 * I, H // 2),
+            "w13_weight_scale": (E, 2 * I, H // 32),
+            "w2_weight": (E, I // 2, H),
+            "w2_weight_scale": (E, -(-I // 32), H),
+        }.items():
             one = torch.nn.Parameter(torch.full(shape, 255, dtype=torch.uint8), requires_grad=False)
             one.is_transposed = name.startswith("w2_")
             layer.register_parameter(name, one)

@@ -101,10 +101,15 @@ def test_a_server_of_two_processes_answers(models: dict[str, Path], without: dic
     about.parent.mkdir(parents=True)
     about.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
     options = {
-        "--served-model-name": "tiny", "--host": "127.0.0.1", "--port": port,
-        "--dtype": "float32", "--max-model-len": 128, "--max-num-seqs": 4, "--tensor-parallel-size": 2,
+        "--served-model-name": "tiny",
+        "--host": "127.0.0.1",
+        "--port": port,
+        "--dtype": "float32",
+        "--max-model-len": 128,
+        "--max-num-seqs": 4,
+        "--tensor-parallel-size": 2,
         "--kv-cache-memory-bytes": KV_CACHE_BYTES,
-    }  # fmt: skip
+    }
     given = [str(word) for option in options.items() for word in option]
     command = (*_SERVE, str(models[_MODEL]), *given, "--enforce-eager")
     places = os.pathsep.join(filter(None, (str(named), os.environ.get("PYTHONPATH"))))

@@ -21,16 +21,36 @@ _SCRIPT = Path(__file__).parents[1] / "support/vllm_layers.py"
 _FLAGSHIPS = _SCRIPT.parent / "vllm_flagships.py"
 _FORMATS = _SCRIPT.parent / "vllm_formats.py"
 _INSTALLED = "installed"
-_TAKEN = ("0.20.2", "0.21.0", "0.22.1", "0.23.0", "0.24.0", "0.25.1", "0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0",
-          "0.31.0", "0.32.0", "0.33.0")  # fmt: skip
+_TAKEN = (
+    "0.20.2",
+    "0.21.0",
+    "0.22.1",
+    "0.23.0",
+    "0.24.0",
+    "0.25.1",
+    "0.26.0",
+    "0.27.1",
+    "0.28.0",
+    "0.29.0",
+    "0.30.0",
+    "0.31.0",
+    "0.32.0",
+    "0.33.0",
+)
 _LEFT = ("0.16.0", "0.18.1", "0.19.0")
 _QUICK = (_INSTALLED, "0.20.2")
 _KINDS = ("bf16", "fp8")
 _SCENARIOS = ("off", "unset", "on", "prepare", "first_token", "without:msgpack")
 # What the modules that vLLM's layers are run by import themselves; by night all that these import, too.
-_IMPORTS = ("pretuned.integrations.served_layer", "pretuned.integrations.vllm.experts",
-            "pretuned.integrations.vllm.quantised", "pretuned.runtime.api.moe", "pretuned.runtime.ops.activation",
-            "pretuned.runtime.weights.expert_weights", "pretuned.runtime.driver.device")  # fmt: skip
+_IMPORTS = (
+    "pretuned.integrations.served_layer",
+    "pretuned.integrations.vllm.experts",
+    "pretuned.integrations.vllm.quantised",
+    "pretuned.runtime.api.moe",
+    "pretuned.runtime.ops.activation",
+    "pretuned.runtime.weights.expert_weights",
+    "pretuned.runtime.driver.device",
+)
 
 
 class Told(NamedTuple):
@@ -194,8 +214,14 @@ def test_other_versions_run_as_without(version: str) -> None:
     assert warnings(untried)
 
 
-_ALWAYS = {"DeepSeek-V4-Flash", "DeepSeek-V4-Pro", "Step-3.7", "Step-3.7, first layers", "Nemotron-3-Nano",
-           "Nemotron-3-Super"}  # fmt: skip
+_ALWAYS = {
+    "DeepSeek-V4-Flash",
+    "DeepSeek-V4-Pro",
+    "Step-3.7",
+    "Step-3.7, first layers",
+    "Nemotron-3-Nano",
+    "Nemotron-3-Super",
+}
 
 
 @pytest.mark.nightly

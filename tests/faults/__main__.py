@@ -150,11 +150,17 @@ def malicious(options: argparse.Namespace) -> dict[str, Any]:
     names = {f"{i}.msgpack": name for i, name in enumerate(test_msgpack.ATTACKS)}
     costs = {names[file]: list(by.values()) for file, by in found.items() if file in names}
     large = {name: costs.pop(name) for name in test_msgpack.SLOWER}
-    worst = {"cpu_s": max(s for by in costs.values() for _, s, _ in by),
-             "mib": round(max(mib for by in costs.values() for _, _, mib in by), 1)}  # fmt: skip
+    worst = {
+        "cpu_s": max(s for by in costs.values() for _, s, _ in by),
+        "mib": round(max(mib for by in costs.values() for _, _, mib in by), 1),
+    }
     wellformed = {name: round(max(s for _, s, _ in by), 3) for name, by in large.items()}
-    return {"inputs": len(costs), "worst": worst, "well_formed_8_MB_cpu_s": wellformed,
-            "wrong": int(worst["cpu_s"] > 0.1 or worst["mib"] > 64)}  # fmt: skip
+    return {
+        "inputs": len(costs),
+        "worst": worst,
+        "well_formed_8_MB_cpu_s": wellformed,
+        "wrong": int(worst["cpu_s"] > 0.1 or worst["mib"] > 64),
+    }
 
 
 def swaps(options: argparse.Namespace) -> dict[str, Any]:
@@ -176,9 +182,16 @@ def lifetime(options: argparse.Namespace) -> dict[str, Any]:
 
 
 RUNS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
-    "R1": mutations, "R5": cold_build, "R6": failing_build, "R9": race, "R10": tuning, "R11": republished,
-    "R16": malicious, "R19": swaps, "R22": lifetime,
-}  # fmt: skip
+    "R1": mutations,
+    "R5": cold_build,
+    "R6": failing_build,
+    "R9": race,
+    "R10": tuning,
+    "R11": republished,
+    "R16": malicious,
+    "R19": swaps,
+    "R22": lifetime,
+}
 
 
 def _cpu_s() -> float:

@@ -26,11 +26,14 @@ FAILING = Path(__file__).parents[1] / "support" / "failing.c"
 COLD = 2  # variants that are not in the cache
 ERRORS = {
     "open": ("EIO", "EACCES", "EROFS", "ENOSPC", "EDQUOT", "EMFILE"),
-    "mkdir": ("EIO", "EACCES", "EROFS", "ENOSPC", "EDQUOT"), "flock": ("EINTR", "ENOLCK"),
-    "write": ("short", "EINTR", "ENOSPC", "EIO", "EDQUOT"), "fchmod": ("EIO", "EPERM", "EROFS"),
-    "fsync": ("EINTR", "EIO", "ENOSPC", "EDQUOT"), "rename": ("EIO", "EDQUOT", "EACCES", "EROFS", "ENOSPC"),
+    "mkdir": ("EIO", "EACCES", "EROFS", "ENOSPC", "EDQUOT"),
+    "flock": ("EINTR", "ENOLCK"),
+    "write": ("short", "EINTR", "ENOSPC", "EIO", "EDQUOT"),
+    "fchmod": ("EIO", "EPERM", "EROFS"),
+    "fsync": ("EINTR", "EIO", "ENOSPC", "EDQUOT"),
+    "rename": ("EIO", "EDQUOT", "EACCES", "EROFS", "ENOSPC"),
     "unlink": ("EIO", "EACCES"),
-}  # fmt: skip
+}
 HARMLESS = ("short", "EINTR")  # it is done again, or the rest of it
 
 
@@ -77,14 +80,24 @@ class Cold:
         count = self.place.root / "count"
         count.write_bytes(bytes(8))
         environment = {
-            **self.place.environment(), "LD_PRELOAD": str(self.library), "FAIL_COUNT": str(count),
-            "FAIL_UNDER": f"{self.place.out}:{self.place.cache}", "FAIL_AT": str(number), "FAIL_HOW": how,
+            **self.place.environment(),
+            "LD_PRELOAD": str(self.library),
+            "FAIL_COUNT": str(count),
+            "FAIL_UNDER": f"{self.place.out}:{self.place.cache}",
+            "FAIL_AT": str(number),
+            "FAIL_HOW": how,
             "FAIL_LOG": str(self.place.root / "log"),
-        }  # fmt: skip
+        }
         return subprocess.run(
-            self.command(), capture_output=True, text=True, env=environment, cwd=self.place.root, check=False,
-            timeout=300, start_new_session=True,
-        )  # fmt: skip
+            self.command(),
+            capture_output=True,
+            text=True,
+            env=environment,
+            cwd=self.place.root,
+            check=False,
+            timeout=300,
+            start_new_session=True,
+        )
 
     def _calls(self) -> Iterator[Call]:
         self.reset()

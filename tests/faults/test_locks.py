@@ -115,13 +115,20 @@ def injected(request, tmp_path):
         temp = tmp_path / "tmp"
         temp.mkdir(exist_ok=True)
         environment = {
-            "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(SUPPORT),
+            "HOME": str(tmp_path),
+            "XDG_CACHE_HOME": str(tmp_path / "cache"),
+            "PYTHONPATH": str(SUPPORT),
             "TMPDIR": str(temp),
-        }  # fmt: skip
+        }
         done = subprocess.run(
-            ["strace", *map(str, inject), *map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, timeout=120, check=False, env=os.environ | environment,
-        )  # fmt: skip
+            ["strace", *map(str, inject), *map(str, command)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=120,
+            check=False,
+            env=os.environ | environment,
+        )
         return done.returncode, done.stdout, log.read_text().count("(INJECTED)")
 
     return run
@@ -136,10 +143,17 @@ def test_where_there_are_no_locks_everything_goes_on_and_writers_say_so(error, i
     assert failed >= 9
     note = "the file system of '{}' has no locks: don't let two processes write it at once"
     assert lines == {
-        "lock": "False", "required": "False", "reading": "None", "output": str([note.format(tmp_path / "out")]),
-        "journal": str([note.format(tmp_path / "tuning.journal")]), "self-test": "1", "tuned": "True",
-        "scratch": "True", "turn": "False", "publish": "True",
-    }, said  # fmt: skip
+        "lock": "False",
+        "required": "False",
+        "reading": "None",
+        "output": str([note.format(tmp_path / "out")]),
+        "journal": str([note.format(tmp_path / "tuning.journal")]),
+        "self-test": "1",
+        "tuned": "True",
+        "scratch": "True",
+        "turn": "False",
+        "publish": "True",
+    }, said
 
 
 @pytest.mark.slow
@@ -150,9 +164,12 @@ def test_where_locks_are_broken_writers_say_so_at_once(error, injected, tmp_path
     lines = {line.split()[1]: line for line in said.splitlines() if line.startswith(("ok ", "error "))}
     why = os.strerror(getattr(errno, error))
     for name, file in (
-        ("required", "lock/.pretuned.lock"), ("output", "out/.pretuned.lock"), ("journal", "tuning.journal.lock"),
-        ("tuned", "overlay/.pretuned.lock"), ("scratch", "tmp/pretuned-build-"),
-    ):  # fmt: skip
+        ("required", "lock/.pretuned.lock"),
+        ("output", "out/.pretuned.lock"),
+        ("journal", "tuning.journal.lock"),
+        ("tuned", "overlay/.pretuned.lock"),
+        ("scratch", "tmp/pretuned-build-"),
+    ):
         assert lines[name].startswith(f"error {name} can't lock '{tmp_path}/{file}"), said
         assert why in lines[name]
     assert lines["lock"] == "ok lock False"

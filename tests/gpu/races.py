@@ -113,8 +113,11 @@ def judge(lines: Iterable[str], code_of: Callable[[str], tuple[str, Code] | None
             continue
         where = f"{pair.first.kernel}+{pair.first.offset:#x} and {pair.second.kernel}+{pair.second.offset:#x}"
         named = [(one, code_of(one)) for one in pair.cubins]
-        there = [(one, found[1]) for one, found in named if found
-                 and {found[0]} == {pair.first.kernel, pair.second.kernel} and fits(found[1], pair)]  # fmt: skip
+        there = [
+            (one, found[1])
+            for one, found in named
+            if found and {found[0]} == {pair.first.kernel, pair.second.kernel} and fits(found[1], pair)
+        ]
         if not there:
             judged.wrong.append(f"{where}: no such accesses of shared memory in {' or '.join(pair.cubins) or 'none'}")
             continue

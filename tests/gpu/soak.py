@@ -48,13 +48,19 @@ def made(gpu: int) -> Layer:
     def tensor(*shape: int, spread: float = 1.0) -> torch.Tensor:
         return (spread * torch.randn(shape, generator=draw)).to(f"cuda:{gpu}", torch.bfloat16)
 
-    lora = (Lora(tensor(E, 16, H, spread=H**-0.5), tensor(E, 2 * I, 16), 0.1),
-            Lora(tensor(E, 16, I, spread=I**-0.5), tensor(E, H, 16), 0.1))  # fmt: skip
+    lora = (
+        Lora(tensor(E, 16, H, spread=H**-0.5), tensor(E, 2 * I, 16), 0.1),
+        Lora(tensor(E, 16, I, spread=I**-0.5), tensor(E, H, 16), 0.1),
+    )
     routed = {T: torch.rand(T, E, generator=draw).to(f"cuda:{gpu}").topk(TOP_K, -1) for T in TOKENS}
     return Layer(
-        tensor(E, 2 * I, H, spread=H**-0.5), tensor(E, H, I, spread=I**-0.5), lora, {T: tensor(T, H) for T in TOKENS},
-        {T: routed[T].indices for T in TOKENS}, {T: routed[T].values for T in TOKENS},
-    )  # fmt: skip
+        tensor(E, 2 * I, H, spread=H**-0.5),
+        tensor(E, H, I, spread=I**-0.5),
+        lora,
+        {T: tensor(T, H) for T in TOKENS},
+        {T: routed[T].indices for T in TOKENS},
+        {T: routed[T].values for T in TOKENS},
+    )
 
 
 def results(layer: Layer, T: int) -> list[torch.Tensor]:
@@ -203,8 +209,14 @@ def main() -> int:
         if more[name] > most:
             soak.wrong.append(f"{name} grew by {more[name]:.1f}, at most {most} may be")
     names = [torch.cuda.get_device_name(gpu) for gpu in soak.gpus]
-    report = {"gpus": names, "minutes": round((time.monotonic() - begun) / 60, 1), **soak.counts, "grown": more,
-              "held after each tenth": tenths, "wrong": soak.wrong}  # fmt: skip
+    report = {
+        "gpus": names,
+        "minutes": round((time.monotonic() - begun) / 60, 1),
+        **soak.counts,
+        "grown": more,
+        "held after each tenth": tenths,
+        "wrong": soak.wrong,
+    }
     print(json.dumps(report, indent=1))
     if args.json:
         Path(args.json).write_text(json.dumps(report, indent=1) + "\n")

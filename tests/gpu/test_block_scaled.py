@@ -127,9 +127,17 @@ def test_rows_that_are_gathered_scattered_weighted_and_have_a_bias(format: str, 
     want[index] = (plain + bias[owner].float()) * weights.flatten()[index][:, None]
     for kind in (torch.int32, torch.int64):
         y = grouped_gemm(
-            x, w, m_sizes, topk=top_k, gather_indices=index.to(kind), permute_x=True, permute_y=True,
-            topk_weights=weights, fuse_mul_post=True, bias=bias,
-        )  # fmt: skip
+            x,
+            w,
+            m_sizes,
+            topk=top_k,
+            gather_indices=index.to(kind),
+            permute_x=True,
+            permute_y=True,
+            topk_weights=weights,
+            fuse_mul_post=True,
+            bias=bias,
+        )
         assert off(y, want) < MOST
 
 

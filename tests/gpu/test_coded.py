@@ -141,9 +141,17 @@ def test_rows_that_are_moved_weighted_and_have_a_bias(make: Make, format: str, M
     want = torch.empty(M, N, dtype=torch.float64, device="cuda")
     want[index] = (product(hidden[index // top_k].detach(), dense, m_sizes) + bias[each].double()) * scale
     y = grouped_gemm(
-        hidden, w, m_sizes, topk=top_k, gather_indices=index, permute_x=True, permute_y=True, topk_weights=weights,
-        fuse_mul_post=True, bias=bias,
-    )  # fmt: skip
+        hidden,
+        w,
+        m_sizes,
+        topk=top_k,
+        gather_indices=index,
+        permute_x=True,
+        permute_y=True,
+        topk_weights=weights,
+        fuse_mul_post=True,
+        bias=bias,
+    )
     assert off(y.detach(), want) < MOST
     dy = drawn(M, N, seed=4)
     (dx,) = torch.autograd.grad(y, hidden, dy)

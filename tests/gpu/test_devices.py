@@ -54,11 +54,16 @@ def results(device: int, times: int = 3) -> list[list[torch.Tensor]]:
     for _ in range(times):
         y = grouped_gemm(xg, wg, m_sizes)
         layer = moe_mlp(hidden, up, down, ids, weights)
-        rounds.append([
-            grouped_gemm(x, w, m_sizes), grouped_gemm(x, w, m_sizes, out=out).clone(), y.detach(),
-            *torch.autograd.grad(y, [xg, wg], torch.ones_like(y)), layer.detach(),
-            *torch.autograd.grad(layer, [hidden, up, down, weights], torch.ones_like(layer)),
-        ])  # fmt: skip
+        rounds.append(
+            [
+                grouped_gemm(x, w, m_sizes),
+                grouped_gemm(x, w, m_sizes, out=out).clone(),
+                y.detach(),
+                *torch.autograd.grad(y, [xg, wg], torch.ones_like(y)),
+                layer.detach(),
+                *torch.autograd.grad(layer, [hidden, up, down, weights], torch.ones_like(layer)),
+            ]
+        )
     return rounds
 
 

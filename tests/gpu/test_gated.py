@@ -119,14 +119,30 @@ def test_the_product_is_near_the_reference_and_stays_in_its_rows(
         assert launch is not None
         stream = torch.cuda.current_stream().cuda_stream
         launch.launcher(
-            a.data_ptr(), routing.m_sizes.data_ptr(), stream, x=x.data_ptr(), w=w.data_ptr(), stride_x_m=H,
-            stride_y_m=a.stride(0), M=M, index=index.data_ptr(), index_end=M,
-        )  # fmt: skip
+            a.data_ptr(),
+            routing.m_sizes.data_ptr(),
+            stream,
+            x=x.data_ptr(),
+            w=w.data_ptr(),
+            stride_x_m=H,
+            stride_y_m=a.stride(0),
+            M=M,
+            index=index.data_ptr(),
+            index_end=M,
+        )
         want = torch.empty(M, I, device="cuda", dtype=torch.float64)
         reference.rows(
-            x.double(), w.double(), routing.m_sizes, want, M=M, layout=Layout.NK, index=index, index_end=M,
-            gather_divisor=k, silu=True,
-        )  # fmt: skip
+            x.double(),
+            w.double(),
+            routing.m_sizes,
+            want,
+            M=M,
+            layout=Layout.NK,
+            index=index,
+            index_end=M,
+            gather_divisor=k,
+            silu=True,
+        )
         if used:
             assert torch.isfinite(a[:used]).all()
             assert error(a[:used], want[:used]) < MOST

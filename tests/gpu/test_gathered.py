@@ -106,8 +106,9 @@ def run(call: Rows, rows: int, switch: Switch, **changes: Any) -> tuple[torch.Te
     results = []
     for first in (False, True):
         switch(first)
-        y = torch.full((rows, call.sizes[1] if call.op is Op.FORWARD else call.sizes[2]), NAN, device="cuda",
-                       dtype=torch.bfloat16)  # fmt: skip
+        y = torch.full(
+            (rows, call.sizes[1] if call.op is Op.FORWARD else call.sizes[2]), NAN, device="cuda", dtype=torch.bfloat16
+        )
         one = replace(call, **changes) if changes else call
         assert (ready.ready_for(one, y).gather is not None) is first  # type: ignore[union-attr]
         results.append(products.rows(one, y))
@@ -127,8 +128,21 @@ def test_it_is_the_code_that_gathers(switch: Switch, E: int, K: int, N: int, kin
         bias = random(E, N) if biased else None
         for index in (routing.gather_indices, routing.gather_indices.int()):
             for bounds in (routing.bounds, None):
-                call = Rows(Op.FORWARD, x, w, routing.m_sizes, Layout.NK, M, index, TOPK, bool(scatter), weights, bias,
-                            bounds=bounds, loose=True)  # fmt: skip
+                call = Rows(
+                    Op.FORWARD,
+                    x,
+                    w,
+                    routing.m_sizes,
+                    Layout.NK,
+                    M,
+                    index,
+                    TOPK,
+                    bool(scatter),
+                    weights,
+                    bias,
+                    bounds=bounds,
+                    loose=True,
+                )
                 near(*run(call, M, switch)[::-1])
 
 
@@ -182,8 +196,9 @@ def test_nan_in_rows_of_others_does_not_spread(switch: Switch) -> None:
         routing = sort_routing(ids, E)
         x = random(T, K)
         x[ids[:, 0] == bad] = NAN
-        call = Rows(Op.FORWARD, x, w, routing.m_sizes, Layout.NK, T * TOPK, routing.gather_indices, TOPK,
-                    bounds=routing.bounds)  # fmt: skip
+        call = Rows(
+            Op.FORWARD, x, w, routing.m_sizes, Layout.NK, T * TOPK, routing.gather_indices, TOPK, bounds=routing.bounds
+        )
         on_load, first = run(call, T * TOPK, switch)
         near(first, on_load)
         assert int(first.isnan().any(1).sum()) == int((ids == bad).sum())
@@ -220,8 +235,9 @@ def test_a_first_call_in_a_capture_and_a_side_stream(switch: Switch) -> None:
     E, N, K, T = 8, 1024, 768, 300
     routing = routed(E, T, "ragged")
     x, w = random(T, K), random(E, N, K, scale=K**-0.5)
-    call = Rows(Op.FORWARD, x, w, routing.m_sizes, Layout.NK, T * TOPK, routing.gather_indices, TOPK,
-                bounds=routing.bounds)  # fmt: skip
+    call = Rows(
+        Op.FORWARD, x, w, routing.m_sizes, Layout.NK, T * TOPK, routing.gather_indices, TOPK, bounds=routing.bounds
+    )
     wanted, _ = run(call, T * TOPK, switch)
     switch(True)
     y = torch.full_like(wanted, NAN)

@@ -44,9 +44,7 @@ def assert_right(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor, m_sizes: tor
     assert error < most
 
 
-@pytest.mark.parametrize(
-    ("dtype", "most"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3), (torch.float32, 1e-5)]
-)  # fmt: skip
+@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3), (torch.float32, 1e-5)])
 def test_every_dtype(dtype: torch.dtype, most: float) -> None:
     x, w, m_sizes = inputs(dtype)
     assert explain(x, w, m_sizes).chosen is not None

@@ -202,8 +202,14 @@ def layer(dtype: torch.dtype, gated: bool, layout: str, biased: bool) -> dict[st
     return found
 
 
-def step(hidden: torch.Tensor, given: dict[str, torch.Tensor], ids: torch.Tensor, weights: torch.Tensor,
-         frozen: dict[str, torch.Tensor] | None = None, **how: Any) -> list[torch.Tensor]:  # fmt: skip
+def step(
+    hidden: torch.Tensor,
+    given: dict[str, torch.Tensor],
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    frozen: dict[str, torch.Tensor] | None = None,
+    **how: Any,
+) -> list[torch.Tensor]:
     """The layer's result, and all its gradients but for those of what is frozen."""
     leaves = {name: one.detach().requires_grad_() for name, one in given.items()}
     x, t = hidden.detach().requires_grad_(), weights.detach().requires_grad_()

@@ -21,9 +21,14 @@ def tensor(*shape: int, spread: float = 1.0) -> torch.Tensor:
 
 
 def dense(
-    hidden: torch.Tensor, up: torch.Tensor, down: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
-    lora: tuple[Lora, Lora], bias: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
+    hidden: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    lora: tuple[Lora, Lora],
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
     """The layer in torch, of w [E, N, K], in the dtype of its tensors."""
     (A1, B1, s1), (A2, B2, s2) = ((A, B, s) for A, B, s, *_ in lora)
     out, width = torch.zeros_like(hidden), down.shape[2]
@@ -49,8 +54,12 @@ def test_a_layer_and_its_gradients(T: int, r: int, layout: str, biased: bool, sh
     hidden, up, down = tensor(T, H), tensor(E, 2 * I, H, spread=H**-0.5), tensor(E, H, I, spread=I**-0.5)
     weights, ids = torch.rand(T, E, device="cuda").softmax(-1).topk(TOP_K, -1)
     bias = tensor(E, 2 * I).detach() if biased else None
-    low = [tensor(many, r, H, spread=H**-0.5), tensor(many, 2 * I, r, spread=r**-0.5),
-           tensor(many, r, I, spread=I**-0.5), tensor(many, H, r, spread=r**-0.5)]  # fmt: skip
+    low = [
+        tensor(many, r, H, spread=H**-0.5),
+        tensor(many, 2 * I, r, spread=r**-0.5),
+        tensor(many, r, I, spread=I**-0.5),
+        tensor(many, H, r, spread=r**-0.5),
+    ]
     leaves = [hidden, *low]
     lora = Lora(low[0], low[1], 0.5), Lora(low[2], low[3], 2.0)
     matrices = [one.detach() if layout == "nk" else one.detach().transpose(1, 2).contiguous() for one in (up, down)]
@@ -64,8 +73,15 @@ def test_a_layer_and_its_gradients(T: int, r: int, layout: str, biased: bool, sh
         assert all(ran)
         wide = [one.detach().float().requires_grad_() for one in leaves]
         pair = Lora(wide[1], wide[2], 0.5), Lora(wide[3], wide[4], 2.0)
-        want = dense(wide[0], up.detach().float(), down.detach().float(), ids, weights, pair,
-                     None if bias is None else bias.float())  # fmt: skip
+        want = dense(
+            wide[0],
+            up.detach().float(),
+            down.detach().float(),
+            ids,
+            weights,
+            pair,
+            None if bias is None else bias.float(),
+        )
         wanted = [want.detach(), *torch.autograd.grad(want, wide, dout.float())]
         for got, one in zip(found, wanted, strict=True):
             assert float((got.float() - one).norm() / one.norm()) < 1.5e-2
@@ -87,8 +103,12 @@ def test_a_layer_of_codes_and_its_gradients(format: str, biased: bool, r: int, T
         for shape in ((E, 2 * I, H), (E, H, I))
     ]
     bias = tensor(E, 2 * I).detach() if biased else None
-    low = [tensor(E, r, H, spread=H**-0.5), tensor(E, 2 * I, r, spread=r**-0.5),
-           tensor(E, r, I, spread=I**-0.5), tensor(E, H, r, spread=r**-0.5)]  # fmt: skip
+    low = [
+        tensor(E, r, H, spread=H**-0.5),
+        tensor(E, 2 * I, r, spread=r**-0.5),
+        tensor(E, r, I, spread=I**-0.5),
+        tensor(E, H, r, spread=r**-0.5),
+    ]
     leaves, lora = [hidden, *low], (Lora(low[0], low[1], 0.5), Lora(low[2], low[3], 2.0))
     up, down = (one.dequantize(torch.float32) for one in matrices)
     dout = torch.randn(T, H, device="cuda").to(torch.bfloat16)
@@ -110,7 +130,7 @@ def test_a_layer_of_codes_and_its_gradients(format: str, biased: bool, r: int, T
 
 def product(
     x: torch.Tensor, w: torch.Tensor, lora: Lora, expert: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """The product of sorted rows in torch, of w [E, N, K]; rows of no expert (E) are zero."""
     A, B, scale = lora[:3]
     y = torch.zeros(x.shape[0], w.shape[1], device=x.device, dtype=x.dtype)

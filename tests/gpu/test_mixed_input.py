@@ -139,9 +139,16 @@ def test_rows_that_are_scattered_weighted_and_have_a_bias(make: Make, format: st
     want[index] = product(x, dense, m_sizes, bias) * weights.flatten()[index].double()[:, None]
     for kind in (torch.int32, torch.int64):
         y = grouped_gemm(
-            x, w, m_sizes.to(kind), topk=top_k, gather_indices=index.to(kind), permute_y=True, topk_weights=weights,
-            fuse_mul_post=True, bias=bias,
-        )  # fmt: skip
+            x,
+            w,
+            m_sizes.to(kind),
+            topk=top_k,
+            gather_indices=index.to(kind),
+            permute_y=True,
+            topk_weights=weights,
+            fuse_mul_post=True,
+            bias=bias,
+        )
         assert off(y, want) < MOST
 
 

@@ -24,14 +24,24 @@ pytestmark = [
 ]
 LAYERS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
-        "hidden_size": 2048, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
-        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "hidden_size": 2048,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
     },
     "gpt_oss": {
-        "hidden_size": 2880, "num_local_experts": 32, "num_experts_per_tok": 4, "intermediate_size": 2880,
-        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+        "hidden_size": 2880,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "intermediate_size": 2880,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
     },
-}  # fmt: skip
+}
 DEVICE = "cuda"
 QUANTISED = {"mxfp4": "gpt_oss", "fp8": "qwen3_moe"}
 NAMES = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

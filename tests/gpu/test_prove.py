@@ -81,10 +81,14 @@ def pair() -> tuple[Bundle, int, int, int]:
         with open_bundle(path) as file:
             whole = file.load()
         plain = [
-            (i, one) for i, one in enumerate(whole.variants)
-            if one.alignment == 1 and not isinstance(one.op, RowOp) and one.dtype is DType.BF16
-            and one.layout is Layout.NK and one.fusion == Fusion.NONE
-        ]  # fmt: skip
+            (i, one)
+            for i, one in enumerate(whole.variants)
+            if one.alignment == 1
+            and not isinstance(one.op, RowOp)
+            and one.dtype is DType.BF16
+            and one.layout is Layout.NK
+            and one.fusion == Fusion.NONE
+        ]
         forward, backward = ([pair for pair in plain if pair[1].op is op] for op in (Op.FORWARD, Op.DX))
 
         def like(one: Variant) -> object:
@@ -106,9 +110,11 @@ def write(folder: Path, *, faulty: bool = False) -> Path:
     whole, i, turned, other = pair()
     cubin = whole.cubins[turned]
     forged = replace(
-        whole.variants[i], cubin_bytes=len(cubin), cubin_sha256=hashlib.sha256(cubin).digest(),
+        whole.variants[i],
+        cubin_bytes=len(cubin),
+        cubin_sha256=hashlib.sha256(cubin).digest(),
         registers=whole.variants[turned].registers,
-    )  # fmt: skip
+    )
     right = replace(
         whole.variants[other], spill_bytes=whole.variants[other].spill_bytes + 8
     )  # the record of none that ships
@@ -119,10 +125,15 @@ def write(folder: Path, *, faulty: bool = False) -> Path:
     kernels = {(one.kernel, one.revision) for one in variants}
     choice = Choice(bucket_of(M), 0, Source.MODELLED, 1000, 1, 2000)
     made = replace(
-        whole, gpus=(), producer=whole.producer.with_held_against(()), variants=tuple(variants), cubins=tuple(cubins),
-        choices={PROBLEM: (choice,)}, models=(),
+        whole,
+        gpus=(),
+        producer=whole.producer.with_held_against(()),
+        variants=tuple(variants),
+        cubins=tuple(cubins),
+        choices={PROBLEM: (choice,)},
+        models=(),
         kernels=tuple(one for one in whole.kernels if (one.name, one.revision) in kernels),
-    )  # fmt: skip
+    )
     path = folder / "bundles" / "forged.msgpack"
     path.parent.mkdir(exist_ok=True)
     publish(path, encode(made))

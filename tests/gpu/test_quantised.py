@@ -47,10 +47,19 @@ def test_a_product_and_its_gradient(format: str, fused: bool) -> None:
 
     def call(device: str) -> list[torch.Tensor]:
         given = x.to(device).requires_grad_()
-        how = {
-            "topk": TOPK, "gather_indices": index.to(device), "permute_x": True, "permute_y": True,
-            "topk_weights": weights.to(device), "fuse_mul_post": True, "bias": bias.to(device),
-        } if fused else {"zero_tail": True}  # fmt: skip
+        how = (
+            {
+                "topk": TOPK,
+                "gather_indices": index.to(device),
+                "permute_x": True,
+                "permute_y": True,
+                "topk_weights": weights.to(device),
+                "fuse_mul_post": True,
+                "bias": bias.to(device),
+            }
+            if fused
+            else {"zero_tail": True}
+        )
         y = grouped_gemm(given, w.to(device), m_sizes.to(device), **how)
         return [y.detach(), *torch.autograd.grad(y, given, dy.to(device))]
 
@@ -101,8 +110,9 @@ def test_threads_on_their_own_streams_that_make_the_first_calls(format: str) -> 
         begin = threading.Barrier(threads)
         torch.cuda.synchronize()
 
-        def work(w: ExpertWeights = w, x: torch.Tensor = x, m: torch.Tensor = m_sizes,
-                 begin: threading.Barrier = begin) -> list[torch.Tensor]:  # fmt: skip
+        def work(
+            w: ExpertWeights = w, x: torch.Tensor = x, m: torch.Tensor = m_sizes, begin: threading.Barrier = begin
+        ) -> list[torch.Tensor]:
             with torch.cuda.stream(torch.cuda.Stream()):
                 begin.wait()
                 first = grouped_gemm(x, w, m)

@@ -77,9 +77,16 @@ def tensors(form: tuple[int, ...], T: int, dtype: torch.dtype, layout: str = "nk
 def call(form: tuple[int, ...], ids: torch.Tensor, given: dict[str, torch.Tensor], **how: Any) -> torch.Tensor:
     routing = sort_routing(ids, E)
     return grouped_gemm(
-        **given, m_sizes=routing.m_sizes, topk=TOPK, gather_indices=routing.gather_indices, permute_x=bool(form[0]),
-        permute_y=bool(form[1]), fuse_mul_post=bool(form[2]), zero_tail=True, **how,
-    )  # fmt: skip
+        **given,
+        m_sizes=routing.m_sizes,
+        topk=TOPK,
+        gather_indices=routing.gather_indices,
+        permute_x=bool(form[0]),
+        permute_y=bool(form[1]),
+        fuse_mul_post=bool(form[2]),
+        zero_tail=True,
+        **how,
+    )
 
 
 def exact(form: tuple[int, ...], ids: torch.Tensor, given: dict[str, torch.Tensor], layout: str) -> torch.Tensor:
@@ -179,9 +186,14 @@ def test_the_gradients_as_calls() -> None:
     dy = torch.randn_like(y)
     dx, dw = torch.autograd.grad(y, [given["x"], given["w"]], dy)
     how: dict[str, Any] = {
-        "m_sizes": routing.m_sizes, "topk": TOPK, "gather_indices": routing.gather_indices, "permute_x": True,
-        "permute_y": True, "topk_weights": given["topk_weights"], "fuse_mul_post": True,
-    }  # fmt: skip
+        "m_sizes": routing.m_sizes,
+        "topk": TOPK,
+        "gather_indices": routing.gather_indices,
+        "permute_x": True,
+        "permute_y": True,
+        "topk_weights": given["topk_weights"],
+        "fuse_mul_post": True,
+    }
     assert_near(grouped_gemm_dX(dy, given["w"], **how), dx.double(), 1e-2)
     assert torch.equal(grouped_gemm_dW(dy, given["x"], **how), dw)
 
@@ -365,9 +377,11 @@ def test_autocast_and_checkpointing() -> None:
     assert torch.equal(y.bfloat16(), want)  # autocast leaves the last sum in float32
     got = torch.autograd.grad(y.float().sum(), [up, down])
     for one, other, wide in zip(
-        got, torch.autograd.grad(again.float().sum(), [up, down]), torch.autograd.grad(want.float().sum(), low),
+        got,
+        torch.autograd.grad(again.float().sum(), [up, down]),
+        torch.autograd.grad(want.float().sum(), low),
         strict=True,
-    ):  # fmt: skip
+    ):
         assert one.dtype is torch.float32
         assert torch.equal(one, other)
         assert torch.equal(one, wide.float())
@@ -396,9 +410,13 @@ def test_a_kernel_by_name() -> None:
     ]  # a config of each op
     for forward in list(pins[0])[:3]:
         y = grouped_gemm(
-            x, w, m_sizes, kernel_config_fwd=forward, kernel_config_bwd_dX=next(iter(pins[1])),
+            x,
+            w,
+            m_sizes,
+            kernel_config_fwd=forward,
+            kernel_config_bwd_dX=next(iter(pins[1])),
             kernel_config_bwd_dW=next(iter(pins[2])),
-        )  # fmt: skip
+        )
         assert_near(y, wanted.double(), 1e-2)
         for one, other in zip(torch.autograd.grad(y.float().sum(), [x, w]), (dx, dw), strict=True):
             assert_near(one, other.double(), 1e-2)

@@ -35,14 +35,23 @@ MOST = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 1e-3}  # float
 HALVES = (DType.BF16, DType.FP16)
 # E, N, K and how the rows fall: few tiles, of which those of many rows come first; many; no whole tile.
 WEIGHTS = [
-    (5, 512, 768), (8, 4096, 4096), (32, 384, 512), (32, 136, 72), (33, 512, 512), (64, 256, 264), (3, 2880, 2880),
-]  # fmt: skip
+    (5, 512, 768),
+    (8, 4096, 4096),
+    (32, 384, 512),
+    (32, 136, 72),
+    (33, 512, 512),
+    (64, 256, 264),
+    (3, 2880, 2880),
+]
 ROWS = [(8, 768, 512), (5, 136, 400), (33, 2048, 1032), (3, 264, 1000)]  # E, columns, reduction
 FALLS = ("random", "one", "equal", "rising")
 FLAGS = [
-    Fusion.NONE, Fusion.GATHER, Fusion.SCATTER, Fusion.GATHER | Fusion.WEIGHT,
+    Fusion.NONE,
+    Fusion.GATHER,
+    Fusion.SCATTER,
+    Fusion.GATHER | Fusion.WEIGHT,
     Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT | Fusion.BIAS,
-]  # fmt: skip
+]
 
 
 def variants(
@@ -88,7 +97,7 @@ def dtype_of(kernel: LoadedKernel) -> torch.dtype:
 
 def run(
     launch: Launcher, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, m_sizes: torch.Tensor, **more: int
-) -> None:  # fmt: skip
+) -> None:
     """Launch it on these; M is x's rows where ``more`` does not say."""
     words = {"M": x.shape[0], "stride_x_m": x.stride(0), "stride_y_m": y.stride(0), **more}
     launch(y.data_ptr(), m_sizes.data_ptr(), current_stream(0), x=x.data_ptr(), w=w.data_ptr(), **words)
@@ -125,9 +134,15 @@ def test_dw(E: int, N: int, K: int, fall: str, dtypes: tuple[DType, ...]) -> Non
             launch = product_launcher(kernel, N=N, K=K, E=E, m_sizes_step=1)
             for _ in range(2):  # the counter is as it was
                 launch(
-                    dw.data_ptr(), m_sizes.data_ptr(), current_stream(0), dy=dy.data_ptr(), x=x.data_ptr(),
-                    stride_dy_m=N, stride_x_m=K, M=M + 9,
-                )  # fmt: skip
+                    dw.data_ptr(),
+                    m_sizes.data_ptr(),
+                    current_stream(0),
+                    dy=dy.data_ptr(),
+                    x=x.data_ptr(),
+                    stride_dy_m=N,
+                    stride_x_m=K,
+                    M=M + 9,
+                )
             want = torch.zeros(E, N, K, device="cuda")
             end = 0
             for e, count in enumerate(m_sizes.tolist()):
@@ -152,8 +167,12 @@ def test_plain_rows(op: Op, E: int, N: int, K: int, fall: str) -> None:
             w = torch.randn(E, *((K, N) if kn else (N, K)), device="cuda").to(dtype) * K**-0.5
             y, want = torch.full((M, N), NAN, device="cuda", dtype=dtype), torch.full((M, N), NAN, device="cuda")
             launch = product_launcher(
-                kernel, N=N, K=K, E=E, m_sizes_step=1,
-            )  # fmt: skip
+                kernel,
+                N=N,
+                K=K,
+                E=E,
+                m_sizes_step=1,
+            )
             for _ in range(2):  # the counter is as it was
                 run(launch, x, w, y, m_sizes)
             layout = Layout.KN if kn else Layout.NK
@@ -176,8 +195,12 @@ def test_tf32(op: Op, E: int, N: int, K: int, fall: str) -> None:
             w = torch.randn(E, *((K, N) if kn else (N, K)), device="cuda") * K**-0.5
             y, want = torch.full((M, N), NAN, device="cuda"), torch.full((M, N), NAN, device="cuda")
             launch = product_launcher(
-                kernel, N=N, K=K, E=E, m_sizes_step=1,
-            )  # fmt: skip
+                kernel,
+                N=N,
+                K=K,
+                E=E,
+                m_sizes_step=1,
+            )
             run(launch, x, w, y, m_sizes)
             reference.rows(x, w, m_sizes, want, M=M, layout=Layout.KN if kn else Layout.NK)
             near(y, want)
@@ -207,8 +230,12 @@ def test_programs_that_find_their_tile(op: Op, E: int, asked: str, dtype: torch.
             w = torch.randn(E, *((K, N) if kn else (N, K)), device="cuda").to(kind) * K**-0.5
             y, want = torch.full((M, N), NAN, device="cuda", dtype=kind), torch.full((M, N), NAN, device="cuda")
             launch = product_launcher(
-                kernel, N=N, K=K, E=E, m_sizes_step=1 + (dtype is torch.int64),
-            )  # fmt: skip
+                kernel,
+                N=N,
+                K=K,
+                E=E,
+                m_sizes_step=1 + (dtype is torch.int64),
+            )
             run(launch, x, w, y, m_sizes)
             reference.rows(x.float(), w.float(), m_sizes, want, M=M, layout=Layout.KN if kn else Layout.NK)
             near(y, want)
@@ -250,18 +277,31 @@ def test_code_that_moves_rows(op: Op, E: int, N: int, K: int, wrong: int, code: 
             used = index if fusion & (Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT) else None
             end = 0 if used is None else M
             launch = product_launcher(
-                kernel, N=N, K=K, E=E, m_sizes_step=1, fused=Fused(fusion, step, top_k) if fusion else PLAIN,
-            )  # fmt: skip
+                kernel,
+                N=N,
+                K=K,
+                E=E,
+                m_sizes_step=1,
+                fused=Fused(fusion, step, top_k) if fusion else PLAIN,
+            )
             given = {"index": used, "row_weights": row_weights, "bias": bias}
             extra = {name: 0 if one is None else one.data_ptr() for name, one in given.items()}
             for _ in range(2):
                 run(launch, x, w, y, m_sizes, M=M, index_end=end, **extra)
             reference.rows(
-                x.float(), w.float(), m_sizes, want, M=M, layout=Layout.KN if kn else Layout.NK,
-                index=used, index_end=end, gather_divisor=divisor,
-                scatter=Fusion.SCATTER in fusion, row_weights=row_weights,
+                x.float(),
+                w.float(),
+                m_sizes,
+                want,
+                M=M,
+                layout=Layout.KN if kn else Layout.NK,
+                index=used,
+                index_end=end,
+                gather_divisor=divisor,
+                scatter=Fusion.SCATTER in fusion,
+                row_weights=row_weights,
                 bias=None if bias is None else bias.float(),
-            )  # fmt: skip
+            )
             near(y, want)
             assert bool(whole[:, N:].isnan().all())
 
@@ -290,15 +330,34 @@ def test_rows_that_no_index_names_are_cleared(op: Op, E: int, N: int, K: int, we
             y, want = torch.full((rows + 16, N), NAN, device="cuda", dtype=dtype), torch.zeros(rows, N, device="cuda")
             fusion = Fusion.SCATTER | Fusion.WEIGHT if weighted else Fusion.SCATTER
             launch = product_launcher(
-                kernel, N=N, K=K, E=E, m_sizes_step=1, fused=Fused(fusion, 1 + wide, 1, zero_tail=True),
-            )  # fmt: skip
+                kernel,
+                N=N,
+                K=K,
+                E=E,
+                m_sizes_step=1,
+                fused=Fused(fusion, 1 + wide, 1, zero_tail=True),
+            )
             run(
-                launch, x, w, y, m_sizes, index=index.data_ptr(), index_end=rows,
+                launch,
+                x,
+                w,
+                y,
+                m_sizes,
+                index=index.data_ptr(),
+                index_end=rows,
                 row_weights=0 if row_weights is None else row_weights.data_ptr(),
-            )  # fmt: skip
+            )
             reference.rows(
-                x.float(), w.float(), m_sizes, want, M=M, layout=Layout.KN if kn else Layout.NK, index=index,
-                index_end=rows, scatter=True, row_weights=row_weights,
-            )  # fmt: skip
+                x.float(),
+                w.float(),
+                m_sizes,
+                want,
+                M=M,
+                layout=Layout.KN if kn else Layout.NK,
+                index=index,
+                index_end=rows,
+                scatter=True,
+                row_weights=row_weights,
+            )
             near(y[:rows], want)
             assert bool(y[rows:].isnan().all())

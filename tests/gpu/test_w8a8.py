@@ -86,9 +86,15 @@ def test_a_product_of_quantised_operands(dtype: DType, N: int, K: int, counts: l
         y = torch.full((M, N), 3.0, dtype=torch.bfloat16, device="cuda")
         for _ in range(2):
             launch(
-                y.data_ptr(), m_sizes.data_ptr(), current_stream(0), x=x.data_ptr(),
-                stride_x_m=K, stride_y_m=N, M=M, **scales,
-            )  # fmt: skip
+                y.data_ptr(),
+                m_sizes.data_ptr(),
+                current_stream(0),
+                x=x.data_ptr(),
+                stride_x_m=K,
+                stride_y_m=N,
+                M=M,
+                **scales,
+            )
         assert torch.equal(y.isnan(), want.isnan())
         rows = ~want.isnan().any(1)
         got, wanted = y[rows].double(), want[rows]

@@ -13,10 +13,14 @@ FORMATS = pytest.mark.parametrize(("name", "codes"), CODES.items(), ids=list(COD
 
 def test_there_is_a_row_for_each_dtype_that_is_put_in_order() -> None:
     assert list(CODES) == [
-        one.value for one in DType
-        if one.quantised and not one.quantises_x and one.precision.w.scale is not None
-        and not one.precision.w.scale.zero_bits and one is not DType.MXFP8
-    ]  # fmt: skip
+        one.value
+        for one in DType
+        if one.quantised
+        and not one.quantises_x
+        and one.precision.w.scale is not None
+        and not one.precision.w.scale.zero_bits
+        and one is not DType.MXFP8
+    ]
 
 
 @FORMATS

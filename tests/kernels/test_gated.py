@@ -95,7 +95,7 @@ def test_the_reference(layout: Layout) -> None:
     given = w if layout is Layout.NK else w.transpose(1, 2).contiguous()
     reference.rows(
         x, given, m_sizes, y, M=T * k, layout=layout, index=index, index_end=T * k, gather_divisor=k, silu=True
-    )  # fmt: skip
+    )
     for row, expert in enumerate([0, 0, 0, None, 2, 2, 2, None, None, None]):
         if expert is None:
             assert y[row].isnan().all()

@@ -59,8 +59,9 @@ def faults(report: dict[str, Any], left_out: dict[tuple[str, str], str]) -> Iter
                 seen.add((file, text))
             elif number not in missing or what == "is not reached":
                 yield f"{file}:{number}: {what}: {text}"
-    yield from (f"{file}: part.py leaves out a line that is reached, or gone: {text}" for file, text in
-                left_out.keys() - seen)  # fmt: skip
+    yield from (
+        f"{file}: part.py leaves out a line that is reached, or gone: {text}" for file, text in left_out.keys() - seen
+    )
 
 
 def main() -> int:

@@ -153,12 +153,29 @@ SAME: dict[tuple[str, str, str], str] = {
 }
 
 _SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
-    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And,
-    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.BitAnd: ast.BitOr,
-    ast.BitOr: ast.BitAnd, ast.LShift: ast.RShift, ast.RShift: ast.LShift, ast.Break: ast.Continue,
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.FloorDiv,
+    ast.FloorDiv: ast.Mult,
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+    ast.LShift: ast.RShift,
+    ast.RShift: ast.LShift,
+    ast.Break: ast.Continue,
     ast.Continue: ast.Break,
-}  # fmt: skip
+}
 _LEFT = ("annotation", "returns", "decorator_list", "type_comment")  # what no run hangs on
 
 
@@ -180,8 +197,11 @@ def changes(node: ast.AST) -> Iterator[ast.AST]:
         first = found[0] if isinstance(found, list) else found
         if type(first) in _SWAPPED:
             made = copy.deepcopy(node)
-            setattr(made, field, [_SWAPPED[type(first)](), *found[1:]] if isinstance(found, list) else
-                    _SWAPPED[type(first)]())  # fmt: skip
+            setattr(
+                made,
+                field,
+                [_SWAPPED[type(first)](), *found[1:]] if isinstance(found, list) else _SWAPPED[type(first)](),
+            )
             yield made
     if type(node) in (ast.Break, ast.Continue):
         yield _SWAPPED[type(node)]()
@@ -294,8 +314,11 @@ def main(arguments: list[str], out: Path | None) -> int:
             share = 1 - len(left) / len(found)
             worst = min(worst, share)
             figures[file] = {"mutants": every, "tried": len(found), "killed": len(found) - len(left)}
-            print(f"{file}: {len(found) - len(left)} of {len(found)} killed ({share:.1%}), "
-                  f"{time.monotonic() - begun:.0f} s", flush=True)  # fmt: skip
+            print(
+                f"{file}: {len(found) - len(left)} of {len(found)} killed ({share:.1%}), "
+                f"{time.monotonic() - begun:.0f} s",
+                flush=True,
+            )
     print(json.dumps(figures))
     if out:
         keep(out, "mutants", figures)

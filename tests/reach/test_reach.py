@@ -30,8 +30,9 @@ def test_each_line_and_way_that_is_not_reached_is_told() -> None:
     assert list(faults(report([], []), {})) == []
     assert list(faults(report([5], [[5, 6], [5, -1]]), {})) == [f"{FILE}:5: is not reached: {LINE}"]
     assert list(faults(report([], [[5, 6], [5, -1]]), {})) == [
-        f"{FILE}:5: never goes on to 6: {LINE}", f"{FILE}:5: never leaves: {LINE}",
-    ]  # fmt: skip
+        f"{FILE}:5: never goes on to 6: {LINE}",
+        f"{FILE}:5: never leaves: {LINE}",
+    ]
 
 
 def test_a_line_is_left_out_by_its_text_and_only_while_it_is_not_reached() -> None:
@@ -52,13 +53,26 @@ def test_what_is_measured_is_there() -> None:
 @pytest.mark.parametrize(
     ("text", "became"),
     [
-        ("a < b", ["a <= b"]), ("a == b", ["a != b"]), ("a in b", ["a not in b"]), ("a is None", ["a is not None"]),
-        ("a and b", ["a or b"]), ("not a", ["a"]), ("1", ["2"]), ("True", ["False"]), ("a + b", ["a - b"]),
-        ("f(a)", ["pass"]), ("'text'", []), ("a", []), ("None", []),
-        ("if a:\n    b", ["if not a:"]), ("while a:\n    break", ["while not a:", "continue"]),
-        ("raise E", ["pass"]), ("def f():\n    return a", ["return None"]), ("def f():\n    return None", []),
+        ("a < b", ["a <= b"]),
+        ("a == b", ["a != b"]),
+        ("a in b", ["a not in b"]),
+        ("a is None", ["a is not None"]),
+        ("a and b", ["a or b"]),
+        ("not a", ["a"]),
+        ("1", ["2"]),
+        ("True", ["False"]),
+        ("a + b", ["a - b"]),
+        ("f(a)", ["pass"]),
+        ("'text'", []),
+        ("a", []),
+        ("None", []),
+        ("if a:\n    b", ["if not a:"]),
+        ("while a:\n    break", ["while not a:", "continue"]),
+        ("raise E", ["pass"]),
+        ("def f():\n    return a", ["return None"]),
+        ("def f():\n    return None", []),
     ],
-)  # fmt: skip
+)
 def test_what_a_line_becomes(text: str, became: list[str]) -> None:
     made = [one for node in ast.walk(ast.parse(text)) for one in mutants.changes(node)]
     assert [ast.unparse(ast.fix_missing_locations(one)).splitlines()[0] for one in made] == became

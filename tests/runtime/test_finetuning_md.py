@@ -33,9 +33,18 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplo
     transformers = pytest.importorskip("transformers", minversion="5.8")
     pytest.importorskip("peft", minversion="0.21")
     config = transformers.AutoConfig.for_model(
-        "qwen3_moe", vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, intermediate_size=48,
-    )  # fmt: skip
+        "qwen3_moe",
+        vocab_size=97,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        intermediate_size=48,
+    )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "Qwen" / "Qwen3-30B-A3B")
     tiny_quantised.fp8(tmp_path / "fp8").quantised.rename(tmp_path / "Qwen" / "Qwen3-30B-A3B-FP8")
     (tmp_path / "openai").mkdir()
@@ -54,8 +63,11 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplo
             assert all("lora_" in name for name in grads)
             assert (tmp_path / next(saved) / "adapter_model.safetensors").exists()
             kind = next(codes)
-            assert {one.dtype for name, one in names["model"].named_parameters() if "down_proj" in name and
-                    "bias" not in name and "scale" not in name} == {kind}  # fmt: skip
+            assert {
+                one.dtype
+                for name, one in names["model"].named_parameters()
+                if "down_proj" in name and "bias" not in name and "scale" not in name
+            } == {kind}
         else:
             assert all(names[name].B.grad.any() for name in ("first", "second"))
     assert "not its adapter alone" not in caplog.text

@@ -86,9 +86,10 @@ def test_the_lookup(where: str, clean_places: Path, monkeypatch: pytest.MonkeyPa
     reload()
     pause = Pause()
     module, name = {
-        "settings": (settings, "read"), "snapshot": (dispatch_snapshot, "take"),
+        "settings": (settings, "read"),
+        "snapshot": (dispatch_snapshot, "take"),
         "installed": (dispatch_snapshot, "installed_places"),
-    }[where]  # fmt: skip
+    }[where]
     real = getattr(module, name)
 
     def slow(*given: object) -> object:

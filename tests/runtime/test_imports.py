@@ -25,9 +25,12 @@ torch = sys.modules.get("torch")
 print(json.dumps(found | {"cuda": bool(torch and torch.cuda.is_initialized())}))
 """
     done = subprocess.run(
-        [sys.executable, "-c", code + report], env={"PATH": os.environ["PATH"], **environment},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", code + report],
+        env={"PATH": os.environ["PATH"], **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert not done.stderr
     found: dict[str, bool] = json.loads(done.stdout)
@@ -62,9 +65,17 @@ def test_the_package_alone_imports_nothing() -> None:
 def test_a_call_adds_no_triton_and_no_command_line(name: str) -> None:
     alone = modules_of_torch()
     found = modules_after(f"from pretuned.runtime import {name}", PRETUNED_STRICT="maybe")
-    for module in ("triton", "click", "rich", "pebble", "filelock", "pretuned.aot",
-                   "pretuned.kernels.gemm.portable.rows",
-                   "pretuned.kernels.cost.model", "cuda"):  # fmt: skip
+    for module in (
+        "triton",
+        "click",
+        "rich",
+        "pebble",
+        "filelock",
+        "pretuned.aot",
+        "pretuned.kernels.gemm.portable.rows",
+        "pretuned.kernels.cost.model",
+        "cuda",
+    ):
         assert found[module] <= alone[module], module
 
 

@@ -51,8 +51,12 @@ def _gpt_oss() -> dict[str, torch.Tensor]:
 
 def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quantised = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-    _write(tmp_path / "DeepSeek-V3", {"n_routed_experts": E, "quantization_config": quantised},
-           _deepseek(3, range(2)), _deepseek(3, range(2, E)) | _deepseek(4, range(1)))  # fmt: skip
+    _write(
+        tmp_path / "DeepSeek-V3",
+        {"n_routed_experts": E, "quantization_config": quantised},
+        _deepseek(3, range(2)),
+        _deepseek(3, range(2, E)) | _deepseek(4, range(1)),
+    )
     _write(
         tmp_path / "gpt-oss-20b", {"num_local_experts": E, "quantization_config": {"quant_method": "mxfp4"}}, _gpt_oss()
     )
@@ -71,8 +75,12 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_table_has_every_format_and_its_bits() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    rows = {name: row.split("|")[4] for row in text.splitlines() if row.startswith("| `") and row.count("|") == 8
-            for name in re.findall(r"`(\w+)`", row.split("|")[1])}  # fmt: skip
+    rows = {
+        name: row.split("|")[4]
+        for row in text.splitlines()
+        if row.startswith("| `") and row.count("|") == 8
+        for name in re.findall(r"`(\w+)`", row.split("|")[1])
+    }
     assert set(rows) | {"fp8_block_a16", "fp8_channel_a16"} == {n for n, one in PRECISIONS.items() if one.quantised}
     for name, told in rows.items():
         bits = PRECISIONS[name].w_bytes(4096, 4096) * 8 / 4096**2

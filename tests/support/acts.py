@@ -7,10 +7,17 @@ from pretuned.kernels.contract.activations import Activation
 from pretuned.runtime.ops.activation import RowActivation
 
 GATED: tuple[str | Activation, ...] = (
-    "silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai", Activation("swiglu", limit=1.5),
-    Activation("swiglu", limit=2.0, alpha=1.3, beta=0.5), Activation("situ", beta=1.5),
-    Activation("situ", beta=2.0, linear_beta=1.25), Activation("swiglustep", limit=0.75),
-)  # fmt: skip
+    "silu",
+    "gelu",
+    "gelu_tanh",
+    "relu2",
+    "swiglu_oai",
+    Activation("swiglu", limit=1.5),
+    Activation("swiglu", limit=2.0, alpha=1.3, beta=0.5),
+    Activation("situ", beta=1.5),
+    Activation("situ", beta=2.0, linear_beta=1.25),
+    Activation("swiglustep", limit=0.75),
+)
 
 
 def row_act(given: str | Activation, gated: bool = True, interleaved: bool = False) -> RowActivation:

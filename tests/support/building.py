@@ -29,8 +29,24 @@ class Place:
         self.bundle = self.out / "pretuned-sm80.msgpack"
 
     def command(self, model: str = MODEL, *options: str) -> list[str]:
-        return [sys.executable, "-m", "pretuned.aot", "build", "--models", model, "--sm", "80", "--out", str(self.out),
-                "--cache-dir", str(self.cache), "--workers", "2", "--compile-all", *options]  # fmt: skip
+        return [
+            sys.executable,
+            "-m",
+            "pretuned.aot",
+            "build",
+            "--models",
+            model,
+            "--sm",
+            "80",
+            "--out",
+            str(self.out),
+            "--cache-dir",
+            str(self.cache),
+            "--workers",
+            "2",
+            "--compile-all",
+            *options,
+        ]
 
     def environment(self) -> dict[str, str]:
         return {**os.environ, "TMPDIR": str(self.tmp)}
@@ -44,8 +60,13 @@ class Place:
         return len(list(self.cache.glob("??/*.bin")))
 
     def leftovers(self) -> list[Path]:
-        return [*self.tmp.iterdir(), *self.out.glob("*.tmp"), *self.out.glob(".*.tmp"), *self.cache.rglob("*.tmp"),
-                *self.cache.rglob(".*.tmp")]  # fmt: skip
+        return [
+            *self.tmp.iterdir(),
+            *self.out.glob("*.tmp"),
+            *self.out.glob(".*.tmp"),
+            *self.cache.rglob("*.tmp"),
+            *self.cache.rglob(".*.tmp"),
+        ]
 
 
 def fill(cache: Path, compiled: Path, lacking: int = 0) -> None:

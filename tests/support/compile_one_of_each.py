@@ -34,7 +34,7 @@ SPECS = [
     Spec(DX, DType.TF32, replace(TMA, block_k=32)),  # w through registers
     *(RowOpSpec(one, BF16) for one in MAKES_CODES),  # of e4m3, which 8.0 has not
     Spec(DX, DType.FP8_BLOCK_A16, CODED),  # codes in order
-]  # fmt: skip
+]
 BOTH = Config(128, 256, 64, 8, 2, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
 HALF = replace(BOTH, block_n=128)
 TURNS = replace(BOTH, block_n=192, schedule=Schedule.PINGPONG)
@@ -65,20 +65,31 @@ SPECIALISED = [
     Spec(FORWARD, DType.MXFP8, OF_CODES, fusion=SCATTER),
     Spec(DX, DType.MXFP8, OF_CODES, fusion=LOW),
     Spec(FORWARD, DType.FP8_BLOCK, BY_BLOCKS),
-]  # fmt: skip
+]
 BY_NIGHT = [  # what goes together otherwise
-    Spec(op, dtype, config, fusion=fusion) for op, dtype, config, fusion in (
-      (FORWARD, BF16, HALF, SCATTER), (FORWARD, BF16, HALF, SILU), (DX, BF16, TURNS, LOW), (DX, BF16, FITTED, LOW),
-      (DX, BF16, NARROW, NONE), (DX, BF16, FITTED_TURNS, NONE), (FORWARD, BF16, FITTED_TURNS, SCATTER),
-      (FORWARD, DType.INT4_G64, FEW_ROWS, NONE), (FORWARD, DType.FP8_BLOCK, BY_BLOCKS, SCATTER))
-]  # fmt: skip
+    Spec(op, dtype, config, fusion=fusion)
+    for op, dtype, config, fusion in (
+        (FORWARD, BF16, HALF, SCATTER),
+        (FORWARD, BF16, HALF, SILU),
+        (DX, BF16, TURNS, LOW),
+        (DX, BF16, FITTED, LOW),
+        (DX, BF16, NARROW, NONE),
+        (DX, BF16, FITTED_TURNS, NONE),
+        (FORWARD, BF16, FITTED_TURNS, SCATTER),
+        (FORWARD, DType.INT4_G64, FEW_ROWS, NONE),
+        (FORWARD, DType.FP8_BLOCK, BY_BLOCKS, SCATTER),
+    )
+]
 OLDER = [
-    *(Spec(op, BF16, POINTERS) for op in (FORWARD, DW)), Spec(DX, BF16, POINTERS, fusion=LOW),
+    *(Spec(op, BF16, POINTERS) for op in (FORWARD, DW)),
+    Spec(DX, BF16, POINTERS, fusion=LOW),
     Spec(FORWARD, BF16, ONE_TILE),
-    *(Spec(op, dtype, CODED, Layout.STORED) for op, dtype in
-      ((FORWARD, DType.MXFP4), (DX, DType.INT4_G32_ZP), (FORWARD, DType.FP8_CHANNEL_A16))),
+    *(
+        Spec(op, dtype, CODED, Layout.STORED)
+        for op, dtype in ((FORWARD, DType.MXFP4), (DX, DType.INT4_G32_ZP), (FORWARD, DType.FP8_CHANNEL_A16))
+    ),
     *(RowOpSpec(one, BF16) for one in RowOp if one not in MAKES_CODES),
-]  # fmt: skip
+]
 BY_CODES = [  # where a GPU multiplies e4m3; on 10.0 by tcgen05, whose tiles have 64 rows and more
     Spec(FORWARD, DType.FP8_BLOCK, ONE_TILE, Layout.STORED, GATHER),
     Spec(FORWARD, DType.FP8_CHANNEL, replace(ONE_TILE, block_m=64), Layout.STORED),

@@ -18,10 +18,17 @@ class LaunchConfig(ctypes.Structure):
     """CUlaunchConfig, without attributes."""
 
     _fields_ = [
-        ("grid_x", c_uint), ("grid_y", c_uint), ("grid_z", c_uint),
-        ("block_x", c_uint), ("block_y", c_uint), ("block_z", c_uint),
-        ("shared_bytes", c_uint), ("stream", c_void_p), ("attributes", c_void_p), ("attribute_count", c_uint),
-    ]  # fmt: skip
+        ("grid_x", c_uint),
+        ("grid_y", c_uint),
+        ("grid_z", c_uint),
+        ("block_x", c_uint),
+        ("block_y", c_uint),
+        ("block_z", c_uint),
+        ("shared_bytes", c_uint),
+        ("stream", c_void_p),
+        ("attributes", c_void_p),
+        ("attribute_count", c_uint),
+    ]
 
 
 class Launch(NamedTuple):
@@ -35,16 +42,18 @@ class Launch(NamedTuple):
         """The parameters, of these kinds: of a number its bytes."""
         places = (c_void_p * len(kinds)).from_address(self.pointers)
         return [
-            bytes((c_char * kind).from_address(place or 0)) if isinstance(kind, int)
+            bytes((c_char * kind).from_address(place or 0))
+            if isinstance(kind, int)
             else _KINDS[kind].from_address(place or 0).value
             for kind, place in zip(kinds, places, strict=True)
-        ]  # fmt: skip
+        ]
 
 
 def read_launches(patch: pytest.MonkeyPatch, read: Callable[[Launch], int | None]) -> None:
     """Have ``read`` be the driver: it sees each launch as it is made, and may return CUDA's error code."""
-    patch.setattr(cuda, "launch_kernel", lambda: lambda config, handle, pointers, _: read(
-        Launch(config, handle, pointers)) or 0)  # fmt: skip
+    patch.setattr(
+        cuda, "launch_kernel", lambda: lambda config, handle, pointers, _: read(Launch(config, handle, pointers)) or 0
+    )
     patch.setattr(cuda, "argument", lambda address: address)
 
 

@@ -39,20 +39,45 @@ from pretuned.runtime.launch.gemm import LoadedKernel, load_kernel
 H200 = Gpu("NVIDIA H200", 132, 143771, emulated_kernels.DRIVER)
 _MAP = struct.Struct("=Q5Q4Q5Iiiii")  # address, sizes, strides in bytes, box, type, rank, swizzle, promotion
 _PROTOTYPES: dict[str, tuple[Any, ...]] = {
-    "cuInit": (c_uint,), "cuDriverGetVersion": (c_void_p,), "cuGetErrorString": (c_int, c_void_p),
-    "cuDeviceGetCount": (c_void_p,), "cuDeviceGet": (c_void_p, c_int), "cuDeviceGetName": (c_void_p, c_int, c_int),
-    "cuDeviceGetAttribute": (c_void_p, c_int, c_int), "cuDeviceTotalMem_v2": (c_void_p, c_int),
-    "cuDevicePrimaryCtxRetain": (c_void_p, c_int), "cuCtxSetCurrent": (c_void_p,), "cuCtxPushCurrent_v2": (c_void_p,),
-    "cuCtxPopCurrent_v2": (c_void_p,), "cuThreadExchangeStreamCaptureMode": (c_void_p,),
-    "cuModuleLoadData": (c_void_p, c_void_p), "cuModuleGetFunction": (c_void_p, c_void_p, c_void_p),
-    "cuFuncSetAttribute": (c_void_p, c_int, c_int), "cuFuncLoad": (c_void_p,),
+    "cuInit": (c_uint,),
+    "cuDriverGetVersion": (c_void_p,),
+    "cuGetErrorString": (c_int, c_void_p),
+    "cuDeviceGetCount": (c_void_p,),
+    "cuDeviceGet": (c_void_p, c_int),
+    "cuDeviceGetName": (c_void_p, c_int, c_int),
+    "cuDeviceGetAttribute": (c_void_p, c_int, c_int),
+    "cuDeviceTotalMem_v2": (c_void_p, c_int),
+    "cuDevicePrimaryCtxRetain": (c_void_p, c_int),
+    "cuCtxSetCurrent": (c_void_p,),
+    "cuCtxPushCurrent_v2": (c_void_p,),
+    "cuCtxPopCurrent_v2": (c_void_p,),
+    "cuThreadExchangeStreamCaptureMode": (c_void_p,),
+    "cuModuleLoadData": (c_void_p, c_void_p),
+    "cuModuleGetFunction": (c_void_p, c_void_p, c_void_p),
+    "cuFuncSetAttribute": (c_void_p, c_int, c_int),
+    "cuFuncLoad": (c_void_p,),
     "cuOccupancyMaxActiveBlocksPerMultiprocessor": (c_void_p, c_void_p, c_int, c_size_t),
-    "cuTensorMapEncodeTiled": (c_void_p, c_int, c_uint, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int,
-                               c_int, c_int),
+    "cuTensorMapEncodeTiled": (
+        c_void_p,
+        c_int,
+        c_uint,
+        c_void_p,
+        c_void_p,
+        c_void_p,
+        c_void_p,
+        c_void_p,
+        c_int,
+        c_int,
+        c_int,
+        c_int,
+    ),
     "cuLaunchKernelEx": (c_void_p, c_void_p, c_void_p, c_void_p),
-    "cuMemAlloc_v2": (c_void_p, c_size_t), "cuMemsetD8Async": (c_void_p, c_ubyte, c_size_t, c_void_p),
-    "cuStreamCreate": (c_void_p, c_uint), "cuStreamDestroy_v2": (c_void_p,), "cuStreamSynchronize": (c_void_p,),
-}  # fmt: skip
+    "cuMemAlloc_v2": (c_void_p, c_size_t),
+    "cuMemsetD8Async": (c_void_p, c_ubyte, c_size_t, c_void_p),
+    "cuStreamCreate": (c_void_p, c_uint),
+    "cuStreamDestroy_v2": (c_void_p,),
+    "cuStreamSynchronize": (c_void_p,),
+}
 ELEMENT_BYTES = {0: 1, 2: 4, 6: 2, 7: 4, 9: 2, 11: 4}  # by CUtensorMapDataType
 _ERRORS = {
     2: b"out of memory",
@@ -82,9 +107,13 @@ class Descriptor(NamedTuple):
         if not rank:
             return None
         return cls(
-            address, tuple(reversed(sizes[:rank])), tuple(reversed(strides[: rank - 1])), tuple(reversed(box[:rank])),
-            element, swizzle,
-        )  # fmt: skip
+            address,
+            tuple(reversed(sizes[:rank])),
+            tuple(reversed(strides[: rank - 1])),
+            tuple(reversed(box[:rank])),
+            element,
+            swizzle,
+        )
 
 
 Words: TypeAlias = "Mapping[str, int | Descriptor | None]"
@@ -303,12 +332,29 @@ class EmulatedGpu:
         return _put(blocks, self.per_sm)
 
     def cuTensorMapEncodeTiled(
-        self, map: int, kind: int, rank: int, address: int, sizes: int, strides: int, box: int, steps: int,
-        interleave: int, swizzle: int, promotion: int, fill: int,
-    ) -> int:  # fmt: skip
-        given = [list((kind * n).from_address(where)) for kind, n, where in (
-            (ctypes.c_uint64, rank, sizes), (ctypes.c_uint64, rank - 1, strides), (ctypes.c_uint32, rank, box),
-            (ctypes.c_uint32, rank, steps))]  # fmt: skip
+        self,
+        map: int,
+        kind: int,
+        rank: int,
+        address: int,
+        sizes: int,
+        strides: int,
+        box: int,
+        steps: int,
+        interleave: int,
+        swizzle: int,
+        promotion: int,
+        fill: int,
+    ) -> int:
+        given = [
+            list((kind * n).from_address(where))
+            for kind, n, where in (
+                (ctypes.c_uint64, rank, sizes),
+                (ctypes.c_uint64, rank - 1, strides),
+                (ctypes.c_uint32, rank, box),
+                (ctypes.c_uint32, rank, steps),
+            )
+        ]
         if map % 64 or rank > 5 or interleave or fill or set(given[3]) != {1}:
             return 1
         filled = [one + [0] * (n - len(one)) for one, n in zip(given[:3], (5, 4, 5), strict=True)]
@@ -461,9 +507,12 @@ def _torch_cuda(gpu: EmulatedGpu) -> dict[str, Any]:
 
     major, minor = divmod(gpu.sm, 10)
     properties = SimpleNamespace(
-        name=gpu.gpu.name, major=major, minor=minor, multi_processor_count=gpu.gpu.sm_count,
+        name=gpu.gpu.name,
+        major=major,
+        minor=minor,
+        multi_processor_count=gpu.gpu.sm_count,
         total_memory=gpu.gpu.memory_mib << 20,
-    )  # fmt: skip
+    )
     return {
         "is_available": lambda: gpu.available and gpu.count > 0,
         "device_count": lambda: gpu.count,
@@ -505,8 +554,9 @@ def install(patch: pytest.MonkeyPatch, gpu: EmulatedGpu) -> None:
     forget()
     host_memory_for_cuda()
     libcuda = Library(gpu)
-    patch.setattr(ctypes, "CDLL", lambda name, *args, **how: libcuda if name == "libcuda.so.1" else LOAD(
-        name, *args, **how))  # fmt: skip
+    patch.setattr(
+        ctypes, "CDLL", lambda name, *args, **how: libcuda if name == "libcuda.so.1" else LOAD(name, *args, **how)
+    )
     for name, value in _torch_cuda(gpu).items():
         patch.setattr(torch.cuda, name, value)
     patch.setattr(torch._C, "_cuda_getDevice", lambda: gpu.current, raising=False)

@@ -109,10 +109,27 @@ def made(
     code = Code(spec.op, spec.dtype, spec.layout, spec.fusion, config, arguments, entry.name)
     image = cubin(code, sm, tag)
     variant = Variant(
-        entry.name, entry.revision, 1, spec.op, spec.dtype, spec.layout, spec.fusion, spec.alignment,
-        spec.max_experts if max_experts is None else max_experts, config,
-        entry.name, arguments, maps, threads, shared, 128, 0, 0, len(image), hashlib.sha256(image).digest(),
-    )  # fmt: skip
+        entry.name,
+        entry.revision,
+        1,
+        spec.op,
+        spec.dtype,
+        spec.layout,
+        spec.fusion,
+        spec.alignment,
+        spec.max_experts if max_experts is None else max_experts,
+        config,
+        entry.name,
+        arguments,
+        maps,
+        threads,
+        shared,
+        128,
+        0,
+        0,
+        len(image),
+        hashlib.sha256(image).digest(),
+    )
     wrong = unlaunchable(variant) or undeclared(variant, arch_of(sm).limits)
     assert wrong is None, wrong
     return variant, image
@@ -130,11 +147,16 @@ def bundle_of(
     pairs = tuple(variants)
     kernels = {one.kernel: one.revision for one, _ in pairs}
     return Bundle(
-        Target(sm, sm >= 90), min_driver, Producer("0.1.0", "3.7.1", "12.8.93", ()),
+        Target(sm, sm >= 90),
+        min_driver,
+        Producer("0.1.0", "3.7.1", "12.8.93", ()),
         tuple(Kernel(name, kernels[name], hashlib.sha256(name.encode()).digest()) for name in sorted(kernels)),
-        tuple(gpus), tuple(one for one, _ in pairs), tuple(image for _, image in pairs),
-        {problem: tuple(rows) for problem, rows in (choices or {}).items()}, (),
-    )  # fmt: skip
+        tuple(gpus),
+        tuple(one for one, _ in pairs),
+        tuple(image for _, image in pairs),
+        {problem: tuple(rows) for problem, rows in (choices or {}).items()},
+        (),
+    )
 
 
 def write(path: Path, variants: Iterable[tuple[Variant, bytes]], *args: Any, **how: Any) -> Path:
@@ -254,10 +276,11 @@ def compute_weight(code: Code, words: Mapping[str, int]) -> None:
         total = np.zeros((N, K), np.float32)
         if row < end:
             dy, x = (
-                memory.rows(words[name] + size * row * words[f"stride_{name}_m"], end - row, columns,
-                            words[f"stride_{name}_m"])
+                memory.rows(
+                    words[name] + size * row * words[f"stride_{name}_m"], end - row, columns, words[f"stride_{name}_m"]
+                )
                 for name, columns in (("dy", N), ("x", K))
-            )  # fmt: skip
+            )
             total = dy.T @ x
         for n in range(N):
             memory.store(words["dw"] + size * (g * words["stride_dw_e"] + n * words["stride_dw_row"]), total[n])

@@ -25,9 +25,15 @@ CONFIG = Config(64, 128, 64, 4, 4, loads=Loads.TMA)
 
 
 def bundle(
-    planned: BuildPlan, *, gpu: Gpu = H200, config: Config = CONFIG, revision: int | None = None, code_bytes: int = 64,
-    modelled: bool = False, sm: int = 90,
-) -> Bundle:  # fmt: skip
+    planned: BuildPlan,
+    *,
+    gpu: Gpu = H200,
+    config: Config = CONFIG,
+    revision: int | None = None,
+    code_bytes: int = 64,
+    modelled: bool = False,
+    sm: int = 90,
+) -> Bundle:
     """Every cell measured, with one variant a family and a fallback of each; of codes by the first of their configs."""
     variants: list[Variant] = []
     cubins: list[bytes] = []
@@ -40,11 +46,30 @@ def bundle(
             cubin = hashlib.sha256(seed).digest() * (code_bytes // 32)
             if alignment == 16:
                 number[family] = len(variants)
-            variants.append(Variant(
-                kernel, ENTRIES[kernel].revision if revision is None else revision, LAUNCH_ABI, family.op,
-                family.dtype, family.layout, family.fusion, alignment, 4096, runs.pairs(), kernel,
-                (("x", "ptr"), ("M", "i32")), (), 128, 4096, 100, 0, 0, len(cubin), hashlib.sha256(cubin).digest(),
-            ))  # fmt: skip
+            variants.append(
+                Variant(
+                    kernel,
+                    ENTRIES[kernel].revision if revision is None else revision,
+                    LAUNCH_ABI,
+                    family.op,
+                    family.dtype,
+                    family.layout,
+                    family.fusion,
+                    alignment,
+                    4096,
+                    runs.pairs(),
+                    kernel,
+                    (("x", "ptr"), ("M", "i32")),
+                    (),
+                    128,
+                    4096,
+                    100,
+                    0,
+                    0,
+                    len(cubin),
+                    hashlib.sha256(cubin).digest(),
+                )
+            )
             cubins.append(cubin)
     source, at = (Source.MODELLED, None) if modelled else (Source.MEASURED, 0)
     choices: dict[Problem, tuple[Choice, ...]] = {}
@@ -54,10 +79,16 @@ def bundle(
             choices[problem] = tuple(Choice(one, number[family], source, 5000, gpu=at) for one in rows)
     names = sorted({(one.kernel, one.revision) for one in variants})
     return Bundle(
-        Target(sm, sm >= 90), 12080, Producer("0.1.0", "3.7.1", "12.8", ()),
+        Target(sm, sm >= 90),
+        12080,
+        Producer("0.1.0", "3.7.1", "12.8", ()),
         tuple(Kernel(name, number, hashlib.sha256(name.encode()).digest()) for name, number in names),
-        () if modelled else (gpu,), tuple(variants), tuple(cubins), choices, planned.models,
-    )  # fmt: skip
+        () if modelled else (gpu,),
+        tuple(variants),
+        tuple(cubins),
+        choices,
+        planned.models,
+    )
 
 
 class Counted:

@@ -61,8 +61,12 @@ def specs(there: Iterable[Kind], dtype: DType, config: Config) -> list[tuple[Spe
         own = PERSISTENT if op is Op.DW and config.schedule.warp_specialized else config
         own = SPECIALIZED if Fusion.SILU in fusion else own  # the only code of it, for half precision
         layouts = (Layout.NK, Layout.KN) if Fusion.SILU in fusion else (Layout.NK,)
-        found += [(Spec(op, dtype, own, layout, fusion, alignment), None) for alignment in (16, 1)
-                  for layout in layouts if alignment == 16 or own.loads is Loads.POINTER]  # fmt: skip
+        found += [
+            (Spec(op, dtype, own, layout, fusion, alignment), None)
+            for alignment in (16, 1)
+            for layout in layouts
+            if alignment == 16 or own.loads is Loads.POINTER
+        ]
     return found
 
 
@@ -75,8 +79,11 @@ def bundle_bytes(
     choices = {}
     for problem, time_us in times:
         kind = problem.op, problem.layout, problem.fusion, 16
-        index = next(i for i, (one, _) in enumerate(every)
-                     if isinstance(one, Spec) and (one.op, one.layout, one.fusion, one.alignment) == kind)  # fmt: skip
+        index = next(
+            i
+            for i, (one, _) in enumerate(every)
+            if isinstance(one, Spec) and (one.op, one.layout, one.fusion, one.alignment) == kind
+        )
         buckets = sorted({bucket_of(M) for M in range(1, 1025)})
         choices[problem] = [Choice(one, index, Source.MEASURED, int(1e3 * time_us), gpu=0) for one in buckets]
     gpus = [H200] if times else []
@@ -152,8 +159,11 @@ class Device(EmulatedGpu):
             named = problem if self.layout is Layout.NK else problem.transposed
             assert named is not None
             kind = named.op, named.fusion, 16
-            index = next(i for i, (one, _) in enumerate(every)
-                         if isinstance(one, Spec) and (one.op, one.fusion, one.alignment) == kind)  # fmt: skip
+            index = next(
+                i
+                for i, (one, _) in enumerate(every)
+                if isinstance(one, Spec) and (one.op, one.fusion, one.alignment) == kind
+            )
             choices[named] = [
                 Choice(one, index, Source.MEASURED, 10_000, gpu=0, torch_ns=5_000) for one in sorted(buckets)
             ]
@@ -260,9 +270,14 @@ def ran(form: dict[str, Any], given: dict[str, torch.Tensor | None], wide: bool)
     routing = sort_routing(ids, E)
     kind = torch.int64 if wide else torch.int32
     y = grouped_gemm(
-        **given, m_sizes=routing.m_sizes.to(kind), topk=TOPK, gather_indices=routing.gather_indices.to(kind),
-        fuse_mul_post=given["topk_weights"] is not None, zero_tail=True, **form,
-    )  # fmt: skip
+        **given,
+        m_sizes=routing.m_sizes.to(kind),
+        topk=TOPK,
+        gather_indices=routing.gather_indices.to(kind),
+        fuse_mul_post=given["topk_weights"] is not None,
+        zero_tail=True,
+        **form,
+    )
     check_tensors = [tensor for tensor in given.values() if tensor is not None]
     dy = torch.linspace(-1, 1, y.numel()).view_as(y)
     return y, *torch.autograd.grad(y, check_tensors, dy)

@@ -136,9 +136,19 @@ def run_rows(case: dict[str, Any]) -> dict[str, Any]:
     config = Config(*case["block"], 4, 2, case["group_m"], Loads(case["tma"]), Schedule(case["persistent"]))
     spec = contract_spec.Spec(op, problem.dtype, config, layout, contract_spec.code_of(op, fusion), 1, experts(case))
     tiles = registry.most_tiles(M, E, columns, config)
-    values = {"x": x, "w": w, "y": y, "N": columns, "K": gemm.reduction, "stride_x_m": x.stride(0),
-              "stride_w_e": w.stride(0), "stride_w_row": w.stride(1), "stride_y_m": y.stride(0),
-              "bias": bias, "row_weights": row_weights}  # fmt: skip
+    values = {
+        "x": x,
+        "w": w,
+        "y": y,
+        "N": columns,
+        "K": gemm.reduction,
+        "stride_x_m": x.stride(0),
+        "stride_w_e": w.stride(0),
+        "stride_w_row": w.stride(1),
+        "stride_y_m": y.stride(0),
+        "bias": bias,
+        "row_weights": row_weights,
+    }
     u = torch.tensor(rng.standard_normal((M, RANK)), dtype=dtype)
     second = torch.tensor(rng.standard_normal((E, gemm.columns, RANK)), dtype=dtype)
     if low_rank := Fusion.LOW_RANK in fusion:
@@ -146,8 +156,13 @@ def run_rows(case: dict[str, Any]) -> dict[str, Any]:
         fusion &= ~Fusion.LOW_RANK
     values |= {name: descriptor(values[name], box) for name, box in registry.boxes(spec).items()}
     if fusion:
-        values |= {"index": index.view(torch.int32), "index_step": 2 if case["wide"] else 1, "index_end": limit,
-                   "x_divisor": top_k, "flags": fusion.value}  # fmt: skip
+        values |= {
+            "index": index.view(torch.int32),
+            "index_step": 2 if case["wide"] else 1,
+            "index_end": limit,
+            "x_divisor": top_k,
+            "flags": fusion.value,
+        }
     if case["zero_tail"]:
         values["flags"] = fusion.value | words.ZERO_TAIL
         if Fusion.SCATTER in fusion:
@@ -202,8 +217,17 @@ def run_weight(case: dict[str, Any]) -> dict[str, Any]:
 
     config = Config(*case["block"], 4, 2, case["group_m"], Loads(case["tma"]), Schedule(case["persistent"]))
     spec = contract_spec.Spec(Op.DW, DType(case["dtype"]), config, alignment=1, max_experts=experts(case))
-    values = {"dy": dy, "x": x, "dw": dw, "N": N, "K": K, "stride_dy_m": dy.stride(0), "stride_x_m": x.stride(0),
-              "stride_dw_e": dw.stride(0), "stride_dw_row": dw.stride(1)}  # fmt: skip
+    values = {
+        "dy": dy,
+        "x": x,
+        "dw": dw,
+        "N": N,
+        "K": K,
+        "stride_dy_m": dy.stride(0),
+        "stride_x_m": x.stride(0),
+        "stride_dw_e": dw.stride(0),
+        "stride_dw_row": dw.stride(1),
+    }
     for name, box in registry.boxes(spec).items():
         rows: torch.Tensor = values[name]
         sizes, strides = [*words.RAGGED_SIZES, rows.shape[1]], [*words.ragged_strides(rows.stride(0)), 1]

@@ -99,11 +99,19 @@ def run(case: dict[str, Any]) -> list[str]:
     want = y.float()
     indexed = bool(fusion & (Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT))
     reference.rows(
-        x.double(), list(matrices.double()), counts, result := want.double()[:, : gemm.columns], M=M, layout=Layout.NK,
-        index=index if indexed else None, index_end=limit, gather_divisor=top_k if gathers else 0, scatter=scatters,
+        x.double(),
+        list(matrices.double()),
+        counts,
+        result := want.double()[:, : gemm.columns],
+        M=M,
+        layout=Layout.NK,
+        index=index if indexed else None,
+        index_end=limit,
+        gather_divisor=top_k if gathers else 0,
+        scatter=scatters,
         row_weights=row_weights.double() if Fusion.WEIGHT in fusion else None,
         bias=bias.double() if Fusion.BIAS in fusion else None,
-    )  # fmt: skip
+    )
     want = want.double()
     want[:, : gemm.columns] = result
 
@@ -124,13 +132,28 @@ def run(case: dict[str, Any]) -> list[str]:
     assert address_of(scale)
     null = torch.zeros(1, dtype=torch.int32)
     given = {
-        "x": x, "w": codes, "w_scale": scale.view(torch.uint8) if scale.element_size() == 1 else scale,
-        "w_zero": w.zero, "w_outer": w.global_scale, "y": y, "m_sizes": counts.view(torch.int32),
-        "index": index.view(torch.int32), "row_weights": row_weights, "bias": bias, "M": M, "N": gemm.columns,
-        "K": gemm.reduction, "E": E, "stride_x_m": x.stride(0), "stride_y_m": y.stride(0),
-        "m_sizes_step": 2 if case["wide"] else 1, "index_step": 2 if case["wide"] else 1,
-        "index_end": limit if fusion else 0, "x_divisor": top_k, "flags": flags,
-    }  # fmt: skip
+        "x": x,
+        "w": codes,
+        "w_scale": scale.view(torch.uint8) if scale.element_size() == 1 else scale,
+        "w_zero": w.zero,
+        "w_outer": w.global_scale,
+        "y": y,
+        "m_sizes": counts.view(torch.int32),
+        "index": index.view(torch.int32),
+        "row_weights": row_weights,
+        "bias": bias,
+        "M": M,
+        "N": gemm.columns,
+        "K": gemm.reduction,
+        "E": E,
+        "stride_x_m": x.stride(0),
+        "stride_y_m": y.stride(0),
+        "m_sizes_step": 2 if case["wide"] else 1,
+        "index_step": 2 if case["wide"] else 1,
+        "index_end": limit if fusion else 0,
+        "x_divisor": top_k,
+        "flags": flags,
+    }
     given |= {} if fusion else {"index": null, "row_weights": null.float(), "bias": null.float()}
     constants = registry.constants(spec, 80) | {"EXPERTS": FEW.value}
     coded[(tiles,)](**{name: given[name] for name, _ in registry.arguments(spec)}, **constants)
@@ -144,8 +167,10 @@ def run(case: dict[str, Any]) -> list[str]:
     got, wanted = y.double()[there], want[there]
     if case["one_hot"]:
         if not torch.equal(got, wanted):
-            found.append(f"{int((got != wanted).sum())} of {got.numel()} weights, the first {got[got != wanted][:3]} "
-                         f"in place of {wanted[got != wanted][:3]}")  # fmt: skip
+            found.append(
+                f"{int((got != wanted).sum())} of {got.numel()} weights, the first {got[got != wanted][:3]} "
+                f"in place of {wanted[got != wanted][:3]}"
+            )
     elif len(got) and not (error := float((got - wanted).norm() / wanted.norm())) < MOST[case["dtype"]]:
         found.append(f"error {error}")
     return found

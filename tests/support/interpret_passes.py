@@ -74,8 +74,9 @@ def run_activation(case: dict[str, Any]) -> list[str]:
     flags |= rowops.NARROW | rowops.NARROW_DWEIGHTS if case["narrow"] else 0
     kind = dtype if case["narrow"] else torch.float32
     fresh |= {
-        "dh": torch.full((M + 1, h.shape[1]), GUARD, dtype=dtype), "dweights": torch.full((M + 1,), GUARD, dtype=kind),
-    }  # fmt: skip
+        "dh": torch.full((M + 1, h.shape[1]), GUARD, dtype=dtype),
+        "dweights": torch.full((M + 1,), GUARD, dtype=kind),
+    }
     given |= {
         "da": da,
         "row_weights": weights,
@@ -158,8 +159,13 @@ def run_sort(case: dict[str, Any]) -> list[str]:
         ids[::5] += 2**32  # its low word alone is an expert's
     chunks = -(-M // block)
     guards = {
-        "experts": chunks * block, "order": M, "places": M, "bounds": E + 1, "m_sizes": E, "counts": chunks * (E + 1),
-    }  # fmt: skip
+        "experts": chunks * block,
+        "order": M,
+        "places": M,
+        "bounds": E + 1,
+        "m_sizes": E,
+        "counts": chunks * (E + 1),
+    }
     given: dict[str, Any] = {
         name: torch.full((size + 1,), int(GUARD), dtype=torch.int64 if name == "order" else torch.int32)
         for name, size in guards.items()
@@ -194,10 +200,18 @@ def run_clear(case: dict[str, Any]) -> list[str]:
     y, named = torch.full((rows + 1, columns), GUARD), torch.zeros(rows + 1, dtype=torch.int8)
     named[rows] = 7
     given: dict[str, Any] = {
-        "y": y, "named": named, "index": (index if wide else index.int()).view(torch.int32),
-        "m_sizes": (m_sizes.int() if wide else m_sizes).view(torch.int32), "M": M, "rows": rows, "columns": columns,
-        "E": E, "index_end": index_end, "m_sizes_step": 1 if wide else 2, "index_step": 2 if wide else 1,
-    }  # fmt: skip
+        "y": y,
+        "named": named,
+        "index": (index if wide else index.int()).view(torch.int32),
+        "m_sizes": (m_sizes.int() if wide else m_sizes).view(torch.int32),
+        "M": M,
+        "rows": rows,
+        "columns": columns,
+        "E": E,
+        "index_end": index_end,
+        "m_sizes_step": 1 if wide else 2,
+        "index_step": 2 if wide else 1,
+    }
     for flags, grid in ((rowops.NAMES, -(-M // block)), (0, -(-rows // rowops.CLEARED_ROWS))):
         values = given | {"flags": flags}
         zero_rows.clear[(grid,)](*(values[name] for name, _ in rowops.arguments(RowOp.CLEAR)), BLOCK=block)

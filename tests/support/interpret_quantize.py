@@ -41,9 +41,7 @@ def wrong(
     flags = (PICKED if top_k else 0) | (0 if used is None else USED)
     words = index.view(torch.int32)
     kernel = quantize_rows if by_row else quantize
-    kernel[(M,)](
-        x, words, count, codes, scales, M, columns, max(1, top_k), 2 if wide else 1, flags, BLOCK=block
-    )  # fmt: skip
+    kernel[(M,)](x, words, count, codes, scales, M, columns, max(1, top_k), 2 if wide else 1, flags, BLOCK=block)
     from_row = index // top_k if top_k else torch.arange(M)
     end, found = int(count), []
     if not torch.equal(scales[:, :end], scale[from_row[:end]].T):

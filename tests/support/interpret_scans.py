@@ -43,8 +43,11 @@ def results() -> list[list[int]]:
     x = torch.randint(-2, 3, (8, 4), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
     found = []
     for function, axis, reverse in (
-        (kernel, 0, False), (kernel, 1, False), (kernel, 0, True), (whole, 0, False),
-    ):  # fmt: skip
+        (kernel, 0, False),
+        (kernel, 1, False),
+        (kernel, 0, True),
+        (whole, 0, False),
+    ):
         out = torch.zeros(4 * x.numel(), dtype=torch.int32)
         function[(1,)](x, out, 8, 4, axis, reverse)
         found.append(out.tolist())

@@ -86,11 +86,19 @@ def run(case: dict[str, Any]) -> list[str]:
     indexed = bool(fusion & (Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT))
     read, matrices = quantised(x, blocks=case["format"] == "fp8_block"), list(w.dequantize(torch.float32).double())
     reference.rows(
-        read, matrices, counts, want[:, :N], M=M, layout=Layout.NK,
-        index=index if indexed else None, index_end=limit, gather_divisor=top_k if gathers else 0, scatter=scatters,
+        read,
+        matrices,
+        counts,
+        want[:, :N],
+        M=M,
+        layout=Layout.NK,
+        index=index if indexed else None,
+        index_end=limit,
+        gather_divisor=top_k if gathers else 0,
+        scatter=scatters,
         row_weights=row_weights.double() if Fusion.WEIGHT in fusion else None,
         bias=bias.double() if Fusion.BIAS in fusion else None,
-    )  # fmt: skip
+    )
     config = Config(*case["block"], 4, 2, case["group_m"], schedule=Schedule.TILE)
     spec = Spec(Op.FORWARD, DType(case["format"]), config, Layout.STORED, fusion, 1)
     assert registry.refusal(spec) is None, registry.refusal(spec)
@@ -104,11 +112,26 @@ def run(case: dict[str, Any]) -> list[str]:
         want[:limit, :N][rest] = 0
     null, wide = torch.zeros(1, dtype=torch.int32), 2 if case["wide"] else 1
     given = {
-        "x": x, "w": w.codes.view(torch.uint8), "w_scale": w.scale, "y": y,
-        "m_sizes": counts.view(torch.int32), "index": index.view(torch.int32), "row_weights": row_weights, "bias": bias,
-        "M": M, "N": N, "K": K, "E": E, "stride_x_m": x.stride(0), "stride_y_m": y.stride(0), "m_sizes_step": wide,
-        "index_step": wide, "index_end": limit if fusion else 0, "x_divisor": top_k, "flags": flags,
-    }  # fmt: skip
+        "x": x,
+        "w": w.codes.view(torch.uint8),
+        "w_scale": w.scale,
+        "y": y,
+        "m_sizes": counts.view(torch.int32),
+        "index": index.view(torch.int32),
+        "row_weights": row_weights,
+        "bias": bias,
+        "M": M,
+        "N": N,
+        "K": K,
+        "E": E,
+        "stride_x_m": x.stride(0),
+        "stride_y_m": y.stride(0),
+        "m_sizes_step": wide,
+        "index_step": wide,
+        "index_end": limit if fusion else 0,
+        "x_divisor": top_k,
+        "flags": flags,
+    }
     given |= {} if fusion else {"index": null, "row_weights": null.float(), "bias": null.float()}
     constants = registry.constants(spec, 89) | {"EXPERTS": FEW.value}
     w8a8[(tiles,)](**{name: given[name] for name, _ in registry.arguments(spec)}, **constants)

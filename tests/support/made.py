@@ -68,10 +68,27 @@ SPECS = (
 
 def variant(spec: Spec, cubin: bytes) -> Variant:
     return Variant(
-        "rows_pointer", 1, spec.abi, spec.op, spec.dtype, spec.layout, spec.fusion, spec.alignment, spec.max_experts,
-        spec.config.pairs(), "rows_pointer", (("x", "ptr"), ("M", "i32")), (), 32 * spec.config.num_warps,
-        spec.shared_bytes, 128, 0, 0, len(cubin), hashlib.sha256(cubin).digest(),
-    )  # fmt: skip
+        "rows_pointer",
+        1,
+        spec.abi,
+        spec.op,
+        spec.dtype,
+        spec.layout,
+        spec.fusion,
+        spec.alignment,
+        spec.max_experts,
+        spec.config.pairs(),
+        "rows_pointer",
+        (("x", "ptr"), ("M", "i32")),
+        (),
+        32 * spec.config.num_warps,
+        spec.shared_bytes,
+        128,
+        0,
+        0,
+        len(cubin),
+        hashlib.sha256(cubin).digest(),
+    )
 
 
 def measured(bucket: int, index: int, time_us: float, gpu: int = 0, second: int | None = None) -> Choice:

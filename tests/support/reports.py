@@ -24,14 +24,22 @@ def cells_of(text: str) -> list[dict[str, Any]]:
     for i, cell in enumerate(cells):
         us = cell["us"] or None
         cell |= {
-            "rows": 1 << cell["log2_rows"], "us": us, "torch": cell["torch"] or None, "spread": cell["spread"] / 1000,
+            "rows": 1 << cell["log2_rows"],
+            "us": us,
+            "torch": cell["torch"] or None,
+            "spread": cell["spread"] / 1000,
             "model": (us and us * cell["model"] / 1000) or None,
             "second_us": (us and us * cell["second_us"] / 1000) or None,
-            "flop": data["flop"][cell["gemm"]] * (1 << cell["log2_rows"]), "failures": data["failures"].get(str(i)),
+            "flop": data["flop"][cell["gemm"]] * (1 << cell["log2_rows"]),
+            "failures": data["failures"].get(str(i)),
             "state": data["states"][cell["state"]],
-        }  # fmt: skip
+        }
         for name, texts in (
-            ("gemm", "gemms"), ("form", "forms"), ("config", "configs"), ("second", "configs"), ("gpu", "gpus"),
-        ):  # fmt: skip
+            ("gemm", "gemms"),
+            ("form", "forms"),
+            ("config", "configs"),
+            ("second", "configs"),
+            ("gpu", "gpus"),
+        ):
             cell[name] = data[texts][cell[name]]
     return cells

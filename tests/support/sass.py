@@ -78,8 +78,10 @@ class Code:
                 labels[found[1]] = len(rows)
             elif found := _LINE.match(line):
                 rows.append(found)
-        self.ops = [Op(int(one[1], 16), one[2] or "", one[3], one[4], self._next(i, one, labels, len(rows)))
-                    for i, one in enumerate(rows)]  # fmt: skip
+        self.ops = [
+            Op(int(one[1], 16), one[2] or "", one[3], one[4], self._next(i, one, labels, len(rows)))
+            for i, one in enumerate(rows)
+        ]
         self.at = {op.offset: i for i, op in enumerate(self.ops)}
         self.before: list[list[int]] = [[] for _ in self.ops]
         self.after = [self._elected(i) for i in range(len(self.ops))]
@@ -107,9 +109,11 @@ class Code:
         op = self.ops[i]
         if op.name.startswith("BRA") and len(op.next) == 2:
             over = self.ops[i + 1 : max(op.next)] if max(op.next) > i + 1 else []
-            if len(over) <= 12 and any(one.name.startswith("SYNCS.ARRIVE") for one in over) and not any(
-                one.name.startswith(("BRA", "BRX", "EXIT")) for one in over
-            ):  # fmt: skip
+            if (
+                len(over) <= 12
+                and any(one.name.startswith("SYNCS.ARRIVE") for one in over)
+                and not any(one.name.startswith(("BRA", "BRX", "EXIT")) for one in over)
+            ):
                 return (i + 1,)
         return op.next
 

@@ -85,8 +85,15 @@ def fused(quant_config: Any, **changes: Any) -> Any:
         start()
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
-    given = {"num_experts": 4, "hidden_size": 256, "intermediate_size": 128, "layer_id": 0, "top_k": 2,
-             "params_dtype": torch.float32, "prefix": "model.layers.0.mlp.experts"}  # fmt: skip
+    given = {
+        "num_experts": 4,
+        "hidden_size": 256,
+        "intermediate_size": 128,
+        "layer_id": 0,
+        "top_k": 2,
+        "params_dtype": torch.float32,
+        "prefix": "model.layers.0.mlp.experts",
+    }
     return FusedMoE(quant_config=quant_config, **(given | changes))
 
 

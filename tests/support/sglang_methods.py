@@ -67,9 +67,13 @@ def main() -> None:
     fp8 = Fp8Config(is_checkpoint_fp8_serialized=True, activation_scheme="dynamic", weight_block_size=[128, 128])
     for kind, make in {"bf16": UnquantizedFusedMoEMethod, "fp8": lambda: Fp8MoEMethod(fp8)}.items():
         config = MoeRunnerConfig(
-            num_experts=4, num_local_experts=4, hidden_size=128, intermediate_size_per_partition=128, top_k=2,
+            num_experts=4,
+            num_local_experts=4,
+            hidden_size=128,
+            intermediate_size_per_partition=128,
+            top_k=2,
             params_dtype=torch.bfloat16,
-        )  # fmt: skip
+        )
         method = make()
         method.create_moe_runner(torch.nn.Module(), config)
         told[kind] = type(method.runner.runner_core).__name__

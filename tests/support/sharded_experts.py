@@ -34,11 +34,13 @@ def run_ranks(store: Path, when: str) -> None:
     paths = os.pathsep.join((str(HERE.parent), str(MODELS), os.environ.get("PYTHONPATH", "")))
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(HERE), str(rank), str(store), when], stderr=subprocess.PIPE, text=True,
+            [sys.executable, str(HERE), str(rank), str(store), when],
+            stderr=subprocess.PIPE,
+            text=True,
             env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         )
         for rank in range(WORLD)
-    ]  # fmt: skip
+    ]
     errors = [one.communicate(timeout=300)[1] for one in ranks]
     assert [one.returncode for one in ranks] == [0] * WORLD, "\n".join(errors)
 

@@ -28,8 +28,13 @@ class Pair(NamedTuple):
 
 def fp8(folder: Path, seed: int = 0, **sizes: int) -> Pair:
     """Qwen3-MoE in fp8 with a scale for each 128 x 128, as Qwen3-*-FP8. ``sizes`` are others than a tiny model's."""
-    config = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128],
-              "modules_to_not_convert": _names_of_others()}  # fmt: skip
+    config = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": _names_of_others(),
+    }
 
     def encode(N: int, K: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         codes, scale = torch.randn(N, K).to(torch.float8_e4m3fn), 2.0 ** torch.randint(-4, -1, (N // 128, K // 128))
@@ -41,11 +46,22 @@ def fp8(folder: Path, seed: int = 0, **sizes: int) -> Pair:
 
 def int4(folder: Path, seed: int = 0, *, actorder: str | None = None, **sizes: int) -> Pair:
     """Qwen3-MoE in int4 in groups of 32, as Kimi-K2-Thinking. ``sizes`` as of ``fp8``."""
-    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32,
-               "actorder": actorder}  # fmt: skip
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "group",
+        "group_size": 32,
+        "actorder": actorder,
+    }
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
-    config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
-              "config_groups": {"group_0": group}, "ignore": _OTHERS}  # fmt: skip
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": _OTHERS,
+    }
 
     def encode(N: int, K: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         codes = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8)
@@ -59,8 +75,14 @@ def int4(folder: Path, seed: int = 0, *, actorder: str | None = None, **sizes: i
 
 def awq(folder: Path, seed: int = 0) -> Pair:
     """Qwen3-MoE in AWQ's int4 in groups of 64, with every zero point."""
-    config = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm",
-              "modules_to_not_convert": ["lm_head", "self_attn", "mlp.gate"]}  # fmt: skip
+    config = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": 64,
+        "zero_point": True,
+        "version": "gemm",
+        "modules_to_not_convert": ["lm_head", "self_attn", "mlp.gate"],
+    }
 
     def encode(N: int, K: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         code, zero, scale = _zero_points(N, K, 64)
@@ -73,14 +95,26 @@ def awq(folder: Path, seed: int = 0) -> Pair:
 def gptq(folder: Path, seed: int = 0) -> Pair:
     """Qwen3-MoE in GPTQ's symmetric int4 in groups of 128, as Qwen3-30B-A3B-GPTQ-Int4."""
     others = {rf"-:.*{name}.*": {} for name in ("self_attn", r"mlp\.gate$", "lm_head")}
-    config = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False, "dynamic": others,
-              "lm_head": False, "checkpoint_format": "gptq"}  # fmt: skip
+    config = {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 128,
+        "sym": True,
+        "desc_act": False,
+        "dynamic": others,
+        "lm_head": False,
+        "checkpoint_format": "gptq",
+    }
 
     def encode(N: int, K: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         code, scale = torch.randint(0, 16, (N, K)), (2.0 ** torch.randint(-6, -3, (N, K // 128))).bfloat16()
         zero = torch.full((N, K // 128), 8)
-        named = {"qweight": words(code).mT.contiguous(), "qzeros": words(zero.mT - 1),
-                 "scales": scale.mT.contiguous(), "g_idx": (torch.arange(K) // 128).int()}  # fmt: skip
+        named = {
+            "qweight": words(code).mT.contiguous(),
+            "qzeros": words(zero.mT - 1),
+            "scales": scale.mT.contiguous(),
+            "g_idx": (torch.arange(K) // 128).int(),
+        }
         return named, _values(code, zero, scale, 128)
 
     return _qwen3(folder, seed, config, encode)
@@ -90,13 +124,22 @@ def int4_zero(folder: Path, seed: int = 0, **sizes: int) -> Pair:
     """Qwen3-MoE in int4 in groups of 32, with every zero point, of compressed-tensors; ``sizes`` as of ``fp8``."""
     weights = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
-    config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
-              "config_groups": {"group_0": group}, "ignore": _OTHERS}  # fmt: skip
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": _OTHERS,
+    }
 
     def encode(N: int, K: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         code, zero, scale = _zero_points(N, K, 32)
-        named = {"weight_packed": words(code), "weight_zero_point": words(zero.mT).mT.contiguous(),
-                 "weight_scale": scale, "weight_shape": torch.tensor([N, K])}  # fmt: skip
+        named = {
+            "weight_packed": words(code),
+            "weight_zero_point": words(zero.mT).mT.contiguous(),
+            "weight_scale": scale,
+            "weight_shape": torch.tensor([N, K]),
+        }
         return named, _values(code, zero, scale, 32)
 
     return _qwen3(folder, seed, config, encode, sizes)
@@ -129,13 +172,24 @@ def awq_words(nibbles: torch.Tensor) -> torch.Tensor:
 def gptq_zero(folder: Path, seed: int = 0) -> Pair:
     """Qwen3-MoE in GPTQ's int4 in groups of 128 with zero points (sym false), stored less one."""
     others = {rf"-:.*{name}.*": {} for name in ("self_attn", r"mlp\.gate$", "lm_head")}
-    config = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": False, "desc_act": False, "dynamic": others,
-              "lm_head": False, "checkpoint_format": "gptq"}  # fmt: skip
+    config = {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 128,
+        "sym": False,
+        "desc_act": False,
+        "dynamic": others,
+        "lm_head": False,
+        "checkpoint_format": "gptq",
+    }
 
     def encode(N: int, K: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         code, zero, scale = _zero_points(N, K, 128)
-        named = {"qweight": words(code).mT.contiguous(), "qzeros": words(zero.mT - 1 & 15),
-                 "scales": scale.mT.contiguous()}  # fmt: skip
+        named = {
+            "qweight": words(code).mT.contiguous(),
+            "qzeros": words(zero.mT - 1 & 15),
+            "scales": scale.mT.contiguous(),
+        }
         return named, _values(code, zero, scale, 128)
 
     return _qwen3(folder, seed, config, encode)
@@ -157,8 +211,13 @@ def compressed(folder: Path, how: str, seed: int = 0, *, x: dict[str, Any] | Non
     elif how == "fp8_block":
         weights["block_structure"] = [128, 128]
     group = {"targets": ["Linear"], "weights": weights, "input_activations": x, "output_activations": None}
-    config = {"quant_method": "compressed-tensors", "format": packing, "quantization_status": "compressed",
-              "config_groups": {"group_0": group}, "ignore": _OTHERS}  # fmt: skip
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": packing,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": _OTHERS,
+    }
 
     def encode(N: int, K: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         if how == "mxfp4":
@@ -231,8 +290,13 @@ def _nvfp4(N: int, K: int) -> tuple[torch.Tensor, ...]:
 
 def mxfp8(folder: Path, seed: int = 0, **sizes: int) -> Pair:
     """Qwen3-MoE in mxfp8 with the config of MiniMax-M3-MXFP8. ``sizes`` as of ``fp8``."""
-    config = {"quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32],
-              "scale_fmt": "ue8m0", "ignored_layers": ["lm_head", "*self_attn*", "*mlp.gate"]}  # fmt: skip
+    config = {
+        "quant_method": "mxfp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [1, 32],
+        "scale_fmt": "ue8m0",
+        "ignored_layers": ["lm_head", "*self_attn*", "*mlp.gate"],
+    }
     return _qwen3(folder, seed, config, _mxfp8_matrix, sizes)
 
 
@@ -267,9 +331,7 @@ def mxfp4(folder: Path, seed: int = 0, **sizes: int) -> Pair:
     return pair
 
 
-def _qwen3(
-    folder: Path, seed: int, config: dict[str, Any], encode: Any, sizes: dict[str, int] | None = None
-) -> Pair:  # fmt: skip
+def _qwen3(folder: Path, seed: int, config: dict[str, Any], encode: Any, sizes: dict[str, int] | None = None) -> Pair:
     from safetensors.torch import load_file, save_file
 
     given_sizes = {"hidden_size": 128, "moe_intermediate_size": 128} | (sizes or {})

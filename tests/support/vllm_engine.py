@@ -68,10 +68,18 @@ def config(**changes: Any) -> Any:
 
     parallel = dataclasses.replace(FusedMoEParallelConfig.make_no_parallel(), **changes.pop("parallel", {}))
     given = {
-        "num_experts": 4, "experts_per_token": 2, "hidden_dim": 32, "intermediate_size": 32, "num_local_experts": 4,
-        "num_logical_experts": 4, "activation": MoEActivation.SILU, "device": "cpu",
-        "routing_method": RoutingMethodType.TopK, "moe_parallel_config": parallel, "in_dtype": torch.bfloat16,
-    }  # fmt: skip
+        "num_experts": 4,
+        "experts_per_token": 2,
+        "hidden_dim": 32,
+        "intermediate_size": 32,
+        "num_local_experts": 4,
+        "num_logical_experts": 4,
+        "activation": MoEActivation.SILU,
+        "device": "cpu",
+        "routing_method": RoutingMethodType.TopK,
+        "moe_parallel_config": parallel,
+        "in_dtype": torch.bfloat16,
+    }
     return FusedMoEConfig(**(given | changes))
 
 
@@ -114,8 +122,14 @@ def run(path: Path, switch: str | None, ask: Callable[[Any], T], **settings: Any
     os.environ.pop("PRETUNED_VLLM", None)
     if switch is not None:
         os.environ["PRETUNED_VLLM"] = switch
-    given = {"dtype": "float32", "enforce_eager": True, "max_model_len": 128, "max_num_seqs": 4, "seed": 0,
-             "kv_cache_memory_bytes": KV_CACHE_BYTES}  # fmt: skip
+    given = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 128,
+        "max_num_seqs": 4,
+        "seed": 0,
+        "kv_cache_memory_bytes": KV_CACHE_BYTES,
+    }
     if config.get("kv_lora_rank"):  # on a CPU with AMX vLLM takes a backend that refuses float32
         given["attention_backend"] = "CPU_MLA"
     # It fails without a tokenizer. The line that says so keeps the engine for as long as pytest keeps the line.

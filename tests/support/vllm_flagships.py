@@ -93,41 +93,92 @@ def _clamped(config: Any) -> tuple[str, tuple[Any, ...]]:
 _MODELS = "vllm.model_executor.models."
 _COMMON = {"hidden_size": 128, "moe_intermediate_size": 128, "hidden_act": "silu", "vocab_size": 64}
 _DEEPSEEK = _COMMON | {
-    "n_routed_experts": E, "num_experts_per_tok": TOP_K, "n_shared_experts": None, "norm_topk_prob": True,
-    "scoring_func": "sqrtsoftplus", "topk_method": "noaux_tc", "num_hash_layers": 0, "mlp_layer_types": [],
-    "swiglu_limit": 10.0,    "routed_scaling_factor": 1.5, "expert_dtype": "fp4", "rms_norm_eps": 1e-6,
-}  # fmt: skip
+    "n_routed_experts": E,
+    "num_experts_per_tok": TOP_K,
+    "n_shared_experts": None,
+    "norm_topk_prob": True,
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+    "num_hash_layers": 0,
+    "mlp_layer_types": [],
+    "swiglu_limit": 10.0,
+    "routed_scaling_factor": 1.5,
+    "expert_dtype": "fp4",
+    "rms_norm_eps": 1e-6,
+}
 _STEP = {
-    "hidden_size": 128, "moe_intermediate_size": 128, "moe_num_experts": E, "moe_top_k": TOP_K, "share_expert_dim": 128,
-    "norm_expert_weight": True, "use_moe_router_bias": True, "need_fp32_gate": True, "moe_router_scaling_factor": 3.0,
-    "moe_router_activation": "sigmoid", "swiglu_limits": [0.0, 0.0, 7.0], "swiglu_limits_shared": [0.0, 0.0, 16.0],
+    "hidden_size": 128,
+    "moe_intermediate_size": 128,
+    "moe_num_experts": E,
+    "moe_top_k": TOP_K,
+    "share_expert_dim": 128,
+    "norm_expert_weight": True,
+    "use_moe_router_bias": True,
+    "need_fp32_gate": True,
+    "moe_router_scaling_factor": 3.0,
+    "moe_router_activation": "sigmoid",
+    "swiglu_limits": [0.0, 0.0, 7.0],
+    "swiglu_limits_shared": [0.0, 0.0, 16.0],
     "hidden_act": "silu",
-}  # fmt: skip
+}
 _NEMOTRON = {
-    "hidden_size": 128, "moe_intermediate_size": 192, "n_routed_experts": E, "num_experts_per_tok": TOP_K,
-    "n_shared_experts": 1, "moe_shared_expert_intermediate_size": 128, "mlp_hidden_act": "relu2", "mlp_bias": False,
-    "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5, "moe_latent_size": None,
-}  # fmt: skip
+    "hidden_size": 128,
+    "moe_intermediate_size": 192,
+    "n_routed_experts": E,
+    "num_experts_per_tok": TOP_K,
+    "n_shared_experts": 1,
+    "moe_shared_expert_intermediate_size": 128,
+    "mlp_hidden_act": "relu2",
+    "mlp_bias": False,
+    "norm_topk_prob": True,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+    "moe_latent_size": None,
+}
 _KIMI = Flagship(
     ("vllm.models.kimi_k3.nvidia.model",),
     {
-        "hidden_size": 192, "routed_expert_hidden_size": 128, "moe_intermediate_size": 128, "hidden_act": "situ",
-        "num_experts": E, "num_experts_per_token": TOP_K, "num_shared_experts": 1, "moe_renormalize": True,
-        "routed_scaling_factor": 2.5, "use_grouped_topk": True, "num_expert_group": 1, "topk_group": 1,
-        "moe_router_activation_func": "sigmoid", "latent_moe_use_norm": True, "rms_norm_eps": 1e-5,
-        "activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0, "topk_method": "noaux_tc",
+        "hidden_size": 192,
+        "routed_expert_hidden_size": 128,
+        "moe_intermediate_size": 128,
+        "hidden_act": "situ",
+        "num_experts": E,
+        "num_experts_per_token": TOP_K,
+        "num_shared_experts": 1,
+        "moe_renormalize": True,
+        "routed_scaling_factor": 2.5,
+        "use_grouped_topk": True,
+        "num_expert_group": 1,
+        "topk_group": 1,
+        "moe_router_activation_func": "sigmoid",
+        "latent_moe_use_norm": True,
+        "rms_norm_eps": 1e-5,
+        "activation_situ_beta": 4.0,
+        "activation_situ_linear_beta": 25.0,
+        "topk_method": "noaux_tc",
     },
-    _kimi, lambda config: ("SituAndMul", (config.activation_situ_beta, config.activation_situ_linear_beta)),
-    without=("SituAndMul", (4.0, None)), quantised="mxfp4", logged="mxfp4 situ(beta=4, linear_beta=25)",
-)  # fmt: skip
+    _kimi,
+    lambda config: ("SituAndMul", (config.activation_situ_beta, config.activation_situ_linear_beta)),
+    without=("SituAndMul", (4.0, None)),
+    quantised="mxfp4",
+    logged="mxfp4 situ(beta=4, linear_beta=25)",
+)
 FLAGSHIPS = {
     "DeepSeek-V4-Flash": Flagship(
         ("vllm.models.deepseek_v4.cpu.model", "vllm.models.deepseek_v4.nvidia.model", _MODELS + "deepseek_v4"),
-        _DEEPSEEK, _deepseek, _clamped, quantised="mxfp4", logged="mxfp4 swiglu(limit=10)",
+        _DEEPSEEK,
+        _deepseek,
+        _clamped,
+        quantised="mxfp4",
+        logged="mxfp4 swiglu(limit=10)",
     ),
     "DeepSeek-V4-Pro": Flagship(
         ("vllm.models.deepseek_v4.nvidia.model", _MODELS + "deepseek_v4"),
-        _DEEPSEEK | {"hidden_size": 192, "routed_scaling_factor": 2.5}, _deepseek, _clamped, quantised="mxfp4",
+        _DEEPSEEK | {"hidden_size": 192, "routed_scaling_factor": 2.5},
+        _deepseek,
+        _clamped,
+        quantised="mxfp4",
         logged="mxfp4 swiglu(limit=10)",
     ),
     "Kimi-K3": _KIMI,
@@ -135,46 +186,82 @@ FLAGSHIPS = {
     "Kimi-K3, compressed-tensors with fp8 tokens": _KIMI._replace(compressed="fp8"),
     "GLM-5.3-Flash": Flagship(
         ("vllm.models.glm5next.common.model",),
-        _DEEPSEEK | {"scoring_func": "sigmoid", "n_group": 1, "topk_group": 1}, _glm, _clamped, quantised="fp8_block",
+        _DEEPSEEK | {"scoring_func": "sigmoid", "n_group": 1, "topk_group": 1},
+        _glm,
+        _clamped,
+        quantised="fp8_block",
         logged="fp8_block swiglu(limit=10)",
     ),
     "Hy4": Flagship(
         ("vllm.models.hy_v4.nvidia.moe",),
         {
-            "hidden_size": 128, "expert_hidden_dim": 128, "num_experts": E, "num_experts_per_tok": TOP_K,
-            "num_shared_experts": 1, "hidden_act": "silu", "route_norm": True, "router_scaling_factor": 2.827,
+            "hidden_size": 128,
+            "expert_hidden_dim": 128,
+            "num_experts": E,
+            "num_experts_per_tok": TOP_K,
+            "num_shared_experts": 1,
+            "hidden_act": "silu",
+            "route_norm": True,
+            "router_scaling_factor": 2.827,
             "swiglu_limit": 10.0,
         },
-        _hy, _clamped, logged="bf16 swiglu(limit=10)",
+        _hy,
+        _clamped,
+        logged="bf16 swiglu(limit=10)",
     ),
     "Step-3.7": Flagship(
-        (_MODELS + "step3p5",), _STEP, _step(2), lambda config: ("SwigluStepAndMul", (config.swiglu_limits[2],)),
+        (_MODELS + "step3p5",),
+        _STEP,
+        _step(2),
+        lambda config: ("SwigluStepAndMul", (config.swiglu_limits[2],)),
         logged="bf16 swiglustep(limit=7)",
     ),
     "Step-3.7, first layers": Flagship(
-        (_MODELS + "step3p5",), _STEP, _step(1), lambda _: ("SiluAndMul", ()), without=("SwigluStepAndMul", (7.0,)),
+        (_MODELS + "step3p5",),
+        _STEP,
+        _step(1),
+        lambda _: ("SiluAndMul", ()),
+        without=("SwigluStepAndMul", (7.0,)),
         logged="bf16 silu",
     ),
     "MiniMax-M3": Flagship(
         ("vllm.models.minimax_m3.nvidia.model",),
         {
-            "hidden_size": 128, "intermediate_size": 128, "num_local_experts": E, "num_experts_per_tok": TOP_K,
-            "n_shared_experts": 1, "scoring_func": "sigmoid", "use_routing_bias": True, "routed_scaling_factor": 2.0,
-            "hidden_act": "swigluoai", "swiglu_alpha": 1.702, "swiglu_beta": 1.0, "swiglu_limit": 7.0,
+            "hidden_size": 128,
+            "intermediate_size": 128,
+            "num_local_experts": E,
+            "num_experts_per_tok": TOP_K,
+            "n_shared_experts": 1,
+            "scoring_func": "sigmoid",
+            "use_routing_bias": True,
+            "routed_scaling_factor": 2.0,
+            "hidden_act": "swigluoai",
+            "swiglu_alpha": 1.702,
+            "swiglu_beta": 1.0,
+            "swiglu_limit": 7.0,
         },
         _minimax,
         lambda config: ("SiluAndMulWithClamp", (config.swiglu_limit, config.swiglu_alpha, config.swiglu_beta)),
-        without=("SiluAndMulWithClamp", (1e30, 1.702, 1.0)), logged="bf16 swiglu_oai",
+        without=("SiluAndMulWithClamp", (1e30, 1.702, 1.0)),
+        logged="bf16 swiglu_oai",
     ),
     "Nemotron-3-Nano": Flagship(
-        (_MODELS + "nemotron_h",), _NEMOTRON, _nemotron, lambda _: ("ReLUSquaredActivation", ()),
-        without=("ReLU", ()), logged="bf16 relu2",
+        (_MODELS + "nemotron_h",),
+        _NEMOTRON,
+        _nemotron,
+        lambda _: ("ReLUSquaredActivation", ()),
+        without=("ReLU", ()),
+        logged="bf16 relu2",
     ),
     "Nemotron-3-Super": Flagship(
-        (_MODELS + "nemotron_h",), _NEMOTRON | {"moe_latent_size": 64, "n_group": 1}, _nemotron,
-        lambda _: ("ReLUSquaredActivation", ()), without=("ReLU", ()), logged="bf16 relu2",
+        (_MODELS + "nemotron_h",),
+        _NEMOTRON | {"moe_latent_size": 64, "n_group": 1},
+        _nemotron,
+        lambda _: ("ReLUSquaredActivation", ()),
+        without=("ReLU", ()),
+        logged="bf16 relu2",
     ),
-}  # fmt: skip
+}
 
 
 class Made(NamedTuple):
@@ -227,11 +314,15 @@ def chosen() -> Iterator[None]:
 
     by_marlin = choice(mxfp4_oracle, mxfp4_oracle.Mxfp4MoeBackend, "MARLIN")
     choices: list[tuple[Any, str, Any]] = [
-        (unquantized_fused_moe_method, "select_unquantized_moe_backend",
-         choice(unquantized_oracle, unquantized_oracle.UnquantizedMoeBackend, "TRITON")),
+        (
+            unquantized_fused_moe_method,
+            "select_unquantized_moe_backend",
+            choice(unquantized_oracle, unquantized_oracle.UnquantizedMoeBackend, "TRITON"),
+        ),
         (fp8, "select_fp8_moe_backend", choice(fp8_oracle, fp8_oracle.Fp8MoeBackend, "TRITON")),
-        (mxfp4, "select_mxfp4_moe_backend", by_marlin), (mxfp4, "select_deepseek_v4_mxfp4_moe_backend", by_marlin),
-    ]  # fmt: skip
+        (mxfp4, "select_mxfp4_moe_backend", by_marlin),
+        (mxfp4, "select_deepseek_v4_mxfp4_moe_backend", by_marlin),
+    ]
     # What refuses layers without a gate on the CPU, and the events of Kimi's second stream.
     choices += [(module, "current_platform", AsOnCuda()) for module in (moe_config, moe_layer)]
     choices += [(torch.cuda, "Event", SimpleNamespace)]
@@ -267,17 +358,28 @@ def quant_config(flagship: Flagship, module: Any) -> Any:
         return get_quantization_config("deepseek_v4_fp8").from_config(said)
     if flagship.compressed is None:
         return get_quantization_config("mxfp4").from_config({"quant_method": "mxfp4"})
-    weights = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32,
-               "scale_dtype": "torch.uint8"}  # fmt: skip
+    weights = {
+        "num_bits": 4,
+        "type": "float",
+        "symmetric": True,
+        "strategy": "group",
+        "group_size": 32,
+        "scale_dtype": "torch.uint8",
+    }
     tokens = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": tokens, "output_activations": None}
     if flagship.compressed == "bf16":
         group["input_activations"] = None
     others = ["re:.*shared_experts.*", "re:.*routed_expert_.*", "re:.*gate$"]
     return get_quantization_config("compressed-tensors").from_config(
-        {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "quantization_status": "compressed",
-         "config_groups": {"group_0": group}, "ignore": others}
-    )  # fmt: skip
+        {
+            "quant_method": "compressed-tensors",
+            "format": "mxfp4-pack-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group},
+            "ignore": others,
+        }
+    )
 
 
 def made(flagship: Flagship, *, process: bool = True) -> Made:
@@ -315,8 +417,11 @@ def filled(routed: Any, which: str, quantised: str | None) -> torch.Tensor:
     """Fill a product's parameters; return the weights that they stand for."""
     from pretuned.runtime import ExpertWeights
 
-    parameters = {name.removeprefix(f"{which}_"): one.data for name, one in routed.named_parameters(recurse=False)
-                  if name.startswith(f"{which}_")}  # fmt: skip
+    parameters = {
+        name.removeprefix(f"{which}_"): one.data
+        for name, one in routed.named_parameters(recurse=False)
+        if name.startswith(f"{which}_")
+    }
     codes = parameters.get("weight", parameters.get("weight_packed"))
     scale = next((one for name, one in parameters.items() if "scale" in name), None)
     assert codes is not None
@@ -361,9 +466,13 @@ def results(flagship: Flagship, layer: Made) -> Result:
 
 
 def twin(
-    layer: Made, act: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
+    layer: Made,
+    act: Callable[[torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
     round_to: torch.dtype = torch.bfloat16,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Each token's experts one by one, in float32 but for the rounding of h and a."""
     out = torch.zeros(len(x), layer.w2.shape[1])
     for t, s in torch.cartesian_prod(*map(torch.arange, ids.shape)).tolist():

@@ -31,8 +31,13 @@ _COMPRESSED = "compressed_tensors.compressed_tensors_moe.compressed_tensors_moe"
 def compressed(packing: str, weights: dict[str, Any], x: dict[str, Any] | None) -> dict[str, Any]:
     """The quantization_config of compressed-tensors."""
     group = {"targets": ["Linear"], "weights": weights, "input_activations": x, "output_activations": None}
-    return {"quant_method": "compressed-tensors", "format": packing, "quantization_status": "compressed",
-            "config_groups": {"group_0": group}, "ignore": ["lm_head"]}  # fmt: skip
+    return {
+        "quant_method": "compressed-tensors",
+        "format": packing,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
 
 
 _FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
@@ -42,13 +47,25 @@ _TOKENS = _FP8 | {"strategy": "token", "dynamic": True}
 KINDS: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "fp8 rows": ("compressed-tensors", compressed("float-quantized", _FP8, _TOKENS), f"{_COMPRESSED}_w8a8_fp8", "fp8"),
     "modelopt fp8": ("modelopt", {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": []}, "modelopt", "fp8"),
-    "nvfp4": ("compressed-tensors", compressed("nvfp4-pack-quantized", _FP4, None), f"{_COMPRESSED}_w4a4_nvfp4",
-              "nvfp4"),
-    "gptq": ("gptq", {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False},
-             "auto_gptq", "wna16"),
-    "modelopt nvfp4": ("modelopt_fp4", {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16,
-                                        "ignore": []}, "modelopt", "nvfp4"),
-}  # fmt: skip
+    "nvfp4": (
+        "compressed-tensors",
+        compressed("nvfp4-pack-quantized", _FP4, None),
+        f"{_COMPRESSED}_w4a4_nvfp4",
+        "nvfp4",
+    ),
+    "gptq": (
+        "gptq",
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False},
+        "auto_gptq",
+        "wna16",
+    ),
+    "modelopt nvfp4": (
+        "modelopt_fp4",
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": []},
+        "modelopt",
+        "nvfp4",
+    ),
+}
 
 
 def layer_of(kind: str) -> Any:
@@ -67,9 +84,15 @@ def layer_of(kind: str) -> Any:
     make = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE
     with set_current_vllm_config(VllmConfig()):
         made = make(
-            num_experts=E, top_k=2, hidden_size=H, intermediate_size=I, params_dtype=torch.bfloat16, renormalize=True,
-            quant_config=get_quantization_config(config).from_config(said), prefix="model.layers.0.mlp.experts",
-        )  # fmt: skip
+            num_experts=E,
+            top_k=2,
+            hidden_size=H,
+            intermediate_size=I,
+            params_dtype=torch.bfloat16,
+            renormalize=True,
+            quant_config=get_quantization_config(config).from_config(said),
+            prefix="model.layers.0.mlp.experts",
+        )
     return getattr(made, "routed_experts", made)
 
 

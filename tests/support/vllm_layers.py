@@ -98,9 +98,15 @@ def made(kind: str) -> Any:
     make = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE
     with set_current_vllm_config(VllmConfig()):
         layer = make(
-            num_experts=4, top_k=2, hidden_size=SIZE, intermediate_size=SIZE, params_dtype=torch.bfloat16,
-            quant_config=quantisation(kind), prefix=f"model.layers.0.mlp.experts.{kind}", renormalize=True,
-        )  # fmt: skip
+            num_experts=4,
+            top_k=2,
+            hidden_size=SIZE,
+            intermediate_size=SIZE,
+            params_dtype=torch.bfloat16,
+            quant_config=quantisation(kind),
+            prefix=f"model.layers.0.mlp.experts.{kind}",
+            renormalize=True,
+        )
     layer = getattr(layer, "routed_experts", layer)
     torch.manual_seed(0)
     for name, one in sorted(layer.named_parameters()):

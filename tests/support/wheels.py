@@ -13,8 +13,10 @@ def copy_tree(tree: Path) -> None:
     """What git would hold: ``tree``, an empty folder, gets a copy without ignored files."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, capture_output=True, check=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    )
     for name in listed.stdout.decode().split("\0"):
         source, target = ROOT / name, tree / name
         if not name or not (source.is_symlink() or source.is_file()):
@@ -31,6 +33,7 @@ def build_wheel(tree: Path, out: Path) -> Path:
     copy_tree(tree)
     subprocess.run(
         [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, tree],
-        check=True, capture_output=True,
-    )  # fmt: skip
+        check=True,
+        capture_output=True,
+    )
     return next(out.glob("*.whl"))

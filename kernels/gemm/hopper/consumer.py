@@ -139,8 +139,17 @@ def lines_of(buffer, y, target, inside, col, N, stride_y_m, LAYOUT: gl.constexpr
 
 @gluon.jit
 def store_box(
-    y, part, buffer, row, row_end, col, expert, WEIGHT: gl.constexpr, SLOTS: gl.constexpr, ACROSS: gl.constexpr,
-):  # fmt: skip
+    y,
+    part,
+    buffer,
+    row,
+    row_end,
+    col,
+    expert,
+    WEIGHT: gl.constexpr,
+    SLOTS: gl.constexpr,
+    ACROSS: gl.constexpr,
+):
     """Stores 64 x 64 by TMA, which cuts off rows and columns past the end. It reads the buffer on its own.
 
     ACROSS: the part's rows are columns of y, from ``row`` on, and its columns y's rows, from ``col`` on.
@@ -165,9 +174,19 @@ def store_box(
 
 @gluon.jit
 def store_boxes(
-    y_map, result, buffers, half, row, row_end, first, expert, SLOTS: gl.constexpr, WEIGHT: gl.constexpr,
-    PARTS: gl.constexpr, ACROSS: gl.constexpr = False,
-):  # fmt: skip
+    y_map,
+    result,
+    buffers,
+    half,
+    row,
+    row_end,
+    first,
+    expert,
+    SLOTS: gl.constexpr,
+    WEIGHT: gl.constexpr,
+    PARTS: gl.constexpr,
+    ACROSS: gl.constexpr = False,
+):
     """Stores the first PARTS x 64 columns of 64 rows by TMA."""
     parts = parts_of(result.to(buffers.dtype))
     for i in gl.static_range(PARTS):
@@ -177,9 +196,22 @@ def store_boxes(
 
 @gluon.jit
 def store_noted(
-    y, result, buffers, half, moved, noted, row, expert, first, N, stride_y_m, SLOTS: gl.constexpr,
-    PARTS: gl.constexpr, MMA: gl.constexpr, LINES: gl.constexpr,
-):  # fmt: skip
+    y,
+    result,
+    buffers,
+    half,
+    moved,
+    noted,
+    row,
+    expert,
+    first,
+    N,
+    stride_y_m,
+    SLOTS: gl.constexpr,
+    PARTS: gl.constexpr,
+    MMA: gl.constexpr,
+    LINES: gl.constexpr,
+):
     """Stores the first PARTS x 64 columns of 64 rows, biased and weighted, through pointers: as noted ``row`` on."""
     target, scale = noted_at(noted, half, row, gl.SliceLayout(1, LINES), gl.SliceLayout(1, MMA))
     inside = target >= 0
@@ -195,11 +227,36 @@ def store_noted(
 
 @gluon.jit
 def _tile(
-    half, a, b, full, empty, buffers, y, y_map, moved, noted, row, row_end, first, expert, whole, steps, stage, phase,
-    N, stride_y_m,
-    WIDTH: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, A_MK: gl.constexpr, B_NK: gl.constexpr,
-    WEIGHT: gl.constexpr, INDEXED: gl.constexpr, GATHER: gl.constexpr, GATED: gl.constexpr,
-):  # fmt: skip
+    half,
+    a,
+    b,
+    full,
+    empty,
+    buffers,
+    y,
+    y_map,
+    moved,
+    noted,
+    row,
+    row_end,
+    first,
+    expert,
+    whole,
+    steps,
+    stage,
+    phase,
+    N,
+    stride_y_m,
+    WIDTH: gl.constexpr,
+    STAGES: gl.constexpr,
+    SLOTS: gl.constexpr,
+    A_MK: gl.constexpr,
+    B_NK: gl.constexpr,
+    WEIGHT: gl.constexpr,
+    INDEXED: gl.constexpr,
+    GATHER: gl.constexpr,
+    GATED: gl.constexpr,
+):
     """One warpgroup's 64 rows of one tile, WIDTH columns from ``first`` on. Returns the stage and phase after it.
 
     GATHER code stores by TMA where nothing else is asked for and the tile is ``whole``: TMA stores every row, and those
@@ -246,7 +303,7 @@ def _tile(
         note(noted, half, found)
         store_noted(
             y, acc, buffers, half, moved, noted, 0, expert, first, N, stride_y_m, SLOTS, WIDTH // 64, mma, lines
-        )  # fmt: skip
+        )
     else:
         if whole & ((moved[6] & MOVED_FLAGS) == 0):
             store_boxes(y_map, acc, buffers, half, row, row_end, first, expert, SLOTS, WEIGHT, WIDTH // 64)
@@ -255,16 +312,38 @@ def _tile(
             note(noted, half, look_up(moved, ask(moved, row, row_end, 64), row, row_end))
             store_noted(
                 y, acc, buffers, half, moved, noted, 0, expert, first, N, stride_y_m, SLOTS, WIDTH // 64, mma, lines
-            )  # fmt: skip
+            )
     return stage, phase
 
 
 @gluon.jit
 def multiply(
-    half, a, b, full, empty, queue, filled, free, buffers, y, y_map, moved, noted, N, stride_y_m,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, A_MK: gl.constexpr, B_NK: gl.constexpr,
-    WEIGHT: gl.constexpr, INDEXED: gl.constexpr, GATHER: gl.constexpr, GATED: gl.constexpr, NARROW: gl.constexpr,
-):  # fmt: skip
+    half,
+    a,
+    b,
+    full,
+    empty,
+    queue,
+    filled,
+    free,
+    buffers,
+    y,
+    y_map,
+    moved,
+    noted,
+    N,
+    stride_y_m,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    SLOTS: gl.constexpr,
+    A_MK: gl.constexpr,
+    B_NK: gl.constexpr,
+    WEIGHT: gl.constexpr,
+    INDEXED: gl.constexpr,
+    GATHER: gl.constexpr,
+    GATED: gl.constexpr,
+    NARROW: gl.constexpr,
+):
     """One warpgroup: multiplies its 64 rows of every tile, and stores them.
 
     A tile in the queue is (first row, column in halves of BLOCK_N + 2^30 where each row that is gathered has an index,
@@ -285,15 +364,68 @@ def multiply(
         if mine < row_end:
             if NARROW and (word & NARROW_BIT) != 0:
                 stage, phase = _tile(
-                    half, a, b, full, empty, buffers, y, y_map, moved, noted, mine, row_end, col * HALF, expert, whole,
-                    steps, stage, phase, N, stride_y_m, HALF, STAGES, SLOTS, A_MK, B_NK, WEIGHT, INDEXED, GATHER, False,
-                )  # fmt: skip
+                    half,
+                    a,
+                    b,
+                    full,
+                    empty,
+                    buffers,
+                    y,
+                    y_map,
+                    moved,
+                    noted,
+                    mine,
+                    row_end,
+                    col * HALF,
+                    expert,
+                    whole,
+                    steps,
+                    stage,
+                    phase,
+                    N,
+                    stride_y_m,
+                    HALF,
+                    STAGES,
+                    SLOTS,
+                    A_MK,
+                    B_NK,
+                    WEIGHT,
+                    INDEXED,
+                    GATHER,
+                    False,
+                )
             else:
                 stage, phase = _tile(
-                    half, a, b, full, empty, buffers, y, y_map, moved, noted, mine, row_end, col * HALF, expert, whole,
-                    steps, stage, phase, N, stride_y_m, BLOCK_N, STAGES, SLOTS, A_MK, B_NK, WEIGHT, INDEXED, GATHER,
+                    half,
+                    a,
+                    b,
+                    full,
+                    empty,
+                    buffers,
+                    y,
+                    y_map,
+                    moved,
+                    noted,
+                    mine,
+                    row_end,
+                    col * HALF,
+                    expert,
+                    whole,
+                    steps,
+                    stage,
+                    phase,
+                    N,
+                    stride_y_m,
+                    BLOCK_N,
+                    STAGES,
+                    SLOTS,
+                    A_MK,
+                    B_NK,
+                    WEIGHT,
+                    INDEXED,
+                    GATHER,
                     GATED,
-                )  # fmt: skip
+                )
         else:
             for _ in range(steps):
                 mbarrier.wait(full.index(stage), phase)

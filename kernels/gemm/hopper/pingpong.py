@@ -32,9 +32,7 @@ def ordering():
 
 
 @gluon.jit
-def publish_turn(
-    queue, filled, free, slot, turn, row, col, row_end, word, stage, phase, WARPS: gl.constexpr, e=0, f=0
-):  # fmt: skip
+def publish_turn(queue, filled, free, slot, turn, row, col, row_end, word, stage, phase, WARPS: gl.constexpr, e=0, f=0):
     """Tells the warpgroup whose turn it is of a tile, and of the stage that it begins with.
 
     ``col``, in tiles, has 20 bits, and ``stage`` 4.
@@ -44,10 +42,31 @@ def publish_turn(
 
 @gluon.jit
 def multiply_in_turns(
-    half, a, b, full, empty, order, queue, filled, free, buffers, y, y_map, moved, noted, N, stride_y_m,
-    COLUMNS: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, A_MK: gl.constexpr, B_NK: gl.constexpr,
-    WEIGHT: gl.constexpr, ACROSS: gl.constexpr, INDEXED: gl.constexpr,
-):  # fmt: skip
+    half,
+    a,
+    b,
+    full,
+    empty,
+    order,
+    queue,
+    filled,
+    free,
+    buffers,
+    y,
+    y_map,
+    moved,
+    noted,
+    N,
+    stride_y_m,
+    COLUMNS: gl.constexpr,
+    STAGES: gl.constexpr,
+    SLOTS: gl.constexpr,
+    A_MK: gl.constexpr,
+    B_NK: gl.constexpr,
+    WEIGHT: gl.constexpr,
+    ACROSS: gl.constexpr,
+    INDEXED: gl.constexpr,
+):
     """One warpgroup: multiplies every other tile, and stores it. See ``warpgroups.multiply``."""
     PARTS: gl.constexpr = COLUMNS // PART
     WRITTEN: gl.constexpr = 256 if PARTS == 3 else COLUMNS
@@ -108,9 +127,22 @@ def multiply_in_turns(
             result = upper if i == 0 else lower
             if INDEXED:
                 store_noted(
-                    y, result, buffers, half, moved, noted, 64 * i, expert, first, N, stride_y_m, SLOTS, PARTS, mma,
+                    y,
+                    result,
+                    buffers,
+                    half,
+                    moved,
+                    noted,
+                    64 * i,
+                    expert,
+                    first,
+                    N,
+                    stride_y_m,
+                    SLOTS,
+                    PARTS,
+                    mma,
                     lines,
-                )  # fmt: skip
+                )
             else:
                 store_boxes(y_map, result, buffers, half, mine, row_end, first, expert, SLOTS, WEIGHT, PARTS, ACROSS)
         turn = turn ^ 1

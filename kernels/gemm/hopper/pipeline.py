@@ -56,9 +56,13 @@ def tile_of(ring, i, PARTS: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.conste
 def _further(offset_bytes):
     """Says in the PTX which register holds how much further, in 16 bytes, the right operands of these products are."""
     gl.inline_asm_elementwise(
-        "shr.u32 $0, $1, 4; // products of what is so much further: $0", "=r,r", [offset_bytes], dtype=gl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
+        "shr.u32 $0, $1, 4; // products of what is so much further: $0",
+        "=r,r",
+        [offset_bytes],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -202,8 +206,12 @@ def draw(counter):
     return gl.inline_asm_elementwise(
         "{.reg .pred first; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0; mov.b32 $0, 0; "
         "@first atom.global.gpu.relaxed.add.u32 $0, [$1], 1;}",
-        "=r,l", [counter.to(gl.int64, bitcast=True)], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        "=r,l",
+        [counter.to(gl.int64, bitcast=True)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit

@@ -48,9 +48,21 @@ WRITTEN: gl.constexpr = gl.constexpr(256)  # rows, of each product as it is writ
 
 @gluon.jit
 def _load_step(
-    x, w, a, b, bar, expert, row, boxes, col, start, stage,
-    BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, W_KN: gl.constexpr,
-):  # fmt: skip
+    x,
+    w,
+    a,
+    b,
+    bar,
+    expert,
+    row,
+    boxes,
+    col,
+    start,
+    stage,
+    BLOCK_M: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    W_KN: gl.constexpr,
+):
     """One step of the reduction of a tile: w's part of it, and as many boxes of x as the tile has."""
     BOXES: gl.constexpr = BLOCK_M // BOX
     w_bytes: gl.constexpr = COLUMNS * BLOCK_K * w.dtype.primitive_bitwidth // 8
@@ -71,10 +83,34 @@ def _load_step(
 
 @gluon.jit
 def _load_fitted(
-    x, w, low_x, low_w, a, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E, R, m_sizes_step,
-    BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, EXPERTS: gl.constexpr,
-    W_KN: gl.constexpr, INDEXED: gl.constexpr, LOW_RANK: gl.constexpr,
-):  # fmt: skip
+    x,
+    w,
+    low_x,
+    low_w,
+    a,
+    b,
+    full,
+    empty,
+    queue,
+    filled,
+    free,
+    m_sizes,
+    counter,
+    M,
+    N,
+    K,
+    E,
+    R,
+    m_sizes_step,
+    BLOCK_M: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    EXPERTS: gl.constexpr,
+    W_KN: gl.constexpr,
+    INDEXED: gl.constexpr,
+    LOW_RANK: gl.constexpr,
+):
     """The loading warp: see ``_load_rows`` in rows.py. A stage has w's part of a tile, and what the tile has of x."""
     AHEAD: gl.constexpr = 4  # steps
     layout: gl.constexpr = gl.BlockedLayout([EXPERTS // 32], [32], [1], [0])
@@ -134,15 +170,32 @@ def _fit(grains, MOST: gl.constexpr):
     """
     gl.inline_asm_elementwise(
         f"mov.b32 $0, $1; // products of $1 times {GRAIN} rows, {MOST} times at most",
-        "=r,r", [grains], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        "=r,r",
+        [grains],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
 def _products(
-    half, a, b, full, empty, upper, lower, steps, grains, stage, phase,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, A_MK: gl.constexpr, TURNS: gl.constexpr,
-):  # fmt: skip
+    half,
+    a,
+    b,
+    full,
+    empty,
+    upper,
+    lower,
+    steps,
+    grains,
+    stage,
+    phase,
+    BLOCK_M: gl.constexpr,
+    STAGES: gl.constexpr,
+    A_MK: gl.constexpr,
+    TURNS: gl.constexpr,
+):
     """The sums of a tile, all but the last step's under way; then the stage and phase after it.
 
     They are of 64 columns, or in TURNS of the upper 64 and the lower.
@@ -172,10 +225,29 @@ def _products(
 
 @gluon.jit
 def _multiply_fitted(
-    half, a, b, full, empty, order, queue, filled, free, buffers, y, y_map, moved, noted, N, stride_y_m,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, A_MK: gl.constexpr, TURNS: gl.constexpr,
+    half,
+    a,
+    b,
+    full,
+    empty,
+    order,
+    queue,
+    filled,
+    free,
+    buffers,
+    y,
+    y_map,
+    moved,
+    noted,
+    N,
+    stride_y_m,
+    BLOCK_M: gl.constexpr,
+    STAGES: gl.constexpr,
+    SLOTS: gl.constexpr,
+    A_MK: gl.constexpr,
+    TURNS: gl.constexpr,
     INDEXED: gl.constexpr,
-):  # fmt: skip
+):
     """One warpgroup: multiplies its 64 columns of every tile, or every other tile (TURNS), and stores them.
 
     A tile in the queue is (first row, column tile, end of its rows, steps of the reduction + in INDEXED code
@@ -253,12 +325,43 @@ def _multiply_fitted(
 
 @gluon.jit
 def rows_fitted(
-    x, w, y, y_map, m_sizes, index, row_weights, bias, low_x, low_w, counter, M, N, K, E, stride_x_m, stride_w_e,
-    stride_w_row, stride_y_m, m_sizes_step, index_step, index_end, x_divisor, flags, R,
-    BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP_M: gl.constexpr,
-    EXPERTS: gl.constexpr, W_KN: gl.constexpr, INDEXED: gl.constexpr, PINGPONG: gl.constexpr,
-    REGISTERS: gl.constexpr, LOW_RANK: gl.constexpr,
-):  # fmt: skip
+    x,
+    w,
+    y,
+    y_map,
+    m_sizes,
+    index,
+    row_weights,
+    bias,
+    low_x,
+    low_w,
+    counter,
+    M,
+    N,
+    K,
+    E,
+    stride_x_m,
+    stride_w_e,
+    stride_w_row,
+    stride_y_m,
+    m_sizes_step,
+    index_step,
+    index_end,
+    x_divisor,
+    flags,
+    R,
+    BLOCK_M: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    SLOTS: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    EXPERTS: gl.constexpr,
+    W_KN: gl.constexpr,
+    INDEXED: gl.constexpr,
+    PINGPONG: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    LOW_RANK: gl.constexpr,
+):
     """y[to(m), n] = weight(m) * (sum_k x[m, k] * w[expert of m, n, k] + bias[expert of m, n]).
 
     ``rows`` (portable/rows.py) of rows that nothing gathers. x and w come through TMA; y leaves through ``y_map``, a
@@ -286,42 +389,190 @@ def rows_fitted(
         gl.barrier()
         gl.warp_specialize(
             [
-                (_multiply_fitted, (
-                    0, a, b, full, empty, order, queue, filled, free, buffers, y, y_map, moved, noted, N, stride_y_m,
-                    BLOCK_M, STAGES, SLOTS, not W_KN, PINGPONG, INDEXED,
-                )),
-                (_multiply_fitted, (
-                    1, a, b, full, empty, order, queue, filled, free, buffers, y, y_map, moved, noted, N, stride_y_m,
-                    BLOCK_M, STAGES, SLOTS, not W_KN, PINGPONG, INDEXED,
-                )),
-                (_load_fitted, (
-                    x, w, low_x, low_w, a, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E, R,
-                    m_sizes_step, BLOCK_M, BLOCK_K, STAGES, GROUP_M, EXPERTS, W_KN, INDEXED, LOW_RANK,
-                )),
+                (
+                    _multiply_fitted,
+                    (
+                        0,
+                        a,
+                        b,
+                        full,
+                        empty,
+                        order,
+                        queue,
+                        filled,
+                        free,
+                        buffers,
+                        y,
+                        y_map,
+                        moved,
+                        noted,
+                        N,
+                        stride_y_m,
+                        BLOCK_M,
+                        STAGES,
+                        SLOTS,
+                        not W_KN,
+                        PINGPONG,
+                        INDEXED,
+                    ),
+                ),
+                (
+                    _multiply_fitted,
+                    (
+                        1,
+                        a,
+                        b,
+                        full,
+                        empty,
+                        order,
+                        queue,
+                        filled,
+                        free,
+                        buffers,
+                        y,
+                        y_map,
+                        moved,
+                        noted,
+                        N,
+                        stride_y_m,
+                        BLOCK_M,
+                        STAGES,
+                        SLOTS,
+                        not W_KN,
+                        PINGPONG,
+                        INDEXED,
+                    ),
+                ),
+                (
+                    _load_fitted,
+                    (
+                        x,
+                        w,
+                        low_x,
+                        low_w,
+                        a,
+                        b,
+                        full,
+                        empty,
+                        queue,
+                        filled,
+                        free,
+                        m_sizes,
+                        counter,
+                        M,
+                        N,
+                        K,
+                        E,
+                        R,
+                        m_sizes_step,
+                        BLOCK_M,
+                        BLOCK_K,
+                        STAGES,
+                        GROUP_M,
+                        EXPERTS,
+                        W_KN,
+                        INDEXED,
+                        LOW_RANK,
+                    ),
+                ),
                 (clear_unnamed, (y, m_sizes, moved, M, E, N, stride_y_m, m_sizes_step)),
             ],
             [4, 1, 1],
             [REGISTERS, 504 - 2 * REGISTERS, 504 - 2 * REGISTERS],
-        )  # fmt: skip
+        )
     else:
         gl.barrier()
         gl.warp_specialize(
             [
-                (_multiply_fitted, (
-                    0, a, b, full, empty, order, queue, filled, free, buffers, y, y_map, moved, (), N, stride_y_m,
-                    BLOCK_M, STAGES, SLOTS, not W_KN, PINGPONG, INDEXED,
-                )),
-                (_multiply_fitted, (
-                    1, a, b, full, empty, order, queue, filled, free, buffers, y, y_map, moved, (), N, stride_y_m,
-                    BLOCK_M, STAGES, SLOTS, not W_KN, PINGPONG, INDEXED,
-                )),
-                (_load_fitted, (
-                    x, w, low_x, low_w, a, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E, R,
-                    m_sizes_step, BLOCK_M, BLOCK_K, STAGES, GROUP_M, EXPERTS, W_KN, INDEXED, LOW_RANK,
-                )),
+                (
+                    _multiply_fitted,
+                    (
+                        0,
+                        a,
+                        b,
+                        full,
+                        empty,
+                        order,
+                        queue,
+                        filled,
+                        free,
+                        buffers,
+                        y,
+                        y_map,
+                        moved,
+                        (),
+                        N,
+                        stride_y_m,
+                        BLOCK_M,
+                        STAGES,
+                        SLOTS,
+                        not W_KN,
+                        PINGPONG,
+                        INDEXED,
+                    ),
+                ),
+                (
+                    _multiply_fitted,
+                    (
+                        1,
+                        a,
+                        b,
+                        full,
+                        empty,
+                        order,
+                        queue,
+                        filled,
+                        free,
+                        buffers,
+                        y,
+                        y_map,
+                        moved,
+                        (),
+                        N,
+                        stride_y_m,
+                        BLOCK_M,
+                        STAGES,
+                        SLOTS,
+                        not W_KN,
+                        PINGPONG,
+                        INDEXED,
+                    ),
+                ),
+                (
+                    _load_fitted,
+                    (
+                        x,
+                        w,
+                        low_x,
+                        low_w,
+                        a,
+                        b,
+                        full,
+                        empty,
+                        queue,
+                        filled,
+                        free,
+                        m_sizes,
+                        counter,
+                        M,
+                        N,
+                        K,
+                        E,
+                        R,
+                        m_sizes_step,
+                        BLOCK_M,
+                        BLOCK_K,
+                        STAGES,
+                        GROUP_M,
+                        EXPERTS,
+                        W_KN,
+                        INDEXED,
+                        LOW_RANK,
+                    ),
+                ),
             ],
             [4, 1],
             [REGISTERS, 504 - 2 * REGISTERS],
-        )  # fmt: skip
+        )
     if ((flags & ZERO_TAIL_FLAG) != 0) & ((flags & SCATTER_FLAG) == 0 if INDEXED else True):
         zero_tail(y, m_sizes, m_sizes_step, M, E, N, stride_y_m, EXPERTS)

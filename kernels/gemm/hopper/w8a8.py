@@ -55,9 +55,28 @@ PREPARED: gl.constexpr = gl.constexpr(_prepared())
 
 @gluon.jit
 def _load_both(
-    x, w, x_scale, a, b, s, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E, m_sizes_step,
-    STAGES: gl.constexpr, GROUP_M: gl.constexpr, EXPERTS: gl.constexpr,
-):  # fmt: skip
+    x,
+    w,
+    x_scale,
+    a,
+    b,
+    s,
+    full,
+    empty,
+    queue,
+    filled,
+    free,
+    m_sizes,
+    counter,
+    M,
+    N,
+    K,
+    E,
+    m_sizes_step,
+    STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    EXPERTS: gl.constexpr,
+):
     """The loading warp: see ``rows._load_rows``. x's lower 64 rows are loaded where there are any."""
     AHEAD: gl.constexpr = 4  # steps
     layout: gl.constexpr = gl.BlockedLayout([EXPERTS // 32], [32], [1], [0])
@@ -114,9 +133,28 @@ def _scales(held, row, MMA: gl.constexpr):
 
 @gluon.jit
 def _multiply_scaled(
-    half, a, b, s, full, empty, queue, filled, free, buffers, w_scale, y, y_map, moved, noted, N, K, stride_y_m,
-    STAGES: gl.constexpr, SLOTS: gl.constexpr, INDEXED: gl.constexpr,
-):  # fmt: skip
+    half,
+    a,
+    b,
+    s,
+    full,
+    empty,
+    queue,
+    filled,
+    free,
+    buffers,
+    w_scale,
+    y,
+    y_map,
+    moved,
+    noted,
+    N,
+    K,
+    stride_y_m,
+    STAGES: gl.constexpr,
+    SLOTS: gl.constexpr,
+    INDEXED: gl.constexpr,
+):
     """One warpgroup: its 128 columns of every tile, and the way out."""
     WIDTH: gl.constexpr = COLUMNS // 2
     lines: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -168,13 +206,26 @@ def _multiply_scaled(
                 if mine < row_end:
                     if INDEXED:
                         store_noted(
-                            y, result, buffers, half, moved, noted, 64 * i, expert, first, N, stride_y_m, SLOTS,
-                            WIDTH // 64, mma, lines,
-                        )  # fmt: skip
+                            y,
+                            result,
+                            buffers,
+                            half,
+                            moved,
+                            noted,
+                            64 * i,
+                            expert,
+                            first,
+                            N,
+                            stride_y_m,
+                            SLOTS,
+                            WIDTH // 64,
+                            mma,
+                            lines,
+                        )
                     else:
                         store_boxes(
                             y_map, result, buffers, half, mine, row_end, first, expert, SLOTS, False, WIDTH // 64
-                        )  # fmt: skip
+                        )
         row, col, row_end, word, _e, _f = take_all(queue, filled, free, slot, turn, 4)
     if not INDEXED:
         tma.store_wait(0)
@@ -182,11 +233,34 @@ def _multiply_scaled(
 
 @gluon.jit
 def rows_w8a8(
-    x, w, x_scale, w_scale, y, y_map, m_sizes, index, row_weights, bias, counter, M, N, K, E, stride_y_m,
-    m_sizes_step, index_step, index_end, x_divisor, flags,
-    STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP_M: gl.constexpr, EXPERTS: gl.constexpr, INDEXED: gl.constexpr,
+    x,
+    w,
+    x_scale,
+    w_scale,
+    y,
+    y_map,
+    m_sizes,
+    index,
+    row_weights,
+    bias,
+    counter,
+    M,
+    N,
+    K,
+    E,
+    stride_y_m,
+    m_sizes_step,
+    index_step,
+    index_end,
+    x_divisor,
+    flags,
+    STAGES: gl.constexpr,
+    SLOTS: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    EXPERTS: gl.constexpr,
+    INDEXED: gl.constexpr,
     REGISTERS: gl.constexpr,
-):  # fmt: skip
+):
     """y[to(m), n] = weight(m) * (sum_g xs[g, m] * ws[e, n // 128, g] * sum_k x[m, k] * w[e, n, k] + bias[e, n]).
 
     ``portable.rows`` of rows that nothing gathers; e is the expert of m, and k runs over g's 128 of K. x is e4m3
@@ -208,41 +282,173 @@ def rows_w8a8(
     if INDEXED:
         gl.warp_specialize(
             [
-                (_multiply_scaled, (
-                    0, a, b, s, full, empty, queue, filled, free, buffers, w_scale, y, y_map, moved, noted, N, K,
-                    stride_y_m, STAGES, SLOTS, INDEXED,
-                )),
-                (_multiply_scaled, (
-                    1, a, b, s, full, empty, queue, filled, free, buffers, w_scale, y, y_map, moved, noted, N, K,
-                    stride_y_m, STAGES, SLOTS, INDEXED,
-                )),
-                (_load_both, (
-                    x, w, x_scale, a, b, s, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E,
-                    m_sizes_step, STAGES, GROUP_M, EXPERTS,
-                )),
+                (
+                    _multiply_scaled,
+                    (
+                        0,
+                        a,
+                        b,
+                        s,
+                        full,
+                        empty,
+                        queue,
+                        filled,
+                        free,
+                        buffers,
+                        w_scale,
+                        y,
+                        y_map,
+                        moved,
+                        noted,
+                        N,
+                        K,
+                        stride_y_m,
+                        STAGES,
+                        SLOTS,
+                        INDEXED,
+                    ),
+                ),
+                (
+                    _multiply_scaled,
+                    (
+                        1,
+                        a,
+                        b,
+                        s,
+                        full,
+                        empty,
+                        queue,
+                        filled,
+                        free,
+                        buffers,
+                        w_scale,
+                        y,
+                        y_map,
+                        moved,
+                        noted,
+                        N,
+                        K,
+                        stride_y_m,
+                        STAGES,
+                        SLOTS,
+                        INDEXED,
+                    ),
+                ),
+                (
+                    _load_both,
+                    (
+                        x,
+                        w,
+                        x_scale,
+                        a,
+                        b,
+                        s,
+                        full,
+                        empty,
+                        queue,
+                        filled,
+                        free,
+                        m_sizes,
+                        counter,
+                        M,
+                        N,
+                        K,
+                        E,
+                        m_sizes_step,
+                        STAGES,
+                        GROUP_M,
+                        EXPERTS,
+                    ),
+                ),
                 (clear_unnamed, (y, m_sizes, moved, M, E, N, stride_y_m, m_sizes_step)),
             ],
             [4, 1, 1],
             [REGISTERS, 504 - 2 * REGISTERS, 504 - 2 * REGISTERS],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
-                (_multiply_scaled, (
-                    0, a, b, s, full, empty, queue, filled, free, buffers, w_scale, y, y_map, moved, noted, N, K,
-                    stride_y_m, STAGES, SLOTS, INDEXED,
-                )),
-                (_multiply_scaled, (
-                    1, a, b, s, full, empty, queue, filled, free, buffers, w_scale, y, y_map, moved, noted, N, K,
-                    stride_y_m, STAGES, SLOTS, INDEXED,
-                )),
-                (_load_both, (
-                    x, w, x_scale, a, b, s, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E,
-                    m_sizes_step, STAGES, GROUP_M, EXPERTS,
-                )),
+                (
+                    _multiply_scaled,
+                    (
+                        0,
+                        a,
+                        b,
+                        s,
+                        full,
+                        empty,
+                        queue,
+                        filled,
+                        free,
+                        buffers,
+                        w_scale,
+                        y,
+                        y_map,
+                        moved,
+                        noted,
+                        N,
+                        K,
+                        stride_y_m,
+                        STAGES,
+                        SLOTS,
+                        INDEXED,
+                    ),
+                ),
+                (
+                    _multiply_scaled,
+                    (
+                        1,
+                        a,
+                        b,
+                        s,
+                        full,
+                        empty,
+                        queue,
+                        filled,
+                        free,
+                        buffers,
+                        w_scale,
+                        y,
+                        y_map,
+                        moved,
+                        noted,
+                        N,
+                        K,
+                        stride_y_m,
+                        STAGES,
+                        SLOTS,
+                        INDEXED,
+                    ),
+                ),
+                (
+                    _load_both,
+                    (
+                        x,
+                        w,
+                        x_scale,
+                        a,
+                        b,
+                        s,
+                        full,
+                        empty,
+                        queue,
+                        filled,
+                        free,
+                        m_sizes,
+                        counter,
+                        M,
+                        N,
+                        K,
+                        E,
+                        m_sizes_step,
+                        STAGES,
+                        GROUP_M,
+                        EXPERTS,
+                    ),
+                ),
             ],
             [4, 1],
             [REGISTERS, 504 - 2 * REGISTERS],
-        )  # fmt: skip
+        )
     if ((flags & ZERO_TAIL_FLAG) != 0) & ((flags & SCATTER_FLAG) == 0 if INDEXED else True):
         zero_tail(y, m_sizes, m_sizes_step, M, E, N, stride_y_m, EXPERTS)

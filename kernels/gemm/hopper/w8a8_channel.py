@@ -58,9 +58,19 @@ def _packs(BLOCK_M, BLOCK_N):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _load_both(
-    loads, M, N, K, E, m_sizes_step, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, GROUP_M: gl.constexpr, EXPERTS: gl.constexpr,
-):  # fmt: skip
+    loads,
+    M,
+    N,
+    K,
+    E,
+    m_sizes_step,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    EXPERTS: gl.constexpr,
+):
     """The loading warp: see ``rows._load_rows``. A stage has a step's blocks of w, and boxes of a tile's rows."""
     x, w, a, b, full, empty, queue, filled, free, m_sizes, counter = loads
     WIDE: gl.constexpr = BLOCK_N // BLOCK  # blocks of columns of a tile
@@ -118,9 +128,19 @@ def _load_both(
 
 @gluon.jit
 def _load(
-    loads, M, N, K, E, m_sizes_step, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, GROUP_M: gl.constexpr, EXPERTS: gl.constexpr,
-):  # fmt: skip
+    loads,
+    M,
+    N,
+    K,
+    E,
+    m_sizes_step,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    EXPERTS: gl.constexpr,
+):
     """The loading warp, by how many experts there are."""
     if E <= FEW:
         _load_both(loads, M, N, K, E, m_sizes_step, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, FEW)
@@ -136,8 +156,12 @@ def _added(sums, part, PACKED: gl.constexpr):
         found = gl.inline_asm_elementwise(
             "{.reg .b16 h0, h1; .reg .f32 a, b; mov.b32 {h0, h1}, $3; cvt.f32.f16 a, h0; cvt.f32.f16 b, h1; "
             "fma.rn.f32 a, $1, 0f37000000, a; fma.rn.f32 b, $2, 0f37000000, b; cvt.rn.f16x2.f32 $0, b, a;}",
-            "=r,r,r,r", [low, high, sums], dtype=gl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
+            "=r,r,r,r",
+            [low, high, sums],
+            dtype=gl.int32,
+            is_pure=True,
+            pack=1,
+        )
     else:
         found = sums + part
     return found
@@ -151,8 +175,12 @@ def _whole(sums, part, PACKED: gl.constexpr):
         low, high = gl.inline_asm_elementwise(
             "{.reg .b16 h0, h1; .reg .f32 a, b; mov.b32 {h0, h1}, $4; cvt.f32.f16 a, h0; cvt.f32.f16 b, h1; "
             "fma.rn.f32 $0, a, 0f48000000, $2; fma.rn.f32 $1, b, 0f48000000, $3;}",
-            "=r,=r,r,r,r", [low, high, sums], dtype=(gl.float32, gl.float32), is_pure=True, pack=1,
-        )  # fmt: skip
+            "=r,=r,r,r,r",
+            [low, high, sums],
+            dtype=(gl.float32, gl.float32),
+            is_pure=True,
+            pack=1,
+        )
         found = gl.convert_layout(gl.join(low, high).reshape(part.shape), part.type.layout, assert_trivial=True)
     else:
         found = sums + part
@@ -172,10 +200,19 @@ def _none(part, PACKED: gl.constexpr):
 
 @gluon.jit
 def _multiply_both(
-    half, own, N, stride_y_m,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
-    INDEXED: gl.constexpr, FITTED: gl.constexpr, PART: gl.constexpr,
-):  # fmt: skip
+    half,
+    own,
+    N,
+    stride_y_m,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    SLOTS: gl.constexpr,
+    INDEXED: gl.constexpr,
+    FITTED: gl.constexpr,
+    PART: gl.constexpr,
+):
     """One warpgroup: its columns of every tile, or its half of each step, and the way out."""
     a, b, full, empty, queue, filled, free, buffers, sums, summed, x_scale, w_scale, y, y_map, moved, noted = own
     SPLIT: gl.constexpr = BLOCK_N == BLOCK
@@ -305,12 +342,39 @@ def _multiply_both(
 
 @gluon.jit
 def rows_w8a8_channel(
-    x, w, x_scale, w_scale, y, y_map, m_sizes, index, row_weights, bias, counter, M, N, K, E, stride_y_m,
-    m_sizes_step, index_step, index_end, x_divisor, flags,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
-    GROUP_M: gl.constexpr, EXPERTS: gl.constexpr, INDEXED: gl.constexpr, FITTED: gl.constexpr, PART: gl.constexpr,
+    x,
+    w,
+    x_scale,
+    w_scale,
+    y,
+    y_map,
+    m_sizes,
+    index,
+    row_weights,
+    bias,
+    counter,
+    M,
+    N,
+    K,
+    E,
+    stride_y_m,
+    m_sizes_step,
+    index_step,
+    index_end,
+    x_divisor,
+    flags,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    SLOTS: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    EXPERTS: gl.constexpr,
+    INDEXED: gl.constexpr,
+    FITTED: gl.constexpr,
+    PART: gl.constexpr,
     REGISTERS: gl.constexpr,
-):  # fmt: skip
+):
     """y[to(m), n] = weight(m) * (xs[m] * ws[e, n] * sum_k x[m, k] * w[e, n, k] + bias[e, n]).
 
     ``portable.rows`` of rows that nothing gathers; e is the expert of m. x is e4m3 [M, K], each 64 of K in ``K_ORDER``
@@ -347,40 +411,139 @@ def rows_w8a8_channel(
     gl.barrier()
     loads = (x, w, a, b, full, empty, queue, filled, free, m_sizes, counter)
     own = (
-        a, b, full, empty, queue, filled, free, buffers, sums, summed, x_scale, w_scale, y, y_map, moved, noted,
-    )  # fmt: skip
+        a,
+        b,
+        full,
+        empty,
+        queue,
+        filled,
+        free,
+        buffers,
+        sums,
+        summed,
+        x_scale,
+        w_scale,
+        y,
+        y_map,
+        moved,
+        noted,
+    )
     if INDEXED:
         gl.warp_specialize(
             [
-                (_multiply_both, (
-                    0, own, N, stride_y_m, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, SLOTS, INDEXED, FITTED, PART,
-                )),
-                (_multiply_both, (
-                    1, own, N, stride_y_m, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, SLOTS, INDEXED, FITTED, PART,
-                )),
-                (_load, (
-                    loads, M, N, K, E, m_sizes_step, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, EXPERTS,
-                )),
+                (
+                    _multiply_both,
+                    (
+                        0,
+                        own,
+                        N,
+                        stride_y_m,
+                        BLOCK_M,
+                        BLOCK_N,
+                        BLOCK_K,
+                        STAGES,
+                        SLOTS,
+                        INDEXED,
+                        FITTED,
+                        PART,
+                    ),
+                ),
+                (
+                    _multiply_both,
+                    (
+                        1,
+                        own,
+                        N,
+                        stride_y_m,
+                        BLOCK_M,
+                        BLOCK_N,
+                        BLOCK_K,
+                        STAGES,
+                        SLOTS,
+                        INDEXED,
+                        FITTED,
+                        PART,
+                    ),
+                ),
+                (
+                    _load,
+                    (
+                        loads,
+                        M,
+                        N,
+                        K,
+                        E,
+                        m_sizes_step,
+                        BLOCK_M,
+                        BLOCK_N,
+                        BLOCK_K,
+                        STAGES,
+                        GROUP_M,
+                        EXPERTS,
+                    ),
+                ),
                 (clear_unnamed, (y, m_sizes, moved, M, E, N, stride_y_m, m_sizes_step)),
             ],
             [4, 1, 1],
             [REGISTERS, 504 - 2 * REGISTERS, 504 - 2 * REGISTERS],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
-                (_multiply_both, (
-                    0, own, N, stride_y_m, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, SLOTS, INDEXED, FITTED, PART,
-                )),
-                (_multiply_both, (
-                    1, own, N, stride_y_m, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, SLOTS, INDEXED, FITTED, PART,
-                )),
-                (_load, (
-                    loads, M, N, K, E, m_sizes_step, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, EXPERTS,
-                )),
+                (
+                    _multiply_both,
+                    (
+                        0,
+                        own,
+                        N,
+                        stride_y_m,
+                        BLOCK_M,
+                        BLOCK_N,
+                        BLOCK_K,
+                        STAGES,
+                        SLOTS,
+                        INDEXED,
+                        FITTED,
+                        PART,
+                    ),
+                ),
+                (
+                    _multiply_both,
+                    (
+                        1,
+                        own,
+                        N,
+                        stride_y_m,
+                        BLOCK_M,
+                        BLOCK_N,
+                        BLOCK_K,
+                        STAGES,
+                        SLOTS,
+                        INDEXED,
+                        FITTED,
+                        PART,
+                    ),
+                ),
+                (
+                    _load,
+                    (
+                        loads,
+                        M,
+                        N,
+                        K,
+                        E,
+                        m_sizes_step,
+                        BLOCK_M,
+                        BLOCK_N,
+                        BLOCK_K,
+                        STAGES,
+                        GROUP_M,
+                        EXPERTS,
+                    ),
+                ),
             ],
             [4, 1],
             [REGISTERS, 504 - 2 * REGISTERS],
-        )  # fmt: skip
+        )
     if ((flags & ZERO_TAIL_FLAG) != 0) & ((flags & SCATTER_FLAG) == 0 if INDEXED else True):
         zero_tail(y, m_sizes, m_sizes_step, M, E, N, stride_y_m, EXPERTS)

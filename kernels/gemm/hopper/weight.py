@@ -82,8 +82,12 @@ def _ask(at, first, rows, stride, columns):
                 "{.reg .b32 lane, o; .reg .b64 a; .reg .pred in; mov.u32 lane, %laneid; shl.b32 lane, lane, 7; "
                 "add.u32 o, lane, $2; setp.lt.u32 in, o, $3; cvt.u64.u32 a, o; add.u64 a, a, $1; "
                 "@in prefetch.global.L2 [a]; mov.b32 $0, 0;}",
-                "=r,l,r,r", [begin.to(gl.int64, bitcast=True), line, end], dtype=gl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
+                "=r,l,r,r",
+                [begin.to(gl.int64, bitcast=True), line, end],
+                dtype=gl.int32,
+                is_pure=False,
+                pack=1,
+            )
 
 
 @gluon.jit
@@ -97,11 +101,34 @@ def _rows_of(end, expert, EXPERTS: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _load_weight(
-    dy, x, dy_at, x_at, a, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E, stride_dy_m, stride_x_m,
+    dy,
+    x,
+    dy_at,
+    x_at,
+    a,
+    b,
+    full,
+    empty,
+    queue,
+    filled,
+    free,
+    m_sizes,
+    counter,
+    M,
+    N,
+    K,
+    E,
+    stride_dy_m,
+    stride_x_m,
     m_sizes_step,
-    BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
-    EXPERTS: gl.constexpr, NARROW: gl.constexpr, STREAMED: gl.constexpr,
-):  # fmt: skip
+    BLOCK_M: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    EXPERTS: gl.constexpr,
+    NARROW: gl.constexpr,
+    STREAMED: gl.constexpr,
+):
     """The loading warp of dW: both operands end with the expert's rows, see ``kernels/contract/words.py``,
     RAGGED_SIZES.
 
@@ -193,9 +220,24 @@ def _load_weight(
 
 @gluon.jit
 def _schedule(
-    near, queue, filled, free, places, m_sizes, counter, M, N, K, E, m_sizes_step,
-    BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, EXPERTS: gl.constexpr,
-):  # fmt: skip
+    near,
+    queue,
+    filled,
+    free,
+    places,
+    m_sizes,
+    counter,
+    M,
+    N,
+    K,
+    E,
+    m_sizes_step,
+    BLOCK_M: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    EXPERTS: gl.constexpr,
+):
     """The warp that says which tiles come, in PINGPONG code: the loading warp has no time to look them up.
 
     It draws a tile when the loading warp is ``near`` the end of the one before. Drawn and looked up by the loading warp
@@ -245,9 +287,21 @@ def _schedule(
 
 @gluon.jit
 def _load_told(
-    dy, x, a, b, full, empty, near, queue, filled, free, N, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr,
+    dy,
+    x,
+    a,
+    b,
+    full,
+    empty,
+    near,
+    queue,
+    filled,
+    free,
+    N,
+    BLOCK_M: gl.constexpr,
+    BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
-):  # fmt: skip
+):
     """The loading warp of PINGPONG code: says when it is ``near`` the end of each tile.
 
     An expert without rows has one step, of zeros: the sums of the tile before would stay (pingpong.py).
@@ -283,12 +337,34 @@ def _load_told(
 
 @gluon.jit
 def weight_specialized(
-    dy, x, dw, m_sizes, counter, dy_at, x_at, M, N, K, E, stride_dy_m, stride_x_m, stride_dw_e, stride_dw_row,
+    dy,
+    x,
+    dw,
+    m_sizes,
+    counter,
+    dy_at,
+    x_at,
+    M,
+    N,
+    K,
+    E,
+    stride_dy_m,
+    stride_x_m,
+    stride_dw_e,
+    stride_dw_row,
     m_sizes_step,
-    BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP_M: gl.constexpr,
-    EXPERTS: gl.constexpr, NARROW: gl.constexpr, PINGPONG: gl.constexpr, ACROSS: gl.constexpr,
-    STREAMED: gl.constexpr, REGISTERS: gl.constexpr,
-):  # fmt: skip
+    BLOCK_M: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    SLOTS: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    EXPERTS: gl.constexpr,
+    NARROW: gl.constexpr,
+    PINGPONG: gl.constexpr,
+    ACROSS: gl.constexpr,
+    STREAMED: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):
     """dw[e, n, k] = sum over the expert's rows m of dy[m, n] * x[m, k]: ``weight`` (portable/weight.py).
 
     All three are TMA descriptors; STREAMED code has the addresses of dy and x too. ACROSS: x and dy, and K and N, have
@@ -311,44 +387,206 @@ def weight_specialized(
         gl.barrier()
         gl.warp_specialize(
             [
-                (multiply_in_turns, (
-                    0, a, b, full, empty, order, queue, filled, free, buffers, None, dw, (), (), K, stride_dw_row,
-                    BLOCK_K, STAGES, SLOTS, False, False, True, ACROSS, False,
-                )),
-                (multiply_in_turns, (
-                    1, a, b, full, empty, order, queue, filled, free, buffers, None, dw, (), (), K, stride_dw_row,
-                    BLOCK_K, STAGES, SLOTS, False, False, True, ACROSS, False,
-                )),
-                (_load_told, (
-                    x if ACROSS else dy, dy if ACROSS else x, a, b, full, empty, near, queue, filled, free,
-                    K if ACROSS else N, BLOCK_M, BLOCK_K, STAGES,
-                )),
-                (_schedule, (
-                    near, queue, filled, free, places, m_sizes, counter, M, K if ACROSS else N, N if ACROSS else K, E,
-                    m_sizes_step, BLOCK_M, BLOCK_K, STAGES, GROUP_M, EXPERTS,
-                )),
+                (
+                    multiply_in_turns,
+                    (
+                        0,
+                        a,
+                        b,
+                        full,
+                        empty,
+                        order,
+                        queue,
+                        filled,
+                        free,
+                        buffers,
+                        None,
+                        dw,
+                        (),
+                        (),
+                        K,
+                        stride_dw_row,
+                        BLOCK_K,
+                        STAGES,
+                        SLOTS,
+                        False,
+                        False,
+                        True,
+                        ACROSS,
+                        False,
+                    ),
+                ),
+                (
+                    multiply_in_turns,
+                    (
+                        1,
+                        a,
+                        b,
+                        full,
+                        empty,
+                        order,
+                        queue,
+                        filled,
+                        free,
+                        buffers,
+                        None,
+                        dw,
+                        (),
+                        (),
+                        K,
+                        stride_dw_row,
+                        BLOCK_K,
+                        STAGES,
+                        SLOTS,
+                        False,
+                        False,
+                        True,
+                        ACROSS,
+                        False,
+                    ),
+                ),
+                (
+                    _load_told,
+                    (
+                        x if ACROSS else dy,
+                        dy if ACROSS else x,
+                        a,
+                        b,
+                        full,
+                        empty,
+                        near,
+                        queue,
+                        filled,
+                        free,
+                        K if ACROSS else N,
+                        BLOCK_M,
+                        BLOCK_K,
+                        STAGES,
+                    ),
+                ),
+                (
+                    _schedule,
+                    (
+                        near,
+                        queue,
+                        filled,
+                        free,
+                        places,
+                        m_sizes,
+                        counter,
+                        M,
+                        K if ACROSS else N,
+                        N if ACROSS else K,
+                        E,
+                        m_sizes_step,
+                        BLOCK_M,
+                        BLOCK_K,
+                        STAGES,
+                        GROUP_M,
+                        EXPERTS,
+                    ),
+                ),
             ],
             [4, 1, 1],
             [REGISTERS, 504 - 2 * REGISTERS, 504 - 2 * REGISTERS],
-        )  # fmt: skip
+        )
     else:
         gl.barrier()
         gl.warp_specialize(
             [
-                (multiply, (
-                    0, a, b, full, empty, queue, filled, free, buffers, None, dw, (), (), K, stride_dw_row, BLOCK_K,
-                    STAGES, SLOTS, False, False, True, False, False, False, NARROW,
-                )),
-                (multiply, (
-                    1, a, b, full, empty, queue, filled, free, buffers, None, dw, (), (), K, stride_dw_row, BLOCK_K,
-                    STAGES, SLOTS, False, False, True, False, False, False, NARROW,
-                )),
-                (_load_weight, (
-                    dy, x, dy_at, x_at, a, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E,
-                    stride_dy_m, stride_x_m, m_sizes_step, BLOCK_M, BLOCK_K, STAGES, GROUP_M, EXPERTS, NARROW,
-                    STREAMED,
-                )),
+                (
+                    multiply,
+                    (
+                        0,
+                        a,
+                        b,
+                        full,
+                        empty,
+                        queue,
+                        filled,
+                        free,
+                        buffers,
+                        None,
+                        dw,
+                        (),
+                        (),
+                        K,
+                        stride_dw_row,
+                        BLOCK_K,
+                        STAGES,
+                        SLOTS,
+                        False,
+                        False,
+                        True,
+                        False,
+                        False,
+                        False,
+                        NARROW,
+                    ),
+                ),
+                (
+                    multiply,
+                    (
+                        1,
+                        a,
+                        b,
+                        full,
+                        empty,
+                        queue,
+                        filled,
+                        free,
+                        buffers,
+                        None,
+                        dw,
+                        (),
+                        (),
+                        K,
+                        stride_dw_row,
+                        BLOCK_K,
+                        STAGES,
+                        SLOTS,
+                        False,
+                        False,
+                        True,
+                        False,
+                        False,
+                        False,
+                        NARROW,
+                    ),
+                ),
+                (
+                    _load_weight,
+                    (
+                        dy,
+                        x,
+                        dy_at,
+                        x_at,
+                        a,
+                        b,
+                        full,
+                        empty,
+                        queue,
+                        filled,
+                        free,
+                        m_sizes,
+                        counter,
+                        M,
+                        N,
+                        K,
+                        E,
+                        stride_dy_m,
+                        stride_x_m,
+                        m_sizes_step,
+                        BLOCK_M,
+                        BLOCK_K,
+                        STAGES,
+                        GROUP_M,
+                        EXPERTS,
+                        NARROW,
+                        STREAMED,
+                    ),
+                ),
             ],
             [4, 1],
             [REGISTERS, 504 - 2 * REGISTERS],
-        )  # fmt: skip
+        )

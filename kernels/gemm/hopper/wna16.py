@@ -50,10 +50,23 @@ BLOCK: gl.constexpr = gl.constexpr(64)  # rows of w, and of K, that lie together
 
 @gluon.jit
 def _load_codes(
-    loads, M, N, K, E, R, m_sizes_step, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, GROUP_M: gl.constexpr, EXPERTS: gl.constexpr, FORMAT: gl.constexpr, DX: gl.constexpr,
+    loads,
+    M,
+    N,
+    K,
+    E,
+    R,
+    m_sizes_step,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    EXPERTS: gl.constexpr,
+    FORMAT: gl.constexpr,
+    DX: gl.constexpr,
     LOW_RANK: gl.constexpr,
-):  # fmt: skip
+):
     """The loading warp: see ``rows._load_rows``. A stage has blocks of a tile's columns, and boxes of its rows.
 
     Blocks that lie one after the other in memory come at once: of w's columns, which are K, with ``DX`` N.
@@ -147,10 +160,21 @@ def _load_codes(
 
 @gluon.jit
 def _multiply_codes(
-    half, own, N, R, stride_y_m,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, FORMAT: gl.constexpr,
-    INDEXED: gl.constexpr, FITTED: gl.constexpr, DX: gl.constexpr, LOW_RANK: gl.constexpr,
-):  # fmt: skip
+    half,
+    own,
+    N,
+    R,
+    stride_y_m,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    FORMAT: gl.constexpr,
+    INDEXED: gl.constexpr,
+    FITTED: gl.constexpr,
+    DX: gl.constexpr,
+    LOW_RANK: gl.constexpr,
+):
     """One warpgroup: its columns of every tile, or its blocks of K, and the way out.
 
     The next block's codes become bf16 while this one's product is under way, which is over before the next begins, of
@@ -293,12 +317,43 @@ def _multiply_codes(
 
 @gluon.jit
 def rows_wna16(
-    x, w, w_scale, w_outer, y, m_sizes, index, row_weights, bias, low_x, low_w, counter, M, N, K, E, stride_y_m,
-    stride_outer_e, m_sizes_step, index_step, index_end, x_divisor, flags, R,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
-    EXPERTS: gl.constexpr, FORMAT: gl.constexpr, INDEXED: gl.constexpr, FITTED: gl.constexpr, REGISTERS: gl.constexpr,
-    DX: gl.constexpr, LOW_RANK: gl.constexpr,
-):  # fmt: skip
+    x,
+    w,
+    w_scale,
+    w_outer,
+    y,
+    m_sizes,
+    index,
+    row_weights,
+    bias,
+    low_x,
+    low_w,
+    counter,
+    M,
+    N,
+    K,
+    E,
+    stride_y_m,
+    stride_outer_e,
+    m_sizes_step,
+    index_step,
+    index_end,
+    x_divisor,
+    flags,
+    R,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    EXPERTS: gl.constexpr,
+    FORMAT: gl.constexpr,
+    INDEXED: gl.constexpr,
+    FITTED: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    DX: gl.constexpr,
+    LOW_RANK: gl.constexpr,
+):
     """y[to(m), n] = weight(m) * (sum_k x[m, k] * w[expert of m, n, k] + bias[expert of m, n]), w = codes x scales.
 
     ``portable.rows`` of rows that nothing gathers. w and w_scale are prepared, and seen as rows of blocks: int32
@@ -336,37 +391,135 @@ def rows_wna16(
     if INDEXED:
         gl.warp_specialize(
             [
-                (_multiply_codes, (
-                    0, own, N, R, stride_y_m, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, FORMAT, INDEXED, FITTED, DX, LOW_RANK,
-                )),
-                (_multiply_codes, (
-                    1, own, N, R, stride_y_m, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, FORMAT, INDEXED, FITTED, DX, LOW_RANK,
-                )),
-                (_load_codes, (
-                    loads, M, N, K, E, R, m_sizes_step, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, EXPERTS, FORMAT, DX,
-                    LOW_RANK,
-                )),
+                (
+                    _multiply_codes,
+                    (
+                        0,
+                        own,
+                        N,
+                        R,
+                        stride_y_m,
+                        BLOCK_M,
+                        BLOCK_N,
+                        BLOCK_K,
+                        STAGES,
+                        FORMAT,
+                        INDEXED,
+                        FITTED,
+                        DX,
+                        LOW_RANK,
+                    ),
+                ),
+                (
+                    _multiply_codes,
+                    (
+                        1,
+                        own,
+                        N,
+                        R,
+                        stride_y_m,
+                        BLOCK_M,
+                        BLOCK_N,
+                        BLOCK_K,
+                        STAGES,
+                        FORMAT,
+                        INDEXED,
+                        FITTED,
+                        DX,
+                        LOW_RANK,
+                    ),
+                ),
+                (
+                    _load_codes,
+                    (
+                        loads,
+                        M,
+                        N,
+                        K,
+                        E,
+                        R,
+                        m_sizes_step,
+                        BLOCK_M,
+                        BLOCK_N,
+                        BLOCK_K,
+                        STAGES,
+                        GROUP_M,
+                        EXPERTS,
+                        FORMAT,
+                        DX,
+                        LOW_RANK,
+                    ),
+                ),
                 (clear_unnamed, (y, m_sizes, moved, M, E, N, stride_y_m, m_sizes_step)),
             ],
             [4, 1, 1],
             [REGISTERS, 504 - 2 * REGISTERS, 504 - 2 * REGISTERS],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
-                (_multiply_codes, (
-                    0, own, N, R, stride_y_m, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, FORMAT, INDEXED, FITTED, DX, LOW_RANK,
-                )),
-                (_multiply_codes, (
-                    1, own, N, R, stride_y_m, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, FORMAT, INDEXED, FITTED, DX, LOW_RANK,
-                )),
-                (_load_codes, (
-                    loads, M, N, K, E, R, m_sizes_step, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, EXPERTS, FORMAT, DX,
-                    LOW_RANK,
-                )),
+                (
+                    _multiply_codes,
+                    (
+                        0,
+                        own,
+                        N,
+                        R,
+                        stride_y_m,
+                        BLOCK_M,
+                        BLOCK_N,
+                        BLOCK_K,
+                        STAGES,
+                        FORMAT,
+                        INDEXED,
+                        FITTED,
+                        DX,
+                        LOW_RANK,
+                    ),
+                ),
+                (
+                    _multiply_codes,
+                    (
+                        1,
+                        own,
+                        N,
+                        R,
+                        stride_y_m,
+                        BLOCK_M,
+                        BLOCK_N,
+                        BLOCK_K,
+                        STAGES,
+                        FORMAT,
+                        INDEXED,
+                        FITTED,
+                        DX,
+                        LOW_RANK,
+                    ),
+                ),
+                (
+                    _load_codes,
+                    (
+                        loads,
+                        M,
+                        N,
+                        K,
+                        E,
+                        R,
+                        m_sizes_step,
+                        BLOCK_M,
+                        BLOCK_N,
+                        BLOCK_K,
+                        STAGES,
+                        GROUP_M,
+                        EXPERTS,
+                        FORMAT,
+                        DX,
+                        LOW_RANK,
+                    ),
+                ),
             ],
             [4, 1],
             [REGISTERS, 504 - 2 * REGISTERS],
-        )  # fmt: skip
+        )
     if ((flags & ZERO_TAIL_FLAG) != 0) & ((flags & SCATTER_FLAG) == 0 if INDEXED else True):
         zero_tail(y, m_sizes, m_sizes_step, M, E, N, stride_y_m, EXPERTS)

@@ -39,9 +39,22 @@ from .zero_rows import clear_unnamed
 
 @gluon.jit
 def _load_mx8(
-    loads, M, N, K, E, R, m_sizes_step, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, GROUP_M: gl.constexpr, EXPERTS: gl.constexpr, DX: gl.constexpr, LOW_RANK: gl.constexpr,
-):  # fmt: skip
+    loads,
+    M,
+    N,
+    K,
+    E,
+    R,
+    m_sizes_step,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    EXPERTS: gl.constexpr,
+    DX: gl.constexpr,
+    LOW_RANK: gl.constexpr,
+):
     """The loading warp: see ``rows._load_rows``. A stage has blocks of a tile's columns, and boxes of its rows.
 
     Blocks that lie one after the other in memory come at once: of w's columns, which are K, with ``DX`` N.
@@ -130,10 +143,20 @@ def _load_mx8(
 
 @gluon.jit
 def _multiply_mx8(
-    half, own, N, R, stride_y_m,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    INDEXED: gl.constexpr, FITTED: gl.constexpr, DX: gl.constexpr, LOW_RANK: gl.constexpr,
-):  # fmt: skip
+    half,
+    own,
+    N,
+    R,
+    stride_y_m,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    INDEXED: gl.constexpr,
+    FITTED: gl.constexpr,
+    DX: gl.constexpr,
+    LOW_RANK: gl.constexpr,
+):
     """One warpgroup: its columns of every tile, or its blocks of K, and the way out.
 
     The next block's codes become bf16 while this one's product is under way, which is over before the next begins.
@@ -262,12 +285,40 @@ def _multiply_mx8(
 
 @gluon.jit
 def rows_wna16_mx8(
-    x, w, w_scale, y, m_sizes, index, row_weights, bias, low_x, low_w, counter, M, N, K, E, stride_y_m,
-    m_sizes_step, index_step, index_end, x_divisor, flags, R,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
-    EXPERTS: gl.constexpr, INDEXED: gl.constexpr, FITTED: gl.constexpr, REGISTERS: gl.constexpr, DX: gl.constexpr,
+    x,
+    w,
+    w_scale,
+    y,
+    m_sizes,
+    index,
+    row_weights,
+    bias,
+    low_x,
+    low_w,
+    counter,
+    M,
+    N,
+    K,
+    E,
+    stride_y_m,
+    m_sizes_step,
+    index_step,
+    index_end,
+    x_divisor,
+    flags,
+    R,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    EXPERTS: gl.constexpr,
+    INDEXED: gl.constexpr,
+    FITTED: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    DX: gl.constexpr,
     LOW_RANK: gl.constexpr,
-):  # fmt: skip
+):
     """y[to(m), n] = weight(m) * (sum_k x[m, k] * w[expert of m, n, k] + bias[expert of m, n]).
 
     An element of w is a code of e4m3 x 2^(scale - 127), with one scale for each row and 32 of K. The arguments are
@@ -302,37 +353,129 @@ def rows_wna16_mx8(
     if INDEXED:
         gl.warp_specialize(
             [
-                (_multiply_mx8, (
-                    0, own, N, R, stride_y_m, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, INDEXED, FITTED, DX, LOW_RANK,
-                )),
-                (_multiply_mx8, (
-                    1, own, N, R, stride_y_m, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, INDEXED, FITTED, DX, LOW_RANK,
-                )),
-                (_load_mx8, (
-                    loads, M, N, K, E, R, m_sizes_step, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, EXPERTS, DX,
-                    LOW_RANK,
-                )),
+                (
+                    _multiply_mx8,
+                    (
+                        0,
+                        own,
+                        N,
+                        R,
+                        stride_y_m,
+                        BLOCK_M,
+                        BLOCK_N,
+                        BLOCK_K,
+                        STAGES,
+                        INDEXED,
+                        FITTED,
+                        DX,
+                        LOW_RANK,
+                    ),
+                ),
+                (
+                    _multiply_mx8,
+                    (
+                        1,
+                        own,
+                        N,
+                        R,
+                        stride_y_m,
+                        BLOCK_M,
+                        BLOCK_N,
+                        BLOCK_K,
+                        STAGES,
+                        INDEXED,
+                        FITTED,
+                        DX,
+                        LOW_RANK,
+                    ),
+                ),
+                (
+                    _load_mx8,
+                    (
+                        loads,
+                        M,
+                        N,
+                        K,
+                        E,
+                        R,
+                        m_sizes_step,
+                        BLOCK_M,
+                        BLOCK_N,
+                        BLOCK_K,
+                        STAGES,
+                        GROUP_M,
+                        EXPERTS,
+                        DX,
+                        LOW_RANK,
+                    ),
+                ),
                 (clear_unnamed, (y, m_sizes, moved, M, E, N, stride_y_m, m_sizes_step)),
             ],
             [4, 1, 1],
             [REGISTERS, 504 - 2 * REGISTERS, 504 - 2 * REGISTERS],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
-                (_multiply_mx8, (
-                    0, own, N, R, stride_y_m, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, INDEXED, FITTED, DX, LOW_RANK,
-                )),
-                (_multiply_mx8, (
-                    1, own, N, R, stride_y_m, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, INDEXED, FITTED, DX, LOW_RANK,
-                )),
-                (_load_mx8, (
-                    loads, M, N, K, E, R, m_sizes_step, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, EXPERTS, DX,
-                    LOW_RANK,
-                )),
+                (
+                    _multiply_mx8,
+                    (
+                        0,
+                        own,
+                        N,
+                        R,
+                        stride_y_m,
+                        BLOCK_M,
+                        BLOCK_N,
+                        BLOCK_K,
+                        STAGES,
+                        INDEXED,
+                        FITTED,
+                        DX,
+                        LOW_RANK,
+                    ),
+                ),
+                (
+                    _multiply_mx8,
+                    (
+                        1,
+                        own,
+                        N,
+                        R,
+                        stride_y_m,
+                        BLOCK_M,
+                        BLOCK_N,
+                        BLOCK_K,
+                        STAGES,
+                        INDEXED,
+                        FITTED,
+                        DX,
+                        LOW_RANK,
+                    ),
+                ),
+                (
+                    _load_mx8,
+                    (
+                        loads,
+                        M,
+                        N,
+                        K,
+                        E,
+                        R,
+                        m_sizes_step,
+                        BLOCK_M,
+                        BLOCK_N,
+                        BLOCK_K,
+                        STAGES,
+                        GROUP_M,
+                        EXPERTS,
+                        DX,
+                        LOW_RANK,
+                    ),
+                ),
             ],
             [4, 1],
             [REGISTERS, 504 - 2 * REGISTERS],
-        )  # fmt: skip
+        )
     if ((flags & ZERO_TAIL_FLAG) != 0) & ((flags & SCATTER_FLAG) == 0 if INDEXED else True):
         zero_tail(y, m_sizes, m_sizes_step, M, E, N, stride_y_m, EXPERTS)

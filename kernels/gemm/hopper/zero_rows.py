@@ -105,9 +105,13 @@ def clear_unnamed(y, m_sizes, moved, M, E, N, stride_y_m, m_sizes_step):
         for start in range(begin, end, ROWS):
             rows = gl.minimum(end - start, ROWS)
             named = gl.inline_asm_elementwise(
-                _TEXT, "=r,l,r,r,r,r,r", [index.to(gl.int64, bitcast=True), used, start, rows, lane, index_step],
-                dtype=gl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
+                _TEXT,
+                "=r,l,r,r,r,r,r",
+                [index.to(gl.int64, bitcast=True), used, start, rows, lane, index_step],
+                dtype=gl.int32,
+                is_pure=False,
+                pack=1,
+            )
             for word in range(gl.cdiv(rows, 32)):
                 bits = gl.sum(gl.where(lane == word, named, 0), 0)
                 for bit in range(gl.minimum(rows - 32 * word, 32)):

@@ -23,9 +23,17 @@ _BLOCK: tl.constexpr = tl.constexpr(64)  # rows, and columns, that lie together 
 
 @triton.jit
 def _scales_at(
-    scales, row, column, R, C,
-    GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, ORDER: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
+    scales,
+    row,
+    column,
+    R,
+    C,
+    GROUP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    ORDER: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
     """One for each row and group of a tile's columns from ``column`` on: [ROWS, groups], 0 past the matrix."""
     if GROUP == 0:
         raw = tl.load(scales + row[:, None], mask=(row < R)[:, None], other=0)
@@ -45,12 +53,40 @@ def _scales_at(
 
 @triton.jit
 def _tile(
-    x, w, w_scale, w_zero, w_outer, y, index, row_weights, bias, expert, row_m, col_n, row_end, N, K, stride_x_m,
-    stride_y_m, index_step, index_end, x_divisor, flags,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, INDEXED: tl.constexpr, DX: tl.constexpr,
-    CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, OUTER: tl.constexpr,
-    ZERO: tl.constexpr, ORDER: tl.constexpr,
-):  # fmt: skip
+    x,
+    w,
+    w_scale,
+    w_zero,
+    w_outer,
+    y,
+    index,
+    row_weights,
+    bias,
+    expert,
+    row_m,
+    col_n,
+    row_end,
+    N,
+    K,
+    stride_x_m,
+    stride_y_m,
+    index_step,
+    index_end,
+    x_divisor,
+    flags,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    INDEXED: tl.constexpr,
+    DX: tl.constexpr,
+    CODES: tl.constexpr,
+    SCALES: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    OUTER: tl.constexpr,
+    ZERO: tl.constexpr,
+    ORDER: tl.constexpr,
+):
     # w is R x C, its tile ROWS x COLS.
     R = K if DX else N
     C = N if DX else K
@@ -131,20 +167,62 @@ def _tile(
         acc = tl.dot(x_tile, w_tile if DX else w_tile.T, acc)
         scale = next_scale
     _store_rows(
-        y, acc, index, row_weights, bias, expert, row_m, col_n, row_end, N, stride_y_m, index_step, index_end, flags,
+        y,
+        acc,
+        index,
+        row_weights,
+        bias,
+        expert,
+        row_m,
+        col_n,
+        row_end,
+        N,
+        stride_y_m,
+        index_step,
+        index_end,
+        flags,
         INDEXED,
-    )  # fmt: skip
+    )
 
 
 @triton.jit
 def coded(
-    x, w, w_scale, w_zero, w_outer, y, m_sizes, index, row_weights, bias, M, N, K, E, stride_x_m, stride_y_m,
-    m_sizes_step, index_step, index_end, x_divisor, flags,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    EXPERTS: tl.constexpr, INDEXED: tl.constexpr, DX: tl.constexpr,
-    CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, OUTER: tl.constexpr,
-    ZERO: tl.constexpr, ORDER: tl.constexpr,
-):  # fmt: skip
+    x,
+    w,
+    w_scale,
+    w_zero,
+    w_outer,
+    y,
+    m_sizes,
+    index,
+    row_weights,
+    bias,
+    M,
+    N,
+    K,
+    E,
+    stride_x_m,
+    stride_y_m,
+    m_sizes_step,
+    index_step,
+    index_end,
+    x_divisor,
+    flags,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    INDEXED: tl.constexpr,
+    DX: tl.constexpr,
+    CODES: tl.constexpr,
+    SCALES: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    OUTER: tl.constexpr,
+    ZERO: tl.constexpr,
+    ORDER: tl.constexpr,
+):
     """y[to(m), n] = weight(m) * (sum_k x[from(m), k] * w[e, n, k] + bias[e, n]); with DX w[e, k, n].
 
     e is m's expert; x [M, K] and y [M, N] of 16 bits, m_sizes [E]; from, to, weight, bias and ``flags`` are those of
@@ -161,19 +239,61 @@ def coded(
         clearing = tl.where((flags & _TO_CLEAR) == _TO_CLEAR, tl.cdiv(index_end, _CLEARED), 0)
     if tl.program_id(0) < clearing:
         clear_unnamed(
-            y, index, m_sizes, tl.program_id(0) * _CLEARED, M, N, E, stride_y_m, m_sizes_step, index_step,
-            index_end, _CLEARED, EXPERTS, BLOCK_N,
-        )  # fmt: skip
+            y,
+            index,
+            m_sizes,
+            tl.program_id(0) * _CLEARED,
+            M,
+            N,
+            E,
+            stride_y_m,
+            m_sizes_step,
+            index_step,
+            index_end,
+            _CLEARED,
+            EXPERTS,
+            BLOCK_N,
+        )
     else:
         there, expert, tile_m, tile_n, row_start, row_end = find(
             tl.program_id(0) - clearing, m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M, GROUP_M
         )
         if there:
             _tile(
-                x, w, w_scale, w_zero, w_outer, y, index, row_weights, bias, expert, row_start + tile_m * BLOCK_M,
-                tile_n * BLOCK_N, row_end, N, K, stride_x_m, stride_y_m, index_step, index_end, x_divisor, flags,
-                BLOCK_M, BLOCK_N, BLOCK_K, INDEXED, DX, CODES, SCALES, GROUP, SCALE_ROWS, OUTER, ZERO, ORDER,
-            )  # fmt: skip
+                x,
+                w,
+                w_scale,
+                w_zero,
+                w_outer,
+                y,
+                index,
+                row_weights,
+                bias,
+                expert,
+                row_start + tile_m * BLOCK_M,
+                tile_n * BLOCK_N,
+                row_end,
+                N,
+                K,
+                stride_x_m,
+                stride_y_m,
+                index_step,
+                index_end,
+                x_divisor,
+                flags,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+                INDEXED,
+                DX,
+                CODES,
+                SCALES,
+                GROUP,
+                SCALE_ROWS,
+                OUTER,
+                ZERO,
+                ORDER,
+            )
     if (flags & (_TO_CLEAR if INDEXED else ZERO_TAIL)) == ZERO_TAIL:
         _all, used = count_tiles(m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M, EXPERTS)
         zero_rows(y, used, M, N, stride_y_m, 16, BLOCK_N)

@@ -31,11 +31,31 @@ def _scale(most):
 
 @triton.jit
 def _tile(
-    x, w, w_scale, y, index, row_weights, bias, expert, row_m, col_n, row_end, N, K, stride_x_m, stride_y_m,
-    index_step, index_end, x_divisor, flags,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, INDEXED: tl.constexpr,
+    x,
+    w,
+    w_scale,
+    y,
+    index,
+    row_weights,
+    bias,
+    expert,
+    row_m,
+    col_n,
+    row_end,
+    N,
+    K,
+    stride_x_m,
+    stride_y_m,
+    index_step,
+    index_end,
+    x_divisor,
+    flags,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    INDEXED: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
-):  # fmt: skip
+):
     k = tl.arange(0, BLOCK_K)
     line = row_m.to(tl.int64) + tl.arange(0, BLOCK_M)
     there = line < row_end
@@ -88,18 +108,53 @@ def _tile(
     if SCALE_ROWS == 1:
         acc *= tl.load(w_scale + matrix * N + column, mask=in_n, other=0.0)[None, :]
     _store_rows(
-        y, acc, index, row_weights, bias, expert, row_m, col_n, row_end, N, stride_y_m, index_step, index_end, flags,
+        y,
+        acc,
+        index,
+        row_weights,
+        bias,
+        expert,
+        row_m,
+        col_n,
+        row_end,
+        N,
+        stride_y_m,
+        index_step,
+        index_end,
+        flags,
         INDEXED,
-    )  # fmt: skip
+    )
 
 
 @triton.jit
 def w8a8(
-    x, w, w_scale, y, m_sizes, index, row_weights, bias, M, N, K, E, stride_x_m, stride_y_m,
-    m_sizes_step, index_step, index_end, x_divisor, flags,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    EXPERTS: tl.constexpr, INDEXED: tl.constexpr, SCALE_ROWS: tl.constexpr,
-):  # fmt: skip
+    x,
+    w,
+    w_scale,
+    y,
+    m_sizes,
+    index,
+    row_weights,
+    bias,
+    M,
+    N,
+    K,
+    E,
+    stride_x_m,
+    stride_y_m,
+    m_sizes_step,
+    index_step,
+    index_end,
+    x_divisor,
+    flags,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    INDEXED: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+):
     """y[to(m), n] = weight(m) * (sum_g xs[m, g] * ws[e, n, g] * sum_k xq[from(m), k] * w[e, n, k] + bias[e, n]).
 
     e is m's expert, and k runs over the 128 of K that are g's; x [M, K] and y [M, N] of 16 bits, m_sizes [E]; from, to,
@@ -114,19 +169,52 @@ def w8a8(
         clearing = tl.where((flags & _TO_CLEAR) == _TO_CLEAR, tl.cdiv(index_end, _CLEARED), 0)
     if tl.program_id(0) < clearing:
         clear_unnamed(
-            y, index, m_sizes, tl.program_id(0) * _CLEARED, M, N, E, stride_y_m, m_sizes_step, index_step,
-            index_end, _CLEARED, EXPERTS, BLOCK_N,
-        )  # fmt: skip
+            y,
+            index,
+            m_sizes,
+            tl.program_id(0) * _CLEARED,
+            M,
+            N,
+            E,
+            stride_y_m,
+            m_sizes_step,
+            index_step,
+            index_end,
+            _CLEARED,
+            EXPERTS,
+            BLOCK_N,
+        )
     else:
         there, expert, tile_m, tile_n, row_start, row_end = find(
             tl.program_id(0) - clearing, m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M, GROUP_M
         )
         if there:
             _tile(
-                x, w, w_scale, y, index, row_weights, bias, expert, row_start + tile_m * BLOCK_M, tile_n * BLOCK_N,
-                row_end, N, K, stride_x_m, stride_y_m, index_step, index_end, x_divisor, flags,
-                BLOCK_M, BLOCK_N, BLOCK_K, INDEXED, SCALE_ROWS,
-            )  # fmt: skip
+                x,
+                w,
+                w_scale,
+                y,
+                index,
+                row_weights,
+                bias,
+                expert,
+                row_start + tile_m * BLOCK_M,
+                tile_n * BLOCK_N,
+                row_end,
+                N,
+                K,
+                stride_x_m,
+                stride_y_m,
+                index_step,
+                index_end,
+                x_divisor,
+                flags,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+                INDEXED,
+                SCALE_ROWS,
+            )
     if (flags & (_TO_CLEAR if INDEXED else ZERO_TAIL)) == ZERO_TAIL:
         _all, used = count_tiles(m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M, EXPERTS)
         zero_rows(y, used, M, N, stride_y_m, 16, BLOCK_N)

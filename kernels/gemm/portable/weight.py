@@ -37,10 +37,29 @@ def _ragged(rows_desc, row_start, row_end, row, col, BLOCK_M: tl.constexpr, BLOC
 
 @triton.jit
 def weight(
-    dy, x, dw, m_sizes, M, N, K, E, stride_dy_m, stride_x_m, stride_dw_e, stride_dw_row, m_sizes_step,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    EXPERTS: tl.constexpr, SCAN: tl.constexpr, PERSISTENT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    dy,
+    x,
+    dw,
+    m_sizes,
+    M,
+    N,
+    K,
+    E,
+    stride_dy_m,
+    stride_x_m,
+    stride_dw_e,
+    stride_dw_row,
+    m_sizes_step,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    SCAN: tl.constexpr,
+    PERSISTENT: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """dw[e, n, k] = sum over the expert's rows m of dy[m, n] * x[m, k].
 
     dy [M, N], x [M, K], dw [E, N, K], m_sizes [E]; dy and x are pointers, or TMA descriptors that end

@@ -12,9 +12,21 @@ _ENTRIES: tl.constexpr = tl.constexpr(256)  # of the index, looked at at a time
 
 @triton.jit
 def clear_unnamed(
-    y, index, m_sizes, first_row, M, N, E, stride_y_m, m_sizes_step, index_step, index_end,
-    ROWS: tl.constexpr, EXPERTS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    y,
+    index,
+    m_sizes,
+    first_row,
+    M,
+    N,
+    E,
+    stride_y_m,
+    m_sizes_step,
+    index_step,
+    index_end,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """y[r] = 0 for each r in [first_row, first_row + ROWS) and below index_end that is no index[i], i < sum(m_sizes).
 
     An index is its low word, as ``tiles.flat_index`` has it: what is cleared here is nowhere stored to.

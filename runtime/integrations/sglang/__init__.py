@@ -18,11 +18,16 @@ from ..plug_in import SGLANG as PLUG_IN
 
 _METHODS = "sglang.srt.layers.quantization."
 _QUANTISED = (
-    "fp8.Fp8MoEMethod", "w8a8_fp8.W8A8FP8MoEMethod", "modelopt_quant.ModelOptFp8MoEMethod",
-    "modelopt_quant.ModelOptNvFp4FusedMoEMethod", "mxfp4.Mxfp4MoEMethod", "moe_wna16.MoeWNA16Method",
-    "awq.awq.AWQMoEMethod", "gptq.gptq.GPTQMarlinMoEMethod",
+    "fp8.Fp8MoEMethod",
+    "w8a8_fp8.W8A8FP8MoEMethod",
+    "modelopt_quant.ModelOptFp8MoEMethod",
+    "modelopt_quant.ModelOptNvFp4FusedMoEMethod",
+    "mxfp4.Mxfp4MoEMethod",
+    "moe_wna16.MoeWNA16Method",
+    "awq.awq.AWQMoEMethod",
+    "gptq.gptq.GPTQMarlinMoEMethod",
     "compressed_tensors.compressed_tensors.CompressedTensorsFusedMoEMethod",
-)  # fmt: skip
+)
 
 
 def register() -> None:
@@ -96,9 +101,11 @@ def _experts(layer: Any) -> Any:
 
 
 _AROUND = {
-    "create_moe_runner": around, "process_weights_after_loading": loaded, "restore_weights_before_loading": restored,
+    "create_moe_runner": around,
+    "process_weights_after_loading": loaded,
+    "restore_weights_before_loading": restored,
     "apply": called,
-}  # fmt: skip
+}
 PLACES = {
     _METHODS + "unquant.UnquantizedFusedMoEMethod.create_moe_runner": around,
     **{f"{_METHODS}{one}.{name}": hook for one in _QUANTISED for name, hook in _AROUND.items()},

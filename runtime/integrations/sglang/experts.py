@@ -146,15 +146,22 @@ class ActivationSettings(NamedTuple):
     def of(cls, config: Any) -> ActivationSettings:
         """They are read when they are used: a model may set its limit after its layer was made (GigaChat-3.5)."""
         return cls(
-            config.activation, bool(config.is_gated), config.gemm1_alpha, config.gemm1_beta,
-            config.gemm1_clamp_limit or None, config.swiglu_limit or None, bool(config.gate_up_interleaved),
-        )  # fmt: skip
+            config.activation,
+            bool(config.is_gated),
+            config.gemm1_alpha,
+            config.gemm1_beta,
+            config.gemm1_clamp_limit or None,
+            config.swiglu_limit or None,
+            bool(config.gate_up_interleaved),
+        )
 
     def __str__(self) -> str:
         numbers = {
-            "gemm1_alpha": self.alpha, "gemm1_beta": self.beta, "gemm1_clamp_limit": self.clamp_limit,
+            "gemm1_alpha": self.alpha,
+            "gemm1_beta": self.beta,
+            "gemm1_clamp_limit": self.clamp_limit,
             "swiglu_limit": self.swiglu_limit,
-        }  # fmt: skip
+        }
         said = [f"{name}={value:g}" for name, value in numbers.items() if value is not None]
         return f"{self.activation} {'with' if self.is_gated else 'without'} a gate" + "".join(
             f", {one}" for one in said
@@ -212,9 +219,13 @@ def layer_of(config: Any, dtype: DType | None = None) -> ServedLayer:
     if isinstance(act, str):
         raise InputError(f"pretuned: {act}")
     return ServedLayer(
-        config.num_local_experts, config.hidden_size, config.intermediate_size_per_partition, config.top_k,
-        dtype or DTYPES[config.params_dtype], act,
-    )  # fmt: skip
+        config.num_local_experts,
+        config.hidden_size,
+        config.intermediate_size_per_partition,
+        config.top_k,
+        dtype or DTYPES[config.params_dtype],
+        act,
+    )
 
 
 def _settings() -> Any:
@@ -280,11 +291,18 @@ class PretunedRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
         x, (weights, ids, *_) = dispatch_output.hidden_states, dispatch_output.topk_output
         act = self.activation()
         out = moe_mlp(
-            x, quant_info.w13_weight, quant_info.w2_weight, ids, weights, act.function, gated=act.gated,
+            x,
+            quant_info.w13_weight,
+            quant_info.w2_weight,
+            ids,
+            weights,
+            act.function,
+            gated=act.gated,
             interleaved=act.interleaved or quant_info.fuse_swiglu_interleaved,
-            gate_up_bias=_in(quant_info.b13, x), down_bias=_in(quant_info.b2, x),
+            gate_up_bias=_in(quant_info.b13, x),
+            down_bias=_in(quant_info.b2, x),
             weights_on="input" if runner_config.apply_router_weight_on_input else "output",
-        )  # fmt: skip
+        )
         factor = runner_config.routed_scaling_factor
         return StandardCombineInput(hidden_states=out if factor in (None, 1.0) else out.mul_(factor))
 

@@ -241,10 +241,19 @@ def experts_forward(
     act = None if compiling or sliced or normed or first is not second else recognise(self, gated)
     if act is not None:
         out = moe_mlp(
-            hidden, w1, w2, top_k_index, top_k_weights, act.function, gated=gated, interleaved=act.interleaved,
-            gate_up_bias=b1, down_bias=b2, w_layout="kn" if self.is_transposed else "nk",
+            hidden,
+            w1,
+            w2,
+            top_k_index,
+            top_k_weights,
+            act.function,
+            gated=gated,
+            interleaved=act.interleaved,
+            gate_up_bias=b1,
+            down_bias=b2,
+            w_layout="kn" if self.is_transposed else "nk",
             lora=lora,
-        )  # fmt: skip
+        )
         return out.to(hidden_states.dtype)
     (T, k), E = top_k_index.shape, w1.shape[0]
     ids = top_k_index.long()
@@ -267,9 +276,14 @@ def _between(experts: Any, h: torch.Tensor, gated: bool, dtype: torch.dtype) -> 
 
 
 def _grouped(
-    experts: Any, hidden: torch.Tensor, given: Weights | FrozenWeights, ids: torch.Tensor, gated: bool,
-    dtype: torch.dtype, lora: _Adapters,
-) -> torch.Tensor:  # fmt: skip
+    experts: Any,
+    hidden: torch.Tensor,
+    given: Weights | FrozenWeights,
+    ids: torch.Tensor,
+    gated: bool,
+    dtype: torch.dtype,
+    lora: _Adapters,
+) -> torch.Tensor:
     """y [T*k, H] of every slot by two grouped GEMMs; zeros where it has no expert."""
     w1, w2, b1, b2 = given
     k, layout = ids.shape[1], "kn" if experts.is_transposed else "nk"
@@ -278,17 +292,22 @@ def _grouped(
     # Zeros in rows of no expert: nothing reads them, but a gradient of the module's own code may not make them NaN.
     h = grouped_gemm(
         hidden, w1, m_sizes, k, rows, permute_x=True, w_layout=layout, bias=b1, zero_tail=True, lora=lora[0]
-    )  # fmt: skip
+    )
     a = _between(experts, h, gated, dtype)
     return grouped_gemm(
         a, w2, m_sizes, k, rows, permute_y=True, is_first_gemm=False, w_layout=layout, bias=b2, lora=lora[1]
-    )  # fmt: skip
+    )
 
 
 def _slot_by_slot(
-    experts: Any, hidden: torch.Tensor, given: Weights | FrozenWeights, ids: torch.Tensor, gated: bool,
-    dtype: torch.dtype, lora: _Adapters,
-) -> torch.Tensor:  # fmt: skip
+    experts: Any,
+    hidden: torch.Tensor,
+    given: Weights | FrozenWeights,
+    ids: torch.Tensor,
+    gated: bool,
+    dtype: torch.dtype,
+    lora: _Adapters,
+) -> torch.Tensor:
     """As ``_grouped``, in operations that vmap and the other transforms of torch.func know; ids in [0, E)."""
     w1, w2 = (_whole(w, one, dtype) for w, one in zip(given[:2], lora, strict=True))
     b1, b2 = given[2:]
@@ -313,7 +332,7 @@ def _whole(w: torch.Tensor | ExpertWeights, lora: Lora | None, dtype: torch.dtyp
 
 def _weights(
     experts: Any, first: str, dtype: torch.dtype, *, as_read: bool
-) -> tuple[Weights | FrozenWeights, _Adapters]:  # fmt: skip
+) -> tuple[Weights | FrozenWeights, _Adapters]:
     """The module's weights as this rank has them, its biases in their dtypes, and the adapters of the weights.
 
     InputError for what can't be used. Beside quantised weights biases are of ``dtype``.
@@ -363,9 +382,14 @@ def _prepare_first(experts: Any, w: ExpertWeights) -> bool:
 
 def _usable(experts: Any, name: str, one: torch.Tensor) -> torch.Tensor:
     if one.dtype not in _COMPUTED:
-        bad(name, f"{one.dtype}", "torch.bfloat16, torch.float16, torch.float32 (the CPU: torch.float64). "
-                   "Quantised weights don't run here: dequantise them, or leave these experts to transformers' own "
-                   "code with model.set_experts_implementation('eager')", "experts_forward")  # fmt: skip
+        bad(
+            name,
+            f"{one.dtype}",
+            "torch.bfloat16, torch.float16, torch.float32 (the CPU: torch.float64). "
+            "Quantised weights don't run here: dequantise them, or leave these experts to transformers' own "
+            "code with model.set_experts_implementation('eager')",
+            "experts_forward",
+        )
     if type(one) not in PLAIN and _is_spread(one):
         one = _of_this_rank(experts, name, one)
     _check_held(experts, name, one.shape[0])
@@ -377,9 +401,13 @@ def _check_held(experts: Any, name: str, many: int) -> None:
     held = getattr(experts, "num_experts", None)
     if getattr(experts, "_is_expert_parallel", False) and held is not None and held != many:
         # The ids count from the module's number: one that stands for an expert elsewhere would be one of these.
-        bad(name, f"{many} experts", f"the module's num_experts, {held}: it decides which ids are here. "
-                   "Where experts don't divide by the ranks, set num_experts to those that each rank has",
-                   "experts_forward")  # fmt: skip
+        bad(
+            name,
+            f"{many} experts",
+            f"the module's num_experts, {held}: it decides which ids are here. "
+            "Where experts don't divide by the ranks, set num_experts to those that each rank has",
+            "experts_forward",
+        )
 
 
 def _is_spread(one: torch.Tensor) -> bool:
@@ -404,8 +432,12 @@ def _of_this_rank(experts: Any, name: str, one: Any) -> torch.Tensor:
     local: torch.Tensor = one.to_local()
     held = getattr(experts, "num_experts", None)
     if not by_experts or held != local.shape[0]:
-        bad(name, f"{_spread(one)} ({local.shape[0]} experts on this rank; the module's num_experts is {held})",
-                   "a torch.Tensor, or Shard(0) with num_experts set to this rank's experts and ids that count these: "
-                   "gather it (FSDP: unshard the module), or shard whole experts (transformers: "
-                   "DistributedConfig(ep_size=...))", "experts_forward")  # fmt: skip
+        bad(
+            name,
+            f"{_spread(one)} ({local.shape[0]} experts on this rank; the module's num_experts is {held})",
+            "a torch.Tensor, or Shard(0) with num_experts set to this rank's experts and ids that count these: "
+            "gather it (FSDP: unshard the module), or shard whole experts (transformers: "
+            "DistributedConfig(ep_size=...))",
+            "experts_forward",
+        )
     return local

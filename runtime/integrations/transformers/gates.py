@@ -128,10 +128,15 @@ def _is_own_module(module: Any) -> bool:
     if "forward" in module.__dict__ or getattr(module, "_compiled_call_impl", None) is not None:
         return False
     if (
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-        or modules._global_forward_hooks or modules._global_forward_pre_hooks
-        or modules._global_backward_hooks or modules._global_backward_pre_hooks
-    ):  # fmt: skip
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or modules._global_forward_hooks
+        or modules._global_forward_pre_hooks
+        or modules._global_backward_hooks
+        or modules._global_backward_pre_hooks
+    ):
         return False
     return _holds(known.own, known.forward)
 

@@ -118,9 +118,13 @@ def check(model: Any, config: Any) -> None:
         above = [".".join(parts[: i + 1]) for i in range(len(parts))]
         for one in saved:
             if any(each.endswith(one) for each in above):
-                bad("modules_to_save", f"[..., '{one}'], of which {path} has quantised weights, which are not trained",
+                bad(
+                    "modules_to_save",
+                    f"[..., '{one}'], of which {path} has quantised weights, which are not trained",
                     "modules without quantised experts: give these adapters (target_modules='all-linear'), or train "
-                    "the model in bf16", "get_peft_model")  # fmt: skip
+                    "the model in bf16",
+                    "get_peft_model",
+                )
         for name in names:
             key = f"{path.replace('.base_layer', '')}.{name}"
             if any(key == one or key.endswith(f".{one}") for one in wanted):
@@ -155,6 +159,10 @@ def _wrapped(target: Any, adapter_name: str, *, config: Any, parameter_name: str
         return ParamWrapper(target, adapter_name, parameter_name=parameter_name, config=config, **more)
     for name in WEIGHTS:
         if parameter_name in {name + end for ends in ENDS for end in ends} and view(experts, name) is not None:
-            bad("target_parameters", f"[..., '{parameter_name}'], a part of quantised weights",
-                f"'{name}', as of the model in bf16", "get_peft_model")  # fmt: skip
+            bad(
+                "target_parameters",
+                f"[..., '{parameter_name}'], a part of quantised weights",
+                f"'{name}', as of the model in bf16",
+                "get_peft_model",
+            )
     return None

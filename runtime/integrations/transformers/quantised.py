@@ -75,9 +75,12 @@ def quantised(experts: Any, name: str) -> ExpertWeights | None:
         return None
     codes, scale, codes_name = found
     if codes_name in experts.__dict__.get("_modules", {}).get("parametrizations", ()):
-        bad(name, "codes that a parametrization adds to (PEFT's, as adapters are put on while experts don't run on "
-            "pretuned)", "adapters put on by get_peft_model after register(), of a model with "
-            "experts_implementation='pretuned'", "experts_forward")  # fmt: skip
+        bad(
+            name,
+            "codes that a parametrization adds to (PEFT's, as adapters are put on while experts don't run on pretuned)",
+            "adapters put on by get_peft_model after register(), of a model with experts_implementation='pretuned'",
+            "experts_forward",
+        )
     if torch.compiler.is_compiling():
         traced = _weights(codes, scale, by_matrix=_by_matrix(experts))
         if not traced.is_prepared:  # a graph can't look at numbers, but at shapes
@@ -118,8 +121,12 @@ def _parameters(experts: Any, name: str) -> tuple[torch.Tensor, torch.Tensor, st
     if not isinstance(codes, torch.Tensor) or not isinstance(scale, torch.Tensor):
         return None
     if _is_cast(codes, scale):
-        bad(name, f"codes and scales that were cast, to {codes.dtype} and {scale.dtype}", "those of the checkpoint: "
-            "load the model anew, and leave the dtype out of .to()", "experts_forward")  # fmt: skip
+        bad(
+            name,
+            f"codes and scales that were cast, to {codes.dtype} and {scale.dtype}",
+            "those of the checkpoint: load the model anew, and leave the dtype out of .to()",
+            "experts_forward",
+        )
     if codes.dtype is torch.int8 and scale.is_floating_point() and scale.dtype is not E8M0:
         bad(name, f"fp4 with scales of {scale.dtype}", "scales of e8m0 (scale_fmt ue8m0)", "experts_forward")
     if codes.element_size() != 1 and codes.dtype is not torch.int32:
@@ -275,9 +282,13 @@ def _is_gathered(experts: Any) -> bool:
 
 
 def _prepare(
-    experts: Any, name: str, codes: torch.Tensor, scale: torch.Tensor, codes_name: str,
+    experts: Any,
+    name: str,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    codes_name: str,
     wanted: Callable[[ExpertWeights], bool],
-) -> None:  # fmt: skip
+) -> None:
     parameters = experts._parameters
     scale_name = next((each for each, one in parameters.items() if one is scale), "")
     if any(type(parameters.get(each)) is not torch.nn.Parameter for each in (codes_name, scale_name)):
@@ -334,8 +345,12 @@ def _restore(experts: Any, names: Iterable[str] | None = None) -> None:
             if codes is None or scale is None or codes.dim() != PREPARED_DIMS or (names and name not in names):
                 continue
             if capturing():
-                bad(name, "prepared, and a CUDA graph is being captured", "a call before the capture, which restores "
-                    "the checkpoint's layout", "restore")  # fmt: skip
+                bad(
+                    name,
+                    "prepared, and a CUDA graph is being captured",
+                    "a call before the capture, which restores the checkpoint's layout",
+                    "restore",
+                )
             made = _translated(stored, codes.detach(), scale.detach())
             _exchange(experts, {each: torch.nn.Parameter(one, requires_grad=False) for each, one in made.items()})
 
@@ -364,8 +379,12 @@ def _local(tensor: Any) -> torch.Tensor:
     if not hasattr(tensor, "placements"):
         return tensor  # type: ignore[no-any-return]
     if any(place.is_partial() or (place.is_shard() and place.dim != 0) for place in tensor.placements):
-        bad("quantised weights", f"a DTensor with placements {list(tensor.placements)}", "whole experts on each rank: "
-            "Shard(0)", "state_dict")  # fmt: skip
+        bad(
+            "quantised weights",
+            f"a DTensor with placements {list(tensor.placements)}",
+            "whole experts on each rank: Shard(0)",
+            "state_dict",
+        )
     return tensor.to_local()  # type: ignore[no-any-return]
 
 
@@ -415,7 +434,7 @@ def _before_load(experts: Any, state: dict[str, Any], prefix: str, local: dict[s
 
 def _prepared_state(
     experts: Any, stored: _Stored, state: dict[str, Any], keys: list[str]
-) -> dict[str, torch.Tensor] | None:  # fmt: skip
+) -> dict[str, torch.Tensor] | None:
     """A checkpoint's tensors as the parameters are; None for scales that prepared weights have no room for."""
     made = {}
     parameters = [experts._parameters[name] for name in stored[:2]]

@@ -143,9 +143,23 @@ def grouped_gemm(
         for one, op in zip((kernel_config_fwd, kernel_config_bwd_dX, kernel_config_bwd_dW), Op, strict=True)
     )
     return _grouped_gemm(
-        X, W, m_sizes, topk, gather_indices, permute_x, permute_y, topk_weights, fuse_mul_post, fwd, dX, dW,
-        autotune and _can_tune(X), is_first_gemm, dX_only, dW_only,
-    )  # fmt: skip
+        X,
+        W,
+        m_sizes,
+        topk,
+        gather_indices,
+        permute_x,
+        permute_y,
+        topk_weights,
+        fuse_mul_post,
+        fwd,
+        dX,
+        dW,
+        autotune and _can_tune(X),
+        is_first_gemm,
+        dX_only,
+        dW_only,
+    )
 
 
 class _Applied:
@@ -186,9 +200,18 @@ def grouped_gemm_forward(
     config = None if autotune else _wished(KernelConfigForward, "grouped_gemm_forward", wish)
     with torch.no_grad():
         return grouped_gemm(
-            X, W, m_sizes, topk, gather_indices, permute_x, permute_y, topk_weights, fuse_mul_post,
-            kernel_config_fwd=config, autotune=autotune,
-        )  # fmt: skip
+            X,
+            W,
+            m_sizes,
+            topk,
+            gather_indices,
+            permute_x,
+            permute_y,
+            topk_weights,
+            fuse_mul_post,
+            kernel_config_fwd=config,
+            autotune=autotune,
+        )
 
 
 def grouped_gemm_dX(
@@ -319,9 +342,7 @@ def _wished(kind: type[KernelConfig], call: str, wish: dict[str, Any]) -> Kernel
     return kind(**wish) if wish else None
 
 
-def _resolved(
-    given: Any, op: Op, x: torch.Tensor, w: torch.Tensor | None, m_sizes: torch.Tensor, K: int = 0
-) -> Any:  # fmt: skip
+def _resolved(given: Any, op: Op, x: torch.Tensor, w: torch.Tensor | None, m_sizes: torch.Tensor, K: int = 0) -> Any:
     """What the runtime takes: of a wish the nearest configs that bundles have for the product, all else as it is.
 
     x is dY for the gradients; without w, K is X's columns.
@@ -352,6 +373,11 @@ def _nearest(given: KernelConfig, op: Op, dtype: DType, sizes: tuple[int, int, i
             if config is not None:
                 found.append((form, config))
         known = snapshot.wishes[key] = Preference(tuple(found))
-        _log.debug("pretuned: %s of %s E=%d N=%d K=%d: the nearest are %s", given, op.value, *sizes,
-                   ", ".join(str(config) for _, config in found) or "none")  # fmt: skip
+        _log.debug(
+            "pretuned: %s of %s E=%d N=%d K=%d: the nearest are %s",
+            given,
+            op.value,
+            *sizes,
+            ", ".join(str(config) for _, config in found) or "none",
+        )
     return known

@@ -69,12 +69,15 @@ _cache: ConfigCache[str, Saved] = ConfigCache("unsloth", _file_name, _encode, _d
 def _plain(name: str, config: Any) -> dict[str, Any]:
     if isinstance(config, KernelPair):
         gemms = {"first": config.first, "second": config.second}
-        forms = {which: [[int(form.value), dict(one.pairs())] for form, one in half.configs]
-                 for which, half in gemms.items()}  # fmt: skip
+        forms = {
+            which: [[int(form.value), dict(one.pairs())] for form, one in half.configs] for which, half in gemms.items()
+        }
         return {"op": config.op.value, **forms}
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         return dataclasses.asdict(config)
     if isinstance(config, dict):
         return dict(config)
-    raise InputError(f"save_cached_config: {name} is a {type(config).__name__}, wanted a KernelConfig, a dict of its "
-                     "fields, or a KernelPair of get_or_autotune_moe_kernels")  # fmt: skip
+    raise InputError(
+        f"save_cached_config: {name} is a {type(config).__name__}, wanted a KernelConfig, a dict of its "
+        "fields, or a KernelPair of get_or_autotune_moe_kernels"
+    )

@@ -88,9 +88,14 @@ def _register_method(module: Any) -> None:
             PLUG_IN.count(taken=_is_taken(self))
 
         def create_weights(
-            self, layer: Any, num_experts: int, hidden_size: int, intermediate_size_per_partition: int,
-            params_dtype: Any, **attributes: Any,
-        ) -> None:  # fmt: skip
+            self,
+            layer: Any,
+            num_experts: int,
+            hidden_size: int,
+            intermediate_size_per_partition: int,
+            params_dtype: Any,
+            **attributes: Any,
+        ) -> None:
             if _is_taken(self):
                 _keep(self, params_dtype)
             super().create_weights(

@@ -213,9 +213,13 @@ def refusal_of(moe: Any, act: RowActivation | str, dtype: DType | None, *, every
 def layer_of(moe: Any, act: RowActivation, dtype: DType | None = None) -> ServedLayer:
     """This rank's part of a layer, whose weights are of the tokens' dtype if None is given."""
     return ServedLayer(
-        moe.num_local_experts, moe.hidden_dim, moe.intermediate_size_per_partition, moe.experts_per_token,
-        dtype or DTYPES[moe.in_dtype], act,
-    )  # fmt: skip
+        moe.num_local_experts,
+        moe.hidden_dim,
+        moe.intermediate_size_per_partition,
+        moe.experts_per_token,
+        dtype or DTYPES[moe.in_dtype],
+        act,
+    )
 
 
 def load_kernels(layer: ServedLayer) -> None:
@@ -240,10 +244,17 @@ def try_once(experts: Any, layer: Any, w13: torch.Tensor) -> None:
     weights = torch.zeros(1, moe.experts_per_token, device=w13.device)
     with torch.no_grad():
         experts.apply(
-            output=torch.empty_like(x), hidden_states=x, w1=w13, w2=getattr(layer, "w2_weight", w13),
-            topk_weights=weights, topk_ids=ids, activation=moe.activation, global_num_experts=moe.num_experts,
-            expert_map=getattr(layer, "expert_map", None), apply_router_weight_on_input=False,
-        )  # fmt: skip
+            output=torch.empty_like(x),
+            hidden_states=x,
+            w1=w13,
+            w2=getattr(layer, "w2_weight", w13),
+            topk_weights=weights,
+            topk_ids=ids,
+            activation=moe.activation,
+            global_num_experts=moe.num_experts,
+            expert_map=getattr(layer, "expert_map", None),
+            apply_router_weight_on_input=False,
+        )
     _tried.add(kind)
 
 
@@ -307,10 +318,20 @@ class PretunedExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         return (0,), (0,), (M, K)
 
     def apply(
-        self, output: torch.Tensor, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor,
-        topk_weights: torch.Tensor, topk_ids: torch.Tensor, activation: Any, global_num_experts: int,
-        expert_map: torch.Tensor | None, *, apply_router_weight_on_input: bool, **_: Any,
-    ) -> None:  # fmt: skip
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: Any,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        *,
+        apply_router_weight_on_input: bool,
+        **_: Any,
+    ) -> None:
         """output [T, H] = the layer on hidden_states [T, H], the tokens of this rank's experts alone.
 
         ``expert_map`` [experts of all ranks] has each one's number here, -1 of others. With
@@ -324,9 +345,18 @@ class PretunedExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         if act is None:
             raise AssertionError("a layer is called before its weights were loaded")
         moe_mlp(
-            hidden_states, gate_up, down, topk_ids, topk_weights, act.function, gated=act.gated,
-            interleaved=act.interleaved, gate_up_bias=self.w1_bias, down_bias=self.w2_bias, out=output,
-        )  # fmt: skip
+            hidden_states,
+            gate_up,
+            down,
+            topk_ids,
+            topk_weights,
+            act.function,
+            gated=act.gated,
+            interleaved=act.interleaved,
+            gate_up_bias=self.w1_bias,
+            down_bias=self.w2_bias,
+            out=output,
+        )
 
     def _with_none(self, expert_map: torch.Tensor) -> torch.Tensor:
         """The map with one -1 more at its end, where an id of -1 looks (of padding, and of other ranks' experts)."""

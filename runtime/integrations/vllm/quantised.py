@@ -308,9 +308,14 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
         return False
 
     def create_weights(
-        self, layer: Any, num_experts: int, hidden_size: int, intermediate_size_per_partition: int,
-        params_dtype: torch.dtype, **attributes: Any,
-    ) -> None:  # fmt: skip
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **attributes: Any,
+    ) -> None:
         """Empty parameters of the checkpoint's shapes, as this rank has them."""
         E, H, I, one = num_experts, hidden_size, intermediate_size_per_partition, self.format  # noqa: E741
         self._created = {"num_experts": E, "params_dtype": params_dtype}, dict(attributes)
@@ -490,11 +495,16 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
     ) -> torch.Tensor:
         """The routed experts' part of a layer; ``shared`` is what a vLLM hands on for the shared experts."""
         out: torch.Tensor = self.moe_kernel.apply(
-            x, *(self._rows or ()),
-            topk_weights=topk_weights, topk_ids=topk_ids, activation=layer.activation,
-            global_num_experts=layer.global_num_experts, expert_map=layer.expert_map,
-            apply_router_weight_on_input=layer.apply_router_weight_on_input, **shared,
-        )  # fmt: skip
+            x,
+            *(self._rows or ()),
+            topk_weights=topk_weights,
+            topk_ids=topk_ids,
+            activation=layer.activation,
+            global_num_experts=layer.global_num_experts,
+            expert_map=layer.expert_map,
+            apply_router_weight_on_input=layer.apply_router_weight_on_input,
+            **shared,
+        )
         return out
 
 
@@ -553,7 +563,10 @@ def _kernel(method: PretunedQuantisedMethod, layer: Any) -> Any:
     tables = getattr(layer, "_expert_routing_tables", None) or layer._maybe_init_expert_routing_tables
     takes = inspect.signature(make_unquantized_moe_kernel).parameters
     return make_unquantized_moe_kernel(
-        quant_config=method.moe_quant_config, moe_config=method.moe, backend=UnquantizedMoeBackend.TRITON,
-        experts_cls=PretunedQuantisedExperts, routing_tables=tables(),
+        quant_config=method.moe_quant_config,
+        moe_config=method.moe,
+        backend=UnquantizedMoeBackend.TRITON,
+        experts_cls=PretunedQuantisedExperts,
+        routing_tables=tables(),
         **({"shared_experts": layer.shared_experts} if "shared_experts" in takes else {}),
-    )  # fmt: skip
+    )

@@ -162,12 +162,21 @@ def test_the_same_bytes_from_any_number_of_workers_place_zone_seed_and_user(
     script, home = tmp_path / "build.py", tmp_path / f"place-{seed}"
     script.write_text(_BUILD)
     home.mkdir()
-    environment = {"PATH": os.environ["PATH"], "HOME": str(home), "TMPDIR": str(home), "TZ": zone,
-                   "PYTHONHASHSEED": str(seed)}  # fmt: skip
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(home),
+        "TMPDIR": str(home),
+        "TZ": zone,
+        "PYTHONHASHSEED": str(seed),
+    }
     done = subprocess.run(
         [*user, sys.executable, script, home / "out", str(workers), order, Path(__file__).parents[1], sms],
-        env=environment, cwd=home, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        env=environment,
+        cwd=home,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     for sm in map(int, sms.split(",")):
         assert (home / "out" / f"pretuned-sm{sm}.msgpack").read_bytes() == codec.encode(bundles[sm])
@@ -337,9 +346,8 @@ def test_training_has_its_own_variant_for_every_form(training: dict[int, Bundle]
 def test_shared_code_is_the_same_bytes_as_compiled_by_itself(training: dict[int, Bundle]) -> None:
     bundle = training[80]
     at = next(
-        i for i, one in enumerate(bundle.variants)
-        if (one.op, one.fusion, one.alignment) == (Op.DX, Fusion.SCATTER, 16)
-    )  # fmt: skip
+        i for i, one in enumerate(bundle.variants) if (one.op, one.fusion, one.alignment) == (Op.DX, Fusion.SCATTER, 16)
+    )
     variant = bundle.variants[at]
     spec = Spec(variant.op, variant.dtype, Config.from_pairs(variant.config), variant.layout, variant.fusion)
     gathers = dataclasses.replace(spec, fusion=Fusion.GATHER)
@@ -422,8 +430,14 @@ def test_a_capability_that_is_not_supported(options: Make, small_plan: BuildPlan
 
 def test_each_capability_has_a_quantised_model_as_it_can(tmp_path: Path) -> None:
     """Of what ships compiled: as published where there is code, else what stands in."""
-    config = {"model_type": "gpt_oss", "hidden_size": 128, "intermediate_size": 128, "num_local_experts": 8,
-              "num_experts_per_tok": 2, "quantization_config": {"quant_method": "mxfp4"}}  # fmt: skip
+    config = {
+        "model_type": "gpt_oss",
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "quantization_config": {"quant_method": "mxfp4"},
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     listed = load_models([f"{tmp_path} name=mine tokens=1..8 ops=forward layout=nk"])
     report = build(plan(listed.shapes), (80, 90), BuildOptions(tmp_path / "out", shipped=Shipped.found))

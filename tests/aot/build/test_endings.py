@@ -75,9 +75,13 @@ def test_a_build_that_is_stopped_goes_on_where_it_was(
     before = place.kept()
     assert before == 14 - 6
     with subprocess.Popen(
-        [*UNDISTURBED, *place.command()], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=place.environment(), start_new_session=True,
-    ) as process:  # fmt: skip
+        [*UNDISTURBED, *place.command()],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=place.environment(),
+        start_new_session=True,
+    ) as process:
         until(lambda: place.kept() >= before + 2, 60, "nothing is compiled")
         workers = descendants(process.pid)
         os.killpg(process.pid, number)  # as a terminal does
@@ -123,9 +127,13 @@ def test_a_killed_builds_folder_goes_while_compilers_are_at_work(place: Place, k
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_ctrl_c_while_the_workers_start_and_more_while_it_tidies(place: Place, workers: int) -> None:
     with subprocess.Popen(
-        [*UNDISTURBED, *place.command()], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=place.environment(), start_new_session=True,
-    ) as process:  # fmt: skip
+        [*UNDISTURBED, *place.command()],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=place.environment(),
+        start_new_session=True,
+    ) as process:
         # (A folder of its own: before, Python looks whether it can write there, with a file that it takes away again.)
         until(lambda: any(one.is_dir() for one in place.tmp.iterdir()), 60, "it does not start")
         until(lambda: started(process.pid) >= workers, 60, "no worker starts")

@@ -16,11 +16,15 @@ from pretuned.kernels.contract.spec import Spec
 
 # A build of these by ``--no-cache --measure no`` on two cores of a server, at the commit that this test came with.
 MODELS = (
-    "Qwen/Qwen3-30B-A3B tp=1,2,4", "Qwen/Qwen3-Next-80B-A3B-Instruct tp=1,4", "mistralai/Mixtral-8x7B-v0.1 tp=1,2",
-    "deepseek-ai/DeepSeek-V3 ep=8 weights=bf16", "zai-org/GLM-4.5-Air tp=1,2 ep=1,4",
+    "Qwen/Qwen3-30B-A3B tp=1,2,4",
+    "Qwen/Qwen3-Next-80B-A3B-Instruct tp=1,4",
+    "mistralai/Mixtral-8x7B-v0.1 tp=1,2",
+    "deepseek-ai/DeepSeek-V3 ep=8 weights=bf16",
+    "zai-org/GLM-4.5-Air tp=1,2 ep=1,4",
     "openai/gpt-oss-20b layout=nk weights=bf16 tokens=1..16384",
-    "allenai/OLMoE-1B-7B-0924 dtype=bf16,fp16", "shape:E=16,H=2048,I=1024,k=2 name=example",
-)  # fmt: skip
+    "allenai/OLMoE-1B-7B-0924 dtype=bf16,fp16",
+    "shape:E=16,H=2048,I=1024,k=2 name=example",
+)
 CPU_S = {80: 248, 90: 364}
 SIZE_BYTES = {80: 3_879_914, 90: 6_657_243}
 

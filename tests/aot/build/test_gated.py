@@ -54,9 +54,19 @@ pytestmark = pytest.mark.slow
 
 BOTH = Fusion.SILU | Fusion.GATHER
 QWEN3 = LayerShard(
-    "Qwen/Qwen3-30B-A3B", E=128, k=8, H=2048, I=768, shared_experts=0, gated=True, dtypes=(DType.BF16,), tp=1, ep=1,
-    tokens=(1, 65536), ops=(Op.FORWARD,),
-)  # fmt: skip
+    "Qwen/Qwen3-30B-A3B",
+    E=128,
+    k=8,
+    H=2048,
+    I=768,
+    shared_experts=0,
+    gated=True,
+    dtypes=(DType.BF16,),
+    tp=1,
+    ep=1,
+    tokens=(1, 65536),
+    ops=(Op.FORWARD,),
+)
 MODEL = "shape:E=8,H=256,I=128,k=2 tokens=256..1024 name=gated"
 WIDE = Config(128, 256, 64, 8, 4, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
 HALF = Config(128, 128, 64, 8, 6, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
@@ -283,10 +293,13 @@ def test_merge_diff_and_prune(
     both = merge({"new": new, "old": old}).bundle
     for problem in problems:
         assert both.choices[problem] == tuple(
-            replace(one, variant=both.variants.index(new.variants[one.variant]),
-                    runner_up=None if one.runner_up is None else both.variants.index(new.variants[one.runner_up]))
+            replace(
+                one,
+                variant=both.variants.index(new.variants[one.variant]),
+                runner_up=None if one.runner_up is None else both.variants.index(new.variants[one.runner_up]),
+            )
             for one in new.choices[problem]
-        )  # fmt: skip
+        )
     changes = diff(old, both)
     assert changes.problems_added == problems
     assert {one.fusion for one in changes.variants_added} == {Fusion.SILU, BOTH}

@@ -42,18 +42,20 @@ SHIPPED = Path(__file__).parents[3] / "artifacts" / "bundles"
 
 
 def tune(
-    problems: dict[Problem, tuple[int, ...]], candidates: Path, journal: Path, ships: Ships,
-    entrants: Entrants, observers: TuneObservers,
-) -> Outcome:  # fmt: skip
+    problems: dict[Problem, tuple[int, ...]],
+    candidates: Path,
+    journal: Path,
+    ships: Ships,
+    entrants: Entrants,
+    observers: TuneObservers,
+) -> Outcome:
     """On a GPU that is not there."""
     with open_bundle(candidates) as bundle, scratch_folder() as scratch:
-        one = LocalExecutor(
-            Setup(str(candidates), bundle.digest, 0), scratch, greet=faketimer.greet, run=faketimer.run
-        )  # fmt: skip
+        one = LocalExecutor(Setup(str(candidates), bundle.digest, 0), scratch, greet=faketimer.greet, run=faketimer.run)
         try:
             return tune_problems(
                 problems, candidates, journal, executors=[one], entrants=entrants, ships=ships, observers=observers
-            )  # fmt: skip
+            )
         finally:
             one.shutdown()
 

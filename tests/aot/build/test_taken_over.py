@@ -84,18 +84,29 @@ def built_of(taken: TakenOver | None, evidence: Timings | None = None) -> Bundle
 def told(found: Bundle, problem: Problem = ONE) -> list[tuple[int, str, float, bytes]]:
     """Bucket, GPU or "modelled", us, cubin."""
     return [
-        (one.bucket, found.gpus[one.gpu].name if one.gpu is not None else "modelled", one.time_ns / 1000,
-         found.cubins[one.variant])
+        (
+            one.bucket,
+            found.gpus[one.gpu].name if one.gpu is not None else "modelled",
+            one.time_ns / 1000,
+            found.cubins[one.variant],
+        )
         for one in found.choices[problem]
-    ]  # fmt: skip
+    ]
 
 
 def test_measured_choices_come_along_with_times_gpus_and_code(tmp_path: Path) -> None:
     ships = bundle(
-        {ONE: [measured(64, NARROW, 9, 0, second=WIDE), measured(64, WIDE, 5, 1), modelled(128, WIDE),
-               measured(256, WIDE, 7, 0)]},
-        gpus=[H100, H200], tag="ships",
-    )  # fmt: skip
+        {
+            ONE: [
+                measured(64, NARROW, 9, 0, second=WIDE),
+                measured(64, WIDE, 5, 1),
+                modelled(128, WIDE),
+                measured(256, WIDE, 7, 0),
+            ]
+        },
+        gpus=[H100, H200],
+        tag="ships",
+    )
     taken = found_in(tmp_path / "there", ships).measured(PLAN.buckets, 90)
     assert taken is not None
     made_now = built_of(taken)
@@ -173,8 +184,9 @@ def test_what_this_build_has_times_of_stays(tmp_path: Path) -> None:
     """Of the GPU that a journal is of; that of another GPU is taken over beside it."""
     ships = bundle(
         {ONE: [measured(64, NARROW, 9, 0), measured(64, WIDE, 5, 1)], TWO: [measured(64, WIDE, 5, 1)]},
-        gpus=[H100, H200], tag="ships",
-    )  # fmt: skip
+        gpus=[H100, H200],
+        tag="ships",
+    )
     own = candidates().compiled
     timings = tuple(
         Timing(one.variant.cubin_sha256, (4000 + 500 * i,) * 2, 0.001, 20, 0.001) for i, one in enumerate(own)
@@ -275,8 +287,10 @@ def test_what_it_tells_of_each_model(from_models: Built) -> None:
     told = {one.name: one for one in from_models.by_model}
     assert len(told) == from_models.models
     assert {name for name, one in told.items() if not one.ships_measured} == {
-        "deepseek-ai/DeepSeek-V3", "example", "zai-org/GLM-4.5-Air",
-    }  # fmt: skip
+        "deepseek-ai/DeepSeek-V3",
+        "example",
+        "zai-org/GLM-4.5-Air",
+    }
     assert told["example"].to_dict() == {"name": "example", "cells": 186, "shipped_measured": 174, "measured": 174}
     with open_bundle(from_models.path) as opened:
         sources = {one.source for problem in opened.problems() for one in opened.find(problem)}

@@ -33,27 +33,43 @@ def test_the_order_of_variants_is_no_difference(base: Bundle) -> None:
         cubins=base.cubins[::-1],
         choices={
             problem: tuple(
-                replace(one, variant=last - one.variant,
-                        runner_up=None if one.runner_up is None else last - one.runner_up)
+                replace(
+                    one, variant=last - one.variant, runner_up=None if one.runner_up is None else last - one.runner_up
+                )
                 for one in row
             )
             for problem, row in base.choices.items()
         },
-    )  # fmt: skip
+    )
     assert codec.encode(turned) != codec.encode(base)
     assert not diff(base, turned).differ
 
 
 def test_what_changed_in_a_choice(base: Bundle) -> None:
     problem = next(one for one in base.choices if len(able(base, one)) == 3)
-    old = chosen(base, {(problem, 1): (0, 1000, None), (problem, 2): (0, 1000, None), (problem, 4): (0, 1000, None),
-                        (problem, 8): (0, 1000, None)})  # fmt: skip
-    new = chosen(base, {(problem, 1): (1, 1000, None), (problem, 2): (0, 250, H200), (problem, 4): (0, 1000, None),
-                        (problem, 16): (0, 1000, None)})  # fmt: skip
+    old = chosen(
+        base,
+        {
+            (problem, 1): (0, 1000, None),
+            (problem, 2): (0, 1000, None),
+            (problem, 4): (0, 1000, None),
+            (problem, 8): (0, 1000, None),
+        },
+    )
+    new = chosen(
+        base,
+        {
+            (problem, 1): (1, 1000, None),
+            (problem, 2): (0, 250, H200),
+            (problem, 4): (0, 1000, None),
+            (problem, 16): (0, 1000, None),
+        },
+    )
     changes = diff(old, new)
     assert [(one.bucket, one.what) for one in changes.choices] == [
-        (1, ("variant",)), (2, ("source", "gpu", "time")),
-    ]  # fmt: skip
+        (1, ("variant",)),
+        (2, ("source", "gpu", "time")),
+    ]
     assert (changes.choices_added, changes.choices_removed) == (1, 1)
     assert time_ratio(list(changes.choices)) == pytest.approx(0.5)
     assert changes.facts == {"gpus": ("", "NVIDIA H200 (driver 12080)")}
@@ -74,8 +90,9 @@ def test_choices_of_one_gpu_are_held_against_each_other(base: Bundle) -> None:
     )
     changes = diff(both, faster)
     assert [(one.old.gpu, one.new.gpu, one.what) for one in changes.choices] == [
-        (H100, H100, ("time",)), (H200, H200, ("time",)),
-    ]  # fmt: skip
+        (H100, H100, ("time",)),
+        (H200, H200, ("time",)),
+    ]
     (moved,) = diff(h100, h200).choices
     assert (moved.old.gpu, moved.new.gpu) == (H100, H200)
 

@@ -158,8 +158,9 @@ def test_of_two_gpus_each_keeps_what_was_measured_on_it(base: Bundle, cell) -> N
         revisions = [done.bundle.variants[one.variant].revision for one in row]
         assert revisions[1] + 1 == revisions[2] == ENTRIES["rows"].revision + 1
         assert {one.reason: (one.winner.time_ns, one.loser.time_ns) for one in done.conflicts} == {
-            Reason.MEASURED: (500, 9), Reason.TIME: (3_000, 4_000),
-        }  # fmt: skip
+            Reason.MEASURED: (500, 9),
+            Reason.TIME: (3_000, 4_000),
+        }
         assert sum(done.taken) == len(row)
     again = merged(done.bundle, h100, h200)
     assert again.bundle == replace(done.bundle, producer=again.bundle.producer)
@@ -290,10 +291,15 @@ def test_the_order_of_the_inputs_and_merging_in_steps_change_nothing(base: Bundl
     for problem, row in whole.choices.items():
         for choice in row:
             rivals = [
-                (bundle.gpus[one.gpu] if one.gpu is not None else None, bundle.variants[one.variant].revision,
-                 one.time_ns)
-                for bundle in made for one in bundle.choices.get(problem, ()) if one.bucket == choice.bucket
-            ]  # fmt: skip
+                (
+                    bundle.gpus[one.gpu] if one.gpu is not None else None,
+                    bundle.variants[one.variant].revision,
+                    one.time_ns,
+                )
+                for bundle in made
+                for one in bundle.choices.get(problem, ())
+                if one.bucket == choice.bucket
+            ]
             measured = [rival for rival in rivals if rival[0]]
             among = [one for one in rivals if same_gpu(one[0], choice.measured_on(whole.gpus))]
             latest = max(revision for _, revision, _ in among)

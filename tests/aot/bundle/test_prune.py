@@ -66,9 +66,9 @@ def test_the_fallbacks_of_its_ops_stay(both: Bundle) -> None:
     passes |= {one for one in both.variants if one.op in (RowOp.SORT_SLOTS, RowOp.CLEAR)}  # of no dtype
     assert len(passes) == 6 + 2
     assert {one for one in done.bundle.variants if isinstance(one.op, RowOp)} == passes
-    done = replace(done, bundle=replace(done.bundle, variants=tuple(
-        one for one in done.bundle.variants if one not in passes
-    )))  # fmt: skip
+    done = replace(
+        done, bundle=replace(done.bundle, variants=tuple(one for one in done.bundle.variants if one not in passes))
+    )
     fallbacks = {one for one in both.variants if one.alignment == 1 and one.op is Op.FORWARD}
     needed = {Family.of(problem) for problem in done.bundle.choices}
     assert {one for one in done.bundle.variants if one.alignment == 1} == {
@@ -115,9 +115,14 @@ def test_what_the_bundle_lacks_is_told(both: Bundle) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "ops"), [(SMALL + " tp=2", OPS), (SMALL + " dtype=fp32", OPS), (SMALL, (Op.DW,)),
-                       (SMALL.replace("1..64", "1024..2048"), OPS)],
-)  # fmt: skip
+    ("model", "ops"),
+    [
+        (SMALL + " tp=2", OPS),
+        (SMALL + " dtype=fp32", OPS),
+        (SMALL, (Op.DW,)),
+        (SMALL.replace("1..64", "1024..2048"), OPS),
+    ],
+)
 def test_a_model_that_it_has_otherwise_is_told_as_it_has_it(both: Bundle, model: str, ops: tuple[Op, ...]) -> None:
     wanted = r"was built for small tp=1 ep=1 bf16 \(forward, dX, M near 2\.\.128\)\. aot build"
     with pytest.raises(InputError, match=wanted):

@@ -37,12 +37,27 @@ CUBIN_BYTES = 40_000  # the mean of the real ones
 def _compiled(spec: Spec, sm: int) -> Compiled:
     """Half the registers of a full thread, and the least shared memory that the config can take."""
     variant = Variant(
-        kernel=entry_of(spec).name, revision=1, abi=words.LAUNCH_ABI, op=spec.op, dtype=spec.dtype, layout=spec.layout,
-        fusion=spec.fusion, alignment=spec.alignment, max_experts=spec.max_experts, config=spec.config.pairs(),
-        entry=entry_of(spec).name, arguments=registry.arguments(spec), tensor_maps=(), threads=registry.threads(spec),
-        shared_bytes=space.shared_bytes_at_least(spec.op, spec.dtype, spec.config, sm), registers=128, spill_bytes=0,
-        scratch_bytes=0, cubin_bytes=0, cubin_sha256=bytes(32),
-    )  # fmt: skip
+        kernel=entry_of(spec).name,
+        revision=1,
+        abi=words.LAUNCH_ABI,
+        op=spec.op,
+        dtype=spec.dtype,
+        layout=spec.layout,
+        fusion=spec.fusion,
+        alignment=spec.alignment,
+        max_experts=spec.max_experts,
+        config=spec.config.pairs(),
+        entry=entry_of(spec).name,
+        arguments=registry.arguments(spec),
+        tensor_maps=(),
+        threads=registry.threads(spec),
+        shared_bytes=space.shared_bytes_at_least(spec.op, spec.dtype, spec.config, sm),
+        registers=128,
+        spill_bytes=0,
+        scratch_bytes=0,
+        cubin_bytes=0,
+        cubin_sha256=bytes(32),
+    )
     return Compiled(variant, b"")
 
 

@@ -120,8 +120,15 @@ def test_no_cell_is_slower_after_a_bundle_is_added(
         with_incumbent = ran is not None and draw.draw(st.booleans())
         if with_incumbent:
             timed.add(ran.variant)
-        records.append(record(cell, sorted(timed), truth, draw.draw(st.sampled_from([0.0005, 0.01, 0.05])),
-                              ran if with_incumbent else None))  # fmt: skip
+        records.append(
+            record(
+                cell,
+                sorted(timed),
+                truth,
+                draw.draw(st.sampled_from([0.0005, 0.01, 0.05])),
+                ran if with_incumbent else None,
+            )
+        )
     evidence = Timings.of(Contents(Header(90, H200, ()), tuple(records), 0, 0))
     limit = draw.draw(st.sampled_from([1, 4, 16]))
     chosen = choose_from(PLAN, candidates, evidence, limit, before)
@@ -252,7 +259,7 @@ def test_a_fallback_that_runs_an_aligned_problem_takes_part(tmp_path: Path) -> N
 def test_the_line_tells_what_is_faster() -> None:
     assert str(HeldAgainst(3, 0.0834, 4, 0, 0)) == (
         "3 cells faster than before by 8.3 % in the mean, 4 as before, 0 slower"
-    )  # fmt: skip
+    )
     assert str(HeldAgainst(0, 0.0, 4, 1, 2)) == "0 cells faster than before, 4 as before, 1 slower, 2 not compared"
 
 

@@ -52,8 +52,12 @@ def aot_process(here: Path) -> Callable[..., Ended]:
     def command(*arguments: object, before: tuple[str, ...] = (), **environment: str) -> Ended:
         done = subprocess.run(
             [*before, sys.executable, "-m", "pretuned.aot", *map(str, arguments)],
-            cwd=here, env={**os.environ, **environment}, capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            cwd=here,
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         return Ended(done.returncode, done.stdout, done.stderr)
 
     return command

@@ -60,10 +60,15 @@ def test_merge(aot, here, put, small_bundle):
     assert [one["choices_taken"] for one in told["inputs"]] == [3, told["choices"] - 3]
     assert [one["decided_by"] for one in told["conflicts"]] == ["measured"] * 3
     assert told["conflicts"][0]["kept"] == {
-        "path": two, "variant": told["conflicts"][0]["kept"]["variant"], "revision": ENTRIES["rows"].revision,
-        "cubin_sha256": told["conflicts"][0]["kept"]["cubin_sha256"], "source": "measured", "time_us": 2.0,
-        "torch_us": None, "gpu": "NVIDIA H200",
-    }  # fmt: skip
+        "path": two,
+        "variant": told["conflicts"][0]["kept"]["variant"],
+        "revision": ENTRIES["rows"].revision,
+        "cubin_sha256": told["conflicts"][0]["kept"]["cubin_sha256"],
+        "source": "measured",
+        "time_us": 2.0,
+        "torch_us": None,
+        "gpu": "NVIDIA H200",
+    }
 
 
 def test_each_gpu_s_choices_are_told_apart(aot, put):
@@ -74,8 +79,10 @@ def test_each_gpu_s_choices_are_told_apart(aot, put):
     assert (told["measured"], told["gpus"], told["conflicts"]) == (6, [H100.name, H200.name], [])
     listed = json.loads(aot("inspect", "both.msgpack", "--choices", "--json").out)["choices"]
     assert [(row["M_near"], row["gpu"], row["time_us"]) for row in listed[:3]] == [
-        (2, H100.name, 3.0), (2, H200.name, 2.0), (4, H100.name, 3.0),
-    ]  # fmt: skip
+        (2, H100.name, 3.0),
+        (2, H200.name, 2.0),
+        (4, H100.name, 3.0),
+    ]
     assert f"measured on {H100.name}, {H200.name}" in aot("inspect", "both.msgpack").out
     assert "choices of problems in both: 0 only in A, 3 only in B" in aot("diff", one, "both.msgpack").out
     told = json.loads(aot("diff", "both.msgpack", two, "--json").out)

@@ -58,8 +58,20 @@ def test_closed_standard_streams(tmp_path: Path, compiled_models: Path) -> None:
     fill(tmp_path / "cache", compiled_models, lacking=2)
     for closed in ("2>&-", ">&-", "<&- >&- 2>&-"):
         out = tmp_path / f"{len(closed)}.msgpack"
-        words = ("-m", "pretuned.aot", "compile", "--models", f"'{MODEL}'", "--sm", "80",
-                 "--cache-dir", tmp_path / "cache", "-o", out, closed)  # fmt: skip
+        words = (
+            "-m",
+            "pretuned.aot",
+            "compile",
+            "--models",
+            f"'{MODEL}'",
+            "--sm",
+            "80",
+            "--cache-dir",
+            tmp_path / "cache",
+            "-o",
+            out,
+            closed,
+        )
         command = " ".join(map(str, (sys.executable, *words)))
         done = subprocess.run(["bash", "-c", command], check=False, capture_output=True, timeout=300)
         assert done.returncode == 0, done.stderr
@@ -97,9 +109,13 @@ def test_an_output_that_ends_within_a_write_is_no_success(tmp_path: Path, unbuff
     program = f"{limited}import sys; from pretuned.aot.__main__ import main; sys.exit(main())"
     with (tmp_path / "out.json").open("wb") as out:
         done = subprocess.run(
-            [sys.executable, "-B", "-c", program, "models", "--json"], stdout=out, stderr=subprocess.PIPE, text=True,
-            check=False, env=environment,
-        )  # fmt: skip
+            [sys.executable, "-B", "-c", program, "models", "--json"],
+            stdout=out,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            env=environment,
+        )
     assert (done.returncode, done.stderr) == (1, "error: can't write the output: File too large\n")
 
 

@@ -32,9 +32,11 @@ def test_a_model_on_an_h100_runs_what_was_measured_there(aot):
     assert head == "on NVIDIA H100 80GB HBM3 (9.0, 132 SMs, 81920 MiB)"
     rows = [line for line in lines if line.startswith(("gate_up", "down"))]
     assert [row.split()[:4] for row in rows] == [
-        ["gate_up", "forward", "1", "8"], ["gate_up", "forward", "8192", "65536"],
-        ["down", "forward", "1", "8"], ["down", "forward", "8192", "65536"],
-    ]  # fmt: skip
+        ["gate_up", "forward", "1", "8"],
+        ["gate_up", "forward", "8192", "65536"],
+        ["down", "forward", "1", "8"],
+        ["down", "forward", "8192", "65536"],
+    ]
     assert all("measured on NVIDIA H100 80GB HBM3" in row and "catalogue-sm90.msgpack" in row for row in rows)
 
 
@@ -42,8 +44,11 @@ def test_json_has_the_whole_explanation(aot):
     ended = aot("explain", f"{QWEN} tp=2", "--gpu", "h200", "--tokens", "4", "--ops", "forward,dX", "--json")
     gemms = json.loads(ended.out)["gemms"]
     assert [(one["gemm"], one["problem"]["op"], one["M"]) for one in gemms] == [
-        ("gate_up", "forward", 32), ("down", "forward", 32), ("gate_up", "dX", 32), ("down", "dX", 32),
-    ]  # fmt: skip
+        ("gate_up", "forward", 32),
+        ("down", "forward", 32),
+        ("gate_up", "dX", 32),
+        ("down", "dX", 32),
+    ]
     first = gemms[0]
     assert (first["model"], first["tp"], first["ep"], first["gpu"]["name"]) == (QWEN, 2, 1, "NVIDIA H200")
     assert first["problem"]["fused"] == ["gather", "silu"]
@@ -98,9 +103,14 @@ def test_strict_mode_says_that_the_call_raises(aot, monkeypatch):
 
 @pytest.mark.parametrize(
     ("text", "name", "sm", "sm_count"),
-    [("h100", "NVIDIA H100 80GB HBM3", 90, 132), ("H100 PCIe", "NVIDIA H100 PCIe", 90, 114), ("9.0", "", 90, 132),
-     ("rtx4090", "NVIDIA GeForce RTX 4090", 89, 128), ("sm_100", "", 100, 148)],
-)  # fmt: skip
+    [
+        ("h100", "NVIDIA H100 80GB HBM3", 90, 132),
+        ("H100 PCIe", "NVIDIA H100 PCIe", 90, 114),
+        ("9.0", "", 90, 132),
+        ("rtx4090", "NVIDIA GeForce RTX 4090", 89, 128),
+        ("sm_100", "", 100, 148),
+    ],
+)
 def test_a_gpu_by_name_or_capability(text, name, sm, sm_count):
     found = parse_gpu(text, lambda: pytest.fail("no GPU here is asked"))
     assert (found.gpu.name, found.sm, found.gpu.sm_count) == (name, sm, sm_count)

@@ -98,11 +98,18 @@ def test_options_beside_a_file_of_specs(aot, here):
     assert "each spec has its options in it" in ended.err
 
 
-@pytest.mark.parametrize("arguments", [
-    ("build", "--models", "x", "--sm", "90", "--journal", ""), ("build", "--models", "x", "--candidates", ""),
-    ("compile", "--models", "x", "--sm", "90", "-o", ""), ("measure", "", "--models", "x", "-J", "j"),
-    ("merge", "a", "b", "-o", ""), ("prune", "a", "--models", "x", "-o", ""), ("report", "a", "-o", ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("build", "--models", "x", "--sm", "90", "--journal", ""),
+        ("build", "--models", "x", "--candidates", ""),
+        ("compile", "--models", "x", "--sm", "90", "-o", ""),
+        ("measure", "", "--models", "x", "-J", "j"),
+        ("merge", "a", "b", "-o", ""),
+        ("prune", "a", "--models", "x", "-o", ""),
+        ("report", "a", "-o", ""),
+    ],
+)
 def test_a_path_that_is_empty(aot, here, arguments):
     expect(aot(*arguments), here, 2, "it is empty; name a file")
 

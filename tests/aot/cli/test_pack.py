@@ -90,7 +90,7 @@ def test_a_directory_that_the_runtime_would_refuse_is_told(aot, here, bundle):
         (["small-sm80.msgpack", "--oci", "other"], "holds something other than an OCI image layout"),
         (["small-sm80.msgpack", "--oci", "d", "--arch", "ppc"], "'ppc' is not one of"),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused(aot, here, bundle, arguments, complaint):
     data = (here / bundle).read_bytes()
     (here / "other").mkdir()
@@ -156,8 +156,10 @@ def test_pip_installs_it_and_the_runtime_finds_its_bundle(wheel, tmp_path):
     subprocess.run([*pip, "install", "-q", "--no-deps", "--no-index", wheel], check=True)
     purelib = subprocess.run(
         [python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"],
-        capture_output=True, text=True, check=True,
-    ).stdout.strip()  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
     here = sysconfig.get_paths()["purelib"]
     (Path(purelib) / "these.pth").write_text(f"import site; site.addsitedir({here!r})\n")
     told = subprocess.run([python, "-m", "pretuned.runtime"], capture_output=True, text=True, check=False).stdout
@@ -239,8 +241,10 @@ def test_skopeo_and_umoci_read_it(pack, here, small_bundle):
         assert opened.target.sm == 80
 
 
-@pytest.mark.parametrize(("option", "file"), [("--dir", "{bundle}"), ("--dir", "{bundle}.sig"),
-                                              ("--wheel", "pretuned_bundles-1.0-py3-none-any.whl")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("option", "file"),
+    [("--dir", "{bundle}"), ("--dir", "{bundle}.sig"), ("--wheel", "pretuned_bundles-1.0-py3-none-any.whl")],
+)
 def test_another_file_of_that_name_is_not_overwritten(aot, here, bundle, option, file):
     signing.sign(here / bundle)
     there = here / "out" / file.format(bundle=bundle)

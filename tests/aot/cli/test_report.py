@@ -50,10 +50,16 @@ def test_a_bundle(aot, here, small_bundle):
     assert "small" in text
     told = json.loads(aot("report", small_bundle, "--json").out)
     assert told == {
-        "path": "report.html", "headline": headline, "size_bytes": (here / "report.html").stat().st_size, "gemms": 4,
+        "path": "report.html",
+        "headline": headline,
+        "size_bytes": (here / "report.html").stat().st_size,
+        "gemms": 4,
         "cells": 56,
-        "measured": 0, "modelled": 56, "missing": 0, "notes": [],
-    }  # fmt: skip
+        "measured": 0,
+        "modelled": 56,
+        "missing": 0,
+        "notes": [],
+    }
     assert (here / "report.html").read_text() == text
 
 
@@ -127,9 +133,14 @@ def test_the_shipped_journal_makes_a_page_that_can_be_mailed(aot, here):
     """65,316 cells of an H200 and 66,153 of an H100, measured; the 32 others are modelled."""
     before = time.process_time()
     told = json.loads(
-        aot("report", ROOT / "artifacts/bundles/catalogue-sm90.msgpack", "--json",
-            "--journal", ROOT / "benchmarks/results/catalogue-h200.journal.xz").out
-    )  # fmt: skip
+        aot(
+            "report",
+            ROOT / "artifacts/bundles/catalogue-sm90.msgpack",
+            "--json",
+            "--journal",
+            ROOT / "benchmarks/results/catalogue-h200.journal.xz",
+        ).out
+    )
     assert time.process_time() - before < 90
     assert told["headline"] == "1.44 x torch over 2,859 cells, worst 0.96, 131,469 measured, 32 modelled, 34 missing."
     assert told["size_bytes"] < 6_000_000

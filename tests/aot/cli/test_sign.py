@@ -31,8 +31,9 @@ def bundle(here: Path, small_bundle: Path) -> str:
     return "small-sm80.msgpack"
 
 
-@pytest.mark.parametrize(("private", "public", "other"), [("private.pem", "release.pem", "ssh.pub"),
-                                                          ("ssh", "ssh.pub", "release.pem")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("private", "public", "other"), [("private.pem", "release.pem", "ssh.pub"), ("ssh", "ssh.pub", "release.pem")]
+)
 def test_sign_and_verify(private, public, other, aot, here, bundle):
     (here / private).chmod(0o600)
     signed = aot("sign", bundle, "--key", private)
@@ -70,10 +71,12 @@ def test_keys_that_can_not_sign(aot, here, bundle):
         signing.PRIVATE.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"word"))
     )
     for key, code, complaint in (
-        ("text", 2, "no private key can be had of it"), ("ec.pem", 2, "it is a ECPrivateKey, wanted one of Ed25519"),
-        ("release.pem", 2, "no private key can be had of it"), ("gone.pem", 1, "can't be read: No such file"),
+        ("text", 2, "no private key can be had of it"),
+        ("ec.pem", 2, "it is a ECPrivateKey, wanted one of Ed25519"),
+        ("release.pem", 2, "no private key can be had of it"),
+        ("gone.pem", 1, "can't be read: No such file"),
         ("secret.pem", 2, "it has a password, and there is no terminal"),
-    ):  # fmt: skip
+    ):
         ended = aot("sign", bundle, "--key", key)
         assert ended.code == code, ended.err
         assert f"key '{key}': {complaint}" in ended.err
@@ -156,8 +159,11 @@ def test_keys_without_an_end(aot_process, here, bundle):
             assert "it holds no" in ended.err or verb == "verify"  # a device is no safe place for one
     piped = subprocess.run(  # as bash's <(pass show key) does
         ["bash", "-c", f"{sys.executable} -m pretuned.aot sign {bundle} --key <(cat private.pem)"],
-        cwd=here, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=here,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert piped.returncode == 0, piped.stderr
 
 

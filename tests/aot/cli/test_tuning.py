@@ -109,8 +109,11 @@ def test_compile_here_build_from_a_journal(aot: Aot, here: Path, candidates: Pat
         (("measure", "candidates.msgpack", "--models", MODEL, "-J", "j", "--like", "none.msgpack"), 2, "none.msgpack"),
         (("measure", "candidates.msgpack", "--models", MODEL, "-J", "j", "--budget", "5x"), 2, "wanted e.g. 90s, 10m"),
         (("measure", "candidates.msgpack", "--models", MODEL, "-J", "j", "--budget", "9" * 400), 2, "is no duration"),
-        (("measure", "candidates.msgpack", "--models", MODEL, "-J", "j", "--budget", "9" * 308 + "h"), 2,
-         "is no duration"),
+        (
+            ("measure", "candidates.msgpack", "--models", MODEL, "-J", "j", "--budget", "9" * 308 + "h"),
+            2,
+            "is no duration",
+        ),
         (("measure", "candidates.msgpack", "--models", MODEL, "-J", "j", "--gpus", "a"), 2, "wanted ordinals"),
         (("measure", "candidates.msgpack", "--models", MODEL, "-J", "j", "--share", "nan"), 2, "nan is no share"),
         (("measure", "candidates.msgpack", "--models", MODEL, "-J", "j", "--part", "9/8"), 2, "wanted e.g. 1/8"),
@@ -120,13 +123,16 @@ def test_compile_here_build_from_a_journal(aot: Aot, here: Path, candidates: Pat
         (("build", "--models", MODEL, "--sm", "90", "-J", "j", "--measure", "no"), 2, "aot measure writes one"),
         (("build", "--models", MODEL, "--sm", "80", "--candidates", "candidates.msgpack"), 2, "are for sm_90"),
         (("build", "--models", MODEL, "--candidates", "candidates.msgpack", "-J", "none"), 2, "aot measure writes one"),
-        (("build", "--models", "shape:E=8,H=256,I=128,k=2", "--candidates", "candidates.msgpack"), 2,
-         "no variants of dW bf16"),
+        (
+            ("build", "--models", "shape:E=8,H=256,I=128,k=2", "--candidates", "candidates.msgpack"),
+            2,
+            "no variants of dW bf16",
+        ),
         (("compile", "--models", MODEL, "--sm", "80,90"), 2, "several capabilities need a compressed file"),
         (("compile", "--models", MODEL, "--sm", "90", "-o", "candidates.msgpack/x"), 1, "can't make the directory"),
         (("compile", "--models", MODEL, "--sm", "90", "-o", "notes.txt"), 2, "is there and is no bundle"),
     ],
-)  # fmt: skip
+)
 def test_mistakes_are_told_in_one_message(
     aot: Aot, here: Path, candidates: Path, arguments: tuple[str, ...], code: int, message: str
 ) -> None:
@@ -340,8 +346,12 @@ def test_a_build_ends_with_what_is_faster_than_before(aot: Aot, here: Path, cand
     )
     (one,) = json.loads(aot(*build, "--json").out)["bundles"]
     assert one["compared_with_before"] == {
-        "faster": cells - 1, "gain": round(gain, 4), "as_before": 1, "slower": 0, "not_compared": 0
-    }  # fmt: skip
+        "faster": cells - 1,
+        "gain": round(gain, 4),
+        "as_before": 1,
+        "slower": 0,
+        "not_compared": 0,
+    }
     assert one["lost"] == ""
 
 

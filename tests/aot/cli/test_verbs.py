@@ -53,12 +53,30 @@ def test_help_lists_verbs_by_what_they_are_for(aot):
 
 def test_the_options_of_a_build_stand_in_sections(aot):
     found = aot("build", "--help").out
-    for title, option in (("What to build", "--sm"), ("Where it goes", "--out"), ("Measuring", "--budget"),
-                          ("Compiling", "--workers"), ("Output", "--quiet")):  # fmt: skip
+    for title, option in (
+        ("What to build", "--sm"),
+        ("Where it goes", "--out"),
+        ("Measuring", "--budget"),
+        ("Compiling", "--workers"),
+        ("Output", "--quiet"),
+    ):
         section = found.partition(f"\n{title}:\n")[2].partition("\n\n")[0]
         assert option in section, title
-    for option in ("--models", "--ops", "--configs", "--candidates", "--name", "--measure", "--journal", "--gpus",
-                   "--executor", "--cache-dir", "--no-cache", "--verbose", "--json"):  # fmt: skip
+    for option in (
+        "--models",
+        "--ops",
+        "--configs",
+        "--candidates",
+        "--name",
+        "--measure",
+        "--journal",
+        "--gpus",
+        "--executor",
+        "--cache-dir",
+        "--no-cache",
+        "--verbose",
+        "--json",
+    ):
         assert option in found
 
 
@@ -118,14 +136,20 @@ def _keys(value):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--version"], ["models"], ["inspect", "{}", "--choices"], ["verify", "{}"], ["pack", "{}", "--oci", "image"],
-        ["diff", "{}", "{}"], ["doctor"], ["report", "{}"],
+        ["--version"],
+        ["models"],
+        ["inspect", "{}", "--choices"],
+        ["verify", "{}"],
+        ["pack", "{}", "--oci", "image"],
+        ["diff", "{}", "{}"],
+        ["doctor"],
+        ["report", "{}"],
         ["prune", "{}", "-m", "shape:E=8,H=256,I=128,k=2", "-o", "b.msgpack"],
         ["plan", "-m", "shape:E=8,H=256,I=128,k=2", "--sm", "80", "--ops", "forward"],
         ["explain", "shape:E=8,H=256,I=128,k=2", "--gpu", "a100"],
     ],
     ids=lambda arguments: arguments[0],
-)  # fmt: skip
+)
 def test_no_key_of_json_has_a_blank(aot, small_bundle, arguments):
     ended = aot(*(str(small_bundle) if one == "{}" else one for one in arguments), "--json")
     assert ended.code == 0, ended.err
@@ -147,8 +171,11 @@ def test_a_directory_stands_for_its_bundles(aot, here, small_bundle):
     assert (ended.code, "'bundles' holds 2 bundles and a report is of one" in ended.err) == (2, True)
     (here / "bundles" / "b.msgpack").unlink()
     assert aot("report", "bundles").code == 0
-    for verb, *rest in (("diff", small_bundle), ("merge", "-o", "o.msgpack"),
-                        ("prune", "-m", "Qwen/Qwen3-30B-A3B", "-o", "o.msgpack")):  # fmt: skip
+    for verb, *rest in (
+        ("diff", small_bundle),
+        ("merge", "-o", "o.msgpack"),
+        ("prune", "-m", "Qwen/Qwen3-30B-A3B", "-o", "o.msgpack"),
+    ):
         ended = aot(verb, "bundles", *rest)
         assert (ended.code, "it is a directory. Name its files, e.g. bundles/*.msgpack" in ended.err) == (2, True)
     (here / "empty").mkdir()
@@ -168,8 +195,9 @@ def test_next_steps_fit_a_narrow_terminal(aot, here, small_bundle, monkeypatch):
     lines = next_steps(("build", command), ("then", "call it")).splitlines()
     assert max(map(len, lines)) <= 60
     assert lines[-2:] == ["  then:", "    call it"]
-    asked = subprocess.run(["sh", "-c", "aot() { echo $# $*; }\n" + "\n".join(lines[2:-2])], capture_output=True,
-                           text=True, check=True)  # fmt: skip
+    asked = subprocess.run(
+        ["sh", "-c", "aot() { echo $# $*; }\n" + "\n".join(lines[2:-2])], capture_output=True, text=True, check=True
+    )
     assert asked.stdout.split() == ["9", *command.partition(" #")[0].split()[1:]]
     monkeypatch.delenv("COLUMNS")
     assert next_steps(("build", "aot build"), ("or", "aot plan")) == "Next:\n  build  aot build\n  or     aot plan"
@@ -265,9 +293,11 @@ def test_plan_shows_what_build_would_do_and_builds_nothing(aot, here):
     assert [one["sm"] for one in told["capabilities"]] == [80, 90]
     assert len(told["problems"]) == 24  # forward 6 a shard, dX 4, dW 2
     assert {(one["op"], one["fused"]) for one in told["problems"]} == {
-        *((op, fused) for op in ("forward", "dX") for fused in ("", "gather", "scatter")), ("dW", ""),
-        ("forward", "silu"), ("forward", "gather+silu"),
-    }  # fmt: skip
+        *((op, fused) for op in ("forward", "dX") for fused in ("", "gather", "scatter")),
+        ("dW", ""),
+        ("forward", "silu"),
+        ("forward", "gather+silu"),
+    }
     assert [one["problems"] for one in told["capabilities"]] == [20, 24]
     only = json.loads(aot("plan", "-m", "Qwen/Qwen3-30B-A3B", "--sm", "90", "--ops", "forward", "--json").out)
     assert {one["op"] for one in only["problems"]} == {"forward"}
@@ -382,8 +412,13 @@ def test_doctor_without_numpy_warns_of_nothing(words: list[str], here):
 def test_a_reader_that_leaves_early_is_told_nothing(here):
     done = subprocess.run(
         f"'{sys.executable}' -m pretuned.aot models --json | head -c 1",
-        shell=True, cwd=here, capture_output=True, text=True, env=dict(os.environ), check=False,
-    )  # fmt: skip
+        shell=True,
+        cwd=here,
+        capture_output=True,
+        text=True,
+        env=dict(os.environ),
+        check=False,
+    )
     assert (done.stdout, done.stderr) == ("[", "")
 
 
@@ -391,8 +426,12 @@ def test_no_home_directory_is_no_error(here):
     """As uid 12345, which no passwd file knows."""
     done = subprocess.run(
         ["unshare", "--map-user=12345", "--map-group=12345", sys.executable, "-m", "pretuned.aot", "--version"],
-        cwd=here, env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=here,
+        env={"PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert "none (no home directory)" in done.stdout
 

@@ -57,9 +57,10 @@ def test_times_of_all_that_is_here_and_a_plot(bench, tmp_path):
     told = json.loads(out)
     assert told["device"] == "CPU"
     assert [(one["gemm"], one["op"], one["tokens"]) for one in told["cells"]] == [
-        ("gate_up", "forward", 1), ("down", "forward", 1),
+        ("gate_up", "forward", 1),
+        ("down", "forward", 1),
         *((gemm, op, 1024) for gemm in ("gate_up", "down") for op in ("forward", "dX", "dW")),
-    ]  # fmt: skip
+    ]
     torch = TORCH.replace(" ", "_")  # no key has a blank
     for one in told["cells"]:
         assert set(one["us"]) == {OURS, torch, LOOP.replace(" ", "_")} == set(one["error"])
@@ -79,8 +80,11 @@ def test_a_library_that_refuses_a_shape_is_left_out_there_and_said(bench):
     assert code == 0, err
     rows = [line.split() for line in out.splitlines() if line.startswith(("even", "odd"))]
     assert [(row[0], row[3], row[-2] == "-") for row in rows] == [
-        ("even", "gate_up", False), ("even", "down", False), ("odd", "gate_up", True), ("odd", "down", True),
-    ]  # fmt: skip
+        ("even", "gate_up", False),
+        ("even", "down", False),
+        ("odd", "gate_up", True),
+        ("odd", "down", True),
+    ]
     assert f"{TORCH} over 2 cells" in out
     assert f"{LOOP} over 4 cells" in out
     assert f"left out: {TORCH} in 2 cells of 4: strides should be multiple of 16 bytes" in err
@@ -199,10 +203,27 @@ def test_vllms_rows_stand_in_blocks_of_their_expert(sizes):
         return torch.cat(slots), torch.tensor([e for e, _ in parts]), torch.tensor([block * len(parts)])
 
     def invoke(
-        A, B, C, A_scale, B_scale, topk_weights, sorted_token_ids, expert_ids, num_tokens_post_padded,
-        mul_routed_weight, top_k, config, compute_type, use_fp8_w8a8, use_int8_w8a8, use_int8_w8a16, use_int4_w4a16,
-        per_channel_quant, block_shape=None, B_bias=None,
-    ):  # fmt: skip
+        A,
+        B,
+        C,
+        A_scale,
+        B_scale,
+        topk_weights,
+        sorted_token_ids,
+        expert_ids,
+        num_tokens_post_padded,
+        mul_routed_weight,
+        top_k,
+        config,
+        compute_type,
+        use_fp8_w8a8,
+        use_int8_w8a8,
+        use_int8_w8a16,
+        use_int4_w4a16,
+        per_channel_quant,
+        block_shape=None,
+        B_bias=None,
+    ):
         assert (A_scale, B_scale, topk_weights, mul_routed_weight, top_k) == (None, None, None, False, 1)
         assert not any((use_fp8_w8a8, use_int8_w8a8, use_int8_w8a16, use_int4_w4a16, per_channel_quant))
         for number, expert in enumerate(expert_ids.tolist()):
@@ -225,9 +246,10 @@ def test_few_tokens_come_first_and_gradients_from_1024_on():
     shards = load_models([EVEN]).shapes
     cells = cells_of(shards, tuple(Op), (1024, 1))
     assert [(gemm.role, op.value, T) for _, gemm, op, T in cells] == [
-        ("gate_up", "forward", 1), ("down", "forward", 1),
+        ("gate_up", "forward", 1),
+        ("down", "forward", 1),
         *((gemm, op, 1024) for gemm in ("gate_up", "down") for op in ("forward", "dX", "dW")),
-    ]  # fmt: skip
+    ]
 
 
 def test_experts_of_a_rank_get_its_share_of_a_token():

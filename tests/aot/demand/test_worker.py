@@ -44,9 +44,7 @@ def nothing_but_what_ships(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times are made up."""
 
-    def tune(
-        problems: Any, candidates: Path, journal: Path, *, gpus: Any, executors: None, **how: Any
-    ) -> object:  # fmt: skip
+    def tune(problems: Any, candidates: Path, journal: Path, *, gpus: Any, executors: None, **how: Any) -> object:
         with executor(candidates) as here:
             return tune_problems(problems, candidates, journal, executors=here, **how)
 
@@ -56,9 +54,7 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def executor(candidates: Path) -> Iterator[list[LocalExecutor]]:
     with open_bundle(candidates) as bundle, scratch_folder() as scratch:
-        one = LocalExecutor(
-            Setup(str(candidates), bundle.digest, 0), scratch, greet=faketimer.greet, run=faketimer.run
-        )  # fmt: skip
+        one = LocalExecutor(Setup(str(candidates), bundle.digest, 0), scratch, greet=faketimer.greet, run=faketimer.run)
         try:
             yield [one]
         finally:

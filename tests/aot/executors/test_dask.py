@@ -70,16 +70,29 @@ class Cluster:
 
     def worker(self, *more: str) -> subprocess.Popen[bytes]:
         return self._begin(
-            "worker", self.address, "--host", "127.0.0.1", "--nthreads", "1", "--no-dashboard", "--resources", "sm90=1",
-            "--local-directory", self.folder, *more,
-        )  # fmt: skip
+            "worker",
+            self.address,
+            "--host",
+            "127.0.0.1",
+            "--nthreads",
+            "1",
+            "--no-dashboard",
+            "--resources",
+            "sm90=1",
+            "--local-directory",
+            self.folder,
+            *more,
+        )
 
     def _begin(self, *arguments: object) -> subprocess.Popen[bytes]:
         with (self.folder / "log").open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "dask", *map(str, arguments)], stdout=log, stderr=log, cwd=self.folder,
+                [sys.executable, "-m", "dask", *map(str, arguments)],
+                stdout=log,
+                stderr=log,
+                cwd=self.folder,
                 env={**os.environ, "PYTHONPATH": str(SUPPORT)},
-            )  # fmt: skip
+            )
         self.processes.append(process)
         return process
 
@@ -143,9 +156,14 @@ def all_of(gpus: DaskGpus, count: int) -> list[object]:
 
 
 def tune(
-    cluster: Cluster, plan: BuildPlan, candidates: Path, journal: Path, workers: int,
-    watch: TuneObservers | None = None, **session: object,
-) -> Outcome:  # fmt: skip
+    cluster: Cluster,
+    plan: BuildPlan,
+    candidates: Path,
+    journal: Path,
+    workers: int,
+    watch: TuneObservers | None = None,
+    **session: object,
+) -> Outcome:
     session = {"greet": faketimer.shipped, "run": faketimer.run, **session}
     with dask_gpus(cluster.executor, candidates, **session) as gpus:  # type: ignore[arg-type]
         return tune_problems(
@@ -198,9 +216,12 @@ def test_a_variant_that_kills_workers_again_and_again_is_recorded_and_skipped(
 
 
 def test_the_commands_measure_on_the_cluster(
-    cluster: Cluster, candidates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    cluster: Cluster,
+    candidates: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     fake = functools.partial(dask_gpus, greet=faketimer.greet, run=faketimer.run)
     monkeypatch.setattr("pretuned.aot.executors.dask.dask_gpus", fake)
     monkeypatch.chdir(tmp_path)
@@ -237,8 +258,18 @@ def test_a_worker_with_another_version_is_left_out(
 def test_the_command_asks_the_workers_for_their_gpu(
     cluster: Cluster, candidates: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["measure", str(candidates), "--models", "shape:E=8,H=256,I=128,k=2 tokens=1..64", "--ops", "forward",
-                 "-J", str(tmp_path / "journal"), "--executor", cluster.executor]  # fmt: skip
+    arguments = [
+        "measure",
+        str(candidates),
+        "--models",
+        "shape:E=8,H=256,I=128,k=2 tokens=1..64",
+        "--ops",
+        "forward",
+        "-J",
+        str(tmp_path / "journal"),
+        "--executor",
+        cluster.executor,
+    ]
     assert command(arguments) == 1
     told = capsys.readouterr().err
     assert "Dask worker tcp://127.0.0.1:" in told
@@ -304,9 +335,11 @@ def test_stopped_or_killed_it_loses_the_job_in_flight_at_most_and_goes_on(
     journal = tmp_path / "h200.journal"
     process = subprocess.Popen(
         [sys.executable, "-c", _TUNE, lone.executor, str(candidates), str(journal)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(AOT), str(SUPPORT)])},
-    )  # fmt: skip
+    )
     assert process.stdout is not None
     for line in process.stdout:
         if line == "cell 3\n":
@@ -316,8 +349,10 @@ def test_stopped_or_killed_it_loses_the_job_in_flight_at_most_and_goes_on(
     kept = len(read_journal(journal).records)
     assert 3 <= kept < small_plan.choices
     if number == signal.SIGINT:
-        said = f"interrupted: {kept} of {small_plan.choices} cells are measured and kept in '{journal}'; " \
-               "run the same command to go on\n"  # fmt: skip
+        said = (
+            f"interrupted: {kept} of {small_plan.choices} cells are measured and kept in '{journal}'; "
+            "run the same command to go on\n"
+        )
         assert told.endswith(said)
         # Python's own words, if the signal came while one of Dask's futures was let go of.
         before = told.removesuffix(said)
@@ -392,9 +427,15 @@ def test_without_a_fitting_worker_it_says_how_to_start_one(lone: Cluster, candid
     ],
 )
 def test_mistakes_are_told_in_one_message(
-    candidates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    verb: str, more: tuple[str, ...], code: int, message: str,
-) -> None:  # fmt: skip
+    candidates: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    verb: str,
+    more: tuple[str, ...],
+    code: int,
+    message: str,
+) -> None:
     monkeypatch.chdir(tmp_path)
     if message.startswith("no Dask scheduler"):
         monkeypatch.setattr("pretuned.aot.executors.dask.connected.__wrapped__.__defaults__", (1.0,))
@@ -442,16 +483,41 @@ def test_nothing_of_dask_is_imported_before_it_is_asked_for() -> None:
 @pytest.mark.nightly
 def test_a_cluster_with_certificates(tmp_path: Path) -> None:
     """A real scheduler that takes no connection without a certificate of its authority."""
-    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost",
-            "-keyout", tmp_path / "key.pem", "-out", tmp_path / "cert.pem"]  # fmt: skip
+    make = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "1",
+        "-subj",
+        "/CN=localhost",
+        "-keyout",
+        tmp_path / "key.pem",
+        "-out",
+        tmp_path / "cert.pem",
+    ]
     subprocess.run(make, check=True, capture_output=True)
     tls = "DASK_DISTRIBUTED__COMM__TLS__"
     ours = {f"{tls}CA_FILE": str(tmp_path / "cert.pem")}
     for role in ("CLIENT", "SCHEDULER"):
         ours |= {f"{tls}{role}__CERT": str(tmp_path / "cert.pem"), f"{tls}{role}__KEY": str(tmp_path / "key.pem")}
     told = tmp_path / "scheduler.json"
-    command = ["scheduler", "--protocol", "tls", "--host", "127.0.0.1", "--port", "0", "--no-dashboard", "--no-show",
-               "--scheduler-file", told]  # fmt: skip
+    command = [
+        "scheduler",
+        "--protocol",
+        "tls",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "0",
+        "--no-dashboard",
+        "--no-show",
+        "--scheduler-file",
+        told,
+    ]
     scheduler = subprocess.Popen(
         [sys.executable, "-m", "dask", *map(str, command)], env={**os.environ, **ours}, stderr=subprocess.DEVNULL
     )

@@ -33,18 +33,35 @@ shas = st.binary(min_size=32, max_size=32)
 times = st.lists(st.integers(1, 10**12), min_size=1, max_size=3).map(tuple)
 small = st.floats(0, 1, allow_nan=False)
 problems = st.builds(
-    Problem, st.sampled_from(Op), st.sampled_from(DType), st.integers(1, 512), st.integers(1, 9999),
-    st.integers(1, 9999), st.sampled_from(Layout), st.sampled_from(list(Fusion)), st.integers(0, 8),
-).map(lambda one: one if one.fusion & INDEXED else dataclasses.replace(one, top_k=0))  # fmt: skip
+    Problem,
+    st.sampled_from(Op),
+    st.sampled_from(DType),
+    st.integers(1, 512),
+    st.integers(1, 9999),
+    st.integers(1, 9999),
+    st.sampled_from(Layout),
+    st.sampled_from(list(Fusion)),
+    st.integers(0, 8),
+).map(lambda one: one if one.fusion & INDEXED else dataclasses.replace(one, top_k=0))
 timings = st.builds(Timing, shas, times, small, st.integers(1, 50), small)
 duels = st.builds(Rematch, shas, shas, times, times, small, small)
 buckets = st.integers(0, 31).map(lambda power: 1 << power)
 records: st.SearchStrategy[Record] = st.one_of(
-    st.builds(Measured, problems, buckets, shas, st.lists(timings, max_size=4).map(tuple), st.none() | duels,
-              st.none() | times, small, st.integers(0, 20000), st.none() | st.tuples(shas, times),
-              st.lists(st.builds(Incumbent, shas, shas), max_size=2).map(tuple)),
+    st.builds(
+        Measured,
+        problems,
+        buckets,
+        shas,
+        st.lists(timings, max_size=4).map(tuple),
+        st.none() | duels,
+        st.none() | times,
+        small,
+        st.integers(0, 20000),
+        st.none() | st.tuples(shas, times),
+        st.lists(st.builds(Incumbent, shas, shas), max_size=2).map(tuple),
+    ),
     st.builds(Failure, problems, buckets, shas, st.sampled_from(["wrong", "hung"]), st.text(max_size=80)),
-)  # fmt: skip
+)
 
 
 def measured(bucket: int = 16) -> Measured:
@@ -252,8 +269,10 @@ def test_a_disk_without_room_costs_the_record_and_nothing_else(tmp_path: Path) -
     path = tmp_path / "journal"
     done = subprocess.run(
         [sys.executable, "-c", _FULL, str(path), str(Path(__file__).parent)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert "HostError: can't write the journal" in done.stderr
     assert "File too large" in done.stderr
     contents = read_journal(path)

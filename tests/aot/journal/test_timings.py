@@ -42,9 +42,27 @@ def sha(number: int) -> bytes:
 
 def variant(number: int, config: Config, fusion: Fusion = Fusion.NONE) -> Compiled:
     one = Variant(
-        "rows", 1, 1, Op.FORWARD, DType.BF16, Layout.NK, fusion, 16, 512, config.pairs(), "rows", (), (),
-        32 * config.num_warps, 100_000, 128, 0, 0, 3, sha(number),
-    )  # fmt: skip
+        "rows",
+        1,
+        1,
+        Op.FORWARD,
+        DType.BF16,
+        Layout.NK,
+        fusion,
+        16,
+        512,
+        config.pairs(),
+        "rows",
+        (),
+        (),
+        32 * config.num_warps,
+        100_000,
+        128,
+        0,
+        0,
+        3,
+        sha(number),
+    )
     return Compiled(one, b"abc")
 
 

@@ -27,12 +27,15 @@ class Told:
 )
 def test_a_second_look_takes_three_times_as_many_rounds_and_a_quick_one_fewer(
     us: float, first: int, quick: int
-) -> None:  # fmt: skip
+) -> None:
     bench = object.__new__(Bench)  # that of a GPU starts it
     problem = Problem(Op.FORWARD, DType.BF16, 8, 64, 64)
     for again, short, wanted in (
-        (False, False, first), (True, False, 3 * first), (False, True, quick), (True, True, 3 * quick)
-    ):  # fmt: skip
+        (False, False, first),
+        (True, False, 3 * first),
+        (False, True, quick),
+        (True, True, 3 * quick),
+    ):
         bench.clock = clock = Told(us)  # type: ignore[assignment]
         job = MeasureJob(problem, 16, (), again=again, quick=short)
         found = bench._rounds([object(), object()], 10_000.0, (5, 20), job)  # type: ignore[list-item]

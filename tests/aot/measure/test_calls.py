@@ -39,8 +39,20 @@ def test_moved_rows_and_their_weights(op: Op, fusion: Fusion, weighted: bool, mo
     assert not fused.zero_tail
     positional, words = given
     assert positional == (y.data_ptr(), m_sizes.data_ptr(), 7)
-    moved = {} if index is None else {
-        "index": index.data_ptr(), "row_weights": 0 if weights is None else weights.data_ptr(), "index_end": M,
-    }  # fmt: skip
-    assert words == {"x": rows.data_ptr(), "w": w.data_ptr(), "stride_x_m": rows.shape[1], "stride_y_m": y.shape[1],
-                     "M": M, **moved}  # fmt: skip
+    moved = (
+        {}
+        if index is None
+        else {
+            "index": index.data_ptr(),
+            "row_weights": 0 if weights is None else weights.data_ptr(),
+            "index_end": M,
+        }
+    )
+    assert words == {
+        "x": rows.data_ptr(),
+        "w": w.data_ptr(),
+        "stride_x_m": rows.shape[1],
+        "stride_y_m": y.shape[1],
+        "M": M,
+        **moved,
+    }

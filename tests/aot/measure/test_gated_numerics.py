@@ -27,9 +27,17 @@ def made(M: int, layout: Layout, fusion: Fusion, device: torch.device) -> tuple[
     rows = activations(M // top_k if gathers else M, K, torch.bfloat16, device)
     y = torch.full((M, N // 2), float("nan"), dtype=torch.bfloat16, device=device)
     reference.rows(
-        rows, w, m_sizes.to(device), y, M=M, layout=layout, index=index, index_end=M,
-        gather_divisor=top_k if gathers else 0, silu=True,
-    )  # fmt: skip
+        rows,
+        w,
+        m_sizes.to(device),
+        y,
+        M=M,
+        layout=layout,
+        index=index,
+        index_end=M,
+        gather_divisor=top_k if gathers else 0,
+        silu=True,
+    )
     return GatedNumericsCheck(problem, w), Tensors(problem, M, rows, w, y, index, top_k), m_sizes.tolist()
 
 

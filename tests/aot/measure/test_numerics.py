@@ -50,10 +50,18 @@ def test_the_judge_estimates_the_error_and_sees_one_wrong_element(
         weighs = op is Op.FORWARD and Fusion.SCATTER in fusion  # as aot/measure/bench.py has it
         row_weights = torch.exp2(torch.arange(M, device=device) % 3 - 1) if weighs else None
         reference.rows(
-            rows, w, m_sizes.to(device), result, M=M, layout=layout if op is Op.FORWARD else other, index=index,
-            index_end=M, gather_divisor=top_k if Fusion.GATHER in fusion else 0, scatter=Fusion.SCATTER in fusion,
+            rows,
+            w,
+            m_sizes.to(device),
+            result,
+            M=M,
+            layout=layout if op is Op.FORWARD else other,
+            index=index,
+            index_end=M,
+            gather_divisor=top_k if Fusion.GATHER in fusion else 0,
+            scatter=Fusion.SCATTER in fusion,
             row_weights=row_weights,
-        )  # fmt: skip
+        )
         on = Tensors(problem, M, rows, w, result, index, top_k, row_weights)
     judge = NumericsCheck(problem, None if op is Op.DW else w, device)
     wanted = judge.reference(on, m_sizes.tolist())
@@ -105,8 +113,18 @@ def test_the_judge_takes_quantised_weights(dtype: DType, fusion: Fusion) -> None
     row_weights = torch.exp2(torch.arange(M) % 3 - 1) if fusion else None
     rows = activations(M, K, torch.bfloat16, "cpu")
     dense, result = w.dequantize(torch.bfloat16), torch.full((M, N), float("nan"), dtype=torch.bfloat16)
-    reference.rows(rows, dense, m_sizes, result, M=M, layout=Layout.NK, index=index, index_end=M,
-                   scatter=bool(fusion), row_weights=row_weights)  # fmt: skip
+    reference.rows(
+        rows,
+        dense,
+        m_sizes,
+        result,
+        M=M,
+        layout=Layout.NK,
+        index=index,
+        index_end=M,
+        scatter=bool(fusion),
+        row_weights=row_weights,
+    )
     on = Tensors(problem, M, rows, w, result, index, 1, row_weights)
     judge = NumericsCheck(problem, w, torch.device("cpu"))
     wanted = judge.reference(on, m_sizes.tolist())

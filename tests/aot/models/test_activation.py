@@ -24,8 +24,12 @@ OAI = Activation("swiglu_oai")
             Activation("swiglu", limit=5.0, alpha=1.5, beta=1.0),
         ),
         (
-            {"model_type": "kimi_linear", "hidden_act": "situ", "activation_situ_beta": 4.0,
-             "activation_situ_linear_beta": 25.0},
+            {
+                "model_type": "kimi_linear",
+                "hidden_act": "situ",
+                "activation_situ_beta": 4.0,
+                "activation_situ_linear_beta": 25.0,
+            },
             Activation("situ", beta=4.0, linear_beta=25.0),
         ),
         (
@@ -37,7 +41,7 @@ OAI = Activation("swiglu_oai")
         ({"model_type": "any", "hidden_act": "silu", "swiglu_limit": float("nan")}, Activation("silu")),
         ({"model_type": "any"}, None),
     ],
-)  # fmt: skip
+)
 def test_a_config_s_activation(config: dict[str, object], activation: Activation | None) -> None:
     assert activation_in(config, str(config["model_type"])) == (activation, "")
 

@@ -91,17 +91,21 @@ def test_the_flagships_are_found_planned_and_suggested(name: str, sizes: tuple[i
     degree = next(one for one in (8, 4, 2) if layer.E % one == 0)
     built = plan(load_models([f"{name} ep={degree} ops=forward tokens=1..1024"]).shapes)
     assert {(one.E, one.N, one.K) for one in built.problems} == {
-        (layer.E // degree, (2 if layer.gated else 1) * layer.I, layer.H), (layer.E // degree, layer.H, layer.I),
-    }  # fmt: skip
+        (layer.E // degree, (2 if layer.gated else 1) * layer.I, layer.H),
+        (layer.E // degree, layer.H, layer.I),
+    }
     assert match.id in nearest_ids(name[:-2] + name[-1])
 
 
 def test_the_epilogue_with_silu_is_planned_for_no_other_activation() -> None:
     silu, limited, unknown = (
         any(one.fusion & Fusion.SILU for one in plan(load_models([spec]).shapes).problems)
-        for spec in ("Qwen/Qwen3-30B-A3B ops=forward", "DeepSeek-V4-Flash weights=bf16 ops=forward",
-                     "shape:E=128,H=2048,I=768,k=8 ops=forward")
-    )  # fmt: skip
+        for spec in (
+            "Qwen/Qwen3-30B-A3B ops=forward",
+            "DeepSeek-V4-Flash weights=bf16 ops=forward",
+            "shape:E=128,H=2048,I=768,k=8 ops=forward",
+        )
+    )
     assert (silu, limited, unknown) == (True, False, True)
 
 
@@ -128,10 +132,14 @@ def test_find(word: str, id_: str, entry: str) -> None:
 
 def test_an_alias_has_the_format_of_its_own_checkpoint() -> None:
     for word, format_ in (
-        ("Qwen/Qwen3-30B-A3B", "bf16"), ("Qwen/Qwen3-30B-A3B-FP8", "fp8_block"), ("Kimi-K2-Thinking", "int4_g32"),
-        ("deepseek-ai/DeepSeek-R1", "fp8_block"), ("zai-org/GLM-4.5-Air-FP8", "fp8_channel"),
-        ("openai/gpt-oss-20b", "mxfp4"), ("Mixtral-8x7B-Instruct-v0.1", "bf16"),
-    ):  # fmt: skip
+        ("Qwen/Qwen3-30B-A3B", "bf16"),
+        ("Qwen/Qwen3-30B-A3B-FP8", "fp8_block"),
+        ("Kimi-K2-Thinking", "int4_g32"),
+        ("deepseek-ai/DeepSeek-R1", "fp8_block"),
+        ("zai-org/GLM-4.5-Air-FP8", "fp8_channel"),
+        ("openai/gpt-oss-20b", "mxfp4"),
+        ("Mixtral-8x7B-Instruct-v0.1", "bf16"),
+    ):
         match = find(word)
         assert match is not None
         assert match.layers[0].weights == format_

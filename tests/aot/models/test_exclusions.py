@@ -16,16 +16,34 @@ LAYERS = 4
 @pytest.mark.parametrize(
     ("name", "layers"),
     [
-        ("model.layers.2.mlp.experts", [2]), ("layers.1", [1]), ("3", [3]), ("mlp", [0, 1, 2, 3]), ("0", [0, 1, 2, 3]),
-        ("experts.0.w1", [0, 1, 2, 3]), ("model.layers.2.mlp.experts.0.w1", [2]), ("layers.2.moe.experts.0", [2]),
-        ("model.layers", [0, 1, 2, 3]), ("lm_head", []), ("model.layers.4", []), ("layer", []), ("", []), (".mlp", []),
-        ("mlp.", []), ("layers.2.experts", []), ("experts.1.w1", []),
-        ("model.layers.1*", [1]), ("*experts", [0, 1, 2, 3]), ("*.2.*", [2]), ("layers.[12].mlp*", [1, 2]),
+        ("model.layers.2.mlp.experts", [2]),
+        ("layers.1", [1]),
+        ("3", [3]),
+        ("mlp", [0, 1, 2, 3]),
+        ("0", [0, 1, 2, 3]),
+        ("experts.0.w1", [0, 1, 2, 3]),
+        ("model.layers.2.mlp.experts.0.w1", [2]),
+        ("layers.2.moe.experts.0", [2]),
+        ("model.layers", [0, 1, 2, 3]),
+        ("lm_head", []),
+        ("model.layers.4", []),
+        ("layer", []),
+        ("", []),
+        (".mlp", []),
+        ("mlp.", []),
+        ("layers.2.experts", []),
+        ("experts.1.w1", []),
+        ("model.layers.1*", [1]),
+        ("*experts", [0, 1, 2, 3]),
+        ("*.2.*", [2]),
+        ("layers.[12].mlp*", [1, 2]),
         ("*gate", []),
-        ("re:model.layers.[02].mlp.experts", [0, 2]), ("re:.*experts$", [0, 1, 2, 3]), ("re:mlp", []),
+        ("re:model.layers.[02].mlp.experts", [0, 2]),
+        ("re:.*experts$", [0, 1, 2, 3]),
+        ("re:mlp", []),
         ("re:", [0, 1, 2, 3]),
     ],
-)  # fmt: skip
+)
 def test_what_a_name_means(name: str, layers: list[int]) -> None:
     assert left_out([name], LAYERS, "config") == layers
     assert left_out(["lm_head", name, "re:.*lm_head", "*lm_head"], LAYERS, "config") == layers

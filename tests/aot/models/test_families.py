@@ -36,12 +36,20 @@ MORE: dict[str, dict[str, Any]] = {
     "gemma4": {"text_config": {"enable_moe_block": True}},
     "hunyuan_v1_moe": {"head_dim": 128},
     "lfm2_moe": {"layer_types": ["full_attention"] * 32},
-    "qwen3_omni_moe": {"talker_config": {"text_config": {"shared_expert_intermediate_size": 64},
-                                         "spatial_merge_size": 2}},
-    "qwen4_exp": {"text_config": {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256,
-                                  "indexer_budget": 64, "indexer_compress_ratio": 4}},
+    "qwen3_omni_moe": {
+        "talker_config": {"text_config": {"shared_expert_intermediate_size": 64}, "spatial_merge_size": 2}
+    },
+    "qwen4_exp": {
+        "text_config": {
+            "indexer_n_heads": 4,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 256,
+            "indexer_budget": 64,
+            "indexer_compress_ratio": 4,
+        }
+    },
     "zaya": {"num_experts_per_tok": 1},
-}  # fmt: skip
+}
 
 
 class Experts(NamedTuple):
@@ -115,9 +123,14 @@ def as_read(layer: ExpertLayer) -> Experts:
     E, H, width = layer.E, layer.H, layer.I
     first = (E + layer.zero_experts, 2 * width if layer.gated else width, H)
     return Experts(
-        first, (E, H, width), layer.gated, Layout.KN in layer.layouts, "bias" in layer.note,
-        "interleaved" in layer.note, "norm" in layer.note,
-    )  # fmt: skip
+        first,
+        (E, H, width),
+        layer.gated,
+        Layout.KN in layer.layouts,
+        "bias" in layer.note,
+        "interleaved" in layer.note,
+        "norm" in layer.note,
+    )
 
 
 def read(config: Any) -> tuple[ExpertLayer, ...]:

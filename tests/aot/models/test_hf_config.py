@@ -94,75 +94,299 @@ FAMILIES: list[tuple[Mapping[str, object], ExpertLayer]] = [
             "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
         },
         ExpertLayer(
-            32, 4, 2880, 2880, weights="mxfp4", note="bias; gate and up interleaved", layouts=(Layout.NK, Layout.KN),
+            32,
+            4,
+            2880,
+            2880,
+            weights="mxfp4",
+            note="bias; gate and up interleaved",
+            layouts=(Layout.NK, Layout.KN),
             activation=OAI,
         ),
     ),
     (QWEN3, QWEN3_LAYER),
-    *((one, ExpertLayer(128, 8, 2048, 768, 512)) for one in with_types(
-        {**QWEN3, "shared_expert_intermediate_size": 512}, "qwen2_moe", "qwen3_next")),
-    ({"model_type": "qwen3_vl_moe", "text_config": {**QWEN3, "model_type": "qwen3_vl_moe_text"},
-      "vision_config": {"hidden_size": 1152, "intermediate_size": 4304}}, QWEN3_LAYER),
-    ({"model_type": "qwen3_5_moe", "hidden_size": 1, "text_config": {
-        "model_type": "qwen3_5_moe_text", "hidden_size": 2048, "moe_intermediate_size": 512, "num_experts": 256,
-        "num_experts_per_tok": 8, "shared_expert_intermediate_size": 512}}, ExpertLayer(256, 8, 2048, 512, 512)),
+    *(
+        (one, ExpertLayer(128, 8, 2048, 768, 512))
+        for one in with_types({**QWEN3, "shared_expert_intermediate_size": 512}, "qwen2_moe", "qwen3_next")
+    ),
+    (
+        {
+            "model_type": "qwen3_vl_moe",
+            "text_config": {**QWEN3, "model_type": "qwen3_vl_moe_text"},
+            "vision_config": {"hidden_size": 1152, "intermediate_size": 4304},
+        },
+        QWEN3_LAYER,
+    ),
+    (
+        {
+            "model_type": "qwen3_5_moe",
+            "hidden_size": 1,
+            "text_config": {
+                "model_type": "qwen3_5_moe_text",
+                "hidden_size": 2048,
+                "moe_intermediate_size": 512,
+                "num_experts": 256,
+                "num_experts_per_tok": 8,
+                "shared_expert_intermediate_size": 512,
+            },
+        },
+        ExpertLayer(256, 8, 2048, 512, 512),
+    ),
     ({"model_type": "qwen3_omni_moe", "thinker_config": {"text_config": QWEN3}}, QWEN3_LAYER),
-    *((one, DEEPSEEK_LAYER) for one in with_types(
-        DEEPSEEK, "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "glm4_moe", "glm_moe_dsa", "kimi_k2",
-        "dots1", "mimo_v2_flash")),
+    *(
+        (one, DEEPSEEK_LAYER)
+        for one in with_types(
+            DEEPSEEK,
+            "deepseek_v2",
+            "deepseek_v3",
+            "deepseek_v32",
+            "deepseek_v4",
+            "glm4_moe",
+            "glm_moe_dsa",
+            "kimi_k2",
+            "dots1",
+            "mimo_v2_flash",
+        )
+    ),
     ({"model_type": "kimi_vl", "text_config": DEEPSEEK}, DEEPSEEK_LAYER),
-    *(({"model_type": one, "hidden_size": 2048, "intermediate_size": 1024, "num_experts": 64,
-        "num_experts_per_tok": 8}, ExpertLayer(64, 8, 2048, 1024)) for one in ("olmoe", "flex_olmo", "jamba")),
-    ({"model_type": "llama4", "text_config": LLAMA4_TEXT, "vision_config": {"hidden_size": 1408}},
-     ExpertLayer(16, 1, 5120, 8192, 8192, layouts=(Layout.NK, Layout.KN))),
-    ({"model_type": "ernie4_5_moe", "hidden_size": 2560, "intermediate_size": 12288, "moe_intermediate_size": 1536,
-      "moe_num_experts": 64, "moe_k": 6, "moe_num_shared_experts": 2}, ExpertLayer(64, 6, 2560, 1536, 3072)),
-    ({"model_type": "hunyuan_v1_moe", "hidden_size": 4096, "intermediate_size": 3072, "num_experts": 64,
-      "moe_topk": [8] * 32, "moe_intermediate_size": [3072] * 32, "num_shared_expert": [1] * 32},
-     ExpertLayer(64, 8, 4096, 3072, 3072)),
-    ({"model_type": "hunyuan", "hidden_size": 6400, "intermediate_size": 18304, "num_experts": 16, "moe_topk": 1,
-      "moe_intermediate_size": None, "num_shared_expert": 1}, ExpertLayer(16, 1, 6400, 18304, 18304)),
-    ({"model_type": "dbrx", "d_model": 6144, "ffn_config": {
-        "moe_num_experts": 16, "moe_top_k": 4, "ffn_hidden_size": 10752, "ffn_act_fn": {"name": "silu"}}},
-     ExpertLayer(16, 4, 6144, 10752)),
-    ({"model_type": "longcat_flash", "hidden_size": 6144, "ffn_hidden_size": 12288, "expert_ffn_hidden_size": 2048,
-      "n_routed_experts": 512, "zero_expert_num": 256, "moe_topk": 12},
-     ExpertLayer(512, 12, 6144, 2048, note="256 more experts without weights", zero_experts=256)),
-    ({"model_type": "gemma4", "text_config": {"model_type": "gemma4_text", "hidden_size": 2816,
-      "intermediate_size": 2112, "moe_intermediate_size": 704, "num_experts": 128, "top_k_experts": 8,
-      "enable_moe_block": True}}, ExpertLayer(128, 8, 2816, 704)),
-    ({"model_type": "nemotron_h", "hidden_size": 2688, "intermediate_size": 1856, "moe_intermediate_size": 1856,
-      "n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 1,
-      "moe_shared_expert_intermediate_size": 3712, "moe_latent_size": None},
-     ExpertLayer(128, 6, 2688, 1856, 3712, gated=False)),
-    ({"model_type": "step3p5", "hidden_size": 4096, "intermediate_size": 11264, "moe_num_experts": 288,
-      "moe_top_k": 8, "moe_intermediate_size": 1280, "share_expert_dim": 1280}, ExpertLayer(288, 8, 4096, 1280, 1280)),
-    ({"model_type": "step3_vl", "text_config": {"model_type": "step3_text", "hidden_size": 7168,
-      "intermediate_size": 18432, "moe_num_experts": 48, "moe_top_k": 3, "moe_intermediate_size": 5120,
-      "share_expert_dim": 5120}}, ExpertLayer(48, 3, 7168, 5120, 5120)),
-    ({"model_type": "muse_spark", "text_config": {"model_type": "muse_spark_text", "hidden_size": 8192,
-      "intermediate_size": 32768, "moe_intermediate_size": 4096, "moe_hidden_size": 4096, "num_local_experts": 256,
-      "num_experts_per_tok": 8}}, ExpertLayer(256, 8, 4096, 4096, note="a norm after each expert")),
-    ({"model_type": "afmoe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 1024,
-      "num_expert_groups": 1, "num_experts": 128, "num_experts_per_tok": 8, "num_limited_groups": 1,
-      "num_shared_experts": 1}, ExpertLayer(128, 8, 2048, 1024, 1024)),
-    ({"model_type": "exaone_moe", "hidden_size": 6144, "intermediate_size": 18432, "is_moe_layer": [False, True],
-      "moe_intermediate_size": 2048, "num_experts": 128, "num_experts_per_tok": 8, "num_shared_experts": 1},
-     ExpertLayer(128, 8, 6144, 2048, 2048)),
-    ({"model_type": "cohere2_vision", "text_config": {
-        "model_type": "cohere2_moe", "hidden_size": 4096, "intermediate_size": 4096, "num_experts": 128,
-        "num_experts_per_tok": 8, "num_shared_experts": 4}}, ExpertLayer(128, 8, 4096, 4096, 16384)),
-    ({"model_type": "granitemoe_swa", "hidden_size": 1280, "intermediate_size": 512, "num_local_experts": 48,
-      "num_experts_per_tok": 4, "shared_intermediate_size": 1280}, ExpertLayer(48, 4, 1280, 512, 1280)),
-    ({"model_type": "aria", "text_config": {"model_type": "aria_text", "hidden_size": 2560, "intermediate_size": 1664,
-      "moe_num_experts": 64, "moe_topk": 6, "moe_num_shared_experts": 2}},
-     ExpertLayer(64, 6, 2560, 1664, 3328, layouts=(Layout.NK, Layout.KN))),
-    ({"model_type": "openai_privacy_filter", "hidden_size": 640, "intermediate_size": 640, "num_local_experts": 128,
-      "num_experts_per_tok": 4},
-     ExpertLayer(128, 4, 640, 640, note="bias", layouts=(Layout.NK, Layout.KN), activation=OAI)),
-    ({"model_type": "inkling_text", "hidden_size": 6144, "intermediate_size": 3072, "dense_intermediate_size": 24576,
-      "n_routed_experts": 256, "num_experts_per_tok": 6, "n_shared_experts": 2}, ExpertLayer(256, 6, 6144, 3072, 6144)),
-]  # fmt: skip
+    *(
+        (
+            {
+                "model_type": one,
+                "hidden_size": 2048,
+                "intermediate_size": 1024,
+                "num_experts": 64,
+                "num_experts_per_tok": 8,
+            },
+            ExpertLayer(64, 8, 2048, 1024),
+        )
+        for one in ("olmoe", "flex_olmo", "jamba")
+    ),
+    (
+        {"model_type": "llama4", "text_config": LLAMA4_TEXT, "vision_config": {"hidden_size": 1408}},
+        ExpertLayer(16, 1, 5120, 8192, 8192, layouts=(Layout.NK, Layout.KN)),
+    ),
+    (
+        {
+            "model_type": "ernie4_5_moe",
+            "hidden_size": 2560,
+            "intermediate_size": 12288,
+            "moe_intermediate_size": 1536,
+            "moe_num_experts": 64,
+            "moe_k": 6,
+            "moe_num_shared_experts": 2,
+        },
+        ExpertLayer(64, 6, 2560, 1536, 3072),
+    ),
+    (
+        {
+            "model_type": "hunyuan_v1_moe",
+            "hidden_size": 4096,
+            "intermediate_size": 3072,
+            "num_experts": 64,
+            "moe_topk": [8] * 32,
+            "moe_intermediate_size": [3072] * 32,
+            "num_shared_expert": [1] * 32,
+        },
+        ExpertLayer(64, 8, 4096, 3072, 3072),
+    ),
+    (
+        {
+            "model_type": "hunyuan",
+            "hidden_size": 6400,
+            "intermediate_size": 18304,
+            "num_experts": 16,
+            "moe_topk": 1,
+            "moe_intermediate_size": None,
+            "num_shared_expert": 1,
+        },
+        ExpertLayer(16, 1, 6400, 18304, 18304),
+    ),
+    (
+        {
+            "model_type": "dbrx",
+            "d_model": 6144,
+            "ffn_config": {
+                "moe_num_experts": 16,
+                "moe_top_k": 4,
+                "ffn_hidden_size": 10752,
+                "ffn_act_fn": {"name": "silu"},
+            },
+        },
+        ExpertLayer(16, 4, 6144, 10752),
+    ),
+    (
+        {
+            "model_type": "longcat_flash",
+            "hidden_size": 6144,
+            "ffn_hidden_size": 12288,
+            "expert_ffn_hidden_size": 2048,
+            "n_routed_experts": 512,
+            "zero_expert_num": 256,
+            "moe_topk": 12,
+        },
+        ExpertLayer(512, 12, 6144, 2048, note="256 more experts without weights", zero_experts=256),
+    ),
+    (
+        {
+            "model_type": "gemma4",
+            "text_config": {
+                "model_type": "gemma4_text",
+                "hidden_size": 2816,
+                "intermediate_size": 2112,
+                "moe_intermediate_size": 704,
+                "num_experts": 128,
+                "top_k_experts": 8,
+                "enable_moe_block": True,
+            },
+        },
+        ExpertLayer(128, 8, 2816, 704),
+    ),
+    (
+        {
+            "model_type": "nemotron_h",
+            "hidden_size": 2688,
+            "intermediate_size": 1856,
+            "moe_intermediate_size": 1856,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 6,
+            "n_shared_experts": 1,
+            "moe_shared_expert_intermediate_size": 3712,
+            "moe_latent_size": None,
+        },
+        ExpertLayer(128, 6, 2688, 1856, 3712, gated=False),
+    ),
+    (
+        {
+            "model_type": "step3p5",
+            "hidden_size": 4096,
+            "intermediate_size": 11264,
+            "moe_num_experts": 288,
+            "moe_top_k": 8,
+            "moe_intermediate_size": 1280,
+            "share_expert_dim": 1280,
+        },
+        ExpertLayer(288, 8, 4096, 1280, 1280),
+    ),
+    (
+        {
+            "model_type": "step3_vl",
+            "text_config": {
+                "model_type": "step3_text",
+                "hidden_size": 7168,
+                "intermediate_size": 18432,
+                "moe_num_experts": 48,
+                "moe_top_k": 3,
+                "moe_intermediate_size": 5120,
+                "share_expert_dim": 5120,
+            },
+        },
+        ExpertLayer(48, 3, 7168, 5120, 5120),
+    ),
+    (
+        {
+            "model_type": "muse_spark",
+            "text_config": {
+                "model_type": "muse_spark_text",
+                "hidden_size": 8192,
+                "intermediate_size": 32768,
+                "moe_intermediate_size": 4096,
+                "moe_hidden_size": 4096,
+                "num_local_experts": 256,
+                "num_experts_per_tok": 8,
+            },
+        },
+        ExpertLayer(256, 8, 4096, 4096, note="a norm after each expert"),
+    ),
+    (
+        {
+            "model_type": "afmoe",
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 1024,
+            "num_expert_groups": 1,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "num_limited_groups": 1,
+            "num_shared_experts": 1,
+        },
+        ExpertLayer(128, 8, 2048, 1024, 1024),
+    ),
+    (
+        {
+            "model_type": "exaone_moe",
+            "hidden_size": 6144,
+            "intermediate_size": 18432,
+            "is_moe_layer": [False, True],
+            "moe_intermediate_size": 2048,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "num_shared_experts": 1,
+        },
+        ExpertLayer(128, 8, 6144, 2048, 2048),
+    ),
+    (
+        {
+            "model_type": "cohere2_vision",
+            "text_config": {
+                "model_type": "cohere2_moe",
+                "hidden_size": 4096,
+                "intermediate_size": 4096,
+                "num_experts": 128,
+                "num_experts_per_tok": 8,
+                "num_shared_experts": 4,
+            },
+        },
+        ExpertLayer(128, 8, 4096, 4096, 16384),
+    ),
+    (
+        {
+            "model_type": "granitemoe_swa",
+            "hidden_size": 1280,
+            "intermediate_size": 512,
+            "num_local_experts": 48,
+            "num_experts_per_tok": 4,
+            "shared_intermediate_size": 1280,
+        },
+        ExpertLayer(48, 4, 1280, 512, 1280),
+    ),
+    (
+        {
+            "model_type": "aria",
+            "text_config": {
+                "model_type": "aria_text",
+                "hidden_size": 2560,
+                "intermediate_size": 1664,
+                "moe_num_experts": 64,
+                "moe_topk": 6,
+                "moe_num_shared_experts": 2,
+            },
+        },
+        ExpertLayer(64, 6, 2560, 1664, 3328, layouts=(Layout.NK, Layout.KN)),
+    ),
+    (
+        {
+            "model_type": "openai_privacy_filter",
+            "hidden_size": 640,
+            "intermediate_size": 640,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+        },
+        ExpertLayer(128, 4, 640, 640, note="bias", layouts=(Layout.NK, Layout.KN), activation=OAI),
+    ),
+    (
+        {
+            "model_type": "inkling_text",
+            "hidden_size": 6144,
+            "intermediate_size": 3072,
+            "dense_intermediate_size": 24576,
+            "n_routed_experts": 256,
+            "num_experts_per_tok": 6,
+            "n_shared_experts": 2,
+        },
+        ExpertLayer(256, 6, 6144, 3072, 6144),
+    ),
+]
 
 
 @pytest.mark.parametrize(("config", "layer"), FAMILIES, ids=[str(config["model_type"]) for config, layer in FAMILIES])
@@ -218,9 +442,15 @@ def test_quantised_at_the_top_of_a_nested_config() -> None:
     assert layer_of(config, "c")[0].weights == "fp8_channel"
 
 
-ERNIE_VL = {"model_type": "ernie4_5_moe_vl", "hidden_size": 2560, "intermediate_size": 12288,
-            "moe_num_experts": [64, 64], "moe_k": 6, "moe_intermediate_size": [1536, 512],
-            "moe_num_shared_experts": 2}  # fmt: skip
+ERNIE_VL = {
+    "model_type": "ernie4_5_moe_vl",
+    "hidden_size": 2560,
+    "intermediate_size": 12288,
+    "moe_num_experts": [64, 64],
+    "moe_k": 6,
+    "moe_intermediate_size": [1536, 512],
+    "moe_num_shared_experts": 2,
+}
 
 
 def test_two_kinds_of_experts_in_one_layer() -> None:
@@ -242,8 +472,9 @@ def test_a_second_model_inside_has_its_experts_read() -> None:
     }
     layers, remarks = layers_of(config, "c")
     assert layers == (
-        replace(QWEN3_LAYER, weights="fp8_block"), ExpertLayer(128, 6, 1024, 384, 768, part="talker"),
-    )  # fmt: skip
+        replace(QWEN3_LAYER, weights="fp8_block"),
+        ExpertLayer(128, 6, 1024, 384, 768, part="talker"),
+    )
     assert remarks == ()
     (only,), (remark,) = layers_of({**config, "talker_config": {"num_experts": 4}}, "c")
     assert only == layers[0]
@@ -251,24 +482,39 @@ def test_a_second_model_inside_has_its_experts_read() -> None:
 
 
 def test_experts_whose_number_differs_between_layers() -> None:
-    tower = {"model_type": "dots3_note_vision_encoder", "hidden_size": 1536, "moe_intermediate_size": 2112,
-             "num_local_experts": 64, "num_experts_per_tok": 2}  # fmt: skip
+    tower = {
+        "model_type": "dots3_note_vision_encoder",
+        "hidden_size": 1536,
+        "moe_intermediate_size": 2112,
+        "num_local_experts": 64,
+        "num_experts_per_tok": 2,
+    }
     changes = {str(i): {"num_local_experts": E} for i, E in ((25, 4), (26, 8), (27, 8))}
     main, *vision = layers_of({**DEEPSEEK, "vision_config": {**tower, "per_layer_config": changes}}, "c")[0]
     assert main == DEEPSEEK_LAYER
     assert [(one.part, one.E, one.I) for one in vision] == [
-        ("vision", 64, 2112), ("vision-E4", 4, 2112), ("vision-E8", 8, 2112),
-    ]  # fmt: skip
+        ("vision", 64, 2112),
+        ("vision-E4", 4, 2112),
+        ("vision-E8", 8, 2112),
+    ]
     raw = {"embed_dim": 1536, "moe_intermediate_size": 2112, "pyramid_num_routed": [-1, -1, 4, 8, 8]}
     _, *vision = layers_of({**DEEPSEEK, "vision_config": raw}, "c")[0]
     assert [(one.part, one.E, one.k, one.H) for one in vision] == [
-        ("vision-E4", 4, 2, 1536), ("vision-E8", 8, 2, 1536),
-    ]  # fmt: skip
+        ("vision-E4", 4, 2, 1536),
+        ("vision-E8", 8, 2, 1536),
+    ]
 
 
 def test_experts_in_attention() -> None:
-    config = {"model_type": "jetmoe", "hidden_size": 2048, "intermediate_size": 5632, "kv_channels": 128,
-              "num_key_value_heads": 16, "num_local_experts": 8, "num_experts_per_tok": 2}  # fmt: skip
+    config = {
+        "model_type": "jetmoe",
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "kv_channels": 128,
+        "num_key_value_heads": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    }
     mlp, attention = layers_of(config, "c")[0]
     assert mlp == ExpertLayer(8, 2, 2048, 5632)
     assert (attention.part, attention.I, attention.gated) == ("attention", 2048, False)
@@ -293,16 +539,26 @@ def test_a_number_with_a_point() -> None:
 
 @pytest.mark.parametrize("nothing", [0, None])
 def test_layers_without_experts_in_a_list(nothing: object) -> None:
-    lists = {"num_experts": [nothing, 128, 128], "moe_intermediate_size": [nothing, 768, 768],
-             "num_experts_per_tok": [nothing, 8, 8]}  # fmt: skip
+    lists = {
+        "num_experts": [nothing, 128, 128],
+        "moe_intermediate_size": [nothing, 768, 768],
+        "num_experts_per_tok": [nothing, 8, 8],
+    }
     assert layer_of({**QWEN3, **lists}, "c")[0] == QWEN3_LAYER
     with pytest.raises(InputError, match=r"moe_intermediate_size differs between layers \(512, 768\)"):
         layer_of({**QWEN3, "moe_intermediate_size": [nothing, 512, 768]}, "c")
 
 
 def test_the_params_of_mistral(tmp_path: Path) -> None:
-    own = {"dim": 4096, "n_layers": 32, "head_dim": 128, "hidden_dim": 14336, "n_heads": 32, "vocab_size": 32000,
-           "moe": {"num_experts_per_tok": 2, "num_experts": 8}}  # fmt: skip
+    own = {
+        "dim": 4096,
+        "n_layers": 32,
+        "head_dim": 128,
+        "hidden_dim": 14336,
+        "n_heads": 32,
+        "vocab_size": 32000,
+        "moe": {"num_experts_per_tok": 2, "num_experts": 8},
+    }
     (tmp_path / "params.json").write_text(json.dumps(own))
     for path in (tmp_path, tmp_path / "params.json"):
         found = read_model(path)
@@ -330,8 +586,10 @@ def test_sizes_of_each_layer(nested: bool) -> None:
     config["block_configs"] = [*dense, block(128, 1856), block(96, 1856), block(96, 1280), block(96, 1856)]
     layers = layers_of(config, "c")[0]
     assert [(one.part, one.E, one.I) for one in layers] == [
-        ("layers1", 128, 1856), ("layers2", 96, 1856), ("layers3", 96, 1280),
-    ]  # fmt: skip
+        ("layers1", 128, 1856),
+        ("layers2", 96, 1856),
+        ("layers3", 96, 1280),
+    ]
     config["block_configs"] = dense
     with pytest.raises(InputError, match="looks dense"):
         layers_of(config, "c")
@@ -361,15 +619,22 @@ LLAMA = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008,
         ({"num_experts": 4}, "lacks num_experts_per_tok or .*, and hidden_size or .* or embed_dim or dim, and moe"),
         ({**QWEN3, "quantization_config": "fp8"}, 'quantization_config is "fp8", wanted an object'),
         (
-            {"model_type": "hunyuan", "hidden_size": 2560, "num_experts": 64, "moe_topk": 6,
-             "moe_intermediate_size": [1536, 512]},
+            {
+                "model_type": "hunyuan",
+                "hidden_size": 2560,
+                "num_experts": 64,
+                "moe_topk": 6,
+                "moe_intermediate_size": [1536, 512],
+            },
             r"moe_intermediate_size differs between layers \(512, 1536\); give each as a spec of its own",
         ),
-        ({"model_type": "doge", "hidden_size": 64, "num_experts": 16384, "num_experts_per_tok": 64},
-         "model_type 'doge': its experts are rows of two embeddings, not matrices: no grouped GEMM computes them"),
+        (
+            {"model_type": "doge", "hidden_size": 64, "num_experts": 16384, "num_experts_per_tok": 64},
+            "model_type 'doge': its experts are rows of two embeddings, not matrices: no grouped GEMM computes them",
+        ),
         ({**QWEN3, "model_type": "gemma4_text", "enable_moe_block": False}, "num_experts is 128, and enable_moe"),
     ],
-)  # fmt: skip
+)
 def test_refused(config: Mapping[str, object], message: str) -> None:
     with pytest.raises(InputError, match=message) as caught:
         layer_of(config, "dir/config.json")
@@ -377,9 +642,20 @@ def test_refused(config: Mapping[str, object], message: str) -> None:
 
 
 NAMES = st.sampled_from(
-    (*families.EXPERTS[:4], "num_experts_per_tok", "hidden_size", "moe_intermediate_size", "intermediate_size",
-     "ffn_config", "text_config", "model_type", "n_shared_experts", "quantization_config", "torch_dtype")
-)  # fmt: skip
+    (
+        *families.EXPERTS[:4],
+        "num_experts_per_tok",
+        "hidden_size",
+        "moe_intermediate_size",
+        "intermediate_size",
+        "ffn_config",
+        "text_config",
+        "model_type",
+        "n_shared_experts",
+        "quantization_config",
+        "torch_dtype",
+    )
+)
 LEAVES = st.none() | st.booleans() | st.integers(-2, 9) | st.just("qwen3_moe") | st.floats(allow_nan=False)
 VALUES = st.recursive(
     LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=8), max_leaves=20

@@ -164,9 +164,18 @@ def test_a_model_is_built_in_the_format_that_it_is_published_in(
 
 
 def test_so_is_a_checkpoint_by_its_config(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3 | {"quantization_config": {
-        "quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic",
-    }}))  # fmt: skip
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            QWEN3
+            | {
+                "quantization_config": {
+                    "quant_method": "fp8",
+                    "weight_block_size": [128, 128],
+                    "activation_scheme": "dynamic",
+                }
+            }
+        )
+    )
     (shape,) = load_models([f"{tmp_path} name=mine"]).shapes
     assert (shape.dtypes, shape.instead) == ((DType.FP8_BLOCK, DType.FP8_BLOCK_A16), (DType.BF16,))
     (plain,) = load_models([f"{tmp_path} name=mine weights=bf16"]).shapes
@@ -220,8 +229,14 @@ def test_every_format_is_built_where_it_is_asked_for_whatever_the_sizes(name: st
 
 @pytest.mark.parametrize("how", ["awq", "bitsandbytes", "compressed-tensors"])
 def test_a_checkpoint_quantised_in_another_way_is_not_taken_for_fp8(tmp_path: Path, how: str) -> None:
-    config = {"model_type": "mixtral", "hidden_size": 64, "intermediate_size": 128, "num_local_experts": 8,
-              "num_experts_per_tok": 2, "quantization_config": {"quant_method": how}}  # fmt: skip
+    config = {
+        "model_type": "mixtral",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "quantization_config": {"quant_method": how},
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     (note,) = load_models([f"{tmp_path} name=mine"]).notes
     name = {"bitsandbytes": "nf4"}.get(how, how)

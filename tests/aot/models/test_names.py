@@ -11,16 +11,26 @@ from pretuned.aot.models.load import load_models
 from pretuned.aot.models.names import cached_config, from_url, republished
 from pretuned.artifacts.errors import InputError
 
-CONFIG = {"model_type": "qwen3_moe", "hidden_size": 512, "moe_intermediate_size": 256, "num_experts": 16,
-          "num_experts_per_tok": 2}  # fmt: skip
+CONFIG = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 512,
+    "moe_intermediate_size": 256,
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+}
 
 
-@pytest.mark.parametrize("url", [
-    "https://huggingface.co/Qwen/Qwen3-30B-A3B", "https://huggingface.co/Qwen/Qwen3-30B-A3B/",
-    "https://huggingface.co/Qwen/Qwen3-30B-A3B/tree/main", "hf.co/Qwen/Qwen3-30B-A3B",
-    "https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json?x=1#top",
-    "https://modelscope.cn/models/Qwen/Qwen3-30B-A3B",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://huggingface.co/Qwen/Qwen3-30B-A3B",
+        "https://huggingface.co/Qwen/Qwen3-30B-A3B/",
+        "https://huggingface.co/Qwen/Qwen3-30B-A3B/tree/main",
+        "hf.co/Qwen/Qwen3-30B-A3B",
+        "https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json?x=1#top",
+        "https://modelscope.cn/models/Qwen/Qwen3-30B-A3B",
+    ],
+)
 def test_an_address(url: str) -> None:
     assert from_url(url) == "Qwen/Qwen3-30B-A3B"
     assert load_models([f"'{url}' tp=2"]).shapes[0].name == "Qwen/Qwen3-30B-A3B"
@@ -31,21 +41,35 @@ def test_no_address(word: str) -> None:
     assert from_url(word) is None
 
 
-@pytest.mark.parametrize(("word", "base"), [
-    ("unsloth/Qwen3-30B-A3B", "Qwen3-30B-A3B"), ("unsloth/Qwen3-30B-A3B-bnb-4bit", "Qwen3-30B-A3B"),
-    ("unsloth/Qwen3-30B-A3B-unsloth-bnb-4bit", "Qwen3-30B-A3B"), ("unsloth/gpt-oss-20b-BF16", "gpt-oss-20b"),
-    ("RedHatAI/Mixtral-8x7B-Instruct-v0.1-FP8", "Mixtral-8x7B-Instruct-v0.1"), ("x/m-quantized.w4a16", "m"),
-    ("nvidia/DeepSeek-R1-FP4", "DeepSeek-R1"), ("mistralai/Mixtral-8x22B-v0.1-FP8", "Mixtral-8x22B-v0.1"),
-    ("other/Qwen3-30B-A3B", None), ("Qwen3-30B-A3B", None), ("", None), ("-FP8", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("word", "base"),
+    [
+        ("unsloth/Qwen3-30B-A3B", "Qwen3-30B-A3B"),
+        ("unsloth/Qwen3-30B-A3B-bnb-4bit", "Qwen3-30B-A3B"),
+        ("unsloth/Qwen3-30B-A3B-unsloth-bnb-4bit", "Qwen3-30B-A3B"),
+        ("unsloth/gpt-oss-20b-BF16", "gpt-oss-20b"),
+        ("RedHatAI/Mixtral-8x7B-Instruct-v0.1-FP8", "Mixtral-8x7B-Instruct-v0.1"),
+        ("x/m-quantized.w4a16", "m"),
+        ("nvidia/DeepSeek-R1-FP4", "DeepSeek-R1"),
+        ("mistralai/Mixtral-8x22B-v0.1-FP8", "Mixtral-8x22B-v0.1"),
+        ("other/Qwen3-30B-A3B", None),
+        ("Qwen3-30B-A3B", None),
+        ("", None),
+        ("-FP8", None),
+    ],
+)
 def test_another_format_of_a_model(word: str, base: str | None) -> None:
     assert republished(word) == base
 
 
-@pytest.mark.parametrize(("word", "name"), [
-    ("unsloth/Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B"), ("unsloth/gpt-oss-20b-BF16", "openai/gpt-oss-20b"),
-    ("mistralai/Mixtral-8x7B-v0.1-FP8", "mistralai/Mixtral-8x7B-v0.1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("word", "name"),
+    [
+        ("unsloth/Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B"),
+        ("unsloth/gpt-oss-20b-BF16", "openai/gpt-oss-20b"),
+        ("mistralai/Mixtral-8x7B-v0.1-FP8", "mistralai/Mixtral-8x7B-v0.1"),
+    ],
+)
 def test_it_is_built_as_the_model_and_said_to_be(word: str, name: str) -> None:
     loaded = load_models([word])
     assert loaded.shapes[0].name == name

@@ -18,15 +18,28 @@ DYNAMIC = {"dynamic": True, "num_bits": 8, "strategy": "token", "symmetric": Tru
 def compressed(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None = None, **more: Any) -> dict[str, Any]:
     group = {"input_activations": inputs, "output_activations": None, "targets": ["Linear"], "weights": weights}
     return {
-        "quant_method": "compressed-tensors", "quantization_status": "compressed", "config_groups": {"group_0": group},
-        "ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$", "re:.*shared_experts.*"], "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$", "re:.*shared_experts.*"],
+        "kv_cache_scheme": None,
         **more,
-    }  # fmt: skip
+    }
 
 
 def weights(bits: int, kind: str, strategy: str, **more: Any) -> dict[str, Any]:
-    return {"actorder": None, "block_structure": None, "dynamic": False, "group_size": None, "num_bits": bits,
-            "observer": "minmax", "strategy": strategy, "symmetric": True, "type": kind, **more}  # fmt: skip
+    return {
+        "actorder": None,
+        "block_structure": None,
+        "dynamic": False,
+        "group_size": None,
+        "num_bits": bits,
+        "observer": "minmax",
+        "strategy": strategy,
+        "symmetric": True,
+        "type": kind,
+        **more,
+    }
 
 
 FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -37,26 +50,42 @@ PUBLISHED: dict[str, tuple[dict[str, Any], str]] = {
         "fp8_block",
     ),
     "MiMo-V2-Flash": (
-        {**FP8, "store_dtype": "bfloat16", "ignored_layers": ["model.layers.0.self_attn.o_proj"]}, "fp8_block",
+        {**FP8, "store_dtype": "bfloat16", "ignored_layers": ["model.layers.0.self_attn.o_proj"]},
+        "fp8_block",
     ),
     "Inkling-2-Small-MXFP8": (
-        {"quant_method": "fp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0",
-         "modules_to_not_convert": ["lm_head", "model.vision_tower", "model.language_model.layers.*.self_attn"]},
+        {
+            "quant_method": "fp8",
+            "weight_block_size": [1, 32],
+            "scale_fmt": "ue8m0",
+            "modules_to_not_convert": ["lm_head", "model.vision_tower", "model.language_model.layers.*.self_attn"],
+        },
         "mxfp8",
     ),
     "static per tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, "fp8_channel"),
     "gpt-oss": (
-        {"quant_method": "mxfp4", "modules_to_not_convert": [
-            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]},
+        {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn",
+                "model.layers.*.mlp.router",
+                "model.embed_tokens",
+                "lm_head",
+            ],
+        },
         "mxfp4",
     ),
     "Kimi-K2-Thinking": (
-        compressed(weights(4, "int", "group", group_size=32), format="pack-quantized", ignore=[
-            "lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"]),
+        compressed(
+            weights(4, "int", "group", group_size=32),
+            format="pack-quantized",
+            ignore=["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"],
+        ),
         "int4_g32",
     ),
     "Kimi-K3": (
-        compressed(weights(4, "float", "group", group_size=32), format="mxfp4-pack-quantized"), "mxfp4",
+        compressed(weights(4, "float", "group", group_size=32), format="mxfp4-pack-quantized"),
+        "mxfp4",
     ),
     "GLM-4.6-FP8": (compressed(weights(8, "float", "channel"), DYNAMIC, format="float-quantized"), "fp8_channel"),
     "FP8_BLOCK": (
@@ -73,51 +102,91 @@ PUBLISHED: dict[str, tuple[dict[str, Any], str]] = {
         "nvfp4",
     ),
     "w8a8 int": (
-        compressed(weights(8, "int", "channel"), {**DYNAMIC, "type": "int"}, format="int-quantized"), "w8a8_int",
+        compressed(weights(8, "int", "channel"), {**DYNAMIC, "type": "int"}, format="int-quantized"),
+        "w8a8_int",
     ),
     "Qwen3-30B-A3B-GPTQ-Int4": (
-        {"bits": 4, "checkpoint_format": "gptq", "damp_percent": 0.01, "desc_act": False, "group_size": 128,
-         "quant_method": "gptq", "sym": True, "true_sequential": True},
+        {
+            "bits": 4,
+            "checkpoint_format": "gptq",
+            "damp_percent": 0.01,
+            "desc_act": False,
+            "group_size": 128,
+            "quant_method": "gptq",
+            "sym": True,
+            "true_sequential": True,
+        },
         "int4_g128",
     ),
     "GPTQ without symmetry": ({"bits": 4, "group_size": 64, "quant_method": "gptq", "sym": False}, "int4_g64_zp"),
     "GPTQ by columns": ({"bits": 8, "group_size": -1, "quant_method": "gptq", "sym": True}, "int8_channel"),
     "Mixtral-8x7B-Instruct-v0.1-AWQ": (
-        {"bits": 4, "group_size": 128, "modules_to_not_convert": ["gate"], "quant_method": "awq", "version": "gemm",
-         "zero_point": True},
+        {
+            "bits": 4,
+            "group_size": 128,
+            "modules_to_not_convert": ["gate"],
+            "quant_method": "awq",
+            "version": "gemm",
+            "zero_point": True,
+        },
         "int4_g128_zp",
     ),
     "auto-round": (
-        {"bits": 4, "data_type": "int", "group_size": 128, "sym": True, "quant_method": "auto-round",
-         "packing_format": "auto_round:auto_gptq", "block_name_to_quantize": "model.layers",
-         "extra_config": {"model.layers.0.mlp.gate": {"bits": 16}}},
+        {
+            "bits": 4,
+            "data_type": "int",
+            "group_size": 128,
+            "sym": True,
+            "quant_method": "auto-round",
+            "packing_format": "auto_round:auto_gptq",
+            "block_name_to_quantize": "model.layers",
+            "extra_config": {"model.layers.0.mlp.gate": {"bits": 16}},
+        },
         "int4_g128",
     ),
     "auto-round of mxfp4": ({"bits": 4, "data_type": "mx_fp", "group_size": 32, "quant_method": "auto-round"}, "mxfp4"),
     "bitsandbytes": (
-        {"_load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "load_in_4bit": True, "load_in_8bit": False,
-         "quant_method": "bitsandbytes"},
+        {
+            "_load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "load_in_4bit": True,
+            "load_in_8bit": False,
+            "quant_method": "bitsandbytes",
+        },
         "nf4",
     ),
     "modelopt in config.json": (
-        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "model.layers.0.self_attn*"],
-         "producer": {"name": "modelopt", "version": "0.37.0"}},
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "ignore": ["lm_head", "model.layers.0.self_attn*"],
+            "producer": {"name": "modelopt", "version": "0.37.0"},
+        },
         "nvfp4",
     ),
     "modelopt by layer": (
-        {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {
-            "model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"},
-            "model.layers.0.mlp.experts.0.gate_proj": {"quant_algo": "W4A16_AWQ", "group_size": 128}}},
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {
+                "model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"},
+                "model.layers.0.mlp.experts.0.gate_proj": {"quant_algo": "W4A16_AWQ", "group_size": 128},
+            },
+        },
         "int4_g128",
     ),
     "quark": (
-        {"quant_method": "quark", "global_quant_config": {
-            "weight": {"dtype": "fp4", "group_size": 32, "qscheme": "per_group", "scale_format": "e8m0"}},
-         "exclude": ["lm_head", "model.layers.0.mlp.gate"]},
+        {
+            "quant_method": "quark",
+            "global_quant_config": {
+                "weight": {"dtype": "fp4", "group_size": 32, "qscheme": "per_group", "scale_format": "e8m0"}
+            },
+            "exclude": ["lm_head", "model.layers.0.mlp.gate"],
+        },
         "mxfp4",
     ),
     "another": ({"quant_method": "AQLM"}, "aqlm"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -140,9 +209,15 @@ def test_the_older_name_of_the_field() -> None:
 
 
 def test_modelopt_s_file_goes_first() -> None:
-    beside = {"producer": {"name": "modelopt", "version": "0.33.0"}, "quantization": {
-        "quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16,
-        "exclude_modules": ["lm_head", "model.layers.0*", "model.layers.1.mlp.gate", "model.layers.61*"]}}  # fmt: skip
+    beside = {
+        "producer": {"name": "modelopt", "version": "0.33.0"},
+        "quantization": {
+            "quant_algo": "NVFP4",
+            "kv_cache_quant_algo": "FP8",
+            "group_size": 16,
+            "exclude_modules": ["lm_head", "model.layers.0*", "model.layers.1.mlp.gate", "model.layers.61*"],
+        },
+    }
     found = expert_weights({"quantization_config": FP8}, "c", 61, beside)
     assert found is not None
     assert found.format == "nvfp4"
@@ -224,31 +299,44 @@ ROUND = {**GPTQ, "quant_method": "auto-round"}
         ({**GPTQ, "dynamic": {r"+:.*\.experts\..*": {"bits": 8}}}, "int8_g128", ()),
         ({**GPTQ, "dynamic": {r"+:.*self_attn.*": {"bits": 8}, r"-:.*\.gate$": {}}}, "int4_g128", ()),
         (
-            {**GPTQ, "dynamic": {r"+:.*\.(?:1[0-5])\..*": {"bits": 8, "group_size": 64}}}, "int4_g128",
+            {**GPTQ, "dynamic": {r"+:.*\.(?:1[0-5])\..*": {"bits": 8, "group_size": 64}}},
+            "int4_g128",
             ("the experts of layers 10, 11, 12, 13, 14, 15 are int8_g64, not int4_g128",),
         ),
         (
-            {**GPTQ, "dynamic": {r"-:.*layers\.2\..*": {}, r".*layers\.3\..*experts.*": {"sym": False}}}, "int4_g128",
-            ("the experts of layers 2 are left out of int4_g128: they are bf16",
-             "the experts of layers 3 are int4_g128_zp, not int4_g128"),
+            {**GPTQ, "dynamic": {r"-:.*layers\.2\..*": {}, r".*layers\.3\..*experts.*": {"sym": False}}},
+            "int4_g128",
+            (
+                "the experts of layers 2 are left out of int4_g128: they are bf16",
+                "the experts of layers 3 are int4_g128_zp, not int4_g128",
+            ),
         ),
         (
-            {**GPTQ, "dynamic": {r".*down_proj.*": {"bits": 8}}}, "mixed",
+            {**GPTQ, "dynamic": {r".*down_proj.*": {"bits": 8}}},
+            "mixed",
             ("the config gives the experts of a layer several formats: there is no one to build for",),
         ),
         ({**ROUND, "extra_config": {r".*experts.*": {"group_size": 32}}}, "int4_g32", ()),
         ({**ROUND, "extra_config": {f"model.layers.{i}.mlp.gate": {"bits": 16} for i in range(20)}}, "int4_g128", ()),
         (
-            {**ROUND, "extra_config": {f"model.layers.7.mlp.experts.{e}.{one}": {"bits": 2} for e in range(4)
-                                       for one in ("gate_proj", "up_proj", "down_proj")}}, "int4_g128",
+            {
+                **ROUND,
+                "extra_config": {
+                    f"model.layers.7.mlp.experts.{e}.{one}": {"bits": 2}
+                    for e in range(4)
+                    for one in ("gate_proj", "up_proj", "down_proj")
+                },
+            },
+            "int4_g128",
             ("the experts of layers 7 are int2_g128, not int4_g128",),
         ),
         (
-            {**ROUND, "extra_config": {"model.layers.7.mlp.experts.2.down_proj": {"bits": 2}}}, "int4_g128",
+            {**ROUND, "extra_config": {"model.layers.7.mlp.experts.2.down_proj": {"bits": 2}}},
+            "int4_g128",
             ("the experts of layers 7 are mixed, not int4_g128",),
         ),
     ],
-)  # fmt: skip
+)
 def test_settings_of_single_modules(quantised: Mapping[str, Any], format: str, remarks: tuple[str, ...]) -> None:
     found = expert_weights({"quantization_config": quantised}, "c", layers=20, experts=4)
     assert found is not None
@@ -258,8 +346,9 @@ def test_settings_of_single_modules(quantised: Mapping[str, Any], format: str, r
 def test_groups_of_some_layers() -> None:
     config = compressed(weights(8, "float", "channel"), DYNAMIC)
     config["config_groups"]["group_1"] = {
-        "targets": [r"re:.*layers\.[2-4]\..*experts.*"], "weights": weights(4, "float", "tensor_group", group_size=16)
-    }  # fmt: skip
+        "targets": [r"re:.*layers\.[2-4]\..*experts.*"],
+        "weights": weights(4, "float", "tensor_group", group_size=16),
+    }
     found = expert_weights({"quantization_config": config}, "c", layers=9)
     assert found is not None
     assert found.format == "fp8_channel"
@@ -302,10 +391,28 @@ def test_refused(config: object, message: str) -> None:
 
 
 WORDS = st.sampled_from(
-    ["quant_method", "fp8", "mxfp4", "compressed-tensors", "config_groups", "weights", "targets", "Linear", "ignore",
-     "quant_algo", "dynamic", "extra_config", "weight_block_size", "num_bits", "strategy", "group", "bits", "re:.*",
-     "*"]
-)  # fmt: skip
+    [
+        "quant_method",
+        "fp8",
+        "mxfp4",
+        "compressed-tensors",
+        "config_groups",
+        "weights",
+        "targets",
+        "Linear",
+        "ignore",
+        "quant_algo",
+        "dynamic",
+        "extra_config",
+        "weight_block_size",
+        "num_bits",
+        "strategy",
+        "group",
+        "bits",
+        "re:.*",
+        "*",
+    ]
+)
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-2, 200) | WORDS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=6),

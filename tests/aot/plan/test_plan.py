@@ -341,8 +341,9 @@ def test_x_is_quantised_where_there_is_code_that_reads_it_so() -> None:
 
 def coded(*ops: Op) -> LayerShard:
     """A small model that is published in mxfp4."""
-    return replace(QWEN3, name="mine", weights=("mxfp4",), dtypes=(DType.MXFP4,), instead=(DType.BF16,), ops=ops,
-                   tokens=(1, 8))  # fmt: skip
+    return replace(
+        QWEN3, name="mine", weights=("mxfp4",), dtypes=(DType.MXFP4,), instead=(DType.BF16,), ops=ops, tokens=(1, 8)
+    )
 
 
 def test_a_capability_without_code_for_the_published_format_has_what_stands_in() -> None:
@@ -416,8 +417,9 @@ def test_widths_that_can_not_be_prepared_are_planned_padded(spec: str, width: in
     assert not [*padded(shapes, (80,))]
     own = replace(shape, pads=False)
     assert {(one.N, one.K) for one in planned_on(plan([own]), (90,)).problems} == {
-        (halves * width, shape.H), (shape.H, width),
-    }  # fmt: skip
+        (halves * width, shape.H),
+        (shape.H, width),
+    }
 
 
 @pytest.mark.parametrize(

@@ -135,8 +135,9 @@ def test_a_mark_that_is_pointed_at_says_what_it_is(browser: Any, report: Path, w
             box = canvas.bounding_box()
             page.mouse.move(box["x"] + x + 1, box["y"] + y - 1)
             first, *rest = page.inner_text("#tip").splitlines()
-            (one,) = [one for one in known if one["torch"]
-                      and first == f"{one['gemm']}, {one['form']}, M near {one['rows']}"]  # fmt: skip
+            (one,) = [
+                one for one in known if one["torch"] and first == f"{one['gemm']}, {one['form']}, M near {one['rows']}"
+            ]
             text = "\n".join(rest)
             assert f"{one['us']:.{2 if one['us'] < 100 else 1}f} us measured on NVIDIA H200" in text
             assert f"{one['flop'] / one['us']:.1f} TFLOP/s" in text
@@ -189,7 +190,10 @@ def test_a_telephone_shows_it_without_scrolling_sideways(browser: Any, report: P
             box = one.bounding_box()
             assert box["x"] >= 0
             assert box["x"] + box["width"] <= TELEPHONE
-        seen = [one.text_content() for one in page.locator("h2:has-text('At a glance') + .wide th").all()
-                if (box := one.bounding_box())["x"] + box["width"] <= TELEPHONE]  # fmt: skip
+        seen = [
+            one.text_content()
+            for one in page.locator("h2:has-text('At a glance') + .wide th").all()
+            if (box := one.bounding_box())["x"] + box["width"] <= TELEPHONE
+        ]
         assert {"op", "x torch", "worst", "% of the roofline, median"} <= set(seen)
         assert float(page.eval_on_selector("#rows td", "one => parseFloat(getComputedStyle(one).fontSize)")) >= 11

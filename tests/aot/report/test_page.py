@@ -224,9 +224,11 @@ def test_a_variant_that_failed_anywhere_is_no_choice(distinct: Bundle, problem: 
 def test_of_two_journals_the_first_tells_a_cell(distinct: Bundle, problem: Problem) -> None:
     one = journal(distinct, measured(distinct, problem, 2, [3_000], won=None))
     two = journal(
-        distinct, measured(distinct, problem, 2, [1_000], won=None), measured(distinct, problem, 4, [1_000], won=None),
+        distinct,
+        measured(distinct, problem, 2, [1_000], won=None),
+        measured(distinct, problem, 4, [1_000], won=None),
         gpu=H100,
-    )  # fmt: skip
+    )
     cells = sheet("t", {}, None, [one, two], None).cells
     assert [(cell.time_us, cell.gpu) for cell in cells] == [(3.0, A100), (1.0, H100)]
 
@@ -270,9 +272,10 @@ def test_a_bundle_with_its_journal(distinct: Bundle, problem: Problem) -> None:
     """The choice is the bundle's, the candidates and torch are the journal's."""
     bundle = chosen(distinct, {(problem, 2): (1, 2_100, A100), (problem, 4): (0, 9_000, None)})
     contents = journal(
-        distinct, measured(distinct, problem, 2, [3_000, 2_000], won=True, torch=4_200),
+        distinct,
+        measured(distinct, problem, 2, [3_000, 2_000], won=True, torch=4_200),
         measured(distinct, problem, 4, [3_000, 2_000], won=True, torch=4_200),
-    )  # fmt: skip
+    )
     cells = sheet("t", {}, bundle, [contents], None).cells
     cell = the_cell(cells, problem, 2)
     assert (cell.time_us, len(cell.candidates)) == (2.1, 2)
@@ -360,8 +363,10 @@ def test_the_page_has_every_cell_and_the_same_bytes_each_time(distinct: Bundle, 
     known = sum(map(len, distinct.choices.values())) - len(distinct.choices[problem]) + 3
     missing = len(distinct.choices[problem]) - 2
     assert [sum(cell["state"] == state for cell in cells) for state in ("measured", "modelled", "missing")] == [
-        2, known - 2, missing,
-    ]  # fmt: skip
+        2,
+        known - 2,
+        missing,
+    ]
     (one,) = [cell for cell in cells if (cell["state"], cell["rows"]) == ("measured", 2)]
     assert (one["us"], one["torch"], one["tried"], one["spread"], one["gpu"]) == (2.1, 4.2, 3, 1.5, A100.name)
     assert one["least"] == pytest.approx(roofline(problem, 2, chip_of(A100, 80)).least_us, rel=1e-4)
@@ -375,7 +380,7 @@ def test_the_headline_says_the_answer(base: Bundle, distinct: Bundle, problem: P
     contents = journal(
         distinct,
         *(measured(distinct, problem, bucket, [3_000, 2_000], won=True, torch=4_032) for bucket in (2, 4)),
-    )  # fmt: skip
+    )
     assert headline(sheet("t", {}, bundle, [contents], None)).startswith(
         "1.36 x torch over 2 cells, worst 0.96, 2 measured"
     )

@@ -75,9 +75,10 @@ def test_a_choice_that_took_more_than_the_fastest_is_measured_once_more(
     assert (outcome.known, outcome.measured, outcome.left) == (len(first), 0, 0)
     assert (outcome.looked, outcome.to_look, outcome.finished) == (len(wanted), 0, True)
     assert [(one.looking, one.done, one.total) for one in heard] == [
-        (False, len(first), len(first)), (True, 0, len(wanted)),
+        (False, len(first), len(first)),
+        (True, 0, len(wanted)),
         *((False, i + 1, len(wanted)) for i in range(len(wanted))),
-    ]  # fmt: skip
+    ]
     later = records_of(journal)[len(first) :]
     assert sorted((str(one.problem), one.bucket) for one in later) == sorted((str(p), M) for p, M in wanted)
     times = Timings.of(read_journal(journal)).cells
@@ -195,8 +196,7 @@ def test_what_ships_is_timed_wherever_it_may_be_the_fastest(
     cell, look = next(iter(wanted.items()))
     failed = Failure(*cell, next(iter(look.variants - before[cell].times_ns.keys())), WRONG, "relative error 0.5")
     less = dataclasses.replace(contents, records=(*contents.records, failed))
-    assert all(failed.variant not in one.variants
-               for one in wanted_looks(candidates, small_plan, less, ships).values())  # fmt: skip
+    assert all(failed.variant not in one.variants for one in wanted_looks(candidates, small_plan, less, ships).values())
 
     with gpus(candidates) as here:
         outcome = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships)

@@ -26,9 +26,9 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("run", "kind"), [(faketimer.wrong, WRONG), (faketimer.faults, FAULT), (faketimer.dies, DIED),
-                      (faketimer.hangs, HUNG)]
-)  # fmt: skip
+    ("run", "kind"),
+    [(faketimer.wrong, WRONG), (faketimer.faults, FAULT), (faketimer.dies, DIED), (faketimer.hangs, HUNG)],
+)
 def test_a_variant_that_misbehaves_is_told_skipped_and_never_ships(
     mine: Path, small_plan: BuildPlan, tmp_path: Path, run: Callable[[Setup, MeasureJob], MeasureResult], kind: str
 ) -> None:

@@ -64,8 +64,12 @@ def test_what_runs_today_is_measured_beside_the_shortlist_of_the_others() -> Non
     assert contenders(MANY, [], MANY[0], running=MANY[:1]) == MANY[:3]  # it was the twin's winner, too
     assert contenders(MANY, [], None, running=[MANY[1]]) == [MANY[0], MANY[2]]  # the tuner adds it
     assert contenders(MANY, [], None, elsewhere=[MANY[0], MANY[9]], running=MANY[:1]) == [
-        MANY[0], MANY[1], MANY[9], MANY[2], MANY[3]
-    ]  # fmt: skip
+        MANY[0],
+        MANY[1],
+        MANY[9],
+        MANY[2],
+        MANY[3],
+    ]
     assert contenders(MANY[:1], [], None, running=MANY[:1]) == MANY[:1]
     assert contenders(MANY, [], None, 1.0, running=MANY[:1]) == MANY
 

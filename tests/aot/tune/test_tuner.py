@@ -142,9 +142,14 @@ def test_a_build_measures_and_goes_on_with_its_own_journal(
     def tune(problems, candidates, journal, ships, entrants, observers):
         with gpus(candidates) as here:
             outcome = tune_problems(
-                problems, candidates, journal, executors=here, ships=ships, entrants=entrants,
+                problems,
+                candidates,
+                journal,
+                executors=here,
+                ships=ships,
+                entrants=entrants,
                 observers=observers,
-            )  # fmt: skip
+            )
         calls.append(outcome.measured)
         return outcome
 
@@ -211,10 +216,11 @@ def tuner(candidates: Path, journal: Path, text: str = _TUNE) -> subprocess.Pope
     paths = [str(here), str(here.parent / "support")]
     return subprocess.Popen(
         [sys.executable, str(script), str(candidates), str(journal), *paths],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "TMPDIR": str(journal.parent),
-             "PYTHONPATH": os.pathsep.join(paths)},
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(journal.parent), "PYTHONPATH": os.pathsep.join(paths)},
+    )
 
 
 def wait_for(process: subprocess.Popen[str], text: str) -> None:

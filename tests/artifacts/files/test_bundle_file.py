@@ -110,10 +110,19 @@ def test_opened_for_later_it_tells_its_target_and_is_checked_when_more_is_asked(
     with open_bundle(damaged, later=True) as file:
         assert file.target == target
         for read in (
-            lambda: file.min_driver, lambda: file.producer, lambda: file.kernels, lambda: file.gpus,
-            lambda: file.variant_count, lambda: file.variant(0), file.variants, lambda: file.find(problem),
-            file.problems, file.models, lambda: file.cubin(0), file.load,
-        ):  # fmt: skip
+            lambda: file.min_driver,
+            lambda: file.producer,
+            lambda: file.kernels,
+            lambda: file.gpus,
+            lambda: file.variant_count,
+            lambda: file.variant(0),
+            file.variants,
+            lambda: file.find(problem),
+            file.problems,
+            file.models,
+            lambda: file.cubin(0),
+            file.load,
+        ):
             with pytest.raises(BundleCorrupt, match="sha256"):
                 read()
         assert file.target == target
@@ -490,8 +499,10 @@ def test_bytes_made_here_are_opened_as_a_file_is():
             open_bytes(broken, "made")
 
 
-@pytest.mark.parametrize(("limit", "value", "why"), [(resource.RLIMIT_FSIZE, len(MEDIUM) - 1, "File too large"),
-                                                     (resource.RLIMIT_NOFILE, 0, "Too many open files")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("limit", "value", "why"),
+    [(resource.RLIMIT_FSIZE, len(MEDIUM) - 1, "File too large"), (resource.RLIMIT_NOFILE, 0, "Too many open files")],
+)
 def test_bytes_that_there_is_no_room_for(limit, value, why):
     old = resource.getrlimit(limit)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

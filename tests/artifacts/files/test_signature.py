@@ -131,9 +131,13 @@ def test_the_keys_of_a_directory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "fault"),
-    [("none", "can't be listed: No such file"), ("file", "can't be listed: Not a directory"),
-     ("empty", "holds no key"), ("nul\0", "can't be listed: embedded null byte")],
-)  # fmt: skip
+    [
+        ("none", "can't be listed: No such file"),
+        ("file", "can't be listed: Not a directory"),
+        ("empty", "holds no key"),
+        ("nul\0", "can't be listed: embedded null byte"),
+    ],
+)
 def test_a_directory_without_keys(name: str, fault: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()

@@ -163,8 +163,9 @@ def test_the_root_of_all_is_looked_at_too(tmp_path: Path) -> None:
     assert "'/' (uid 0, gid 0, mode 0777) is no safe place" in refused
 
 
-@pytest.mark.parametrize(("mode", "command"), [(0o602, "chmod o-w"), (0o646, "chmod o-w"), (0o666, "chmod go-w"),
-                                               (0o622, "chmod go-w")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mode", "command"), [(0o602, "chmod o-w"), (0o646, "chmod o-w"), (0o666, "chmod go-w"), (0o622, "chmod go-w")]
+)
 def test_the_command_takes_from_the_group_what_it_has(tmp_path: Path, mode: int, command: str) -> None:
     path = tmp_path / "b"
     path.touch()

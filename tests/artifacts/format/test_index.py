@@ -163,8 +163,9 @@ def test_two_neighbours_out_of_order_are_refused():
 MODEL = {"name": "a/b", "tp": 1, "ep": 1, "top_k": 1, "dtype": "bf16", "problems": [0]}
 
 
-@pytest.mark.parametrize(("field", "least", "most"), [("tp", 1, limits.MAX_DIM), ("ep", 1, limits.MAX_DIM),
-                                                      ("top_k", 1, limits.MAX_EXPERTS)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("field", "least", "most"), [("tp", 1, limits.MAX_DIM), ("ep", 1, limits.MAX_DIM), ("top_k", 1, limits.MAX_EXPERTS)]
+)
 def test_the_numbers_of_a_model(field, least, most):
     small = codec.encode(golden_bundles.small())
     for value in (least, most):

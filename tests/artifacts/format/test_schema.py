@@ -51,8 +51,9 @@ def test_a_gpu(field, least):
         malformed(schema.read_gpu, schema.gpu_value(replace(Gpu(*GPU), **{field: value})), told=f"gpu.{field} is")
 
 
-@pytest.mark.parametrize(("at", "field", "most"), [(2, "E", lim.MAX_EXPERTS), (3, "N", lim.MAX_DIM),
-                                                   (4, "K", lim.MAX_DIM)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("at", "field", "most"), [(2, "E", lim.MAX_EXPERTS), (3, "N", lim.MAX_DIM), (4, "K", lim.MAX_DIM)]
+)
 def test_the_widths_of_a_problem(at, field, most):
     for value in (1, most):
         problem = replace(PROBLEM, **{field: value})
@@ -91,9 +92,14 @@ def test_each_of_the_fusions_that_need_top_k_may_have_it(one):
 
 ROW = [3, 1, 1, 1000, 0, 2000, 0]  # [log2 bucket, variant, source, time_ns, runner_up, runner_up_ns, gpu]
 # (place, field, the least and the most that it may be in a bundle of 4 variants and 2 GPUs)
-BOUNDS = [(0, "log2 of choice.bucket", 0, lim.MAX_BUCKET_LOG2), (1, "choice.variant", 1, 3),
-          (3, "choice.time_ns", 1, lim.MAX_TIME_NS), (4, "choice.runner_up", 0, 3),
-          (5, "choice.runner_up_ns", 1, lim.MAX_TIME_NS), (6, "choice.gpu", 0, 1)]  # fmt: skip
+BOUNDS = [
+    (0, "log2 of choice.bucket", 0, lim.MAX_BUCKET_LOG2),
+    (1, "choice.variant", 1, 3),
+    (3, "choice.time_ns", 1, lim.MAX_TIME_NS),
+    (4, "choice.runner_up", 0, 3),
+    (5, "choice.runner_up_ns", 1, lim.MAX_TIME_NS),
+    (6, "choice.gpu", 0, 1),
+]
 
 
 @pytest.mark.parametrize(("at", "field", "least", "most"), BOUNDS)
@@ -154,28 +160,42 @@ def test_measured_choices_as_plain_numbers() -> None:
     record = msgpack.packb([ROW, modelled, [5, 2, 1, 1000, None, None, 1]])
     found = [Timed(*row) for row in schema.read_timed(record, 4, 2)]
     whole = [one for one in schema.read_choices(record, 4, 2) if one.gpu is not None]
-    assert [(1 << one.log2_bucket, one.variant, one.time_ns, one.runner_up, one.runner_up_ns, one.gpu)
-            for one in found] == [(one.bucket, one.variant, one.time_ns, one.runner_up, one.runner_up_ns, one.gpu)
-                                  for one in whole]  # fmt: skip
+    assert [
+        (1 << one.log2_bucket, one.variant, one.time_ns, one.runner_up, one.runner_up_ns, one.gpu) for one in found
+    ] == [(one.bucket, one.variant, one.time_ns, one.runner_up, one.runner_up_ns, one.gpu) for one in whole]
     assert schema.read_timed(msgpack.packb([modelled]), 4, 2) == []
     malformed(schema.read_timed, msgpack.packb([]), 4, 2, told="choices has 0 items")
     malformed(schema.read_timed, msgpack.packb([ROW, ROW[:6]]), 4, 2, told="choice has 6 items, wanted 7 to 8")
     malformed(schema.read_timed, msgpack.packb([ROW, 1]), 4, 2, told="choice is 1, wanted an array")
     for at, wrong, told in (
-        (0, -1, "log2 of choice.bucket"), (0, True, "log2 of choice.bucket"), (0, lim.MAX_BUCKET_LOG2 + 1, "log2 of"),
-        (1, 4, "choice.variant"), (1, "1", "choice.variant"), (3, 0, "choice.time_ns"), (4, 4, "choice.runner_up"),
-        (5, None, "choice.runner_up_ns"), (5, 0, "choice.runner_up_ns"), (6, 2, "choice.gpu"), (6, 0.0, "choice.gpu"),
-    ):  # fmt: skip
+        (0, -1, "log2 of choice.bucket"),
+        (0, True, "log2 of choice.bucket"),
+        (0, lim.MAX_BUCKET_LOG2 + 1, "log2 of"),
+        (1, 4, "choice.variant"),
+        (1, "1", "choice.variant"),
+        (3, 0, "choice.time_ns"),
+        (4, 4, "choice.runner_up"),
+        (5, None, "choice.runner_up_ns"),
+        (5, 0, "choice.runner_up_ns"),
+        (6, 2, "choice.gpu"),
+        (6, 0.0, "choice.gpu"),
+    ):
         row = list(ROW)
         row[at] = wrong
         malformed(schema.read_timed, msgpack.packb([ROW, row]), 4, 2, told=told)
 
 
 # (field, the least, the most)
-NUMBERS = [("revision", 0, lim.MAX_DIM), ("abi", 1, lim.MAX_DIM), ("max_experts", 1, lim.MAX_EXPERTS),
-           ("threads", 1, lim.MAX_THREADS), ("shared_bytes", 0, lim.MAX_SHARED_BYTES),
-           ("registers", 0, lim.MAX_REGISTERS), ("spill_bytes", 0, lim.MAX_DIM),
-           ("scratch_bytes", 0, lim.MAX_DIM)]  # fmt: skip
+NUMBERS = [
+    ("revision", 0, lim.MAX_DIM),
+    ("abi", 1, lim.MAX_DIM),
+    ("max_experts", 1, lim.MAX_EXPERTS),
+    ("threads", 1, lim.MAX_THREADS),
+    ("shared_bytes", 0, lim.MAX_SHARED_BYTES),
+    ("registers", 0, lim.MAX_REGISTERS),
+    ("spill_bytes", 0, lim.MAX_DIM),
+    ("scratch_bytes", 0, lim.MAX_DIM),
+]
 
 
 @pytest.mark.parametrize(("field", "least", "most"), NUMBERS)
@@ -217,11 +237,14 @@ def test_the_config_of_a_variant():
     for config in ([], [["a", 0]], [["a", lim.MAX_DIM], ["b", 1]], [[f"k{i:02d}", i] for i in range(lim.MAX_KNOBS)]):
         assert [list(pair) for pair in read_back(config=config).config] == config
     for config, told in (
-        ([["a"]], "variant.config has 1 items, wanted 2 to 2"), ([["a", 1, 2]], "variant.config has 3 items"),
-        ([["a", -1]], "variant.config is -1"), ([["a", lim.MAX_DIM + 1]], "variant.config is"),
-        ([["b", 1], ["a", 1]], "variant.config has a after b"), ([["a", 1], ["a", 1]], "variant.config has a after a"),
+        ([["a"]], "variant.config has 1 items, wanted 2 to 2"),
+        ([["a", 1, 2]], "variant.config has 3 items"),
+        ([["a", -1]], "variant.config is -1"),
+        ([["a", lim.MAX_DIM + 1]], "variant.config is"),
+        ([["b", 1], ["a", 1]], "variant.config has a after b"),
+        ([["a", 1], ["a", 1]], "variant.config has a after a"),
         ([[f"k{i:02d}", i] for i in range(lim.MAX_KNOBS + 1)], "65 items|not canonical msgpack"),
-    ):  # fmt: skip
+    ):
         malformed(lambda config=config: read_back(config=config), told=told)
 
 
@@ -230,9 +253,10 @@ def test_the_arguments_of_a_variant():
         assert [list(pair) for pair in read_back(arguments=arguments, tensor_maps=[]).arguments] == arguments
     for arguments, told in (
         ([["x"]], "variant.arguments has 1 items, wanted 2 to 2"),
-        ([["x", "ptr", 1]], "variant.arguments has 3 items"), ([["x", "desc6"]], "an argument's kind is 'desc6'"),
+        ([["x", "ptr", 1]], "variant.arguments has 3 items"),
+        ([["x", "desc6"]], "an argument's kind is 'desc6'"),
         ([["x", "ptr"], ["x", "i32"]], "variant.arguments has one name twice"),
-    ):  # fmt: skip
+    ):
         malformed(lambda arguments=arguments: read_back(arguments=arguments, tensor_maps=[]), told=told)
 
 
@@ -248,13 +272,19 @@ def test_the_tensor_maps_of_a_variant():
             name: tuple(value) if name == "box" else value for name, value in fields.items()
         }
     for fields, told in (
-        ({"element": -1}, "tensor_map.element is"), ({"element": 256}, "tensor_map.element is 256, wanted 0 to 255"),
-        ({"swizzle": -1}, "tensor_map.swizzle is"), ({"swizzle": 256}, "tensor_map.swizzle is 256, wanted 0 to 255"),
-        ({"box": [0, 1]}, "tensor_map.box is 0"), ({"box": [1, lim.MAX_BOX + 1]}, "tensor_map.box is 257"),
-        ({"box": [8]}, "tensor_map.box has 1 items, wanted 2 to 2"), ({"box": [8, 8, 8]}, "tensor_map.box has 3 items"),
-        ({"argument": "M"}, "tensor_map.argument is 'M'"), ({"argument": 1}, "tensor_map.argument is 1"),
-        ({"argument": None}, "tensor_map.argument is None"), ({"argument": ["x"]}, r"tensor_map.argument is \['x'\]"),
-    ):  # fmt: skip
+        ({"element": -1}, "tensor_map.element is"),
+        ({"element": 256}, "tensor_map.element is 256, wanted 0 to 255"),
+        ({"swizzle": -1}, "tensor_map.swizzle is"),
+        ({"swizzle": 256}, "tensor_map.swizzle is 256, wanted 0 to 255"),
+        ({"box": [0, 1]}, "tensor_map.box is 0"),
+        ({"box": [1, lim.MAX_BOX + 1]}, "tensor_map.box is 257"),
+        ({"box": [8]}, "tensor_map.box has 1 items, wanted 2 to 2"),
+        ({"box": [8, 8, 8]}, "tensor_map.box has 3 items"),
+        ({"argument": "M"}, "tensor_map.argument is 'M'"),
+        ({"argument": 1}, "tensor_map.argument is 1"),
+        ({"argument": None}, "tensor_map.argument is None"),
+        ({"argument": ["x"]}, r"tensor_map.argument is \['x'\]"),
+    ):
         malformed(lambda fields=fields: mapped(**fields), told=told)
     malformed(lambda: read_back(arguments=[["x", "desc2"]], tensor_maps=[]), told="variant.tensor_maps has none for x")
     for rank in (2, 3, 4, 5):

@@ -86,15 +86,24 @@ def test_what_pack_does_not_write(value: object) -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        b"", b"\xc1", b"\x01\x01", b"\x92\x01",  # nothing, no type, two values, one of two
-        b"\xcd\x00\x01", b"\xd9\x01a", b"\xdc\x00\x01\x01", b"\xc5\x00\x01a",  # longer than need be
+        b"",
+        b"\xc1",
+        b"\x01\x01",
+        b"\x92\x01",  # nothing, no type, two values, one of two
+        b"\xcd\x00\x01",
+        b"\xd9\x01a",
+        b"\xdc\x00\x01\x01",
+        b"\xc5\x00\x01a",  # longer than need be
         b"\x82\xa1a\x01\xa1a\x01",  # a key twice
-        b"\x81\x90\x01", b"\x81\x01\x01",  # keys that are no text
-        b"\xd4\x01a", b"\xa2\xff\xff",  # an extension, no UTF-8
-        b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff",
+        b"\x81\x90\x01",
+        b"\x81\x01\x01",  # keys that are no text
+        b"\xd4\x01a",
+        b"\xa2\xff\xff",  # an extension, no UTF-8
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
         b"\x91" * 2000 + b"\x90",
     ],
-)  # fmt: skip
+)
 def test_what_unpack_refuses(data: bytes) -> None:
     with pytest.raises(Malformed, match=r"^not canonical msgpack: "):
         unpack(data, max_items=4)
@@ -126,8 +135,13 @@ def test_the_first_fields_of_a_map() -> None:
     assert begins_with(data, ("a", "b"), max_items=2) == [1, [2, 3]]
     assert begins_with(data[:-1], ("a", "b"), max_items=2) == [1, [2, 3]]
     assert begins_with(data, ("a", "b", "c"), max_items=2) == [1, [2, 3], 4]
-    for names, most, cut in ((("b",), 2, 0), (("a", "c"), 2, 0), (("a", "b", "c", "d"), 2, 0), (("a", "b"), 1, 0),
-                             (("a", "b", "c"), 2, 1)):  # fmt: skip
+    for names, most, cut in (
+        (("b",), 2, 0),
+        (("a", "c"), 2, 0),
+        (("a", "b", "c", "d"), 2, 0),
+        (("a", "b"), 1, 0),
+        (("a", "b", "c"), 2, 1),
+    ):
         assert begins_with(data[: len(data) - cut], names, max_items=most) is None
     assert begins_with(b"", ("a",), max_items=1) is None
     assert begins_with(b"\x90", ("a",), max_items=1) is None

@@ -58,12 +58,15 @@ def test_other_capabilities_have_none(sm: int) -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"block_m": 64}, "block_m is 64, wanted 128"), ({"block_n": 128}, "block_n is 128, wanted 256"),
-        ({"block_k": 64}, "block_k is 64, wanted 128"), ({"num_stages": 5}, "num_stages is 5, wanted 2 to 4"),
-        ({"num_warps": 4}, "num_warps is 4, wanted 8"), ({"loads": Loads.POINTER}, "loads is POINTER, wanted TMA"),
+        ({"block_m": 64}, "block_m is 64, wanted 128"),
+        ({"block_n": 128}, "block_n is 128, wanted 256"),
+        ({"block_k": 64}, "block_k is 64, wanted 128"),
+        ({"num_stages": 5}, "num_stages is 5, wanted 2 to 4"),
+        ({"num_warps": 4}, "num_warps is 4, wanted 8"),
+        ({"loads": Loads.POINTER}, "loads is POINTER, wanted TMA"),
         ({"edge": Edge.HALF}, "edge is HALF, wanted WHOLE"),
     ],
-)  # fmt: skip
+)
 def test_tiles_that_there_are_not(changes: dict[str, int], told: str) -> None:
     assert told in str(refusal(spec(replace(CONFIG, **changes)), 90))  # type: ignore[arg-type]
 

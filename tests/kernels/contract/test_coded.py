@@ -59,9 +59,11 @@ def test_orders_are_those_that_weights_are_put_into() -> None:
 
 def test_what_a_compiler_and_a_launcher_are_told() -> None:
     for dtype, there in (
-        (DType.MXFP4, set()), (DType.NVFP4, {"w_outer"}), (DType.INT4_G64_ZP, {"w_zero"}),
+        (DType.MXFP4, set()),
+        (DType.NVFP4, {"w_outer"}),
+        (DType.INT4_G64_ZP, {"w_zero"}),
         (DType.FP8_CHANNEL_A16, set()),
-    ):  # fmt: skip
+    ):
         kinds = dict(registry.arguments(replace(MXFP4, dtype=dtype)))
         assert {"w_outer", "w_zero"} & kinds.keys() == there
         assert set(registry.required(replace(MXFP4, dtype=dtype))) <= kinds.keys()
@@ -112,12 +114,13 @@ def test_they_are_searched_where_no_other_code_does_so(sm: int, dtype: DType) ->
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"layout": Layout.NK}, "w is nk, wanted stored"), ({"fusion": Fusion.SILU}, "its forms are "),
+        ({"layout": Layout.NK}, "w is nk, wanted stored"),
+        ({"fusion": Fusion.SILU}, "its forms are "),
         ({"config": replace(TILE, block_k=64)}, "block_k is 64, wanted 128"),
         ({"config": replace(TILE, block_n=256)}, "block_n is 256, wanted 64 or 128"),
         ({"max_experts": 513}, "it counts 512 experts at most, not 513"),
     ],
-)  # fmt: skip
+)
 def test_what_there_is_not_of_codes_by_codes(changes: dict[str, object], told: str) -> None:
     assert told in str(refusal(replace(CODES_BY_CODES, **changes), 89))  # type: ignore[arg-type]
 

@@ -16,9 +16,19 @@ from pretuned.kernels.search.space import candidates, fallbacks
 
 SHIPPED = sorted((Path(__file__).parents[3] / "artifacts" / "bundles").glob("*.msgpack"))
 WIRE = (
-    "block_k", "block_m", "block_n", "group_m", "narrow", "num_stages", "num_warps", "persistent", "pingpong",
-    "specialized", "streamed", "tma",
-)  # fmt: skip
+    "block_k",
+    "block_m",
+    "block_n",
+    "group_m",
+    "narrow",
+    "num_stages",
+    "num_warps",
+    "persistent",
+    "pingpong",
+    "specialized",
+    "streamed",
+    "tma",
+)
 FITS = Config(256, 128, 64, 8, 4, loads=Loads.TMA, schedule=Schedule.COOPERATIVE, rows=TileRows.FITTED)
 TURNS = Config(128, 192, 64, 8, 5, loads=Loads.TMA, schedule=Schedule.PINGPONG)
 
@@ -34,9 +44,11 @@ def test_what_ships_is_read_and_written_as_it_is(path: Path) -> None:
 def test_every_candidate_has_pairs_of_its_own() -> None:
     every = {
         config
-        for op in Op for dtype in DType for sm in supported()
+        for op in Op
+        for dtype in DType
+        for sm in supported()
         for config in (*candidates(op, dtype, sm), *fallbacks(op, dtype, sm))
-    }  # fmt: skip
+    }
     assert {Config.from_pairs(config.pairs()) for config in every} == every
     assert len({config.pairs() for config in every}) == len(every)
     assert len({str(config) for config in every}) == len(every)
@@ -72,8 +84,12 @@ def test_configs_for_codes_have_flags_of_their_own_and_others_do_not() -> None:
         pairs = dict(config.pairs())
         assert set(pairs) == {*WIRE, "fitted", "mixed_input"}
         assert {name: pairs[name] for name in ("fitted", "mixed_input", "specialized", "persistent", "pingpong")} == {
-            "fitted": flag, "mixed_input": 1, "specialized": 1, "persistent": 1, "pingpong": 0,
-        }  # fmt: skip
+            "fitted": flag,
+            "mixed_input": 1,
+            "specialized": 1,
+            "persistent": 1,
+            "pingpong": 0,
+        }
         assert Config.from_pairs(config.pairs()) == config
     for config in (FITS, TURNS, Config(64, 64, 32, 4, 3)):
         assert tuple(name for name, _ in config.pairs()) == WIRE

@@ -94,11 +94,18 @@ def test_zero_points_lie_beside_the_codes_and_scales_of_the_format_without(dtype
 @pytest.mark.parametrize(
     ("dtype", "rows", "columns"),
     [
-        (DType.MXFP4, 64, 64), (DType.NVFP4, 64, 64), (DType.INT4_G32, 64, 64), (DType.INT4_G64, 64, 64),
-        (DType.INT4_G128, 64, 128), (DType.FP8_BLOCK_A16, 128, 128), (DType.FP8_CHANNEL_A16, 64, 64),
-        (DType.INT4_G32_ZP, 64, 64), (DType.INT4_G128_ZP, 64, 128), (DType.MXFP8, 64, 64),
+        (DType.MXFP4, 64, 64),
+        (DType.NVFP4, 64, 64),
+        (DType.INT4_G32, 64, 64),
+        (DType.INT4_G64, 64, 64),
+        (DType.INT4_G128, 64, 128),
+        (DType.FP8_BLOCK_A16, 128, 128),
+        (DType.FP8_CHANNEL_A16, 64, 64),
+        (DType.INT4_G32_ZP, 64, 64),
+        (DType.INT4_G128_ZP, 64, 128),
+        (DType.MXFP8, 64, 64),
     ],
-)  # fmt: skip
+)
 def test_only_whole_blocks_are_prepared(dtype: DType, rows: int, columns: int) -> None:
     for N in range(16, 400, 16):
         for K in range(16, 400, 16):
@@ -247,11 +254,18 @@ def test_boxes_of_scales_are_those_of_a_step() -> None:
     """TMA moves 256 of each dimension at most, and multiples of 16 bytes."""
     found = {one: registry.boxes(spec(one)).get("w_scale") for one in QUANTISED}
     assert found == {
-        DType.MXFP4: (16, 128), DType.MXFP8: (16, 128), DType.NVFP4: (16, 256), DType.INT4_G32: (16, 256),
+        DType.MXFP4: (16, 128),
+        DType.MXFP8: (16, 128),
+        DType.NVFP4: (16, 256),
+        DType.INT4_G32: (16, 256),
         DType.INT4_G64: (16, 128),
-        DType.INT4_G128: (8, 128), DType.FP8_BLOCK_A16: (16, 16), DType.FP8_CHANNEL_A16: None,
-        DType.INT4_G32_ZP: (1, 1, 16, 256), DType.INT4_G64_ZP: (1, 1, 16, 128), DType.INT4_G128_ZP: (1, 1, 8, 128),
-    }  # fmt: skip
+        DType.INT4_G128: (8, 128),
+        DType.FP8_BLOCK_A16: (16, 16),
+        DType.FP8_CHANNEL_A16: None,
+        DType.INT4_G32_ZP: (1, 1, 16, 256),
+        DType.INT4_G64_ZP: (1, 1, 16, 128),
+        DType.INT4_G128_ZP: (1, 1, 8, 128),
+    }
     for dtype in QUANTISED:
         for config in candidates(Op.FORWARD, dtype, 90):
             boxes = registry.boxes(spec(dtype, config))

@@ -33,10 +33,11 @@ def specs(entry: KernelEntry, tiles: Tiles) -> list[Spec]:
     return [
         Spec(op, dtype, first(tiles), layout, fusion)
         for op in sorted(tiles.ops or entry.ops, key=lambda op: op.value)
-        for dtype in DType if dtype in (tiles.dtypes or entry.dtypes)
+        for dtype in DType
+        if dtype in (tiles.dtypes or entry.dtypes)
         for fusion in (tiles.fusions or entry.fusions)
         for layout in sorted(entry.layouts(op), key=lambda layout: layout.value)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(("entry", "tiles"), EVERY)
@@ -103,10 +104,12 @@ def test_experts_beyond_what_a_kernel_counts_are_refused() -> None:
         (DType.BF16, Layout.NK, Config(64, 64, 64, 4, 3, schedule=Schedule.TILE), MAX_EXPERTS),
         (DType.MXFP4, Layout.STORED, Config(64, 64, 64, 4, 3, schedule=Schedule.TILE), MAX_EXPERTS),
         (
-            DType.BF16, Layout.NK,
-            Config(128, 128, 64, 8, 6, loads=Loads.TMA, schedule=Schedule.COOPERATIVE), MAX_EXPERTS,
+            DType.BF16,
+            Layout.NK,
+            Config(128, 128, 64, 8, 6, loads=Loads.TMA, schedule=Schedule.COOPERATIVE),
+            MAX_EXPERTS,
         ),
-    ):  # fmt: skip
+    ):
         spec = Spec(Op.FORWARD, dtype, config, layout, max_experts=most)
         assert registry.limits_of(spec.op, config, dtype).experts == most
         assert refusal(spec) is None

@@ -67,12 +67,16 @@ def test_other_capabilities_have_none(sm: int) -> None:
 @pytest.mark.parametrize(
     ("config", "changes", "told"),
     [
-        (MANY, {"block_n": 256}, "is 256, wanted"), (MANY, {"block_k": 64}, "block_k is 64, wanted"),
-        (MANY, {"num_stages": 13}, "num_stages is 13, wanted 2 to 12"), (FEW, {"block_m": 128}, "is 128, wanted"),
-        (MANY, {"num_warps": 4}, "num_warps is 4, wanted 8"), (MANY, {"loads": Loads.POINTER}, "wanted TMA"),
-        (MANY, {"edge": Edge.HALF}, "edge is HALF, wanted WHOLE"), (FEW, {"rows": TileRows.FITTED}, "wanted"),
+        (MANY, {"block_n": 256}, "is 256, wanted"),
+        (MANY, {"block_k": 64}, "block_k is 64, wanted"),
+        (MANY, {"num_stages": 13}, "num_stages is 13, wanted 2 to 12"),
+        (FEW, {"block_m": 128}, "is 128, wanted"),
+        (MANY, {"num_warps": 4}, "num_warps is 4, wanted 8"),
+        (MANY, {"loads": Loads.POINTER}, "wanted TMA"),
+        (MANY, {"edge": Edge.HALF}, "edge is HALF, wanted WHOLE"),
+        (FEW, {"rows": TileRows.FITTED}, "wanted"),
     ],
-)  # fmt: skip
+)
 def test_tiles_that_there_are_not(config: Config, changes: dict[str, int], told: str) -> None:
     assert told in str(refusal(spec(replace(config, **changes)), 90))  # type: ignore[arg-type]
 

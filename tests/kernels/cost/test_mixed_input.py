@@ -88,10 +88,12 @@ def test_fewer_bits_take_less_time_where_the_weights_are_what_is_read() -> None:
 def test_zero_points_take_a_little_more_time(group: int, op: Op) -> None:
     for M in (8, 128, 1024, 8192, 65536):
         plain, zero = (
-            min(estimate_us(Problem(op, DType(f"int4_g{group}{name}"), 128, 1536, 2048), M, one, CHIP) for one in
-                pool(DType(f"int4_g{group}")))
+            min(
+                estimate_us(Problem(op, DType(f"int4_g{group}{name}"), 128, 1536, 2048), M, one, CHIP)
+                for one in pool(DType(f"int4_g{group}"))
+            )
             for name in ("", "_zp")
-        )  # fmt: skip
+        )
         assert plain < zero < 1.1 * plain
 
 

@@ -12,10 +12,22 @@ from pretuned.kernels.cost.routing import BLOCKS, SKEW, expected_rows
 # (E, rows, experts in use, rows of the busiest), drawn: normal logits with a popularity of 0.3 log(rank), top-k.
 @pytest.mark.parametrize(
     ("E", "M", "active", "busiest"),
-    [(8, 32, 8, 10), (8, 16384, 8, 3165), (32, 64, 23, 8), (32, 32768, 31, 2782),
-     (64, 128, 52, 6), (64, 65536, 62, 3470), (128, 128, 76, 5), (128, 65536, 124, 2678),
-     (256, 128, 91, 4), (256, 65536, 248, 2368), (512, 160, 116, 9), (512, 1280, 406, 37), (512, 81920, 496, 2225)],
-)  # fmt: skip
+    [
+        (8, 32, 8, 10),
+        (8, 16384, 8, 3165),
+        (32, 64, 23, 8),
+        (32, 32768, 31, 2782),
+        (64, 128, 52, 6),
+        (64, 65536, 62, 3470),
+        (128, 128, 76, 5),
+        (128, 65536, 124, 2678),
+        (256, 128, 91, 4),
+        (256, 65536, 248, 2368),
+        (512, 160, 116, 9),
+        (512, 1280, 406, 37),
+        (512, 81920, 496, 2225),
+    ],
+)
 def test_against_drawn_routings(E: int, M: int, active: int, busiest: int) -> None:
     rows = expected_rows(E, M)
     assert rows.active == pytest.approx(active, rel=0.14)

@@ -25,11 +25,28 @@ def run(cases: list[dict[str, object]]) -> list[dict[str, object]]:
 
 def case(**changes: object) -> dict[str, object]:
     base: dict[str, object] = {
-        "m_sizes": [5, 0, 17, 1], "M": 23, "N": 40, "K": 48, "dtype": "fp32", "op": "forward", "layout": "nk",
-        "tma": False, "persistent": True, "programs": 3, "wide": False, "poison": [], "group_m": 2, "scan": 0,
-        "fusion": 0, "top_k": 2, "bad_index": False, "zero_tail": False,
-        "block": [16, 16, 32], "seed": 0, "filled_up": 0,
-    }  # fmt: skip
+        "m_sizes": [5, 0, 17, 1],
+        "M": 23,
+        "N": 40,
+        "K": 48,
+        "dtype": "fp32",
+        "op": "forward",
+        "layout": "nk",
+        "tma": False,
+        "persistent": True,
+        "programs": 3,
+        "wide": False,
+        "poison": [],
+        "group_m": 2,
+        "scan": 0,
+        "fusion": 0,
+        "top_k": 2,
+        "bad_index": False,
+        "zero_tail": False,
+        "block": [16, 16, 32],
+        "seed": 0,
+        "filled_up": 0,
+    }
     return base | changes
 
 
@@ -153,14 +170,23 @@ def test_random_shapes() -> None:
         sizes = [rng.choice([0, 0, 1, 3, 16, 17, 40]) for _ in range(E)]
         cases.append(
             case(
-                m_sizes=sizes, M=max(1, sum(sizes) + rng.choice([0, 0, 5])), N=rng.choice([1, 8, 16, 41, 64]),
-                K=rng.choice([1, 8, 31, 32, 72]), dtype=rng.choice(["fp32", "fp16"]),
+                m_sizes=sizes,
+                M=max(1, sum(sizes) + rng.choice([0, 0, 5])),
+                N=rng.choice([1, 8, 16, 41, 64]),
+                K=rng.choice([1, 8, 31, 32, 72]),
+                dtype=rng.choice(["fp32", "fp16"]),
                 op=rng.choice(["forward", "dX", "dW"]),
-                layout=rng.choice(["nk", "kn"]), tma=False, persistent=rng.random() < 0.5,
-                fusion=rng.choice([0, 0, *range(1, 16)]), top_k=rng.choice([1, 2, 4]),
-                programs=rng.choice([1, 2, 7]), wide=rng.random() < 0.5, group_m=rng.choice([1, 2, 8]), seed=seed,
+                layout=rng.choice(["nk", "kn"]),
+                tma=False,
+                persistent=rng.random() < 0.5,
+                fusion=rng.choice([0, 0, *range(1, 16)]),
+                top_k=rng.choice([1, 2, 4]),
+                programs=rng.choice([1, 2, 7]),
+                wide=rng.random() < 0.5,
+                group_m=rng.choice([1, 2, 8]),
+                seed=seed,
             )
-        )  # fmt: skip
+        )
     for given, result in zip(cases, run(cases), strict=True):
         assert result["wrong"] == [], (given, result)
         assert result["untouched"], given

@@ -43,9 +43,11 @@ def test_generations() -> None:
     for sm in supported():
         kept[arch_of(sm).generation].append(sm)
     assert kept == {
-        Generation.AMPERE: [80], Generation.AMPERE_SMALL: [86, 87, 89, 120, 121], Generation.HOPPER: [90],
+        Generation.AMPERE: [80],
+        Generation.AMPERE_SMALL: [86, 87, 89, 120, 121],
+        Generation.HOPPER: [90],
         Generation.BLACKWELL: [100, 103],
-    }  # fmt: skip
+    }
 
 
 def test_a_row_is_named_as_the_compiler_names_it() -> None:
@@ -69,8 +71,14 @@ def test_which_drivers_must_know_the_code_by_name() -> None:
 
 def test_torch_groups_on_any_9_and_10_in_the_table_or_not() -> None:
     assert [sm for sm in (0, 75, 80, 89, 90, 91, 99, 100, 101, 103, 107, 110, 120) if torch_groups(sm)] == [
-        90, 91, 99, 100, 101, 103, 107,
-    ]  # fmt: skip
+        90,
+        91,
+        99,
+        100,
+        101,
+        103,
+        107,
+    ]
 
 
 def test_what_is_refused_is_not_supported() -> None:

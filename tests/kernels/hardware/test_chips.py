@@ -24,9 +24,15 @@ def test_an_unknown_capability_is_an_error_that_lists_the_known(lookup: object) 
 
 @pytest.mark.parametrize(
     ("sm", "per_sm_kib", "per_block_kib", "threads", "blocks"),
-    [(80, 164, 163, 2048, 32), (86, 100, 99, 1536, 16), (89, 100, 99, 1536, 24), (90, 228, 227, 2048, 32),
-     (100, 228, 227, 2048, 32), (120, 100, 99, 1536, 24)],
-)  # fmt: skip
+    [
+        (80, 164, 163, 2048, 32),
+        (86, 100, 99, 1536, 16),
+        (89, 100, 99, 1536, 24),
+        (90, 228, 227, 2048, 32),
+        (100, 228, 227, 2048, 32),
+        (120, 100, 99, 1536, 24),
+    ],
+)
 def test_limits_are_the_programming_guides(
     sm: int, per_sm_kib: int, per_block_kib: int, threads: int, blocks: int
 ) -> None:
@@ -43,9 +49,15 @@ def test_representatives() -> None:
 
 @pytest.mark.parametrize(
     ("device", "name"),
-    [("NVIDIA H200", "H200"), ("NVIDIA H100 80GB HBM3", "H100 SXM"), ("NVIDIA A100-SXM4-80GB", "A100 80GB SXM"),
-     ("nvidia geforce rtx 4090", "RTX 4090"), ("NVIDIA L4", "L4"), ("NVIDIA L40S", "L40S")],
-)  # fmt: skip
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H100 80GB HBM3", "H100 SXM"),
+        ("NVIDIA A100-SXM4-80GB", "A100 80GB SXM"),
+        ("nvidia geforce rtx 4090", "RTX 4090"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40S", "L40S"),
+    ],
+)
 def test_a_chip_by_its_device_name(device: str, name: str) -> None:
     found = chip_named(device)
     assert found is not None

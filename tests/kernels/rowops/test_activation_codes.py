@@ -15,9 +15,17 @@ from pretuned.kernels.contract import rowops
 
 WORKER = Path(__file__).parents[2] / "support" / "interpret_activation_codes.py"
 BASE = {
-    "M": 9, "columns": 384, "block": 256, "rows": 8, "used": None, "act": "silu", "gated": True, "interleaved": False,
-    "seed": 0, "numbers": {},
-}  # fmt: skip
+    "M": 9,
+    "columns": 384,
+    "block": 256,
+    "rows": 8,
+    "used": None,
+    "act": "silu",
+    "gated": True,
+    "interleaved": False,
+    "seed": 0,
+    "numbers": {},
+}
 TURNS, WHOLE = {"interleaved": True}, {"gated": False}
 
 
@@ -25,21 +33,36 @@ TURNS, WHOLE = {"interleaved": True}, {"gated": False}
 def test_codes_and_scales_are_those_of_two_passes() -> None:
     """Of every activation, with a gate or without, side by side or in turns; of all rows or of those that count."""
     cases = [
-        BASE, BASE | TURNS, BASE | WHOLE, BASE | {"act": "swiglu_oai"},
-        BASE | TURNS | {"act": "swiglu", "numbers": {"limit": 2.0}}, BASE | {"act": "relu2"},
+        BASE,
+        BASE | TURNS,
+        BASE | WHOLE,
+        BASE | {"act": "swiglu_oai"},
+        BASE | TURNS | {"act": "swiglu", "numbers": {"limit": 2.0}},
+        BASE | {"act": "relu2"},
         BASE | {"act": "situ", "numbers": {"beta": 1.5, "linear_beta": 2.0}},
         BASE | TURNS | {"act": "situ", "numbers": {"beta": 3.0}},
-        BASE | {"act": "swiglustep", "numbers": {"limit": 0.75}}, BASE | TURNS | {"act": "swiglu_oai", "M": 3},
-        BASE | {"act": "gelu", "columns": 128}, BASE | WHOLE | {"act": "gelu", "M": 1}, BASE | {"act": "gelu_tanh"},
-        BASE | TURNS | {"act": "gelu_tanh", "used": 6}, BASE | WHOLE | {"act": "relu2", "M": 12}, BASE | {"used": 0},
-        BASE | {"used": 5, "block": 128, "rows": 4, "M": 7}, BASE | {"M": 17, "columns": 256, "used": 99, "seed": 3},
-    ]  # fmt: skip
+        BASE | {"act": "swiglustep", "numbers": {"limit": 0.75}},
+        BASE | TURNS | {"act": "swiglu_oai", "M": 3},
+        BASE | {"act": "gelu", "columns": 128},
+        BASE | WHOLE | {"act": "gelu", "M": 1},
+        BASE | {"act": "gelu_tanh"},
+        BASE | TURNS | {"act": "gelu_tanh", "used": 6},
+        BASE | WHOLE | {"act": "relu2", "M": 12},
+        BASE | {"used": 0},
+        BASE | {"used": 5, "block": 128, "rows": 4, "M": 7},
+        BASE | {"M": 17, "columns": 256, "used": 99, "seed": 3},
+    ]
     by_row = {"by_row": True, "rows": 2}
     cases += [
-        BASE | by_row, BASE | TURNS | by_row, BASE | WHOLE | by_row | {"columns": 192}, BASE | by_row | {"used": 5},
-        BASE | TURNS | by_row | {"columns": 320, "block": 128, "M": 7, "used": 0}, BASE | by_row | {"rows": 4},
-        BASE | by_row | {"act": "swiglu_oai", "block": 128, "columns": 448}, BASE | by_row | {"block": 1024, "M": 3},
-    ]  # fmt: skip
+        BASE | by_row,
+        BASE | TURNS | by_row,
+        BASE | WHOLE | by_row | {"columns": 192},
+        BASE | by_row | {"used": 5},
+        BASE | TURNS | by_row | {"columns": 320, "block": 128, "M": 7, "used": 0},
+        BASE | by_row | {"rows": 4},
+        BASE | by_row | {"act": "swiglu_oai", "block": 128, "columns": 448},
+        BASE | by_row | {"block": 1024, "M": 3},
+    ]
     done = warm.run([WORKER], given=json.dumps(cases), env=os.environ | {"TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout) == [[]] * len(cases)

@@ -30,10 +30,26 @@ def run(cases: list[dict[str, object]]) -> list[list[str]]:
 
 def case(**changes: object) -> dict[str, object]:
     base: dict[str, object] = {
-        "pass": "activation_grad", "M": 7, "columns": 40, "block": 16, "dtype": "fp32", "activation": "silu",
-        "gated": True, "interleaved": False, "used": None, "weighted": False, "writes": ALL, "wide": True,
-        "numbers": {}, "top_k": 2, "seed": 0, "by_token": False, "repeated": 0, "narrow": False, "biased": False,
-    }  # fmt: skip
+        "pass": "activation_grad",
+        "M": 7,
+        "columns": 40,
+        "block": 16,
+        "dtype": "fp32",
+        "activation": "silu",
+        "gated": True,
+        "interleaved": False,
+        "used": None,
+        "weighted": False,
+        "writes": ALL,
+        "wide": True,
+        "numbers": {},
+        "top_k": 2,
+        "seed": 0,
+        "by_token": False,
+        "repeated": 0,
+        "narrow": False,
+        "biased": False,
+    }
     return base | changes
 
 
@@ -49,83 +65,114 @@ FORMS = [
     *((act, True, interleaved) for act in map(as_json, GATED) for interleaved in (False, True)),
     *(((name, {}), False, False) for name in UNGATED),
 ]
-CASES = {
-    f"{which}, {name}{numbers or ''}{', interleaved' if interleaved else '' if gated else ', ungated'}, {dtype}": case(
-        **{"pass": which}, activation=name, numbers=numbers, gated=gated, interleaved=interleaved, dtype=dtype,
-        weighted=True, used=6,
-    )
-    for which in ("activation", "activation_grad")
-    for (name, numbers), gated, interleaved in FORMS
-    for dtype in ("fp32", "fp16")
-} | {
-    f"special numbers, {name}{numbers or ''}{', interleaved' if interleaved else '' if gated else ', ungated'}": case(
-        **{"pass": "special"}, activation=name, numbers=numbers, gated=gated, interleaved=interleaved, block=1024
-    )
-    for (name, numbers), gated, interleaved in FORMS
-} | {
-    "int32 index": case(wide=False, weighted=True),
-    "no weights, but their gradient": case(),
-    "dh alone": case(writes=["dh"], used=3),
-    "a alone": case(writes=["a"], weighted=True),
-    "dweights alone": case(writes=["dweights"], used=3),
-    "nothing": case(writes=[]),
-    "no row is used": case(used=0, weighted=True),
-    "more rows used than there are": case(used=9, weighted=True),
-    "one column": case(columns=1),
-    "activation of one column": case(**{"pass": "activation"}, columns=1, used=2),
-    "gather": case(**{"pass": "gather"}),
-    "gather, int32, some rows": case(**{"pass": "gather"}, wide=False, used=9, top_k=3, dtype="fp16"),
-    "gather, one slot": case(**{"pass": "gather"}, top_k=1, columns=5),
-} | {
-    f"gather by token, {k} slots, {used} used, {repeated} repeated{', int64' if wide else ''}": case(
-        **{"pass": "gather"}, by_token=True, M=M, top_k=k, used=used, repeated=repeated, wide=wide, columns=columns
-    )
-    for M, k, used, repeated, columns in [
-        (7, 2, None, 0, 40), (7, 1, 5, 0, 16), (5, 3, 9, 4, 5), (3, 11, None, 33, 40), (200, 8, 1500, 0, 3),
-        (200, 3, None, 290, 3), (7, 2, 0, 0, 40), (4, 8, 99, 9, 17), (9, 9, 40, 2, 16),
-    ]
-    for wide in (False, True)
-} | {
-    "combine": case(**{"pass": "combine"}),
-    "combine, one slot": case(**{"pass": "combine"}, top_k=1),
-    "combine, many slots": case(**{"pass": "combine"}, top_k=11, dtype="fp16"),
-    "combine, weighted": case(**{"pass": "combine"}, top_k=3, weighted=True),
-    "combine, weighted in fp16": case(**{"pass": "combine"}, top_k=9, weighted=True, narrow=True, dtype="fp16"),
-    "combine, biased": case(**{"pass": "combine"}, top_k=4, biased=True),
-    "combine, biased and weighted in fp16": case(
-        **{"pass": "combine"}, top_k=2, weighted=True, narrow=True, biased=True, dtype="fp16"
-    ),
-    "combine, of weights in fp16 none": case(**{"pass": "combine"}, narrow=True, dtype="fp16"),
-    "weights in fp16": case(weighted=True, narrow=True, dtype="fp16", used=5),
-    "weights in fp16, interleaved": case(weighted=True, narrow=True, dtype="fp16", interleaved=True),
-} | {
-    f"sort of {M} slots by {block}, E={E}{', int64' if wide else ''}{', others' if others else ''}": case(
-        **{"pass": "sort_slots"}, M=M, E=E, block=block, wide=wide, others=others, one=False
-    )
-    for M, E, block in [(1, 1, 32), (32, 5, 32), (33, 5, 32), (100, 128, 128), (300, 64, 64), (2100, 33, 32)]
-    for wide in (False, True)
-    for others in (False, True)
-} | {
-    "sort of slots of one expert": case(
-        **{"pass": "sort_slots"}, M=70, E=40, block=32, others=False, one=True
-    ),
-} | {
-    f"sort of {M} slots, E={E}": case(
-        **{"pass": "sort_slots"}, M=M, E=E, block=64, wide=False, others=True, one=False
-    )
-    for M in (60, 200)
-    for E in (255, 256, 257, rowops.MOST_SORTED_EXPERTS)
-} | {
-    f"clear {rows} rows, {M} entries, E={E}{', int64' if wide else ''}{', most named' if named else ''}, {end}": case(
-        **{"pass": "clear"}, M=M, rows=rows, E=E, index_end=end, most=most, wide=wide, named=named, columns=columns
-    )
-    for M, rows, E, end, most, columns in [
-        (1, 1, 1, 1, 1, 4), (70, 70, 5, 70, 9, 4), (200, 130, 3, 130, 99, 20), (64, 200, 40, 64, 3, 36),
-        (33, 65, 17, 60, 0, 16),
-    ]
-    for wide in (False, True)
-    for named in (False, True)
-}  # fmt: skip
+
+
+def form(gated: bool, interleaved: bool) -> str:
+    """Of an activation, in a case's name."""
+    return ", interleaved" if interleaved else "" if gated else ", ungated"
+
+
+CASES = (
+    {
+        f"{which}, {name}{numbers or ''}{form(gated, interleaved)}, {dtype}": case(
+            **{"pass": which},
+            activation=name,
+            numbers=numbers,
+            gated=gated,
+            interleaved=interleaved,
+            dtype=dtype,
+            weighted=True,
+            used=6,
+        )
+        for which in ("activation", "activation_grad")
+        for (name, numbers), gated, interleaved in FORMS
+        for dtype in ("fp32", "fp16")
+    }
+    | {
+        f"special numbers, {name}{numbers or ''}{form(gated, interleaved)}": case(
+            **{"pass": "special"}, activation=name, numbers=numbers, gated=gated, interleaved=interleaved, block=1024
+        )
+        for (name, numbers), gated, interleaved in FORMS
+    }
+    | {
+        "int32 index": case(wide=False, weighted=True),
+        "no weights, but their gradient": case(),
+        "dh alone": case(writes=["dh"], used=3),
+        "a alone": case(writes=["a"], weighted=True),
+        "dweights alone": case(writes=["dweights"], used=3),
+        "nothing": case(writes=[]),
+        "no row is used": case(used=0, weighted=True),
+        "more rows used than there are": case(used=9, weighted=True),
+        "one column": case(columns=1),
+        "activation of one column": case(**{"pass": "activation"}, columns=1, used=2),
+        "gather": case(**{"pass": "gather"}),
+        "gather, int32, some rows": case(**{"pass": "gather"}, wide=False, used=9, top_k=3, dtype="fp16"),
+        "gather, one slot": case(**{"pass": "gather"}, top_k=1, columns=5),
+    }
+    | {
+        f"gather by token, {k} slots, {used} used, {repeated} repeated{', int64' if wide else ''}": case(
+            **{"pass": "gather"}, by_token=True, M=M, top_k=k, used=used, repeated=repeated, wide=wide, columns=columns
+        )
+        for M, k, used, repeated, columns in [
+            (7, 2, None, 0, 40),
+            (7, 1, 5, 0, 16),
+            (5, 3, 9, 4, 5),
+            (3, 11, None, 33, 40),
+            (200, 8, 1500, 0, 3),
+            (200, 3, None, 290, 3),
+            (7, 2, 0, 0, 40),
+            (4, 8, 99, 9, 17),
+            (9, 9, 40, 2, 16),
+        ]
+        for wide in (False, True)
+    }
+    | {
+        "combine": case(**{"pass": "combine"}),
+        "combine, one slot": case(**{"pass": "combine"}, top_k=1),
+        "combine, many slots": case(**{"pass": "combine"}, top_k=11, dtype="fp16"),
+        "combine, weighted": case(**{"pass": "combine"}, top_k=3, weighted=True),
+        "combine, weighted in fp16": case(**{"pass": "combine"}, top_k=9, weighted=True, narrow=True, dtype="fp16"),
+        "combine, biased": case(**{"pass": "combine"}, top_k=4, biased=True),
+        "combine, biased and weighted in fp16": case(
+            **{"pass": "combine"}, top_k=2, weighted=True, narrow=True, biased=True, dtype="fp16"
+        ),
+        "combine, of weights in fp16 none": case(**{"pass": "combine"}, narrow=True, dtype="fp16"),
+        "weights in fp16": case(weighted=True, narrow=True, dtype="fp16", used=5),
+        "weights in fp16, interleaved": case(weighted=True, narrow=True, dtype="fp16", interleaved=True),
+    }
+    | {
+        f"sort of {M} slots by {block}, E={E}{', int64' if wide else ''}{', others' if others else ''}": case(
+            **{"pass": "sort_slots"}, M=M, E=E, block=block, wide=wide, others=others, one=False
+        )
+        for M, E, block in [(1, 1, 32), (32, 5, 32), (33, 5, 32), (100, 128, 128), (300, 64, 64), (2100, 33, 32)]
+        for wide in (False, True)
+        for others in (False, True)
+    }
+    | {
+        "sort of slots of one expert": case(**{"pass": "sort_slots"}, M=70, E=40, block=32, others=False, one=True),
+    }
+    | {
+        f"sort of {M} slots, E={E}": case(
+            **{"pass": "sort_slots"}, M=M, E=E, block=64, wide=False, others=True, one=False
+        )
+        for M in (60, 200)
+        for E in (255, 256, 257, rowops.MOST_SORTED_EXPERTS)
+    }
+    | {
+        f"clear {rows} rows, {M} entries, E={E}{', int64' * wide}{', most named' * named}, {end}": case(
+            **{"pass": "clear"}, M=M, rows=rows, E=E, index_end=end, most=most, wide=wide, named=named, columns=columns
+        )
+        for M, rows, E, end, most, columns in [
+            (1, 1, 1, 1, 1, 4),
+            (70, 70, 5, 70, 9, 4),
+            (200, 130, 3, 130, 99, 20),
+            (64, 200, 40, 64, 3, 36),
+            (33, 65, 17, 60, 0, 16),
+        ]
+        for wide in (False, True)
+        for named in (False, True)
+    }
+)
 
 
 @pytest.fixture(scope="module")
@@ -149,16 +196,32 @@ def test_random_shapes() -> None:
         M = rng.choice([1, 2, 9])
         cases.append(
             case(
-                **{"pass": rng.choice(which)}, M=M, seed=seed, activation=name, numbers=numbers,
-                gated=gated, interleaved=interleaved, columns=rng.choice([1, 3, 16, 17, 63, 64]),
-                block=rng.choice([16, 64]), used=rng.choice([None, *range(M + 2)]), weighted=rng.random() < 0.5,
-                by_token=rng.random() < 0.5, repeated=rng.choice([0, 0, 1, 3]),
-                wide=rng.random() < 0.5, writes=[one for one in ALL if rng.random() < 0.7],
-                dtype=rng.choice(["fp32", "fp16"]), top_k=rng.choice([1, 3, 8, 9]), rows=rng.choice([1, 9, 64, 70]),
-                E=rng.choice([1, 5, 20]), index_end=rng.choice([0, 1]), most=rng.choice([0, 1, 9]),
-                named=rng.random() < 0.5, narrow=rng.random() < 0.5, biased=rng.random() < 0.5,
+                **{"pass": rng.choice(which)},
+                M=M,
+                seed=seed,
+                activation=name,
+                numbers=numbers,
+                gated=gated,
+                interleaved=interleaved,
+                columns=rng.choice([1, 3, 16, 17, 63, 64]),
+                block=rng.choice([16, 64]),
+                used=rng.choice([None, *range(M + 2)]),
+                weighted=rng.random() < 0.5,
+                by_token=rng.random() < 0.5,
+                repeated=rng.choice([0, 0, 1, 3]),
+                wide=rng.random() < 0.5,
+                writes=[one for one in ALL if rng.random() < 0.7],
+                dtype=rng.choice(["fp32", "fp16"]),
+                top_k=rng.choice([1, 3, 8, 9]),
+                rows=rng.choice([1, 9, 64, 70]),
+                E=rng.choice([1, 5, 20]),
+                index_end=rng.choice([0, 1]),
+                most=rng.choice([0, 1, 9]),
+                named=rng.random() < 0.5,
+                narrow=rng.random() < 0.5,
+                biased=rng.random() < 0.5,
             )
-        )  # fmt: skip
+        )
     for given, wrong in zip(cases, run(cases), strict=True):
         assert wrong == [], given
 
@@ -226,8 +289,11 @@ def test_which_passes_go_with_which_gemms() -> None:
     assert of(Op.FORWARD, dtypes=(DType.FP8_CHANNEL,)) == [*of(Op.FORWARD)[:3], *by_row, *rest]
     assert len(of(*Op, dtypes=(bf16, DType.FP8_BLOCK, DType.FP8_CHANNEL))) == len(RowOp)
     assert of(Op.FORWARD, dtypes=(DType.TF32, fp32)) == [
-        (RowOp.COMBINE, fp32), (RowOp.ACTIVATION, fp32), (RowOp.GATHER, fp32), *rest
-    ]  # fmt: skip
+        (RowOp.COMBINE, fp32),
+        (RowOp.ACTIVATION, fp32),
+        (RowOp.GATHER, fp32),
+        *rest,
+    ]
     assert of() == []
 
 

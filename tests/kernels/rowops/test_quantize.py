@@ -21,10 +21,14 @@ BASE = {"M": 7, "columns": 384, "block": 256, "top_k": 0, "used": None, "wide": 
 def test_codes_and_scales_of_rows() -> None:
     """Of all rows or those that count, in their order or as an index picks them; K no multiple of a block, M of 4."""
     cases = [
-        BASE, BASE | {"M": 8, "columns": 128, "block": 1024}, BASE | {"top_k": 2}, BASE | {"top_k": 3, "wide": True},
-        BASE | {"used": 5}, BASE | {"used": 0},
+        BASE,
+        BASE | {"M": 8, "columns": 128, "block": 1024},
+        BASE | {"top_k": 2},
+        BASE | {"top_k": 3, "wide": True},
+        BASE | {"used": 5},
+        BASE | {"used": 0},
         BASE | {"top_k": 2, "used": 3, "wide": True, "columns": 1152, "seed": 1},
-    ]  # fmt: skip
+    ]
     cases += [one | {"by_row": True} for one in cases] + [BASE | {"by_row": True, "columns": 64, "block": 128}]
     done = warm.run([WORKER], given=json.dumps(cases), env=os.environ | {"TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stderr[-3000:]

@@ -37,19 +37,28 @@ def random(*shape: int) -> torch.Tensor:
 def product(x: torch.Tensor, w: torch.Tensor, topk_weights: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """Every tensor that has a gradient, in one call."""
     return grouped_gemm(
-        x, w, torch.tensor([3, 4, 5, 2]), TOPK, torch.arange(T * TOPK).flip(0), permute_x=True, fuse_mul_post=True,
-        topk_weights=topk_weights, bias=bias,
-    )  # fmt: skip
+        x,
+        w,
+        torch.tensor([3, 4, 5, 2]),
+        TOPK,
+        torch.arange(T * TOPK).flip(0),
+        permute_x=True,
+        fuse_mul_post=True,
+        topk_weights=topk_weights,
+        bias=bias,
+    )
 
 
 def layer(
-    hidden: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, topk_weights: torch.Tensor,
-    gate_up_bias: torch.Tensor, down_bias: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
+    hidden: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    topk_weights: torch.Tensor,
+    gate_up_bias: torch.Tensor,
+    down_bias: torch.Tensor,
+) -> torch.Tensor:
     ids = torch.arange(T * TOPK).view(T, TOPK) % E
-    return moe_mlp(
-        hidden, gate_up, down, ids, topk_weights, gate_up_bias=gate_up_bias, down_bias=down_bias
-    )  # fmt: skip
+    return moe_mlp(hidden, gate_up, down, ids, topk_weights, gate_up_bias=gate_up_bias, down_bias=down_bias)
 
 
 def adapted(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
@@ -61,9 +70,13 @@ def adapted(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, A: torch.Tenso
 ADAPTED = {"x": (T, K), "w": (E, N, K), "bias": (E, N), "A": (E, 4, K), "B": (E, N, 4)}
 PRODUCT = {"x": (T, K), "w": (E, N, K), "topk_weights": (T, TOPK), "bias": (E, N)}
 LAYER = {
-    "hidden": (T, H), "gate_up": (E, 2 * WIDTH, H), "down": (E, H, WIDTH), "topk_weights": (T, TOPK),
-    "gate_up_bias": (E, 2 * WIDTH), "down_bias": (E, H),
-}  # fmt: skip
+    "hidden": (T, H),
+    "gate_up": (E, 2 * WIDTH, H),
+    "down": (E, H, WIDTH),
+    "topk_weights": (T, TOPK),
+    "gate_up_bias": (E, 2 * WIDTH),
+    "down_bias": (E, H),
+}
 EACH = [
     (call, shapes, name) for call, shapes in ((product, PRODUCT), (adapted, ADAPTED), (layer, LAYER)) for name in shapes
 ]
@@ -107,8 +120,9 @@ def test_a_compiled_tangent_is_refused() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(
         lambda x: torch.func.jvp(lambda one: grouped_gemm(one, w, m_sizes), (x,), (x,))[1],
-        backend="eager", fullgraph=True,
-    )  # fmt: skip
+        backend="eager",
+        fullgraph=True,
+    )
     with pytest.raises((InputError, torch._dynamo.exc.TorchDynamoException), match="forward-mode level"):
         compiled(x)
 
@@ -187,9 +201,13 @@ class Wrapped(torch.Tensor):
 @pytest.mark.parametrize("which", ["m_sizes", "gather_indices", "topk_weights", "bias"])
 def test_a_wrapped_tensor_reaches_no_kernel_as_a_null_pointer(which: str, device: Device) -> None:
     given: dict[str, Any] = {
-        "x": random(T, K), "w": random(E, N, K), "m_sizes": torch.tensor([3, 4, 5, 2]), "bias": random(E, N),
-        "gather_indices": torch.arange(T * TOPK), "topk_weights": random(T, TOPK),
-    }  # fmt: skip
+        "x": random(T, K),
+        "w": random(E, N, K),
+        "m_sizes": torch.tensor([3, 4, 5, 2]),
+        "bias": random(E, N),
+        "gather_indices": torch.arange(T * TOPK),
+        "topk_weights": random(T, TOPK),
+    }
     form: dict[str, Any] = {"topk": TOPK, "permute_x": True, "fuse_mul_post": True}
     want = grouped_gemm(**given, **form)
     count = len(device.products)
@@ -261,9 +279,11 @@ def test_a_gradient_that_is_called_alone_refuses_a_tangent(which: str) -> None:
 @pytest.mark.parametrize("which", ["dy", "w", "x", "m_sizes", "gather_indices", "topk_weights"])
 def test_nor_does_a_wrapped_tensor_of_a_gradient_that_is_called_alone(which: str) -> None:
     given: dict[str, Any] = GATHERED | {
-        "dy": random(T * TOPK, N), "m_sizes": torch.tensor([3, 4, 5, 2]), "topk_weights": random(T, TOPK),
+        "dy": random(T * TOPK, N),
+        "m_sizes": torch.tensor([3, 4, 5, 2]),
+        "topk_weights": random(T, TOPK),
         "fuse_mul_post": True,
-    }  # fmt: skip
+    }
     for call, other in ((grouped_gemm_dX, {"w": random(E, N, K)}), (grouped_gemm_dW, {"x": random(T, K)})):
         if which in given | other:
             wrapped = given | other | {which: Waiting((given | other)[which])}

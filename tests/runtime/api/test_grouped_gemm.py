@@ -50,10 +50,13 @@ def test_every_layout_of_w() -> None:
     wanted = grouped_gemm(x, w, m_sizes)[:9]
     kn = w.transpose(1, 2).contiguous()
     for same, layout in (
-        (w.view(E * N, K), "nk"), (kn, "kn"), (kn.view(E * K, N), "kn"),
-        (torch.cat([w, w], dim=2)[:, :, :K], "nk"), (torch.cat([w, w], dim=1)[:, :N], "nk"),
+        (w.view(E * N, K), "nk"),
+        (kn, "kn"),
+        (kn.view(E * K, N), "kn"),
+        (torch.cat([w, w], dim=2)[:, :, :K], "nk"),
+        (torch.cat([w, w], dim=1)[:, :N], "nk"),
         (torch.cat([w.view(E * N, K)] * 2, dim=1)[:, :K], "nk"),
-    ):  # fmt: skip
+    ):
         torch.testing.assert_close(grouped_gemm(x, same, m_sizes, w_layout=layout)[:9], wanted)
 
 

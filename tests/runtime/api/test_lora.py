@@ -30,8 +30,10 @@ def whole(w: torch.Tensor, lora: Lora, layout: str = "nk") -> torch.Tensor:
     return w + (delta if layout == "nk" else delta.transpose(1, 2))
 
 
-FORMS = [dict(zip(("permute_x", "permute_y", "weigh", "bias", "kn"), on, strict=True))
-         for on in itertools.product((False, True), repeat=5)]  # fmt: skip
+FORMS = [
+    dict(zip(("permute_x", "permute_y", "weigh", "bias", "kn"), on, strict=True))
+    for on in itertools.product((False, True), repeat=5)
+]
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: "+".join(name for name, on in form.items() if on) or "plain")
@@ -47,9 +49,14 @@ def test_every_form_and_its_gradients(form: dict[str, bool], shared: bool) -> No
     if form["kn"]:
         w = w.detach().transpose(1, 2).contiguous().requires_grad_()
     how: dict[str, Any] = {
-        "topk": TOPK, "gather_indices": routing.gather_indices, "permute_x": form["permute_x"],
-        "permute_y": form["permute_y"], "w_layout": layout, "zero_tail": True, "bias": bias if form["bias"] else None,
-    }  # fmt: skip
+        "topk": TOPK,
+        "gather_indices": routing.gather_indices,
+        "permute_x": form["permute_x"],
+        "permute_y": form["permute_y"],
+        "w_layout": layout,
+        "zero_tail": True,
+        "bias": bias if form["bias"] else None,
+    }
     if form["weigh"]:
         how |= {"topk_weights": weights, "fuse_mul_post": True}
     leaves = [x, lora.A, lora.B, *([weights] if form["weigh"] else []), *([bias] if form["bias"] else [])]
@@ -126,8 +133,10 @@ def test_a_whole_layer(weights_on: str, which: tuple[bool, bool], gated: bool) -
     leaves = [hidden, weights, up, *(one for part in lora if part is not None for one in part[:2])]
     dout = torch.randn_like(got)
     torch.testing.assert_close(torch.autograd.grad(got, leaves, dout), torch.autograd.grad(want, leaves, dout))
-    torch.testing.assert_close(moe_mlp(hidden, up, down, ids, weights, "silu", lora=(None, None), **more),
-                               moe_mlp(hidden, up, down, ids, weights, "silu", **more))  # fmt: skip
+    torch.testing.assert_close(
+        moe_mlp(hidden, up, down, ids, weights, "silu", lora=(None, None), **more),
+        moe_mlp(hidden, up, down, ids, weights, "silu", **more),
+    )
 
 
 def test_gradcheck_with_every_input() -> None:
@@ -137,9 +146,17 @@ def test_gradcheck_with_every_input() -> None:
 
     def call(x: torch.Tensor, w: torch.Tensor, A: torch.Tensor, B: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
         return grouped_gemm(
-            x, w, routing.m_sizes, TOPK, routing.gather_indices, permute_x=True, topk_weights=more[0],
-            fuse_mul_post=True, bias=more[1], lora=Lora(A, B, SCALE),
-        )  # fmt: skip
+            x,
+            w,
+            routing.m_sizes,
+            TOPK,
+            routing.gather_indices,
+            permute_x=True,
+            topk_weights=more[0],
+            fuse_mul_post=True,
+            bias=more[1],
+            lora=Lora(A, B, SCALE),
+        )
 
     assert torch.autograd.gradcheck(call, given, fast_mode=True)
 
@@ -241,10 +258,13 @@ def test_the_low_rank_part_is_in_the_product_s_kernel(
     x, w = random(T if form["permute_x"] else T * TOPK, 12), random(*((E, 12, 8) if form["kn"] else (E, 8, 12)))
     lora, weights, bias = Lora(random(E, R, 12), random(E, 8, R), SCALE), random(T, TOPK), random(E, 8)
     how: dict[str, Any] = {
-        "topk": TOPK, "gather_indices": routing.gather_indices, "permute_x": form["permute_x"],
-        "permute_y": form["permute_y"], "w_layout": "kn" if form["kn"] else "nk",
+        "topk": TOPK,
+        "gather_indices": routing.gather_indices,
+        "permute_x": form["permute_x"],
+        "permute_y": form["permute_y"],
+        "w_layout": "kn" if form["kn"] else "nk",
         "bias": bias if form["bias"] else None,
-    }  # fmt: skip
+    }
     how |= {"topk_weights": weights, "fuse_mul_post": True} if form["weigh"] else {}
     leaves = [x, lora.A, lora.B, *([weights] if form["weigh"] else []), *([bias] if form["bias"] else [])]
     used = None if form["permute_y"] else int(routing.m_sizes.sum())

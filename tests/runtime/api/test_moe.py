@@ -53,10 +53,20 @@ def gate_of(h: torch.Tensor, activation: str | Activation, gated: bool, interlea
 
 
 def plain(
-    hidden: torch.Tensor, up: torch.Tensor, down: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
-    activation: str = "silu", *, gated: bool = True, interleaved: bool = False, gate_up_bias: Any = None,
-    down_bias: Any = None, weights_on: str = "output", w_layout: str = "nk",
-) -> torch.Tensor:  # fmt: skip
+    hidden: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    activation: str = "silu",
+    *,
+    gated: bool = True,
+    interleaved: bool = False,
+    gate_up_bias: Any = None,
+    down_bias: Any = None,
+    weights_on: str = "output",
+    w_layout: str = "nk",
+) -> torch.Tensor:
     x = hidden.reshape(-1, hidden.shape[-1])
     out = torch.zeros(x.shape[0], down.shape[1 if w_layout == "nk" else 2], dtype=x.dtype)
     rows = list(out)
@@ -102,9 +112,13 @@ def test_the_layer_and_its_gradients(
 ) -> None:
     hidden, up, down, weights, up_bias, down_bias = layer(gated, layout, spread=3.0)  # so that gpt-oss's limits bind
     how: dict[str, Any] = {
-        "gated": gated, "interleaved": interleaved, "weights_on": weights_on, "w_layout": layout,
-        "gate_up_bias": up_bias if biased else None, "down_bias": down_bias if biased else None,
-    }  # fmt: skip
+        "gated": gated,
+        "interleaved": interleaved,
+        "weights_on": weights_on,
+        "w_layout": layout,
+        "gate_up_bias": up_bias if biased else None,
+        "down_bias": down_bias if biased else None,
+    }
     y = moe_mlp(hidden, up, down, IDS, weights, activation, **how)
     wanted = plain(hidden, up, down, IDS, weights, activation, **how)
     torch.testing.assert_close(y, wanted)
@@ -138,8 +152,10 @@ def test_rows_of_no_expert_pass_anomaly_detection(activation: str, gated: bool, 
         how |= {"gate_up_bias": up_bias, "down_bias": down_bias}
         inputs += [up_bias, down_bias]
     if kind == "adapters":
-        low = [torch.randn(E, *shape, dtype=torch.float64, requires_grad=True)
-               for shape in ((2, H), (up.shape[1], 2), (2, I), (H, 2))]  # fmt: skip
+        low = [
+            torch.randn(E, *shape, dtype=torch.float64, requires_grad=True)
+            for shape in ((2, H), (up.shape[1], 2), (2, I), (H, 2))
+        ]
         how |= {"lora": (Lora(low[0], low[1], 0.5), Lora(low[2], low[3], 1.0))}
         inputs += low
     if kind == "quantised":
@@ -157,9 +173,7 @@ def test_gradcheck(weights_on: str) -> None:
 
     def function(*given: torch.Tensor) -> torch.Tensor:
         hidden, up, down, weights, up_bias, down_bias = given
-        return moe_mlp(
-            hidden, up, down, IDS, weights, gate_up_bias=up_bias, down_bias=down_bias, weights_on=weights_on
-        )  # fmt: skip
+        return moe_mlp(hidden, up, down, IDS, weights, gate_up_bias=up_bias, down_bias=down_bias, weights_on=weights_on)
 
     assert torch.autograd.gradcheck(function, tensors, fast_mode=True)
 
@@ -230,8 +244,12 @@ def test_no_tokens_and_nobody_here() -> None:
 def test_what_makes_no_sense_is_refused(how: dict[str, Any], says: str) -> None:
     hidden, up, down, weights, *_ = layer()
     given: dict[str, Any] = {
-        "hidden": hidden, "gate_up_weight": up, "down_weight": down, "topk_ids": IDS, "topk_weights": weights,
-    }  # fmt: skip
+        "hidden": hidden,
+        "gate_up_weight": up,
+        "down_weight": down,
+        "topk_ids": IDS,
+        "topk_weights": weights,
+    }
     with pytest.raises(InputError, match=says):
         moe_mlp(**{**given, **how})
 
@@ -265,8 +283,12 @@ def test_what_makes_no_sense_is_refused(how: dict[str, Any], says: str) -> None:
 def test_what_cannot_be_used_has_the_callers_name(how: dict[str, Any], says: str, weights_on: str) -> None:
     hidden, up, down, weights, *_ = layer()
     given: dict[str, Any] = {
-        "hidden": hidden, "gate_up_weight": up, "down_weight": down, "topk_ids": IDS, "topk_weights": weights,
-    }  # fmt: skip
+        "hidden": hidden,
+        "gate_up_weight": up,
+        "down_weight": down,
+        "topk_ids": IDS,
+        "topk_weights": weights,
+    }
     with pytest.raises(InputError, match=f"^moe_mlp: {says}"):
         moe_mlp(**{**given, **how}, weights_on=weights_on)
 
@@ -298,8 +320,14 @@ def test_an_odd_number_of_columns_has_no_halves() -> None:
         activate(torch.ones(2, 5))
     for shape, how in (((2, 5, 8), {}), ((2, 8, 5), {"w_layout": "kn"}), ((2, 5, 8), {"weights_on": "input"})):
         with pytest.raises(InputError, match=r"^moe_mlp: gate and up have 5 columns together, wanted an even number"):
-            moe_mlp(torch.ones(1, 8), torch.ones(*shape), torch.ones(2, 8, 2), torch.zeros(1, 1, dtype=torch.int32),
-                    torch.ones(1, 1), **how)  # type: ignore[arg-type]  # fmt: skip
+            moe_mlp(
+                torch.ones(1, 8),
+                torch.ones(*shape),
+                torch.ones(2, 8, 2),
+                torch.zeros(1, 1, dtype=torch.int32),
+                torch.ones(1, 1),
+                **how,
+            )  # type: ignore[arg-type]
 
 
 def test_what_is_no_activation_is_told_of_the_call_that_was_made() -> None:
@@ -327,14 +355,29 @@ def test_without_a_gradient_the_activation_has_the_same_bits(
 
 @settings(max_examples=60, deadline=None)
 @given(
-    T=st.integers(0, 7), k=st.integers(1, 4), E=st.integers(1, 5), H=st.integers(1, 9), I=st.integers(1, 6),
-    act=st.sampled_from([*((one, True, False) for one in GATED), *((one, False, False) for one in UNGATED),
-                         ("gelu", True, True)]),
-    biased=st.booleans(), needs=st.lists(st.booleans(), min_size=6, max_size=6), seed=st.integers(0, 99),
-)  # fmt: skip
+    T=st.integers(0, 7),
+    k=st.integers(1, 4),
+    E=st.integers(1, 5),
+    H=st.integers(1, 9),
+    I=st.integers(1, 6),
+    act=st.sampled_from(
+        [*((one, True, False) for one in GATED), *((one, False, False) for one in UNGATED), ("gelu", True, True)]
+    ),
+    biased=st.booleans(),
+    needs=st.lists(st.booleans(), min_size=6, max_size=6),
+    seed=st.integers(0, 99),
+)
 def test_the_layers_own_gradient_is_that_of_the_calls_that_torch_traces(
-    T: int, k: int, E: int, H: int, I: int, act: tuple[str, bool, bool], biased: bool, needs: list[bool], seed: int  # noqa: E741
-) -> None:  # fmt: skip
+    T: int,
+    k: int,
+    E: int,
+    H: int,
+    I: int,  # noqa: E741
+    act: tuple[str, bool, bool],
+    biased: bool,
+    needs: list[bool],
+    seed: int,
+) -> None:
     how = layer_module.Layer(k, Layout.NK, row_act(*act))
     generator = torch.Generator().manual_seed(seed)
     wide = 2 * I if act[1] else I
@@ -347,9 +390,17 @@ def test_the_layers_own_gradient_is_that_of_the_calls_that_torch_traces(
     up_bias, down_bias = biases or (None, None)
     ids = torch.randint(-1, E + 1, (T, k), generator=generator)
     out = moe_mlp(
-        hidden, up, down, ids, weights, act[0], gated=act[1], interleaved=act[2], gate_up_bias=up_bias,
+        hidden,
+        up,
+        down,
+        ids,
+        weights,
+        act[0],
+        gated=act[1],
+        interleaved=act[2],
+        gate_up_bias=up_bias,
         down_bias=down_bias,
-    )  # fmt: skip
+    )
     want = layer_call._composed(hidden, up, down, ids, weights, how, up_bias, down_bias, "output", "nk")
     torch.testing.assert_close(out, want)
     asked = [one for one in tensors if one.requires_grad]

@@ -27,10 +27,16 @@ def weights(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def fused() -> dict[str, Any]:
     return {
-        "x": torch.randn(M, K), "w": weights(), "m_sizes": SIZES, "topk": TOPK, "gather_indices": torch.arange(M),
-        "permute_y": True, "topk_weights": torch.ones(M // TOPK, TOPK), "fuse_mul_post": True,
+        "x": torch.randn(M, K),
+        "w": weights(),
+        "m_sizes": SIZES,
+        "topk": TOPK,
+        "gather_indices": torch.arange(M),
+        "permute_y": True,
+        "topk_weights": torch.ones(M // TOPK, TOPK),
+        "fuse_mul_post": True,
         "bias": torch.zeros(E, N),
-    }  # fmt: skip
+    }
 
 
 def inside(buffer: torch.Tensor, begin: int, *shape: int) -> torch.Tensor:
@@ -109,13 +115,22 @@ def test_an_x_that_is_copied_may_be_out() -> None:
 @pytest.mark.parametrize(
     ("other", "shared"),
     [
-        (lambda b: b[:0], False), (lambda b: b[:8, :0], False), (lambda b: b[5].expand(3, 16), True),
-        (lambda b: b[9].expand(3, 16), False), (lambda b: b[:8:2, 8:], False), (lambda b: b[:8:2, 7:], True),
-        (lambda b: b[8:], False), (lambda b: b[7:], True), (lambda b: b[3, 8:], False), (lambda b: b[3, 7:], True),
-        (lambda b: b.view(4, 4, 16)[:, :, 8:], False), (lambda b: b.view(4, 4, 16)[:, :, 7:], True),
-        (lambda b: b.view(16, 2, 8)[:, 1], False), (lambda b: b.view(-1)[: 16 * 12].view(16, 12), True),
+        (lambda b: b[:0], False),
+        (lambda b: b[:8, :0], False),
+        (lambda b: b[5].expand(3, 16), True),
+        (lambda b: b[9].expand(3, 16), False),
+        (lambda b: b[:8:2, 8:], False),
+        (lambda b: b[:8:2, 7:], True),
+        (lambda b: b[8:], False),
+        (lambda b: b[7:], True),
+        (lambda b: b[3, 8:], False),
+        (lambda b: b[3, 7:], True),
+        (lambda b: b.view(4, 4, 16)[:, :, 8:], False),
+        (lambda b: b.view(4, 4, 16)[:, :, 7:], True),
+        (lambda b: b.view(16, 2, 8)[:, 1], False),
+        (lambda b: b.view(-1)[: 16 * 12].view(16, 12), True),
     ],
-)  # fmt: skip
+)
 def test_what_is_apart(other: Callable[[torch.Tensor], torch.Tensor], shared: bool) -> None:
     buffer = torch.zeros(16, 16)
     with pytest.raises(InputError, match="memory of x") if shared else contextlib.nullcontext():

@@ -66,13 +66,19 @@ def index_of(M: int) -> torch.Tensor:
     return index
 
 
-FORMS = [dict(zip(("gather", "scatter", "weigh", "bias"), on, strict=True))
-         for on in itertools.product((False, True), repeat=4)]  # fmt: skip
+FORMS = [
+    dict(zip(("gather", "scatter", "weigh", "bias"), on, strict=True))
+    for on in itertools.product((False, True), repeat=4)
+]
 
 
 MOVED = {"gather": True, "scatter": True, "weigh": True, "bias": True}
-CASES = [(format, form) for format in FORMATS for form in FORMS
-         if form in (FORMS[0], MOVED) or format in ("fp8_block", "mxfp4", "mxfp8", "int4_g64_zp")]  # fmt: skip
+CASES = [
+    (format, form)
+    for format in FORMATS
+    for form in FORMS
+    if form in (FORMS[0], MOVED) or format in ("fp8_block", "mxfp4", "mxfp8", "int4_g64_zp")
+]
 
 
 def told(value: object) -> str | None:
@@ -92,9 +98,18 @@ def test_every_form_of_every_format(format: str, form: dict[str, bool]) -> None:
     weights = torch.rand(T, TOPK) if form["weigh"] else None
     bias = torch.randn(E, N).to(torch.bfloat16) if form["bias"] else None
     y = grouped_gemm(
-        x, w, m_sizes, TOPK, index, permute_x=form["gather"], permute_y=form["scatter"], topk_weights=weights,
-        fuse_mul_post=form["weigh"], bias=bias, zero_tail=True,
-    )  # fmt: skip
+        x,
+        w,
+        m_sizes,
+        TOPK,
+        index,
+        permute_x=form["gather"],
+        permute_y=form["scatter"],
+        topk_weights=weights,
+        fuse_mul_post=form["weigh"],
+        bias=bias,
+        zero_tail=True,
+    )
     want, rows = torch.zeros(y.shape), read(x, format)
     experts = [e for e, many in enumerate(m_sizes.tolist()) for _ in range(many)]
     for i, e in enumerate(experts):
@@ -191,8 +206,9 @@ def test_gradients_go_through_frozen_weights(format: str) -> None:
     for found, want in zip(call(w, x), call(w.dequantize(), x), strict=True):
         torch.testing.assert_close(found, want, rtol=0, atol=0)
     dx = grouped_gemm_dX(dy, w, m_sizes, TOPK, index, topk_weights=weights, fuse_mul_post=True, **how)
-    assert torch.equal(dx, grouped_gemm_dX(dy, w.dequantize(), m_sizes, TOPK, index, topk_weights=weights,
-                                           fuse_mul_post=True, **how))  # fmt: skip
+    assert torch.equal(
+        dx, grouped_gemm_dX(dy, w.dequantize(), m_sizes, TOPK, index, topk_weights=weights, fuse_mul_post=True, **how)
+    )
 
 
 def test_a_layer_has_the_gradients_of_what_is_not_frozen() -> None:
@@ -269,8 +285,11 @@ def test_scales_at_both_ends() -> None:
     exact = table[torch.stack((codes & 15, codes >> 4), -1).flatten(2).int()] * factor
     want = torch.stack([x[m].double() @ exact[m // 2].T for m in range(4)])
     assert ((y.double() - want) / want).abs().max() < 2e-2  # each element for itself: they are of many sizes
-    least = ExpertWeights.nvfp4(torch.full((1, 2, 8), 0x11, dtype=torch.uint8), torch.full((1, 2, 1), 2.0**-9).to(
-        torch.float8_e4m3fn), torch.tensor([2.0**-30]))  # fmt: skip
+    least = ExpertWeights.nvfp4(
+        torch.full((1, 2, 8), 0x11, dtype=torch.uint8),
+        torch.full((1, 2, 1), 2.0**-9).to(torch.float8_e4m3fn),
+        torch.tensor([2.0**-30]),
+    )
     assert grouped_gemm(torch.ones(1, 16), least, torch.tensor([1])).tolist() == [[16 * 2.0**-40] * 2]
 
 
@@ -327,11 +346,15 @@ def test_on_a_gpu_torch_does_it_and_says_so_once(
     indexed = form["gather"] or form["scatter"] or form["weigh"]
     x = torch.randn(T if form["gather"] else M, 128).bfloat16()
     how = {
-        "topk": TOPK, "gather_indices": index_of(M) if indexed else None, "permute_x": form["gather"],
-        "permute_y": form["scatter"], "topk_weights": torch.rand(T, TOPK) if form["weigh"] else None,
-        "fuse_mul_post": form["weigh"], "bias": torch.randn(E, 32).bfloat16() if form["bias"] else None,
+        "topk": TOPK,
+        "gather_indices": index_of(M) if indexed else None,
+        "permute_x": form["gather"],
+        "permute_y": form["scatter"],
+        "topk_weights": torch.rand(T, TOPK) if form["weigh"] else None,
+        "fuse_mul_post": form["weigh"],
+        "bias": torch.randn(E, 32).bfloat16() if form["bias"] else None,
         "zero_tail": True,
-    }  # fmt: skip
+    }
     found = [grouped_gemm(x, w, m_sizes, **how) for _ in range(2)]
     dx = grouped_gemm(given := x.clone().requires_grad_(), w, m_sizes, **how).float().sum().backward() or given.grad
     gpu.visible = False

@@ -19,10 +19,13 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 def tensors(T: int = T) -> dict[str, Any]:
     routing = sort_routing(torch.randint(0, E, (T, TOPK)), E)
     return {
-        "x": torch.randn(T, H, requires_grad=True), "w": torch.randn(E, I, H, requires_grad=True),
-        "m_sizes": routing.m_sizes, "gather_indices": routing.gather_indices,
-        "topk_weights": torch.rand(T, TOPK, requires_grad=True), "bias": torch.randn(E, I, requires_grad=True),
-    }  # fmt: skip
+        "x": torch.randn(T, H, requires_grad=True),
+        "w": torch.randn(E, I, H, requires_grad=True),
+        "m_sizes": routing.m_sizes,
+        "gather_indices": routing.gather_indices,
+        "topk_weights": torch.rand(T, TOPK, requires_grad=True),
+        "bias": torch.randn(E, I, requires_grad=True),
+    }
 
 
 @pytest.mark.parametrize("permute_y", [False, True])

@@ -23,9 +23,13 @@ CONFIG = Config(64, 64, 64, 4, 3)
 
 def arguments() -> dict[str, Any]:
     return {
-        "x": torch.ones(T, K), "w": torch.ones(E, N, K), "m_sizes": torch.tensor([3, 0, 5]), "topk": TOPK,
-        "gather_indices": torch.arange(M), "permute_x": True,
-    }  # fmt: skip
+        "x": torch.ones(T, K),
+        "w": torch.ones(E, N, K),
+        "m_sizes": torch.tensor([3, 0, 5]),
+        "topk": TOPK,
+        "gather_indices": torch.arange(M),
+        "permute_x": True,
+    }
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -37,8 +41,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"is_first_gemm": False}, "permute_x with is_first_gemm=False"),
     ({"dX_only": True, "dW_only": True}, "exclude each other"),
     ({"autotune": True, "kernel_config_fwd": CONFIG}, "autotune with a kernel_config"),
-    ({"kernel_config_fwd": {"BLOCK_M": 64}}, "kernel_config_fwd is a dict, wanted a pretuned.kernels"
-     ".contract.config.Config"),
+    (
+        {"kernel_config_fwd": {"BLOCK_M": 64}},
+        "kernel_config_fwd is a dict, wanted a pretuned.kernels.contract.config.Config",
+    ),
     ({"kernel_config_bwd_dW": 3}, "kernel_config_bwd_dW is a int"),
     ({"topk": 0}, "topk is 0"),
     ({"topk": True}, "topk is True"),
@@ -59,7 +65,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"x": torch.ones(T, K, requires_grad=True), "out": torch.ones(M, N)}, "out with an input that requires grad"),
     ({"out": torch.ones(T, N)}, r"out is of shape \[4, 6\], wanted \[M, N\] = \[8, 6\]"),
     ({"w": "w"}, "w is a str"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("how", "says"), REFUSED, ids=[says for _, says in REFUSED])
@@ -145,9 +151,13 @@ def test_the_problems_of_a_call() -> None:
 
     first = form_of(w_layout="nk", topk=TOPK, permute_x=True, permute_y=False)
     assert problems(x, w, first) == [
-        (Op.FORWARD, N, K, Fusion.GATHER), (Op.DX, N, K, Fusion.SCATTER), (Op.DW, N, K, Fusion.NONE)
-    ]  # fmt: skip
+        (Op.FORWARD, N, K, Fusion.GATHER),
+        (Op.DX, N, K, Fusion.SCATTER),
+        (Op.DW, N, K, Fusion.NONE),
+    ]
     second = form_of(w_layout="kn", topk=TOPK, permute_x=False, permute_y=True)
     assert problems(torch.ones(M, K).bfloat16(), w.mT.contiguous(), second, weights=weights) == [
-        (Op.FORWARD, N, K, Fusion.SCATTER), (Op.DX, N, K, Fusion.SCATTER), (Op.DW, K, N, Fusion.NONE)
-    ]  # fmt: skip
+        (Op.FORWARD, N, K, Fusion.SCATTER),
+        (Op.DX, N, K, Fusion.SCATTER),
+        (Op.DW, K, N, Fusion.NONE),
+    ]

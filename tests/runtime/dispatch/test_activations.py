@@ -95,9 +95,13 @@ def part_of(
     }
     names = {whole.variants[i].kernel for i in kept}
     part = replace(
-        whole, variants=tuple(whole.variants[i] for i in kept), cubins=tuple(whole.cubins[i] for i in kept),
-        choices=rows, models=(), kernels=tuple(one for one in whole.kernels if one.name in names),
-    )  # fmt: skip
+        whole,
+        variants=tuple(whole.variants[i] for i in kept),
+        cubins=tuple(whole.cubins[i] for i in kept),
+        choices=rows,
+        models=(),
+        kernels=tuple(one for one in whole.kernels if one.name in names),
+    )
     publish(path, encode(part))
     return path
 
@@ -107,13 +111,19 @@ def of_part(path: Path) -> str:
 
 
 def test_where_one_product_alone_is_there_it_runs(tmp_path: Path) -> None:
-    codes = part_of(tmp_path / "codes.msgpack", lambda one: one.dtype is DType.FP8_BLOCK,
-                    lambda one: isinstance(one.op, RowOp) or one.dtype is DType.FP8_BLOCK)  # fmt: skip
+    codes = part_of(
+        tmp_path / "codes.msgpack",
+        lambda one: one.dtype is DType.FP8_BLOCK,
+        lambda one: isinstance(one.op, RowOp) or one.dtype is DType.FP8_BLOCK,
+    )
     assert of_part(codes) == "x is quantised: no bundle has the GEMM with bf16 x"
     neither = part_of(tmp_path / "passes.msgpack", lambda one: False, lambda one: isinstance(one.op, RowOp))
     assert of_part(neither) == "no bundle has this GEMM"
-    plain = part_of(tmp_path / "plain.msgpack", lambda one: one.dtype is DType.FP8_BLOCK_A16,
-                    lambda one: isinstance(one.op, RowOp) or one.dtype is DType.FP8_BLOCK_A16)  # fmt: skip
+    plain = part_of(
+        tmp_path / "plain.msgpack",
+        lambda one: one.dtype is DType.FP8_BLOCK_A16,
+        lambda one: isinstance(one.op, RowOp) or one.dtype is DType.FP8_BLOCK_A16,
+    )
     assert of_part(plain).startswith("x stays bf16: for the GEMM with quantised x, plain.msgpack has no choice for it")
 
 
@@ -153,7 +163,7 @@ def test_a_kernel_that_quantises_x_itself_runs_many_rows(sm: int, fusion: Fusion
         (89, replace(STORED, dtype=DType.FP8_CHANNEL), "x stays bf16: no bundle has the GEMM with quantised x"),
         (89, GATE_UP, "x stays bf16: no kernel for sm_89 multiplies codes by codes of such w"),
     ],
-)  # fmt: skip
+)
 def test_why_x_stays_where_nothing_multiplies_codes(sm: int, problem: Problem, told: str) -> None:
     found = of_candidates(problem, 1 << 16, sm)
     assert found == (None, told)

@@ -172,7 +172,11 @@ def test_measured_in_the_next_bucket_beats_modelled(tmp_path: Path, measured_at:
     write(tmp_path / "1/m.msgpack", {PROBLEM: [modelled(64, WIDE)]})
     write(tmp_path / "2/h200.msgpack", {PROBLEM: [measured(measured_at, NARROW, 9)]}, gpus=[H200])
     assert came_from(snapshot(tmp_path / "1", tmp_path / "2")) == (
-        "h200", Origin.THIS_GPU, Match.NEAREST_BUCKET, NARROW)  # fmt: skip
+        "h200",
+        Origin.THIS_GPU,
+        Match.NEAREST_BUCKET,
+        NARROW,
+    )
 
 
 @pytest.mark.parametrize("gpu", [H200, H100])
@@ -408,9 +412,14 @@ def test_strict_takes_any_form_of_a_product_that_was_built(built: Fusion, called
 
 @pytest.mark.parametrize(
     ("op", "layout", "fusion"),
-    [(op, layout, fusion) for op in (Op.FORWARD, Op.DX) for layout in PLAIN_LAYOUTS
-     for fusion in (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER)] + [(Op.DW, Layout.NK, Fusion.NONE)],
-)  # fmt: skip
+    [
+        (op, layout, fusion)
+        for op in (Op.FORWARD, Op.DX)
+        for layout in PLAIN_LAYOUTS
+        for fusion in (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER)
+    ]
+    + [(Op.DW, Layout.NK, Fusion.NONE)],
+)
 @pytest.mark.parametrize(
     ("M", "dtype"), [(64, DType.BF16), (1 << 20, DType.BF16), (30_000_000, DType.BF16), (5, DType.TF32)]
 )
@@ -485,11 +494,12 @@ ROWS = st.tuples(st.sampled_from([32, 64, 128, 1024]), st.integers(0, 2), st.sam
             st.sampled_from([(), (H100,), (H200,), (H100, H200)]),
             st.lists(ROWS, min_size=1, max_size=6),
         ),
-        min_size=1, max_size=4,
+        min_size=1,
+        max_size=4,
     ),
     local=st.sampled_from([ON_H100, ON_H200, LocalGpu(90, ELSEWHERE)]),
     M=st.sampled_from([16, 64, 100, 1024]),
-)  # fmt: skip
+)
 def test_what_is_not_read_would_not_have_been_chosen(
     tmp_path_factory: pytest.TempPathFactory, files: list[Any], local: LocalGpu, M: int
 ) -> None:
@@ -508,7 +518,11 @@ def test_what_is_not_read_would_not_have_been_chosen(
     got = decision(found, M, local).chosen
     best = chosen(found, PROBLEM, bucket_of(M), local, found.view(local, installed=True), aligned=True, most=1)
     assert (got.usable.path, got.index, got.origin, got.match) == (
-        best[0].usable.path, best[0].index, best[0].origin, best[0].match)  # fmt: skip
+        best[0].usable.path,
+        best[0].index,
+        best[0].origin,
+        best[0].match,
+    )
 
 
 def test_installed_bundles_for_other_gpus_are_read_only_where_they_are_needed(
@@ -706,9 +720,13 @@ def test_rows_of_y_are_filled_up_for_code_that_reads_w_through_a_descriptor(M: i
     assert isinstance(plain, Decision)
     assert plain.chosen.variant.alignment == 1
     for other in (
-        replace(problem, N=672), replace(problem, K=999), replace(problem, layout=Layout.KN),
-        replace(problem, op=Op.DX), replace(problem, fusion=Fusion.SCATTER), replace(problem, dtype=DType.FP32),
-    ):  # fmt: skip
+        replace(problem, N=672),
+        replace(problem, K=999),
+        replace(problem, layout=Layout.KN),
+        replace(problem, op=Op.DX),
+        replace(problem, fusion=Fusion.SCATTER),
+        replace(problem, dtype=DType.FP32),
+    ):
         assert decide_module.with_wide_rows(found, other, M, ON_H200) is None
     a100 = LocalGpu(80, Gpu("NVIDIA A100-SXM4-80GB", 108, 81920, 13000))
     assert decide_module.with_wide_rows(found, problem, M, a100) is None

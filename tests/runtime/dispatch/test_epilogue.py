@@ -72,8 +72,7 @@ def test_on_another_gpu_of_the_capability_the_times_are_still_of_one(tmp_path: P
     book(tmp_path / "a.msgpack", measured(M, 0, 210.0), measured(M, 1, 212.0))
     chosen = verdict(snapshot(tmp_path), GATED, M, ON_H100, aligned=True).chosen
     assert chosen is not None
-    assert (chosen.origin, chosen.match, chosen.index, chosen.gpu) == (
-        Origin.THIS_CAPABILITY, Match.EXACT, 1, H200)  # fmt: skip
+    assert (chosen.origin, chosen.match, chosen.index, chosen.gpu) == (Origin.THIS_CAPABILITY, Match.EXACT, 1, H200)
     assert not used(tmp_path, ON_A100)
 
 
@@ -158,8 +157,12 @@ def test_explain_says_what_runs_and_why(tmp_path: Path) -> None:
 
 
 def test_preload_comes_to_it_from_any_form(tmp_path: Path) -> None:
-    book(tmp_path / "a.msgpack", measured(M, 0, 210.0), measured(M, 1, 200.0),
-         models=[Model("m", 1, 1, 8, DType.BF16, (PLAIN, GATED))])  # fmt: skip
+    book(
+        tmp_path / "a.msgpack",
+        measured(M, 0, 210.0),
+        measured(M, 1, 200.0),
+        models=[Model("m", 1, 1, 8, DType.BF16, (PLAIN, GATED))],
+    )
     found = snapshot(tmp_path)
     for problem in (PLAIN, GATED):
         assert (GATED, M) in cells_of({problem: [M]}, found, ON_H200)
@@ -193,9 +196,7 @@ def test_a_form_of_a_later_version_is_skipped_with_its_bundle(tmp_path: Path) ->
 def test_words_for_it() -> None:
     assert plain_of(GATED) == PLAIN
     assert plain_of(replace(GATED, fusion=Fusion.SILU)) == replace(PLAIN, fusion=Fusion.NONE)
-    assert build_line(GATED, M, 90) == (
-        'aot build --models "shape:E=128,H=2048,I=768,k=1 ops=forward" --sm 90'
-    )  # fmt: skip
+    assert build_line(GATED, M, 90) == ('aot build --models "shape:E=128,H=2048,I=768,k=1 ops=forward" --sm 90')
 
 
 @pytest.mark.parametrize(("gated_us", "runs"), [(200.0, True), (230.0, False)])

@@ -25,10 +25,13 @@ def view(tmp_path_factory: pytest.TempPathFactory) -> View:
     """Of a bundle that was built for some models, sharded and not, in bf16."""
     models: list[Model] = []
     for spec in (
-        "Qwen/Qwen3-30B-A3B tp=2,1", "Qwen/Qwen3-Omni-30B-A3B-Instruct", "openai/gpt-oss-20b dtype=bf16 layout=nk",
-        "deepseek-ai/DeepSeek-V3 ep=8 dtype=bf16", "deepseek-ai/DeepSeek-V3 ep=8 dtype=bf16 shared=fuse",
+        "Qwen/Qwen3-30B-A3B tp=2,1",
+        "Qwen/Qwen3-Omni-30B-A3B-Instruct",
+        "openai/gpt-oss-20b dtype=bf16 layout=nk",
+        "deepseek-ai/DeepSeek-V3 ep=8 dtype=bf16",
+        "deepseek-ai/DeepSeek-V3 ep=8 dtype=bf16 shared=fuse",
         "shape:E=24,H=512,I=256,k=2 name=mine",
-    ):  # fmt: skip
+    ):
         models += plan(load_models([spec]).shapes).models
     models = [replace(one, problems=tuple(p for p in one.problems if not p.fusion & Fusion.SILU)) for one in models]
     problems = {problem for one in models for problem in one.problems}
@@ -93,9 +96,14 @@ def test_a_gpu_that_nothing_is_built_for_is_not_sent_to_a_build(sm: int, view: V
     assert f"Build one with: {build_line(GATE_UP, 64, 90, view)}" == remedy(GATE_UP, 64, 90, view)
 
 
-@pytest.mark.parametrize("problem", [
-    replace(GATE_UP, N=(1 << 20) + 8), replace(GATE_UP, K=1 << 24), replace(GATE_UP, E=65537),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "problem",
+    [
+        replace(GATE_UP, N=(1 << 20) + 8),
+        replace(GATE_UP, K=1 << 24),
+        replace(GATE_UP, E=65537),
+    ],
+)
 def test_sizes_over_the_limits_of_a_spec_are_not_sent_to_a_build(problem: Problem, view: View) -> None:
     assert build_line(problem, 64, 90, view) is None
     assert "aot builds for E up to 65536, and H and I up to 1048576" in remedy(problem, 64, 90, view)

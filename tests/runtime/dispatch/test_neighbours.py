@@ -100,8 +100,10 @@ def test_a_gpu_that_measured_nothing_of_the_kind_counts_for_nothing(tmp_path: Pa
     """The H200 has choices of dX alone: a forward goes by the H100's."""
     other = {replace(one, op=Op.DX, N=one.K, K=one.N): row for one, row in around(WIDE, NARROW, gpu=1).items()}
     specs = [*SPECS, *(replace(one, op=Op.DX) for one in SPECS)]
-    other = {one: [replace(choice, variant=choice.variant + 3, runner_up=NARROW + 3) for choice in row]
-             for one, row in other.items()}  # fmt: skip
+    other = {
+        one: [replace(choice, variant=choice.variant + 3, runner_up=NARROW + 3) for choice in row]
+        for one, row in other.items()
+    }
     write(tmp_path / "a.msgpack", {**around(NARROW, WIDE), **other}, gpus=[H100, H200], specs=specs)
     got = decision(snapshot(tmp_path))
     assert got.chosen.index == NARROW

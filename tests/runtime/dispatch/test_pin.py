@@ -65,10 +65,18 @@ def test_configs_that_differ_are_apart() -> None:
     """Whichever knob they differ by: an enum's counts one, a number's its doublings."""
     one = Config(64, 64, 64, 4, 4)
     others = {
-        "block_m": 32, "block_n": 128, "block_k": 256, "num_warps": 8, "num_stages": 3, "group_m": 16,
-        "loads": Loads.TMA, "schedule": Schedule.PINGPONG, "cache": Cache.EVICT_FIRST, "edge": Edge.HALF,
+        "block_m": 32,
+        "block_n": 128,
+        "block_k": 256,
+        "num_warps": 8,
+        "num_stages": 3,
+        "group_m": 16,
+        "loads": Loads.TMA,
+        "schedule": Schedule.PINGPONG,
+        "cache": Cache.EVICT_FIRST,
+        "edge": Edge.HALF,
         "rows": TileRows.FITTED,
-    }  # fmt: skip
+    }
     assert set(others) == set(FIELDS)
     same = {name: getattr(one, name) for name in FIELDS}
     found = {name: _distance(one, {**same, name: value}) for name, value in others.items()}

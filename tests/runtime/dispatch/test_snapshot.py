@@ -330,9 +330,11 @@ def test_entry_points_are_those_that_importlib_finds(tmp_path: Path, monkeypatch
     """Of packages in folders on sys.path; what can't be read, or is none, is passed over."""
     for name, text in {
         "one-1.0.dist-info": "[console_scripts]\na = b:c\n[pretuned.bundles]\none = one.bundles\n",
-        "two-1.0.egg-info": "[pretuned.bundles]\ntwo = two.bundles\n", "four-1.0.dist-info": None,
-        "three-1.0.dist-info": "[pretuned.bundle]\nx = y\n", "five": "[pretuned.bundles]\nfive = five\n",
-    }.items():  # fmt: skip
+        "two-1.0.egg-info": "[pretuned.bundles]\ntwo = two.bundles\n",
+        "four-1.0.dist-info": None,
+        "three-1.0.dist-info": "[pretuned.bundle]\nx = y\n",
+        "five": "[pretuned.bundles]\nfive = five\n",
+    }.items():
         (tmp_path / name).mkdir()
         if text is not None:
             (tmp_path / name / "entry_points.txt").write_text(text)

@@ -59,8 +59,12 @@ def test_the_doctor_names_a_stub(linked: dict[str, str]) -> None:
 def test_a_build_for_this_machine_names_a_stub(linked: dict[str, str], tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "pretuned.aot", "plan", "--models", "shape:E=8,H=256,I=128,k=2"],
-        env=linked, cwd=tmp_path, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        env=linked,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ended.returncode == 1
     assert "libcuda.so.1 that was found is a stub" in ended.stderr
 

@@ -59,9 +59,15 @@ def test_that_bundles_can_not_be_launched_is_said_once(
 
 @pytest.mark.parametrize(
     ("system", "machine", "hip", "runs"),
-    [("linux", "x86_64", None, True), ("linux", "aarch64", None, True), ("linux", "AMD64", None, True),
-     ("linux", "x86_64", "6.2", False), ("linux", "ppc64le", None, False), ("darwin", "x86_64", None, False)],
-)  # fmt: skip
+    [
+        ("linux", "x86_64", None, True),
+        ("linux", "aarch64", None, True),
+        ("linux", "AMD64", None, True),
+        ("linux", "x86_64", "6.2", False),
+        ("linux", "ppc64le", None, False),
+        ("darwin", "x86_64", None, False),
+    ],
+)
 def test_where_bundles_run(
     system: str, machine: str, hip: str | None, runs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,10 +36,15 @@ def test_a_machine_that_would_use_a_bundle(tmp_path: Path) -> None:
     found = report(snapshot(tmp_path), READ, (ON_H200,), "CUDA 12.8")
     assert found.ok
     text = str(found)
-    for wanted in ("NVIDIA H200 (9.0, 132 SMs", "sm90.msgpack (sm_90a, 1 problems, 3 variants, measured on",
-                   "used by GPU 0", "not used, as no GPU here is of that capability: sm80.msgpack (sm_80)\n",
-                   "/home/me/.cache/pretuned",
-                   "2 bundles", "ok        yes"):  # fmt: skip
+    for wanted in (
+        "NVIDIA H200 (9.0, 132 SMs",
+        "sm90.msgpack (sm_90a, 1 problems, 3 variants, measured on",
+        "used by GPU 0",
+        "not used, as no GPU here is of that capability: sm80.msgpack (sm_80)\n",
+        "/home/me/.cache/pretuned",
+        "2 bundles",
+        "ok        yes",
+    ):
         assert wanted in text
     plain = json.loads(json.dumps(found.to_dict()))
     assert plain["ok"] is True

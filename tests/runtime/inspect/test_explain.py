@@ -49,8 +49,19 @@ def test_it_names_what_dispatch_runs(tmp_path: Path) -> None:
     assert told.chosen == ran.chosen
     assert told.reason == ran.reason
     text = str(told)
-    for wanted in ("128x128x64 w8 s3", "7.5 us", "measured", "a.msgpack", "PRETUNED_BUNDLES", "NVIDIA H200", "8.2 us",
-                   "skipped", "b.msgpack", "sm_80", "cost model"):  # fmt: skip
+    for wanted in (
+        "128x128x64 w8 s3",
+        "7.5 us",
+        "measured",
+        "a.msgpack",
+        "PRETUNED_BUNDLES",
+        "NVIDIA H200",
+        "8.2 us",
+        "skipped",
+        "b.msgpack",
+        "sm_80",
+        "cost model",
+    ):
         assert wanted in text
     told_dict = json.loads(json.dumps(told.to_dict()))
     assert told_dict["runs"] == "bundle"
@@ -92,14 +103,20 @@ def test_past_the_first_every_time_is_for_this_bucket(tmp_path: Path) -> None:
         assert all(one.time_us < 1000 for one in rest)
     told = examine(snapshot(tmp_path), PROBLEM, 64, ON_H200, aligned=True)
     assert [(one.index, one.match, one.time_us) for one in told.candidates[:2]] == [
-        (WIDE, Match.EXACT, 10.0), (NARROW, Match.EXACT, 11.0)]  # fmt: skip
+        (WIDE, Match.EXACT, 10.0),
+        (NARROW, Match.EXACT, 11.0),
+    ]
 
 
 def test_the_columns_are_as_wide_as_what_is_in_them(tmp_path: Path) -> None:
     """Those of specialised code are long."""
     long = Config(128, 192, 64, 8, 5, loads=Loads.TMA, schedule=Schedule.PINGPONG)
-    write(tmp_path / "a.msgpack", {PROBLEM: [measured(64, 0, 7.5, second=1)]}, gpus=[H200],
-          specs=(replace(SPECS[0], config=long), SPECS[1]))  # fmt: skip
+    write(
+        tmp_path / "a.msgpack",
+        {PROBLEM: [measured(64, 0, 7.5, second=1)]},
+        gpus=[H200],
+        specs=(replace(SPECS[0], config=long), SPECS[1]),
+    )
     text = str(examine(snapshot(tmp_path), PROBLEM, 64, ON_H200, aligned=True))
     rows = [line for line in text.splitlines() if line.endswith(("  bundle", "  a.msgpack"))]
     assert len(rows) == 3
@@ -226,8 +243,13 @@ def test_every_word_of_a_config_is_explained() -> None:
     values = {"loads": Loads, "schedule": Schedule, "cache": Cache, "edge": Edge, "rows": TileRows}
     plain = Config(128, 128, 64, 8, 3, schedule=Schedule.TILE)
     assert {field.name for field in fields(Config) if not isinstance(field.default, Enum)} == {
-        "block_m", "block_n", "block_k", "num_warps", "num_stages", "group_m",
-    }  # fmt: skip
+        "block_m",
+        "block_n",
+        "block_k",
+        "num_warps",
+        "num_stages",
+        "group_m",
+    }
     every = [replace(plain, **{knob: value}) for knob, kind in values.items() for value in kind]
     words = {word for one in every for word in str(one).split()} - set(str(plain).split())
     assert {word for word in words if f"`{word}`" in section} == words > {"tma", "cooperative"}

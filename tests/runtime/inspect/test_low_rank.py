@@ -71,7 +71,7 @@ def test_a_rank_is_rounded_up_to_whole_16_bytes() -> None:
         (replace(PRODUCT, K=2044), "rows of x, w or y are no whole 16 bytes"),
         (replace(PRODUCT, E=600), "no shipped kernel for it runs on sm_90"),
     ],
-)  # fmt: skip
+)
 def test_why_it_is_a_product_of_its_own(problem: Problem, why: str) -> None:
     """The rest is what the product without it does."""
     told = explain(problem, M=8192, sm=90, rank=16)

@@ -208,9 +208,12 @@ def test_fp16_beside_bf16_is_not_what_a_deployment_comes_to() -> None:
 
 @pytest.mark.parametrize(
     ("weights", "told"),
-    [("fp8", "weights is 'fp8', wanted one of bf16, "), (8, "weights is 8, wanted"),
-     ("int4_g32_zp", "no kernel is for int4_g32_zp weights: torch dequantises them, .* kernels are for .*mxfp4")],
-)  # fmt: skip
+    [
+        ("fp8", "weights is 'fp8', wanted one of bf16, "),
+        (8, "weights is 8, wanted"),
+        ("int4_g32_zp", "no kernel is for int4_g32_zp weights: torch dequantises them, .* kernels are for .*mxfp4"),
+    ],
+)
 def test_weights_are_a_format_with_kernels(monkeypatch: pytest.MonkeyPatch, weights: object, told: str) -> None:
     def all_but_one(name: str) -> tuple[DType, ...]:  # every format has kernels today
         return () if name == "int4_g32_zp" else dtypes_of(name)

@@ -47,9 +47,14 @@ def decision(found: object, problem: Problem, M: int = 64, **how: bool) -> Decis
 
 
 @given(
-    op=st.sampled_from([Op.FORWARD, Op.DX]), layout=st.sampled_from(PLAIN_LAYOUTS), fusion=st.sampled_from(FORMS),
-    E=st.integers(1, 600), N=st.integers(1, 9000), K=st.integers(1, 9000), top_k=st.integers(0, 8),
-)  # fmt: skip
+    op=st.sampled_from([Op.FORWARD, Op.DX]),
+    layout=st.sampled_from(PLAIN_LAYOUTS),
+    fusion=st.sampled_from(FORMS),
+    E=st.integers(1, 600),
+    N=st.integers(1, 9000),
+    K=st.integers(1, 9000),
+    top_k=st.integers(0, 8),
+)
 def test_a_twin_is_the_same_product(op: Op, layout: Layout, fusion: Fusion, E: int, N: int, K: int, top_k: int) -> None:
     problem = Problem(op, DType.BF16, E, N, K, layout, fusion, top_k)
     twin = twin_of(problem)

@@ -34,40 +34,112 @@ def same(made: ExpertWeights, expected: ExpertWeights) -> None:
 
 _GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": False}
 _AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
-_PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": {
-    "targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group",
-                                       "group_size": 32}}}}  # fmt: skip
-_NVFP4 = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {"group_0": {
-    "targets": ["Linear"], "weights": {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group",
-                                       "group_size": 16}}}}  # fmt: skip
-_FP8 = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": {
-    "targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"},
-    "input_activations": {"num_bits": 8}}}}  # fmt: skip
+_PACKED = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32},
+        }
+    },
+}
+_NVFP4 = {
+    "quant_method": "compressed-tensors",
+    "format": "nvfp4-pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 4,
+                "type": "float",
+                "symmetric": True,
+                "strategy": "tensor_group",
+                "group_size": 16,
+            },
+        }
+    },
+}
+_FP8 = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"},
+            "input_activations": {"num_bits": 8},
+        }
+    },
+}
 
 
 @pytest.mark.parametrize(
     ("format", "packing", "config", "tensors"),
     [
-        ("int4_g32_zp", "awq", _AWQ, {"qweight": whole(E, K, N // 8), "scales": torch.rand(E, K // 32, N),
-                                      "qzeros": whole(E, K // 32, N // 8)}),
-        ("int4_g32_zp", "", _PACKED, {"weight_packed": whole(E, N, K // 8), "weight_scale": torch.rand(E, N, 4),
-                                            "weight_zero_point": whole(E, N // 8, 4)}),
+        (
+            "int4_g32_zp",
+            "awq",
+            _AWQ,
+            {"qweight": whole(E, K, N // 8), "scales": torch.rand(E, K // 32, N), "qzeros": whole(E, K // 32, N // 8)},
+        ),
+        (
+            "int4_g32_zp",
+            "",
+            _PACKED,
+            {
+                "weight_packed": whole(E, N, K // 8),
+                "weight_scale": torch.rand(E, N, 4),
+                "weight_zero_point": whole(E, N // 8, 4),
+            },
+        ),
         *(
-            ("int4_g32_zp", "gptq", _GPTQ | more, {"qweight": whole(E, K // 8, N), "scales": torch.rand(E, K // 32, N),
-                                                   "qzeros": whole(E, K // 32, N // 8)})
+            (
+                "int4_g32_zp",
+                "gptq",
+                _GPTQ | more,
+                {
+                    "qweight": whole(E, K // 8, N),
+                    "scales": torch.rand(E, K // 32, N),
+                    "qzeros": whole(E, K // 32, N // 8),
+                },
+            )
             for more in ({}, {"checkpoint_format": "gptq_v2"}, {"meta": {"quantizer": ["gptqmodel:4.0"]}})
         ),
-        ("int4_g32", "gptq", _GPTQ | {"sym": True}, {"qweight": whole(E, K // 8, N), "qzeros": whole(E, 4, N // 8),
-                                                     "scales": torch.rand(E, K // 32, N)}),
-        ("nvfp4", "", {"quant_algo": "NVFP4"}, {"weight": of_bytes(E, N, K // 2), "weight_scale_2": torch.rand(E),
-                                                "weight_scale": torch.rand(E, N, K // 16).to(FP8)}),
-        ("nvfp4", "", _NVFP4, {"weight_packed": of_bytes(E, N, K // 2), "weight_global_scale": torch.rand(E) + 1,
-                               "weight_scale": torch.rand(E, N, K // 16).to(FP8)}),
+        (
+            "int4_g32",
+            "gptq",
+            _GPTQ | {"sym": True},
+            {"qweight": whole(E, K // 8, N), "qzeros": whole(E, 4, N // 8), "scales": torch.rand(E, K // 32, N)},
+        ),
+        (
+            "nvfp4",
+            "",
+            {"quant_algo": "NVFP4"},
+            {
+                "weight": of_bytes(E, N, K // 2),
+                "weight_scale_2": torch.rand(E),
+                "weight_scale": torch.rand(E, N, K // 16).to(FP8),
+            },
+        ),
+        (
+            "nvfp4",
+            "",
+            _NVFP4,
+            {
+                "weight_packed": of_bytes(E, N, K // 2),
+                "weight_global_scale": torch.rand(E) + 1,
+                "weight_scale": torch.rand(E, N, K // 16).to(FP8),
+            },
+        ),
         ("fp8_channel", "", _FP8, {"weight": torch.randn(E, N, K).to(FP8), "weight_scale": torch.rand(E, N, 1)}),
-        ("fp8_channel", "", {"quant_algo": "FP8"}, {"weight": torch.randn(E, N, K).to(FP8),
-                                                    "weight_scale": torch.rand(E)}),
+        (
+            "fp8_channel",
+            "",
+            {"quant_algo": "FP8"},
+            {"weight": torch.randn(E, N, K).to(FP8), "weight_scale": torch.rand(E)},
+        ),
     ],
-)  # fmt: skip
+)
 def test_weights_are_those_of_the_checkpoint(
     format: str, packing: str, config: dict[str, Any], tensors: dict[str, torch.Tensor]
 ) -> None:

@@ -30,9 +30,20 @@ def engine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
 
 @pytest.mark.parametrize(
     ("version", "tried"),
-    [("2.3.1", True), ("2.3.0", False), ("2.4", True), ("2.5.99", True), ("2.6.0", False), ("3.0", False),
-     ("2.5.1rc2.dev3+g1234", True), ("0.0.0.dev0", False), ("dev", False), ("", False), ("2.3", False)],
-)  # fmt: skip
+    [
+        ("2.3.1", True),
+        ("2.3.0", False),
+        ("2.4", True),
+        ("2.5.99", True),
+        ("2.6.0", False),
+        ("3.0", False),
+        ("2.5.1rc2.dev3+g1234", True),
+        ("0.0.0.dev0", False),
+        ("dev", False),
+        ("", False),
+        ("2.3", False),
+    ],
+)
 def test_versions(engine: PlugIn, version: str, tried: bool) -> None:
     assert engine.was_tried(version) is tried
 

@@ -143,11 +143,17 @@ def test_a_modelled_bundle_takes_no_layer_away(clean_places: Path, gpu: Gpu) -> 
 @pytest.mark.parametrize(
     ("I", "dtype", "width"),
     [
-        (1440, DType.MXFP4, 1472), (720, DType.MXFP4, 768), (736, DType.MXFP4, 768), (384, DType.MXFP4, 384),
-        (96, DType.INT4_G32_ZP, 128), (96, DType.INT4_G128, 96), (192, DType.FP8_BLOCK, 256),
-        (96, DType.FP8_CHANNEL, 128), (96, DType.BF16, 96),
+        (1440, DType.MXFP4, 1472),
+        (720, DType.MXFP4, 768),
+        (736, DType.MXFP4, 768),
+        (384, DType.MXFP4, 384),
+        (96, DType.INT4_G32_ZP, 128),
+        (96, DType.INT4_G128, 96),
+        (192, DType.FP8_BLOCK, 256),
+        (96, DType.FP8_CHANNEL, 128),
+        (96, DType.BF16, 96),
     ],
-)  # fmt: skip
+)
 def test_its_products_are_of_the_width_that_quantised_weights_are_padded_to(I: int, dtype: DType, width: int) -> None:  # noqa: E741
     layer = LAYER._replace(I=I, dtype=dtype)
     assert {(one.N, one.K) for one in layer.all_problems} == {(2 * width, 768), (768, width)}

@@ -27,8 +27,17 @@ from pretuned.runtime.ops.activation import RowActivation
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # transformers' own
 
-TINY = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "intermediate_size": 48, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+TINY = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 MODELS: dict[str, tuple[dict[str, Any], str]] = {  # what a model is made of, and the activation that is found
     "qwen3_moe": ({"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}, "silu"),
     "mixtral": ({"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}, "silu"),
@@ -36,11 +45,23 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {  # what a model is made of, an
     "gpt_oss": ({"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 8}, "swiglu_oai"),
     "granitemoe": ({"num_local_experts": 4, "num_experts_per_tok": 2}, "silu"),
     "deepseek_v3": (
-        {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 2, "topk_group": 1,
-         "first_k_dense_replace": 1, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16,
-         "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}, "silu",
+        {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+        },
+        "silu",
     ),
-}  # fmt: skip
+}
 GPU = torch.cuda.is_available() and "PRETUNED_BUNDLES" in os.environ  # it names bundles for the sizes below
 IDS = torch.tensor([[5, 9, 11, 40, 7, 8, 96], [3, 3, 3, 60, 61, 62, 63]])
 
@@ -303,9 +324,11 @@ def test_compiled_it_is_the_same() -> None:
     hidden, ids, weights = torch.randn(9, 16), torch.randint(0, 5, (9, 2)), torch.rand(9, 2)
     compiled = torch.compile(ours.experts_forward, backend="eager", fullgraph=True)
     torch.testing.assert_close(
-        compiled(experts, hidden, ids, weights), ours.experts_forward(experts, hidden, ids, weights),
-        rtol=1e-4, atol=1e-4,
-    )  # fmt: skip
+        compiled(experts, hidden, ids, weights),
+        ours.experts_forward(experts, hidden, ids, weights),
+        rtol=1e-4,
+        atol=1e-4,
+    )
 
 
 def test_weights_in_another_dtype_than_hidden() -> None:
@@ -325,8 +348,10 @@ def test_an_id_of_no_expert_adds_nothing_behind_a_norm(norm: Any) -> None:
     assert not out[0].any()
     wanted = by_hand(experts, hidden[1:], torch.tensor([[0, 5], [5, 1], [2, 3]]), weights[1:])
     torch.testing.assert_close(out[1:], wanted, rtol=1e-4, atol=1e-4)
-    ours_too, theirs = (torch.autograd.grad(one.square().sum(), (weights, *experts.post_expert_norm.parameters()))
-                        for one in (out, wanted))  # fmt: skip
+    ours_too, theirs = (
+        torch.autograd.grad(one.square().sum(), (weights, *experts.post_expert_norm.parameters()))
+        for one in (out, wanted)
+    )
     for one, other in zip(ours_too, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
     assert not ours_too[0][[0, 0, 1, 2], [0, 1, 1, 0]].any()
@@ -370,9 +395,12 @@ def test_fp32_biases_beside_narrower_weights(library: Any, family: str, narrow: 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "nemotron_h", "deepseek_v4"])
 @pytest.mark.parametrize(
     ("first", "second", "hidden"),
-    [(torch.bfloat16, torch.float32, torch.bfloat16), (torch.float32, torch.bfloat16, torch.float32),
-     (torch.float16, torch.bfloat16, torch.float32)],
-)  # fmt: skip
+    [
+        (torch.bfloat16, torch.float32, torch.bfloat16),
+        (torch.float32, torch.bfloat16, torch.float32),
+        (torch.float16, torch.bfloat16, torch.float32),
+    ],
+)
 def test_two_weights_of_two_dtypes(
     library: Any, family: str, first: torch.dtype, second: torch.dtype, hidden: torch.dtype
 ) -> None:

@@ -41,10 +41,14 @@ def layer() -> dict[str, torch.Tensor]:
     ids = torch.stack([torch.randperm(E)[:K] for _ in range(T)])
     routing = sort_routing(ids, E)
     return {
-        "x": torch.randn(T, H, requires_grad=True), "up": (torch.randn(E, 2 * I, H) / 4).requires_grad_(),
-        "down": (torch.randn(E, H, I) / 4).requires_grad_(), "ids": ids, "weights": torch.rand(T, K),
-        "rows": routing.gather_indices, "m_sizes": routing.m_sizes,
-    }  # fmt: skip
+        "x": torch.randn(T, H, requires_grad=True),
+        "up": (torch.randn(E, 2 * I, H) / 4).requires_grad_(),
+        "down": (torch.randn(E, H, I) / 4).requires_grad_(),
+        "ids": ids,
+        "weights": torch.rand(T, K),
+        "rows": routing.gather_indices,
+        "m_sizes": routing.m_sizes,
+    }
 
 
 def block(layer: dict[str, torch.Tensor], product: Any = grouped_gemm, **how: Any) -> torch.Tensor:
@@ -53,9 +57,15 @@ def block(layer: dict[str, torch.Tensor], product: Any = grouped_gemm, **how: An
     h = product(layer["x"], up, layer["m_sizes"], K, layer["rows"], permute_x=True, is_first_gemm=True, **how)
     gate, wide = h.chunk(2, -1)
     y = product(
-        functional.silu(gate) * wide, down, layer["m_sizes"], K, layer["rows"], permute_y=True, is_first_gemm=False,
+        functional.silu(gate) * wide,
+        down,
+        layer["m_sizes"],
+        K,
+        layer["rows"],
+        permute_y=True,
+        is_first_gemm=False,
         **how,
-    )  # fmt: skip
+    )
     return (y.view(T, K, H) * layer["weights"][..., None]).sum(1)
 
 
@@ -94,11 +104,20 @@ def test_the_documented_block_and_its_gradients(layer: dict[str, torch.Tensor], 
 
 
 def test_the_single_calls(layer: dict[str, torch.Tensor]) -> None:
-    wish = {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32, "num_warps": 4, "num_stages": 3,
-            "use_tma_store": False, "flatten": True, "debug": False}  # fmt: skip
+    wish = {
+        "BLOCK_SIZE_M": 64,
+        "BLOCK_SIZE_N": 64,
+        "BLOCK_SIZE_K": 32,
+        "num_warps": 4,
+        "num_stages": 3,
+        "use_tma_store": False,
+        "flatten": True,
+        "debug": False,
+    }
     how = {"topk": K, "m_sizes": layer["m_sizes"], "gather_indices": layer["rows"], "permute_x": True}
-    y = grouped_gemm_forward(layer["x"], layer["up"].reshape(-1, H), use_tma_load_w=True, use_tma_load_x=False, **how,
-                             **wish)  # fmt: skip
+    y = grouped_gemm_forward(
+        layer["x"], layer["up"].reshape(-1, H), use_tma_load_w=True, use_tma_load_x=False, **how, **wish
+    )
     assert not y.requires_grad
     again = grouped_gemm(layer["x"], layer["up"], layer["m_sizes"], K, layer["rows"], permute_x=True)
     torch.testing.assert_close(y, again.detach())
@@ -115,9 +134,18 @@ def test_the_single_calls(layer: dict[str, torch.Tensor]) -> None:
 
 
 DOCUMENTED: dict[str, Any] = {
-    "BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32, "num_warps": 4, "num_stages": 3, "use_tma_load_w": True,
-    "use_tma_load_x": True, "use_tma_load_dy": True, "use_tma_store": True, "flatten": False, "debug": True,
-}  # fmt: skip
+    "BLOCK_SIZE_M": 64,
+    "BLOCK_SIZE_N": 64,
+    "BLOCK_SIZE_K": 32,
+    "num_warps": 4,
+    "num_stages": 3,
+    "use_tma_load_w": True,
+    "use_tma_load_x": True,
+    "use_tma_load_dy": True,
+    "use_tma_store": True,
+    "flatten": False,
+    "debug": True,
+}
 
 
 @pytest.mark.parametrize("name", [*DOCUMENTED, "autotune"])
@@ -143,8 +171,12 @@ def test_each_config_has_the_documented_fields(kind: type[Any]) -> None:
     own = {f"use_tma_load_{one}" for one in loads[kind]}
     common = {name for name in DOCUMENTED if "_load_" not in name and name != "debug"}
     assert {one.name for one in dataclasses.fields(kind)} == {
-        *own, *common, "permute_x", "permute_y", "fuse_mul_post",
-    }  # fmt: skip
+        *own,
+        *common,
+        "permute_x",
+        "permute_y",
+        "fuse_mul_post",
+    }
     made = kind(**{name: value for name, value in DOCUMENTED.items() if name in own | common})
     assert (made.BLOCK_SIZE_M, made.num_stages, made.use_tma_store, made.flatten) == (64, 3, True, False)
 
@@ -157,9 +189,19 @@ def test_signatures_are_the_documented_ones() -> None:
     )
     fields = {one.name for one in dataclasses.fields(KernelConfigForward)}
     assert fields == {
-        "BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "num_warps", "num_stages", "flatten", "permute_x", "permute_y",
-        "fuse_mul_post", "use_tma_store", "use_tma_load_w", "use_tma_load_x",
-    }  # fmt: skip
+        "BLOCK_SIZE_M",
+        "BLOCK_SIZE_N",
+        "BLOCK_SIZE_K",
+        "num_warps",
+        "num_stages",
+        "flatten",
+        "permute_x",
+        "permute_y",
+        "fuse_mul_post",
+        "use_tma_store",
+        "use_tma_load_w",
+        "use_tma_load_x",
+    }
 
 
 def test_a_wish_becomes_the_nearest_config_of_a_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,15 +66,27 @@ def test_the_words_of_a_launch(driver: EmulatedGpu) -> None:
     assert len(driver.encoded) == 4  # once: the second launch knows them
     programs, read = launched.grid, launched.words
     assert {name: one[:2] for name, one in launched.descriptors.items()} == {
-        "x": (4096, (M, K)), "w": (12288, (K // 64, E * N // 64, 4, 256)), "x_scale": (8192, (K // 128, 304)),
+        "x": (4096, (M, K)),
+        "w": (12288, (K // 64, E * N // 64, 4, 256)),
+        "x_scale": (8192, (K // 128, 304)),
         "y_map": (20480, (*RAGGED_SIZES, N)),
-    }  # fmt: skip
+    }
     strides = {name: one[2] for name, one in launched.descriptors.items()}
     assert (strides["x"], strides["x_scale"]) == ((K,), (304,))
     assert strides["w"] == (1024, K // 64 * 1024, 256)
     assert programs == min(SMS, ((M - E) // 128 + E) * 3)
-    for name, value in {"M": M, "N": N, "K": K, "E": E, "y": 20480, "m_sizes": 24576, "m_sizes_step": 2,
-                        "stride_y_m": N + 16, "w_scale": 16384, "flags": 0}.items():  # fmt: skip
+    for name, value in {
+        "M": M,
+        "N": N,
+        "K": K,
+        "E": E,
+        "y": 20480,
+        "m_sizes": 24576,
+        "m_sizes_step": 2,
+        "stride_y_m": N + 16,
+        "w_scale": 16384,
+        "flags": 0,
+    }.items():
         assert read[name] == value, name
     assert read["counter"]
 
@@ -96,8 +108,17 @@ def test_the_words_of_a_launch_with_a_scale_a_row(driver: EmulatedGpu, config: C
     tiles = ((M - E) // config.block_m + E) * -(-N // config.block_n)
     assert launched.grid == min(SMS, tiles)
     read = launched.words
-    for name, value in {"M": M, "N": N, "K": K, "E": E, "y": 20480, "x_scale": 8196, "w_scale": 16384,
-                        "stride_y_m": N + 16, "flags": 0}.items():  # fmt: skip
+    for name, value in {
+        "M": M,
+        "N": N,
+        "K": K,
+        "E": E,
+        "y": 20480,
+        "x_scale": 8196,
+        "w_scale": 16384,
+        "stride_y_m": N + 16,
+        "flags": 0,
+    }.items():
         assert read[name] == value, name
     assert read["counter"]
 
@@ -112,9 +133,20 @@ def test_a_call_that_scatters(driver: EmulatedGpu) -> None:
     fused = gemm.Fused(Fusion.SCATTER | Fusion.WEIGHT | Fusion.BIAS, 2)
     launch = launcher(driver, fused, Fusion.SCATTER)
     launch(
-        20480, 24576, 0, x=16, x_scale=32, w=48, w_scale=64, stride_y_m=N, M=8, index=80, row_weights=96, bias=112,
+        20480,
+        24576,
+        0,
+        x=16,
+        x_scale=32,
+        w=48,
+        w_scale=64,
+        stride_y_m=N,
+        M=8,
+        index=80,
+        row_weights=96,
+        bias=112,
         index_end=8,
-    )  # fmt: skip
+    )
     (launched,) = driver.launches
     read = launched.words
     assert int(read["flags"]) & 15 == 2 | 4 | 8
@@ -157,16 +189,28 @@ def test_the_words_of_the_pass(driver: EmulatedGpu, top_k: int) -> None:
     x = torch.empty(5, K, dtype=torch.bfloat16)
     step = quantize_step(
         RowOpLauncher(kernel.variant, kernel.function, RowOp.QUANTIZE),
-        x, top_k=top_k, index_step=2, used=(16, USED), index="index" if top_k else "",
-    )  # fmt: skip
+        x,
+        top_k=top_k,
+        index_step=2,
+        used=(16, USED),
+        index="index" if top_k else "",
+    )
     at = {"x": 4096, "index": 8192, "": 8192, "bounds": 12288, "codes": 1 << 20}
     step.run(15, 7, *map(at.get, step.operands))
     (launch,) = driver.launches
     flags = USED | (PICKED if top_k else 0)
     wanted = {
-        "x": 4096, "index": 8192, "used": 12288 + 16, "codes": 1 << 20, "scale": (1 << 20) + 15 * K, "M": 15,
-        "columns": K, "top_k": top_k or 1, "index_step": 2, "flags": flags,
-    }  # fmt: skip
+        "x": 4096,
+        "index": 8192,
+        "used": 12288 + 16,
+        "codes": 1 << 20,
+        "scale": (1 << 20) + 15 * K,
+        "M": 15,
+        "columns": K,
+        "top_k": top_k or 1,
+        "index_step": 2,
+        "flags": flags,
+    }
     assert launch.stream == 7
     assert {name: launch.words[name] for name in wanted} == wanted
 

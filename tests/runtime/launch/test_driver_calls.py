@@ -51,9 +51,11 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, dict[s
     path = os.environ.get("LD_LIBRARY_PATH")
     ran = subprocess.run(
         [sys.executable, launches.__file__, str(BUNDLE), *(str(index) for index, _ in one_of_each())],
-        capture_output=True, text=True, check=False,
+        capture_output=True,
+        text=True,
+        check=False,
         env=os.environ | {"LD_LIBRARY_PATH": f"{folder}:{path}" if path else str(folder)},
-    )  # fmt: skip
+    )
     assert ran.returncode == 0, ran.stderr
     found: dict[int, dict[str, dict[str, Any]]] = {}
     for line in map(json.loads, ran.stdout.splitlines()):

@@ -45,39 +45,72 @@ PLAIN = replace(ON_LOAD, fusion=Fusion.NONE)
 WIDE, HALF = (Config(128, n, 64, 8, 4, loads=Loads.TMA, schedule=Schedule.COOPERATIVE) for n in (256, 128))
 # By index: what gathers, what does not, indexed code in another config and in that one, silu with a gather and without.
 CODE = (
-    Spec(WIDE, fusion=Fusion.GATHER), Spec(WIDE), Spec(HALF, fusion=Fusion.SCATTER), Spec(WIDE, fusion=Fusion.SCATTER),
-    Spec(WIDE, fusion=BOTH), Spec(WIDE, fusion=Fusion.SILU),
-)  # fmt: skip
+    Spec(WIDE, fusion=Fusion.GATHER),
+    Spec(WIDE),
+    Spec(HALF, fusion=Fusion.SCATTER),
+    Spec(WIDE, fusion=Fusion.SCATTER),
+    Spec(WIDE, fusion=BOTH),
+    Spec(WIDE, fusion=Fusion.SILU),
+)
 PASS_US = 3.7 + 1.6 * ((M + M / 8) * 2048 * 2 + 8 * M) / 4800e3
 
 
 def a_pass() -> Variant:
     spec = RowOpSpec(RowOp.GATHER, DType.BF16, 16)
     return Variant(
-        "gather", ENTRIES["gather"].revision, 1, RowOp.GATHER, spec.dtype, Layout.NK, Fusion.NONE, 16,
-        spec.max_experts, spec.config.pairs(),
-        "gather", rowops.arguments(RowOp.GATHER), (), 128, 0, 40, 0, 0, len(ELF), hashlib.sha256(ELF).digest(),
-    )  # fmt: skip
+        "gather",
+        ENTRIES["gather"].revision,
+        1,
+        RowOp.GATHER,
+        spec.dtype,
+        Layout.NK,
+        Fusion.NONE,
+        16,
+        spec.max_experts,
+        spec.config.pairs(),
+        "gather",
+        rowops.arguments(RowOp.GATHER),
+        (),
+        128,
+        0,
+        40,
+        0,
+        0,
+        len(ELF),
+        hashlib.sha256(ELF).digest(),
+    )
 
 
 Row: TypeAlias = "Choice | list[Choice]"
 
 
 def book(
-    folder: Path, on_load: Row, plain: Row, *, gpus: tuple[Gpu, ...] = (H200,), has_pass: bool = True,
-    silu: tuple[Row | None, Row | None] = (None, None), specs: tuple[Spec, ...] = CODE,
+    folder: Path,
+    on_load: Row,
+    plain: Row,
+    *,
+    gpus: tuple[Gpu, ...] = (H200,),
+    has_pass: bool = True,
+    silu: tuple[Row | None, Row | None] = (None, None),
+    specs: tuple[Spec, ...] = CODE,
     models: tuple[Model, ...] = (),
-) -> Path:  # fmt: skip
+) -> Path:
     """A folder of a bundle of these choices: that gathers, that does not, and the two of silu in the epilogue."""
-    rows = {ON_LOAD: on_load, PLAIN: plain, replace(PLAIN, fusion=BOTH): silu[0],
-            replace(PLAIN, fusion=Fusion.SILU): silu[1]}  # fmt: skip
+    rows = {
+        ON_LOAD: on_load,
+        PLAIN: plain,
+        replace(PLAIN, fusion=BOTH): silu[0],
+        replace(PLAIN, fusion=Fusion.SILU): silu[1],
+    }
     choices = {one: [row] if isinstance(row, Choice) else row for one, row in rows.items() if row is not None}
     made = bundle(choices, gpus=gpus, specs=specs, models=models)
     if has_pass:
         made = replace(
-            made, variants=(*made.variants, a_pass()), cubins=(*made.cubins, ELF),
+            made,
+            variants=(*made.variants, a_pass()),
+            cubins=(*made.cubins, ELF),
             kernels=(*made.kernels, Kernel("gather", ENTRIES["gather"].revision, hashlib.sha256(b"source").digest())),
-        )  # fmt: skip
+        )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "a.msgpack").unlink(missing_ok=True)
     publish(folder / "a.msgpack", encode(made))
@@ -313,9 +346,16 @@ def test_preload_loads_what_may_run_after_a_pass(tmp_path: Path) -> None:
     book(tmp_path, measured(M, 0, 200.0), measured(M, 1, 200.0))
     assert found(ON_LOAD) == set()
     assert {(replace(PLAIN, fusion=one), M) for one in (Fusion.SILU, BOTH, Fusion.GATHER)} <= set(
-        preload.cells_of({PLAIN: [M]}, snapshot(book(tmp_path, measured(M, 0, 3.0), measured(M, 1, 2.0),
-                                                    silu=(measured(M, 4, 3.0), measured(M, 5, 2.0)))), ON_H200)
-    )  # fmt: skip
+        preload.cells_of(
+            {PLAIN: [M]},
+            snapshot(
+                book(
+                    tmp_path, measured(M, 0, 3.0), measured(M, 1, 2.0), silu=(measured(M, 4, 3.0), measured(M, 5, 2.0))
+                )
+            ),
+            ON_H200,
+        )
+    )
 
 
 def test_preload_loads_the_very_indexed_code_that_runs(tmp_path: Path) -> None:
@@ -370,13 +410,24 @@ def test_every_form_and_gradient_is_the_references(
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    index=st.lists(st.integers(-2, T * TOPK + 2), min_size=1, max_size=T * TOPK, unique=True), data=st.data(),
-    wide=st.booleans(), permute_y=st.booleans(), weighted=st.booleans(), zero_tail=st.booleans(), into=st.booleans(),
-)  # fmt: skip
+    index=st.lists(st.integers(-2, T * TOPK + 2), min_size=1, max_size=T * TOPK, unique=True),
+    data=st.data(),
+    wide=st.booleans(),
+    permute_y=st.booleans(),
+    weighted=st.booleans(),
+    zero_tail=st.booleans(),
+    into=st.booleans(),
+)
 def test_any_index_gives_what_the_code_that_gathers_gives(
-    device: Device, index: list[int], data: st.DataObject, wide: bool, permute_y: bool, weighted: bool, zero_tail: bool,
+    device: Device,
+    index: list[int],
+    data: st.DataObject,
+    wide: bool,
+    permute_y: bool,
+    weighted: bool,
+    zero_tail: bool,
     into: bool,
-) -> None:  # fmt: skip
+) -> None:
     sizes = torch.tensor(data.draw(st.lists(st.integers(0, 6), min_size=E, max_size=E)))
     flat = torch.tensor(index, dtype=torch.int64 if wide else torch.int32)
     generator = torch.Generator().manual_seed(len(index))
@@ -392,9 +443,20 @@ def test_any_index_gives_what_the_code_that_gathers_gives(
             device.measures({(Op.FORWARD, Fusion.GATHER): on_load, (Op.FORWARD, Fusion.NONE): 500.0}, (N, K))
             out = torch.full((T * TOPK if permute_y else len(index), N), 7.0) if into else None
             results.append(
-                grouped_gemm(x, w, sizes, TOPK, flat, permute_x=True, permute_y=permute_y, topk_weights=weights,
-                             fuse_mul_post=weighted, zero_tail=zero_tail, out=out)
-            )  # fmt: skip
+                grouped_gemm(
+                    x,
+                    w,
+                    sizes,
+                    TOPK,
+                    flat,
+                    permute_x=True,
+                    permute_y=permute_y,
+                    topk_weights=weights,
+                    fuse_mul_post=weighted,
+                    zero_tail=zero_tail,
+                    out=out,
+                )
+            )
     if not (permute_y or zero_tail or into):
         results = [one[written] for one in results]
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)

@@ -59,9 +59,19 @@ def test_a_low_rank_part_is_described_by_its_own_columns(gpu: EmulatedGpu, fusio
         load(gpu, fusion, w_kn), N=N, K=K, E=E, m_sizes_step=1, fused=gemm.Fused(fusion, 1, 2), R=R
     )
     launcher(
-        12288, 20480, 0, x=4096, w=8192, stride_x_m=K, stride_y_m=N, M=M, index=16384, index_end=M, low_x=24576,
+        12288,
+        20480,
+        0,
+        x=4096,
+        w=8192,
+        stride_x_m=K,
+        stride_y_m=N,
+        M=M,
+        index=16384,
+        index_end=M,
+        low_x=24576,
         low_w=28672,
-    )  # fmt: skip
+    )
     (launch,) = gpu.launches
     read, encoded = launch.words, launch.descriptors
     assert encoded["low_x"] == (24576, (M, R), (R,))

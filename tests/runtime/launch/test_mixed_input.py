@@ -71,9 +71,16 @@ def test_the_words_of_a_launch(driver: EmulatedGpu, dtype: DType, config: Config
     codes, M = code_layout(dtype), 300
     launcher = gemm.product_launcher(
         driver.load(spec_of(dtype, config=config)), N=N, K=K, E=E, m_sizes_step=2, fused=gemm.PLAIN
-    )  # fmt: skip
-    words = {"x": 4096, "w": 8192, "w_scale": 12288, "w_zero": 14336, "w_outer": 16384, "stride_x_m": K + 8,
-             "stride_y_m": N + 16}  # fmt: skip
+    )
+    words = {
+        "x": 4096,
+        "w": 8192,
+        "w_scale": 12288,
+        "w_zero": 14336,
+        "w_outer": 16384,
+        "stride_x_m": K + 8,
+        "stride_y_m": N + 16,
+    }
     launcher(20480, 24576, 0, M=M, **words)
     launcher(20480, 24576, 0, M=M, **words)
     blocks = E * (N // 64) * (K // 64)
@@ -82,8 +89,11 @@ def test_the_words_of_a_launch(driver: EmulatedGpu, dtype: DType, config: Config
         count = blocks // codes.blocks_per_scale
         wanted["w_scale"] = 12288, (count, codes.scale_bytes), (codes.scale_bytes,)
     if dtype in ZERO:  # by experts and their lines of blocks
-        for name, address, part in (("w", 8192, 256), ("w_scale", 12288, codes.scale_bytes),
-                                    ("w_zero", 14336, zero_bytes(dtype))):  # fmt: skip
+        for name, address, part in (
+            ("w", 8192, 256),
+            ("w_scale", 12288, codes.scale_bytes),
+            ("w_zero", 14336, zero_bytes(dtype)),
+        ):
             each = K // 64 * codes.words if name == "w" else K // 64 // codes.blocks_per_scale
             sizes = (E, N // 64, each, part)
             wanted[name] = address, sizes, (N // 64 * each * part, each * part, part)
@@ -95,9 +105,21 @@ def test_the_words_of_a_launch(driver: EmulatedGpu, dtype: DType, config: Config
     tiles_n = -(-N // config.block_n)
     active = E
     assert programs == min(SMS, ((M - active) // config.block_m + active) * tiles_n)
-    for name, value in {"M": M, "N": N, "K": K, "E": E, "y": 20480, "m_sizes": 24576, "m_sizes_step": 2,
-                        "stride_y_m": N + 16, "index": 0,
-                        "row_weights": 0, "bias": 0, "index_end": 0, "flags": 0}.items():  # fmt: skip
+    for name, value in {
+        "M": M,
+        "N": N,
+        "K": K,
+        "E": E,
+        "y": 20480,
+        "m_sizes": 24576,
+        "m_sizes_step": 2,
+        "stride_y_m": N + 16,
+        "index": 0,
+        "row_weights": 0,
+        "bias": 0,
+        "index_end": 0,
+        "flags": 0,
+    }.items():
         assert read[name] == value, name
     assert read["counter"]
     own = None if dtype in ZERO or dtype is DType.MXFP8 else 1  # of rows_wna16 alone
@@ -116,9 +138,21 @@ def test_the_words_of_a_low_rank_part(driver: EmulatedGpu, op: Op) -> None:
     columns, reduction = (N, K) if op is Op.FORWARD else (K, N)
     launcher = gemm.product_launcher(kernel, N=columns, K=reduction, E=E, m_sizes_step=1, fused=fused, R=R)
     launcher(
-        20480, 24576, 0, M=M, x=4096, w=8192, w_scale=12288, w_outer=0, w_zero=0, bias=16384, stride_x_m=reduction,
-        stride_y_m=columns, low_x=28672, low_w=32768,
-    )  # fmt: skip
+        20480,
+        24576,
+        0,
+        M=M,
+        x=4096,
+        w=8192,
+        w_scale=12288,
+        w_outer=0,
+        w_zero=0,
+        bias=16384,
+        stride_x_m=reduction,
+        stride_y_m=columns,
+        low_x=28672,
+        low_w=32768,
+    )
     (launch,) = driver.launches
     programs, read = launch.grid, launch.words
     assert launch.descriptors["x"] == (4096, (M, reduction), (reduction,))
@@ -147,9 +181,7 @@ def test_blocks_of_codes_are_those_that_prepared_tensors_have(driver: EmulatedGp
 
 
 def test_as_many_programs_as_tiles_or_as_fit(driver: EmulatedGpu) -> None:
-    launcher = gemm.product_launcher(
-        driver.load(spec_of(DType.MXFP4)), N=N, K=K, E=E, m_sizes_step=1, fused=gemm.PLAIN
-    )  # fmt: skip
+    launcher = gemm.product_launcher(driver.load(spec_of(DType.MXFP4)), N=N, K=K, E=E, m_sizes_step=1, fused=gemm.PLAIN)
     words = {"x": 16, "w": 16, "w_scale": 16, "w_outer": 0, "stride_x_m": K, "stride_y_m": N}
     for M, wanted in ((1, 4), (2, 8), (4, 16), (100, 40), (100_000, SMS)):
         launcher(16, 16, 0, M=M, **words)
@@ -161,9 +193,7 @@ def test_as_many_programs_as_tiles_or_as_fit(driver: EmulatedGpu) -> None:
 def test_a_reduction_that_is_too_long_is_refused(driver: EmulatedGpu) -> None:
     kernel = driver.load(spec_of(DType.MXFP4))
     with pytest.raises(InputError, match=r"rows_wna16: the longest reduction of .* is 134217600, this is 134217728"):
-        gemm.product_launcher(
-            kernel, N=N, K=2**27, E=E, m_sizes_step=1, fused=gemm.PLAIN
-        )  # fmt: skip
+        gemm.product_launcher(kernel, N=N, K=2**27, E=E, m_sizes_step=1, fused=gemm.PLAIN)
 
 
 # Whole calls
@@ -222,9 +252,16 @@ def test_a_call_that_scatters(driver: EmulatedGpu, use: Use, wide: bool) -> None
     x, bias, weights = torch.randn(T * TOPK, K).bfloat16(), torch.randn(E, N).bfloat16(), torch.rand(T, TOPK)
     index, m_sizes = torch.randperm(T * TOPK).to(kind), torch.full((E,), T * TOPK // E, dtype=kind)
     y = grouped_gemm(
-        x, w, m_sizes, topk=TOPK, gather_indices=index, permute_y=True, topk_weights=weights, fuse_mul_post=True,
+        x,
+        w,
+        m_sizes,
+        topk=TOPK,
+        gather_indices=index,
+        permute_y=True,
+        topk_weights=weights,
+        fuse_mul_post=True,
         bias=bias,
-    )  # fmt: skip
+    )
     (launch,) = driver.products
     read = launch.words
     assert launch.code.fusion is Fusion.SCATTER
@@ -255,8 +292,7 @@ def test_rows_are_gathered_before_the_product(driver: EmulatedGpu, use: Use) -> 
 
 def test_a_preference_is_asked_for_and_leaves_rows_to_be_gathered_before(device: Device, driver: EmulatedGpu) -> None:
     """The pair that tuning on demand has returned: by which config, and nothing else, the kernel is to be."""
-    specs = [spec_of(DType.MXFP4, fusion, config) for fusion in (Fusion.NONE, Fusion.SCATTER)
-             for config in (FEW, MANY)]  # fmt: skip
+    specs = [spec_of(DType.MXFP4, fusion, config) for fusion in (Fusion.NONE, Fusion.SCATTER) for config in (FEW, MANY)]
     device.publish(encode(bundle_of(map(made, [*specs, RowOpSpec(RowOp.GATHER, DType.BF16)]))))
     w = ExpertWeights.quantize(torch.randn(E, N, K), "mxfp4").prepare()
     index, m_sizes = torch.randperm(T * TOPK).to(torch.int32), torch.full((E,), T * TOPK // E, dtype=torch.int32)
@@ -268,10 +304,15 @@ def test_a_preference_is_asked_for_and_leaves_rows_to_be_gathered_before(device:
             driver.launches.clear()
             for _ in range(2):
                 grouped_gemm(
-                    x[index // TOPK] if not first else x, w, m_sizes, topk=TOPK,
-                    gather_indices=index if first else None, permute_x=first, kernel_config_fwd=pair,
+                    x[index // TOPK] if not first else x,
+                    w,
+                    m_sizes,
+                    topk=TOPK,
+                    gather_indices=index if first else None,
+                    permute_x=first,
+                    kernel_config_fwd=pair,
                     is_first_gemm=first,
-                )  # fmt: skip
+                )
             assert [one.code.config for one in driver.products] == [wanted.pairs()] * 2
             assert len(gathers(driver)) == 2 * first
 

@@ -54,9 +54,13 @@ def test_which_kernels_a_layer_needs(device: Device) -> None:
     forward, dx, dw = Op.FORWARD, Op.DX, Op.DW
     # dW reads gathered rows, so dX has them too, and gathers nothing itself.
     assert device.launched == [
-        (forward, Fusion.GATHER), (forward, Fusion.NONE),
-        (dx, Fusion.NONE), (dw, Fusion.NONE), (dx, Fusion.NONE), (dw, Fusion.NONE),
-    ]  # fmt: skip
+        (forward, Fusion.GATHER),
+        (forward, Fusion.NONE),
+        (dx, Fusion.NONE),
+        (dw, Fusion.NONE),
+        (dx, Fusion.NONE),
+        (dw, Fusion.NONE),
+    ]
 
 
 def test_a_call_like_an_earlier_one_chooses_nothing(device: Device, caplog: pytest.LogCaptureFixture) -> None:
@@ -140,9 +144,14 @@ def close(got: torch.Tensor, want: torch.Tensor) -> None:
 @pytest.mark.parametrize("zero_tail", [False, True])
 @pytest.mark.parametrize("clears", [False, True])
 def test_torch_runs_plain_products_that_it_was_measured_faster_for(
-    device: Device, monkeypatch: pytest.MonkeyPatch, grouped: list[torch.Tensor], sizes: list[int], layout: str,
-    zero_tail: bool, clears: bool,
-) -> None:  # fmt: skip
+    device: Device,
+    monkeypatch: pytest.MonkeyPatch,
+    grouped: list[torch.Tensor],
+    sizes: list[int],
+    layout: str,
+    zero_tail: bool,
+    clears: bool,
+) -> None:
     """The first call, the second, which replays a program, and calls without a gradient; dW stays a kernel's."""
     monkeypatch.setattr(zero_rows, "LEAST_BYTES", 0)
     device.has(PERSISTENT, DType.BF16)

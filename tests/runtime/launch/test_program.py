@@ -126,9 +126,15 @@ def is_of_another_number_of_rows(do: Recorder, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "compute",
-    [leaves_the_launches, reads_what_is_not_of_it, returns_what_is_not_of_it, fills_by_other_means, reads_a_view,
-     is_of_another_number_of_rows],
-)  # fmt: skip
+    [
+        leaves_the_launches,
+        reads_what_is_not_of_it,
+        returns_what_is_not_of_it,
+        fills_by_other_means,
+        reads_a_view,
+        is_of_another_number_of_rows,
+    ],
+)
 def test_what_could_not_be_written_down_has_none(compute: Any) -> None:
     x = torch.zeros(ROWS, 3)
     do = Recorder(ROWS, (x,), varies=False)

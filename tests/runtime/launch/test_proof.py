@@ -50,10 +50,12 @@ every_form = pytest.mark.parametrize(
     ("op", "fusion"),
     [
         *((op, fusion) for op in (Op.FORWARD, Op.DX) for fusion in (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER)),
-        (Op.FORWARD, Fusion.SILU), (Op.FORWARD, Fusion.SILU | Fusion.GATHER), (Op.DW, Fusion.NONE),
+        (Op.FORWARD, Fusion.SILU),
+        (Op.FORWARD, Fusion.SILU | Fusion.GATHER),
+        (Op.DW, Fusion.NONE),
         *((op, Fusion.LOW_RANK | fusion) for op in (Op.FORWARD, Op.DX) for fusion in (Fusion.NONE, Fusion.GATHER)),
     ],
-)  # fmt: skip
+)
 
 
 @pytest.fixture
@@ -158,9 +160,12 @@ def fixed(place: int, value: float) -> Callable[[list[int]], list[int]]:
     + [("swiglu", fixed(place, value)) for place, value in [(0, 7.0), (1, 1.702), (1, 1.0), (2, 1.0), (2, 0.0)]],
 )
 def test_an_activation_with_another_number_is_found(
-    op: RowOp, kind: str, change: Callable[[list[int]], list[int]], gpu: EmulatedGpu,
+    op: RowOp,
+    kind: str,
+    change: Callable[[list[int]], list[int]],
+    gpu: EmulatedGpu,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """A kernel that takes a number for another, or has gpt-oss's own, fails its self-test."""
     real = PASSES[op]
 
@@ -368,9 +373,18 @@ def test_wrong_code_is_left_out_told_once_and_remembered(machine: Machine, caplo
     assert machine.call(rows=300)  # another bucket
     assert configs(machine) == [TILE, SMALL]
     (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    for told in ("left out from now on", "rows forward fp32 w=nk", "block_m=64", "a.msgpack", "NVIDIA L40S",
-                 "(8.9, ", "driver for CUDA 12.8", digest("a", 0).hex(), "y[0, 2] is",
-                 "Please file this line"):  # fmt: skip
+    for told in (
+        "left out from now on",
+        "rows forward fp32 w=nk",
+        "block_m=64",
+        "a.msgpack",
+        "NVIDIA L40S",
+        "(8.9, ",
+        "driver for CUDA 12.8",
+        digest("a", 0).hex(),
+        "y[0, 2] is",
+        "Please file this line",
+    ):
         assert told in line
     assert "\n" not in line
     caplog.clear()
@@ -432,9 +446,12 @@ def test_it_can_be_switched_off(machine: Machine, monkeypatch: pytest.MonkeyPatc
 def test_what_was_measured_on_this_capability_is_used_as_it_is(machine: Machine) -> None:
     """On another GPU of it, too; and no verdict is looked for."""
     emulated_kernels.write(
-        machine.folder / "a.msgpack", [product_code(0, "m")], {PROBLEM: [measured(16, 0, 5)]}, sm=89,
+        machine.folder / "a.msgpack",
+        [product_code(0, "m")],
+        {PROBLEM: [measured(16, 0, 5)]},
+        sm=89,
         gpus=[Gpu("NVIDIA L4", 58, 23034, 12080)],
-    )  # fmt: skip
+    )
     machine.anew()
     assert machine.call()
     assert machine.tried == []

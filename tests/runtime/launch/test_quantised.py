@@ -55,8 +55,13 @@ class Gpu80(EmulatedGpu):
     def publish(self, more: Iterable[Spec] = ()) -> None:
         dtypes = dict.fromkeys(DType(one) for one in (*FORMATS, "fp8_block_a16", "fp8_channel_a16"))
         kinds = [(Op.FORWARD, Layout.STORED), (Op.DX, Layout.STORED), (Op.DX, Layout.NK)]
-        specs = [Spec(op, dtype, TILE, layout, fusion, alignment) for op, layout in kinds for dtype in dtypes
-                 for fusion in GATHERS for alignment in ((16, 1) if layout is Layout.STORED else (16,))]  # fmt: skip
+        specs = [
+            Spec(op, dtype, TILE, layout, fusion, alignment)
+            for op, layout in kinds
+            for dtype in dtypes
+            for fusion in GATHERS
+            for alignment in ((16, 1) if layout is Layout.STORED else (16,))
+        ]
         publish_alone(self.folder, bundle_of([made(one, self.sm) for one in [*specs, *more]], sm=self.sm))
 
     def is_hopper(self) -> None:
@@ -327,7 +332,7 @@ def test_codes_by_codes_are_proven_of_an_x_that_the_kernel_quantises(dtype: DTyp
         (90, "mxfp4", True, ["mxfp4"], Layout.NK),
         (120, "int4_g32_zp", False, ["int4_g32_zp"], Layout.STORED),
     ],
-)  # fmt: skip
+)
 def test_what_autotune_measures_of_quantised_weights(
     sm: int, format: str, ordered: bool, forwards: list[str], layout: Layout
 ) -> None:
@@ -349,8 +354,10 @@ def test_each_dtype_is_tuned_by_itself(gpu: Gpu80) -> None:
     asked: list[tuple[tuple[Problem, ...], int, int]] = []
     hooks.register_tuner(lambda *given: asked.append(given))
     grouped_gemm(torch.randn(T, K).bfloat16(), weights("fp8_block"), counts(), autotune=True)
-    found = tuple(Problem(op, DType(dtype), E, N, K, Layout.STORED) for op, dtype in
-                  ((Op.FORWARD, "fp8_block"), (Op.FORWARD, "fp8_block_a16"), (Op.DX, "fp8_block_a16")))  # fmt: skip
+    found = tuple(
+        Problem(op, DType(dtype), E, N, K, Layout.STORED)
+        for op, dtype in ((Op.FORWARD, "fp8_block"), (Op.FORWARD, "fp8_block_a16"), (Op.DX, "fp8_block_a16"))
+    )
     assert asked == [(found[:1], T, 0), (found[1:], T, 0)]
 
 

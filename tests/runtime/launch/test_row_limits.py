@@ -31,18 +31,22 @@ SHIPPED = Path(pretuned.artifacts.__file__).parent / "bundles" / "catalogue-sm90
 def specialised(op: Op, fusion: Fusion) -> Variant:
     with open_bundle(SHIPPED) as bundle:
         return next(
-            one for one in bundle.variants()
+            one
+            for one in bundle.variants()
             if one.op is op and one.fusion is fusion and dict(one.config).get("specialized")
-        )  # fmt: skip
+        )
 
 
 def in_turns(op: Op) -> LoadedKernel:
     with open_bundle(SHIPPED) as bundle:
         variant = next(
-            one for one in bundle.variants()
-            if one.op is op and not one.fusion and dict(one.config).get("pingpong")
+            one
+            for one in bundle.variants()
+            if one.op is op
+            and not one.fusion
+            and dict(one.config).get("pingpong")
             and not transposed(op, Config.from_pairs(one.config))
-        )  # fmt: skip
+        )
     return load(variant)
 
 
@@ -102,10 +106,14 @@ def test_dw_takes_what_its_steps_can_be_counted_in() -> None:
 def plain(*, persistent: bool) -> Variant:
     with open_bundle(SHIPPED) as bundle:
         return next(
-            one for one in bundle.variants()
-            if one.op is Op.FORWARD and not one.fusion and one.alignment == 16 and not dict(one.config)["specialized"]
+            one
+            for one in bundle.variants()
+            if one.op is Op.FORWARD
+            and not one.fusion
+            and one.alignment == 16
+            and not dict(one.config)["specialized"]
             and bool(dict(one.config)["persistent"]) is persistent
-        )  # fmt: skip
+        )
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -131,17 +139,23 @@ def test_programs_of_one_tile_are_2_26() -> None:
 def test_programs_that_clear_rows_come_on_top(index_end: int, more: int, launched: Launched) -> None:
     with open_bundle(SHIPPED) as bundle:
         variant = next(
-            one for one in bundle.variants()
-            if one.op is Op.FORWARD and clears(one.fusion, Config.from_pairs(one.config))
+            one
+            for one in bundle.variants()
+            if one.op is Op.FORWARD
+            and clears(one.fusion, Config.from_pairs(one.config))
             and not dict(one.config)["specialized"]
-        )  # fmt: skip
+        )
     kernel = load(variant)
     programs = []
     for zero_tail in (False, True):
         made = gemm.product_launcher(
-            kernel, N=64, K=64, E=4, m_sizes_step=1,
+            kernel,
+            N=64,
+            K=64,
+            E=4,
+            m_sizes_step=1,
             fused=gemm.Fused(Fusion.SCATTER, zero_tail=zero_tail),
-        )  # fmt: skip
+        )
         programs.append(launched(variant, made, **GIVEN, index_end=index_end)[0])
     assert programs[1] == programs[0] + more
     with pytest.raises(InputError, match="split the batch"):
@@ -152,16 +166,21 @@ def test_programs_that_clear_rows_come_on_top(index_end: int, more: int, launche
 def test_specialised_code_has_a_warp_for_it(beside: bool, launched: Launched) -> None:
     with open_bundle(SHIPPED) as bundle:
         variant = next(
-            one for one in bundle.variants()
+            one
+            for one in bundle.variants()
             if one.op is Op.FORWARD and one.fusion == Fusion.SCATTER and dict(one.config)["specialized"]
-        )  # fmt: skip
+        )
     kernel = load(variant)
     ran = []
     for zero_tail in (False, True):
         made = gemm.product_launcher(
-            kernel, N=64, K=64, E=4, m_sizes_step=1,
+            kernel,
+            N=64,
+            K=64,
+            E=4,
+            m_sizes_step=1,
             fused=gemm.Fused(Fusion.SCATTER, zero_tail=zero_tail, few=False, beside=beside),
-        )  # fmt: skip
+        )
         assert made.zeroes is (zero_tail and beside)
         ran.append(launched(variant, made, **GIVEN, index_end=4096))
     assert ran[0][0] == ran[1][0], "no more programs"
@@ -173,17 +192,25 @@ def test_code_that_cannot_clear_is_not_told_to(what: str, launched: Launched) ->
     with open_bundle(SHIPPED) as bundle:
         code = Fusion.GATHER if what == "gathers" else Fusion.SCATTER
         variant = next(
-            one for one in bundle.variants()
-            if one.op is Op.FORWARD and one.fusion == code and one.alignment == 16
-            and not dict(one.config)["specialized"] and bool(dict(one.config)["persistent"]) is (what == "persistent")
-        )  # fmt: skip
+            one
+            for one in bundle.variants()
+            if one.op is Op.FORWARD
+            and one.fusion == code
+            and one.alignment == 16
+            and not dict(one.config)["specialized"]
+            and bool(dict(one.config)["persistent"]) is (what == "persistent")
+        )
     kernel = load(variant)
     flags = []
     for zero_tail in (False, True):
         made = gemm.product_launcher(
-            kernel, N=64, K=64, E=4, m_sizes_step=1,
+            kernel,
+            N=64,
+            K=64,
+            E=4,
+            m_sizes_step=1,
             fused=gemm.Fused(code | Fusion.SCATTER, zero_tail=zero_tail, few=what != "many rows"),
-        )  # fmt: skip
+        )
         assert not made.zeroes
         flags.append(launched(variant, made, **GIVEN, index_end=16)[1]["flags"])
     assert flags[0] == flags[1] == (code | Fusion.SCATTER).value

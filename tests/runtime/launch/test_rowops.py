@@ -37,11 +37,27 @@ from pretuned.runtime.launch import rowops as launch_rowops
 def record(op: RowOp, cubin: bytes = ELF, *, alignment: int = 16, revision: int = 0, **fields: Any) -> Variant:
     spec = RowOpSpec(op, DType.BF16, alignment)
     one = Variant(
-        op.value, revision or ENTRIES[op.value].revision, 1, op, spec.dtype, Layout.NK, Fusion.NONE, alignment,
+        op.value,
+        revision or ENTRIES[op.value].revision,
+        1,
+        op,
+        spec.dtype,
+        Layout.NK,
+        Fusion.NONE,
+        alignment,
         spec.max_experts,
-        spec.config.pairs(), op.value, rowops.arguments(op), (), 256, 0, 40, 0, 0, len(cubin),
+        spec.config.pairs(),
+        op.value,
+        rowops.arguments(op),
+        (),
+        256,
+        0,
+        40,
+        0,
+        0,
+        len(cubin),
         hashlib.sha256(cubin).digest(),
-    )  # fmt: skip
+    )
     return replace(one, **fields)
 
 
@@ -51,9 +67,11 @@ def write(path: Path, variants: Sequence[Variant], sm: int = 90) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     kernels = {(one.kernel, one.revision) for one in variants}
     every = replace(
-        base, variants=(*base.variants, *variants), cubins=(*base.cubins, *[ELF] * len(variants)),
+        base,
+        variants=(*base.variants, *variants),
+        cubins=(*base.cubins, *[ELF] * len(variants)),
         kernels=(*base.kernels, *(Kernel(*one, hashlib.sha256(b"source").digest()) for one in sorted(kernels))),
-    )  # fmt: skip
+    )
     publish(path, encode(every))
     return path
 

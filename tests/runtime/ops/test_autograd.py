@@ -44,9 +44,15 @@ def tensors(
 
 def call(form: tuple[int, ...], layout: str, index: torch.Tensor, m_sizes: torch.Tensor, **given: Any) -> torch.Tensor:
     return grouped_gemm(
-        m_sizes=m_sizes, topk=TOPK, gather_indices=index, permute_x=bool(form[0]), permute_y=bool(form[1]),
-        fuse_mul_post=bool(form[2]), w_layout=layout, **given,
-    )  # fmt: skip
+        m_sizes=m_sizes,
+        topk=TOPK,
+        gather_indices=index,
+        permute_x=bool(form[0]),
+        permute_y=bool(form[1]),
+        fuse_mul_post=bool(form[2]),
+        w_layout=layout,
+        **given,
+    )
 
 
 def by_rows(
@@ -202,9 +208,13 @@ def test_without_tokens_rows_may_pad_experts(form: tuple[int, ...], topk: int) -
     if not form[0]:
         given["x"] = torch.randn(M, K, dtype=torch.float64, requires_grad=True)
     how: dict[str, Any] = {
-        "m_sizes": m_sizes, "topk": topk, "gather_indices": torch.tensor([-1, 0, 7, -1, 0]), "permute_x": bool(form[0]),
-        "permute_y": bool(form[1]), "fuse_mul_post": bool(form[2]),
-    }  # fmt: skip
+        "m_sizes": m_sizes,
+        "topk": topk,
+        "gather_indices": torch.tensor([-1, 0, 7, -1, 0]),
+        "permute_x": bool(form[0]),
+        "permute_y": bool(form[1]),
+        "fuse_mul_post": bool(form[2]),
+    }
     y = grouped_gemm(**given, **how, zero_tail=True)
     assert y.shape == (0 if form[1] else M, N)
     assert not y.any()
@@ -227,9 +237,15 @@ def test_dx_of_rows_that_take_no_part_is_zero_whatever_their_weights(index: list
     weights.requires_grad_()
     x = torch.randn(len(index), K, dtype=torch.float64, requires_grad=True)
     y = grouped_gemm(
-        x, torch.randn(len(counts), N, K, dtype=torch.float64), torch.tensor(counts, dtype=torch.int32), TOPK,
-        torch.tensor(index), permute_y=True, topk_weights=weights, fuse_mul_post=True,
-    )  # fmt: skip
+        x,
+        torch.randn(len(counts), N, K, dtype=torch.float64),
+        torch.tensor(counts, dtype=torch.int32),
+        TOPK,
+        torch.tensor(index),
+        permute_y=True,
+        topk_weights=weights,
+        fuse_mul_post=True,
+    )
     dx, _ = torch.autograd.grad(y.sum(), [x, weights])
     taking = [i < sum(counts) and one < 3 * TOPK for i, one in enumerate(index)]
     assert dx.isfinite().all()
@@ -306,9 +322,14 @@ def test_dX_and_dW_as_calls_are_the_gradients(form: tuple[int, ...]) -> None:
         dy = torch.randn_like(y)
         dx, dw = torch.autograd.grad(y, [given["x"], given["w"]], dy)
         how: dict[str, Any] = {
-            "topk": TOPK, "gather_indices": index, "permute_x": bool(form[0]), "permute_y": bool(form[1]),
-            "topk_weights": given.get("topk_weights"), "fuse_mul_post": bool(form[2]), "w_layout": layout,
-        }  # fmt: skip
+            "topk": TOPK,
+            "gather_indices": index,
+            "permute_x": bool(form[0]),
+            "permute_y": bool(form[1]),
+            "topk_weights": given.get("topk_weights"),
+            "fuse_mul_post": bool(form[2]),
+            "w_layout": layout,
+        }
         torch.testing.assert_close(grouped_gemm_dX(dy, given["w"], m_sizes, **how), dx)
         torch.testing.assert_close(grouped_gemm_dW(dy, given["x"], m_sizes, **how), dw)
 

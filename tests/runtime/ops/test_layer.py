@@ -58,13 +58,17 @@ def step(
     given: dict[str, torch.Tensor | None], needs: set[str], ids: torch.Tensor, **how: Any
 ) -> dict[str, torch.Tensor]:
     """The layer's result, and the gradients of ``needs``."""
-    leaves = {
-        name: None if one is None else one.clone().requires_grad_(name in needs) for name, one in given.items()
-    }  # fmt: skip
+    leaves = {name: None if one is None else one.clone().requires_grad_(name in needs) for name, one in given.items()}
     out = moe_mlp(
-        leaves["hidden"], leaves["up"], leaves["down"], ids, leaves["weights"], gate_up_bias=leaves["up_bias"],
-        down_bias=leaves["down_bias"], **how,
-    )  # fmt: skip
+        leaves["hidden"],
+        leaves["up"],
+        leaves["down"],
+        ids,
+        leaves["weights"],
+        gate_up_bias=leaves["up_bias"],
+        down_bias=leaves["down_bias"],
+        **how,
+    )
     return results(out, leaves, needs)
 
 
@@ -85,9 +89,12 @@ def both(device: Device, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
         for name, one in wanted.items():
             exact = one.dtype is torch.float32
             torch.testing.assert_close(
-                got[name], one, rtol=1e-5 if exact else 5e-2, atol=1e-4 if exact else 5e-2,
+                got[name],
+                one,
+                rtol=1e-5 if exact else 5e-2,
+                atol=1e-4 if exact else 5e-2,
                 msg=lambda text, name=name: f"{name}: {text}",
-            )  # fmt: skip
+            )
 
     return compare
 
@@ -329,9 +336,13 @@ def test_a_plan_takes_no_bias_that_is_less_aligned(
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 @pytest.mark.parametrize("needs", SUBSETS, ids="+".join)
 def test_a_gradient_that_comes_again_is_planned(
-    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[Replay],
-    needs: tuple[str, ...], layout: str, gated: bool,
-) -> None:  # fmt: skip
+    monkeypatch: pytest.MonkeyPatch,
+    device: Device,
+    graded: list[Replay],
+    needs: tuple[str, ...],
+    layout: str,
+    gated: bool,
+) -> None:
     how = {} if gated else {"gated": False, "activation": "relu2"}
     call = again(device, monkeypatch, tensors(gated, layout, False), set(needs), w_layout=layout, **how)
     for _ in range(3):
@@ -367,14 +378,22 @@ def test_a_gradient_of_biases_is_planned_too(
 
 @pytest.mark.parametrize(
     ("gone", "needs"),
-    [(RowOp.GATHER, {"hidden"}), (RowOp.ACTIVATION_GRAD, {"hidden"}), ((Op.DX, Fusion.NONE), {"weights"}),
-     ((Op.DX, Fusion.NONE), {"hidden"}), ((Op.DW, Fusion.NONE), {"hidden", "up"}),
-     ((Op.DW, Fusion.NONE), {"hidden", "down"})],
-)  # fmt: skip
+    [
+        (RowOp.GATHER, {"hidden"}),
+        (RowOp.ACTIVATION_GRAD, {"hidden"}),
+        ((Op.DX, Fusion.NONE), {"weights"}),
+        ((Op.DX, Fusion.NONE), {"hidden"}),
+        ((Op.DW, Fusion.NONE), {"hidden", "up"}),
+        ((Op.DW, Fusion.NONE), {"hidden", "down"}),
+    ],
+)
 def test_without_a_kernel_of_its_own_a_gradient_is_not_planned(
-    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[Replay], gone: object,
+    monkeypatch: pytest.MonkeyPatch,
+    device: Device,
+    graded: list[Replay],
+    gone: object,
     needs: set[str],
-) -> None:  # fmt: skip
+) -> None:
     device.there -= {gone}
     call = again(device, monkeypatch, tensors(True, "nk", False), needs)
     for _ in range(3):
@@ -395,9 +414,11 @@ def test_kernels_that_a_gradient_does_not_need_are_not_asked_for(
 
 
 CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "wider": torch.Tensor.double, "narrower": torch.Tensor.half, "transposed": lambda one: one.mT.contiguous().mT,
+    "wider": torch.Tensor.double,
+    "narrower": torch.Tensor.half,
+    "transposed": lambda one: one.mT.contiguous().mT,
     "shorter": lambda one: one[:-1],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("shape", [(T, H), (T * TOPK, 2 * I), (T, TOPK), (E, 2 * I, H), (E, H, I)], ids=str)
@@ -707,17 +728,28 @@ def test_plans_of_activations_that_differ_in_one_number(
     """Of the same tensors, each of them by turns: a plan is for its own numbers, in the gradient too."""
     base, capped = Activation("swiglu", limit=1.0, alpha=1.3, beta=0.5), Activation("situ", beta=1.0, linear_beta=0.5)
     acts = [
-        base, base._replace(limit=0.5), base._replace(alpha=0.7), base._replace(beta=-0.5), capped,
-        capped._replace(beta=0.25), capped._replace(linear_beta=None), Activation("swiglustep", limit=1.0),
-        "swiglu_oai", Activation("swiglu_oai"), "silu", Activation("silu"),
-    ]  # fmt: skip
+        base,
+        base._replace(limit=0.5),
+        base._replace(alpha=0.7),
+        base._replace(beta=-0.5),
+        capped,
+        capped._replace(beta=0.25),
+        capped._replace(linear_beta=None),
+        Activation("swiglustep", limit=1.0),
+        "swiglu_oai",
+        Activation("swiglu_oai"),
+        "silu",
+        Activation("silu"),
+    ]
     given = tensors(True, "nk", False)
     device.visible = False
     wanted = [step(given, needs, IDS, activation=act) for act in acts]
     assert all(
         not torch.equal(one[name], other[name])
-        for at, one in enumerate(wanted[:9]) for other in wanted[:at] for name in one
-    )  # fmt: skip
+        for at, one in enumerate(wanted[:9])
+        for other in wanted[:at]
+        for name in one
+    )
     device.visible = True
     leaves = {name: None if one is None else one.requires_grad_(name in needs) for name, one in given.items()}
     monkeypatch.setattr(torch.Tensor, "clone", lambda self: self)  # the same tensors again, as a model has them
@@ -885,9 +917,12 @@ LOW = ("A1", "B1", "A2", "B2")
 
 
 def adapted(
-    given: dict[str, torch.Tensor | None], low: dict[str, torch.Tensor | None], needs: set[str], ids: torch.Tensor,
+    given: dict[str, torch.Tensor | None],
+    low: dict[str, torch.Tensor | None],
+    needs: set[str],
+    ids: torch.Tensor,
     **how: Any,
-) -> dict[str, torch.Tensor]:  # fmt: skip
+) -> dict[str, torch.Tensor]:
     """The layer with adapters of its products, on these very tensors, and the gradients of ``needs``."""
     leaves = {name: None if one is None else one.requires_grad_(name in needs) for name, one in (given | low).items()}
     pairs = [(leaves[f"A{i}"], leaves[f"B{i}"]) for i in (1, 2)]
@@ -895,9 +930,16 @@ def adapted(
         None if A is None or B is None else Lora(A, B, scale) for (A, B), scale in zip(pairs, (0.5, 1.0), strict=True)
     )
     out = moe_mlp(
-        leaves["hidden"], leaves["up"], leaves["down"], ids, leaves["weights"], gate_up_bias=leaves["up_bias"],
-        down_bias=leaves["down_bias"], lora=lora, **how,
-    )  # fmt: skip
+        leaves["hidden"],
+        leaves["up"],
+        leaves["down"],
+        ids,
+        leaves["weights"],
+        gate_up_bias=leaves["up_bias"],
+        down_bias=leaves["down_bias"],
+        lora=lora,
+        **how,
+    )
     return results(out, leaves, needs)
 
 
@@ -915,9 +957,19 @@ def low_rank(gated: bool, shared: bool, r: int = 4) -> dict[str, torch.Tensor | 
 @pytest.mark.parametrize(("activation", "gated"), [("silu", True), ("relu2", False)])
 @pytest.mark.parametrize("needs", [LOW, (*LOW, "hidden", "weights"), ()], ids=["low", "all", "none"])
 def test_a_layer_with_adapters_that_comes_again_is_planned(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: Device, planned: list[int], graded: list[Replay],
-    needs: tuple[str, ...], activation: str, gated: bool, biased: bool, shared: bool, without: int | None, inside: bool,
-) -> None:  # fmt: skip
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    device: Device,
+    planned: list[int],
+    graded: list[Replay],
+    needs: tuple[str, ...],
+    activation: str,
+    gated: bool,
+    biased: bool,
+    shared: bool,
+    without: int | None,
+    inside: bool,
+) -> None:
     """Whether a low-rank part is in its product's kernel (``inside``), or a product of its own beside it."""
     given, low = tensors(gated, "nk", biased), low_rank(gated, shared)
     if inside:
@@ -984,8 +1036,11 @@ def test_calls_that_alternate_keep_their_plans(
     wide = (torch.randn(E, 4, 2 * H) / 3)[:, :, :H]
     device.visible = True
     kinds = [
-        ({*LOW}, low, IDS), ({*LOW, "weights"}, low, IDS), ({*LOW}, low, IDS.int()), ({*LOW}, low | {"A1": wide}, IDS),
-    ]  # fmt: skip
+        ({*LOW}, low, IDS),
+        ({*LOW, "weights"}, low, IDS),
+        ({*LOW}, low, IDS.int()),
+        ({*LOW}, low | {"A1": wide}, IDS),
+    ]
     monkeypatch.setattr(programs, "MOST_PLANS", len(kinds) + 1)  # the last also by the name that all of them have
     for needs, adapters, ids in kinds * 3:
         adapted(given, adapters, needs, ids)

@@ -31,16 +31,22 @@ from pretuned.runtime.weights.row_codes import values_of_rows
 E, T, TOP_K, H, I = 4, 24, 2, 256, 128  # noqa: E741
 ONE, TWO = [RowOp.ACTIVATION_CODES], [RowOp.ACTIVATION, RowOp.QUANTIZE]
 PASSES = (
-    RowOp.ACTIVATION, RowOp.ACTIVATION_CODES, RowOp.QUANTIZE, RowOp.COMBINE, RowOp.QUANTIZE_ROWS,
+    RowOp.ACTIVATION,
+    RowOp.ACTIVATION_CODES,
+    RowOp.QUANTIZE,
+    RowOp.COMBINE,
+    RowOp.QUANTIZE_ROWS,
     RowOp.ACTIVATION_ROW_CODES,
-)  # fmt: skip
+)
 SCALED = Config(128, 256, 128, 8, 4, loads=Loads.TMA, schedule=Schedule.BLOCK_SCALED)
 MIXED = Config(16, 64, 128, 8, 3, loads=Loads.TMA, schedule=Schedule.MIXED_INPUT)
 BY_ROW = Config(256, 128, 128, 8, 4, loads=Loads.TMA, schedule=Schedule.ROW_SCALED, rows=TileRows.FITTED)
 PRODUCTS = (
-    Spec(Op.FORWARD, DType.FP8_BLOCK, SCALED), Spec(Op.FORWARD, DType.FP8_BLOCK_A16, MIXED),
-    Spec(Op.FORWARD, DType.FP8_CHANNEL, BY_ROW), Spec(Op.FORWARD, DType.FP8_CHANNEL_A16, MIXED),
-)  # fmt: skip
+    Spec(Op.FORWARD, DType.FP8_BLOCK, SCALED),
+    Spec(Op.FORWARD, DType.FP8_BLOCK_A16, MIXED),
+    Spec(Op.FORWARD, DType.FP8_CHANNEL, BY_ROW),
+    Spec(Op.FORWARD, DType.FP8_CHANNEL_A16, MIXED),
+)
 
 
 def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -124,9 +130,11 @@ def routed(T: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 ACTS: list[tuple[str | Activation, bool, bool]] = [
-    ("silu", True, False), ("swiglu_oai", True, True), ("relu2", False, False),
+    ("silu", True, False),
+    ("swiglu_oai", True, True),
+    ("relu2", False, False),
     (Activation("situ", beta=1.5, linear_beta=2.0), True, False),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("act", "gated", "interleaved"), ACTS)

@@ -84,8 +84,17 @@ def test_rows_whose_index_is_out_of_range_are_not_stored_to(device: Device, zero
     index = torch.tensor([3, -1, 5, 16, 2, 0, 1, 4])
     m_sizes, bias = torch.tensor([2, 1, 0, 4]), torch.randn(E, N) if biased else None
     call = Rows(
-        Op.FORWARD, x, w, m_sizes, Layout.NK, len(index), index, 1, bias=bias, zero_tail=zero_tail,
-    )  # fmt: skip
+        Op.FORWARD,
+        x,
+        w,
+        m_sizes,
+        Layout.NK,
+        len(index),
+        index,
+        1,
+        bias=bias,
+        zero_tail=zero_tail,
+    )
     device.visible = False
     want = rows(call, torch.full((len(index), N), 3.0))
     assert (want[[1, 3, 7]] == (0 if zero_tail else 3)).all()

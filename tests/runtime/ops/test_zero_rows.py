@@ -40,9 +40,11 @@ def any_result_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    index=st.lists(st.integers(-2, M + 2), min_size=M, max_size=M), wide=st.booleans(), wide_sizes=st.booleans(),
+    index=st.lists(st.integers(-2, M + 2), min_size=M, max_size=M),
+    wide=st.booleans(),
+    wide_sizes=st.booleans(),
     sizes=st.lists(st.integers(0, 6), min_size=E, max_size=E),
-)  # fmt: skip
+)
 def test_every_row_that_no_index_names_is_zero(
     device: Device, index: list[int], sizes: list[int], wide: bool, wide_sizes: bool
 ) -> None:
@@ -117,9 +119,12 @@ def test_under_a_transform_torch_clears_all_of_it(device: Device, monkeypatch: p
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    index=st.lists(st.integers(-2, M + 2), min_size=M, max_size=M, unique=True), wide=st.booleans(),
-    sizes=st.lists(st.integers(0, 6), min_size=E, max_size=E), again=st.booleans(), specialized=st.booleans(),
-)  # fmt: skip
+    index=st.lists(st.integers(-2, M + 2), min_size=M, max_size=M, unique=True),
+    wide=st.booleans(),
+    sizes=st.lists(st.integers(0, 6), min_size=E, max_size=E),
+    again=st.booleans(),
+    specialized=st.booleans(),
+)
 def test_code_that_clears_does_it_itself(
     device: Device, index: list[int], sizes: list[int], wide: bool, again: bool, specialized: bool
 ) -> None:
@@ -153,9 +158,7 @@ def test_else_it_is_done_before(device: Device, monkeypatch: pytest.MonkeyPatch,
     if what == "gathered too":
         x, form = x[:T], form | {"permute_x": True}
     if what == "fewer weights":  # of y's rows those without a weight take no part
-        product = Rows(
-            Op.FORWARD, x, w, m_sizes, Layout.NK, M, index, 0, True, torch.ones(M - 2), zero_tail=True
-        )  # fmt: skip
+        product = Rows(Op.FORWARD, x, w, m_sizes, Layout.NK, M, index, 0, True, torch.ones(M - 2), zero_tail=True)
         y = rows(product, torch.full((M, N), float("nan"), dtype=torch.bfloat16))
         named = [one for one in index[:10].tolist() if one < M - 2]
     else:

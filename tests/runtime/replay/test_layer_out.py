@@ -49,6 +49,8 @@ def test_later_calls_write_where_they_are_told(gpu: Device) -> None:
         (held[: T * H // 2].view(torch.bfloat16).view(T, H), own),
     ):
         assert not plan.takes(x, given, ids, some, other)
-        assert other.shape != x.shape or layer_plan.plan_layer(HOW, x, given, ids, some, other) is None or (
-            other.dtype is torch.float32
-        )  # fmt: skip
+        assert (
+            other.shape != x.shape
+            or layer_plan.plan_layer(HOW, x, given, ids, some, other) is None
+            or (other.dtype is torch.float32)
+        )

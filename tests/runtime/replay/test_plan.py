@@ -174,8 +174,9 @@ def test_a_gradient_of_any_stride_and_a_saved_tensor_that_moved(planned: list[pl
                 y = grouped_gemm(x, w, m_sizes)
             assert all(map(torch.equal, torch.autograd.grad(y, [x, w], dy), wanted))
         expanded = torch.autograd.grad(grouped_gemm(x, w, m_sizes).sum(), [x, w])
-        assert all(map(torch.equal, expanded, torch.autograd.grad(grouped_gemm(x, w, m_sizes), [x, w],
-                                                                  torch.ones(8, N))))  # fmt: skip
+        assert all(
+            map(torch.equal, expanded, torch.autograd.grad(grouped_gemm(x, w, m_sizes), [x, w], torch.ones(8, N)))
+        )
     assert planned
 
 
@@ -254,10 +255,13 @@ def test_what_cannot_be_used_is_still_named(planned: list[plan.ExecutionPlan]) -
     assert w is not None
     m_sizes, index = torch.tensor([4, 4, 3, 3]), torch.arange(T * TOPK)
     for how, words in (
-        ({"topk": 3}, "pass topk=2"), ({"topk_weights": None}, "nothing to multiply with"),
-        ({"gather_indices": index.float()}, "int32 or int64"), ({"is_first_gemm": False}, "sorted already"),
-        ({"fuse_mul_post": False}, "nothing would be multiplied"), ({"out": 3}, "out is a int"),
-    ):  # fmt: skip
+        ({"topk": 3}, "pass topk=2"),
+        ({"topk_weights": None}, "nothing to multiply with"),
+        ({"gather_indices": index.float()}, "int32 or int64"),
+        ({"is_first_gemm": False}, "sorted already"),
+        ({"fuse_mul_post": False}, "nothing would be multiplied"),
+        ({"out": 3}, "out is a int"),
+    ):
         good = {"topk": TOPK, "gather_indices": index, "topk_weights": weights, "fuse_mul_post": True}
         with pytest.raises(ValueError, match=words):
             grouped_gemm(x, w, m_sizes, permute_x=True, **{**good, **how})  # type: ignore[arg-type]
@@ -272,9 +276,7 @@ def test_a_frozen_weight_of_rows_that_stay_is_in_the_gradient(device: Device, le
     found = []
     for simulated in (False, True, True, True):
         device.visible = simulated
-        y = grouped_gemm(
-            **given, m_sizes=m_sizes, topk=TOPK, gather_indices=index, fuse_mul_post=True
-        )  # type: ignore[arg-type]  # fmt: skip
+        y = grouped_gemm(**given, m_sizes=m_sizes, topk=TOPK, gather_indices=index, fuse_mul_post=True)  # type: ignore[arg-type]
         found.append(torch.autograd.grad(y, given[learns], torch.ones_like(y))[0])  # type: ignore[arg-type]
     for one in found[1:]:
         torch.testing.assert_close(one, found[0], rtol=1e-5, atol=1e-4)
@@ -284,9 +286,14 @@ def test_a_frozen_weight_of_rows_that_stay_is_in_the_gradient(device: Device, le
 @pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("needs", ["xAB", "AB", "x", "B", ""])
 def test_a_product_beside_an_adapter(
-    planned: list[plan.ExecutionPlan], device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, needs: str,
-    gathered: bool, inside: bool,
-) -> None:  # fmt: skip
+    planned: list[plan.ExecutionPlan],
+    device: Device,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    needs: str,
+    gathered: bool,
+    inside: bool,
+) -> None:
     """It comes again with other numbers, and so does its gradient."""
     if inside:
         use_low_rank_kernels(monkeypatch, tmp_path)
@@ -299,8 +306,9 @@ def test_a_product_beside_an_adapter(
         device.visible = simulated
         numbers = torch.Generator().manual_seed(seed)
         shapes = {"x": (T if gathered else T * TOPK, K), "A": (E, r, K), "B": (E, N, r)}
-        given = {name: torch.randn(shape, generator=numbers).requires_grad_(name in needs)
-                 for name, shape in shapes.items()}  # fmt: skip
+        given = {
+            name: torch.randn(shape, generator=numbers).requires_grad_(name in needs) for name, shape in shapes.items()
+        }
         lora = Lora(given["A"], given["B"], scale)
         one = {"w": w, "lora": lora} if simulated else {"w": w + scale * lora.B @ lora.A}
         y = grouped_gemm(given["x"], m_sizes=m_sizes, **one, **how)
@@ -345,7 +353,7 @@ def test_a_gathered_gradient_beside_an_adapter_comes_again(
         m_sizes = torch.tensor([3, 0, last - 1, 1])
         y = grouped_gemm(
             given["x"], w, m_sizes, topk, index, permute_x=True, zero_tail=True, lora=Lora(given["A"], given["B"], 0.5)
-        )  # fmt: skip
+        )
         return [y.detach(), *torch.autograd.grad(y, list(given.values()), torch.randn_like(y))]
 
     for seed in range(4):

@@ -13,7 +13,6 @@ from pretuned.artifacts.errors import InputError
 from pretuned.runtime import ExpertWeights
 
 E, I, H = 2, 128, 256  # noqa: E741
-# ruff: noqa: E501
 LAYER = "model.layers.3.mlp.experts"
 FP8 = torch.float8_e4m3fn
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
@@ -42,8 +41,10 @@ def words(nibbles: torch.Tensor, places: tuple[int, ...] = tuple(range(8))) -> t
 
 def each(make: Callable[[int, int, int], dict[str, torch.Tensor]], layer: str = LAYER) -> dict[str, torch.Tensor]:
     """The tensors of all experts' three matrices; ``make(N, K, seed)`` has those of one."""
-    found = {f"{layer.rsplit('.', 1)[0]}.gate.weight": torch.ones(E, H),
-             f"{layer.rsplit('.', 1)[0]}.shared_experts.up_proj.weight": torch.ones(2, 2)}  # fmt: skip
+    found = {
+        f"{layer.rsplit('.', 1)[0]}.gate.weight": torch.ones(E, H),
+        f"{layer.rsplit('.', 1)[0]}.shared_experts.up_proj.weight": torch.ones(2, 2),
+    }
     for e in range(E):
         for i, (name, N, K) in enumerate((("gate_proj", I, H), ("up_proj", I, H), ("down_proj", H, I))):
             found |= {f"{layer}.{e}.{name}.{suffix}": one for suffix, one in make(N, K, 10 * e + i).items()}
@@ -57,8 +58,9 @@ def whole(one: Callable[[int, int, int], torch.Tensor], part: str) -> torch.Tens
     return torch.stack([torch.cat([one(I, H, 10 * e), one(I, H, 10 * e + 1)]) for e in range(E)])
 
 
-def check(tensors: dict[str, torch.Tensor], config: dict[str, Any], format: str,
-          want: Callable[[int, int, int], torch.Tensor]) -> None:  # fmt: skip
+def check(
+    tensors: dict[str, torch.Tensor], config: dict[str, Any], format: str, want: Callable[[int, int, int], torch.Tensor]
+) -> None:
     for part in ("gate_up", "down"):
         found = ExpertWeights.from_tensors(tensors, config, part)
         assert found.format == format
@@ -70,8 +72,14 @@ def test_deepseek_v3() -> None:
         return 1 + torch.arange(-(-N // 128) * -(-K // 128)).view(-(-N // 128), -1) + seed * 0.5
 
     tensors = each(lambda N, K, seed: {"weight": e4m3(N, K, seed=seed), "weight_scale_inv": scale(N, K, seed)})
-    check(tensors, BLOCKS, "fp8_block", lambda N, K, seed: stock("finegrained_fp8")._dequantize_fp8_weight(
-        e4m3(N, K, seed=seed), scale(N, K, seed), [128, 128], torch.float32))  # fmt: skip
+    check(
+        tensors,
+        BLOCKS,
+        "fp8_block",
+        lambda N, K, seed: stock("finegrained_fp8")._dequantize_fp8_weight(
+            e4m3(N, K, seed=seed), scale(N, K, seed), [128, 128], torch.float32
+        ),
+    )
     found = ExpertWeights.from_tensors(tensors, {"quantization_config": BLOCKS}, "down", quantize_x=False)
     assert found.format == "fp8_block_a16"
 
@@ -102,8 +110,12 @@ def test_deepseek_v4() -> None:
         return unpacked * one["scale"].float().repeat_interleave(32, 1)
 
     names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-    tensors = {name.replace("mlp", "ffn").replace(old, new): one for name, one in each(make).items()
-               for old, new in names.items() if old in name}  # fmt: skip
+    tensors = {
+        name.replace("mlp", "ffn").replace(old, new): one
+        for name, one in each(make).items()
+        for old, new in names.items()
+        if old in name
+    }
     check(tensors, {"expert_dtype": "fp4", **BLOCKS, "scale_fmt": "ue8m0"}, "mxfp4", want)
     check(tensors, {"expert_dtype": "fp4", "quantization_config": BLOCKS}, "mxfp4", want)
 
@@ -140,8 +152,11 @@ def int4_scale(N: int, groups: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("zero", [False, True])
 def test_kimi_k2_thinking(zero: bool) -> None:
     def make(N: int, K: int, seed: int) -> dict[str, torch.Tensor]:
-        found = {"weight_packed": words(randint(16, N, K, seed=seed)), "weight_shape": torch.tensor([N, K]),
-                 "weight_scale": int4_scale(N, K // 32, seed)}  # fmt: skip
+        found = {
+            "weight_packed": words(randint(16, N, K, seed=seed)),
+            "weight_shape": torch.tensor([N, K]),
+            "weight_scale": int4_scale(N, K // 32, seed),
+        }
         if zero:  # packed along N
             found["weight_zero_point"] = words(randint(16, N, K // 32, seed=seed + 50).T).T.contiguous()
         return found
@@ -174,8 +189,12 @@ def test_gptq(symmetric: bool, newer: bool) -> None:
 
     def make(N: int, K: int, seed: int) -> dict[str, torch.Tensor]:
         stored = zeros(N, K, seed) if newer else zeros(N, K, seed) - 1 & 15
-        return {"qweight": words(randint(16, N, K, seed=seed)).T.contiguous(), "qzeros": words(stored),
-                "scales": int4_scale(N, K // 64, seed).half().T.contiguous(), "g_idx": torch.arange(K) // 64}  # fmt: skip
+        return {
+            "qweight": words(randint(16, N, K, seed=seed)).T.contiguous(),
+            "qzeros": words(stored),
+            "scales": int4_scale(N, K // 64, seed).half().T.contiguous(),
+            "g_idx": torch.arange(K) // 64,
+        }
 
     def want(N: int, K: int, seed: int) -> torch.Tensor:
         return (randint(16, N, K, seed=seed) - spread(zeros(N, K, seed).T, K)) * spread(int4_scale(N, K // 64, seed), K)
@@ -184,8 +203,12 @@ def test_gptq(symmetric: bool, newer: bool) -> None:
     config |= {"checkpoint_format": "gptq_v2"} if newer else {}
     check(each(make), config, "int4_g64" + "_zp" * (not symmetric), want)
     packing = "auto_round:gptqmodel" if newer else "auto_round:auto_gptq"
-    check(each(make), config | {"quant_method": "auto-round", "packing_format": packing},
-          "int4_g64" + "_zp" * (not symmetric), want)  # fmt: skip
+    check(
+        each(make),
+        config | {"quant_method": "auto-round", "packing_format": packing},
+        "int4_g64" + "_zp" * (not symmetric),
+        want,
+    )
     mixed = each(make) | {f"{LAYER}.0.down_proj.g_idx": torch.arange(I).flip(0) // 64}
     with pytest.raises(InputError, match=r"g_idx of .* is of another order"):
         ExpertWeights.from_tensors(mixed, config, "down")
@@ -193,8 +216,10 @@ def test_gptq(symmetric: bool, newer: bool) -> None:
 
 def gptq_matrix(N: int, K: int, seed: int) -> dict[str, torch.Tensor]:
     """int4 in groups of 64 whose zero points are 8: without qzeros and g_idx, which say what a test has them say."""
-    return {"qweight": words(randint(16, N, K, seed=seed)).T.contiguous(),
-            "scales": int4_scale(N, K // 64, seed).half().T.contiguous()}  # fmt: skip
+    return {
+        "qweight": words(randint(16, N, K, seed=seed)).T.contiguous(),
+        "scales": int4_scale(N, K // 64, seed).half().T.contiguous(),
+    }
 
 
 def gptq_values(N: int, K: int, seed: int) -> torch.Tensor:
@@ -214,10 +239,17 @@ QZEROS: dict[str, Callable[[int, int], torch.Tensor] | None] = {
 @pytest.mark.parametrize("qzeros", QZEROS)
 @pytest.mark.parametrize(
     "config",
-    [GPTQ, GPTQ | {"checkpoint_format": "gptq"}, GPTQ | {"checkpoint_format": "gptq_v2"}, GPTQ | {"format": "gptq_v2"},
-     *(GPTQ | {"quant_method": "auto-round", "packing_format": one}
-       for one in ("auto_round:auto_gptq", "auto_round:gptqmodel", "auto_round"))],
-)  # fmt: skip
+    [
+        GPTQ,
+        GPTQ | {"checkpoint_format": "gptq"},
+        GPTQ | {"checkpoint_format": "gptq_v2"},
+        GPTQ | {"format": "gptq_v2"},
+        *(
+            GPTQ | {"quant_method": "auto-round", "packing_format": one}
+            for one in ("auto_round:auto_gptq", "auto_round:gptqmodel", "auto_round")
+        ),
+    ],
+)
 def test_symmetric_gptq_never_reads_zero_points(qzeros: str, config: dict[str, Any]) -> None:
     stored = QZEROS[qzeros]
 
@@ -249,8 +281,10 @@ def test_an_order_that_says_nothing_is_the_natural_one(g_idx: str) -> None:
 
 def test_one_group_has_one_order() -> None:
     def make(N: int, K: int, seed: int) -> dict[str, torch.Tensor]:
-        return {"qweight": words(randint(16, N, K, seed=seed)).T.contiguous(),
-                "scales": int4_scale(N, 1, seed).half().T.contiguous()}  # fmt: skip
+        return {
+            "qweight": words(randint(16, N, K, seed=seed)).T.contiguous(),
+            "scales": int4_scale(N, 1, seed).half().T.contiguous(),
+        }
 
     def want(N: int, K: int, seed: int) -> torch.Tensor:
         return (randint(16, N, K, seed=seed) - 8) * int4_scale(N, 1, seed).float()
@@ -292,10 +326,13 @@ def test_gptqmodel_takes_one_from_whole_words_of_zero_points() -> None:
         ({"group_size": 0}, r"the config's group_size is 0, wanted"),
         ({"quant_method": "auto-round", "data_type": "mx_fp"}, "data_type is 'mx_fp', wanted 'int'"),
         ({"quant_method": "auto-round", "act_bits": 8}, "act_bits is 8, wanted 16"),
-        ({"quant_method": "auto-round", "packing_format": "auto_round:llm_compressor"}, "packing_format is 'auto_round:llm"),
+        (
+            {"quant_method": "auto-round", "packing_format": "auto_round:llm_compressor"},
+            "packing_format is 'auto_round:llm",
+        ),
         ({"quant_method": "auto-round", "rotation_config": {"hadamard": True}}, "rotated weights"),
     ],
-)  # fmt: skip
+)
 def test_gptq_that_is_packed_in_another_way(change: dict[str, Any], told: str) -> None:
     with pytest.raises(InputError, match=told):
         ExpertWeights.from_tensors(each(gptq_matrix), GPTQ | change, "down")
@@ -305,8 +342,11 @@ def test_awq() -> None:
     places = (0, 2, 4, 6, 1, 3, 5, 7)
 
     def make(N: int, K: int, seed: int) -> dict[str, torch.Tensor]:
-        return {"qweight": words(randint(16, N, K, seed=seed).T, places), "scales": int4_scale(N, K // 128, seed).T,
-                "qzeros": words(randint(16, K // 128, N, seed=seed + 50), places)}  # fmt: skip
+        return {
+            "qweight": words(randint(16, N, K, seed=seed).T, places),
+            "scales": int4_scale(N, K // 128, seed).T,
+            "qzeros": words(randint(16, K // 128, N, seed=seed + 50), places),
+        }
 
     def want(N: int, K: int, seed: int) -> torch.Tensor:
         zero = spread(randint(16, K // 128, N, seed=seed + 50).T, K)
@@ -324,8 +364,11 @@ def test_awq() -> None:
     def symmetric(N: int, K: int, seed: int) -> torch.Tensor:
         return (randint(16, N, K, seed=seed) - 8) * spread(int4_scale(N, K // 128, seed), K)
 
-    for change in ({"zero_point": False}, {"sym": True}, {"quant_method": "auto-round", "sym": True,
-                                                         "packing_format": "auto_round:auto_awq"}):  # fmt: skip
+    for change in (
+        {"zero_point": False},
+        {"sym": True},
+        {"quant_method": "auto-round", "sym": True, "packing_format": "auto_round:auto_awq"},
+    ):
         found = ExpertWeights.from_tensors(each(make), config | change, "gate_up")
         assert found.format == "int4_g128"
         assert torch.equal(found.dequantize(torch.float32), whole(symmetric, "gate_up"))
@@ -333,8 +376,10 @@ def test_awq() -> None:
 
 def test_kimi_k3() -> None:
     def make(N: int, K: int, seed: int) -> dict[str, torch.Tensor]:
-        return {"weight_packed": randint(256, N, K // 2, seed=seed).to(torch.uint8),
-                "weight_scale": randint(20, N, K // 32, seed=seed).add(118).to(torch.uint8)}  # fmt: skip
+        return {
+            "weight_packed": randint(256, N, K // 2, seed=seed).to(torch.uint8),
+            "weight_scale": randint(20, N, K // 32, seed=seed).add(118).to(torch.uint8),
+        }
 
     def want(N: int, K: int, seed: int) -> torch.Tensor:
         one = make(N, K, seed)
@@ -354,10 +399,18 @@ def test_nvfp4(inverse: bool) -> None:
         packed = randint(256, N, K // 2, seed=seed).to(torch.uint8)
         outer = 0.25 if K == H else 0.125
         if inverse:
-            return {"weight_packed": packed, "weight_scale": scale(N, K, seed),
-                    "weight_global_scale": torch.tensor([1 / outer]), "input_global_scale": torch.tensor([1.0])}  # fmt: skip
-        return {"weight": packed, "weight_scale": scale(N, K, seed), "weight_scale_2": torch.tensor(outer),
-                "input_scale": torch.tensor(1.0)}  # fmt: skip
+            return {
+                "weight_packed": packed,
+                "weight_scale": scale(N, K, seed),
+                "weight_global_scale": torch.tensor([1 / outer]),
+                "input_global_scale": torch.tensor([1.0]),
+            }
+        return {
+            "weight": packed,
+            "weight_scale": scale(N, K, seed),
+            "weight_scale_2": torch.tensor(outer),
+            "input_scale": torch.tensor(1.0),
+        }
 
     def want(N: int, K: int, seed: int) -> torch.Tensor:
         packed = randint(256, N, K // 2, seed=seed).to(torch.uint8)
@@ -436,8 +489,13 @@ def test_what_compressed_tensors_itself_packs(group: int | None, symmetric: bool
 
 
 UE8M0 = torch.arange(118, 138)  # exponents of -9 to 10
-INTEGERS = {"uint8": (torch.uint8, False), "int8": (torch.int8, False), "int16": (torch.int16, True),
-            "int32": (torch.int32, True), "int64": (torch.int64, True)}  # fmt: skip
+INTEGERS = {
+    "uint8": (torch.uint8, False),
+    "int8": (torch.int8, False),
+    "int16": (torch.int16, True),
+    "int32": (torch.int32, True),
+    "int64": (torch.int64, True),
+}
 
 
 @pytest.mark.parametrize("by_row", [False, True])
@@ -452,8 +510,10 @@ def test_integers_beside_fp8_are_e8m0(name: str, by_row: bool) -> None:
 
     def make(N: int, K: int, seed: int) -> dict[str, torch.Tensor]:
         stored = codes(N, K, seed).to(torch.uint8)
-        return {"weight": e4m3(N, K, seed=seed), "weight_scale_inv": stored.view(torch.int8) if dtype is torch.int8
-                else stored.to(dtype)}  # fmt: skip
+        return {
+            "weight": e4m3(N, K, seed=seed),
+            "weight_scale_inv": stored.view(torch.int8) if dtype is torch.int8 else stored.to(dtype),
+        }
 
     def want(N: int, K: int, seed: int) -> torch.Tensor:
         factor = torch.exp2(codes(N, K, seed).float() - 127)
@@ -493,10 +553,13 @@ def test_scales_of_rows_lie_as_rows() -> None:
             ExpertWeights.from_tensors({"weight": codes, "weight_scale": torch.ones(shape)}, {"quant_method": "fp8"})
 
 
-NESTED = [lambda config: {"quantization_config": config}, lambda config: {"text_config": {"quantization_config": config}},
-          lambda config: {"llm_config": {"compression_config": config}, "quantization_config": None},
-          lambda config: {"thinker_config": {"vision_config": {}, "text_config": {"quantization_config": config}}},
-          lambda config: {"thinker_config": {"quantization_config": config, "text_config": {}}}]  # fmt: skip
+NESTED = [
+    lambda config: {"quantization_config": config},
+    lambda config: {"text_config": {"quantization_config": config}},
+    lambda config: {"llm_config": {"compression_config": config}, "quantization_config": None},
+    lambda config: {"thinker_config": {"vision_config": {}, "text_config": {"quantization_config": config}}},
+    lambda config: {"thinker_config": {"quantization_config": config, "text_config": {}}},
+]
 
 
 @pytest.mark.parametrize("place", NESTED)
@@ -510,14 +573,19 @@ def test_a_composite_model_s_config(place: Callable[[Any], dict[str, Any]]) -> N
 def test_deepseek_v4_s_word_for_its_experts_inside_a_composite_config() -> None:
     codes = randint(256, E, H, I // 2).to(torch.uint8)
     tensors = {"weight": codes, "scale": torch.full((E, H, I // 32), 127, dtype=torch.uint8)}
-    for config in ({"quantization_config": BLOCKS, "text_config": {"expert_dtype": "fp4"}},
-                   {"text_config": {"quantization_config": BLOCKS, "expert_dtype": "fp4"}}):  # fmt: skip
+    for config in (
+        {"quantization_config": BLOCKS, "text_config": {"expert_dtype": "fp4"}},
+        {"text_config": {"quantization_config": BLOCKS, "expert_dtype": "fp4"}},
+    ):
         assert ExpertWeights.from_tensors(tensors, config).format == "mxfp4"
 
 
 def _int4_tensors(N: int, K: int, seed: int) -> dict[str, torch.Tensor]:
-    return {"weight_packed": words(randint(16, N, K, seed=seed)), "weight_shape": torch.tensor([N, K]),
-            "weight_scale": int4_scale(N, K // 32, seed)}  # fmt: skip
+    return {
+        "weight_packed": words(randint(16, N, K, seed=seed)),
+        "weight_shape": torch.tensor([N, K]),
+        "weight_scale": int4_scale(N, K // 32, seed),
+    }
 
 
 def _of(**shapes: tuple[torch.dtype, Callable[[int, int], tuple[int, ...]]]) -> Callable[..., dict[str, torch.Tensor]]:
@@ -538,29 +606,55 @@ PROMISED: dict[str, tuple[Callable[..., dict[str, torch.Tensor]], dict[str, Any]
     "auto-round's sym false": (gptq_matrix, GPTQ | {"quant_method": "auto-round", "sym": False}, "'qzeros' among it"),
     "awq's zero_point": (
         lambda N, K, seed: {"qweight": words(randint(16, K, N)), "scales": torch.ones(K // 128, N).half()},
-        {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, "'qzeros' among it"),
+        {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True},
+        "'qzeros' among it",
+    ),
     "compressed-tensors' symmetric false": (
-        _int4_tensors, compressed("pack-quantized", WITH_ZEROS), "'weight_zero_point' among it"),
+        _int4_tensors,
+        compressed("pack-quantized", WITH_ZEROS),
+        "'weight_zero_point' among it",
+    ),
     "and in one group a row": (
         lambda N, K, seed: _int4_tensors(N, K, seed) | {"weight_scale": int4_scale(N, 1, seed)},
-        compressed("pack-quantized", WITH_ZEROS | {"strategy": "channel"}), "'weight_zero_point' among it"),
+        compressed("pack-quantized", WITH_ZEROS | {"strategy": "channel"}),
+        "'weight_zero_point' among it",
+    ),
     "compressed-tensors' actorder": (
-        _int4_tensors, compressed("pack-quantized", INT4 | {"actorder": "group"}), "'weight_g_idx' among it"),
+        _int4_tensors,
+        compressed("pack-quantized", INT4 | {"actorder": "group"}),
+        "'weight_g_idx' among it",
+    ),
     "fp8's blocks": (_of(weight=FP8_W), BLOCKS, "'weight_scale_inv' or 'scale' or 'weight_scale' among it"),
     "fp8's scale": (_of(weight=FP8_W), {"quant_method": "fp8"}, "'weight_scale' or 'weight_scale_inv' among it"),
     "fp8 of compressed-tensors": (_of(weight=FP8_W), compressed("float-quantized", CHANNEL), "'weight_scale' or"),
     "modelopt's fp8": (_of(weight=FP8_W), {"quant_method": "modelopt", "quant_algo": "FP8"}, "'weight_scale' or"),
-    "modelopt's nvfp4": (_of(weight=BYTES_W, weight_scale=GROUPS_16),
-                         {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "'weight_scale_2' among it"),
-    "nvfp4 of compressed-tensors": (_of(weight_packed=BYTES_W, weight_scale=GROUPS_16),
-                                    compressed("nvfp4-pack-quantized", NVFP4_GROUP), "'weight_global_scale' among it"),
-    "and its groups": (_of(weight_packed=BYTES_W, weight_global_scale=ONE),
-                       compressed("nvfp4-pack-quantized", NVFP4_GROUP), "'weight_scale' among it"),
-    "mxfp4 of compressed-tensors": (_of(weight_packed=BYTES_W), compressed("mxfp4-pack-quantized", MXFP4_GROUP),
-                                    "'weight_scale' among it"),
-    "gpt-oss": (_of(blocks=(torch.uint8, lambda N, K: (N, K // 32, 16))), {"quant_method": "mxfp4"}, "'scales' among it"),
+    "modelopt's nvfp4": (
+        _of(weight=BYTES_W, weight_scale=GROUPS_16),
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        "'weight_scale_2' among it",
+    ),
+    "nvfp4 of compressed-tensors": (
+        _of(weight_packed=BYTES_W, weight_scale=GROUPS_16),
+        compressed("nvfp4-pack-quantized", NVFP4_GROUP),
+        "'weight_global_scale' among it",
+    ),
+    "and its groups": (
+        _of(weight_packed=BYTES_W, weight_global_scale=ONE),
+        compressed("nvfp4-pack-quantized", NVFP4_GROUP),
+        "'weight_scale' among it",
+    ),
+    "mxfp4 of compressed-tensors": (
+        _of(weight_packed=BYTES_W),
+        compressed("mxfp4-pack-quantized", MXFP4_GROUP),
+        "'weight_scale' among it",
+    ),
+    "gpt-oss": (
+        _of(blocks=(torch.uint8, lambda N, K: (N, K // 32, 16))),
+        {"quant_method": "mxfp4"},
+        "'scales' among it",
+    ),
     "DeepSeek-V4": (_of(weight=BYTES_W), BLOCKS | {"expert_dtype": "fp4"}, "'scale' or 'weight_scale_inv' among it"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PROMISED)
@@ -570,8 +664,9 @@ def test_a_tensor_that_the_config_promises_is_missed_by_name(name: str) -> None:
         ExpertWeights.from_tensors(each(make), config, "down")
 
 
-@pytest.mark.parametrize("change", [{"format": "mxfp4-pack-quantized"}, {"format": "nvfp4-pack-quantized"},
-                                    {"format": "float-quantized"}])  # fmt: skip
+@pytest.mark.parametrize(
+    "change", [{"format": "mxfp4-pack-quantized"}, {"format": "nvfp4-pack-quantized"}, {"format": "float-quantized"}]
+)
 def test_zero_points_are_int4_s_alone(change: dict[str, Any]) -> None:
     config = compressed("", CHANNEL | {"symmetric": False}) | change
     with pytest.raises(InputError, match=r"with symmetric false, wanted true"):
@@ -600,8 +695,12 @@ def test_rotations_of_x() -> None:
         places = [{"targets": ["Linear"], "location": location}]
         config["transform_config"] = {"config_groups": {"R": {"type": "hadamard", "apply": places}}}
         if read:
-            check(each(_int4_tensors), config, "int4_g32",
-                  lambda N, K, seed: (randint(16, N, K, seed=seed) - 8) * spread(int4_scale(N, K // 32, seed), K))  # fmt: skip
+            check(
+                each(_int4_tensors),
+                config,
+                "int4_g32",
+                lambda N, K, seed: (randint(16, N, K, seed=seed) - 8) * spread(int4_scale(N, K // 32, seed), K),
+            )
             continue
         with pytest.raises(InputError, match=f"a transform of each {location}"):
             ExpertWeights.from_tensors(each(_int4_tensors), config, "down")
@@ -617,13 +716,19 @@ def test_the_shape_beside_packed_words() -> None:
 OVERRIDES: dict[str, dict[str, Any]] = {
     "dynamic": {"dynamic": {r"-:.*\.gate$": {}, r"+:.*\.down_proj": {"group_size": 32}}},
     "dynamic without a sign": {"dynamic": {r".*experts\.\d+\.down_proj$": {"group_size": 32}, ".*": {}}},
-    "extra_config of names": {"quant_method": "auto-round", "extra_config": {
-        f"{LAYER}.{e}.down_proj": {"group_size": 32} for e in range(E)}},
-    "extra_config of patterns": {"quant_method": "auto-round", "extra_config": {
-        "model.layers.3.mlp.gate": {"bits": 16}, r"experts\.[0-9]+\.down": {"group_size": 32}}},
-    "extra_config of an older root": {"quant_method": "auto-round", "extra_config": {
-        f"model.language_model.{LAYER[6:]}.{e}.down_proj": {"group_size": 32} for e in range(E)}},
-}  # fmt: skip
+    "extra_config of names": {
+        "quant_method": "auto-round",
+        "extra_config": {f"{LAYER}.{e}.down_proj": {"group_size": 32} for e in range(E)},
+    },
+    "extra_config of patterns": {
+        "quant_method": "auto-round",
+        "extra_config": {"model.layers.3.mlp.gate": {"bits": 16}, r"experts\.[0-9]+\.down": {"group_size": 32}},
+    },
+    "extra_config of an older root": {
+        "quant_method": "auto-round",
+        "extra_config": {f"model.language_model.{LAYER[6:]}.{e}.down_proj": {"group_size": 32} for e in range(E)},
+    },
+}
 
 
 @pytest.mark.parametrize("name", OVERRIDES)
@@ -647,17 +752,29 @@ def test_settings_of_single_modules(name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"dynamic": {r".*experts\.1\.down.*": {"bits": 8}}}, r"gptq of 8 bits for model.layers.3.mlp.experts.1.down_proj"),
+        (
+            {"dynamic": {r".*experts\.1\.down.*": {"bits": 8}}},
+            r"gptq of 8 bits for model.layers.3.mlp.experts.1.down_proj",
+        ),
         ({"dynamic": {r"-:.*experts\.1\..*": {}}}, r"that leaves model.layers.3.mlp.experts.1.down_proj unquantised"),
-        ({"dynamic": {r"+:.*layers\.(3|4)\..*": {"bits": 2}}}, r"gptq of 2 bits for model.layers.3.mlp.experts.0.down_proj"),
-        ({"quant_method": "auto-round", "extra_config": {f"{LAYER}.1.down_proj": {"bits": 8}}}, r"auto-round of 8 bits for"),
-        ({"quant_method": "auto-round", "extra_config": {LAYER: {"bits": 16}}}, r"that leaves .*experts.0.down_proj unq"),
+        (
+            {"dynamic": {r"+:.*layers\.(3|4)\..*": {"bits": 2}}},
+            r"gptq of 2 bits for model.layers.3.mlp.experts.0.down_proj",
+        ),
+        (
+            {"quant_method": "auto-round", "extra_config": {f"{LAYER}.1.down_proj": {"bits": 8}}},
+            r"auto-round of 8 bits for",
+        ),
+        (
+            {"quant_method": "auto-round", "extra_config": {LAYER: {"bits": 16}}},
+            r"that leaves .*experts.0.down_proj unq",
+        ),
         ({"dynamic": {".*": 5}}, r"dynamic of '\.\*' is a int, wanted a dict"),
         ({"dynamic": []}, r"dynamic is a list, wanted a dict"),
         ({"dynamic": {5: {}}}, r"dynamic has 5, wanted strings as names"),
         ({"dynamic": {"+:(": {}}}, r'"re:\(" is no regular expression'),
     ],
-)  # fmt: skip
+)
 def test_settings_of_single_modules_that_can_not_be_read(change: dict[str, Any], told: str) -> None:
     with pytest.raises(InputError, match=told) as error:
         ExpertWeights.from_tensors(each(gptq_matrix), GPTQ | change, "down")
@@ -666,9 +783,14 @@ def test_settings_of_single_modules_that_can_not_be_read(change: dict[str, Any],
 
 def test_modelopt_with_a_recipe_for_each_layer() -> None:
     tensors = each(lambda N, K, seed: {"weight": e4m3(N, K, seed=seed), "weight_scale": torch.tensor(0.5)})
-    config = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {
-        "model.layers.3.self_attn.q_proj": {"quant_algo": "NVFP4"},
-        **{f"{LAYER}.{e}.down_proj": {"quant_algo": "FP8"} for e in range(E)}}}  # fmt: skip
+    config = {
+        "quant_method": "modelopt",
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": {
+            "model.layers.3.self_attn.q_proj": {"quant_algo": "NVFP4"},
+            **{f"{LAYER}.{e}.down_proj": {"quant_algo": "FP8"} for e in range(E)},
+        },
+    }
     assert ExpertWeights.from_tensors(tensors, config, "down").format == "fp8_channel"
     with pytest.raises(InputError, match=r"leaves model.layers.3.mlp.experts.0.gate_proj unquantised"):
         ExpertWeights.from_tensors(tensors, config, "gate_up")
@@ -677,30 +799,62 @@ def test_modelopt_with_a_recipe_for_each_layer() -> None:
 def test_experts_of_two_groups_have_to_be_of_one_format() -> None:
     tensors = each(lambda N, K, seed: {"weight": e4m3(N, K, seed=seed), "weight_scale": torch.ones(N, 1)})
     config = compressed("float-quantized", CHANNEL, DYNAMIC)
-    config["config_groups"]["group_1"] = {"targets": [r"re:.*experts\.1\..*"], "weights": CHANNEL,
-                                          "input_activations": DYNAMIC}  # fmt: skip
+    config["config_groups"]["group_1"] = {
+        "targets": [r"re:.*experts\.1\..*"],
+        "weights": CHANNEL,
+        "input_activations": DYNAMIC,
+    }
     assert ExpertWeights.from_tensors(tensors, config, "down").format == "fp8_channel"
-    config["config_groups"]["group_1"]["weights"] = {"num_bits": 8, "type": "float", "strategy": "block",
-                                                     "block_structure": [128, 128]}  # fmt: skip
+    config["config_groups"]["group_1"]["weights"] = {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "block",
+        "block_structure": [128, 128],
+    }
     wanted = r"the config's format of model.layers.3.mlp.experts.1.down_proj is fp8_block, wanted fp8_channel, as model"
     with pytest.raises(InputError, match=wanted):
         ExpertWeights.from_tensors(tensors, config, "down")
 
 
-MXFP8_GROUP = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True,
-               "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}  # fmt: skip
+MXFP8_GROUP = {
+    "num_bits": 8,
+    "type": "float",
+    "strategy": "group",
+    "group_size": 32,
+    "symmetric": True,
+    "scale_dtype": "torch.uint8",
+    "zp_dtype": "torch.uint8",
+}
 MXFP8: dict[str, dict[str, Any]] = {
-    "MiniMax-M3-MXFP8": {"quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32],
-                         "scale_fmt": "ue8m0", "ignored_layers": ["lm_head", "model.layers.0.mlp.gate"]},
+    "MiniMax-M3-MXFP8": {
+        "quant_method": "mxfp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [1, 32],
+        "scale_fmt": "ue8m0",
+        "ignored_layers": ["lm_head", "model.layers.0.mlp.gate"],
+    },
     "Inkling-2-Small-MXFP8": {"quant_method": "fp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"},
     "modelopt": {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_head"]},
-    "hf_quant_config.json": {"producer": {"name": "modelopt"}, "quantization": {
-        "quant_algo": "MXFP8", "group_size": 32, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}},
+    "hf_quant_config.json": {
+        "producer": {"name": "modelopt"},
+        "quantization": {
+            "quant_algo": "MXFP8",
+            "group_size": 32,
+            "kv_cache_quant_algo": "FP8",
+            "exclude_modules": ["lm_head"],
+        },
+    },
     "llm-compressor": compressed("mxfp8-quantized", MXFP8_GROUP, MXFP8_GROUP | {"dynamic": True}),
     "llm-compressor a16": compressed("mxfp8-quantized", MXFP8_GROUP),
-    "AutoRound": {"quant_method": "auto-round", "data_type": "mx_fp", "bits": 8, "group_size": 32, "act_bits": 8,
-                  "packing_format": "auto_round:llm_compressor"},
-}  # fmt: skip
+    "AutoRound": {
+        "quant_method": "auto-round",
+        "data_type": "mx_fp",
+        "bits": 8,
+        "group_size": 32,
+        "act_bits": 8,
+        "packing_format": "auto_round:llm_compressor",
+    },
+}
 
 
 @pytest.mark.parametrize("name", MXFP8)
@@ -721,10 +875,20 @@ def test_mxfp8(name: str, suffix: str) -> None:
 
     check(each(make), MXFP8[name], "mxfp8", want)
     names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-    renamed = {one.replace("mlp", "block_sparse_moe").replace(old, new): tensor for one, tensor in each(make).items()
-               for old, new in names.items() if old in one}  # fmt: skip
-    check(renamed, {"model_type": "minimax_m3", "quantization_config": MXFP8[name]}
-          if "quant_method" in MXFP8[name] else MXFP8[name], "mxfp8", want)  # fmt: skip
+    renamed = {
+        one.replace("mlp", "block_sparse_moe").replace(old, new): tensor
+        for one, tensor in each(make).items()
+        for old, new in names.items()
+        if old in one
+    }
+    check(
+        renamed,
+        {"model_type": "minimax_m3", "quantization_config": MXFP8[name]}
+        if "quant_method" in MXFP8[name]
+        else MXFP8[name],
+        "mxfp8",
+        want,
+    )
 
 
 def test_mxfp8_stacked_is_not_copied() -> None:
@@ -747,26 +911,91 @@ def _fp8(**change: Any) -> dict[str, torch.Tensor]:
         (_fp8(), BLOCKS, None, "the tensors is of both products, wanted part='gate_up' or part='down'"),
         (_fp8(), BLOCKS, "up", "part is 'up', wanted 'gate_up', 'down' or None"),
         (_fp8(), {"quant_method": "bitsandbytes"}, "down", "quant_method is 'bitsandbytes', wanted fp8, mxfp4,"),
-        (_fp8(), {"quant_method": "modelopt", "quant_algo": "MXFP4"}, "down", "modelopt's MXFP4, wanted NVFP4, W4A16_NVFP4, MXFP8"),
-        (_fp8(), {"quant_method": "modelopt", "quant_algo": "MXFP8"}, "down", "weight_scale_inv, is torch.float32, wanted torch.uint8"),
-        (_fp8(**{f"{LAYER}.0.down_proj.weight_scale_inv": torch.ones(H, 3, dtype=torch.uint8)}), MXFP8["MiniMax-M3-MXFP8"], "down", r"is of shape \[256, 3\], wanted \[256, 4\]"),
-        (_fp8(), compressed("mxfp8-quantized", MXFP8_GROUP | {"group_size": 64}), "down", "compressed-tensors' mxfp8-quantized with weights of"),
+        (
+            _fp8(),
+            {"quant_method": "modelopt", "quant_algo": "MXFP4"},
+            "down",
+            "modelopt's MXFP4, wanted NVFP4, W4A16_NVFP4, MXFP8",
+        ),
+        (
+            _fp8(),
+            {"quant_method": "modelopt", "quant_algo": "MXFP8"},
+            "down",
+            "weight_scale_inv, is torch.float32, wanted torch.uint8",
+        ),
+        (
+            _fp8(**{f"{LAYER}.0.down_proj.weight_scale_inv": torch.ones(H, 3, dtype=torch.uint8)}),
+            MXFP8["MiniMax-M3-MXFP8"],
+            "down",
+            r"is of shape \[256, 3\], wanted \[256, 4\]",
+        ),
+        (
+            _fp8(),
+            compressed("mxfp8-quantized", MXFP8_GROUP | {"group_size": 64}),
+            "down",
+            "compressed-tensors' mxfp8-quantized with weights of",
+        ),
         (_fp8(), None, "down", "quantization_config is a NoneType"),
-        (_fp8(), BLOCKS | {"weight_block_size": [64, 64]}, "down", r"weight_block_size is \[64, 64\], wanted \[128, 128\] or \[1, 32\]"),
-        (_fp8(), {"quant_method": "gptq", "bits": 8}, "down", "gptq of 8 bits for model.layers.3.mlp.experts.0.down_proj, wanted 4 bits"),
+        (
+            _fp8(),
+            BLOCKS | {"weight_block_size": [64, 64]},
+            "down",
+            r"weight_block_size is \[64, 64\], wanted \[128, 128\] or \[1, 32\]",
+        ),
+        (
+            _fp8(),
+            {"quant_method": "gptq", "bits": 8},
+            "down",
+            "gptq of 8 bits for model.layers.3.mlp.experts.0.down_proj, wanted 4 bits",
+        ),
         (_fp8(), {"quant_method": "gptq", "bits": 4}, "down", "wanted 'scales' among it|wanted 'qweight' among it"),
-        (_fp8(**{f"{LAYER}.1.down_proj.weight_scale_inv": None}), BLOCKS, "down", "1.down_proj.weight' is .'weight'., wanted"),
-        (_fp8(**{f"{LAYER}.1.down_proj.weight": torch.ones(H, I)}), BLOCKS, "down", "is torch.float32, wanted torch.float8"),
-        (_fp8(**{f"{LAYER}.1.down_proj.weight": e4m3(H, 64)}), BLOCKS, "down", "expert 1 of those given is torch.float8_e4m3fn .256, 64."),
+        (
+            _fp8(**{f"{LAYER}.1.down_proj.weight_scale_inv": None}),
+            BLOCKS,
+            "down",
+            "1.down_proj.weight' is .'weight'., wanted",
+        ),
+        (
+            _fp8(**{f"{LAYER}.1.down_proj.weight": torch.ones(H, I)}),
+            BLOCKS,
+            "down",
+            "is torch.float32, wanted torch.float8",
+        ),
+        (
+            _fp8(**{f"{LAYER}.1.down_proj.weight": e4m3(H, 64)}),
+            BLOCKS,
+            "down",
+            "expert 1 of those given is torch.float8_e4m3fn .256, 64.",
+        ),
         (_fp8(**{f"{LAYER}.3.down_proj.weight": e4m3(H, I)}), BLOCKS, "down", r"of experts \[0, 1, 3\]"),
-        (_fp8(**{f"{LAYER}.1.up_proj.weight": None, f"{LAYER}.1.up_proj.weight_scale_inv": None}), BLOCKS, "gate_up", "the projections of expert 1 is 'gate_proj', wanted"),
+        (
+            _fp8(**{f"{LAYER}.1.up_proj.weight": None, f"{LAYER}.1.up_proj.weight_scale_inv": None}),
+            BLOCKS,
+            "gate_up",
+            "the projections of expert 1 is 'gate_proj', wanted",
+        ),
         (_fp8(**{"model.layers.4.mlp.experts.1.down_proj.weight": e4m3(H, I)}), BLOCKS, "down", "of 2 layers"),
-        ({"model.norm.weight": torch.ones(2)}, BLOCKS, None, "the tensors is model.norm.weight ..., wanted experts' weights"),
-        (each(lambda N, K, seed: {"weight": e4m3(100, K), "weight_scale_inv": torch.ones(1, K // 128)}), BLOCKS, "gate_up", "gate is of 100 rows, wanted a multiple of 128"),
-        (_fp8(), compressed("int-quantized", {"num_bits": 8, "type": "int"}), "down", "compressed-tensors' int-quantized"),
+        (
+            {"model.norm.weight": torch.ones(2)},
+            BLOCKS,
+            None,
+            "the tensors is model.norm.weight ..., wanted experts' weights",
+        ),
+        (
+            each(lambda N, K, seed: {"weight": e4m3(100, K), "weight_scale_inv": torch.ones(1, K // 128)}),
+            BLOCKS,
+            "gate_up",
+            "gate is of 100 rows, wanted a multiple of 128",
+        ),
+        (
+            _fp8(),
+            compressed("int-quantized", {"num_bits": 8, "type": "int"}),
+            "down",
+            "compressed-tensors' int-quantized",
+        ),
         (_fp8(), {"quant_method": "compressed-tensors"}, "down", "of 0 config_groups, wanted one whose targets name"),
     ],
-)  # fmt: skip
+)
 def test_what_can_not_be_read_is_told(
     tensors: dict[str, torch.Tensor], config: Any, part: str | None, told: str
 ) -> None:

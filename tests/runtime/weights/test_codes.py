@@ -96,8 +96,9 @@ def test_blocks_cut_off_at_the_edges_have_their_own_scale() -> None:
     found = codes.values("fp8_block", Quantised(torch.ones((N, K)).to(torch.float8_e4m3fn), scale))
     want = torch.tensor([[scale[n // 128, k // 128] for k in range(K)] for n in range(N)])
     assert torch.equal(found, want)
-    found = codes.values("mxfp4", Quantised(torch.full((1, 20), 0x22, dtype=torch.uint8),
-                                            torch.tensor([[127, 128]], dtype=torch.uint8)))  # fmt: skip
+    found = codes.values(
+        "mxfp4", Quantised(torch.full((1, 20), 0x22, dtype=torch.uint8), torch.tensor([[127, 128]], dtype=torch.uint8))
+    )
     assert found.tolist() == [[1.0] * 32 + [2.0] * 8]
 
 
@@ -148,8 +149,9 @@ def test_e2m1_is_the_nearest_and_of_two_the_even_one(value: float) -> None:
     assert code >> 3 == int(math.copysign(1, value) < 0)
 
 
-E4M3 = [math.ldexp(byte & 7, -9) if not byte >> 3 else math.ldexp(8 + (byte & 7), (byte >> 3) - 10)
-        for byte in range(127)]  # fmt: skip
+E4M3 = [
+    math.ldexp(byte & 7, -9) if not byte >> 3 else math.ldexp(8 + (byte & 7), (byte >> 3) - 10) for byte in range(127)
+]
 
 
 def test_the_table_of_e4m3_is_torchs() -> None:
@@ -194,8 +196,9 @@ def test_every_value_is_what_its_tables_say(format: str, N: int, half: int, data
         assert float(found[n, k]) == pytest.approx(value * factor[at] * outer, rel=1e-6, abs=0)
 
 
-def codes_values(format: str, code: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, outer: float | None
-                 ) -> torch.Tensor:  # fmt: skip
+def codes_values(
+    format: str, code: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, outer: float | None
+) -> torch.Tensor:
     return codes.values(format, Quantised(code, scale, zero, None if outer is None else torch.tensor(outer)))
 
 

@@ -89,8 +89,10 @@ def test_quantize_x_is_part_of_the_format() -> None:
         ExpertWeights.from_tensors(tensors, {}, "down", quantize_x="no")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("K", "groups", "group"), [(256, 8, 32), (256, 4, 64), (256, 2, 128), (300, 3, 128),
-                                                    (300, 5, 64), (300, 10, 32), (32, 1, 32), (80, 1, 128)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("K", "groups", "group"),
+    [(256, 8, 32), (256, 4, 64), (256, 2, 128), (300, 3, 128), (300, 5, 64), (300, 10, 32), (32, 1, 32), (80, 1, 128)],
+)
 def test_the_group_of_int4_is_told_by_the_shapes(K: int, groups: int, group: int) -> None:
     codes, scale = torch.zeros(2, 4, K // 2, dtype=BYTE), torch.ones(2, 4, groups, dtype=torch.float16)
     assert ExpertWeights.int4(codes, scale).format == f"int4_g{group}"
@@ -111,46 +113,131 @@ def _with(value: float | int, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-# ruff: noqa: E501
 WRONG: list[tuple[Callable[[], object], str]] = [
-    (lambda: ExpertWeights.fp8_block(_zeros(2, 128, 128), _ones(2, 1, 1)), "codes is torch.uint8 of shape [2, 128, 128], wanted torch.float8_e4m3fn"),
-    (lambda: ExpertWeights.fp8_block(_zeros(128, 128, dtype=FP8), _ones(1, 1)), "codes is of shape [128, 128], wanted [E, N, K]"),
-    (lambda: ExpertWeights.fp8_block(_zeros(2, 130, 300, dtype=FP8), _ones(2, 1, 2)), "scale is of shape [2, 1, 2], wanted [2, 2, 3] for codes of [2, 130, 300]"),
-    (lambda: ExpertWeights.fp8_block(_zeros(2, 128, 128, dtype=FP8), _ones(2, 1, 1).half()), "scale is torch.float16 of shape [2, 1, 1], wanted torch.float32"),
+    (
+        lambda: ExpertWeights.fp8_block(_zeros(2, 128, 128), _ones(2, 1, 1)),
+        "codes is torch.uint8 of shape [2, 128, 128], wanted torch.float8_e4m3fn",
+    ),
+    (
+        lambda: ExpertWeights.fp8_block(_zeros(128, 128, dtype=FP8), _ones(1, 1)),
+        "codes is of shape [128, 128], wanted [E, N, K]",
+    ),
+    (
+        lambda: ExpertWeights.fp8_block(_zeros(2, 130, 300, dtype=FP8), _ones(2, 1, 2)),
+        "scale is of shape [2, 1, 2], wanted [2, 2, 3] for codes of [2, 130, 300]",
+    ),
+    (
+        lambda: ExpertWeights.fp8_block(_zeros(2, 128, 128, dtype=FP8), _ones(2, 1, 1).half()),
+        "scale is torch.float16 of shape [2, 1, 1], wanted torch.float32",
+    ),
     (lambda: ExpertWeights.fp8_block(_zeros(2, 128, 128, dtype=FP8), None), "scale is NoneType, wanted torch.float32"),
-    (lambda: ExpertWeights.fp8_block(_zeros(2, 256, 128, dtype=FP8)[:, ::2], _ones(2, 1, 1)), "codes is with strides [32768, 256, 1], wanted contiguous"),
-    (lambda: ExpertWeights.fp8_channel(_zeros(2, 4, 8, dtype=FP8), _ones(4, 2).T), "scale is with strides [1, 2], wanted contiguous"),
-    (lambda: ExpertWeights.fp8_channel(_zeros(2, 4, 8, dtype=FP8), _ones(2, 4, 1)), "scale is of shape [2, 4, 1], wanted [2, 4]"),
-    (lambda: ExpertWeights.fp8_channel(_zeros(2, 4, 8, dtype=FP8), _with(float("nan"), _ones(2, 4))), "scale is nan at [1, 3], one of 1, wanted numbers"),
-    (lambda: ExpertWeights.fp8_channel(_zeros(2, 4, 8, dtype=FP8), _with(float("inf"), _ones(2, 4))), "scale is inf at [1, 3]"),
-    (lambda: ExpertWeights.fp8_channel(_zeros(2, 4, 8, dtype=FP8), _ones(2, 4).to("meta")), "scale is on meta, wanted the device of codes, cpu"),
-    (lambda: ExpertWeights.mxfp4(_zeros(2, 4, 16), _with(255, _zeros(2, 4, 1))), "scale is 255, which is NaN, at [1, 3, 0]"),
-    (lambda: ExpertWeights.mxfp4(_zeros(2, 4, 16), _ones(2, 4, 1)), "scale is torch.float32 of shape [2, 4, 1], wanted torch.uint8"),
-    (lambda: ExpertWeights.mxfp4(_zeros(2, 4, 2, 8), _zeros(2, 4, 1)), "codes is of shape [2, 4, 2, 8] and strides [64, 16, 8, 1], wanted [E, N, K/32, 16]"),
-    (lambda: ExpertWeights.mxfp4(_zeros(2, 4, 0), _zeros(2, 4, 0)), "codes is of shape [2, 4, 0], wanted [E, N, K/2], E, N and K of at least 1"),
+    (
+        lambda: ExpertWeights.fp8_block(_zeros(2, 256, 128, dtype=FP8)[:, ::2], _ones(2, 1, 1)),
+        "codes is with strides [32768, 256, 1], wanted contiguous",
+    ),
+    (
+        lambda: ExpertWeights.fp8_channel(_zeros(2, 4, 8, dtype=FP8), _ones(4, 2).T),
+        "scale is with strides [1, 2], wanted contiguous",
+    ),
+    (
+        lambda: ExpertWeights.fp8_channel(_zeros(2, 4, 8, dtype=FP8), _ones(2, 4, 1)),
+        "scale is of shape [2, 4, 1], wanted [2, 4]",
+    ),
+    (
+        lambda: ExpertWeights.fp8_channel(_zeros(2, 4, 8, dtype=FP8), _with(float("nan"), _ones(2, 4))),
+        "scale is nan at [1, 3], one of 1, wanted numbers",
+    ),
+    (
+        lambda: ExpertWeights.fp8_channel(_zeros(2, 4, 8, dtype=FP8), _with(float("inf"), _ones(2, 4))),
+        "scale is inf at [1, 3]",
+    ),
+    (
+        lambda: ExpertWeights.fp8_channel(_zeros(2, 4, 8, dtype=FP8), _ones(2, 4).to("meta")),
+        "scale is on meta, wanted the device of codes, cpu",
+    ),
+    (
+        lambda: ExpertWeights.mxfp4(_zeros(2, 4, 16), _with(255, _zeros(2, 4, 1))),
+        "scale is 255, which is NaN, at [1, 3, 0]",
+    ),
+    (
+        lambda: ExpertWeights.mxfp4(_zeros(2, 4, 16), _ones(2, 4, 1)),
+        "scale is torch.float32 of shape [2, 4, 1], wanted torch.uint8",
+    ),
+    (
+        lambda: ExpertWeights.mxfp4(_zeros(2, 4, 2, 8), _zeros(2, 4, 1)),
+        "codes is of shape [2, 4, 2, 8] and strides [64, 16, 8, 1], wanted [E, N, K/32, 16]",
+    ),
+    (
+        lambda: ExpertWeights.mxfp4(_zeros(2, 4, 0), _zeros(2, 4, 0)),
+        "codes is of shape [2, 4, 0], wanted [E, N, K/2], E, N and K of at least 1",
+    ),
     (lambda: ExpertWeights.mxfp4([1], _zeros(2, 4, 1)), "codes is list, wanted torch.uint8"),
-    (lambda: ExpertWeights.mxfp8(_zeros(2, 4, 32), _zeros(2, 4, 1)), "codes is torch.uint8 of shape [2, 4, 32], wanted torch.float8_e4m3fn"),
-    (lambda: ExpertWeights.mxfp8(_zeros(2, 4, 80, dtype=FP8), _with(255, _zeros(2, 4, 3))), "scale is 255, which is NaN, at [1, 3, 2]"),
-    (lambda: ExpertWeights.mxfp8(_zeros(2, 4, 80, dtype=FP8), _zeros(2, 4, 2)), "scale is of shape [2, 4, 2], wanted [2, 4, 3] for codes of [2, 4, 80]"),
-    (lambda: ExpertWeights.mxfp8(_zeros(2, 4, 32, dtype=FP8), _ones(2, 4, 1)), "scale is torch.float32 of shape [2, 4, 1], wanted torch.uint8"),
-    (lambda: ExpertWeights.int4(_zeros(2, 4, 128), _ones(2, 4, 3)), "scale is of shape [2, 4, 3], wanted 2 or 4 or 8 groups for K=256"),
-    (lambda: ExpertWeights.int4(_zeros(2, 4, 128), _ones(2, 4, 2), _zeros(2, 4, 4)), "zero is of shape [2, 4, 4], wanted [2, 4, 2]"),
+    (
+        lambda: ExpertWeights.mxfp8(_zeros(2, 4, 32), _zeros(2, 4, 1)),
+        "codes is torch.uint8 of shape [2, 4, 32], wanted torch.float8_e4m3fn",
+    ),
+    (
+        lambda: ExpertWeights.mxfp8(_zeros(2, 4, 80, dtype=FP8), _with(255, _zeros(2, 4, 3))),
+        "scale is 255, which is NaN, at [1, 3, 2]",
+    ),
+    (
+        lambda: ExpertWeights.mxfp8(_zeros(2, 4, 80, dtype=FP8), _zeros(2, 4, 2)),
+        "scale is of shape [2, 4, 2], wanted [2, 4, 3] for codes of [2, 4, 80]",
+    ),
+    (
+        lambda: ExpertWeights.mxfp8(_zeros(2, 4, 32, dtype=FP8), _ones(2, 4, 1)),
+        "scale is torch.float32 of shape [2, 4, 1], wanted torch.uint8",
+    ),
+    (
+        lambda: ExpertWeights.int4(_zeros(2, 4, 128), _ones(2, 4, 3)),
+        "scale is of shape [2, 4, 3], wanted 2 or 4 or 8 groups for K=256",
+    ),
+    (
+        lambda: ExpertWeights.int4(_zeros(2, 4, 128), _ones(2, 4, 2), _zeros(2, 4, 4)),
+        "zero is of shape [2, 4, 4], wanted [2, 4, 2]",
+    ),
     (lambda: ExpertWeights.int4(_zeros(2, 4, 128), _ones(2, 4, 2), _ones(2, 4, 2)), "zero is torch.float32"),
     (lambda: ExpertWeights.int4(_zeros(2, 4, 128), 1), "scale is int"),
-    (lambda: ExpertWeights.nvfp4(_zeros(2, 4, 8), _zeros(2, 4, 1), _ones(2)), "scale is torch.uint8 of shape [2, 4, 1], wanted torch.float8_e4m3fn"),
-    (lambda: ExpertWeights.nvfp4(_zeros(2, 4, 8), _with(float("nan"), _ones(2, 4, 1)).to(FP8), _ones(2)), "scale is nan at [1, 3, 0]"),
-    (lambda: ExpertWeights.nvfp4(_zeros(2, 4, 8), _zeros(2, 4, 1, dtype=FP8), _ones(3)), "global_scale is of shape [3], wanted [2]"),
-    (lambda: ExpertWeights.nvfp4(_zeros(2, 4, 8), _zeros(2, 4, 1, dtype=FP8), _with(float("nan"), _ones(2))), "global_scale is nan at [1]"),
+    (
+        lambda: ExpertWeights.nvfp4(_zeros(2, 4, 8), _zeros(2, 4, 1), _ones(2)),
+        "scale is torch.uint8 of shape [2, 4, 1], wanted torch.float8_e4m3fn",
+    ),
+    (
+        lambda: ExpertWeights.nvfp4(_zeros(2, 4, 8), _with(float("nan"), _ones(2, 4, 1)).to(FP8), _ones(2)),
+        "scale is nan at [1, 3, 0]",
+    ),
+    (
+        lambda: ExpertWeights.nvfp4(_zeros(2, 4, 8), _zeros(2, 4, 1, dtype=FP8), _ones(3)),
+        "global_scale is of shape [3], wanted [2]",
+    ),
+    (
+        lambda: ExpertWeights.nvfp4(_zeros(2, 4, 8), _zeros(2, 4, 1, dtype=FP8), _with(float("nan"), _ones(2))),
+        "global_scale is nan at [1]",
+    ),
     (lambda: ExpertWeights.quantize(_ones(2, 4), "mxfp4"), "w is torch.float32 of shape [2, 4], wanted [E, N, K]"),
     (lambda: ExpertWeights.quantize(_ones(2, 4, 5), "mxfp4"), "wanted an even K"),
     (lambda: ExpertWeights.quantize(_with(float("nan"), _ones(2, 4, 6)), "mxfp4"), "w is NaN or infinite"),
     (lambda: ExpertWeights.quantize(_ones(2, 4, 6), "int4"), "format is 'int4', wanted one of fp8_block, "),
     (lambda: ExpertWeights.quantize(_ones(2, 4, 6), "bf16"), "format is 'bf16', wanted one of fp8_block, "),
-    (lambda: ExpertWeights.quantize(_ones(2, 4, 6), "fp8_channel").dequantize(expert=2), "expert is 2, wanted one of the 2"),
-    (lambda: ExpertWeights.from_state_dict("mxfp4", {"codes": _zeros(2, 4, 16)}), "the state is of ['codes'], wanted codes, scale"),
-    (lambda: ExpertWeights.from_state_dict("mxfp4", {"codes": _zeros(2, 4, 16), "scale": _zeros(2, 4, 1), "order": torch.tensor(True)}), "order is torch.bool"),
-    (lambda: ExpertWeights.from_state_dict("nope", {"codes": _zeros(2, 4, 16), "scale": _zeros(2, 4, 1)}), "format is 'nope'"),
-]  # fmt: skip
+    (
+        lambda: ExpertWeights.quantize(_ones(2, 4, 6), "fp8_channel").dequantize(expert=2),
+        "expert is 2, wanted one of the 2",
+    ),
+    (
+        lambda: ExpertWeights.from_state_dict("mxfp4", {"codes": _zeros(2, 4, 16)}),
+        "the state is of ['codes'], wanted codes, scale",
+    ),
+    (
+        lambda: ExpertWeights.from_state_dict(
+            "mxfp4", {"codes": _zeros(2, 4, 16), "scale": _zeros(2, 4, 1), "order": torch.tensor(True)}
+        ),
+        "order is torch.bool",
+    ),
+    (
+        lambda: ExpertWeights.from_state_dict("nope", {"codes": _zeros(2, 4, 16), "scale": _zeros(2, 4, 1)}),
+        "format is 'nope'",
+    ),
+]
 
 
 @pytest.mark.parametrize(("make", "told"), WRONG, ids=[told[:40] for _, told in WRONG])

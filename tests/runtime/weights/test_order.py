@@ -73,9 +73,7 @@ def test_zero_points_of_another_layout_than_the_codes_are_refused() -> None:
         ExpertWeights.from_state_dict("int4_g32_zp", other.state_dict() | {"zero": w.zero})
     with pytest.raises(InputError, match="zero is out of range for prepared codes, wanted 0 to 15"):
         ExpertWeights.from_state_dict("int4_g32_zp", w.state_dict() | {"zero": w.zero + 1})
-    assert torch.equal(
-        ExpertWeights.from_state_dict("int4_g32_zp", w.state_dict()).dequantize(), other.dequantize()
-    )  # fmt: skip
+    assert torch.equal(ExpertWeights.from_state_dict("int4_g32_zp", w.state_dict()).dequantize(), other.dequantize())
 
 
 def test_copy_writes_no_zero_point_that_has_no_room() -> None:
@@ -112,11 +110,21 @@ def test_weights_that_were_prepared_are_released_and_say_so(w: ExpertWeights) ->
     assert repr(w) == "ExpertWeights(mxfp4, released by prepare())"
     x, m_sizes = torch.randn(4, 256), torch.tensor([2, 2], dtype=torch.int32)
     for use in (
-        lambda: w.codes, lambda: w.scale, lambda: w.zero, lambda: w.global_scale, lambda: w.shape,
-        lambda: w.dequantize(), lambda: w.state_dict(), lambda: w.restore(), lambda: w.to("meta"),
-        lambda: copy.deepcopy(w), lambda: pickle.dumps(w), lambda: grouped_gemm(x, w, m_sizes),
-        lambda: prepared.copy_(w), lambda: w.refresh(),
-    ):  # fmt: skip
+        lambda: w.codes,
+        lambda: w.scale,
+        lambda: w.zero,
+        lambda: w.global_scale,
+        lambda: w.shape,
+        lambda: w.dequantize(),
+        lambda: w.state_dict(),
+        lambda: w.restore(),
+        lambda: w.to("meta"),
+        lambda: copy.deepcopy(w),
+        lambda: pickle.dumps(w),
+        lambda: grouped_gemm(x, w, m_sizes),
+        lambda: prepared.copy_(w),
+        lambda: w.refresh(),
+    ):
         with pytest.raises(InputError, match=r"these mxfp4 weights were prepared.*: use what prepare\(\) returned"):
             use()
 
@@ -186,9 +194,18 @@ def test_another_layout_than_this_version_knows_is_refused(w: ExpertWeights, cod
 
 @pytest.mark.parametrize(
     ("format", "N", "K"),
-    [("mxfp4", 128, 128), ("mxfp8", 128, 128), ("nvfp4", 128, 128), ("int4_g128", 128, 128), ("int4_g32_zp", 128, 128),
-     ("fp8_block", 256, 128), ("fp8_channel", 128, 128), ("nvfp4", 128, 64), ("mxfp4", 64, 64)],
-)  # fmt: skip
+    [
+        ("mxfp4", 128, 128),
+        ("mxfp8", 128, 128),
+        ("nvfp4", 128, 128),
+        ("int4_g128", 128, 128),
+        ("int4_g32_zp", 128, 128),
+        ("fp8_block", 256, 128),
+        ("fp8_channel", 128, 128),
+        ("nvfp4", 128, 64),
+        ("mxfp4", 64, 64),
+    ],
+)
 def test_prepared_in_place_and_back(format: str, N: int, K: int) -> None:
     w = made(format, N=N, K=K)
     before, at, values = bits_of(w), w.codes.data_ptr(), w.dequantize(torch.float32)

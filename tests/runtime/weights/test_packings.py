@@ -38,18 +38,39 @@ PACKINGS: list[tuple[Callable[[Suffixes], Quantised], dict[str, torch.Tensor]]] 
     (packings.deepseek_fp4, {"weight": of_bytes(E, N, K // 2).view(torch.int8), "scale": of_bytes(E, N, K // 32)}),
     (packings.packed_mxfp4, {"weight_packed": of_bytes(E, N, K // 2), "weight_scale": of_bytes(E, N, K // 32)}),
     (packings.blocks, {"blocks": of_bytes(E, N, K // 32, 16), "scales": of_bytes(E, N, K // 32)}),
-    (packings.packed_nvfp4, {"weight_packed": of_bytes(E, N, K // 2), "weight_scale": torch.rand(E, N, K // 16).to(FP8),
-                             "weight_global_scale": torch.rand(E, 1) + 1}),
-    (packings.modelopt_nvfp4, {"weight": of_bytes(E, N, K // 2), "weight_scale": torch.rand(E, N, K // 16).to(FP8),
-                               "weight_scale_2": torch.rand(E)}),
-    (partial(packings.packed_int4, how=Int4(32)), {
-        "weight_packed": whole(E, N, K // 8), "weight_scale": torch.rand(E, N, K // 32),
-        "weight_zero_point": whole(E, N // 8, K // 32)}),
-    (partial(packings.gptq, how=Int4(64)), {
-        "qweight": whole(E, K // 8, N), "qzeros": whole(E, K // 64, N // 8), "scales": torch.rand(E, K // 64, N)}),
-    (partial(packings.awq, how=Int4()), {
-        "qweight": whole(E, K, N // 8), "qzeros": whole(E, K // 64, N // 8), "scales": torch.rand(E, K // 64, N)}),
-]  # fmt: skip
+    (
+        packings.packed_nvfp4,
+        {
+            "weight_packed": of_bytes(E, N, K // 2),
+            "weight_scale": torch.rand(E, N, K // 16).to(FP8),
+            "weight_global_scale": torch.rand(E, 1) + 1,
+        },
+    ),
+    (
+        packings.modelopt_nvfp4,
+        {
+            "weight": of_bytes(E, N, K // 2),
+            "weight_scale": torch.rand(E, N, K // 16).to(FP8),
+            "weight_scale_2": torch.rand(E),
+        },
+    ),
+    (
+        partial(packings.packed_int4, how=Int4(32)),
+        {
+            "weight_packed": whole(E, N, K // 8),
+            "weight_scale": torch.rand(E, N, K // 32),
+            "weight_zero_point": whole(E, N // 8, K // 32),
+        },
+    ),
+    (
+        partial(packings.gptq, how=Int4(64)),
+        {"qweight": whole(E, K // 8, N), "qzeros": whole(E, K // 64, N // 8), "scales": torch.rand(E, K // 64, N)},
+    ),
+    (
+        partial(packings.awq, how=Int4()),
+        {"qweight": whole(E, K, N // 8), "qzeros": whole(E, K // 64, N // 8), "scales": torch.rand(E, K // 64, N)},
+    ),
+]
 
 
 @pytest.mark.parametrize(("read", "given"), PACKINGS)
@@ -60,8 +81,10 @@ def test_stacked_is_each_for_itself(read: Callable[[Suffixes], Quantised], given
         for found, every in zip(one, stacked, strict=True):
             assert (found is None) == (every is None)
             if found is not None and every is not None:
-                assert torch.equal(found.view(torch.uint8) if found.dtype is FP8 else found,
-                                   every[e].view(torch.uint8) if found.dtype is FP8 else every[e])  # fmt: skip
+                assert torch.equal(
+                    found.view(torch.uint8) if found.dtype is FP8 else found,
+                    every[e].view(torch.uint8) if found.dtype is FP8 else every[e],
+                )
     assert stacked.codes.shape == (E, N, K // (1 if stacked.codes.dtype is FP8 else 2))
 
 
@@ -112,8 +135,11 @@ def test_an_engine_s_experts_are_those_of_their_stacked_tensors() -> None:
     """Zero points stay, all 8 or not: an engine's layer has the dtype that its config says."""
     awq = {"qweight": whole(E, K, N // 8), "scales": torch.rand(E, K // 64, N), "qzeros": whole(E, K // 64, N // 8)}
     awq["qzeros"][:] = 0x88888888 - (1 << 32)
-    given = {"weight_packed": whole(E, N, K // 8), "weight_scale": torch.rand(E, N, K // 32),
-             "weight_zero_point": whole(E, N // 8, K // 32)}  # fmt: skip
+    given = {
+        "weight_packed": whole(E, N, K // 8),
+        "weight_scale": torch.rand(E, N, K // 32),
+        "weight_zero_point": whole(E, N // 8, K // 32),
+    }
     gptq = {"qweight": whole(E, K // 8, N), "scales": torch.rand(E, K // 64, N)}
     for found, wanted in (
         (packings.awq_experts(*awq.values(), group=64), packings.awq(suffixes(**awq), Int4(64))),

@@ -76,13 +76,17 @@ def test_padded_weights_can_be_prepared(format: str) -> None:
 @pytest.mark.parametrize(
     ("act", "gated", "interleaved"),
     [
-        ("silu", True, False), ("gelu", True, False), ("gelu_tanh", True, False), ("swiglu_oai", True, True),
-        ("swiglu_oai", True, False), ("relu2", False, False),
+        ("silu", True, False),
+        ("gelu", True, False),
+        ("gelu_tanh", True, False),
+        ("swiglu_oai", True, True),
+        ("swiglu_oai", True, False),
+        ("relu2", False, False),
         (Activation("swiglu", limit=7.0, alpha=1.5, beta=0.7), True, False),
         (Activation("swiglustep", limit=7.0), True, False),
         (Activation("situ", beta=4.0, linear_beta=7.0), True, False),
     ],
-)  # fmt: skip
+)
 def test_a_layer_of_padded_weights_computes_the_same(
     format: str, act: str | Activation, gated: bool, interleaved: bool
 ) -> None:

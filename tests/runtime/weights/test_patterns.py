@@ -14,9 +14,23 @@ from pretuned.runtime.weights.patterns import first_matching
 
 NAMES = ("model.layers.1.mlp.experts.0.w1", "model.layers.1.mlp.experts")
 OTHERS = ("model.layers.12.self_attn",)
-EACH = ("re:.*experts$", "re:mlp", "re:model.layers.1.", "re:^model.*mlp.*", r"re:.*layers\.12\..*", "re:.*$", "re:",
-        "*mlp", "model*experts", "*.1.*", "re:.*[mx]lp.*", "re:(model|x).*", "re:.+attn", "re:mod?el",
-        r"re:.*s\.*")  # fmt: skip
+EACH = (
+    "re:.*experts$",
+    "re:mlp",
+    "re:model.layers.1.",
+    "re:^model.*mlp.*",
+    r"re:.*layers\.12\..*",
+    "re:.*$",
+    "re:",
+    "*mlp",
+    "model*experts",
+    "*.1.*",
+    "re:.*[mx]lp.*",
+    "re:(model|x).*",
+    "re:.+attn",
+    "re:mod?el",
+    r"re:.*s\.*",
+)
 
 
 def means(pattern: str, name: str) -> bool:
@@ -43,15 +57,26 @@ def test_the_first_that_means_one_of_the_names() -> None:
 @pytest.mark.parametrize(
     "pattern",
     [
-        "re:.*mlp.experts.*", r"re:^model\.layers\.3\..*$", "re:.*lm_head", "re:.*a.*b.*", "re:",
+        "re:.*mlp.experts.*",
+        r"re:^model\.layers\.3\..*$",
+        "re:.*lm_head",
+        "re:.*a.*b.*",
+        "re:",
         r"re:.*(q|k|v|o)_proj$",
-        r"re:.*mlp\.(gate|up|gate_up|down)_proj.*", r"re:.*layers\.[2-4]\..*experts.*", r"re:.*\.(?:1[0-5])\..*",
-        r"re:model\.layers\.\d+\.mlp\.experts\.\d+\..*_proj", "re:^(?!.*experts).*$", "re:.*attn.*|lm_head$",
-        r"re:.*(?:layers\.(3|4)\.|lm_head).*", "re:(?i).*EXPERTS.*", r"re:model\.layers\.\d{1,2}\.mlp", "re:.*?experts",
+        r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
+        r"re:.*layers\.[2-4]\..*experts.*",
+        r"re:.*\.(?:1[0-5])\..*",
+        r"re:model\.layers\.\d+\.mlp\.experts\.\d+\..*_proj",
+        "re:^(?!.*experts).*$",
+        "re:.*attn.*|lm_head$",
+        r"re:.*(?:layers\.(3|4)\.|lm_head).*",
+        "re:(?i).*EXPERTS.*",
+        r"re:model\.layers\.\d{1,2}\.mlp",
+        "re:.*?experts",
         r"re:.*layers\.1\..*|.*layers\.12\..*|.*lm_head",
         "re:.*layers.(" + "|".join(map(str, range(61))) + ").mlp.*",
     ],
-)  # fmt: skip
+)
 def test_forms_that_checkpoints_use(pattern: str) -> None:
     for name in (*NAMES, *OTHERS, "lm_head", "model.layers.13.mlp.experts.7.down_proj", "vision.q_proj"):
         wanted = None if re.match(pattern[3:], name) is None else 0
@@ -60,9 +85,26 @@ def test_forms_that_checkpoints_use(pattern: str) -> None:
 
 @pytest.mark.parametrize(
     "pattern",
-    ["re:(", "re:(a)*", "re:(a|.)*!", "re:((a)+)+", "re:.*.*.*.*", "re:.**", "re:a$b", r"re:\s", "re:(?=a)",
-     "re:(?P<n>a)", r"re:(a)\1", "re:[", "re:a{99999999999}", "re:\n", "re:(((a)))", r"re:(?<!a)b", "re:.*+"],
-)  # fmt: skip
+    [
+        "re:(",
+        "re:(a)*",
+        "re:(a|.)*!",
+        "re:((a)+)+",
+        "re:.*.*.*.*",
+        "re:.**",
+        "re:a$b",
+        r"re:\s",
+        "re:(?=a)",
+        "re:(?P<n>a)",
+        r"re:(a)\1",
+        "re:[",
+        "re:a{99999999999}",
+        "re:\n",
+        "re:(((a)))",
+        r"re:(?<!a)b",
+        "re:.*+",
+    ],
+)
 def test_any_other_form_is_refused_by_its_text(pattern: str) -> None:
     wanted = re.escape(f"w: {json.dumps(pattern)[:60]} is no regular expression that pretuned matches: wanted letters")
     with pytest.raises(InputError, match=f"^{wanted}"):

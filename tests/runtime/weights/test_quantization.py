@@ -60,11 +60,19 @@ def test_extra_config_of_auto_round(extra: dict[str, Any], wanted: list[Any]) ->
 @pytest.mark.parametrize(
     "key",
     [
-        r"^model\.layers\.3\.|shared_experts", r".*layers\.30\..*|gate_proj", r"(?i)EXPERTS\.1", r"layers\.3\.|down",
-        r"^layers\.3|^model\.layers\.30|12\.", r"experts\.(0|1)\.", r"(a|layers)\.3\.mlp", r"gate|up|down|w1|w2",
-        r"mlp\.[ef]xperts|30", r"a\.b|\.1\.", r".*3\..*|.*12.*|.*gate.*",
+        r"^model\.layers\.3\.|shared_experts",
+        r".*layers\.30\..*|gate_proj",
+        r"(?i)EXPERTS\.1",
+        r"layers\.3\.|down",
+        r"^layers\.3|^model\.layers\.30|12\.",
+        r"experts\.(0|1)\.",
+        r"(a|layers)\.3\.mlp",
+        r"gate|up|down|w1|w2",
+        r"mlp\.[ef]xperts|30",
+        r"a\.b|\.1\.",
+        r".*3\..*|.*12.*|.*gate.*",
     ],
-)  # fmt: skip
+)
 def test_keys_of_extra_config_match_anywhere_in_a_name(key: str) -> None:
     """(re.search, in AutoRound and in vLLM.)"""
     wanted = [8 if re.search(key, one) else 4 for one in MODULES]
@@ -72,9 +80,14 @@ def test_keys_of_extra_config_match_anywhere_in_a_name(key: str) -> None:
 
 
 TARGETS = [
-    ["Linear"], [r"re:.*experts\.[0-9]\..*"], [MODULES[1], "re:.*down_proj$"], ["re:.*layers.30.*", "Linear"],
-    ["down_proj", "lm_head"], [r"re:model\.layers\.3\..*"], ["re:experts"],
-]  # fmt: skip
+    ["Linear"],
+    [r"re:.*experts\.[0-9]\..*"],
+    [MODULES[1], "re:.*down_proj$"],
+    ["re:.*layers.30.*", "Linear"],
+    ["down_proj", "lm_head"],
+    [r"re:model\.layers\.3\..*"],
+    ["re:experts"],
+]
 
 
 @pytest.mark.parametrize("first", range(len(TARGETS)))

@@ -14,9 +14,17 @@ BLOCK: gl.constexpr = gl.constexpr(64)  # rows of w, and of K, that lie together
 
 @gluon.jit
 def block_of(
-    a, s, stage, half, UNIT: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, FORMAT: gl.constexpr,
-    DX: gl.constexpr, OPERAND: gl.constexpr,
-):  # fmt: skip
+    a,
+    s,
+    stage,
+    half,
+    UNIT: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    FORMAT: gl.constexpr,
+    DX: gl.constexpr,
+    OPERAND: gl.constexpr,
+):
     """What a warpgroup multiplies as its UNIT-th of a stage: blocks of its columns of one K, then of the next."""
     DEEP: gl.constexpr = BLOCK_K // BLOCK
     MINE: gl.constexpr = max(1, BLOCK_N // (2 * BLOCK))

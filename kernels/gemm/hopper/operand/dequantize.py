@@ -126,19 +126,25 @@ _NVFP4: gl.constexpr = gl.constexpr(nvfp4_text())
 def _layout(words: int) -> gl.DistributedLinearLayout:
     inner = [[0, 0, 1 << bit] for bit in range(words.bit_length() - 1)]
     return gl.DistributedLinearLayout(
-        reg_bases=[*inner, [8, 0, 0]], lane_bases=[[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        warp_bases=[[16, 0, 0], [32, 0, 0]], block_bases=[], shape=[64, 4, words],
-    )  # fmt: skip
+        reg_bases=[*inner, [8, 0, 0]],
+        lane_bases=[[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        warp_bases=[[16, 0, 0], [32, 0, 0]],
+        block_bases=[],
+        shape=[64, 4, words],
+    )
 
 
 _WORDS_4: gl.constexpr = gl.constexpr(_layout(2))
 _WORDS_8: gl.constexpr = gl.constexpr(_layout(4))
 _GROUPS_2: gl.constexpr = gl.constexpr(
     gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [8, 0]], lane_bases=[[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]], block_bases=[], shape=[64, 2],
+        reg_bases=[[0, 1], [8, 0]],
+        lane_bases=[[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 2],
     )
-)  # fmt: skip
+)
 _FLAT_1: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _FLAT_2: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 _FLAT_3: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
@@ -233,11 +239,22 @@ def _together(codes, scales, FORMAT: gl.constexpr):
     by = view(scales, _row_of_scales(FORMAT), [64], _FLAT_1).load(ROWS).to(gl.int32)
     by = gl.expand_dims(gl.expand_dims(by, 1), 2)
     o = gl.inline_asm_elementwise(
-        _together_text(FORMAT), "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r", [words, by],
+        _together_text(FORMAT),
+        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r",
+        [words, by],
         dtype=(
-            gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16,
-        ), is_pure=True, pack=2,
-    )  # fmt: skip
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+        ),
+        is_pure=True,
+        pack=2,
+    )
     return _eight(o)
 
 
@@ -248,19 +265,34 @@ def _unpack(codes, FORMAT: gl.constexpr):
     if CODES == "e4m3":
         words = view(codes, gl.int32, [64, 4, 4], _SWIZZLED).load(_WORDS_8)
         o = gl.inline_asm_elementwise(
-            _E4M3, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [words],
-            dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=4,
-        )  # fmt: skip
+            _E4M3,
+            "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r",
+            [words],
+            dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
         pairs = gl.join(gl.join(o[0], o[1]), gl.join(o[2], o[3])).reshape([64, 4, 2, 2, 2, 2])
         v = pairs.permute((0, 2, 5, 4, 1, 3))
     else:
         words = view(codes, gl.int32, [64, 4, 2], _FLAT_3).load(_WORDS_4)
         o = gl.inline_asm_elementwise(
-            _E2M1, "=r,=r,=r,=r,=r,=r,=r,=r,r,r", [words],
+            _E2M1,
+            "=r,=r,=r,=r,=r,=r,=r,=r,r,r",
+            [words],
             dtype=(
-                gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16,
-            ), is_pure=True, pack=2,
-        )  # fmt: skip
+                gl.bfloat16,
+                gl.bfloat16,
+                gl.bfloat16,
+                gl.bfloat16,
+                gl.bfloat16,
+                gl.bfloat16,
+                gl.bfloat16,
+                gl.bfloat16,
+            ),
+            is_pure=True,
+            pack=2,
+        )
         v = _eight(o)
     return v
 

@@ -71,9 +71,13 @@ def _straight(codes, scales, OPERAND: gl.constexpr):
     by = view(scales, gl.int16, [64], _FLAT_1).load(ROWS).to(gl.int32)
     by = gl.expand_dims(gl.expand_dims(by, 1), 2)
     o = gl.inline_asm_elementwise(
-        _STRAIGHT, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r", [words, by],
-        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=4,
-    )  # fmt: skip
+        _STRAIGHT,
+        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r",
+        [words, by],
+        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
     pairs = gl.join(gl.join(o[0], o[1]), gl.join(o[2], o[3])).reshape([64, 4, 2, 2, 2, 2])
     v = pairs.permute((0, 2, 5, 4, 1, 3))
     return gl.convert_layout(v.reshape([64, 64]), OPERAND, assert_trivial=True)
@@ -94,19 +98,29 @@ def _across(codes, scales, OPERAND: gl.constexpr):
     by = view(scales, gl.int32, [32], _FLAT_1).load(PAIRS)
     by = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.expand_dims(by, 1), 2), 3), 4)
     low, high = gl.inline_asm_elementwise(
-        _TURNED, "=&r,=&r,r,r,r,r,r,r,r,r",
+        _TURNED,
+        "=&r,=&r,r,r,r,r,r,r,r,r",
         [gl.expand_dims(held, 4), _HALVES + p * _HALF, by, _SCALES + word // 2 * _SCALE],
-        dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
-    )  # fmt: skip
+        dtype=(gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
     v = gl.join(low, high).permute((3, 5, 2, 4, 0, 1))
     return gl.convert_layout(v.reshape([64, 64]), OPERAND, assert_trivial=True)
 
 
 @gluon.jit
 def mx8_block_of(
-    a, s, stage, half, UNIT: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, DX: gl.constexpr,
+    a,
+    s,
+    stage,
+    half,
+    UNIT: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    DX: gl.constexpr,
     OPERAND: gl.constexpr,
-):  # fmt: skip
+):
     """A warpgroup's UNIT-th operand of a stage, as ``blocks.block_of``."""
     DEEP: gl.constexpr = BLOCK_K // BLOCK
     WIDE: gl.constexpr = BLOCK_N // BLOCK

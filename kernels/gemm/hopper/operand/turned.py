@@ -27,8 +27,10 @@ def _turned(four: bool) -> gl.DistributedLinearLayout:
     return gl.DistributedLinearLayout(
         reg_bases=[at(0, 1, 0, 0), at(4, 0, 0, 0), at(8, 0, 0, 0), at(16, 0, 0, 0)],
         lane_bases=[at(1, 0, 0, 0), at(2, 0, 0, 0), lanes_p, at(0, 0, 1, 0), at(0, 0, 2, 0)],
-        warp_bases=warps, block_bases=[], shape=[32, 2, 4, 2, 2, 2] if four else [32, 2, 4, 4, 2],
-    )  # fmt: skip
+        warp_bases=warps,
+        block_bases=[],
+        shape=[32, 2, 4, 2, 2, 2] if four else [32, 2, 4, 4, 2],
+    )
 
 
 _TURNED_4: gl.constexpr = gl.constexpr(_turned(True))
@@ -148,9 +150,13 @@ def turned(codes, scales, FORMAT: gl.constexpr, OPERAND: gl.constexpr):
         by = view(scales, gl.int32, [32], _FLAT_1).load(PAIRS)
         by = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.expand_dims(by, 1), 2), 3), 4), 5)
     low, high = gl.inline_asm_elementwise(
-        _turned_asm(FORMAT), "=&r,=&r,r,r,r,r,r,r,r,r,r,r", [held, p, s, by, which],
-        dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
-    )  # fmt: skip
+        _turned_asm(FORMAT),
+        "=&r,=&r,r,r,r,r,r,r,r,r,r,r",
+        [held, p, s, by, which],
+        dtype=(gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
     v = gl.join(low, high)
     v = v.permute((3, 5, 6, 2, 4, 0, 1)) if FOUR else v.permute((3, 5, 2, 4, 0, 1))
     return gl.convert_layout(v.reshape([64, 64]), OPERAND, assert_trivial=True)

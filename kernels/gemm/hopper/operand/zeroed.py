@@ -138,11 +138,22 @@ def _zeroed(codes, scales, zeros, FORMAT: gl.constexpr, OPERAND: gl.constexpr):
     by = gl.expand_dims(gl.expand_dims(by, 1), 2)
     less = gl.expand_dims(gl.expand_dims(less, 1), 2)
     o = gl.inline_asm_elementwise(
-        _text(FORMAT, False), "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r", [words, by, less],
+        _text(FORMAT, False),
+        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r",
+        [words, by, less],
         dtype=(
-            gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16,
-        ), is_pure=True, pack=2,
-    )  # fmt: skip
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+        ),
+        is_pure=True,
+        pack=2,
+    )
     return gl.convert_layout(_eight(o).reshape([64, 64]), OPERAND, assert_trivial=True)
 
 
@@ -176,18 +187,31 @@ def _zeroed_turned(codes, scales, zeros, FORMAT: gl.constexpr, OPERAND: gl.const
     less = view(zeros, _pair_of_zeros(FORMAT), [32], _FLAT_1).load(PAIRS).to(gl.int32)
     less = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.expand_dims(less, 1), 2), 3), 4), 5)
     low, high = gl.inline_asm_elementwise(
-        _text(FORMAT, True), "=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r", [held, p, s, by, word, less],
-        dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
-    )  # fmt: skip
+        _text(FORMAT, True),
+        "=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r",
+        [held, p, s, by, word, less],
+        dtype=(gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
     v = gl.join(low, high).permute((3, 5, 6, 2, 4, 0, 1))
     return gl.convert_layout(v.reshape([64, 64]), OPERAND, assert_trivial=True)
 
 
 @gluon.jit
 def zeroed_block_of(
-    a, s, z, stage, half, UNIT: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, FORMAT: gl.constexpr,
-    DX: gl.constexpr, OPERAND: gl.constexpr,
-):  # fmt: skip
+    a,
+    s,
+    z,
+    stage,
+    half,
+    UNIT: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    FORMAT: gl.constexpr,
+    DX: gl.constexpr,
+    OPERAND: gl.constexpr,
+):
     """A warpgroup's UNIT-th operand of a stage, as ``blocks.block_of``, from codes with zero points."""
     DEEP: gl.constexpr = BLOCK_K // BLOCK
     WIDE: gl.constexpr = BLOCK_N // BLOCK

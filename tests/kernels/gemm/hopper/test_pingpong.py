@@ -81,9 +81,13 @@ def test_which_kernels_have_such_code() -> None:
 def test_how_many_columns_a_tile_can_be_told_apart() -> None:
     """Their number goes to the warpgroups in 20 bits."""
     for config, op, columns_are in (
-        (ROWS, Op.FORWARD, "N"), (ROWS, Op.DX, "K"), (DEALT, Op.FORWARD, "N"), (DEALT, Op.DX, "K"),
-        (WEIGHT, Op.DW, "K"), (ACROSS, Op.DW, "N"),
-    ):  # fmt: skip
+        (ROWS, Op.FORWARD, "N"),
+        (ROWS, Op.DX, "K"),
+        (DEALT, Op.FORWARD, "N"),
+        (DEALT, Op.DX, "K"),
+        (WEIGHT, Op.DW, "K"),
+        (ACROSS, Op.DW, "N"),
+    ):
         most = (128 if config is DEALT else 192) << 20
         problem = replace(Problem(op, DType.BF16, 4, 64, 64), **{columns_are: most})
         assert registry.beyond(problem, config) is None
@@ -135,8 +139,10 @@ def test_its_boxes_have_64_columns() -> None:
         assert registry.boxes(Spec(Op.FORWARD, DType.BF16, config))["w"] == (1, 64, 64)
     for config in (WEIGHT, ACROSS):
         assert registry.boxes(Spec(Op.DW, DType.BF16, config)) == {
-            "dy": (1, 1, 32, 64), "x": (1, 1, 32, 64), "dw": (1, 64, 64),
-        }  # fmt: skip
+            "dy": (1, 1, 32, 64),
+            "x": (1, 1, 32, 64),
+            "dw": (1, 64, 64),
+        }
         constants = registry.constants(Spec(Op.DW, DType.BF16, config), 90)
         assert (constants["BLOCK_M"], constants["BLOCK_K"], constants["ACROSS"]) == (32, 192, config is ACROSS)
 
@@ -192,11 +198,13 @@ def test_dw_lies_as_wastes_least() -> None:
 @pytest.mark.parametrize(
     "spec",
     [
-        Spec(Op.FORWARD, DType.BF16, ROWS), Spec(Op.DX, DType.FP16, ROWS, fusion=Fusion.SCATTER),
+        Spec(Op.FORWARD, DType.BF16, ROWS),
+        Spec(Op.DX, DType.FP16, ROWS, fusion=Fusion.SCATTER),
         Spec(Op.FORWARD, DType.BF16, DEALT),
-        Spec(Op.DW, DType.BF16, WEIGHT), Spec(Op.DW, DType.BF16, ACROSS),
+        Spec(Op.DW, DType.BF16, WEIGHT),
+        Spec(Op.DW, DType.BF16, ACROSS),
     ],
-)  # fmt: skip
+)
 def test_its_registers_and_buffers(spec: Spec) -> None:
     """Those of two warpgroups and the loading warp's fit 168 for each of 12 warps."""
     constants = registry.constants(spec, 90)

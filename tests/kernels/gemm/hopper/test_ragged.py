@@ -32,10 +32,14 @@ def test_what_is_fitted(config: Config) -> None:
     assert str(config).endswith(" fitted")
     assert not registry.dealt(Op.FORWARD, config)
     for other in (
-        replace(config, schedule=Schedule.PERSISTENT), replace(config, block_k=128), replace(config, block_n=256),
-        replace(config, rows=TileRows.FIXED), replace(config, edge=Edge.HALF),
-        replace(config, cache=Cache.EVICT_FIRST), replace(config, loads=Loads.POINTER),
-    ):  # fmt: skip
+        replace(config, schedule=Schedule.PERSISTENT),
+        replace(config, block_k=128),
+        replace(config, block_n=256),
+        replace(config, rows=TileRows.FIXED),
+        replace(config, edge=Edge.HALF),
+        replace(config, cache=Cache.EVICT_FIRST),
+        replace(config, loads=Loads.POINTER),
+    ):
         assert registry.refusal(Spec(Op.FORWARD, DType.BF16, other)), other
     assert Config.from_pairs(config.pairs()) == config
 
@@ -74,9 +78,11 @@ def test_it_is_tried_where_there_is_such_code(op: Op, dtype: DType) -> None:
 def test_its_boxes_and_constants(config: Config) -> None:
     """w by its 128 columns of y at once, or where those are contiguous by 64, as wide as lines in shared memory are."""
     for op, layout, w in (
-        (Op.FORWARD, Layout.NK, (1, 128, 64)), (Op.FORWARD, Layout.KN, (1, 64, 64)),
-        (Op.DX, Layout.NK, (1, 64, 64)), (Op.DX, Layout.KN, (1, 128, 64)),
-    ):  # fmt: skip
+        (Op.FORWARD, Layout.NK, (1, 128, 64)),
+        (Op.FORWARD, Layout.KN, (1, 64, 64)),
+        (Op.DX, Layout.NK, (1, 64, 64)),
+        (Op.DX, Layout.KN, (1, 128, 64)),
+    ):
         spec = Spec(op, DType.BF16, config, layout)
         assert registry.entry_of(spec).name == "rows_fitted"
         assert registry.boxes(spec) == {"x": (64, 64), "w": w, "y_map": (1, 1, 64, 64)}

@@ -31,9 +31,9 @@ def test_these_are_among_what_is_built() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("config", "fusion"), [(MANY, Fusion.NONE), pytest.param(MANY, Fusion.SCATTER, marks=pytest.mark.nightly),
-                           (FEW, Fusion.SCATTER)],
-)  # fmt: skip
+    ("config", "fusion"),
+    [(MANY, Fusion.NONE), pytest.param(MANY, Fusion.SCATTER, marks=pytest.mark.nightly), (FEW, Fusion.SCATTER)],
+)
 def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch, config: Config, fusion: Fusion) -> None:
     spec = Spec(Op.FORWARD, DType.FP8_CHANNEL, config, fusion=fusion)
     kept: list[Any] = []

@@ -77,31 +77,50 @@ def code() -> CodeType:
 def kernel(program: int, programs: int, rows: int, loads: int) -> dict[str, Any]:
     """The module's functions, of smaller windows, as one program of a grid has them."""
     language = SimpleNamespace(
-        constexpr=object, int32=None, int64=None, BlockedLayout=lambda *_: None, to_tensor=tensor,
+        constexpr=object,
+        int32=None,
+        int64=None,
+        BlockedLayout=lambda *_: None,
+        to_tensor=tensor,
         arange=lambda first, end, layout: tensor(np.arange(first, end)),
-        where=lambda a, b, c: tensor(np.where(a, b, c)), sum=lambda values, _axis: tensor(values.sum()),
+        where=lambda a, b, c: tensor(np.where(a, b, c)),
+        sum=lambda values, _axis: tensor(values.sum()),
         inline_asm_elementwise=assembly,
-        minimum=lambda a, b: tensor(min(a, b)), cdiv=lambda a, b: -(-a // b),
-        program_id=lambda _axis: program, num_programs=lambda _axis: programs,
-    )  # fmt: skip
+        minimum=lambda a, b: tensor(min(a, b)),
+        cdiv=lambda a, b: -(-a // b),
+        program_id=lambda _axis: program,
+        num_programs=lambda _axis: programs,
+    )
 
     def counts(m_sizes: Pointer, step: int, M: int, E: int, experts: int, _layout: object) -> Tensor:
         each = (m_sizes.words[m_sizes.at + i * step] if i < E else 0 for i in range(experts))
         return tensor([min(max(one, 0), M) for one in each])
 
     held: dict[str, Any] = {
-        "gl": language, "counts": counts, "LANES": None, "ROWS": rows, "_LOADS": loads, "_ALL": "0xffffffff",
-        "SCATTER_FLAG": SCATTER, "ZERO_TAIL_FLAG": ZERO_TAIL,
-    }  # fmt: skip
+        "gl": language,
+        "counts": counts,
+        "LANES": None,
+        "ROWS": rows,
+        "_LOADS": loads,
+        "_ALL": "0xffffffff",
+        "SCATTER_FLAG": SCATTER,
+        "ZERO_TAIL_FLAG": ZERO_TAIL,
+    }
     exec(code(), held)
     held["_TEXT"] = held["text"]()
     return held
 
 
 def cleared(
-    sizes: list[int], index: list[int], index_end: int, programs: int, rows: int, loads: int, step: int = 1,
+    sizes: list[int],
+    index: list[int],
+    index_end: int,
+    programs: int,
+    rows: int,
+    loads: int,
+    step: int = 1,
     flags: int = SCATTER | ZERO_TAIL,
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     """Every row that some program clears."""
     found: list[int] = []
     M = tensor(len(index))
@@ -117,10 +136,14 @@ def cleared(
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
-    sizes=st.lists(st.integers(-3, 30), min_size=1, max_size=70), index=st.lists(st.integers(-2, 90), max_size=160),
-    index_end=st.integers(1, 85), programs=st.integers(1, 90), rows=st.sampled_from([32, 64, 1024]),
-    loads=st.sampled_from([2, 16]), step=st.sampled_from([1, 2]),
-)  # fmt: skip
+    sizes=st.lists(st.integers(-3, 30), min_size=1, max_size=70),
+    index=st.lists(st.integers(-2, 90), max_size=160),
+    index_end=st.integers(1, 85),
+    programs=st.integers(1, 90),
+    rows=st.sampled_from([32, 64, 1024]),
+    loads=st.sampled_from([2, 16]),
+    step=st.sampled_from([1, 2]),
+)
 @example(sizes=[4], index=[63, 31, 32, 31], index_end=64, programs=1, rows=64, loads=2, step=1)  # the last bits
 @example(sizes=[160], index=[*range(80), *range(79, -1, -1)], index_end=85, programs=2, rows=64, loads=2, step=2)
 @example(sizes=[600], index=[i % 90 for i in range(600)], index_end=85, programs=1, rows=64, loads=16, step=1)
@@ -138,9 +161,13 @@ def test_each_row_that_no_index_names_is_cleared_once(
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
-    start=st.sampled_from([0, 1, 1000, 2**31 - 1 - 1024]), rows=st.sampled_from([1, 31, 32, 33, 1000, 1024]),
-    loads=st.sampled_from([2, 16]), step=st.sampled_from([1, 2]), used=st.integers(0, 1100), seed=st.integers(0, 99),
-)  # fmt: skip
+    start=st.sampled_from([0, 1, 1000, 2**31 - 1 - 1024]),
+    rows=st.sampled_from([1, 31, 32, 33, 1000, 1024]),
+    loads=st.sampled_from([2, 16]),
+    step=st.sampled_from([1, 2]),
+    used=st.integers(0, 1100),
+    seed=st.integers(0, 99),
+)
 @example(start=2**31 - 1 - 1024, rows=1024, loads=16, step=2, used=1087, seed=0)
 def test_the_search_finds_what_is_named_and_no_other(
     start: int, rows: int, loads: int, step: int, used: int, seed: int

@@ -18,10 +18,26 @@ WORKER = Path(__file__).parents[3] / "support" / "interpret_coded.py"
 FORMATS = [name for name, one in PRECISIONS.items() if one.quantised and one.x.name == "bf16"]
 ALL = Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT | Fusion.BIAS
 BASE: dict[str, Any] = {
-    "op": "forward", "format": "mxfp4", "prepared": False, "dtype": "fp32", "m_sizes": [3, 0, 4, 2], "M": 9,
-    "N": 48, "K": 96, "block": (16, 64, 64), "group_m": 8, "fusion": 0, "top_k": 1, "seed": 0, "ends": False,
-    "one_hot": False, "wide": False, "zero_tail": False, "poison": 0, "bad_index": False,
-}  # fmt: skip
+    "op": "forward",
+    "format": "mxfp4",
+    "prepared": False,
+    "dtype": "fp32",
+    "m_sizes": [3, 0, 4, 2],
+    "M": 9,
+    "N": 48,
+    "K": 96,
+    "block": (16, 64, 64),
+    "group_m": 8,
+    "fusion": 0,
+    "top_k": 1,
+    "seed": 0,
+    "ends": False,
+    "one_hot": False,
+    "wide": False,
+    "zero_tail": False,
+    "poison": 0,
+    "bad_index": False,
+}
 
 
 def wrong(*cases: dict[str, Any]) -> list[tuple[dict[str, Any], list[str]]]:
@@ -50,12 +66,14 @@ def test_every_format_op_and_order() -> None:
     """Codes of every value, and scales at both ends, bit for bit."""
     stored = [
         {"op": op, "format": format, "one_hot": True, "ends": True, **sizes(format, prepared=False)}
-        for format in FORMATS for op in ("forward", "dX")
-    ]  # fmt: skip
+        for format in FORMATS
+        for op in ("forward", "dX")
+    ]
     ordered = [
         {"op": "dX", "format": format, "one_hot": True, "prepared": True, **sizes(format, prepared=True)}
-        for format in FORMATS if format in ORDERS
-    ]  # fmt: skip
+        for format in FORMATS
+        if format in ORDERS
+    ]
     assert len(stored) == 22
     assert len(ordered) == 11
     assert not wrong(*stored, *ordered)
@@ -75,4 +93,4 @@ def test_every_form() -> None:
         {"zero_tail": True, "M": 40, "block": (32, 64, 128)},
         {"zero_tail": True, "fusion": Fusion.SCATTER.value, "m_sizes": [3, 0, 4, 1]},
         {"m_sizes": [7, 20, 0, 3], "M": 32, "group_m": 2, "N": 80, "K": 100, "dtype": "fp16"},
-    )  # fmt: skip
+    )

@@ -23,10 +23,25 @@ WORKER = Path(__file__).parents[3] / "support" / "interpret_w8a8.py"
 FORMATS = ("fp8_block", "fp8_channel")
 ALL = Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT | Fusion.BIAS
 BASE: dict[str, Any] = {
-    "format": "fp8_block", "prepared": False, "dtype": "fp32", "m_sizes": [3, 0, 4, 2], "M": 9, "N": 50, "K": 200,
-    "block": (16, 64, 128), "group_m": 8, "fusion": 0, "top_k": 1, "seed": 0, "ends": False, "wide": False,
-    "zero_tail": False, "poison": 0, "bad_index": False, "bad_code": False,
-}  # fmt: skip
+    "format": "fp8_block",
+    "prepared": False,
+    "dtype": "fp32",
+    "m_sizes": [3, 0, 4, 2],
+    "M": 9,
+    "N": 50,
+    "K": 200,
+    "block": (16, 64, 128),
+    "group_m": 8,
+    "fusion": 0,
+    "top_k": 1,
+    "seed": 0,
+    "ends": False,
+    "wide": False,
+    "zero_tail": False,
+    "poison": 0,
+    "bad_index": False,
+    "bad_code": False,
+}
 
 
 def wrong(*cases: dict[str, Any]) -> list[tuple[dict[str, Any], list[str]]]:
@@ -52,7 +67,7 @@ def test_sizes_and_scales_at_their_ends() -> None:
         {"N": 1, "K": 7},
         {"N": 257, "K": 384, "block": (16, 128, 128)},
         {"N": 130, "K": 129, "block": (32, 64, 128), "m_sizes": [40, 3, 0, 2], "M": 45, "group_m": 1},
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.slow
@@ -66,7 +81,7 @@ def test_every_form() -> None:
         {"bad_code": True, "block": (64, 64, 128), "m_sizes": [3, 20, 0, 3], "M": 26},
         {"zero_tail": True, "M": 40, "block": (32, 64, 128)},
         {"zero_tail": True, "fusion": Fusion.SCATTER.value, "m_sizes": [3, 0, 4, 1]},
-    )  # fmt: skip
+    )
 
 
 def products(dtype: DType, config: Config, sm: int) -> set[str]:

@@ -28,8 +28,10 @@ def test_results_are_those_of_the_dequantised_model_by_peft(
     model, twin = adapted(peft, loaded(pair.quantised)), adapted(peft, loaded(pair.twin, "eager"))
     for experts in experts_of(model):
         assert quantised(experts, "gate_up_proj") is not None
-    shapes, wanted_shapes = ({name: (one.shape, one.dtype) for name, one in each.named_parameters() if "lora_" in name}
-                             for each in (model, twin))  # fmt: skip
+    shapes, wanted_shapes = (
+        {name: (one.shape, one.dtype) for name, one in each.named_parameters() if "lora_" in name}
+        for each in (model, twin)
+    )
     assert shapes == wanted_shapes
     (got, grads), (wanted, wanted_grads) = run(model), run(twin)
     assert set(grads) == set(wanted_grads)
@@ -49,8 +51,10 @@ def test_results_are_those_of_the_dequantised_model_by_peft(
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_bf16_and_in_autocast(peft: Any, checkpoints: dict[str, tiny_quantised.Pair], kind: str) -> None:
     for dtype, cast in ((torch.bfloat16, False), (torch.float32, True)):
-        model, twin = (adapted(peft, loaded(place, how, dtype))
-                       for place, how in zip(checkpoints[kind], ("pretuned", "eager"), strict=True))  # fmt: skip
+        model, twin = (
+            adapted(peft, loaded(place, how, dtype))
+            for place, how in zip(checkpoints[kind], ("pretuned", "eager"), strict=True)
+        )
         with torch.autocast("cpu", torch.bfloat16, enabled=cast):
             (got, grads), (wanted, wanted_grads) = run(model), run(twin)
         assert near(got, wanted) < 3e-2
@@ -78,8 +82,11 @@ def test_twenty_steps_learn_and_what_is_saved_is_an_adapter_of_the_dequantised_m
             loss.backward()
             optimizer.step()
             losses[how].append(float(loss.detach()))
-        assert all(torch.equal(codes[name].view(torch.uint8), one.view(torch.uint8))
-                   for name, one in model.named_parameters() if name in codes)  # fmt: skip
+        assert all(
+            torch.equal(codes[name].view(torch.uint8), one.view(torch.uint8))
+            for name, one in model.named_parameters()
+            if name in codes
+        )
     assert losses["pretuned"][-1] < 0.8 * losses["pretuned"][0]
     torch.testing.assert_close(torch.tensor(losses["pretuned"]), torch.tensor(losses["eager"]), rtol=2e-2, atol=2e-2)
     wanted, _ = run(models["pretuned"])

@@ -61,8 +61,11 @@ def between(experts: Any, h: torch.Tensor) -> torch.Tensor:
 def given(dtype: torch.dtype = torch.float32, tokens: int = 9) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(2)
     ids = torch.stack([torch.randperm(stockexperts.E, generator=generator)[:2] for _ in range(tokens)])
-    return [torch.randn(tokens, stockexperts.H, generator=generator).to(dtype), ids,
-            torch.rand(tokens, 2, generator=generator).to(dtype)]  # fmt: skip
+    return [
+        torch.randn(tokens, stockexperts.H, generator=generator).to(dtype),
+        ids,
+        torch.rand(tokens, 2, generator=generator).to(dtype),
+    ]
 
 
 def run(
@@ -265,10 +268,16 @@ def replaced(one: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("when", ["before the first call", "after it"])
 @pytest.mark.parametrize(
-    "what", ["transformers.activations.SiLUActivation.forward", "torch.nn.functional.silu", "torch.nn.Module.__call__",
-             "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeExperts._apply_gate", "torch.Tensor.chunk",
-             "transformers.activations.nn"],
-)  # fmt: skip
+    "what",
+    [
+        "transformers.activations.SiLUActivation.forward",
+        "torch.nn.functional.silu",
+        "torch.nn.Module.__call__",
+        "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeExperts._apply_gate",
+        "torch.Tensor.chunk",
+        "transformers.activations.nn",
+    ],
+)
 def test_what_is_replaced_in_the_library_is_seen(
     library: Any, what: str, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,15 +331,29 @@ def test_a_limit_is_read_in_every_call(library: Any, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    [("deepseek_v4", "limit"), ("hy_v4", "swiglu_limit"), ("gpt_oss", "limit"), ("gpt_oss", "alpha"),
-     ("minimax_m3_vl", "swiglu_limit"), ("minimax_m3_vl", "swiglu_alpha")],
-)  # fmt: skip
+    [
+        ("deepseek_v4", "limit"),
+        ("hy_v4", "swiglu_limit"),
+        ("gpt_oss", "limit"),
+        ("gpt_oss", "alpha"),
+        ("minimax_m3_vl", "swiglu_limit"),
+        ("minimax_m3_vl", "swiglu_alpha"),
+    ],
+)
 @pytest.mark.parametrize(
     ("value", "is_known"),
-    [(0.3, True), (1, True), (np.float64(0.3), False), (True, False), (torch.tensor(0.3), False), (-1.0, None),
-     (0, None), (float("inf"), None)],
+    [
+        (0.3, True),
+        (1, True),
+        (np.float64(0.3), False),
+        (True, False),
+        (torch.tensor(0.3), False),
+        (-1.0, None),
+        (0, None),
+        (float("inf"), None),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_number_that_was_set_after_load(
     library: Any, family: str, name: str, value: Any, is_known: bool | None
 ) -> None:
@@ -386,12 +409,14 @@ def test_softcaps_that_were_changed_after_load(library: Any, change: str) -> Non
         ({}, Activation("silu")),
         ({"swiglu_limit": 0.5}, Activation("swiglu", limit=0.5)),
         ({"swiglu_limit": 0.5, "swiglu_alpha": 1.3}, Activation("swiglu", limit=0.5, alpha=1.3, beta=1.0)),
-        ({"swiglu_limit": 0.5, "swiglu_alpha": 1.3, "mlp_gate_softcap": 2.0, "mlp_up_softcap": 3.0},
-         Activation("situ", beta=2.0, linear_beta=3.0)),
+        (
+            {"swiglu_limit": 0.5, "swiglu_alpha": 1.3, "mlp_gate_softcap": 2.0, "mlp_up_softcap": 3.0},
+            Activation("situ", beta=2.0, linear_beta=3.0),
+        ),
         ({"swiglu_limit": 0.0}, None),
         ({"swiglu_limit": -1.0, "swiglu_alpha": 1.3}, None),
     ],
-)  # fmt: skip
+)
 def test_the_gate_of_transformers_own_fp8_experts(
     library: Any, settings: dict[str, float], known: Activation | None
 ) -> None:
@@ -448,13 +473,27 @@ def test_checkpointing_drops_the_same_again(library: Any) -> None:
 
 @pytest.mark.parametrize(
     ("act", "name"),
-    [(nn.SiLU(), "silu"), (nn.GELU(), "gelu"), (nn.GELU("tanh"), "gelu_tanh"), (functional.silu, "silu"),
-     (functional.gelu, "gelu"), (functools.partial(functional.gelu, approximate="tanh"), "gelu_tanh"),
-     (nn.SiLU(inplace=True), None), (nn.Mish(), None), (torch.tanh, None),
-     (functools.partial(functional.silu, inplace=True), None), ("gelu", "gelu"), ("gelu_pytorch_tanh", "gelu_tanh"),
-     ("silu", "silu"), ("swish", "silu"), ("gelu_python", None), ("gelu_new", None), ("quick_gelu", None),
-     ("relu2", "relu2")],
-)  # fmt: skip
+    [
+        (nn.SiLU(), "silu"),
+        (nn.GELU(), "gelu"),
+        (nn.GELU("tanh"), "gelu_tanh"),
+        (functional.silu, "silu"),
+        (functional.gelu, "gelu"),
+        (functools.partial(functional.gelu, approximate="tanh"), "gelu_tanh"),
+        (nn.SiLU(inplace=True), None),
+        (nn.Mish(), None),
+        (torch.tanh, None),
+        (functools.partial(functional.silu, inplace=True), None),
+        ("gelu", "gelu"),
+        ("gelu_pytorch_tanh", "gelu_tanh"),
+        ("silu", "silu"),
+        ("swish", "silu"),
+        ("gelu_python", None),
+        ("gelu_new", None),
+        ("quick_gelu", None),
+        ("relu2", "relu2"),
+    ],
+)
 def test_activations_that_are_known(library: Any, act: Any, name: str | None) -> None:
     from transformers.activations import ACT2FN
 

@@ -74,8 +74,9 @@ def test_target_modules_adapt_what_they_adapt_in_the_dequantised_model(
 
 def test_gpt_oss_has_no_experts_among_its_linear_layers(peft: Any, checkpoints: dict[str, Pair]) -> None:
     for target in ("all-linear", ["q_proj", "gate_up_proj", "down_proj"]):
-        model, twin = (adapted(peft, base, target_modules=target, target_parameters=None)
-                       for base in both(checkpoints["mxfp4"]))  # fmt: skip
+        model, twin = (
+            adapted(peft, base, target_modules=target, target_parameters=None) for base in both(checkpoints["mxfp4"])
+        )
         same(model, twin)
         model, twin = (adapted(peft, base, target_modules=target) for base in both(checkpoints["mxfp4"]))
         assert any("experts" in name for name in lora_of(model))
@@ -99,16 +100,27 @@ def saved_by_an_older_stack(folder: Path, base: Path, target: Any) -> dict[str, 
         q = f"model.layers.{layer}.self_attn.q_proj"
         changes[f"{q}.weight"] = one(q, config["num_attention_heads"] * config["head_dim"], H)
         experts = f"model.layers.{layer}.mlp.experts"
-        gate, up, down = ([one(f"{experts}.{e}.{part}", *((H, I) if part == "down_proj" else (I, H))) for e in range(E)]
-                          for part in PARTS)  # fmt: skip
+        gate, up, down = (
+            [one(f"{experts}.{e}.{part}", *((H, I) if part == "down_proj" else (I, H))) for e in range(E)]
+            for part in PARTS
+        )
         changes[f"{experts}.gate_up_proj"] = torch.cat([torch.stack(gate), torch.stack(up)], 1)
         changes[f"{experts}.down_proj"] = torch.stack(down)
     folder.mkdir()
     save_file(saved, folder / "adapter_model.safetensors", {"format": "pt"})
-    (folder / "adapter_config.json").write_text(json.dumps({
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": r, "lora_alpha": alpha, "target_modules": target,
-        "base_model_name_or_path": str(base), "inference_mode": True,
-    }))  # fmt: skip
+    (folder / "adapter_config.json").write_text(
+        json.dumps(
+            {
+                "peft_type": "LORA",
+                "task_type": "CAUSAL_LM",
+                "r": r,
+                "lora_alpha": alpha,
+                "target_modules": target,
+                "base_model_name_or_path": str(base),
+                "inference_mode": True,
+            }
+        )
+    )
     return changes
 
 
@@ -233,8 +245,12 @@ def test_ranks_above_the_most_are_refused_before_the_model_is_changed(peft: Any,
         peft.get_peft_model(base, peft.LoraConfig(r=129, target_modules="all-linear"))
     assert not lora_of(base)
     model = adapted(peft, base, r=128, target_modules="all-linear", target_parameters=None)
-    same(model, adapted(peft, loaded(checkpoints["int4"].twin, "eager"), r=128, target_modules="all-linear",
-                        target_parameters=None))  # fmt: skip
+    same(
+        model,
+        adapted(
+            peft, loaded(checkpoints["int4"].twin, "eager"), r=128, target_modules="all-linear", target_parameters=None
+        ),
+    )
 
 
 @pytest.mark.parametrize("kind", ["int4", "mxfp4"])
@@ -250,8 +266,10 @@ def test_codes_that_run_elsewhere_are_refused(peft: Any, checkpoints: dict[str, 
 
 
 def test_replicated_layers_share_codes_and_show_none_of_them(peft: Any, checkpoints: dict[str, Pair]) -> None:
-    model, twin = (adapted(peft, base, layer_replication=[(0, 2), (0, 2)], target_modules="all-linear",
-                           target_parameters=None) for base in both(checkpoints["int4"]))  # fmt: skip
+    model, twin = (
+        adapted(peft, base, layer_replication=[(0, 2), (0, 2)], target_modules="all-linear", target_parameters=None)
+        for base in both(checkpoints["int4"])
+    )
     same(model, twin)
     assert len(experts_of(model)) == 4
     assert not [one for one in experts_of(model) if "gate_up_proj" in one._parameters]

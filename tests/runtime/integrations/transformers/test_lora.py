@@ -14,8 +14,17 @@ from pretuned.integrations.transformers import lora
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # transformers' and PEFT's own
 
-TINY = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "intermediate_size": 48, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+TINY = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
@@ -23,11 +32,20 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 8},
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v3": {
-        "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 2, "topk_group": 1,
-        "first_k_dense_replace": 1, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16,
-        "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
     },
-}  # fmt: skip
+}
 IDS = torch.tensor([[5, 9, 11, 40, 7, 8, 96], [3, 3, 3, 60, 61, 62, 63]])
 
 
@@ -59,8 +77,13 @@ def base(kind: str = "qwen3_moe", dtype: torch.dtype = torch.float32, **sizes: i
 
 
 def config_of(peft: Any, **more: Any) -> Any:
-    given = {"r": 4, "lora_alpha": 6, "target_modules": [], "init_lora_weights": False,
-             "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}  # fmt: skip
+    given = {
+        "r": 4,
+        "lora_alpha": 6,
+        "target_modules": [],
+        "init_lora_weights": False,
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    }
     return peft.LoraConfig(**(given | more))
 
 
@@ -231,8 +254,10 @@ def test_a_loss_curve_is_peft_s_within_its_noise(peft: Any) -> None:
         float((one - other).abs().mean())
         for one, other in ((ours32, exact), (ours16, wanted), (wanted, exact), (ours16, exact))
     )
-    print(f"{exact[0]:.3f} to {exact[-1]:.3f}: ours beside PEFT's {apart32:.1e} in fp32, {apart16:.1e} in bf16; "
-          f"beside fp32 PEFT's bf16 {noise:.1e}, ours {ours_noise:.1e}")  # fmt: skip
+    print(
+        f"{exact[0]:.3f} to {exact[-1]:.3f}: ours beside PEFT's {apart32:.1e} in fp32, {apart16:.1e} in bf16; "
+        f"beside fp32 PEFT's bf16 {noise:.1e}, ours {ours_noise:.1e}"
+    )
     assert apart32 < 1e-4
     assert apart16 < 2 * noise
     assert ours_noise < 2 * noise

@@ -30,9 +30,21 @@ from pretuned.runtime.ops.activation import RowActivation
 from pretuned.runtime.weights.order import ORDERS
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # transformers' own
-_SIZES = {"vocab_size": 97, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32,
-          "num_key_value_heads": 2, "intermediate_size": 48, "moe_intermediate_size": 128, "num_experts": 4,
-          "num_experts_per_tok": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+_SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "head_dim": 32,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 128,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 IDS = torch.tensor([[5, 9, 11, 40, 7, 8, 96], [3, 3, 3, 60, 61, 62, 63]])
 
 
@@ -155,8 +167,10 @@ def test_state_dicts_speak_of_the_checkpoint_s_layout(library: Any, config: dict
         assert state.keys() == before.keys()
         assert all(one.dtype is before[name].dtype and same(one, before[name]) for name, one in state.items())
     assert all(one.codes.dim() == 6 for _, each in experts_of(model) for one in [quantised(each, "down_proj")])
-    others = {name: one.flip(0) if name.endswith((".gate_up_proj", ".down_proj")) else one
-              for name, one in ((name, raw(one)) for name, one in before.items())}  # fmt: skip
+    others = {
+        name: one.flip(0) if name.endswith((".gate_up_proj", ".down_proj")) else one
+        for name, one in ((name, raw(one)) for name, one in before.items())
+    }
     others = {name: one.view(before[name].dtype) for name, one in others.items()}
     fresh, _ = pair(library, **config)
     fresh.load_state_dict(others)
@@ -205,9 +219,11 @@ def test_who_writes_to_prepared_parameters_is_right_or_fails(library: Any, confi
         codes, given = experts.gate_up_proj, others.gate_up_proj.detach()
         assert dict(experts.named_parameters())["gate_up_proj"].dtype is torch.int32
         for write in (
-            lambda: codes.data.copy_(raw(given)), lambda: codes.copy_(given.float()),  # noqa: B023
-            lambda: codes[0].copy_(raw(given)[0]), lambda: codes.narrow(0, 1, 2).copy_(raw(given)[1:3]),  # noqa: B023
-        ):  # fmt: skip
+            lambda: codes.data.copy_(raw(given)),  # noqa: B023
+            lambda: codes.copy_(given.float()),  # noqa: B023
+            lambda: codes[0].copy_(raw(given)[0]),  # noqa: B023
+            lambda: codes.narrow(0, 1, 2).copy_(raw(given)[1:3]),  # noqa: B023
+        ):
             with torch.no_grad(), pytest.raises(RuntimeError, match="size"):
                 write()
     assert torch.equal(model(IDS).logits, said)
@@ -453,9 +469,7 @@ def test_prepared_where_it_comes_to_a_gpu(library: Any, monkeypatch: pytest.Monk
     loaded.clear()
     monkeypatch.setattr(ours, "wants_order", lambda one, device: True)
     model.to("cpu")
-    assert loaded == 2 * [{
-        Problem(Op.FORWARD, DType.FP8_BLOCK_A16, 4, N, K) for N, K in ((256, 128), (128, 128))
-    }]  # fmt: skip
+    assert loaded == 2 * [{Problem(Op.FORWARD, DType.FP8_BLOCK_A16, 4, N, K) for N, K in ((256, 128), (128, 128))}]
     assert {quantised(one, "down_proj").order for _, one in experts_of(model)} == {ORDERS["fp8_block"].number}
     assert torch.equal(model(IDS).logits, said)
     assert same(experts.state_dict()["down_proj"], before)
@@ -510,8 +524,10 @@ def test_compressed_tensors_experts_stay_codes(
     weights = quantised(experts, "gate_up_proj")
     assert weights is not None
     assert weights.format == format
-    assert all(one.dtype.itemsize == 1 or one.dtype is torch.int32 or name.endswith(("_scale", "_shape"))
-               for name, one in experts.named_parameters())  # fmt: skip
+    assert all(
+        one.dtype.itemsize == 1 or one.dtype is torch.int32 or name.endswith(("_scale", "_shape"))
+        for name, one in experts.named_parameters()
+    )
     said = model(IDS).logits
     torch.testing.assert_close(said, twin(IDS).logits, rtol=1e-4, atol=1e-4)
     twin.set_experts_implementation("eager")
@@ -533,8 +549,9 @@ def test_other_implementations_get_the_experts_that_transformers_makes(
     model = library.AutoModelForCausalLM.from_pretrained(pair.quantised, dtype=torch.bfloat16)
     (_, experts), *_ = experts_of(model)
     assert {name: one.dtype for name, one in experts.named_parameters()} == {
-        "gate_up_proj": torch.bfloat16, "down_proj": torch.bfloat16,
-    }  # fmt: skip
+        "gate_up_proj": torch.bfloat16,
+        "down_proj": torch.bfloat16,
+    }
     twin = library.AutoModelForCausalLM.from_pretrained(pair.twin, dtype=torch.bfloat16)
     assert torch.equal(model(IDS).logits, twin(IDS).logits)
 

@@ -56,8 +56,11 @@ def prepared(name: str) -> tuple[dict[str, np.ndarray], torch.Tensor]:
         dense = dense / weights.outer_scale.double()[0]
     weights = weights.prepare()
     words = weights.codes.view(torch.int32).numpy().view(np.uint32).reshape(4, 64, 4, 2)
-    raw = weights.kernel_scale.view(torch.uint8).numpy().reshape(-1, 64, weights.kernel_scale.element_size() * max(
-        1, 64 // DType(name).precision.w.scale.columns))  # fmt: skip
+    raw = (
+        weights.kernel_scale.view(torch.uint8)
+        .numpy()
+        .reshape(-1, 64, weights.kernel_scale.element_size() * max(1, 64 // DType(name).precision.w.scale.columns))
+    )
     rows = np.zeros((len(raw), 64, 4), dtype=np.uint8)
     rows[..., : raw.shape[2]] = raw
     of_rows = np.repeat(rows.view(np.uint32).reshape(-1, 64), 4 // len(raw), axis=0)

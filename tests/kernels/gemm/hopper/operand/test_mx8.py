@@ -62,8 +62,13 @@ def test_prepared_weights_turned_round_become_their_values() -> None:
     values = np.full((N, K), np.nan)
     for p, word in itertools.product(range(2), range(4)):
         halves = np.uint32(mx8._HALVES.value + p * mx8._HALF.value)
-        given = {"$2": words[:, :, first, :, word], "$3": words[:, :, second, :, word], "$4": halves, "$6": by,
-                 "$8": np.uint32(mx8._SCALES.value + word // 2 * mx8._SCALE.value)}  # fmt: skip
+        given = {
+            "$2": words[:, :, first, :, word],
+            "$3": words[:, :, second, :, word],
+            "$4": halves,
+            "$6": by,
+            "$8": np.uint32(mx8._SCALES.value + word // 2 * mx8._SCALE.value),
+        }
         for h, register in enumerate(carried_out(mx8.mx8_turned_text(), given, 2)):
             for row in range(2):
                 made = numbers(register >> np.uint32(16 * row) & 0xFFFF)  # [N/64, K/64, 32, 4]

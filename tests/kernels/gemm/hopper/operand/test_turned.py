@@ -75,8 +75,15 @@ def test_a_scale_of_a_block_is_rounded_once() -> None:
     text = turned._turned_asm.fn("fp8_block_a16")
     first, rest = 1.0078125, 2.0**-9 * 1.015625
     code = 0x3B  # 1.375 of e4m3
-    words = {"$2": code << 8 | 0x38, "$3": code << 8 | 0x38, "$4": 0, "$6": 0, "$8": bf16(first) * 0x10001, "$9": 0,
-             "$10": bf16(rest) * 0x10001}  # fmt: skip
+    words = {
+        "$2": code << 8 | 0x38,
+        "$3": code << 8 | 0x38,
+        "$4": 0,
+        "$6": 0,
+        "$8": bf16(first) * 0x10001,
+        "$9": 0,
+        "$10": bf16(rest) * 0x10001,
+    }
     high, low = carried_out(text, {key: np.asarray([one], dtype=np.uint32) for key, one in words.items()}, 2)
     for register, value in ((high, 1.375), (low, 1.0)):
         once = numbers(

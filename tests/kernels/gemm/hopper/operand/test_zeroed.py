@@ -116,9 +116,15 @@ def test_prepared_weights_turned_round_become_their_values(format: str) -> None:
     values = np.full((N, K), np.nan)
     for p, s, word in itertools.product(range(2), range(2), range(2)):
         given = {
-            "$2": words[:, :, first, :, word], "$3": words[:, :, second, :, word], "$4": np.uint32(p),
-            "$6": np.uint32(s), "$8": held[0], "$9": held[1], "$10": np.uint32(word), "$12": zero_pair,
-        }  # fmt: skip
+            "$2": words[:, :, first, :, word],
+            "$3": words[:, :, second, :, word],
+            "$4": np.uint32(p),
+            "$6": np.uint32(s),
+            "$8": held[0],
+            "$9": held[1],
+            "$10": np.uint32(word),
+            "$12": zero_pair,
+        }
         for h, register in enumerate(carried_out(text, given, 2)):
             for row in range(2):
                 made = numbers(register >> np.uint32(16 * row) & 0xFFFF)  # [N/64, K/64, 32, 4]
@@ -135,8 +141,16 @@ def test_a_scale_that_is_no_number_makes_all_of_its_group_none(turned: bool, gro
     nan, one = 0x7FC0, 0x3F80
     text = (zeroed.zeroed_turned_text if turned else zeroed.zeroed_text)(groups)
     if turned:
-        given = {"$2": 0x01234567, "$3": 0x89ABCDEF, "$4": 0, "$6": 0, "$10": 0, "$12": 0,
-                 "$8": nan | one << 16, "$9": one * 0x10001}  # fmt: skip
+        given = {
+            "$2": 0x01234567,
+            "$3": 0x89ABCDEF,
+            "$4": 0,
+            "$6": 0,
+            "$10": 0,
+            "$12": 0,
+            "$8": nan | one << 16,
+            "$9": one * 0x10001,
+        }
     else:
         given = {"$8": 0x01234567, "$9": 0x89ABCDEF, "$10": nan | one << 16, "$12": 0}
     count = 2 if turned else 8
