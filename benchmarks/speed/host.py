@@ -60,7 +60,7 @@ def launch_arguments(
     with launches_noted() as seen:
         grouped_gemm(x, w, m_sizes, out=out)
         torch.cuda.synchronize()
-        return seen[0], list(dispatch_snapshot.snapshot().calls.values())
+        return seen[0], list(dispatch_snapshot.snapshot().plans.values())
 
 
 @contextmanager

@@ -138,7 +138,7 @@ def adapted_layer(
             ids.dtype,
             *map(_kind, (x[:0], weights[:0], *given[2:], *pairs)),
         )
-        plan = snapshot.layers.get(key)
+        plan = snapshot.plans.get(key)
         if plan is not None and not plan.takes(x, given, ids, weights, adapters=adapters):
             plan = None
         if plan is None:
@@ -155,8 +155,8 @@ def adapted_layer(
             out = run(how, x, given, routing, weights, keeps_h=False, adapters=adapters)[0]
     if plan is not None and snapshot is not None and plan.programs:
         for name in (key, known_as):
-            if name is not None and snapshot.layers.get(name) is not plan:
-                remember(snapshot.layers, name, plan)
+            if name is not None and snapshot.plans.get(name) is not plan:
+                remember(snapshot.plans, name, plan)
     return out
 
 

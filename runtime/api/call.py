@@ -10,22 +10,19 @@ from ...artifacts.errors import InputError
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem
 from ..check import tensors
 from ..check.call import Call, autocast, check
-from ..check.form import Form, Fusions
+from ..check.form import Form
 from ..driver.device import without_autocast
 from ..hooks import demand_tuner
 from ..ops import gradients
 from ..ops.autograd import Adapted, AdaptedGemm, GroupedGemm
-from ..replay.plan import ExecutionPlan, plan
+from ..replay.product_plan import ProductPlan, plan
 from ..replay.programs import remember
 from ..weights.expert_weights import ExpertWeights
-from .adapted import check_no_gradient, low_rank_of
 from .lora import Lora
 
-_Place: TypeAlias = "tuple[dict[object, Any], object]"  # a table of plans, and a call's key there
+# The table of plans, a call's key there, and whether its plan is for any number of rows
+_Place: TypeAlias = "tuple[dict[Any, Any], object, bool]"
 
-_MOST_CHECKED = 1 << 14
-# The kinds of call that passed every check as they are: the sorted rows, x's and y's.
-_checked: dict[object, tuple[int, int, int]] = {}
 _transformed = torch._C._are_functorch_transforms_active
 
 
@@ -85,45 +82,26 @@ def run(
         )
     given = x, w, bias
     x, w, bias = autocast(x, w, bias)
-    kind: tuple[object, ...] = ()
-    others = (gather_indices, topk_weights, bias, out)
-    if isinstance(w, torch.Tensor) and all(one is None or isinstance(one, torch.Tensor) for one in others):
-        kind = (
-            form,
-            fuse_mul_post,
-            *map(_kind, (x, w, m_sizes, gather_indices, topk_weights, bias, out)),
-            out is not None and out.requires_grad and torch.is_grad_enabled(),
-        )
-    sizes = _checked.get(kind) if kind else None
-    if sizes is not None:
-        index = gather_indices if fuse_mul_post or not form.plain else None
-        call = Call(form, w, m_sizes, Fusions(index, topk_weights, bias), *sizes)
-        if out is not None:
-            read = {"gather_indices": gather_indices, "topk_weights": topk_weights, "bias": bias}
-            tensors.check_apart(out, x=x, w=call.dense, m_sizes=m_sizes, **read)
-    else:
-        call, rows = check(x, w, m_sizes, form, gather_indices, topk_weights, fuse_mul_post, bias, out)
-        if kind and rows is x and call.w is w and (call.fusions.index is None or call.fusions.index is gather_indices):
-            if len(_checked) >= _MOST_CHECKED:
-                _checked.clear()
-            _checked[kind] = call.M, call.x_rows, call.y_rows
-        x = rows
+    call, rows = check(x, w, m_sizes, form, gather_indices, topk_weights, fuse_mul_post, bias, out)
+    own = rows is given[0] and bias is given[2] and w is given[1]
+    x = rows
     made = None
-    if keep is not None and out is None and x is given[0] and call.w is given[1] and bias is given[2]:
-        made = plan(call, x, topk_weights, bias, gather_indices)
+    if keep is not None and own and lora is None:
+        made = plan(call, x, w, topk_weights, bias, gather_indices, out, varies=keep[2])
     if form.autotune:
         _tune(call, x)
     fusions = call.fusions
     if lora is not None:
         with without_autocast(x.device.type):
-            return _adapted(call, x, lora, out, None if made is None else keep)
+            return _adapted(call, x, w, lora, out, keep if own else None)
     with without_autocast(x.device.type):
+        sizes = (call.M, call.x_rows, call.y_rows)
         inputs_with_grad = any(t is not None and t.requires_grad for t in (x, w, fusions.weights, fusions.bias))
         if not (inputs_with_grad and torch.is_grad_enabled()):
             if made is None:
                 y = gradients.forward(call, x, out)
             else:
-                y, _ = made.forward(x, call.w, m_sizes, fusions.weights, fusions.bias, fusions.index)
+                y, _ = made.forward(x, call.w, m_sizes, fusions.weights, fusions.bias, fusions.index, sizes, out=out)
             if out is not None:  # a launch changes it unseen: whoever saved it for a gradient has to be told
                 torch.autograd.graph.increment_version(out)
         elif out is not None:
@@ -132,7 +110,6 @@ def run(
                 "use torch.no_grad()"
             )
         else:
-            sizes = (call.M, call.x_rows, call.y_rows)
             y = GroupedGemm.apply(x, call.w, m_sizes, fusions.weights, fusions.bias, fusions.index, form, sizes, made)  # type: ignore[no-untyped-call]
     _kept(keep, made)
     return y
@@ -141,22 +118,27 @@ def run(
 def _adapted(
     call: Call,
     x: torch.Tensor,
+    w: torch.Tensor | ExpertWeights,
     lora: Lora,
     out: torch.Tensor | None,
     keep: _Place | None,
 ) -> torch.Tensor:
     """y of a checked call with an adapter; a plan of one that can have it is put into ``keep``."""
+    from .adapted import check_no_gradient, low_rank_of  # here, as it imports all of a layer
+
     one, fusions = low_rank_of(lora, x, call.m_sizes, call.N), call.fusions
     index, weights, bias = fusions.index, fusions.weights, fusions.bias
     if out is not None:
         tensors.check_apart(out, **{"lora.A": one.A, "lora.B": one.B})
     learns = any(each is not None and each.requires_grad for each in (x, call.w, weights, bias, one.A, one.B))
-    made = None if keep is None or _transformed() else plan(call, x, weights, bias, index, one)
+    made, sizes = None, (call.M, call.x_rows, call.y_rows)
+    if keep is not None and not _transformed():
+        made = plan(call, x, w, weights, bias, index, out, varies=keep[2], one=one)
     if not (learns and torch.is_grad_enabled()):
         if made is None:
             y: torch.Tensor = gradients.with_adapter(call, x, one, out)[0]
         else:
-            y = made.forward(x, call.w, call.m_sizes, weights, bias, index, one)[0]
+            y = made.forward(x, call.w, call.m_sizes, weights, bias, index, sizes, one, out)[0]
         if out is not None:  # a launch changes it unseen
             torch.autograd.graph.increment_version(out)
         _kept(keep, made)
@@ -166,22 +148,17 @@ def _adapted(
         raise InputError(
             "grouped_gemm: out with an input that requires grad has no gradient. Leave out away, or use torch.no_grad()"
         )
-    how = Adapted(call.form, (call.M, call.x_rows, call.y_rows), one.scale, made)
+    how = Adapted(call.form, sizes, one.scale, made)
     y = AdaptedGemm.apply(x, call.w, call.m_sizes, weights, bias, one.A, one.B, index, how)  # type: ignore[no-untyped-call]
     _kept(keep, made)
     return y
 
 
-def _kept(place: _Place | None, made: ExecutionPlan | None) -> None:
+def _kept(place: _Place | None, made: ProductPlan | None) -> None:
     """Put a plan into its place, where there are both, and all of the call was written down."""
     if place is not None and made is not None and made.program is not None:
-        table, key = place
+        table, key, _ = place
         remember(table, key, made)
-
-
-def _kind(tensor: torch.Tensor | None) -> object:
-    """All of a tensor that the checks look at."""
-    return None if tensor is None else (tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
 
 
 def problems(call: Call, x: torch.Tensor) -> tuple[Problem, ...]:

@@ -120,7 +120,7 @@ def run(
             plan = plan_layer(how, hidden, weights, topk_ids, topk_weights, out)
         found = _fused(x, weights, topk_ids, topk_weights, how, w_layout, plan, out, adapters, key)
         if plan is not None and snapshot is not None and plan.programs:
-            remember(snapshot.layers, key, plan)
+            remember(snapshot.plans, key, plan)
     if out is not None:
         _written(out)
         return out

@@ -109,6 +109,7 @@ def moe_mlp(
                 at = (*key_of(gate_up_weight), *key_of(down_weight))
             if type(T) is int:  # (else it is traced, and what looks at it fixes it)
                 key = (
+                    "layer",
                     *at,
                     k,
                     bucket_of(T * k),
@@ -126,7 +127,7 @@ def moe_mlp(
                 )
                 if snapshot is None and tensors.on_gpu(hidden):
                     snapshot = _later()[0].snapshot()
-                plan = None if snapshot is None else snapshot.layers.get(key)
+                plan = None if snapshot is None else snapshot.plans.get(key)
         except (AttributeError, TypeError, ValueError, RuntimeError):  # no usable tensor: the checks will say
             key = None
         if plan is not None:

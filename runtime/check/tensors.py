@@ -117,16 +117,6 @@ def no_tangents(call: str, *given: object) -> None:
             )
 
 
-def is_whole(x: object, w: object) -> bool:
-    """Whether a plain call needs all of ``call.run``: it is not on CUDA, or has a gradient, or is cast or traced."""
-    if not isinstance(x, torch.Tensor) or not isinstance(w, torch.Tensor) or not x.is_cuda:
-        return True
-    if (x.requires_grad or w.requires_grad) and torch.is_grad_enabled():
-        return True
-    wide = x.dtype is torch.float32 or w.dtype is torch.float32
-    return (wide and torch.is_autocast_enabled("cuda")) or is_traced(x, w)
-
-
 def is_traced(x: torch.Tensor, *others: torch.Tensor | ExpertWeights | None) -> bool:
     """Whether one of these stands for a tensor to come, or wraps others: only an operator can take them."""
     if torch.compiler.is_compiling() or jit_state() is not None:

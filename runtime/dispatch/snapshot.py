@@ -90,9 +90,9 @@ class Snapshot:
 
     All that hangs on which bundles there are lives and dies with the snapshot that it was made from. Of dispatch:
     ``decisions``, ``rankers``, and ``told``, what it has logged. Of the rooms above, each by a key of its own:
-    ``launchers`` of products and ``passes`` of row operations; ``calls``, kinds of plain calls, and ``recent``, those
-    on the same operands; ``plans`` of other calls and ``layers`` of layers that come again. ``put_off`` counts how
-    often code that is not proven was not used for now, in a graph capture: nothing that was chosen meanwhile is kept.
+    ``launchers`` of products, ``passes`` of row operations, and ``plans``, the one table of calls that come again.
+    ``put_off`` counts how often code that is not proven was not used for now, in a graph capture: nothing that was
+    chosen meanwhile is kept.
     A child of ``fork`` goes on with its parent's.
     """
 
@@ -125,10 +125,7 @@ class Snapshot:
         self.rankers: dict[Any, Any] = {}
         self.launchers: dict[Any, Any] = {}
         self.passes: dict[Any, Any] = {}
-        self.calls: dict[Any, Any] = {}
-        self.recent: dict[Any, Any] = {}
         self.plans: dict[Any, Any] = {}
-        self.layers: dict[Any, Any] = {}
         self.wishes: dict[Any, Any] = {}
         self.put_off = 0
 

@@ -1,14 +1,13 @@
 """The block of a launch: one piece of memory with all that the driver reads of it, where its kernel's words say.
 
 First the words that a call gives, then CUlaunchConfig, the words that a launch adds, the words that stay as they are,
-and an address for each parameter. What a call gives is packed once, into bytes; a launch copies those and adds its
-stream and its own words. A block is taken by one launch at a time.
+and an address for each parameter. A block is taken by one launch at a time.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from ctypes import addressof, c_char
 from typing import TypeAlias
 
@@ -34,11 +33,10 @@ class BlockLayout:
     word that both name, the kernel's kind counts: of a descriptor a value is its bytes, and ``maps`` names the sizes
     and strides that follow it.
 
-    ``pack(*given, programs, tail)`` makes the bytes of a call. ``launch`` packs those, the stream and ``late`` into a
-    block; ``whole`` packs ``given``, programs, tail, the stream and ``late``.
+    ``whole`` packs ``given``, programs, ``tail``, the stream and ``late`` into a block.
     """
 
-    __slots__ = ("_base", "_config", "_fixed", "_places", "_size", "launch", "offsets", "pack", "tail", "whole")
+    __slots__ = ("_base", "_config", "_fixed", "_offsets", "_places", "_size", "tail", "whole")
 
     def __init__(
         self,
@@ -52,21 +50,18 @@ class BlockLayout:
         shared_bytes: int,
     ) -> None:
         kinds, maps = dict(words), maps or {}
-        self.offsets: dict[str, int] = {}
+        self._offsets: dict[str, int] = {}
         call, self._config = self._place(((name, kinds.get(name, kind)) for name, kind in given), 0)
         self.tail = _TAIL.pack(1, 1, threads, 1, 1, shared_bytes)
-        packed = struct.Struct(f"={call}{_PROGRAMS}")
-        stream = struct.calcsize(f"={_STREAM}")
-        added, end = self._place(((name, kinds.get(name, kind)) for name, kind in late), packed.size + stream)
-        self.pack: Callable[..., bytes] = packed.pack
-        self.launch = struct.Struct(f"={packed.size}s{_STREAM}{added}")
+        before = struct.calcsize(f"={call}{_PROGRAMS}{_STREAM}")
+        added, end = self._place(((name, kinds.get(name, kind)) for name, kind in late), before)
         self.whole = struct.Struct(f"={call}{_PROGRAMS}{_STREAM}{added}")
         constants = {"null": 0, "one": 1, **(fixed or {})}
         rest, self._base = self._place(((name, kinds.get(name, "i64")) for name in constants), end)
         self._fixed = struct.pack(f"={rest}", *constants.values())
         parts = ((name, *(maps[name] if kind.startswith("desc") else ())) for name, kind in words)
-        places = [self.offsets[part] for every in parts for part in every]
-        self._places = [*places, *[self.offsets["null"]] * 2]  # two scratch pointers that every kernel takes: none
+        places = [self._offsets[part] for every in parts for part in every]
+        self._places = [*places, *[self._offsets["null"]] * 2]  # two scratch pointers that every kernel takes: none
         self._size = self._base + _WORD_BYTES * len(self._places)
 
     def new(self) -> Block:
@@ -88,7 +83,7 @@ class BlockLayout:
         for name, kind in words:
             is_map = kind.startswith("desc")
             before = -at % (MAP_ALIGNMENT_BYTES if is_map else _WORD_BYTES)
-            self.offsets[name] = at + before
+            self._offsets[name] = at + before
             codes.append(f"{before}x{MAP_BYTES}s" if is_map else f"{before}x{_CODES[kind]}")
             at += before + (MAP_BYTES if is_map else _WORD_BYTES)
         return "".join(codes), at

@@ -1,16 +1,15 @@
 """The one launcher: made of the arguments that a kernel declares, it fills a block of them and calls the driver.
 
-The hot paths are what ``Launcher.bind`` and ``Launcher.repeater`` make. Blocks are taken from a list and put back, so
+The hot paths are what ``Launcher.bind`` makes. Blocks are taken from a list and put back, so
 that threads (ctypes gives up the GIL in the call), signal handlers and finalizers never share one.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from ctypes import c_char
 from operator import itemgetter
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from ...artifacts.errors import InputError
 from ...artifacts.records.bundle import Variant
@@ -27,36 +26,16 @@ _MOST_BOUND = 256
 
 # As block.Block, with its two addresses as the driver's function takes them.
 _Block: TypeAlias = "tuple[bytearray, int, object, object, c_char]"
-Start: TypeAlias = Callable[[bytes, int, int, int], None]  # (packed, result, m_sizes, stream)
 Grid: TypeAlias = Callable[[int, int], int]  # (rows, index_end) -> programs
 Run: TypeAlias = "Callable[..., None]"  # (M, stream, *addresses): see Launcher.bind
 Behind: TypeAlias = "tuple[tuple[str, int, int], ...]"
 _MapOf: TypeAlias = Callable[[int, int], bytes]  # (result, stride of its rows) -> its descriptor
 
 
-class Repeater(Protocol):
-    """Makes a function (x, w, m_sizes) that allocates a result, launches ``packed`` into it and returns it.
-
-    It returns None, and does nothing, where ``same`` does not let the tensors through or ``still`` is false.
-    ``empty`` allocates with (size, strides, dtype), as ``shape`` has them; without a shape the function
-    is (x, w, m_sizes, out) and the result is ``out``.
-    """
-
-    def __call__(
-        self,
-        packed: bytes,
-        same: Callable[..., bool],
-        still: Callable[[], bool] | None,
-        empty: Callable[..., Any],
-        shape: tuple[Any, Any, Any] | None,
-        stream_of: Callable[[int], int],
-    ) -> Callable[..., Any]: ...
-
-
 class Blocks:
     """A kernel's argument blocks and the function that launches one."""
 
-    __slots__ = ("device", "free", "handle", "launch", "layout", "new", "refused")
+    __slots__ = ("free", "handle", "launch", "layout", "new", "refused")
 
     def __init__(self, function: cuda.Function, what: str, layout: BlockLayout) -> None:
         driver_launch, argument, device = cuda.launch_kernel(), cuda.argument, function.device
@@ -69,7 +48,7 @@ class Blocks:
         def refused(code: int, config: object, pointers: object) -> None:
             cuda.recover(code, f"cuLaunchKernelEx({what})", device, driver_launch, config, handle, pointers, None)
 
-        self.launch, self.handle, self.device, self.layout = driver_launch, handle, device, layout
+        self.launch, self.handle, self.layout = driver_launch, handle, layout
         self.new, self.refused, self.free = new, refused, [new()]
 
     def whole(self) -> Callable[[tuple[int | bytes, ...]], None]:
@@ -171,9 +150,7 @@ class ProductLauncher(Launcher):
     left out: they are null. ``zeroes`` says that the rows of the result that nothing is stored to become zero, and
     ``plain_scales`` that the kernel reads ``ExpertWeights.plain_scale``.
 
-    ``pack`` makes bytes of the words of a call, by name, and ``start(packed, result, m_sizes, stream)`` launches them;
-    calling it does both. ``repeater`` makes functions that do one whole call over and over, see ``Repeater``. Operands
-    are device addresses, strides are in elements, M > 0.
+    Calling it launches a call's words, by name. Operands are device addresses, strides are in elements, M > 0.
 
     Raises
     ------
@@ -183,7 +160,7 @@ class ProductLauncher(Launcher):
         where the driver refuses the launch.
     """
 
-    __slots__ = ("_counter_of", "_grid", "_map_of", "_nulls", "_stride", "plain_scales", "repeater", "start", "zeroes")
+    __slots__ = ("_counter_of", "_grid", "_map_of", "_nulls", "_stride", "plain_scales", "zeroes")
 
     def __init__(
         self,
@@ -208,25 +185,16 @@ class ProductLauncher(Launcher):
         self._counter_of = None
         if any(name == "counter" for name, _ in variant.arguments):
             self._counter_of = device_of(function.device).counters.take
-        self._map_of, self._stride, of_packed = None, "", None
+        self._map_of, self._stride = None, ""
         for name, _ in stored:
             (plan,) = (one for one in variant.tensor_maps if one.argument == name)
             self._map_of, self._stride = _map_of(TensorMaps(plan, function.device), shapes[name]), shapes[name].stride
-            of_packed = _of_packed(self._map_of, self._layout.offsets.get(self._stride))
-        self.start, self.repeater = starter(self._blocks, self._counter_of, of_packed)
         self.operands = (result, "m_sizes", *self.operands)
 
     def __call__(self, result: int, m_sizes: int, stream: int, **words: int) -> None:
-        self.start(self.pack(**words), result, m_sizes, stream)
-
-    def pack(self, **words: int) -> bytes:
-        """The words of a call as bytes."""
         words = self._nulls | words
-        M, layout, given = words["M"], self._layout, list(self._pick(words))
-        for at, maps, of, rows, stride in self._fills:
-            key = (given[at], M if rows else 0, words[stride] if stride else 0)
-            given[at] = maps.known.get(key) or maps.encode(key, *of(M, key[2]))
-        return layout.pack(*given, self._grid(M, words["index_end"]), layout.tail)
+        M, addresses = words.pop("M"), [words.pop(name) for name in self.operands[2:]]
+        self.bind(**words)(M, stream, result, m_sizes, *addresses)
 
     def _bind(self, *, index_end: int = 0, all_rows: bool = False, behind: Behind = (), **numbers: int) -> Run:
         rest, shifts = self._numbers(numbers), self._shifts(behind)
@@ -347,85 +315,3 @@ def _map_of(maps: TensorMaps, shape: TensorShape) -> _MapOf:
         return maps.known.get(key) or maps.encode(key, *shape.of(0, stride))
 
     return map_of
-
-
-def _of_packed(map_of: _MapOf, stride_at: int | None) -> Callable[[int, bytes], bytes]:
-    """``map_of`` of a result whose rows' stride is among packed words."""
-    if stride_at is None:
-        return lambda result, _packed: map_of(result, 0)
-    stride = struct.Struct(f"={stride_at}xq")
-    return lambda result, packed: map_of(result, *stride.unpack_from(packed))
-
-
-def starter(
-    blocks: Blocks, counter_of: Callable[[int], int] | None = None, map_of: Callable[[int, bytes], bytes] | None = None
-) -> tuple[Start, Repeater]:
-    """What launches packed bytes; the second does all of a call around it too, without one more call in Python.
-
-    The layout has the result, m_sizes and the counter's word as those that a launch adds, and with ``map_of`` the
-    result's descriptor. ``counter_of`` gives a kernel that counts its tiles the word for a launch on a stream, and
-    ``map_of(result, packed)`` one that stores through TMA the descriptor.
-    """
-    take, new, give, handle, refused = blocks.free.pop, blocks.new, blocks.free.append, blocks.handle, blocks.refused
-    driver_launch, device, pack = blocks.launch, blocks.device, blocks.layout.launch.pack_into
-
-    def start(packed: bytes, result: int, m_sizes: int, stream: int) -> None:
-        try:
-            block = take()
-        except IndexError:
-            block = new()
-        memory, offset, config, pointers, _ = block
-        word = 0 if counter_of is None else counter_of(stream)
-        if map_of is None:
-            pack(memory, offset, packed, stream, result, m_sizes, word)
-        else:
-            pack(memory, offset, packed, stream, result, m_sizes, word, map_of(result, packed))
-        code = driver_launch(config, handle, pointers, None)
-        if code:
-            refused(code, config, pointers)
-        give(block)
-
-    def repeater(
-        packed: bytes,
-        same: Callable[..., bool],
-        still: Callable[[], bool] | None,
-        empty: Callable[..., Any],
-        shape: tuple[Any, Any, Any] | None,
-        stream_of: Callable[[int], int],
-    ) -> Callable[..., Any]:
-        def into(x: Any, w: Any, m_sizes: Any, out: Any) -> Any:
-            if not same(x, w, m_sizes, out) or (still is not None and not still()):
-                return None
-            start(packed, out.data_ptr(), m_sizes.data_ptr(), stream_of(device))
-            return out
-
-        if shape is None:
-            return into
-        size, strides, dtype = shape
-
-        def counted(x: Any, w: Any, m_sizes: Any) -> Any:
-            if not same(x, w, m_sizes) or (still is not None and not still()):
-                return None
-            y = empty(size, strides, dtype)
-            start(packed, y.data_ptr(), m_sizes.data_ptr(), stream_of(device))
-            return y
-
-        def again(x: Any, w: Any, m_sizes: Any) -> Any:
-            if not same(x, w, m_sizes) or (still is not None and not still()):
-                return None
-            y = empty(size, strides, dtype)
-            try:
-                block = take()
-            except IndexError:
-                block = new()
-            memory, offset, config, pointers, _ = block
-            pack(memory, offset, packed, stream_of(device), y.data_ptr(), m_sizes.data_ptr(), 0)
-            code = driver_launch(config, handle, pointers, None)
-            if code:
-                refused(code, config, pointers)
-            give(block)
-            return y
-
-        return again if counter_of is None and map_of is None else counted
-
-    return start, repeater

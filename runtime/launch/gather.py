@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from .gemm import LoadedKernel
 
 
-def in_range(index: torch.Tensor, rows: int, divisor: int) -> torch.Tensor:
-    """The index as the pass may read it: one that x [rows, K] has no row for becomes another, whose row is not used."""
-    return index.clamp(0, rows * divisor - 1)
+def in_range(index: torch.Tensor, x: torch.Tensor, divisor: int) -> torch.Tensor:
+    """The index as the pass may read it: one that x has no row for becomes another, whose row is not used."""
+    return index.clamp(0, x.shape[0] * divisor - 1)
 
 
 def kernel(

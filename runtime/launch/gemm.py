@@ -108,7 +108,7 @@ def product_launcher(
     ``N`` are the columns of the product and ``K`` its reduction, or dw is [E, N, K]; with SILU y has half as many
     columns. ``strides`` are w's or dw's elements from expert to expert and from row to row; without them it is dense.
 
-    ``pack`` takes x, w, stride_x_m, stride_y_m and M, of dW dy, x, stride_dy_m, stride_x_m and M, and what else the
+    A call takes x, w, stride_x_m, stride_y_m and M, of dW dy, x, stride_dy_m, stride_x_m and M, and what else the
     kernel's entry declares: the index, row_weights, bias and index_end of a fused call, what belongs to codes, low_x
     and low_w of a low-rank part of ``R`` columns. Where the code can't do ``fused.zero_tail`` it is left to the caller:
     ``zeroes`` of the launcher tells. ``w_rows`` are fewer than ``N`` where y's rows are filled up to whole 16 bytes, of
@@ -164,7 +164,7 @@ def product_launcher(
 
 
 def words_of(w: ExpertWeights, launcher: ProductLauncher) -> dict[str, int]:
-    """What ``pack`` takes of quantised weights, for a kernel that reads them."""
+    """What a call takes of quantised weights, for a kernel that reads them."""
     scale = w.plain_scale if launcher.plain_scales else w.kernel_scale
     return {
         "w": address_of(w.codes),

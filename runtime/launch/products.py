@@ -66,14 +66,14 @@ class Scratch(NamedTuple):
 class Product(NamedTuple):
     """A product of rows: steps, whose operands are the call's tensors by the names of ``Rows`` and ``operands_of``.
 
-    Beside them there is ``scratch``, and with ``in_range`` the operand of that name, which this makes of the index.
-    ``zeroes`` says that the rows of y that nothing is stored to become zero.
+    Beside them there is ``scratch``, and with ``in_range`` the operand of that name, which this makes of the index and
+    x. ``zeroes`` says that the rows of y that nothing is stored to become zero.
     """
 
     steps: tuple[Step, ...]
     zeroes: bool
     scratch: tuple[Scratch, ...] = ()
-    in_range: Callable[[torch.Tensor], torch.Tensor] | None = None
+    in_range: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
 
 def operands_of(w: torch.Tensor | ExpertWeights) -> dict[str, torch.Tensor | None]:
@@ -102,8 +102,8 @@ def resolve(call: Rows, y: torch.Tensor) -> Product | None:
     return _product(ready, call, call.fusion, row_stride(y, y.shape[1]), call.index_end(y.shape[0]))
 
 
-def ready_for_wide_rows(call: Rows) -> tuple[Ready, int] | None:
-    """The kernel of a plain forward into rows of y that are filled up to whole 16 bytes, and their columns.
+def resolve_wide(call: Rows) -> tuple[Product, int] | None:
+    """The steps of a plain forward into rows of y that are filled up to whole 16 bytes, and their columns.
 
     None where rows are whole as they are, or the rest is not aligned, or no bundle has such code
     (``decide.with_wide_rows``). Where a choice for the problem is demanded, there has to be one.
@@ -111,6 +111,8 @@ def ready_for_wide_rows(call: Rows) -> tuple[Ready, int] | None:
     x, w, (E, N, K) = call.x, call.w, call.sizes
     size = x.element_size()
     if not isinstance(w, torch.Tensor) or call.layout is not Layout.NK or is_aligned(ALIGNMENT_BYTES, N * size):
+        return None
+    if call.fusion or call.pin is not None:
         return None
     device, wide = x.get_device(), -(-N * size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES // size
     if not platform_supported() or not rows_aligned(call, x.new_empty((0, wide))):
@@ -141,7 +143,7 @@ def ready_for_wide_rows(call: Rows) -> tuple[Ready, int] | None:
 
     key = ("wide rows", x.dtype, E, N, K, w.stride(), call.m_sizes.dtype, bucket_of(call.M), device)
     ready = kept(key, build)
-    return None if ready is None else (ready, wide)
+    return None if ready is None else (_product(ready, call, Fusion.NONE, wide, 0), wide)
 
 
 def resolve_gated(call: Rows) -> Product | None:
@@ -206,7 +208,7 @@ def _product(ready: Ready, call: Rows, fusion: Fusion, stride_y: int, index_end:
             used=rowops.used(call.bounds),
             index="in_range" if checks else "index" if picks else "",
         )
-        made = partial(launch_gather.in_range, rows=x.shape[0], divisor=call.gather_divisor) if checks else None
+        made = partial(launch_gather.in_range, divisor=call.gather_divisor) if checks else None
         left = fusion & ~Fusion.GATHER
         return _of_codes(ready, before, call, left, (stride_y, index_end))._replace(in_range=made)
     if ready.gather is None:
@@ -214,11 +216,11 @@ def _product(ready: Ready, call: Rows, fusion: Fusion, stride_y: int, index_end:
         stride_x = row_stride(x, x.shape[1])
         step = _row_step(ready, call, {"index": index}, (stride_x, stride_y, index_end if fusion else None))
         return Product((step,), zeroes)
-    left, checks, rows = fusion & ~(Fusion.GATHER | Fusion.SILU), call.bounds is None, x.shape[0]
+    left, checks = fusion & ~(Fusion.GATHER | Fusion.SILU), call.bounds is None
     index = "index" if left & (Fusion.SCATTER | Fusion.WEIGHT) else ""
     from ..driver.descriptors import repeats_rows  # here, as only a first launch needs it
 
-    if rows == 1 and call.gather_divisor == call.M and repeats_rows(x.get_device()):
+    if x.shape[0] == 1 and call.gather_divisor == call.M and repeats_rows(x.get_device()):
         # All rows are the one token's, and so they are in any call of a number near M: two tokens have twice as many.
         return Product((_row_step(ready, call, {"index": index}, (0, stride_y, index_end if left else None)),), zeroes)
     gather = launch_gather.step(
@@ -231,7 +233,7 @@ def _product(ready: Ready, call: Rows, fusion: Fusion, stride_y: int, index_end:
         index="in_range" if checks else "index",
     )
     step = _row_step(ready, call, {"x": _GATHERED, "index": index}, (x.shape[1], stride_y, index_end if left else None))
-    made = partial(launch_gather.in_range, rows=rows, divisor=call.gather_divisor) if checks else None
+    made = partial(launch_gather.in_range, divisor=call.gather_divisor) if checks else None
     return Product((gather, step), zeroes, (Scratch(_GATHERED, x.shape[1], x.dtype),), made)
 
 

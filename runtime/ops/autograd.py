@@ -53,7 +53,7 @@ class GroupedGemm(torch.autograd.Function):
         sizes: tuple[int, int, int],
         plan: Any = None,
     ) -> torch.Tensor:
-        """The product; what a gradient needs is saved. ``plan`` is a ``replay.plan.ExecutionPlan``."""
+        """The product; what a gradient needs is saved. ``plan`` is a ``replay.product_plan.ProductPlan``."""
         needs_x, needs_w, needs_weights, _ = wanted(ctx.needs_input_grad, form)
         keeps_x = needs_w or needs_weights
         keeps_w = needs_x or needs_weights
@@ -63,7 +63,7 @@ class GroupedGemm(torch.autograd.Function):
         # (One attribute: each takes a part of a microsecond.)
         ctx.call = form, sizes, plan, frozen if keeps_w else None, w.shape if kept is None else None
         if plan is not None:
-            y: torch.Tensor = plan.forward(x, w, m_sizes, weights, bias, index)[0]
+            y: torch.Tensor = plan.forward(x, w, m_sizes, weights, bias, index, sizes)[0]
             return y
         return gradients.forward(Call(form, w, m_sizes, Fusions(index, weights, bias), *sizes), x)
 
@@ -75,7 +75,7 @@ class GroupedGemm(torch.autograd.Function):
         form, sizes, plan, frozen, w_shape = ctx.call
         needs = wanted(ctx.needs_input_grad, form)
         if plan is not None and weights is None:
-            planned = plan.backward(x, w, m_sizes, dy, needs, w_shape)
+            planned = plan.backward(x, w, m_sizes, dy, needs, w_shape, sizes)
             if planned is not None:
                 return (planned[0], planned[1], None, planned[2], planned[3], *_REST)
         dy = in_memory("dy", dy)
@@ -91,7 +91,7 @@ class GroupedGemm(torch.autograd.Function):
 class Adapted(NamedTuple):
     """All of a call with an adapter that is no tensor: (M, x_rows, y_rows) are ``sizes``, the adapter's is ``scale``.
 
-    ``plan`` is a ``replay.plan.ExecutionPlan``, or None.
+    ``plan`` is a ``replay.product_plan.ProductPlan``, or None.
     """
 
     form: Form
@@ -120,7 +120,7 @@ class AdaptedGemm(torch.autograd.Function):
         form, sizes, scale, plan = how
         one = LowRank(A, B, scale)
         if plan is not None:
-            y, u = plan.forward(x, w, m_sizes, weights, bias, index, one)
+            y, u = plan.forward(x, w, m_sizes, weights, bias, index, sizes, one)
         else:
             call = Call(form, w, m_sizes, Fusions(index, weights, bias), *sizes)
             y, u = gradients.with_adapter(call, x, one)
@@ -150,7 +150,7 @@ class AdaptedGemm(torch.autograd.Function):
         needs, one = wanted(ctx.needs_input_grad, form), LowRank(A, B, scale)
         w = ctx.frozen if w is None else w
         if plan is not None and weights is None:
-            found = plan.adapted(x, w, m_sizes, dy, needs, one, u, w_shape, index)
+            found = plan.adapted(x, w, m_sizes, dy, needs, one, u, w_shape, index, sizes)
             if found is not None:
                 return found[0], found[1], None, *found[2:6], None, None
         dy = in_memory("dy", dy)

@@ -30,7 +30,7 @@ from ..check.tensors import rows_usable
 from ..launch.program import NOW, Now
 from . import low_rank, tokens
 from .low_rank import LowRank, LowRankGradients
-from .products import weight
+from .products import weight, wide_rows
 
 _CHUNK_ELEMENTS = 1 << 24  # of the float32 temporaries that the gradient of the weights needs
 _ONES = 8  # columns of the ones that sum dy's rows: 16 bytes of a 16-bit type
@@ -52,6 +52,8 @@ def with_adapter(
     product = forward_rows(call, x, do)
     if out is not None and product.loose:
         product = dataclasses.replace(product, loose=False)
+    if one is None and out is None and (wide := wide_rows(product, do)) is not None:
+        return wide, u
     return low_rank.product(product, one, u, do, out, call.y_rows), u
 
 
@@ -121,7 +123,7 @@ def grad_x(call: Call, dy: GradY, do: Now = NOW, beside: Beside | None = None) -
         raw = low_rank.product(_rows_of_dx(call, dy, None, moves=False), *beside, do)
         if index is None:
             raise AssertionError("no index")
-        return tokens.combine(raw, do.call(partial(_places, many=many), call.m_sizes, index), topk, do=do)
+        return tokens.combine(raw, do.call(_places, call.m_sizes, index), topk, do=do)
     raw = _grad_rows(call, dy, call.flat_weights(dy.given), do, beside)
     if not call.form.permute_x or topk == 1:
         return raw
@@ -192,8 +194,11 @@ def sorted_x(call: Call, x: torch.Tensor, do: Now = NOW) -> torch.Tensor:
     form, index = call.form, call.fusions.index
     if not form.permute_x or index is None:
         return x
-    gathered = partial(_gathered, index_end=call.x_rows * form.topk, divisor=form.topk)
-    return do.call(gathered, x, index)  # type: ignore[no-any-return]
+    return do.call(partial(_rows_of_tokens, topk=form.topk), x, index)  # type: ignore[no-any-return]
+
+
+def _rows_of_tokens(x: torch.Tensor, index: torch.Tensor, topk: int) -> torch.Tensor:
+    return _gathered(x, index, x.shape[0] * topk, topk)
 
 
 def _scaled(call: Call, rows: torch.Tensor, flat: torch.Tensor | None) -> torch.Tensor:
@@ -234,12 +239,12 @@ def _grad_rows(call: Call, dy: GradY, flat: torch.Tensor | None, do: Now, beside
     return low_rank.product(_rows_of_dx(call, dy, flat, moves=moves), one, v, do, many=many)
 
 
-def _places(m_sizes: torch.Tensor, index: torch.Tensor, *, many: int) -> torch.Tensor:
-    """int32 [many]: the sorted row of each slot, -1 of one that takes no part; index [M]."""
+def _places(m_sizes: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """int32 [M]: the sorted row of each of M slots, -1 of one that takes no part; index [M]."""
     M = index.shape[0]
     rows = torch.arange(1, M + 1, dtype=torch.int32, device=index.device)
-    part = reference.taking_part(m_sizes, index, many, M)
-    return _to_flat(rows, part, reference.rows_of(index, many), many) - 1
+    part = reference.taking_part(m_sizes, index, M, M)
+    return _to_flat(rows, part, reference.rows_of(index, M), M) - 1
 
 
 def _gathered(tensor: torch.Tensor, index: torch.Tensor | None, index_end: int, divisor: int) -> torch.Tensor:

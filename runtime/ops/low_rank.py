@@ -95,12 +95,12 @@ def product(
     """The product, and of the forward u @ B.T beside it, of dX v @ A; ``narrow`` [M, r] is u or v.
 
     By one kernel, which has these columns in its reduction; where there is no such code they are a product of their
-    own, which is added. It goes into ``y``, where that is given, and else into new memory of ``many`` rows, whatever
-    M becomes in calls like it, or of M.
+    own, which is added. It goes into ``y``, where that is given, and else into new memory of ``many`` rows, or of M.
     """
     _, N, K = call.sizes
     keeps = y is not None and not call.loose  # what stands in rows that nothing is stored to
-    size, per = (call.M if many is None else many, N if call.op is Op.FORWARD else K), int(many is None)
+    size = call.M if many is None else many, N if call.op is Op.FORWARD else K
+    per = int(size[0] == call.M)
     if one is None or narrow is None:
         return new_rows(call, size, do, per=per) if y is None else rows(call, y, do)
     y = do.new(call.x, size, per=per) if y is None else y

@@ -26,6 +26,7 @@ from ..launch.products import (
     resolve_gated,
     resolve_low_rank,
     resolve_weight,
+    resolve_wide,
 )
 from ..launch.program import NOW, Now
 from ..launch.ready import may_add_low_part, ready_for, rows_aligned
@@ -111,6 +112,27 @@ def new_rows(call: Rows, size: tuple[int, int], do: Now = NOW, *, per: int = 1) 
                 made: torch.Tensor = do.call(by_torch, call.x, call.dense, call.m_sizes)
                 return made
     return rows(call, do.new(call.x, size, per=per), do)
+
+
+def wide_rows(call: Rows, do: Now = NOW) -> torch.Tensor | None:
+    """The product as columns of new memory whose rows are whole 16 bytes; None where ``resolve_wide`` has no kernel."""
+    if not (call.M and all(call.sizes)) or not tensors.on_gpu(call.x) or not rows_usable(call.x):
+        return None
+    with on(call.x.get_device()):
+        found = resolve_wide(call)
+        if found is None:
+            return None
+        product, columns = found
+        y: torch.Tensor = do.new(call.x, (call.M, columns))
+        if call.zero_tail:
+            do.call(_zero, y)
+        _run(product, call, y, do)
+        made: torch.Tensor = do.call(partial(_columns, N=call.sizes[1]), y)
+        return made
+
+
+def _columns(y: torch.Tensor, N: int) -> torch.Tensor:
+    return y[:, :N]
 
 
 def _on_cuda(call: Rows, y: torch.Tensor, end: int, do: Now = NOW) -> None:
@@ -222,7 +244,7 @@ def _run(product: Product, call: Rows, y: torch.Tensor, do: Now) -> None:
     if call.low is not None:
         given |= {"low_x": call.low.x, "low_w": call.low.w}
     if product.in_range is not None and call.index is not None:
-        given["in_range"] = do.call(product.in_range, call.index, scales=False)
+        given["in_range"] = do.call(product.in_range, call.index, call.x)
     for one in product.scratch:
         given[one.name] = do.new(call.x, (call.M, one.columns), one.dtype)
     for step in product.steps:
@@ -267,8 +289,9 @@ def _zero_rest(call: Rows, y: torch.Tensor, do: Now) -> None:
     if not call.scatter or call.index is None:
         do.call(_zero, y)
         return
-    clear = partial(zero_rows.clear, M=call.M, index_end=call.index_end(y.shape[0]))
-    do.call(clear, y, call.index, call.m_sizes, scales=False)
+    end = call.index_end(y.shape[0])
+    clear = partial(zero_rows.clear, index_end=None if end == y.shape[0] else end)
+    do.call(clear, y, call.index, call.m_sizes, scales=end == y.shape[0])
 
 
 def _zero(y: torch.Tensor) -> torch.Tensor:

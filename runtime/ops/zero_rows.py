@@ -18,12 +18,14 @@ _MOST_ROWS = 2**30  # the kernel counts in int32
 LEAST_BYTES = 16 << 20
 
 
-def clear(y: torch.Tensor, index: torch.Tensor, m_sizes: torch.Tensor, M: int, index_end: int) -> torch.Tensor:
+def clear(y: torch.Tensor, index: torch.Tensor, m_sizes: torch.Tensor, index_end: int | None = None) -> torch.Tensor:
     """y[r] = 0, on a GPU, for each r that is no index[i] with i < M and i < sum(m_sizes), index[i] in [0, index_end).
 
-    ``index`` [M] int32 or int64. Other rows may become zero, too: in small results, and in such as no kernel clears.
+    ``index`` [M] int32 or int64; without ``index_end`` each row of y has its index. Other rows may become zero, too: in
+    small results, and in such as no kernel clears.
     """
-    rows, columns = y.shape
+    (rows, columns), M = y.shape, index.shape[0]
+    index_end = rows if index_end is None else index_end
     row_bytes = columns * y.element_size()
     dense = y.is_contiguous() and index.is_contiguous() and m_sizes.is_contiguous()
     few = rows * row_bytes < LEAST_BYTES or not (M and index_end and m_sizes.numel())

@@ -1,9 +1,6 @@
-"""Calls that come again with the same operands: what to launch, and whether they are the same indeed.
+"""Whether tensors are like those of an earlier call: one call into torch, the guard of its own compiled code.
 
-A table holds, by address of x and w (and out), a call's launch in readiness, and a guard: one call into torch
-that compares the tensors' types, dtypes, devices, layouts, shapes, strides and ``requires_grad`` with those of
-the first time. It is the guard of torch's own compiled code; a torch without it does without the table.
-Where calls of several sizes share an address, the last of them is tried first, then the one of as many rows.
+It compares types, dtypes, devices, layouts, shapes, strides and ``requires_grad``. A torch without it keeps no plans.
 """
 
 from __future__ import annotations
@@ -17,21 +14,7 @@ from ..weights.expert_weights import ExpertWeights
 
 Guard: TypeAlias = Callable[..., bool]
 
-# (x, w, m_sizes[, out]) -> y, or None where they are not the same: see launcher.Repeater
-Entry: TypeAlias = "Callable[..., torch.Tensor | None]"
-Key: TypeAlias = "tuple[object, ...]"
-Table: TypeAlias = "dict[Key, Entry]"
-
-_MOST_ENTRIES = 8192  # two of each call, of about 1 KB
-
 _TensorGuards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
-
-
-def remember(table: Table, key: Key, rows: int, entry: Entry) -> None:
-    """Put an entry in, under ``key`` and under ``(key, rows)``; a full table begins anew."""
-    if len(table) >= _MOST_ENTRIES:
-        table.clear()
-    table[key] = table[key, rows] = entry
 
 
 def key_of(w: torch.Tensor | ExpertWeights) -> tuple[object, ...]:

@@ -33,11 +33,9 @@ from ..ops.low_rank import Adapters, as_used
 from ..ops.routing import Routing, sort
 from ..weights.expert_weights import ExpertWeights
 from . import guard, programs
-from .programs import LOW, Programs, Results
+from .programs import LOW, MOST_ROWS, Programs, Results
 
 _W: TypeAlias = "torch.Tensor | ExpertWeights"
-
-_MOST_ROWS = 1 << 29  # so that all of a bucket fit int32
 
 # Function.apply does this and, for calls inside torch.func's transforms, more.
 _apply: Callable[..., torch.Tensor] = super(torch.autograd.Function, MoeLayer).apply
@@ -231,7 +229,7 @@ def plan_layer(
     wide = columns(given.gate_up, how.layout)
     if not check_tensors.on_gpu(hidden) or hidden.dtype not in programs.KINDS or not (M and H and wide > 1):
         return None
-    if M >= _MOST_ROWS or hidden.numel() != T * H or not (hidden.is_contiguous() and weights.is_contiguous()):
+    if M >= MOST_ROWS or hidden.numel() != T * H or not (hidden.is_contiguous() and weights.is_contiguous()):
         return None
     if any(one is not None and (one.dtype is not hidden.dtype or not one.is_contiguous()) for one in given[2:]):
         return None
@@ -256,10 +254,10 @@ def plan_layer(
 
 def _takes_results(out: torch.Tensor, read: Sequence[torch.Tensor]) -> bool:
     """Whether a program may write a layer's result there: as new memory lies, apart from these contiguous tensors."""
-    at = out.data_ptr()
-    end = at + out.nbytes
-    apart = all(end <= one.data_ptr() or one.data_ptr() + one.nbytes <= at for one in read)
-    return apart and not at & LOW and out.is_contiguous()
+    begin = out.data_ptr()
+    end = begin + out.nbytes
+    apart = all(end <= one.data_ptr() or one.data_ptr() + one.nbytes <= begin for one in read)
+    return apart and not begin & LOW and out.is_contiguous()
 
 
 def _low(adapters: Adapters) -> tuple[torch.Tensor | None, ...]:

@@ -1,6 +1,6 @@
 """Programs of calls that come again, and the guards that a gradient passes before it is run by one.
 
-A plan (``plan.py`` has a product's, ``layer_plan.py`` a layer's) takes a call only if its tensors pass one guard
+A plan (``product_plan.py``, ``layer_plan.py``) takes a call only if its tensors pass one guard
 (``guard.py``) and begin as well aligned as the first ones; any other goes the long way, which checks everything. What
 is written down while it runs is in ``launch/program.py``, the arithmetic in ``ops``.
 """
@@ -25,7 +25,8 @@ Given: TypeAlias = "Sequence[torch.Tensor | None]"
 Results: TypeAlias = "Sequence[torch.Tensor | None]"
 
 MOST_PLANS = 4096  # of some 2 KB, a layer's with its gradient 17 KB, with adapters 33 KB
-KINDS = (torch.bfloat16, torch.float16)  # not float32: tf32 and autocast change what a call of it does
+KINDS = (torch.bfloat16, torch.float16)  # not float32: tf32 and autocast change what a layer or a gradient does
+MOST_ROWS = 1 << 29  # of a plan for any number of rows: all of a bucket fit int32
 LOW = ALIGNMENT_BYTES - 1
 
 stream_of = current_stream

@@ -149,7 +149,7 @@ def test_rows_that_no_index_names_become_zero(dtype: torch.dtype, named: float, 
     left[index[:used][(index[:used] >= 0) & (index[:used] < rows - 5)]] = True
     want = torch.where(left[:, None], y, 0)
     assert rowops.launcher(RowOp.CLEAR, DType.FP32, 0, aligned=True) is not None
-    zero_rows.clear(y, index.to(kind), m_sizes, M, rows - 5)
+    zero_rows.clear(y, index.to(kind), m_sizes, rows - 5)
     assert torch.equal(y, want)
 
 

@@ -156,7 +156,7 @@ def test_a_known_call_on_a_gpu_with_other_tensors(gpu: Device) -> None:
     call(buffer[3], buffer[2])
     call(beside[0, :, :K], beside[0, :, K:])
     call(beside[1, :, :K], beside[1, :, K:])
-    kinds = len(dispatch_snapshot.snapshot().calls)
+    kinds = len(dispatch_snapshot.snapshot().plans)
     flat = buffer.view(-1)
     call(buffer[4], buffer[5])
     for begin in (0, 8, 56):
@@ -169,7 +169,7 @@ def test_a_known_call_on_a_gpu_with_other_tensors(gpu: Device) -> None:
     with pytest.raises(InputError, match=REFUSED.format("x")):
         call(beside[0, :, :K], beside[0, :, :N])
     assert len(gpu.launches) == 5
-    assert len(dispatch_snapshot.snapshot().calls) == kinds  # all were known
+    assert len(dispatch_snapshot.snapshot().plans) == kinds  # all were known
 
 
 def test_the_stride_of_one_row_means_nothing(gpu: Device) -> None:

@@ -45,14 +45,10 @@ def values(kernel: Words) -> dict[str, int | bytes]:
     return given | {"stride": BIG + 4, "M": 3, "m_sizes": BIG + 5}
 
 
-def packed(layout: BlockLayout, given: dict[str, int | bytes], *, whole: bool = False) -> Block:
+def packed(layout: BlockLayout, given: dict[str, int | bytes]) -> Block:
     block = layout.new()
     call = [*(given[name] for name, _ in GIVEN), 1234, layout.tail]
-    late = [BIG + 20, *(given[name] for name, _ in LATE)]
-    if whole:
-        layout.whole.pack_into(block[0], block[1], *call, *late)
-    else:
-        layout.launch.pack_into(block[0], block[1], layout.pack(*call), *late)
+    layout.whole.pack_into(block[0], block[1], *call, BIG + 20, *(given[name] for name, _ in LATE))
     return block
 
 
@@ -60,12 +56,11 @@ def read(kernel: Words, block: Block) -> dict[str, int | bytes]:
     return words_of(kernel, Launch(block[2], 0, block[3]))
 
 
-@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("name", KERNELS)
-def test_every_word_is_read_where_the_kernel_has_it(name: str, whole: bool) -> None:
+def test_every_word_is_read_where_the_kernel_has_it(name: str) -> None:
     kernel = KERNELS[name]
     given = values(kernel)
-    block = packed(layout_of(kernel), given, whole=whole)
+    block = packed(layout_of(kernel), given)
     wanted: dict[str, int | bytes] = {}
     known = given | FIXED | {"one": 1, "null": 0}
     for word, kind in kernel:
@@ -83,19 +78,11 @@ def test_every_word_is_read_where_the_kernel_has_it(name: str, whole: bool) -> N
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_launch_configuration_is_the_drivers(name: str) -> None:
     layout = layout_of(KERNELS[name])
-    for whole in (False, True):
-        config = LaunchConfig.from_address(packed(layout, values(KERNELS[name]), whole=whole)[2])
-        assert (config.grid_x, config.grid_y, config.grid_z) == (1234, 1, 1)
-        assert (config.block_x, config.block_y, config.block_z) == (256, 1, 1)
-        assert (config.shared_bytes, config.stream) == (70_000, BIG + 20)
-        assert (config.attributes, config.attribute_count) == (None, 0)
-
-
-def test_the_place_of_a_word_is_told() -> None:
-    for kernel in KERNELS.values():
-        layout, given = layout_of(kernel), values(kernel)
-        call = layout.pack(*(given[name] for name, _ in GIVEN), 1234, layout.tail)
-        assert ctypes.c_int64.from_buffer_copy(call, layout.offsets["stride"]).value == BIG + 4
+    config = LaunchConfig.from_address(packed(layout, values(KERNELS[name]))[2])
+    assert (config.grid_x, config.grid_y, config.grid_z) == (1234, 1, 1)
+    assert (config.block_x, config.block_y, config.block_z) == (256, 1, 1)
+    assert (config.shared_bytes, config.stream) == (70_000, BIG + 20)
+    assert (config.attributes, config.attribute_count) == (None, 0)
 
 
 def test_a_call_packs_nothing_that_stays_as_it_is() -> None:
@@ -103,7 +90,7 @@ def test_a_call_packs_nothing_that_stays_as_it_is() -> None:
     kernel = KERNELS["descriptors"]
     layout, given = layout_of(kernel), values(kernel)
     block = packed(layout, given)
-    layout.launch.pack_into(block[0], block[1], layout.pack(*MAPS[:2], 9, 8, 7, layout.tail), 6, 5, 4)
+    layout.whole.pack_into(block[0], block[1], *MAPS[:2], 9, 8, 7, layout.tail, 6, 5, 4)
     found = read(kernel, block)
     assert (found["M"], found["stride"], found["y"], found["m_sizes"]) == (8, 9, 5, 4)
     assert {name: found[name] for name in FIXED} == FIXED
@@ -113,7 +100,7 @@ def test_a_call_packs_nothing_that_stays_as_it_is() -> None:
 def test_a_word_that_does_not_fit_is_no_silent_other_one(value: int) -> None:
     layout = layout_of(KERNELS["pointers"])
     with pytest.raises(Exception, match="format requires"):
-        layout.pack(1, 2, 3, value, 4, layout.tail)
+        layout.whole.pack(1, 2, 3, value, 4, layout.tail, 5, 6, 7)
 
 
 def test_every_block_has_its_own_aligned_memory() -> None:

@@ -80,7 +80,7 @@ def test_tables_that_another_thread_clears_lose_no_call(device: Device) -> None:
     def clear() -> None:
         while not ended.is_set():
             snapshot = dispatch_snapshot.snapshot()
-            for table in (snapshot.launchers, snapshot.calls, snapshot.recent, snapshot.plans):
+            for table in (snapshot.launchers, snapshot.plans):
                 table.clear()
 
     thread = threading.Thread(target=clear)

@@ -82,14 +82,14 @@ def test_else_all_of_it_becomes_zero_first(device: Device, monkeypatch: pytest.M
         y = torch.full((M, 2 * N), float("nan"))[:, :N]
     if what == "no expert":
         m_sizes = m_sizes[:0]
-    assert (zero_rows.clear(y, index, m_sizes, M, M) == 0).all()
+    assert (zero_rows.clear(y, index, m_sizes) == 0).all()
     assert device.cleared == []
 
 
 def test_what_is_large_enough_is_looked_at(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     y = torch.full((M, N), float("nan"))
     monkeypatch.setattr(zero_rows, "LEAST_BYTES", y.nbytes)
-    zero_rows.clear(y, torch.arange(M), torch.tensor([1, 0, 2]), M, M)
+    zero_rows.clear(y, torch.arange(M), torch.tensor([1, 0, 2]))
     assert y.isnan().all(1).tolist() == [True] * 3 + [False] * (M - 3)
     assert (y[3:] == 0).all()
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from pretuned.runtime.replay import guard as replay_guard
-from pretuned.runtime.replay.guard import Entry, Table, remember
 
 X = torch.zeros(16, 64, dtype=torch.bfloat16)
 W = torch.zeros(4, 32, 64, dtype=torch.bfloat16)
@@ -91,12 +90,3 @@ def test_a_torch_without_guards_goes_without(monkeypatch: pytest.MonkeyPatch) ->
     for made in (None, refuses):
         monkeypatch.setattr(replay_guard, "_TensorGuards", made)
         assert replay_guard.guard(X, W, SIZES) is None
-
-
-def test_a_full_table_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay_guard, "_MOST_ENTRIES", 3)
-    entry: Entry = lambda *_: None  # noqa: E731
-    table: Table = {}
-    for i in range(3):
-        remember(table, (i, 0, "nk"), 16, entry)
-    assert list(table) == [(2, 0, "nk"), ((2, 0, "nk"), 16)]

@@ -1,6 +1,7 @@
-"""Products that come again: the program that was written down of one, for others that are like it, without checks.
+"""Products that come again: the programs that were written down of one, for others that are like it, without checks.
 
-A plan belongs to one w, one form and one shape.
+A plan belongs to one w, one form and a bucket of rows, for which its kernels were chosen, whatever the number of rows.
+A call whose sorted rows are not all slots of its tokens, or whose rows lie apart in memory, has one of its own sizes.
 """
 
 from __future__ import annotations
@@ -22,45 +23,50 @@ from ..ops.autograd import Adapted, AdaptedGemm, GroupedGemm
 from ..ops.low_rank import LowRank, as_used
 from ..weights.expert_weights import ExpertWeights
 from . import guard, programs
-from .programs import LOW, Given, Programs, Results
+from .programs import LOW, MOST_ROWS, Given, Programs, Results
 
 _W: TypeAlias = "torch.Tensor | ExpertWeights"
+_Sizes: TypeAlias = "tuple[int, int, int]"  # M, the rows of x, the rows of y
 
 # Function.apply does this and, for calls inside torch.func's transforms, more.
 _apply: Callable[..., torch.Tensor] = super(torch.autograd.Function, GroupedGemm).apply
 _apply_adapted: Callable[..., torch.Tensor] = super(torch.autograd.Function, AdaptedGemm).apply
 _transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
+_written = torch.autograd.graph.increment_version  # a launch that autograd doesn't see changed this tensor
 _grad_enabled = torch.is_grad_enabled
 stream_of = current_stream
 
 
-class ExecutionPlan(Programs):
+class ProductPlan(Programs):
     """One product's. Calling it does the call, or returns None and does nothing where it is another one."""
 
-    __slots__ = ("M", "_dense", "_low", "_same", "_there", "form", "program", "sizes")
+    __slots__ = ("_dense", "_low", "_out_low", "_own_sizes", "_same", "_shape", "_there", "form", "program")
 
-    def __init__(self, call: Call, given: Given, same: guard.Guard) -> None:
+    def __init__(self, call: Call, given: Given, same: guard.Guard, out: torch.Tensor | None, *, varies: bool) -> None:
         x: torch.Tensor = given[0]  # type: ignore[assignment]
-        super().__init__(x, grad=any(t is not None and t.requires_grad for t in given), varies=False)
-        self._same, self._low, self._dense = same, x.data_ptr() & LOW, isinstance(call.w, torch.Tensor)
-        there = [i for i, one in enumerate(given) if one is not None]
-        self._there = itemgetter(*there)
-        self.form, self.M, self.sizes = call.form, call.M, (call.M, call.x_rows, call.y_rows)
+        super().__init__(x, grad=any(t is not None and t.requires_grad for t in given), varies=varies)
+        self._same, self._low, self.form = same, x.data_ptr() & LOW, call.form
+        self._dense, self._shape = isinstance(call.w, torch.Tensor), call.w.shape
+        self._there = itemgetter(*[i for i, one in enumerate(given) if one is not None])
+        self._own_sizes: _Sizes | None = None if varies else (call.M, call.x_rows, call.y_rows)
+        self._out_low = 0 if out is None else out.data_ptr() & LOW
         self.program: Program | None = None
 
     def __call__(
         self,
+        M: int,
         x: torch.Tensor,
         w: _W,
         m_sizes: torch.Tensor,
         weights: torch.Tensor | None,
         bias: torch.Tensor | None,
         index: torch.Tensor | None,
-        lora: Any = None,
+        out: torch.Tensor | None,
+        lora: Any,
     ) -> torch.Tensor | None:
-        given: Any = (x, w, m_sizes, weights, bias, index)
+        given: Any = (x, w, m_sizes, weights, bias, index, out)
         if not self._dense:
-            given = (x, *operands_of(w).values(), m_sizes, weights, bias, index)
+            given = (x, *operands_of(w).values(), m_sizes, weights, bias, index, out)
         one = None
         if lora is not None:
             try:
@@ -74,17 +80,31 @@ class ExecutionPlan(Programs):
             return None
         if not (self._alone or device_is_current(self._device)):
             return None
-        if self.grad and _grad_enabled():
+        grad = self.grad and _grad_enabled()
+        if out is not None:
+            if grad or out.data_ptr() & LOW != self._out_low:
+                return None
+            read = {"x": x, "m_sizes": m_sizes, "topk_weights": weights, "bias": bias, "gather_indices": index}
+            tensors = {"w": w} if self._dense else w.tensors()  # type: ignore[union-attr]
+            low = {} if one is None else {"lora.A": one.A, "lora.B": one.B}
+            check_tensors.check_apart(out, **read, **tensors, **low)
+        sizes = self._own_sizes or (M, x.shape[0], M)
+        if grad:
             if _transformed():
                 return None
+            if w.dim() != 3:
+                w = w.view(self._shape)  # type: ignore[union-attr]
             if one is not None:
-                how = Adapted(self.form, self.sizes, one.scale, self)
+                how = Adapted(self.form, sizes, one.scale, self)
                 return _apply_adapted(x, w, m_sizes, weights, bias, one.A, one.B, index, how)
-            return _apply(x, w, m_sizes, weights, bias, index, self.form, self.sizes, self)
+            return _apply(x, w, m_sizes, weights, bias, index, self.form, sizes, self)
         program = self.program
         if program is None:
-            return self.forward(x, w, m_sizes, weights, bias, index, one)[0]
-        return program.run(self.M, stream_of(self._device), given)[0]
+            return self.forward(x, w, m_sizes, weights, bias, index, sizes, one)[0]
+        y = program.run(sizes[0], stream_of(self._device), given)[0]
+        if out is not None:
+            _written(out)
+        return y
 
     def forward(
         self,
@@ -94,18 +114,20 @@ class ExecutionPlan(Programs):
         weights: torch.Tensor | None,
         bias: torch.Tensor | None,
         index: torch.Tensor | None,
+        sizes: _Sizes,
         one: LowRank | None = None,
+        out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """``gradients.with_adapter``, without a look at the tensors: ``__call__``, or every check, had one."""
-        given: Any = (x, w, m_sizes, weights, bias, index)
+        given: Any = (x, w, m_sizes, weights, bias, index, out)
         if not self._dense:
-            given = (x, *operands_of(w).values(), m_sizes, weights, bias, index)
+            given = (x, *operands_of(w).values(), m_sizes, weights, bias, index, out)
         given += () if one is None else one[:2]
         program = self.program
         if program is not None:
-            return program.run(self.M, stream_of(self._device), given)  # type: ignore[return-value]
-        call = Call(self.form, w, m_sizes, Fusions(index, weights, bias), *self.sizes)
-        found, self.program = self._recorded(call.M, given, lambda do: gradients.with_adapter(call, x, one, do=do))
+            return program.run(sizes[0], stream_of(self._device), given)  # type: ignore[return-value]
+        call = Call(self.form, w, m_sizes, Fusions(index, weights, bias), *sizes)
+        found, self.program = self._recorded(call.M, given, lambda do: gradients.with_adapter(call, x, one, out, do))
         return found  # type: ignore[return-value]
 
     def adapted(
@@ -119,31 +141,35 @@ class ExecutionPlan(Programs):
         u: torch.Tensor | None,
         shape: torch.Size,
         index: torch.Tensor | None,
+        sizes: _Sizes,
     ) -> Results | None:
         """As ``autograd.with_adapter``, of a call with a frozen w that is plain, or whose rows of x are gathered.
 
         None where that has to compute them.
         """
+        form, M = self.form, sizes[0]
         learns = (*needs, u is not None)
         operands: Any = (w,) if self._dense else operands_of(w).values()  # type: ignore[arg-type]
-        index = index if self.form.permute_x else None
-        given = (dy, x, u, one.A, one.B, *operands, index, m_sizes)
-        known = self._gradients.get(learns)
+        index = index if form.permute_x else None
+        given = (dy, x, u, index, one.A, one.B, *operands, m_sizes)
+        if not _has_rows(M, dy, u, index) or (x is not None and x.shape[0] != sizes[1]):
+            return None
+        known, loose = self._gradients.get(learns), 0 if self._own_sizes else 4
         if known is not None:
-            return self._again(known, self.M, given)
-        form = self.form
+            return self._again(known, M, given, loose)
         if form.permute_y or not (form.plain or form.permute_x) or any(needs[1:]):
             return None
         if type(dy) is not torch.Tensor or dy.dtype not in programs.KINDS or not dy.is_contiguous():
             return None
         w = m_sizes.new_empty((), dtype=dy.dtype).expand(shape) if w is None else w  # only its shape is read
-        call = Call(form, w, m_sizes, Fusions(index, None, None), *self.sizes)
+        call = Call(form, w, m_sizes, Fusions(index, None, None), *sizes)
         return self._first(
             learns,
-            self.M,
+            M,
             given,
             len(given) - 1,
             lambda do: autograd.with_adapter(call, dy, x, needs, one, u, do),
+            loose,
         )
 
     def backward(
@@ -154,11 +180,15 @@ class ExecutionPlan(Programs):
         dy: torch.Tensor,
         needs: tuple[bool, bool, bool, bool],
         shape: torch.Size | None,
+        sizes: _Sizes,
     ) -> Results | None:
         """dx, dw and None twice, of a plain call; None where ``autograd.backward`` has to compute them."""
-        known = self._gradients.get(needs)
+        M = sizes[0]
+        if not _has_rows(M, dy, x):
+            return None
+        known, loose = self._gradients.get(needs), 0 if self._own_sizes else 2
         if known is not None:
-            return self._again(known, self.M, (dy, x, w, m_sizes))
+            return self._again(known, M, (dy, x, w, m_sizes), loose)
         if not self.form.plain or needs[2] or needs[3] or not self._dense or (needs[0] and w is None):
             return None
         if type(dy) is not torch.Tensor or dy.dtype not in programs.KINDS or not dy.is_contiguous():
@@ -166,36 +196,52 @@ class ExecutionPlan(Programs):
 
         def compute(do: Recorder) -> Results:
             dense = m_sizes.new_empty((), dtype=dy.dtype).expand(shape) if w is None else w  # type: ignore[arg-type]
-            call = Call(self.form, dense, m_sizes, Fusions(None, None, None), *self.sizes)
+            call = Call(self.form, dense, m_sizes, Fusions(None, None, None), *sizes)
             return autograd.backward(call, dy, x, needs, do)
 
-        return self._first(needs, self.M, (dy, x, w, m_sizes), 3, compute)
+        return self._first(needs, M, (dy, x, w, m_sizes), 3, compute, loose)
+
+
+def _has_rows(M: int, *tensors: torch.Tensor | None) -> bool:
+    """Whether those that are there have M rows. (A guard of any number of rows looks at none.)"""
+    return all(one is None or one.shape[0] == M for one in tensors)
 
 
 def plan(
     call: Call,
     x: torch.Tensor,
+    w: _W,
     weights: torch.Tensor | None,
     bias: torch.Tensor | None,
     index: torch.Tensor | None,
+    out: torch.Tensor | None,
+    *,
+    varies: bool,
     one: LowRank | None = None,
-) -> ExecutionPlan | None:
+) -> ProductPlan | None:
     """An empty plan for this call, or None where the next one like it needs another look.
 
-    ``weights``, ``bias`` and ``index`` are as the caller passed them; an adapter is as the products take it.
+    The tensors are as the caller passed them; an adapter is as the products take it. One that ``varies`` is for any
+    number of rows that a caller's key lets through: M of all that have a row for each sorted row, contiguous.
     """
-    form, fusions, w = call.form, call.fusions, call.w
-    if not check_tensors.on_gpu(x) or x.dtype not in programs.KINDS or form.autotune or form.pinned:
+    form, fusions, M = call.form, call.fusions, call.M
+    kinds = (*programs.KINDS, torch.float32)  # the caller's key says whether tf32 is allowed
+    if not check_tensors.on_gpu(x) or x.dtype not in kinds or form.autotune or form.pinned:
         return None
     if fusions.weights is not weights or fusions.bias is not bias or fusions.index is not index:
         return None
-    if any(t is not None and not t.is_contiguous() for t in (weights, bias)) or not (call.M and call.N and call.K):
+    if any(t is not None and not t.is_contiguous() for t in (weights, bias)) or not (M and call.N and call.K):
         return None
     if isinstance(w, ExpertWeights) and not w.is_prepared:
+        return None
+    if varies and (M >= MOST_ROWS or (call.x_rows * (call.x_divisor or 1), call.y_rows) != (M, M)):
         return None
     low = () if one is None else one[:2]
     if any(matrix.data_ptr() & LOW for matrix in low):
         return None
-    given = (x, *operands_of(w).values(), call.m_sizes, weights, bias, index, *low)
-    same = guard.guard(*[each for each in given if each is not None])
-    return None if same is None else ExecutionPlan(call, given, same)
+    given = (x, *operands_of(w).values(), call.m_sizes, weights, bias, index, out, *low)
+    tensors = [each for each in given if each is not None]
+    rows = (x, weights, index, out) if varies else ()
+    loose = [i for i, each in enumerate(tensors) if any(each is one for one in rows)]
+    same = guard.guard(*tensors, loose=loose)
+    return None if same is None else ProductPlan(call, given, same, out, varies=varies)

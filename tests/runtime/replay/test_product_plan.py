@@ -17,16 +17,16 @@ from pretuned.artifacts.records.problem import Op, RowOp
 from pretuned.runtime import Lora, grouped_gemm, reload
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.ops import zero_rows
-from pretuned.runtime.replay import guard, plan, programs
+from pretuned.runtime.replay import guard, product_plan, programs
 
 pytestmark = pytest.mark.skipif(guard._TensorGuards is None, reason="this torch has no guards")
 
 
 @pytest.fixture(autouse=True)
-def planned(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[plan.ExecutionPlan]]:
+def planned(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[product_plan.ProductPlan]]:
     """The plans that took a call. The emulated GPU computes in float32."""
     monkeypatch.setattr(programs, "KINDS", (torch.float32,))
-    taken: list[plan.ExecutionPlan] = []
+    taken: list[product_plan.ProductPlan] = []
 
     def noted(replay: Replay) -> None:
         taken.extend(one for one in dispatch_snapshot.snapshot().plans.values() if replay.is_of(one.program))
@@ -41,7 +41,7 @@ FORMS = [(x, y, w, b) for x in (0, 1) for y in (0, 1) for w in (0, 1) for b in (
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 @pytest.mark.parametrize("fused", FORMS)
 def test_it_computes_what_the_long_way_does(
-    planned: list[plan.ExecutionPlan], fused: tuple[int, ...], layout: str
+    planned: list[product_plan.ProductPlan], fused: tuple[int, ...], layout: str
 ) -> None:
     permute_x, permute_y, weights, bias = map(bool, fused)
     given = tensors(permute_x=permute_x, weights=weights, bias=bias, layout=layout)
@@ -58,7 +58,7 @@ def test_it_computes_what_the_long_way_does(
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float64])
-def test_routing_weights_of_any_float(planned: list[plan.ExecutionPlan], kind: torch.dtype) -> None:
+def test_routing_weights_of_any_float(planned: list[product_plan.ProductPlan], kind: torch.dtype) -> None:
     given = tensors(permute_x=True, weights=True, bias=False, layout="nk")
     assert given["topk_weights"] is not None
     given["topk_weights"] = given["topk_weights"].detach().to(kind).requires_grad_()
@@ -70,7 +70,7 @@ def test_routing_weights_of_any_float(planned: list[plan.ExecutionPlan], kind: t
 
 
 def test_rows_that_no_index_names_are_cleared(
-    planned: list[plan.ExecutionPlan], device: Device, monkeypatch: pytest.MonkeyPatch
+    planned: list[product_plan.ProductPlan], device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(zero_rows, "LEAST_BYTES", 0)
     x, w, index = torch.randn(T * TOPK, K), torch.randn(E, N, K), torch.randperm(T * TOPK).int()
@@ -85,7 +85,9 @@ def test_rows_that_no_index_names_are_cleared(
     assert device.cleared == [RowOp.CLEAR] * 6
 
 
-def test_a_zero_tail_is_the_kernels_own(planned: list[plan.ExecutionPlan], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_zero_tail_is_the_kernels_own(
+    planned: list[product_plan.ProductPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
     x, w, m_sizes = torch.randn(8, K), torch.randn(E, N, K), torch.tensor([3, 0, 2, 1], dtype=torch.int32)
     first = grouped_gemm(x.requires_grad_(), w, m_sizes, zero_tail=True).detach()
     zeroed: list[int] = []
@@ -112,7 +114,7 @@ def gradients(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, **how: An
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("how", [{}, {"zero_tail": True}, {"dX_only": True}, {"dW_only": True}])
 def test_a_plain_backward_is_planned_too(
-    planned: list[plan.ExecutionPlan], device: Device, needs: tuple[bool, bool], how: dict[str, bool]
+    planned: list[product_plan.ProductPlan], device: Device, needs: tuple[bool, bool], how: dict[str, bool]
 ) -> None:
     x, w, m_sizes = call(x=needs[0], w=needs[1])
     used = {"x": needs[0] and "dW_only" not in how, "w": needs[1] and "dX_only" not in how}
@@ -132,7 +134,7 @@ def test_a_plain_backward_is_planned_too(
     assert {op for op, _ in device.launched} >= {Op.FORWARD}
 
 
-def test_another_call_goes_the_long_way(planned: list[plan.ExecutionPlan]) -> None:
+def test_another_call_goes_the_long_way(planned: list[product_plan.ProductPlan]) -> None:
     x, w, m_sizes = call()
     wanted = gradients(x, w, m_sizes)
     gradients(x, w, m_sizes)
@@ -150,7 +152,7 @@ def test_another_call_goes_the_long_way(planned: list[plan.ExecutionPlan]) -> No
     assert not y.requires_grad
 
 
-def test_it_runs_without_a_gradient_too(planned: list[plan.ExecutionPlan]) -> None:
+def test_it_runs_without_a_gradient_too(planned: list[product_plan.ProductPlan]) -> None:
     x, w, m_sizes = call()
     bias = torch.randn(E, N)
     with torch.no_grad():
@@ -160,7 +162,7 @@ def test_it_runs_without_a_gradient_too(planned: list[plan.ExecutionPlan]) -> No
     assert grouped_gemm(x, w, m_sizes, bias=bias).requires_grad
 
 
-def test_a_gradient_of_any_stride_and_a_saved_tensor_that_moved(planned: list[plan.ExecutionPlan]) -> None:
+def test_a_gradient_of_any_stride_and_a_saved_tensor_that_moved(planned: list[product_plan.ProductPlan]) -> None:
     x, dense, m_sizes = call()
     strided = torch.randn(E, N + 1, K)[:, :N].detach().requires_grad_()
     for w in (dense, strided):
@@ -180,7 +182,7 @@ def test_a_gradient_of_any_stride_and_a_saved_tensor_that_moved(planned: list[pl
     assert planned
 
 
-def test_rows_past_the_sum_have_no_gradient(planned: list[plan.ExecutionPlan]) -> None:
+def test_rows_past_the_sum_have_no_gradient(planned: list[product_plan.ProductPlan]) -> None:
     x, w, _ = call()
     m_sizes = torch.tensor([3, 0, 2, 1], dtype=torch.int32)
     for _ in range(3):
@@ -190,7 +192,7 @@ def test_rows_past_the_sum_have_no_gradient(planned: list[plan.ExecutionPlan]) -
     assert len(planned) == 2
 
 
-def test_torch_func_takes_the_long_way(planned: list[plan.ExecutionPlan]) -> None:
+def test_torch_func_takes_the_long_way(planned: list[product_plan.ProductPlan]) -> None:
     x, w, m_sizes = call()
     gradients(x, w, m_sizes)
     gradients(x, w, m_sizes)
@@ -201,7 +203,7 @@ def test_torch_func_takes_the_long_way(planned: list[plan.ExecutionPlan]) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-def test_a_trace_keeps_the_call_that_came_before(planned: list[plan.ExecutionPlan]) -> None:
+def test_a_trace_keeps_the_call_that_came_before(planned: list[product_plan.ProductPlan]) -> None:
     x, w, m_sizes = torch.randn(T, K), torch.randn(E, N, K), torch.tensor([3, 0, 4, 0], dtype=torch.int32)
     bias = torch.randn(E, N)
 
@@ -216,7 +218,7 @@ def test_a_trace_keeps_the_call_that_came_before(planned: list[plan.ExecutionPla
     assert torch.equal(traced(x, m_sizes), y)
 
 
-def test_a_plan_keeps_no_tensor(planned: list[plan.ExecutionPlan]) -> None:
+def test_a_plan_keeps_no_tensor(planned: list[product_plan.ProductPlan]) -> None:
     x, w, m_sizes = call()
     gradients(x, w, m_sizes)
     gradients(x, w, m_sizes)
@@ -228,7 +230,7 @@ def test_a_plan_keeps_no_tensor(planned: list[plan.ExecutionPlan]) -> None:
 
 
 def test_reload_forgets_and_a_full_table_begins_anew(
-    planned: list[plan.ExecutionPlan], monkeypatch: pytest.MonkeyPatch
+    planned: list[product_plan.ProductPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, w, m_sizes = call()
     gradients(x, w, m_sizes)
@@ -244,7 +246,7 @@ def test_reload_forgets_and_a_full_table_begins_anew(
     assert planned == []
 
 
-def test_what_cannot_be_used_is_still_named(planned: list[plan.ExecutionPlan]) -> None:
+def test_what_cannot_be_used_is_still_named(planned: list[product_plan.ProductPlan]) -> None:
     given = tensors(permute_x=True, weights=True, bias=False, layout="nk")
     form = {"permute_x": True, "permute_y": False, "w_layout": "nk"}
     ran(form, given, wide=False)
@@ -286,7 +288,7 @@ def test_a_frozen_weight_of_rows_that_stay_is_in_the_gradient(device: Device, le
 @pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("needs", ["xAB", "AB", "x", "B", ""])
 def test_a_product_beside_an_adapter(
-    planned: list[plan.ExecutionPlan],
+    planned: list[product_plan.ProductPlan],
     device: Device,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -338,7 +340,7 @@ def test_a_product_beside_an_adapter(
 @pytest.mark.parametrize("topk", [1, TOPK])
 @pytest.mark.parametrize("padding", [0, 3])
 def test_a_gathered_gradient_beside_an_adapter_comes_again(
-    planned: list[plan.ExecutionPlan], device: Device, topk: int, padding: int
+    planned: list[product_plan.ProductPlan], device: Device, topk: int, padding: int
 ) -> None:
     """Rows of other experts, rows that pad them, another order each time: of what the plan was made for or not."""
     w, many = torch.randn(E, N, K), T * topk
@@ -372,7 +374,7 @@ def test_a_gathered_gradient_beside_an_adapter_comes_again(
     ],
 )
 def test_a_call_beside_an_adapter_that_came_before_is_refused_in_the_words_of_the_first(
-    planned: list[plan.ExecutionPlan], m_sizes: Any, why: str
+    planned: list[product_plan.ProductPlan], m_sizes: Any, why: str
 ) -> None:
     x, w, lora = torch.randn(8, K), torch.randn(E, N, K), Lora(torch.randn(E, 4, K), torch.randn(E, N, 4))
     for _ in range(2):
