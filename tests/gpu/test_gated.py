@@ -272,7 +272,7 @@ def test_a_layer_runs_it_exactly_where_the_rule_says_so(monkeypatch: pytest.Monk
     tried = list(chosen_problems())
     assert tried
     for problem, choice in tried:
-        dispatch_snapshot.snapshot().layers.clear()
+        dispatch_snapshot.snapshot().plans.clear()
         E, I, H = problem.E, problem.N // 2, problem.K  # noqa: E741
         T = min(choice.bucket, 16384)
         up, down = random(E, 2 * I, H, scale=H**-0.5), random(E, H, I, scale=I**-0.5)
@@ -281,7 +281,7 @@ def test_a_layer_runs_it_exactly_where_the_rule_says_so(monkeypatch: pytest.Monk
         ran.clear()
         moe_mlp(random(T, H), up, down, ids, torch.rand(T, 1, device="cuda"))
         assert bool(ran) is (found.chosen is None), found.reason
-        (plan,) = dispatch_snapshot.snapshot().layers.values()
+        (plan,) = dispatch_snapshot.snapshot().plans.values()
         names = [step.name for one in plan.programs.values() for step in one.steps]
         assert any("silu: " in name for name in names) is (found.chosen is not None)
         told = explain(problem, M=T, top_k=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from ctypes import c_uint32, c_uint64
 
 import pytest

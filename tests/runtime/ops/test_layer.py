@@ -230,7 +230,7 @@ def replayed(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Replay
     found = Replayed([], [])
 
     def noted(replay: Replay) -> None:
-        layers = snapshot.snapshot().layers.values()
+        layers = snapshot.snapshot().plans.values()
         if any(replay.is_of(program) for one in layers for program in one.programs.values()):
             found.tokens.append(replay.M // TOPK)
         else:
@@ -850,7 +850,7 @@ def test_a_full_table_of_plans_begins_anew(monkeypatch: pytest.MonkeyPatch, devi
     for count in (1, 2, 7, 7, 1):  # each of a bucket of its own
         moe_mlp(hidden[:count], given["up"], given["down"], IDS[:count], weights[:count])
     assert planned == [7]
-    assert len(snapshot.snapshot().layers) == 2
+    assert len(snapshot.snapshot().plans) == 2
 
 
 def many(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -1144,7 +1144,7 @@ def test_weights_that_autocast_copies_have_no_plan(
     for _ in range(3):
         adapted(tensors(True, "nk", False), low_rank(True, False), {*LOW}, IDS)
     assert planned == []
-    assert not snapshot.snapshot().layers
+    assert not snapshot.snapshot().plans
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own

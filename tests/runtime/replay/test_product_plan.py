@@ -240,7 +240,7 @@ def test_reload_forgets_and_a_full_table_begins_anew(
     assert dispatch_snapshot.snapshot() is not before
     assert dispatch_snapshot.snapshot().plans == {}
     monkeypatch.setattr(programs, "MOST_PLANS", 2)
-    for rows in range(1, 6):
+    for rows in (1, 2, 4):  # of three buckets
         gradients(x[:rows], w, m_sizes)
     assert len(dispatch_snapshot.snapshot().plans) == 1
     assert planned == []
