@@ -209,7 +209,7 @@ def grouped_gemm(
                 and (out is None or (out.shape[0] == M and out.is_contiguous()))
             )
             key = (
-                w.data_ptr() if type(w) is not ExpertWeights else key_of(w),  # type: ignore[union-attr]
+                w.data_ptr() if type(w) is not ExpertWeights else key_of(w),
                 (M * M).bit_length() // 2 if varies else _sizes(x, gather_indices, topk_weights, out),  # ``bucket_of``
                 x.requires_grad,
                 topk,

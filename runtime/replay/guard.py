@@ -25,19 +25,24 @@ def key_of(w: torch.Tensor | ExpertWeights) -> tuple[object, ...]:
 def guard(*tensors: torch.Tensor, loose: Collection[int] = ()) -> Guard | None:
     """A check that these tensors pass, and others only if they differ from them in address and content.
 
-    Those whose place is in ``loose`` may have any number of rows, anywhere: of their sizes and strides the last counts.
+    Those whose place is in ``loose`` may have any number of rows, anywhere: of the sizes of a row, and of the strides,
+    the last counts.
     """
     if _TensorGuards is None:
         return None
-    sizes, strides = (
-        [_last(given) if i in loose else list(given) for i, given in enumerate(every)] if loose else None
-        for every in ([one.shape for one in tensors], [one.stride() for one in tensors])
-    )
+    sizes = strides = None
+    if loose:
+        sizes = [_any_rows(one.shape) if i in loose else list(one.shape) for i, one in enumerate(tensors)]
+        strides = [_last(one.stride()) if i in loose else list(one.stride()) for i, one in enumerate(tensors)]
     try:
         check: Guard = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
         return check if check(*tensors) else None
     except (TypeError, ValueError, RuntimeError):  # another torch
         return None
+
+
+def _any_rows(shape: Sequence[int]) -> list[int | None]:
+    return _last(shape) if len(shape) > 1 else [None]
 
 
 def _last(given: Sequence[int]) -> list[int | None]:

@@ -93,7 +93,7 @@ class ProductPlan(Programs):
             if _transformed():
                 return None
             if w.dim() != 3:
-                w = w.view(self._shape)  # type: ignore[union-attr]
+                w = w.view(self._shape)
             if one is not None:
                 how = Adapted(self.form, sizes, one.scale, self)
                 return _apply_adapted(x, w, m_sizes, weights, bias, one.A, one.B, index, how)

@@ -14,7 +14,7 @@ from host_gpu import TOPK, Device, E, K, N, Replay, T, ran, replays, tensors, us
 
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.problem import Op, RowOp
-from pretuned.runtime import Lora, grouped_gemm, reload
+from pretuned.runtime import Lora, grouped_gemm, reload, sort_routing
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.ops import zero_rows
 from pretuned.runtime.replay import guard, product_plan, programs
@@ -55,6 +55,112 @@ def test_it_computes_what_the_long_way_does(
     assert len(planned) == (3 if any((permute_x, permute_y, weights)) else 0)
     for got, want in zip(ran(form, given, wide=True), first, strict=True):  # int64: another call
         assert torch.equal(got, want)
+
+
+def of_tokens(tokens: int, form: tuple[int, ...], low: bool, w: torch.Tensor) -> list[torch.Tensor]:
+    """y and the gradients of a call of that many tokens, with weights, a bias and an adapter or without."""
+    permute_x, permute_y, weights, bias = map(bool, form)
+    generator = torch.Generator().manual_seed(tokens)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).requires_grad_()
+
+    ids = torch.randint(-1, E + 1, (tokens, TOPK), generator=generator)
+    routing = sort_routing(ids, E)
+    x = random(tokens if permute_x else tokens * TOPK, K)
+    more = {"topk_weights": random(tokens, TOPK)} if weights else {}
+    more |= {"bias": random(E, N)} if bias else {}
+    adapter = Lora(random(E, 4, K), random(E, N, 4), 0.5) if low else None
+    y = grouped_gemm(
+        x,
+        w,
+        routing.m_sizes,
+        TOPK,
+        routing.gather_indices if any(form[:3]) else None,
+        permute_x=permute_x,
+        permute_y=permute_y,
+        fuse_mul_post=weights,
+        zero_tail=True,
+        lora=adapter,
+        **more,
+    )
+    asked = [x, *more.values(), *(adapter[:2] if adapter else ()), *([w] if w.requires_grad else [])]
+    return [y, *torch.autograd.grad(y, asked, torch.linspace(-1, 1, y.numel()).view_as(y))]
+
+
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("fused", FORMS)
+def test_calls_of_other_rows_of_the_bucket_run_the_same_plan(
+    planned: list[product_plan.ProductPlan], fused: tuple[int, ...], low: bool
+) -> None:
+    every, w = (9, 11, 8, 10, 9), torch.randn(E, N, K).requires_grad_(not low)
+    wanted = []
+    for tokens in every:
+        reload()
+        wanted.append(of_tokens(tokens, fused, low, w))
+    reload()
+    assert planned == []
+    for tokens, want in zip(every, wanted, strict=True):
+        for got, one in zip(of_tokens(tokens, fused, low, w), want, strict=True):
+            assert torch.equal(got, one)
+    assert len(planned) == len(every) - 1
+    assert len(dispatch_snapshot.snapshot().plans) == 1
+
+
+def test_rows_that_are_not_all_slots_have_a_plan_of_their_own_size(planned: list[product_plan.ProductPlan]) -> None:
+    """As with padded experts, or of other ranks' slots: kernels are told where indices end."""
+    x, w, m_sizes = torch.randn(T, K), torch.randn(E, N, K), torch.tensor([4, 0, 5, 2], dtype=torch.int32)
+    for more in (1, 3, 1, 3):
+        index = torch.cat([torch.randperm(T * TOPK), torch.full((more,), -1)])
+        y = grouped_gemm(x, w, m_sizes, TOPK, index, permute_x=True, zero_tail=True)
+        assert torch.equal(y[:11], grouped_gemm(x[index[:11] // TOPK], w, m_sizes)[:11])
+    assert {one._own_sizes for one in planned} == {
+        None,
+        (T * TOPK + 1, T, T * TOPK + 1),
+        (T * TOPK + 3, T, T * TOPK + 3),
+    }
+
+
+def test_flattened_weights_have_a_plan_too(planned: list[product_plan.ProductPlan]) -> None:
+    x, w, m_sizes = call()
+    first = gradients(x, w, m_sizes)
+    flat = w.detach().view(-1, K).requires_grad_()
+    for _ in range(3):
+        for got, want in zip(gradients(x, flat, m_sizes), first, strict=True):
+            assert torch.equal(got, want.view_as(got))
+    assert len(planned) == 2
+
+
+def test_a_given_out_is_written_by_the_plan_and_may_not_be_read(planned: list[product_plan.ProductPlan]) -> None:
+    x, w, m_sizes = call(x=False, w=False)
+    want = grouped_gemm(x, w, m_sizes)
+    wide = torch.zeros(8, N + K)
+    for out in (torch.empty(8, N), torch.empty(8, N), wide[:, :N], wide[:, :N]):
+        before = out._version
+        assert grouped_gemm(x, w, m_sizes, out=out) is out
+        assert torch.equal(out, want)
+        assert out._version > before
+    assert len(planned) == 2
+    both = torch.zeros(16 * max(N, K))
+    with pytest.raises(InputError, match="in the memory of x"):
+        grouped_gemm(both[: 8 * K].view(8, K), w, m_sizes, out=both[: 8 * N].view(8, N))
+    with pytest.raises(InputError, match="in the memory of w"):
+        grouped_gemm(x, w, m_sizes, out=w.view(-1)[: 8 * N].view(8, N))
+    with pytest.raises(InputError, match="requires grad"):
+        grouped_gemm(x.requires_grad_(), w, m_sizes, out=torch.empty(8, N))
+
+
+def test_tf32_is_another_call(planned: list[product_plan.ProductPlan]) -> None:
+    x, w, m_sizes = call(x=False, w=False)
+    grouped_gemm(x, w, m_sizes)
+    try:
+        torch.backends.cuda.matmul.allow_tf32 = True
+        grouped_gemm(x, w, m_sizes)
+        assert planned == []
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+    grouped_gemm(x, w, m_sizes)
+    assert len(planned) == 1
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float64])
