@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _FLOAT32 = torch.float32
 _tracing = torch.compiler.is_dynamo_compiling
+_jit_state = tensors.jit_state
 _casts = torch.is_autocast_enabled
 _duals = tensors.duals
 
@@ -163,7 +164,7 @@ def grouped_gemm(
                 "out": out,
             }
             return dropped(grouped_gemm, x, w, m_sizes, lora, moves, rest)
-    if _tracing() or tensors.jit_state() is not None:
+    if _tracing() or _jit_state() is not None:
         from .torch_library import traced
 
         return traced(
@@ -201,7 +202,9 @@ def grouped_gemm(
         or kernel_config_bwd_dW is not None
     ):
         try:
-            M = x.shape[0] * topk if permute_x else x.shape[0]
+            M, single = x.shape[0], x.dtype is _FLOAT32
+            if permute_x:
+                M *= topk
             varies = (
                 x.is_contiguous()
                 and (gather_indices is None or gather_indices.shape[0] == M)
@@ -226,13 +229,13 @@ def grouped_gemm(
                 gather_indices is None,
                 out is None,
                 None if lora is None else scales_of((lora, None)),
-                x.dtype is _FLOAT32 and tf32_allowed(x.dtype),
+                single and tf32_allowed(_FLOAT32),
             )
             if snapshot is None and tensors.on_gpu(x):
                 from ..dispatch.snapshot import snapshot as taken
 
                 snapshot = taken()
-            if snapshot is not None and not (x.dtype is _FLOAT32 and _casts("cuda")):
+            if snapshot is not None and not (single and _casts("cuda")):
                 plan: ProductPlan | None = snapshot.plans.get(key)
                 if plan is not None:
                     y = plan(M, x, w, m_sizes, topk_weights, bias, gather_indices, out, lora)
