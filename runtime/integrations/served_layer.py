@@ -132,7 +132,7 @@ def prepared(
     Raises
     ------
     InputError
-        for scales that no kernel takes, where a GPU is to read them. ``switch`` is the variable that leaves a
+        for scales or codes that no kernel takes, where a GPU is to read them. ``switch`` is the variable that leaves a
         checkpoint to the engine.
     """
     found: list[ExpertWeights] = []
@@ -141,8 +141,8 @@ def prepared(
             found.append(one.prepare_in_place() if in_place else one.prepare())
         if on_gpu and not all(one.is_prepared for one in found):
             raise InputError(
-                f"pretuned: no kernel takes the scales of {tuple(found)}, such as mxfp4's above 2 or int4's of 1,024: "
-                f"{switch}=0 serves this checkpoint by the engine alone"
+                f"pretuned: no kernel takes the scales of {tuple(found)}, such as mxfp4's above 2 or int4's of 1,024, "
+                f"or NaN among fp8 codes: {switch}=0 serves this checkpoint by the engine alone"
             )
     except BaseException:
         for one in found if in_place else ():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,19 @@ import torch
 from ...artifacts.errors import InputError
 from ...artifacts.records.precision import PRECISIONS, DType, Precision, dtypes_of
 from ..locks import lock
-from .given import as_bytes, bad, check_finite, check_flag, fit, flat, of_dtype, repeated, told
+from .given import (
+    as_bytes,
+    bad,
+    check_finite,
+    check_flag,
+    fit,
+    flat,
+    has_nan,
+    of_dtype,
+    place_of_nan,
+    repeated,
+    told,
+)
 
 if TYPE_CHECKING:
     from .codes import Quantised
@@ -25,6 +38,9 @@ _SCALE_DTYPES = {
 _GROUPS = (32, 64, 128)  # of int4
 _MOST_SCALES = "mxfp4's up to 2, mxfp8's up to 128, int4's below 1,024: keep the checkpoint's layout"
 _ZEROS = "0 to 15: keep the checkpoint's layout"
+_NUMBERS = "numbers: kernels read NaN as 480 from prepared codes. Keep the checkpoint's layout, or mend the checkpoint"
+
+_log = logging.getLogger(__name__)
 
 
 class ExpertWeights:
@@ -225,9 +241,9 @@ class ExpertWeights:
 
     @property
     def can_be_prepared(self) -> bool:
-        """Whether ``prepare`` would change their layout."""
+        """Whether ``prepare`` would change their layout: as long as it takes to read the weights once."""
         order = None if self.is_prepared else _orders().get(self.format)
-        return order is not None and order.fits(self._quantised)
+        return order is not None and order.fits(self._quantised) and not _has_nan(self)
 
     @property
     def order(self) -> int:
@@ -267,6 +283,10 @@ class ExpertWeights:
         128 where a scale is of so many), a scale above 2 of mxfp4, above 128 of mxfp8 or of 1,024 and more of int4, or
         a zero point of 16.
 
+        So are weights with NaN among their e4m3 codes, and a warning says where it is. The fast kernels read such a
+        code as 480, the others as NaN. They are not refused, because an expert that gets no tokens (padding, memory
+        that an engine has yet to fill) may hold any bytes. Once all codes are numbers, call ``prepare`` again.
+
         Raises
         ------
         InputError
@@ -284,7 +304,7 @@ class ExpertWeights:
                     "ExpertWeights: prepare() in the capture of a CUDA graph, which would read released "
                     "tensors: call it before the capture"
                 )
-            if not self.can_be_prepared:
+            if not self._has_room(order):
                 return self
             with torch.inference_mode(False), torch.no_grad():
                 codes = order.each(order.prepared, self.codes)
@@ -306,7 +326,7 @@ class ExpertWeights:
         from .order import rewrite
 
         order = _orders().get(self.format)
-        if order is None or not self.can_be_prepared:
+        if order is None or self.is_prepared or not self._has_room(order):
             return self
         codes, scale, zero = self.codes, self.scale, self.zero
         with torch.inference_mode(codes.is_inference()), torch.no_grad():
@@ -351,19 +371,20 @@ class ExpertWeights:
         """Write the numbers of ``other`` into these tensors, in the layout that they have. Returns these weights.
 
         Addresses stay, so a captured graph reads the new numbers. ``other`` may be in either layout, on any device.
+        Before something is written to prepared weights the scales of ``other`` are read, and its codes where it is not
+        prepared itself. That waits for the device of ``other``; the capture of a graph can't, and reads nothing.
 
         Raises
         ------
         InputError
-            for another format or shape, scales of another dtype, and scales or zero points that prepared weights have
-            no room for; nothing was written then.
+            for another format or shape, scales of another dtype, and, if these weights are prepared, scales, zero
+            points or codes that kernels would read as other numbers; nothing was written then.
         """
         if not isinstance(other, ExpertWeights) or (other.format, other.shape) != (self.format, self.shape):
             raise bad("copy_'s argument", repr(other), f"{self.format} of shape {list(self.shape)}")
         order = _orders().get(self.format)
-        if self.is_prepared and not other.is_prepared and order is not None and not order.room(other.scale):
-            raise bad("scale", "too large for prepared codes", _MOST_SCALES)
-        _check_zeros(other, beside_prepared=self.is_prepared)
+        if self.is_prepared and not (other.is_prepared and is_captured(other.codes)):
+            _check_numbers(other, codes=not other.is_prepared)  # those of prepared codes were looked at
         if self.scale.dtype is not other.scale.dtype:
             raise bad("scale", f"{other.scale.dtype}", f"{self.scale.dtype}, as these weights have it")
         moves = {
@@ -380,14 +401,25 @@ class ExpertWeights:
                 for expert in range(mine.shape[0]):
                     there = theirs[expert].to(mine.device)
                     mine[expert].copy_(there if move is None else move(there))
-        return self.refresh()
+        if self.derived is not None:
+            self._derive(anew=True)
+        return self
 
     def refresh(self) -> ExpertWeights:
-        """Make ``derived`` anew after ``scale`` was written to, where it already is. Returns these weights.
+        """Check what was written to prepared weights, and make ``derived`` anew. Returns these weights.
 
         Needed after writes that torch does not count: through ``.data``, by a kernel of your own, or to tensors made
-        in inference mode. Writes that torch counts are seen by the next call.
+        in inference mode. Of writes that torch counts the next call makes ``derived`` anew, but checks nothing.
+
+        The check reads the weights once and waits for their device; in the capture of a graph there is none.
+
+        Raises
+        ------
+        InputError
+            for scales, zero points and e4m3 codes beside prepared codes that kernels would read as other numbers.
         """
+        if self.is_prepared and not is_captured(self.codes):
+            _check_numbers(self, codes=True)
         if self.derived is not None:
             self._derive(anew=True)
         return self
@@ -516,6 +548,20 @@ class ExpertWeights:
         prepared = ", prepared" if self.is_prepared else ""
         return f"ExpertWeights({self.format}, E={E}, N={N}, K={K}, device={str(self.device)!r}{prepared})"
 
+    def _has_room(self, order: CodeOrder) -> bool:
+        """Whether these weights can be prepared; NaN among their codes is logged."""
+        if not order.fits(self._quantised):
+            return False
+        if not _has_nan(self):
+            return True
+        _log.warning(
+            "pretuned: %s codes are %s: these weights stay in the checkpoint's layout, whose kernels keep NaN and are "
+            "slower. If experts that get tokens have it, mend the checkpoint",
+            self.format,
+            place_of_nan(self.codes),
+        )
+        return False
+
     def _check_order(self, number: int) -> None:
         """Raise InputError where the codes are not in the layout that a saved state says."""
         if number != self.order:
@@ -641,13 +687,12 @@ def checked(weights: ExpertWeights) -> ExpertWeights:
         if not one.is_contiguous():
             raise bad(name, f"with strides {list(one.stride())}", "contiguous (it is never copied): pass .contiguous()")
         setattr(weights, name, one.detach())
-    for name, given in (("scale", weights.scale), ("global_scale", weights.global_scale)):
-        if given is not None and given.device.type != "meta":
-            check_finite(name, given)
-    if weights.is_prepared and not weights.codes.is_meta:
-        if not _order_of(weights).room(weights.scale):
-            raise bad("scale", "too large for prepared codes", _MOST_SCALES)
-        _check_zeros(weights, beside_prepared=True)
+    if weights.codes.is_meta:
+        return weights
+    if not weights.is_prepared:
+        _check_finite(weights)
+    else:
+        _check_numbers(weights, codes=True)
         _ = weights.kernel_scale  # made now: not in a graph capture
     return weights
 
@@ -660,12 +705,36 @@ def scale_shape(weights: ExpertWeights) -> tuple[int, ...]:
     return (E, -(-N // scale.rows), -(-K // scale.columns)) if scale.columns else (E, N)
 
 
-def _check_zeros(weights: ExpertWeights, *, beside_prepared: bool) -> None:
-    """Raise InputError for zero points that kernels can't read beside prepared codes."""
+def _check_finite(weights: ExpertWeights) -> None:
+    """Raise InputError for a scale that is NaN or infinite."""
+    for name, factors in (("scale", weights.scale), ("global_scale", weights.global_scale)):
+        if factors is not None:
+            check_finite(name, factors)
+
+
+def _check_numbers(weights: ExpertWeights, *, codes: bool) -> None:
+    """Raise InputError for scales, zero points and, with ``codes``, codes that kernels can't read of prepared weights.
+
+    The weights may be in either layout.
+    """
     from .order import zero_has_room
 
-    if beside_prepared and not zero_has_room(weights.zero):
+    order = _orders().get(weights.format)
+    if order is None or weights.codes.is_meta:
+        return
+    _check_finite(weights)
+    if not order.room(weights.scale):
+        raise bad("scale", "too large for prepared codes", _MOST_SCALES)
+    if not zero_has_room(weights.zero):
         raise bad("zero", "out of range for prepared codes", _ZEROS)
+    if codes and _has_nan(weights):
+        stored = map(order.stored, weights.codes) if weights.is_prepared else weights.codes
+        raise bad("codes", place_of_nan(stored), _NUMBERS)
+
+
+def _has_nan(weights: ExpertWeights) -> bool:
+    """Whether codes have NaN: of e4m3 alone."""
+    return weights.precision.w.name == "e4m3" and not weights.codes.is_meta and has_nan(weights.codes)
 
 
 def _check_prepared(weights: ExpertWeights) -> None:

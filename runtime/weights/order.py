@@ -49,6 +49,7 @@ _MOST_E8M0 = {"e2m1": 128, "e4m3": 134}
 _ZERO = 8  # of int4 codes, where there are no zero points
 _MOST_ZERO = 15  # kernels read four bits
 _MOST_INT4 = 1024.0  # scales are made 2^117 of theirs in bf16: room to spare for what rounding to bf16 adds
+_E4M3_NAN = 0x7F
 _E4M3_SHIFT = 120  # log2 of what e4m3 codes are made too small by
 PREPARED_DIMS = 6  # of codes [E, N/64, K/64, 64, 4, words]; of their scales one less
 
@@ -241,7 +242,7 @@ def _room(elements: Elements, scale: torch.Tensor) -> bool:
     if elements.scale is not None and elements.scale.name == "e8m0":
         return int(scale.max()) <= _MOST_E8M0[elements.name]
     if elements.name == "e2m1":
-        return not bool((scale.view(torch.uint8) & 0x80).any())  # the kernel reads no sign
+        return int(scale.view(torch.uint8).max()) < _E4M3_NAN  # the kernel reads no sign, and NaN as a number
     rows = 1 if elements.scale is None else elements.scale.rows
     return rows == 1 or float(scale.abs().max()) < 2.0 ** (127 - _E4M3_SHIFT)
 

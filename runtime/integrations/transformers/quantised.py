@@ -20,7 +20,7 @@ from ...runtime.driver.device import capturing
 from ...runtime.locks import lock
 from ...runtime.weights.codes import E8M0
 from ...runtime.weights.expert_weights import ExpertWeights, checked, int4_format, scale_shape, synchronize, version_of
-from ...runtime.weights.given import fit
+from ...runtime.weights.given import fit, has_nan
 from ...runtime.weights.order import ORDERS, PREPARED_DIMS
 from ...runtime.weights.packings import fp8_scale
 from ..loaded_format import scale_of_rows
@@ -435,7 +435,7 @@ def _before_load(experts: Any, state: dict[str, Any], prefix: str, local: dict[s
 def _prepared_state(
     experts: Any, stored: _Stored, state: dict[str, Any], keys: list[str]
 ) -> dict[str, torch.Tensor] | None:
-    """A checkpoint's tensors as the parameters are; None for scales that prepared weights have no room for."""
+    """A checkpoint's tensors as the parameters are; None for scales or codes that prepared weights have no room for."""
     made = {}
     parameters = [experts._parameters[name] for name in stored[:2]]
     format = _weights(*(_local(one.detach()) for one in parameters), by_matrix=_by_matrix(experts)).format
@@ -449,6 +449,8 @@ def _prepared_state(
             here = _local(given.detach()).to(held.device, dtype)
             plain = here if dtype.is_floating_point and dtype is not E8M0 else here.view(torch.uint8)
             if key == keys[1] and not order.room(fp8_scale(here) if of_fp8 else plain):
+                return None
+            if key == keys[0] and of_fp8 and not plain.is_meta and has_nan(plain):
                 return None
             if move is not None and held.dim() >= PREPARED_DIMS - 1:
                 made[key] = _like(given, torch.stack([move(of_expert) for of_expert in plain.flatten(2)]))

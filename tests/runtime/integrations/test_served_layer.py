@@ -11,10 +11,11 @@ from made import DRIVER, H200, HOPPERS, ON_A100, ON_H200, WIDE, Spec, measured, 
 
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.plan import plan, planned_on
+from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem, buckets_between
 from pretuned.artifacts.records.target import Gpu, LocalGpu
-from pretuned.integrations.served_layer import ServedLayer, follow, lacks, pad_bias, widened
+from pretuned.integrations.served_layer import ServedLayer, follow, lacks, pad_bias, prepared, widened
 from pretuned.kernels.contract.activations import Activation
 from pretuned.kernels.contract.config import Config, Loads, Schedule
 from pretuned.runtime import reload
@@ -184,6 +185,20 @@ def test_a_padded_bias_has_zeros_where_its_weights_have_rows_of_zeros() -> None:
     assert pad_bias(bias, 3, 4, SILU).tolist() == [[1, 2, 3, 0, 4, 5, 6, 0]]  # the last two were never loaded
     assert pad_bias(bias, 3, 4, SILU._replace(interleaved=True)).tolist() == [[1, 2, 3, 4, 5, 6, 0, 0]]
     assert pad_bias(bias, 8, 9, SILU._replace(gated=False)).tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 0]]
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_gpu_gets_no_nan_that_a_kernel_would_read_as_480(in_place: bool) -> None:
+    """The engine's own method runs such a layer; what is no GPU's stays as it is, and is right."""
+    first, second = (ExpertWeights.quantize(torch.randn(2, 64, 64), "fp8_channel") for _ in range(2))
+    second.codes.view(torch.uint8)[1, 3, 5] = 0x7F
+    before = first.codes.view(torch.uint8).clone()
+    with pytest.raises(InputError, match=r"no kernel takes the scales of .*, or NaN among fp8 codes: PRETUNED_X=0"):
+        prepared((first, second), "PRETUNED_X", on_gpu=True, in_place=in_place)
+    if in_place:
+        assert torch.equal(first.codes.view(torch.uint8), before)
+    assert prepared((second,), "PRETUNED_X", on_gpu=False, in_place=in_place) == (second,)
+    assert second.dequantize().isnan().nonzero().tolist() == [[1, 3, 5]]
 
 
 def test_weights_loaded_again_are_copied_to_where_the_first_are() -> None:

@@ -428,6 +428,138 @@ def test_an_int4_scale_that_has_no_room_leaves_all_as_they_are(large: float, dty
     assert w.prepare().order == 1
 
 
+E4M3 = ["mxfp8", "fp8_block", "fp8_block_a16", "fp8_channel", "fp8_channel_a16"]
+
+
+def put_nan(w: ExpertWeights, bits: int = 0xFF) -> ExpertWeights:
+    """Make w[1, 3, 5] and w[1, 130, 0] NaN."""
+    w.codes.view(torch.uint8)[1, 3, 5] = bits
+    w.codes.view(torch.uint8)[1, 130, 0] = bits
+    return w
+
+
+@pytest.mark.parametrize("bits", [0x7F, 0xFF])
+@pytest.mark.parametrize("format", E4M3)
+def test_a_nan_among_e4m3_codes_leaves_all_as_they_are(
+    format: str, bits: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The kernels of prepared weights make 480 of it, where torch and the portable kernel make NaN."""
+    w = put_nan(made(format, N=256), bits)
+    before, nan = bits_of(w), w.dequantize(torch.float32).isnan()
+    assert nan.nonzero().tolist() == [[1, 3, 5], [1, 130, 0]]
+    assert not w.can_be_prepared
+    assert w.prepare() is w.prepare_in_place() is w
+    assert all(same(w, before))
+    told = f"{format} codes are NaN at expert 1, row 3, column 5 and 1 other place"
+    assert [one.getMessage().partition(":")[2].strip().partition(":")[0] for one in caplog.records] == [told] * 2
+    x = torch.ones(4, 256, dtype=torch.bfloat16)
+    y = grouped_gemm(x, w, torch.tensor([2, 2], dtype=torch.int32))
+    assert y.isnan().nonzero().tolist() == [[2, 3], [2, 130], [3, 3], [3, 130]]
+    w.codes.view(torch.uint8)[1, 3, 5] = w.codes.view(torch.uint8)[1, 130, 0] = 0x7E
+    caplog.clear()
+    assert w.prepare().is_prepared
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("format", E4M3)
+def test_no_nan_is_written_to_prepared_codes(format: str) -> None:
+    w = made(format, N=256).prepare()
+    values = w.dequantize(torch.float32)
+    with pytest.raises(
+        InputError, match=r"codes is NaN at expert 1, row 3, column 5 and 1 other place, wanted numbers:"
+    ):
+        w.copy_(put_nan(made(format, N=256)))
+    assert torch.equal(w.dequantize(torch.float32), values)
+    plain = made(format, N=256).copy_(put_nan(made(format, N=256)))  # the checkpoint's layout keeps it
+    assert int(plain.dequantize(torch.float32).isnan().sum()) == 2
+
+
+@pytest.mark.parametrize("format", E4M3)
+def test_a_nan_in_prepared_codes_is_refused(format: str) -> None:
+    """Of a saved state, and of what wrote into the tensors."""
+    w = made(format, N=256).prepare()
+    flat = w.codes.view(torch.uint8).view(-1)
+    kept, flat[-7] = flat[-7].clone(), 0x7F
+    (at,) = w.dequantize(torch.float32).isnan().nonzero().tolist()
+    told = "codes is NaN at expert {}, row {}, column {}, wanted numbers: ".format(*at)
+    for use in (
+        lambda: ExpertWeights.from_state_dict(format, w.state_dict()),
+        lambda: pickle.loads(pickle.dumps(w)),
+        lambda: w.refresh(),
+    ):
+        with pytest.raises(InputError, match=told):
+            use()
+    assert int(w.restore().dequantize(torch.float32).isnan().sum()) == 1  # which has room for it
+    flat[-7] = kept
+    assert w.refresh() is w
+
+
+@pytest.mark.parametrize(
+    ("format", "bad"),
+    [
+        ("mxfp4", 129),
+        ("mxfp4", 255),
+        ("mxfp8", 135),
+        ("mxfp8", 255),
+        ("nvfp4", 0x7F),
+        ("nvfp4", 0xFF),
+        ("nvfp4", 0x81),
+        ("int4_g32", float("nan")),
+        ("int4_g128_zp", float("inf")),
+        ("fp8_block", float("nan")),
+        ("fp8_block_a16", 128.0),
+        ("fp8_channel", float("nan")),
+    ],
+)
+def test_scales_that_were_written_beside_prepared_codes_are_refused(format: str, bad: float) -> None:
+    """A kernel would take them for other numbers."""
+    w, other = made(format, N=256).prepare(), made(format, N=256)
+    values = w.dequantize(torch.float32)
+    scales = [one.scale.view(torch.uint8) if format == "nvfp4" else one.scale for one in (w, other)]
+    scales[1][1].view(-1)[3] = bad
+    with pytest.raises(InputError, match="scale is "):
+        w.copy_(other)
+    assert torch.equal(w.dequantize(torch.float32), values)
+    if format.startswith("int4") or (format == "nvfp4" and bad == 0x7F):
+        with pytest.raises(InputError, match="scale is "):
+            w.copy_(other.prepare() if other.can_be_prepared else other)
+    scales[0][1].view(-1)[3] = bad
+    with pytest.raises(InputError, match="scale is "):
+        w.refresh()
+
+
+def test_a_nan_nvfp4_scale_leaves_all_as_they_are() -> None:
+    w = made("nvfp4")
+    w.scale.view(torch.uint8)[1, 3, 2] = 0x7F
+    before = bits_of(w)
+    assert w.prepare() is w
+    assert all(same(w, before))
+
+
+def test_an_nvfp4_global_scale_that_is_nan_is_not_copied() -> None:
+    w, other = made("nvfp4").prepare(), made("nvfp4")
+    assert other.global_scale is not None
+    other.global_scale[1] = float("nan")
+    with pytest.raises(InputError, match=r"global_scale is nan at \[1\], one of 1"):
+        w.copy_(other)
+
+
+@pytest.mark.parametrize("format", E4M3)
+def test_every_code_that_may_be_prepared_is_what_the_kernel_s_instructions_read(format: str) -> None:
+    """All 256 bytes: the instructions give the number, or the weights are not prepared."""
+    dequantize = pytest.importorskip("pretuned.kernels.gemm.hopper.operand.dequantize")
+    read = torch.tensor(
+        [bf16(emulated(dequantize._E4M3.value, [byte << 8, 0, 0, 0])[0] & 0xFFFF) * 2.0**120 for byte in range(256)]
+    )
+    bytes = torch.arange(256, dtype=torch.uint8)
+    right = read == bytes.view(torch.float8_e4m3fn).float()
+    assert right.sum() == 254
+    for byte in (0, 1, 0x7E, 0x7F, 0x80, 0xFE, 0xFF):
+        w = made(format, N=256)
+        w.codes.view(torch.uint8)[0, 0, 0] = byte
+        assert w.can_be_prepared is bool(right[byte]), byte
+
+
 @pytest.mark.parametrize(("format", "large"), [("int4_g32", 4096.0), ("mxfp4", 129), ("mxfp8", 135)])
 def test_a_scale_of_a_state_in_order_that_has_no_room_is_refused(format: str, large: float) -> None:
     """As is ``torch.save`` of the weights; and what was given stays as it is."""

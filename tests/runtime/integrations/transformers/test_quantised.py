@@ -205,6 +205,22 @@ def test_parts_of_a_state_are_loaded(library: Any, config: dict[str, Any]) -> No
     assert torch.equal(model(IDS).logits, fresh(IDS).logits)
 
 
+def test_a_nan_code_of_a_state_is_loaded_as_nan(library: Any) -> None:
+    """The kernels of prepared weights would read 480: such a product is in the checkpoint's layout again."""
+    model, _ = pair(library)
+    prepare(model)
+    (_, experts), *_ = experts_of(model)
+    state = {name: one.clone() for name, one in experts.state_dict().items()}
+    state["down_proj"].view(torch.uint8)[2, 3, 5] = 0xFF
+    experts.load_state_dict(state)
+    found = quantised(experts, "down_proj")
+    assert not found.is_prepared
+    assert found.dequantize(torch.float32).isnan().nonzero().tolist() == [[2, 3, 5]]
+    assert quantised(experts, "gate_up_proj").is_prepared
+    prepare_parameters(experts, ("gate_up_proj", "down_proj"), lambda w: True)
+    assert not quantised(experts, "down_proj").is_prepared
+
+
 def raw(one: torch.Tensor) -> torch.Tensor:
     """The bytes of what torch can't move."""
     return one.view(torch.uint8) if one.element_size() == 1 else one
