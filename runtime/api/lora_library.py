@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..check.form import Form
+from ..check.saved import as_kept, kinds_of
 from ..driver.device import without_autocast
 from ..ops import gradients
 from ..ops.autograd import wanted, with_adapter
@@ -87,7 +88,9 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.
     x, A, B, scale, w, form, *parts_and_rest = inputs
     parts = parts_and_rest[: PARTS - 1]
     m_sizes, index, weights, bias, *parameters, _zero_tail = parts_and_rest[PARTS - 1 :]
-    ctx.save_for_backward(x, output[1], A, B, w, *parts, m_sizes, index, weights, bias)
+    every = (x, output[1], A, B, w, *parts, m_sizes, index, weights, bias)
+    ctx.save_for_backward(*every)
+    ctx.kinds = kinds_of(every)
     ctx.scale, ctx.format, ctx.parameters = scale, form, parameters
 
 
@@ -95,7 +98,11 @@ def _gradients(ctx: Any, dy: torch.Tensor, _du: torch.Tensor) -> tuple[torch.Ten
     asked = ctx.needs_input_grad
     at = 1 + _LOW + _W + 2  # topk_weights, after m_sizes and gather_indices
     needs = [*wanted((asked[0], asked[1 + _LOW], False, asked[at], asked[at + 1]), Form()), asked[1] or asked[2]]
-    x, u, A, B, w, *parts, m_sizes, index, weights, bias = ctx.saved_tensors
+    names = (
+        "x x@lora.A.T lora.A lora.B w codes scale zero global_scale derived m_sizes gather_indices topk_weights bias"
+    )
+    every = as_kept("grouped_gemm", names, ctx.saved_tensors, ctx.kinds)
+    x, u, A, B, w, *parts, m_sizes, index, weights, bias = every
     found = torch.ops.pretuned.grouped_gemm_lora_backward(
         dy,
         x,

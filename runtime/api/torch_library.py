@@ -13,6 +13,7 @@ from ...artifacts.errors import InputError
 from ..check import tensors
 from ..check.call import autocast
 from ..check.form import Form
+from ..check.saved import as_kept, kinds_of
 from ..driver.device import without_autocast
 from ..ops import gradients
 from ..ops.autograd import backward, wanted
@@ -146,13 +147,15 @@ def _backward_fake(
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, w, m_sizes, index, weights, bias, *parameters, _zero_tail, dX_only, dW_only = inputs
     ctx.save_for_backward(x, w, m_sizes, index, weights, bias)
+    ctx.kinds = kinds_of((x, w, m_sizes, index, weights, bias))
     ctx.parameters, ctx.form = parameters, Form(only_dx=dX_only, only_dw=dW_only)
 
 
 def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     asked = ctx.needs_input_grad
     needs = list(wanted((asked[0], asked[1], False, asked[4], asked[5]), ctx.form))
-    found = torch.ops.pretuned.grouped_gemm_backward(dy, *ctx.saved_tensors, *ctx.parameters, needs)
+    every = as_kept("grouped_gemm", "x w m_sizes gather_indices topk_weights bias", ctx.saved_tensors, ctx.kinds)
+    found = torch.ops.pretuned.grouped_gemm_backward(dy, *every, *ctx.parameters, needs)
     dx, dw, dweights, dbias = (one if need else None for one, need in zip(found, needs, strict=True))
     return dx, dw, None, None, dweights, dbias, *[None] * 8
 
@@ -161,14 +164,17 @@ def _quantised_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) ->
     x, *parts = inputs
     form, *tensors_of = parts[:PARTS]
     m_sizes, index, weights, bias, *parameters, _zero_tail, dX_only, dW_only = parts[PARTS:]
-    ctx.save_for_backward(x, *tensors_of, m_sizes, index, weights, bias)
+    every = (x, *tensors_of, m_sizes, index, weights, bias)
+    ctx.save_for_backward(*every)
+    ctx.kinds = kinds_of(every)
     ctx.format = form
     ctx.parameters, ctx.form = parameters, Form(only_dx=dX_only, only_dw=dW_only)
 
 
 def _quantised_gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     asked = ctx.needs_input_grad
-    x, codes, scale, zero, outer, derived, *rest = ctx.saved_tensors
+    names = "x codes scale zero global_scale derived m_sizes gather_indices topk_weights bias"
+    x, codes, scale, zero, outer, derived, *rest = as_kept("grouped_gemm", names, ctx.saved_tensors, ctx.kinds)
     weights_at = 1 + PARTS + 2  # x, w's parts, m_sizes, gather_indices
     needs = wanted((asked[0], False, False, asked[weights_at], asked[weights_at + 1]), ctx.form)
     found = torch.ops.pretuned.grouped_gemm_quantised_backward(

@@ -15,6 +15,7 @@ from ...kernels import reference
 from ...kernels.contract import rowops
 from ...kernels.contract.activations import KINDS, Activation, activation_of
 from ..check import tensors
+from ..check.saved import Saved
 from ..driver.device import on
 from ..launch import rowops as launch_rowops
 from ..launch.program import NOW, Now, Step
@@ -161,12 +162,13 @@ class _Activate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h: torch.Tensor, act: RowActivation) -> torch.Tensor:
         ctx.save_for_backward(h)
-        ctx.act = act
+        ctx.act, ctx.columns = act, h.shape[1]
         return forward(h, act)
 
     @staticmethod
     def backward(ctx: Any, da: torch.Tensor) -> tuple[torch.Tensor | None, None]:
         (h,) = ctx.saved_tensors
+        h = Saved.beside("activate", da).whole("h", h, (da.shape[0], ctx.columns))
         if torch.is_grad_enabled():
             return torch.autograd.grad(by_torch(h, ctx.act), h, da, create_graph=True)[0], None
         return gradient(h, tensors.in_memory("da", da, "activate"), ctx.act, Needs())[0], None

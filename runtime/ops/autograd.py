@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
@@ -9,8 +10,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.autograd.function import once_differentiable
 
+from ...artifacts.records.problem import Layout
 from ..check.call import Call
 from ..check.form import Form, Fusions
+from ..check.saved import FLOATS, INDICES, Saved
 from ..check.tensors import in_memory
 from ..driver.device import without_autocast
 from ..launch.program import NOW, Now
@@ -61,7 +64,8 @@ class GroupedGemm(torch.autograd.Function):
         kept = w if keeps_w and frozen is None else None
         ctx.save_for_backward(x if keeps_x else None, kept, m_sizes, weights, bias, index)
         # (One attribute: each takes a part of a microsecond.)
-        ctx.call = form, sizes, plan, frozen if keeps_w else None, w.shape if kept is None else None
+        kind = None if weights is None else weights.dtype
+        ctx.call = form, sizes, plan, frozen if keeps_w else None, w.shape, kind
         if plan is not None:
             y: torch.Tensor = plan.forward(x, w, m_sizes, weights, bias, index, sizes)[0]
             return y
@@ -72,8 +76,9 @@ class GroupedGemm(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients that are needed, None for the others."""
         x, w, m_sizes, weights, bias, index = ctx.saved_tensors
-        form, sizes, plan, frozen, w_shape = ctx.call
+        form, sizes, plan, frozen, w_shape, kind = ctx.call
         needs = wanted(ctx.needs_input_grad, form)
+        m_sizes = _counts_as_saved(dy, w, w_shape, m_sizes, weights, kind)
         if plan is not None and weights is None:
             planned = plan.backward(x, w, m_sizes, dy, needs, w_shape, sizes)
             if planned is not None:
@@ -138,7 +143,7 @@ class AdaptedGemm(torch.autograd.Function):
             u if learns else None,
             index,
         )
-        ctx.call = how, w.shape
+        ctx.call = how, w.shape, None if weights is None else weights.dtype
         return y  # type: ignore[no-any-return]
 
     @staticmethod
@@ -146,8 +151,9 @@ class AdaptedGemm(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients that are needed, None for the others."""
         x, w, m_sizes, weights, bias, A, B, u, index = ctx.saved_tensors
-        (form, sizes, scale, plan), w_shape = ctx.call
+        (form, sizes, scale, plan), w_shape, kind = ctx.call
         needs, one = wanted(ctx.needs_input_grad, form), LowRank(A, B, scale)
+        m_sizes = _counts_as_saved(dy, w, w_shape, m_sizes, weights, kind)
         w = ctx.frozen if w is None else w
         if plan is not None and weights is None:
             found = plan.adapted(x, w, m_sizes, dy, needs, one, u, w_shape, index, sizes)
@@ -188,6 +194,7 @@ def with_adapter(
     do: Now = NOW,
 ) -> tuple[torch.Tensor | None, ...]:
     """The same beside an adapter, and its dA and dB if there is ``u``, which the forward made; else None for them."""
+    call, x, one, u = _as_saved(call, dy, x, needs, one, u)
     needs_x, needs_w, needs_weights, needs_bias = needs
     dx = dw = dweights = dbias = beside = rows_x = None
     low: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
@@ -206,3 +213,50 @@ def with_adapter(
     if beside is not None and u is not None and rows_x is not None:
         low = gradients.grad_adapter(call, grad_y, rows_x, beside, u, do)
     return dx, dw, dweights, dbias, *low
+
+
+def _counts_as_saved(
+    dy: torch.Tensor,
+    w: torch.Tensor | None,
+    w_shape: torch.Size,
+    m_sizes: torch.Tensor,
+    weights: torch.Tensor | None,
+    kind: torch.dtype | None,
+) -> torch.Tensor:
+    """m_sizes, contiguous; InputError where a hook on saved tensors made others of w, m_sizes and the routing weights.
+
+    A program of the gradient compares all tensors but m_sizes with those that it was recorded with, and ``_as_saved``
+    does not know the shape of w and the dtype of the routing weights.
+    """
+    if w is not None and w.shape != w_shape:
+        Saved.beside("grouped_gemm", dy).whole("w", w, w_shape)
+    if weights is not None and kind is not None and weights.dtype is not kind:
+        Saved.beside("grouped_gemm", dy).of_dtype("topk_weights", weights, kind)
+    if m_sizes.dtype in INDICES and m_sizes.shape == w_shape[:1] and m_sizes.device == dy.device:
+        return m_sizes.contiguous()
+    return Saved.beside("grouped_gemm", dy).whole("m_sizes", m_sizes, w_shape[:1], INDICES)
+
+
+def _as_saved(
+    call: Call, dy: torch.Tensor, x: torch.Tensor | None, needs: Needs, one: LowRank | None, u: torch.Tensor | None
+) -> tuple[Call, torch.Tensor | None, LowRank | None, torch.Tensor | None]:
+    """The tensors that the forward saved, as kernels read them; InputError where a hook made others of them."""
+    saved, fusions, w = Saved.beside("grouped_gemm", dy), call.fusions, call.w
+    E, N, K = w.shape[0], call.N, call.K
+    if isinstance(w, torch.Tensor) and (needs[0] or needs[2]):
+        w = saved.weights("w", w, (E, N, K) if call.form.layout is Layout.NK else (E, K, N))
+    x = None if x is None else saved.rows("x", x, (call.x_rows, K))
+    index, weights, bias = fusions.index, fusions.weights, fusions.bias
+    if index is not None:
+        index = saved.whole("gather_indices", index, (call.M,), INDICES)
+    if weights is not None:
+        T = call.x_rows if call.form.permute_x else -1
+        weights = saved.whole("topk_weights", weights, (T, call.form.topk), FLOATS)
+    if bias is not None:
+        bias = saved.whole("bias", bias, (E, N))
+    if one is not None:
+        A = saved.weights("lora.A", one.A, (E, -1, K))
+        B = saved.weights("lora.B", one.B, (E, N, A.shape[1]))
+        one = one._replace(A=A, B=B)
+        u = None if u is None else saved.whole("x @ lora.A.T", u, (call.M, A.shape[1]))
+    return dataclasses.replace(call, w=w, fusions=Fusions(index, weights, bias)), x, one, u

@@ -31,6 +31,7 @@ from ...artifacts.records.problem import Layout, Op
 from ...kernels.contract.activations import Activation
 from ..check.call import flat, wide_of
 from ..check.operands import Rows
+from ..check.saved import FLOATS, Saved
 from ..check.tensors import in_memory
 from ..driver.device import without_autocast
 from ..launch.program import NOW, Now
@@ -45,6 +46,7 @@ from .routing import Routing
 GATED_IN_PRODUCT = RowActivation(Activation("silu"), gated=True, interleaved=False)  # what a product's epilogue can do
 NO_ADAPTERS = Adapters(None, None)
 Forward: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]"  # see forward
+_H = "x @ gate_up_weight.T"  # what an error calls h
 _ONES = 8  # columns that sum dh's rows, or weigh dout's: 16 bytes of a 16-bit type
 
 
@@ -76,6 +78,32 @@ class Narrow(NamedTuple):
 
 
 NOTHING_NARROW = Narrow(None, None)
+
+
+class _Kept(NamedTuple):
+    """What no other tensor of a backward says: the dtype of the routing weights, and the columns of h."""
+
+    dtype: torch.dtype
+    columns: int
+
+    @classmethod
+    def of(cls, weights: torch.Tensor, h: torch.Tensor | None) -> _Kept:
+        return cls(weights.dtype, 0 if h is None else h.shape[1])
+
+    def check(
+        self, dout: torch.Tensor, weights: torch.Tensor, h: torch.Tensor | None, narrow: Narrow = NOTHING_NARROW
+    ) -> None:
+        """Raise InputError where a hook on saved tensors made others of these, or of the rows of ``narrow``.
+
+        A program of the gradient takes any number of rows, and does not compare these.
+        """
+        if weights.dtype is not self.dtype:
+            Saved.beside("moe_mlp", dout).of_dtype("topk_weights", weights, self.dtype)
+        if h is not None and h.shape[-1] != self.columns:
+            Saved.beside("moe_mlp", dout).whole(_H, h, (h.shape[0], self.columns))
+        for one in narrow:
+            if one is not None and h is not None and one.shape[0] != h.shape[0]:
+                Saved.beside("moe_mlp", dout).whole("rows @ lora.A.T", one, (h.shape[0], -1))
 
 
 class FrozenWeights(NamedTuple):
@@ -185,25 +213,26 @@ class MoeLayer(torch.autograd.Function):
             down_bias,
             weights,
             h if inner or needs_down or needs_weights else None,
-            *routing,
         )
-        ctx.layer, ctx.plan = layer, plan
+        ctx.layer, ctx.plan, ctx.kept = layer, plan, _Kept.of(weights, h)
+        ctx.routing = routing  # new tensors of this call: no hook gets them, so nothing has to be checked
         return out
 
     @staticmethod
     @differentiated_once
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients that are needed, None for the others."""
-        x, gate_up, down, down_bias, weights, h, *routing = ctx.saved_tensors
+        x, gate_up, down, down_bias, weights, h = ctx.saved_tensors
         gate_up, down = (ctx.frozen[i] if one is None else one for i, one in enumerate((gate_up, down)))
         given, needs = weights_of(gate_up, down, None, down_bias), ctx.needs_input_grad[:6]
+        ctx.kept.check(dout, weights, h)
         found = None
         if ctx.plan is not None and h is not None:
-            found = ctx.plan.gradients(ctx.layer, dout, x, given, weights, h, Routing(*routing), needs)
+            found = ctx.plan.gradients(ctx.layer, dout, x, given, weights, h, ctx.routing, needs)
         if found is None:
             dout = in_memory("dout", dout, "moe_mlp")
             with without_autocast(dout.device.type):
-                found = gradients(ctx.layer, dout, x, given, weights, h, Routing(*routing), needs)
+                found = gradients(ctx.layer, dout, x, given, weights, h, ctx.routing, needs)
         return (*found[:6], None, None, None)
 
 
@@ -235,8 +264,9 @@ class AdaptedLayer(torch.autograd.Function):
         both = gate_up, down
         ctx.frozen = [one if isinstance(one, ExpertWeights) else None for one in both]
         tensors = [one if isinstance(one, torch.Tensor) else None for one in both]
-        ctx.save_for_backward(x, *tensors, down_bias, weights, *kept, *low, *routing)
-        ctx.layer, ctx.scales, ctx.plan = layer, scales, plan
+        ctx.save_for_backward(x, *tensors, down_bias, weights, *kept, *low)
+        ctx.layer, ctx.scales, ctx.plan, ctx.kept = layer, scales, plan, _Kept.of(weights, kept[0])
+        ctx.routing = routing
         return out
 
     @staticmethod
@@ -244,10 +274,11 @@ class AdaptedLayer(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients; those of A and B of a product together, if either is needed."""
         x, gate_up, down, down_bias, weights, h, *rest = ctx.saved_tensors
-        low, routing, learns = rest[2:6], Routing(*rest[6:]), ctx.needs_input_grad[10:]
+        low, routing, learns = rest[2:], ctx.routing, ctx.needs_input_grad[10:]
         narrow = Narrow(*(one if any(learns[2 * i : 2 * i + 2]) else None for i, one in enumerate(rest[:2])))
         gate_up, down = (ctx.frozen[i] if one is None else one for i, one in enumerate((gate_up, down)))
         given, needs = weights_of(gate_up, down, None, down_bias), ctx.needs_input_grad[:6]
+        ctx.kept.check(dout, weights, h, narrow)
         adapters, found = adapters_of(low, ctx.scales), None
         if ctx.plan is not None:
             found = ctx.plan.gradients(ctx.layer, dout, x, given, weights, h, routing, needs, adapters, narrow)
@@ -311,6 +342,7 @@ def with_adapters(
     do: Now = NOW,
 ) -> tuple[tuple[torch.Tensor | None, ...], tuple[LowRankGradients | None, LowRankGradients | None]]:
     """The same, and the gradients of the adapters of which there is what the forward kept, ``narrow``."""
+    x, given, weights, h, adapters, narrow = _as_saved(layer, dout, x, given, weights, h, routing, adapters, narrow)
     first, second = adapters
     of_first = of_second = None
     needs_x, needs_up, needs_down, needs_up_bias, needs_down_bias, needs_weights = needs
@@ -379,6 +411,53 @@ def with_adapters(
         if needs_up_bias:
             dup_bias = do.call(_first_column, weight(dh, do.call(_ones, dh), m_sizes, strict=False, do=do))
     return (dx, dup, ddown, dup_bias, ddown_bias, dweights), (of_first, of_second)
+
+
+def _as_saved(
+    layer: Layer,
+    dout: torch.Tensor,
+    x: torch.Tensor | None,
+    given: Weights | FrozenWeights,
+    weights: torch.Tensor,
+    h: torch.Tensor | None,
+    routing: Routing,
+    adapters: Adapters,
+    narrow: Narrow,
+) -> tuple[torch.Tensor | None, Weights | FrozenWeights, torch.Tensor, torch.Tensor | None, Adapters, Narrow]:
+    """The tensors that the forward saved, as kernels read them; InputError where a hook made others of them."""
+    saved, (T, H) = Saved.beside("moe_mlp", dout), dout.shape
+    M, E, layout = routing.gather_indices.shape[0], routing.m_sizes.shape[0], layer.layout
+    weights = saved.whole("topk_weights", weights, (T, layer.top_k), FLOATS)
+    x = None if x is None else saved.rows("hidden", x, (T, H))
+    h = None if h is None else saved.whole(_H, h, (M, -1))
+    wide, I = (-1, -1) if h is None else (h.shape[1], layer.act.columns(h))  # noqa: E741
+    up, down, up_bias, down_bias = given
+    if isinstance(up, torch.Tensor):
+        up = saved.weights("gate_up_weight", up, _shape(E, wide, H, layout))
+    if isinstance(down, torch.Tensor):
+        down = saved.weights("down_weight", down, _shape(E, H, I, layout))
+    if down_bias is not None:
+        down_bias = saved.whole("down_bias", down_bias, (E, H))
+    first = _adapter_as_saved(saved, "gate_up_lora", adapters.first, narrow.x, (M, E, wide, H))
+    second = _adapter_as_saved(saved, "down_lora", adapters.second, narrow.a, (M, E, H, I))
+    adapters, narrow = Adapters(first[0], second[0]), Narrow(first[1], second[1])
+    return x, weights_of(up, down, up_bias, down_bias), weights, h, adapters, narrow
+
+
+def _adapter_as_saved(
+    saved: Saved, name: str, one: LowRank | None, u: torch.Tensor | None, sizes: tuple[int, int, int, int]
+) -> tuple[LowRank | None, torch.Tensor | None]:
+    """An adapter's A and B, and x @ A.T of its product's rows, for M, E, N, K."""
+    M, E, N, K = sizes
+    if one is None:
+        return None, None
+    A = saved.weights(f"{name}.A", one.A, (E, -1, K))
+    B = saved.weights(f"{name}.B", one.B, (E, N, A.shape[1]))
+    return one._replace(A=A, B=B), None if u is None else saved.whole(f"rows @ {name}.A.T", u, (M, A.shape[1]))
+
+
+def _shape(E: int, N: int, K: int, layout: Layout) -> tuple[int, int, int]:
+    return (E, N, K) if layout is Layout.NK else (E, K, N)
 
 
 def slot_weights(weights: torch.Tensor, like: torch.Tensor, do: Now = NOW) -> torch.Tensor:
