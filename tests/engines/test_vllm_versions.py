@@ -240,13 +240,16 @@ def test_layers_of_models_compute_the_activations_that_the_models_have(version: 
         assert one["without"] > 0.15, name
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("version", ["0.20.2", "0.26.0", "0.33.0"])
-def test_fp8_rows_and_matrices_and_nvfp4_and_gptq_are_loaded_by_its_loader(version: str) -> None:
-    """(The installed version's: test_vllm_quantised.py.)"""
+@pytest.mark.parametrize(
+    "version", [_INSTALLED, *(pytest.param(one, marks=pytest.mark.nightly) for one in ("0.20.2", "0.26.0", "0.33.0"))]
+)
+def test_formats_are_loaded_by_its_loader(version: str) -> None:
+    """As AutoRound's config says them, too. (More of the installed version's: test_vllm_quantised.py.)"""
     told = {one["model"]: one for one in printed(version, _FORMATS)}
-    gptq = set() if version == "0.20.2" else {"gptq"}
-    assert set(told) == {"fp8 rows", "modelopt fp8", "nvfp4", "modelopt nvfp4"} | gptq
+    gptq = set() if version == "0.20.2" else {"gptq", "gptq of AutoRound"}
+    newer = {"mxfp4 of AutoRound", "mxfp8 of AutoRound"} if version in (_INSTALLED, "0.33.0") else set()
+    assert set(told) == {"fp8 rows", "modelopt fp8", "nvfp4", "modelopt nvfp4"} | gptq | newer
     for name, one in told.items():
+        assert one["method"] == "PretunedQuantisedMethod", name
         assert one["error"] < (0.08 if "fp8" in name else 0.01), name
         assert all(line.startswith("INFO pretuned: runs the MoE layers of E=4 H=128 I=96 ") for line in one["lines"])

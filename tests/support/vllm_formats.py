@@ -1,4 +1,4 @@
-"""MoE layers of the vLLM on sys.path with weights in fp8 rows, nvfp4 and GPTQ's int4, on the CPU, with the plug-in.
+"""MoE layers of the vLLM on sys.path with weights in fp8 rows, nvfp4, mxfp4, mxfp8 and int4, with the plug-in.
 
     python vllm_formats.py            # a line of JSON for each format
 
@@ -43,6 +43,8 @@ def compressed(packing: str, weights: dict[str, Any], x: dict[str, Any] | None) 
 _FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
 _FP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
 _TOKENS = _FP8 | {"strategy": "token", "dynamic": True}
+_MX = {"quant_method": "auto-round", "data_type": "mx_fp", "group_size": 32, "sym": True, "act_data_type": "mx_fp"}
+_MX |= {"act_group_size": 32, "act_sym": True, "act_dynamic": True, "packing_format": "auto_round:llm_compressor"}
 # By name: vLLM's name of the config, what it says, and the module and function that choose a backend.
 KINDS: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "fp8 rows": ("compressed-tensors", compressed("float-quantized", _FP8, _TOKENS), f"{_COMPRESSED}_w8a8_fp8", "fp8"),
@@ -59,6 +61,15 @@ KINDS: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "auto_gptq",
         "wna16",
     ),
+    "gptq of AutoRound": (
+        "inc",
+        {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True, "data_type": "int"}
+        | {"packing_format": "auto_round:auto_gptq", "block_name_to_quantize": "model.layers"},
+        "auto_gptq",
+        "wna16",
+    ),
+    "mxfp8 of AutoRound": ("inc", _MX | {"bits": 8, "act_bits": 8}, "inc.schemes.inc_mxfp8_moe", "mxfp8"),
+    "mxfp4 of AutoRound": ("inc", _MX | {"bits": 4, "act_bits": 4}, "inc.schemes.inc_mxfp4_moe", "mxfp4"),
     "modelopt nvfp4": (
         "modelopt_fp4",
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": []},
@@ -81,6 +92,12 @@ def layer_of(kind: str) -> Any:
     for name in ("is_global_sf_supported_for_nvfp4_backend", "check_moe_marlin_supports_layer"):
         if hasattr(where, name):
             setattr(where, name, lambda *_, **__: "check" in name)  # noqa: B023
+    if kind == "gptq of AutoRound":  # vLLM chooses its method by the platform
+        gpu = SimpleNamespace(is_cuda=lambda: True, is_cpu=lambda: False, is_xpu=lambda: False)
+        for name in filter(is_there, ("inc.schemes.inc_wna16_scheme", "inc.schemes.inc_wna16_moe")):
+            importlib.import_module(_QUANTISATION + name).current_platform = gpu  # type: ignore[attr-defined]
+        utils = importlib.import_module(_QUANTISATION + "utils.marlin_utils")
+        utils.check_moe_marlin_supports_layer = lambda *_, **__: True
     make = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE
     with set_current_vllm_config(VllmConfig()):
         made = make(
@@ -98,12 +115,20 @@ def layer_of(kind: str) -> Any:
 
 def matrix(kind: str, N: int, K: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """A matrix's tensors by the last word of their names, and its values."""
+    if kind.startswith("mxfp"):
+        scale = torch.randint(120, 127, (N, K // 32), dtype=torch.uint8)
+        factor = torch.exp2(scale.float() - 127).repeat_interleave(32, 1)
+        if kind.startswith("mxfp8"):
+            codes = torch.randn(N, K).to(torch.float8_e4m3fn)
+            return {"weight": codes, "weight_scale": scale}, codes.float() * factor
+        codes = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8)
+        return {"weight_packed": codes, "weight_scale": scale}, e2m1(codes) * factor
     if "fp8" in kind:
         codes = torch.randn(N, K).to(torch.float8_e4m3fn)
         scale = torch.rand(N, 1) if kind == "fp8 rows" else torch.rand(())
         more = {} if kind == "fp8 rows" else {"input_scale": torch.tensor(0.5)}
         return {"weight": codes, "weight_scale": scale, **more}, codes.float() * scale
-    if kind == "gptq":
+    if kind.startswith("gptq"):
         code, scale = torch.randint(0, 16, (N, K)), torch.rand(N, K // 32).bfloat16()
         words = (code.view(N, -1, 8) << 4 * torch.arange(8)).sum(-1)
         words = torch.where(words >= 1 << 31, words - (1 << 32), words).int().mT.contiguous()
@@ -117,16 +142,28 @@ def matrix(kind: str, N: int, K: int) -> tuple[dict[str, torch.Tensor], torch.Te
         return named, (code - 8) * scale.float().repeat_interleave(32, 1)
     codes, outer = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8), torch.tensor(0.125)
     scale = (torch.rand(N, K // 16) + 0.5).to(torch.float8_e4m3fn)
-    nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(-2).int()
-    w = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])[nibbles & 7] * (1 - 2 * (nibbles >> 3))
-    w = w * (scale.float() * outer).repeat_interleave(16, 1)
+    w = e2m1(codes) * (scale.float() * outer).repeat_interleave(16, 1)
     if kind == "nvfp4":
         return {"weight_packed": codes, "weight_scale": scale, "weight_global_scale": 1 / outer[None]}, w
     return {"weight": codes, "weight_scale": scale, "weight_scale_2": outer, "input_scale": torch.tensor(0.5)}, w
 
 
-def error_of(kind: str) -> float:
-    """The layer's error."""
+def e2m1(codes: torch.Tensor) -> torch.Tensor:
+    """The numbers of codes, two in a byte, the low four bits first."""
+    nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(-2).int()
+    return torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])[nibbles & 7] * (1 - 2 * (nibbles >> 3))
+
+
+def is_there(module: str) -> bool:
+    """Whether this vLLM has it."""
+    try:
+        return importlib.util.find_spec(_QUANTISATION + module) is not None
+    except ModuleNotFoundError:  # nor the package that it is in
+        return False
+
+
+def error_of(kind: str) -> tuple[float, str]:
+    """The layer's error, and the class of its method."""
     from vllm.config import VllmConfig, set_current_vllm_config
 
     torch.manual_seed(0)
@@ -154,7 +191,7 @@ def error_of(kind: str) -> float:
             e = int(ids[t, s])
             a = torch.nn.functional.silu(whole[e, "w1"] @ x[t].float()) * (whole[e, "w3"] @ x[t].float())
             wanted[t] += weights[t, s] * (whole[e, "w2"] @ a)
-    return float((out.float() - wanted).norm() / wanted.norm())
+    return float((out.float() - wanted).norm() / wanted.norm()), type(method).__name__
 
 
 def main() -> None:
@@ -167,14 +204,15 @@ def main() -> None:
     log = logging.getLogger("vllm")
     log.setLevel(logging.INFO)
     for kind in KINDS:
-        if importlib.util.find_spec(_QUANTISATION + KINDS[kind][2]) is None:  # GPTQ's before 0.26
+        if not is_there(KINDS[kind][2]):  # GPTQ's before 0.26, and AutoRound's mxfp
             continue
         told = Lines()
         log.addHandler(told)
-        error = error_of(kind)
+        error, method = error_of(kind)
         log.removeHandler(told)
         lines = [one for one in told.lines if "pretuned: " in one]
-        print(json.dumps({"model": kind, "vllm": vllm.__version__, "error": error, "lines": lines}), flush=True)
+        said = {"model": kind, "vllm": vllm.__version__, "error": error, "method": method, "lines": lines}
+        print(json.dumps(said), flush=True)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ _CONFIGS = {
     _QUANTISATION + "compressed_tensors.compressed_tensors": ("CompressedTensorsConfig",),  # Kimi-K2, RedHatAI's
     _QUANTISATION + "auto_awq": ("AutoAWQConfig",),
     _QUANTISATION + "auto_gptq": ("AutoGPTQConfig",),
+    _QUANTISATION + "inc": ("INCConfig",),  # AutoRound's, whose layers have the methods of the others
     _QUANTISATION + "moe_wna16": ("MoeWNA16Config",),
     # The first has the method of the others: nvidia's checkpoints, MiniMax-M3-MXFP8.
     _QUANTISATION + "modelopt": (

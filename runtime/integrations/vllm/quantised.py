@@ -210,6 +210,8 @@ _FORMATS: dict[str, Callable[[Any], Format | str]] = {
     "CompressedTensorsW4A8Mxfp4MoEMethod": _mxfp4("weight_packed"),  # tokens stay as they come
     "CompressedTensorsW8A8Mxfp8MoEMethod": _mxfp8,  # tokens stay as they come
     "ModelOptMxFp8FusedMoE": _mxfp8,
+    "INCMxfp4MoEMethod": _mxfp4("weight_packed"),  # tokens stay as they come
+    "INCMxfp8MoEMethod": _mxfp8,  # tokens stay as they come
     "CompressedTensorsW4A4Nvfp4MoEMethod": _nvfp4("weight_packed", "weight_global_scale", "input_global_scale"),
     "ModelOptNvFp4FusedMoE": _nvfp4("weight", "weight_scale_2", "input_scale"),
     "CompressedTensorsWNA16MoEMethod": _int4,
