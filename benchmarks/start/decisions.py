@@ -1,0 +1,187 @@
+"""What the shipped bundles decide for each of their problems: kernel, rows gathered first, fused silu, quantised x.
+
+    python benchmarks/run.py decisions                            # a summary
+    python benchmarks/run.py decisions --out decisions.json.xz    # every decision
+    python benchmarks/run.py decisions --against decisions.json.xz    # fails if a decision differs from that file
+
+A cell is a problem and a bucket of rows on a GPU. It is decided for each top_k (the models' own, 0, 1, 2, 4 and 8; 0 is
+for rows that no row kernel can gather), for an index that is checked or not, and for unaligned tensors (top_k of 1).
+It needs no GPU: a decision depends on the GPU's name, SM count and memory alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pretuned.artifacts.records.precision import dtypes_of
+from pretuned.artifacts.records.problem import Fusion, Op, Problem
+from pretuned.artifacts.records.target import Gpu, LocalGpu
+from pretuned.kernels.hardware.chips import CHIPS
+from pretuned.runtime.dispatch import activations, epilogue, gather
+from pretuned.runtime.dispatch.decide import Decision, settle
+from pretuned.runtime.dispatch.places import Kind, Place
+from pretuned.runtime.dispatch.ranking import Candidate
+from pretuned.runtime.dispatch.snapshot import Snapshot
+
+FOLDER = Path(__file__).resolve().parents[2] / "artifacts" / "bundles"
+H100, H200 = Gpu("NVIDIA H100 80GB HBM3", 132, 81079, 13000), Gpu("NVIDIA H200", 132, 143155, 13000)
+TOP_KS = (0, 1, 2, 4, 8)
+INDEXED = Fusion.GATHER | Fusion.SCATTER
+
+
+def gpus(every: bool) -> list[LocalGpu]:
+    """The GPUs that the shipped times were measured on; with ``every`` one of each other name in the table of chips."""
+    measured = [LocalGpu(90, H100), LocalGpu(90, H200)]
+    if not every:
+        return measured
+    others = [
+        LocalGpu(one.sm, Gpu(f"NVIDIA {one.names[0]}", one.sm_count, one.memory_gib << 10, 13000)) for one in CHIPS
+    ]
+    return measured + [one for one in others if one.gpu.name not in (H100.name, H200.name)]
+
+
+def shipped(snapshot: Snapshot, local: LocalGpu) -> dict[Problem, tuple[set[int], set[int]]]:
+    """Each problem of the bundles for a GPU: its buckets, and the top_k of its models."""
+    found: dict[Problem, tuple[set[int], set[int]]] = {}
+    for usable in snapshot.view(local, installed=True).usable:
+        for problem in usable.bundle.problems():
+            found.setdefault(problem, (set(), set()))[0].update(choice.bucket for choice in usable.bundle.find(problem))
+        for model in usable.bundle.models():
+            for problem in model.problems:
+                found[problem][1].add(model.top_k)
+    return found
+
+
+def name_of(candidate: Candidate | None) -> str | None:
+    """A variant by its bundle and place there."""
+    return None if candidate is None else f"{candidate.usable.path.stem}:{candidate.index}"
+
+
+def kernel(snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, aligned: bool) -> str:
+    """The kernel of a plain call, how it was found, and whether torch runs it."""
+    found = settle(snapshot, problem, bucket, local, aligned, False)
+    if not isinstance(found, Decision):
+        return "none"
+    best = found.chosen
+    torch = "" if best.torch_us is None else " torch"
+    return f"{name_of(best)} {best.origin.name} {best.match.name} {best.source.value}{torch}"
+
+
+def decided(
+    snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, aligned: bool, top_ks: tuple[int, ...]
+) -> Iterator[tuple[str, str | None]]:
+    """The decisions for one cell: what was asked, and the answer."""
+    yield "kernel", kernel(snapshot, problem, bucket, local, aligned)
+    if Fusion.SILU in problem.fusion:
+        for checks in (False, True):
+            for top_k in top_ks if Fusion.GATHER in problem.fusion else (1,):
+                ruled = epilogue.verdict(snapshot, problem, bucket, local, aligned=aligned, top_k=top_k, checks=checks)
+                yield f"silu k={top_k} checks={checks:d}", name_of(ruled.chosen)
+        return
+    if Fusion.GATHER in problem.fusion and not problem.dtype.quantised:
+        for fusion in (Fusion.GATHER, INDEXED):
+            for checks in (False, True):
+                for top_k in top_ks:
+                    chosen = gather.verdict(
+                        snapshot, problem, bucket, local, top_k=top_k, fusion=fusion, aligned=aligned, checks=checks
+                    ).chosen
+                    yield f"first f={fusion.value} k={top_k} checks={checks:d}", name_of(chosen)
+    if problem.dtype.quantises_x and problem.op is Op.FORWARD:
+        other = dtypes_of(problem.dtype.value)[-1]
+        for top_k in top_ks:
+            quantised = activations.verdict(snapshot, problem, other, bucket, local, top_k=top_k, aligned=aligned)
+            yield f"codes k={top_k}", name_of(quantised.chosen)
+
+
+def key_of(problem: Problem, bucket: int, local: LocalGpu, aligned: bool) -> str:
+    return f"{problem} | {bucket} | {local.gpu.name} | {'aligned' if aligned else 'unaligned'}"
+
+
+def dump(locals_: list[LocalGpu], *, every: int = 1, log: bool = False) -> dict[str, dict[str, str | None]]:
+    """The decisions of each cell; ``every`` takes one problem of so many."""
+    answers: dict[str, dict[str, str | None]] = {}
+    for local in locals_:
+        begun = time.monotonic()
+        snapshot = Snapshot([Place(Kind.INSTALLED, FOLDER)])
+        for problem, (buckets, own) in sorted(shipped(snapshot, local).items(), key=lambda one: one[0].sort_key)[
+            ::every
+        ]:
+            top_ks = tuple(sorted({*TOP_KS, *own}))
+            twin = problem.transposed if Fusion.GATHER in problem.fusion else None
+            for name in (problem, twin) if twin is not None else (problem,):
+                for bucket in sorted(buckets):
+                    for aligned in (True, False):
+                        found = dict(decided(snapshot, name, bucket, local, aligned, top_ks if aligned else (1,)))
+                        answers[key_of(name, bucket, local, aligned)] = found
+        if log:
+            print(f"{local.gpu.name}: {time.monotonic() - begun:.0f} s", file=sys.stderr)
+    return answers
+
+
+def summary(answers: dict[str, dict[str, str | None]]) -> dict[str, dict[str, int]]:
+    """Of each kind of question: how many were asked, and how many answers are not the plain way."""
+    table: dict[str, Counter[str]] = {}
+    for key, found in answers.items():
+        gpu, aligned = key.split(" | ")[2:]
+        by_kind: dict[str, list[str | None]] = {}
+        for asked, answer in found.items():
+            by_kind.setdefault(asked.partition(" k=")[0], []).append(answer)
+        for kind, values in by_kind.items():
+            row = table.setdefault(f"{gpu}, {aligned}, {kind}", Counter())
+            row["cells"] += 1
+            row["decisions"] += len(values)
+            if kind != "kernel":
+                row["taken"] += sum(value is not None for value in values)
+                row["cells that differ by top_k or checks"] += len(set(values)) > 1
+    return {name: dict(row) for name, row in table.items()}
+
+
+def differences(answers: dict[str, Any], reference: dict[str, Any]) -> list[str]:
+    """Every decision that is not that of the reference."""
+    lines = []
+    for key in sorted(answers.keys() | reference.keys()):
+        now, before = answers.get(key, {}), reference.get(key, {})
+        lines += [
+            f"{key}: {asked}: {before.get(asked, 'not asked')} before, {now.get(asked, 'not asked')} now"
+            for asked in sorted(now.keys() | before.keys())
+            if now.get(asked, "not asked") != before.get(asked, "not asked")
+        ]
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write every decision to this .json.xz")
+    parser.add_argument("--against", type=Path, help="a .json.xz of --out to compare with")
+    parser.add_argument(
+        "--every-gpu", action="store_true", help="every GPU of the table of chips, not H100 and H200 alone"
+    )
+    parser.add_argument("--every", type=int, default=1, help="one problem of so many")
+    args = parser.parse_args()
+    answers = dump(gpus(args.every_gpu), every=args.every, log=True)
+    if args.out is not None:
+        args.out.write_bytes(lzma.compress(json.dumps(answers, separators=(",", ":")).encode()))
+    for name, row in summary(answers).items():
+        print(f"{name}: {', '.join(f'{count:,} {what}' for what, count in row.items())}")
+    text = json.dumps(answers, separators=(",", ":")).encode()
+    print(f"{len(answers):,} cells, {sum(map(len, answers.values())):,} decisions, {len(text):,} bytes of JSON")
+    if args.against is not None:
+        reference = json.loads(lzma.decompress(args.against.read_bytes()))
+        if args.every > 1:
+            reference = {key: reference[key] for key in answers if key in reference}
+        lines = differences(answers, reference)
+        print("\n".join(lines[:50]))
+        print(f"{len(lines):,} decisions differ from {args.against}")
+        sys.exit(bool(lines))
+
+
+if __name__ == "__main__":
+    main()
