@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-FORMAT = 1  # the format that this version writes
-OLDEST_FORMAT = 1  # the oldest that it reads
+FORMAT = 2  # the format that this version writes
+OLDEST_FORMAT = 2  # the oldest that it reads
 
 MAX_FILE_BYTES = 256 << 20
 MAX_INDEX_BYTES = 16 << 20
@@ -29,6 +29,7 @@ MAX_WIDTH = 1 << 20  # of the H and I that a model may have
 MAX_DIM = 2**31 - 1  # N, K and every other int32
 MAX_BUCKET_LOG2 = 31  # bucket_of(2**31 - 1) is 2**31
 MAX_CHOICES = 1024  # of one problem: 32 GPUs, each with every bucket
+MAX_PLAN_ROWS = 64  # of one choice
 MAX_TIME_NS = 2**53 - 1  # what every JSON reader still reads exactly
 MAX_BOX = 256  # elements along one dimension of a TMA box (CUDA driver API, cuTensorMapEncodeTiled)
 MAX_THREADS = 1024

@@ -66,6 +66,7 @@ BENCHMARKS = (
     Benchmark("speed", "freed", "what freeing much memory does to later launches", GPU),
     Benchmark("start", "structure", "how much code there is, and how much of it a first call needs", "pytest"),
     Benchmark("start", "decisions", "what the shipped bundles decide for each of their problems", "any machine"),
+    Benchmark("model", "replan", "plans of the shipped bundles made anew, and what they take", "any machine"),
     Benchmark("start", "found", "time of a first call before it uses the GPU", "any machine"),
     Benchmark("start", "proof", "does a bundle built elsewhere run here, right, at once", BUNDLES),
     Benchmark(

@@ -28,13 +28,14 @@ from pretuned.artifacts.files import packed
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.format import index
 from pretuned.artifacts.format.schema import read_measured
-from pretuned.artifacts.records.bundle import Choice, Source
+from pretuned.artifacts.records.bundle import Choice, Source, Way
 from pretuned.artifacts.records.precision import PRECISIONS, DType
 from pretuned.artifacts.records.problem import Fusion, Op, Problem
 from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels.contract.config import Schedule
 from pretuned.kernels.contract.registry import ENTRIES, entry_of
 from pretuned.kernels.contract.spec import Spec
+from pretuned.kernels.cost.plans import with_plans
 from pretuned.runtime.dispatch.decide import Decision, decide
 from pretuned.runtime.dispatch.places import Kind, Place, candidates_file, candidates_name
 from pretuned.runtime.dispatch.ranking import Origin
@@ -123,6 +124,20 @@ def test_each_is_what_the_repository_holds_pressed() -> None:
             "press it (docs/use/build.md, What ships)"
         )
     assert sum(one.stat().st_size for one in pressed) < MOST_PRESSED_BYTES
+
+
+@pytest.mark.parametrize(
+    "name", [FP16, "catalogue-sm80", *(pytest.param(one, marks=pytest.mark.slow) for one in (CATALOGUE, OF_CODES))]
+)
+def test_plans_are_those_that_the_builder_makes_of_the_times(name: str) -> None:
+    """In tests/benchmarks/test_decisions.py is what dispatch makes of them."""
+    with open_bundle(FOLDER / f"{name}.msgpack") as file:
+        bundle = file.load()
+    assert with_plans(bundle).choices == bundle.choices, "python benchmarks/run.py replan --write makes them anew"
+    ways = {row.way for choices in bundle.choices.values() for one in choices for row in one.plan}
+    by_index = {Way.ROWS_FIRST_BY_INDEX} if name == CATALOGUE else set()
+    first = {Way.ROWS_FIRST, Way.FUSED_SILU} if name in (CATALOGUE, FP16) else set()
+    assert ways == first | by_index | ({Way.QUANTISED_X} if name == OF_CODES else set())
 
 
 @pytest.mark.parametrize("sm", sorted(sm for sms in JOINT for sm in sms))

@@ -12,6 +12,7 @@ from ...artifacts.records.bundle import Bundle, Choice, Kernel, Model, Producer,
 from ...artifacts.records.problem import Problem
 from ...artifacts.records.target import Gpu, Target
 from ...kernels.contract.config import Config
+from ...kernels.cost.plans import with_plans
 from ..plan.families import Family
 
 
@@ -107,7 +108,8 @@ def assemble(
 ) -> Bundle:
     """The bundle of these claims (of each bucket one a GPU, or one that is modelled) and fallbacks, and what they use.
 
-    Variants, GPUs, kernels, problems and choices are in one order, so equal parts give equal bytes.
+    Variants, GPUs, kernels, problems and choices are in one order, so equal parts give equal bytes. Plans are
+    made anew.
     """
     every = [claim for row in claims.values() for claim in row]
     used = {claim.variant for claim in every} | {claim.runner_up for claim in every if claim.runner_up is not None}
@@ -115,7 +117,7 @@ def assemble(
     number = {place: i for i, place in enumerate(ships)}
     gpus = sorted({claim.gpu for claim in every if claim.gpu}, key=gpu_key)
     kernels = {(codes[place].kernel, codes[place].revision) for place in ships}
-    return Bundle(
+    bundle = Bundle(
         target=making.target,
         min_driver=making.min_driver,
         producer=making.producer,
@@ -136,6 +138,7 @@ def assemble(
         },
         models=making.models,
     )
+    return with_plans(bundle)
 
 
 def gpu_key(gpu: Gpu) -> tuple[str, int, int, int]:

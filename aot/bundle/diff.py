@@ -18,7 +18,7 @@ Facts = dict[str, tuple[str, str]]
 class Side:
     """A choice with its variant and GPU written out; ``runner_up`` is what the second one is, and its time.
 
-    With ``torch`` torch's grouped_mm runs the cell, and ``time_ns`` is its time.
+    With ``torch`` torch's grouped_mm runs the cell, and ``time_ns`` is its time. ``plan`` has its variants written out.
     """
 
     variant: Variant
@@ -27,6 +27,7 @@ class Side:
     gpu: Gpu | None
     runner_up: tuple[object, ...] | None = None
     torch: bool = False
+    plan: tuple[tuple[object, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Change:
 
     @property
     def what(self) -> tuple[str, ...]:
-        """Which parts changed: ``variant``, ``code``, ``source``, ``gpu``, ``time``, ``torch``, ``runner-up``."""
+        """Which parts changed: variant, code, source, gpu, time, torch, runner-up or plan."""
         old, new = self.old, self.new
         parts = {
             "variant": identity(old.variant) != identity(new.variant),
@@ -50,6 +51,7 @@ class Change:
             "time": old.time_ns != new.time_ns,
             "torch": old.torch != new.torch,
             "runner-up": old.runner_up != new.runner_up,
+            "plan": old.plan != new.plan,
         }
         return tuple(name for name, differs in parts.items() if differs)
 
@@ -177,6 +179,9 @@ def _side(bundle: Bundle, choice: Choice) -> Side:
         choice.measured_on(bundle.gpus),
         _runner_up(bundle, choice),
         choice.torch_ns is not None,
+        tuple(
+            (*row[:3], None if row.variant is None else identity(bundle.variants[row.variant])) for row in choice.plan
+        ),
     )
 
 

@@ -96,4 +96,5 @@ def _choice(problem: Problem, one: Choice, gpus: Sequence[Gpu]) -> dict[str, obj
         "runner_up_us": None if one.runner_up_ns is None else round(one.runner_up_ns / 1000, 3),
         "torch_us": None if one.torch_ns is None else round(one.torch_ns / 1000, 3),
         "gpu": None if gpu is None else gpu.name,
+        "plan": list(map(str, one.plan)),
     }

@@ -10,6 +10,7 @@ from ...artifacts.errors import CompileError, InputError
 from ...artifacts.records.bundle import Bundle, Choice
 from ...artifacts.records.problem import Problem
 from ...artifacts.records.target import Gpu, LocalGpu
+from ...kernels.cost.plans import with_plans
 from ...runtime.dispatch.neighbours import Neighbourhood
 from ..compile.triton import Compiled
 from ..journal.file import Contents
@@ -128,7 +129,7 @@ def _taken_rows(
             second = None if one.runner_up is None else place[one.runner_up]
             if first is not None and gpu is not None:
                 second_ns = None if second is None else one.runner_up_ns
-                moved = replace(one, variant=first, runner_up=second, runner_up_ns=second_ns, gpu=gpu_at[gpu])
+                moved = replace(one, variant=first, runner_up=second, runner_up_ns=second_ns, gpu=gpu_at[gpu], plan=())
                 rows.setdefault(problem, []).append(moved)
     return rows
 
@@ -206,14 +207,16 @@ def assembled(
     before = {*(evidence.held_against if evidence else ()), *(one.bundle for one in (running or {}).values())}
     before |= taken.sources if taken and chosen.taken else frozenset()
     before |= around.sources if around else frozenset()
-    return Bundle(
-        target=candidates.target,
-        min_driver=min_driver,
-        producer=producer.with_held_against(digest.hex() for digest in before),
-        kernels=kernels,
-        gpus=gpus,
-        variants=tuple(one.variant for one in chosen.variants),
-        cubins=tuple(one.cubin for one in chosen.variants),
-        choices=choices,
-        models=plan.without(plan.buckets.keys() - choices.keys()).models,
+    return with_plans(
+        Bundle(
+            target=candidates.target,
+            min_driver=min_driver,
+            producer=producer.with_held_against(digest.hex() for digest in before),
+            kernels=kernels,
+            gpus=gpus,
+            variants=tuple(one.variant for one in chosen.variants),
+            cubins=tuple(one.cubin for one in chosen.variants),
+            choices=choices,
+            models=plan.without(plan.buckets.keys() - choices.keys()).models,
+        )
     )

@@ -151,7 +151,7 @@ def _by_problem(changes: Changes) -> str:
     groups: dict[Problem, list[Change]] = {}
     for one in changes.choices:
         groups.setdefault(one.problem, []).append(one)
-    parts = "variant", "code", "source", "gpu", "torch", "runner-up"
+    parts = "variant", "code", "source", "gpu", "torch", "runner-up", "plan"
     rows = []
     for problem, cells in groups.items():
         counts = {part: sum(part in one.what for one in cells) for part in parts}
@@ -166,7 +166,7 @@ def _by_problem(changes: Changes) -> str:
             )
         )
     head = ("problem", "changed", "M near", *parts, "time")
-    return table(head, rows, "<>>>>>>>>>")
+    return table(head, rows, "<>>>>>>>>>>")
 
 
 def _cells(changes: Changes) -> str:

@@ -82,7 +82,9 @@ def _summary(found: dict[str, Any]) -> list[tuple[str, object]]:
 
 
 def _shown(cell: object) -> object:
-    """A cell of a table: of a digest its beginning."""
+    """A cell of a table: of a digest its beginning, of a list its items."""
     if isinstance(cell, str) and re.fullmatch("[0-9a-f]{64}", cell):
         return cell[:_DIGITS]
+    if isinstance(cell, list):
+        return "; ".join(cell) or "-"
     return "-" if cell is None else cell

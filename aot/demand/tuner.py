@@ -25,10 +25,10 @@ from ...kernels.contract.config import Config
 from ...runtime import locks
 from ...runtime.config_cache import ConfigCache
 from ...runtime.dispatch import snapshot as dispatch_snapshot
-from ...runtime.dispatch.activations import verdict
 from ...runtime.dispatch.decide import Decision, Miss, decide, settle
 from ...runtime.dispatch.pin import KernelPair, Preference
 from ...runtime.dispatch.places import Kind
+from ...runtime.dispatch.plans import quantised_x
 from ...runtime.dispatch.snapshot import Rejected, Usable
 from ...runtime.driver.device import capturing, local_gpu
 from ...runtime.hooks import reload
@@ -279,7 +279,7 @@ def _quantises_elsewhere(problem: Problem, planned: BuildPlan, bucket: int, loca
     others = [one for one in forward if one is not codes]
     if codes is None or not others:
         return False
-    chosen = verdict(dispatch_snapshot.snapshot(), codes, others[0].dtype, bucket, local, top_k=0).chosen
+    chosen = quantised_x(dispatch_snapshot.snapshot(), codes, others[0].dtype, bucket, local, top_k=0)
     return problem.dtype.quantises_x == (chosen is None)
 
 

@@ -217,6 +217,8 @@ class Index:
             choices = read_choices(record, len(self._variants), len(self.gpus))
             used = {c.variant for c in choices}.union(c.runner_up for c in choices if c.runner_up is not None)
             check_fits({i: self._kind(i) for i in used}, problem)
+            for way, i in {(row.way, row.variant) for c in choices for row in c.plan if row.variant is not None}:
+                check_fits({i: self._kind(i)}, *way.problems(problem))
         except Malformed as error:
             raise self._corrupt(f"choices for {problem}", error) from None
         for choice in choices:

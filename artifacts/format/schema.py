@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from .. import limits as lim
 from ..names import is_label, is_text
-from ..records.bundle import Choice, Kernel, Producer, Source, TensorMap, Variant
+from ..records.bundle import Choice, Kernel, PlanRow, Producer, Source, TensorMap, Variant, Way
 from ..records.precision import DType
 from ..records.problem import Fusion, Layout, Op, Problem, RowOp
 from ..records.target import Gpu, Target
@@ -24,6 +24,7 @@ LAYOUTS = {layout.value: layout for layout in Layout}
 FUSIONS = tuple(Fusion(bits) for bits in range(2 * max(f.value for f in Fusion)))
 KINDS = {kind: kind for kind in ("ptr", "i32", "i64", "desc2", "desc3", "desc4", "desc5")}
 SOURCES = (Source.MODELLED, Source.MEASURED)  # 0 and 1 on the wire
+WAYS = tuple(Way)
 INDEXED = Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT  # the fusions that may need top_k
 
 _TARGET = ("sm", "arch_specific")
@@ -52,7 +53,7 @@ _VARIANT = (
     "scratch_bytes",
     "cubin_sha256",
 )
-_WIDTHS = (7, 8)  # the least and the most items of a choice
+_WIDTHS = (7, 9)  # the least and the most items of a choice
 _KIND = _VARIANT[: _VARIANT.index("max_experts") + 1]
 
 
@@ -141,15 +142,19 @@ def problem_of(value: object) -> Problem:
 def pack_choices(choices: tuple[Choice, ...]) -> bytes:
     """One array a bucket and GPU: [log2 bucket, variant, source, time_ns, runner_up, runner_up_ns, gpu].
 
-    ``torch_ns`` is an eighth item where there is one.
+    ``torch_ns`` and the plan are the eighth and the ninth item; what is empty at the end is left out.
     """
     return pack(
         [
             [_log2(c.bucket), c.variant, SOURCES.index(c.source), c.time_ns, c.runner_up, c.runner_up_ns, c.gpu]
-            + ([] if c.torch_ns is None else [c.torch_ns])
+            + ([c.torch_ns, *([_plan_value(c.plan)] if c.plan else ())] if c.plan or c.torch_ns is not None else [])
             for c in choices
         ]
     )
+
+
+def _plan_value(plan: tuple[PlanRow, ...]) -> object:
+    return [[int(row.way), int(row.checks), row.top_k, row.variant] for row in plan]
 
 
 def _log2(bucket: int) -> int:
@@ -207,13 +212,17 @@ def _place(choice: Choice) -> str:
 
 
 def _choice(row: object, variants: int, gpus: int) -> Choice:
-    log2, variant, source, time_ns, runner_up, runner_up_ns, gpu, *torch_ns = items(row, "choice", *_WIDTHS)
+    values = items(row, "choice", *_WIDTHS)
+    log2, variant, source, time_ns, runner_up, runner_up_ns, gpu, *more = values
+    torch_ns = more[0] if more else None
     where = SOURCES[integer(source, "choice.source", 0, 1)]
     if (runner_up is None) != (runner_up_ns is None):
         raise Malformed("choice.runner_up and its time must both be there, or neither")
     if (gpu is None) != (where is Source.MODELLED):
         raise Malformed(f"choice.gpu is {shown(gpu)}: a measured choice names its GPU, a modelled one has none")
-    if torch_ns and gpu is None:
+    if len(more) == 1 and torch_ns is None:
+        raise Malformed("choice.torch_ns is null at the end of a choice, wanted it left out")
+    if torch_ns is not None and gpu is None:
         raise Malformed("choice.torch_ns is there in a modelled choice, wanted it in a measured one alone")
     if variant == runner_up:
         raise Malformed(f"choice.runner_up is {runner_up}, the chosen variant itself")
@@ -225,8 +234,27 @@ def _choice(row: object, variants: int, gpus: int) -> Choice:
         None if runner_up is None else integer(runner_up, "choice.runner_up", 0, variants - 1),
         None if runner_up_ns is None else integer(runner_up_ns, "choice.runner_up_ns", 1, lim.MAX_TIME_NS),
         None if gpu is None else integer(gpu, "choice.gpu", 0, gpus - 1),
-        integer(torch_ns[0], "choice.torch_ns", 1, lim.MAX_TIME_NS) if torch_ns else None,
+        None if torch_ns is None else integer(torch_ns, "choice.torch_ns", 1, lim.MAX_TIME_NS),
+        _plan(more[1], variants) if len(more) > 1 else (),
     )
+
+
+def _plan(value: object, variants: int) -> tuple[PlanRow, ...]:
+    plan = []
+    for row in items(value, "choice.plan", 1, lim.MAX_PLAN_ROWS):
+        way, checks, top_k, variant = items(row, "a row of choice.plan", 4, 4)
+        plan.append(
+            PlanRow(
+                WAYS[integer(way, "way of choice.plan", 0, len(WAYS) - 1)],
+                bool(integer(checks, "checks of choice.plan", 0, 1)),
+                integer(top_k, "top_k of choice.plan", 0, lim.MAX_EXPERTS),
+                None if variant is None else integer(variant, "variant of choice.plan", 0, variants - 1),
+            )
+        )
+    for before, after in itertools.pairwise(plan):
+        if before[:3] >= after[:3]:
+            raise Malformed("the rows of choice.plan are not ascending by way, checks and top_k, each once")
+    return tuple(plan)
 
 
 def pack_variant(variant: Variant) -> bytes:
@@ -318,14 +346,14 @@ def read_kind(record: bytes) -> VariantKind:
     return [op, dtype, layout, fusion], integer(experts, "variant.max_experts", 1, lim.MAX_EXPERTS)
 
 
-def check_fits(kinds: Mapping[int, VariantKind], problem: Problem) -> None:
-    """Raise Malformed unless each of these variants, by their indices, can compute ``problem``, by whatever name."""
-    names = [one for one in (problem, problem.transposed) if one is not None]
+def check_fits(kinds: Mapping[int, VariantKind], *problems: Problem) -> None:
+    """Raise Malformed unless each of these variants, by their indices, computes one of the problems, by any name."""
+    names = [one for problem in problems for one in (problem, problem.transposed) if one is not None]
     wanted = [[one.op.value, one.dtype.value, one.layout.value, one.fusion.value] for one in names]
     for i, (have, experts) in kinds.items():
         if have not in wanted:
             raise Malformed(f"variant {i} is for {shown(have)}")
-        if experts < problem.E:
+        if experts < names[0].E:
             raise Malformed(f"variant {i} is for at most {experts} experts")
 
 

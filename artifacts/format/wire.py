@@ -74,10 +74,10 @@ def read_preamble(head: bytes, file_bytes: int | None, where: str) -> Preamble:
         raise corrupt(where, f"format 0, which never was; this version reads {_formats()}")
     if version < OLDEST_FORMAT:
         raise BundleTooOld(
-            f"bundle {where!r}: format {version}, this version reads {_formats()}. Rebuild with `aot build`."
+            f"bundle {where!r}: format {version}, this version reads {_formats()}. Build it again with `aot build`."
         )
     if (t2, t3, t4) != (0xCF, 0xCE, b"\xc4\x20"):
-        raise corrupt(where, "the preamble's msgpack headers are not those of format 1")
+        raise corrupt(where, "the preamble's msgpack headers are not those of a bundle")
     if file_bytes is None:
         file_bytes = said_bytes
     if said_bytes != file_bytes:

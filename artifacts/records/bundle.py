@@ -70,6 +70,46 @@ class Variant:
     cubin_sha256: bytes
 
 
+class Way(enum.IntEnum):
+    """How a call can run a cell other than by the choice's variant alone; the value is what a bundle stores."""
+
+    ROWS_FIRST = 0  # a row kernel gathers the rows of x, then a variant without a gather multiplies them
+    ROWS_FIRST_BY_INDEX = 1  # likewise, for calls that also scatter, weigh or add a bias: the variant stores by index
+    FUSED_SILU = 2  # a variant with silu in its epilogue runs the product and the activation
+    QUANTISED_X = 3  # x is quantised, and a variant multiplies codes by codes
+
+    def problems(self, problem: Problem) -> tuple[Problem, ...]:
+        """What a variant has to compute to run ``problem`` this way; () if no variant can."""
+        bare = replace(problem, fusion=problem.fusion & ~Fusion.GATHER, top_k=0)
+        if self is Way.QUANTISED_X:
+            dtype = problem.dtype.with_x_quantised
+            return () if dtype is None else (replace(problem, dtype=dtype),)
+        if self is Way.FUSED_SILU:
+            names = [one for one in (problem, problem.transposed) if one is not None and one.op is Op.FORWARD]
+            kept = {Fusion.NONE: (Fusion.NONE,), Fusion.GATHER: (Fusion.GATHER, Fusion.NONE)}.get(problem.fusion, ())
+            return tuple(replace(one, fusion=left | Fusion.SILU, top_k=0) for one in names for left in kept)
+        if problem.fusion != Fusion.GATHER:
+            return ()
+        return (bare,) if self is Way.ROWS_FIRST else (replace(bare, fusion=Fusion.SCATTER),)
+
+
+class PlanRow(NamedTuple):
+    """A line of a choice's plan: from ``top_k`` on, the calls of a way run ``variant``; None: the choice's own.
+
+    ``top_k`` sorted rows read each row of x; it is 0 for rows that no row kernel can gather. With ``checks`` the row is
+    for calls whose index has to be brought into range first. A way without such rows has the others for all calls.
+    """
+
+    way: Way
+    checks: bool
+    top_k: int
+    variant: int | None
+
+    def __str__(self) -> str:
+        runs = "the choice's own" if self.variant is None else self.variant
+        return f"{self.way.name.lower()} from top_k {self.top_k}{' with a check' * self.checks}: variant {runs}"
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """(problem, bucket, GPU) -> variant. ``bucket`` is a power of two, for the M that are nearest to it.
@@ -77,7 +117,8 @@ class Choice:
     ``time_ns`` is the median measured on ``gpu`` (an index into the bundle's GPUs), of some forms brought to the plain
     product's clock, or the cost model's estimate where ``source`` is modelled (``gpu`` is then None). A bundle may have
     a choice of each of its GPUs for one problem and bucket. ``torch_ns`` is the time of torch's grouped_mm, if that was
-    measured and is faster than the variant by more than noise: torch then runs the cell on this GPU.
+    measured and is faster than the variant by more than noise: torch then runs the cell on this GPU. ``plan`` is the
+    rest of the decision, ascending: what runs instead of the variant, for which calls.
     """
 
     bucket: int
@@ -88,6 +129,7 @@ class Choice:
     runner_up_ns: int | None = None
     gpu: int | None = None
     torch_ns: int | None = None
+    plan: tuple[PlanRow, ...] = ()
 
     @property
     def sort_key(self) -> tuple[int, int]:
@@ -97,6 +139,21 @@ class Choice:
     def measured_on(self, gpus: Sequence[Gpu]) -> Gpu | None:
         """The one of the bundle's GPUs that it was measured on; None of a modelled one."""
         return None if self.gpu is None else gpus[self.gpu]
+
+    def variants(self) -> list[int]:
+        """Every variant that the choice names: its own, its runner-up, those of its plan."""
+        named = (self.variant, self.runner_up, *(row.variant for row in self.plan))
+        return [index for index in named if index is not None]
+
+
+def planned(plan: Sequence[PlanRow], way: Way, top_k: int, *, checks: bool) -> int | None:
+    """The variant that a plan has for a call of a way; None if the choice's own variant runs it."""
+    rows = [row for row in plan if row.way is way]
+    if checks and any(row.checks for row in rows):
+        rows = [row for row in rows if row.checks]
+    else:
+        rows = [row for row in rows if not row.checks]
+    return next((row.variant for row in reversed(rows) if row.top_k <= top_k), None)
 
 
 class Timed(NamedTuple):

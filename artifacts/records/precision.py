@@ -58,6 +58,12 @@ class DType(enum.Enum):
         """Whether products read x as codes with scales, too."""
         return self.precision.x.scale is not None
 
+    @property
+    def with_x_quantised(self) -> DType | None:
+        """The dtype of products that quantise x for the weights of this one, which leaves x as it is; or None."""
+        found = _DTYPES.get(self.value.removesuffix("_a16"))
+        return found if found is not None and found is not self and found.quantises_x else None
+
 
 PLAIN_DTYPES = frozenset((DType.BF16, DType.FP16, DType.FP32, DType.TF32))
 _DTYPES = {one.value: one for one in DType}

@@ -3,9 +3,13 @@
     python benchmarks/run.py decisions                            # a summary
     python benchmarks/run.py decisions --out decisions.json.xz    # every decision
     python benchmarks/run.py decisions --against decisions.json.xz    # fails if a decision differs from that file
+    python benchmarks/run.py decisions --only decisions.json.xz    # of the problems in that file
+
+benchmarks/results/decisions-sample.json.xz has some problems, for a test. Make it anew if their choices change:
+give it as --only and as --out.
 
 A cell is a problem and a bucket of rows on a GPU. It is decided for each top_k (the models' own, 0, 1, 2, 4 and 8; 0 is
-for rows that no row kernel can gather), for an index that is checked or not, and for unaligned tensors (top_k of 1).
+for rows that no row kernel can gather) and for an index that is checked or not, some cells for unaligned tensors, too.
 It needs no GPU: a decision depends on the GPU's name, SM count and memory alone.
 """
 
@@ -17,7 +21,7 @@ import lzma
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +29,8 @@ from pretuned.artifacts.records.precision import dtypes_of
 from pretuned.artifacts.records.problem import Fusion, Op, Problem
 from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels.hardware.chips import CHIPS
-from pretuned.runtime.dispatch import activations, epilogue, gather
-from pretuned.runtime.dispatch.decide import Decision, settle
+from pretuned.runtime.dispatch import decide, plans, rowops
+from pretuned.runtime.dispatch.decide import Decision
 from pretuned.runtime.dispatch.places import Kind, Place
 from pretuned.runtime.dispatch.ranking import Candidate
 from pretuned.runtime.dispatch.snapshot import Snapshot
@@ -34,6 +38,7 @@ from pretuned.runtime.dispatch.snapshot import Snapshot
 FOLDER = Path(__file__).resolve().parents[2] / "artifacts" / "bundles"
 H100, H200 = Gpu("NVIDIA H100 80GB HBM3", 132, 81079, 13000), Gpu("NVIDIA H200", 132, 143155, 13000)
 TOP_KS = (0, 1, 2, 4, 8)
+UNALIGNED = 20  # of so many problems one is decided for unaligned tensors: the cost model takes long
 INDEXED = Fusion.GATHER | Fusion.SCATTER
 
 
@@ -60,14 +65,17 @@ def shipped(snapshot: Snapshot, local: LocalGpu) -> dict[Problem, tuple[set[int]
     return found
 
 
-def name_of(candidate: Candidate | None) -> str | None:
+def name_of(candidate: Candidate | plans.Planned | None) -> str | None:
     """A variant by its bundle and place there."""
-    return None if candidate is None else f"{candidate.usable.path.stem}:{candidate.index}"
+    if candidate is None:
+        return None
+    index = candidate.variant if isinstance(candidate, plans.Planned) else candidate.index
+    return f"{candidate.usable.path.stem}:{index}"
 
 
 def kernel(snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, aligned: bool) -> str:
     """The kernel of a plain call, how it was found, and whether torch runs it."""
-    found = settle(snapshot, problem, bucket, local, aligned, False)
+    found = decide.settle(snapshot, problem, bucket, local, aligned, False)
     if not isinstance(found, Decision):
         return "none"
     best = found.chosen
@@ -83,42 +91,71 @@ def decided(
     if Fusion.SILU in problem.fusion:
         for checks in (False, True):
             for top_k in top_ks if Fusion.GATHER in problem.fusion else (1,):
-                ruled = epilogue.verdict(snapshot, problem, bucket, local, aligned=aligned, top_k=top_k, checks=checks)
-                yield f"silu k={top_k} checks={checks:d}", name_of(ruled.chosen)
+                fused = plans.fused_silu(snapshot, problem, bucket, local, aligned=aligned, top_k=top_k, checks=checks)
+                yield f"silu k={top_k} checks={checks:d}", name_of(fused)
         return
     if Fusion.GATHER in problem.fusion and not problem.dtype.quantised:
         for fusion in (Fusion.GATHER, INDEXED):
             for checks in (False, True):
                 for top_k in top_ks:
-                    chosen = gather.verdict(
+                    first = plans.rows_first(
                         snapshot, problem, bucket, local, top_k=top_k, fusion=fusion, aligned=aligned, checks=checks
-                    ).chosen
-                    yield f"first f={fusion.value} k={top_k} checks={checks:d}", name_of(chosen)
+                    )
+                    yield f"first f={fusion.value} k={top_k} checks={checks:d}", name_of(first)
     if problem.dtype.quantises_x and problem.op is Op.FORWARD:
         other = dtypes_of(problem.dtype.value)[-1]
         for top_k in top_ks:
-            quantised = activations.verdict(snapshot, problem, other, bucket, local, top_k=top_k, aligned=aligned)
-            yield f"codes k={top_k}", name_of(quantised.chosen)
+            coded = plans.quantised_x(snapshot, problem, other, bucket, local, top_k=top_k, aligned=aligned)
+            yield f"codes k={top_k}", name_of(coded)
 
 
 def key_of(problem: Problem, bucket: int, local: LocalGpu, aligned: bool) -> str:
     return f"{problem} | {bucket} | {local.gpu.name} | {'aligned' if aligned else 'unaligned'}"
 
 
-def dump(locals_: list[LocalGpu], *, every: int = 1, log: bool = False) -> dict[str, dict[str, str | None]]:
-    """The decisions of each cell; ``every`` takes one problem of so many."""
+def remembering() -> None:
+    """Have dispatch decide each cell once, however many questions ask for it. Nothing changes while this runs."""
+    known: dict[Any, Any] = {}
+
+    def kept(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(snapshot: Snapshot, *args: Any, **options: Any) -> Any:
+            key = (function, id(snapshot), args, tuple(sorted(options.items())))
+            if key not in known:
+                known[key] = function(snapshot, *args, **options)
+            return known[key]
+
+        return call
+
+    settle_once, ranked_once = kept(decide.settle), kept(rowops.ranked)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("pretuned.runtime.dispatch.") and hasattr(module, "settle"):
+            module.settle = settle_once  # type: ignore[attr-defined]
+    rowops.ranked = ranked_once
+
+
+def read(path: Path) -> dict[str, dict[str, str | None]]:
+    """The decisions that ``--out`` wrote."""
+    found: dict[str, dict[str, str | None]] = json.loads(lzma.decompress(path.read_bytes()))
+    return found
+
+
+def dump(
+    locals_: list[LocalGpu], *, every: int = 1, only: set[str] | None = None, log: bool = False
+) -> dict[str, dict[str, str | None]]:
+    """The decisions of each cell; ``every`` takes one problem of so many, ``only`` those of these names."""
     answers: dict[str, dict[str, str | None]] = {}
     for local in locals_:
         begun = time.monotonic()
         snapshot = Snapshot([Place(Kind.INSTALLED, FOLDER)])
-        for problem, (buckets, own) in sorted(shipped(snapshot, local).items(), key=lambda one: one[0].sort_key)[
-            ::every
-        ]:
+        cells = sorted(shipped(snapshot, local).items(), key=lambda one: one[0].sort_key)
+        for at, (problem, (buckets, own)) in enumerate(cells[::every]):
             top_ks = tuple(sorted({*TOP_KS, *own}))
             twin = problem.transposed if Fusion.GATHER in problem.fusion else None
             for name in (problem, twin) if twin is not None else (problem,):
+                if only is not None and str(name) not in only:
+                    continue
                 for bucket in sorted(buckets):
-                    for aligned in (True, False):
+                    for aligned in (True, False) if at % UNALIGNED == 0 else (True,):
                         found = dict(decided(snapshot, name, bucket, local, aligned, top_ks if aligned else (1,)))
                         answers[key_of(name, bucket, local, aligned)] = found
         if log:
@@ -165,8 +202,11 @@ def main() -> None:
         "--every-gpu", action="store_true", help="every GPU of the table of chips, not H100 and H200 alone"
     )
     parser.add_argument("--every", type=int, default=1, help="one problem of so many")
+    parser.add_argument("--only", type=Path, help="the problems of this .json.xz of --out alone")
     args = parser.parse_args()
-    answers = dump(gpus(args.every_gpu), every=args.every, log=True)
+    remembering()
+    only = None if args.only is None else {key.partition(" | ")[0] for key in read(args.only)}
+    answers = dump(gpus(args.every_gpu), every=args.every, only=only, log=True)
     if args.out is not None:
         args.out.write_bytes(lzma.compress(json.dumps(answers, separators=(",", ":")).encode()))
     for name, row in summary(answers).items():
@@ -174,8 +214,8 @@ def main() -> None:
     text = json.dumps(answers, separators=(",", ":")).encode()
     print(f"{len(answers):,} cells, {sum(map(len, answers.values())):,} decisions, {len(text):,} bytes of JSON")
     if args.against is not None:
-        reference = json.loads(lzma.decompress(args.against.read_bytes()))
-        if args.every > 1:
+        reference = read(args.against)
+        if args.every > 1 or only is not None:
             reference = {key: reference[key] for key in answers if key in reference}
         lines = differences(answers, reference)
         print("\n".join(lines[:50]))

@@ -104,7 +104,7 @@ class Rows:
         return self.layout if self.op is Op.FORWARD else other
 
     def may_gather_first(self, aligned: bool) -> bool:
-        """Whether the plain product of rows gathered beforehand would do the same: ``gather.py`` says when it is to.
+        """Whether the plain product of rows gathered beforehand would do the same: a bundle's plan says when it is to.
 
         Where nothing else reads the index, that writes the rows of an index out of range, too.
         """

@@ -30,7 +30,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from ...artifacts.records.bundle import Choice, Source, Variant
+from ...artifacts.records.bundle import Choice, PlanRow, Source, Variant
 from ...artifacts.records.problem import Fusion, Problem
 from ...artifacts.records.target import Gpu, LocalGpu, gpus_apart
 from ...kernels.contract import registry, words
@@ -78,7 +78,7 @@ class Candidate:
 
     ``gpu`` is the one that it was measured on. ``near`` is what was measured around the cell, where that counted.
     ``torch_us`` is torch's time, if torch's grouped_mm was measured faster on this very GPU: torch then runs a plain
-    product into new memory.
+    product into new memory. ``plan`` says what runs in its place for which calls, if its choice is for this very cell.
     """
 
     usable: Usable
@@ -92,6 +92,7 @@ class Candidate:
     gpu: Gpu | None
     near: Near | None = None
     torch_us: float | None = None
+    plan: tuple[PlanRow, ...] = ()
 
     @property
     def config(self) -> Config:
@@ -134,6 +135,7 @@ def chosen(
                     claim.time_ns / 1e3,
                     choice.measured_on(usable.bundle.gpus),
                     torch_us=None if torch_ns is None else torch_ns / 1e3,
+                    plan=choice.plan if match is Match.EXACT else (),
                 )
             )
     return found

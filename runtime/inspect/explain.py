@@ -14,14 +14,14 @@ from ...artifacts.records.target import Gpu, LocalGpu
 from ...kernels.contract.coded import takes_codes_of_x
 from ...kernels.hardware import arch, chips
 from .. import settings, verdicts
-from ..dispatch import activations, compiled, epilogue, gather
+from ..dispatch import compiled, plans
 from ..dispatch import snapshot as bundles
 from ..dispatch.decide import Decision, miss_reason, reason, settle, whole_columns, with_wide_rows
 from ..dispatch.hints import build_line, remedy
 from ..dispatch.ranking import Candidate, Match, Origin, chosen, modelled
 from ..dispatch.snapshot import Rejected, Snapshot, View
 from ..driver.device import current_device, local_gpu
-from . import low_rank
+from . import low_rank, ways
 from .asked import as_read, assumed_top_k, but_for_y, check_numbers, of_numbers, of_tensors, suits
 from .explanation import Explanation
 
@@ -158,7 +158,7 @@ def examine(
         return _with_x_quantised(snapshot, problem, M, local, aligned, strict, top_k)
     if (stored := as_read(snapshot, problem, local)) is not problem:
         return examine(snapshot, stored, M, local, aligned=aligned, strict=strict, top_k=top_k)
-    if Fusion.GATHER in problem.fusion and gather.never_on_load(problem):
+    if Fusion.GATHER in problem.fusion and plans.never_on_load(problem):
         left = replace(problem, fusion=problem.fusion & ~Fusion.GATHER)
         told = examine(snapshot, left, M, local, aligned=aligned, strict=strict, top_k=top_k)
         first = told.chosen is not None and top_k != M
@@ -169,9 +169,9 @@ def examine(
         part = low_rank.verdict(snapshot, problem, M, local, aligned=aligned, strict=strict)
         return replace(told, problem=problem, **part.told())
     if Fusion.SILU in problem.fusion:
-        ruled = epilogue.verdict(snapshot, problem, M, local, aligned=aligned, top_k=top_k)
+        ruled = ways.fused_silu(snapshot, problem, M, local, top_k=top_k, aligned=aligned)
         if ruled.chosen is None:
-            plain = examine(snapshot, epilogue.plain_of(problem), M, local, aligned=aligned, strict=strict, top_k=top_k)
+            plain = examine(snapshot, plans.plain_of(problem), M, local, aligned=aligned, strict=strict, top_k=top_k)
             why = f"the GEMM, then the activation. Fused silu: {ruled.reason}. The GEMM: {plain.reason}"
             return replace(plain, problem=problem, reason=why)
         view = snapshot.view(local, installed=True)
@@ -260,9 +260,7 @@ def _with_x_quantised(
     codes = replace(problem, layout=told.problem.layout)
     passes, gathers = takes_codes_of_x(codes.dtype, codes.layout), Fusion.GATHER in problem.fusion
     left = replace(codes, fusion=codes.fusion & ~Fusion.GATHER) if passes else codes
-    ruled = activations.verdict(
-        snapshot, left, other, M, local, top_k=top_k if passes and gathers else 0, aligned=aligned
-    )
+    ruled = ways.quantised_x(snapshot, left, other, M, local, top_k=top_k if passes and gathers else 0, aligned=aligned)
     if ruled.chosen is None or (passes and not aligned):
         return replace(told, reason=f"{told.reason}; {ruled.reason}") if told.candidates else told
     found = (ruled.chosen, *told.candidates)
@@ -281,13 +279,12 @@ def _with_x_quantised(
 
 def _gathered_first(
     snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, aligned: bool, top_k: int
-) -> gather.GatherVerdict | None:
+) -> ways.Ruled | None:
     """Whether rows are gathered beforehand; None where none are gathered, or no choice of a bundle runs the problem."""
     if Fusion.GATHER not in problem.fusion:
         return None
     code = replace(problem, fusion=Fusion.GATHER)
-    ruled = gather.verdict(snapshot, code, M, local, top_k=top_k, fusion=problem.fusion, aligned=aligned)
-    return ruled if ruled.time_us else None
+    return ways.rows_first(snapshot, code, M, local, top_k=top_k, fusion=problem.fusion, aligned=aligned)
 
 
 def _decided(

@@ -8,7 +8,7 @@ import functools
 import gc
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
 
@@ -18,7 +18,7 @@ from ...artifacts.names import PART
 from ...artifacts.records.bundle import Model
 from ...artifacts.records.precision import DType, dtypes_of
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp, buckets_between
-from ...artifacts.records.target import LocalGpu, same_gpu
+from ...artifacts.records.target import LocalGpu
 from ...kernels.contract.rowops import dtype_of
 from ...kernels.contract.words import has_aligned_rows
 from ..dispatch import snapshot as dispatch_snapshot
@@ -169,7 +169,7 @@ def preload(
     kernels, by_torch = set(), 0
     strict = settings().strict
     for problem, bucket in cells:
-        if Fusion.SILU in problem.fusion:  # see rivals_of; nobody misses it
+        if Fusion.SILU in problem.fusion:  # see planned_for; nobody misses it
             continue
         aligned = has_aligned_rows(problem)
         try:
@@ -181,7 +181,11 @@ def preload(
             by_torch += aligned and not problem.fusion and is_by_torch(problem, bucket, device)
     met = dict.fromkeys(problem for problem, _ in cells)
     while True:  # each turn but the last finds code that is damaged or wrong: others take its place
-        more = *rivals_of(cells, snapshot, local), *fallbacks_of(met, snapshot, local), *passes_of(met, snapshot, local)
+        more = (
+            *planned_for(cells, snapshot, local),
+            *fallbacks_of(met, snapshot, local),
+            *passes_of(met, snapshot, local),
+        )
         found = [_usable(bundle, index, device, snapshot, local) for bundle, index in more]
         if None not in found:
             break
@@ -211,58 +215,30 @@ def _usable(bundle: BundleFile, index: int, device: int, snapshot: Snapshot, loc
     return None
 
 
-def rivals_of(cells: Iterable[_Cell], snapshot: Snapshot, local: LocalGpu) -> list[tuple[BundleFile, int]]:
-    """Every variant that could run in place of a cell's own choice, or of a layer's, where times say that it is faster.
-
-    What a pass takes hangs on the call (``gather.py``, ``epilogue.py``), so here it takes nothing: none is missed.
-    """
-    met: dict[Problem, set[int]] = {}
-    for problem, bucket in cells:
-        if problem.fusion & (Fusion.GATHER | Fusion.SILU):
-            met.setdefault(problem, set()).add(bucket)
-    while met:  # each turn drops a bundle
+def planned_for(cells: Iterable[_Cell], snapshot: Snapshot, local: LocalGpu) -> list[tuple[BundleFile, int]]:
+    """Every variant that the bundles' plans have for some call of a cell, in place of the cell's own choice."""
+    every = list(cells)
+    while True:  # each turn drops a bundle
         with contextlib.suppress(Rejected):
             return list(
                 dict.fromkeys(
                     (one.bundle, index)
-                    for problem, buckets in met.items()
+                    for problem, bucket in every
                     for one in snapshot.view(local, installed=True).usable
-                    for index in _could_run(snapshot, one.bundle, problem, buckets, local)
+                    for index in _planned(snapshot, one.bundle, problem, bucket, local)
                 )
             )
-    return []
 
 
-def _could_run(
-    snapshot: Snapshot, bundle: BundleFile, problem: Problem, buckets: Collection[int], local: LocalGpu
-) -> Iterator[int]:
-    own = [choice for choice in snapshot.find(bundle, problem) if choice.bucket in buckets]
-    if Fusion.SILU in problem.fusion:
-        found = [choice.variant for choice in own]
-    else:
-        plain = replace(problem, fusion=Fusion.NONE, top_k=0)
-        faster = [
-            choice
-            for choice in (snapshot.find(bundle, plain) if own else ())
-            if any(
-                choice.bucket == one.bucket
-                and choice.time_ns < one.time_ns
-                and same_gpu(choice.measured_on(bundle.gpus), one.measured_on(bundle.gpus))
-                for one in own
-            )
-        ]
-        indexed: dict[object, int] = {}  # the first of a config that can run, as gather.py takes it
-        for index, variant in snapshot.variants(bundle, replace(plain, fusion=Fusion.SCATTER)):
-            if why_not(variant, problem, local, aligned=True) is None:
-                indexed.setdefault((variant.config, variant.alignment), index)
-        found = [choice.variant for choice in faster]
-        for choice in faster:
-            pair = [snapshot.variant(bundle, at) for at in (choice.variant, choice.runner_up) if at is not None]
-            alike = [indexed.get((one.config, one.alignment)) for one in pair]
-            found += [index for index in alike if index is not None][:1]
-    for index in dict.fromkeys(found):
-        if why_not(snapshot.variant(bundle, index), problem, local, aligned=True) is None:
-            yield index
+def _planned(snapshot: Snapshot, bundle: BundleFile, problem: Problem, bucket: int, local: LocalGpu) -> Iterator[int]:
+    for choice in snapshot.find(bundle, problem):
+        if choice.bucket != bucket:
+            continue
+        for index in {row.variant: None for row in choice.plan if row.variant is not None}:
+            variant = snapshot.variant(bundle, index)
+            asked = replace(problem, dtype=variant.dtype, fusion=variant.fusion, top_k=0)
+            if why_not(variant, asked, local, aligned=True) is None:
+                yield index
 
 
 def cells_of(wanted: Mapping[Problem, Iterable[int]], snapshot: Snapshot, local: LocalGpu) -> list[_Cell]:

@@ -1,4 +1,4 @@
-"""Rows of x gathered by a row operation: alone, or for the plain product of them. ``dispatch/gather.py`` says when."""
+"""Rows of x gathered by a row operation: alone, or for the plain product of them. The bundles' plans say when."""
 
 from __future__ import annotations
 
@@ -33,15 +33,14 @@ def kernel(
     aligned: bool = True,
     checks: bool = False,
 ) -> LoadedKernel | None:
-    """The variant that ``verdict`` names, loaded on ``cuda:device``; None where the code that gathers is to run."""
-    from ..dispatch.gather import verdict  # here, as only a first launch needs them
+    """The variant for rows gathered first, loaded on ``cuda:device``; None where the code that gathers is to run."""
+    from ..dispatch.plans import rows_first  # here, as only a first launch needs them
     from .loader import load_first
 
     local = local_gpu(device)
 
     def choose() -> tuple[Usable, int] | None:
-        chosen = verdict(snapshot, problem, M, local, top_k=top_k, fusion=fusion, aligned=aligned, checks=checks).chosen
-        return None if chosen is None else (chosen.usable, chosen.index)
+        return rows_first(snapshot, problem, M, local, top_k=top_k, fusion=fusion, aligned=aligned, checks=checks)
 
     return load_first(snapshot, choose, local, device)
 

@@ -149,7 +149,7 @@ def resolve_wide(call: Rows) -> tuple[Product, int] | None:
 def resolve_gated(call: Rows) -> Product | None:
     """The steps that store silu(gate) * up of this product into a new [M, N/2].
 
-    None where no bundle has a kernel that pays (``epilogue.py``), and for a call with anything beside a gather.
+    None where no bundle has a kernel that pays (``dispatch/plans.py``), and for a call with anything beside a gather.
     """
     ready = ready_for_gated(call)
     columns = call.sizes[1] // 2

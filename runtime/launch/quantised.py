@@ -1,6 +1,6 @@
 """The kernels of products with quantised weights, and rows of x quantised for those of them that read codes of both.
 
-``dispatch/activations.py`` says when x is quantised.
+The bundles' plans say when x is quantised.
 """
 
 from __future__ import annotations
@@ -259,18 +259,17 @@ def _of_codes(problem: Problem, other: DType, call: Rows, fused: Fused) -> Ready
 def _verdicts_kernel(
     problem: Problem, other: DType, call: Rows, device: int, top_k: int, *, aligned: bool = True
 ) -> LoadedKernel | None:
-    """The variant that ``verdict`` names, loaded on ``cuda:device``; None where x stays as it is.
+    """The variant for quantised x, loaded on ``cuda:device``; None where x stays as it is.
 
     Where x is quantised, the variant that the call prefers goes before it.
     """
-    from ..dispatch.activations import verdict  # here, as only a first launch needs them
+    from ..dispatch.plans import quantised_x  # here, as only a first launch needs them
     from .loader import load_first, pinned_kernel
 
     snapshot, local = dispatch_snapshot.snapshot(), local_gpu(device)
 
     def choose() -> tuple[Usable, int] | None:
-        chosen = verdict(snapshot, problem, other, call.M, local, top_k=top_k, aligned=aligned).chosen
-        return None if chosen is None else (chosen.usable, chosen.index)
+        return quantised_x(snapshot, problem, other, call.M, local, top_k=top_k, aligned=aligned)
 
     kernel = load_first(snapshot, choose, local, device)
     if kernel is None or call.pin is None:

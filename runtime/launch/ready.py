@@ -433,17 +433,16 @@ def step_of(m_sizes: torch.Tensor) -> int:
 def gated_kernel(
     snapshot: Snapshot, problem: Problem, M: int, device: int, *, aligned: bool, top_k: int = 1, checks: bool = False
 ) -> LoadedKernel | None:
-    """The variant that ``verdict`` names, loaded on ``cuda:device``; None where the plain product is to run.
+    """The variant with silu in its epilogue, loaded on ``cuda:device``; None where the plain product is to run.
 
     Nothing is compiled, and nothing is logged: the plain product is an ordinary choice.
     """
-    from ..dispatch.epilogue import verdict
+    from ..dispatch.plans import fused_silu
     from .loader import load_first
 
     local = local_gpu(device)
 
     def choose() -> tuple[Usable, int] | None:
-        chosen = verdict(snapshot, problem, M, local, aligned=aligned, top_k=top_k, checks=checks).chosen
-        return None if chosen is None else (chosen.usable, chosen.index)
+        return fused_silu(snapshot, problem, M, local, aligned=aligned, top_k=top_k, checks=checks)
 
     return load_first(snapshot, choose, local, device)

@@ -142,7 +142,7 @@ def forward(
     """out [T, H], h [T*k, 2*I] and what adapters made of rows, of x [T, H] and the routing weights [T, k].
 
     out is ``into`` if it is given. Without ``keeps_h`` it is alone, and silu(gate) * up may be the first product's own
-    work (``epilogue.py``).
+    work (``dispatch/plans.py``).
     """
     k, layout, act = layer
     index, m_sizes, bounds, experts, places = routing

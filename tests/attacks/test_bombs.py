@@ -127,7 +127,7 @@ def test_a_window_beyond_the_limit_is_refused(tmp_path: Path) -> None:
 def test_a_pressed_bundle_of_a_later_format_is_told_at_once(tmp_path: Path) -> None:
     data = codec.encode(golden_bundles.small())
     path = pressed(tmp_path / "one.msgpack.xz", data[:11] + (7).to_bytes(4, "big") + data[15:])
-    with pytest.raises(BundleTooNew, match="format 7, this version reads 1"):
+    with pytest.raises(BundleTooNew, match="format 7, this version reads 2"):
         open_bundle(path)
 
 

@@ -15,7 +15,7 @@ import craft
 import msgpack
 import pytest
 
-SMALL = (Path(__file__).parents[1] / "golden" / "format1-small.msgpack").read_bytes()
+SMALL = (Path(__file__).parents[1] / "golden" / "format2-small.msgpack").read_bytes()
 INDEX, CUBINS = craft.parts(SMALL)
 RAW = msgpack.packb(INDEX)
 FIELDS = list(INDEX)

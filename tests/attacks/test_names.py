@@ -12,7 +12,7 @@ from pretuned.artifacts.errors import BundleCorrupt
 from pretuned.artifacts.format import codec
 
 EVIL = ["/etc/passwd", "..", "../x", "a/../b", "a\0b", "a" * 256, "a" * 201, "\u202ecod", "é", "a\nb", "a//b", ""]
-DATA = (Path(__file__).parents[1] / "golden" / "format1-medium.msgpack").read_bytes()
+DATA = (Path(__file__).parents[1] / "golden" / "format2-medium.msgpack").read_bytes()
 INDEX, _ = craft.parts(DATA)
 
 

@@ -15,7 +15,7 @@ import pytest
 
 import pretuned.artifacts
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "format1-small.msgpack"
+GOLDEN = Path(__file__).parents[1] / "golden" / "format2-small.msgpack"
 ME, OTHER, THIRD, GROUP = 23456, 34567, 45678, 56789  # nobody has these
 RANDOM_UID = 1000650000  # as OpenShift gives
 

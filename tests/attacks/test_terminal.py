@@ -17,7 +17,7 @@ from pretuned.runtime.dispatch.places import Kind, Place
 from pretuned.runtime.dispatch.snapshot import Snapshot
 
 ON_H200 = LocalGpu(90, Gpu("NVIDIA H200", 132, 143771, 12080))
-GOLDEN = Path(__file__).parents[1] / "golden" / "format1-medium.msgpack"
+GOLDEN = Path(__file__).parents[1] / "golden" / "format2-medium.msgpack"
 NAMES = ["a\x1b[31mb", "a\x1b]0;owned\x07b", "a\nforged: b", "a\rb", "a\u202eb", "a\x9b2Jb", "a\udcffb", "<b>&'\""]
 
 

@@ -24,7 +24,7 @@ from pretuned.kernels.contract import registry
 from pretuned.kernels.contract.config import Config
 from pretuned.kernels.contract.spec import Spec
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "format1-small.msgpack"
+GOLDEN = Path(__file__).parents[1] / "golden" / "format2-small.msgpack"
 
 
 @pytest.fixture(autouse=True)

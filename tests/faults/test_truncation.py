@@ -50,7 +50,7 @@ def test_bytes_appended(tmp_path, name, more):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["format1-small", "format1-edges"])
+@pytest.mark.parametrize("name", ["format2-small", "format2-edges"])
 def test_every_flipped_bit(tmp_path, name):
     data = bytearray(GOLDEN[name].read_bytes())
     assert len(data) < 4096

@@ -18,9 +18,8 @@ from pretuned.artifacts.records.problem import Op, Problem, RowOp
 from pretuned.kernels.contract.activations import Activation
 from pretuned.kernels.contract.rowops import CODE_OPS, USED
 from pretuned.runtime import ExpertWeights, grouped_gemm, moe_mlp, reload
-from pretuned.runtime.dispatch import activations
+from pretuned.runtime.dispatch import plans
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
-from pretuned.runtime.dispatch.activations import ActivationsVerdict
 from pretuned.runtime.dispatch.decide import Decision, settle
 from pretuned.runtime.driver.device import local_gpu
 from pretuned.runtime.launch import rowops as launch_rowops
@@ -48,15 +47,15 @@ def format(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     """A format of w, of which x is quantised whether it pays or not."""
     name: str = request.param
 
-    def verdict(snapshot, problem, other, M, local, *, top_k, aligned):  # type: ignore[no-untyped-def]
+    def quantised_x(snapshot, problem, other, M, local, *, top_k, aligned):  # type: ignore[no-untyped-def]
         found = settle(snapshot, problem, 1 << max(3, M.bit_length()), local, aligned, False)
         assert isinstance(found, Decision), "the bundles have no product of codes"
-        return ActivationsVerdict(found.chosen, "in a test")
+        return plans.Planned(found.chosen.usable, found.chosen.index)
 
     problem = Problem(Op.FORWARD, DType(name), E, *SIZES[0])
     if not dispatch_snapshot.snapshot().serves(problem, local_gpu(0)):
         pytest.skip("the bundles have no product of codes for this GPU")
-    monkeypatch.setattr(activations, "verdict", verdict)
+    monkeypatch.setattr(plans, "quantised_x", quantised_x)
     dispatch_snapshot.snapshot().launchers.clear()
     return name
 

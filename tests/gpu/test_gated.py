@@ -17,10 +17,10 @@ from pretuned.kernels.contract.registry import entry_of
 from pretuned.kernels.contract.spec import Spec
 from pretuned.runtime import explain, moe_mlp, reload, sort_routing
 from pretuned.runtime.check.operands import Rows
-from pretuned.runtime.dispatch import epilogue
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.dispatch.ranking import why_not
 from pretuned.runtime.driver.device import local_gpu
+from pretuned.runtime.inspect.ways import fused_silu
 from pretuned.runtime.launch import ready
 from pretuned.runtime.launch.gemm import LoadedKernel
 from pretuned.runtime.launch.loader import loaded
@@ -277,7 +277,7 @@ def test_a_layer_runs_it_exactly_where_the_rule_says_so(monkeypatch: pytest.Monk
         T = min(choice.bucket, 16384)
         up, down = random(E, 2 * I, H, scale=H**-0.5), random(E, H, I, scale=I**-0.5)
         ids = torch.randint(0, E, (T, 1), device="cuda")
-        found = epilogue.verdict(dispatch_snapshot.snapshot(), problem, T, local_gpu(0), aligned=True)
+        found = fused_silu(dispatch_snapshot.snapshot(), problem, T, local_gpu(0), top_k=1, aligned=True)
         ran.clear()
         moe_mlp(random(T, H), up, down, ids, torch.rand(T, 1, device="cuda"))
         assert bool(ran) is (found.chosen is None), found.reason

@@ -8,6 +8,8 @@ from typing import Any
 
 import msgpack
 
+from pretuned.artifacts.limits import FORMAT
+
 
 def parts(data: bytes) -> tuple[dict[str, Any], bytes]:
     """The index as plain values, and the cubins."""
@@ -16,7 +18,7 @@ def parts(data: bytes) -> tuple[dict[str, Any], bytes]:
     return index, data[63 + index_bytes + 5 :]
 
 
-def seal(index: bytes, cubins: bytes = b"", version: int = 1) -> bytes:
+def seal(index: bytes, cubins: bytes = b"", version: int = FORMAT) -> bytes:
     """A file of this index and these cubins whose preamble is right."""
     size = 63 + len(index) + 5 + len(cubins)
     head = struct.pack(">10sBIBQBI2s", b"\x95\xa8pretuned", 0xCE, version, 0xCF, size, 0xCE, len(index), b"\xc4\x20")

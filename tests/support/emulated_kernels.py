@@ -30,6 +30,7 @@ from pretuned.kernels.contract.launchable import undeclared, unlaunchable
 from pretuned.kernels.contract.rowops import Block, RowOpSpec
 from pretuned.kernels.contract.spec import Spec, w_kn
 from pretuned.kernels.contract.words import ZERO_TAIL
+from pretuned.kernels.cost.plans import with_plans
 from pretuned.kernels.hardware.arch import arch_of
 
 DRIVER = 11080  # of CUDA 11.8: shipped bundles need 12.0, so a test's bundles alone are used
@@ -146,7 +147,7 @@ def bundle_of(
     """A bundle of these variants, in this order."""
     pairs = tuple(variants)
     kernels = {one.kernel: one.revision for one, _ in pairs}
-    return Bundle(
+    made = Bundle(
         Target(sm, sm >= 90),
         min_driver,
         Producer("0.1.0", "3.7.1", "12.8.93", ()),
@@ -157,6 +158,7 @@ def bundle_of(
         {problem: tuple(rows) for problem, rows in (choices or {}).items()},
         (),
     )
+    return with_plans(made)
 
 
 def write(path: Path, variants: Iterable[tuple[Variant, bytes]], *args: Any, **how: Any) -> Path:

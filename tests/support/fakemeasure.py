@@ -17,6 +17,7 @@ from pretuned.kernels.contract.config import Config, Loads
 from pretuned.kernels.contract.registry import ENTRIES, entry_of
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.contract.words import LAUNCH_ABI
+from pretuned.kernels.cost.plans import with_plans
 
 H200 = Gpu("NVIDIA H200", 132, 143771, 12080)
 H100 = Gpu("NVIDIA H100 80GB HBM3", 132, 81559, 12080)
@@ -78,7 +79,7 @@ def bundle(
             rows = planned.buckets[problem]
             choices[problem] = tuple(Choice(one, number[family], source, 5000, gpu=at) for one in rows)
     names = sorted({(one.kernel, one.revision) for one in variants})
-    return Bundle(
+    made = Bundle(
         Target(sm, sm >= 90),
         12080,
         Producer("0.1.0", "3.7.1", "12.8", ()),
@@ -89,6 +90,7 @@ def bundle(
         choices,
         planned.models,
     )
+    return with_plans(made)
 
 
 class Counted:

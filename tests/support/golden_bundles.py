@@ -6,7 +6,18 @@ import hashlib
 import random
 from dataclasses import replace
 
-from pretuned.artifacts.records.bundle import Bundle, Choice, Kernel, Model, Producer, Source, TensorMap, Variant
+from pretuned.artifacts.records.bundle import (
+    Bundle,
+    Choice,
+    Kernel,
+    Model,
+    PlanRow,
+    Producer,
+    Source,
+    TensorMap,
+    Variant,
+    Way,
+)
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.artifacts.records.target import Gpu, Target
@@ -170,4 +181,52 @@ def gpus() -> Bundle:
     return replace(bundle, choices=rows)
 
 
-GOLDEN = {"small": small, "medium": medium, "edges": edges, "gpus": gpus}  # tests/golden/format<n>-<name>.msgpack
+def plans() -> Bundle:
+    """Choices with plans: of each way, with a check and without, beside torch's time and without."""
+    kinds = (
+        (DType.BF16, Fusion.GATHER),
+        (DType.BF16, Fusion.NONE),
+        (DType.BF16, Fusion.SCATTER),
+        (DType.BF16, Fusion.SILU | Fusion.GATHER),
+        (DType.BF16, Fusion.SILU),
+        (DType.FP8_BLOCK_A16, Fusion.NONE),
+        (DType.FP8_BLOCK, Fusion.NONE),
+    )
+    cubins = tuple(ELF + bytes([i]) * 50 for i in range(len(kinds)))
+    made = tuple(
+        variant(cubin, dtype=dtype, fusion=fusion) for cubin, (dtype, fusion) in zip(cubins, kinds, strict=True)
+    )
+    first = PlanRow(Way.ROWS_FIRST, False, 2, 1), PlanRow(Way.ROWS_FIRST, True, 6, 1)
+    by_index = PlanRow(Way.ROWS_FIRST_BY_INDEX, False, 4, 2), PlanRow(Way.ROWS_FIRST_BY_INDEX, True, 0, None)
+    silu = PlanRow(Way.FUSED_SILU, False, 0, 3), PlanRow(Way.FUSED_SILU, False, 8, 4)
+    gathers = Problem(Op.FORWARD, DType.BF16, 128, 1536, 2048, fusion=Fusion.GATHER)
+    plain = replace(gathers, fusion=Fusion.NONE)
+    stays = replace(plain, dtype=DType.FP8_BLOCK_A16)
+    coded = PlanRow(Way.QUANTISED_X, False, 0, 6), PlanRow(Way.QUANTISED_X, False, 3, None)
+    return Bundle(
+        Target(90, True),
+        12080,
+        Producer("0.1.0", "3.7.1", "12.9.86", ()),
+        (kernel(Op.FORWARD),),
+        (Gpu("NVIDIA H200", 132, 143771, 12080),),
+        made,
+        cubins,
+        {
+            gathers: (
+                Choice(1024, 0, Source.MEASURED, 90_000, gpu=0, plan=(*first, *by_index, *silu)),
+                Choice(2048, 0, Source.MEASURED, 150_000, gpu=0),
+            ),
+            plain: (Choice(1024, 1, Source.MEASURED, 70_000, None, None, 0, 60_000, (silu[0]._replace(variant=4),)),),
+            stays: (Choice(1024, 5, Source.MODELLED, 70_000, plan=coded),),
+        },
+        (),
+    )
+
+
+GOLDEN = {
+    "small": small,
+    "medium": medium,
+    "edges": edges,
+    "gpus": gpus,
+    "plans": plans,
+}  # tests/golden/format<n>-<name>.msgpack

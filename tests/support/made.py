@@ -14,6 +14,7 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.artifacts.records.target import Gpu, LocalGpu, Target
 from pretuned.kernels.contract.config import Config
+from pretuned.kernels.cost.plans import with_plans
 from pretuned.runtime.dispatch.places import Kind, Place
 from pretuned.runtime.dispatch.snapshot import Snapshot
 
@@ -113,7 +114,7 @@ def bundle(
 ) -> Bundle:
     """A bundle; ``tag`` makes its code, and so its digest, another."""
     cubins = tuple(ELF + f"{tag} {sm} {i}".encode() for i in range(len(specs)))
-    return Bundle(
+    made = Bundle(
         Target(sm, sm >= 90),
         min_driver,
         Producer("0.1.0", "3.7.1", "12.8.93", ()),
@@ -124,6 +125,7 @@ def bundle(
         {problem: tuple(rows) for problem, rows in choices.items()},
         tuple(models),
     )
+    return with_plans(made)
 
 
 def write(path: Path, choices: Mapping[Problem, Sequence[Choice]], **how: object) -> Path:

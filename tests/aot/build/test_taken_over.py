@@ -39,11 +39,11 @@ from pretuned.kernels.contract.config import Config
 from pretuned.kernels.contract.words import has_aligned_rows
 from pretuned.kernels.cost.model import Ranker, Resources
 from pretuned.kernels.hardware.chips import chip_of
-from pretuned.runtime.dispatch import epilogue, gather
 from pretuned.runtime.dispatch.decide import Decision, settle
 from pretuned.runtime.dispatch.places import Kind, Place, installed_places
 from pretuned.runtime.dispatch.ranking import Candidate, Match, Origin
 from pretuned.runtime.dispatch.snapshot import Snapshot
+from pretuned.runtime.inspect import ways
 
 ROOT = Path(__file__).parents[3]
 MODELS = ROOT / "models.txt"
@@ -260,10 +260,10 @@ def modelled_us(one: Candidate, problem: Problem, bucket: int, gpu: Gpu) -> floa
 def as_run(snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu) -> tuple[bytes | None, str]:
     """Whether rows are gathered beforehand, or silu is in the epilogue; by which code, and why."""
     if problem.fusion is Fusion.GATHER:
-        found: Any = gather.verdict(snapshot, problem, bucket, local, top_k=8)
+        found = ways.rows_first(snapshot, problem, bucket, local, top_k=8, fusion=problem.fusion, aligned=True)
     else:
-        found = epilogue.verdict(snapshot, problem, bucket, local, aligned=True)
-    return found.chosen and found.chosen.variant.cubin_sha256, found.reason.replace("pretuned-sm90", "catalogue-sm90")
+        found = ways.fused_silu(snapshot, problem, bucket, local, top_k=1, aligned=True)
+    return (None, "") if found is None else (found.chosen and found.chosen.variant.cubin_sha256, found.reason)
 
 
 @pytest.mark.slow

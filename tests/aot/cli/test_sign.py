@@ -199,7 +199,7 @@ def test_a_package_has_the_signatures(aot, here, bundle):
 
 
 def test_a_signature_of_other_content_is_not_packed(aot, here, bundle):
-    (here / f"{bundle}.sig").write_bytes(signing.signature(Path(__file__).parents[2] / "golden/format1-small.msgpack"))
+    (here / f"{bundle}.sig").write_bytes(signing.signature(Path(__file__).parents[2] / "golden/format2-small.msgpack"))
     ended = aot("pack", bundle, "--dir", "made")
     assert ended.code == 2
     assert "is not of this content" in ended.err

@@ -39,7 +39,7 @@ def problems(bundle: Bundle) -> set[int]:
 def test_the_first_entry_and_what_is_added(tmp_path: Path) -> None:
     path = overlay.add(tmp_path, H200, fakemeasure.bundle(planned(8)))
     assert path == overlay.path_of(tmp_path, 90, H200)
-    assert path.name == "tuned-f1-a1-sm90-nvidia-h200-132.msgpack"
+    assert path.name == "tuned-f2-a1-sm90-nvidia-h200-132.msgpack"
     overlay.add(tmp_path, H200, fakemeasure.bundle(planned(16), config=OTHER))
     overlay.add(tmp_path, H200, fakemeasure.bundle(planned(8, 4096)))
     with open_bundle(path) as file:
@@ -113,7 +113,7 @@ def test_each_kind_of_gpu_has_its_file(tmp_path: Path) -> None:
     mig = Gpu("NVIDIA H200 MIG 1g.18gb", 16, 18000, 12080)
     names = {overlay.path_of(tmp_path, 90, gpu).name for gpu in (H100, H200, mig)}
     assert len(names) == 3
-    assert all(name.startswith("tuned-f1-a1-sm90-nvidia-h") for name in names)
+    assert all(name.startswith("tuned-f2-a1-sm90-nvidia-h") for name in names)
 
 
 def test_a_damaged_file_is_begun_anew(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_other_sources_under_one_revision_are_dropped() -> None:
 
 
 def test_files_that_nothing_reads_any_more_are_removed(tmp_path: Path) -> None:
-    outdated = tmp_path / "tuned-f0-a1-sm90-x-1.msgpack", tmp_path / "tuned-f1-a0-sm90-x-1.msgpack"
+    outdated = tmp_path / "tuned-f1-a1-sm90-x-1.msgpack", tmp_path / "tuned-f2-a0-sm90-x-1.msgpack"
     others = tmp_path / "tuned-f9-a9-sm90-x-1.msgpack", tmp_path / "mine.msgpack"
     for path in (*outdated, *others):
         path.write_bytes(b"")

@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import fakemeasure
@@ -176,7 +175,7 @@ def test_a_layer_of_quantised_weights(
 def test_of_fp8_blocks_the_configs_are_those_of_the_product_that_runs(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuner, "verdict", lambda *_, **__: SimpleNamespace(chosen=object()))  # x is quantised, too
+    monkeypatch.setattr(tuner, "quantised_x", lambda *_, **__: object())  # x is quantised, too
     layer = key_for(ON_H200, 8, 256, 128, 2, "bf16", 64, "fp8_block")
     forward, dX, _ = fakemeasure.on_demand(tmp_path / "log").configs(layer, 0, force=False)
     assert [config.schedule for _, config in forward.first.configs] == [Schedule.BLOCK_SCALED] * 2

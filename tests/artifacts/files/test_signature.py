@@ -19,7 +19,7 @@ from pretuned.artifacts.files.signature import Key, Keys, check, key_id, message
 from pretuned.artifacts.limits import MAX_KEYS
 
 PUBLIC = signing.PRIVATE.public_key().public_bytes_raw()
-GOLDEN = Path(__file__).parents[2] / "golden" / "format1-small.msgpack"
+GOLDEN = Path(__file__).parents[2] / "golden" / "format2-small.msgpack"
 
 
 def test_what_openssl_and_ssh_keygen_make(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def test_any_msgpack_reader_reads_it():
     stream = msgpack.Unpacker()
     stream.feed(data)
     preamble, index, cubins = stream
-    assert preamble[:4] == ["pretuned", 1, len(data), len(data) - 63 - 5 - len(cubins)]
+    assert preamble[:4] == ["pretuned", 2, len(data), len(data) - 63 - 5 - len(cubins)]
     assert index["target"] == {"sm": 90, "arch_specific": True}
     assert cubins == b"".join(golden_bundles.medium().cubins)
     assert msgpack.unpackb(index["variants"][0])["kernel"] == "grouped_forward"
@@ -360,4 +360,4 @@ def test_round_trip_of_any_choices(listed, buckets, time_ns, gpus, seed):
 def test_golden_bytes_are_what_the_builder_of_goldens_makes():
     golden = Path(__file__).parents[2] / "golden"
     for name in ("small", "edges", "gpus"):
-        assert codec.encode(golden_bundles.GOLDEN[name]()) == (golden / f"format1-{name}.msgpack").read_bytes()
+        assert codec.encode(golden_bundles.GOLDEN[name]()) == (golden / f"format2-{name}.msgpack").read_bytes()

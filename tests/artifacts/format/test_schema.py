@@ -12,7 +12,7 @@ import pytest
 from pretuned.artifacts import limits as lim
 from pretuned.artifacts.format import schema
 from pretuned.artifacts.format.wire import Malformed
-from pretuned.artifacts.records.bundle import Kernel, Source, Timed
+from pretuned.artifacts.records.bundle import Kernel, PlanRow, Source, Timed, Way
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op, Problem
 from pretuned.artifacts.records.target import Gpu, Target
@@ -121,9 +121,9 @@ def test_a_choice(at, field, least, most):
 
 
 def test_a_choice_has_seven_values_and_a_source():
-    for wrong in (ROW[:6], [*ROW, 1, 1]):
+    for wrong in (ROW[:6], [*ROW, 1, [[0, 0, 1, 2]], 1]):
         for read in (lambda record: schema.read_choices(record, 4, 2), lambda record: schema.read_measured(record, 2)):
-            malformed(read, msgpack.packb([wrong]), told=f"choice has {len(wrong)} items, wanted 7 to 8")
+            malformed(read, msgpack.packb([wrong]), told=f"choice has {len(wrong)} items, wanted 7 to 9")
     for source in (-1, 2):
         malformed(schema.read_choices, msgpack.packb([[3, 1, source, *ROW[3:]]]), 4, 2, told="choice.source is")
     modelled = msgpack.packb([[3, 1, 0, 1000, None, None, None]])
@@ -146,6 +146,39 @@ def test_an_eighth_value_is_torch_s_time():
     malformed(schema.read_choices, msgpack.packb([modelled]), 4, 2, told="torch_ns is there in a modelled choice")
 
 
+def test_a_ninth_value_is_the_plan():
+    """Torch's time is nil in its place if there is none; a choice without a plan is written without either."""
+    rows = [[0, 0, 2, 3], [0, 1, 0, None], [2, 0, 0, 1], [2, 0, 5, None], [3, 0, lim.MAX_EXPERTS, 0]]
+    plan = (
+        PlanRow(Way.ROWS_FIRST, False, 2, 3),
+        PlanRow(Way.ROWS_FIRST, True, 0, None),
+        PlanRow(Way.FUSED_SILU, False, 0, 1),
+        PlanRow(Way.FUSED_SILU, False, 5, None),
+        PlanRow(Way.QUANTISED_X, False, lim.MAX_EXPERTS, 0),
+    )
+    modelled = [4, 1, 0, 1000, None, None, None, None, rows]
+    record = msgpack.packb([[*ROW, 900, rows], modelled, [5, *ROW[1:]]])
+    choices = schema.read_choices(record, 4, 2)
+    assert [(one.torch_ns, one.plan) for one in choices] == [(900, plan), (None, plan), (None, ())]
+    assert choices[0].variants() == [1, 0, 3, 1, 0]
+    assert schema.pack_choices(choices) == record
+    assert schema.read_timed(record, 4, 2) == [ROW, [5, *ROW[1:]]]
+    for wrong, told in (
+        (None, "choice.plan is None, wanted an array"),
+        ([], "choice.plan has 0 items"),
+        ([[0, 0, 1, 1]] * (lim.MAX_PLAN_ROWS + 1), f"choice.plan has {lim.MAX_PLAN_ROWS + 1} items"),
+        ([[0, 0, 1]], "a row of choice.plan has 3 items"),
+        ([[4, 0, 1, 1]], "way of choice.plan is 4, wanted 0 to 3"),
+        ([[0, 2, 1, 1]], "checks of choice.plan is 2"),
+        ([[0, False, 1, 1]], "checks of choice.plan is False, wanted an integer"),
+        ([[0, 0, -1, 1]], "top_k of choice.plan is -1"),
+        ([[0, 0, 1, 4]], "variant of choice.plan is 4, wanted 0 to 3"),
+        ([[0, 0, 1, 1], [0, 0, 1, 2]], "not ascending by way, checks and top_k"),
+        ([[1, 0, 1, 1], [0, 0, 2, 2]], "not ascending by way, checks and top_k"),
+    ):
+        malformed(schema.read_choices, msgpack.packb([[*ROW, None, wrong]]), 4, 2, told=told)
+
+
 def test_what_is_measured_where():
     rows = [ROW, [4, 1, 0, 1000, None, None, None], [5, 2, 1, 1000, None, None, 1], [5, 2, 1, 1000, None, None, 7]]
     assert schema.read_measured(msgpack.packb(rows[:1]), 2) == [(1, 0), (0, 0)]
@@ -165,7 +198,7 @@ def test_measured_choices_as_plain_numbers() -> None:
     ] == [(one.bucket, one.variant, one.time_ns, one.runner_up, one.runner_up_ns, one.gpu) for one in whole]
     assert schema.read_timed(msgpack.packb([modelled]), 4, 2) == []
     malformed(schema.read_timed, msgpack.packb([]), 4, 2, told="choices has 0 items")
-    malformed(schema.read_timed, msgpack.packb([ROW, ROW[:6]]), 4, 2, told="choice has 6 items, wanted 7 to 8")
+    malformed(schema.read_timed, msgpack.packb([ROW, ROW[:6]]), 4, 2, told="choice has 6 items, wanted 7 to 9")
     malformed(schema.read_timed, msgpack.packb([ROW, 1]), 4, 2, told="choice is 1, wanted an array")
     for at, wrong, told in (
         (0, -1, "log2 of choice.bucket"),

@@ -27,13 +27,12 @@ from pretuned.kernels.contract import rowops as contract
 from pretuned.kernels.contract.config import Config, Loads, Schedule
 from pretuned.kernels.contract.registry import ENTRIES
 from pretuned.kernels.contract.rowops import RowOpSpec
+from pretuned.kernels.cost.plans import gather_us, least_activation_us
+from pretuned.kernels.hardware.chips import chip_named
 from pretuned.runtime import grouped_gemm, grouped_gemm_dX, moe_mlp, sort_routing
-from pretuned.runtime.dispatch import compare, epilogue
-from pretuned.runtime.dispatch import gather as dispatch_gather
+from pretuned.runtime.dispatch import plans
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
-from pretuned.runtime.dispatch.gather import pass_us, verdict
-from pretuned.runtime.dispatch.ranking import Candidate
-from pretuned.runtime.inspect import preload
+from pretuned.runtime.inspect import preload, ways
 from pretuned.runtime.inspect.explain import examine
 from pretuned.runtime.launch import gather
 
@@ -119,8 +118,21 @@ def book(
 
 def beforehand(folder: Path, local: LocalGpu = ON_H200, rows: int = M, top_k: int = 8, **how: Any) -> int | None:
     """The variant of the plain product that runs, or None for the code that gathers."""
-    chosen = verdict(snapshot(folder), ON_LOAD, rows, local, top_k=top_k, **how).chosen
-    return None if chosen is None else chosen.index
+    found = plans.rows_first(snapshot(folder), ON_LOAD, rows, local, top_k=top_k, **how)
+    return None if found is None else found.variant
+
+
+def why(folder: Path, local: LocalGpu = ON_H200, fusion: Fusion = Fusion.GATHER) -> str:
+    """Why rows are gathered first, or on load."""
+    found = ways.rows_first(snapshot(folder), ON_LOAD, M, local, top_k=8, fusion=fusion, aligned=True)
+    assert found is not None
+    assert (None if found.chosen is None else found.chosen.index) == beforehand(folder, local, fusion=fusion)
+    return found.reason
+
+
+def pass_us(rows: int, K: int, itemsize: int, top_k: int, gpu: Gpu) -> float | None:
+    """The time of the row kernel on a GPU."""
+    return gather_us(rows, K, itemsize, top_k, chip_named(gpu.name))
 
 
 def test_the_passes_time_is_that_of_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,11 +169,16 @@ def test_the_fewer_rows_read_one_row_the_dearer_is_the_pass(tmp_path: Path) -> N
     assert beforehand(tmp_path, top_k=0) is None  # the pass can't read x
 
 
-@pytest.mark.parametrize(("plain_us", "runs"), [(200.0, 1), ((300 / 1.05) - PASS_US + 0.1, None), (270.0, None)])
+MODELLED_US = 300 / 1.05 - (3.7 + 1.6 * ((M + M / 8) * 2048 * 2 + 8 * M) / 3350e3)  # an H100 stands for sm_90
+
+
+@pytest.mark.parametrize(
+    ("plain_us", "runs"), [(200.0, 1), (MODELLED_US - 0.1, 1), (MODELLED_US + 0.1, None), (270.0, None)]
+)
 def test_modelled_by_more_than_5_percent(tmp_path: Path, plain_us: float, runs: int | None) -> None:
     book(tmp_path, modelled(M, 0, 300.0), modelled(M, 1, plain_us), gpus=())
-    assert beforehand(tmp_path) == runs
-    assert beforehand(tmp_path, LocalGpu(90, replace(H200, name="NVIDIA H300"))) is None
+    for local in (ON_H100, ON_H200, LocalGpu(90, replace(H200, name="NVIDIA H300"))):
+        assert beforehand(tmp_path, local) == runs
 
 
 def test_times_of_two_sources_or_gpus_are_not_compared(tmp_path: Path) -> None:
@@ -171,9 +188,8 @@ def test_times_of_two_sources_or_gpus_are_not_compared(tmp_path: Path) -> None:
     book(tmp_path / "3", measured(M, 0, 300.0), measured(M, 1, 10.0, gpu=1), gpus=(H200, other))
     assert [beforehand(tmp_path / name) for name in "123"] == [None] * 3
     book(tmp_path / "4", measured(M, 0, 300.0), measured(M, 1, 10.0), gpus=(other,))
-    told = verdict(snapshot(tmp_path / "4"), ON_LOAD, M, LocalGpu(90, other), top_k=8)
-    assert told.chosen is None
-    assert "the bandwidth of this GPU is not known" in told.reason
+    assert beforehand(tmp_path / "4", LocalGpu(90, other)) is None
+    assert "the bandwidth of this GPU is not known" in why(tmp_path / "4", LocalGpu(90, other))
     book(tmp_path / "5", measured(M, 0, 300.0), measured(M, 1, 10.0))
     assert beforehand(tmp_path / "5", ON_H100) == 1  # both of the H200
     assert beforehand(tmp_path / "5", ON_A100) is None
@@ -190,31 +206,21 @@ def test_of_a_bundle_of_several_gpus_each_has_its_own_times_compared(tmp_path: P
     assert (beforehand(tmp_path, ON_H100), beforehand(tmp_path, ON_H200)) == (None, 1)
     assert beforehand(tmp_path, ON_H200, fusion=Fusion.GATHER | Fusion.BIAS) == 3
     both, found = replace(PLAIN, fusion=BOTH), snapshot(tmp_path)
-    assert epilogue.verdict(found, both, M, ON_H100, aligned=True, top_k=8).chosen is not None
-    assert epilogue.verdict(found, both, M, ON_H200, aligned=True, top_k=8).chosen is None
-    for local, second, time_us in ((ON_H100, 6, 299.0 * 1.1), (ON_H200, 7, 200.0 * 1.1)):
-        ran = compare.own(found, ON_LOAD, M, local, True)
-        assert isinstance(ran, Candidate)
-        rival = compare.rival(found, ran, PLAIN, M, local, True)
-        assert isinstance(rival, Candidate)
-        assert ran.gpu == rival.gpu == local.gpu
-        runner_up = compare.second(found, rival, PLAIN, local, True)
-        assert runner_up is not None
-        assert (runner_up.index, runner_up.time_us) == (second, pytest.approx(time_us))
+    assert plans.fused_silu(found, both, M, ON_H100, aligned=True, top_k=8) is not None
+    assert plans.fused_silu(found, both, M, ON_H200, aligned=True, top_k=8) is None
 
 
 def test_preload_loads_what_is_faster_on_one_of_several_gpus(tmp_path: Path) -> None:
     on_load = [measured(M, 0, 100.0, 0), measured(M, 0, 300.0, 1)]
     for plain_us, runs in ((200.0, {1, 3}), (301.0, set())):  # the H200's, slower than the H100 on load
         book(tmp_path, on_load, [measured(M, 1, 110.0, 0), measured(M, 1, plain_us, 1)], gpus=(H100, H200))
-        assert {index for _, index in preload.rivals_of([(ON_LOAD, M)], snapshot(tmp_path), ON_H200)} == runs
+        assert {index for _, index in preload.planned_for([(ON_LOAD, M)], snapshot(tmp_path), ON_H200)} == runs
 
 
 def test_a_bundle_without_the_pass_gathers_on_load(tmp_path: Path) -> None:
     book(tmp_path, measured(M, 0, 300.0), measured(M, 1, 10.0), has_pass=False)
-    told = verdict(snapshot(tmp_path), ON_LOAD, M, ON_H200, top_k=8)
-    assert told.chosen is None
-    assert "no usable bundle has the row kernel" in told.reason
+    assert beforehand(tmp_path) is None
+    assert "no usable bundle has the row kernel" in why(tmp_path)
 
 
 @pytest.mark.parametrize("beside", [Fusion.BIAS, Fusion.SCATTER, Fusion.WEIGHT, Fusion.SCATTER | Fusion.BIAS])
@@ -237,14 +243,13 @@ def test_where_the_plain_config_has_no_indexed_code_the_runner_up_s_runs(tmp_pat
     book(tmp_path, measured(M, 0, 300.0), plain, specs=specs)
     assert beforehand(tmp_path) == 6
     assert beforehand(tmp_path, fusion=fusion) == 3
-    assert {index for _, index in preload.rivals_of([(ON_LOAD, M)], snapshot(tmp_path), ON_H200)} == {6, 3}
-    told = verdict(snapshot(tmp_path), ON_LOAD, M, ON_H200, top_k=8, fusion=fusion)
-    assert told.time_us == pytest.approx(1.05 * 220 + PASS_US)
+    assert {index for _, index in preload.planned_for([(ON_LOAD, M)], snapshot(tmp_path), ON_H200)} == {6, 3}
+    assert f"the GEMM {1.05 * 220:.1f} us measured and the row kernel {PASS_US:.1f} us" in why(tmp_path, fusion=fusion)
     book(tmp_path, measured(M, 0, 1.05 * 220 + PASS_US - 0.1), plain, specs=specs)
     assert beforehand(tmp_path) == 6
     assert beforehand(tmp_path, fusion=fusion) is None
     book(tmp_path, measured(M, 0, 300.0), measured(M, 6, 200.0), specs=specs)
-    assert "stores by index" in verdict(snapshot(tmp_path), ON_LOAD, M, ON_H200, top_k=8, fusion=fusion).reason
+    assert "stores by index" in why(tmp_path, fusion=fusion)
 
 
 @pytest.mark.parametrize(
@@ -267,8 +272,8 @@ def test_silu_is_the_least_of_four(tmp_path: Path, us: tuple[float | None, ...],
     assert plain is not None
     book(tmp_path, on_load, plain, silu=(silu[0], silu[1]))
     asked = replace(PLAIN, fusion=BOTH)
-    least_us = epilogue.least_pass_us(asked, M, H200)
-    found = epilogue.verdict(snapshot(tmp_path), asked, M, ON_H200, aligned=True, top_k=8)
+    least_us = least_activation_us(asked, M, chip_named(H200.name))
+    found = ways.fused_silu(snapshot(tmp_path), asked, M, ON_H200, aligned=True, top_k=8)
     options: dict[int | None, float] = {None: min(300.0, (us[1] or 0) + PASS_US) + least_us}
     options |= {4: us[2]} if us[2] is not None else {}
     options |= {5: us[3] + PASS_US} if us[3] is not None else {}
@@ -277,8 +282,8 @@ def test_silu_is_the_least_of_four(tmp_path: Path, us: tuple[float | None, ...],
     told = examine(snapshot(tmp_path), asked, M, ON_H200, aligned=True, top_k=8)
     assert told.gathered_first is (variant == 5 or (variant is None and (us[1] or 0) + PASS_US < 300))
     # rows that can't be gathered beforehand
-    left = epilogue.verdict(snapshot(tmp_path), asked, M, ON_H200, aligned=True, top_k=0).chosen
-    assert left is None or left.index == 4
+    left = plans.fused_silu(snapshot(tmp_path), asked, M, ON_H200, aligned=True, top_k=0)
+    assert left is None or left.variant == 4
 
 
 def test_explain_tells_of_the_pass(tmp_path: Path) -> None:
@@ -304,7 +309,7 @@ def test_explain_tells_of_the_pass(tmp_path: Path) -> None:
 
 def test_explain_takes_the_top_k_of_a_model_and_says_so(tmp_path: Path) -> None:
     """The pass reads M / top_k rows of x: what pays with eight experts a token doesn't with one."""
-    gain_us = 0.5 * (PASS_US + dispatch_gather.pass_us(M, ON_LOAD.K, 2, 1, H200))  # type: ignore[operator]
+    gain_us = 0.5 * (PASS_US + pass_us(M, ON_LOAD.K, 2, 1, H200))  # type: ignore[operator]
     times = measured(M, 0, 300.0), measured(M, 1, 300.0 - gain_us)
     asked = replace(ON_LOAD, fusion=Fusion.GATHER | Fusion.WEIGHT)  # a form that no plan has
     eight, two = (Model(name, 1, 1, k, DType.BF16, (PLAIN,)) for name, k in (("eight", 8), ("two", 2)))
@@ -334,15 +339,13 @@ def test_explain_takes_the_top_k_of_a_model_and_says_so(tmp_path: Path) -> None:
 
 def test_preload_loads_what_may_run_after_a_pass(tmp_path: Path) -> None:
     def found(problem: Problem) -> set[int]:
-        return {index for _, index in preload.rivals_of([(problem, M)], snapshot(tmp_path), ON_H200)}
+        return {index for _, index in preload.planned_for([(problem, M)], snapshot(tmp_path), ON_H200)}
 
-    silu, both = (replace(PLAIN, fusion=one) for one in (Fusion.SILU, BOTH))
     book(tmp_path, measured(M, 0, 300.0), measured(M, 1, 200.0), silu=(measured(M, 4, 300.0), measured(M, 5, 190.0)))
-    assert found(ON_LOAD) == {1, 3}  # with a bias, too
-    assert (found(both), found(silu)) == ({4}, {5})
-    assert found(PLAIN) == set()
-    book(tmp_path, measured(M, 0, 300.0), measured(M, 1, 299.9))  # what the pass takes hangs on the call
-    assert found(ON_LOAD) == {1, 3}
+    assert found(ON_LOAD) == {1, 3, 4, 5}  # with a bias, and with silu, for whatever top_k
+    assert found(PLAIN) == {5}
+    book(tmp_path, measured(M, 0, 300.0), measured(M, 1, 299.9))  # the row kernel takes more, whatever top_k is
+    assert found(ON_LOAD) == set()
     book(tmp_path, measured(M, 0, 200.0), measured(M, 1, 200.0))
     assert found(ON_LOAD) == set()
     assert {(replace(PLAIN, fusion=one), M) for one in (Fusion.SILU, BOTH, Fusion.GATHER)} <= set(
@@ -364,16 +367,13 @@ def test_preload_loads_the_very_indexed_code_that_runs(tmp_path: Path) -> None:
     for at, specs in ((3, (*CODE, many)), (6, (*CODE[:3], few, *CODE[4:], many)), (3, (*CODE, few))):
         book(tmp_path, measured(M, 0, 300.0), measured(M, 1, 200.0), specs=specs)
         assert beforehand(tmp_path, fusion=Fusion.GATHER | Fusion.BIAS) == at
-        assert {index for _, index in preload.rivals_of([(ON_LOAD, M)], snapshot(tmp_path), ON_H200)} == {1, at}
+        assert {index for _, index in preload.planned_for([(ON_LOAD, M)], snapshot(tmp_path), ON_H200)} == {1, at}
 
 
 def test_a_choice_of_another_bucket_is_no_rival(tmp_path: Path) -> None:
     book(tmp_path, measured(M, 0, 300.0), measured(M // 2, 1, 10.0))
-    found = snapshot(tmp_path)
-    ran = compare.own(found, ON_LOAD, M, ON_H200, True)
-    assert not isinstance(ran, str)
-    assert compare.rival(found, ran, PLAIN, M, ON_H200, True) == "a.msgpack has no choice for it at M near 8192"
     assert beforehand(tmp_path) is None
+    assert "the bundle has no choice for it at M near 8192" in why(tmp_path)
 
 
 # On a GPU that is host memory.

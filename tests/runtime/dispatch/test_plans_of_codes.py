@@ -15,10 +15,11 @@ from pretuned.artifacts.records.bundle import Variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
 from pretuned.artifacts.records.target import Gpu, LocalGpu
-from pretuned.runtime.dispatch import activations
-from pretuned.runtime.dispatch.activations import verdict
+from pretuned.kernels.cost.plans import quantise_us, with_plans
+from pretuned.kernels.hardware.chips import chip_named
 from pretuned.runtime.dispatch.places import Kind, Place, installed_places
 from pretuned.runtime.dispatch.snapshot import Snapshot
+from pretuned.runtime.inspect.ways import Ruled, quantised_x
 
 BUNDLES = Path(__file__).parents[3] / "artifacts/bundles"
 H100 = LocalGpu(90, Gpu("NVIDIA H100 80GB HBM3", 132, 81079, 13000))
@@ -30,7 +31,7 @@ def snapshot(*names: str) -> Snapshot:
 
 
 def told(problem: Problem, M: int, local: LocalGpu = H100, top_k: int = 0, bundle: str = "quantised-sm90") -> str:
-    found = verdict(snapshot(bundle), problem, DType.FP8_BLOCK_A16, M, local, top_k=top_k)
+    found = quantised_x(snapshot(bundle), problem, DType.FP8_BLOCK_A16, M, local, top_k=top_k, aligned=True)
     assert (found.chosen is not None) is found.reason.startswith("quantising x is faster")
     assert found.chosen is None or found.chosen.variant.dtype is DType.FP8_BLOCK
     return found.reason
@@ -51,7 +52,7 @@ def test_with_a_scale_a_row_it_is_as_well(N: int, K: int) -> None:
     """By the times of an H100, of Qwen3-30B-A3B."""
     for M, quantises in ((8, False), (8192, False), (65536, True)):
         problem = Problem(Op.FORWARD, DType.FP8_CHANNEL, 128, N, K)
-        found = verdict(snapshot("quantised-sm90"), problem, DType.FP8_CHANNEL_A16, M, H100, top_k=0)
+        found = quantised_x(snapshot("quantised-sm90"), problem, DType.FP8_CHANNEL_A16, M, H100, top_k=0, aligned=True)
         assert (found.chosen is not None) is quantises, found.reason
         assert "us measured and the row kernel" in found.reason
         assert found.chosen is None or found.chosen.variant.kernel == "rows_w8a8_channel"
@@ -75,7 +76,7 @@ UNKNOWN = LocalGpu(90, Gpu("NVIDIA H900", 132, 81079, 13000))
 
 
 def test_what_the_pass_takes_is_not_known_of_a_gpu_that_is_not() -> None:
-    assert activations.pass_us(64, 2048, 0, UNKNOWN.gpu) is None
+    assert quantise_us(64, 2048, 0, chip_named(UNKNOWN.gpu.name)) is None
     modelled = Problem(Op.FORWARD, DType.FP8_BLOCK, 24, 2560, 3072)
     assert told(modelled, 1 << 17, UNKNOWN) == "x stays bf16: the bandwidth of this GPU is not known"
     assert told(GATE_UP, 65536, UNKNOWN).startswith("quantising x is faster")  # by the one that measured both
@@ -89,7 +90,7 @@ def part_of(
     kept = [i for i, one in enumerate(whole.variants) if variants(one)]
     at = {old: new for new, old in enumerate(kept)}
     rows = {
-        problem: tuple(replace(one, variant=at[one.variant], runner_up=None, runner_up_ns=None) for one in row)
+        problem: tuple(replace(one, variant=at[one.variant], runner_up=None, runner_up_ns=None, plan=()) for one in row)
         for problem, row in whole.choices.items()
         if choices(problem)
     }
@@ -102,12 +103,13 @@ def part_of(
         models=(),
         kernels=tuple(one for one in whole.kernels if one.name in names),
     )
-    publish(path, encode(part))
+    publish(path, encode(with_plans(part)))
     return path
 
 
 def of_part(path: Path) -> str:
-    return verdict(Snapshot([Place(Kind.NAMED, path)]), GATE_UP, DType.FP8_BLOCK_A16, 65536, H100, top_k=0).reason
+    found = Snapshot([Place(Kind.NAMED, path)])
+    return quantised_x(found, GATE_UP, DType.FP8_BLOCK_A16, 65536, H100, top_k=0, aligned=True).reason
 
 
 def test_where_one_product_alone_is_there_it_runs(tmp_path: Path) -> None:
@@ -124,7 +126,7 @@ def test_where_one_product_alone_is_there_it_runs(tmp_path: Path) -> None:
         lambda one: one.dtype is DType.FP8_BLOCK_A16,
         lambda one: isinstance(one.op, RowOp) or one.dtype is DType.FP8_BLOCK_A16,
     )
-    assert of_part(plain).startswith("x stays bf16: for the GEMM with quantised x, plain.msgpack has no choice for it")
+    assert of_part(plain).startswith("x stays bf16: for the GEMM with quantised x, the bundle has no choice for it")
 
 
 def test_a_measured_time_and_a_modelled_one_are_not_compared(tmp_path: Path) -> None:
@@ -136,10 +138,10 @@ def test_a_measured_time_and_a_modelled_one_are_not_compared(tmp_path: Path) -> 
 STORED = replace(GATE_UP, layout=Layout.STORED)
 
 
-def of_candidates(problem: Problem, M: int, sm: int, *, aligned: bool = True) -> activations.ActivationsVerdict:
+def of_candidates(problem: Problem, M: int, sm: int, *, aligned: bool = True) -> Ruled:
     """By the candidates that ship, on a GPU of the capability that nobody names."""
     other, local = DType(f"{problem.dtype.value}_a16"), LocalGpu(sm, Gpu("", 100, 40 << 10, 0))
-    return verdict(Snapshot((), installed_places), problem, other, M, local, top_k=0, aligned=aligned)
+    return quantised_x(Snapshot((), installed_places), problem, other, M, local, top_k=0, aligned=aligned)
 
 
 @pytest.mark.parametrize("fusion", [Fusion.NONE, Fusion.SCATTER, Fusion.GATHER])

@@ -1,4 +1,4 @@
-"""When a layer without gradients runs silu(gate) * up in the first product's epilogue: over bundle files."""
+"""When plans have silu(gate) * up in the first product's epilogue, and what dispatch makes of them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op, Problem
 from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels.contract.config import Config, Loads, Schedule
+from pretuned.kernels.cost.plans import least_activation_us
+from pretuned.kernels.hardware.chips import chip_named
 from pretuned.runtime import hooks
 from pretuned.runtime.dispatch import compiled
 from pretuned.runtime.dispatch.decide import forms_of
-from pretuned.runtime.dispatch.epilogue import least_pass_us, plain_of, verdict
 from pretuned.runtime.dispatch.hints import build_line
+from pretuned.runtime.dispatch.plans import plain_of
 from pretuned.runtime.dispatch.ranking import Match, Origin
+from pretuned.runtime.dispatch.snapshot import Snapshot
 from pretuned.runtime.inspect.explain import examine
 from pretuned.runtime.inspect.preload import cells_of
+from pretuned.runtime.inspect.ways import Ruled, fused_silu
 
 BOTH = Fusion.SILU | Fusion.GATHER
 M = 8192
@@ -37,6 +41,11 @@ PASS_US = 1.1 * M * 3 * 768 * 2 / 4800e3  # h is read and the result written at 
 def book(path: Path, plain: Choice, *gated: Choice, gpus: tuple[Gpu, ...] = (H200,), **how: object) -> Path:
     choices = {PLAIN: [plain]} | ({GATED: list(gated)} if gated else {})
     return write(path, choices, gpus=gpus, specs=how.pop("specs", CODE), **how)
+
+
+def verdict(found: Snapshot, problem: Problem, rows: int, local: LocalGpu, *, aligned: bool) -> Ruled:
+    """What runs, and why; rows are read by one index entry each."""
+    return fused_silu(found, problem, rows, local, top_k=1, aligned=aligned)
 
 
 def used(path: Path, local: LocalGpu = ON_H200, rows: int = M, problem: Problem = GATED) -> bool:
@@ -61,8 +70,8 @@ def test_measured_it_may_take_what_the_pass_would_beside_the_product(
 
 def test_what_the_pass_takes_on_a_gpu_that_nobody_knows_is_nothing(tmp_path: Path) -> None:
     other = replace(H200, name="NVIDIA H300")
-    assert least_pass_us(GATED, M, H200) == pytest.approx(PASS_US)
-    assert least_pass_us(GATED, M, other) == 0
+    assert least_activation_us(GATED, M, chip_named(H200.name)) == pytest.approx(PASS_US)
+    assert least_activation_us(GATED, M, chip_named(other.name)) == 0
     for gated_us, runs in ((210.1, False), (210.0, True)):
         book(tmp_path / "a.msgpack", measured(M, 0, 210.0), measured(M, 1, gated_us), gpus=(other,))
         assert used(tmp_path, LocalGpu(90, other)) is runs
@@ -110,7 +119,7 @@ def test_the_choice_is_of_the_bundle_that_runs_the_product(tmp_path: Path) -> No
     found = snapshot(tmp_path / "1", tmp_path / "2")
     told = verdict(found, GATED, M, ON_H200, aligned=True)
     assert told.chosen is None
-    assert "plain.msgpack has no choice for it at M near 8192" in told.reason
+    assert "the bundle has no choice for it at M near 8192" in told.reason
     # and the first place's product is what the layer runs
     ran = examine(found, PLAIN, M, ON_H200, aligned=True).chosen
     assert ran is not None

@@ -1,0 +1,180 @@
+"""What runs a call in place of its choice's own variant: a line of the plan that the bundle has for the cell.
+
+The bundle's builder decided it (``kernels/cost/plans.py`` has the rule), so no times are compared here. Only quantised
+weights that no bundle has a choice for are decided now, by the cost model. A plan's variant that can't run here, or a
+row kernel that no usable bundle has, leaves the call to the choice's own variant.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from typing import NamedTuple
+
+from ...artifacts.records.bundle import Way, planned
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Fusion, Problem, RowOp, bucket_of
+from ...artifacts.records.target import LocalGpu
+from ...kernels.contract.coded import takes_codes_of_x
+from ...kernels.contract.registry import has_code
+from ...kernels.contract.rowops import CODE_OPS, dtype_of
+from ...kernels.contract.spec import code_of
+from ...kernels.hardware.arch import ARCHS, Feature
+from . import rowops
+from .decide import Decision, settle
+from .ranking import Candidate, Match, why_not
+from .snapshot import Rejected, Snapshot, Usable
+
+
+class Planned(NamedTuple):
+    """A variant of a bundle, by its index."""
+
+    usable: Usable
+    variant: int
+
+
+def rows_first(
+    snapshot: Snapshot,
+    problem: Problem,
+    M: int,
+    local: LocalGpu,
+    *,
+    top_k: int,
+    fusion: Fusion = Fusion.GATHER,
+    aligned: bool = True,
+    checks: bool = False,
+) -> Planned | None:
+    """The variant that multiplies M rows gathered first; None: the choice for ``problem`` gathers them on load.
+
+    ``fusion`` is all that the call does. ``top_k`` sorted rows read each row of x; it is 0 if x can't be gathered
+    first. ``checks``: the index has to be brought into range.
+    """
+    while True:  # each turn drops a bundle
+        with contextlib.suppress(Rejected):
+            ran = own(snapshot, problem, M, local, aligned)
+            if ran is None or not can_gather(snapshot, problem, local, top_k, aligned):
+                return None
+            by_index = bool(code_of(problem.op, fusion & ~Fusion.GATHER))
+            way = Way.ROWS_FIRST_BY_INDEX if by_index else Way.ROWS_FIRST
+            return _instead(snapshot, ran, problem, way, top_k, local, aligned, checks)
+
+
+def fused_silu(
+    snapshot: Snapshot,
+    problem: Problem,
+    M: int,
+    local: LocalGpu,
+    *,
+    aligned: bool,
+    top_k: int = 1,
+    checks: bool = False,
+) -> Planned | None:
+    """The variant with silu in its epilogue for M rows of ``problem``; None: the plain product, then the activation.
+
+    ``problem`` has ``Fusion.SILU``. A variant that gathers nothing is for rows gathered first. ``top_k`` and ``checks``
+    are as in ``rows_first``.
+    """
+    plain = plain_of(problem)
+    while True:  # each turn drops a bundle
+        with contextlib.suppress(Rejected):
+            ran = own(snapshot, plain, M, local, aligned)
+            if ran is None:
+                return None
+            at = top_k if can_gather(snapshot, plain, local, top_k, aligned) else 0
+            return _instead(snapshot, ran, plain, Way.FUSED_SILU, at, local, aligned, checks)
+
+
+def quantised_x(
+    snapshot: Snapshot, problem: Problem, other: DType, M: int, local: LocalGpu, *, top_k: int, aligned: bool = True
+) -> Planned | None:
+    """The variant for M rows of ``problem``, which quantises x; None: the product of ``other`` leaves x as it is.
+
+    ``top_k`` sorted rows read each row of x if a row kernel gathers them, 0 says that none does.
+    """
+    bucket, plain = bucket_of(M), replace(problem, dtype=other)
+    while True:  # each turn drops a bundle
+        with contextlib.suppress(Rejected):
+            if lacks_for_codes(snapshot, problem, local) is not None:
+                return None
+            ran = settle(snapshot, plain, bucket, local, aligned, False)
+            if isinstance(ran, Decision) and ran.chosen.match is Match.EXACT:
+                return _instead(snapshot, ran.chosen, plain, Way.QUANTISED_X, top_k, local, aligned, False)
+            coded = settle(snapshot, problem, bucket, local, aligned, False)
+            if not isinstance(coded, Decision):
+                return None
+            chosen = coded.chosen
+            if isinstance(ran, Decision) and not modelled_is_faster(chosen, ran.chosen, problem, bucket, local, top_k):
+                return None
+            return Planned(chosen.usable, chosen.index)
+
+
+def own(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, aligned: bool) -> Candidate | None:
+    """The candidate that runs the problem, if a choice for this very cell names it."""
+    decided = settle(snapshot, problem, bucket_of(M), local, aligned, False)
+    return decided.chosen if isinstance(decided, Decision) and decided.chosen.match is Match.EXACT else None
+
+
+def plain_of(problem: Problem) -> Problem:
+    """The product without silu."""
+    return replace(problem, fusion=code_of(problem.op, problem.fusion & ~Fusion.SILU))
+
+
+def never_on_load(problem: Problem) -> bool:
+    """Whether there is no code at all that gathers rows as it loads them: none of quantised weights does."""
+    return problem.dtype.quantised
+
+
+def can_gather(snapshot: Snapshot, problem: Problem, local: LocalGpu, top_k: int, aligned: bool) -> bool:
+    """Whether a row kernel can gather rows of x first."""
+    if not top_k or not aligned:
+        return False
+    return bool(rowops.ranked(snapshot, RowOp.GATHER, dtype_of(problem.dtype), local, aligned=True))
+
+
+def lacks_for_codes(snapshot: Snapshot, problem: Problem, local: LocalGpu) -> str | None:
+    """What is missing here for the product that quantises x, in words; None if nothing is."""
+    known = ARCHS.get(local.sm)
+    if known is not None and not has_code(problem.op, problem.dtype, local.sm, problem.layout):
+        if not known.has(Feature.FP8):
+            return f"x stays bf16: {known} has no products of e4m3, so w becomes bf16"
+        return f"x stays bf16: no kernel for {known} multiplies codes by codes of such w"
+    if not takes_codes_of_x(problem.dtype, problem.layout):
+        served = snapshot.serves(problem, local)
+        return None if served else "x stays bf16: no bundle has the GEMM with quantised x"
+    op = CODE_OPS[problem.dtype].quantize
+    if not rowops.ranked(snapshot, op, dtype_of(problem.dtype), local, aligned=True):
+        return "x stays bf16: no usable bundle has the row kernel that quantises it"
+    return None
+
+
+def modelled_is_faster(
+    coded: Candidate, ran: Candidate, problem: Problem, bucket: int, local: LocalGpu, top_k: int
+) -> bool:
+    """Whether quantised x is faster where the cost model chose both kernels."""
+    if (coded.match, ran.match) != (Match.COST_MODEL, Match.COST_MODEL):
+        return False
+    from ...kernels.cost.plans import quantised_is_faster  # here, as bundles have plans for what they were built for
+    from ...kernels.hardware.chips import chip_named
+
+    chip = chip_named(local.gpu.name)
+    faster, _ = quantised_is_faster(problem, bucket, coded.time_us, ran.time_us, coded.source, top_k, chip)
+    return faster
+
+
+def _instead(
+    snapshot: Snapshot,
+    ran: Candidate,
+    problem: Problem,
+    way: Way,
+    top_k: int,
+    local: LocalGpu,
+    aligned: bool,
+    checks: bool,
+) -> Planned | None:
+    """The variant that the candidate's plan has for the call, if it can run here."""
+    index = planned(ran.plan, way, top_k, checks=checks)
+    if index is None:
+        return None
+    variant = snapshot.variant(ran.usable.bundle, index)
+    asked = replace(problem, dtype=variant.dtype, fusion=variant.fusion, top_k=0)
+    return Planned(ran.usable, index) if why_not(variant, asked, local, aligned=aligned) is None else None

@@ -1,0 +1,144 @@
+"""What ``explain`` says of the ways that a plan knows: the kernel that runs, as dispatch finds it, and why it does.
+
+The reasons are those of the rule that made the plan, asked again with the bundle's times (``kernels/cost/plans.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from ...artifacts.records.bundle import Choice, Variant
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Fusion, Problem, bucket_of
+from ...artifacts.records.target import LocalGpu, same_gpu
+from ...kernels.contract.spec import code_of
+from ...kernels.cost import plans as rule
+from ...kernels.hardware.chips import chip_named
+from ..dispatch import plans
+from ..dispatch.decide import Decision, settle
+from ..dispatch.plans import Planned
+from ..dispatch.ranking import Candidate, Match, why_not
+from ..dispatch.snapshot import Snapshot, Usable
+
+
+class Ruled(NamedTuple):
+    """The candidate that runs the call in place of the ordinary one, or None; and why."""
+
+    chosen: Candidate | None
+    reason: str
+
+
+class _Kernels:
+    """The choices and variants of one bundle of a snapshot."""
+
+    def __init__(self, snapshot: Snapshot, usable: Usable) -> None:
+        self._snapshot, self._bundle = snapshot, usable.bundle
+        self.gpus = usable.bundle.gpus
+
+    def find(self, problem: Problem) -> Sequence[Choice]:
+        return self._snapshot.find(self._bundle, problem)
+
+    def variant(self, index: int) -> Variant:
+        return self._snapshot.variant(self._bundle, index)
+
+    def variants(self, problem: Problem) -> Sequence[tuple[int, Variant]]:
+        return self._snapshot.variants(self._bundle, problem)
+
+
+def rows_first(
+    snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *, top_k: int, fusion: Fusion, aligned: bool
+) -> Ruled | None:
+    """Whether rows are gathered first, as ``plans.rows_first`` decides; None if no choice is for the very cell."""
+    ran = plans.own(snapshot, problem, M, local, aligned)
+    if ran is None:
+        return None
+    found = plans.rows_first(snapshot, problem, M, local, top_k=top_k, fusion=fusion, aligned=aligned)
+    if aligned and top_k and not plans.can_gather(snapshot, problem, local, top_k, aligned):
+        return Ruled(None, "rows are gathered on load: no usable bundle has the row kernel that gathers them")
+    by_index = bool(code_of(problem.op, fusion & ~Fusion.GATHER))
+    ruling = rule.rows_first(_cell(snapshot, ran, problem), top_k * aligned, checks=False, by_index=by_index)
+    return _ruled(snapshot, ran, problem, found, ruling, local, aligned)
+
+
+def fused_silu(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *, top_k: int, aligned: bool) -> Ruled:
+    """Whether silu is in the epilogue, as ``plans.fused_silu`` decides for ``problem``, which has ``Fusion.SILU``."""
+    plain = plans.plain_of(problem)
+    decided = settle(snapshot, plain, bucket_of(M), local, aligned, False)
+    if not isinstance(decided, Decision):
+        return Ruled(None, "no bundle has the plain GEMM")
+    if decided.chosen.match is not Match.EXACT:
+        return Ruled(None, f"the plain GEMM has no time to compare with, as its choice is {decided.reason}")
+    found = plans.fused_silu(snapshot, problem, M, local, aligned=aligned, top_k=top_k)
+    at = top_k if plans.can_gather(snapshot, plain, local, top_k, aligned) else 0
+    ruling = rule.fused_silu(_cell(snapshot, decided.chosen, plain), at, checks=False)
+    return _ruled(snapshot, decided.chosen, plain, found, ruling, local, aligned)
+
+
+def quantised_x(
+    snapshot: Snapshot, problem: Problem, other: DType, M: int, local: LocalGpu, *, top_k: int, aligned: bool
+) -> Ruled:
+    """Whether x is quantised, as ``plans.quantised_x`` decides for ``problem``, which does so."""
+    if (lacking := plans.lacks_for_codes(snapshot, problem, local)) is not None:
+        return Ruled(None, lacking)
+    bucket, plain = bucket_of(M), replace(problem, dtype=other)
+    found = plans.quantised_x(snapshot, problem, other, M, local, top_k=top_k, aligned=aligned)
+    decided = settle(snapshot, plain, bucket, local, aligned, False)
+    if isinstance(decided, Decision) and decided.chosen.match is Match.EXACT:
+        ruling = rule.quantised_x(_cell(snapshot, decided.chosen, plain), top_k)
+        return _ruled(snapshot, decided.chosen, plain, found, ruling, local, aligned)
+    coded = settle(snapshot, problem, bucket, local, aligned, False)
+    if not isinstance(coded, Decision):
+        lacks = "x stays bf16: for the GEMM with quantised x, no bundle has it"
+        return Ruled(None, lacks if isinstance(decided, Decision) else "no bundle has this GEMM")
+    if not isinstance(decided, Decision):
+        return Ruled(coded.chosen, "x is quantised: no bundle has the GEMM with bf16 x")
+    if (coded.chosen.match, decided.chosen.match) != (Match.COST_MODEL, Match.COST_MODEL):
+        why = "its time and the time with bf16 x are not from one source"
+        return Ruled(None, f"x stays bf16: for the GEMM with quantised x, {why}")
+    chip, times = chip_named(local.gpu.name), (coded.chosen.time_us, decided.chosen.time_us)
+    _, why = rule.quantised_is_faster(problem, bucket, *times, coded.chosen.source, top_k, chip)
+    return Ruled(None if found is None else coded.chosen, why)
+
+
+def _cell(snapshot: Snapshot, ran: Candidate, problem: Problem) -> rule.Cell:
+    """The choice that names a candidate."""
+    kernels, gpus = _Kernels(snapshot, ran.usable), ran.usable.bundle.gpus
+    choice = next(
+        one for one in kernels.find(problem) if one.bucket == ran.bucket and same_gpu(one.measured_on(gpus), ran.gpu)
+    )
+    return rule.Cell.of(kernels, problem, choice, ran.usable.bundle.target.sm)
+
+
+def _ruled(
+    snapshot: Snapshot,
+    ran: Candidate,
+    problem: Problem,
+    found: Planned | None,
+    ruling: rule.Ruling,
+    local: LocalGpu,
+    aligned: bool,
+) -> Ruled:
+    """The kernel that dispatch finds, and the rule's words for it."""
+    bundle = ran.usable.bundle
+    if found is None:
+        if ruling.variant is None:
+            return Ruled(None, ruling.reason)
+        variant = snapshot.variant(bundle, ruling.variant)
+        asked = replace(problem, dtype=variant.dtype, fusion=variant.fusion, top_k=0)
+        lacking = why_not(variant, asked, local, aligned=aligned)
+        why = "the bundle's plan is not to" if lacking is None else f"its variant can't run here: {lacking}"
+        return Ruled(None, f"{why}. By its times, {ruling.reason}")
+    as_planned = ruling.variant == found.variant
+    return Ruled(
+        replace(
+            ran,
+            index=found.variant,
+            variant=snapshot.variant(bundle, found.variant),
+            time_us=ruling.gemm_us if as_planned else ran.time_us,
+            torch_us=None,
+            plan=(),
+        ),
+        ruling.reason if as_planned else f"the bundle's plan. By its times, {ruling.reason}",
+    )
