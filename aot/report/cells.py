@@ -47,7 +47,8 @@ class Cell(NamedTuple):
     ``time_us`` is that of the choice, measured or modelled as ``state`` says; ``model_us`` is what this version's
     cost model says of the same variant. ``torch_us`` is torch's grouped_mm, at the same clock.
     ``tried`` variants were measured, whose median is ``spread`` times the fastest; of a sample of cells ``candidates``
-    are these, fastest first. ``failures`` are those that broke, with the reason.
+    are these, fastest first. ``failures`` are those that broke, with the reason. ``plan`` names the ways in which some
+    calls run another variant.
     """
 
     problem: Problem
@@ -65,6 +66,7 @@ class Cell(NamedTuple):
     spread: float | None = None
     candidates: tuple[TimedCandidate, ...] = ()
     failures: tuple[str, ...] = ()
+    plan: str = ""
 
     @property
     def fraction(self) -> float:

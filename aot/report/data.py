@@ -60,10 +60,10 @@ def embedded(sheet: Sheet) -> str:
 
     ``columns`` has a list of each field, of all cells, gemm by gemm. Times are microseconds in five digits, 0 where
     there is none; ``model`` and ``second_us`` are whole thousandths of ``us``, ``spread`` whole thousandths.
-    ``gemm``, ``form``, ``gpu``, ``config`` and ``second`` are places in the lists of these names. ``flop`` has the
-    2 N K of each gemm, in millions, ``failures`` those of the cells that have some, by the cell's place.
+    ``gemm``, ``form``, ``gpu``, ``config``, ``second`` and ``plan`` are places in lists of these names. ``flop`` has
+    the 2 N K of each gemm, in millions, ``failures`` those of the cells that have some, by the cell's place.
     """
-    configs, forms, gpus = _Texts(), _Texts(), _Texts()
+    configs, forms, gpus, plans = _Texts(), _Texts(), _Texts(), _Texts()
     cells = sheet.cells
     for _, text in sorted({(form_order(cell), form(cell)) for cell in cells}):
         forms.number(text)
@@ -83,6 +83,7 @@ def embedded(sheet: Sheet) -> str:
         "tried": [cell.tried for cell in cells],
         "spread": [_thousandths(cell.spread, 1.0) for cell in cells],
         "gpu": [gpus.number(gpu_name(cell)) for cell in cells],
+        "plan": [plans.number(cell.plan) for cell in cells],
     }
     found = {
         "columns": columns,
@@ -90,6 +91,7 @@ def embedded(sheet: Sheet) -> str:
         "configs": list(configs.all),
         "forms": list(forms.all),
         "gpus": list(gpus.all),
+        "plans": list(plans.all),
         "short_gpus": _shortened(gpus.all),
         "gemms": [gemm.title for gemm in sheet.gemms],
         "flop": [2e-6 * gemm.N * gemm.K for gemm in sheet.gemms],

@@ -15,7 +15,7 @@ const cells = column.gemm.map((gemm, i) => {
   return {
     gemm, form: column.form[i], rows, state, us, torch, least, bound: column.bound[i], gpu: column.gpu[i],
     model: times("model"), config: column.config[i], second: column.second[i], second_us: times("second_us"),
-    tried: column.tried[i], spread: column.spread[i] / 1000, failures: data.failures[i],
+    tried: column.tried[i], spread: column.spread[i] / 1000, failures: data.failures[i], plan: data.plans[column.plan[i]],
     part: us && least / us, rate: us && rows * data.flop[gemm] / us,
     gain: torch && us && state === MEASURED ? torch / us : null,
   };
@@ -165,6 +165,7 @@ const COLUMNS = [
   ["GPU", one => safe(data.short_gpus[one.gpu])], ["variant", one => safe(data.configs[one.config])],
   ["runner-up", one => one.second_us ? `${safe(data.configs[one.second])} (${one.second_us < one.us ? "" : "+"}${
     (100 * (one.second_us / one.us - 1)).toFixed(1)}&nbsp;%)` : ""],
+  ["plan", one => safe(one.plan)],
   ["tried", one => one.tried || "", 1], ["median / fastest", one => one.tried > 1 ? num(one.spread, 2) : "", 1],
   ["failed", one => one.failures ? safe(one.failures.join("; ")) : ""],
 ];

@@ -177,6 +177,7 @@ class _CellMaker:
             search.torch_us if search is not None else None,
             gpu,
             *self._tried(bucket, search),
+            ", ".join(dict.fromkeys(row.way.name.lower() for row in choice.plan if row.variant is not None)),
         )
         if choice.torch_ns is None:
             return cell

@@ -24,7 +24,7 @@ from pretuned.aot.report.roofline import roofline
 from pretuned.aot.report.sheets import _chip as chip_of
 from pretuned.aot.report.sheets import sheet
 from pretuned.artifacts.format import codec
-from pretuned.artifacts.records.bundle import Bundle
+from pretuned.artifacts.records.bundle import Bundle, PlanRow, Way
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem
 from pretuned.artifacts.records.target import Gpu
@@ -283,6 +283,19 @@ def test_a_bundle_with_its_journal(distinct: Bundle, problem: Problem) -> None:
     modelled = the_cell(cells, problem, 4)
     assert (modelled.state, modelled.time_us, modelled.torch_us) == (State.MODELLED, 9.0, 4.2)
     assert modelled.against_torch is None, "a modelled time is compared with none"
+
+
+def test_a_cell_names_the_ways_of_its_plan(base: Bundle, problem: Problem) -> None:
+    rows = (
+        PlanRow(Way.FUSED_SILU, False, 0, 1),
+        PlanRow(Way.FUSED_SILU, False, 2, 0),
+        PlanRow(Way.QUANTISED_X, False, 1, None),
+    )
+    bundle = chosen(base, {(problem, 2): (1, 2_100, A100), (problem, 4): (0, 9_000, A100)})
+    first, *others = bundle.choices[problem]
+    bundle = replace(bundle, choices={**bundle.choices, problem: (replace(first, plan=rows), *others)})
+    cells = sheet("t", {}, bundle, [], None).cells
+    assert [the_cell(cells, problem, bucket).plan for bucket in (2, 4)] == ["fused_silu", ""]
 
 
 VOID = {"meta", "br"}
