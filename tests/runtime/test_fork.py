@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from emulated_driver import EmulatedGpu, emulated
 from made import ON_H200, PROBLEM, SPECS, WIDE, bundle, modelled, snapshot, write
 
 import pretuned.runtime
-from pretuned.artifacts.errors import BundleUnreadable, HostError
+from pretuned.artifacts.errors import BundleUnreadable
 from pretuned.artifacts.format.codec import encode
 from pretuned.artifacts.records.problem import Problem
 from pretuned.runtime import explain, hooks, locks, preload, register_compiler, reload, settings
@@ -25,8 +26,7 @@ from pretuned.runtime.dispatch import compiled as dispatch_compiled
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.dispatch.decide import Decision, decide
 from pretuned.runtime.dispatch.ranking import Origin
-from pretuned.runtime.driver import counters, cuda, device
-from pretuned.runtime.inspect import preload as inspect_preload
+from pretuned.runtime.driver import counters
 from pretuned.runtime.launch import loader
 from pretuned.runtime.locks import lock
 
@@ -115,7 +115,7 @@ class Compiler:
 
 @pytest.fixture
 def compiler(clean_places: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
-    monkeypatch.setattr(device, "capturing", lambda: False)  # which a child can ask of no GPU that its parent uses
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)  # a child can ask no GPU that its parent uses
     before, made = hooks._compiler, Compiler()
     register_compiler(made)
     dispatch_compiled.forget()
@@ -182,33 +182,31 @@ def test_a_variant_that_is_being_loaded(tmp_path: Path) -> None:
         assert right_in_a_child(load)
 
 
-def test_a_word_of_a_counter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_word_of_a_counter() -> None:
     pause, words = Pause(), counters.Counters(0)
 
-    def zeroed(size_bytes: int, device: int) -> int:
-        pause()
-        return 4096
+    class Slow(EmulatedGpu):
+        def cuMemAlloc_v2(self, memory: int, size: int) -> int:
+            pause()
+            return super().cuMemAlloc_v2(memory, size)
 
-    monkeypatch.setattr(cuda, "zeroed", zeroed)
-    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
-    with stopped_inside(lambda: words.take(1), pause):
-        assert right_in_a_child(lambda: words.take(1) == 4096)
+    with emulated(Slow()), stopped_inside(lambda: words.take(1), pause):
+        assert right_in_a_child(lambda: words.take(1) > 0)
 
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_a_collector_that_waits(enabled: bool, clean_places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pause, was = Pause(), gc.isenabled()
 
-    def current_device() -> int:
+    def is_available() -> bool:
         pause()
-        raise HostError("far enough")
+        return False
 
     def preloads() -> bool:
-        with contextlib.suppress(HostError):
-            preload()
+        preload()
         return gc.isenabled() is enabled
 
-    monkeypatch.setattr(inspect_preload, "current_device", current_device)
+    monkeypatch.setattr("torch.cuda.is_available", is_available)
     try:
         (gc.enable if enabled else gc.disable)()
         with stopped_inside(preloads, pause):

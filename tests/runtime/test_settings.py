@@ -86,8 +86,10 @@ def test_a_home_in_an_entry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 
 def test_a_tuner_is_asked_for_where_one_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hooks, "_tuner", None)
-    monkeypatch.setattr(settings, "_settings", Settings())
+    for name in ("PRETUNED_DISABLE_AUTOTUNE", "UNSLOTH_MOE_DISABLE_AUTOTUNE", "PRETUNED_TRUSTED_KEYS"):
+        monkeypatch.delenv(name, raising=False)
+    hooks.register_tuner(None)
+    settings.forget()
     with pytest.raises(InputError, match=r"autotune=True and no tuner is registered. The runtime never tunes"):
         hooks.demand_tuner()
 
@@ -95,6 +97,8 @@ def test_a_tuner_is_asked_for_where_one_may_be(monkeypatch: pytest.MonkeyPatch) 
 
     hooks.register_tuner(tuner)
     assert hooks.demand_tuner() is tuner
-    for without in (Settings(disable_autotune=True), Settings(trusted_keys=Path("/keys"))):
-        monkeypatch.setattr(settings, "_settings", without)
-        assert hooks.demand_tuner() is None
+    for name, value in (("PRETUNED_DISABLE_AUTOTUNE", "1"), ("PRETUNED_TRUSTED_KEYS", "/keys")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            settings.forget()
+            assert hooks.demand_tuner() is None

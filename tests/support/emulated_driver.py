@@ -37,6 +37,7 @@ from pretuned.runtime.driver import device as driver_device
 from pretuned.runtime.launch.gemm import LoadedKernel, load_kernel
 
 H200 = Gpu("NVIDIA H200", 132, 143771, emulated_kernels.DRIVER)
+A100 = Gpu("NVIDIA A100-SXM4-80GB", 108, 81920, emulated_kernels.DRIVER)
 _MAP = struct.Struct("=Q5Q4Q5Iiiii")  # address, sizes, strides in bytes, box, type, rank, swizzle, promotion
 _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuInit": (c_uint,),

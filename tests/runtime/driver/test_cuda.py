@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -176,10 +176,10 @@ def problem_of() -> Problem:
 
 
 @pytest.fixture
-def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    devices: dict[int, device.Device] = {}
-    monkeypatch.setattr(device, "devices", devices)
-    monkeypatch.setattr(loader, "devices", devices)
+def nothing_loaded() -> Iterator[None]:
+    device.devices.clear()
+    yield
+    device.devices.clear()
 
 
 @pytest.mark.usefixtures("nothing_loaded")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -17,8 +18,10 @@ from pretuned.runtime.driver.device import Device
 
 
 @pytest.fixture(autouse=True)
-def no_device_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "devices", {})
+def no_device_is_known() -> Iterator[None]:
+    device.devices.clear()
+    yield
+    device.devices.clear()
 
 
 def test_a_gpu_is_asked_once(stub: ctypes.CDLL) -> None:
@@ -96,7 +99,7 @@ def test_whether_there_is_a_second_gpu(count: int, only: bool, monkeypatch: pyte
 
 
 def test_what_is_current_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "_C", SimpleNamespace(_cuda_getDevice=lambda: 1))
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
     assert [device.device_is_current(0), device.device_is_current(1)] == [False, True]
     assert isinstance(device.on(1), contextlib.nullcontext)
     assert isinstance(device.on(-1), contextlib.nullcontext)

@@ -3,26 +3,52 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+import torch
 import warm
-from made import ON_A100, ON_H200
+from emulated_driver import EmulatedGpu, emulated
+from made import A100, H200
 
-from pretuned.artifacts.errors import HostError
 from pretuned.runtime.inspect import engines
+
+Install = Callable[[str, str], None]
 
 
 @pytest.fixture(autouse=True)
-def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One H200, and an engine's package."""
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PRETUNED_VLLM", "PRETUNED_SGLANG", "VLLM_PLUGINS", "SGLANG_PLUGINS"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(engines, "gpus_and_driver", lambda: ((ON_H200,), "CUDA 13.0"))
-    monkeypatch.setattr(engines, "_version", lambda name: "0.20.2" if name == "vllm" else "")
-    found = engines.metadata.EntryPoint("pretuned", "pretuned.integrations.vllm:register", "vllm.general_plugins")
-    monkeypatch.setattr(engines.metadata, "entry_points", lambda group: [found])
 
 
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Put a package's metadata, without entry points, before all others."""
+
+    def put(name: str, version: str) -> None:
+        site = tmp_path / f"{name} {version}"
+        (site / f"{name}-{version}.dist-info").mkdir(parents=True)
+        metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        (site / f"{name}-{version}.dist-info" / "METADATA").write_text(metadata)
+        monkeypatch.syspath_prepend(str(site))
+
+    return put
+
+
+@pytest.fixture
+def machine(install: Install, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One H200, and an engine's package."""
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here: the emulated one is for machines without")
+    install("vllm", "0.20.2")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with emulated(EmulatedGpu(H200)):
+        yield
+
+
+@pytest.mark.usefixtures("machine")
 def test_a_machine_on_which_vllm_uses_it() -> None:
     found = engines.examine("vllm")
     assert found.ok
@@ -37,6 +63,7 @@ def test_a_machine_on_which_vllm_uses_it() -> None:
     assert plain["models"] == [{"gpu": gpu, "models": list(models)}]
 
 
+@pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize(
     ("environ", "told"),
     [
@@ -50,30 +77,32 @@ def test_switches(environ: dict[str, str], told: str, monkeypatch: pytest.Monkey
     assert engines.examine("vllm").problems == (told,)
 
 
-def test_a_version_that_was_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "_version", lambda name: "0.16.0" if name == "vllm" else "")
+@pytest.mark.usefixtures("machine")
+def test_a_version_that_was_not_tested(install: Install) -> None:
+    install("vllm", "0.16.0")
     assert engines.examine("vllm").problems == (
         "pretuned was tested with vLLM 0.20.2 to 0.33: install one of these, or another pretuned",
     )
 
 
-def test_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("machine")
+def test_what_is_missing(install: Install) -> None:
     assert engines.examine("sglang").problems == (
         "no sglang in this Python's environment: install pretuned into the engine's own",
     )
-    monkeypatch.setattr(engines, "gpus_and_driver", lambda: ((ON_A100,), ""))
-    assert engines.examine("vllm").problems[0].startswith("no bundle was measured on a GPU of this capability")
+    with emulated(EmulatedGpu(A100, 80)):
+        assert engines.examine("vllm").problems[0].startswith("no bundle was measured on a GPU of this capability")
 
-    def nothing() -> None:
-        raise HostError("no CUDA driver")
 
-    monkeypatch.setattr(engines, "gpus_and_driver", nothing)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_what_is_missing_without_a_driver(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install("vllm", "0.20.2")
     problems = engines.examine("vllm").problems
-    assert problems[0] == "no CUDA driver"
+    assert problems[0].startswith("no CUDA driver")
     assert problems[1].startswith("no GPU: every layer stays with the engine (PRETUNED_VLLM=1 ")
     monkeypatch.setenv("PRETUNED_VLLM", "1")
     assert engines.examine("vllm").ok  # by the reference, on the CPU
-    monkeypatch.setattr(engines.metadata, "entry_points", lambda group: [])
+    install("pretuned", "0.0.1")
     assert engines.examine("vllm").problems[0].startswith("no entry point 'pretuned' in vllm.general_plugins")
 
 

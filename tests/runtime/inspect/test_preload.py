@@ -5,26 +5,25 @@ from __future__ import annotations
 import gc
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import craft
 import pytest
 import torch
 from emulated_driver import EmulatedGpu, emulated
-from made import H200, ON_H200, OTHER, PROBLEM, WIDE, measured, modelled, snapshot, write
+from host_gpu import PERSISTENT, Device, E
+from made import ON_H200, OTHER, PROBLEM, WIDE, modelled, snapshot, write
 
 from pretuned.artifacts.errors import BundleCorrupt, CudaError, HostError, InputError
 from pretuned.artifacts.files.bundle_file import BundleFile
 from pretuned.artifacts.records.bundle import Model
 from pretuned.artifacts.records.precision import DType, dtypes_of
 from pretuned.artifacts.records.problem import Op, Problem
-from pretuned.runtime import current, explain, fingerprint, preload
+from pretuned.runtime import explain, fingerprint, preload
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.dispatch.decide import Decision, Miss, decide
 from pretuned.runtime.inspect import preload as inspect_preload
 from pretuned.runtime.inspect.asked import twins_in_fp16
 from pretuned.runtime.inspect.preload import _rows, buckets, cells_of, fallbacks_of, problems_of, records_of, rows_of
-from pretuned.runtime.launch import ready
 
 CHOICES = {PROBLEM: [modelled(64, WIDE)], OTHER: [modelled(64, WIDE)]}
 MODELS = (
@@ -254,17 +253,10 @@ def test_beside_quantised_weights_rows_are_bf16() -> None:
     assert first == quantised
 
 
-def test_it_tells_how_much_torch_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    by_torch = replace(measured(64, WIDE, 7.5), torch_ns=5000)
-    write(tmp_path / "a.msgpack", {PROBLEM: [by_torch, measured(128, WIDE, 9)]}, gpus=[H200])
-    monkeypatch.setattr(current, "snapshot", snapshot(tmp_path))
-    kernel = SimpleNamespace(function=SimpleNamespace(handle=7))
-    for name, value in (("prepare", kernel), ("local_gpu", ON_H200), ("loaded", kernel), ("stands", True)):
-        monkeypatch.setattr(inspect_preload, name, lambda *_, value=value, **__: value)
-    monkeypatch.setattr(ready, "local_gpu", lambda _: ON_H200)
+def test_it_tells_how_much_torch_runs(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+    device.has(PERSISTENT, DType.BF16)
+    device.runs_torch([Op.FORWARD], (64, 64), buckets=[8, 16])  # measured for two of eight buckets, 1 to 128
     with caplog.at_level("INFO"):
-        done = preload(problems=[PROBLEM], tokens=range(8, 17), device=0)
-    assert (done.by_torch, done.count) == (1, 1)
-    assert f"torch's grouped_mm, measured faster, runs 1 of {done.cells} cells" in caplog.text
+        done = preload(problems=[Problem(Op.FORWARD, DType.BF16, E, 64, 64)], tokens=range(8, 33), device=0)
+    assert (done.by_torch, done.cells, done.count) == (2, 24, len(device.loads))  # plain, scatter and gather
+    assert "torch's grouped_mm, measured faster, runs 2 of 24 cells" in caplog.text

@@ -5,98 +5,126 @@ from __future__ import annotations
 import json
 import sys
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import proving_child
+import emulated_kernels
 import pytest
 import torch
-from made import A100, ON_A100, SPECS, Spec, measured, modelled, places, write
+from emulated_driver import A100, EmulatedGpu, emulated
 
-from pretuned.artifacts.errors import CudaError, HostError
+from pretuned.artifacts.errors import HostError
+from pretuned.artifacts.records.bundle import Choice, Source
+from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem
+from pretuned.artifacts.records.target import LocalGpu
 from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.spec import Spec
 from pretuned.runtime import __main__ as command
-from pretuned.runtime import current, verdicts
+from pretuned.runtime import reload, verdicts
+from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.dispatch.snapshot import Snapshot
 from pretuned.runtime.inspect import doctor, prove
-from pretuned.runtime.inspect import survey as inspect_survey
 from pretuned.runtime.inspect.doctor import report
 from pretuned.runtime.inspect.survey import survey
 from pretuned.runtime.settings import Settings
 
-CHILD = prove.CHILD
-PROBLEM = Problem(Op.FORWARD, SPECS[0].dtype, 8, 1024, 768)
+ON_A100 = LocalGpu(80, A100)
+PROBLEM = Problem(Op.FORWARD, DType.FP32, 8, 1024, 768)
+CHILD = Path(__file__).parents[2] / "support" / "emulated_child"
+CONFIGS = [Config(16 << i % 4, 64 << i // 4, 32, 4, 2) for i in range(6)]
+# Errors name the config: those of two kernels beside each other are equal.
+SPECS = [Spec(Op.FORWARD, DType.FP32, config, alignment=alignment) for config in CONFIGS for alignment in (16, 1)]
 
 Make = Callable[..., Snapshot]
 
 
+@pytest.fixture(autouse=True)
+def gpu() -> Iterator[EmulatedGpu]:
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here: the emulated one is for machines without")
+    with emulated(EmulatedGpu(A100, 80)) as found:
+        yield found
+
+
 @pytest.fixture
 def made(clean_places: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """A bundle of so many variants, and children over which each is as it is told."""
-    monkeypatch.setattr(inspect_survey, "unlaunchable", lambda variant: None)  # they have few arguments
-    monkeypatch.setattr(verdicts, "_memory", verdicts._Memory())
+    """A bundle with a kernel for each argument, which misbehaves as it says on the emulated GPU of child processes."""
 
-    def make(*how: str) -> Snapshot:
-        specs = [Spec(Config(16 << i % 4, 64 << i // 4, 64, 4, 3)) for i in range(len(how))]
-        write(clean_places / "a.msgpack", {PROBLEM: [modelled(64, 0)]}, sm=80, specs=specs)
-        monkeypatch.setattr(prove, "CHILD", (sys.executable, proving_child.__file__, *how))
-        taken = Snapshot(places(clean_places))
-        monkeypatch.setattr(current, "snapshot", taken)
-        return taken
+    def make(*how: str | int, measured: bool = False) -> Snapshot:
+        variants = [emulated_kernels.made(spec, 80, str(i)) for i, spec in enumerate(SPECS[: len(how)])]
+        choice = Choice(64, 0, Source.MEASURED, 5000, gpu=0) if measured else Choice(64, 0, Source.MODELLED, 10_000)
+        path = clean_places / "a.msgpack"
+        emulated_kernels.write(path, variants, {PROBLEM: [choice]}, sm=80, gpus=[A100] if measured else [])
+        faults = {one.cubin_sha256.hex(): what for (one, _), what in zip(variants, how, strict=True)}
+        monkeypatch.setenv("EMULATED_FAULTS", json.dumps(faults))
+        monkeypatch.setenv("EMULATED_BUNDLE", str(path))
+        monkeypatch.setenv("PYTHONPATH", str(CHILD))
+        reload()
+        return dispatch_snapshot.snapshot()
 
     return make
 
 
 @pytest.mark.slow
-def test_what_is_right_is_proven_and_not_again(made: Make) -> None:
-    taken = made("right", "right", "right")
-    assert len(survey(taken, ON_A100).left) == 3
-    (found,) = prove.prove([ON_A100]).gpus
-    assert (found.tested_before, found.passed, found.wrong) == (0, 3, ())
-    assert survey(taken, ON_A100).left == ()
-    made("die", "die", "die")  # nothing is run again
-    assert prove.prove([ON_A100]).ok
-
-
-@pytest.mark.slow
 def test_what_is_wrong_or_faults_is_left_out_and_the_rest_goes_on(made: Make) -> None:
-    taken = made("right", "wrong", "fault", "right")
+    taken = made("right", "wrong", "fault", "right", "unusable", "right")
+    assert len(survey(taken, ON_A100).left) == 6
     told = prove.prove([ON_A100])
     (found,) = told.gpus
     assert not told.ok
-    assert (found.passed, found.untested) == (2, ())
-    reasons = "y[0, 0] is 1, wanted 2", "CUDA error: an illegal memory access"
+    assert (found.tested_before, found.passed) == (0, 3)
+    assert found.untested == ("1 kernel: the GPU can't be used: an uncorrectable ECC error",)
+    reasons = "wanted", "CUDA error: an illegal memory access"
     assert len(found.wrong) == len(reasons)
     for line, reason in zip(found.wrong, reasons, strict=True):
         assert reason in line
         assert "Please file this line" in line
         assert f"wrong     {line}" in str(told)
-    assert survey(taken, ON_A100).left == ()
+    assert [one.index for one in survey(taken, ON_A100).left] == [4]
     assert len(verdicts.left_out(ON_A100)) == 2
+    made("die", "die", "die", "die", "right", "die")  # what was tested is not run again
+    (found,) = prove.prove([ON_A100]).gpus
+    assert (found.passed, len(found.wrong), found.untested) == (4, 2, ())
 
 
 @pytest.mark.slow
-def test_what_says_nothing_about_the_code_is_told_once_and_tried_again(made: Make, clean_places: Path) -> None:
-    taken = made("right", "killed", "die", "exit", "right", "damaged", "broken", "broken", "right", "wrong")
+def test_what_says_nothing_about_the_code_is_told_once_and_tried_again(made: Make) -> None:
+    taken = made("right", "killed", "die", "exit", 2, 2, "right", "right", "wrong")
     told = prove.prove([ON_A100])
     (found,) = told.gpus
     assert not told.ok
     assert found.passed == 3
     assert len(found.wrong) == 1
-    assert sorted(found.untested) == [
-        "1 kernel: its cubin is not what the index says",
-        "1 kernel: the process that tested it ended by SIGKILL",
-        "1 kernel: the process that tested it ended by SIGSEGV",
+    refused, *ended = sorted(found.untested, reverse=True)
+    assert ended == [
         "1 kernel: the process that tested it ended with exit code 7: it said nothing",
-        "2 kernels: no room on the GPU",
+        "1 kernel: the process that tested it ended by SIGSEGV",
+        "1 kernel: the process that tested it ended by SIGKILL",
     ]
+    assert refused.startswith("2 kernels: cuLaunchKernelEx")
+    assert refused.endswith("CUDA error 2, out of memory")
     assert f"untested  {found.untested[0]}. Run this again to test them" in str(told)
     assert len(verdicts.left_out(ON_A100)) == 1
-    assert [one.index for one in survey(taken, ON_A100).left] == [1, 2, 3, 5, 6, 7]
-    made(*["right"] * 10)
+    assert [one.index for one in survey(taken, ON_A100).left] == [1, 2, 3, 4, 5]
+    made(*["right"] * 9)
     (found,) = prove.prove([ON_A100]).gpus
-    assert (found.passed, found.untested) == (9, ())
+    assert (found.passed, found.untested) == (8, ())
+
+
+@pytest.mark.slow
+def test_a_kernel_whose_code_is_damaged_is_not_wrong(made: Make, clean_places: Path) -> None:
+    taken = made("right", "right")
+    path = clean_places / "a.msgpack"
+    data, (_, image) = path.read_bytes(), emulated_kernels.made(SPECS[1], 80, "1")
+    assert image in data
+    path.write_bytes(data.replace(image, image[:-1] + b"?"))
+    (found,) = prove.prove([ON_A100]).gpus
+    assert (found.passed, found.wrong) == (1, ())
+    (line,) = found.untested
+    assert line.startswith("1 kernel: bundle ")
+    assert verdicts.left_out(ON_A100) == ()
+    assert [one.index for one in survey(taken, ON_A100).left] == [1]
 
 
 @pytest.mark.slow
@@ -113,31 +141,20 @@ def test_a_bundle_whose_file_goes_is_not_wrong(how: str, made: Make) -> None:
 
 
 @pytest.mark.slow
-def test_a_gpu_that_a_process_can_not_use_any_more_costs_one_variant(made: Make) -> None:
-    """Another process goes on."""
-    made("right", "unusable", "right", "wrong", "right")
-    (found,) = prove.prove([ON_A100]).gpus
-    assert (found.passed, len(found.wrong)) == (3, 1)
-    assert found.untested == ("1 kernel: the GPU can't be used: an uncorrectable ECC error",)
-    made("right", *["unusable"] * 9, "right")  # four are known by now; after three processes it gives up
-    (found,) = prove.prove([ON_A100]).gpus
-    assert found.untested == ("7 kernels: the GPU can't be used: an uncorrectable ECC error",)
-
-
-@pytest.mark.slow
 def test_of_many_reasons_some_are_listed(made: Make) -> None:
-    made(*[f"reason {i:02}" for i in range(14)], "reason 13", "right")
+    made(300, 300, *range(301, 311))  # CUDA's errors of launches
     (found,) = prove.prove([ON_A100]).gpus
-    assert found.untested[:2] == ("2 kernels: reason 13", "1 kernel: reason 00")
+    assert found.untested[0].startswith("2 kernels: cuLaunchKernelEx")
+    assert "CUDA error 300" in found.untested[0]
+    assert "CUDA error 301" in found.untested[1]
     assert len(found.untested) == 11
-    assert found.untested[-1] == "4 more, for other reasons"
+    assert found.untested[-1] == "1 more, for other reasons"
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 def test_the_process_itself_without_a_gpu(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     made("right", "right")
-    monkeypatch.setattr(prove, "CHILD", CHILD)
+    monkeypatch.delenv("PYTHONPATH")
     (found,) = prove.prove([ON_A100]).gpus
     (line,) = found.untested
     assert line.startswith("2 kernels: no CUDA driver")
@@ -145,10 +162,10 @@ def test_the_process_itself_without_a_gpu(made: Make, monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 def test_where_every_process_is_killed_it_gives_up_and_nothing_is_wrong(made: Make) -> None:
-    taken = made(*["killed"] * 12)
+    taken = made(*["killed"] * 6)
     (found,) = prove.prove([ON_A100]).gpus
-    assert found.untested == ("12 kernels: the process that tested it ended by SIGKILL",)
-    assert len(survey(taken, ON_A100).left) == 12
+    assert found.untested == ("6 kernels: the process that tested it ended by SIGKILL",)
+    assert len(survey(taken, ON_A100).left) == 6
 
 
 @pytest.mark.slow
@@ -156,75 +173,60 @@ def test_a_process_that_says_nothing_is_ended_and_its_variant_tested_again(
     made: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kernel that hangs is a result of launch/trials.py; a process that hangs otherwise is none."""
-    monkeypatch.setattr(prove, "SILENT_S", 6.0)
+    monkeypatch.setattr(prove, "SILENT_S", 20.0)  # of five minutes
     monkeypatch.setattr(prove, "_END_S", 0.2)
     taken = made("right", "hang", "right")
     (found,) = prove.prove([ON_A100]).gpus
     assert (found.passed, found.wrong) == (2, ())
-    assert found.untested == ("1 kernel: the process that tested it said nothing for 6 s",)
+    assert found.untested == ("1 kernel: the process that tested it said nothing for 20 s",)
     assert [one.index for one in survey(taken, ON_A100).left] == [1]
 
 
 @pytest.mark.slow
-def test_a_process_that_was_stopped_does_not_hang(made: Make) -> None:
-    """As a container that is paused."""
-    taken = made("pause")
-    (found,) = prove.prove([ON_A100]).gpus
-    assert (found.passed, found.wrong, found.untested) == (1, (), ())
-    assert survey(taken, ON_A100).left == ()
+def test_what_code_prints_is_no_verdict_and_a_pause_no_hang(made: Make) -> None:
+    """It has the process's standard output, too; and 64 MiB without a line's end are not kept.
 
-
-@pytest.mark.slow
-def test_what_code_prints_is_no_verdict(made: Make) -> None:
-    """It has the process's standard output, too; and 64 MiB without a line's end are not kept."""
-    taken = made("forge", "flood", "right")
+    A process is stopped where its container is paused.
+    """
+    taken = made("pause", "forge", "flood", "right")
+    assert len(survey(taken, ON_A100).left) == 4  # what ships was unpacked
     tracemalloc.start()
     try:
         (found,) = prove.prove([ON_A100]).gpus
         assert tracemalloc.get_traced_memory()[1] < 16 << 20
     finally:
         tracemalloc.stop()
-    assert found.passed == 1
-    assert ["it forged" in line for line in found.wrong] in ([True, False], [False, True])
+    assert (found.passed, found.untested) == (2, ())
+    assert ["wanted" in line for line in found.wrong] in ([True, False], [False, True])
     assert survey(taken, ON_A100).left == ()
 
 
-def test_a_child_that_cannot_begin_proves_nothing(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_cannot_begin_proves_nothing(made: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     made("right")
-    monkeypatch.setattr(prove, "CHILD", (sys.executable, "-c", "raise SystemExit('no torch here')"))
+    (tmp_path / "sitecustomize.py").write_text("import os\nos.write(2, b'no torch here')\nos._exit(1)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(HostError, match="could not begin: no torch here"):
         prove.prove([ON_A100])
-    monkeypatch.setattr(prove, "CHILD", ("/no/such/python",))
-    with pytest.raises(HostError, match="can't start '/no/such/python'"):
+    monkeypatch.setenv("TOO_LONG", "x" * (1 << 20))  # for an environment of Linux
+    with pytest.raises(HostError, match=f"can't start '{sys.executable}': Argument list too long"):
         prove.prove([ON_A100])
     assert verdicts.left_out(ON_A100) == ()
 
 
-def test_what_was_measured_elsewhere_on_the_capability_is_not_run(made: Make, clean_places: Path) -> None:
-    specs = [Spec(Config(16, 64, 64, 4, 3)), Spec(Config(32, 64, 64, 4, 3))]
-    made("right")
-    write(clean_places / "a.msgpack", {PROBLEM: [measured(64, 0, 5)]}, sm=80, specs=specs, gpus=[A100])
-    found = survey(Snapshot(places(clean_places)), ON_A100)
+def test_what_was_measured_elsewhere_on_the_capability_is_not_run(made: Make) -> None:
+    found = survey(made("right", "right", measured=True), ON_A100)
     assert found.tested == 1
     assert [one.index for one in found.left] == [1]
 
 
 @pytest.mark.slow
-def test_the_report_on_a_machine_says_what_is_left_and_what_is_wrong(made: Make) -> None:
+def test_the_report_and_the_command(
+    made: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     taken = made("right", "wrong")
     told = str(report(taken, Settings(), (ON_A100,), ""))
     assert "note      GPU 0: 2 kernels were never run on its capability; each is tested before its first use" in told
-    prove.prove([ON_A100])
-    found = report(taken, Settings(), (ON_A100,), "")
-    assert found.ok  # other code, or torch, runs
-    (note,) = found.notes
-    assert note.startswith("GPU 0: pretuned: wrong on this GPU and left out")
-
-
-@pytest.mark.slow
-def test_the_command(made: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    made("right", "wrong")
-    monkeypatch.setattr(prove, "gpus_and_driver", lambda: ((ON_A100,), "CUDA 13.0"))
     assert command.main(["--self-test"]) == 1
     text = capsys.readouterr().out
     assert "passed    1 kernels, on this GPU" in text
@@ -232,15 +234,18 @@ def test_the_command(made: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert command.main(["--self-test", "--json"]) == 1
     (gpu,) = json.loads(capsys.readouterr().out)["gpus"]
     assert (gpu["passed"], len(gpu["wrong"])) == (1, 1)
+    found = report(taken, Settings(), (ON_A100,), "")
+    assert found.ok  # other code, or torch, runs
+    assert found.notes[0].startswith("GPU 0: pretuned: wrong on this GPU and left out")
 
 
+@pytest.mark.parametrize("driver", ["none", "no GPU"])
 def test_without_a_gpu_there_is_nothing_to_prove(
-    clean_places: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    driver: str, clean_places: Path, gpu: EmulatedGpu, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def none() -> None:
-        raise CudaError("no CUDA driver")
-
-    monkeypatch.setattr(prove, "gpus_and_driver", none)
+    gpu.count = 0
+    if driver == "none":
+        gpu.fails["cuInit"] = 100
     assert command.main(["--self-test"]) == 0
     assert "nothing to test" in capsys.readouterr().out
     assert doctor.examine().ok

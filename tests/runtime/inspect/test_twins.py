@@ -7,6 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from emulated_kernels import bundle_of, made
+from host_gpu import PERSISTENT, Device
+from host_gpu import specs as kernels_of
 from hypothesis import given
 from hypothesis import strategies as st
 from made import NARROW, ON_H200, PROBLEM, SPECS, WIDE, measured, modelled, snapshot, write
@@ -16,11 +19,13 @@ from pretuned.aot.plan.families import Family, Pool, by_code, serves, specs
 from pretuned.aot.plan.plan import plan
 from pretuned.artifacts.errors import InputError, ProblemNotInBundle
 from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.records.bundle import Model, Source
+from pretuned.artifacts.format.codec import encode
+from pretuned.artifacts.records.bundle import Choice, Model, Source
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import PLAIN_LAYOUTS, Fusion, Layout, Op, Problem
-from pretuned.kernels.contract.spec import gemm_of
-from pretuned.runtime import explain, preload
+from pretuned.kernels.contract.spec import Spec, gemm_of
+from pretuned.runtime import explain, preload, reload
+from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.dispatch.decide import Decision, Miss, decide
 from pretuned.runtime.dispatch.ranking import Match, Origin
 from pretuned.runtime.inspect.explain import examine, made_up_gpu
@@ -239,28 +244,23 @@ def test_what_ships_was_built_for_the_layout_of_their_checkpoints(model: str, pa
             assert Family.of(bundle.variant(own.variant)) == Family.of(twin_of(problem)) == Family.of(problem)
 
 
-def test_a_model_s_problems_are_turned(tmp_path: Path, clean_places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pretuned.runtime.inspect import preload as inspect_preload
+def test_a_model_s_problems_are_turned(device: Device) -> None:
+    forward = Problem(Op.FORWARD, DType.FP32, 4, 8, 12)
+    problems = forward, replace(forward, op=Op.DX)
+    every = kernels_of(device.there, DType.FP32, PERSISTENT)
+    index = {one.op: i for i, (one, _) in enumerate(every) if isinstance(one, Spec) and not one.fusion}
+    choices = {one: [Choice(64, index[one.op], Source.MODELLED, 10_000)] for one in problems}
+    bundle = bundle_of([made(spec, block=block) for spec, block in every], choices)
+    device.publish(encode(replace(bundle, models=(Model("some/moe", 1, 1, 2, DType.FP32, problems),))))
 
-    asked: list[Problem] = []
+    def decided() -> set[Problem]:
+        return {problem for problem, *_ in dispatch_snapshot.snapshot().decisions if not problem.fusion}
 
-    def record(wanted: dict[Problem, set[int]], *_: object) -> list[object]:
-        asked.extend(wanted)
-        return []
-
-    backward = replace(PROBLEM, op=Op.DX)
-    model = Model("some/moe", 1, 1, 2, DType.BF16, (PROBLEM, backward))
-    choices = {PROBLEM: [modelled(64, 0)], backward: [modelled(64, 1)]}
-    specs = [SPECS[0], replace(SPECS[0], op=Op.DX)]
-    write(clean_places / "a.msgpack", choices, specs=specs, models=[model])
-    monkeypatch.setattr(inspect_preload, "current_device", lambda: 0)
-    monkeypatch.setattr(inspect_preload, "local_gpu", lambda device: ON_H200)
-    monkeypatch.setattr(inspect_preload, "cells_of", record)
     preload("some/moe", w_layout="kn")
-    assert asked == [replace(one, layout=Layout.KN) for one in model.problems]
-    asked.clear()
+    assert decided() == {replace(one, layout=Layout.KN) for one in problems}
+    reload()
     preload("some/moe")
-    assert asked == list(model.problems)
+    assert decided() == set(problems)
 
 
 @pytest.mark.parametrize("layout", PLAIN_LAYOUTS)

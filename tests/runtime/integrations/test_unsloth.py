@@ -12,6 +12,8 @@ from typing import Any
 import made
 import pytest
 import torch
+from emulated_driver import EmulatedGpu, emulated
+from emulated_kernels import DRIVER as OLD
 from torch.nn import functional
 
 from pretuned.artifacts.errors import InputError
@@ -204,17 +206,17 @@ def test_signatures_are_the_documented_ones() -> None:
     }
 
 
-def test_a_wish_becomes_the_nearest_config_of_a_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made.write(tmp_path / "a.msgpack", {made.PROBLEM: [made.modelled(64, made.WIDE)]}, tag="a")
-    snapshot = made.snapshot(tmp_path)
-    monkeypatch.setattr(unsloth.dispatch_snapshot, "snapshot", lambda: snapshot)
-    monkeypatch.setattr(unsloth, "local_gpu", lambda device: made.ON_H200)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: the emulated one is for machines without")
+def test_a_wish_becomes_the_nearest_config_of_a_bundle(clean_places: Path) -> None:
+    made.write(clean_places / "a.msgpack", {made.PROBLEM: [made.modelled(64, made.WIDE)]}, min_driver=OLD, tag="a")
+    reload()
     sizes = made.PROBLEM.E, made.PROBLEM.N, made.PROBLEM.K
-    for given, index in ((KernelConfigForward(16, 64, 128, 4, 3), made.NARROW), (KernelConfigForward(), made.ANY)):
-        found = unsloth._nearest(given, Op.FORWARD, DType.BF16, sizes, 0)
-        assert found.of(Fusion.NONE) == made.SPECS[index].config
-        assert unsloth._nearest(given, Op.FORWARD, DType.BF16, sizes, 0) is found  # looked up once
-    assert unsloth._nearest(KernelConfigBackward_dW(), Op.DW, DType.BF16, sizes, 0).configs == ()
+    with emulated(EmulatedGpu()):  # its driver is too old for what ships
+        for given, index in ((KernelConfigForward(16, 64, 128, 4, 3), made.NARROW), (KernelConfigForward(), made.ANY)):
+            found = unsloth._nearest(given, Op.FORWARD, DType.BF16, sizes, 0)
+            assert found.of(Fusion.NONE) == made.SPECS[index].config
+            assert unsloth._nearest(given, Op.FORWARD, DType.BF16, sizes, 0) is found  # looked up once
+        assert unsloth._nearest(KernelConfigBackward_dW(), Op.DW, DType.BF16, sizes, 0).configs == ()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
