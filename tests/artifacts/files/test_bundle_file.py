@@ -17,6 +17,7 @@ from pathlib import Path
 import craft
 import golden_bundles
 import pytest
+from calls import calls_of
 from descriptors import open_files
 from steps import steps
 
@@ -27,6 +28,7 @@ from pretuned.artifacts.files.publish import publish
 from pretuned.artifacts.format import codec
 from pretuned.artifacts.format.index import Index, glance_at_gpus
 from pretuned.artifacts.format.wire import PREAMBLE_BYTES
+from pretuned.artifacts.limits import MAX_FILE_BYTES, MAX_OPEN_BUNDLES
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem
 
@@ -53,23 +55,23 @@ def test_what_an_open_bundle_tells(path):
 
 def test_a_file_that_others_may_write_once_its_place_was_checked(path, monkeypatch):
     """What is opened is checked again, by its descriptor."""
-    resolved = bundle_file.trust.resolve
 
-    def then_opened_to_all(where, *more, **how):
-        real = resolved(where, *more, **how)
-        path.chmod(0o666)
-        return real
+    def opened(name, *how, real=os.open, **more):
+        if name == str(path):
+            path.chmod(0o666)
+        return real(name, *how, **more)
 
-    monkeypatch.setattr(bundle_file.trust, "resolve", then_opened_to_all)
+    monkeypatch.setattr(os, "open", opened)
     with pytest.raises(BundleUntrusted, match="mode 0666"):
         open_bundle(path)
 
 
-def test_the_largest_file(path, monkeypatch):
-    monkeypatch.setattr(bundle_file, "MAX_FILE_BYTES", len(MEDIUM))
-    assert open_bundle(path).digest == MEDIUM[31:63]
-    monkeypatch.setattr(bundle_file, "MAX_FILE_BYTES", len(MEDIUM) - 1)
-    with pytest.raises(BundleCorrupt, match=f"file is {len(MEDIUM)} bytes, the limit is {len(MEDIUM) - 1}"):
+def test_the_largest_file(path):
+    os.truncate(path, MAX_FILE_BYTES)
+    with pytest.raises(BundleCorrupt, match=rf"file is {MAX_FILE_BYTES} bytes, (?!the limit)"):
+        open_bundle(path)
+    os.truncate(path, MAX_FILE_BYTES + 1)
+    with pytest.raises(BundleCorrupt, match=f"file is {MAX_FILE_BYTES + 1} bytes, the limit is {MAX_FILE_BYTES}"):
         open_bundle(path)
 
 
@@ -136,19 +138,12 @@ def test_opened_for_later_it_tells_its_target_and_is_checked_when_more_is_asked(
         open_bundle(path, sha256="0" * 64, later=True)
 
 
-def test_opened_for_later_its_index_is_read_once(tmp_path, path, monkeypatch):
-    read = []
-
-    def parse(*arguments):
-        read.append(1)
-        return Index(*arguments)
-
-    monkeypatch.setattr(bundle_file, "Index", parse)
-    with open_bundle(path, later=True) as file:
+def test_opened_for_later_its_index_is_read_once(tmp_path, path):
+    with calls_of(Index.__init__) as read, open_bundle(path, later=True) as file:
         assert file.target == golden_bundles.medium().target
         assert read == []
         assert all((file.variants(), file.models(), file.gpus))
-        assert read == [1]
+        assert len(read) == 1
     at = int.from_bytes(MEDIUM[25:29], "big") + PREAMBLE_BYTES  # the cubins' header
     broken = tmp_path / "broken.msgpack"
     broken.write_bytes(MEDIUM[: at + 1] + bytes([MEDIUM[at + 1] ^ 1]) + MEDIUM[at + 2 :])
@@ -194,15 +189,14 @@ def test_opened_for_later_without_a_target_it_is_refused_at_once(tmp_path):
             open_bundle(path, later=True)
 
 
-def test_opened_for_later_it_tells_whose_gpu_it_may_be_of_unread(tmp_path, path, monkeypatch):
+def test_opened_for_later_it_tells_whose_gpu_it_may_be_of_unread(tmp_path, path):
     (gpu, *_) = golden_bundles.medium().gpus
     other = dataclasses.replace(gpu, name="another")
-    monkeypatch.setattr(bundle_file, "Index", lambda *_: pytest.fail("it was read"))
-    with open_bundle(path, later=True) as file:
+    with calls_of(Index.__init__) as read, open_bundle(path, later=True) as file:
         assert file.may_be_of(gpu)
         assert file.may_be_of(dataclasses.replace(gpu, driver=gpu.driver + 10))
         assert not file.may_be_of(other)
-    monkeypatch.undo()
+    assert read == []
     with open_bundle(path) as file:
         assert file.may_be_of(gpu)
         assert not file.may_be_of(other)
@@ -534,18 +528,16 @@ def test_a_file_that_comes_in_pieces(path, monkeypatch):
         monkeypatch.undo()
 
 
-def test_of_more_files_than_may_be_open_those_opened_first_rest(path, monkeypatch):
-    monkeypatch.setattr(bundle_file, "MAX_OPEN_BUNDLES", 3)
-    monkeypatch.setattr(bundle_file, "_open", {})
-    files = [open_bundle(path) for _ in range(5)]
-    assert [one._held is None for one in files] == [True, True, False, False, False]
+def test_of_more_files_than_may_be_open_those_opened_first_rest(path):
+    files = [open_bundle(path) for _ in range(MAX_OPEN_BUNDLES + 2)]  # all that were open before rest
+    assert [i for i, one in enumerate(files) if one._held is None] == [0, 1]
     files[0].cubin(0)
-    assert [one._held is None for one in files] == [False, True, True, False, False]
-    assert len(bundle_file._open) == 3
+    assert [i for i, one in enumerate(files) if one._held is None] == [1, 2]
+    assert len(bundle_file._open) == MAX_OPEN_BUNDLES
     files[3].rest()
     files[3].cubin(0)  # the last one that was opened, by now
     files[1].cubin(0)
-    assert [one._held is None for one in files] == [False, False, True, False, True]
+    assert [i for i, one in enumerate(files) if one._held is None] == [2, 4]
     del files[3:]
     gc.collect()
     assert open_bundle(path).cubin(1) == golden_bundles.medium().cubins[1]

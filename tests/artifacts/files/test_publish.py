@@ -112,13 +112,13 @@ def test_what_a_dead_publisher_left_is_removed_and_a_living_ones_is_not(tmp_path
 def test_another_that_takes_a_new_file_for_stale_before_it_is_locked_does_no_harm(tmp_path, monkeypatch):
     removed: list[Path] = []
 
-    def lock(fd: int, temp: Path, real=module._lock) -> bool:
+    def flock(fd: int, how: int, real=fcntl.flock) -> None:
         if not removed:
-            removed.append(temp)
-            module._remove_if_stale(temp)  # the other one
-        return real(fd, temp)
+            removed.append(Path(f"/proc/self/fd/{fd}").readlink())
+            module._remove_if_stale(removed[0])  # the other one
+        real(fd, how)
 
-    monkeypatch.setattr(module, "_lock", lock)
+    monkeypatch.setattr(fcntl, "flock", flock)
     before = open_files()
     assert publish(tmp_path / "b", b"one")
     assert (tmp_path / "b").read_bytes() == b"one"

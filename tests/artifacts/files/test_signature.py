@@ -14,7 +14,6 @@ import signing
 from descriptors import open_files
 
 from pretuned.artifacts.errors import BundleUnreadable, BundleUntrusted, InputError
-from pretuned.artifacts.files import trust
 from pretuned.artifacts.files.signature import Key, Keys, check, key_id, message, read, read_key, read_keys
 from pretuned.artifacts.limits import MAX_KEYS
 
@@ -101,12 +100,12 @@ def test_a_key_that_others_may_write_by_the_time_it_is_open_is_refused(
 ) -> None:
     path = signing.keys(tmp_path / "keys") / "0.pem"
 
-    def resolve(name: str, what: str, real: Callable[[str, str], str] = trust.resolve) -> str:
-        found = real(name, what)
-        path.chmod(0o666)
-        return found
+    def opened(name: str, *how: int, real: Callable[..., int] = os.open, **more: int) -> int:
+        if name == str(path):  # once its place was checked
+            path.chmod(0o666)
+        return real(name, *how, **more)
 
-    monkeypatch.setattr(trust, "resolve", resolve)
+    monkeypatch.setattr(os, "open", opened)
     with pytest.raises(BundleUntrusted, match=r"key .*0\.pem': .*everybody can write it"):
         read_key(str(path))
 

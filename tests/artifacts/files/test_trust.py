@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import importlib.util
 import os
+import shutil
 import socket
+import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pretuned.artifacts.errors import BundleUnreadable, BundleUntrusted
-from pretuned.artifacts.files import acl, trust
+from pretuned.artifacts.files import trust
 from pretuned.artifacts.limits import MAX_LINKS
 
 GROUP, OTHER, OWNER = 56789, 56790, 56791
@@ -20,46 +25,80 @@ UNMAPPED = 4294967295  # (uid_t)-1
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where the package is as if it were: below a directory of a group that can write it."""
+def package(tmp_path: Path) -> Path:
+    """A copy of the module below a directory of a group that can write it."""
     if os.geteuid():
         pytest.skip("needs root")
     folder = tmp_path / "venv" / "artifacts" / "files"
     folder.mkdir(parents=True)
-    (folder / "trust.py").touch()
+    shutil.copy(trust.__file__, folder)
     os.chown(tmp_path / "venv", 0, GROUP)
     (tmp_path / "venv").chmod(0o775)
-    monkeypatch.setattr(trust, "__file__", str(folder / "trust.py"))
-    trust._package.cache_clear()
-    yield tmp_path / "venv"
-    monkeypatch.undo()
-    trust._package.cache_clear()
+    return tmp_path / "venv"
+
+
+def installed(package: Path) -> Any:
+    """The module as it is in this package."""
+    spec = importlib.util.spec_from_file_location(trust.__name__, package / "artifacts" / "files" / "trust.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def has_acl(
+    patch: pytest.MonkeyPatch,
+    path: Path,
+    *,
+    users: Iterable[int] = (),
+    groups: Iterable[int] = (),
+    own_group: bool = False,
+) -> None:
+    """Have the kernel say that these can write a file, by its ACL (acl(5))."""
+    entries = [(1, 6, UNMAPPED), *((2, 6, who) for who in users), (4, 6 if own_group else 4, UNMAPPED)]
+    entries += [*((8, 6, who) for who in groups), (16, 6, UNMAPPED), (32, 4, UNMAPPED)]
+    value = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *one) for one in entries)
+
+    def getxattr(file: int | str, name: str, real: Callable[[int | str, str], bytes] = os.getxattr) -> bytes:
+        return value if file == str(path) and name == "system.posix_acl_access" else real(file, name)
+
+    patch.setattr(os, "getxattr", getxattr)
+
+
+def has_an_unreadable_acl(patch: pytest.MonkeyPatch, path: Path) -> None:
+    def getxattr(file: int | str, name: str, real: Callable[[int | str, str], bytes] = os.getxattr) -> bytes:
+        if file == str(path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(file, name)
+
+    patch.setattr(os, "getxattr", getxattr)
 
 
 def test_a_group_that_can_write_the_package_is_trusted(package: Path) -> None:
-    owners, groups, where = trust._package()
+    owners, groups, where = installed(package)._package()
     assert (owners, where) == (frozenset((0,)), f"{package}/artifacts/files")
     assert GROUP in groups
     path = package.parent / "b"
     path.touch()
     os.chown(path, 0, GROUP)
     path.chmod(0o664)
-    trust.check(str(path), os.lstat(path), "b")
+    installed(package).check(str(path), os.lstat(path), "b")
 
 
 def test_nor_where_it_is_sticky(package: Path) -> None:
     """There a group can't replace what is another's, so it can't write the package."""
     package.chmod(0o1775)
-    assert GROUP not in trust._package()[1]
+    assert GROUP not in installed(package)._package()[1]
 
 
 def test_the_owner_of_the_package_is_that_of_its_own_directory(package: Path) -> None:
     os.chown(package / "artifacts" / "files", OWNER, 0)
-    assert trust._package()[0] == frozenset((OWNER,))
+    assert installed(package)._package()[0] == frozenset((OWNER,))
     path = package.parent / "b"
     path.touch()
     os.chown(path, OWNER, 0)
-    trust.check(str(path), os.lstat(path), "b")
+    installed(package).check(str(path), os.lstat(path), "b")
 
 
 def test_any_group_may_write_what_is_in_the_package_and_nothing_beside_it(package: Path) -> None:
@@ -70,22 +109,19 @@ def test_any_group_may_write_what_is_in_the_package_and_nothing_beside_it(packag
         place.touch()
         os.chown(place, 0, OTHER)
         place.chmod(0o664)
-    trust.check(str(folder / "b"), os.lstat(folder / "b"), "b")
+    installed(package).check(str(folder / "b"), os.lstat(folder / "b"), "b")
     with pytest.raises(BundleUntrusted, match=f"group {OTHER} can write it"):
-        trust.check(str(beside / "b"), os.lstat(beside / "b"), "b")
+        installed(package).check(str(beside / "b"), os.lstat(beside / "b"), "b")
 
 
 def test_not_where_an_acl_takes_that_from_it(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acl, "writers", lambda file: acl.Writers(frozenset((7,)), frozenset(), False))
-    assert GROUP not in trust._package()[1]
+    has_acl(monkeypatch, package, users=[7])
+    assert GROUP not in installed(package)._package()[1]
 
 
 def test_nor_where_its_acl_can_not_be_read(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreadable(file: int | str) -> acl.Writers | None:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(acl, "writers", unreadable)
-    assert GROUP not in trust._package()[1]
+    has_an_unreadable_acl(monkeypatch, package)
+    assert GROUP not in installed(package)._package()[1]
 
 
 def test_whom_the_kernel_does_not_know_is_65534_where_it_does_not_say() -> None:
@@ -189,20 +225,17 @@ def test_whom_an_acl_names(
     path = tmp_path / "b"
     path.touch()
     path.chmod(0o664)
-    monkeypatch.setattr(acl, "writers", lambda file: acl.Writers(frozenset(users), frozenset(groups), False))
+    has_acl(monkeypatch, path, users=users, groups=groups)
     with pytest.raises(BundleUntrusted, match=told):
         trust.check(str(path), os.lstat(path), "b")
 
 
 def test_an_acl_that_can_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreadable(file: int | str) -> acl.Writers | None:
-        raise OSError(22, "its POSIX ACL is of no known form")
-
     path = tmp_path / "b"
     path.touch()
     path.chmod(0o664)
-    monkeypatch.setattr(acl, "writers", unreadable)
-    with pytest.raises(BundleUnreadable, match="bundle 'b': can't be read: its POSIX ACL is of no known form"):
+    has_an_unreadable_acl(monkeypatch, path)
+    with pytest.raises(BundleUnreadable, match="bundle 'b': can't be read: Input/output error"):
         trust.check(str(path), os.lstat(path), "b")
 
 

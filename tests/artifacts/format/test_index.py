@@ -8,6 +8,7 @@ import craft
 import golden_bundles
 import msgpack
 import pytest
+from calls import calls_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -242,33 +243,27 @@ def test_models_and_problems_are_what_they_are(value):
                 read(craft.changed(MEDIUM, **{part: value}))
 
 
-def test_who_asked_for_choices_need_read_no_others_to_tell_where_they_were_judged(monkeypatch):
+def test_who_asked_for_choices_need_read_no_others_to_tell_where_they_were_judged():
     bundle = golden_bundles.medium()
     pairs = [(problem, one) for problem, row in bundle.choices.items() for one in row if one.runner_up is not None]
     assert pairs
     for problem, choice in pairs:
         file = open_bytes(MEDIUM, "b")
         assert file.find(problem)
-        monkeypatch.setattr(index, "read_measured", lambda *_: pytest.fail("it was read"))
-        assert file.judged_on(choice.variant) in bundle.gpus
-        assert file.judged_on(choice.runner_up) in bundle.gpus
-        monkeypatch.undo()
+        with calls_of(schema.read_measured) as read:
+            assert file.judged_on(choice.variant) in bundle.gpus
+            assert file.judged_on(choice.runner_up) in bundle.gpus
+        assert read == []
 
 
-def test_where_none_was_judged_each_row_is_read_once(monkeypatch):
+def test_where_none_was_judged_each_row_is_read_once():
     """Also of a bundle without problems: there is no row to read."""
-    read = []
-
-    def measured(record, gpus):
-        read.append(record)
-        return []
-
-    monkeypatch.setattr(index, "read_measured", measured)
     file = open_bytes(MEDIUM, "b")
-    for _ in range(2):
-        assert file.judged_on(0) is None
-        assert sorted(read) == sorted(craft.parts(MEDIUM)[0]["problems"].values())
-    monkeypatch.undo()
+    with calls_of(schema.read_measured) as read:
+        for _ in range(2):
+            assert file.judged_on(len(golden_bundles.medium().variants)) is None  # no choice names it
+            found = sorted(one.arguments["record"] for one in read)
+            assert found == sorted(craft.parts(MEDIUM)[0]["problems"].values())
     assert open_bytes(craft.changed(MEDIUM, problems={}), "b").judged_on(0) is None
 
 
