@@ -6,10 +6,12 @@ import logging
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import signing
 from made import ON_H200, PROBLEM, SPECS, WIDE, modelled, variant, write
+from processes import copy_of
 
 from pretuned.aot.demand import tuner
 from pretuned.artifacts.errors import BundleError
@@ -281,14 +283,13 @@ def test_test_results_and_configs_are_neither_read_nor_written(
 ) -> None:
     """Nobody signs those."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(verdicts, "_memory", verdicts._Memory())
     one, other = variant(SPECS[0], b"one"), variant(SPECS[0], b"other")
 
     def files() -> dict[Path, bytes]:
         return {path: path.read_bytes() for path in (tmp_path / "cache").rglob("*") if path.is_file()}
 
-    def keep(of: Variant) -> None:
-        verdicts.note(of, ON_H200, verdicts.verdict(False, "y[0, 0] is 1, wanted 2"))
+    def keep(of: Variant, process: Any = verdicts) -> None:
+        process.note(of, ON_H200, verdicts.verdict(False, "y[0, 0] is 1, wanted 2"))
         unsloth.save_cached_config(of.cubin_sha256.hex(), {}, {}, {})
 
     reload()
@@ -297,11 +298,11 @@ def test_test_results_and_configs_are_neither_read_nor_written(
     assert len(before) == 3, before
     monkeypatch.setenv("PRETUNED_TRUSTED_KEYS", str(tmp_path / "keys"))
     reload()
-    monkeypatch.setattr(verdicts, "_memory", verdicts._Memory())
+    process = copy_of(verdicts)
     unsloth.clear_cache()
-    assert verdicts.known(one, ON_H200) is None
+    assert process.known(one, ON_H200) is None
     assert unsloth.load_cached_config(one.cubin_sha256.hex()) is None
-    keep(other)
-    assert verdicts.is_wrong(other, ON_H200)
+    keep(other, process)
+    assert process.is_wrong(other, ON_H200)
     assert files() == before
     assert tuner.OnDemand(tuner.measure_in_child)._kept._place() is None

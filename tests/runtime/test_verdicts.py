@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import multiprocessing
@@ -14,11 +13,12 @@ from typing import Any
 
 import pytest
 from made import ON_A100, ON_L40S, SPECS, variant
+from processes import copy_of
 
 from pretuned.artifacts.files.blob import read_checked, write_checked
 from pretuned.artifacts.files.lock import lock
 from pretuned.artifacts.records.target import LocalGpu
-from pretuned.runtime import hooks, reload, verdicts
+from pretuned.runtime import reload, verdicts
 from pretuned.runtime.verdicts import is_wrong, known, note, path_of, verdict
 
 ONE, OTHER = variant(SPECS[0], b"one"), variant(SPECS[0], b"other")
@@ -27,14 +27,7 @@ RIGHT, WRONG = verdict(True), verdict(False, "y[0, 0] is 1, wanted 2")
 
 def anew() -> Any:
     """The module as the next process has it: a second copy, which knows nothing yet."""
-    spec = importlib.util.spec_from_file_location(verdicts.__name__, verdicts.__file__)
-    assert spec is not None
-    assert spec.loader is not None
-    hooks_before = [*hooks._forget]
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    hooks._forget[:] = hooks_before
-    return module
+    return copy_of(verdicts)
 
 
 @pytest.fixture

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 from building import fill
+from calls import calls_of
 
+from pretuned.aot.build import build
 from pretuned.aot.journal.file import Header, open_journal, read_journal
 from pretuned.aot.journal.records import Incumbent, Measured, Timing
 from pretuned.aot.plan.families import serves
@@ -166,13 +168,13 @@ def test_a_journal_of_another_gpu_or_code_is_refused(aot: Aot, here: Path, candi
 
 
 def test_a_journal_that_cannot_serve_is_told_before_anything_is_compiled(
-    aot: Aot, here: Path, candidates: Path, monkeypatch: pytest.MonkeyPatch
+    aot: Aot, here: Path, candidates: Path
 ) -> None:
     write_journal(here / "h200.journal", candidates)
-    monkeypatch.setattr("pretuned.aot.build.build._compile", None)
     for given, message in (("h200.journal", "measured on sm_90"), ("no.journal", "aot measure writes one")):
-        done = aot("build", "--models", MODEL, "--sm", "80", "-J", given, "--measure", "auto")
-        assert done.code == 2
+        with calls_of(build._compile) as compiled:
+            done = aot("build", "--models", MODEL, "--sm", "80", "-J", given, "--measure", "auto")
+        assert (done.code, compiled) == (2, [])
         assert message in done.err
     done = aot("build", "--models", MODEL, "--candidates", "candidates.msgpack", "-J", "no.journal")
     assert (done.code, "aot measure writes one" in done.err) == (2, True)

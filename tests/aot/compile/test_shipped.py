@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import lzma
 from collections.abc import Iterator
 from dataclasses import replace
@@ -53,7 +54,11 @@ def layer() -> BuildPlan:
 
 @pytest.fixture
 def no_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(toolchain, "triton_folder", lambda: None)
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, real=importlib.util.find_spec: None if name == "triton" else real(name),
+    )
     toolchain.toolchain.cache_clear()
     yield
     toolchain.toolchain.cache_clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +37,13 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
     for name, release in (("ptxas", "12.9"), ("ptxas-blackwell", "13.4")):
         (tools / name).write_text(f"#!/bin/sh\necho Cuda compilation tools, release {release}, V{release}.1\n")
         (tools / name).chmod(0o755)
-    monkeypatch.setattr(toolchain, "triton_folder", lambda: tmp_path)
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, real=importlib.util.find_spec: (
+            importlib.util.spec_from_file_location(name, tmp_path / "__init__.py") if name == "triton" else real(name)
+        ),
+    )
     for name in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"):
         monkeypatch.delenv(name, raising=False)
 

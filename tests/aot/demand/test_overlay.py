@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import multiprocessing
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import fakemeasure
@@ -13,7 +16,7 @@ from fakemeasure import CONFIG, H100, H200
 from pretuned.aot.demand import overlay
 from pretuned.aot.models.layer import LayerShard
 from pretuned.aot.plan.plan import BuildPlan, plan
-from pretuned.artifacts.errors import BundleUnreadable, HostError
+from pretuned.artifacts.errors import HostError
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.files.lock import lock
 from pretuned.artifacts.format import codec
@@ -66,10 +69,8 @@ def test_what_is_measured_again_replaces_what_was_there(tmp_path: Path) -> None:
     assert used == {OTHER.pairs()}
 
 
-def test_entries_of_earlier_revisions_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    old = overlay.joined(fakemeasure.bundle(planned(8)), None)
-    for name, one in ENTRIES.items():
-        monkeypatch.setitem(ENTRIES, name, dataclasses.replace(one, revision=one.revision + 1))
+def test_entries_of_earlier_revisions_go() -> None:
+    old = overlay.joined(fakemeasure.bundle(planned(8), revision=0), None)
     new = overlay.joined(fakemeasure.bundle(planned(16)), old)
     assert problems(new) == {16}
     assert new.variants
@@ -136,12 +137,15 @@ def test_a_file_that_may_be_as_good_as_ever_is_left_alone(
         tmp_path.chmod(0o777)
     else:
 
-        def refuse(path: Path) -> None:
-            raise BundleUnreadable(f"bundle {str(path)!r}: too many open files")
+        def opened(name: str, *how: int, real: Callable[..., int] = os.open, **more: int) -> int:
+            if name == str(path):
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return real(name, *how, **more)
 
-        monkeypatch.setattr(overlay, "open_bundle", refuse)
+        monkeypatch.setattr(os, "open", opened)
     with pytest.raises(HostError, match="nothing can be added to"):
         overlay.add(tmp_path / "a", H200, fakemeasure.bundle(planned(16)))
+    monkeypatch.undo()
     tmp_path.chmod(0o755)
     with open_bundle(path) as file:
         assert problems(file.load()) == {8}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -151,14 +152,15 @@ def test_what_runs_instead_is_told(layer: BuildPlan, tmp_path: Path, monkeypatch
     assert tuner._instead(layer.buckets, ON_H200) == f"torch's grouped GEMM runs {cells} of {cells} cells"
 
 
-def test_what_this_process_made_goes_to_the_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = snapshot.Snapshot(())
+def test_what_this_process_made_goes_to_the_child(tmp_path: Path) -> None:
     path = made.write(tmp_path / "kept.msgpack", {made.PROBLEM: [made.modelled(64, 0)]})
     with open_bundle(path) as opened:
-        one.add(opened)
-        monkeypatch.setattr(snapshot, "snapshot", lambda: one)
-        assert list(tuner._made_here(90).values()) == [path.read_bytes()]
-        assert tuner._made_here(80) == {}
+        snapshot.keep(opened)
+        try:
+            assert list(tuner._made_here(90).values()) == [path.read_bytes()]
+            assert tuner._made_here(80) == {}
+        finally:
+            snapshot.forget_made()
 
 
 @pytest.mark.slow
@@ -166,7 +168,11 @@ def test_without_triton_the_candidates_that_ship_are_measured(
     layer: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not only what the bundles have: the model's best of each cell."""
-    monkeypatch.setattr(toolchain, "triton_folder", lambda: None)
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, real=importlib.util.find_spec: None if name == "triton" else real(name),
+    )
     toolchain.toolchain.cache_clear()
     try:
         tuned = measured(layer, tmp_path / "answer")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import faketimer
 import pytest
+from emulated_driver import EmulatedGpu, emulated
 
-from pretuned.aot.executors import local
 from pretuned.aot.executors.local import LocalExecutor, begun
 from pretuned.aot.measure.job import Setup
 from pretuned.aot.process.scratch import scratch_folder
@@ -60,7 +60,6 @@ def test_one_that_died_when_it_was_awake_is_another_one_at_its_start() -> None:
 
 
 @pytest.mark.parametrize(("count", "device"), [(0, 0), (2, 2), (2, -1)])
-def test_without_such_a_gpu_nothing_begins(count: int, device: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "gpu_count", lambda: count)
-    with begun(device) as executor:
+def test_without_such_a_gpu_nothing_begins(count: int, device: int) -> None:
+    with emulated(EmulatedGpu(count=count)), begun(device) as executor:
         assert executor is None

@@ -2,57 +2,50 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
+from emulated_driver import EmulatedGpu, emulated
+from host_gpu import PERSISTENT
 
 from pretuned.aot.measure import calls
 from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Op, Problem
-from pretuned.runtime.launch import gemm
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
+from pretuned.kernels import reference
+from pretuned.kernels.contract.spec import Spec
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: the emulated one is for machines without")
 @pytest.mark.parametrize("op", [Op.FORWARD, Op.DX])
 @pytest.mark.parametrize("fusion", [Fusion.NONE, Fusion.GATHER, Fusion.SCATTER])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_moved_rows_and_their_weights(op: Op, fusion: Fusion, weighted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Any] = []
-
-    def launcher(_kernel: object, **given: Any) -> Any:
-        told.append(given["fused"])
-        return lambda *given, **words: told.append((given, words))
-
-    monkeypatch.setattr(gemm, "product_launcher", launcher)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
-    M, N, K = 6, 16, 32
-    index = torch.arange(M, dtype=torch.int32) if fusion else None
-    weights = torch.ones(M) if weighted and fusion else None
-    rows, w = torch.zeros(M, K if op is Op.FORWARD else N), torch.zeros(2, N, K)
-    y, m_sizes = torch.zeros(M, N if op is Op.FORWARD else K), torch.tensor([2, 4], dtype=torch.int32)
-    on = calls.Tensors(Problem(op, DType.BF16, 2, N, K, fusion=fusion), M, rows, w, y, index, 2, weights)
-    calls.caller(SimpleNamespace(), on, m_sizes)()
-    fused, given = told
-    assert fused.fusion == (fusion | Fusion.WEIGHT if weights is not None else fusion)
-    assert fused.x_divisor == (2 if fusion is Fusion.GATHER else 1)
-    assert not fused.zero_tail
-    positional, words = given
-    assert positional == (y.data_ptr(), m_sizes.data_ptr(), 7)
-    moved = (
-        {}
-        if index is None
-        else {
-            "index": index.data_ptr(),
-            "row_weights": 0 if weights is None else weights.data_ptr(),
-            "index_end": M,
-        }
+def test_moved_rows_and_their_weights(op: Op, fusion: Fusion, weighted: bool) -> None:
+    M, N, K, E, top_k = 6, 16, 32, 2, 2
+    columns, reduction = (N, K) if op is Op.FORWARD else (K, N)
+    index = torch.tensor([4, 1, 5, 0, 3, 2], dtype=torch.int32) if fusion else None
+    weights = torch.rand(M) if weighted and fusion else None
+    rows, w = torch.randn(M // top_k if fusion is Fusion.GATHER else M, reduction), torch.randn(E, N, K)
+    y, m_sizes = torch.full((M, columns), 7.0), torch.tensor([2, 3], dtype=torch.int32)  # the last row is nobody's
+    wanted = y.clone()
+    reference.rows(
+        rows,
+        w if op is Op.FORWARD else w.transpose(1, 2),
+        m_sizes,
+        wanted,
+        M=M,
+        layout=Layout.NK,
+        index=index,
+        index_end=M,
+        gather_divisor=top_k if fusion is Fusion.GATHER else 0,
+        scatter=fusion is Fusion.SCATTER,
+        row_weights=weights,
     )
-    assert words == {
-        "x": rows.data_ptr(),
-        "w": w.data_ptr(),
-        "stride_x_m": rows.shape[1],
-        "stride_y_m": y.shape[1],
-        "M": M,
-        **moved,
-    }
+    problem = Problem(op, DType.FP32, E, N, K, fusion=fusion)
+    with emulated(EmulatedGpu()) as gpu:
+        kernel = gpu.load(Spec(op, DType.FP32, PERSISTENT, fusion=fusion))
+        call = calls.caller(kernel, calls.Tensors(problem, M, rows, w, y, index, top_k, weights), m_sizes)
+        assert gpu.launches == []
+        gpu.stream = 7
+        call()
+    (launch,) = gpu.launches
+    assert launch.stream == 7
+    torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)

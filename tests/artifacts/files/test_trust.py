@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import os
 import shutil
 import socket
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import copy_of
 
 from pretuned.artifacts.errors import BundleUnreadable, BundleUntrusted
 from pretuned.artifacts.files import trust
@@ -39,12 +39,7 @@ def package(tmp_path: Path) -> Path:
 
 def installed(package: Path) -> Any:
     """The module as it is in this package."""
-    spec = importlib.util.spec_from_file_location(trust.__name__, package / "artifacts" / "files" / "trust.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return copy_of(trust, package / "artifacts" / "files" / "trust.py")
 
 
 def has_acl(

@@ -12,6 +12,8 @@ import pytest
 import stockexperts
 import torch
 from acts import row_act
+from calls import calls_of
+from emulated_driver import EmulatedGpu, emulated
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
@@ -532,7 +534,7 @@ def test_other_dtensors_are_refused_by_their_placements(mesh: Any) -> None:
         ours.experts_forward(Experts(), hidden, *given[1:])
 
 
-def test_register_is_one_line_and_can_be_called_again(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_register_is_one_line_and_can_be_called_again(library: Any) -> None:
     from transformers.integrations.moe import ExpertsInterface
 
     ours.register()
@@ -543,16 +545,16 @@ def test_register_is_one_line_and_can_be_called_again(library: Any, monkeypatch:
     model = made(library, "qwen3_moe")
     own, _ = run(model, "eager")
     torch.testing.assert_close(run(model, "pretuned")[0], own, rtol=1e-4, atol=1e-4)
-    prepared: list[Any] = []
-    monkeypatch.setattr(ours, "prepare", prepared.append)
-    model.to("cpu")
+    with calls_of(ours.prepare) as prepared:
+        model.to("cpu")
     assert not prepared, "there is no GPU"
-    monkeypatch.setattr(ours, "_on_gpu", lambda experts: True)
-    model.to("cpu")
-    assert prepared == experts_of(model)
+    with emulated(EmulatedGpu()), calls_of(ours.prepare) as prepared:
+        model.to("cpu")
+    assert [one.arguments["experts"] for one in prepared] == experts_of(model)
     model.set_experts_implementation("eager")
-    model.to("cpu")
-    assert prepared == experts_of(model), "no more, as something else runs them"
+    with emulated(EmulatedGpu()), calls_of(ours.prepare) as prepared:
+        model.to("cpu")
+    assert not prepared, "something else runs them"
     copy.deepcopy(model)
 
 

@@ -7,9 +7,14 @@ from pathlib import Path
 
 import pytest
 from emulated_driver import EmulatedGpu, emulated
+from emulated_kernels import made, write
 
 from pretuned.artifacts.errors import BundleCorrupt
-from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle
+from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Op
+from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.spec import Spec
 from pretuned.runtime.launch.loader import loaded, loaded_count
 
 SHIPPED = Path(__file__).parents[3] / "artifacts" / "bundles"
@@ -42,22 +47,19 @@ def test_a_variant_of_two_bundles_is_loaded_once_a_device(gpu: EmulatedGpu) -> N
         assert len(gpu.loads) == len(shared) + 2
 
 
-def test_code_that_is_known_is_not_read_from_a_damaged_copy(
-    gpu: EmulatedGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = SHIPPED / "catalogue-sm90.msgpack"
-    data = bytearray(whole.read_bytes())
-    with open_bundle(whole) as one:
-        offset, size = one._index.place(3)
-        data[offset + size // 2] ^= 1
-        path = tmp_path / "damaged.msgpack"
-        path.write_bytes(data)
-        with open_bundle(path) as damaged:
-            with pytest.raises(BundleCorrupt):
-                loaded(damaged, 3, 0, 132)
-            assert gpu.loads == []
-            kernel = loaded(one, 3, 0, 132)
-            # (Its index is whole, and has the digest of the other's: such a copy is passed over from the start.)
-            monkeypatch.setattr(BundleFile, "digest", property(lambda file: file.path.encode()))
-            assert loaded(damaged, 3, 0, 132) is kernel
+def test_code_that_is_known_is_not_read_from_a_damaged_bundle(gpu: EmulatedGpu, tmp_path: Path) -> None:
+    """It has the same code in another bundle. (A copy of one bundle is passed over from the start.)"""
+    config = Config(16, 64, 64, 4, 2)
+    shared, other = (made(Spec(Op.FORWARD, dtype, config)) for dtype in (DType.FP32, DType.BF16))
+    whole = write(tmp_path / "whole.msgpack", [shared])
+    path = write(tmp_path / "damaged.msgpack", [shared, other])
+    data, cubin = path.read_bytes(), shared[1]
+    assert data.count(cubin) == 1
+    path.write_bytes(data.replace(cubin, cubin[:-1] + b"?"))
+    with open_bundle(whole) as one, open_bundle(path) as damaged:
+        with pytest.raises(BundleCorrupt):
+            loaded(damaged, 0, 0, 132)
+        assert gpu.loads == []
+        kernel = loaded(one, 0, 0, 132)
+        assert loaded(damaged, 0, 0, 132) is kernel
     assert len(gpu.loads) == 1

@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -32,22 +31,6 @@ def _wrong(launch: emulated_driver.Launch) -> None:
 
 def _fault(_launch: object) -> None:
     GPU.broken = "an illegal memory access was encountered"
-
-
-def _kill(_launch: object) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _die(_launch: object) -> None:
-    os.kill(os.getpid(), signal.SIGSEGV)
-
-
-def _exit(_launch: object) -> None:
-    os._exit(7)
-
-
-def _hang(_launch: object) -> None:
-    time.sleep(600)
 
 
 def _pause(_launch: object) -> None:
@@ -86,10 +69,6 @@ def _republish(_launch: object) -> None:
 MISBEHAVES = {
     "wrong": _wrong,
     "fault": _fault,
-    "killed": _kill,
-    "die": _die,
-    "exit": _exit,
-    "hang": _hang,
     "pause": _pause,
     "forge": _forge,
     "flood": _flood,
