@@ -225,6 +225,23 @@ def test_whom_an_acl_names(
         trust.check(str(path), os.lstat(path), "b")
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+@pytest.mark.parametrize("own_group", [False, True])
+def test_whether_an_acl_lets_the_own_group_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_group: bool
+) -> None:
+    path = tmp_path / "b"
+    path.touch()
+    os.chown(path, 0, OTHER)
+    path.chmod(0o664)
+    has_acl(monkeypatch, path, users=[0], own_group=own_group)
+    if own_group:
+        with pytest.raises(BundleUntrusted, match=f"group {OTHER} can write it"):
+            trust.check(str(path), os.lstat(path), "b")
+    else:
+        trust.check(str(path), os.lstat(path), "b")
+
+
 def test_an_acl_that_can_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "b"
     path.touch()

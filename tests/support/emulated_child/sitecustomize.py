@@ -78,9 +78,9 @@ MISBEHAVES = {
 
 
 def _loaded() -> None:
-    """The GPU is lost when a kernel of these is loaded."""
+    """This process has lost the GPU, for good, once a kernel of these is loaded."""
     if FAULTS[GPU.loaded[-1].digest.hex()] == "unusable":
-        GPU.raises.append(RuntimeError("an uncorrectable ECC error"))
+        GPU.broken = "an uncorrectable ECC error was encountered"
 
 
 FAULTS: dict[str, str | int] = json.loads(os.environ["EMULATED_FAULTS"])
