@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import triton
+from compiled import keep_compiled
 
 from pretuned.aot.compile.ptx import cut, fit, rewrites, streamed, written
 from pretuned.aot.compile.triton import compile_variant, job_key
@@ -59,23 +60,15 @@ def test_every_store_of_dw_gets_the_hint_and_no_load() -> None:
 
 @pytest.mark.slow
 def test_streamed_dw_asks_for_rows_and_marks_its_stores(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-
-    def spy(ptx: str) -> str:
-        seen.append(ptx)
-        return written(ptx)
-
     streams = Config(
         32, 128, 256, 8, 8, group_m=1, loads=Loads.TMA, schedule=Schedule.COOPERATIVE, cache=Cache.EVICT_FIRST
     )
     assert rewrites(streams) == (written,)
-    monkeypatch.setattr(
-        "pretuned.aot.compile.triton.rewrites", lambda config: (spy,) if config.cache is Cache.EVICT_FIRST else ()
-    )
+    kept = keep_compiled(monkeypatch)
     compiled = compile_variant(Spec(Op.DW, DType.BF16, streams), 90)
-    (ptx,) = seen
+    ptx = kept[0].asm["ptx"]
     assert ptx.count("prefetch.global.L2 [") == 2  # x's rows and dy's
-    assert len(re.findall(r"cp\.async\.bulk\.tensor\.3d\.global", ptx)) == written(ptx).count("L2::cache_hint") == 8
+    assert len(re.findall(r"cp\.async\.bulk\.tensor\.3d\.global", ptx)) == ptx.count("L2::cache_hint") == 8
     assert compiled.variant.spill_bytes == 0
     assert [name for name, _ in compiled.variant.arguments][5:7] == ["dy_at", "x_at"]
 
@@ -249,24 +242,19 @@ def test_a_fitted_variant_has_products_of_every_size(
     op: Op, fusion: Fusion, config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Each in a loop of its own, all sums in registers; ptxas would say (C75..) that it makes products wait."""
-    seen = []
-
-    def spy(ptx: str) -> str:
-        seen.append(fit(ptx))
-        return seen[0]
-
     assert rewrites(config) == (fit,)
-    monkeypatch.setattr("pretuned.aot.compile.triton.rewrites", lambda _config: (spy,))
+    kept = keep_compiled(monkeypatch)
     compiled = compile_variant(Spec(op, DType.BF16, config, fusion=fusion), 90)
-    sizes = [int(size) for size in re.findall(r"wgmma\.mma_async\.[\w.]*?m64n(\d+)k16", seen[0])]
+    ptx = kept[0].asm["ptx"]
+    sizes = [int(size) for size in re.findall(r"wgmma\.mma_async\.[\w.]*?m64n(\d+)k16", ptx)]
     turns = 2 if config.schedule is Schedule.PINGPONG else 1
     # 64 deep in steps of 16, by each of two warpgroups
     assert sorted(sizes) == sorted([*range(16, config.block_m + 1, 16)] * 2 * 4 * turns)
     assert compiled.variant.spill_bytes <= MAX_SPILL_BYTES
-    waits = re.findall(r"wgmma\.wait_group\.sync\.aligned (\d)", seen[0])
+    waits = re.findall(r"wgmma\.wait_group\.sync\.aligned (\d)", ptx)
     loops = 2 * config.block_m // 16
     assert sorted(waits) == sorted(["0"] * 2 + [str(turns)] * loops), "a step behind in each loop, all after them"
-    (tmp_path / "one.ptx").write_text(seen[0])
+    (tmp_path / "one.ptx").write_text(ptx)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     call = [tool, "-v", "--gpu-name=sm_90a", tmp_path / "one.ptx", "-o", tmp_path / "one.cubin"]
     assert "C75" not in subprocess.run(call, capture_output=True, text=True, check=True).stderr

@@ -36,7 +36,8 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op, Problem
 from pretuned.artifacts.records.target import LocalGpu
 from pretuned.kernels.contract.config import Config, Loads, Schedule
-from pretuned.runtime import ExpertWeights, config_cache, grouped_gemm, reload
+from pretuned.runtime import ExpertWeights, grouped_gemm, reload
+from pretuned.runtime.config_cache import MAX_FILES
 from pretuned.runtime.dispatch import snapshot
 from pretuned.runtime.dispatch.pin import KernelPair, Preference
 
@@ -446,13 +447,22 @@ def test_a_damaged_config_file_is_not_there(home: Path, tmp_path: Path, how: str
     assert fakemeasure.on_demand(tmp_path / "log").load(key()) is None
 
 
-def test_there_are_never_too_many_config_files(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config_cache, "MAX_FILES", 4)
+def test_there_are_never_too_many_config_files(home: Path, tmp_path: Path) -> None:
+    """The oldest go."""
     asked = fakemeasure.on_demand(tmp_path / "log")
-    for power in range(8):
+    asked.configs(key(1), 0, force=False)
+    for number in range(MAX_FILES - 1):
+        path = home / "configs" / f"{number}.config"
+        path.touch()
+        os.utime(path, (number, number))
+    for power in (3, 7):
         asked.configs(key(1 << power), 0, force=False)
-    assert len(list((home / "configs").iterdir())) == 4
-    assert fakemeasure.on_demand(tmp_path / "log").load(key(1 << 7)) is not None
+        names = {one.name for one in (home / "configs").iterdir()}
+        assert len(names) == MAX_FILES
+    assert {"0.config", "1.config"}.isdisjoint(names)
+    assert "2.config" in names
+    for power in (0, 3, 7):
+        assert fakemeasure.on_demand(tmp_path / "log").load(key(1 << power)) is not None
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from pretuned.artifacts.errors import BundleCorrupt, BundleTooNew, BundleUnreada
 from pretuned.artifacts.files import packed
 from pretuned.artifacts.files.bundle_file import members, open_bundle
 from pretuned.artifacts.format.codec import encode
+from pretuned.artifacts.format.wire import PREAMBLE_BYTES, pack_preamble
+from pretuned.artifacts.limits import MAX_FILE_BYTES
 
 SHIPPED = Path(__file__).parents[3] / "artifacts" / "bundles" / "catalogue-sm80.msgpack"
 
@@ -175,14 +177,16 @@ def test_what_comes_after_the_wanted_one_is_not_unpacked(tmp_path: Path) -> None
     assert packed.capabilities(data, "it") == SMS  # aot verify then opens each
 
 
-def test_several_take_no_more_than_the_limit_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    several = [of(sm) for sm in SMS]
-    data, total = packed.pack(*several), sum(map(len, several))
-    monkeypatch.setattr(packed, "MAX_FILE_BYTES", total)
-    assert packed.capabilities(data, "it") == SMS
-    monkeypatch.setattr(packed, "MAX_FILE_BYTES", total - 1)
-    with pytest.raises(BundleCorrupt, match=f"its bundles are {total} bytes or more together, the limit is"):
-        whole(data, 89)
+def test_several_take_no_more_than_the_limit_of_one() -> None:
+    """By the size that the second says of itself."""
+    one, index = of(80), of(86)[PREAMBLE_BYTES:]
+    for total, told in (
+        (MAX_FILE_BYTES, "^(?!.*limit)"),  # it ends too early
+        (MAX_FILE_BYTES + 1, f"its bundles are {MAX_FILE_BYTES + 1} bytes or more together, the limit is"),
+    ):
+        data = lzma.compress(one + pack_preamble(total - len(one), index) + index)
+        with pytest.raises(BundleCorrupt, match=told):
+            whole(data, 86)
 
 
 def test_a_bundle_that_is_not_pressed_is_all_that_its_file_holds() -> None:

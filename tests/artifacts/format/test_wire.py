@@ -10,7 +10,7 @@ import msgpack
 import pytest
 
 from pretuned.artifacts.errors import BundleCorrupt
-from pretuned.artifacts.format import codec, wire
+from pretuned.artifacts.format import codec
 from pretuned.artifacts.format.wire import PREAMBLE_BYTES, Malformed, begins_with, pack, parse, read_preamble, unpack
 from pretuned.artifacts.limits import MAX_FILE_BYTES, MAX_INDEX_BYTES, MAX_NAME_CHARS
 
@@ -110,12 +110,15 @@ def test_what_unpack_refuses(data: bytes) -> None:
 
 
 def test_a_msgpack_that_packs_less_deep_than_it_unpacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def packed(*_: object) -> bytes:
-        raise ValueError("recursion limit exceeded")
+    class Shallow:
+        def __init__(self, **_: object) -> None: ...
+
+        def pack(self, _: object) -> bytes:
+            raise ValueError("recursion limit exceeded")
 
     deep = b"\x91" * 400 + b"\x90"
     assert pack(unpack(deep, max_items=1)) == deep
-    monkeypatch.setattr(wire, "pack", packed)
+    monkeypatch.setattr(msgpack, "Packer", Shallow)
     with pytest.raises(Malformed, match="not canonical msgpack: ValueError: recursion limit exceeded"):
         unpack(deep, max_items=1)
 

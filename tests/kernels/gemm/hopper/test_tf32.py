@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from compiled import keep_compiled
 
-from pretuned.aot.compile import triton
 from pretuned.aot.compile.triton import compile_variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem
@@ -90,9 +90,7 @@ def test_a_lane_holds_what_the_instruction_wants(left: bool) -> None:
 @pytest.mark.parametrize("config", [SHIPPED[0], pytest.param(SHIPPED[1], marks=pytest.mark.nightly)])
 def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch, config: Config) -> None:
     """All products are mma.sync of both warpgroups, in lines of 32-bit numbers, and what TMA stores is not rounded."""
-    kept: list[Any] = []
-    original = triton._triton_compile
-    monkeypatch.setattr(triton, "_triton_compile", lambda *given: kept.append(original(*given)) or kept[0])
+    kept = keep_compiled(monkeypatch)
     variant = compile_variant(replace(SPEC, config=config), 90).variant
     ptx, ttgir = kept[0].asm["ptx"], kept[0].asm["ttgir"]
     assert "wgmma" not in ptx

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
+from compiled import keep_compiled
 
-from pretuned.aot.compile import triton
 from pretuned.aot.compile.triton import compile_variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op
@@ -25,9 +24,7 @@ MOST_SPILLED_BYTES = 64
 @pytest.mark.parametrize("fusion", [Fusion.NONE, Fusion.SCATTER])
 def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch, fusion: Fusion) -> None:
     spec = Spec(Op.FORWARD, DType.FP8_BLOCK, candidates(Op.FORWARD, DType.FP8_BLOCK, 90)[0], fusion=fusion)
-    kept: list[Any] = []
-    original = triton._triton_compile
-    monkeypatch.setattr(triton, "_triton_compile", lambda *given: kept.append(original(*given)) or kept[0])
+    kept = keep_compiled(monkeypatch)
     variant = compile_variant(spec, 90).variant
     ptx = kept[0].asm["ptx"]
     # 128 of K are four instructions, of the upper rows of a tile and of the lower, of each of two warpgroups.

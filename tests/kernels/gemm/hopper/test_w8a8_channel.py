@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import Any
 
 import pytest
+from compiled import keep_compiled
 
-from pretuned.aot.compile import triton
 from pretuned.aot.compile.triton import compile_variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op
@@ -36,9 +35,7 @@ def test_these_are_among_what_is_built() -> None:
 )
 def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch, config: Config, fusion: Fusion) -> None:
     spec = Spec(Op.FORWARD, DType.FP8_CHANNEL, config, fusion=fusion)
-    kept: list[Any] = []
-    original = triton._triton_compile
-    monkeypatch.setattr(triton, "_triton_compile", lambda *given: kept.append(original(*given)) or kept[0])
+    kept = keep_compiled(monkeypatch)
     variant = compile_variant(spec, 90).variant
     ptx = kept[0].asm["ptx"]
     widths = Counter(map(int, re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k32\.f32\.e4m3\.e4m3", ptx)))

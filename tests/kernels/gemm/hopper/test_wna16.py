@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import pytest
+from compiled import keep_compiled
 
-from pretuned.aot.compile import triton
 from pretuned.aot.compile.triton import compile_variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op
@@ -46,9 +45,7 @@ def test_these_are_among_what_is_built() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.dtype.value)
 def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch, spec: Spec) -> None:
-    kept: list[Any] = []
-    original = triton._triton_compile
-    monkeypatch.setattr(triton, "_triton_compile", lambda *given: kept.append(original(*given)) or kept[0])
+    kept = keep_compiled(monkeypatch)
     variant, config = compile_variant(spec, 90).variant, spec.config
     ptx = kept[0].asm["ptx"]
     widths = Counter(map(int, re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.bf16\.bf16", ptx)))
