@@ -179,6 +179,8 @@ def test_tensors_on_the_host(clean_places: Path) -> None:
         ({**NUMBERS, "M": 4, "sm": 75}, "sm=75 is not supported, wanted one of 80"),
         ({**NUMBERS, "M": 4, "sm": 90, "dtype": "fp8"}, "bf16, fp16, fp32, tf32"),
         ({"x": torch.empty(2, 2), "sm": 90}, "wanted x, w and m_sizes"),
+        ({"x": torch.empty(2, 2), "w": torch.empty(1, 2, 2), "sm": 90}, "wanted x, w and m_sizes"),
+        ({"x": torch.empty(2, 2), "m_sizes": torch.zeros(1, dtype=torch.int32), "sm": 90}, "wanted x, w and m_sizes"),
         ({**NUMBERS, "M": 1.5, "sm": 90}, "M is 1.5, wanted the number of rows, an int"),
         ({**NUMBERS, "M": True, "sm": 90}, "M is True"),
         ({**NUMBERS, "M": 2**31, "sm": 90}, "M is 2147483648, wanted .* at most 2147483647"),
