@@ -276,3 +276,10 @@ def test_weights_made_in_inference_mode_are_copied_to(format: str) -> None:
     other = ExpertWeights.quantize(torch.randn(2, 128, 128), format)
     w.copy_(other)
     assert torch.equal(w.dequantize(), other.dequantize())
+
+
+def test_a_pickle_in_a_layout_that_this_version_does_not_know_is_refused() -> None:
+    """Its codes would be read as others."""
+    state = ExpertWeights.quantize(torch.randn(2, 64, 64), "mxfp4").__getstate__()
+    with pytest.raises(InputError, match="order is 99 with codes"):
+        ExpertWeights.__new__(ExpertWeights).__setstate__({**state, "order": 99})
