@@ -555,8 +555,8 @@ class ExpertWeights:
         if not _has_nan(self):
             return True
         _log.warning(
-            "pretuned: %s codes are %s: these weights stay in the checkpoint's layout, whose kernels keep NaN and are "
-            "slower. If experts that get tokens have it, mend the checkpoint",
+            "pretuned: %s codes are %s: these weights stay in the checkpoint's layout. If experts that get tokens have "
+            "it, mend the checkpoint",
             self.format,
             place_of_nan(self.codes),
         )

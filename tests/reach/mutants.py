@@ -144,7 +144,7 @@ SAME: dict[tuple[str, str, str], str] = {
     ),
     (
         "artifacts/format/wire.py",
-        "max_buffer_size=max(1, len(data)), raw=False, strict_map_key=True, max_array_len=max_items, max_map_len=64,",
+        "max_buffer_size=max(1, len(data)),",
         "2",
     ): "a buffer's least size, of no data",
     ("artifacts/files/blob.py", "data = file.read(status.st_size + 1)", "2"): "one byte more tells a file that grew",

@@ -180,7 +180,7 @@ def test_blocks_of_codes_with_a_scale_a_row_are_those_that_prepared_tensors_have
 
 def test_too_many_rows_are_refused(driver: EmulatedGpu) -> None:
     with pytest.raises(InputError, match=r"the most rows of .* is 2\^30: split the batch"):
-        launcher(driver).pack(x=16, x_scale=32, w=48, w_scale=64, stride_y_m=N, M=2**30 + 1)
+        launcher(driver)(16, 16, 0, x=16, x_scale=32, w=48, w_scale=64, stride_y_m=N, M=2**30 + 1)
 
 
 @pytest.mark.parametrize("top_k", [0, 3])

@@ -187,7 +187,7 @@ def test_as_many_programs_as_tiles_or_as_fit(driver: EmulatedGpu) -> None:
         launcher(16, 16, 0, M=M, **words)
         assert driver.launches[-1].grid == wanted
     with pytest.raises(InputError, match=r"the most rows of .* is 2\^30: split the batch"):
-        launcher.pack(M=2**30 + 1, **words)
+        launcher(16, 16, 0, M=2**30 + 1, **words)
 
 
 def test_a_reduction_that_is_too_long_is_refused(driver: EmulatedGpu) -> None:

@@ -240,7 +240,7 @@ def test_too_much_for_one_launch_is_refused(gpu: Gpu80) -> None:
     assert launcher.plain_scales
     words = {"x": 16, "w": 16, "w_scale": 16, "stride_x_m": K, "stride_y_m": N}
     with pytest.raises(InputError, match=r"make 268435\d\d\d tiles of .*, the most is 67108864: split the batch"):
-        launcher.pack(M=2**30, **words)
+        launcher(16, 16, 0, M=2**30, **words)
 
 
 @pytest.mark.parametrize("dtype", [DType.MXFP4, DType.MXFP8, DType.INT4_G64_ZP, DType.NVFP4, DType.FP8_BLOCK_A16])

@@ -88,19 +88,19 @@ def launcher(variant: Variant) -> Launcher:
 
 @pytest.mark.parametrize("fusion", [Fusion.NONE, Fusion.SCATTER, Fusion.GATHER])
 def test_a_product_of_rows_takes_2_30(fusion: Fusion) -> None:
-    pack = launcher(specialised(Op.FORWARD, fusion)).pack
-    pack(x=16, w=16, stride_x_m=64, stride_y_m=64, M=1 << 30)
+    launch = launcher(specialised(Op.FORWARD, fusion))
+    launch(16, 16, 0, x=16, w=16, stride_x_m=64, stride_y_m=64, M=1 << 30)
     with pytest.raises(InputError, match=r"M=1073741825, the most rows of .* is 2\^30"):
-        pack(x=16, w=16, stride_x_m=64, stride_y_m=64, M=(1 << 30) + 1)
+        launch(16, 16, 0, x=16, w=16, stride_x_m=64, stride_y_m=64, M=(1 << 30) + 1)
 
 
 def test_dw_takes_what_its_steps_can_be_counted_in() -> None:
     variant = specialised(Op.DW, Fusion.NONE)
     most = dict(variant.config)["block_m"] * ((1 << 20) - 1)
-    pack = launcher(variant).pack
-    pack(dy=16, x=16, stride_dy_m=64, stride_x_m=64, M=most)
+    launch = launcher(variant)
+    launch(16, 16, 0, dy=16, x=16, stride_dy_m=64, stride_x_m=64, M=most)
     with pytest.raises(InputError, match=f"the most rows of dW by .* is {most}"):
-        pack(dy=16, x=16, stride_dy_m=64, stride_x_m=64, M=most + 1)
+        launch(16, 16, 0, dy=16, x=16, stride_dy_m=64, stride_x_m=64, M=most + 1)
 
 
 def plain(*, persistent: bool) -> Variant:
@@ -119,20 +119,20 @@ def plain(*, persistent: bool) -> Variant:
 @pytest.mark.parametrize("persistent", [False, True])
 def test_plain_code_takes_2_30_rows(persistent: bool) -> None:
     """Beyond, rows past a tile's end, and 16 more for each program that zeroes rows, would pass 2^31."""
-    pack = launcher(plain(persistent=persistent)).pack
+    launch = launcher(plain(persistent=persistent))
     rows = (1 << 30) if persistent else (1 << 29)
-    pack(x=16, w=16, stride_x_m=64, stride_y_m=64, M=rows)
+    launch(16, 16, 0, x=16, w=16, stride_x_m=64, stride_y_m=64, M=rows)
     with pytest.raises(InputError, match="split the batch"):
-        pack(x=16, w=16, stride_x_m=64, stride_y_m=64, M=(1 << 30) + 1)
+        launch(16, 16, 0, x=16, w=16, stride_x_m=64, stride_y_m=64, M=(1 << 30) + 1)
 
 
 def test_programs_of_one_tile_are_2_26() -> None:
     variant = plain(persistent=False)
     block_m, most = dict(variant.config)["block_m"], 1 << 26
-    pack = launcher(variant).pack
-    pack(x=16, w=16, stride_x_m=64, stride_y_m=64, M=(most - 4) * block_m)
+    launch = launcher(variant)
+    launch(16, 16, 0, x=16, w=16, stride_x_m=64, stride_y_m=64, M=(most - 4) * block_m)
     with pytest.raises(InputError, match=f"the most is {most}: split the batch"):
-        pack(x=16, w=16, stride_x_m=64, stride_y_m=64, M=(most + 1) * block_m)
+        launch(16, 16, 0, x=16, w=16, stride_x_m=64, stride_y_m=64, M=(most + 1) * block_m)
 
 
 @pytest.mark.parametrize(("index_end", "more"), [(1, 1), (16, 1), (17, 2), (1024, 64)])
@@ -159,7 +159,7 @@ def test_programs_that_clear_rows_come_on_top(index_end: int, more: int, launche
         programs.append(launched(variant, made, **GIVEN, index_end=index_end)[0])
     assert programs[1] == programs[0] + more
     with pytest.raises(InputError, match="split the batch"):
-        made.pack(**GIVEN | {"M": ((1 << 26) - 4) * dict(variant.config)["block_m"] + 4, "index_end": index_end})
+        made(16, 16, 0, **GIVEN | {"M": ((1 << 26) - 4) * dict(variant.config)["block_m"] + 4, "index_end": index_end})
 
 
 @pytest.mark.parametrize("beside", [False, True])
@@ -225,8 +225,8 @@ def test_columns_and_steps_that_a_tile_can_be_told_by(op: Op) -> None:
     def make(columns: int, reduction: int) -> Launcher:
         return gemm.product_launcher(kernel, N=columns, K=reduction, E=1, strides=(1, 1), m_sizes_step=1)
 
-    make(columns, 8).pack(x=16, w=16, stride_x_m=8, stride_y_m=columns, M=8)
-    make(8, reduction).pack(x=16, w=16, stride_x_m=reduction, stride_y_m=8, M=8)
+    make(columns, 8)(16, 16, 0, x=16, w=16, stride_x_m=8, stride_y_m=columns, M=8)
+    make(8, reduction)(16, 16, 0, x=16, w=16, stride_x_m=reduction, stride_y_m=8, M=8)
     with pytest.raises(InputError, match=f"the most columns of .* are {columns}, these are {columns + 8}"):
         make(columns + 8, 8)
     with pytest.raises(InputError, match=f"the longest reduction of .* is {reduction}, this is {reduction + 8}"):
@@ -239,7 +239,7 @@ def test_columns_that_a_tile_of_dw_can_be_told_by() -> None:
     def make(K: int) -> Launcher:
         return gemm.product_launcher(kernel, N=8, K=K, E=1, m_sizes_step=1)
 
-    make(columns).pack(dy=16, x=16, stride_dy_m=8, stride_x_m=columns, M=8)
+    make(columns)(16, 16, 0, dy=16, x=16, stride_dy_m=8, stride_x_m=columns, M=8)
     with pytest.raises(InputError, match=f"the most columns of .* are {columns}, these are {columns + 8}"):
         make(columns + 8)
 
