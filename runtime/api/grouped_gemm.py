@@ -194,19 +194,18 @@ def grouped_gemm(
     # First: a call under way keeps the table that it began with, so that nothing chosen before a ``reload`` goes into
     # one from after.
     snapshot: Snapshot | None = current.snapshot
-    keep = None
-    if not (
-        autotune
-        or kernel_config_fwd is not None
-        or kernel_config_bwd_dX is not None
-        or kernel_config_bwd_dW is not None
-    ):
+    key = None
+    pinned = kernel_config_fwd is not None or kernel_config_bwd_dX is not None or kernel_config_bwd_dW is not None
+    if type(x) in tensors.PLAIN and type(topk) is int and not (autotune or pinned):
         try:
             M, single = x.shape[0], x.dtype is _FLOAT32
             if permute_x:
                 M *= topk
             varies = (
-                x.is_contiguous()
+                type(M) is int  # (else it is traced, and what looks at it fixes it)
+                and M > 0
+                and x.is_contiguous()
+                and (not permute_y or not M % topk)
                 and (gather_indices is None or gather_indices.shape[0] == M)
                 and (topk_weights is None or (topk_weights.numel() == M and topk_weights.is_contiguous()))
                 and (out is None or (out.shape[0] == M and out.is_contiguous()))
@@ -231,19 +230,24 @@ def grouped_gemm(
                 None if lora is None else scales_of((lora, None)),
                 single and tf32_allowed(_FLOAT32),
             )
-            if snapshot is None and tensors.on_gpu(x):
-                from ..dispatch.snapshot import snapshot as taken
-
-                snapshot = taken()
-            if snapshot is not None and not (single and _casts("cuda")):
-                plan: ProductPlan | None = snapshot.plans.get(key)
-                if plan is not None:
-                    y = plan(M, x, w, m_sizes, topk_weights, bias, gather_indices, out, lora)
-                    if y is not None:
-                        return y
-                keep = snapshot.plans, key, varies
+            plan: ProductPlan | None = None
+            if single and _casts("cuda"):
+                key = None
+            elif snapshot is not None:
+                plan = snapshot.plans.get(key)
         except tensors.UNUSABLE:  # no usable tensor: the checks will say
-            keep = None
+            key = plan = None
+        if plan is not None:
+            y = plan(M, x, w, m_sizes, topk_weights, bias, gather_indices, out, lora)
+            if y is not None:
+                return y
+    keep = None
+    if key is not None and tensors.on_gpu(x):
+        if snapshot is None:
+            from ..dispatch.snapshot import snapshot as taken
+
+            snapshot = taken()
+        keep = snapshot.plans, key, varies
     from ..check.form import form_of
     from .call import run
 

@@ -44,7 +44,15 @@ class LowRankGradients(NamedTuple):
 
 
 def as_used(lora: Any, dtype: torch.dtype, E: int) -> LowRank:
-    """An adapter (``api.lora.Lora``) as products take it, unchecked: a plan looks at these tensors itself."""
+    """An adapter (``api.lora.Lora``) as products take it: a plan looks at these tensors itself.
+
+    Raises
+    ------
+    ValueError
+        where A and B have not one rank: padded, they might.
+    """
+    if lora.A.shape[1] != lora.B.shape[2]:
+        raise ValueError("A and B are of different ranks")
     return LowRank(as_read(lora.A, dtype, E, 1), as_read(lora.B, dtype, E, 2), lora.scale)
 
 

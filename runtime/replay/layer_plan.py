@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ..check import tensors as check_tensors
-from ..check.tensors import in_memory
+from ..check.tensors import address_of, in_memory
 from ..driver.device import current_stream, device_is_current
 from ..launch.products import operands_of
 from ..launch.program import Program
@@ -48,7 +48,7 @@ stream_of = current_stream
 class LayerPlan(Programs):
     """One layer's programs."""
 
-    __slots__ = ("E", "_behind", "_dense", "_low", "_same", "_sizes", "_there", "how", "programs")
+    __slots__ = ("E", "_behind", "_dense", "_low", "_lows", "_same", "_sizes", "_there", "how", "programs")
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class LayerPlan(Programs):
         grad: bool,
     ) -> None:
         super().__init__(hidden, grad=grad, varies=True)
-        self.how, self._same, self._low = how, same, hidden.data_ptr() & LOW
+        self.how, self._same, self._low, self._lows = how, same, hidden.data_ptr() & LOW, _lows(given)
         self.E, self._sizes, self._dense = given.gate_up.shape[0], (how.top_k, hidden.shape[-1]), type(given) is Weights
         self._there, self._behind = itemgetter(*there), behind  # where biases and adapters begin
         self.programs: dict[bool, Program] = {}  # by whether h is kept
@@ -144,6 +144,7 @@ class LayerPlan(Programs):
             and hidden.is_contiguous()
             and weights.is_contiguous()
             and hidden.data_ptr() & LOW == self._low
+            and (self._dense or _lows(given) == self._lows)
             and not (biases and any(one.data_ptr() & LOW for one in biases))
             and (self._alone or device_is_current(self._device))
         )
@@ -263,6 +264,11 @@ def _takes_results(out: torch.Tensor, read: Sequence[torch.Tensor]) -> bool:
 def _low(adapters: Adapters) -> tuple[torch.Tensor | None, ...]:
     """A and B of the first product, then of the second."""
     return tuple(each for one in adapters for each in (one or (None, None))[:2])
+
+
+def _lows(given: Weights | FrozenWeights) -> list[int]:
+    """How what kernels read of quantised weights is aligned: they were chosen by it."""
+    return [address_of(one) & LOW for one in _operands(given)[:-2]]
 
 
 def _operands(given: Weights | FrozenWeights) -> tuple[torch.Tensor | None, ...]:

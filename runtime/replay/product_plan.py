@@ -15,6 +15,7 @@ import torch
 from ..check import tensors as check_tensors
 from ..check.call import Call
 from ..check.form import Fusions
+from ..check.tensors import address_of
 from ..driver.device import current_stream, device_is_current
 from ..launch.products import operands_of
 from ..launch.program import Program, Recorder
@@ -40,7 +41,19 @@ stream_of = current_stream
 class ProductPlan(Programs):
     """One product's. Calling it does the call, or returns None and does nothing where it is another one."""
 
-    __slots__ = ("_dense", "_low", "_out_low", "_own_sizes", "_same", "_shape", "_there", "form", "program")
+    __slots__ = (
+        "_counts",
+        "_dense",
+        "_low",
+        "_lows",
+        "_out_low",
+        "_own_sizes",
+        "_same",
+        "_shape",
+        "_there",
+        "form",
+        "program",
+    )
 
     def __init__(self, call: Call, given: Given, same: guard.Guard, out: torch.Tensor | None, *, varies: bool) -> None:
         x: torch.Tensor = given[0]  # type: ignore[assignment]
@@ -49,6 +62,7 @@ class ProductPlan(Programs):
         self._dense, self._shape = isinstance(call.w, torch.Tensor), call.w.shape
         self._there = itemgetter(*[i for i, one in enumerate(given) if one is not None])
         self._own_sizes: _Sizes | None = None if varies else (call.M, call.x_rows, call.y_rows)
+        self._counts, self._lows = call.m_sizes.dtype, _lows(call.w)
         self._out_low = 0 if out is None else out.data_ptr() & LOW
         self.program: Program | None = None
 
@@ -78,6 +92,12 @@ class ProductPlan(Programs):
                 return None
         if not self._same(*self._there(given)) or x.data_ptr() & LOW != self._low:
             return None
+        if self._dense:
+            if w.dim() != 3:
+                w = w.view(self._shape)  # type: ignore[union-attr]
+                given = (x, w, *given[2:])
+        elif _lows(w) != self._lows:
+            return None
         if not (self._alone or device_is_current(self._device)):
             return None
         grad = self.grad and _grad_enabled()
@@ -92,15 +112,13 @@ class ProductPlan(Programs):
         if grad:
             if _transformed():
                 return None
-            if w.dim() != 3:
-                w = w.view(self._shape)
             if one is not None:
                 how = Adapted(self.form, sizes, one.scale, self)
                 return _apply_adapted(x, w, m_sizes, weights, bias, one.A, one.B, index, how)
             return _apply(x, w, m_sizes, weights, bias, index, self.form, sizes, self)
         program = self.program
         if program is None:
-            return self.forward(x, w, m_sizes, weights, bias, index, sizes, one)[0]
+            return self.forward(x, w, m_sizes, weights, bias, index, sizes, one, out)[0]
         y = program.run(sizes[0], stream_of(self._device), given)[0]
         if out is not None:
             _written(out)
@@ -152,7 +170,9 @@ class ProductPlan(Programs):
         operands: Any = (w,) if self._dense else operands_of(w).values()  # type: ignore[arg-type]
         index = index if form.permute_x else None
         given = (dy, x, u, index, one.A, one.B, *operands, m_sizes)
-        if not _has_rows(M, dy, u, index) or (x is not None and x.shape[0] != sizes[1]):
+        if m_sizes.dtype is not self._counts or not _has_rows(M, dy, u, index):
+            return None
+        if x is not None and x.shape[0] != sizes[1]:
             return None
         known, loose = self._gradients.get(learns), 0 if self._own_sizes else 4
         if known is not None:
@@ -184,7 +204,7 @@ class ProductPlan(Programs):
     ) -> Results | None:
         """dx, dw and None twice, of a plain call; None where ``autograd.backward`` has to compute them."""
         M = sizes[0]
-        if not _has_rows(M, dy, x):
+        if m_sizes.dtype is not self._counts or not _has_rows(M, dy, x):
             return None
         known, loose = self._gradients.get(needs), 0 if self._own_sizes else 2
         if known is not None:
@@ -200,6 +220,11 @@ class ProductPlan(Programs):
             return autograd.backward(call, dy, x, needs, do)
 
         return self._first(needs, M, (dy, x, w, m_sizes), 3, compute, loose)
+
+
+def _lows(w: _W) -> list[int]:
+    """How quantised weights are aligned: kernels were chosen by it. (Of a tensor, the key has its address.)"""
+    return [] if isinstance(w, torch.Tensor) else [address_of(one) & LOW for one in operands_of(w).values()]
 
 
 def _has_rows(M: int, *tensors: torch.Tensor | None) -> bool:

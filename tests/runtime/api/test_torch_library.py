@@ -184,6 +184,29 @@ def test_compile_under_autocast_and_without_a_gradient() -> None:
     torch.testing.assert_close(y, layer(**given))
 
 
+@pytest.mark.parametrize("gathers", [False, True])
+def test_export_of_any_rows_takes_each_number_of_them(gathers: bool) -> None:
+    """Nothing of a call's sizes is looked at: no number of rows, or of padded ones, is fixed."""
+    w = torch.randn(E, I, H)
+
+    class Product(torch.nn.Module):
+        def forward(self, x: torch.Tensor, m_sizes: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+            if not gathers:
+                return grouped_gemm(x, w, m_sizes)
+            return grouped_gemm(x, w, m_sizes, TOPK, index, permute_x=True, zero_tail=True)
+
+    def given(tokens: int, padding: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        routing = sort_routing(torch.randint(0, E, (tokens, TOPK)), E)
+        index = torch.cat([routing.gather_indices, routing.gather_indices.new_full((padding,), -1)])
+        return torch.randn(tokens if gathers else tokens * TOPK, H), routing.m_sizes, index
+
+    dynamic = ({0: torch.export.Dim("T")}, None, {0: torch.export.Dim("M")})
+    exported = torch.export.export(Product(), given(5, 0), dynamic_shapes=dynamic, strict=False).module()
+    for sizes in ((5, 0), (7, 0), (7, 4)):
+        arguments = given(*sizes)
+        torch.testing.assert_close(exported(*arguments), Product()(*arguments), equal_nan=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("bounds", [{"min": 2, "max": 4096}, {}])
 def test_export(bounds: dict[str, int]) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from emulated_driver import EmulatedGpu, Launch
 from emulated_kernels import bundle_of, made
-from host_gpu import Device, install_candidates_bundle, replays
+from host_gpu import Device, Replay, install_candidates_bundle, replays
 
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.format.codec import encode
@@ -466,3 +466,19 @@ def test_a_call_with_an_adapter_is_one_launch_each_way(driver: EmulatedGpu, zero
     assert (forward["y"], forward["bias"], forward["R"], forward["M"]) == (y.data_ptr(), bias.data_ptr(), 8, M)
     assert (int(forward["flags"]), int(back["flags"])) == (8 | (16 if zero_tail else 0), 16)
     assert (back["y"], back["bias"], back["R"]) == (grads[0].data_ptr(), 0, 8)
+
+
+@pytest.mark.parametrize("dtype", QUANTISED)
+def test_scales_that_begin_elsewhere_have_no_plan_of_others(driver: EmulatedGpu, use: Use, dtype: DType) -> None:
+    use(dtype)
+    w = ExpertWeights.quantize(torch.randn(E, N, K), dtype.value).prepare()
+    x, m_sizes = torch.randn(T, K).bfloat16(), torch.tensor([10, 0, 30, 0], dtype=torch.int32)
+    shifted = torch.empty(w.scale.numel() + 1, dtype=w.scale.dtype)[1:].view(w.scale.shape).copy_(w.scale)
+    other = ExpertWeights(w.format, w.codes, shifted, w.zero, w.global_scale)
+    replayed: list[Replay] = []
+    with replays(replayed.append):
+        for _ in range(2):
+            grouped_gemm(x, w, m_sizes)
+        assert len(replayed) == 1
+        grouped_gemm(x, other, m_sizes)
+        assert len(replayed) == (1 if other.kernel_scale is other.scale else 2)

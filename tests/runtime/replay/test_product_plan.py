@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from host_gpu import TOPK, Device, E, K, N, Replay, T, ran, replays, tensors, use_low_rank_kernels
+from host_gpu import PERSISTENT, TOPK, Device, E, K, N, Replay, T, ran, replays, tensors, use_low_rank_kernels
 
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.records.problem import Op, RowOp
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Layout, Op, RowOp
 from pretuned.runtime import Lora, grouped_gemm, reload, sort_routing
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.ops import zero_rows
@@ -148,6 +150,89 @@ def test_a_given_out_is_written_by_the_plan_and_may_not_be_read(planned: list[pr
         grouped_gemm(x, w, m_sizes, out=w.view(-1)[: 8 * N].view(8, N))
     with pytest.raises(InputError, match="requires grad"):
         grouped_gemm(x.requires_grad_(), w, m_sizes, out=torch.empty(8, N))
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_no_rows_launch_nothing(planned: list[product_plan.ProductPlan], device: Device, learns: bool) -> None:
+    w, m_sizes = torch.randn(E, N, K).requires_grad_(learns), torch.tensor([0, 1, 0, 0], dtype=torch.int32)
+    for _ in range(2):
+        grouped_gemm(torch.randn(1, K), w, m_sizes)
+    assert len(planned) == 1
+    launched = len(device.launched)
+    assert grouped_gemm(torch.randn(0, K), w, 0 * m_sizes).shape == (0, N)
+    assert (len(planned), len(device.launched)) == (1, launched)
+
+
+@pytest.mark.parametrize("first_as_int64", [False, True])
+def test_counts_of_another_dtype_have_another_gradient(
+    planned: list[product_plan.ProductPlan], first_as_int64: bool
+) -> None:
+    """A hook on saved tensors may give int64 for int32, which a program would read as int32."""
+    x, w, m_sizes = call()
+
+    def by_int64() -> list[torch.Tensor]:
+        unpack = lambda saved: saved.long() if saved.dtype is torch.int32 else saved  # noqa: E731
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, unpack):
+            return gradients(x, w, m_sizes)
+
+    def as_they_are() -> list[torch.Tensor]:
+        return gradients(x, w, m_sizes)
+
+    first, then = (by_int64, as_they_are) if first_as_int64 else (as_they_are, by_int64)
+    wanted = first()
+    for again in (first, then, first, then):
+        assert all(map(torch.equal, again(), wanted))
+
+
+def test_slots_that_are_no_whole_tokens_are_refused_as_the_first_time(planned: list[product_plan.ProductPlan]) -> None:
+    x, w, m_sizes = torch.randn(9, K), torch.randn(E, N, K), torch.tensor([3, 0, 4, 1], dtype=torch.int32)
+    for _ in range(2):
+        grouped_gemm(x[:8], w, m_sizes, 2, torch.randperm(8), permute_y=True)
+    assert len(planned) == 1
+    for out in (None, torch.empty(9, N)):
+        with pytest.raises(InputError):
+            grouped_gemm(x, w, m_sizes, 2, torch.randperm(9), permute_y=True, out=out)
+    for topk in (True, 2.0):
+        with pytest.raises(InputError, match="topk"):
+            grouped_gemm(x[:8], w, m_sizes, topk, torch.randperm(8), permute_y=True)  # type: ignore[arg-type]
+
+
+def test_ranks_that_differ_are_refused_as_the_first_time(planned: list[product_plan.ProductPlan]) -> None:
+    """A and B are padded to whole 16 bytes before a plan compares them."""
+    x, w, m_sizes = call(x=False, w=False)
+    A, B = torch.randn(E, 4, K), torch.randn(E, N, 4)
+    for _ in range(2):
+        grouped_gemm(x, w, m_sizes, lora=Lora(A, B))
+    assert len(planned) == 1
+    with pytest.raises(InputError, match="B"):
+        grouped_gemm(x, w, m_sizes, lora=Lora(A[:, :3].contiguous(), B))
+
+
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+def test_flattened_weights_reach_torch_as_matrices(
+    planned: list[product_plan.ProductPlan], device: Device, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    """Where torch's grouped_mm is the choice: of two matrices it multiplies something else."""
+    seen: list[torch.Size] = []
+
+    def grouped_mm(x: torch.Tensor, w: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+        seen.append(w.shape)
+        ends = offs.tolist()
+        return torch.cat([x[a:b] @ w[e] for e, (a, b) in enumerate(itertools.pairwise([0, *ends]))])
+
+    monkeypatch.setattr(programs, "KINDS", (torch.bfloat16,))
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", grouped_mm, raising=False)
+    device.has(PERSISTENT, DType.BF16)
+    device.layout = Layout(layout)
+    device.runs_torch([Op.FORWARD], (16, 8))
+    x, m_sizes = torch.randn(8, 8).bfloat16(), torch.tensor([3, 0, 4, 1], dtype=torch.int32)
+    w = torch.randn(E * (16 if layout == "nk" else 8), 8 if layout == "nk" else 16).bfloat16()
+    wanted = grouped_gemm(x, w, m_sizes, w_layout=layout)
+    assert wanted.shape == (8, 16)
+    for _ in range(2):
+        assert torch.equal(grouped_gemm(x, w, m_sizes, w_layout=layout), wanted)
+    assert len(planned) == 2
+    assert seen == [torch.Size((E, 8, 16))] * 3
 
 
 def test_tf32_is_another_call(planned: list[product_plan.ProductPlan]) -> None:
