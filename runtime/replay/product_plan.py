@@ -94,7 +94,7 @@ class ProductPlan(Programs):
             return None
         if self._dense:
             if w.dim() != 3:
-                w = w.view(self._shape)  # type: ignore[union-attr]
+                w = w.view(self._shape)
                 given = (x, w, *given[2:])
         elif _lows(w) != self._lows:
             return None
