@@ -193,8 +193,9 @@ class ProductLauncher(Launcher):
 
     def __call__(self, result: int, m_sizes: int, stream: int, **words: int) -> None:
         words = self._nulls | words
-        M, addresses = words.pop("M"), [words.pop(name) for name in self.operands[2:]]
-        self.bind(**words)(M, stream, result, m_sizes, *addresses)
+        numbers = {name: word for name, word in words.items() if name != "M" and name not in self._places}
+        addresses = [words[name] for name in self.operands[2:]]
+        self.bind(**numbers)(words["M"], stream, result, m_sizes, *addresses)
 
     def _bind(self, *, index_end: int = 0, all_rows: bool = False, behind: Behind = (), **numbers: int) -> Run:
         rest, shifts = self._numbers(numbers), self._shifts(behind)
