@@ -79,7 +79,7 @@ class Way(enum.IntEnum):
     QUANTISED_X = 3  # x is quantised, and a variant multiplies codes by codes
 
     def problems(self, problem: Problem) -> tuple[Problem, ...]:
-        """What a variant has to compute to run ``problem`` this way; () if no variant can."""
+        """The problems whose variants run ``problem`` this way; () if none can."""
         bare = replace(problem, fusion=problem.fusion & ~Fusion.GATHER, top_k=0)
         if self is Way.QUANTISED_X:
             dtype = problem.dtype.with_x_quantised

@@ -112,7 +112,7 @@ class Cell(NamedTuple):
 
     @property
     def margin(self) -> float:
-        """What another way's time is multiplied with before it is compared."""
+        """The factor of another way's time before it is compared."""
         return MARGIN if self.choice.source is Source.MODELLED else 1.0
 
     def rival(self, problem: Problem) -> Choice | str:
@@ -127,7 +127,7 @@ class Cell(NamedTuple):
 
 
 def gather_us(M: int, K: int, itemsize: int, top_k: int, chip: Chip | None) -> float | None:
-    """What gathering M rows of K elements takes, in us, if ``top_k`` sorted rows read each row of x; None if unknown.
+    """The time of gathering M rows of K elements in us, if ``top_k`` sorted rows read each row of x; None if unknown.
 
     It reads the index and M / top_k rows of x, and writes M rows.
     """
@@ -140,7 +140,7 @@ def gather_us(M: int, K: int, itemsize: int, top_k: int, chip: Chip | None) -> f
 
 
 def quantise_us(M: int, K: int, top_k: int, chip: Chip | None) -> float | None:
-    """What quantising M rows of K elements takes, in us; None if the GPU's rates are not known.
+    """The time of quantising M rows of K elements in us; None if the GPU's rates are not known.
 
     It reads M rows of bf16, or M / top_k that an index picks, and writes M rows of codes and scales.
     """

@@ -23,7 +23,7 @@ Kinds: TypeAlias = "tuple[tuple[torch.dtype, torch.Size, torch.device] | None, .
 
 
 def kinds_of(every: Sequence[torch.Tensor | None]) -> Kinds:
-    """What ``as_kept`` compares. (Of a few microseconds: hot calls derive it from other tensors.)"""
+    """The properties that ``as_kept`` compares. Reading them takes time: hot calls derive them from other tensors."""
     return tuple(None if one is None else (one.dtype, one.shape, one.device) for one in every)
 
 
@@ -45,7 +45,7 @@ def as_kept(call: str, names: str, every: Sequence[torch.Tensor | None], kinds: 
 
 
 class Saved(NamedTuple):
-    """What the saved tensors of one backward have in common: the ``call``'s name, its element type and device."""
+    """The common properties of one backward's saved tensors: the ``call``'s name, its element type and device."""
 
     call: str
     dtype: torch.dtype
@@ -82,12 +82,12 @@ class Saved(NamedTuple):
         return one if one.dtype is dtype else self._checked(name, one, tuple(one.shape), (dtype,))
 
     def rows(self, name: str, one: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-        """As ``whole``, of a matrix whose rows may be apart."""
+        """A matrix, checked like ``whole``; its rows may be apart."""
         one = self._checked(name, one, shape, ())
         return one if rows_usable(one) else one.contiguous()
 
     def weights(self, name: str, one: torch.Tensor, shape: tuple[int, int, int]) -> torch.Tensor:
-        """As ``whole``, of experts' matrices, whose rows and matrices may be apart."""
+        """Experts' matrices, checked like ``whole``; rows and matrices may be apart."""
         one = self._checked(name, one, shape, ())
         return one if one.shape[2] <= 1 or one.stride(2) == 1 else one.contiguous()
 

@@ -1,8 +1,8 @@
 """Programs of calls that come again, and the guards that a gradient passes before it is run by one.
 
-A plan (``product_plan.py``, ``layer_plan.py``) takes a call only if its tensors pass one guard
-(``guard.py``) and begin as well aligned as the first ones; any other goes the long way, which checks everything. What
-is written down while it runs is in ``launch/program.py``, the arithmetic in ``ops``.
+A plan (``product_plan.py``, ``layer_plan.py``) takes a call only if its tensors pass one guard (``guard.py``) and begin
+as well aligned as the first ones. Any other call goes the long way, which checks everything. ``launch/program.py``
+writes down what runs, the arithmetic is in ``ops``.
 """
 
 from __future__ import annotations
