@@ -175,7 +175,7 @@ def _multiply_zeroed(
     """
     a, s, z, b, low, shared, buffers, sums, summed, y, moved, noted = own
     full, empty, used, queue, filled, free = shared
-    AHEAD: gl.constexpr = FITTED
+    AHEAD: gl.constexpr = FITTED and BLOCK_K == BLOCK
     SPLIT: gl.constexpr = BLOCK_N == BLOCK
     MINE: gl.constexpr = max(1, BLOCK_N // (2 * BLOCK))  # blocks of columns
     UNITS: gl.constexpr = BLOCK_K // (2 * BLOCK) if SPLIT else BLOCK_K // BLOCK * MINE  # products of a stage
