@@ -11,7 +11,8 @@ does vLLM's in fp8 per channel, by its heuristic, its tuned files and in two til
 DeepGEMM in its contiguous form (every expert's rows padded to 128) and its masked one. Humming multiplies x in bf16.
 "ours, of codes" is our product of a quantised x, by the choice of the bundle that has it. In mxfp4, mxfp8 and int4
 (groups of 32 and 128, offset 8) x is bf16 for all: triton_kernels' matmul_ogs (mxfp4), vLLM's Marlin and Humming by its
-heuristic, each with these weights in its own order. Each result is compared with fp32 of the dequantised operands
+heuristic, each with these weights in its own order. int4_g128_zp has zero points instead of the offset 8: of these
+three, Marlin alone is measured. Each result is compared with fp32 of the dequantised operands
 (three experts of each).
 
 A line of JSON a cell as soon as it is measured: median microseconds, relative errors, and what failed. Several models
@@ -42,7 +43,7 @@ from pretuned.aot.measure.clock import Clock, HostClock, Replayed
 from pretuned.runtime import grouped_gemm
 
 from . import w4a16, w8a8
-from .products import FLAGSHIPS, INT4, MODELS, OF_CODES, Call, Cell, Product, known, products
+from .products import FLAGSHIPS, INT4, INT4_ZERO, MODELS, OF_CODES, Call, Cell, Product, known, products
 
 Maker: TypeAlias = Callable[[Path, Product, list[int]], Callable[[Cell], dict[str, Call]]]
 PEERS: dict[str, tuple[tuple[str, ...], Maker]] = {  # the formats that each has, and what prepares it
@@ -50,10 +51,10 @@ PEERS: dict[str, tuple[tuple[str, ...], Maker]] = {  # the formats that each has
     "vllm": (OF_CODES, w8a8.vllm),
     "deepgemm": (("fp8_block",), w8a8.deepgemm),
     "triton_kernels": (("mxfp4",), w4a16.triton_kernels),
-    "marlin": (("mxfp4", "mxfp8", *INT4), w4a16.marlin),
+    "marlin": (("mxfp4", "mxfp8", *INT4, INT4_ZERO), w4a16.marlin),
     "humming": (("mxfp4", "mxfp8", *INT4, "fp8_block"), w4a16.humming),
 }
-FORMATS = ("mxfp4", *OF_CODES, *INT4, "mxfp8")
+FORMATS = ("mxfp4", *OF_CODES, *INT4, INT4_ZERO, "mxfp8")
 TOKENS = "1,16,128,1024,8192"
 ROUNDS = 15
 OF_BF16 = ("ours", "humming")  # which multiply x itself, not its codes
@@ -200,9 +201,10 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     """
     tokens = sorted({one["tokens"] for one in rows})
     lines = ["| tokens | " + " | ".join(f"{T:,}" for T in tokens) + " |", "|---" * (len(tokens) + 1) + "|"]
-    kinds = dict.fromkeys("int4" if one["format"] in INT4 else one["format"] for one in rows)
-    for kind in kinds:
-        here = [one for one in rows if one["format"].startswith(kind)]
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for one in rows:
+        kinds.setdefault("int4" if one["format"] in INT4 else one["format"], []).append(one)
+    for kind, here in kinds.items():
         models = ", ".join(dict.fromkeys(one["model"] for one in here))
         every = dict.fromkeys(peer_of(name) for one in here for name in one["us"] if peer_of(name) is not None)
         for label, peers in ((f"{kind}: {models}", list(every)), *((f"{kind}: {peer}", [peer]) for peer in every)):

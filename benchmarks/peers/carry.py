@@ -48,10 +48,10 @@ _ALL = (
     "bin/*",
 )
 # vLLM's numbers of types, as the names of Marlin's kernels have them from 0.26 on: of tokens, then of weights.
-_FP16, _INT8, _BF16, _U4, _U8B128 = (
-    b"Ll%dE" % one for one in (1125899906910725, 1125899906909952, 1125899906909960, 1125899906843648, 1125899923621888)
+_FP16, _INT8, _BF16, _U8B128 = (
+    b"Ll%dE" % one for one in (1125899906910725, 1125899906909952, 1125899906909960, 1125899923621888)
 )
-_MARLIN = b"6MarlinI(?:" + b"|".join((_FP16, _INT8, _BF16 + _U4, _BF16 + _U8B128)) + b")"
+_MARLIN = b"6MarlinI(?:" + b"|".join((_FP16, _INT8, _BF16 + _U8B128)) + b")"
 RULES = {
     "vllm": Rule(  # attention is Triton's; Marlin's layers are of bf16 tokens, and no linear layer is Marlin's
         (
@@ -66,7 +66,7 @@ RULES = {
             "vllm/third_party/tml_fa4/*",
             "*.cpython-31[0134]-*",
         ),
-        rb"sm80_kernel_(float16|s8)_|sm80_kernel_bfloat16_(u4|u8b128)_|paged_attention_v[12]|gguf_k|selective_scan_fwd"
+        rb"sm80_kernel_(float16|s8)_|sm80_kernel_bfloat16_u8b128_|paged_attention_v[12]|gguf_k|selective_scan_fwd"
         rb"|6marlin6Marlin|scaled_mm_c2x|7machete|8hadacore|fp32_router_gemm_kernel|" + _MARLIN,
     ),
     "sglang": Rule(("sglang/multimodal_gen/*", "sglang/srt/rust_extensions/*", "sglang/test/*"), rb"(?!)"),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 Call: TypeAlias = Callable[[], torch.Tensor]
 INT4 = ("int4_g32", "int4_g128")
+INT4_ZERO = "int4_g128_zp"  # with zero points
 OF_CODES = ("fp8_block", "fp8_channel")  # whose x is quantised, too
 MODELS = {  # E, H, I, top_k
     "mxfp4": {"gpt-oss-20b": (32, 2880, 2880, 4), "gpt-oss-120b": (128, 2880, 2880, 4)},
@@ -35,6 +36,7 @@ MODELS = {  # E, H, I, top_k
     "int4_g32": {"kimi-k2": (384, 7168, 2048, 8)},
     "int4_g128": {"qwen3-30b": (128, 2048, 768, 8), "mixtral-8x7b": (8, 4096, 14336, 2)},
 }
+MODELS[INT4_ZERO] = MODELS["int4_g128"]
 
 FLAGSHIPS = {  # measured where they are asked for; of ep=8 the experts of one rank, with the rows of T tokens a rank
     "mxfp4": {
@@ -68,8 +70,7 @@ class Product:
     @property
     def group(self) -> int:
         """Elements of K that share a scale."""
-        groups = {"mxfp4": 32, "mxfp8": 32, "fp8_block": 128, "fp8_channel": self.K, "int4_g32": 32, "int4_g128": 128}
-        return groups[self.format]
+        return {"mxfp4": 32, "mxfp8": 32, "int4_g32": 32, "fp8_channel": self.K}.get(self.format, 128)
 
     @cached_property
     def operands(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,13 +94,22 @@ class Product:
         return codes, ((torch.rand(groups, generator=g, device=self.device) + 0.5) * 1e-2).bfloat16()
 
     @cached_property
+    def zero(self) -> torch.Tensor | None:
+        """Zero points, uint8 in the scales' shape; None for a format without them."""
+        if self.format != INT4_ZERO:
+            return None
+        g = torch.Generator(self.device).manual_seed(3)
+        shape = (self.E, self.N, self.K // self.group)
+        return torch.randint(0, 16, shape, dtype=torch.uint8, device=self.device, generator=g)
+
+    @cached_property
     def weights(self) -> ExpertWeights:
         """The same as ours, in the order that our kernels read."""
         from pretuned.runtime import ExpertWeights
 
         codes, scale = (one.clone() for one in self.operands)
-        if self.format in INT4:
-            return ExpertWeights.int4(codes, scale).prepare()
+        if self.format in (*INT4, INT4_ZERO):
+            return ExpertWeights.int4(codes, scale, None if self.zero is None else self.zero.clone()).prepare()
         return getattr(ExpertWeights, self.format)(codes, scale).prepare()  # type: ignore[no-any-return]
 
 

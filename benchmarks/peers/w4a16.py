@@ -18,7 +18,7 @@ import torch
 from benchmarks.peers.vllm_kernels import taken
 from pretuned.runtime.weights.codes import pack, unpack
 
-from .products import Call, Cell, Product
+from .products import INT4_ZERO, Call, Cell, Product
 
 MARLIN_ROWS = (8, 16, 32, 48, 64)  # a block; vLLM takes the first that 0.9 of the mean expert's rows don't fill
 QUANTISATION = "model_executor/layers/quantization/utils"
@@ -52,15 +52,16 @@ def triton_kernels(place: Path, product: Product, tokens: list[int]) -> Callable
 
 
 def orders(place: Path, *, mxfp8: bool = False) -> dict[str, Any]:
-    """vLLM's functions that say in which order Marlin has weights and scales, by name. Needs NumPy, as they do.
+    """vLLM's functions that order weights, scales and zero points for Marlin, by name. Needs NumPy, as they do.
 
     That of mxfp8 is looked up where it is asked for: older versions lack it.
     """
     import numpy
 
-    folder, names = place / QUANTISATION, {"torch": torch, "np": numpy}
+    folder, names = place / QUANTISATION, {"torch": torch, "np": numpy, "numpy": numpy}
     return {
-        **taken(folder / "marlin_utils.py", ("get_scale_perms", "marlin_permute_scales"), names),
+        **taken(folder / "quant_utils.py", ("get_pack_factor", "pack_cols"), names),
+        **taken(folder / "marlin_utils.py", ("get_scale_perms", "marlin_permute_scales", "marlin_zero_points"), names),
         **taken(folder / "marlin_utils_fp4.py", ("mxfp4_marlin_process_scales",), names),
         **(taken(folder / "marlin_utils_fp8.py", (MXFP8_SCALES,), names) if mxfp8 else {}),
         **taken(folder / "marlin_utils_test.py", ("get_weight_perm",), names),
@@ -75,7 +76,7 @@ def marlin_sizes(N: int, K: int) -> tuple[int, int]:
 
 
 class Marlin:
-    """What of vLLM's package Marlin needs: its operator, the names of types, and how weights and scales are ordered."""
+    """Marlin in vLLM: the operator, the types, and the functions that order weights, scales and zero points."""
 
     def __init__(self, place: Path, *, mxfp8: bool = False) -> None:
         if not hasattr(torch.ops._moe_C, "moe_wna16_marlin_gemm"):
@@ -113,6 +114,11 @@ class Marlin:
             into.copy_(self.names[name](ordered) if exponents else ordered)
         return found
 
+    def zeros(self, zero: torch.Tensor) -> torch.Tensor:
+        """[E, N, K / group] uint8 to [E, K / group, N / 8] int32, as vLLM packs those of a bf16 x."""
+        _, N, groups = zero.shape
+        return torch.stack([self.names["marlin_zero_points"](one.T, groups, N, 4) for one in zero])
+
 
 def marlin(place: Path, product: Product, tokens: list[int]) -> Callable[[Cell], dict[str, Call]]:
     """vLLM's Marlin for MoE, w4a16, each call as vLLM's fused_marlin_moe makes it for one product.
@@ -120,15 +126,19 @@ def marlin(place: Path, product: Product, tokens: list[int]) -> Callable[[Cell],
     A padded product's x lies padded beforehand: the down product of gpt-oss.
     """
     mxfp8 = product.format == "mxfp8"
-    theirs, (codes, scale) = Marlin(place, mxfp8=mxfp8), product.operands
+    theirs, (codes, scale), zero = Marlin(place, mxfp8=mxfp8), product.operands, product.zero
     N, K = marlin_sizes(product.N, product.K)
     if (N, K) != (product.N, product.K):
         more = N - product.N, K - product.K
         wide = torch.nn.functional.pad(codes.view(torch.uint8), (0, more[1] // (1 if mxfp8 else 2), 0, more[0]))
         codes = wide.view(codes.dtype)
-        scale = torch.nn.functional.pad(scale, (0, more[1] // product.group, 0, more[0]))
+        wider = (0, more[1] // product.group, 0, more[0])
+        scale = torch.nn.functional.pad(scale, wider)
+        zero = None if zero is None else torch.nn.functional.pad(zero, wider)
     w, s = theirs.codes(codes), theirs.scales(scale, K, product.group)
-    kind = getattr(theirs.types, {"mxfp4": "float4_e2m1f", "mxfp8": "float8_e4m3fn"}.get(product.format, "uint4b8"))
+    zeros = None if zero is None else theirs.zeros(zero)
+    kinds = {"mxfp4": "float4_e2m1f", "mxfp8": "float8_e4m3fn", INT4_ZERO: "uint4"}
+    kind = getattr(theirs.types, kinds.get(product.format, "uint4b8"))
     processors = torch.cuda.get_device_properties(0).multi_processor_count if w.is_cuda else 1
     workspace = torch.zeros(4 * processors, dtype=torch.int32, device=w.device)
     name = "marlin" if (N, K) == (product.N, product.K) else f"marlin (padded to {N} x {K})"
@@ -149,7 +159,7 @@ def marlin(place: Path, product: Product, tokens: list[int]) -> Callable[[Cell],
                 s,
                 None,
                 None,
-                None,
+                zeros,
                 None,
                 None,
                 workspace,

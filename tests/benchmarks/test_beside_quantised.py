@@ -11,9 +11,10 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from engine_wheels import unpacked
 
 from pretuned.aot.measure.clock import HostClock
-from pretuned.runtime.weights.codes import unpack
+from pretuned.runtime.weights.codes import pack, unpack
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 UTILS = {  # as vLLM's files have them: functions among what can't be imported here
@@ -22,6 +23,15 @@ import something_that_is_not_here
 def get_scale_perms(): return list(reversed(range(64))), []
 def marlin_permute_scales(s, size_k, size_n, group_size):
     return s.reshape(-1, 64)[:, get_scale_perms()[0]].reshape(-1, size_n)
+def marlin_zero_points(zp, size_k, size_n, num_bits):
+    return pack_cols(zp.reshape(-1, 64)[:, get_scale_perms()[0]].reshape(-1, size_n), num_bits, size_k, size_n)
+""",
+    "quant_utils.py": """
+def get_pack_factor(num_bits): return 32 // num_bits
+def pack_cols(q_w, num_bits, size_k, size_n):
+    assert q_w.shape == (size_k, size_n)
+    words = q_w.int().reshape(size_k, -1, get_pack_factor(num_bits))
+    return sum(words[..., place] << num_bits * place for place in range(get_pack_factor(num_bits))).int()
 """,
     "marlin_utils_fp4.py": """
 def mxfp4_marlin_process_scales(marlin_scales): return marlin_scales.to(torch.float8_e8m0fnu)
@@ -58,7 +68,9 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> object:
     return made
 
 
-@pytest.mark.parametrize("format", ["mxfp4", "mxfp8", "int4_g32", "int4_g128", "fp8_block", "fp8_channel"])
+@pytest.mark.parametrize(
+    "format", ["mxfp4", "mxfp8", "int4_g32", "int4_g128", "int4_g128_zp", "fp8_block", "fp8_channel"]
+)
 def test_ours_is_measured_and_what_fails_is_told(tool: ModuleType, format: str) -> None:
     one = product(tool, format)
 
@@ -82,10 +94,11 @@ def test_ours_is_measured_and_what_fails_is_told(tool: ModuleType, format: str) 
 
 def test_an_error_is_of_the_products_own_weights(tool: ModuleType) -> None:
     """Those that are drawn, before ours put them into an order: the others' are made of the same."""
-    for format in ("mxfp4", "int4_g128"):
+    for format in ("mxfp4", "int4_g128", "int4_g128_zp"):
         cell = tool.Cell(product(tool, format), 8)
         codes, scale = cell.product.operands
-        number = unpack(codes).float() - 8
+        zero = 8 if cell.product.zero is None else cell.product.zero.repeat_interleave(cell.product.group, 2).float()
+        number = unpack(codes).float() - zero
         if format == "mxfp4":
             table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
             number = torch.cat((table, -table))[unpack(codes).long()]
@@ -129,6 +142,65 @@ def test_marlins_scales_are_in_vllms_order(theirs: object) -> None:
     assert torch.equal(found.view(2, 3, 2, 64), scale.transpose(1, 2).reshape(2, 3, 2, 64).flip(3))
 
 
+def test_marlins_zero_points_are_in_vllms_order(theirs: object) -> None:
+    zero = torch.randint(0, 16, (2, 128, 3), dtype=torch.uint8)
+    words = theirs.zeros(zero)
+    assert (words.shape, words.dtype) == ((2, 3, 16), torch.int32)
+    nibbles = torch.stack([words >> (4 * place) & 15 for place in range(8)], -1).reshape(2, 3, 2, 64)
+    assert torch.equal(nibbles, zero.transpose(1, 2).reshape(2, 3, 2, 64).flip(3).int())
+
+
+@pytest.mark.parametrize("version", ["0.20.2", "0.26.0"])
+def test_marlins_int4_with_zero_points_is_what_vllms_own_functions_make(version: str) -> None:
+    """Codes, scales and zero points, of the weights that vLLM's tests quantise for Marlin, and of an AWQ checkpoint."""
+    import numpy
+
+    from benchmarks.peers import w4a16
+    from pretuned.runtime import ExpertWeights
+
+    place = unpacked("vllm", version) / "vllm"
+    marlin, folder = object.__new__(w4a16.Marlin), place / w4a16.QUANTISATION
+    marlin.names = w4a16.orders(place)
+    types = w4a16._module("scalar_type", place / "scalar_type.py")
+    names = {"torch": torch, "np": numpy, "numpy": numpy, "GPTQ_MARLIN_TILE": 16}
+    names |= {"ScalarType": types.ScalarType, "scalar_types": types.scalar_types}
+    of_file = {
+        "quant_utils.py": ("get_pack_factor", "pack_cols", "unpack_cols", "quantize_weights"),
+        "marlin_utils.py": (
+            "get_scale_perms",
+            "marlin_permute_scales",
+            "marlin_zero_points",
+            "awq_to_marlin_zero_points",
+            "moe_awq_to_marlin_zero_points",
+        ),
+        "marlin_utils_test.py": (
+            "get_weight_perm",
+            "marlin_permute_weights",
+            "marlin_weights",
+            "awq_marlin_quantize",
+        ),
+    }
+    for file, wanted in of_file.items():
+        w4a16.taken(folder / file, wanted, names)
+
+    N, K, group = 192, 384, 128
+    w = torch.randn(K, N, generator=torch.Generator().manual_seed(4)) + torch.linspace(-1, 1, N)
+    w_ref, words, s, zeros = names["awq_marlin_quantize"](w, types.scalar_types.uint4, group)
+    _, q_w, scale, zp = names["quantize_weights"](w, types.scalar_types.uint4, group, zero_points=True)
+    assert len(zp.unique()) > 4
+    codes = pack(q_w.T.to(torch.uint8).contiguous())[None]
+    scale, zero = scale.T.contiguous()[None], zp.T.to(torch.uint8).contiguous()[None]
+    assert torch.equal(marlin.codes(codes)[0], words)
+    assert torch.equal(marlin.scales(scale, K, group)[0], s)
+    assert torch.equal(marlin.zeros(zero)[0], zeros)
+    assert marlin.zeros(zero).shape == (1, K // group, N // 8)
+    torch.testing.assert_close(ExpertWeights.int4(codes, scale, zero).dequantize(torch.float32, 0), w_ref.T)
+
+    of_awq = zp.reshape(-1, 8)[:, [0, 2, 4, 6, 1, 3, 5, 7]].reshape(zp.shape)
+    packed = names["pack_cols"](of_awq, 4, *zp.shape)[None]
+    assert torch.equal(marlin.zeros(zero), names["moe_awq_to_marlin_zero_points"](packed, *zp.shape, 4))
+
+
 @pytest.mark.parametrize(
     ("sizes", "wanted"), [((5760, 2880), (5760, 2880)), ((2880, 2880), (3072, 2944)), ((64, 128), (64, 128))]
 )
@@ -159,6 +231,25 @@ def test_marlin_is_called_as_vllm_calls_it(
     assert given[15:] == (16, 1, False, 4, 32, 256, 256, True, False, True, False, -1, -1, -1)  # 8 rows an expert
     slots, experts, total = given[11:14]
     assert int(total) == len(slots) == 16 * len(experts)
+
+
+def test_marlin_has_zero_points_where_vllm_passes_them(
+    tool: ModuleType, theirs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks.peers import w4a16
+
+    asked: list[tuple[object, ...]] = []
+    theirs.gemm, theirs.types = lambda *given: asked.append(given), SimpleNamespace(uint4=SimpleNamespace(id=5))
+    monkeypatch.setattr(w4a16, "Marlin", lambda _place, **_: theirs)
+    one = product(tool, "int4_g128_zp")
+    ((name, call),) = w4a16.marlin(Path(), one, [16])(tool.Cell(one, 16)).items()
+    call()
+    (given,) = asked
+    assert name == "marlin"
+    assert torch.equal(given[7], theirs.zeros(one.zero))  # b_qzeros of moe_wna16_marlin_gemm
+    assert [at for at, one in enumerate(given) if one is None] == [3, 5, 6, 8, 9]
+    assert given[18] == 5
+    assert given[25] is False  # is_zp_float
 
 
 def test_a_library_that_is_absent_is_told_in_every_cell(
@@ -195,15 +286,18 @@ def test_the_table(tool: ModuleType) -> None:
         [
             line("int4_g32", "down", 1, ours=10, marlin=20, humming=15),
             line("int4_g128", "down", 1, ours=10, marlin=6),
+            line("int4_g128_zp", "down", 1, ours=10, marlin=30),
             line("mxfp4", "down", 1, ours=10),
             {**line("mxfp4", "gate_up", 8192), "us": padded},
         ]
     )
     assert lines[0] == "| tokens | 1 | 8,192 |"
-    assert lines[2:6] == [
+    assert lines[2:8] == [
         "| int4: g32, 128 | 0.95 (0.60) | - |",
         "| int4: marlin | 1.10 (0.60) | - |",
         "| int4: humming | 1.50 (1.50) | - |",
+        "| int4_g128_zp: _zp | 3.00 (3.00) | - |",
+        "| int4_g128_zp: marlin | 3.00 (3.00) | - |",
         "| mxfp4: fp4 | - | 4.00 (4.00) |",
     ]
 
@@ -242,7 +336,7 @@ def test_a_process_that_fails_is_told_and_the_rest_goes_on(tmp_path: Path) -> No
 def test_recent_models_are_measured_where_they_are_asked_for(tool: ModuleType) -> None:
     words = ["--vllm", "v", "--out", "o"]
     usual, recent = tool.arguments(words), tool.arguments([*words, "--models", "flagships"])
-    assert len(tool.pairs(usual)) == 14
+    assert len(tool.pairs(usual)) == 16
     assert tool.pairs(recent) == [
         ("mxfp4", "v4-flash"),
         ("mxfp4", "v4-pro-ep8"),

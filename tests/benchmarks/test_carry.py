@@ -66,6 +66,7 @@ def test_rules_are_of_names_that_can_be(tool: ModuleType) -> None:
     marlin = b"_INTERNAL_cb4f5890_37_sm80_kernel_bfloat16_u4b8_bfloat16_cu_f128ea80"
     kernels = re.compile(tool.RULES["vllm"].kernels)
     assert not kernels.search(marlin)
+    assert not kernels.search(marlin.replace(b"u4b8", b"u4"))  # with zero points
     assert kernels.search(marlin.replace(b"bfloat16", b"float16"))
 
 
