@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from ...artifacts.errors import InputError
 from ...artifacts.records.precision import PLAIN_DTYPES, DType
-from ...artifacts.records.problem import Op, bucket_of
+from ...artifacts.records.problem import Layout, Op, bucket_of
 from ...artifacts.records.target import LocalGpu
 from ...kernels.contract.registry import ENTRIES
 from ...runtime.driver.device import current_device, local_gpu
@@ -21,7 +21,7 @@ from ...runtime.weights.expert_weights import ExpertWeights
 from ..models.layer import ExpertLayer
 from ..plan.plan import without_code
 from .cache import CacheKey, Configs, dtype_of
-from .tuner import OnDemand, measure_in_child, shape_of
+from .tuner import OnDemand, measure_in_child, planned_for, shape_of
 
 _WHO = "get_or_autotune_moe_kernels"
 _default = OnDemand(measure_in_child)
@@ -56,8 +56,8 @@ def get_or_autotune_moe_kernels(
         Tokens of one step. Numbers of rows that are nearest to the same power of two share the configs.
     weights
         The format of quantised weights, as a spec of ``aot build`` names it (``mxfp4``, ``fp8_block``, ...), or
-        ``ExpertWeights`` of it; x is bf16 then. The forward and dX are tuned; they are frozen, so the pair of dW is
-        empty.
+        ``ExpertWeights`` of it, prepared where this GPU has kernels for that; x is bf16 then. The forward and dX are
+        tuned; they are frozen, so the pair of dW is empty.
 
     Returns
     -------
@@ -68,7 +68,8 @@ def get_or_autotune_moe_kernels(
     Raises
     ------
     InputError
-        for sizes that no layer can have, or a dtype or weights that no kernel computes.
+        for sizes that no layer can have, a dtype or weights that no kernel computes, or weights in a checkpoint's
+        layout where kernels of prepared ones are measured.
     HostError
         if there is no GPU.
     ProblemNotInBundle
@@ -83,6 +84,8 @@ def get_or_autotune_moe_kernels(
     """
     device = current_device()
     key = cache_key(num_experts, hidden_dim, intermediate_dim, top_k, dtype, seq_len, device, weights)
+    if isinstance(weights, ExpertWeights):
+        refuse_unprepared(weights, key)
     return _default.configs(key, device, force=force_autotune)
 
 
@@ -162,6 +165,22 @@ def key_for(
     if contradictions := [*layer.contradictions(), *shape.contradictions(), *without_code([shape])]:
         raise InputError("; ".join(contradictions))
     return key
+
+
+def refuse_unprepared(weights: ExpertWeights, key: CacheKey) -> None:
+    """Refuse weights that would run none of the kernels measured for the key.
+
+    Raises
+    ------
+    InputError
+        for weights in a checkpoint's layout where the kernels are for prepared ones.
+    """
+    ordered = (problem.layout is not Layout.STORED for problem in planned_for(key, shape_of(key)).problems)
+    if not weights.is_prepared and any(ordered):
+        raise InputError(
+            f"{_WHO}: these {weights.format} weights are in the layout of a checkpoint, and the kernels measured here "
+            f"are for prepared weights: pass w.prepare(), and call with it, or weights={weights.format!r}"
+        )
 
 
 def _format_of(weights: object, dtype: DType) -> str:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import pretuned.aot
+from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.problem import Fusion, Layout
 from pretuned.kernels import reference
 from pretuned.runtime import ExpertWeights, allow_jit, explain, grouped_gemm, reload
@@ -160,6 +161,9 @@ def test_disabled_it_writes_nothing(home: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_layer_of_quantised_weights_is_measured_and_its_pairs_go_with_them(home: Path) -> None:
     x, dense, sizes = layer()
     w = ExpertWeights.quantize(dense.cpu(), "mxfp4").to("cuda")
+    with pytest.raises(InputError, match=r"pass w\.prepare"):
+        pretuned.aot.get_or_autotune_moe_kernels(E, H, WIDTH, K, torch.bfloat16, seq_len=512, weights=w)
+    w = w.prepare()
     forward, dX, _ = pretuned.aot.get_or_autotune_moe_kernels(E, H, WIDTH, K, torch.bfloat16, seq_len=512, weights=w)
     x.requires_grad_()
     y = grouped_gemm(x, w, sizes, kernel_config_fwd=forward, kernel_config_bwd_dX=dX)

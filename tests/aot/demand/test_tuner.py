@@ -6,6 +6,7 @@ What a GPU would measure is made up (fakemeasure.py); locks, files, processes an
 from __future__ import annotations
 
 import ast
+import contextlib
 import logging
 import os
 import signal
@@ -487,6 +488,17 @@ def test_what_is_no_layer(how: dict[str, object], words: str) -> None:
     given = {"num_experts": 8, "hidden_dim": 256, "intermediate_dim": 128, "top_k": 2, "dtype": "bf16", "seq_len": 64}
     with pytest.raises(InputError, match=words):
         key_for(ON_H200, **{**given, **how})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("H", "refused"), [(256, True), (224, False)])  # 224: no blocks, so nothing is prepared
+def test_weights_in_a_checkpoints_layout(H: int, refused: bool) -> None:
+    w = ExpertWeights.quantize(torch.randn(8, 256, H), "mxfp4")
+    layer = key_for(ON_H200, 8, H, 128, 2, "bf16", 64, w)
+    words = "these mxfp4 weights are in the layout of a checkpoint, .*: pass w.prepare.., and call with it"
+    with pytest.raises(InputError, match=words) if refused else contextlib.nullcontext():
+        api.refuse_unprepared(w, layer)
+    if refused:
+        api.refuse_unprepared(w.prepare(), layer)
 
 
 def test_what_is_no_config(home: Path) -> None:
