@@ -70,6 +70,7 @@ def modelled(bundle: Path, out: Path) -> Path:
         )
         for problem, row in whole.choices.items()
     }
+    choices = {problem: row for problem, row in choices.items() if row}  # some have an H100's alone
     out.write_bytes(codec.encode(dataclasses.replace(whole, choices=choices, gpus=(), models=())))
     return out
 
