@@ -23,10 +23,8 @@ if TYPE_CHECKING:
     from ..dispatch.snapshot import Snapshot
     from ..replay.product_plan import ProductPlan
 
-_FLOAT32 = torch.float32
 _tracing = torch.compiler.is_dynamo_compiling
-_jit_state = tensors.jit_state
-_casts = torch.is_autocast_enabled
+_PLAIN, _UNUSABLE = tensors.PLAIN, tensors.UNUSABLE
 _duals = tensors.duals
 
 
@@ -164,7 +162,7 @@ def grouped_gemm(
                 "out": out,
             }
             return dropped(grouped_gemm, x, w, m_sizes, lora, moves, rest)
-    if _tracing() or _jit_state() is not None:
+    if _tracing():
         from .torch_library import traced
 
         return traced(
@@ -196,52 +194,81 @@ def grouped_gemm(
     snapshot: Snapshot | None = current.snapshot
     key = None
     pinned = kernel_config_fwd is not None or kernel_config_bwd_dX is not None or kernel_config_bwd_dW is not None
-    if type(x) in tensors.PLAIN and type(topk) is int and not (autotune or pinned):
+    if type(x) in _PLAIN and type(topk) is int and not (autotune or pinned):
+        plan: ProductPlan | None = None
         try:
-            M, single = x.shape[0], x.dtype is _FLOAT32
+            M = x.shape[0]
             if permute_x:
                 M *= topk
+            others: tuple[object, ...] | None = None
+            if not (
+                topk == 1
+                and permute_x is False
+                and permute_y is False
+                and fuse_mul_post is False
+                and dX_only is False
+                and dW_only is False
+                and zero_tail is False
+                and is_first_gemm is True
+                and w_layout == "nk"
+                and gather_indices is None
+                and topk_weights is None
+                and bias is None
+                and lora is None
+            ):
+                others = (
+                    topk,
+                    permute_x,
+                    permute_y,
+                    fuse_mul_post,
+                    dX_only,
+                    dW_only,
+                    zero_tail,
+                    is_first_gemm,
+                    w_layout,
+                    gather_indices is None,
+                    topk_weights is None,
+                    bias is None,
+                    None if lora is None else scales_of((lora, None)),
+                )
+            key = (
+                w.data_ptr() if type(w) is not ExpertWeights else key_of(w),
+                (M * M).bit_length() // 2,  # ``bucket_of``; what torch.jit traces has none
+                x.requires_grad,
+                out is None,
+                others,
+            )
+            if snapshot is not None and M:  # (none and one are of one bucket)
+                plan = snapshot.plans.get(key)
+        except _UNUSABLE:  # no usable tensor: the checks will say
+            key = None
+        if plan is not None:
+            y = plan.call(M, x, w, m_sizes, topk_weights, bias, gather_indices, out, lora)
+            if y is not None:
+                return y
+    keep = None
+    if key is not None:  # the plan of these sizes, or of tf32
+        plan = None
+        try:
             varies = (
-                type(M) is int  # (else it is traced, and what looks at it fixes it)
-                and M > 0
+                M > 0
                 and x.is_contiguous()
                 and (not permute_y or not M % topk)
                 and (gather_indices is None or gather_indices.shape[0] == M)
                 and (topk_weights is None or (topk_weights.numel() == M and topk_weights.is_contiguous()))
                 and (out is None or (out.shape[0] == M and out.is_contiguous()))
             )
-            key = (
-                w.data_ptr() if type(w) is not ExpertWeights else key_of(w),
-                (M * M).bit_length() // 2 if varies else _sizes(x, gather_indices, topk_weights, out),  # ``bucket_of``
-                x.requires_grad,
-                topk,
-                permute_x,
-                permute_y,
-                fuse_mul_post,
-                dX_only,
-                dW_only,
-                w_layout,
-                zero_tail,
-                is_first_gemm,
-                topk_weights is None,
-                bias is None,
-                gather_indices is None,
-                out is None,
-                None if lora is None else scales_of((lora, None)),
-                single and tf32_allowed(_FLOAT32),
-            )
-            plan: ProductPlan | None = None
-            if single and _casts("cuda"):
-                key = None
-            elif snapshot is not None:
-                plan = snapshot.plans.get(key)
-        except tensors.UNUSABLE:  # no usable tensor: the checks will say
-            key = plan = None
+            tf32 = tf32_allowed(x.dtype)
+            if tf32 or not varies:
+                rows = key[1] if varies else _sizes(x, gather_indices, topk_weights, out)
+                key = (key[0], rows, *key[2:], tf32)
+                plan = None if snapshot is None else snapshot.plans.get(key)
+        except _UNUSABLE:
+            key = None
         if plan is not None:
-            y = plan(M, x, w, m_sizes, topk_weights, bias, gather_indices, out, lora)
+            y = plan.call(M, x, w, m_sizes, topk_weights, bias, gather_indices, out, lora)
             if y is not None:
                 return y
-    keep = None
     if key is not None and tensors.on_gpu(x):
         if snapshot is None:
             from ..dispatch.snapshot import snapshot as taken
