@@ -20,6 +20,7 @@ Block: TypeAlias = "tuple[bytearray, int, int, int, c_char]"
 
 _WORD_BYTES = 8  # of any word but a descriptor
 _CODES = {"ptr": "Q", "i64": "q", "i32": "i4x"}
+_MAP = f"Q{MAP_BYTES - _WORD_BYTES}s"  # a descriptor's address, and the rest of it
 _PROGRAMS = "I28s"  # CUlaunchConfig up to its stream
 _STREAM = "Q16x"  # and the rest of it: no attributes
 _TAIL = struct.Struct("=6I4x")
@@ -30,8 +31,8 @@ class BlockLayout:
 
     ``words`` are the kernel's arguments in its order. A call gives the values of ``given``, a launch those of ``late``,
     and ``fixed`` is the same in every launch; a word that the kernel does not have takes up room and is not read. Of a
-    word that both name, the kernel's kind counts: of a descriptor a value is its bytes, and ``maps`` names the sizes
-    and strides that follow it.
+    word that both name, the kernel's kind counts: a descriptor has two values, its first
+    eight bytes and the rest, and ``maps`` names the sizes and strides that follow it.
 
     ``whole`` packs ``given``, programs, ``tail``, the stream and ``late`` into a block.
     """
@@ -84,6 +85,6 @@ class BlockLayout:
             is_map = kind.startswith("desc")
             before = -at % (MAP_ALIGNMENT_BYTES if is_map else _WORD_BYTES)
             self._offsets[name] = at + before
-            codes.append(f"{before}x{MAP_BYTES}s" if is_map else f"{before}x{_CODES[kind]}")
+            codes.append(f"{before}x{_MAP if is_map else _CODES[kind]}")
             at += before + (MAP_BYTES if is_map else _WORD_BYTES)
         return "".join(codes), at

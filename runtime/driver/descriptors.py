@@ -1,4 +1,4 @@
-"""TMA descriptors: encoded by the driver once for each tensor that a launcher meets."""
+"""TMA descriptors: encoded by the driver for sizes and strides; an address is filled in where that is all it takes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 MAP_BYTES = 128
 MAP_ALIGNMENT_BYTES = 64
-_CACHED = 4096  # of 0.4 KB: each address that comes again and is not kept costs 11 us a call (host, new_x_each_call)
+_CACHED = 256
+_OTHER_ADDRESS = 0x7FFFFFF0  # the bits in which another one differs: aligned as well
 _ELEMENT_BYTES = {0: 1, 2: 4, 6: 2, 7: 4, 9: 2, 11: 4}  # of a CUtensorMapDataType (cuda.h)
 
 
@@ -34,7 +35,23 @@ class TensorMaps:
         self._itemsize = _ELEMENT_BYTES[plan.element]
         self._box = struct.pack(f"={rank}I", *reversed(plan.box))
         self._ones = struct.pack(f"={rank}I", *[1] * rank)
+        self._leads: bool | None = None
         self.known: dict[tuple[int, int, int], bytes] = {}
+
+    def split(
+        self, key: tuple[int, int, int], sizes: tuple[int, ...], strides: tuple[int, ...]
+    ) -> tuple[int, bytes, bool]:
+        """The first eight bytes of a descriptor as a number, the rest, and whether those are of any address.
+
+        They are if the driver puts the address first and nothing else hangs on it. (PTX's tensormap.replace changes
+        the address alone, too.) That is asked of the driver once, by a second descriptor.
+        """
+        encoded = self.known.get(key) or self.encode(key, sizes, strides)
+        if self._leads is None:
+            other = key[0] ^ _OTHER_ADDRESS
+            moved = self._encoded(other, sizes, strides)
+            self._leads = encoded == _word(key[0]) + moved[8:] and moved[:8] == _word(other)
+        return int.from_bytes(encoded[:8], "little"), encoded[8:], self._leads
 
     def encode(self, key: tuple[int, int, int], sizes: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
         """The descriptor, 128 bytes, kept under ``key``, which begins with the address.
@@ -46,6 +63,13 @@ class TensorMaps:
         CudaError
             where the driver refuses it.
         """
+        encoded = self._encoded(key[0], sizes, strides)
+        if len(self.known) >= _CACHED:
+            self.known = {}
+        self.known[key] = encoded
+        return encoded
+
+    def _encoded(self, address: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
         rank, plan = len(sizes), self._plan
         memory = bytearray(MAP_BYTES + MAP_ALIGNMENT_BYTES)
         pin = c_char.from_buffer(memory)
@@ -55,7 +79,7 @@ class TensorMaps:
             addressof(pin) + at,
             plan.element,
             rank,
-            key[0],
+            address,
             struct.pack(f"={rank}Q", *reversed(sizes)),
             struct.pack(f"={rank - 1}Q", *(s * self._itemsize for s in reversed(strides))),
             self._box,
@@ -70,11 +94,11 @@ class TensorMaps:
         if code:
             what = f"cuTensorMapEncodeTiled({plan.argument}, sizes {sizes}, strides {strides})"
             cuda.recover(code, what, self._device, encode, *arguments)
-        encoded = bytes(memory[at : at + MAP_BYTES])
-        if len(self.known) >= _CACHED:
-            self.known = {}
-        self.known[key] = encoded
-        return encoded
+        return bytes(memory[at : at + MAP_BYTES])
+
+
+def _word(number: int) -> bytes:
+    return number.to_bytes(8, "little")
 
 
 @functools.cache

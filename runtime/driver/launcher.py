@@ -23,13 +23,13 @@ from .device import device as device_of
 
 _MOST_PROGRAMS = 2**31 - 1
 _MOST_BOUND = 256
+_MOST_SIZED = 1024  # of 0.5 KB
 
 # As block.Block, with its two addresses as the driver's function takes them.
 _Block: TypeAlias = "tuple[bytearray, int, object, object, c_char]"
 Grid: TypeAlias = Callable[[int, int], int]  # (rows, index_end) -> programs
 Run: TypeAlias = "Callable[..., None]"  # (M, stream, *addresses): see Launcher.bind
 Behind: TypeAlias = "tuple[tuple[str, int, int], ...]"
-_MapOf: TypeAlias = Callable[[int, int], bytes]  # (result, stride of its rows) -> its descriptor
 
 
 class Blocks:
@@ -160,7 +160,7 @@ class ProductLauncher(Launcher):
         where the driver refuses the launch.
     """
 
-    __slots__ = ("_counter_of", "_grid", "_map_of", "_nulls", "_stride", "plain_scales", "zeroes")
+    __slots__ = ("_counter_of", "_grid", "_nulls", "_stored", "plain_scales", "zeroes")
 
     def __init__(
         self,
@@ -185,10 +185,12 @@ class ProductLauncher(Launcher):
         self._counter_of = None
         if any(name == "counter" for name, _ in variant.arguments):
             self._counter_of = device_of(function.device).counters.take
-        self._map_of, self._stride = None, ""
-        for name, _ in stored:
-            (plan,) = (one for one in variant.tensor_maps if one.argument == name)
-            self._map_of, self._stride = _map_of(TensorMaps(plan, function.device), shapes[name]), shapes[name].stride
+        self._stored = [
+            (len(self.operands), TensorMaps(plan, function.device), shapes[name].of, False, shapes[name].stride)
+            for name, _ in stored
+            for plan in variant.tensor_maps
+            if plan.argument == name
+        ]
         self.operands = (result, "m_sizes", *self.operands)
 
     def __call__(self, result: int, m_sizes: int, stream: int, **words: int) -> None:
@@ -208,23 +210,46 @@ class ProductLauncher(Launcher):
             blocks.refused,
         )
         driver_launch = blocks.launch
-        fills = [(at, maps, of, rows, numbers[stride] if stride else 0) for at, maps, of, rows, stride in self._fills]
-        moved, counter_of, map_of = bool(shifts or fills), self._counter_of, self._map_of
-        stride_of_result = numbers[self._stride] if self._stride else 0
+        described = [
+            (at, maps, of, rows, numbers[stride] if stride else 0)
+            for at, maps, of, rows, stride in (*self._fills, *self._stored)
+        ]
+        counter_of, stores = self._counter_of, bool(self._stored)
+        sized: dict[int, tuple[bytes, ...]] = {}
+        pick = _interleaved(len(self.operands) - 2, [at for at, *_ in self._fills])
+
+        def describe(M: int, addresses: tuple[int, ...], result: int) -> tuple[tuple[int, ...], int, tuple[bytes, ...]]:
+            """The words that descriptors begin with in place of these addresses, and what follows them, kept for M."""
+            words, rests, any_address = [*addresses, result], [], True
+            for at, maps, of, rows, stride in described:
+                size = M if rows else 0
+                words[at], rest, leads = maps.split((words[at], size, stride), *of(size, stride))
+                rests.append(rest)
+                any_address &= leads
+            if any_address:
+                if len(sized) >= _MOST_SIZED:
+                    sized.clear()
+                sized[M] = tuple(rests)
+            return tuple(words[:-1]), words[-1], tuple(rests)
 
         def run(M: int, stream: int, result: int, m_sizes: int, *addresses: int) -> None:
             end = M if all_rows else index_end
             programs = grid(M, end)
-            given: Any = addresses
-            if moved:
-                given = list(addresses)
+            if shifts:
+                moved = list(addresses)
                 for at, once, each in shifts:
-                    given[at] += once + M * each
-                for at, maps, of, rows, stride in fills:
-                    key = (given[at], M if rows else 0, stride)
-                    given[at] = maps.known.get(key) or maps.encode(key, *of(M, stride))
+                    moved[at] += once + M * each
+                addresses = tuple(moved)
+            given: Any = addresses
+            stored: Any = ()
+            if described:
+                rests, first = sized.get(M), result
+                if rests is None:
+                    addresses, first, rests = describe(M, addresses, result)
+                given = pick(addresses + rests)
+                if stores:
+                    stored = first, rests[-1]
             word = 0 if counter_of is None else counter_of(stream)
-            stored = () if map_of is None else (map_of(result, stride_of_result),)
             try:
                 block = take()
             except IndexError:
@@ -310,9 +335,8 @@ def _unread(kind: str) -> tuple[str, ...]:
     return ("null",) * rank + ("one",) * rank
 
 
-def _map_of(maps: TensorMaps, shape: TensorShape) -> _MapOf:
-    def map_of(result: int, stride: int) -> bytes:
-        key = (result, 0, stride)
-        return maps.known.get(key) or maps.encode(key, *shape.of(0, stride))
-
-    return map_of
+def _interleaved(count: int, described: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """A function that puts behind each described address, of ``count`` of them, what follows it at the end."""
+    rests = {at: count + n for n, at in enumerate(described)}
+    order = [each for at in range(count) for each in ((at, rests[at]) if at in rests else (at,))]
+    return itemgetter(*order)

@@ -44,10 +44,19 @@ def values(kernel: Words) -> dict[str, int | bytes]:
     return given | {"stride": BIG + 4, "M": 3, "m_sizes": BIG + 5}
 
 
+def split(given: dict[str, int | bytes], words: Words) -> list[int | bytes]:
+    """The values of these words, of a descriptor its first eight bytes as a number and the rest."""
+    found: list[int | bytes] = []
+    for name, _ in words:
+        one = given[name]
+        found += [one] if isinstance(one, int) else [int.from_bytes(one[:8], "little"), one[8:]]
+    return found
+
+
 def packed(layout: BlockLayout, given: dict[str, int | bytes]) -> Block:
     block = layout.new()
-    call = [*(given[name] for name, _ in GIVEN), 1234, layout.tail]
-    layout.whole.pack_into(block[0], block[1], *call, BIG + 20, *(given[name] for name, _ in LATE))
+    call = [*split(given, GIVEN), 1234, layout.tail]
+    layout.whole.pack_into(block[0], block[1], *call, BIG + 20, *split(given, LATE))
     return block
 
 
@@ -89,7 +98,8 @@ def test_a_call_packs_nothing_that_stays_as_it_is() -> None:
     kernel = KERNELS["descriptors"]
     layout, given = layout_of(kernel), values(kernel)
     block = packed(layout, given)
-    layout.whole.pack_into(block[0], block[1], *MAPS[:2], 9, 8, 7, layout.tail, 6, 5, 4)
+    maps = split(given, GIVEN[:2])
+    layout.whole.pack_into(block[0], block[1], *maps, 9, 8, 7, layout.tail, 6, 5, 4)
     found = read(kernel, block)
     assert (found["M"], found["stride"], found["y"], found["m_sizes"]) == (8, 9, 5, 4)
     assert {name: found[name] for name in FIXED} == FIXED

@@ -38,6 +38,27 @@ def test_of_very_many_tensors_the_last_are_kept(stub: ctypes.CDLL) -> None:
     assert list(maps.known) == [(16 * 256, 8, 64)]
 
 
+class Elsewhere(TensorMaps):
+    """Those of a driver that puts the address into the second word, too."""
+
+    def _encoded(self, address: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
+        encoded = super()._encoded(address, sizes, strides)
+        return (
+            encoded[:8]
+            + bytes(one ^ other for one, other in zip(encoded[8:16], encoded[:8], strict=True))
+            + encoded[16:]
+        )
+
+
+def test_only_the_address_differs_where_the_driver_says_so(stub: ctypes.CDLL) -> None:
+    key, sizes, strides = (4096, 8, 64), (8, 64), (64,)
+    for kind, same in ((TensorMaps, True), (Elsewhere, False)):
+        maps = kind(PLAN, 0)
+        first, rest, any_address = maps.split(key, sizes, strides)
+        assert (first.to_bytes(8, "little") + rest, any_address) == (maps.known[key], same)
+        assert list(maps.known) == [key]
+
+
 @pytest.mark.parametrize("refused", [False, True])
 def test_whether_rows_may_repeat_is_asked_once(stub: ctypes.CDLL, refused: bool) -> None:
     repeats_rows.cache_clear()

@@ -21,6 +21,7 @@ from pretuned.kernels.contract.rowops import PICKED, USED, RowOpSpec
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.contract.words import RAGGED_SIZES
 from pretuned.runtime import ExpertWeights
+from pretuned.runtime.driver.descriptors import TensorMaps
 from pretuned.runtime.driver.launcher import Launcher, RowOpLauncher
 from pretuned.runtime.launch import gemm
 from pretuned.runtime.launch.products import operands_of
@@ -57,13 +58,35 @@ def test_the_records_here_are_ones_that_could_be_launched() -> None:
             assert unlaunchable(made(spec_of(fusion, config))[0]) is None
 
 
+@pytest.mark.parametrize("any_address", [True, False])
+def test_descriptors_of_tensors_that_move(
+    driver: EmulatedGpu, monkeypatch: pytest.MonkeyPatch, any_address: bool
+) -> None:
+    """Each launch has its own addresses and rows, also where more than one word of a descriptor tells the address."""
+    if not any_address:
+        encoded = TensorMaps._encoded
+        monkeypatch.setattr(
+            TensorMaps, "_encoded", lambda maps, at, *how: encoded(maps, at, *how)[:120] + at.to_bytes(8, "little")
+        )
+    launch, seen = launcher(driver), []
+    for M in (301, 64, 301):
+        for move in (0, 65536, 1 << 40):
+            moved = {"x": 4096 + move, "x_scale": 8192 + move}
+            launch(20480 + move, 24576, 0, **moved, w=12288, w_scale=16384, stride_y_m=N + 16, M=M)
+            found = driver.launches[-1].descriptors
+            assert {name: one[0] for name, one in found.items()} == moved | {"w": 12288, "y_map": 20480 + move}
+            assert found["x"][1] == (M, K)
+            seen.append(len(driver.encoded))
+    assert seen == ([8, 8, 8, 10, 10, 10, 10, 10, 10] if any_address else [8, 11, 14, 16, 18, 20, 20, 20, 20])
+
+
 def test_the_words_of_a_launch(driver: EmulatedGpu) -> None:
     M, launch = 301, launcher(driver)
     for _ in range(2):
         launch(20480, 24576, 0, x=4096, x_scale=8192, w=12288, w_scale=16384, stride_y_m=N + 16, M=M)
     launched, again = driver.launches
     assert launched == again
-    assert len(driver.encoded) == 4  # once: the second launch knows them
+    assert len(driver.encoded) == 8  # and elsewhere, if only the address differs: the second launch fills it in
     programs, read = launched.grid, launched.words
     assert {name: one[:2] for name, one in launched.descriptors.items()} == {
         "x": (4096, (M, K)),
@@ -103,7 +126,7 @@ def test_the_words_of_a_launch_with_a_scale_a_row(driver: EmulatedGpu, config: C
     y_map = {"y_map": (20480, (*RAGGED_SIZES, N))} if config is BY_ROW else {}
     wanted = {"x": (4096, (M, K)), "w": (12288, blocks), **y_map}
     assert {name: one[:2] for name, one in launched.descriptors.items()} == wanted
-    assert len(driver.encoded) == len(wanted)  # once: the second launch knows them
+    assert len(driver.encoded) == 2 * len(wanted)  # and elsewhere: the second launch fills in the address
     assert launched.descriptors["w"][2] == (K // 64 * 1024, 256)
     tiles = ((M - E) // config.block_m + E) * -(-N // config.block_n)
     assert launched.grid == min(SMS, tiles)
