@@ -74,10 +74,10 @@ class Blocks:
 class Launcher:
     """Launches one loaded kernel. It does not synchronise, and any thread may call it.
 
-    It is made of the kernel's declared arguments, of which a call gives those that neither a launch adds (``late``) nor
-    all launches have (``fixed``). ``shapes`` says what descriptors describe. A pointer ``NAME_map`` is NAME by a
-    descriptor, one ``NAME_at`` the address of NAME, which is a descriptor itself. ``operands`` names the addresses that
-    a function of ``bind`` takes, and ``each`` the numbers that it fills in itself.
+    It is made of the kernel's declared arguments, of which a call gives those that neither a launch adds (``late``, and
+    ``stored``, the descriptor of a result) nor all launches have (``fixed``). ``shapes`` says what descriptors describe.
+    A pointer ``NAME_map`` is NAME by a descriptor, one ``NAME_at`` the address of NAME, which is a descriptor itself.
+    ``operands`` names the addresses that a function of ``bind`` takes, and ``each`` the numbers that it fills in itself.
     """
 
     __slots__ = ("_blocks", "_bound", "_fills", "_layout", "_numbers", "_pick", "_places", "operands")
@@ -89,11 +89,12 @@ class Launcher:
         what: str,
         *,
         late: Words = (),
+        stored: Words = (),
         fixed: Mapping[str, int],
         shapes: Mapping[str, TensorShape],
         each: tuple[str, ...],
     ) -> None:
-        kinds, added = dict(variant.arguments), {name for name, _ in late}
+        kinds, added = dict(variant.arguments), {name for name, _ in (*late, *stored)}
         pointers = [(name, kind) for name, kind in kinds.items() if kind[0] != "i"]
         given = [(name, kind) for name, kind in pointers if name not in added]
         numbers = [name for name, kind in kinds.items() if kind[0] == "i" and name not in {*fixed, *each}]
@@ -106,8 +107,8 @@ class Launcher:
         )
         self._layout = BlockLayout(
             variant.arguments,
-            given=(*given, *((name, "i32") for name in each), *((name, kinds[name]) for name in numbers)),
-            late=late,
+            given=(*((name, "i32") for name in each), *((name, kinds[name]) for name in numbers)),
+            late=(*late, *given, *stored),
             fixed=fixed,
             maps={name: shape.read or _unread(kinds[name]) for name, shape in described.items()},
             threads=function.threads,
@@ -117,7 +118,7 @@ class Launcher:
         self._bound: dict[object, Run] = {}
         self.operands = tuple(_operand(name) for name, _ in given)
         self._places = {name: at for at, name in enumerate(self.operands)}
-        self._pick, self._numbers = _picks(*self.operands, *each, *numbers), _picks(*numbers)
+        self._pick, self._numbers = _picks(*self.operands), _picks(*numbers)
 
     def bind(self, **how: Any) -> Run:
         """A function (M, stream, *addresses), of the addresses of ``operands``, with the numbers of a kind of call.
@@ -178,8 +179,10 @@ class ProductLauncher(Launcher):
     ) -> None:
         stored = [(name, kind) for name, kind in variant.arguments if kind[0] == "d" and _operand(name) == result]
         address = f"{result}_at" if stored and stored[0][0] == result else result  # it is given all the same
-        late = ((address, "ptr"), ("m_sizes", "ptr"), ("counter", "ptr"), *stored)
-        super().__init__(variant, function, what, late=late, fixed=fixed, shapes=shapes, each=("M", "index_end"))
+        late, each = ((address, "ptr"), ("m_sizes", "ptr"), ("counter", "ptr")), ("M", "index_end")
+        super().__init__(
+            variant, function, what, late=late, stored=tuple(stored), fixed=fixed, shapes=shapes, each=each
+        )
         self._nulls = dict.fromkeys((*(name for name in self.operands if name not in required), "index_end"), 0)
         self._grid, self.zeroes, self.plain_scales = grid, zeroes, plain_scales
         self._counter_of = None
@@ -200,7 +203,7 @@ class ProductLauncher(Launcher):
         self.bind(**numbers)(words["M"], stream, result, m_sizes, *addresses)
 
     def _bind(self, *, index_end: int = 0, all_rows: bool = False, behind: Behind = (), **numbers: int) -> Run:
-        rest, shifts = self._numbers(numbers), self._shifts(behind)
+        values, shifts = self._numbers(numbers), self._shifts(behind)
         blocks, grid, tail, pack = self._blocks, self._grid, self._layout.tail, self._layout.whole.pack_into
         take, new, give, handle, refused = (
             blocks.free.pop,
@@ -215,47 +218,49 @@ class ProductLauncher(Launcher):
             for at, maps, of, rows, stride in (*self._fills, *self._stored)
         ]
         counter_of, stores = self._counter_of, bool(self._stored)
-        sized: dict[int, tuple[bytes, ...]] = {}
+        sized: dict[int, tuple[int, tuple[bytes, ...]]] = {}  # by M: programs, and descriptors without their addresses
         pick = _interleaved(len(self.operands) - 2, [at for at, *_ in self._fills])
 
-        def describe(M: int, addresses: tuple[int, ...], result: int) -> tuple[tuple[int, ...], int, tuple[bytes, ...]]:
-            """The words that descriptors begin with in place of these addresses, and what follows them, kept for M."""
-            words, rests, any_address = [*addresses, result], [], True
+        def size(
+            M: int, addresses: tuple[int, ...], result: int
+        ) -> tuple[int, tuple[bytes, ...], tuple[int, ...], int]:
+            """What ``sized`` keeps of M, and the words that descriptors begin with in place of these addresses."""
+            programs, words, rests, any_address = grid(M, M if all_rows else index_end), [*addresses, result], [], True
             for at, maps, of, rows, stride in described:
-                size = M if rows else 0
-                words[at], rest, leads = maps.split((words[at], size, stride), *of(size, stride))
+                many = M if rows else 0
+                words[at], rest, leads = maps.split((words[at], many, stride), *of(many, stride))
                 rests.append(rest)
                 any_address &= leads
             if any_address:
                 if len(sized) >= _MOST_SIZED:
                     sized.clear()
-                sized[M] = tuple(rests)
-            return tuple(words[:-1]), words[-1], tuple(rests)
+                sized[M] = programs, tuple(rests)
+            return programs, tuple(rests), tuple(words[:-1]), words[-1]
 
         def run(M: int, stream: int, result: int, m_sizes: int, *addresses: int) -> None:
-            end = M if all_rows else index_end
-            programs = grid(M, end)
             if shifts:
                 moved = list(addresses)
                 for at, once, each in shifts:
                     moved[at] += once + M * each
                 addresses = tuple(moved)
+            known, first = sized.get(M), result
+            if known is None:
+                programs, rests, addresses, first = size(M, addresses, result)
+            else:
+                programs, rests = known
             given: Any = addresses
-            stored: Any = ()
             if described:
-                rests, first = sized.get(M), result
-                if rests is None:
-                    addresses, first, rests = describe(M, addresses, result)
                 given = pick(addresses + rests)
                 if stores:
-                    stored = first, rests[-1]
+                    given += first, rests[-1]
             word = 0 if counter_of is None else counter_of(stream)
             try:
                 block = take()
             except IndexError:
                 block = new()
             memory, offset, config, pointers, _ = block
-            pack(memory, offset, *given, M, end, *rest, programs, tail, stream, result, m_sizes, word, *stored)
+            end = M if all_rows else index_end
+            pack(memory, offset, M, end, *values, programs, tail, stream, result, m_sizes, word, *given)
             code = driver_launch(config, handle, pointers, None)
             if code:
                 refused(code, config, pointers)
@@ -292,7 +297,7 @@ class RowOpLauncher(Launcher):
             given = self._pick(words)
         except KeyError:
             given = self._pick({**dict.fromkeys(self.operands, 0), **words})
-        self._launch((*given, made, self._layout.tail, stream))
+        self._launch((words["M"], *self._numbers(words), made, self._layout.tail, stream, *given))
 
     def _bind(self, *, behind: Behind = (), per: int = 1, **numbers: int) -> Run:
         rest, shifts, launch, tail = self._numbers(numbers), self._shifts(behind), self._launch, self._layout.tail
@@ -308,7 +313,7 @@ class RowOpLauncher(Launcher):
                 given = moved = list(addresses)
                 for at, once, each in shifts:
                     moved[at] += once + M * each
-            launch((*given, M, *rest, made, tail, stream))
+            launch((M, *rest, made, tail, stream, *given))
 
         return run
 
