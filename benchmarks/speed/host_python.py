@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import platform
 import statistics
@@ -42,6 +43,7 @@ def calls() -> dict[str, Callable[[], object]]:
     m_sizes, index = torch.full((E,), M // E, dtype=torch.int32), torch.randperm(M)
     tokens, by_slot = torch.zeros(M // top_k, K, dtype=half), torch.rand(M // top_k, top_k)
     ids, weights = torch.zeros(T, top_k, dtype=torch.int64), torch.rand(T, top_k)
+    out, moving = torch.zeros(M, N, dtype=half), itertools.cycle([torch.zeros_like(x) for _ in range(300)])
     left, right = torch.zeros(16, 16), torch.zeros(16, 16, requires_grad=True)
     xg, wg, *layer = (one.clone().requires_grad_() for one in (x, w, hidden, up, down, weights))
 
@@ -61,6 +63,8 @@ def calls() -> dict[str, Callable[[], object]]:
 
     return {
         "call": lambda: grouped_gemm(x, w, m_sizes),
+        "out_given": lambda: grouped_gemm(x, w, m_sizes, out=out),
+        "new_x_each_call": lambda: grouped_gemm(next(moving), w, m_sizes),
         "gather": lambda: grouped_gemm(tokens, w, m_sizes, top_k, index, permute_x=True),
         "scatter_weight": lambda: grouped_gemm(
             x, w, m_sizes, top_k, index, permute_y=True, topk_weights=by_slot, fuse_mul_post=True

@@ -34,10 +34,11 @@ class BlockLayout:
     word that both name, the kernel's kind counts: a descriptor has two values, its first
     eight bytes and the rest, and ``maps`` names the sizes and strides that follow it.
 
-    ``whole`` packs ``given``, programs, ``tail``, the stream and ``late`` into a block.
+    ``whole`` packs ``given``, programs, ``tail``, the stream and ``late`` into a block; ``head`` packs what comes
+    before the stream into bytes, which ``launch`` takes in place of those.
     """
 
-    __slots__ = ("_base", "_config", "_fixed", "_offsets", "_places", "_size", "tail", "whole")
+    __slots__ = ("_base", "_config", "_fixed", "_offsets", "_places", "_size", "head", "launch", "tail", "whole")
 
     def __init__(
         self,
@@ -57,6 +58,8 @@ class BlockLayout:
         before = struct.calcsize(f"={call}{_PROGRAMS}{_STREAM}")
         added, end = self._place(((name, kinds.get(name, kind)) for name, kind in late), before)
         self.whole = struct.Struct(f"={call}{_PROGRAMS}{_STREAM}{added}")
+        self.head = struct.Struct(f"={call}{_PROGRAMS}")
+        self.launch = struct.Struct(f"={self.head.size}s{_STREAM}{added}")
         constants = {"null": 0, "one": 1, **(fixed or {})}
         rest, self._base = self._place(((name, kinds.get(name, "i64")) for name in constants), end)
         self._fixed = struct.pack(f"={rest}", *constants.values())

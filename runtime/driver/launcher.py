@@ -74,10 +74,11 @@ class Blocks:
 class Launcher:
     """Launches one loaded kernel. It does not synchronise, and any thread may call it.
 
-    It is made of the kernel's declared arguments, of which a call gives those that neither a launch adds (``late``, and
-    ``stored``, the descriptor of a result) nor all launches have (``fixed``). ``shapes`` says what descriptors describe.
-    A pointer ``NAME_map`` is NAME by a descriptor, one ``NAME_at`` the address of NAME, which is a descriptor itself.
-    ``operands`` names the addresses that a function of ``bind`` takes, and ``each`` the numbers that it fills in itself.
+    It is made of the kernel's declared arguments, of which a call gives those that neither a launch adds (``late``; the
+    descriptor of a result: ``stored``) nor all launches have (``fixed``). ``shapes`` says what descriptors describe. A
+    pointer ``NAME_map`` is NAME by a descriptor, one ``NAME_at`` the address of NAME, which is a descriptor itself.
+    ``operands`` names the addresses that a function of ``bind`` takes, and ``each`` the numbers that it fills in
+    itself.
     """
 
     __slots__ = ("_blocks", "_bound", "_fills", "_layout", "_numbers", "_pick", "_places", "operands")
@@ -204,7 +205,7 @@ class ProductLauncher(Launcher):
 
     def _bind(self, *, index_end: int = 0, all_rows: bool = False, behind: Behind = (), **numbers: int) -> Run:
         values, shifts = self._numbers(numbers), self._shifts(behind)
-        blocks, grid, tail, pack = self._blocks, self._grid, self._layout.tail, self._layout.whole.pack_into
+        blocks, grid, layout, pack = self._blocks, self._grid, self._layout, self._layout.launch.pack_into
         take, new, give, handle, refused = (
             blocks.free.pop,
             blocks.new,
@@ -218,14 +219,18 @@ class ProductLauncher(Launcher):
             for at, maps, of, rows, stride in (*self._fills, *self._stored)
         ]
         counter_of, stores = self._counter_of, bool(self._stored)
-        sized: dict[int, tuple[int, tuple[bytes, ...]]] = {}  # by M: programs, and descriptors without their addresses
+        sized: dict[int, tuple[bytes, tuple[bytes, ...]]] = {}  # by M: see ``size``
         pick = _interleaved(len(self.operands) - 2, [at for at, *_ in self._fills])
 
         def size(
             M: int, addresses: tuple[int, ...], result: int
-        ) -> tuple[int, tuple[bytes, ...], tuple[int, ...], int]:
-            """What ``sized`` keeps of M, and the words that descriptors begin with in place of these addresses."""
-            programs, words, rests, any_address = grid(M, M if all_rows else index_end), [*addresses, result], [], True
+        ) -> tuple[bytes, tuple[bytes, ...], tuple[int, ...], int]:
+            """The head of a block, descriptors without their first words, and these in place of the addresses.
+
+            ``sized`` keeps the first two where the others are the addresses themselves.
+            """
+            end, words, rests, any_address = M if all_rows else index_end, [*addresses, result], [], True
+            head = layout.head.pack(M, end, *values, grid(M, end), layout.tail)
             for at, maps, of, rows, stride in described:
                 many = M if rows else 0
                 words[at], rest, leads = maps.split((words[at], many, stride), *of(many, stride))
@@ -234,8 +239,8 @@ class ProductLauncher(Launcher):
             if any_address:
                 if len(sized) >= _MOST_SIZED:
                     sized.clear()
-                sized[M] = programs, tuple(rests)
-            return programs, tuple(rests), tuple(words[:-1]), words[-1]
+                sized[M] = head, tuple(rests)
+            return head, tuple(rests), tuple(words[:-1]), words[-1]
 
         def run(M: int, stream: int, result: int, m_sizes: int, *addresses: int) -> None:
             if shifts:
@@ -245,9 +250,9 @@ class ProductLauncher(Launcher):
                 addresses = tuple(moved)
             known, first = sized.get(M), result
             if known is None:
-                programs, rests, addresses, first = size(M, addresses, result)
+                head, rests, addresses, first = size(M, addresses, result)
             else:
-                programs, rests = known
+                head, rests = known
             given: Any = addresses
             if described:
                 given = pick(addresses + rests)
@@ -259,8 +264,7 @@ class ProductLauncher(Launcher):
             except IndexError:
                 block = new()
             memory, offset, config, pointers, _ = block
-            end = M if all_rows else index_end
-            pack(memory, offset, M, end, *values, programs, tail, stream, result, m_sizes, word, *given)
+            pack(memory, offset, head, stream, result, m_sizes, word, *given)
             code = driver_launch(config, handle, pointers, None)
             if code:
                 refused(code, config, pointers)

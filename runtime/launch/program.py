@@ -192,15 +192,32 @@ class Program:
     eighth longer (docs/inside/trials.md, programs).
     """
 
-    __slots__ = ("run", "steps")
+    __slots__ = ("one", "run", "steps")
 
     def __init__(self, written: Sequence[_Noted], given: int, results: tuple[int, ...]) -> None:
         self.steps = tuple(one.step for one in written if isinstance(one, _Run))
+        self.one = _one(written)
         names: dict[str, Any] = {}
         scope: dict[str, Any] = {}
         source = _source(written, given, results, names)
         exec(_compiled(source), names, scope)  # noqa: S102  (of numbers of slots, sizes and names from here alone)
         self.run: Callable[[int, int, Sequence[torch.Tensor | None]], tuple[torch.Tensor | None, ...]] = scope["run"]
+
+
+class One(NamedTuple):
+    """A program of one launch: what it reads, by place among the tensors given (from 1 on), and its new memory."""
+
+    run: Callable[..., None]
+    reads: tuple[int, ...]
+    new: _New | None
+
+
+def _one(written: Sequence[_Noted]) -> One | None:
+    """The program as ``One``; None for another."""
+    *before, last = written or (None,)
+    if not isinstance(last, _Run) or len(before) > 1 or not all(isinstance(each, _New) for each in before):
+        return None
+    return One(last.step.run, last.reads, before[0] if before else None)  # type: ignore[arg-type]
 
 
 @functools.lru_cache(256)

@@ -12,13 +12,14 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ...artifacts.records.problem import Layout
 from ..check import tensors as check_tensors
 from ..check.call import Call
 from ..check.form import Fusions
 from ..check.tensors import address_of
-from ..driver.device import current_stream, device_is_current, tf32_allowed
+from ..driver.device import current_stream, device_is_current, empty, tf32_allowed
 from ..launch.products import operands_of
-from ..launch.program import Program, Recorder
+from ..launch.program import One, Program, Recorder
 from ..ops import autograd, gradients
 from ..ops.autograd import Adapted, AdaptedGemm, GroupedGemm
 from ..ops.low_rank import LowRank, as_used
@@ -110,7 +111,7 @@ class ProductPlan(Programs):
             and not (self.form.permute_y and M % self.form.topk)
         ):
             return None
-        if not (self._alone or device_is_current(self._device)) or not (self._tf32 is None or self._as_single()):
+        if not (self._alone or device_is_current(self._device)) or not (self._tf32 is None or _as_single(self._tf32)):
             return None
         if self._flat:
             w = w.view(self._shape)  # type: ignore[union-attr]
@@ -140,10 +141,6 @@ class ProductPlan(Programs):
         if out is not None:
             _written(out)
         return y
-
-    def _as_single(self) -> bool:
-        """Whether float32 is multiplied as it was, and not cast."""
-        return tf32_allowed(_FLOAT32) is self._tf32 and not _casts("cuda")
 
     def forward(
         self,
@@ -243,16 +240,17 @@ class ProductPlan(Programs):
         return self._first(needs, M, (dy, x, w, m_sizes), 3, compute, loose)
 
 
-class PlainPlan(ProductPlan):
-    """That of a call of x, a dense w [E, N, K], m_sizes and perhaps out, of any number of rows, in half the time."""
+_INTO, _NEW = (7, 3, 1, 2), (8, 3, 1, 2)  # y, m_sizes, x and w by place: y is out, or new
 
-    __slots__ = ("_counts_bytes", "_row_bytes", "_w_bytes", "_y_row_bytes")
+
+class PlainPlan(ProductPlan):
+    """That of a call of x, a dense w [E, N, K], m_sizes and perhaps out, of any number of rows, without a gradient."""
+
+    __slots__ = ("_again",)
 
     def __init__(self, call: Call, given: Given, same: guard.Guard, out: torch.Tensor | None) -> None:
         super().__init__(call, given, same, out, varies=True)
-        size = call.w.dtype.itemsize
-        self._row_bytes, self._y_row_bytes = size * call.K, size * call.N
-        self._w_bytes, self._counts_bytes = check_tensors.extent(call.w), call.m_sizes.nbytes  # type: ignore[arg-type]
+        self._again: Callable[..., torch.Tensor | None] | None = None
 
     def call(
         self,
@@ -266,36 +264,76 @@ class PlainPlan(ProductPlan):
         out: torch.Tensor | None,
         lora: Any,
     ) -> torch.Tensor | None:
-        same = self._same(x, w, m_sizes) if out is None else self._same(x, w, m_sizes, out)
-        if not same or x.data_ptr() & LOW != self._low or not x.is_contiguous():
-            return None
-        if not (self._alone or device_is_current(self._device)) or not (self._tf32 is None or self._as_single()):
-            return None
-        if self.grad and _grad_enabled():
-            if out is not None or _transformed():
-                return None
-            return _apply(x, w, m_sizes, None, None, None, self.form, (M, M, M), self)
-        program = self.program
-        if out is None:
-            if program is None:
-                return self.forward(x, w, m_sizes, None, None, None, (M, M, M))[0]
-            return program.run(M, stream_of(self._device), (x, w, m_sizes, None, None, None, None))[0]
-        if program is None or out.shape[0] != M or not out.is_contiguous() or not self._apart(M, x, w, m_sizes, out):  # type: ignore[arg-type]
-            return None
-        program.run(M, stream_of(self._device), (x, w, m_sizes, None, None, None, out))
-        _written(out)
-        return out
+        again = self._again
+        if again is not None:
+            return again(M, x, w, m_sizes, out)
+        return super().call(M, x, w, m_sizes, weights, bias, index, out, lora)
 
-    def _apart(self, M: int, x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, out: torch.Tensor) -> bool:
-        """Whether out is as aligned as the first, and has no byte of the others. (Else the checks say which.)"""
-        y_at, x_at, w_at, sizes_at = out.data_ptr(), x.data_ptr(), w.data_ptr(), m_sizes.data_ptr()
-        end = y_at + M * self._y_row_bytes
-        return (
-            y_at & LOW == self._out_low
-            and (end <= x_at or x_at + M * self._row_bytes <= y_at)
-            and (end <= w_at or w_at + self._w_bytes <= y_at)
-            and (end <= sizes_at or sizes_at + self._counts_bytes <= y_at)
-        )
+    def forward(self, x: torch.Tensor, w: _W, m_sizes: torch.Tensor, *others: Any, **more: Any) -> Any:
+        found = super().forward(x, w, m_sizes, *others, **more)
+        one = None if self.program is None else self.program.one
+        if one is not None and one.reads[:4] in (_INTO, _NEW) and not any(one.reads[4:]):
+            self._again = (self._into if one.new is None else self._made)(one, w, m_sizes)  # type: ignore[arg-type]
+        return found
+
+    def _made(self, one: One, w: torch.Tensor, m_sizes: torch.Tensor) -> Callable[..., torch.Tensor | None]:
+        """A function of such a call again, whose y is new."""
+        same, low, device, holds = self._same, self._low, self._device, self._condition()
+        launch, nulls, allocate = one.run, one.reads[4:], empty
+        new: Any = one.new
+        columns, dtype = new.size[1], new.dtype
+
+        def again(M: int, x: Any, w: Any, m_sizes: Any, _out: Any) -> torch.Tensor | None:
+            if not same(x, w, m_sizes):
+                return None
+            x_at = x.data_ptr()
+            if x_at & LOW != low or not x.is_contiguous() or (holds is not None and not holds()):
+                return None
+            y = allocate((M, columns), (columns, 1), dtype)
+            launch(M, stream_of(device), y.data_ptr(), m_sizes.data_ptr(), x_at, w.data_ptr(), *nulls)
+            return y
+
+        return again
+
+    def _into(self, one: One, w: torch.Tensor, m_sizes: torch.Tensor) -> Callable[..., torch.Tensor | None]:
+        """A function of such a call again, which writes to out, apart from all that it reads."""
+        same, low, out_low, device, holds = self._same, self._low, self._out_low, self._device, self._condition()
+        launch, nulls, size = one.run, one.reads[4:], w.itemsize
+        N, K = w.shape[1:] if self.form.layout is Layout.NK else (w.shape[2], w.shape[1])
+        x_row, out_row = size * K, size * N
+        w_bytes, counts_bytes = check_tensors.extent(w), check_tensors.extent(m_sizes)
+
+        def again(M: int, x: Any, w: Any, m_sizes: Any, out: Any) -> torch.Tensor | None:
+            if not same(x, w, m_sizes, out) or not (x.is_contiguous() and out.is_contiguous()) or out.numel() != M * N:
+                return None
+            x_at, w_at, counts_at, y_at = x.data_ptr(), w.data_ptr(), m_sizes.data_ptr(), out.data_ptr()
+            end = y_at + M * out_row
+            if (
+                x_at & LOW != low
+                or y_at & LOW != out_low
+                or (y_at < x_at + M * x_row and x_at < end)
+                or (y_at < w_at + w_bytes and w_at < end)
+                or (y_at < counts_at + counts_bytes and counts_at < end)
+                or (holds is not None and not holds())
+            ):  # (the checks will say which it shares memory with)
+                return None
+            launch(M, stream_of(device), y_at, counts_at, x_at, w_at, *nulls)
+            _written(out)
+            return out
+
+        return again
+
+    def _condition(self) -> Callable[[], bool] | None:
+        """What beside its tensors has to hold; None where nothing can change."""
+        alone, tf32, device = self._alone, self._tf32, self._device
+        if alone and tf32 is None:
+            return None
+        return lambda: (alone or device_is_current(device)) and (tf32 is None or _as_single(tf32))
+
+
+def _as_single(tf32: bool) -> bool:
+    """Whether float32 is multiplied as it was, and not cast."""
+    return tf32_allowed(_FLOAT32) is tf32 and not _casts("cuda")
 
 
 def _lows(w: _W) -> list[int]:
@@ -347,6 +385,8 @@ def plan(
     same = guard.guard(*tensors, loose=loose)
     if same is None:
         return None
-    if varies and isinstance(w, torch.Tensor) and w.dim() == 3 and weights is bias is index is one is None:
+    learns = any(each.requires_grad for each in tensors)
+    alone = isinstance(w, torch.Tensor) and w.dim() == 3 and weights is bias is index is one is None
+    if varies and alone and not learns:
         return PlainPlan(call, given, same, out)
     return ProductPlan(call, given, same, out, varies=varies)

@@ -29,6 +29,8 @@ def test_each_call_has_its_times(
     calls = json.loads(out.read_text())["calls"]
     assert list(calls) == [
         "call",
+        "out_given",
+        "new_x_each_call",
         "gather",
         "scatter_weight",
         "autograd",

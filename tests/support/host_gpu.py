@@ -28,6 +28,7 @@ from pretuned.kernels.contract.rowops import RowOpSpec
 from pretuned.kernels.contract.spec import Spec
 from pretuned.runtime import grouped_gemm, reload, sort_routing
 from pretuned.runtime.launch import ready
+from pretuned.runtime.replay.product_plan import PlainPlan
 
 PROGRAM = "<a program of pretuned>"  # the file of the code that runtime/launch/program.py compiles
 T, TOPK, E, N, K = 7, 2, 4, 8, 12
@@ -237,9 +238,13 @@ class Replay(NamedTuple):
 def replays(noted: Callable[[Replay], None]) -> Iterator[None]:
     """Hands over each program before it runs in this thread: of a call like an earlier one, which was written down."""
 
-    def look(frame: FrameType, event: str, _argument: object) -> None:
+    def look(frame: FrameType, event: str, argument: object) -> None:
         if event == "call" and frame.f_code.co_filename == PROGRAM and frame.f_code.co_name == "run":
             noted(Replay(frame.f_locals["M"], frame.f_globals))
+        if event == "return" and frame.f_code is PlainPlan.call.__code__ and argument is not None:
+            plan = frame.f_locals["self"]
+            if plan._again is not None:  # which does what its program does
+                noted(Replay(frame.f_locals["M"], plan.program.run.__globals__))
 
     before = sys.getprofile()
     sys.setprofile(look)

@@ -248,6 +248,62 @@ def test_tf32_is_another_call(planned: list[product_plan.ProductPlan]) -> None:
     assert len(planned) == 1
 
 
+def test_a_plain_call_that_is_not_like_the_first_is_looked_at(
+    planned: list[product_plan.ProductPlan], device: Device
+) -> None:
+    """What one plan's function lets through: everything else is checked anew, with the same numbers."""
+    w, sizes = torch.randn(E, N, K), torch.tensor([3, 0, 4, 1], dtype=torch.int32)
+    wide, memory = torch.randn(8, 2 * K), torch.randn(8 * (K + N) + 8)
+    x, out = memory[: 8 * K].view(8, K), memory[8 * K : 8 * (K + N)].view(8, N)
+
+    def ran(x: torch.Tensor, m_sizes: torch.Tensor = sizes, out: torch.Tensor | None = None) -> tuple[int, bool]:
+        before, wanted = len(planned), torch.cat([x[:3] @ w[0].T, x[3:7] @ w[2].T, x[7:8] @ w[3].T])
+        got = grouped_gemm(x, w, m_sizes, out=out)
+        return len(planned) - before, torch.allclose(got[: len(wanted)], wanted, rtol=1e-4, atol=1e-4)
+
+    for first in (None, out):
+        assert [ran(x, out=first) for _ in range(3)] == [(0, True), (1, True), (1, True)]
+    odd = memory[1 : 1 + 8 * K].view(8, K).clone()
+    odd = torch.cat([torch.zeros(1), odd.flatten()])[1:].view(8, K)  # begins elsewhere
+    for other in (wide[:, :K], wide[:, 1 : 1 + K], odd, x.t().contiguous().t()):
+        assert ran(other)[1]
+        assert ran(other, out=out)[1]
+        assert ran(x) == ran(x, out=out) == (1, True)
+    assert ran(x, sizes.long())[1]
+    assert ran(x)[1]
+    with pytest.raises(InputError, match="memory of x"):
+        grouped_gemm(x, w, sizes, out=memory[8 * K - 4 : 8 * (K + N) - 4].view(8, N))
+    with pytest.raises(InputError, match="memory of w"):
+        grouped_gemm(x, w, sizes, out=w.view(-1)[: 8 * N].view(8, N))
+    with pytest.raises(InputError, match="memory of m_sizes"):
+        grouped_gemm(x, w, memory.view(torch.int32)[-16:-12], out=memory[-8 * N - 12 : -12].view(8, N))
+    for rows in (out[:7], torch.empty(9, N)):
+        with pytest.raises(InputError, match="out is of shape"):
+            grouped_gemm(x, w, sizes, out=rows)
+    apart = torch.empty(8, 2 * N)[:, :N]
+    assert ran(x, out=apart)[1]
+    assert not apart[0].isnan().any()
+    assert grouped_gemm(x.detach().requires_grad_(), w, sizes).requires_grad
+    with torch.autocast("cuda", torch.bfloat16):
+        before = len(planned)
+        assert grouped_gemm(x, w, sizes).dtype is torch.bfloat16
+        assert len(planned) == before
+    version = out._version
+    grouped_gemm(x, w, sizes, out=out)
+    assert out._version > version
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_a_trace_keeps_a_plain_call_that_came_before(planned: list[product_plan.ProductPlan]) -> None:
+    x, w, m_sizes = torch.randn(8, K), torch.randn(E, N, K), torch.tensor([3, 0, 4, 1], dtype=torch.int32)
+    y = [grouped_gemm(x, w, m_sizes) for _ in range(3)][-1]
+    assert len(planned) == 2
+    traced = torch.jit.trace(lambda x, m_sizes: grouped_gemm(x, w, m_sizes), (x, m_sizes), check_trace=False)
+    assert len(planned) == 2
+    assert "pretuned::grouped_gemm" in str(traced.graph)
+    assert torch.equal(traced(x, m_sizes), y)
+
+
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float64])
 def test_routing_weights_of_any_float(planned: list[product_plan.ProductPlan], kind: torch.dtype) -> None:
     given = tensors(permute_x=True, weights=True, bias=False, layout="nk")
