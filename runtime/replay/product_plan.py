@@ -272,7 +272,8 @@ class PlainPlan(ProductPlan):
     def forward(self, x: torch.Tensor, w: _W, m_sizes: torch.Tensor, *others: Any, **more: Any) -> Any:
         found = super().forward(x, w, m_sizes, *others, **more)
         one = None if self.program is None else self.program.one
-        if one is not None and one.reads[:4] in (_INTO, _NEW) and not any(one.reads[4:]):
+        whole = one is not None and (one.new is None or one.new.per == 1)
+        if one is not None and whole and one.reads[:4] in (_INTO, _NEW) and not any(one.reads[4:]):
             self._again = (self._into if one.new is None else self._made)(one, w, m_sizes)  # type: ignore[arg-type]
         return found
 
