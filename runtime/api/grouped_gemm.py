@@ -6,7 +6,7 @@ compares the rest. What only calls without a plan need is imported by the first 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -192,7 +192,7 @@ def grouped_gemm(
     # First: a call under way keeps the table that it began with, so that nothing chosen before a ``reload`` goes into
     # one from after.
     snapshot: Snapshot | None = current.snapshot
-    key = None
+    key: tuple[Any, ...] | None = None
     pinned = kernel_config_fwd is not None or kernel_config_bwd_dX is not None or kernel_config_bwd_dW is not None
     if type(x) in _PLAIN and type(topk) is int and not (autotune or pinned):
         plan: ProductPlan | None = None
@@ -243,7 +243,7 @@ def grouped_gemm(
         except _UNUSABLE:  # no usable tensor: the checks will say
             key = None
         if plan is not None:
-            y = plan.call(M, x, w, m_sizes, topk_weights, bias, gather_indices, out, lora)
+            y: torch.Tensor | None = plan.call(M, x, w, m_sizes, topk_weights, bias, gather_indices, out, lora)
             if y is not None:
                 return y
     keep = None

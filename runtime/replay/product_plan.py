@@ -114,7 +114,7 @@ class ProductPlan(Programs):
         if not (self._alone or device_is_current(self._device)) or not (self._tf32 is None or _as_single(self._tf32)):
             return None
         if self._flat:
-            w = w.view(self._shape)  # type: ignore[union-attr]
+            w = w.view(self._shape)
             given = (x, w, *given[2:])
         elif not self._dense and _lows(w) != self._lows:
             return None
@@ -246,11 +246,11 @@ _INTO, _NEW = (7, 3, 1, 2), (8, 3, 1, 2)  # y, m_sizes, x and w by place: y is o
 class PlainPlan(ProductPlan):
     """That of a call of x, a dense w [E, N, K], m_sizes and perhaps out, of any number of rows, without a gradient."""
 
-    __slots__ = ("_again",)
+    __slots__ = ("_direct",)
 
     def __init__(self, call: Call, given: Given, same: guard.Guard, out: torch.Tensor | None) -> None:
         super().__init__(call, given, same, out, varies=True)
-        self._again: Callable[..., torch.Tensor | None] | None = None
+        self._direct: Callable[..., torch.Tensor | None] | None = None
 
     def call(
         self,
@@ -264,7 +264,7 @@ class PlainPlan(ProductPlan):
         out: torch.Tensor | None,
         lora: Any,
     ) -> torch.Tensor | None:
-        again = self._again
+        again = self._direct
         if again is not None:
             return again(M, x, w, m_sizes, out)
         return super().call(M, x, w, m_sizes, weights, bias, index, out, lora)
@@ -274,7 +274,7 @@ class PlainPlan(ProductPlan):
         one = None if self.program is None else self.program.one
         whole = one is not None and (one.new is None or one.new.per == 1)
         if one is not None and whole and one.reads[:4] in (_INTO, _NEW) and not any(one.reads[4:]):
-            self._again = (self._into if one.new is None else self._made)(one, w, m_sizes)  # type: ignore[arg-type]
+            self._direct = (self._into if one.new is None else self._made)(one, w, m_sizes)  # type: ignore[arg-type]
         return found
 
     def _made(self, one: One, w: torch.Tensor, m_sizes: torch.Tensor) -> Callable[..., torch.Tensor | None]:
@@ -304,7 +304,7 @@ class PlainPlan(ProductPlan):
         x_row, out_row = size * K, size * N
         w_bytes, counts_bytes = check_tensors.extent(w), check_tensors.extent(m_sizes)
 
-        def again(M: int, x: Any, w: Any, m_sizes: Any, out: Any) -> torch.Tensor | None:
+        def again(M: int, x: Any, w: Any, m_sizes: Any, out: torch.Tensor) -> torch.Tensor | None:
             if not same(x, w, m_sizes, out) or not (x.is_contiguous() and out.is_contiguous()) or out.numel() != M * N:
                 return None
             x_at, w_at, counts_at, y_at = x.data_ptr(), w.data_ptr(), m_sizes.data_ptr(), out.data_ptr()
@@ -387,7 +387,14 @@ def plan(
     if same is None:
         return None
     learns = any(each.requires_grad for each in tensors)
-    alone = isinstance(w, torch.Tensor) and w.dim() == 3 and weights is bias is index is one is None
+    alone = (
+        isinstance(w, torch.Tensor)
+        and w.dim() == 3
+        and weights is None
+        and bias is None
+        and index is None
+        and one is None
+    )
     if varies and alone and not learns:
         return PlainPlan(call, given, same, out)
     return ProductPlan(call, given, same, out, varies=varies)

@@ -243,7 +243,7 @@ def replays(noted: Callable[[Replay], None]) -> Iterator[None]:
             noted(Replay(frame.f_locals["M"], frame.f_globals))
         if event == "return" and frame.f_code is PlainPlan.call.__code__ and argument is not None:
             plan = frame.f_locals["self"]
-            if plan._again is not None:  # which does what its program does
+            if plan._direct is not None:  # which does what its program does
                 noted(Replay(frame.f_locals["M"], plan.program.run.__globals__))
 
     before = sys.getprofile()
