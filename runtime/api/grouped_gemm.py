@@ -13,6 +13,7 @@ import torch
 from ...artifacts.errors import InputError
 from .. import current
 from ..check import tensors
+from ..check.form import expected_bucket
 from ..driver.device import tf32_allowed
 from ..replay.guard import key_of
 from ..weights.expert_weights import ExpertWeights
@@ -53,6 +54,7 @@ def grouped_gemm(
     out: torch.Tensor | None = None,
     zero_tail: bool = False,
     lora: Lora | None = None,
+    expected_rows: int | None = None,
 ) -> torch.Tensor:
     """y[to(i)] = t(i) * (x[from(i)] @ w[e].T + bias[e]) for every sorted row i of expert e, in one launch.
 
@@ -112,6 +114,9 @@ def grouped_gemm(
         An adapter, whose product joins w's before the weights and beside the bias:
         y[to(i)] = t(i) * (x[from(i)] @ w[e].T + scale * (x[from(i)] @ A[e].T) @ B[e].T + bias[e]). Not with dX_only or
         dW_only: what requires a gradient tells which are computed.
+    expected_rows
+        How many of the M rows experts will have, 0 to M: kernels, of gradients too, are chosen for so many; for M if
+        None. It changes no buffer, and with more or fewer rows the result is right.
 
     Returns
     -------
@@ -162,6 +167,7 @@ def grouped_gemm(
                 "w_layout": w_layout,
                 "bias": bias,
                 "out": out,
+                "expected_rows": expected_rows,
             }
             return dropped(grouped_gemm, x, w, m_sizes, lora, moves, rest)
     if _tracing() or _jit_state() is not None:
@@ -188,6 +194,7 @@ def grouped_gemm(
             or kernel_config_bwd_dX is not None
             or kernel_config_bwd_dW is not None,
             lora=lora,
+            expected_rows=expected_rows,
         )
     if _duals._current_level >= 0:
         tensors.no_tangents("grouped_gemm", x, w, topk_weights, bias, *(lora[:2] if isinstance(lora, Lora) else ()))
@@ -229,6 +236,7 @@ def grouped_gemm(
                 out is None,
                 None if lora is None else scales_of((lora, None)),
                 single and tf32_allowed(_FLOAT32),
+                None if expected_rows is None else expected_bucket("grouped_gemm", expected_rows, M, "M"),
             )
             plan: ProductPlan | None = None
             if single and _casts("cuda"):
@@ -277,6 +285,7 @@ def grouped_gemm(
         out=out,
         keep=keep,
         lora=lora,
+        expected_rows=expected_rows,
     )
 
 
