@@ -111,7 +111,8 @@ def lacks(layer: ServedLayer, local: LocalGpu, *, tokens: int, any_variant: bool
 
     Each product is to have choices that were made for it, and measured on a GPU of this capability, near every number
     of rows that kernels of a step are chosen for. Where the engine would quantise x, the product that does so is to
-    have them as well: for many rows the other one takes half as long again. With ``any_variant`` it is enough that something runs.
+    have them as well: for many rows the other one takes half as long again. With ``any_variant`` it is enough that
+    something runs.
     """
     if not platform_supported():
         return f"bundles run on linux x86_64 and aarch64, this is {platform_name()}"
