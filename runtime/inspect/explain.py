@@ -335,7 +335,8 @@ def gpu_here(device: int | None = None) -> LocalGpu:
 
 
 def fingerprint(device: int | None = None) -> str:
-    """Digest (hex) of the usable bundles, in order, and the GPU's identity: ranks with equal ones choose alike.
+    """Digest (hex) of the usable bundles, in order, and the GPU's identity: ranks with equal ones choose alike for
+    equal calls, with equal ``expected_rows``.
 
     ``device`` is an index of torch's; its current device if None. Without a GPU it is that of machines without one.
     """

@@ -18,7 +18,7 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op, Problem
 from pretuned.kernels.contract.config import Config, Schedule
 from pretuned.kernels.contract.spec import Spec
-from pretuned.runtime import Lora, explain, grouped_gemm, moe_mlp, reload, sort_routing
+from pretuned.runtime import Lora, explain, grouped_gemm, hooks, moe_mlp, reload, sort_routing
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.replay import guard, programs
 
@@ -204,6 +204,33 @@ def test_a_hint_that_is_none_is_refused(hint: Any) -> None:
             with pytest.raises(InputError, match=what) as error:
                 call(expected_rows=hint)
             assert "expected_rows is" in str(error.value)
+
+
+def test_an_adapter_with_dropout_is_of_its_kernels_too(device: Device) -> None:
+    low = Lora(torch.randn(E, 4, H), torch.randn(E, I, 4), 0.5, dropout=0.5)
+    routing = sort_routing(torch.randint(0, E, (128, K)), E)
+    for gathers in (False, True):
+        x, index = torch.randn(128 if gathers else 256, H), routing.gather_indices if gathers else None
+        for hint, block_m in ((None, 64), (16, 16)):
+            grouped_gemm(
+                x, torch.randn(E, I, H), routing.m_sizes, K, index, permute_x=gathers, lora=low, expected_rows=hint
+            )
+            launched = blocks(device)
+            assert len(launched) == 3
+            assert set(launched) == {block_m}
+
+
+def test_a_tuner_is_asked_for_the_hints_bucket(device: Device) -> None:
+    asked: list[int] = []
+    hooks.register_tuner(lambda problems, M, at: asked.append(M))
+    try:
+        x, w, m_sizes = torch.randn(256, H), torch.randn(E, I, H), torch.full((E,), 64, dtype=torch.int32)
+        for hint in (None, 17):
+            grouped_gemm(x, w, m_sizes, autotune=True, expected_rows=hint)
+        assert asked == [256, 16]
+        assert blocks(device) == [64, 16]
+    finally:
+        hooks.register_tuner(None)
 
 
 def test_the_operators_carry_it(device: Device) -> None:
