@@ -274,6 +274,7 @@ def _composed(
     function, gated, interleaved = how.act
     index, m_sizes, *_ = sort(topk_ids, gate_up_weight.shape[0])
     # zero_tail: torch differentiates the activation of every row, and NaN would stop its anomaly mode.
+    zeroes = torch.is_grad_enabled()
     if weights_on == "output" or gate_up_bias is None:  # a product without a bias is linear: weighting it is the same
         first = weights_on == "input"
         h = grouped_gemm(
@@ -288,7 +289,7 @@ def _composed(
             w_layout=w_layout,
             bias=gate_up_bias,
             lora=lora[0],
-            zero_tail=True,
+            zero_tail=zeroes,
             expected_rows=expected_rows,
         )
     else:
@@ -304,7 +305,7 @@ def _composed(
             w_layout=w_layout,
             bias=gate_up_bias,
             lora=lora[0],
-            zero_tail=True,
+            zero_tail=zeroes,
             expected_rows=expected_rows,
         )
     h = activate(h, function, gated=gated, interleaved=interleaved)

@@ -305,7 +305,7 @@ class PretunedRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
             gate_up_bias=_in(quant_info.b13, x),
             down_bias=_in(quant_info.b2, x),
             weights_on="input" if runner_config.apply_router_weight_on_input else "output",
-            expected_rows=expected_rows(*ids.shape, config.num_local_experts, *every),
+            expected_rows=expected_rows(ids.shape[0], ids.shape[1], config.num_local_experts, *every),
         )
         factor = runner_config.routed_scaling_factor
         return StandardCombineInput(hidden_states=out if factor in (None, 1.0) else out.mul_(factor))

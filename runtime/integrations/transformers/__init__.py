@@ -293,6 +293,7 @@ def _grouped(
     routing = sort_routing(ids, w1.shape[0])
     rows, m_sizes, expected = routing.gather_indices, routing.m_sizes, _expected(experts, ids)
     # Zeros in rows of no expert: nothing reads them, but a gradient of the module's own code may not make them NaN.
+    zeroes = torch.is_grad_enabled()
     h = grouped_gemm(
         hidden,
         w1,
@@ -302,7 +303,7 @@ def _grouped(
         permute_x=True,
         w_layout=layout,
         bias=b1,
-        zero_tail=True,
+        zero_tail=zeroes,
         lora=lora[0],
         expected_rows=expected,
     )

@@ -206,6 +206,20 @@ def test_a_hint_that_is_none_is_refused(hint: Any) -> None:
             assert "expected_rows is" in str(error.value)
 
 
+def test_rows_of_no_expert_are_zeroed_for_a_gradient_alone(device: Device) -> None:
+    """In a layer that is made of calls: with most experts on other ranks, zeroing them takes as long as the rest."""
+    hidden, up, down = torch.randn(64, H), torch.randn(E, 2 * I, H), torch.randn(E, H, I)
+    ids, weights, results = torch.randint(-6 * E, E, (64, K)), torch.rand(64, K), []
+    zeroed: list[int] = []
+    moe_mlp(hidden, up, down, ids, weights, weights_on="input")
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad), torch.autograd.profiler.profile() as ran:
+            results.append(moe_mlp(hidden, up, down, ids, weights, weights_on="input"))
+        zeroed.append(sum(one.name == "aten::zero_" for one in ran.function_events))
+    assert zeroed[1] == zeroed[0] + 1
+    assert torch.equal(*results)
+
+
 def test_an_adapter_with_dropout_is_of_its_kernels_too(device: Device) -> None:
     low = Lora(torch.randn(E, 4, H), torch.randn(E, I, 4), 0.5, dropout=0.5)
     routing = sort_routing(torch.randint(0, E, (128, K)), E)
