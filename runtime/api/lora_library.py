@@ -47,7 +47,7 @@ def _weights(w: torch.Tensor | None, *parts: Any) -> torch.Tensor | ExpertWeight
 
 def _forward(x: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     (A, B, scale, *rest), expected = with_expected(given, _ALL)
-    call, x = call_of(x, _weights(*rest[:_W]), *rest[_W:], expected)
+    call, x = call_of(x, _weights(*rest[:_W]), *(*rest[_W:], expected))
     check_columns(B, call.N)
     with without_autocast(x.device.type):
         y, u = gradients.with_adapter(call, x, LowRank(A, B, scale))
@@ -58,7 +58,7 @@ def _forward(x: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _forward_fake(x: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     given, expected = with_expected(given, _ALL)
-    call, x = call_of(x, _weights(*given[_LOW : _LOW + _W]), *given[_LOW + _W :], expected)
+    call, x = call_of(x, _weights(*given[_LOW : _LOW + _W]), *(*given[_LOW + _W :], expected))
     check_columns(given[1], call.N)
     return x.new_empty((call.y_rows, call.N)), x.new_empty((call.M, given[0].shape[1]))
 
@@ -66,7 +66,7 @@ def _forward_fake(x: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Ten
 def _backward(dy: torch.Tensor, x: torch.Tensor, u: torch.Tensor, *given: Any) -> tuple[torch.Tensor, ...]:
     (A, B, scale, *rest, needs), expected = with_expected(given, _ALL)
     w = _weights(*rest[:_W])
-    call, rows = call_of(x, w, *rest[_W:], False, expected)
+    call, rows = call_of(x, w, *(*rest[_W:], False, expected))
     with without_autocast(x.device.type):
         kept = u if needs[4] else None
         dx, dw, *others = with_adapter(call, dy, rows, tuple(needs[:4]), LowRank(A, B, scale), kept)

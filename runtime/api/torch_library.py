@@ -97,14 +97,14 @@ def _forward(x: torch.Tensor, *rest: Any) -> torch.Tensor:
     if tensors.duals._current_level >= 0:
         tensors.no_tangents("grouped_gemm", x, *rest)
     (*given, _dX_only, _dW_only), expected = with_expected(rest, CALL + 3)
-    call, x = call_of(x, *given, expected)
+    call, x = call_of(x, *(*given, expected))
     with without_autocast(x.device.type):
         return gradients.forward(call, x)
 
 
 def _forward_fake(x: torch.Tensor, *rest: Any) -> torch.Tensor:
     (*given, _dX_only, _dW_only), expected = with_expected(rest, CALL + 3)
-    call, x = call_of(x, *given, expected)
+    call, x = call_of(x, *(*given, expected))
     return x.new_empty((call.y_rows, call.N))
 
 
@@ -120,7 +120,7 @@ def _backward(
     dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor | ExpertWeights, *rest: Any
 ) -> tuple[torch.Tensor, ...]:
     (*parameters, needs), expected = with_expected(rest, CALL)
-    call, rows = call_of(x, w, *parameters, False, expected)
+    call, rows = call_of(x, w, *(*parameters, False, expected))
     with without_autocast(x.device.type):
         dx, dw, dweights, dbias = backward(call, dy, rows, tuple(needs))
     dw = None if dw is None else dw.view(w.shape)
