@@ -225,9 +225,13 @@ def layer_of(config: Any, dtype: DType | None = None) -> ServedLayer:
         config.top_k,
         dtype or DTYPES[config.params_dtype],
         act,
-        config.num_experts or 0,
-        config.num_fused_shared_experts or 0,
+        *_experts_of_all(config),
     )
+
+
+def _experts_of_all(config: Any) -> tuple[int, int]:
+    """How many experts all ranks have, and how many of these, shared, are on each; zeros where SGLang does not say."""
+    return getattr(config, "num_experts", None) or 0, getattr(config, "num_fused_shared_experts", None) or 0
 
 
 def _settings() -> Any:
@@ -291,8 +295,8 @@ class PretunedRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
 
     def _run(self, dispatch_output: Any, quant_info: Any, runner_config: Any) -> Any:
         x, (weights, ids, *_) = dispatch_output.hidden_states, dispatch_output.topk_output
-        act, config = self.activation(), self.config
-        every = config.num_experts or 0, config.num_fused_shared_experts or 0
+        act, (tokens, top_k) = self.activation(), ids.shape
+        expected = expected_rows(tokens, top_k, self.config.num_local_experts, *_experts_of_all(self.config))
         out = moe_mlp(
             x,
             quant_info.w13_weight,
@@ -305,7 +309,7 @@ class PretunedRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
             gate_up_bias=_in(quant_info.b13, x),
             down_bias=_in(quant_info.b2, x),
             weights_on="input" if runner_config.apply_router_weight_on_input else "output",
-            expected_rows=expected_rows(ids.shape[0], ids.shape[1], config.num_local_experts, *every),
+            expected_rows=expected,
         )
         factor = runner_config.routed_scaling_factor
         return StandardCombineInput(hidden_states=out if factor in (None, 1.0) else out.mul_(factor))
