@@ -160,6 +160,19 @@ def test_the_bundles_that_ship_are_for_these(E: int, H: int, I: int, top_k: int,
     assert lacks(ServedLayer(E, H, I, top_k, dtype, SILU), ON_H200, tokens=8192) is None
 
 
+@pytest.mark.parametrize(
+    ("E", "H", "I", "top_k", "dtype"),
+    [
+        (16, 4096, 1536, 8, DType.BF16),  # Qwen3-235B
+        (32, 7168, 2048, 8, DType.FP8_BLOCK),  # DeepSeek-V3
+        (16, 2880, 2880, 4, DType.MXFP4),  # gpt-oss-120b
+        (48, 7168, 2048, 8, DType.INT4_G32),  # Kimi-K2
+    ],
+)
+def test_the_bundles_that_ship_are_for_one_rank_of_eight(E: int, H: int, I: int, top_k: int, dtype: DType) -> None:  # noqa: E741
+    assert lacks(ServedLayer(E, H, I, top_k, dtype, SILU, experts=8 * E), ON_H200, tokens=8192) is None
+
+
 @pytest.mark.parametrize("gpu", HOPPERS, ids=lambda gpu: gpu.name)
 def test_a_modelled_bundle_takes_no_layer_away(clean_places: Path, gpu: Gpu) -> None:
     """As one in PRETUNED_BUNDLES that was built without a GPU: what was measured still ships."""
