@@ -42,6 +42,7 @@ BENCHMARKS = (
     Benchmark("speed", "kernels", "shipped grouped GEMMs against torch, a dense GEMM, other libraries", GPU),
     Benchmark("speed", "guard", "is any of 60 cells slower than recorded, in two minutes; fails if so", GPU),
     Benchmark("speed", "layer", "a whole MoE layer against the same layer in torch", GPU),
+    Benchmark("speed", "expert_parallel", "one rank of ep=8, with a hint of its rows and without", GPU),
     Benchmark("speed", "by_torch", "tuned calls against torch's where K is slow; fails if one is slower", GPU),
     Benchmark("speed", "lora", "a layer with LoRA, forward and backward, against torch", GPU),
     Benchmark("speed", "lora_layer", "a layer with attention and PEFT's LoRA on its experts", f"{GPU}, peft"),

@@ -66,14 +66,15 @@ def dropped(
     check_columns(lora.B, y.shape[1])
     index, topk, weights = moves["gather_indices"], moves["topk"], moves["topk_weights"]
     how = {name: moves[name] for name in ("permute_y", "fuse_mul_post", "zero_tail")}
+    how["expected_rows"] = rest["expected_rows"]
     how["zero_tail"] |= rest["out"] is not None  # whose rows past the last expert's stay as they are
     seen = torch.nn.functional.dropout(x, lora.dropout)
     if moves["permute_x"]:
-        u = product(seen, A, m_sizes, topk, index, permute_x=True)
+        u = product(seen, A, m_sizes, topk, index, permute_x=True, expected_rows=how["expected_rows"])
         # Rows that pad an expert are not written, and B's gradient multiplies them by zero: they have to be finite.
         u = u.masked_fill(((index < 0) | (index >= x.shape[0] * topk))[:, None], 0)
     else:
-        u = product(seen, A, m_sizes)
+        u = product(seen, A, m_sizes, expected_rows=how["expected_rows"])
     if how["permute_y"] and weights is None and y.shape[0] != u.shape[0]:  # weights tell how many rows y has
         weights, how["fuse_mul_post"] = x.new_ones((y.shape[0] // topk, topk), dtype=torch.float32), True
     return y.add_(product(u * scale, B, m_sizes, topk, index, topk_weights=weights, is_first_gemm=False, **how))

@@ -39,6 +39,7 @@ def run(
     out: torch.Tensor | None = None,
     keep: _Place | None = None,
     lora: Lora | None = None,
+    expected_rows: int | None = None,
 ) -> torch.Tensor:
     """y of ``grouped_gemm``, on any device, differentiable where an input requires grad.
 
@@ -70,6 +71,7 @@ def run(
             dW_only=form.only_dw,
             untraceable=out is not None or form.autotune or form.pinned,
             lora=lora,
+            expected_rows=expected_rows,
         )
     for name, one in (("x", x), ("w", w), ("m_sizes", m_sizes)):
         if not isinstance(one, torch.Tensor) and not (one is w and isinstance(w, ExpertWeights)):
@@ -82,7 +84,7 @@ def run(
         )
     given = x, w, bias
     x, w, bias = autocast(x, w, bias)
-    call, rows = check(x, w, m_sizes, form, gather_indices, topk_weights, fuse_mul_post, bias, out)
+    call, rows = check(x, w, m_sizes, form, gather_indices, topk_weights, fuse_mul_post, bias, out, expected_rows)
     own = rows is given[0] and bias is given[2] and w is given[1]
     x = rows
     made = None
@@ -110,7 +112,9 @@ def run(
                 "use torch.no_grad()"
             )
         else:
-            y = GroupedGemm.apply(x, call.w, m_sizes, fusions.weights, fusions.bias, fusions.index, form, sizes, made)  # type: ignore[no-untyped-call]
+            y = GroupedGemm.apply(
+                x, call.w, m_sizes, fusions.weights, fusions.bias, fusions.index, call.form, sizes, made
+            )  # type: ignore[no-untyped-call]
     _kept(keep, made)
     return y
 
@@ -195,4 +199,4 @@ def _tune(call: Call, x: torch.Tensor) -> None:
     if tuner is not None and x.is_cuda and call.M:
         every = problems(call, x)
         for dtype in dict.fromkeys(one.dtype for one in every):
-            tuner(tuple(one for one in every if one.dtype is dtype), call.M, x.get_device())
+            tuner(tuple(one for one in every if one.dtype is dtype), call.form.bucket or call.M, x.get_device())

@@ -13,6 +13,7 @@ import torch
 from ...artifacts.errors import InputError
 from .. import current
 from ..check import tensors
+from ..check.form import expected_bucket
 from ..driver.device import tf32_allowed
 from ..replay.guard import key_of
 from ..weights.expert_weights import ExpertWeights
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from ..replay.product_plan import ProductPlan
 
 _tracing = torch.compiler.is_dynamo_compiling
+_jit_state = tensors.jit_state
 _PLAIN, _UNUSABLE = tensors.PLAIN, tensors.UNUSABLE
 _duals = tensors.duals
 
@@ -51,6 +53,7 @@ def grouped_gemm(
     out: torch.Tensor | None = None,
     zero_tail: bool = False,
     lora: Lora | None = None,
+    expected_rows: int | None = None,
 ) -> torch.Tensor:
     """y[to(i)] = t(i) * (x[from(i)] @ w[e].T + bias[e]) for every sorted row i of expert e, in one launch.
 
@@ -110,6 +113,9 @@ def grouped_gemm(
         An adapter, whose product joins w's before the weights and beside the bias:
         y[to(i)] = t(i) * (x[from(i)] @ w[e].T + scale * (x[from(i)] @ A[e].T) @ B[e].T + bias[e]). Not with dX_only or
         dW_only: what requires a gradient tells which are computed.
+    expected_rows
+        How many of the M rows experts will have, 0 to M: kernels, of gradients too, are chosen for so many; for M if
+        None. It changes no buffer, and with more or fewer rows the result is right.
 
     Returns
     -------
@@ -160,9 +166,10 @@ def grouped_gemm(
                 "w_layout": w_layout,
                 "bias": bias,
                 "out": out,
+                "expected_rows": expected_rows,
             }
             return dropped(grouped_gemm, x, w, m_sizes, lora, moves, rest)
-    if _tracing():
+    if _tracing() or _jit_state() is not None:
         from .torch_library import traced
 
         return traced(
@@ -186,6 +193,7 @@ def grouped_gemm(
             or kernel_config_bwd_dX is not None
             or kernel_config_bwd_dW is not None,
             lora=lora,
+            expected_rows=expected_rows,
         )
     if _duals._current_level >= 0:
         tensors.no_tangents("grouped_gemm", x, w, topk_weights, bias, *(lora[:2] if isinstance(lora, Lora) else ()))
@@ -215,6 +223,7 @@ def grouped_gemm(
                 and topk_weights is None
                 and bias is None
                 and lora is None
+                and expected_rows is None
             ):
                 others = (
                     topk,
@@ -230,10 +239,11 @@ def grouped_gemm(
                     topk_weights is None,
                     bias is None,
                     None if lora is None else scales_of((lora, None)),
+                    None if expected_rows is None else expected_bucket("grouped_gemm", expected_rows, M, "M"),
                 )
             key = (
                 w.data_ptr() if type(w) is not ExpertWeights else key_of(w),
-                (M * M).bit_length() // 2,  # ``bucket_of``; what torch.jit traces has none
+                (M * M).bit_length() // 2,  # ``bucket_of``
                 x.requires_grad,
                 out is None,
                 others,
@@ -304,6 +314,7 @@ def grouped_gemm(
         out=out,
         keep=keep,
         lora=lora,
+        expected_rows=expected_rows,
     )
 
 

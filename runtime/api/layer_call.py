@@ -13,7 +13,7 @@ from ...artifacts.records.problem import Layout
 from ...kernels.contract.activations import Activation, activation_of
 from ..check import call as check_call
 from ..check import tensors
-from ..check.form import check_fusions, form_of
+from ..check.form import check_fusions, expected_bucket, form_of
 from ..dispatch.snapshot import Snapshot
 from ..driver.device import without_autocast
 from ..ops import layer
@@ -45,6 +45,7 @@ def run(
     w_layout: str,
     lora: Any,
     out: torch.Tensor | None,
+    expected_rows: int | None,
     key: object,
     snapshot: Snapshot | None,
 ) -> torch.Tensor:
@@ -88,7 +89,8 @@ def run(
             f"moe_mlp: gate_up_weight is {list(gate_up_weight.shape)} and down_weight {list(down_weight.shape)}, "
             "wanted three dimensions with the same number of experts first"
         )
-    how = Layer(k, Layout(w_layout), RowActivation(function, gated, interleaved))
+    bucket = None if _tracing() else expected_bucket("moe_mlp", expected_rows, T * k, "T*k")
+    how = Layer(k, Layout(w_layout), RowActivation(function, gated, interleaved), bucket)
     if gated and (wide := layer.columns(gate_up_weight, how.layout)) % 2:
         raise InputError(f"moe_mlp: gate and up have {wide} columns together, wanted an even number")
     others = [one for one in (down_weight, gate_up_bias, down_bias, topk_weights) if one is not None]
@@ -110,6 +112,7 @@ def run(
             weights_on,
             w_layout,
             adapters,
+            expected_rows,
         )
         if out is not None:
             return out.copy_(found.view(out.shape))
@@ -264,12 +267,14 @@ def _composed(
     weights_on: str,
     w_layout: str,
     lora: tuple[Lora | None, Lora | None] = (None, None),
+    expected_rows: int | None = None,
 ) -> torch.Tensor:
     """The layer out of calls that torch can trace."""
     T, k = topk_ids.shape
     function, gated, interleaved = how.act
     index, m_sizes, *_ = sort(topk_ids, gate_up_weight.shape[0])
     # zero_tail: torch differentiates the activation of every row, and NaN would stop its anomaly mode.
+    zeroes = torch.is_grad_enabled()
     if weights_on == "output" or gate_up_bias is None:  # a product without a bias is linear: weighting it is the same
         first = weights_on == "input"
         h = grouped_gemm(
@@ -284,7 +289,8 @@ def _composed(
             w_layout=w_layout,
             bias=gate_up_bias,
             lora=lora[0],
-            zero_tail=True,
+            zero_tail=zeroes,
+            expected_rows=expected_rows,
         )
     else:
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -299,7 +305,8 @@ def _composed(
             w_layout=w_layout,
             bias=gate_up_bias,
             lora=lora[0],
-            zero_tail=True,
+            zero_tail=zeroes,
+            expected_rows=expected_rows,
         )
     h = activate(h, function, gated=gated, interleaved=interleaved)
     last = weights_on == "output"
@@ -317,5 +324,6 @@ def _composed(
         w_layout=w_layout,
         bias=down_bias,
         lora=lora[1],
+        expected_rows=expected_rows,
     )
     return y.view(T, k, y.shape[-1]).sum(1)

@@ -17,16 +17,17 @@ from ..ops.autograd import wanted, with_adapter
 from ..ops.low_rank import LowRank
 from ..weights.expert_weights import ExpertWeights
 from .adapted import check_columns
-from .operator_call import PARTS, REST, call_of, no_second, parts_of, weights_of
+from .operator_call import CALL, EXPECTED, PARTS, REST, call_of, no_second, parts_of, weights_of, with_expected
 
 _WEIGHTS = "Tensor? w, str format, Tensor? codes, Tensor? w_scale, Tensor? zero, Tensor? global_scale, Tensor? derived"
 _CALL = f"Tensor A, Tensor B, float scale, {_WEIGHTS}, {REST}"
 _LOW, _W = 3, 1 + PARTS
+_ALL = _LOW + _W + CALL  # arguments from A on, with zero_tail or needs as the last
 
 _library: Any = torch.library.Library("pretuned", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(f"grouped_gemm_lora(Tensor x, {_CALL}, bool zero_tail) -> (Tensor, Tensor)")
+_library.define(f"grouped_gemm_lora(Tensor x, {_CALL}, bool zero_tail, {EXPECTED}) -> (Tensor, Tensor)")
 _library.define(
-    f"grouped_gemm_lora_backward(Tensor dy, Tensor x, Tensor u, {_CALL}, bool[] needs) -> "
+    f"grouped_gemm_lora_backward(Tensor dy, Tensor x, Tensor u, {_CALL}, bool[] needs, {EXPECTED}) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
@@ -45,8 +46,8 @@ def _weights(w: torch.Tensor | None, *parts: Any) -> torch.Tensor | ExpertWeight
 
 
 def _forward(x: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    A, B, scale = given[:_LOW]
-    call, x = call_of(x, _weights(*given[_LOW : _LOW + _W]), *given[_LOW + _W :])
+    (A, B, scale, *rest), expected = with_expected(given, _ALL)
+    call, x = call_of(x, _weights(*rest[:_W]), *(*rest[_W:], expected))
     check_columns(B, call.N)
     with without_autocast(x.device.type):
         y, u = gradients.with_adapter(call, x, LowRank(A, B, scale))
@@ -56,16 +57,16 @@ def _forward(x: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _forward_fake(x: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    call, x = call_of(x, _weights(*given[_LOW : _LOW + _W]), *given[_LOW + _W :])
+    given, expected = with_expected(given, _ALL)
+    call, x = call_of(x, _weights(*given[_LOW : _LOW + _W]), *(*given[_LOW + _W :], expected))
     check_columns(given[1], call.N)
     return x.new_empty((call.y_rows, call.N)), x.new_empty((call.M, given[0].shape[1]))
 
 
 def _backward(dy: torch.Tensor, x: torch.Tensor, u: torch.Tensor, *given: Any) -> tuple[torch.Tensor, ...]:
-    *given_forward, needs = given
-    A, B, scale, *rest = given_forward
+    (A, B, scale, *rest, needs), expected = with_expected(given, _ALL)
     w = _weights(*rest[:_W])
-    call, rows = call_of(x, w, *rest[_W:])
+    call, rows = call_of(x, w, *(*rest[_W:], False, expected))
     with without_autocast(x.device.type):
         kept = u if needs[4] else None
         dx, dw, *others = with_adapter(call, dy, rows, tuple(needs[:4]), LowRank(A, B, scale), kept)
@@ -74,6 +75,7 @@ def _backward(dy: torch.Tensor, x: torch.Tensor, u: torch.Tensor, *given: Any) -
 
 
 def _backward_fake(dy: torch.Tensor, x: torch.Tensor, u: torch.Tensor, *given: Any) -> tuple[torch.Tensor, ...]:
+    given, _ = with_expected(given, _ALL)
     A, B, _scale, w, *_ = given
     _m_sizes, _index, weights, bias, *_ = given[_LOW + _W :]
     needs = [*given[-1], given[-1][4]]
@@ -87,7 +89,7 @@ def _backward_fake(dy: torch.Tensor, x: torch.Tensor, u: torch.Tensor, *given: A
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     x, A, B, scale, w, form, *parts_and_rest = inputs
     parts = parts_and_rest[: PARTS - 1]
-    m_sizes, index, weights, bias, *parameters, _zero_tail = parts_and_rest[PARTS - 1 :]
+    m_sizes, index, weights, bias, *parameters, _zero_tail, ctx.expected = parts_and_rest[PARTS - 1 :]
     every = (x, output[1], A, B, w, *parts, m_sizes, index, weights, bias)
     ctx.save_for_backward(*every)
     ctx.kinds = kinds_of(every)
@@ -119,12 +121,13 @@ def _gradients(ctx: Any, dy: torch.Tensor, _du: torch.Tensor) -> tuple[torch.Ten
         bias,
         *ctx.parameters,
         needs,
+        ctx.expected,
     )
     dx, dw, dweights, dbias, dA, dB = (
         one if need else None for one, need in zip(found, (*needs, needs[4]), strict=True)
     )
     none = [None] * PARTS
-    return dx, dA, dB, None, dw, *none, None, None, dweights, dbias, *[None] * (len(ctx.parameters) + 1)
+    return dx, dA, dB, None, dw, *none, None, None, dweights, dbias, *[None] * (len(ctx.parameters) + 2)
 
 
 torch.library.impl(_library, "grouped_gemm_lora", "CompositeExplicitAutograd")(_forward)

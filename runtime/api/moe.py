@@ -14,6 +14,7 @@ import torch
 from ...artifacts.records.problem import bucket_of
 from .. import current
 from ..check import tensors
+from ..check.form import expected_bucket
 from ..replay.guard import key_of
 from ..weights.expert_weights import ExpertWeights
 from .lora import Lora, adapters_given, scales_of
@@ -41,6 +42,7 @@ def moe_mlp(
     w_layout: str = "nk",
     lora: tuple[Lora | None, Lora | None] | None = None,
     out: torch.Tensor | None = None,
+    expected_rows: int | None = None,
 ) -> torch.Tensor:
     """out[t] = sum over slots s of weight[t, s] * (act(hidden[t] @ gate_up[e].T) @ down[e].T), e = topk_ids[t, s].
 
@@ -69,6 +71,9 @@ def moe_mlp(
         of the first, A [E, r, I] and B [E, H, r] of the second, whatever ``w_layout`` is.
     out
         Contiguous, in hidden's shape and dtype: written and returned, without a gradient. It may be hidden itself.
+    expected_rows
+        How many of the T*k ids will be in [0, E), 0 to T*k, as with experts on other ranks: kernels, of gradients too,
+        are chosen for so many rows; for T*k if None. It changes no buffer, and with more or fewer the result is right.
 
     Returns
     -------
@@ -124,6 +129,7 @@ def moe_mlp(
                     hidden.requires_grad,
                     out is None,
                     None if lora is None else scales_of(lora),
+                    None if expected_rows is None else expected_bucket("moe_mlp", expected_rows, T * k, "T*k"),
                 )
                 if snapshot is None and tensors.on_gpu(hidden):
                     snapshot = _later()[0].snapshot()
@@ -150,6 +156,7 @@ def moe_mlp(
         w_layout=w_layout,
         lora=lora,
         out=out,
+        expected_rows=expected_rows,
         key=key,
         snapshot=snapshot,
     )

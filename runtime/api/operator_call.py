@@ -10,12 +10,15 @@ from ..check.call import Call, check
 from ..check.form import form_of
 from ..weights.expert_weights import ExpertWeights
 
+_REST = 9  # arguments of REST
+CALL = 1 + _REST  # w, and these
 PARTS = 6  # of quantised weights: ``ExpertWeights``' fields
 TENSORS = "Tensor codes, Tensor scale, Tensor? zero, Tensor? global_scale, Tensor? derived"
 REST = (
     "Tensor m_sizes, Tensor? gather_indices, Tensor? topk_weights, Tensor? bias, int topk, "
     "bool permute_x, bool permute_y, bool fuse_mul_post, str w_layout"
 )
+EXPECTED = "SymInt? expected_rows=None"  # last, so that programs exported before there was one still run
 
 
 def call_of(
@@ -31,10 +34,16 @@ def call_of(
     fuse: bool,
     w_layout: str,
     zero_tail: bool = False,
+    expected_rows: int | None = None,
 ) -> tuple[Call, torch.Tensor]:
     """The checked call of an operator's arguments, and x with usable rows."""
     form = form_of(w_layout=w_layout, topk=topk, permute_x=permute_x, permute_y=permute_y, zero_tail=zero_tail)
-    return check(x, w, m_sizes, form, index, weights, fuse, bias)
+    return check(x, w, m_sizes, form, index, weights, fuse, bias, expected_rows=expected_rows)
+
+
+def with_expected(given: tuple[Any, ...], many: int) -> tuple[tuple[Any, ...], int | None]:
+    """The first ``many`` arguments of an operator, and ``expected_rows``, which torch leaves out if it is None."""
+    return given[:many], given[many] if len(given) > many else None
 
 
 def weights_of(*parts: Any) -> ExpertWeights:

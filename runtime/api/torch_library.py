@@ -12,7 +12,7 @@ import torch
 from ...artifacts.errors import InputError
 from ..check import tensors
 from ..check.call import autocast
-from ..check.form import Form
+from ..check.form import Form, check_expected
 from ..check.saved import as_kept, kinds_of
 from ..driver.device import without_autocast
 from ..ops import gradients
@@ -21,20 +21,20 @@ from ..weights.expert_weights import ExpertWeights
 from . import lora_library
 from .adapted import low_rank_of
 from .lora import Lora
-from .operator_call import PARTS, REST, TENSORS, call_of, no_second, parts_of, weights_of
+from .operator_call import CALL, EXPECTED, PARTS, REST, TENSORS, call_of, no_second, parts_of, weights_of, with_expected
 
 _CALL = f"Tensor w, {REST}"
 # Quantised weights by their parts, in the order of ``ExpertWeights``' fields.
 _QUANTISED = f"str format, {TENSORS}, {REST}"
 
 _library: Any = torch.library.Library("pretuned", "DEF")  # type: ignore[no-untyped-call]
-_library.define(f"grouped_gemm(Tensor x, {_CALL}, bool zero_tail, bool dX_only, bool dW_only) -> Tensor")
+_ONLY = f"bool zero_tail, bool dX_only, bool dW_only, {EXPECTED}"
+_NEEDS = f"bool[] needs, {EXPECTED}"
+_library.define(f"grouped_gemm(Tensor x, {_CALL}, {_ONLY}) -> Tensor")
+_library.define(f"grouped_gemm_backward(Tensor dy, Tensor x, {_CALL}, {_NEEDS}) -> (Tensor, Tensor, Tensor, Tensor)")
+_library.define(f"grouped_gemm_quantised(Tensor x, {_QUANTISED}, {_ONLY}) -> Tensor")
 _library.define(
-    f"grouped_gemm_backward(Tensor dy, Tensor x, {_CALL}, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)"
-)
-_library.define(f"grouped_gemm_quantised(Tensor x, {_QUANTISED}, bool zero_tail, bool dX_only, bool dW_only) -> Tensor")
-_library.define(
-    f"grouped_gemm_quantised_backward(Tensor dy, Tensor x, {_QUANTISED}, bool[] needs) -> (Tensor, Tensor, Tensor)"
+    f"grouped_gemm_quantised_backward(Tensor dy, Tensor x, {_QUANTISED}, {_NEEDS}) -> (Tensor, Tensor, Tensor)"
 )
 
 
@@ -56,6 +56,7 @@ def traced(
     dW_only: bool,
     untraceable: bool,
     lora: Lora | None = None,
+    expected_rows: int | None = None,
 ) -> torch.Tensor:
     """The call as an operator. The checks run in its fake kernel, on shapes alone."""
     if untraceable:
@@ -68,6 +69,7 @@ def traced(
             "grouped_gemm: inside a forward-mode level (torch.func.jvp, jacfwd, forward_ad) it can't be "
             "traced: there is no forward-mode derivative here, use a backward"
         )
+    check_expected("grouped_gemm", expected_rows, "0 to M")
     x, w, bias = autocast(x, w, bias)
     rest = (
         m_sizes,
@@ -82,25 +84,27 @@ def traced(
         zero_tail,
     )
     if lora is not None:
-        return lora_library.operator(x, w, low_rank_of(lora, x, m_sizes), *rest)
+        return lora_library.operator(x, w, low_rank_of(lora, x, m_sizes), *rest, expected_rows)
     y: torch.Tensor
     if isinstance(w, ExpertWeights):
-        y = torch.ops.pretuned.grouped_gemm_quantised(x, *parts_of(w), *rest, dX_only, dW_only)
+        y = torch.ops.pretuned.grouped_gemm_quantised(x, *parts_of(w), *rest, dX_only, dW_only, expected_rows)
     else:
-        y = torch.ops.pretuned.grouped_gemm(x, w, *rest, dX_only, dW_only)
+        y = torch.ops.pretuned.grouped_gemm(x, w, *rest, dX_only, dW_only, expected_rows)
     return y
 
 
 def _forward(x: torch.Tensor, *rest: Any) -> torch.Tensor:
     if tensors.duals._current_level >= 0:
         tensors.no_tangents("grouped_gemm", x, *rest)
-    call, x = call_of(x, *rest[:-2])
+    (*given, _dX_only, _dW_only), expected = with_expected(rest, CALL + 3)
+    call, x = call_of(x, *(*given, expected))
     with without_autocast(x.device.type):
         return gradients.forward(call, x)
 
 
 def _forward_fake(x: torch.Tensor, *rest: Any) -> torch.Tensor:
-    call, x = call_of(x, *rest[:-2])
+    (*given, _dX_only, _dW_only), expected = with_expected(rest, CALL + 3)
+    call, x = call_of(x, *(*given, expected))
     return x.new_empty((call.y_rows, call.N))
 
 
@@ -113,10 +117,10 @@ def _quantised_fake(x: torch.Tensor, *parts: Any) -> torch.Tensor:
 
 
 def _backward(
-    dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor | ExpertWeights, m_sizes: torch.Tensor, *rest: Any
+    dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor | ExpertWeights, *rest: Any
 ) -> tuple[torch.Tensor, ...]:
-    *parameters, needs = rest
-    call, rows = call_of(x, w, m_sizes, *parameters)
+    (*parameters, needs), expected = with_expected(rest, CALL)
+    call, rows = call_of(x, w, *(*parameters, False, expected))
     with without_autocast(x.device.type):
         dx, dw, dweights, dbias = backward(call, dy, rows, tuple(needs))
     dw = None if dw is None else dw.view(w.shape)
@@ -133,10 +137,8 @@ def _quantised_backward_fake(dy: torch.Tensor, x: torch.Tensor, *parts: Any) -> 
     return dx, dweights, dbias
 
 
-def _backward_fake(
-    dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, *rest: Any
-) -> tuple[torch.Tensor, ...]:
-    _index, weights, bias, *_, needs = rest
+def _backward_fake(dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+    (_m_sizes, _index, weights, bias, *_, needs), _ = with_expected(rest, CALL)
     like = (x, w, weights, bias)
     return tuple(
         one.new_empty(one.shape) if need and one is not None else dy.new_empty(0)
@@ -145,7 +147,7 @@ def _backward_fake(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, w, m_sizes, index, weights, bias, *parameters, _zero_tail, dX_only, dW_only = inputs
+    x, w, m_sizes, index, weights, bias, *parameters, _zero_tail, dX_only, dW_only, ctx.expected = inputs
     ctx.save_for_backward(x, w, m_sizes, index, weights, bias)
     ctx.kinds = kinds_of((x, w, m_sizes, index, weights, bias))
     ctx.parameters, ctx.form = parameters, Form(only_dx=dX_only, only_dw=dW_only)
@@ -155,15 +157,15 @@ def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     asked = ctx.needs_input_grad
     needs = list(wanted((asked[0], asked[1], False, asked[4], asked[5]), ctx.form))
     every = as_kept("grouped_gemm", "x w m_sizes gather_indices topk_weights bias", ctx.saved_tensors, ctx.kinds)
-    found = torch.ops.pretuned.grouped_gemm_backward(dy, *every, *ctx.parameters, needs)
+    found = torch.ops.pretuned.grouped_gemm_backward(dy, *every, *ctx.parameters, needs, ctx.expected)
     dx, dw, dweights, dbias = (one if need else None for one, need in zip(found, needs, strict=True))
-    return dx, dw, None, None, dweights, dbias, *[None] * 8
+    return dx, dw, None, None, dweights, dbias, *[None] * 9
 
 
 def _quantised_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, *parts = inputs
     form, *tensors_of = parts[:PARTS]
-    m_sizes, index, weights, bias, *parameters, _zero_tail, dX_only, dW_only = parts[PARTS:]
+    m_sizes, index, weights, bias, *parameters, _zero_tail, dX_only, dW_only, ctx.expected = parts[PARTS:]
     every = (x, *tensors_of, m_sizes, index, weights, bias)
     ctx.save_for_backward(*every)
     ctx.kinds = kinds_of(every)
@@ -178,10 +180,10 @@ def _quantised_gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | Non
     weights_at = 1 + PARTS + 2  # x, w's parts, m_sizes, gather_indices
     needs = wanted((asked[0], False, False, asked[weights_at], asked[weights_at + 1]), ctx.form)
     found = torch.ops.pretuned.grouped_gemm_quantised_backward(
-        dy, x, ctx.format, codes, scale, zero, outer, derived, *rest, *ctx.parameters, list(needs)
+        dy, x, ctx.format, codes, scale, zero, outer, derived, *rest, *ctx.parameters, list(needs), ctx.expected
     )
     dx, dweights, dbias = (one if need else None for one, need in zip(found, (needs[0], *needs[2:]), strict=True))
-    return dx, *[None] * (PARTS + 2), dweights, dbias, *[None] * 8
+    return dx, *[None] * (PARTS + 2), dweights, dbias, *[None] * 9
 
 
 torch.library.impl(_library, "grouped_gemm", "CompositeExplicitAutograd")(_forward)

@@ -11,7 +11,7 @@ import torch
 from ...artifacts.records.problem import Layout
 from ..weights.expert_weights import ExpertWeights
 from . import tensors
-from .form import Form, Fusions, check_fusions, token_rows
+from .form import Form, Fusions, check_fusions, expected_bucket, token_rows
 
 _W = TypeVar("_W", torch.Tensor, ExpertWeights, "torch.Tensor | ExpertWeights")
 
@@ -75,6 +75,7 @@ def check(
     fuse_mul_post: bool,
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    expected_rows: int | None = None,
 ) -> tuple[Call, torch.Tensor]:
     """The call, and x with usable rows; InputError for what can't be."""
     rows = tensors.check(x, tensors.outline(w, x, form.layout.value), m_sizes, form.layout.value)
@@ -88,6 +89,8 @@ def check(
         bias,
         known_y_rows=None if out is None or not form.permute_y else out.shape[0],
     )
+    if (bucket := expected_bucket("grouped_gemm", expected_rows, call.M, "M")) is not None:
+        call = dataclasses.replace(call, form=dataclasses.replace(form, bucket=bucket))
     if out is not None:
         tensors.check_out(
             out,

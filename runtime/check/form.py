@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from ...artifacts.errors import InputError
-from ...artifacts.records.problem import Layout
+from ...artifacts.records.problem import Layout, bucket_of
 from .tensors import bad, tensors_or_none
 
 if TYPE_CHECKING:
@@ -20,7 +20,10 @@ _MOST_INDEX = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a call moves rows and what it wants; T*topk flat indices number the (token, slot) pairs."""
+    """How a call moves rows and what it wants; T*topk flat indices number the (token, slot) pairs.
+
+    ``bucket`` is that of the rows that the caller expects, which kernels are chosen for; None: that of all rows.
+    """
 
     layout: Layout = Layout.NK
     topk: int = 1
@@ -33,6 +36,7 @@ class Form:
     pin_dx: Pin | None = None
     pin_dw: Pin | None = None
     autotune: bool = False
+    bucket: int | None = None
 
     @property
     def pinned(self) -> bool:
@@ -167,6 +171,32 @@ def _form(
     if autotune and form.pinned:
         _refuse("autotune with a kernel_config: one asks for the best kernel, the other names one. Leave one out")
     return form
+
+
+def expected_bucket(call: str, expected_rows: object, most: int, what: str) -> int | None:
+    """The bucket of ``expected_rows``; None for None, and for numbers that are traced.
+
+    Raises
+    ------
+    InputError
+        unless it is an int of 0 to ``most``, which the caller knows as ``what``.
+    """
+    check_expected(call, expected_rows, f"0 to {what}={most}")
+    if not isinstance(expected_rows, int) or not isinstance(most, int):
+        return None
+    if not 0 <= expected_rows <= most:
+        bad("expected_rows", f"{expected_rows}", f"an int of 0 to {what}={most}, or None", call)
+    return bucket_of(expected_rows)
+
+
+def check_expected(call: str, expected_rows: object, numbers: str) -> None:
+    """Raise InputError for what is no number of rows, nor None."""
+    if expected_rows is None or (
+        isinstance(expected_rows, (int, torch.SymInt)) and not isinstance(expected_rows, bool)
+    ):
+        return
+    told = f"{expected_rows!r}, a {type(expected_rows).__name__}"
+    bad("expected_rows", told, f"an int of {numbers}, or None", call)
 
 
 def check_fusions(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ...artifacts.records.problem import Fusion, Layout, Op
+from ...artifacts.records.problem import Fusion, Layout, Op, bucket_of
 from ..weights.expert_weights import ExpertWeights
 from .tensors import row_stride
 
@@ -38,7 +38,8 @@ class Rows:
     is 0), to(m) = index[m] with ``scatter``; ``row_weights`` float32 by index, ``bias`` [E, columns of y].
     ``zero_tail`` zeroes the rows of y that nothing is stored to.
     ``bounds`` (``routing.Routing``) may be given where every index has its row, also in x; ``loose`` says that rows of
-    y whose index has none may hold anything. ``low`` is added by ``products.with_low_part`` alone.
+    y whose index has none may hold anything. ``low`` is added by ``products.with_low_part`` alone. ``expected`` is the
+    bucket of rows that a kernel is chosen for, if it is not M's; memory and grids are of M rows.
     """
 
     op: Op
@@ -57,6 +58,12 @@ class Rows:
     bounds: torch.Tensor | None = None
     loose: bool = False
     low: LowPart | None = None
+    expected: int | None = None
+
+    @property
+    def bucket(self) -> int:
+        """The bucket of rows that the kernel is chosen for."""
+        return bucket_of(self.M) if self.expected is None else self.expected
 
     @property
     def sizes(self) -> tuple[int, int, int]:

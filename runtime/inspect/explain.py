@@ -50,6 +50,7 @@ def explain(
     aligned: bool | None = None,
     top_k: int | None = None,
     rank: int | None = None,
+    expected_rows: int | None = None,
 ) -> Explanation:
     """What ``grouped_gemm`` would run, without running it.
 
@@ -77,6 +78,8 @@ def explain(
         ``assumed`` then says so.
     rank
         Of a call with ``lora``: the columns of A and B. ``low_rank`` then says which way that part takes.
+    expected_rows
+        The call's hint, 0 to M: the answer is for so many rows, and ``without_hint`` says what runs without it.
 
     Raises
     ------
@@ -100,19 +103,33 @@ def explain(
         check_numbers(top_k=top_k)
     local = made_up_gpu(sm) if sm is not None else gpu_here(device)
     wide = aligned is None and not natural and (w is None or but_for_y(x, w, m_sizes, w_layout))
-    told = explain_on(
-        problem, M or 0, local, aligned=natural if aligned is None else aligned, wide_rows=wide, top_k=top_k
-    )
+    aligned, rows = natural if aligned is None else aligned, M or 0
+    if expected_rows is not None:
+        from ..check.form import expected_bucket  # here, as it brings torch along
+
+        expected_bucket("explain", expected_rows, rows, "M")
+    told = explain_on(problem, rows, local, aligned=aligned, wide_rows=wide, top_k=top_k, expected_rows=expected_rows)
+    if expected_rows is not None:
+        other = explain_on(problem, rows, local, aligned=aligned, wide_rows=wide, top_k=top_k)
+        told = replace(told, without_hint="the same" if other.summary == told.summary else other.summary)
     return told if rank is None else replace(told, low_rank=low_rank.with_columns(told.low_rank, rank))
 
 
 def explain_on(
-    problem: Problem, M: int, local: LocalGpu, *, aligned: bool, wide_rows: bool = False, top_k: int | None = None
+    problem: Problem,
+    M: int,
+    local: LocalGpu,
+    *,
+    aligned: bool,
+    wide_rows: bool = False,
+    top_k: int | None = None,
+    expected_rows: int | None = None,
 ) -> Explanation:
     """Explain a call on a GPU that need not be here; ``wide_rows``: the rows of y may be filled up to be aligned."""
     verdicts.recall(local)
-    strict = settings.settings().strict
-    told = examine(bundles.snapshot(), problem, M, local, aligned=aligned, strict=strict, top_k=top_k)
+    strict, likely = settings.settings().strict, M if expected_rows is None else expected_rows
+    told = examine(bundles.snapshot(), problem, likely, local, aligned=aligned, strict=strict, top_k=top_k, rows=M)
+    told = replace(told, M=M, expected_rows=expected_rows)
     if wide_rows and told.raises is None:
         told = _with_wide_rows(told)
     best = told.chosen
@@ -125,7 +142,8 @@ def explain_on(
 
 def _with_wide_rows(told: Explanation) -> Explanation:
     """The same of a plain call whose y alone is not aligned, where its rows are filled up: aligned code runs then."""
-    problem, M, local = told.problem, told.M, told.local
+    problem, local = told.problem, told.local
+    M = told.M if told.expected_rows is None else told.expected_rows
     wide = with_wide_rows(bundles.snapshot(), problem, M, local)
     if wide is None:
         return told
@@ -143,39 +161,45 @@ def examine(
     aligned: bool,
     strict: bool = False,
     top_k: int | None = None,
+    rows: int | None = None,
 ) -> Explanation:
     """Explain a problem over the bundles of ``snapshot``, with every candidate ranked; ``top_k`` is as in ``explain``.
+
+    The kernel is chosen for M rows, of a call of ``rows``, which are M if None.
 
     One with silu in its epilogue runs where that pays, else the plain product does, and the activation after it. Rows
     are gathered beforehand where that pays, for an index that need not be checked; those of one token, ``top_k`` of
     them, are all its row, and no pass is before the product.
     """
+    rows = M if rows is None else rows
     if top_k is None:
         top_k, assumed = assumed_top_k(snapshot, problem, local)
-        told = examine(snapshot, problem, M, local, aligned=aligned, strict=strict, top_k=top_k)
+        told = examine(snapshot, problem, M, local, aligned=aligned, strict=strict, top_k=top_k, rows=rows)
         return replace(told, assumed=assumed)
     if problem.dtype.quantises_x and problem.op is Op.FORWARD:
-        return _with_x_quantised(snapshot, problem, M, local, aligned, strict, top_k)
+        return _with_x_quantised(snapshot, problem, M, local, aligned, strict, top_k, rows)
     if (stored := as_read(snapshot, problem, local)) is not problem:
-        return examine(snapshot, stored, M, local, aligned=aligned, strict=strict, top_k=top_k)
+        return examine(snapshot, stored, M, local, aligned=aligned, strict=strict, top_k=top_k, rows=rows)
     if Fusion.GATHER in problem.fusion and plans.never_on_load(problem):
         left = replace(problem, fusion=problem.fusion & ~Fusion.GATHER)
-        told = examine(snapshot, left, M, local, aligned=aligned, strict=strict, top_k=top_k)
-        first = told.chosen is not None and top_k != M
+        told = examine(snapshot, left, M, local, aligned=aligned, strict=strict, top_k=top_k, rows=rows)
+        first = told.chosen is not None and top_k != rows
         return replace(told, problem=problem, gathered_first=first)
     if Fusion.LOW_RANK in problem.fusion:
         alone = replace(problem, fusion=problem.fusion & ~Fusion.LOW_RANK)
-        told = examine(snapshot, alone, M, local, aligned=aligned, strict=strict, top_k=top_k)
+        told = examine(snapshot, alone, M, local, aligned=aligned, strict=strict, top_k=top_k, rows=rows)
         part = low_rank.verdict(snapshot, problem, M, local, aligned=aligned, strict=strict)
         return replace(told, problem=problem, **part.told())
     if Fusion.SILU in problem.fusion:
         ruled = ways.fused_silu(snapshot, problem, M, local, top_k=top_k, aligned=aligned)
         if ruled.chosen is None:
-            plain = examine(snapshot, plans.plain_of(problem), M, local, aligned=aligned, strict=strict, top_k=top_k)
+            plain = examine(
+                snapshot, plans.plain_of(problem), M, local, aligned=aligned, strict=strict, top_k=top_k, rows=rows
+            )
             why = f"the GEMM, then the activation. Fused silu: {ruled.reason}. The GEMM: {plain.reason}"
             return replace(plain, problem=problem, reason=why)
         view = snapshot.view(local, installed=True)
-        first = Fusion.GATHER in problem.fusion & ~ruled.chosen.variant.fusion and top_k != M
+        first = Fusion.GATHER in problem.fusion & ~ruled.chosen.variant.fusion and top_k != rows
         return Explanation(
             problem, M, aligned, local, ruled.reason, (ruled.chosen,), view.skipped, gathered_first=first
         )
@@ -221,7 +245,7 @@ def examine(
                 view.skipped,
                 compiles,
                 raises,
-                gathered_first=before is not None and top_k != M,
+                gathered_first=before is not None and top_k != rows,
                 build=build,
             )
 
@@ -241,7 +265,7 @@ def _passed_over(found: Sequence[Candidate], local: LocalGpu) -> str:
 
 
 def _with_x_quantised(
-    snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, aligned: bool, strict: bool, top_k: int
+    snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, aligned: bool, strict: bool, top_k: int, rows: int
 ) -> Explanation:
     """Of weights whose checkpoint has x quantised: that product where it pays, else the one with x as it is; and why.
 
@@ -249,12 +273,14 @@ def _with_x_quantised(
     is in the kernel of the product with x as it is, or beside either.
     """
     *_, other = dtypes_of(problem.dtype.value)
-    told = examine(snapshot, replace(problem, dtype=other), M, local, aligned=aligned, strict=strict, top_k=top_k)
+    told = examine(
+        snapshot, replace(problem, dtype=other), M, local, aligned=aligned, strict=strict, top_k=top_k, rows=rows
+    )
     if Fusion.LOW_RANK in problem.fusion:
         if told.low_rank == low_rank.INSIDE:
             return told
         alone = replace(problem, fusion=problem.fusion & ~Fusion.LOW_RANK)
-        found_alone = _with_x_quantised(snapshot, alone, M, local, aligned, strict, top_k)
+        found_alone = _with_x_quantised(snapshot, alone, M, local, aligned, strict, top_k, rows)
         fusion = found_alone.problem.fusion | Fusion.LOW_RANK
         return replace(found_alone, problem=replace(found_alone.problem, fusion=fusion), low_rank=told.low_rank)
     codes = replace(problem, layout=told.problem.layout)
@@ -309,7 +335,8 @@ def gpu_here(device: int | None = None) -> LocalGpu:
 
 
 def fingerprint(device: int | None = None) -> str:
-    """Digest (hex) of the usable bundles, in order, and the GPU's identity: ranks with equal ones choose alike.
+    """Digest (hex) of the usable bundles, in order, and the GPU's identity: ranks with equal ones choose alike for
+    equal calls, with equal ``expected_rows``.
 
     ``device`` is an index of torch's; its current device if None. Without a GPU it is that of machines without one.
     """

@@ -32,6 +32,7 @@ class Explanation:
     run it ``build`` is the command that makes one that can, and the last line of ``str()``. ``low_rank`` says, of a
     product with an adapter, whether its part is in the product's kernel or beside it, and why. If torch's grouped_mm
     was measured faster on this GPU, torch runs the call (``torch_us``), and the first candidate a call with ``out``.
+    With ``expected_rows`` the kernel is chosen for so many rows, and ``without_hint`` says what runs for M.
     """
 
     problem: Problem
@@ -49,6 +50,13 @@ class Explanation:
     build: str | None = None
     self_test: str | None = None
     low_rank: str | None = None
+    expected_rows: int | None = None
+    without_hint: str | None = None
+
+    @property
+    def bucket(self) -> int:
+        """The bucket of rows that the kernel is chosen for."""
+        return bucket_of(self.M if self.expected_rows is None else self.expected_rows)
 
     @property
     def chosen(self) -> Candidate | None:
@@ -69,6 +77,11 @@ class Explanation:
         first = (f"gather the rows of x into a scratch [{self.M}, K]",) if self.gathered_first else ()
         first = (f"quantise the rows of x into codes [{self.M}, K]",) if self.quantised_first else first
         return *first, f"{best.variant.entry} {best.config}"
+
+    @property
+    def summary(self) -> str:
+        """``steps`` in a line, or what runs the call where there are none."""
+        return ", then ".join(self.steps) or self.runs
 
     @property
     def runs(self) -> str:
@@ -101,7 +114,9 @@ class Explanation:
                 "fused": [str(one.name).lower() for one in Fusion if one and one in p.fusion],
             },
             "M": self.M,
-            "bucket": bucket_of(self.M),
+            "bucket": self.bucket,
+            "expected_rows": self.expected_rows,
+            "without_hint": self.without_hint,
             "aligned": self.aligned,
             "gpu": {"sm": self.local.sm, "name": self.local.gpu.name or None, "sm_count": self.local.gpu.sm_count},
             "runs": self.runs,
@@ -122,7 +137,7 @@ class Explanation:
         }
 
     def __str__(self) -> str:
-        lines = [f"{self.problem} M={self.M} (bucket {bucket_of(self.M)}) on {self.local}"]
+        lines = [f"{self.problem} M={self.M} (bucket {self.bucket}) on {self.local}"]
         lines += [] if self.aligned else ["  tensors are not aligned to 16 bytes: only unaligned variants can run"]
         lines += [f"  assumed: {self.assumed}"] if self.assumed is not None else []
         best = self.chosen
@@ -137,6 +152,9 @@ class Explanation:
         if best is not None:
             lines.append(f"  from: {best.usable.path}, {best.usable.place.kind.value}, variant {best.index}")
         lines.append(f"  why:  {self.reason}")
+        if self.expected_rows is not None:
+            what = f"expected_rows={self.expected_rows}: chosen for bucket {self.bucket}"
+            lines.append(f"  hint: {what}; for M={self.M} it is {self.without_hint}")
         note = slow_rows(self.problem)
         lines += [f"  note: {note}"] if note is not None else []
         if best is not None and best.gpu is not None and len(self.measured_on) > 1:

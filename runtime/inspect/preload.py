@@ -116,8 +116,8 @@ def preload(
         Problems, beside the models' or in their place.
     tokens
         The tokens of one step, e.g. ``range(1, 8193)``: a model's rows are tokens * top_k; with expert parallelism
-        as few as one, and tokens * top_k (or E, where that is less) where one rank gets all of them. For
-        ``problems``, whose top_k nobody knows, up to tokens * E. All buckets, if None.
+        as few as one, as ``expected_rows`` may say, and tokens * top_k where nothing says it. For ``problems``, whose
+        top_k nobody knows, up to tokens * E. All buckets, if None.
     device
         torch's index of the GPU; its current device if None.
     w_layout
@@ -157,7 +157,7 @@ def preload(
     if models is not None:
         for model in records_of(models, view, weights):
             for problem in turned(model.problems, lying):
-                wanted.setdefault(problem, set()).update(buckets(rows_of(model, problem, tokens)))
+                wanted.setdefault(problem, set()).update(buckets(rows_of(model, tokens)))
     elif problems is None:
         for problem in (one for row in problems_of(view) for one in turned(row, lying) if _is_of(one.dtype, weights)):
             wanted.setdefault(problem, set()).update(buckets(_rows(problem, tokens)))
@@ -353,14 +353,14 @@ def turned(problems: Sequence[Problem], layout: Layout | None) -> Iterator[Probl
             yield replace(one, layout=layout)
 
 
-def rows_of(model: Model, problem: Problem, tokens: range | None) -> tuple[int, int]:
-    """The fewest and the most rows that a step makes of a model's problem; (0, 0) for no tokens."""
+def rows_of(model: Model, tokens: range | None) -> tuple[int, int]:
+    """The fewest and the most rows that kernels of a step of a model are chosen for; (0, 0) for no tokens."""
     if tokens is None:
         return 1, _ROWS
     least, most = _ends(tokens)
     if model.ep == 1:
         return least * model.top_k, most * model.top_k
-    return min(1, most), most * min(model.top_k, problem.E)
+    return min(1, most), most * model.top_k
 
 
 def buckets(rows: tuple[int, int]) -> list[int]:

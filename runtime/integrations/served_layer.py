@@ -30,8 +30,19 @@ _ROWS = 1 << 16  # more rows than that take what the most that were measured do
 _NEAR = 2  # what was measured at so many times the rows, or at that part of them, holds for these
 
 
+def expected_rows(tokens: int, top_k: int, here: int, experts: int, shared: int = 0) -> int | None:
+    """How many slots of so many tokens choose an expert of this rank, if all are chosen alike; None if all are here.
+
+    This rank has ``here`` of ``experts``; ``shared`` of both are on each rank, and every token chooses them.
+    """
+    own, every = here - shared, experts - shared
+    return tokens * shared + tokens * (top_k - shared) * own // every if 0 < own < every else None
+
+
 class ServedLayer(NamedTuple):
-    """What one rank has of a layer: ``E`` experts of [H -> I -> H], ``top_k`` of them for each token.
+    """What one rank has of a layer: ``E`` experts of [H -> I -> H], ``top_k`` of all ranks' for each token.
+
+    All ranks have ``experts``, or 0 stands for E. ``shared`` of E, which every token chooses, are on each rank.
 
     ``dtype`` is that of the weights, as their checkpoint has them. Quantised ones are padded to ``width`` when they are
     prepared, if I is no multiple of 64.
@@ -43,6 +54,13 @@ class ServedLayer(NamedTuple):
     top_k: int
     dtype: DType
     act: RowActivation
+    experts: int = 0
+    shared: int = 0
+
+    def rows(self, tokens: int) -> int:
+        """The rows that kernels are chosen for, of so many tokens."""
+        expected = expected_rows(tokens, self.top_k, self.E, self.experts, self.shared)
+        return tokens * self.top_k if expected is None else expected
 
     @property
     def width(self) -> int:
@@ -92,16 +110,17 @@ def lacks(layer: ServedLayer, local: LocalGpu, *, tokens: int, any_variant: bool
     """Why the bundles are none for this layer on a GPU, in steps of 1 to ``tokens`` tokens; None where they are.
 
     Each product is to have choices that were made for it, and measured on a GPU of this capability, near every number
-    of rows that a step can come to. Where the engine would quantise x, the product that does so is to have them as
-    well: for many rows the other one takes half as long again. With ``any_variant`` it is enough that something runs.
+    of rows that kernels of a step are chosen for. Where the engine would quantise x, the product that does so is to
+    have them as well: for many rows the other one takes half as long again. With ``any_variant`` it is enough that
+    something runs.
     """
     if not platform_supported():
         return f"bundles run on linux x86_64 and aarch64, this is {platform_name()}"
     if layer.dtype.quantised and not has_code(Op.FORWARD, layer.problems[0].dtype, local.sm, Layout.NK):
         return f"no kernel for {local} reads {layer.dtype.value} weights in the order that engines' layers are put into"
-    most = min(max(tokens, 1) * layer.top_k, _ROWS)
+    fewest, most = (min(layer.rows(one), _ROWS) for one in (1, max(tokens, 1)))
     for problem in layer.problems if any_variant else layer.all_problems:
-        for bucket in buckets_between(min(layer.top_k, most), most):
+        for bucket in buckets_between(fewest, most):
             found = settle(dispatch_snapshot.snapshot(), problem, bucket, local, aligned=True, strict=False)
             known = isinstance(found, Decision) and (any_variant or _is_measured(found))
             if not known:

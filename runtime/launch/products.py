@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ...artifacts.records.problem import Fusion, Layout, bucket_of
+from ...artifacts.records.problem import Fusion, Layout
 from ...kernels.contract.activations import Activation
 from ...kernels.contract.words import ALIGNMENT_BYTES, is_aligned
 from .. import settings
@@ -126,10 +126,10 @@ def resolve_wide(call: Rows) -> tuple[Product, int] | None:
         problem, local = problem_of(call.op, x, E, N, K, call.layout, call.fusion), local_gpu(device)
         snapshot = dispatch_snapshot.snapshot()
         if settings.settings().strict:
-            decide(snapshot, problem, call.M, local, aligned=False, strict=True)
+            decide(snapshot, problem, call.bucket, local, aligned=False, strict=True)
 
         def choose() -> tuple[Usable, int] | None:
-            chosen = with_wide_rows(snapshot, problem, call.M, local)
+            chosen = with_wide_rows(snapshot, problem, call.bucket, local)
             return None if chosen is None else (chosen.usable, chosen.index)
 
         kernel = load_first(snapshot, choose, local, device)
@@ -141,7 +141,7 @@ def resolve_wide(call: Rows) -> tuple[Product, int] | None:
         )
         return Ready(launcher, f"{name_of(problem, kernel)}, rows of {wide} columns")
 
-    key = ("wide rows", x.dtype, E, N, K, w.stride(), call.m_sizes.dtype, bucket_of(call.M), device)
+    key = ("wide rows", x.dtype, E, N, K, w.stride(), call.m_sizes.dtype, call.bucket, device)
     ready = kept(key, build)
     return None if ready is None else (_product(ready, call, Fusion.NONE, wide, 0), wide)
 
@@ -184,9 +184,10 @@ def resolve_weight(
     m_sizes: torch.Tensor,
     pin: Pin | None = None,
     strict: bool | None = None,
+    bucket: int | None = None,
 ) -> Step | None:
-    """The launch of dw [E, N, K]; None where no bundle has a kernel for it."""
-    ready = ready_for_weight(dy, x, dw, m_sizes, pin, strict)
+    """The launch of dw [E, N, K]; None where no bundle has a kernel for it. ``bucket``: as ``ready_for_weight``."""
+    ready = ready_for_weight(dy, x, dw, m_sizes, pin, strict, bucket)
     if ready is None:
         return None
     return Step.of(

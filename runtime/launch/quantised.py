@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
+from ...artifacts.records.problem import Fusion, Layout, Op, Problem
 from ...kernels.contract.activations import Activation
 from ...kernels.contract.mixed_input import prepares
 from ...kernels.contract.rowops import CODE_OPS, PICKED
@@ -89,11 +89,11 @@ def low_rank_of_quantised(call: Rows, w: ExpertWeights) -> Ready | None:
         return None
     fused, zeroes = call.fusion & ~Fusion.GATHER, call.zero_tail and not call.uses_index
     fixed = (w.format, E, N, K, low.x.shape[1], call.gather_divisor, fused.value, call.m_sizes.dtype, zeroes)
-    key = ("low rank of codes", call.op.value, *fixed, bucket_of(call.M), device)
+    key = ("low rank of codes", call.op.value, *fixed, call.bucket, device)
 
     def build() -> Ready | None:
         problem = problem_of(call.op, call.x, E, N, K, Layout.NK, Fusion.LOW_RANK, dtypes[-1])
-        kernel = low_rank_kernel(problem, call.M, device)
+        kernel = low_rank_kernel(problem, call.bucket, device)
         if kernel is None:
             return None
         from .gemm import Fused
@@ -171,7 +171,7 @@ def _of_codes_as_they_are(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Read
     few, beside = may_clear(call, y) if call.zero_tail and call.uses_index else (True, True)
     zeroes = call.zero_tail and (few or beside)
     fixed = (w.format, E, N, K, call.gather_divisor, fusion.value, step, m_sizes.dtype, zeroes, few, beside)
-    key = ("codes", call.op.value, layout.value, *fixed, bucket_of(call.M), device, aligned, call.pin)
+    key = ("codes", call.op.value, layout.value, *fixed, call.bucket, device, aligned, call.pin)
 
     def build() -> Ready | None:
         problem = problem_of(call.op, x, E, N, K, layout, fusion, w.kernel_dtypes[-1])
@@ -183,7 +183,7 @@ def _of_codes_as_they_are(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Read
                 return of_rows(kernel, both, call, Fused(fusion, step, call.gather_divisor or 1, zeroes, few, beside))
         if not dispatch_snapshot.snapshot().serves(problem, local_gpu(device)):  # torch's warning names the format
             return None
-        kernel = kernel_for(problem, call.M, device, aligned=aligned, pin=call.pin)
+        kernel = kernel_for(problem, call.bucket, device, aligned=aligned, pin=call.pin)
         if kernel is None:
             return None
         from .gemm import Fused
@@ -220,7 +220,7 @@ def _of_prepared(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready | None:
     zeroes = call.zero_tail and (few or beside)
     codes = dtypes[0] if dtypes[0] in CODE_OPS and (first or row_stride(x, K) == K) else None
     fixed = (w.format, E, N, K, call.gather_divisor, fusion.value, step, m_sizes.dtype, zeroes, few, beside)
-    key = ("mixed", *fixed, bucket_of(call.M), device, first, codes is None, call.pin)
+    key = ("mixed", *fixed, call.bucket, device, first, codes is None, call.pin)
 
     def build() -> Ready | None:
         problem = problem_of(call.op, x, E, N, K, Layout.NK, fusion, dtypes[-1])
@@ -233,7 +233,7 @@ def _of_prepared(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready | None:
                 return ready
         if not dispatch_snapshot.snapshot().serves(problem, local_gpu(device)):  # torch's warning names the format
             return None
-        kernel = kernel_for(problem, call.M, device, aligned=True, pin=call.pin)
+        kernel = kernel_for(problem, call.bucket, device, aligned=True, pin=call.pin)
         if kernel is None:
             return None
         from .gemm import Fused
@@ -269,7 +269,7 @@ def _verdicts_kernel(
     snapshot, local = dispatch_snapshot.snapshot(), local_gpu(device)
 
     def choose() -> tuple[Usable, int] | None:
-        return quantised_x(snapshot, problem, other, call.M, local, top_k=top_k, aligned=aligned)
+        return quantised_x(snapshot, problem, other, call.bucket, local, top_k=top_k, aligned=aligned)
 
     kernel = load_first(snapshot, choose, local, device)
     if kernel is None or call.pin is None:

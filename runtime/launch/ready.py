@@ -85,7 +85,7 @@ def ready_for(call: Rows, y: torch.Tensor | None) -> Ready | None:
         call.op.value,
         call.layout.value,
         *fixed,
-        bucket_of(call.M),
+        call.bucket,
         aligned,
         device,
         call.pin,
@@ -94,7 +94,7 @@ def ready_for(call: Rows, y: torch.Tensor | None) -> Ready | None:
 
     def build() -> Ready | None:
         problem = problem_of(call.op, x, E, N, K, call.layout, fusion)
-        kernel = _kernel(problem, call.M, device, aligned, call.pin, None)
+        kernel = _kernel(problem, call.bucket, device, aligned, call.pin, None)
         if kernel is None:
             return None
         from .gemm import Fused
@@ -103,7 +103,7 @@ def ready_for(call: Rows, y: torch.Tensor | None) -> Ready | None:
         plain = _gathered_kernel(problem, call, device, checks) if first else None
         ready = None if plain is None else after_gather(plain, problem, call, fused)
         ready = ready or of_rows(kernel, problem, call, fused)
-        if aligned and not fusion and call.pin is None and is_by_torch(problem, call.M, device):
+        if aligned and not fusion and call.pin is None and is_by_torch(problem, call.bucket, device):
             return ready._replace(by_torch=grouped_mm(x.dtype, local_gpu(device).sm, E))
         return ready
 
@@ -146,7 +146,7 @@ def ready_for_gated(call: Rows) -> Ready | None:
         call.layout.value,
         first and 1 + checks,
     )
-    key = ("gated", *fixed, bucket_of(call.M), aligned, device, tf32_allowed(x.dtype))
+    key = ("gated", *fixed, call.bucket, aligned, device, tf32_allowed(x.dtype))
 
     def build() -> Ready | None:
         problem = dataclasses.replace(
@@ -204,11 +204,11 @@ def ready_for_low_rank(call: Rows) -> Ready | None:
         m_sizes.dtype,
         zeroes,
     )
-    key = ("low rank", call.op.value, call.layout.value, *fixed, bucket_of(call.M), device)
+    key = ("low rank", call.op.value, call.layout.value, *fixed, call.bucket, device)
 
     def build() -> Ready | None:
         problem = problem_of(call.op, x, E, N, K, call.layout, call.fusion)
-        kernel = low_rank_kernel(problem, call.M, device)
+        kernel = low_rank_kernel(problem, call.bucket, device)
         if kernel is None:
             return None
         from .gemm import Fused
@@ -239,20 +239,26 @@ def low_rank_kernel(problem: Problem, M: int, device: int) -> LoadedKernel | Non
 
 
 def ready_for_weight(
-    dy: torch.Tensor, x: torch.Tensor, dw: torch.Tensor, m_sizes: torch.Tensor, pin: Pin | None, strict: bool | None
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    dw: torch.Tensor,
+    m_sizes: torch.Tensor,
+    pin: Pin | None,
+    strict: bool | None,
+    bucket: int | None,
 ) -> Ready | None:
-    """The same of dW."""
+    """The kernel for dW; ``bucket`` is that of the rows that it is chosen for, None for that of all rows."""
     E, N, K = dw.shape
-    M, size = x.shape[0], x.element_size()
+    bucket, size = bucket or bucket_of(x.shape[0]), x.element_size()
     pointers = (dy.data_ptr(), x.data_ptr(), dw.data_ptr())
     lengths = (N, K, row_stride(dy, N), row_stride(x, K))
     aligned = is_aligned(ALIGNMENT_BYTES, *pointers, *(s * size for s in lengths))
     device = x.get_device()
-    key = ("weight", x.dtype, E, N, K, m_sizes.dtype, strict, bucket_of(M), aligned, device, pin, tf32_allowed(x.dtype))
+    key = ("weight", x.dtype, E, N, K, m_sizes.dtype, strict, bucket, aligned, device, pin, tf32_allowed(x.dtype))
 
     def build() -> Ready | None:
         problem = problem_of(Op.DW, x, E, N, K, Layout.NK, Fusion.NONE)
-        kernel = _kernel(problem, M, device, aligned, pin, strict)
+        kernel = _kernel(problem, bucket, device, aligned, pin, strict)
         if kernel is None:
             return None
         from . import gemm
@@ -360,7 +366,7 @@ def _gated_kernel(
     if not platform_supported():
         return None
     return gated_kernel(
-        dispatch_snapshot.snapshot(), problem, call.M, device, aligned=aligned, top_k=top_k, checks=checks
+        dispatch_snapshot.snapshot(), problem, call.bucket, device, aligned=aligned, top_k=top_k, checks=checks
     )
 
 
@@ -370,7 +376,7 @@ def _gathered_kernel(problem: Problem, call: Rows, device: int, checks: bool) ->
     return launch_gather.kernel(
         dispatch_snapshot.snapshot(),
         problem,
-        call.M,
+        call.bucket,
         device,
         top_k=call.gather_divisor,
         fusion=call.fusion,

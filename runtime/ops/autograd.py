@@ -200,7 +200,7 @@ def with_adapter(
     low: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
     grad_y = gradients.GradY.of(call, dy, gathers=needs_w or needs_bias or one is not None)
     if one is not None and (needs_x or needs_weights or u is not None):
-        beside = gradients.Beside(one, narrowed_gradient(one, grad_y.gathered, call.m_sizes, do))
+        beside = gradients.Beside(one, narrowed_gradient(one, grad_y.gathered, call.m_sizes, do, call.form.bucket))
     if needs_weights and x is not None:
         dx, dweights = gradients.grad_x_and_weights(call, grad_y, x, beside)
         dx = dx if needs_x else None

@@ -48,7 +48,7 @@ def with_adapter(
     u = None
     if one is not None:
         index = call.fusions.index if call.form.permute_x else None
-        u = low_rank.narrowed(one, x, call.m_sizes, index, call.x_divisor, do=do)
+        u = low_rank.narrowed(one, x, call.m_sizes, index, call.x_divisor, do=do, bucket=call.form.bucket)
     product = forward_rows(call, x, do)
     if out is not None and product.loose:
         product = dataclasses.replace(product, loose=False)
@@ -81,6 +81,7 @@ def forward_rows(call: Call, x: torch.Tensor, do: Now = NOW) -> Rows:
         form.pin_forward,
         zero_tail=zeros,
         loose=not zeros,
+        expected=form.bucket,
     )
 
 
@@ -171,12 +172,12 @@ def grad_w_and_bias(
     rows_dy = _scaled(call, dy.gathered, flat)
     dw = dbias = None
     if x is not None:
-        dw = weight(rows_dy, x, call.m_sizes, layout=form.layout, pin=form.pin_dw, do=do)
+        dw = weight(rows_dy, x, call.m_sizes, layout=form.layout, pin=form.pin_dw, bucket=form.bucket, do=do)
     if bias:
         ones = rows_dy.new_ones((call.M, _ONES))
         if form.permute_x and flat is None and index is not None:  # else what takes no part is zero in dy by now
             ones.masked_fill_(((index < 0) | (index >= call.x_rows * form.topk))[:, None], 0)
-        dbias = weight(rows_dy, ones, call.m_sizes, strict=False)[:, :, 0].contiguous()
+        dbias = weight(rows_dy, ones, call.m_sizes, strict=False, bucket=form.bucket)[:, :, 0].contiguous()
     return dw, dbias
 
 
@@ -184,9 +185,9 @@ def grad_adapter(
     call: Call, dy: GradY, x: torch.Tensor, beside: Beside, u: torch.Tensor, do: Now = NOW
 ) -> LowRankGradients:
     """dA [E, r, K] and dB [E, N, r]; x is sorted (``sorted_x``), and u [M, r] what the forward made of it."""
-    flat = call.flat_weights(dy.given)
-    dB = weight(dy.gathered, _scaled(call, u, flat), call.m_sizes, do=do)
-    return LowRankGradients(weight(_scaled(call, beside.v, flat), x, call.m_sizes, do=do), dB)
+    flat, bucket = call.flat_weights(dy.given), call.form.bucket
+    dB = weight(dy.gathered, _scaled(call, u, flat), call.m_sizes, bucket=bucket, do=do)
+    return LowRankGradients(weight(_scaled(call, beside.v, flat), x, call.m_sizes, bucket=bucket, do=do), dB)
 
 
 def sorted_x(call: Call, x: torch.Tensor, do: Now = NOW) -> torch.Tensor:
@@ -228,6 +229,7 @@ def _rows_of_dx(call: Call, dy: GradY, flat: torch.Tensor | None, *, moves: bool
         None,
         form.pin_dx,
         zero_tail=moves or not form.permute_x,
+        expected=form.bucket,
     )
 
 

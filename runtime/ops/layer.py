@@ -51,11 +51,12 @@ _ONES = 8  # columns that sum dh's rows, or weigh dout's: 16 bytes of a 16-bit t
 
 
 class Layer(NamedTuple):
-    """All of a layer that is no tensor."""
+    """All of a layer that is no tensor; ``bucket`` is that of the rows that are expected (``Rows.expected``)."""
 
     top_k: int
     layout: Layout
     act: RowActivation
+    bucket: int | None = None
 
 
 class Weights(NamedTuple):
@@ -144,24 +145,26 @@ def forward(
     out is ``into`` if it is given. Without ``keeps_h`` it is alone, and silu(gate) * up may be the first product's own
     work (``dispatch/plans.py``).
     """
-    k, layout, act = layer
+    k, layout, act, bucket = layer
     index, m_sizes, bounds, experts, places = routing
     M = index.shape[0]
     # (Kernels read a bias as dense.)
     up_bias, down_bias = (None if bias is None else bias.detach().contiguous() for bias in given[2:])
-    first = Rows(Op.FORWARD, x, given.gate_up, m_sizes, layout, M, index, k, bias=up_bias, bounds=bounds)
+    first = Rows(
+        Op.FORWARD, x, given.gate_up, m_sizes, layout, M, index, k, bias=up_bias, bounds=bounds, expected=bucket
+    )
     h = narrow_x = narrow_a = None
     y: torch.Tensor | None
-    second = partial(_second, given.down, m_sizes, layout, adapters.second, do)
+    second = partial(_second, given.down, m_sizes, layer, adapters.second, do)
     whole = act == GATED_IN_PRODUCT and not keeps_h and adapters.first is None
     a = gated_rows(first, do) if whole else None
     if a is not None:
         y, narrow_a = second(a)
     else:
         if adapters.first is not None:
-            narrow_x = low_rank.narrowed(adapters.first, x, m_sizes, index, k, bounds, do)
+            narrow_x = low_rank.narrowed(adapters.first, x, m_sizes, index, k, bounds, do, bucket)
         h = low_rank.product(first, adapters.first, narrow_x, do)
-        of_h = Rows(Op.FORWARD, h, given.down, m_sizes, layout, M, bounds=bounds)
+        of_h = Rows(Op.FORWARD, h, given.down, m_sizes, layout, M, bounds=bounds, expected=bucket)
         y = of_activated(of_h, act, do) if adapters.second is None else None
         if y is None:
             y, narrow_a = second(activation.forward(h, act, bounds, do))
@@ -172,14 +175,16 @@ def forward(
 def _second(
     down: torch.Tensor | ExpertWeights,
     m_sizes: torch.Tensor,
-    layout: Layout,
+    layer: Layer,
     adapter: LowRank | None,
     do: Now,
     a: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """y [T*k, H] of a, and what an adapter made of its rows."""
-    narrow = None if adapter is None else low_rank.narrowed(adapter, a, m_sizes, do=do)
-    return low_rank.product(Rows(Op.FORWARD, a, down, m_sizes, layout, a.shape[0]), adapter, narrow, do), narrow
+    layout, bucket = layer.layout, layer.bucket
+    narrow = None if adapter is None else low_rank.narrowed(adapter, a, m_sizes, do=do, bucket=bucket)
+    call = Rows(Op.FORWARD, a, down, m_sizes, layout, a.shape[0], expected=bucket)
+    return low_rank.product(call, adapter, narrow, do), narrow
 
 
 class MoeLayer(torch.autograd.Function):
@@ -346,7 +351,7 @@ def with_adapters(
     first, second = adapters
     of_first = of_second = None
     needs_x, needs_up, needs_down, needs_up_bias, needs_down_bias, needs_weights = needs
-    k, layout, act = layer
+    k, layout, act, bucket = layer
     index, m_sizes, bounds, experts, places = routing
     E, M = m_sizes.shape[0], index.shape[0]
     inner = needs_x or needs_up or needs_up_bias or narrow.x is not None
@@ -359,14 +364,15 @@ def with_adapters(
     if h is not None and (inner or needs_down or needs_weights or narrow.a is not None):
         # (Where only t * act(h) is wanted, da is of no account.)
         whole = inner or needs_weights
-        v = None if second is None else low_rank.narrowed_gradient(second, dy, m_sizes, do)
+        v = None if second is None else low_rank.narrowed_gradient(second, dy, m_sizes, do, bucket)
         if whole:
-            da = low_rank.product(Rows(Op.DX, dy, given.down, m_sizes, layout, M), second, v, do)
+            of_dy = Rows(Op.DX, dy, given.down, m_sizes, layout, M, expected=bucket)
+            da = low_rank.product(of_dy, second, v, do)
         else:
             da = do.call(partial(_zeros, act=act), h)
         dB = None
         if narrow.a is not None:
-            dB = weight(dy, do.call(_weighted, narrow.a, weights, index), m_sizes, do=do)
+            dB = weight(dy, do.call(_weighted, narrow.a, weights, index), m_sizes, bucket=bucket, do=do)
             if frees:
                 del dy
         wanted = Needs(inner, needs_down or narrow.a is not None, needs_weights)
@@ -383,12 +389,12 @@ def with_adapters(
         )
         del da
         if dB is not None and v is not None and a is not None:
-            of_second = LowRankGradients(weight(v, a, m_sizes, do=do), dB)
+            of_second = LowRankGradients(weight(v, a, m_sizes, bucket=bucket, do=do), dB)
     if a is not None and needs_down:
-        ddown = weight(dy, a, m_sizes, layout=layout, do=do)
+        ddown = weight(dy, a, m_sizes, layout=layout, bucket=bucket, do=do)
     if needs_down_bias:
         scale = do.call(partial(_scales, dtype=dy.dtype), weights, index)
-        ddown_bias = do.call(_first_column, weight(dy, scale, m_sizes, strict=False, do=do))
+        ddown_bias = do.call(_first_column, weight(dy, scale, m_sizes, strict=False, bucket=bucket, do=do))
     if needs_weights and dweights is not None:
         more = () if given.down_bias is None else (dout, given.down_bias, experts)
         dweights = do.call(partial(_of_weights, top_k=k, E=E, dtype=weights.dtype), dweights, *more)
@@ -396,20 +402,26 @@ def with_adapters(
     if not frees:
         del dy
     if dh is not None:
-        v = None if first is None else low_rank.narrowed_gradient(first, dh, m_sizes, do)
+        v = None if first is None else low_rank.narrowed_gradient(first, dh, m_sizes, do, bucket)
         if needs_x:
-            dx = low_rank.product(Rows(Op.DX, dh, given.gate_up, m_sizes, layout, M), first, v, do)
+            of_dh = Rows(Op.DX, dh, given.gate_up, m_sizes, layout, M, expected=bucket)
+            dx = low_rank.product(of_dh, first, v, do)
             dx = tokens.combine(dx, places, k, do=do)
         if x is not None and (needs_up or narrow.x is not None):
             sorted_x = tokens.gather(x, index, k, bounds, do)
             if v is not None and narrow.x is not None:
-                dA, dB = weight(v, sorted_x, m_sizes, do=do), weight(dh, narrow.x, m_sizes, do=do)
+                dA, dB = (
+                    weight(v, sorted_x, m_sizes, bucket=bucket, do=do),
+                    weight(dh, narrow.x, m_sizes, bucket=bucket, do=do),
+                )
                 of_first = LowRankGradients(dA, dB)
             if needs_up:
-                dup = weight(dh, sorted_x, m_sizes, layout=layout, do=do)
+                dup = weight(dh, sorted_x, m_sizes, layout=layout, bucket=bucket, do=do)
             del sorted_x
         if needs_up_bias:
-            dup_bias = do.call(_first_column, weight(dh, do.call(_ones, dh), m_sizes, strict=False, do=do))
+            dup_bias = do.call(
+                _first_column, weight(dh, do.call(_ones, dh), m_sizes, strict=False, bucket=bucket, do=do)
+            )
     return (dx, dup, ddown, dup_bias, ddown_bias, dweights), (of_first, of_second)
 
 

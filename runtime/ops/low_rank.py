@@ -79,13 +79,15 @@ def narrowed(
     top_k: int = 0,
     bounds: torch.Tensor | None = None,
     do: Now = NOW,
+    bucket: int | None = None,
 ) -> torch.Tensor:
     """u [M, r] of sorted rows x [M, K]; with ``index`` [M], of rows x[index // top_k].
 
     Without ``bounds`` (``routing.Routing``) the rows of an index out of range are zero, which B's gradient reads.
+    ``bucket``: as ``Rows.expected``.
     """
     M = x.shape[0] if index is None else index.shape[0]
-    call = Rows(Op.FORWARD, x, one.A, m_sizes, Layout.NK, M, index, top_k, bounds=bounds)
+    call = Rows(Op.FORWARD, x, one.A, m_sizes, Layout.NK, M, index, top_k, bounds=bounds, expected=bucket)
     u = do.new(x, (M, one.A.shape[1]))
     if index is not None and bounds is None:
         u = do.call(_zero, u)
@@ -116,17 +118,20 @@ def product(
     if with_low_part(call, narrow, second, y, do):
         return y
     y = rows(call, y, do)
-    beside = Rows(call.op, narrow, second, call.m_sizes, Layout.NK, call.M, zero_tail=call.zero_tail or keeps)
+    zeroes, expected = call.zero_tail or keeps, call.expected
+    beside = Rows(call.op, narrow, second, call.m_sizes, Layout.NK, call.M, zero_tail=zeroes, expected=expected)
     if call.scatter or call.row_weights is not None:
         beside = dataclasses.replace(beside, index=call.index, scatter=call.scatter, row_weights=call.row_weights)
     do.call(_add, y, rows(beside, do.new(y, tuple(y.shape), per=int(y.shape[0] == call.M)), do))
     return y
 
 
-def narrowed_gradient(one: LowRank, dy: torch.Tensor, m_sizes: torch.Tensor, do: Now = NOW) -> torch.Tensor:
-    """v [M, r] of dy [M, N]."""
+def narrowed_gradient(
+    one: LowRank, dy: torch.Tensor, m_sizes: torch.Tensor, do: Now = NOW, bucket: int | None = None
+) -> torch.Tensor:
+    """v [M, r] of dy [M, N]. ``bucket``: as ``Rows.expected``."""
     M = dy.shape[0]
-    call = Rows(Op.DX, dy, one.B, m_sizes, Layout.NK, M)
+    call = Rows(Op.DX, dy, one.B, m_sizes, Layout.NK, M, expected=bucket)
     return _scaled(rows(call, do.new(dy, (M, one.B.shape[2])), do), one, do)
 
 

@@ -163,7 +163,8 @@ def _on_cuda(call: Rows, y: torch.Tensor, end: int, do: Now = NOW) -> None:
         return
     else:
         product = call.x.new_empty((call.M, y.shape[1]))
-        _on_cuda(Rows(call.op, call.x, call.w, call.m_sizes, call.layout, call.M), product, 0)
+        plain_call = Rows(call.op, call.x, call.w, call.m_sizes, call.layout, call.M, expected=call.expected)
+        _on_cuda(plain_call, product, 0)
     torch_fallback.store(
         product,
         y,
@@ -192,14 +193,16 @@ def weight(
     layout: Layout = Layout.NK,
     pin: Pin | None = None,
     strict: bool | None = None,
+    bucket: int | None = None,
     do: Now = NOW,
 ) -> torch.Tensor:
     """dw[g] = dy[rows of g].T @ x[rows of g], [E, N, K] or [E, K, N] in x's dtype; zeros for an expert without rows.
 
     dy [M, N] and x [M, K] in the sorted order. ``strict`` overrides PRETUNED_STRICT.
+    ``bucket`` is that of the rows that a kernel is chosen for, if it is not M's.
     """
     if layout is Layout.KN:  # dw[g].T: the operands change places
-        return weight(x, dy, m_sizes, pin=pin, strict=strict, do=do)
+        return weight(x, dy, m_sizes, pin=pin, strict=strict, bucket=bucket, do=do)
     (M, N), K, E = dy.shape, x.shape[1], m_sizes.shape[0]
     if not (M and E and N and K) or not tensors.on_gpu(x):
         do.unplanned()
@@ -211,7 +214,7 @@ def weight(
     dy, x = (tensor if rows_usable(tensor) else tensor.contiguous() for tensor in (dy, x))
     with on(x.get_device()):
         dw: torch.Tensor = do.new(x, (E, N, K), per=0)
-        step = resolve_weight(dy, x, dw, m_sizes, pin, strict)
+        step = resolve_weight(dy, x, dw, m_sizes, pin, strict, bucket)
         if step is not None:
             do.run(step, M, {"dy": dy, "x": x, "dw": dw, "m_sizes": m_sizes})
             return dw

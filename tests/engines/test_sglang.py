@@ -208,6 +208,34 @@ def test_its_result_is_sglang_s(monkeypatch: pytest.MonkeyPatch, changes: dict[s
         assert float((out - unlimited).abs().max() / exact.abs().max()) > 0.2
 
 
+@pytest.mark.parametrize(
+    ("changes", "rows"),
+    [
+        ({}, None),  # all are here
+        ({"num_experts": 16}, 7 * 2 // 4),
+        ({"num_experts": 13, "num_fused_shared_experts": 1}, 7 + 7 * 3 // 12),  # of four here one is on all ranks
+    ],
+)
+def test_the_rows_of_this_rank_choose_its_kernels(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], rows: int | None
+) -> None:
+    load(monkeypatch, PRETUNED_SGLANG="1")
+    method = made(**changes)
+    from pretuned.integrations.sglang import experts
+
+    hints: list[int | None] = []
+
+    def spied(*given: Any, expected_rows: int | None, **how: Any) -> torch.Tensor:
+        hints.append(expected_rows)
+        return moe_mlp(*given, expected_rows=expected_rows, **how)
+
+    moe_mlp = experts.moe_mlp
+    monkeypatch.setattr(experts, "moe_mlp", spied)
+    out, exact, _ = layer_of(method, config(**changes))
+    torch.testing.assert_close(out, exact, rtol=1e-4, atol=1e-4)
+    assert hints == [rows]
+
+
 def test_a_limit_that_a_model_sets_later_is_obeyed(
     monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
 ) -> None:

@@ -225,3 +225,45 @@ def test_experts_of_other_ranks_and_ids_that_stand_for_none() -> None:
                 apply_router_weight_on_input=is_weighted,
             )
             torch.testing.assert_close(out, unweighted if is_weighted else wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("experts_of_all", [6, 3])
+@pytest.mark.parametrize("counts", [None, [2, 0, 5], [9, 9, 9]])
+def test_the_rows_of_this_rank_choose_its_kernels(
+    experts_of_all: int, counts: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that the all-to-all counted on the host, else as many as with experts that are chosen alike."""
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
+    from vllm.model_executor.layers.fused_moe.modular_kernel import ExpertTokensMetadata
+
+    from pretuned.integrations.vllm import experts as plug_in
+
+    E, T, H, I = 3, 5, 32, 16  # noqa: E741
+    made = plug_in.PretunedExperts(
+        config(num_experts=experts_of_all, num_local_experts=E, in_dtype=torch.float32), FusedMoEQuantConfig.make()
+    )
+    hints: list[int | None] = []
+
+    def spied(*given: Any, expected_rows: int | None, **how: Any) -> torch.Tensor:
+        hints.append(expected_rows)
+        return moe_mlp(*given, expected_rows=expected_rows, **how)
+
+    moe_mlp = plug_in.moe_mlp
+    monkeypatch.setattr(plug_in, "moe_mlp", spied)
+    told = None if counts is None else ExpertTokensMetadata.make_from_list(counts, device="cpu")
+    made.apply(
+        output=torch.empty(T, H),
+        hidden_states=torch.randn(T, H),
+        w1=torch.randn(E, 2 * I, H),
+        w2=torch.randn(E, H, I),
+        topk_weights=torch.rand(T, 2),
+        topk_ids=torch.randint(0, experts_of_all, (T, 2)),
+        activation=MoEActivation.SILU,
+        global_num_experts=experts_of_all,
+        expert_map=torch.tensor([0, 1, 2] + [-1] * (experts_of_all - E)),
+        expert_tokens_meta=told,
+        apply_router_weight_on_input=False,
+    )
+    alike = 5 if experts_of_all == 6 else None
+    assert hints == [alike if counts is None else min(sum(counts), 2 * T)]

@@ -28,7 +28,7 @@ from ...runtime.check.tensors import DTYPES
 from ...runtime.driver.device import current_device, local_gpu
 from ...runtime.ops.activation import RowActivation
 from ..plug_in import SGLANG as PLUG_IN
-from ..served_layer import ServedLayer, lacks, load
+from ..served_layer import ServedLayer, expected_rows, lacks, load
 from .quantised import Experts, Packing, format_of, run_by, runs_by, watch
 
 NAME = "pretuned"
@@ -225,7 +225,13 @@ def layer_of(config: Any, dtype: DType | None = None) -> ServedLayer:
         config.top_k,
         dtype or DTYPES[config.params_dtype],
         act,
+        *_experts_of_all(config),
     )
+
+
+def _experts_of_all(config: Any) -> tuple[int, int]:
+    """How many experts all ranks have, and how many of these, shared, are on each; zeros where SGLang does not say."""
+    return getattr(config, "num_experts", None) or 0, getattr(config, "num_fused_shared_experts", None) or 0
 
 
 def _settings() -> Any:
@@ -289,7 +295,8 @@ class PretunedRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
 
     def _run(self, dispatch_output: Any, quant_info: Any, runner_config: Any) -> Any:
         x, (weights, ids, *_) = dispatch_output.hidden_states, dispatch_output.topk_output
-        act = self.activation()
+        act, (tokens, top_k) = self.activation(), ids.shape
+        expected = expected_rows(tokens, top_k, self.config.num_local_experts, *_experts_of_all(self.config))
         out = moe_mlp(
             x,
             quant_info.w13_weight,
@@ -302,6 +309,7 @@ class PretunedRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
             gate_up_bias=_in(quant_info.b13, x),
             down_bias=_in(quant_info.b2, x),
             weights_on="input" if runner_config.apply_router_weight_on_input else "output",
+            expected_rows=expected,
         )
         factor = runner_config.routed_scaling_factor
         return StandardCombineInput(hidden_states=out if factor in (None, 1.0) else out.mul_(factor))

@@ -37,6 +37,7 @@ from ...runtime.locks import lock
 from ...runtime.ops.layer import FrozenWeights, Weights, weights_of
 from ...runtime.settings import settings
 from ...runtime.weights.expert_weights import ExpertWeights
+from ..served_layer import expected_rows
 from .adapters import NAME, adds_to_codes, any_held, held_by
 from .gates import recognise
 from .injection import watch, watch_loaded
@@ -48,6 +49,7 @@ from .quantised import refresh as refresh
 from .quantised import restore as restore
 from .usage import watch_models
 
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # of all ranks, in a config
 _CALLED = "_pretuned_called"  # in a module whose first call is over
 
 _Adapters: TypeAlias = tuple[Lora | None, Lora | None]
@@ -253,6 +255,7 @@ def experts_forward(
             down_bias=b2,
             w_layout="kn" if self.is_transposed else "nk",
             lora=lora,
+            expected_rows=_expected(self, top_k_index),
         )
         return out.to(hidden_states.dtype)
     (T, k), E = top_k_index.shape, w1.shape[0]
@@ -288,15 +291,50 @@ def _grouped(
     w1, w2, b1, b2 = given
     k, layout = ids.shape[1], "kn" if experts.is_transposed else "nk"
     routing = sort_routing(ids, w1.shape[0])
-    rows, m_sizes = routing.gather_indices, routing.m_sizes
+    rows, m_sizes, expected = routing.gather_indices, routing.m_sizes, _expected(experts, ids)
     # Zeros in rows of no expert: nothing reads them, but a gradient of the module's own code may not make them NaN.
+    zeroes = torch.is_grad_enabled()
     h = grouped_gemm(
-        hidden, w1, m_sizes, k, rows, permute_x=True, w_layout=layout, bias=b1, zero_tail=True, lora=lora[0]
+        hidden,
+        w1,
+        m_sizes,
+        k,
+        rows,
+        permute_x=True,
+        w_layout=layout,
+        bias=b1,
+        zero_tail=zeroes,
+        lora=lora[0],
+        expected_rows=expected,
     )
     a = _between(experts, h, gated, dtype)
     return grouped_gemm(
-        a, w2, m_sizes, k, rows, permute_y=True, is_first_gemm=False, w_layout=layout, bias=b2, lora=lora[1]
+        a,
+        w2,
+        m_sizes,
+        k,
+        rows,
+        permute_y=True,
+        is_first_gemm=False,
+        w_layout=layout,
+        bias=b2,
+        lora=lora[1],
+        expected_rows=expected,
     )
+
+
+def _expected(experts: Any, ids: torch.Tensor) -> int | None:
+    """How many of the ids choose an expert of this rank, where the module has a part of its config's experts.
+
+    None for a single id a token: transformers' all-to-all hands over rows of this rank alone, as tokens of one each.
+    """
+    tokens, top_k = ids.shape
+    if not getattr(experts, "_is_expert_parallel", False) or top_k == 1:
+        return None
+    config = getattr(experts, "config", None)
+    counts = (getattr(config, name, None) for name in _COUNTS)
+    every = next((one for one in counts if isinstance(one, int)), 0)
+    return expected_rows(tokens, top_k, experts.num_experts, every)
 
 
 def _slot_by_slot(

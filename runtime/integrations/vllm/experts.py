@@ -27,7 +27,7 @@ from ...runtime.check.tensors import DTYPES
 from ...runtime.driver.device import current_device, local_gpu
 from ...runtime.ops.activation import RowActivation
 from ...runtime.weights.expert_weights import ExpertWeights
-from ..served_layer import ServedLayer, lacks, load
+from ..served_layer import ServedLayer, expected_rows, lacks, load
 
 _log = init_logger("vllm.pretuned")
 
@@ -205,7 +205,7 @@ def refusal_of(moe: Any, act: RowActivation | str, dtype: DType | None, *, every
         return str(reason)
     if current_platform.is_cuda():
         layer, local = layer_of(moe, act, dtype), local_gpu(current_device())
-        return lacks(layer, local, tokens=moe.max_num_tokens, any_variant=everywhere)
+        return lacks(layer, local, tokens=moe.max_num_tokens * parallel.dp_size, any_variant=everywhere)
     where = current_platform.device_name
     return None if everywhere else f"pretuned has no kernels for the {where} (PRETUNED_VLLM=1 runs its reference there)"
 
@@ -219,6 +219,7 @@ def layer_of(moe: Any, act: RowActivation, dtype: DType | None = None) -> Served
         moe.experts_per_token,
         dtype or DTYPES[moe.in_dtype],
         act,
+        moe.num_experts,
     )
 
 
@@ -330,12 +331,14 @@ class PretunedExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         expert_map: torch.Tensor | None,
         *,
         apply_router_weight_on_input: bool,
+        expert_tokens_meta: Any = None,
         **_: Any,
     ) -> None:
         """output [T, H] = the layer on hidden_states [T, H], the tokens of this rank's experts alone.
 
         ``expert_map`` [experts of all ranks] has each one's number here, -1 of others. With
-        ``apply_router_weight_on_input`` hidden_states are weighted already.
+        ``apply_router_weight_on_input`` hidden_states are weighted already. ``expert_tokens_meta`` may have the rows of
+        each expert on the host.
         """
         if expert_map is not None:
             topk_ids = self._with_none(expert_map)[topk_ids]
@@ -356,7 +359,16 @@ class PretunedExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
             gate_up_bias=self.w1_bias,
             down_bias=self.w2_bias,
             out=output,
+            expected_rows=self._expected(topk_ids, global_num_experts, expert_tokens_meta),
         )
+
+    def _expected(self, ids: torch.Tensor, experts: int, counts: Any) -> int | None:
+        """How many of the ids are of this rank: as the all-to-all counted them, or as with experts chosen alike."""
+        tokens, top_k = ids.shape
+        known = getattr(counts, "expert_num_tokens_cpu", None)
+        if known is not None:
+            return min(int(known.sum()), tokens * top_k)
+        return expected_rows(tokens, top_k, self.moe_config.num_local_experts, experts)
 
     def _with_none(self, expert_map: torch.Tensor) -> torch.Tensor:
         """The map with one -1 more at its end, where an id of -1 looks (of padding, and of other ranks' experts)."""

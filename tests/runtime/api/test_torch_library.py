@@ -63,6 +63,17 @@ def test_opcheck_of_the_plain_form(w_layout: str) -> None:
     torch.library.opcheck(torch.ops.pretuned.grouped_gemm, arguments)
 
 
+def test_opcheck_with_a_hint_of_the_rows() -> None:
+    given = tensors()
+    arguments = (*given.values(), TOPK, True, False, True, "nk", False, False, False, 5)
+    torch.library.opcheck(torch.ops.pretuned.grouped_gemm, arguments)
+    rest = {name: one.detach() for name, one in given.items()}
+    dy = torch.randn(T * TOPK, I)
+    torch.library.opcheck(
+        torch.ops.pretuned.grouped_gemm_backward, (dy, *rest.values(), TOPK, True, False, True, "nk", [True] * 4, 5)
+    )
+
+
 @pytest.mark.parametrize("needs", [[True] * 4, [True, False, False, True], [False, True, True, False]])
 def test_opcheck_of_the_gradient(needs: list[bool]) -> None:
     given = {name: one.detach() for name, one in tensors().items()}
@@ -97,6 +108,33 @@ def test_compile_with_changing_tokens_compiles_once(backend: str) -> None:
         dy = torch.randn_like(y)
         for got, want in zip(torch.autograd.grad(y, inputs, dy), torch.autograd.grad(wanted, inputs, dy), strict=True):
             torch.testing.assert_close(got, want)
+    assert graphs.frame_count == 1
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_compile_with_a_hint_of_the_rows_that_changes_with_the_tokens(wide: bool) -> None:
+    """As of a rank that has an eighth of the experts: one graph, whose operators get the hint of each call."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    up, down, graphs = torch.randn(E, 2 * I, H), torch.randn(E, H, I), CompileCounterWithBackend("aot_eager")
+
+    def layer(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        many = ids.shape[0] * TOPK * (16 if wide else 1) // 8
+        return moe_mlp(hidden, up, down, ids, weights, expected_rows=many)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend=graphs)
+    for tokens in (5, 16, 9):
+        hidden, ids, weights = torch.randn(tokens, H), torch.randint(0, E, (tokens, TOPK)), torch.rand(tokens, TOPK)
+        for tensor in (hidden, ids, weights):
+            torch._dynamo.mark_dynamic(tensor, 0)
+        if wide:
+            with pytest.raises(
+                InputError, match=f"expected_rows is {tokens * 4}, wanted an int of 0 to M={tokens * 2}"
+            ):
+                compiled(hidden, ids, weights)
+        else:
+            torch.testing.assert_close(compiled(hidden, ids, weights), layer(hidden, ids, weights))
     assert graphs.frame_count == 1
 
 

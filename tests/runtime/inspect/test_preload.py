@@ -17,7 +17,8 @@ from pretuned.artifacts.errors import BundleCorrupt, CudaError, HostError, Input
 from pretuned.artifacts.files.bundle_file import BundleFile
 from pretuned.artifacts.records.bundle import Model
 from pretuned.artifacts.records.precision import DType, dtypes_of
-from pretuned.artifacts.records.problem import Op, Problem
+from pretuned.artifacts.records.problem import Op, Problem, bucket_of
+from pretuned.integrations.served_layer import expected_rows
 from pretuned.runtime import explain, fingerprint, preload
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.dispatch.decide import Decision, Miss, decide
@@ -94,16 +95,21 @@ def test_of_a_bundle_with_a_damaged_record_nothing_is_preloaded_and_it_is_told(
 )
 def test_the_rows_of_a_range_of_tokens(tokens: range | None, rows: tuple[int, int]) -> None:
     model = Model("m", 1, 1, 8, DType.BF16, (PROBLEM,))
-    assert rows_of(model, PROBLEM, tokens) == rows
+    assert rows_of(model, tokens) == rows
 
 
 def test_with_expert_parallelism_a_rank_gets_any_part_of_them() -> None:
-    many = Problem(PROBLEM.op, PROBLEM.dtype, 32, PROBLEM.N, PROBLEM.K)
+    """Kernels are chosen for what ``expected_rows`` says, or for every slot of a token, wherever its expert is."""
     few = Problem(PROBLEM.op, PROBLEM.dtype, 4, PROBLEM.N, PROBLEM.K)
-    model = Model("m", 1, 8, 8, DType.BF16, (many, few))
-    assert rows_of(model, many, range(16, 1025)) == (1, 8192)
-    assert rows_of(model, few, range(16, 1025)) == (1, 4096)  # a token goes to an expert once
-    assert rows_of(model, few, range(0)) == (0, 0)
+    model = Model("m", 1, 8, 8, DType.BF16, (few,))
+    assert rows_of(model, range(16, 1025)) == (1, 8192)
+    assert rows_of(model, range(0)) == (0, 0)
+    loaded = buckets(rows_of(model, range(16, 1025)))
+    for tokens in range(16, 1025):
+        expected = expected_rows(tokens, 8, 4, 32)
+        assert expected is not None
+        assert bucket_of(expected) in loaded
+        assert bucket_of(tokens * 8) in loaded
 
 
 def test_the_rows_of_a_problem_whose_top_k_nobody_knows() -> None:
@@ -125,7 +131,7 @@ def test_buckets() -> None:
 def test_every_call_of_a_step_is_among_the_cells(tmp_path: Path, model: Model, tokens: range) -> None:
     write(tmp_path / "a.msgpack", CHOICES, models=MODELS)
     found = snapshot(tmp_path)
-    wanted = {problem: buckets(rows_of(model, problem, tokens)) for problem in model.problems}
+    wanted = {problem: buckets(rows_of(model, tokens)) for problem in model.problems}
     cells = cells_of(wanted, found, ON_H200)
     assert len(cells) == len(set(cells))
     loads = {variant_of(decide(found, problem, bucket, ON_H200)) for problem, bucket in cells}

@@ -15,7 +15,7 @@ from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem, buckets_between
 from pretuned.artifacts.records.target import Gpu, LocalGpu
-from pretuned.integrations.served_layer import ServedLayer, follow, lacks, pad_bias, prepared, widened
+from pretuned.integrations.served_layer import ServedLayer, expected_rows, follow, lacks, pad_bias, prepared, widened
 from pretuned.kernels.contract.activations import Activation
 from pretuned.kernels.contract.config import Config, Loads, Schedule
 from pretuned.runtime import reload
@@ -62,6 +62,35 @@ def test_a_layer_is_served_where_both_products_were_measured(clean_places: Path)
         assert told is None if lacking is None else str(told).startswith(missing.format(*lacking))
         assert lacks(LAYER, ON_H200, tokens=64, any_variant=True) is None
         assert "was measured for" in str(lacks(LAYER, ON_A100, tokens=64))
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ((16, 8, 16, 128), 16),
+        ((1, 8, 32, 256), 1),
+        ((1, 4, 16, 128), 0),
+        ((5, 2, 3, 6), 5),
+        ((16, 8, 128, 128), None),  # all are here
+        ((16, 8, 8, 0), None),  # nobody says how many there are
+        ((16, 9, 33, 257, 1), 16 + 16),  # a shared expert on each rank
+        ((16, 9, 257, 257, 1), None),
+    ],
+)
+def test_rows_of_a_rank(given: tuple[int, ...], wanted: int | None) -> None:
+    assert expected_rows(*given) == wanted
+
+
+def test_a_rank_is_served_where_the_rows_of_its_own_experts_were_measured(clean_places: Path) -> None:
+    """One of 8 ranks: a step of 64 tokens comes to 16 rows of its experts, and one token to none."""
+    part = LAYER._replace(experts=64)
+    assert [part.rows(tokens) for tokens in (1, 4, 64)] == [0, 1, 16]
+    few = [measured(rows, WIDE, 9) for rows in (1, 4, 16)]
+    write(clean_places / "a.msgpack", dict.fromkeys(LAYER.problems, few), gpus=[H200])
+    reload()
+    assert lacks(part, ON_H200, tokens=64) is None
+    assert "at about 64 rows" in str(lacks(LAYER, ON_H200, tokens=64))
+    assert "at about 64 rows" in str(lacks(part, ON_H200, tokens=256))
 
 
 def test_where_x_may_be_quantised_too_both_products_were_measured(clean_places: Path) -> None:
@@ -129,6 +158,19 @@ def test_the_command_that_it_names_is_one(dtype: DType, act: RowActivation) -> N
 )
 def test_the_bundles_that_ship_are_for_these(E: int, H: int, I: int, top_k: int, dtype: DType) -> None:  # noqa: E741
     assert lacks(ServedLayer(E, H, I, top_k, dtype, SILU), ON_H200, tokens=8192) is None
+
+
+@pytest.mark.parametrize(
+    ("E", "H", "I", "top_k", "dtype"),
+    [
+        (16, 4096, 1536, 8, DType.BF16),  # Qwen3-235B
+        (32, 7168, 2048, 8, DType.FP8_BLOCK),  # DeepSeek-V3
+        (16, 2880, 2880, 4, DType.MXFP4),  # gpt-oss-120b
+        (48, 7168, 2048, 8, DType.INT4_G32),  # Kimi-K2
+    ],
+)
+def test_the_bundles_that_ship_are_for_one_rank_of_eight(E: int, H: int, I: int, top_k: int, dtype: DType) -> None:  # noqa: E741
+    assert lacks(ServedLayer(E, H, I, top_k, dtype, SILU, experts=8 * E), ON_H200, tokens=8192) is None
 
 
 @pytest.mark.parametrize("gpu", HOPPERS, ids=lambda gpu: gpu.name)

@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -475,6 +476,40 @@ def test_experts_that_the_ranks_do_not_divide() -> None:
     part.gate_up_proj = torch.nn.Parameter(torch.randn(13, 24, 16))
     with pytest.raises(InputError, match=r"gate_up_proj is 13 experts, wanted the module's num_experts, 12: .* divide"):
         ours.experts_forward(part, hidden, torch.zeros_like(ids), weights)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_the_rows_of_a_rank_choose_its_kernels(grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ids are here, or as many as with experts that are chosen alike; rows that were sent here are all here."""
+    experts = Experts(has_bias=True)
+    every = 5
+    hints: list[int | None] = []
+
+    def spied(run: Any) -> Any:
+        def call(*given: Any, expected_rows: int | None, **how: Any) -> Any:
+            hints.append(expected_rows)
+            return run(*given, expected_rows=expected_rows, **how)
+
+        return call
+
+    for name in ("moe_mlp", "grouped_gemm"):
+        monkeypatch.setattr(ours, name, spied(getattr(ours, name)))
+    if grouped:
+        monkeypatch.setattr(ours, "recognise", lambda *_: None)
+    hidden, ids, weights = torch.randn(20, 16), torch.randint(0, 2, (20, 4)), torch.rand(20, 4)
+    part = split(experts, 0, 2)
+    for one, config, top_k, wanted in (
+        (experts, SimpleNamespace(num_experts=every), 4, None),
+        (part, SimpleNamespace(num_experts=every), 4, 32),
+        (part, SimpleNamespace(num_experts=None, num_local_experts=4 * every), 4, 8),
+        (part, SimpleNamespace(num_experts=every), 1, None),  # of transformers' all-to-all
+        (part, SimpleNamespace(), 4, None),
+    ):
+        hints.clear()
+        one.config = config
+        ours.experts_forward(one, hidden, ids[:, :top_k], weights[:, :top_k])
+        assert hints
+        assert set(hints) == {wanted}
 
 
 @pytest.fixture

@@ -66,11 +66,15 @@ class Machine(EmulatedGpu):
 
     def publish(self, *, without: RowOp | None = None, quantises: bool = True) -> None:
         specs = [*PRODUCTS, *(RowOpSpec(op, DType.BF16) for op in PASSES if op is not without)]
-        codes_us = 1.0 if quantises else 2000.0
+        """Of 8 rows and fewer quantising x is slower in either case."""
+
+        def ns(spec: Spec, bucket: int) -> int:
+            codes_us = 1 if quantises and bucket > 8 else 2000
+            return 1000 * (codes_us if spec.dtype.quantises_x else 1000)
+
         choices = {
             Problem(Op.FORWARD, spec.dtype, E, N, K): [
-                Choice(bucket, index, Source.MEASURED, int(1e3 * (codes_us if spec.dtype.quantises_x else 1000)), gpu=0)
-                for bucket in (32, 64)
+                Choice(bucket, index, Source.MEASURED, ns(spec, bucket), gpu=0) for bucket in (4, 8, 32, 64)
             ]
             for index, spec in enumerate(PRODUCTS)
             for N, K in ((2 * I, H), (I, H), (H, I))
@@ -127,6 +131,25 @@ def routed(T: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     ids = torch.rand(T, E, generator=g).topk(TOP_K).indices
     ids[T // 2 :, 1] = -1  # of no expert
     return torch.randn(T, H, generator=g).bfloat16(), ids, torch.rand(T, TOP_K, generator=g)
+
+
+@pytest.mark.parametrize("format", ["fp8_block", "fp8_channel"])
+def test_expected_rows_decide_whether_x_is_quantised(machine: Machine, format: str) -> None:
+    """In each product, by the first call and by its plan."""
+    up, down = machine.layer(True, format)
+    hidden, ids, weights = routed(T)
+    coded = {made(one)[0].cubin_sha256 for one in PRODUCTS if one.dtype.quantises_x}
+    results = {}
+    for hint in (None, 6, 6, 30, 30, 6, None):
+        machine.launches.clear()
+        out = moe_mlp(hidden, up, down, ids, weights, expected_rows=hint)
+        quantises = [one.digest in coded for one in machine.products]
+        assert quantises == [hint != 6] * 2
+        assert {one.words["M"] for one in machine.products} == {T * TOP_K}
+        assert torch.equal(results.setdefault(hint, out), out)
+    assert torch.equal(results[None], results[30])
+    assert not torch.equal(results[None], results[6])
+    torch.testing.assert_close(results[6], results[None], rtol=0.1, atol=0.1)
 
 
 ACTS: list[tuple[str | Activation, bool, bool]] = [
