@@ -89,8 +89,7 @@ class Limits(NamedTuple):
     column_tiles: int | None = None  # columns of the result are this many tiles wide at most
 
 
-@dataclass(frozen=True, slots=True)
-class Tiles:
+class Tiles(NamedTuple):
     """Configs that a kernel can be compiled for: each knob has one of its values here, whatever the others have.
 
     A knob that is not among ``knobs`` has its default, or if it is a number any that plain kernels can have.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem
@@ -33,8 +34,7 @@ class Spec:
         return text + (" unaligned" if self.alignment == 1 else "")
 
 
-@dataclass(frozen=True, slots=True)
-class Gemm:
+class Gemm(NamedTuple):
     """A problem in the kernel's words: ``columns`` of the result, ``reduction``, and how w lies.
 
     ``w_kn`` is true where w's columns (the result's) are the contiguous ones.

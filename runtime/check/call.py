@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -16,8 +14,7 @@ from .form import Form, Fusions, check_fusions, token_rows
 _W = TypeVar("_W", torch.Tensor, ExpertWeights, "torch.Tensor | ExpertWeights")
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """A checked call: ``M`` sorted rows, and the rows of x and y; w is 3-D."""
 
     form: Form
@@ -91,13 +88,13 @@ def check(
     if out is not None:
         tensors.check_out(
             out,
-            dataclasses.replace(rows, M=call.y_rows),
+            rows._replace(M=call.y_rows),
             gather_indices=gather_indices,
             topk_weights=topk_weights,
             bias=bias,
             **(w.tensors() if isinstance(w, ExpertWeights) else {}),
         )
-    return dataclasses.replace(call, w=w) if isinstance(w, ExpertWeights) else call, rows.x
+    return call._replace(w=w) if isinstance(w, ExpertWeights) else call, rows.x
 
 
 def fit(

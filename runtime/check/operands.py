@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -30,8 +29,7 @@ class LowPart(NamedTuple):
     w: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(NamedTuple):
     """y[to(m)] = weight(m) * (x[from(m)] @ w[g].T + bias[g]): the forward, or dX with x = dy and y = dx.
 
     ``w`` is 3-D in ``layout``; ``M`` counts the sorted rows. from(m) = index[m] // ``gather_divisor`` (m where that
@@ -47,7 +45,7 @@ class Rows:
     m_sizes: torch.Tensor
     layout: Layout
     M: int
-    index: torch.Tensor | None = None
+    index: torch.Tensor | None = None  # type: ignore[assignment]  # (no search in a tuple)
     gather_divisor: int = 0
     scatter: bool = False
     row_weights: torch.Tensor | None = None

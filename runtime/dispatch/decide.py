@@ -21,8 +21,6 @@ from ...kernels.contract.spec import code_of
 from ...kernels.contract.words import ALIGNMENT_BYTES, has_aligned_rows
 from .. import hooks
 from ..locks import lock
-from . import compiled
-from .hints import nearest_shapes, remedy
 from .places import Kind
 from .ranking import Candidate, Match, Origin, chosen, modelled
 from .snapshot import Rejected, Snapshot, View
@@ -131,7 +129,7 @@ def with_wide_rows(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu
     bucket = bucket_of(M)
     ran = settle(snapshot, wide, bucket, local, aligned=True, strict=False)
     if isinstance(ran, Decision) and _clips_w(ran.chosen):
-        return replace(ran.chosen, torch_us=None)  # which has no such rows
+        return ran.chosen._replace(torch_us=None)  # which has no such rows
     while True:  # each turn drops a bundle
         with contextlib.suppress(Rejected):
             every = modelled(snapshot, wide, bucket, local, snapshot.view(local, installed=True), aligned=True)
@@ -144,7 +142,9 @@ def _clips_w(candidate: Candidate) -> bool:
 
 def _compiled(snapshot: Snapshot, missed: Miss, local: LocalGpu, strict: bool) -> Decision | Miss:
     """The decision over what the compiler makes now, or the miss and why there is nothing."""
-    made = compiled.compiled(missed.problem, local)
+    from .compiled import compiled  # here, as it is asked after ``allow_jit`` alone
+
+    made = compiled(missed.problem, local)
     if isinstance(made, str):
         return missed._replace(reason=f"{missed.reason} (allow_jit: {made})")
     snapshot.add(made)
@@ -259,11 +259,15 @@ def miss_reason(problem: Problem, local: LocalGpu, view: View) -> str:
 
 def _miss_text(problem: Problem, bucket: int, local: LocalGpu, view: View) -> str:
     """The same, and what to do."""
+    from .hints import remedy  # here, as most calls have a choice
+
     why = miss_reason(problem, local, view)
     return f"{why}. {remedy(problem, bucket, local.sm, view)}" if local.sm else why
 
 
 def _strict_text(problem: Problem, bucket: int, local: LocalGpu, view: View) -> str:
+    from .hints import nearest_shapes, remedy  # here, as most calls have a choice
+
     near = nearest_shapes(problem, local, view)
     have = f"The nearest there are: {'; '.join(near)}" if near else "No usable bundle has a problem of this kind"
     return (
@@ -290,6 +294,8 @@ def _tell(snapshot: Snapshot, known: Decision | Miss, local: LocalGpu) -> None:
     if ideal:
         _log.debug("pretuned: %s at M near %d on %s: using %s of %s, %s", *what)
     else:
+        from .hints import remedy  # here, as most calls have a choice
+
         _log.info(
             "pretuned: no measured choice for %s at M near %d on %s; using %s of %s, %s. %s",
             *what,

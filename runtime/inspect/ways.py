@@ -132,8 +132,7 @@ def _ruled(
         return Ruled(None, f"{why}. By its times, {ruling.reason}")
     as_planned = ruling.variant == found.variant
     return Ruled(
-        replace(
-            ran,
+        ran._replace(
             index=found.variant,
             variant=snapshot.variant(bundle, found.variant),
             time_us=ruling.gemm_us if as_planned else ran.time_us,

@@ -113,7 +113,7 @@ def ready_for_activated(call: Rows, w: ExpertWeights) -> Ready | None:
     if CODE_OPS.keys().isdisjoint(w.kernel_dtypes) or not is_aligned(ALIGNMENT_BYTES, h.data_ptr()):
         return None
     # (Rows as those that the two would be: which product it is, and its place in the table, are those of such a call.)
-    ready = ready_for_quantised(dataclasses.replace(call, x=h.new_empty((1, K))), w, h.new_empty((1, N)))
+    ready = ready_for_quantised(call._replace(x=h.new_empty((1, K))), w, h.new_empty((1, N)))
     if ready is None or ready.quantize is None:
         return None
     activate = rowops.launcher(CODE_OPS[w.kernel_dtypes[0]].activation, DType.BF16, device, aligned=True)

@@ -132,7 +132,7 @@ def ready_for_gated(call: Rows) -> Ready | None:
     aligned = _aligned(call, 0, N // 2, N // 2)  # (new memory is)
     device = x.get_device()
     # (Rows whose index is out of range are not asked for.)
-    first = dataclasses.replace(call, loose=True).may_gather_first(aligned)
+    first = call._replace(loose=True).may_gather_first(aligned)
     checks = call.bounds is None
     fixed = (
         x.dtype,

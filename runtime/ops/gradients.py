@@ -15,8 +15,6 @@ Every sum has a fixed order.
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -51,7 +49,7 @@ def with_adapter(
         u = low_rank.narrowed(one, x, call.m_sizes, index, call.x_divisor, do=do)
     product = forward_rows(call, x, do)
     if out is not None and product.loose:
-        product = dataclasses.replace(product, loose=False)
+        product = product._replace(loose=False)
     if one is None and out is None and (wide := wide_rows(product, do)) is not None:
         return wide, u
     return low_rank.product(product, one, u, do, out, call.y_rows), u
@@ -91,8 +89,7 @@ class Beside(NamedTuple):
     v: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class GradY:
+class GradY(NamedTuple):
     """dy as the gradients want it: ``given`` [y_rows, N], and ``sorted`` [M, N] where it stands gathered."""
 
     given: torch.Tensor

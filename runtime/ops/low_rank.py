@@ -8,7 +8,6 @@ With u[i] = s * x[i] @ A[e].T and v[i] = s * dy[i] @ B[e], which have r columns:
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -118,7 +117,7 @@ def product(
     y = rows(call, y, do)
     beside = Rows(call.op, narrow, second, call.m_sizes, Layout.NK, call.M, zero_tail=call.zero_tail or keeps)
     if call.scatter or call.row_weights is not None:
-        beside = dataclasses.replace(beside, index=call.index, scatter=call.scatter, row_weights=call.row_weights)
+        beside = beside._replace(index=call.index, scatter=call.scatter, row_weights=call.row_weights)
     do.call(_add, y, rows(beside, do.new(y, tuple(y.shape), per=int(y.shape[0] == call.M)), do))
     return y
 

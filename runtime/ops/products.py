@@ -6,7 +6,6 @@ Elsewhere it is the reference.
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -74,7 +73,7 @@ def rows(call: Rows, y: torch.Tensor, do: Now = NOW) -> torch.Tensor:
         )
         return y
     if not rows_usable(call.x):
-        call = dataclasses.replace(call, x=call.x.contiguous())
+        call = call._replace(x=call.x.contiguous())
     with on(call.x.get_device()):
         _on_cuda(call, y, end, do)
     return y
@@ -142,11 +141,11 @@ def _on_cuda(call: Rows, y: torch.Tensor, end: int, do: Now = NOW) -> None:
     do.unplanned()
     if call.zero_tail:
         _zero_rest(call, y, NOW)
-        call = dataclasses.replace(call, zero_tail=False)
+        call = call._replace(zero_tail=False)
     spares_rows = call.spares_rows
     if call.gather_divisor and call.index is not None:
         gathered = call.x.index_select(0, reference.rows_of(call.index, end, call.gather_divisor))
-        call = dataclasses.replace(call, x=gathered, gather_divisor=0, pin=None)
+        call = call._replace(x=gathered, gather_divisor=0, pin=None)
         if not spares_rows and _launch_rows(call, y, NOW):
             return
     plain, sm = not call.fusion and not spares_rows, local_gpu(call.x.get_device()).sm
@@ -262,14 +261,14 @@ def with_low_part(call: Rows, narrow: torch.Tensor, second: torch.Tensor, y: tor
     if not may_add_low_part(call, narrow, second, y):
         return False
     with on(call.x.get_device()):
-        product = resolve_low_rank(dataclasses.replace(call, low=LowPart(narrow, second)), y)
+        product = resolve_low_rank(call._replace(low=LowPart(narrow, second)), y)
         if product is None:
             return False
         if call.layout is Layout.KN:
             second = do.call(_turned, second)
         elif not second.is_contiguous():  # one adapter for all experts
             second = do.call(_dense, second)
-        call = dataclasses.replace(call, low=LowPart(narrow, second))
+        call = call._replace(low=LowPart(narrow, second))
         if call.zero_tail and not product.zeroes:
             _zero_rest(call, y, do)
         _run(product, call, y, do)
@@ -306,7 +305,7 @@ def gated_rows(call: Rows, do: Now = NOW) -> torch.Tensor | None:
     if not (call.M and call.x.numel() and all(call.sizes)) or not tensors.on_gpu(call.x):
         return None
     if not rows_usable(call.x):
-        call = dataclasses.replace(call, x=call.x.contiguous())
+        call = call._replace(x=call.x.contiguous())
     x = call.x
     with on(x.get_device()):
         product = resolve_gated(call)
