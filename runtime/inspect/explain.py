@@ -118,7 +118,7 @@ def explain_on(
     best = told.chosen
     if best is None:
         return told
-    from ..launch.proof import standing  # here, as it brings all that launches along
+    from ..launch.loader import standing  # here, as it brings all that launches along
 
     return replace(told, self_test=standing(best.usable.bundle, best.index, best.variant, local))
 

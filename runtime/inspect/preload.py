@@ -27,8 +27,7 @@ from ..dispatch.ranking import why_not
 from ..dispatch.rowops import ranked
 from ..dispatch.snapshot import Rejected, Snapshot, View
 from ..driver.device import current_device, local_gpu
-from ..launch.loader import loaded, prepare
-from ..launch.proof import stands
+from ..launch.loader import loaded, prepare, stands
 from ..launch.ready import is_by_torch
 from ..locks import at_fork, lock
 from ..ops import layer  # noqa: F401 - most of what a first call imports: it is to be there, too

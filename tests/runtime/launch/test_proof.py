@@ -38,6 +38,7 @@ from pretuned.runtime.dispatch.snapshot import Snapshot
 from pretuned.runtime.driver import cuda
 from pretuned.runtime.launch import proof
 from pretuned.runtime.launch.gemm import LoadedKernel, load_kernel
+from pretuned.runtime.launch.loader import judged_on
 from pretuned.runtime.launch.rowops import launcher
 
 SHIPPED = Path(__file__).parents[3] / "artifacts" / "bundles"
@@ -258,7 +259,7 @@ def test_shipped_code_for_tested_capabilities_is_judged_and_other_code_is_not() 
     for path in sorted(SHIPPED.glob("*.msgpack")):
         with open_bundle(path) as file:
             here = LocalGpu(file.target.sm, Gpu("a GPU", 100, 1 << 16, 13000))
-            found = {proof.judged_on(file, i, one, here) for i, one in enumerate(file.variants())}
+            found = {judged_on(file, i, one, here) for i, one in enumerate(file.variants())}
             assert found == (set(file.gpus) if file.gpus else {None}), path.name
             assert bool(file.gpus) == (file.target.sm == 90)
 
@@ -273,11 +274,11 @@ def test_a_measured_choice_judges_its_variant_and_its_runner_up_alone(tmp_path: 
             with open_bundle(path) as file:
                 if asked:
                     file.find(host_problem())
-                found = [proof.judged_on(file, i, one, there) for i, one in enumerate(file.variants())]
+                found = [judged_on(file, i, one, there) for i, one in enumerate(file.variants())]
                 # What no choice names is run by this project's own tests on 9.0.
                 assert found == [there.gpu, there.gpu, None, there.gpu if sm == 90 else None]
                 for elsewhere in (ON_L40S, LocalGpu(86, there.gpu)):
-                    assert proof.judged_on(file, 0, file.variant(0), elsewhere) is None
+                    assert judged_on(file, 0, file.variant(0), elsewhere) is None
 
 
 def host_problem() -> Problem:
@@ -429,7 +430,7 @@ def test_a_pass_that_is_not_proven_is_asked_for_again_after_a_capture(machine: M
     assert machine.snapshot.passes == {}
     machine.capturing = False
     with open_bundle(machine.folder / "b.msgpack") as file:
-        assert proof.judged_on(file, 0, combine[0], machine.local) is None
+        assert judged_on(file, 0, combine[0], machine.local) is None
     assert launcher(RowOp.COMBINE, DType.FP32, 0, aligned=True) is not None
     assert [one.code.op for one in machine.tried] == [RowOp.COMBINE]
 
