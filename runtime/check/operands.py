@@ -63,6 +63,12 @@ class Rows(NamedTuple):
         return (E, first, second) if self.layout is Layout.NK else (E, second, first)
 
     @property
+    def columns(self) -> int:
+        """Columns of y."""
+        _, N, K = self.sizes
+        return N if self.op is Op.FORWARD else K
+
+    @property
     def dense(self) -> torch.Tensor:
         """w of a product whose w is a tensor."""
         if not isinstance(self.w, torch.Tensor):

@@ -19,8 +19,6 @@ from ..check.tensors import DTYPES, check_cuda_dtype, row_stride
 from ..dispatch import snapshot as dispatch_snapshot
 from ..driver.device import local_gpu, platform_supported, tell_unsupported, tf32_allowed
 from ..weights.expert_weights import ExpertWeights
-from . import gather as launch_gather
-from . import rowops
 
 if TYPE_CHECKING:
     from ..check.operands import Rows
@@ -58,7 +56,7 @@ def ready_for(call: Rows, y: torch.Tensor | None) -> Ready | None:
     x, w, m_sizes, fusion = call.x, call.dense, call.m_sizes, call.fusion
     E, N, K = call.sizes
     step = index_step(call) if call.uses_index else 1
-    columns = N if call.op is Op.FORWARD else K
+    columns = call.columns
     aligned = _aligned(call, 0, columns, columns) if y is None else rows_aligned(call, y)
     device = x.get_device()
     first = call.may_gather_first(aligned)
@@ -284,6 +282,8 @@ def of_rows(kernel: LoadedKernel, problem: Problem, call: Rows, fused: Fused) ->
 
 def after_gather(kernel: LoadedKernel, problem: Problem, call: Rows, fused: Fused) -> Ready | None:
     """The same after a pass that gathers the rows, of a kernel that does not; None where there is no such pass."""
+    from . import rowops
+
     gather = rowops.launcher(RowOp.GATHER, DTYPES[call.x.dtype], call.x.get_device(), aligned=True)
     if gather is None:
         return None
@@ -367,7 +367,9 @@ def _gated_kernel(
 def _gathered_kernel(problem: Problem, call: Rows, device: int, checks: bool) -> LoadedKernel | None:
     if not platform_supported():
         return None
-    return launch_gather.kernel(
+    from . import gather
+
+    return gather.kernel(
         dispatch_snapshot.snapshot(),
         problem,
         call.M,

@@ -104,13 +104,11 @@ def product(
     By one kernel, which has these columns in its reduction; where there is no such code they are a product of their
     own, which is added. It goes into ``y``, where that is given, and else into new memory of ``many`` rows, or of M.
     """
-    _, N, K = call.sizes
+    many = call.M if many is None else many
     keeps = y is not None and not call.loose  # what stands in rows that nothing is stored to
-    size = call.M if many is None else many, N if call.op is Op.FORWARD else K
-    per = int(size[0] == call.M)
     if one is None or narrow is None:
-        return new_rows(call, size, do, per=per) if y is None else rows(call, y, do)
-    y = do.new(call.x, size, per=per) if y is None else y
+        return new_rows(call, many, do) if y is None else rows(call, y, do)
+    y = do.new(call.x, (many, call.columns), per=int(many == call.M)) if y is None else y
     second = one.B if call.op is Op.FORWARD else one.A
     if with_low_part(call, narrow, second, y, do):
         return y

@@ -109,7 +109,7 @@ def run(call: Rows, rows: int, switch: Switch, **changes: Any) -> tuple[torch.Te
         y = torch.full(
             (rows, call.sizes[1] if call.op is Op.FORWARD else call.sizes[2]), NAN, device="cuda", dtype=torch.bfloat16
         )
-        one = replace(call, **changes) if changes else call
+        one = call._replace(**changes)
         assert (ready.ready_for(one, y).gather is not None) is first  # type: ignore[union-attr]
         results.append(products.rows(one, y))
     return results[0], results[1]
@@ -177,7 +177,7 @@ def test_an_index_out_of_range_reads_and_stores_nothing(switch: Switch, step: to
             on_load[wrong] = first[wrong] = 0
         near(first, on_load)
     assert not call.may_gather_first(aligned=False)
-    assert not replace(call, loose=False).may_gather_first(aligned=True)
+    assert not call._replace(loose=False).may_gather_first(aligned=True)
 
 
 def test_an_index_into_no_rows_at_all() -> None:
