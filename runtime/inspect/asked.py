@@ -95,7 +95,8 @@ def of_tensors(
     device: int | None,
 ) -> tuple[Problem, int, bool, int | None]:
     """Problem, rows, whether all is aligned, and torch's index of the GPU; InputError for what is no call."""
-    from ..check import operands, tensors
+    from ..check import tensors
+    from ..check.call import Rows
     from ..launch import ready
     from ..weights.expert_weights import ExpertWeights
 
@@ -104,7 +105,7 @@ def of_tensors(
     if isinstance(w, ExpertWeights):
         return _of_quantised(x, w, m_sizes, w_layout, device)
     call = tensors.check(x, w, m_sizes, w_layout)
-    rows = operands.Rows(Op.FORWARD, call.x, call.w, m_sizes, call.layout, call.M)
+    rows = Rows(Op.FORWARD, call.x, call.w, m_sizes, call.layout, call.M)
     aligned = ready.rows_aligned(rows, call.x.new_empty((0, call.N)))
     if call.x.is_cuda:
         device = call.x.get_device()
@@ -116,14 +117,15 @@ def of_tensors(
 
 def but_for_y(x: object, w: object, m_sizes: object, w_layout: str) -> bool:
     """Whether x and w are aligned, of tensors: all but a new y whose rows are no whole 16 bytes."""
-    from ..check import operands, tensors
+    from ..check import tensors
+    from ..check.call import Rows
     from ..launch import ready
     from ..weights.expert_weights import ExpertWeights
 
     if isinstance(w, ExpertWeights):
         return False
     call = tensors.check(x, w, m_sizes, w_layout)  # type: ignore[arg-type]
-    rows = operands.Rows(Op.FORWARD, call.x, call.w, call.m_sizes, call.layout, call.M)
+    rows = Rows(Op.FORWARD, call.x, call.w, call.m_sizes, call.layout, call.M)
     return ready.rows_aligned(rows, call.x.new_empty((0, -(-call.N // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)))
 
 

@@ -12,7 +12,7 @@ from ...artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
 from ...kernels.contract.rowops import CODE_OPS
 from ...kernels.contract.spec import code_of
 from ...kernels.contract.words import ALIGNMENT_BYTES
-from ..check.operands import MAX_RANK
+from ..check.call import MAX_RANK
 from ..dispatch.decide import with_low_part
 from ..dispatch.ranking import Candidate, modelled
 from ..dispatch.snapshot import Rejected

@@ -35,7 +35,7 @@ from .ready import (
 
 if TYPE_CHECKING:
     from ...kernels.contract.activations import Activation
-    from ..check.operands import Rows
+    from ..check.call import Rows
     from ..dispatch.pin import Pin
     from ..dispatch.snapshot import Usable
     from ..driver.launcher import Behind
@@ -237,7 +237,7 @@ def _product(ready: Ready, call: Rows, fusion: Fusion, stride_y: int, index_end:
         return _of_codes(ready, before, call, left, (stride_y, index_end))._replace(in_range=made)
     left, checks = fusion & ~(Fusion.GATHER | Fusion.SILU), call.bounds is None
     index = "index" if left & (Fusion.SCATTER | Fusion.WEIGHT) else ""
-    from ..driver.descriptors import repeats_rows  # here, as only a first launch needs it
+    from ..driver.launcher import repeats_rows  # here, as only a first launch needs it
 
     if x.shape[0] == 1 and call.gather_divisor == call.M and repeats_rows(x.get_device()):
         # All rows are the one token's, and so they are in any call of a number near M: two tokens have twice as many.

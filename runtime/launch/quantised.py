@@ -36,7 +36,7 @@ from .ready import (
 )
 
 if TYPE_CHECKING:
-    from ..check.operands import Rows
+    from ..check.call import Rows
     from ..dispatch.snapshot import Usable
     from ..driver.launcher import RowOpLauncher
     from .gemm import Fused, LoadedKernel

@@ -21,7 +21,7 @@ from ..driver.device import local_gpu, platform_supported, tell_unsupported, tf3
 from ..weights.expert_weights import ExpertWeights
 
 if TYPE_CHECKING:
-    from ..check.operands import Rows
+    from ..check.call import Rows
     from ..dispatch.pin import Pin
     from ..dispatch.snapshot import Snapshot, Usable
     from ..driver.launcher import ProductLauncher, RowOpLauncher

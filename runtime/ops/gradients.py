@@ -21,8 +21,7 @@ from typing import NamedTuple
 import torch
 
 from ...artifacts.records.problem import Op
-from ..check.call import Call, flat, wide_of
-from ..check.operands import Rows
+from ..check.call import Call, Rows, flat, wide_of
 from ..check.tensors import rows_usable
 from ..launch.program import NOW, Now
 from . import low_rank

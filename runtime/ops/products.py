@@ -13,7 +13,7 @@ import torch
 
 from ...artifacts.records.problem import Layout
 from ..check import tensors
-from ..check.operands import LowPart, Rows
+from ..check.call import LowPart, Rows
 from ..check.tensors import rows_usable
 from ..driver.device import local_gpu, on
 from ..launch.products import (

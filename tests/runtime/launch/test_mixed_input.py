@@ -25,7 +25,7 @@ from pretuned.kernels.contract.mixed_input import ZERO_DTYPES, code_layout, zero
 from pretuned.kernels.contract.rowops import RowOpSpec
 from pretuned.kernels.contract.spec import Spec
 from pretuned.runtime import ExpertWeights, Lora, grouped_gemm, moe_mlp, reload
-from pretuned.runtime.check.operands import Rows
+from pretuned.runtime.check.call import Rows
 from pretuned.runtime.dispatch.pin import KernelPair, Preference
 from pretuned.runtime.launch import gemm
 from pretuned.runtime.launch.products import operands_of

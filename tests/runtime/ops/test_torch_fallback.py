@@ -8,7 +8,7 @@ from host_gpu import PASSES, Device
 
 from pretuned.artifacts.records.problem import PLAIN_LAYOUTS, Fusion, Layout, Op
 from pretuned.kernels import reference
-from pretuned.runtime.check.operands import Rows
+from pretuned.runtime.check.call import Rows
 from pretuned.runtime.ops import torch_fallback
 from pretuned.runtime.ops.products import rows
 
