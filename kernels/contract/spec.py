@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...artifacts.records.precision import DType
@@ -13,8 +12,7 @@ MAX_EXPERTS = 512  # whose rows a kernel keeps in registers: every shape up to h
 MAX_EXPERTS_FALLBACK = 65536  # beyond, the counts are scanned for every tile, MAX_EXPERTS of them at a time
 
 
-@dataclass(frozen=True, slots=True)
-class Spec:
+class Spec(NamedTuple):
     """One variant before it is compiled: kernel, config and specialisation. With a target it is one cubin."""
 
     op: Op

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Hashable
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...artifacts.errors import ProblemNotInBundle
@@ -104,7 +103,7 @@ def with_low_part(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu)
             found = modelled(snapshot, problem, bucket, local, snapshot.reserve(local), aligned=True)
             if not found:
                 return None
-            plain = replace(problem, fusion=code_of(problem.op, problem.fusion & ~Fusion.LOW_RANK))
+            plain = problem._replace(fusion=code_of(problem.op, problem.fusion & ~Fusion.LOW_RANK))
             without = settle(snapshot, plain, bucket, local, aligned=True, strict=False)
             config = None if isinstance(without, Miss) else without.chosen.config
             return next((one for one in found if one.config == config), found[0])
@@ -123,7 +122,7 @@ def with_wide_rows(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu
     TMA reads zeros. Code that reads w through pointers would go on into the next expert, and past the last one.
     """
     able = problem.op is Op.FORWARD and problem.layout is Layout.NK and not problem.fusion
-    wide = replace(problem, N=whole_columns(problem))
+    wide = problem._replace(N=whole_columns(problem))
     if not able or problem.dtype not in _HALVES or wide == problem or not has_aligned_rows(wide):
         return None
     bucket = bucket_of(M)
@@ -205,7 +204,7 @@ def forms_of(problem: Problem) -> tuple[Problem, ...]:
         return (problem,)
     others: tuple[Fusion, ...] = (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER)
     others += (Fusion.SILU, Fusion.SILU | Fusion.GATHER) if problem.op is Op.FORWARD else ()
-    return (problem, *(replace(problem, fusion=one, top_k=0) for one in others if one is not problem.fusion))
+    return (problem, *(problem._replace(fusion=one, top_k=0) for one in others if one is not problem.fusion))
 
 
 def reason(candidate: Candidate, problem: Problem, bucket: int, local: LocalGpu) -> str:

@@ -27,7 +27,6 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from ...artifacts.records.bundle import Choice, PlanRow, Source, Variant
@@ -304,7 +303,7 @@ def _ranked(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View, a
         from ...kernels.cost.model import Ranker, Resources  # here, as most calls are answered by a choice of a bundle
         from ...kernels.hardware import chips
 
-        kind = replace(problem, E=1, N=_SMALL, K=_SMALL)
+        kind = problem._replace(E=1, N=_SMALL, K=_SMALL)
         every = [
             (usable, index, variant)
             for usable in view.usable

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...artifacts.errors import BundleError, InputError
@@ -61,7 +60,7 @@ def as_read(snapshot: Snapshot, problem: Problem, local: LocalGpu) -> Problem:
     """
     if not problem.dtype.quantised or problem.layout is not Layout.NK:
         return problem
-    plain, stored = replace(problem, op=Op.FORWARD, fusion=Fusion.NONE), replace(problem, layout=Layout.STORED)
+    plain, stored = problem._replace(op=Op.FORWARD, fusion=Fusion.NONE), problem._replace(layout=Layout.STORED)
     if not prepares(problem.dtype, problem.N, problem.K):
         return stored
     return stored if not snapshot.serves(plain, local) and snapshot.serves(stored, local) else problem
@@ -152,12 +151,12 @@ def assumed_top_k(snapshot: Snapshot, problem: Problem, local: LocalGpu) -> tupl
         return 1, None
     if problem.top_k:
         return problem.top_k, None
-    product = replace(problem, fusion=Fusion.NONE, top_k=0)
+    product = problem._replace(fusion=Fusion.NONE, top_k=0)
     names: dict[int, str] = {}
     for usable in snapshot.view(local, installed=True).usable:
         with contextlib.suppress(BundleError):  # its choices may be whole, and run
             for model in usable.bundle.models():
-                plain = (replace(one, layout=problem.layout, fusion=Fusion.NONE, top_k=0) for one in model.problems)
+                plain = (one._replace(layout=problem.layout, fusion=Fusion.NONE, top_k=0) for one in model.problems)
                 if product in plain:
                     names.setdefault(model.top_k, model.name)
     if not names:
@@ -170,4 +169,4 @@ def assumed_top_k(snapshot: Snapshot, problem: Problem, local: LocalGpu) -> tupl
 def twins_in_fp16(problems: Iterable[Problem]) -> set[Problem]:
     """Those in fp16 that are there in bf16, too: nobody runs a model in both."""
     there = set(problems)
-    return {replace(one, dtype=DType.FP16) for one in there if one.dtype is DType.BF16} & there
+    return {one._replace(dtype=DType.FP16) for one in there if one.dtype is DType.BF16} & there

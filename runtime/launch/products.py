@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ..check.call import Rows
     from ..dispatch.pin import Pin
     from ..dispatch.snapshot import Usable
-    from ..driver.launcher import Behind
+    from ..driver.launcher import Behind, RowOpLauncher
 
 _GATHERED = "rows"  # the operand that rows are gathered into
 _CODES = "codes"  # and the one that they are quantised into
@@ -211,34 +211,19 @@ def resolve_weight(
 def _product(ready: Ready, call: Rows, fusion: Fusion, stride_y: int, index_end: int) -> Product:
     """``fusion`` is what the call does, in the kernel's words."""
     x, zeroes = call.x, ready.launcher.zeroes
-    if ready.gather is None and ready.quantize is None:
+    if ready.quantize is not None:
+        return _quantised_product(ready, ready.quantize, call, fusion, (stride_y, index_end))
+    if ready.gather is None:
         index = "index" if call.uses_index else ""
         stride_x = row_stride(x, x.shape[1])
         step = _row_step(ready, call, {"index": index}, (stride_x, stride_y, index_end if fusion else None))
         return Product((step,), zeroes)
+    from ..driver.launcher import repeats_rows
     from . import gather as launch_gather  # here, as most calls read rows as they are
     from . import rowops
 
-    if ready.quantize is not None:
-        from .quantised import quantize_step
-
-        picks = bool(call.gather_divisor)
-        checks = picks and call.bounds is None
-        before = quantize_step(
-            ready.quantize,
-            x,
-            top_k=call.gather_divisor,
-            index_step=index_step(call),
-            used=rowops.used(call.bounds),
-            index="in_range" if checks else "index" if picks else "",
-        )
-        made = partial(launch_gather.in_range, divisor=call.gather_divisor) if checks else None
-        left = fusion & ~Fusion.GATHER
-        return _of_codes(ready, before, call, left, (stride_y, index_end))._replace(in_range=made)
     left, checks = fusion & ~(Fusion.GATHER | Fusion.SILU), call.bounds is None
     index = "index" if left & (Fusion.SCATTER | Fusion.WEIGHT) else ""
-    from ..driver.launcher import repeats_rows  # here, as only a first launch needs it
-
     if x.shape[0] == 1 and call.gather_divisor == call.M and repeats_rows(x.get_device()):
         # All rows are the one token's, and so they are in any call of a number near M: two tokens have twice as many.
         return Product((_row_step(ready, call, {"index": index}, (0, stride_y, index_end if left else None)),), zeroes)
@@ -254,6 +239,29 @@ def _product(ready: Ready, call: Rows, fusion: Fusion, stride_y: int, index_end:
     step = _row_step(ready, call, {"x": _GATHERED, "index": index}, (x.shape[1], stride_y, index_end if left else None))
     made = partial(launch_gather.in_range, divisor=call.gather_divisor) if checks else None
     return Product((gather, step), zeroes, (Scratch(_GATHERED, x.shape[1], x.dtype),), made)
+
+
+def _quantised_product(
+    ready: Ready, quantize: RowOpLauncher, call: Rows, fusion: Fusion, words: tuple[int, int]
+) -> Product:
+    """A product of codes that the pass ``quantize`` makes of x; ``words`` are as ``_of_codes`` has them."""
+    from . import gather as launch_gather
+    from . import rowops
+    from .quantised import quantize_step
+
+    picks = bool(call.gather_divisor)
+    checks = picks and call.bounds is None
+    before = quantize_step(
+        quantize,
+        call.x,
+        top_k=call.gather_divisor,
+        index_step=index_step(call),
+        used=rowops.used(call.bounds),
+        index="in_range" if checks else "index" if picks else "",
+    )
+    made = partial(launch_gather.in_range, divisor=call.gather_divisor) if checks else None
+    left = fusion & ~Fusion.GATHER
+    return _of_codes(ready, before, call, left, words)._replace(in_range=made)
 
 
 def _of_codes(ready: Ready, before: Step, call: Rows, left: Fusion, words: tuple[int, int]) -> Product:

@@ -5,7 +5,6 @@ What decides and loads is imported where it is first needed: most of a runtime's
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -147,9 +146,7 @@ def ready_for_gated(call: Rows) -> Ready | None:
     key = ("gated", *fixed, bucket_of(call.M), aligned, device, tf32_allowed(x.dtype))
 
     def build() -> Ready | None:
-        problem = dataclasses.replace(
-            problem_of(call.op, x, E, N, K, call.layout, call.fusion), fusion=Fusion.SILU | Fusion.GATHER
-        )
+        problem = problem_of(call.op, x, E, N, K, call.layout, call.fusion)._replace(fusion=Fusion.SILU | Fusion.GATHER)
         kernel = _gated_kernel(problem, call, device, aligned, call.gather_divisor if first else 0, checks)
         if kernel is None:
             return None

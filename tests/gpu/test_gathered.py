@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -69,7 +68,7 @@ class Switch:
     def kernel(self, problem: Problem, call: Rows, _device: int, _checks: bool) -> LoadedKernel | None:
         code = code_of(problem.op, call.fusion & ~Fusion.GATHER)
         on_load = ready._kernel(problem, call.M, 0, True, None, None)
-        kind = replace(problem, fusion=code)
+        kind = problem._replace(fusion=code)
         found = None if on_load is None else same_config(kind, on_load.variant.config) or same_config(kind, None)
         if found is None:
             pytest.skip(f"the bundles have no {kind} for this GPU")
@@ -261,7 +260,7 @@ def test_silu_in_the_epilogue_of_rows_gathered_beforehand(
 ) -> None:
     E, H, I, T = 8, 768, 512, 700  # noqa: E741
     problem = Problem(Op.FORWARD, DType.BF16, E, 2 * I, H)
-    kernels = [same_config(replace(problem, fusion=one), None) for one in (Fusion.SILU | Fusion.GATHER, Fusion.SILU)]
+    kernels = [same_config(problem._replace(fusion=one), None) for one in (Fusion.SILU | Fusion.GATHER, Fusion.SILU)]
     if None in kernels:
         pytest.skip("the bundles lack silu in the epilogue in one of its forms")
     routing = routed(E, T, kind)

@@ -6,7 +6,6 @@ import logging
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -266,7 +265,7 @@ def test_shipped_code_for_tested_capabilities_is_judged_and_other_code_is_not() 
 
 def test_a_measured_choice_judges_its_variant_and_its_runner_up_alone(tmp_path: Path) -> None:
     specs = [Spec(config, alignment) for config, alignment in ((TILE, 16), (SMALL, 16), (SPECIALIZED, 16), (TILE, 1))]
-    other = replace(host_problem(), N=2048)
+    other = host_problem()._replace(N=2048)
     rows = {host_problem(): [measured(64, 1, 5, second=0)], other: [modelled(64, 2)]}
     for sm, there in ((90, ON_H200), (80, ON_A100)):
         path = write(tmp_path / f"{sm}.msgpack", rows, specs=specs, gpus=[there.gpu], sm=sm)
@@ -308,7 +307,7 @@ class Machine(EmulatedGpu):
         """Another process begins."""
         verdicts._memory.__init__()  # type: ignore[misc]
         forget()
-        self.gpu = replace(L40S, driver=driver)
+        self.gpu = L40S._replace(driver=driver)
         self.launches.clear()
         reload()
 
