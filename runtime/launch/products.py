@@ -97,12 +97,12 @@ def resolve(call: Rows, y: torch.Tensor) -> Product | None:
     return _product(ready, call, call.fusion, row_stride(y, y.shape[1]), call.index_end(y.shape[0]))
 
 
-def resolve_new(call: Rows) -> Product | None:
+def resolve_new(call: Rows, columns: int) -> Product | None:
     """The steps of a plain product of dense weights into new memory; None where no bundle has a kernel for it."""
     ready = ready_for(call, None)
     if ready is None:
         return None
-    return _product(ready, call, Fusion.NONE, call.columns, 0)._replace(by_torch=ready.by_torch)
+    return _product(ready, call, Fusion.NONE, columns, 0)._replace(by_torch=ready.by_torch)
 
 
 def resolve_wide(call: Rows) -> tuple[Product, int] | None:

@@ -55,7 +55,7 @@ def ready_for(call: Rows, y: torch.Tensor | None) -> Ready | None:
     x, w, m_sizes, fusion = call.x, call.dense, call.m_sizes, call.fusion
     E, N, K = call.sizes
     step = index_step(call) if call.uses_index else 1
-    columns = call.columns
+    columns = N if call.op is Op.FORWARD else K
     aligned = _aligned(call, 0, columns, columns) if y is None else rows_aligned(call, y)
     device = x.get_device()
     first = call.may_gather_first(aligned)

@@ -113,7 +113,7 @@ def new_rows(call: Rows, many: int, do: Now = NOW) -> torch.Tensor:
     plain = not call.fusion.value and isinstance(call.w, torch.Tensor) and call.M and all(call.sizes)
     if plain and tensors.on_gpu(call.x) and rows_usable(call.x):
         with on(call.x.get_device()):
-            product = resolve_new(call)
+            product = resolve_new(call, size[1])
             if product is not None and product.by_torch is not None:
                 from .torch_fallback import into_new  # here, as few choices have it
 

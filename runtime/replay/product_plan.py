@@ -381,8 +381,8 @@ def plan(
         return None
     given = (x, *operands_of(w).values(), call.m_sizes, weights, bias, index, out, *low)
     tensors = [each for each in given if each is not None]
-    rows = (x, weights, index, out) if varies else ()
-    loose = [i for i, each in enumerate(tensors) if any(each is one for one in rows)]
+    rows = {id(each) for each in (x, weights, index, out)} if varies else set()
+    loose = [i for i, each in enumerate(tensors) if id(each) in rows]
     same = programs.guard(*tensors, loose=loose)
     if same is None:
         return None

@@ -86,8 +86,8 @@ def test_the_fit_sees_narrow_configs(tool: SimpleNamespace, K: int, less: bool) 
         and not (one.config.edge is Edge.HALF or one.config.schedule is Schedule.PINGPONG)
     ]
     narrow = [replace(one, config=one.config._replace(edge=Edge.HALF)) for one in wide]
-    several = cell._replace(
-        problem=cell.problem._replace(K=K), variants=(*wide, *narrow), times_us=(1.0,) * (2 * len(wide))
+    several = replace(
+        cell, problem=cell.problem._replace(K=K), variants=(*wide, *narrow), times_us=(1.0,) * (2 * len(wide))
     )
     (part,) = tool.vectors.parts([several])
     ranked = {i: us for us, i in tool.sweeps.Rankings(CONSTANTS).of(several)}
@@ -101,7 +101,7 @@ def test_the_fit_sees_tiles_that_are_dealt_out(tool: SimpleNamespace) -> None:
     cell = next(one for one in _cells(tool, Op.FORWARD) if one.tokens == 1024 and one.model == "qwen3-next")
     taken = [one for one in cell.variants if one.config.schedule.warp_specialized and one.config.block_n == 128]
     several = [replace(one, config=one.config._replace(schedule=Schedule.PINGPONG)) for one in taken] + taken
-    cell = cell._replace(variants=tuple(several), times_us=(1.0,) * len(several))
+    cell = replace(cell, variants=tuple(several), times_us=(1.0,) * len(several))
     (part,) = tool.vectors.parts([cell])
     ranked = {i: us for us, i in tool.sweeps.Rankings(CONSTANTS).of(cell)}
     assert dict(enumerate(part.estimates_us(CONSTANTS).tolist())) == pytest.approx(ranked, rel=1e-12)
@@ -120,7 +120,7 @@ def test_the_fit_sees_tiles_that_are_fitted(tool: SimpleNamespace) -> None:
             for rows, schedule in ((256, Schedule.COOPERATIVE), (192, Schedule.PINGPONG))
         ]
         several = [replace(taken[0], config=config) for config in fitted] + taken
-        cell = cell._replace(variants=tuple(several), times_us=(1.0,) * len(several))
+        cell = replace(cell, variants=tuple(several), times_us=(1.0,) * len(several))
         (part,) = tool.vectors.parts([cell])
         ranked = {i: us for us, i in tool.sweeps.Rankings(CONSTANTS).of(cell)}
         assert dict(enumerate(part.estimates_us(CONSTANTS).tolist())) == pytest.approx(ranked, rel=1e-12)
@@ -135,7 +135,7 @@ def test_the_fit_sees_tiles_that_lie_across(tool: SimpleNamespace, N: int, K: in
 
     def estimates(N: int, K: int) -> list[float]:
         variants, times = (*along, *lying), (1.0,) * (2 * len(along))
-        several = cell._replace(problem=cell.problem._replace(N=N, K=K), variants=variants, times_us=times)
+        several = replace(cell, problem=cell.problem._replace(N=N, K=K), variants=variants, times_us=times)
         (part,) = tool.vectors.parts([several])
         ranked = {i: us for us, i in tool.sweeps.Rankings(CONSTANTS).of(several)}
         found: list[float] = part.estimates_us(CONSTANTS).tolist()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -88,7 +87,7 @@ def test_an_argument_that_an_entry_declares_is_given(gpu: EmulatedGpu, monkeypat
     function = cuda.load(
         cubin(code, 90, ""), variant.entry, threads=variant.threads, shared_bytes=variant.shared_bytes, device=0
     )
-    entry = replace(ROWS_SPECIALIZED, numbers=lambda _spec, n: {"half": n["N"] // 2})
+    entry = ROWS_SPECIALIZED._replace(numbers=lambda _spec, n: {"half": n["N"] // 2})
     monkeypatch.setattr(gemm, "gemm_entry", lambda _spec: entry)
     kernel = gemm.LoadedKernel(variant, function, 132)
     launcher = gemm.product_launcher(kernel, N=N, K=K, E=E, m_sizes_step=1)
