@@ -21,7 +21,8 @@ from ..ops.layer import FrozenWeights, Layer, Weights
 from ..ops.low_rank import Adapters, LowRank, as_read
 from ..ops.routing import Routing
 from ..replay.layer_plan import plan_layer
-from ..replay.programs import key_of, remember
+from ..replay.programs import remember
+from ..weights.expert_weights import key_of
 from .lora import Lora
 
 

@@ -14,8 +14,7 @@ from ...artifacts.errors import InputError
 from .. import hooks
 from ..check import tensors
 from ..driver.device import tf32_allowed
-from ..replay.programs import key_of
-from ..weights.expert_weights import ExpertWeights
+from ..weights.expert_weights import ExpertWeights, key_of
 from .lora import Lora, scales_of
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ import torch
 from ...artifacts.records.problem import bucket_of
 from .. import hooks
 from ..check import tensors
-from ..replay.programs import key_of
-from ..weights.expert_weights import ExpertWeights
+from ..weights.expert_weights import ExpertWeights, key_of
 from .lora import Lora, adapters_given, scales_of
 
 if TYPE_CHECKING:

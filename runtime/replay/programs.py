@@ -19,7 +19,6 @@ from .. import hooks
 from ..dispatch import snapshot as dispatch_snapshot
 from ..driver.device import capturing, current_stream, device_is_current, only_device, without_autocast
 from ..launch.program import Program, Recorder
-from ..weights.expert_weights import ExpertWeights
 
 Given: TypeAlias = "Sequence[torch.Tensor | None]"
 Results: TypeAlias = "Sequence[torch.Tensor | None]"
@@ -33,11 +32,6 @@ stream_of = current_stream
 Guard: TypeAlias = Callable[..., bool]
 
 _TensorGuards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
-
-
-def key_of(w: torch.Tensor | ExpertWeights) -> tuple[object, ...]:
-    """By what a plan is found for these weights: where they begin; of quantised ones what they are, too."""
-    return (w.codes.data_ptr(), w.format) if isinstance(w, ExpertWeights) else (w.data_ptr(),)
 
 
 def guard(*tensors: torch.Tensor, loose: Collection[int] = ()) -> Guard | None:
