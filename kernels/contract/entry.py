@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 from ...artifacts.records.precision import DType
@@ -66,9 +66,8 @@ def ragged(columns: int, stride: str) -> TensorShape:
     return TensorShape(lambda _M, given: ((*RAGGED_SIZES, columns), ragged_strides(given)), stride=stride)
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A kernel: its function, and the source it stands for.
+class Entry(NamedTuple):
+    """A kernel of row operations: its function, and the source it stands for. ``KernelEntry`` begins likewise.
 
     From the first release on ``revision`` goes up whenever the source changes; until then only where a launcher has to
     know. Bundles record it: when they are merged a later one beats an earlier one, and one of two sources is refused.
@@ -89,8 +88,7 @@ class Limits(NamedTuple):
     column_tiles: int | None = None  # columns of the result are this many tiles wide at most
 
 
-@dataclass(frozen=True, slots=True)
-class Tiles:
+class Tiles(NamedTuple):
     """Configs that a kernel can be compiled for: each knob has one of its values here, whatever the others have.
 
     A knob that is not among ``knobs`` has its default, or if it is a number any that plain kernels can have.
@@ -137,10 +135,14 @@ def _nothing(_spec: Spec, *_: Any) -> Mapping[str, Any]:
     return {}
 
 
-@dataclass(frozen=True, slots=True)
-class KernelEntry(Entry):
+class KernelEntry(NamedTuple):
     """A GEMM's kernel: what it can be compiled for, and what the compiler and the launcher are told of a variant."""
 
+    name: str
+    revision: int
+    home: str
+    sha256: str
+    launched_since: int
     ops: frozenset[Op]
     dtypes: frozenset[DType]
     fusions: frozenset[Fusion]  # the forms it has code for
@@ -155,7 +157,7 @@ class KernelEntry(Entry):
     required: Callable[[Spec], tuple[str, ...]]  # the arguments without which no launcher can run it
     boxes: Callable[[Spec], Mapping[str, Box]]  # of each descriptor, outermost dimension first; and of others
     constants: Callable[[Spec, Arch], Constants]  # but for what is absent
-    held: Mapping[str, Element] = field(default_factory=dict)  # descriptors of other elements than the dtype's
+    held: Mapping[str, Element] = MappingProxyType({})  # descriptors of other elements than the dtype's
     shapes: Callable[[Spec, Sizes], Mapping[str, TensorShape]] = _nothing  # what each descriptor describes
     numbers: Callable[[Spec, Sizes], Mapping[str, int]] = _nothing  # arguments of its own, made of the others
     plain_scales: bool = True  # of quantised weights: it reads ``ExpertWeights.plain_scale``, not ``kernel_scale``

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion
 from ..hardware.arch import Arch, Feature
@@ -184,8 +182,7 @@ def _registers(spec: Spec) -> int:
     return 208 if Fusion.GATHER in spec.fusion else 216  # a loading thread has the addresses of its rows
 
 
-ROWS_SPECIALIZED = replace(
-    ROWS,
+ROWS_SPECIALIZED = ROWS._replace(
     name="rows_specialized",
     home="gemm.hopper.rows",
     sha256="30075a94b5128a81186d07d2078389be20fa1aec07b00330688ec53c8d528db0",
@@ -201,8 +198,7 @@ ROWS_SPECIALIZED = replace(
     constants=_row_constants,
     loading_warps=4,
 )
-ROWS_FITTED = replace(
-    ROWS_SPECIALIZED,
+ROWS_FITTED = ROWS_SPECIALIZED._replace(
     name="rows_fitted",
     home="gemm.hopper.ragged",
     sha256="b4e0f3ff10da03ff37fccccc47490ac537e44373fe43fdc360a4171310ca09b6",
@@ -212,8 +208,7 @@ ROWS_FITTED = replace(
     boxes=_fitted_boxes,
     constants=_fitted_constants,
 )
-WEIGHT_SPECIALIZED = replace(
-    WEIGHT,
+WEIGHT_SPECIALIZED = WEIGHT._replace(
     name="weight_specialized",
     home="gemm.hopper.weight",
     sha256="1d373ff98d8081f08604da671ad8c24cb5dae78ff1882e0717792f732d2b77cc",

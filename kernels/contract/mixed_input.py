@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Op
@@ -212,8 +211,7 @@ ROWS_WNA16 = KernelEntry(
     loading_warps=4,
 )
 
-ROWS_WNA16_ZERO = replace(
-    ROWS_WNA16,
+ROWS_WNA16_ZERO = ROWS_WNA16._replace(
     name="rows_wna16_zero",
     revision=2,
     home="gemm.hopper.wna16_zero",
@@ -227,8 +225,7 @@ ROWS_WNA16_ZERO = replace(
     absent=without_low_rank,
 )
 
-ROWS_WNA16_MX8 = replace(
-    ROWS_WNA16,
+ROWS_WNA16_MX8 = ROWS_WNA16._replace(
     name="rows_wna16_mx8",
     revision=1,
     home="gemm.hopper.wna16_mx8",

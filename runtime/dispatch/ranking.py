@@ -27,7 +27,6 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from ...artifacts.records.bundle import Choice, PlanRow, Source, Variant
@@ -36,7 +35,7 @@ from ...artifacts.records.target import Gpu, LocalGpu, gpus_apart
 from ...kernels.contract import registry, words
 from ...kernels.contract.config import Config, config_of
 from ...kernels.contract.spec import Spec
-from ...kernels.hardware import arch, chips
+from ...kernels.hardware import arch
 from .. import verdicts
 from .places import Kind
 from .snapshot import Snapshot, Usable, View
@@ -72,8 +71,7 @@ class Match(enum.IntEnum):
     COST_MODEL = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A variant that can run the call. ``time_us`` was measured or modelled, as ``source`` says, at ``bucket``.
 
     ``gpu`` is the one that it was measured on. ``near`` is what was measured around the cell, where that counted.
@@ -82,7 +80,7 @@ class Candidate:
     """
 
     usable: Usable
-    index: int
+    index: int  # type: ignore[assignment]  # (no search in a tuple)
     variant: Variant
     origin: Origin
     match: Match
@@ -303,8 +301,9 @@ def _ranked(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View, a
     known: _Ranked | None = snapshot.rankers.get(key)
     if known is None:
         from ...kernels.cost.model import Ranker, Resources  # here, as most calls are answered by a choice of a bundle
+        from ...kernels.hardware import chips
 
-        kind = replace(problem, E=1, N=_SMALL, K=_SMALL)
+        kind = problem._replace(E=1, N=_SMALL, K=_SMALL)
         every = [
             (usable, index, variant)
             for usable in view.usable
