@@ -15,7 +15,7 @@ from ...artifacts.errors import InputError
 from ...artifacts.records.bundle import Variant
 from ...artifacts.records.problem import RowOp
 from ...kernels.contract.entry import TensorShape
-from ...kernels.contract.rowops import Block, programs, rows_at_once
+from ...kernels.rowops import Block, programs, rows_at_once
 from . import cuda
 from .block import BlockLayout, Words
 from .descriptors import TensorMaps

@@ -11,8 +11,8 @@ from ...artifacts.format.wire import corrupt
 from ...artifacts.records.bundle import Variant
 from ...artifacts.records.problem import Problem
 from ...artifacts.records.target import LocalGpu, cuda_version
-from ...kernels.contract.launchable import undeclared
 from ...kernels.hardware.arch import arch_of
+from ...kernels.launchable import undeclared
 from ..dispatch import snapshot as dispatch_snapshot
 from ..dispatch.decide import Miss, decide
 from ..dispatch.pin import Pin, Preference, find, preferred

@@ -15,8 +15,8 @@ from pretuned.aot.compile.triton import compile_variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, RowOp
 from pretuned.kernels.contract.config import Cache, Config, Edge, Loads, Schedule, TileRows
-from pretuned.kernels.contract.rowops import MAKES_CODES, RowOpSpec
 from pretuned.kernels.contract.spec import Spec
+from pretuned.kernels.rowops import MAKES_CODES, RowOpSpec
 
 FORWARD, DX, DW = Op
 BF16, NONE, LOW, GATHER = DType.BF16, Fusion.NONE, Fusion.LOW_RANK, Fusion.GATHER
@@ -42,10 +42,10 @@ NARROW = replace(TURNS, block_n=128)
 FITTED = replace(BOTH, block_m=256, block_n=128, rows=TileRows.FITTED)
 FITTED_TURNS = replace(FITTED, block_m=192, schedule=Schedule.PINGPONG)
 ALL_OF_DW = replace(BOTH, block_m=16, block_n=128, block_k=256)
-MIXED = replace(BOTH, schedule=Schedule.MIXED_INPUT)
+MIXED = replace(BOTH, schedule=Schedule.W4A16)
 FEW_ROWS = replace(MIXED, block_m=16, block_n=64, block_k=128)
 OF_CODES = replace(MIXED, block_m=64, block_n=128, block_k=128, rows=TileRows.FITTED)
-BY_BLOCKS = replace(BOTH, block_k=128, schedule=Schedule.BLOCK_SCALED)
+BY_BLOCKS = replace(BOTH, block_k=128, schedule=Schedule.W8A8_BLOCK)
 SPECIALISED = [
     Spec(FORWARD, BF16, BOTH),
     *(Spec(FORWARD, BF16, HALF, fusion=fusion) for fusion in (GATHER | SILU, LOW | GATHER)),
