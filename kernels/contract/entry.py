@@ -155,6 +155,10 @@ def _plain_layouts(_op: Op) -> frozenset[Layout]:
     return frozenset((Layout.NK, Layout.KN))
 
 
+def _none(_spec: Spec) -> tuple[str, ...]:
+    return ()
+
+
 def _nothing(_spec: Spec, *_: Any) -> Mapping[str, Any]:
     return {}
 
@@ -171,15 +175,15 @@ class KernelEntry(Entry):
     pointers: tuple[str, ...]  # its arguments, in order: addresses or descriptors, then sizes, strides and steps
     strides: tuple[str, ...]
     steps: tuple[str, ...]
-    ranks: Mapping[str, int]  # of descriptors
-    descriptors: Callable[[Spec], tuple[str, ...]]  # the pointers that are descriptors, in the arguments' order
-    absent: Callable[[Spec], tuple[str, ...]]  # the pointers and steps that a variant goes without
     required: Callable[[Spec], tuple[str, ...]]  # the arguments without which no launcher can run it
-    boxes: Callable[[Spec], Mapping[str, Box]]  # of each descriptor, outermost dimension first; and of others
     constants: Callable[[Spec, Arch], Constants]  # but for what is absent
     candidates: Pool  # the configs to try, best guesses first, of its ops and dtypes
     fallbacks: Pool = no_configs  # those also compiled for any alignment, so that any N and K run: small M, large M
     cost: str = ""  # the module below ``kernels`` whose ``estimate_us`` is its cost; "": cost_model.py
+    absent: Callable[[Spec], tuple[str, ...]] = _none  # the pointers and steps that a variant goes without
+    descriptors: Callable[[Spec], tuple[str, ...]] = _none  # the pointers that are, in the arguments' order
+    ranks: Mapping[str, int] = field(default_factory=dict)  # of descriptors
+    boxes: Callable[[Spec], Mapping[str, Box]] = _nothing  # of descriptors, outermost dimension first
     held: Mapping[str, Element] = field(default_factory=dict)  # descriptors of other elements than the dtype's
     shapes: Callable[[Spec, Sizes], Mapping[str, TensorShape]] = _nothing  # what each descriptor describes
     numbers: Callable[[Spec, Sizes], Mapping[str, int]] = _nothing  # arguments of its own, made of the others

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ...artifacts.records.bundle import Variant
@@ -89,6 +90,13 @@ def _ceil_area(count: float, saved: float) -> float:
     whole = int(count)
     area = (whole + 1.0) * (count - 0.5 * whole)
     return area - saved * (0.5 * whole + min(0.5, count - whole)) if saved else area
+
+
+def handed_out(per_slot: float) -> tuple[float, float]:
+    """Waves of tiles that programs take as they become free, the last one half; and the memory's share in use."""
+    if per_slot <= 1.0:
+        return 1.0, max(0.25, min(1.0, 1.3 * per_slot))
+    return 0.5 * (math.ceil(per_slot) + per_slot), 1.0
 
 
 def join(one: float, other: float, norm: float) -> float:

@@ -14,7 +14,7 @@ from ...artifacts.records.problem import Op, Problem
 from ..codes import BLOCK, CodeLayout
 from ..contract.config import TileRows
 from ..contract.spec import gemm_of
-from ..cost.resources import Resources, join
+from ..cost.resources import Resources, handed_out, join
 from ..cost.routing import expected_rows
 from ..hardware.chips import Chip
 from . import ZERO_DTYPES, code_layout
@@ -69,10 +69,7 @@ def estimate_us(problem: Problem, M: int, resources: Resources, chip: Chip, c: M
     loaded_bytes = loaded * config.block_k * 2 + blocks * BLOCK * BLOCK * precision.w.bits / 8
     work_ns = blocks * (code_ns + c.row_ns * height)
     step_ns = c.step_ns + join(work_ns, loaded_bytes / c.l2_bytes_per_ns, c.norm)
-    per_slot = row_tiles * column_tiles / chip.sm_count
-    waves = 1.0 if per_slot <= 1.0 else 0.5 * (math.ceil(per_slot) + per_slot)
+    waves, filled = handed_out(row_tiles * column_tiles / chip.sm_count)
     read_bytes = rows.active * precision.w_bytes(problem.N, problem.K) + 2.0 * M * (gemm.reduction + gemm.columns)
-    memory_ns = read_bytes / (chip.bandwidth_gbs * c.memory_share)
-    if per_slot < 1.0:  # fewer programs than SMs do not fill the memory
-        memory_ns /= max(0.25, min(1.0, 1.3 * per_slot))
+    memory_ns = read_bytes / (chip.bandwidth_gbs * c.memory_share) / filled
     return (c.start_ns + join(memory_ns, waves * steps * step_ns, c.norm)) * 1e-3

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ...artifacts.records.problem import Problem
 from ..codes import BLOCK
 from ..contract.config import TileRows
-from ..cost.resources import Resources, join
+from ..cost.resources import Resources, handed_out, join
 from ..cost.routing import expected_rows
 from ..hardware.chips import Chip
 
@@ -52,10 +52,7 @@ def estimate_us(
     loaded_bytes = (loaded + config.block_n) * config.block_k
     work_ns = blocks * (c.block_ns + c.row_ns * height)
     step_ns = c.step_ns + join(work_ns, loaded_bytes / c.l2_bytes_per_ns, c.norm)
-    per_slot = row_tiles * column_tiles / chip.sm_count
-    waves = 1.0 if per_slot <= 1.0 else 0.5 * (math.ceil(per_slot) + per_slot)
+    waves, filled = handed_out(row_tiles * column_tiles / chip.sm_count)
     read_bytes = rows.active * precision.w_bytes(N, K) + precision.x.nbytes(M, K) + 2.0 * M * N
-    memory_ns = read_bytes / (chip.bandwidth_gbs * c.memory_share)
-    if per_slot < 1.0:  # fewer programs than SMs do not fill the memory
-        memory_ns /= max(0.25, min(1.0, 1.3 * per_slot))
+    memory_ns = read_bytes / (chip.bandwidth_gbs * c.memory_share) / filled
     return (c.start_ns + join(memory_ns, waves * (c.tile_ns + steps * step_ns), c.norm)) * 1e-3

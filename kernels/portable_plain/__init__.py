@@ -496,7 +496,6 @@ WEIGHT = KernelEntry(
     steps=("m_sizes_step",),
     ranks={"dy": 4, "x": 4, "dw": 3},
     descriptors=_weight_operands,
-    absent=lambda _spec: (),
     required=lambda _spec: ("dy", "x", "dw", "m_sizes"),
     boxes=_weight_boxes,
     constants=_weight_constants,

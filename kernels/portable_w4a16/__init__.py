@@ -8,7 +8,7 @@ from ...artifacts.records.precision import DType, Scale
 from ...artifacts.records.problem import Fusion, Layout, Op
 from ..codes import BLOCK
 from ..contract.config import Config, Schedule
-from ..contract.entry import Box, Constants, KernelEntry, Limits, Rows, Tiles, configs
+from ..contract.entry import Constants, KernelEntry, Limits, Rows, Tiles, configs
 from ..contract.spec import MAX_EXPERTS, Spec
 from ..hardware.arch import Arch
 from ..portable_plain import PLAIN
@@ -78,10 +78,6 @@ def _layouts(op: Op) -> frozenset[Layout]:
     return frozenset((Layout.STORED,)) if op is Op.FORWARD else frozenset((Layout.NK, Layout.STORED))
 
 
-def _boxes(_spec: Spec) -> dict[str, Box]:
-    return {}
-
-
 # Few rows wait for w: long steps of codes, little of anything else. Many are bound by turning codes into bf16, which
 # large tiles share out. Each was the fastest of some number of rows on an H200 (benchmarks/speed/coded.py), but for the
 # last two of 8 bits, which nobody has timed.
@@ -123,11 +119,8 @@ CODED = KernelEntry(
     pointers=("x", "w", "w_scale", "w_zero", "w_outer", "y", "m_sizes", "index", "row_weights", "bias"),
     strides=("stride_x_m", "stride_y_m"),
     steps=("m_sizes_step", "index_step", "index_end", "x_divisor", "flags"),
-    ranks={},
-    descriptors=lambda _spec: (),
     absent=_absent,
     required=lambda spec: ("x", "w", "w_scale", "y", "m_sizes"),
-    boxes=_boxes,
     constants=_constants,
     candidates=_candidates,
     fallbacks=lambda _op, _dtype, _arch: configs(((32, 64, 64, 4, 2),), Schedule.TILE),

@@ -16,7 +16,7 @@ from ...artifacts.records.problem import Layout, Problem
 from ..codes import BLOCK
 from ..contract.spec import gemm_of
 from ..cost.constants import CONSTANTS, SIZES, Constants
-from ..cost.resources import Resources, join, occupancy
+from ..cost.resources import Resources, handed_out, join, occupancy
 from ..cost.routing import expected_rows
 from ..hardware.arch import Feature, arch_of
 from ..hardware.chips import Chip
@@ -81,11 +81,8 @@ def estimate_us(
     tiles = row_tiles * column_tiles
     busy = min(programs, max(1.0, tiles / chip.sm_count))  # programs that share an SM
     step_ns = max(join(decode_ns + dot_ns, load_ns, c.norm), c.step_ns / busy)
-    per_core = tiles / chip.sm_count
-    waves = 1.0 if per_core <= 1.0 else 0.5 * (math.ceil(per_core) + per_core)
+    waves, filled = handed_out(tiles / chip.sm_count)
     work_ns = waves * (steps * step_ns + c.tile_ns / busy)
     read_bytes = rows.active * precision.w_bytes(problem.N, problem.K) + 2.0 * M * (gemm.reduction + gemm.columns)
-    memory_ns = read_bytes / (chip.bandwidth_gbs * family.memory_share)
-    if per_core < 1.0:  # fewer programs than SMs do not fill the memory
-        memory_ns /= max(0.25, min(1.0, 1.3 * per_core))
+    memory_ns = read_bytes / (chip.bandwidth_gbs * family.memory_share) / filled
     return (constants.launch_ns + constants.cold_ns + constants.start_ns + join(memory_ns, work_ns, c.norm)) * 1e-3
