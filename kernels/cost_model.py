@@ -11,7 +11,6 @@ import bisect
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from importlib import import_module
 from typing import NamedTuple
 
@@ -303,7 +302,7 @@ def _weight_ns(profile: Profile, work: _Work, chip: Chip, c: Constants, family: 
     """dW, without the start."""
     config, rows = profile.config, work.rows
     if transposed(Op.DW, config):  # dw turned round, as its kernel sees it
-        config = replace(config, block_n=config.block_k, block_k=config.block_n)
+        config = config._replace(block_n=config.block_k, block_k=config.block_n)
         work = work._replace(N=work.columns, columns=work.N, right_row_bytes=float(work.N * work.itemsize))
     tiles_n, tiles_k = -(-work.N // config.block_n), -(-work.columns // config.block_k)
     tiles = float(work.E * tiles_n * tiles_k)

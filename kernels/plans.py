@@ -29,7 +29,6 @@ Quantised x
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from ..artifacts.records.bundle import Bundle, Choice, PlanRow, Source, Variant, Way
@@ -172,11 +171,11 @@ def rows_first(cell: Cell, top_k: int, *, checks: bool, by_index: bool = False) 
     pass_us = _gather_us(cell, top_k, checks)
     if isinstance(pass_us, str):
         return Ruling(None, own_us, pass_us)
-    plain = replace(problem, fusion=Fusion.NONE, top_k=0)
+    plain = problem._replace(fusion=Fusion.NONE, top_k=0)
     found = cell.rival(plain)
     timed: tuple[int, float] | str = found if isinstance(found, str) else (found.variant, found.time_ns / 1e3)
     if by_index and not isinstance(found, str):
-        timed = _by_index(cell.kernels, found, replace(plain, fusion=Fusion.SCATTER))
+        timed = _by_index(cell.kernels, found, plain._replace(fusion=Fusion.SCATTER))
     if isinstance(timed, str):
         return Ruling(None, own_us, f"rows are gathered on load: for the plain GEMM, {timed}")
     variant, gemm_us = timed
@@ -194,13 +193,13 @@ def fused_silu(cell: Cell, top_k: int, *, checks: bool) -> Ruling:
     A variant that gathers nothing is for rows gathered first.
     """
     choice, problem, bucket = cell.choice, _forward(cell.problem), cell.choice.bucket
-    on_load = replace(problem, fusion=problem.fusion | Fusion.SILU)
+    on_load = problem._replace(fusion=problem.fusion | Fusion.SILU)
     found = cell.rival(on_load)
     plain_us, time_us, before = cell.time_us, 0.0 if isinstance(found, str) else found.time_ns / 1e3, ""
     if Fusion.GATHER in problem.fusion:
         plain_us = rows_first(cell, top_k, checks=checks).time_us
         pass_us = _gather_us(cell, top_k, checks)
-        other = cell.rival(replace(problem, fusion=Fusion.SILU))
+        other = cell.rival(problem._replace(fusion=Fusion.SILU))
         if not isinstance(other, str) and not isinstance(pass_us, str):
             other_us = other.time_ns / 1e3 + pass_us
             if isinstance(found, str) or other_us * cell.margin < time_us:
@@ -224,7 +223,7 @@ def quantised_x(cell: Cell, top_k: int) -> Ruling:
     dtype = cell.problem.dtype.with_x_quantised
     if dtype is None:
         return Ruling(None, cell.time_us, "x stays bf16: the format's checkpoints have it so")
-    coded = replace(cell.problem, dtype=dtype)
+    coded = cell.problem._replace(dtype=dtype)
     found = cell.rival(coded)
     if isinstance(found, str):
         return Ruling(None, cell.time_us, f"x stays bf16: for the GEMM with quantised x, {found}")
@@ -260,10 +259,10 @@ def with_plans(bundle: Bundle) -> Bundle:
     """The bundle with the plan of each of its choices made anew, by its own times."""
     kernels = _Whole(bundle)
     choices = {
-        problem: tuple(replace(one, plan=plan_of(Cell.of(kernels, problem, one, bundle.target.sm))) for one in row)
+        problem: tuple(one._replace(plan=plan_of(Cell.of(kernels, problem, one, bundle.target.sm))) for one in row)
         for problem, row in bundle.choices.items()
     }
-    return replace(bundle, choices=choices)
+    return bundle._replace(choices=choices)
 
 
 def plan_of(cell: Cell) -> tuple[PlanRow, ...]:

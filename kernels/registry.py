@@ -37,7 +37,10 @@ FOLDERS = (
     portable_w8a8,
 )
 KERNELS: tuple[KernelEntry, ...] = tuple(entry for folder in FOLDERS for entry in folder.ENTRIES)
-ENTRIES: Mapping[str, Entry] = {one.name: one for one in (*KERNELS, *ROW_OPS)}
+ENTRIES: Mapping[str, Entry | KernelEntry] = {
+    **{one.name: one for one in KERNELS},
+    **{one.name: one for one in ROW_OPS},
+}
 
 
 def _kind(dtype: DType) -> tuple[bool, ...]:
@@ -74,7 +77,7 @@ def has_code(op: Op, dtype: DType, sm: int, layout: Layout | None = None) -> boo
     return any(layout is None or layout in one.layouts(op) for one in able)
 
 
-def entry_of(spec: Spec | RowOpSpec) -> Entry:
+def entry_of(spec: Spec | RowOpSpec) -> Entry | KernelEntry:
     """The kernel that a variant is compiled from.
 
     Raises

@@ -1,9 +1,9 @@
-"""Who compiles, who tunes, and whom ``reload`` tells: the runtime itself does neither of the first two."""
+"""The process's snapshot of bundles, who compiles, who tunes, and whom ``reload`` tells: the runtime does neither."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..artifacts.errors import InputError
 from ..artifacts.records.problem import Problem
@@ -24,6 +24,7 @@ class Compiler(Protocol):
         """An encoded bundle. CompileError or HostError where it can't be made."""
 
 
+snapshot: Any = None  # a ``dispatch.snapshot.Snapshot``; None before its first use and after a reload
 _tuner: Tuner | None = None
 _compiler: Compiler | None = None
 _allowed = False

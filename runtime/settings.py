@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from .locks import lock
 
@@ -21,8 +21,7 @@ _log = logging.getLogger(__name__)
 _settings: Settings | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(NamedTuple):
     """What the environment says.
 
     ``bundles`` are the entries of PRETUNED_BUNDLES in order; ``overlay`` is the user's own directory of

@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 _FORM = 2  # of the file's content
 # Form 1 had also "wrong" for files that vanished, processes that were killed and launches that were refused. Of its
 # reasons these alone are a computed result, a fault or a hang.
-_RESULTS_OF_FORM_1 = re.compile(
-    r", wanted | are wrong$| noted wrongly$| were stored$|did not end within \d+ s$|^\S+ \S+ \S+ w="
-)
+_RESULTS_OF_FORM_1 = r", wanted | are wrong$| noted wrongly$| were stored$|did not end within \d+ s$|^\S+ \S+ \S+ w="
 _MOST = 4096  # results in a file
 _MOST_CHARS = 400  # of a reason
 _LOCK_TIMEOUT_S = 2.0  # once a process: whoever holds the overlay's lock that long may hold it for good
@@ -188,7 +186,7 @@ def _load(path: Path, local: LocalGpu) -> _Results:
     except (ValueError, TypeError, RecursionError):
         return {}
     if head == _head(local, 1):
-        return {of: one for of, one in results.items() if one.right or _RESULTS_OF_FORM_1.search(one.why)}
+        return {of: one for of, one in results.items() if one.right or re.search(_RESULTS_OF_FORM_1, one.why)}
     return results if head == _head(local, _FORM) else {}
 
 

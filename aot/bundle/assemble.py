@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 from ...artifacts.names import is_text
 from ...artifacts.records.bundle import Bundle, Choice, Kernel, Model, Producer, Source, Variant
@@ -150,10 +150,10 @@ def united(models: Iterable[Model]) -> tuple[Model, ...]:
     """One model for each that differs in more than its problems, with the problems of all, as a plan sorts them."""
     problems: dict[Model, set[Problem]] = {}
     for model in models:
-        problems.setdefault(replace(model, problems=()), set()).update(model.problems)
+        problems.setdefault(model._replace(problems=()), set()).update(model.problems)
     order = sorted(problems, key=_model_key)
     return tuple(
-        replace(model, problems=tuple(sorted(problems[model], key=lambda one: one.sort_key))) for model in order
+        model._replace(problems=tuple(sorted(problems[model], key=lambda one: one.sort_key))) for model in order
     )
 
 
@@ -185,7 +185,7 @@ def _listed(texts: Sequence[str]) -> str:
 
 
 def _model_key(model: Model) -> tuple[object, ...]:
-    values = [getattr(model, field.name) for field in fields(model) if field.name != "problems"]
+    values = model._replace(problems=())
     return tuple(value.value if isinstance(value, enum.Enum) else value for value in values)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ...artifacts.errors import InputError
 from ...artifacts.records.bundle import Bundle, Choice
@@ -51,7 +51,7 @@ def prune(bundle: Bundle, plan: BuildPlan, where: str) -> Pruned:
     passes = pass_specs(claims, bundle.target.sm, Pool())
     families = {Family.of(problem) for problem in claims} | {Family.of(one) for one in passes}
     models = [
-        replace(model, problems=tuple(problem for problem in model.problems if problem in claims))
+        model._replace(problems=tuple(problem for problem in model.problems if problem in claims))
         for model in plan.models
     ]
     making = Provenance(

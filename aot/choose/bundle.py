@@ -129,7 +129,7 @@ def _taken_rows(
             second = None if one.runner_up is None else place[one.runner_up]
             if first is not None and gpu is not None:
                 second_ns = None if second is None else one.runner_up_ns
-                moved = replace(one, variant=first, runner_up=second, runner_up_ns=second_ns, gpu=gpu_at[gpu], plan=())
+                moved = one._replace(variant=first, runner_up=second, runner_up_ns=second_ns, gpu=gpu_at[gpu], plan=())
                 rows.setdefault(problem, []).append(moved)
     return rows
 
@@ -165,8 +165,7 @@ def _joined(
         own = chosen.choices.get(problem, ())
         measured = [(one.bucket, gpus[one.gpu]) for one in own if one.gpu is not None]
         over = [
-            replace(
-                one,
+            one._replace(
                 variant=at[id(sound[one.variant])],
                 runner_up=None if one.runner_up is None else at[id(sound[one.runner_up])],
             )
@@ -200,7 +199,7 @@ def assembled(
     every = _gpus(evidence, taken)
     gpus = tuple(every[gpu] for gpu in used)
     choices = {
-        problem: tuple(choice if choice.gpu is None else replace(choice, gpu=used.index(choice.gpu)) for choice in row)
+        problem: tuple(choice if choice.gpu is None else choice._replace(gpu=used.index(choice.gpu)) for choice in row)
         for problem, row in chosen.choices.items()
     }
     min_driver, producer, kernels = candidates.provenance_of(chosen.variants)

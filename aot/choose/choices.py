@@ -308,7 +308,7 @@ def _least(times: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
 
 def _beside(problem: Problem, every: Container[Problem]) -> bool:
     """Whether the same shape is there with w as [E, N, K], too."""
-    return problem.layout is Layout.KN and replace(problem, layout=Layout.NK) in every
+    return problem.layout is Layout.KN and problem._replace(layout=Layout.NK) in every
 
 
 def _variant_configs(ranked: Ranked, compiled: Sequence[Compiled]) -> set[ConfigPairs]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from ...artifacts.errors import BundleError
@@ -205,8 +205,7 @@ def _measured_part(usable: Usable, snapshot: Snapshot, cells: Cells) -> tuple[Bu
                 if i is not None and variant is not None:
                     number[i] = place.setdefault(variant, len(place))
             row.append(
-                replace(
-                    choice,
+                choice._replace(
                     variant=number[choice.variant],
                     runner_up=None if second is None else place[second],
                     runner_up_ns=None if second is None else choice.runner_up_ns,

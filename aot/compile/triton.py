@@ -101,7 +101,7 @@ class Compiled:
 
     def relabelled(self, spec: Spec | RowOpSpec) -> Compiled:
         """The same, as that of another spec of its group (``variants.by_code``)."""
-        return replace(self, variant=replace(self.variant, op=spec.op, layout=spec.layout, fusion=spec.fusion))
+        return replace(self, variant=self.variant._replace(op=spec.op, layout=spec.layout, fusion=spec.fusion))
 
 
 def producer_of(sm: int) -> Producer:

@@ -101,7 +101,7 @@ def joined(
     if last >= _LAST_NUMBER:  # no machine tunes that often: the file is damaged, or made by hand
         note(f"what was tuned before can't be kept: its last entry has the number {last}")
         entries, last = [], 0
-    tuned = replace(tuned, models=_numbered(tuned, last + 1))
+    tuned = tuned._replace(models=_numbered(tuned, last + 1))
     if old is None or not entries:
         return tuned
     anew = {(problem, choice.bucket) for problem, row in tuned.choices.items() for choice in row}
@@ -125,7 +125,7 @@ def joined(
 def _numbered(tuned: Bundle, number: int) -> tuple[Model, ...]:
     """The models of a new entry, named so that they are sorted by their age."""
     return tuple(
-        replace(model, name=f"{_ENTRY}/{number:08d} {model.name.replace('/', ' ')}"[:MAX_NAME_CHARS])
+        model._replace(name=f"{_ENTRY}/{number:08d} {model.name.replace('/', ' ')}"[:MAX_NAME_CHARS])
         for model in tuned.models
     )
 
@@ -155,7 +155,7 @@ def _kept(old: Bundle, entries: list[Model], anew: set[tuple[Problem, int]]) -> 
     if not claims:
         return None
     models = [
-        replace(entry, problems=tuple(problem for problem in entry.problems if problem in claims)) for entry in entries
+        entry._replace(problems=tuple(problem for problem in entry.problems if problem in claims)) for entry in entries
     ]
     fallbacks = [
         place for place, code in enumerate(codes.codes) if is_fallback(code.variant) and is_current(code.variant)

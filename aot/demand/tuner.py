@@ -9,7 +9,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 from ...artifacts.errors import BundleError, HostError, InputError, LockBusy, PretunedError
@@ -274,7 +273,7 @@ def _configs(planned: BuildPlan, shape: LayerShard, bucket: int, local: LocalGpu
 
 def _quantises_elsewhere(problem: Problem, planned: BuildPlan, bucket: int, local: LocalGpu) -> bool:
     """Whether a product of the plan with the same weights runs in place of this one: x is quantised, or it is not."""
-    forward = [one for one in planned.problems if replace(one, dtype=problem.dtype) == problem]
+    forward = [one for one in planned.problems if one._replace(dtype=problem.dtype) == problem]
     codes = next((one for one in forward if one.dtype.quantises_x), None)
     others = [one for one in forward if one is not codes]
     if codes is None or not others:

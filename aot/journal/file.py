@@ -22,7 +22,7 @@ from pathlib import Path
 from ...artifacts.errors import HostError, InputError, LockBusy
 from ...artifacts.files.lock import no_locks, release, take
 from ...artifacts.files.publish import make_folder
-from ...artifacts.format.checks import digest, integer, name, shown
+from ...artifacts.format.wire import digest, integer, name, shown
 from ...artifacts.limits import MAX_DIM
 from ...artifacts.names import is_label, is_text
 from ...artifacts.records.bundle import Kernel

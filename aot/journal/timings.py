@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ...artifacts.limits import MAX_TIME_NS
 from ...artifacts.records.problem import Fusion, Problem
@@ -99,7 +99,7 @@ class Timings:
         before = {one.bundle for records in measured.values() for record in records for one in record.incumbents}
         return cls(
             contents.header.sm,
-            tuple(replace(gpu, driver=driver) for driver in drivers),
+            tuple(gpu._replace(driver=driver) for driver in drivers),
             {cell: _combined(records) for cell, records in measured.items()},
             {sha: min(some, key=_order) for sha, some in failures.items()},
             tuple(sorted(before)),
@@ -257,7 +257,7 @@ def plain_of(problem: Problem) -> Problem | None:
     """The plain product, of a form whose time the runtime holds against another's: gathered rows, silu."""
     if not problem.fusion & (Fusion.GATHER | Fusion.SILU):
         return None
-    return replace(problem, fusion=Fusion.NONE, top_k=0)
+    return problem._replace(fusion=Fusion.NONE, top_k=0)
 
 
 def _order(failure: Failure) -> tuple[object, ...]:

@@ -116,7 +116,7 @@ class Bench:
         """All that a job does but launch variants, once on something tiny: what torch loads late is loaded now."""
         with torch.no_grad():
             problems = [Problem(op, DType.BF16, 8, 64, 64) for op in Op]
-            for problem in (*problems, replace(problems[0], fusion=Fusion.SILU)):
+            for problem in (*problems, problems[0]._replace(fusion=Fusion.SILU)):
                 on = self._tensors(problem, 16)
                 judge = self._judge(problem, on)
                 for m_sizes in measured_routings(problem.E, 16, self.device):

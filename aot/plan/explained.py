@@ -64,5 +64,5 @@ def _problem(
     plain = Problem(op, dtype, gemm.E, gemm.N, gemm.K, shard.layouts[0])
     if op is not Op.FORWARD or not first:
         return plain
-    gated = replace(plain, fusion=Fusion.GATHER | Fusion.SILU)
-    return gated if gated in planned else replace(plain, fusion=Fusion.GATHER)
+    gated = plain._replace(fusion=Fusion.GATHER | Fusion.SILU)
+    return gated if gated in planned else plain._replace(fusion=Fusion.GATHER)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ...artifacts.records.bundle import Variant
 from ...artifacts.records.precision import DType
@@ -147,7 +147,7 @@ def low_rank_specs(problems: Iterable[Problem], sm: int, pool: Pool) -> tuple[Sp
         if problem.op is Op.DW or problem.fusion not in forms or not (coded or problem.dtype is DType.BF16):
             continue
         form: Fusion = problem.fusion
-        family = Family.of(replace(problem, fusion=form | Fusion.LOW_RANK))
+        family = Family.of(problem._replace(fusion=form | Fusion.LOW_RANK))
         firsts: dict[tuple[object, ...], Config] = {}
         for config in pool.candidates(family, sm, (problem.op,)):
             if coded and config.rows is not TileRows.FITTED:

@@ -61,7 +61,7 @@ class BuildPlan:
         And less the models, in a dtype, that no other problem is of.
         """
         models = (
-            replace(model, problems=left)
+            model._replace(problems=left)
             for model in self.models
             if (left := tuple(one for one in model.problems if one not in problems)) or not model.problems
         )
@@ -149,9 +149,9 @@ def _gated(gemm: LayerGemm, dtype: DType, layout: Layout) -> Iterator[Problem]:
     """
     problem = Problem(Op.FORWARD, dtype, gemm.E, gemm.N, gemm.K, layout, Fusion.SILU)
     able = dtype in _GATED_DTYPES and layout is Layout.NK and gemm.E <= MAX_EXPERTS
-    if able and has_aligned_rows(problem) and has_aligned_rows(replace(problem, N=gemm.N // 2)):
+    if able and has_aligned_rows(problem) and has_aligned_rows(problem._replace(N=gemm.N // 2)):
         yield problem
-        yield replace(problem, fusion=Fusion.SILU | Fusion.GATHER)
+        yield problem._replace(fusion=Fusion.SILU | Fusion.GATHER)
 
 
 def unaligned(shapes: Iterable[LayerShard]) -> Iterator[str]:

@@ -10,7 +10,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Op, Problem
@@ -81,7 +81,7 @@ class Winners:
         if problem.fusion is Fusion.NONE:
             return None
         for fusion in (one for one in FORMS if one is not problem.fusion):
-            config = self.of(replace(problem, fusion=fusion), bucket)
+            config = self.of(problem._replace(fusion=fusion), bucket)
             if config is not None:
                 return config
         return None

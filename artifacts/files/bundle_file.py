@@ -13,15 +13,23 @@ from types import TracebackType
 from typing import Any
 
 from ..errors import BundleError, BundleUnreadable, BundleUntrusted, HostError
-from ..format import codec
 from ..format.index import GLANCED_BYTES, Index, glance, glance_at_gpus
-from ..format.wire import BLOB_HEADER_BYTES, PREAMBLE_BYTES, blob_header, check_index, corrupt, read_preamble
+from ..format.wire import (
+    BLOB_HEADER_BYTES,
+    PREAMBLE_BYTES,
+    blob_header,
+    check_cubin,
+    check_index,
+    corrupt,
+    read_preamble,
+)
 from ..limits import MAX_FILE_BYTES, MAX_OPEN_BUNDLES
 from ..records.bundle import Bundle, Choice, Kernel, Model, Producer, Variant
 from ..records.problem import Problem
 from ..records.target import Gpu, Target
-from . import packed, trust
+from . import trust
 
+_PACKED = ".msgpack.xz"  # what ``packed`` reads
 _CHUNK_BYTES = 1 << 20
 _open: dict[int, weakref.ref[BundleFile]] = {}  # by id, those opened first before: they rest first
 
@@ -53,10 +61,14 @@ def open_bundle(
             raise BundleUntrusted(
                 f"bundle {where!r}: the pin {sha256[:80]!r} is not 64 hex digits, as sha256sum prints"
             )
-    file, sm = packed.split(where)
-    held = _opened(file, trusted=sha256 is not None, signed=signed)
-    if packed.is_packed(file):
-        return _open_pieces(packed.unpack(_packed(held.fd, file, sha256), where, sm), where)
+    if _PACKED in where:
+        from . import packed  # here, as candidates alone are packed
+
+        file, sm = packed.split(where)
+        if packed.is_packed(file):
+            held = _opened(file, trusted=sha256 is not None, signed=signed)
+            return _open_pieces(packed.unpack(_packed(held.fd, file, sha256), where, sm), where)
+    held = _opened(where, trusted=sha256 is not None, signed=signed)
     again = where if where.startswith("/") else f"{os.getcwd()}/{where}"  # noqa: PTH109 - plain text, '..' kept
     bundle = BundleFile(
         held,
@@ -77,8 +89,10 @@ def members(path: str | os.PathLike[str], *, sha256: str | None = None) -> tuple
     BundleUnreadable, BundleUntrusted, BundleCorrupt, BundleTooNew, BundleTooOld
     """
     where = os.fspath(path)
-    if not where.endswith(packed.SUFFIX):
+    if not where.endswith(_PACKED):
         return (where,)
+    from . import packed
+
     held = _opened(where, trusted=sha256 is not None)
     found = packed.capabilities(_packed(held.fd, where, sha256), where)
     return (where,) if len(found) == 1 else tuple(f"{where}#sm{sm}" for sm in found)
@@ -339,10 +353,12 @@ class BundleFile:
         sha256 = self._index.variant(i).cubin_sha256
         offset, size = self._index.place(i)
         held = self._descriptor()
-        return codec.check_cubin(_read(held.fd, offset, size, self.path), i, sha256, self.path)
+        return check_cubin(_read(held.fd, offset, size, self.path), i, sha256, self.path)
 
     def load(self) -> Bundle:
         """The whole bundle, every part and digest checked."""
+        from ..format import codec  # here, as a process that runs a bundle loads parts of it alone
+
         held = self._descriptor()
         data = _read(held.fd, 0, self._file_bytes, self.path)
         bundle = codec.decode(data, self.path)

@@ -7,7 +7,6 @@ One stream may hold several, each for another capability: those for like GPUs ha
 from __future__ import annotations
 
 import lzma
-import re
 from collections.abc import Iterator
 
 from ..errors import BundleCorrupt, BundleUnreadable, TargetMismatch
@@ -18,7 +17,6 @@ from ..limits import MAX_FILE_BYTES
 
 SUFFIX = ".msgpack.xz"
 MAGIC = b"\xfd7zXZ\x00"  # what xz files begin with
-_MEMBER = re.compile(rf"(.*{re.escape(SUFFIX)})#sm([0-9]{{1,4}})", re.DOTALL)
 _PIECE_BYTES = 1 << 20
 _HEAD_BYTES = 4096  # of a packed file: what a bundle's preamble is unpacked from
 _MEMORY_BYTES = 256 << 20  # for xz's own window, at most
@@ -29,8 +27,9 @@ _FILTERS = ({"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 2
 
 def split(path: str) -> tuple[str, int | None]:
     """The file that a bundle's path names, and the capability where it names one of several bundles in it."""
-    found = _MEMBER.fullmatch(path)
-    return (path, None) if found is None else (found[1], int(found[2]))
+    file, _, sm = path.rpartition("#sm")
+    named = file.endswith(SUFFIX) and len(sm) <= 4 and sm.isascii() and sm.isdigit()
+    return (file, int(sm)) if named else (path, None)
 
 
 def is_packed(path: str) -> bool:

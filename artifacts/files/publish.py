@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..errors import HostError
 
-_TEMP = re.compile(r"\.pretuned-[0-9a-f]{16}\.tmp")
+_TEMP = r"\.pretuned-[0-9a-f]{16}\.tmp"
 _MODE = 0o644
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)
 
@@ -137,7 +137,7 @@ def _lock(fd: int, temp: Path) -> bool:
 
 def _remove_stale(folder: Path) -> None:
     for entry in os.listdir(folder):  # noqa: PTH208 - names are enough
-        if _TEMP.fullmatch(entry):
+        if re.fullmatch(_TEMP, entry):
             with contextlib.suppress(OSError):  # it is tidying: the next publish tries again
                 _remove_if_stale(folder / entry)
 

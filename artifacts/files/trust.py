@@ -13,7 +13,6 @@ from pathlib import Path
 
 from ..errors import BundleUnreadable, BundleUntrusted
 from ..limits import MAX_LINKS
-from . import acl
 
 _NO_GROUP = "chmod g-w"
 _UNMAPPED = 2**32 - 1  # what the kernel puts into an ACL for whom a user namespace does not map
@@ -115,6 +114,8 @@ def _fault(component: str, status: os.stat_result, file: int | str, signed: bool
         return "everybody can write it", "chmod go-w" if mode & stat.S_IWGRP else "chmod o-w"
     if not mode & stat.S_IWGRP:  # with an ACL that is its mask: then nobody whom it names can write either
         return "", ""
+    from . import acl  # here, as most places are their owner's alone to write
+
     listed = acl.writers(file)
     own_group = not signed and (listed is None or listed.own_group)
     if own_group and not _trusted_group(component, status.st_gid, status.st_uid):
@@ -153,6 +154,8 @@ def _package() -> tuple[frozenset[int], frozenset[int], str]:
 
 def _has_group(folder: Path) -> bool:
     """Whether a directory that its mode lets a group write lets its own group: with an ACL the mode says less."""
+    from . import acl
+
     try:
         listed = acl.writers(str(folder))
     except OSError:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-
 from ..records.bundle import Bundle
 from .index import FIELDS, MODEL, Index
 from .schema import gpu_value, kernel_value, pack_choices, pack_problem, pack_variant, producer_value, target_value
@@ -11,6 +9,7 @@ from .wire import (
     BLOB_HEADER_BYTES,
     PREAMBLE_BYTES,
     blob_header,
+    check_cubin,
     check_index,
     corrupt,
     pack,
@@ -70,19 +69,6 @@ def decode(data: bytes, where: str) -> Bundle:
     if _encode(bundle) != data:
         raise corrupt(where, "the bytes are not in canonical form")
     return bundle
-
-
-def check_cubin(cubin: bytes, i: int, sha256: bytes, where: str) -> bytes:
-    """``cubin``, if its digest is ``sha256``.
-
-    Raises
-    ------
-    BundleCorrupt
-    """
-    got = hashlib.sha256(cubin).digest()
-    if got != sha256:
-        raise corrupt(where, f"cubin {i} has sha256 {got.hex()}, its variant says {sha256.hex()}")
-    return cubin
 
 
 def _encode(bundle: Bundle) -> bytes:

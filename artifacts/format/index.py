@@ -15,7 +15,6 @@ from ..names import is_label
 from ..records.bundle import Choice, Model, Variant
 from ..records.problem import Fusion, Op, Problem
 from ..records.target import Gpu, Target
-from .checks import fields, integer, items, name, pick
 from .schema import (
     DTYPES,
     VariantKind,
@@ -32,7 +31,7 @@ from .schema import (
     read_timed,
     read_variant,
 )
-from .wire import Malformed, Preamble, begins_with, corrupt, pack, parse, unpack
+from .wire import Malformed, Preamble, begins_with, corrupt, fields, integer, items, name, pack, parse, pick, unpack
 
 FIELDS = (
     "target",

@@ -12,8 +12,7 @@ from ..records.bundle import Choice, Kernel, PlanRow, Producer, Source, TensorMa
 from ..records.precision import DType
 from ..records.problem import Fusion, Layout, Op, Problem, RowOp
 from ..records.target import Gpu, Target
-from .checks import digest, fields, integer, items, name, pick, shown
-from .wire import Malformed, begins_with, pack, parse, unpack
+from .wire import Malformed, begins_with, digest, fields, integer, items, name, pack, parse, pick, shown, unpack
 
 VariantKind: TypeAlias = tuple[list[object], int]  # [op, dtype, layout, fusion] as the wire has them; max_experts
 

@@ -1,16 +1,22 @@
-"""The outermost layer of the format: the preamble, and msgpack packed and unpacked under limits."""
+"""The outermost layer of the format: the preamble, msgpack packed and unpacked under limits, checks of plain values.
+
+Each check names the field and what it got.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import msgpack
 
 from ..errors import BundleCorrupt, BundleTooNew, BundleTooOld
 from ..limits import FORMAT, MAX_FILE_BYTES, MAX_INDEX_BYTES, MAX_NAME_CHARS, OLDEST_FORMAT
+from ..names import is_identifier
+
+V = TypeVar("V")
 
 # fixarray 5 | fixstr "pretuned" | uint32 format | uint64 file bytes | uint32 index bytes | bin8 sha256
 _PREAMBLE = struct.Struct(">10sBIBQBI2s32s")
@@ -96,6 +102,19 @@ def check_index(head: bytes, preamble: Preamble, index: bytes, where: str) -> No
     got = _digest(head[:DIGESTED_BYTES], index)
     if got != preamble.digest:
         raise corrupt(where, f"header and index have sha256 {got.hex()}, header says {preamble.digest.hex()}")
+
+
+def check_cubin(cubin: bytes, i: int, sha256: bytes, where: str) -> bytes:
+    """``cubin``, if its digest is ``sha256``.
+
+    Raises
+    ------
+    BundleCorrupt
+    """
+    got = hashlib.sha256(cubin).digest()
+    if got != sha256:
+        raise corrupt(where, f"cubin {i} has sha256 {got.hex()}, its variant says {sha256.hex()}")
+    return cubin
 
 
 def blob_header(cubins_bytes: int) -> bytes:
@@ -189,3 +208,57 @@ def _digest(head: bytes, index: bytes) -> bytes:
 
 def _formats() -> str:
     return str(FORMAT) if OLDEST_FORMAT == FORMAT else f"{OLDEST_FORMAT}-{FORMAT}"
+
+
+def integer(value: object, what: str, low: int, high: int) -> int:
+    """``value``, if it is an int (never a bool) from ``low`` to ``high``."""
+    if type(value) is not int:
+        raise Malformed(f"{what} is {shown(value)}, wanted an integer")
+    if not low <= value <= high:
+        raise Malformed(f"{what} is {value}, wanted {low} to {high}")
+    return value
+
+
+def items(value: object, what: str, low: int, high: int) -> list[object]:
+    """``value``, if it is a list of ``low`` to ``high`` items."""
+    if type(value) is not list:
+        raise Malformed(f"{what} is {shown(value)}, wanted an array")
+    if not low <= len(value) <= high:
+        raise Malformed(f"{what} has {len(value)} items, wanted {low} to {high}")
+    return value
+
+
+def fields(value: object, what: str, names: tuple[str, ...]) -> tuple[object, ...]:
+    """The values of a map that has exactly these keys in this order."""
+    if type(value) is not dict:
+        raise Malformed(f"{what} is {shown(value)}, wanted a map")
+    if tuple(value) != names:
+        raise Malformed(f"{what} has the keys {shown(list(value))}, wanted {', '.join(names)}")
+    return tuple(value.values())
+
+
+def name(value: object, what: str, allowed: Callable[[str], bool] = is_identifier) -> str:
+    """``value``, if it is a str that ``allowed`` allows."""
+    if type(value) is not str or not allowed(value):
+        raise Malformed(f"{what} is {shown(value)}, which is no allowed name")
+    return value
+
+
+def digest(value: object, what: str) -> bytes:
+    """``value``, if it is 32 bytes."""
+    if type(value) is not bytes or len(value) != 32:
+        raise Malformed(f"{what} is {shown(value)}, wanted the 32 bytes of a sha256")
+    return value
+
+
+def pick(value: object, what: str, table: Mapping[str, V]) -> V:
+    """What ``table`` has for ``value``."""
+    if type(value) is not str or value not in table:
+        raise Malformed(f"{what} is {shown(value)}, wanted one of {', '.join(table)}")
+    return table[value]
+
+
+def shown(value: object) -> str:
+    """``value`` for a message, cut to 60 characters."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,1 +1,1 @@
-"""The nouns that every layer shares, as frozen dataclasses. Uses only the standard library and limits."""
+"""The nouns that every layer shares, as named tuples. Uses only the standard library and limits."""

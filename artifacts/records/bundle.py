@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .precision import DType
@@ -23,8 +22,7 @@ class Source(enum.Enum):
     MODELLED = "modelled"
 
 
-@dataclass(frozen=True, slots=True)
-class TensorMap:
+class TensorMap(NamedTuple):
     """How the host encodes one TMA descriptor argument (CUDA driver API, cuTensorMapEncodeTiled).
 
     ``box`` is in elements, outermost dimension first, as in the kernel's source;
@@ -37,8 +35,7 @@ class TensorMap:
     swizzle: int
 
 
-@dataclass(frozen=True, slots=True)
-class Variant:
+class Variant(NamedTuple):
     """One cubin, and all that is needed to choose, load and launch it.
 
     It is agnostic of shape: N, K, E, M and the strides are arguments. ``alignment`` is what the
@@ -80,17 +77,17 @@ class Way(enum.IntEnum):
 
     def problems(self, problem: Problem) -> tuple[Problem, ...]:
         """The problems whose variants run ``problem`` this way; () if none can."""
-        bare = replace(problem, fusion=problem.fusion & ~Fusion.GATHER, top_k=0)
+        bare = problem._replace(fusion=problem.fusion & ~Fusion.GATHER, top_k=0)
         if self is Way.QUANTISED_X:
             dtype = problem.dtype.with_x_quantised
-            return () if dtype is None else (replace(problem, dtype=dtype),)
+            return () if dtype is None else (problem._replace(dtype=dtype),)
         if self is Way.FUSED_SILU:
             names = [one for one in (problem, problem.transposed) if one is not None and one.op is Op.FORWARD]
             kept = {Fusion.NONE: (Fusion.NONE,), Fusion.GATHER: (Fusion.GATHER, Fusion.NONE)}.get(problem.fusion, ())
-            return tuple(replace(one, fusion=left | Fusion.SILU, top_k=0) for one in names for left in kept)
+            return tuple(one._replace(fusion=left | Fusion.SILU, top_k=0) for one in names for left in kept)
         if problem.fusion != Fusion.GATHER:
             return ()
-        return (bare,) if self is Way.ROWS_FIRST else (replace(bare, fusion=Fusion.SCATTER),)
+        return (bare,) if self is Way.ROWS_FIRST else (bare._replace(fusion=Fusion.SCATTER),)
 
 
 class PlanRow(NamedTuple):
@@ -110,8 +107,7 @@ class PlanRow(NamedTuple):
         return f"{self.way.name.lower()} from top_k {self.top_k}{' with a check' * self.checks}: variant {runs}"
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """(problem, bucket, GPU) -> variant. ``bucket`` is a power of two, for the M that are nearest to it.
 
     ``time_ns`` is the median measured on ``gpu`` (an index into the bundle's GPUs), of some forms brought to the plain
@@ -168,8 +164,7 @@ class Timed(NamedTuple):
     gpu: int
 
 
-@dataclass(frozen=True, slots=True)
-class Kernel:
+class Kernel(NamedTuple):
     """A kernel whose variants a bundle holds: its revision and the sha256 of its source text."""
 
     name: str
@@ -177,8 +172,7 @@ class Kernel:
     source_sha256: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Producer:
+class Producer(NamedTuple):
     """What made a bundle: versions, and the compile options that every variant shares.
 
     One option is none of the compiler's: ``held_against=`` and the first digits of the digests of the bundles that ran
@@ -206,11 +200,10 @@ class Producer:
         """The same, held against these bundles; of very many the first are told."""
         kept = sorted({digest[:_HELD_DIGITS] for digest in digests})[:_MOST_HELD]
         told = (f"{_HELD_AGAINST}{','.join(kept)}",) if kept else ()
-        return replace(self, options=(*self.compile_options, *told))
+        return self._replace(options=(*self.compile_options, *told))
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
+class Model(NamedTuple):
     """A model (one sharding of it) that a bundle was built for, and its problems.
 
     ``top_k`` experts see each token, shared ones that are fused included: T tokens make at most T * top_k rows.
@@ -224,8 +217,7 @@ class Model:
     problems: tuple[Problem, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Bundle:
+class Bundle(NamedTuple):
     """A whole bundle in memory: what the builder writes and ``verify`` reads.
 
     ``cubins[i]`` are the bytes of ``variants[i]``. ``min_driver`` is the least CUDA driver

@@ -6,7 +6,7 @@ Letters, everywhere: E experts, M rows, N output columns, K reduction, T tokens,
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from .precision import DType
 
@@ -84,8 +84,7 @@ class Fusion(enum.Flag):
     __hash__ = object.__hash__
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(NamedTuple):
     """What is computed, but for M: the key of a bundle's choices.
 
     N and K are those of the weight, whatever the op: w is E matrices of N x K (``Layout.NK``).
@@ -113,7 +112,7 @@ class Problem:
             return None
         op = Op.DX if self.op is Op.FORWARD else Op.FORWARD
         layout = Layout.KN if self.layout is Layout.NK else Layout.NK
-        return replace(self, op=op, N=self.K, K=self.N, layout=layout)
+        return self._replace(op=op, N=self.K, K=self.N, layout=layout)
 
     @property
     def canonical(self) -> Problem:

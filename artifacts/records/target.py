@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _TEGRA = 87
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """The capability a cubin was compiled for.
 
     ``sm`` is 10 * major + minor. From 9.0 up Triton compiles for ``sm_90a`` and the like:
@@ -31,8 +30,7 @@ class Target:
         return sm // 10 == self.sm // 10 and sm >= self.sm
 
 
-@dataclass(frozen=True, slots=True)
-class Gpu:
+class Gpu(NamedTuple):
     """The GPU a time was measured on. The driver is recorded, and is no part of the identity."""
 
     name: str
@@ -56,8 +54,7 @@ def gpus_apart(one: Gpu, other: Gpu) -> float:
     return abs(math.log2(one.sm_count / other.sm_count)) + abs(math.log2(one.memory_mib / other.memory_mib))
 
 
-@dataclass(frozen=True, slots=True)
-class LocalGpu:
+class LocalGpu(NamedTuple):
     """A GPU that code is to run on. ``sm`` is 10 * major + minor.
 
     A made-up one stands for a capability where there is no GPU (``explain(..., sm=90)``): its name is

@@ -14,7 +14,6 @@ import argparse
 import lzma
 import struct
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 from pretuned.artifacts.files import packed
@@ -50,8 +49,8 @@ def in_this_format(data: bytes) -> bytes:
 
 def without_plans(bundle: Bundle) -> Bundle:
     """The bundle with choices alone."""
-    choices = {problem: tuple(replace(one, plan=()) for one in row) for problem, row in bundle.choices.items()}
-    return replace(bundle, choices=choices)
+    choices = {problem: tuple(one._replace(plan=()) for one in row) for problem, row in bundle.choices.items()}
+    return bundle._replace(choices=choices)
 
 
 def replanned(data: bytes, where: str) -> tuple[bytes, Bundle]:

@@ -11,7 +11,6 @@ the installed packages, ``modelled`` one whose choice is modelled, so that those
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import gc
 import json
 import os
@@ -64,14 +63,14 @@ def modelled(bundle: Path, out: Path) -> Path:
         whole = opened.load()
     choices = {
         problem: tuple(
-            dataclasses.replace(one, source=Source.MODELLED, gpu=None)
+            one._replace(source=Source.MODELLED, gpu=None)
             for one in row
             if one.gpu is not None and whole.gpus[one.gpu].name == "NVIDIA H200"
         )
         for problem, row in whole.choices.items()
     }
     choices = {problem: row for problem, row in choices.items() if row}  # some have an H100's alone
-    out.write_bytes(codec.encode(dataclasses.replace(whole, choices=choices, gpus=(), models=())))
+    out.write_bytes(codec.encode(whole._replace(choices=choices, gpus=(), models=())))
     return out
 
 

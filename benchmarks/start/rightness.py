@@ -11,7 +11,7 @@ from benchmarks import method
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Layout, Op
 from pretuned.runtime import explain, grouped_gemm, grouped_gemm_dW, grouped_gemm_dX
-from pretuned.runtime.check.operands import Rows
+from pretuned.runtime.check.call import Rows
 from pretuned.runtime.launch.products import resolve
 from pretuned.runtime.ops.products import gated_rows, rows
 

@@ -1,12 +1,11 @@
-"""Config: every knob of a kernel in one frozen dataclass. Which values go together is said by its kernel's entry."""
+"""Config: every knob of a kernel in one named tuple. Which values go together is said by its kernel's entry."""
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
 class Loads(enum.IntEnum):
@@ -54,8 +53,7 @@ class TileRows(enum.IntEnum):
     FITTED = 1  # as many as there are, up to ``block_m``, in 16s: an expert's rows are shared out among its tiles
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Config:
+class Config(NamedTuple):
     """The knobs of one variant.
 
     The numbers keep the names that users of Triton know. A tile is ``block_m`` rows of one expert by ``block_n``
@@ -138,7 +136,7 @@ class Config:
         return config
 
 
-FIELDS = tuple(field.name for field in dataclasses.fields(Config))
+FIELDS = Config._fields
 PINGPONG_COLUMNS = 192  # of a tile: its sums fill a warpgroup's registers
 SIZES = (16, 32, 64, 128, 256)  # of a tile's sides, and that of a pingpong tile above
 DEPTHS = (512, 1024)  # of a reduction's step, more than a tile's side: codes take little room

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 from ...artifacts.records.precision import DType
@@ -68,9 +68,8 @@ def ragged(columns: int, stride: str) -> TensorShape:
     return TensorShape(lambda _M, given: ((*RAGGED_SIZES, columns), ragged_strides(given)), stride=stride)
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A kernel: its function, and the source it stands for.
+class Entry(NamedTuple):
+    """A kernel of row operations: its function, and the source it stands for. ``KernelEntry`` begins likewise.
 
     From the first release on ``revision`` goes up whenever the source changes; until then only where a launcher has to
     know. Bundles record it: when they are merged a later one beats an earlier one, and one of two sources is refused.
@@ -91,8 +90,7 @@ class Limits(NamedTuple):
     column_tiles: int | None = None  # columns of the result are this many tiles wide at most
 
 
-@dataclass(frozen=True, slots=True)
-class Tiles:
+class Tiles(NamedTuple):
     """Configs that a kernel can be compiled for: each knob has one of its values here, whatever the others have.
 
     A knob that is not among ``knobs`` has its default, or if it is a number any that plain kernels can have.
@@ -163,10 +161,14 @@ def _nothing(_spec: Spec, *_: Any) -> Mapping[str, Any]:
     return {}
 
 
-@dataclass(frozen=True, slots=True)
-class KernelEntry(Entry):
+class KernelEntry(NamedTuple):
     """A GEMM's kernel: what it can be compiled for, and what the compiler and the launcher are told of a variant."""
 
+    name: str
+    revision: int
+    home: str
+    sha256: str
+    launched_since: int
     ops: frozenset[Op]
     dtypes: frozenset[DType]
     fusions: frozenset[Fusion]  # the forms it has code for
@@ -182,9 +184,9 @@ class KernelEntry(Entry):
     cost: str = ""  # the module below ``kernels`` whose ``estimate_us`` is its cost; "": cost_model.py
     absent: Callable[[Spec], tuple[str, ...]] = _none  # the pointers and steps that a variant goes without
     descriptors: Callable[[Spec], tuple[str, ...]] = _none  # the pointers that are, in the arguments' order
-    ranks: Mapping[str, int] = field(default_factory=dict)  # of descriptors
+    ranks: Mapping[str, int] = MappingProxyType({})  # of descriptors
     boxes: Callable[[Spec], Mapping[str, Box]] = _nothing  # of descriptors, outermost dimension first
-    held: Mapping[str, Element] = field(default_factory=dict)  # descriptors of other elements than the dtype's
+    held: Mapping[str, Element] = MappingProxyType({})  # descriptors of other elements than the dtype's
     shapes: Callable[[Spec, Sizes], Mapping[str, TensorShape]] = _nothing  # what each descriptor describes
     numbers: Callable[[Spec, Sizes], Mapping[str, int]] = _nothing  # arguments of its own, made of the others
     plain_scales: bool = True  # of quantised weights: it reads ``ExpertWeights.plain_scale``, not ``kernel_scale``

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem
@@ -12,8 +12,7 @@ MAX_EXPERTS = 512  # whose rows a kernel keeps in registers: every shape up to h
 MAX_EXPERTS_FALLBACK = 65536  # beyond, the counts are scanned for every tile, MAX_EXPERTS of them at a time
 
 
-@dataclass(frozen=True, slots=True)
-class Spec:
+class Spec(NamedTuple):
     """One variant before it is compiled: kernel, config and specialisation. With a target it is one cubin."""
 
     op: Op
@@ -33,8 +32,7 @@ class Spec:
         return text + (" unaligned" if self.alignment == 1 else "")
 
 
-@dataclass(frozen=True, slots=True)
-class Gemm:
+class Gemm(NamedTuple):
     """A problem in the kernel's words: ``columns`` of the result, ``reduction``, and how w lies.
 
     ``w_kn`` is true where w's columns (the result's) are the contiguous ones.

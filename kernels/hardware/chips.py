@@ -6,15 +6,13 @@ boost clock. What a chip sustains is the cost model's business (``cost/model.py`
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ...artifacts.records.target import Gpu
 from .arch import arch_of
 
 
-@dataclass(frozen=True, slots=True)
-class Chip:
+class Chip(NamedTuple):
     """One GPU product. ``names`` are what torch.cuda.get_device_name says, less "NVIDIA ".
 
     ``bf16_tflops`` holds for fp16 too. ``source`` names the public document of the row.
@@ -50,8 +48,7 @@ class Chip:
         if sm_count == self.sm_count:
             return self
         scale = sm_count / self.sm_count
-        return dataclasses.replace(
-            self,
+        return self._replace(
             sm_count=sm_count,
             bf16_tflops=self.bf16_tflops * scale,
             tf32_tflops=self.tf32_tflops * scale,

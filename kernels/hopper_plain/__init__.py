@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Op
 from ..contract.config import PINGPONG_COLUMNS, Cache, Config, Edge, Loads, Schedule, TileRows
@@ -234,8 +232,7 @@ def _weight_candidates(_op: Op, dtype: DType, _arch: Arch) -> list[Config]:
     return pool + configs(DW_PINGPONG, Schedule.PINGPONG, tma)
 
 
-ROWS_SPECIALIZED = replace(
-    ROWS,
+ROWS_SPECIALIZED = ROWS._replace(
     name="rows_specialized",
     home="hopper_plain.rows",
     sha256="30075a94b5128a81186d07d2078389be20fa1aec07b00330688ec53c8d528db0",
@@ -253,8 +250,7 @@ ROWS_SPECIALIZED = replace(
     fallbacks=no_configs,
     loading_warps=4,
 )
-ROWS_FITTED = replace(
-    ROWS_SPECIALIZED,
+ROWS_FITTED = ROWS_SPECIALIZED._replace(
     name="rows_fitted",
     home="hopper_plain.fitted",
     sha256="b4e0f3ff10da03ff37fccccc47490ac537e44373fe43fdc360a4171310ca09b6",
@@ -265,8 +261,7 @@ ROWS_FITTED = replace(
     constants=_fitted_constants,
     candidates=_fitted_candidates,
 )
-WEIGHT_SPECIALIZED = replace(
-    WEIGHT,
+WEIGHT_SPECIALIZED = WEIGHT._replace(
     name="weight_specialized",
     home="hopper_plain.weight",
     sha256="1d373ff98d8081f08604da671ad8c24cb5dae78ff1882e0717792f732d2b77cc",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Op
@@ -288,8 +287,7 @@ ROWS_W4A16 = KernelEntry(
     loading_warps=4,
 )
 
-ROWS_W4A16_ZERO = replace(
-    ROWS_W4A16,
+ROWS_W4A16_ZERO = ROWS_W4A16._replace(
     name="rows_wna16_zero",
     revision=2,
     home="hopper_w4a16.rows_zero",
@@ -303,8 +301,7 @@ ROWS_W4A16_ZERO = replace(
     absent=without_low_rank,
 )
 
-ROWS_W4A16_MX8 = replace(
-    ROWS_W4A16,
+ROWS_W4A16_MX8 = ROWS_W4A16._replace(
     name="rows_wna16_mx8",
     revision=1,
     home="hopper_w4a16.rows_mx8",

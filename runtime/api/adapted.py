@@ -13,16 +13,16 @@ import torch
 from ...artifacts.errors import InputError
 from ...artifacts.records.problem import bucket_of
 from ..check import tensors
-from ..check.operands import MAX_RANK
+from ..check.call import MAX_RANK
 from ..dispatch import snapshot as dispatch_snapshot
 from ..driver.device import without_autocast
 from ..ops import layer
 from ..ops.layer import FrozenWeights, Layer, Weights
 from ..ops.low_rank import Adapters, LowRank, as_read
 from ..ops.routing import Routing
-from ..replay.guard import key_of
 from ..replay.layer_plan import plan_layer
 from ..replay.programs import remember
+from ..weights.expert_weights import key_of
 from .lora import Lora
 
 

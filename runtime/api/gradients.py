@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -90,7 +89,7 @@ def grouped_gemm_dX(
     )
     _check_rows(dy, call)
     if isinstance(w, ExpertWeights):
-        call = dataclasses.replace(call, w=w)
+        call = call._replace(w=w)
     with torch.no_grad(), without_autocast(dy.device.type):
         return gradients.grad_x(call, GradY.of(call, dy, gathers=False))
 

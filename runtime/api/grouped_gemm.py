@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...artifacts.errors import InputError
-from .. import current
+from .. import hooks
 from ..check import tensors
 from ..driver.device import tf32_allowed
-from ..replay.guard import key_of
-from ..weights.expert_weights import ExpertWeights
+from ..weights.expert_weights import ExpertWeights, key_of
 from .lora import Lora, scales_of
 
 if TYPE_CHECKING:
@@ -191,7 +190,7 @@ def grouped_gemm(
         tensors.no_tangents("grouped_gemm", x, w, topk_weights, bias, *(lora[:2] if isinstance(lora, Lora) else ()))
     # First: a call under way keeps the table that it began with, so that nothing chosen before a ``reload`` goes into
     # one from after.
-    snapshot: Snapshot | None = current.snapshot
+    snapshot: Snapshot | None = hooks.snapshot
     key: tuple[Any, ...] | None = None
     pinned = kernel_config_fwd is not None or kernel_config_bwd_dX is not None or kernel_config_bwd_dW is not None
     if type(x) in _PLAIN and type(topk) is int and not (autotune or pinned):

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...artifacts.records.problem import bucket_of
-from .. import current
+from .. import hooks
 from ..check import tensors
-from ..replay.guard import key_of
-from ..weights.expert_weights import ExpertWeights
+from ..weights.expert_weights import ExpertWeights, key_of
 from .lora import Lora, adapters_given, scales_of
 
 if TYPE_CHECKING:
@@ -92,7 +91,7 @@ def moe_mlp(
         for tensors that can't be used, or parameters that exclude each other.
     """
     key: object = None
-    snapshot = current.snapshot  # first: what is chosen before a ``reload`` is not kept in a table from after
+    snapshot = hooks.snapshot  # first: what is chosen before a ``reload`` is not kept in a table from after
     if not _tracing():
         if _duals._current_level >= 0:
             low = [one for pair in adapters_given(lora) if isinstance(pair, Lora) for one in pair[:2]]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 
@@ -18,8 +17,7 @@ if TYPE_CHECKING:
 _MOST_INDEX = 2**31 - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
+class Form(NamedTuple):
     """How a call moves rows and what it wants; T*topk flat indices number the (token, slot) pairs."""
 
     layout: Layout = Layout.NK
@@ -55,11 +53,10 @@ class Form:
         return not (self.permute_x or self.permute_y)
 
 
-@dataclass(frozen=True, slots=True)
-class Fusions:
+class Fusions(NamedTuple):
     """The tensors of a fused call, checked: ``index`` [M], ``weights`` [T, topk], ``bias`` [E, N]."""
 
-    index: torch.Tensor | None = None
+    index: torch.Tensor | None = None  # type: ignore[assignment]  # (no search in a tuple)
     weights: torch.Tensor | None = None
     bias: torch.Tensor | None = None
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch.autograd import forward_ad
@@ -25,8 +24,7 @@ _transformed = torch._C._are_functorch_transforms_active
 jit_state = torch._C._get_tracing_state  # of torch.jit.trace, None where it is not under way
 
 
-@dataclass(frozen=True, slots=True)
-class RowGemm:
+class RowGemm(NamedTuple):
     """A checked call y[g] = x[g] @ w[g].T. ``w`` is a 3-D view of what was given."""
 
     x: torch.Tensor

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Hashable
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...artifacts.errors import ProblemNotInBundle
@@ -21,8 +20,6 @@ from ...kernels.contract.spec import code_of
 from ...kernels.contract.words import ALIGNMENT_BYTES, has_aligned_rows
 from .. import hooks
 from ..locks import lock
-from . import compiled
-from .hints import nearest_shapes, remedy
 from .places import Kind
 from .ranking import Candidate, Match, Origin, chosen, modelled
 from .snapshot import Rejected, Snapshot, View
@@ -106,7 +103,7 @@ def with_low_part(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu)
             found = modelled(snapshot, problem, bucket, local, snapshot.reserve(local), aligned=True)
             if not found:
                 return None
-            plain = replace(problem, fusion=code_of(problem.op, problem.fusion & ~Fusion.LOW_RANK))
+            plain = problem._replace(fusion=code_of(problem.op, problem.fusion & ~Fusion.LOW_RANK))
             without = settle(snapshot, plain, bucket, local, aligned=True, strict=False)
             config = None if isinstance(without, Miss) else without.chosen.config
             return next((one for one in found if one.config == config), found[0])
@@ -125,13 +122,13 @@ def with_wide_rows(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu
     TMA reads zeros. Code that reads w through pointers would go on into the next expert, and past the last one.
     """
     able = problem.op is Op.FORWARD and problem.layout is Layout.NK and not problem.fusion
-    wide = replace(problem, N=whole_columns(problem))
+    wide = problem._replace(N=whole_columns(problem))
     if not able or problem.dtype not in _HALVES or wide == problem or not has_aligned_rows(wide):
         return None
     bucket = bucket_of(M)
     ran = settle(snapshot, wide, bucket, local, aligned=True, strict=False)
     if isinstance(ran, Decision) and _clips_w(ran.chosen):
-        return replace(ran.chosen, torch_us=None)  # which has no such rows
+        return ran.chosen._replace(torch_us=None)  # which has no such rows
     while True:  # each turn drops a bundle
         with contextlib.suppress(Rejected):
             every = modelled(snapshot, wide, bucket, local, snapshot.view(local, installed=True), aligned=True)
@@ -144,7 +141,9 @@ def _clips_w(candidate: Candidate) -> bool:
 
 def _compiled(snapshot: Snapshot, missed: Miss, local: LocalGpu, strict: bool) -> Decision | Miss:
     """The decision over what the compiler makes now, or the miss and why there is nothing."""
-    made = compiled.compiled(missed.problem, local)
+    from .compiled import compiled  # here, as it is asked after ``allow_jit`` alone
+
+    made = compiled(missed.problem, local)
     if isinstance(made, str):
         return missed._replace(reason=f"{missed.reason} (allow_jit: {made})")
     snapshot.add(made)
@@ -205,7 +204,7 @@ def forms_of(problem: Problem) -> tuple[Problem, ...]:
         return (problem,)
     others: tuple[Fusion, ...] = (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER)
     others += (Fusion.SILU, Fusion.SILU | Fusion.GATHER) if problem.op is Op.FORWARD else ()
-    return (problem, *(replace(problem, fusion=one, top_k=0) for one in others if one is not problem.fusion))
+    return (problem, *(problem._replace(fusion=one, top_k=0) for one in others if one is not problem.fusion))
 
 
 def reason(candidate: Candidate, problem: Problem, bucket: int, local: LocalGpu) -> str:
@@ -259,11 +258,15 @@ def miss_reason(problem: Problem, local: LocalGpu, view: View) -> str:
 
 def _miss_text(problem: Problem, bucket: int, local: LocalGpu, view: View) -> str:
     """The same, and what to do."""
+    from .hints import remedy  # here, as most calls have a choice
+
     why = miss_reason(problem, local, view)
     return f"{why}. {remedy(problem, bucket, local.sm, view)}" if local.sm else why
 
 
 def _strict_text(problem: Problem, bucket: int, local: LocalGpu, view: View) -> str:
+    from .hints import nearest_shapes, remedy  # here, as most calls have a choice
+
     near = nearest_shapes(problem, local, view)
     have = f"The nearest there are: {'; '.join(near)}" if near else "No usable bundle has a problem of this kind"
     return (
@@ -290,6 +293,8 @@ def _tell(snapshot: Snapshot, known: Decision | Miss, local: LocalGpu) -> None:
     if ideal:
         _log.debug("pretuned: %s at M near %d on %s: using %s of %s, %s", *what)
     else:
+        from .hints import remedy  # here, as most calls have a choice
+
         _log.info(
             "pretuned: no measured choice for %s at M near %d on %s; using %s of %s, %s. %s",
             *what,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from ...artifacts.errors import InputError
 from ...artifacts.records.problem import Fusion, Op, Problem
@@ -18,8 +17,7 @@ if TYPE_CHECKING:
     from ...kernels.contract.config import Config
 
 
-@dataclass(frozen=True, slots=True)
-class Preference:
+class Preference(NamedTuple):
     """The config to run one GEMM with, by the form of the call's code.
 
     A preference: where no usable bundle has it for a call, the bundles' own choice runs. None of a form: the same.
@@ -40,8 +38,7 @@ class Preference:
 NOTHING = Preference()
 
 
-@dataclass(frozen=True, slots=True)
-class KernelPair:
+class KernelPair(NamedTuple):
     """What to run the first and the second GEMM of a layer with, for one op: ``is_first_gemm`` picks."""
 
     op: Op

@@ -227,7 +227,7 @@ def _same(path: Path, other: Path) -> bool:
 
 def _undisturbed(place: Place) -> contextlib.AbstractContextManager[object]:
     # Files are immutable and renamed into place: past the timeout reading goes on.
-    if place.kind is Kind.OVERLAY:
+    if place.kind is Kind.OVERLAY and os.path.isdir(place.path):  # noqa: PTH112 - as in ``files``
         from ...artifacts.files.lock import reading
 
         return reading(place.path, timeout_s=_OVERLAY_LOCK_TIMEOUT_S)

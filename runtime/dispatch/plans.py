@@ -8,7 +8,6 @@ row kernel that no usable bundle has, leaves the call to the choice's own varian
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
 from typing import NamedTuple
 
 from ...artifacts.records.bundle import Way, planned
@@ -90,7 +89,7 @@ def quantised_x(
 
     ``top_k`` sorted rows read each row of x if a row kernel gathers them, 0 says that none does.
     """
-    bucket, plain = bucket_of(M), replace(problem, dtype=other)
+    bucket, plain = bucket_of(M), problem._replace(dtype=other)
     while True:  # each turn drops a bundle
         with contextlib.suppress(Rejected):
             if lacks_for_codes(snapshot, problem, local) is not None:
@@ -115,7 +114,7 @@ def own(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, aligned: 
 
 def plain_of(problem: Problem) -> Problem:
     """The product without silu."""
-    return replace(problem, fusion=code_of(problem.op, problem.fusion & ~Fusion.SILU))
+    return problem._replace(fusion=code_of(problem.op, problem.fusion & ~Fusion.SILU))
 
 
 def never_on_load(problem: Problem) -> bool:
@@ -175,5 +174,5 @@ def _instead(
     if index is None:
         return None
     variant = snapshot.variant(ran.usable.bundle, index)
-    asked = replace(problem, dtype=variant.dtype, fusion=variant.fusion, top_k=0)
+    asked = problem._replace(dtype=variant.dtype, fusion=variant.fusion, top_k=0)
     return Planned(ran.usable, index) if why_not(variant, asked, local, aligned=aligned) is None else None

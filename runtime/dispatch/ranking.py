@@ -27,7 +27,6 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from ...artifacts.records.bundle import Choice, PlanRow, Source, Variant
@@ -37,7 +36,7 @@ from ...kernels import registry
 from ...kernels.contract import words
 from ...kernels.contract.config import Config, config_of
 from ...kernels.contract.spec import Spec
-from ...kernels.hardware import arch, chips
+from ...kernels.hardware import arch
 from .. import verdicts
 from .places import Kind
 from .snapshot import Snapshot, Usable, View
@@ -73,8 +72,7 @@ class Match(enum.IntEnum):
     COST_MODEL = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A variant that can run the call. ``time_us`` was measured or modelled, as ``source`` says, at ``bucket``.
 
     ``gpu`` is the one that it was measured on. ``near`` is what was measured around the cell, where that counted.
@@ -83,7 +81,7 @@ class Candidate:
     """
 
     usable: Usable
-    index: int
+    index: int  # type: ignore[assignment]  # (no search in a tuple)
     variant: Variant
     origin: Origin
     match: Match
@@ -305,8 +303,9 @@ def _ranked(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View, a
     if known is None:
         from ...kernels.cost.resources import Resources
         from ...kernels.cost_model import Ranker  # here, as most calls are answered by a choice of a bundle
+        from ...kernels.hardware import chips
 
-        kind = replace(problem, E=1, N=_SMALL, K=_SMALL)
+        kind = problem._replace(E=1, N=_SMALL, K=_SMALL)
         every = [
             (usable, index, variant)
             for usable in view.usable

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from ...artifacts.errors import BundleError, TargetMismatch
 from ...artifacts.names import printable
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
-from .. import current, hooks, verdicts
+from .. import hooks, verdicts
 from ..locks import lock
 from ..settings import TRUSTED_KEYS, Settings, settings
 from .places import Found, Kind, Place, candidates, installed_places, places, scan, unusable
@@ -305,12 +305,12 @@ class Snapshot:
 
 def snapshot() -> Snapshot:
     """The process's snapshot, taken at first use."""
-    found: Snapshot = current.snapshot
+    found: Snapshot = hooks.snapshot
     if found is None:
         with lock("snapshot"):
-            if current.snapshot is None:
-                current.snapshot = _with_made(settings())
-            found = current.snapshot
+            if hooks.snapshot is None:
+                hooks.snapshot = _with_made(settings())
+            found = hooks.snapshot
     return found
 
 
@@ -347,7 +347,7 @@ def forget_made() -> None:
 def forget() -> None:
     """Makes the next ``snapshot()`` read the places again. Bundles that are in use stay open."""
     with lock("snapshot"):
-        current.snapshot = None
+        hooks.snapshot = None
 
 
 hooks.on_reload(forget)

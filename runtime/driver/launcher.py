@@ -6,30 +6,212 @@ that threads (ctypes gives up the GIL in the call), signal handlers and finalize
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from ctypes import c_char
+import functools
+import struct
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from ctypes import addressof, c_char
 from operator import itemgetter
 from typing import Any, TypeAlias
 
-from ...artifacts.errors import InputError
-from ...artifacts.records.bundle import Variant
+from ...artifacts.errors import CudaError, InputError
+from ...artifacts.records.bundle import TensorMap, Variant
 from ...artifacts.records.problem import RowOp
 from ...kernels.contract.entry import TensorShape
 from ...kernels.rowops import Block, programs, rows_at_once
 from . import cuda
-from .block import BlockLayout, Words
-from .descriptors import TensorMaps
 from .device import device as device_of
 
 _MOST_PROGRAMS = 2**31 - 1
 _MOST_BOUND = 256
 _MOST_SIZED = 1024  # of 0.5 KB
 
-# As block.Block, with its two addresses as the driver's function takes them.
+# As ``Memory``, with its two addresses as the driver's function takes them.
 _Block: TypeAlias = "tuple[bytearray, int, object, object, c_char]"
 Grid: TypeAlias = Callable[[int, int], int]  # (rows, index_end) -> programs
 Run: TypeAlias = "Callable[..., None]"  # (M, stream, *addresses): see Launcher.bind
 Behind: TypeAlias = "tuple[tuple[str, int, int], ...]"
+MAP_BYTES = 128
+MAP_ALIGNMENT_BYTES = 64
+_CACHED = 256
+_OTHER_ADDRESS = 0x7FFFFFF0  # the bits in which another one differs: aligned as well
+_ELEMENT_BYTES = {0: 1, 2: 4, 6: 2, 7: 4, 9: 2, 11: 4}  # of a CUtensorMapDataType (cuda.h)
+
+Words: TypeAlias = "tuple[tuple[str, str], ...]"  # (name, kind): ptr, i32, i64, desc2, desc3, desc4
+
+# (memory to pack into, the offset in it, addresses of the launch configuration and of the pointers, what pins it all)
+Memory: TypeAlias = "tuple[bytearray, int, int, int, c_char]"
+
+_WORD_BYTES = 8  # of any word but a descriptor
+_CODES = {"ptr": "Q", "i64": "q", "i32": "i4x"}
+_MAP = f"Q{MAP_BYTES - _WORD_BYTES}s"  # a descriptor's address, and the rest of it
+_PROGRAMS = "I28s"  # CUlaunchConfig up to its stream
+_STREAM = "Q16x"  # and the rest of it: no attributes
+_TAIL = struct.Struct("=6I4x")
+
+
+class TensorMaps:
+    """The descriptors of one argument, by (address, rows, row stride)."""
+
+    @classmethod
+    def of(cls, variant: Variant, argument: str, device: int) -> TensorMaps | None:
+        """None where the argument is a plain pointer."""
+        plans = [plan for plan in variant.tensor_maps if plan.argument == argument]
+        return cls(plans[0], device) if plans else None
+
+    def __init__(self, plan: TensorMap, device: int) -> None:
+        rank = len(plan.box)
+        self._plan, self._device = plan, device
+        self._itemsize = _ELEMENT_BYTES[plan.element]
+        self._box = struct.pack(f"={rank}I", *reversed(plan.box))
+        self._ones = struct.pack(f"={rank}I", *[1] * rank)
+        self._leads: bool | None = None
+        self.known: dict[tuple[int, int, int], bytes] = {}
+
+    def split(
+        self, key: tuple[int, int, int], sizes: tuple[int, ...], strides: tuple[int, ...]
+    ) -> tuple[int, bytes, bool]:
+        """The first eight bytes of a descriptor as a number, the rest, and whether those are of any address.
+
+        They are if the driver puts the address first and nothing else hangs on it. (PTX's tensormap.replace changes
+        the address alone, too.) That is asked of the driver once, by a second descriptor.
+        """
+        encoded = self.known.get(key) or self.encode(key, sizes, strides)
+        if self._leads is None:
+            other = key[0] ^ _OTHER_ADDRESS
+            moved = self._encoded(other, sizes, strides)
+            self._leads = encoded == _word(key[0]) + moved[8:] and moved[:8] == _word(other)
+        return int.from_bytes(encoded[:8], "little"), encoded[8:], self._leads
+
+    def encode(self, key: tuple[int, int, int], sizes: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
+        """The descriptor, 128 bytes, kept under ``key``, which begins with the address.
+
+        ``sizes`` and ``strides`` are in elements, outermost dimension first; the last dimension's stride is 1.
+
+        Raises
+        ------
+        CudaError
+            where the driver refuses it.
+        """
+        encoded = self._encoded(key[0], sizes, strides)
+        if len(self.known) >= _CACHED:
+            self.known = {}
+        self.known[key] = encoded
+        return encoded
+
+    def _encoded(self, address: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
+        rank, plan = len(sizes), self._plan
+        memory = bytearray(MAP_BYTES + MAP_ALIGNMENT_BYTES)
+        pin = c_char.from_buffer(memory)
+        at = -addressof(pin) % MAP_ALIGNMENT_BYTES
+        # cuTensorMapEncodeTiled counts dimensions from the innermost; L2 promotion 128 bytes (2), out of bounds zero.
+        arguments = (
+            addressof(pin) + at,
+            plan.element,
+            rank,
+            address,
+            struct.pack(f"={rank}Q", *reversed(sizes)),
+            struct.pack(f"={rank - 1}Q", *(s * self._itemsize for s in reversed(strides))),
+            self._box,
+            self._ones,
+            0,
+            plan.swizzle,
+            2,
+            0,
+        )
+        encode = cuda.library().cuTensorMapEncodeTiled
+        code = encode(*arguments)
+        if code:
+            what = f"cuTensorMapEncodeTiled({plan.argument}, sizes {sizes}, strides {strides})"
+            cuda.recover(code, what, self._device, encode, *arguments)
+        return bytes(memory[at : at + MAP_BYTES])
+
+
+def _word(number: int) -> bytes:
+    return number.to_bytes(8, "little")
+
+
+@functools.cache
+def repeats_rows(device: int) -> bool:
+    """Whether the driver of ``cuda:device`` encodes rows with a stride of 0, each of which is the first one.
+
+    (Its documentation asks for a multiple of 16 below 2^40. Nothing is read of the memory that this names.)
+    """
+    try:
+        TensorMaps(TensorMap("x", 9, (16, 64), 3), device).encode((MAP_BYTES, 0, 0), (16, 64), (0,))
+    except CudaError:
+        return False
+    return True
+
+
+class BlockLayout:
+    """Where each word of one kernel lies in the block of a launch, and what packs them.
+
+    A block is one piece of memory with all that the driver reads of a launch: first the words that a call gives, then
+    CUlaunchConfig, the words that a launch adds, the words that stay as they are, and an address for each parameter. It
+    is taken by one launch at a time.
+
+    ``words`` are the kernel's arguments in its order. A call gives the values of ``given``, a launch those of ``late``,
+    and ``fixed`` is the same in every launch; a word that the kernel does not have takes up room and is not read. Of a
+    word that both name, the kernel's kind counts: a descriptor has two values, its first
+    eight bytes and the rest, and ``maps`` names the sizes and strides that follow it.
+
+    ``whole`` packs ``given``, programs, ``tail``, the stream and ``late`` into a block; ``head`` packs what comes
+    before the stream into bytes, which ``launch`` takes in place of those.
+    """
+
+    __slots__ = ("_base", "_config", "_fixed", "_offsets", "_places", "_size", "head", "launch", "tail", "whole")
+
+    def __init__(
+        self,
+        words: Words,
+        *,
+        given: Words,
+        late: Words = (),
+        fixed: Mapping[str, int] | None = None,
+        maps: Mapping[str, tuple[str, ...]] | None = None,
+        threads: int,
+        shared_bytes: int,
+    ) -> None:
+        kinds, maps = dict(words), maps or {}
+        self._offsets: dict[str, int] = {}
+        call, self._config = self._place(((name, kinds.get(name, kind)) for name, kind in given), 0)
+        self.tail = _TAIL.pack(1, 1, threads, 1, 1, shared_bytes)
+        before = struct.calcsize(f"={call}{_PROGRAMS}{_STREAM}")
+        added, end = self._place(((name, kinds.get(name, kind)) for name, kind in late), before)
+        self.whole = struct.Struct(f"={call}{_PROGRAMS}{_STREAM}{added}")
+        self.head = struct.Struct(f"={call}{_PROGRAMS}")
+        self.launch = struct.Struct(f"={self.head.size}s{_STREAM}{added}")
+        constants = {"null": 0, "one": 1, **(fixed or {})}
+        rest, self._base = self._place(((name, kinds.get(name, "i64")) for name in constants), end)
+        self._fixed = struct.pack(f"={rest}", *constants.values())
+        parts = ((name, *(maps[name] if kind.startswith("desc") else ())) for name, kind in words)
+        places = [self._offsets[part] for every in parts for part in every]
+        self._places = [*places, *[self._offsets["null"]] * 2]  # two scratch pointers that every kernel takes: none
+        self._size = self._base + _WORD_BYTES * len(self._places)
+
+    def new(self) -> Memory:
+        """A block of its own memory."""
+        places = self._places
+        memory = bytearray(self._size + MAP_ALIGNMENT_BYTES)
+        pin = c_char.from_buffer(memory)
+        offset = -addressof(pin) % MAP_ALIGNMENT_BYTES
+        base = addressof(pin) + offset
+        fixed = offset + self._base - len(self._fixed)
+        memory[fixed : fixed + len(self._fixed)] = self._fixed
+        # (No array of ctypes: to make its type costs more than all the rest here.)
+        struct.pack_into(f"={len(places)}Q", memory, offset + self._base, *(base + place for place in places))
+        return memory, offset, base + self._config, base + self._base, pin
+
+    def _place(self, words: Iterable[tuple[str, str]], at: int) -> tuple[str, int]:
+        """The format of these words from ``at`` on, and where they end; each one's place is kept."""
+        codes = []
+        for name, kind in words:
+            is_map = kind.startswith("desc")
+            before = -at % (MAP_ALIGNMENT_BYTES if is_map else _WORD_BYTES)
+            self._offsets[name] = at + before
+            codes.append(f"{before}x{_MAP if is_map else _CODES[kind]}")
+            at += before + (MAP_BYTES if is_map else _WORD_BYTES)
+        return "".join(codes), at
 
 
 class Blocks:

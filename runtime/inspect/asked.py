@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...artifacts.errors import BundleError, InputError
@@ -61,7 +60,7 @@ def as_read(snapshot: Snapshot, problem: Problem, local: LocalGpu) -> Problem:
     """
     if not problem.dtype.quantised or problem.layout is not Layout.NK:
         return problem
-    plain, stored = replace(problem, op=Op.FORWARD, fusion=Fusion.NONE), replace(problem, layout=Layout.STORED)
+    plain, stored = problem._replace(op=Op.FORWARD, fusion=Fusion.NONE), problem._replace(layout=Layout.STORED)
     if not prepares(problem.dtype, problem.N, problem.K):
         return stored
     return stored if not snapshot.serves(plain, local) and snapshot.serves(stored, local) else problem
@@ -95,7 +94,8 @@ def of_tensors(
     device: int | None,
 ) -> tuple[Problem, int, bool, int | None]:
     """Problem, rows, whether all is aligned, and torch's index of the GPU; InputError for what is no call."""
-    from ..check import operands, tensors
+    from ..check import tensors
+    from ..check.call import Rows
     from ..launch import ready
     from ..weights.expert_weights import ExpertWeights
 
@@ -104,7 +104,7 @@ def of_tensors(
     if isinstance(w, ExpertWeights):
         return _of_quantised(x, w, m_sizes, w_layout, device)
     call = tensors.check(x, w, m_sizes, w_layout)
-    rows = operands.Rows(Op.FORWARD, call.x, call.w, m_sizes, call.layout, call.M)
+    rows = Rows(Op.FORWARD, call.x, call.w, m_sizes, call.layout, call.M)
     aligned = ready.rows_aligned(rows, call.x.new_empty((0, call.N)))
     if call.x.is_cuda:
         device = call.x.get_device()
@@ -116,14 +116,15 @@ def of_tensors(
 
 def but_for_y(x: object, w: object, m_sizes: object, w_layout: str) -> bool:
     """Whether x and w are aligned, of tensors: all but a new y whose rows are no whole 16 bytes."""
-    from ..check import operands, tensors
+    from ..check import tensors
+    from ..check.call import Rows
     from ..launch import ready
     from ..weights.expert_weights import ExpertWeights
 
     if isinstance(w, ExpertWeights):
         return False
     call = tensors.check(x, w, m_sizes, w_layout)  # type: ignore[arg-type]
-    rows = operands.Rows(Op.FORWARD, call.x, call.w, call.m_sizes, call.layout, call.M)
+    rows = Rows(Op.FORWARD, call.x, call.w, call.m_sizes, call.layout, call.M)
     return ready.rows_aligned(rows, call.x.new_empty((0, -(-call.N // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)))
 
 
@@ -150,12 +151,12 @@ def assumed_top_k(snapshot: Snapshot, problem: Problem, local: LocalGpu) -> tupl
         return 1, None
     if problem.top_k:
         return problem.top_k, None
-    product = replace(problem, fusion=Fusion.NONE, top_k=0)
+    product = problem._replace(fusion=Fusion.NONE, top_k=0)
     names: dict[int, str] = {}
     for usable in snapshot.view(local, installed=True).usable:
         with contextlib.suppress(BundleError):  # its choices may be whole, and run
             for model in usable.bundle.models():
-                plain = (replace(one, layout=problem.layout, fusion=Fusion.NONE, top_k=0) for one in model.problems)
+                plain = (one._replace(layout=problem.layout, fusion=Fusion.NONE, top_k=0) for one in model.problems)
                 if product in plain:
                     names.setdefault(model.top_k, model.name)
     if not names:
@@ -168,4 +169,4 @@ def assumed_top_k(snapshot: Snapshot, problem: Problem, local: LocalGpu) -> tupl
 def twins_in_fp16(problems: Iterable[Problem]) -> set[Problem]:
     """Those in fp16 that are there in bf16, too: nobody runs a model in both."""
     there = set(problems)
-    return {replace(one, dtype=DType.FP16) for one in there if one.dtype is DType.BF16} & there
+    return {one._replace(dtype=DType.FP16) for one in there if one.dtype is DType.BF16} & there

@@ -118,7 +118,7 @@ def explain_on(
     best = told.chosen
     if best is None:
         return told
-    from ..launch.proof import standing  # here, as it brings all that launches along
+    from ..launch.loader import standing  # here, as it brings all that launches along
 
     return replace(told, self_test=standing(best.usable.bundle, best.index, best.variant, local))
 
@@ -129,7 +129,7 @@ def _with_wide_rows(told: Explanation) -> Explanation:
     wide = with_wide_rows(bundles.snapshot(), problem, M, local)
     if wide is None:
         return told
-    whole = replace(problem, N=whole_columns(problem))
+    whole = problem._replace(N=whole_columns(problem))
     why = f"{reason(wide, whole, bucket_of(M), local)}; each row of y is filled up to {whole.N} columns"
     return replace(told, aligned=True, reason=why, candidates=(wide, *told.candidates), compiles=False, build=None)
 
@@ -159,12 +159,12 @@ def examine(
     if (stored := as_read(snapshot, problem, local)) is not problem:
         return examine(snapshot, stored, M, local, aligned=aligned, strict=strict, top_k=top_k)
     if Fusion.GATHER in problem.fusion and plans.never_on_load(problem):
-        left = replace(problem, fusion=problem.fusion & ~Fusion.GATHER)
+        left = problem._replace(fusion=problem.fusion & ~Fusion.GATHER)
         told = examine(snapshot, left, M, local, aligned=aligned, strict=strict, top_k=top_k)
         first = told.chosen is not None and top_k != M
         return replace(told, problem=problem, gathered_first=first)
     if Fusion.LOW_RANK in problem.fusion:
-        alone = replace(problem, fusion=problem.fusion & ~Fusion.LOW_RANK)
+        alone = problem._replace(fusion=problem.fusion & ~Fusion.LOW_RANK)
         told = examine(snapshot, alone, M, local, aligned=aligned, strict=strict, top_k=top_k)
         part = low_rank.verdict(snapshot, problem, M, local, aligned=aligned, strict=strict)
         return replace(told, problem=problem, **part.told())
@@ -249,17 +249,17 @@ def _with_x_quantised(
     is in the kernel of the product with x as it is, or beside either.
     """
     *_, other = dtypes_of(problem.dtype.value)
-    told = examine(snapshot, replace(problem, dtype=other), M, local, aligned=aligned, strict=strict, top_k=top_k)
+    told = examine(snapshot, problem._replace(dtype=other), M, local, aligned=aligned, strict=strict, top_k=top_k)
     if Fusion.LOW_RANK in problem.fusion:
         if told.low_rank == low_rank.INSIDE:
             return told
-        alone = replace(problem, fusion=problem.fusion & ~Fusion.LOW_RANK)
+        alone = problem._replace(fusion=problem.fusion & ~Fusion.LOW_RANK)
         found_alone = _with_x_quantised(snapshot, alone, M, local, aligned, strict, top_k)
         fusion = found_alone.problem.fusion | Fusion.LOW_RANK
-        return replace(found_alone, problem=replace(found_alone.problem, fusion=fusion), low_rank=told.low_rank)
-    codes = replace(problem, layout=told.problem.layout)
+        return replace(found_alone, problem=found_alone.problem._replace(fusion=fusion), low_rank=told.low_rank)
+    codes = problem._replace(layout=told.problem.layout)
     passes, gathers = takes_codes_of_x(codes.dtype, codes.layout), Fusion.GATHER in problem.fusion
-    left = replace(codes, fusion=codes.fusion & ~Fusion.GATHER) if passes else codes
+    left = codes._replace(fusion=codes.fusion & ~Fusion.GATHER) if passes else codes
     ruled = ways.quantised_x(snapshot, left, other, M, local, top_k=top_k if passes and gathers else 0, aligned=aligned)
     if ruled.chosen is None or (passes and not aligned):
         return replace(told, reason=f"{told.reason}; {ruled.reason}") if told.candidates else told
@@ -283,7 +283,7 @@ def _gathered_first(
     """Whether rows are gathered beforehand; None where none are gathered, or no choice of a bundle runs the problem."""
     if Fusion.GATHER not in problem.fusion:
         return None
-    code = replace(problem, fusion=Fusion.GATHER)
+    code = problem._replace(fusion=Fusion.GATHER)
     return ways.rows_first(snapshot, code, M, local, top_k=top_k, fusion=problem.fusion, aligned=aligned)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...artifacts.errors import InputError
@@ -12,7 +11,7 @@ from ...artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
 from ...kernels.contract.spec import code_of
 from ...kernels.contract.words import ALIGNMENT_BYTES
 from ...kernels.rowops import CODE_OPS
-from ..check.operands import MAX_RANK
+from ..check.call import MAX_RANK
 from ..dispatch.decide import with_low_part
 from ..dispatch.ranking import Candidate, modelled
 from ..dispatch.snapshot import Rejected
@@ -52,7 +51,7 @@ def with_rank(problem: Problem, rank: int) -> Problem:
         raise InputError(f"explain: rank is {rank!r}, wanted the columns of an adapter, an int of 1 to {MAX_RANK}")
     if problem.op is Op.DW or Fusion.SILU in problem.fusion:
         raise InputError("explain: rank of dW, or of a product with silu in it: neither has a low-rank part")
-    return replace(problem, fusion=problem.fusion | Fusion.LOW_RANK)
+    return problem._replace(fusion=problem.fusion | Fusion.LOW_RANK)
 
 
 def with_columns(text: str | None, rank: int) -> str:
@@ -69,7 +68,7 @@ def verdict(
     why = _ruled_out(problem, aligned=aligned, strict=strict)
     if why is not None:
         return LowRankVerdict((), why)
-    code = replace(problem, fusion=code_of(problem.op, problem.fusion))
+    code = problem._replace(fusion=code_of(problem.op, problem.fusion))
     found = with_low_part(snapshot, code, M, local)
     if found is None:
         return LowRankVerdict((), f"no shipped kernel for it runs on sm_{local.sm}")

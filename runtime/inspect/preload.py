@@ -9,7 +9,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
 from ...artifacts.errors import BundleError, HostError, InputError, ProblemNotInBundle
@@ -27,8 +27,7 @@ from ..dispatch.ranking import why_not
 from ..dispatch.rowops import ranked
 from ..dispatch.snapshot import Rejected, Snapshot, View
 from ..driver.device import current_device, local_gpu
-from ..launch.loader import loaded, prepare
-from ..launch.proof import stands
+from ..launch.loader import loaded, prepare, stands
 from ..launch.ready import is_by_torch
 from ..locks import at_fork, lock
 from ..ops import layer  # noqa: F401 - most of what a first call imports: it is to be there, too
@@ -236,7 +235,7 @@ def _planned(snapshot: Snapshot, bundle: BundleFile, problem: Problem, bucket: i
             continue
         for index in {row.variant: None for row in choice.plan if row.variant is not None}:
             variant = snapshot.variant(bundle, index)
-            asked = replace(problem, dtype=variant.dtype, fusion=variant.fusion, top_k=0)
+            asked = problem._replace(dtype=variant.dtype, fusion=variant.fusion, top_k=0)
             if why_not(variant, asked, local, aligned=True) is None:
                 yield index
 
@@ -347,10 +346,10 @@ def turned(problems: Sequence[Problem], layout: Layout | None) -> Iterator[Probl
     sizes = {(one.E, one.K, one.N) if layout is Layout.KN else (one.E, one.N, one.K) for one in kept}
     for one in problems:
         if one.op is Op.DW:
-            both = (one, replace(one, N=one.K, K=one.N))
+            both = (one, one._replace(N=one.K, K=one.N))
             yield from (each for each in both if not sizes or (each.E, each.N, each.K) in sizes)
         elif one in kept:
-            yield replace(one, layout=layout)
+            yield one._replace(layout=layout)
 
 
 def rows_of(model: Model, problem: Problem, tokens: range | None) -> tuple[int, int]:

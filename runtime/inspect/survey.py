@@ -15,7 +15,8 @@ from ...kernels.launchable import unlaunchable
 from .. import verdicts
 from ..dispatch.places import Kind
 from ..dispatch.snapshot import Snapshot
-from ..launch.proof import complaint, judged_on
+from ..launch.loader import judged_on
+from ..launch.proof import complaint
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ The reasons are those of the rule that made the plan, asked again with the bundl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from ...artifacts.records.bundle import Choice, Variant
@@ -82,7 +81,7 @@ def quantised_x(
     """Whether x is quantised, as ``plans.quantised_x`` decides for ``problem``, which does so."""
     if (lacking := plans.lacks_for_codes(snapshot, problem, local)) is not None:
         return Ruled(None, lacking)
-    bucket, plain = bucket_of(M), replace(problem, dtype=other)
+    bucket, plain = bucket_of(M), problem._replace(dtype=other)
     found = plans.quantised_x(snapshot, problem, other, M, local, top_k=top_k, aligned=aligned)
     decided = settle(snapshot, plain, bucket, local, aligned, False)
     if isinstance(decided, Decision) and decided.chosen.match is Match.EXACT:
@@ -126,14 +125,13 @@ def _ruled(
         if ruling.variant is None:
             return Ruled(None, ruling.reason)
         variant = snapshot.variant(bundle, ruling.variant)
-        asked = replace(problem, dtype=variant.dtype, fusion=variant.fusion, top_k=0)
+        asked = problem._replace(dtype=variant.dtype, fusion=variant.fusion, top_k=0)
         lacking = why_not(variant, asked, local, aligned=aligned)
         why = "the bundle's plan is not to" if lacking is None else f"its variant can't run here: {lacking}"
         return Ruled(None, f"{why}. By its times, {ruling.reason}")
     as_planned = ruling.variant == found.variant
     return Ruled(
-        replace(
-            ran,
+        ran._replace(
             index=found.variant,
             variant=snapshot.variant(bundle, found.variant),
             time_us=ruling.gemm_us if as_planned else ran.time_us,

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from ...artifacts.errors import BundleError, DriverTooOld
 from ...artifacts.files.bundle_file import BundleFile
 from ...artifacts.format.wire import corrupt
 from ...artifacts.records.bundle import Variant
-from ...artifacts.records.problem import Problem
-from ...artifacts.records.target import LocalGpu, cuda_version
-from ...kernels.hardware.arch import arch_of
+from ...artifacts.records.problem import Problem, RowOp
+from ...artifacts.records.target import Gpu, LocalGpu, cuda_version
+from ...kernels.hardware.arch import ARCHS, arch_of
 from ...kernels.launchable import undeclared
+from .. import verdicts
 from ..dispatch import snapshot as dispatch_snapshot
 from ..dispatch.decide import Miss, decide
-from ..dispatch.pin import Pin, Preference, find, preferred
 from ..dispatch.snapshot import Rejected, Snapshot, Usable
 from ..driver.cuda import CodeUnread, driver_version
+from ..driver.device import capturing, devices, local_gpu
 from ..driver.device import device as device_of
-from ..driver.device import devices, local_gpu
 from ..locks import lock
-from . import proof
+from ..settings import settings
 from .gemm import LoadedKernel, load_kernel
+
+if TYPE_CHECKING:
+    from ..dispatch.pin import Pin
 
 
 def prepare(
@@ -62,16 +66,80 @@ def load_first(
         usable, index = chosen
         try:
             kernel = loaded(usable.bundle, index, device, local.gpu.sm_count)
-            stands = proof.stands(usable.bundle, index, kernel, local)
+            tested = stands(usable.bundle, index, kernel, local)
         except BundleError as error:
             snapshot.reject(usable.bundle, error)
             continue
-        if stands is None:
+        if tested is None:
             snapshot.put_off += 1
             return None
-        if stands:
+        if tested:
             return kernel
         snapshot.reconsider()
+
+
+def judged_on(bundle: BundleFile, index: int, variant: Variant, local: LocalGpu) -> Gpu | None:
+    """The GPU of this capability where the variant was run and judged before it was shipped; None where it was not.
+
+    What no choice can name, fallbacks for tensors that are not aligned and passes over rows, is run by this project's
+    own tests, on the capabilities that they have.
+    """
+    if bundle.target.sm != local.sm or not bundle.gpus:
+        return None
+    tested = local.sm in ARCHS and ARCHS[local.sm].tested
+    if tested and (isinstance(variant.op, RowOp) or variant.alignment == 1):
+        return bundle.gpus[0]
+    return bundle.judged_on(index)
+
+
+def standing(bundle: BundleFile, index: int, variant: Variant, local: LocalGpu) -> str:
+    """The variant's self-test result on this GPU, as a phrase."""
+    gpu = judged_on(bundle, index, variant, local)
+    if gpu is not None:
+        return f"tested on {gpu.name}"
+    if settings().disable_self_test:
+        return "never run on this capability, and PRETUNED_DISABLE_SELF_TEST=1 lets it run untested"
+    found = verdicts.known(variant, local) if local.gpu.name else None
+    if found is None:
+        return "never run on this capability: tested before its first use, outside a graph capture"
+    if found.right:
+        return f"passed its self-test on this GPU on {found.day}"
+    return f"failed its self-test on this GPU on {found.day}: {found.why}"
+
+
+def stands(bundle: BundleFile, index: int, kernel: LoadedKernel, local: LocalGpu) -> bool | None:
+    """Whether a loaded variant may be used: it was judged on this capability or is proven, now if need be.
+
+    False where it is wrong or could not be tested, None where that can't be told in a graph capture.
+
+    Raises
+    ------
+    CudaError
+        where the trial left the GPU unusable to this process. The next process leaves that variant out.
+    torch.cuda.OutOfMemoryError, OutOfMemory
+        where the GPU has no room for the trial. The next call tests it again.
+    """
+    variant, there = kernel.variant, device_of(kernel.function.device)
+    key = (bundle.digest, index)
+    if key in there.trusted:
+        return True
+    if settings().disable_self_test:
+        return True
+    if judged_on(bundle, index, variant, local) is None:
+        found = verdicts.known(variant, local)
+        if found is None:
+            if capturing():
+                return None
+            from .proof import proven  # here, as most code was tested before it was shipped
+
+            with lock("proving"):
+                found = verdicts.known(variant, local)
+                if found is None and not verdicts.is_wrong(variant, local):
+                    found = proven(bundle, kernel, local)
+        if found is None or not found.right:
+            return False
+    there.trusted.add(key)
+    return True
 
 
 def loaded(bundle: BundleFile, index: int, device: int, sm_count: int) -> LoadedKernel:
@@ -132,6 +200,8 @@ def pinned_kernel(pin: Pin, problem: Problem, device: int, *, aligned: bool) -> 
     InputError
         if no usable bundle has it for this kind of problem; the message lists the nearest.
     """
+    from ..dispatch.pin import Preference, find, preferred  # here, as few calls name a kernel
+
     snapshot, local = dispatch_snapshot.snapshot(), local_gpu(device)
     if isinstance(pin, Preference):
         config = preferred(snapshot, pin, problem, local, aligned=aligned)

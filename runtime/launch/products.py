@@ -13,24 +13,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ...artifacts.records.problem import Fusion, Layout, bucket_of
-from ...kernels.contract.activations import Activation
 from ...kernels.contract.words import ALIGNMENT_BYTES, is_aligned
-from .. import settings
 from ..check.tensors import row_stride
 from ..dispatch import snapshot as dispatch_snapshot
 from ..driver.device import local_gpu, platform_supported
 from ..weights.expert_weights import ExpertWeights
-from . import gather as launch_gather
-from . import rowops
 from .program import Step
-from .quantised import (
-    activation_step,
-    bytes_of_row,
-    low_rank_of_quantised,
-    quantize_step,
-    ready_for_activated,
-    ready_for_quantised,
-)
 from .ready import (
     Ready,
     index_step,
@@ -46,10 +34,11 @@ from .ready import (
 )
 
 if TYPE_CHECKING:
-    from ..check.operands import Rows
+    from ...kernels.contract.activations import Activation
+    from ..check.call import Rows
     from ..dispatch.pin import Pin
     from ..dispatch.snapshot import Usable
-    from ..driver.launcher import Behind
+    from ..driver.launcher import Behind, RowOpLauncher
 
 _GATHERED = "rows"  # the operand that rows are gathered into
 _CODES = "codes"  # and the one that they are quantised into
@@ -67,13 +56,14 @@ class Product(NamedTuple):
     """A product of rows: steps, whose operands are the call's tensors by the names of ``Rows`` and ``operands_of``.
 
     Beside them there is ``scratch``, and with ``in_range`` the operand of that name, which this makes of the index and
-    x. ``zeroes`` says that the rows of y that nothing is stored to become zero.
+    x. ``zeroes`` says that the rows of y that nothing is stored to become zero. ``by_torch`` is as ``Ready`` has it.
     """
 
     steps: tuple[Step, ...]
     zeroes: bool
     scratch: tuple[Scratch, ...] = ()
     in_range: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    by_torch: Callable[..., torch.Tensor] | None = None
 
 
 def operands_of(w: torch.Tensor | ExpertWeights) -> dict[str, torch.Tensor | None]:
@@ -96,10 +86,23 @@ def _plain_scale(w: ExpertWeights) -> str:
 def resolve(call: Rows, y: torch.Tensor) -> Product | None:
     """The steps of a product into y; None where no bundle has a kernel for it."""
     w = call.w
-    ready = ready_for_quantised(call, w, y) if isinstance(w, ExpertWeights) else ready_for(call, y)
+    if isinstance(w, ExpertWeights):
+        from .quantised import ready_for_quantised
+
+        ready = ready_for_quantised(call, w, y)
+    else:
+        ready = ready_for(call, y)
     if ready is None:
         return None
     return _product(ready, call, call.fusion, row_stride(y, y.shape[1]), call.index_end(y.shape[0]))
+
+
+def resolve_new(call: Rows, columns: int) -> Product | None:
+    """The steps of a plain product of dense weights into new memory; None where no bundle has a kernel for it."""
+    ready = ready_for(call, None)
+    if ready is None:
+        return None
+    return _product(ready, call, Fusion.NONE, columns, 0)._replace(by_torch=ready.by_torch)
 
 
 def resolve_wide(call: Rows) -> tuple[Product, int] | None:
@@ -119,6 +122,7 @@ def resolve_wide(call: Rows) -> tuple[Product, int] | None:
         return None
 
     def build() -> Ready | None:
+        from .. import settings
         from ..dispatch.decide import decide, with_wide_rows  # here, as few calls have such rows
         from .gemm import product_launcher
         from .loader import load_first
@@ -162,7 +166,12 @@ def resolve_activated(call: Rows, act: tuple[int, Activation]) -> Product | None
     ``act`` are the flags of the activation, and itself. None where x is not to be quantised, or no bundle has the pass.
     """
     w = call.w
-    ready = ready_for_activated(call, w) if isinstance(w, ExpertWeights) else None
+    if not isinstance(w, ExpertWeights):
+        return None
+    from . import rowops
+    from .quantised import activation_step, ready_for_activated
+
+    ready = ready_for_activated(call, w)
     if ready is None or ready.quantize is None:
         return None
     _, N, K = call.sizes
@@ -173,7 +182,12 @@ def resolve_activated(call: Rows, act: tuple[int, Activation]) -> Product | None
 def resolve_low_rank(call: Rows, y: torch.Tensor) -> Product | None:
     """The steps of a product with a low-rank part into y; None where there is no code for it."""
     w = call.w
-    ready = low_rank_of_quantised(call, w) if isinstance(w, ExpertWeights) else ready_for_low_rank(call)
+    if isinstance(w, ExpertWeights):
+        from .quantised import low_rank_of_quantised
+
+        ready = low_rank_of_quantised(call, w)
+    else:
+        ready = ready_for_low_rank(call)
     return None if ready is None else _product(ready, call, call.fusion, row_stride(y, y.shape[1]), call.index_end(0))
 
 
@@ -198,28 +212,18 @@ def _product(ready: Ready, call: Rows, fusion: Fusion, stride_y: int, index_end:
     """``fusion`` is what the call does, in the kernel's words."""
     x, zeroes = call.x, ready.launcher.zeroes
     if ready.quantize is not None:
-        picks = bool(call.gather_divisor)
-        checks = picks and call.bounds is None
-        before = quantize_step(
-            ready.quantize,
-            x,
-            top_k=call.gather_divisor,
-            index_step=index_step(call),
-            used=rowops.used(call.bounds),
-            index="in_range" if checks else "index" if picks else "",
-        )
-        made = partial(launch_gather.in_range, divisor=call.gather_divisor) if checks else None
-        left = fusion & ~Fusion.GATHER
-        return _of_codes(ready, before, call, left, (stride_y, index_end))._replace(in_range=made)
+        return _quantised_product(ready, ready.quantize, call, fusion, (stride_y, index_end))
     if ready.gather is None:
         index = "index" if call.uses_index else ""
         stride_x = row_stride(x, x.shape[1])
         step = _row_step(ready, call, {"index": index}, (stride_x, stride_y, index_end if fusion else None))
         return Product((step,), zeroes)
+    from ..driver.launcher import repeats_rows
+    from . import gather as launch_gather  # here, as most calls read rows as they are
+    from . import rowops
+
     left, checks = fusion & ~(Fusion.GATHER | Fusion.SILU), call.bounds is None
     index = "index" if left & (Fusion.SCATTER | Fusion.WEIGHT) else ""
-    from ..driver.descriptors import repeats_rows  # here, as only a first launch needs it
-
     if x.shape[0] == 1 and call.gather_divisor == call.M and repeats_rows(x.get_device()):
         # All rows are the one token's, and so they are in any call of a number near M: two tokens have twice as many.
         return Product((_row_step(ready, call, {"index": index}, (0, stride_y, index_end if left else None)),), zeroes)
@@ -237,11 +241,36 @@ def _product(ready: Ready, call: Rows, fusion: Fusion, stride_y: int, index_end:
     return Product((gather, step), zeroes, (Scratch(_GATHERED, x.shape[1], x.dtype),), made)
 
 
+def _quantised_product(
+    ready: Ready, quantize: RowOpLauncher, call: Rows, fusion: Fusion, words: tuple[int, int]
+) -> Product:
+    """A product of codes that the pass ``quantize`` makes of x; ``words`` are as ``_of_codes`` has them."""
+    from . import gather as launch_gather
+    from . import rowops
+    from .quantised import quantize_step
+
+    picks = bool(call.gather_divisor)
+    checks = picks and call.bounds is None
+    before = quantize_step(
+        quantize,
+        call.x,
+        top_k=call.gather_divisor,
+        index_step=index_step(call),
+        used=rowops.used(call.bounds),
+        index="in_range" if checks else "index" if picks else "",
+    )
+    made = partial(launch_gather.in_range, divisor=call.gather_divisor) if checks else None
+    left = fusion & ~Fusion.GATHER
+    return _of_codes(ready, before, call, left, words)._replace(in_range=made)
+
+
 def _of_codes(ready: Ready, before: Step, call: Rows, left: Fusion, words: tuple[int, int]) -> Product:
     """A product of codes that the step ``before`` makes of x, which gathers its rows where the call does.
 
     ``left`` is what else the call does; ``words`` are the stride of y's rows and where indices end.
     """
+    from .quantised import bytes_of_row
+
     (stride_y, end), (_, _, K) = words, call.sizes
     index = "index" if left & (Fusion.SCATTER | Fusion.WEIGHT) else ""
     operands, behind = {"x": _CODES, "x_scale": _CODES, "index": index}, (("x_scale", 0, K),)

@@ -2,8 +2,9 @@
 
 A bundle says where a variant was measured, and so tested (``BundleFile.judged_on``). On any other capability, and
 for code that no measurement ran, the first use on a machine is a trial of some milliseconds on that very GPU
-(``trials.py`` and here). What it shows is kept (``runtime/verdicts.py``). Code that is wrong is left out from then on:
-dispatch takes another choice, or torch. In a graph capture nothing can be tried: untested code is not used.
+(``trials.py`` and here; ``loader.stands`` asks for it). What it shows is kept (``runtime/verdicts.py``). Code that is
+wrong is left out from then on: dispatch takes another choice, or torch. In a graph capture nothing can be tried:
+untested code is not used.
 
 Only a wrong result, a fault of the GPU or a hang makes code wrong. A test that fails otherwise says nothing about the
 code: this process leaves it out, and the next process tests it again.
@@ -26,17 +27,13 @@ from ...artifacts.names import printable
 from ...artifacts.records.bundle import Variant
 from ...artifacts.records.precision import PRECISIONS, dtypes_of
 from ...artifacts.records.problem import Fusion, Layout, Op, RowOp
-from ...artifacts.records.target import Gpu, LocalGpu, cuda_version
+from ...artifacts.records.target import LocalGpu, cuda_version
 from ...kernels import reference
 from ...kernels.contract.spec import takes_codes_of_x
-from ...kernels.hardware import arch
 from .. import verdicts
 from ..driver import cuda
 from ..driver.cuda import Unfinished
-from ..driver.device import capturing
 from ..driver.device import device as device_of
-from ..locks import lock
-from ..settings import settings
 from ..weights.expert_weights import ExpertWeights
 from ..weights.row_codes import codes_of_rows, values_of_rows, values_on_load
 from . import gemm
@@ -52,69 +49,7 @@ _M, _TOP_K = 370, 2  # of rows the last 6 belong to no expert; sorted rows for e
 _log = logging.getLogger(__name__)
 
 
-def judged_on(bundle: BundleFile, index: int, variant: Variant, local: LocalGpu) -> Gpu | None:
-    """The GPU of this capability where the variant was run and judged before it was shipped; None where it was not.
-
-    What no choice can name, fallbacks for tensors that are not aligned and passes over rows, is run by this project's
-    own tests, on the capabilities that they have.
-    """
-    if bundle.target.sm != local.sm or not bundle.gpus:
-        return None
-    tested = local.sm in arch.ARCHS and arch.ARCHS[local.sm].tested
-    if tested and (isinstance(variant.op, RowOp) or variant.alignment == 1):
-        return bundle.gpus[0]
-    return bundle.judged_on(index)
-
-
-def standing(bundle: BundleFile, index: int, variant: Variant, local: LocalGpu) -> str:
-    """The variant's self-test result on this GPU, as a phrase."""
-    gpu = judged_on(bundle, index, variant, local)
-    if gpu is not None:
-        return f"tested on {gpu.name}"
-    if settings().disable_self_test:
-        return "never run on this capability, and PRETUNED_DISABLE_SELF_TEST=1 lets it run untested"
-    found = verdicts.known(variant, local) if local.gpu.name else None
-    if found is None:
-        return "never run on this capability: tested before its first use, outside a graph capture"
-    if found.right:
-        return f"passed its self-test on this GPU on {found.day}"
-    return f"failed its self-test on this GPU on {found.day}: {found.why}"
-
-
-def stands(bundle: BundleFile, index: int, kernel: gemm.LoadedKernel, local: LocalGpu) -> bool | None:
-    """Whether a loaded variant may be used: it was judged on this capability or is proven, now if need be.
-
-    False where it is wrong or could not be tested, None where that can't be told in a graph capture.
-
-    Raises
-    ------
-    CudaError
-        where the trial left the GPU unusable to this process. The next process leaves that variant out.
-    torch.cuda.OutOfMemoryError, OutOfMemory
-        where the GPU has no room for the trial. The next call tests it again.
-    """
-    variant, there = kernel.variant, device_of(kernel.function.device)
-    key = (bundle.digest, index)
-    if key in there.trusted:
-        return True
-    if settings().disable_self_test:
-        return True
-    if judged_on(bundle, index, variant, local) is None:
-        found = verdicts.known(variant, local)
-        if found is None:
-            if capturing():
-                return None
-            with lock("proving"):
-                found = verdicts.known(variant, local)
-                if found is None and not verdicts.is_wrong(variant, local):
-                    found = _proven(bundle, kernel, local)
-        if found is None or not found.right:
-            return False
-    there.trusted.add(key)
-    return True
-
-
-def _proven(bundle: BundleFile, kernel: gemm.LoadedKernel, local: LocalGpu) -> verdicts.Verdict | None:
+def proven(bundle: BundleFile, kernel: gemm.LoadedKernel, local: LocalGpu) -> verdicts.Verdict | None:
     """Test a kernel, keep the result, log a wrong one; None where it could not be tested, which is logged, too."""
     began = time.perf_counter()
     broken = None

@@ -5,7 +5,6 @@ The bundles' plans say when x is quantised.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +35,7 @@ from .ready import (
 )
 
 if TYPE_CHECKING:
-    from ..check.operands import Rows
+    from ..check.call import Rows
     from ..dispatch.snapshot import Usable
     from ..driver.launcher import RowOpLauncher
     from .gemm import Fused, LoadedKernel
@@ -113,7 +112,7 @@ def ready_for_activated(call: Rows, w: ExpertWeights) -> Ready | None:
     if CODE_OPS.keys().isdisjoint(w.kernel_dtypes) or not is_aligned(ALIGNMENT_BYTES, h.data_ptr()):
         return None
     # (Rows as those that the two would be: which product it is, and its place in the table, are those of such a call.)
-    ready = ready_for_quantised(dataclasses.replace(call, x=h.new_empty((1, K))), w, h.new_empty((1, N)))
+    ready = ready_for_quantised(call._replace(x=h.new_empty((1, K))), w, h.new_empty((1, N)))
     if ready is None or ready.quantize is None:
         return None
     activate = rowops.launcher(CODE_OPS[w.kernel_dtypes[0]].activation, DType.BF16, device, aligned=True)
@@ -196,7 +195,7 @@ def _of_codes_as_they_are(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Read
 def _by_codes(problem: Problem, dtypes: tuple[DType, ...]) -> Problem | None:
     """The same product by a kernel that quantises x itself; None where there is none."""
     quantises = problem.op is Op.FORWARD and problem.layout is Layout.STORED and dtypes[0].quantises_x
-    return dataclasses.replace(problem, dtype=dtypes[0]) if quantises else None
+    return problem._replace(dtype=dtypes[0]) if quantises else None
 
 
 def _of_prepared(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready | None:
@@ -228,7 +227,7 @@ def _of_prepared(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready | None:
             from .gemm import Fused
 
             fused = Fused(fusion, step, call.gather_divisor or 1, zeroes, few, beside)
-            ready = _of_codes(dataclasses.replace(problem, dtype=codes), dtypes[-1], call, fused)
+            ready = _of_codes(problem._replace(dtype=codes), dtypes[-1], call, fused)
             if ready is not None:
                 return ready
         if not dispatch_snapshot.snapshot().serves(problem, local_gpu(device)):  # torch's warning names the format

@@ -5,7 +5,6 @@ What decides and loads is imported where it is first needed: most of a runtime's
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,11 +18,9 @@ from ..check.tensors import DTYPES, check_cuda_dtype, row_stride
 from ..dispatch import snapshot as dispatch_snapshot
 from ..driver.device import local_gpu, platform_supported, tell_unsupported, tf32_allowed
 from ..weights.expert_weights import ExpertWeights
-from . import gather as launch_gather
-from . import rowops
 
 if TYPE_CHECKING:
-    from ..check.operands import Rows
+    from ..check.call import Rows
     from ..dispatch.pin import Pin
     from ..dispatch.snapshot import Snapshot, Usable
     from ..driver.launcher import ProductLauncher, RowOpLauncher
@@ -132,7 +129,7 @@ def ready_for_gated(call: Rows) -> Ready | None:
     aligned = _aligned(call, 0, N // 2, N // 2)  # (new memory is)
     device = x.get_device()
     # (Rows whose index is out of range are not asked for.)
-    first = dataclasses.replace(call, loose=True).may_gather_first(aligned)
+    first = call._replace(loose=True).may_gather_first(aligned)
     checks = call.bounds is None
     fixed = (
         x.dtype,
@@ -149,9 +146,7 @@ def ready_for_gated(call: Rows) -> Ready | None:
     key = ("gated", *fixed, bucket_of(call.M), aligned, device, tf32_allowed(x.dtype))
 
     def build() -> Ready | None:
-        problem = dataclasses.replace(
-            problem_of(call.op, x, E, N, K, call.layout, call.fusion), fusion=Fusion.SILU | Fusion.GATHER
-        )
+        problem = problem_of(call.op, x, E, N, K, call.layout, call.fusion)._replace(fusion=Fusion.SILU | Fusion.GATHER)
         kernel = _gated_kernel(problem, call, device, aligned, call.gather_divisor if first else 0, checks)
         if kernel is None:
             return None
@@ -284,6 +279,8 @@ def of_rows(kernel: LoadedKernel, problem: Problem, call: Rows, fused: Fused) ->
 
 def after_gather(kernel: LoadedKernel, problem: Problem, call: Rows, fused: Fused) -> Ready | None:
     """The same after a pass that gathers the rows, of a kernel that does not; None where there is no such pass."""
+    from . import rowops
+
     gather = rowops.launcher(RowOp.GATHER, DTYPES[call.x.dtype], call.x.get_device(), aligned=True)
     if gather is None:
         return None
@@ -367,7 +364,9 @@ def _gated_kernel(
 def _gathered_kernel(problem: Problem, call: Rows, device: int, checks: bool) -> LoadedKernel | None:
     if not platform_supported():
         return None
-    return launch_gather.kernel(
+    from . import gather
+
+    return gather.kernel(
         dispatch_snapshot.snapshot(),
         problem,
         call.M,

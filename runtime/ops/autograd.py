@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
@@ -259,4 +258,4 @@ def _as_saved(
         B = saved.weights("lora.B", one.B, (E, N, A.shape[1]))
         one = one._replace(A=A, B=B)
         u = None if u is None else saved.whole("x @ lora.A.T", u, (call.M, A.shape[1]))
-    return dataclasses.replace(call, w=w, fusions=Fusions(index, weights, bias)), x, one, u
+    return call._replace(w=w, fusions=Fusions(index, weights, bias)), x, one, u

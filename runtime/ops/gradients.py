@@ -15,22 +15,18 @@ Every sum has a fixed order.
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from ...artifacts.records.problem import Op
-from ...kernels import reference
-from ..check.call import Call, flat, wide_of
-from ..check.operands import Rows
+from ..check.call import Call, Rows, flat, wide_of
 from ..check.tensors import rows_usable
 from ..launch.program import NOW, Now
-from . import low_rank, tokens
+from . import low_rank
 from .low_rank import LowRank, LowRankGradients
-from .products import weight, wide_rows
+from .products import new_rows, rows, weight, wide_rows
 
 _CHUNK_ELEMENTS = 1 << 24  # of the float32 temporaries that the gradient of the weights needs
 _ONES = 8  # columns of the ones that sum dy's rows: 16 bytes of a 16-bit type
@@ -51,10 +47,13 @@ def with_adapter(
         u = low_rank.narrowed(one, x, call.m_sizes, index, call.x_divisor, do=do)
     product = forward_rows(call, x, do)
     if out is not None and product.loose:
-        product = dataclasses.replace(product, loose=False)
-    if one is None and out is None and (wide := wide_rows(product, do)) is not None:
-        return wide, u
-    return low_rank.product(product, one, u, do, out, call.y_rows), u
+        product = product._replace(loose=False)
+    if one is not None:
+        return low_rank.product(product, one, u, do, out, call.y_rows), u
+    if out is not None:
+        return rows(product, out, do), None
+    wide = wide_rows(product, do)
+    return (new_rows(product, call.y_rows, do) if wide is None else wide), None
 
 
 def forward_rows(call: Call, x: torch.Tensor, do: Now = NOW) -> Rows:
@@ -91,8 +90,7 @@ class Beside(NamedTuple):
     v: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class GradY:
+class GradY(NamedTuple):
     """dy as the gradients want it: ``given`` [y_rows, N], and ``sorted`` [M, N] where it stands gathered."""
 
     given: torch.Tensor
@@ -123,6 +121,8 @@ def grad_x(call: Call, dy: GradY, do: Now = NOW, beside: Beside | None = None) -
         raw = low_rank.product(_rows_of_dx(call, dy, None, moves=False), *beside, do)
         if index is None:
             raise AssertionError("no index")
+        from . import tokens
+
         return tokens.combine(raw, do.call(_places, call.m_sizes, index), topk, do=do)
     raw = _grad_rows(call, dy, call.flat_weights(dy.given), do, beside)
     if not call.form.permute_x or topk == 1:
@@ -134,6 +134,8 @@ def grad_x_and_weights(
     call: Call, dy: GradY, x: torch.Tensor, beside: Beside | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dx [x_rows, K], and the gradient of topk_weights [T, topk] in their dtype."""
+    from ...kernels import reference
+
     weights, index = call.fusions.weights, call.fusions.index
     flat = call.flat_weights(dy.given)
     if weights is None or flat is None or index is None:
@@ -241,6 +243,8 @@ def _grad_rows(call: Call, dy: GradY, flat: torch.Tensor | None, do: Now, beside
 
 def _places(m_sizes: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """int32 [M]: the sorted row of each of M slots, -1 of one that takes no part; index [M]."""
+    from ...kernels import reference
+
     M = index.shape[0]
     rows = torch.arange(1, M + 1, dtype=torch.int32, device=index.device)
     part = reference.taking_part(m_sizes, index, M, M)

@@ -29,8 +29,7 @@ import torch
 
 from ...artifacts.records.problem import Layout, Op
 from ...kernels.contract.activations import Activation
-from ..check.call import flat, wide_of
-from ..check.operands import Rows
+from ..check.call import Rows, flat, wide_of
 from ..check.saved import FLOATS, Saved
 from ..check.tensors import in_memory
 from ..driver.device import without_autocast

@@ -8,7 +8,6 @@ With u[i] = s * x[i] @ A[e].T and v[i] = s * dy[i] @ B[e], which have r columns:
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ import torch
 
 from ...artifacts.records.problem import Layout, Op
 from ...kernels.contract.words import ALIGNMENT_BYTES
-from ..check.operands import Rows
+from ..check.call import Rows
 from ..launch.program import NOW, Now
 from .products import new_rows, rows, with_low_part
 
@@ -105,20 +104,18 @@ def product(
     By one kernel, which has these columns in its reduction; where there is no such code they are a product of their
     own, which is added. It goes into ``y``, where that is given, and else into new memory of ``many`` rows, or of M.
     """
-    _, N, K = call.sizes
+    many = call.M if many is None else many
     keeps = y is not None and not call.loose  # what stands in rows that nothing is stored to
-    size = call.M if many is None else many, N if call.op is Op.FORWARD else K
-    per = int(size[0] == call.M)
     if one is None or narrow is None:
-        return new_rows(call, size, do, per=per) if y is None else rows(call, y, do)
-    y = do.new(call.x, size, per=per) if y is None else y
+        return new_rows(call, many, do) if y is None else rows(call, y, do)
+    y = do.new(call.x, (many, call.columns), per=int(many == call.M)) if y is None else y
     second = one.B if call.op is Op.FORWARD else one.A
     if with_low_part(call, narrow, second, y, do):
         return y
     y = rows(call, y, do)
     beside = Rows(call.op, narrow, second, call.m_sizes, Layout.NK, call.M, zero_tail=call.zero_tail or keeps)
     if call.scatter or call.row_weights is not None:
-        beside = dataclasses.replace(beside, index=call.index, scatter=call.scatter, row_weights=call.row_weights)
+        beside = beside._replace(index=call.index, scatter=call.scatter, row_weights=call.row_weights)
     do.call(_add, y, rows(beside, do.new(y, tuple(y.shape), per=int(y.shape[0] == call.M)), do))
     return y
 

@@ -6,16 +6,14 @@ Elsewhere it is the reference.
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from ...artifacts.records.problem import Layout
-from ...kernels import reference
 from ..check import tensors
-from ..check.operands import LowPart, Rows
+from ..check.call import LowPart, Rows
 from ..check.tensors import rows_usable
 from ..driver.device import local_gpu, on
 from ..launch.products import (
@@ -25,18 +23,18 @@ from ..launch.products import (
     resolve_activated,
     resolve_gated,
     resolve_low_rank,
+    resolve_new,
     resolve_weight,
     resolve_wide,
 )
 from ..launch.program import NOW, Now
-from ..launch.ready import may_add_low_part, ready_for, rows_aligned
-from ..weights.dequantised import Dequantised
+from ..launch.ready import may_add_low_part
 from ..weights.expert_weights import ExpertWeights
-from . import quantised, torch_fallback, zero_rows
-from .activation import RowActivation
 
 if TYPE_CHECKING:
     from ..dispatch.pin import Pin
+    from ..weights.dequantised import Dequantised
+    from .activation import RowActivation
 
 
 def rows(call: Rows, y: torch.Tensor, do: Now = NOW) -> torch.Tensor:
@@ -54,30 +52,38 @@ def rows(call: Rows, y: torch.Tensor, do: Now = NOW) -> torch.Tensor:
     if not call.x.shape[1]:
         return _sums_of_nothing(call, y, end)
     if not on_gpu:
-        torch_fallback.tell_reference(call.x.device.type)
-        if call.zero_tail:
-            y.zero_()
-        x, w, layout = _by_torch(call)
-        reference.rows(
-            x,
-            w,
-            call.m_sizes,
-            y,
-            M=call.M,
-            layout=layout,
-            index=call.index,
-            index_end=end,
-            gather_divisor=call.gather_divisor,
-            scatter=call.scatter,
-            row_weights=call.row_weights,
-            bias=call.bias,
-        )
+        _by_reference(call, y, end)
         return y
     if not rows_usable(call.x):
-        call = dataclasses.replace(call, x=call.x.contiguous())
+        call = call._replace(x=call.x.contiguous())
     with on(call.x.get_device()):
         _on_cuda(call, y, end, do)
     return y
+
+
+def _by_reference(call: Rows, y: torch.Tensor, end: int) -> None:
+    """Not on CUDA."""
+    from ...kernels import reference
+    from . import torch_fallback
+
+    torch_fallback.tell_reference(call.x.device.type)
+    if call.zero_tail:
+        y.zero_()
+    x, w, layout = _by_torch(call)
+    reference.rows(
+        x,
+        w,
+        call.m_sizes,
+        y,
+        M=call.M,
+        layout=layout,
+        index=call.index,
+        index_end=end,
+        gather_divisor=call.gather_divisor,
+        scatter=call.scatter,
+        row_weights=call.row_weights,
+        bias=call.bias,
+    )
 
 
 def _sums_of_nothing(call: Rows, y: torch.Tensor, end: int) -> torch.Tensor:
@@ -85,6 +91,8 @@ def _sums_of_nothing(call: Rows, y: torch.Tensor, end: int) -> torch.Tensor:
     if call.zero_tail or call.bias is None:
         y.zero_()
     if call.bias is not None:
+        from . import torch_fallback
+
         torch_fallback.store(
             y.new_zeros((call.M, y.shape[1])),
             y,
@@ -99,18 +107,25 @@ def _sums_of_nothing(call: Rows, y: torch.Tensor, end: int) -> torch.Tensor:
     return y
 
 
-def new_rows(call: Rows, size: tuple[int, int], do: Now = NOW, *, per: int = 1) -> torch.Tensor:
-    """``rows`` into new memory: by torch's grouped_mm, if a bundle's choice says that it is faster."""
+def new_rows(call: Rows, many: int, do: Now = NOW) -> torch.Tensor:
+    """``rows`` into new memory of ``many`` rows: by torch's grouped_mm, if a bundle's choice says that it is faster."""
+    size, per = (many, call.columns), int(many == call.M)
     plain = not call.fusion.value and isinstance(call.w, torch.Tensor) and call.M and all(call.sizes)
     if plain and tensors.on_gpu(call.x) and rows_usable(call.x):
         with on(call.x.get_device()):
-            ready = ready_for(call, None)
-            if ready is not None and ready.by_torch is not None:
+            product = resolve_new(call, size[1])
+            if product is not None and product.by_torch is not None:
+                from .torch_fallback import into_new  # here, as few choices have it
+
                 by_torch = partial(
-                    torch_fallback.into_new, grouped=ready.by_torch, layout=call.as_forward(), zero_tail=call.zero_tail
+                    into_new, grouped=product.by_torch, layout=call.as_forward(), zero_tail=call.zero_tail
                 )
                 made: torch.Tensor = do.call(by_torch, call.x, call.dense, call.m_sizes)
                 return made
+            if product is not None:
+                y: torch.Tensor = do.new(call.x, size, per=per)
+                _run(product, call, y, do)
+                return y
     return rows(call, do.new(call.x, size, per=per), do)
 
 
@@ -124,8 +139,6 @@ def wide_rows(call: Rows, do: Now = NOW) -> torch.Tensor | None:
             return None
         product, columns = found
         y: torch.Tensor = do.new(call.x, (call.M, columns))
-        if call.zero_tail:
-            do.call(_zero, y)
         _run(product, call, y, do)
         made: torch.Tensor = do.call(partial(_columns, N=call.sizes[1]), y)
         return made
@@ -139,14 +152,18 @@ def _on_cuda(call: Rows, y: torch.Tensor, end: int, do: Now = NOW) -> None:
     """By one kernel, or with what no kernel here does taken out of it and done by torch."""
     if _launch_rows(call, y, do):
         return
+    from ...kernels import reference
+    from ..launch.ready import rows_aligned
+    from . import quantised, torch_fallback
+
     do.unplanned()
     if call.zero_tail:
         _zero_rest(call, y, NOW)
-        call = dataclasses.replace(call, zero_tail=False)
+        call = call._replace(zero_tail=False)
     spares_rows = call.spares_rows
     if call.gather_divisor and call.index is not None:
         gathered = call.x.index_select(0, reference.rows_of(call.index, end, call.gather_divisor))
-        call = dataclasses.replace(call, x=gathered, gather_divisor=0, pin=None)
+        call = call._replace(x=gathered, gather_divisor=0, pin=None)
         if not spares_rows and _launch_rows(call, y, NOW):
             return
     plain, sm = not call.fusion and not spares_rows, local_gpu(call.x.get_device()).sm
@@ -180,6 +197,8 @@ def _on_cuda(call: Rows, y: torch.Tensor, end: int, do: Now = NOW) -> None:
 def _by_torch(call: Rows) -> tuple[torch.Tensor, torch.Tensor | Dequantised, Layout]:
     """x, w and w's layout of the product as a forward, for torch."""
     if isinstance(call.w, ExpertWeights):
+        from . import quantised
+
         return *quantised.operands(call, call.w), Layout.NK
     return call.x, call.w, call.as_forward()
 
@@ -206,6 +225,9 @@ def weight(
     if not (M and E and N and K):
         return x.new_zeros((E, N, K))
     if not tensors.on_gpu(x):
+        from ...kernels import reference
+        from . import torch_fallback
+
         torch_fallback.tell_reference(x.device.type)
         return reference.grad_weight(dy, x, m_sizes)
     dy, x = (tensor if rows_usable(tensor) else tensor.contiguous() for tensor in (dy, x))
@@ -215,6 +237,8 @@ def weight(
         if step is not None:
             do.run(step, M, {"dy": dy, "x": x, "dw": dw, "m_sizes": m_sizes})
             return dw
+        from . import torch_fallback
+
         do.unplanned()
         return torch_fallback.weight(dy, x, m_sizes, sm=local_gpu(x.get_device()).sm)
 
@@ -224,13 +248,13 @@ def _launch_rows(call: Rows, y: torch.Tensor, do: Now) -> bool:
     product = resolve(call, y)
     if product is None:
         return False
-    if call.zero_tail and not product.zeroes:
-        _zero_rest(call, y, do)
     _run(product, call, y, do)
     return True
 
 
 def _run(product: Product, call: Rows, y: torch.Tensor, do: Now) -> None:
+    if call.zero_tail and not product.zeroes:
+        _zero_rest(call, y, do)
     given = {
         "x": call.x,
         "y": y,
@@ -262,16 +286,14 @@ def with_low_part(call: Rows, narrow: torch.Tensor, second: torch.Tensor, y: tor
     if not may_add_low_part(call, narrow, second, y):
         return False
     with on(call.x.get_device()):
-        product = resolve_low_rank(dataclasses.replace(call, low=LowPart(narrow, second)), y)
+        product = resolve_low_rank(call._replace(low=LowPart(narrow, second)), y)
         if product is None:
             return False
         if call.layout is Layout.KN:
             second = do.call(_turned, second)
         elif not second.is_contiguous():  # one adapter for all experts
             second = do.call(_dense, second)
-        call = dataclasses.replace(call, low=LowPart(narrow, second))
-        if call.zero_tail and not product.zeroes:
-            _zero_rest(call, y, do)
+        call = call._replace(low=LowPart(narrow, second))
         _run(product, call, y, do)
     return True
 
@@ -289,6 +311,8 @@ def _zero_rest(call: Rows, y: torch.Tensor, do: Now) -> None:
     if not call.scatter or call.index is None:
         do.call(_zero, y)
         return
+    from . import zero_rows
+
     end = call.index_end(y.shape[0])
     clear = partial(zero_rows.clear, index_end=None if end == y.shape[0] else end)
     do.call(clear, y, call.index, call.m_sizes, scales=end == y.shape[0])
@@ -306,7 +330,7 @@ def gated_rows(call: Rows, do: Now = NOW) -> torch.Tensor | None:
     if not (call.M and call.x.numel() and all(call.sizes)) or not tensors.on_gpu(call.x):
         return None
     if not rows_usable(call.x):
-        call = dataclasses.replace(call, x=call.x.contiguous())
+        call = call._replace(x=call.x.contiguous())
     x = call.x
     with on(x.get_device()):
         product = resolve_gated(call)

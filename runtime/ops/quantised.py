@@ -14,7 +14,7 @@ import torch
 from ...artifacts.errors import ProblemNotInBundle
 from ...artifacts.records.problem import Op
 from .. import settings
-from ..check.operands import Rows
+from ..check.call import Rows
 from ..weights.dequantised import Dequantised
 from ..weights.expert_weights import ExpertWeights
 

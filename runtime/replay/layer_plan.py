@@ -32,7 +32,7 @@ from ..ops.layer import (
 from ..ops.low_rank import Adapters, as_used
 from ..ops.routing import Routing, sort
 from ..weights.expert_weights import ExpertWeights
-from . import guard, programs
+from . import programs
 from .programs import LOW, MOST_ROWS, Programs, Results
 
 _W: TypeAlias = "torch.Tensor | ExpertWeights"
@@ -57,7 +57,7 @@ class LayerPlan(Programs):
         given: Weights | FrozenWeights,
         there: Sequence[int],
         behind: int,
-        same: guard.Guard,
+        same: programs.Guard,
         grad: bool,
     ) -> None:
         super().__init__(hidden, grad=grad, varies=True)
@@ -249,7 +249,7 @@ def plan_layer(
             return None
         loose.append(len(tensors))
         tensors.append(out)
-    same = guard.guard(*tensors, loose=loose)
+    same = programs.guard(*tensors, loose=loose)
     return None if same is None else LayerPlan(how, hidden, given, there, behind, same, grad)
 
 

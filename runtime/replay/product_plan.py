@@ -24,8 +24,8 @@ from ..ops import autograd, gradients
 from ..ops.autograd import Adapted, AdaptedGemm, GroupedGemm
 from ..ops.low_rank import LowRank, as_used
 from ..weights.expert_weights import ExpertWeights
-from . import guard, programs
-from .programs import LOW, MOST_ROWS, Given, Programs, Results
+from . import programs
+from .programs import LOW, MOST_ROWS, Given, Guard, Programs, Results
 
 _W: TypeAlias = "torch.Tensor | ExpertWeights"
 _Sizes: TypeAlias = "tuple[int, int, int]"  # M, the rows of x, the rows of y
@@ -60,7 +60,7 @@ class ProductPlan(Programs):
         "program",
     )
 
-    def __init__(self, call: Call, given: Given, same: guard.Guard, out: torch.Tensor | None, *, varies: bool) -> None:
+    def __init__(self, call: Call, given: Given, same: Guard, out: torch.Tensor | None, *, varies: bool) -> None:
         x: torch.Tensor = given[0]  # type: ignore[assignment]
         super().__init__(x, grad=any(t is not None and t.requires_grad for t in given), varies=varies)
         self._same, self._low, self.form = same, x.data_ptr() & LOW, call.form
@@ -248,7 +248,7 @@ class PlainPlan(ProductPlan):
 
     __slots__ = ("_direct",)
 
-    def __init__(self, call: Call, given: Given, same: guard.Guard, out: torch.Tensor | None) -> None:
+    def __init__(self, call: Call, given: Given, same: Guard, out: torch.Tensor | None) -> None:
         super().__init__(call, given, same, out, varies=True)
         self._direct: Callable[..., torch.Tensor | None] | None = None
 
@@ -381,9 +381,9 @@ def plan(
         return None
     given = (x, *operands_of(w).values(), call.m_sizes, weights, bias, index, out, *low)
     tensors = [each for each in given if each is not None]
-    rows = (x, weights, index, out) if varies else ()
-    loose = [i for i, each in enumerate(tensors) if any(each is one for one in rows)]
-    same = guard.guard(*tensors, loose=loose)
+    rows = {id(each) for each in (x, weights, index, out)} if varies else set()
+    loose = [i for i, each in enumerate(tensors) if id(each) in rows]
+    same = programs.guard(*tensors, loose=loose)
     if same is None:
         return None
     learns = any(each.requires_grad for each in tensors)

@@ -1,6 +1,6 @@
 """Programs of calls that come again, and the guards that a gradient passes before it is run by one.
 
-A plan (``product_plan.py``, ``layer_plan.py``) takes a call only if its tensors pass one guard (``guard.py``) and begin
+A plan (``product_plan.py``, ``layer_plan.py``) takes a call only if its tensors pass one guard (``guard``) and begin
 as well aligned as the first ones. Any other call goes the long way, which checks everything. ``launch/program.py``
 writes down what runs, the arithmetic is in ``ops``.
 """
@@ -8,18 +8,17 @@ writes down what runs, the arithmetic is in ``ops``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from ...kernels.contract.words import ALIGNMENT_BYTES
-from .. import current, hooks
+from .. import hooks
 from ..dispatch import snapshot as dispatch_snapshot
 from ..driver.device import capturing, current_stream, device_is_current, only_device, without_autocast
 from ..launch.program import Program, Recorder
-from . import guard
 
 Given: TypeAlias = "Sequence[torch.Tensor | None]"
 Results: TypeAlias = "Sequence[torch.Tensor | None]"
@@ -30,13 +29,43 @@ MOST_ROWS = 1 << 29  # of a plan for any number of rows: all of a bucket fit int
 LOW = ALIGNMENT_BYTES - 1
 
 stream_of = current_stream
+Guard: TypeAlias = Callable[..., bool]
+
+_TensorGuards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
+
+
+def guard(*tensors: torch.Tensor, loose: Collection[int] = ()) -> Guard | None:
+    """A check that these tensors pass, and others only if they differ from them in address and content.
+
+    Those whose place is in ``loose`` may have any number of rows, anywhere: of the sizes of a row, and of the strides,
+    the last counts.
+    """
+    if _TensorGuards is None:
+        return None
+    sizes = strides = None
+    if loose:
+        sizes = [_any_rows(one.shape) if i in loose else list(one.shape) for i, one in enumerate(tensors)]
+        strides = [_last(one.stride()) if i in loose else list(one.stride()) for i, one in enumerate(tensors)]
+    try:
+        check: Guard = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+        return check if check(*tensors) else None
+    except (TypeError, ValueError, RuntimeError):  # another torch
+        return None
+
+
+def _any_rows(shape: Sequence[int]) -> list[int | None]:
+    return _last(shape) if len(shape) > 1 else [None]
+
+
+def _last(given: Sequence[int]) -> list[int | None]:
+    return [*(None for _ in given[1:]), given[-1]]
 
 
 class _Gradient(NamedTuple):
     """The program of a gradient; of its first tensors which were there, what they have in common, how aligned."""
 
     program: Program
-    same: guard.Guard
+    same: Guard
     there: Callable[[Given], Any]
     absent: list[int]
     low: list[int]
@@ -71,7 +100,7 @@ class Programs:
             return None
         if loose and not all(one is None or one.is_contiguous() for one in given[:loose]):
             return None
-        now = current.snapshot  # none just after a reload, when the plan's own may be gone, too
+        now = hooks.snapshot  # none just after a reload, when the plan's own may be gone, too
         if now is None or now is not self._snapshot() or not (self._alone or device_is_current(self._device)):
             return None
         return program.run(M, stream_of(self._device), given)
@@ -93,7 +122,7 @@ class Programs:
             return None
         there = [i for i, one in enumerate(given[:guarded]) if one is not None]
         some = [one for one in given[:guarded] if one is not None]
-        same = guard.guard(*some, loose=[n for n, i in enumerate(there) if i < loose])
+        same = guard(*some, loose=[n for n, i in enumerate(there) if i < loose])
         here = self._alone or device_is_current(self._device)
         if same is None or not here or not all(one.is_contiguous() for one in given[:loose] if one is not None):
             return None

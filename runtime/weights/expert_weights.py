@@ -753,3 +753,8 @@ def _check_prepared(weights: ExpertWeights) -> None:
             f"{told(weights.scale)}, in the checkpoint's layout",
             "that of the codes, which are prepared: use both from one source",
         )
+
+
+def key_of(w: torch.Tensor | ExpertWeights) -> tuple[object, ...]:
+    """By what a plan is found for these weights: where they begin; of quantised ones what they are, too."""
+    return (w.codes.data_ptr(), w.format) if isinstance(w, ExpertWeights) else (w.data_ptr(),)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import golden_bundles
@@ -201,9 +200,9 @@ def test_an_output_that_is_a_fifo_is_refused_and_not_waited_for(tmp_path: Path, 
 
 def test_an_overlay_whose_numbers_have_run_out_is_begun_anew() -> None:
     bundle = golden_bundles.medium(seed=0)
-    used = tuple(replace(one, name=f"on-demand/99999999 {one.name.replace('/', ' ')}") for one in bundle.models)
+    used = tuple(one._replace(name=f"on-demand/99999999 {one.name.replace('/', ' ')}") for one in bundle.models)
     notes: list[str] = []
-    joined = overlay.joined(bundle, replace(bundle, models=used), notes.append)
+    joined = overlay.joined(bundle, bundle._replace(models=used), notes.append)
     codec.encode(joined)
     assert all(one.name.startswith("on-demand/00000001 ") for one in joined.models)
     assert "99999999" in notes[0]
@@ -211,7 +210,7 @@ def test_an_overlay_whose_numbers_have_run_out_is_begun_anew() -> None:
 
 def test_the_longest_name_of_a_model_still_fits_an_overlay() -> None:
     bundle = golden_bundles.medium(seed=0)
-    tuned = replace(bundle, models=tuple(replace(one, name="m" * 200) for one in bundle.models[:1]))
+    tuned = bundle._replace(models=tuple(one._replace(name="m" * 200) for one in bundle.models[:1]))
     codec.encode(tuned)
     codec.encode(overlay.joined(tuned, None))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import golden_bundles
@@ -35,7 +34,7 @@ def test_more_bundles_than_descriptors(tmp_path: Path) -> None:
     bundle = golden_bundles.small()
     assert bundle.target.sm == 80
     for i in range(COUNT):
-        data = codec.encode(replace(bundle, producer=replace(bundle.producer, triton=f"3.7.{i // 2}")))  # each twice
+        data = codec.encode(bundle._replace(producer=bundle.producer._replace(triton=f"3.7.{i // 2}")))  # each twice
         (tmp_path / f"{i:04d}.msgpack").write_bytes(data)
     done = subprocess.run([sys.executable, "-c", LOOK, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

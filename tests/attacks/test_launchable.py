@@ -8,7 +8,6 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import golden_bundles
@@ -95,16 +94,16 @@ def passed(variant: Variant, **kinds: str | None) -> Variant:
     for name, kind in plain.items():
         if kind.startswith("desc"):
             maps.append(TensorMap(name, 9, (1,) * (int(kind[4:]) - 1) + (64,), 3))
-    return replace(variant, arguments=tuple(plain.items()), tensor_maps=tuple(maps))
+    return variant._replace(arguments=tuple(plain.items()), tensor_maps=tuple(maps))
 
 
 def configured(variant: Variant, **values: int) -> Variant:
-    return replace(variant, config=tuple(sorted((dict(variant.config) | values).items())))
+    return variant._replace(config=tuple(sorted((dict(variant.config) | values).items())))
 
 
 BROKEN = {
-    "code of an earlier revision": replace(ROWS, revision=1),
-    "no arguments": replace(ROWS, arguments=(), tensor_maps=()),
+    "code of an earlier revision": ROWS._replace(revision=1),
+    "no arguments": ROWS._replace(arguments=(), tensor_maps=()),
     "an argument nobody knows": passed(ROWS, z="ptr"),
     "a word of the launcher's own": passed(ROWS, null="ptr"),
     "another word of the launcher's own": passed(ROWS, one="i64"),
@@ -126,35 +125,35 @@ BROKEN = {
     "no m_sizes": passed(ROWS, m_sizes=None),
     "no dw": passed(WEIGHT, dw=None),
     "specialized without a counter": passed(COUNTED, counter=None),
-    "silu that stores no half of the columns": replace(passed(COUNTED, y_map=None), fusion=Fusion.SILU),
+    "silu that stores no half of the columns": passed(COUNTED, y_map=None)._replace(fusion=Fusion.SILU),
     "a counter of 32 bits": passed(COUNTED, counter="i32"),
-    "specialized for many experts": replace(COUNTED, max_experts=MAX_EXPERTS + 1),
-    "one tile a program, for many experts": replace(configured(ROWS, persistent=0), max_experts=MAX_EXPERTS + 1),
+    "specialized for many experts": COUNTED._replace(max_experts=MAX_EXPERTS + 1),
+    "one tile a program, for many experts": configured(ROWS, persistent=0)._replace(max_experts=MAX_EXPERTS + 1),
     "specialized without TMA": configured(COUNTED, tma=0),
     "specialized, not persistent": configured(COUNTED, persistent=0),
     "specialized with one stage": configured(COUNTED, num_stages=1),
     "specialized of fp32": record(Spec(Op.DW, DType.FP32, FRAGMENTS)),
     "specialized rows of tf32": record(Spec(Op.DX, DType.TF32, SPECIALIZED)),
-    "tf32 in halves of tiles": record(Spec(Op.DW, DType.TF32, replace(FRAGMENTS, edge=Edge.HALF))),
-    "tf32 in tiles of 128 columns": record(Spec(Op.DW, DType.TF32, replace(FRAGMENTS, block_k=128))),
-    "specialized dW of 64 rows": record(spec(Op.DW, replace(FRAGMENTS, block_n=64))),
+    "tf32 in halves of tiles": record(Spec(Op.DW, DType.TF32, FRAGMENTS._replace(edge=Edge.HALF))),
+    "tf32 in tiles of 128 columns": record(Spec(Op.DW, DType.TF32, FRAGMENTS._replace(block_k=128))),
+    "specialized dW of 64 rows": record(spec(Op.DW, FRAGMENTS._replace(block_n=64))),
     "specialized rows, 64 of them": configured(COUNTED, block_m=64),
-    "results rounded to tf32": replace(
-        FRAGMENT, tensor_maps=tuple(replace(one, element=11) for one in FRAGMENT.tensor_maps)
+    "results rounded to tf32": FRAGMENT._replace(
+        tensor_maps=tuple(one._replace(element=11) for one in FRAGMENT.tensor_maps)
     ),
     "pingpong of fp32": record(Spec(Op.FORWARD, DType.FP32, TURNS)),
-    "pingpong that gathers": replace(IN_TURNS, fusion=Fusion.GATHER),
-    "pingpong with silu": replace(IN_TURNS, fusion=Fusion.SILU),
-    "pingpong of rows with dW's tiles": replace(IN_TURNS, config=WEIGHT_TURNS.pairs()),
-    "pingpong of dW with tiles of rows": replace(record(spec(Op.DW, WEIGHT_TURNS)), config=TURNS.pairs()),
+    "pingpong that gathers": IN_TURNS._replace(fusion=Fusion.GATHER),
+    "pingpong with silu": IN_TURNS._replace(fusion=Fusion.SILU),
+    "pingpong of rows with dW's tiles": IN_TURNS._replace(config=WEIGHT_TURNS.pairs()),
+    "pingpong of dW with tiles of rows": record(spec(Op.DW, WEIGHT_TURNS))._replace(config=TURNS.pairs()),
     "pingpong with steps that don't fit its parts": configured(IN_TURNS, block_k=128),
     "pingpong of 64 columns": configured(IN_TURNS, block_n=64),
     "pingpong of 256 columns": configured(IN_TURNS, block_n=256),
     "192 columns, not pingpong": configured(IN_TURNS, pingpong=0),
-    "fitted that gathers": replace(FITS, fusion=Fusion.GATHER),
-    "fitted that gathers and scatters": replace(FITS_IN_TURNS, fusion=Fusion.GATHER | Fusion.SCATTER),
-    "fitted with silu": replace(FITS, fusion=Fusion.SILU),
-    "fitted of dW": replace(record(spec(Op.DW, FRAGMENTS)), config=FITTED.pairs()),
+    "fitted that gathers": FITS._replace(fusion=Fusion.GATHER),
+    "fitted that gathers and scatters": FITS_IN_TURNS._replace(fusion=Fusion.GATHER | Fusion.SCATTER),
+    "fitted with silu": FITS._replace(fusion=Fusion.SILU),
+    "fitted of dW": record(spec(Op.DW, FRAGMENTS))._replace(config=FITTED.pairs()),
     "fitted of fp32": record(Spec(Op.FORWARD, DType.FP32, FITTED)),
     "fitted of 256 rows in turns": configured(FITS, pingpong=1),
     "fitted of 192 rows by both": configured(FITS_IN_TURNS, pingpong=0),
@@ -163,24 +162,24 @@ BROKEN = {
     "fitted and narrow": configured(FITS, narrow=1),
     "fitted that stores through a pointer": passed(FITS, y_map=None),
     "TMA in a config without": configured(ROWS, tma=0),
-    "elements of 8 bytes": replace(ROWS, tensor_maps=tuple(replace(one, element=8) for one in ROWS.tensor_maps)),
-    "elements of a type that is none": replace(
-        WEIGHT, tensor_maps=tuple(replace(one, element=255) for one in WEIGHT.tensor_maps)
+    "elements of 8 bytes": ROWS._replace(tensor_maps=tuple(one._replace(element=8) for one in ROWS.tensor_maps)),
+    "elements of a type that is none": WEIGHT._replace(
+        tensor_maps=tuple(one._replace(element=255) for one in WEIGHT.tensor_maps)
     ),
-    "threads of half a warp": replace(ROWS, threads=48),
+    "threads of half a warp": ROWS._replace(threads=48),
     "a block of 0": configured(ROWS, block_m=0),
     "a block of 2**31-1": configured(ROWS, block_n=2**31 - 1),
     "a block of 17": configured(ROWS, block_k=17),
     "group_m 0": configured(ROWS, group_m=0),
     "a knob nobody knows": configured(ROWS, block_q=16),
-    "no knobs": replace(ROWS, config=()),
+    "no knobs": ROWS._replace(config=()),
 }
 
 
 def bundle(variant: Variant) -> Bundle:
     small = golden_bundles.small()
     kernel = Kernel(variant.kernel, variant.revision, b"\1" * 32)
-    return replace(small, kernels=(kernel,), variants=(variant,), cubins=(CUBIN,), choices={}, models=())
+    return small._replace(kernels=(kernel,), variants=(variant,), cubins=(CUBIN,), choices={}, models=())
 
 
 def opened(variant: Variant) -> BundleFile:
@@ -196,7 +195,7 @@ def opened(variant: Variant) -> BundleFile:
         record(spec(Op.DX, FITTED)),
         record(Spec(Op.DX, DType.BF16, TURNS, fusion=Fusion.SCATTER)),
         record(spec(Op.DX, TURNS)),
-        record(spec(Op.FORWARD, replace(TURNS, block_n=128, num_stages=6))),
+        record(spec(Op.FORWARD, TURNS._replace(block_n=128, num_stages=6))),
         *(record(spec(Op.DW, one)) for one in (WEIGHT_TURNS, ACROSS)),
     ],
 )
@@ -230,8 +229,8 @@ CODE = {
 @pytest.mark.parametrize("name", CODE)
 def test_code_of_another_kind_is_refused_by_aot_verify(name: str, tmp_path: Path) -> None:
     cubin = CODE[name]
-    variant = replace(ROWS, cubin_bytes=len(cubin), cubin_sha256=hashlib.sha256(cubin).digest())
-    made = replace(bundle(variant), target=Target(90, True), cubins=(cubin,))
+    variant = ROWS._replace(cubin_bytes=len(cubin), cubin_sha256=hashlib.sha256(cubin).digest())
+    made = bundle(variant)._replace(target=Target(90, True), cubins=(cubin,))
     publish(tmp_path / "broken.msgpack", codec.encode(made))
     with pytest.raises(BundleCorrupt, match="variant 0: no cubin: "):
         sound(str(tmp_path / "broken.msgpack"))
@@ -267,16 +266,16 @@ def test_the_code_that_ships_takes_the_parameters_that_its_record_says(path: Pat
 
 
 OTHERS = {
-    "one argument fewer": (lambda one: replace(one, arguments=one.arguments[:-1]), "takes .. parameters, .* says"),
+    "one argument fewer": (lambda one: one._replace(arguments=one.arguments[:-1]), "takes .. parameters, .* says"),
     "one argument more": (
-        lambda one: replace(one, arguments=(*one.arguments, ("m_sizes_", "ptr"))),
+        lambda one: one._replace(arguments=(*one.arguments, ("m_sizes_", "ptr"))),
         "takes .. parameters, .* says",
     ),
     "two arguments exchanged": (
-        lambda one: replace(one, arguments=(*one.arguments[:-2], one.arguments[-1], one.arguments[-2])),
+        lambda one: one._replace(arguments=(*one.arguments[:-2], one.arguments[-1], one.arguments[-2])),
         "takes [48] bytes, its record says [48]",
     ),
-    "a kernel that is not there": (lambda one: replace(one, entry="nowhere"), "no kernel 'nowhere', but '"),
+    "a kernel that is not there": (lambda one: one._replace(entry="nowhere"), "no kernel 'nowhere', but '"),
 }
 
 
@@ -288,8 +287,7 @@ def test_a_record_of_other_parameters_is_refused(path: Path, name: str, tmp_path
     i = next(i for i, one in enumerate(whole.variants) if one.arguments[-1][1] != one.arguments[-2][1])
     changed = change(whole.variants[i])
     assert "says" in reason or changed.arguments == whole.variants[i].arguments
-    made = replace(
-        whole,
+    made = whole._replace(
         variants=(changed,),
         cubins=(whole.cubins[i],),
         choices={},
@@ -303,21 +301,21 @@ def test_a_record_of_other_parameters_is_refused(path: Path, name: str, tmp_path
 
 def _maps(one: Variant, **fields: object) -> Variant:
     first, *rest = one.tensor_maps
-    return replace(one, tensor_maps=(replace(first, **fields), *rest))  # type: ignore[arg-type]
+    return one._replace(tensor_maps=(first._replace(**fields), *rest))  # type: ignore[arg-type]
 
 
 def _swapped(one: Variant, a: str, b: str) -> Variant:
     """Two arguments of one kind in each other's place."""
     names = {a: b, b: a}
-    return replace(one, arguments=tuple((names.get(name, name), kind) for name, kind in one.arguments))
+    return one._replace(arguments=tuple((names.get(name, name), kind) for name, kind in one.arguments))
 
 
 LIES: dict[str, tuple[Callable[[Variant], Variant], str]] = {
-    "no shared memory": (lambda one: replace(one, shared_bytes=0), "0 bytes of shared memory, its boxes alone take"),
-    "more shared memory than there is": (lambda one: replace(one, shared_bytes=1 << 20), "a block has 232448"),
-    "32 threads": (lambda one: replace(one, threads=32), "compiled for .* threads, its record says 32"),
-    "1024 threads": (lambda one: replace(one, threads=1024), "compiled for .* threads, its record says 1024"),
-    "fewer registers": (lambda one: replace(one, registers=8), "registers a thread, its record says 8"),
+    "no shared memory": (lambda one: one._replace(shared_bytes=0), "0 bytes of shared memory, its boxes alone take"),
+    "more shared memory than there is": (lambda one: one._replace(shared_bytes=1 << 20), "a block has 232448"),
+    "32 threads": (lambda one: one._replace(threads=32), "compiled for .* threads, its record says 32"),
+    "1024 threads": (lambda one: one._replace(threads=1024), "compiled for .* threads, its record says 1024"),
+    "fewer registers": (lambda one: one._replace(registers=8), "registers a thread, its record says 8"),
     "two pointers exchanged": (
         lambda one: _swapped(one, *[name for name, kind in one.arguments if kind == "ptr"][:2]),
         "its arguments are not those of",
@@ -329,7 +327,7 @@ LIES: dict[str, tuple[Callable[[Variant], Variant], str]] = {
     "no swizzle": (lambda one: _maps(one, swizzle=0), "swizzle 0: wanted .*, swizzle [23]"),
     "another swizzle": (lambda one: _maps(one, swizzle=1), "swizzle 1: wanted"),
     "another tile's config": (
-        lambda one: replace(one, config=tuple((k, 2 * v if k == "block_m" else v) for k, v in one.config)),
+        lambda one: one._replace(config=tuple((k, 2 * v if k == "block_m" else v) for k, v in one.config)),
         "variant 0",
     ),
 }
@@ -345,8 +343,7 @@ def test_a_record_that_lies_of_its_code_is_refused(name: str, tmp_path: Path) ->
     for i in kernels.values():
         changed = change(whole.variants[i])
         assert changed != whole.variants[i]
-        made = replace(
-            whole,
+        made = whole._replace(
             variants=(changed,),
             cubins=(whole.cubins[i],),
             choices={},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import golden_bundles
@@ -49,8 +48,7 @@ def odd(seed: int) -> Bundle:
         return pick.choice([1, 2, 3, 255, 256, most // 2, most - 1, most])
 
     variants = tuple(
-        replace(
-            one,
+        one._replace(
             config=pick.choice([one.config, *CONFIGS]),
             threads=pick.choice([1, 128, 1024]),
             shared_bytes=pick.choice([0, 1 << 20]),
@@ -61,37 +59,36 @@ def odd(seed: int) -> Bundle:
         )
         for one in bundle.variants
     )
-    renamed = {one: replace(one, E=figure(65536), N=figure(INT), K=i + 1) for i, one in enumerate(bundle.choices)}
+    renamed = {one: one._replace(E=figure(65536), N=figure(INT), K=i + 1) for i, one in enumerate(bundle.choices)}
     choices = {
         renamed[problem]: tuple(
-            replace(one, time_ns=figure(LONG), runner_up_ns=one.runner_up_ns and figure(LONG)) for one in row
+            one._replace(time_ns=figure(LONG), runner_up_ns=one.runner_up_ns and figure(LONG)) for one in row
         )
         for problem, row in bundle.choices.items()
     }
-    return replace(
-        bundle,
+    return bundle._replace(
         target=pick.choice([bundle.target, Target(80, False), Target(100, True)]),
         min_driver=pick.choice([0, 12080]),
         producer=pick.choice([bundle.producer, *PRODUCERS]),
-        gpus=tuple(replace(one, sm_count=figure(INT), memory_mib=i + 1) for i, one in enumerate(bundle.gpus)),
+        gpus=tuple(one._replace(sm_count=figure(INT), memory_mib=i + 1) for i, one in enumerate(bundle.gpus)),
         variants=variants,
         choices=choices,
-        models=tuple(replace(one, problems=tuple(map(renamed.__getitem__, one.problems))) for one in bundle.models),
+        models=tuple(one._replace(problems=tuple(map(renamed.__getitem__, one.problems))) for one in bundle.models),
     )
 
 
 def merged(bundle: Bundle, other: Bundle) -> None:
-    codec.encode(merge({"a": bundle, "b": replace(other, target=bundle.target)}).bundle)
+    codec.encode(merge({"a": bundle, "b": other._replace(target=bundle.target)}).bundle)
 
 
 def compared(bundle: Bundle, other: Bundle) -> None:
-    changes = diff(bundle, replace(bundle, choices={key: row[:1] for key, row in bundle.choices.items()}))
+    changes = diff(bundle, bundle._replace(choices={key: row[:1] for key, row in bundle.choices.items()}))
     assert not changes.choices or time_ratio(list(changes.choices)) > 0
     assert diff(bundle, other).differ == (bundle != other)
 
 
 def tuned_on_top(bundle: Bundle, other: Bundle) -> None:
-    codec.encode(overlay.joined(bundle, replace(other, target=bundle.target)))
+    codec.encode(overlay.joined(bundle, other._replace(target=bundle.target)))
 
 
 def shown(bundle: Bundle, _: Bundle) -> None:
@@ -125,8 +122,8 @@ def test_a_report_of_extremes_is_drawn(seed: int) -> None:
 
 def test_a_report_of_a_capability_that_nobody_knows_is_one_clear_error(tmp_path: Path) -> None:
     path = tmp_path / "turing.msgpack"
-    empty = replace(golden_bundles.small(), variants=(), cubins=(), choices={}, models=())
-    path.write_bytes(codec.encode(replace(empty, target=Target(75, False))))
+    empty = golden_bundles.small()._replace(variants=(), cubins=(), choices={}, models=())
+    path.write_bytes(codec.encode(empty._replace(target=Target(75, False))))
     with pytest.raises(InputError, match="sm_75"):
         read(str(path), True, [], None, None)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,7 +63,7 @@ def test_locks_journals_and_caches(tmp_path: Path) -> None:
     with open_journal(tmp_path / "c" / "d" / "j", Header(90, Gpu("NVIDIA H200", 132, 143771, 13000), ())):
         pass
     bundle, spec = open_bundle(GOLDEN), Spec(Op.FORWARD, DType.BF16, Config(64, 64, 64, 4, 3))
-    variant = replace(bundle.variant(0), arguments=registry.arguments(spec))
+    variant = bundle.variant(0)._replace(arguments=registry.arguments(spec))
     cache = CompileCache(tmp_path / "e" / "f")
     cache.put(spec, 90, Compiled(variant, bundle.cubin(0)))
     assert cache.trouble == ""

@@ -85,9 +85,9 @@ def test_the_fit_sees_narrow_configs(tool: SimpleNamespace, K: int, less: bool) 
         if one.config.schedule.warp_specialized
         and not (one.config.edge is Edge.HALF or one.config.schedule is Schedule.PINGPONG)
     ]
-    narrow = [replace(one, config=replace(one.config, edge=Edge.HALF)) for one in wide]
+    narrow = [replace(one, config=one.config._replace(edge=Edge.HALF)) for one in wide]
     several = replace(
-        cell, problem=replace(cell.problem, K=K), variants=(*wide, *narrow), times_us=(1.0,) * (2 * len(wide))
+        cell, problem=cell.problem._replace(K=K), variants=(*wide, *narrow), times_us=(1.0,) * (2 * len(wide))
     )
     (part,) = tool.vectors.parts([several])
     ranked = {i: us for us, i in tool.sweeps.Rankings(CONSTANTS).of(several)}
@@ -100,7 +100,7 @@ def test_the_fit_sees_tiles_that_are_dealt_out(tool: SimpleNamespace) -> None:
     """Beside those of the same size that aren't, and of 192 columns."""
     cell = next(one for one in _cells(tool, Op.FORWARD) if one.tokens == 1024 and one.model == "qwen3-next")
     taken = [one for one in cell.variants if one.config.schedule.warp_specialized and one.config.block_n == 128]
-    several = [replace(one, config=replace(one.config, schedule=Schedule.PINGPONG)) for one in taken] + taken
+    several = [replace(one, config=one.config._replace(schedule=Schedule.PINGPONG)) for one in taken] + taken
     cell = replace(cell, variants=tuple(several), times_us=(1.0,) * len(several))
     (part,) = tool.vectors.parts([cell])
     ranked = {i: us for us, i in tool.sweeps.Rankings(CONSTANTS).of(cell)}
@@ -115,7 +115,7 @@ def test_the_fit_sees_tiles_that_are_fitted(tool: SimpleNamespace) -> None:
         cell = next(one for one in _cells(tool, Op.FORWARD) if one.tokens == tokens and one.model == "qwen3-next")
         taken = [one for one in cell.variants if one.config.schedule.warp_specialized][:1]
         fitted = [
-            replace(one.config, block_m=rows, block_n=128, schedule=schedule, rows=TileRows.FITTED)
+            one.config._replace(block_m=rows, block_n=128, schedule=schedule, rows=TileRows.FITTED)
             for one in taken
             for rows, schedule in ((256, Schedule.COOPERATIVE), (192, Schedule.PINGPONG))
         ]
@@ -131,11 +131,11 @@ def test_the_fit_sees_tiles_that_lie_across(tool: SimpleNamespace, N: int, K: in
     """Beside the same configs that don't; of dw turned round they take as long, but for what a row of a tile writes."""
     cell = next(cell for cell in _cells(tool, Op.DW) if cell.tokens == 8192 and cell.model == "olmoe")
     along = [one for one in cell.variants if one.config.schedule is Schedule.PINGPONG and one.config.block_k == 192]
-    lying = [replace(one, config=replace(one.config, block_n=192, block_k=128)) for one in along]
+    lying = [replace(one, config=one.config._replace(block_n=192, block_k=128)) for one in along]
 
     def estimates(N: int, K: int) -> list[float]:
         variants, times = (*along, *lying), (1.0,) * (2 * len(along))
-        several = replace(cell, problem=replace(cell.problem, N=N, K=K), variants=variants, times_us=times)
+        several = replace(cell, problem=cell.problem._replace(N=N, K=K), variants=variants, times_us=times)
         (part,) = tool.vectors.parts([several])
         ranked = {i: us for us, i in tool.sweeps.Rankings(CONSTANTS).of(several)}
         found: list[float] = part.estimates_us(CONSTANTS).tolist()

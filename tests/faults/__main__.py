@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +135,7 @@ def failing_build(options: argparse.Namespace) -> dict[str, Any]:
 def republished(options: argparse.Namespace) -> dict[str, Any]:
     """R11: loads of the smallest golden bundle while a longer one takes its place all the time, and it that one's."""
     small = golden_bundles.small()
-    longer = replace(small, models=(*small.models, replace(small.models[0], tp=2)))
+    longer = small._replace(models=(*small.models, small.models[0]._replace(tp=2)))
     datas = codec.encode(small), codec.encode(longer)
     with tempfile.TemporaryDirectory() as folder:
         done = test_publish.under_load(Path(folder), datas, options.loads, options.minutes, options.readers)

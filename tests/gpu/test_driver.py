@@ -7,7 +7,6 @@ The driver's own answer is what it is held against. It takes what ships for this
 
 from __future__ import annotations
 
-from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -61,13 +60,13 @@ def test_a_driver_that_is_too_old_is_told_before_anything_is_loaded(
     path = tmp_path / "bundle.msgpack"
     monkeypatch.setenv("PRETUNED_BUNDLES", str(path))
     try:
-        publish(path, encode(replace(SHIPPED, min_driver=here + 10)))
+        publish(path, encode(SHIPPED._replace(min_driver=here + 10)))
         reload()
         both = f"CUDA {cuda_version(here + 10)} or later.*CUDA {cuda_version(here)}".replace(".", r"\.", 1)
         with pytest.raises(DriverTooOld, match=both):
             grouped_gemm(x, w, m_sizes)
         assert loads == []
-        publish(path, encode(replace(SHIPPED, min_driver=here)))
+        publish(path, encode(SHIPPED._replace(min_driver=here)))
         reload()
         y = grouped_gemm(x, w, m_sizes)
         chosen = explain(x, w, m_sizes).chosen

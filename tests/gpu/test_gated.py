@@ -16,7 +16,7 @@ from pretuned.kernels import reference
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.registry import entry_of
 from pretuned.runtime import explain, moe_mlp, reload, sort_routing
-from pretuned.runtime.check.operands import Rows
+from pretuned.runtime.check.call import Rows
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.dispatch.ranking import why_not
 from pretuned.runtime.driver.device import local_gpu

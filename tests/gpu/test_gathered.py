@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import PLAIN_LAYOUTS, Fusion, Layout, Op, Problem, RowOp
 from pretuned.kernels.contract.spec import code_of
 from pretuned.runtime import grouped_gemm, moe_mlp, reload, sort_routing
-from pretuned.runtime.check.operands import Rows
+from pretuned.runtime.check.call import Rows
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.dispatch.ranking import why_not
 from pretuned.runtime.driver.device import local_gpu
@@ -69,7 +68,7 @@ class Switch:
     def kernel(self, problem: Problem, call: Rows, _device: int, _checks: bool) -> LoadedKernel | None:
         code = code_of(problem.op, call.fusion & ~Fusion.GATHER)
         on_load = ready._kernel(problem, call.M, 0, True, None, None)
-        kind = replace(problem, fusion=code)
+        kind = problem._replace(fusion=code)
         found = None if on_load is None else same_config(kind, on_load.variant.config) or same_config(kind, None)
         if found is None:
             pytest.skip(f"the bundles have no {kind} for this GPU")
@@ -109,7 +108,7 @@ def run(call: Rows, rows: int, switch: Switch, **changes: Any) -> tuple[torch.Te
         y = torch.full(
             (rows, call.sizes[1] if call.op is Op.FORWARD else call.sizes[2]), NAN, device="cuda", dtype=torch.bfloat16
         )
-        one = replace(call, **changes) if changes else call
+        one = call._replace(**changes)
         assert (ready.ready_for(one, y).gather is not None) is first  # type: ignore[union-attr]
         results.append(products.rows(one, y))
     return results[0], results[1]
@@ -177,7 +176,7 @@ def test_an_index_out_of_range_reads_and_stores_nothing(switch: Switch, step: to
             on_load[wrong] = first[wrong] = 0
         near(first, on_load)
     assert not call.may_gather_first(aligned=False)
-    assert not replace(call, loose=False).may_gather_first(aligned=True)
+    assert not call._replace(loose=False).may_gather_first(aligned=True)
 
 
 def test_an_index_into_no_rows_at_all() -> None:
@@ -261,7 +260,7 @@ def test_silu_in_the_epilogue_of_rows_gathered_beforehand(
 ) -> None:
     E, H, I, T = 8, 768, 512, 700  # noqa: E741
     problem = Problem(Op.FORWARD, DType.BF16, E, 2 * I, H)
-    kernels = [same_config(replace(problem, fusion=one), None) for one in (Fusion.SILU | Fusion.GATHER, Fusion.SILU)]
+    kernels = [same_config(problem._replace(fusion=one), None) for one in (Fusion.SILU | Fusion.GATHER, Fusion.SILU)]
     if None in kernels:
         pytest.skip("the bundles lack silu in the epilogue in one of its forms")
     routing = routed(E, T, kind)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,7 +69,7 @@ def test_a_cell_is_measured_and_kept(candidates: Path, tmp_path: Path) -> None:
         assert (record.plain is not None) == bool(record.problem.fusion & (Fusion.GATHER | Fusion.SILU))
         if record.plain is not None:  # in turns with the form, which takes about as long
             sha, ns = record.plain
-            product = replace(record.problem, fusion=Fusion.NONE)
+            product = record.problem._replace(fusion=Fusion.NONE)
             beside = next(one for one in contents.records if (one.problem, one.bucket) == (product, record.bucket))
             assert isinstance(beside, Measured)
             assert min(beside.timings, key=lambda one: (one.time_ns, one.variant)).variant == sha
@@ -113,10 +112,10 @@ def test_a_fault_on_the_gpu_is_contained(candidates: Path, tmp_path: Path) -> No
     bad = next(i for i, one in enumerate(bundle.variants) if serves(one, problem) and not dict(one.config)["tma"])
     swapped = {"w": "index", "index": "w"}
     arguments = tuple((swapped.get(name, name), kind) for name, kind in bundle.variants[bad].arguments)
-    broken = replace(bundle.variants[bad], arguments=arguments)
+    broken = bundle.variants[bad]._replace(arguments=arguments)
     variants = (*bundle.variants[:bad], broken, *bundle.variants[bad + 1 :])
     path = tmp_path / "broken.msgpack"
-    publish(path, codec.encode(replace(bundle, variants=variants)))
+    publish(path, codec.encode(bundle._replace(variants=variants)))
     journal = tmp_path / "here.journal"
     outcome = tune_problems({problem: (64, 1024)}, path, journal, entrants=Entrants(share=1.0))
     assert [one.kind for one in outcome.failures] == [FAULT]

@@ -14,7 +14,6 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -109,23 +108,21 @@ def write(folder: Path, *, faulty: bool = False) -> Path:
     """
     whole, i, turned, other = pair()
     cubin = whole.cubins[turned]
-    forged = replace(
-        whole.variants[i],
+    forged = whole.variants[i]._replace(
         cubin_bytes=len(cubin),
         cubin_sha256=hashlib.sha256(cubin).digest(),
         registers=whole.variants[turned].registers,
     )
-    right = replace(
-        whole.variants[other], spill_bytes=whole.variants[other].spill_bytes + 8
+    right = whole.variants[other]._replace(
+        spill_bytes=whole.variants[other].spill_bytes + 8
     )  # the record of none that ships
     variants, cubins = [forged, right], [cubin, whole.cubins[other]]
     if faulty:
-        variants.append(replace(right, shared_bytes=0))
+        variants.append(right._replace(shared_bytes=0))
         cubins.append(whole.cubins[other])
     kernels = {(one.kernel, one.revision) for one in variants}
     choice = Choice(bucket_of(M), 0, Source.MODELLED, 1000, 1, 2000)
-    made = replace(
-        whole,
+    made = whole._replace(
         gpus=(),
         producer=whole.producer.with_held_against(()),
         variants=tuple(variants),

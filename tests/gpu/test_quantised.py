@@ -10,7 +10,7 @@ import torch
 
 from pretuned.artifacts.records.precision import PRECISIONS
 from pretuned.runtime import ExpertWeights, grouped_gemm, moe_mlp, reload, sort_routing
-from pretuned.runtime.driver import descriptors
+from pretuned.runtime.driver import launcher
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -85,11 +85,11 @@ def test_a_layer_of_one_token_reads_its_row_where_it_lies(format: str, monkeypat
     up, down = (ExpertWeights.quantize(torch.randn(E, N, K) / K**0.5, format) for N, K in ((2 * I, H), (H, I)))
     up, down = up.to("cuda").prepare(), down.to("cuda").prepare()
     hidden, weights = torch.randn(1, H, device="cuda").bfloat16(), torch.rand(1, TOPK, device="cuda")
-    assert descriptors.repeats_rows(0)
+    assert launcher.repeats_rows(0)
     for ids in (torch.tensor([[2, 7, 0]], device="cuda"), torch.tensor([[-1, 7, 0]], device="cuda")):
         found = []
         for repeats in (True, False):
-            monkeypatch.setattr(descriptors, "repeats_rows", lambda _device, repeats=repeats: repeats)
+            monkeypatch.setattr(launcher, "repeats_rows", lambda _device, repeats=repeats: repeats)
             reload()
             found += [moe_mlp(hidden, up, down, ids, weights) for _ in range(3)]
         assert all(torch.equal(one, found[0]) for one in found)

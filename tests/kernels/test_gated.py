@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch.nn import functional
@@ -63,7 +61,7 @@ def test_its_estimate_is_the_products_with_half_of_the_columns_written() -> None
     resources, chip = Resources(CONFIG, 384, 220_000, 168), chip_for(90)
     for E, M in ((8, 4096), (128, 8192), (128, 65536)):
         plain = Problem(Op.FORWARD, DType.BF16, E, 1536, 2048, fusion=Fusion.GATHER)
-        times = [estimate_us(one, M, resources, chip) for one in (replace(plain, fusion=BOTH), plain)]
+        times = [estimate_us(one, M, resources, chip) for one in (plain._replace(fusion=BOTH), plain)]
         assert times[0] < times[1]
         assert times[1] - times[0] <= M * 768 * 2 / chip.bandwidth_gbs * 1e-3 * 2  # no more than that takes
 
@@ -82,7 +80,7 @@ def test_its_estimate_has_none_of_what_half_tiles_save(fusion: Fusion) -> None:
     few = Problem(Op.FORWARD, DType.BF16, 8, 4096, 28672, fusion=fusion)  # a last wave of less than half
     for problem, M, name in ((odd, 32768, "half_columns"), (few, 2048, "split_tail")):
         assert us(problem, M, name, True) == us(problem, M, name, False)
-        plain = replace(problem, fusion=fusion & ~Fusion.SILU)
+        plain = problem._replace(fusion=fusion & ~Fusion.SILU)
         assert us(plain, M, name, True) < 0.99 * us(plain, M, name, False)
 
 

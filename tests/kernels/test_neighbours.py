@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 
@@ -71,8 +70,8 @@ def test_tiles_that_fit_ill_take_longer() -> None:
 
     assert beside(2048 + 32, 32768) > 1.05 * beside(2048, 32768)
     assert beside(2048, 64) > beside(2048, 32768)
-    fitted = replace(WIDE, block_m=256, block_n=128, rows=TileRows.FITTED)
-    fixed = replace(fitted, rows=TileRows.FIXED)
+    fitted = WIDE._replace(block_m=256, block_n=128, rows=TileRows.FITTED)
+    fixed = fitted._replace(rows=TileRows.FIXED)
     sizes = (64, 4096, 4096, 64 * 140)
     assert tiles_us(Op.FORWARD, DType.BF16, sizes, fitted, CHIP) < tiles_us(Op.FORWARD, DType.BF16, sizes, fixed, CHIP)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from made import H100, H200, Spec, bundle, measured, modelled
@@ -20,11 +19,11 @@ from pretuned.kernels.hardware.chips import chip_named
 M = 8192
 BOTH = Fusion.SILU | Fusion.GATHER
 ON_LOAD = Problem(Op.FORWARD, DType.BF16, 128, 1536, 2048, fusion=Fusion.GATHER)
-PLAIN = replace(ON_LOAD, fusion=Fusion.NONE)
+PLAIN = ON_LOAD._replace(fusion=Fusion.NONE)
 WIDE = Config(128, 256, 64, 8, 4, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
 KINDS = (Fusion.GATHER, Fusion.NONE, Fusion.SCATTER, BOTH, Fusion.SILU)
 SPECS = tuple(Spec(WIDE, fusion=one) for one in KINDS)
-SILU, GATED = replace(PLAIN, fusion=Fusion.SILU), replace(PLAIN, fusion=BOTH)
+SILU, GATED = PLAIN._replace(fusion=Fusion.SILU), PLAIN._replace(fusion=BOTH)
 
 
 def us(top_k: int, gpu: Gpu = H200) -> float:
@@ -127,12 +126,12 @@ def test_two_sources_or_two_gpus_make_no_plan() -> None:
     assert plan((ON_LOAD, modelled(M, 0, 300.0)), (PLAIN, measured(M, 1, 10.0))) == ()
     assert plan((ON_LOAD, measured(M, 0, 300.0)), (PLAIN, measured(M, 1, 10.0, gpu=1)), gpus=(H200, H100)) == ()
     assert plan((ON_LOAD, measured(M, 0, 300.0)), (PLAIN, measured(M // 2, 1, 10.0))) == ()
-    unknown = replace(H200, name="NVIDIA H300")  # a row kernel has no time there
+    unknown = H200._replace(name="NVIDIA H300")  # a row kernel has no time there
     assert plan((ON_LOAD, measured(M, 0, 300.0)), (PLAIN, measured(M, 1, 10.0)), gpus=(unknown,)) == ()
 
 
 def test_old_plans_are_forgotten() -> None:
     made = bundle({ON_LOAD: [measured(M, 0, 300.0)], PLAIN: [measured(M, 1, 10.0)]}, gpus=[H200], specs=SPECS)
     assert made.choices[ON_LOAD][0].plan
-    alone = replace(made, choices={ON_LOAD: made.choices[ON_LOAD]})
+    alone = made._replace(choices={ON_LOAD: made.choices[ON_LOAD]})
     assert plans.with_plans(alone).choices[ON_LOAD][0].plan == ()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -55,14 +54,14 @@ def test_what_it_does_not_declare_is_refused(entry: KernelEntry, tiles: Tiles) -
     for knob in FIELDS:
         allowed = tiles.allowed(knob)
         for value in KINDS.get(knob, {*range(17), 32, 48, 64, 128, 192, 256, 1024, 1025}):
-            config = replace(spec.config, **{knob: value})
-            told = refusal(replace(spec, config=config))
+            config = spec.config._replace(**{knob: value})
+            told = refusal(spec._replace(config=config))
             if value in allowed:
                 assert told is None or "format 1 has no other" in told
             elif all(any(one.misfits(config)) for one in entry.tiles):
                 assert told is not None
     for other in {*DType} - entry.dtypes:
-        told = refusal(replace(spec, dtype=other))
+        told = refusal(spec._replace(dtype=other))
         another = registry.kernel_of(spec.op, spec.config, other)
         if another is entry:
             assert f"its dtypes are {', '.join(sorted(one.value for one in entry.dtypes))}" in str(told)
@@ -70,9 +69,9 @@ def test_what_it_does_not_declare_is_refused(entry: KernelEntry, tiles: Tiles) -
             assert another is not None
             assert told is None or f"{another.name} has no code" in told
     for layout in {*Layout} - entry.layouts(spec.op):
-        assert f"w is {layout.value}, wanted" in str(refusal(replace(spec, layout=layout)))
+        assert f"w is {layout.value}, wanted" in str(refusal(spec._replace(layout=layout)))
     for other in {Fusion.GATHER, Fusion.SILU, Fusion.LOW_RANK} - entry.fusions:
-        assert "its forms are " in str(refusal(replace(spec, fusion=other)))
+        assert "its forms are " in str(refusal(spec._replace(fusion=other)))
 
 
 def test_no_kernel_has_every_schedule() -> None:
@@ -89,7 +88,7 @@ def test_no_kernel_has_every_schedule() -> None:
 def test_an_architecture_lacks_what_a_kernel_needs(sm: int, lacking: list[str]) -> None:
     pointers = Config(64, 64, 64, 4, 3)
     assert refusal(Spec(Op.FORWARD, DType.BF16, pointers), sm) is None
-    through_tma = refusal(Spec(Op.FORWARD, DType.BF16, replace(pointers, loads=Loads.TMA)), sm)
+    through_tma = refusal(Spec(Op.FORWARD, DType.BF16, pointers._replace(loads=Loads.TMA)), sm)
     assert through_tma is None or "sm_80 has no tma" in through_tma
     assert (through_tma is None) is ("tma" not in lacking)
     special = Config(128, 128, 64, 8, 6, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
@@ -113,7 +112,7 @@ def test_experts_beyond_what_a_kernel_counts_are_refused() -> None:
         spec = Spec(Op.FORWARD, dtype, config, layout, max_experts=most)
         assert registry.limits_of(spec.op, config, dtype).experts == most
         assert refusal(spec) is None
-        assert f"it counts {most} experts at most, not {most + 1}" in str(refusal(replace(spec, max_experts=most + 1)))
+        assert f"it counts {most} experts at most, not {most + 1}" in str(refusal(spec._replace(max_experts=most + 1)))
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
@@ -155,7 +154,7 @@ def test_a_knob_that_no_tiles_speak_of_has_its_default() -> None:
     assert not list(silent.misfits(plain))
     for knob, kind in KINDS.items():
         for value in set(kind) - {getattr(plain, knob)}:
-            (told,) = silent.misfits(replace(plain, **{knob: value}))
+            (told,) = silent.misfits(plain._replace(**{knob: value}))
             assert told == f"{knob} is {value.name}, wanted {getattr(plain, knob).name}"
 
 

@@ -33,7 +33,6 @@ _PLACES = "tests/attacks/test_places.py"
 FILES: dict[str, tuple[str, ...]] = {
     "artifacts/format/codec.py": _FORMAT,
     "artifacts/format/wire.py": _FORMAT,
-    "artifacts/format/checks.py": _FORMAT,
     "artifacts/format/index.py": (*_FORMAT, *_FILE),
     "artifacts/format/schema.py": _FORMAT,
     "artifacts/files/acl.py": ("tests/artifacts/files/test_acl.py", _PLACES),

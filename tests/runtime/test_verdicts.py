@@ -7,7 +7,6 @@ import logging
 import multiprocessing
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +66,8 @@ def test_under_umask_000_it_is_remembered_too(overlay: Path) -> None:
     "elsewhere",
     [
         ON_L40S,
-        LocalGpu(80, replace(ON_A100.gpu, driver=13000)),
-        LocalGpu(80, replace(ON_A100.gpu, name="NVIDIA A100-PCIE-40GB")),
+        LocalGpu(80, ON_A100.gpu._replace(driver=13000)),
+        LocalGpu(80, ON_A100.gpu._replace(name="NVIDIA A100-PCIE-40GB")),
         LocalGpu(86, ON_A100.gpu),
     ],
 )
@@ -84,7 +83,7 @@ def test_it_holds_for_one_cubin_in_one_record(overlay: Path) -> None:
     """A right cubin under another record, with other arguments say, is other code."""
     note(ONE, ON_A100, RIGHT)
     assert known(OTHER, ON_A100) is None
-    assert known(replace(ONE, shared_bytes=ONE.shared_bytes + 16), ON_A100) is None
+    assert known(ONE._replace(shared_bytes=ONE.shared_bytes + 16), ON_A100) is None
 
 
 def test_wrong_once_is_wrong_for_good(overlay: Path) -> None:

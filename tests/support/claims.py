@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from pretuned.artifacts.records.bundle import Bundle, Choice, Kernel, Source
 from pretuned.artifacts.records.problem import Op, Problem
@@ -27,13 +26,12 @@ def able(bundle: Bundle, problem: Problem) -> list[int]:
 def with_twins(bundle: Bundle) -> Bundle:
     """Each aligned variant once more, after the others, as one of another config: something to choose from."""
     twins = [
-        (replace(one, config=tuple((name, 1 if name == "group_m" else value) for name, value in one.config)), cubin)
+        (one._replace(config=tuple((name, 1 if name == "group_m" else value) for name, value in one.config)), cubin)
         for one, cubin in zip(bundle.variants, bundle.cubins, strict=True)
         if one.alignment > 1 and isinstance(one.op, Op)
     ]
     assert not {one for one, _ in twins} & set(bundle.variants)
-    return replace(
-        bundle,
+    return bundle._replace(
         variants=(*bundle.variants, *(one for one, _ in twins)),
         cubins=(*bundle.cubins, *(cubin for _, cubin in twins)),
     )
@@ -52,16 +50,15 @@ def chosen(
             Choice(bucket, index, source, time_ns, gpu=gpus.index(gpu) if gpu else None)
         )
     made = {problem: tuple(sorted(row, key=lambda one: one.bucket)) for problem, row in rows.items()}
-    models = tuple(replace(model, problems=tuple(p for p in model.problems if p in made)) for model in bundle.models)
-    return replace(bundle, choices=made, gpus=gpus, models=tuple(model for model in models if model.problems), **fields)
+    models = tuple(model._replace(problems=tuple(p for p in model.problems if p in made)) for model in bundle.models)
+    return bundle._replace(choices=made, gpus=gpus, models=tuple(model for model in models if model.problems), **fields)
 
 
 def revised(bundle: Bundle, by: int = 1) -> Bundle:
     """As if every kernel had changed: later revisions of other sources."""
-    return replace(
-        bundle,
+    return bundle._replace(
         kernels=tuple(
             Kernel(one.name, one.revision + by, bytes([by]) + one.source_sha256[1:]) for one in bundle.kernels
         ),
-        variants=tuple(replace(one, revision=one.revision + by) for one in bundle.variants),
+        variants=tuple(one._replace(revision=one.revision + by) for one in bundle.variants),
     )

@@ -6,7 +6,6 @@ PYTHONPATH=<folder that holds pretuned> python tests/support/compile_one_of_each
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 
 import triton
 
@@ -25,40 +24,40 @@ SCATTER, SILU = Fusion.SCATTER, Fusion.SILU
 TMA = Config(64, 64, 64, 4, 2, loads=Loads.TMA)
 POINTERS = Config(64, 64, 32, 4, 2)
 ONE_TILE = Config(16, 64, 128, 4, 2, schedule=Schedule.TILE)  # its programs find their tile in PTX
-CODED = replace(ONE_TILE, block_k=64)
+CODED = ONE_TILE._replace(block_k=64)
 SPECS = [
     *(Spec(FORWARD, BF16, TMA, fusion=fusion) for fusion in (NONE, SCATTER, LOW | GATHER)),
     Spec(DX, BF16, TMA),
-    Spec(DW, BF16, replace(TMA, block_m=32)),
-    Spec(FORWARD, BF16, replace(ONE_TILE, loads=Loads.TMA)),
-    Spec(DX, DType.TF32, replace(TMA, block_k=32)),  # w through registers
+    Spec(DW, BF16, TMA._replace(block_m=32)),
+    Spec(FORWARD, BF16, ONE_TILE._replace(loads=Loads.TMA)),
+    Spec(DX, DType.TF32, TMA._replace(block_k=32)),  # w through registers
     *(RowOpSpec(one, BF16) for one in MAKES_CODES),  # of e4m3, which 8.0 has not
     Spec(DX, DType.FP8_BLOCK_A16, CODED),  # codes in order
 ]
 BOTH = Config(128, 256, 64, 8, 2, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
-HALF = replace(BOTH, block_n=128)
-TURNS = replace(BOTH, block_n=192, schedule=Schedule.PINGPONG)
-NARROW = replace(TURNS, block_n=128)
-FITTED = replace(BOTH, block_m=256, block_n=128, rows=TileRows.FITTED)
-FITTED_TURNS = replace(FITTED, block_m=192, schedule=Schedule.PINGPONG)
-ALL_OF_DW = replace(BOTH, block_m=16, block_n=128, block_k=256)
-MIXED = replace(BOTH, schedule=Schedule.W4A16)
-FEW_ROWS = replace(MIXED, block_m=16, block_n=64, block_k=128)
-OF_CODES = replace(MIXED, block_m=64, block_n=128, block_k=128, rows=TileRows.FITTED)
-BY_BLOCKS = replace(BOTH, block_k=128, schedule=Schedule.W8A8_BLOCK)
+HALF = BOTH._replace(block_n=128)
+TURNS = BOTH._replace(block_n=192, schedule=Schedule.PINGPONG)
+NARROW = TURNS._replace(block_n=128)
+FITTED = BOTH._replace(block_m=256, block_n=128, rows=TileRows.FITTED)
+FITTED_TURNS = FITTED._replace(block_m=192, schedule=Schedule.PINGPONG)
+ALL_OF_DW = BOTH._replace(block_m=16, block_n=128, block_k=256)
+MIXED = BOTH._replace(schedule=Schedule.W4A16)
+FEW_ROWS = MIXED._replace(block_m=16, block_n=64, block_k=128)
+OF_CODES = MIXED._replace(block_m=64, block_n=128, block_k=128, rows=TileRows.FITTED)
+BY_BLOCKS = BOTH._replace(block_k=128, schedule=Schedule.W8A8_BLOCK)
 SPECIALISED = [
     Spec(FORWARD, BF16, BOTH),
     *(Spec(FORWARD, BF16, HALF, fusion=fusion) for fusion in (GATHER | SILU, LOW | GATHER)),
     Spec(DX, BF16, FITTED_TURNS, fusion=LOW),
     Spec(FORWARD, DType.FP16, NARROW, fusion=SCATTER),
     Spec(FORWARD, BF16, FITTED, fusion=SCATTER),
-    Spec(DW, BF16, replace(ALL_OF_DW, block_k=128, edge=Edge.HALF, cache=Cache.EVICT_FIRST)),
-    Spec(DW, BF16, replace(TURNS, block_m=16, block_k=128)),
+    Spec(DW, BF16, ALL_OF_DW._replace(block_k=128, edge=Edge.HALF, cache=Cache.EVICT_FIRST)),
+    Spec(DW, BF16, TURNS._replace(block_m=16, block_k=128)),
     Spec(DW, DType.TF32, ALL_OF_DW),
     *(Spec(FORWARD, dtype, FEW_ROWS) for dtype in (DType.INT4_G32, DType.INT4_G128, DType.FP8_CHANNEL_A16)),
-    Spec(FORWARD, DType.NVFP4, replace(FEW_ROWS, block_k=512)),  # more than one product in flight
-    Spec(FORWARD, DType.FP8_BLOCK_A16, replace(OF_CODES, block_n=256, block_k=64), fusion=SCATTER),
-    Spec(DX, DType.MXFP4, replace(OF_CODES, block_m=128, block_k=64), fusion=LOW),
+    Spec(FORWARD, DType.NVFP4, FEW_ROWS._replace(block_k=512)),  # more than one product in flight
+    Spec(FORWARD, DType.FP8_BLOCK_A16, OF_CODES._replace(block_n=256, block_k=64), fusion=SCATTER),
+    Spec(DX, DType.MXFP4, OF_CODES._replace(block_m=128, block_k=64), fusion=LOW),
     Spec(DX, DType.FP8_BLOCK_A16, OF_CODES, fusion=LOW),
     Spec(FORWARD, DType.INT4_G128_ZP, OF_CODES, fusion=SCATTER),
     Spec(DX, DType.INT4_G32_ZP, OF_CODES, fusion=LOW),
@@ -92,7 +91,7 @@ OLDER = [
 ]
 BY_CODES = [  # where a GPU multiplies e4m3; on 10.0 by tcgen05, whose tiles have 64 rows and more
     Spec(FORWARD, DType.FP8_BLOCK, ONE_TILE, Layout.STORED, GATHER),
-    Spec(FORWARD, DType.FP8_CHANNEL, replace(ONE_TILE, block_m=64), Layout.STORED),
+    Spec(FORWARD, DType.FP8_CHANNEL, ONE_TILE._replace(block_m=64), Layout.STORED),
 ]
 
 if __name__ == "__main__":

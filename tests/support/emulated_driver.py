@@ -32,7 +32,7 @@ from pretuned.artifacts.records.problem import Fusion, Op, RowOp
 from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.rowops import RowOpSpec
-from pretuned.runtime.driver import cuda, descriptors
+from pretuned.runtime.driver import cuda, launcher
 from pretuned.runtime.driver import device as driver_device
 from pretuned.runtime.launch.gemm import LoadedKernel, load_kernel
 
@@ -445,7 +445,7 @@ class Library:
         return call
 
 
-KEPT = (cuda.library, cuda.launch_kernel, cuda.driver_version, cuda.primary_context, descriptors.repeats_rows)
+KEPT = (cuda.library, cuda.launch_kernel, cuda.driver_version, cuda.primary_context, launcher.repeats_rows)
 LOAD = ctypes.CDLL
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-from dataclasses import replace
 
 from pretuned.artifacts.records.bundle import (
     Bundle,
@@ -175,10 +174,10 @@ def gpus() -> Bundle:
     bundle = medium(problems=2, variants=4, buckets=3, seed=2)
     rows = {}
     for problem, row in bundle.choices.items():
-        one, two, three = (replace(choice, source=Source.MEASURED, gpu=0) for choice in row)
-        guess = replace(one, source=Source.MODELLED, gpu=None)
-        rows[problem] = (guess, one, replace(one, time_ns=one.time_ns + 1, gpu=1), two, replace(three, gpu=1))
-    return replace(bundle, choices=rows)
+        one, two, three = (choice._replace(source=Source.MEASURED, gpu=0) for choice in row)
+        guess = one._replace(source=Source.MODELLED, gpu=None)
+        rows[problem] = (guess, one, one._replace(time_ns=one.time_ns + 1, gpu=1), two, three._replace(gpu=1))
+    return bundle._replace(choices=rows)
 
 
 def plans() -> Bundle:
@@ -200,8 +199,8 @@ def plans() -> Bundle:
     by_index = PlanRow(Way.ROWS_FIRST_BY_INDEX, False, 4, 2), PlanRow(Way.ROWS_FIRST_BY_INDEX, True, 0, None)
     silu = PlanRow(Way.FUSED_SILU, False, 0, 3), PlanRow(Way.FUSED_SILU, False, 8, 4)
     gathers = Problem(Op.FORWARD, DType.BF16, 128, 1536, 2048, fusion=Fusion.GATHER)
-    plain = replace(gathers, fusion=Fusion.NONE)
-    stays = replace(plain, dtype=DType.FP8_BLOCK_A16)
+    plain = gathers._replace(fusion=Fusion.NONE)
+    stays = plain._replace(dtype=DType.FP8_BLOCK_A16)
     coded = PlanRow(Way.QUANTISED_X, False, 0, 6), PlanRow(Way.QUANTISED_X, False, 3, None)
     return Bundle(
         Target(90, True),

@@ -22,7 +22,7 @@ import torch
 from torch.nn.utils.parametrize import ParametrizationList
 
 from ...runtime.api.lora import Lora
-from ...runtime.check.operands import MAX_RANK
+from ...runtime.check.call import MAX_RANK
 from ...runtime.check.tensors import PLAIN
 from .gates import source_digest
 

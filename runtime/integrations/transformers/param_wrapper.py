@@ -12,7 +12,7 @@ from peft.utils.other import get_pattern_key
 
 from ...artifacts.errors import InputError
 from ...runtime.api.lora import Lora
-from ...runtime.check.operands import MAX_RANK
+from ...runtime.check.call import MAX_RANK
 from ...runtime.check.tensors import bad
 from .adapters import held, view
 from .quantised import quantised

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -220,7 +219,7 @@ def test_nothing_is_written_where_an_op_has_no_variant_left(
 
 def test_the_reasons_to_reject_a_variant(bundles: dict[int, Bundle]) -> None:
     def altered(variant: Variant, **figures: int) -> str | None:
-        return rejection(dataclasses.replace(variant, **figures), arch_of(80))
+        return rejection(variant._replace(**figures), arch_of(80))
 
     aligned = next(one for one in bundles[80].variants if one.alignment == 16)
     fallback = next(one for one in bundles[80].variants if one.alignment == 1)
@@ -273,7 +272,7 @@ def test_what_is_the_same_code_is_compiled_once(small_space: Pool) -> None:
     ]
     # Two aligned candidates and a fallback each. Through pointers what gathers is what scatters.
     assert [len(by_code(specs(problems[::2], sm, small_space), sm)) for sm in (80, 90)] == [6, 8]
-    backward = [dataclasses.replace(problem, op=Op.DX) for problem in problems]
+    backward = [problem._replace(op=Op.DX) for problem in problems]
     once = by_code(specs([*problems, *backward], 90, small_space), 90)
     assert len(once) == 16  # a forward of w [E, K, N] is dX of [E, N, K], and has no variants of its own
     assert sorted(map(len, once)) == [1] * 14 + [2] * 2
@@ -350,7 +349,7 @@ def test_shared_code_is_the_same_bytes_as_compiled_by_itself(training: dict[int,
     )
     variant = bundle.variants[at]
     spec = Spec(variant.op, variant.dtype, Config.from_pairs(variant.config), variant.layout, variant.fusion)
-    gathers = dataclasses.replace(spec, fusion=Fusion.GATHER)
+    gathers = spec._replace(fusion=Fusion.GATHER)
     assert by_code([gathers, spec], 80) == ((gathers, spec),)  # so it was not compiled as itself
     alone = compile_variant(spec, 80)
     assert (alone.variant, alone.cubin) == (variant, bundle.cubins[at])

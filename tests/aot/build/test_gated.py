@@ -74,7 +74,7 @@ SMALL = Config(64, 64, 32, 4, 2, loads=Loads.TMA)  # conftest.py's
 
 
 def _aligned(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
-    return (WIDE, HALF, SMALL) if sm == 90 else (replace(SMALL, loads=Loads(sm >= 90)),)
+    return (WIDE, HALF, SMALL) if sm == 90 else (SMALL._replace(loads=Loads(sm >= 90)),)
 
 
 def _fallbacks(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
@@ -293,8 +293,7 @@ def test_merge_diff_and_prune(
     both = merge({"new": new, "old": old}).bundle
     for problem in problems:
         assert both.choices[problem] == tuple(
-            replace(
-                one,
+            one._replace(
                 variant=both.variants.index(new.variants[one.variant]),
                 runner_up=None if one.runner_up is None else both.variants.index(new.variants[one.runner_up]),
             )
@@ -320,7 +319,7 @@ def test_tuning_on_demand_leaves_it_out() -> None:
 def test_its_roofline_writes_half_of_the_columns() -> None:
     plain, M, chip = Problem(Op.FORWARD, DType.BF16, 8, 1024, 512), 4096, chip_for(90)
     saved = M * 512 * 2 / chip.bandwidth_gbs * 1e-3
-    gated = roofline(replace(plain, fusion=BOTH), M, chip)
+    gated = roofline(plain._replace(fusion=BOTH), M, chip)
     assert roofline(plain, M, chip).memory_us - gated.memory_us == pytest.approx(saved)
     assert roofline(plain, M, chip).compute_us == gated.compute_us
 

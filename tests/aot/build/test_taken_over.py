@@ -58,7 +58,7 @@ ARGUMENTS = (("x", "ptr"), ("w", "ptr"), ("y", "ptr"), ("m_sizes", "ptr"))
 def bundle(choices: Mapping[Problem, Sequence[Choice]], **how: Any) -> Bundle:
     """With arguments that a launcher fills."""
     found = made.bundle(choices, **how)
-    return replace(found, variants=tuple(replace(one, arguments=ARGUMENTS) for one in found.variants))
+    return found._replace(variants=tuple(one._replace(arguments=ARGUMENTS) for one in found.variants))
 
 
 def candidates() -> Candidates:
@@ -176,7 +176,7 @@ def test_code_that_this_version_can_not_launch_stays_behind(tmp_path: Path) -> N
 
 def test_a_kernel_of_the_same_revision_and_other_source_stays_behind(tmp_path: Path) -> None:
     ships = bundle({ONE: [measured(64, WIDE, 9)]}, gpus=[H100], tag="ships")
-    other = replace(ships, kernels=tuple(replace(one, source_sha256=bytes(32)) for one in ships.kernels))
+    other = ships._replace(kernels=tuple(one._replace(source_sha256=bytes(32)) for one in ships.kernels))
     made_now = built_of(found_in(tmp_path / "there", other).measured(PLAN.buckets, 90))
     assert {row[1] for row in told(made_now)} == {"modelled"}
 

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from claims import H100, H200, able, chosen, revised, with_twins
 
@@ -27,14 +25,13 @@ def test_a_bundle_and_itself(base: Bundle) -> None:
 
 def test_the_order_of_variants_is_no_difference(base: Bundle) -> None:
     last = len(base.variants) - 1
-    turned = replace(
-        base,
+    turned = base._replace(
         variants=base.variants[::-1],
         cubins=base.cubins[::-1],
         choices={
             problem: tuple(
-                replace(
-                    one, variant=last - one.variant, runner_up=None if one.runner_up is None else last - one.runner_up
+                one._replace(
+                    variant=last - one.variant, runner_up=None if one.runner_up is None else last - one.runner_up
                 )
                 for one in row
             )
@@ -85,8 +82,8 @@ def test_choices_of_one_gpu_are_held_against_each_other(base: Bundle) -> None:
     changes = diff(h200, both)
     assert (changes.choices, changes.choices_added, changes.choices_removed) == ((), 1, 0)
     assert changes.differ
-    faster = replace(
-        both, choices={problem: tuple(replace(one, time_ns=one.time_ns - 1) for one in both.choices[problem])}
+    faster = both._replace(
+        choices={problem: tuple(one._replace(time_ns=one.time_ns - 1) for one in both.choices[problem])}
     )
     changes = diff(both, faster)
     assert [(one.old.gpu, one.new.gpu, one.what) for one in changes.choices] == [
@@ -100,17 +97,17 @@ def test_choices_of_one_gpu_are_held_against_each_other(base: Bundle) -> None:
 def test_another_runner_up_and_other_experts_a_token(base: Bundle) -> None:
     problem, row = next((one, row) for one, row in base.choices.items() if len(able(base, one)) == 3)
     second = next(i for i in able(base, problem) if i != row[0].variant)
-    followed = replace(row[0], runner_up=second, runner_up_ns=2 * row[0].time_ns)
-    changes = diff(base, replace(base, choices={**base.choices, problem: (followed, *row[1:])}))
+    followed = row[0]._replace(runner_up=second, runner_up_ns=2 * row[0].time_ns)
+    changes = diff(base, base._replace(choices={**base.choices, problem: (followed, *row[1:])}))
     assert [one.what for one in changes.choices] == [("runner-up",)]
     first, *rest = base.models
-    more = replace(first, top_k=first.top_k + 1)
-    assert diff(base, replace(base, models=(more, *rest))).models_changed == ((first, more),)
+    more = first._replace(top_k=first.top_k + 1)
+    assert diff(base, base._replace(models=(more, *rest))).models_changed == ((first, more),)
 
 
 def test_two_models_of_one_name_are_two(base: Bundle) -> None:
     first, *rest = base.models
-    both = replace(base, models=(first, replace(first, top_k=first.top_k + 1), *rest))
+    both = base._replace(models=(first, first._replace(top_k=first.top_k + 1), *rest))
     assert diff(both, base).models_removed == (both.models[1],)
     assert diff(base, both).differ
     assert not diff(both, both).differ
@@ -118,8 +115,8 @@ def test_two_models_of_one_name_are_two(base: Bundle) -> None:
 
 def test_models_and_problems_that_come_and_go(base: Bundle) -> None:
     first, *rest = base.models
-    gone = replace(first, problems=first.problems[1:])
-    fewer = replace(base, models=(gone,), choices={p: row for p, row in base.choices.items() if p in gone.problems})
+    gone = first._replace(problems=first.problems[1:])
+    fewer = base._replace(models=(gone,), choices={p: row for p, row in base.choices.items() if p in gone.problems})
     changes = diff(base, fewer)
     assert changes.models_removed == tuple(rest)
     assert changes.models_changed == ((first, gone),)
@@ -141,12 +138,12 @@ def test_variants_recompiled_added_and_removed(base: Bundle) -> None:
     used = {i for row in base.choices.values() for one in row for i in (one.variant, one.runner_up)}
     idle = next(i for i in range(len(base.variants) - 1, -1, -1) if i not in used)
     assert idle == len(base.variants) - 1, "the last twin"
-    fewer = replace(base, variants=base.variants[:idle], cubins=base.cubins[:idle])
+    fewer = base._replace(variants=base.variants[:idle], cubins=base.cubins[:idle])
     changes = diff(base, fewer)
     assert changes.variants_removed == (base.variants[idle],)
     assert (changes.recompiled, changes.variants_added, changes.choices) == ((), (), ())
     assert changes.cubins_removed == (0, 0), "its twin still has the cubin"
-    other = replace(base.variants[idle], cubin_sha256=bytes(32), cubin_bytes=5)
-    changes = diff(base, replace(base, variants=(*base.variants[:idle], other), cubins=(*base.cubins[:idle], b"other")))
+    other = base.variants[idle]._replace(cubin_sha256=bytes(32), cubin_bytes=5)
+    changes = diff(base, base._replace(variants=(*base.variants[:idle], other), cubins=(*base.cubins[:idle], b"other")))
     assert changes.recompiled == ((base.variants[idle], other),)
     assert changes.cubins_added == (1, 5)

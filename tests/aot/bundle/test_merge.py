@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -97,7 +96,7 @@ def test_models_of_one_name_are_united(base: Bundle) -> None:
     first, second = list(base.choices)[:2], list(base.choices)[2:]
     name = base.models[0]
     parts = [
-        replace(base, choices={p: base.choices[p] for p in part}, models=(replace(name, problems=tuple(part)),))
+        base._replace(choices={p: base.choices[p] for p in part}, models=(name._replace(problems=tuple(part)),))
         for part in (first, second)
     ]
     (model,) = merged(*parts).bundle.models
@@ -136,7 +135,7 @@ def test_a_later_revision_beats_an_earlier_one(base: Bundle, cell, gpu) -> None:
 
 
 def test_on_one_gpu_the_lower_time_wins_whatever_the_driver(base: Bundle, cell) -> None:
-    updated = replace(H200, driver=13000, memory_mib=143156)
+    updated = H200._replace(driver=13000, memory_mib=143156)
     slow, fast = chosen(base, {cell: (0, 2_000, H200)}), chosen(base, {cell: (1, 1_900, updated)})
     for order in ((slow, fast), (fast, slow)):
         done = merged(*order)
@@ -150,7 +149,7 @@ def test_of_two_gpus_each_keeps_what_was_measured_on_it(base: Bundle, cell) -> N
     problem, bucket = cell
     h100 = chosen(base, {cell: (0, 3_000, H100), (problem, 8): (0, 500, H100)})
     h200 = revised(chosen(base, {cell: (1, 2_000, H200), (problem, 8): (1, 9, None)}))
-    for order in itertools.permutations((h100, h200, chosen(base, {cell: (0, 4_000, replace(H100, driver=13000))}))):
+    for order in itertools.permutations((h100, h200, chosen(base, {cell: (0, 4_000, H100._replace(driver=13000))}))):
         done = merged(*order)
         row = done.bundle.choices[problem]
         told = [(one.bucket, one.time_ns, one.measured_on(done.bundle.gpus)) for one in row]
@@ -163,13 +162,13 @@ def test_of_two_gpus_each_keeps_what_was_measured_on_it(base: Bundle, cell) -> N
         }
         assert sum(done.taken) == len(row)
     again = merged(done.bundle, h100, h200)
-    assert again.bundle == replace(done.bundle, producer=again.bundle.producer)
+    assert again.bundle == done.bundle._replace(producer=again.bundle.producer)
 
 
 def test_the_later_cost_model_wins(base: Bundle, cell) -> None:
     old, new = chosen(base, {cell: (0, 1_000, None)}), chosen(base, {cell: (1, 3_000, None)})
-    old = replace(old, producer=replace(old.producer, pretuned="0.9.2").with_held_against(["b" * 64]))
-    new = replace(new, producer=replace(new.producer, pretuned="0.10.0").with_held_against(["a" * 64]))
+    old = old._replace(producer=old.producer._replace(pretuned="0.9.2").with_held_against(["b" * 64]))
+    new = new._replace(producer=new.producer._replace(pretuned="0.10.0").with_held_against(["a" * 64]))
     for order in ((old, new), (new, old)):
         done = merged(*order)
         assert the_choice(done.bundle, cell).time_ns == 3_000
@@ -216,11 +215,11 @@ def test_configs_past_a_builds_limit_are_kept_and_told(built: Bundle, base: Bund
     variants, cubins, row = list(base.variants), list(base.cubins), []
     for power in range(20):
         knobs = dict(base.variants[template].config, group_m=power + 100)
-        variants.append(replace(base.variants[template], config=tuple(sorted(knobs.items()))))
+        variants.append(base.variants[template]._replace(config=tuple(sorted(knobs.items()))))
         cubins.append(base.cubins[template])
         row.append(Choice(1 << power, len(variants) - 1, Source.MEASURED, 100, gpu=0))
-    many = replace(
-        base, variants=tuple(variants), cubins=tuple(cubins), gpus=(H200,), choices={problem: tuple(row)}, models=()
+    many = base._replace(
+        variants=tuple(variants), cubins=tuple(cubins), gpus=(H200,), choices={problem: tuple(row)}, models=()
     )
     done = merged(built, many)
     (over,) = done.too_many
@@ -236,18 +235,18 @@ def test_what_can_not_be_merged(base: Bundle, other: Bundle) -> None:
     with pytest.raises(InputError, match="1 bundle given"):
         merged(base)
     with pytest.raises(TargetMismatch, match=r"'1\.msgpack' is for sm_90a, '0\.msgpack' for sm_80"):
-        merged(base, replace(other, target=Target(90, True)))
+        merged(base, other._replace(target=Target(90, True)))
     for abi, kind, words in ((LAUNCH_ABI + 1, BundleTooNew, "Upgrade"), (LAUNCH_ABI - 1, BundleTooOld, "again")):
-        odd = replace(other, variants=tuple(replace(one, abi=abi) for one in other.variants))
+        odd = other._replace(variants=tuple(one._replace(abi=abi) for one in other.variants))
         with pytest.raises(kind, match=rf"'1\.msgpack', variant 0: launch ABI {abi}, .* writes {LAUNCH_ABI}.*{words}"):
             merge({"0.msgpack": base, "1.msgpack": odd})
-    edited = replace(other, kernels=tuple(replace(one, source_sha256=bytes(32)) for one in other.kernels))
+    edited = other._replace(kernels=tuple(one._replace(source_sha256=bytes(32)) for one in other.kernels))
     first = other.kernels[0]
     with pytest.raises(InputError, match=f"{first.name} of revision {first.revision} has the source 000000000000"):
         merged(base, edited)
 
 
-GPUS = (None, H200, replace(H200, driver=13000), replace(H200, memory_mib=141000), H100)
+GPUS = (None, H200, H200._replace(driver=13000), H200._replace(memory_mib=141000), H100)
 MAKES = st.lists(
     st.tuples(
         st.dictionaries(
@@ -278,7 +277,7 @@ def test_the_order_of_the_inputs_and_merging_in_steps_change_nothing(base: Bundl
     made = []
     for choices, revision, version, triton in makes:
         cells = {(problems[p % len(problems)], bucket): claim for (p, bucket), claim in choices.items()}
-        producer = replace(base.producer, pretuned=version, triton=triton)
+        producer = base.producer._replace(pretuned=version, triton=triton)
         bundle = chosen(base, cells, producer=producer)
         made.append(revised(bundle, revision) if revision else bundle)
     results = {codec._encode(unchecked(*order).bundle) for order in itertools.permutations(made)}
@@ -313,6 +312,6 @@ def test_the_order_of_the_inputs_and_merging_in_steps_change_nothing(base: Bundl
 
 def test_every_gpu_that_is_named_is_used(base: Bundle, cell) -> None:
     idle = Gpu("NVIDIA H20", 78, 97871, 12080)
-    unused = replace(chosen(base, {cell: (0, 10, H200)}), gpus=(idle, H200))
-    unused = replace(unused, choices={cell[0]: tuple(replace(one, gpu=1) for one in unused.choices[cell[0]])})
+    unused = chosen(base, {cell: (0, 10, H200)})._replace(gpus=(idle, H200))
+    unused = unused._replace(choices={cell[0]: tuple(one._replace(gpu=1) for one in unused.choices[cell[0]])})
     assert merged(unused, chosen(base, {cell: (1, 20, None)})).bundle.gpus == (H200,)

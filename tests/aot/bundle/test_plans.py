@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,7 @@ from pretuned.kernels.contract.config import Config, Loads, Schedule
 
 M = 8192
 ON_LOAD = Problem(Op.FORWARD, DType.BF16, 128, 1536, 2048, fusion=Fusion.GATHER)
-PLAIN, SILU = (replace(ON_LOAD, fusion=one) for one in (Fusion.NONE, Fusion.SILU))
+PLAIN, SILU = (ON_LOAD._replace(fusion=one) for one in (Fusion.NONE, Fusion.SILU))
 WIDE = Config(128, 256, 64, 8, 4, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
 SPECS = tuple(Spec(WIDE, fusion=one) for one in (Fusion.GATHER, Fusion.NONE, Fusion.SCATTER, Fusion.SILU))
 ON_LOAD_CHOICE, PLAIN_CHOICE = measured(M, 0, 300.0), measured(M, 1, 200.0)
@@ -66,7 +65,7 @@ def test_what_is_pruned_names_no_variant_that_is_gone() -> None:
 def test_diff_and_inspect_show_a_plan(tmp_path: Path) -> None:
     whole = made(ON_LOAD, PLAIN)
     (choice,) = whole.choices[ON_LOAD]
-    other = replace(whole, choices={**whole.choices, ON_LOAD: (replace(choice, plan=choice.plan[:1]),)})
+    other = whole._replace(choices={**whole.choices, ON_LOAD: (choice._replace(plan=choice.plan[:1]),)})
     assert diff(whole, whole).choices == ()
     assert [one.what for one in diff(whole, other).choices] == [("plan",)]
     with open_bundle(
@@ -96,6 +95,6 @@ def test_diff_and_inspect_show_a_plan(tmp_path: Path) -> None:
 def test_a_plan_whose_variant_computes_something_else_is_refused(problem: Problem, row: PlanRow) -> None:
     whole = made(ON_LOAD, PLAIN)
     (choice,) = whole.choices[problem]
-    wrong: Choice = replace(choice, plan=(row,))
+    wrong: Choice = choice._replace(plan=(row,))
     with pytest.raises(BundleCorrupt, match=f"variant {row.variant} "):
-        codec.encode(replace(whole, choices={**whole.choices, problem: (wrong,)}))
+        codec.encode(whole._replace(choices={**whole.choices, problem: (wrong,)}))

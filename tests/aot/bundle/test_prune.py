@@ -67,7 +67,7 @@ def test_the_fallbacks_of_its_ops_stay(both: Bundle) -> None:
     assert len(passes) == 6 + 2
     assert {one for one in done.bundle.variants if isinstance(one.op, RowOp)} == passes
     done = replace(
-        done, bundle=replace(done.bundle, variants=tuple(one for one in done.bundle.variants if one not in passes))
+        done, bundle=done.bundle._replace(variants=tuple(one for one in done.bundle.variants if one not in passes))
     )
     fallbacks = {one for one in both.variants if one.alignment == 1 and one.op is Op.FORWARD}
     needed = {Family.of(problem) for problem in done.bundle.choices}
@@ -89,10 +89,10 @@ def test_fewer_tokens_keep_fewer_buckets(both: Bundle) -> None:
 def test_the_choices_of_every_gpu_are_kept(both: Bundle) -> None:
     def on(gpu: Gpu) -> Bundle:
         rows = {
-            problem: tuple(replace(one, source=Source.MEASURED, gpu=0) for one in row)
+            problem: tuple(one._replace(source=Source.MEASURED, gpu=0) for one in row)
             for problem, row in both.choices.items()
         }
-        return replace(both, choices=rows, gpus=(gpu,))
+        return both._replace(choices=rows, gpus=(gpu,))
 
     done = prune(merge({"h100": on(H100), "h200": on(H200)}).bundle, planned(SMALL), "both").bundle
     assert done.gpus == (H100, H200)
@@ -109,7 +109,7 @@ def test_what_the_bundle_lacks_is_told(both: Bundle) -> None:
     assert set(done.missing) == set(planned(SMALL).problems)
     with pytest.raises(InputError, match=r"'both' has a choice for none of the 8 problems .* built for big, small"):
         prune(both, planned("shape:E=4,H=64,I=64,k=2 name=else"), "both")
-    empty = replace(both, models=())
+    empty = both._replace(models=())
     with pytest.raises(InputError, match="built for no model"):
         prune(empty, planned("shape:E=4,H=64,I=64,k=2 name=else"), "both")
 

@@ -44,7 +44,7 @@ EVERY_BUCKET = tuple(1 << i for i in range(12))
 PLAN = BuildPlan({ONE: BUCKETS, TWO: BUCKETS[1:3]}, ())
 OWN = (*SPECS, Spec(Config(64, 128, 64, 4, 3)), Spec(Config(64, 64, 64, 4, 4)))
 
-H200 = replace(made.H200, driver=13000)
+H200 = made.H200._replace(driver=13000)
 ON_H200 = LocalGpu(90, H200)
 ARGUMENTS = (("x", "ptr"), ("w", "ptr"), ("y", "ptr"), ("m_sizes", "ptr"))
 
@@ -55,7 +55,7 @@ Truth = Mapping[tuple[Cell, bytes], int]  # nanoseconds
 def bundle(choices: Mapping[Problem, Sequence[Choice]], **how: Any) -> Bundle:
     """With arguments that a launcher fills."""
     found = made.bundle(choices, **how)
-    return replace(found, variants=tuple(replace(one, arguments=ARGUMENTS) for one in found.variants))
+    return found._replace(variants=tuple(one._replace(arguments=ARGUMENTS) for one in found.variants))
 
 
 def candidates_of(tag: str) -> Candidates:
@@ -175,7 +175,7 @@ def cell_record(ns: Mapping[bytes, int], ran: Incumbent | None, cell: Cell = (ON
 def there(tmp_path: Path) -> Iterator[Incumbents]:
     """One bundle, of a later driver and of an earlier Triton."""
     one = bundle({ONE: [measured(64, 1, 9)]}, gpus=[H200], tag="there")
-    one = replace(one, min_driver=12090, producer=replace(one.producer, triton="3.6.0", options=("a=1",)))
+    one = one._replace(min_driver=12090, producer=one.producer._replace(triton="3.6.0", options=("a=1",)))
     publish(tmp_path / "there.msgpack", codec.encode(one))
     return there_of(tmp_path)
 
@@ -224,7 +224,7 @@ def test_what_is_the_same_code_or_of_other_sources_is_not_carried(there: Incumbe
     codes = there.codes((ONE,), 90)
     own = candidates_of("there")  # the same bytes
     assert [one.code.variant.config for one in own.beside(codes).carried] == []
-    other = replace(own, kernels=(replace(own.kernels[0], source_sha256=bytes(32)),), compiled=own.compiled[:1])
+    other = replace(own, kernels=(own.kernels[0]._replace(source_sha256=bytes(32)),), compiled=own.compiled[:1])
     assert other.beside(codes).carried == ()
 
 
@@ -243,13 +243,13 @@ def test_a_bundle_that_is_replaced_is_not_held_against(tmp_path: Path, monkeypat
 
 def test_a_fallback_that_runs_an_aligned_problem_takes_part(tmp_path: Path) -> None:
     """As where no aligned variant takes so many experts."""
-    many = replace(ONE, E=600)
+    many = ONE._replace(E=600)
     publish(tmp_path / "one.msgpack", codec.encode(bundle({ONE: [modelled(64, 0)]}, tag="there")))
     found = there_of(tmp_path)
     plan = BuildPlan({many: (64,)}, ())
     running = found.running(plan.buckets, ON_H200)
     own = candidates_of("own")
-    aligned = tuple(replace(one, variant=replace(one.variant, max_experts=4096)) for one in own.compiled)
+    aligned = tuple(replace(one, variant=one.variant._replace(max_experts=4096)) for one in own.compiled)
     candidates = replace(own, compiled=aligned).beside(found.codes(plan.problems, 90))
     chosen = choose_from(plan, candidates, None, running=running)
     ran = chosen.variants[chosen.choices[many][0].variant].variant

@@ -7,7 +7,6 @@ import hashlib
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -174,8 +173,8 @@ def test_diff(aot, put):
 def test_torch_as_a_choice_is_listed_compared_merged_and_reported(aot, here, put):
     def by_torch(base):
         found = chosen(base, cells(base, 0, 3_000, H200))
-        rows = {problem: tuple(replace(one, torch_ns=1_500) for one in row) for problem, row in found.choices.items()}
-        return replace(found, choices=rows)
+        rows = {problem: tuple(one._replace(torch_ns=1_500) for one in row) for problem, row in found.choices.items()}
+        return found._replace(choices=rows)
 
     one, two = put("one", lambda base: chosen(base, cells(base, 0, 2_000, H200))), put("two", by_torch)
     (listed, *_) = json.loads(aot("inspect", two, "--choices", "--json").out)["choices"]

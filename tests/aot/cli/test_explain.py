@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 
 import pytest
 from made import H100, PROBLEM, WIDE, measured, write
@@ -119,7 +118,7 @@ def test_a_gpu_by_name_or_capability(text, name, sm, sm_count):
 
 
 def test_torch_where_it_was_measured_faster(aot, tmp_path, monkeypatch):
-    by_torch = replace(measured(64, WIDE, 7.5), torch_ns=5000)
+    by_torch = measured(64, WIDE, 7.5)._replace(torch_ns=5000)
     monkeypatch.setenv("PRETUNED_BUNDLES", str(write(tmp_path / "a.msgpack", {PROBLEM: [by_torch]}, gpus=[H100])))
     reload()
     asked = "explain", "shape:E=8,H=1024,I=768,k=2", "--tokens", "32", "--gpu"

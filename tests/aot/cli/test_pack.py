@@ -13,7 +13,6 @@ import sys
 import sysconfig
 import tarfile
 import zipfile
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -116,7 +115,7 @@ def another_bundle(small_bundle):
     """The bytes of a bundle that differs from the small one."""
     with open_bundle(small_bundle) as opened:
         found = opened.load()
-    return codec.encode(replace(found, models=(replace(found.models[0], name="another"), *found.models[1:])))
+    return codec.encode(found._replace(models=(found.models[0]._replace(name="another"), *found.models[1:])))
 
 
 @pytest.fixture

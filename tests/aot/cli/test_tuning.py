@@ -233,15 +233,15 @@ def test_the_examples_in_the_help_have_real_options(aot: Aot) -> None:
 
 
 def of_a_later_version(variant: Variant) -> Variant:
-    return dataclasses.replace(variant, config=(*variant.config, ("zz_later", 1)))
+    return variant._replace(config=(*variant.config, ("zz_later", 1)))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda variant: dataclasses.replace(variant, abi=2), "launch ABI 2, this version reads 1. Upgrade pretuned"),
+        (lambda variant: variant._replace(abi=2), "launch ABI 2, this version reads 1. Upgrade pretuned"),
         (of_a_later_version, "or upgrade pretuned"),
-        (lambda variant: dataclasses.replace(variant, entry="another"), "another"),
+        (lambda variant: variant._replace(entry="another"), "another"),
     ],
 )
 def test_candidates_that_can_not_be_launched_are_refused_before_anything_is_written(
@@ -249,7 +249,7 @@ def test_candidates_that_can_not_be_launched_are_refused_before_anything_is_writ
 ) -> None:
     write_journal(here / "h200.journal", candidates)
     bundle = codec.decode(candidates.read_bytes(), "candidates")
-    changed = dataclasses.replace(bundle, variants=(change(bundle.variants[0]), *bundle.variants[1:]))
+    changed = bundle._replace(variants=(change(bundle.variants[0]), *bundle.variants[1:]))
     (here / "changed.msgpack").write_bytes(codec.encode(changed))
     for arguments in (
         ("build", "--models", MODEL, "--candidates", "changed.msgpack", "--out", "made"),

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -292,7 +291,7 @@ def test_the_sums_of_a_pingpong_variant_stay_in_registers(spec: Spec, monkeypatc
 
 def test_a_cached_cubin_was_rewritten_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config(16, 64, 128, 4, 3, loads=Loads.TMA, schedule=Schedule.TILE)
-    plain, hinted = (Spec(Op.FORWARD, DType.BF16, replace(config, cache=cache)) for cache in Cache)
+    plain, hinted = (Spec(Op.FORWARD, DType.BF16, config._replace(cache=cache)) for cache in Cache)
     before = [job_key(spec, 90) for spec in (plain, hinted)]
     monkeypatch.setattr("pretuned.aot.compile.triton.source_of_rewrites_sha256", lambda: "of another day")
     assert job_key(plain, 90) == before[0]
@@ -301,11 +300,11 @@ def test_a_cached_cubin_was_rewritten_as_it_is_now(monkeypatch: pytest.MonkeyPat
 
 def test_what_can_be_streamed() -> None:
     def refused(op: Op, config: Config) -> str:
-        return refusal(Spec(op, DType.BF16, replace(config, cache=Cache.EVICT_FIRST))) or ""
+        return refusal(Spec(op, DType.BF16, config._replace(cache=Cache.EVICT_FIRST))) or ""
 
     tile = Config(16, 64, 128, 4, 3, loads=Loads.TMA, schedule=Schedule.TILE)
     assert not refused(Op.FORWARD, tile)
-    assert str(replace(tile, cache=Cache.EVICT_FIRST)).endswith(" tma evict-first")
+    assert str(tile._replace(cache=Cache.EVICT_FIRST)).endswith(" tma evict-first")
     of_dw = Config(32, 128, 256, 8, 8, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
     assert not refused(Op.DW, of_dw)
     rows = Config(128, 256, 64, 8, 4, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,7 +45,7 @@ def test_a_moved_file_or_a_changed_comment_changes_no_digest(tmp_path: Path, mon
     (moved / "b.py").write_text(texts["b.py"] + "\n# One more comment.\n")
     monkeypatch.setattr(revisions, "KERNELS", tmp_path)
     recorded = ENTRIES["clear"]
-    monkeypatch.setitem(ENTRIES, "clear", replace(recorded, home="elsewhere.a"))
+    monkeypatch.setitem(ENTRIES, "clear", recorded._replace(home="elsewhere.a"))
     assert source_sha256("clear") == recorded.sha256
     (moved / "b.py").write_text(texts["b.py"] + "\nONE_MORE = 1\n")
     assert source_sha256("clear") != recorded.sha256
@@ -55,7 +54,7 @@ def test_a_moved_file_or_a_changed_comment_changes_no_digest(tmp_path: Path, mon
 def test_main_prints_each_kernel_and_marks_a_stale_entry(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(ENTRIES, "clear", replace(ENTRIES["clear"], sha256="0" * 64))
+    monkeypatch.setitem(ENTRIES, "clear", ENTRIES["clear"]._replace(sha256="0" * 64))
     revisions.main()
     expected = {name: f"{name} {source_sha256(name)}" for name in ENTRIES}
     expected["clear"] += f" (the entry has {'0' * 64})"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import lzma
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -98,8 +97,8 @@ def test_what_was_compiled_of_these_sources_is_taken(
 def test_what_was_compiled_of_other_sources_is_not(
     tmp_path: Path, bundle: Bundle, wanted: list[Spec | RowOpSpec]
 ) -> None:
-    kernels = tuple(replace(one, source_sha256=bytes(32)) if one.name == "rows" else one for one in bundle.kernels)
-    found = Shipped.found(80, installed(tmp_path, replace(bundle, kernels=kernels)))
+    kernels = tuple(one._replace(source_sha256=bytes(32)) if one.name == "rows" else one for one in bundle.kernels)
+    found = Shipped.found(80, installed(tmp_path, bundle._replace(kernels=kernels)))
     others = [one for one in bundle.variants if one.kernel != "rows"]
     assert 0 < len(found) == len({made_of(one) for one in others})
     taken = [one.variant.kernel for one in (found.get(spec, 80) for spec in wanted) if one is not None]
@@ -111,7 +110,7 @@ def test_what_is_no_code_for_the_capability_is_not(
     tmp_path: Path, bundle: Bundle, wanted: list[Spec | RowOpSpec]
 ) -> None:
     path = BUNDLES / "catalogue-sm86.msgpack"
-    other = replace(decode(path.read_bytes(), str(path)), target=bundle.target)
+    other = decode(path.read_bytes(), str(path))._replace(target=bundle.target)
     found = Shipped.found(80, installed(tmp_path, other))
     assert len(found) > 10
     assert not any(found.get(one, 80) for one in wanted)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,8 +22,8 @@ PASS = RowOpSpec(RowOp.GATHER, DType.BF16)
 IN_TURNS = Config(128, 192, 64, 8, 5, loads=Loads.TMA, schedule=Schedule.PINGPONG)
 OF_192 = (
     Spec(Op.DX, DType.BF16, IN_TURNS),
-    Spec(Op.FORWARD, DType.FP16, replace(IN_TURNS, block_m=192, block_n=128, rows=TileRows.FITTED)),
-    Spec(Op.DW, DType.BF16, replace(IN_TURNS, block_m=32, block_n=128, block_k=192, num_stages=10)),
+    Spec(Op.FORWARD, DType.FP16, IN_TURNS._replace(block_m=192, block_n=128, rows=TileRows.FITTED)),
+    Spec(Op.DW, DType.BF16, IN_TURNS._replace(block_m=32, block_n=128, block_k=192, num_stages=10)),
 )
 SPECIALISED = Spec(Op.FORWARD, DType.BF16, Config(128, 256, 64, 8, 4, loads=Loads.TMA, schedule=Schedule.COOPERATIVE))
 

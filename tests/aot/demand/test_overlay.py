@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import multiprocessing
 import os
@@ -56,11 +55,9 @@ def test_the_first_entry_and_what_is_added(tmp_path: Path) -> None:
 
 def test_what_is_measured_again_replaces_what_was_there(tmp_path: Path) -> None:
     slower = fakemeasure.bundle(planned(8), config=OTHER)
-    slower = dataclasses.replace(
-        slower,
+    slower = slower._replace(
         choices={
-            problem: tuple(dataclasses.replace(choice, time_ns=9000) for choice in row)
-            for problem, row in slower.choices.items()
+            problem: tuple(choice._replace(time_ns=9000) for choice in row) for problem, row in slower.choices.items()
         },
     )
     both = overlay.joined(slower, overlay.joined(fakemeasure.bundle(planned(8)), None))
@@ -153,9 +150,9 @@ def test_a_file_that_may_be_as_good_as_ever_is_left_alone(
 
 def test_other_sources_under_one_revision_are_dropped() -> None:
     old = overlay.joined(fakemeasure.bundle(planned(8)), None)
-    changed = tuple(dataclasses.replace(one, source_sha256=bytes(32)) for one in old.kernels)
+    changed = tuple(one._replace(source_sha256=bytes(32)) for one in old.kernels)
     told: list[str] = []
-    new = overlay.joined(fakemeasure.bundle(planned(16)), dataclasses.replace(old, kernels=changed), told.append)
+    new = overlay.joined(fakemeasure.bundle(planned(16)), old._replace(kernels=changed), told.append)
     assert problems(new) == {16}
     assert "changed sources" in told[0]
 

@@ -134,11 +134,10 @@ def test_every_part_of_the_key_counts(home: Path, tmp_path: Path) -> None:
 
 
 def test_a_later_kernel_revision_tunes_again(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import dataclasses
 
     fakemeasure.on_demand(tmp_path / "log").configs(key(), 0, force=False)
     for name, one in api.ENTRIES.items():
-        monkeypatch.setitem(api.ENTRIES, name, dataclasses.replace(one, revision=one.revision + 1))
+        monkeypatch.setitem(api.ENTRIES, name, one._replace(revision=one.revision + 1))
     fakemeasure.on_demand(tmp_path / "log").configs(key(), 0, force=False)
     assert len((tmp_path / "log").read_text().splitlines()) == 2
 

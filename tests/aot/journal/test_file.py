@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import json
 import lzma
 import os
@@ -42,7 +41,7 @@ problems = st.builds(
     st.sampled_from(Layout),
     st.sampled_from(list(Fusion)),
     st.integers(0, 8),
-).map(lambda one: one if one.fusion & INDEXED else dataclasses.replace(one, top_k=0))
+).map(lambda one: one if one.fusion & INDEXED else one._replace(top_k=0))
 timings = st.builds(Timing, shas, times, small, st.integers(1, 50), small)
 duels = st.builds(Rematch, shas, shas, times, times, small, small)
 buckets = st.integers(0, 31).map(lambda power: 1 << power)
@@ -86,7 +85,7 @@ def test_what_ran_before_is_written_only_where_something_did() -> None:
 
 def test_a_number_of_another_type_is_refused_after_one_that_equals_it() -> None:
     """Names that were read before are not read anew, and 1, 1.0 and True are one key of a dictionary."""
-    value = to_value(replace(measured(), problem=replace(measured().problem, E=1)))
+    value = to_value(replace(measured(), problem=measured().problem._replace(E=1)))
     assert isinstance(from_value(value), Measured)
     for other in (True, 1.0):
         problem = [other if one == 1 and type(one) is int else one for one in value["problem"]]  # type: ignore[attr-defined]
@@ -178,9 +177,9 @@ def test_routings_that_are_none_are_told(tmp_path: Path, routings: object) -> No
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        (replace(HEADER, gpu=replace(H200, name="NVIDIA H100")), "measured on NVIDIA H200 .*, this is NVIDIA H100"),
-        (replace(HEADER, gpu=replace(H200, sm_count=114)), r"132 SMs.*this is .*114 SMs"),
-        (replace(HEADER, gpu=replace(H200, memory_mib=96_000)), "this is .*96000 MiB.*--journal"),
+        (replace(HEADER, gpu=H200._replace(name="NVIDIA H100")), "measured on NVIDIA H200 .*, this is NVIDIA H100"),
+        (replace(HEADER, gpu=H200._replace(sm_count=114)), r"132 SMs.*this is .*114 SMs"),
+        (replace(HEADER, gpu=H200._replace(memory_mib=96_000)), "this is .*96000 MiB.*--journal"),
         (replace(HEADER, sm=100), "sm_90.*sm_100"),
         (replace(HEADER, kernels=(Kernel("rows", 2, b"\1" * 32),)), "revision 1 of the kernel rows.*have revision 2"),
         (replace(HEADER, kernels=(Kernel("rows", 1, b"\7" * 32),)), "source 010101.*source 070707"),
@@ -200,7 +199,7 @@ def test_another_driver_or_a_little_memory_is_the_same_gpu(tmp_path: Path) -> No
     path = tmp_path / "journal"
     with open_journal(path, HEADER):
         pass
-    later = replace(HEADER, gpu=replace(H200, driver=13020, memory_mib=143_000), pretuned="9.9")
+    later = replace(HEADER, gpu=H200._replace(driver=13020, memory_mib=143_000), pretuned="9.9")
     with open_journal(path, later) as journal:
         assert journal.contents.header.gpu.driver == 13000
 

@@ -100,7 +100,7 @@ def test_a_record_says_alone_what_it_says_twice(
 
 def test_times_of_a_form_are_brought_to_the_clock_of_the_plain_product() -> None:
     """Timed with the form it took 30 us, with its own contenders 40: all that the form took is 4/3 longer there."""
-    gathers = replace(PROBLEM, fusion=Fusion.GATHER, top_k=8)
+    gathers = PROBLEM._replace(fusion=Fusion.GATHER, top_k=8)
     compiled = [*COMPILED, *(variant(i + 8, config, Fusion.GATHER) for i, config in enumerate(CONFIGS))]
     plan = BuildPlan({PROBLEM: (64,), gathers: (64, 128)}, ())
     other = replace(record({8: 20_000, 9: 60_000}, 9, bucket=128), problem=gathers)  # so that both ship
@@ -337,8 +337,8 @@ def test_drivers_are_told_apart() -> None:
 
 def test_the_model_knows_the_gpu_that_was_measured() -> None:
     assert chip_of(H200, 90).name == "H200"
-    assert chip_of(replace(H200, name="NVIDIA H200 NVL", sm_count=130), 90).sm_count == 130
-    assert chip_of(replace(H200, name="unheard of"), 90).name == "H100 SXM"
+    assert chip_of(H200._replace(name="NVIDIA H200 NVL", sm_count=130), 90).sm_count == 130
+    assert chip_of(H200._replace(name="unheard of"), 90).name == "H100 SXM"
 
 
 def test_a_product_of_two_names_has_one_cell() -> None:
@@ -354,7 +354,7 @@ def test_a_product_of_two_names_has_one_cell() -> None:
 
 
 def test_records_of_a_form_that_share_the_plain_product_alone_are_brought_to_its_clock() -> None:
-    gathers = replace(PROBLEM, fusion=Fusion.GATHER, top_k=8)
+    gathers = PROBLEM._replace(fusion=Fusion.GATHER, top_k=8)
     fast = replace(record({8: 30_000}, 8), problem=gathers, plain=(sha(0), (20_000, 20_000)))
     slow = replace(record({9: 31_000}, 9), problem=gathers, plain=(sha(0), (24_000, 24_000)))
     for records in ((fast, slow), (slow, fast)):
@@ -376,13 +376,13 @@ def test_torch_is_chosen_where_it_is_faster_by_more_than_noise_and_what_is_aroun
 def test_torch_is_chosen_for_no_dw_and_on_no_capability_without_a_kernel_of_torch() -> None:
     def choice(problem: Problem, sm: int) -> Choice:
         rows = replace(record({1: 20_000}, 1), problem=problem, torch_ns=(5_000, 5_000))
-        code = [Compiled(replace(one.variant, op=problem.op), one.cubin) for one in COMPILED]
+        code = [Compiled(one.variant._replace(op=problem.op), one.cubin) for one in COMPILED]
         evidence = Timings.of(Contents(Header(sm, H200, ()), (rows,), 0, 0))
         (found,) = choose(BuildPlan({problem: (64,)}, ()), code, sm, evidence).choices[problem]
         return found
 
     assert choice(PROBLEM, 90).torch_ns == 5_000
-    assert choice(replace(PROBLEM, op=Op.DW), 90).torch_ns is None
+    assert choice(PROBLEM._replace(op=Op.DW), 90).torch_ns is None
     assert choice(PROBLEM, 80).torch_ns is None
     turned = PROBLEM.transposed  # dX of w [E, K, N], by whose name the cell was not measured
     assert turned is not None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -162,7 +160,7 @@ def test_the_judge_reads_the_codes_of_a_product_that_quantises_x(fusion: Fusion)
     quantised = values_of_rows(*codes, slice(0, M))
     assert 2e-4 < judged(quantised, codes) < 6e-3
     assert judged(rows.float(), codes) > 1e-2
-    problem = replace(problem, layout=Layout.STORED)
+    problem = problem._replace(layout=Layout.STORED)
     assert 2e-4 < judged(quantised, None) < 6e-3
     assert judged(rows.float(), None) > 1e-2
 

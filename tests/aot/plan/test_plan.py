@@ -74,7 +74,7 @@ def test_forward_problems_and_buckets() -> None:
     made = plan([replace(QWEN3, tokens=(1, 100))])
     first = Problem(Op.FORWARD, DType.BF16, 128, 1536, 2048)
     second = Problem(Op.FORWARD, DType.BF16, 128, 2048, 768)
-    gathers, scatters = replace(first, fusion=Fusion.GATHER), replace(second, fusion=Fusion.SCATTER)
+    gathers, scatters = first._replace(fusion=Fusion.GATHER), second._replace(fusion=Fusion.SCATTER)
     assert made.problems == (first, gathers, second, scatters)
     assert set(made.buckets.values()) == {(8, 16, 32, 64, 128, 256, 512, 1024)}
     assert made.choices == 32
@@ -118,7 +118,7 @@ def test_layouts() -> None:
     nk = plan([replace(few, ops=tuple(Op))])
     both = plan([replace(few, ops=tuple(Op), layouts=(Layout.NK, Layout.KN))])
     assert {one.layout for one in kn.problems if one.op is not Op.DW} == {Layout.KN}
-    assert {replace(one, layout=Layout.NK) for one in kn.problems if one.op is not Op.DW} == {
+    assert {one._replace(layout=Layout.NK) for one in kn.problems if one.op is not Op.DW} == {
         one for one in nk.problems if one.op is not Op.DW
     }
     # dw [E, K, N] is dW with x and dy exchanged

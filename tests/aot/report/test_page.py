@@ -69,10 +69,10 @@ def distinct(base: Bundle) -> Bundle:
     """With a cubin of its own for each variant: journals tell variants by their cubins alone."""
     cubins = tuple(cubin + bytes([i]) for i, cubin in enumerate(base.cubins))
     variants = tuple(
-        replace(one, cubin_bytes=len(cubin), cubin_sha256=hashlib.sha256(cubin).digest())
+        one._replace(cubin_bytes=len(cubin), cubin_sha256=hashlib.sha256(cubin).digest())
         for one, cubin in zip(base.variants, cubins, strict=True)
     )
-    return replace(base, variants=variants, cubins=cubins)
+    return base._replace(variants=variants, cubins=cubins)
 
 
 def the_cell(cells: list[Cell], problem: Problem, bucket: int) -> Cell:
@@ -99,7 +99,7 @@ def test_the_roofline_by_hand() -> None:
 def test_whose_figures_make_the_roofline() -> None:
     assert chip_of(None, 90) == chip_for(90)
     assert chip_of(H200, 90).bandwidth_gbs == 4800
-    assert chip_of(replace(H200, sm_count=66), 90).bf16_tflops == pytest.approx(989.4 / 2)
+    assert chip_of(H200._replace(sm_count=66), 90).bf16_tflops == pytest.approx(989.4 / 2)
     unknown = chip_of(Gpu("NVIDIA Something New", 108, 81920, 12080), 80)
     assert unknown == chip_for(80).with_sm_count(108)
 
@@ -122,7 +122,7 @@ def test_a_bundle_alone(base: Bundle) -> None:
 
 def test_what_is_missing(base: Bundle, problem: Problem) -> None:
     """Of the bundle's own models, and of a plan."""
-    less = replace(base, choices={**base.choices, problem: base.choices[problem][1:]})
+    less = base._replace(choices={**base.choices, problem: base.choices[problem][1:]})
     gone = base.choices[problem][0].bucket
     missing = [cell for cell in sheet("t", {}, less, [], None).cells if cell.state is State.MISSING]
     assert [(cell.problem, cell.bucket) for cell in missing] == [(problem, gone)]
@@ -173,7 +173,7 @@ def test_the_glance_has_gpus_by_short_names_and_what_was_measured(base: Bundle, 
         return re.findall(rf"<td>{problem.op.value}</td><td>([^<]*)</td>", glance)
 
     assert names(H100, H200) == ["H100", "H200"]
-    nvl = replace(H100, name="NVIDIA H100 NVL")
+    nvl = H100._replace(name="NVIDIA H100 NVL")
     assert names(H100, nvl) == ["H100 80GB HBM3", "H100 NVL"]
     assert names(H100) == []
 
@@ -254,7 +254,7 @@ def test_a_look_at_a_slower_clock_makes_no_choice_slower_than_torch(distinct: Bu
 
 
 def test_one_gpu_with_two_drivers_is_one(base: Bundle, problem: Problem) -> None:
-    newer = replace(A100, driver=13000)
+    newer = A100._replace(driver=13000)
     two = chosen(base, {(problem, 8): (0, 5_000, A100), (problem, 16): (1, 6_000, newer), (problem, 32): (0, 1, None)})
     found = sheet("t", {}, two, [], None)
     assert len(found.chips) == 1
@@ -294,7 +294,7 @@ def test_a_cell_names_the_ways_of_its_plan(base: Bundle, problem: Problem) -> No
     )
     bundle = chosen(base, {(problem, 2): (1, 2_100, A100), (problem, 4): (0, 9_000, A100)})
     first, *others = bundle.choices[problem]
-    bundle = replace(bundle, choices={**bundle.choices, problem: (replace(first, plan=rows), *others)})
+    bundle = bundle._replace(choices={**bundle.choices, problem: (first._replace(plan=rows), *others)})
     cells = sheet("t", {}, bundle, [], None).cells
     assert [the_cell(cells, problem, bucket).plan for bucket in (2, 4)] == ["fused_silu", ""]
 
@@ -347,7 +347,7 @@ def everything(distinct: Bundle, problem: Problem) -> str:
     """A page with every kind of cell and chart."""
     bundle = chosen(distinct, {(problem, 2): (1, 2_100, A100), (problem, 4): (0, 9_000, None)})
     others = {one: row for one, row in distinct.choices.items() if one != problem}
-    bundle = replace(bundle, choices={**bundle.choices, **others}, models=distinct.models)
+    bundle = bundle._replace(choices={**bundle.choices, **others}, models=distinct.models)
     contents = journal(
         distinct,
         *(measured(distinct, problem, bucket, [3_000, 2_000, 9_000], won=True, torch=4_200) for bucket in (2, 4, 256)),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from pretuned.aot.tune.shortlist import SHARE, Winners, contenders
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op, Problem
@@ -76,12 +74,12 @@ def test_what_runs_today_is_measured_beside_the_shortlist_of_the_others() -> Non
 
 def test_winners_are_asked_nearest_first() -> None:
     winners = Winners()
-    other = replace(PROBLEM, N=4096)
-    gathers = replace(PROBLEM, fusion=Fusion.GATHER)
+    other = PROBLEM._replace(N=4096)
+    gathers = PROBLEM._replace(fusion=Fusion.GATHER)
     winners.add(PROBLEM, 64, NAMES[0])
     winners.add(PROBLEM, 1024, NAMES[1])
     winners.add(other, 1024, NAMES[2])
-    winners.add(replace(PROBLEM, op=Op.DX), 1024, NAMES[3])
+    winners.add(PROBLEM._replace(op=Op.DX), 1024, NAMES[3])
     assert winners.near(PROBLEM, 2048) == [NAMES[1], NAMES[2], NAMES[0]]
     assert winners.near(PROBLEM, 64) == [NAMES[0], NAMES[1], NAMES[2]]
     assert winners.transposed(gathers, 1024) == NAMES[1]
@@ -92,15 +90,15 @@ def test_winners_are_asked_nearest_first() -> None:
 def test_of_other_shapes_the_most_alike_are_asked_first() -> None:
     """With as many rows an expert: one that is twice as large in one way, before one that is so in three."""
     winners = Winners()
-    winners.add(replace(PROBLEM, E=32, N=12288, K=8192), 256, NAMES[0])  # sorts before the other
-    winners.add(replace(PROBLEM, N=3072), 1024, NAMES[1])
+    winners.add(PROBLEM._replace(E=32, N=12288, K=8192), 256, NAMES[0])  # sorts before the other
+    winners.add(PROBLEM._replace(N=3072), 1024, NAMES[1])
     assert winners.near(PROBLEM, 1024) == [NAMES[1], NAMES[0]]
-    winners.add(replace(PROBLEM, K=1024), 1024, NAMES[2])
+    winners.add(PROBLEM._replace(K=1024), 1024, NAMES[2])
     assert winners.near(PROBLEM, 1024) == [NAMES[2], NAMES[1], NAMES[0]]
     fewer = Winners()
-    fewer.add(replace(PROBLEM, E=32), 256, NAMES[0])
-    fewer.add(replace(PROBLEM, E=64, N=3072), 512, NAMES[1])
-    fewer.add(replace(PROBLEM, E=64), 512, NAMES[2])
+    fewer.add(PROBLEM._replace(E=32), 256, NAMES[0])
+    fewer.add(PROBLEM._replace(E=64, N=3072), 512, NAMES[1])
+    fewer.add(PROBLEM._replace(E=64), 512, NAMES[2])
     assert fewer.near(PROBLEM, 1024) == [NAMES[2], NAMES[0], NAMES[1]]
 
 
@@ -108,18 +106,18 @@ def test_what_won_most_often_nearby_comes_first() -> None:
     winners = Winners()
     winners.add(PROBLEM, 1024, NAMES[0])
     for N in (1024, 3072):
-        winners.add(replace(PROBLEM, N=N), 1024, NAMES[1])
+        winners.add(PROBLEM._replace(N=N), 1024, NAMES[1])
     assert winners.near(PROBLEM, 1024) == [NAMES[1], NAMES[0]]
     for rows in range(10):  # nine are asked
-        winners.add(replace(PROBLEM, N=8 * rows + 8), 4096, NAMES[2])
+        winners.add(PROBLEM._replace(N=8 * rows + 8), 4096, NAMES[2])
     assert winners.near(PROBLEM, 1024) == [NAMES[2], NAMES[1], NAMES[0]]
 
 
 def test_a_plain_product_measured_after_its_forms_is_not_narrowed_to_what_won_there() -> None:
     """As where the plain form is measured anew, and what a journal has of the others is kept."""
     winners = Winners()
-    gathers = replace(PROBLEM, fusion=Fusion.GATHER)
+    gathers = PROBLEM._replace(fusion=Fusion.GATHER)
     winners.add(gathers, 1024, NAMES[1])
     assert winners.transposed(PROBLEM, 1024) is None
-    assert winners.transposed(replace(PROBLEM, fusion=Fusion.SCATTER), 1024) == NAMES[1]
+    assert winners.transposed(PROBLEM._replace(fusion=Fusion.SCATTER), 1024) == NAMES[1]
     assert winners.near(PROBLEM, 1024) == [NAMES[1]]

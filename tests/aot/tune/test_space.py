@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import faketimer
@@ -35,7 +34,7 @@ def test_what_another_bundle_has_for_a_cell_is_asked(candidates: Path, small_pla
                 assert ground.elsewhere(problem, choice.bucket) == [bundle.variant(i).config for i in named]
                 assert alone.elsewhere(problem, choice.bucket) == []
             assert ground.elsewhere(problem, 2 * buckets[-1]) == []
-        assert ground.elsewhere(dataclasses.replace(problem, E=problem.E + 1), 1) == []
+        assert ground.elsewhere(problem._replace(E=problem.E + 1), 1) == []
 
 
 def test_it_is_measured_beside_the_models_first(

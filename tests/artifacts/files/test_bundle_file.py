@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import gc
 import hashlib
@@ -191,10 +190,10 @@ def test_opened_for_later_without_a_target_it_is_refused_at_once(tmp_path):
 
 def test_opened_for_later_it_tells_whose_gpu_it_may_be_of_unread(tmp_path, path):
     (gpu, *_) = golden_bundles.medium().gpus
-    other = dataclasses.replace(gpu, name="another")
+    other = gpu._replace(name="another")
     with calls_of(Index.__init__) as read, open_bundle(path, later=True) as file:
         assert file.may_be_of(gpu)
-        assert file.may_be_of(dataclasses.replace(gpu, driver=gpu.driver + 10))
+        assert file.may_be_of(gpu._replace(driver=gpu.driver + 10))
         assert not file.may_be_of(other)
     assert read == []
     with open_bundle(path) as file:
@@ -330,7 +329,7 @@ def test_a_file_rewritten_while_open(path):
 
 
 def test_a_whole_other_bundle_written_over_it_while_open(path):
-    other = codec.encode(dataclasses.replace(golden_bundles.medium(), min_driver=12090))
+    other = codec.encode(golden_bundles.medium()._replace(min_driver=12090))
     assert len(other) == len(MEDIUM)
     with open_bundle(path) as file:
         path.write_bytes(other)
@@ -359,7 +358,7 @@ def test_a_file_that_rests_is_opened_and_checked_again(path, tmp_path, monkeypat
         path.chmod(0o644)
         assert file.load() == bundle
         file.rest()
-        path.write_bytes(codec.encode(dataclasses.replace(bundle, min_driver=12090)))
+        path.write_bytes(codec.encode(bundle._replace(min_driver=12090)))
         with pytest.raises(BundleCorrupt, match="changed after it was opened"):
             file.cubin(0)
         file.rest()
@@ -466,8 +465,8 @@ def test_one_look_into_a_real_size_decodes_little(tmp_path):
 def test_digest_stands_for_the_whole_content():
     bundle = golden_bundles.medium()
     cubin = bundle.cubins[0][:-1] + b"\xff"
-    variant = dataclasses.replace(bundle.variants[0], cubin_sha256=hashlib.sha256(cubin).digest())
-    other = dataclasses.replace(bundle, variants=(variant, *bundle.variants[1:]), cubins=(cubin, *bundle.cubins[1:]))
+    variant = bundle.variants[0]._replace(cubin_sha256=hashlib.sha256(cubin).digest())
+    other = bundle._replace(variants=(variant, *bundle.variants[1:]), cubins=(cubin, *bundle.cubins[1:]))
     assert codec.encode(other)[31:63] != MEDIUM[31:63]
 
 

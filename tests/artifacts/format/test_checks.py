@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pretuned.artifacts.format.checks import digest, fields, integer, items, name, pick, shown
-from pretuned.artifacts.format.wire import Malformed
+from pretuned.artifacts.format.wire import Malformed, digest, fields, integer, items, name, pick, shown
 
 TABLE = {"a": 1, "b": 2}
 

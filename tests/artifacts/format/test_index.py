@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import craft
 import golden_bundles
 import msgpack
@@ -32,7 +30,7 @@ def test_a_glance_at_anything_is_a_target_or_nothing(tail, kept):
 
 @given(st.builds(Target, st.integers(10, 9999), st.booleans()))
 def test_a_glance_tells_every_target(target):
-    data = codec.encode(dataclasses.replace(golden_bundles.small(), target=target))
+    data = codec.encode(golden_bundles.small()._replace(target=target))
     assert glance(data[PREAMBLE_BYTES : PREAMBLE_BYTES + GLANCED_BYTES]) == target
 
 
@@ -57,7 +55,7 @@ def test_where_a_variant_was_judged():
     for order in (range(len(bundle.variants)), reversed(range(len(bundle.variants)))):
         with open_bytes(MEDIUM, "made") as file:
             assert {i: gpu for i in order if (gpu := file.judged_on(i)) is not None}.keys() == measured.keys()
-    without = dataclasses.replace(golden_bundles.small(), gpus=())
+    without = golden_bundles.small()._replace(gpus=())
     with open_bytes(codec.encode(without), "made") as file:
         assert file.judged_on(0) is None
 
@@ -141,7 +139,7 @@ def test_a_record_has_so_many_bytes():
 
 
 def test_any_driver_may_be_enough():
-    bundle = dataclasses.replace(golden_bundles.small(), min_driver=0)
+    bundle = golden_bundles.small()._replace(min_driver=0)
     assert codec.decode(codec.encode(bundle), "made").min_driver == 0
 
 
@@ -196,16 +194,16 @@ def test_the_models_of_a_product():
     problems = sorted(bundle.choices, key=lambda one: one.sort_key)
     shares = [(0, 1, 2), (1, 0), (), (2, 2)]
     models = tuple(
-        dataclasses.replace(bundle.models[0], name=f"m/{i}", problems=tuple(problems[j] for j in share))
+        bundle.models[0]._replace(name=f"m/{i}", problems=tuple(problems[j] for j in share))
         for i, share in enumerate(shares)
     )
-    file = open_bytes(codec.encode(dataclasses.replace(bundle, models=models)), "b")
+    file = open_bytes(codec.encode(bundle._replace(models=models)), "b")
     assert file.models() is file.models()
 
     def product(one):
         return one.op, one.fusion, one.E, one.N, one.K
 
-    asked = [*problems, dataclasses.replace(problems[0], dtype=DType.FP16), dataclasses.replace(problems[0], E=3)]
+    asked = [*problems, problems[0]._replace(dtype=DType.FP16), problems[0]._replace(E=3)]
     found = [file.models_of(one) for one in asked]
     assert found == [
         tuple(model for model in file.models() if product(one) in map(product, model.problems)) for one in asked
@@ -227,11 +225,11 @@ def test_the_models_take_what_their_length_does(chars):
     """Models of as many bytes as a length of one, two and four bytes can tell, and of one more."""
     bundle = golden_bundles.small()
     models = tuple(
-        dataclasses.replace(bundle.models[0], name="m" * min(limits.MAX_NAME_CHARS, left))
+        bundle.models[0]._replace(name="m" * min(limits.MAX_NAME_CHARS, left))
         for left in range(chars, 0, -limits.MAX_NAME_CHARS)
     )
-    models = tuple(dataclasses.replace(one, tp=i + 1) for i, one in enumerate(models))
-    data = codec.encode(dataclasses.replace(bundle, models=models))
+    models = tuple(one._replace(tp=i + 1) for i, one in enumerate(models))
+    data = codec.encode(bundle._replace(models=models))
     assert open_bytes(data, "b").models() == models
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import golden_bundles
 import msgpack
@@ -45,10 +44,10 @@ def test_a_kernel():
 @pytest.mark.parametrize(("field", "least"), [("sm_count", 1), ("memory_mib", 1), ("driver", 0)])
 def test_a_gpu(field, least):
     for value in (least, lim.MAX_DIM):
-        gpu = replace(Gpu(*GPU), **{field: value})
+        gpu = Gpu(*GPU)._replace(**{field: value})
         assert schema.read_gpu(schema.gpu_value(gpu)) == gpu
     for value in (least - 1, lim.MAX_DIM + 1):
-        malformed(schema.read_gpu, schema.gpu_value(replace(Gpu(*GPU), **{field: value})), told=f"gpu.{field} is")
+        malformed(schema.read_gpu, schema.gpu_value(Gpu(*GPU)._replace(**{field: value})), told=f"gpu.{field} is")
 
 
 @pytest.mark.parametrize(
@@ -56,7 +55,7 @@ def test_a_gpu(field, least):
 )
 def test_the_widths_of_a_problem(at, field, most):
     for value in (1, most):
-        problem = replace(PROBLEM, **{field: value})
+        problem = PROBLEM._replace(**{field: value})
         assert schema.read_problem(schema.pack_problem(problem)) == problem
     for value in (0, most + 1):
         values = list(PROBLEM.sort_key)
@@ -234,12 +233,12 @@ NUMBERS = [
 @pytest.mark.parametrize(("field", "least", "most"), NUMBERS)
 def test_a_variant(field, least, most):
     for value in (least, most):
-        variant = replace(VARIANT, **{field: value})
+        variant = VARIANT._replace(**{field: value})
         assert schema.read_variant(schema.pack_variant(variant), variant.cubin_bytes) == variant
         assert schema.read_kind(schema.pack_variant(variant))[1] == variant.max_experts
     for value in (least - 1, most + 1):
         malformed(
-            schema.read_variant, schema.pack_variant(replace(VARIANT, **{field: value})), 8, told=f"variant.{field} is"
+            schema.read_variant, schema.pack_variant(VARIANT._replace(**{field: value})), 8, told=f"variant.{field} is"
         )
 
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,7 +60,7 @@ def test_the_wire_has_the_flags_of_format_1() -> None:
     for config, flags in (
         (Config(64, 64, 32, 4, 3, schedule=Schedule.TILE), {"persistent": 0}),
         (Config(64, 64, 32, 4, 3, loads=Loads.TMA, cache=Cache.EVICT_FIRST), {"tma": 1, "streamed": 1}),
-        (replace(FITS, edge=Edge.HALF), {"tma": 1, "specialized": 1, "narrow": 1}),
+        (FITS._replace(edge=Edge.HALF), {"tma": 1, "specialized": 1, "narrow": 1}),
         (TURNS, {"tma": 1, "specialized": 1, "pingpong": 1}),
     ):
         assert {name: value for name, value in config.pairs() if name in plain} == plain | flags
@@ -71,7 +70,7 @@ def test_the_wire_has_the_flags_of_format_1() -> None:
 def test_tiles_of_the_sizes_of_fitted_ones_are_fitted() -> None:
     """Their pairs say no more than the sizes."""
     for op in Op:
-        assert "rows is FIXED, wanted FITTED" in str(refusal(Spec(op, DType.BF16, replace(FITS, rows=TileRows.FIXED))))
+        assert "rows is FIXED, wanted FITTED" in str(refusal(Spec(op, DType.BF16, FITS._replace(rows=TileRows.FIXED))))
     assert refusal(Spec(Op.FORWARD, DType.BF16, FITS)) is None
 
 
@@ -79,7 +78,7 @@ CODES = Config(16, 64, 1024, 8, 3, loads=Loads.TMA, schedule=Schedule.W4A16)
 
 
 def test_configs_for_codes_have_flags_of_their_own_and_others_do_not() -> None:
-    fitted = replace(CODES, block_m=128, block_n=256, block_k=128, rows=TileRows.FITTED)
+    fitted = CODES._replace(block_m=128, block_n=256, block_k=128, rows=TileRows.FITTED)
     for config, flag in ((CODES, 0), (fitted, 1)):
         pairs = dict(config.pairs())
         assert set(pairs) == {*WIRE, "fitted", "mixed_input"}

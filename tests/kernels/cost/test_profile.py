@@ -46,7 +46,7 @@ def test_dw_is_seen_with_its_own_tile_and_constants() -> None:
 
 def test_what_is_loaded_already_is_not_waited_for() -> None:
     for stages in (2, 3, 6):
-        resources = dataclasses.replace(WIDE, config=dataclasses.replace(WIDE.config, num_stages=stages))
+        resources = dataclasses.replace(WIDE, config=WIDE.config._replace(num_stages=stages))
         found = profile(resources, Op.DW, DType.BF16, chip_for(90), CONSTANTS)
         assert 0.0 < found.loaded_ns < found.chain_ns
         assert found.step_ns > 0.0

@@ -36,16 +36,16 @@ def test_what_can_be_pingpong(config: Config) -> None:
     op = Op.DW if config in (WEIGHT, ACROSS) else Op.FORWARD
     assert not refused(op, config)
     assert str(config).endswith(" tma pingpong")
-    assert "loads is POINTER, wanted TMA" in refused(op, replace(config, loads=Loads.POINTER))
-    assert "edge is HALF, wanted WHOLE" in refused(op, replace(config, edge=Edge.HALF))
-    assert "cache is EVICT_FIRST, wanted DEFAULT" in refused(op, replace(config, cache=Cache.EVICT_FIRST))
-    assert "num_warps is 4, wanted 8" in refused(op, replace(config, num_warps=4))
-    assert "num_stages is 1, wanted 2 to 15" in refused(op, replace(config, num_stages=1))
-    assert "num_stages is 16, wanted 1 to 15" in refused(op, replace(config, num_stages=16))
+    assert "loads is POINTER, wanted TMA" in refused(op, config._replace(loads=Loads.POINTER))
+    assert "edge is HALF, wanted WHOLE" in refused(op, config._replace(edge=Edge.HALF))
+    assert "cache is EVICT_FIRST, wanted DEFAULT" in refused(op, config._replace(cache=Cache.EVICT_FIRST))
+    assert "num_warps is 4, wanted 8" in refused(op, config._replace(num_warps=4))
+    assert "num_stages is 1, wanted 2 to 15" in refused(op, config._replace(num_stages=1))
+    assert "num_stages is 16, wanted 1 to 15" in refused(op, config._replace(num_stages=16))
     for name in ("block_m", "block_n", "block_k"):
         other = 256 if config is DEALT or getattr(config, name) == 192 else 192  # 128 x 192, 192 deep, is one of dW
-        assert f"is {other}, wanted" in refused(op, replace(config, **{name: other}))
-    wide = refused(op, replace(config, schedule=Schedule.COOPERATIVE))
+        assert f"is {other}, wanted" in refused(op, config._replace(**{name: other}))
+    wide = refused(op, config._replace(schedule=Schedule.COOPERATIVE))
     assert ("is 192, wanted" in wide) is (config is not DEALT)
 
 
@@ -53,17 +53,17 @@ def test_what_can_be_pingpong(config: Config) -> None:
 def test_rows_have_two_shapes_of_tiles(wrong: dict[str, int]) -> None:
     """A part of w has 64 columns, and lies as lines of 64 of its reduction: deeper ones would be read crosswise."""
     for config in (ROWS, DEALT):
-        assert "wanted" in refused(Op.FORWARD, replace(config, **wrong))
-        assert "block_n is 64, wanted" in refused(Op.FORWARD, replace(config, block_n=64))
-    assert "block_k is 128, wanted 64" in refused(Op.FORWARD, replace(ROWS, block_k=128))  # that is a tile of dW
+        assert "wanted" in refused(Op.FORWARD, config._replace(**wrong))
+        assert "block_n is 64, wanted" in refused(Op.FORWARD, config._replace(block_n=64))
+    assert "block_k is 128, wanted 64" in refused(Op.FORWARD, ROWS._replace(block_k=128))  # that is a tile of dW
 
 
 def test_a_step_of_dw_has_any_rows() -> None:
-    assert not refused(Op.DW, replace(WEIGHT, block_m=64, num_stages=5))
-    assert not refused(Op.DW, replace(ACROSS, block_m=64, num_stages=5))
+    assert not refused(Op.DW, WEIGHT._replace(block_m=64, num_stages=5))
+    assert not refused(Op.DW, ACROSS._replace(block_m=64, num_stages=5))
     every = ((Op.FORWARD, ROWS), (Op.FORWARD, DEALT), (Op.DW, WEIGHT), (Op.DW, ACROSS))
     assert [registry.transposed(*one) for one in every] == [False, False, False, True]
-    assert "block_n is 64, wanted 128" in refused(Op.DW, replace(WEIGHT, block_n=64))
+    assert "block_n is 64, wanted 128" in refused(Op.DW, WEIGHT._replace(block_n=64))
 
 
 def test_which_kernels_have_such_code() -> None:
@@ -90,9 +90,9 @@ def test_how_many_columns_a_tile_can_be_told_apart() -> None:
         (ACROSS, Op.DW, "N"),
     ):
         most = (128 if config is DEALT else 192) << 20
-        problem = replace(Problem(op, DType.BF16, 4, 64, 64), **{columns_are: most})
+        problem = Problem(op, DType.BF16, 4, 64, 64)._replace(**{columns_are: most})
         assert registry.beyond(problem, config) is None
-        more = replace(problem, **{columns_are: most + 8})
+        more = problem._replace(**{columns_are: most + 8})
         assert f"the most columns of {config} are {most}, these are {most + 8}" in str(registry.beyond(more, config))
         plain = Config(128, 256, 64, 8, 4, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
         assert registry.beyond(more, plain) is None
@@ -152,7 +152,7 @@ def test_tiles_of_128_columns_are_dealt_out_in_turn_but_for_the_last_rounds() ->
     """All others go to programs as they become free: whoever reads this of the config must agree with the kernel."""
     every = ((Op.FORWARD, ROWS), (Op.FORWARD, DEALT), (Op.DW, WEIGHT), (Op.DW, ACROSS))
     assert [registry.dealt(*one) for one in every] == [False, True, False, False]
-    assert not registry.dealt(Op.FORWARD, replace(DEALT, schedule=Schedule.COOPERATIVE))
+    assert not registry.dealt(Op.FORWARD, DEALT._replace(schedule=Schedule.COOPERATIVE))
     assert not registry.dealt(Op.FORWARD, Config(64, 128, 128, 4, 4, loads=Loads.TMA))
     assert "    if PINGPONG and BLOCK_N == 2 * PART:\n        rounds =" in SPECIALIZED.read_text()
 
@@ -161,7 +161,7 @@ def test_their_ring_has_no_words_to_spare() -> None:
     """A product of 128 columns is written as it is: none of its words lie past the ring's end."""
     ends = {one: registry.constants(Spec(Op.FORWARD, DType.BF16, one), 90) for one in (ROWS, DEALT)}
     assert [(one["BLOCK_N"], one["STAGES"], one["SLOTS"]) for one in ends.values()] == [(192, 5, 1), (128, 6, 1)]
-    deeper = replace(DEALT, num_stages=7)  # 224 KiB of operands, and 16 of results: past what an SM has
+    deeper = DEALT._replace(num_stages=7)  # 224 KiB of operands, and 16 of results: past what an SM has
     results_bytes = 2 * 64 * 64 * 2
     assert shared_bytes_at_least(Op.FORWARD, DType.BF16, deeper, 90) + results_bytes > limits(90).shared_per_block_bytes
 
@@ -210,7 +210,7 @@ def test_its_registers_and_buffers(spec: Spec) -> None:
     """Those of two warpgroups and the loading warp's fit 168 for each of 12 warps."""
     constants = registry.constants(spec, 90)
     assert (constants["PINGPONG"], constants["REGISTERS"], constants["SLOTS"]) == (True, 224, 1)
-    other = replace(spec, config=Config(128, 128, 64, 8, 6, loads=Loads.TMA, schedule=Schedule.COOPERATIVE))
+    other = spec._replace(config=Config(128, 128, 64, 8, 6, loads=Loads.TMA, schedule=Schedule.COOPERATIVE))
     assert registry.constants(other, 90)["PINGPONG"] is False
 
 
@@ -219,7 +219,7 @@ def test_three_parts_leave_through_one_buffer(config: Config) -> None:
     """Through two the first part of a tile would meet the last of the tile before in the same one, under TMA's eyes."""
     for stages in range(2, config.num_stages + 1):
         for rows in (16, 32, 64) if config is not ROWS else (128,):
-            other = replace(config, num_stages=stages, block_m=rows)
+            other = config._replace(num_stages=stages, block_m=rows)
             op = Op.FORWARD if config is ROWS else Op.DW
             assert registry.constants(Spec(op, DType.BF16, other), 90)["SLOTS"] == 1
 

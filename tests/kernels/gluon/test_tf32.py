@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +27,13 @@ from pretuned.kernels.search import candidates
 
 CONFIG = Config(32, 128, 256, 8, 3, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
 SPEC = Spec(Op.DW, DType.TF32, CONFIG)
-SHIPPED = [CONFIG, replace(CONFIG, block_m=64, num_stages=2)]
+SHIPPED = [CONFIG, CONFIG._replace(block_m=64, num_stages=2)]
 MIXED = (0, 2, 4, 6, 1, 3, 5, 7)  # the rows of eight, in the order in which they are multiplied
 REGISTERS = 32
 TRIAL = Path(__file__).parents[3] / "benchmarks" / "results" / "tf32-dW-h200.json"
 TIMED = {
     "special (32, 128, 256, 8, 3)": Resources(CONFIG, 384, 213336, 168),
-    "special (64, 128, 256, 8, 2)": Resources(replace(CONFIG, block_m=64, num_stages=2), 384, 229688, 168),
+    "special (64, 128, 256, 8, 2)": Resources(CONFIG._replace(block_m=64, num_stages=2), 384, 229688, 168),
     "plain (32, 64, 128, 2, 3)": Resources(Config(32, 64, 128, 2, 3, loads=Loads.TMA), 64, 49184, 246),
 }
 
@@ -91,7 +90,7 @@ def test_a_lane_holds_what_the_instruction_wants(left: bool) -> None:
 def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch, config: Config) -> None:
     """All products are mma.sync of both warpgroups, in lines of 32-bit numbers, and what TMA stores is not rounded."""
     kept = keep_compiled(monkeypatch)
-    variant = compile_variant(replace(SPEC, config=config), 90).variant
+    variant = compile_variant(SPEC._replace(config=config), 90).variant
     ptx, ttgir = kept[0].asm["ptx"], kept[0].asm["ttgir"]
     assert "wgmma" not in ptx
     products = len(re.findall(r"mma\.sync\.aligned\.m16n8k8\.row\.col\.f32\.tf32\.tf32\.f32", ptx))
@@ -109,15 +108,15 @@ def test_what_there_is_no_code_for() -> None:
     wrong = [
         (Op.DW, DType.FP32, CONFIG, "its dtypes are bf16, fp16, tf32"),
         (Op.FORWARD, DType.TF32, rows, "its dtypes are bf16, fp16"),
-        (Op.DX, DType.FP32, replace(rows, block_n=128), "its dtypes are bf16, fp16"),
-        (Op.DW, DType.TF32, replace(CONFIG, edge=Edge.HALF), "edge is HALF, wanted WHOLE"),
-        (Op.DW, DType.TF32, replace(CONFIG, block_k=128), "block_k is 128, wanted 256"),
+        (Op.DX, DType.FP32, rows._replace(block_n=128), "its dtypes are bf16, fp16"),
+        (Op.DW, DType.TF32, CONFIG._replace(edge=Edge.HALF), "edge is HALF, wanted WHOLE"),
+        (Op.DW, DType.TF32, CONFIG._replace(block_k=128), "block_k is 128, wanted 256"),
     ]
     for op, dtype, config, told in wrong:
         assert told in str(registry.refusal(Spec(op, dtype, config)))
         assert registry.refusal(Spec(op, DType.BF16, config)) is None
     for dtype in (DType.TF32, DType.BF16):
-        narrower = registry.refusal(Spec(Op.DW, dtype, replace(CONFIG, block_n=64)))
+        narrower = registry.refusal(Spec(Op.DW, dtype, CONFIG._replace(block_n=64)))
         assert "block_n is 64, wanted 128" in str(narrower)
 
 

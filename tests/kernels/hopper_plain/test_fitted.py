@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,13 +32,13 @@ def test_what_is_fitted(config: Config) -> None:
     assert str(config).endswith(" fitted")
     assert not registry.dealt(Op.FORWARD, config)
     for other in (
-        replace(config, schedule=Schedule.PERSISTENT),
-        replace(config, block_k=128),
-        replace(config, block_n=256),
-        replace(config, rows=TileRows.FIXED),
-        replace(config, edge=Edge.HALF),
-        replace(config, cache=Cache.EVICT_FIRST),
-        replace(config, loads=Loads.POINTER),
+        config._replace(schedule=Schedule.PERSISTENT),
+        config._replace(block_k=128),
+        config._replace(block_n=256),
+        config._replace(rows=TileRows.FIXED),
+        config._replace(edge=Edge.HALF),
+        config._replace(cache=Cache.EVICT_FIRST),
+        config._replace(loads=Loads.POINTER),
     ):
         assert registry.refusal(Spec(Op.FORWARD, DType.BF16, other)), other
     assert Config.from_pairs(config.pairs()) == config
@@ -54,7 +53,7 @@ def test_which_kernels_have_such_code() -> None:
                     refused = registry.refusal(Spec(op, dtype, config, fusion=fusion))
                     assert (refused is None) is there, (op, dtype, fusion)
     for rows in ({"block_m": 256}, {"block_m": 256, "block_n": 64}, {"block_m": 64}):  # 128 rows, or fitted
-        told = registry.refusal(Spec(Op.FORWARD, DType.BF16, replace(WHOLE, **rows)))
+        told = registry.refusal(Spec(Op.FORWARD, DType.BF16, WHOLE._replace(**rows)))
         assert f"block_m is {rows['block_m']}, wanted 128" in str(told)
 
 
@@ -91,9 +90,9 @@ def test_its_boxes_and_constants(config: Config) -> None:
         assert constants["BLOCK_M"] == config.block_m
         assert constants["W_KN"] is (w == (1, 64, 64))
         assert (constants["PINGPONG"], constants["SLOTS"]) == ((True, 1) if config is TURNS else (False, 2))
-        assert registry.arguments(spec) == registry.arguments(replace(spec, config=WHOLE))
-        scattered = replace(spec, fusion=Fusion.SCATTER)
-        assert registry.arguments(scattered) == registry.arguments(replace(scattered, config=WHOLE))
+        assert registry.arguments(spec) == registry.arguments(spec._replace(config=WHOLE))
+        scattered = spec._replace(fusion=Fusion.SCATTER)
+        assert registry.arguments(scattered) == registry.arguments(scattered._replace(config=WHOLE))
         more = registry.constants(scattered, 90)
         assert (constants["INDEXED"], more["INDEXED"]) == (False, True)
         assert more == constants | {"INDEXED": True, "SLOTS": 1, "y_map": None}, "room for what is looked up"

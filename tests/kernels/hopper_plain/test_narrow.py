@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from pretuned.artifacts.records.precision import DType
@@ -17,13 +15,13 @@ from pretuned.kernels.hardware.chips import chip_for
 from pretuned.kernels.search import candidates
 
 WIDE = Config(32, 128, 256, 8, 8, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
-NARROW = replace(WIDE, edge=Edge.HALF)
+NARROW = WIDE._replace(edge=Edge.HALF)
 
 
 def test_what_can_be_narrow() -> None:
     assert registry.refusal(Spec(Op.DW, DType.BF16, NARROW)) is None
     assert str(NARROW) == f"{WIDE} half-edge"
-    plain = replace(NARROW, schedule=Schedule.PERSISTENT)
+    plain = NARROW._replace(schedule=Schedule.PERSISTENT)
     assert "edge is HALF, wanted WHOLE" in str(registry.refusal(Spec(Op.DW, DType.BF16, plain)))
 
 
@@ -48,9 +46,9 @@ def test_x_comes_in_halves() -> None:
 
 
 def test_a_half_of_one_part_leaves_through_one_buffer() -> None:
-    slim = replace(NARROW, block_k=128)
+    slim = NARROW._replace(block_k=128)
     assert registry.constants(Spec(Op.DW, DType.BF16, slim), 90)["SLOTS"] == 1
-    assert registry.constants(Spec(Op.DW, DType.BF16, replace(slim, edge=Edge.WHOLE)), 90)["SLOTS"] == 2
+    assert registry.constants(Spec(Op.DW, DType.BF16, slim._replace(edge=Edge.WHOLE)), 90)["SLOTS"] == 2
 
 
 @pytest.mark.parametrize(

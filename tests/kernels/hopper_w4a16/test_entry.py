@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from pretuned.artifacts.records.precision import DType
@@ -54,7 +52,7 @@ def test_each_entry_is_for_its_quantised_dtypes() -> None:
 
 def test_mxfp8_has_the_arguments_of_mxfp4_and_codes_of_twice_the_size() -> None:
     for op in (Op.FORWARD, Op.DX):
-        config = replace(FEW, block_k=512)
+        config = FEW._replace(block_k=512)
         mine, other = (spec(dtype, config, op) for dtype in (DType.MXFP8, DType.MXFP4))
         boxes = registry.boxes(other)
         assert registry.boxes(mine) == boxes | {"w": (2 * boxes["w"][0], 256)}
@@ -143,19 +141,19 @@ def test_every_candidate_is_accepted_comes_back_and_is_this_kernel_s(dtype: DTyp
 )
 def test_tiles_that_there_are_not(dtype: DType, changes: dict[str, int], told: str) -> None:
     assert refusal(spec(dtype), 90) is None
-    assert told in str(refusal(spec(dtype, replace(FEW, **changes)), 90))  # type: ignore[arg-type]
+    assert told in str(refusal(spec(dtype, FEW._replace(**changes)), 90))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", QUANTISED)
 def test_fitted_tiles_that_there_are_not(dtype: DType) -> None:
     assert refusal(spec(dtype, MANY), 90) is None
     for changes in ({"block_m": 32}, {"block_n": 64}, {"block_k": 512}):
-        assert refusal(spec(dtype, replace(MANY, **changes)), 90) is not None
-        assert registry.tiles_of(Op.FORWARD, replace(MANY, **changes)) is None
+        assert refusal(spec(dtype, MANY._replace(**changes)), 90) is not None
+        assert registry.tiles_of(Op.FORWARD, MANY._replace(**changes)) is None
 
 
 def test_a_group_of_128_is_one_step_at_least() -> None:
-    shallow = replace(MANY, block_k=64)
+    shallow = MANY._replace(block_k=64)
     for dtype in QUANTISED:
         told = refusal(spec(dtype, shallow), 90)
         if dtype in TWICE:
@@ -176,7 +174,7 @@ def test_what_there_is_no_code_for(dtype: DType) -> None:
         assert "has no wgmma" in told
     for sm in (100, 120):
         assert "has no wgmma" in str(refusal(spec(dtype), sm))
-    for config in (PLAIN, Config(64, 64, 64, 4, 3), replace(PLAIN, block_m=256, rows=TileRows.FITTED)):
+    for config in (PLAIN, Config(64, 64, 64, 4, 3), PLAIN._replace(block_m=256, rows=TileRows.FITTED)):
         assert "its dtypes are " in str(refusal(spec(dtype, config), 90))
 
 
@@ -199,8 +197,8 @@ def test_dx_turns_blocks_round(dtype: DType) -> None:
         assert found["x"] == of_forward["x"]
         assert found["w"][-2:] == (2 * wide * config.block_n // 64, 256)
         assert of_forward["w"][-2:] == (2 * wide * config.block_k // 64, 256)
-    narrow = str(refusal(spec(dtype, replace(FEW, block_k=512), Op.DX), 90))
-    shallow = refusal(spec(dtype, replace(MANY, block_k=64), Op.DX), 90)
+    narrow = str(refusal(spec(dtype, FEW._replace(block_k=512), Op.DX), 90))
+    shallow = refusal(spec(dtype, MANY._replace(block_k=64), Op.DX), 90)
     assert shallow is None
     assert ("block_n is 64, wanted 128 or 256" in narrow) is (dtype in TWICE)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from compiled import keep_compiled
@@ -23,9 +22,9 @@ from pretuned.kernels.search import candidates, shared_bytes_at_least
 MOST_SPILLED_BYTES = 64
 # Tiles that share out K, and such whose rows are fitted: their loop is there once for each number of rows.
 FEW = Config(16, 64, 1024, 8, 3, loads=Loads.TMA, schedule=Schedule.W4A16)
-FITTED = replace(FEW, block_m=64, block_n=256, block_k=128, num_stages=5, rows=TileRows.FITTED)
-BYTES = replace(FITTED, block_n=128, num_stages=4)
-TURNED = replace(FITTED, block_m=256, block_n=128, block_k=64, num_stages=5)
+FITTED = FEW._replace(block_m=64, block_n=256, block_k=128, num_stages=5, rows=TileRows.FITTED)
+BYTES = FITTED._replace(block_n=128, num_stages=4)
+TURNED = FITTED._replace(block_m=256, block_n=128, block_k=64, num_stages=5)
 SPECS = [
     Spec(Op.DX, DType.INT4_G32, TURNED),
     Spec(Op.FORWARD, DType.NVFP4, FEW),
@@ -34,7 +33,7 @@ SPECS = [
     Spec(Op.FORWARD, DType.INT4_G128_ZP, FITTED, fusion=Fusion.SCATTER),
     Spec(Op.DX, DType.INT4_G32_ZP, TURNED),
     Spec(Op.FORWARD, DType.MXFP8, BYTES, fusion=Fusion.SCATTER),
-    Spec(Op.DX, DType.MXFP8, replace(TURNED, num_stages=4)),
+    Spec(Op.DX, DType.MXFP8, TURNED._replace(num_stages=4)),
 ]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from pretuned.artifacts.records.precision import DType
@@ -68,17 +66,17 @@ def test_other_capabilities_have_none(sm: int) -> None:
     ],
 )
 def test_tiles_that_there_are_not(changes: dict[str, int], told: str) -> None:
-    assert told in str(refusal(spec(replace(CONFIG, **changes)), 90))  # type: ignore[arg-type]
+    assert told in str(refusal(spec(CONFIG._replace(**changes)), 90))  # type: ignore[arg-type]
 
 
 def test_no_tile_is_fitted() -> None:
-    assert refusal(spec(replace(CONFIG, rows=TileRows.FITTED)), 90) is not None
+    assert refusal(spec(CONFIG._replace(rows=TileRows.FITTED)), 90) is not None
 
 
 @pytest.mark.parametrize("dtype", [one for one in DType if not one.quantises_x])
 def test_other_dtypes_have_no_such_config(dtype: DType) -> None:
-    assert "its dtypes are fp8_block" in str(refusal(replace(spec(), dtype=dtype), 90)) or "no code" in str(
-        refusal(replace(spec(), dtype=dtype), 90)
+    assert "its dtypes are fp8_block" in str(refusal(spec()._replace(dtype=dtype), 90)) or "no code" in str(
+        refusal(spec()._replace(dtype=dtype), 90)
     )
 
 
@@ -112,5 +110,5 @@ def test_scales_of_rows_lie_in_whole_16_bytes() -> None:
 
 
 def test_two_buffers_of_results_where_there_is_room() -> None:
-    slots = {stages: registry.constants(spec(replace(CONFIG, num_stages=stages)), 90)["SLOTS"] for stages in (2, 3, 4)}
+    slots = {stages: registry.constants(spec(CONFIG._replace(num_stages=stages)), 90)["SLOTS"] for stages in (2, 3, 4)}
     assert slots == {2: 2, 3: 2, 4: 1}

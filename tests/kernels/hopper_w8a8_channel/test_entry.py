@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from pretuned.artifacts.records.precision import DType
@@ -78,12 +76,12 @@ def test_other_capabilities_have_none(sm: int) -> None:
     ],
 )
 def test_tiles_that_there_are_not(config: Config, changes: dict[str, int], told: str) -> None:
-    assert told in str(refusal(spec(replace(config, **changes)), 90))  # type: ignore[arg-type]
+    assert told in str(refusal(spec(config._replace(**changes)), 90))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [one for one in DType if one is not DType.FP8_CHANNEL])
 def test_other_dtypes_have_no_such_config(dtype: DType) -> None:
-    assert "no code" in str(refusal(replace(spec(), dtype=dtype), 90))
+    assert "no code" in str(refusal(spec()._replace(dtype=dtype), 90))
 
 
 @pytest.mark.parametrize("wrong", ["mixed_input", "pingpong", "block_scaled"])
@@ -117,4 +115,4 @@ def test_what_a_launcher_is_told(config: Config, fusion: Fusion) -> None:
 def test_two_buffers_of_results_where_there_is_room() -> None:
     slots = {fusion: registry.constants(spec(fusion=fusion), 90)["SLOTS"] for fusion in (Fusion.NONE, Fusion.SCATTER)}
     assert slots == {Fusion.NONE: 2, Fusion.SCATTER: 1}  # an index has tables of its own
-    assert registry.constants(spec(replace(MANY, num_stages=3), fusion=Fusion.SCATTER), 90)["SLOTS"] == 2
+    assert registry.constants(spec(MANY._replace(num_stages=3), fusion=Fusion.SCATTER), 90)["SLOTS"] == 2

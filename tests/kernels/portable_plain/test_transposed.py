@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from pretuned.aot.compile.triton import compile_variant
@@ -25,14 +23,14 @@ DX = Spec(Op.DX, DType.TF32, TILE)
     ("spec", "sm", "turned"),
     [
         (DX, 90, True),
-        (replace(DX, fusion=Fusion.GATHER), 90, True),
+        (DX._replace(fusion=Fusion.GATHER), 90, True),
         (Spec(Op.FORWARD, DType.TF32, TILE, Layout.KN), 90, True),
         (Spec(Op.DX, DType.TF32, TILE, Layout.KN), 90, False),
         (Spec(Op.FORWARD, DType.TF32, TILE), 90, False),
-        (replace(DX, dtype=DType.BF16), 90, False),
-        (replace(DX, config=Config(128, 128, 32, 4, 3)), 90, False),  # through pointers
-        (replace(DX, config=Config(64, 64, 32, 2, 4, loads=Loads.TMA)), 90, False),  # on mma.sync
-        (replace(DX, config=Config(32, 256, 32, 4, 3, loads=Loads.TMA)), 90, False),
+        (DX._replace(dtype=DType.BF16), 90, False),
+        (DX._replace(config=Config(128, 128, 32, 4, 3)), 90, False),  # through pointers
+        (DX._replace(config=Config(64, 64, 32, 2, 4, loads=Loads.TMA)), 90, False),  # on mma.sync
+        (DX._replace(config=Config(32, 256, 32, 4, 3, loads=Loads.TMA)), 90, False),
         (DX, 100, False),
     ],
 )
@@ -43,7 +41,7 @@ def test_where_weights_come_from_registers(spec: Spec, sm: int, turned: bool) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("fusion", [Fusion.NONE, Fusion.GATHER, Fusion.SCATTER])
 def test_two_such_tiles_fit_an_sm(fusion: Fusion) -> None:
-    variant = compile_variant(replace(DX, fusion=fusion), 90).variant
+    variant = compile_variant(DX._replace(fusion=fusion), 90).variant
     assert rejection(variant, arch_of(90)) is None
     assert 2 * variant.shared_bytes <= limits(90).shared_per_sm_bytes
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from pretuned.artifacts.records.precision import DType
@@ -38,23 +36,23 @@ def test_there_is_code_for_every_capability(dtype: DType, op: Op) -> None:
 
 
 def test_a_forward_of_codes_in_order_is_another_kernel_s() -> None:
-    assert "w is nk, wanted stored" in str(refusal(replace(MXFP4, layout=Layout.NK), 90))
-    assert refusal(replace(MXFP4, layout=Layout.NK, op=Op.DX), 90) is None
-    assert "w is kn, wanted nk or stored" in str(refusal(replace(MXFP4, layout=Layout.KN, op=Op.DX), 90))
-    assert "has no code of dW" in str(refusal(replace(MXFP4, op=Op.DW), 90))
-    assert "its forms are " in str(refusal(replace(MXFP4, fusion=Fusion.SILU), 90))
+    assert "w is nk, wanted stored" in str(refusal(MXFP4._replace(layout=Layout.NK), 90))
+    assert refusal(MXFP4._replace(layout=Layout.NK, op=Op.DX), 90) is None
+    assert "w is kn, wanted nk or stored" in str(refusal(MXFP4._replace(layout=Layout.KN, op=Op.DX), 90))
+    assert "has no code of dW" in str(refusal(MXFP4._replace(op=Op.DW), 90))
+    assert "its forms are " in str(refusal(MXFP4._replace(fusion=Fusion.SILU), 90))
 
 
 @pytest.mark.parametrize(("knob", "value"), [("block_k", 32), ("block_n", 32)])
 def test_tiles_are_whole_blocks_of_an_order(knob: str, value: int) -> None:
-    told = str(refusal(replace(MXFP4, config=replace(TILE, **{knob: value})), 90))  # type: ignore[arg-type]
+    told = str(refusal(MXFP4._replace(config=TILE._replace(**{knob: value})), 90))  # type: ignore[arg-type]
     assert f"{knob} is {value}, wanted 64 or 128 or 256" in told
 
 
 def test_orders_are_those_that_weights_are_put_into() -> None:
-    dx = replace(MXFP4, op=Op.DX, layout=Layout.NK)
+    dx = MXFP4._replace(op=Op.DX, layout=Layout.NK)
     assert [
-        order_of(replace(dx, dtype=one)) for one in (DType.MXFP4, DType.INT4_G32, DType.FP8_BLOCK_A16, DType.MXFP8)
+        order_of(dx._replace(dtype=one)) for one in (DType.MXFP4, DType.INT4_G32, DType.FP8_BLOCK_A16, DType.MXFP8)
     ] == [1, 1, 2, 2]
     assert order_of(MXFP4) == 0
 
@@ -66,24 +64,24 @@ def test_what_a_compiler_and_a_launcher_are_told() -> None:
         (DType.INT4_G64_ZP, {"w_zero"}),
         (DType.FP8_CHANNEL_A16, set()),
     ):
-        kinds = dict(registry.arguments(replace(MXFP4, dtype=dtype)))
+        kinds = dict(registry.arguments(MXFP4._replace(dtype=dtype)))
         assert {"w_outer", "w_zero"} & kinds.keys() == there
-        assert set(registry.required(replace(MXFP4, dtype=dtype))) <= kinds.keys()
+        assert set(registry.required(MXFP4._replace(dtype=dtype))) <= kinds.keys()
     assert registry.pointees(MXFP4)["w"] == "*u8"
-    assert registry.pointees(replace(MXFP4, op=Op.DX, layout=Layout.NK))["w"] == "*i32"
-    zero = replace(MXFP4, dtype=DType.INT4_G64_ZP)
+    assert registry.pointees(MXFP4._replace(op=Op.DX, layout=Layout.NK))["w"] == "*i32"
+    zero = MXFP4._replace(dtype=DType.INT4_G64_ZP)
     assert (registry.constants(zero, 80)["CODES"], registry.pointees(zero)["w_zero"]) == ("uint4", "*u8")
-    zero = replace(zero, op=Op.DX, layout=Layout.NK)  # both are less 8
+    zero = zero._replace(op=Op.DX, layout=Layout.NK)  # both are less 8
     assert (registry.constants(zero, 80)["CODES"], registry.pointees(zero)["w_zero"]) == ("int4", "*i8")
 
 
 def test_aligned_code_has_whole_lines_of_codes() -> None:
     """16 bytes are 32 codes of 4 bits, and 16 of 8; of dX they lie along N."""
-    told = registry.divisibility(replace(MXFP4, alignment=16))
+    told = registry.divisibility(MXFP4._replace(alignment=16))
     assert (told["K"], told["N"], told["w"], told["x"], told["w_scale"]) == (32, 8, 16, 16, 16)
-    told = registry.divisibility(replace(MXFP4, alignment=16, op=Op.DX, dtype=DType.FP8_CHANNEL_A16))
+    told = registry.divisibility(MXFP4._replace(alignment=16, op=Op.DX, dtype=DType.FP8_CHANNEL_A16))
     assert (told["N"], told["K"]) == (16, 8)
-    assert registry.divisibility(replace(MXFP4, alignment=1)) == {}
+    assert registry.divisibility(MXFP4._replace(alignment=1)) == {}
 
 
 CODES_BY_CODES = Spec(Op.FORWARD, DType.FP8_BLOCK, TILE, Layout.STORED)
@@ -95,7 +93,7 @@ def test_codes_are_multiplied_by_codes_where_a_gpu_can(dtype: DType) -> None:
     assert able == {89, 90, 100, 103, 120, 121}
     for sm in supported():
         for fusion in (Fusion.NONE, Fusion.GATHER, Fusion.SCATTER):
-            spec = replace(CODES_BY_CODES, dtype=dtype, fusion=fusion)
+            spec = CODES_BY_CODES._replace(dtype=dtype, fusion=fusion)
             assert refusal(spec, sm) is None if sm in able else "has no fp8" in str(refusal(spec, sm))
             assert registry.entry_of(spec) is W8A8
         assert registry.has_code(Op.FORWARD, dtype, sm, Layout.STORED) is (sm in able)
@@ -118,22 +116,22 @@ def test_they_are_searched_where_no_other_code_does_so(sm: int, dtype: DType) ->
     [
         ({"layout": Layout.NK}, "w is nk, wanted stored"),
         ({"fusion": Fusion.SILU}, "its forms are "),
-        ({"config": replace(TILE, block_k=64)}, "block_k is 64, wanted 128"),
-        ({"config": replace(TILE, block_n=256)}, "block_n is 256, wanted 64 or 128"),
+        ({"config": TILE._replace(block_k=64)}, "block_k is 64, wanted 128"),
+        ({"config": TILE._replace(block_n=256)}, "block_n is 256, wanted 64 or 128"),
         ({"max_experts": 513}, "it counts 512 experts at most, not 513"),
     ],
 )
 def test_what_there_is_not_of_codes_by_codes(changes: dict[str, object], told: str) -> None:
-    assert told in str(refusal(replace(CODES_BY_CODES, **changes), 89))  # type: ignore[arg-type]
+    assert told in str(refusal(CODES_BY_CODES._replace(**changes), 89))  # type: ignore[arg-type]
 
 
 def test_what_is_told_of_codes_by_codes() -> None:
     kinds = dict(registry.arguments(CODES_BY_CODES))
     assert not {"w_zero", "w_outer", "x_scale"} & kinds.keys()
     assert set(registry.required(CODES_BY_CODES)) <= kinds.keys()
-    rows = {dtype: registry.constants(replace(CODES_BY_CODES, dtype=dtype), 89)["SCALE_ROWS"] for dtype in OF_BOTH}
+    rows = {dtype: registry.constants(CODES_BY_CODES._replace(dtype=dtype), 89)["SCALE_ROWS"] for dtype in OF_BOTH}
     assert rows == {DType.FP8_BLOCK: 128, DType.FP8_CHANNEL: 1}
-    told = registry.divisibility(replace(CODES_BY_CODES, alignment=16))
+    told = registry.divisibility(CODES_BY_CODES._replace(alignment=16))
     assert (told["K"], told["N"], told["w"], told["x"], told["w_scale"]) == (16, 8, 16, 16, 16)
 
 

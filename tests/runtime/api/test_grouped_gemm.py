@@ -20,7 +20,7 @@ from pretuned.kernels import reference
 from pretuned.kernels.contract.config import Config
 from pretuned.kernels.contract.spec import Spec
 from pretuned.runtime import grouped_gemm
-from pretuned.runtime.check.operands import Rows
+from pretuned.runtime.check.call import Rows
 from pretuned.runtime.check.tensors import check
 from pretuned.runtime.launch import products
 from pretuned.runtime.launch.ready import rows_aligned

@@ -37,7 +37,7 @@ from pretuned.runtime.dispatch.ranking import Match, Origin
 from pretuned.runtime.driver import device
 from pretuned.runtime.inspect.explain import examine
 
-HALF = replace(PROBLEM, dtype=DType.FP16)
+HALF = PROBLEM._replace(dtype=DType.FP16)
 
 
 class Compiler:

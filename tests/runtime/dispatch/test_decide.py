@@ -110,7 +110,7 @@ def test_another_gpu_has_what_was_measured_on_the_one_most_like_it(
 
 def test_one_bundle_has_the_choices_of_several_gpus(tmp_path: Path) -> None:
     """Each GPU runs its own, another of the capability those of the one most like it, whatever their order."""
-    h300 = replace(H200, name="NVIDIA H300", memory_mib=262144)
+    h300 = H200._replace(name="NVIDIA H300", memory_mib=262144)
     for folder, gpus in (("1", (H100, H200)), ("2", (H200, H100))):
         own = {gpu: measured(64, WIDE if gpu is H100 else NARROW, 9, gpus.index(gpu), second=ANY) for gpu in gpus}
         alone = measured(4096, WIDE, 90, gpus.index(H100))
@@ -280,7 +280,7 @@ def test_an_unknown_shape_runs_by_the_cost_model_over_all_variants(tmp_path: Pat
 def test_a_choice_runs_whatever_its_runner_up_took(tmp_path: Path, lead: float) -> None:
     """A lead that the builder told from noise is the choice's; another is none."""
     for choice, second in ((WIDE, NARROW), (NARROW, WIDE)):
-        row = replace(modelled(64, choice, second=second), runner_up_ns=int(10_000 * lead))
+        row = modelled(64, choice, second=second)._replace(runner_up_ns=int(10_000 * lead))
         write(tmp_path / "a.msgpack", {PROBLEM: [row]})
         told = examine(snapshot(tmp_path), PROBLEM, 64, ON_H200, aligned=True)
         assert [one.index for one in told.candidates][:2] == [choice, second]
@@ -391,17 +391,17 @@ FORMS = (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER)
 def test_strict_takes_any_form_of_a_product_that_was_built(built: Fusion, called: Fusion, tmp_path: Path) -> None:
     """A bias on a plain first GEMM is scattering code for a weight that no plan scatters."""
     specs = [Spec(SPECS[WIDE].config, fusion=form) for form in FORMS]
-    product = replace(PROBLEM, fusion=built)
-    elsewhere = replace(OTHER, fusion=called)  # the code of the form is there, chosen for another shape
+    product = PROBLEM._replace(fusion=built)
+    elsewhere = OTHER._replace(fusion=called)  # the code of the form is there, chosen for another shape
     choices = {product: [modelled(64, FORMS.index(built))]}
     if built is not called:
         choices[elsewhere] = [modelled(64, FORMS.index(called))]
     write(tmp_path / "a/a.msgpack", choices, specs=specs)
-    problem = replace(PROBLEM, fusion=called)
+    problem = PROBLEM._replace(fusion=called)
     got = decision(snapshot(tmp_path / "a"), problem=problem, strict=True)
     assert got.chosen.variant.fusion is called
     assert got.chosen.match is (Match.EXACT if built is called else Match.COST_MODEL)
-    for other, M in ((problem, 91), (elsewhere, 91), (replace(problem, N=2 * problem.N), 64)):
+    for other, M in ((problem, 91), (elsewhere, 91), (problem._replace(N=2 * problem.N), 64)):
         with pytest.raises(ProblemNotInBundle):
             decide(snapshot(tmp_path / "a"), other, M, ON_H200, strict=True)
     if built is not called:  # the product was built for, and nothing there can run this form
@@ -559,11 +559,11 @@ def test_a_config_that_this_version_does_not_know_is_passed_over(tmp_path: Path)
     """An overlay that a later pretuned has written to is read by an earlier one."""
     made = bundle({PROBLEM: [modelled(64, WIDE, second=NARROW)], OTHER: [modelled(64, NARROW)]})
     first = made.variants[WIDE]
-    later = replace(first, config=(*first.config, ("zigzag", 1)))
-    publish(tmp_path / "a.msgpack", encode(replace(made, variants=(later, *made.variants[1:]))))
+    later = first._replace(config=(*first.config, ("zigzag", 1)))
+    publish(tmp_path / "a.msgpack", encode(made._replace(variants=(later, *made.variants[1:]))))
     assert decision(snapshot(tmp_path)).chosen.index == NARROW
     assert decision(snapshot(tmp_path), M=65536, problem=OTHER).chosen.index == NARROW
-    assert decision(snapshot(tmp_path), M=65536, problem=replace(OTHER, N=4096)).chosen.index in (NARROW, ANY)
+    assert decision(snapshot(tmp_path), M=65536, problem=OTHER._replace(N=4096)).chosen.index in (NARROW, ANY)
 
 
 def test_threads_agree(tmp_path: Path) -> None:
@@ -605,7 +605,7 @@ def held(path: Path, choices: Any, **how: Any) -> None:
     """A bundle that says that it was held against another."""
     made_up = bundle(choices, tag="held", **how)
     path.parent.mkdir(parents=True, exist_ok=True)
-    publish(path, encode(replace(made_up, producer=made_up.producer.with_held_against(["ab" * 32]))))
+    publish(path, encode(made_up._replace(producer=made_up.producer.with_held_against(["ab" * 32]))))
 
 
 def test_what_was_held_against_others_has_a_say_in_its_own_cells_alone(tmp_path: Path) -> None:
@@ -652,7 +652,7 @@ def test_a_modelled_bundle_never_hides_what_an_installed_one_has_measured(
     assert told.candidates[0].usable.path.stem == "h200"
     assert told.reason.endswith(f"ranks before the choice of modelled.msgpack ({kind.value}): only modelled")
     assert came_from(found, 1024, local)[0] == "modelled"  # for other sizes it is the choice
-    assert decision(found, 64, local, replace(PROBLEM, E=9)).chosen.match is Match.COST_MODEL
+    assert decision(found, 64, local, PROBLEM._replace(E=9)).chosen.match is Match.COST_MODEL
 
 
 def test_an_outcome_that_another_thread_came_to_first_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -677,14 +677,14 @@ def test_a_gpu_of_no_capability_runs_nothing(tmp_path: Path) -> None:
 
 
 def test_dw_has_one_form() -> None:
-    assert decide_module.forms_of(replace(PROBLEM, op=Op.DW)) == (replace(PROBLEM, op=Op.DW),)
+    assert decide_module.forms_of(PROBLEM._replace(op=Op.DW)) == (PROBLEM._replace(op=Op.DW),)
 
 
 def test_code_of_which_no_sm_holds_a_program_is_none_of_the_models(tmp_path: Path) -> None:
     made = bundle({OTHER: [modelled(64, WIDE)]})
     for registers, runs in ((255, True), (1024, False)):
-        variants = tuple(replace(one, registers=registers) for one in made.variants)
-        publish(tmp_path / f"{registers}.msgpack", encode(replace(made, variants=variants)))
+        variants = tuple(one._replace(registers=registers) for one in made.variants)
+        publish(tmp_path / f"{registers}.msgpack", encode(made._replace(variants=variants)))
         found = decide(snapshot(tmp_path / f"{registers}.msgpack"), PROBLEM, 64, ON_H200)
         assert isinstance(found, Decision if runs else Miss)
 
@@ -692,9 +692,9 @@ def test_code_of_which_no_sm_holds_a_program_is_none_of_the_models(tmp_path: Pat
 def test_why_a_variant_can_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = bundle({}).variants[WIDE]
     assert why_not(one, PROBLEM, ON_H200, aligned=True) is None
-    turns = replace(one, config=Config(128, 192, 64, 8, 5, loads=Loads.TMA, schedule=Schedule.PINGPONG).pairs())
+    turns = one._replace(config=Config(128, 192, 64, 8, 5, loads=Loads.TMA, schedule=Schedule.PINGPONG).pairs())
     assert why_not(turns, PROBLEM, ON_H200, aligned=True) is None
-    told = why_not(turns, replace(PROBLEM, N=(192 << 20) + 8), ON_H200, aligned=True)
+    told = why_not(turns, PROBLEM._replace(N=(192 << 20) + 8), ON_H200, aligned=True)
     assert told is not None
     assert "the most columns" in told
     monkeypatch.setattr(verdicts, "_memory", verdicts._Memory())
@@ -720,12 +720,12 @@ def test_rows_of_y_are_filled_up_for_code_that_reads_w_through_a_descriptor(M: i
     assert isinstance(plain, Decision)
     assert plain.chosen.variant.alignment == 1
     for other in (
-        replace(problem, N=672),
-        replace(problem, K=999),
-        replace(problem, layout=Layout.KN),
-        replace(problem, op=Op.DX),
-        replace(problem, fusion=Fusion.SCATTER),
-        replace(problem, dtype=DType.FP32),
+        problem._replace(N=672),
+        problem._replace(K=999),
+        problem._replace(layout=Layout.KN),
+        problem._replace(op=Op.DX),
+        problem._replace(fusion=Fusion.SCATTER),
+        problem._replace(dtype=DType.FP32),
     ):
         assert decide_module.with_wide_rows(found, other, M, ON_H200) is None
     a100 = LocalGpu(80, Gpu("NVIDIA A100-SXM4-80GB", 108, 81920, 13000))
@@ -736,8 +736,8 @@ SAID = "torch's grouped_mm, measured faster: 5.0 us against 7.5 us"
 
 
 def test_torch_runs_what_it_was_measured_faster_for_on_this_very_gpu(tmp_path: Path) -> None:
-    choices = [replace(measured(64, WIDE, 7.5, second=NARROW), torch_ns=5000)]
-    gathers = replace(PROBLEM, fusion=Fusion.GATHER, top_k=2)
+    choices = [measured(64, WIDE, 7.5, second=NARROW)._replace(torch_ns=5000)]
+    gathers = PROBLEM._replace(fusion=Fusion.GATHER, top_k=2)
     write(tmp_path / "a.msgpack", {PROBLEM: choices}, gpus=[H200])
     found = snapshot(tmp_path)
     ran = decision(found, 60, strict=True)
@@ -760,16 +760,16 @@ def test_torch_runs_what_it_was_measured_faster_for_on_this_very_gpu(tmp_path: P
 @pytest.mark.parametrize(
     ("problem", "local"),
     [
-        (replace(PROBLEM, op=Op.DW), ON_H200),
-        (replace(PROBLEM, dtype=DType.FP16), ON_H200),
-        (replace(PROBLEM, K=772), ON_H200),
-        (replace(PROBLEM, E=1025), ON_H200),
+        (PROBLEM._replace(op=Op.DW), ON_H200),
+        (PROBLEM._replace(dtype=DType.FP16), ON_H200),
+        (PROBLEM._replace(K=772), ON_H200),
+        (PROBLEM._replace(E=1025), ON_H200),
         (PROBLEM, ON_A100),
     ],
 )
 def test_torch_s_time_counts_only_where_torch_has_a_kernel(problem: Problem, local: LocalGpu, tmp_path: Path) -> None:
     specs = [replace(SPECS[ANY], op=problem.op, dtype=problem.dtype)]
-    choices = {problem: [replace(measured(64, 0, 7.5), torch_ns=5000)]}
+    choices = {problem: [measured(64, 0, 7.5)._replace(torch_ns=5000)]}
     write(tmp_path / "a.msgpack", choices, gpus=[local.gpu], sm=local.sm, specs=specs)
     ran = decision(snapshot(tmp_path), 64, local, problem, aligned=has_aligned_rows(problem))
     assert (ran.chosen.time_us, ran.chosen.torch_us) == (7.5, None)

@@ -33,7 +33,7 @@ def view(tmp_path_factory: pytest.TempPathFactory) -> View:
         "shape:E=24,H=512,I=256,k=2 name=mine",
     ):
         models += plan(load_models([spec]).shapes).models
-    models = [replace(one, problems=tuple(p for p in one.problems if not p.fusion & Fusion.SILU)) for one in models]
+    models = [one._replace(problems=tuple(p for p in one.problems if not p.fusion & Fusion.SILU)) for one in models]
     problems = {problem for one in models for problem in one.problems}
     forms = sorted({(one.op, one.fusion) for one in problems}, key=str)
     specs = [replace(SPECS[WIDE], op=op, fusion=fusion) for op, fusion in forms]
@@ -54,15 +54,15 @@ def spec_of(line: str) -> str:
     ("problem", "spec"),
     [
         (GATE_UP, "Qwen/Qwen3-30B-A3B dtype=fp16 ops=forward"),
-        (replace(GATE_UP, dtype=DType.BF16), "Qwen/Qwen3-30B-A3B dtype=bf16 ops=forward"),
+        (GATE_UP._replace(dtype=DType.BF16), "Qwen/Qwen3-30B-A3B dtype=bf16 ops=forward"),
         (
             Problem(Op.FORWARD, DType.BF16, 32, 4096, 7168),
             "deepseek-ai/DeepSeek-V3 ep=8 dtype=bf16 ops=forward",  # without dtype= it would be as published, in fp8
         ),
-        (replace(GATE_UP, N=2048, K=768), "Qwen/Qwen3-30B-A3B dtype=fp16 ops=forward"),
-        (replace(GATE_UP, fusion=Fusion.GATHER, top_k=8), "Qwen/Qwen3-30B-A3B dtype=fp16 ops=forward"),
-        (replace(GATE_UP, N=768), "Qwen/Qwen3-30B-A3B tp=2 dtype=fp16 ops=forward"),
-        (replace(GATE_UP, op=Op.DW, dtype=DType.FP32), "Qwen/Qwen3-30B-A3B dtype=fp32 ops=dW"),
+        (GATE_UP._replace(N=2048, K=768), "Qwen/Qwen3-30B-A3B dtype=fp16 ops=forward"),
+        (GATE_UP._replace(fusion=Fusion.GATHER, top_k=8), "Qwen/Qwen3-30B-A3B dtype=fp16 ops=forward"),
+        (GATE_UP._replace(N=768), "Qwen/Qwen3-30B-A3B tp=2 dtype=fp16 ops=forward"),
+        (GATE_UP._replace(op=Op.DW, dtype=DType.FP32), "Qwen/Qwen3-30B-A3B dtype=fp32 ops=dW"),
         (Problem(Op.DX, DType.FP16, 32, 5760, 2880, Layout.KN), "openai/gpt-oss-20b dtype=fp16 layout=kn ops=dX"),
         (Problem(Op.FORWARD, DType.FP16, 32, 4096, 7168), "deepseek-ai/DeepSeek-V3 ep=8 dtype=fp16 ops=forward"),
         (
@@ -70,7 +70,7 @@ def spec_of(line: str) -> str:
             "deepseek-ai/DeepSeek-V3 ep=8 shared=fuse dtype=fp16 ops=forward",
         ),
         (Problem(Op.FORWARD, DType.FP16, 24, 512, 512), "shape:E=24,H=512,I=512,k=1 dtype=fp16 ops=forward"),
-        (replace(GATE_UP, K=2056), "shape:E=128,H=1536,I=2056,k=1 dtype=fp16 ops=forward"),
+        (GATE_UP._replace(K=2056), "shape:E=128,H=1536,I=2056,k=1 dtype=fp16 ops=forward"),
     ],
 )
 @pytest.mark.parametrize("M", [64, 1 << 21])
@@ -78,7 +78,7 @@ def test_a_model_of_the_bundles_is_named(view: View, problem: Problem, spec: str
     got = spec_of(build_line(problem, bucket_of(M), 90, view))
     assert got.split(" tokens=")[0] == spec
     wanted = plan(load_models([got]).shapes)
-    assert bucket_of(M) in wanted.buckets[replace(problem, top_k=0)]
+    assert bucket_of(M) in wanted.buckets[problem._replace(top_k=0)]
 
 
 def test_more_rows_than_tokens_may_make_are_of_a_shape(view: View) -> None:
@@ -99,19 +99,19 @@ def test_a_gpu_that_nothing_is_built_for_is_not_sent_to_a_build(sm: int, view: V
 @pytest.mark.parametrize(
     "problem",
     [
-        replace(GATE_UP, N=(1 << 20) + 8),
-        replace(GATE_UP, K=1 << 24),
-        replace(GATE_UP, E=65537),
+        GATE_UP._replace(N=(1 << 20) + 8),
+        GATE_UP._replace(K=1 << 24),
+        GATE_UP._replace(E=65537),
     ],
 )
 def test_sizes_over_the_limits_of_a_spec_are_not_sent_to_a_build(problem: Problem, view: View) -> None:
     assert build_line(problem, 64, 90, view) is None
     assert "aot builds for E up to 65536, and H and I up to 1048576" in remedy(problem, 64, 90, view)
-    assert build_line(replace(GATE_UP, N=1 << 20), 64, 90, view) is not None
+    assert build_line(GATE_UP._replace(N=1 << 20), 64, 90, view) is not None
 
 
 def test_quantised_weights_are_asked_for_as_a_spec_has_them(view: View) -> None:
-    problem = replace(GATE_UP, dtype=DType("mxfp4"))
+    problem = GATE_UP._replace(dtype=DType("mxfp4"))
     spec = spec_of(build_line(problem, 64, 90, view) or "")
     assert "weights=mxfp4" in spec
     assert problem.dtype in load_models([spec]).shapes[0].dtypes
@@ -124,7 +124,7 @@ def test_quantised_weights_that_no_kernel_is_for() -> None:
 
 
 def test_a_product_that_is_planned_as_another_is_of_no_model(view: View) -> None:
-    problem = replace(GATE_UP, op=Op.DW, layout=Layout.KN)
+    problem = GATE_UP._replace(op=Op.DW, layout=Layout.KN)
     line = build_line(problem, 64, 90, view)
     assert line is not None
     assert "shape:E=128" in line

@@ -46,15 +46,15 @@ from pretuned.runtime.dispatch.snapshot import Snapshot
 from pretuned.runtime.inspect.explain import examine
 
 SIZES = [(E, 1024, K) for E in (6, 8, 12) for K in (640, 768, 1024)]
-ASKED = replace(PROBLEM, E=10, N=896, K=832)
+ASKED = PROBLEM._replace(E=10, N=896, K=832)
 SHIPPED = Path(__file__).parents[3] / "artifacts" / "bundles" / "catalogue-sm90.msgpack"
 
 
 def around(index: int, second: int, time_us: float = 50, gpu: int = 0) -> dict[Problem, list[Choice]]:
     """Nine shapes around the one that is asked for, each with a choice at three numbers of rows."""
     rows = [measured(M, index, time_us, gpu, second) for M in (32, 64, 128)]
-    rows = [replace(row, runner_up_ns=2 * row.time_ns) for row in rows]
-    return {replace(PROBLEM, E=E, N=N, K=K): rows for E, N, K in SIZES}
+    rows = [row._replace(runner_up_ns=2 * row.time_ns) for row in rows]
+    return {PROBLEM._replace(E=E, N=N, K=K): rows for E, N, K in SIZES}
 
 
 def decision(found: Snapshot, local: LocalGpu = ON_H200, problem: Problem = ASKED, **how: bool) -> Decision:
@@ -91,17 +91,17 @@ def test_this_gpus_own_count_else_those_of_the_one_most_like_it(tmp_path: Path) 
     found = snapshot(tmp_path)
     assert decision(found, ON_H100).chosen.index == WIDE
     assert decision(found, ON_H200).chosen.index == NARROW
-    another = decision(found, LocalGpu(90, replace(H200, name="NVIDIA GH200 144G HBM3e", memory_mib=146831)))
+    another = decision(found, LocalGpu(90, H200._replace(name="NVIDIA GH200 144G HBM3e", memory_mib=146831)))
     assert another.chosen.index == NARROW
     assert "on NVIDIA H200: no bundle" in another.reason
 
 
 def test_a_gpu_that_measured_nothing_of_the_kind_counts_for_nothing(tmp_path: Path) -> None:
     """The H200 has choices of dX alone: a forward goes by the H100's."""
-    other = {replace(one, op=Op.DX, N=one.K, K=one.N): row for one, row in around(WIDE, NARROW, gpu=1).items()}
+    other = {one._replace(op=Op.DX, N=one.K, K=one.N): row for one, row in around(WIDE, NARROW, gpu=1).items()}
     specs = [*SPECS, *(replace(one, op=Op.DX) for one in SPECS)]
     other = {
-        one: [replace(choice, variant=choice.variant + 3, runner_up=NARROW + 3) for choice in row]
+        one: [choice._replace(variant=choice.variant + 3, runner_up=NARROW + 3) for choice in row]
         for one, row in other.items()
     }
     write(tmp_path / "a.msgpack", {**around(NARROW, WIDE), **other}, gpus=[H100, H200], specs=specs)
@@ -125,10 +125,10 @@ def test_what_cannot_run_the_call_is_not_chosen(tmp_path: Path, monkeypatch: pyt
     specs = [SPECS[WIDE], replace(SPECS[NARROW], max_experts=14), SPECS[ANY]]
     path = write(tmp_path / "a.msgpack", around(NARROW, WIDE), gpus=[H200], specs=specs)
     found = snapshot(tmp_path)
-    assert decision(found, problem=replace(ASKED, E=15)).chosen.index == WIDE
-    assert decision(found, problem=replace(ASKED, E=14)).chosen.index == NARROW
+    assert decision(found, problem=ASKED._replace(E=15)).chosen.index == WIDE
+    assert decision(found, problem=ASKED._replace(E=14)).chosen.index == NARROW
     assert decision(found, aligned=False).chosen.index == ANY
-    assert decision(found, problem=replace(ASKED, K=833), aligned=False).chosen.index == ANY
+    assert decision(found, problem=ASKED._replace(K=833), aligned=False).chosen.index == ANY
     wrong = bundle(around(NARROW, WIDE), gpus=[H200], specs=specs).variants[NARROW]
     monkeypatch.setattr(verdicts, "is_wrong", lambda one, local: one.cubin_sha256 == wrong.cubin_sha256)
     assert decision(snapshot(path)).chosen.index == WIDE
@@ -136,7 +136,7 @@ def test_what_cannot_run_the_call_is_not_chosen(tmp_path: Path, monkeypatch: pyt
 
 def test_the_same_variant_of_another_bundle_is_known_by_its_config(tmp_path: Path) -> None:
     """One bundle has measured what another has code of, too: of both the first runs."""
-    write(tmp_path / "1/code.msgpack", {replace(PROBLEM, E=512): [modelled(64, WIDE)]}, tag="code")
+    write(tmp_path / "1/code.msgpack", {PROBLEM._replace(E=512): [modelled(64, WIDE)]}, tag="code")
     write(tmp_path / "2/measured.msgpack", around(NARROW, WIDE), gpus=[H200])
     got = decision(snapshot(tmp_path / "1", tmp_path / "2"))
     assert (got.chosen.usable.path.stem, got.chosen.index) == ("code", NARROW)
@@ -160,7 +160,7 @@ def test_the_products_other_name_counts(tmp_path: Path) -> None:
 def test_what_this_process_made_decides_nothing_else(tmp_path: Path) -> None:
     write(tmp_path / "a.msgpack", around(WIDE, NARROW), gpus=[H200])
     found = snapshot(tmp_path)
-    near = {replace(ASKED, K=816): [measured(M, NARROW, 9, second=WIDE) for M in (32, 64, 128)]}
+    near = {ASKED._replace(K=816): [measured(M, NARROW, 9, second=WIDE) for M in (32, 64, 128)]}
     found.add(open_bytes(encode(bundle(near, gpus=[H200], tag="made")), "made now"))
     assert decision(found).chosen.index == WIDE
 
@@ -168,9 +168,9 @@ def test_what_this_process_made_decides_nothing_else(tmp_path: Path) -> None:
 def test_a_bundle_that_was_held_against_others_decides_nothing_else(tmp_path: Path) -> None:
     """It changes its own cells alone: of others nobody measured that it is not slower."""
     write(tmp_path / "1/before.msgpack", around(WIDE, NARROW), gpus=[H200])
-    near = {replace(ASKED, K=816): [measured(M, NARROW, 9, second=WIDE) for M in (32, 64, 128)]}
+    near = {ASKED._replace(K=816): [measured(M, NARROW, 9, second=WIDE) for M in (32, 64, 128)]}
     added = bundle(near, gpus=[H200], tag="added")
-    held = replace(added, producer=added.producer.with_held_against(["ab" * 32]))
+    held = added._replace(producer=added.producer.with_held_against(["ab" * 32]))
     (tmp_path / "2").mkdir()
     for one, counts in ((held, False), (added, True)):
         publish(tmp_path / "2/added.msgpack", encode(one))
@@ -213,7 +213,7 @@ def test_without_leaves_shapes_out(tmp_path: Path) -> None:
 def test_far_problems_still_have_neighbours(tmp_path: Path) -> None:
     write(tmp_path / "a.msgpack", around(NARROW, WIDE), gpus=[H200])
     found = snapshot(tmp_path)
-    for problem in (replace(ASKED, E=500), replace(ASKED, N=60_000, K=16), replace(ASKED, E=1)):
+    for problem in (ASKED._replace(E=500), ASKED._replace(N=60_000, K=16), ASKED._replace(E=1)):
         got = decision(found, problem=problem)
         assert got.chosen.near is not None
         assert math.isfinite(got.chosen.time_us)

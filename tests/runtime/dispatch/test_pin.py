@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -44,7 +43,7 @@ def test_a_choice_is_found_in_the_bundle_that_made_it(found: Snapshot) -> None:
 
 
 def test_what_is_not_there_lists_the_nearest(found: Snapshot) -> None:
-    near = dataclasses.replace(SPECS[NARROW].config, block_m=32)
+    near = SPECS[NARROW].config._replace(block_m=32)
     with pytest.raises(InputError, match=rf"no usable bundle has a variant {near} .* nearest of 3: 16x64x128 w4"):
         find(found, near, PROBLEM, ON_H200, aligned=True)
     with pytest.raises(InputError, match="no usable bundle has the choice"):
@@ -56,7 +55,7 @@ def test_a_variant_that_cannot_run_the_call_is_not_there(found: Snapshot) -> Non
         find(found, SPECS[WIDE].config, PROBLEM, ON_H200, aligned=False)
     with pytest.raises(InputError, match="its variant can't run here"):
         find(found, modelled(64, WIDE), PROBLEM, ON_H200, aligned=False)
-    for problem, local in ((PROBLEM, ON_A100), (dataclasses.replace(PROBLEM, op=Op.DW), ON_H200)):
+    for problem, local in ((PROBLEM, ON_A100), (PROBLEM._replace(op=Op.DW), ON_H200)):
         with pytest.raises(InputError, match="there are none for this kind of problem"):
             find(found, Config(64, 64, 64, 4, 3), problem, local, aligned=True)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,13 +89,12 @@ def part_of(
     kept = [i for i, one in enumerate(whole.variants) if variants(one)]
     at = {old: new for new, old in enumerate(kept)}
     rows = {
-        problem: tuple(replace(one, variant=at[one.variant], runner_up=None, runner_up_ns=None, plan=()) for one in row)
+        problem: tuple(one._replace(variant=at[one.variant], runner_up=None, runner_up_ns=None, plan=()) for one in row)
         for problem, row in whole.choices.items()
         if choices(problem)
     }
     names = {whole.variants[i].kernel for i in kept}
-    part = replace(
-        whole,
+    part = whole._replace(
         variants=tuple(whole.variants[i] for i in kept),
         cubins=tuple(whole.cubins[i] for i in kept),
         choices=rows,
@@ -135,7 +133,7 @@ def test_a_measured_time_and_a_modelled_one_are_not_compared(tmp_path: Path) -> 
     assert of_part(half) == f"x stays bf16: for the GEMM with quantised x, {why}"
 
 
-STORED = replace(GATE_UP, layout=Layout.STORED)
+STORED = GATE_UP._replace(layout=Layout.STORED)
 
 
 def of_candidates(problem: Problem, M: int, sm: int, *, aligned: bool = True) -> Ruled:
@@ -148,12 +146,12 @@ def of_candidates(problem: Problem, M: int, sm: int, *, aligned: bool = True) ->
 @pytest.mark.parametrize("sm", [89, 100, 103, 120])
 def test_a_kernel_that_quantises_x_itself_runs_many_rows(sm: int, fusion: Fusion) -> None:
     """Where a GPU multiplies e4m3; no pass is asked for, and no GPU's memory has to be known."""
-    found = of_candidates(replace(STORED, fusion=fusion), 1 << 16, sm)
+    found = of_candidates(STORED._replace(fusion=fusion), 1 << 16, sm)
     assert found.chosen is not None, found.reason
     assert (found.chosen.variant.kernel, found.chosen.variant.alignment) == ("w8a8", 16)
     assert found.reason.startswith("quantising x is faster at M near 65536: the GEMM ")
     assert "row kernel" not in found.reason
-    unaligned = of_candidates(replace(STORED, fusion=fusion), 1 << 16, sm, aligned=False)
+    unaligned = of_candidates(STORED._replace(fusion=fusion), 1 << 16, sm, aligned=False)
     assert unaligned.chosen is None or unaligned.chosen.variant.alignment == 1
 
 
@@ -162,7 +160,7 @@ def test_a_kernel_that_quantises_x_itself_runs_many_rows(sm: int, fusion: Fusion
     [
         (80, STORED, "x stays bf16: sm_80 has no products of e4m3, so w becomes bf16"),
         (86, GATE_UP, "x stays bf16: sm_86 has no products of e4m3, so w becomes bf16"),
-        (89, replace(STORED, dtype=DType.FP8_CHANNEL), "x stays bf16: no bundle has the GEMM with quantised x"),
+        (89, STORED._replace(dtype=DType.FP8_CHANNEL), "x stays bf16: no bundle has the GEMM with quantised x"),
         (89, GATE_UP, "x stays bf16: no kernel for sm_89 multiplies codes by codes of such w"),
     ],
 )

@@ -32,7 +32,7 @@ from pretuned.runtime.inspect.ways import Ruled, fused_silu
 BOTH = Fusion.SILU | Fusion.GATHER
 M = 8192
 PLAIN = Problem(Op.FORWARD, DType.BF16, 128, 1536, 2048, fusion=Fusion.GATHER)
-GATED = replace(PLAIN, fusion=BOTH)
+GATED = PLAIN._replace(fusion=BOTH)
 WIDE = Config(128, 256, 64, 8, 4, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
 CODE = (Spec(WIDE, fusion=Fusion.GATHER), Spec(WIDE, fusion=BOTH))
 PASS_US = 1.1 * M * 3 * 768 * 2 / 4800e3  # h is read and the result written at an H200's 4.8 TB/s
@@ -69,7 +69,7 @@ def test_measured_it_may_take_what_the_pass_would_beside_the_product(
 
 
 def test_what_the_pass_takes_on_a_gpu_that_nobody_knows_is_nothing(tmp_path: Path) -> None:
-    other = replace(H200, name="NVIDIA H300")
+    other = H200._replace(name="NVIDIA H300")
     assert least_activation_us(GATED, M, chip_named(H200.name)) == pytest.approx(PASS_US)
     assert least_activation_us(GATED, M, chip_named(other.name)) == 0
     for gated_us, runs in ((210.1, False), (210.0, True)):
@@ -106,7 +106,7 @@ def test_times_of_two_sources_are_not_compared(tmp_path: Path) -> None:
     for place in "123":
         assert not used(tmp_path / place)
         assert "not from one source" in verdict(snapshot(tmp_path / place), GATED, M, ON_H200, aligned=True).reason
-    newer = replace(H200, driver=H200.driver + 1)  # one GPU all the same
+    newer = H200._replace(driver=H200.driver + 1)  # one GPU all the same
     book(tmp_path / "4/a.msgpack", measured(M, 0, 210.0), measured(M, 1, 100.0, gpu=1), gpus=(H200, newer))
     assert used(tmp_path / "4")
 
@@ -137,12 +137,12 @@ def test_a_variant_that_can_not_run_the_call_is_none(tmp_path: Path) -> None:
 
 
 def test_a_product_that_no_choice_of_its_own_runs_says_nothing(tmp_path: Path) -> None:
-    other = replace(PLAIN, N=1024)
+    other = PLAIN._replace(N=1024)
     write(tmp_path / "a.msgpack", {other: [modelled(M, 0)]}, specs=CODE)
     told = verdict(snapshot(tmp_path), GATED, M, ON_H200, aligned=True)
     assert told.chosen is None
     assert "no time to compare" in told.reason
-    write(tmp_path / "b/b.msgpack", {replace(other, fusion=Fusion.NONE): [modelled(M, 0)]}, specs=SPECS)
+    write(tmp_path / "b/b.msgpack", {other._replace(fusion=Fusion.NONE): [modelled(M, 0)]}, specs=SPECS)
     told = verdict(snapshot(tmp_path / "b"), GATED, M, ON_H200, aligned=True)
     assert told.reason == "no bundle has the plain GEMM"
 
@@ -175,8 +175,8 @@ def test_preload_comes_to_it_from_any_form(tmp_path: Path) -> None:
     found = snapshot(tmp_path)
     for problem in (PLAIN, GATED):
         assert (GATED, M) in cells_of({problem: [M]}, found, ON_H200)
-    assert GATED in forms_of(replace(PLAIN, fusion=Fusion.NONE))
-    assert not any(Fusion.SILU in one.fusion for one in forms_of(replace(PLAIN, op=Op.DX)))
+    assert GATED in forms_of(PLAIN._replace(fusion=Fusion.NONE))
+    assert not any(Fusion.SILU in one.fusion for one in forms_of(PLAIN._replace(op=Op.DX)))
 
 
 def test_nothing_is_compiled_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +204,7 @@ def test_a_form_of_a_later_version_is_skipped_with_its_bundle(tmp_path: Path) ->
 
 def test_words_for_it() -> None:
     assert plain_of(GATED) == PLAIN
-    assert plain_of(replace(GATED, fusion=Fusion.SILU)) == replace(PLAIN, fusion=Fusion.NONE)
+    assert plain_of(GATED._replace(fusion=Fusion.SILU)) == PLAIN._replace(fusion=Fusion.NONE)
     assert build_line(GATED, M, 90) == ('aot build --models "shape:E=128,H=2048,I=768,k=1 ops=forward" --sm 90')
 
 
@@ -212,7 +212,7 @@ def test_words_for_it() -> None:
 def test_where_no_rows_are_gathered_the_two_products_are_compared_as_they_are(
     gated_us: float, runs: bool, tmp_path: Path
 ) -> None:
-    plain, gated = replace(PLAIN, fusion=Fusion.NONE), replace(GATED, fusion=Fusion.SILU)
+    plain, gated = PLAIN._replace(fusion=Fusion.NONE), GATED._replace(fusion=Fusion.SILU)
     choices = {plain: [measured(M, 0, 210.0)], gated: [measured(M, 1, gated_us)]}
     write(tmp_path / "a.msgpack", choices, gpus=(H200,), specs=(Spec(WIDE), Spec(WIDE, fusion=Fusion.SILU)))
     assert used(tmp_path, problem=gated) is runs

@@ -35,7 +35,7 @@ from pretuned.runtime.settings import Settings
 
 SHIP_EVERYWHERE = [DType.MXFP4, DType.INT4_G32, DType.INT4_G128, DType.INT4_G128_ZP, DType.FP8_BLOCK_A16]
 FP16 = tuple(replace(one, dtype=DType.FP16) for one in SPECS)
-HALF = replace(PROBLEM, dtype=DType.FP16)
+HALF = PROBLEM._replace(dtype=DType.FP16)
 A16 = LocalGpu(86, Gpu("NVIDIA A16", 10, 15 << 10, made.DRIVER))
 
 
@@ -75,12 +75,12 @@ def test_what_a_bundle_has_code_for_leaves_them_closed(tmp_path: Path) -> None:
     candidates(tmp_path).write_bytes(b"no candidates: opening them would tell")
     write(tmp_path / "b.msgpack", {PROBLEM: [modelled(64, 0)]}, sm=80)
     found = installed(tmp_path)
-    for problem in (PROBLEM, replace(PROBLEM, E=3, N=640)):  # chosen, and by the cost model of the bundle's
+    for problem in (PROBLEM, PROBLEM._replace(E=3, N=640)):  # chosen, and by the cost model of the bundle's
         ran = decide(found, problem, 64, ON_A100)
         assert isinstance(ran, Decision)
         assert ran.chosen.usable.path.name == "b.msgpack"
     assert found.serves(PROBLEM, ON_A100)
-    assert not found.serves(replace(PROBLEM, fusion=Fusion.SILU), ON_A100)
+    assert not found.serves(PROBLEM._replace(fusion=Fusion.SILU), ON_A100)
 
 
 def test_strict_mode_wants_a_choice(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_strict_mode_wants_a_choice(tmp_path: Path) -> None:
         decide(installed(tmp_path), HALF, 64, ON_A100, strict=True)
 
 
-LOW = replace(PROBLEM, fusion=Fusion.LOW_RANK)
+LOW = PROBLEM._replace(fusion=Fusion.LOW_RANK)
 
 
 def test_a_low_rank_part_has_the_config_of_its_product_where_candidates_have_it(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_of_several_files_the_first_that_can_be_used_counts(tmp_path: Path) -> N
 
 
 def test_their_epilogues_are_not_taken(tmp_path: Path) -> None:
-    silu = replace(PROBLEM, fusion=Fusion.SILU)
+    silu = PROBLEM._replace(fusion=Fusion.SILU)
     candidates(tmp_path, specs=(replace(SPECS[0], fusion=Fusion.SILU),))
     found = installed(tmp_path)
     assert isinstance(decide(found, silu, 4096, ON_A100), Miss)
@@ -185,7 +185,7 @@ def test_rows_gathered_beforehand_are_multiplied_by_what_a_bundle_has(tmp_path: 
     plain = Problem(Op.FORWARD, DType.MXFP4, 8, 1024, 768)
     write(tmp_path / "b.msgpack", {plain: [modelled(64, 0)]}, specs=(ordered,))
     candidates(tmp_path, 90, (replace(ordered, layout=Layout.STORED, fusion=Fusion.GATHER),))
-    gathered = replace(plain, fusion=Fusion.GATHER)
+    gathered = plain._replace(fusion=Fusion.GATHER)
     assert as_read(installed(tmp_path), gathered, ON_H200) == gathered
 
 
@@ -317,7 +317,7 @@ def test_every_gpu_runs_what_ships_of_quantised_weights(shipped: Snapshot, sm: i
     local = LocalGpu(sm, Gpu("", 100, 40 << 10, 0))
     for op in (Op.FORWARD, Op.DX):
         problem = Problem(op, dtype, 32, 5760, 2880)
-        read = as_read(shipped, problem, local) if op is Op.FORWARD else replace(problem, layout=Layout.STORED)
+        read = as_read(shipped, problem, local) if op is Op.FORWARD else problem._replace(layout=Layout.STORED)
         assert read.layout is Layout.STORED
         for M in (1, 4096):
             ran = decide(shipped, read, M, local)
@@ -330,7 +330,7 @@ def test_every_gpu_runs_what_ships_of_quantised_weights(shipped: Snapshot, sm: i
 def test_hopper_runs_codes_as_they_are_stored(shipped: Snapshot, dtype: DType) -> None:
     """Of sizes that are no whole blocks, as gpt-oss's are where it is split over four GPUs, and with zero points."""
     problem = as_read(shipped, Problem(Op.FORWARD, dtype, 32, 1440, 2896), ON_H200)
-    ran = decide(shipped, replace(problem, layout=Layout.STORED), 64, ON_H200)
+    ran = decide(shipped, problem._replace(layout=Layout.STORED), 64, ON_H200)
     assert isinstance(ran, Decision)
     assert ran.chosen.usable.place.kind in (Kind.CANDIDATES, Kind.INSTALLED)
     assert ran.chosen.variant.layout is Layout.STORED
@@ -356,4 +356,4 @@ def test_strict_mode_takes_no_low_rank_part_of_the_candidates(monkeypatch: pytes
 @pytest.mark.parametrize(("dtype", "N", "K"), [(DType.INT4_G128, 64, 192), (DType.MXFP4, 100, 208)])
 def test_dx_of_codes_that_can_t_be_in_order_is_of_those_stored(tmp_path: Path, dtype: DType, N: int, K: int) -> None:
     asked = Problem(Op.DX, dtype, 8, N, K)
-    assert as_read(installed(tmp_path), asked, ON_H200) == replace(asked, layout=Layout.STORED)
+    assert as_read(installed(tmp_path), asked, ON_H200) == asked._replace(layout=Layout.STORED)

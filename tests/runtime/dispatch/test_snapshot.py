@@ -44,7 +44,7 @@ from pretuned.artifacts.files.lock import lock
 from pretuned.artifacts.format.index import Index
 from pretuned.artifacts.format.wire import Preamble
 from pretuned.artifacts.records.target import Gpu, LocalGpu
-from pretuned.runtime import current
+from pretuned.runtime import hooks
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.dispatch.decide import Decision, decide
 from pretuned.runtime.dispatch.places import ENTRY_POINTS, Kind, Place, _entry_points, installed_places
@@ -492,12 +492,12 @@ def test_another_thread_may_take_the_snapshot_first(clean_places: Path, monkeypa
 
     @contextlib.contextmanager
     def lock(name: str) -> Iterator[None]:
-        current.snapshot = Snapshot([])  # the other one had the lock
-        taken.append(current.snapshot)
+        hooks.snapshot = Snapshot([])  # the other one had the lock
+        taken.append(hooks.snapshot)
         yield
 
     monkeypatch.setattr(dispatch_snapshot, "lock", lock)
-    assert current.snapshot is None
+    assert hooks.snapshot is None
     assert dispatch_snapshot.snapshot() is taken[0]
 
 

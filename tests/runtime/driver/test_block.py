@@ -8,7 +8,7 @@ import pytest
 from cudaconfig import Launch, LaunchConfig, words_of
 
 from pretuned.kernels.contract.words import parameter_bytes
-from pretuned.runtime.driver.block import Block, BlockLayout, Words
+from pretuned.runtime.driver.launcher import BlockLayout, Memory, Words
 
 MAPS = bytes(range(128)), bytes(range(128, 256)), bytes(range(64, 192))
 BIG = 1 << 40  # what must not be cut to 32 bits
@@ -53,14 +53,14 @@ def split(given: dict[str, int | bytes], words: Words) -> list[int | bytes]:
     return found
 
 
-def packed(layout: BlockLayout, given: dict[str, int | bytes]) -> Block:
+def packed(layout: BlockLayout, given: dict[str, int | bytes]) -> Memory:
     block = layout.new()
     call = [*split(given, GIVEN), 1234, layout.tail]
     layout.whole.pack_into(block[0], block[1], *call, BIG + 20, *split(given, LATE))
     return block
 
 
-def read(kernel: Words, block: Block) -> dict[str, int | bytes]:
+def read(kernel: Words, block: Memory) -> dict[str, int | bytes]:
     return words_of(kernel, Launch(block[2], 0, block[3]))
 
 

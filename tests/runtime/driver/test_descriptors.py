@@ -8,7 +8,7 @@ import pytest
 
 from pretuned.artifacts.errors import CudaError
 from pretuned.artifacts.records.bundle import TensorMap
-from pretuned.runtime.driver.descriptors import MAP_BYTES, TensorMaps, repeats_rows
+from pretuned.runtime.driver.launcher import MAP_BYTES, TensorMaps, repeats_rows
 
 PLAN = TensorMap("x", 9, (16, 64), 3)
 

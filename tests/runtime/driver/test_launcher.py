@@ -11,8 +11,7 @@ import pytest
 
 from pretuned.artifacts.errors import CudaError
 from pretuned.runtime.driver import cuda
-from pretuned.runtime.driver.block import BlockLayout
-from pretuned.runtime.driver.launcher import Blocks
+from pretuned.runtime.driver.launcher import BlockLayout, Blocks
 
 LIBC = ctypes.CDLL(None)
 WORDS = (("x", "ptr"), ("y", "ptr"), ("m_sizes", "ptr"), ("counter", "ptr"), ("M", "i32"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import fields, replace
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 
@@ -187,8 +187,8 @@ def test_tensors_on_the_host(clean_places: Path) -> None:
         ({**NUMBERS, "E": "4", "M": 4, "sm": 90}, "E is '4', wanted a size of w"),
         ({**NUMBERS, "N": 2**31, "M": 4, "sm": 90}, "N is 2147483648"),
         ({**NUMBERS, "K": 768.0, "M": 4, "sm": 90}, "K is 768.0"),
-        ({"x": replace(PROBLEM, E=0), "M": 4, "sm": 90}, "E is 0"),
-        ({"x": replace(PROBLEM, N=2**31), "M": 4, "sm": 90}, "N is 2147483648"),
+        ({"x": PROBLEM._replace(E=0), "M": 4, "sm": 90}, "E is 0"),
+        ({"x": PROBLEM._replace(N=2**31), "M": 4, "sm": 90}, "N is 2147483648"),
         ({"x": PROBLEM, "M": "4", "sm": 90}, "M is '4'"),
         ({**NUMBERS, "M": 4, "top_k": 0, "sm": 90}, "top_k is 0, wanted the number of experts of a token"),
         ({**NUMBERS, "M": 4, "top_k": 1.5, "sm": 90}, "top_k is 1.5"),
@@ -244,7 +244,7 @@ def test_every_word_of_a_config_is_explained() -> None:
     section = text.split("\n### ")[0]
     values = {"loads": Loads, "schedule": Schedule, "cache": Cache, "edge": Edge, "rows": TileRows}
     plain = Config(128, 128, 64, 8, 3, schedule=Schedule.TILE)
-    assert {field.name for field in fields(Config) if not isinstance(field.default, Enum)} == {
+    assert {name for name in Config._fields if not isinstance(Config._field_defaults.get(name), Enum)} == {
         "block_m",
         "block_n",
         "block_k",
@@ -252,7 +252,7 @@ def test_every_word_of_a_config_is_explained() -> None:
         "num_stages",
         "group_m",
     }
-    every = [replace(plain, **{knob: value}) for knob, kind in values.items() for value in kind]
+    every = [plain._replace(**{knob: value}) for knob, kind in values.items() for value in kind]
     words = {word for one in every for word in str(one).split()} - set(str(plain).split())
     assert {word for word in words if f"`{word}`" in section} == words > {"tma", "cooperative"}
 
@@ -294,11 +294,11 @@ def test_quantised_weights_are_explained_as_the_kernel_reads_them(monkeypatch: p
     assert len(told.steps) == 1
     assert told.steps[0].startswith("rows_wna16")
     assert f"step 1: {told.steps[0]}" in str(told)
-    gathered = explain(replace(told.problem, fusion=Fusion.GATHER), M=4096, sm=90)
+    gathered = explain(told.problem._replace(fusion=Fusion.GATHER), M=4096, sm=90)
     assert gathered.gathered_first
     assert [one.split()[0] for one in gathered.steps] == ["gather", "rows_wna16"]
     assert gathered.to_dict()["steps"] == list(gathered.steps)
-    alone = explain(replace(told.problem, fusion=Fusion.GATHER), M=4, top_k=4, sm=90)  # its rows are all one token's
+    alone = explain(told.problem._replace(fusion=Fusion.GATHER), M=4, top_k=4, sm=90)  # its rows are all one token's
     assert not alone.gathered_first
     assert [one.split()[0] for one in alone.steps] == ["rows_wna16"]
     assert not explain(x.half(), w, m_sizes, sm=90).aligned  # no kernel reads fp16 beside them
@@ -324,7 +324,7 @@ def test_it_says_whether_x_is_quantised_and_why(format: str, kernel: str) -> Non
     assert [one.split()[0] for one in many.steps] == ["quantise", kernel]
     assert many.to_dict()["quantised_first"] is True
     assert many.reason.startswith("quantising x is faster at M near 65536")
-    gathered = explain(replace(many.problem, fusion=Fusion.GATHER), M=1 << 16, sm=90, top_k=8)
+    gathered = explain(many.problem._replace(fusion=Fusion.GATHER), M=1 << 16, sm=90, top_k=8)
     assert (gathered.quantised_first, gathered.gathered_first) == (True, False)
     assert [one.split()[0] for one in gathered.steps] == ["quantise", kernel]
     assert explain(M=1 << 16, sm=90, **(layer | {"weights": f"{format}_a16"})).steps[0].startswith("rows_wna16")
@@ -374,7 +374,7 @@ def test_a_capability_without_code_for_a_format_is_not_sent_to_a_build(tmp_path:
 
 @pytest.mark.parametrize(("K", "slow"), [(1000, True), (1032, True), (1008, False), (1024, False), (1001, False)])
 def test_rows_at_odd_multiples_of_16_bytes_are_noted(K: int, slow: bool, tmp_path: Path) -> None:
-    problem = replace(PROBLEM, K=K)
+    problem = PROBLEM._replace(K=K)
     write(tmp_path / "a.msgpack", {problem: [measured(64, ANY, 9)]}, gpus=[H200])
     told = examine(snapshot(tmp_path), problem, 64, ON_H200, aligned=K % 8 == 0, strict=False)
     assert ("note: with K=" in str(told)) == slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,9 +29,9 @@ def shipped() -> None:
 @pytest.mark.parametrize("op", [Op.FORWARD, Op.DX])
 @pytest.mark.parametrize("M", [64, 8192])
 def test_it_is_in_the_kernel_that_dispatch_takes(weights: str | None, op: Op, M: int) -> None:
-    problem = replace(PRODUCT, op=op, dtype=DType(weights or "bf16"))
+    problem = PRODUCT._replace(op=op, dtype=DType(weights or "bf16"))
     told = explain(problem, M=M, sm=90, rank=16)
-    assert told.problem == replace(problem, fusion=Fusion.LOW_RANK)
+    assert told.problem == problem._replace(fusion=Fusion.LOW_RANK)
     local = LocalGpu(90, Gpu("", 132, 80 << 10, 0))
     ran = with_low_part(snapshot.snapshot(), told.problem, bucket_of(M), local)
     assert told.chosen is not None
@@ -46,7 +45,7 @@ def test_it_is_in_the_kernel_that_dispatch_takes(weights: str | None, op: Op, M:
 
 def test_of_gathered_rows_too() -> None:
     for dtype, first in ((DType.BF16, False), (DType.MXFP4, True)):
-        told = explain(replace(PRODUCT, dtype=dtype, fusion=Fusion.GATHER), M=8192, sm=90, rank=8, top_k=8)
+        told = explain(PRODUCT._replace(dtype=dtype, fusion=Fusion.GATHER), M=8192, sm=90, rank=8, top_k=8)
         assert told.low_rank == "in the GEMM's kernel, as part of its reduction: 8 columns"
         assert told.gathered_first is first
 
@@ -59,17 +58,17 @@ def test_a_rank_is_rounded_up_to_whole_16_bytes() -> None:
 @pytest.mark.parametrize(
     ("problem", "why"),
     [
-        (replace(PRODUCT, dtype=DType.FP16), "its kernels are for bf16, this is fp16"),
-        (replace(PRODUCT, dtype=DType.FP32), "its kernels are for bf16, this is fp32"),
-        (replace(PRODUCT, fusion=Fusion.GATHER | Fusion.SCATTER), "no code adds it to rows that go elsewhere"),
-        (replace(PRODUCT, fusion=Fusion.GATHER | Fusion.WEIGHT), "no code adds it to rows that go elsewhere"),
-        (replace(PRODUCT, fusion=Fusion.BIAS), "the low-rank kernels add a bias only if they gather rows"),
-        (replace(PRODUCT, dtype=DType.FP8_BLOCK_A16), "the forward of fp8_block quantises x, which is faster"),
-        (replace(PRODUCT, dtype=DType.FP8_CHANNEL_A16), "the forward of fp8_channel quantises x, which is faster"),
-        (replace(PRODUCT, dtype=DType.MXFP4, layout=Layout.STORED), "only prepared weights have a kernel for it"),
-        (replace(PRODUCT, dtype=DType.MXFP4, N=1500), "only prepared weights have a kernel for it"),
-        (replace(PRODUCT, K=2044), "rows of x, w or y are no whole 16 bytes"),
-        (replace(PRODUCT, E=600), "no shipped kernel for it runs on sm_90"),
+        (PRODUCT._replace(dtype=DType.FP16), "its kernels are for bf16, this is fp16"),
+        (PRODUCT._replace(dtype=DType.FP32), "its kernels are for bf16, this is fp32"),
+        (PRODUCT._replace(fusion=Fusion.GATHER | Fusion.SCATTER), "no code adds it to rows that go elsewhere"),
+        (PRODUCT._replace(fusion=Fusion.GATHER | Fusion.WEIGHT), "no code adds it to rows that go elsewhere"),
+        (PRODUCT._replace(fusion=Fusion.BIAS), "the low-rank kernels add a bias only if they gather rows"),
+        (PRODUCT._replace(dtype=DType.FP8_BLOCK_A16), "the forward of fp8_block quantises x, which is faster"),
+        (PRODUCT._replace(dtype=DType.FP8_CHANNEL_A16), "the forward of fp8_channel quantises x, which is faster"),
+        (PRODUCT._replace(dtype=DType.MXFP4, layout=Layout.STORED), "only prepared weights have a kernel for it"),
+        (PRODUCT._replace(dtype=DType.MXFP4, N=1500), "only prepared weights have a kernel for it"),
+        (PRODUCT._replace(K=2044), "rows of x, w or y are no whole 16 bytes"),
+        (PRODUCT._replace(E=600), "no shipped kernel for it runs on sm_90"),
     ],
 )
 def test_why_it_is_a_product_of_its_own(problem: Problem, why: str) -> None:
@@ -84,16 +83,16 @@ def test_why_it_is_a_product_of_its_own(problem: Problem, why: str) -> None:
 @pytest.mark.parametrize("fusion", [Fusion.NONE, Fusion.GATHER])
 @pytest.mark.parametrize("sm", [89, 90])
 def test_beside_it_x_is_quantised_as_without_it(sm: int, fusion: Fusion) -> None:
-    problem = replace(PRODUCT, dtype=DType.FP8_BLOCK, fusion=fusion)
+    problem = PRODUCT._replace(dtype=DType.FP8_BLOCK, fusion=fusion)
     told, plain = (explain(problem, M=16384, sm=sm, top_k=8, rank=rank) for rank in (16, None))
     assert plain.reason.startswith("quantising x is faster")
     assert (told.chosen, told.steps, told.reason) == (plain.chosen, plain.steps, plain.reason)
-    assert told.problem == replace(plain.problem, fusion=fusion | Fusion.LOW_RANK)
+    assert told.problem == plain.problem._replace(fusion=fusion | Fusion.LOW_RANK)
     assert str(told.low_rank).endswith("the forward of fp8_block quantises x, which is faster")
 
 
 def test_of_fp8_dx_has_code() -> None:
-    told = explain(replace(PRODUCT, op=Op.DX, dtype=DType.FP8_BLOCK_A16), M=8192, sm=90, rank=16)
+    told = explain(PRODUCT._replace(op=Op.DX, dtype=DType.FP8_BLOCK_A16), M=8192, sm=90, rank=16)
     assert str(told.low_rank).startswith("in the GEMM's kernel")
 
 
@@ -124,4 +123,4 @@ def test_what_is_no_rank(rank: Any) -> None:
 
 def test_dw_has_no_low_rank_part() -> None:
     with pytest.raises(InputError, match="explain: rank of dW"):
-        explain(replace(PRODUCT, op=Op.DW), M=8192, sm=90, rank=16)
+        explain(PRODUCT._replace(op=Op.DW), M=8192, sm=90, rank=16)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import replace
 from pathlib import Path
 
 import craft
@@ -41,7 +40,7 @@ def test_a_model_is_all_its_shardings(tmp_path: Path) -> None:
 
 
 def test_a_model_is_all_its_kinds_of_experts(tmp_path: Path) -> None:
-    vision = replace(MODELS[2], name="acme/small+vision")
+    vision = MODELS[2]._replace(name="acme/small+vision")
     write(tmp_path / "a.msgpack", CHOICES, models=(*MODELS, vision))
     view = snapshot(tmp_path).view(ON_H200, installed=False)
     assert records_of(["acme/small"], view) == [MODELS[2], vision]
@@ -199,8 +198,8 @@ def test_a_model_in_one_format_of_its_weights() -> None:
 
 def test_fp16_beside_bf16_is_not_what_a_deployment_comes_to() -> None:
     one, other = (Problem(Op.FORWARD, DType.BF16, 8, 64, K) for K in (32, 64))
-    half, alone = replace(one, dtype=DType.FP16), replace(other, dtype=DType.FP16, E=4)
-    codes = replace(one, dtype=DType.MXFP4)
+    half, alone = one._replace(dtype=DType.FP16), other._replace(dtype=DType.FP16, E=4)
+    codes = one._replace(dtype=DType.MXFP4)
     assert twins_in_fp16([one, half, other, alone, codes]) == {half}
     assert twins_in_fp16([half, alone, codes]) == set()
 
@@ -246,7 +245,7 @@ def test_beside_quantised_weights_rows_are_bf16() -> None:
     """Products of the bundles that ship; a layer's calls then load no pass."""
     shipped = dispatch_snapshot.snapshot()
     first, quantised = (
-        inspect_preload.passes_of([replace(PROBLEM, dtype=dtype)], shipped, ON_H200)
+        inspect_preload.passes_of([PROBLEM._replace(dtype=dtype)], shipped, ON_H200)
         for dtype in (DType.BF16, DType.MXFP4)
     )
     assert len(first) > 2

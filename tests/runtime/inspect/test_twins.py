@@ -82,7 +82,7 @@ def test_every_variant_is_one_cubin_with_its_twin(sm: int, fusion: Fusion, dtype
     ours = specs([problem], sm, Pool())
     assert ours
     for spec in ours:
-        twin = replace(spec, op=Op.FORWARD, layout=Layout.KN)
+        twin = spec._replace(op=Op.FORWARD, layout=Layout.KN)
         assert by_code([spec, twin], sm) == ((spec, twin),)
 
 
@@ -105,7 +105,7 @@ def test_a_choice_for_the_twin_is_a_choice(tmp_path: Path) -> None:
 
 def test_the_cost_model_chooses_among_the_twin_s_variants(tmp_path: Path) -> None:
     write(tmp_path / "a.msgpack", {PROBLEM: [modelled(64, WIDE)]})
-    problem = replace(twin_of(PROBLEM), N=4096, K=512)
+    problem = twin_of(PROBLEM)._replace(N=4096, K=512)
     got = decision(snapshot(tmp_path), problem)
     assert got.chosen.match is Match.COST_MODEL
     assert "E=8 N=512 K=4096, which is the same GEMM" in got.reason
@@ -117,7 +117,7 @@ def test_the_cost_model_chooses_among_the_twin_s_variants(tmp_path: Path) -> Non
 def test_each_form_has_its_own_code(tmp_path: Path) -> None:
     """What gathers runs no plain product's code, by either name."""
     write(tmp_path / "a.msgpack", {PROBLEM: [modelled(64, 0)]}, specs=[SPECS[0]])
-    gathers = replace(twin_of(PROBLEM), fusion=Fusion.GATHER)
+    gathers = twin_of(PROBLEM)._replace(fusion=Fusion.GATHER)
     assert isinstance(decide(snapshot(tmp_path), gathers, 64, ON_H200), Miss)
 
 
@@ -130,7 +130,7 @@ def test_what_the_process_itself_has_compiled_runs_what_it_was_compiled_for(tmp_
         found.add(bundle)
         assert decision(found, PROBLEM).chosen.index == WIDE
         assert isinstance(decide(found, twin_of(PROBLEM), 64, ON_H200), Miss)
-        other = replace(twin_of(PROBLEM), N=4096)
+        other = twin_of(PROBLEM)._replace(N=4096)
         assert isinstance(decide(found, other, 64, ON_H200), Miss)
 
 
@@ -150,7 +150,7 @@ def test_a_choice_may_name_the_twin_s_code(tmp_path: Path) -> None:
         got = decision(snapshot(tmp_path), problem, strict=True)
         assert (got.chosen.index, got.chosen.match) == (index, Match.EXACT)
         assert "the same product" not in got.reason  # it was chosen for this one
-    unknown = decision(snapshot(tmp_path), replace(twin, N=4096))
+    unknown = decision(snapshot(tmp_path), twin._replace(N=4096))
     assert "which is the same GEMM" in unknown.reason
 
 
@@ -162,7 +162,7 @@ def test_a_bundle_s_own_choice_comes_before_its_twin_s(tmp_path: Path) -> None:
     for problem, index in ((PROBLEM, 0), (twin, 1)):
         got = decision(found, problem)
         assert (got.chosen.index, "the same product" in got.reason) == (index, False)
-        both = examine(found, replace(problem, N=4096), 64, ON_H200, aligned=True).candidates
+        both = examine(found, problem._replace(N=4096), 64, ON_H200, aligned=True).candidates
         assert {one.index for one in both} == {0, 1}  # the cost model looks at all that is the same code
 
 
@@ -177,8 +177,8 @@ def test_a_kernel_is_named_by_the_caller_for_either(tmp_path: Path) -> None:
 
 def test_what_is_prepared_for_weights_that_lie_the_other_way(tmp_path: Path) -> None:
     write(tmp_path / "a.msgpack", {PROBLEM: [modelled(64, WIDE)]})
-    weight, kn = replace(PROBLEM, op=Op.DW), replace(PROBLEM, layout=Layout.KN)
-    of_kn = replace(weight, N=PROBLEM.K, K=PROBLEM.N)
+    weight, kn = PROBLEM._replace(op=Op.DW), PROBLEM._replace(layout=Layout.KN)
+    of_kn = weight._replace(N=PROBLEM.K, K=PROBLEM.N)
     assert list(turned([PROBLEM, weight], Layout.KN)) == [kn, of_kn]
     assert list(turned([kn, of_kn], Layout.NK)) == [PROBLEM, weight]
     assert list(turned([kn, of_kn], Layout.KN)) == [kn, of_kn]
@@ -186,7 +186,7 @@ def test_what_is_prepared_for_weights_that_lie_the_other_way(tmp_path: Path) -> 
     assert list(turned([weight], Layout.KN)) == [weight, of_kn]
     assert list(turned([PROBLEM, kn, weight], Layout.KN)) == [kn, of_kn]
     assert list(turned([PROBLEM, kn, weight], Layout.NK)) == [PROBLEM, weight]
-    assert cells_of({replace(kn, op=Op.DX): [64]}, snapshot(tmp_path), ON_H200) == [(replace(kn, op=Op.DX), 64)]
+    assert cells_of({kn._replace(op=Op.DX): [64]}, snapshot(tmp_path), ON_H200) == [(kn._replace(op=Op.DX), 64)]
 
 
 @pytest.mark.parametrize("layout", PLAIN_LAYOUTS)
@@ -246,18 +246,18 @@ def test_what_ships_was_built_for_the_layout_of_their_checkpoints(model: str, pa
 
 def test_a_model_s_problems_are_turned(device: Device) -> None:
     forward = Problem(Op.FORWARD, DType.FP32, 4, 8, 12)
-    problems = forward, replace(forward, op=Op.DX)
+    problems = forward, forward._replace(op=Op.DX)
     every = kernels_of(device.there, DType.FP32, PERSISTENT)
     index = {one.op: i for i, (one, _) in enumerate(every) if isinstance(one, Spec) and not one.fusion}
     choices = {one: [Choice(64, index[one.op], Source.MODELLED, 10_000)] for one in problems}
     bundle = bundle_of([made(spec, block=block) for spec, block in every], choices)
-    device.publish(encode(replace(bundle, models=(Model("some/moe", 1, 1, 2, DType.FP32, problems),))))
+    device.publish(encode(bundle._replace(models=(Model("some/moe", 1, 1, 2, DType.FP32, problems),))))
 
     def decided() -> set[Problem]:
         return {problem for problem, *_ in dispatch_snapshot.snapshot().decisions if not problem.fusion}
 
     preload("some/moe", w_layout="kn")
-    assert decided() == {replace(one, layout=Layout.KN) for one in problems}
+    assert decided() == {one._replace(layout=Layout.KN) for one in problems}
     reload()
     preload("some/moe")
     assert decided() == set(problems)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,7 +53,7 @@ def test_a_layer_is_served_where_both_products_were_measured(clean_places: Path)
         ({first: few, second: many}, (second, 2)),  # nothing near a token's two rows
         ({first: few[:2], second: few}, (first, 64)),
         ({second: few, first: [modelled(4, WIDE)]}, (first, 2)),
-        ({replace(first, E=9): few, second: few}, (first, 2)),
+        ({first._replace(E=9): few, second: few}, (first, 2)),
     ):
         write(path, choices, gpus=[H200])
         reload()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -40,7 +39,7 @@ RESULTS = Path(__file__).parents[3] / "benchmarks/results/passes-h200.json"
 BOTH = Fusion.SILU | Fusion.GATHER
 M = 8192
 ON_LOAD = Problem(Op.FORWARD, DType.BF16, 128, 1536, 2048, fusion=Fusion.GATHER)
-PLAIN = replace(ON_LOAD, fusion=Fusion.NONE)
+PLAIN = ON_LOAD._replace(fusion=Fusion.NONE)
 WIDE, HALF = (Config(128, n, 64, 8, 4, loads=Loads.TMA, schedule=Schedule.COOPERATIVE) for n in (256, 128))
 # By index: what gathers, what does not, indexed code in another config and in that one, silu with a gather and without.
 CODE = (
@@ -98,14 +97,13 @@ def book(
     rows = {
         ON_LOAD: on_load,
         PLAIN: plain,
-        replace(PLAIN, fusion=BOTH): silu[0],
-        replace(PLAIN, fusion=Fusion.SILU): silu[1],
+        PLAIN._replace(fusion=BOTH): silu[0],
+        PLAIN._replace(fusion=Fusion.SILU): silu[1],
     }
     choices = {one: [row] if isinstance(row, Choice) else row for one, row in rows.items() if row is not None}
     made = bundle(choices, gpus=gpus, specs=specs, models=models)
     if has_pass:
-        made = replace(
-            made,
+        made = made._replace(
             variants=(*made.variants, a_pass()),
             cubins=(*made.cubins, ELF),
             kernels=(*made.kernels, Kernel("gather", ENTRIES["gather"].revision, hashlib.sha256(b"source").digest())),
@@ -144,7 +142,7 @@ def test_the_passes_time_is_that_of_the_benchmark(monkeypatch: pytest.MonkeyPatc
         H, k = shapes[one["model"]]
         assert pass_us(one["tokens"] * k, H, 2, k, H200) == pytest.approx(one["us"]["ours"], rel=0.1)
     assert pass_us(M, 2048, 2, 8, H200) == pytest.approx(PASS_US)
-    assert pass_us(M, 2048, 2, 8, replace(H200, name="NVIDIA H300")) is None
+    assert pass_us(M, 2048, 2, 8, H200._replace(name="NVIDIA H300")) is None
     once = pass_us(8 * M, 7168, 2, 8, H200)
     monkeypatch.setattr(contract, "BY_TOKEN_LEAST_BYTES", 1 << 40)
     often = pass_us(8 * M, 7168, 2, 8, H200)
@@ -177,14 +175,14 @@ MODELLED_US = 300 / 1.05 - (3.7 + 1.6 * ((M + M / 8) * 2048 * 2 + 8 * M) / 3350e
 )
 def test_modelled_by_more_than_5_percent(tmp_path: Path, plain_us: float, runs: int | None) -> None:
     book(tmp_path, modelled(M, 0, 300.0), modelled(M, 1, plain_us), gpus=())
-    for local in (ON_H100, ON_H200, LocalGpu(90, replace(H200, name="NVIDIA H300"))):
+    for local in (ON_H100, ON_H200, LocalGpu(90, H200._replace(name="NVIDIA H300"))):
         assert beforehand(tmp_path, local) == runs
 
 
 def test_times_of_two_sources_or_gpus_are_not_compared(tmp_path: Path) -> None:
     book(tmp_path / "1", measured(M, 0, 300.0), modelled(M, 1, 10.0))
     book(tmp_path / "2", modelled(M, 0, 300.0), measured(M, 1, 10.0))
-    other = replace(H200, name="NVIDIA H300")
+    other = H200._replace(name="NVIDIA H300")
     book(tmp_path / "3", measured(M, 0, 300.0), measured(M, 1, 10.0, gpu=1), gpus=(H200, other))
     assert [beforehand(tmp_path / name) for name in "123"] == [None] * 3
     book(tmp_path / "4", measured(M, 0, 300.0), measured(M, 1, 10.0), gpus=(other,))
@@ -201,11 +199,11 @@ def test_of_a_bundle_of_several_gpus_each_has_its_own_times_compared(tmp_path: P
     on_load = [guess, measured(M, 0, 300.0, h100), measured(M, 0, 300.0, h200)]
     plain = [measured(M, 1, 299.0, h100, second=6), measured(M, 1, 200.0, h200, second=7)]
     silu = [measured(M, 4, 10.0, h100), measured(M, 4, 900.0, h200)]
-    specs = (*CODE, Spec(HALF), Spec(replace(HALF, block_n=64)))
+    specs = (*CODE, Spec(HALF), Spec(HALF._replace(block_n=64)))
     book(tmp_path, on_load, plain, gpus=(H100, H200), silu=(silu, None), specs=specs)
     assert (beforehand(tmp_path, ON_H100), beforehand(tmp_path, ON_H200)) == (None, 1)
     assert beforehand(tmp_path, ON_H200, fusion=Fusion.GATHER | Fusion.BIAS) == 3
-    both, found = replace(PLAIN, fusion=BOTH), snapshot(tmp_path)
+    both, found = PLAIN._replace(fusion=BOTH), snapshot(tmp_path)
     assert plans.fused_silu(found, both, M, ON_H100, aligned=True, top_k=8) is not None
     assert plans.fused_silu(found, both, M, ON_H200, aligned=True, top_k=8) is None
 
@@ -271,7 +269,7 @@ def test_silu_is_the_least_of_four(tmp_path: Path, us: tuple[float | None, ...],
     assert on_load is not None
     assert plain is not None
     book(tmp_path, on_load, plain, silu=(silu[0], silu[1]))
-    asked = replace(PLAIN, fusion=BOTH)
+    asked = PLAIN._replace(fusion=BOTH)
     least_us = least_activation_us(asked, M, chip_named(H200.name))
     found = ways.fused_silu(snapshot(tmp_path), asked, M, ON_H200, aligned=True, top_k=8)
     options: dict[int | None, float] = {None: min(300.0, (us[1] or 0) + PASS_US) + least_us}
@@ -311,7 +309,7 @@ def test_explain_takes_the_top_k_of_a_model_and_says_so(tmp_path: Path) -> None:
     """The pass reads M / top_k rows of x: what pays with eight experts a token doesn't with one."""
     gain_us = 0.5 * (PASS_US + pass_us(M, ON_LOAD.K, 2, 1, H200))  # type: ignore[operator]
     times = measured(M, 0, 300.0), measured(M, 1, 300.0 - gain_us)
-    asked = replace(ON_LOAD, fusion=Fusion.GATHER | Fusion.WEIGHT)  # a form that no plan has
+    asked = ON_LOAD._replace(fusion=Fusion.GATHER | Fusion.WEIGHT)  # a form that no plan has
     eight, two = (Model(name, 1, 1, k, DType.BF16, (PLAIN,)) for name, k in (("eight", 8), ("two", 2)))
 
     def told(*models: Model, problem: Problem = ON_LOAD, top_k: int | None = None) -> tuple[bool, str | None]:
@@ -324,16 +322,16 @@ def test_explain_takes_the_top_k_of_a_model_and_says_so(tmp_path: Path) -> None:
     assert told() == (False, "top_k=1, as no bundle has a model with this product")
     assert told(eight) == (True, "top_k=8, as eight has")
     assert told(eight, problem=asked)[1] == "top_k=8, as eight has"
-    turned = replace(ON_LOAD, layout=Layout.KN)  # a model has as many whichever way its weights lie
+    turned = ON_LOAD._replace(layout=Layout.KN)  # a model has as many whichever way its weights lie
     assert told(eight, problem=turned)[1] == "top_k=8, as eight has"
     assert told(eight, two)[1] == "top_k=2, as two has; eight has 8"
     assert told(eight, top_k=1) == (False, None)
     assert told(top_k=8) == (True, None)
     assert told(eight, problem=PLAIN) == (False, None)
-    assert told(eight, problem=replace(ON_LOAD, op=Op.DX))[1] is None
-    assert told(eight, problem=replace(ON_LOAD, top_k=4))[1] is None  # it says so itself
+    assert told(eight, problem=ON_LOAD._replace(op=Op.DX))[1] is None
+    assert told(eight, problem=ON_LOAD._replace(top_k=4))[1] is None  # it says so itself
     book(tmp_path, *times, models=(eight,), silu=(measured(M, 4, 500.0), None))
-    gated = examine(snapshot(tmp_path), replace(PLAIN, fusion=BOTH), M, ON_H200, aligned=True)
+    gated = examine(snapshot(tmp_path), PLAIN._replace(fusion=BOTH), M, ON_H200, aligned=True)
     assert (gated.gathered_first, gated.assumed) == (True, "top_k=8, as eight has")
 
 
@@ -348,7 +346,7 @@ def test_preload_loads_what_may_run_after_a_pass(tmp_path: Path) -> None:
     assert found(ON_LOAD) == set()
     book(tmp_path, measured(M, 0, 200.0), measured(M, 1, 200.0))
     assert found(ON_LOAD) == set()
-    assert {(replace(PLAIN, fusion=one), M) for one in (Fusion.SILU, BOTH, Fusion.GATHER)} <= set(
+    assert {(PLAIN._replace(fusion=one), M) for one in (Fusion.SILU, BOTH, Fusion.GATHER)} <= set(
         preload.cells_of(
             {PLAIN: [M]},
             snapshot(

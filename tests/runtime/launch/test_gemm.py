@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -83,12 +82,12 @@ def test_an_argument_that_an_entry_declares_is_given(gpu: EmulatedGpu, monkeypat
     """A pointer is the call's operand of its name, a number what the entry makes of the others: by name, and bound."""
     spec = Spec(Op.FORWARD, DType.BF16, CONFIG)
     plain, _ = made(spec)
-    variant = replace(plain, arguments=(*plain.arguments, ("bounds", "ptr"), ("half", "i32")))
+    variant = plain._replace(arguments=(*plain.arguments, ("bounds", "ptr"), ("half", "i32")))
     code = Code(spec.op, spec.dtype, spec.layout, spec.fusion, variant.config, variant.arguments, variant.entry)
     function = cuda.load(
         cubin(code, 90, ""), variant.entry, threads=variant.threads, shared_bytes=variant.shared_bytes, device=0
     )
-    entry = replace(ROWS_SPECIALIZED, numbers=lambda _spec, n: {"half": n["N"] // 2})
+    entry = ROWS_SPECIALIZED._replace(numbers=lambda _spec, n: {"half": n["N"] // 2})
     monkeypatch.setattr(gemm, "gemm_entry", lambda _spec: entry)
     kernel = gemm.LoadedKernel(variant, function, 132)
     launcher = gemm.product_launcher(kernel, N=N, K=K, E=E, m_sizes_step=1)
@@ -107,7 +106,7 @@ def test_each_descriptor_of_a_kernel_has_a_shape(kernel: KernelEntry) -> None:
     sizes = dict.fromkeys(("N", "K", "E", "R", "w_rows", "stride_w_e", "stride_w_row"), 1024)
     sizes |= {"stride_dw_e": 1024, "stride_dw_row": 1024}
     for tiles, op, dtype, fusion in product(kernel.tiles, kernel.ops, kernel.dtypes, kernel.fusions):
-        knobs = {name: tiles.allowed(name)[0] for name in Config.__dataclass_fields__}
+        knobs = {name: tiles.allowed(name)[0] for name in Config._fields}
         spec = Spec(op, dtype, Config(**knobs), fusion=fusion)  # type: ignore[arg-type]
         if refusal(spec):
             continue

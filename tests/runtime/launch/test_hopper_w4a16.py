@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,7 @@ from pretuned.kernels.hopper_w4a16 import ZERO_DTYPES, code_layout, zero_bytes
 from pretuned.kernels.launchable import unlaunchable
 from pretuned.kernels.rowops import RowOpSpec
 from pretuned.runtime import ExpertWeights, Lora, grouped_gemm, moe_mlp, reload
-from pretuned.runtime.check.operands import Rows
+from pretuned.runtime.check.call import Rows
 from pretuned.runtime.dispatch.pin import KernelPair, Preference
 from pretuned.runtime.launch import gemm
 from pretuned.runtime.launch.products import operands_of
@@ -435,19 +434,19 @@ def test_calls_that_two_products_do(driver: EmulatedGpu, use: Use) -> None:
     y, rest = torch.empty(T, N).bfloat16(), torch.empty(T * N + 1).bfloat16()[1:].view(T, N)
     aligned = Rows(Op.FORWARD, x, w, m_sizes, Layout.NK, T)
     odd = torch.randn(T * K + 1).bfloat16()[1:].view(T, K)
-    moved = replace(aligned, scatter=True, index=torch.arange(T))
-    for call, to in ((moved, y), (replace(aligned, x=odd), y), (aligned, rest)):
+    moved = aligned._replace(scatter=True, index=torch.arange(T))
+    for call, to in ((moved, y), (aligned._replace(x=odd), y), (aligned, rest)):
         assert not with_low_part(call, u, B, to)
     assert not with_low_part(aligned, u[:, :4].contiguous(), B[:, :, :4].contiguous(), y)
     held = torch.empty(w.codes.numel() + 1, dtype=torch.int32)[1:].view(w.codes.shape)  # 4 bytes off
     apart = ExpertWeights("mxfp4", held.copy_(w.codes), w.scale)
-    assert not with_low_part(replace(aligned, w=apart), u, B, y)
+    assert not with_low_part(aligned._replace(w=apart), u, B, y)
     eight = ExpertWeights.quantize(torch.randn(E, N, K), "fp8_block").prepare()
-    assert not with_low_part(replace(aligned, w=eight), u, B, y)
-    assert not with_low_part(replace(aligned, w=w.restore()), u, B, y)
+    assert not with_low_part(aligned._replace(w=eight), u, B, y)
+    assert not with_low_part(aligned._replace(w=w.restore()), u, B, y)
     driver.sm = 80  # whose candidates have no such code
     reload()
-    assert not with_low_part(replace(aligned, x=x[: T // 2], M=T // 2), u[: T // 2], B, y[: T // 2])
+    assert not with_low_part(aligned._replace(x=x[: T // 2], M=T // 2), u[: T // 2], B, y[: T // 2])
     assert not driver.products
 
 

@@ -21,8 +21,7 @@ from pretuned.kernels.contract.words import RAGGED_SIZES
 from pretuned.kernels.launchable import unlaunchable
 from pretuned.kernels.rowops import PICKED, USED, RowOpSpec
 from pretuned.runtime import ExpertWeights
-from pretuned.runtime.driver.descriptors import TensorMaps
-from pretuned.runtime.driver.launcher import Launcher, RowOpLauncher
+from pretuned.runtime.driver.launcher import Launcher, RowOpLauncher, TensorMaps
 from pretuned.runtime.launch import gemm
 from pretuned.runtime.launch.products import operands_of
 from pretuned.runtime.launch.quantised import bytes_of_row, quantize_step

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from dataclasses import replace
 
 import pytest
 import torch
@@ -241,7 +240,7 @@ def test_a_choice_has_torch_run_on_its_gpu_and_for_its_rows_alone(device: Device
     assert (len(grouped), len(device.launched)) == (1, 0)
     grouped_gemm(x[:1], w, torch.tensor([1, 0, 0, 0]))
     assert (len(grouped), len(device.launched)) == (1, 1)
-    device.gpu = replace(device.gpu, name="NVIDIA H100 80GB HBM3")
+    device.gpu = device.gpu._replace(name="NVIDIA H100 80GB HBM3")
     forget()
     reload()
     grouped_gemm(x, w, torch.tensor(SIZES))

@@ -6,7 +6,6 @@ import logging
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ from pretuned.runtime.dispatch.snapshot import Snapshot
 from pretuned.runtime.driver import cuda
 from pretuned.runtime.launch import proof
 from pretuned.runtime.launch.gemm import LoadedKernel, load_kernel
+from pretuned.runtime.launch.loader import judged_on
 from pretuned.runtime.launch.rowops import launcher
 
 SHIPPED = Path(__file__).parents[3] / "artifacts" / "bundles"
@@ -257,14 +257,14 @@ def test_shipped_code_for_tested_capabilities_is_judged_and_other_code_is_not() 
     for path in sorted(SHIPPED.glob("*.msgpack")):
         with open_bundle(path) as file:
             here = LocalGpu(file.target.sm, Gpu("a GPU", 100, 1 << 16, 13000))
-            found = {proof.judged_on(file, i, one, here) for i, one in enumerate(file.variants())}
+            found = {judged_on(file, i, one, here) for i, one in enumerate(file.variants())}
             assert found == (set(file.gpus) if file.gpus else {None}), path.name
             assert bool(file.gpus) == (file.target.sm == 90)
 
 
 def test_a_measured_choice_judges_its_variant_and_its_runner_up_alone(tmp_path: Path) -> None:
     specs = [Spec(config, alignment) for config, alignment in ((TILE, 16), (SMALL, 16), (SPECIALIZED, 16), (TILE, 1))]
-    other = replace(host_problem(), N=2048)
+    other = host_problem()._replace(N=2048)
     rows = {host_problem(): [measured(64, 1, 5, second=0)], other: [modelled(64, 2)]}
     for sm, there in ((90, ON_H200), (80, ON_A100)):
         path = write(tmp_path / f"{sm}.msgpack", rows, specs=specs, gpus=[there.gpu], sm=sm)
@@ -272,11 +272,11 @@ def test_a_measured_choice_judges_its_variant_and_its_runner_up_alone(tmp_path: 
             with open_bundle(path) as file:
                 if asked:
                     file.find(host_problem())
-                found = [proof.judged_on(file, i, one, there) for i, one in enumerate(file.variants())]
+                found = [judged_on(file, i, one, there) for i, one in enumerate(file.variants())]
                 # What no choice names is run by this project's own tests on 9.0.
                 assert found == [there.gpu, there.gpu, None, there.gpu if sm == 90 else None]
                 for elsewhere in (ON_L40S, LocalGpu(86, there.gpu)):
-                    assert proof.judged_on(file, 0, file.variant(0), elsewhere) is None
+                    assert judged_on(file, 0, file.variant(0), elsewhere) is None
 
 
 def host_problem() -> Problem:
@@ -306,7 +306,7 @@ class Machine(EmulatedGpu):
         """Another process begins."""
         verdicts._memory.__init__()  # type: ignore[misc]
         forget()
-        self.gpu = replace(L40S, driver=driver)
+        self.gpu = L40S._replace(driver=driver)
         self.launches.clear()
         reload()
 
@@ -428,7 +428,7 @@ def test_a_pass_that_is_not_proven_is_asked_for_again_after_a_capture(machine: M
     assert machine.snapshot.passes == {}
     machine.capturing = False
     with open_bundle(machine.folder / "b.msgpack") as file:
-        assert proof.judged_on(file, 0, combine[0], machine.local) is None
+        assert judged_on(file, 0, combine[0], machine.local) is None
     assert launcher(RowOp.COMBINE, DType.FP32, 0, aligned=True) is not None
     assert [one.code.op for one in machine.tried] == [RowOp.COMBINE]
 

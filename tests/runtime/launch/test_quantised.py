@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -278,7 +277,7 @@ def test_codes_by_codes_where_that_is_faster(gpu: Gpu80, format: str) -> None:
     problem, other = Problem(Op.FORWARD, DType(format), E, N, K, Layout.STORED), DType(f"{format}_a16")
     gpu.gpu, gpu.sm = L40S, 89  # which multiplies e4m3
     specs = [spec_of(problem, 16), *(Spec(op, other, TILE, Layout.STORED) for op in (Op.FORWARD, Op.DX))]
-    times = {problem: (0, 1.0), replace(problem, dtype=other): (1, 1000.0)}
+    times = {problem: (0, 1.0), problem._replace(dtype=other): (1, 1000.0)}
     choices = {one: [Choice(32, index, Source.MEASURED, int(us * 1000), gpu=0)] for one, (index, us) in times.items()}
     publish_alone(gpu.folder, bundle_of([made(one, 89) for one in specs], choices, sm=89, gpus=[L40S]))
     w, x, m_sizes = weights(format), torch.randn(T, K).bfloat16(), counts()

@@ -6,7 +6,6 @@ import hashlib
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +57,7 @@ def record(op: RowOp, cubin: bytes = ELF, *, alignment: int = 16, revision: int 
         len(cubin),
         hashlib.sha256(cubin).digest(),
     )
-    return replace(one, **fields)
+    return one._replace(**fields)
 
 
 def write(path: Path, variants: Sequence[Variant], sm: int = 90) -> Path:
@@ -66,8 +65,7 @@ def write(path: Path, variants: Sequence[Variant], sm: int = 90) -> Path:
     base = bundle({PROBLEM: [modelled(64, WIDE)]}, sm=sm, tag=path.stem)
     path.parent.mkdir(parents=True, exist_ok=True)
     kernels = {(one.kernel, one.revision) for one in variants}
-    every = replace(
-        base,
+    every = base._replace(
         variants=(*base.variants, *variants),
         cubins=(*base.cubins, *[ELF] * len(variants)),
         kernels=(*base.kernels, *(Kernel(*one, hashlib.sha256(b"source").digest()) for one in sorted(kernels))),
@@ -149,9 +147,9 @@ def test_preload_takes_every_pass_for_tensors_that_are_aligned_and_not(tmp_path:
     taken = snapshot(write(tmp_path / "a.msgpack", [*of_rows, *of_none, record(RowOp.COMBINE, dtype=DType.FP16)]))
     first, end = 3 + len(of_rows), 3 + len(of_rows) + len(of_none)
     assert sorted(index for _, index in passes_of([PROBLEM], taken, ON_H200)) == list(range(3, end))
-    quantised = replace(PROBLEM, dtype=DType.MXFP4)  # its x and y are bf16
+    quantised = PROBLEM._replace(dtype=DType.MXFP4)  # its x and y are bf16
     assert passes_of([quantised], taken, ON_H200) == passes_of([PROBLEM], taken, ON_H200)
-    tf32 = passes_of([replace(PROBLEM, dtype=DType.TF32)], taken, ON_H200)
+    tf32 = passes_of([PROBLEM._replace(dtype=DType.TF32)], taken, ON_H200)
     assert sorted(index for _, index in tf32) == list(range(first, end))
 
 

@@ -22,7 +22,6 @@ from pretuned.runtime import activate, allow_jit, hooks, moe_mlp, reload
 from pretuned.runtime.api import layer_call
 from pretuned.runtime.api.lora import Lora
 from pretuned.runtime.dispatch import snapshot
-from pretuned.runtime.replay import guard as replay_guard
 from pretuned.runtime.replay import programs
 
 T, TOPK, E, H, I = 9, 3, 4, 12, 8  # noqa: E741
@@ -765,14 +764,14 @@ def test_a_reload_while_a_plan_is_made_is_not_of_it(
     monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]
 ) -> None:
     device.visible = True
-    real, reloads = replay_guard.guard, [snapshot.forget]
+    real, reloads = programs.guard, [snapshot.forget]
 
-    def guard(*tensors: torch.Tensor, **how: Any) -> replay_guard.Guard | None:
+    def guard(*tensors: torch.Tensor, **how: Any) -> programs.Guard | None:
         if reloads:  # another thread's, after the launches were chosen
             reloads.pop()()
         return real(*tensors, **how)
 
-    monkeypatch.setattr(replay_guard, "guard", guard)
+    monkeypatch.setattr(programs, "guard", guard)
     given = tensors(True, "nk", False)
     for taken in (0, 0, 1):
         moe_mlp(given["hidden"], given["up"], given["down"], IDS, given["weights"])

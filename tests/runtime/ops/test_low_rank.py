@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pretuned.artifacts.records.problem import Layout, Op
-from pretuned.runtime.check.operands import Rows
+from pretuned.runtime.check.call import Rows
 from pretuned.runtime.ops.low_rank import LowRank, narrowed, narrowed_gradient, product
 
 E, N, K, R, S = 3, 8, 6, 2, 0.5

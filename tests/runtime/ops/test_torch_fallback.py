@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from host_gpu import PASSES, Device
 
 from pretuned.artifacts.records.problem import PLAIN_LAYOUTS, Fusion, Layout, Op
 from pretuned.kernels import reference
-from pretuned.runtime.check.operands import Rows
+from pretuned.runtime.check.call import Rows
 from pretuned.runtime.ops import torch_fallback
 from pretuned.runtime.ops.products import rows
 
@@ -104,7 +102,7 @@ def test_rows_whose_index_is_out_of_range_are_not_stored_to(device: Device, zero
     assert rows(call, y) is y
     near(y, want)
     assert not device.launched
-    loose = dataclasses.replace(call, loose=True)  # whoever calls doesn't care: the plain product's kernel may run
+    loose = call._replace(loose=True)  # whoever calls doesn't care: the plain product's kernel may run
     device.there = {*PASSES, (Op.FORWARD, Fusion.NONE), (Op.FORWARD, Fusion.SCATTER)}
     rows(loose, y)
     assert device.launched == [(Op.FORWARD, Fusion.SCATTER if biased else Fusion.NONE)]

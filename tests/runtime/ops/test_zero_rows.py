@@ -12,7 +12,7 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Layout, Op, RowOp
 from pretuned.kernels.rowops import MOST_EXPERTS
 from pretuned.runtime import grouped_gemm, grouped_gemm_dX
-from pretuned.runtime.check.operands import Rows
+from pretuned.runtime.check.call import Rows
 from pretuned.runtime.launch import ready
 from pretuned.runtime.ops import zero_rows
 from pretuned.runtime.ops.products import rows

@@ -7,17 +7,17 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from pretuned.runtime.replay import guard as replay_guard
+from pretuned.runtime.replay import programs
 
 X = torch.zeros(16, 64, dtype=torch.bfloat16)
 W = torch.zeros(4, 32, 64, dtype=torch.bfloat16)
 SIZES = torch.zeros(4, dtype=torch.int32)
 
-pytestmark = pytest.mark.skipif(replay_guard._TensorGuards is None, reason="this torch has no guards")
+pytestmark = pytest.mark.skipif(programs._TensorGuards is None, reason="this torch has no guards")
 
 
-def guard(x: torch.Tensor = X, w: torch.Tensor = W, m_sizes: torch.Tensor = SIZES) -> replay_guard.Guard:
-    made = replay_guard.guard(x, w, m_sizes)
+def guard(x: torch.Tensor = X, w: torch.Tensor = W, m_sizes: torch.Tensor = SIZES) -> programs.Guard:
+    made = programs.guard(x, w, m_sizes)
     assert made is not None
     return made
 
@@ -76,7 +76,7 @@ def test_inference_mode_is_another_kind() -> None:
 
 def test_a_guard_of_four() -> None:
     out = torch.zeros(16, 32, dtype=X.dtype)
-    same = replay_guard.guard(X, W, SIZES, out)
+    same = programs.guard(X, W, SIZES, out)
     assert same is not None
     assert same(X, W, SIZES, out.clone())
     for other in (out[:15], out.half(), out.t().contiguous().t(), out.clone().requires_grad_(), None, 3):
@@ -88,5 +88,5 @@ def test_a_torch_without_guards_goes_without(monkeypatch: pytest.MonkeyPatch) ->
         raise TypeError
 
     for made in (None, refuses):
-        monkeypatch.setattr(replay_guard, "_TensorGuards", made)
-        assert replay_guard.guard(X, W, SIZES) is None
+        monkeypatch.setattr(programs, "_TensorGuards", made)
+        assert programs.guard(X, W, SIZES) is None

@@ -19,9 +19,9 @@ from pretuned.artifacts.records.problem import Layout, Op, RowOp
 from pretuned.runtime import Lora, grouped_gemm, reload, sort_routing
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.ops import zero_rows
-from pretuned.runtime.replay import guard, product_plan, programs
+from pretuned.runtime.replay import product_plan, programs
 
-pytestmark = pytest.mark.skipif(guard._TensorGuards is None, reason="this torch has no guards")
+pytestmark = pytest.mark.skipif(programs._TensorGuards is None, reason="this torch has no guards")
 
 
 @pytest.fixture(autouse=True)
