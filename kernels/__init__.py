@@ -1,4 +1,5 @@
-"""What is computed: GPUs as tables, the contract of compiler and launcher, the search, the cost model, and the kernels.
+"""What is computed: a folder for each kernel, and what they share.
 
-Only the rooms that hold kernels (gemm, rowops) import Triton; ``reference`` is the same in torch.
+A folder's ``__init__.py`` declares its kernels: what they support, their arguments, the configs to try. ``cost.py`` has
+its cost terms. The other files are the source, which alone imports Triton; ``reference`` is the same in torch.
 """

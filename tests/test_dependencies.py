@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from pretuned.kernels.registry import FOLDERS
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -23,9 +25,8 @@ ALLOWED = {
     "kernels": {"torch"},
     "kernels/hardware": set(),
     "kernels/contract": set(),
-    "kernels/search": set(),
     "kernels/cost": set(),
-    "kernels/gemm": {"triton"},
+    **{f"kernels/{one}": {"triton"} for one in ("gluon", *(folder.__name__.split(".")[-1] for folder in FOLDERS))},
     "kernels/rowops": {"triton"},
     "runtime": {"torch"},
     "runtime/dispatch": set(),  # what chooses needs no torch

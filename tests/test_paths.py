@@ -193,9 +193,9 @@ def test_a_made_up_path_in_code_is_told() -> None:
 def test_a_made_up_file_or_trial_in_code_is_told() -> None:
     source = f'"""As rows.py and turns.py.\n\n(fused_moe.py; {TRIALS}, scatter-beside.)"""\n'
     source += f"# {TRIALS}, no-trial\n# {TRIALS}\n"
-    missing = [str(one) for one in in_module("kernels/gemm/x.py", source) if not one.exists]
+    missing = [str(one) for one in in_module("kernels/gluon/x.py", source) if not one.exists]
     assert sorted(missing) == [
-        "kernels/gemm/x.py:1: turns.py does not exist",
-        "kernels/gemm/x.py:4: the trial no-trial does not exist",
-        "kernels/gemm/x.py:5: the trial (none named) does not exist",
+        "kernels/gluon/x.py:1: turns.py does not exist",
+        "kernels/gluon/x.py:4: the trial no-trial does not exist",
+        "kernels/gluon/x.py:5: the trial (none named) does not exist",
     ]

@@ -32,9 +32,9 @@ from pretuned.artifacts.records.precision import PRECISIONS, DType
 from pretuned.artifacts.records.problem import Fusion, Op, Problem
 from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels.contract.config import Schedule
-from pretuned.kernels.contract.registry import ENTRIES, entry_of
 from pretuned.kernels.contract.spec import Spec
-from pretuned.kernels.cost.plans import with_plans
+from pretuned.kernels.plans import with_plans
+from pretuned.kernels.registry import ENTRIES, entry_of
 from pretuned.runtime.dispatch.decide import Decision, decide
 from pretuned.runtime.dispatch.places import Kind, Place, candidates_file, candidates_name
 from pretuned.runtime.dispatch.ranking import Origin

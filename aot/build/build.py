@@ -14,8 +14,8 @@ from ...artifacts.files.publish import publish
 from ...artifacts.format import codec
 from ...artifacts.records.bundle import Bundle, Source
 from ...artifacts.records.problem import Problem
-from ...kernels.contract.rowops import RowOpSpec
 from ...kernels.contract.spec import Spec
+from ...kernels.rowops import RowOpSpec
 from ..choose.bundle import assembled
 from ..choose.candidates import Candidates, read_candidates
 from ..choose.choices import choose_among_all

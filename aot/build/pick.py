@@ -12,10 +12,10 @@ from ...artifacts.files.publish import publish
 from ...artifacts.format import codec
 from ...artifacts.records.bundle import Bundle, Variant
 from ...artifacts.records.target import LocalGpu
-from ...kernels.contract.rowops import RowOpSpec
 from ...kernels.contract.spec import Spec
-from ...kernels.cost.fits import rejection
+from ...kernels.cost.resources import rejection
 from ...kernels.hardware.arch import Arch, arch_of
+from ...kernels.rowops import RowOpSpec
 from ..choose.bundle import Ships, assembled, choose_from, evidence_for, shipping
 from ..choose.candidates import Candidates
 from ..choose.choices import Chosen

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...artifacts.records.target import Gpu, Target
-from ...kernels.contract.registry import entry_of
-from ...kernels.contract.rowops import RowOpSpec
 from ...kernels.contract.spec import Spec
+from ...kernels.registry import entry_of
+from ...kernels.rowops import RowOpSpec
 from ..choose.held_against import HeldAgainst
 from ..tune.outcome import Outcome
 

@@ -12,7 +12,7 @@ from ...artifacts.records.bundle import Bundle, Choice, Kernel, Model, Producer,
 from ...artifacts.records.problem import Problem
 from ...artifacts.records.target import Gpu, Target
 from ...kernels.contract.config import Config
-from ...kernels.cost.plans import with_plans
+from ...kernels.plans import with_plans
 from ..plan.families import Family
 
 

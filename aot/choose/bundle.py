@@ -10,7 +10,7 @@ from ...artifacts.errors import CompileError, InputError
 from ...artifacts.records.bundle import Bundle, Choice
 from ...artifacts.records.problem import Problem
 from ...artifacts.records.target import Gpu, LocalGpu
-from ...kernels.cost.plans import with_plans
+from ...kernels.plans import with_plans
 from ...runtime.dispatch.neighbours import Neighbourhood
 from ..compile.triton import Compiled
 from ..journal.file import Contents

@@ -9,7 +9,7 @@ from pathlib import Path
 from ...artifacts.errors import CompileError, InputError
 from ...artifacts.records.bundle import Kernel, Producer, Variant
 from ...artifacts.records.target import Target
-from ...kernels.cost.fits import rejection
+from ...kernels.cost.resources import rejection
 from ...kernels.hardware.arch import arch_of
 from ..bundle.assemble import combined
 from ..bundle.verify import sound

@@ -18,7 +18,8 @@ from ...artifacts.limits import MAX_TIME_NS
 from ...artifacts.records.bundle import Choice, Source, Variant
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem
 from ...kernels.contract.words import has_aligned_rows
-from ...kernels.cost.model import Ranker, Resources
+from ...kernels.cost.resources import Resources
+from ...kernels.cost_model import Ranker
 from ...kernels.hardware.chips import Chip, chip_for
 from ...runtime.dispatch.neighbours import Neighbourhood, blended
 from ...runtime.dispatch.ranking import torch_runs

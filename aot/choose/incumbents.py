@@ -18,9 +18,9 @@ from ...artifacts.errors import BundleError
 from ...artifacts.records.bundle import Bundle, Choice, Kernel, Producer, Source, Variant
 from ...artifacts.records.problem import Op, Problem
 from ...artifacts.records.target import Gpu, LocalGpu
-from ...kernels.contract.launchable import unlaunchable
 from ...kernels.contract.words import LAUNCH_ABI, has_aligned_rows
 from ...kernels.hardware.chips import chip_for
+from ...kernels.launchable import unlaunchable
 from ...runtime import settings
 from ...runtime.dispatch.decide import Decision, settle
 from ...runtime.dispatch.neighbours import Neighbourhood

@@ -15,9 +15,9 @@ from ...artifacts.files.publish import make_folder
 from ...artifacts.format.schema import pack_variant, read_variant
 from ...artifacts.limits import MAX_CUBIN_BYTES
 from ...artifacts.records.bundle import Variant
-from ...kernels.contract.registry import entry_of
-from ...kernels.contract.rowops import RowOpSpec
 from ...kernels.contract.spec import Spec
+from ...kernels.registry import entry_of
+from ...kernels.rowops import RowOpSpec
 from .triton import Compiled, arguments_of, job_key
 
 

@@ -7,18 +7,17 @@
 
 ``written``: dw that nothing reads soon, the same of TMA's stores ("cp.async.bulk.tensor", ``.global.shared::cta``).
 
-``cut``: products of 192 columns (kernels/gemm/hopper/pingpong.py), which are written as 256. An instruction's operands
-lie in shared
-memory by rows, or by blocks of 64 columns, so the first 192 columns are where they were, and the sums of 8 columns are
-four registers in a row (PTX ISA, "wgmma.mma_async", register fragments and matrix layouts).
+``cut``: products of 192 columns (kernels/gluon/pingpong.py), which are written as 256. An instruction's operands
+lie in shared memory by rows, or by blocks of 64 columns, so the first 192 columns are where they were, and the sums of
+8 columns are four registers in a row (PTX ISA, "wgmma.mma_async", register fragments and matrix layouts).
 
 From Triton 3.8 on such products are written as of the first 256 columns that a ring has, with a comment that says which
-register holds how much further they are: no view of 256 may begin anywhere (``tile_of``, kernels/gemm/hopper/
-pipeline.py). That is added to their matrix descriptors, whose low bits are an address in 16 bytes.
+register holds how much further they are: no view of 256 may begin anywhere (``tile_of``,
+kernels/gluon/pipeline.py). That is added to their matrix descriptors, whose low bits are an address in 16 bytes.
 
-``fit``: the same of tiles that are fitted to their rows (kernels/gemm/hopper/ragged.py), which lie across. A tile's
-loop is there
-once for each number of rows, with products of as many columns; a comment in it says which register holds the number.
+``fit``: the same of tiles that are fitted to their rows (kernels/hopper_plain/fitted.py), which lie across. A tile's
+loop is there once for each number of rows, with products of as many columns; a comment in it says which register holds
+the number.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ EVICT_FIRST = 0x12F0000000000000
 _LOAD = re.compile(r"(cp\.async\.bulk\.tensor\.3d\.shared::\w+\.global[\w.:]*)( \[[^;]*\]);")
 _STORE = re.compile(r"(cp\.async\.bulk\.tensor\.3d\.global\.shared::\w+[\w.:]*)( \[[^;]*\]);")
 _WRITTEN_COLUMNS = 256
-# A loop that is one block of code, and in it the comment of kernels/gemm/hopper/ragged.py.
+# A loop that is one block of code, and in it the comment of kernels/hopper_plain/fitted.py.
 _SAID = r"// products of (?P<register>%\w+) times (?P<grain>\d+) rows, (?P<most>\d+) times at most"
 _INSIDE = r"(?:(?!\$L\w+:).*\n)*?"
 _LOOP = re.compile(
     rf"^(?P<name>\$L\w+):.*\n(?P<body>{_INSIDE}.*{_SAID}\n{_INSIDE}\s*@!?%\w+ bra(?:\.uni)?\s+(?P=name);\n)",
     re.MULTILINE,
 )
-# What kernels/gemm/hopper/pipeline.py says of the products in the same block of code, and their right operand.
+# What kernels/gluon/pipeline.py says of the products in the same block of code, and their right operand.
 _FURTHER = re.compile(r"// products of what is so much further: (?P<register>%\w+)\n(?P<block>(?:(?!\$L\w+:).*\n)*)")
 _RIGHT = re.compile(r"(wgmma\.mma_async[^{};]*\{[^{}]*\}, %\w+, )(%\w+)([^;]*;)")
 _PRODUCT = re.compile(r"(wgmma\.mma_async\.[\w.]*?m64)n(\d+)(k\d+[\w.]*\s*)\{([^{}]*)\}")

@@ -11,7 +11,7 @@ import hashlib
 from pathlib import Path
 
 from ...artifacts.code.syntax import syntax_sha256
-from ...kernels.contract.registry import ENTRIES
+from ...kernels.registry import ENTRIES
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 

@@ -14,11 +14,11 @@ from ...artifacts.code.cubin import fault
 from ...artifacts.errors import BundleError, InputError
 from ...artifacts.files.bundle_file import BundleFile, open_bundle
 from ...artifacts.format.wire import corrupt
-from ...kernels.contract.launchable import unlaunchable
-from ...kernels.contract.registry import ENTRIES
-from ...kernels.contract.rowops import RowOpSpec
 from ...kernels.contract.spec import Spec
 from ...kernels.contract.words import LAUNCH_ABI, parameter_bytes
+from ...kernels.launchable import unlaunchable
+from ...kernels.registry import ENTRIES
+from ...kernels.rowops import RowOpSpec
 from ...runtime.dispatch.places import Place, candidates_file, installed_places
 from ..process.gpus import driver_version
 from .cache import asked_for, made_of

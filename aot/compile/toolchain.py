@@ -13,14 +13,14 @@ from pathlib import Path
 
 from ...artifacts.errors import HostError
 from ...kernels.contract.config import PINGPONG_COLUMNS
-from ...kernels.contract.rowops import RowOpSpec
 from ...kernels.contract.spec import Spec
+from ...kernels.rowops import RowOpSpec
 
 _TOOL_TIMEOUT_S = 60
 
 # The releases of Triton, from the first to the last, whose code is known to be right: of the plain kernels, and of the
 # warp-specialised ones, which are written in Gluon: 3.6 has no gl.barrier. Of those tiles of 192 rows or columns are
-# more than 3.8 takes: there a view of shared memory is as large as what it begins in (kernels/gemm/hopper/pipeline.py).
+# more than 3.8 takes: there a view of shared memory is as large as what it begins in (kernels/gluon/pipeline.py).
 KNOWN = ((3, 6, 0), (3, 9, 0))
 KNOWN_GLUON = ((3, 7, 0), (3, 9, 0))
 WITHOUT_192 = ((3, 8, 0), (3, 8, 0))

@@ -19,10 +19,11 @@ from typing import Any
 from ...artifacts.errors import CompileError
 from ...artifacts.records.bundle import Kernel, Producer, TensorMap, Variant
 from ...artifacts.records.precision import DType
-from ...kernels.contract import registry, rowops, words
-from ...kernels.contract.registry import ENTRIES, entry_of, gemm_entry, refusal
-from ...kernels.contract.rowops import RowOpSpec
+from ...kernels import registry, rowops
+from ...kernels.contract import words
 from ...kernels.contract.spec import Spec
+from ...kernels.registry import ENTRIES, entry_of, gemm_entry, refusal
+from ...kernels.rowops import RowOpSpec
 from .nvidia import OUTPUT_LIMIT_CHARS, min_driver, resources
 from .ptx import rewrites, rewriting, source_of_rewrites_sha256
 from .revisions import source_sha256

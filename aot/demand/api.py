@@ -14,7 +14,7 @@ from ...artifacts.errors import InputError
 from ...artifacts.records.precision import PLAIN_DTYPES, DType
 from ...artifacts.records.problem import Layout, Op, bucket_of
 from ...artifacts.records.target import LocalGpu
-from ...kernels.contract.registry import ENTRIES
+from ...kernels.registry import ENTRIES
 from ...runtime.driver.device import current_device, local_gpu
 from ...runtime.inspect.asked import dtype_of_weights
 from ...runtime.weights.expert_weights import ExpertWeights

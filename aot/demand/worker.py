@@ -16,14 +16,14 @@ from ...artifacts.records.bundle import Model
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Op, Problem, buckets_between
 from ...kernels.contract.config import Config
-from ...kernels.contract.registry import threads
 from ...kernels.contract.spec import MAX_EXPERTS, Spec
 from ...kernels.contract.words import ALIGNMENT_BYTES
-from ...kernels.cost.fits import rejection
-from ...kernels.cost.model import Ranker, Resources
+from ...kernels.cost.resources import Resources, rejection
+from ...kernels.cost_model import Ranker
 from ...kernels.hardware.arch import arch_of
 from ...kernels.hardware.chips import chip_for
-from ...kernels.search.space import fallbacks, shared_bytes_at_least
+from ...kernels.registry import threads
+from ...kernels.search import fallbacks, shared_bytes_at_least
 from ..choose.bundle import assembled, measured_bundle
 from ..choose.candidates import Candidates
 from ..choose.choices import choose, choose_among_all

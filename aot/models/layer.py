@@ -8,7 +8,7 @@ from ...artifacts.limits import MAX_EXPERTS, MAX_WIDTH
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Layout, Op
 from ...kernels.contract.activations import Activation
-from ...kernels.contract.mixed_input import padded_width, prepares
+from ...kernels.hopper_w4a16 import padded_width, prepares
 
 MAX_TOKENS = 1 << 24
 MAX_ROWS = 1 << 30  # of M: a bucket is a power of two and fits int32

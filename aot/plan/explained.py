@@ -9,7 +9,7 @@ from typing import Any
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem
 from ...artifacts.records.target import LocalGpu
-from ...kernels.contract.registry import has_code
+from ...kernels.registry import has_code
 from ...runtime.inspect.asked import suits
 from ...runtime.inspect.explain import explain_on
 from ...runtime.inspect.explanation import Explanation

@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from ...artifacts.records.bundle import Variant
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
-from ...kernels.contract import mixed_input, registry, rowops
-from ...kernels.contract.coded import takes_codes_of_x
+from ...kernels import hopper_w4a16, registry, rowops, search
 from ...kernels.contract.config import Config, TileRows
-from ...kernels.contract.rowops import RowOpSpec
-from ...kernels.contract.spec import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec
+from ...kernels.contract.spec import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec, takes_codes_of_x
 from ...kernels.contract.words import ALIGNMENT_BYTES, has_aligned_rows
-from ...kernels.search import space
+from ...kernels.rowops import RowOpSpec
 
 # Silu in the epilogue: a tile has the gate columns and the up columns of half as many of y.
 GATED_COLUMNS = (128, 256)
@@ -62,8 +60,8 @@ class Family:
 class Pool:
     """Where the candidates come from: ``aligned`` to choose among, ``fallbacks`` so that any N and K run."""
 
-    aligned: Candidates = space.candidates
-    fallbacks: Candidates = space.fallbacks
+    aligned: Candidates = search.candidates
+    fallbacks: Candidates = search.fallbacks
 
     def candidates(self, family: Family, sm: int, ops: Iterable[Op] = ()) -> tuple[Config, ...]:
         """The aligned candidates of a family: all, or where rows are moved the first of each kind and tile size.
@@ -144,7 +142,7 @@ def low_rank_specs(problems: Iterable[Problem], sm: int, pool: Pool) -> tuple[Sp
     """
     found: dict[Spec, None] = {}
     for problem in problems:
-        coded = problem.dtype in mixed_input.DTYPES and problem.layout is Layout.NK
+        coded = problem.dtype in hopper_w4a16.DTYPES and problem.layout is Layout.NK
         forms = (Fusion.NONE,) if coded else (Fusion.NONE, Fusion.GATHER)
         if problem.op is Op.DW or problem.fusion not in forms or not (coded or problem.dtype is DType.BF16):
             continue

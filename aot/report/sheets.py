@@ -9,7 +9,8 @@ from ...artifacts.records.bundle import Bundle, Choice, Source, Variant
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Op, Problem
 from ...artifacts.records.target import Gpu
-from ...kernels.cost.model import Ranker, Resources
+from ...kernels.cost.resources import Resources
+from ...kernels.cost_model import Ranker
 from ...kernels.hardware.arch import ARCHS
 from ...kernels.hardware.chips import Chip, chip_for, chip_of
 from ..bundle.assemble import config_text

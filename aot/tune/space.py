@@ -12,7 +12,8 @@ from ...artifacts.files.bundle_file import BundleFile
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem
 from ...artifacts.records.target import Gpu
-from ...kernels.cost.model import Ranker, Resources
+from ...kernels.cost.resources import Resources
+from ...kernels.cost_model import Ranker
 from ...kernels.hardware.chips import Chip, chip_of
 from ...runtime.dispatch.neighbours import Neighbourhood
 from ..choose.choices import with_neighbours

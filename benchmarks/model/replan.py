@@ -20,7 +20,7 @@ from pretuned.artifacts.files import packed
 from pretuned.artifacts.format import codec, wire
 from pretuned.artifacts.limits import FORMAT
 from pretuned.artifacts.records.bundle import Bundle
-from pretuned.kernels.cost.plans import with_plans
+from pretuned.kernels.plans import with_plans
 
 ARTIFACTS = Path(__file__).resolve().parents[2] / "artifacts"
 RESULTS = Path(__file__).resolve().parents[1] / "results"

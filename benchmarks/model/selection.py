@@ -1,6 +1,6 @@
 """How few variants are enough.
 
-``aot/choose/subset.py`` on the times of a sweep, of the candidates that kernels/search/space.py lists.
+``aot/choose/subset.py`` on the times of a sweep, of the candidates that kernels/search.py lists.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from benchmarks.model.sweeps import Cell, Rankings
 from pretuned.aot.choose.subset import MISSING, select
 from pretuned.artifacts.records.problem import Op
 from pretuned.kernels.cost.constants import Constants
-from pretuned.kernels.cost.model import Resources
-from pretuned.kernels.search.space import candidates
+from pretuned.kernels.cost.resources import Resources
+from pretuned.kernels.search import candidates
 
 LIMITS = (1, 2, 4, 6, 8, 12, 16)
 

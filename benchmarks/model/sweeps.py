@@ -16,9 +16,10 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem
 from pretuned.kernels.contract.config import Config
 from pretuned.kernels.cost.constants import Constants
-from pretuned.kernels.cost.model import Ranker, Resources
+from pretuned.kernels.cost.resources import Resources
+from pretuned.kernels.cost_model import Ranker
 from pretuned.kernels.hardware.chips import Chip, chip_named
-from pretuned.kernels.search.space import candidates
+from pretuned.kernels.search import candidates
 
 Table = dict[str, dict[str, float]]
 

@@ -43,9 +43,10 @@ from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.records.bundle import Variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op, Problem
-from pretuned.kernels.cost.model import Ranker, Resources
+from pretuned.kernels.cost.resources import Resources
+from pretuned.kernels.cost_model import Ranker
 from pretuned.kernels.hardware.chips import chip_of
-from pretuned.kernels.search.space import candidates
+from pretuned.kernels.search import candidates
 
 # Few and many experts, wide and narrow: (op, E, N, K, what moves). The first rows of a GEMM 1, then those of a GEMM 2.
 SHAPES = {

@@ -43,7 +43,8 @@ from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.artifacts.records.target import Gpu, LocalGpu
-from pretuned.kernels.cost.model import Ranker, Resources
+from pretuned.kernels.cost.resources import Resources
+from pretuned.kernels.cost_model import Ranker
 from pretuned.kernels.hardware.chips import Chip, chip_of
 from pretuned.runtime.dispatch.decide import Decision, decide
 from pretuned.runtime.dispatch.neighbours import Neighbourhood, blended

@@ -1,6 +1,6 @@
-"""The cost model over all variants of many cells at once, for the fit: kernels/cost/model.py in arrays of numpy.
+"""The cost model over all variants of many cells at once, for the fit: kernels/cost_model.py in arrays of numpy.
 
-The equations are those of ``kernels/cost/model.py``, and tests hold the two equal. A search evaluates the model
+The equations are those of ``kernels/cost_model.py``, and tests hold the two equal. A search evaluates the model
 thousands of times on the same cells, so what no constant changes is worked out once.
 """
 
@@ -16,11 +16,11 @@ import numpy.typing as npt
 from benchmarks.model.sweeps import Cell
 from pretuned.artifacts.records.problem import Op
 from pretuned.kernels.contract.config import Cache, Config, Edge, Schedule, TileRows
-from pretuned.kernels.contract.registry import dealt, transposed
 from pretuned.kernels.cost.constants import Constants
-from pretuned.kernels.cost.model import _GRAIN, Resources, _short, _Work, _work
-from pretuned.kernels.cost.profile import Profile, profile
+from pretuned.kernels.cost.resources import Resources
+from pretuned.kernels.cost_model import _GRAIN, Profile, _short, _Work, _work, profile
 from pretuned.kernels.hardware.chips import Chip
+from pretuned.kernels.registry import dealt, transposed
 
 Floats = npt.NDArray[np.float64]
 

@@ -28,10 +28,11 @@ from pretuned.aot.measure.inputs import quantised_weights
 from pretuned.aot.measure.numerics import NumericsCheck
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
-from pretuned.kernels.contract.registry import beyond
 from pretuned.kernels.contract.spec import gemm_of
-from pretuned.kernels.cost.model import Resources, estimate_us
+from pretuned.kernels.cost.resources import Resources
+from pretuned.kernels.cost_model import estimate_us
 from pretuned.kernels.hardware.chips import chip_of
+from pretuned.kernels.registry import beyond
 from pretuned.runtime import grouped_gemm, grouped_gemm_dX
 from pretuned.runtime.driver.device import local_gpu
 from pretuned.runtime.launch.gemm import load_kernel

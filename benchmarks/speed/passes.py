@@ -27,7 +27,7 @@ from benchmarks.method import MODELS
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import RowOp
 from pretuned.kernels.contract.activations import Activation
-from pretuned.kernels.contract.rowops import Block, RowOpSpec, dtype_of
+from pretuned.kernels.rowops import Block, RowOpSpec, dtype_of
 from pretuned.runtime.driver.launcher import RowOpLauncher
 from pretuned.runtime.launch import rowops
 from pretuned.runtime.launch.gemm import load_kernel

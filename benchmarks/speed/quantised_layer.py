@@ -28,7 +28,7 @@ from pretuned.aot.measure.inputs import quantised_weights
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import RowOp
 from pretuned.kernels.contract.activations import Activation
-from pretuned.kernels.contract.rowops import USED
+from pretuned.kernels.rowops import USED
 from pretuned.runtime import ExpertWeights, moe_mlp, reload
 from pretuned.runtime.launch import rowops
 from pretuned.runtime.launch.quantised import bytes_of_row

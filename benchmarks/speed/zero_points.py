@@ -31,8 +31,8 @@ from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.records.bundle import Variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
-from pretuned.kernels.contract.registry import beyond
 from pretuned.kernels.contract.spec import gemm_of
+from pretuned.kernels.registry import beyond
 from pretuned.runtime.driver.device import local_gpu
 from pretuned.runtime.launch.gemm import LoadedKernel, load_kernel
 from pretuned.runtime.weights.expert_weights import ExpertWeights

@@ -22,9 +22,9 @@ class Schedule(enum.IntEnum):
     PERSISTENT = 1  # as many programs as fit the GPU, each over many tiles
     COOPERATIVE = 2  # warp-specialised: one warp loads, two warpgroups share each tile
     PINGPONG = 3  # warp-specialised: one warp loads, two warpgroups take whole tiles in turns
-    MIXED_INPUT = 4  # as cooperative, of codes of w that become x's type in registers; tiles of 64 columns share out K
-    BLOCK_SCALED = 5  # as cooperative, of codes of x and of w, whose products are scaled for each block of K
-    ROW_SCALED = 6  # as mixed input, of codes of x and of w, whose sums are scaled for each row of both
+    W4A16 = 4  # as cooperative, of codes of w that become x's type in registers; tiles of 64 columns share out K
+    W8A8_BLOCK = 5  # as cooperative, of codes of x and of w, whose products are scaled for each block of K
+    W8A8_CHANNEL = 6  # as W4A16, of codes of x and of w, whose sums are scaled for each row of both
 
     @property
     def warp_specialized(self) -> bool:
@@ -98,11 +98,11 @@ class Config(NamedTuple):
             "tma": self.loads is Loads.TMA,
         }
         numbers = {name: getattr(self, name) for name in RANGES}
-        if self.schedule is Schedule.MIXED_INPUT:  # (others' pairs are from before it)
+        if self.schedule is Schedule.W4A16:  # (others' pairs are from before it)
             flags |= {"mixed_input": True, "fitted": self.rows is TileRows.FITTED}
-        if self.schedule is Schedule.BLOCK_SCALED:
+        if self.schedule is Schedule.W8A8_BLOCK:
             flags |= {"block_scaled": True}
-        if self.schedule is Schedule.ROW_SCALED:
+        if self.schedule is Schedule.W8A8_CHANNEL:
             flags |= {"row_scaled": True, "fitted": self.rows is TileRows.FITTED}
         return tuple(sorted((name, int(value)) for name, value in (numbers | flags).items()))
 
@@ -176,14 +176,14 @@ def _schedule(flags: Mapping[str, bool]) -> Schedule:
         raise ValueError("a mixed_input config is specialized; this is not")
     if flags["fitted"] and not (flags["mixed_input"] or flags["row_scaled"]):
         raise ValueError("a fitted config of format 1 is mixed_input or row_scaled; this is not")
-    for name, schedule in (("block_scaled", Schedule.BLOCK_SCALED), ("row_scaled", Schedule.ROW_SCALED)):
+    for name, schedule in (("block_scaled", Schedule.W8A8_BLOCK), ("row_scaled", Schedule.W8A8_CHANNEL)):
         others = [one for one in ("mixed_input", "pingpong", "block_scaled", "row_scaled") if one != name]
         if flags[name] and (not flags["specialized"] or any(flags[one] for one in others)):
             raise ValueError(f"a {name} config is specialized, and none of {', '.join(others)}; this is not")
         if flags[name]:
             return schedule
     if flags["mixed_input"] and not flags["pingpong"]:
-        return Schedule.MIXED_INPUT
+        return Schedule.W4A16
     if flags["specialized"]:
         return Schedule.PINGPONG if flags["pingpong"] else Schedule.COOPERATIVE
     return Schedule.PERSISTENT if flags["persistent"] else Schedule.TILE

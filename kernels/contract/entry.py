@@ -1,6 +1,6 @@
 """What a kernel declares of itself: ``Entry``; a GEMM's ``KernelEntry``, and of each kind of tile one ``Tiles``.
 
-The entries are rows of kernels/contract/registry.py.
+A folder of kernels has entries in its ``__init__.py``. kernels/registry.py lists the folders.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from typing import Any, NamedTuple, TypeAlias
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op
 from ..hardware.arch import Arch, Feature
-from .config import FIELDS, RANGES, SIZES, Config, Loads, misfit
+from .config import FIELDS, RANGES, SIZES, Cache, Config, Edge, Loads, Schedule, TileRows, misfit
 from .spec import Spec
 from .words import RAGGED_SIZES, ragged_strides
 
 Constants: TypeAlias = "dict[str, int | str | bool | None]"
 Box: TypeAlias = "tuple[int, ...]"
 Sizes: TypeAlias = "Mapping[str, int]"  # the numbers of all launches of a launcher, by the arguments' names
+Rows: TypeAlias = "tuple[tuple[int, int, int, int, int], ...]"  # block_m, block_n, block_k, warps, stages
+Pool: TypeAlias = "Callable[[Op, DType, Arch], list[Config]]"
 
 
 class Element(NamedTuple):
@@ -127,8 +129,32 @@ _OTHERWISE: Mapping[str, Sequence[int]] = {name: (getattr(_DEFAULTS, name),) for
 }
 
 
+def configs(
+    rows: Rows,
+    schedule: Schedule = Schedule.PERSISTENT,
+    loads: Loads = Loads.POINTER,
+    *,
+    group_m: int = 8,
+    cache: Cache = Cache.DEFAULT,
+    edge: Edge = Edge.WHOLE,
+    fitted: bool = False,
+) -> list[Config]:
+    """A config of each row."""
+    tile_rows = TileRows.FITTED if fitted else TileRows.FIXED
+    return [Config(*row, group_m, loads, schedule, cache, edge, tile_rows) for row in rows]
+
+
+def no_configs(_op: Op, _dtype: DType, _arch: Arch) -> list[Config]:
+    """Of kernels without such configs."""
+    return []
+
+
 def _plain_layouts(_op: Op) -> frozenset[Layout]:
     return frozenset((Layout.NK, Layout.KN))
+
+
+def _none(_spec: Spec) -> tuple[str, ...]:
+    return ()
 
 
 def _nothing(_spec: Spec, *_: Any) -> Mapping[str, Any]:
@@ -151,12 +177,15 @@ class KernelEntry(NamedTuple):
     pointers: tuple[str, ...]  # its arguments, in order: addresses or descriptors, then sizes, strides and steps
     strides: tuple[str, ...]
     steps: tuple[str, ...]
-    ranks: Mapping[str, int]  # of descriptors
-    descriptors: Callable[[Spec], tuple[str, ...]]  # the pointers that are descriptors, in the arguments' order
-    absent: Callable[[Spec], tuple[str, ...]]  # the pointers and steps that a variant goes without
     required: Callable[[Spec], tuple[str, ...]]  # the arguments without which no launcher can run it
-    boxes: Callable[[Spec], Mapping[str, Box]]  # of each descriptor, outermost dimension first; and of others
     constants: Callable[[Spec, Arch], Constants]  # but for what is absent
+    candidates: Pool  # the configs to try, best guesses first, of its ops and dtypes
+    fallbacks: Pool = no_configs  # those also compiled for any alignment, so that any N and K run: small M, large M
+    cost: str = ""  # the module below ``kernels`` whose ``estimate_us`` is its cost; "": cost_model.py
+    absent: Callable[[Spec], tuple[str, ...]] = _none  # the pointers and steps that a variant goes without
+    descriptors: Callable[[Spec], tuple[str, ...]] = _none  # the pointers that are, in the arguments' order
+    ranks: Mapping[str, int] = MappingProxyType({})  # of descriptors
+    boxes: Callable[[Spec], Mapping[str, Box]] = _nothing  # of descriptors, outermost dimension first
     held: Mapping[str, Element] = MappingProxyType({})  # descriptors of other elements than the dtype's
     shapes: Callable[[Spec, Sizes], Mapping[str, TensorShape]] = _nothing  # what each descriptor describes
     numbers: Callable[[Spec, Sizes], Mapping[str, int]] = _nothing  # arguments of its own, made of the others

@@ -94,3 +94,8 @@ def result_columns(columns: int, fusion: Fusion) -> int:
 
 def w_kn(spec: Spec) -> bool:
     return (spec.layout is Layout.KN) == (spec.op is Op.FORWARD)
+
+
+def takes_codes_of_x(dtype: DType, layout: Layout) -> bool:
+    """Whether kernels read x as codes that a pass has made: those for w as it is stored quantise x themselves."""
+    return dtype.quantises_x and layout is not Layout.STORED

@@ -1,1 +1,1 @@
-"""The cost model: the time of a variant for a problem and rows, estimated. Uses the contract."""
+"""What cost terms are made of: constants, occupancy, expected rows."""

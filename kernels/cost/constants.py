@@ -187,7 +187,7 @@ class Constants(NamedTuple):
     # tf32 on sm_90, the rate left where w (of dX) or both operands (of dW) lie the wrong way for wgmma:
     turned_tf32: float = 0.15  # dW's, turned round in shared memory first, or loaded through pointers
     crossed_tf32: float = 0.56  # dW's, of mma.sync, in small tiles by TMA: two lanes of each load want one bank
-    fragments_tf32: float = 0.56  # dW's, of wgmma, on mma.sync in specialised tiles (kernels/gemm/hopper/tf32.py)
+    fragments_tf32: float = 0.56  # dW's, of wgmma, on mma.sync in specialised tiles (kernels/gluon/tf32.py)
     held_tf32_rows: float = 128.0  # of a tile, at full rate: dX's weights, through registers
     split_waves: float = 0.6  # what a split last wave takes of a whole one
     dirty_ns: float = 5000.0  # what writing back takes where a call pushes all dirty lines out of L2 ...

@@ -1,1 +1,320 @@
-"""Kernels of the row operations around the products: no product, any number of rows and columns."""
+"""The row kernels: their arguments, flags and grids, in plain Python.
+
+Their words of launch ABI 1, beside those of kernels/registry.py (``M`` counts rows, ``columns`` those of a
+row of a or y):
+
+=========================  ===================================================================
+``h a da dh x y out``      device pointers to dense rows in the variant's dtype
+``codes scale``            device pointers to e4m3 [M, columns], and fp32 [columns / 128, M] in rows of whole 16
+                           bytes, or with a scale a row fp32 [M]
+``row_weights dweights``   device pointers to float32 by index, or NARROW to the variant's dtype
+``index experts used``     device pointers to 32-bit words: of each row, of each slot, one
+``places``                 device pointer to int32: each slot's row in the sorted order, -1 for one of no expert
+``bias``                   device pointer to dense [E, columns] in the variant's dtype
+``named``                  device pointer to bytes, of each row of y one: zero at first
+``ids order``              device pointers, by slot: to 32-bit words, to int64 (SORT_SLOTS has room in ``experts``
+                           for whole chunks, from a multiple of 16 bytes on)
+``bounds m_sizes counts``  device pointers to int32: [E + 1], [E], [chunks, E + 1]
+``M columns top_k E``      int32; ``M`` counts rows, of SORT_SLOTS slots, of CLEAR entries of the index; CLEAR's
+                           ``columns`` are 32-bit words of a row of any dtype; E is at most the record's max_experts
+``rows index_end``         int32: rows of y; the first index that names none
+``index_step ids_step``    int32, like ``m_sizes_step``: 1 for int32, 2 for int64
+``flags``                  int32: the activation (activations.KINDS) and the flags below
+``limit alpha beta``       int32: the bits of the activation's float32 numbers (``Activation.words``), and so
+``linear_beta``
+=========================  ===================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Fusion, Layout, Op, RowOp
+from ..contract.entry import Entry
+
+# Of ``flags``: in its lowest bits the activation, then how it is done. kernels/rowops/activation.py has the same.
+KIND = 7
+GATED = 8
+INTERLEAVED = 16
+USED = 32  # ``used`` says how many rows belong to an expert
+WEIGHTED = 64
+WRITES_DH = 128
+WRITES_A = 256
+WRITES_DWEIGHTS = 512
+# The two launches of GATHER that read each row of x once; kernels/rowops/gather_combine.py has the same values.
+NOTES = 1024
+BY_TOKEN = 2048
+# The routing weights that are read, and their gradients, are of the variant's dtype; COMBINE adds a bias.
+NARROW = 4096
+NARROW_DWEIGHTS = 8192
+BIASED = 16384
+PICKED = 32768  # QUANTIZE's rows of x are picked by an index; kernels/rowops/quantize.py has the same value
+NOTED_ROWS = 256  # that a program looks at
+# What a launch of SORT_SLOTS does; kernels/rowops/sort.py has the same values.
+COUNTS = 1
+ADDS = 2  # a program for SORTED_EXPERTS
+PLACES = 4
+# What a launch of CLEAR does, and the rows that a program of its other launch looks at;
+# kernels/portable_plain/zero_rows.py has the same.
+NAMES = 1
+CLEARED_ROWS = 64
+
+_NUMBERS = ("limit", "alpha", "beta", "linear_beta")
+_ARGUMENTS: dict[RowOp, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    RowOp.GATHER: (("x", "index", "used", "out"), ("M", "columns", "top_k", "index_step", "flags")),
+    RowOp.QUANTIZE: (("x", "index", "used", "codes", "scale"), ("M", "columns", "top_k", "index_step", "flags")),
+    RowOp.QUANTIZE_ROWS: (("x", "index", "used", "codes", "scale"), ("M", "columns", "top_k", "index_step", "flags")),
+    RowOp.ACTIVATION: (("h", "a", "used"), ("M", "columns", "flags", *_NUMBERS)),
+    RowOp.ACTIVATION_CODES: (("h", "used", "codes", "scale"), ("M", "columns", "flags", *_NUMBERS)),
+    RowOp.ACTIVATION_ROW_CODES: (("h", "used", "codes", "scale"), ("M", "columns", "flags", *_NUMBERS)),
+    RowOp.ACTIVATION_GRAD: (
+        ("h", "da", "row_weights", "index", "used", "dh", "a", "dweights"),
+        ("M", "columns", "index_step", "flags", *_NUMBERS),
+    ),
+    RowOp.COMBINE: (
+        ("y", "places", "row_weights", "experts", "bias", "out"),
+        ("M", "columns", "top_k", "flags"),
+    ),
+    RowOp.CLEAR: (
+        ("y", "index", "m_sizes", "named"),
+        ("M", "rows", "columns", "E", "index_end", "m_sizes_step", "index_step", "flags"),
+    ),
+    RowOp.SORT_SLOTS: (
+        ("ids", "experts", "order", "places", "bounds", "m_sizes", "counts"),
+        ("M", "E", "ids_step", "flags"),
+    ),
+}
+# What pointers point at in Triton's words, "" for the dtype.
+POINTEES = dict.fromkeys(("m_sizes", "index", "experts", "places", "used", "ids", "bounds", "counts"), "*i32") | {
+    "row_weights": "*fp32",
+    "scale": "*fp32",
+    "codes": "*u8",
+    "dweights": "*fp32",
+    "order": "*i64",
+    "named": "*i8",
+    **dict.fromkeys(("h", "a", "da", "dh", "x", "y", "out", "bias"), ""),
+}
+_ROW_POINTERS = ("h", "a", "da", "dh", "x", "y", "out", "bias", "codes")
+# Bytes of a row that one thread has at once (of h's gate alone, of each of combine's 8), and the warps of a program.
+_THREADS = {
+    RowOp.GATHER: (32, 4),
+    RowOp.ACTIVATION: (16, 4),
+    RowOp.ACTIVATION_GRAD: (8, 2),
+    RowOp.COMBINE: (16, 2),
+    RowOp.CLEAR: (32, 4),
+    RowOp.QUANTIZE: (32, 2),
+    RowOp.ACTIVATION_CODES: (32, 4),
+    RowOp.QUANTIZE_ROWS: (32, 4),
+    RowOp.ACTIVATION_ROW_CODES: (16, 8),
+}
+# Unlimited, ptxas takes 80 for bf16, so an SM holds fewer programs: 1.09 x as long on an H100 for 8,192 rows or more.
+_MAX_REGISTERS = {RowOp.ACTIVATION_GRAD: 56}
+# That a program does side by side, of others one.
+_ROWS = {RowOp.ACTIVATION: 4, RowOp.ACTIVATION_CODES: 8, RowOp.ACTIVATION_ROW_CODES: 2}
+# Of what GATHER writes, that read each row of x once: with 117 MB two launches take as long as one on an H200, with 134
+# MB less, with 42 MB longer (docs/inside/trials.md, gather-by-token).
+BY_TOKEN_LEAST_BYTES = 128 << 20
+_BY_ROW = (
+    RowOp.ACTIVATION_GRAD,
+    RowOp.GATHER,
+    RowOp.QUANTIZE,
+    RowOp.QUANTIZE_ROWS,
+    RowOp.ACTIVATION_ROW_CODES,
+    RowOp.SORT_SLOTS,
+    RowOp.CLEAR,
+)  # a program has all columns of a row
+MOST_EXPERTS = 65536  # what a variant's record says: any number
+MOST_SORTED_EXPERTS = 512  # of SORT_SLOTS
+SORTED_EXPERTS = 32  # for which one program of SORT_SLOTS adds up the counts
+
+_ACTIVATION = "rowops.activation", "901296436211db83f0088389f55f5a189d1e0f07f863e63f7cea062c40095e16"
+_ACTIVATION_CODES = "rowops.activation_codes", "5b69182f509161037def9e36e0bcaefa90da144cee9cff15747b40b71bbda724"
+_GATHER_COMBINE = "rowops.gather_combine", "a958e77fc6a6fd47598d0b271835a6d402f02c95a5baae097cc2fc077cd379d2"
+_ACTIVATION_ROW_CODES = (
+    "rowops.activation_row_codes",
+    "4eadae9a5989582da00a99d8ce1a897b25d4006895e6dfb7a39e5680202b2705",
+)
+_QUANTIZE_ROWS = "rowops.quantize_rows", "37aa35aec02a08feefa6e3c85db2a68a4f7a96925a5024c1b4f7beec61040601"
+_QUANTIZE = "rowops.quantize", "d2a376ac92cc62ffdf01b11167fe21d5faf26f6b4beb0c951a1f27fc9949bb00"
+_SORT = "rowops.sort", "ca5611a804955fcba89a115e4794d135c438bc3d390d173e2f538cf02eae150d"
+_CLEAR = "rowops.zero_rows", "0c41f4e3da77f98aeca427848589875a5354ec9ecfbc0e1b87a858b34421826a"
+ROW_OPS = (
+    Entry("activation", 3, *_ACTIVATION, launched_since=3),
+    Entry("activation_codes", 2, *_ACTIVATION_CODES, launched_since=2),
+    Entry("activation_row_codes", 1, *_ACTIVATION_ROW_CODES, launched_since=1),
+    Entry("activation_grad", 4, *_ACTIVATION, launched_since=4),
+    Entry("clear", 1, *_CLEAR, launched_since=1),
+    Entry("combine", 2, *_GATHER_COMBINE, launched_since=2),
+    Entry("gather", 2, *_GATHER_COMBINE, launched_since=2),
+    Entry("quantize", 1, *_QUANTIZE, launched_since=1),
+    Entry("quantize_rows", 1, *_QUANTIZE_ROWS, launched_since=1),
+    Entry("sort_slots", 2, *_SORT, launched_since=2),
+)
+
+
+class CodeOps(NamedTuple):
+    """The row kernels that make codes of rows of bf16 for products of codes; rows are of whole ``columns``."""
+
+    quantize: RowOp
+    activation: RowOp
+    columns: int
+
+
+CODE_OPS: Mapping[DType, CodeOps] = {
+    DType.FP8_BLOCK: CodeOps(RowOp.QUANTIZE, RowOp.ACTIVATION_CODES, 128),
+    DType.FP8_CHANNEL: CodeOps(RowOp.QUANTIZE_ROWS, RowOp.ACTIVATION_ROW_CODES, 64),
+}
+_COLUMNS = {op: one.columns for one in CODE_OPS.values() for op in one[:2]}
+MAKES_CODES = tuple(_COLUMNS)
+
+
+class Block(NamedTuple):
+    """The config of a pass: a program does ``block`` columns (slots, entries) at a time with ``num_warps`` warps."""
+
+    block: int
+    num_warps: int
+
+    def __str__(self) -> str:
+        return f"block {self.block} w{self.num_warps}"
+
+    def pairs(self) -> tuple[tuple[str, int], ...]:
+        """As a bundle stores it."""
+        return (("block", self.block), ("num_warps", self.num_warps))
+
+    @classmethod
+    def from_pairs(cls, pairs: tuple[tuple[str, int], ...]) -> Block:
+        """Back from ``pairs``.
+
+        Raises
+        ------
+        ValueError
+            if they are not a block's.
+        """
+        given = dict(pairs)
+        if sorted(given) != ["block", "num_warps"]:
+            raise ValueError(f"config has the fields {sorted(given)}, wanted ['block', 'num_warps']")
+        if not 1 <= given["block"] <= 65536:
+            raise ValueError(f"block is {given['block']}, wanted 1 to 65536")
+        return cls(**given)
+
+
+class RowOpSpec(NamedTuple):
+    """One variant of a pass before it is compiled, as ``spec.Spec`` is one of a GEMM."""
+
+    op: RowOp
+    dtype: DType
+    alignment: int = 16
+
+    @property
+    def config(self) -> Block:
+        """The columns that all threads have at once; of SORT_SLOTS one slot a thread."""
+        if self.op is RowOp.SORT_SLOTS:
+            return Block(256, 8)
+        thread_bytes, warps = _THREADS[self.op]
+        rows = rows_at_once(self.op)
+        return Block(32 * warps * thread_bytes // self.dtype.itemsize // rows, warps)
+
+    @property
+    def max_registers(self) -> int | None:
+        """The most registers of a thread that the compiler may use; None for any number."""
+        return _MAX_REGISTERS.get(self.op) if self.alignment > 1 else None  # (others would spill)
+
+    @property
+    def layout(self) -> Layout:
+        """No w is read: what a variant's record says."""
+        return Layout.NK
+
+    @property
+    def fusion(self) -> Fusion:
+        """Nothing is fused with a product."""
+        return Fusion.NONE
+
+    @property
+    def max_experts(self) -> int:
+        """Any number, but for what counts them."""
+        return MOST_SORTED_EXPERTS if self.op is RowOp.SORT_SLOTS else MOST_EXPERTS
+
+    def __str__(self) -> str:
+        return f"{self.op.value} {self.dtype.value} {self.config}" + (" unaligned" if self.alignment == 1 else "")
+
+
+def specs(
+    dtypes: tuple[DType, ...], ops: frozenset[Op], *, of_codes: Collection[DType] | None = None
+) -> tuple[RowOpSpec, ...]:
+    """The passes that go with these GEMMs, aligned and not: that of the activation's gradient only beside dX or dW.
+
+    Kernels that quantise x are listed for the dtypes ``of_codes``, or for all such dtypes if it is None.
+    What has no dtype is there once: the sort of the slots for any alignment, what clears rows for aligned ones.
+    """
+    passes = [RowOp.COMBINE] if ops else []
+    passes += [RowOp.ACTIVATION] if Op.FORWARD in ops else []
+    passes += [RowOp.ACTIVATION_GRAD] if ops & {Op.DX, Op.DW} else []
+    passes += [RowOp.GATHER] if ops else []
+    kinds = dict.fromkeys(dtype_of(dtype) for dtype in dtypes)
+    code_ops = [one for dtype, one in CODE_OPS.items() if dtype in (dtypes if of_codes is None else of_codes)]
+    found = [RowOpSpec(one, dtype, alignment) for one in passes for dtype in kinds for alignment in (16, 1)]
+    found += [RowOpSpec(one.quantize, DType.BF16) for one in code_ops]
+    found += [RowOpSpec(one.activation, DType.BF16) for one in code_ops] if Op.FORWARD in ops else []
+    found += [RowOpSpec(RowOp.SORT_SLOTS, DType.FP32, 1)] if ops else []
+    return (*found, *([RowOpSpec(RowOp.CLEAR, DType.FP32)] if ops & {Op.FORWARD, Op.DX} else []))
+
+
+def dtype_of(dtype: DType, op: RowOp | None = None) -> DType:
+    """The dtype of the passes beside GEMMs of this one: tf32 is fp32 in memory, beside quantised weights rows are bf16.
+
+    What has none is recorded as fp32.
+    """
+    if dtype is DType.TF32 or op in (RowOp.SORT_SLOTS, RowOp.CLEAR):
+        return DType.FP32
+    return DType.BF16 if dtype.quantised else dtype
+
+
+def arguments(op: RowOp) -> tuple[tuple[str, str], ...]:
+    """(name, kind) of every argument in the kernel's order."""
+    pointers, numbers = _ARGUMENTS[op]
+    return (*((name, "ptr") for name in pointers), *((name, "i32") for name in numbers))
+
+
+def divisibility(spec: RowOpSpec) -> dict[str, int]:
+    """As ``registry.divisibility``; of SORT_SLOTS ``experts`` is always new memory."""
+    if spec.op is RowOp.SORT_SLOTS:
+        return {"experts": 16}
+    if spec.alignment == 1:
+        return {}
+    pointers, _ = _ARGUMENTS[spec.op]
+    rows = dict.fromkeys((name for name in pointers if name in _ROW_POINTERS), spec.alignment)
+    elements = _COLUMNS.get(spec.op, spec.alignment // spec.dtype.itemsize)
+    return rows | {"columns": elements}
+
+
+def constants(spec: RowOpSpec) -> dict[str, int]:
+    """What the kernel is compiled for."""
+    rows = {"ROWS": _ROWS[spec.op]} if spec.op in _ROWS else {}
+    return {"BLOCK": spec.config.block} | rows
+
+
+def rows_at_once(op: RowOp) -> int:
+    """The rows that a program does side by side."""
+    return _ROWS.get(op, 1)
+
+
+def by_token(M: int, row_bytes: int, slots: int, top_k: int) -> bool:
+    """Whether GATHER reads each row of x once, for all rows that it goes to, which takes a launch more.
+
+    Not where most of the ``slots``, ``top_k`` of each row of x, are not in the index.
+    """
+    return top_k > 1 and M * row_bytes >= BY_TOKEN_LEAST_BYTES and 0 < slots <= 2 * M
+
+
+def programs(op: RowOp, M: int, columns: int, block: int, rows: int = 1) -> int:
+    """The grid: one program for ``rows`` rows, or for each block of their columns.
+
+    ACTIVATION_ROW_CODES has a program for each row that is wider than a block.
+
+    Callers of SORT_SLOTS and CLEAR, and of GATHER in two launches, say it, as M.
+    """
+    if op is RowOp.ACTIVATION_ROW_CODES and columns > block:
+        rows = 1
+    return -(-M // rows) * (1 if op in _BY_ROW else -(-columns // block))

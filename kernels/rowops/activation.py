@@ -1,7 +1,7 @@
 """The activation between the two GEMMs of an MoE layer, and its gradient: rows in, rows out, whatever their number.
 
 Which activation, with a gate or without, and how gate and up lie are chosen at run time by ``flags`` (see
-kernels/contract/rowops.py): a row kernel is bound by memory and does not feel a branch that all of it takes. (It does
+kernels/rowops/__init__.py): a row kernel is bound by memory and does not feel a branch that all of it takes. (It does
 feel arithmetic: see ``_product``.) Arithmetic is in fp32 and each result is rounded once.
 
 ``limit``, ``alpha``, ``beta`` and ``linear_beta`` are the bits of float32 numbers (``Activation.words``).
@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# The values of kernels/contract/rowops.py and activations.py.
+# The values of kernels/rowops/__init__.py and activations.py.
 _KIND: tl.constexpr = tl.constexpr(7)
 _SILU: tl.constexpr = tl.constexpr(0)
 _GELU: tl.constexpr = tl.constexpr(1)

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .activation import _end_of, _product, _row_of
 
-# The values of kernels/contract/rowops.py, as activation.py and quantize.py have them.
+# The values of kernels/rowops/__init__.py, as activation.py and quantize.py have them.
 _GATED: tl.constexpr = tl.constexpr(8)
 _INTERLEAVED: tl.constexpr = tl.constexpr(16)
 _GROUP: tl.constexpr = tl.constexpr(128)  # columns that share a scale

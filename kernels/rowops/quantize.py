@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# The values of kernels/contract/rowops.py.
+# The values of kernels/rowops/__init__.py.
 _USED: tl.constexpr = tl.constexpr(32)
 _PICKED: tl.constexpr = tl.constexpr(32768)
 _GROUP: tl.constexpr = tl.constexpr(128)  # columns that share a scale

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..gemm.portable.tiles import expert_rows
+from ..portable_plain.tiles import expert_rows
 
 # The values of kernels.passes.
 _NAMES: tl.constexpr = tl.constexpr(1)

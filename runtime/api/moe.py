@@ -86,7 +86,7 @@ def moe_mlp(
     index, weighted before they are rounded.
 
     Where nothing needs a gradient, silu(gate) * up of halves without a bias is computed in the first product's epilogue
-    if a bundle's times say that this is faster (``kernels/cost/plans.py`` has the rule); then the product is
+    if a bundle's times say that this is faster (``kernels/plans.py`` has the rule); then the product is
     not rounded
     in between. A call that needs a gradient, and any other activation, runs the product and a pass over its rows.
 

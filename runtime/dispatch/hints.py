@@ -14,9 +14,9 @@ from ...artifacts.records.bundle import Model
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem
 from ...artifacts.records.target import LocalGpu
-from ...kernels.contract.registry import has_code
 from ...kernels.contract.spec import result_columns
 from ...kernels.hardware.arch import refusal
+from ...kernels.registry import has_code
 from .snapshot import View
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 Only bundles of this capability count, and of their GPUs the one that is this one, or else most like it, and has
 measured anything of the kind. What this process compiled or tuned itself counts for nothing here: it hangs on the calls
 so far, and every process is to choose alike. Nor do bundles that have a say in their own cells alone
-(``Usable.speaks_of_others``): none makes another cell slower. ``kernels/cost/neighbours.py`` reckons with what is
+(``Usable.speaks_of_others``): none makes another cell slower. ``kernels/neighbours.py`` reckons with what is
 found.
 """
 
@@ -20,12 +20,12 @@ from ...artifacts.errors import BundleError
 from ...artifacts.records.bundle import Timed, Variant
 from ...artifacts.records.problem import Problem
 from ...artifacts.records.target import Gpu, LocalGpu, gpus_apart
+from ...kernels import neighbours as cost
 from ...kernels.contract.config import Config, config_of
 from ...kernels.contract.words import has_aligned_rows
-from ...kernels.cost import neighbours as cost
-from ...kernels.cost.neighbours import Evidence
 from ...kernels.hardware import chips
 from ...kernels.hardware.chips import Chip
+from ...kernels.neighbours import Evidence
 from .places import Kind
 from .snapshot import Rejected, Snapshot, Usable, View
 

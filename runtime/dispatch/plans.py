@@ -1,6 +1,6 @@
 """What runs a call in place of its choice's own variant: a line of the plan that the bundle has for the cell.
 
-The bundle's builder decided it (``kernels/cost/plans.py`` has the rule), so no times are compared here. Only quantised
+The bundle's builder decided it (``kernels/plans.py`` has the rule), so no times are compared here. Only quantised
 weights that no bundle has a choice for are decided now, by the cost model. A plan's variant that can't run here, or a
 row kernel that no usable bundle has, leaves the call to the choice's own variant.
 """
@@ -14,11 +14,10 @@ from ...artifacts.records.bundle import Way, planned
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Problem, RowOp, bucket_of
 from ...artifacts.records.target import LocalGpu
-from ...kernels.contract.coded import takes_codes_of_x
-from ...kernels.contract.registry import has_code
-from ...kernels.contract.rowops import CODE_OPS, dtype_of
-from ...kernels.contract.spec import code_of
+from ...kernels.contract.spec import code_of, takes_codes_of_x
 from ...kernels.hardware.arch import ARCHS, Feature
+from ...kernels.registry import has_code
+from ...kernels.rowops import CODE_OPS, dtype_of
 from . import rowops
 from .decide import Decision, settle
 from .ranking import Candidate, Match, why_not
@@ -152,8 +151,8 @@ def modelled_is_faster(
     """Whether quantised x is faster where the cost model chose both kernels."""
     if (coded.match, ran.match) != (Match.COST_MODEL, Match.COST_MODEL):
         return False
-    from ...kernels.cost.plans import quantised_is_faster  # here, as bundles have plans for what they were built for
     from ...kernels.hardware.chips import chip_named
+    from ...kernels.plans import quantised_is_faster  # here, as bundles have plans for what they were built for
 
     chip = chip_named(local.gpu.name)
     faster, _ = quantised_is_faster(problem, bucket, coded.time_us, ran.time_us, coded.source, top_k, chip)

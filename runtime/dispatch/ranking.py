@@ -32,7 +32,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from ...artifacts.records.bundle import Choice, PlanRow, Source, Variant
 from ...artifacts.records.problem import Fusion, Problem
 from ...artifacts.records.target import Gpu, LocalGpu, gpus_apart
-from ...kernels.contract import registry, words
+from ...kernels import registry
+from ...kernels.contract import words
 from ...kernels.contract.config import Config, config_of
 from ...kernels.contract.spec import Spec
 from ...kernels.hardware import arch
@@ -41,7 +42,7 @@ from .places import Kind
 from .snapshot import Snapshot, Usable, View
 
 if TYPE_CHECKING:
-    from ...kernels.cost.model import Ranker
+    from ...kernels.cost_model import Ranker
     from ...kernels.hardware.chips import Chip
     from .neighbours import Near, Neighbourhood
 
@@ -300,7 +301,8 @@ def _ranked(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View, a
     key = (id(view), problem.op, problem.dtype, problem.layout, problem.fusion, aligned, local)
     known: _Ranked | None = snapshot.rankers.get(key)
     if known is None:
-        from ...kernels.cost.model import Ranker, Resources  # here, as most calls are answered by a choice of a bundle
+        from ...kernels.cost.resources import Resources
+        from ...kernels.cost_model import Ranker  # here, as most calls are answered by a choice of a bundle
         from ...kernels.hardware import chips
 
         kind = problem._replace(E=1, N=_SMALL, K=_SMALL)
@@ -324,7 +326,7 @@ def _fits(usable: Usable, variant: Variant) -> bool:
         return True
     if Fusion.SILU in variant.fusion:  # it runs where times say so, and candidates have no times
         return False
-    from ...kernels.cost.fits import rejection  # here, as most processes have a bundle for all that they call
+    from ...kernels.cost.resources import rejection  # here, as most processes have a bundle for all that they call
 
     return rejection(variant, arch.arch_of(usable.bundle.target.sm)) is None
 

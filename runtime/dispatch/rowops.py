@@ -10,10 +10,10 @@ from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import RowOp
 from ...artifacts.records.target import LocalGpu
 from ...kernels.contract import words
-from ...kernels.contract.launchable import unlaunchable
-from ...kernels.contract.registry import ENTRIES
-from ...kernels.contract.rowops import RowOpSpec
 from ...kernels.hardware import arch
+from ...kernels.launchable import unlaunchable
+from ...kernels.registry import ENTRIES
+from ...kernels.rowops import RowOpSpec
 from .. import verdicts
 from .snapshot import Rejected, Snapshot, Usable
 

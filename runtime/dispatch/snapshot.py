@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ...artifacts.records.bundle import Choice, Variant
     from ...artifacts.records.precision import DType
     from ...artifacts.records.target import LocalGpu
-    from ...kernels.contract.rowops import RowOpSpec
+    from ...kernels.rowops import RowOpSpec
 
 _Groups: TypeAlias = "dict[tuple[Op | RowOp, DType, Layout, Fusion], tuple[tuple[int, Variant], ...]]"
 

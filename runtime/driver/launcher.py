@@ -17,7 +17,7 @@ from ...artifacts.errors import CudaError, InputError
 from ...artifacts.records.bundle import TensorMap, Variant
 from ...artifacts.records.problem import RowOp
 from ...kernels.contract.entry import TensorShape
-from ...kernels.contract.rowops import Block, programs, rows_at_once
+from ...kernels.rowops import Block, programs, rows_at_once
 from . import cuda
 from .device import device as device_of
 

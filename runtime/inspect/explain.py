@@ -11,7 +11,7 @@ from ...artifacts.errors import HostError, InputError, PretunedError
 from ...artifacts.records.precision import dtypes_of
 from ...artifacts.records.problem import Fusion, Op, Problem, bucket_of
 from ...artifacts.records.target import Gpu, LocalGpu
-from ...kernels.contract.coded import takes_codes_of_x
+from ...kernels.contract.spec import takes_codes_of_x
 from ...kernels.hardware import arch, chips
 from .. import settings, verdicts
 from ..dispatch import compiled, plans

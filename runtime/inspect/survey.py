@@ -9,9 +9,9 @@ from ...artifacts.errors import BundleError
 from ...artifacts.files.bundle_file import BundleFile
 from ...artifacts.records.bundle import Variant
 from ...artifacts.records.target import LocalGpu
-from ...kernels.contract.launchable import unlaunchable
 from ...kernels.contract.words import READS_ABI
 from ...kernels.hardware import arch
+from ...kernels.launchable import unlaunchable
 from .. import verdicts
 from ..dispatch.places import Kind
 from ..dispatch.snapshot import Snapshot

@@ -1,6 +1,6 @@
 """What ``explain`` says of the ways that a plan knows: the kernel that runs, as dispatch finds it, and why it does.
 
-The reasons are those of the rule that made the plan, asked again with the bundle's times (``kernels/cost/plans.py``).
+The reasons are those of the rule that made the plan, asked again with the bundle's times (``kernels/plans.py``).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from ...artifacts.records.bundle import Choice, Variant
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Problem, bucket_of
 from ...artifacts.records.target import LocalGpu, same_gpu
+from ...kernels import plans as rule
 from ...kernels.contract.spec import code_of
-from ...kernels.cost import plans as rule
 from ...kernels.hardware.chips import chip_named
 from ..dispatch import plans
 from ..dispatch.decide import Decision, settle

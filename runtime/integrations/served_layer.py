@@ -10,10 +10,10 @@ from ..artifacts.errors import InputError
 from ..artifacts.records.precision import DType, dtypes_of
 from ..artifacts.records.problem import Layout, Op, Problem, buckets_between
 from ..artifacts.records.target import LocalGpu
-from ..kernels.contract.mixed_input import padded_width
-from ..kernels.contract.registry import has_code
-from ..kernels.contract.rowops import CODE_OPS
 from ..kernels.hardware.arch import refusal
+from ..kernels.hopper_w4a16 import padded_width
+from ..kernels.registry import has_code
+from ..kernels.rowops import CODE_OPS
 from ..runtime.dispatch import snapshot as dispatch_snapshot
 from ..runtime.dispatch.decide import Decision, settle
 from ..runtime.dispatch.ranking import Match, Origin

@@ -11,10 +11,10 @@ from ...artifacts.errors import BundleCorrupt, InputError
 from ...artifacts.records.bundle import Variant
 from ...artifacts.records.problem import Fusion, Op, RowOp
 from ...kernels.contract.config import Config, Schedule
-from ...kernels.contract.launchable import unlaunchable
-from ...kernels.contract.registry import clears, gemm_entry, limits_of, too_large, transposed, weight_tiles
 from ...kernels.contract.spec import Spec, w_kn
 from ...kernels.contract.words import CLEARER_ROWS, FLAGS, RAGGED_SIZES, ZERO_TAIL
+from ...kernels.launchable import unlaunchable
+from ...kernels.registry import clears, gemm_entry, limits_of, too_large, transposed, weight_tiles
 from ..check.tensors import address_of
 from ..driver import cuda
 from ..driver.launcher import Grid, ProductLauncher

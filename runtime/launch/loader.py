@@ -12,8 +12,8 @@ from ...artifacts.format.wire import corrupt
 from ...artifacts.records.bundle import Variant
 from ...artifacts.records.problem import Problem, RowOp
 from ...artifacts.records.target import Gpu, LocalGpu, cuda_version
-from ...kernels.contract.launchable import undeclared
 from ...kernels.hardware.arch import ARCHS, arch_of
+from ...kernels.launchable import undeclared
 from .. import verdicts
 from ..dispatch import snapshot as dispatch_snapshot
 from ..dispatch.decide import Miss, decide

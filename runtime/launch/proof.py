@@ -29,7 +29,7 @@ from ...artifacts.records.precision import PRECISIONS, dtypes_of
 from ...artifacts.records.problem import Fusion, Layout, Op, RowOp
 from ...artifacts.records.target import LocalGpu, cuda_version
 from ...kernels import reference
-from ...kernels.contract.coded import takes_codes_of_x
+from ...kernels.contract.spec import takes_codes_of_x
 from .. import verdicts
 from ..driver import cuda
 from ..driver.cuda import Unfinished

@@ -13,9 +13,9 @@ import torch
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem
 from ...kernels.contract.activations import Activation
-from ...kernels.contract.mixed_input import prepares
-from ...kernels.contract.rowops import CODE_OPS, PICKED
 from ...kernels.contract.words import ALIGNMENT_BYTES, is_aligned
+from ...kernels.hopper_w4a16 import prepares
+from ...kernels.rowops import CODE_OPS, PICKED
 from ..check.tensors import address_of, row_stride
 from ..dispatch import snapshot as dispatch_snapshot
 from ..driver.device import capturing, local_gpu, platform_supported
@@ -134,9 +134,9 @@ def problems_of(w: ExpertWeights, x: torch.Tensor, forward: Fusion, dx: Fusion) 
 
     Before a forward with prepared weights rows are gathered.
     """
-    from ...kernels.contract.registry import refusal  # here, as only tuning asks
     from ...kernels.contract.spec import Spec, code_of
-    from ...kernels.search.space import candidates
+    from ...kernels.registry import refusal  # here, as only tuning asks
+    from ...kernels.search import candidates
 
     if not w.kernel_dtypes or x.dtype is not torch.bfloat16:
         return ()

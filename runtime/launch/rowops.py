@@ -12,8 +12,8 @@ import torch
 
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import RowOp
-from ...kernels.contract.rowops import NARROW, USED, WEIGHTED
 from ...kernels.contract.words import ALIGNMENT_BYTES, is_aligned
+from ...kernels.rowops import NARROW, USED, WEIGHTED
 from ..check import tensors as check_tensors
 from ..check.tensors import DTYPES
 from ..dispatch import snapshot as dispatch_snapshot

@@ -16,10 +16,9 @@ import torch
 from ...artifacts.records.bundle import Variant
 from ...artifacts.records.precision import DType, Scale
 from ...artifacts.records.problem import RowOp
-from ...kernels import reference
-from ...kernels.contract import rowops
+from ...kernels import reference, rowops
 from ...kernels.contract.activations import KINDS, Activation
-from ...kernels.contract.block_scaled import scale_columns
+from ...kernels.hopper_w8a8_block import scale_columns
 from ..driver import cuda
 from ..driver.launcher import RowOpLauncher
 from ..weights.row_codes import codes_of_rows, values_of_rows

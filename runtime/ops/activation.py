@@ -11,8 +11,7 @@ import torch
 
 from ...artifacts.errors import InputError
 from ...artifacts.records.problem import RowOp
-from ...kernels import reference
-from ...kernels.contract import rowops
+from ...kernels import reference, rowops
 from ...kernels.contract.activations import KINDS, Activation, activation_of
 from ..check import tensors
 from ..check.saved import Saved

@@ -8,7 +8,7 @@ import torch
 
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import RowOp
-from ...kernels.contract.rowops import ADDS, COUNTS, PLACES, SORTED_EXPERTS
+from ...kernels.rowops import ADDS, COUNTS, PLACES, SORTED_EXPERTS
 from ..check import tensors
 from ..driver.device import allocator, current_stream, on
 from ..launch import rowops

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...artifacts.records.problem import RowOp
-from ...kernels.contract.rowops import BIASED
+from ...kernels.rowops import BIASED
 from ..driver.device import on
 from ..launch import gather as launch_gather
 from ..launch import rowops

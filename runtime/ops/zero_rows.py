@@ -6,8 +6,8 @@ import torch
 
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import RowOp
-from ...kernels.contract.rowops import CLEARED_ROWS, NAMES
 from ...kernels.contract.words import ALIGNMENT_BYTES, is_aligned
+from ...kernels.rowops import CLEARED_ROWS, NAMES
 from ..driver.device import current_stream, on
 from ..launch import rowops
 

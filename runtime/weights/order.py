@@ -3,7 +3,7 @@
 Prepared codes are int32 [E, N/64, K/64, 64, 4, words], a dtype and shape that no checkpoint has, so they say themselves
 what they are: what writes a checkpoint's tensor into them fails by its shape.
 
-Order 1 is that of the warp-specialised kernel for 9.0 (kernels/gemm/hopper/wna16.py): blocks of 64 rows and 64 of K, in
+Order 1 is that of the warp-specialised kernel for 9.0 (kernels/hopper_w4a16/rows.py): blocks of 64 rows and 64 of K, in
 each the 16 bytes (8 of codes of 4 bits) that one thread of a tensor core's operand turns into bf16, one after another.
  Written R = 64 rows, c the thread of four that share a row, and K = 16 s + 8 h + 2 c + p in it, a block is
 
@@ -16,7 +16,7 @@ zero points of this type.
 
 Order 2, of codes of 8 bits, is the same with a row's 16 bytes exchanged: those of c lie where c ^ R / 2 % 4 would. So a
 block is also an operand of the tensor core in shared memory as TMA's swizzle of 64 bytes would have laid it, for a
-kernel that multiplies the codes themselves (kernels/gemm/hopper/w8a8.py). A row's K is then that of ``K_ORDER``.
+kernel that multiplies the codes themselves (kernels/hopper_w8a8_block/rows.py). A row's K is then that of ``K_ORDER``.
 """
 
 from __future__ import annotations

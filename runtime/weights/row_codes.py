@@ -6,7 +6,7 @@ import torch
 
 from ...artifacts.records.precision import DType, Scale
 from ...kernels.codes import BLOCK
-from ...kernels.contract.block_scaled import scale_columns
+from ...kernels.hopper_w8a8_block import scale_columns
 from .codes import E4M3_MOST, quantise_rows
 from .order import K_ORDER
 

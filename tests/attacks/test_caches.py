@@ -23,7 +23,8 @@ from pretuned.artifacts.format.wire import MAGIC
 from pretuned.artifacts.records.bundle import Variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op
-from pretuned.kernels.contract import registry, spec
+from pretuned.kernels import registry
+from pretuned.kernels.contract import spec
 from pretuned.kernels.contract.config import Config
 from pretuned.runtime.dispatch.pin import KernelPair, Preference
 

@@ -19,7 +19,7 @@ from pretuned.artifacts.files.publish import make_folder, publish
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op
 from pretuned.artifacts.records.target import Gpu
-from pretuned.kernels.contract import registry
+from pretuned.kernels import registry
 from pretuned.kernels.contract.config import Config
 from pretuned.kernels.contract.spec import Spec
 

@@ -61,7 +61,7 @@ def test_dw_is_fitted_with_the_constants_of_the_others_held(tool: SimpleNamespac
 
 @pytest.mark.parametrize("told", [{}, {"half_columns": True, "split_tail": True, "half": 0.9}])
 def test_the_fit_sees_the_model_itself(tool: SimpleNamespace, told: dict[str, float]) -> None:
-    """The arrays that the search evaluates hold what kernels/cost/model.py says, cell by cell."""
+    """The arrays that the search evaluates hold what kernels/cost_model.py says, cell by cell."""
     hopper = CONSTANTS.hopper
     constants = CONSTANTS._replace(hopper=hopper._replace(specialized=hopper.specialized._replace(**told)))
     cells = [cell for cell in _cells(tool, *Op) if cell.tokens in (1, 1024, 8192)]

@@ -11,7 +11,7 @@ import torch
 from benchmarks import method
 from benchmarks.speed import quantised_layer
 from pretuned.artifacts.records.problem import RowOp
-from pretuned.kernels.contract import rowops
+from pretuned.kernels import rowops
 from pretuned.runtime.launch import rowops as launch_rowops
 
 

@@ -16,7 +16,8 @@ from pretuned.aot.measure.job import MeasureJob, MeasureResult
 from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem
-from pretuned.kernels.cost.model import Resources, estimate_us
+from pretuned.kernels.cost.resources import Resources
+from pretuned.kernels.cost_model import estimate_us
 from pretuned.kernels.hardware.chips import chip_of
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

@@ -16,7 +16,7 @@ from acts import GATED, UNGATED, row_act
 from pretuned.artifacts.records.precision import PRECISIONS, DType
 from pretuned.artifacts.records.problem import Op, Problem, RowOp
 from pretuned.kernels.contract.activations import Activation
-from pretuned.kernels.contract.rowops import CODE_OPS, USED
+from pretuned.kernels.rowops import CODE_OPS, USED
 from pretuned.runtime import ExpertWeights, grouped_gemm, moe_mlp, reload
 from pretuned.runtime.dispatch import plans
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot

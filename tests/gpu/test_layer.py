@@ -11,7 +11,7 @@ from acts import GATED, UNGATED, row_act
 
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import RowOp
-from pretuned.kernels.contract import rowops as contract
+from pretuned.kernels import rowops as contract
 from pretuned.kernels.contract.activations import Activation
 from pretuned.runtime import grouped_gemm, moe_mlp, sort_routing
 from pretuned.runtime.launch import rowops

@@ -18,7 +18,7 @@ from pretuned.kernels import reference
 from pretuned.kernels.contract.config import Config, Schedule
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.hardware.arch import ARCHS, Feature
-from pretuned.kernels.search.coded import BOTH, FALLBACK_OF_BOTH
+from pretuned.kernels.portable_w8a8 import CANDIDATES, FALLBACKS
 from pretuned.runtime import ExpertWeights
 from pretuned.runtime.driver.device import current_stream, local_gpu
 from pretuned.runtime.launch.gemm import Fused, LoadedKernel, load_kernel, product_launcher, words_of
@@ -33,7 +33,7 @@ def _able() -> bool:
 
 pytestmark = pytest.mark.skipif(not _able(), reason="needs a CUDA GPU that multiplies e4m3")
 BOTH_DTYPES = pytest.mark.parametrize("dtype", [DType.FP8_BLOCK, DType.FP8_CHANNEL])
-TILES = sorted({*BOTH, *FALLBACK_OF_BOTH})
+TILES = sorted({*CANDIDATES, *FALLBACKS})
 SIZES = [(768, 2048), (512, 384), (151, 74), (257, 1096)]  # N, K
 COUNTS = [[3, 0, 700, 1, 0, 64, 130, 2], [0, 0, 1, 0, 0, 0, 0, 0], [0] * 8]
 E, MOST = 8, 2e-3
@@ -52,7 +52,7 @@ def kernel(dtype: DType, tile: tuple[int, ...], fusion: Fusion, alignment: int) 
 @pytest.mark.parametrize("tile", TILES)
 def test_the_runtime_s_own_trial(dtype: DType, tile: tuple[int, ...], fusion: Fusion) -> None:
     """As before its first use on a capability: each form of call, rows of NaN, and memory around y."""
-    for alignment in (16, 1) if tile in FALLBACK_OF_BOTH else (16,):
+    for alignment in (16, 1) if tile in FALLBACKS else (16,):
         with trial_place(0) as place:
             assert trial(kernel(dtype, tile, fusion, alignment), place) is None
 
@@ -77,7 +77,7 @@ def test_a_product_of_quantised_operands(dtype: DType, N: int, K: int, counts: l
     reference.rows(values_on_load(x, dtype).double(), matrices, m_sizes, want, M=M, layout=Layout.NK)
     for tile in TILES:
         alignment = 16 if K % 16 == N % 8 == 0 else 1
-        if alignment == 1 and tile not in FALLBACK_OF_BOTH:
+        if alignment == 1 and tile not in FALLBACKS:
             continue
         launch = product_launcher(
             kernel(dtype, tile, Fusion.NONE, alignment), N=N, K=K, E=E, m_sizes_step=1, fused=Fused(Fusion.NONE, 1, 1)

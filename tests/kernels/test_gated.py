@@ -10,12 +10,13 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import PLAIN_LAYOUTS, Fusion, Layout, Op, Problem
 from pretuned.kernels import reference
 from pretuned.kernels.contract.config import Config, Loads, Schedule
-from pretuned.kernels.contract.registry import arguments, boxes, constants, divisibility
 from pretuned.kernels.contract.spec import Spec, code_of
 from pretuned.kernels.contract.words import FLAGS
 from pretuned.kernels.cost.constants import CONSTANTS
-from pretuned.kernels.cost.model import Resources, estimate_us
+from pretuned.kernels.cost.resources import Resources
+from pretuned.kernels.cost_model import estimate_us
 from pretuned.kernels.hardware.chips import chip_for
+from pretuned.kernels.registry import arguments, boxes, constants, divisibility
 
 BOTH = Fusion.SILU | Fusion.GATHER
 CONFIG = Config(128, 256, 64, 8, 4, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)

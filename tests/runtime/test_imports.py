@@ -17,7 +17,7 @@ def modules_after(code: str, **environment: str) -> dict[str, bool]:
 import json, sys
 watched = ("torch", "triton", "click", "rich", "pebble", "filelock", "msgpack",
            "pretuned.aot", "pretuned.artifacts.files", "pretuned.artifacts.format", "pretuned.kernels",
-           "pretuned.kernels.contract.registry", "pretuned.kernels.cost.model", "pretuned.kernels.gemm.portable.rows",
+           "pretuned.kernels.registry", "pretuned.kernels.cost_model", "pretuned.kernels.portable_plain.rows",
            "pretuned.runtime.dispatch", "pretuned.runtime.driver.cuda", "pretuned.runtime.launch",
            "pretuned.runtime.ops", "pretuned.runtime.replay.product_plan")
 found = {name: name in sys.modules for name in watched}
@@ -72,8 +72,8 @@ def test_a_call_adds_no_triton_and_no_command_line(name: str) -> None:
         "pebble",
         "filelock",
         "pretuned.aot",
-        "pretuned.kernels.gemm.portable.rows",
-        "pretuned.kernels.cost.model",
+        "pretuned.kernels.portable_plain.rows",
+        "pretuned.kernels.cost_model",
         "cuda",
     ):
         assert found[module] <= alone[module], module

@@ -14,8 +14,8 @@ from pretuned.aot.compile.triton import compile_variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, RowOp
 from pretuned.kernels.contract.config import Cache, Config, Edge, Loads, Schedule, TileRows
-from pretuned.kernels.contract.rowops import MAKES_CODES, RowOpSpec
 from pretuned.kernels.contract.spec import Spec
+from pretuned.kernels.rowops import MAKES_CODES, RowOpSpec
 
 FORWARD, DX, DW = Op
 BF16, NONE, LOW, GATHER = DType.BF16, Fusion.NONE, Fusion.LOW_RANK, Fusion.GATHER
@@ -41,10 +41,10 @@ NARROW = TURNS._replace(block_n=128)
 FITTED = BOTH._replace(block_m=256, block_n=128, rows=TileRows.FITTED)
 FITTED_TURNS = FITTED._replace(block_m=192, schedule=Schedule.PINGPONG)
 ALL_OF_DW = BOTH._replace(block_m=16, block_n=128, block_k=256)
-MIXED = BOTH._replace(schedule=Schedule.MIXED_INPUT)
+MIXED = BOTH._replace(schedule=Schedule.W4A16)
 FEW_ROWS = MIXED._replace(block_m=16, block_n=64, block_k=128)
 OF_CODES = MIXED._replace(block_m=64, block_n=128, block_k=128, rows=TileRows.FITTED)
-BY_BLOCKS = BOTH._replace(block_k=128, schedule=Schedule.BLOCK_SCALED)
+BY_BLOCKS = BOTH._replace(block_k=128, schedule=Schedule.W8A8_BLOCK)
 SPECIALISED = [
     Spec(FORWARD, BF16, BOTH),
     *(Spec(FORWARD, BF16, HALF, fusion=fusion) for fusion in (GATHER | SILU, LOW | GATHER)),

@@ -30,8 +30,8 @@ from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.records.bundle import Variant
 from pretuned.artifacts.records.problem import Fusion, Op, RowOp
 from pretuned.artifacts.records.target import Gpu, LocalGpu
-from pretuned.kernels.contract.rowops import RowOpSpec
 from pretuned.kernels.contract.spec import Spec
+from pretuned.kernels.rowops import RowOpSpec
 from pretuned.runtime.driver import cuda, launcher
 from pretuned.runtime.driver import device as driver_device
 from pretuned.runtime.launch.gemm import LoadedKernel, load_kernel

@@ -24,14 +24,14 @@ from pretuned.artifacts.records.bundle import Bundle, Choice, Kernel, Producer, 
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
 from pretuned.artifacts.records.target import Gpu, Target
-from pretuned.kernels.contract import registry, rowops
+from pretuned.kernels import registry, rowops
 from pretuned.kernels.contract.config import Config
-from pretuned.kernels.contract.launchable import undeclared, unlaunchable
-from pretuned.kernels.contract.rowops import Block, RowOpSpec
 from pretuned.kernels.contract.spec import Spec, w_kn
 from pretuned.kernels.contract.words import ZERO_TAIL
-from pretuned.kernels.cost.plans import with_plans
 from pretuned.kernels.hardware.arch import arch_of
+from pretuned.kernels.launchable import undeclared, unlaunchable
+from pretuned.kernels.plans import with_plans
+from pretuned.kernels.rowops import Block, RowOpSpec
 
 DRIVER = 11080  # of CUDA 11.8: shipped bundles need 12.0, so a test's bundles alone are used
 _ELEMENTS = {DType.BF16: 9, DType.FP16: 6, DType.FP32: 7, DType.TF32: 11}  # CUtensorMapDataType
@@ -219,7 +219,7 @@ def counts_at(address: int, E: int, step: int) -> list[int]:
 
 
 def compute_rows(code: Code, words: Mapping[str, int], sizes: Mapping[str, tuple[int, ...]]) -> None:
-    """y of a product of rows: kernels/gemm/portable/rows.py. Past a descriptor's sizes zeros are read."""
+    """y of a product of rows: kernels/portable_plain/rows.py. Past a descriptor's sizes zeros are read."""
     memory, spec = Memory(code.dtype), Spec(code.op, code.dtype, Config.from_pairs(code.config), code.layout)  # type: ignore[arg-type]
     M, N, K, E = (words[name] for name in ("M", "N", "K", "E"))
     x, w, y, size = words["x"], words["w"], words["y"], code.dtype.itemsize
@@ -269,7 +269,7 @@ def compute_rows(code: Code, words: Mapping[str, int], sizes: Mapping[str, tuple
 
 
 def compute_weight(code: Code, words: Mapping[str, int]) -> None:
-    """dw: kernels/gemm/portable/weight.py."""
+    """dw: kernels/portable_plain/weight.py."""
     memory, size = Memory(code.dtype), code.dtype.itemsize
     M, N, K, E = (words[name] for name in ("M", "N", "K", "E"))
     row = 0

@@ -14,10 +14,10 @@ from pretuned.artifacts.records.bundle import Bundle, Choice, Kernel, Producer, 
 from pretuned.artifacts.records.problem import Problem
 from pretuned.artifacts.records.target import Gpu, LocalGpu, Target
 from pretuned.kernels.contract.config import Config, Loads
-from pretuned.kernels.contract.registry import ENTRIES, entry_of
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.contract.words import LAUNCH_ABI
-from pretuned.kernels.cost.plans import with_plans
+from pretuned.kernels.plans import with_plans
+from pretuned.kernels.registry import ENTRIES, entry_of
 
 H200 = Gpu("NVIDIA H200", 132, 143771, 12080)
 H100 = Gpu("NVIDIA H100 80GB HBM3", 132, 81559, 12080)

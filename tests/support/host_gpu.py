@@ -24,8 +24,8 @@ from pretuned.artifacts.records.bundle import Bundle, Choice, Source
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp, bucket_of
 from pretuned.kernels.contract.config import Config, Loads, Schedule
-from pretuned.kernels.contract.rowops import RowOpSpec
 from pretuned.kernels.contract.spec import Spec
+from pretuned.kernels.rowops import RowOpSpec
 from pretuned.runtime import grouped_gemm, reload, sort_routing
 from pretuned.runtime.launch import ready
 from pretuned.runtime.replay.product_plan import PlainPlan

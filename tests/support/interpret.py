@@ -15,12 +15,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
-from pretuned.kernels.contract import registry, words
+from pretuned.kernels import registry
 from pretuned.kernels.contract import spec as contract_spec
+from pretuned.kernels.contract import words
 from pretuned.kernels.contract.config import Config, Loads, Schedule
-from pretuned.kernels.gemm.portable import lookup, weight
-from pretuned.kernels.gemm.portable import rows as portable_rows
-from pretuned.kernels.gemm.portable.tiles import expert_rows, locate
+from pretuned.kernels.portable_plain import lookup, weight
+from pretuned.kernels.portable_plain import rows as portable_rows
+from pretuned.kernels.portable_plain.tiles import expert_rows, locate
 
 GUARD = 3.0  # what y holds where the kernel must not write
 RANK = 20  # of a low-rank part: no whole step of the reduction
@@ -29,7 +30,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
 
 @triton.jit
 def ask(part, m_sizes, m_sizes_step, M, E, TEXT: tl.constexpr, BLOCK_M: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What kernels/gemm/portable/lookup.py asks in PTX, which the interpreter can't run.
+    """What kernels/portable_plain/lookup.py asks in PTX, which the interpreter can't run.
 
     As there, tiles are of all rows asked for.
     """

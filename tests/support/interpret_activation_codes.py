@@ -14,8 +14,8 @@ import quick_interpreter  # noqa: F401
 import torch
 
 from pretuned.kernels.contract.activations import Activation
-from pretuned.kernels.contract.block_scaled import scale_columns
-from pretuned.kernels.contract.rowops import USED
+from pretuned.kernels.hopper_w8a8_block import scale_columns
+from pretuned.kernels.rowops import USED
 from pretuned.kernels.rowops.activation import activation
 from pretuned.kernels.rowops.activation_codes import activation_codes
 from pretuned.kernels.rowops.activation_row_codes import activation_row_codes

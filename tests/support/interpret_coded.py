@@ -1,4 +1,4 @@
-"""Runs kernels/gemm/portable/coded.py under Triton's interpreter: cases as JSON on stdin, what is wrong on stdout."""
+"""Runs kernels/portable_w4a16/rows.py under Triton's interpreter: cases as JSON on stdin, what is wrong on stdout."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import triton
 import triton.language as tl
 
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
-from pretuned.kernels import reference
-from pretuned.kernels.contract import registry, words
+from pretuned.kernels import reference, registry
+from pretuned.kernels.contract import words
 from pretuned.kernels.contract.config import Config, Schedule
 from pretuned.kernels.contract.spec import Spec, gemm_of
-from pretuned.kernels.gemm.portable import lookup
-from pretuned.kernels.gemm.portable.coded import coded
-from pretuned.kernels.gemm.portable.tiles import expert_rows, expert_tiles, locate
+from pretuned.kernels.portable_plain import lookup
+from pretuned.kernels.portable_plain.tiles import expert_rows, expert_tiles, locate
+from pretuned.kernels.portable_w4a16.rows import coded
 from pretuned.runtime import ExpertWeights
 from pretuned.runtime.check.tensors import address_of
 
@@ -32,7 +32,7 @@ FEW: tl.constexpr = tl.constexpr(8)  # experts: the interpreter takes long over 
 
 @triton.jit
 def ask(part, m_sizes, m_sizes_step, M, E, TEXT: tl.constexpr, BLOCK_M: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What kernels/gemm/portable/lookup.py asks in PTX, which the interpreter can't run."""
+    """What kernels/portable_plain/lookup.py asks in PTX, which the interpreter can't run."""
     starts, ends = expert_rows(m_sizes, m_sizes_step, M, E, 0, 0, FEW)
     expert, inner, row_start, row_end = locate(part, expert_tiles(starts, ends, 1, BLOCK_M), ends, M)
     return expert, part - inner, row_start, row_end

@@ -11,8 +11,7 @@ import torch
 
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import RowOp
-from pretuned.kernels import reference
-from pretuned.kernels.contract import rowops
+from pretuned.kernels import reference, rowops
 from pretuned.kernels.contract.activations import Activation
 from pretuned.kernels.rowops import activation, gather_combine, sort, zero_rows
 from pretuned.runtime.ops.activation import RowActivation, by_torch

@@ -12,7 +12,7 @@ import sys
 import quick_interpreter  # noqa: F401
 import torch
 
-from pretuned.kernels.contract.rowops import PICKED, USED
+from pretuned.kernels.rowops import PICKED, USED
 from pretuned.kernels.rowops.quantize import quantize
 from pretuned.kernels.rowops.quantize_rows import quantize_rows
 from pretuned.runtime.weights.order import K_ORDER

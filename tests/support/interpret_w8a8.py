@@ -1,4 +1,4 @@
-"""Runs kernels/gemm/portable/w8a8.py under Triton's interpreter: cases as JSON on stdin, what is wrong on stdout.
+"""Runs kernels/portable_w8a8/rows.py under Triton's interpreter: cases as JSON on stdin, what is wrong on stdout.
 
 The interpreter's own e4m3 has neither NaN nor the nearest code: torch's stands in for it.
 """
@@ -17,11 +17,11 @@ from triton.runtime import interpreter
 
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op
-from pretuned.kernels import reference
-from pretuned.kernels.contract import registry, words
+from pretuned.kernels import reference, registry
+from pretuned.kernels.contract import words
 from pretuned.kernels.contract.config import Config, Schedule
 from pretuned.kernels.contract.spec import Spec
-from pretuned.kernels.gemm.portable.w8a8 import w8a8
+from pretuned.kernels.portable_w8a8.rows import w8a8
 
 MOST = {"fp32": 1e-6, "bf16": 6e-3}  # (the interpreter cuts bf16 off)
 GROUP = 128

@@ -14,7 +14,7 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.artifacts.records.target import Gpu, LocalGpu, Target
 from pretuned.kernels.contract.config import Config
-from pretuned.kernels.cost.plans import with_plans
+from pretuned.kernels.plans import with_plans
 from pretuned.runtime.dispatch.places import Kind, Place
 from pretuned.runtime.dispatch.snapshot import Snapshot
 

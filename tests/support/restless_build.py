@@ -12,7 +12,7 @@ from pathlib import Path
 from pretuned.aot.compile.pool import CompileJob, compile_all
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import RowOp
-from pretuned.kernels.contract.rowops import RowOpSpec
+from pretuned.kernels.rowops import RowOpSpec
 
 
 def restless(spec: object, sm: int) -> None:

@@ -1,4 +1,4 @@
-"""The row kernels' results in numpy and torch, as kernels/contract/rowops.py and their docstrings have them."""
+"""The row kernels' results in numpy and torch, as kernels/rowops/__init__.py and their docstrings have them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import torch
 
 from pretuned.artifacts.records.precision import PRECISIONS, DType
 from pretuned.artifacts.records.problem import RowOp
-from pretuned.kernels.contract import rowops
+from pretuned.kernels import rowops
 from pretuned.kernels.contract.activations import KINDS, Activation
-from pretuned.kernels.contract.block_scaled import scale_columns
-from pretuned.kernels.contract.rowops import programs, rows_at_once
+from pretuned.kernels.hopper_w8a8_block import scale_columns
+from pretuned.kernels.rowops import programs, rows_at_once
 from pretuned.runtime.ops.activation import RowActivation, by_torch
 from pretuned.runtime.weights.row_codes import codes_of_rows
 

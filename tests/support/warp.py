@@ -1,6 +1,6 @@
 """One warp that runs a few words of PTX, on numpy.
 
-Those of kernels/gemm/portable/lookup.py and unnamed.py as they stand, on no GPU.
+Those of kernels/portable_plain/lookup.py and unnamed.py as they stand, on no GPU.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from sglang.srt.runtime_context import get_flags, get_server_args
 from ...artifacts.errors import InputError
 from ...artifacts.records.precision import DType
 from ...kernels.contract.activations import Activation
-from ...kernels.contract.mixed_input import SIZES, prepares
+from ...kernels.hopper_w4a16 import SIZES, prepares
 from ...runtime.api.moe import moe_mlp
 from ...runtime.check.tensors import DTYPES
 from ...runtime.driver.device import current_device, local_gpu

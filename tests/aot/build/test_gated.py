@@ -45,10 +45,10 @@ from pretuned.artifacts.records.bundle import Bundle, Source, Variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import PLAIN_LAYOUTS, Fusion, Layout, Op, Problem
 from pretuned.artifacts.records.target import LocalGpu
+from pretuned.kernels import search
 from pretuned.kernels.contract.config import Config, Loads, Schedule
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.hardware.chips import chip_for
-from pretuned.kernels.search import space
 
 pytestmark = pytest.mark.slow
 
@@ -180,7 +180,7 @@ def test_its_code_is_that_of_few_specialised_configs(planned: BuildPlan) -> None
     first, gathers = ([one.config for one in found if one.fusion is fusion] for fusion in (Fusion.SILU, BOTH))
     assert first == gathers  # both codes of each
     assert 0 < len(first) <= GATED_CONFIGS
-    assert first[0] == space.candidates(Op.FORWARD, DType.BF16, 90)[0]
+    assert first[0] == search.candidates(Op.FORWARD, DType.BF16, 90)[0]
 
 
 COMPILED = itertools.product([DType.BF16, DType.FP16], [WIDE, HALF], [Fusion.SILU, BOTH], PLAIN_LAYOUTS)

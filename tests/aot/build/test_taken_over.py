@@ -37,7 +37,8 @@ from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels.contract.config import Config
 from pretuned.kernels.contract.words import has_aligned_rows
-from pretuned.kernels.cost.model import Ranker, Resources
+from pretuned.kernels.cost.resources import Resources
+from pretuned.kernels.cost_model import Ranker
 from pretuned.kernels.hardware.chips import chip_of
 from pretuned.runtime.dispatch.decide import Decision, settle
 from pretuned.runtime.dispatch.places import Kind, Place, installed_places

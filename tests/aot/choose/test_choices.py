@@ -17,12 +17,12 @@ from pretuned.aot.plan.plan import BuildPlan, plan, planned_on
 from pretuned.artifacts.records.bundle import Source, Variant
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.artifacts.records.target import Gpu, LocalGpu
-from pretuned.kernels.contract import registry, words
+from pretuned.kernels import registry, search
+from pretuned.kernels.contract import words
 from pretuned.kernels.contract.config import Cache
-from pretuned.kernels.contract.registry import entry_of
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.contract.words import has_aligned_rows
-from pretuned.kernels.search import space
+from pretuned.kernels.registry import entry_of
 from pretuned.runtime.dispatch.decide import Decision, settle
 from pretuned.runtime.dispatch.neighbours import Neighbourhood
 from pretuned.runtime.dispatch.places import Kind, Place
@@ -51,7 +51,7 @@ def _compiled(spec: Spec, sm: int) -> Compiled:
         arguments=registry.arguments(spec),
         tensor_maps=(),
         threads=registry.threads(spec),
-        shared_bytes=space.shared_bytes_at_least(spec.op, spec.dtype, spec.config, sm),
+        shared_bytes=search.shared_bytes_at_least(spec.op, spec.dtype, spec.config, sm),
         registers=128,
         spill_bytes=0,
         scratch_bytes=0,

@@ -20,7 +20,7 @@ from pretuned.artifacts.files.lock import lock
 from pretuned.artifacts.files.packed import pack
 from pretuned.artifacts.files.publish import publish
 from pretuned.artifacts.format import codec
-from pretuned.kernels.contract.registry import ENTRIES
+from pretuned.kernels.registry import ENTRIES
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from pretuned.aot.compile.triton import compile_variant, job_key
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op
 from pretuned.kernels.contract.config import Cache, Config, Loads, Schedule, TileRows
-from pretuned.kernels.contract.registry import refusal
 from pretuned.kernels.contract.spec import Spec
-from pretuned.kernels.cost.fits import MAX_SPILL_BYTES
+from pretuned.kernels.cost.resources import MAX_SPILL_BYTES
+from pretuned.kernels.registry import refusal
 
 LOAD = (
     "\t@%p9 cp.async.bulk.tensor.{rank}d.shared::cta.global.mbarrier::complete_tx::bytes [%r1], [%rd3, {{%r2, %r4}}], "

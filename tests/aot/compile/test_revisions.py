@@ -9,14 +9,14 @@ import pytest
 
 from pretuned.aot.compile import revisions
 from pretuned.aot.compile.revisions import KERNELS, source_sha256, sources
-from pretuned.kernels.contract.registry import ENTRIES
+from pretuned.kernels.registry import ENTRIES
 
 
 @pytest.mark.parametrize("kernel", ENTRIES)
 def test_the_recorded_digest_is_that_of_the_source(kernel: str) -> None:
     now, recorded = source_sha256(kernel), ENTRIES[kernel]
     assert now == recorded.sha256, (
-        f"the source of {kernel} changed: in its entry (kernels/contract) raise its revision "
+        f"the source of {kernel} changed: in its entry (the folder's __init__.py) raise its revision "
         f"(now {recorded.revision}; a revision that was never released may stay) and set its sha256 to {now}"
     )
 
@@ -30,7 +30,7 @@ def test_every_kernel_file_belongs_to_a_kernel() -> None:
 
 def test_the_sources_are_what_the_home_imports() -> None:
     names = {path.relative_to(KERNELS).as_posix() for path in sources("clear")}
-    assert names == {"rowops/zero_rows.py", "gemm/portable/tiles.py"}
+    assert names == {"rowops/zero_rows.py", "portable_plain/tiles.py"}
 
 
 def test_a_moved_file_or_a_changed_comment_changes_no_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,9 +39,9 @@ def test_a_moved_file_or_a_changed_comment_changes_no_digest(tmp_path: Path, mon
     moved.mkdir()
     texts = {
         name: (KERNELS / old).read_text()
-        for name, old in (("a.py", "rowops/zero_rows.py"), ("b.py", "gemm/portable/tiles.py"))
+        for name, old in (("a.py", "rowops/zero_rows.py"), ("b.py", "portable_plain/tiles.py"))
     }
-    (moved / "a.py").write_text(texts["a.py"].replace("from ..gemm.portable.tiles import", "from .b import"))
+    (moved / "a.py").write_text(texts["a.py"].replace("from ..portable_plain.tiles import", "from .b import"))
     (moved / "b.py").write_text(texts["b.py"] + "\n# One more comment.\n")
     monkeypatch.setattr(revisions, "KERNELS", tmp_path)
     recorded = ENTRIES["clear"]

@@ -24,10 +24,10 @@ from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.format.codec import decode, encode
 from pretuned.artifacts.records.bundle import Bundle
 from pretuned.artifacts.records.problem import Op
-from pretuned.kernels.contract.rowops import RowOpSpec
 from pretuned.kernels.contract.spec import Spec
-from pretuned.kernels.cost.fits import rejection
+from pretuned.kernels.cost.resources import rejection
 from pretuned.kernels.hardware.arch import arch_of
+from pretuned.kernels.rowops import RowOpSpec
 from pretuned.runtime.dispatch.places import Kind, Place, candidates_name
 
 BUNDLES = Path(__file__).parents[3] / "artifacts" / "bundles"

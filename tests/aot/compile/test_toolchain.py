@@ -13,9 +13,9 @@ from pretuned.artifacts.errors import HostError
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, RowOp
 from pretuned.kernels.contract.config import Config, Loads, Schedule, TileRows
-from pretuned.kernels.contract.rowops import RowOpSpec
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.hardware.arch import supported
+from pretuned.kernels.rowops import RowOpSpec
 
 PLAIN = Spec(Op.FORWARD, DType.BF16, Config(64, 128, 32, 4, 3))
 PASS = RowOpSpec(RowOp.GATHER, DType.BF16)

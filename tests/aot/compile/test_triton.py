@@ -13,10 +13,10 @@ from pretuned.aot.compile.triton import job_key
 from pretuned.artifacts.errors import CompileError
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, RowOp
-from pretuned.kernels.contract import registry, rowops
+from pretuned.kernels import registry, rowops
 from pretuned.kernels.contract.config import Config, Loads, Schedule
-from pretuned.kernels.contract.rowops import RowOpSpec
 from pretuned.kernels.contract.spec import Spec
+from pretuned.kernels.rowops import RowOpSpec
 
 SPEC = Spec(Op.FORWARD, DType.BF16, Config(128, 128, 64, 8, 6, loads=Loads.TMA, schedule=Schedule.COOPERATIVE))
 
@@ -62,7 +62,7 @@ DIGEST = """
 import hashlib
 from pretuned.aot.compile.triton import compile_variant
 from pretuned.artifacts.records.problem import DType, Op
-from pretuned.kernels.contract.registry import Spec
+from pretuned.kernels.registry import Spec
 from pretuned.kernels.contract.config import Config, Loads
 config = Config(64, 64, 64, 4, 2, loads=Loads.TMA)  # on wgmma
 print(hashlib.sha256(compile_variant(Spec(Op.FORWARD, DType.BF16, config), 90).cubin).hexdigest())

@@ -24,7 +24,7 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem
 from pretuned.artifacts.records.target import Gpu
 from pretuned.kernels.contract.config import Config, Loads
-from pretuned.kernels.contract.registry import ENTRIES
+from pretuned.kernels.registry import ENTRIES
 
 OTHER = Config(128, 128, 64, 8, 3, loads=Loads.TMA)
 

@@ -145,10 +145,10 @@ def test_a_later_kernel_revision_tunes_again(home: Path, tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("weights", "H", "forms", "schedules"),
     [
-        ("mxfp4", 256, [[Fusion.NONE, Fusion.SCATTER]] * 2, {Schedule.MIXED_INPUT}),
-        ("int4_g128_zp", 256, [[Fusion.NONE, Fusion.SCATTER]] * 2, {Schedule.MIXED_INPUT}),
+        ("mxfp4", 256, [[Fusion.NONE, Fusion.SCATTER]] * 2, {Schedule.W4A16}),
+        ("int4_g128_zp", 256, [[Fusion.NONE, Fusion.SCATTER]] * 2, {Schedule.W4A16}),
         ("mxfp4", 224, [[Fusion.NONE, Fusion.GATHER], [Fusion.NONE, Fusion.SCATTER]], {Schedule.TILE}),  # no blocks
-        ("fp8_block", 256, [[Fusion.NONE, Fusion.SCATTER]] * 2, {Schedule.MIXED_INPUT}),  # few rows: x stays as it is
+        ("fp8_block", 256, [[Fusion.NONE, Fusion.SCATTER]] * 2, {Schedule.W4A16}),  # few rows: x stays as it is
     ],
 )
 def test_a_layer_of_quantised_weights(
@@ -179,8 +179,8 @@ def test_of_fp8_blocks_the_configs_are_those_of_the_product_that_runs(
     monkeypatch.setattr(tuner, "quantised_x", lambda *_, **__: object())  # x is quantised, too
     layer = key_for(ON_H200, 8, 256, 128, 2, "bf16", 64, "fp8_block")
     forward, dX, _ = fakemeasure.on_demand(tmp_path / "log").configs(layer, 0, force=False)
-    assert [config.schedule for _, config in forward.first.configs] == [Schedule.BLOCK_SCALED] * 2
-    assert Schedule.BLOCK_SCALED not in {config.schedule for _, config in dX.first.configs}
+    assert [config.schedule for _, config in forward.first.configs] == [Schedule.W8A8_BLOCK] * 2
+    assert Schedule.W8A8_BLOCK not in {config.schedule for _, config in dX.first.configs}
 
 
 def test_what_a_bundle_measured_on_this_very_gpu_is_a_hit(home: Path, tmp_path: Path) -> None:

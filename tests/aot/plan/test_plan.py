@@ -12,10 +12,10 @@ from pretuned.aot.plan.families import Pool, low_rank_specs, pass_specs, specs, 
 from pretuned.aot.plan.plan import buckets_between, built_of_codes, padded, plan, planned_on, unaligned, without_code
 from pretuned.artifacts.records.precision import DType, dtypes_of
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
-from pretuned.kernels.contract.rowops import CODE_OPS, MAKES_CODES, RowOpSpec
 from pretuned.kernels.contract.spec import code_of
 from pretuned.kernels.hardware.arch import Feature, arch_of, supported
-from pretuned.kernels.search.space import candidates
+from pretuned.kernels.rowops import CODE_OPS, MAKES_CODES, RowOpSpec
+from pretuned.kernels.search import candidates
 
 QWEN3 = LayerShard(
     name="Qwen/Qwen3-30B-A3B",

@@ -28,8 +28,9 @@ from pretuned.artifacts.records.bundle import Bundle, PlanRow, Way
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem
 from pretuned.artifacts.records.target import Gpu
-from pretuned.kernels.cost.model import Resources, estimate_us
+from pretuned.kernels.cost.resources import Resources
 from pretuned.kernels.cost.routing import expected_rows
+from pretuned.kernels.cost_model import estimate_us
 from pretuned.kernels.hardware.chips import chip_for, chip_named
 
 A100 = Gpu("NVIDIA A100-SXM4-80GB", 108, 81920, 12080)

@@ -12,7 +12,7 @@ import pytest
 
 from pretuned.artifacts.code import syntax
 from pretuned.artifacts.code.syntax import canonical, function_sha256, syntax_sha256
-from pretuned.kernels.contract.registry import ENTRIES
+from pretuned.kernels.registry import ENTRIES
 
 ROOT = Path(__file__).resolve().parents[3]
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")

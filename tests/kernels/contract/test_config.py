@@ -8,10 +8,10 @@ from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, RowOp
 from pretuned.kernels.contract.config import Cache, Config, Edge, Loads, Schedule, TileRows
-from pretuned.kernels.contract.registry import refusal
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.hardware.arch import supported
-from pretuned.kernels.search.space import candidates, fallbacks
+from pretuned.kernels.registry import refusal
+from pretuned.kernels.search import candidates, fallbacks
 
 SHIPPED = sorted((Path(__file__).parents[3] / "artifacts" / "bundles").glob("*.msgpack"))
 WIRE = (
@@ -74,7 +74,7 @@ def test_tiles_of_the_sizes_of_fitted_ones_are_fitted() -> None:
     assert refusal(Spec(Op.FORWARD, DType.BF16, FITS)) is None
 
 
-CODES = Config(16, 64, 1024, 8, 3, loads=Loads.TMA, schedule=Schedule.MIXED_INPUT)
+CODES = Config(16, 64, 1024, 8, 3, loads=Loads.TMA, schedule=Schedule.W4A16)
 
 
 def test_configs_for_codes_have_flags_of_their_own_and_others_do_not() -> None:

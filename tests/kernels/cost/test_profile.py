@@ -8,7 +8,8 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op
 from pretuned.kernels.contract.config import Config, Loads
 from pretuned.kernels.cost.constants import CONSTANTS
-from pretuned.kernels.cost.profile import Resources, join, occupancy, profile
+from pretuned.kernels.cost.resources import Resources, join, occupancy
+from pretuned.kernels.cost_model import profile
 from pretuned.kernels.hardware.arch import limits
 from pretuned.kernels.hardware.chips import chip_for
 

@@ -11,7 +11,7 @@ import warm
 
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import RowOp
-from pretuned.kernels.contract import rowops
+from pretuned.kernels import rowops
 
 WORKER = Path(__file__).parents[2] / "support" / "interpret_activation_codes.py"
 BASE = {

@@ -13,7 +13,7 @@ from acts import GATED, UNGATED
 
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, RowOp
-from pretuned.kernels.contract import rowops
+from pretuned.kernels import rowops
 from pretuned.kernels.contract.activations import KINDS, Activation
 
 WORKER = Path(__file__).parents[2] / "support" / "interpret_passes.py"

@@ -11,7 +11,7 @@ import warm
 
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import RowOp
-from pretuned.kernels.contract import rowops
+from pretuned.kernels import rowops
 
 WORKER = Path(__file__).parents[2] / "support" / "interpret_quantize.py"
 BASE = {"M": 7, "columns": 384, "block": 256, "top_k": 0, "used": None, "wide": False, "seed": 0}

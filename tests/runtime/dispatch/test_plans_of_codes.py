@@ -14,8 +14,8 @@ from pretuned.artifacts.records.bundle import Variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
 from pretuned.artifacts.records.target import Gpu, LocalGpu
-from pretuned.kernels.cost.plans import quantise_us, with_plans
 from pretuned.kernels.hardware.chips import chip_named
+from pretuned.kernels.plans import quantise_us, with_plans
 from pretuned.runtime.dispatch.places import Kind, Place, installed_places
 from pretuned.runtime.dispatch.snapshot import Snapshot
 from pretuned.runtime.inspect.ways import Ruled, quantised_x

@@ -16,8 +16,8 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op, Problem
 from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels.contract.config import Config, Loads, Schedule
-from pretuned.kernels.cost.plans import least_activation_us
 from pretuned.kernels.hardware.chips import chip_named
+from pretuned.kernels.plans import least_activation_us
 from pretuned.runtime import hooks
 from pretuned.runtime.dispatch import compiled
 from pretuned.runtime.dispatch.decide import forms_of

@@ -96,8 +96,8 @@ def test_where_x_may_be_quantised_too_both_products_were_measured(clean_places: 
     """At 8,192 tokens those of x in bf16 alone take half as long again as an engine's own."""
     layer = ServedLayer(E=8, H=768, I=512, top_k=2, dtype=DType.FP8_BLOCK, act=SILU)
     specs = [
-        Spec(Config(16, 64, 128, 8, 3, loads=Loads.TMA, schedule=Schedule.MIXED_INPUT), dtype=DType.FP8_BLOCK_A16),
-        Spec(Config(128, 256, 128, 8, 4, loads=Loads.TMA, schedule=Schedule.BLOCK_SCALED), dtype=DType.FP8_BLOCK),
+        Spec(Config(16, 64, 128, 8, 3, loads=Loads.TMA, schedule=Schedule.W4A16), dtype=DType.FP8_BLOCK_A16),
+        Spec(Config(128, 256, 128, 8, 4, loads=Loads.TMA, schedule=Schedule.W8A8_BLOCK), dtype=DType.FP8_BLOCK),
     ]
     both = {
         one: [measured(rows, 1 if one.dtype is DType.FP8_BLOCK else 0, 9) for rows in (4, 16, 64)]

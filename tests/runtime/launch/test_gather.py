@@ -21,13 +21,13 @@ from pretuned.artifacts.records.bundle import Choice, Kernel, Model, Variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
 from pretuned.artifacts.records.target import Gpu, LocalGpu
-from pretuned.kernels.contract import rowops
-from pretuned.kernels.contract import rowops as contract
+from pretuned.kernels import rowops
+from pretuned.kernels import rowops as contract
 from pretuned.kernels.contract.config import Config, Loads, Schedule
-from pretuned.kernels.contract.registry import ENTRIES
-from pretuned.kernels.contract.rowops import RowOpSpec
-from pretuned.kernels.cost.plans import gather_us, least_activation_us
 from pretuned.kernels.hardware.chips import chip_named
+from pretuned.kernels.plans import gather_us, least_activation_us
+from pretuned.kernels.registry import ENTRIES
+from pretuned.kernels.rowops import RowOpSpec
 from pretuned.runtime import grouped_gemm, grouped_gemm_dX, moe_mlp, sort_routing
 from pretuned.runtime.dispatch import plans
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot

@@ -13,10 +13,10 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op
 from pretuned.kernels.contract.config import Config, Loads, Schedule
 from pretuned.kernels.contract.entry import KernelEntry
-from pretuned.kernels.contract.hopper import ROWS_SPECIALIZED
-from pretuned.kernels.contract.registry import KERNELS, boxes, refusal
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.contract.words import RAGGED_SIZES, ragged_strides
+from pretuned.kernels.hopper_plain import ROWS_SPECIALIZED
+from pretuned.kernels.registry import KERNELS, boxes, refusal
 from pretuned.runtime.driver import cuda
 from pretuned.runtime.launch import gemm
 

@@ -25,12 +25,11 @@ from pretuned.artifacts.records.bundle import Variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
 from pretuned.artifacts.records.target import Gpu, LocalGpu
-from pretuned.kernels import reference
-from pretuned.kernels.contract import rowops
+from pretuned.kernels import reference, rowops
 from pretuned.kernels.contract.activations import KINDS
 from pretuned.kernels.contract.config import Config
-from pretuned.kernels.contract.rowops import MAKES_CODES, RowOpSpec
 from pretuned.kernels.contract.spec import Spec as KernelSpec
+from pretuned.kernels.rowops import MAKES_CODES, RowOpSpec
 from pretuned.runtime import explain, grouped_gemm, preload, reload, verdicts
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.dispatch.snapshot import Snapshot

@@ -17,9 +17,9 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.artifacts.records.target import Gpu
 from pretuned.kernels.contract.config import Config, Loads, Schedule
-from pretuned.kernels.contract.launchable import unlaunchable
-from pretuned.kernels.contract.registry import divisibility
 from pretuned.kernels.contract.spec import Spec
+from pretuned.kernels.launchable import unlaunchable
+from pretuned.kernels.registry import divisibility
 from pretuned.runtime import ExpertWeights, grouped_gemm, grouped_gemm_dX, hooks, reload
 from pretuned.runtime.api import lora_library, torch_library
 from pretuned.runtime.launch import gemm, proof, quantised
@@ -32,7 +32,7 @@ FORMATS = ["mxfp4", "mxfp8", "nvfp4", "int4_g32", "int4_g32_zp", "fp8_block_a16"
 
 GATHERS = [Fusion.NONE, Fusion.GATHER]
 A100, L40S = Gpu("NVIDIA A100-SXM4-80GB", 108, 81920, DRIVER), Gpu("NVIDIA L40S", 142, 46068, DRIVER)
-FEW = Config(16, 64, 128, 8, 3, loads=Loads.TMA, schedule=Schedule.MIXED_INPUT)
+FEW = Config(16, 64, 128, 8, 3, loads=Loads.TMA, schedule=Schedule.W4A16)
 
 
 def spec_of(problem: Problem, alignment: int) -> Spec:

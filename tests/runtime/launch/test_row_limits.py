@@ -17,7 +17,7 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op, Problem
 from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels.contract.config import Config, Schedule
-from pretuned.kernels.contract.registry import clears, transposed
+from pretuned.kernels.registry import clears, transposed
 from pretuned.runtime.dispatch import snapshot
 from pretuned.runtime.dispatch.ranking import modelled
 from pretuned.runtime.driver.launcher import Launcher

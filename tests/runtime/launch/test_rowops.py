@@ -21,10 +21,10 @@ from pretuned.artifacts.records.bundle import Kernel, Variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, RowOp
 from pretuned.artifacts.records.target import LocalGpu
-from pretuned.kernels.contract import rowops
-from pretuned.kernels.contract.launchable import unlaunchable
-from pretuned.kernels.contract.registry import ENTRIES
-from pretuned.kernels.contract.rowops import RowOpSpec
+from pretuned.kernels import rowops
+from pretuned.kernels.launchable import unlaunchable
+from pretuned.kernels.registry import ENTRIES
+from pretuned.kernels.rowops import RowOpSpec
 from pretuned.runtime import reload
 from pretuned.runtime.dispatch import rowops as dispatch_rowops
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot

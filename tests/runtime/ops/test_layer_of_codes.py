@@ -21,10 +21,10 @@ from pretuned.artifacts.records.bundle import Choice, Source
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem, RowOp
 from pretuned.kernels.contract.activations import Activation
-from pretuned.kernels.contract.block_scaled import scale_columns
 from pretuned.kernels.contract.config import Config, Loads, Schedule, TileRows
-from pretuned.kernels.contract.rowops import RowOpSpec
 from pretuned.kernels.contract.spec import Spec
+from pretuned.kernels.hopper_w8a8_block import scale_columns
+from pretuned.kernels.rowops import RowOpSpec
 from pretuned.runtime import ExpertWeights, moe_mlp
 from pretuned.runtime.weights.row_codes import values_of_rows
 
@@ -38,9 +38,9 @@ PASSES = (
     RowOp.QUANTIZE_ROWS,
     RowOp.ACTIVATION_ROW_CODES,
 )
-SCALED = Config(128, 256, 128, 8, 4, loads=Loads.TMA, schedule=Schedule.BLOCK_SCALED)
-MIXED = Config(16, 64, 128, 8, 3, loads=Loads.TMA, schedule=Schedule.MIXED_INPUT)
-BY_ROW = Config(256, 128, 128, 8, 4, loads=Loads.TMA, schedule=Schedule.ROW_SCALED, rows=TileRows.FITTED)
+SCALED = Config(128, 256, 128, 8, 4, loads=Loads.TMA, schedule=Schedule.W8A8_BLOCK)
+MIXED = Config(16, 64, 128, 8, 3, loads=Loads.TMA, schedule=Schedule.W4A16)
+BY_ROW = Config(256, 128, 128, 8, 4, loads=Loads.TMA, schedule=Schedule.W8A8_CHANNEL, rows=TileRows.FITTED)
 PRODUCTS = (
     Spec(Op.FORWARD, DType.FP8_BLOCK, SCALED),
     Spec(Op.FORWARD, DType.FP8_BLOCK_A16, MIXED),

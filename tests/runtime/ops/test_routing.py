@@ -10,7 +10,7 @@ from host_gpu import Device
 from pretuned.artifacts.format.codec import encode
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import RowOp
-from pretuned.kernels.contract.rowops import MOST_SORTED_EXPERTS, RowOpSpec
+from pretuned.kernels.rowops import MOST_SORTED_EXPERTS, RowOpSpec
 from pretuned.runtime import sort_routing
 from pretuned.runtime.ops import routing
 

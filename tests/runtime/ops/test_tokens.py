@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pretuned.artifacts.records.problem import RowOp
-from pretuned.kernels.contract import rowops as contract
+from pretuned.kernels import rowops as contract
 from pretuned.runtime.ops import tokens
 
 LARGE = 128 << 20

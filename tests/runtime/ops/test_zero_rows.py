@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Layout, Op, RowOp
-from pretuned.kernels.contract.rowops import MOST_EXPERTS
+from pretuned.kernels.rowops import MOST_EXPERTS
 from pretuned.runtime import grouped_gemm, grouped_gemm_dX
 from pretuned.runtime.check.call import Rows
 from pretuned.runtime.launch import ready

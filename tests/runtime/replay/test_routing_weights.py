@@ -11,8 +11,8 @@ from host_gpu import PERSISTENT, Device
 
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Layout, Op, RowOp
-from pretuned.kernels.contract import rowops
-from pretuned.kernels.contract.rowops import RowOpSpec
+from pretuned.kernels import rowops
+from pretuned.kernels.rowops import RowOpSpec
 from pretuned.runtime import sort_routing
 from pretuned.runtime.launch import program
 from pretuned.runtime.ops import activation, layer, tokens

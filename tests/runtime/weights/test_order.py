@@ -20,7 +20,7 @@ import torch
 
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.precision import PRECISIONS, DType
-from pretuned.kernels.contract.mixed_input import prepares
+from pretuned.kernels.hopper_w4a16 import prepares
 from pretuned.runtime import ExpertWeights, grouped_gemm
 from pretuned.runtime.weights import codes
 from pretuned.runtime.weights.order import BLOCK, K_ORDER, ORDERS
@@ -547,7 +547,7 @@ def test_an_nvfp4_global_scale_that_is_nan_is_not_copied() -> None:
 @pytest.mark.parametrize("format", E4M3)
 def test_every_code_that_may_be_prepared_is_what_the_kernel_s_instructions_read(format: str) -> None:
     """All 256 bytes: the instructions give the number, or the weights are not prepared."""
-    dequantize = pytest.importorskip("pretuned.kernels.gemm.hopper.operand.dequantize")
+    dequantize = pytest.importorskip("pretuned.kernels.hopper_w4a16.dequantize")
     read = torch.tensor(
         [bf16(emulated(dequantize._E4M3.value, [byte << 8, 0, 0, 0])[0] & 0xFFFF) * 2.0**120 for byte in range(256)]
     )
@@ -673,11 +673,11 @@ def test_the_emulator_knows_arithmetic() -> None:
     assert emulated(text + "}", [0x430F4300])[:5] == [0x43084308, 0x30F43000, 0x430F43, 0x00, 0x43084308]
 
 
-# (int4 and nvfp4, whose scales are in the same instructions: tests/kernels/gemm/hopper/operand/test_dequantize.py.)
+# (int4 and nvfp4, whose scales are in the same instructions: tests/kernels/hopper_w4a16/test_dequantize.py.)
 @pytest.mark.parametrize("format", ["mxfp4", "fp8_block_a16", "fp8_channel_a16"])
 def test_the_kernel_s_instructions_read_what_was_written(format: str) -> None:
     """Each register's halves are the codes of K = 16 s + 8 h + 2 c and the next, times their scales."""
-    dequantize = pytest.importorskip("pretuned.kernels.gemm.hopper.operand.dequantize")
+    dequantize = pytest.importorskip("pretuned.kernels.hopper_w4a16.dequantize")
     elements = PRECISIONS[format].w
     text = {"e2m1": dequantize._E2M1, "e4m3": dequantize._E4M3}[elements.name].value
     N, K = 128, 128
@@ -733,7 +733,7 @@ def test_all_formats_with_code_have_an_order() -> None:
 
 
 def test_codes_of_8_bits_are_an_operand_in_a_swizzle_of_64_bytes() -> None:
-    """What kernels/gemm/hopper/w8a8.py loads: TMA's image of 64 rows of 64 bytes, each row's K in ``K_ORDER``."""
+    """What kernels/hopper_w8a8_block/rows.py loads: TMA's image of 64 rows of 64 bytes, each row's K in ``K_ORDER``."""
     w = made("fp8_block", 1, 128, 128)
     plain = w.codes[0].view(torch.uint8).clone()
     blocks = w.prepare().codes[0].view(torch.uint8).view(2, 2, BLOCK * BLOCK)

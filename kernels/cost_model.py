@@ -1,0 +1,418 @@
+"""The cost model: what a variant should take on a GPU where nobody measured it. See docs/inside/cost-model.md.
+
+Three times bound a kernel from below: memory traffic, the throughput of all SMs, and the chain of
+one program's own steps, the last two rounded up to whole waves. Memory and compute overlap, but not
+wholly: they are joined by a p-norm. Pure Python, no torch: the runtime calls it per new shape.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
+from typing import NamedTuple
+
+from ..artifacts.records.precision import DType
+from ..artifacts.records.problem import Fusion, Op, Problem
+from .contract.config import Cache, Config, Edge, Loads, Schedule, TileRows
+from .contract.spec import result_columns
+from .cost.constants import CONSTANTS, SIZES, Constants, ConstantsFamily, Specialized
+from .cost.resources import Resources, join, mean_waves, occupancy
+from .cost.routing import ExpectedRows, expected_rows
+from .hardware.arch import Feature, arch_of
+from .hardware.chips import Chip
+from .registry import dealt, kernel_of, transposed
+
+_GRAIN = 16  # rows: kernels/hopper_plain/fitted.py rounds a tile's up to so many
+
+
+class Profile(NamedTuple):
+    """A variant's times on a chip, in ns."""
+
+    config: Config
+    occupancy: int
+    step_ns: float  # one step of one tile, the whole SM's throughput
+    chain_ns: float  # one step of one program, its own latency
+    loaded_ns: float  # the same where what it loads is there already
+    once_ns: float  # start of the first tile and end of the last
+    tile_ns: float  # between two tiles of one slot: what their own steps don't hide
+    latency_ns: float
+    under_way: float  # steps that load at once
+    column_flight_bytes: float  # loads of the columns' operand that one program keeps under way ...
+    row_flight_bytes: float  # ... and of one row of the other
+    tail: float
+    norm: float  # joins memory and compute
+
+
+def profile(resources: Resources, op: Op, dtype: DType, chip: Chip, c: Constants) -> Profile:
+    """What ``resources`` take on ``chip``; docs/inside/cost-model.md has the equations."""
+    config, family, weight = resources.config, c.family(chip.sm), c.family(chip.sm).weight
+    rows, columns, depth = config.block_m, config.block_n, config.block_k
+    if op is Op.DW:
+        rows, columns, depth = config.block_n, config.block_k, config.block_m
+        if transposed(op, config):
+            rows, columns = columns, rows
+    arch = arch_of(chip.sm)
+    wgmma = arch.has(Feature.WGMMA) and dtype is not DType.FP32
+    wgmma = wgmma and config.loads is Loads.TMA and rows >= 64 and config.num_warps >= 4
+    math_ns = 2.0 * rows * columns * depth / _flops_per_ns(resources, rows, columns, wgmma, dtype, chip, c)
+    if arch.has(Feature.WGMMA) and dtype is DType.TF32 and op is not Op.FORWARD:
+        math_ns /= _tf32_rate(config, op, rows, wgmma, c)
+    load_per_ns = family.l2_bytes_per_clock * chip.clock_ghz
+    latency_ns, overhead_ns = family.latency_ns, family.pointer_step_ns
+    if config.loads is Loads.TMA:
+        latency_ns, overhead_ns = family.tma_latency_ns, family.tma_step_ns
+    store_per_ns, issue_ns, exposed, norm = load_per_ns, overhead_ns / 2, family.persistent_exposed, family.norm
+    if op is Op.DW:
+        load_per_ns, store_per_ns = load_per_ns * weight.load_share, weight.store_bytes_per_clock * chip.clock_ghz
+        overhead_ns += weight.step_ns * config.num_warps / 4
+        issue_ns, exposed, norm = weight.issue_ns * config.num_warps / 4, weight.exposed, weight.norm
+    if config.schedule.warp_specialized:
+        special = family.specialized
+        math_ns /= _special_rate(special, config, op)
+        exposed = special.weight_exposed if op is Op.DW else special.exposed
+        exposed = special.turns_exposed if config.schedule is Schedule.PINGPONG else exposed
+        norm = norm if op is Op.DW else special.norm
+    under_way = max(0.5, config.num_stages - 1 - (family.held_stages if wgmma else 0.0))
+    if resources.alignment < 16:
+        load_per_ns, under_way = load_per_ns / c.unaligned_load, 0.5
+    load_ns = (rows + columns) * depth * dtype.itemsize / load_per_ns
+    alone = family.one_cta[config.num_warps]
+    scanned = resources.max_experts / resources.threads  # experts of one thread
+    search_ns = c.search_ns + 0.25 * c.scan_ns * scanned
+    start_ns = (
+        c.start_ns + c.scan_ns * scanned + (family.specialized.start_ns if config.schedule.warp_specialized else 0.0)
+    )
+    tile_ns = search_ns + latency_ns + math_ns / alone + c.store_ns + rows * columns * dtype.itemsize / store_per_ns
+    loaded_ns = join(math_ns / alone, load_ns, family.chain_norm)
+    return Profile(
+        config,
+        occupancy(resources, arch.limits),
+        join(math_ns, load_ns, family.step_norm) + issue_ns,
+        join(loaded_ns, latency_ns / under_way, family.chain_norm) + overhead_ns,
+        loaded_ns + overhead_ns,
+        start_ns + tile_ns,
+        start_ns + tile_ns if config.schedule is Schedule.TILE else tile_ns * exposed,
+        latency_ns,
+        under_way,
+        under_way * columns * depth * dtype.itemsize,
+        under_way * depth * dtype.itemsize,
+        family.tail_static if config.schedule is Schedule.PERSISTENT else family.tail_dynamic,
+        norm,
+    )
+
+
+def _tf32_rate(config: Config, op: Op, rows: int, wgmma: bool, c: Constants) -> float:
+    """What is left of the rate where w, or both operands, lie the wrong way for wgmma."""
+    if op is Op.DX:
+        return min(1.0, rows / c.held_tf32_rows) if wgmma else 1.0
+    if config.schedule.warp_specialized:
+        return c.fragments_tf32
+    return c.crossed_tf32 if config.loads is Loads.TMA and not wgmma else c.turned_tf32
+
+
+def _special_rate(special: Specialized, config: Config, op: Op) -> float:
+    # Tiles that are fitted to their rows go as fast in turns as by both.
+    if config.schedule is Schedule.PINGPONG and config.rows is TileRows.FIXED:
+        return special.turns_weight_rate if op is Op.DW else special.turns_rate
+    return special.weight_rate if op is Op.DW else special.rate
+
+
+def _size(size: int) -> int:
+    """The place in ``SIZES`` of a tile's rows or columns: of the largest that is no larger."""
+    return max(0, bisect.bisect_right(SIZES, size) - 1)
+
+
+def _flops_per_ns(
+    resources: Resources, rows: int, columns: int, wgmma: bool, dtype: DType, chip: Chip, c: Constants
+) -> float:
+    """The rate of one SM on tiles of ``rows`` x ``columns``."""
+    config, family = resources.config, c.family(chip.sm)
+    if dtype is DType.FP32:
+        peak, sustained = chip.fp32_tflops, 1.0
+        share = math.sqrt(c.fma_rows[_size(rows)] * c.fma_rows[_size(columns)])
+    else:
+        peak, sustained = (chip.tf32_tflops if dtype is DType.TF32 else chip.bf16_tflops), family.sustained
+        share = family.rows[_size(columns if config.rows is TileRows.FITTED else rows)]  # those are turned round
+        if wgmma:  # the columns of one instruction: warpgroups are laid along the rows first, 64 of them each
+            across = max(1, config.num_warps // 4 // (rows // 64))
+            whole = config.schedule is Schedule.PINGPONG or config.rows is TileRows.FITTED
+            wide = 256 if whole else max(16, columns // across)
+            share *= family.wgmma_columns[_size(wide)]
+        else:
+            share *= family.columns[_size(columns)]
+        if arch_of(chip.sm).has(Feature.MMA_ASYNC) and rows >= 64 and config.loads is Loads.POINTER:
+            share *= family.pointer_wgmma
+    if rows * columns > 128 * resources.threads:
+        share *= c.crowded_registers
+    return peak * 1e3 * sustained * share / chip.sm_count
+
+
+class _Work(NamedTuple):
+    """A problem of M rows, all that does not depend on the variant."""
+
+    op: Op
+    E: int
+    M: int
+    N: int
+    columns: int  # of the product, with dW those of dw: C of the document
+    reduction: int  # of a product of rows: R of the document
+    rows: ExpectedRows
+    matrix_bytes: float  # one expert's
+    left_row_bytes: float  # one row of the operand that shares out the tiles' rows: x, or dy
+    right_row_bytes: float  # dW: one row of x
+    read_bytes: float  # everything once
+    written_bytes: float
+    itemsize: int
+    gated: bool  # silu in the epilogue: its code multiplies every tile at its whole width
+
+
+def _work(problem: Problem, M: int) -> _Work:
+    E, N, K, size = problem.E, problem.N, problem.K, problem.dtype.itemsize
+    rows = expected_rows(E, M)
+    matrix_bytes = float(N * K * size)
+    columns, reduction = (K, N) if problem.op is not Op.FORWARD else (N, K)
+    if problem.op is Op.DW:  # experts without rows are written too, as zeros
+        read_bytes, written_bytes = float(M * (N + K) * size), E * matrix_bytes
+    else:
+        read_bytes = rows.active * matrix_bytes + M * reduction * size
+        written_bytes = float(M * result_columns(columns, problem.fusion) * size)  # (silu is free beside them)
+    return _Work(
+        problem.op,
+        E,
+        M,
+        N,
+        columns,
+        reduction,
+        rows,
+        matrix_bytes,
+        float(reduction * size),
+        float(K * size),
+        read_bytes,
+        written_bytes,
+        size,
+        Fusion.SILU in problem.fusion,
+    )
+
+
+def _waves(count: float) -> float:
+    """Whole waves that ``count`` waves of work take: between ceil(count) and the mean of a smooth tail."""
+    return 1.0 if count <= 1.0 else 0.5 * (math.ceil(count) + count + 0.5)
+
+
+def _rows_ns(profile: Profile, work: _Work, chip: Chip, c: Constants, family: ConstantsFamily) -> float:
+    """Forward and dX, without the start."""
+    config, rows = profile.config, work.rows
+    row_tiles = rows.tiles[config.block_m]
+    column_tiles = -(-work.columns // config.block_n)
+    tiles = row_tiles * column_tiles
+    tile_steps = -(-work.reduction // config.block_k)
+    slots = float(chip.sm_count * profile.occupancy)
+    per_slot = tiles / slots
+    empty = 0.0
+    if config.schedule is Schedule.TILE:  # the grid is for the most tiles that M rows can make
+        first = min(work.E, work.M)
+        empty = ((work.M - first) // config.block_m + first) * column_tiles - tiles
+    total_bytes = work.read_bytes + work.written_bytes * family.memory_share / family.write_share
+    l2_bytes = chip.l2_mib * 1048576 * family.l2_usable
+    height = row_tiles / rows.active  # of an expert
+    groups = height / config.group_m
+    if groups > 1.0 and work.matrix_bytes > l2_bytes:  # each group of row tiles reads the weights again
+        total_bytes += (groups - 1.0) * rows.active * (work.matrix_bytes - l2_bytes)
+    slab_bytes = min(height, config.group_m) * config.block_m * work.left_row_bytes
+    if slab_bytes > l2_bytes:  # each column of tiles reads the group's rows again
+        total_bytes += (column_tiles - 1.0) * work.M * work.left_row_bytes * (1.0 - l2_bytes / slab_bytes)
+    share, saved = 1.0, 0.0  # of a tile's time; of a last wave's
+    if config.schedule.warp_specialized:
+        special = family.specialized
+        if config.rows is TileRows.FITTED:
+            share = _wasteful(column_tiles * config.block_n, work, special)
+            empty_rows = 1.0 - rows.tiles[_GRAIN] * _GRAIN / (row_tiles * config.block_m)
+            share *= 1.0 - special.lacking * empty_rows
+        elif config.schedule is Schedule.PINGPONG:
+            share = _wasteful(column_tiles * config.block_n, work, special)
+        else:
+            share = _share(config, row_tiles, work, special)
+            saved = 1.0 - c.split_waves if special.split_tail and not work.gated else 0.0
+        if row_tiles > rows.active and per_slot > 1.0:  # row tiles that share weights come out of step
+            near_bytes = chip.l2_mib * 1048576 * c.l2_near
+            wave_bytes = slots * config.block_n * work.left_row_bytes / height
+            if wave_bytes > near_bytes:
+                again = (row_tiles - rows.active) * (1.0 - 1.0 / per_slot) * (1.0 - near_bytes / wave_bytes)
+                total_bytes += special.apart * again * work.matrix_bytes
+    filled = min(config.block_m, work.M / rows.active)  # rows of a tile that carry data
+    flight_bytes = profile.column_flight_bytes + filled * profile.row_flight_bytes
+    tile_bytes = total_bytes / tiles
+    alone_ns = tile_bytes / flight_bytes * profile.latency_ns  # a tile's loads with no other tile about
+    shared_ns = tile_bytes / (chip.bandwidth_gbs * family.memory_share)  # a tile's share of the memory's time
+    full, last = divmod(per_slot, 1.0)
+    memory_ns = per_slot * join(slots * shared_ns, alone_ns, family.flight_norm) if full else 0.0
+    if last:
+        sharp_ns = join(last * slots * shared_ns, alone_ns, family.flight_norm)
+        memory_ns += profile.tail * (sharp_ns - last / per_slot * memory_ns) if full else sharp_ns
+    if per_slot > 1.0:  # the slots begin their second tiles together, with nothing under way
+        memory_ns += family.lockstep * profile.tile_ns * min(1.0, per_slot - 1.0) / per_slot
+    if config.schedule is Schedule.PINGPONG and dealt(work.op, config):
+        memory_ns *= family.specialized.dealt_memory
+    if _short(config, work):
+        memory_ns *= family.short_reads
+    if config.cache is Cache.EVICT_FIRST:
+        memory_ns += _streamed_ns(work, chip, c)
+    spread = 0.5 * column_tiles * math.sqrt(rows.active) / slots
+    waves = mean_waves(per_slot, spread, saved)
+    worked = waves if share == 1.0 else mean_waves(per_slot * share, spread, saved)
+    beside = profile.occupancy
+    rate_ns = tile_steps * profile.step_ns
+    rate_ns *= worked if beside == 1 else mean_waves(per_slot * share * beside, spread * beside, saved)
+    chain_ns = worked * tile_steps * profile.chain_ns + (waves - 1.0) * profile.tile_ns
+    if empty > 0.0:
+        chain_ns += empty * c.empty_program_ns / slots
+    return join(memory_ns, max(rate_ns, chain_ns), profile.norm)
+
+
+def _short(config: Config, work: _Work) -> bool:
+    """Whether the tiles read at most 128 bytes of each row of w at a time; dX's read a tile's columns of each."""
+    return work.op is Op.FORWARD and config.block_k * work.itemsize <= 128
+
+
+def _streamed_ns(work: _Work, chip: Chip, c: Constants) -> float:
+    """What it takes more, or less, to read the weights through lines that leave L2 first."""
+    pushed = min(1.0, work.read_bytes / (c.dirty_l2 * chip.l2_mib * 1048576))
+    return min(c.streamed_share * work.read_bytes / chip.bandwidth_gbs, c.streamed_most_ns) - c.dirty_ns * pushed
+
+
+def _share(config: Config, row_tiles: float, work: _Work, special: Specialized) -> float:
+    """The mean time of a specialised tile over that of a whole one: some have half the rows, or columns."""
+    thin = 2.0 - work.rows.tiles[64] / row_tiles  # share of the tiles whose second 64 rows are empty
+    share = 1.0 - 0.5 * special.half * thin
+    if special.half_columns and not work.gated:
+        half = config.block_n // 2
+        share *= -(-work.columns // half) / 2.0 / -(-work.columns // config.block_n)
+    return share
+
+
+def _wasteful(tiled_columns: int, work: _Work, special: Specialized) -> float:
+    """The mean time of a tile where warpgroups take turns, over that of one without columns past the last."""
+    return 1.0 + special.turns_waste * (tiled_columns / work.columns - 1.0)
+
+
+def _weight_ns(profile: Profile, work: _Work, chip: Chip, c: Constants, family: ConstantsFamily) -> float:
+    """dW, without the start."""
+    config, rows = profile.config, work.rows
+    if transposed(Op.DW, config):  # dw turned round, as its kernel sees it
+        config = config._replace(block_n=config.block_k, block_k=config.block_n)
+        work = work._replace(N=work.columns, columns=work.N, right_row_bytes=float(work.N * work.itemsize))
+    tiles_n, tiles_k = -(-work.N // config.block_n), -(-work.columns // config.block_k)
+    tiles = float(work.E * tiles_n * tiles_k)
+    steps = rows.tiles[config.block_m] * tiles_n * tiles_k
+    slots = float(chip.sm_count * profile.occupancy)
+    per_sm, per_slot = tiles / chip.sm_count, tiles / slots
+    read_bytes, l2_bytes = work.read_bytes, chip.l2_mib * 1048576 * family.l2_usable
+    height = min(float(tiles_n), max(config.group_m, slots / tiles_k))  # row tiles under way that share x's columns
+    expert_rows = work.M / rows.active
+    x_bytes = expert_rows * work.right_row_bytes
+    if height < tiles_n and x_bytes > l2_bytes:  # each group of row tiles reads x again
+        read_bytes += (tiles_n / height - 1.0) * rows.active * (x_bytes - l2_bytes)
+    slab_bytes = height * config.block_n * expert_rows * work.itemsize
+    if slab_bytes > l2_bytes:  # the columns under way together read the group's columns of dy again
+        again = max(0.0, tiles_k * height / slots - 1.0)
+        read_bytes += again * work.M * work.N * work.itemsize * (1.0 - l2_bytes / slab_bytes)
+    width_bytes = profile.config.block_k * work.itemsize  # of a tile's row of dw
+    written_bytes = work.written_bytes * (1.0 + family.weight.row_bytes / width_bytes)
+    memory_ns = (read_bytes / family.memory_share + written_bytes / family.write_share) / chip.bandwidth_gbs
+    if config.edge is Edge.HALF:  # the last tile may have half the columns, and half a tile's work
+        steps *= -(-work.columns // (config.block_k // 2)) / (2.0 * tiles_k)
+    elif config.schedule is Schedule.PINGPONG:
+        steps *= _wasteful(tiles_k * config.block_k, work, family.specialized)
+    rate_ns = steps * profile.step_ns / chip.sm_count * _waves(per_sm) / per_sm
+    waves, used = _waves(per_slot), rows.active / work.E  # tiles of experts without rows have no steps
+    chain_ns = waves * used * _steps_ns(profile, steps / tiles / used) + (waves - 1.0) * profile.tile_ns
+    chain_ns = max(chain_ns, _steps_ns(profile, rows.busiest / config.block_m + 1.0))
+    return join(memory_ns, max(rate_ns, chain_ns), profile.norm)
+
+
+def _steps_ns(profile: Profile, steps: float) -> float:
+    """The chain of a tile's few steps: the first loads are all under way at once, only later ones are waited for."""
+    later = max(0.0, steps - profile.under_way)
+    return steps * profile.loaded_ns + later * (profile.chain_ns - profile.loaded_ns)
+
+
+def _time_us(profile: Profile, work: _Work, chip: Chip, c: Constants, family: ConstantsFamily) -> float:
+    if not profile.occupancy:
+        return math.inf
+    work_ns = (_weight_ns if work.op is Op.DW else _rows_ns)(profile, work, chip, c, family)
+    return (c.launch_ns + c.cold_ns + profile.once_ns + work_ns) * 1e-3
+
+
+def estimate_us(problem: Problem, M: int, resources: Resources, chip: Chip, constants: Constants = CONSTANTS) -> float:
+    """The expected time of one launch in microseconds; infinity where not one program fits an SM.
+
+    Raises
+    ------
+    ValueError
+        if M is below 1.
+    """
+    _check_rows(M)
+    if problem.dtype.quantised:
+        return _quantised_us(problem, M, resources, chip)
+    found = profile(resources, problem.op, problem.dtype, chip, constants)
+    return _time_us(found, _work(problem, M), chip, constants, constants.family(chip.sm))
+
+
+def _quantised_us(problem: Problem, M: int, resources: Resources, chip: Chip) -> float:
+    """The estimate of the kernel's own cost terms; infinity where no kernel of such weights has the config."""
+    entry = kernel_of(problem.op, resources.config, problem.dtype)
+    if entry is None or not entry.cost or not occupancy(resources, arch_of(chip.sm).limits):
+        return math.inf
+    return _terms(entry.cost)(problem, M, resources, chip)
+
+
+@functools.cache
+def _terms(cost: str) -> Callable[[Problem, int, Resources, Chip], float]:
+    terms: Callable[[Problem, int, Resources, Chip], float] = import_module(f".{cost}", __package__).estimate_us
+    return terms
+
+
+class Ranker:
+    """The candidates of one op and dtype on one chip, prepared once: ranking a shape is then cheap."""
+
+    __slots__ = ("_candidates", "_chip", "_constants", "_dtype", "_op", "_profiles")
+
+    def __init__(
+        self, candidates: Sequence[Resources], op: Op, dtype: DType, chip: Chip, constants: Constants = CONSTANTS
+    ) -> None:
+        self._op, self._dtype, self._chip, self._constants = op, dtype, chip, constants
+        self._candidates = candidates
+        self._profiles = (
+            [] if dtype.quantised else [profile(resources, op, dtype, chip, constants) for resources in candidates]
+        )
+
+    def rank(self, problem: Problem, M: int) -> list[tuple[float, int]]:
+        """(estimate in us, index of the candidate), best first; equal estimates in the configs' order.
+
+        Raises
+        ------
+        ValueError
+            if M is below 1, or the problem's op or dtype is not the ranker's.
+        """
+        times = self.estimates(problem, M, range(len(self._candidates)))
+        return sorted(times, key=lambda time: (time[0], self._candidates[time[1]].config, time[1]))
+
+    def estimates(self, problem: Problem, M: int, some: Iterable[int]) -> list[tuple[float, int]]:
+        """(estimate in us, index) of some of the candidates, in the order of ``some``; raises as ``rank`` does."""
+        _check_rows(M)
+        if problem.op is not self._op or problem.dtype is not self._dtype:
+            wanted = f"{self._op.value} {self._dtype.value}"
+            raise ValueError(f"the ranker is for {wanted}, got {problem}; make one for that op and dtype")
+        if problem.dtype.quantised:
+            return [(_quantised_us(problem, M, self._candidates[i], self._chip), i) for i in some]
+        work, chip, constants = _work(problem, M), self._chip, self._constants
+        family = constants.family(chip.sm)
+        return [(_time_us(self._profiles[i], work, chip, constants, family), i) for i in some]
+
+
+def _check_rows(M: int) -> None:
+    if M < 1:
+        raise ValueError(f"M is {M}, wanted at least 1: nothing is launched without rows")

@@ -1,0 +1,1 @@
+"""What the kernels for sm_90 share, in Gluon."""

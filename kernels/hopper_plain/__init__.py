@@ -1,0 +1,281 @@
+"""Hopper's warp-specialised kernels for plain dtypes: ``rows_specialized``, ``rows_fitted``, ``weight_specialized``."""
+
+from __future__ import annotations
+
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Fusion, Op
+from ..contract.config import PINGPONG_COLUMNS, Cache, Config, Edge, Loads, Schedule, TileRows
+from ..contract.entry import Box, Constants, Limits, Rows, Tiles, configs, no_configs
+from ..contract.spec import MAX_EXPERTS, Spec, indexed, w_kn
+from ..hardware.arch import Arch, Feature
+from ..portable_plain import GATHERING, LOW_OPERANDS, ROWS, UNGATHERED, WEIGHT, row_operands, without_low_rank
+
+ROWS_OF_TILE = 128  # 64 for each warpgroup; where a tile is fitted to its rows, its columns
+MOST_STEPS = (1 << 20) - 1  # the loading warp passes on a tile's steps in 20 bits: kernels/gluon/consumer.py
+_MOST_COLUMN_TILES = 1 << 20  # and its column in 20 bits, in turns: kernels/gluon/pingpong.py
+_PART = 64  # rows of a tile that a warpgroup multiplies, columns of one that it stores at once
+
+_HALVES = frozenset((DType.BF16, DType.FP16))
+
+# Two warpgroups share each tile, or take whole tiles in turns.
+_BY_BOTH = {
+    "schedule": (Schedule.COOPERATIVE,),
+    "loads": (Loads.TMA,),
+    "num_warps": (8,),
+    "num_stages": range(2, 9),
+}
+_IN_TURNS = _BY_BOTH | {"schedule": (Schedule.PINGPONG,), "num_stages": range(2, 16)}
+_BOTH_MOST = Limits(MAX_EXPERTS, MOST_STEPS)
+_TURNS_MOST = Limits(MAX_EXPERTS, MOST_STEPS, _MOST_COLUMN_TILES)
+_EDGES = (Edge.WHOLE, Edge.HALF)
+_CACHES = (Cache.DEFAULT, Cache.EVICT_FIRST)
+
+# In turns a part of w has 64 columns, and lies as lines of 64 of its reduction: deeper steps would be read crosswise.
+_ROWS_IN_TURNS = _IN_TURNS | {"block_m": (ROWS_OF_TILE,), "block_k": (64,)}
+_ROW_TILES = (
+    Tiles(_BOTH_MOST, _BY_BOTH | {"block_m": (ROWS_OF_TILE,), "edge": _EDGES}, zeroes=True),
+    Tiles(_TURNS_MOST, _ROWS_IN_TURNS | {"block_n": (PINGPONG_COLUMNS,)}, fusions=UNGATHERED, zeroes=True),
+    Tiles(_TURNS_MOST, _ROWS_IN_TURNS | {"block_n": (128,)}, fusions=UNGATHERED, dealt=True, zeroes=True),
+)
+_FITTED = {"rows": (TileRows.FITTED,), "block_n": (ROWS_OF_TILE,), "block_k": (64,)}
+_FITTED_TILES = (
+    Tiles(_BOTH_MOST, _BY_BOTH | _FITTED | {"block_m": (256,)}, zeroes=True),
+    Tiles(_TURNS_MOST, _IN_TURNS | _FITTED | {"block_m": (PINGPONG_COLUMNS,)}, zeroes=True),
+)
+_WEIGHT_BY_BOTH = _BY_BOTH | {"block_n": (ROWS_OF_TILE,), "cache": _CACHES}
+_ALONG = _IN_TURNS | {"block_n": (ROWS_OF_TILE,), "block_k": (PINGPONG_COLUMNS,)}
+_ACROSS = _IN_TURNS | {"block_n": (PINGPONG_COLUMNS,), "block_k": (ROWS_OF_TILE,)}
+_WEIGHT_TILES = (
+    Tiles(_BOTH_MOST, _WEIGHT_BY_BOTH | {"edge": _EDGES}, dtypes=_HALVES),
+    Tiles(_BOTH_MOST, _WEIGHT_BY_BOTH | {"block_k": (256,)}, dtypes=frozenset((DType.TF32,))),
+    Tiles(_TURNS_MOST, _ALONG, dtypes=_HALVES),
+    Tiles(_TURNS_MOST, _ACROSS, dtypes=_HALVES, transposed=True),
+)
+
+
+def _stores(spec: Spec) -> bool:
+    """Whether results leave through a descriptor: those of rows that an index names can't, silu's do."""
+    return not indexed(spec.fusion) or Fusion.GATHER in spec.fusion
+
+
+def _row_descriptors(spec: Spec) -> tuple[str, ...]:
+    low = LOW_OPERANDS if Fusion.LOW_RANK in spec.fusion else ()
+    return (*row_operands(spec), *(("y_map",) if _stores(spec) else ()), *low)
+
+
+def _without(spec: Spec) -> tuple[str, ...]:
+    return (*(() if _stores(spec) else ("y_map",)), *without_low_rank(spec))
+
+
+def _asks_nothing(spec: Spec) -> tuple[str, ...]:
+    """The addresses by which code that is evict-first asks L2 for rows."""
+    return () if spec.config.cache is Cache.EVICT_FIRST else ("dy_at", "x_at")
+
+
+def _needs_map(spec: Spec) -> tuple[str, ...]:
+    """No other code stores half of the columns."""
+    return (*ROWS.required(spec), "counter", *(("y_map",) if Fusion.SILU in spec.fusion else ()))
+
+
+def _fitted_needs_map(spec: Spec) -> tuple[str, ...]:
+    """No other code stores plain tiles of any height."""
+    return (*ROWS.required(spec), "counter", *(() if indexed(spec.fusion) else ("y_map",)))
+
+
+def _pingpong(spec: Spec) -> bool:
+    return spec.config.schedule is Schedule.PINGPONG
+
+
+def _row_boxes(spec: Spec) -> dict[str, Box]:
+    return _boxes_of_rows(spec, _PART if _pingpong(spec) else spec.config.block_n // 2)  # a tile may be half as wide
+
+
+def _fitted_boxes(spec: Spec) -> dict[str, Box]:
+    """Of w all columns of a tile at once, or where they are contiguous as many as a line has."""
+    return _boxes_of_rows(spec, _PART if w_kn(spec) else spec.config.block_n)
+
+
+def _boxes_of_rows(spec: Spec, columns: int) -> dict[str, Box]:
+    depth = spec.config.block_k
+    w = (1, depth, columns) if w_kn(spec) else (1, columns, depth)
+    x = _PART, depth
+    return {"x": x, "w": w, "y_map": (1, 1, _PART, _PART), "low_x": x, "low_w": w}
+
+
+def _weight_boxes(spec: Spec) -> dict[str, Box]:
+    c = spec.config
+    columns = _PART if _pingpong(spec) else c.block_k // 2 if c.edge is Edge.HALF else c.block_k
+    return {"dy": (1, 1, c.block_m, _PART), "x": (1, 1, c.block_m, columns), "dw": (1, _PART, _PART)}
+
+
+def _row_constants(spec: Spec, arch: Arch) -> Constants:
+    c, gated = spec.config, Fusion.SILU in spec.fusion
+    turned = c.block_n == PINGPONG_COLUMNS
+    # Where y leaves through a descriptor as halves of tiles, or of both halves silu, these are 64 columns each.
+    even = not turned and (not _stores(spec) or c.block_n >= 256)
+    noted = 128 if _pingpong(spec) else _PART
+    return {
+        "BLOCK_N": c.block_n,
+        "BLOCK_K": c.block_k,
+        "W_KN": w_kn(spec),
+        "INDEXED": indexed(spec.fusion),
+        "GATHER": Fusion.GATHER in spec.fusion,
+        "GATED": gated,
+        "LOW_RANK": Fusion.LOW_RANK in spec.fusion,
+    } | _common(spec, arch, c.block_n, c.block_k, noted=noted, spare=turned, even=even)
+
+
+def _fitted_constants(spec: Spec, arch: Arch) -> Constants:
+    c = spec.config
+    sizes: Constants = {
+        "BLOCK_M": c.block_m,
+        "BLOCK_K": c.block_k,
+        "W_KN": w_kn(spec),
+        "INDEXED": indexed(spec.fusion),
+        "LOW_RANK": Fusion.LOW_RANK in spec.fusion,
+    }
+    spare = c.block_m == PINGPONG_COLUMNS and not indexed(spec.fusion)
+    # Any number of parts is even: this kernel keeps track of the buffers.
+    return sizes | _common(spec, arch, c.block_m, c.block_k, noted=256, spare=spare, even=True)
+
+
+def _weight_constants(spec: Spec, arch: Arch) -> Constants:
+    c, turns = spec.config, _pingpong(spec)
+    columns = PINGPONG_COLUMNS if turns else c.block_k
+    even = not turns and (c.edge is Edge.WHOLE or c.block_k >= 256)
+    return {
+        "BLOCK_M": c.block_m,
+        "BLOCK_K": columns,
+        "NARROW": c.edge is Edge.HALF,
+        "ACROSS": turns and c.block_n == PINGPONG_COLUMNS,
+        "STREAMED": c.cache is Cache.EVICT_FIRST,
+    } | _common(spec, arch, columns, c.block_m, noted=_PART, spare=turns, even=even)
+
+
+def _common(spec: Spec, arch: Arch, columns: int, depth: int, *, noted: int, spare: bool, even: bool) -> Constants:
+    """What all three are told.
+
+    Results pass through shared memory, 64 x 64 of each warpgroup at a time: in turns through two buffers where there is
+    room beside the operands (with a ``spare`` part of the last, see kernels/gluon/pingpong.py) and what both
+    warpgroups have looked up of ``noted`` rows each, and where every tile leaves in an ``even`` number of 64 columns.
+    TMA reads a buffer while the next tile is on its way, and the first part comes first: after an odd number the next
+    tile's first would meet the last in the same buffer.
+    """
+    c, size = spec.config, spec.dtype.itemsize
+    operands = c.num_stages * (ROWS_OF_TILE + columns) * depth + (_PART * depth if spare else 0)
+    looked_up_bytes = 2 * noted * 8 if indexed(spec.fusion) else 0
+    room_bytes = arch.limits.shared_per_block_bytes - 512 - operands * size - looked_up_bytes
+    return {
+        "STAGES": c.num_stages,
+        "SLOTS": 2 if even and 4 * _PART * _PART * size <= room_bytes else 1,
+        "GROUP_M": c.group_m,
+        "EXPERTS": MAX_EXPERTS,
+        "PINGPONG": _pingpong(spec),
+        "REGISTERS": _registers(spec),
+    }
+
+
+def _registers(spec: Spec) -> int:
+    """Of a multiplying thread; the loading warps have what is left of 168 for each of 12 warps."""
+    if _pingpong(spec):
+        return 224  # 192 of them hold sums
+    return 208 if Fusion.GATHER in spec.fusion else 216  # a loading thread has the addresses of its rows
+
+
+# The configs to try, best guesses first.
+# Forward and dX, cooperative: what won at large M.
+COOPERATIVE: Rows = (
+    (128, 256, 64, 8, 4),
+    (128, 128, 64, 8, 6),
+    (128, 128, 64, 8, 5),
+    (128, 256, 64, 8, 3),
+)
+# The same, pingpong.
+PINGPONG: Rows = (
+    (128, 192, 64, 8, 5),
+    (128, 128, 64, 8, 6),
+)
+# The same, the tiles fitted to the rows: by both warpgroups, and in turns.
+FITTED: Rows = ((256, 128, 64, 8, 4),)
+FITTED_PINGPONG: Rows = ((192, 128, 64, 8, 5),)
+# dW, cooperative: a tile is 128 x block_k. Then pingpong.
+DW_COOPERATIVE: Rows = ((32, 128, 256, 8, 8),)
+DW_PINGPONG: Rows = (
+    (32, 128, 192, 8, 10),
+    (32, 192, 128, 8, 10),
+)
+# tf32 on mma.sync: kernels/gluon/tf32.py.
+TF32_DW_COOPERATIVE: Rows = (
+    (32, 128, 256, 8, 3),
+    (64, 128, 256, 8, 2),
+)
+
+
+def _row_candidates(_op: Op, _dtype: DType, _arch: Arch) -> list[Config]:
+    both, tma = Schedule.COOPERATIVE, Loads.TMA
+    pool = configs(COOPERATIVE, both, tma) + configs(COOPERATIVE[:1], both, tma, group_m=32)
+    return pool + configs(PINGPONG, Schedule.PINGPONG, tma)
+
+
+def _fitted_candidates(_op: Op, _dtype: DType, _arch: Arch) -> list[Config]:
+    pool = configs(FITTED, Schedule.COOPERATIVE, Loads.TMA, fitted=True)
+    return pool + configs(FITTED_PINGPONG, Schedule.PINGPONG, Loads.TMA, fitted=True)
+
+
+def _weight_candidates(_op: Op, dtype: DType, _arch: Arch) -> list[Config]:
+    both, tma = Schedule.COOPERATIVE, Loads.TMA
+    if dtype is DType.TF32:
+        return configs(TF32_DW_COOPERATIVE, both, tma)
+    pool = configs(DW_COOPERATIVE, both, tma) + configs(DW_COOPERATIVE, both, tma, group_m=1)
+    pool += configs(DW_COOPERATIVE, both, tma, group_m=1, cache=Cache.EVICT_FIRST)
+    pool += configs(DW_COOPERATIVE, both, tma, edge=Edge.HALF)
+    return pool + configs(DW_PINGPONG, Schedule.PINGPONG, tma)
+
+
+ROWS_SPECIALIZED = ROWS._replace(
+    name="rows_specialized",
+    home="hopper_plain.rows",
+    sha256="30075a94b5128a81186d07d2078389be20fa1aec07b00330688ec53c8d528db0",
+    dtypes=_HALVES,
+    fusions=UNGATHERED | GATHERING | {Fusion.SILU, Fusion.SILU | Fusion.GATHER},
+    needs=frozenset((Feature.WGMMA,)),
+    tiles=_ROW_TILES,
+    pointers=(*ROWS.pointers[:3], "y_map", *ROWS.pointers[3:], "counter"),
+    descriptors=_row_descriptors,
+    absent=_without,
+    required=_needs_map,
+    boxes=_row_boxes,
+    constants=_row_constants,
+    candidates=_row_candidates,
+    fallbacks=no_configs,
+    loading_warps=4,
+)
+ROWS_FITTED = ROWS_SPECIALIZED._replace(
+    name="rows_fitted",
+    home="hopper_plain.fitted",
+    sha256="b4e0f3ff10da03ff37fccccc47490ac537e44373fe43fdc360a4171310ca09b6",
+    fusions=UNGATHERED,
+    tiles=_FITTED_TILES,
+    required=_fitted_needs_map,
+    boxes=_fitted_boxes,
+    constants=_fitted_constants,
+    candidates=_fitted_candidates,
+)
+WEIGHT_SPECIALIZED = WEIGHT._replace(
+    name="weight_specialized",
+    home="hopper_plain.weight",
+    sha256="1d373ff98d8081f08604da671ad8c24cb5dae78ff1882e0717792f732d2b77cc",
+    dtypes=_HALVES | {DType.TF32},
+    needs=ROWS_SPECIALIZED.needs,
+    tiles=_WEIGHT_TILES,
+    pointers=(*WEIGHT.pointers, "counter", "dy_at", "x_at"),
+    descriptors=lambda _spec: ("dy", "x", "dw"),
+    absent=_asks_nothing,
+    required=lambda spec: (*WEIGHT.required(spec), "counter"),
+    boxes=_weight_boxes,
+    constants=_weight_constants,
+    candidates=_weight_candidates,
+    fallbacks=no_configs,
+    loading_warps=4,
+)
+ENTRIES = (ROWS_SPECIALIZED, ROWS_FITTED, WEIGHT_SPECIALIZED)

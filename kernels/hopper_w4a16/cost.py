@@ -1,0 +1,75 @@
+"""The cost model of products whose w is of codes (``Schedule.W4A16``): docs/inside/cost-model.md.
+
+A tile takes, for each step, the longer of what its codes take to become bf16 and be multiplied and of
+what its operands take out of L2. Tiles are handed out as programs become free, so the last ones are half a wave. That
+and the memory's time are joined as in ``cost_model.py``. Pure Python.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from ...artifacts.records.problem import Op, Problem
+from ..codes import BLOCK, CodeLayout
+from ..contract.config import TileRows
+from ..contract.spec import gemm_of
+from ..cost.resources import Resources, handed_out, join
+from ..cost.routing import expected_rows
+from ..hardware.chips import Chip
+from . import ZERO_DTYPES, code_layout
+
+_GRAIN = 16  # rows: kernels/hopper_w4a16/rows.py rounds a fitted tile's up to so many
+
+
+class MixedConstants(NamedTuple):
+    """Fitted to launches on an H100 (benchmarks/results/quantised-sweep-h100.json.xz); ns, and of one SM.
+
+    int4_ns and nvfp4_ns are of later code, where the estimates of both GPUs' journals are off the least
+    (tests/kernels/hopper_w4a16/test_cost.py). step_ns is higher by a tile's own time: choices lose less without it.
+    """
+
+    start_ns: float
+    step_ns: float  # a step's barriers
+    mxfp4_ns: float  # a block of 64 x 64 codes to bf16
+    int4_ns: float
+    nvfp4_ns: float
+    eight_bits_ns: float
+    turned_ns: float  # either, for dX
+    zero_ns: float  # what zero points add to either
+    row_ns: float  # a block by one row of x
+    l2_bytes_per_ns: float
+    memory_share: float  # of the chip's bandwidth
+    norm: float
+
+
+MIXED = MixedConstants(13165.0, 185.0, 55.8, 40.0, 63.0, 59.5, 98.0, 15.0, 0.980, 143.4, 0.938, 4.51)
+
+
+def _code_ns(codes: CodeLayout, c: MixedConstants) -> float:
+    if codes.codes == "e2m1":
+        return c.nvfp4_ns if codes.scales == "e4m3" else c.mxfp4_ns
+    return c.int4_ns if codes.codes == "int4" else c.eight_bits_ns
+
+
+def estimate_us(problem: Problem, M: int, resources: Resources, chip: Chip, c: MixedConstants = MIXED) -> float:
+    """The expected time of one launch in microseconds."""
+    config = resources.config
+    gemm, precision = gemm_of(problem), problem.dtype.precision
+    rows = expected_rows(problem.E, M)
+    row_tiles = rows.tiles[config.block_m]
+    height = float(config.block_m)
+    if config.rows is TileRows.FITTED:
+        height = min(height, rows.tiles[_GRAIN] * _GRAIN / row_tiles)
+    column_tiles, steps = -(-gemm.columns // config.block_n), -(-gemm.reduction // config.block_k)
+    blocks = config.block_n // BLOCK * (config.block_k // BLOCK)
+    code_ns = c.turned_ns if problem.op is Op.DX else _code_ns(code_layout(problem.dtype), c)
+    code_ns += c.zero_ns if problem.dtype in ZERO_DTYPES else 0.0
+    loaded = math.ceil(height / BLOCK) * BLOCK if config.block_m > BLOCK else config.block_m
+    loaded_bytes = loaded * config.block_k * 2 + blocks * BLOCK * BLOCK * precision.w.bits / 8
+    work_ns = blocks * (code_ns + c.row_ns * height)
+    step_ns = c.step_ns + join(work_ns, loaded_bytes / c.l2_bytes_per_ns, c.norm)
+    waves, filled = handed_out(row_tiles * column_tiles / chip.sm_count)
+    read_bytes = rows.active * precision.w_bytes(problem.N, problem.K) + 2.0 * M * (gemm.reduction + gemm.columns)
+    memory_ns = read_bytes / (chip.bandwidth_gbs * c.memory_share) / filled
+    return (c.start_ns + join(memory_ns, waves * steps * step_ns, c.norm)) * 1e-3

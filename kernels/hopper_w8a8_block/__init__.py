@@ -1,0 +1,161 @@
+"""Hopper's kernel for fp8 w and x with scales of 128x128 blocks: ``rows_w8a8``."""
+
+from __future__ import annotations
+
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Op
+from ..codes import BLOCK, WORD_ROW
+from ..contract.config import Config, Loads, Schedule
+from ..contract.entry import (
+    CODES_OF_X,
+    WORDS,
+    Box,
+    Constants,
+    Element,
+    KernelEntry,
+    Limits,
+    Rows,
+    Sizes,
+    TensorShape,
+    Tiles,
+    configs,
+    of_rows,
+    ragged,
+)
+from ..contract.spec import MAX_EXPERTS, Spec
+from ..hardware.arch import Arch, Feature
+from ..portable_plain import PLAIN
+
+DTYPES = frozenset((DType.FP8_BLOCK,))  # that products of codes in order have, of those that quantise x
+GROUP = 128  # of K, and columns of w, that share a scale
+SCALES = 256  # of x, that TMA loads at once
+_ROWS, _COLUMNS = 128, 256  # of a tile
+_BUFFER_BYTES = 2 * 64 * 64 * 2  # of results on their way out, of both warpgroups
+_QUARTERS = BLOCK * BLOCK // 4 // WORD_ROW  # of a block of codes, each a row of its descriptor
+_MOST_STEPS = (1 << 20) - 1  # the loading warp passes on a tile's steps in 20 bits
+
+
+def stage_bytes() -> int:
+    """Of shared memory for one step's operands and scales of x."""
+    return (_ROWS + _COLUMNS) * GROUP + 4 * SCALES
+
+
+def scale_columns(M: int) -> int:
+    """Of x's scales, [K / 128, this]: TMA wants rows of whole 16 bytes."""
+    return -(-M // 4) * 4
+
+
+def _boxes(_spec: Spec) -> dict[str, Box]:
+    return {
+        "x": (BLOCK, GROUP),
+        "w": (GROUP // BLOCK, GROUP // BLOCK, _QUARTERS, WORD_ROW),
+        "x_scale": (1, SCALES),
+        "y_map": (1, 1, 64, 64),
+    }
+
+
+def _shapes(_spec: Spec, n: Sizes) -> dict[str, TensorShape]:
+    deep, each = n["K"] // BLOCK, _QUARTERS * WORD_ROW
+    w = (deep, n["E"] * (n["N"] // BLOCK), _QUARTERS, WORD_ROW), (each, deep * each, WORD_ROW)
+
+    def scales(M: int, _stride: int) -> tuple[Box, Box]:
+        return (n["K"] // GROUP, scale_columns(M)), (scale_columns(M),)
+
+    return {
+        "x": of_rows(n["K"], ""),
+        "w": TensorShape(lambda _M, _stride: w),
+        "x_scale": TensorShape(scales, rows=True),
+        "y_map": ragged(n["N"], "stride_y_m"),
+    }
+
+
+def _constants(spec: Spec, arch: Arch) -> Constants:
+    stages, tables = spec.config.num_stages, 2 * _ROWS * 8 if spec.fusion else 0
+    room_bytes = arch.limits.shared_per_block_bytes - 512 - tables - stages * stage_bytes()
+    return {
+        "STAGES": stages,
+        "SLOTS": 2 if room_bytes >= 2 * _BUFFER_BYTES else 1,
+        "GROUP_M": spec.config.group_m,
+        "EXPERTS": MAX_EXPERTS,
+        "INDEXED": bool(spec.fusion),
+        "REGISTERS": 216,
+    }
+
+
+def _descriptors(spec: Spec) -> tuple[str, ...]:
+    """Results leave through one where no index says where they go."""
+    return ("x", "w", "x_scale") if spec.fusion else ("x", "w", "x_scale", "y_map")
+
+
+def _absent(spec: Spec) -> tuple[str, ...]:
+    return ("y_map",) if spec.fusion else ()
+
+
+def _required(spec: Spec) -> tuple[str, ...]:
+    return ("x", "w", "x_scale", "w_scale", "y", *(() if spec.fusion else ("y_map",)), "m_sizes", "counter")
+
+
+CANDIDATES: Rows = (
+    (128, 256, 128, 8, 4),
+    (128, 256, 128, 8, 3),
+)
+
+
+def _candidates(_op: Op, _dtype: DType, _arch: Arch) -> list[Config]:
+    how = Schedule.W8A8_BLOCK, Loads.TMA
+    return configs(CANDIDATES, *how) + configs(CANDIDATES, *how, group_m=16)
+
+
+ROWS_W8A8_BLOCK = KernelEntry(
+    name="rows_w8a8",
+    revision=1,
+    home="hopper_w8a8_block.rows",
+    sha256="dc6c8a8abc402a03c18d61a807b8a6c5dc8efb24c6a04d3144a940b691d47416",
+    launched_since=1,
+    ops=frozenset((Op.FORWARD,)),
+    dtypes=DTYPES,
+    fusions=PLAIN,
+    needs=frozenset((Feature.WGMMA,)),
+    tiles=(
+        Tiles(
+            Limits(MAX_EXPERTS, _MOST_STEPS),
+            {
+                "schedule": (Schedule.W8A8_BLOCK,),
+                "loads": (Loads.TMA,),
+                "block_m": (_ROWS,),
+                "block_n": (_COLUMNS,),
+                "block_k": (GROUP,),
+                "num_warps": (8,),
+                "num_stages": range(2, 5),
+            },
+            zeroes=True,
+        ),
+    ),
+    pointers=(
+        "x",
+        "w",
+        "x_scale",
+        "w_scale",
+        "y",
+        "y_map",
+        "m_sizes",
+        "index",
+        "row_weights",
+        "bias",
+        "counter",
+    ),
+    strides=("stride_y_m",),
+    steps=("m_sizes_step", "index_step", "index_end", "x_divisor", "flags"),
+    ranks={"x": 2, "w": 4, "x_scale": 2, "y_map": 4},
+    descriptors=_descriptors,
+    absent=_absent,
+    required=_required,
+    boxes=_boxes,
+    constants=_constants,
+    candidates=_candidates,
+    cost="hopper_w8a8_block.cost",
+    held={"x": CODES_OF_X, "w": WORDS, "x_scale": Element("fp32", 7, 32)},
+    shapes=_shapes,
+    loading_warps=4,
+)
+ENTRIES = (ROWS_W8A8_BLOCK,)

@@ -1,0 +1,49 @@
+"""The cost model of products whose x and w are of codes (``Schedule.W8A8_BLOCK``): docs/inside/cost-model.md.
+
+A step of a tile takes what its products and sums take, 64 rows at a time, or its operands out of L2; a tile also its
+way out. Tiles are handed out as programs become free, so the last ones are half a wave. That and the memory's time are
+joined as in ``cost_model.py``. Pure Python.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ...artifacts.records.problem import Problem
+from ..cost.resources import Resources, handed_out, join
+from ..cost.routing import expected_rows
+from ..hardware.chips import Chip
+
+_HALF = 64  # rows of a tile that are multiplied, or left out, together
+
+
+class ScaledConstants(NamedTuple):
+    """Fitted to launches on an H100 (benchmarks/results/quantised-h100.journal.xz); ns, and of one SM."""
+
+    start_ns: float
+    tile_ns: float  # between two tiles of a program
+    half_ns: float  # 64 rows of a step
+    step_ns: float  # a step's barriers
+    l2_bytes_per_ns: float
+    shallow: float  # of the products' time, for each stage below four
+    memory_share: float  # of the chip's bandwidth
+    norm: float
+
+
+SCALED = ScaledConstants(14907.0, 1006.0, 345.4, 152.1, 59.1, 0.01, 0.887, 6.76)
+
+
+def estimate_us(problem: Problem, M: int, resources: Resources, chip: Chip, c: ScaledConstants = SCALED) -> float:
+    """The expected time of one launch in microseconds; x is quantised before."""
+    config = resources.config
+    E, N, K, precision = problem.E, problem.N, problem.K, problem.dtype.precision
+    rows = expected_rows(E, M)
+    row_tiles, halves = rows.tiles[config.block_m], rows.tiles[_HALF]
+    column_tiles, steps = -(-N // config.block_n), -(-K // config.block_k)
+    work_ns = (c.half_ns * halves / row_tiles + c.step_ns) * (1.0 + c.shallow * (4 - config.num_stages))
+    loaded_bytes = (config.block_n + min(config.block_m, _HALF * halves / row_tiles)) * config.block_k
+    step_ns = join(work_ns, loaded_bytes / c.l2_bytes_per_ns, c.norm)
+    waves, filled = handed_out(row_tiles * column_tiles / chip.sm_count)
+    read_bytes = rows.active * precision.w_bytes(N, K) + precision.x.nbytes(M, K) + 2.0 * M * N
+    memory_ns = read_bytes / (chip.bandwidth_gbs * c.memory_share) / filled
+    return (c.start_ns + join(memory_ns, waves * (c.tile_ns + steps * step_ns), c.norm)) * 1e-3

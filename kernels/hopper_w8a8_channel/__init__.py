@@ -1,0 +1,171 @@
+"""Hopper's kernel for fp8 w and x with a scale for each row of both: ``rows_w8a8_channel``."""
+
+from __future__ import annotations
+
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Op
+from ..codes import BLOCK, WORD_ROW
+from ..contract.config import Config, Loads, Schedule, TileRows
+from ..contract.entry import (
+    CODES_OF_X,
+    WORDS,
+    Box,
+    Constants,
+    KernelEntry,
+    Limits,
+    Rows,
+    Sizes,
+    TensorShape,
+    Tiles,
+    configs,
+    dense,
+    of_rows,
+    ragged,
+)
+from ..contract.spec import MAX_EXPERTS, Spec
+from ..hardware.arch import Arch, Feature
+from ..portable_plain import PLAIN
+
+DTYPES = frozenset((DType.FP8_CHANNEL,))
+LINE = 128  # of K, that TMA loads of each row of x at once
+PART = 2048  # of K, that the tensor cores sum
+_MOST_K = 32768  # sums in fp16 are of 448 x 448 x 2^-17 at most for each of K
+_SWITCHES_BYTES = 1024  # of shared memory: barriers, and what else is not counted here
+
+
+def stores_by_tma(spec: Spec) -> bool:
+    """Whether results leave through a descriptor: boxes of 64 x 64, and no index says where they go."""
+    return not spec.fusion and spec.config.block_m >= BLOCK
+
+
+def _boxes(spec: Spec) -> dict[str, Box]:
+    c = spec.config
+    return {
+        "x": (min(c.block_m, BLOCK), LINE),
+        "w": (c.block_n // BLOCK, c.block_k // BLOCK * (BLOCK * BLOCK // 4 // WORD_ROW), WORD_ROW),
+        "y_map": (1, 1, BLOCK, BLOCK),
+    }
+
+
+def _shapes(_spec: Spec, n: Sizes) -> dict[str, TensorShape]:
+    line = n["K"] // BLOCK * (BLOCK * BLOCK // 4 // WORD_ROW)
+    return {
+        "x": of_rows(n["K"], ""),
+        "w": dense(n["E"] * (n["N"] // BLOCK), line, WORD_ROW),
+        "y_map": ragged(n["N"], "stride_y_m"),
+    }
+
+
+def _constants(spec: Spec, arch: Arch) -> Constants:
+    c = spec.config
+    tables = 2 * c.block_m * (12 if spec.fusion else 4)
+    sums = BLOCK * c.block_m * 4 if c.block_n == BLOCK else 0
+    operands = c.num_stages * (c.block_m + c.block_n) * c.block_k
+    buffer = 2 * min(c.block_m, BLOCK) * BLOCK * 2  # of both warpgroups
+    room = arch.limits.shared_per_block_bytes - _SWITCHES_BYTES - tables - sums - operands
+    return {
+        "BLOCK_M": c.block_m,
+        "BLOCK_N": c.block_n,
+        "BLOCK_K": c.block_k,
+        "STAGES": c.num_stages,
+        "SLOTS": 2 if room >= 2 * buffer else 1,
+        "GROUP_M": c.group_m,
+        "EXPERTS": MAX_EXPERTS,
+        "INDEXED": bool(spec.fusion),
+        "FITTED": c.rows is TileRows.FITTED,
+        "PART": PART,
+        "REGISTERS": 216,
+    }
+
+
+def _descriptors(spec: Spec) -> tuple[str, ...]:
+    return ("x", "w", "y_map") if stores_by_tma(spec) else ("x", "w")
+
+
+def _absent(spec: Spec) -> tuple[str, ...]:
+    return () if stores_by_tma(spec) else ("y_map",)
+
+
+def _required(spec: Spec) -> tuple[str, ...]:
+    return ("x", "w", "x_scale", "w_scale", "y", *(("y_map",) if stores_by_tma(spec) else ()), "m_sizes", "counter")
+
+
+def _tiles(rows: TileRows, m: tuple[int, ...], n: tuple[int, ...], k: tuple[int, ...]) -> tuple[Tiles, ...]:
+    def of(depth: int) -> Tiles:
+        knobs = {
+            "schedule": (Schedule.W8A8_CHANNEL,),
+            "loads": (Loads.TMA,),
+            "rows": (rows,),
+            "block_m": m,
+            "block_n": n,
+            "block_k": (depth,),
+            "num_warps": (8,),
+            "num_stages": range(2, 13),
+        }
+        return Tiles(Limits(MAX_EXPERTS, _MOST_K // depth), knobs, zeroes=True)
+
+    return tuple(of(depth) for depth in k)
+
+
+FIXED: Rows = (
+    (16, 64, 512, 8, 3),
+    (16, 64, 1024, 8, 2),
+    (16, 128, 256, 8, 4),
+    (16, 128, 256, 8, 6),
+    (32, 128, 256, 8, 4),
+)
+FITTED: Rows = (
+    (256, 128, 128, 8, 4),
+    (128, 128, 128, 8, 6),
+    (64, 128, 256, 8, 4),
+)
+
+
+def _candidates(_op: Op, _dtype: DType, _arch: Arch) -> list[Config]:
+    how = Schedule.W8A8_CHANNEL, Loads.TMA
+    return configs(FIXED, *how) + configs(FITTED, *how, fitted=True) + configs(FITTED[:1], *how, group_m=1, fitted=True)
+
+
+ROWS_W8A8_CHANNEL = KernelEntry(
+    name="rows_w8a8_channel",
+    revision=1,
+    home="hopper_w8a8_channel.rows",
+    sha256="ab2305786e6ce0a01889cda43e44cbdbbd99bd2d56e41e85084f91d63d68aa8b",
+    launched_since=1,
+    ops=frozenset((Op.FORWARD,)),
+    dtypes=DTYPES,
+    fusions=PLAIN,
+    needs=frozenset((Feature.WGMMA,)),
+    tiles=(
+        *_tiles(TileRows.FIXED, (16, 32, 64), (64, 128, 256), (128, 256, 512, 1024)),
+        *_tiles(TileRows.FITTED, (64, 128), (128, 256), (128, 256)),
+        *_tiles(TileRows.FITTED, (256,), (128,), (128, 256)),
+    ),
+    pointers=(
+        "x",
+        "w",
+        "x_scale",
+        "w_scale",
+        "y",
+        "y_map",
+        "m_sizes",
+        "index",
+        "row_weights",
+        "bias",
+        "counter",
+    ),
+    strides=("stride_y_m",),
+    steps=("m_sizes_step", "index_step", "index_end", "x_divisor", "flags"),
+    ranks={"x": 2, "w": 3, "y_map": 4},
+    descriptors=_descriptors,
+    absent=_absent,
+    required=_required,
+    boxes=_boxes,
+    constants=_constants,
+    candidates=_candidates,
+    cost="hopper_w8a8_channel.cost",
+    held={"x": CODES_OF_X, "w": WORDS},
+    shapes=_shapes,
+    loading_warps=4,
+)
+ENTRIES = (ROWS_W8A8_CHANNEL,)

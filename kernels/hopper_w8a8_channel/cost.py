@@ -1,0 +1,58 @@
+"""The cost model of products whose x and w are of codes with a scale a row (``Schedule.W8A8_CHANNEL``).
+
+docs/inside/cost-model.md. A step of a tile takes what its products take, or its operands out of L2; a tile also its way
+out. Tiles are handed out as programs become free, so the last ones are half a wave. That and the memory's time are
+joined as in ``cost_model.py``. Pure Python.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from ...artifacts.records.problem import Problem
+from ..codes import BLOCK
+from ..contract.config import TileRows
+from ..cost.resources import Resources, handed_out, join
+from ..cost.routing import expected_rows
+from ..hardware.chips import Chip
+
+_GRAIN = 16  # rows: kernels/hopper_w8a8_channel/rows.py rounds a fitted tile's up to so many
+
+
+class RowScaledConstants(NamedTuple):
+    """Fitted to launches on an H100; ns, and of one SM."""
+
+    start_ns: float
+    tile_ns: float  # between two tiles of a program
+    step_ns: float  # a step's barriers
+    block_ns: float  # a block of 64 x 64 codes, whatever the rows
+    row_ns: float  # a block by one row of x
+    l2_bytes_per_ns: float
+    memory_share: float  # of the chip's bandwidth
+    norm: float
+
+
+ROW_SCALED = RowScaledConstants(12778.0, 228.0, 16.2, 7.29, 0.741, 75.3, 0.934, 3.94)
+
+
+def estimate_us(
+    problem: Problem, M: int, resources: Resources, chip: Chip, c: RowScaledConstants = ROW_SCALED
+) -> float:
+    """The expected time of one launch in microseconds; x is quantised before."""
+    config = resources.config
+    E, N, K, precision = problem.E, problem.N, problem.K, problem.dtype.precision
+    rows = expected_rows(E, M)
+    row_tiles, height = rows.tiles[config.block_m], float(config.block_m)
+    if config.rows is TileRows.FITTED:
+        height = min(height, rows.tiles[_GRAIN] * _GRAIN / row_tiles)
+    column_tiles, steps = -(-N // config.block_n), -(-K // config.block_k)
+    blocks = config.block_n // BLOCK * (config.block_k // BLOCK)
+    loaded = math.ceil(height / BLOCK) * BLOCK if config.block_m > BLOCK else config.block_m
+    loaded_bytes = (loaded + config.block_n) * config.block_k
+    work_ns = blocks * (c.block_ns + c.row_ns * height)
+    step_ns = c.step_ns + join(work_ns, loaded_bytes / c.l2_bytes_per_ns, c.norm)
+    waves, filled = handed_out(row_tiles * column_tiles / chip.sm_count)
+    read_bytes = rows.active * precision.w_bytes(N, K) + precision.x.nbytes(M, K) + 2.0 * M * N
+    memory_ns = read_bytes / (chip.bandwidth_gbs * c.memory_share) / filled
+    return (c.start_ns + join(memory_ns, waves * (c.tile_ns + steps * step_ns), c.norm)) * 1e-3

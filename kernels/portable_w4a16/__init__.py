@@ -1,0 +1,132 @@
+"""The kernel for quantised w in the checkpoint layout and bf16 x, on every GPU (forward and dX)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ...artifacts.records.precision import DType, Scale
+from ...artifacts.records.problem import Fusion, Layout, Op
+from ..codes import BLOCK
+from ..contract.config import Config, Schedule
+from ..contract.entry import Constants, KernelEntry, Limits, Rows, Tiles, configs
+from ..contract.spec import MAX_EXPERTS, Spec
+from ..hardware.arch import Arch
+from ..portable_plain import PLAIN
+
+DTYPES = frozenset(one for one in DType if one.quantised and not one.quantises_x)
+_LINE_BYTES = 16  # of a row of codes: as many as are loaded at once
+_BLOCKS = (64, 128, 256)
+
+
+def _scale(spec: Spec) -> Scale:
+    found = spec.dtype.precision.w.scale
+    if found is None:
+        raise AssertionError(f"{spec.dtype.value} has no scale")
+    return found
+
+
+def order_of(spec: Spec) -> int:
+    """The order of the codes that a variant reads: runtime/weights/order.py numbers them."""
+    if spec.layout is Layout.STORED:
+        return 0
+    return 2 if spec.dtype.precision.w.bits == 8 else 1
+
+
+def _absent(spec: Spec) -> tuple[str, ...]:
+    scale = _scale(spec)
+    return (*(() if scale.zero_bits else ("w_zero",)), *(() if scale.outer else ("w_outer",)))
+
+
+def _constants(spec: Spec, _arch: Arch) -> Constants:
+    c, scale = spec.config, _scale(spec)
+    whole = scale.zero_bits and not order_of(spec)  # beside prepared codes both are less 8: runtime/weights/order.py
+    return {
+        "BLOCK_M": c.block_m,
+        "BLOCK_N": c.block_n,
+        "BLOCK_K": c.block_k,
+        "GROUP_M": c.group_m,
+        "EXPERTS": MAX_EXPERTS,
+        "INDEXED": bool(spec.fusion),
+        "DX": spec.op is Op.DX,
+        "CODES": "uint4" if whole else spec.dtype.precision.w.name,
+        "SCALES": scale.name,
+        "GROUP": scale.columns,
+        "SCALE_ROWS": scale.rows,
+        "OUTER": scale.outer is not None,
+        "ZERO": bool(scale.zero_bits),
+        "ORDER": order_of(spec),
+    }
+
+
+def _pointees(spec: Spec) -> Mapping[str, str]:
+    """What the pointers at codes and scales point at, in Triton's words."""
+    scale = {"e8m0": "u8", "e4m3": "u8", "bf16": "bf16", "fp32": "fp32"}[_scale(spec).name]
+    word, zero = ("*i32", "*i8") if order_of(spec) else ("*u8", "*u8")
+    return {"w": word, "w_scale": f"*{scale}", "w_zero": zero, "w_outer": "*fp32"}
+
+
+def _multiples(spec: Spec) -> Mapping[str, int]:
+    """Of aligned code, beside those of x and y: whole lines of codes in each row of w."""
+    codes = BLOCK if order_of(spec) else _LINE_BYTES * 8 // spec.dtype.precision.w.bits
+    rows = BLOCK if order_of(spec) else 8
+    columns, reduction = (codes, rows) if spec.op is Op.DX else (rows, codes)
+    return {"N": columns, "K": reduction, "w_scale": _LINE_BYTES}
+
+
+def _layouts(op: Op) -> frozenset[Layout]:
+    """Codes that were put in order for a forward by another kernel are dX's, too."""
+    return frozenset((Layout.STORED,)) if op is Op.FORWARD else frozenset((Layout.NK, Layout.STORED))
+
+
+# Few rows wait for w: long steps of codes, little of anything else. Many are bound by turning codes into bf16, which
+# large tiles share out. Each was the fastest of some number of rows on an H200 (benchmarks/speed/coded.py), but for the
+# last two of 8 bits, which nobody has timed.
+FOUR_BITS: Rows = (
+    (16, 64, 256, 4, 3),
+    (64, 128, 64, 4, 3),
+    (128, 128, 64, 8, 3),
+)
+EIGHT_BITS: Rows = (
+    (16, 64, 128, 4, 4),
+    (64, 128, 64, 4, 3),
+    (128, 128, 64, 8, 3),
+    (64, 64, 128, 4, 3),  # dX of codes in order wants one block of columns
+    (128, 64, 64, 4, 3),
+)
+
+
+def _candidates(_op: Op, dtype: DType, _arch: Arch) -> list[Config]:
+    return configs(FOUR_BITS if dtype.precision.w.bits == 4 else EIGHT_BITS, Schedule.TILE)
+
+
+CODED = KernelEntry(
+    name="coded",
+    revision=1,
+    home="portable_w4a16.rows",
+    sha256="d916f45b9b20010f6336bbab13703a4853b41d253a5c1ab54ba5507c2efe2113",
+    launched_since=1,
+    ops=frozenset((Op.FORWARD, Op.DX)),
+    dtypes=DTYPES,
+    fusions=PLAIN | {Fusion.GATHER},
+    needs=frozenset(),
+    tiles=(
+        Tiles(
+            Limits(MAX_EXPERTS),
+            {"schedule": (Schedule.TILE,), "block_n": _BLOCKS, "block_k": _BLOCKS},
+            zeroes=True,
+        ),
+    ),
+    pointers=("x", "w", "w_scale", "w_zero", "w_outer", "y", "m_sizes", "index", "row_weights", "bias"),
+    strides=("stride_x_m", "stride_y_m"),
+    steps=("m_sizes_step", "index_step", "index_end", "x_divisor", "flags"),
+    absent=_absent,
+    required=lambda spec: ("x", "w", "w_scale", "y", "m_sizes"),
+    constants=_constants,
+    candidates=_candidates,
+    fallbacks=lambda _op, _dtype, _arch: configs(((32, 64, 64, 4, 2),), Schedule.TILE),
+    cost="portable_w4a16.cost",
+    layouts=_layouts,
+    pointees=_pointees,
+    multiples=_multiples,
+)
+ENTRIES = (CODED,)

@@ -1,0 +1,88 @@
+"""The cost model of products whose w is of codes as stored, by the kernels for all GPUs: docs/inside/cost-model.md.
+
+As in kernels/hopper_w4a16/cost.py, with what differs between GPUs taken from their tables: a tile takes its start and,
+for each step, the longest of turning its codes into bf16, multiplying them and loading both operands; tiles are handed
+out as programs become free. Where codes are multiplied by codes x is turned into such in place of w, each step's
+product is added to sums, and the product itself takes half as long. One constant is measured (``eight_bits_apart``),
+the others are counted instructions, and figures of ``constants.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from ...artifacts.records.problem import Layout, Problem
+from ..codes import BLOCK
+from ..contract.spec import gemm_of
+from ..cost.constants import CONSTANTS, SIZES, Constants
+from ..cost.resources import Resources, handed_out, join, occupancy
+from ..cost.routing import expected_rows
+from ..hardware.arch import Feature, arch_of
+from ..hardware.chips import Chip
+
+_TCGEN05_ROWS = 64  # of the least tile
+
+
+class CodedConstants(NamedTuple):
+    """Per element of w what each step takes beside loads, in instructions of a lane; and a step's own latency."""
+
+    four_bits: float = 9.0  # unpack, two products, half a conversion, to shared memory and back
+    eight_bits: float = 9.0
+    eight_bits_apart: float = 60.0  # codes in order, over one block of columns: 6 x as long on an H200
+    of_x: float = 6.0  # x to codes: widen, largest, scale, half a conversion, to shared memory and back
+    of_largest: float = 3.0  # the first time round, where a scale is of a whole row
+    promoted: float = 2.0  # for each sum
+    rate: float = 2.0  # of e4m3, of that of bf16
+    widened: float = 2.0  # w to fp16, where tiles of so few rows have no products of e4m3
+    step_ns: float = 350.0  # barriers, and the way through shared memory, of one program
+    tile_ns: float = 1500.0
+    norm: float = 4.0
+
+
+CODED = CodedConstants()
+
+
+def estimate_us(
+    problem: Problem,
+    M: int,
+    resources: Resources,
+    chip: Chip,
+    constants: Constants = CONSTANTS,
+    c: CodedConstants = CODED,
+) -> float:
+    """The expected time of one launch in microseconds; infinity where not one program fits an SM."""
+    config, arch, family = resources.config, arch_of(chip.sm), constants.family(chip.sm)
+    programs = occupancy(resources, arch.limits)
+    if not programs:
+        return math.inf
+    gemm, precision = gemm_of(problem), problem.dtype.precision
+    rows = expected_rows(problem.E, M)
+    row_tiles, column_tiles = rows.tiles[config.block_m], -(-gemm.columns // config.block_n)
+    steps = -(-gemm.reduction // config.block_k)
+    elements = config.block_n * config.block_k
+    per_element = c.four_bits if precision.w.bits == 4 else c.eight_bits
+    if precision.w.bits == 8 and problem.layout is Layout.NK and config.block_n > BLOCK:
+        per_element = c.eight_bits_apart
+    work = elements * per_element
+    peak = chip.bf16_tflops * 1e3 / chip.sm_count * family.sustained  # FLOPs a ns
+    if problem.dtype.quantises_x:
+        largest = c.of_largest if precision.x.scale is not None and not precision.x.scale.columns else 0.0
+        work = config.block_m * (config.block_k * (c.of_x + largest) + config.block_n * c.promoted)
+        if config.block_m < _TCGEN05_ROWS and arch.has(Feature.TCGEN05):
+            work += elements * c.widened
+        else:
+            peak *= c.rate
+    decode_ns = work / (arch.limits.fp32_lanes * chip.clock_ghz)  # of a whole SM
+    height = family.rows[SIZES.index(config.block_m)] if config.block_m in SIZES else 1.0
+    dot_ns = 2.0 * config.block_m * elements / (peak * height)
+    loaded_bytes = config.block_m * config.block_k * 2 + elements * precision.w.bits / 8
+    load_ns = loaded_bytes / (family.l2_bytes_per_clock * chip.clock_ghz)
+    tiles = row_tiles * column_tiles
+    busy = min(programs, max(1.0, tiles / chip.sm_count))  # programs that share an SM
+    step_ns = max(join(decode_ns + dot_ns, load_ns, c.norm), c.step_ns / busy)
+    waves, filled = handed_out(tiles / chip.sm_count)
+    work_ns = waves * (steps * step_ns + c.tile_ns / busy)
+    read_bytes = rows.active * precision.w_bytes(problem.N, problem.K) + 2.0 * M * (gemm.reduction + gemm.columns)
+    memory_ns = read_bytes / (chip.bandwidth_gbs * family.memory_share) / filled
+    return (constants.launch_ns + constants.cold_ns + constants.start_ns + join(memory_ns, work_ns, c.norm)) * 1e-3

@@ -1,1 +1,0 @@
-"""Which configs are worth compiling, by generation. Uses the contract."""

@@ -1,0 +1,65 @@
+"""The kernel for codes of w, compiled: which products are in its code, and what it takes of an SM."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pytest
+from compiled import keep_compiled
+
+from pretuned.aot.compile.triton import compile_variant
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Op
+from pretuned.kernels import registry
+from pretuned.kernels.contract.config import Config, Loads, Schedule, TileRows
+from pretuned.kernels.contract.spec import Spec
+from pretuned.kernels.cost.resources import rejection
+from pretuned.kernels.hardware.arch import arch_of
+from pretuned.kernels.launchable import unlaunchable
+from pretuned.kernels.search import candidates, shared_bytes_at_least
+
+MOST_SPILLED_BYTES = 64
+# Tiles that share out K, and such whose rows are fitted: their loop is there once for each number of rows.
+FEW = Config(16, 64, 1024, 8, 3, loads=Loads.TMA, schedule=Schedule.W4A16)
+FITTED = FEW._replace(block_m=64, block_n=256, block_k=128, num_stages=5, rows=TileRows.FITTED)
+BYTES = FITTED._replace(block_n=128, num_stages=4)
+TURNED = FITTED._replace(block_m=256, block_n=128, block_k=64, num_stages=5)
+SPECS = [
+    Spec(Op.DX, DType.INT4_G32, TURNED),
+    Spec(Op.FORWARD, DType.NVFP4, FEW),
+    Spec(Op.FORWARD, DType.MXFP4, FITTED, fusion=Fusion.SCATTER),
+    Spec(Op.FORWARD, DType.FP8_CHANNEL_A16, BYTES),
+    Spec(Op.FORWARD, DType.INT4_G128_ZP, FITTED, fusion=Fusion.SCATTER),
+    Spec(Op.DX, DType.INT4_G32_ZP, TURNED),
+    Spec(Op.FORWARD, DType.MXFP8, BYTES, fusion=Fusion.SCATTER),
+    Spec(Op.DX, DType.MXFP8, TURNED._replace(num_stages=4)),
+]
+
+
+def test_these_are_among_what_is_built() -> None:
+    assert all(one.config in candidates(one.op, one.dtype, 90) for one in SPECS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.dtype.value)
+def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch, spec: Spec) -> None:
+    kept = keep_compiled(monkeypatch)
+    variant, config = compile_variant(spec, 90).variant, spec.config
+    ptx = kept[0].asm["ptx"]
+    widths = Counter(map(int, re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.bf16\.bf16", ptx)))
+    assert widths.total() == ptx.count("wgmma.mma_async")
+    mine = max(1, config.block_n // 128)  # blocks of columns of a warpgroup
+    blocks = config.block_k // 64 if config.block_n > 64 else config.block_k // 128  # of K, of a step
+    each = 2 * 4 * blocks * mine  # both warpgroups, 16 of K an instruction
+    if config.rows is TileRows.FITTED:
+        assert widths == dict.fromkeys(range(16, config.block_m + 1, 16), each)
+    else:
+        assert widths == {config.block_m: each}
+    assert variant.spill_bytes <= MOST_SPILLED_BYTES
+    assert rejection(variant, arch_of(90)) is None
+    assert unlaunchable(variant) is None
+    assert variant.shared_bytes >= shared_bytes_at_least(spec.op, spec.dtype, config, 90)
+    maps = {one.argument: (one.element, one.box, one.swizzle) for one in variant.tensor_maps}
+    told = {"x": (9, 3), "w": (2, 0), "w_scale": (0, 0), "w_zero": (0, 0)}
+    assert maps == {name: (told[name][0], box, told[name][1]) for name, box in registry.boxes(spec).items()}
