@@ -20,7 +20,7 @@ from pretuned.kernels.contract.config import Config, Schedule
 from pretuned.kernels.contract.spec import Spec
 from pretuned.runtime import Lora, explain, grouped_gemm, hooks, moe_mlp, reload, sort_routing
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
-from pretuned.runtime.replay import guard, programs
+from pretuned.runtime.replay import programs
 
 E, H, I, K = 4, 12, 8, 2  # noqa: E741  (I: the expert's width)
 MANY, LARGE_FROM = 4096, 128  # rows
@@ -140,7 +140,7 @@ def test_the_forward_and_all_gradients_run_the_kernels_of_the_hint(device: Devic
             assert set(launched) == {block_m}
 
 
-@pytest.mark.skipif(guard._TensorGuards is None, reason="this torch has no guards")
+@pytest.mark.skipif(programs._TensorGuards is None, reason="this torch has no guards")
 @pytest.mark.parametrize("name", CALLS)
 def test_a_plan_of_another_hint_is_not_used(device: Device, replayed: list[Replay], name: str) -> None:
     call = CALLS[name]()
