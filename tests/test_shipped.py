@@ -69,11 +69,12 @@ LISTS = {  # elsewhere the first
         "fp8-channel.txt",
         "mxfp8.txt",
         "padded-more.txt",
+        "fp8-channel-more.txt",
     ),
 }
 ON_ONE_ALONE = {
     H100: ("flagships-bf16.txt", "flagships.txt", "flagships-more.txt", "padded.txt"),
-    H200: ("padded-more.txt",),
+    H200: ("padded-more.txt", "fp8-channel-more.txt"),
 }
 LATER = (
     "flagships-h100.journal.xz",

@@ -1,7 +1,6 @@
 """What quantised products were to reach beside other libraries, what they do, and what the same files say limits them.
 
-    python benchmarks/run.py targets            # print the table
-    python benchmarks/run.py targets --write    # put it into docs/inside/performance.md
+    python benchmarks/run.py targets
 
 Of quantised-peers-h100.jsonl and fp8-peers-h100.jsonl, which beside_quantised measured: every cell's time of ours and
 of the fastest other library, and its bytes: those of w's experts that have rows, with their scales, of x as the product
@@ -26,15 +25,13 @@ from typing import Any, NamedTuple
 from pretuned.aot.measure.inputs import routed_rows
 from pretuned.artifacts.records.precision import PRECISIONS
 
-from ..model.tables import ROOT, put
+from ..model.tables import ROOT
 from .beside_quantised import peer_of
 from .products import INT4, MODELS
 
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs/inside/performance.md"
 FILES = ("quantised-peers-h100.jsonl", "fp8-peers-h100.jsonl")
 TOKENS = (1, 16, 128, 1024, 8192)
-HEAD = "| format, tokens | " + " | ".join(f"{tokens:,}" for tokens in TOKENS) + " |"
 TARGETS = {  # two thirds of the way from the best library to what bytes and arithmetic allowed it
     "fp8 blocks": (1.08, 1.04, 1.04, 1.11, 1.14),
     "mxfp4": (1.22, 1.19, 1.23, 1.40, 1.25),
@@ -145,14 +142,6 @@ class Limits:
                 said += [self.beside_bf16(column, one) if bf16 else "" for one in ("us", "dense_same_flops_us")]
                 yield "| " + " | ".join(said) + " |"
 
-    def page(self) -> Iterator[str]:
-        """The rows of the page's table, a column for each number of tokens: targets, then shares of the bound."""
-        cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in self.rows()]
-        for title, number in (("target", 1), ("share of the bound", 7)):
-            for i, kind in enumerate(TARGETS):
-                of_kind = cells[i * len(TOKENS) : (i + 1) * len(TOKENS)]
-                yield f"| {kind}: {title} | " + " | ".join(cell[number] for cell in of_kind).rstrip() + " |"
-
 
 def in_bf16(folder: Path = RESULTS) -> dict[tuple[str, str], dict[str, float]]:
     """The forwards of 8,192 tokens of kernels-h100.json, by model and product."""
@@ -161,14 +150,11 @@ def in_bf16(folder: Path = RESULTS) -> dict[tuple[str, str], dict[str, float]]:
 
 
 def main(args: list[str] | None = None) -> int:
-    """Print the table, or write it."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--write", action="store_true", help="put the table into the page")
-    given = parser.parse_args(args)
+    parser.parse_args(args)
     limits = Limits(read(), in_bf16())
     rows = list(limits.rows())
     fastest = f"the cell that reads fastest: {limits.rate / 1e6:.2f} TB/s"
     print("\n".join(["| format, tokens | target |", *rows, fastest]))
-    if given.write:
-        PAGE.write_text(put(PAGE.read_text(), HEAD, list(limits.page())))
     return 0

@@ -37,14 +37,6 @@ def tool() -> ModuleType:
     return targets
 
 
-def test_the_page_has_the_table(tool: ModuleType) -> None:
-    rows = list(tool.Limits(tool.read(), tool.in_bf16()).page())
-    lines = tool.PAGE.read_text().splitlines()
-    (head,) = [i for i, line in enumerate(lines) if line.startswith(tool.HEAD)]
-    assert lines[head + 2 : head + 2 + len(rows)] == rows
-    assert not lines[head + 2 + len(rows)].startswith("|")
-
-
 def cell(tool: ModuleType, us: float, best_us: float, moved: int, tokens: int = 1, kind: str = "mxfp4") -> Any:
     return tool.Cell(kind, "m", "down", tokens, us, best_us, moved, 2e6)
 
