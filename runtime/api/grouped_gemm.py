@@ -238,7 +238,7 @@ def grouped_gemm(
                     topk_weights is None,
                     bias is None,
                     None if lora is None else scales_of((lora, None)),
-                    None if expected_rows is None else expected_bucket("grouped_gemm", expected_rows, M, "M"),
+                    None if expected_rows is None else _expected(expected_rows, M, gather_indices),
                 )
             key = (
                 w.data_ptr() if type(w) is not ExpertWeights else key_of(w),
@@ -319,3 +319,8 @@ def grouped_gemm(
 
 def _sizes(*given: torch.Tensor | None) -> tuple[object, ...]:
     return tuple([None if one is None else (one.shape, one.stride()) for one in given])
+
+
+def _expected(rows: int, M: int, gather_indices: torch.Tensor | None) -> int | None:
+    """The bucket of the hint; an index may have more or fewer rows than x has slots."""
+    return expected_bucket("grouped_gemm", rows, M if gather_indices is None else gather_indices.shape[0], "M")

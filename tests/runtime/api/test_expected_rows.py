@@ -291,3 +291,22 @@ def test_explain_shows_that_the_hint_changed_the_choice(device: Device) -> None:
             explain(x, w, m_sizes, expected_rows=wrong)
     with pytest.raises(InputError, match=r"explain: expected_rows is 9, .*M=8"):
         explain(E=E, N=I, K=H, M=8, sm=90, expected_rows=9)
+
+
+def test_the_hint_is_held_against_the_rows_of_the_index(device: Device) -> None:
+    """An index may be shorter than x's slots, or longer; a plan of the same bucket is there already."""
+    x, w = torch.randn(4, H), torch.randn(E, I, H)
+    sizes = torch.zeros(E, dtype=torch.int32)
+    sizes[0] = 6
+    short, long = torch.arange(6, dtype=torch.int32), torch.arange(10, dtype=torch.int32).clamp(max=7)
+
+    def call(index: torch.Tensor, rows: int) -> torch.Tensor:
+        return grouped_gemm(x, w, sizes, 2, index, permute_x=True, expected_rows=rows)
+
+    call(short, 6)
+    with pytest.raises(InputError, match="expected_rows is 7, wanted"):
+        call(short, 7)
+    want = call(long, 10)[:6]  # the others are no expert's
+    torch.testing.assert_close(call(long, 10)[:6], want)
+    with pytest.raises(InputError, match="expected_rows is 11, wanted"):
+        call(long, 11)
