@@ -86,6 +86,7 @@ def test_opcheck_of_the_gradient(needs: list[bool]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compile_with_changing_tokens_compiles_once(backend: str) -> None:
+    torch.manual_seed(0)
     up, down = torch.randn(E, 2 * I, H, requires_grad=True), torch.randn(E, H, I, requires_grad=True)
     bias = torch.randn(E, 2 * I, requires_grad=True)
     from torch._dynamo.testing import CompileCounterWithBackend
@@ -107,7 +108,7 @@ def test_compile_with_changing_tokens_compiles_once(backend: str) -> None:
         inputs = [hidden, weights, up, down, bias]
         dy = torch.randn_like(y)
         for got, want in zip(torch.autograd.grad(y, inputs, dy), torch.autograd.grad(wanted, inputs, dy), strict=True):
-            torch.testing.assert_close(got, want)
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)  # sums in another order
     assert graphs.frame_count == 1
 
 
