@@ -20,6 +20,7 @@ from ...kernels.contract.entry import TensorShape
 from ...kernels.rowops import Block, programs, rows_at_once
 from . import cuda
 from .device import device as device_of
+from .device import local_gpu
 
 _MOST_PROGRAMS = 2**31 - 1
 _MOST_BOUND = 256
@@ -33,6 +34,11 @@ Behind: TypeAlias = "tuple[tuple[str, int, int], ...]"
 MAP_BYTES = 128
 MAP_ALIGNMENT_BYTES = 64
 _CACHED = 256
+# A known issue of NVIDIA's driver (release notes of 595.71.05): on Blackwell a descriptor of memory under 128 KiB that
+# is no dense tensor may touch memory behind it. They ask to clear this bit, 85 of the descriptor: 5 of its byte 10.
+_BLACKWELL = 100
+_FAR = 128 << 10
+_PROBES_FAR = 1 << 5
 _OTHER_ADDRESS = 0x7FFFFFF0  # the bits in which another one differs: aligned as well
 _ELEMENT_BYTES = {0: 1, 2: 4, 6: 2, 7: 4, 9: 2, 11: 4}  # of a CUtensorMapDataType (cuda.h)
 
@@ -123,6 +129,9 @@ class TensorMaps:
         if code:
             what = f"cuTensorMapEncodeTiled({plan.argument}, sizes {sizes}, strides {strides})"
             cuda.recover(code, what, self._device, encode, *arguments)
+        extent = sum((size - 1) * stride for size, stride in zip(sizes, (*strides, 1), strict=True)) + 1
+        if extent * self._itemsize < _FAR and local_gpu(self._device).sm >= _BLACKWELL:
+            memory[at + 10] &= ~_PROBES_FAR
         return bytes(memory[at : at + MAP_BYTES])
 
 

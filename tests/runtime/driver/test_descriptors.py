@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 
 import pytest
+from emulated_driver import EmulatedGpu, emulated
 
 from pretuned.artifacts.errors import CudaError
 from pretuned.artifacts.records.bundle import TensorMap
@@ -66,3 +67,29 @@ def test_whether_rows_may_repeat_is_asked_once(stub: ctypes.CDLL, refused: bool)
         stub.stub_fail(b"cuTensorMapEncodeTiled", 1)
     assert [repeats_rows(0) for _ in range(2)] == [not refused] * 2
     repeats_rows.cache_clear()
+
+
+class FarProbes(EmulatedGpu):
+    """A driver that sets every bit of a descriptor's second word."""
+
+    def cuTensorMapEncodeTiled(self, map: int, *rest: int) -> int:
+        code = super().cuTensorMapEncodeTiled(map, *rest)
+        ctypes.memset(map + 8, 255, 8)
+        return code
+
+
+@pytest.mark.parametrize(
+    ("sm", "rows", "stride", "cleared"),
+    [
+        (100, 8, 64, True),
+        (120, 1023, 64, True),  # 128 bytes less than 128 KiB
+        (100, 1024, 64, False),
+        (100, 8, 1 << 14, False),  # strided rows: they reach over more than 128 KiB
+        (90, 8, 64, False),
+    ],
+)
+def test_descriptors_of_little_memory_on_blackwell(sm: int, rows: int, stride: int, cleared: bool) -> None:
+    with emulated(FarProbes(sm=sm)):
+        encoded = TensorMaps(PLAN, 0).encode((4096, rows, stride), (rows, 64), (stride,))
+    word = int.from_bytes(encoded[8:16], "little")
+    assert word == (1 << 64) - 1 - (cleared << 21)
