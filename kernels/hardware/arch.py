@@ -24,6 +24,9 @@ class Feature(enum.Enum):
     MMA_ASYNC = "mma_async"  # products that go on while the threads that asked for them do other work: the two above
     FP8 = "fp8"  # products of e4m3 and e5m2
     FP4 = "fp4"  # products of e2m1 with a scale for each block
+    FAR_TMA = (
+        "far_tma"  # a descriptor of little memory may touch what lies behind it, with a driver that has this fault
+    )
 
 
 class Generation(enum.Enum):
@@ -89,8 +92,8 @@ class Arch(NamedTuple):
 
 # What the architectures of one design have in common.
 _HOPPER = frozenset({Feature.TMA, Feature.WGMMA, Feature.MMA_ASYNC, Feature.FP8})
-_BLACKWELL = frozenset({Feature.TMA, Feature.TCGEN05, Feature.MMA_ASYNC, Feature.FP8, Feature.FP4})
-_RTX_BLACKWELL = frozenset({Feature.TMA, Feature.FP8, Feature.FP4})
+_BLACKWELL = frozenset({Feature.TMA, Feature.TCGEN05, Feature.MMA_ASYNC, Feature.FP8, Feature.FP4, Feature.FAR_TMA})
+_RTX_BLACKWELL = frozenset({Feature.TMA, Feature.FP8, Feature.FP4, Feature.FAR_TMA})
 _SMALL_SM = SmLimits(100 * KIB, 99 * KIB, 1536, 24, fp32_lanes=128)  # of Ada, and of RTX Blackwell
 _LARGE_SM = SmLimits(228 * KIB, 227 * KIB, 2048, 32, fp32_lanes=128)  # of Hopper, and of Blackwell
 
@@ -158,6 +161,11 @@ def arch_of(sm: int) -> Arch:
 def limits(sm: int) -> SmLimits:
     """What an SM of capability ``sm`` holds; raises as ``arch_of``."""
     return arch_of(sm).limits
+
+
+def probes_far(sm: int) -> bool:
+    """Whether capability ``sm`` has ``Feature.FAR_TMA``; one that is not of this table has not."""
+    return sm in ARCHS and ARCHS[sm].has(Feature.FAR_TMA)
 
 
 def torch_groups(sm: int) -> bool:

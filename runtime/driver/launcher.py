@@ -17,6 +17,7 @@ from ...artifacts.errors import CudaError, InputError
 from ...artifacts.records.bundle import TensorMap, Variant
 from ...artifacts.records.problem import RowOp
 from ...kernels.contract.entry import TensorShape
+from ...kernels.hardware.arch import probes_far
 from ...kernels.rowops import Block, programs, rows_at_once
 from . import cuda
 from .device import device as device_of
@@ -36,7 +37,6 @@ MAP_ALIGNMENT_BYTES = 64
 _CACHED = 256
 # A known issue of NVIDIA's driver (release notes of 595.71.05): on Blackwell a descriptor of memory under 128 KiB that
 # is no dense tensor may touch memory behind it. They ask to clear this bit, 85 of the descriptor: 5 of its byte 10.
-_BLACKWELL = 100
 _FAR = 128 << 10
 _PROBES_FAR = 1 << 5
 _OTHER_ADDRESS = 0x7FFFFFF0  # the bits in which another one differs: aligned as well
@@ -130,7 +130,7 @@ class TensorMaps:
             what = f"cuTensorMapEncodeTiled({plan.argument}, sizes {sizes}, strides {strides})"
             cuda.recover(code, what, self._device, encode, *arguments)
         extent = sum((size - 1) * stride for size, stride in zip(sizes, (*strides, 1), strict=True)) + 1
-        if extent * self._itemsize < _FAR and local_gpu(self._device).sm >= _BLACKWELL:
+        if extent * self._itemsize < _FAR and probes_far(local_gpu(self._device).sm):
             memory[at + 10] &= ~_PROBES_FAR
         return bytes(memory[at : at + MAP_BYTES])
 

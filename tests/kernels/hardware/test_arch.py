@@ -27,6 +27,7 @@ def having(feature: Feature) -> tuple[int, ...]:
         (Feature.MMA_ASYNC, (90, 100, 103)),
         (Feature.FP8, (89, 90, 100, 103, 120, 121)),
         (Feature.FP4, (100, 103, 120, 121)),
+        (Feature.FAR_TMA, (100, 103, 120, 121)),
     ],
 )
 def test_who_can_do_what(feature: Feature, sms: tuple[int, ...]) -> None:
