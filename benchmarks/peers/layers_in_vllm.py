@@ -17,7 +17,7 @@ own, which is ended when ``--seconds`` are over. The file is whole after each ce
 ``flagships`` are DeepSeek-V4-Flash, one of eight ranks' experts of DeepSeek-V4-Pro and of Kimi-K3 (a rank has as many
 rows as T tokens a rank bring), GLM-5.3-Flash and Step-3.7-Flash. They have one side more, ``moe_mlp``: pretuned's layer
 called without vLLM, with the model's activation even if the plug-in or this vLLM lacks it. An activation that this vLLM
-lacks is silu in its sides, and the cell says so.
+lacks is silu in its sides, and the cell says so. ``channel`` are layers of fp8 with a scale a row.
 
 vLLM need not be installed: ``--vllm`` is where its wheel is unpacked, ``--packages`` a folder with what it imports
 (``carry.py`` makes both, for a machine that fetches nothing).
@@ -81,11 +81,20 @@ def _flagship(
     return Kind(model, E, H, I, top_k, backends.get(weights, ("triton",)), activation, False, weights, numbers, True)
 
 
+def _channel(model: str, E: int, H: int, I: int, top_k: int) -> Kind:  # noqa: E741
+    """A layer of fp8 with a scale a row of w, and of x made in the layer, against vLLM's kernels that have them."""
+    return Kind(model, E, H, I, top_k, ("triton", "cutlass", "marlin"), weights="fp8_channel")
+
+
 KINDS = {
     "bf16": Kind("Qwen3-30B-A3B", 128, 2048, 768, 8, ("triton",)),
     "fp8": Kind("DeepSeek-V3", 256, 7168, 2048, 8, ("triton", "deep_gemm", "marlin"), weights="fp8"),
     "mxfp4": Kind("gpt-oss-120b", 128, 2880, 2880, 4, ("triton", "marlin"), "swigluoai", True, weights="gpt_oss_mxfp4"),
     "int4": Kind("Kimi-K2-Thinking", 384, 7168, 2048, 8, ("marlin",), weights="int4"),
+    "channel-qwen": _channel("Qwen3-30B-A3B", 128, 2048, 768, 8),
+    "channel-mixtral": _channel("Mixtral-8x7B, tp=2", 8, 4096, 7168, 2),
+    "channel-qwen-235b": _channel("Qwen3-235B-A22B, tp=4", 128, 4096, 384, 8),
+    "channel-maverick": _channel("Llama-4-Maverick, tp=8", 128, 5120, 1024, 1),
     "v4-flash": _flagship("DeepSeek-V4-Flash", 256, 4096, 2048, 6, "mxfp4", limit=10.0),
     "v4-pro": _flagship("DeepSeek-V4-Pro, ep=8", 48, 7168, 3072, 6, "mxfp4", limit=10.0),
     "kimi-k3": _flagship("Kimi-K3, ep=8", 112, 3584, 3072, 16, "mxfp4", "situ", beta=4.0, linear_beta=25.0),
@@ -93,7 +102,9 @@ KINDS = {
     "step-3.7": _flagship("Step-3.7-Flash", 288, 4096, 1280, 8, "bf16", "swiglustep", limit=7.0),
 }
 FLAGSHIPS = [name for name, one in KINDS.items() if one.is_flagship]
-USUAL = {name: one for name, one in KINDS.items() if not one.is_flagship}
+CHANNEL = [name for name, one in KINDS.items() if one.weights == "fp8_channel"]
+USUAL = {name: one for name, one in KINDS.items() if name not in {*FLAGSHIPS, *CHANNEL}}
+GROUPS = {"flagships": FLAGSHIPS, "channel": CHANNEL}
 OURS, DIRECT = "auto", "moe_mlp"
 ROUNDS = 15
 CLOSING = 30  # seconds
@@ -107,7 +118,23 @@ def quantisation(weights: str) -> Any:
     from vllm.model_executor.layers.quantization import get_quantization_config
 
     group = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    row = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
     said = {
+        "fp8_channel": (
+            "compressed-tensors",
+            {
+                "quant_method": "compressed-tensors",
+                "format": "float-quantized",
+                "ignore": [],
+                "config_groups": {
+                    "group_0": {
+                        "targets": ["Linear"],
+                        "weights": row | {"strategy": "channel"},
+                        "input_activations": row | {"strategy": "token", "dynamic": True},
+                    }
+                },
+            },
+        ),
         "fp8": ("fp8", {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}),
         "gpt_oss_mxfp4": ("gpt_oss_mxfp4", {"quant_method": "mxfp4"}),
         "int4": (
@@ -147,13 +174,14 @@ def _mxfp4() -> Any:
     return Published()
 
 
-def made(kind: str, one: Kind, backend: str, device: str) -> Any:
-    """vLLM's layer with weights that are drawn, the same for every backend, processed as after loading."""
+def made(kind: str, one: Kind, backend: str, device: str, most: int) -> Any:
+    """vLLM's layer, of ``most`` tokens a call, with weights that are drawn, the same for all, processed as if loaded."""
     from vllm.config import KernelConfig, VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers import fused_moe
 
     make = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE
     config = VllmConfig(kernel_config=KernelConfig(moe_backend=backend))
+    config.scheduler_config.max_num_batched_tokens = most
     limit = (one.numbers or {}).get("limit") if one.activation == "silu" else None
     with set_current_vllm_config(config), torch.device(device):
         made = make(
@@ -242,7 +270,7 @@ def draw(name: str, parameter: torch.Tensor, kind: str, one: Kind) -> None:
         return
     N, K = (2 * one.I, one.H) if name.startswith("w13") else (one.H, one.I)
     if "scale" in name:
-        rows, columns = (128, 128) if kind == "fp8" else (1, 32)
+        rows, columns = {"fp8": (128, 128), "fp8_channel": (1, K)}.get(kind, (1, 32))
     else:
         rows, columns = 1, {torch.uint8: 2, torch.int32: 8}.get(to.dtype, 1)
     shape, device = (N // rows, K // columns) if to.dim() == 3 else (N,), to.device
@@ -375,7 +403,7 @@ def measure(kind: str, backends: list[str], tokens: list[int], keep: Callable[[d
             failed[DIRECT] = traceback.format_exc(limit=-6)
     for backend in (name for name in backends if name != DIRECT):
         try:
-            layer, config = made(kind, one, backend, "cuda")
+            layer, config = made(kind, one, backend, "cuda", max(tokens))
             with set_current_vllm_config(config), set_forward_context(None, config):
                 # The workspace has its size from here on.
                 call_of(layer, routing(one, max(tokens), "cuda"), layer.quant_method.is_monolithic)()
@@ -417,13 +445,15 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--packages", type=Path, help="a folder with the packages that vLLM imports")
     parser.add_argument("--json", type=Path, required=True, help="the file to write")
     usual = ",".join(USUAL)
-    parser.add_argument("--kinds", default=usual, help=f"some of {', '.join(KINDS)}, or flagships; default: {usual}")
+    parser.add_argument(
+        "--kinds", default=usual, help=f"some of {', '.join(KINDS)}, or {' or '.join(GROUPS)}; default: {usual}"
+    )
     parser.add_argument("--backends", help="some of a kind's, auto (the plug-in) and moe_mlp; default: all")
     parser.add_argument("--tokens", default=TOKENS)
     parser.add_argument("--seconds", type=float, default=540, help="when to end what is still measured")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # one kind, in this process
     given = parser.parse_args(args)
-    given.kinds = FLAGSHIPS if given.kinds == "flagships" else given.kinds.split(",")
+    given.kinds = GROUPS.get(given.kinds) or given.kinds.split(",")
     given.tokens = [int(T) for T in given.tokens.split(",")]
     for kind in given.kinds:
         if kind not in KINDS:
