@@ -175,7 +175,7 @@ def _mxfp4() -> Any:
 
 
 def made(kind: str, one: Kind, backend: str, device: str, most: int) -> Any:
-    """vLLM's layer, of ``most`` tokens a call, with weights that are drawn, the same for all, processed as if loaded."""
+    """vLLM's layer, of ``most`` tokens a call, with weights that are drawn, processed as after loading."""
     from vllm.config import KernelConfig, VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers import fused_moe
 
