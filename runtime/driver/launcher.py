@@ -32,6 +32,8 @@ _Block: TypeAlias = "tuple[bytearray, int, object, object, c_char]"
 Grid: TypeAlias = Callable[[int, int], int]  # (rows, index_end) -> programs
 Run: TypeAlias = "Callable[..., None]"  # (M, stream, *addresses): see Launcher.bind
 Behind: TypeAlias = "tuple[tuple[str, int, int], ...]"
+# A launch's bytes up to its stream, and those behind its first address, its second one and each of the others
+_Sized: TypeAlias = "tuple[bytes, bytes, bytes, tuple[bytes, ...]]"
 MAP_BYTES = 128
 MAP_ALIGNMENT_BYTES = 64
 _CACHED = 256
@@ -49,7 +51,7 @@ Memory: TypeAlias = "tuple[bytearray, int, int, int, c_char]"
 
 _WORD_BYTES = 8  # of any word but a descriptor
 _CODES = {"ptr": "Q", "i64": "q", "i32": "i4x"}
-_MAP = f"Q{MAP_BYTES - _WORD_BYTES}s"  # a descriptor's address, and the rest of it
+_REST = f"{MAP_BYTES - _WORD_BYTES}s"  # of a descriptor, behind its address
 _PROGRAMS = "I28s"  # CUlaunchConfig up to its stream
 _STREAM = "Q16x"  # and the rest of it: no attributes
 _TAIL = struct.Struct("=6I4x")
@@ -165,10 +167,10 @@ class BlockLayout:
     eight bytes and the rest, and ``maps`` names the sizes and strides that follow it.
 
     ``whole`` packs ``given``, programs, ``tail``, the stream and ``late`` into a block; ``head`` packs what comes
-    before the stream into bytes, which ``launch`` takes in place of those.
+    before the stream into bytes, which a launch (``launch``) has in place of those.
     """
 
-    __slots__ = ("_base", "_config", "_fixed", "_offsets", "_places", "_size", "head", "launch", "tail", "whole")
+    __slots__ = ("_base", "_config", "_fixed", "_late", "_offsets", "_places", "_size", "head", "tail", "whole")
 
     def __init__(
         self,
@@ -183,20 +185,38 @@ class BlockLayout:
     ) -> None:
         kinds, maps = dict(words), maps or {}
         self._offsets: dict[str, int] = {}
-        call, self._config = self._place(((name, kinds.get(name, kind)) for name, kind in given), 0)
+        codes, self._config = self._place(((name, kinds.get(name, kind)) for name, kind in given), 0)
+        call = "".join(codes)
         self.tail = _TAIL.pack(1, 1, threads, 1, 1, shared_bytes)
         before = struct.calcsize(f"={call}{_PROGRAMS}{_STREAM}")
-        added, end = self._place(((name, kinds.get(name, kind)) for name, kind in late), before)
-        self.whole = struct.Struct(f"={call}{_PROGRAMS}{_STREAM}{added}")
+        self._late, end = self._place(((name, kinds.get(name, kind)) for name, kind in late), before)
+        self.whole = struct.Struct(f"={call}{_PROGRAMS}{_STREAM}{''.join(self._late)}")
         self.head = struct.Struct(f"={call}{_PROGRAMS}")
-        self.launch = struct.Struct(f"={self.head.size}s{_STREAM}{added}")
         constants = {"null": 0, "one": 1, **(fixed or {})}
-        rest, self._base = self._place(((name, kinds.get(name, "i64")) for name in constants), end)
-        self._fixed = struct.pack(f"={rest}", *constants.values())
+        codes, self._base = self._place(((name, kinds.get(name, "i64")) for name in constants), end)
+        self._fixed = struct.pack(f"={''.join(codes)}", *constants.values())
         parts = ((name, *(maps[name] if kind.startswith("desc") else ())) for name, kind in words)
         places = [self._offsets[part] for every in parts for part in every]
         self._places = [*places, *[self._offsets["null"]] * 2]  # two scratch pointers that every kernel takes: none
         self._size = self._base + _WORD_BYTES * len(self._places)
+
+    def launch(self, varies: Sequence[bool]) -> tuple[struct.Struct, list[struct.Struct]]:
+        """What packs the bytes of ``head``, the stream, and those late words that vary from launch to launch.
+
+        From the fourth of these on, bytes follow each of them: the rest of its descriptor and the words that don't
+        vary. The other structures pack those bytes.
+        """
+        words: list[str] = []
+        behind: list[str] = []
+        for code, other in zip(self._late, varies, strict=True):
+            if other:
+                words.append(code.removesuffix(_REST))
+                behind.append(code[len(words[-1]) :])
+            else:
+                behind[-1] += code
+        constant = [struct.Struct(f"={codes}") for codes in behind[3:]]
+        words[3:] = [f"{word}{one.size}s" for word, one in zip(words[3:], constant, strict=True)]
+        return struct.Struct(f"={self.head.size}s{_STREAM}{''.join(words)}"), constant
 
     def new(self) -> Memory:
         """A block of its own memory."""
@@ -211,16 +231,16 @@ class BlockLayout:
         struct.pack_into(f"={len(places)}Q", memory, offset + self._base, *(base + place for place in places))
         return memory, offset, base + self._config, base + self._base, pin
 
-    def _place(self, words: Iterable[tuple[str, str]], at: int) -> tuple[str, int]:
-        """The format of these words from ``at`` on, and where they end; each one's place is kept."""
+    def _place(self, words: Iterable[tuple[str, str]], at: int) -> tuple[list[str], int]:
+        """The formats of these words from ``at`` on, and where they end; each one's place is kept."""
         codes = []
         for name, kind in words:
             is_map = kind.startswith("desc")
             before = -at % (MAP_ALIGNMENT_BYTES if is_map else _WORD_BYTES)
             self._offsets[name] = at + before
-            codes.append(f"{before}x{_MAP if is_map else _CODES[kind]}")
+            codes.append(f"{before}xQ{_REST}" if is_map else f"{before}x{_CODES[kind]}")
             at += before + (MAP_BYTES if is_map else _WORD_BYTES)
-        return "".join(codes), at
+        return codes, at
 
 
 class Blocks:
@@ -272,7 +292,7 @@ class Launcher:
     itself.
     """
 
-    __slots__ = ("_blocks", "_bound", "_fills", "_layout", "_numbers", "_pick", "_places", "operands")
+    __slots__ = ("_blocks", "_bound", "_fills", "_layout", "_numbers", "_pick", "operands")
 
     def __init__(
         self,
@@ -291,12 +311,13 @@ class Launcher:
         given = [(name, kind) for name, kind in pointers if name not in added]
         numbers = [name for name, kind in kinds.items() if kind[0] == "i" and name not in {*fixed, *each}]
         described = {name: shapes[name] for name, kind in pointers if kind[0] == "d"}
-        self._fills = tuple(
-            (at, TensorMaps(plan, function.device), *described[name][:3])
+        # What describes an operand, by its place: its descriptors, sizes and strides, whether by rows, the rows' stride
+        self._fills = {
+            at: (TensorMaps(plan, function.device), *described[name][:3])
             for at, (name, _) in enumerate(given)
             for plan in variant.tensor_maps
             if plan.argument == name
-        )
+        }
         self._layout = BlockLayout(
             variant.arguments,
             given=(*((name, "i32") for name in each), *((name, kinds[name]) for name in numbers)),
@@ -309,7 +330,6 @@ class Launcher:
         self._blocks = Blocks(function, what, self._layout)
         self._bound: dict[object, Run] = {}
         self.operands = tuple(_operand(name) for name, _ in given)
-        self._places = {name: at for at, name in enumerate(self.operands)}
         self._pick, self._numbers = _picks(*self.operands), _picks(*numbers)
 
     def bind(self, **how: Any) -> Run:
@@ -317,7 +337,8 @@ class Launcher:
 
         Beside those that the kernel takes by name, ``behind`` has operands that begin some bytes, and so many more for
         each row, behind the address that is given for them. A row of a row kernel's launch is of ``per`` sorted rows;
-        of a product ``index_end`` is M with ``all_rows``. The function is kept.
+        of a product ``index_end`` is M with ``all_rows``, and the function takes no address of ``absent`` operands,
+        which are null. The function is kept.
         """
         key = tuple(how.items())
         run = self._bound.get(key)
@@ -329,10 +350,6 @@ class Launcher:
 
     def _bind(self, **how: Any) -> Run:
         raise NotImplementedError
-
-    def _shifts(self, behind: Behind) -> tuple[tuple[int, int, int], ...]:
-        places = self._places
-        return tuple([(places[name], once, each) for name, once, each in behind if name in places])
 
 
 class ProductLauncher(Launcher):
@@ -353,7 +370,7 @@ class ProductLauncher(Launcher):
         where the driver refuses the launch.
     """
 
-    __slots__ = ("_counter_of", "_grid", "_nulls", "_stored", "plain_scales", "zeroes")
+    __slots__ = ("_counter_of", "_grid", "_nulls", "_stores", "plain_scales", "zeroes")
 
     def __init__(
         self,
@@ -380,82 +397,108 @@ class ProductLauncher(Launcher):
         self._counter_of = None
         if any(name == "counter" for name, _ in variant.arguments):
             self._counter_of = device_of(function.device).counters.take
-        self._stored = [
-            (len(self.operands), TensorMaps(plan, function.device), shapes[name].of, False, shapes[name].stride)
+        self._fills |= {
+            len(self.operands): (TensorMaps(plan, function.device), shapes[name].of, False, shapes[name].stride)
             for name, _ in stored
             for plan in variant.tensor_maps
             if plan.argument == name
-        ]
+        }
+        self._stores = bool(stored)
         self.operands = (result, "m_sizes", *self.operands)
 
     def __call__(self, result: int, m_sizes: int, stream: int, **words: int) -> None:
         words = self._nulls | words
-        numbers = {name: word for name, word in words.items() if name != "M" and name not in self._places}
+        numbers = {name: word for name, word in words.items() if name != "M" and name not in self.operands}
         addresses = [words[name] for name in self.operands[2:]]
         self.bind(**numbers)(words["M"], stream, result, m_sizes, *addresses)
 
-    def _bind(self, *, index_end: int = 0, all_rows: bool = False, behind: Behind = (), **numbers: int) -> Run:
-        values, shifts = self._numbers(numbers), self._shifts(behind)
-        blocks, grid, layout, pack = self._blocks, self._grid, self._layout, self._layout.launch.pack_into
-        take, new, give, handle, refused = (
-            blocks.free.pop,
-            blocks.new,
-            blocks.free.append,
-            blocks.handle,
-            blocks.refused,
-        )
-        driver_launch = blocks.launch
-        described = [
-            (at, maps, of, rows, numbers[stride] if stride else 0)
-            for at, maps, of, rows, stride in (*self._fills, *self._stored)
-        ]
-        counter_of, stores = self._counter_of, bool(self._stored)
-        sized: dict[int, tuple[bytes, tuple[bytes, ...]]] = {}  # by M: see ``size``
-        pick = _interleaved(len(self.operands) - 2, [at for at, *_ in self._fills])
+    def _bind(
+        self,
+        *,
+        index_end: int = 0,
+        all_rows: bool = False,
+        behind: Behind = (),
+        absent: Sequence[str] = (),
+        **numbers: int,
+    ) -> Run:
+        names, stores, described = self.operands[2:], self._stores, self._fills
+        there = [*(name not in absent for name in names), *[True] * stores]
+        shifts = _shifts(behind, [name for name, given in zip(names, there, strict=False) if given])
+        values, grid, layout, blocks = self._numbers(numbers), self._grid, self._layout, self._blocks
+        packed, constant = layout.launch([True, True, True, *there])
+        # Of each address: what describes it, and the nulls that lie behind it.
+        words: list[tuple[Any, list[int]]] = []
+        for at, given in enumerate(there):
+            if given:
+                words.append((described.get(at), []))
+            else:
+                words[-1][1].append(0)
+        many = len(words) - 2
+        pick = itemgetter(*[place for n in range(many) for place in (n, many + n)]) if many else None
+        pack, counter_of, driver_launch, handle = packed.pack_into, self._counter_of, blocks.launch, blocks.handle
+        take, new, give, refused = blocks.free.pop, blocks.new, blocks.free.append, blocks.refused
+        sized: dict[int, _Sized] = {}
 
-        def size(
-            M: int, addresses: tuple[int, ...], result: int
-        ) -> tuple[bytes, tuple[bytes, ...], tuple[int, ...], int]:
-            """The head of a block, descriptors without their first words, and these in place of the addresses.
+        def size(M: int, addresses: list[int]) -> _Sized:
+            """What is the same in all launches of M rows: kept, unless a descriptor's other words hang on its address.
 
-            ``sized`` keeps the first two where the others are the addresses themselves.
+            The first words of such descriptors take the place of their addresses.
             """
-            end, words, rests, any_address = M if all_rows else index_end, [*addresses, result], [], True
+            end, behind, any_address = M if all_rows else index_end, [], True
             head = layout.head.pack(M, end, *values, grid(M, end), layout.tail)
-            for at, maps, of, rows, stride in described:
-                many = M if rows else 0
-                words[at], rest, leads = maps.split((words[at], many, stride), *of(many, stride))
-                rests.append(rest)
-                any_address &= leads
+            for n, ((how, nulls), structure) in enumerate(zip(words, constant, strict=True)):
+                rest: list[bytes] = []
+                if how is not None:
+                    maps, of, by_rows, stride = how
+                    rows, step = M if by_rows else 0, numbers[stride] if stride else 0
+                    addresses[n], bytes_of, leads = maps.split((addresses[n], rows, step), *of(rows, step))
+                    any_address &= leads
+                    rest = [bytes_of]
+                behind.append(structure.pack(*rest, *nulls))
+            found = head, behind[0], behind[1], tuple(behind[2:])
             if any_address:
                 if len(sized) >= _MOST_SIZED:
                     sized.clear()
-                sized[M] = head, tuple(rests)
-            return head, tuple(rests), tuple(words[:-1]), words[-1]
+                sized[M] = found
+            return found
 
-        def run(M: int, stream: int, result: int, m_sizes: int, *addresses: int) -> None:
+        def run(M: int, stream: int, result: int, m_sizes: int, first: int, second: int, *others: int) -> None:
+            if stores:
+                others += (result,)
             if shifts:
-                moved = list(addresses)
-                for at, once, each in shifts:
-                    moved[at] += once + M * each
-                addresses = tuple(moved)
-            known, first = sized.get(M), result
+                first, second, *moved = _moved((first, second, *others), shifts, M)
+                others = tuple(moved)
+            known = sized.get(M)
             if known is None:
-                head, rests, addresses, first = size(M, addresses, result)
-            else:
-                head, rests = known
-            given: Any = addresses
-            if described:
-                given = pick(addresses + rests)
-                if stores:
-                    given += first, rests[-1]
+                addresses = [first, second, *others]
+                known = size(M, addresses)
+                first, second, *moved = addresses
+                others = tuple(moved)
+            head, behind_first, behind_second, rests = known
             word = 0 if counter_of is None else counter_of(stream)
             try:
                 block = take()
             except IndexError:
                 block = new()
             memory, offset, config, pointers, _ = block
-            pack(memory, offset, head, stream, result, m_sizes, word, *given)
+            if pick is None:
+                pack(memory, offset, head, stream, result, m_sizes, word, first, behind_first, second, behind_second)
+            else:
+                given = pick(others + rests)
+                pack(
+                    memory,
+                    offset,
+                    head,
+                    stream,
+                    result,
+                    m_sizes,
+                    word,
+                    first,
+                    behind_first,
+                    second,
+                    behind_second,
+                    *given,
+                )
             code = driver_launch(config, handle, pointers, None)
             if code:
                 refused(code, config, pointers)
@@ -495,7 +538,12 @@ class RowOpLauncher(Launcher):
         self._launch((words["M"], *self._numbers(words), made, self._layout.tail, stream, *given))
 
     def _bind(self, *, behind: Behind = (), per: int = 1, **numbers: int) -> Run:
-        rest, shifts, launch, tail = self._numbers(numbers), self._shifts(behind), self._launch, self._layout.tail
+        rest, shifts, launch, tail = (
+            self._numbers(numbers),
+            _shifts(behind, self.operands),
+            self._launch,
+            self._layout.tail,
+        )
         columns, op, block, at_once = numbers.get("columns", 0), self._op, self.block, self._at_once
 
         def run(M: int, stream: int, *addresses: int) -> None:
@@ -503,11 +551,7 @@ class RowOpLauncher(Launcher):
             made = programs(op, M, columns, block, at_once)
             if made > _MOST_PROGRAMS:
                 raise _too_many(M, columns, made)
-            given: Sequence[int] = addresses
-            if shifts:
-                given = moved = list(addresses)
-                for at, once, each in shifts:
-                    moved[at] += once + M * each
+            given = _moved(addresses, shifts, M) if shifts else addresses
             launch((M, *rest, made, tail, stream, *given))
 
         return run
@@ -535,8 +579,14 @@ def _unread(kind: str) -> tuple[str, ...]:
     return ("null",) * rank + ("one",) * rank
 
 
-def _interleaved(count: int, described: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    """A function that puts behind each described address, of ``count`` of them, what follows it at the end."""
-    rests = {at: count + n for n, at in enumerate(described)}
-    order = [each for at in range(count) for each in ((at, rests[at]) if at in rests else (at,))]
-    return itemgetter(*order)
+def _shifts(behind: Behind, operands: Sequence[str]) -> list[tuple[int, int, int]]:
+    """``behind`` of ``Launcher.bind``, by the places of its operands; a kernel may lack some."""
+    return [(operands.index(name), once, each) for name, once, each in behind if name in operands]
+
+
+def _moved(addresses: Sequence[int], shifts: Sequence[tuple[int, int, int]], M: int) -> list[int]:
+    """The addresses where these operands begin in a launch of M rows."""
+    moved = list(addresses)
+    for at, once, each in shifts:
+        moved[at] += once + M * each
+    return moved

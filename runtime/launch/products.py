@@ -295,10 +295,12 @@ def _row_step(
     stride_x, stride_y, end = words
     if isinstance(call.w, ExpertWeights) and ready.launcher.plain_scales:
         operands = operands | {"w_scale": _plain_scale(call.w)}
+    there = {"index": operands["index"], "row_weights": call.row_weights is not None, "bias": call.bias is not None}
     return Step.of(
         ready.launcher,
         ready.name,
         operands,
+        absent=tuple([name for name, given in there.items() if not given]),
         scales=end == call.M or not end,
         behind=behind,
         stride_x_m=stride_x,

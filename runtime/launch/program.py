@@ -43,13 +43,16 @@ class Step(NamedTuple):
         operands: Mapping[str, str] | None = None,
         *,
         scales: bool = True,
+        absent: tuple[str, ...] = (),
         **how: Any,
     ) -> Step:
-        """A launch of one kernel; ``how`` is as ``Launcher.bind`` has it.
+        """A launch of one kernel; ``absent`` and ``how`` are as ``Launcher.bind`` has them.
 
         ``operands`` has those arguments of the kernel that are other operands than their names say.
         """
         names = launcher.operands
+        if absent:
+            names, how["absent"] = tuple([one for one in names if one not in absent]), absent
         if operands:
             names = tuple([operands.get(one, one) for one in names])
         return cls(launcher.bind(**how), name, names, scales)
