@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from ..replay.product_plan import ProductPlan
 
 _tracing = torch.compiler.is_dynamo_compiling
-_jit_state = tensors.jit_state
 _PLAIN, _UNUSABLE = tensors.PLAIN, tensors.UNUSABLE
+_jit_state = tensors.jit_state  # (within torch.jit.trace no plan's guard lets a tensor through)
 _duals = tensors.duals
+_rows = torch._C.TensorBase.__len__  # x.shape[0], in a third of its time
 
 
 def grouped_gemm(
@@ -168,62 +169,38 @@ def grouped_gemm(
                 "expected_rows": expected_rows,
             }
             return dropped(grouped_gemm, x, w, m_sizes, lora, moves, rest)
-    if _tracing() or _jit_state() is not None:
-        from .torch_library import traced
-
-        return traced(
-            x,
-            w,
-            m_sizes,
-            gather_indices=gather_indices,
-            topk_weights=topk_weights,
-            bias=bias,
-            topk=topk,
-            permute_x=permute_x,
-            permute_y=permute_y,
-            fuse_mul_post=fuse_mul_post,
-            w_layout=w_layout,
-            zero_tail=zero_tail,
-            dX_only=dX_only,
-            dW_only=dW_only,
-            untraceable=out is not None
-            or autotune
-            or kernel_config_fwd is not None
-            or kernel_config_bwd_dX is not None
-            or kernel_config_bwd_dW is not None,
-            lora=lora,
-            expected_rows=expected_rows,
-        )
-    if _duals._current_level >= 0:
+    tracing = _tracing()
+    if not tracing and _duals._current_level >= 0:
         tensors.no_tangents("grouped_gemm", x, w, topk_weights, bias, *(lora[:2] if isinstance(lora, Lora) else ()))
     # First: a call under way keeps the table that it began with, so that nothing chosen before a ``reload`` goes into
     # one from after.
-    snapshot: Snapshot | None = hooks.snapshot
+    snapshot: Snapshot | None = None if tracing else hooks.snapshot
     key: tuple[Any, ...] | None = None
+    others: tuple[object, ...] | None = None
     pinned = kernel_config_fwd is not None or kernel_config_bwd_dX is not None or kernel_config_bwd_dW is not None
-    if type(x) in _PLAIN and type(topk) is int and not (autotune or pinned):
+    if not tracing and type(x) in _PLAIN and type(topk) is int and not (autotune or pinned):
         plan: ProductPlan | None = None
         try:
-            M = x.shape[0]
-            if permute_x:
-                M *= topk
-            others: tuple[object, ...] | None = None
-            if not (
-                topk == 1
-                and permute_x is False
-                and permute_y is False
-                and fuse_mul_post is False
-                and dX_only is False
-                and dW_only is False
-                and zero_tail is False
-                and is_first_gemm is True
-                and w_layout == "nk"
-                and gather_indices is None
-                and topk_weights is None
-                and bias is None
-                and lora is None
-                and expected_rows is None
-            ):
+            M = _rows(x)
+            varied = (
+                permute_x
+                or permute_y
+                or fuse_mul_post
+                or dX_only
+                or dW_only
+                or zero_tail
+                or topk != 1
+                or not is_first_gemm
+                or w_layout != "nk"
+                or gather_indices is not None
+                or topk_weights is not None
+                or bias is not None
+                or lora is not None
+                or expected_rows is not None
+            )
+            if varied:
+                if permute_x:
+                    M *= topk
                 others = (
                     topk,
                     permute_x,
@@ -278,6 +255,32 @@ def grouped_gemm(
             y = plan.call(M, x, w, m_sizes, topk_weights, bias, gather_indices, out, lora)
             if y is not None:
                 return y
+    if tracing or _jit_state() is not None:
+        from .torch_library import traced
+
+        return traced(
+            x,
+            w,
+            m_sizes,
+            gather_indices=gather_indices,
+            topk_weights=topk_weights,
+            bias=bias,
+            topk=topk,
+            permute_x=permute_x,
+            permute_y=permute_y,
+            fuse_mul_post=fuse_mul_post,
+            w_layout=w_layout,
+            zero_tail=zero_tail,
+            dX_only=dX_only,
+            dW_only=dW_only,
+            untraceable=out is not None
+            or autotune
+            or kernel_config_fwd is not None
+            or kernel_config_bwd_dX is not None
+            or kernel_config_bwd_dW is not None,
+            lora=lora,
+            expected_rows=expected_rows,
+        )
     if key is not None and tensors.on_gpu(x):
         if snapshot is None:
             from ..dispatch.snapshot import snapshot as taken

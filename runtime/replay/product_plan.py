@@ -246,79 +246,64 @@ _INTO, _NEW = (7, 3, 1, 2), (8, 3, 1, 2)  # y, m_sizes, x and w by place: y is o
 class PlainPlan(ProductPlan):
     """That of a call of x, a dense w [E, N, K], m_sizes and perhaps out, of any number of rows, without a gradient."""
 
-    __slots__ = ("_direct",)
+    __slots__ = ("call",)
 
     def __init__(self, call: Call, given: Given, same: Guard, out: torch.Tensor | None) -> None:
         super().__init__(call, given, same, out, varies=True)
-        self._direct: Callable[..., torch.Tensor | None] | None = None
-
-    def call(
-        self,
-        M: int,
-        x: torch.Tensor,
-        w: _W,
-        m_sizes: torch.Tensor,
-        weights: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        index: torch.Tensor | None,
-        out: torch.Tensor | None,
-        lora: Any,
-    ) -> torch.Tensor | None:
-        again = self._direct
-        if again is not None:
-            return again(M, x, w, m_sizes, out)
-        return super().call(M, x, w, m_sizes, weights, bias, index, out, lora)
+        self.call = super().call
 
     def forward(self, x: torch.Tensor, w: _W, m_sizes: torch.Tensor, *others: Any, **more: Any) -> Any:
         found = super().forward(x, w, m_sizes, *others, **more)
         one = None if self.program is None else self.program.one
         whole = one is not None and (one.new is None or one.new.per == 1)
-        if one is not None and whole and one.reads[:4] in (_INTO, _NEW) and not any(one.reads[4:]):
-            self._direct = (self._into if one.new is None else self._made)(one, w, m_sizes)  # type: ignore[arg-type]
+        if one is not None and whole and one.reads in (_INTO, _NEW):
+            self.call = (self._into if one.new is None else self._made)(one, w, m_sizes)  # type: ignore[arg-type]
         return found
 
     def _made(self, one: One, w: torch.Tensor, m_sizes: torch.Tensor) -> Callable[..., torch.Tensor | None]:
-        """A function of such a call again, whose y is new."""
+        """``call`` of such a call again, whose y is new. (The key has w's address, the guard x's stride.)"""
         same, low, device, holds = self._same, self._low, self._device, self._condition()
-        launch, nulls, allocate = one.run, one.reads[4:], empty
+        launch, allocate, w_at = one.run, empty, w.data_ptr()
         new: Any = one.new
         columns, dtype = new.size[1], new.dtype
 
-        def again(M: int, x: Any, w: Any, m_sizes: Any, _out: Any) -> torch.Tensor | None:
-            if not same(x, w, m_sizes):
-                return None
+        def again(
+            M: int, x: Any, w: Any, m_sizes: Any, _weights: Any, _bias: Any, _index: Any, _out: Any, _lora: Any
+        ) -> torch.Tensor | None:
             x_at = x.data_ptr()
-            if x_at & LOW != low or not x.is_contiguous() or (holds is not None and not holds()):
+            if not same(x, w, m_sizes) or x_at & LOW != low or (holds is not None and not holds()):
                 return None
             y = allocate((M, columns), (columns, 1), dtype)
-            launch(M, stream_of(device), y.data_ptr(), m_sizes.data_ptr(), x_at, w.data_ptr(), *nulls)
+            launch(M, stream_of(device), y.data_ptr(), m_sizes.data_ptr(), x_at, w_at)
             return y
 
         return again
 
     def _into(self, one: One, w: torch.Tensor, m_sizes: torch.Tensor) -> Callable[..., torch.Tensor | None]:
-        """A function of such a call again, which writes to out, apart from all that it reads."""
+        """``call`` of such a call again, which writes to out, apart from all that it reads."""
         same, low, out_low, device, holds = self._same, self._low, self._out_low, self._device, self._condition()
-        launch, nulls, size = one.run, one.reads[4:], w.itemsize
+        launch, size, w_at = one.run, w.itemsize, w.data_ptr()
         N, K = w.shape[1:] if self.form.layout is Layout.NK else (w.shape[2], w.shape[1])
         x_row, out_row = size * K, size * N
-        w_bytes, counts_bytes = check_tensors.extent(w), check_tensors.extent(m_sizes)
+        w_end, counts_bytes = w_at + check_tensors.extent(w), check_tensors.extent(m_sizes)
 
-        def again(M: int, x: Any, w: Any, m_sizes: Any, out: torch.Tensor) -> torch.Tensor | None:
-            if not same(x, w, m_sizes, out) or not (x.is_contiguous() and out.is_contiguous()) or out.numel() != M * N:
+        def again(
+            M: int, x: Any, w: Any, m_sizes: Any, _weights: Any, _bias: Any, _index: Any, out: Any, _lora: Any
+        ) -> torch.Tensor | None:
+            if not same(x, w, m_sizes, out) or out.numel() != M * N:
                 return None
-            x_at, w_at, counts_at, y_at = x.data_ptr(), w.data_ptr(), m_sizes.data_ptr(), out.data_ptr()
+            x_at, counts_at, y_at = x.data_ptr(), m_sizes.data_ptr(), out.data_ptr()
             end = y_at + M * out_row
             if (
                 x_at & LOW != low
                 or y_at & LOW != out_low
                 or (y_at < x_at + M * x_row and x_at < end)
-                or (y_at < w_at + w_bytes and w_at < end)
+                or (y_at < w_end and w_at < end)
                 or (y_at < counts_at + counts_bytes and counts_at < end)
                 or (holds is not None and not holds())
             ):  # (the checks will say which it shares memory with)
                 return None
-            launch(M, stream_of(device), y_at, counts_at, x_at, w_at, *nulls)
+            launch(M, stream_of(device), y_at, counts_at, x_at, w_at)
             _written(out)
             return out
 

@@ -37,15 +37,16 @@ _TensorGuards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards
 def guard(*tensors: torch.Tensor, loose: Collection[int] = ()) -> Guard | None:
     """A check that these tensors pass, and others only if they differ from them in address and content.
 
-    Those whose place is in ``loose`` may have any number of rows, anywhere: of the sizes of a row, and of the strides,
-    the last counts.
+    Those whose place is in ``loose`` may have any number of rows. Of more than two dimensions the last one counts.
     """
     if _TensorGuards is None:
         return None
     sizes = strides = None
     if loose:
         sizes = [_any_rows(one.shape) if i in loose else list(one.shape) for i, one in enumerate(tensors)]
-        strides = [_last(one.stride()) if i in loose else list(one.stride()) for i, one in enumerate(tensors)]
+        strides = [
+            _last(one.stride()) if i in loose and one.dim() > 2 else list(one.stride()) for i, one in enumerate(tensors)
+        ]
     try:
         check: Guard = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
         return check if check(*tensors) else None

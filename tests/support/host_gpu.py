@@ -27,6 +27,7 @@ from pretuned.kernels.contract.config import Config, Loads, Schedule
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.rowops import RowOpSpec
 from pretuned.runtime import grouped_gemm, reload, sort_routing
+from pretuned.runtime.dispatch import snapshot
 from pretuned.runtime.launch import ready
 from pretuned.runtime.replay.product_plan import PlainPlan
 
@@ -241,10 +242,10 @@ def replays(noted: Callable[[Replay], None]) -> Iterator[None]:
     def look(frame: FrameType, event: str, argument: object) -> None:
         if event == "call" and frame.f_code.co_filename == PROGRAM and frame.f_code.co_name == "run":
             noted(Replay(frame.f_locals["M"], frame.f_globals))
-        if event == "return" and frame.f_code is PlainPlan.call.__code__ and argument is not None:
-            plan = frame.f_locals["self"]
-            if plan._direct is not None:  # which does what its program does
-                noted(Replay(frame.f_locals["M"], plan.program.run.__globals__))
+        if event == "return" and frame.f_code.co_name == "again" and argument is not None:
+            for plan in snapshot.snapshot().plans.values():  # a plain one's function, which does what its program does
+                if isinstance(plan, PlainPlan) and plan._same is frame.f_locals.get("same"):
+                    noted(Replay(frame.f_locals["M"], plan.program.run.__globals__))
 
     before = sys.getprofile()
     sys.setprofile(look)

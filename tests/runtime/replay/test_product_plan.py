@@ -248,6 +248,28 @@ def test_tf32_is_another_call(planned: list[product_plan.ProductPlan]) -> None:
     assert len(planned) == 1
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_a_trace_of_a_call_that_has_a_plan_keeps_the_call(planned: list[product_plan.ProductPlan]) -> None:
+    x, w, m_sizes = call(x=False, w=False)
+    wanted = grouped_gemm(x, w, m_sizes)
+    grouped_gemm(x, w, m_sizes)
+    assert len(planned) == 1
+    traced = torch.jit.trace(lambda x: grouped_gemm(x, w, m_sizes), (x,), check_trace=False)
+    assert "pretuned::grouped_gemm" in str(traced.graph)
+    assert len(planned) == 1
+    assert torch.equal(traced(x), wanted)
+
+
+def test_one_row_of_another_stride(planned: list[product_plan.ProductPlan]) -> None:
+    """A row of a wider matrix is as good as one alone."""
+    w, sizes = torch.randn(E, N, K), torch.tensor([0, 1, 0, 0], dtype=torch.int32)
+    wide = torch.randn(1, 2 * K)
+    for x in (wide[:, :K], wide[:, :K].clone(), torch.randn(3, 2 * K)[1:2, :K]):
+        for _ in range(3):
+            torch.testing.assert_close(grouped_gemm(x, w, sizes), x @ w[1].T, rtol=1e-4, atol=1e-4)
+    assert planned
+
+
 def test_a_plain_call_that_is_not_like_the_first_is_looked_at(
     planned: list[product_plan.ProductPlan], device: Device
 ) -> None:
