@@ -12,10 +12,10 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
-from typing import NamedTuple
 
 from ..artifacts.records.precision import DType
 from ..artifacts.records.problem import Fusion, Op, Problem
+from ..artifacts.tuples import NamedTuple
 from .contract.config import Cache, Config, Edge, Loads, Schedule, TileRows
 from .contract.spec import result_columns
 from .cost.constants import CONSTANTS, SIZES, Constants, ConstantsFamily, Specialized

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from ..artifacts.records.precision import DType
 from ..artifacts.records.problem import Op
+from ..artifacts.tuples import NamedTuple
 from .contract.config import Config, TileRows
 from .cost.resources import join, mean_waves
 from .hardware.chips import Chip

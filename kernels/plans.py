@@ -29,11 +29,12 @@ Quantised x
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from ..artifacts.records.bundle import Bundle, Choice, PlanRow, Source, Variant, Way
 from ..artifacts.records.problem import Fusion, Op, Problem
 from ..artifacts.records.target import Gpu, same_gpu
+from ..artifacts.tuples import NamedTuple
 from . import registry
 from .contract import words
 from .contract.config import config_of

@@ -6,8 +6,8 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
+from ..artifacts.tuples import NamedTuple
 from .locks import lock
 
 BUNDLES = "PRETUNED_BUNDLES"

@@ -16,9 +16,10 @@ import logging
 import re
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from ..artifacts.errors import HostError, LockBusy
+from ..artifacts.tuples import NamedTuple
 from . import hooks
 from .locks import lock
 from .settings import settings

@@ -7,10 +7,10 @@ cubin whose digest is its record's.
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
 
 from ..limits import MAX_NAME_CHARS
 from ..records.target import Target
+from ..tuples import NamedTuple
 
 EM_CUDA = 190
 _HEADER = struct.Struct("<4sBBBBB7xHHIQQQI6xHHH")  # an ELF64 file's head: e_shoff, e_flags, e_shentsize, e_shnum, ...

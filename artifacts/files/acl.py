@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import struct
-from typing import NamedTuple
+
+from ..tuples import NamedTuple
 
 _NAME = "system.posix_acl_access"
 _VERSION = 2

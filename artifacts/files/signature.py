@@ -11,10 +11,10 @@ import hashlib
 import os
 import re
 import stat
-from typing import NamedTuple
 
 from ..errors import BundleError, BundleUntrusted, InputError
 from ..limits import MAX_KEYS
+from ..tuples import NamedTuple
 from . import trust
 from .publish import at_once
 

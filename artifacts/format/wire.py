@@ -8,13 +8,14 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import msgpack
 
 from ..errors import BundleCorrupt, BundleTooNew, BundleTooOld
 from ..limits import FORMAT, MAX_FILE_BYTES, MAX_INDEX_BYTES, MAX_NAME_CHARS, OLDEST_FORMAT
 from ..names import is_identifier
+from ..tuples import NamedTuple
 
 V = TypeVar("V")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
+from ..tuples import NamedTuple
 from .precision import DType
 from .problem import Fusion, Layout, Op, Problem, RowOp
 from .target import Gpu, Target

@@ -7,7 +7,8 @@ quantised format, where x and w differ: the one place that says how many bits, w
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple
+
+from ..tuples import NamedTuple
 
 
 class DType(enum.Enum):

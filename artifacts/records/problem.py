@@ -6,8 +6,8 @@ Letters, everywhere: E experts, M rows, N output columns, K reduction, T tokens,
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple
 
+from ..tuples import NamedTuple
 from .precision import DType
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+
+from ..tuples import NamedTuple
 
 _TEGRA = 87
 

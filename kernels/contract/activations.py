@@ -10,9 +10,10 @@ import math
 import struct
 from collections.abc import Iterable, Mapping
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...artifacts.errors import InputError
+from ...artifacts.tuples import NamedTuple
 
 # In a row kernel's flags an activation is its place here; kernels/rowops/activation.py has the same values.
 KINDS = ("silu", "gelu", "gelu_tanh", "swiglu", "relu2", "situ", "swiglustep")

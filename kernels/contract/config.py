@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+
+from ...artifacts.tuples import NamedTuple
 
 
 class Loads(enum.IntEnum):

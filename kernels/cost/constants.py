@@ -6,8 +6,7 @@ docs/inside/cost-model.md says what has been checked.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
+from ...artifacts.tuples import NamedTuple
 from ..hardware.arch import Generation, arch_of
 
 SIZES = (16, 32, 64, 128, 256)  # the tile sizes that ``rows`` and ``columns`` speak of

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
+
+from ...artifacts.tuples import NamedTuple
 
 SKEW = 0.5
 BLOCKS = (16, 32, 64, 128, 192, 256)

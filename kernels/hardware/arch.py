@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from ...artifacts.records.target import Target
+from ...artifacts.tuples import NamedTuple
 
 KIB = 1024
 

@@ -6,9 +6,8 @@ boost clock. What a chip sustains is the cost model's business (``cost/model.py`
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from ...artifacts.records.target import Gpu
+from ...artifacts.tuples import NamedTuple
 from .arch import arch_of
 
 

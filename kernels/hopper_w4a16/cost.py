@@ -8,9 +8,9 @@ and the memory's time are joined as in ``cost_model.py``. Pure Python.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 from ...artifacts.records.problem import Op, Problem
+from ...artifacts.tuples import NamedTuple
 from ..codes import BLOCK, CodeLayout
 from ..contract.config import TileRows
 from ..contract.spec import gemm_of

@@ -7,9 +7,8 @@ joined as in ``cost_model.py``. Pure Python.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from ...artifacts.records.problem import Problem
+from ...artifacts.tuples import NamedTuple
 from ..cost.resources import Resources, handed_out, join
 from ..cost.routing import expected_rows
 from ..hardware.chips import Chip

@@ -8,9 +8,9 @@ joined as in ``cost_model.py``. Pure Python.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 from ...artifacts.records.problem import Problem
+from ...artifacts.tuples import NamedTuple
 from ..codes import BLOCK
 from ..contract.config import TileRows
 from ..cost.resources import Resources, handed_out, join

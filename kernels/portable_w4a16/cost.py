@@ -10,9 +10,9 @@ the others are counted instructions, and figures of ``constants.py``.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 from ...artifacts.records.problem import Layout, Problem
+from ...artifacts.tuples import NamedTuple
 from ..codes import BLOCK
 from ..contract.spec import gemm_of
 from ..cost.constants import CONSTANTS, SIZES, Constants

@@ -28,10 +28,10 @@ row of a or y):
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
 
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, RowOp
+from ...artifacts.tuples import NamedTuple
 from ..contract.entry import Entry
 
 # Of ``flags``: in its lowest bits the activation, then how it is done. kernels/rowops/activation.py has the same.

@@ -5,10 +5,9 @@ w is read as it is, never copied; A and B are small. ``adapted.py`` has what is 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
+from ...artifacts.tuples import NamedTuple
 from ..check import tensors
 
 

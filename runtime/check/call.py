@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from ...artifacts.records.problem import Fusion, Layout, Op, bucket_of
+from ...artifacts.tuples import NamedTuple
 from ..weights.expert_weights import ExpertWeights
 from . import tensors
 from .form import Form, Fusions, check_fusions, expected_bucket, token_rows

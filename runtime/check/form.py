@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
 from ...artifacts.errors import InputError
 from ...artifacts.records.problem import Layout, bucket_of
+from ...artifacts.tuples import NamedTuple
 from .tensors import bad, tensors_or_none
 
 if TYPE_CHECKING:

@@ -7,11 +7,12 @@ reads addresses, so another dtype or shape would be read as other numbers, and p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 
 from ...artifacts.errors import InputError
+from ...artifacts.tuples import NamedTuple
 from .tensors import PLAIN, in_memory, rows_usable
 
 INDICES = (torch.int32, torch.int64)

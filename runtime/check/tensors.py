@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
 from torch.autograd import forward_ad
@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from ...artifacts.errors import InputError
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Layout
+from ...artifacts.tuples import NamedTuple
 from ..weights.expert_weights import ExpertWeights
 
 DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.FP16, torch.float32: DType.FP32}

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ...artifacts.errors import ProblemNotInBundle
 from ...artifacts.names import printable
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
 from ...artifacts.records.target import LocalGpu
+from ...artifacts.tuples import NamedTuple
 from ...kernels.contract.spec import code_of
 from ...kernels.contract.words import ALIGNMENT_BYTES, has_aligned_rows
 from .. import hooks

@@ -14,12 +14,13 @@ import contextlib
 import copy
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from ...artifacts.errors import BundleError
 from ...artifacts.records.bundle import Timed, Variant
 from ...artifacts.records.problem import Problem
 from ...artifacts.records.target import Gpu, LocalGpu, gpus_apart
+from ...artifacts.tuples import NamedTuple
 from ...kernels import neighbours as cost
 from ...kernels.contract.config import Config, config_of
 from ...kernels.contract.words import has_aligned_rows

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from ...artifacts.errors import InputError
 from ...artifacts.records.problem import Fusion, Op, Problem
+from ...artifacts.tuples import NamedTuple
 from .snapshot import Rejected, Snapshot, Usable
 
 if TYPE_CHECKING:

@@ -12,12 +12,13 @@ import sys
 from collections.abc import Iterable, Iterator
 from importlib.metadata import Distribution, EntryPoint
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ...artifacts import limits
 from ...artifacts.errors import BundleError, BundleUnreadable, DriverTooOld, HostError, TargetMismatch
 from ...artifacts.limits import MAX_FILES
 from ...artifacts.names import printable
+from ...artifacts.tuples import NamedTuple
 from ...kernels.hardware.arch import arch_of, refusal, supported
 from ..settings import Settings
 

@@ -8,12 +8,12 @@ row kernel that no usable bundle has, leaves the call to the choice's own varian
 from __future__ import annotations
 
 import contextlib
-from typing import NamedTuple
 
 from ...artifacts.records.bundle import Way, planned
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Problem, RowOp, bucket_of
 from ...artifacts.records.target import LocalGpu
+from ...artifacts.tuples import NamedTuple
 from ...kernels.contract.spec import code_of, takes_codes_of_x
 from ...kernels.hardware.arch import ARCHS, Feature
 from ...kernels.registry import has_code

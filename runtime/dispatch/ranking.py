@@ -27,11 +27,12 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from ...artifacts.records.bundle import Choice, PlanRow, Source, Variant
 from ...artifacts.records.problem import Fusion, Problem
 from ...artifacts.records.target import Gpu, LocalGpu, gpus_apart
+from ...artifacts.tuples import NamedTuple
 from ...kernels import registry
 from ...kernels.contract import words
 from ...kernels.contract.config import Config, config_of

@@ -8,11 +8,12 @@ import itertools
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ...artifacts.errors import BundleError, TargetMismatch
 from ...artifacts.names import printable
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
+from ...artifacts.tuples import NamedTuple
 from .. import hooks, verdicts
 from ..locks import lock
 from ..settings import TRUSTED_KEYS, Settings, settings

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import POINTER, addressof, byref, c_char, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_void_p
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...artifacts.errors import CudaError
+from ...artifacts.tuples import NamedTuple
 
 INVALID_CONTEXT = 201
 NO_DEVICE = 100

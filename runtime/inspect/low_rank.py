@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ...artifacts.errors import InputError
 from ...artifacts.records.precision import PRECISIONS, DType, dtypes_of
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
+from ...artifacts.tuples import NamedTuple
 from ...kernels.contract.spec import code_of
 from ...kernels.contract.words import ALIGNMENT_BYTES
 from ...kernels.rowops import CODE_OPS

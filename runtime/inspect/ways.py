@@ -6,12 +6,12 @@ The reasons are those of the rule that made the plan, asked again with the bundl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from ...artifacts.records.bundle import Choice, Variant
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Problem, bucket_of
 from ...artifacts.records.target import LocalGpu, same_gpu
+from ...artifacts.tuples import NamedTuple
 from ...kernels import plans as rule
 from ...kernels.contract.spec import code_of
 from ...kernels.hardware.chips import chip_named

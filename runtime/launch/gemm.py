@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ...artifacts.errors import BundleCorrupt, InputError
 from ...artifacts.records.bundle import Variant
 from ...artifacts.records.problem import Fusion, Op, RowOp
+from ...artifacts.tuples import NamedTuple
 from ...kernels.contract.config import Config, Schedule
 from ...kernels.contract.spec import Spec, w_kn
 from ...kernels.contract.words import CLEARER_ROWS, FLAGS, RAGGED_SIZES, ZERO_TAIL

@@ -10,10 +10,11 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from ...artifacts.tuples import NamedTuple
 from ..driver.device import allocator, current_stream
 
 if TYPE_CHECKING:

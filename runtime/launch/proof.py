@@ -17,7 +17,6 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 
@@ -28,6 +27,7 @@ from ...artifacts.records.bundle import Variant
 from ...artifacts.records.precision import PRECISIONS, dtypes_of
 from ...artifacts.records.problem import Fusion, Layout, Op, RowOp
 from ...artifacts.records.target import LocalGpu, cuda_version
+from ...artifacts.tuples import NamedTuple
 from ...kernels import reference
 from ...kernels.contract.spec import takes_codes_of_x
 from .. import verdicts

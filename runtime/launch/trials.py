@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from ...artifacts.records.bundle import Variant
 from ...artifacts.records.precision import DType, Scale
 from ...artifacts.records.problem import RowOp
+from ...artifacts.tuples import NamedTuple
 from ...kernels import reference, rowops
 from ...kernels.contract.activations import KINDS, Activation
 from ...kernels.hopper_w8a8_block import scale_columns

@@ -5,12 +5,13 @@ Both compute the same, torch rounding each of its steps to h's dtype, the kernel
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ...artifacts.errors import InputError
 from ...artifacts.records.problem import RowOp
+from ...artifacts.tuples import NamedTuple
 from ...kernels import reference, rowops
 from ...kernels.contract.activations import KINDS, Activation, activation_of
 from ..check import tensors

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from ...artifacts.records.problem import Layout
+from ...artifacts.tuples import NamedTuple
 from ..check.call import Call
 from ..check.form import Form, Fusions
 from ..check.saved import FLOATS, INDICES, Saved

@@ -16,11 +16,11 @@ Every sum has a fixed order.
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
 from ...artifacts.records.problem import Op
+from ...artifacts.tuples import NamedTuple
 from ..check.call import Call, Rows, flat, wide_of
 from ..check.tensors import rows_usable
 from ..launch.program import NOW, Now

@@ -23,11 +23,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from ...artifacts.records.problem import Layout, Op
+from ...artifacts.tuples import NamedTuple
 from ...kernels.contract.activations import Activation
 from ..check.call import Rows, flat, wide_of
 from ..check.saved import FLOATS, Saved

@@ -9,11 +9,12 @@ With u[i] = s * x[i] @ A[e].T and v[i] = s * dy[i] @ B[e], which have r columns:
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ...artifacts.records.problem import Layout, Op
+from ...artifacts.tuples import NamedTuple
 from ...kernels.contract.words import ALIGNMENT_BYTES
 from ..check.call import Rows
 from ..launch.program import NOW, Now

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import RowOp
+from ...artifacts.tuples import NamedTuple
 from ...kernels.rowops import ADDS, COUNTS, PLACES, SORTED_EXPERTS
 from ..check import tensors
 from ..driver.device import allocator, current_stream, on

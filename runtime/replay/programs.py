@@ -10,10 +10,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
+from ...artifacts.tuples import NamedTuple
 from ...kernels.contract.words import ALIGNMENT_BYTES
 from .. import hooks
 from ..dispatch import snapshot as dispatch_snapshot

@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ...artifacts.names import printable
+from ...artifacts.tuples import NamedTuple
 from . import packings, quantization
 from .codes import Quantised, cat
 from .given import repeated, told

@@ -5,11 +5,10 @@ Sources: OCP Microscaling Formats 1.0 for e2m1, e8m0, mxfp4 and mxfp8; e4m3 is t
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from ...artifacts.records.precision import PRECISIONS, Elements, Scale
+from ...artifacts.tuples import NamedTuple
 
 E4M3_MOST = 448.0
 E8M0: torch.dtype | None = getattr(torch, "float8_e8m0fnu", None)  # torch 2.7 and later

@@ -23,11 +23,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 
 from ...artifacts.records.precision import PRECISIONS, Elements
+from ...artifacts.tuples import NamedTuple
 from .codes import Quantised, pack, unpack
 
 BLOCK = 64  # rows of w, and of K

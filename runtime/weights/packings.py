@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
 from ...artifacts.errors import InputError
+from ...artifacts.tuples import NamedTuple
 from . import given
 from .codes import E8M0, Quantised, e8m0, pack, unpack
 
