@@ -15,9 +15,7 @@ from ..artifacts.records.problem import RowOp
 from .contract.config import Config, Loads
 from .contract.spec import Spec
 from .hardware.arch import SmLimits
-from .registry import ENTRIES, arguments, boxes, gemm_entry, refusal, required, threads
-from .rowops import Block
-from .rowops import arguments as arguments_of_pass
+from .registry import arguments, boxes, entry_named, gemm_entry, refusal, required, threads
 
 _ELEMENTS = {DType.BF16: (9,), DType.FP16: (6,), DType.FP32: (7,), DType.TF32: (7, 11)}  # CUtensorMapDataType
 _WARP = 32
@@ -29,7 +27,7 @@ _STORED = ("y_map", "dw")  # descriptors that results go through, in shared memo
 
 def unlaunchable(variant: Variant) -> str | None:
     """Why no launcher can run this variant, or None. Its launch ABI is one that this version reads."""
-    entry = ENTRIES.get(variant.kernel)
+    entry = entry_named(variant.kernel)
     if entry is not None and variant.revision < (since := entry.launched_since):
         return f"its kernel {variant.kernel} is of revision {variant.revision}, this version launches {since} and later"
     if isinstance(variant.op, RowOp):
@@ -68,7 +66,7 @@ def undeclared(variant: Variant, limits: SmLimits) -> str | None:
     """
     if variant.shared_bytes > limits.shared_per_block_bytes:
         return f"it wants {variant.shared_bytes} bytes of shared memory, a block has {limits.shared_per_block_bytes}"
-    entry = ENTRIES.get(variant.kernel)
+    entry = entry_named(variant.kernel)
     if isinstance(variant.op, RowOp) or entry is None or variant.revision != entry.revision:
         return None
     try:
@@ -114,11 +112,13 @@ def _map(one: TensorMap, block: tuple[int, ...], *, plain: bool) -> tuple[tuple[
 
 
 def _unlaunchable_pass(variant: Variant, op: RowOp) -> str | None:
+    from . import rowops  # here, as a plain product needs none
+
     try:
-        Block.from_pairs(variant.config)
+        rowops.Block.from_pairs(variant.config)
     except ValueError as error:
         return str(error)
-    wanted = arguments_of_pass(op)
+    wanted = rowops.arguments(op)
     if variant.arguments != wanted:
         return f"its arguments are {_told(variant.arguments)}, launch ABI 1 has {_told(wanted)} for {op.value}"
     return _wrong_threads(variant)

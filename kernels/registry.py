@@ -1,46 +1,72 @@
 """``KERNELS``: the entries of all GEMM kernels. What is asked of a variant is answered from its kernel's entry.
 
-A new kernel is a folder, and its name in ``FOLDERS``.
+A new kernel is a folder, and its name in ``FOLDERS``. A folder is imported when one of its kernels is first asked for:
+a process with plain weights needs none of the others.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from ..artifacts.records.precision import DType
 from ..artifacts.records.problem import Fusion, Layout, Op, Problem
-from . import (
-    hopper_plain,
-    hopper_w4a16,
-    hopper_w8a8_block,
-    hopper_w8a8_channel,
-    portable_plain,
-    portable_w4a16,
-    portable_w8a8,
-)
 from .contract.config import Config, out_of_range
 from .contract.entry import Box, Constants, Entry, KernelEntry, Limits, Tiles
 from .contract.spec import Spec, gemm_of
 from .contract.words import POINTEES
 from .hardware.arch import arch_of
-from .rowops import ROW_OPS, RowOpSpec
+
+if TYPE_CHECKING:
+    from .rowops import RowOpSpec
 
 # The search tries their configs in this order.
 FOLDERS = (
-    hopper_plain,
-    hopper_w4a16,
-    hopper_w8a8_block,
-    hopper_w8a8_channel,
-    portable_plain,
-    portable_w4a16,
-    portable_w8a8,
+    "hopper_plain",
+    "hopper_w4a16",
+    "hopper_w8a8_block",
+    "hopper_w8a8_channel",
+    "portable_plain",
+    "portable_w4a16",
+    "portable_w8a8",
 )
-KERNELS: tuple[KernelEntry, ...] = tuple(entry for folder in FOLDERS for entry in folder.ENTRIES)
-ENTRIES: Mapping[str, Entry | KernelEntry] = {
-    **{one.name: one for one in KERNELS},
-    **{one.name: one for one in ROW_OPS},
-}
+_PLAIN = ("hopper_plain", "portable_plain")  # all that compute plain dtypes, and nothing else
+
+KERNELS: tuple[KernelEntry, ...]  # of all folders
+ENTRIES: Mapping[str, Entry | KernelEntry]  # of these and of the row kernels, by name
+
+
+def __getattr__(name: str) -> object:
+    if name == "KERNELS":
+        return _kernels(FOLDERS)
+    if name == "ENTRIES":
+        from .rowops import ROW_OPS
+
+        return {one.name: one for one in (*_kernels(FOLDERS), *ROW_OPS)}
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@functools.cache
+def _kernels(folders: tuple[str, ...]) -> tuple[KernelEntry, ...]:
+    modules = [importlib.import_module(f".{name}", __package__) for name in folders]
+    return tuple([entry for module in modules for entry in module.ENTRIES])
+
+
+def _folders(dtype: DType) -> tuple[str, ...]:
+    """Those with kernels for a dtype."""
+    return FOLDERS if dtype.quantised else _PLAIN
+
+
+def entry_named(name: str) -> Entry | KernelEntry | None:
+    """The entry of a kernel, of a GEMM or of rows; None where there is none of that name."""
+    for one in _kernels(_PLAIN):
+        if one.name == name:
+            return one
+    from .rowops import ROW_OPS  # here, as a plain product needs none
+
+    return next((one for one in (*ROW_OPS, *_kernels(FOLDERS)) if one.name == name), None)
 
 
 def _kind(dtype: DType) -> tuple[bool, ...]:
@@ -50,13 +76,17 @@ def _kind(dtype: DType) -> tuple[bool, ...]:
     return dtype.quantised, dtype.quantises_x, zero, dtype is DType.MXFP8
 
 
-_BY_FORM: Mapping[tuple[object, ...], KernelEntry] = {
-    (op, kind, *how): one
-    for one in KERNELS
-    for kind in {_kind(dtype) for dtype in one.dtypes}
-    for op in one.ops
-    for how in one.schedules()
-}
+@functools.cache
+def _by_form(folders: tuple[str, ...]) -> Mapping[tuple[object, ...], KernelEntry]:
+    return {
+        (op, kind, *how): one
+        for one in _kernels(folders)
+        for kind in {_kind(dtype) for dtype in one.dtypes}
+        for op in one.ops
+        for how in one.schedules()
+    }
+
+
 _KINDS = tuple(dict.fromkeys(map(_kind, DType)))
 _NOTHING = Limits(experts=0)
 
@@ -66,14 +96,21 @@ def kernel_of(op: Op, config: Config, dtype: DType = DType.BF16) -> KernelEntry 
 
     Where none of that kind has such a schedule it is one of another kind, which says what it is for.
     """
-    kinds = (_kind(dtype), *_KINDS)
-    found = (_BY_FORM.get((op, kind, config.schedule, config.rows)) for kind in kinds)
+    how = config.schedule, config.rows
+    own = _by_form(_folders(dtype)).get((op, _kind(dtype), *how))
+    if own is not None:
+        return own
+    found = (_by_form(FOLDERS).get((op, kind, *how)) for kind in _KINDS)
     return next(filter(None, found), None)
 
 
 def has_code(op: Op, dtype: DType, sm: int, layout: Layout | None = None) -> bool:
     """Whether some kernel computes an op of a dtype, and of w that lies so, on a capability, of sizes that suit it."""
-    able = (one for one in KERNELS if op in one.ops and dtype in one.dtypes and one.needs <= arch_of(sm).features)
+    able = (
+        one
+        for one in _kernels(_folders(dtype))
+        if op in one.ops and dtype in one.dtypes and one.needs <= arch_of(sm).features
+    )
     return any(layout is None or layout in one.layouts(op) for one in able)
 
 
@@ -85,7 +122,11 @@ def entry_of(spec: Spec | RowOpSpec) -> Entry | KernelEntry:
     LookupError
         where there is none: ``refusal`` says so first.
     """
-    return ENTRIES[spec.op.value if isinstance(spec, RowOpSpec) else gemm_entry(spec).name]
+    if isinstance(spec, Spec):
+        return gemm_entry(spec)
+    from .rowops import ROW_OPS
+
+    return next(one for one in ROW_OPS if one.name == spec.op.value)
 
 
 def gemm_entry(spec: Spec) -> KernelEntry:

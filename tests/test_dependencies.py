@@ -26,7 +26,7 @@ ALLOWED = {
     "kernels/hardware": set(),
     "kernels/contract": set(),
     "kernels/cost": set(),
-    **{f"kernels/{one}": {"triton"} for one in ("gluon", *(folder.__name__.split(".")[-1] for folder in FOLDERS))},
+    **{f"kernels/{one}": {"triton"} for one in ("gluon", *FOLDERS)},
     "kernels/rowops": {"triton"},
     "runtime": {"torch"},
     "runtime/dispatch": set(),  # what chooses needs no torch

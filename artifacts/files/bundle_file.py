@@ -25,7 +25,8 @@ from ..format.wire import (
 )
 from ..limits import MAX_FILE_BYTES, MAX_OPEN_BUNDLES
 from ..records.bundle import Bundle, Choice, Kernel, Model, Producer, Variant
-from ..records.problem import Problem
+from ..records.precision import DType
+from ..records.problem import Fusion, Layout, Op, Problem, RowOp
 from ..records.target import Gpu, Target
 from . import trust
 
@@ -323,6 +324,10 @@ class BundleFile:
     def variants(self) -> tuple[Variant, ...]:
         """All variants."""
         return tuple(map(self._index.variant, range(self._index.variant_count)))
+
+    def of_kind(self, op: Op | RowOp, dtype: DType, layout: Layout, fusion: Fusion) -> tuple[tuple[int, Variant], ...]:
+        """The variants that compute this, with their indices; no other's record is read."""
+        return self._index.of_kind(op, dtype, layout, fusion)
 
     def find(self, problem: Problem) -> tuple[Choice, ...]:
         """The choices for ``problem``, ascending by bucket and GPU; () if it is not in the bundle."""

@@ -13,12 +13,14 @@ from .. import limits as lim
 from ..errors import BundleCorrupt
 from ..names import is_label
 from ..records.bundle import Choice, Model, Variant
-from ..records.problem import Fusion, Op, Problem
+from ..records.precision import DType
+from ..records.problem import Fusion, Layout, Op, Problem, RowOp
 from ..records.target import Gpu, Target
 from .schema import (
     DTYPES,
     VariantKind,
     check_fits,
+    pack_kind,
     pack_problem,
     read_choices,
     read_gpu,
@@ -182,6 +184,13 @@ class Index:
                 raise self._corrupt(f"variant {i}", error) from None
             self._variants[i] = variant
         return variant
+
+    def of_kind(self, op: Op | RowOp, dtype: DType, layout: Layout, fusion: Fusion) -> tuple[tuple[int, Variant], ...]:
+        """The variants that compute this, with their indices. Of the other records nothing is read."""
+        kind = pack_kind(op, dtype, layout, fusion)
+        found = [(i, self.variant(i)) for i, record in enumerate(self._variant_records) if kind in record]
+        wanted = op, dtype, layout, fusion
+        return tuple([one for one in found if (one[1].op, one[1].dtype, one[1].layout, one[1].fusion) == wanted])
 
     def find(self, problem: Problem) -> tuple[Choice, ...]:
         """The choices for ``problem``, ascending by bucket and GPU; () if it is not in the bundle."""

@@ -336,6 +336,12 @@ def read_variant(record: bytes, cubin_bytes: int) -> Variant:
     )
 
 
+def pack_kind(op: Op | RowOp, dtype: DType, layout: Layout, fusion: Fusion) -> bytes:
+    """The bytes that the record of every such variant has."""
+    values = op.value, dtype.value, layout.value, fusion.value
+    return pack(dict(zip(_KIND[3:7], values, strict=True)))[1:]
+
+
 def read_kind(record: bytes) -> VariantKind:
     """What kind of problem the variant of this record computes. Reads no more than that needs."""
     found = begins_with(record, _KIND, max_items=lim.MAX_ARGUMENTS)

@@ -12,7 +12,7 @@ from ...artifacts.records.target import LocalGpu
 from ...kernels.contract import words
 from ...kernels.hardware import arch
 from ...kernels.launchable import unlaunchable
-from ...kernels.registry import ENTRIES
+from ...kernels.registry import entry_named
 from ...kernels.rowops import RowOpSpec
 from .. import verdicts
 from .snapshot import Rejected, Snapshot, Usable
@@ -47,7 +47,7 @@ def ranked(snapshot: Snapshot, op: RowOp, dtype: DType, local: LocalGpu, *, alig
 
 def _is_current(usable: Usable, variant: Variant, local: LocalGpu) -> bool:
     """Whether a kernel is of this capability and of the revision that this version compiles, or a later one."""
-    entry = ENTRIES.get(variant.kernel)
+    entry = entry_named(variant.kernel)
     return usable.bundle.target.sm == local.sm and (entry is None or variant.revision >= entry.revision)
 
 

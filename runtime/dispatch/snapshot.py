@@ -8,11 +8,11 @@ import itertools
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from ...artifacts.errors import BundleError, TargetMismatch
 from ...artifacts.names import printable
-from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
+from ...artifacts.records.problem import Fusion, Problem
 from ...artifacts.tuples import NamedTuple
 from .. import hooks, verdicts
 from ..locks import lock
@@ -23,11 +23,8 @@ if TYPE_CHECKING:
     from ...artifacts.files.bundle_file import BundleFile
     from ...artifacts.files.signature import Keys
     from ...artifacts.records.bundle import Choice, Variant
-    from ...artifacts.records.precision import DType
     from ...artifacts.records.target import LocalGpu
     from ...kernels.rowops import RowOpSpec
-
-_Groups: TypeAlias = "dict[tuple[Op | RowOp, DType, Layout, Fusion], tuple[tuple[int, Variant], ...]]"
 
 _log = logging.getLogger(__name__)
 _kept: list[BundleFile] = []
@@ -117,7 +114,7 @@ class Snapshot:
         self._made: tuple[Found, ...] = ()
         self._reserves: dict[Hashable, tuple[Found, ...]] = {}
         self._views: dict[Hashable, View] = {}
-        self._variants: dict[bytes, _Groups] = {}
+        self._variants: dict[Hashable, tuple[tuple[int, Variant], ...]] = {}
         self._choices: dict[tuple[bytes, Problem], tuple[Choice, ...]] = {}
         self._rejected: dict[BundleFile, BundleError] = {}  # not by content: a copy of it may be whole
         self.places = tuple(asked)
@@ -236,17 +233,20 @@ class Snapshot:
 
         Rejected where records are damaged.
         """
-        with lock("bundles"):
-            groups = self._variants.get(bundle.digest)
-            if groups is None:
-                try:
-                    groups = self._variants[bundle.digest] = _grouped(bundle)
-                except BundleError as error:
-                    self.reject(bundle, error)
-                    raise Rejected from error
         names = [problem, self._twin(bundle, problem) if isinstance(problem, Problem) else None]
-        kinds = [(one.op, one.dtype, one.layout, one.fusion) for one in names if one is not None]
-        return tuple(itertools.chain.from_iterable(groups.get(kind, ()) for kind in kinds))
+        return tuple(itertools.chain.from_iterable(self._of_kind(bundle, one) for one in names if one is not None))
+
+    def _of_kind(self, bundle: BundleFile, problem: Problem | RowOpSpec) -> tuple[tuple[int, Variant], ...]:
+        kind = problem.op, problem.dtype, problem.layout, problem.fusion
+        key = (bundle.digest, *(one.value for one in kind))
+        found = self._variants.get(key)
+        if found is None:
+            try:
+                found = self._variants[key] = bundle.of_kind(*kind)
+            except BundleError as error:
+                self.reject(bundle, error)
+                raise Rejected from error
+        return found
 
     def _twin(self, bundle: BundleFile, problem: Problem) -> Problem | None:
         """The problem's twin; None in what this process has made: that hangs on the calls so far, in each its own."""
@@ -395,10 +395,3 @@ def _view(found: Iterable[Found], local: LocalGpu, rejected: dict[BundleFile, Bu
         if bundle is not None:
             bundle.rest()  # of another GPU, perhaps, which reads it again
     return View(tuple(usable), tuple(skipped))
-
-
-def _grouped(bundle: BundleFile) -> _Groups:
-    gathered: dict[tuple[Op | RowOp, DType, Layout, Fusion], list[tuple[int, Variant]]] = {}
-    for i, variant in enumerate(bundle.variants()):
-        gathered.setdefault((variant.op, variant.dtype, variant.layout, variant.fusion), []).append((i, variant))
-    return {key: tuple(found) for key, found in gathered.items()}

@@ -13,17 +13,15 @@ from ctypes import addressof, c_char
 from operator import itemgetter
 from typing import Any, TypeAlias
 
-from ...artifacts.errors import CudaError, InputError
+from ...artifacts.errors import CudaError
 from ...artifacts.records.bundle import TensorMap, Variant
-from ...artifacts.records.problem import RowOp
 from ...kernels.contract.entry import TensorShape
 from ...kernels.hardware.arch import probes_far
-from ...kernels.rowops import Block, programs, rows_at_once
 from . import cuda
 from .device import device as device_of
 from .device import local_gpu
 
-_MOST_PROGRAMS = 2**31 - 1
+MOST_PROGRAMS = 2**31 - 1
 _MOST_BOUND = 256
 _MOST_SIZED = 1024  # of 0.5 KB
 
@@ -423,7 +421,7 @@ class ProductLauncher(Launcher):
     ) -> Run:
         names, stores, described = self.operands[2:], self._stores, self._fills
         there = [*(name not in absent for name in names), *[True] * stores]
-        shifts = _shifts(behind, [name for name, given in zip(names, there, strict=False) if given])
+        shifts = shifts_of(behind, [name for name, given in zip(names, there, strict=False) if given])
         values, grid, layout, blocks = self._numbers(numbers), self._grid, self._layout, self._blocks
         packed, constant = layout.launch([True, True, True, *there])
         # Of each address: what describes it, and the nulls that lie behind it.
@@ -466,7 +464,7 @@ class ProductLauncher(Launcher):
             if stores:
                 others += (result,)
             if shifts:
-                first, second, *moved = _moved((first, second, *others), shifts, M)
+                first, second, *moved = moved_by((first, second, *others), shifts, M)
                 others = tuple(moved)
             known = sized.get(M)
             if known is None:
@@ -507,60 +505,6 @@ class ProductLauncher(Launcher):
         return run
 
 
-class RowOpLauncher(Launcher):
-    """Launches one row kernel. It does not synchronise, and any thread may call it.
-
-    Raises
-    ------
-    InputError
-        where a launch makes more programs than it can have.
-    CudaError
-        where the driver refuses it.
-    """
-
-    __slots__ = ("_at_once", "_launch", "_op", "block", "most_experts")
-
-    def __init__(self, variant: Variant, function: cuda.Function, op: RowOp) -> None:
-        super().__init__(variant, function, variant.entry, fixed={}, shapes={}, each=("M",))
-        self._launch = self._blocks.whole()
-        self._op, self._at_once = op, rows_at_once(op)
-        self.block, self.most_experts = Block.from_pairs(variant.config).block, variant.max_experts
-
-    def __call__(self, rows: int, stream: int, words: Mapping[str, int]) -> None:
-        """Launch over ``rows`` rows; ``words`` has the arguments by name. Pointers that are not there are null."""
-        made = programs(self._op, rows, words.get("columns", 0), self.block, self._at_once)
-        if made > _MOST_PROGRAMS:
-            raise _too_many(rows, words.get("columns", 0), made)
-        try:
-            given = self._pick(words)
-        except KeyError:
-            given = self._pick({**dict.fromkeys(self.operands, 0), **words})
-        self._launch((words["M"], *self._numbers(words), made, self._layout.tail, stream, *given))
-
-    def _bind(self, *, behind: Behind = (), per: int = 1, **numbers: int) -> Run:
-        rest, shifts, launch, tail = (
-            self._numbers(numbers),
-            _shifts(behind, self.operands),
-            self._launch,
-            self._layout.tail,
-        )
-        columns, op, block, at_once = numbers.get("columns", 0), self._op, self.block, self._at_once
-
-        def run(M: int, stream: int, *addresses: int) -> None:
-            M //= per
-            made = programs(op, M, columns, block, at_once)
-            if made > _MOST_PROGRAMS:
-                raise _too_many(M, columns, made)
-            given = _moved(addresses, shifts, M) if shifts else addresses
-            launch((M, *rest, made, tail, stream, *given))
-
-        return run
-
-
-def _too_many(rows: int, columns: int, made: int) -> InputError:
-    return InputError(f"{rows} rows of {columns} columns make {made} programs, the most is 2^31 - 1: split them")
-
-
 def _picks(*names: str) -> Callable[[Mapping[str, int]], tuple[Any, ...]]:
     """A function that takes the values of these names from a mapping, in their order."""
     if len(names) > 1:
@@ -579,12 +523,12 @@ def _unread(kind: str) -> tuple[str, ...]:
     return ("null",) * rank + ("one",) * rank
 
 
-def _shifts(behind: Behind, operands: Sequence[str]) -> list[tuple[int, int, int]]:
+def shifts_of(behind: Behind, operands: Sequence[str]) -> list[tuple[int, int, int]]:
     """``behind`` of ``Launcher.bind``, by the places of its operands; a kernel may lack some."""
     return [(operands.index(name), once, each) for name, once, each in behind if name in operands]
 
 
-def _moved(addresses: Sequence[int], shifts: Sequence[tuple[int, int, int]], M: int) -> list[int]:
+def moved_by(addresses: Sequence[int], shifts: Sequence[tuple[int, int, int]], M: int) -> list[int]:
     """The addresses where these operands begin in a launch of M rows."""
     moved = list(addresses)
     for at, once, each in shifts:

@@ -14,7 +14,6 @@ import torch
 
 from ...artifacts.records.problem import Fusion, Layout
 from ...artifacts.tuples import NamedTuple
-from ...kernels.contract.activations import Activation
 from ...kernels.contract.words import ALIGNMENT_BYTES, is_aligned
 from ..check.tensors import row_stride
 from ..dispatch import snapshot as dispatch_snapshot
@@ -40,7 +39,8 @@ if TYPE_CHECKING:
     from ..check.call import Rows
     from ..dispatch.pin import Pin
     from ..dispatch.snapshot import Usable
-    from ..driver.launcher import Behind, RowOpLauncher
+    from ..driver.launcher import Behind
+    from .rowops import RowOpLauncher
 
 _GATHERED = "rows"  # the operand that rows are gathered into
 _CODES = "codes"  # and the one that they are quantised into
