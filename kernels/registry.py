@@ -44,7 +44,8 @@ def __getattr__(name: str) -> object:
     if name == "ENTRIES":
         from .rowops import ROW_OPS
 
-        return {one.name: one for one in (*_kernels(FOLDERS), *ROW_OPS)}
+        every: tuple[Entry | KernelEntry, ...] = (*_kernels(FOLDERS), *ROW_OPS)
+        return {one.name: one for one in every}
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -66,7 +67,8 @@ def entry_named(name: str) -> Entry | KernelEntry | None:
             return one
     from .rowops import ROW_OPS  # here, as a plain product needs none
 
-    return next((one for one in (*ROW_OPS, *_kernels(FOLDERS)) if one.name == name), None)
+    others: tuple[Entry | KernelEntry, ...] = (*ROW_OPS, *_kernels(FOLDERS))
+    return next((one for one in others if one.name == name), None)
 
 
 def _kind(dtype: DType) -> tuple[bool, ...]:

@@ -27,7 +27,7 @@ _tracing = torch.compiler.is_dynamo_compiling
 _PLAIN, _UNUSABLE = tensors.PLAIN, tensors.UNUSABLE
 _jit_state = tensors.jit_state  # (within torch.jit.trace no plan's guard lets a tensor through)
 _duals = tensors.duals
-_rows = torch._C.TensorBase.__len__  # x.shape[0], in a third of its time
+_rows: Any = torch._C.TensorBase.__len__  # type: ignore[attr-defined]  # x.shape[0], in a third of its time
 
 
 def grouped_gemm(

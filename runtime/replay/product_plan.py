@@ -250,14 +250,14 @@ class PlainPlan(ProductPlan):
 
     def __init__(self, call: Call, given: Given, same: Guard, out: torch.Tensor | None) -> None:
         super().__init__(call, given, same, out, varies=True)
-        self.call = super().call
+        self.call = super().call  # type: ignore[method-assign]
 
     def forward(self, x: torch.Tensor, w: _W, m_sizes: torch.Tensor, *others: Any, **more: Any) -> Any:
         found = super().forward(x, w, m_sizes, *others, **more)
         one = None if self.program is None else self.program.one
         whole = one is not None and (one.new is None or one.new.per == 1)
         if one is not None and whole and one.reads in (_INTO, _NEW):
-            self.call = (self._into if one.new is None else self._made)(one, w, m_sizes)  # type: ignore[arg-type]
+            self.call = (self._into if one.new is None else self._made)(one, w, m_sizes)  # type: ignore[arg-type,method-assign]
         return found
 
     def _made(self, one: One, w: torch.Tensor, m_sizes: torch.Tensor) -> Callable[..., torch.Tensor | None]:
@@ -288,7 +288,7 @@ class PlainPlan(ProductPlan):
         w_end, counts_bytes = w_at + check_tensors.extent(w), check_tensors.extent(m_sizes)
 
         def again(
-            M: int, x: Any, w: Any, m_sizes: Any, _weights: Any, _bias: Any, _index: Any, out: Any, _lora: Any
+            M: int, x: Any, w: Any, m_sizes: Any, _weights: Any, _bias: Any, _index: Any, out: torch.Tensor, _lora: Any
         ) -> torch.Tensor | None:
             if not same(x, w, m_sizes, out) or out.numel() != M * N:
                 return None
