@@ -14,7 +14,6 @@ from ..check.form import Form
 from ..driver.device import without_autocast
 from ..hooks import demand_tuner
 from ..ops import gradients
-from ..ops.autograd import Adapted, AdaptedGemm, GroupedGemm
 from ..replay.product_plan import ProductPlan, plan
 from ..replay.programs import remember
 from ..weights.expert_weights import ExpertWeights
@@ -112,6 +111,8 @@ def run(
                 "use torch.no_grad()"
             )
         else:
+            from ..ops.autograd import GroupedGemm  # here, as a call without a gradient needs none
+
             y = GroupedGemm.apply(
                 x, call.w, m_sizes, fusions.weights, fusions.bias, fusions.index, call.form, sizes, made
             )  # type: ignore[no-untyped-call]
@@ -152,6 +153,8 @@ def _adapted(
         raise InputError(
             "grouped_gemm: out with an input that requires grad has no gradient. Leave out away, or use torch.no_grad()"
         )
+    from ..ops.autograd import Adapted, AdaptedGemm
+
     how = Adapted(call.form, sizes, one.scale, made)
     y = AdaptedGemm.apply(x, call.w, call.m_sizes, weights, bias, one.A, one.B, index, how)  # type: ignore[no-untyped-call]
     _kept(keep, made)

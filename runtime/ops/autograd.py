@@ -167,6 +167,11 @@ class AdaptedGemm(torch.autograd.Function):
         return dx, dw, None, dweights, dbias, dA, dB, None, None
 
 
+# Function.apply does this and, for calls inside torch.func's transforms, more.
+apply: Callable[..., torch.Tensor] = super(torch.autograd.Function, GroupedGemm).apply
+apply_adapted: Callable[..., torch.Tensor] = super(torch.autograd.Function, AdaptedGemm).apply
+
+
 def wanted(needs_input_grad: tuple[bool, ...], form: Form) -> Needs:
     """Which gradients to compute: of x, w, topk_weights, bias. dX_only and dW_only leave one."""
     x, w, _, weights, bias = needs_input_grad[:5]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import itemgetter
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -20,19 +20,18 @@ from ..check.tensors import address_of
 from ..driver.device import current_stream, device_is_current, empty, tf32_allowed
 from ..launch.products import operands_of
 from ..launch.program import One, Program, Recorder
-from ..ops import autograd, gradients
-from ..ops.autograd import Adapted, AdaptedGemm, GroupedGemm
+from ..ops import gradients
 from ..ops.low_rank import LowRank, as_used
 from ..weights.expert_weights import ExpertWeights
 from . import programs
 from .programs import LOW, MOST_ROWS, Given, Guard, Programs, Results
 
+if TYPE_CHECKING:
+    from ..ops import autograd
+
 _W: TypeAlias = "torch.Tensor | ExpertWeights"
 _Sizes: TypeAlias = "tuple[int, int, int]"  # M, the rows of x, the rows of y
 
-# Function.apply does this and, for calls inside torch.func's transforms, more.
-_apply: Callable[..., torch.Tensor] = super(torch.autograd.Function, GroupedGemm).apply
-_apply_adapted: Callable[..., torch.Tensor] = super(torch.autograd.Function, AdaptedGemm).apply
 _transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _written = torch.autograd.graph.increment_version  # a launch that autograd doesn't see changed this tensor
 _grad_enabled = torch.is_grad_enabled
@@ -56,6 +55,7 @@ class ProductPlan(Programs):
         "_shape",
         "_tf32",
         "_there",
+        "autograd",
         "form",
         "program",
     )
@@ -72,6 +72,10 @@ class ProductPlan(Programs):
         self._out_low = 0 if out is None else out.data_ptr() & LOW
         self._tf32 = tf32_allowed(_FLOAT32) if x.dtype is _FLOAT32 else None
         self.program: Program | None = None
+        if self.grad:
+            from ..ops import autograd  # here, as a call without a gradient needs none
+
+            self.autograd = autograd
 
     def call(
         self,
@@ -131,9 +135,9 @@ class ProductPlan(Programs):
                 return None
             sizes = sizes or (M, x.shape[0], M)
             if one is not None:
-                how = Adapted(self.form, sizes, one.scale, self)
-                return _apply_adapted(x, w, m_sizes, weights, bias, one.A, one.B, index, how)
-            return _apply(x, w, m_sizes, weights, bias, index, self.form, sizes, self)
+                how = self.autograd.Adapted(self.form, sizes, one.scale, self)
+                return self.autograd.apply_adapted(x, w, m_sizes, weights, bias, one.A, one.B, index, how)
+            return self.autograd.apply(x, w, m_sizes, weights, bias, index, self.form, sizes, self)
         program = self.program
         if program is None:
             return self.forward(x, w, m_sizes, weights, bias, index, sizes or (M, x.shape[0], M), one, out)[0]
@@ -206,7 +210,7 @@ class ProductPlan(Programs):
             M,
             given,
             len(given) - 1,
-            lambda do: autograd.with_adapter(call, dy, x, needs, one, u, do),
+            lambda do: self.autograd.with_adapter(call, dy, x, needs, one, u, do),
             loose,
         )
 
@@ -235,7 +239,7 @@ class ProductPlan(Programs):
         def compute(do: Recorder) -> Results:
             dense = m_sizes.new_empty((), dtype=dy.dtype).expand(shape) if w is None else w  # type: ignore[arg-type]
             call = Call(self.form, dense, m_sizes, Fusions(None, None, None), *sizes)
-            return autograd.backward(call, dy, x, needs, do)
+            return self.autograd.backward(call, dy, x, needs, do)
 
         return self._first(needs, M, (dy, x, w, m_sizes), 3, compute, loose)
 
