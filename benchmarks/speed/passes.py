@@ -28,9 +28,9 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import RowOp
 from pretuned.kernels.contract.activations import Activation
 from pretuned.kernels.rowops import Block, RowOpSpec, dtype_of
+from pretuned.runtime.driver.rowops import RowOpLauncher
 from pretuned.runtime.launch import rowops
 from pretuned.runtime.launch.gemm import load_kernel
-from pretuned.runtime.launch.rowops import RowOpLauncher
 from pretuned.runtime.ops import activation, tokens, zero_rows
 from pretuned.runtime.ops.activation import Needs, RowActivation
 

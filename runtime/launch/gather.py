@@ -13,8 +13,8 @@ from .program import Step
 
 if TYPE_CHECKING:
     from ..dispatch.snapshot import Snapshot, Usable
+    from ..driver.rowops import RowOpLauncher
     from .gemm import LoadedKernel
-    from .rowops import RowOpLauncher
 
 
 def in_range(index: torch.Tensor, x: torch.Tensor, divisor: int) -> torch.Tensor:

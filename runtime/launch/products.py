@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ..dispatch.pin import Pin
     from ..dispatch.snapshot import Usable
     from ..driver.launcher import Behind
-    from .rowops import RowOpLauncher
+    from ..driver.rowops import RowOpLauncher
 
 _GATHERED = "rows"  # the operand that rows are gathered into
 _CODES = "codes"  # and the one that they are quantised into

@@ -37,8 +37,8 @@ from .ready import (
 if TYPE_CHECKING:
     from ..check.call import Rows
     from ..dispatch.snapshot import Usable
+    from ..driver.rowops import RowOpLauncher
     from .gemm import Fused, LoadedKernel
-    from .rowops import RowOpLauncher
 
 _MADE = {"used": "bounds", "scale": "codes"}  # the operands of a row kernel that makes codes; scales lie behind them
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from ..dispatch.pin import Pin
     from ..dispatch.snapshot import Snapshot, Usable
     from ..driver.launcher import ProductLauncher
+    from ..driver.rowops import RowOpLauncher
     from .gemm import Fused, LoadedKernel
-    from .rowops import RowOpLauncher
 
 _MOST_LAUNCHERS = 1 << 14
 _FEW_TO_CLEAR = 1024  # rows: each 16 of y look at the whole index, and 64 programs are half of an H200's SMs

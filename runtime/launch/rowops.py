@@ -6,23 +6,19 @@ No choice names them: the best that is there runs. Where no bundle has one, the 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
-from ...artifacts.errors import InputError
-from ...artifacts.records.bundle import Variant
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import RowOp
 from ...kernels.contract.words import ALIGNMENT_BYTES, is_aligned
-from ...kernels.rowops import NARROW, USED, WEIGHTED, Block, programs, rows_at_once
+from ...kernels.rowops import NARROW, USED, WEIGHTED
 from ..check import tensors as check_tensors
 from ..check.tensors import DTYPES
 from ..dispatch import snapshot as dispatch_snapshot
-from ..driver import cuda
 from ..driver.device import local_gpu, platform_supported
-from ..driver.launcher import MOST_PROGRAMS, Behind, Launcher, Run, moved_by, shifts_of
+from ..driver.rowops import RowOpLauncher
 
 if TYPE_CHECKING:
     from ..dispatch.snapshot import Snapshot, Usable
@@ -31,60 +27,6 @@ if TYPE_CHECKING:
 _COUNT_BYTES = 4  # of an entry of bounds
 
 _log = logging.getLogger(__name__)
-
-
-class RowOpLauncher(Launcher):
-    """Launches one row kernel. It does not synchronise, and any thread may call it.
-
-    Raises
-    ------
-    InputError
-        where a launch makes more programs than it can have.
-    CudaError
-        where the driver refuses it.
-    """
-
-    __slots__ = ("_at_once", "_launch", "_op", "block", "most_experts")
-
-    def __init__(self, variant: Variant, function: cuda.Function, op: RowOp) -> None:
-        super().__init__(variant, function, variant.entry, fixed={}, shapes={}, each=("M",))
-        self._launch = self._blocks.whole()
-        self._op, self._at_once = op, rows_at_once(op)
-        self.block, self.most_experts = Block.from_pairs(variant.config).block, variant.max_experts
-
-    def __call__(self, rows: int, stream: int, words: Mapping[str, int]) -> None:
-        """Launch over ``rows`` rows; ``words`` has the arguments by name. Pointers that are not there are null."""
-        made = programs(self._op, rows, words.get("columns", 0), self.block, self._at_once)
-        if made > MOST_PROGRAMS:
-            raise _too_many(rows, words.get("columns", 0), made)
-        try:
-            given = self._pick(words)
-        except KeyError:
-            given = self._pick({**dict.fromkeys(self.operands, 0), **words})
-        self._launch((words["M"], *self._numbers(words), made, self._layout.tail, stream, *given))
-
-    def _bind(self, *, behind: Behind = (), per: int = 1, **numbers: int) -> Run:
-        rest, shifts, launch, tail = (
-            self._numbers(numbers),
-            shifts_of(behind, self.operands),
-            self._launch,
-            self._layout.tail,
-        )
-        columns, op, block, at_once = numbers.get("columns", 0), self._op, self.block, self._at_once
-
-        def run(M: int, stream: int, *addresses: int) -> None:
-            M //= per
-            made = programs(op, M, columns, block, at_once)
-            if made > MOST_PROGRAMS:
-                raise _too_many(M, columns, made)
-            given = moved_by(addresses, shifts, M) if shifts else addresses
-            launch((M, *rest, made, tail, stream, *given))
-
-        return run
-
-
-def _too_many(rows: int, columns: int, made: int) -> InputError:
-    return InputError(f"{rows} rows of {columns} columns make {made} programs, the most is 2^31 - 1: split them")
 
 
 def launcher(op: RowOp, dtype: DType, device: int, *, aligned: bool) -> RowOpLauncher | None:

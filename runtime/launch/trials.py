@@ -21,8 +21,8 @@ from ...kernels import reference, rowops
 from ...kernels.contract.activations import KINDS, Activation
 from ...kernels.hopper_w8a8_block import scale_columns
 from ..driver import cuda
+from ..driver.rowops import RowOpLauncher
 from ..weights.row_codes import codes_of_rows, values_of_rows
-from .rowops import RowOpLauncher
 
 UNTOUCHED = 96.0  # what a result holds beforehand; every dtype has it, and no trial comes to it
 _T, _TOP_K, _USED = 24, 2, 41  # tokens, slots of each, and how many of the slots belong to an expert

@@ -239,7 +239,8 @@ class ProductPlan(Programs):
         def compute(do: Recorder) -> Results:
             dense = m_sizes.new_empty((), dtype=dy.dtype).expand(shape) if w is None else w  # type: ignore[arg-type]
             call = Call(self.form, dense, m_sizes, Fusions(None, None, None), *sizes)
-            return self.autograd.backward(call, dy, x, needs, do)
+            found: Results = self.autograd.backward(call, dy, x, needs, do)
+            return found
 
         return self._first(needs, M, (dy, x, w, m_sizes), 3, compute, loose)
 

@@ -28,9 +28,9 @@ from pretuned.kernels.rowops import RowOpSpec
 from pretuned.runtime import reload
 from pretuned.runtime.dispatch import rowops as dispatch_rowops
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
+from pretuned.runtime.driver.rowops import RowOpLauncher
 from pretuned.runtime.inspect.preload import passes_of
 from pretuned.runtime.launch import rowops as launch_rowops
-from pretuned.runtime.launch.rowops import RowOpLauncher
 
 
 def record(op: RowOp, cubin: bytes = ELF, *, alignment: int = 16, revision: int = 0, **fields: Any) -> Variant:

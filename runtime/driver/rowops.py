@@ -1,0 +1,66 @@
+"""The launcher of a row kernel: its programs are counted by the kernel's blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ...artifacts.errors import InputError
+from ...artifacts.records.bundle import Variant
+from ...artifacts.records.problem import RowOp
+from ...kernels.rowops import Block, programs, rows_at_once
+from . import cuda
+from .launcher import MOST_PROGRAMS, Behind, Launcher, Run, moved_by, shifts_of
+
+
+class RowOpLauncher(Launcher):
+    """Launches one row kernel. It does not synchronise, and any thread may call it.
+
+    Raises
+    ------
+    InputError
+        where a launch makes more programs than it can have.
+    CudaError
+        where the driver refuses it.
+    """
+
+    __slots__ = ("_at_once", "_launch", "_op", "block", "most_experts")
+
+    def __init__(self, variant: Variant, function: cuda.Function, op: RowOp) -> None:
+        super().__init__(variant, function, variant.entry, fixed={}, shapes={}, each=("M",))
+        self._launch = self._blocks.whole()
+        self._op, self._at_once = op, rows_at_once(op)
+        self.block, self.most_experts = Block.from_pairs(variant.config).block, variant.max_experts
+
+    def __call__(self, rows: int, stream: int, words: Mapping[str, int]) -> None:
+        """Launch over ``rows`` rows; ``words`` has the arguments by name. Pointers that are not there are null."""
+        made = programs(self._op, rows, words.get("columns", 0), self.block, self._at_once)
+        if made > MOST_PROGRAMS:
+            raise _too_many(rows, words.get("columns", 0), made)
+        try:
+            given = self._pick(words)
+        except KeyError:
+            given = self._pick({**dict.fromkeys(self.operands, 0), **words})
+        self._launch((words["M"], *self._numbers(words), made, self._layout.tail, stream, *given))
+
+    def _bind(self, *, behind: Behind = (), per: int = 1, **numbers: int) -> Run:
+        rest, shifts, launch, tail = (
+            self._numbers(numbers),
+            shifts_of(behind, self.operands),
+            self._launch,
+            self._layout.tail,
+        )
+        columns, op, block, at_once = numbers.get("columns", 0), self._op, self.block, self._at_once
+
+        def run(M: int, stream: int, *addresses: int) -> None:
+            M //= per
+            made = programs(op, M, columns, block, at_once)
+            if made > MOST_PROGRAMS:
+                raise _too_many(M, columns, made)
+            given = moved_by(addresses, shifts, M) if shifts else addresses
+            launch((M, *rest, made, tail, stream, *given))
+
+        return run
+
+
+def _too_many(rows: int, columns: int, made: int) -> InputError:
+    return InputError(f"{rows} rows of {columns} columns make {made} programs, the most is 2^31 - 1: split them")
