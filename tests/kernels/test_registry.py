@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -37,6 +39,33 @@ def specs(entry: KernelEntry, tiles: Tiles) -> list[Spec]:
         for fusion in (tiles.fusions or entry.fusions)
         for layout in sorted(entry.layouts(op), key=lambda layout: layout.value)
     ]
+
+
+def test_a_folder_is_of_plain_dtypes_or_of_none() -> None:
+    """Of a plain dtype no other folder is asked, and so none is imported."""
+    for name in registry.FOLDERS:
+        folder = import_module(f"pretuned.kernels.{name}")
+        assert {dtype.quantised for entry in folder.ENTRIES for dtype in entry.dtypes} == {name not in registry._PLAIN}
+
+
+def test_every_entry_is_found_by_its_name() -> None:
+    for name, entry in ENTRIES.items():
+        assert registry.entry_named(name) is entry
+    assert registry.entry_named("no_such_kernel") is None
+    with pytest.raises(AttributeError, match="NO_KERNELS"):
+        _ = registry.NO_KERNELS
+
+
+def test_a_plain_product_imports_no_other_kernels() -> None:
+    code = """if True:
+        import sys
+        from pretuned.artifacts.records.problem import Op
+        from pretuned.kernels import registry
+        from pretuned.kernels.contract.config import Config
+        assert registry.kernel_of(Op.FORWARD, Config(16, 64, 64, 4, 2)).name == registry.entry_named("rows").name
+        print(*(name for name in registry.FOLDERS if f"pretuned.kernels.{name}" in sys.modules))"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert tuple(done.stdout.split()) == registry._PLAIN
 
 
 @pytest.mark.parametrize(("entry", "tiles"), EVERY)

@@ -29,7 +29,7 @@ from pretuned.artifacts.format.index import Index, glance_at_gpus
 from pretuned.artifacts.format.wire import PREAMBLE_BYTES
 from pretuned.artifacts.limits import MAX_FILE_BYTES, MAX_OPEN_BUNDLES
 from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op, Problem
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 
 MEDIUM = codec.encode(golden_bundles.medium())
 
@@ -50,6 +50,21 @@ def test_what_an_open_bundle_tells(path):
         assert (file.kernels, file.gpus, file.variant_count) == (bundle.kernels, bundle.gpus, 6)
         assert file.variant(5) == bundle.variants[5]
         assert file.cubin(5) == bundle.cubins[5]
+
+
+def test_the_variants_of_a_kind():
+    """Those of a bundle by what they compute; of no other the record is read."""
+    for bundle in (golden_bundles.small(), golden_bundles.medium()):
+        kinds = {(one.op, one.dtype, one.layout, one.fusion) for one in bundle.variants}
+        with open_bytes(codec.encode(bundle), "made") as file:
+            for kind in kinds:
+                wanted = [
+                    (i, one)
+                    for i, one in enumerate(bundle.variants)
+                    if (one.op, one.dtype, one.layout, one.fusion) == kind
+                ]
+                assert list(file.of_kind(*kind)) == wanted
+            assert file.of_kind(Op.DX, DType.MXFP8, Layout.KN, Fusion.SILU) == ()
 
 
 def test_a_file_that_others_may_write_once_its_place_was_checked(path, monkeypatch):
