@@ -15,6 +15,7 @@ from ..artifacts.records.precision import DType
 from ..artifacts.records.problem import Fusion, Layout, Op, Problem
 from .contract.config import Config, out_of_range
 from .contract.entry import Box, Constants, Entry, KernelEntry, Limits, Tiles
+from .contract.order import Order
 from .contract.spec import Spec, gemm_of
 from .contract.words import POINTEES
 from .hardware.arch import arch_of
@@ -205,6 +206,12 @@ def beyond(problem: Problem, config: Config) -> str | None:
         return too_large(Op.DW, problem.N if transposed(Op.DW, config) else problem.K, 0, config)
     gemm = gemm_of(problem)
     return too_large(problem.op, gemm.columns, gemm.reduction, config)
+
+
+@functools.lru_cache(maxsize=4096)
+def order_of(spec: Spec, sm: int, reduction: int) -> Order:
+    """In which order a variant for capability ``sm`` sums ``reduction`` products: see ``contract/order.py``."""
+    return gemm_entry(spec).order(spec, arch_of(sm), reduction)
 
 
 def required(spec: Spec) -> tuple[str, ...]:

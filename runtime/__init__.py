@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .api.lora import Lora
     from .api.moe import moe_mlp
     from .api.routing import sort_routing
-    from .hooks import allow_jit, register_compiler, register_tuner, reload
+    from .hooks import allow_jit, batch_invariant, register_compiler, register_tuner, reload
     from .inspect.explain import explain, fingerprint
     from .inspect.explanation import Explanation
     from .inspect.preload import Preloaded, preload
@@ -35,6 +35,7 @@ _PUBLIC = {
     "Preloaded": "inspect.preload",
     "activate": "ops.activation",
     "allow_jit": "hooks",
+    "batch_invariant": "hooks",
     "explain": "inspect.explain",
     "fingerprint": "inspect.explain",
     "grouped_gemm": "api.grouped_gemm",
@@ -56,6 +57,7 @@ __all__ = [
     "Preloaded",
     "activate",
     "allow_jit",
+    "batch_invariant",
     "explain",
     "fingerprint",
     "grouped_gemm",

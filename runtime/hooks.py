@@ -1,8 +1,10 @@
-"""The process's snapshot of bundles, who compiles, who tunes, and whom ``reload`` tells: the runtime does neither."""
+"""The process's snapshots of bundles, who compiles, who tunes, and whom ``reload`` tells: the runtime does neither."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from ..artifacts.errors import InputError
@@ -25,6 +27,10 @@ class Compiler(Protocol):
 
 
 snapshot: Any = None  # a ``dispatch.snapshot.Snapshot``; None before its first use and after a reload
+blocks = False  # whether there was a block of ``within``: until then ``current()`` is ``snapshot``
+in_blocks: dict[Any, Any] = {}  # the snapshots of modes that only blocks have
+UNSAID = object()  # the mode where no block has one
+_mode: contextvars.ContextVar[Any] = contextvars.ContextVar("pretuned.batch_invariant", default=UNSAID)
 _tuner: Tuner | None = None
 _compiler: Compiler | None = None
 _allowed = False
@@ -90,6 +96,55 @@ def jit_allowed() -> bool:
 def compiler() -> Compiler | None:
     """The compiler that is registered."""
     return _compiler
+
+
+@contextlib.contextmanager
+def batch_invariant(enabled: bool = True, *, quantize_x: bool = False) -> Iterator[None]:
+    """Run the calls of a ``with`` block so that a row's bits do not depend on the other rows of its batch.
+
+    Of this thread, or of this asyncio task: a new thread has what PRETUNED_BATCH_INVARIANT says. A gradient is computed
+    as its forward was, wherever ``backward`` is called. With ``enabled=False`` kernels are chosen freely.
+
+    Parameters
+    ----------
+    quantize_x
+        Of fp8 weights whose checkpoints have x quantised: whether products always quantise it, or never.
+
+    Raises
+    ------
+    InputError
+        if one of the two is no bool.
+    """
+    for name, one in (("enabled", enabled), ("quantize_x", quantize_x)):
+        if not isinstance(one, bool):
+            raise InputError(f"batch_invariant: {name} is {one!r}, wanted True or False")
+    with within(settings.Invariance(quantize_x) if enabled else None):
+        yield
+
+
+@contextlib.contextmanager
+def within(invariance: settings.Invariance | None) -> Iterator[None]:
+    """Choose kernels as a mode wants it, freely if it is None, in this context."""
+    global blocks
+    blocks = True
+    before = _mode.set(invariance)
+    try:
+        yield
+    finally:
+        _mode.reset(before)
+
+
+def said() -> Any:
+    """What ``within`` says here; ``settings.invariance`` counts where it is ``UNSAID``."""
+    return _mode.get()
+
+
+def current() -> Any:
+    """The snapshot that calls of this context use: ``snapshot`` but in a block of another mode. None before its use."""
+    mode = said()
+    if mode is UNSAID or (snapshot is not None and snapshot.invariance == mode):
+        return snapshot
+    return in_blocks.get(mode)
 
 
 def on_reload(forget: Callable[[], None]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from ..artifacts.tuples import NamedTuple
 from .locks import lock
 
+BATCH_INVARIANT = "PRETUNED_BATCH_INVARIANT"
 BUNDLES = "PRETUNED_BUNDLES"
 DISABLE_AUTOTUNE = "PRETUNED_DISABLE_AUTOTUNE"
 DISABLE_SELF_TEST = "PRETUNED_DISABLE_SELF_TEST"
@@ -17,8 +18,22 @@ UNSLOTH_DISABLE_AUTOTUNE = "UNSLOTH_MOE_DISABLE_AUTOTUNE"  # of code that was wr
 STRICT = "PRETUNED_STRICT"
 TRUSTED_KEYS = "PRETUNED_TRUSTED_KEYS"
 
+_QUANTIZE_X = "quantize_x"  # what PRETUNED_BATCH_INVARIANT can be beside 1
+
 _log = logging.getLogger(__name__)
 _settings: Settings | None = None
+
+
+class Invariance(NamedTuple):
+    """The batch-invariant mode: variants of one order of sums run all calls of a problem, whatever their rows.
+
+    With ``quantize_x`` products of fp8 weights whose checkpoints have x quantised always quantise it, else never.
+    """
+
+    quantize_x: bool = False
+
+    def __str__(self) -> str:
+        return f"batch-invariant, fp8's x is {'always' if self.quantize_x else 'never'} quantised"
 
 
 class Settings(NamedTuple):
@@ -35,6 +50,7 @@ class Settings(NamedTuple):
     strict: bool = False
     overlay: Path | None = None
     trusted_keys: Path | None = None
+    invariance: Invariance | None = None
 
     @property
     def on_demand(self) -> bool:
@@ -75,6 +91,7 @@ def read(environ: Mapping[str, str]) -> Settings:
         strict=_switch(environ, STRICT),
         overlay=_overlay(environ),
         trusted_keys=_path(keys) if keys else None,
+        invariance=_invariance(environ),
     )
 
 
@@ -84,6 +101,12 @@ def _path(entry: str) -> Path:
         return Path(entry).expanduser()
     except RuntimeError:  # no such user, or no home: opening it tells
         return Path(entry)
+
+
+def _invariance(environ: Mapping[str, str]) -> Invariance | None:
+    if environ.get(BATCH_INVARIANT, "").strip().lower() == _QUANTIZE_X:
+        return Invariance(quantize_x=True)
+    return Invariance() if _switch(environ, BATCH_INVARIANT) else None
 
 
 def _switch(environ: Mapping[str, str], name: str) -> bool:

@@ -16,6 +16,7 @@ from ...artifacts.records.problem import Fusion, Layout, Op
 from ...artifacts.tuples import NamedTuple
 from ..hardware.arch import Arch, Feature
 from .config import FIELDS, RANGES, SIZES, Cache, Config, Edge, Loads, Schedule, TileRows, misfit
+from .order import Order
 from .spec import Spec
 from .words import RAGGED_SIZES, ragged_strides
 
@@ -180,6 +181,7 @@ class KernelEntry(NamedTuple):
     steps: tuple[str, ...]
     required: Callable[[Spec], tuple[str, ...]]  # the arguments without which no launcher can run it
     constants: Callable[[Spec, Arch], Constants]  # but for what is absent
+    order: Callable[[Spec, Arch, int], Order]  # how a variant sums so many of K
     candidates: Pool  # the configs to try, best guesses first, of its ops and dtypes
     fallbacks: Pool = no_configs  # those also compiled for any alignment, so that any N and K run: small M, large M
     cost: str = ""  # the module below ``kernels`` whose ``estimate_us`` is its cost; "": cost_model.py

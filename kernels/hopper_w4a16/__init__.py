@@ -24,6 +24,7 @@ from ..contract.entry import (
     dense,
     of_rows,
 )
+from ..contract.order import WIDE, Order
 from ..contract.spec import MAX_EXPERTS, Spec, indexed
 from ..hardware.arch import Arch, Feature
 from ..portable_plain import LOW_OPERANDS, UNGATHERED, low_shapes, needs_low_rank, without_low_rank
@@ -194,6 +195,13 @@ def _constants(spec: Spec, _arch: Arch) -> Constants:
     }
 
 
+def _order(spec: Spec, _arch: Arch, _reduction: int) -> Order:
+    """One sum over all of K; of a tile of 64 columns each warpgroup has every other block of 64 of K."""
+    split = spec.config.block_n == BLOCK
+    low = Fusion.LOW_RANK in spec.fusion
+    return Order("prepared codes", WIDE, 16, 2 if split else 1, BLOCK if split else 0, low_rank=low)
+
+
 def _without_format(spec: Spec, arch: Arch) -> Constants:
     return {name: value for name, value in _constants(spec, arch).items() if name != "FORMAT"}
 
@@ -278,6 +286,7 @@ ROWS_W4A16 = KernelEntry(
     required=lambda spec: ("x", "w", *_scaled(spec), "y", "m_sizes", "counter", *needs_low_rank(spec)),
     boxes=_boxes,
     constants=_constants,
+    order=_order,
     candidates=_candidates,
     cost="hopper_w4a16.cost",
     held={"w": WORDS, "w_scale": BYTES, "w_zero": BYTES},

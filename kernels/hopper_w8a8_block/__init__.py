@@ -22,6 +22,7 @@ from ..contract.entry import (
     of_rows,
     ragged,
 )
+from ..contract.order import WIDE, Order
 from ..contract.spec import MAX_EXPERTS, Spec
 from ..hardware.arch import Arch, Feature
 from ..portable_plain import PLAIN
@@ -80,6 +81,10 @@ def _constants(spec: Spec, arch: Arch) -> Constants:
         "INDEXED": bool(spec.fusion),
         "REGISTERS": 216,
     }
+
+
+def _order(_spec: Spec, _arch: Arch, _reduction: int) -> Order:
+    return Order("prepared codes, codes of x", WIDE, 32, partial=GROUP)
 
 
 def _descriptors(spec: Spec) -> tuple[str, ...]:
@@ -152,6 +157,7 @@ ROWS_W8A8_BLOCK = KernelEntry(
     required=_required,
     boxes=_boxes,
     constants=_constants,
+    order=_order,
     candidates=_candidates,
     cost="hopper_w8a8_block.cost",
     held={"x": CODES_OF_X, "w": WORDS, "x_scale": Element("fp32", 7, 32)},

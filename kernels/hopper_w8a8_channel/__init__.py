@@ -22,6 +22,7 @@ from ..contract.entry import (
     of_rows,
     ragged,
 )
+from ..contract.order import WIDE, Order
 from ..contract.spec import MAX_EXPERTS, Spec
 from ..hardware.arch import Arch, Feature
 from ..portable_plain import PLAIN
@@ -30,6 +31,7 @@ DTYPES = frozenset((DType.FP8_CHANNEL,))
 LINE = 128  # of K, that TMA loads of each row of x at once
 PART = 2048  # of K, that the tensor cores sum
 _MOST_K = 32768  # sums in fp16 are of 448 x 448 x 2^-17 at most for each of K
+_MOST_SUMS = 128  # of a thread, in fp32: tiles with more keep those of earlier parts in fp16
 _SWITCHES_BYTES = 1024  # of shared memory: barriers, and what else is not counted here
 
 
@@ -76,6 +78,22 @@ def _constants(spec: Spec, arch: Arch) -> Constants:
         "PART": PART,
         "REGISTERS": 216,
     }
+
+
+def _order(spec: Spec, _arch: Arch, reduction: int) -> Order:
+    """The tensor cores sum parts of K; of a tile of 64 columns each warpgroup has half of every step."""
+    c = spec.config
+    split, parts = c.block_n == BLOCK, reduction > PART
+    packs = parts and c.block_m * max(1, c.block_n // 128) > _MOST_SUMS
+    return Order(
+        "prepared codes, codes of x",
+        WIDE,
+        32,
+        accumulators=2 if split else 1,
+        share=c.block_k // 2 if split else 0,
+        partial=PART if parts else 0,
+        kept="fp16" if packs else "fp32",
+    )
 
 
 def _descriptors(spec: Spec) -> tuple[str, ...]:
@@ -162,6 +180,7 @@ ROWS_W8A8_CHANNEL = KernelEntry(
     required=_required,
     boxes=_boxes,
     constants=_constants,
+    order=_order,
     candidates=_candidates,
     cost="hopper_w8a8_channel.cost",
     held={"x": CODES_OF_X, "w": WORDS},

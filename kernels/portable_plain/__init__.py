@@ -19,6 +19,7 @@ from ..contract.entry import (
     of_rows,
     ragged,
 )
+from ..contract.order import LANES, WIDE_FROM_REGISTERS, Order, instruction
 from ..contract.spec import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec, indexed, result_columns, w_kn
 from ..hardware.arch import Arch, Feature, Generation
 
@@ -120,6 +121,19 @@ def _turned(spec: Spec, arch: Arch) -> bool:
     wgmma = arch.has(Feature.WGMMA) and spec.config.block_m >= 64 and spec.config.num_warps >= 4
     turned = wgmma and spec.dtype is DType.TF32 and w_kn(spec) and "w" in row_operands(spec)
     return turned and Fusion.LOW_RANK not in spec.fusion  # whose sums are not turned round
+
+
+def order_of_plain(spec: Spec, arch: Arch, _reduction: int) -> Order:
+    """One sum over all of K: a tile's steps and zeros past K change nothing of it.
+
+    tf32 on wgmma takes w from shared memory, or from registers (``_turned``): nobody compared their bits.
+    """
+    low, rounds = Fusion.LOW_RANK in spec.fusion, Fusion.SILU not in spec.fusion
+    if spec.dtype is DType.FP32:
+        return Order("fp32", LANES, 1, low_rank=low, rounds=rounds)
+    halves = spec.dtype is not DType.TF32
+    by = WIDE_FROM_REGISTERS if _turned(spec, arch) else instruction(spec, arch, agree=halves)
+    return Order(spec.dtype.value, by, 16 if halves else 8, low_rank=low, rounds=rounds)
 
 
 def _weight_constants(spec: Spec, _arch: Arch) -> Constants:
@@ -476,6 +490,7 @@ ROWS = KernelEntry(
     required=lambda spec: ("x", "w", "y", "m_sizes", *needs_low_rank(spec)),
     boxes=_row_boxes,
     constants=_row_constants,
+    order=order_of_plain,
     candidates=_row_candidates,
     fallbacks=_row_fallbacks,
     shapes=row_shapes,
@@ -499,6 +514,7 @@ WEIGHT = KernelEntry(
     required=lambda _spec: ("dy", "x", "dw", "m_sizes"),
     boxes=_weight_boxes,
     constants=_weight_constants,
+    order=order_of_plain,
     candidates=_weight_candidates,
     fallbacks=_weight_fallbacks,
     shapes=_weight_shapes,

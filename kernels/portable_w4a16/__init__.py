@@ -9,6 +9,7 @@ from ...artifacts.records.problem import Fusion, Layout, Op
 from ..codes import BLOCK
 from ..contract.config import Config, Schedule
 from ..contract.entry import Constants, KernelEntry, Limits, Rows, Tiles, configs
+from ..contract.order import Order, instruction
 from ..contract.spec import MAX_EXPERTS, Spec
 from ..hardware.arch import Arch
 from ..portable_plain import PLAIN
@@ -56,6 +57,11 @@ def _constants(spec: Spec, _arch: Arch) -> Constants:
         "ZERO": bool(scale.zero_bits),
         "ORDER": order_of(spec),
     }
+
+
+def _order(spec: Spec, arch: Arch, _reduction: int) -> Order:
+    """One sum over all of K, of w rounded once to x's type with all of its scales."""
+    return Order("codes in x's type", instruction(spec, arch, agree=True), 16)
 
 
 def _pointees(spec: Spec) -> Mapping[str, str]:
@@ -122,6 +128,7 @@ CODED = KernelEntry(
     absent=_absent,
     required=lambda spec: ("x", "w", "w_scale", "y", "m_sizes"),
     constants=_constants,
+    order=_order,
     candidates=_candidates,
     fallbacks=lambda _op, _dtype, _arch: configs(((32, 64, 64, 4, 2),), Schedule.TILE),
     cost="portable_w4a16.cost",

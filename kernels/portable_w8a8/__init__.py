@@ -6,6 +6,7 @@ from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op
 from ..contract.config import Config, Schedule
 from ..contract.entry import Constants, KernelEntry, Limits, Rows, Tiles, configs, no_configs
+from ..contract.order import Order, instruction
 from ..contract.spec import MAX_EXPERTS, Spec
 from ..hardware.arch import Arch, Feature, Generation
 from ..portable_plain import PLAIN
@@ -49,6 +50,10 @@ def _constants(spec: Spec, _arch: Arch) -> Constants:
     }
 
 
+def _order(spec: Spec, arch: Arch, _reduction: int) -> Order:
+    return Order("codes, codes of x made on load", instruction(spec, arch), 32, partial=STEP)
+
+
 W8A8 = KernelEntry(
     name="w8a8",
     revision=1,
@@ -71,6 +76,7 @@ W8A8 = KernelEntry(
     steps=("m_sizes_step", "index_step", "index_end", "x_divisor", "flags"),
     required=lambda _spec: ("x", "w", "w_scale", "y", "m_sizes"),
     constants=_constants,
+    order=_order,
     candidates=_candidates,
     fallbacks=_fallbacks,
     cost="portable_w4a16.cost",

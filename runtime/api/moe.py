@@ -96,8 +96,10 @@ def moe_mlp(
         for tensors that can't be used, or parameters that exclude each other.
     """
     key: object = None
-    snapshot = hooks.snapshot  # first: what is chosen before a ``reload`` is not kept in a table from after
+    snapshot = None
     if not _tracing():
+        # First: what is chosen before a ``reload`` is not kept in a table from after.
+        snapshot = hooks.current() if hooks.blocks else hooks.snapshot
         if _duals._current_level >= 0:
             low = [one for pair in adapters_given(lora) if isinstance(pair, Lora) for one in pair[:2]]
             tensors.no_tangents(

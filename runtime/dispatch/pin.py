@@ -138,11 +138,12 @@ def _configs(
     snapshot: Snapshot, problem: Problem, local: LocalGpu, aligned: bool
 ) -> Iterator[tuple[Config, Usable, int]]:
     from ...kernels.contract.config import Config
-    from .ranking import why_not
+    from .ranking import in_order, why_not
 
     for usable in snapshot.having(problem, local):
         for index, variant in snapshot.variants(usable.bundle, problem):
-            if why_not(variant, problem, local, aligned=aligned) is None:
+            able = why_not(variant, problem, local, aligned=aligned) is None
+            if able and in_order(snapshot, usable, variant, problem, local):
                 yield Config.from_pairs(variant.config), usable, index
 
 

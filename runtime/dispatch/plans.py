@@ -20,7 +20,7 @@ from ...kernels.registry import has_code
 from ...kernels.rowops import CODE_OPS, dtype_of
 from . import rowops
 from .decide import Decision, settle
-from .ranking import Candidate, Match, why_not
+from .ranking import Candidate, Match, in_order, why_not
 from .snapshot import Rejected, Snapshot, Usable
 
 
@@ -73,6 +73,8 @@ def fused_silu(
     are as in ``rows_first``.
     """
     plain = plain_of(problem)
+    if snapshot.invariance is not None:  # it does not round h, as calls with a gradient do
+        return None
     while True:  # each turn drops a bundle
         with contextlib.suppress(Rejected):
             ran = own(snapshot, plain, M, local, aligned)
@@ -94,6 +96,11 @@ def quantised_x(
         with contextlib.suppress(Rejected):
             if lacks_for_codes(snapshot, problem, local) is not None:
                 return None
+            if snapshot.invariance is not None:
+                if not always_quantises(snapshot, plain, local):
+                    return None
+                coded = settle(snapshot, problem, bucket, local, aligned, False)
+                return Planned(coded.chosen.usable, coded.chosen.index) if isinstance(coded, Decision) else None
             ran = settle(snapshot, plain, bucket, local, aligned, False)
             if isinstance(ran, Decision) and ran.chosen.match is Match.EXACT:
                 return _instead(snapshot, ran.chosen, plain, Way.QUANTISED_X, top_k, local, aligned, False)
@@ -104,6 +111,15 @@ def quantised_x(
             if isinstance(ran, Decision) and not modelled_is_faster(chosen, ran.chosen, problem, bucket, local, top_k):
                 return None
             return Planned(chosen.usable, chosen.index)
+
+
+def always_quantises(snapshot: Snapshot, plain: Problem, local: LocalGpu) -> bool:
+    """Whether the batch-invariant mode quantises x of every call, where there is code for that; else of none.
+
+    If it is not asked to, it does so only where no kernel leaves x as it is: ``plain``.
+    """
+    asked = snapshot.invariance is not None and snapshot.invariance.quantize_x
+    return asked or not snapshot.serves(plain, local)
 
 
 def own(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, aligned: bool) -> Candidate | None:
@@ -175,4 +191,7 @@ def _instead(
         return None
     variant = snapshot.variant(ran.usable.bundle, index)
     asked = problem._replace(dtype=variant.dtype, fusion=variant.fusion, top_k=0)
-    return Planned(ran.usable, index) if why_not(variant, asked, local, aligned=aligned) is None else None
+    able = why_not(variant, asked, local, aligned=aligned) is None and in_order(
+        snapshot, ran.usable, variant, asked, local
+    )
+    return Planned(ran.usable, index) if able else None

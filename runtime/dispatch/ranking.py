@@ -17,6 +17,10 @@ So a bundle that PRETUNED_BUNDLES names and that is modelled does not hide what 
 Where no bundle can run a call, the candidates that ship do (``Snapshot.reserve``), in the cost model's order: of them
 what a build would not leave out.
 
+In the batch-invariant mode (``Snapshot.invariance``) only variants of one order of sums are candidates for a problem,
+in whatever form: ``order_of``. Its choices and runners-up rank as above; where none for this bucket or a neighbour has
+the order, it is as if no bundle had the problem. torch runs nothing.
+
 A bundle that was held against what ran before (``Producer.held_against``), or that took over what other bundles have
 measured, has a say in the problems and buckets of its measured choices alone: there it names nothing slower, of others
 it knows nothing. What it has modelled is chosen anew among all variants, for this very GPU, as it would be without it.
@@ -30,19 +34,20 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 from ...artifacts.records.bundle import Choice, PlanRow, Source, Variant
-from ...artifacts.records.problem import Fusion, Problem
+from ...artifacts.records.problem import Fusion, Op, Problem
 from ...artifacts.records.target import Gpu, LocalGpu, gpus_apart
 from ...artifacts.tuples import NamedTuple
 from ...kernels import registry
 from ...kernels.contract import words
 from ...kernels.contract.config import Config, config_of
-from ...kernels.contract.spec import Spec
+from ...kernels.contract.spec import Spec, gemm_of
 from ...kernels.hardware import arch
 from .. import verdicts
 from .places import Kind
 from .snapshot import Snapshot, Usable, View
 
 if TYPE_CHECKING:
+    from ...kernels.contract.order import Order
     from ...kernels.cost_model import Ranker
     from ...kernels.hardware.chips import Chip
     from .neighbours import Near, Neighbourhood
@@ -111,7 +116,7 @@ def chosen(
     """The best ``most`` candidates that the bundles' own choices name, runners-up included, best first."""
     found: list[Candidate] = []
     seen: set[tuple[int, int]] = set()  # a variant counts once, by its best claim
-    for claim in _claims(snapshot, problem, local, view).ranked(bucket):
+    for claim in _claims(snapshot, problem, local, view).ranked(bucket, near=is_invariant(snapshot, problem)):
         if len(found) == most:
             break
         usable, choice, index = claim.usable, claim.choice, claim.variant
@@ -119,10 +124,13 @@ def chosen(
             continue
         seen.add((usable.order, index))
         variant = snapshot.variant(usable.bundle, index)
-        if why_not(variant, problem, local, aligned=aligned) is None:
+        if why_not(variant, problem, local, aligned=aligned) is None and in_order(
+            snapshot, usable, variant, problem, local
+        ):
             match = Match.EXACT if choice.bucket == bucket else Match.NEAREST_BUCKET
             here = claim.origin is Origin.THIS_GPU and match is Match.EXACT and index == choice.variant
-            torch_ns = choice.torch_ns if here and aligned and torch_runs(problem, local.sm) else None
+            may = here and aligned and torch_runs(problem, local.sm) and snapshot.invariance is None
+            torch_ns = choice.torch_ns if may else None
             found.append(
                 Candidate(
                     usable,
@@ -139,6 +147,51 @@ def chosen(
                 )
             )
     return found
+
+
+def is_invariant(snapshot: Snapshot, problem: Problem) -> bool:
+    """Whether all calls of a problem are to sum in one order. dW sums over the rows of a batch: it can't."""
+    return snapshot.invariance is not None and problem.op is not Op.DW
+
+
+def in_order(snapshot: Snapshot, usable: Usable, variant: Variant, problem: Problem, local: LocalGpu) -> bool:
+    """Whether a variant that can run a problem may: always, or in the batch-invariant mode if it sums in the order."""
+    if not is_invariant(snapshot, problem):
+        return True
+    return _order(usable, variant, problem) == order_of(snapshot, problem, local)
+
+
+def order_of(snapshot: Snapshot, problem: Problem, local: LocalGpu) -> Order | None:
+    """The order in which every call of a problem sums, in any form, in the batch-invariant mode; None without variants.
+
+    The first by preference of those that the most forms have. It depends on no rows and no times: only on which
+    variants there are. So GPUs of one capability, shards of one model and builds of a bundle agree on it.
+    """
+    low = problem.fusion & Fusion.LOW_RANK
+    key = ("order", problem._replace(fusion=low, top_k=0), local)
+    if key not in snapshot.rankers:
+        every: list[set[Order]] = []
+        for fusion in (Fusion.NONE, Fusion.GATHER) if low else (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER):
+            form = problem._replace(fusion=fusion | low, top_k=0)
+            every.append(
+                {
+                    _order(usable, variant, form)
+                    for usable in snapshot.having(form, local)
+                    for _, variant in snapshot.variants(usable.bundle, form)
+                    if why_not(variant, form, local, aligned=True) is None
+                }
+            )
+        counts = {one: sum(one in row for row in every) for one in set().union(*every)}
+        snapshot.rankers[key] = min(counts, key=lambda one: (-counts[one], one.preference), default=None)
+    found: Order | None = snapshot.rankers[key]
+    return found
+
+
+def _order(usable: Usable, variant: Variant, problem: Problem) -> Order:
+    """In which order a variant that can run a problem sums."""
+    config = Config.from_pairs(variant.config)
+    spec = Spec(variant.op, variant.dtype, config, variant.layout, variant.fusion, variant.alignment)  # type: ignore[arg-type]
+    return registry.order_of(spec, usable.bundle.target.sm, gemm_of(problem).reduction)
 
 
 def torch_runs(problem: Problem, sm: int) -> bool:
@@ -163,8 +216,8 @@ class _RankedChoices(NamedTuple):
     view: View
     by_origin: dict[Origin, dict[int, list[_RankedChoice]]]
 
-    def ranked(self, bucket: int) -> Iterator[_RankedChoice]:
-        """All of them, best first for this bucket."""
+    def ranked(self, bucket: int, *, near: bool) -> Iterator[_RankedChoice]:
+        """All of them, best first for this bucket; with ``near`` those of it and its neighbours alone."""
 
         def rank(place: tuple[Origin, int]) -> tuple[int, ...]:
             origin, other = place
@@ -174,6 +227,8 @@ class _RankedChoices(NamedTuple):
 
         places = ((origin, one) for origin, by_bucket in self.by_origin.items() for one in by_bucket)
         for origin, one in sorted(places, key=rank):
+            if near and abs(one.bit_length() - bucket.bit_length()) > _NEAR:
+                continue
             for claim in self.by_origin[origin][one]:
                 own = one == bucket and origin is not Origin.MODELLED
                 if own or not claim.usable.bundle.producer.held_against:
@@ -225,7 +280,7 @@ def modelled(
     _, fitting, ranker, chip = _ranked(snapshot, problem, local, view, aligned)
     measured = neighbourhood(snapshot, local, view)
     around = measured.near(problem, bucket, aligned=aligned)
-    able = range(len(fitting))
+    able = [at for at, (usable, _, one) in enumerate(fitting) if in_order(snapshot, usable, one, problem, local)]
     numbers = _numbers(snapshot, fitting, measured) if around is not None else {}
     some = [at for at in able if numbers[at][0] in around.won and _is_able(fitting[at][2], problem)] if around else []
     if not some or most is None:  # to estimate the others takes longer than all the rest

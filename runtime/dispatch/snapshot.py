@@ -16,7 +16,7 @@ from ...artifacts.records.problem import Fusion, Problem
 from ...artifacts.tuples import NamedTuple
 from .. import hooks, verdicts
 from ..locks import lock
-from ..settings import TRUSTED_KEYS, Settings, settings
+from ..settings import TRUSTED_KEYS, Invariance, Settings, settings
 from .places import Found, Kind, Place, candidates, installed_places, places, scan, unusable
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ class Snapshot:
     ``launchers`` of products, ``passes`` of row operations, and ``plans``, the one table of calls that come again.
     ``put_off`` counts how often code that is not proven was not used for now, in a graph capture: nothing that was
     chosen meanwhile is kept.
+    With ``invariance`` all that is decided is so that a row's bits do not depend on its batch (``ranking.py``).
     A child of ``fork`` goes on with its parent's.
     """
 
@@ -100,6 +101,7 @@ class Snapshot:
         installed: Callable[[], Sequence[Place]] = tuple,
         without: Path | None = None,
         keys: Keys | None = None,
+        invariance: Invariance | None = None,
     ) -> None:
         """``without`` is a file that is as if it were not there: a build leaves out the one that it replaces.
 
@@ -108,6 +110,7 @@ class Snapshot:
         self._installed = installed
         self._without = without
         self.keys = keys
+        self.invariance = invariance
         self._named = scan(asked, without, keys)
         self._packages: tuple[Place, ...] | None = None
         self._packaged: tuple[Found, ...] | None = None
@@ -291,6 +294,8 @@ class Snapshot:
         digest.update(b"".join(verdicts.left_out(local)))
         if hooks.jit_allowed():
             digest.update(b"jit")
+        if self.invariance is not None:
+            digest.update(str(self.invariance).encode())
         return digest.hexdigest()
 
     def _tell(self, skipped: Iterable[Skipped]) -> None:
@@ -305,25 +310,31 @@ class Snapshot:
 
 
 def snapshot() -> Snapshot:
-    """The process's snapshot, taken at first use."""
-    found: Snapshot = hooks.snapshot
+    """The process's snapshot, or that of a block of ``hooks.within``, taken at first use."""
+    found: Snapshot = hooks.current()
     if found is None:
         with lock("snapshot"):
-            if hooks.snapshot is None:
-                hooks.snapshot = _with_made(settings())
-            found = hooks.snapshot
+            found, mode = hooks.current(), hooks.said()
+            if found is None:
+                read = settings()
+                own = mode is hooks.UNSAID or mode == read.invariance
+                found = _with_made(read, read.invariance if own else mode)
+                if own:
+                    hooks.snapshot = found
+                else:
+                    hooks.in_blocks[mode] = found
     return found
 
 
-def _with_made(read: Settings) -> Snapshot:
+def _with_made(read: Settings, invariance: Invariance | None) -> Snapshot:
     """A snapshot with what this process has made and keeps, unless all must be signed."""
-    taken = take(read)
+    taken = take(read, invariance=invariance)
     for bundle in _kept if taken.keys is None else ():
         taken.add(bundle)
     return taken
 
 
-def take(read: Settings, without: Path | None = None) -> Snapshot:
+def take(read: Settings, without: Path | None = None, *, invariance: Invariance | None = None) -> Snapshot:
     """A new snapshot of the places that ``read`` names, but for the file ``without``; its keys are read first."""
     keys = None
     if read.trusted_keys is not None:
@@ -332,7 +343,7 @@ def take(read: Settings, without: Path | None = None) -> Snapshot:
         keys = read_keys(str(read.trusted_keys), f"{TRUSTED_KEYS}={read.trusted_keys}")
         for fault in keys.faults:
             _log.warning("pretuned: %s: %s", TRUSTED_KEYS, printable(fault))
-    return Snapshot(places(read), installed_places, without, keys)
+    return Snapshot(places(read), installed_places, without, keys, invariance)
 
 
 def keep(bundle: BundleFile) -> None:
@@ -349,6 +360,7 @@ def forget() -> None:
     """Makes the next ``snapshot()`` read the places again. Bundles that are in use stay open."""
     with lock("snapshot"):
         hooks.snapshot = None
+        hooks.in_blocks.clear()
 
 
 hooks.on_reload(forget)

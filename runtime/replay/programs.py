@@ -102,7 +102,9 @@ class Programs:
             return None
         if loose and not all(one is None or one.is_contiguous() for one in given[:loose]):
             return None
-        now = hooks.snapshot  # none just after a reload, when the plan's own may be gone, too
+        now = (
+            hooks.current() if hooks.blocks else hooks.snapshot
+        )  # none just after a reload, when the plan's own may be gone, too
         if now is None or now is not self._snapshot() or not (self._alone or device_is_current(self._device)):
             return None
         return program.run(M, stream_of(self._device), given)
