@@ -24,7 +24,7 @@ from ..contract.entry import (
     dense,
     of_rows,
 )
-from ..contract.order import WIDE, Order
+from ..contract.order import PREPARED, WIDE, Order
 from ..contract.spec import MAX_EXPERTS, Spec, indexed
 from ..hardware.arch import Arch, Feature
 from ..portable_plain import LOW_OPERANDS, UNGATHERED, low_shapes, needs_low_rank, without_low_rank
@@ -199,7 +199,7 @@ def _order(spec: Spec, _arch: Arch, _reduction: int) -> Order:
     """One sum over all of K; of a tile of 64 columns each warpgroup has every other block of 64 of K."""
     split = spec.config.block_n == BLOCK
     low = Fusion.LOW_RANK in spec.fusion
-    return Order("prepared codes", WIDE, 16, 2 if split else 1, BLOCK if split else 0, low_rank=low)
+    return Order(PREPARED, WIDE, 16, 2 if split else 1, BLOCK if split else 0, low_rank=low)
 
 
 def _without_format(spec: Spec, arch: Arch) -> Constants:

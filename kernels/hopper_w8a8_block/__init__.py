@@ -22,7 +22,7 @@ from ..contract.entry import (
     of_rows,
     ragged,
 )
-from ..contract.order import WIDE, Order
+from ..contract.order import PREPARED, WIDE, Order
 from ..contract.spec import MAX_EXPERTS, Spec
 from ..hardware.arch import Arch, Feature
 from ..portable_plain import PLAIN
@@ -84,7 +84,7 @@ def _constants(spec: Spec, arch: Arch) -> Constants:
 
 
 def _order(_spec: Spec, _arch: Arch, _reduction: int) -> Order:
-    return Order("prepared codes, codes of x", WIDE, 32, partial=GROUP)
+    return Order(f"{PREPARED}, codes of x", WIDE, 32, partial=GROUP)
 
 
 def _descriptors(spec: Spec) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from ..contract.entry import (
     of_rows,
     ragged,
 )
-from ..contract.order import WIDE, Order
+from ..contract.order import PREPARED, WIDE, Order
 from ..contract.spec import MAX_EXPERTS, Spec
 from ..hardware.arch import Arch, Feature
 from ..portable_plain import PLAIN
@@ -86,7 +86,7 @@ def _order(spec: Spec, _arch: Arch, reduction: int) -> Order:
     split, parts = c.block_n == BLOCK, reduction > PART
     packs = parts and c.block_m * max(1, c.block_n // 128) > _MOST_SUMS
     return Order(
-        "prepared codes, codes of x",
+        f"{PREPARED}, codes of x",
         WIDE,
         32,
         accumulators=2 if split else 1,

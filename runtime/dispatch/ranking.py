@@ -40,7 +40,7 @@ from ...artifacts.tuples import NamedTuple
 from ...kernels import registry
 from ...kernels.contract import words
 from ...kernels.contract.config import Config, config_of
-from ...kernels.contract.spec import Spec, gemm_of
+from ...kernels.contract.spec import Spec, code_of, gemm_of
 from ...kernels.hardware import arch
 from .. import verdicts
 from .places import Kind
@@ -158,36 +158,46 @@ def in_order(snapshot: Snapshot, usable: Usable, variant: Variant, problem: Prob
     """Whether a variant that can run a problem may: always, or in the batch-invariant mode if it sums in the order."""
     if not is_invariant(snapshot, problem):
         return True
-    return _order(usable, variant, problem) == order_of(snapshot, problem, local)
+    return summed(usable, variant, problem) == order_of(snapshot, problem, local)
 
 
 def order_of(snapshot: Snapshot, problem: Problem, local: LocalGpu) -> Order | None:
-    """The order in which every call of a problem sums, in any form, in the batch-invariant mode; None without variants.
+    """The order in which every call of a problem sums in the batch-invariant mode; None where nothing runs it.
 
-    The first by preference of those that the most forms have. It depends on no rows and no times: only on which
+    It is the first by preference (``Order.preference``) of all forms, and of a form without such code its own first:
+    quantised w has dX that moves rows by a portable kernel alone. It depends on no rows and no times, but only on which
     variants there are. So GPUs of one capability, shards of one model and builds of a bundle agree on it.
     """
-    low = problem.fusion & Fusion.LOW_RANK
-    key = ("order", problem._replace(fusion=low, top_k=0), local)
+    code, low = code_of(problem.op, problem.fusion & ~Fusion.SILU), problem.fusion & Fusion.LOW_RANK
+    asked, view = problem._replace(fusion=code, top_k=0), snapshot.view(local, installed=True)
+    key = ("order", id(view), asked, local)
     if key not in snapshot.rankers:
-        every: list[set[Order]] = []
-        for fusion in (Fusion.NONE, Fusion.GATHER) if low else (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER):
-            form = problem._replace(fusion=fusion | low, top_k=0)
-            every.append(
-                {
-                    _order(usable, variant, form)
-                    for usable in snapshot.having(form, local)
-                    for _, variant in snapshot.variants(usable.bundle, form)
-                    if why_not(variant, form, local, aligned=True) is None
-                }
-            )
-        counts = {one: sum(one in row for row in every) for one in set().union(*every)}
-        snapshot.rankers[key] = min(counts, key=lambda one: (-counts[one], one.preference), default=None)
-    found: Order | None = snapshot.rankers[key]
+        forms = (Fusion.NONE, Fusion.GATHER) if low else (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER)
+        every = {form | low: _orders(snapshot, problem._replace(fusion=form | low, top_k=0), local) for form in forms}
+        first = min((order for orders in every.values() for order in orders), key=_preference, default=None)
+        own = every[code]
+        if first not in own:
+            own |= _orders(snapshot, asked, local, reserve=True) & {first}
+        snapshot.rankers[key] = view, min(own, key=_preference, default=None)
+    found: Order | None = snapshot.rankers[key][1]
     return found
 
 
-def _order(usable: Usable, variant: Variant, problem: Problem) -> Order:
+def _preference(order: Order) -> tuple[object, ...]:
+    return order.preference
+
+
+def _orders(snapshot: Snapshot, problem: Problem, local: LocalGpu, *, reserve: bool = False) -> set[Order]:
+    """Those of the variants that can run a problem on aligned tensors: the bundles', or the candidates'."""
+    return {
+        summed(usable, variant, problem)
+        for usable in (snapshot.reserve(local).usable if reserve else snapshot.having(problem, local))
+        for _, variant in snapshot.variants(usable.bundle, problem)
+        if why_not(variant, problem, local, aligned=True) is None
+    }
+
+
+def summed(usable: Usable, variant: Variant, problem: Problem) -> Order:
     """In which order a variant that can run a problem sums."""
     config = Config.from_pairs(variant.config)
     spec = Spec(variant.op, variant.dtype, config, variant.layout, variant.fusion, variant.alignment)  # type: ignore[arg-type]

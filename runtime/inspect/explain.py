@@ -18,7 +18,7 @@ from ..dispatch import compiled, plans
 from ..dispatch import snapshot as bundles
 from ..dispatch.decide import Decision, miss_reason, reason, settle, whole_columns, with_wide_rows
 from ..dispatch.hints import build_line, remedy
-from ..dispatch.ranking import Candidate, Match, Origin, chosen, modelled
+from ..dispatch.ranking import Candidate, Match, Origin, chosen, modelled, summed
 from ..dispatch.snapshot import Rejected, Snapshot, View
 from ..driver.device import current_device, local_gpu
 from . import low_rank, ways
@@ -132,7 +132,14 @@ def explain_on(
     told = replace(told, M=M, expected_rows=expected_rows)
     if wide_rows and told.raises is None:
         told = _with_wide_rows(told)
-    best = told.chosen
+    best, invariance = told.chosen, bundles.snapshot().invariance
+    if invariance is not None and problem.op is not Op.DW:
+        told = replace(told, invariance=str(invariance))
+        if best is None:
+            return replace(
+                told, raises=told.raises or "ProblemNotInBundle: in the batch-invariant mode torch runs nothing"
+            )
+        told = replace(told, order=str(summed(best.usable, best.variant, problem)))
     if best is None:
         return told
     from ..launch.loader import standing  # here, as it brings all that launches along

@@ -33,6 +33,7 @@ class Explanation:
     product with an adapter, whether its part is in the product's kernel or beside it, and why. If torch's grouped_mm
     was measured faster on this GPU, torch runs the call (``torch_us``), and the first candidate a call with ``out``.
     With ``expected_rows`` the kernel is chosen for so many rows, and ``without_hint`` says what runs for M.
+    ``invariance`` says how in the batch-invariant mode, and ``order`` in which order the kernel sums K.
     """
 
     problem: Problem
@@ -52,6 +53,8 @@ class Explanation:
     low_rank: str | None = None
     expected_rows: int | None = None
     without_hint: str | None = None
+    invariance: str | None = None
+    order: str | None = None
 
     @property
     def bucket(self) -> int:
@@ -117,6 +120,8 @@ class Explanation:
             "bucket": self.bucket,
             "expected_rows": self.expected_rows,
             "without_hint": self.without_hint,
+            "batch_invariant": self.invariance,
+            "order": self.order,
             "aligned": self.aligned,
             "gpu": {"sm": self.local.sm, "name": self.local.gpu.name or None, "sm_count": self.local.gpu.sm_count},
             "runs": self.runs,
@@ -155,6 +160,8 @@ class Explanation:
         if self.expected_rows is not None:
             what = f"expected_rows={self.expected_rows}: chosen for bucket {self.bucket}"
             lines.append(f"  hint: {what}; for M={self.M} it is {self.without_hint}")
+        lines += [f"  mode: {self.invariance}"] if self.invariance is not None else []
+        lines += [f"  sums: {self.order}"] if self.order is not None else []
         note = slow_rows(self.problem)
         lines += [f"  note: {note}"] if note is not None else []
         if best is not None and best.gpu is not None and len(self.measured_on) > 1:

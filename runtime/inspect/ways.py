@@ -64,6 +64,8 @@ def rows_first(
 def fused_silu(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *, top_k: int, aligned: bool) -> Ruled:
     """Whether silu is in the epilogue, as ``plans.fused_silu`` decides for ``problem``, which has ``Fusion.SILU``."""
     plain = plans.plain_of(problem)
+    if snapshot.invariance is not None:
+        return Ruled(None, "in the batch-invariant mode h is rounded, as it is in a call with a gradient")
     decided = settle(snapshot, plain, bucket_of(M), local, aligned, False)
     if not isinstance(decided, Decision):
         return Ruled(None, "no bundle has the plain GEMM")
@@ -82,6 +84,8 @@ def quantised_x(
     if (lacking := plans.lacks_for_codes(snapshot, problem, local)) is not None:
         return Ruled(None, lacking)
     bucket, plain = bucket_of(M), problem._replace(dtype=other)
+    if snapshot.invariance is not None:
+        return _always_or_never(snapshot, problem, plain, bucket, local, aligned)
     found = plans.quantised_x(snapshot, problem, other, M, local, top_k=top_k, aligned=aligned)
     decided = settle(snapshot, plain, bucket, local, aligned, False)
     if isinstance(decided, Decision) and decided.chosen.match is Match.EXACT:
@@ -99,6 +103,18 @@ def quantised_x(
     chip, times = chip_named(local.gpu.name), (coded.chosen.time_us, decided.chosen.time_us)
     _, why = rule.quantised_is_faster(problem, bucket, *times, coded.chosen.source, top_k, chip)
     return Ruled(None if found is None else coded.chosen, why)
+
+
+def _always_or_never(
+    snapshot: Snapshot, problem: Problem, plain: Problem, bucket: int, local: LocalGpu, aligned: bool
+) -> Ruled:
+    """The same in the batch-invariant mode, which no number of rows decides."""
+    if not plans.always_quantises(snapshot, plain, local):
+        return Ruled(None, "in the batch-invariant mode x stays bf16 at any number of rows (quantize_x=False)")
+    coded = settle(snapshot, problem, bucket, local, aligned, False)
+    if not isinstance(coded, Decision):
+        return Ruled(None, f"x stays bf16: {coded.reason}")
+    return Ruled(coded.chosen, "in the batch-invariant mode x is quantised at any number of rows (quantize_x=True)")
 
 
 def _cell(snapshot: Snapshot, ran: Candidate, problem: Problem) -> rule.Cell:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...artifacts.errors import InputError
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem
 from ...kernels.contract.activations import Activation
@@ -217,7 +218,10 @@ def _of_prepared(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready | None:
     step = index_step(call) if call.uses_index else 1
     few, beside = may_clear(call, y) if call.zero_tail and call.uses_index else (True, True)
     zeroes = call.zero_tail and (few or beside)
-    codes = dtypes[0] if dtypes[0] in CODE_OPS and (first or row_stride(x, K) == K) else None
+    quantises, dense = dtypes[0] in CODE_OPS, first or row_stride(x, K) == K
+    if quantises and not dense and _always_quantises():
+        raise InputError("grouped_gemm: x has rows that lie apart, which can't be quantised: pass x.contiguous()")
+    codes = dtypes[0] if quantises and dense else None
     fixed = (w.format, E, N, K, call.gather_divisor, fusion.value, step, m_sizes.dtype, zeroes, few, beside)
     key = ("mixed", *fixed, call.bucket, device, first, codes is None, call.pin)
 
@@ -241,6 +245,12 @@ def _of_prepared(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready | None:
         return after_gather(kernel, problem, call, fused) if first else of_rows(kernel, problem, call, fused)
 
     return kept(key, build)
+
+
+def _always_quantises() -> bool:
+    """Whether the batch-invariant mode is to quantise x of every call."""
+    invariance = dispatch_snapshot.snapshot().invariance
+    return invariance is not None and invariance.quantize_x
 
 
 def _of_codes(problem: Problem, other: DType, call: Rows, fused: Fused) -> Ready | None:

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from ...artifacts.records.problem import Layout
 from ...artifacts.tuples import NamedTuple
+from .. import hooks
 from ..check.call import Call
 from ..check.form import Form, Fusions
 from ..check.saved import FLOATS, INDICES, Saved
@@ -30,14 +31,26 @@ _grad_enabled = torch.is_grad_enabled
 
 
 def differentiated_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """``once_differentiable``, past which a backward goes that makes no graph: then it only takes the host's time."""
+    """``once_differentiable``, past which a backward goes that makes no graph: then it only takes the host's time.
+
+    Kernels are chosen as in the forward, which ``note_mode`` noted: a backward on CUDA runs in a thread of its own.
+    """
     within_a_graph = once_differentiable(backward)
 
     @functools.wraps(backward)
     def chosen(ctx: Any, *grads: torch.Tensor) -> Any:
+        if hooks.blocks:
+            with hooks.within(getattr(ctx, "mode", hooks.UNSAID)):
+                return within_a_graph(ctx, *grads) if _grad_enabled() else backward(ctx, *grads)
         return within_a_graph(ctx, *grads) if _grad_enabled() else backward(ctx, *grads)
 
     return chosen
+
+
+def note_mode(ctx: Any) -> None:
+    """Note the batch-invariant mode of a forward for its backward, if any block has one."""
+    if hooks.blocks:
+        ctx.mode = hooks.said()
 
 
 class GroupedGemm(torch.autograd.Function):
@@ -57,6 +70,7 @@ class GroupedGemm(torch.autograd.Function):
         plan: Any = None,
     ) -> torch.Tensor:
         """The product; what a gradient needs is saved. ``plan`` is a ``replay.product_plan.ProductPlan``."""
+        note_mode(ctx)
         needs_x, needs_w, needs_weights, _ = wanted(ctx.needs_input_grad, form)
         keeps_x = needs_w or needs_weights
         keeps_w = needs_x or needs_weights
@@ -122,6 +136,7 @@ class AdaptedGemm(torch.autograd.Function):
         how: Adapted,
     ) -> torch.Tensor:
         """The product; what a gradient needs is saved."""
+        note_mode(ctx)
         form, sizes, scale, plan = how
         one = LowRank(A, B, scale)
         if plan is not None:

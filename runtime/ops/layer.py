@@ -38,7 +38,7 @@ from ..launch.program import NOW, Now
 from ..weights.expert_weights import ExpertWeights
 from . import activation, low_rank, tokens
 from .activation import Needs, RowActivation
-from .autograd import differentiated_once
+from .autograd import differentiated_once, note_mode
 from .low_rank import Adapters, LowRank, LowRankGradients
 from .products import gated_rows, of_activated, weight
 from .routing import Routing
@@ -204,6 +204,7 @@ class MoeLayer(torch.autograd.Function):
         plan: Any = None,
     ) -> torch.Tensor:
         """The layer; what a gradient needs is saved. ``plan`` is a ``replay.layer_plan.LayerPlan``."""
+        note_mode(ctx)
         given = weights_of(gate_up, down, gate_up_bias, down_bias)
         run = forward if plan is None else plan.forward
         out, h, *_ = run(layer, x, given, routing, weights, keeps_h=True)
@@ -263,6 +264,7 @@ class AdaptedLayer(torch.autograd.Function):
         *low: torch.Tensor | None,
     ) -> torch.Tensor:
         """The layer; what a gradient needs is saved. ``plan`` is a ``replay.layer_plan.LayerPlan``."""
+        note_mode(ctx)
         given = weights_of(gate_up, down, gate_up_bias, down_bias)
         run = forward if plan is None else plan.forward
         out, *kept = run(layer, x, given, routing, weights, keeps_h=True, adapters=adapters_of(low, scales))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ...artifacts.errors import ProblemNotInBundle
 from ...artifacts.records.problem import Layout
 from ..check import tensors
 from ..check.call import LowPart, Rows
@@ -29,6 +30,7 @@ from ..launch.products import (
 )
 from ..launch.program import NOW, Now
 from ..launch.ready import may_add_low_part
+from ..settings import BATCH_INVARIANT
 from ..weights.expert_weights import ExpertWeights
 
 if TYPE_CHECKING:
@@ -167,6 +169,8 @@ def _on_cuda(call: Rows, y: torch.Tensor, end: int, do: Now = NOW) -> None:
         if not spares_rows and _launch_rows(call, y, NOW):
             return
     plain, sm = not call.fusion and not spares_rows, local_gpu(call.x.get_device()).sm
+    if plain or isinstance(call.w, ExpertWeights) or call.row_weights is not None or call.bias is not None:
+        _check_may_be_torchs(call)
     if isinstance(call.w, ExpertWeights):
         quantised.no_kernel(call.w.format)
         x, w, layout = _by_torch(call)
@@ -192,6 +196,21 @@ def _on_cuda(call: Rows, y: torch.Tensor, end: int, do: Now = NOW) -> None:
         row_weights=call.row_weights,
         bias=call.bias,
         gathered=spares_rows,
+    )
+
+
+def _check_may_be_torchs(call: Rows) -> None:
+    """ProblemNotInBundle in the batch-invariant mode: sums of torch, and what it rounds, may depend on the batch."""
+    from ..dispatch.snapshot import snapshot
+
+    if snapshot().invariance is None:
+        return
+    what = call.w.format if isinstance(call.w, ExpertWeights) else str(call.x.dtype).removeprefix("torch.")
+    raise ProblemNotInBundle(
+        f"batch-invariant mode: no kernel in a bundle runs {call.op.value} of {what} weights {list(call.sizes)} "
+        f"[E, N, K] on these {call.M} rows, and torch's products may depend on the batch. Pass dense rows that are "
+        "aligned to 16 bytes and prepared weights, build a bundle with aot build, or leave the mode "
+        f"({BATCH_INVARIANT}=0, batch_invariant(False))"
     )
 
 
