@@ -1,0 +1,237 @@
+"""The batch-invariant mode's choices among what ships: one order of sums for each problem, at every number of rows."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from made import NARROW, ON_H200, PROBLEM, WIDE, measured, write
+
+from pretuned.artifacts.errors import InputError
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
+from pretuned.artifacts.records.target import Gpu, LocalGpu
+from pretuned.kernels.contract.spec import gemm_of
+from pretuned.kernels.hardware.arch import supported
+from pretuned.runtime.dispatch import pin, plans
+from pretuned.runtime.dispatch.decide import Decision, decide, settle, with_low_part, with_wide_rows
+from pretuned.runtime.dispatch.places import Kind, Place
+from pretuned.runtime.dispatch.ranking import Candidate, order_of, summed
+from pretuned.runtime.dispatch.snapshot import Snapshot
+from pretuned.runtime.inspect.explain import examine, made_up_gpu
+from pretuned.runtime.settings import Invariance
+
+BUNDLES = Path(__file__).parents[3] / "artifacts" / "bundles"
+BUCKETS = [1 << power for power in range(17)]
+FORMS = (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER)
+NEVER, ALWAYS = Invariance(), Invariance(quantize_x=True)
+FEW, MANY = 1, 12  # problems of an op and dtype that are looked at
+
+
+@functools.lru_cache(maxsize=3)
+def shipped(invariance: Invariance | None = NEVER) -> Snapshot:
+    return Snapshot([], lambda: [Place(Kind.INSTALLED, BUNDLES)], invariance=invariance)
+
+
+def gpus(sm: int) -> list[LocalGpu]:
+    """Those that the bundles of a capability have measured, or none in particular."""
+    view = shipped().view(made_up_gpu(sm), installed=True)
+    found = dict.fromkeys(gpu for usable in view.usable for gpu in usable.bundle.gpus)
+    return [LocalGpu(sm, gpu) for gpu in found] or [made_up_gpu(sm)]
+
+
+def problems(sm: int, count: int) -> Iterator[Problem]:
+    """Products of rows that are shipped for a capability, in every form: ``count`` of each op and dtype."""
+    view = shipped().view(made_up_gpu(sm), installed=True)
+    every = {one for usable in view.usable for one in usable.bundle.problems() if one.op is not Op.DW}
+    plain = {one._replace(fusion=Fusion.NONE, top_k=0) for one in every}
+    for kind in sorted({(one.op, one.dtype) for one in plain}, key=str):
+        some = sorted((one for one in plain if (one.op, one.dtype) == kind), key=lambda one: one.sort_key)
+        for problem in some[:: -(-len(some) // count)]:
+            yield from (problem._replace(fusion=form) for form in FORMS)
+
+
+def orders(snapshot: Snapshot, problem: Problem, local: LocalGpu, *, aligned: bool = True) -> set[object]:
+    """Of all buckets; None where nothing runs it."""
+    found: set[object] = set()
+    for bucket in BUCKETS:
+        decided = settle(snapshot, problem, bucket, local, aligned, False)
+        found.add(order_by(decided.chosen, problem) if isinstance(decided, Decision) else None)
+        assert not isinstance(decided, Decision) or decided.chosen.torch_us is None
+    return found
+
+
+def order_by(candidate: Candidate, problem: Problem) -> object:
+    return summed(candidate.usable, candidate.variant, problem)
+
+
+def check(sm: int, count: int) -> None:
+    for local in gpus(sm):
+        by_product: dict[Problem, set[object]] = {}
+        for problem in problems(sm, count):
+            if not shipped().serves(problem, local):
+                continue
+            found = orders(shipped(), problem, local)
+            assert len(found) == 1, (problem, found)
+            assert found == {order_of(shipped(), problem, local)}, problem
+            by_product.setdefault(problem._replace(fusion=Fusion.NONE), set()).update(found)
+        for problem, every in by_product.items():
+            # A portable kernel alone moves the rows of dX of quantised w.
+            assert len(every) == 1 or (problem.op is Op.DX and problem.dtype.quantised), (problem, every)
+            assert None not in every
+
+
+def test_a_problem_is_summed_in_one_order() -> None:
+    check(90, FEW)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sm", [sm if sm in (90, 100) else pytest.param(sm, marks=pytest.mark.nightly) for sm in supported()]
+)
+def test_each_problem_is_summed_in_one_order(sm: int) -> None:
+    check(sm, MANY)
+
+
+def test_gpus_of_a_capability_and_shards_agree() -> None:
+    h100, h200 = gpus(90)[:2]
+    assert h100.gpu.name != h200.gpu.name
+    for dtype in (DType.BF16, DType.MXFP4, DType.FP8_BLOCK, DType.FP8_CHANNEL_A16):
+        every = [Problem(Op.FORWARD, dtype, E, N, K) for E in (8, 128) for N in (512, 4096) for K in (2048,)]
+        assert len({order_of(shipped(), one, gpu) for one in every for gpu in (h100, h200)}) == 1
+
+
+def test_unaligned_tensors_of_bf16_are_summed_alike() -> None:
+    problem, local = Problem(Op.FORWARD, DType.BF16, 128, 1536, 2048), gpus(90)[0]
+    odd = problem._replace(N=1535)
+    every = [orders(shipped(), one, local, aligned=False) for one in (problem, odd, odd._replace(layout=Layout.KN))]
+    assert set.union(*every) == {order_of(shipped(), problem, local)}
+    wide = [with_wide_rows(shipped(), odd, M, local) for M in (1, 300, 1 << 16)]
+    assert {order_by(one, odd) for one in wide if one is not None} == {order_of(shipped(), problem, local)}
+
+
+@pytest.mark.parametrize("dtype", [DType.BF16, DType.MXFP4, DType.INT4_G32_ZP, DType.FP8_BLOCK_A16])
+@pytest.mark.parametrize("op", [Op.FORWARD, Op.DX])
+def test_a_low_rank_part_is_summed_in_one_order(op: Op, dtype: DType) -> None:
+    local = gpus(90)[0]
+    for fusion in (Fusion.LOW_RANK, Fusion.LOW_RANK | Fusion.GATHER):
+        problem = Problem(op, dtype, 32, 2048, 2048, fusion=fusion)
+        found = [with_low_part(shipped(), problem, M, local) for M in BUCKETS]
+        assert len({None if one is None else order_by(one, problem) for one in found}) == 1
+
+
+def test_few_and_many_rows_differ_without_the_mode() -> None:
+    """What the mode is for: tiles for few rows share out K."""
+    problem, local = Problem(Op.FORWARD, DType.MXFP4, 32, 5760, 2880), gpus(90)[0]
+    assert len(orders(shipped(None), problem, local)) == 2
+    assert len(orders(shipped(), problem, local)) == 1
+
+
+@pytest.mark.parametrize(("dtype", "other"), [("fp8_block", "fp8_block_a16"), ("fp8_channel", "fp8_channel_a16")])
+@pytest.mark.parametrize("fusion", [Fusion.NONE, Fusion.SCATTER])
+def test_x_is_always_or_never_quantised(dtype: str, other: str, fusion: Fusion) -> None:
+    local = gpus(90)[0]
+    problem = Problem(Op.FORWARD, DType(dtype), 128, 1536, 2048, fusion=fusion)
+
+    def quantises(mode: Invariance | None) -> set[object]:
+        found = [
+            (M, plans.quantised_x(shipped(mode), problem, DType(other), M, local, top_k=top_k))
+            for M in BUCKETS
+            for top_k in (0, 8)
+        ]
+        return {
+            None if one is None else summed(one.usable, shipped(mode).variant(one.usable.bundle, one.variant), problem)
+            for _, one in found
+        }
+
+    assert None in quantises(None)
+    assert len(quantises(None)) > 1
+    assert quantises(NEVER) == {None}
+    assert quantises(ALWAYS) == {order_of(shipped(ALWAYS), problem, local)}
+    assert len(orders(shipped(ALWAYS), problem, local)) == 1
+
+
+def test_x_is_quantised_where_no_kernel_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    local, problem = gpus(90)[0], Problem(Op.FORWARD, DType.FP8_BLOCK, 128, 1536, 2048)
+    plain = problem._replace(dtype=DType.FP8_BLOCK_A16)
+    assert not plans.always_quantises(shipped(), plain, local)
+    serves = Snapshot.serves
+    monkeypatch.setattr(Snapshot, "serves", lambda self, one, gpu: one != plain and serves(self, one, gpu))
+    assert plans.always_quantises(shipped(), plain, local)
+    assert plans.quantised_x(shipped(), problem, plain.dtype, 1, local, top_k=0) is not None
+
+
+def test_silu_is_never_in_the_epilogue() -> None:
+    local = gpus(90)[0]
+    problem = Problem(Op.FORWARD, DType.BF16, 128, 1536, 2048, fusion=Fusion.SILU | Fusion.GATHER)
+    found = {
+        mode: plans.fused_silu(shipped(mode), problem, 65536, local, aligned=True, top_k=8) for mode in (None, NEVER)
+    }
+    assert found[None] is not None
+    assert found[NEVER] is None
+    told = examine(shipped(), problem, 65536, local, aligned=True, top_k=8)
+    assert "in the batch-invariant mode h is rounded, as it is in a call with a gradient" in told.reason
+
+
+def test_rows_that_are_gathered_first_are_summed_alike() -> None:
+    local, taken = gpus(90)[0], 0
+    for problem in problems(90, MANY):
+        if problem.fusion is not Fusion.GATHER or problem.dtype.quantised:
+            continue
+        for M in BUCKETS:
+            for fusion in (Fusion.GATHER, Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT):
+                found = plans.rows_first(shipped(), problem, M, local, top_k=8, fusion=fusion)
+                if found is not None:
+                    taken += 1
+                    variant = shipped().variant(found.usable.bundle, found.variant)
+                    assert summed(found.usable, variant, problem) == order_of(shipped(), problem, local)
+    assert taken
+
+
+def test_dw_is_chosen_freely() -> None:
+    local, problem = gpus(90)[0], Problem(Op.DW, DType.BF16, 128, 1536, 2048)
+    for M in BUCKETS:
+        free, mode = (settle(shipped(one), problem, M, local, True, False) for one in (None, NEVER))
+        assert isinstance(free, Decision)
+        assert isinstance(mode, Decision)
+        assert free.chosen.variant == mode.chosen.variant
+
+
+def test_a_kernel_that_the_caller_names_has_to_have_the_order() -> None:
+    local, problem = gpus(90)[0], Problem(Op.FORWARD, DType.MXFP4, 32, 5760, 2880)
+    few = settle(shipped(None), problem, 1, local, True, False)
+    assert isinstance(few, Decision)
+    assert few.chosen.config.block_n == 64
+    assert pin.find(shipped(None), few.chosen.config, problem, local, aligned=True)
+    with pytest.raises(InputError, match="no usable bundle has a variant 16x64x1024"):
+        pin.find(shipped(), few.chosen.config, problem, local, aligned=True)
+
+
+def test_torch_runs_nothing(tmp_path: Path) -> None:
+    """Not even where its grouped_mm was measured faster."""
+    timed = measured(64, WIDE, 5)._replace(torch_ns=4000)
+    write(tmp_path / "own.msgpack", {PROBLEM: [timed]}, gpus=[ON_H200.gpu])
+    for mode in (None, NEVER):
+        decided = decide(Snapshot([Place(Kind.NAMED, tmp_path)], invariance=mode), PROBLEM, 64, ON_H200)
+        assert isinstance(decided, Decision)
+        assert (decided.chosen.torch_us is None) is (mode is NEVER)
+
+
+def test_a_bundle_of_the_user_keeps_to_the_order(tmp_path: Path) -> None:
+    """Its choices rank first, as without the mode, where they have the order."""
+    write(tmp_path / "own.msgpack", {PROBLEM: [measured(64, WIDE, 5), measured(128, NARROW, 5)]}, gpus=[ON_H200.gpu])
+    place = Place(Kind.NAMED, tmp_path)
+    found = Snapshot([place], invariance=NEVER)
+    for M, index in ((64, WIDE), (128, NARROW)):
+        decided = decide(found, PROBLEM, M, ON_H200)
+        assert isinstance(decided, Decision)
+        assert decided.chosen.index == index
+    assert len(orders(found, PROBLEM, ON_H200)) == 1
+    assert gemm_of(PROBLEM).reduction
+
+
+def test_the_fingerprint_knows_the_mode() -> None:
+    local = LocalGpu(90, Gpu("NVIDIA H100 80GB HBM3", 132, 81079, 13000))
+    assert len({shipped(mode).fingerprint(local) for mode in (None, NEVER, ALWAYS)}) == 3
