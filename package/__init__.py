@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .runtime import Activation as Activation
     from .runtime import ExpertWeights as ExpertWeights
     from .runtime import Lora as Lora
+    from .runtime import batch_invariant as batch_invariant
     from .runtime import explain as explain
     from .runtime import grouped_gemm as grouped_gemm
     from .runtime import moe_mlp as moe_mlp
@@ -19,7 +20,17 @@ if TYPE_CHECKING:
 
     __version__: str
 
-__all__ = ["Activation", "ExpertWeights", "Lora", "__version__", "explain", "grouped_gemm", "moe_mlp", "preload"]
+__all__ = [
+    "Activation",
+    "ExpertWeights",
+    "Lora",
+    "__version__",
+    "batch_invariant",
+    "explain",
+    "grouped_gemm",
+    "moe_mlp",
+    "preload",
+]
 
 
 def __getattr__(name: str) -> object:

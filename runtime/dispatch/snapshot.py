@@ -328,13 +328,14 @@ def snapshot() -> Snapshot:
 
 def _with_made(read: Settings, invariance: Invariance | None) -> Snapshot:
     """A snapshot with what this process has made and keeps, unless all must be signed."""
-    taken = take(read, invariance=invariance)
+    taken = take(read)
+    taken.invariance = invariance
     for bundle in _kept if taken.keys is None else ():
         taken.add(bundle)
     return taken
 
 
-def take(read: Settings, without: Path | None = None, *, invariance: Invariance | None = None) -> Snapshot:
+def take(read: Settings, without: Path | None = None) -> Snapshot:
     """A new snapshot of the places that ``read`` names, but for the file ``without``; its keys are read first."""
     keys = None
     if read.trusted_keys is not None:
@@ -343,7 +344,7 @@ def take(read: Settings, without: Path | None = None, *, invariance: Invariance 
         keys = read_keys(str(read.trusted_keys), f"{TRUSTED_KEYS}={read.trusted_keys}")
         for fault in keys.faults:
             _log.warning("pretuned: %s: %s", TRUSTED_KEYS, printable(fault))
-    return Snapshot(places(read), installed_places, without, keys, invariance)
+    return Snapshot(places(read), installed_places, without, keys)
 
 
 def keep(bundle: BundleFile) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from pretuned.artifacts.errors import InputError
 from pretuned.runtime import hooks, settings
-from pretuned.runtime.settings import Settings, read
+from pretuned.runtime.settings import Invariance, Settings, read
 
 
 def test_an_empty_environment() -> None:
@@ -31,6 +31,14 @@ def test_on(value: str, caplog: pytest.LogCaptureFixture) -> None:
     assert read({"PRETUNED_DISABLE_AUTOTUNE": value}) == Settings(disable_autotune=True)
     assert read({"PRETUNED_DISABLE_SELF_TEST": value}) == Settings(disable_self_test=True)
     assert read({"UNSLOTH_MOE_DISABLE_AUTOTUNE": value}) == Settings(disable_autotune=True)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("value", "mode"), [("1", Invariance()), ("True", Invariance()), ("quantize_x", Invariance(True)), ("0", None)]
+)
+def test_the_batch_invariant_mode(value: str, mode: Invariance | None, caplog: pytest.LogCaptureFixture) -> None:
+    assert read({"PRETUNED_BATCH_INVARIANT": value}) == Settings(invariance=mode)
     assert not caplog.records
 
 
