@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,12 +15,14 @@ from ..kernels.hardware.arch import refusal
 from ..kernels.hopper_w4a16 import padded_width
 from ..kernels.registry import has_code
 from ..kernels.rowops import CODE_OPS
+from ..runtime import hooks
 from ..runtime.dispatch import snapshot as dispatch_snapshot
 from ..runtime.dispatch.decide import Decision, settle
 from ..runtime.dispatch.ranking import Match, Origin
 from ..runtime.driver.device import platform_name, platform_supported
 from ..runtime.inspect.preload import Preloaded, preload
 from ..runtime.ops.activation import RowActivation
+from ..runtime.settings import BATCH_INVARIANT, Invariance, settings
 from ..runtime.weights.expert_weights import ExpertWeights
 from ..runtime.weights.padding import padded
 
@@ -106,23 +109,39 @@ class ServedLayer(NamedTuple):
         return f"E={self.E} H={self.H} I={self.I}{wide} k={self.top_k} {self.dtype.value} {self.act.function}"
 
 
+def choose_invariantly() -> Invariance | None:
+    """Turn the batch-invariant mode on in this process and those it starts, as an engine's own switch says.
+
+    PRETUNED_BATCH_INVARIANT has the last word: None is returned where that is 0.
+    """
+    if BATCH_INVARIANT not in os.environ:
+        os.environ[BATCH_INVARIANT] = "1"
+        hooks.reload()
+    return settings().invariance
+
+
 def lacks(layer: ServedLayer, local: LocalGpu, *, tokens: int, any_variant: bool = False) -> str | None:
     """Why the bundles are none for this layer on a GPU, in steps of 1 to ``tokens`` tokens; None where they are.
 
     Each product is to have choices that were made for it, and measured on a GPU of this capability, near every number
     of rows that kernels of a step are chosen for. Where the engine would quantise x, the product that does so is to
     have them as well: for many rows the other one takes half as long again. With ``any_variant`` it is enough that
-    something runs.
+    something runs. In the batch-invariant mode the product that runs is asked for alone, and what was measured of
+    shapes around it will do: of some rows no choice has the order of the others.
     """
     if not platform_supported():
         return f"bundles run on linux x86_64 and aarch64, this is {platform_name()}"
     if layer.dtype.quantised and not has_code(Op.FORWARD, layer.problems[0].dtype, local.sm, Layout.NK):
         return f"no kernel for {local} reads {layer.dtype.value} weights in the order that engines' layers are put into"
     fewest, most = (min(layer.rows(one), _ROWS) for one in (1, max(tokens, 1)))
-    for problem in layer.problems if any_variant else layer.all_problems:
+    invariance = dispatch_snapshot.snapshot().invariance
+    never = invariance is not None and not invariance.quantize_x
+    for problem in layer.problems if any_variant or never else layer.all_problems:
         for bucket in buckets_between(fewest, most):
             found = settle(dispatch_snapshot.snapshot(), problem, bucket, local, aligned=True, strict=False)
-            known = isinstance(found, Decision) and (any_variant or _is_measured(found))
+            known = isinstance(found, Decision) and (
+                any_variant or _is_measured(found) or (invariance is not None and found.chosen.near is not None)
+            )
             if not known:
                 what = "has a kernel" if any_variant else "was measured"
                 where = f"{problem} at about {bucket} rows on {local}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -175,6 +176,33 @@ def test_what_stays_with_sglang_and_why(changes: dict[str, Any], told: str) -> N
     why = refusal(made(**changes), torch.nn.Module(), config(**changes), None, everywhere=True)
     assert why is not None
     assert told in why
+
+
+def test_deterministic_inference_is_the_batch_invariant_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pretuned.integrations.sglang import experts
+    from pretuned.runtime import reload
+    from pretuned.runtime.dispatch.snapshot import snapshot
+
+    monkeypatch.setenv("PRETUNED_BATCH_INVARIANT", "")  # so that the test's end takes it out
+    monkeypatch.delenv("PRETUNED_BATCH_INVARIANT")
+    monkeypatch.setattr(experts, "_settings", lambda: SimpleNamespace(enable_deterministic_inference=True))
+
+    def why() -> str | None:
+        return experts.refusal(made(), torch.nn.Module(), config(), None, everywhere=True)
+
+    try:
+        assert why() == "--enable-deterministic-inference: sums of pretuned's reference depend on the batch"
+        assert snapshot().invariance is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "is_available", lambda: True)
+            patch.setattr(torch.version, "cuda", "13.0")
+            assert experts._varies() is None
+        monkeypatch.setenv("PRETUNED_BATCH_INVARIANT", "0")
+        reload()
+        assert why() == "PRETUNED_BATCH_INVARIANT=0 beside --enable-deterministic-inference"
+    finally:
+        monkeypatch.undo()
+        reload()
 
 
 @pytest.mark.parametrize(

@@ -180,6 +180,40 @@ def test_on_a_gpu_the_bundles_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why(True, intermediate_size=400) is None
 
 
+def test_vllm_s_batch_invariance_is_pretuned_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, whose kernels have the mode; the reference on the CPU leaves the layer."""
+    from vllm import envs
+
+    from pretuned.integrations.vllm import experts
+    from pretuned.runtime import reload
+    from pretuned.runtime.dispatch.snapshot import snapshot
+
+    monkeypatch.setenv("PRETUNED_BATCH_INVARIANT", "")  # so that the test's end takes it out
+    monkeypatch.delenv("PRETUNED_BATCH_INVARIANT")
+    monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", True, raising=False)
+    moe = config()
+    act = experts.activation_of(moe, experts.ActivationNumbers.of(moe))
+    try:
+        assert "batch invariance" in str(experts.refusal(moe, act, "CPU", everywhere=True))
+        monkeypatch.setattr(experts, "current_platform", SimpleNamespace(is_cuda=lambda: True, device_name="cuda"))
+        monkeypatch.setattr(experts, "current_device", lambda: 0)
+        monkeypatch.setattr(experts, "local_gpu", lambda device: ON_H200)
+        big = {"num_experts": 128, "num_local_experts": 128, "num_logical_experts": 128, "experts_per_token": 8}
+        moe = config(**big, hidden_dim=2048, intermediate_size=768)
+        monkeypatch.setattr(experts.PretunedExperts, "_supports_current_device", staticmethod(lambda: True))
+        assert experts.refusal(moe, act, "TRITON", everywhere=False) is None
+        assert snapshot().invariance is not None
+        with lines() as told:
+            experts.tell_taken(experts.layer_of(moe, act))
+        assert told[0].endswith("; batch-invariant, fp8's x is never quantised")
+        monkeypatch.setenv("PRETUNED_BATCH_INVARIANT", "0")
+        reload()
+        assert "batch invariance" in str(experts.refusal(moe, act, "TRITON", everywhere=False))
+    finally:
+        monkeypatch.undo()
+        reload()
+
+
 def test_experts_of_other_ranks_and_ids_that_stand_for_none() -> None:
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig

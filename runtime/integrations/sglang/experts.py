@@ -27,8 +27,9 @@ from ...runtime.api.moe import moe_mlp
 from ...runtime.check.tensors import DTYPES
 from ...runtime.driver.device import current_device, local_gpu
 from ...runtime.ops.activation import RowActivation
+from ...runtime.settings import settings
 from ..plug_in import SGLANG as PLUG_IN
-from ..served_layer import ServedLayer, expected_rows, lacks, load
+from ..served_layer import ServedLayer, choose_invariantly, expected_rows, lacks, load
 from .quantised import Experts, Packing, format_of, run_by, runs_by, watch
 
 NAME = "pretuned"
@@ -60,8 +61,8 @@ def take(method: Any, layer: Any, config: Any, *, everywhere: bool) -> bool:
     if torch.cuda.is_available() and torch.version.cuda:
         done = load(served, current_device())
         _tell(f"pretuned: {done.count} kernels loaded in {done.seconds * 1e3:.1f} ms")
-    note = f"; {format.note}" if format is not None and format.note else ""
-    _tell(f"pretuned: runs the MoE layers of {served}{note}")
+    notes = "" if format is None else format.note, str(settings().invariance or "")
+    _tell("; ".join(one for one in (f"pretuned: runs the MoE layers of {served}", *notes) if one))
     if format is not None:
         ours = Experts(format, runner, served.width, place.runner)
         watch(ours, layer, method)
@@ -89,6 +90,8 @@ def refusal(method: Any, layer: Any, config: Any, format: Packing | str | None, 
         return "aiter runs it"
     if getattr(settings, "enable_lora", False):
         return "LoRA adapters (--enable-lora)"
+    if getattr(settings, "enable_deterministic_inference", False) and (why := _varies()) is not None:
+        return why
     if config.params_dtype not in DTYPES:
         return f"the dtype {config.params_dtype} is none of pretuned's (bfloat16, float16, float32)"
     act = activation_of(config)
@@ -105,6 +108,14 @@ def refusal(method: Any, layer: Any, config: Any, format: Packing | str | None, 
         tokens = getattr(settings, "chunked_prefill_size", None) or _TOKENS
         return lacks(served, local_gpu(current_device()), tokens=max(tokens, 1), any_variant=everywhere)
     return None if everywhere else "pretuned has no kernels for the CPU (PRETUNED_SGLANG=1 runs its reference there)"
+
+
+def _varies() -> str | None:
+    """Why results would depend on the batch in spite of --enable-deterministic-inference; None in pretuned's mode."""
+    if choose_invariantly() is None:
+        return "PRETUNED_BATCH_INVARIANT=0 beside --enable-deterministic-inference"
+    on_gpu = torch.cuda.is_available() and torch.version.cuda
+    return None if on_gpu else "--enable-deterministic-inference: sums of pretuned's reference depend on the batch"
 
 
 def _unread(layer: Any, config: Any, format: Packing, served: ServedLayer) -> str | None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm import envs
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
@@ -26,8 +27,9 @@ from ...runtime.api.moe import moe_mlp
 from ...runtime.check.tensors import DTYPES
 from ...runtime.driver.device import current_device, local_gpu
 from ...runtime.ops.activation import RowActivation
+from ...runtime.settings import settings
 from ...runtime.weights.expert_weights import ExpertWeights
-from ..served_layer import ServedLayer, expected_rows, lacks, load
+from ..served_layer import ServedLayer, choose_invariantly, expected_rows, lacks, load
 
 _log = init_logger("vllm.pretuned")
 
@@ -158,7 +160,9 @@ def tell_left(what: str, backend: str, why: str) -> None:
 
 
 def tell_taken(layer: ServedLayer, note: str = "") -> None:
-    """Say, once, that layers are pretuned's, and what differs from what vLLM computes."""
+    """Say, once, that layers are pretuned's, what differs from what vLLM computes, and the batch-invariant mode."""
+    mode = settings().invariance
+    note = "; ".join(one for one in (note, "" if mode is None else str(mode)) if one)
     _log.info_once("pretuned: runs the MoE layers of %s", f"{layer}; {note}" if note else str(layer))
 
 
@@ -198,6 +202,8 @@ def refusal_of(moe: Any, act: RowActivation | str, dtype: DType | None, *, every
         return "LoRA adapters (--enable-lora)"
     if parallel.use_batched_activation_format:
         return f"the all-to-all of {parallel.all2all_backend} hands over tokens by expert, padded"
+    if getattr(envs, "VLLM_BATCH_INVARIANT", False):
+        choose_invariantly()
     supported, reason = PretunedExperts.is_supported_config(
         PretunedExperts, moe, None, None, mk.FusedMoEActivationFormat.Standard
     )
@@ -303,6 +309,11 @@ class PretunedExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: Any) -> bool:
         return not moe_parallel_config.use_batched_activation_format
+
+    @staticmethod
+    def _supports_batch_invariance() -> bool:
+        """Kernels of one order of sums are chosen then; the reference, on the CPU, has no such mode."""
+        return settings().invariance is not None and bool(current_platform.is_cuda())
 
     def supports_expert_map(self) -> bool:
         """Whether experts may be on other ranks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,22 @@ from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem, buckets_between
 from pretuned.artifacts.records.target import Gpu, LocalGpu
-from pretuned.integrations.served_layer import ServedLayer, expected_rows, follow, lacks, pad_bias, prepared, widened
+from pretuned.integrations.served_layer import (
+    ServedLayer,
+    choose_invariantly,
+    expected_rows,
+    follow,
+    lacks,
+    pad_bias,
+    prepared,
+    widened,
+)
 from pretuned.kernels.contract.activations import Activation
 from pretuned.kernels.contract.config import Config, Loads, Schedule
-from pretuned.runtime import reload
+from pretuned.runtime import batch_invariant, reload
+from pretuned.runtime.dispatch.snapshot import snapshot
 from pretuned.runtime.ops.activation import RowActivation
+from pretuned.runtime.settings import Invariance
 from pretuned.runtime.weights.expert_weights import ExpertWeights
 
 SILU = RowActivation(Activation("silu"), gated=True, interleaved=False)
@@ -251,3 +263,34 @@ def test_weights_loaded_again_are_copied_to_where_the_first_are() -> None:
     follow(first, now, copied=True)
     assert [one.data_ptr() for one in first[0].tensors().values()] == pointers
     assert torch.equal(first[0].dequantize(), now[0].dequantize())
+
+
+@pytest.mark.parametrize("dtype", [DType.BF16, DType.MXFP4, DType.FP8_BLOCK])
+@pytest.mark.parametrize("quantises", [False, True])
+def test_a_layer_that_is_served_is_served_in_the_batch_invariant_mode(
+    clean_places: Path, dtype: DType, quantises: bool
+) -> None:
+    """Of few rows no measured choice may have the order: what was measured around them will do."""
+    sizes = {DType.MXFP4: (32, 2880, 2880, 4), DType.FP8_BLOCK: (128, 2048, 768, 8)}
+    layer = ServedLayer(*sizes.get(dtype, (128, 2048, 768, 8)), dtype, SILU)
+    assert lacks(layer, ON_H200, tokens=8192) is None
+    with batch_invariant(quantize_x=quantises):
+        assert lacks(layer, ON_H200, tokens=8192) is None
+        assert lacks(layer._replace(I=layer.I + 64), ON_A100, tokens=64) is not None
+
+
+def test_an_engine_s_switch_turns_the_mode_on(clean_places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all that the process starts, too; the user's own variable has the last word."""
+    monkeypatch.setenv("PRETUNED_BATCH_INVARIANT", "")  # so that the test's end takes it out
+    monkeypatch.delenv("PRETUNED_BATCH_INVARIANT")
+    assert snapshot().invariance is None
+    assert choose_invariantly() == Invariance()
+    assert os.environ["PRETUNED_BATCH_INVARIANT"] == "1"
+    assert snapshot().invariance == Invariance()
+    taken = snapshot()
+    choose_invariantly()
+    assert snapshot() is taken
+    for value, mode in (("quantize_x", Invariance(quantize_x=True)), ("0", None)):
+        monkeypatch.setenv("PRETUNED_BATCH_INVARIANT", value)
+        reload()
+        assert choose_invariantly() == mode
