@@ -1,4 +1,4 @@
-"""``python -m pretuned.runtime [--vllm | --sglang | --self-test] [--json]``: what this machine would use."""
+"""``python -m pretuned.runtime [--vllm | --sglang | --self-test | --batch-invariance] [--json]``: what runs here."""
 
 from __future__ import annotations
 
@@ -41,9 +41,11 @@ def _parsed(arguments: list[str] | None) -> argparse.Namespace:
         "  python -m pretuned.runtime\n"
         "  python -m pretuned.runtime --vllm       # with vLLM's own Python\n"
         "  python -m pretuned.runtime --self-test  # once, on a new GPU model\n"
+        "  python -m pretuned.runtime --batch-invariance\n"
         "  python -m pretuned.runtime --json | head -20\n\n"
         "exit codes:\n"
-        "  0    every GPU has a bundle, or the machine has no GPU; --self-test: all kernels are right\n"
+        "  0    every GPU has a bundle, or the machine has no GPU; --self-test: all kernels are right;\n"
+        "       --batch-invariance: no bit differs\n"
         "  1    a problem is listed\n"
         "  130  interrupted\n"
         "  141  the output pipe was closed",
@@ -63,6 +65,11 @@ def _parsed(arguments: list[str] | None) -> argparse.Namespace:
         help="test every kernel that was never run on this GPU's capability, in a process of its own; "
         "wrong ones are not used any more",
     )
+    engine.add_argument(
+        "--batch-invariance",
+        action="store_true",
+        help="compare tokens' results in batches of many sizes, bit for bit, in the batch-invariant mode",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, and nothing else, on stdout")
     parser.add_argument("--version", action="store_true", help="show pretuned's version")
     return parser.parse_args(arguments)
@@ -80,6 +87,10 @@ def _main(given: argparse.Namespace) -> int:
 
     try:
         report: Any = prove.examine() if given.self_test else None
+        if given.batch_invariance:
+            from .api import batch_invariance  # here, as it brings all that computes along
+
+            report = batch_invariance.examine()
         report = report or (engines.examine(given.engine) if given.engine else doctor.examine())
     except PretunedError as error:
         print(f"pretuned: {error}", file=sys.stderr)

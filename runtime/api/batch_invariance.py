@@ -1,0 +1,268 @@
+"""``python -m pretuned.runtime --batch-invariance``: whether this GPU's kernels keep what the mode promises.
+
+One token's result is computed in batches of many sizes, and among other tokens, and compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ...artifacts.errors import HostError, ProblemNotInBundle
+from ...artifacts.names import printable
+from ...artifacts.records.precision import DType, dtypes_of
+from ...kernels.hardware.arch import ARCHS, Feature
+from .. import hooks
+from ..driver.device import local_gpu
+from ..settings import Invariance
+from ..weights.expert_weights import ExpertWeights
+from .grouped_gemm import grouped_gemm
+from .lora import Lora
+from .moe import moe_mlp
+from .routing import sort_routing
+
+FORMATS = (
+    "bf16",
+    "fp16",
+    "mxfp4",
+    "mxfp8",
+    "nvfp4",
+    "int4_g32",
+    "int4_g128",
+    "int4_g128_zp",
+    "fp8_block",
+    "fp8_channel",
+)
+_PLAIN = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_E, _H, _I, _TOP_K, _RANK = 8, 2560, 512, 2, 16  # H: a reduction that some kernels sum in parts
+_TOKENS = 4096
+_SIZES = (1, 2, 3, 5, 8, 16, 31, 64, 100, 257, 512, 1000, 2048)
+_MIXES = 6
+
+Results = Mapping[str, torch.Tensor]  # a row for each token that was computed
+Run = Callable[[torch.Tensor], Results]  # of the tokens' numbers
+
+
+class Counted(NamedTuple):
+    """In how many batches a result was compared, and in how many some bit differed."""
+
+    batches: int
+    differing: int
+
+
+def compared(run: Run, tokens: int, sizes: Sequence[int], mixes: int, seed: int = 0) -> dict[str, Counted]:
+    """By the name of each result: whether a token has the same bits in a batch of all ``tokens`` and in others.
+
+    Others are the first tokens, of each number in ``sizes``, and ``mixes`` random choices of them in random order.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    every = [torch.arange(size) for size in sizes]
+    for _ in range(mixes):
+        count = int(2.0 ** (torch.rand((), generator=generator) * (tokens.bit_length() - 1)).item())
+        every.append(torch.randperm(tokens, generator=generator)[:count])
+    whole = run(torch.arange(tokens))
+    found = {name: [0, 0] for name in whole}
+    for some in every:
+        for name, one in run(some).items():
+            same = torch.equal(one, whole[name][some.to(one.device)])
+            found[name][0] += 1
+            found[name][1] += not same
+    return {name: Counted(*one) for name, one in found.items()}
+
+
+class Experts(NamedTuple):
+    """A layer's tensors, made for the check: x [T, H], ids and weights [T, k], w of both products, dout [T, H]."""
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    gate_up: torch.Tensor | ExpertWeights
+    down: torch.Tensor | ExpertWeights
+    dout: torch.Tensor
+    lora: tuple[Lora, Lora]
+
+    @classmethod
+    def drawn(cls, format: str, tokens: int, device: torch.device) -> Experts:
+        """Random ones. Some slots choose no expert, as with experts on other ranks."""
+        generator = torch.Generator(device).manual_seed(1)
+        dtype = _PLAIN.get(format, torch.bfloat16)
+
+        def random(*shape: int, spread: float = 1.0) -> torch.Tensor:
+            return (spread * torch.randn(shape, generator=generator, device=device)).to(dtype)
+
+        def w(rows: int, columns: int) -> torch.Tensor | ExpertWeights:
+            dense = random(_E, rows, columns, spread=columns**-0.5)
+            return dense if format in _PLAIN else ExpertWeights.quantize(dense, format).prepare()
+
+        def adapter(rows: int, columns: int) -> Lora:
+            return Lora(random(_E, _RANK, columns, spread=columns**-0.5), random(_E, rows, _RANK, spread=0.1), 0.5)
+
+        return cls(
+            random(tokens, _H),
+            torch.randint(-1, _E, (tokens, _TOP_K), generator=generator, device=device),
+            torch.rand(tokens, _TOP_K, generator=generator, device=device),
+            w(2 * _I, _H),
+            w(_H, _I),
+            random(tokens, _H),
+            (adapter(2 * _I, _H), adapter(_H, _I)),
+        )
+
+    def layer(self, some: torch.Tensor, *, lora: bool = False, expected: bool = False) -> Results:
+        """out of ``moe_mlp`` of some tokens, the same of a call with a gradient, and x's gradient."""
+        at = some.to(self.x.device)
+        x, ids, weights = self.x[at], self.ids[at], self.weights[at]
+        how: dict[str, Any] = {"lora": self.lora if lora else None}
+        if expected:
+            how["expected_rows"] = int((ids >= 0).sum())
+        with torch.no_grad():
+            out = moe_mlp(x, self.gate_up, self.down, ids, weights, **how)
+        x.requires_grad_()
+        trained = moe_mlp(x, self.gate_up, self.down, ids, weights, **how)
+        (dx,) = torch.autograd.grad(trained, x, self.dout[at])
+        return {"forward": out, "forward with a gradient": trained.detach(), "dX": dx}
+
+    def products(self, some: torch.Tensor) -> Results:
+        """y of each slot of some tokens by ``grouped_gemm``: of rows gathered on the way in, and moved on the way out.
+
+        Slots of no expert have zeros.
+        """
+        at = some.to(self.x.device)
+        x, ids, weights = self.x[at], self.ids[at], self.weights[at]
+        index, m_sizes = sort_routing(ids, _E)[:2]
+        moved: dict[str, Any] = {"permute_x": True, "gather_indices": index}
+        both = grouped_gemm(
+            x, self.gate_up, m_sizes, _TOP_K, permute_y=True, topk_weights=weights, fuse_mul_post=True, **moved
+        )
+        found = {"moved and weighted": both}
+        for name, one in (
+            ("gathered", grouped_gemm(x, self.gate_up, m_sizes, _TOP_K, **moved)),
+            ("plain", grouped_gemm(x[index // _TOP_K], self.gate_up, m_sizes)),
+        ):
+            found[name] = torch.empty_like(one)
+            found[name][index] = one
+        here = (ids >= 0).view(-1, 1)
+        return {name: torch.where(here, one, 0).view(len(at), -1) for name, one in found.items()}
+
+
+def forms(experts: Experts) -> dict[str, Run]:
+    """What is computed of a format: layers, with adapters too, and products."""
+    return {
+        "layer": experts.layer,
+        "layer, expected_rows": functools.partial(experts.layer, expected=True),
+        "layer with LoRA": functools.partial(experts.layer, lora=True),
+        "products": experts.products,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A format's results: of each form and result the batches, and in how many a bit differed.
+
+    ``free`` is in how many of all it differed without the mode; ``skipped`` says why nothing was computed.
+    """
+
+    format: str
+    mode: str
+    results: Mapping[str, Counted]
+    free: Counted
+    skipped: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether no bit differed."""
+        return not any(one.differing for one in self.results.values())
+
+
+@dataclass(frozen=True, slots=True)
+class BatchInvarianceReport:
+    """What ``examine`` found on one GPU."""
+
+    gpu: str
+    checked: tuple[Checked, ...]
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether no bit differed in any format."""
+        return all(one.ok for one in self.checked)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain values."""
+        return {
+            "ok": self.ok,
+            "gpu": self.gpu,
+            "seconds": self.seconds,
+            "checked": [asdict(one) for one in self.checked],
+        }
+
+    def __str__(self) -> str:
+        lines = [f"GPU       {self.gpu}", f"batches   of 1 to {_TOKENS} tokens, {self.seconds:.1f} s in all"]
+        wide = max((len(one.format) for one in self.checked), default=0)
+        for one in self.checked:
+            batches, differing = (sum(each) for each in zip((0, 0), *one.results.values(), strict=True))
+            what = f"skipped: {one.skipped}" if one.skipped else f"{differing} of {batches} results differ in some bit"
+            free = "" if one.skipped else f" (without the mode {one.free.differing} of {one.free.batches})"
+            lines.append(f"{'ok' if one.ok else 'DIFFERS':8}  {one.format:{wide}}  {what}{free}; {one.mode}")
+            lines += [
+                f"          {name}: {n.differing} of {n.batches}" for name, n in one.results.items() if n.differing
+            ]
+        return "\n".join(map(printable, (*lines, "ok        " + ("yes" if self.ok else "no"))))
+
+
+def check(
+    format: str,
+    device: torch.device,
+    *,
+    mode: Invariance | None = None,
+    tokens: int = _TOKENS,
+    sizes: Sequence[int] = _SIZES,
+    mixes: int = _MIXES,
+    free: bool = True,
+) -> Checked:
+    """Compare a format's results in a mode, the default one if None, and if asked without it."""
+    mode = mode or Invariance()
+    experts = Experts.drawn(format, tokens, device)
+    try:
+        with hooks.within(mode):
+            results = {
+                f"{form}: {name}": one
+                for form, run in forms(experts).items()
+                for name, one in compared(run, tokens, sizes, mixes).items()
+            }
+            trained = experts.layer(torch.arange(min(tokens, 100)))
+            same = torch.equal(trained["forward"], trained["forward with a gradient"])
+            results["layer: training as serving"] = Counted(1, int(not same))
+    except ProblemNotInBundle as error:
+        return Checked(format, str(mode), {}, Counted(0, 0), str(error))
+    other = Counted(0, 0)
+    if free:
+        with hooks.within(None):
+            each = compared(experts.layer, tokens, sizes, mixes).values()
+            other = Counted(*(sum(one) for one in zip(*each, strict=True)))
+    return Checked(format, str(mode), results, other)
+
+
+def examine(device: int | None = None) -> BatchInvarianceReport:
+    """Check all formats on a GPU, torch's current one by default, in some seconds.
+
+    Raises
+    ------
+    HostError
+        where there is none.
+    """
+    began = time.perf_counter()
+    if not torch.cuda.is_available():
+        raise HostError("--batch-invariance: no CUDA GPU is here: sums on the CPU are torch's, and have no such mode")
+    at = torch.device("cuda", torch.cuda.current_device() if device is None else device)
+    local = local_gpu(at.index)
+    arch = ARCHS.get(local.sm)
+    found = [check(one, at) for one in FORMATS]
+    if arch is not None and arch.has(Feature.FP8):
+        quantising = [one for one in FORMATS if any(DType(each).quantises_x for each in dtypes_of(one))]
+        found += [check(one, at, mode=Invariance(quantize_x=True)) for one in quantising]
+    return BatchInvarianceReport(str(local), tuple(found), time.perf_counter() - began)

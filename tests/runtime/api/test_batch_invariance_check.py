@@ -1,0 +1,104 @@
+"""The check of a GPU's kernels: that it notices, what it runs, and what it says. (On a GPU: tests/gpu.)"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from pretuned.artifacts.errors import ProblemNotInBundle
+from pretuned.runtime import __main__ as command
+from pretuned.runtime import hooks
+from pretuned.runtime.api import batch_invariance
+from pretuned.runtime.api.batch_invariance import BatchInvarianceReport, Checked, Counted, Experts, compared, forms
+from pretuned.runtime.dispatch.snapshot import snapshot
+from pretuned.runtime.settings import Invariance
+
+CPU = torch.device("cpu")
+
+
+def test_one_bit_of_one_token_is_noticed() -> None:
+    x = torch.randn(64, 5)
+
+    def run(some: torch.Tensor) -> dict[str, torch.Tensor]:
+        odd = x[some].clone()
+        if len(some) == 7:
+            odd[3, 2] = torch.nextafter(odd[3, 2], torch.tensor(torch.inf))
+        return {"same": x[some], "odd": odd}
+
+    assert compared(run, 64, (1, 7, 8), 0) == {"same": Counted(3, 0), "odd": Counted(3, 1)}
+    assert compared(run, 64, (1, 8), 0) == {"same": Counted(2, 0), "odd": Counted(2, 0)}
+    assert compared(run, 64, (), 4)["same"] == Counted(4, 0)
+
+
+@pytest.mark.parametrize("format", ["bf16", "mxfp4"])
+def test_what_is_computed(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU by the reference; each token's results are about those that it has alone."""
+    monkeypatch.setattr(batch_invariance, "_H", 128)
+    monkeypatch.setattr(batch_invariance, "_I", 64)
+    experts = Experts.drawn(format, 12, CPU)
+    assert (experts.ids < 0).any()
+    for name, run in forms(experts).items():
+        whole = run(torch.arange(12))
+        assert whole
+        for some in (torch.tensor([5]), torch.tensor([7, 2, 11])):
+            for key, one in run(some).items():
+                assert one.shape == (len(some), whole[key].shape[1]), (name, key)
+                torch.testing.assert_close(one, whole[key][some], rtol=0.05, atol=0.05)
+
+
+def test_each_form_is_run_in_the_mode_and_the_layer_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[Invariance | None] = []
+
+    class Drawn:
+        @staticmethod
+        def drawn(*_: object) -> Drawn:
+            return Drawn()
+
+        def layer(self, some: torch.Tensor, **_: object) -> dict[str, torch.Tensor]:
+            modes.append(snapshot().invariance)
+            free = torch.ones(len(some), 1) * (len(some) if modes[-1] is None else 1)
+            return {"forward": free, "forward with a gradient": free, "dX": free}
+
+        def products(self, some: torch.Tensor) -> dict[str, torch.Tensor]:
+            if modes[0] != Invariance():
+                raise ProblemNotInBundle("no kernel")
+            return {"plain": torch.ones(len(some), 1)}
+
+    monkeypatch.setattr(batch_invariance, "Experts", Drawn)
+    found = batch_invariance.check("bf16", CPU, tokens=16, sizes=(1, 16), mixes=0)
+    assert found.ok
+    assert found.results["layer: dX"] == Counted(2, 0)
+    assert found.results["layer: training as serving"] == Counted(1, 0)
+    assert found.results["products: plain"] == Counted(2, 0)
+    assert found.free == Counted(6, 3)
+    assert set(modes) == {Invariance(), None}
+    assert modes[-1] is None
+    modes.clear()
+    skipped = batch_invariance.check("bf16", CPU, mode=Invariance(True), tokens=16, sizes=(1,), mixes=0)
+    assert skipped.skipped == "no kernel"
+    assert hooks.said() is hooks.UNSAID
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    right = Checked("bf16", str(Invariance()), {"layer: dX": Counted(5, 0)}, Counted(5, 2))
+    wrong = Checked("mxfp4", str(Invariance()), {"layer: dX": Counted(5, 1)}, Counted(5, 3))
+    absent = Checked("nvfp4", str(Invariance()), {}, Counted(0, 0), "no kernel")
+    for checked, code in (((right, absent), 0), ((right, wrong), 1)):
+        report = BatchInvarianceReport("NVIDIA H200", checked, 2.5)
+        monkeypatch.setattr(batch_invariance, "examine", lambda report=report: report)
+        assert command.main(["--batch-invariance"]) == code
+        out = capsys.readouterr().out
+        assert "ok        bf16   0 of 5 results differ in some bit (without the mode 2 of 5); batch-invariant" in out
+        assert out.endswith(f"ok        {'no' if code else 'yes'}\n")
+        assert command.main(["--batch-invariance", "--json"]) == code
+        assert json.loads(capsys.readouterr().out)["ok"] is not bool(code)
+    assert "DIFFERS" in str(report)
+    assert "layer: dX: 1 of 5" in str(report)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--batch-invariance"]) == 1
+    assert "no CUDA GPU is here" in capsys.readouterr().err
