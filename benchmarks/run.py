@@ -85,6 +85,12 @@ BENCHMARKS = (
         "quantised GEMMs against vLLM, DeepGEMM and Humming",
         f"{GPU}, vLLM's wheel unpacked, humming-kernels",
     ),
+    Benchmark(
+        "peers",
+        "batch_invariant",
+        "the batch-invariant mode against the free choice, and vLLM's tile for it",
+        f"{GPU}; others: vLLM's wheel unpacked, Triton",
+    ),
     Benchmark("peers", "floors", "quantised GEMMs against their bytes alone and their FLOPs alone", f"{GPU}, Triton"),
     Benchmark("peers", "targets", "targets of quantised GEMMs, and what they reach", "any machine"),
     Benchmark("peers", "carry", "packs an engine for a GPU machine that fetches nothing", "any machine, wheels"),

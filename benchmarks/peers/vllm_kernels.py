@@ -61,8 +61,11 @@ def taken(source: Path, wanted: Collection[str], names: dict[str, Any]) -> dict[
     return {name: names[name] for name in wanted}
 
 
-def functions(source: Path, triton: Any, language: Any) -> dict[str, Any]:
-    """The functions TAKEN of vLLM's file, by name. Raises ValueError where one is missing."""
+def functions(source: Path, triton: Any, language: Any, *, invariant: bool = False) -> dict[str, Any]:
+    """The functions TAKEN of vLLM's file, by name, ``invariant`` as with VLLM_BATCH_INVARIANT=1.
+
+    Raises ValueError where one is missing.
+    """
     return taken(
         source,
         TAKEN,
@@ -72,21 +75,24 @@ def functions(source: Path, triton: Any, language: Any) -> dict[str, Any]:
             "triton": triton,
             "tl": language,
             "Any": Any,
-            "envs": SimpleNamespace(VLLM_BATCH_INVARIANT=False),
+            "envs": SimpleNamespace(VLLM_BATCH_INVARIANT=invariant),
             "current_platform": SimpleNamespace(is_rocm=lambda: False),
         },
     )
 
 
 class FusedMoe:
-    """vLLM's fused_moe kernel; ``place`` is the folder of the package vllm. Needs Triton."""
+    """vLLM's fused_moe kernel; ``place`` is the folder of the package vllm. Needs Triton.
 
-    def __init__(self, place: Path) -> None:
+    ``invariant``: its heuristic has the one tile that it has for all batches with VLLM_BATCH_INVARIANT=1.
+    """
+
+    def __init__(self, place: Path, *, invariant: bool = False) -> None:
         import triton
         import triton.language as language
 
         self.configs = place / Path(KERNEL_FILE).parent / "configs"
-        self.fused_moe = functions(place / KERNEL_FILE, triton, language)
+        self.fused_moe = functions(place / KERNEL_FILE, triton, language, invariant=invariant)
         self.bf16 = language.bfloat16
 
     def configs_of(

@@ -66,16 +66,21 @@ def ours(place: Path, product: Product, tokens: list[int]) -> Callable[[Cell], d
     return calls
 
 
-def vllm(place: Path, product: Product, tokens: list[int]) -> Callable[[Cell], dict[str, Call]]:
-    """vLLM's Triton kernel, by its heuristic; per channel also by its tuned files, and in two tiles for many rows."""
-    theirs, (codes, scale) = vllm_kernels.FusedMoe(place), product.operands
+def vllm(
+    place: Path, product: Product, tokens: list[int], *, invariant: bool = False
+) -> Callable[[Cell], dict[str, Call]]:
+    """vLLM's Triton kernel, by its heuristic; per channel also by its tuned files, and in two tiles for many rows.
+
+    ``invariant``: by the heuristic of VLLM_BATCH_INVARIANT=1 alone.
+    """
+    theirs, (codes, scale) = vllm_kernels.FusedMoe(place, invariant=invariant), product.operands
     names, by_row = theirs.fused_moe, product.format == "fp8_channel"
     block = None if by_row else [128, 128]
 
     def configs(cell: Cell) -> dict[str, dict[str, int]]:
         given = cell.T, cell.E, product.width, cell.K, product.top_k, "fp8_w8a8", block
         found = {"heuristic": names["get_default_config"](*given)}
-        if by_row:
+        if by_row and not invariant:
             for device in TUNED_ON:
                 file = theirs.configs / f"E={cell.E},N={product.width},device_name={device},dtype=fp8_w8a8.json"
                 if file.is_file() and "tuned" not in found:

@@ -40,4 +40,4 @@ def test_it_runs_one_by_its_name() -> None:
 def test_another_name_is_told() -> None:
     done = run("kernel")
     assert done.returncode == 1
-    assert done.stderr.startswith("'kernel' is no benchmark: wanted one of again, beside_quack")
+    assert done.stderr.startswith("'kernel' is no benchmark: wanted one of again, batch_invariant")

@@ -1,0 +1,131 @@
+"""The same bits of a token whatever its batch, on a real GPU: each format and form, in the batch-invariant mode.
+
+python -m pytest -q tests/gpu/test_batch_invariant.py    # 40 s on an H100
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pretuned.runtime import ExpertWeights, batch_invariant, grouped_gemm, grouped_gemm_dX, hooks, moe_mlp, reload
+from pretuned.runtime.api.batch_invariance import FORMATS, Experts, check, compared
+from pretuned.runtime.driver.device import local_gpu
+from pretuned.runtime.settings import Invariance
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+TOKENS = 8192
+SIZES = tuple(sorted({1, 3, 17, 100, 1000, 3000, *(1 << power for power in range(1, 14))}))
+MIXES = 50
+GPU = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_each_form_of_a_format(format: str) -> None:
+    """Layers with a gradient and without, with adapters, a hint of rows, slots of no expert; products, rows moved."""
+    found = check(format, GPU, tokens=TOKENS, sizes=SIZES, mixes=MIXES, free=False)
+    assert found.skipped is None
+    assert {name: one for name, one in found.results.items() if one.differing} == {}
+    assert all(one.batches for one in found.results.values())
+
+
+@pytest.mark.parametrize("format", ["fp8_block", "fp8_channel"])
+def test_x_that_is_always_quantised(format: str) -> None:
+    if local_gpu(0).sm < 89:
+        pytest.skip("products of e4m3")
+    found = check(format, GPU, mode=Invariance(quantize_x=True), tokens=TOKENS, sizes=SIZES, mixes=10, free=False)
+    assert found.skipped is None
+    assert {name: one for name, one in found.results.items() if one.differing} == {}
+
+
+def test_without_the_mode_some_bits_differ() -> None:
+    """What the tests above would notice."""
+    if local_gpu(0).sm != 90:
+        pytest.skip("kernels that share out K are for sm_90")
+    experts = Experts.drawn("mxfp4", 1024, GPU)
+    with hooks.within(None):
+        assert any(one.differing for one in compared(experts.layer, 1024, (1, 4, 1024), 0).values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+def test_products_of_plain_weights(dtype: torch.dtype, layout: str) -> None:
+    """Forward and dX of sorted rows, aligned and not, in both layouts, of 50 ways in which rows fall on experts."""
+    E, N, K, M = 16, 768, 1536, 4096
+    generator = torch.Generator("cuda").manual_seed(2)
+    w = torch.randn((E, N, K) if layout == "nk" else (E, K, N), generator=generator, device="cuda").to(dtype)
+    x, dy = (torch.randn(M, size, generator=generator, device="cuda").to(dtype) for size in (K, N))
+    expert = 5
+
+    def rows(before: int, mine: int, after: int, shift: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """y and dx of the first ``mine`` rows by one expert, among others' rows before and after."""
+        count = before + mine + after
+        sizes = torch.zeros(E, dtype=torch.int32, device="cuda")
+        sizes[expert], sizes[expert - 1], sizes[expert + 1] = mine, before, after
+        found = []
+        for given, call in ((x, grouped_gemm), (dy, grouped_gemm_dX)):
+            memory = torch.zeros(count * given.shape[1] + shift, dtype=dtype, device="cuda")
+            moved = memory[shift:].view(count, -1)
+            moved[:before], moved[before : before + mine] = given[mine : mine + before], given[:mine]
+            moved[before + mine :] = given[mine + before : count]
+            found.append(call(moved, w, sizes, w_layout=layout)[before : before + mine])
+        return found[0], found[1]
+
+    pick = torch.Generator().manual_seed(3)
+    with batch_invariant():
+        whole = rows(0, 1024, 0)
+        for shift in (0, 1):
+            for mine in (1, 2, 7, 64, 300, 1024):
+                for _ in range(4):
+                    before, after = (int(one) for one in torch.randint(0, 1500, (2,), generator=pick))
+                    for got, want in zip(rows(before, mine, after, shift), whole, strict=True):
+                        assert torch.equal(got, want[:mine]), (mine, before, after, shift)
+
+
+@pytest.mark.parametrize("format", ["bf16", "mxfp4", "fp8_block"])
+def test_a_captured_graph_has_the_same_bits(format: str) -> None:
+    experts = Experts.drawn(format, 64, GPU)
+    with batch_invariant():
+        out = torch.empty_like(experts.x)
+
+        def call() -> None:
+            moe_mlp(experts.x, experts.gate_up, experts.down, experts.ids, experts.weights, out=out)
+
+        call()
+        wanted, graph = out.clone(), torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            call()
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, wanted)
+        one = moe_mlp(experts.x[9:10], experts.gate_up, experts.down, experts.ids[9:10], experts.weights[9:10])
+        assert torch.equal(one, wanted[9:10])
+
+
+def test_a_bias_behind_scales_of_whole_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is added after the outer scale: contracted into one instruction in some tiles, sums would differ."""
+    generator = torch.Generator("cuda").manual_seed(4)
+    for format in ("nvfp4", "fp8_channel", "mxfp4"):
+        w = ExpertWeights.quantize(torch.randn(8, 512, 1024, generator=generator, device="cuda"), format).prepare()
+        bias = torch.randn(8, 512, generator=generator, device="cuda").bfloat16()
+        x = torch.randn(4096, 1024, generator=generator, device="cuda").bfloat16()
+        for mode in (Invariance(), Invariance(quantize_x=True)):
+            with hooks.within(mode):
+                sizes = torch.zeros(8, dtype=torch.int32, device="cuda")
+                sizes[2] = 4096
+                whole = grouped_gemm(x, w, sizes, bias=bias)
+                for count in (1, 5, 16, 50, 200, 1000):
+                    sizes[2] = count
+                    assert torch.equal(grouped_gemm(x[:count], w, sizes, bias=bias), whole[:count]), (format, count)
+
+
+def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRETUNED_BATCH_INVARIANT", "1")
+    reload()
+    try:
+        experts = Experts.drawn("mxfp4", 512, GPU)
+        assert not any(one.differing for one in compared(experts.layer, 512, (1, 9, 100), 4).values())
+    finally:
+        monkeypatch.undo()
+        reload()
