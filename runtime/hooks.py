@@ -123,8 +123,8 @@ def batch_invariant(enabled: bool = True, *, quantize_x: bool = False) -> Iterat
 
 
 @contextlib.contextmanager
-def within(invariance: settings.Invariance | None) -> Iterator[None]:
-    """Choose kernels as a mode wants it, freely if it is None, in this context."""
+def within(invariance: Any) -> Iterator[None]:
+    """Choose kernels by a ``settings.Invariance`` in this context; freely if it is None, as outside if it is UNSAID."""
     global blocks
     blocks = True
     before = _mode.set(invariance)
