@@ -17,6 +17,7 @@ from emulated_driver import H200, EmulatedGpu, Launch, emulated
 from emulated_kernels import bundle_of, made
 from host_gpu import SLOTS, publish_alone
 
+from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.bundle import Choice, Source
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem, RowOp
@@ -25,7 +26,7 @@ from pretuned.kernels.contract.config import Config, Loads, Schedule, TileRows
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.hopper_w8a8_block import scale_columns
 from pretuned.kernels.rowops import RowOpSpec
-from pretuned.runtime import ExpertWeights, moe_mlp
+from pretuned.runtime import ExpertWeights, batch_invariant, grouped_gemm, moe_mlp
 from pretuned.runtime.weights.row_codes import values_of_rows
 
 E, T, TOP_K, H, I = 4, 24, 2, 256, 128  # noqa: E741
@@ -233,3 +234,24 @@ def test_what_a_gradient_needs_is_kept(machine: Machine) -> None:
     assert torch.equal(found, want)
     assert machine.ran == [RowOp.QUANTIZE, *ONE, RowOp.COMBINE]
     assert found.grad_fn is not None
+
+
+@pytest.mark.parametrize("format", ["fp8_block", "fp8_channel"])
+@pytest.mark.parametrize("always", [False, True])
+def test_the_batch_invariant_mode_always_quantises_x_or_never(machine: Machine, format: str, always: bool) -> None:
+    """Of any number of tokens, with any hint; and where it can't, of rows that lie apart, it says so."""
+    up, down = machine.layer(True, format)
+    coded = {made(one)[0].cubin_sha256 for one in PRODUCTS if one.dtype.quantises_x}
+    with batch_invariant(quantize_x=always):
+        for tokens in (1, 3, T):
+            hidden, ids, weights = routed(tokens)
+            for hint in (None, 1, None):
+                machine.launches.clear()
+                moe_mlp(hidden, up, down, ids, weights, expected_rows=hint)
+                assert [one.digest in coded for one in machine.products] == [always] * 2
+        counts, wide = torch.tensor([3, 0, 1, 2], dtype=torch.int32), torch.zeros(6, 2 * H).bfloat16()[:, :H]
+        if always:
+            with pytest.raises(InputError, match=r"rows that lie apart, which can't be quantised: pass x.contiguous"):
+                grouped_gemm(wide, up, counts)
+        else:
+            grouped_gemm(wide, up, counts)
