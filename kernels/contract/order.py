@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
+from ...artifacts.tuples import NamedTuple
 from ..hardware.arch import Arch, Feature
 from .spec import Spec
 

@@ -9,13 +9,14 @@ import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ...artifacts.errors import HostError, ProblemNotInBundle
 from ...artifacts.names import printable
 from ...artifacts.records.precision import DType, dtypes_of
+from ...artifacts.tuples import NamedTuple
 from ...kernels.hardware.arch import ARCHS, Feature
 from .. import hooks
 from ..driver.device import local_gpu
