@@ -174,9 +174,7 @@ def grouped_gemm(
         tensors.no_tangents("grouped_gemm", x, w, topk_weights, bias, *(lora[:2] if isinstance(lora, Lora) else ()))
     # First: a call under way keeps the table that it began with, so that nothing chosen before a ``reload`` goes into
     # one from after.
-    snapshot: Snapshot | None = None
-    if not tracing:
-        snapshot = hooks.current() if hooks.blocks else hooks.snapshot
+    snapshot: Snapshot | None = None if tracing else (hooks.current() if hooks.blocks else hooks.snapshot)
     key: tuple[Any, ...] | None = None
     others: tuple[object, ...] | None = None
     pinned = kernel_config_fwd is not None or kernel_config_bwd_dX is not None or kernel_config_bwd_dW is not None
