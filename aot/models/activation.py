@@ -1,4 +1,4 @@
-"""The activation between the two GEMMs of a model's experts, as a config.json and the catalogue say it."""
+"""The activation between the two GEMMs of a model's experts, read from a config.json or the catalogue."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from ...kernels.contract.activations import Activation
 
-# A config's word for an activation, and the one here.
+# A config's name of an activation -> pretuned's name.
 _NAMES = {
     "silu": "silu",
     "swish": "silu",
@@ -24,12 +24,12 @@ _OAI_ALPHA, _OAI_LIMIT = 1.702, 7.0  # what their code takes where the config ha
 
 
 def parse_activation(text: str) -> Activation:
-    """``silu``, ``swiglu:limit=10`` or ``situ:beta=4,linear_beta=25`` -> the activation.
+    """Parse ``silu``, ``swiglu:limit=10`` or ``situ:beta=4,linear_beta=25`` into an activation.
 
     Raises
     ------
     ValueError
-        for an unknown name, an unknown number, or one that is none.
+        for an unknown name, an unknown number, or a value that is no number.
     """
     name, _, numbers = text.partition(":")
     values: dict[str, float] = {}
@@ -42,11 +42,11 @@ def parse_activation(text: str) -> Activation:
 
 
 def activation_in(values: Mapping[str, object], model_type: str) -> tuple[Activation | None, str]:
-    """The activation that the object of a language model names, and a note on the layers that differ from it.
+    """The activation that a language model's config names, and a note on the layers that differ from it.
 
-    None where the config does not say it, or says one that is not known here.
+    None if the config names no activation, or an unknown one.
     """
-    word = next((found for name in _WORDS if isinstance(found := values.get(name), str)), "")
+    word = next((value for name in _WORDS if isinstance(value := values.get(name), str)), "")
     name = _NAMES.get(word, "")
     limit = _number(values, "swiglu_limit")
     gate, up = _number(values, "mlp_gate_softcap"), _number(values, "mlp_up_softcap")
@@ -67,7 +67,8 @@ def activation_in(values: Mapping[str, object], model_type: str) -> tuple[Activa
 
 
 def _exceptions(limits: object) -> str:
-    """Of a list with a limit for each layer, 0 and null: none, the layers that have one (Step-3.5 and 3.7)."""
+    """Name the layers that have a limit in a list of one limit a layer, where 0 and null mean none (Step-3.5 and
+    3.7)."""
     some = {
         at: limit
         for at, limit in enumerate(limits if isinstance(limits, list) else ())
@@ -75,8 +76,8 @@ def _exceptions(limits: object) -> str:
     }
     if not some:
         return ""
-    found = ", ".join(f"{at} ({limit:g})" for at, limit in list(some.items())[:4]) + ", ..." * (len(some) > 4)
-    return f"swiglustep with a limit in layers {found}"
+    listed = ", ".join(f"{at} ({limit:g})" for at, limit in list(some.items())[:4]) + ", ..." * (len(some) > 4)
+    return f"swiglustep with a limit in layers {listed}"
 
 
 def _number(values: Mapping[str, object], name: str) -> float | None:

@@ -1,4 +1,4 @@
-"""The models known by name: catalogue.tsv, read once."""
+"""The models known by name, read from catalogue.tsv."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ COLUMNS = (
 NUMBERS = COLUMNS[1:8]
 
 
-_LONGEST = 200  # of a word that is compared with the names
+_LONGEST = 200  # characters of a word that are compared with the names
 CLASS = "class"  # a source: the defaults of the class in transformers that names the checkpoint
 DEFAULT = "default"  # a source: defaults that are of no checkpoint
 
@@ -44,10 +44,10 @@ DEFAULT = "default"  # a source: defaults that are of no checkpoint
 class CatalogueEntry:
     """One line of the catalogue.
 
-    ``source`` is ``config`` (the published config.json), ``class`` (the defaults of the model's configuration class in
-    transformers) or ``default`` (the same where they are of no checkpoint in particular). ``where`` is the public file
-    or page that the sizes were read in, where it was written down. ``aliases`` are repositories of the same shape, each
-    with the format of its experts, ``weights`` is that of the entry's own; empty: not known.
+    ``source`` is ``config`` (sizes from the published config.json), ``class`` (from the defaults of the model's
+    configuration class in transformers) or ``default`` (from class defaults that belong to no particular checkpoint).
+    ``where`` is the public file or page that the sizes were read from, or empty. ``weights`` is the format of the
+    entry's experts, empty if unknown. ``aliases`` maps repositories with experts of equal shape to their formats.
     """
 
     id: str
@@ -59,7 +59,7 @@ class CatalogueEntry:
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """The formats that this model is known to be published in, the entry's own first."""
+        """The formats that this model is published in, the entry's own first."""
         return tuple(dict.fromkeys(filter(None, (self.weights, *self.aliases.values()))))
 
 
@@ -77,7 +77,7 @@ def catalogue() -> Mapping[str, CatalogueEntry]:
 
 
 def parse_table(text: str) -> dict[str, CatalogueEntry]:
-    """The table's text -> entries.
+    """Parse the table's text into entries.
 
     Raises
     ------
@@ -95,7 +95,7 @@ def parse_table(text: str) -> dict[str, CatalogueEntry]:
         row = {name: "" if field == "-" else field for name, field in zip(COLUMNS, fields, strict=True)}
         try:
             E, k, H, width, shared_width, zero_experts, gated = (int(row[name]) for name in NUMBERS)
-            layouts = tuple(Layout(one) for one in row["layouts"].split(","))
+            layouts = tuple(Layout(layout) for layout in row["layouts"].split(","))
             activation = parse_activation(row["activation"]) if row["activation"] else None
         except ValueError as error:
             raise ValueError(f"catalogue.tsv:{number}: {error}") from None
@@ -119,7 +119,7 @@ def parse_table(text: str) -> dict[str, CatalogueEntry]:
             problems.append(f"{row['id']} is there twice")
         if problems:
             raise ValueError(f"catalogue.tsv:{number}: {'; '.join(problems)}")
-        pairs = (one.partition("=") for one in row["aliases"].split(",") if one)
+        pairs = (alias.partition("=") for alias in row["aliases"].split(",") if alias)
         aliases = MappingProxyType({name: format_ or row["weights"] for name, _, format_ in pairs})
         entries[row["id"]] = CatalogueEntry(row["id"], layer, row["weights"], row["source"], row["where"], aliases)
     return entries
@@ -127,7 +127,7 @@ def parse_table(text: str) -> dict[str, CatalogueEntry]:
 
 @dataclass(frozen=True, slots=True)
 class NameMatch:
-    """A word of the user's that means a model: the id as published, and its entry."""
+    """A model name that the user gave: the id as published, and its entry."""
 
     id: str
     entry: CatalogueEntry
@@ -135,15 +135,15 @@ class NameMatch:
     @property
     def layers(self) -> tuple[ExpertLayer, ...]:
         """The entry's, in the format of ``id``, and those of the model's other kinds of experts."""
-        others = (one.layer for id_, one in catalogue().items() if id_.startswith(self.entry.id + PART))
+        others = (entry.layer for id_, entry in catalogue().items() if id_.startswith(self.entry.id + PART))
         weights = self.entry.aliases.get(self.id) or self.entry.layer.weights
         return replace(self.entry.layer, weights=weights), *others
 
 
 def find(word: str) -> NameMatch | None:
-    """The model that ``word`` means: an id or alias in any case, or its part after the slash.
+    """Find the model that ``word`` names: an id or alias in any case, or its part after the slash.
 
-    None where nothing matches, or where several models have that last part.
+    Returns None if nothing matches, or if several models end in that part.
     """
     ids = _ids()
     wanted = word.lower()
@@ -154,7 +154,7 @@ def find(word: str) -> NameMatch | None:
 
 
 def nearest_ids(word: str, most: int = 3) -> list[str]:
-    """Up to ``most`` known ids that look like ``word``, best first; else those that contain it."""
+    """Up to ``most`` known ids that look like ``word``, best first; if none does, ids that contain it."""
     word = word[:_LONGEST]
     by_form: dict[str, str] = {}
     for id_ in _ids():
@@ -169,16 +169,16 @@ def nearest_ids(word: str, most: int = 3) -> list[str]:
 
 
 def _likeness(word: str, form: str) -> float:
-    """How much a misspelt word is like a name or its beginning, 0 to 1; 0 where it is like neither."""
+    """Likeness of a misspelt word to a name or to the name's beginning, 0 to 1; 0 below a threshold."""
     whole, *begun = (
-        difflib.SequenceMatcher(None, word, one).ratio() for one in (form, form[: len(word)], form[: len(word) + 1])
+        difflib.SequenceMatcher(None, word, text).ratio() for text in (form, form[: len(word)], form[: len(word) + 1])
     )
     return max(whole if whole >= 0.7 else 0.0, max(begun) - 0.01 if max(begun) >= 0.8 else 0.0)
 
 
 def _ids() -> dict[str, CatalogueEntry]:
-    found: dict[str, CatalogueEntry] = {}
+    entries: dict[str, CatalogueEntry] = {}
     for id_, entry in catalogue().items():
-        found[id_] = entry
-        found.update(dict.fromkeys(entry.aliases, entry))
-    return found
+        entries[id_] = entry
+        entries.update(dict.fromkeys(entry.aliases, entry))
+    return entries

@@ -1,4 +1,4 @@
-"""What a config.json calls the sizes of its experts, and how the families differ in it."""
+"""The names that config.json files give the sizes of experts, and how the model families differ."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ...artifacts.records.problem import Layout
 
-# The same meaning under every name that a family gives it; "a.b" is b in the object a.
+# Each tuple lists the names of one size in the families' configs; "a.b" is b in the object a.
 EXPERTS = (
     "num_experts",
     "num_local_experts",
@@ -107,5 +107,5 @@ PARAMS = ConfigFamily("", ("moe.expert_hidden_dim", "hidden_dim"))
 
 
 def family_of(model_type: str) -> ConfigFamily | None:
-    """The family of a model type, or None: then the names of the fields alone tell."""
+    """The family of a model type, or None; the names of the fields alone are used then."""
     return next((family for family in FAMILIES if model_type.startswith(family.prefix)), None)

@@ -1,4 +1,4 @@
-"""A model's config.json -> its expert layer, for every family that transformers knows, without transformers."""
+"""Read a model's config.json into its expert layers, for every family that transformers knows, without transformers."""
 
 from __future__ import annotations
 
@@ -37,13 +37,14 @@ from .quant_config import UNQUANTISED, expert_weights
 
 MAX_CONFIG_BYTES = 8 << 20
 _SIZES = (*EXPERTS, *PER_TOKEN, *WIDTHS, *LATENT)  # that may differ between layers
-QUANTISATION = "hf_quant_config.json"  # where modelopt writes what it did
-SHARED = "the shared expert works at"  # begins the note on one that can't be fused
+QUANTISATION = "hf_quant_config.json"  # modelopt's record of the quantisation
+SHARED = "the shared expert works at"  # begins the note on a shared expert that can't be fused
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigModel:
-    """What a config.json says: a name (from the path), a layer for each kind of experts, and remarks for the user."""
+    """The contents of a config.json: a name (from the path), a layer for each kind of experts, and remarks for the
+    user."""
 
     name: str
     layers: tuple[ExpertLayer, ...]
@@ -51,7 +52,7 @@ class ConfigModel:
 
 
 def read_model(path: Path) -> ConfigModel:
-    """The expert layers of a config.json, or of a directory that holds one.
+    """Read the expert layers of a config.json, or of a directory that holds one.
 
     Raises
     ------
@@ -81,7 +82,7 @@ def read_model(path: Path) -> ConfigModel:
 
 
 def _refuse_dangling(file: Path) -> None:
-    """Raise InputError for a link to a file that is not there, as a Hugging Face cache without its blobs has them."""
+    """Raise InputError for a link to a missing file, as in a Hugging Face cache without its blobs."""
     if dangling(file):
         model = _name(file.absolute())
         again = f". Download it again: hf download {model} {file.name}" if "/" in model else ""
@@ -93,10 +94,10 @@ def layers_of(
 ) -> tuple[tuple[ExpertLayer, ...], tuple[str, ...]]:
     """The expert layers that ``config`` describes, and remarks for the user; ``where`` begins each error.
 
-    ``beside`` is the object of an hf_quant_config.json that lies beside the config.json.
+    ``beside`` is the contents of the hf_quant_config.json next to the config.json.
 
-    The language model's experts come first. Others have a ``part``: those of its attention, of other modalities, of a
-    second model inside, and those whose number differs between layers.
+    The language model's experts come first. All others have a ``part``: experts in attention, of another modality, of
+    a second model inside, or of layers with another number of experts.
 
     Raises
     ------
@@ -106,16 +107,16 @@ def layers_of(
     main = _language_model(config)
     remarks: list[str] = []
     weights = _weights(main, config, where, remarks, beside)
-    layers = [replace(one, weights=weights) for one in _layers_in(main, config, where, remarks)]
+    layers = [replace(layer, weights=weights) for layer in _layers_in(main, config, where, remarks)]
     for part, inner in _others(config, main):
         try:
             own = _weights(inner, inner, where, remarks)
-            found = [replace(one, weights=own) for one in _layers_in(inner, inner, where, remarks)]
-            layers += [replace(one, part=_joined(part, one.part)) for one in found]
+            inner_layers = [replace(layer, weights=own) for layer in _layers_in(inner, inner, where, remarks)]
+            layers += [replace(layer, part=_joined(part, layer.part)) for layer in inner_layers]
         except InputError as error:
-            told = str(error).removeprefix(f"{where}: ")
-            remarks.append(f"{where}: the experts of {part}_config are left out: {told}")
-    published = (one.get(name) for one in (main, config) for name in ("dtype", "torch_dtype"))
+            reason = str(error).removeprefix(f"{where}: ")
+            remarks.append(f"{where}: the experts of {part}_config are left out: {reason}")
+    published = (values.get(name) for values in (main, config) for name in ("dtype", "torch_dtype"))
     if next(filter(None, published), None) == "float16":
         remarks.append(f"{where}: the checkpoint is fp16 and the default is bf16; dtype=fp16 builds for it")
     return tuple(layers), tuple(dict.fromkeys(remarks))
@@ -128,36 +129,38 @@ def _weights(
     remarks: list[str],
     beside: Mapping[str, object] | None = None,
 ) -> str:
-    """The format of the experts, as the whole config or the object of theirs says it."""
+    """The format of the experts' weights, from the whole config or else from the language model's object."""
     layers = values.get("num_hidden_layers")
     count = layers if isinstance(layers, int) else 1
     fields = _Fields(values, where)
-    experts = next((one for name in EXPERTS if isinstance(one := fields.get(name), int)), 1)
-    found = expert_weights(config, where, count, beside, experts) or expert_weights(values, where, count, None, experts)
-    remarks += found.remarks if found else ()
-    return found.format if found else UNQUANTISED
+    experts = next((number for name in EXPERTS if isinstance(number := fields.get(name), int)), 1)
+    checkpoint = expert_weights(config, where, count, beside, experts) or expert_weights(
+        values, where, count, None, experts
+    )
+    remarks += checkpoint.remarks if checkpoint else ()
+    return checkpoint.format if checkpoint else UNQUANTISED
 
 
 def _layers_in(
     values: Mapping[str, object], config: Mapping[str, object], where: str, remarks: list[str]
 ) -> Iterator[ExpertLayer]:
-    """Every kind of experts in one object."""
+    """Yield every kind of experts in one object."""
     model_type = printable(str(values.get("model_type") or config.get("model_type") or ""))[:80]
     family = family_of(model_type)
     if family is not None and family.refused:
         raise InputError(f"{where}: model_type '{model_type}': {family.refused}")
     if not model_type and isinstance(values.get("moe"), dict):
         family = PARAMS
-    known = family or ConfigFamily("", WIDTHS)
+    rules = family or ConfigFamily("", WIDTHS)
     for part, changed in _variants(values):
-        for at, kind in enumerate(known.kinds):
-            fields = _Fields({**changed, **_of_kind(changed, at, len(known.kinds))}, where)
+        for at, kind in enumerate(rules.kinds):
+            fields = _Fields({**changed, **_of_kind(changed, at, len(rules.kinds))}, where)
             layer = _layer(fields, family, model_type, remarks)
             if at:  # shared experts are the language model's
                 layer = replace(layer, shared_width=0)
             yield replace(layer, part=_joined(kind, part))
-            if known.attention:
-                width = math.prod(fields.one_of((name,)) or 0 for name in known.attention)
+            if rules.attention:
+                width = math.prod(fields.one_of((name,)) or 0 for name in rules.attention)
                 attention = ExpertLayer(layer.E, layer.k, layer.H, width, gated=False, part="attention")
                 yield _sound(replace(attention, note="queries in, outputs out: no activation between"), where)
 
@@ -166,7 +169,7 @@ def _layer(fields: _Fields, family: ConfigFamily | None, model_type: str, remark
     where = fields.where
     E = fields.one_of(EXPERTS)
     if E is None or E <= 1 or fields.get(SWITCH) is False:
-        raise InputError(_dense(fields, E, model_type))
+        raise InputError(_no_experts(fields, E, model_type))
     k = fields.one_of(PER_TOKEN, largest=True)
     H = fields.one_of(LATENT)
     latent = H is not None
@@ -181,24 +184,24 @@ def _layer(fields: _Fields, family: ConfigFamily | None, model_type: str, remark
     if k is None or H is None or width is None:
         names: list[tuple[str, ...]] = [PER_TOKEN] * (k is None) + [HIDDEN] * (H is None)
         names += [family.widths if family else (*WIDTHS, *DENSE_WIDTH)] * (width is None)
-        lacking = ", and ".join(" or ".join(one) for one in names)
+        lacking = ", and ".join(" or ".join(alternatives) for alternatives in names)
         raise InputError(f"{where}: model_type '{model_type}' with {E} experts lacks {lacking}")
 
-    known = family or ConfigFamily("")
+    rules = family or ConfigFamily("")
     shared_width = fields.one_of(SHARED_WIDTHS)
     if shared_width is None:
-        count = 1 if known.one_shared else fields.one_of(SHARED_COUNTS, largest=True)
+        count = 1 if rules.one_shared else fields.one_of(SHARED_COUNTS, largest=True)
         shared_width = (count or 0) * width
-    notes = [known.note] * bool(known.note)
+    notes = [rules.note] * bool(rules.note)
     if latent and shared_width:
         shared_width = 0
         notes.append(f"{SHARED} the full hidden width, the routed ones at {H}")
-    zero = (fields.one_of((known.zero_experts,)) or 0) if known.zero_experts else 0
+    zero = (fields.one_of((rules.zero_experts,)) or 0) if rules.zero_experts else 0
     if zero > 0:
         notes.append(f"{zero} more experts without weights")
     activation, exceptions = activation_in(fields.values, model_type)
     notes += filter(None, (exceptions,))
-    layer = ExpertLayer(E, k, H, width, max(shared_width, 0), known.gated, note="; ".join(notes), layouts=known.layouts)
+    layer = ExpertLayer(E, k, H, width, max(shared_width, 0), rules.gated, note="; ".join(notes), layouts=rules.layouts)
     return _sound(replace(layer, zero_experts=max(zero, 0), activation=activation), where)
 
 
@@ -209,8 +212,8 @@ def _sound(layer: ExpertLayer, where: str) -> ExpertLayer:
 
 
 def _variants(values: Mapping[str, object]) -> Iterator[tuple[str, Mapping[str, object]]]:
-    """The object as each kind of its layers sees it: once, or once for each number of experts that a layer has."""
-    found: dict[str, Mapping[str, object]] = {}
+    """Yield (part, fields) for each kind of layer: one pair, or a pair for each number of experts that layers have."""
+    variants: dict[str, Mapping[str, object]] = {}
     by_layer = values.get("per_layer_config")  # the layers that differ from the rest
     if isinstance(by_layer, dict):
         for changes in by_layer.values():
@@ -218,30 +221,30 @@ def _variants(values: Mapping[str, object]) -> Iterator[tuple[str, Mapping[str, 
                 {name: changes.get(name) for name in EXPERTS if name in changes} if isinstance(changes, dict) else {}
             )
             for count in sizes.values():
-                found.setdefault(f"E{count}"[:12], {**values, **changes})
+                variants.setdefault(f"E{count}"[:12], {**values, **changes})
     pyramid = values.get("pyramid_num_routed")
     if isinstance(pyramid, list):
         most = values.get("capacity_factor", 2)
         for count in pyramid:
             if isinstance(count, int) and isinstance(most, int) and count > 1:
                 sizes = {"num_local_experts": count, "num_experts_per_tok": min(most, count)}
-                found.setdefault(f"E{count}", {**values, **sizes})
+                variants.setdefault(f"E{count}", {**values, **sizes})
     blocks = list(_blocks(values))
     if not blocks and not isinstance(pyramid, list):
         yield "", values
-    yield from blocks if len(blocks) == 1 else ((f"layers{i}", one) for i, (_, one) in enumerate(blocks, 1))
-    yield from found.items()
+    yield from blocks if len(blocks) == 1 else ((f"layers{i}", block) for i, (_, block) in enumerate(blocks, 1))
+    yield from variants.items()
 
 
 def _blocks(values: Mapping[str, object]) -> Iterator[tuple[str, Mapping[str, object]]]:
-    """The object as each kind of layer that has experts of its own sizes sees it."""
+    """Yield the fields as each kind of layer sees them, if layers have experts of their own sizes."""
     blocks = values.get(BY_LAYER)
     kinds: set[str] = set()
     for block in blocks if isinstance(blocks, list) else ():
         if not isinstance(block, dict):
             continue
-        inner = [one for one in block.values() if isinstance(one, dict)]  # {"ffn": {...}}, or the sizes at once
-        own = {name: value for one in (block, *inner) for name, value in one.items()}
+        inner = [value for value in block.values() if isinstance(value, dict)]  # {"ffn": {...}}, or the sizes at once
+        own = {name: value for part in (block, *inner) for name, value in part.items()}
         sizes = {name: own[name] for name in _SIZES if isinstance(own.get(name), (int, float))}
         if any(sizes.get(name, 0) > 1 for name in EXPERTS) and str(sizes) not in kinds:
             kinds.add(str(sizes))
@@ -249,14 +252,14 @@ def _blocks(values: Mapping[str, object]) -> Iterator[tuple[str, Mapping[str, ob
 
 
 def _of_kind(values: Mapping[str, object], at: int, kinds: int) -> Mapping[str, object]:
-    """The fields that have a value for each kind of experts, each with this kind's."""
+    """The fields that list a value for each kind of experts, reduced to the value at ``at``."""
     if kinds == 1:
         return {}
-    return {name: one[at] for name, one in values.items() if isinstance(one, list) and len(one) == kinds}
+    return {name: value[at] for name, value in values.items() if isinstance(value, list) and len(value) == kinds}
 
 
 def _others(config: Mapping[str, object], main: Mapping[str, object]) -> Iterator[tuple[str, Mapping[str, object]]]:
-    """Objects beside the language model's that have experts, by the name of what they are of."""
+    """Yield the other objects of a config that have experts, each by its name."""
     for key, value in config.items():
         part = key.removesuffix("_config")
         if part == key or key == FFN or not isinstance(value, dict):
@@ -295,17 +298,17 @@ class _Fields:
         return next((value for name in names if (value := self._number(name, False)) is not None), None)
 
     def one_of(self, names: tuple[str, ...], largest: bool = False) -> int | None:
-        """What all of ``names`` that are set agree on."""
-        found = {name: value for name in names if (value := self._number(name, largest)) is not None}
-        if len(set(found.values())) > 1:
-            listed = ", ".join(f"{name}={value}" for name, value in found.items())
+        """The value on which all of ``names`` that are set agree; InputError if they disagree."""
+        values = {name: value for name in names if (value := self._number(name, largest)) is not None}
+        if len(set(values.values())) > 1:
+            listed = ", ".join(f"{name}={value}" for name, value in values.items())
             raise InputError(f"{self.where}: {listed} mean the same and disagree")
-        return next(iter(found.values()), None)
+        return next(iter(values.values()), None)
 
     def _number(self, name: str, largest: bool) -> int | None:
-        """A whole number, or a list with one per layer: all equal, unless the ``largest`` will do.
+        """A whole number, or a list of a number a layer: all equal, or with ``largest`` the largest.
 
-        In a list, 0 and null stand for layers without experts. A number may be written 8.0.
+        In a list, 0 and null mark layers without experts. A number may be written 8.0.
         """
         value = self.get(name)
         if value is None:
@@ -320,7 +323,7 @@ class _Fields:
                 raise InputError(f"{self.where}: {name} is {_short(value)}, wanted a whole number")
             numbers.append(number)
         if isinstance(value, list):
-            numbers = [one for one in numbers if one] or numbers or [0]
+            numbers = [number for number in numbers if number] or numbers or [0]
         if len(set(numbers)) > 1 and not largest:
             raise InputError(
                 f"{self.where}: {name} differs between layers ({_few(sorted(set(numbers)))}); "
@@ -330,31 +333,32 @@ class _Fields:
 
 
 def _few(numbers: list[int]) -> str:
-    """Numbers, the first 20 of many."""
+    """List numbers, at most the first 20."""
     more = f" and {len(numbers) - 20:,} more" if len(numbers) > 20 else ""
-    return ", ".join(_short(one) for one in numbers[:20]) + more
+    return ", ".join(_short(number) for number in numbers[:20]) + more
 
 
 def _language_model(config: Mapping[str, object]) -> Mapping[str, object]:
-    """The object that holds the expert fields: nested ones go first, as they do in transformers."""
+    """The object that holds the expert fields; nested objects take precedence, as in transformers."""
     for key in NESTED:
         inner = config.get(key)
         if isinstance(inner, dict):
-            found = _language_model(inner)
-            if _has_experts(found):
-                return found
+            nested = _language_model(inner)
+            if _has_experts(nested):
+                return nested
     return config
 
 
-def _dense(fields: _Fields, E: int | None, model_type: str) -> str:
-    found = [name for name in (*HIDDEN, *DENSE_WIDTH) if fields.get(name) is not None]
+def _no_experts(fields: _Fields, E: int | None, model_type: str) -> str:
+    """The error for a config without experts."""
+    fields_there = [name for name in (*HIDDEN, *DENSE_WIDTH) if fields.get(name) is not None]
     kind = f" (model_type '{model_type}')" if model_type else ""
     if E is not None:
         names = ", ".join(name for name in EXPERTS if fields.get(name) is not None)
         if E > 1:
             return f"{fields.where}: no experts: {names} is {E}, and {SWITCH} is false{kind}"
         return f"{fields.where}: no experts: {names} is {E}{kind}; pretuned builds for mixture-of-experts models"
-    listed = ", ".join(found) or "none of the fields of a language model"
+    listed = ", ".join(fields_there) or "none of the fields of a language model"
     return (
         f"{fields.where}: no experts: found {listed} but none of {', '.join(EXPERTS)}{kind}; "
         "pretuned builds for mixture-of-experts models, and this one looks dense"
@@ -381,7 +385,7 @@ def _load(file: Path) -> Mapping[str, object]:
 
 
 def _name(file: Path) -> str:
-    """org/model out of a Hugging Face cache's path, else the directory's name, in a model's letters."""
+    """org/model from a Hugging Face cache's path, else the directory's name, in a model name's letters."""
     for part in file.parts:
         if part.startswith("models--"):
             name = "/".join(part.split("--", 2)[1:])

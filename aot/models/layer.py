@@ -1,4 +1,4 @@
-"""The shapes that a plan is made of: one expert layer as its model publishes it, and one shard of it."""
+"""The shapes that a plan is made of: an expert layer as its model publishes it, and a shard of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...kernels.contract.activations import Activation
 from ...kernels.hopper_w4a16 import padded_width, prepares
 
 MAX_TOKENS = 1 << 24
-MAX_ROWS = 1 << 30  # of M: a bucket is a power of two and fits int32
+MAX_ROWS = 1 << 30  # the largest M: a bucket is a power of two and fits int32
 _SHOWN = 64  # the largest divisor that an error lists
 
 
@@ -21,11 +21,11 @@ class ExpertLayer:
 
     ``E`` experts of width ``I``, ``k`` of them a token, between hidden states of width ``H``.
     ``shared_width`` is the width of all shared experts together, in elements (0: none). ``gated``:
-    GEMM 1 makes gate and up. ``weights`` is the format of the published ones (``bf16``, ``fp8_block``, ``mxfp4``, ...).
-    ``layouts``: how programs hold the weights; [E, K, N] too where the checkpoint has them so. ``zero_experts`` more
-    experts hand the token on as it is; transformers' GEMM 1 has rows for them all the same. ``part``: which of a
-    model's kinds of experts these are (``vision``, ``talker``, ``attention``, ...), or empty. ``activation``: the one
-    between the two GEMMs, where it is known.
+    GEMM 1 computes gate and up. ``weights`` is the published format (``bf16``, ``fp8_block``, ``mxfp4``, ...).
+    ``layouts``: how programs hold the weights; [E, K, N] too if the checkpoint does. ``zero_experts`` is the number of
+    further experts that return the token unchanged; transformers' GEMM 1 has rows for them. ``part``: which of a
+    model's kinds of experts these are (``vision``, ``talker``, ``attention``, ...), or empty. ``activation``: the
+    activation between the two GEMMs, or None if unknown.
     """
 
     E: int
@@ -42,8 +42,8 @@ class ExpertLayer:
     activation: Activation | None = None
 
     def contradictions(self) -> list[str]:
-        """What can't be true of a layer; empty where it is sound."""
-        found = [
+        """List the contradictions in the layer's sizes; empty if there are none."""
+        problems = [
             f"{letter}={value}: wanted 1 to {most}"
             for letter, value, most in (
                 ("E", self.E, MAX_EXPERTS),
@@ -54,8 +54,8 @@ class ExpertLayer:
             if not 1 <= value <= most
         ]
         if self.k > self.E >= 1:
-            found.append(f"k={self.k} is more than E={self.E}: a token can't go to more experts than there are")
-        return found
+            problems.append(f"k={self.k} is more than E={self.E}: a token can't go to more experts than there are")
+        return problems
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +75,9 @@ class LayerShard:
     ``E``, ``k``, ``H`` and ``I`` are the whole layer's. ``tp`` GPUs split the width of each expert,
     ``ep`` GPUs split the experts. ``shared_experts`` shared experts of width I are fused into the
     routed ones: every rank holds them all, and each token goes to all of them. ``tokens`` is the
-    (least, most) number of tokens of one step, counted over all ep ranks. ``layouts``: how the weights lie.
-    ``zero_experts`` and ``activation`` are the layer's. ``weights``: the formats that are wanted; ``dtypes``, what is
-    built; ``instead``, what is on a capability that has code for none of these. ``pads``: programs pad
+    (least, most) number of tokens of one step, counted over all ep ranks. ``layouts``: the weights' layouts.
+    ``zero_experts`` and ``activation`` are the layer's. ``weights``: the requested formats; ``dtypes``: the dtypes that
+    are built; ``instead``: the dtypes built on a capability that has code for none of them. ``pads``: programs pad
     quantised weights so that they can be prepared, as the serving plug-ins do.
     """
 
@@ -139,7 +139,7 @@ class LayerShard:
         return first, LayerGemm("down", self.experts_per_rank, self.H, width)
 
     def padded_width(self, dtype: DType) -> int:
-        """I/tp, padded for prepared weights; I/tp itself if H is none of their sizes."""
+        """I/tp, padded for prepared weights; I/tp itself if H can't be prepared at that size."""
         wide = padded_width(dtype, self.width) if self.pads else self.width
         return wide if prepares(dtype, wide, self.H) and prepares(dtype, self.H, wide) else self.width
 
@@ -149,22 +149,22 @@ class LayerShard:
         return replace(first, E=first.E + self.zero_experts) if self.zero_experts and self.ep == 1 else None
 
     def contradictions(self) -> list[str]:
-        """Why this shard can't be; empty where it can."""
-        found = []
+        """List why this shard is impossible; empty if it is possible."""
+        problems = []
         if self.I % self.tp:
-            found.append(f"tp={self.tp} does not divide I={self.I}; tp can be {_divisors(self.I)}")
+            problems.append(f"tp={self.tp} does not divide I={self.I}; tp can be {_divisors(self.I)}")
         if self.E % self.ep:
-            found.append(f"ep={self.ep} does not divide E={self.E}; ep can be {_divisors(self.E)}")
+            problems.append(f"ep={self.ep} does not divide E={self.E}; ep can be {_divisors(self.E)}")
         if self.experts_per_rank > MAX_EXPERTS:
-            found.append(
+            problems.append(
                 f"{self.experts_per_rank} experts on a rank, shared ones included, wanted at most {MAX_EXPERTS}"
             )
         if self.rows[1] > MAX_ROWS:
-            found.append(
+            problems.append(
                 f"tokens=..{self.tokens[1]} with {self.experts_per_token} experts a token makes {self.rows[1]} rows, "
                 f"wanted at most {MAX_ROWS}"
             )
-        return found
+        return problems
 
     def __str__(self) -> str:
         text = f"{self.name} tp={self.tp} ep={self.ep} dtype={','.join(self.built_in)}"

@@ -1,4 +1,4 @@
-"""models.txt, or specs given directly -> the shards to build for."""
+"""Load models.txt, or specs given directly, as the shards to build for."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from .spec import MAX_NAME, SHAPE, SpecOptions, parse_options, parse_shape, word
 MAX_FILE_BYTES = 4 << 20
 MAX_SHARDS_OF_A_SPEC = 1024
 MAX_SHARDS = 65_536
-MAX_MISTAKES = 50  # that are listed
+MAX_MISTAKES = 50  # in a listing
 _LONGEST_MISTAKE = 2000  # characters
-CATALOGUE = "catalogue"  # the spec that means all of it
+CATALOGUE = "catalogue"  # the spec that names every model of the catalogue
 _GIVE = "give its config.json"
 _SHAPE = f"{SHAPE}E=128,H=2048,I=768,k=8"  # an example
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModels:
-    """The shards to build for, in the order given, and what the user should be told."""
+    """The shards to build for, in the order given, and notes for the user."""
 
     shapes: tuple[LayerShard, ...]
     notes: tuple[str, ...]
@@ -39,7 +39,7 @@ class LoadedModels:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """One spec as given: ``where`` begins its errors, ``base`` is what its paths are relative to."""
+    """One spec as given: ``where`` begins its errors, its paths are relative to ``base``."""
 
     where: str
     text: str
@@ -48,7 +48,7 @@ class _Line:
 
 @dataclass(frozen=True, slots=True)
 class _Meaning:
-    """What a spec's first word means."""
+    """The model that a spec's first word names."""
 
     name: str
     layers: tuple[ExpertLayer, ...]
@@ -56,8 +56,9 @@ class _Meaning:
 
 
 def load_models(values: Sequence[str], only: Sequence[Op] = tuple(Op)) -> LoadedModels:
-    """The values of ``--models``: each is the path of a models.txt, or a spec with its options;
-    ``only`` some ops of them.
+    """Load the values of ``--models``, each the path of a models.txt or a spec with its options.
+
+    With ``only``, just those ops are built.
 
     Raises
     ------
@@ -70,27 +71,27 @@ def load_models(values: Sequence[str], only: Sequence[Op] = tuple(Op)) -> Loaded
     layers: dict[str, tuple[tuple[object, ...], str]] = {}
     plain: dict[tuple[str, str], dict[str, None]] = {}
     unread = 0
-    for line in itertools.chain.from_iterable(_each_of_catalogue(one, problems) for one in _lines(values, problems)):
+    for line in itertools.chain.from_iterable(_each_of_catalogue(line, problems) for line in _lines(values, problems)):
         if len(problems) >= MAX_MISTAKES:
             unread += 1
             continue
         try:
-            found, options = _resolve(line)
-            shards = list(_shards(found, options, only))
+            meaning, options = _resolve(line)
+            shards = list(_shards(meaning, options, only))
             if len(seen) + len(shards) > MAX_SHARDS:
                 raise InputError(f"over {MAX_SHARDS} shards in all, which is the limit; build them in parts")
         except InputError as error:
             problems.extend(f"{line.where}: {problem}" for problem in str(error).split("\n"))
             continue
-        notes.extend(f"{line.where}: {remark}" for remark in found.remarks)
+        notes.extend(f"{line.where}: {remark}" for remark in meaning.remarks)
         for shard in shards:
             for name in shard.weights:
                 if name not in PLAIN and not (dtypes_of(name) and set(dtypes_of(name)) <= set(shard.dtypes)):
                     built = ",".join(dtype.value for dtype in shard.dtypes if not dtype.quantised)
                     plain.setdefault((name, built), {})[shard.name] = None
             facts = (shard.E, shard.k, shard.H, shard.I, shard.gated, shard.shared_experts)
-            told, first = layers.setdefault(shard.name, (facts, line.where))
-            if told != facts:
+            other_facts, first = layers.setdefault(shard.name, (facts, line.where))
+            if other_facts != facts:
                 problems.append(
                     f"{line.where}: '{shard.name}' has other sizes at {first}; give one of them another name="
                 )
@@ -111,24 +112,25 @@ def load_models(values: Sequence[str], only: Sequence[Op] = tuple(Op)) -> Loaded
 
 
 def _listed(problems: Sequence[str], unread: int) -> str:
-    """Mistakes, a line each, the first of many and the ends of long ones."""
+    """List mistakes, a line each: the first of many, long ones shortened in the middle."""
     ends = _LONGEST_MISTAKE // 2
-    told = [
-        one if len(one) <= _LONGEST_MISTAKE else f"{one[:ends]} [...] {one[-ends:]}" for one in problems[:MAX_MISTAKES]
+    lines = [
+        problem if len(problem) <= _LONGEST_MISTAKE else f"{problem[:ends]} [...] {problem[-ends:]}"
+        for problem in problems[:MAX_MISTAKES]
     ]
-    if len(problems) > len(told):
-        told.append(f"and {len(problems) - len(told):,} more")
+    if len(problems) > len(lines):
+        lines.append(f"and {len(problems) - len(lines):,} more")
     if unread:
-        told.append(f"(the {unread:,} lines after these were not looked at)")
-    head = [] if len(told) == 1 else [f"{len(problems)} mistakes in what to build for:"]
-    return "\n".join(head + told)
+        lines.append(f"(the {unread:,} lines after these were not looked at)")
+    head = [] if len(lines) == 1 else [f"{len(problems)} mistakes in what to build for:"]
+    return "\n".join(head + lines)
 
 
 def _lines(values: Sequence[str], problems: list[str]) -> Iterator[_Line]:
     for value in values:
         path = _expanded(value)
         if not _is_file_of_specs(value, path):
-            blank = re.search(r"\s", value) and _exists(path)  # a path as it is, no word and its options
+            blank = re.search(r"\s", value) and _exists(path)  # a path with blanks, not a word and its options
             yield _Line(f"--models '{_short(value)}'", _quoted(value) if blank else value, Path())
             continue
         try:
@@ -155,12 +157,12 @@ def _lines(values: Sequence[str], problems: list[str]) -> Iterator[_Line]:
 
 
 def _quoted(value: str) -> str:
-    """One word for ``spec.words``."""
+    """Quote a path so that ``spec.words`` reads it as one word."""
     return f"'{value}'" if '"' in value else f'"{value}"'
 
 
 def _each_of_catalogue(line: _Line, problems: list[str]) -> Iterator[_Line]:
-    """``catalogue tp=1,2`` stands for every model of the catalogue with these options."""
+    """Replace ``catalogue tp=1,2`` by a line for every model of the catalogue with these options."""
     word, options = (*line.text.split(None, 1), "", "")[:2]
     if word.strip("\"'").lower() != CATALOGUE:
         yield line
@@ -174,7 +176,7 @@ def _each_of_catalogue(line: _Line, problems: list[str]) -> Iterator[_Line]:
 
 
 def _is_file_of_specs(value: str, path: Path) -> bool:
-    """A value is a file of specs if it is a file but no config.json, or is named like one."""
+    """True for a file other than a config.json, and for a missing .txt."""
     if "\0" in value:
         return False
     if _exists(path):
@@ -183,21 +185,21 @@ def _is_file_of_specs(value: str, path: Path) -> bool:
 
 
 def _resolve(line: _Line) -> tuple[_Meaning, SpecOptions]:
-    given = words(line.text)
-    if not given:
+    parts = words(line.text)
+    if not parts:
         raise InputError("no model is named")
-    options, problems = parse_options(given[1:])
+    options, problems = parse_options(parts[1:])
     try:
-        found = _find(given[0], line.base)
+        meaning = _find(parts[0], line.base)
     except InputError as error:
         problems.insert(0, str(error))
     if problems:
         raise InputError("\n".join(problems))
-    return found, options
+    return meaning, options
 
 
 def _find(word: str, base: Path) -> _Meaning:
-    """A catalogue id goes before a path of the same name; ``./`` makes it a path."""
+    """Find the model that a word names. A catalogue id takes precedence over a path; ``./`` makes it a path."""
     if word.startswith(SHAPE):
         layer = parse_shape(word)
         return _Meaning(f"E{layer.E}-H{layer.H}-I{layer.I}-k{layer.k}", (layer,), ())
@@ -224,9 +226,11 @@ def _find(word: str, base: Path) -> _Meaning:
         config = read_model(cached)
         return _Meaning(config.name, config.layers, (f"'{word}' is read from {cached}", *config.remarks))
     if match:
-        told = f"'{word}' is taken to have the sizes of {match.id}; its own format is not known here: weights= names it"
-        return _Meaning(match.id, match.layers, (told,))
-    near = " or ".join(f"'{one}'" for one in nearest_ids(word))
+        remark = (
+            f"'{word}' is taken to have the sizes of {match.id}; its own format is not known here: weights= names it"
+        )
+        return _Meaning(match.id, match.layers, (remark,))
+    near = " or ".join(f"'{id_}'" for id_ in nearest_ids(word))
     other = f"`aot models` lists the catalogue; else give its config.json, or {_SHAPE}"
     hint = f"did you mean {near}?" if near else other
     raise InputError(f"unknown model '{_short(word)}': neither in the catalogue nor a path; {hint}")
@@ -237,7 +241,7 @@ def _short(text: str) -> str:
 
 
 def _expanded(text: str) -> Path:
-    """A path, ~ and ~user written out where there is such a user, and a home."""
+    """The path, with ~ and ~user expanded if that user has a home."""
     try:
         return Path(text).expanduser() if text.startswith("~") else Path(text)
     except (RuntimeError, ValueError):
@@ -251,33 +255,33 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def _shards(found: _Meaning, options: SpecOptions, only: Sequence[Op]) -> Iterator[LayerShard]:
-    """Kinds of experts x tp x ep. Raises InputError with every contradiction, a line each."""
+def _shards(meaning: _Meaning, options: SpecOptions, only: Sequence[Op]) -> Iterator[LayerShard]:
+    """Yield the shards: kinds of experts x tp x ep. Raises InputError with every contradiction, a line each."""
     problems: list[str] = []
     shards: list[LayerShard] = []
-    count = len(found.layers) * len(options.tp) * len(options.ep)
+    count = len(meaning.layers) * len(options.tp) * len(options.ep)
     if count > MAX_SHARDS_OF_A_SPEC:
         raise InputError(
-            f"{found.name}: {count:,} shards of one spec ({len(options.tp)} of tp x {len(options.ep)} of ep), wanted "
+            f"{meaning.name}: {count:,} shards of one spec ({len(options.tp)} of tp x {len(options.ep)} of ep), wanted "
             f"at most {MAX_SHARDS_OF_A_SPEC}; give the degrees that are deployed"
         )
     ops = tuple(op for op in options.ops or Op if op in only)
     if not ops:
-        given, wanted = (",".join(op.value for op in some) for some in (options.ops or Op, only))
-        problems.append(f"ops={given}: --ops {wanted} leaves nothing of it")
-    plain = [one for one in options.weights or () if one in PLAIN]
-    if options.dtype and plain and {one.value for one in options.dtype} != set(plain):
-        dtypes = ",".join(one.value for one in options.dtype)
+        requested, wanted = (",".join(op.value for op in some) for some in (options.ops or Op, only))
+        problems.append(f"ops={requested}: --ops {wanted} leaves nothing of it")
+    plain = [weights for weights in options.weights or () if weights in PLAIN]
+    if options.dtype and plain and {dtype.value for dtype in options.dtype} != set(plain):
+        dtypes = ",".join(dtype.value for dtype in options.dtype)
         problems.append(
             f"weights={','.join(plain)} and dtype={dtypes} disagree: plain weights are of the products' dtype"
         )
-    for layer in found.layers:
+    for layer in meaning.layers:
         fused = _fused(layer, problems) if options.shared else 0
         weights = options.weights or (layer.weights,)
         built = options.dtype or _dtypes(weights)
         for tp, ep in itertools.product(options.tp, options.ep):
             shard = LayerShard(
-                name=_name(options.name or found.name, layer.part),
+                name=_name(options.name or meaning.name, layer.part),
                 E=layer.E,
                 k=layer.k,
                 H=layer.H,
@@ -298,28 +302,28 @@ def _shards(found: _Meaning, options: SpecOptions, only: Sequence[Op]) -> Iterat
             problems.extend(shard.contradictions())
             shards.append(shard if options.dtype or options.weights else _as_published(shard))
     if problems:
-        raise InputError("\n".join(dict.fromkeys(f"{found.name}: {problem}" for problem in problems)))
+        raise InputError("\n".join(dict.fromkeys(f"{meaning.name}: {problem}" for problem in problems)))
     yield from shards
 
 
 def _as_published(shard: LayerShard) -> LayerShard:
-    """The shard of a spec that names no format: bf16 where a capability has no code of the checkpoint's."""
+    """The shard of a spec that names no format: bf16 if a capability has no code for the checkpoint's format."""
     quantised = any(dtype.quantised for dtype in shard.dtypes)
     return replace(shard, instead=(DType.BF16,)) if quantised else shard
 
 
 def _dtypes(weights: tuple[str, ...]) -> tuple[DType, ...]:
-    """What is built for weights of these formats."""
-    return tuple(dict.fromkeys(dtype for one in weights for dtype in dtypes_of(one))) or (DType.BF16,)
+    """The dtypes that are built for weights of these formats."""
+    return tuple(dict.fromkeys(dtype for name in weights for dtype in dtypes_of(name))) or (DType.BF16,)
 
 
 def _name(model: str, part: str) -> str:
-    """Of one kind of experts, where the model has several."""
+    """The model's name, with the kind of experts if the model has several."""
     return f"{model[: MAX_NAME - len(part) - 1]}{PART}{part}" if part else model
 
 
 def _fused(layer: ExpertLayer, problems: list[str]) -> int:
-    """How many experts of width I the shared experts make."""
+    """The number of experts of width I that the shared experts are equal to."""
     if not layer.shared_width:
         if not layer.part:  # the other kinds have none of their own
             reason = "the model has no shared experts, or the spec does not tell; add them to E and k"

@@ -1,4 +1,4 @@
-"""What people call a model beside its id in the catalogue: a URL, a repackager's name of it, one in the local cache."""
+"""Other names of the catalogue's models: a hub's URL, a repackager's name, a model in the local cache."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-# Who publishes others' models anew, under their names.
+# Organisations that republish others' models.
 _REPACKAGERS = ("unsloth/", "redhatai/", "nvidia/", "amd/")
-# What is put behind the name of a model whose weights are in another format. (As long as one fits, it is taken off.)
+# Endings of the names of models in another format; all that match are taken off.
 _SUFFIX = re.compile(
     r"-(?:unsloth|bnb|4bit|8bit|bf16|gguf|fp8(?:-?dynamic|-?block)?|nvfp4|mxfp4|fp4|awq|gptq(?:-?int[48])?|int[48]|w[48]a(?:16|8)"
     r"|quantized\.w[48]a(?:16|8))$",
@@ -20,7 +20,7 @@ _IN_REPOSITORY = ("tree", "blob", "resolve", "raw", "commits", "discussions")
 
 
 def from_url(word: str) -> str | None:
-    """org/model of a page of a model hub; None where ``word`` is no such address."""
+    """org/model from the address of a model hub's page; None if ``word`` is no such address."""
     match = _URL.fullmatch(word.partition("?")[0].partition("#")[0].rstrip("/"))
     if match is None:
         return None
@@ -30,7 +30,8 @@ def from_url(word: str) -> str | None:
 
 
 def republished(word: str) -> str | None:
-    """The last part of the name of the model that ``word`` is another format of, going by its name; None if of none.
+    """The last part of the name of the model that ``word`` is another format of, judged by its name; None if there is
+    none.
 
     ``unsloth/Qwen3-30B-A3B-bnb-4bit`` is ``Qwen3-30B-A3B``.
     """
@@ -42,11 +43,11 @@ def republished(word: str) -> str | None:
 
 
 def cached_config(word: str, environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The config.json of ``org/model`` in the Hugging Face cache: of the revision that ``main`` is, else the newest.
+    """The config.json of ``org/model`` in the Hugging Face cache: of the revision of ``main``, else the newest.
 
-    If none can be read, a link to a blob that is not there, if there is one: reading it says what to do.
+    If none can be read, a dangling link if there is one: reading it raises an error that says what to do.
 
-    Where that cache is: huggingface_hub's environment variables reference (HF_HUB_CACHE, HF_HOME, XDG_CACHE_HOME).
+    huggingface_hub's environment variables reference says where that cache is (HF_HUB_CACHE, HF_HOME, XDG_CACHE_HOME).
     """
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", word):
         return None
@@ -60,19 +61,19 @@ def cached_config(word: str, environ: Mapping[str, str] = os.environ) -> Path | 
         wanted = snapshots / _revision(main) / "config.json" if main.is_file() else None
         if wanted is not None and wanted.is_file():
             return wanted
-        every = sorted(one / "config.json" for one in snapshots.iterdir())  # a glob passes dangling links over
-        found = [one for one in every if one.is_file()]
-        return max(found, key=lambda one: one.stat().st_mtime, default=next(filter(dangling, every), None))
+        configs = sorted(snapshot / "config.json" for snapshot in snapshots.iterdir())  # a glob skips dangling links
+        readable = [path for path in configs if path.is_file()]
+        return max(readable, key=lambda path: path.stat().st_mtime, default=next(filter(dangling, configs), None))
     except (OSError, RuntimeError, ValueError):
         return None
 
 
 def dangling(path: Path) -> bool:
-    """Whether it is a link to a file that is not there."""
+    """True for a link to a missing file."""
     return path.is_symlink() and not path.exists()
 
 
 def _revision(ref: Path) -> str:
-    """What a file below refs names; no more is read than a commit takes."""
+    """Read the commit in a file below refs; no more is read than a commit takes."""
     with ref.open(encoding="utf-8") as file:
         return file.read(100).strip()

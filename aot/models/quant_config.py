@@ -1,8 +1,8 @@
-"""What a checkpoint's quantisation says of its experts: the one format that their weights are in.
+"""The format of the routed experts' weights, from a checkpoint's quantization config.
 
-Each library has a ``quantization_config`` of its own. What counts here is what it makes of the routed experts: their
-format, and whether the config leaves them out of it. Formats have the names of ``artifacts/records/precision.py``;
-one that has no row there gets a name of the same pattern, so that who asks for it reads what exactly has no code.
+Each library has a ``quantization_config`` of its own. Read here: the format of the routed experts, and whether the
+config leaves them out. Formats have the names of ``artifacts/records/precision.py``; a format without a row there gets
+a name of the same pattern, so that an error can say exactly which format has no kernels.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...artifacts.records.precision import PRECISIONS
 from ...runtime.weights import quantization
 from .exclusions import left_out, matrices
 
-PLAIN = tuple(one.name for one in PRECISIONS.values() if not one.quantised)
+PLAIN = tuple(precision.name for precision in PRECISIONS.values() if not precision.quantised)
 UNQUANTISED = "bf16"
 _MXFP4 = "mxfp4"
 _MIXED = "mixed"  # a layer whose experts have several formats
@@ -56,7 +56,11 @@ def expert_weights(
     beside: Mapping[str, object] | None = None,
     experts: int = 1,
 ) -> CheckpointFormat | None:
-    """What ``config``, the object of a config.json, says of the experts; None where it says nothing.
+    """The experts' format that ``config``, the contents of a config.json, declares; None if it declares none.
+
+    ``layers`` is the model's number of layers, each of ``experts`` experts: a config may leave some out, or give some
+    other bits. ``beside`` is the contents of modelopt's hf_quant_config.json, which takes precedence. ``where`` begins
+    each error and remark.
 
     ``layers`` is how many the model has, of ``experts`` each: a config may leave out the experts of some, and give some
     other bits. ``beside`` is the object of modelopt's hf_quant_config.json, which goes first. ``where`` begins each
@@ -67,57 +71,57 @@ def expert_weights(
     InputError
         if a field that decides is missing or of the wrong type.
     """
-    found = (beside or {}).get("quantization")
-    if found is None:
-        found = quantization.find(config)
-    if found is None:
+    quantised = (beside or {}).get("quantization")
+    if quantised is None:
+        quantised = quantization.find(config)
+    if quantised is None:
         return None
-    if not isinstance(found, Mapping):
-        raise InputError(f"{where}: quantization_config is {_short(found)}, wanted an object")
-    fields = _Quantisation(found, where)
+    if not isinstance(quantised, Mapping):
+        raise InputError(f"{where}: quantization_config is {_short(quantised)}, wanted an object")
+    fields = _Quantisation(quantised, where)
     count = max(1, min(layers, _MOST_LAYERS))
     formats = _formats(fields, config, count, experts)
     remarks: tuple[str, ...] = ()
     for layer in left_out(fields.excluded(), count, where):
         formats[layer] = UNQUANTISED
-    name = next((one for one, _ in Counter(formats).most_common() if one != UNQUANTISED), UNQUANTISED)
+    name = next((format_ for format_, _ in Counter(formats).most_common() if format_ != UNQUANTISED), UNQUANTISED)
     if name == UNQUANTISED:
         remarks = ("the quantisation leaves the experts out: they are bf16",)
-    elif name == _MXFP4 and _fp4_experts(config, found):
+    elif name == _MXFP4 and _fp4_experts(config, quantised):
         remarks = ("its own code multiplies mxfp4 by fp8 activations, scaled by 128 of K; here x is bf16",)
     elif name == _MIXED:
         remarks = ("the config gives the experts of a layer several formats: there is no one to build for",)
     for other in dict.fromkeys(formats):
         if other != name:
-            those = [layer for layer, one in enumerate(formats) if one == other]
+            those = [layer for layer, format_ in enumerate(formats) if format_ == other]
             some = ", ".join(map(str, those[:8])) + (", ..." if len(those) > 8 else "")
             bare = f"are left out of {name}: they are bf16"
             remarks = (
                 *remarks,
                 f"the experts of layers {some} {bare if other == UNQUANTISED else f'are {other}, not {name}'}",
             )
-    return CheckpointFormat(name, tuple(f"{where}: {one}" for one in remarks))
+    return CheckpointFormat(name, tuple(f"{where}: {remark}" for remark in remarks))
 
 
 def _formats(fields: _Quantisation, config: Mapping[str, object], layers: int, experts: int) -> list[str]:
-    """The format of each layer's experts; ``mixed`` where they have several."""
+    """The format of each layer's experts; ``mixed`` if a layer has several."""
     where = f"{fields.where}: quantization_config"
     words = quantization.exceptions(fields.values, where)
     if not words:
         return [_format(fields, config)] * layers
-    every = [matrices(layer, experts, words) for layer in range(layers)]
-    flat = [names for layer in every for names in layer]
-    known: dict[int, str] = {}
+    by_layer = [matrices(layer, experts, words) for layer in range(layers)]
+    flat = [names for layer in by_layer for names in layer]
+    by_settings: dict[int, str] = {}
     each: list[str] = []
     for settings in quantization.by_module(fields.values, flat, where):
-        if id(settings) not in known:
-            one = UNQUANTISED if settings is None else _format(_Quantisation(settings, fields.where), config)
-            known[id(settings)] = one
-        each.append(known[id(settings)])
+        if id(settings) not in by_settings:
+            format_ = UNQUANTISED if settings is None else _format(_Quantisation(settings, fields.where), config)
+            by_settings[id(settings)] = format_
+        each.append(by_settings[id(settings)])
     formats, rest = [], iter(each)
-    for layer in every:
-        found = {next(rest) for _ in layer}
-        formats.append(found.pop() if len(found) == 1 else _MIXED)
+    for layer in by_layer:
+        layer_formats = {next(rest) for _ in layer}
+        formats.append(layer_formats.pop() if len(layer_formats) == 1 else _MIXED)
     return formats
 
 
@@ -155,16 +159,16 @@ class _Quantisation:
         return None
 
     def strings(self, name: str) -> list[str]:
-        """The strings of a list; none where it is no list."""
+        """The strings of a list; empty if the value is no list."""
         value = self.values.get(name)
-        return [one for one in value if isinstance(one, str)] if isinstance(value, list) else []
+        return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
 
     def inner(self, name: str) -> _Quantisation:
         value = self.values.get(name)
         return _Quantisation(value if isinstance(value, dict) else {}, self.where)
 
     def excluded(self) -> Iterator[str]:
-        """The names of what it leaves as it is."""
+        """Yield the names of the modules that are not quantised."""
         for key in (
             "modules_to_not_convert",
             "ignore",
@@ -181,7 +185,7 @@ def _fp8(fields: _Quantisation) -> str:
     block = fields.values.get("weight_block_size")
     if block is None:
         return "fp8_channel"  # one scale a tensor is one for every row, too
-    if not isinstance(block, list) or len(block) != 2 or not all(isinstance(one, int) for one in block):
+    if not isinstance(block, list) or len(block) != 2 or not all(isinstance(size, int) for size in block):
         raise InputError(
             f"{fields.where}: quantization_config: weight_block_size is {_short(block)}, wanted [128, 128]"
         )
@@ -223,14 +227,14 @@ def _modelopt(fields: _Quantisation) -> str:
     algorithm = fields.word("quant_algo").upper()
     if algorithm == "MIXED_PRECISION":
         layers = fields.inner("quantized_layers").values
-        found = {
-            _modelopt(_Quantisation(one, fields.where))
-            for name, one in layers.items()
-            if isinstance(one, dict) and ".experts" in name
+        formats = {
+            _modelopt(_Quantisation(settings, fields.where))
+            for name, settings in layers.items()
+            if isinstance(settings, dict) and ".experts" in name
         }
-        if len(found) != 1:
-            return "mixed" if found else UNQUANTISED
-        return found.pop()
+        if len(formats) != 1:
+            return "mixed" if formats else UNQUANTISED
+        return formats.pop()
     if not algorithm and fields.inner("config_groups").values:
         return _compressed(fields)
     name = _MODELOPT.get(algorithm, _pattern(algorithm or "modelopt"))
@@ -252,11 +256,11 @@ def _quark(fields: _Quantisation) -> str:
 
 
 def _compressed(fields: _Quantisation) -> str:
-    """compressed-tensors, of a config with the one group of the experts."""
+    """The format in compressed-tensors' config, whose first group is the experts'."""
     groups = [
-        _Quantisation(one, fields.where)
-        for one in fields.inner("config_groups").values.values()
-        if isinstance(one, dict)
+        _Quantisation(group, fields.where)
+        for group in fields.inner("config_groups").values.values()
+        if isinstance(group, dict)
     ]
     if not groups:
         return "compressed-tensors"
@@ -311,7 +315,7 @@ _READERS: Mapping[str, Callable[[_Quantisation], str]] = {
 
 
 def _pattern(text: str) -> str:
-    """Any word as the name of a format."""
+    """Turn any text into the name of a format."""
     return re.sub(r"[^a-z0-9_-]", "_", printable(text).lower())[:32] or "quantised"
 
 

@@ -1,4 +1,4 @@
-"""One line of models.txt -> its words and options: the grammar, and nothing of what it means."""
+"""Parse one line of models.txt into words and options. What a word means is decided elsewhere."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*(?:/[A-Za-z0-9][A-Za-z0-9._+-]*)
 
 @dataclass(frozen=True, slots=True)
 class SpecOptions:
-    """What stands after a spec. ``None`` means: as the model has it."""
+    """The options after a spec. ``None`` stands for the model's own value."""
 
     tp: tuple[int, ...] = (1,)
     ep: tuple[int, ...] = (1,)
@@ -47,14 +47,14 @@ OPTION_KEYS = tuple(field.name for field in dataclasses.fields(SpecOptions))
 
 
 def words(line: str) -> list[str]:
-    """The words of a line. A ``#`` that begins a word begins a comment; quotes keep blanks and ``#`` in a word.
+    """Split a line into words. A ``#`` that begins a word begins a comment; quotes keep blanks and ``#`` in a word.
 
     Raises
     ------
     InputError
         for an open quote or a control character.
     """
-    found: list[str] = []
+    words_: list[str] = []
     position, line = 0, line.strip()
     if bad := re.search(r"[\x00-\x08\x0a-\x1f\x7f]", line):
         raise InputError(f"control character {bad.group()!r}; this must be plain text")
@@ -64,28 +64,28 @@ def words(line: str) -> list[str]:
             raise InputError(f"a quote is opened and never closed: {line[position:].strip()[:40]}")
         if match["comment"] is not None:
             break
-        found.append(_QUOTED.sub(lambda quoted: quoted[1] or quoted[2] or "", match["word"]))
+        words_.append(_QUOTED.sub(lambda quoted: quoted[1] or quoted[2] or "", match["word"]))
         position = match.end()
-    return found
+    return words_
 
 
-def parse_options(given: Sequence[str]) -> tuple[SpecOptions, list[str]]:
-    """``key=value`` words -> options, and every mistake found in them."""
+def parse_options(options: Sequence[str]) -> tuple[SpecOptions, list[str]]:
+    """Parse ``key=value`` words into options, and list every mistake in them."""
     values: dict[str, object] = {}
     problems: list[str] = []
     parsers: dict[str, Callable[[str, str], object]] = {
         "tp": _degrees,
         "ep": _degrees,
-        "dtype": lambda key, text: _listed(key, text, {one.value: one for one in DType if one in PLAIN_DTYPES}),
-        "ops": lambda key, text: _listed(key, text, {one.value: one for one in Op}),
-        "layout": lambda key, text: _listed(key, text, {one.value: one for one in PLAIN_LAYOUTS}),
+        "dtype": lambda key, text: _listed(key, text, {dtype.value: dtype for dtype in DType if dtype in PLAIN_DTYPES}),
+        "ops": lambda key, text: _listed(key, text, {op.value: op for op in Op}),
+        "layout": lambda key, text: _listed(key, text, {layout.value: layout for layout in PLAIN_LAYOUTS}),
         "weights": lambda key, text: _listed(key, text, {name: name for name in PRECISIONS}),
         "tokens": _tokens,
         "gated": lambda key, text: _choice(key, text, {"1": True, "0": False}),
         "shared": lambda key, text: _choice(key, text, {"fuse": True, "no": False}),
         "name": _name,
     }
-    for word in given:
+    for word in options:
         key, equals, text = word.partition("=")
         if key in SHAPE_KEYS and equals:
             problems.append(
@@ -107,7 +107,7 @@ def parse_options(given: Sequence[str]) -> tuple[SpecOptions, list[str]]:
 
 
 def parse_shape(word: str) -> ExpertLayer:
-    """``shape:E=128,H=2048,I=768,k=8`` -> the layer.
+    """Parse ``shape:E=128,H=2048,I=768,k=8`` into a layer.
 
     Raises
     ------
@@ -119,8 +119,8 @@ def parse_shape(word: str) -> ExpertLayer:
     for part in word[len(SHAPE) :].split(","):
         key, equals, text = part.partition("=")
         if key not in SHAPE_KEYS or not equals:
-            problems.append(f"'{part}' in a shape, wanted one of {', '.join(f'{one}=' for one in SHAPE_KEYS)}")
-            if equals and (hint := next((one for one in SHAPE_KEYS if one.lower() == key.lower()), None)):
+            problems.append(f"'{part}' in a shape, wanted one of {', '.join(f'{name}=' for name in SHAPE_KEYS)}")
+            if equals and (hint := next((name for name in SHAPE_KEYS if name.lower() == key.lower()), None)):
                 problems[-1] += f"; did you mean '{hint}={text}'?"
         elif key in sizes:
             problems.append(f"{key}= is given twice")
@@ -142,9 +142,9 @@ def parse_shape(word: str) -> ExpertLayer:
     return layer
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """``; did you mean 'x'?``, or the list of what is known where nothing is near."""
-    forms = {one.lower(): one for one in known}
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """``; did you mean 'x'?``, or a list of the choices if none is near."""
+    forms = {choice.lower(): choice for choice in choices}
     close = difflib.get_close_matches(word.lower(), forms, n=1, cutoff=0.6)
     return f"; did you mean '{forms[close[0]]}'?" if close else f", wanted one of {', '.join(forms.values())}"
 
@@ -157,12 +157,12 @@ def _degrees(key: str, text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(part) for part in parts))
 
 
-def _listed(key: str, text: str, known: dict[str, T]) -> tuple[T, ...]:
-    forms = {name.lower(): value for name, value in known.items()}
+def _listed(key: str, text: str, choices: dict[str, T]) -> tuple[T, ...]:
+    forms = {name.lower(): value for name, value in choices.items()}
     for part in text.split(","):
         if part.lower() not in forms:
-            note = nearest(part, known)
-            if begun := [name for name in known if part and name.startswith(part.lower())]:
+            note = nearest(part, choices)
+            if begun := [name for name in choices if part and name.startswith(part.lower())]:
                 note = f"; did you mean {' or '.join(begun)}?"
             elif key == "dtype" and re.search(r"fp8|fp4|int8|int4|e4m3|e5m2", part.lower()):
                 note = (
@@ -184,10 +184,10 @@ def _tokens(key: str, text: str) -> tuple[int, int]:
     return least, most
 
 
-def _choice(key: str, text: str, known: dict[str, bool]) -> bool:
-    if text not in known:
-        raise InputError(f"{key}={text}: wanted {' or '.join(known)}")
-    return known[text]
+def _choice(key: str, text: str, choices: dict[str, bool]) -> bool:
+    if text not in choices:
+        raise InputError(f"{key}={text}: wanted {' or '.join(choices)}")
+    return choices[text]
 
 
 def _name(key: str, text: str) -> str:

@@ -1,1 +1,1 @@
-"""What a build makes: problems, buckets and variant families of the models. Uses models."""
+"""The problems, buckets and variant families of the models that a build is for. Uses models."""

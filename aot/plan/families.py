@@ -1,4 +1,4 @@
-"""Which variants a plan asks to compile for a capability, and which of the compiled ones can ship."""
+"""The variants that a plan compiles for a capability, and which of the compiled variants can ship."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ Candidates = Callable[[Op, DType, int], tuple[Config, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What variants can stand in for each other.
+    """Variants that can replace each other.
+
+    A product with two names (``Problem.transposed``) has one family.
 
     A product that has two names (``Problem.transposed``) has one family.
     """
@@ -36,12 +38,12 @@ class Family:
     fusion: Fusion
 
     @classmethod
-    def of(cls, one: Problem | Variant | Spec | RowOpSpec) -> Family:
-        """The family of a problem, or of a variant."""
-        named: Problem | Variant | Spec | RowOpSpec = one
-        if isinstance(one.op, Op) and one.layout is Layout.KN:
-            named = Problem(one.op, one.dtype, 1, 1, 1, one.layout, one.fusion).canonical
-        return cls(named.op, one.dtype, named.layout, one.fusion)
+    def of(cls, source: Problem | Variant | Spec | RowOpSpec) -> Family:
+        """The family of a problem or a variant."""
+        named: Problem | Variant | Spec | RowOpSpec = source
+        if isinstance(source.op, Op) and source.layout is Layout.KN:
+            named = Problem(source.op, source.dtype, 1, 1, 1, source.layout, source.fusion).canonical
+        return cls(named.op, source.dtype, named.layout, source.fusion)
 
     @property
     def gemm(self) -> Op:
@@ -58,33 +60,33 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Where the candidates come from: ``aligned`` to choose among, ``fallbacks`` so that any N and K run."""
+    """The configs to try: ``aligned`` are candidates to choose among, ``fallbacks`` run any N and K."""
 
     aligned: Candidates = search.candidates
     fallbacks: Candidates = search.fallbacks
 
     def candidates(self, family: Family, sm: int, ops: Iterable[Op] = ()) -> tuple[Config, ...]:
-        """The aligned candidates of a family: all, or where rows are moved the first of each kind and tile size.
+        """The aligned candidates of a family, for ``ops`` or else for the family's own op.
 
-        Those of all of ``ops``, or else of the family's own. The cost model tells forms that move rows from the plain
-        one by little: half the candidates do. Of silu in the epilogue it is the first of each width and order of tiles.
-        None has a config that its form has no code for.
+        The plain product gets all of them. A family that moves rows gets the first config of each kind and tile size:
+        the cost model can hardly tell it from the plain product, and half the candidates suffice. Silu in the epilogue
+        gets the first config of each width and tile order. Configs without code are left out.
         """
         lists = (self.aligned(op, family.dtype, sm) for op in (tuple(ops) or (family.gemm,)))
-        every = tuple(dict.fromkeys(itertools.chain.from_iterable(lists)))
+        configs = tuple(dict.fromkeys(itertools.chain.from_iterable(lists)))
         if family.dtype.quantised:
-            every = tuple(one for one in every if _compiles(family, one, sm))
+            configs = tuple(config for config in configs if _compiles(family, config, sm))
         if not family.fusion:
-            return every
-        every = tuple(one for one in every if _compiles(family, one, sm))
+            return configs
+        configs = tuple(config for config in configs if _compiles(family, config, sm))
         if optional(family):
             gated: dict[tuple[int, int], Config] = {}
-            for config in every:
+            for config in configs:
                 if config.block_n in GATED_COLUMNS:
                     gated.setdefault((config.block_n, config.group_m), config)
             return tuple(itertools.islice(gated.values(), GATED_CONFIGS))
         firsts: dict[tuple[object, ...], Config] = {}
-        for config in every:
+        for config in configs:
             schedule = config.schedule if config.schedule.warp_specialized else None
             firsts.setdefault((config.block_m, config.block_n, config.block_k, schedule, config.cache), config)
         return tuple(firsts.values())
@@ -96,49 +98,51 @@ def _compiles(family: Family, config: Config, sm: int) -> bool:
 
 @functools.cache
 def fused(fusion: Fusion) -> str:
-    """What a variant does beside the product, e.g. ``gather``; empty for nothing."""
-    return "+".join(str(one.name).lower() for one in Fusion if one and one in fusion)
+    """The fusions by name, e.g. ``gather``; empty for none."""
+    return "+".join(str(member.name).lower() for member in Fusion if member and member in fusion)
 
 
-def optional(one: Problem | Variant | Spec | Family) -> bool:
-    """Whether the form is one that a layer does without where there is no code for it: silu in the epilogue."""
-    return Fusion.SILU in one.fusion
+def optional(source: Problem | Variant | Spec | Family) -> bool:
+    """True for silu in the epilogue: a layer runs without it if there is no code for it."""
+    return Fusion.SILU in source.fusion
 
 
 def families(problems: Iterable[Problem]) -> dict[Family, list[Problem]]:
-    """The problems by family, both in the problems' order."""
-    found: dict[Family, list[Problem]] = {}
+    """Group problems by family; both are in the problems' order."""
+    by_family: dict[Family, list[Problem]] = {}
     for problem in problems:
-        found.setdefault(Family.of(problem), []).append(problem)
-    return found
+        by_family.setdefault(Family.of(problem), []).append(problem)
+    return by_family
 
 
 def named(members: Iterable[Problem]) -> str:
-    """What the problems of a family are called, e.g. ``dX bf16, forward bf16 w=kn``."""
-    return ", ".join(dict.fromkeys(str(Family(one.op, one.dtype, one.layout, one.fusion)) for one in members))
+    """Name the problems of a family, e.g. ``dX bf16, forward bf16 w=kn``."""
+    return ", ".join(
+        dict.fromkeys(str(Family(problem.op, problem.dtype, problem.layout, problem.fusion)) for problem in members)
+    )
 
 
 def specs(problems: Iterable[Problem], sm: int, pool: Pool) -> tuple[Spec, ...]:
     """Every variant to compile: the aligned candidates of each family, then its unaligned fallbacks.
 
-    What is named dX and is the forward of w [E, K, N] has the candidates of a forward, too, which are for few rows.
+    dX that is computed as the forward of w [E, K, N] gets a forward's candidates too, which suit few rows.
     """
-    found: list[Spec] = []
+    specs_: list[Spec] = []
     for family, members in families(problems).items():
         ops = sorted({problem.op for problem in members}, key=lambda op: op is not family.op)  # its own first
         aligned = pool.candidates(family, sm, ops)
         rest = pool.fallbacks(family.gemm, family.dtype, sm)
-        found += compilable(family, aligned, rest, [problem.E for problem in members])
-    return tuple(dict.fromkeys(found))
+        specs_ += compilable(family, aligned, rest, [problem.E for problem in members])
+    return tuple(dict.fromkeys(specs_))
 
 
 def low_rank_specs(problems: Iterable[Problem], sm: int, pool: Pool) -> tuple[Spec, ...]:
-    """The variants that add a low-rank part to the products of bf16 weights, plain and gathering: LoRA's.
+    """The variants that add a low-rank part (LoRA).
 
-    And to those of codes in order, plain, with fitted tiles: rows are gathered for these beforehand.
-
-    Of each kind of tile the first that is warp-specialised, and of the others the first of each height. No plan has
-    such problems, and nothing is measured of them: which one runs is chosen when it is called (``decide.py``).
+    Products of bf16 weights get it plain and gathering; products of prepared weights get it plain, with fitted tiles,
+    as their rows are gathered beforehand. There is one variant for each kind of warp-specialised tile, and one for each
+    height of the others. No plan has such problems and nothing is measured for them: ``decide.py`` selects a variant at
+    the call.
     """
     found: dict[Spec, None] = {}
     for problem in problems:
@@ -160,17 +164,17 @@ def low_rank_specs(problems: Iterable[Problem], sm: int, pool: Pool) -> tuple[Sp
 
 
 def compilable(family: Family, aligned: Iterable[Config], rest: Iterable[Config], experts: Sequence[int]) -> list[Spec]:
-    """A family's variants of these configs, aligned and for any N and K, that serve some of these numbers of experts.
+    """A family's variants of these configs that serve some of these numbers of experts, aligned and for any N and K.
 
-    One cubin serves every E up to 512. Where a family has a larger one, its variants take any number, but for
-    those whose code counts 512 at most: they serve the others. Silu in the epilogue has no code for any N and K, nor
-    have codes that are put in order: those of other N and K are not.
+    One cubin serves every E up to 512. If a family has a larger E, its variants take any number, except those whose
+    code counts at most 512: they serve the smaller E. Silu in the epilogue and prepared weights have no variants for
+    any N and K.
     """
     quantised = family.dtype.quantised
     if optional(family) or (quantised and family.layout is not Layout.STORED):
         rest = ()
     enough = MAX_EXPERTS if max(experts) <= MAX_EXPERTS else MAX_EXPERTS_FALLBACK
-    found = []
+    specs_ = []
     for configs, alignment, most in (
         (aligned, ALIGNMENT_BYTES, enough),
         (rest, 1, enough if quantised else MAX_EXPERTS_FALLBACK),
@@ -179,32 +183,34 @@ def compilable(family: Family, aligned: Iterable[Config], rest: Iterable[Config]
             counted = min(most, registry.limits_of(family.gemm, config, family.dtype).experts)
             if counted >= min(experts):
                 form = (family.gemm, family.dtype, config, family.layout, family.fusion)
-                found.append(Spec(*form, alignment, counted))
-    return found
+                specs_.append(Spec(*form, alignment, counted))
+    return specs_
 
 
 def has_candidates(family: Family, E: int, sm: int, pool: Pool) -> bool:
-    """Whether some candidate of a family counts that many experts."""
+    """Whether some candidate of a family supports E experts."""
     return any(
         registry.limits_of(family.gemm, config, family.dtype).experts >= E for config in pool.candidates(family, sm)
     )
 
 
 def pass_specs(problems: Iterable[Problem], sm: int, pool: Pool) -> tuple[RowOpSpec, ...]:
-    """The passes over rows that go with these problems: a layer of theirs needs them in each dtype, for any shape.
+    """The row kernels that layers with these problems need, in each dtype, for any shape.
 
-    x is quantised for products that the capability has code for, and that do not quantise it themselves.
+    x is quantised for products that the capability has code for, unless they quantise it themselves.
     """
-    every = [one for one in problems if not one.dtype.quantises_x or pool.candidates(Family.of(one), sm)]
-    codes = {one.dtype for one in every if takes_codes_of_x(one.dtype, one.layout)}
-    dtypes = tuple(dict.fromkeys(one.dtype for one in every))
-    return rowops.specs(dtypes, frozenset(one.op for one in every), of_codes=codes)
+    needed = [
+        problem for problem in problems if not problem.dtype.quantises_x or pool.candidates(Family.of(problem), sm)
+    ]
+    codes = {problem.dtype for problem in needed if takes_codes_of_x(problem.dtype, problem.layout)}
+    dtypes = tuple(dict.fromkeys(problem.dtype for problem in needed))
+    return rowops.specs(dtypes, frozenset(problem.op for problem in needed), of_codes=codes)
 
 
 def by_code(wanted: Iterable[Spec], sm: int) -> tuple[tuple[Spec, ...], ...]:
-    """The specs in groups that are one and the same cubin: only the first of each is compiled.
+    """Group the specs that compile to one and the same cubin; only the first of a group is compiled.
 
-    Pointer variants that gather are those that scatter, told so when they are launched.
+    Pointer variants that gather and those that scatter share a cubin: a launch argument selects which.
     """
     groups: dict[object, list[Spec]] = {}
     for spec in wanted:
@@ -221,9 +227,9 @@ def by_code(wanted: Iterable[Spec], sm: int) -> tuple[tuple[Spec, ...], ...]:
 def to_compile(
     problems: Sequence[Problem], sm: int, pool: Pool, *, low_rank: bool = False
 ) -> tuple[Spec | RowOpSpec, ...]:
-    """What a capability's candidates are made of: one of each group of GEMMs that share a cubin, and the passes.
+    """Everything to compile for a capability: one spec of each group of GEMMs that share a cubin, and the row kernels.
 
-    With ``low_rank`` also what adds a low-rank part.
+    With ``low_rank`` also the variants that add a low-rank part.
     """
     more = low_rank_specs(problems, sm, pool) if low_rank else ()
     gemms = by_code((*specs(problems, sm, pool), *more), sm)
@@ -231,16 +237,17 @@ def to_compile(
 
 
 def ships_unchosen(variant: Variant) -> bool:
-    """Whether a variant ships although no choice names it: a fallback, for any N and K, or a pass over rows."""
+    """True for variants that ship although no choice names them: fallbacks for any N and K, and row kernels."""
     return variant.alignment == 1 or isinstance(variant.op, RowOp)
 
 
 def serves(variant: Variant, problem: Problem) -> bool:
-    """Whether ``problem`` is one that ``variant`` is chosen for: its family, its class of E, its alignment."""
+    """Whether ``variant`` can be chosen for ``problem``: same family, alignment and schedule limits, and enough
+    experts."""
     alignment = ALIGNMENT_BYTES if has_aligned_rows(problem) else 1
     same = Family.of(variant) == Family.of(problem)
     able = same and variant.alignment == alignment and variant.max_experts >= problem.E
     return able and registry.beyond(problem, Config.from_pairs(variant.config)) is None
 
 
-CONFIG_LIMIT = 16  # of an op and dtype, in all their families, fallbacks included
+CONFIG_LIMIT = 16  # configs of an op and dtype, in all their families, fallbacks included

@@ -1,4 +1,4 @@
-"""Shards -> the problems and buckets of one bundle: pure, the same for every capability."""
+"""Turn shards into the problems and buckets of one bundle, equal for every capability."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ...kernels.hopper_w4a16 import prepares
 from ..models.layer import LayerGemm, LayerShard
 from .families import Family, Pool, has_candidates, optional
 
-# What ``grouped_gemm`` can do beside the product of GEMM 1 and of GEMM 2 of a layer: GEMM 1 reads hidden states in
-# token order, GEMM 2 writes them there, and what is gathered going forward is scattered coming back.
+# Row moves of GEMM 1 and GEMM 2: GEMM 1 reads hidden states in token order, GEMM 2 writes them in token order, and
+# dX scatters what the forward gathers.
 _MOVES = {Op.FORWARD: (Fusion.GATHER, Fusion.SCATTER), Op.DX: (Fusion.SCATTER, Fusion.GATHER)}
 
 
-# Where silu in GEMM 1's epilogue is planned. Its tiles have 128 rows: where few of them are filled the plain product's
-# small tiles win by more than the activation costs (Qwen3-30B at T=128, 8 rows an expert, 1.07 x on an H200; at T=1024,
-# 64 rows, the epilogue wins), and below 1024 rows the activation is next to nothing.
+# Where silu in GEMM 1's epilogue is planned. Its tiles have 128 rows: with few rows an expert, the plain product's
+# small tiles save more than the activation costs (Qwen3-30B, H200: 1.07x at T=128, 8 rows an expert; at T=1024, 64 rows, the
+# epilogue wins).
 _GATED_ROWS = 1024
 _GATED_ROWS_PER_EXPERT = 16
 _SILU = Activation("silu")  # what the epilogue computes; a limit is another activation
@@ -34,11 +34,11 @@ _GATED_DTYPES = (DType.BF16, DType.FP16)  # what specialised code multiplies
 
 @dataclass(frozen=True, slots=True)
 class BuildPlan:
-    """What to choose variants for.
+    """The problems to choose variants for.
 
-    ``buckets`` is problem -> its buckets of M, ascending; the problems are in ``sort_key`` order and
-    each is there once, whatever number of models share it. ``models`` has one entry a shard and dtype. ``shapes``,
-    what it was made of, where it was: which capability has code for what decides, too (``planned_on``).
+    ``buckets`` maps each problem to its buckets of M, ascending. The problems are distinct and in ``sort_key`` order,
+    however many models share them. ``models`` has one entry for each shard and dtype. ``shapes`` are the shards that
+    the plan was made from: ``planned_on`` needs them to plan again for some capabilities.
     """
 
     buckets: Mapping[Problem, tuple[int, ...]]
@@ -52,31 +52,31 @@ class BuildPlan:
 
     @property
     def choices(self) -> int:
-        """The number of (problem, bucket) pairs: the choices that a finished bundle holds."""
+        """The number of (problem, bucket) pairs, so of choices in a finished bundle."""
         return sum(len(buckets) for buckets in self.buckets.values())
 
     def without(self, problems: Collection[Problem]) -> BuildPlan:
-        """The plan less these problems, for good: ``planned_on`` makes none of them again.
+        """The plan less these problems, and less each model and dtype of which nothing is left.
 
-        And less the models, in a dtype, that no other problem is of.
+        It has no ``shapes``, so ``planned_on`` does not bring the problems back.
         """
         models = (
             model._replace(problems=left)
             for model in self.models
-            if (left := tuple(one for one in model.problems if one not in problems)) or not model.problems
+            if (left := tuple(problem for problem in model.problems if problem not in problems)) or not model.problems
         )
-        buckets = {one: row for one, row in self.buckets.items() if one not in problems}
+        buckets = {problem: row for problem, row in self.buckets.items() if problem not in problems}
         return BuildPlan(MappingProxyType(buckets), tuple(models))
 
 
 def plan(shapes: Iterable[LayerShard]) -> BuildPlan:
-    """The distinct problems of ``shapes``, their buckets, and the models they serve.
+    """Plan the distinct problems of ``shapes``, their buckets, and the models they serve.
 
-    A shard has, for each of its dtypes, layouts and ops, a problem for each of its two GEMMs, and of the forward
-    and dX one more for each, with the rows moved on the way. Its buckets are the powers of two that its
-    M = tokens * k / ep falls in, from the least to the most tokens, the same for every op. Of a forward with a gate
-    there is GEMM 1 with silu in its epilogue, too, in the larger buckets, unless the model has another activation.
-    Of quantised weights there is what stands in for them, too: a capability has the one or the other (``planned_on``).
+    For each of its dtypes, layouts and ops, a shard has a problem for each of its two GEMMs; forward and dX have each
+    once more with moved rows. The buckets are the powers of two that M = tokens * k / ep reaches between the least and
+    the most tokens, equal for every op. Gated forwards also get GEMM 1 with silu in its epilogue, in the larger
+    buckets, unless the model has another activation. Quantised weights also get their replacement dtypes:
+    ``planned_on`` keeps the one that a capability has code for.
     """
     return _planned(tuple(shapes))
 
@@ -97,9 +97,14 @@ def _planned(shapes: tuple[LayerShard, ...]) -> BuildPlan:
             key = (shape.name, shape.tp, shape.ep, shape.experts_per_token, dtype)
             models.setdefault(key, set()).update(problems)
     return BuildPlan(
-        MappingProxyType({one: tuple(sorted(buckets[one])) for one in sorted(buckets, key=lambda one: one.sort_key)}),
+        MappingProxyType(
+            {
+                problem: tuple(sorted(buckets[problem]))
+                for problem in sorted(buckets, key=lambda problem: problem.sort_key)
+            }
+        ),
         tuple(
-            Model(*key, problems=tuple(sorted(models[key], key=lambda one: one.sort_key)))
+            Model(*key, problems=tuple(sorted(models[key], key=lambda problem: problem.sort_key)))
             for key in sorted(models, key=lambda key: (*key[:4], key[4].value))
         ),
         shapes,
@@ -107,9 +112,9 @@ def _planned(shapes: tuple[LayerShard, ...]) -> BuildPlan:
 
 
 def problems_of(shape: LayerShard, dtype: DType) -> Iterator[Problem]:
-    """What one shard computes in one dtype; ``spec.code_of`` says which forms of a call share a problem.
+    """Yield the problems of one shard in one dtype; calls that run the same code share a problem (``spec.code_of``).
 
-    dW of w [E, K, N] is dW of w [E, N, K] with x and dy, N and K exchanged, and is planned as that.
+    dW of w [E, K, N] is dW of w [E, N, K] with x and dy, N and K exchanged, and is planned so.
     """
     if dtype.quantised:
         yield from _quantised(shape, dtype)
@@ -130,9 +135,10 @@ def problems_of(shape: LayerShard, dtype: DType) -> Iterator[Problem]:
 
 
 def _quantised(shape: LayerShard, dtype: DType) -> Iterator[Problem]:
-    """The forward and dX of codes as the checkpoint has them, and of those that are put in order: see ``planned_on``.
+    """Yield the forward and dX in the checkpoint's layout and in the prepared layout; ``planned_on`` selects between
+    them.
 
-    For a forward of the latter rows are gathered beforehand, so it is as if nothing gathered them.
+    A forward of prepared weights has its rows gathered beforehand, so it is planned without a gather.
     """
     for op in (Op.FORWARD, Op.DX):
         for layout, gemms in ((Layout.NK, shape.gemms(dtype)), (Layout.STORED, shape.gemms())):
@@ -143,9 +149,9 @@ def _quantised(shape: LayerShard, dtype: DType) -> Iterator[Problem]:
 
 
 def _gated(gemm: LayerGemm, dtype: DType, layout: Layout) -> Iterator[Problem]:
-    """GEMM 1 with silu in its epilogue as ``moe_mlp`` runs it, rows gathered on load or before, if there is code.
+    """Yield GEMM 1 with silu in its epilogue, plain and with gathered rows, if there is code.
 
-    Code needs whole 16 bytes a row of y too. w [E, K, N] is of models with other activations.
+    The code needs rows of y that are multiples of 16 bytes. w [E, K, N] is left out: its models have other activations.
     """
     problem = Problem(Op.FORWARD, dtype, gemm.E, gemm.N, gemm.K, layout, Fusion.SILU)
     able = dtype in _GATED_DTYPES and layout is Layout.NK and gemm.E <= MAX_EXPERTS
@@ -155,61 +161,64 @@ def _gated(gemm: LayerGemm, dtype: DType, layout: Layout) -> Iterator[Problem]:
 
 
 def unaligned(shapes: Iterable[LayerShard]) -> Iterator[str]:
-    """What to tell of shards whose weights have rows that are no multiples of 16 bytes: a line each.
+    """Yield a line for each shard whose weights have rows that are not multiples of 16 bytes.
 
-    Only the fallback kernels, which assume nothing of a row, run there.
+    Only the fallback kernels, which assume no alignment, run there.
     """
     for shape in shapes:
-        found: dict[str, None] = {}
+        roles: dict[str, None] = {}
         for dtype in shape.dtypes:
             for gemm in shape.gemms(dtype):
                 if not has_aligned_rows(Problem(Op.FORWARD, dtype, gemm.E, gemm.N, gemm.K)):
-                    found[f"{gemm.role} (N={gemm.N}, K={gemm.K})"] = None
-        if not found:
+                    roles[f"{gemm.role} (N={gemm.N}, K={gemm.K})"] = None
+        if not roles:
             continue
         whole = ALIGNMENT_BYTES // min(dtype.itemsize for dtype in shape.dtypes)
         degrees = [tp for tp in range(1, shape.tp) if shape.I % tp == 0 and (shape.I // tp) % whole == 0]
         better = f"tp={','.join(map(str, degrees))}" if degrees and shape.H % whole == 0 else "padded weights"
         yield (
-            f"{shape}: rows of {' and '.join(found)} are no multiples of {whole} elements (16 bytes): "
+            f"{shape}: rows of {' and '.join(roles)} are no multiples of {whole} elements (16 bytes): "
             f"only fallback kernels, which are slower, run them; {better} would have none"
         )
 
 
 def gated_buckets(problem: Problem, buckets: Iterable[int]) -> tuple[int, ...]:
-    """Those of ``buckets`` in which silu in the epilogue may pay."""
+    """The buckets in which silu in the epilogue may pay."""
     least = max(_GATED_ROWS, _GATED_ROWS_PER_EXPERT * problem.E)
     return tuple(bucket for bucket in buckets if bucket >= least)
 
 
 def planned_on(plan: BuildPlan, sms: Collection[int], pool: Pool | None = None) -> BuildPlan:
-    """The plan of some capabilities.
+    """The plan for some capabilities.
 
-    It is less what stands in for weights that all of them have code for, less the weights that none has code for, and
-    less the optional problems that none has code for.
+    Left out are replacements for weights that all of them have code for, quantised weights that none has code for, and
+    optional problems that none has code for.
     """
     space = pool or Pool()
     shapes = shapes_on(plan.shapes, sms, space)
-    made = _planned(shapes) if shapes else plan
+    planned = _planned(shapes) if shapes else plan
     coded = _coded(space)
     replaced = {
-        one for shape, dtype in _padded(shapes) for one in problems_of(shape, dtype) if one.layout is Layout.STORED
+        problem
+        for shape, dtype in _padded(shapes)
+        for problem in problems_of(shape, dtype)
+        if problem.layout is Layout.STORED
     }
     idle = {
         one
-        for one in made.problems
+        for one in planned.problems
         if (optional(one) or one.dtype.quantised) and not any(_runs(one, sm, coded, replaced) for sm in sms)
     }
-    return replace(made.without(idle) if idle else made, shapes=plan.shapes)
+    return replace(planned.without(idle) if idle else planned, shapes=plan.shapes)
 
 
 def _coded(space: Pool) -> Callable[[Family, int, int], bool]:
-    """Of (family, E, sm) whether there is code: problems are many, and their families few."""
+    """Return a cached function of (family, E, sm) that tells whether there is code: problems are many, families few."""
     return functools.cache(lambda family, E, sm: has_candidates(family, E, sm, space))
 
 
 def _padded(shapes: Iterable[LayerShard]) -> Iterator[tuple[LayerShard, DType]]:
-    """The shards, and the formats, in which the width I/tp is padded so that the weights can be prepared."""
+    """Yield each shard and format whose width I/tp is padded so that the weights can be prepared."""
     for shape in shapes:
         for dtype in dict.fromkeys((*shape.dtypes, *shape.instead)):
             if shape.padded_width(dtype) != shape.width:
@@ -217,15 +226,15 @@ def _padded(shapes: Iterable[LayerShard]) -> Iterator[tuple[LayerShard, DType]]:
 
 
 def padded(shapes: Iterable[LayerShard], sms: Collection[int]) -> Iterator[str]:
-    """What to report of shards whose quantised weights are planned in a padded width: a line for each width."""
+    """Yield a line for each width to which quantised weights are padded."""
     coded = _coded(Pool())
-    found: dict[tuple[str, int, int], dict[str, None]] = {}
+    widths: dict[tuple[str, int, int], dict[str, None]] = {}
     for shape, dtype in _padded(shapes):
         forward = Family(Op.FORWARD, dtype, Layout.NK, Fusion.NONE)
         if any(coded(forward, shape.experts_per_rank, sm) for sm in sms):
             name = dtype.value.removesuffix("_a16")
-            found.setdefault((name, shape.width, shape.padded_width(dtype)), {})[f"{shape.name} tp={shape.tp}"] = None
-    for (name, width, wide), shards in found.items():
+            widths.setdefault((name, shape.width, shape.padded_width(dtype)), {})[f"{shape.name} tp={shape.tp}"] = None
+    for (name, width, wide), shards in widths.items():
         yield (
             f"{', '.join(shards)}: planned with I/tp={width} padded to {wide} ({wide / width - 1:.1%} more memory), so "
             f"that {name} weights can be prepared: vLLM's plug-in pads them"
@@ -235,9 +244,10 @@ def padded(shapes: Iterable[LayerShard], sms: Collection[int]) -> Iterator[str]:
 def _runs(
     problem: Problem, sm: int, coded: Callable[[Family, int, int], bool], replaced: Collection[Problem] = ()
 ) -> bool:
-    """Whether a capability has code for an optional problem. Codes are put in order for the forward that wants it.
+    """Whether a capability has code for an optional or quantised problem.
 
-    ``replaced``: problems of codes as they are stored whose weights are padded and put in order instead.
+    If the forward can run prepared weights, all ops use them. ``replaced`` are problems in the checkpoint layout whose
+    weights are padded and prepared instead.
     """
     if not coded(Family.of(problem), problem.E, sm):
         return False
@@ -251,12 +261,14 @@ def _runs(
 
 
 def shapes_on(shapes: Iterable[LayerShard], sms: Collection[int], pool: Pool | None = None) -> tuple[LayerShard, ...]:
-    """The shards with what is built of them on these capabilities, told from what each has code for."""
+    """The shards with ``dtypes`` replaced by those that these capabilities have code for."""
     coded = _coded(pool or Pool())
 
     def resolved(shape: LayerShard) -> LayerShard:
-        wanted = {dtype: {(Family.of(one), one.E) for one in problems_of(shape, dtype)} for dtype in shape.dtypes}
-        able = {sm: [dtype for dtype, forms in wanted.items() if any(coded(*one, sm) for one in forms)] for sm in sms}
+        wanted = {
+            dtype: {(Family.of(problem), problem.E) for problem in problems_of(shape, dtype)} for dtype in shape.dtypes
+        }
+        able = {sm: [dtype for dtype, forms in wanted.items() if any(coded(*form, sm) for form in forms)] for sm in sms}
         there = [dtype for dtype in shape.dtypes if any(dtype in row for row in able.values())]
         more = shape.instead if not all(able.values()) else ()
         return replace(shape, dtypes=(*there, *more), instead=())
@@ -269,8 +281,8 @@ def _too_many(shape: LayerShard) -> bool:
 
 
 def without_code(shapes: Iterable[LayerShard]) -> Iterator[str]:
-    """What is wrong with shards of codes that were asked for and that no capability has code for: a line each."""
-    for shape in (one for one in shapes if not one.instead):
+    """Yield an error line for each shard of explicitly requested quantised weights that no capability can run."""
+    for shape in (shape for shape in shapes if not shape.instead):
         codes = [dtype for dtype in shape.dtypes if dtype.quantised]
         if codes == [*shape.dtypes] and set(shape.ops) == {Op.DW}:
             yield f"{shape}: of quantised weights there is no dW: codes are frozen; wanted forward or dX among the ops"
@@ -284,10 +296,10 @@ def without_code(shapes: Iterable[LayerShard]) -> Iterator[str]:
 
 
 def built_of_codes(shapes: Iterable[LayerShard], sms: Collection[int]) -> Iterator[str]:
-    """What to tell of the shards that are built in their checkpoint's format unasked: a line each."""
+    """Yield a line on the shards that are built in their checkpoint's format without a request."""
     lacking: dict[tuple[str, str], dict[str, dict[str, None]]] = {}
     partly: dict[tuple[str, str, str], dict[str, None]] = {}
-    for shape in (one for one in shapes if one.instead):
+    for shape in (shape for shape in shapes if shape.instead):
         name, other = ",".join(shape.weights), ",".join(dtype.value for dtype in shape.instead)
         for sm in sms:
             here = planned_on(plan((replace(shape, instead=()),)), (sm,))

@@ -1,4 +1,4 @@
-"""``--sm``: the GPU capabilities that a build is for."""
+"""Parse ``--sm`` and ``--gpu``: the GPU capabilities that a build is for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _FORM = re.compile(r"(?:sm_?|compute_?)?(?:(?P<dotted>[0-9]{1,2}\.[0-9])|(?P<pla
 
 
 def parse_sm(text: str, native_sm: Callable[[], int | None], option: str = "--sm") -> tuple[int, ...]:
-    """``80,90``, ``sm_90``, ``sm_90a``, ``9.0``, ``h100`` or ``native``, with commas -> capabilities, ascending.
+    """Parse ``80,90``, ``sm_90``, ``sm_90a``, ``9.0``, ``h100`` or ``native``, with commas, into capabilities,
+    ascending.
 
     ``native_sm`` returns this machine's capability (10 * major + minor), or None where there is no GPU; it is
     called only for ``native``.
@@ -32,7 +33,7 @@ def parse_sm(text: str, native_sm: Callable[[], int | None], option: str = "--sm
         for ``native`` where there is no GPU.
     """
     parts = [part.strip() for part in text.split(",")]
-    found: set[int] = set()
+    sms: set[int] = set()
     problems: list[str] = []
     for part in parts:
         if part.lower() == "native":
@@ -53,23 +54,23 @@ def parse_sm(text: str, native_sm: Callable[[], int | None], option: str = "--sm
             problems.append(f"'{part}' is no GPU or capability{_suggestion(part)}" if part else "an empty part")
             continue
         if sm in SUPPORTED:
-            found.add(sm)
+            sms.add(sm)
         elif sm in REFUSED:
             problems.append(f"'{part}': {REFUSED[sm]}")
         else:
             problems.append(f"'{part}' is not supported{_suggestion(part if part.lower() != 'native' else str(sm))}")
     if problems:
         supported = ", ".join(str(sm) for sm in SUPPORTED)
-        told = "; ".join(dict.fromkeys(problems))
+        mistakes = "; ".join(dict.fromkeys(problems))
         raise InputError(
-            f"{option} {text or repr(text)}: {told}{'' if told.endswith('?') else '.'} Supported: {supported}, native, "
-            "and GPUs by name, such as h100"
+            f"{option} {text or repr(text)}: {mistakes}{'' if mistakes.endswith('?') else '.'} Supported: {supported}, "
+            "native, and GPUs by name, such as h100"
         )
-    return tuple(sorted(found))
+    return tuple(sorted(sms))
 
 
 def parse_gpu(text: str, here: Callable[[], LocalGpu]) -> LocalGpu:
-    """One GPU: ``h100`` as its published figures have it, ``90`` for any of that capability, or ``native``.
+    """Parse one GPU: ``h100`` with its published figures, ``90`` for any GPU of that capability, or ``native``.
 
     Raises
     ------
@@ -93,7 +94,7 @@ def parse_gpu(text: str, here: Callable[[], LocalGpu]) -> LocalGpu:
 
 
 def target_of(sm: int) -> Target:
-    """The target that a build for ``sm`` compiles to: from 9.0 up code for that one architecture (sm_90a).
+    """The target that a build for ``sm`` compiles to: from sm_90 on, code for that one architecture (sm_90a).
 
     Raises
     ------
@@ -101,12 +102,15 @@ def target_of(sm: int) -> Target:
         if ``sm`` is not supported.
     """
     if sm not in SUPPORTED:
-        raise InputError(f"sm_{sm} is not supported. Supported: {', '.join(str(one) for one in SUPPORTED)}")
+        raise InputError(
+            f"sm_{sm} is not supported. Supported: {', '.join(str(supported_sm) for supported_sm in SUPPORTED)}"
+        )
     return arch_of(sm).target
 
 
 def known_names() -> tuple[str, ...]:
-    """What ``--sm`` takes as one capability: numbers, ``native`` and GPUs' names, in small letters, without blanks."""
+    """The words that ``--sm`` takes for one capability: numbers, ``native`` and GPUs' names, lower-case, without
+    blanks."""
     forms = [chip.name.lower().split() for chip in CHIPS]
     gpus = [name for form in forms for name in (form[0], "".join(form[:2]), "".join(form)) if not name.endswith("gb")]
     named = (name for name in dict.fromkeys((*gpus, *_ALSO)) if [sm in SUPPORTED for sm in _of_gpu(name)] == [True])
@@ -114,11 +118,11 @@ def known_names() -> tuple[str, ...]:
 
 
 def _suggestion(part: str) -> str:
-    """The capability of a GPU so named, else names like it, else the nearest supported capability, by number."""
+    """A hint: the capability of a GPU of that name, else names like it, else the nearest supported capability."""
     if named := _of_gpu(part):
         return f"; did you mean {' or '.join(map(str, named))}?"
     word = re.sub(r"[^a-z0-9]", "", part.lower())
-    if re.match(r"[a-z]+[0-9]{3}", word) and not word.startswith("sm"):  # as a GPU's name
+    if re.match(r"[a-z]+[0-9]{3}", word) and not word.startswith("sm"):  # looks like a GPU's name
         near = difflib.get_close_matches(word, [name for name in known_names() if not name[0].isdigit()], n=2)
         return f"; did you mean {' or '.join(near)}?" if near else ""
     digits = re.sub(r"[^0-9]", "", part)
