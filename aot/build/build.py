@@ -38,13 +38,13 @@ from .summary import BuildReport, Built, Dropped, ModelCells
 def build(
     plan: BuildPlan, sms: Sequence[int], options: BuildOptions, observers: Observers | None = None
 ) -> BuildReport:
-    """Compile, prune, rank, measure where asked to, select, and publish ``<name>-sm<NN>.msgpack`` for each capability.
+    """Compile, prune, rank, measure if asked, select, and publish ``<name>-sm<NN>.msgpack`` for each capability.
 
-    The same plan, Triton, pretuned, installed bundles and journal give the same bytes, whatever the number of workers,
-    the machine or the order of the models. Two builds never work in one directory at once.
+    Equal plans, Triton, pretuned, installed bundles and journals give equal bytes, whatever the number of workers, the
+    machine or the order of the models. Two builds never work in one directory at once.
 
-    What is measured is held against what the runtime would run without the bundle, by all others that it finds, and
-    where nothing is faster the bundle names that, too (``choose.incumbents``). Where nothing is measured, the measured
+    Measured candidates are compared with the kernels that the runtime would select from all other bundles. If nothing
+    is faster, the new bundle names those kernels too (``choose.incumbents``). If nothing is measured, the measured
     choices of installed bundles are taken over, and only the rest is modelled.
 
     Raises
@@ -54,7 +54,7 @@ def build(
     HostError
         if the directory can't be written, or the machine stops the compiler or the measuring.
     CompileError
-        if an op, dtype and form is left without any variant; the message has the reasons.
+        if an op, dtype and fusion is left without any variant; the message has the reasons.
     KeyboardInterrupt
         with a message that says how much is compiled or measured, and kept.
     """
@@ -70,21 +70,21 @@ def build(
             check_out(path)
         plans = {sm: planned_on(plan, (sm,), options.space) for sm in sms}
         results = _compile(plans, options, watch, shipped)
-        made = {sm: usable(plans[sm], sm, options.space, results[sm]) for sm in sms}
-        for sm, one in made.items():
+        by_sm = {sm: usable(plans[sm], sm, options.space, results[sm]) for sm in sms}
+        for sm, shippable in by_sm.items():
             if sm not in options.measure:
-                one.demand_every_family(plans[sm])
-        chosen = {sm: picked(plans[sm], paths[sm], one, options, watch) for sm, one in made.items()}
+                shippable.demand_every_family(plans[sm])
+        chosen = {sm: picked(plans[sm], paths[sm], shippable, options, watch) for sm, shippable in by_sm.items()}
         built: list[Built] = []
-        for sm, found in chosen.items():  # all were chosen before anything is written
-            built += _publish(paths[sm], [_Filled(found, made[sm].dropped, _counts(results[sm]))], begun)
+        for sm, pick in chosen.items():  # everything is chosen before anything is written
+            built += _publish(paths[sm], [_Filled(pick, by_sm[sm].dropped, _counts(results[sm]))], begun)
     return BuildReport(tuple(built), _trouble(options), time.monotonic() - begun)
 
 
 def build_measured(
     plan: BuildPlan, path: Path, options: BuildOptions, observers: Observers | None = None
 ) -> BuildReport:
-    """As ``build``, of candidates that were compiled before (``aot compile``): no Triton, nothing is compiled.
+    """Build one bundle from candidates that ``aot compile`` made: no Triton is needed, nothing is compiled.
 
     Raises
     ------
@@ -105,8 +105,8 @@ def build_measured(
     _check_journal(candidates.target.sm, options)
     with held(options.out, watch.on_note):
         check_out(final)
-        found = picked(plan, final, Shippable(candidates), options, watch)
-        built = _publish(final, [_Filled(found, (), (0, _cubins(candidates), 0))], begun)
+        pick = picked(plan, final, Shippable(candidates), options, watch)
+        built = _publish(final, [_Filled(pick, (), (0, _cubins(candidates), 0))], begun)
     return BuildReport(built, (), time.monotonic() - begun)
 
 
@@ -120,14 +120,14 @@ def compile_candidates(
     keep_pruned: bool = False,
     low_rank: bool = False,
 ) -> BuildReport:
-    """Every variant that compiles and fits, into one bundle at ``path``: for ``aot measure``. The choices are modelled.
+    """Compile every variant that fits into one bundle at ``path``, with modelled choices, for ``aot measure``.
 
-    For several capabilities it is a bundle for each, all in one file, whose path must end with .msgpack.xz.
+    Several capabilities give a bundle each, all in one file, whose path must end with .msgpack.xz. Such a file is
+    compressed (``artifacts.files.packed``).
 
-    All is compiled here, nothing is taken of what ships. ``keep_pruned``: with the variants that take too much, which
-    no choice names, so that whoever has the file need not compile them to know. ``low_rank``: with those that add a
-    low-rank part, which no choice names either. A path that ends with .msgpack.xz is pressed
-    (``artifacts.files.packed``).
+    Everything is compiled here, shipped candidates are not used. ``keep_pruned`` adds the variants that take too many
+    resources, so that builds with the file need not compile them to learn that. ``low_rank`` adds variants with a
+    low-rank part. No choice names either kind.
 
     Raises
     ------
@@ -145,12 +145,12 @@ def compile_candidates(
     check_out(path)
     plans = {sm: planned_on(plan, (sm,), options.space) for sm in sorted(sms)}
     results = _compile(plans, options, watch, dict.fromkeys(plans, Shipped()), low_rank=low_rank)
-    made = [_every(one, sm, results[sm], options.space, keep_pruned, low_rank) for sm, one in plans.items()]
-    return BuildReport(_publish(path, made, begun), _trouble(options), time.monotonic() - begun)
+    filled = [_every(sm_plan, sm, results[sm], options.space, keep_pruned, low_rank) for sm, sm_plan in plans.items()]
+    return BuildReport(_publish(path, filled, begun), _trouble(options), time.monotonic() - begun)
 
 
 class _Filled(NamedTuple):
-    """What goes into a file for one capability; ``counts`` are of cubins (compiled now, cached, shipped)."""
+    """The contents of a file for one capability; ``counts`` are numbers of cubins (compiled now, cached, shipped)."""
 
     picked: Picked
     dropped: tuple[Dropped, ...]
@@ -160,25 +160,25 @@ class _Filled(NamedTuple):
 def _every(
     plan: BuildPlan, sm: int, results: Sequence[CompileResult], space: Pool, keep_pruned: bool, low_rank: bool
 ) -> _Filled:
-    """All candidates for a capability."""
-    found = usable(plan, sm, space, results, low_rank=low_rank)
-    found.demand_every_family(plan)
-    chosen = choose_among_all(plan, found.candidates.compiled, sm)
-    every = found.candidates
+    """All candidates for a capability, with modelled choices."""
+    shippable = usable(plan, sm, space, results, low_rank=low_rank)
+    shippable.demand_every_family(plan)
+    chosen = choose_among_all(plan, shippable.candidates.compiled, sm)
+    listed = shippable.candidates
     if keep_pruned:
-        every = usable(plan, sm, space, results, lambda variant, arch: None, low_rank=low_rank).candidates
+        listed = usable(plan, sm, space, results, lambda variant, arch: None, low_rank=low_rank).candidates
     able = set(chosen.variants)
-    chosen = replace(chosen, variants=(*chosen.variants, *(one for one in every.compiled if one not in able)))
-    return _Filled(Picked(assembled(plan, every, chosen, None), chosen), found.dropped, _counts(results))
+    chosen = replace(chosen, variants=(*chosen.variants, *(code for code in listed.compiled if code not in able)))
+    return _Filled(Picked(assembled(plan, listed, chosen, None), chosen), shippable.dropped, _counts(results))
 
 
 def _trouble(options: BuildOptions) -> tuple[str, ...]:
-    """What the user should know of the compile cache."""
+    """Notes for the user on the compile cache."""
     return (options.cache.trouble,) if options.cache and options.cache.trouble else ()
 
 
 def _check_journal(sm: int, options: BuildOptions) -> None:
-    """A journal that is named, and only read: there, and of this capability? Before anything is compiled or written."""
+    """Raise InputError if a journal that is only read is missing or of another capability."""
     if options.journal is None or sm in options.measure:
         return
     measured_on, target = read_journal(options.journal).header.sm, target_of(sm)
@@ -194,7 +194,7 @@ def _compile(
     *,
     low_rank: bool = False,
 ) -> dict[int, list[CompileResult]]:
-    """Every cubin of every capability, all in one queue."""
+    """Compile every cubin of every capability, in one queue."""
 
     def ready(spec: Spec | RowOpSpec, sm: int) -> Compiled | None:
         return shipped[sm].get(spec, sm)
@@ -221,17 +221,17 @@ def _compile(
 
 
 def _shipped(sms: Sequence[int], options: BuildOptions, watch: Observers) -> dict[int, Shipped]:
-    """What need not be compiled; HostError where nothing of a capability is there, and nothing compiles here."""
-    found = {sm: options.shipped(sm) for sm in sms}
+    """The shipped candidates of each capability; HostError if some has none and nothing compiles here."""
+    by_sm = {sm: options.shipped(sm) for sm in sms}
     try:
         toolchain()
     except HostError as error:
-        if not all(found.values()):
+        if not all(by_sm.values()):
             raise
         watch.on_note(f"note: the build uses kernels that ship compiled, and nothing is compiled: {error}")
-    for text in dict.fromkeys(text for one in found.values() for text in one.trouble):
+    for text in dict.fromkeys(text for bundles in by_sm.values() for text in bundles.trouble):
         watch.on_note(f"note: not used: {text}")
-    return found
+    return by_sm
 
 
 def _interrupted(jobs: Sequence[CompileJob], cache: CompileCache | None) -> str:
@@ -242,8 +242,8 @@ def _interrupted(jobs: Sequence[CompileJob], cache: CompileCache | None) -> str:
 
 
 def _cubins(candidates: Candidates) -> int:
-    """How many cubins there are: one code serves several variants, as ``_counts`` counts it once too."""
-    return len({one.variant.cubin_sha256 for one in candidates.compiled})
+    """The number of distinct cubins; several variants may share one."""
+    return len({code.variant.cubin_sha256 for code in candidates.compiled})
 
 
 def _counts(results: Sequence[CompileResult]) -> tuple[int, int, int]:
@@ -252,32 +252,32 @@ def _counts(results: Sequence[CompileResult]) -> tuple[int, int, int]:
     return sum(result.compiled is not None for result in results) - cached - shipped, cached, shipped
 
 
-def _publish(path: Path, made: Sequence[_Filled], begun: float) -> tuple[Built, ...]:
-    """One file of these bundles, of more than one only where it is packed."""
-    bundles = [codec.encode(one.picked.bundle) for one in made]
+def _publish(path: Path, parts: Sequence[_Filled], begun: float) -> tuple[Built, ...]:
+    """Publish these bundles as one file; several only in a packed file."""
+    bundles = [codec.encode(filled.picked.bundle) for filled in parts]
     data = pack(*bundles) if path.name.endswith(SUFFIX) else b"".join(bundles)
     written = publish(path, data)
-    return tuple(_built(path, one, len(data), written, begun) for one in made)
+    return tuple(_built(path, filled, len(data), written, begun) for filled in parts)
 
 
 def _by_model(bundle: Bundle, taken: Collection[tuple[Problem, int]]) -> tuple[ModelCells, ...]:
     """The cells of each model, all its shards together, in the order of their names."""
-    found: dict[str, dict[tuple[Problem, int], bool]] = {}
+    by_model: dict[str, dict[tuple[Problem, int], bool]] = {}
     for model in bundle.models:
-        cells = found.setdefault(model.name, {})
+        cells = by_model.setdefault(model.name, {})
         for problem in model.problems:
-            for one in bundle.choices.get(problem, ()):
-                cells[problem, one.bucket] = one.source is Source.MEASURED
+            for choice in bundle.choices.get(problem, ()):
+                cells[problem, choice.bucket] = choice.source is Source.MEASURED
     return tuple(
         ModelCells(name, len(cells), sum(cell in taken for cell in cells), sum(cells.values()))
-        for name, cells in found.items()
+        for name, cells in by_model.items()
     )
 
 
-def _built(path: Path, made: _Filled, size_bytes: int, written: bool, begun: float) -> Built:
-    bundle, chosen = made.picked.bundle, made.picked.chosen
-    compiled, cached, shipped = made.counts
-    measured = sum(one.source is Source.MEASURED for row in bundle.choices.values() for one in row)
+def _built(path: Path, filled: _Filled, size_bytes: int, written: bool, begun: float) -> Built:
+    bundle, chosen = filled.picked.bundle, filled.picked.chosen
+    compiled, cached, shipped = filled.counts
+    measured = sum(choice.source is Source.MEASURED for row in bundle.choices.values() for choice in row)
     return Built(
         taken_over=chosen.taken,
         by_model=_by_model(bundle, chosen.taken_cells),
@@ -293,11 +293,11 @@ def _built(path: Path, made: _Filled, size_bytes: int, written: bool, begun: flo
         compiled=compiled,
         cached=cached,
         shipped=shipped,
-        dropped=made.dropped,
+        dropped=filled.dropped,
         worst_loss=max((loss.max_loss for loss in chosen.losses), default=0.0),
         size_bytes=size_bytes,
         unchanged=not written,
         seconds=time.monotonic() - begun,
-        tuned=made.picked.outcome,
-        held_against=made.picked.held_against,
+        tuned=filled.picked.outcome,
+        held_against=filled.picked.held_against,
     )

@@ -1,4 +1,4 @@
-"""What a build would compile, take and weigh, without building."""
+"""Estimate the variants, time and size of a build, without building."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from ..compile.shipped import Shipped
 from ..plan.families import Pool, families, to_compile
 from ..plan.plan import BuildPlan, planned_on
 
-# Seen with Triton 3.7, both of two server cores at work: CPU seconds of a variant, its assembler's included.
+# CPU seconds of a variant with its assembler, measured with Triton 3.7 on two busy server cores.
 _VARIANT_S = 0.7
 _SPECIALIZED_S = 2.1
 _PASS_S = 0.4
 _START_S = 1.5  # the workers import Triton
-_TAKE_S = 1.5  # beginning, and reading what ships compiled, of a capability
+_TAKE_S = 1.5  # start, and read the shipped candidates of a capability
 _PROBLEM_S = 0.01  # ranking and selecting, for a problem and capability
 _CUBIN_BYTES = 37_000
-_TMA_CUBIN_BYTES = 50_000  # of 9.0 and later
+_TMA_CUBIN_BYTES = 50_000  # sm_90 and later
 _PASS_BYTES = 17_000
 _CHOICE_BYTES = 24
-_SHIPPED = 7  # variants of a family: fewer where few shapes are asked for
+_SHIPPED = 7  # variants of a family in a bundle: fewer for few shapes
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """One capability. ``shipped`` variants are there compiled, ``variants`` are those to compile, of which ``cached``
-    were before: None where no Triton is installed to tell.
+    """The estimate for one capability: ``shipped`` variants come compiled, ``variants`` are to be compiled.
+
+    ``cached`` of them are in the compile cache; None if no Triton is installed to tell.
     """
 
     sm: int
@@ -45,7 +46,7 @@ class Estimate:
     size_bytes: int
 
     def to_dict(self) -> dict[str, object]:
-        """For JSON."""
+        """The estimate as plain values for JSON."""
         return {
             "sm": self.sm,
             "problems": self.problems,
@@ -65,8 +66,8 @@ def estimate(
     workers: int | None = None,
     shipped: Callable[[int], Shipped] = Shipped.found,
 ) -> list[Estimate]:
-    """An estimate per capability; the times add up, as the capabilities share the workers."""
-    found = []
+    """Estimate each capability; the times add up, as the capabilities share the workers."""
+    estimates = []
     for sm in sms:
         here = planned_on(plan, (sm,))
         wanted = to_compile(here.problems, sm, Pool())
@@ -81,18 +82,18 @@ def estimate(
         seconds += _TAKE_S + (_START_S if fresh and sm == sms[0] else 0.0)
         size = count * _SHIPPED * (_TMA_CUBIN_BYTES if arch_of(sm).has(Feature.TMA) else _CUBIN_BYTES)
         size += passes * _PASS_BYTES + here.choices * _CHOICE_BYTES
-        found.append(
+        estimates.append(
             Estimate(
                 sm, len(here.problems), here.choices, len(wanted) - len(needed), len(needed), cached, seconds, size
             )
         )
-    return found
+    return estimates
 
 
 def _fresh(
     wanted: Sequence[Spec | RowOpSpec], sm: int, cache: CompileCache | None
 ) -> Sequence[Spec | RowOpSpec] | None:
-    """What is not cached; None where nothing can tell."""
+    """The variants that are not cached; None if no Triton is installed to tell."""
     if cache is None:
         return wanted
     try:
@@ -102,7 +103,7 @@ def _fresh(
 
 
 def _cpu_s(spec: Spec | RowOpSpec) -> float:
-    """What compiling it takes."""
+    """CPU seconds to compile a variant."""
     if isinstance(spec, RowOpSpec):
         return _PASS_S
     return _SPECIALIZED_S if spec.config.schedule.warp_specialized else _VARIANT_S

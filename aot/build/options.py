@@ -1,4 +1,4 @@
-"""How to build, and whom to tell."""
+"""The options of a build, and the callbacks that follow it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..tune.tuner import Entrants, Outcome, TuneObservers, tune_problems
 
 
 class Tune(Protocol):
-    """Measures cells of ``candidates`` into ``journal``: ``tune_problems``, but for how. None where it can't."""
+    """Measure cells of ``candidates`` into ``journal``, as ``tune_problems`` does. Returns None if it can't."""
 
     def __call__(
         self,
@@ -41,17 +41,17 @@ def tune_now(
     entrants: Entrants,
     observers: TuneObservers,
 ) -> Outcome:
-    """On this machine's GPUs, as long as is usual."""
+    """Measure on this machine's GPUs with the usual budget."""
     return tune_problems(problems, candidates, journal, entrants=entrants, ships=ships, observers=observers)
 
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
-    """How to build. ``workers`` None means one a core; ``cache`` None keeps nothing.
+    """The options of a build. ``workers`` None means one a core; without ``cache`` nothing compiled is kept.
 
-    Capabilities in ``measure`` are measured, by ``tune``. ``journal`` takes what is measured, or has what was;
-    None is ``<name>-sm<NN>.journal`` beside the bundle, where it is there or one is measured. ``modelled`` uses none.
-    With ``take_over`` a capability that is not measured has the measured choices of installed bundles.
+    Capabilities in ``measure`` are measured, by ``tune``. ``journal`` is the file that times are written to, or read
+    from; None is ``<name>-sm<NN>.journal`` next to the bundle, if it exists or the build measures. ``modelled`` uses no
+    journal. With ``take_over``, a capability that is not measured gets the measured choices of installed bundles.
     """
 
     out: Path
@@ -67,13 +67,13 @@ class BuildOptions:
     take_over: bool = True
     configs: int = CONFIG_LIMIT  # of an op and dtype, at most
     tune: Tune = tune_now
-    found: Callable[[Path], Incumbents] = Incumbents.found  # what is there, but for the file that is built
+    incumbents: Callable[[Path], Incumbents] = Incumbents.found  # other bundles than the file that is built
     shipped: Callable[[int], Shipped] = lambda sm: Shipped()  # a capability's candidates that need no compiler
 
 
 @dataclass(frozen=True, slots=True)
 class Observers:
-    """Whom to tell while it goes on: the number of variants, each as it is ready, and remarks."""
+    """Callbacks that follow a build: the number of variants, each result, and notes."""
 
     on_start: Callable[[int], None] = lambda total: None
     on_result: Callable[[CompileResult], None] = lambda result: None

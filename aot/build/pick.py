@@ -1,4 +1,4 @@
-"""What a bundle holds: what can ship of the compiled, measured and held against what runs today, and chosen."""
+"""Choose the contents of a bundle: prune the compiled variants, measure, compare with the baseline, choose."""
 
 from __future__ import annotations
 
@@ -49,42 +49,42 @@ Reject = Callable[[Variant, Arch], str | None]
 
 @dataclass(frozen=True, slots=True)
 class Shippable:
-    """What can ship, what can't, and of each family the reasons."""
+    """The variants that can ship, those that can't, and the reasons by family."""
 
     candidates: Candidates
     dropped: tuple[Dropped, ...] = ()
     reasons: Mapping[Family, Sequence[str]] = field(default_factory=dict)
 
     def demand_every_family(self, plan: BuildPlan, candidates: Candidates | None = None) -> None:
-        """CompileError with the reasons, if a problem of the plan has no variant, in ``candidates`` or what is here."""
-        every = candidates or self.candidates
+        """Raise CompileError with the reasons if ``candidates``, or else its own, lack a variant for a problem."""
+        pool = candidates or self.candidates
         able: dict[Family, list[Variant]] = {}
-        for one in every.every:
-            able.setdefault(Family.of(one.variant), []).append(one.variant)
+        for code in pool.every:
+            able.setdefault(Family.of(code.variant), []).append(code.variant)
         for family, members in families(plan.problems).items():
             variants = able.get(family, ())
-            lacking = [one for one in members if not any(serves(variant, one) for variant in variants)]
+            lacking = [member for member in members if not any(serves(variant, member) for variant in variants)]
             if lacking and not optional(family):
-                where = f" for E={max(one.E for one in lacking)}" if variants else ""
+                where = f" for E={max(member.E for member in lacking)}" if variants else ""
                 listed = "\n".join(f"  {reason}" for reason in _shared(self.reasons.get(family, ()))[:5])
                 raise CompileError(
-                    f"sm_{every.target.sm}: not one variant of {named(lacking)} can be used{where}. What went wrong:\n"
+                    f"sm_{pool.target.sm}: not one variant of {named(lacking)} can be used{where}. What went wrong:\n"
                     f"{listed}"
                 )
 
 
 def _shared(reasons: Sequence[str]) -> list[str]:
-    """``variant: reason``; a reason that several variants have, once."""
+    """``variant: reason`` lines, each reason once with the number of variants that share it."""
     variants: dict[str, list[str]] = {}
-    for one in reasons:
-        variant, colon, reason = one.partition(": ")
+    for text in reasons:
+        variant, colon, reason = text.partition(": ")
         variants.setdefault(colon + reason, []).append(variant)
     return [f"{first}{f' and {len(more)} more' if more else ''}{reason}" for reason, (first, *more) in variants.items()]
 
 
 @dataclass(frozen=True, slots=True)
 class Picked:
-    """A bundle that was chosen, what was measured for it, and what it was held against."""
+    """A chosen bundle, the measuring that led to it, and its comparison with the baseline."""
 
     bundle: Bundle
     chosen: Chosen
@@ -101,8 +101,8 @@ def usable(
     *,
     low_rank: bool = False,
 ) -> Shippable:
-    """What can ship of what was compiled (``to_compile``), and all that can not, each with its reason."""
-    found: dict[Spec | RowOpSpec, Compiled] = {}
+    """Split the compiled variants (``to_compile``) into those that can ship and those that can't, with reasons."""
+    by_spec: dict[Spec | RowOpSpec, Compiled] = {}
     dropped: list[Dropped] = []
     reasons: dict[Family, dict[str, None]] = {}
     wanted, beside = specs(plan.problems, sm, space), pass_specs(plan.problems, sm, space)
@@ -113,18 +113,22 @@ def usable(
         if code is not None:
             reason, kind = reject(code.variant, arch_of(sm)) or "", "pruned"
             if not reason:
-                found |= {spec: code.relabelled(spec) for spec in group}
+                by_spec |= {spec: code.relabelled(spec) for spec in group}
                 continue
         dropped.append(Dropped(result.job.spec, kind, reason))
         for spec in group:
             reasons.setdefault(Family.of(spec), {})[reason] = None
-    compiled = tuple(found[spec] for spec in (*wanted, *beside) if spec in found)
-    told = {family: tuple(some) for family, some in reasons.items()}
-    return Shippable(Candidates.made_here(sm, compiled), tuple(dropped), told)
+    compiled = tuple(by_spec[spec] for spec in (*wanted, *beside) if spec in by_spec)
+    reason_lists = {family: tuple(some) for family, some in reasons.items()}
+    return Shippable(Candidates.made_here(sm, compiled), tuple(dropped), reason_lists)
 
 
 def picked(plan: BuildPlan, path: Path, there: Shippable, options: BuildOptions, watch: Observers) -> Picked:
-    """The bundle that goes to ``path``: measured where that is asked for and can be, and chosen.
+    """Choose the bundle that goes to ``path``, measuring first if asked to and possible.
+
+    If it is measured now, kernels of the bundles that the runtime finds take part. If a journal has the times, the
+    kernels that took part then do. If nothing is measured, the measured choices of installed bundles are taken over,
+    and the rest is modelled with the help of similar problems in those bundles.
 
     Where it is measured now, what the runtime finds takes part. Where a journal tells of it, that which did then.
     Where nothing is measured now, the measured choices of installed bundles are taken over, and the rest is modelled,
@@ -139,22 +143,25 @@ def picked(plan: BuildPlan, path: Path, there: Shippable, options: BuildOptions,
     journal = options.journal or options.out / f"{options.name}-sm{sm}.journal"
     outcome = running = None
     if sm in options.measure:
-        found = options.found(path)
-        every = candidates.beside(found.codes(plan.problems, sm))
-        there.demand_every_family(plan, every)
-        with beside(plan, every, found, options.configs) as (file, ships, entrants):
+        incumbents = options.incumbents(path)
+        all_candidates = candidates.beside(incumbents.codes(plan.problems, sm))
+        there.demand_every_family(plan, all_candidates)
+        with beside(plan, all_candidates, incumbents, options.configs) as (file, ships, entrants):
             outcome = options.tune(plan.buckets, file, journal, ships, entrants, watch.tune)
         if outcome is None:
             there.demand_every_family(plan)
         else:
-            candidates, running = every, found.running(plan.buckets, LocalGpu(outcome.sm, outcome.gpu))
+            candidates, running = all_candidates, incumbents.running(plan.buckets, LocalGpu(outcome.sm, outcome.gpu))
     evidence = None
     if not options.modelled and (outcome or options.journal or journal.exists()):
-        candidates, evidence = _known(plan, path, candidates, journal, outcome, options, watch)
+        candidates, evidence = _from_journal(plan, path, candidates, journal, outcome, options, watch)
     taken = around = None
     if outcome is None and options.take_over:
-        found = options.found(path)
-        taken, around = found.measured(plan.buckets, sm), found.neighbourhood(sm) if evidence is None else None
+        incumbents = options.incumbents(path)
+        taken, around = (
+            incumbents.measured(plan.buckets, sm),
+            incumbents.neighbourhood(sm) if evidence is None else None,
+        )
         candidates = candidates.with_codes(taken.codes) if taken else candidates
     chosen = choose_from(plan, candidates, evidence, options.configs, running, taken, around)
     bundle = assembled(plan, candidates, chosen, evidence, running, taken, around)
@@ -163,26 +170,26 @@ def picked(plan: BuildPlan, path: Path, there: Shippable, options: BuildOptions,
 
 @contextlib.contextmanager
 def beside(
-    plan: BuildPlan, every: Candidates, found: Incumbents, configs: int = CONFIG_LIMIT
+    plan: BuildPlan, all_candidates: Candidates, incumbents: Incumbents, configs: int = CONFIG_LIMIT
 ) -> Iterator[tuple[Path, Ships, Entrants]]:
-    """Yield one file of all candidates, without choices; what would ship; and the bundles that take part."""
-    sm, runs = every.target.sm, found.on(plan.buckets)
+    """Yield a file of all candidates, a function that tells what would ship, and the bundles that take part."""
+    sm, runs = all_candidates.target.sm, incumbents.on(plan.buckets)
     with scratch_folder() as scratch:
         file = scratch / f"candidates-sm{sm}.msgpack"
-        publish(file, codec.encode(assembled(plan, every, Chosen(every.every, {}, ()), None)))
-        yield file, shipping(plan, every, configs, runs), Entrants(runs=runs, around=found.around)
+        publish(file, codec.encode(assembled(plan, all_candidates, Chosen(all_candidates.every, {}, ()), None)))
+        yield file, shipping(plan, all_candidates, configs, runs), Entrants(runs=runs, around=incumbents.around)
 
 
 @contextlib.contextmanager
 def with_what_is_there(plan: BuildPlan, candidates: Candidates) -> Iterator[tuple[Path, Ships, Entrants]]:
-    """``beside``, of candidates that were compiled before and all that the runtime finds."""
-    found = Incumbents.found()
-    every = candidates.beside(found.codes(plan.problems, candidates.target.sm))
-    with beside(plan, every, found) as given:
-        yield given
+    """``beside``, for candidates compiled before and all bundles that the runtime finds."""
+    incumbents = Incumbents.found()
+    all_candidates = candidates.beside(incumbents.codes(plan.problems, candidates.target.sm))
+    with beside(plan, all_candidates, incumbents) as prepared:
+        yield prepared
 
 
-def _known(
+def _from_journal(
     plan: BuildPlan,
     path: Path,
     candidates: Candidates,
@@ -191,20 +198,20 @@ def _known(
     options: BuildOptions,
     watch: Observers,
 ) -> tuple[Candidates, Timings | None]:
-    """What a journal says, of these candidates and, where nothing is measured now, of what took part beside them."""
+    """Read a journal: the times, and the candidates with the baseline kernels that were timed with them."""
     try:
         contents = read_journal(journal)
         if contents.damaged:
             watch.on_note(f"note: journal '{journal}': {contents.damaged} damaged records are left out")
         before = frozenset() if outcome else timed_before(contents)
-        every = candidates
+        used = candidates
         if before:
-            every = candidates.beside(options.found(path).codes(plan.problems, candidates.target.sm)).only(before)
-        evidence = evidence_for(plan, every, contents, f"journal '{journal}'")
+            used = candidates.beside(options.incumbents(path).codes(plan.problems, candidates.target.sm)).only(before)
+        evidence = evidence_for(plan, used, contents, f"journal '{journal}'")
     except InputError as error:
         if outcome or options.journal:
             raise
-        watch.on_note(f"note: not used: {error}")  # nobody named it: it is of another build in this directory
+        watch.on_note(f"note: not used: {error}")  # the user did not name it: it is of another build in this directory
         return candidates, None
     wanted = {cell_of(problem, bucket) for problem, buckets in plan.buckets.items() for bucket in buckets}
     if options.journal and evidence.cells and wanted.isdisjoint(evidence.cells):
@@ -212,4 +219,4 @@ def _known(
             f"note: journal '{journal}': none of the {len(evidence.cells)} cells measured there is of these models: "
             "all is modelled"
         )
-    return every, evidence
+    return used, evidence

@@ -1,4 +1,4 @@
-"""What a build has to tell at its end: plain data, for a table or for JSON."""
+"""The result of a build as plain data, for a table or for JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _REASON_CHARS = 160
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A variant that does not ship: it ``failed`` to compile, or was ``pruned`` for what its cubin takes."""
+    """A variant that does not ship: it ``failed`` to compile, or was ``pruned`` because its cubin needs too much."""
 
     spec: Spec | RowOpSpec
     kind: str
@@ -27,7 +27,7 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class ModelCells:
-    """How many (problem, bucket) cells a model has in a bundle; ``shipped`` have the choices of installed bundles."""
+    """The number of (problem, bucket) cells of a model; ``shipped`` of them have choices of installed bundles."""
 
     name: str
     cells: int
@@ -36,24 +36,28 @@ class ModelCells:
 
     @property
     def ships_measured(self) -> bool:
-        """Whether the runtime runs measured choices of this model without the bundle."""
+        """True if the runtime has measured choices for all of this model without the bundle."""
         return self.shipped == self.cells
 
     def to_dict(self) -> dict[str, object]:
-        """For JSON."""
+        """The record as plain values for JSON."""
         return {"name": self.name, "cells": self.cells, "shipped_measured": self.shipped, "measured": self.measured}
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """One bundle. ``variants`` ship, of those ``compiled`` now, ``cached``, or ``shipped`` compiled.
+    """One bundle. Of the ``variants`` that ship, ``compiled`` were compiled now, others were ``cached`` or ``shipped``.
+
+    ``measured`` of the ``choices`` were measured, on ``gpus``; ``taken_over`` come from installed bundles. ``tuned`` is
+    the outcome of this build's measuring. ``by_model`` has the cells of each model. ``held_against`` compares the
+    bundle with the kernels selected before.
 
     ``measured`` of the ``choices`` were measured, on ``gpus``; ``tuned`` is what this build did for it. ``taken_over``
     of them are those of installed bundles. ``by_model`` has the cells of each model.
     ``held_against`` tells what it runs faster than what ran before.
 
-    ``worst_loss`` is the most that shipping so few variants costs a problem, by the cost model
-    (0.02 is 2 %). ``seconds`` runs from the build's begin to the bundle's publication.
+    ``worst_loss`` is the largest slowdown of a problem, by the cost model, from shipping so few variants (0.02 is 2 %).
+    ``seconds`` runs from the start of the build to the bundle's publication.
     """
 
     path: Path
@@ -80,44 +84,44 @@ class Built:
 
     @property
     def modelled(self) -> int:
-        """The choices that the cost model made."""
+        """The number of choices that the cost model made."""
         return self.choices - self.measured
 
     @property
     def source(self) -> str:
-        """Where the choices come from: ``measured``, ``modelled``, or ``measured and modelled``."""
+        """The source of the choices: ``measured``, ``modelled``, or ``measured and modelled``."""
         if not self.measured:
             return "modelled"
         return "measured" if self.measured == self.choices else "measured and modelled"
 
     @property
     def pruned(self) -> int:
-        """Compiled variants that can't run well on this capability."""
-        return sum(one.kind == "pruned" for one in self.dropped)
+        """The number of compiled variants that can't run well on this capability."""
+        return sum(variant.kind == "pruned" for variant in self.dropped)
 
     @property
     def failed(self) -> int:
-        """Variants that the compiler refused, or died of."""
-        return sum(one.kind == "failed" for one in self.dropped)
+        """The number of variants that failed to compile."""
+        return sum(variant.kind == "failed" for variant in self.dropped)
 
     @property
     def lost(self) -> str:
-        """What is lost by the variants that don't compile, and why, in a sentence; empty where all do."""
-        failed = [one for one in self.dropped if one.kind == "failed"]
+        """A sentence on the variants that failed to compile, and why; empty if none did."""
+        failed = [variant for variant in self.dropped if variant.kind == "failed"]
         if not failed:
             return ""
-        kernels = ", ".join(dict.fromkeys(entry_of(one.spec).name for one in failed))
-        said = Counter(one.reason.removeprefix(f"{one.spec} for sm_{self.target.sm}: ") for one in failed)
+        kernels = ", ".join(dict.fromkeys(entry_of(variant.spec).name for variant in failed))
+        said = Counter(variant.reason.removeprefix(f"{variant.spec} for sm_{self.target.sm}: ") for variant in failed)
         (reason, _), *others = said.most_common()
         reason = reason if len(reason) <= _REASON_CHARS else f"{reason[:_REASON_CHARS]}..."
         more = f", and {len(others)} other reasons" if len(others) > 1 else ", and another reason" if others else ""
         instead = "; what bundles here have of them took part instead" if self.held_against else ""
-        every = self.compiled + self.cached + self.shipped + len(failed)
-        text = f"{len(failed)} of {every} variants could not be compiled here, of the kernels {kernels}"
+        total = self.compiled + self.cached + self.shipped + len(failed)
+        text = f"{len(failed)} of {total} variants could not be compiled here, of the kernels {kernels}"
         return f"{text} ({reason}{more}){instead}"
 
     def to_dict(self) -> dict[str, object]:
-        """For JSON."""
+        """The record as plain values for JSON."""
         return {
             "path": str(self.path),
             "sm": self.target.sm,
@@ -129,8 +133,8 @@ class Built:
             "measured": self.measured,
             "taken_over": self.taken_over,
             "modelled": self.modelled,
-            "by_model": [one.to_dict() for one in self.by_model],
-            "gpus": [one.name for one in self.gpus],
+            "by_model": [model.to_dict() for model in self.by_model],
+            "gpus": [gpu.name for gpu in self.gpus],
             "source": self.source,
             "variants": self.variants,
             "compiled": self.compiled,
@@ -139,7 +143,10 @@ class Built:
             "pruned": self.pruned,
             "failed": self.failed,
             "lost": self.lost,
-            "dropped": [{"variant": str(one.spec), "kind": one.kind, "reason": one.reason} for one in self.dropped],
+            "dropped": [
+                {"variant": str(variant.spec), "kind": variant.kind, "reason": variant.reason}
+                for variant in self.dropped
+            ],
             "worst_loss": round(self.worst_loss, 6),
             "size_bytes": self.size_bytes,
             "unchanged": self.unchanged,
@@ -151,16 +158,16 @@ class Built:
 
 @dataclass(frozen=True, slots=True)
 class BuildReport:
-    """A whole build."""
+    """The result of a whole build."""
 
     bundles: tuple[Built, ...]
     notes: tuple[str, ...]
     seconds: float
 
     def to_dict(self) -> dict[str, object]:
-        """For JSON."""
+        """The record as plain values for JSON."""
         return {
-            "bundles": [one.to_dict() for one in self.bundles],
+            "bundles": [bundle.to_dict() for bundle in self.bundles],
             "notes": list(self.notes),
             "seconds": round(self.seconds, 3),
         }

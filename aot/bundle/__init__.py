@@ -1,1 +1,1 @@
-"""Bundles made, merged, compared, cut down and verified. Uses plan and journal."""
+"""Bundles assembled, merged, compared, pruned, signed and verified. Uses plan and journal."""

@@ -1,4 +1,4 @@
-"""A bundle put together from parts of others: variants by their content, choices free of any bundle's numbering."""
+"""Assemble a bundle from parts of others: variants by their content, choices independent of a bundle's numbering."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from ..plan.families import Family
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """A variant and its cubin. Two are the same where every field is, the cubin's digest among them."""
+    """A variant and its cubin. Two are equal if every field is, including the cubin's digest."""
 
     variant: Variant
     cubin: bytes
 
     @property
     def sort_key(self) -> tuple[object, ...]:
-        """The one order of the variants of an assembled bundle, whatever they came from."""
-        one = self.variant
+        """The order of the variants in an assembled bundle, independent of the inputs' order."""
+        variant = self.variant
         return (
-            one.op.value,
-            one.dtype.value,
-            one.layout.value,
-            one.fusion.value,
-            -one.alignment,
-            one.max_experts,
-            one.config,
-            one.kernel,
-            -one.revision,
-            one.cubin_sha256,
-            repr(one),
+            variant.op.value,
+            variant.dtype.value,
+            variant.layout.value,
+            variant.fusion.value,
+            -variant.alignment,
+            variant.max_experts,
+            variant.config,
+            variant.kernel,
+            -variant.revision,
+            variant.cubin_sha256,
+            repr(variant),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class BundleChoice:
-    """A choice whose ``variant`` and ``runner_up`` are places in a ``VariantTable``, and whose GPU is written out."""
+    """A choice whose ``variant`` and ``runner_up`` are places in a ``VariantTable``, with its GPU written out."""
 
     bucket: int
     variant: int
@@ -71,11 +71,11 @@ class VariantTable:
         return self.codes[place].variant
 
     def places(self, bundle: Bundle) -> list[int]:
-        """Where each variant of one of the bundles is."""
+        """The places of a bundle's variants in this table."""
         return self._places[id(bundle)]
 
     def claim(self, bundle: Bundle, choice: Choice) -> BundleChoice:
-        """A choice of one of the bundles."""
+        """Convert a choice of one of the bundles."""
         places = self.places(bundle)
         return BundleChoice(
             choice.bucket,
@@ -91,7 +91,7 @@ class VariantTable:
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """What an assembled bundle takes over as it is."""
+    """The parts that an assembled bundle takes over unchanged."""
 
     target: Target
     min_driver: int
@@ -106,16 +106,18 @@ def assemble(
     claims: Mapping[Problem, Sequence[BundleChoice]],
     fallbacks: Iterable[int],
 ) -> Bundle:
-    """The bundle of these claims (of each bucket one a GPU, or one that is modelled) and fallbacks, and what they use.
+    """Assemble the bundle of these claims and fallbacks, and of all that they use.
 
-    Variants, GPUs, kernels, problems and choices are in one order, so equal parts give equal bytes. Plans are
-    made anew.
+    A bucket has one claim for each GPU, or one modelled claim. Variants, GPUs, kernels, problems and choices are
+    sorted, so equal parts give equal bytes. Plans are made anew.
     """
-    every = [claim for row in claims.values() for claim in row]
-    used = {claim.variant for claim in every} | {claim.runner_up for claim in every if claim.runner_up is not None}
+    all_claims = [claim for row in claims.values() for claim in row]
+    used = {claim.variant for claim in all_claims} | {
+        claim.runner_up for claim in all_claims if claim.runner_up is not None
+    }
     ships = sorted(used.union(fallbacks))
     number = {place: i for i, place in enumerate(ships)}
-    gpus = sorted({claim.gpu for claim in every if claim.gpu}, key=gpu_key)
+    gpus = sorted({claim.gpu for claim in all_claims if claim.gpu}, key=gpu_key)
     kernels = {(codes[place].kernel, codes[place].revision) for place in ships}
     bundle = Bundle(
         target=making.target,
@@ -123,8 +125,8 @@ def assemble(
         producer=making.producer,
         kernels=tuple(
             sorted(
-                (one for one in making.kernels if (one.name, one.revision) in kernels),
-                key=lambda one: (one.name, one.revision),
+                (kernel for kernel in making.kernels if (kernel.name, kernel.revision) in kernels),
+                key=lambda kernel: (kernel.name, kernel.revision),
             )
         ),
         gpus=tuple(gpus),
@@ -132,9 +134,9 @@ def assemble(
         cubins=tuple(codes.codes[place].cubin for place in ships),
         choices={
             problem: tuple(
-                sorted((_choice(one, number, gpus) for one in claims[problem]), key=lambda choice: choice.sort_key)
+                sorted((_choice(claim, number, gpus) for claim in claims[problem]), key=lambda choice: choice.sort_key)
             )
-            for problem in sorted(claims, key=lambda one: one.sort_key)
+            for problem in sorted(claims, key=lambda problem: problem.sort_key)
         },
         models=making.models,
     )
@@ -142,41 +144,41 @@ def assemble(
 
 
 def gpu_key(gpu: Gpu) -> tuple[str, int, int, int]:
-    """The one order of GPUs."""
+    """The sort key of a GPU."""
     return (gpu.name, gpu.sm_count, gpu.memory_mib, gpu.driver)
 
 
 def united(models: Iterable[Model]) -> tuple[Model, ...]:
-    """One model for each that differs in more than its problems, with the problems of all, as a plan sorts them."""
+    """Unite models that differ only in their problems; models and problems are sorted as in a plan."""
     problems: dict[Model, set[Problem]] = {}
     for model in models:
         problems.setdefault(model._replace(problems=()), set()).update(model.problems)
     order = sorted(problems, key=_model_key)
     return tuple(
-        model._replace(problems=tuple(sorted(problems[model], key=lambda one: one.sort_key))) for model in order
+        model._replace(problems=tuple(sorted(problems[model], key=lambda problem: problem.sort_key))) for model in order
     )
 
 
 def version(text: str) -> tuple[int, ...]:
-    """The latest version in a producer's text: a bundle of several has several."""
+    """The latest version in a producer's text, which lists several if a bundle was merged."""
     return max((tuple(map(int, re.findall(r"\d+", part))) for part in text.split(",")), default=())
 
 
 def combined(producers: Sequence[Producer]) -> Producer:
-    """All versions, the options that every variant shares, and all that they were held against."""
-    shared = set.intersection(*(set(one.compile_options) for one in producers))
-    made = Producer(
-        _listed([one.pretuned for one in producers]),
-        _listed([one.triton for one in producers]),
-        _listed([one.ptxas for one in producers]),
+    """The producer of a merged bundle: all versions, the options shared by all, all bundles compared with."""
+    shared = set.intersection(*(set(producer.compile_options) for producer in producers))
+    combination = Producer(
+        _listed([producer.pretuned for producer in producers]),
+        _listed([producer.triton for producer in producers]),
+        _listed([producer.ptxas for producer in producers]),
         tuple(sorted(shared)),
     )
-    return made.with_held_against(digits for one in producers for digits in one.held_against)
+    return combination.with_held_against(digits for producer in producers for digits in producer.held_against)
 
 
 def _listed(texts: Sequence[str]) -> str:
-    """The distinct versions, latest first; the oldest are left out where a name would get too long."""
-    parts = sorted({part.strip() for text in texts for part in text.split(",")}, key=lambda one: (version(one), one))
+    """List the distinct versions, latest first; the oldest are left out if the text gets too long."""
+    parts = sorted({part.strip() for text in texts for part in text.split(",")}, key=lambda part: (version(part), part))
     text = ", ".join(reversed(parts))
     while not is_text(text) and len(parts) > 1:
         parts = parts[1:]
@@ -190,18 +192,18 @@ def _model_key(model: Model) -> tuple[object, ...]:
 
 
 def is_fallback(variant: Variant) -> bool:
-    """Whether any N and K run on it: it ships although no choice may name it."""
+    """True for a fallback, which runs any N and K: it ships although no choice may name it."""
     return variant.alignment == 1
 
 
 def label(variant: Variant) -> str:
-    """A variant as tables name it: its family, its config and what sets a fallback apart."""
+    """A variant's name in tables: its family, its config, and a mark for fallbacks."""
     text = f"{Family.of(variant)} {config_text(variant)}"
     return text + (" unaligned" if is_fallback(variant) else "")
 
 
 def config_text(variant: Variant) -> str:
-    """The config of a variant, in the short form of tables; its plain pairs where this version can't read them."""
+    """The config of a variant in the short form of tables, or as plain pairs if this version can't read it."""
     try:
         return str(Config.from_pairs(variant.config))
     except ValueError:

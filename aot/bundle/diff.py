@@ -1,4 +1,4 @@
-"""What changed from one bundle to another: models, problems, choices, variants, sizes."""
+"""Compare two bundles: models, problems, choices, variants, sizes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Facts = dict[str, tuple[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A choice with its variant and GPU written out; ``runner_up`` is what the second one is, and its time.
+    """A choice with its variant, GPU and plan written out; ``runner_up`` is its identity and time.
 
-    With ``torch`` torch's grouped_mm runs the cell, and ``time_ns`` is its time. ``plan`` has its variants written out.
+    With ``torch`` torch's grouped_mm runs the cell, and ``time_ns`` is its time.
     """
 
     variant: Variant
@@ -32,7 +32,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A cell that both bundles have, and see differently: on one GPU, or each on a GPU that the other lacks there."""
+    """A cell in both bundles that differs: measured on one GPU, or in each on a GPU that the other lacks."""
 
     problem: Problem
     bucket: int
@@ -41,7 +41,7 @@ class Change:
 
     @property
     def what(self) -> tuple[str, ...]:
-        """Which parts changed: variant, code, source, gpu, time, torch, runner-up or plan."""
+        """The parts that changed: variant, code, source, gpu, time, torch, runner-up or plan."""
         old, new = self.old, self.new
         parts = {
             "variant": identity(old.variant) != identity(new.variant),
@@ -58,10 +58,10 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """All that differs between ``old`` and ``new``; everything is empty where nothing does.
+    """All differences between ``old`` and ``new``; every field is empty if there are none.
 
-    ``recompiled`` variants are on both sides with the same config and form, and other code.
-    ``choices_added`` and ``choices_removed``, of problems that both have, have no like on the other side.
+    ``recompiled`` variants have equal configs and fusions on both sides, and other code. ``choices_added`` and
+    ``choices_removed`` count choices, of problems in both bundles, without a counterpart on the other side.
     """
 
     facts: Facts
@@ -81,7 +81,7 @@ class Changes:
 
     @property
     def differ(self) -> bool:
-        """Whether the bundles are not the same in what this compares."""
+        """True if there is any difference."""
         return any(
             (
                 self.facts,
@@ -101,31 +101,31 @@ class Changes:
 
 
 def identity(variant: Variant) -> tuple[object, ...]:
-    """What a variant is, apart from what the compiler made of it."""
+    """Everything that identifies a variant, except its compiled code."""
     return (variant.kernel, Family.of(variant), variant.alignment, variant.max_experts, variant.config)
 
 
 def diff(old: Bundle, new: Bundle) -> Changes:
-    """The changes from ``old`` to ``new``. Variants are the same where every field is, whatever their numbers."""
+    """The changes from ``old`` to ``new``. Variants are equal if every field is, whatever their numbers."""
     models_old, models_new = _models(old), _models(new)
     before, after = dict.fromkeys(old.variants), dict.fromkeys(new.variants)
-    removed = [one for one in before if one not in after]
-    added = [one for one in after if one not in before]
+    removed = [variant for variant in before if variant not in after]
+    added = [variant for variant in after if variant not in before]
     recompiled, gone, come = _paired(removed, added)
-    cubins_old = dict(zip((one.cubin_sha256 for one in old.variants), old.cubins, strict=True))
-    cubins_new = dict(zip((one.cubin_sha256 for one in new.variants), new.cubins, strict=True))
+    cubins_old = dict(zip((variant.cubin_sha256 for variant in old.variants), old.cubins, strict=True))
+    cubins_new = dict(zip((variant.cubin_sha256 for variant in new.variants), new.cubins, strict=True))
     both = [problem for problem in old.choices if problem in new.choices]
     pairs = {problem: _beside(old, old.choices[problem], new, new.choices[problem]) for problem in both}
     alike = sum(map(len, pairs.values()))
     return Changes(
         facts=_facts(old, new),
-        models_added=tuple(one for key, one in models_new.items() if key not in models_old),
-        models_removed=tuple(one for key, one in models_old.items() if key not in models_new),
+        models_added=tuple(model for key, model in models_new.items() if key not in models_old),
+        models_removed=tuple(model for key, model in models_old.items() if key not in models_new),
         models_changed=tuple(
-            (one, models_new[key])
-            for key, one in models_old.items()
+            (model, models_new[key])
+            for key, model in models_old.items()
             if key in models_new
-            and (one.top_k, set(one.problems)) != (models_new[key].top_k, set(models_new[key].problems))
+            and (model.top_k, set(model.problems)) != (models_new[key].top_k, set(models_new[key].problems))
         ),
         problems_added=tuple(problem for problem in new.choices if problem not in old.choices),
         problems_removed=tuple(problem for problem in old.choices if problem not in new.choices),
@@ -133,8 +133,8 @@ def diff(old: Bundle, new: Bundle) -> Changes:
         choices_removed=sum(len(old.choices[problem]) for problem in both) - alike,
         choices=tuple(
             Change(problem, now.bucket, *sides)
-            for problem, found in pairs.items()
-            for was, now in found
+            for problem, row in pairs.items()
+            for was, now in row
             if (sides := (_side(old, was), _side(new, now)))[0] != sides[1]
         ),
         variants_added=tuple(come),
@@ -147,28 +147,28 @@ def diff(old: Bundle, new: Bundle) -> Changes:
 
 def time_ratio(changes: Sequence[Change]) -> float:
     """The geometric mean of new over old times."""
-    return statistics.geometric_mean(one.new.time_ns / one.old.time_ns for one in changes)
+    return statistics.geometric_mean(change.new.time_ns / change.old.time_ns for change in changes)
 
 
 def _beside(old: Bundle, before: Sequence[Choice], new: Bundle, after: Sequence[Choice]) -> list[tuple[Choice, Choice]]:
-    """The choices of one problem side by side, in the order of ``new``.
+    """Pair the choices of one problem in the two bundles, in the order of ``new``.
 
-    Of a bucket those of one GPU go together, then what is left, in the bundles' orders: it was measured elsewhere, or
-    modelled.
+    In a bucket, choices of the same GPU are paired first; the rest, measured elsewhere or modelled, in the bundles'
+    orders.
     """
     waiting: dict[int, list[Choice]] = {}
     for was in before:
         waiting.setdefault(was.bucket, []).append(was)
-    found: dict[Choice, Choice] = {}
+    pairs: dict[Choice, Choice] = {}
     for whatever_gpu in (False, True):
-        for one in (choice for choice in after if choice not in found):
-            gpu, there = one.measured_on(new.gpus), waiting.get(one.bucket, [])
+        for choice in (choice for choice in after if choice not in pairs):
+            gpu, there = choice.measured_on(new.gpus), waiting.get(choice.bucket, [])
             like = (was for was in there if whatever_gpu or same_gpu(was.measured_on(old.gpus), gpu))
             partner = next(like, None)
             if partner is not None:
                 there.remove(partner)
-                found[one] = partner
-    return [(found[one], one) for one in after if one in found]
+                pairs[choice] = partner
+    return [(pairs[choice], choice) for choice in after if choice in pairs]
 
 
 def _side(bundle: Bundle, choice: Choice) -> Side:
@@ -192,35 +192,35 @@ def _runner_up(bundle: Bundle, choice: Choice) -> tuple[object, ...] | None:
 
 
 def _models(bundle: Bundle) -> dict[tuple[object, ...], Model]:
-    found: dict[tuple[object, ...], Model] = {}
-    for one in bundle.models:  # a merged bundle may have two that differ in k alone
-        key = (one.name, one.tp, one.ep, one.dtype)
-        found[(*key, one.top_k) if key in found else key] = one
-    return found
+    by_key: dict[tuple[object, ...], Model] = {}
+    for model in bundle.models:  # a merged bundle may have two models that differ only in k
+        key = (model.name, model.tp, model.ep, model.dtype)
+        by_key[(*key, model.top_k) if key in by_key else key] = model
+    return by_key
 
 
 def _paired(
     removed: list[Variant], added: list[Variant]
 ) -> tuple[list[tuple[Variant, Variant]], list[Variant], list[Variant]]:
-    """(recompiled, only old, only new): variants of one identity go together, in their bundles' order."""
+    """(recompiled, only old, only new): pair the variants of equal identity, in their bundles' order."""
     waiting: dict[tuple[object, ...], list[Variant]] = {}
-    for one in removed:
-        waiting.setdefault(identity(one), []).append(one)
+    for variant in removed:
+        waiting.setdefault(identity(variant), []).append(variant)
     pairs, come = [], []
-    for one in added:
-        partners = waiting.get(identity(one))
+    for variant in added:
+        partners = waiting.get(identity(variant))
         if partners:
-            pairs.append((partners.pop(0), one))
+            pairs.append((partners.pop(0), variant))
         else:
-            come.append(one)
-    gone = {id(one) for rest in waiting.values() for one in rest}
-    return pairs, [one for one in removed if id(one) in gone], come
+            come.append(variant)
+    gone = {id(variant) for rest in waiting.values() for variant in rest}
+    return pairs, [variant for variant in removed if id(variant) in gone], come
 
 
 def _count(these: Mapping[bytes, bytes], those: Mapping[bytes, bytes]) -> tuple[int, int]:
-    """(cubins, bytes) of what is in ``these`` and not in ``those``."""
-    found = [cubin for digest, cubin in these.items() if digest not in those]
-    return len(found), sum(map(len, found))
+    """(cubins, bytes) in ``these`` and not in ``those``."""
+    cubins = [cubin for digest, cubin in these.items() if digest not in those]
+    return len(cubins), sum(map(len, cubins))
 
 
 def _facts(old: Bundle, new: Bundle) -> Facts:
@@ -233,8 +233,10 @@ def _facts(old: Bundle, new: Bundle) -> Facts:
             "ptxas": bundle.producer.ptxas,
             "options": " ".join(bundle.producer.compile_options),
             "compared_with": " ".join(bundle.producer.held_against),
-            "kernels": ", ".join(f"{one.name} {one.revision} {one.source_sha256.hex()[:12]}" for one in bundle.kernels),
-            "gpus": ", ".join(f"{one.name} (driver {one.driver})" for one in bundle.gpus),
+            "kernels": ", ".join(
+                f"{kernel.name} {kernel.revision} {kernel.source_sha256.hex()[:12]}" for kernel in bundle.kernels
+            ),
+            "gpus": ", ".join(f"{gpu.name} (driver {gpu.driver})" for gpu in bundle.gpus),
         }
 
     before, after = told(old), told(new)

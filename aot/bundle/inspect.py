@@ -13,7 +13,7 @@ from .assemble import config_text
 
 
 def contents(bundle: BundleFile, *, choices: bool) -> dict[str, object]:
-    """Everything that the index of a bundle says; the choices only where they are asked for.
+    """Everything in the index of a bundle; the choices only if asked for.
 
     Raises
     ------
@@ -24,7 +24,7 @@ def contents(bundle: BundleFile, *, choices: bool) -> dict[str, object]:
     by_problem = {problem: bundle.find(problem) for problem in problems}
     producer = bundle.producer
     variants = bundle.variants()
-    found: dict[str, object] = {
+    data: dict[str, object] = {
         "path": bundle.path,
         "size_bytes": bundle.size_bytes,
         "digest": bundle.digest.hex(),
@@ -33,68 +33,70 @@ def contents(bundle: BundleFile, *, choices: bool) -> dict[str, object]:
         "pretuned": producer.pretuned,
         "triton": producer.triton,
         "ptxas": producer.ptxas,
-        "launch_abi": ", ".join(map(str, sorted({one.abi for one in variants}))),
+        "launch_abi": ", ".join(map(str, sorted({variant.abi for variant in variants}))),
         "options": " ".join(producer.compile_options),
         "compared_with": list(producer.held_against),
         "problems": len(problems),
         "choice_count": sum(map(len, by_problem.values())),
         "kernels": [
-            {"name": one.name, "revision": one.revision, "source_sha256": one.source_sha256.hex()}
-            for one in bundle.kernels
+            {"name": kernel.name, "revision": kernel.revision, "source_sha256": kernel.source_sha256.hex()}
+            for kernel in bundle.kernels
         ],
         "gpus": [
-            {"name": one.name, "sm_count": one.sm_count, "memory_mib": one.memory_mib, "driver": one.driver}
-            for one in bundle.gpus
+            {"name": gpu.name, "sm_count": gpu.sm_count, "memory_mib": gpu.memory_mib, "driver": gpu.driver}
+            for gpu in bundle.gpus
         ],
         "models": [
             {
-                "name": one.name,
-                "tp": one.tp,
-                "ep": one.ep,
-                "top_k": one.top_k,
-                "dtype": one.dtype.value,
-                "problems": len(one.problems),
+                "name": model.name,
+                "tp": model.tp,
+                "ep": model.ep,
+                "top_k": model.top_k,
+                "dtype": model.dtype.value,
+                "problems": len(model.problems),
             }
-            for one in bundle.models()
+            for model in bundle.models()
         ],
-        "variants": [_variant(i, one) for i, one in enumerate(variants)],
+        "variants": [_variant(i, variant) for i, variant in enumerate(variants)],
     }
     if choices:
-        found["choices"] = [_choice(problem, one, bundle.gpus) for problem, row in by_problem.items() for one in row]
-    return found
+        data["choices"] = [
+            _choice(problem, choice, bundle.gpus) for problem, row in by_problem.items() for choice in row
+        ]
+    return data
 
 
-def _variant(i: int, one: Variant) -> dict[str, object]:
+def _variant(i: int, variant: Variant) -> dict[str, object]:
     return {
         "variant": i,
-        "kernel": one.kernel,
-        "abi": one.abi,
-        "op": one.op.value,
-        "dtype": one.dtype.value,
-        "layout": one.layout.value,
-        "fused": fused(one.fusion),
-        "config": config_text(one),
-        "alignment": one.alignment,
-        "max_experts": one.max_experts,
-        "threads": one.threads,
-        "shared_bytes": one.shared_bytes,
-        "registers": one.registers,
-        "spill_bytes": one.spill_bytes,
-        "cubin_bytes": one.cubin_bytes,
+        "kernel": variant.kernel,
+        "abi": variant.abi,
+        "op": variant.op.value,
+        "dtype": variant.dtype.value,
+        "layout": variant.layout.value,
+        "fused": fused(variant.fusion),
+        "config": config_text(variant),
+        "alignment": variant.alignment,
+        "max_experts": variant.max_experts,
+        "threads": variant.threads,
+        "shared_bytes": variant.shared_bytes,
+        "registers": variant.registers,
+        "spill_bytes": variant.spill_bytes,
+        "cubin_bytes": variant.cubin_bytes,
     }
 
 
-def _choice(problem: Problem, one: Choice, gpus: Sequence[Gpu]) -> dict[str, object]:
-    gpu = one.measured_on(gpus)
+def _choice(problem: Problem, choice: Choice, gpus: Sequence[Gpu]) -> dict[str, object]:
+    gpu = choice.measured_on(gpus)
     return {
         "problem": str(problem),
-        "M_near": one.bucket,
-        "variant": one.variant,
-        "source": one.source.value,
-        "time_us": round(one.time_ns / 1000, 3),
-        "runner_up": one.runner_up,
-        "runner_up_us": None if one.runner_up_ns is None else round(one.runner_up_ns / 1000, 3),
-        "torch_us": None if one.torch_ns is None else round(one.torch_ns / 1000, 3),
+        "M_near": choice.bucket,
+        "variant": choice.variant,
+        "source": choice.source.value,
+        "time_us": round(choice.time_ns / 1000, 3),
+        "runner_up": choice.runner_up,
+        "runner_up_us": None if choice.runner_up_ns is None else round(choice.runner_up_ns / 1000, 3),
+        "torch_us": None if choice.torch_ns is None else round(choice.torch_ns / 1000, 3),
         "gpu": None if gpu is None else gpu.name,
-        "plan": list(map(str, one.plan)),
+        "plan": list(map(str, choice.plan)),
     }

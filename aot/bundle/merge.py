@@ -1,17 +1,16 @@
-"""Several bundles of one capability -> one: the best claim for each problem, bucket and GPU, and what it needs.
+"""Merge several bundles of one capability: the best claim for each problem, bucket and GPU, and all that it needs.
 
-Which claim wins, by the first of these that tells them apart:
+A claim is a bundle's choice for a problem and bucket. The first rule that tells two claims apart decides:
 
-1. a measured one beats a modelled one: measured code is known, whatever its age;
+1. a measured claim beats a modelled one, whatever its age;
 2. the kernel of the later revision (counted from the latest revision of that kernel in any input);
-3. modelled by different versions of pretuned: the later one's, as its cost model knows more;
-4. the lower time: one GPU, or one cost model, and so comparable;
-5. the later Triton, then the order of variants, runners-up and drivers: no meaning, but always the same, as two
-   claims that are equal in all this are one.
+3. modelled by different versions of pretuned: the later version, whose cost model is better;
+4. the lower time: both are of one GPU or one cost model, so comparable;
+5. the later Triton, then the order of variants, runners-up and drivers, which has no meaning but is always the same.
 
-Claims that were measured on different GPUs are no rivals: each GPU keeps its own. A GPU is one by its name, SM count
-and memory (to 2 %). The order of the inputs decides nothing. A claim keeps its own runner-up. Everything else is a
-union: models, problems, buckets, GPUs; unaligned fallbacks ship in their latest revision; variants that no claim names
+Claims measured on different GPUs don't compete: each GPU keeps its own. GPUs are equal if their name, SM count and
+memory (to 2 %) are. The order of the inputs decides nothing. A claim keeps its own runner-up. Everything else is a
+union: models, problems, buckets, GPUs. Unaligned fallbacks ship in their latest revision; variants that no claim names
 are dropped.
 """
 
@@ -41,7 +40,7 @@ from .assemble import (
 
 
 class Reason(enum.Enum):
-    """What decided between two claims, in the order in which it is asked."""
+    """The rule that decided between two claims, in the order of the rules."""
 
     MEASURED = "measured beats modelled"
     REVISION = "later kernel revision"
@@ -52,7 +51,7 @@ class Reason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """A cell that two bundles see differently on one GPU: ``kept`` and ``dropped`` are numbers of bundles."""
+    """A cell where two bundles disagree for one GPU; ``kept`` and ``dropped`` are numbers of bundles."""
 
     problem: Problem
     bucket: int
@@ -65,7 +64,7 @@ class Conflict:
 
 @dataclass(frozen=True, slots=True)
 class TooMany:
-    """An op and dtype that ships more configs than one build would."""
+    """An op and dtype with more configs than a build ships."""
 
     op: Op | RowOp
     dtype: DType
@@ -74,10 +73,10 @@ class TooMany:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """A merge: the bundle, each cell that was in doubt, and what the inputs held.
+    """The result of a merge: the bundle, each cell with a conflict, and counts of the inputs.
 
-    ``taken[i]`` choices come from input i. ``agreed`` choices were the same (but for runners-up) in all of several
-    bundles. ``unused`` variants of the inputs ship no more.
+    ``taken[i]`` choices come from input i. ``agreed`` choices were equal (except runners-up) in all of several bundles.
+    ``unused`` variants of the inputs do not ship.
     """
 
     bundle: Bundle
@@ -92,7 +91,7 @@ class Merged:
 
 @dataclass(frozen=True, slots=True)
 class _Input:
-    """A bundle and its ranks: the lower number is preferred."""
+    """A bundle with its ranks: the lower number is preferred."""
 
     number: int
     bundle: Bundle
@@ -100,12 +99,12 @@ class _Input:
     triton_rank: int
 
 
-_NO_GPU = -1  # the number of what is modelled
+_NO_GPU = -1  # the number of modelled claims
 Key = tuple[int, int, int, int, int, tuple[int, ...], tuple[str, int, int, int]]
 
 
 def merge(bundles: Mapping[str, Bundle]) -> Merged:
-    """One bundle of all; the keys name them in messages.
+    """Merge bundles; the keys name them in messages.
 
     Raises
     ------
@@ -114,37 +113,37 @@ def merge(bundles: Mapping[str, Bundle]) -> Merged:
     BundleTooOld, BundleTooNew
         if a variant's launch ABI is not the one that this version writes.
     InputError
-        if there are fewer than two, or two call different sources one revision of a kernel.
+        if there are fewer than two, or two have different sources for one revision of a kernel.
     """
     if len(bundles) < 2:
         raise InputError(f"{len(bundles)} bundle given, wanted two or more different ones to merge")
     _check(bundles)
-    every = list(bundles.values())
-    codes = VariantTable(every)
-    inputs = _ranked(every)
+    all_bundles = list(bundles.values())
+    codes = VariantTable(all_bundles)
+    inputs = _ranked(all_bundles)
     revisions: dict[str, int] = {}
     for code in codes.codes:
         name = code.variant.kernel
         revisions[name] = max(revisions.get(name, 0), code.variant.revision)
     behind = [revisions[code.variant.kernel] - code.variant.revision for code in codes.codes]
-    gpus = _numbered([gpu for one in every for gpu in one.gpus])
+    gpus = _numbered([gpu for bundle in all_bundles for gpu in bundle.gpus])
 
-    found: dict[tuple[Problem, int], dict[int, list[tuple[Key, _Input, BundleChoice]]]] = {}
-    for one in inputs:
-        for problem, row in one.bundle.choices.items():
+    cells: dict[tuple[Problem, int], dict[int, list[tuple[Key, _Input, BundleChoice]]]] = {}
+    for source in inputs:
+        for problem, row in source.bundle.choices.items():
             for choice in row:
-                claim = codes.claim(one.bundle, choice)
+                claim = codes.claim(source.bundle, choice)
                 gpu = _NO_GPU if claim.gpu is None else gpus[claim.gpu]
-                cell = found.setdefault((problem, choice.bucket), {})
-                cell.setdefault(gpu, []).append((_key(one, claim, behind), one, claim))
+                cell = cells.setdefault((problem, choice.bucket), {})
+                cell.setdefault(gpu, []).append((_key(source, claim, behind), source, claim))
 
     winners: dict[Problem, list[BundleChoice]] = {}
     conflicts: list[Conflict] = []
     taken = [0] * len(inputs)
     agreed = 0
-    for (problem, bucket), cell in found.items():
+    for (problem, bucket), cell in cells.items():
         modelled = cell.pop(_NO_GPU, [])
-        cell.setdefault(min(cell, default=_NO_GPU), []).extend(modelled)  # beside what was measured they lose
+        cell.setdefault(min(cell, default=_NO_GPU), []).extend(modelled)  # they lose to measured claims
         for rivals in cell.values():
             rivals.sort(key=lambda entry: entry[0])
             best_key, best, winner = rivals[0]
@@ -157,11 +156,11 @@ def merge(bundles: Mapping[str, Bundle]) -> Merged:
                 conflicts.append(Conflict(problem, bucket, reason, best.number, other.number, winner, loser))
     bundle = assemble(
         Provenance(
-            every[0].target,
-            max(one.min_driver for one in every),
-            combined([one.producer for one in every]),
-            tuple({kernel: None for one in every for kernel in one.kernels}),
-            united(model for one in every for model in one.models),
+            all_bundles[0].target,
+            max(bundle.min_driver for bundle in all_bundles),
+            combined([bundle.producer for bundle in all_bundles]),
+            tuple({kernel: None for bundle in all_bundles for kernel in bundle.kernels}),
+            united(model for bundle in all_bundles for model in bundle.models),
         ),
         codes,
         winners,
@@ -171,17 +170,17 @@ def merge(bundles: Mapping[str, Bundle]) -> Merged:
     return Merged(
         bundle,
         codes,
-        tuple(sorted(conflicts, key=lambda one: (one.problem.sort_key, one.bucket, one.dropped))),
+        tuple(sorted(conflicts, key=lambda conflict: (conflict.problem.sort_key, conflict.bucket, conflict.dropped))),
         tuple(taken),
         agreed,
         len(codes.codes) - len(bundle.variants),
         too_many,
-        _notes(every, conflicts, too_many),
+        _notes(all_bundles, conflicts, too_many),
     )
 
 
 def _seen(claim: BundleChoice) -> tuple[object, ...]:
-    """What a claim says of its variant: two that differ in their runners-up alone agree."""
+    """The parts of a claim that must be equal for two bundles to agree: all but the runner-up."""
     return (claim.variant, claim.source, claim.time_ns, claim.gpu, claim.torch_ns)
 
 
@@ -202,12 +201,12 @@ def _check(bundles: Mapping[str, Bundle]) -> None:
                     f"bundle {path!r}, variant {i}: launch ABI {variant.abi}, this version writes {LAUNCH_ABI}. {todo}"
                 )
         for kernel in bundle.kernels:
-            known, where = sources.setdefault((kernel.name, kernel.revision), (kernel, path))
-            if known != kernel:
+            first_kernel, where = sources.setdefault((kernel.name, kernel.revision), (kernel, path))
+            if first_kernel != kernel:
                 raise InputError(
                     f"bundle {path!r}: kernel {kernel.name} of revision {kernel.revision} has the source "
-                    f"{kernel.source_sha256.hex()[:12]}, in {where!r} it is {known.source_sha256.hex()[:12]}. One of "
-                    "them was built from changed sources: build it again"
+                    f"{kernel.source_sha256.hex()[:12]}, in {where!r} it is {first_kernel.source_sha256.hex()[:12]}. "
+                    "One of them was built from changed sources: build it again"
                 )
 
 
@@ -222,7 +221,7 @@ def _ranked(bundles: Sequence[Bundle]) -> list[_Input]:
 
 
 def _numbered(gpus: Iterable[Gpu]) -> dict[Gpu, int]:
-    """Each GPU's number: one for all entries that are the same GPU."""
+    """Number the GPUs; entries of one GPU model share a number."""
     groups: list[list[Gpu]] = []
     for gpu in sorted(set(gpus), key=gpu_key):
         if groups and groups[-1][0].is_like(gpu):
@@ -232,12 +231,12 @@ def _numbered(gpus: Iterable[Gpu]) -> dict[Gpu, int]:
     return {gpu: number for number, group in enumerate(groups) for gpu in group}
 
 
-def _key(one: _Input, claim: BundleChoice, behind: Sequence[int]) -> Key:
+def _key(source: _Input, claim: BundleChoice, behind: Sequence[int]) -> Key:
     measured = claim.gpu is not None
-    rank = 0 if measured else one.version_rank
+    rank = 0 if measured else source.version_rank
     tied = claim.variant, *((-1, -1) if claim.runner_up is None else (claim.runner_up, claim.runner_up_ns or 0))
     gpu = ("", 0, 0, 0) if claim.gpu is None else gpu_key(claim.gpu)
-    return (not measured, behind[claim.variant], rank, claim.torch_ns or claim.time_ns, one.triton_rank, tied, gpu)
+    return (not measured, behind[claim.variant], rank, claim.torch_ns or claim.time_ns, source.triton_rank, tied, gpu)
 
 
 def _reason(winner: Key, loser: Key) -> Reason:
@@ -249,16 +248,16 @@ def _reason(winner: Key, loser: Key) -> Reason:
 
 
 def _fallbacks(inputs: Sequence[_Input], codes: VariantTable, behind: Sequence[int]) -> list[int]:
-    """Of each family the fallbacks (or passes) of the latest revision, one of each config: from the later Triton."""
+    """The latest fallbacks (or row kernels) of each family, one a config, from the later Triton."""
     best: dict[tuple[Family, int, object], tuple[tuple[int, int, bytes], int]] = {}
     least: dict[tuple[Family, int], int] = {}
-    for one in inputs:
-        for place in codes.places(one.bundle):
+    for source in inputs:
+        for place in codes.places(source.bundle):
             variant = codes[place]
             if ships_unchosen(variant):
                 family = (Family.of(variant), variant.max_experts)
                 least[family] = min(behind[place], least.get(family, behind[place]))
-                key = (behind[place], one.triton_rank, variant.cubin_sha256)
+                key = (behind[place], source.triton_rank, variant.cubin_sha256)
                 name = (*family, (variant.kernel, variant.alignment, variant.config))
                 best[name] = min((key, place), best.get(name, (key, place)))
     return [place for (family, experts, _), (key, place) in best.items() if key[0] == least[family, experts]]
@@ -266,20 +265,20 @@ def _fallbacks(inputs: Sequence[_Input], codes: VariantTable, behind: Sequence[i
 
 def _too_many(bundle: Bundle) -> tuple[TooMany, ...]:
     configs: dict[tuple[Op | RowOp, DType], set[object]] = {}
-    for one in (variant for variant in bundle.variants if not optional(variant)):
-        configs.setdefault((Family.of(one).op, one.dtype), set()).add(one.config)
-    return tuple(TooMany(*group, len(found)) for group, found in configs.items() if len(found) > CONFIG_LIMIT)
+    for variant in (variant for variant in bundle.variants if not optional(variant)):
+        configs.setdefault((Family.of(variant).op, variant.dtype), set()).add(variant.config)
+    return tuple(TooMany(*group, len(members)) for group, members in configs.items() if len(members) > CONFIG_LIMIT)
 
 
 def _notes(bundles: Sequence[Bundle], conflicts: Sequence[Conflict], too_many: Sequence[TooMany]) -> tuple[str, ...]:
     notes = []
-    if any(one.loser.source is Source.MEASURED for one in conflicts if one.reason is Reason.REVISION):
+    if any(conflict.loser.source is Source.MEASURED for conflict in conflicts if conflict.reason is Reason.REVISION):
         notes.append("times of an earlier kernel revision gave way to those of a later one")
     if len({bundle.producer.compile_options for bundle in bundles}) > 1:
         notes.append("the bundles were compiled with different options: only those that all share are recorded")
     notes += [
-        f"{one.op.value} {one.dtype.value} ships {one.configs} configs, a build at most "
+        f"{group.op.value} {group.dtype.value} ships {group.configs} configs, a build at most "
         f"{CONFIG_LIMIT}: all are kept, as each is a choice, a runner-up or a fallback"
-        for one in too_many
+        for group in too_many
     ]
     return tuple(notes)

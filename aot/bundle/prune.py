@@ -1,4 +1,4 @@
-"""A bundle cut down to what some models need, and to the fallbacks on which their ops run any other shape."""
+"""Cut a bundle down to the problems of some models, and to the fallbacks that run any other shape of their ops."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ class Pruned:
 
 
 def prune(bundle: Bundle, plan: BuildPlan, where: str) -> Pruned:
-    """Keep the problems and buckets of ``plan``, what their choices use, and the fallbacks and passes of their ops.
+    """Keep the problems and buckets of ``plan``, the variants chosen for them, and fallbacks and row kernels.
+
+    The result is what a build for the plan alone would hold, with this bundle's choices. Its models are the plan's.
 
     That is what a build for the plan alone would hold, with this bundle's choices; of its models only the plan's
     are told.
@@ -30,17 +32,17 @@ def prune(bundle: Bundle, plan: BuildPlan, where: str) -> Pruned:
     Raises
     ------
     InputError
-        if the bundle has not one of the plan's problems.
+        if the bundle has none of the plan's problems.
     """
     wanted = planned_on(plan, (bundle.target.sm,)).buckets
     codes = VariantTable([bundle])
     claims: dict[Problem, list[BundleChoice]] = {}
     missing: dict[Problem, tuple[int, ...]] = {}
     for problem, buckets in plan.buckets.items():
-        kept = [codes.claim(bundle, choice) for choice in _choices(bundle, problem) if choice.bucket in buckets]
-        if kept:
-            claims[problem] = kept
-        lacking = tuple(bucket for bucket in buckets if bucket not in {one.bucket for one in kept})
+        claimed = [codes.claim(bundle, choice) for choice in _choices(bundle, problem) if choice.bucket in buckets]
+        if claimed:
+            claims[problem] = claimed
+        lacking = tuple(bucket for bucket in buckets if bucket not in {choice.bucket for choice in claimed})
         if problem in wanted and lacking:
             missing[problem] = lacking
     if not claims:
@@ -49,7 +51,7 @@ def prune(bundle: Bundle, plan: BuildPlan, where: str) -> Pruned:
             f"built for {_built_for(bundle, plan)}. aot build makes what is missing"
         )
     passes = pass_specs(claims, bundle.target.sm, Pool())
-    families = {Family.of(problem) for problem in claims} | {Family.of(one) for one in passes}
+    families = {Family.of(problem) for problem in claims} | {Family.of(spec) for spec in passes}
     models = [
         model._replace(problems=tuple(problem for problem in model.problems if problem in claims))
         for model in plan.models
@@ -70,21 +72,21 @@ def prune(bundle: Bundle, plan: BuildPlan, where: str) -> Pruned:
 
 
 def _choices(bundle: Bundle, problem: Problem) -> tuple[Choice, ...]:
-    """The bundle's choices for a product, by whatever name it has them."""
-    names = (one for one in (problem, problem.transposed) if one is not None)
-    return next((bundle.choices[one] for one in names if one in bundle.choices), ())
+    """The bundle's choices for a product, under either of its names."""
+    names = (name for name in (problem, problem.transposed) if name is not None)
+    return next((bundle.choices[name] for name in names if name in bundle.choices), ())
 
 
 def _built_for(bundle: Bundle, plan: BuildPlan) -> str:
-    """The bundle's models by name; of those that the plan names too, what tells them from the plan's."""
+    """The bundle's models by name; those that the plan names too are told with their sharding, ops and rows."""
     names = {model.name for model in plan.models}
     same = [model for model in bundle.models if model.name in names]
     if not same:
         return ", ".join(sorted({model.name for model in bundle.models})) or "no model"
-    told = []
+    lines = []
     for model in same:
         ops = ", ".join(op.value for op in Op if any(problem.op is op for problem in model.problems))
-        buckets = [one.bucket for problem in model.problems for one in bundle.choices.get(problem, ())]
+        buckets = [choice.bucket for problem in model.problems for choice in bundle.choices.get(problem, ())]
         rows = f", M near {min(buckets)}..{max(buckets)}" if buckets else ""
-        told.append(f"{model.name} tp={model.tp} ep={model.ep} {model.dtype.value} ({ops}{rows})")
-    return "; ".join(told)
+        lines.append(f"{model.name} tp={model.tp} ep={model.ep} {model.dtype.value} ({ops}{rows})")
+    return "; ".join(lines)

@@ -1,4 +1,4 @@
-"""A bundle signed: its file, checked whole, gets a signature beside it that the runtime can be told to want."""
+"""Sign a bundle: check its file whole, and publish a signature next to it, which the runtime can be set to require."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ class Signed:
     unchanged: bool
 
     def to_dict(self) -> dict[str, object]:
-        """For JSON."""
+        """The signature as plain values for JSON."""
         return {"path": self.path, "signature": self.signature, "key": self.key, "unchanged": self.unchanged}
 
 
 def sign(path: str, key: Ed25519PrivateKey) -> Signed:
-    """Check all of a bundle, and publish PATH.sig: readers see an old signature or this one.
+    """Check all of a bundle, and publish PATH.sig; readers see an old signature or this one.
 
     Raises
     ------
     InputError
         as ``check_signable``.
     BundleError
-        where it is no sound bundle.
+        if it is no sound bundle.
     HostError
-        where the system refuses.
+        if the system refuses.
     """
     check_signable(path)
     with open_bundle(path) as opened:
@@ -59,26 +59,26 @@ def sign(path: str, key: Ed25519PrivateKey) -> Signed:
 
 
 def check_signable(path: str) -> None:
-    """Refuse a bundle beside which there is another file under the name of its signature.
+    """Refuse a bundle if another file has the name of its signature.
 
     Raises
     ------
     InputError, HostError
     """
     signature = Path(path + SUFFIX)
-    if os.path.lexists(signature):  # (where there is no such directory, that the bundle can't be read says more)
+    if os.path.lexists(signature):  # if the directory is missing, the error of the bundle says more
         check_signature(signature)
 
 
 def private_key(path: str, password: Callable[[], str]) -> Ed25519PrivateKey:
-    """The private key of a file, PEM as openssl or ssh-keygen write it; ``password`` is asked where it needs one.
+    """Read a private key from a file, PEM as openssl or ssh-keygen write it; ``password`` is called if it is encrypted.
 
     Raises
     ------
     InputError
-        where it holds none of Ed25519, or the password is wrong.
+        if it holds no Ed25519 key, or the password is wrong.
     HostError
-        where it can't be read, or the package cryptography is missing.
+        if it can't be read, or the package cryptography is missing.
     """
     try:
         from cryptography.exceptions import UnsupportedAlgorithm
@@ -115,5 +115,5 @@ def private_key(path: str, password: Callable[[], str]) -> Ed25519PrivateKey:
 
 
 def seen_by_others(path: str) -> bool:
-    """Whether others than its owner can read a private key's file."""
+    """True if others than its owner can read a private key's file."""
     return bool(Path(path).stat().st_mode & _GROUP_AND_OTHERS)

@@ -1,4 +1,4 @@
-"""A bundle checked whole: every digest and record, and the code's own headers."""
+"""Check a bundle whole: every digest and record, and the headers of its code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...kernels.launchable import undeclared, unlaunchable
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What was checked in a sound bundle."""
+    """The counts of what was checked in a sound bundle."""
 
     path: str
     target: str
@@ -27,7 +27,7 @@ class Verified:
     signed_by: str | None = None
 
     def to_dict(self) -> dict[str, object]:
-        """For JSON."""
+        """The counts as plain values for JSON."""
         return {
             "path": self.path,
             "ok": True,
@@ -55,8 +55,9 @@ def verify(path: str, sha256: str | None = None, keys: Keys | None = None) -> Ve
 
 
 def sound(path: str, sha256: str | None = None, *, pruned: bool = False) -> Bundle:
-    """The whole bundle, all of it checked as ``verify`` does. ``pruned``: variants may want more shared memory than a
-    block has, as among candidates that ship.
+    """Read a whole bundle, all of it checked as ``verify`` does.
+
+    With ``pruned``, variants may need more shared memory than a block has, as shipped candidates may.
 
     Raises
     ------
@@ -67,7 +68,7 @@ def sound(path: str, sha256: str | None = None, *, pruned: bool = False) -> Bund
 
 
 def sound_one(opened: BundleFile, *, pruned: bool = False) -> Bundle:
-    """``sound`` of a file that is open.
+    """``sound`` for a file that is open.
 
     Raises
     ------

@@ -21,25 +21,25 @@ from .incumbents import Carried
 
 
 class SameCode:
-    """Where each of some variants is, by its code and what it can run."""
+    """An index of variants by their cubin and the problems that they can run."""
 
-    def __init__(self, every: Sequence[Compiled]) -> None:
+    def __init__(self, codes: Sequence[Compiled]) -> None:
         self._places: dict[tuple[Family, bytes], list[tuple[int, int]]] = {}
-        for i, one in enumerate(every):
-            key = Family.of(one.variant), one.variant.cubin_sha256
-            self._places.setdefault(key, []).append((one.variant.max_experts, i))
+        for i, code in enumerate(codes):
+            key = Family.of(code.variant), code.variant.cubin_sha256
+            self._places.setdefault(key, []).append((code.variant.max_experts, i))
 
     def place(self, variant: Variant) -> int | None:
-        """The first that is the same code, for as many experts; None if there is none."""
-        every = self._places.get((Family.of(variant), variant.cubin_sha256), ())
-        return next((i for most, i in every if most >= variant.max_experts), None)
+        """The first variant with equal code that serves as many experts; None if there is none."""
+        places = self._places.get((Family.of(variant), variant.cubin_sha256), ())
+        return next((i for most, i in places if most >= variant.max_experts), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Compiled variants, and what compiled them: all that a bundle takes over from them.
+    """Compiled variants, with the tools and kernels that made them.
 
-    ``carried`` are beside them, byte for byte those of bundles that are there: they ship where a choice names them.
+    ``carried`` are variants of other bundles, byte for byte: they ship if a choice names them.
     """
 
     target: Target
@@ -51,24 +51,26 @@ class Candidates:
 
     @property
     def every(self) -> tuple[Compiled, ...]:
-        """All that there is to choose from: ``compiled``, then what is carried."""
-        return (*self.compiled, *(one.code for one in self.carried))
+        """All variants to choose from: ``compiled``, then ``carried``."""
+        return (*self.compiled, *(carried.code for carried in self.carried))
 
     @classmethod
     def made_here(cls, sm: int, compiled: tuple[Compiled, ...]) -> Candidates:
-        """What this machine's tools have compiled for a capability, or was compiled of the same sources before."""
-        makers = [_maker_here(sm) if one is None else one for one in dict.fromkeys(one.maker for one in compiled)]
+        """The candidates that this machine's tools compiled for a capability, or that shipped compiled."""
+        makers = [
+            _maker_here(sm) if maker is None else maker for maker in dict.fromkeys(maker.maker for maker in compiled)
+        ]
         return cls(
             target_of(sm),
-            max((one.min_driver for one in makers), default=0),
-            combined([one.producer for one in makers]) if makers else _NOTHING,
+            max((maker.min_driver for maker in makers), default=0),
+            combined([maker.producer for maker in makers]) if makers else _NOTHING,
             kernels_of(compiled),
             compiled,
         )
 
     @classmethod
     def of_bundles(cls, sm: int, carried: Sequence[Carried]) -> Candidates:
-        """Those of bundles that are there alone, where nothing can be compiled.
+        """Candidates of other bundles alone, for a machine that can't compile.
 
         Raises
         ------
@@ -81,9 +83,9 @@ class Candidates:
         return cls(target_of(sm), first.min_driver, first.producer, (), (), tuple(carried))
 
     def beside(self, others: Sequence[Carried]) -> Candidates:
-        """The same, and what others there are: not what is the same code, nor what is of other sources by one name."""
-        mine = {(Family.of(one.variant), one.variant.cubin_sha256) for one in self.compiled}
-        sources = {(one.name, one.revision): one for one in self.kernels}
+        """Add other bundles' variants, except equal code and kernels whose source differs from these candidates'."""
+        mine = {(Family.of(code.variant), code.variant.cubin_sha256) for code in self.compiled}
+        sources = {(kernel.name, kernel.revision): kernel for kernel in self.kernels}
         more = tuple(
             one
             for one in others
@@ -93,36 +95,41 @@ class Candidates:
         return replace(self, carried=more)
 
     def with_codes(self, others: Sequence[Carried]) -> Candidates:
-        """Return these candidates and the missing code of choices taken over, if its sources are the same."""
-        known = SameCode(self.every)
-        sources = {(one.name, one.revision): one for one in (*self.kernels, *(one.kernel for one in self.carried))}
+        """Add the missing code of choices taken over, if its kernels' sources are the same."""
+        present = SameCode(self.every)
+        sources = {
+            (carried.name, carried.revision): carried
+            for carried in (*self.kernels, *(kernel.kernel for kernel in self.carried))
+        }
         more = tuple(
             one
             for one in others
-            if known.place(one.code.variant) is None
+            if present.place(one.code.variant) is None
             and sources.get((one.kernel.name, one.kernel.revision), one.kernel) == one.kernel
         )
         return replace(self, carried=(*self.carried, *more))
 
     def only(self, shas: Container[bytes]) -> Candidates:
-        """The same, and of what is carried these cubins alone."""
-        return replace(self, carried=tuple(one for one in self.carried if one.code.variant.cubin_sha256 in shas))
+        """Keep of ``carried`` only the cubins in ``shas``."""
+        return replace(
+            self, carried=tuple(carried for carried in self.carried if carried.code.variant.cubin_sha256 in shas)
+        )
 
     def provenance_of(self, variants: Sequence[Compiled]) -> tuple[int, Producer, tuple[Kernel, ...]]:
-        """(the least driver, what made them, their kernels) of some of the variants."""
-        ships = {one.variant for one in variants}
-        others = [one for one in self.carried if one.code.variant in ships]
-        names = {(one.variant.kernel, one.variant.revision) for one in variants}
-        kernels = dict.fromkeys((*self.kernels, *sorted((one.kernel for one in others), key=_kernel_key)))
+        """(least driver, producer, kernels) of some of the variants."""
+        ships = {code.variant for code in variants}
+        others = [carried for carried in self.carried if carried.code.variant in ships]
+        names = {(code.variant.kernel, code.variant.revision) for code in variants}
+        kernels = dict.fromkeys((*self.kernels, *sorted((carried.kernel for carried in others), key=_kernel_key)))
         own = [self.producer] if self.compiled else []
         return (
-            max([self.min_driver, *(one.min_driver for one in others)]),
-            combined([*own, *dict.fromkeys(one.producer for one in others)]) if others else self.producer,
+            max([self.min_driver, *(carried.min_driver for carried in others)]),
+            combined([*own, *dict.fromkeys(carried.producer for carried in others)]) if others else self.producer,
             tuple(kernel for kernel in kernels if (kernel.name, kernel.revision) in names),
         )
 
 
-_NOTHING = Producer("none", "none", "none", ())  # of no variant: what a bundle holds is then carried
+_NOTHING = Producer("none", "none", "none", ())  # for a bundle of carried variants alone
 
 
 def _maker_here(sm: int) -> Maker:
@@ -135,22 +142,22 @@ def _kernel_key(kernel: Kernel) -> tuple[str, int]:
 
 
 def read_candidates(path: str | Path, plan: BuildPlan | None = None) -> Candidates:
-    """A bundle's variants that can ship, all of it checked as ``aot verify`` does.
+    """Read a bundle's variants that can ship, all of it checked as by ``aot verify``.
 
     Raises
     ------
     BundleError
         if it can't be read, is damaged, or has code that this version can't launch.
     InputError
-        if it is for a capability that is not supported, or has no variants for a problem of ``plan``.
+        if its capability is not supported, or it has no variants for a problem of ``plan``.
     """
     bundle = sound(str(path), pruned=True)
     target_of(bundle.target.sm)
     arch = arch_of(bundle.target.sm)
-    every = map(Compiled, bundle.variants, bundle.cubins)
-    compiled = tuple(one for one in every if rejection(one.variant, arch) is None)
+    codes = map(Compiled, bundle.variants, bundle.cubins)
+    compiled = tuple(code for code in codes if rejection(code.variant, arch) is None)
     if plan is not None:
-        there = {Family.of(one.variant) for one in compiled}
+        there = {Family.of(code.variant) for code in compiled}
         wanted = families(plan.problems).items()
         missing = [named(members) for family, members in wanted if family not in there and not optional(family)]
         if missing:

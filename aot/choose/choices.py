@@ -1,7 +1,7 @@
-"""Compiled variants -> the few that ship, and a choice for every problem and bucket.
+"""Choose the few compiled variants that ship, and one for every problem and bucket.
 
-By the times that were measured, where there are any, and by the cost model elsewhere. A variant that was not measured
-in a cell counts there by the model's estimate, scaled as those that were measured say.
+Measured times decide if there are any, else the cost model. A variant that was not measured in a cell counts there with
+the model's estimate, scaled by the variants that were.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from ..plan.plan import BuildPlan
 from .incumbents import Running, runs
 from .subset import Loss, select
 
-# What an estimate is charged beside measured times: among equals the one that was measured ships.
+# Factor on estimates next to measured times: among equals the measured variant ships.
 UNMEASURED = 1.03
-NOT_FASTER = 1.001  # what does not beat the modelled choice counts as this much slower, at least
+NOT_FASTER = 1.001  # least factor on the time of a variant that does not beat the modelled choice
 
-# What the runtime launches around torch's grouped_mm takes: three launches for where each expert's rows end (2 us each
-# at most), and as many for the zeros past them, which dX has. A guess: benchmarks/speed/by_torch.py times it.
+# Time of the runtime's launches around torch's grouped_mm: three for the ends of the experts' rows (2 us each at most),
+# and in dX as many to zero the rows past them. A guess: benchmarks/speed/by_torch.py times it.
 AROUND_TORCH_NS = {Op.FORWARD: 5_000, Op.DX: 10_000}
 
 ConfigPairs = tuple[tuple[str, int], ...]
@@ -44,9 +44,10 @@ ConfigPairs = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class _RankedCell:
-    """A problem and bucket: (estimate in us, variant) best first; ``times_us`` of all, measured where it was.
+    """A problem and bucket with its variants.
 
-    ``incumbent`` is the variant that ran here before.
+    ``estimates`` are (us, variant), best first. ``times_us`` is each variant's measured time, or its scaled estimate.
+    ``incumbent`` is the baseline variant that ran here before.
     """
 
     problem: Problem
@@ -55,7 +56,7 @@ class _RankedCell:
     times_us: dict[int, float]
     measured: CellTimes | None
     incumbent: int | None = None
-    settled: bool = False  # the incumbent stays, as it was not measured
+    settled: bool = False  # the incumbent was not measured, so it stays
 
 
 Ranked = list[_RankedCell]
@@ -63,7 +64,7 @@ Ranked = list[_RankedCell]
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What ships: ``choices`` point into ``variants``. ``losses`` tell what fewer variants cost.
+    """The variants that ship: ``choices`` are places in ``variants``, ``losses`` the cost of shipping so few.
 
     ``taken`` choices, of ``taken_cells``, were measured and are taken over from installed bundles.
     """
@@ -76,9 +77,9 @@ class Chosen:
 
     @property
     def named(self) -> set[int]:
-        """The variants that a choice names, or has as its runner-up."""
-        every = itertools.chain.from_iterable(self.choices.values())
-        return {i for one in every for i in (one.variant, one.runner_up) if i is not None}
+        """The variants that a choice names, as its variant or its runner-up."""
+        all_choices = itertools.chain.from_iterable(self.choices.values())
+        return {i for choice in all_choices for i in (choice.variant, choice.runner_up) if i is not None}
 
 
 def choose(
@@ -93,17 +94,16 @@ def choose(
     taken: Collection[int] = (),
     around: Neighbourhood | None = None,
 ) -> Chosen:
-    """The variants to ship, of at most ``configs`` an op and dtype, and the best for each (problem, bucket).
+    """Choose the variants to ship, at most ``configs`` an op and dtype, and the best for each (problem, bucket).
 
-    Where nothing is measured, ``around`` says what was measured in like cells elsewhere, and the model's order changes.
-    Fallbacks always ship: they are what any other N and K runs on; and so do passes. Forms that move rows ship fewer
-    configs than the plain one, or the same. Choices point into ``evidence.gpus``. An optional problem that no variant
-    serves has no choice.
+    If nothing is measured, similar cells measured ``around`` improve the model's order. Fallbacks and row kernels
+    always ship: any other N and K runs on them. Fusions that move rows ship no configs beyond the plain product's.
+    Choices refer to ``evidence.gpus``. An optional problem that no variant serves has no choice.
 
-    Never slower: what ran in a cell before, by ``running`` or by the evidence, stays where nothing that ships beats it
-    by more than noise, and where it was not measured. Such variants ship beyond ``configs``. The first ``own`` variants
-    are of this build; what follows is of other bundles, and ships only where a choice names it. Those of ``taken`` ship
-    anyway, so what is chosen is chosen among them, too.
+    Never slower: a cell's baseline, from ``running`` or the evidence, stays if nothing that ships beats it by more than
+    noise, or if it was not measured. Such variants ship beyond ``configs``. The first ``own`` variants are of this
+    build; the others are of other bundles, and ship only if a choice names them. Variants in ``taken`` ship anyway, so
+    choices may use them.
 
     Raises
     ------
@@ -112,17 +112,17 @@ def choose(
     """
     ranked = _all_ranked(plan, compiled, sm, evidence, running, around)
     mine = compiled[:own]
-    ships = {i for i, one in enumerate(mine) if ships_unchosen(one.variant)}
+    ships = {i for i, code in enumerate(mine) if ships_unchosen(code.variant)}
     unchosen = frozenset(ships)
     losses: list[Loss] = []
-    held: dict[Family, set[ConfigPairs]] = {}
+    configs_of: dict[Family, set[ConfigPairs]] = {}
     for group in _by_op(ranked):
         plain = replace(group[0], fusion=Fusion.NONE)
-        served = _configs(group, ranked, compiled, configs, held.get(plain, set()), len(mine))
-        held.setdefault(plain, served)
+        served = _configs(group, ranked, compiled, configs, configs_of.get(plain, set()), len(mine))
+        configs_of.setdefault(plain, served)
         for family in group:
             table = _table(ranked[family])
-            allowed = {i for i, one in enumerate(compiled) if one.variant.config in served}
+            allowed = {i for i, code in enumerate(compiled) if code.variant.config in served}
             if table:
                 losses.append(select(table, configs, allowed=allowed))
                 ships.update(losses[-1].variants)
@@ -139,18 +139,18 @@ def choose(
 
 
 def _with_incumbents(cells: Sequence[_RankedCell], ships: Iterable[int], compiled: Sequence[Compiled]) -> set[int]:
-    """What ships, and what ran before wherever nothing of all that takes its place."""
-    found = set(ships)
+    """Add the baseline of each cell that nothing in the set beats."""
+    joined = set(ships)
     before = -1
-    while len(found) != before:  # one that joins may be the fastest elsewhere, too, and beat nobody by more than noise
-        before = len(found)
-        staying = (_staying(cell, found, compiled) for cell in cells)
-        found.update([one for one in staying if one is not None])
-    return found
+    while len(joined) != before:  # an added variant may be the fastest elsewhere too
+        before = len(joined)
+        staying = (_staying(cell, joined, compiled) for cell in cells)
+        joined.update([code for code in staying if code is not None])
+    return joined
 
 
 def _staying(cell: _RankedCell, ships: Container[int], compiled: Sequence[Compiled]) -> int | None:
-    """What ran in a cell before, where it stays: it was not measured, or is beaten by none that ships."""
+    """The baseline of a cell, if it stays: it was not measured, or no variant in ``ships`` beats it."""
     if cell.incumbent is None:
         return None
     if cell.settled or cell.measured is None:
@@ -162,7 +162,7 @@ def _staying(cell: _RankedCell, ships: Container[int], compiled: Sequence[Compil
 
 
 def choose_among_all(plan: BuildPlan, compiled: Sequence[Compiled], sm: int) -> Chosen:
-    """As ``choose``, but every variant ships: what measuring chooses among. The choices are modelled.
+    """Rank like ``choose``, but ship every variant, for measuring to choose among. The choices are modelled.
 
     Raises
     ------
@@ -196,7 +196,7 @@ def _chosen(
 
 
 def _modelled_choice(cell: _RankedCell, place: Mapping[int, int], stays: int | None) -> Choice:
-    ordered = sorted(cell.estimates, key=lambda one: one[1] != stays)
+    ordered = sorted(cell.estimates, key=lambda estimate: estimate[1] != stays)
     first, *rest = itertools.islice(((us, place[i]) for us, i in ordered if i in place), 2)
     second = rest[0] if rest else None
     return Choice(
@@ -216,12 +216,12 @@ def _measured_choice(
     evidence: Timings | None,
     stays: int | None,
 ) -> Choice | None:
-    """The one of those that ship that ``CellTimes.best_of`` names; or what ran before, where it ``stays``.
+    """The fastest shipped variant of a cell, by ``CellTimes.best_of``; or the baseline, if it ``stays``.
 
     If torch's grouped_mm is faster than that by more than noise, the choice has torch's time, too.
 
-    None where nothing was measured, or the modelled one was not and looks better even so. Where it was, and lost, it
-    is not taken back for the sake of a third that was not measured.
+    None if nothing was measured, or if the modelled choice was not measured and its estimate is still the best. A
+    modelled choice that was measured and lost is not chosen, whatever an unmeasured third variant's estimate.
     """
     if cell.measured is None or evidence is None:
         return None
@@ -230,8 +230,8 @@ def _measured_choice(
     timed = sorted((times_ns[sha[i]], order, i) for order, i in enumerate(sha) if sha[i] in times_ns)
     if not timed or (stays is not None and sha[stays] not in times_ns):
         return None
-    found, modelled = cell.measured.best_of([*sha.values()]), next(iter(sha))
-    best = stays if stays is not None else next(i for i, one in sha.items() if one == found)
+    fastest, modelled = cell.measured.best_of([*sha.values()]), next(iter(sha))
+    best = stays if stays is not None else next(i for i, digest in sha.items() if digest == fastest)
     if cell.incumbent is None and sha[modelled] not in times_ns and cell.times_us[modelled] < cell.times_us[best]:
         return None
     second = next(((ns, i) for ns, _, i in timed if i != best), None)
@@ -251,7 +251,7 @@ def _measured_choice(
 
 
 def _by_op(members: Iterable[Family]) -> list[list[Family]]:
-    """The families of each op and dtype; optional ones, of few configs, apart, and last."""
+    """The families of each op and dtype; optional ones, of few configs, apart and last."""
     groups: dict[Family, list[Family]] = {}
     for family in sorted(members, key=optional):
         groups.setdefault(replace(family, fusion=family.fusion & Fusion.SILU), []).append(family)
@@ -268,12 +268,14 @@ def _configs(
 ) -> set[ConfigPairs]:
     """The aligned configs that serve all families of a group best, and their fallbacks', at most ``most``.
 
-    What is built for w [E, K, N] beside the same shape of [E, N, K] decides nothing: it runs what serves the others.
-    Where another group of the op and dtype ``held`` some before, both together are, or only those of them that
-    it held, if each family is served by one of those.
+    Problems with w [E, K, N] whose shape is also there as [E, N, K] have no say. If another group of the op and dtype
+    ``held`` configs before, the limit is on both groups together, or only held configs are used if they serve each
+    family.
     """
     fallbacks = {
-        one.variant.config for one in compiled[:own] if one.variant.alignment == 1 and Family.of(one.variant) in group
+        code.variant.config
+        for code in compiled[:own]
+        if code.variant.alignment == 1 and Family.of(code.variant) in group
     }
     numbers: dict[ConfigPairs, int] = {}
     table = {
@@ -283,32 +285,36 @@ def _configs(
     }
     if not table:
         return fallbacks
-    every = {cell.problem for row in ranked.values() for cell in row}
-    table = {key: row for key, row in table.items() if not _beside(key[0], every)} or table
+    problems = {cell.problem for row in ranked.values() for cell in row}
+    table = {key: row for key, row in table.items() if not _beside(key[0], problems)} or table
 
     def best(allowed: set[int] | None) -> set[ConfigPairs]:
         limit = max(1, most - len(fallbacks))
         return fallbacks | {names[i] for i in select(table, limit, allowed=allowed).variants}
 
     names = list(numbers)
-    found = best(None)
-    if held and len(held | found) > most and all(_variant_configs(ranked[one], compiled) & held for one in group):
-        found = best({i for i, name in enumerate(names) if name in held})
-    return found
+    chosen_configs = best(None)
+    if (
+        held
+        and len(held | chosen_configs) > most
+        and all(_variant_configs(ranked[family], compiled) & held for family in group)
+    ):
+        chosen_configs = best({i for i, name in enumerate(names) if name in held})
+    return chosen_configs
 
 
 def _least(times: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Of what is there twice the faster one: a config may have been compiled here and elsewhere."""
-    found: dict[int, float] = {}
-    for one, us in times:
-        if us <= found.get(one, us):
-            found[one] = us
-    return list(found.items())
+    """Of equal variants, keep the faster: a config may have been compiled here and elsewhere."""
+    least: dict[int, float] = {}
+    for number, us in times:
+        if us <= least.get(number, us):
+            least[number] = us
+    return list(least.items())
 
 
-def _beside(problem: Problem, every: Container[Problem]) -> bool:
-    """Whether the same shape is there with w as [E, N, K], too."""
-    return problem.layout is Layout.KN and problem._replace(layout=Layout.NK) in every
+def _beside(problem: Problem, problems: Container[Problem]) -> bool:
+    """True if the problem's shape is also there with w as [E, N, K]."""
+    return problem.layout is Layout.KN and problem._replace(layout=Layout.NK) in problems
 
 
 def _variant_configs(ranked: Ranked, compiled: Sequence[Compiled]) -> set[ConfigPairs]:
@@ -316,8 +322,8 @@ def _variant_configs(ranked: Ranked, compiled: Sequence[Compiled]) -> set[Config
 
 
 def _table(ranked: Ranked) -> dict[tuple[Problem, int], list[tuple[int, float]]]:
-    """What there is to choose from: problems that aren't aligned have the fallbacks alone, and where what ran before
-    was not measured nothing is chosen."""
+    """The times to choose from: without unaligned problems, which run fallbacks, and cells whose baseline was not
+    measured."""
     return {
         (cell.problem, cell.bucket): list(cell.times_us.items())
         for cell in ranked
@@ -351,16 +357,16 @@ def _ranked(
 ) -> Ranked:
     """Each (problem, bucket) of a family with its variants."""
     rankers: dict[tuple[int, ...], Ranker] = {}
-    akin = {i for i, one in enumerate(compiled) if Family.of(one.variant) == family}
+    akin = {i for i, code in enumerate(compiled) if Family.of(code.variant) == family}
     chip = (evidence and evidence.chip) or chip_for(sm)
-    found = []
+    cells = []
     for problem in problems:
         before = {bucket: _before(problem, bucket, evidence, running) for bucket in plan.buckets[problem]}
         ran = set(itertools.chain.from_iterable(before.values()))
         able = tuple(
             i
-            for i, one in enumerate(compiled)
-            if (i in akin and serves(one.variant, problem)) or (ran and runs(one.variant, problem, ran))
+            for i, code in enumerate(compiled)
+            if (i in akin and serves(code.variant, problem)) or (ran and runs(code.variant, problem, ran))
         )
         if not able:
             if optional(problem):
@@ -379,8 +385,8 @@ def _ranked(
             settled = incumbent is not None and not (
                 measured and compiled[incumbent].variant.cubin_sha256 in measured.times_ns
             )
-            found.append(_RankedCell(problem, bucket, estimates, times_us, measured, incumbent, settled))
-    return found
+            cells.append(_RankedCell(problem, bucket, estimates, times_us, measured, incumbent, settled))
+    return cells
 
 
 def with_neighbours(
@@ -391,7 +397,7 @@ def with_neighbours(
     estimates: list[tuple[float, int]],
     variant: Callable[[int], Variant],
 ) -> list[tuple[float, int]]:
-    """Blend the cost model's (estimate in us, variant) with what was measured around a cell; the best comes first.
+    """Blend the cost model's (estimate in us, variant) with cells measured around this one; the best comes first.
 
     The estimates stay as they are if nothing like the cell was measured, or if the bundle that has it is damaged.
     """
@@ -406,7 +412,7 @@ def with_neighbours(
 
 
 def _before(problem: Problem, bucket: int, evidence: Timings | None, running: Running) -> tuple[bytes, ...]:
-    """What ran in a cell before, what a choice has to beat first: what was not timed, then the fastest."""
+    """The baselines of a cell: those not timed, then the fastest first; a choice has to beat the first."""
     now = running.get((problem, bucket))
     measured = evidence.cells.get(cell_of(problem, bucket)) if evidence else None
     times_ns = measured.times_ns if measured else {}
@@ -420,35 +426,35 @@ def _times_us(
     compiled: Sequence[Compiled],
     incumbent: int | None,
 ) -> dict[int, float]:
-    """The times measured, and the other estimates on their scale.
+    """The measured times, and the other estimates on their scale.
 
-    Where the model's first was measured, none of the others counts as faster than the fastest that was: it was passed
-    over by the same model, and the scale of a few estimates is no evidence. Nor does what would not take the place of
-    the ``incumbent`` count as faster than that.
+    If the model's first choice was measured, no estimate counts as faster than the fastest measured time: the model
+    ranked it lower, and the scale of a few estimates is no evidence. No variant counts as faster than the ``incumbent``
+    unless it beats it by more than noise.
     """
     if measured is None:
         return {i: us for us, i in estimates}
-    known = {
+    times = {
         i: measured.times_ns[sha] / 1000
         for _, i in estimates
         if (sha := compiled[i].variant.cubin_sha256) in measured.times_ns
     }
-    first = next((i for _, i in estimates if i in known), None)
-    if first is not None:  # what is not faster by more than noise is no reason to ship it
+    first = next((i for _, i in estimates if i in times), None)
+    if first is not None:  # a variant that is not faster by more than noise gives no reason to ship it
         modelled = compiled[first].variant.cubin_sha256
-        for i in known:
+        for i in times:
             if i != first and not measured.beats(compiled[i].variant.cubin_sha256, modelled):
-                known[i] = max(known[i], known[first] * NOT_FASTER)
-    ratios = [math.log(known[i] / us) for us, i in estimates if i in known and math.isfinite(us)]
+                times[i] = max(times[i], times[first] * NOT_FASTER)
+    ratios = [math.log(times[i] / us) for us, i in estimates if i in times and math.isfinite(us)]
     scale = UNMEASURED * math.exp(math.fsum(ratios) / len(ratios)) if ratios else 1.0
-    least = UNMEASURED * min(known.values()) if first is not None and first == estimates[0][1] else 0.0
-    if incumbent in known:
+    least = UNMEASURED * min(times.values()) if first is not None and first == estimates[0][1] else 0.0
+    if incumbent in times:
         held = compiled[incumbent].variant.cubin_sha256
-        for i in known:
+        for i in times:
             if i != incumbent and not measured.improves(compiled[i].variant.cubin_sha256, held):
-                known[i] = max(known[i], known[incumbent] * NOT_FASTER)
-        least = max(least, UNMEASURED * known[incumbent])
-    return {i: known.get(i, max(us * scale, least)) for us, i in estimates}
+                times[i] = max(times[i], times[incumbent] * NOT_FASTER)
+        least = max(least, UNMEASURED * times[incumbent])
+    return {i: times.get(i, max(us * scale, least)) for us, i in estimates}
 
 
 def _brought(ns: int, clock: float) -> int:

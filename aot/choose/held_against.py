@@ -1,4 +1,4 @@
-"""A new bundle's choices beside what ran in their cells before: how many are faster, and by how much."""
+"""Compare a new bundle's choices with the baseline in their cells: how many are faster, and by how much."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from .incumbents import Running
 
 @dataclass(frozen=True, slots=True)
 class HeldAgainst:
-    """The cells of a bundle by what they run: something ``faster`` than before, by ``gain`` in the geometric mean (0.05
-    is 5 %), ``as_before``, or something ``slower``, as where what ran before is in no bundle here. Of the others
-    nothing is known: torch ran them, or code that could not be measured here.
+    """The cells of a bundle by comparison with the baseline that ran there before.
+
+    ``faster`` cells gain ``gain`` in the geometric mean (0.05 is 5 %). ``as_before`` cells keep their kernel.
+    ``slower`` cells occur if the earlier kernel is in no bundle here. The rest is ``not_compared``: torch ran there
+    before, or code that could not be measured here.
     """
 
     faster: int
@@ -28,17 +30,17 @@ class HeldAgainst:
 
     @classmethod
     def of(cls, bundle: Bundle, evidence: Timings | None, running: Running | None) -> HeldAgainst | None:
-        """By the times that were measured; None where nothing was held against anything."""
+        """Compare by measured times; None if nothing was compared."""
         ratios: list[float] = []
         as_before = slower = others = 0
-        known = False
+        compared = False
         for problem, row in bundle.choices.items():
             for choice in row:
                 gpu = choice.measured_on(bundle.gpus)
                 if gpu is not None and (evidence is None or gpu not in evidence.gpus):
                     continue  # taken over from an installed bundle
                 before = _before(problem, choice.bucket, evidence, running or {})
-                known = known or bool(before)
+                compared = compared or bool(before)
                 now = bundle.variants[choice.variant].cubin_sha256
                 cell = evidence.cells.get(cell_of(problem, choice.bucket)) if evidence else None
                 times_ns = cell.times_ns if cell else {}
@@ -51,7 +53,7 @@ class HeldAgainst:
                         ratios.append(ratio)
                 else:
                     others += 1
-        if not known:
+        if not compared:
             return None
         gain = math.expm1(math.fsum(map(math.log, ratios)) / len(ratios)) if ratios else 0.0
         return cls(len(ratios), gain, as_before, slower, others)
@@ -62,7 +64,7 @@ class HeldAgainst:
         return text + (f", {self.not_compared} not compared" if self.not_compared else "")
 
     def to_dict(self) -> dict[str, object]:
-        """For JSON."""
+        """The comparison as plain values for JSON."""
         return {
             "faster": self.faster,
             "gain": round(self.gain, 4),
@@ -73,9 +75,9 @@ class HeldAgainst:
 
 
 def timed_before(contents: Contents) -> frozenset[bytes]:
-    """The variants that were timed beside what ran before, itself among them."""
-    records = (one for one in contents.records if isinstance(one, Measured) and one.incumbents)
-    return frozenset(timing.variant for one in records for timing in one.timings)
+    """The variants that were timed together with a baseline, and the baselines."""
+    records = (record for record in contents.records if isinstance(record, Measured) and record.incumbents)
+    return frozenset(timing.variant for record in records for timing in record.timings)
 
 
 def _before(problem: Problem, bucket: int, evidence: Timings | None, running: Running) -> set[bytes]:

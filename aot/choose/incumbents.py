@@ -1,9 +1,12 @@
-"""What the runtime runs today, by all bundles that it finds: what a new one is held against, and code to take part.
+"""The baseline: the kernels that the runtime selects today from all bundles that it finds, and their code.
+
+A bundle that was measured here takes precedence wherever it has a choice. So the baseline is measured together with the
+compiled variants, and if nothing beats it the new bundle names it too, and carries its code.
 
 A bundle that was measured here goes before others wherever it has a choice. So whatever ran before is measured beside
 what was compiled, and where nothing beats it the new bundle names it, too, and carries its code.
 
-Where nothing is measured, the new bundle takes over the measured choices of installed bundles (``TakenOver``).
+If nothing is measured, the new bundle takes over the measured choices of installed bundles (``TakenOver``).
 """
 
 from __future__ import annotations
@@ -33,15 +36,15 @@ from ..journal.records import Incumbent
 from ..plan.families import Family, families
 from ..process.gpus import driver_version
 
-Running = Mapping[tuple[Problem, int], Incumbent]  # of each problem and bucket that a bundle runs
+Running = Mapping[tuple[Problem, int], Incumbent]  # the baseline of each problem and bucket that a bundle runs
 Cells = Mapping[Problem, Sequence[int]]
 RunsOn = Callable[[LocalGpu], Running]
-Around = Callable[[LocalGpu], "Neighbourhood | None"]  # what is measured around cells, for a GPU
+Around = Callable[[LocalGpu], "Neighbourhood | None"]  # the cells measured on or for a GPU
 
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """A variant of a bundle that is there, and what a new bundle takes over with it."""
+    """A variant of an installed bundle, with all that a new bundle takes over with it."""
 
     code: Compiled
     kernel: Kernel
@@ -51,9 +54,9 @@ class Carried:
 
 @dataclass(frozen=True, slots=True)
 class TakenOver:
-    """Measured choices of installed bundles for a new one: ``bundle`` holds them and their code, and nothing else.
+    """Measured choices of installed bundles for a new one: ``bundle`` holds only them and their code.
 
-    ``codes`` are its variants with what each was made by. ``sources`` are the digests of the installed bundles.
+    ``codes`` are its variants with their origins. ``sources`` are the digests of the installed bundles.
     """
 
     bundle: Bundle
@@ -63,18 +66,18 @@ class TakenOver:
 
 @dataclass(frozen=True, slots=True)
 class Incumbents:
-    """The bundles that the runtime finds, as they are before there is a new one."""
+    """The bundles that the runtime finds before there is a new one."""
 
     snapshot: Snapshot
 
     @classmethod
     def found(cls, without: Path | None = None) -> Incumbents:
-        """Those of the places where the runtime looks, but for the file that is about to be replaced."""
+        """The bundles on the runtime's search path, except the file that is about to be replaced."""
         return cls(take(settings.read(os.environ), without))
 
     def running(self, cells: Cells, local: LocalGpu) -> dict[tuple[Problem, int], Incumbent]:
-        """What runs each cell today; those that torch runs are left out."""
-        found = {}
+        """The kernel that runs each cell today; cells that torch runs are left out."""
+        running = {}
         for problem, buckets in cells.items():
             for bucket in buckets:
                 try:
@@ -83,40 +86,38 @@ class Incumbents:
                     continue
                 if isinstance(ran, Decision):
                     sha, bundle = ran.chosen.variant.cubin_sha256, ran.chosen.usable.bundle
-                    found[problem, bucket] = Incumbent(sha, bundle.digest)
-        return found
+                    running[problem, bucket] = Incumbent(sha, bundle.digest)
+        return running
 
     def on(self, cells: Cells) -> RunsOn:
-        """``running``, for a GPU that is not known yet: asked once for each."""
+        """Return ``running`` as a function of the GPU, which may not be known yet; results are cached."""
         return functools.cache(lambda local: self.running(cells, local))
 
     def codes(self, problems: Sequence[Problem], sm: int) -> tuple[Carried, ...]:
-        """Every variant that may run one of these problems, that this machine's driver loads (where there is one), and
-        that a bundle for this capability can hold.
-        """
-        found: dict[Variant, Carried] = {}
+        """The variants of these bundles that may run a problem, load on this driver, and fit a bundle for ``sm``."""
+        codes: dict[Variant, Carried] = {}
         kernels: dict[tuple[str, int], Kernel] = {}
         for usable in self.snapshot.view(LocalGpu(sm, Gpu("", 0, 0, driver_version())), installed=True).usable:
             if usable.bundle.target.sm == sm:
                 try:
-                    for one in _codes_of(usable, self.snapshot, problems):
-                        name = one.kernel.name, one.kernel.revision
-                        if kernels.setdefault(name, one.kernel) == one.kernel:
-                            found.setdefault(one.code.variant, one)
+                    for carried in _codes_of(usable, self.snapshot, problems):
+                        name = carried.kernel.name, carried.kernel.revision
+                        if kernels.setdefault(name, carried.kernel) == carried.kernel:
+                            codes.setdefault(carried.code.variant, carried)
                 except (BundleError, Rejected):  # damaged: the runtime says so
                     continue
-        return tuple(found.values())
+        return tuple(codes.values())
 
     def neighbourhood(self, sm: int) -> Neighbourhood | None:
-        """Return the cells that installed packages measured on a capability, the modelled GPU's first."""
+        """The cells that installed packages measured on a capability, the modelled GPU's first."""
         chip = chip_for(sm)
         local = LocalGpu(sm, Gpu(chip.name, chip.sm_count, chip.memory_gib << 10, 0))
         view = self.snapshot.view(local, installed=True)
-        installed = tuple(one for one in view.usable if one.place.kind is Kind.INSTALLED)
+        installed = tuple(usable for usable in view.usable if usable.place.kind is Kind.INSTALLED)
         return self._around(local, view._replace(usable=installed))
 
     def around(self, local: LocalGpu) -> Neighbourhood | None:
-        """Return the measured cells that the runtime compares unknown problems with on a GPU."""
+        """The measured cells with which the runtime compares unknown problems on a GPU."""
         return self._around(local, self.snapshot.view(local, installed=True))
 
     def _around(self, local: LocalGpu, view: View) -> Neighbourhood | None:
@@ -128,8 +129,8 @@ class Incumbents:
     def measured(self, cells: Cells, sm: int) -> TakenOver | None:
         """The measured choices of installed packages for these cells of a capability; None if there are none.
 
-        Each GPU's own, and of several bundles the choice that ``aot merge`` keeps. A bundle whose kernel has the name
-        and revision of another's and other source is left out.
+        Each GPU keeps its own choice; of several bundles' choices the one that ``aot merge`` keeps. A bundle whose
+        kernel has the name and revision of another's but another source is left out.
         """
         parts: dict[str, Bundle] = {}
         codes: dict[Variant, Carried] = {}
@@ -142,29 +143,29 @@ class Incumbents:
                 part, carried = _measured_part(usable, self.snapshot, cells)
             except (BundleError, Rejected):  # damaged: the runtime says so
                 continue
-            named = {(one.kernel.name, one.kernel.revision): one.kernel for one in carried}
-            if part.choices and all(kernels.get(name, one) == one for name, one in named.items()):
+            named = {(carried.kernel.name, carried.kernel.revision): carried.kernel for carried in carried}
+            if part.choices and all(kernels.get(name, kernel) == kernel for name, kernel in named.items()):
                 parts[str(usable.path)] = part
                 kernels |= named
-                codes |= {one.code.variant: one for one in carried}
+                codes |= {carried.code.variant: carried for carried in carried}
                 sources.add(usable.bundle.digest)
         if not parts:
             return None
         bundle = merge(parts).bundle if len(parts) > 1 else next(iter(parts.values()))
-        return TakenOver(bundle, tuple(codes[one] for one in bundle.variants), frozenset(sources))
+        return TakenOver(bundle, tuple(codes[variant] for variant in bundle.variants), frozenset(sources))
 
 
 def runs(variant: Variant, problem: Problem, incumbents: Container[bytes]) -> bool:
-    """Whether it is one that runs a problem today, though no build may choose it: a fallback where rows are aligned."""
+    """True if a variant runs a problem today, even if no build may choose it, like a fallback for aligned rows."""
     same = variant.cubin_sha256 in incumbents and Family.of(variant) == Family.of(problem)
     return same and variant.max_experts >= problem.E
 
 
 def _codes_of(usable: Usable, snapshot: Snapshot, problems: Sequence[Problem]) -> list[Carried]:
     bundle = usable.bundle
-    kernels = {(one.name, one.revision): one for one in bundle.kernels}
-    members = [one[0] for one in families(problems).values()]
-    wanted = {i: variant for one in members for i, variant in snapshot.variants(bundle, one)}
+    kernels = {(kernel.name, kernel.revision): kernel for kernel in bundle.kernels}
+    members = [group[0] for group in families(problems).values()]
+    wanted = {i: variant for member in members for i, variant in snapshot.variants(bundle, member)}
     return [
         Carried(
             Compiled(variant, bundle.cubin(i)),
@@ -213,18 +214,18 @@ def _measured_part(usable: Usable, snapshot: Snapshot, cells: Cells) -> tuple[Bu
                 )
             )
         if row:
-            choices[problem] = tuple(sorted(row, key=lambda one: one.sort_key))
-    kernels = {(one.name, one.revision): one for one in file.kernels}
+            choices[problem] = tuple(sorted(row, key=lambda choice: choice.sort_key))
+    kernels = {(kernel.name, kernel.revision): kernel for kernel in file.kernels}
     cubins = {n: file.cubin(i) for i, n in number.items()}
     carried = [
-        Carried(Compiled(one, cubins[n]), kernels[one.kernel, one.revision], file.min_driver, file.producer)
-        for one, n in place.items()
+        Carried(Compiled(variant, cubins[n]), kernels[variant.kernel, variant.revision], file.min_driver, file.producer)
+        for variant, n in place.items()
     ]
     part = Bundle(
         file.target,
         file.min_driver,
         file.producer,
-        tuple(dict.fromkeys(one.kernel for one in carried)),
+        tuple(dict.fromkeys(carried.kernel for carried in carried)),
         file.gpus,
         tuple(place),
         tuple(cubins[n] for n in place.values()),

@@ -1,4 +1,4 @@
-"""Which variants a bundle ships: the smallest set that loses next to nothing against every candidate.
+"""Select the variants that a bundle ships: the smallest set that loses next to nothing against all candidates.
 
 A few configs serve all shapes: 8 of them lose 0.4 % at most, in the mean, against each shape's own best on
 an H200, 4 lose 1.0 % (docs/inside/cost-model.md). Greedy growth, then swaps, then dropping what hardly helps; the
@@ -15,7 +15,7 @@ from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem
 
 MAX_LOSS = 0.02  # a shape may lose this much against its own best before a larger set is worth it
-MIN_GAIN = 0.0005  # what one more variant must save of the mean loss
+MIN_GAIN = 0.0005  # the least reduction of the mean loss that is worth one more variant
 SMALL_TABLE = 5000  # times; above that the set grows from one start only
 MISSING = 2.0  # a variant without a time for a shape counts as this many times the slowest one there
 
@@ -24,7 +24,7 @@ Family = tuple[Op, DType, Layout, Fusion]
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What one family pays for its set: ``mean_loss`` (geometric) and ``max_loss`` are fractions over the best."""
+    """The loss of one family with its set: ``mean_loss`` (geometric) and ``max_loss`` are fractions over the best."""
 
     family: Family
     variants: tuple[int, ...]
@@ -33,13 +33,13 @@ class Loss:
 
 
 class _Costs:
-    """log(time / best time) of every variant in every cell, and sets of variants judged by it."""
+    """log(time / best time) of every variant in every cell, to score sets of variants."""
 
     def __init__(self, cells: Sequence[Sequence[tuple[int, float]]], allowed: Container[int] | None) -> None:
-        every = sorted({variant for cell in cells for variant, _ in cell})
-        self.variants = [variant for variant in every if allowed is None or variant in allowed]
+        timed = sorted({variant for cell in cells for variant, _ in cell})
+        self.variants = [variant for variant in timed if allowed is None or variant in allowed]
         self._allowed = math.log1p(MAX_LOSS)
-        columns: dict[int, list[float]] = {variant: [] for variant in every}
+        columns: dict[int, list[float]] = {variant: [] for variant in timed}
         for cell in cells:
             times = dict(cell)
             best = min(times.values())
@@ -66,11 +66,11 @@ class _Costs:
 
     def add(self, chosen: list[int]) -> tuple[float, int] | None:
         """The best (score, variant) to join ``chosen``, the least variant on a tie."""
-        key = frozenset(chosen)  # growth from one start comes upon sets of another's
+        key = frozenset(chosen)  # growth from another start may reach the same set
         if key not in self._added:
             floor = self.floor(chosen)
-            every = ((self.score(floor, v), v) for v in self.variants if v not in key)
-            self._added[key] = min(every, default=None)
+            steps = ((self.score(floor, v), v) for v in self.variants if v not in key)
+            self._added[key] = min(steps, default=None)
         return self._added[key]
 
 
@@ -114,7 +114,7 @@ def select(
     limit: int = 16,
     allowed: Container[int] | None = None,
 ) -> Loss:
-    """The variants to ship for one family, at most ``limit``, only ``allowed`` ones where given, and what they lose.
+    """Select the variants to ship for one family, at most ``limit``, and only ``allowed`` ones if that is set.
 
     ``table`` maps (problem, bucket) to (variant, time) pairs in any one unit; only ratios within a
     cell count. Minimises mean(log(time / best)) plus the sum of what cells are over
@@ -142,7 +142,7 @@ def select(
 
 def _finite(key: tuple[Problem, int], cell: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     """The variants of a cell that have a time, by variant: the input's order must not matter."""
-    finite = sorted([one for one in cell if one[1] not in (math.inf, -math.inf)])
+    finite = sorted([pair for pair in cell if pair[1] not in (math.inf, -math.inf)])
     if not finite or not all(time > 0 for _, time in finite):
         raise ValueError(f"{key[0]}, bucket {key[1]}: times {[time for _, time in cell]}, wanted one above 0 or more")
     return finite

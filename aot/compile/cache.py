@@ -1,4 +1,4 @@
-"""The compile cache: every variant that was ever compiled here, by what decides its bytes."""
+"""The compile cache: variants that were compiled here, by everything that decides their bytes."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def default_dir() -> Path | None:
 class CompileCache:
     """Compiled variants in a directory. Entries are published by rename: any number of builds may share it.
 
-    Nothing is ever removed: delete the directory to clear it. ``trouble`` says, once something could
-    not be written, why; the cache is then only read.
+    Nothing is ever removed: delete the directory to clear it. ``trouble`` is empty, or says why the cache can't be
+    written; it is then only read.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -44,16 +44,16 @@ class CompileCache:
         self.trouble = ""
 
     def get(self, spec: Spec | RowOpSpec, sm: int) -> Compiled | None:
-        """The variant; None if it is missing, damaged, or in a place that others can write."""
+        """The compiled variant; None if it is missing or damaged, or if others can write its file."""
         payload = read_checked(self._path(spec, sm))
         return None if payload is None else _unpack(payload, spec)
 
     def has(self, spec: Spec | RowOpSpec, sm: int) -> bool:
-        """Whether ``get`` has it."""
+        """True if ``get`` returns the variant."""
         return self.get(spec, sm) is not None
 
     def put(self, spec: Spec | RowOpSpec, sm: int, compiled: Compiled) -> None:
-        """Keep the variant. A cache that can't be written costs the next run time, not this one its result."""
+        """Keep the variant. If the cache can't be written, the next run compiles again and this one goes on."""
         self.trouble = self.trouble or cache_fault(self.directory)
         if self.trouble:
             return
@@ -88,7 +88,7 @@ def _pack(compiled: Compiled) -> bytes:
 
 
 def _unpack(payload: bytes, spec: Spec | RowOpSpec) -> Compiled | None:
-    """The entry, or None where another version wrote it in another form: it is then compiled again."""
+    """Unpack an entry; None if another version wrote it in another format, so that it is compiled again."""
     try:
         record, cubin = msgpack.unpackb(
             payload, use_list=False, max_bin_len=MAX_CUBIN_BYTES, max_array_len=2, max_map_len=0, max_ext_len=0
@@ -101,23 +101,23 @@ def _unpack(payload: bytes, spec: Spec | RowOpSpec) -> Compiled | None:
     return Compiled(variant, cubin) if made_of(variant) == asked_for(spec) else None
 
 
-def made_of(one: Variant) -> Hashable:
-    """What a variant is compiled from, but for the sources and the capability; see ``asked_for``."""
+def made_of(variant: Variant) -> Hashable:
+    """Everything that a variant is compiled from, except sources and capability; compare with ``asked_for``."""
     return (
-        one.kernel,
-        one.op,
-        one.dtype,
-        one.layout,
-        one.fusion,
-        one.alignment,
-        one.max_experts,
-        one.config,
-        one.arguments,
+        variant.kernel,
+        variant.op,
+        variant.dtype,
+        variant.layout,
+        variant.fusion,
+        variant.alignment,
+        variant.max_experts,
+        variant.config,
+        variant.arguments,
     )
 
 
 def asked_for(spec: Spec | RowOpSpec) -> Hashable:
-    """The same of what is to be compiled."""
+    """Everything that a spec is compiled from, except sources and capability; compare with ``made_of``."""
     return (
         entry_of(spec).name,
         spec.op,

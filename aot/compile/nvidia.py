@@ -1,4 +1,4 @@
-"""What is NVIDIA's of a compilation: the least driver, and what cuobjdump reads from a cubin."""
+"""NVIDIA's part of a compilation: the least driver version, and a cubin's resources as cuobjdump prints them."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ OUTPUT_LIMIT_CHARS = 2000
 
 
 def min_driver(sm: int, ptxas: str) -> int:
-    """The least CUDA driver version that loads a cubin, as cuDriverGetVersion counts.
+    """The least CUDA driver version that loads a cubin, in the form of cuDriverGetVersion.
 
-    Within a major version any driver loads the code (CUDA compatibility guide, minor version
-    compatibility), but for a capability that the driver must know by name.
+    Within a major version any driver loads the code (CUDA compatibility guide, minor version compatibility), except for
+    capabilities that the driver must know by name.
     """
     major, minor = (int(part) for part in ptxas.split(".")[:2])
     return major * 1000 + (minor * 10 if arch_of(sm).named_to_driver and major == 12 else 0)
 
 
 def resources(scratch: Path, cubin: bytes, entry: str) -> tuple[int, int, int]:
-    """Registers a thread, stack bytes and local bytes, as cuobjdump reads them from the cubin."""
+    """Read registers a thread, stack bytes and local bytes of a cubin with cuobjdump."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     path = scratch / "variant.cubin"
     path.write_bytes(cubin)
     dump = subprocess.run([tool, "--dump-resource-usage", path], capture_output=True, text=True, check=False)
-    found = re.search(rf"Function {re.escape(entry)}:\s*REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", dump.stdout)
-    if not found:
+    usage = re.search(rf"Function {re.escape(entry)}:\s*REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", dump.stdout)
+    if not usage:
         raise CompileError(f"cuobjdump says nothing of {entry}: {dump.stdout}{dump.stderr}"[:OUTPUT_LIMIT_CHARS])
-    return int(found[1]), int(found[2]), int(found[3])
+    return int(usage[1]), int(usage[2]), int(usage[3])

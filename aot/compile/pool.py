@@ -1,4 +1,4 @@
-"""Many variants, N at a time, in worker processes that may abort or hang."""
+"""Compile many variants, several at a time, in worker processes that may abort or hang."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Ready = Callable[[Spec | RowOpSpec, int], Compiled | None]
 
 
 def none_shipped(spec: Spec | RowOpSpec, sm: int) -> None:
-    """Everything is compiled."""
+    """Return None: no variant is shipped, so all are compiled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,9 @@ class CompileJob:
 
 @dataclass(frozen=True, slots=True)
 class CompileResult:
-    """What became of a job: ``compiled``, or the ``reason`` why not. ``cached``: nothing had to be compiled, and
-    ``shipped`` nor was it ever here.
+    """The outcome of a job: ``compiled``, or the ``reason`` of the failure.
+
+    ``cached``: the compile cache had it. ``shipped``: it came compiled with a package.
     """
 
     job: CompileJob
@@ -57,7 +58,7 @@ class CompileResult:
 
 
 def default_workers() -> int:
-    """One a core that this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -73,6 +74,10 @@ def compile_all(
 ) -> list[CompileResult]:
     """Compile every job that ``shipped`` does not have; the results come in the order of the jobs.
 
+    A variant that fails, hangs or takes its process down has a result with a reason, never an exception; so has a
+    variant that no installed Triton can compile. Finished variants are in ``cache`` at once: an interrupted run loses
+    only those in flight. ``on_result`` is called with each result as it is ready.
+
     A variant that fails, hangs or takes its process down is a Result with a reason, never an
     exception. So is one that no Triton here can compile. Finished variants are in ``cache`` at once, so an
     interrupted run loses only what is in flight. ``on_result`` hears of each as it is ready.
@@ -80,7 +85,7 @@ def compile_all(
     Raises
     ------
     HostError
-        where the machine stops the compiler: a full disk, no memory, workers that can't start.
+        if the machine stops the compiler: a full disk, no memory, workers that can't start.
     """
     jobs = list(jobs)
     results: dict[CompileJob, CompileResult] = {}
@@ -144,12 +149,12 @@ def _run(
 
 @contextlib.contextmanager
 def stderr_to(path: Path) -> Iterator[None]:
-    """What starts meanwhile writes its standard error to a file.
+    """Send the standard error of processes that start in this context to a file.
 
     A worker that is ended while it starts, and the resource tracker of a killed build, would print tracebacks.
     """
     try:
-        kept = os.dup(2)
+        saved = os.dup(2)
     except OSError:  # this process has no standard error
         yield
         return
@@ -159,8 +164,8 @@ def stderr_to(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(saved, 2)
+        os.close(saved)
 
 
 @contextlib.contextmanager
@@ -177,7 +182,7 @@ def interrupts_held() -> Iterator[None]:
 
 
 def start_worker(scratch: str) -> None:
-    """A worker is a process group of its own: when it ends before its time, so does the assembler it runs."""
+    """Initialise a worker: a process group of its own, so that ending it ends the assembler that it runs."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGTERM, lambda number, frame: os.killpg(0, signal.SIGKILL))
     tempfile.tempdir = scratch

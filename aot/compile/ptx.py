@@ -1,23 +1,22 @@
-"""What Triton has no words for is said in the PTX that it makes, before it assembles it.
+"""Rewrite PTX between Triton and the assembler, for instructions that Triton can't express.
 
 ``streamed``: weights that are read once. Their TMA loads are marked so that L2 gives their lines up first:
 ``cp.async.bulk.tensor`` with ``.L2::cache_hint`` and a policy (PTX ISA, "cp.async.bulk.tensor"). The policy is the
 64-bit word that ``createpolicy.fractional.L2::evict_first`` yields for all lines (CUTLASS has it in
 ``cute/arch/copy_sm90_desc.hpp``, ``TMA::CacheHintSm90::EVICT_FIRST``).
 
-``written``: dw that nothing reads soon, the same of TMA's stores ("cp.async.bulk.tensor", ``.global.shared::cta``).
+``written``: dw that nothing reads soon. TMA's stores get the hint ("cp.async.bulk.tensor", ``.global.shared::cta``).
 
 ``cut``: products of 192 columns (kernels/gluon/pingpong.py), which are written as 256. An instruction's operands
 lie in shared memory by rows, or by blocks of 64 columns, so the first 192 columns are where they were, and the sums of
 8 columns are four registers in a row (PTX ISA, "wgmma.mma_async", register fragments and matrix layouts).
 
-From Triton 3.8 on such products are written as of the first 256 columns that a ring has, with a comment that says which
-register holds how much further they are: no view of 256 may begin anywhere (``tile_of``,
-kernels/gluon/pipeline.py). That is added to their matrix descriptors, whose low bits are an address in 16 bytes.
+From Triton 3.8 on, a view of 256 columns may not begin anywhere (``tile_of``, kernels/gluon/pipeline.py). The source
+then reads the first 256 columns of a ring, and a comment names the register that holds the offset of the right columns.
+The offset is added to the matrix descriptors, whose low bits are an address in units of 16 bytes.
 
-``fit``: the same of tiles that are fitted to their rows (kernels/hopper_plain/fitted.py), which lie across. A tile's
-loop is there once for each number of rows, with products of as many columns; a comment in it says which register holds
-the number.
+``fit``: transposed tiles that are fitted to their rows (kernels/hopper_plain/fitted.py). The loop of a tile is copied
+for each number of rows, with products of as many columns; a comment in the loop names the register of that number.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _LOOP = re.compile(
     rf"^(?P<name>\$L\w+):.*\n(?P<body>{_INSIDE}.*{_SAID}\n{_INSIDE}\s*@!?%\w+ bra(?:\.uni)?\s+(?P=name);\n)",
     re.MULTILINE,
 )
-# What kernels/gluon/pipeline.py says of the products in the same block of code, and their right operand.
+# The comment of kernels/gluon/pipeline.py on the products in the same block of code, and their right operand.
 _FURTHER = re.compile(r"// products of what is so much further: (?P<register>%\w+)\n(?P<block>(?:(?!\$L\w+:).*\n)*)")
 _RIGHT = re.compile(r"(wgmma\.mma_async[^{};]*\{[^{}]*\}, %\w+, )(%\w+)([^;]*;)")
 _PRODUCT = re.compile(r"(wgmma\.mma_async\.[\w.]*?m64)n(\d+)(k\d+[\w.]*\s*)\{([^{}]*)\}")
@@ -64,19 +63,19 @@ def streamed(ptx: str) -> str:
 
 
 def written(ptx: str) -> str:
-    """The PTX with a hint on each store of dw; ValueError as ``streamed``."""
+    """The PTX with a hint on each store of dw; ValueError as for ``streamed``."""
     return _hinted(ptx, _STORE, "stores of dw")
 
 
 def _hinted(ptx: str, which: re.Pattern[str], what: str) -> str:
-    text, count = which.subn(lambda one: f"{one[1]}.L2::cache_hint{one[2]}, {EVICT_FIRST:#x};", ptx)
+    text, count = which.subn(lambda access: f"{access[1]}.L2::cache_hint{access[2]}, {EVICT_FIRST:#x};", ptx)
     if not count or text.count(".L2::cache_hint") != count:
         raise ValueError(f"{count} TMA {what} in the PTX, {ptx.count('.L2::cache_hint')} have a hint already")
     return text
 
 
 def cut(ptx: str) -> str:
-    """The PTX with products of 192 columns in place of 256: the sums of the others are never set.
+    """The PTX with products of 192 columns instead of 256; the sums of the other columns are never set.
 
     Raises
     ------
@@ -87,12 +86,12 @@ def cut(ptx: str) -> str:
 
 
 def fit(ptx: str) -> str:
-    """The PTX with each loop of products as many times as its comment says, and before it the way to the right one.
+    """The PTX with a copy of each loop of products for every number of rows, and a branch to the right copy.
 
     Raises
     ------
     ValueError
-        as ``cut``, for products in no such loop, and where the register that the comment names is used in the loop.
+        as ``cut``, for products outside such loops, and if the loop uses the register that the comment names.
     """
     ptx = _moved(ptx)
     text, count = _LOOP.subn(_fitted, ptx)
@@ -116,12 +115,12 @@ def _fitted(loop: re.Match[str]) -> str:
 
 
 def _moved(ptx: str) -> str:
-    """The PTX with each product's right operand where the comments in it say; as it is where there are none.
+    """The PTX with each product's right operand moved as the comments say; unchanged if there are no comments.
 
     Raises
     ------
     ValueError
-        if of some products none says so.
+        if a product has no such comment.
     """
     if not _FURTHER.search(ptx):
         return ptx
@@ -136,7 +135,7 @@ def _moved(ptx: str) -> str:
 
 
 def _shorter(ptx: str, columns: int) -> str:
-    """The PTX with so many columns of each product."""
+    """The PTX with ``columns`` columns in each product."""
     if columns not in range(8, _WRITTEN_COLUMNS + 1, 8):
         raise ValueError(f"wgmma has no product of {columns} columns")
 
@@ -153,7 +152,7 @@ def _shorter(ptx: str, columns: int) -> str:
 
 
 def rewrites(config: Config) -> tuple[Rewrite, ...]:
-    """What the code of a config needs."""
+    """The rewrites that the code of a config needs."""
     if config.rows is TileRows.FITTED:
         return (fit,)
     hints = (written if config.schedule.warp_specialized else streamed,) * (config.cache is Cache.EVICT_FIRST)
@@ -162,13 +161,13 @@ def rewrites(config: Config) -> tuple[Rewrite, ...]:
 
 @functools.cache
 def source_of_rewrites_sha256() -> str:
-    """The digest, in hex, of what is done here: what has been rewritten otherwise is another cubin."""
+    """The digest, in hex, of this file: code rewritten by another version is another cubin."""
     return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
 @contextmanager
 def rewriting(how: tuple[Rewrite, ...]) -> Iterator[None]:
-    """The PTX of what Triton compiles meanwhile, in this process, passes through these functions."""
+    """Pass the PTX of everything that Triton compiles in this context and process through the functions in ``how``."""
     if not how:
         yield
         return

@@ -17,37 +17,37 @@ KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 
 
 def sources(kernel: str) -> tuple[Path, ...]:
-    """The files that a kernel is compiled from: its home, and what that imports of this layer, ascending."""
+    """The files that a kernel is compiled from: its home and its imports from the kernels layer, ascending."""
     return tuple(sorted(_texts(kernel)))
 
 
 def source_sha256(kernel: str) -> str:
     """The digest, in hex, of a kernel's source as it is on disk now.
 
-    It is of the syntax trees of ``sources``, in no order: a comment that changes or a file that moves changes nothing.
+    It is over the sorted digests of the syntax trees of ``sources``: comments and file names don't change it.
     """
     digests = sorted(_parsed(text)[1] for text in _texts(kernel).values())
     return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
 def main() -> None:
-    """Print each kernel and its digest, a line each, marked where its entry has another."""
+    """Print each kernel and its digest, a line each, and mark those that differ from the entry's."""
     for name, entry in ENTRIES.items():
         now = source_sha256(name)
         print(name, now, *([] if now == entry.sha256 else [f"(the entry has {entry.sha256})"]))
 
 
 def _texts(kernel: str) -> dict[Path, bytes]:
-    found: dict[Path, bytes] = {}
+    texts: dict[Path, bytes] = {}
     ahead = [KERNELS.joinpath(*ENTRIES[kernel].home.split(".")).with_suffix(".py")]
     while ahead:
         path = ahead.pop()
-        if path in found:
+        if path in texts:
             continue
-        found[path] = path.read_bytes()
-        for level, names in _parsed(found[path])[0]:
+        texts[path] = path.read_bytes()
+        for level, names in _parsed(texts[path])[0]:
             ahead.append(path.parents[level - 1].joinpath(*names).with_suffix(".py"))
-    return found
+    return texts
 
 
 @functools.cache  # every variant's key asks for it

@@ -1,8 +1,8 @@
-"""Candidates that ship compiled: what would be compiled here, as the package's own builder has compiled it.
+"""Candidates that ship compiled: variants that the package's builder compiled from today's sources.
 
-Each is a bundle of one capability's variants, pressed with xz, alone or with those for like GPUs, in a folder that an
-installed package names under the entry points ``pretuned.bundles``. The runtime takes of them what no bundle has code
-for.
+Each file is a bundle of one capability's variants, or of several like capabilities, compressed with xz, in a folder
+that an installed package names under the entry points ``pretuned.bundles``. The runtime uses them for calls that no
+bundle has code for.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .triton import Compiled, Maker
 
 
 def shipped_file(sm: int | None) -> Path:
-    """Where a capability's candidates are; InputError where none ship."""
+    """The file of a capability's shipped candidates; InputError if none ship."""
     if sm is None:
         raise InputError("no candidates are named, and there is no GPU here: name a file that aot compile made")
     for place in installed_places():
@@ -38,8 +38,9 @@ def shipped_file(sm: int | None) -> Path:
 
 
 class Shipped:
-    """The variants of some such bundles that are of today's sources and that this machine's driver loads (where there
-    is one). The first that has a variant counts. ``trouble`` says which files, or variants, can't be used, and why.
+    """The variants of shipped candidates that are of today's sources and that this machine's driver, if any, loads.
+
+    Of equal variants the first counts. ``trouble`` lists the files and variants that can't be used, and why.
     """
 
     def __init__(self, bundles: Sequence[BundleFile] = (), trouble: Sequence[str] = ()) -> None:
@@ -53,7 +54,7 @@ class Shipped:
 
     @classmethod
     def found(cls, sm: int, places: Sequence[Place] | None = None) -> Shipped:
-        """Those of a capability in the installed packages."""
+        """The candidates of a capability in the installed packages."""
         bundles: list[BundleFile] = []
         trouble: list[str] = []
         for place in installed_places() if places is None else places:
@@ -63,17 +64,17 @@ class Shipped:
                     bundles.append(open_bundle(path))
                 except BundleError as error:
                     trouble.append(str(error))
-        return cls([one for one in bundles if one.target.sm == sm], trouble)
+        return cls([bundle for bundle in bundles if bundle.target.sm == sm], trouble)
 
     def __len__(self) -> int:
         return len(self._places)
 
     def has(self, spec: Spec | RowOpSpec, sm: int) -> bool:
-        """Whether there is a variant for ``sm``; its code is not looked at."""
+        """True if there is a variant for ``sm``; its code is not checked."""
         return (sm, asked_for(spec)) in self._places
 
     def get(self, spec: Spec | RowOpSpec, sm: int) -> Compiled | None:
-        """The variant for ``sm``, its code checked as ``aot verify`` does; None if there is none."""
+        """The variant for ``sm``, its code checked as by ``aot verify``; None if there is none."""
         bundle, i = self._places.get((sm, asked_for(spec)), (None, 0))
         if bundle is None:
             return None
@@ -92,11 +93,11 @@ class Shipped:
         if 0 < driver_version() < bundle.min_driver:
             return
         current = {
-            (one.name, one.revision)
-            for one in bundle.kernels
-            if one.name in ENTRIES and source_sha256(one.name) == one.source_sha256.hex()
+            (kernel.name, kernel.revision)
+            for kernel in bundle.kernels
+            if kernel.name in ENTRIES and source_sha256(kernel.name) == kernel.source_sha256.hex()
         }
         for i, variant in enumerate(bundle.variants()):
-            known = (variant.kernel, variant.revision) in current and variant.abi == LAUNCH_ABI
-            if known and unlaunchable(variant) is None:
+            current_code = (variant.kernel, variant.revision) in current and variant.abi == LAUNCH_ABI
+            if current_code and unlaunchable(variant) is None:
                 self._places.setdefault((bundle.target.sm, made_of(variant)), (bundle, i))

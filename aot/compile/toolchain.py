@@ -18,13 +18,13 @@ from ...kernels.rowops import RowOpSpec
 
 _TOOL_TIMEOUT_S = 60
 
-# The releases of Triton, from the first to the last, whose code is known to be right: of the plain kernels, and of the
-# warp-specialised ones, which are written in Gluon: 3.6 has no gl.barrier. Of those tiles of 192 rows or columns are
-# more than 3.8 takes: there a view of shared memory is as large as what it begins in (kernels/gluon/pipeline.py).
+# First and last release of Triton that compile correctly: the plain kernels, and the warp-specialised ones in Gluon
+# (3.6 has no gl.barrier). 3.8 can't compile warp-specialised tiles of 192 rows or columns: its views of shared memory
+# are as large as the allocation (kernels/gluon/pipeline.py).
 KNOWN = ((3, 6, 0), (3, 9, 0))
 KNOWN_GLUON = ((3, 7, 0), (3, 9, 0))
 WITHOUT_192 = ((3, 8, 0), (3, 8, 0))
-BUILDER = "3.7.1"  # makes all of it
+BUILDER = "3.7.1"  # compiles every kernel
 # The capabilities whose code is made by the first of the two assemblers that Triton ships, and those from 3.9 on.
 _FIRST, _FIRST_SINCE_39 = frozenset((80, 86, 87, 89, 90)), frozenset((80, 86, 87, 89))
 
@@ -54,17 +54,17 @@ def toolchain() -> Toolchain:
     Raises
     ------
     HostError
-        if Triton is not installed, is no release that is known to make right code, or has no assembler that runs.
+        if Triton is not installed, is a release that is not known to compile correctly, or has no assembler that runs.
     """
     folder = triton_folder()
     if folder is None:
         raise HostError("Triton is not installed, and compiling needs it: pip install 'pretuned[compile]'")
-    found = re.search(r"^__version__ = ['\"]([^'\"]+)", (folder / "__init__.py").read_text(), re.MULTILINE)
-    if not found:
+    match = re.search(r"^__version__ = ['\"]([^'\"]+)", (folder / "__init__.py").read_text(), re.MULTILINE)
+    if not match:
         raise HostError(f"{folder / '__init__.py'} names no __version__: is this Triton?")
-    if not _within(found[1], KNOWN):
+    if not _within(match[1], KNOWN):
         raise HostError(
-            f"Triton {found[1]} is installed, and pretuned knows of {_named(KNOWN)} alone that their code is right: "
+            f"Triton {match[1]} is installed, and pretuned knows of {_named(KNOWN)} alone that their code is right: "
             f"nothing is compiled with it. Where torch wants it, compile in an environment of its own that has "
             f"triton=={BUILDER}"
         )
@@ -72,11 +72,11 @@ def toolchain() -> Toolchain:
     if ptxas is None:
         tool, machine = folder / "backends/nvidia/bin/ptxas", platform.machine()
         raise HostError(f"{tool} does not run: reinstall Triton for this machine, {machine}")
-    return Toolchain(found[1], ptxas, _toolkit(folder, "ptxas-blackwell") or ptxas)
+    return Toolchain(match[1], ptxas, _toolkit(folder, "ptxas-blackwell") or ptxas)
 
 
 def unable(spec: Spec | RowOpSpec) -> str | None:
-    """Why nothing is compiled for ``spec`` on this machine, whatever the capability; None where it is."""
+    """The reason why ``spec`` can't be compiled on this machine, for any capability; None if it can."""
     try:
         triton = toolchain().triton
     except HostError as error:
@@ -94,10 +94,10 @@ def unable(spec: Spec | RowOpSpec) -> str | None:
     return None
 
 
-def _within(version: str, known: tuple[tuple[int, ...], tuple[int, ...]]) -> bool:
-    """Whether a version, such as 3.7.1+cu130, is of these releases; of the last one, its patches too."""
+def _within(version: str, releases: tuple[tuple[int, ...], tuple[int, ...]]) -> bool:
+    """True if a version, such as 3.7.1+cu130, is of these releases, or a patch of the last one."""
     release = _release(version)
-    first, last = known
+    first, last = releases
     return first <= release and release[:2] <= last[:2]
 
 
@@ -105,8 +105,8 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])[:3]))
 
 
-def _named(known: tuple[tuple[int, ...], tuple[int, ...]]) -> str:
-    first, last = (".".join(map(str, one)) for one in known)
+def _named(releases: tuple[tuple[int, ...], tuple[int, ...]]) -> str:
+    first, last = (".".join(map(str, release)) for release in releases)
     return first if first == last else f"{first} to {last}"
 
 
@@ -117,16 +117,16 @@ def triton_folder() -> Path | None:
 
 
 def _toolkit(triton: Path, tool: str) -> str | None:
-    """The toolkit release that an assembler names, in Triton's order: the environment's, then its own."""
+    """The toolkit release of an assembler: the environment's if set, else the one that Triton ships."""
     named = os.environ.get(f"TRITON_{tool.upper().replace('-', '_')}_PATH")
     for path in filter(None, (named, str(triton / "backends" / "nvidia" / "bin" / tool))):
         try:
-            told = subprocess.run(
+            result = subprocess.run(
                 [path, "--version"], capture_output=True, text=True, timeout=_TOOL_TIMEOUT_S, check=True
             )
         except (OSError, subprocess.SubprocessError):
             continue
-        found = re.search(r"release (\d+\.\d+)", told.stdout)
-        if found:
-            return found[1]
+        match = re.search(r"release (\d+\.\d+)", result.stdout)
+        if match:
+            return match[1]
     return None

@@ -1,4 +1,4 @@
-"""One variant to one cubin, with real Triton and no GPU. ``compile_variant`` runs in a worker process."""
+"""Compile one variant to one cubin, with Triton and without a GPU. ``compile_variant`` runs in a worker process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OPTIONS = ("enable_fp_fusion=True", "line_info=off")
 _ELEMENT = {DType.BF16: "bf16", DType.FP16: "fp16", DType.FP32: "fp32", DType.TF32: "fp32"}  # of x and y; else bf16
 # CUtensorMapDataType (cuda.h), else bf16; 11 rounds fp32 to tf32 on load, where the tensor core would cut it off.
 _MAP_ELEMENT = {DType.BF16: 9, DType.FP16: 6, DType.FP32: 7, DType.TF32: 11}
-# What of the environment changes the code that Triton makes, and is in no job's key: taken out before it compiles.
+# Environment variables that change Triton's code and are in no job's key: removed before a compilation.
 _CHANGE_CODE = (
     "TRITON_INTERPRET",
     "DISABLE_LLVM_OPT",
@@ -61,14 +61,14 @@ _CHANGE_CODE = (
     "TRITON_PREFER_TMEM_16x256_LAYOUT",
     "TRITON_SWAP_MIR",
 )
-# How a Gluon kernel's type of a descriptor names the layout of its box in shared memory.
+# The shared-memory layout in the type of a Gluon kernel's descriptor.
 _SHARED = (
     "NVMMASharedLayout(swizzle_byte_width={swizzle}, element_bitwidth={bits}, rank={rank}, transposed=False, "
     "fp4_padded=False, cga_layout=[])"
 )
 
 
-# A variant that meets one of these would compile on another day.
+# Errors of the machine: the variant would compile on another day.
 _MACHINE = (
     errno.EACCES,
     errno.EPERM,
@@ -85,7 +85,7 @@ _MACHINE = (
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """What compiled a variant elsewhere, and the least driver that loads what it made."""
+    """The tools that compiled a variant elsewhere, and the least driver that loads the result."""
 
     min_driver: int
     producer: Producer
@@ -93,36 +93,36 @@ class Maker:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A variant and its cubin. ``maker`` is None for what this machine's tools made."""
+    """A variant and its cubin. ``maker`` is None if this machine's tools compiled it."""
 
     variant: Variant
     cubin: bytes
     maker: Maker | None = field(default=None, compare=False)
 
     def relabelled(self, spec: Spec | RowOpSpec) -> Compiled:
-        """The same, as that of another spec of its group (``variants.by_code``)."""
+        """This code as another spec of its group (``plan.families.by_code``)."""
         return replace(self, variant=self.variant._replace(op=spec.op, layout=spec.layout, fusion=spec.fusion))
 
 
 def producer_of(sm: int) -> Producer:
-    """What makes the cubins of a capability here."""
+    """The tools and options that compile for a capability here."""
     tools = toolchain()
     return Producer(importlib.metadata.version("pretuned"), tools.triton, tools.ptxas_for(sm), OPTIONS)
 
 
 def driver_for(sm: int, producer: Producer) -> int:
-    """The least driver version that loads what ``producer`` makes for a capability."""
+    """The least driver version that loads cubins of ``producer`` for a capability."""
     return min_driver(sm, producer.ptxas)
 
 
 def kernels_of(compiled: Iterable[Compiled]) -> tuple[Kernel, ...]:
     """The kernels of some variants, as they are in this version."""
-    names = sorted({one.variant.kernel for one in compiled})
+    names = sorted({code.variant.kernel for code in compiled})
     return tuple(Kernel(name, ENTRIES[name].revision, bytes.fromhex(source_sha256(name))) for name in names)
 
 
 def _map_element(name: str, spec: Spec | RowOpSpec) -> int:
-    """The type that TMA takes the elements for: results are not rounded again."""
+    """The element type of a TMA tensor map: results are not rounded again."""
     if isinstance(spec, Spec) and (held := gemm_entry(spec).held.get(name)) is not None:
         return held.code
     return _MAP_ELEMENT.get(DType.FP32 if spec.dtype is DType.TF32 and name == "dw" else spec.dtype, 9)
@@ -134,7 +134,7 @@ def arguments_of(spec: Spec | RowOpSpec) -> tuple[tuple[str, str], ...]:
 
 
 def job_key(spec: Spec | RowOpSpec, sm: int) -> str:
-    """What decides a cubin's bytes, as one digest: the name of a compile-cache entry."""
+    """The digest of everything that decides a cubin's bytes: the name of a compile-cache entry."""
     tools, entry = toolchain(), entry_of(spec)
     parts = [
         repr(spec),
@@ -167,8 +167,8 @@ def compile_variant(spec: Spec | RowOpSpec, sm: int) -> Compiled:
     Raises
     ------
     CompileError
-        with the compiler's reason, or where there is no code of that form. A few configs make LLVM abort the process:
-        run it in a worker.
+        with the compiler's reason, or if the kernel has no such variant. A few configs make LLVM abort the process:
+        run this in a worker.
     """
     try:
         refused = isinstance(spec, Spec) and refusal(spec, sm)
@@ -245,7 +245,7 @@ def _triton_compile(spec: Spec | RowOpSpec, sm: int, scratch: str) -> Any:
         warps, stages = spec.config.num_warps, 1
     else:
         boxes, constants, divisible = registry.boxes(spec), registry.constants(spec, sm), registry.divisibility(spec)
-        # (A specialised kernel's options speak of one warpgroup, and its stages are its own.)
+        # A specialised kernel's options are of one warpgroup, and its stages are its own.
         config = spec.config
         warps, stages = (4, 1) if config.schedule.warp_specialized else (config.num_warps, config.num_stages)
     kinds = {name: _triton_type(name, kind, spec, boxes) for name, kind in arguments_of(spec)}
@@ -264,19 +264,19 @@ def _triton_compile(spec: Spec | RowOpSpec, sm: int, scratch: str) -> Any:
 
 @contextmanager
 def _no_key_of_triton() -> Iterator[None]:
-    """Triton names an entry of its cache by a digest of all of itself, half a gigabyte that every worker would read.
+    """Replace Triton's cache key by a constant: it hashes half a gigabyte of Triton in every worker.
 
-    Nothing is looked up there here, and our own key has Triton's version (``job_key``). The function is none of its
-    interface: a Triton without it compiles as well.
+    The cache is not used, and ``job_key`` has Triton's version. ``triton_key`` is private: a Triton without it works
+    too.
     """
     from triton.runtime import cache
 
-    made = getattr(cache, "triton_key", None)
+    saved = getattr(cache, "triton_key", None)
     cache.triton_key = lambda: ""
     try:
         yield
     finally:
-        cache.triton_key = made
+        cache.triton_key = saved
 
 
 def _triton_type(name: str, kind: str, spec: Spec | RowOpSpec, boxes: dict[str, tuple[int, ...]]) -> str:
@@ -296,7 +296,7 @@ def _triton_type(name: str, kind: str, spec: Spec | RowOpSpec, boxes: dict[str, 
 
 @contextmanager
 def _captured(path: Path) -> Iterator[Path]:
-    """Sends file descriptors 1 and 2 to a file: ptxas and MLIR print whole modules there."""
+    """Send file descriptors 1 and 2 to a file: ptxas and MLIR print whole modules there."""
     sys.stdout.flush()
     sys.stderr.flush()
     saved = os.dup(1), os.dup(2)
@@ -314,14 +314,14 @@ def _captured(path: Path) -> Iterator[Path]:
 
 
 def _of_the_machine(error: BaseException, reason: str) -> str:
-    """What the machine refused, where that and not the variant is why there is no code; "" else.
+    """The machine's error, if it and not the variant is why there is no code; else an empty text.
 
-    Triton and ptxas may wrap it, or only say it: such a variant is not lost, the build stops and is run again.
+    Triton and ptxas may wrap it, or only print it. The variant is not dropped then: the build stops, and is run again.
     """
-    told = f"{error} {reason}"
+    text = f"{error} {reason}"
     for number in _MACHINE:
-        if os.strerror(number) in told:
-            return told.strip()
+        if os.strerror(number) in text:
+            return text.strip()
     cause = error.__cause__ or error.__context__
     if cause is None:
         return ""
@@ -331,8 +331,8 @@ def _of_the_machine(error: BaseException, reason: str) -> str:
 
 
 def _reason(error: Exception, output: Path) -> str:
-    """The error's own first words, or the compiler's ``error:`` lines, which say more."""
+    """The first line of the error, or the compiler's ``error:`` lines, which say more."""
     lines = output.read_text(errors="replace").splitlines()
-    told = [line.strip() for line in lines if "error:" in line or "fatal" in line.lower()]
-    text = "; ".join(dict.fromkeys(told[:3])) or str(error).strip() or type(error).__name__
+    errors = [line.strip() for line in lines if "error:" in line or "fatal" in line.lower()]
+    text = "; ".join(dict.fromkeys(errors[:3])) or str(error).strip() or type(error).__name__
     return " ".join(text.split())[:OUTPUT_LIMIT_CHARS]

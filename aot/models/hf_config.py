@@ -43,8 +43,7 @@ SHARED = "the shared expert works at"  # begins the note on a shared expert that
 
 @dataclass(frozen=True, slots=True)
 class ConfigModel:
-    """The contents of a config.json: a name (from the path), a layer for each kind of experts, and remarks for the
-    user."""
+    """The contents of a config.json: a name (from the path), a layer for each kind of experts, and remarks."""
 
     name: str
     layers: tuple[ExpertLayer, ...]

@@ -30,8 +30,7 @@ def from_url(word: str) -> str | None:
 
 
 def republished(word: str) -> str | None:
-    """The last part of the name of the model that ``word`` is another format of, judged by its name; None if there is
-    none.
+    """The last part of the name of the model that ``word`` is another format of, by its name; None if of none.
 
     ``unsloth/Qwen3-30B-A3B-bnb-4bit`` is ``Qwen3-30B-A3B``.
     """

@@ -144,7 +144,7 @@ def low_rank_specs(problems: Iterable[Problem], sm: int, pool: Pool) -> tuple[Sp
     height of the others. No plan has such problems and nothing is measured for them: ``decide.py`` selects a variant at
     the call.
     """
-    found: dict[Spec, None] = {}
+    variants: dict[Spec, None] = {}
     for problem in problems:
         coded = problem.dtype in hopper_w4a16.DTYPES and problem.layout is Layout.NK
         forms = (Fusion.NONE,) if coded else (Fusion.NONE, Fusion.GATHER)
@@ -159,8 +159,8 @@ def low_rank_specs(problems: Iterable[Problem], sm: int, pool: Pool) -> tuple[Sp
             own = config.schedule.warp_specialized
             kind = (config.schedule, config.rows, config.block_m, config.block_n) if own else (config.block_m,)
             firsts.setdefault(kind, config)
-        found |= dict.fromkeys(compilable(family, firsts.values(), (), [problem.E]))
-    return tuple(found)
+        variants |= dict.fromkeys(compilable(family, firsts.values(), (), [problem.E]))
+    return tuple(variants)
 
 
 def compilable(family: Family, aligned: Iterable[Config], rest: Iterable[Config], experts: Sequence[int]) -> list[Spec]:
@@ -242,8 +242,7 @@ def ships_unchosen(variant: Variant) -> bool:
 
 
 def serves(variant: Variant, problem: Problem) -> bool:
-    """Whether ``variant`` can be chosen for ``problem``: same family, alignment and schedule limits, and enough
-    experts."""
+    """True if ``variant`` can be chosen for ``problem``: same family, alignment and limits, and enough experts."""
     alignment = ALIGNMENT_BYTES if has_aligned_rows(problem) else 1
     same = Family.of(variant) == Family.of(problem)
     able = same and variant.alignment == alignment and variant.max_experts >= problem.E

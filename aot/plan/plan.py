@@ -24,8 +24,8 @@ _MOVES = {Op.FORWARD: (Fusion.GATHER, Fusion.SCATTER), Op.DX: (Fusion.SCATTER, F
 
 
 # Where silu in GEMM 1's epilogue is planned. Its tiles have 128 rows: with few rows an expert, the plain product's
-# small tiles save more than the activation costs (Qwen3-30B, H200: 1.07x at T=128, 8 rows an expert; at T=1024, 64 rows, the
-# epilogue wins).
+# small tiles save more than the activation costs. Qwen3-30B on an H200: 1.07x at T=128 (8 rows an expert), while at
+# T=1024 (64 rows) the epilogue wins.
 _GATED_ROWS = 1024
 _GATED_ROWS_PER_EXPERT = 16
 _SILU = Activation("silu")  # what the epilogue computes; a limit is another activation
@@ -135,8 +135,7 @@ def problems_of(shape: LayerShard, dtype: DType) -> Iterator[Problem]:
 
 
 def _quantised(shape: LayerShard, dtype: DType) -> Iterator[Problem]:
-    """Yield the forward and dX in the checkpoint's layout and in the prepared layout; ``planned_on`` selects between
-    them.
+    """Yield the forward and dX in the checkpoint's layout and the prepared one; ``planned_on`` selects one.
 
     A forward of prepared weights has its rows gathered beforehand, so it is planned without a gather.
     """
@@ -205,9 +204,9 @@ def planned_on(plan: BuildPlan, sms: Collection[int], pool: Pool | None = None) 
         if problem.layout is Layout.STORED
     }
     idle = {
-        one
-        for one in planned.problems
-        if (optional(one) or one.dtype.quantised) and not any(_runs(one, sm, coded, replaced) for sm in sms)
+        problem
+        for problem in planned.problems
+        if (optional(problem) or problem.dtype.quantised) and not any(_runs(problem, sm, coded, replaced) for sm in sms)
     }
     return replace(planned.without(idle) if idle else planned, shapes=plan.shapes)
 

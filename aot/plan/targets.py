@@ -19,8 +19,7 @@ _FORM = re.compile(r"(?:sm_?|compute_?)?(?:(?P<dotted>[0-9]{1,2}\.[0-9])|(?P<pla
 
 
 def parse_sm(text: str, native_sm: Callable[[], int | None], option: str = "--sm") -> tuple[int, ...]:
-    """Parse ``80,90``, ``sm_90``, ``sm_90a``, ``9.0``, ``h100`` or ``native``, with commas, into capabilities,
-    ascending.
+    """Parse ``80,90``, ``sm_90``, ``sm_90a``, ``9.0``, ``h100`` or ``native``, with commas, into sorted capabilities.
 
     ``native_sm`` returns this machine's capability (10 * major + minor), or None where there is no GPU; it is
     called only for ``native``.
@@ -109,8 +108,7 @@ def target_of(sm: int) -> Target:
 
 
 def known_names() -> tuple[str, ...]:
-    """The words that ``--sm`` takes for one capability: numbers, ``native`` and GPUs' names, lower-case, without
-    blanks."""
+    """The lower-case words that ``--sm`` takes for one capability: numbers, ``native`` and names of GPUs."""
     forms = [chip.name.lower().split() for chip in CHIPS]
     gpus = [name for form in forms for name in (form[0], "".join(form[:2]), "".join(form)) if not name.endswith("gb")]
     named = (name for name in dict.fromkeys((*gpus, *_ALSO)) if [sm in SUPPORTED for sm in _of_gpu(name)] == [True])

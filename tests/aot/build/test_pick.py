@@ -136,7 +136,7 @@ def test_what_runs_today_is_measured_in_each_cell_and_nothing_gets_slower(
 def test_the_shortlist_begins_with_what_was_fast_in_cells_like_it(measuring: Make, small_plan: BuildPlan) -> None:
     """So does the runtime's choice, and both are made by the same bundles."""
     found = Incumbents(Snapshot([Place(Kind.INSTALLED, SHIPPED)]))
-    report = build(small_plan, (90,), measuring(found=lambda path: found))
+    report = build(small_plan, (90,), measuring(incumbents=lambda path: found))
     with open_bundle(report.bundles[0].path) as made, open_bundle(SHIPPED / "catalogue-sm90.msgpack") as shipped:
         configs = {one.cubin_sha256: one.config for bundle in (shipped, made) for one in bundle.variants()}
     records = [one for one in records_of(report) if has_aligned_rows(one.problem)]
@@ -168,7 +168,7 @@ def test_the_same_build_again_measures_nothing_and_changes_nothing(measuring: Ma
 def test_a_cell_measured_without_what_runs_today_is_measured_again(
     measuring: Make, there: Path, small_plan: BuildPlan, tmp_path: Path
 ) -> None:
-    alone = build(small_plan, (90,), measuring(found=lambda path: Incumbents(Snapshot(()))))
+    alone = build(small_plan, (90,), measuring(incumbents=lambda path: Incumbents(Snapshot(()))))
     assert alone.bundles[0].held_against is None
     before, records = runs([there], small_plan), records_of(alone)
     assert not any(one.incumbents for one in records)
