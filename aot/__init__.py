@@ -14,13 +14,7 @@ if TYPE_CHECKING:
     from ..artifacts.records.problem import Problem
     from .demand.api import cache_key, clear_cache, get_or_autotune_moe_kernels, load_cached_config, save_cached_config
 
-__all__ = [
-    "cache_key",
-    "clear_cache",
-    "get_or_autotune_moe_kernels",
-    "load_cached_config",
-    "save_cached_config",
-]
+__all__ = ["cache_key", "clear_cache", "get_or_autotune_moe_kernels", "load_cached_config", "save_cached_config"]
 
 
 def __getattr__(name: str) -> object:

@@ -158,10 +158,8 @@ def picked(plan: BuildPlan, path: Path, there: Shippable, options: BuildOptions,
     taken = around = None
     if outcome is None and options.take_over:
         incumbents = options.incumbents(path)
-        taken, around = (
-            incumbents.measured(plan.buckets, sm),
-            incumbents.neighbourhood(sm) if evidence is None else None,
-        )
+        taken = incumbents.measured(plan.buckets, sm)
+        around = incumbents.neighbourhood(sm) if evidence is None else None
         candidates = candidates.with_codes(taken.codes) if taken else candidates
     chosen = choose_from(plan, candidates, evidence, options.configs, running, taken, around)
     bundle = assembled(plan, candidates, chosen, evidence, running, taken, around)

@@ -101,10 +101,7 @@ class Provenance:
 
 
 def assemble(
-    making: Provenance,
-    codes: VariantTable,
-    claims: Mapping[Problem, Sequence[BundleChoice]],
-    fallbacks: Iterable[int],
+    making: Provenance, codes: VariantTable, claims: Mapping[Problem, Sequence[BundleChoice]], fallbacks: Iterable[int]
 ) -> Bundle:
     """Assemble the bundle of these claims and fallbacks, and of all that they use.
 
@@ -112,9 +109,7 @@ def assemble(
     sorted, so equal parts give equal bytes. Plans are made anew.
     """
     all_claims = [claim for row in claims.values() for claim in row]
-    used = {claim.variant for claim in all_claims} | {
-        claim.runner_up for claim in all_claims if claim.runner_up is not None
-    }
+    used = {i for claim in all_claims for i in (claim.variant, claim.runner_up) if i is not None}
     ships = sorted(used.union(fallbacks))
     number = {place: i for i, place in enumerate(ships)}
     gpus = sorted({claim.gpu for claim in all_claims if claim.gpu}, key=gpu_key)

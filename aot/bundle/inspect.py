@@ -60,9 +60,8 @@ def contents(bundle: BundleFile, *, choices: bool) -> dict[str, object]:
         "variants": [_variant(i, variant) for i, variant in enumerate(variants)],
     }
     if choices:
-        data["choices"] = [
-            _choice(problem, choice, bundle.gpus) for problem, row in by_problem.items() for choice in row
-        ]
+        gpus = bundle.gpus
+        data["choices"] = [_choice(problem, choice, gpus) for problem, row in by_problem.items() for choice in row]
     return data
 
 

@@ -27,16 +27,7 @@ from ...artifacts.records.problem import Op, Problem, RowOp
 from ...artifacts.records.target import Gpu
 from ...kernels.contract.words import LAUNCH_ABI
 from ..plan.families import CONFIG_LIMIT, Family, optional, ships_unchosen
-from .assemble import (
-    BundleChoice,
-    Provenance,
-    VariantTable,
-    assemble,
-    combined,
-    gpu_key,
-    united,
-    version,
-)
+from .assemble import BundleChoice, Provenance, VariantTable, assemble, combined, gpu_key, united, version
 
 
 class Reason(enum.Enum):

@@ -168,12 +168,12 @@ def _joined(
         own = chosen.choices.get(problem, ())
         measured = [(choice.bucket, gpus[choice.gpu]) for choice in own if choice.gpu is not None]
         over = [
-            one._replace(
-                variant=at[id(sound[one.variant])],
-                runner_up=None if one.runner_up is None else at[id(sound[one.runner_up])],
+            choice._replace(
+                variant=at[id(sound[choice.variant])],
+                runner_up=None if choice.runner_up is None else at[id(sound[choice.runner_up])],
             )
-            for one in rows.get(problem, ())
-            if not any(bucket == one.bucket and gpu.is_like(gpus[one.gpu or 0]) for bucket, gpu in measured)
+            for choice in rows.get(problem, ())
+            if not any(bucket == choice.bucket and gpu.is_like(gpus[choice.gpu or 0]) for bucket, gpu in measured)
         ]
         there = {choice.bucket for choice in over}
         row = [choice for choice in own if choice.gpu is not None or choice.bucket not in there]
@@ -206,10 +206,8 @@ def assembled(
         for problem, row in chosen.choices.items()
     }
     min_driver, producer, kernels = candidates.provenance_of(chosen.variants)
-    before = {
-        *(evidence.held_against if evidence else ()),
-        *(incumbent.bundle for incumbent in (running or {}).values()),
-    }
+    before = {incumbent.bundle for incumbent in (running or {}).values()}
+    before |= {*evidence.held_against} if evidence else set()
     before |= taken.sources if taken and chosen.taken else frozenset()
     before |= around.sources if around else frozenset()
     return with_plans(

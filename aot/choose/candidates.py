@@ -57,9 +57,7 @@ class Candidates:
     @classmethod
     def made_here(cls, sm: int, compiled: tuple[Compiled, ...]) -> Candidates:
         """The candidates that this machine's tools compiled for a capability, or that shipped compiled."""
-        makers = [
-            _maker_here(sm) if maker is None else maker for maker in dict.fromkeys(maker.maker for maker in compiled)
-        ]
+        makers = [maker or _maker_here(sm) for maker in dict.fromkeys(code.maker for code in compiled)]
         return cls(
             target_of(sm),
             max((maker.min_driver for maker in makers), default=0),
@@ -87,33 +85,29 @@ class Candidates:
         mine = {(Family.of(code.variant), code.variant.cubin_sha256) for code in self.compiled}
         sources = {(kernel.name, kernel.revision): kernel for kernel in self.kernels}
         more = tuple(
-            one
-            for one in others
-            if (Family.of(one.code.variant), one.code.variant.cubin_sha256) not in mine
-            and sources.get((one.kernel.name, one.kernel.revision), one.kernel) == one.kernel
+            other
+            for other in others
+            if (Family.of(other.code.variant), other.code.variant.cubin_sha256) not in mine
+            and sources.get((other.kernel.name, other.kernel.revision), other.kernel) == other.kernel
         )
         return replace(self, carried=more)
 
     def with_codes(self, others: Sequence[Carried]) -> Candidates:
         """Add the missing code of choices taken over, if its kernels' sources are the same."""
         present = SameCode(self.every)
-        sources = {
-            (carried.name, carried.revision): carried
-            for carried in (*self.kernels, *(kernel.kernel for kernel in self.carried))
-        }
+        kernels = (*self.kernels, *(carried.kernel for carried in self.carried))
+        sources = {(kernel.name, kernel.revision): kernel for kernel in kernels}
         more = tuple(
-            one
-            for one in others
-            if present.place(one.code.variant) is None
-            and sources.get((one.kernel.name, one.kernel.revision), one.kernel) == one.kernel
+            other
+            for other in others
+            if present.place(other.code.variant) is None
+            and sources.get((other.kernel.name, other.kernel.revision), other.kernel) == other.kernel
         )
         return replace(self, carried=(*self.carried, *more))
 
     def only(self, shas: Container[bytes]) -> Candidates:
         """Keep of ``carried`` only the cubins in ``shas``."""
-        return replace(
-            self, carried=tuple(carried for carried in self.carried if carried.code.variant.cubin_sha256 in shas)
-        )
+        return replace(self, carried=tuple(c for c in self.carried if c.code.variant.cubin_sha256 in shas))
 
     def provenance_of(self, variants: Sequence[Compiled]) -> tuple[int, Producer, tuple[Kernel, ...]]:
         """(least driver, producer, kernels) of some of the variants."""

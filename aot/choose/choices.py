@@ -188,11 +188,7 @@ def _chosen(
         stays = _staying(cell, place, compiled)
         choice = _measured_choice(cell, place, compiled, evidence, stays) or _modelled_choice(cell, place, stays)
         choices[cell.problem].append(choice)
-    return Chosen(
-        tuple(compiled[i] for i in place),
-        {problem: tuple(row) for problem, row in choices.items()},
-        losses,
-    )
+    return Chosen(tuple(compiled[i] for i in place), {problem: tuple(row) for problem, row in choices.items()}, losses)
 
 
 def _modelled_choice(cell: _RankedCell, place: Mapping[int, int], stays: int | None) -> Choice:
@@ -200,12 +196,7 @@ def _modelled_choice(cell: _RankedCell, place: Mapping[int, int], stays: int | N
     first, *rest = itertools.islice(((us, place[i]) for us, i in ordered if i in place), 2)
     second = rest[0] if rest else None
     return Choice(
-        cell.bucket,
-        first[1],
-        Source.MODELLED,
-        _ns(first[0]),
-        second and second[1],
-        second and _ns(second[0]),
+        cell.bucket, first[1], Source.MODELLED, _ns(first[0]), second and second[1], second and _ns(second[0])
     )
 
 
@@ -272,11 +263,8 @@ def _configs(
     ``held`` configs before, the limit is on both groups together, or only held configs are used if they serve each
     family.
     """
-    fallbacks = {
-        code.variant.config
-        for code in compiled[:own]
-        if code.variant.alignment == 1 and Family.of(code.variant) in group
-    }
+    variants = (code.variant for code in compiled[:own])
+    fallbacks = {variant.config for variant in variants if variant.alignment == 1 and Family.of(variant) in group}
     numbers: dict[ConfigPairs, int] = {}
     table = {
         key: _least([(numbers.setdefault(compiled[i].variant.config, len(numbers)), us) for i, us in cell])
@@ -293,14 +281,10 @@ def _configs(
         return fallbacks | {names[i] for i in select(table, limit, allowed=allowed).variants}
 
     names = list(numbers)
-    chosen_configs = best(None)
-    if (
-        held
-        and len(held | chosen_configs) > most
-        and all(_variant_configs(ranked[family], compiled) & held for family in group)
-    ):
-        chosen_configs = best({i for i, name in enumerate(names) if name in held})
-    return chosen_configs
+    served = best(None)
+    if held and len(held | served) > most and all(_variant_configs(ranked[key], compiled) & held for key in group):
+        served = best({i for i, name in enumerate(names) if name in held})
+    return served
 
 
 def _least(times: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
@@ -322,8 +306,7 @@ def _variant_configs(ranked: Ranked, compiled: Sequence[Compiled]) -> set[Config
 
 
 def _table(ranked: Ranked) -> dict[tuple[Problem, int], list[tuple[int, float]]]:
-    """The times to choose from: without unaligned problems, which run fallbacks, and cells whose baseline was not
-    measured."""
+    """The times of each cell to choose from; unaligned problems and settled cells have none."""
     return {
         (cell.problem, cell.bucket): list(cell.times_us.items())
         for cell in ranked

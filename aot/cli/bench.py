@@ -99,34 +99,34 @@ def bench(
                 shown.start(total)
             shown.show(done, "cells", f"{done} of {total} cells", last=done == total)
 
-        found = compare(shards, asked, wanted, torch.device(device), budget_ms, on_cell)
+        comparison = compare(shards, asked, wanted, torch.device(device), budget_ms, on_cell)
     if plot is not None and kind is not None:
         from ..compare.plot import plot as draw
 
-        publish(plot, draw(found, kind))
+        publish(plot, draw(comparison, kind))
     if as_json:
-        print_json({**found.to_dict(), **({"plot": str(plot)} if plot else {})})
-        return ENVIRONMENT if found.wrong else OK
+        print_json({**comparison.to_dict(), **({"plot": str(plot)} if plot else {})})
+        return ENVIRONMENT if comparison.wrong else OK
     if not quiet:
-        echo(_table(found))
+        echo(_table(comparison))
         echo()
-    for line in found.headlines():
+    for line in comparison.headlines():
         echo(line)
     if not quiet:
-        _tell(found)
+        _tell(comparison)
         if plot:
             echo(f"plot: {plot}")
-    for cell in found.wrong:
+    for cell in comparison.wrong:
         echo(f"error: ours is wrong, {cell.model} {cell.where}: {cell.left_out[OURS]}", err=True)
-    return ENVIRONMENT if found.wrong else OK
+    return ENVIRONMENT if comparison.wrong else OK
 
 
-def _table(found: Comparison) -> str:
-    """A row a cell: our time and rate, and how many times it each library takes."""
-    names = found.libraries
-    many = len({(cell.model, cell.tp, cell.ep) for cell in found.cells}) > 1
+def _table(comparison: Comparison) -> str:
+    """A row for each cell: pretuned's time and rate, and each library's time over pretuned's."""
+    names = comparison.libraries
+    many = len({(cell.model, cell.tp, cell.ep) for cell in comparison.cells}) > 1
     rows = []
-    for cell in found.cells:
+    for cell in comparison.cells:
         us, tflops = cell.us.get(OURS), cell.tflops
         rows.append(
             [
@@ -143,16 +143,16 @@ def _table(found: Comparison) -> str:
     return table(head, rows, "<" * (2 + many) + ">" * (3 + len(names)))
 
 
-def _tell(found: Comparison) -> None:
-    """On what it was measured, who was left out, and where no bundle ran."""
-    versions = ", ".join(f"{name} {said}" for name, said in found.versions.items())
-    echo(f"{found.device}, bf16, in {duration(found.seconds)}; {versions}")
-    tell(f"left out: {line}" for line in found.omissions())
-    without = sum(cell.runs in ("torch", "jit") for cell in found.cells)
+def _tell(comparison: Comparison) -> None:
+    """Print the GPU, versions, libraries left out, and cells without a bundle's kernel."""
+    versions = ", ".join(f"{name} {said}" for name, said in comparison.versions.items())
+    echo(f"{comparison.device}, bf16, in {duration(comparison.seconds)}; {versions}")
+    tell(f"left out: {line}" for line in comparison.omissions())
+    without = sum(cell.runs in ("torch", "jit") for cell in comparison.cells)
     if without:
         tell(
             [
-                f"in {without} of {len(found.cells)} cells no bundle has a kernel for this GPU, and torch ran "
+                f"in {without} of {len(comparison.cells)} cells no bundle has a kernel for this GPU, and torch ran "
                 "pretuned's side: python -m pretuned.runtime says what to build"
             ]
         )

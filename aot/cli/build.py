@@ -35,7 +35,7 @@ from .options import as_json, cache_of, directory, file_path, load, print_json, 
 from .progress import Progress
 from .sections import Sectioned
 from .table import duration, next_steps, size, table
-from .tuning import TuneProgress, budget_and_gpus, check_executor, ordinals, told, tune
+from .tuning import TuneProgress, budget_and_gpus, check_executor, ordinals, outcome_text, tune
 
 
 @click.command(
@@ -172,14 +172,14 @@ def build(
         print_json({**report.to_dict(), "notes": [*notes, *report.notes]})
         return
     if quiet:
-        echo("\n".join(str(one.path) for one in report.bundles))
+        echo("\n".join(str(bundle.path) for bundle in report.bundles))
         return
     tell(report.notes)
     _show(report, out, verbose, _spelled(models, ops))
 
 
 def _sm_of(candidates: Path, sm: str) -> str:
-    """The capability of the candidates, which --sm may name but need not."""
+    """The capability of the candidates, which --sm may repeat."""
     with open_bundle(candidates) as bundle:
         has = bundle.target.sm
     if sm != "native" and parse_sm(sm, lambda: None) != (has,):
@@ -190,7 +190,7 @@ def _sm_of(candidates: Path, sm: str) -> str:
 def _measured_sms(
     measuring: str, sms: Sequence[int], journal: Path | None, executor: str | None
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The capabilities to measure, and what to say of it."""
+    """The capabilities to measure, and notes for the user."""
     if executor is not None and measuring == "no":
         raise InputError("--executor is to measure on, and --measure no forbids it: choose")
     if journal is not None and len(sms) > 1:
@@ -235,8 +235,8 @@ def _tune(
 
 
 def _spelled(models: Sequence[str], ops: str | None) -> str:
-    """The options that name what to build, as they were given."""
-    words = [word for one in models for word in ("--models", one)] + (["--ops", ops] if ops else [])
+    """The options that name what to build, as the user gave them."""
+    words = [word for model in models for word in ("--models", model)] + (["--ops", ops] if ops else [])
     return " ".join(printable(shlex.quote(word)) for word in words)
 
 
@@ -259,41 +259,42 @@ def _show(report: BuildReport, out: Path, verbose: bool, wanted: str) -> None:
     )
     rows = [
         (
-            str(one.path) + (" (unchanged)" if one.unchanged else ""),
-            one.target,
-            one.models,
-            one.problems,
-            _measured(one),
-            one.modelled,
-            one.variants,
-            one.shipped,
-            one.compiled,
-            one.cached,
-            one.pruned,
-            one.failed,
-            size(one.size_bytes),
-            duration(one.seconds),
+            str(bundle.path) + (" (unchanged)" if bundle.unchanged else ""),
+            bundle.target,
+            bundle.models,
+            bundle.problems,
+            _measured(bundle),
+            bundle.modelled,
+            bundle.variants,
+            bundle.shipped,
+            bundle.compiled,
+            bundle.cached,
+            bundle.pruned,
+            bundle.failed,
+            size(bundle.size_bytes),
+            duration(bundle.seconds),
         )
-        for one in report.bundles
+        for bundle in report.bundles
     ]
     echo(table(head, rows, "<<" + ">" * 12))
-    for one in report.bundles:
+    for bundle in report.bundles:
         if verbose:
-            for dropped in one.dropped:
-                echo(f"{one.target}: {dropped.kind}: {dropped.spec}: {dropped.reason}")
-        elif one.failed:
-            echo(f"{one.target}: {one.lost}; -v lists them")
-    if any(one.shipped for one in report.bundles) and not any(one.compiled or one.cached for one in report.bundles):
+            for dropped in bundle.dropped:
+                echo(f"{bundle.target}: {dropped.kind}: {dropped.spec}: {dropped.reason}")
+        elif bundle.failed:
+            echo(f"{bundle.target}: {bundle.lost}; -v lists them")
+    bundles = report.bundles
+    if any(bundle.shipped for bundle in bundles) and not any(bundle.compiled or bundle.cached for bundle in bundles):
         echo("all kernels of these bundles ship compiled (--compile-all compiles them here)")
     first, folder = quoted(report.bundles[0].path), quoted(out.resolve())
     echo("")
-    for one in report.bundles:
-        if one.tuned is not None:
-            echo(told(one.tuned))
-        echo(f"{one.target}: {_origin(one)}")
-        for model in one.by_model if one.taken_over else ():
+    for bundle in report.bundles:
+        if bundle.tuned is not None:
+            echo(outcome_text(bundle.tuned))
+        echo(f"{bundle.target}: {_origin(bundle)}")
+        for model in bundle.by_model if bundle.taken_over else ():
             echo(f"  {model.name}: {_ships(model)}")
-    unmeasured = [one.target.sm for one in report.bundles if one.modelled and one.tuned is None]
+    unmeasured = [bundle.target.sm for bundle in report.bundles if bundle.modelled and bundle.tuned is None]
     echo(
         next_steps(
             ("look inside", f"aot inspect {first}"),
@@ -303,43 +304,43 @@ def _show(report: BuildReport, out: Path, verbose: bool, wanted: str) -> None:
             *(("measure", f"aot build {wanted} --sm {sm} # on a machine with an sm_{sm} GPU") for sm in unmeasured),
         )
     )
-    for one in report.bundles:
-        if one.held_against is not None:
-            echo(f"{one.target}: {one.held_against}")
+    for bundle in report.bundles:
+        if bundle.held_against is not None:
+            echo(f"{bundle.target}: {bundle.held_against}")
 
 
-def _measured(one: Built) -> str:
+def _measured(bundle: Built) -> str:
     """How many choices were measured, and the GPUs that they were measured on."""
-    return f"{one.measured} ({', '.join(_gpus(one))})" if one.measured else "0"
+    return f"{bundle.measured} ({', '.join(_gpus(bundle))})" if bundle.measured else "0"
 
 
-def _gpus(one: Built) -> list[str]:
-    """The GPUs, as people call them."""
-    chips = ((gpu, chip_named(gpu.name)) for gpu in one.gpus)
+def _gpus(bundle: Built) -> list[str]:
+    """The GPUs' short names."""
+    chips = ((gpu, chip_named(gpu.name)) for gpu in bundle.gpus)
     return list(dict.fromkeys(chip.name if chip else gpu.name.removeprefix("NVIDIA ") for gpu, chip in chips))
 
 
 def _ships(model: ModelCells) -> str:
-    """How much of a model an installed bundle has measured."""
+    """How many of a model's choices ship measured in an installed bundle."""
     if model.ships_measured:
         return "ships measured: no build needed"
     rest = f"{model.cells - model.measured} are modelled" if model.measured < model.cells else "all are measured"
     return f"{model.shipped} of {model.cells} choices ship measured, {rest}"
 
 
-def _origin(one: Built) -> str:
-    """Where a bundle's choices come from."""
-    if not one.measured:
-        return f"all {one.choices} choices are modelled: none was measured"
-    names = ", ".join(dict.fromkeys(gpu.name for gpu in one.gpus))
-    rest = f"; the other {one.modelled} are modelled" if one.modelled else ""
-    which = "all" if one.taken_over == one.measured else str(one.taken_over)
-    taken = f" ({which} taken over from installed bundles)" if one.taken_over else ""
-    return f"{one.measured} of {one.choices} choices were measured on {names}{taken}{rest}"
+def _origin(bundle: Built) -> str:
+    """The origin of a bundle's choices."""
+    if not bundle.measured:
+        return f"all {bundle.choices} choices are modelled: none was measured"
+    names = ", ".join(dict.fromkeys(gpu.name for gpu in bundle.gpus))
+    rest = f"; the other {bundle.modelled} are modelled" if bundle.modelled else ""
+    which = "all" if bundle.taken_over == bundle.measured else str(bundle.taken_over)
+    taken = f" ({which} taken over from installed bundles)" if bundle.taken_over else ""
+    return f"{bundle.measured} of {bundle.choices} choices were measured on {names}{taken}{rest}"
 
 
 def _in_context(out: Path) -> str:
-    """What a Dockerfile's COPY is told: the folder below that of the build, not outside of it, and where it is put."""
+    """The arguments of a Dockerfile's COPY: a folder in the build context, and its place in the image."""
     outside = out.is_absolute() or ".." in out.parts
     names = [str(Path(out.resolve().name or "bundles") if outside else out), "/opt/pretuned/bundles"]
     return json.dumps(names) if re.search(r"\s", names[0]) else " ".join(names)

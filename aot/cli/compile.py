@@ -77,15 +77,14 @@ def compile(
         echo(str(out))
         return
     tell(report.notes)
-    for one in report.bundles:
-        for dropped in one.dropped if verbose else ():
+    for bundle in report.bundles:
+        for dropped in bundle.dropped if verbose else ():
             echo(f"{dropped.kind}: {dropped.spec}: {dropped.reason}")
-        cubins = one.compiled + one.cached - (0 if keep_pruned else one.pruned)
+        cubins = bundle.compiled + bundle.cached - (0 if keep_pruned else bundle.pruned)
         echo(
-            f"{printable(str(one.path))}: {one.variants} candidates for {one.target}, {size(one.size_bytes)}, "
-            f"of {cubins} cubins ({one.compiled} compiled now and {one.cached} cached, "
-            f"{one.pruned} of these pruned; {one.failed} failed) "
-            f"in {duration(one.seconds)}"
+            f"{printable(str(bundle.path))}: {bundle.variants} candidates for {bundle.target}, "
+            f"{size(bundle.size_bytes)}, of {cubins} cubins ({bundle.compiled} compiled now and {bundle.cached} "
+            f"cached, {bundle.pruned} of these pruned; {bundle.failed} failed) in {duration(bundle.seconds)}"
         )
     named = quoted(out) if len(sms) == 1 else f"{quoted(out)}#smNN"
     echo(next_steps(("on the GPU's machine", f"aot measure {named} --models ... --journal FILE")))

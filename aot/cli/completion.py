@@ -17,18 +17,18 @@ def verbs(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> li
 
 
 def models(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Ids and aliases of the catalogue that begin so, in any case; and files."""
-    ids = (name for one in catalogue().values() for name in (one.id, *one.aliases))
+    """Ids and aliases of the catalogue that begin so, in any case, and files."""
+    ids = (name for entry in catalogue().values() for name in (entry.id, *entry.aliases))
     begun = [name for name in ids if name.lower().startswith(incomplete.lower())]
-    return [CompletionItem(incomplete, type="file"), *map(CompletionItem, begun)]  # (bash forgets what comes before it)
+    return [CompletionItem(incomplete, type="file"), *map(CompletionItem, begun)]  # bash forgets the items before it
 
 
 def capabilities(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """The last of a list of capabilities, by number or by a GPU's name."""
-    given, comma, last = incomplete.rpartition(",")
-    return [CompletionItem(f"{given}{comma}{name}") for name in known_names() if name.startswith(last.lower())]
+    """Complete the last of a list of capabilities, by number or GPU name."""
+    before, comma, last = incomplete.rpartition(",")
+    return [CompletionItem(f"{before}{comma}{name}") for name in known_names() if name.startswith(last.lower())]
 
 
 def gpus(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """A GPU's name, or a capability."""
+    """GPU names and capabilities."""
     return [CompletionItem(name) for name in known_names() if name.startswith(incomplete.lower())]

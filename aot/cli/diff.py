@@ -19,16 +19,16 @@ from .exits import ENVIRONMENT, OK
 from .options import as_json, print_json
 from .table import size, table
 
-_DIFFERENT = ENVIRONMENT  # 1, as git diff --exit-code says it
+_DIFFERENT = ENVIRONMENT  # 1, like git diff --exit-code
 
 
 @click.command()
 @click.argument("old", type=click.Path(), metavar="A")
 @click.argument("new", type=click.Path(), metavar="B")
-@click.option("--choices", "every", is_flag=True, help="List every changed choice, not only every changed problem.")
+@click.option("--choices", "list_all", is_flag=True, help="List every changed choice, not only every changed problem.")
 @click.option("--exit-code", is_flag=True, help="Exit with 1 if the bundles differ, else with 0, as git diff does.")
 @as_json
-def diff(old: str, new: str, every: bool, exit_code: bool, as_json: bool) -> int:
+def diff(old: str, new: str, list_all: bool, exit_code: bool, as_json: bool) -> int:
     """Compare bundle A with bundle B: models, problems, choices, variants, sizes.
 
     \b
@@ -45,11 +45,11 @@ def diff(old: str, new: str, every: bool, exit_code: bool, as_json: bool) -> int
     elif not changes.differ:
         echo(f"no difference in content: {size(sizes[0])} and {size(sizes[1])}")
     else:
-        _show(changes, sizes, every)
+        _show(changes, sizes, list_all)
     return _DIFFERENT if exit_code and changes.differ else OK
 
 
-def _show(changes: Changes, sizes: tuple[int, int], every: bool) -> None:
+def _show(changes: Changes, sizes: tuple[int, int], list_all: bool) -> None:
     echo(_summary(changes))
     echo()
     facts = [(name, old or "-", new or "-") for name, (old, new) in changes.facts.items()]
@@ -58,8 +58,8 @@ def _show(changes: Changes, sizes: tuple[int, int], every: bool) -> None:
     _section(
         "models",
         [
-            *(("-", _model(one), "") for one in changes.models_removed),
-            *(("+", _model(one), "") for one in changes.models_added),
+            *(("-", _model(model), "") for model in changes.models_removed),
+            *(("+", _model(model), "") for model in changes.models_added),
             *(
                 ("~", _model(new), f"{len(old.problems)} -> {len(new.problems)} problems, k {old.top_k} -> {new.top_k}")
                 for old, new in changes.models_changed
@@ -69,27 +69,27 @@ def _show(changes: Changes, sizes: tuple[int, int], every: bool) -> None:
     _section(
         "problems",
         [
-            *(("-", str(one)) for one in changes.problems_removed),
-            *(("+", str(one)) for one in changes.problems_added),
+            *(("-", str(problem)) for problem in changes.problems_removed),
+            *(("+", str(problem)) for problem in changes.problems_added),
         ],
     )
     if changes.choices_added or changes.choices_removed:
         echo(f"\nchoices of problems in both: {changes.choices_removed} only in A, {changes.choices_added} only in B")
     if changes.choices:
         echo(f"\nchoices that changed: {len(changes.choices)}")
-        echo(_cells(changes) if every else _by_problem(changes))
-        if not every:
+        echo(_cells(changes) if list_all else _by_problem(changes))
+        if not list_all:
             echo("--choices lists each of them")
     _section(
         "variants",
         [
             *(
-                ("-", label(one), one.revision, one.cubin_sha256.hex()[:12], size(one.cubin_bytes))
-                for one in changes.variants_removed
+                ("-", label(variant), variant.revision, variant.cubin_sha256.hex()[:12], size(variant.cubin_bytes))
+                for variant in changes.variants_removed
             ),
             *(
-                ("+", label(one), one.revision, one.cubin_sha256.hex()[:12], size(one.cubin_bytes))
-                for one in changes.variants_added
+                ("+", label(variant), variant.revision, variant.cubin_sha256.hex()[:12], size(variant.cubin_bytes))
+                for variant in changes.variants_added
             ),
             *(
                 (
@@ -109,7 +109,7 @@ def _show(changes: Changes, sizes: tuple[int, int], every: bool) -> None:
 
 
 def _summary(changes: Changes) -> str:
-    """The answer in a line, before the lists."""
+    """The result in a line, before the lists."""
     parts = [
         _counts("model", changes.models_removed, changes.models_added, changes.models_changed),
         _counts("problem", changes.problems_removed, changes.problems_added),
@@ -122,10 +122,10 @@ def _summary(changes: Changes) -> str:
 
 
 def _counts(what: str, gone: Sized, come: Sized, changed: Sized = ()) -> str:
-    found = [(len(gone), "gone"), (len(come), "new"), (len(changed), "changed")]
-    told = [(count, word) for count, word in found if count]
+    counts = [(len(gone), "gone"), (len(come), "new"), (len(changed), "changed")]
+    named = [(count, word) for count, word in counts if count]
     return ", ".join(
-        f"{_number(count, what) if i == 0 else f'{count:,}'} {word}" for i, (count, word) in enumerate(told)
+        f"{_number(count, what) if i == 0 else f'{count:,}'} {word}" for i, (count, word) in enumerate(named)
     )
 
 
@@ -149,12 +149,12 @@ def _model(model: Model) -> str:
 
 def _by_problem(changes: Changes) -> str:
     groups: dict[Problem, list[Change]] = {}
-    for one in changes.choices:
-        groups.setdefault(one.problem, []).append(one)
+    for change in changes.choices:
+        groups.setdefault(change.problem, []).append(change)
     parts = "variant", "code", "source", "gpu", "torch", "runner-up", "plan"
     rows = []
     for problem, cells in groups.items():
-        counts = {part: sum(part in one.what for one in cells) for part in parts}
+        counts = {part: sum(part in change.what for change in cells) for part in parts}
         buckets = f"{cells[0].bucket}..{cells[-1].bucket}" if len(cells) > 1 else cells[0].bucket
         rows.append(
             (
@@ -171,18 +171,18 @@ def _by_problem(changes: Changes) -> str:
 
 def _cells(changes: Changes) -> str:
     rows = []
-    for one in changes.choices:
-        old, new = one.old, one.new
+    for change in changes.choices:
+        old, new = change.old, change.new
         rows.append(
             (
-                one.problem,
-                one.bucket,
-                _was({"variant", "torch"} & {*one.what}, _config(old), _config(new)),
+                change.problem,
+                change.bucket,
+                _was({"variant", "torch"} & {*change.what}, _config(old), _config(new)),
                 _was(old.source is not new.source or old.gpu != new.gpu, _source(old), _source(new)),
                 f"{old.time_ns / 1e3:.2f}",
                 f"{new.time_ns / 1e3:.2f}",
                 f"{100 * (new.time_ns / old.time_ns - 1):+.1f} %",
-                ", ".join(one.what),
+                ", ".join(change.what),
             )
         )
     return table(("problem", "M near", "config", "source", "A us", "B us", "time", "changed"), rows, "<><<>>>")
@@ -222,13 +222,13 @@ def _to_dict(changes: Changes) -> dict[str, object]:
         "choices_unmatched": {"added": changes.choices_added, "removed": changes.choices_removed},
         "choices": [
             {
-                "problem": str(one.problem),
-                "M_near": one.bucket,
-                "changed": list(one.what),
-                "old": _side(one.old),
-                "new": _side(one.new),
+                "problem": str(change.problem),
+                "M_near": change.bucket,
+                "changed": list(change.what),
+                "old": _side(change.old),
+                "new": _side(change.new),
             }
-            for one in changes.choices
+            for change in changes.choices
         ],
         "variants": {
             "added": list(map(_variant, changes.variants_added)),

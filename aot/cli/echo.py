@@ -1,4 +1,4 @@
-"""What the verbs print: names of files and what files hold never reach a terminal raw."""
+"""Print a verb's output; file names and file contents never reach a terminal unescaped."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from ...artifacts.names import printable
 
 
 def echo(text: str = "", *, err: bool = False) -> None:
-    """``text`` on stdout or stderr, line by line; what is no printable character is escaped."""
+    """Print ``text`` line by line; characters that are not printable are escaped."""
     click.echo("\n".join(map(printable, text.split("\n"))), err=err)
 
 
 def tell(notes: Iterable[str]) -> None:
-    """What the user should know, a line each, on stderr."""
+    """Print notes for the user on stderr, a line each."""
     for note in notes:
         tell_one(note)
 
 
 def tell_one(note: str) -> None:
-    """One of them."""
+    """Print one note on stderr."""
     click.echo(f"note: {printable(note)}", err=True)
 
 
 def quoted(path: Path) -> str:
-    """A path for a shell, in a line."""
+    """Quote a path for a shell, in one line."""
     return printable(shlex.quote(str(path)))

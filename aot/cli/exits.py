@@ -1,4 +1,4 @@
-"""The one place where an exception becomes a message and an exit code."""
+"""Turn exceptions into messages and exit codes; this happens nowhere else."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ..process.interrupts import interrupted
 from .echo import echo
 
 OK = 0
-ENVIRONMENT = 1  # the machine: no GPU, a full disk, a missing package, a compiler that fails
-INPUT = 2  # what was asked for or given: an option, a spec, a bundle
+ENVIRONMENT = 1  # an error of the machine: no GPU, a full disk, a missing package, a compiler that fails
+INPUT = 2  # an error of the input: an option, a spec, a bundle
 INTERRUPTED = 130
-READER_LEFT = 141  # 128 + SIGPIPE: what a shell says of a program whose reader (head, less) closed the pipe
+READER_LEFT = 141  # 128 + SIGPIPE, as shells report a program whose reader (head, less) closed the pipe
 
 _EXTRA = {"click", "rich", "pebble", "platformdirs"}  # the packages of pretuned[aot]
 
@@ -30,16 +30,16 @@ def guarded(command: Callable[[], int], debug: bool) -> int:
     except BaseException as error:
         if debug and not isinstance(error, SystemExit):
             traceback.print_exc()
-        code, message = told(error)
+        code, message = exit_of(error)
         if message:
-            with contextlib.suppress(OSError):  # a stderr that can't be written: the code must say it alone
+            with contextlib.suppress(OSError):  # stderr can't be written: only the exit code is left
                 echo(message, err=True)
         _drop_unwritten()
         return code
 
 
-def told(error: BaseException) -> tuple[int, str]:
-    """(exit code, message) of an exception; what nobody foresaw is raised again."""
+def exit_of(error: BaseException) -> tuple[int, str]:
+    """(exit code, message) of an exception; unexpected non-errors are raised again."""
     match error:
         case click.exceptions.Exit():
             return error.exit_code, ""
@@ -48,7 +48,7 @@ def told(error: BaseException) -> tuple[int, str]:
             return INPUT, f"error: {error.format_message()}{usage}"
         case click.ClickException():
             return INPUT, f"error: {error.format_message()}"
-        case click.Abort():  # what click makes of a KeyboardInterrupt
+        case click.Abort():  # click's form of a KeyboardInterrupt
             return INTERRUPTED, str(error.__cause__ or "") or "interrupted"
         case KeyboardInterrupt():
             return INTERRUPTED, str(error) or "interrupted"
@@ -64,7 +64,7 @@ def told(error: BaseException) -> tuple[int, str]:
             return ENVIRONMENT, f"error: {error or type(error).__name__}"
         case Exception():
             where = traceback.extract_tb(error.__traceback__)[-1]
-            place = f"{os.path.basename(where.filename)}:{where.lineno}"  # noqa: PTH119 - no Path to be had here
+            place = f"{os.path.basename(where.filename)}:{where.lineno}"  # noqa: PTH119
             return ENVIRONMENT, (
                 f"internal error: {type(error).__name__}: {error} ({place}). Please report it, with the output of the "
                 "same command and --debug"
@@ -76,7 +76,7 @@ def told(error: BaseException) -> tuple[int, str]:
 def quiet_without_reader() -> Iterator[None]:
     """If the output pipe was closed, end with ``READER_LEFT``, without a message.
 
-    Inside click's own ``main``, which would make it an exit code 1.
+    It is needed inside click's ``main``, which would make it exit code 1.
     """
     try:
         yield
@@ -88,7 +88,7 @@ def quiet_without_reader() -> Iterator[None]:
 
 
 def _drop_unwritten() -> None:
-    """Let go of what could not be written: else the interpreter's last flush complains, and ends with 120."""
+    """Drop unwritten output: else the interpreter's last flush complains, and exits with 120."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -97,5 +97,5 @@ def _drop_unwritten() -> None:
 
 
 def _from_echo(error: OSError) -> bool:
-    """Whether it came from printing."""
+    """True if the error came from printing."""
     return any(frame.name == "echo" for frame in traceback.extract_tb(error.__traceback__))

@@ -49,28 +49,32 @@ def explain(model: str, gpu: str, tokens: str, ops: str, why: bool, as_json: boo
     local = parse_gpu(gpu, _gpu_here)
     from ..plan.explained import explained  # imports torch, which takes seconds
 
-    found = [*explained(loaded.shapes, counts, local)]
+    gemms = [*explained(loaded.shapes, counts, local)]
     if as_json:
-        print_json({"notes": list(loaded.notes), "gemms": [one.to_dict() for one in found]})
+        print_json({"notes": list(loaded.notes), "gemms": [gemm.to_dict() for gemm in gemms]})
         return
     tell(loaded.notes)
-    groups = itertools.groupby(found, key=lambda one: (one.shard, one.explanation.problem.dtype.value))
+    groups = itertools.groupby(gemms, key=lambda gemm: (gemm.shard, gemm.explanation.problem.dtype.value))
     echo(f"on {local}")
     for (shard, dtype), rows in groups:
         shown = []
-        for one in rows:
-            told = one.explanation
-            best = told.chosen
+        for gemm in rows:
+            explanation = gemm.explanation
+            best = explanation.chosen
             based = f"{best.source.value}{f' on {best.gpu.name}' if best.gpu else ''}" if best else "no kernel here"
-            based = based if told.raises is None else f"the call raises: {told.raises}"
+            based = based if explanation.raises is None else f"the call raises: {explanation.raises}"
             shown.append(
                 (
-                    one.gemm.role,
-                    told.problem.op.value,
-                    one.tokens,
-                    told.M,
-                    "torch, measured faster" if told.torch_us else str(best.config) if best else told.runs,
-                    f"{told.torch_us or best.time_us:.1f}" if best else "-",
+                    gemm.gemm.role,
+                    explanation.problem.op.value,
+                    gemm.tokens,
+                    explanation.M,
+                    "torch, measured faster"
+                    if explanation.torch_us
+                    else str(best.config)
+                    if best
+                    else explanation.runs,
+                    f"{explanation.torch_us or best.time_us:.1f}" if best else "-",
                     based,
                     best.usable.path.name if best else "-",
                 )
@@ -78,11 +82,11 @@ def explain(model: str, gpu: str, tokens: str, ops: str, why: bool, as_json: boo
         echo(f"\n{shard.name} tp={shard.tp} ep={shard.ep}, {dtype}")
         echo(table(("GEMM", "op", "tokens", "rows", "kernel", "us", "basis", "bundle"), shown, "<<>><><"))
     if why:
-        for one in found:
-            echo(f"\n{one.gemm.role}, {one.tokens} tokens: {one.explanation}")
+        for gemm in gemms:
+            echo(f"\n{gemm.gemm.role}, {gemm.tokens} tokens: {gemm.explanation}")
     else:
         echo("\n--why explains each row")
-    builds = dict.fromkeys(one.explanation.build for one in found if one.explanation.build)
+    builds = dict.fromkeys(gemm.explanation.build for gemm in gemms if gemm.explanation.build)
     if builds:
         echo("\n" + next_steps(*(("for rows that torch runs", line) for line in builds)))
 

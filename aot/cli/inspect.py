@@ -14,8 +14,8 @@ from .echo import echo
 from .options import as_json, bundle_files, print_json
 from .table import facts, size, table
 
-_MODELS = 6  # named in the summary
-_DIGITS = 12  # of a digest
+_MODELS = 6  # names in the summary
+_DIGITS = 12  # of a digest that are shown
 
 
 @click.command()
@@ -37,52 +37,52 @@ def inspect(bundles: tuple[str, ...], models: bool, variants: bool, choices: boo
       aot inspect bundles/pretuned-sm90.msgpack --choices
       aot inspect bundles/pretuned-sm90.msgpack --json
     """
-    found = []
+    all_contents = []
     for path in bundle_files(bundles):
         with open_bundle(path) as opened:
-            found.append(contents(opened, choices=choices))
+            all_contents.append(contents(opened, choices=choices))
     if as_json:
         several = len(bundles) > 1 or os.path.isdir(bundles[0])  # noqa: PTH112 - Path.is_dir raises for some paths
-        print_json(found if several else found[0])
+        print_json(all_contents if several else all_contents[0])
         return
     wanted = {"models": models, "kernels": variants, "variants": variants, "choices": choices}
-    for place, one in enumerate(found):
-        echo(("\n" if place else "") + facts(_summary(one)))
+    for place, data in enumerate(all_contents):
+        echo(("\n" if place else "") + facts(_summary(data)))
         for title in (name for name, asked in wanted.items() if asked):
-            rows = one.get(title)
+            rows = data.get(title)
             if isinstance(rows, list) and rows:
                 echo(f"\n{title}")
                 echo(table(list(rows[0]), [[_shown(cell) for cell in row.values()] for row in rows]))
 
 
-def _summary(found: dict[str, Any]) -> list[tuple[str, object]]:
-    gpus = ", ".join(dict.fromkeys(one["name"] for one in found["gpus"]))
-    models = list(dict.fromkeys(one["name"] for one in found["models"]))
+def _summary(data: dict[str, Any]) -> list[tuple[str, object]]:
+    gpus = ", ".join(dict.fromkeys(gpu["name"] for gpu in data["gpus"]))
+    models = list(dict.fromkeys(model["name"] for model in data["models"]))
     some = ", ".join(models[:_MODELS]) + (f" and {len(models) - _MODELS} more" if len(models) > _MODELS else "")
-    told = (
-        ("bundle", f"{found['path']}, {size(found['size_bytes'])}"),
-        ("for", f"{found['target']}, driver {found['min_driver']} or later"),
+    summary = (
+        ("bundle", f"{data['path']}, {size(data['size_bytes'])}"),
+        ("for", f"{data['target']}, driver {data['min_driver']} or later"),
         (
             "choices",
-            f"{found['choice_count']} of {found['problems']} problems, "
+            f"{data['choice_count']} of {data['problems']} problems, "
             + (f"measured on {gpus}" if gpus else "modelled: a cost model ranked, nothing was measured"),
         ),
-        ("variants", f"{len(found['variants'])} of {len(found['kernels'])} kernels"),
+        ("variants", f"{len(data['variants'])} of {len(data['kernels'])} kernels"),
         ("models", f"{len(models)}: {some}" if models else "none named"),
         (
             "built by",
-            f"pretuned {found['pretuned']}, Triton {found['triton']}, ptxas {found['ptxas']}, "
-            f"launch ABI {found['launch_abi']}",
+            f"pretuned {data['pretuned']}, Triton {data['triton']}, ptxas {data['ptxas']}, "
+            f"launch ABI {data['launch_abi']}",
         ),
-        ("options", found["options"]),
-        ("compared", f"with {len(found['compared_with'])} other bundles" if found["compared_with"] else ""),
-        ("digest", f"{_shown(found['digest'])} (--json has it whole)"),
+        ("options", data["options"]),
+        ("compared", f"with {len(data['compared_with'])} other bundles" if data["compared_with"] else ""),
+        ("digest", f"{_shown(data['digest'])} (--json has it whole)"),
     )
-    return [(name, value) for name, value in told if value]
+    return [(name, value) for name, value in summary if value]
 
 
 def _shown(cell: object) -> object:
-    """A cell of a table: of a digest its beginning, of a list its items."""
+    """Format a table's cell: the beginning of a digest, the items of a list."""
     if isinstance(cell, str) and re.fullmatch("[0-9a-f]{64}", cell):
         return cell[:_DIGITS]
     if isinstance(cell, list):

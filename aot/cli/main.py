@@ -1,4 +1,4 @@
-"""The group of verbs, and how a command line is run."""
+"""The group of verbs, and the entry point of a command line."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _DEBUG = "--debug"
 
 
 class _Verbs(click.Group):
-    """Each verb is imported when it is used: ``aot --version`` needs none of them."""
+    """A group that imports a verb when it is used: ``aot --version`` needs none of them."""
 
-    def make_context(self, *given: Any, **named: Any) -> click.Context:
+    def make_context(self, *args: Any, **named: Any) -> click.Context:
         with quiet_without_reader():  # --help prints here
-            return super().make_context(*given, **named)
+            return super().make_context(*args, **named)
 
     def invoke(self, ctx: click.Context) -> Any:
         with quiet_without_reader():
@@ -129,10 +129,10 @@ def aot(ctx: click.Context, version: bool, as_json: bool) -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run a command line; returns its exit code."""
-    given = [argument for argument in arguments if argument != _DEBUG]
+    verb_arguments = [argument for argument in arguments if argument != _DEBUG]
 
     def command() -> int:
-        code = aot.main(given, prog_name="aot", standalone_mode=False)
+        code = aot.main(verb_arguments, prog_name="aot", standalone_mode=False)
         return code if isinstance(code, int) else OK
 
-    return guarded(command, debug=len(given) < len(arguments))
+    return guarded(command, debug=len(verb_arguments) < len(arguments))

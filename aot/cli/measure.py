@@ -20,7 +20,7 @@ from ..tune.parts import part_of
 from .echo import echo, quoted
 from .options import as_json, file_path, models, ops, print_json, quiet, wanted_ops
 from .table import next_steps
-from .tuning import HowMuch, TuneProgress, budget_and_gpus, check_executor, how_much, ordinals, told, tune
+from .tuning import HowMuch, TuneProgress, budget_and_gpus, check_executor, how_much, ordinals, outcome_text, tune
 
 
 @click.command()
@@ -93,7 +93,7 @@ def measure(
     if as_json:
         print_json({**outcome.to_dict(), "journal": str(journal)})
         return
-    echo(told(outcome))
+    echo(outcome_text(outcome))
     if quiet:
         return
     named = "" if candidates is None else f"--candidates {quoted(candidates)} "

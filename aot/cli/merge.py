@@ -31,9 +31,9 @@ from .table import size, table
     type=file_path,
     help="File of the merged bundle. It can be one of the inputs.",
 )
-@click.option("--conflicts", "every", is_flag=True, help="List every cell in which the bundles differ.")
+@click.option("--conflicts", "list_all", is_flag=True, help="List every cell in which the bundles differ.")
 @as_json
-def merge(bundles: tuple[str, ...], out: Path, every: bool, as_json: bool) -> None:
+def merge(bundles: tuple[str, ...], out: Path, list_all: bool, as_json: bool) -> None:
     """Merge bundles of one GPU capability: the best choice for each problem, bucket and GPU.
 
     A measured choice wins over a modelled one, then the later kernel revision, then the lower time. Choices measured on
@@ -55,25 +55,26 @@ def merge(bundles: tuple[str, ...], out: Path, every: bool, as_json: bool) -> No
         print_json(_to_dict(merged, paths, written))
         return
     tell(merged.notes)
-    _show(merged, paths, [len(one.choices) for one in loaded.values()], written, every)
+    _show(merged, paths, [len(bundle.choices) for bundle in loaded.values()], written, list_all)
 
 
-def _show(merged: Merged, paths: Sequence[str], problems: Sequence[int], written: Written, every: bool) -> None:
+def _show(merged: Merged, paths: Sequence[str], problems: Sequence[int], written: Written, list_all: bool) -> None:
     bundle = merged.bundle
     rows = [(path, count, cells) for path, count, cells in zip(paths, problems, merged.taken, strict=True)]
     echo(table(("from", "problems", "choices taken"), rows, "<>>"))
     if merged.conflicts:
         echo("\nwhere they differ")
-        counts = Counter(one.reason for one in merged.conflicts)
-        other = Counter(one.reason for one in merged.conflicts if one.winner.variant != one.loser.variant)
+        counts = Counter(conflict.reason for conflict in merged.conflicts)
+        changed = (conflict for conflict in merged.conflicts if conflict.winner.variant != conflict.loser.variant)
+        other = Counter(conflict.reason for conflict in changed)
         rows = [(reason.value, counts[reason], other[reason]) for reason in counts]
         echo(table(("decided by", "choices", "another variant"), sorted(rows), "<>>"))
-        if every:
+        if list_all:
             echo()
             echo(_listed(merged, paths))
         else:
             echo("--conflicts lists each of them")
-    measured = sum(one.source is Source.MEASURED for row in bundle.choices.values() for one in row)
+    measured = sum(choice.source is Source.MEASURED for row in bundle.choices.values() for choice in row)
     choices = sum(map(len, bundle.choices.values()))
     same = " (unchanged)" if written.unchanged else ""
     echo(
@@ -93,15 +94,15 @@ def _listed(merged: Merged, paths: Sequence[str]) -> str:
     head = ("problem", "M near", "decided by", "kept", "dropped", "from", "not from")
     rows = [
         (
-            one.problem,
-            one.bucket,
-            one.reason.value,
-            _said(one.winner, merged.codes),
-            _said(one.loser, merged.codes),
-            paths[one.kept],
-            paths[one.dropped],
+            conflict.problem,
+            conflict.bucket,
+            conflict.reason.value,
+            _said(conflict.winner, merged.codes),
+            _said(conflict.loser, merged.codes),
+            paths[conflict.kept],
+            paths[conflict.dropped],
         )
-        for one in merged.conflicts
+        for conflict in merged.conflicts
     ]
     return table(head, rows, "<>")
 
@@ -114,7 +115,7 @@ def _said(claim: BundleChoice, codes: VariantTable) -> str:
 
 def _to_dict(merged: Merged, paths: Sequence[str], written: Written) -> dict[str, object]:
     bundle = merged.bundle
-    measured = sum(one.source is Source.MEASURED for row in bundle.choices.values() for one in row)
+    measured = sum(choice.source is Source.MEASURED for row in bundle.choices.values() for choice in row)
     return {
         "path": str(written.path),
         "size_bytes": written.size_bytes,
@@ -124,26 +125,26 @@ def _to_dict(merged: Merged, paths: Sequence[str], written: Written) -> dict[str
         "problems": len(bundle.choices),
         "choices": sum(map(len, bundle.choices.values())),
         "measured": measured,
-        "gpus": [one.name for one in bundle.gpus],
+        "gpus": [gpu.name for gpu in bundle.gpus],
         "variants": len(bundle.variants),
         "unused_variants": merged.unused,
         "inputs": [{"path": path, "choices_taken": taken} for path, taken in zip(paths, merged.taken, strict=True)],
         "agreed": merged.agreed,
-        "conflicts": [_conflict(one, merged.codes, paths) for one in merged.conflicts],
+        "conflicts": [_conflict(conflict, merged.codes, paths) for conflict in merged.conflicts],
         "over_the_limit": [
-            {"op": one.op.value, "dtype": one.dtype.value, "configs": one.configs} for one in merged.too_many
+            {"op": group.op.value, "dtype": group.dtype.value, "configs": group.configs} for group in merged.too_many
         ],
         "notes": list(merged.notes),
     }
 
 
-def _conflict(one: Conflict, codes: VariantTable, paths: Sequence[str]) -> dict[str, object]:
+def _conflict(conflict: Conflict, codes: VariantTable, paths: Sequence[str]) -> dict[str, object]:
     return {
-        "problem": str(one.problem),
-        "M_near": one.bucket,
-        "decided_by": one.reason.name.lower(),
-        "kept": {"path": paths[one.kept], **_claim(one.winner, codes)},
-        "dropped": {"path": paths[one.dropped], **_claim(one.loser, codes)},
+        "problem": str(conflict.problem),
+        "M_near": conflict.bucket,
+        "decided_by": conflict.reason.name.lower(),
+        "kept": {"path": paths[conflict.kept], **_claim(conflict.winner, codes)},
+        "dropped": {"path": paths[conflict.dropped], **_claim(conflict.loser, codes)},
     }
 
 

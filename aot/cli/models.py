@@ -25,41 +25,42 @@ def models(text: str | None, as_json: bool) -> None:
       aot models --json
     """
     wanted = (text or "").lower()
-    found = [one for one in catalogue().values() if any(wanted in name.lower() for name in (one.id, *one.aliases))]
+    listed = catalogue().values()
+    entries = [entry for entry in listed if any(wanted in name.lower() for name in (entry.id, *entry.aliases))]
     if as_json:
         print_json(
             [
                 {
-                    "id": one.id,
-                    "E": one.layer.E,
-                    "k": one.layer.k,
-                    "H": one.layer.H,
-                    "I": one.layer.I,
-                    "shared_width": one.layer.shared_width,
-                    "gated": one.layer.gated,
-                    "zero_experts": one.layer.zero_experts,
-                    "layouts": [layout.value for layout in one.layer.layouts],
-                    "activation": one.layer.activation and one.layer.activation._asdict(),
-                    "weights": one.weights,
-                    "source": one.source,
-                    "where": one.where,
-                    "aliases": dict(one.aliases),
-                    "note": one.layer.note,
+                    "id": entry.id,
+                    "E": entry.layer.E,
+                    "k": entry.layer.k,
+                    "H": entry.layer.H,
+                    "I": entry.layer.I,
+                    "shared_width": entry.layer.shared_width,
+                    "gated": entry.layer.gated,
+                    "zero_experts": entry.layer.zero_experts,
+                    "layouts": [layout.value for layout in entry.layer.layouts],
+                    "activation": entry.layer.activation and entry.layer.activation._asdict(),
+                    "weights": entry.weights,
+                    "source": entry.source,
+                    "where": entry.where,
+                    "aliases": dict(entry.aliases),
+                    "note": entry.layer.note,
                 }
-                for one in found
+                for entry in entries
             ]
         )
         return
-    if not found:
+    if not entries:
         raise click.UsageError(f"no known model has '{text}' in its name; aot models lists them all")
     rows = []
-    for one in found:
-        layer = one.layer
+    for entry in entries:
+        layer = entry.layer
         gated = "gated" if layer.gated else "plain"
-        layouts = ",".join(one.value for one in layer.layouts)
+        layouts = ",".join(layout.value for layout in layer.layouts)
         rows.append(
             (
-                one.id,
+                entry.id,
                 layer.E,
                 layer.k,
                 layer.H,
@@ -68,12 +69,12 @@ def models(text: str | None, as_json: bool) -> None:
                 gated,
                 layer.activation or "?",
                 layouts,
-                ",".join(one.formats) or "?",
-                one.source,
+                ",".join(entry.formats) or "?",
+                entry.source,
                 layer.note,
             )
         )
     head = ("model", "E", "k", "H", "I", "shared", "experts", "activation", "w", "published in", "source", "note")
     echo(table(head, rows, "<>>>>>"))
-    if aliases := [(alias, one.id, format_ or "?") for one in found for alias, format_ in one.aliases.items()]:
+    if aliases := [(alias, entry.id, format_ or "?") for entry in entries for alias, format_ in entry.aliases.items()]:
         echo(f"\n{table(('also known', 'of the shape of', 'published in'), aliases)}")

@@ -1,4 +1,4 @@
-"""The options that several verbs share, and what they mean."""
+"""The options that several verbs share, and their parsing."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ workers = click.option(
 
 
 def directory(file_okay: bool) -> Callable[[str | Path], Path]:
-    """An option's type: a directory's path."""
+    """The type of an option that is a directory's path."""
     return _path("a directory, . for this one", file_okay=file_okay)
 
 
 def _path(wanted: str, **how: bool) -> Callable[[str | Path], Path]:
-    """An option's type: a path; not an empty one, as of a variable that is not set: that is the directory here."""
+    """The type of an option that is a path; an empty one, as from an unset variable, would mean this directory."""
     path = click.Path(path_type=Path, **how)
 
-    def converted(given: str | Path) -> Path:
-        if given == "":
+    def converted(value: str | Path) -> Path:
+        if value == "":
             raise click.BadParameter(f"it is empty; name {wanted}")
-        return path.convert(given, None, None)
+        return path.convert(value, None, None)
 
     return converted
 
@@ -67,7 +67,7 @@ file_path = _path("a file")
 
 
 def what_to_build(function: F) -> F:
-    """--models, --sm, --ops, and the compile cache's options."""
+    """Add --models, --sm, --ops, and the compile cache's options."""
     for option in reversed(
         (
             models,
@@ -94,7 +94,7 @@ def what_to_build(function: F) -> F:
 
 
 class _Rest(click.Argument):
-    """Words that no option takes: no help shows them."""
+    """Words that belong to no option; hidden in help."""
 
     def get_usage_pieces(self, ctx: click.Context) -> list[str]:
         return []
@@ -117,7 +117,7 @@ def _refuse_rest(ctx: click.Context, parameter: click.Parameter, values: Sequenc
 
 
 def load(models: Sequence[str], sm: str, ops: str | None) -> tuple[BuildPlan, tuple[int, ...], tuple[str, ...]]:
-    """The plan, the capabilities, and what the user should be told.
+    """The plan, the capabilities, and notes for the user.
 
     Raises
     ------
@@ -141,23 +141,23 @@ def load(models: Sequence[str], sm: str, ops: str | None) -> tuple[BuildPlan, tu
         raise InputError("\n".join(map(str, mistakes)))
     if wrong := [*without_code(loaded.shapes)]:
         raise InputError("\n".join(wrong))
-    told = (*unaligned(loaded.shapes), *padded(loaded.shapes, sms), *built_of_codes(loaded.shapes, sms))
-    notes = (*loaded.notes, *told)
+    building = (*unaligned(loaded.shapes), *padded(loaded.shapes, sms), *built_of_codes(loaded.shapes, sms))
+    notes = (*loaded.notes, *building)
     return planned_on(plan(loaded.shapes), sms), sms, notes
 
 
 def _native_sm() -> int | None:
-    found = native_sm()
-    if found is None and is_stub():
+    sm = native_sm()
+    if sm is None and is_stub():
         raise HostError(
             "--sm native: the libcuda.so.1 that was found is a stub to link with, as the CUDA toolkit and conda have "
             "it, not the driver. Take its directory (stubs) out of LD_LIBRARY_PATH, or name the capabilities"
         )
-    return found
+    return sm
 
 
 def wanted_ops(text: str | None) -> tuple[Op, ...]:
-    """--ops -> the ops to build, in their usual order."""
+    """Parse --ops into the ops to build, in their usual order."""
     if text is None:
         return tuple(Op)
     by_name = {op.value.lower(): op for op in Op}
@@ -171,7 +171,9 @@ def wanted_ops(text: str | None) -> tuple[Op, ...]:
 
 
 def bundle_files(paths: Sequence[str], *, packed: bool = False) -> tuple[str, ...]:
-    """The files that arguments name: a directory stands for the bundles in it.
+    """The files that arguments name; a directory stands for its bundles.
+
+    ``packed`` includes files that hold several bundles (``.msgpack.xz``).
 
     ``packed``: files that hold several (``.msgpack.xz``), too.
 
@@ -180,15 +182,15 @@ def bundle_files(paths: Sequence[str], *, packed: bool = False) -> tuple[str, ..
     InputError
         for a path that does not exist, or a directory without bundles.
     HostError
-        for one that can't be listed.
+        for a directory that can't be listed.
     """
     kinds = (SUFFIX, PACKED) if packed else (SUFFIX,)
-    found: list[str] = []
+    files: list[str] = []
     for path in paths:
         if not os.path.isdir(path):  # noqa: PTH112 - Path.is_dir raises for some paths
             if "#" not in path:  # FILE.msgpack.xz#sm80 is no file's name
                 _exists(path)
-            found.append(path)
+            files.append(path)
             continue
         try:
             names = sorted(os.listdir(path))  # noqa: PTH208 - names are enough
@@ -199,8 +201,8 @@ def bundle_files(paths: Sequence[str], *, packed: bool = False) -> tuple[str, ..
             raise InputError(
                 f"'{printable(path)}' is a directory without bundles (*{SUFFIX}): name another one, or files"
             )
-        found += [os.path.join(path, name) for name in inside]  # noqa: PTH118 - as the path was given
-    return tuple(found)
+        files += [os.path.join(path, name) for name in inside]  # noqa: PTH118 - as the path was given
+    return tuple(files)
 
 
 def _exists(path: str) -> None:
@@ -214,7 +216,7 @@ def _exists(path: str) -> None:
 
 
 def count_list(option: str, text: str) -> list[int]:
-    """``1,16,128`` -> the numbers, each once.
+    """Parse ``1,16,128`` into the distinct numbers.
 
     Raises
     ------
@@ -228,7 +230,7 @@ def count_list(option: str, text: str) -> list[int]:
 
 
 def cache_of(cache_dir: Path | None, no_cache: bool) -> CompileCache | None:
-    """The compile cache that the options mean, or None."""
+    """The compile cache that the options name, or None."""
     if no_cache:
         return None
     directory = cache_dir or default_dir()
@@ -236,5 +238,5 @@ def cache_of(cache_dir: Path | None, no_cache: bool) -> CompileCache | None:
 
 
 def print_json(value: object) -> None:
-    """``value`` on stdout."""
+    """Print ``value`` as JSON on stdout."""
     click.echo(json.dumps(value, indent=2))

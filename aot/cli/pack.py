@@ -77,11 +77,11 @@ def pack(
     if oci:
         check_layout(oci)
     packed = contents(bundle_files(bundles), name, version)
-    found: dict[str, object] = {
+    result: dict[str, object] = {
         "name": name,
         "version": version,
         "targets": list(packed.targets),
-        "bundles": [{"file": one.file, "sha256": one.sha256, "size_bytes": len(one.data)} for one in packed.items],
+        "bundles": [{"file": item.file, "sha256": item.sha256, "size_bytes": len(item.data)} for item in packed.items],
     }
     lines: list[str] = []
     steps: list[tuple[str, str]] = []
@@ -97,25 +97,25 @@ def pack(
         path, data = wheels / file_name(packed), wheel(packed)
         check_wheel(path)
         publish(path, data)
-        found["wheel"] = {"path": str(path), "size_bytes": len(data)}
+        result["wheel"] = {"path": str(path), "size_bytes": len(data)}
         lines.append(f"wheel  {path}, {size(len(data))}")
         steps.append(("install", f"pip install {quoted(path)}"))
     if oci:
         digest = write_image(oci, packed, arch, note)
         image = f"{oci}:{tag(packed)}"
-        found["oci"] = {"path": str(oci), "tag": tag(packed), "digest": digest}
+        result["oci"] = {"path": str(oci), "tag": tag(packed), "digest": digest}
         lines.append(f"image  {image}, {digest[:19]} (--json has it whole)")
         target = f"docker://REGISTRY/{repository(packed)}:{tag(packed)}"
         steps.append(("push", f"skopeo copy oci:{quoted(Path(image))} {target}"))
     if folder:
         write_directory(folder, packed, note)
-        found["dir"] = {"path": str(folder)}
+        result["dir"] = {"path": str(folder)}
         lines.append(f"files  {folder}")
         steps.append(("use", f"export PRETUNED_BUNDLES={quoted(folder.resolve())}"))
     if as_json:
-        print_json({**found, "notes": notes})
+        print_json({**result, "notes": notes})
         return
-    total = size(sum(len(one.data) for one in packed.items))
+    total = size(sum(len(item.data) for item in packed.items))
     count = f"{len(packed.items)} bundle{'s'[: len(packed.items) != 1]}"
     echo(f"{count}, {total}, for {', '.join(packed.targets)}")
     echo("\n".join(lines))

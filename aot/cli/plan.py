@@ -45,7 +45,7 @@ def plan(
       aot plan --models "Qwen/Qwen3-30B-A3B tp=1,2,4 ep=1,8" --sm 90 --json
     """
     planned, sms, notes = load(models, sm, ops)
-    notes = (*notes, *dict.fromkeys(slow for one in planned.problems if (slow := slow_rows(one))))
+    notes = (*notes, *dict.fromkeys(slow for problem in planned.problems if (slow := slow_rows(problem))))
     shards = shapes_on(load_models(models, only=wanted_ops(ops)).shapes, sms)
     estimates = estimate(planned, sms, cache_of(cache_dir, no_cache))
     if as_json:
@@ -53,7 +53,7 @@ def plan(
             {
                 "problems": _problems(planned),
                 "weights": [_formats(shard) for shard in shards],
-                "capabilities": [one.to_dict() for one in estimates],
+                "capabilities": [row.to_dict() for row in estimates],
                 "notes": list(notes),
             }
         )
@@ -62,27 +62,18 @@ def plan(
         tell(notes)
     capabilities = [
         (
-            f"sm_{one.sm}",
-            one.problems,
-            one.choices,
-            one.shipped,
-            one.variants,
-            "?" if one.cached is None else one.cached,
-            duration(one.seconds),
-            size(one.size_bytes),
+            f"sm_{row.sm}",
+            row.problems,
+            row.choices,
+            row.shipped,
+            row.variants,
+            "?" if row.cached is None else row.cached,
+            duration(row.seconds),
+            size(row.size_bytes),
         )
-        for one in estimates
+        for row in estimates
     ]
-    head = (
-        "for",
-        "problems",
-        "choices",
-        "shipped variants",
-        "to compile",
-        "cached",
-        "expected time",
-        "expected size",
-    )
+    head = ("for", "problems", "choices", "shipped variants", "to compile", "cached", "expected time", "expected size")
     echo(table(head, capabilities, "<" + ">" * 7))
     if not quiet:
         _tell_of(shards)
@@ -92,32 +83,32 @@ def plan(
 
 def _tell_of(shards: Sequence[LayerShard]) -> None:
     formats: dict[str, dict[str, None]] = {}
-    for one in shards:
-        formats.setdefault(one.name, {}).update(dict.fromkeys(one.built_in))
+    for shard in shards:
+        formats.setdefault(shard.name, {}).update(dict.fromkeys(shard.built_in))
     names = [f"{name} ({', '.join(row)})" for name, row in formats.items()]
     some = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-    told = "Time and size are estimates. Nothing was built: aot build with the same options builds it."
-    echo(f"\n{paragraph(f'For {some}; --problems lists all. {told}')}")
+    advice = "Time and size are estimates. Nothing was built: aot build with the same options builds it."
+    echo(f"\n{paragraph(f'For {some}; --problems lists all. {advice}')}")
 
 
 def _show_problems(planned: BuildPlan, shards: Sequence[LayerShard]) -> None:
-    formats = dict.fromkeys((one.name, ",".join(one.weights), ",".join(one.built_in)) for one in shards)
+    formats = dict.fromkeys((shard.name, ",".join(shard.weights), ",".join(shard.built_in)) for shard in shards)
     echo()
     echo(table(("model", "weights", "built in"), list(formats)))
     users = _users(planned)
     rows = [
         (
-            one.op.value,
-            one.dtype.value,
-            one.layout.value,
-            fused(one.fusion) or "-",
-            one.E,
-            one.N,
-            one.K,
+            problem.op.value,
+            problem.dtype.value,
+            problem.layout.value,
+            fused(problem.fusion) or "-",
+            problem.E,
+            problem.N,
+            problem.K,
             f"{buckets[0]}..{buckets[-1]}",
-            ", ".join(users[one]),
+            ", ".join(users[problem]),
         )
-        for one, buckets in planned.buckets.items()
+        for problem, buckets in planned.buckets.items()
     ]
     echo()
     echo(table(("op", "dtype", "w", "fused", "E", "N", "K", "buckets of M", "for"), rows, "<<<<>>>>"))
@@ -145,15 +136,15 @@ def _problems(planned: BuildPlan) -> list[dict[str, object]]:
     users = _users(planned)
     return [
         {
-            "op": one.op.value,
-            "dtype": one.dtype.value,
-            "layout": one.layout.value,
-            "fused": fused(one.fusion),
-            "E": one.E,
-            "N": one.N,
-            "K": one.K,
+            "op": problem.op.value,
+            "dtype": problem.dtype.value,
+            "layout": problem.layout.value,
+            "fused": fused(problem.fusion),
+            "E": problem.E,
+            "N": problem.N,
+            "K": problem.K,
             "buckets": list(buckets),
-            "models": users[one],
+            "models": users[problem],
         }
-        for one, buckets in planned.buckets.items()
+        for problem, buckets in planned.buckets.items()
     ]

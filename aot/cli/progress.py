@@ -1,4 +1,4 @@
-"""What is seen while a verb works: a bar in a terminal, a line now and then elsewhere."""
+"""Show the progress of a verb: a bar in a terminal, occasional lines elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LINE_EVERY_S = 5.0
 
 
 class Shown:
-    """A bar of ``what`` in a terminal, lines elsewhere; ``quiet``: remarks only, of which those called note may go."""
+    """A bar of ``what`` in a terminal, lines elsewhere; ``quiet`` and ``notes`` as for ``Progress``."""
 
     def __init__(self, what: str, quiet: bool, notes: bool = True) -> None:
         self._what, self._quiet, self._notes = what, quiet, notes
@@ -55,7 +55,7 @@ class Shown:
         self._rich.start()
 
     def show(self, done: int, text: str, line: str, *, last: bool) -> None:
-        """So many are ready; ``line`` says it where there is no bar, if it is time or the ``last`` one."""
+        """Show that ``done`` are ready; without a bar, print ``line`` if it is time or the ``last``."""
         if self._rich is not None:
             self._rich.update(self._task, completed=done, description=printable(text))
         elif not self._quiet and (last or time.monotonic() - self._last_line >= _LINE_EVERY_S):
@@ -63,7 +63,7 @@ class Shown:
             echo(line, err=True)
 
     def say(self, note: str) -> None:
-        """A remark."""
+        """Print a remark."""
         if not self._notes and note.startswith("note: "):
             return
         if self._rich is not None:
@@ -72,14 +72,14 @@ class Shown:
             echo(note, err=True)
 
     def stop(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._rich is not None:
             self._rich.stop()
             self._rich = None
 
 
 class Progress:
-    """Counts the variants of a build as they are ready. ``quiet``: warnings alone, and ``notes`` if wanted."""
+    """Counts the variants of a build as they are ready. ``quiet``: only warnings, and ``notes`` if wanted."""
 
     def __init__(self, quiet: bool, verbose: bool, notes: bool = True) -> None:
         self._verbose, self._shown = verbose, Shown("compiling", quiet, notes)
@@ -87,11 +87,11 @@ class Progress:
         self._begun, self._started = time.monotonic(), False
 
     def observers(self, tune: TuneObservers | None = None) -> Observers:
-        """To hand to ``build``; ``tune`` shows the measuring."""
+        """The observers for ``build``; ``tune`` shows the measuring."""
         return Observers(self._start, self._result, self._shown.say, tune or TuneObservers())
 
     def pause(self) -> None:
-        """Take the bar away: something else is shown from here on."""
+        """Remove the bar, as other progress follows."""
         self._shown.stop()
 
     def __enter__(self) -> Progress:

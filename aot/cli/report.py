@@ -23,7 +23,7 @@ from .table import size
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without the cyclic garbage collector: of a million records that all stay it finds none, in 40 % of the time."""
+    """Pause the cyclic garbage collector: it finds nothing among a million live records, in 40 % of the time."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -124,5 +124,5 @@ def report(
         return
     tell(sheet.notes)
     echo(headline(sheet))
-    told = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
-    echo(f"{out}: {len(sheet.gemms)} GEMMs, {len(cells)} cells ({told}), {size(written)}")
+    listed = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+    echo(f"{out}: {len(sheet.gemms)} GEMMs, {len(cells)} cells ({listed}), {size(written)}")

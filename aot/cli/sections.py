@@ -9,15 +9,15 @@ import click
 
 
 class Sectioned(click.Command):
-    """``sections``: heading -> the names of its options; those that none names come last."""
+    """A command whose help has sections: heading -> names of its options; other options come last."""
 
-    def __init__(self, *given: Any, sections: Mapping[str, Sequence[str]], **named: Any) -> None:
-        super().__init__(*given, **named)
+    def __init__(self, *args: Any, sections: Mapping[str, Sequence[str]], **named: Any) -> None:
+        super().__init__(*args, **named)
         self._sections = sections
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """As click's, a list for each section."""
-        rows = {one.name: row for one in self.get_params(ctx) if (row := one.get_help_record(ctx)) is not None}
+        """Like click's, with a list for each section."""
+        rows = {option.name: row for option in self.get_params(ctx) if (row := option.get_help_record(ctx)) is not None}
         for title, names in self._sections.items():
             with formatter.section(title):
                 formatter.write_dl([rows.pop(name) for name in names if name in rows])

@@ -38,19 +38,19 @@ def sign(bundles: tuple[str, ...], key: str, as_json: bool) -> None:
       aot sign bundles --key private.pem
       aot verify bundles/*.msgpack --key release.pem
     """
-    wanted = [one for path in bundle_files(bundles, packed=True) for one in members(path)]
+    wanted = [member for path in bundle_files(bundles, packed=True) for member in members(path)]
     for path in wanted:
         check_signable(path)
     private = private_key(key, lambda: _password(key))
     notes = [f"others can read {key}: chmod 600 {key}"] if seen_by_others(key) else []
     signed = [sign_bundle(path, private) for path in wanted]
     if as_json:
-        print_json({"signed": [one.to_dict() for one in signed], "notes": notes})
+        print_json({"signed": [signature.to_dict() for signature in signed], "notes": notes})
         return
     tell(notes)
-    for one in signed:
-        same = " (unchanged)" if one.unchanged else ""
-        echo(f"{printable(one.signature)}{same}: by key {one.key}")
+    for signature in signed:
+        same = " (unchanged)" if signature.unchanged else ""
+        echo(f"{printable(signature.signature)}{same}: by key {signature.key}")
 
 
 def _password(key: str) -> str:

@@ -1,4 +1,4 @@
-"""Plain aligned columns: the same in a terminal, a pipe and a log. Where somebody says how wide it is, they fit.
+"""Plain aligned columns, equal in a terminal, a pipe and a log; wrapped if the width is known.
 
 Not rich.table: it takes 0.7 ms a row, and aot inspect --choices of a shipped bundle prints 130,000.
 """
@@ -18,9 +18,9 @@ _LEAST = 16  # columns: no text is wrapped to less
 
 
 def columns() -> int | None:
-    """How wide the output may be: as COLUMNS says, or the terminal; None where neither is there."""
-    given = os.environ.get("COLUMNS", "")
-    if not (given.isdigit() and int(given)) and not sys.stdout.isatty():
+    """The width of the output: COLUMNS or the terminal's; None without either."""
+    text = os.environ.get("COLUMNS", "")
+    if not (text.isdigit() and int(text)) and not sys.stdout.isatty():
         return None
     return max(shutil.get_terminal_size().columns, 20)
 
@@ -28,7 +28,7 @@ def columns() -> int | None:
 def table(head: Sequence[str], rows: Sequence[Sequence[object]], right: str = "") -> str:
     """The rows below their heads; the columns that ``right`` marks with ``>`` are right-aligned.
 
-    Where they are wider than ``columns``, texts are wrapped; where that is not enough, each row is a list of its own.
+    If they are wider than ``columns``, texts are wrapped; if that is not enough, each row becomes a list.
     """
     cells = [list(head), *([printable(str(cell)) for cell in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
@@ -53,9 +53,9 @@ def facts(pairs: Sequence[tuple[str, object]]) -> str:
 
 
 def next_steps(*steps: tuple[str, str]) -> str:
-    """(what for, command) to type next, a line each; where they are wider than ``columns``, the commands below.
+    """Format (purpose, command) steps, a line each; if they are too wide, commands are on lines of their own.
 
-    A command that is wider than that goes on in further lines, before its options.
+    A command wider than that is continued on further lines, broken before options.
     """
     room, width = columns(), max(len(label) for label, _ in steps)
     lines = [f"  {label:<{width}}  {command}" for label, command in steps]
@@ -65,7 +65,7 @@ def next_steps(*steps: tuple[str, str]) -> str:
 
 
 def _broken(command: str, room: int) -> Iterator[str]:
-    """A command in lines that a shell reads as one."""
+    """Break a command into lines that a shell reads as one."""
     line = "   "
     for part in re.split(r" (?=--|-[a-zA-Z] |# |[a-z]+://)", command):
         if line.strip() and len(line) + len(part) + 3 > room:
@@ -81,7 +81,7 @@ def paragraph(text: str) -> str:
 
 
 def _shrunk(widths: list[int], sides: str, room: int) -> bool:
-    """Take from the widest texts until the row fits; whether it does."""
+    """Narrow the widest texts until the row fits; False if it can't."""
     while (over := sum(widths) + 2 * (len(widths) - 1) - room) > 0:
         texts = [i for i, side in enumerate(sides) if side == "<" and widths[i] > _LEAST]
         if not texts:
@@ -96,8 +96,8 @@ def _wrapped(row: Sequence[str], widths: Sequence[int], sides: str) -> list[str]
     deep = max(map(len, pieces))
     return [
         "  ".join(
-            f"{(one[i] if i < len(one) else ''):{side}{width}}"
-            for one, side, width in zip(pieces, sides, widths, strict=True)
+            f"{(cell[i] if i < len(cell) else ''):{side}{width}}"
+            for cell, side, width in zip(pieces, sides, widths, strict=True)
         )
         for i in range(deep)
     ]
@@ -110,14 +110,14 @@ def _pieces(text: str, width: int | None) -> list[str]:
 
 
 def size(count_bytes: int) -> str:
-    """Bytes as people read them."""
+    """A size in KiB or MiB."""
     if count_bytes < 1 << 20:
         return f"{count_bytes / 1024:.0f} KiB"
     return f"{count_bytes / (1 << 20):.2f} MiB"
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people read them."""
+    """A duration in seconds or minutes."""
     if seconds < 100:
         return f"{seconds:.1f} s"
     return f"{int(seconds) // 60} min {int(seconds) % 60} s"

@@ -1,4 +1,4 @@
-"""The options of the verbs that measure, and what is seen meanwhile."""
+"""The options of the verbs that measure, and their progress."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def _seconds(ctx: click.Context, parameter: click.Parameter, value: str) -> float | None:
-    """``90s``, ``10m``, ``1h30m`` or ``none`` -> seconds, or None."""
+    """Parse ``90s``, ``10m``, ``1h30m`` or ``none`` into seconds or None."""
     text = value.strip().lower()
     if text == "none":
         return None
@@ -40,7 +40,7 @@ def _seconds(ctx: click.Context, parameter: click.Parameter, value: str) -> floa
 
 
 def budget_and_gpus(function: F) -> F:
-    """--budget, --gpus and --executor."""
+    """Add --budget, --gpus and --executor."""
     for option in reversed(
         (
             click.option(
@@ -68,9 +68,9 @@ def budget_and_gpus(function: F) -> F:
 
 @dataclass(frozen=True, slots=True)
 class HowMuch:
-    """What ``aot measure`` measures of the cells asked for, and how often: its options by their names.
+    """The options of ``aot measure`` on which cells to measure, and how.
 
-    ``part`` is (number, of so many): the cells of one of several tuners.
+    ``part`` is (number, count): the cells of one of several tuners.
     """
 
     share: float
@@ -82,30 +82,30 @@ class HowMuch:
 
 
 def _part(ctx: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, int] | None:
-    """``3/8`` -> (3, 8)."""
+    """Parse ``3/8`` into (3, 8)."""
     if value is None:
         return None
-    found = re.fullmatch(r"([0-9]{1,3})/([0-9]{1,3})", value)
-    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+    match = re.fullmatch(r"([0-9]{1,3})/([0-9]{1,3})", value)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise click.BadParameter(f"'{value}' is no part; wanted e.g. 1/8, to 8/8", ctx, parameter)
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def _share(ctx: click.Context, parameter: click.Parameter, value: float) -> float:
-    if math.isnan(value):  # no range of click's keeps it out
+    if math.isnan(value):  # click's ranges let it through
         raise click.BadParameter("nan is no share, wanted more than 0 and at most 1", ctx, parameter)
     return value
 
 
 def how_much(function: Callable[..., None]) -> Callable[..., None]:
-    """The options of ``HowMuch``, handed on as ``how``."""
+    """Add the options of ``HowMuch``, which are passed on as ``how``."""
 
     @functools.wraps(function)
-    def with_how(**given: Any) -> None:
-        how = HowMuch(**{one.name: given.pop(one.name) for one in fields(HowMuch)})
-        function(how=how, **given)
+    def with_how(**values: Any) -> None:
+        how = HowMuch(**{field.name: values.pop(field.name) for field in fields(HowMuch)})
+        function(how=how, **values)
 
-    found: Callable[..., None] = with_how
+    wrapped: Callable[..., None] = with_how
     for option in reversed(
         (
             click.option(
@@ -142,12 +142,12 @@ def how_much(function: Callable[..., None]) -> Callable[..., None]:
             ),
         )
     ):
-        found = option(found)
-    return found
+        wrapped = option(wrapped)
+    return wrapped
 
 
 def ordinals(text: str | None) -> tuple[int, ...] | None:
-    """--gpus -> ordinals."""
+    """Parse --gpus into ordinals."""
     if text is None:
         return None
     parts = [part.strip() for part in text.split(",")]
@@ -157,12 +157,12 @@ def ordinals(text: str | None) -> tuple[int, ...] | None:
 
 
 def check_executor(executor: str | None, gpus: str | None) -> None:
-    """Find out early, before anything is compiled, whether there is such a cluster.
+    """Check that the cluster can be reached, before anything is compiled.
 
     Raises
     ------
     InputError, HostError
-        as ``daskgpus.connected`` does.
+        as ``executors.dask.connected``.
     """
     if executor is None:
         return
@@ -184,7 +184,7 @@ def tune(
     observers: TuneObservers,
     **how: Any,
 ) -> Outcome:
-    """``tune_problems`` on this machine's GPUs, or on those of a cluster."""
+    """``tune_problems`` on this machine's GPUs, or on a cluster's."""
     if executor is None:
         return tune_problems(problems, candidates, journal, gpus=gpus, observers=observers, **how)
     from ..executors.dask import dask_gpus
@@ -196,9 +196,9 @@ def tune(
 
 
 class TuneProgress:
-    """Shows the measuring: a bar with an ETA in a terminal, a line now and then elsewhere. ``quiet`` shows notes only.
+    """Shows the measuring: a bar with an ETA in a terminal, occasional lines elsewhere. ``quiet`` shows notes only.
 
-    ``pause`` is called before the first line: what shows the compiling then ends.
+    ``pause`` is called before the first line, to end the progress of compiling.
     """
 
     def __init__(self, quiet: bool, budget_s: float | None, pause: Callable[[], None] = lambda: None) -> None:
@@ -206,7 +206,7 @@ class TuneProgress:
         self._shown = Shown("measuring", quiet)
 
     def observers(self) -> TuneObservers:
-        """To hand to the tuner."""
+        """The observers for the tuner."""
         return TuneObservers(self._start, self._cell, self._shown.say)
 
     def __enter__(self) -> TuneProgress:
@@ -226,8 +226,8 @@ class TuneProgress:
             self._shown.say(f"second pass: measuring {progress.total} cells again: about {left}")
         else:
             limit = f"; it stops after {duration(self._budget_s)} (--budget)" if self._budget_s is not None else ""
-            known = f", {progress.done} of them measured before" if progress.done else ""
-            self._shown.say(f"measuring {progress.total} cells{known}: about {left}{limit}")
+            before = f", {progress.done} of them measured before" if progress.done else ""
+            self._shown.say(f"measuring {progress.total} cells{before}: about {left}{limit}")
         self._shown.start(progress.total, progress.done, f"cells, {left} left")
 
     def _cell(self, progress: CellsDone) -> None:
@@ -240,17 +240,17 @@ class TuneProgress:
 
 
 def described(record: Measured) -> str:
-    """The last cell, in a line: the best time, compared with the modelled choice's and torch's."""
+    """Describe the last cell in a line: the best time, compared with the modelled choice's and torch's."""
     times = {timing.variant: timing.time_ns for timing in record.timings}
     best = min(times.values())
     text = f"{record.problem} M={record.bucket} {best / 1000:.1f} us, {times[record.modelled] / best:.2f}x the modelled"
     return text + (f", {geometric_mean(record.torch_ns) / best:.2f}x torch" if record.torch_ns else "")
 
 
-def told(outcome: Outcome) -> str:
-    """What the tuner did, for the end of a command."""
+def outcome_text(outcome: Outcome) -> str:
+    """Summarise the tuner's run, for the end of a command."""
     text = f"measured {outcome.measured} cells in {duration(outcome.seconds)} on {outcome.gpu.name}"
-    text += f", {outcome.known} were measured before" if outcome.known else ""
+    text += f", {outcome.in_journal} were measured before" if outcome.in_journal else ""
     text += f", {outcome.looked} measured again in the second pass" if outcome.looked else ""
     if outcome.exhaustive:
         text += f"; {outcome.measurements} of {outcome.exhaustive} possible measurements"

@@ -41,20 +41,21 @@ def verify(bundles: tuple[str, ...], sha256: str | None, keys: tuple[str, ...], 
     if sha256 and len(bundles) > 1:
         raise click.UsageError(f"--sha256 pins one file, {len(bundles)} are given")
     trusted = Keys(f"--key {' --key '.join(keys)}", tuple(map(read_key, keys))) if keys else None
-    found: list[dict[str, object]] = []
+    results: list[dict[str, object]] = []
     for path in bundles:
         try:
-            found += [verify_bundle(one, sha256, trusted).to_dict() for one in members(path, sha256=sha256)]
+            results += [verify_bundle(member, sha256, trusted).to_dict() for member in members(path, sha256=sha256)]
         except BundleError as error:
-            found.append({"path": path, "ok": False, "error": str(error), "kind": type(error).__name__})
+            results.append({"path": path, "ok": False, "error": str(error), "kind": type(error).__name__})
     if as_json:
-        print_json(found)
+        print_json(results)
     else:
-        for one in found:
-            if one["ok"]:
-                path = printable(str(one["path"]))
-                signed = f", signed by {printable(str(one['signed_by']))}" if trusted else ""
-                echo(f"ok  {path}  {one['target']}, {one['variants']} variants, {one['choices']} choices{signed}")
+        for result in results:
+            if result["ok"]:
+                path = printable(str(result["path"]))
+                signed = f", signed by {printable(str(result['signed_by']))}" if trusted else ""
+                counts = f"{result['variants']} variants, {result['choices']} choices"
+                echo(f"ok  {path}  {result['target']}, {counts}{signed}")
             else:
-                echo(f"error: {one['error']}", err=True)
-    return OK if all(one["ok"] for one in found) else INPUT
+                echo(f"error: {result['error']}", err=True)
+    return OK if all(result["ok"] for result in results) else INPUT

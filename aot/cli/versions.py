@@ -1,4 +1,4 @@
-"""What ``aot --version`` tells: every version that decides what is built, and where compiled variants are kept."""
+"""The versions that ``aot --version`` prints: all that decide what is built, and the compile cache's directory."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Ours beside other libraries on one GPU, in one process, in turns: each judged against fp32 first, then timed."""
+"""Compare pretuned with other libraries on one GPU, in one process: check each against fp32, then time in turns."""

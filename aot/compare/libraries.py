@@ -1,7 +1,6 @@
-"""The libraries beside ours: which are here, and their calls on rows sorted by expert.
+"""The libraries to compare with: which are installed, and their calls on rows sorted by expert.
 
-What each wants to know beforehand of which rows are whose lies ready, outside the time, so that none
-looks worse than it is.
+Each library's metadata on the rows of the experts is made beforehand and not timed.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from .triton_kernels import TritonKernels
 
 TORCH, LOOP = "torch grouped_mm", "torch matmul loop"
 VLLM, TRITON_KERNELS, DEEPGEMM, HUMMING = "vLLM", "triton_kernels", "DeepGEMM", "Humming"
-_ROWS_A_BLOCK = 128  # of DeepGEMM's contiguous form: an expert's rows fill whole blocks
+_ROWS_A_BLOCK = 128  # in DeepGEMM's contiguous call
 _FEW_ROWS = 4  # rows x this <= experts: vLLM gives each row a block of its own
 
 
@@ -31,7 +30,7 @@ class NoCall(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PeerProduct:
-    """One cell, as the libraries choose by it: ``width`` is I of the layer, ``top_k`` experts a token."""
+    """One cell, with all that libraries choose a kernel by: ``width`` is the layer's I, ``top_k`` experts a token."""
 
     op: str
     inputs: Inputs
@@ -41,8 +40,8 @@ class PeerProduct:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """A call; ``at``, of a result with padding, says where the sorted rows stand in it."""
+class PreparedCall:
+    """A call; for a padded result, ``at`` is the places of the sorted rows in it."""
 
     call: Call
     at: torch.Tensor | None = None
@@ -50,26 +49,26 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """One that is here. ``make`` gives its call, or raises what it raises where it can't."""
+    """An installed library. ``make`` returns its call, or raises if it has none."""
 
     name: str
     version: str
-    make: Callable[[PeerProduct], Made]
+    make: Callable[[PeerProduct], PreparedCall]
 
 
 @dataclass(frozen=True, slots=True)
 class Libraries:
-    """Which libraries can be timed here, and of the others why not."""
+    """The libraries that can be timed here, and why the others can't."""
 
     here: tuple[Library, ...]
     absent: dict[str, str]
 
 
-def found(device: torch.device) -> Libraries:
-    """Look for all of them. Nothing of a library that is not installed is imported."""
+def find_libraries(device: torch.device) -> Libraries:
+    """Look for all libraries. A library that is not installed is not imported."""
     here = [
-        Library(TORCH, torch.__version__, lambda one: Made(grouped_mm(one.op, one.inputs))),
-        Library(LOOP, torch.__version__, lambda one: Made(matmul_loop(one.op, one.inputs))),
+        Library(TORCH, torch.__version__, lambda product: PreparedCall(grouped_mm(product.op, product.inputs))),
+        Library(LOOP, torch.__version__, lambda product: PreparedCall(matmul_loop(product.op, product.inputs))),
     ]
     absent: dict[str, str] = {}
     for name, look in ((VLLM, _vllm), (TRITON_KERNELS, _triton_kernels), (DEEPGEMM, _deepgemm), (HUMMING, _humming)):
@@ -83,7 +82,7 @@ def found(device: torch.device) -> Libraries:
 
 
 def reason(error: Exception) -> str:
-    """Why a library fails, in one line."""
+    """An error in one line."""
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 
@@ -111,14 +110,16 @@ def _vllm(device: torch.device) -> Library:
     return Library(VLLM, _version("vllm"), partial(_vllm_call, moe, align, bf16))
 
 
-def _vllm_call(moe: Any, align: Any, bf16: Any, one: PeerProduct) -> Made:
-    """fused_moe_kernel with the config that vLLM takes for the layer; which rows are whose lies ready."""
-    if one.op != "forward":
+def _vllm_call(moe: Any, align: Any, bf16: Any, product: PeerProduct) -> PreparedCall:
+    """fused_moe_kernel with vLLM's config for the layer; its sorted row indices are made beforehand."""
+    if product.op != "forward":
         raise NoCall("its kernel has no gradients")
-    x, w, n = one.inputs.x, one.inputs.w, one.inputs.m_sizes
+    x, w, n = product.inputs.x, product.inputs.w, product.inputs.m_sizes
     M, (E, N, K) = len(x), w.shape
-    H = N if one.width == K else K
-    config = moe.try_get_optimal_moe_config((E, 2 * one.width, H), (E, H, one.width), one.top_k, None, one.tokens)
+    H = N if product.width == K else K
+    config = moe.try_get_optimal_moe_config(
+        (E, 2 * product.width, H), (E, H, product.width), product.top_k, None, product.tokens
+    )
     owner = torch.repeat_interleave(torch.arange(E, device=x.device), n.long()).int()
     if M * _FEW_ROWS <= E:
         rows = None, owner, torch.tensor([M * config["BLOCK_SIZE_M"]], dtype=torch.int32, device=x.device)
@@ -134,7 +135,7 @@ def _vllm_call(moe: Any, align: Any, bf16: Any, one: PeerProduct) -> Made:
         )
         return y.view(M, N)
 
-    return Made(call)
+    return PreparedCall(call)
 
 
 def _triton_kernels(device: torch.device) -> Library:
@@ -144,7 +145,7 @@ def _triton_kernels(device: torch.device) -> Library:
         importlib.import_module("vllm.utils.import_utils").import_triton_kernels()
     kernels = TritonKernels()
     label = f"of vLLM {_version('vllm')}" if bundled else _version("triton_kernels")
-    return Library(TRITON_KERNELS, label, lambda one: Made(kernels.triton_kernels(one.op, one.inputs)))
+    return Library(TRITON_KERNELS, label, lambda cell: PreparedCall(kernels.triton_kernels(cell.op, cell.inputs)))
 
 
 def _deepgemm(device: torch.device) -> Library:
@@ -155,11 +156,11 @@ def _deepgemm(device: torch.device) -> Library:
     return Library(DEEPGEMM, _version("deep_gemm"), partial(_deepgemm_call, deep_gemm))
 
 
-def _deepgemm_call(deep_gemm: Any, one: PeerProduct) -> Made:
-    """Its contiguous form: an expert's rows fill whole blocks, padded beforehand, and the padding is in its result."""
-    if one.op != "forward":
+def _deepgemm_call(deep_gemm: Any, product: PeerProduct) -> PreparedCall:
+    """DeepGEMM's contiguous call: an expert's rows are padded to whole blocks beforehand, and so is the result."""
+    if product.op != "forward":
         raise NoCall("its gradients want other layouts")
-    x, w, n = one.inputs.x, one.inputs.w, one.inputs.m_sizes.long()
+    x, w, n = product.inputs.x, product.inputs.w, product.inputs.m_sizes.long()
     whole = (n + _ROWS_A_BLOCK - 1) // _ROWS_A_BLOCK * _ROWS_A_BLOCK
     experts = torch.repeat_interleave(torch.arange(len(w), device=x.device), whole).int()
     shift = (whole.cumsum(0) - whole) - (n.cumsum(0) - n)
@@ -172,7 +173,7 @@ def _deepgemm_call(deep_gemm: Any, one: PeerProduct) -> Made:
         deep_gemm.m_grouped_bf16_gemm_nt_contiguous(rows, w, y, experts)
         return y
 
-    return Made(call, at)
+    return PreparedCall(call, at)
 
 
 def _humming(device: torch.device) -> Library:

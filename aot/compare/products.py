@@ -1,4 +1,4 @@
-"""One grouped product in bf16: its tensors, the reference, and the calls of ours and of torch.
+"""One grouped product in bf16: its tensors, the reference, and the calls of pretuned and torch.
 
 forward: y[g] = x[g] @ w[g].T; dX: dx[g] = dy[g] @ w[g]; dW: dw[g] = dy[g].T @ x[g]; rows sorted by expert.
 """
@@ -28,21 +28,21 @@ class Inputs:
 
     @property
     def grad(self) -> torch.Tensor:
-        """``dy`` of a gradient."""
+        """``dy`` of a gradient; AssertionError for a forward."""
         if self.dy is None:
             raise AssertionError("a gradient's inputs have a dy")
         return self.dy
 
 
 def relative_error(result: torch.Tensor, inputs: Inputs, op: str = "forward") -> float:
-    """||result - ref|| / ||ref||, ref in fp32, expert by expert. NaN where anything is not finite.
+    """||result - ref|| / ||ref||, ref in fp32, expert by expert. NaN if anything is not finite.
 
     forward: y[g] = x[g] @ w[g].T; dX: dx[g] = dy[g] @ w[g]; dW: dw[g] = dy[g].T @ x[g];
     silu: silu(gate) * up of the forward's left and right half of columns.
     """
     wrong = total = torch.zeros((), dtype=torch.float64, device=result.device)  # read once: E may be hundreds
     start = 0
-    torch.backends.cuda.matmul.allow_tf32 = False  # whatever the call under test was allowed
+    torch.backends.cuda.matmul.allow_tf32 = False  # the reference is fp32, whatever the call under test may use
     for expert, rows in enumerate(inputs.m_sizes.tolist()):
         here = slice(start, start + rows)
         start += rows
@@ -63,17 +63,17 @@ def relative_error(result: torch.Tensor, inputs: Inputs, op: str = "forward") ->
 
 
 def ours(op: str, inputs: Inputs, w_layout: str = "nk") -> Call:
-    """Our public call. With ``kn`` inputs.w is a view of [E, K, N], and dW gives dw as [E, K, N]."""
-    given = inputs.w if w_layout == "nk" else inputs.w.transpose(1, 2)
+    """pretuned's public call. With ``kn`` inputs.w is a view of [E, K, N], and dW gives dw as [E, K, N]."""
+    w_arg = inputs.w if w_layout == "nk" else inputs.w.transpose(1, 2)
     if op == "forward":
-        return partial(grouped_gemm, inputs.x, given, inputs.m_sizes, w_layout=w_layout)
+        return partial(grouped_gemm, inputs.x, w_arg, inputs.m_sizes, w_layout=w_layout)
     if op == "dX":
-        return partial(grouped_gemm_dX, inputs.grad, given, inputs.m_sizes, w_layout=w_layout)
+        return partial(grouped_gemm_dX, inputs.grad, w_arg, inputs.m_sizes, w_layout=w_layout)
     return partial(grouped_gemm_dW, inputs.grad, inputs.x, inputs.m_sizes, w_layout=w_layout)
 
 
 def grouped_mm(op: str, inputs: Inputs) -> Call:
-    """torch's grouped_mm."""
+    """A call of torch's grouped_mm."""
     ends = inputs.m_sizes.cumsum(0).to(torch.int32)
     if op == "forward":
         return partial(torch._grouped_mm, inputs.x, inputs.w.transpose(1, 2), offs=ends)
@@ -83,7 +83,7 @@ def grouped_mm(op: str, inputs: Inputs) -> Call:
 
 
 def matmul_loop(op: str, inputs: Inputs) -> Call:
-    """One torch.matmul an expert with rows, which are known on the host, into one result."""
+    """A call of one torch.matmul for each expert with rows, whose numbers are known on the host, into one result."""
     E, N, K = inputs.w.shape
     shape = {"forward": (len(inputs.x), N), "dX": (len(inputs.x), K), "dW": (E, N, K)}[op]
     out = torch.zeros(shape, dtype=inputs.x.dtype, device=inputs.x.device)

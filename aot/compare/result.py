@@ -1,4 +1,4 @@
-"""What a comparison found: cells, their ratios, and the words and rows that tell them."""
+"""The result of a comparison: cells, ratios, and the lines and rows of its report."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ OURS = "pretuned"
 
 @dataclass(frozen=True, slots=True)
 class ComparedCell:
-    """One product and number of tokens. ``us``: median microseconds by library, ours among them; ``error`` likewise.
+    """One product and number of tokens. ``us``: median microseconds by library, with pretuned; ``error`` likewise.
 
-    ``left_out``: the libraries that are here and have no time, with the reason. ``runs``: what ran ours.
+    ``left_out``: installed libraries without a time, with the reason. ``runs``: the kernel that pretuned selected.
     """
 
     model: str
@@ -35,16 +35,16 @@ class ComparedCell:
 
     @property
     def where(self) -> str:
-        """In words."""
+        """The cell in words."""
         return f"{self.gemm} {self.op} at {self.tokens} tokens"
 
     @property
     def tflops(self) -> float | None:
-        """2 M N K over our time, in 1e12/s."""
+        """2 M N K over pretuned's time, in 1e12/s."""
         return 2e-6 * self.M * self.N * self.K / self.us[OURS] if OURS in self.us else None
 
     def ratio(self, library: str) -> float | None:
-        """A library's time over ours: above 1 ours is faster. None where either has no time."""
+        """A library's time over pretuned's: above 1 pretuned is faster. None if either has no time."""
         if library not in self.us or OURS not in self.us:
             return None
         return self.us[library] / self.us[OURS]
@@ -52,7 +52,7 @@ class ComparedCell:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All of a run. ``versions``: of the libraries that are here; ``absent``: why the others could not be tried."""
+    """The result of a run. ``versions``: of the installed libraries; ``absent``: why the others could not be tried."""
 
     device: str
     versions: dict[str, str]
@@ -62,37 +62,37 @@ class Comparison:
 
     @property
     def libraries(self) -> list[str]:
-        """Those with a time in some cell."""
+        """The libraries with a time in some cell."""
         return [name for name in self.versions if any(name in cell.us for cell in self.cells)]
 
     @property
     def wrong(self) -> list[ComparedCell]:
-        """Cells in which ours is wrong."""
+        """The cells in which pretuned's result is wrong."""
         return [cell for cell in self.cells if OURS not in cell.us]
 
     def headlines(self) -> Iterator[str]:
-        """One for each library: how many times as fast ours is."""
+        """Yield a line for each library: how many times as fast pretuned is."""
         for name in self.libraries:
-            known = [(ratio, cell) for cell in self.cells if (ratio := cell.ratio(name)) is not None]
-            if not known:
+            ratios = [(ratio, cell) for cell in self.cells if (ratio := cell.ratio(name)) is not None]
+            if not ratios:
                 continue
-            mean = statistics.geometric_mean(ratio for ratio, _ in known)
-            least, most = (choose(known, key=lambda one: one[0]) for choose in (min, max))
+            mean = statistics.geometric_mean(ratio for ratio, _ in ratios)
+            least, most = (choose(ratios, key=lambda pair: pair[0]) for choose in (min, max))
             yield (
-                f"{mean:.2f} x {name} over {_cells(len(known))}: least {least[0]:.2f} ({least[1].where}), "
+                f"{mean:.2f} x {name} over {_cells(len(ratios))}: least {least[0]:.2f} ({least[1].where}), "
                 f"most {most[0]:.2f} ({most[1].where})"
             )
 
     def omissions(self) -> Iterator[str]:
-        """Who was left out, where, and why."""
-        found = Counter((name, why) for cell in self.cells for name, why in cell.left_out.items())
-        for (name, why), count in found.items():
+        """Yield the libraries that were left out, with cells and reasons."""
+        counts = Counter((name, why) for cell in self.cells for name, why in cell.left_out.items())
+        for (name, why), count in counts.items():
             yield f"{name} in {_cells(count)} of {len(self.cells)}: {why}"
         for name, why in self.absent.items():
             yield f"{name}: {why}"
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: libraries are keys, ``_`` in place of blanks."""
+        """The comparison as plain values for JSON: libraries are keys, ``_`` in place of blanks."""
         cells = [
             {
                 **asdict(cell),

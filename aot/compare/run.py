@@ -1,4 +1,4 @@
-"""Every cell of some models: each library judged against fp32, then all timed in turns (aot/measure/clock.py)."""
+"""Compare the cells of some models: check each library against fp32, then time all in turns (aot/measure/clock.py)."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ...runtime import explain
 from ..measure.clock import Clock, HostClock, Replayed
 from ..measure.inputs import MAX_ERROR, activations, routed_rows, weights
 from ..models.layer import LayerGemm, LayerShard
-from .libraries import Libraries, Library, Made, NoCall, PeerProduct, found, reason
+from .libraries import Libraries, Library, NoCall, PeerProduct, PreparedCall, find_libraries, reason
 from .products import Inputs, ours
 from .result import OURS, ComparedCell, Comparison
-from .timing import replayed_error, taken
+from .timing import capture_call, replayed_error
 
-FIRST_OF_TRAINING = 1024  # tokens: a gradient of fewer is nobody's
+FIRST_OF_TRAINING = 1024  # tokens: smaller batches are not trained
 _ROUNDS = (5, 50)
 
 
 def cells_of(
     shards: Sequence[LayerShard], ops: Sequence[Op], tokens: Sequence[int]
 ) -> list[tuple[LayerShard, LayerGemm, Op, int]]:
-    """What is to be timed, few tokens first: arithmetic heats the chip, and its clock falls."""
+    """The cells to time, few tokens first: arithmetic heats the chip, and its clock falls."""
     return [
         (shard, gemm, op, T)
         for many in (False, True)
@@ -53,23 +53,23 @@ def compare(
     Raises
     ------
     HostError
-        where the largest weights find no room on the GPU.
+        if the largest weights do not fit the GPU.
     """
     begun = time.monotonic()
     wanted = cells_of(shards, ops, tokens)
-    there = found(device)
+    there = find_libraries(device)
     bench = _Compared(there, device, budget_ms, max(gemm.E * gemm.N * gemm.K for _, gemm, _, _ in wanted))
     cells = []
     for i, cell in enumerate(bench.all(wanted)):
         cells.append(cell)
         on_cell(i + 1, len(wanted))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    versions = {one.name: one.version for one in there.here}
+    versions = {library.name: library.version for library in there.here}
     return Comparison(name, versions, dict(there.absent), tuple(cells), time.monotonic() - begun)
 
 
 class _Compared:
-    """One device, and memory for the largest weights, held throughout: freeing much slows later launches."""
+    """One device, with memory for the largest weights throughout: freeing much slows later launches."""
 
     def __init__(self, there: Libraries, device: torch.device, budget_ms: float, most: int) -> None:
         self._there, self._device, self._budget_ms = there, device, budget_ms
@@ -82,7 +82,7 @@ class _Compared:
             ) from None
 
     def all(self, wanted: Sequence[tuple[LayerShard, LayerGemm, Op, int]]) -> Iterator[ComparedCell]:
-        """The cells, one after another; weights are drawn where another product's begin."""
+        """Yield the cells in order; weights are made when another product's cells begin."""
         last: LayerGemm | None = None
         for shard, gemm, op, T in wanted:
             if gemm != last:
@@ -103,19 +103,19 @@ class _Compared:
         m_sizes = routed_rows(gemm.E, top_k, T).to(self._device)
         inputs = Inputs(activations(M, gemm.K, w.dtype, self._device), w, m_sizes, dy)
         product = PeerProduct(op.value, inputs, shard.width, top_k, T)
-        libraries = (Library(OURS, "", lambda one: Made(ours(one.op, one.inputs))), *self._there.here)
+        libraries = (Library(OURS, "", lambda cell: PreparedCall(ours(cell.op, cell.inputs))), *self._there.here)
         graphs, errors, left_out = [], {}, {}
         names = []
         for library in libraries:
             try:
-                made = library.make(product)
-                one = taken(self._clock, made.call)
-                error = replayed_error(self._clock, one, inputs, op.value, made.at)
+                prepared = library.make(product)
+                captured = capture_call(self._clock, prepared.call)
+                error = replayed_error(self._clock, captured, inputs, op.value, prepared.at)
             except torch.cuda.OutOfMemoryError:
                 left_out[library.name] = "no room on this GPU"
             except NoCall as why:
                 left_out[library.name] = str(why)
-            except Exception as failed:  # another library's own; the others go on
+            except Exception as failed:  # an error of one library: the others go on
                 if library.name == OURS:
                     raise
                 left_out[library.name] = reason(failed)
@@ -124,7 +124,7 @@ class _Compared:
             else:
                 if error < MAX_ERROR:
                     names.append(library.name)
-                    graphs.append(one.graph)
+                    graphs.append(captured.graph)
                     errors[library.name] = float(f"{error:.3g}")
                 else:
                     left_out[library.name] = f"wrong: relative error {error:.2g}, wanted below {MAX_ERROR}"
@@ -147,7 +147,7 @@ class _Compared:
         )
 
     def _times(self, graphs: Sequence[Replayed]) -> list[float]:
-        """The medians in microseconds, in turns; the first two rounds warm up and tell how many there is time for."""
+        """The medians in microseconds, in turns; the first two rounds warm up and show how many fit the budget."""
         if not graphs:
             return []
         least, most = _ROUNDS
@@ -156,10 +156,10 @@ class _Compared:
         return [statistics.median(row) for row in self._clock.rounds_us(graphs, rounds)]
 
     def _runs(self, problem: Problem, M: int) -> str:
-        """What ran pretuned's side: a config, ``torch`` if no bundle has a kernel, ``reference`` on the CPU."""
+        """The kernel of pretuned's call: a config, ``torch`` if no bundle has a kernel, ``reference`` on the CPU."""
         if self._device.type != "cuda":
             return "reference"
-        told = explain(problem, M=M)
-        if told.torch_us is not None:
+        explanation = explain(problem, M=M)
+        if explanation.torch_us is not None:
             return "torch, measured faster"
-        return str(told.chosen.config) if told.chosen is not None else told.runs
+        return str(explanation.chosen.config) if explanation.chosen is not None else explanation.runs

@@ -1,4 +1,4 @@
-"""A call in a graph, judged by what a replay writes: what ``aot bench`` and the benchmarks beside peers share."""
+"""Capture a call in a graph, and check what its replay writes; shared by ``aot bench`` and the peer benchmarks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from .products import Call, Inputs, relative_error
 
 
 @dataclass
-class Taken:
-    """A call in a graph; ``held`` is the tensor that a replay writes. What the call holds is read by every replay."""
+class CapturedCall:
+    """A call in a graph; ``held`` is the tensor that a replay writes. Every replay reads the tensors of the call."""
 
     call: Call
     graph: Replayed
@@ -20,11 +20,11 @@ class Taken:
 
     @property
     def result(self) -> torch.Tensor:
-        """What the last replay wrote."""
+        """The tensor that the last replay wrote."""
         return self.held[0]
 
 
-def taken(clock: Clock | HostClock, call: Call) -> Taken:
+def capture_call(clock: Clock | HostClock, call: Call) -> CapturedCall:
     """Run ``call`` once, then capture it."""
     held: list[torch.Tensor] = []
 
@@ -32,15 +32,15 @@ def taken(clock: Clock | HostClock, call: Call) -> Taken:
         held[:] = [call()]
         return held[0]
 
-    clock.flush.zero_()  # a counter that lies there, too
-    return Taken(call, clock.capture(once), held)
+    clock.flush.zero_()  # flush counters in L2 too
+    return CapturedCall(call, clock.capture(once), held)
 
 
 def replayed_error(
-    clock: Clock | HostClock, one: Taken, inputs: Inputs, op: str, at: torch.Tensor | None = None
+    clock: Clock | HostClock, captured: CapturedCall, inputs: Inputs, op: str, at: torch.Tensor | None = None
 ) -> float:
-    """The error of what a replay writes over NaN; ``at``: where the sorted rows stand in a result with padding."""
-    one.result.fill_(float("nan"))
+    """The error of a replay's result, written over NaN; ``at``: the places of sorted rows in a padded result."""
+    captured.result.fill_(float("nan"))
     clock.flush.zero_()
-    one.graph.replay()
-    return relative_error(one.result if at is None else one.result[at], inputs, op)
+    captured.graph.replay()
+    return relative_error(captured.result if at is None else captured.result[at], inputs, op)

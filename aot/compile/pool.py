@@ -31,10 +31,6 @@ Compile = Callable[[Spec | RowOpSpec, int], Compiled]
 Ready = Callable[[Spec | RowOpSpec, int], Compiled | None]
 
 
-def none_shipped(spec: Spec | RowOpSpec, sm: int) -> None:
-    """Return None: no variant is shipped, so all are compiled."""
-
-
 @dataclass(frozen=True, slots=True)
 class CompileJob:
     """A variant to compile for a capability."""
@@ -70,7 +66,7 @@ def compile_all(
     on_result: Callable[[CompileResult], None] = lambda result: None,
     timeout_s: float = TIMEOUT_S,
     compile_one: Compile = compile_variant,
-    shipped: Ready = none_shipped,
+    shipped: Ready = lambda spec, sm: None,
 ) -> list[CompileResult]:
     """Compile every job that ``shipped`` does not have; the results come in the order of the jobs.
 

@@ -1,1 +1,1 @@
-"""Tuning and compiling on demand, for a process that runs. Uses tune."""
+"""Tune and compile on demand, for a running process. Uses tune."""

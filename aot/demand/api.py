@@ -1,11 +1,11 @@
-"""Tuning on demand: the configs of a layer, measured now if nobody has measured them on this GPU.
+"""Tune a layer on demand: return its configs, measuring them now if nobody has on this GPU.
 
     from pretuned.aot import get_or_autotune_moe_kernels
     fwd, dX, dW = get_or_autotune_moe_kernels(128, 2048, 768, 8, torch.bfloat16)
     y = grouped_gemm(x, w, m_sizes, kernel_config_fwd=fwd, kernel_config_bwd_dX=dX, kernel_config_bwd_dW=dW)
 
-Asked in turn: memory, and the files beside it; choices measured on this very GPU; the tuner, one process at a time;
-and what the runtime would run anyhow. Whatever goes wrong on the way is said, and costs no more than the tuning.
+The configs come from memory or its files, else from choices measured on this very GPU, else from the tuner, one process
+at a time, else from the runtime's ordinary choice. Errors on the way are logged, and cost only the tuning.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ def get_or_autotune_moe_kernels(
     Parameters
     ----------
     dtype
-        That of x: a torch dtype, or its name: bf16, fp16, fp32.
+        The dtype of x: a torch dtype, or its name: bf16, fp16, fp32.
     force_autotune
-        Measure again, whatever is known.
+        Measure again, even if there are measured configs.
     seq_len
-        Tokens of one step. Numbers of rows that are nearest to the same power of two share the configs.
+        Tokens of one step. Row counts with one nearest power of two share configs.
     weights
         The format of quantised weights, as a spec of ``aot build`` names it (``mxfp4``, ``fp8_block``, ...), or
-        ``ExpertWeights`` of it, prepared where this GPU has kernels for that; x is bf16 then. The forward and dX are
-        tuned; they are frozen, so the pair of dW is empty.
+        ``ExpertWeights`` of it, prepared if this GPU has kernels for that; x is bf16 then. The forward and dX are
+        tuned; quantised weights are frozen, so the pair of dW is empty.
 
     Returns
     -------
@@ -69,18 +69,17 @@ def get_or_autotune_moe_kernels(
     ------
     InputError
         for sizes that no layer can have, a dtype or weights that no kernel computes, or weights in a checkpoint's
-        layout where kernels of prepared ones are measured.
+        layout if the measured kernels are for prepared weights.
     HostError
         if there is no GPU.
     ProblemNotInBundle
-        with PRETUNED_STRICT=1 and PRETUNED_DISABLE_AUTOTUNE=1, where no bundle was built for the layer.
+        with PRETUNED_STRICT=1 and PRETUNED_DISABLE_AUTOTUNE=1, if no bundle was built for the layer.
 
     Notes
     -----
-    It looks in memory and in the files of the overlay, then for choices measured on this very GPU. Then it tunes,
-    one process at a time while others wait and read, into the overlay. Where that can't be, or with
-    PRETUNED_DISABLE_AUTOTUNE=1 or PRETUNED_TRUSTED_KEYS, the configs are the runtime's ordinary choice, and are not
-    kept.
+    It looks in memory and in the files of the overlay, then for choices measured on this very GPU. Then it tunes into
+    the overlay, one process at a time while others wait and read. If that fails, or with PRETUNED_DISABLE_AUTOTUNE=1
+    or PRETUNED_TRUSTED_KEYS, it returns the runtime's ordinary choice, and does not cache it.
     """
     device = current_device()
     key = cache_key(num_experts, hidden_dim, intermediate_dim, top_k, dtype, seq_len, device, weights)
@@ -99,12 +98,12 @@ def cache_key(
     device: int | None = None,
     weights: str | ExpertWeights | None = None,
 ) -> CacheKey:
-    """The key under which a layer's configs are kept; the parameters are ``get_or_autotune_moe_kernels``'s.
+    """The key of a layer's cached configs; the parameters are those of ``get_or_autotune_moe_kernels``.
 
     Raises
     ------
     InputError, HostError
-        as there.
+        as ``get_or_autotune_moe_kernels``.
     """
     return key_for(
         local_gpu(current_device() if device is None else device),
@@ -128,11 +127,11 @@ def key_for(
     seq_len: int,
     weights: object = None,
 ) -> CacheKey:
-    """The key for a GPU that is given."""
+    """The cache key of a layer on the GPU ``local``."""
     try:
-        known = dtype_of(dtype)
+        dtype_ = dtype_of(dtype)
     except ValueError:
-        known_names = ", ".join(one.value for one in DType if one in PLAIN_DTYPES)
+        known_names = ", ".join(plain.value for plain in DType if plain in PLAIN_DTYPES)
         raise InputError(f"dtype is {dtype!r}, wanted one of {known_names}") from None
     sizes = {
         "num_experts": num_experts,
@@ -141,7 +140,7 @@ def key_for(
         "top_k": top_k,
         "seq_len": seq_len,
     }
-    format_ = known.value if weights is None else _format_of(weights, known)
+    format_ = dtype_.value if weights is None else _format_of(weights, dtype_)
     for name, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise InputError(f"{name} is {value!r}, wanted a whole number from 1 on")
@@ -151,7 +150,7 @@ def key_for(
         local.sm,
         gpu.sm_count,
         round(gpu.memory_mib / 1024),
-        tuple(sorted((name, one.revision) for name, one in ENTRIES.items())),
+        tuple(sorted((name, entry.revision) for name, entry in ENTRIES.items())),
         tuple(op.value for op in Op),
         num_experts,
         hidden_dim,
@@ -173,7 +172,7 @@ def refuse_unprepared(weights: ExpertWeights, key: CacheKey) -> None:
     Raises
     ------
     InputError
-        for weights in a checkpoint's layout where the kernels are for prepared ones.
+        for weights in a checkpoint's layout if the kernels are for prepared weights.
     """
     ordered = (problem.layout is not Layout.STORED for problem in planned_for(key, shape_of(key)).problems)
     if not weights.is_prepared and any(ordered):
@@ -184,7 +183,7 @@ def refuse_unprepared(weights: ExpertWeights, key: CacheKey) -> None:
 
 
 def _format_of(weights: object, dtype: DType) -> str:
-    """The format that is asked for, of rows of x of a dtype."""
+    """The requested format; InputError if x's dtype does not go with it."""
     asked = weights.format if isinstance(weights, ExpertWeights) else weights
     of_products = dtype_of_weights(asked, _WHO)
     wanted = DType.BF16 if of_products.quantised else of_products

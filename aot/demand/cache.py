@@ -1,4 +1,4 @@
-"""The key of a layer's configs, everything that they hold for, and the bytes of their file."""
+"""The cache of a layer's configs: its key, and the bytes of its files."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ...artifacts.records.problem import Op
 from ...kernels.contract.config import Config
 from ...runtime.dispatch.pin import KernelPair, Preference
 
-_MAX_ITEMS = 64  # of an array in a file: far more than a config has fields
+_MAX_ITEMS = 64  # in an array of a file: far more than the fields of a config
 
 Configs = tuple[KernelPair, KernelPair, KernelPair]  # forward, dX, dW
 
 
 @dataclass(frozen=True, slots=True)
 class CacheKey:
-    """What the configs of a layer hold for: the GPU, the kernels and their revisions, the shape, the rows.
+    """Everything that the configs of a layer depend on: GPU, kernels and their revisions, shape, rows.
 
-    ``bucket`` is that of seq_len * top_k rows, ``dtype`` that of x and w or the format of quantised weights.
+    ``bucket`` is that of seq_len * top_k rows; ``dtype`` is that of x and w, or the format of quantised weights.
     """
 
     gpu: str
@@ -40,7 +40,7 @@ class CacheKey:
 
     @property
     def file_name(self) -> str:
-        """The name of its file."""
+        """The name of the key's file."""
         return hashlib.sha256(repr(self).encode()).hexdigest() + ".config"
 
 
@@ -51,19 +51,19 @@ def encode(key: CacheKey, configs: Configs) -> bytes:
 
 
 def decode(key: CacheKey, payload: bytes) -> Configs | None:
-    """The configs in a file, or None if its key differs or another version, with other configs, wrote it."""
+    """The configs in a file; None if its key differs, or a version with other configs wrote it."""
     try:
         named, *pairs = msgpack.unpackb(payload, use_list=False, max_array_len=_MAX_ITEMS, max_map_len=0, max_ext_len=0)
-        found = tuple(_pair(value) for value in pairs)
+        configs = tuple(_pair(value) for value in pairs)
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError, msgpack.UnpackException):
         return None
-    if named != repr(key) or tuple(pair.op for pair in found) != tuple(Op):
+    if named != repr(key) or tuple(pair.op for pair in configs) != tuple(Op):
         return None
-    return found[0], found[1], found[2]
+    return configs[0], configs[1], configs[2]
 
 
 def _value(pair: KernelPair) -> object:
-    gemms = [[(fusion.value, config.pairs()) for fusion, config in one.configs] for one in (pair.first, pair.second)]
+    gemms = [[(fusion.value, config.pairs()) for fusion, config in gemm.configs] for gemm in (pair.first, pair.second)]
     return (pair.op.value, *gemms)
 
 
@@ -72,8 +72,8 @@ def _pair(value: tuple[str, object, object]) -> KernelPair:
     return KernelPair(Op(op), _preferred(first), _preferred(second))
 
 
-# (Fusion(2**63) is an error in some versions of Python, and Fusion.NONE in others.)
-_FUSIONS = {one.value: one for one in FUSIONS}
+# Fusion(2**63) is an error in some versions of Python, and Fusion.NONE in others.
+_FUSIONS = {fusion.value: fusion for fusion in FUSIONS}
 
 
 def _preferred(value: object) -> Preference:
@@ -83,16 +83,16 @@ def _preferred(value: object) -> Preference:
 
 
 def dtype_of(dtype: object) -> DType:
-    """``torch.bfloat16``, ``bf16`` or ``DType.BF16``; ValueError for what is no element type of x that kernels have."""
+    """Parse ``torch.bfloat16``, ``bf16`` or ``DType.BF16``; ValueError if kernels have no x of that type."""
     text = dtype.value if isinstance(dtype, DType) else str(dtype).removeprefix("torch.")
-    known = {
+    by_name = {
         "bfloat16": DType.BF16,
         "float16": DType.FP16,
         "half": DType.FP16,
         "float32": DType.FP32,
         "float": DType.FP32,
     }
-    found = known[text] if text in known else DType(text)
-    if found not in PLAIN_DTYPES:
-        raise ValueError(f"{found.value} is a format of weights")
-    return found
+    result = by_name[text] if text in by_name else DType(text)
+    if result not in PLAIN_DTYPES:
+        raise ValueError(f"{result.value} is a format of weights")
+    return result

@@ -1,4 +1,4 @@
-"""The compiler behind ``pretuned.runtime.allow_jit``: real Triton, in a child process, through the compile cache."""
+"""The compiler behind ``pretuned.runtime.allow_jit``: Triton in a child process, with the compile cache."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ _TIMEOUT_S = 300.0
 
 
 def compile_kind(problem: Problem, sm: int) -> bytes:
-    """A bundle whose variants run every problem of this kind on this capability; see
-    ``pretuned.runtime.dispatch.compiled``.
+    """Compile a bundle whose variants run every problem of this kind; see ``pretuned.runtime.dispatch.compiled``.
+
+    With PRETUNED_DISABLE_AUTOTUNE=1 nothing is written to the user's cache.
 
     Nothing is written to the user's cache with PRETUNED_DISABLE_AUTOTUNE=1.
 
     Raises
     ------
     CompileError
-        where nothing compiles.
+        if nothing compiles.
     HostError
-        where Triton is missing, or the machine can't run it.
+        if Triton is missing, or the machine can't run it.
     """
     from ...runtime.settings import settings
     from ..compile.cache import default_dir

@@ -1,8 +1,8 @@
-"""The user's overlay: what was tuned on demand here, one bundle for each kind of GPU.
+"""The user's overlay: the results of tuning on demand, in one bundle for each kind of GPU.
 
-Readers need no lock. Writers take turns under the directory's, and put the new file in place by rename. A file
-stays small: entries of earlier kernel revisions go, then the oldest ones. Its name holds the format and the launch
-ABI, so that each pretuned shares it with those that read the same, and leaves the others' alone.
+Readers need no lock. Writers take turns under the directory's lock, and replace the file by rename. A file stays small:
+entries of earlier kernel revisions are dropped, then the oldest ones. Its name holds the format and the launch ABI, so
+versions of pretuned that read both share it, and others leave it alone.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from ...kernels.registry import ENTRIES
 from ..bundle.assemble import BundleChoice, Provenance, VariantTable, assemble, is_fallback
 from ..bundle.merge import merge
 
-MAX_BYTES = 32 << 20  # of one file: some hundred shapes
-MAX_ENTRIES = 512  # shapes tuned; their choices stay far below an index's limit
+MAX_BYTES = 32 << 20  # of one file: a few hundred shapes
+MAX_ENTRIES = 512  # tuned shapes; their choices stay far below an index's limit
 LOCK_TIMEOUT_S = 10.0
 
 _ENTRY = "on-demand"
@@ -38,7 +38,7 @@ _FILE = re.compile(r"tuned-f(\d+)-a(\d+)-.*\.msgpack")
 
 
 def path_of(directory: Path, sm: int, gpu: Gpu) -> Path:
-    """The file of one kind of GPU."""
+    """The overlay's file for one kind of GPU."""
     name = re.sub(r"[^a-z0-9]+", "-", gpu.name.lower()).strip("-")[:80]
     return directory / f"tuned-f{FORMAT}-a{LAUNCH_ABI}-sm{sm}-{name}-{gpu.sm_count}.msgpack"
 
@@ -51,13 +51,13 @@ def add(
     timeout_s: float = LOCK_TIMEOUT_S,
     note: Callable[[str], None] = lambda text: None,
 ) -> Path:
-    """Put what was tuned on ``gpu`` into the overlay, and return its file; ``note`` hears of what was lost there.
+    """Add a tuned bundle to the overlay of ``gpu`` and return its file; ``note`` is told about lost entries.
 
     Raises
     ------
     HostError
-        where the directory can't be made, locked within ``timeout_s``, or written, or its file can't be read or is not
-        to be trusted: what was there stays.
+        if the directory can't be made, locked within ``timeout_s``, or written, or its file can't be read or trusted;
+        the file is then unchanged.
     """
     path = path_of(directory, tuned.target.sm, gpu)
     check_cache(directory)
@@ -69,12 +69,12 @@ def add(
 
 
 def clear(directory: Path) -> None:
-    """Remove all that was tuned here by this version.
+    """Remove everything that this version tuned.
 
     Raises
     ------
     HostError
-        where the directory can't be locked or written.
+        if the directory can't be locked or written.
     """
     if not directory.is_dir():
         return
@@ -95,7 +95,7 @@ def joined(
     max_bytes: int = MAX_BYTES,
     max_entries: int = MAX_ENTRIES,
 ) -> Bundle:
-    """``tuned`` as the newest entry, and what stays of ``old``."""
+    """Merge ``tuned``, as the newest entry, with the entries of ``old`` that fit."""
     entries = [] if old is None else _entries(old)
     last = max((_number(entry) for entry in entries), default=0)
     if last >= _LAST_NUMBER:  # no machine tunes that often: the file is damaged, or made by hand
@@ -107,12 +107,12 @@ def joined(
     anew = {(problem, choice.bucket) for problem, row in tuned.choices.items() for choice in row}
     entries = entries[-(max_entries - 1) :] if max_entries > 1 else []
     while entries:
-        kept = _kept(old, entries, anew)
-        if kept is None:
+        earlier = _part(old, entries, anew)
+        if earlier is None:
             return tuned
         try:
-            bundle = merge({"what was tuned": tuned, "the overlay": kept}).bundle
-        except PretunedError as error:  # a bundle of other sources, or of another ABI under this name
+            bundle = merge({"what was tuned": tuned, "the overlay": earlier}).bundle
+        except PretunedError as error:  # other sources, or another ABI under this name
             note(f"what was tuned before can't be kept: {error}")
             return tuned
         data = codec.encode(bundle)
@@ -123,7 +123,7 @@ def joined(
 
 
 def _numbered(tuned: Bundle, number: int) -> tuple[Model, ...]:
-    """The models of a new entry, named so that they are sorted by their age."""
+    """The models of a new entry, named so that they sort by age."""
     return tuple(
         model._replace(name=f"{_ENTRY}/{number:08d} {model.name.replace('/', ' ')}"[:MAX_NAME_CHARS])
         for model in tuned.models
@@ -136,12 +136,12 @@ def _entries(bundle: Bundle) -> list[Model]:
 
 
 def _number(model: Model) -> int:
-    found = _NUMBER.match(model.name)
-    return int(found[1]) if found else 0
+    match = _NUMBER.match(model.name)
+    return int(match[1]) if match else 0
 
 
-def _kept(old: Bundle, entries: list[Model], anew: set[tuple[Problem, int]]) -> Bundle | None:
-    """What these entries need of an overlay, less what was tuned anew and what earlier revisions did."""
+def _part(old: Bundle, entries: list[Model], anew: set[tuple[Problem, int]]) -> Bundle | None:
+    """The part of an overlay that these entries need, less cells in ``anew`` and earlier kernel revisions."""
     codes = VariantTable([old])
     claims: dict[Problem, list[BundleChoice]] = {}
     for problem in {problem for entry in entries for problem in entry.problems}:
@@ -174,19 +174,19 @@ def _current(claim: BundleChoice, codes: VariantTable) -> BundleChoice:
 
 
 def is_current(variant: Variant) -> bool:
-    """Whether a variant is of this version's kernel, or a later one's."""
-    known = ENTRIES.get(variant.kernel)
-    return known is None or variant.revision >= known.revision
+    """True if a variant is of this version's kernel revision or a later one."""
+    entry = ENTRIES.get(variant.kernel)
+    return entry is None or variant.revision >= entry.revision
 
 
 def _read(path: Path, note: Callable[[str], None]) -> Bundle | None:
-    """The overlay's file; None where there is none, or it is damaged: it is then begun anew."""
+    """Read the overlay's file; None if it is missing or damaged, and is then begun anew."""
     if not path.exists():
         return None
     try:
         with open_bundle(path) as file:
             return file.load()
-    except (BundleUntrusted, BundleUnreadable) as error:  # what lies there may be as good as ever
+    except (BundleUntrusted, BundleUnreadable) as error:  # the file may be intact
         raise HostError(f"nothing can be added to '{path}': {error}") from error
     except BundleError as error:
         note(f"what was tuned before can't be kept: {error}")
@@ -194,9 +194,9 @@ def _read(path: Path, note: Callable[[str], None]) -> Bundle | None:
 
 
 def _remove_outdated(directory: Path) -> None:
-    """The files of formats and launch ABIs that nothing of this version reads any more."""
+    """Remove files of formats and launch ABIs that this version no longer reads."""
     for path in directory.glob("tuned-f*.msgpack"):
-        found = _FILE.fullmatch(path.name)
-        if found and (int(found[1]) < OLDEST_FORMAT or int(found[2]) < READS_ABI[0]):
-            with contextlib.suppress(OSError):  # it is tidying: the next one tries again
+        match = _FILE.fullmatch(path.name)
+        if match and (int(match[1]) < OLDEST_FORMAT or int(match[2]) < READS_ABI[0]):
+            with contextlib.suppress(OSError):  # the next writer tries again
                 path.unlink()

@@ -1,6 +1,6 @@
-"""The machinery of tuning on demand: what is kept, what counts as measured, whose turn it is to measure.
+"""Tuning on demand: what is cached, when cells count as measured, and the lock of the process that measures.
 
-aot/demand/api.py has the calls.
+aot/demand/api.py has the public calls.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from ..process import child
 from . import overlay, worker
 from .cache import CacheKey, Configs, decode, encode
 
-WAIT_S = 1800.0  # for another process that tunes
+WAIT_S = 1800.0  # for another tuning process
 BUDGET_S = 120.0  # of measuring; compiling comes on top
 _CHILD_TIMEOUT_S = 900.0
-_TUNING = "tuning"  # the directory of the overlay whose lock a process that tunes holds
+_TUNING = "tuning"  # directory of the lock that a tuning process holds
 
 _log = logging.getLogger(__name__)
 
 
 class Measurer(Protocol):
-    """Measures cells on one GPU."""
+    """A function that measures cells on one GPU."""
 
     def __call__(self, planned: BuildPlan, sm: int, device: int) -> Bundle:
-        """The bundle of what was measured. A PretunedError where it can't be done."""
+        """The bundle of the measured cells. Raises PretunedError if it can't be done."""
 
 
 class OnDemand:
@@ -63,16 +63,16 @@ class OnDemand:
         self._gpu_of = gpu_of
         self._kept = ConfigCache[CacheKey, Configs]("configs", lambda key: key.file_name, encode, decode)
         self.load = self._kept.load
-        self._tried: set[CacheKey] = set()  # what is not tuned again in this process
-        self._settled: set[object] = set()  # what ``tune_call`` need not look at again
-        self._settled_in: object = None  # the snapshot that this holds for
+        self._tried: set[CacheKey] = set()  # not tuned again in this process
+        self._settled: set[object] = set()  # calls that ``tune_call`` has finished
+        self._settled_in: object = None  # the snapshot of ``_settled``
 
     def configs(self, key: CacheKey, device: int, *, force: bool) -> Configs:
         """The configs of a layer; see ``get_or_autotune_moe_kernels``."""
         with locks.lock("tuning on demand"):
-            known = None if force else self.load(key)
-            if known is not None:
-                return known
+            cached = None if force else self.load(key)
+            if cached is not None:
+                return cached
             shape, local = shape_of(key), self._gpu_of(device)
             planned = planned_for(key, shape)
             if key in self._tried and not force:
@@ -87,7 +87,9 @@ class OnDemand:
             return configs
 
     def save(self, key: CacheKey, config_fwd: KernelPair, config_bwd_dX: KernelPair, config_bwd_dW: KernelPair) -> None:
-        """Keep configs under ``key``: ``get_or_autotune_moe_kernels`` then returns them, in later processes too.
+        """Cache configs under ``key``: ``get_or_autotune_moe_kernels`` then returns them, in later processes too.
+
+        If the file can't be written, they are cached in memory only.
 
         A place that can't be written costs the file alone.
 
@@ -103,7 +105,7 @@ class OnDemand:
         self._kept.save(key, configs)
 
     def clear(self) -> None:
-        """Forget what was tuned on demand: in memory, and the overlay's files, but with PRETUNED_DISABLE_AUTOTUNE=1."""
+        """Forget everything tuned on demand, in memory and (unless PRETUNED_DISABLE_AUTOTUNE=1) in the overlay."""
         with locks.lock("tuning on demand"):
             self._kept.clear(files=True)
             self._tried.clear()
@@ -118,7 +120,7 @@ class OnDemand:
             reload()
 
     def tune_call(self, problems: tuple[Problem, ...], M: int, device: int) -> None:
-        """Make sure that a call's problems are measured at M rows; in a graph capture nothing is done."""
+        """Make sure that a call's problems are measured at M rows; does nothing in a graph capture."""
         key, snapshot = (problems, bucket_of(M), device), dispatch_snapshot.snapshot()
         if self._settled_in is snapshot and key in self._settled:
             return
@@ -127,13 +129,14 @@ class OnDemand:
         with locks.lock("tuning on demand"):
             first = problems[0]
             model = Model(f"E{first.E}-N{first.N}-K{first.K}", 1, 1, 1, first.dtype, problems)
-            self._ensure(BuildPlan({one: (bucket_of(M),) for one in problems}, (model,)), self._gpu_of(device), device)
+            planned = BuildPlan(dict.fromkeys(problems, (bucket_of(M),)), (model,))
+            self._ensure(planned, self._gpu_of(device), device)
             if self._settled_in is not dispatch_snapshot.snapshot():
                 self._settled, self._settled_in = set(), dispatch_snapshot.snapshot()
             self._settled.add(key)
 
     def _ensure(self, planned: BuildPlan, local: LocalGpu, device: int, *, force: bool = False) -> bool:
-        """Whether every cell of the plan has a choice measured on this GPU, tuning if one lacks."""
+        """Tune unless every cell of the plan was measured or tried; True if all have choices measured on this GPU."""
         if not force and _attempted(planned.buckets, local):
             return measured_here(planned.buckets, local)
         if not settings().on_demand or capturing():
@@ -175,37 +178,37 @@ class OnDemand:
             _log.warning("pretuned: what was measured is kept by this process alone: %s", error)
             dispatch_snapshot.keep(open_bytes(codec.encode(tuned), "tuned now"))
         reload()
-        if not _attempted(planned.buckets, local):  # a place that is not trusted, or can't be read
+        if not _attempted(planned.buckets, local):  # the overlay is not trusted, or can't be read
             dispatch_snapshot.keep(open_bytes(codec.encode(tuned), "tuned now"))
             reload()
 
 
 def measure_in_child(planned: BuildPlan, sm: int, device: int) -> Bundle:
-    """Compile candidates and measure them beside what the runtime finds, in a process of their own."""
+    """Compile candidates and measure them together with the baseline, in a child process."""
     from ..compile.cache import default_dir
 
     cache = default_dir()
-    made = _made_here(sm)
+    files = _made_here(sm)
     arguments = {
         "cells": [(worker.plain(problem), list(buckets)) for problem, buckets in planned.buckets.items()],
         "models": [
-            (one.name, one.top_k, one.dtype.value, [worker.plain(problem) for problem in one.problems])
-            for one in planned.models
+            (model.name, model.top_k, model.dtype.value, [worker.plain(problem) for problem in model.problems])
+            for model in planned.models
         ],
         "sm": sm,
         "device": device,
         "budget_s": BUDGET_S,
         "cache": None if cache is None else str(cache),
-        "made": list(made),
+        "bundles": list(files),
     }
-    found = child.call("demand.worker:measure_cells", arguments, timeout_s=_CHILD_TIMEOUT_S, who="tuning", files=made)
-    return codec.decode(found, "tuned now")
+    data = child.call("demand.worker:measure_cells", arguments, timeout_s=_CHILD_TIMEOUT_S, who="tuning", files=files)
+    return codec.decode(data, "tuned now")
 
 
 def _made_here(sm: int) -> dict[str, bytes]:
-    """What this process tuned and has in no place where another finds it, as files."""
-    found = dispatch_snapshot.snapshot().found(installed=False)
-    bundles = [one.bundle for one in found if one.place.kind is Kind.PROCESS and one.bundle is not None]
+    """Bundles that this process tuned and could not write to the overlay, as files for the child."""
+    usables = dispatch_snapshot.snapshot().found(installed=False)
+    bundles = [usable.bundle for usable in usables if usable.place.kind is Kind.PROCESS and usable.bundle is not None]
     return {
         f"made-{number}.msgpack": codec.encode(bundle.load())
         for number, bundle in enumerate(bundles)
@@ -214,12 +217,12 @@ def _made_here(sm: int) -> dict[str, bytes]:
 
 
 def measured_here(cells: Mapping[Problem, Sequence[int]], local: LocalGpu) -> bool:
-    """Whether each cell has a choice of its own that was measured on this very GPU, with today's kernels or later."""
+    """True if each cell has its own choice measured on this very GPU, with today's kernels or later ones."""
     return _every_cell(cells, local, _is_hit)
 
 
 def _attempted(cells: Mapping[Problem, Sequence[int]], local: LocalGpu) -> bool:
-    """Whether each cell is measured here, or was tried: the tuner leaves modelled what it can't measure."""
+    """True if each cell was measured here or tried: cells that the tuner can't measure stay modelled."""
     place = settings().overlay
     own = None if place is None else overlay.path_of(place, local.sm, local.gpu)
 
@@ -240,9 +243,9 @@ def _every_cell(
             usable = snapshot.view(local, installed=True).usable
             return all(
                 any(
-                    choice.bucket == bucket and fine(one, choice, local)
-                    for one in usable
-                    for choice in snapshot.find(one.bundle, problem)
+                    choice.bucket == bucket and fine(candidate, choice, local)
+                    for candidate in usable
+                    for choice in snapshot.find(candidate.bundle, problem)
                 )
                 for problem, buckets in cells.items()
                 for bucket in buckets
@@ -256,26 +259,26 @@ def _is_hit(usable: Usable, choice: Choice, local: LocalGpu) -> bool:
 
 
 def _configs(planned: BuildPlan, shape: LayerShard, bucket: int, local: LocalGpu) -> Configs:
-    """What the runtime would run, by op, GEMM and form."""
+    """The configs that the runtime would run, by op, GEMM and fusion."""
     snapshot, strict = dispatch_snapshot.snapshot(), settings().strict
-    found: dict[tuple[Op, bool], list[tuple[Fusion, Config]]] = {}
+    chosen: dict[tuple[Op, bool], list[tuple[Fusion, Config]]] = {}
     first = shape.gemms()[0]
     for problem in planned.problems:
         ran = decide(snapshot, problem, bucket, local, aligned=suits(problem), strict=strict)
         if isinstance(ran, Decision) and not _quantises_elsewhere(problem, planned, bucket, local):
             which = (problem.op, (problem.N, problem.K) == (first.N, first.K))
-            found.setdefault(which, []).append((problem.fusion, ran.chosen.config))
+            chosen.setdefault(which, []).append((problem.fusion, ran.chosen.config))
     fwd, dx, dw = (
-        KernelPair(op, *(Preference(tuple(found.get((op, which), ()))) for which in (True, False))) for op in Op
+        KernelPair(op, *(Preference(tuple(chosen.get((op, which), ()))) for which in (True, False))) for op in Op
     )
     return fwd, dx, dw
 
 
 def _quantises_elsewhere(problem: Problem, planned: BuildPlan, bucket: int, local: LocalGpu) -> bool:
-    """Whether a product of the plan with the same weights runs in place of this one: x is quantised, or it is not."""
-    forward = [one for one in planned.problems if one._replace(dtype=problem.dtype) == problem]
-    codes = next((one for one in forward if one.dtype.quantises_x), None)
-    others = [one for one in forward if one is not codes]
+    """True if a product with x quantised the other way runs instead of this one, with the same weights."""
+    forward = [member for member in planned.problems if member._replace(dtype=problem.dtype) == problem]
+    codes = next((product for product in forward if product.dtype.quantises_x), None)
+    others = [product for product in forward if product is not codes]
     if codes is None or not others:
         return False
     chosen = quantised_x(dispatch_snapshot.snapshot(), codes, others[0].dtype, bucket, local, top_k=0)
@@ -283,7 +286,7 @@ def _quantises_elsewhere(problem: Problem, planned: BuildPlan, bucket: int, loca
 
 
 def shape_of(key: CacheKey) -> LayerShard:
-    """The layer that a key is of, at the bucket's rows."""
+    """The layer of a key, at the bucket's rows."""
     tokens = max(1, key.bucket // key.top_k)
     return LayerShard(
         f"E{key.E}-H{key.H}-I{key.I}-k{key.top_k}",
@@ -304,30 +307,31 @@ def shape_of(key: CacheKey) -> LayerShard:
 
 
 def planned_for(key: CacheKey, shape: LayerShard) -> BuildPlan:
-    """The shape's problems that calls of ``grouped_gemm`` run, at the key's bucket alone."""
-    made = plan([shape])
-    made = made.without({one for one in made.problems if optional(one)})  # no call names a config of these
+    """The problems that ``grouped_gemm`` runs for the shape, at the key's bucket only."""
+    whole = plan([shape])
+    whole = whole.without(set(filter(optional, whole.problems)))  # no call names a config of these
     if any(dtype.quantised for dtype in shape.dtypes):
-        made = planned_on(made, (key.sm,))  # codes in order or as they are stored, as its kernels want them
-    return BuildPlan(dict.fromkeys(made.problems, (key.bucket,)), made.models)
+        whole = planned_on(whole, (key.sm,))  # prepared or checkpoint layout, as its kernels want
+    return BuildPlan(dict.fromkeys(whole.problems, (key.bucket,)), whole.models)
 
 
 def _instead(cells: Mapping[Problem, Sequence[int]], local: LocalGpu) -> str:
-    """What runs these cells where they can't be tuned, in words."""
+    """Describe what runs these cells if they can't be tuned."""
     snapshot, ran = dispatch_snapshot.snapshot(), list[Decision | Miss]()
     for problem, buckets in cells.items():
         aligned = suits(problem)
-        with contextlib.suppress(PretunedError):  # a file that PRETUNED_BUNDLES names: the call itself says so
+        with contextlib.suppress(PretunedError):  # a file in PRETUNED_BUNDLES: the call itself reports it
             ran += [settle(snapshot, problem, bucket, local, aligned, False) for bucket in buckets]
-    names = dict.fromkeys(printable(one.chosen.usable.path.name) for one in ran if isinstance(one, Decision))
-    torchs = sum(isinstance(one, Miss) for one in ran)
+    chosen = [decision.chosen for decision in ran if isinstance(decision, Decision)]
+    names = dict.fromkeys(printable(choice.usable.path.name) for choice in chosen)
+    torchs = len(ran) - len(chosen)
     said = [f"what runs instead is the ordinary choice, of {', '.join(names)}"] if names else []
     said += [f"torch's grouped GEMM runs {torchs} of {len(ran)} cells"] if torchs else []
     return "; ".join(said) or "the ordinary choice runs"
 
 
 def _overlay_file(local: LocalGpu) -> tuple[int, ...] | None:
-    """What tells this GPU's overlay from one that another process has written meanwhile."""
+    """The identity of this GPU's overlay file, to tell whether another process has written it meanwhile."""
     place = settings().overlay
     if place is None:
         return None
@@ -340,7 +344,7 @@ def _overlay_file(local: LocalGpu) -> tuple[int, ...] | None:
 
 @contextlib.contextmanager
 def _turn() -> Iterator[bool | None]:
-    """This process's turn to tune: True with the lock, False where nothing can be locked, None if it never came."""
+    """Wait for this process's turn to tune: True with the lock, False if locks don't work, None if it never came."""
     records = settings().records
     place = None if records is None else records / _TUNING
     got: bool | None = False

@@ -1,4 +1,4 @@
-"""Variants compiled on demand, for one shape: a few, which the cost model picks before they are compiled."""
+"""Compile variants on demand for one shape: a few, which the cost model picks before they are compiled."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ from ..compile.cache import CompileCache
 from ..compile.pool import CompileJob, compile_all
 from ..compile.shipped import Shipped
 from ..compile.triton import Compiled
-from ..executors.local import LocalExecutor, begun
+from ..executors.local import begun
 from ..journal.file import read_journal
 from ..plan.families import Family, Pool, by_code, compilable, serves
 from ..plan.plan import BuildPlan
 from ..tune.tuner import Entrants, tune_problems
 
-_JIT_CONFIGS = 6  # 4 lose 1.0 % to all (docs/inside/cost-model.md); two more for those that don't compile
+_JIT_CONFIGS = 6  # 4 lose 1.0 % to all (docs/inside/cost-model.md); two spare, as some don't compile
 _JIT_ROWS = 1 << 20
-_CELL_CONFIGS = 8  # of one problem and bucket: what the tuner takes its contenders from
-SHARE = 0.5  # of those are measured: the shortlist is short
-_OVERHEAD_REGISTERS = 64  # beside a thread's share of the tile
+_CELL_CONFIGS = 8  # the tuner's candidates of one problem and bucket
+SHARE = 0.5  # of them are measured
+_OVERHEAD_REGISTERS = 64  # in addition to a thread's share of the tile
 
 
 def compile_kind(problem: str, sm: int, cache: str | None, answer: Path) -> None:
-    """For ``child.call``: write a bundle that runs every problem of ``problem``'s kind, its choices modelled."""
+    """For ``child.call``: write a bundle with modelled choices that runs every problem of ``problem``'s kind."""
     wanted = _problem(problem)
     plan = BuildPlan({wanted: buckets_between(1, _JIT_ROWS)}, ())
     configs = _spread(wanted, plan.buckets[wanted], sm)
-    made = Candidates.made_here(sm, compile_specs(_specs(wanted, configs, sm), sm, _cache(cache)))
-    chosen = choose(plan, made.compiled, sm)
-    answer.write_bytes(codec.encode(assembled(plan, made, chosen, None)))
+    candidates = Candidates.made_here(sm, compile_specs(_specs(wanted, configs, sm), sm, _cache(cache)))
+    chosen = choose(plan, candidates.compiled, sm)
+    answer.write_bytes(codec.encode(assembled(plan, candidates, chosen, None)))
 
 
 def measure_cells(
@@ -63,73 +63,57 @@ def measure_cells(
     device: int,
     budget_s: float,
     cache: str | None,
-    made: Sequence[str],
+    bundles: Sequence[str],
     answer: Path,
 ) -> None:
-    """For ``child.call``: compile candidates for these cells, measure them beside all that the runtime finds, and
-    write the bundle of what was found. ``made`` names files beside ``answer``: bundles that the caller made and has in
-    no other place.
+    """For ``child.call``: compile candidates for these cells, measure them and the baseline, and write a bundle.
 
-    A problem that nothing can run is left out.
+    ``bundles`` are files next to ``answer`` that the caller tuned and has nowhere else. A problem that nothing can run
+    is left out.
 
     Raises
     ------
     CompileError, HostError
-        if nothing can be compiled, and there is nothing else.
+        if nothing can be compiled, and no bundle has code.
     """
-    with begun(device) as gpu:
-        _measure_cells(cells, models, sm, device, gpu, budget_s, cache, made, answer)
-
-
-def _measure_cells(
-    cells: Sequence[tuple[str, Sequence[int]]],
-    models: Sequence[tuple[str, int, str, Sequence[str]]],
-    sm: int,
-    device: int,
-    gpu: LocalExecutor | None,
-    budget_s: float,
-    cache: str | None,
-    made: Sequence[str],
-    answer: Path,
-) -> None:
     wanted = {_problem(problem): tuple(buckets) for problem, buckets in cells}
     records = tuple(
         Model(name, 1, 1, top_k, DType(dtype), tuple(map(_problem, problems)))
         for name, top_k, dtype, problems in models
     )
     path, journal = answer.with_suffix(".candidates"), answer.with_suffix(".journal")
-    found = Incumbents.found()
-    for name in made:
-        found.snapshot.add(open_bundle(answer.with_name(name)))
-    planned = BuildPlan(wanted, records)
-    candidates = _candidates_beside(wanted, found.codes(planned.problems, sm), sm, _cache(cache))
-    able = [one.variant for one in candidates.every]
-    planned = planned.without({one for one in wanted if not any(serves(variant, one) for variant in able)})
-    every = choose_among_all(planned, candidates.every, sm)
-    publish(path, codec.encode(assembled(planned, candidates, every, None)))
-    if gpu is not None:
-        with open_bundle(path) as bundle:
-            gpu.measures(str(path), bundle.digest)
-    runs = found.on(planned.buckets)
-    tune_problems(
-        planned.buckets,
-        path,
-        journal,
-        budget_s=budget_s,
-        gpus=[device],
-        executors=None if gpu is None else [gpu],
-        with_torch=False,
-        entrants=Entrants(SHARE, runs=runs, quick=True, around=found.around),
-    )
-    answer.write_bytes(codec.encode(measured_bundle(planned, candidates, read_journal(journal), runs)))
+    with begun(device) as gpu:  # torch starts there while candidates are compiled here
+        incumbents = Incumbents.found()
+        for name in bundles:
+            incumbents.snapshot.add(open_bundle(answer.with_name(name)))
+        planned = BuildPlan(wanted, records)
+        candidates = _candidates_beside(wanted, incumbents.codes(planned.problems, sm), sm, _cache(cache))
+        planned = planned.without(_unserved(wanted, candidates.every).keys())
+        chosen = choose_among_all(planned, candidates.every, sm)
+        publish(path, codec.encode(assembled(planned, candidates, chosen, None)))
+        if gpu is not None:
+            with open_bundle(path) as bundle:
+                gpu.measures(str(path), bundle.digest)
+        runs = incumbents.on(planned.buckets)
+        tune_problems(
+            planned.buckets,
+            path,
+            journal,
+            budget_s=budget_s,
+            gpus=[device],
+            executors=None if gpu is None else [gpu],
+            with_torch=False,
+            entrants=Entrants(SHARE, runs=runs, quick=True, around=incumbents.around),
+        )
+        answer.write_bytes(codec.encode(measured_bundle(planned, candidates, read_journal(journal), runs)))
 
 
 def _candidates_beside(
     cells: Mapping[Problem, Sequence[int]], there: Sequence[Carried], sm: int, cache: CompileCache | None
 ) -> Candidates:
-    """What compiles for these cells, beside what is there.
+    """Compile candidates for these cells, and add the code that is there.
 
-    Where nothing of a problem's does, and nothing runs it yet, the model's next ones are compiled, until one does.
+    If none of a problem's candidates compiles and nothing runs it yet, the model's next candidates are compiled.
     """
     compiled: tuple[Compiled, ...] = ()
     failure: CompileError | HostError | None = None
@@ -147,8 +131,7 @@ def _candidates_beside(
             break
         except CompileError as error:
             failure = failure or error
-        able = [one.variant for one in (*compiled, *(one.code for one in there))]
-        lacking = {one: row for one, row in lacking.items() if not any(serves(variant, one) for variant in able)}
+        lacking = _unserved(lacking, (*compiled, *(carried.code for carried in there)))
         if not lacking:
             break
     if compiled:
@@ -158,9 +141,13 @@ def _candidates_beside(
     return Candidates.of_bundles(sm, there)
 
 
+def _unserved(cells: Mapping[Problem, Sequence[int]], codes: Sequence[Compiled]) -> dict[Problem, Sequence[int]]:
+    """The cells of problems that none of ``codes`` runs."""
+    return {problem: row for problem, row in cells.items() if not any(serves(code.variant, problem) for code in codes)}
+
+
 def _specs_of(cells: Mapping[Problem, Sequence[int]], sm: int, first: int = 0) -> dict[Spec, None]:
-    """What is compiled for these problems and buckets: of each the best by the cost model from the ``first`` on, and
-    the fallbacks."""
+    """The variants for these cells: from place ``first`` the best by the cost model, and the fallbacks."""
     specs: dict[Spec, None] = {}
     for problem, buckets in cells.items():
         ranked = [_ranked(problem, bucket, sm) for bucket in buckets]
@@ -170,12 +157,12 @@ def _specs_of(cells: Mapping[Problem, Sequence[int]], sm: int, first: int = 0) -
 
 
 def compile_specs(specs: Iterable[Spec], sm: int, cache: CompileCache | None) -> tuple[Compiled, ...]:
-    """What of it is there compiled, or compiles, and fits, in that order.
+    """The usable variants among ``specs``, shipped or compiled now, in their order.
 
     Raises
     ------
     CompileError
-        with the reasons, if nothing does.
+        with the reasons, if there is none.
     HostError
         if Triton is missing, or the machine stops the compiler.
     """
@@ -216,31 +203,31 @@ def _cache(directory: str | None) -> CompileCache | None:
 
 def _specs(problem: Problem, aligned: Iterable[Config], sm: int) -> list[Spec]:
     """The aligned variants of these configs, and the fallbacks."""
-    family = Family(problem.op, problem.dtype, problem.layout, problem.fusion)  # by the name that it was asked by
+    family = Family(problem.op, problem.dtype, problem.layout, problem.fusion)  # by the name in the request
     return compilable(family, aligned, fallbacks(problem.op, problem.dtype, sm), [problem.E])
 
 
 def _spread(problem: Problem, buckets: Sequence[int], sm: int) -> list[Config]:
     """The few configs that serve all buckets best."""
-    every = _candidates(problem, sm)
-    number = {config: i for i, config in enumerate(every)}
+    configs = _candidates(problem, sm)
+    number = {config: i for i, config in enumerate(configs)}
     table = {
         (problem, bucket): [(number[config], us) for us, config in _ranked(problem, bucket, sm)] for bucket in buckets
     }
-    return [every[i] for i in select(table, _JIT_CONFIGS).variants]
+    return [configs[i] for i in select(table, _JIT_CONFIGS).variants]
 
 
 def _ranked(problem: Problem, bucket: int, sm: int) -> list[tuple[float, Config]]:
-    """(estimate in us, config) of every candidate, best first, by what a compiled one is likely to take."""
-    every = _candidates(problem, sm)
-    resources = [_likely(problem, config, sm) for config in every]
+    """(estimate in us, config) of every candidate, best first, by its likely resources."""
+    configs = _candidates(problem, sm)
+    resources = [_likely(problem, config, sm) for config in configs]
     named = problem.canonical
     ranked = Ranker(resources, named.op, problem.dtype, chip_for(sm)).rank(named, bucket)
-    return [(us, every[i]) for us, i in ranked if math.isfinite(us)]
+    return [(us, configs[i]) for us, i in ranked if math.isfinite(us)]
 
 
 def _candidates(problem: Problem, sm: int) -> list[Config]:
-    """Those that a build would compile for the problem's form: what ships compiled."""
+    """The configs that a build would compile for the problem, of which shipped candidates consist."""
     return list(Pool().candidates(Family.of(problem), sm, (problem.op,)))
 
 

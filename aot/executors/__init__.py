@@ -1,1 +1,1 @@
-"""Who runs measuring jobs: this machine's GPUs, or a cluster's. Uses measure."""
+"""Executors of measuring jobs: this machine's GPUs, or a cluster's. Uses measure."""

@@ -1,11 +1,11 @@
-"""GPUs of many machines: workers of a Dask cluster as ``GpuExecutor``s, one a worker. Needs the extra ``dask``.
+"""GPUs of many machines: Dask workers as ``GpuExecutor``s. Needs the extra ``dask``.
 
     with dask_gpus("dask://scheduler:8786", "candidates.msgpack", print) as gpus:
         tune_problems(..., executors=gpus.joined(), joined=gpus.joined)
 
-A worker offers the resource of its GPU's capability (``--resources "sm90=1"``), and each job asks for one of it, on
-that worker: it keeps the weights between jobs. The candidates go to a worker once, through the scheduler. Workers may
-come and go meanwhile. Dask is not asked to run a lost job again: the tuner does, and finds out whether it is to blame.
+A worker offers the resource of its GPU's capability (``--resources "sm90=1"``). Each job needs one, on a chosen worker,
+which keeps weights between jobs. The candidates go to a worker once, through the scheduler. Workers may come and go.
+The tuner, not Dask, runs a lost job again, to find the variant that caused it.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ T = TypeVar("T")
 
 
 def scheduler_address(text: str) -> str:
-    """``dask://scheduler:8786`` or, encrypted and with certificates on both sides, ``tls://``, as Dask has it.
+    """Parse ``dask://scheduler:8786``, or with encryption and certificates ``tls://``, into Dask's address.
 
     Raises
     ------
     InputError
-        if it is none.
+        if it is no such address.
     """
-    found = re.fullmatch(r"(dask|tls)://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})/?", text)
-    if found is None or not 0 < int(found[3]) < 1 << 16:
+    match = re.fullmatch(r"(dask|tls)://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})/?", text)
+    if match is None or not 0 < int(match[3]) < 1 << 16:
         raise InputError(
             f"--executor {text}: wanted dask://HOST:PORT of a Dask scheduler, e.g. dask://scheduler:8786, or "
             "tls://HOST:PORT of one with certificates"
         )
-    return f"{found[1].replace('dask', 'tcp')}://{found[2]}:{found[3]}"
+    return f"{match[1].replace('dask', 'tcp')}://{match[2]}:{match[3]}"
 
 
 class DaskGpu:
@@ -67,7 +67,7 @@ class DaskGpu:
         self._candidates: Any = candidates
         self._shipped = False
         self._tasks = client.get_executor(workers=[address], resources={tag: 1}, retries=0, pure=False)
-        self._told: set[Future[Any]] = set()
+        self._waiting: set[Future[Any]] = set()
         self._latest: Future[Any] | None = None
         self._gone = ""
 
@@ -77,23 +77,23 @@ class DaskGpu:
         return f"Dask worker {self.address}"
 
     def start(self) -> Future[WorkerInfo]:
-        """A new process on the worker's GPU."""
+        """Start a new process on the worker's GPU."""
         if not self._shipped and not self._gone:
             try:
                 self._candidates = self._client.scatter(
                     self._candidates, workers=[self.address], direct=False, hash=False
                 )
                 self._shipped = True
-            except Exception as error:  # it left meanwhile: Dask has a dozen ways to say so
+            except Exception as error:  # the worker left: Dask has a dozen errors for that
                 self.lose(f"the candidates did not get there: {error or type(error).__name__}")
         return self._ask(info_of, dask_worker.start)
 
     def submit(self, job: MeasureJob) -> Future[MeasureResult]:
-        """Measure there."""
+        """Measure a job on the worker."""
         return self._ask(result_of, dask_worker.measure, job)
 
     def shutdown(self) -> None:
-        """End the process on its GPU, whatever it does."""
+        """End the process on the worker's GPU, whatever it does."""
         if not self._gone:
             self.lose("it is shut down")
             _bounded(
@@ -101,51 +101,51 @@ class DaskGpu:
             )
 
     def lose(self, reason: str) -> None:
-        """The worker has left: whoever waits is told."""
+        """Mark the worker as gone, and fail all futures that wait for it."""
         self._gone = self._gone or reason
-        for told in list(self._told):
-            _tell(told, GpuGone(DIED, self._gone))
+        for answer in list(self._waiting):
+            _fail(answer, GpuGone(DIED, self._gone))
 
-    def _ask(self, read: Callable[[object], T], function: Callable[..., bytes], *given: object) -> Future[T]:
-        told: Future[T] = Future()
-        told.set_running_or_notify_cancel()
+    def _ask(self, read: Callable[[object], T], function: Callable[..., bytes], *arguments: object) -> Future[T]:
+        answer: Future[T] = Future()
+        answer.set_running_or_notify_cancel()
         if self._gone:
-            told.set_exception(GpuGone(DIED, self._gone))
-            return told
-        self._told.add(told)
-        told.add_done_callback(self._told.discard)
+            answer.set_exception(GpuGone(DIED, self._gone))
+            return answer
+        self._waiting.add(answer)
+        answer.add_done_callback(self._waiting.discard)
         try:
-            task = self._tasks.submit(function, self._session, self._candidates, *given)
+            task = self._tasks.submit(function, self._session, self._candidates, *arguments)
         except Exception as error:  # the scheduler is gone
-            _tell(told, GpuGone(DIED, f"the scheduler takes no jobs: {error or type(error).__name__}"))
+            _fail(answer, GpuGone(DIED, f"the scheduler takes no jobs: {error or type(error).__name__}"))
         else:
-            # Dask is told that the task before is let go of after it has this one: its client sends every 10 ms.
+            # Keep the task before until Dask has this one: its client sends every 10 ms.
             self._latest = task
-            task.add_done_callback(lambda done: self._pass_on(done, read, told))
+            task.add_done_callback(lambda done: self._pass_on(done, read, answer))
         if self._gone:
-            _tell(told, GpuGone(DIED, self._gone))
-        return told
+            _fail(answer, GpuGone(DIED, self._gone))
+        return answer
 
-    def _pass_on(self, done: Future[bytes], read: Callable[[object], T], told: Future[T]) -> None:
-        """Dask's outcome in the seam's words."""
+    def _pass_on(self, done: Future[bytes], read: Callable[[object], T], answer: Future[T]) -> None:
+        """Pass Dask's outcome on, as the executors' errors."""
         from distributed import KilledWorker
 
         try:
             result = read(done.result())
-        except (CancelledError, KilledWorker):  # with the worker the candidates are gone, and a task that needs them
+        except (CancelledError, KilledWorker):  # the candidates are lost with the worker
             self.lose(_LEFT)
         except ValueError as error:
             self.lose(f"its answer is none: {first_line(error)}")
-        except BaseException as error:  # what a worker raises is for the tuner to tell
-            _tell(told, error)
+        except BaseException as error:  # the tuner reports what a worker raises
+            _fail(answer, error)
         else:
             with contextlib.suppress(InvalidStateError):
-                told.set_result(result)
+                answer.set_result(result)
 
 
-def _tell(told: Future[Any], error: BaseException) -> None:
-    with contextlib.suppress(InvalidStateError):  # told already: by the watch, or by Dask
-        told.set_exception(error)
+def _fail(answer: Future[Any], error: BaseException) -> None:
+    with contextlib.suppress(InvalidStateError):  # set already, by the watch or by Dask
+        answer.set_exception(error)
 
 
 class DaskGpus:
@@ -163,7 +163,7 @@ class DaskGpus:
         self._watch.start()
 
     def joined(self) -> Sequence[DaskGpu]:
-        """The workers that have come since the last call.
+        """The workers that have joined since the last call.
 
         Raises
         ------
@@ -177,25 +177,25 @@ class DaskGpus:
             return new
 
     def wait_for_one(self, timeout_s: float, on_note: Callable[[str], None]) -> None:
-        """Until there is a worker.
+        """Wait until there is a worker.
 
         Raises
         ------
         HostError
             if none comes.
         """
-        end, told = time.monotonic() + timeout_s, False
+        end, noted = time.monotonic() + timeout_s, False
         while not self._there:
             self.joined()
             if time.monotonic() >= end:
                 raise HostError(self._missing())
-            if not told:
+            if not noted:
                 on_note(f"waiting {timeout_s:.0f} s for a Dask worker that offers {self._tag}")
-                told = True
+                noted = True
             time.sleep(_POLL_S)
 
     def close(self) -> None:
-        """End what runs on the workers."""
+        """End the processes on the workers."""
         self._closing.set()
         self._watch.join(_TIDYING_S)
         there = list(self._there.values())
@@ -217,7 +217,7 @@ class DaskGpus:
         while not self._closing.wait(_POLL_S):
             try:
                 self._look()
-            except Exception as error:  # Dask's client closes once it can't reach the scheduler any more
+            except Exception as error:  # Dask's client closes when it loses the scheduler
                 if self._client.status in ("running", "connecting"):
                     continue
                 self._lost = str(error) or type(error).__name__
@@ -236,7 +236,7 @@ class DaskGpus:
 
 
 def _bounded(call: Callable[[], object]) -> None:
-    """Try it, but not for ever: a tuner must end where a cluster does not answer."""
+    """Try a call, for a limited time: the tuner must end even if the cluster does not answer."""
 
     def attempt() -> None:
         with contextlib.suppress(Exception):
@@ -249,7 +249,7 @@ def _bounded(call: Callable[[], object]) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Dask logs every lost connection to stderr; the tuner says it itself."""
+    """Silence Dask, which logs every lost connection to stderr; the tuner reports them."""
     loggers = [logging.getLogger(name) for name in ("distributed", "distributed.client", "tornado.application")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -268,7 +268,7 @@ def connected(executor: str, connect_s: float = CONNECT_S) -> Iterator[Any]:
     Raises
     ------
     InputError
-        if it names none.
+        if it is no scheduler's address.
     HostError
         if Dask is not installed, or the scheduler can't be reached.
     """
@@ -280,7 +280,7 @@ def connected(executor: str, connect_s: float = CONNECT_S) -> Iterator[Any]:
     with _quiet():
         try:
             client = Client(address, timeout=connect_s, set_as_default=False, name="pretuned")
-        except (TypeError, RuntimeError, ssl.SSLError) as error:  # Dask's words for certificates that lack or are none
+        except (TypeError, RuntimeError, ssl.SSLError) as error:  # missing or bad certificates
             raise HostError(
                 f"--executor {executor}: {first_line(error)}. Dask's own settings name the certificates: "
                 "distributed.comm.tls.ca-file, client.cert and client.key (DASK_DISTRIBUTED__COMM__TLS__CA_FILE, ...)"
@@ -306,7 +306,9 @@ def dask_gpus(
     connect_s: float = CONNECT_S,
     **session: Any,
 ) -> Iterator[DaskGpus]:
-    """The GPUs of a Dask cluster for the capability of ``candidates``; what runs there ends with the block.
+    """The GPUs of a Dask cluster for the capability of ``candidates``; processes there end with the context.
+
+    ``session`` holds further fields of ``Session``.
 
     ``session`` has what a ``Session`` may have beside the version and the digest.
 
@@ -315,7 +317,7 @@ def dask_gpus(
     BundleError
         if the candidates can't be read.
     InputError, HostError
-        as ``connected`` does; HostError, too, if no worker offers the capability.
+        as ``connected`` does; HostError also if no worker offers the capability.
     """
     with open_bundle(candidates) as bundle:
         shared = Session(uuid.uuid4().hex, importlib.metadata.version("pretuned"), bundle.digest, **session)

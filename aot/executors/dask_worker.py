@@ -1,7 +1,7 @@
-"""What a Dask worker does for the tuner: it keeps the candidates and a process on its GPU, and hands it jobs.
+"""The Dask worker's part of measuring: it keeps the candidates and a process on its GPU, and passes jobs to it.
 
-That process is a ``LocalExecutor``'s, as on the tuner's own machine, so that a kernel that hangs or faults takes down
-no Dask worker. The functions are Dask tasks; nothing here imports Dask.
+The process is a ``LocalExecutor``'s, as on the tuner's own machine, so that a kernel that hangs or faults ends no Dask
+worker. The functions are Dask tasks; nothing here imports Dask.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..process.scratch import scratch_folder
 from .local import JOB_TIMEOUT_S, LocalExecutor, greet, run
 from .wire import info_bytes, result_bytes
 
-IDLE_S = 300.0  # a tuner that was killed tells nobody: its process on the GPU ends after this long without a job
+IDLE_S = 300.0  # the process on the GPU ends after this long without a job, in case its tuner was killed
 _LOOK_S = 0.5
 _ENDED = "its tuner has ended it"
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What all tasks of a tuner share: its own id, its pretuned, the digest of its candidates, and how to measure."""
+    """The settings of all tasks of a tuner: its id, its pretuned, its candidates' digest, and how to measure."""
 
     id: str
     pretuned: str
@@ -67,15 +67,15 @@ class _Held:
             self._stack = stack.pop_all()
 
     def start(self) -> WorkerInfo:
-        """A new process on the GPU."""
+        """Start a new process on the GPU."""
         return self._awaited(self._gpu.start())
 
     def measure(self, job: MeasureJob) -> MeasureResult:
-        """In the process on the GPU."""
+        """Measure in the process on the GPU."""
         return self._awaited(self._gpu.submit(job))
 
     def _awaited(self, future: Future[T]) -> T:
-        """Its result; ``close`` may come at any time, and then not every future of the process is ever told."""
+        """The future's result. ``close`` may come at any time, and then not every future is ever resolved."""
         while not wait([future], timeout=_LOOK_S).done:
             if self._closed.is_set():
                 raise WorkerLost(DIED, _ENDED)
@@ -85,14 +85,14 @@ class _Held:
             raise WorkerLost(DIED, _ENDED) from None
 
     def expire_later(self) -> None:
-        """End some time after the last job."""
+        """Close this session some time after the last job."""
         self.stay()
         self._idle = threading.Timer(self.session.idle_s, _expire, (self,))
         self._idle.daemon = True
         self._idle.start()
 
     def stay(self) -> None:
-        """Don't end now."""
+        """Cancel the expiry."""
         if self._idle is not None:
             self._idle.cancel()
             self._idle = None
@@ -110,7 +110,7 @@ _ended: set[str] = set()
 
 
 def start(session: Session, data: bytes) -> bytes:
-    """A new process on this worker's GPU, with the candidates ``data``: its WorkerInfo, as ``wire`` has it.
+    """Start a process on this worker's GPU with the candidates ``data``; returns its WorkerInfo as ``wire`` bytes.
 
     Raises
     ------
@@ -131,7 +131,9 @@ def start(session: Session, data: bytes) -> bytes:
 
 
 def measure(session: Session, data: bytes, job: MeasureJob) -> bytes:
-    """Run a job: its MeasureResult, as ``wire`` has it.
+    """Run a job; returns its MeasureResult as ``wire`` bytes.
+
+    If the process was ended for being idle, or for another tuner, a new one is started.
 
     Where the process was ended for being idle, or for another tuner, a new one is started.
 
@@ -152,7 +154,7 @@ def measure(session: Session, data: bytes, job: MeasureJob) -> bytes:
 
 
 async def end(session_id: str) -> None:
-    """End a session's process, whatever it does, for good. Not a task: it comes through while one runs."""
+    """End a session's process for good, whatever it does. Not a task: it gets through while one runs."""
     _ended.add(session_id)  # a job may still be on its way
     held = _held.pop(session_id, None)
     if held is not None:
@@ -160,18 +162,18 @@ async def end(session_id: str) -> None:
 
 
 def _holding(session: Session, data: bytes) -> _Held:
-    """This session's, and no other: two would share the GPU's memory."""
+    """The held session of this id; all others are closed, as two would share the GPU's memory."""
     if session.id in _ended:
         raise WorkerLost(DIED, _ENDED)
-    for other in [one for one in _held if one != session.id]:
+    for other in [id_ for id_ in _held if id_ != session.id]:
         _held.pop(other).close()
     if session.id not in _held:
-        # Under a nanny a worker is a daemonic process, and may have no children. This one ends with it by itself.
+        # A worker under a nanny is daemonic and may have no children; this child ends with it anyway.
         current_process().daemon = False
-        made = _held[session.id] = _Held(session, data)
-        if session.id in _ended:  # meanwhile: ``end`` may have found nothing to close
+        session_held = _held[session.id] = _Held(session, data)
+        if session.id in _ended:  # ``end`` came meanwhile, and found nothing to close
             _held.pop(session.id, None)
-            made.close()
+            session_held.close()
             raise WorkerLost(DIED, _ENDED)
     held = _held[session.id]
     held.stay()

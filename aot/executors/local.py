@@ -26,17 +26,17 @@ T = TypeVar("T")
 
 
 def greet(setup: Setup) -> WorkerInfo:
-    """In a worker: start the GPU."""
-    from ..measure.bench import hello  # brings torch along, which only workers need
+    """Start the GPU, in a worker."""
+    from ..measure.bench import hello  # imports torch, which only workers need
 
     return hello(setup)
 
 
 def wake(device: int) -> None:
-    """In a worker that has no candidates yet: what takes it long, torch and the GPU's context and matrix products."""
+    """Load torch and the GPU's context, in a worker that has no candidates yet."""
     import torch
 
-    from ..measure import bench  # noqa: F401  (and what it brings along)
+    from ..measure import bench  # noqa: F401  (for its imports)
 
     if torch.cuda.is_available():
         square = torch.zeros(16, 16, device=torch.device("cuda", device), dtype=torch.bfloat16)
@@ -45,7 +45,7 @@ def wake(device: int) -> None:
 
 
 def run(setup: Setup, job: MeasureJob) -> MeasureResult:
-    """In a worker: measure."""
+    """Measure a job, in a worker."""
     from ..measure.bench import run as measured
 
     return measured(setup, job)
@@ -74,22 +74,22 @@ class LocalExecutor:
         return f"GPU {self._setup.device}"
 
     def start(self) -> Future[WorkerInfo]:
-        """A new process, whatever was there before; or the one that has ``begun``."""
+        """Start a new process, or use the one that ``begin`` started."""
         begun, self._begun = self._begun, False
         if begun:
-            with contextlib.suppress(RuntimeError):  # of a pool that is broken: its process died once it was awake
+            with contextlib.suppress(RuntimeError):  # the pool is broken: its process died after it started
                 return self._schedule(self._greet, (self._setup,), START_TIMEOUT_S)
         self._renew()
         return self._schedule(self._greet, (self._setup,), START_TIMEOUT_S)
 
     def begin(self, wake: Callable[[int], None] = wake) -> None:
-        """The process now, which wakes up while the caller makes candidates: ``measures``, then ``start``."""
+        """Start the process early, while the caller makes candidates; ``measures`` and ``start`` follow."""
         self._renew()
         self._begun = True
-        self._schedule(wake, (self._setup.device,), START_TIMEOUT_S)  # what goes wrong ``start`` meets, too, and tells
+        self._schedule(wake, (self._setup.device,), START_TIMEOUT_S)  # ``start`` reports errors
 
     def measures(self, candidates: str, digest: bytes) -> None:
-        """What it is to measure, where that was not known before."""
+        """Set the candidates, if they were not known before."""
         self._setup = Setup(candidates, digest, self._setup.device)
 
     def _renew(self) -> None:
@@ -101,13 +101,13 @@ class LocalExecutor:
         )
 
     def submit(self, job: MeasureJob) -> Future[MeasureResult]:
-        """Measure in the worker."""
+        """Measure a job in the worker."""
         try:
             return self._schedule(self._run, (self._setup, job), self._timeout_s)
-        except RuntimeError:  # the pool, which ran, is broken: its process died with nothing to do
-            told: Future[MeasureResult] = Future()
-            told.set_exception(WorkerLost(DIED, f"the process on {self.name} died between two jobs"))
-            return told
+        except RuntimeError:  # the pool is broken: its process died between two jobs
+            answer: Future[MeasureResult] = Future()
+            answer.set_exception(WorkerLost(DIED, f"the process on {self.name} died between two jobs"))
+            return answer
 
     def shutdown(self) -> None:
         """End the worker."""
@@ -116,41 +116,41 @@ class LocalExecutor:
             self._pool.join()
             self._pool = None
 
-    def _schedule(self, function: Callable[..., T], given: tuple[object, ...], timeout_s: float) -> Future[T]:
+    def _schedule(self, function: Callable[..., T], arguments: tuple[object, ...], timeout_s: float) -> Future[T]:
         with stderr_to(self._scratch / "workers"), interrupts_held():  # the pool starts with its first task
-            future = self._pool.schedule(function, given, timeout=timeout_s)
-        told: Future[T] = Future()
-        told.set_running_or_notify_cancel()
-        future.add_done_callback(lambda done: _tell(done, told, self.name, timeout_s))
-        return told
+            future = self._pool.schedule(function, arguments, timeout=timeout_s)
+        answer: Future[T] = Future()
+        answer.set_running_or_notify_cancel()
+        future.add_done_callback(lambda done: _tell(done, answer, self.name, timeout_s))
+        return answer
 
 
-def _tell(done: Any, told: Future[T], name: str, timeout_s: float) -> None:
-    """The pool's outcome in the seam's words."""
+def _tell(done: Any, answer: Future[T], name: str, timeout_s: float) -> None:
+    """Pass the pool's outcome on, as the executors' errors."""
     from pebble import ProcessExpired
 
     try:
-        told.set_result(done.result())
+        answer.set_result(done.result())
     except FutureTimeout:
-        told.set_exception(WorkerLost(HUNG, f"it did not end within {timeout_s:g} s"))
+        answer.set_exception(WorkerLost(HUNG, f"it did not end within {timeout_s:g} s"))
     except ProcessExpired as error:
-        told.set_exception(WorkerLost(DIED, f"the process on {name} died ({how_ended(error.exitcode)})"))
-    except BrokenProcessPool as error:  # as where it died before the pool had heard that it took the job
-        told.set_exception(WorkerLost(DIED, f"the process on {name} is lost: {error}"))
-    except BaseException as error:  # what a worker raises is for the tuner to tell
-        told.set_exception(error)
+        answer.set_exception(WorkerLost(DIED, f"the process on {name} died ({how_ended(error.exitcode)})"))
+    except BrokenProcessPool as error:  # it died before the pool knew that it had the job
+        answer.set_exception(WorkerLost(DIED, f"the process on {name} is lost: {error}"))
+    except BaseException as error:  # the tuner reports what a worker raises
+        answer.set_exception(error)
 
 
 @contextlib.contextmanager
 def local_gpus(candidates: str, digest: bytes, gpus: Sequence[int] | None) -> Iterator[list[LocalExecutor]]:
-    """Executors for this machine's GPUs, or for those of the ordinals ``gpus``; their processes end with the block.
+    """Executors for this machine's GPUs, or for the ordinals in ``gpus``; their processes end with the context.
 
     Raises
     ------
     HostError
         if there is no GPU.
     InputError
-        if there is none of an ordinal.
+        if an ordinal does not exist.
     """
     count = gpu_count()
     if not count:
@@ -170,7 +170,7 @@ def local_gpus(candidates: str, digest: bytes, gpus: Sequence[int] | None) -> It
 
 @contextlib.contextmanager
 def begun(device: int) -> Iterator[LocalExecutor | None]:
-    """The executor of one GPU of this machine, begun, and ended with the block; None where it has no such GPU."""
+    """The executor of one GPU, started early, and ended with the context; None if there is no such GPU."""
     if not 0 <= device < gpu_count():
         yield None
         return

@@ -1,4 +1,4 @@
-"""What a worker of another machine answers, as bytes of msgpack: what is read back is checked, and runs no code."""
+"""Encode the answers of another machine's worker as msgpack; decoding checks them, and runs no code."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import msgpack
 
 from ...artifacts.records.target import Gpu
-from ..journal.records import MAX_REASON_CHARS, Failure, Measured, from_value, to_value
+from ..journal.records import MAX_REASON_CHARS, Failure, from_value, to_value
 from ..measure.job import MeasureResult, WorkerInfo
 
 _LIMITS = {
@@ -20,39 +20,39 @@ _LIMITS = {
 
 
 def info_bytes(info: WorkerInfo) -> bytes:
-    """A worker's word of its GPU."""
+    """Encode a worker's description of its GPU."""
     gpu = info.gpu
     return _packed(["info", info.sm, [gpu.name, gpu.sm_count, gpu.memory_mib, gpu.driver], list(info.notes), info.uuid])
 
 
 def info_of(data: object) -> WorkerInfo:
-    """Back from ``info_bytes``.
+    """Decode ``info_bytes``.
 
     Raises
     ------
     ValueError
-        if it is none.
+        if the bytes are something else.
     """
     sm, gpu, notes, uuid = _fields(data, "info")
     name, *numbers = _list(gpu) or [None]
-    if len(numbers) != 3 or not all(type(one) is int and one >= 0 for one in (sm, *numbers)):
+    if len(numbers) != 3 or not all(type(number) is int and number >= 0 for number in (sm, *numbers)):
         raise ValueError(f"a GPU of {numbers!r}")
     return WorkerInfo(sm, Gpu(_text(name), *numbers), tuple(map(_text, _list(notes))), _text(uuid))
 
 
 def result_bytes(result: MeasureResult) -> bytes:
-    """What became of a job."""
+    """Encode the result of a job."""
     measured = None if result.measured is None else to_value(result.measured)
-    return _packed(["result", measured, [to_value(one) for one in result.failures], result.broken, list(result.notes)])
+    return _packed(["result", measured, [*map(to_value, result.failures)], result.broken, list(result.notes)])
 
 
 def result_of(data: object) -> MeasureResult:
-    """Back from ``result_bytes``.
+    """Decode ``result_bytes``.
 
     Raises
     ------
     ValueError
-        if it is none.
+        if the bytes are something else.
     """
     value, failures, broken, notes = _fields(data, "result")
     try:
@@ -60,11 +60,10 @@ def result_of(data: object) -> MeasureResult:
         failed = tuple(map(from_value, _list(failures)))
     except (KeyError, TypeError, OverflowError) as error:
         raise ValueError(f"a record that is none: {error!r}") from None
-    if isinstance(measured, Failure) or any(isinstance(one, Measured) for one in failed) or type(broken) is not bool:
+    records = tuple(record for record in failed if isinstance(record, Failure))
+    if isinstance(measured, Failure) or len(records) != len(failed) or type(broken) is not bool:
         raise ValueError("records that are in each other's place")
-    return MeasureResult(
-        measured, tuple(one for one in failed if isinstance(one, Failure)), broken, tuple(map(_text, _list(notes)))
-    )
+    return MeasureResult(measured, records, broken, tuple(map(_text, _list(notes))))
 
 
 def _packed(value: list[object]) -> bytes:

@@ -1,1 +1,1 @@
-"""What was measured, kept line by line, and read back. Uses artifacts' records."""
+"""The journal of measured times: records, file and what they say of each cell. Uses artifacts' records."""

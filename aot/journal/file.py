@@ -1,4 +1,4 @@
-"""The journal of measuring: every result as soon as it is there, in a file that a crash can't spoil.
+"""The journal of measuring: every result is appended at once, to a file that a crash can't spoil.
 
 A text file, one record a line: 8 hex digits, the CRC-32 of what follows the blank, and JSON. The first line is
 the header: the format, pretuned's version, the kernels measured, the GPU. Lines are only ever appended, with
@@ -35,22 +35,22 @@ from .records import ROUTINGS, Record, from_value, to_value
 FORMAT = 1
 MAX_BYTES = 1 << 30
 MAX_LINES = 1 << 20
-_LONGEST_LINE = 4 << 20  # bytes; a record of as many variants as there may be has a tenth of them
-_PIECE_BYTES = 1 << 20  # what is read, or decompressed, at once
+_LONGEST_LINE = 4 << 20  # bytes; ten times the record of a cell with all variants
+_PIECE_BYTES = 1 << 20  # read or decompressed at once
 COMPRESSED = ".xz"
-_MOST_MEMORY = 1 << 27  # of a decompressor: its largest preset takes half of that
+_MOST_MEMORY = 1 << 27  # bytes for a decompressor; the largest preset takes half
 _LONGEST_WAIT_S = 24 * 3600.0
 
 
 class OtherJournal(InputError):
-    """A journal of another GPU, routing or revision of a kernel, or compressed: read it may be, gone on with not."""
+    """A journal of another GPU, routing or kernel revision, or a compressed one: it can be read but not continued."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a journal's times hold for. ``gpu.driver`` is the first session's; every record has its own.
+    """The GPU, kernels and routings of a journal's times. ``gpu.driver`` is that of the first session.
 
-    ``routings`` name how rows fell on the experts, in the order of a record's times.
+    ``routings`` name distributions of rows over experts, in the order of a record's times.
     """
 
     sm: int
@@ -62,7 +62,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """A journal as read: ``damaged`` lines were left out, ``sound_bytes`` is where a cut last line begins."""
+    """A journal as read: ``damaged`` lines are left out; a cut last line begins at ``sound_bytes``."""
 
     header: Header
     records: tuple[Record, ...]
@@ -71,7 +71,7 @@ class Contents:
 
 
 def read_journal(path: Path) -> Contents:
-    """Read a journal, whole, without a lock: readers see complete records only. It may be compressed (``.xz``).
+    """Read a whole journal without a lock: readers see complete records only. It may be compressed (``.xz``).
 
     Raises
     ------
@@ -91,31 +91,31 @@ def read_journal(path: Path) -> Contents:
 
 
 def _decompressed(pieces: Iterable[bytes], path: Path) -> Iterator[bytes]:
-    """What a compressed journal holds, in pieces too: a few bytes may claim to be any number."""
+    """Yield the decompressed journal in pieces: a few bytes may claim any size."""
     import lzma
 
-    one = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_MOST_MEMORY)
+    decompressor = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_MOST_MEMORY)
     reason = ""
     try:
         for piece in pieces:
-            if one.eof:
+            if decompressor.eof:
                 reason = "something follows its end"
                 break
-            yield one.decompress(piece, max_length=_PIECE_BYTES)
-            while not (one.needs_input or one.eof):
-                yield one.decompress(b"", max_length=_PIECE_BYTES)
+            yield decompressor.decompress(piece, max_length=_PIECE_BYTES)
+            while not (decompressor.needs_input or decompressor.eof):
+                yield decompressor.decompress(b"", max_length=_PIECE_BYTES)
     except lzma.LZMAError as error:
         reason = str(error)
-    if one.unused_data:
+    if decompressor.unused_data:
         reason = "something follows its end"
-    elif not (reason or one.eof):
+    elif not (reason or decompressor.eof):
         reason = "it is cut off"
     if reason:
         raise InputError(f"journal '{path}': it can't be decompressed: {reason}. Copy it anew")
 
 
 def _size(fd: int, path: Path) -> int:
-    """The size of an open journal, in bytes; InputError where it is none that can be read whole."""
+    """The size of an open journal, in bytes; InputError if it is not a regular file or too large."""
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         raise InputError(f"journal '{path}': it is no regular file; name another file with --journal")
@@ -155,7 +155,7 @@ def _parse(pieces: Iterable[bytes], path: Path) -> Contents:
 
 
 class Journal:
-    """An open journal, this process's alone: ``open_journal`` makes it."""
+    """An open journal that only this process writes: ``open_journal`` makes it."""
 
     def __init__(self, path: Path, fd: int, contents: Contents) -> None:
         self.path = path
@@ -164,12 +164,12 @@ class Journal:
         self._end = contents.sound_bytes
 
     def append(self, records: Sequence[Record]) -> None:
-        """Add records; they are on the disk when this returns.
+        """Append records; they are on the disk when this returns.
 
         Raises
         ------
         HostError
-            where the disk refuses; the journal is as it was.
+            if the disk refuses; the journal is then unchanged.
         """
         self._write(b"".join(_line(to_value(record)) for record in records))
 
@@ -193,7 +193,7 @@ class Journal:
 
 @contextlib.contextmanager
 def open_journal(path: Path, header: Header, note: Callable[[str], None] = lambda note: None) -> Iterator[Journal]:
-    """Hold a journal to append to, made if it is missing. Where another process has it: say who, and wait.
+    """Open a journal to append to, and create it if it is missing. While another process holds it, note that and wait.
 
     Raises
     ------
@@ -238,7 +238,7 @@ def open_journal(path: Path, header: Header, note: Callable[[str], None] = lambd
 
 
 def _check_lock(path: Path) -> None:
-    """Refuse a lock's name that is another file's, as uv.lock is: its owner may lock it, too."""
+    """Refuse a lock name that is another program's file, like uv.lock, whose owner may lock it too."""
     try:
         with open(path, "rb", opener=without_waiting) as file:
             begin = file.read(80)
@@ -295,7 +295,7 @@ def _check_same(path: Path, old: Header, new: Header) -> None:
 
 
 def described(gpu: Gpu, sm: int) -> str:
-    """A GPU, for a message."""
+    """A GPU's name and sizes for a message."""
     return f"{gpu.name} (sm_{sm}, {gpu.sm_count} SMs, {gpu.memory_mib} MiB)"
 
 
@@ -305,14 +305,14 @@ def _line(value: dict[str, object]) -> bytes:
 
 
 def _lines(pieces: Iterable[bytes], path: Path) -> Iterator[tuple[bytes, int]]:
-    """Every whole line, and how many bytes it takes with its end; of one that is too long no more than its beginning.
+    """Yield every whole line with its size in bytes; of a line that is too long only the beginning.
 
     Raises
     ------
     InputError
-        where there are too many of either.
+        if there are too many bytes or lines.
     """
-    held, length, total, count = b"", 0, 0, 0
+    begun, length, total, count = b"", 0, 0, 0
     for piece in pieces:
         total += len(piece)
         if total > MAX_BYTES:
@@ -322,15 +322,15 @@ def _lines(pieces: Iterable[bytes], path: Path) -> Iterator[tuple[bytes, int]]:
             count += 1
             if count > MAX_LINES:
                 raise InputError(f"journal '{path}': over {MAX_LINES:,} lines, which is the limit")
-            yield held + piece[at:end], length + end + 1 - at
-            held, length, at = b"", 0, end + 1
-        if len(held) <= _LONGEST_LINE:
-            held += piece[at:]
+            yield begun + piece[at:end], length + end + 1 - at
+            begun, length, at = b"", 0, end + 1
+        if len(begun) <= _LONGEST_LINE:
+            begun += piece[at:]
         length += len(piece) - at
 
 
 def _checked(line: bytes) -> dict[str, object] | None:
-    """The JSON of a line whose checksum is right."""
+    """The JSON of a line if its checksum is right, else None."""
     text = memoryview(line)[9:]
     try:
         if len(line) > _LONGEST_LINE or line[8:9] != b" " or int(line[:8], 16) != zlib.crc32(text):
@@ -347,7 +347,7 @@ def _header_value(header: Header) -> dict[str, object]:
         "record": "header",
         "format": FORMAT,
         "pretuned": header.pretuned or importlib.metadata.version("pretuned"),
-        "kernels": [[one.name, one.revision, one.source_sha256.hex()] for one in header.kernels],
+        "kernels": [[kernel.name, kernel.revision, kernel.source_sha256.hex()] for kernel in header.kernels],
         "sm": header.sm,
         "gpu": {"name": gpu.name, "sm_count": gpu.sm_count, "memory_mib": gpu.memory_mib},
         "driver": gpu.driver,
@@ -371,7 +371,7 @@ def _header(value: dict[str, object]) -> Header:
             integer(gpu["memory_mib"], "gpu.memory_mib", 1, MAX_DIM),
             integer(value["driver"], "driver", 0, MAX_DIM),
         ),
-        tuple(_kernel(*one) for one in kernels),
+        tuple(_kernel(*row) for row in kernels),
         name(value["pretuned"], "pretuned", is_text),
         routings=_routings(value["routings"]),
     )
@@ -380,7 +380,7 @@ def _header(value: dict[str, object]) -> Header:
 def _routings(value: object) -> tuple[str, ...]:
     if not isinstance(value, list) or not value:
         raise ValueError(f"routings is {shown(value)}, wanted a list of names")
-    return tuple(name(one, "a routing", is_label) for one in value)
+    return tuple(name(item, "a routing", is_label) for item in value)
 
 
 def _kernel(kernel: object, revision: object, source: object) -> Kernel:

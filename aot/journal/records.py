@@ -1,7 +1,7 @@
-"""What measuring finds, as plain data: what a worker sends back, a journal keeps and the builder reads.
+"""Records of measuring, as plain data that a worker returns, a journal holds and the builder reads.
 
-Times are whole nanoseconds, one a routing, in the order of ``ROUTINGS``. Variants are named by the
-sha256 of their cubin: what was measured is byte for byte what ships.
+Times are whole nanoseconds, one a routing, in the order of ``ROUTINGS``. Variants are named by the sha256 of their
+cubin: the measured code is byte for byte the code that ships.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ MAX_REASON_CHARS = 1 << 16
 ROUTINGS = ("skewed", "uniform")  # how rows fall on experts: inputs.measured_routings
 
 LONG_NS = 10_000_000  # launches that take longer are timed in three rounds
-AGAIN = 3  # times as many rounds, where a cell is looked at again
-FLUSH_BYTES = 256 << 20  # written before each launch that is timed: more than any L2 cache holds
+AGAIN = 3  # factor on the rounds of a second measurement
+FLUSH_BYTES = 256 << 20  # written before each timed launch: more than any L2 cache holds
 
-# Why a variant failed. One that failed anywhere never ships.
-WRONG = "wrong"  # its numbers are off
+# Why a variant failed. A variant that failed anywhere never ships.
+WRONG = "wrong"  # its results are wrong
 FAULT = "fault"  # a CUDA error
 DIED = "died"  # it took its process down
 HUNG = "hung"  # it did not end in time
@@ -33,9 +33,9 @@ _KINDS = (WRONG, FAULT, DIED, HUNG)
 
 
 class Timing(NamedTuple):
-    """One variant in one cell: the median of ``rounds`` launches a routing, all contenders taking turns.
+    """One variant in one cell: the median of ``rounds`` launches a routing, in turns with all other candidates.
 
-    ``noise`` is the relative standard error of the medians, ``error`` the relative error of its numbers.
+    ``noise`` is the relative standard error of the medians, ``error`` the relative error of the results.
     """
 
     variant: bytes
@@ -52,10 +52,10 @@ class Timing(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rematch:
-    """The fastest against what ran before, or else the modelled choice, timed once more, in turns.
+    """The fastest candidate against the baseline, or else against the modelled choice, timed once more in turns.
 
-    ``modelled`` is the one of these. ``ratio`` is challenger / modelled, the median over the rounds and the geometric
-    mean over the routings; ``band`` is how far from 1 it can be by noise alone.
+    ``modelled`` is the baseline or modelled choice. ``ratio`` is challenger / modelled, the median over the rounds and
+    the geometric mean over the routings; ``band`` is how far from 1 noise alone can move it.
     """
 
     challenger: bytes
@@ -67,12 +67,12 @@ class Rematch:
 
     @property
     def won(self) -> bool:
-        """Whether the challenger is faster by more than noise."""
+        """True if the challenger is faster by more than noise."""
         return self.ratio < 1.0 - self.band
 
 
 class Incumbent(NamedTuple):
-    """What the runtime ran in a cell before: the cubin of a ``variant``, and the digest of the ``bundle`` it is in."""
+    """The kernel that the runtime ran in a cell before: its cubin, and the digest of its bundle."""
 
     variant: bytes
     bundle: bytes
@@ -80,12 +80,12 @@ class Incumbent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One cell, measured in one go: its contenders, of which ``modelled`` is the cost model's choice.
+    """One measured cell with its candidates, of which ``modelled`` is the cost model's choice.
 
-    ``torch_ns`` is torch's grouped_mm, where it was timed too, ``plain``, of a form, the plain product: a variant of it
-    and its times. ``drift`` is what a reference kernel took, over what it took when its worker began. ``driver`` is as
-    cuDriverGetVersion counts. ``incumbents``, among the contenders, are what the runtime ran before, by bundles that
-    were there: one, or two where the product's two names have one each.
+    ``torch_ns``: torch's grouped_mm, if timed. ``plain``: for a fusion, a variant of the plain product and its times.
+    ``drift``: a reference kernel's time over its time when the worker started. ``driver``: as cuDriverGetVersion
+    returns it. ``incumbents``: the candidates that the runtime ran before, from installed bundles; two if the product
+    has two names with one each.
     """
 
     problem: Problem
@@ -102,7 +102,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A variant that failed in a cell: ``kind`` is one of WRONG, FAULT, DIED, HUNG."""
+    """A variant that failed in a cell: ``kind`` is WRONG, FAULT, DIED or HUNG."""
 
     problem: Problem
     bucket: int
@@ -115,14 +115,14 @@ Record = Measured | Failure
 
 
 def geometric_mean(times: Sequence[int]) -> int:
-    """Of times in nanoseconds, at least 1."""
-    if len(times) == 2 and times[0] > 0 < times[1]:  # as nearly all are; a sum of two is rounded once, as fsum's is
+    """The geometric mean of times in nanoseconds, at least 1."""
+    if len(times) == 2 and times[0] > 0 < times[1]:  # the usual case; a sum of two is rounded once, like fsum's
         return round(math.exp((math.log(times[0]) + math.log(times[1])) / 2))
     return max(1, round(math.exp(math.fsum(math.log(max(1, time)) for time in times) / len(times))))
 
 
 def to_value(record: Record) -> dict[str, object]:
-    """A record as JSON has it."""
+    """The JSON value of a record."""
     where = {"problem": list(record.problem.sort_key), "bucket": record.bucket}
     if isinstance(record, Failure):
         return {
@@ -133,12 +133,12 @@ def to_value(record: Record) -> dict[str, object]:
             "reason": record.reason,
         }
     duel = record.duel
-    before = {"incumbents": [[one.variant.hex(), one.bundle.hex()] for one in record.incumbents]}
+    before = {"incumbents": [[incumbent.variant.hex(), incumbent.bundle.hex()] for incumbent in record.incumbents]}
     return {
         "record": "measured",
         **where,
         "modelled": record.modelled.hex(),
-        "timings": [[one.variant.hex(), list(one.ns), one.noise, one.rounds, one.error] for one in record.timings],
+        "timings": [[t.variant.hex(), list(t.ns), t.noise, t.rounds, t.error] for t in record.timings],
         "duel": duel
         and [
             duel.challenger.hex(),
@@ -157,12 +157,12 @@ def to_value(record: Record) -> dict[str, object]:
 
 
 def from_value(value: dict[str, object]) -> Record:
-    """Back from ``to_value``.
+    """The record of a JSON value from ``to_value``.
 
     Raises
     ------
     ValueError, KeyError, TypeError, OverflowError
-        if it is no record that this version knows: a number out of range or not finite, a name that is none.
+        if it is no record of this version, a number is out of range or not finite, or a name is unknown.
     """
     fields: dict[str, Any] = dict(value)
     if not isinstance(fields["problem"], list):
@@ -207,8 +207,8 @@ def from_value(value: dict[str, object]) -> Record:
     )
 
 
-# A journal names the same thousands of problems and hundreds of variants in a hundred thousand records.
-@functools.lru_cache(maxsize=1 << 14, typed=True)  # typed: 1 and True are one key else
+# A hundred thousand records of a journal name a few thousand problems and a few hundred variants.
+@functools.lru_cache(maxsize=1 << 14, typed=True)  # typed, or 1 and True would be one key
 def _problem(*value: object) -> Problem:
     return problem_of(list(value))
 
@@ -242,7 +242,7 @@ def _reason(value: object) -> str:
 def _times(value: Sequence[object]) -> tuple[int, ...]:
     if not value:
         raise ValueError(f"{value!r} are no times")
-    for one in value:
-        if type(one) is not int or not 1 <= one <= MAX_TIME_NS:
-            raise ValueError(f"{one!r} is no whole number from 1 to {MAX_TIME_NS}")
+    for time in value:
+        if type(time) is not int or not 1 <= time <= MAX_TIME_NS:
+            raise ValueError(f"{time!r} is no whole number from 1 to {MAX_TIME_NS}")
     return tuple(value)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What a journal says of each cell, whatever the order of its records: times, who beat whom, what failed."""
+"""Combine a journal's records of each cell, in any order: times, duels and failures."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from ...kernels.hardware.chips import Chip, chip_of
 from .file import Contents
 from .records import LONG_NS, Failure, Measured, Rematch, Timing, geometric_mean
 
-LEAST_BAND = 0.005  # a difference below this fraction is never taken for real
+LEAST_BAND = 0.005  # a smaller relative difference counts as noise
 _STANDARD_ERRORS = 2.0
 _CLOCKS_APART = 8.0  # a drift of 1.7 was seen on an H200 (docs/use/tuning.md)
 
-Cell = tuple[Problem, int]  # a product by one name alone, see ``cell_of``
-_Times = dict[bytes, list[tuple[float, int]]]  # of each variant (time, rounds)
+Cell = tuple[Problem, int]  # problem and bucket, see ``cell_of``
+_Times = dict[bytes, list[tuple[float, int]]]  # cubin -> (time, rounds)
 
 
 @dataclass(frozen=True, slots=True)
 class CellTimes:
-    """The times of one cell by cubin, in nanoseconds, their relative noise, and the duels fought there."""
+    """The times of one cell by cubin, in nanoseconds, with their relative noise and the duels between candidates."""
 
     times_ns: Mapping[bytes, int]
     noise: Mapping[bytes, float]
     duels: tuple[Rematch, ...]
     driver: int
-    plain_ns: Mapping[bytes, int] = field(default_factory=dict)  # of a form: the plain product's, timed with these
+    plain_ns: Mapping[bytes, int] = field(default_factory=dict)  # for a fusion: the plain product's times
     torch_ns: int | None = None  # torch's grouped_mm, at the same clock
-    incumbents: tuple[bytes, ...] = ()  # what the runtime ran here before, the fastest first
+    incumbents: tuple[bytes, ...] = ()  # the baseline kernels, the fastest first
 
     def improves(self, challenger: bytes, incumbent: bytes) -> bool:
-        """Whether the challenger takes the incumbent's place: faster by more than noise, and by the times, too."""
+        """True if the challenger replaces the incumbent: faster by more than noise, and by the combined times too."""
         return self.times_ns[challenger] < self.times_ns[incumbent] and self.beats(challenger, incumbent)
 
     def beats(self, challenger: bytes, modelled: bytes) -> bool:
-        """Whether the challenger is faster by more than noise: as their duel says, or else their times."""
+        """True if the challenger is faster by more than noise: by their duels if there are any, else by their times."""
         fought = [duel for duel in self.duels if (duel.challenger, duel.modelled) == (challenger, modelled)]
         if fought:
             return all(duel.won for duel in fought)
@@ -48,17 +48,17 @@ class CellTimes:
         return self.times_ns[challenger] < self.times_ns[modelled] * (1 - band)
 
     def torch_beats(self, sha: bytes, more_ns: int) -> bool:
-        """Whether torch's grouped_mm and ``more_ns`` beside it are faster than a variant by more than noise."""
+        """True if torch's grouped_mm plus ``more_ns`` is faster than a variant by more than noise."""
         if self.torch_ns is None:
             return False
         band = max(LEAST_BAND, _STANDARD_ERRORS * math.sqrt(2) * self.noise[sha])  # torch's noise is taken to be equal
         return self.torch_ns + more_ns < self.times_ns[sha] * (1 - band)
 
     def best_of(self, able: Sequence[bytes]) -> bytes | None:
-        """The one of these that a bundle has: the fastest, but for one that lost its duel with another: then that one.
+        """The variant for a bundle to choose: the fastest, or if it lost a duel, the variant that it lost to.
 
-        Where neither won by more than noise the times decide, but for long launches, whose times are of few rounds.
-        Equally fast ones are taken in the order given. None where not one was timed.
+        If the duel was within noise, the times decide; in long launches, timed in few rounds, the duel decides. Of
+        equally fast variants the first is taken. None if no variant was timed.
         """
         timed = [sha for sha in able if sha in self.times_ns]
         if not timed:
@@ -72,7 +72,7 @@ class CellTimes:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """All that a journal knows. ``failed`` are cubins that must not ship; ``gpus`` differ by their driver alone."""
+    """All times of a journal. ``failed`` are cubins that must not ship; ``gpus`` differ only in their driver."""
 
     sm: int
     gpus: tuple[Gpu, ...]
@@ -82,7 +82,7 @@ class Timings:
 
     @classmethod
     def of(cls, contents: Contents) -> Timings:
-        """The evidence of a journal as read."""
+        """Combine the records of a journal as read."""
         measured: dict[Cell, list[Measured]] = {}
         failures: dict[bytes, list[Failure]] = {}
         names: dict[Problem, Problem] = {}
@@ -96,20 +96,20 @@ class Timings:
             measured.setdefault((name, record.bucket), []).append(record)
         drivers = sorted({record.driver for records in measured.values() for record in records})
         gpu = contents.header.gpu
-        before = {one.bundle for records in measured.values() for record in records for one in record.incumbents}
+        incumbents = (i for records in measured.values() for record in records for i in record.incumbents)
         return cls(
             contents.header.sm,
             tuple(gpu._replace(driver=driver) for driver in drivers),
             {cell: _combined(records) for cell, records in measured.items()},
             {sha: min(some, key=_order) for sha, some in failures.items()},
-            tuple(sorted(before)),
+            tuple(sorted({incumbent.bundle for incumbent in incumbents})),
         )
 
     def clock(self, problem: Problem, bucket: int) -> float:
-        """What a cell's times are multiplied with to compare with the plain product's; 1 where nothing tells.
+        """The factor that makes a cell's times comparable with the plain product's; 1 if there is no evidence.
 
-        By a variant of the plain product that was timed with both. Each cell has a clock of its own, by the power that
-        its contenders draw: on an H200 they are up to 1.2 apart.
+        It is the ratio of a plain variant's times in both cells. Each cell has a GPU clock of its own, by the power
+        that its candidates draw: on an H200 up to 1.2 apart.
         """
         cell = self.cells.get(cell_of(problem, bucket))
         plain = plain_of(problem) if cell is not None and cell.plain_ns else None
@@ -121,24 +121,24 @@ class Timings:
 
     @property
     def chip(self) -> Chip | None:
-        """What the cost model is told of the GPU; None where nothing was measured."""
+        """The GPU's figures for the cost model; None if nothing was measured."""
         return chip_of(self.gpus[0], self.sm) if self.gpus else None
 
     def gpu_of(self, cell: CellTimes) -> int:
-        """The place in ``gpus`` of the one that a cell was measured on."""
+        """The place in ``gpus`` of the GPU that a cell was measured on."""
         return [gpu.driver for gpu in self.gpus].index(cell.driver)
 
 
 def cell_of(problem: Problem, bucket: int) -> Cell:
-    """Where the times of a problem and bucket are: those of a product that has two names are under one."""
+    """The key of a problem's times: a product with two names has one key."""
     return problem.canonical, bucket
 
 
 def _combined(records: list[Measured]) -> CellTimes:
-    """A cell that was measured more than once counts by its medians, in which a time weighs as many as its rounds.
+    """Combine the records of a cell: medians in which a time weighs as many as its rounds.
 
-    Each record is of the clock that its contenders left, so all are brought to the median of these. A duel counts
-    unless the two were timed together in more rounds, in another record.
+    The candidates of each record leave the GPU at another clock, so all are scaled to the median clock. A duel counts
+    unless its two variants were timed together in more rounds in another record.
     """
     if len(records) == 1 and (alone := _alone(records[0])) is not None:
         return alone
@@ -161,15 +161,16 @@ def _combined(records: list[Measured]) -> CellTimes:
             torch.append((geometric_mean(record.torch_ns) * clock, _rounds(record)))
     usual = _median(clocks)
     ordered = sorted(timings.items())
+    fought = ((record.duel, _rounds(record)) for record in records)
     duels = sorted(
-        (one.duel for one in records if one.duel is not None and _rounds(one) >= _most(records, one.duel)),
+        (duel for duel, rounds in fought if duel is not None and rounds >= _most(records, duel)),
         key=lambda duel: (duel.challenger, duel.modelled, duel.ratio, duel.band),
     )
     usual_ns = {sha: _ns(_median(times[sha]) / usual) for sha, _ in ordered}
-    before = {one.variant for record in records for one in record.incumbents if one.variant in usual_ns}
+    before = {incumbent.variant for record in records for incumbent in record.incumbents} & usual_ns.keys()
     return CellTimes(
         usual_ns,
-        {sha: max((one.rounds, one.noise) for one in some)[1] for sha, some in ordered},
+        {sha: max((timing.rounds, timing.noise) for timing in some)[1] for sha, some in ordered},
         tuple(duels),
         max(record.driver for record in records),
         {sha: _ns(_median(some) / usual) for sha, some in sorted(plain.items())},
@@ -179,16 +180,16 @@ def _combined(records: list[Measured]) -> CellTimes:
 
 
 def _alone(record: Measured) -> CellTimes | None:
-    """What ``_combined`` says of one record, as most cells have; None where it repeats itself."""
+    """``_combined`` for a single record, as most cells have; None if it times a variant twice."""
     ordered = sorted(record.timings)
-    times = {one.variant: one.time_ns for one in ordered}
+    times = {timing.variant: timing.time_ns for timing in ordered}
     if len(times) != len(ordered):
         return None
     duel, plain = record.duel, record.plain
-    before = {one.variant for one in record.incumbents if one.variant in times}
+    before = {incumbent.variant for incumbent in record.incumbents if incumbent.variant in times}
     return CellTimes(
         times,
-        {one.variant: one.noise for one in ordered},
+        {timing.variant: timing.noise for timing in ordered},
         (duel,) if duel is not None and _rounds(record) >= _most([record], duel) else (),
         record.driver,
         {} if plain is None else {plain[0]: geometric_mean(plain[1])},
@@ -198,20 +199,21 @@ def _alone(record: Measured) -> CellTimes | None:
 
 
 def _by_rounds(record: Measured) -> tuple[object, ...]:
-    """The most rounds first, and else one order whatever that of the journal."""
-    timings = tuple((one.variant, one.ns, one.rounds, one.noise) for one in record.timings)
+    """A sort key: most rounds first, and equal for journals in any order."""
+    timings = tuple((timing.variant, timing.ns, timing.rounds, timing.noise) for timing in record.timings)
     return -_rounds(record), timings, record.plain or (), record.torch_ns or ()
 
 
 def _clock_between(record: Measured, times: _Times, plain: _Times) -> float:
-    """What a record's times are multiplied with to compare with those before it; 1 where they have nothing in common.
+    """The factor that makes a record's times comparable with earlier records; 1 if they have nothing in common.
 
-    By the variants that both have, or else the plain product's. An H100 under load took 1.11 x in one record what it
-    took in another, and what only the faster one had looked 3 % faster than what had beaten it there by 8 %. What is
-    further apart than clocks are is none.
+    It comes from variants in both, or else from the plain product's variant. Without it, an H100 under load that took
+    1.11x as long in one record made variants look 3 % faster than kernels that had beaten them by 8 %. A factor larger
+    than clocks can differ is ignored.
     """
     rounds = _rounds(record)
-    both = [(_median(times[one.variant]) / one.time_ns, rounds) for one in record.timings if one.variant in times]
+    common = (timing for timing in record.timings if timing.variant in times)
+    both = [(_median(times[timing.variant]) / timing.time_ns, rounds) for timing in common]
     if not both and record.plain is not None and record.plain[0] in plain:
         both = [(_median(plain[record.plain[0]]) / geometric_mean(record.plain[1]), rounds)]
     clock = _median(both) if both else 1.0
@@ -223,25 +225,25 @@ def _ns(time: float) -> int:
 
 
 def counting(records: list[Measured]) -> list[Measured]:
-    """The records of one cell that its times are from.
+    """The records of one cell whose times count.
 
-    Of a form those alone that have the plain product's time, where one has: no other's clock is known.
+    If a record of a fusion has the plain product's time, only such records count: the clock of the others is unknown.
     """
     return [record for record in records if record.plain is not None] or records
 
 
 def _rounds(record: Measured) -> int:
-    return max((one.rounds for one in record.timings), default=1)
+    return max((timing.rounds for timing in record.timings), default=1)
 
 
 def _most(records: list[Measured], duel: Rematch) -> int:
-    """The most rounds in which the two of a duel were timed together."""
+    """The most rounds in which both variants of a duel were timed together."""
     two = {duel.challenger, duel.modelled}
-    return max((_rounds(one) for one in records if two <= {timing.variant for timing in one.timings}), default=1)
+    return max((_rounds(record) for record in records if two <= {t.variant for t in record.timings}), default=1)
 
 
 def _median(times: Sequence[tuple[float, int]]) -> float:
-    """The median of (time, rounds), each as often as its rounds; where two are in the middle, their geometric mean."""
+    """The median of (time, rounds), each as often as its rounds; of two in the middle, their geometric mean."""
     ordered = sorted((time, max(1, rounds)) for time, rounds in times)
     half, seen = sum(rounds for _, rounds in ordered), 0
     for i, (time, rounds) in enumerate(ordered):
@@ -254,7 +256,7 @@ def _median(times: Sequence[tuple[float, int]]) -> float:
 
 
 def plain_of(problem: Problem) -> Problem | None:
-    """The plain product, of a form whose time the runtime holds against another's: gathered rows, silu."""
+    """The plain product of a fusion whose time the runtime compares with the plain one: gathered rows, silu."""
     if not problem.fusion & (Fusion.GATHER | Fusion.SILU):
         return None
     return problem._replace(fusion=Fusion.NONE, top_k=0)

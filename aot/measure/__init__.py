@@ -1,1 +1,1 @@
-"""One problem timed on this GPU, and its results judged. Uses the journal's records."""
+"""Time one problem on this GPU, and check its results. Uses the journal's records."""

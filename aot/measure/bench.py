@@ -1,9 +1,9 @@
-"""In a worker: one GPU, and the jobs it is given. ``run(setup, job)`` is all that an executor calls.
+"""Measure on one GPU, in a worker process. Executors call only ``hello(setup)`` and ``run(setup, job)``.
 
-A job measures the contenders of one cell: each is loaded from the candidates, launched by the runtime's launcher on
-NaN-poisoned memory, judged against the reference, captured in a CUDA graph, and then all are replayed in
-turns, the L2 cache flushed before each, on rows that fall on the experts in two ways. The fastest
-then meets what runs today again, alone; where nothing does, the modelled choice.
+A job measures the candidates of one cell. Each is loaded, launched by the runtime's launcher on NaN-poisoned memory,
+compared with the reference, and captured in a CUDA graph. Then all graphs are replayed in turns, with a flush of the L2
+cache before each, for two distributions of rows over the experts. The fastest is timed once more against the baseline,
+or against the modelled choice if there is no baseline.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from .inputs import MAX_ERROR, measured_routings, quantised_weights, top_k_of, w
 from .job import MeasureJob, MeasureResult, Setup, WorkerInfo
 from .numerics import GatedNumericsCheck, NumericsCheck
 
-_TIMING_US = 10_000.0  # for a contender on one routing, flushes not counted
+_TIMING_US = 10_000.0  # for a candidate on one routing, without flushes
 _DUEL_US = 25_000.0
-_ROUNDS = (5, 20)  # the least and the most
+_ROUNDS = (5, 20)  # least and most
 _DUEL_ROUNDS = (7, 30)
-_QUICK = 0.4  # of those times and rounds, where a job is to be quick
+_QUICK = 0.4  # factor on times and rounds of a quick job
 _LONG_ROUNDS = 3
 _WARM_UP_ROUNDS = 200
-_NOISY = 0.05  # a median whose standard error is larger is told
+_NOISY = 0.05  # a larger standard error of a median is reported
 _REFERENCE_SIZE = 4096
 _STEADY_SCATTER = 0.1
-_RANDOM_ELEMENTS = 1 << 26  # made at once
+_RANDOM_ELEMENTS = 1 << 26  # generated at once
 
 Judges: TypeAlias = NumericsCheck | GatedNumericsCheck
 
@@ -55,7 +55,7 @@ _benches: dict[Setup, Bench] = {}
 
 
 def hello(setup: Setup) -> WorkerInfo:
-    """Start the GPU, warm it up, and say what it is.
+    """Start the GPU, warm it up, and describe it.
 
     Raises
     ------
@@ -65,12 +65,12 @@ def hello(setup: Setup) -> WorkerInfo:
     if not torch.cuda.is_available():
         built = f"it is built for CUDA {torch.version.cuda}" if torch.version.cuda else "it is built without CUDA"
         raise HostError(f"torch {torch.__version__} can't use this machine's GPU: {built}")
-    found = _bench(setup)
-    return WorkerInfo(found.local.sm, found.local.gpu, found.notes, gpu_uuid(setup.device))
+    bench = _bench(setup)
+    return WorkerInfo(bench.local.sm, bench.local.gpu, bench.notes, gpu_uuid(setup.device))
 
 
 def run(setup: Setup, job: MeasureJob) -> MeasureResult:
-    """Measure. What a variant does wrong is in the result; the process is to be renewed where it says ``broken``."""
+    """Measure a job. A variant's errors are in the result; ``broken`` asks for a new process."""
     return _bench(setup).run(job)
 
 
@@ -81,7 +81,7 @@ def _bench(setup: Setup) -> Bench:
 
 
 class Bench:
-    """One GPU with the candidates loaded on it, and the tensors of the weights that it measured last."""
+    """One GPU with the candidates loaded on it, and the tensors of the weights measured last."""
 
     def __init__(self, setup: Setup) -> None:
         self.bundle = open_bundle(setup.candidates)
@@ -113,7 +113,7 @@ class Bench:
             )
 
     def _warm_up(self) -> None:
-        """All that a job does but launch variants, once on something tiny: what torch loads late is loaded now."""
+        """Run all parts of a job but variants once on tiny tensors, so that torch loads lazily what it needs."""
         with torch.no_grad():
             problems = [Problem(op, DType.BF16, 8, 64, 64) for op in Op]
             for problem in (*problems, problems[0]._replace(fusion=Fusion.SILU)):
@@ -123,7 +123,7 @@ class Bench:
                     judge.error(on, judge.reference(on, m_sizes.tolist()))
 
     def run(self, job: MeasureJob) -> MeasureResult:
-        """Measure a job's contenders."""
+        """Measure a job's candidates."""
         try:
             with torch.cuda.device(self.device), torch.no_grad():
                 return self._measured(job)
@@ -140,7 +140,7 @@ class Bench:
             return MeasureResult(None, self._blamed(job, error), broken=True)
 
     def _blamed(self, job: MeasureJob, error: Exception) -> tuple[Failure, ...]:
-        """A CUDA error spoils its process; it came from the variant that ran last."""
+        """Record a CUDA error as the failure of the variant that ran last; the process is spoilt."""
         if self._current is None:
             raise error
         return (self._failure(job, self._current, FAULT, str(error).splitlines()[0]),)
@@ -153,7 +153,7 @@ class Bench:
 
     def _measured(self, job: MeasureJob) -> MeasureResult:
         plain = None if job.plain is None else plain_of(job.problem)
-        beside = None if plain is None else self._tensors(plain, job.bucket)  # first: its buffers are the larger
+        beside = None if plain is None else self._tensors(plain, job.bucket)  # first, as its buffers are larger
         on = self._tensors(job.problem, job.bucket)
         routings = self._routed(job.problem.E, job.bucket)
         failures: list[Failure] = []
@@ -176,20 +176,20 @@ class Bench:
                     failures.append(self._failure(job, i, WRONG, reason))
                     continue
                 graphs[i] = [self.clock.capture(call, warm=False) for call in calls]
-        if job.contenders[0] not in graphs:  # the next in the model's order will be its choice
+        if job.contenders[0] not in graphs:  # the next in the model's order becomes its choice
             return MeasureResult(None, tuple(failures))
         if job.plain is not None and beside is not None:
             peers = self._plain_graphs(job.plain, beside, routings)
         else:
             peers = self._torch_graphs(on, routings) if job.with_torch else None
-        found = self._timed(job, graphs, peers, errors)
-        noise = max(timing.noise for timing in found.timings)
+        measured = self._timed(job, graphs, peers, errors)
+        noise = max(timing.noise for timing in measured.timings)
         notes = (f"{job.problem}, {job.bucket} rows: times scatter by {noise:.0%}; is the GPU in use by others?",)
-        return MeasureResult(found, tuple(failures), notes=notes if noise > _NOISY else ())
+        return MeasureResult(measured, tuple(failures), notes=notes if noise > _NOISY else ())
 
     @contextlib.contextmanager
     def _guilty(self, i: int) -> Iterator[None]:
-        """Whatever CUDA complains of in here is this variant's doing."""
+        """Attribute CUDA errors in this context to variant ``i``."""
         self._current = i
         yield
         torch.cuda.synchronize(self.device)
@@ -201,13 +201,9 @@ class Bench:
         return judge.error(on, reference)
 
     def _timed(
-        self,
-        job: MeasureJob,
-        graphs: dict[int, list[Replayed]],
-        peers: list[Replayed] | None,
-        errors: dict[int, float],
+        self, job: MeasureJob, graphs: dict[int, list[Replayed]], peers: list[Replayed] | None, errors: dict[int, float]
     ) -> Measured:
-        """``peers``: torch's call, or of a form the plain product."""
+        """Time the graphs in turns. ``peers``: torch's call, or for a fusion the plain product."""
         before = self._drift()
         order = list(graphs)
         modelled = order[0]
@@ -227,7 +223,7 @@ class Bench:
         band = max(LEAST_BAND, 2 * math.hypot(timings[fastest].noise, timings[held].noise))
         if timings[fastest].time_ns < timings[held].time_ns * (1 - band):
             duel = self._duel(graphs, fastest, held, job)
-        found = Measured(
+        measured = Measured(
             job.problem,
             job.bucket,
             self._sha(modelled),
@@ -238,10 +234,10 @@ class Bench:
             self.local.gpu.driver,
         )
         if not peer_ns:
-            return found
+            return measured
         if job.plain is None:
-            return replace(found, torch_ns=tuple(peer_ns))
-        return replace(found, plain=(self._sha(job.plain), tuple(peer_ns)))
+            return replace(measured, torch_ns=tuple(peer_ns))
+        return replace(measured, plain=(self._sha(job.plain), tuple(peer_ns)))
 
     def _timing(self, i: int, rows: Sequence[Sequence[float]], error: float) -> Timing:
         noise = math.sqrt(sum(_spread([math.log(us) for us in row]) ** 2 for row in rows)) / len(rows)
@@ -249,7 +245,7 @@ class Bench:
         return Timing(self._sha(i), tuple(map(_ns, rows)), round(noise, 6), least, float(f"{error:.4g}"))
 
     def _duel(self, graphs: dict[int, list[Replayed]], fastest: int, modelled: int, job: MeasureJob) -> Rematch:
-        """The two in turns: the ratio is of times of the same round, so a clock that drifts moves both."""
+        """Time two variants in turns: the ratio is of times of one round, so a drifting clock moves both."""
         ratios, spreads, both = [], [], []
         for routing in range(len(ROUTINGS)):
             both_graphs = [graphs[fastest][routing], graphs[modelled][routing]]
@@ -271,7 +267,7 @@ class Bench:
     def _rounds(
         self, graphs: Sequence[Replayed], budget_us: float, limits: tuple[int, int], job: MeasureJob
     ) -> list[list[float]]:
-        """The first round only warms up, and tells how many there is time for; a job says whether for fewer or more."""
+        """Time rounds; the first warms up and shows how many fit the budget. A job may ask for fewer or more."""
         once = [row[0] for row in self.clock.rounds_us(graphs, 1)]
         share = _QUICK if job.quick else 1.0
         least, most = (max(_LONG_ROUNDS, round(share * limit)) for limit in limits)
@@ -283,7 +279,7 @@ class Bench:
         return statistics.median(self.clock.rounds_us([self._reference], 3)[0]) / self._reference_us
 
     def _plain_graphs(self, i: int, on: Tensors, routings: Sequence[torch.Tensor]) -> list[Replayed] | None:
-        """The plain product by variant ``i``, which was found right in a cell of its own; None without room for it."""
+        """The plain product by variant ``i``, which passed the check in its own cell; None if there is no room."""
         with self._guilty(i):
             try:
                 return [self.clock.capture(caller(self._kernel(i), on, m_sizes)) for m_sizes in routings]
@@ -291,7 +287,7 @@ class Bench:
                 return None
 
     def _torch_graphs(self, on: Tensors, routings: Sequence[torch.Tensor]) -> list[Replayed] | None:
-        """torch's grouped_mm, where this torch has it and there is room for its result."""
+        """torch's grouped_mm; None if this torch lacks it or there is no room for its result."""
         if not hasattr(torch, "_grouped_mm"):
             return None
         try:
@@ -301,10 +297,10 @@ class Bench:
         except RuntimeError as error:
             if "CUDA" in str(error):
                 raise
-            return None  # what it does not support
+            return None  # torch does not support the problem
 
     def _routed(self, E: int, M: int) -> tuple[torch.Tensor, ...]:
-        """Rows of each expert, by routing: drawn once for all ops and forms."""
+        """Rows of each expert, by routing: made once for all ops and fusions."""
         if (E, M) not in self._routings:
             self._routings[E, M] = measured_routings(E, M, self.device)
         return self._routings[E, M]
@@ -325,7 +321,7 @@ class Bench:
         rows = self._pool("rows", tokens, reduction, dtype)
         result = self._pool("result", M, result_columns(columns, problem.fusion), dtype)
         row_weights = None
-        if problem.op is Op.FORWARD and Fusion.SCATTER in problem.fusion:  # they are mostly weighted, too
+        if problem.op is Op.FORWARD and Fusion.SCATTER in problem.fusion:  # most such calls have weights too
             row_weights = torch.exp2(torch.arange(M, device=self.device) % 3 - 1)  # powers of two: nothing is rounded
         scale = problem.dtype.precision.x.scale
         codes = None
@@ -334,7 +330,7 @@ class Bench:
         return Tensors(problem, M, rows, w, result, index, top_k, row_weights, codes)
 
     def _weight(self, problem: Problem) -> torch.Tensor | ExpertWeights:
-        """w as the problem has it: made once for all ops, forms and buckets that share it."""
+        """w in the problem's layout: made once for all ops, fusions and buckets that share it."""
         stored = problem.layout is Layout.STORED
         key = (problem.E, problem.N, problem.K, problem.dtype, stored)
         if self._weights is None or self._weights[0] != key:
@@ -368,20 +364,20 @@ class Bench:
         return self._judges[key]
 
     def _pool(self, name: str, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """[rows, width] of a buffer that only grows: N(0, 1), but the result's."""
+        """[rows, width] of a buffer that only grows; it is N(0, 1), except for results."""
         count = rows * width
-        found = self._pools.get(name)
-        if found is None or found.dtype is not dtype or found.numel() < count:
+        buffer = self._pools.get(name)
+        if buffer is None or buffer.dtype is not dtype or buffer.numel() < count:
             self._pools.pop(name, None)
-            del found
-            found = torch.empty(count, dtype=dtype, device=self.device)
+            del buffer
+            buffer = torch.empty(count, dtype=dtype, device=self.device)
             if name != "result":
                 g = torch.Generator(self.device).manual_seed(len(name))
                 for start in range(0, count, _RANDOM_ELEMENTS):
-                    part = found[start : start + _RANDOM_ELEMENTS]
+                    part = buffer[start : start + _RANDOM_ELEMENTS]
                     part.copy_(torch.randn(part.numel(), generator=g, device=self.device))
-            self._pools[name] = found
-        return found[:count].view(rows, width)
+            self._pools[name] = buffer
+        return buffer[:count].view(rows, width)
 
     def _kernel(self, i: int) -> gemm.LoadedKernel:
         if i not in self._kernels:

@@ -1,4 +1,4 @@
-"""One variant on one problem's tensors, through the runtime's own launcher: what is measured is what runs."""
+"""Launch one variant on one problem's tensors with the runtime's own launcher: the code that runs is measured."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from ...runtime.launch import gemm as launch_gemm
 from ...runtime.weights.expert_weights import ExpertWeights
 from ...runtime.weights.row_codes import values_of_rows, values_on_load
 
-TORCH = {one: torch.bfloat16 for one in DType if one.quantised} | {
+TORCH = {dtype: torch.bfloat16 for dtype in DType if dtype.quantised} | {
     DType.BF16: torch.bfloat16,
     DType.FP16: torch.float16,
     DType.FP32: torch.float32,
     DType.TF32: torch.float32,
-}  # of x and y
+}  # dtype of x and y
 
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """What a problem of M rows runs on, all contiguous.
+    """The tensors of a problem with M rows, all contiguous.
 
-    ``rows`` is x of the forward, [M, K] (or [T, K] where it is gathered), else dy, [M, N]. ``weights`` is w as
-    ``problem.layout`` says, or quantised and prepared, or x [M, K] for dW. ``result`` is y, dx or dw. ``index``, int32
-    [M], says which rows are moved; x's row is ``index // top_k``. With silu ``result`` is [M, N/2]. ``row_weights``,
-    float32 [M] by index, are multiplied with. ``codes`` are ``rows`` as a product reads them of which a pass makes
-    codes (``runtime/weights/row_codes.py``).
+    ``rows`` is x of the forward, [M, K] (or [T, K] if gathered), else dy, [M, N]. ``weights`` is w in
+    ``problem.layout``, or quantised weights, or x [M, K] for dW. ``result`` is y, dx or dw; with silu it is [M, N/2].
+    ``index``, int32 [M], names the moved rows; x's row is ``index // top_k``. ``row_weights``, float32 [M] by index,
+    multiply the rows. ``codes`` are quantised ``rows``, for products that read them so
+    (``runtime/weights/row_codes.py``).
     """
 
     problem: Problem
@@ -43,7 +43,7 @@ class Tensors:
     codes: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def read(self, here: slice | torch.Tensor) -> torch.Tensor:
-        """Some of ``rows`` as the product reads them: quantised, too, where it does so itself."""
+        """Some of ``rows`` as the product reads them: quantised, if it does so."""
         if self.codes is not None and isinstance(here, slice):
             return values_of_rows(*self.codes, here)
         rows = self.rows[here]
@@ -51,14 +51,14 @@ class Tensors:
 
     @property
     def dense(self) -> torch.Tensor:
-        """``weights`` that are a tensor."""
+        """``weights`` if they are a plain tensor, else AssertionError."""
         if not isinstance(self.weights, torch.Tensor):
             raise AssertionError(f"{self.problem} has quantised weights")
         return self.weights
 
 
 def caller(kernel: launch_gemm.LoadedKernel, on: Tensors, m_sizes: torch.Tensor) -> Callable[[], None]:
-    """A function that launches ``kernel`` on the current stream; ``m_sizes`` is int32 [E]."""
+    """Return a function that launches ``kernel`` on the current stream; ``m_sizes`` is int32 [E]."""
     problem = on.problem
     words: dict[str, int] = {}
     fused = launch_gemm.PLAIN
@@ -89,14 +89,12 @@ def caller(kernel: launch_gemm.LoadedKernel, on: Tensors, m_sizes: torch.Tensor)
 
 
 def torch_caller(on: Tensors, m_sizes: torch.Tensor) -> Callable[[], object]:
-    """torch's grouped_mm on the same tensors; for plain problems whose w is [E, N, K]."""
+    """Return a call of torch's grouped_mm on these tensors, for plain problems with w [E, N, K]."""
     w = on.weights
     if isinstance(w, ExpertWeights):
         raise AssertionError(f"torch has no call for {on.problem}")
     ends = m_sizes.cumsum(0).to(torch.int32)
-    left, right = {
-        Op.FORWARD: (on.rows, w.transpose(-1, -2)),
-        Op.DX: (on.rows, w),
-        Op.DW: (on.rows.t(), w),
-    }[on.problem.op]
+    left, right = {Op.FORWARD: (on.rows, w.transpose(-1, -2)), Op.DX: (on.rows, w), Op.DW: (on.rows.t(), w)}[
+        on.problem.op
+    ]
     return lambda: torch._grouped_mm(left, right, offs=ends)

@@ -1,4 +1,4 @@
-"""How a launch is timed: CUDA-graph replay, the L2 cache flushed before each, events right around it."""
+"""Time launches: CUDA-graph replay, the L2 cache flushed before each, events directly around it."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ from ..journal.records import FLUSH_BYTES
 
 
 def orders(count: int, rounds: int) -> list[list[int]]:
-    """The order of each round: one that is drawn, then the same backwards, and none twice before all were.
+    """The order of each round: a random one, then its reverse; none repeats before all were used.
 
-    So that nobody has the same one before it each time: a launch that draws little power leaves the next a faster
-    clock. With 42 contenders that took turns in one order, the first ran at the clock that the slow last ones left it,
-    and took 0.8 of what it takes among its like (docs/inside/trials.md, turns-drawn).
+    A launch that draws little power leaves the next a faster clock, so no graph may always follow the same one. When 42
+    candidates took turns in one order, the first ran at the clock left by the slow last ones, in 0.8 of its usual time
+    (docs/inside/trials.md, turns-drawn).
     """
     draw = random.Random(0)  # noqa: S311
-    found: list[list[int]] = []
+    in_order: list[list[int]] = []
     new: list[list[int]] = []
-    while len(found) < rounds:
-        one = draw.sample(range(count), count)
-        if one not in new:
-            new += [one, one[::-1]]
-            found += new[-2:]
+    while len(in_order) < rounds:
+        order = draw.sample(range(count), count)
+        if order not in new:
+            new += [order, order[::-1]]
+            in_order += new[-2:]
         if len(new) >= math.factorial(count):
             new = []
-    return found[:rounds]
+    return in_order[:rounds]
 
 
 class Replayed(Protocol):
-    """What was captured, and runs again."""
+    """A captured call that can run again."""
 
     def replay(self) -> None: ...
 
 
 class Captured:
-    """A graph, and the call that it is of: a replay reads what the call holds, so both live as long."""
+    """A graph with its call: a replay reads what the call holds, so both live equally long."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, call: Callable[[], object]) -> None:
         self._graph, self.call = graph, call
 
     def replay(self) -> None:
-        """Run it again, on the current stream."""
+        """Run the graph again, on the current stream."""
         self._graph.replay()
 
 
@@ -58,12 +58,11 @@ class Clock:
         self.flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=self._device)
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._events: list[torch.cuda.Event] = []
-        # The graphs are replayed one by one, and share a pool: one for each would keep its memory until the cache is
-        # emptied. A graph of nothing much holds it.
+        # The graphs share a pool that a tiny graph holds: own pools would keep memory until the cache is emptied.
         self._holder: torch.cuda.CUDAGraph | None = None
 
     def capture(self, call: Callable[[], object], *, warm: bool = True) -> Captured:
-        """A graph of ``call``, which it keeps; ``warm`` runs it once before, for what a first call does."""
+        """Capture ``call`` in a graph that keeps it alive; ``warm`` calls it once before."""
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -79,7 +78,7 @@ class Clock:
         return Captured(graph, call)
 
     def release(self) -> None:
-        """Let go of the graphs' memory: the next capture begins anew. No graph is in use any more."""
+        """Free the graphs' memory; no graph may be used afterwards. The next capture starts anew."""
         self._holder = None
 
     def _captured(self, graph: torch.cuda.CUDAGraph, call: Callable[[], object], pool: Any = None) -> None:
@@ -90,7 +89,7 @@ class Clock:
             graph.capture_end()
 
     def rounds_us(self, graphs: Sequence[Replayed], rounds: int) -> list[list[float]]:
-        """The times of each graph in each round, [graphs][rounds]: in turns."""
+        """Replay the graphs in turns; the times in us of each graph in each round, [graphs][rounds]."""
         count = len(graphs)
         while len(self._events) < 2 * count * rounds:
             self._events.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
@@ -109,30 +108,30 @@ class Clock:
 
 
 class HostClock:
-    """The same of calls on the CPU, by the host's clock: nothing is captured, a replay calls."""
+    """``Clock`` for calls on the CPU, by the host's clock: nothing is captured, a replay calls."""
 
     def __init__(self) -> None:
         self.flush = torch.empty(1 << 20, dtype=torch.int8)
 
     def capture(self, call: Callable[[], object], *, warm: bool = True) -> Replayed:
-        """What calls ``call``; ``warm`` calls it once before."""
+        """Wrap ``call`` for replay; ``warm`` calls it once before."""
         if warm:
             call()
         return _Again(call)
 
     def release(self) -> None:
-        """Nothing is held."""
+        """Do nothing, as nothing is held."""
 
     def rounds_us(self, graphs: Sequence[Replayed], rounds: int) -> list[list[float]]:
-        """As the clock of a GPU: the times of each in each round, in turns."""
-        found: list[list[float]] = [[] for _ in graphs]
+        """Call each in turns; the times in us of each in each round, [graphs][rounds]."""
+        times_us: list[list[float]] = [[] for _ in graphs]
         for turns in orders(len(graphs), rounds):
             for number in turns:
                 self.flush.zero_()
                 begun = time.perf_counter()
                 graphs[number].replay()
-                found[number].append(1e6 * (time.perf_counter() - begun))
-        return found
+                times_us[number].append(1e6 * (time.perf_counter() - begun))
+        return times_us
 
 
 class _Again:

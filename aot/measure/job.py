@@ -1,8 +1,8 @@
-"""The seam between the tuner and the GPUs: a job is plain data in, records out, wherever it runs.
+"""The interface between the tuner and the GPUs: a job is plain data in, records out, wherever it runs.
 
-The tuner (aot/tune/tuner.py) knows GPUs only as ``GpuExecutor``s, one a GPU. Local ones are worker processes
-(aot/executors/local.py), those of other machines workers of Dask (aot/executors/dask.py); any engine can stand in that
-hands ``measure.run(setup, job)`` to a process on the GPU's machine and returns a ``concurrent.futures.Future``. A
+The tuner (aot/tune/tuner.py) sees each GPU as a ``GpuExecutor``. Local GPUs are worker processes
+(aot/executors/local.py), those of other machines are Dask workers (aot/executors/dask.py). Any other engine works that
+runs ``measure.bench.run(setup, job)`` in a process on the GPU's machine and returns a ``concurrent.futures.Future``. A
 worker keeps weights between jobs, so the tuner sends the jobs of one weight to one executor, one at a time.
 """
 
@@ -19,9 +19,9 @@ from ..journal.records import Failure, Measured
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What all jobs of an executor share: the candidates, as a file on its machine, and its GPU's ordinal there.
+    """The settings of all jobs of an executor: the candidates' file on its machine, and its GPU's ordinal there.
 
-    ``digest`` is that of the candidates' index: a worker refuses other ones.
+    ``digest`` is that of the candidates' index: a worker refuses others.
     """
 
     candidates: str
@@ -33,11 +33,10 @@ class Setup:
 class MeasureJob:
     """Measure ``contenders`` (indices into the candidates) for ``problem`` with ``bucket`` rows.
 
-    The first is the modelled choice. ``with_torch`` times torch's grouped_mm too, where it can run, and ``plain``, of a
-    form, that variant of the plain product: times of two jobs are of two clocks. ``again`` takes more rounds, ``quick``
-    fewer.
-    ``incumbents``, among the contenders, are what the runtime runs today: what is faster meets them again, or else the
-    modelled choice.
+    The first is the modelled choice. ``with_torch`` times torch's grouped_mm too, if it can run. ``plain``, for a
+    fusion, is a variant of the plain product to time too, since times of two jobs are of two clocks. ``again`` takes
+    more rounds, ``quick`` fewer. ``incumbents``, among the contenders, are the baseline: a faster variant is timed
+    against it again, or against the modelled choice if there is none.
     """
 
     problem: Problem
@@ -52,9 +51,9 @@ class MeasureJob:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """What a worker that has started says of its GPU; ``notes`` tell why its times may scatter.
+    """A started worker's description of its GPU; ``notes`` say why its times may scatter.
 
-    ``uuid`` is the GPU's own, by which two workers on one GPU are found; empty where the driver tells none.
+    ``uuid`` identifies the GPU, to find two workers on one GPU; empty if the driver has none.
     """
 
     sm: int
@@ -65,7 +64,7 @@ class WorkerInfo:
 
 @dataclass(frozen=True, slots=True)
 class MeasureResult:
-    """What became of a job. Without ``measured`` no contender is left, or the worker has to be renewed (``broken``)."""
+    """The result of a job. Without ``measured`` no candidate is left, or the worker must be restarted (``broken``)."""
 
     measured: Measured | None
     failures: tuple[Failure, ...] = ()
@@ -81,31 +80,31 @@ class WorkerLost(Exception):
         self.kind = kind
 
     def __reduce__(self) -> tuple[type[WorkerLost], tuple[str, str]]:
-        """It travels between machines."""
+        """Make it picklable: it travels between machines."""
         return type(self), (self.kind, str(self))
 
 
 class GpuGone(WorkerLost):
-    """The job's process is lost, and its machine or GPU with it: the executor is of no more use."""
+    """The job's process is lost, and its machine or GPU with it: the executor can't be used any more."""
 
 
 class GpuExecutor(Protocol):
-    """One GPU that jobs are sent to. A future raises WorkerLost where the job's process is gone, or GpuGone."""
+    """One GPU that runs jobs. A future raises WorkerLost if the job's process is gone, or GpuGone."""
 
     @property
     def name(self) -> str:
-        """For messages, e.g. ``GPU 0``."""
+        """The GPU's name in messages, e.g. ``GPU 0``."""
 
     def start(self) -> Future[WorkerInfo]:
-        """Begin, or begin anew after ``broken`` or WorkerLost: whatever runs there is ended first."""
+        """Start, or restart after ``broken`` or WorkerLost, ending the worker's process first."""
 
     def submit(self, job: MeasureJob) -> Future[MeasureResult]:
-        """Measure; one job at a time."""
+        """Measure a job; one at a time."""
 
     def shutdown(self) -> None:
         """End the worker, whatever it does."""
 
 
 def first_line(error: Exception) -> str:
-    """What an error says first, or its kind where it says nothing."""
+    """The first line of an error, or its type if it has no text."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,15 +1,13 @@
-"""Whether a variant's numbers are right: every element of a result against the equation, without a second GEMM.
+"""Check a variant's results: every element against the equation, without a second GEMM.
 
 Freivalds' check (``NumericsCheck``). For a vector r of random signs, ``y @ r`` must be ``x @ (w[g].T @ r)``, which
 costs M * (N + K) instead of M * N * K operations. The expectation of ||(y - ref) @ r||^2 over r is ||y - ref||^2
-(Frobenius), so the error estimated is the usual one. All sums are fp32 (IEEE).
+(Frobenius), so this estimates the usual error. All sums are fp32 (IEEE).
 R. Freivalds, "Probabilistic machines can use less running time", IFIP Congress 1977.
 
-That check is of linear forms. Of a product with silu in its epilogue (``GatedNumericsCheck``) one column in eight of y
-is
-computed anew, silu(gate) * up of the fp32 product (IEEE), one at random of each eight: what a kernel loads, multiplies
-or stores at once, 8 columns and more, can't be wrong unseen, at an eighth of the whole product's cost. That every
-element is finite is looked at, too.
+The check is for linear results. For silu in the epilogue (``GatedNumericsCheck``) a random column of each eight of y is
+computed again, as silu(gate) * up of the fp32 product (IEEE). Kernels load, multiply and store at least 8 columns at
+once, so this finds their errors at an eighth of the product's cost. All elements must be finite too.
 """
 
 from __future__ import annotations
@@ -25,16 +23,16 @@ from ...runtime.weights.dequantised import Dequantised
 from ...runtime.weights.expert_weights import ExpertWeights
 from .calls import Tensors
 
-MAX_ROW_ERROR = 0.1  # of one row, over the root mean square of all: a row that is wrong is off by about 1
-# By one vector, a row that is nearly orthogonal to it looks wrong where it is only rounded. Many rows make up for that,
-# but a row that stands alone, as one expert's in dW may, does not: eight vectors do.
+MAX_ROW_ERROR = 0.1  # of one row, over the root mean square of all: a wrong row has about 1
+# With one vector, rounding makes a row that is nearly orthogonal to it look wrong. Many rows average that out; for a
+# single row, like one expert's in dW, eight vectors do.
 _VECTORS = 8
 _MANY_ROWS = 256
 _CHUNK_ELEMENTS = 1 << 26
 
 
 class NumericsCheck:
-    """The reference of one weight: ``judge.error(...)`` of any result of a problem that uses it."""
+    """The reference of one weight, for the results of all problems that use it: Freivalds' check."""
 
     def __init__(
         self,
@@ -54,7 +52,7 @@ class NumericsCheck:
             self._projected = torch.stack(parts)
 
     def reference(self, on: Tensors, counts: list[int]) -> torch.Tensor:
-        """What ``result @ signs`` must be: [M, vectors] in the sorted order of rows, or for dW [E, N, vectors]."""
+        """The expected ``result @ signs``: [M, vectors] in the sorted order of rows, or for dW [E, N, vectors]."""
         if on.problem.op is Op.DW:
             return self._weight_reference(on, counts)
         vectors = 1 if on.M > _MANY_ROWS else _VECTORS
@@ -80,7 +78,7 @@ class NumericsCheck:
         return torch.stack(parts)
 
     def error(self, on: Tensors, reference: torch.Tensor) -> float:
-        """The relative error of ``on.result``: NaN where an element is not finite, infinite where one row is off."""
+        """The relative error of ``on.result``: NaN if an element is not finite, infinite if a single row is wrong."""
         signs = self._signs[:, : reference.shape[-1]]
         flat = on.result.reshape(-1, on.result.shape[-1])
         got = torch.cat([flat[here].float() @ signs for here in _chunks(flat.shape[0], flat.shape[1])])
@@ -99,18 +97,18 @@ class NumericsCheck:
 
 
 def _chunks(rows: int, width: int, start: int = 0) -> list[slice]:
-    """Slices of rows, each of not too many elements."""
+    """Slices of rows of limited size."""
     step = max(1, _CHUNK_ELEMENTS // max(1, width))
     return [slice(start + at, start + min(at + step, rows)) for at in range(0, rows, step)]
 
 
-_EACH = 8  # one column of so many is looked at
-_GROUP = 8  # columns looked at that are judged together: 64 of y
+_EACH = 8  # one column of so many is checked
+_GROUP = 8  # checked columns that are summed: 64 of y
 _GATED_CHUNK_ELEMENTS = 1 << 26
 
 
 class GatedNumericsCheck:
-    """The reference of one weight: ``judge.error(...)`` of any result of a problem that uses it."""
+    """The reference of one weight for products with silu in the epilogue: one column in eight of y."""
 
     def __init__(self, problem: Problem, weights: torch.Tensor) -> None:
         gemm = gemm_of(problem)
@@ -124,7 +122,7 @@ class GatedNumericsCheck:
         self._w_kn = gemm.w_kn
 
     def reference(self, on: Tensors, counts: list[int]) -> torch.Tensor:
-        """The columns of ``result`` that are looked at: float32 [M, columns] in the sorted order of rows."""
+        """The checked columns of ``result``: float32 [M, columns] in the sorted order of rows."""
         index = on.index if Fusion.GATHER in on.problem.fusion else None
         parts: list[torch.Tensor] = []
         start = 0
@@ -140,7 +138,7 @@ class GatedNumericsCheck:
         return torch.cat(parts)
 
     def error(self, on: Tensors, reference: torch.Tensor) -> float:
-        """The relative error of ``on.result``: NaN where one is not finite, infinite where 64 in a row are off."""
+        """The relative error of ``on.result``: NaN if not all is finite, infinite if 64 columns of a row are wrong."""
         got = on.result[: len(reference), self._columns].float()
         off = (got - reference).square()
         total = reference.square().sum(dtype=torch.float64).sqrt()

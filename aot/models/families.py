@@ -75,16 +75,7 @@ _KN_TOO = (Layout.NK, Layout.KN)  # their checkpoints, and transformers, have w 
 FAMILIES = (
     *(
         ConfigFamily(prefix, DENSE_WIDTH)
-        for prefix in (
-            "mixtral",
-            "phimoe",
-            "granitemoe",
-            "minimax",
-            "olmoe",
-            "flex_olmo",
-            "jamba",
-            "cohere2_moe",
-        )
+        for prefix in ("mixtral", "phimoe", "granitemoe", "minimax", "olmoe", "flex_olmo", "jamba", "cohere2_moe")
     ),
     ConfigFamily("gpt_oss", DENSE_WIDTH, layouts=_KN_TOO, note="bias; gate and up interleaved"),
     ConfigFamily("openai_privacy_filter", DENSE_WIDTH, layouts=_KN_TOO, note="bias"),

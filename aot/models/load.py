@@ -114,10 +114,8 @@ def load_models(values: Sequence[str], only: Sequence[Op] = tuple(Op)) -> Loaded
 def _listed(problems: Sequence[str], unread: int) -> str:
     """List mistakes, a line each: the first of many, long ones shortened in the middle."""
     ends = _LONGEST_MISTAKE // 2
-    lines = [
-        problem if len(problem) <= _LONGEST_MISTAKE else f"{problem[:ends]} [...] {problem[-ends:]}"
-        for problem in problems[:MAX_MISTAKES]
-    ]
+    shown = problems[:MAX_MISTAKES]
+    lines = [text if len(text) <= _LONGEST_MISTAKE else f"{text[:ends]} [...] {text[-ends:]}" for text in shown]
     if len(problems) > len(lines):
         lines.append(f"and {len(problems) - len(lines):,} more")
     if unread:
@@ -226,10 +224,8 @@ def _find(word: str, base: Path) -> _Meaning:
         config = read_model(cached)
         return _Meaning(config.name, config.layers, (f"'{word}' is read from {cached}", *config.remarks))
     if match:
-        remark = (
-            f"'{word}' is taken to have the sizes of {match.id}; its own format is not known here: weights= names it"
-        )
-        return _Meaning(match.id, match.layers, (remark,))
+        unknown = "its own format is not known here: weights= names it"
+        return _Meaning(match.id, match.layers, (f"'{word}' is taken to have the sizes of {match.id}; {unknown}",))
     near = " or ".join(f"'{id_}'" for id_ in nearest_ids(word))
     other = f"`aot models` lists the catalogue; else give its config.json, or {_SHAPE}"
     hint = f"did you mean {near}?" if near else other

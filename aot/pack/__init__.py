@@ -1,1 +1,1 @@
-"""Bundles made ready to ship: read and checked (package), as a data wheel, an OCI image layout or a directory."""
+"""Package bundles: read and check them, and write a data wheel, an OCI image layout or a directory."""

@@ -1,7 +1,7 @@
-"""An OCI image layout: from scratch, one layer that holds /opt/pretuned/bundles, and labels that say what it is.
+"""An OCI image layout: from scratch, with one layer that holds /opt/pretuned/bundles, and descriptive labels.
 
-The format is https://github.com/opencontainers/image-spec. The same bundles, name and version give the same digest:
-entries are sorted and root's, all is dated 1970, and the layer is not compressed (what pushes it compresses it).
+The format is https://github.com/opencontainers/image-spec. Equal bundles, names and versions give equal digests:
+entries are sorted and owned by root, dates are 1970, and the layer is not compressed (pushing compresses it).
 """
 
 from __future__ import annotations
@@ -39,32 +39,34 @@ _CREATED = "1970-01-01T00:00:00Z"
 def write_image(layout: Path, packed: Package, architecture: str, note: Callable[[str], None]) -> str:
     """Write the image into a layout and return its manifest's digest, ``sha256:...``; other tags stay.
 
+    A layout that an interrupted run left unfinished is completed. Writers wait for each other.
+
     A layout that an interrupted run left unfinished is completed. Of several writers each waits for the one before.
 
     Raises
     ------
     InputError
-        if the directory holds something that is no layout.
+        if the directory holds something other than a layout.
     HostError
-        where the system refuses.
+        if the system refuses.
     """
-    check_layout(layout)  # nothing is written, not even a lock, into what is no layout
+    check_layout(layout)  # write nothing, not even a lock, into another directory
     try:
         make_folder(layout)
     except OSError as error:
         raise HostError(f"can't make the layout '{layout}': {error.strerror}. Name another with --oci") from error
     with locked(layout, note):
         index = _index(layout)
-        if not (layout / _MARK).exists():  # first: it says whose directory this is, should the run end early
+        if not (layout / _MARK).exists():  # first, so that an interrupted run leaves a layout
             publish(layout / _MARK, _LAYOUT)
         try:
             make_folder(layout / "blobs" / "sha256")
         except OSError as error:
             raise HostError(f"can't write into the layout '{layout}': {error.strerror}") from error
         descriptor = _write_blobs(layout, packed, architecture)
-        others = [one for one in index["manifests"] if one.get("annotations", {}).get(_TAG) != tag(packed)]
+        others = [m for m in index["manifests"] if m.get("annotations", {}).get(_TAG) != tag(packed)]
         index["manifests"] = [*others, {**descriptor, "annotations": {_TAG: tag(packed)}}]
-        publish(layout / _INDEX, _json(index))  # last: who reads it finds all that it names
+        publish(layout / _INDEX, _json(index))  # last, so that readers find all that it names
     return str(descriptor["digest"])
 
 
@@ -78,7 +80,7 @@ def _write_blobs(layout: Path, packed: Package, architecture: str) -> dict[str, 
         "os": "linux",
         "config": {"Labels": labels},
         "rootfs": {"type": "layers", "diff_ids": [_digest(layer)]},
-        "history": [{"created": _CREATED, "created_by": f"aot pack: {', '.join(one.file for one in packed.items)}"}],
+        "history": [{"created": _CREATED, "created_by": f"aot pack: {', '.join(item.file for item in packed.items)}"}],
     }
     manifest = {
         "schemaVersion": 2,
@@ -96,7 +98,7 @@ def tag(packed: Package) -> str:
 
 
 def repository(packed: Package) -> str:
-    """The package's name as a registry takes it: in small letters, marks single."""
+    """The package's name as a registry takes it: lower-case, with single dashes."""
     return re.sub(r"[-_.]+", "-", packed.name).lower()
 
 
@@ -112,7 +114,7 @@ def check_layout(layout: Path) -> None:
 
 
 def _index(layout: Path) -> dict[str, Any]:
-    """The index of a layout; an empty one for a new directory, or a layout that an interrupted run left without.
+    """The index of a layout; an empty one for a new directory, or for a layout that an interrupted run left without.
 
     Raises
     ------
@@ -121,7 +123,7 @@ def _index(layout: Path) -> dict[str, Any]:
     """
     empty = {"schemaVersion": 2, "mediaType": f"{_OCI}.index.v1+json", "manifests": []}
     try:
-        if not layout.exists() or all(one.name.startswith(".pretuned") for one in layout.iterdir()):
+        if not layout.exists() or all(entry.name.startswith(".pretuned") for entry in layout.iterdir()):
             return empty
         if json.loads(_read(layout / _MARK))["imageLayoutVersion"] != "1.0.0":
             raise ValueError("another layout version")
@@ -143,7 +145,7 @@ def _index(layout: Path) -> dict[str, Any]:
 
 
 def _is_descriptor(value: object) -> bool:
-    """Whether a value has what the specification demands of a manifest's descriptor."""
+    """True if a value has all that the specification demands of a manifest's descriptor."""
     if not isinstance(value, dict):
         return False
     digest, size, annotations = value.get("digest"), value.get("size"), value.get("annotations", {})
@@ -154,12 +156,12 @@ def _is_descriptor(value: object) -> bool:
         and type(size) is int
         and size >= 0
         and isinstance(annotations, dict)
-        and all(isinstance(one, str) for one in annotations.values())
+        and all(isinstance(text, str) for text in annotations.values())
     )
 
 
 def _read(path: Path) -> bytes:
-    """A file's bytes; ValueError for what is no regular file, or larger than any index."""
+    """A file's bytes; ValueError if it is not a regular file, or larger than any index."""
     with open(path, "rb", opener=without_waiting) as file:
         data = file.read(_MOST_INDEX_BYTES + 1) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
     if data is None or len(data) > _MOST_INDEX_BYTES:
@@ -180,7 +182,7 @@ def _labels(packed: Package) -> dict[str, str]:
 
 
 def _layer(packed: Package) -> bytes:
-    """The tar: the directories down to the bundles, mode 0755, and the bundles, mode 0644, all of them root's."""
+    """The tar: the directories down to the bundles, mode 0755, and the bundles, mode 0644, all owned by root."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:
         inside = SYSTEM_DIRECTORY.relative_to("/")
@@ -196,7 +198,7 @@ def _layer(packed: Package) -> bytes:
 
 
 def _blob(layout: Path, data: bytes, kind: str) -> dict[str, Any]:
-    """Keep ``data`` under its digest; returns what points at it."""
+    """Write ``data`` under its digest, and return its descriptor."""
     digest = _digest(data)
     publish(layout / "blobs" / "sha256" / digest.removeprefix("sha256:"), data)
     return {"mediaType": kind, "digest": digest, "size": len(data)}

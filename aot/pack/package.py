@@ -1,4 +1,4 @@
-"""What is packed: bundles, each checked whole, with the names under which the runtime lists them."""
+"""The contents of a package: bundles, each checked whole, under the names by which the runtime lists them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..bundle.verify import sound
 from ..process.output_dir import held
 from ..process.output_file import check_out, check_signature
 
-# Letters that a file's name, a wheel's entry and a tar's entry all hold as they are.
+# Letters that file names, wheels and tars hold unchanged.
 _FILE = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,99}}{re.escape(SUFFIX)}")
 _NAME = re.compile(r"[A-Za-z]([A-Za-z0-9._-]{0,63}[A-Za-z0-9])?")
 # The canonical form of https://packaging.python.org/en/latest/specifications/version-specifiers/, without an epoch.
@@ -34,7 +34,7 @@ LONGEST_TAG = 128
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One bundle: the name of its file, its bytes, what they hold, and the bytes of its signature, if it has one."""
+    """One bundle: its file name, bytes and contents, and the bytes of its signature if it has one."""
 
     file: str
     data: bytes
@@ -43,13 +43,13 @@ class Item:
 
     @property
     def sha256(self) -> str:
-        """Of the whole file, in hex."""
+        """The digest of the whole file, in hex."""
         return hashlib.sha256(self.data).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """What goes into one package, sorted by file name. ``name`` and ``version`` are the package's."""
+    """The bundles of one package, sorted by file name, with the package's ``name`` and ``version``."""
 
     name: str
     version: str
@@ -62,27 +62,27 @@ class Package:
 
     @property
     def files(self) -> dict[str, bytes]:
-        """Every file's bytes by its name: a bundle's, and its signature's behind it."""
-        found = {}
-        for one in self.items:
-            found[one.file] = one.data
-            if one.signature is not None:
-                found[one.file + SIGNATURE] = one.signature
-        return found
+        """The bytes of every file by name: bundles, each followed by its signature."""
+        contents = {}
+        for item in self.items:
+            contents[item.file] = item.data
+            if item.signature is not None:
+                contents[item.file + SIGNATURE] = item.signature
+        return contents
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """The capabilities that the bundles are for."""
-        return tuple(dict.fromkeys(str(one.bundle.target) for one in self.items))
+        """The capabilities of the bundles."""
+        return tuple(dict.fromkeys(str(item.bundle.target) for item in self.items))
 
     @property
     def gpus(self) -> tuple[str, ...]:
-        """The GPUs that they were measured on."""
-        return tuple(dict.fromkeys(gpu.name for one in self.items for gpu in one.bundle.gpus))
+        """The GPUs that the bundles were measured on."""
+        return tuple(dict.fromkeys(gpu.name for item in self.items for gpu in item.bundle.gpus))
 
     @property
     def about(self) -> str:
-        """One sentence of what is in it."""
+        """One sentence on the contents."""
         measured = f", measured on {', '.join(self.gpus)}" if self.gpus else ", modelled"
         return f"Precompiled MoE kernels for pretuned: {', '.join(self.targets)}{measured}"
 
@@ -95,7 +95,7 @@ def contents(paths: Sequence[str], name: str, version: str) -> Package:
     InputError
         for a name or version that a package can't have, and two files of one name.
     BundleError
-        where a file is no sound bundle, or lies where others can write, or its signature is of other content.
+        if a file is no sound bundle, others can write its directory, or its signature is of other content.
     """
     if not _NAME.fullmatch(name):
         raise InputError(
@@ -106,15 +106,15 @@ def contents(paths: Sequence[str], name: str, version: str) -> Package:
         raise InputError(f"--version {version!r} is no package version; wanted e.g. 1.0, 2026.11 or 1.0+h100")
     if len(version) > LONGEST_TAG:
         raise InputError(f"--version has {len(version)} characters, at most {LONGEST_TAG} fit into an image's tag")
-    found = Package(name, version, tuple(sorted(map(_item, dict.fromkeys(paths)), key=lambda one: one.file)))
-    if found.module.split("_")[0] == "pretuned" and found.module != "pretuned_bundles":
+    package = Package(name, version, tuple(sorted(map(_item, dict.fromkeys(paths)), key=lambda item: item.file)))
+    if package.module.split("_")[0] == "pretuned" and package.module != "pretuned_bundles":
         raise InputError(
             f"--name {name!r}: names that begin with pretuned are reserved; choose your own, e.g. acme-bundles"
         )
-    for before, after in zip(found.items, found.items[1:], strict=False):
+    for before, after in zip(package.items, package.items[1:], strict=False):
         if before.file == after.file:
             raise InputError(f"two bundles are named '{after.file}': a package has them in one directory. Rename one")
-    return found
+    return package
 
 
 def _item(path: str) -> Item:
@@ -124,44 +124,46 @@ def _item(path: str) -> Item:
             f"'{path}': the runtime would not list it under that name, wanted 1 to 100 of A-Z a-z 0-9 . _ - and "
             f"{SUFFIX} after them. Rename the file"
         )
-    sound(path)  # the place too
+    sound(path)  # checks the directory too
     try:
         data = Path(path).read_bytes()
     except OSError as error:
         raise HostError(f"can't read '{path}': {error.strerror}") from error
     bundle = sound(path, hashlib.sha256(data).hexdigest())  # these very bytes
-    found = read(path)
-    if found is not None:
+    signed_by = read(path)
+    if signed_by is not None:
         digest = read_preamble(data[:PREAMBLE_BYTES], len(data), path).digest
-        check(path, digest, Keys("aot pack", (Key("its own key", found[0]),)))
-    return Item(file, data, bundle, None if found is None else encode(*found))
+        check(path, digest, Keys("aot pack", (Key("its own key", signed_by[0]),)))
+    return Item(file, data, bundle, None if signed_by is None else encode(*signed_by))
 
 
 def write_directory(directory: Path, packed: Package, note: Callable[[str], None]) -> None:
     """Write the bundles and signatures as files of mode 0644 in a directory of mode 0755, made if it is missing.
+
+    A signature of a replaced bundle is removed first.
 
     A signature that belongs to a bundle which is replaced is removed first.
 
     Raises
     ------
     InputError
-        where a file of their name is something else than a bundle or a signature of aot sign.
+        if a file of their name is something other than a bundle or a signature of aot sign.
     HostError
-        where the system refuses.
+        if the system refuses.
     """
-    before = os.umask(0o022)  # others read it, and nobody but its owner writes it
+    before = os.umask(0o022)  # readable by others, writable by its owner only
     try:
         make_folder(directory)
     except OSError as error:
         raise HostError(f"can't make the directory '{directory}': {error.strerror}. Name another with --dir") from error
     finally:
         os.umask(before)
-    for one in packed.items:
-        check_out(directory / one.file)
-        check_signature(directory / (one.file + SIGNATURE))
+    for item in packed.items:
+        check_out(directory / item.file)
+        check_signature(directory / (item.file + SIGNATURE))
     with held(directory, note, "--dir DIR"):
-        for one in packed.items:
-            _write_item(directory, one, note)
+        for item in packed.items:
+            _write_item(directory, item, note)
 
 
 def _write_item(directory: Path, item: Item, note: Callable[[str], None]) -> None:

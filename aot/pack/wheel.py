@@ -1,7 +1,7 @@
-"""A data wheel: bundles in a module of their own, which an entry point names to the runtime.
+"""A data wheel: bundles in a module of their own, which an entry point makes known to the runtime.
 
-The format is https://packaging.python.org/en/latest/specifications/binary-distribution-format/. The same bundles, name
-and version give the same bytes: entries are sorted, stored as they are, and dated 1980, the first year of a zip.
+The format is https://packaging.python.org/en/latest/specifications/binary-distribution-format/. Equal bundles,
+names and versions give equal bytes: entries are sorted, uncompressed, and dated 1980, the first year of a zip.
 """
 
 from __future__ import annotations
@@ -25,16 +25,19 @@ from ...runtime.dispatch.places import ENTRY_POINTS, SUFFIX
 from .package import Package
 
 _DATE = (1980, 1, 1, 0, 0, 0)
-_MODE = 0o100644  # a regular file that its owner alone can write
+_MODE = 0o100644  # a regular file that only its owner can write
 
 
 def file_name(packed: Package) -> str:
-    """As pip wants it: name, version and what it runs on, which is anything."""
+    """The wheel's name for pip: name, version, and that it runs anywhere."""
     return f"{packed.module}-{packed.version}-py3-none-any.whl"
 
 
 def check_name(packed: Package) -> None:
     """Refuse a name under which installing the wheel would replace another package.
+
+    Taken are the names of Python's own modules, of pretuned's dependencies and integrations, and of every package
+    installed here, except an earlier wheel of bundles.
 
     Taken are: Python's own modules, what pretuned depends on or plugs into, and every package that is installed here,
     but for an earlier wheel of bundles.
@@ -55,7 +58,7 @@ def check_name(packed: Package) -> None:
 
 
 def _distribution_has_bundles(name: str) -> bool | None:
-    """Whether the distribution of this name is a wheel of bundles; None if there is none."""
+    """True if the distribution of this name is a wheel of bundles; None if there is none."""
     try:
         points = metadata.distribution(name).entry_points
     except metadata.PackageNotFoundError:
@@ -64,12 +67,12 @@ def _distribution_has_bundles(name: str) -> bool | None:
 
 
 def _module_has_bundles(module: str) -> bool | None:
-    """Whether the installed module holds nothing but bundles; None if there is none."""
+    """True if the installed module holds nothing but bundles; None if there is none."""
     here = os.path.realpath(os.curdir)
-    found = PathFinder.find_spec(module, [one for one in sys.path if os.path.realpath(one or os.curdir) != here])
-    if found is None:
+    spec = PathFinder.find_spec(module, [path for path in sys.path if os.path.realpath(path or os.curdir) != here])
+    if spec is None:
         return None
-    folders = found.submodule_search_locations
+    folders = spec.submodule_search_locations
     return folders is not None and all(
         file.name in ("__init__.py", "__pycache__") or file.name.endswith((SUFFIX, SUFFIX + SIGNATURE))
         for folder in folders
@@ -78,10 +81,10 @@ def _module_has_bundles(module: str) -> bool | None:
 
 
 def _libraries() -> set[str]:
-    """Return the names of pretuned's dependencies and of the libraries that it integrates with."""
-    needed = (re.match(r"[A-Za-z0-9._-]+", one) for one in metadata.requires("pretuned") or ())
+    """The names of pretuned's dependencies and of the libraries that it integrates with."""
+    needed = (re.match(r"[A-Za-z0-9._-]+", text) for text in metadata.requires("pretuned") or ())
     plugged = Path(integrations.__file__).parent.iterdir()
-    return {_normalised(one[0]) for one in needed if one} | {one.name for one in plugged if one.is_dir()}
+    return {_normalised(match[0]) for match in needed if match} | {match.name for match in plugged if match.is_dir()}
 
 
 def _normalised(name: str) -> str:

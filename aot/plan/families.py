@@ -117,9 +117,7 @@ def families(problems: Iterable[Problem]) -> dict[Family, list[Problem]]:
 
 def named(members: Iterable[Problem]) -> str:
     """Name the problems of a family, e.g. ``dX bf16, forward bf16 w=kn``."""
-    return ", ".join(
-        dict.fromkeys(str(Family(problem.op, problem.dtype, problem.layout, problem.fusion)) for problem in members)
-    )
+    return ", ".join(dict.fromkeys(str(Family(p.op, p.dtype, p.layout, p.fusion)) for p in members))
 
 
 def specs(problems: Iterable[Problem], sm: int, pool: Pool) -> tuple[Spec, ...]:
@@ -199,9 +197,7 @@ def pass_specs(problems: Iterable[Problem], sm: int, pool: Pool) -> tuple[RowOpS
 
     x is quantised for products that the capability has code for, unless they quantise it themselves.
     """
-    needed = [
-        problem for problem in problems if not problem.dtype.quantises_x or pool.candidates(Family.of(problem), sm)
-    ]
+    needed = [p for p in problems if not p.dtype.quantises_x or pool.candidates(Family.of(p), sm)]
     codes = {problem.dtype for problem in needed if takes_codes_of_x(problem.dtype, problem.layout)}
     dtypes = tuple(dict.fromkeys(problem.dtype for problem in needed))
     return rowops.specs(dtypes, frozenset(problem.op for problem in needed), of_codes=codes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -97,18 +98,17 @@ def _planned(shapes: tuple[LayerShard, ...]) -> BuildPlan:
             key = (shape.name, shape.tp, shape.ep, shape.experts_per_token, dtype)
             models.setdefault(key, set()).update(problems)
     return BuildPlan(
-        MappingProxyType(
-            {
-                problem: tuple(sorted(buckets[problem]))
-                for problem in sorted(buckets, key=lambda problem: problem.sort_key)
-            }
-        ),
+        MappingProxyType({problem: tuple(sorted(buckets[problem])) for problem in _sorted(buckets)}),
         tuple(
-            Model(*key, problems=tuple(sorted(models[key], key=lambda problem: problem.sort_key)))
+            Model(*key, problems=tuple(_sorted(models[key])))
             for key in sorted(models, key=lambda key: (*key[:4], key[4].value))
         ),
         shapes,
     )
+
+
+def _sorted(problems: Iterable[Problem]) -> list[Problem]:
+    return sorted(problems, key=lambda problem: problem.sort_key)
 
 
 def problems_of(shape: LayerShard, dtype: DType) -> Iterator[Problem]:
@@ -197,12 +197,8 @@ def planned_on(plan: BuildPlan, sms: Collection[int], pool: Pool | None = None) 
     shapes = shapes_on(plan.shapes, sms, space)
     planned = _planned(shapes) if shapes else plan
     coded = _coded(space)
-    replaced = {
-        problem
-        for shape, dtype in _padded(shapes)
-        for problem in problems_of(shape, dtype)
-        if problem.layout is Layout.STORED
-    }
+    of_padded = itertools.chain.from_iterable(itertools.starmap(problems_of, _padded(shapes)))
+    replaced = {problem for problem in of_padded if problem.layout is Layout.STORED}
     idle = {
         problem
         for problem in planned.problems
@@ -264,9 +260,7 @@ def shapes_on(shapes: Iterable[LayerShard], sms: Collection[int], pool: Pool | N
     coded = _coded(pool or Pool())
 
     def resolved(shape: LayerShard) -> LayerShard:
-        wanted = {
-            dtype: {(Family.of(problem), problem.E) for problem in problems_of(shape, dtype)} for dtype in shape.dtypes
-        }
+        wanted = {dtype: {(Family.of(p), p.E) for p in problems_of(shape, dtype)} for dtype in shape.dtypes}
         able = {sm: [dtype for dtype, forms in wanted.items() if any(coded(*form, sm) for form in forms)] for sm in sms}
         there = [dtype for dtype in shape.dtypes if any(dtype in row for row in able.values())]
         more = shape.instead if not all(able.values()) else ()

@@ -101,9 +101,7 @@ def target_of(sm: int) -> Target:
         if ``sm`` is not supported.
     """
     if sm not in SUPPORTED:
-        raise InputError(
-            f"sm_{sm} is not supported. Supported: {', '.join(str(supported_sm) for supported_sm in SUPPORTED)}"
-        )
+        raise InputError(f"sm_{sm} is not supported. Supported: {', '.join(map(str, SUPPORTED))}")
     return arch_of(sm).target
 
 

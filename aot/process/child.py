@@ -1,8 +1,8 @@
-"""Work that a program must not do itself, in a child process of its own: compiling, and measuring on the GPU.
+"""Run work in a child process: compiling, and measuring on the GPU.
 
-A compiler may abort, a kernel under test may fault, and both change process-wide state; and worker processes that
-``multiprocessing`` spawns would run a script without a ``__main__`` guard again. The child is a plain Python
-with this process's sys.path.
+A compiler may abort, a kernel under test may fault, and both change process-wide state. Processes that
+``multiprocessing`` spawns would run a script without a ``__main__`` guard again. So the child is a plain Python with
+this process's sys.path.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _START = (
     "import json, sys; work = json.load(sys.stdin); sys.path[:] = work['path']; "
     "from pretuned.aot.process.child import work_on; work_on(work)"
 )
-_PACKAGE = (__package__ or "").rpartition(".")[0]  # whose modules are named
-_TELLS = 2000  # characters of what a child said before it died
+_PACKAGE = (__package__ or "").rpartition(".")[0]  # of the named modules
+_CHARS = 2000  # of a dead child's last output
 _RAISED = {error.__name__: error for error in (CompileError, HostError, InputError)}
 
 
@@ -41,8 +41,10 @@ def call(
     who: str,
     files: Mapping[str, bytes] = MappingProxyType({}),
 ) -> bytes:
-    """Run ``room.module:function`` of ``pretuned.aot`` in a child, with plain keyword arguments and ``answer``, a file
-    to write.
+    """Run ``room.module:function`` of ``pretuned.aot`` in a child, and return what it wrote to the file ``answer``.
+
+    The function gets plain keyword arguments and ``answer``. ``files`` are next to ``answer``, by name. ``who`` begins
+    the error if there is no temporary directory. If this process is killed, the child ends too and removes the files.
 
     Returns what the function wrote. ``files`` lie beside ``answer``, by their names. ``who`` it is for begins the error
     where there is no place for them. Where this process is killed, the child ends too and removes all of them.
@@ -50,7 +52,7 @@ def call(
     Raises
     ------
     CompileError, HostError, InputError
-        what the function raised, or HostError where the child died or was too slow. Ctrl-C ends the child too.
+        raised by the function; HostError also if the child died or was too slow. Ctrl-C ends the child too.
     """
     if not sys.executable:
         raise HostError("this Python does not know its own executable: nothing can be compiled or tuned on demand")
@@ -68,14 +70,14 @@ def call(
 
 
 def _run(function: str, arguments: Mapping[str, object], answer: Path, timeout_s: float) -> None:
-    told = answer.with_suffix(".error")
+    error_file = answer.with_suffix(".error")
     package = f"{_PACKAGE}." if _PACKAGE else ""
     work = {
         "path": sys.path,
         "function": package + function,
         "arguments": dict(arguments),
         "answer": str(answer),
-        "told": str(told),
+        "error": str(error_file),
     }
     try:
         with _sentinel() as sentinel:
@@ -95,15 +97,15 @@ def _run(function: str, arguments: Mapping[str, object], answer: Path, timeout_s
         raise HostError(f"{function}: {sys.executable!r} can't be started: {error.strerror}") from error
     if done.returncode == 0 and answer.is_file():
         return
-    if told.is_file():
-        kind, text = json.loads(told.read_text())
+    if error_file.is_file():
+        kind, text = json.loads(error_file.read_text())
         raise _RAISED.get(kind, HostError)(text)
-    raise HostError(f"{function}: its process died ({how_ended(done.returncode)}): {done.stderr.strip()[-_TELLS:]}")
+    raise HostError(f"{function}: its process died ({how_ended(done.returncode)}): {done.stderr.strip()[-_CHARS:]}")
 
 
 @contextlib.contextmanager
 def _sentinel() -> Iterator[int]:
-    """The reading end of a pipe that nothing is written to: it ends when this process does."""
+    """The reading end of a pipe that is never written: it ends when this process does."""
     reader, writer = os.pipe()
     try:
         yield reader
@@ -113,7 +115,7 @@ def _sentinel() -> Iterator[int]:
 
 
 def work_on(work: Mapping[str, Any]) -> None:
-    """The child's part: call the function; what it raises goes back in a file."""
+    """The child's part: call the function, and write its error to a file."""
     end_with_parent(work["sentinel"], Path(work["answer"]).parent)
     module, _, name = work["function"].partition(":")
     try:
@@ -121,16 +123,16 @@ def work_on(work: Mapping[str, Any]) -> None:
         function(**work["arguments"], answer=Path(work["answer"]))
     except PretunedError as error:
         kind = InputError if isinstance(error, BundleError) else type(error)
-        Path(work["told"]).write_text(json.dumps([kind.__name__, str(error)]))
+        Path(work["error"]).write_text(json.dumps([kind.__name__, str(error)]))
         sys.exit(1)
     except Exception as error:  # the process's boundary
-        trace = traceback.format_exc()[-_TELLS:]
-        Path(work["told"]).write_text(json.dumps(["HostError", f"{type(error).__name__}: {error}\n{trace}"]))
+        trace = traceback.format_exc()[-_CHARS:]
+        Path(work["error"]).write_text(json.dumps(["HostError", f"{type(error).__name__}: {error}\n{trace}"]))
         sys.exit(1)
 
 
 def how_ended(exitcode: int | None) -> str:
-    """``exit 3``, or the name of the signal that a process died of."""
+    """``exit 3``, or the name of the signal that ended a process."""
     if exitcode is None or exitcode >= 0:
         return f"exit {exitcode}"
     try:

@@ -1,4 +1,4 @@
-"""This machine's GPUs, asked of the CUDA driver without torch or a CUDA context, and whether somebody else uses one."""
+"""Ask the CUDA driver for this machine's GPUs, without torch or a CUDA context, and whether others use them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STUB_LIBRARY = 34  # CUDA_ERROR_STUB_LIBRARY, cuda.h
 
 
 def gpu_count() -> int:
-    """How many GPUs this process may see; 0 without a driver."""
+    """The number of GPUs that this process may see; 0 without a driver."""
     cuda = _driver()
     count = ctypes.c_int()
     if cuda is None or cuda.cuDeviceGetCount(ctypes.byref(count)) != 0:
@@ -35,7 +35,7 @@ def native_sm() -> int | None:
 
 
 def is_stub() -> bool:
-    """Whether what stands for the driver is a stub to link with, as the CUDA toolkit and conda have one."""
+    """True if the driver library is a stub for linking, as the CUDA toolkit and conda have it."""
     try:
         return bool(ctypes.CDLL("libcuda.so.1").cuInit(0) == _STUB_LIBRARY)
     except (OSError, AttributeError):
@@ -43,13 +43,13 @@ def is_stub() -> bool:
 
 
 def driver_version() -> int:
-    """The newest CUDA that the driver knows, as cuDriverGetVersion counts (12080 is 12.8); 0 without a driver."""
+    """The driver's newest CUDA version, as cuDriverGetVersion returns it (12080 is 12.8); 0 without a driver."""
     cuda, version = _driver(), ctypes.c_int()
     return version.value if cuda is not None and cuda.cuDriverGetVersion(ctypes.byref(version)) == 0 else 0
 
 
 def gpu_uuid(device: int) -> str:
-    """What names a GPU (or its MIG slice) everywhere, as 32 hex digits; empty where the driver tells nothing."""
+    """The UUID of a GPU or its MIG slice, as 32 hex digits; empty if the driver has none."""
     cuda = _driver()
     handle, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
     if cuda is None or cuda.cuDeviceGet(ctypes.byref(handle), device) != 0:
@@ -62,7 +62,7 @@ def gpu_uuid(device: int) -> str:
 
 
 def bus_id(device: int) -> str:
-    """The PCI address of the ordinal that this process sees, as nvidia-smi takes it; empty without a driver."""
+    """The PCI address of an ordinal of this process, for nvidia-smi; empty without a driver."""
     cuda = _driver()
     handle, text = ctypes.c_int(), ctypes.create_string_buffer(32)
     if cuda is None or cuda.cuDeviceGet(ctypes.byref(handle), device) != 0:
@@ -84,9 +84,9 @@ _TIMEOUT_S = 10.0
 
 
 def busy(device: int) -> list[str]:
-    """Why times on ``cuda:device`` may scatter; nothing where it is idle, or nobody can tell.
+    """Why times on ``cuda:device`` may scatter; empty if it is idle, or nvidia-smi is missing.
 
-    To be asked before this process does anything there.
+    Call it before this process uses the GPU.
     """
     tool, bus = shutil.which("nvidia-smi"), bus_id(device)
     if tool is None or not bus:
@@ -102,11 +102,11 @@ def busy(device: int) -> list[str]:
         )
     except (OSError, subprocess.TimeoutExpired):
         return []
-    return told(done.stdout) if done.returncode == 0 else []
+    return busy_notes(done.stdout) if done.returncode == 0 else []
 
 
-def told(line: str) -> list[str]:
-    """The notes that ``utilization, MiB used`` of nvidia-smi is worth."""
+def busy_notes(line: str) -> list[str]:
+    """Notes on nvidia-smi's ``utilization, MiB used``; empty if the GPU is idle."""
     parts = [part.strip() for part in line.split(",")]
     if len(parts) != 2 or not all(part.isdigit() for part in parts):
         return []

@@ -1,4 +1,4 @@
-"""Ctrl-C, a plain kill and a closed terminal end a command once, and let it tidy up."""
+"""Let Ctrl-C, a plain kill and a closed terminal end a command once, with time to tidy up."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ _came = False
 
 
 def interrupted() -> bool:
-    """Whether ``tidy_interrupts`` has raised: native code that imports makes another error of a KeyboardInterrupt, and
-    out of an object's ``__del__`` there comes none.
-    """
+    """True if ``tidy_interrupts`` has raised: importing native code or a ``__del__`` may lose the KeyboardInterrupt."""
     return _came
 
 
 @contextlib.contextmanager
 def tidy_interrupts() -> Iterator[None]:
-    """The first of these signals raises KeyboardInterrupt; a second one would only stop the tidying, and is ignored.
+    """Raise KeyboardInterrupt at the first of these signals, and ignore later ones, which would stop the tidying.
 
     A signal that the caller ignores (nohup, a background job) stays ignored. For the main thread.
     """
@@ -29,8 +27,8 @@ def tidy_interrupts() -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         global _came
         _came = True
-        for each in before:
-            signal.signal(each, signal.SIG_IGN)
+        for other in before:
+            signal.signal(other, signal.SIG_IGN)
         before.clear()  # they stay ignored until the process has ended
         raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""A parent that was killed stops nobody and tidies nothing: the processes that it started do."""
+"""End processes whose parent was killed, and remove their files."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pathlib import Path
 
 from .scratch import remove_tree
 
-_TIDYING_S = 3.0  # what a process without its parent takes at most to remove what was left
+_TIDYING_S = 3.0  # at most, to remove the files
 
 
 def end_with_parent(sentinel: int, scratch: Path) -> None:
-    """End this process and its group when its parent has ended, and remove ``scratch``; for the main thread.
+    """End this process and its group when its parent has ended, and remove ``scratch``; call it in the main thread.
 
-    ``sentinel`` is the reading end of a pipe whose other end the parent alone holds. In the main thread, which is
-    thus no longer at work there: Triton makes the folder again where it is gone.
+    ``sentinel`` is the reading end of a pipe whose other end only the parent holds. The main thread itself removes the
+    folder, so that it no longer works there: Triton would make the folder again.
     """
-    signal.signal(signal.SIGURG, lambda number, frame: _tidy(scratch))  # one that LLVM does not take for itself
+    signal.signal(signal.SIGURG, lambda number, frame: _tidy(scratch))  # a signal that LLVM does not use
     threading.Thread(target=_wait, args=(sentinel, scratch), daemon=True).start()
 
 
@@ -32,7 +32,7 @@ def _wait(sentinel: int, scratch: Path) -> None:
 
 
 def _tidy(scratch: Path) -> None:
-    """Remove what was left, and end."""
+    """Remove the scratch folder, and end."""
     end = time.monotonic() + _TIDYING_S
     remove_tree(scratch)
     while scratch.exists() and time.monotonic() < end:  # another process was writing there

@@ -1,4 +1,4 @@
-"""The directory that bundles are written to: made, checked before any work, and one build's at a time."""
+"""The directory that bundles are written to: created, checked before any work, and locked for one build at a time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def file_name(name: str, sm: int) -> str:
 
 
 def check_writable(directory: Path, option: str) -> None:
-    """Make a directory if it is missing; ``option`` is what names it.
+    """Create a directory if it is missing, and check that it can be written; errors name ``option``.
 
     Raises
     ------
@@ -60,7 +60,9 @@ def check_writable(directory: Path, option: str) -> None:
 
 @contextlib.contextmanager
 def held(directory: Path, note: Callable[[str], None], option: str = "--out DIR") -> Iterator[None]:
-    """Hold the directory, made if it is missing; where another build has it, say so and wait.
+    """Hold the directory, created if it is missing. If another build holds it, note that and wait.
+
+    If the runtime would load nothing from it, that is noted too.
 
     Where the runtime would load nothing from it, that is said, too.
 
@@ -80,12 +82,12 @@ def held(directory: Path, note: Callable[[str], None], option: str = "--out DIR"
 
 @contextlib.contextmanager
 def locked(directory: Path, note: Callable[[str], None]) -> Iterator[None]:
-    """Hold the lock of a directory; where another process has it, say so and wait; where there are no locks, say so.
+    """Hold the lock of a directory. If another process holds it, note that and wait; note a file system without locks.
 
     Raises
     ------
     HostError
-        if it can't be locked, though its file system has locks.
+        if it can't be locked although its file system has locks.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -100,7 +102,7 @@ def locked(directory: Path, note: Callable[[str], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(path: Path, inputs: Iterable[str], note: Callable[[str], None]) -> Iterator[None]:
-    """Hold the directory of a file that is made of itself and others: of two at once the second reads what one made.
+    """Hold the directory of a file that is also an input, so that concurrent runs don't lose each other's changes.
 
     Raises
     ------
@@ -108,12 +110,12 @@ def replacing(path: Path, inputs: Iterable[str], note: Callable[[str], None]) ->
         as ``held``.
     """
     here = path.resolve()
-    with held(path.parent, note) if any(Path(one).resolve() == here for one in inputs) else contextlib.nullcontext():
+    with held(path.parent, note) if any(Path(file).resolve() == here for file in inputs) else contextlib.nullcontext():
         yield
 
 
 def holder(lock_file: Path) -> str:
-    """The process that holds a lock file, as /proc/locks tells."""
+    """The process that holds a lock file, from /proc/locks."""
     try:
         status = lock_file.stat()
         wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"

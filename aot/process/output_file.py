@@ -1,4 +1,4 @@
-"""What is written to a path that the user named, and never over a file that is something else."""
+"""Write to a path that the user named, never over a file of another kind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _IMAGES = {"png": b"\x89PNG", "svg": b"<?xml"}
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A bundle on disk; ``unchanged`` if the file held these very bytes before and was left alone."""
+    """A bundle on disk; ``unchanged`` if the file had these bytes before and was left alone."""
 
     path: Path
     size_bytes: int
@@ -29,7 +29,7 @@ class Written:
 
 
 def is_bundle(path: Path) -> bool:
-    """Whether a file begins as a bundle does. One that can't be read is taken for one: opening it says why."""
+    """True if a file begins like a bundle, or can't be read: opening it then says why."""
     try:
         return _begin(path, len(MAGIC)) == MAGIC
     except OSError:
@@ -42,7 +42,7 @@ def check_out(path: Path) -> None:
     Raises
     ------
     InputError
-        if there is something else than a bundle.
+        if the file is something other than a bundle.
     HostError
         if its directory is not there, or the file can't be read.
     """
@@ -55,32 +55,32 @@ def check_out(path: Path) -> None:
 
 
 def check_page(path: Path) -> None:
-    """As ``check_out``, for an HTML page."""
+    """``check_out`` for an HTML page."""
     _check(path, _PAGE, "HTML page")
 
 
 def check_wheel(path: Path) -> None:
-    """As ``check_out``, for a wheel."""
+    """``check_out`` for a wheel."""
     _check(path, _ZIP, "wheel")
 
 
 def check_signature(path: Path) -> None:
-    """As ``check_out``, for what is signed beside a bundle: gpg names its own so, too."""
+    """``check_out`` for a bundle's signature: gpg's signatures have the same name."""
     _check(path, signature.MAGIC, "signature of aot sign", "Take it away")
 
 
 def check_image(path: Path, kind: str) -> None:
-    """As ``check_out``, for an image of ``kind`` png or svg."""
+    """``check_out`` for an image of ``kind`` png or svg."""
     _check(path, _IMAGES[kind], f"{kind} image")
 
 
 def write_bundle(path: Path, bundle: Bundle) -> Written:
-    """Publish ``bundle``: readers see the old file or the new one.
+    """Publish ``bundle``; readers see the old file or the new one.
 
     Raises
     ------
     InputError, HostError
-        as ``check_out``; HostError also where the system refuses.
+        as ``check_out``; HostError also if the system refuses.
     BundleCorrupt
         if the bundle passes a limit of the format.
     """
@@ -120,11 +120,11 @@ def _check(path: Path, begins: bytes, what: str, instead: str = "Name another fi
 
 
 def without_waiting(path: str, flags: int) -> int:
-    """An ``opener`` for ``open``: a FIFO that nobody writes to is opened at once, and not waited for."""
+    """An ``opener`` for ``open`` that does not wait for a FIFO's writer."""
     return os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
 
 
 def _begin(path: Path, count: int) -> bytes:
-    """The first bytes of a file; none of what is no regular file."""
+    """The first bytes of a regular file; empty for other kinds."""
     with open(path, "rb", opener=without_waiting) as file:
         return file.read(count) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else b""

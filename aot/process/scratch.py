@@ -1,4 +1,4 @@
-"""A folder for the compilers' temporary files that no ending leaves behind, not even kill -9."""
+"""A folder for the compilers' temporary files that is always removed, even after kill -9."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ _PREFIX = "pretuned-build-"
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A new folder in the system's temporary directory, gone afterwards; those of killed runs go too.
+    """Yield a new folder in the system's temporary directory, removed afterwards, with those of killed runs.
 
-    It is flocked while its owner lives, so that a later run knows a stale one. It is named before it is
-    made, so that an interrupt between any two steps leaves nothing behind. No name comes twice: a run that took the
-    first of that name for stale may yet remove what has it.
+    Its owner holds a lock on it, so that later runs recognise stale folders. It is named before it is made, so that an
+    interrupt leaves nothing behind. Names never repeat: a run that took one for stale may still remove it.
     """
     folder, fd = _named(), -1
     try:
@@ -45,7 +44,7 @@ def _named() -> Path:
 
 
 def _locked(folder: Path) -> int:
-    """Its descriptor; -1 where another run took it for stale before it was locked, and removed it."""
+    """Lock the folder and return its descriptor; -1 if another run took it for stale first, and removed it."""
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -64,7 +63,7 @@ def _locked(folder: Path) -> int:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove the folder and all in it; what can't be removed, or is gone, is left to the next run."""
+    """Remove the folder and its contents; whatever can't be removed is left to the next run."""
     shutil.rmtree(folder, ignore_errors=True)
 
 

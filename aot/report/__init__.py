@@ -1,1 +1,1 @@
-"""One page that shows what was measured and modelled: cells (the data), roofline, page (HTML), script (its charts)."""
+"""The report page: cells (the data), roofline, page (HTML), script (its charts)."""

@@ -1,4 +1,4 @@
-"""What a report tells, as plain data: one cell for each problem, bucket and GPU that was measured."""
+"""The data of a report: one cell for each problem, bucket and GPU that was measured."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ GemmKey = tuple[int, int, int, DType, Layout]
 
 
 def gemm_key(problem: Problem) -> GemmKey:
-    """Which GEMM a problem belongs to."""
+    """The key of the GEMM that a problem belongs to."""
     return (problem.E, problem.N, problem.K, problem.dtype, problem.layout)
 
 
 class State(enum.Enum):
-    """How much is known of a cell."""
+    """The evidence for a cell."""
 
     MEASURED = "measured"
     MODELLED = "modelled"
     MISSING = "missing"
 
-    __hash__ = object.__hash__  # (enum's own is slow)
+    __hash__ = object.__hash__  # enum's is slow
 
 
 class TimedCandidate(NamedTuple):
-    """A variant that was measured in a cell. ``model_us`` is the cost model's estimate, where its cubin is known."""
+    """A variant that was measured in a cell. ``model_us`` is the cost model's estimate, if its cubin is known."""
 
     config: str
     time_us: float
@@ -44,11 +44,10 @@ class TimedCandidate(NamedTuple):
 class Cell(NamedTuple):
     """One problem and bucket. Times are microseconds of one launch with ``bucket`` rows.
 
-    ``time_us`` is that of the choice, measured or modelled as ``state`` says; ``model_us`` is what this version's
-    cost model says of the same variant. ``torch_us`` is torch's grouped_mm, at the same clock.
-    ``tried`` variants were measured, whose median is ``spread`` times the fastest; of a sample of cells ``candidates``
-    are these, fastest first. ``failures`` are those that broke, with the reason. ``plan`` names the ways in which some
-    calls run another variant.
+    ``time_us`` is the choice's, measured or modelled as in ``state``; ``model_us`` is this version's estimate for the
+    same variant. ``torch_us`` is torch's grouped_mm at the same GPU clock. ``tried`` variants were measured; their
+    median is ``spread`` times the fastest. ``candidates`` lists them for a sample of cells, fastest first. ``failures``
+    are variants that failed, with reasons. ``plan`` names the fusions for which calls run another variant.
     """
 
     problem: Problem
@@ -70,17 +69,17 @@ class Cell(NamedTuple):
 
     @property
     def fraction(self) -> float:
-        """How much of the roofline the choice reaches: 1 is all of it."""
+        """The fraction of the roofline that the choice reaches: 1 is all of it."""
         return self.roofline.least_us / self.time_us
 
     @property
     def against_torch(self) -> float | None:
-        """How many times faster than torch's grouped_mm; only where both were measured."""
+        """How many times faster than torch's grouped_mm; None unless both were measured."""
         return self._over_measured(self.torch_us)
 
     @property
     def model_ratio(self) -> float | None:
-        """Modelled over measured; only where both are known."""
+        """Modelled over measured time; None unless both are known."""
         return self._over_measured(self.model_us)
 
     def _over_measured(self, us: float | None) -> float | None:
@@ -89,7 +88,7 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WeightCells:
-    """The cells of one weight: E matrices of N x K, in every op and form."""
+    """The cells of one weight: E matrices of N x K, in every op and fusion."""
 
     E: int
     N: int
@@ -100,19 +99,19 @@ class WeightCells:
 
     @property
     def key(self) -> GemmKey:
-        """What tells it from the others."""
+        """The key that identifies the weight."""
         return (self.E, self.N, self.K, self.dtype, self.layout)
 
     @property
     def title(self) -> str:
-        """As headings name it."""
+        """The weight's name in headings."""
         text = f"E={self.E} N={self.N} K={self.K} {self.dtype.value}"
         return text if self.layout is Layout.NK else f"{text} w={self.layout.value}"
 
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """Everything of one report. ``chips`` are those whose published figures make the rooflines."""
+    """The contents of one report. The rooflines are by the published figures of ``chips``."""
 
     title: str
     facts: Mapping[str, str]
@@ -124,5 +123,5 @@ class Sheet:
 
     @property
     def cells(self) -> list[Cell]:
-        """All of them, problem by problem."""
+        """All cells, problem by problem."""
         return [cell for gemm in self.gemms for cell in gemm.cells]

@@ -1,4 +1,4 @@
-"""The cells as the page's script reads them: JSON by columns, each text once, deflated, in base64."""
+"""Encode the cells for the page's script: JSON by columns, each text once, deflated, in base64."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ def _form(op: Op, fusion: Fusion) -> tuple[str, tuple[int, int]]:
 
 
 def form(cell: Cell) -> str:
-    """Op and form, as charts and tables say it."""
+    """Op and fusion, as in charts and tables."""
     return _form(cell.problem.op, cell.problem.fusion)[0]
 
 
 def form_order(cell: Cell) -> tuple[int, int]:
-    """The order in which forms are told: forward, dX, dW, each plain first."""
+    """The sort key of op and fusion: forward, dX, dW, each plain first."""
     return _form(cell.problem.op, cell.problem.fusion)[1]
 
 
 def gpu_name(cell: Cell) -> str:
-    """The GPU that a cell was measured on; "" of any other."""
+    """The GPU that a cell was measured on; empty for other cells."""
     return cell.gpu.name if cell.gpu and cell.state is State.MEASURED else ""
 
 
 def short_names(gpus: Collection[str]) -> dict[str, str]:
-    """NVIDIA H100 80GB HBM3 is H100, unless another one would be, too."""
-    found = {name: name.removeprefix("NVIDIA ") for name in gpus}
-    first = {name: (text.split() or [name])[0] for name, text in found.items()}
-    return first if len(set(first.values())) == len(first) else found
+    """Shorten NVIDIA H100 80GB HBM3 to H100, unless two names would become equal."""
+    without_brand = {name: name.removeprefix("NVIDIA ") for name in gpus}
+    first = {name: (text.split() or [name])[0] for name, text in without_brand.items()}
+    return first if len(set(first.values())) == len(first) else without_brand
 
 
 class _Texts:
-    """Texts by number, in the order in which they came."""
+    """Numbers for texts, in the order in which they come."""
 
     def __init__(self) -> None:
         self.all: dict[str, int] = {}
@@ -56,12 +56,12 @@ class _Texts:
 
 
 def embedded(sheet: Sheet) -> str:
-    """What may stand in a script element: base64 of what zlib made of JSON.
+    """Encode a sheet for a script element: base64 of deflated JSON.
 
-    ``columns`` has a list of each field, of all cells, gemm by gemm. Times are microseconds in five digits, 0 where
-    there is none; ``model`` and ``second_us`` are whole thousandths of ``us``, ``spread`` whole thousandths.
-    ``gemm``, ``form``, ``gpu``, ``config``, ``second`` and ``plan`` are places in lists of these names. ``flop`` has
-    the 2 N K of each gemm, in millions, ``failures`` those of the cells that have some, by the cell's place.
+    ``columns`` has a list for each field, over all cells, GEMM by GEMM. Times are microseconds in five digits, 0 for
+    none; ``model`` and ``second_us`` are thousandths of ``us``, ``spread`` is in thousandths. ``gemm``, ``form``,
+    ``gpu``, ``config``, ``second`` and ``plan`` are places in lists of names. ``flop`` has 2 N K of each GEMM in
+    millions; ``failures`` maps a cell's place to its failures.
     """
     configs, forms, gpus, plans = _Texts(), _Texts(), _Texts(), _Texts()
     cells = sheet.cells
@@ -85,9 +85,9 @@ def embedded(sheet: Sheet) -> str:
         "gpu": [gpus.number(gpu_name(cell)) for cell in cells],
         "plan": [plans.number(cell.plan) for cell in cells],
     }
-    found = {
+    data = {
         "columns": columns,
-        "states": [one.value for one in State],
+        "states": [state.value for state in State],
         "configs": list(configs.all),
         "forms": list(forms.all),
         "gpus": list(gpus.all),
@@ -98,7 +98,7 @@ def embedded(sheet: Sheet) -> str:
         "failures": {i: list(cell.failures) for i, cell in enumerate(cells) if cell.failures},
         "models": _models(sheet),
     }
-    text = json.dumps(found, separators=(",", ":"))
+    text = json.dumps(data, separators=(",", ":"))
     return base64.b64encode(zlib.compress(text.encode(), 6)).decode()
 
 
@@ -108,20 +108,20 @@ def _shortened(gpus: Collection[str]) -> list[str]:
 
 
 def _models(sheet: Sheet) -> list[list[Any]]:
-    """(name, its GEMMs by number)."""
+    """(name, numbers of its GEMMs) of each model."""
     numbers = {gemm.key: i for i, gemm in enumerate(sheet.gemms)}
-    found: dict[str, dict[int, None]] = {}
+    by_model: dict[str, dict[int, None]] = {}
     for model in sheet.models:
-        found.setdefault(model.name, {}).update(dict.fromkeys(_gemms(model, numbers)))
-    return [[name, list(gemms)] for name, gemms in found.items()]
+        by_model.setdefault(model.name, {}).update(dict.fromkeys(_gemms(model, numbers)))
+    return [[name, list(gemms)] for name, gemms in by_model.items()]
 
 
 def _gemms(model: Model, numbers: dict[Any, int]) -> list[int]:
-    return [numbers[gemm_key(one)] for one in model.problems if gemm_key(one) in numbers]
+    return [numbers[gemm_key(problem)] for problem in model.problems if gemm_key(problem) in numbers]
 
 
 def _short(value: float | None) -> float | int:
-    """Five digits are more than a time has."""
+    """Round to five digits, more than a time has."""
     if value is None or not math.isfinite(value):
         return 0
     short = float(f"{value:.5g}")

@@ -1,4 +1,4 @@
-"""What the folded parts of the page tell of the cost model and of the search, in numbers of many marks at once."""
+"""The folded parts of the page on the cost model and the search, with statistics instead of many marks."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _RANKS = 16
 
 
 def model_against_measured(cells: Sequence[Cell]) -> str:
-    """By op and rows: modelled over measured of every measured choice and candidate that has both; "" of none."""
-    found: dict[tuple[str, str], list[float]] = {}
+    """A table by op and rows: modelled over measured time of all choices and candidates with both; else empty."""
+    by_rows: dict[tuple[str, str], list[float]] = {}
     for cell in cells:
-        ratios = [one.model_us / one.time_us for one in cell.candidates if one.model_us is not None]
+        ratios = [timed.model_us / timed.time_us for timed in cell.candidates if timed.model_us is not None]
         if (ratio := cell.model_ratio) is not None:
             ratios.append(ratio)
         if ratios:
             rows = next(name for name, low, high in _RANGES if low <= cell.bucket <= high)
-            found.setdefault((form(cell), rows), []).extend(ratios)
-    if not found:
+            by_rows.setdefault((form(cell), rows), []).extend(ratios)
+    if not by_rows:
         return ""
     lines = []
-    for (name, rows), ratios in found.items():
+    for (name, rows), ratios in by_rows.items():
         near = sum(1 - _NEAR <= ratio <= 1 + _NEAR for ratio in ratios) / len(ratios)
         tenths = statistics.quantiles(ratios, n=10) if len(ratios) > 1 else [ratios[0]] * 9
         lines.append(
@@ -38,12 +38,12 @@ def model_against_measured(cells: Sequence[Cell]) -> str:
 
 
 def search(cells: Sequence[Cell]) -> str:
-    """By the cost model's rank: that candidate's measured time over the cell's fastest; "" where none was ranked."""
+    """A table by the cost model's rank: the candidate's measured time over the cell's fastest; empty without ranks."""
     ranked: dict[int, list[float]] = {}
     for cell in cells:
-        order = sorted((one.model_us, one.time_us) for one in cell.candidates if one.model_us is not None)
+        order = sorted((timed.model_us, timed.time_us) for timed in cell.candidates if timed.model_us is not None)
         if len(order) > 1:
-            best = min(one.time_us for one in cell.candidates)
+            best = min(candidate.time_us for candidate in cell.candidates)
             for rank, (_, time_us) in enumerate(order, 1):
                 ranked.setdefault(rank, []).append(time_us / best)
     if not ranked:

@@ -1,4 +1,4 @@
-"""Numbers and tables as the page has them."""
+"""Format numbers and tables for the page."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ def percent(fraction: float | None) -> str:
 
 
 def times(ratio: float | None) -> str:
-    """How many times."""
+    """A ratio, e.g. ``1.07 x``."""
     return "" if ratio is None else f"{ratio:.2f} x"
 
 
 def median(values: Iterable[float]) -> float | None:
-    """The median, None of nothing."""
-    found = list(values)
-    return statistics.median(found) if found else None
+    """The median; None if there are no values."""
+    numbers = list(values)
+    return statistics.median(numbers) if numbers else None
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """The geometric mean of those that are known, None of nothing."""
-    known = [value for value in values if value is not None]
-    return statistics.geometric_mean(known) if known else None
+    """The geometric mean of the values that are not None; None if there are none."""
+    ratios = [value for value in values if value is not None]
+    return statistics.geometric_mean(ratios) if ratios else None
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[int] = ()) -> str:
-    """A table of markup; the columns in ``numbers`` are right-aligned."""
+    """An HTML table; the columns in ``numbers`` are right-aligned."""
     right = set(numbers)
 
     def line(tag: str, cells: Sequence[str]) -> str:
@@ -47,18 +47,18 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[
 
 
 def counts(cells: Iterable[Cell]) -> dict[State, int]:
-    """How many cells are in each state."""
-    found = Counter(cell.state for cell in cells)
-    return {state: found[state] for state in State}
+    """The number of cells in each state."""
+    by_state = Counter(cell.state for cell in cells)
+    return {state: by_state[state] for state in State}
 
 
-def told(found: Mapping[State, int]) -> str:
+def count_text(numbers: Mapping[State, int]) -> str:
     """The counts in words, e.g. ``34 measured, 2 missing``."""
-    return ", ".join(f"{count} {state.value}" for state, count in found.items() if count)
+    return ", ".join(f"{count} {state.value}" for state, count in numbers.items() if count)
 
 
 def dot(state: State) -> str:
-    """A state with its colour."""
+    """A state with its coloured dot."""
     return f'<span class="dot {state.value}"></span>{state.value}'
 
 
@@ -66,10 +66,11 @@ def strip(cells: Sequence[Cell]) -> str:
     """The states as one bar, and in words."""
     if not cells:
         return ""
-    found = counts(cells)
+    by_state = counts(cells)
     inner = "".join(
         f'<i class="{state.value}" style="width:{100 * count / len(cells):.1f}%"></i>'
-        for state, count in found.items()
+        for state, count in by_state.items()
         if count
     )
-    return f'<span class="strip" title="{told(found)}">{inner}</span><br><span class="soft">{told(found)}</span>'
+    text = count_text(by_state)
+    return f'<span class="strip" title="{text}">{inner}</span><br><span class="soft">{text}</span>'

@@ -1,4 +1,4 @@
-"""A sheet as one HTML page: nothing is loaded from anywhere, and it prints. Its script, page.js, draws the cells."""
+"""Render a sheet as one HTML page that loads nothing and can be printed. Its script, page.js, draws the cells."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from .data import embedded, form, form_order, gpu_name, short_names
 from .folded import model_against_measured, search
 from .markup import counts, dot, mean, median, percent, strip, table, times
 
-# HTML has no control characters, and half a surrogate pair (of a file's name) can't be written in UTF-8.
+# HTML has no control characters, and UTF-8 no half surrogate pairs, as in a file's name.
 _UNPRINTABLE = dict.fromkeys((*range(10), *range(11, 32), *range(127, 160), *range(0xD800, 0xE000)), "\ufffd")
 _RANGES = (("% for M near 1 to 128", 1, 128), ("256 to 8192", 129, 8192), ("more", 8193, 1 << 62))
 
 
 def page(sheet: Sheet) -> str:
-    """The whole page, out of page.html, page.css, cells.html and page.js."""
+    """The whole page, from page.html, page.css, cells.html and page.js."""
     cells = sheet.cells
-    known = any(cell.state is not State.MISSING for cell in cells)
-    drawn = _filled("cells.html", data=embedded(sheet), script=_file("page.js")) if known else ""
+    has_cells = any(cell.state is not State.MISSING for cell in cells)
+    drawn = _filled("cells.html", data=embedded(sheet), script=_file("page.js")) if has_cells else ""
     text = _filled(
         "page.html",
         title=escape(sheet.title),
@@ -49,7 +49,7 @@ def _filled(name: str, **parts: str) -> str:
 
 
 def headline(sheet: Sheet) -> str:
-    """The answer in a sentence: against torch where that was measured, else against the roofline, and of which GPU."""
+    """The result in a sentence: compared with torch if that was measured, else with the roofline."""
     cells = sheet.cells
     states = counts(cells)
     ratios = [ratio for cell in cells if (ratio := cell.against_torch) is not None]
@@ -62,15 +62,16 @@ def headline(sheet: Sheet) -> str:
     parts += [f"{count:,} {state.value}" for state, count in states.items() if count]
     text = ", ".join(parts) or "0 cells"
     if states[State.MODELLED] and not states[State.MEASURED]:
-        chips = ", ".join(one.name for one in sheet.chips)
+        chips = ", ".join(chip.name for chip in sheet.chips)
         text += f". Nothing was timed: all times are modelled for the {chips}"
     return text + "."
 
 
 def _head(sheet: Sheet, cells: Sequence[Cell]) -> str:
     chips = (
-        f"{one.name}: {one.bf16_tflops:g} bf16 TFLOP/s, {one.bandwidth_gbs:g} GB/s, {one.sm_count} SMs ({one.source})"
-        for one in sheet.chips
+        f"{chip.name}: {chip.bf16_tflops:g} bf16 TFLOP/s, {chip.bandwidth_gbs:g} GB/s, "
+        f"{chip.sm_count} SMs ({chip.source})"
+        for chip in sheet.chips
     )
     facts = {**sheet.facts, "roofline of": "; ".join(chips)}
     rows = [(f"<b>{escape(name)}</b>", escape(value)) for name, value in facts.items() if value]
@@ -87,7 +88,7 @@ def _folded(title: str, inner: str) -> str:
 
 
 def _glance(cells: Sequence[Cell]) -> str:
-    """One row for each op and form, and GPU that it was measured on where there are several, over all shapes."""
+    """The summary table: a row for each op and fusion, and for each GPU if several were measured, over all shapes."""
     with_torch = any(cell.against_torch for cell in cells)
     with_model = any(cell.model_ratio for cell in cells)
     gpus = short_names({gpu_name(cell) for cell in cells} - {""})
@@ -102,15 +103,15 @@ def _glance(cells: Sequence[Cell]) -> str:
     measured = {names[0] for names in groups if several and names[1]}
     for names, mine in groups.items():
         if names[0] in measured and not names[1]:
-            continue  # what was not measured is under Coverage
-        known = [(cell.bucket, cell.fraction) for cell in mine if cell.state is not State.MISSING]
+            continue  # unmeasured cells are under Coverage
+        fractions = [(cell.bucket, cell.fraction) for cell in mine if cell.state is not State.MISSING]
         row = [escape(names[0]), *(escape(gpus.get(name, "not measured")) for name in names[1:])]
         if with_torch:
             ratios = [ratio for cell in mine if (ratio := cell.against_torch) is not None]
             row += [times(mean(ratios)), times(min(ratios, default=None))]
-        row.append(percent(median(fraction for _, fraction in known)))
+        row.append(percent(median(fraction for _, fraction in fractions)))
         for _, low, high in _RANGES:
-            row.append(percent(median(fraction for bucket, fraction in known if low <= bucket <= high)))
+            row.append(percent(median(fraction for bucket, fraction in fractions if low <= bucket <= high)))
         row += [times(mean(cell.model_ratio for cell in mine))] * with_model
         row += [f"{len(mine):,}", f"{counts(mine)[State.MEASURED]:,}"]
         rows.append(row)
@@ -118,22 +119,22 @@ def _glance(cells: Sequence[Cell]) -> str:
 
 
 def _model(cells: Sequence[Cell]) -> str:
-    found = model_against_measured(cells)
+    rows = model_against_measured(cells)
     what = "The cost model's estimate over the measured time, of every measured choice, and of all candidates of some."
-    return f'<p class="soft">{what}</p><div class="wide">{found}</div>' if found else ""
+    return f'<p class="soft">{what}</p><div class="wide">{rows}</div>' if rows else ""
 
 
 def _search(cells: Sequence[Cell]) -> str:
-    found = search(cells)
+    rows = search(cells)
     what = (
         "Of a sample of cells, each measured candidate by its rank in the cost model's order. Where the first is near "
         "1, a modelled choice loses little."
     )
-    return f'<p class="soft">{what}</p><div class="wide">{found}</div>' if found else ""
+    return f'<p class="soft">{what}</p><div class="wide">{rows}</div>' if rows else ""
 
 
 def _coverage(sheet: Sheet, cells: Sequence[Cell]) -> str:
-    """A row for each model, or GEMM where there is no model, and a strip for each op."""
+    """The coverage table: a row for each model, or for each GEMM without models, and a strip for each op."""
     ops = list(dict.fromkeys(cell.problem.op for cell in sorted(cells, key=form_order)))
     groups: dict[tuple[str, ...], list[Cell]] = {}
     by_problem: dict[object, list[Cell]] = {}
@@ -145,7 +146,7 @@ def _coverage(sheet: Sheet, cells: Sequence[Cell]) -> str:
             mine = [model for model in models if model.dtype.value == dtype]
             shards = ", ".join(f"tp={model.tp} ep={model.ep}" for model in mine)
             problems = dict.fromkeys(problem for model in mine for problem in model.problems)
-            groups[escape(name), dtype, shards] = [cell for one in problems for cell in by_problem.get(one, ())]
+            groups[escape(name), dtype, shards] = [cell for problem in problems for cell in by_problem.get(problem, ())]
     first: tuple[str, ...] = ("model", "dtype", "shards")
     if not sheet.models:
         first = ("GEMM",)

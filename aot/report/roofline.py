@@ -1,4 +1,4 @@
-"""The least time of a grouped GEMM by a GPU's published figures: the roofline that a report measures against."""
+"""The least time of a grouped GEMM by a GPU's published figures, to compare measured times with."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ...kernels.hardware.chips import Chip
 
 
 class Roofline(NamedTuple):
-    """What memory and arithmetic take at least, in microseconds, each alone."""
+    """The least times of memory traffic and of arithmetic, each alone, in microseconds."""
 
     memory_us: float
     compute_us: float
 
     @property
     def least_us(self) -> float:
-        """No launch can be faster: the longer of the two."""
+        """The longer of the two: no launch can be faster."""
         return max(self.memory_us, self.compute_us)
 
     @property
     def bound(self) -> str:
-        """Which of them it is: ``memory`` or ``compute``."""
+        """The limit that applies: ``memory`` or ``compute``."""
         return "memory" if self.memory_us >= self.compute_us else "compute"
 
 
@@ -38,21 +38,21 @@ def roofline(problem: Problem, M: int, chip: Chip) -> Roofline:
       of the routing in kernels/cost/routing.py; with silu in the epilogue M N / 2 are written
     - dW: (E N K + M N + M K) s, as dw of every expert is written
 
-    Rates and bandwidth are the published ones of ``chip``: dense, at boost clock.
+    Rates and bandwidth are published figures of ``chip``: dense, at boost clock.
     """
     return rooflines(problem, chip)(M)
 
 
 def rooflines(problem: Problem, chip: Chip) -> Callable[[int], Roofline]:
-    """``roofline`` of any M, for many of them."""
+    """``roofline`` as a function of M, to call it for many."""
     E, N, K, size = problem.E, problem.N, problem.K, problem.dtype.itemsize
-    every, w_bytes = problem.op is Op.DW, problem.dtype.precision.w_bytes(N, K)
+    all_experts, w_bytes = problem.op is Op.DW, problem.dtype.precision.w_bytes(N, K)
     row_bytes = (result_columns(N, problem.fusion) + K) * size
     rates = {DType.FP32: chip.fp32_tflops, DType.TF32: chip.tf32_tflops}
     tflops = rates.get(problem.dtype, chip.bf16_tflops)
 
     def of(M: int) -> Roofline:
-        moved_bytes = (float(E) if every else expected_rows(E, M).active) * w_bytes + M * row_bytes
+        moved_bytes = (float(E) if all_experts else expected_rows(E, M).active) * w_bytes + M * row_bytes
         return Roofline(moved_bytes / chip.bandwidth_gbs * 1e-3, 2.0 * M * N * K / tflops * 1e-6)
 
     return of

@@ -1,4 +1,4 @@
-"""What journals know of each cell, for a report: candidates, the choice that follows, torch's time, failures."""
+"""The journals' records of each cell, for a report: candidates, the resulting choice, torch's time, failures."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..journal.timings import CellTimes, Timings, cell_of
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """One cell; ``times`` is None where nothing was timed. What a bundle has are these times ``clock`` times.
+    """The search in one cell; ``times`` is None if nothing was timed. A bundle has these times multiplied by ``clock``.
 
-    ``failed`` are the variants that failed anywhere: none of them is a choice.
+    ``failed`` are the variants that failed anywhere, which are never chosen.
     """
 
     gpu: Gpu
@@ -27,25 +27,25 @@ class Search:
 
     @property
     def fastest(self) -> list[tuple[float, bytes]]:
-        """(time in us, cubin's sha256) of all that were measured."""
+        """(time in us, cubin's sha256) of all measured variants, fastest first."""
         times = {} if self.times is None else self.times.times_ns
         return sorted((self.clock * time_ns / 1e3, sha) for sha, time_ns in times.items())
 
     @property
     def choice(self) -> bytes | None:
-        """The variant that a bundle of this journal has; None where not one was timed that never failed."""
+        """The variant that a bundle of this journal would choose; None if no variant was timed that never failed."""
         if self.times is None:
             return None
         return self.times.best_of([sha for sha in sorted(self.times.times_ns) if sha not in self.failed])
 
     @property
     def tried(self) -> int:
-        """How many were measured."""
+        """The number of measured variants."""
         return 0 if self.times is None else len(self.times.times_ns)
 
     @property
     def spread(self) -> float | None:
-        """The median of what was measured over the fastest."""
+        """The median of the measured times over the fastest."""
         if not self.tried or self.times is None:
             return None
         ordered = sorted(self.times.times_ns.values())
@@ -54,7 +54,7 @@ class Search:
 
     @property
     def torch_us(self) -> float | None:
-        """Torch's grouped_mm, at the clock of ``fastest``."""
+        """The time of torch's grouped_mm, at the clock of ``fastest``."""
         torch_ns = None if self.times is None else self.times.torch_ns
         return None if torch_ns is None else self.clock * torch_ns / 1e3
 
@@ -63,14 +63,14 @@ Searches = dict[Problem, dict[int, list[Search]]]
 
 
 def searches(journals: Sequence[Contents]) -> Searches:
-    """Every cell of every journal by product and bucket, as ``cell_of`` names it, in the journals' order."""
-    found: Searches = {}
+    """Every cell of every journal by product and bucket, under ``cell_of``'s key, in the journals' order."""
+    by_cell: Searches = {}
     for journal in journals:
-        _add(journal, found)
-    return found
+        _add(journal, by_cell)
+    return by_cell
 
 
-def _add(journal: Contents, found: Searches) -> None:
+def _add(journal: Contents, by_cell: Searches) -> None:
     evidence = Timings.of(journal)
     failures: dict[tuple[Problem, int], list[Failure]] = {}
     for record in journal.records:
@@ -80,12 +80,12 @@ def _add(journal: Contents, found: Searches) -> None:
     for (problem, bucket), times in evidence.cells.items():
         broken = _ordered(failures.pop((problem, bucket), ()))
         clock = evidence.clock(problem, bucket) if times.plain_ns else 1.0
-        one = Search(gpus[times.driver], times, clock, evidence.failed, broken)
-        found.setdefault(problem, {}).setdefault(bucket, []).append(one)
+        search = Search(gpus[times.driver], times, clock, evidence.failed, broken)
+        by_cell.setdefault(problem, {}).setdefault(bucket, []).append(search)
     for (problem, bucket), some in failures.items():
-        one = Search(journal.header.gpu, None, 1.0, evidence.failed, _ordered(some))
-        found.setdefault(problem, {}).setdefault(bucket, []).append(one)
+        search = Search(journal.header.gpu, None, 1.0, evidence.failed, _ordered(some))
+        by_cell.setdefault(problem, {}).setdefault(bucket, []).append(search)
 
 
 def _ordered(failures: Sequence[Failure]) -> tuple[Failure, ...]:
-    return tuple(sorted(failures, key=lambda one: (one.variant, one.kind, one.reason))) if failures else ()
+    return tuple(sorted(failures, key=lambda failure: (failure.variant, failure.kind, failure.reason)))

@@ -1,4 +1,4 @@
-"""Cells out of a bundle, journals and a plan."""
+"""Make a report's cells from a bundle, journals and a plan."""
 
 from __future__ import annotations
 
@@ -30,36 +30,36 @@ def sheet(
     plan: BuildPlan | None,
     also: Iterable[Variant] = (),
 ) -> Sheet:
-    """Put together what ``bundle`` chose, what ``journals`` measured and what ``plan`` wants.
+    """Combine the choices of ``bundle``, the times of ``journals`` and the problems of ``plan``.
 
-    Without a plan, a cell is missing where a model of the bundle has that bucket for another of its problems.
-    ``also`` are variants beside the bundle's that journals may name.
+    Without a plan, a cell is missing if a model of the bundle has that bucket for another of its problems. ``also`` are
+    variants outside the bundle that journals may name.
     """
     sm = bundle.target.sm if bundle is not None else journals[0].header.sm
     plan = plan if plan is None else planned_on(plan, (sm,))
     variants: dict[bytes, Variant] = {}
     for variant in (*also, *(bundle.variants if bundle else ())):
         variants.setdefault(variant.cubin_sha256, variant)
-    found = searches(journals)
+    by_cell = searches(journals)
     buckets: dict[Problem, set[int]] = {}
     for problem, some in (*_chosen(bundle), *_wanted(bundle, plan)):
         buckets.setdefault(problem, set()).update(some)
-    named: dict[Problem, set[int]] = {}  # as journals name it
+    named: dict[Problem, set[int]] = {}  # by the journals' name of the product
     for problem, some in buckets.items():
         named.setdefault(problem.canonical, set()).update(some)
-    for problem, there in found.items():
+    for problem, there in by_cell.items():
         buckets.setdefault(problem, set()).update(there.keys() - named.get(problem, set()))
-    known = _Known(sm, _default_gpu(bundle, journals), bundle, variants, found)
+    shared = _SharedData(sm, _default_gpu(bundle, journals), bundle, variants, by_cell)
     ordered = sorted(buckets, key=lambda problem: problem.sort_key)
-    cells = [one for problem in ordered for one in _CellMaker(problem, known).cells(sorted(buckets[problem]))]
+    cells = [cell for problem in ordered for cell in _CellMaker(problem, shared).cells(sorted(buckets[problem]))]
     chips = dict.fromkeys(_chip(cell.gpu, sm) for cell in cells)
     models = plan.models if plan is not None else bundle.models if bundle is not None else ()
-    notes = [f"{one.damaged} damaged records of a journal are left out" for one in journals if one.damaged]
+    notes = [f"{journal.damaged} damaged records of a journal are left out" for journal in journals if journal.damaged]
     return Sheet(title, facts, sm, tuple(chips), tuple(models), _gemms(cells), tuple(notes))
 
 
 def _default_gpu(bundle: Bundle | None, journals: Sequence[Contents]) -> Gpu | None:
-    """Of what nobody measured: the one GPU of the rest, or none in particular."""
+    """The GPU of unmeasured cells: the one that all others have, or None."""
     gpus = [journals[0].header.gpu] if bundle is None else list(bundle.gpus)
     return gpus[0] if len({(gpu.name, gpu.sm_count) for gpu in gpus}) == 1 else None
 
@@ -68,22 +68,22 @@ def _chip(gpu: Gpu | None, sm: int) -> Chip:
     return chip_for(sm) if gpu is None else chip_of(gpu, sm)
 
 
-TORCH = "torch grouped_mm"  # what runs a cell whose choice says that torch is faster
-_MODELLED_CELLS = 400  # whose every candidate the cost model is asked for: it takes a second, and shows what all would
+TORCH = "torch grouped_mm"  # the config of a cell that torch runs faster
+_MODELLED_CELLS = 400  # cells whose candidates are all estimated: it takes a second, and is representative
 
 
-class _Known:
-    """What is known of all products: variants by name, GPUs' figures, and what journals found."""
+class _SharedData:
+    """Data shared by all products: variants by cubin, GPUs' figures, and the journals' searches."""
 
     def __init__(
-        self, sm: int, default: Gpu | None, bundle: Bundle | None, variants: Mapping[bytes, Variant], found: Searches
+        self, sm: int, default: Gpu | None, bundle: Bundle | None, variants: Mapping[bytes, Variant], by_cell: Searches
     ) -> None:
-        self.default, self.bundle, self.found = default, bundle, found
+        self.default, self.bundle, self.searches = default, bundle, by_cell
         self._sm, self._variants = sm, variants
         self._chips: dict[Gpu | None, Chip] = {}
-        self._texts: dict[int, str] = {}  # by id: to hash a variant takes as long
+        self._texts: dict[int, str] = {}  # by id: hashing a variant is slow
         self._rankers: dict[tuple[bytes, Op, DType], dict[Gpu | None, Ranker | None]] = {}
-        searched = [(problem, bucket) for problem, there in found.items() for bucket in there]
+        searched = [(problem, bucket) for problem, there in by_cell.items() for bucket in there]
         self.sampled: dict[Problem, set[int]] = {}
         for problem, bucket in searched[:: 1 + len(searched) // _MODELLED_CELLS]:
             self.sampled.setdefault(problem, set()).add(bucket)
@@ -95,7 +95,7 @@ class _Known:
         return self._chips[gpu]
 
     def name(self, sha: bytes) -> str:
-        """A variant's config, or what is known of its cubin."""
+        """A variant's config; for an unknown cubin the start of its digest."""
         variant = self._variants.get(sha)
         return self.text(variant) if variant is not None else f"cubin {sha.hex()[:12]}"
 
@@ -107,7 +107,7 @@ class _Known:
         return text
 
     def model_us(self, canonical: Problem, bucket: int, sha: bytes, gpu: Gpu | None) -> float | None:
-        """The cost model's estimate; None of a variant that nobody names, or of another version's config."""
+        """The cost model's estimate; None for an unknown variant or another version's config."""
         there = self._rankers.setdefault((sha, canonical.op, canonical.dtype), {})
         try:
             if gpu not in there:
@@ -129,20 +129,20 @@ class _Known:
 class _CellMaker:
     """Makes the cells of one problem."""
 
-    def __init__(self, problem: Problem, known: _Known) -> None:
-        self._problem, self._canonical, self._known = problem, problem.canonical, known
-        self._found = known.found.get(self._canonical, {})
-        self._sampled = known.sampled.get(self._canonical, set())
+    def __init__(self, problem: Problem, shared: _SharedData) -> None:
+        self._problem, self._canonical, self._shared = problem, problem.canonical, shared
+        self._searches = shared.searches.get(self._canonical, {})
+        self._sampled = shared.sampled.get(self._canonical, set())
         self._lines: dict[Gpu | None, Callable[[int], Roofline]] = {}
 
     def cells(self, buckets: Iterable[int]) -> Iterator[Cell]:
-        """Of each bucket the bundle's choices, of each GPU one, or else the search's; with the search's candidates."""
-        bundle = self._known.bundle
+        """Yield each bucket's cells: the bundle's choices, or else the search's result, with its candidates."""
+        bundle = self._shared.bundle
         choices: dict[int, list[Choice]] = {}
-        for one in bundle.choices.get(self._problem, ()) if bundle is not None else ():
-            choices.setdefault(one.bucket, []).append(one)
+        for choice in bundle.choices.get(self._problem, ()) if bundle is not None else ():
+            choices.setdefault(choice.bucket, []).append(choice)
         for bucket in buckets:
-            there = self._found.get(bucket, [])
+            there = self._searches.get(bucket, [])
             if bundle is not None and bucket in choices:
                 for choice in choices[bucket]:
                     yield self._chosen(choice, bundle, there)
@@ -151,30 +151,30 @@ class _CellMaker:
 
     def _line(self, gpu: Gpu | None, bucket: int) -> Roofline:
         if gpu not in self._lines:
-            self._lines[gpu] = rooflines(self._problem, self._known.chip(gpu))
+            self._lines[gpu] = rooflines(self._problem, self._shared.chip(gpu))
         return self._lines[gpu](bucket)
 
     def _chosen(self, choice: Choice, bundle: Bundle, there: Sequence[Search]) -> Cell:
-        known, bucket = self._known, choice.bucket
+        shared, bucket = self._shared, choice.bucket
         variant = bundle.variants[choice.variant]
         second = None if choice.runner_up is None else bundle.variants[choice.runner_up]
         timed_on = choice.measured_on(bundle.gpus)
-        gpu = timed_on or known.default
-        search = None  # the times of another GPU say nothing of this one's
-        for one in there:
-            if timed_on is None or one.gpu.is_like(timed_on):
-                search = one
+        gpu = timed_on or shared.default
+        search = None  # times of another GPU don't count
+        for searched in there:
+            if timed_on is None or searched.gpu.is_like(timed_on):
+                search = searched
                 break
         cell = Cell(
             self._problem,
             bucket,
             State.MEASURED if choice.source is Source.MEASURED else State.MODELLED,
             self._line(gpu, bucket),
-            known.text(variant),
+            shared.text(variant),
             choice.time_ns / 1e3,
-            known.text(second) if second is not None else "",
+            shared.text(second) if second is not None else "",
             None if choice.runner_up_ns is None else choice.runner_up_ns / 1e3,
-            known.model_us(self._canonical, bucket, variant.cubin_sha256, gpu),
+            shared.model_us(self._canonical, bucket, variant.cubin_sha256, gpu),
             search.torch_us if search is not None else None,
             gpu,
             *self._tried(bucket, search),
@@ -193,8 +193,8 @@ class _CellMaker:
         )
 
     def _searched(self, bucket: int, search: Search | None) -> Cell:
-        known = self._known
-        gpu = search.gpu if search is not None else known.default
+        shared = self._shared
+        gpu = search.gpu if search is not None else shared.default
         line, (tried, spread, candidates, failures) = self._line(gpu, bucket), self._tried(bucket, search)
         choice = search.choice if search is not None else None
         if search is None or choice is None:
@@ -210,17 +210,17 @@ class _CellMaker:
                 failures=failures,
             )
         fastest = search.fastest
-        second = next((one for one in fastest if one[1] != choice), None)
+        second = next((entry for entry in fastest if entry[1] != choice), None)
         return Cell(
             self._problem,
             bucket,
             State.MEASURED,
             line,
-            known.name(choice),
+            shared.name(choice),
             next(time_us for time_us, sha in fastest if sha == choice),
-            known.name(second[1]) if second else "",
+            shared.name(second[1]) if second else "",
             second[0] if second else None,
-            known.model_us(self._canonical, bucket, choice, gpu),
+            shared.model_us(self._canonical, bucket, choice, gpu),
             search.torch_us,
             gpu,
             tried,
@@ -232,14 +232,14 @@ class _CellMaker:
     def _tried(
         self, bucket: int, search: Search | None
     ) -> tuple[int, float | None, tuple[TimedCandidate, ...], tuple[str, ...]]:
-        """How many, their spread, they themselves where they are told, and what failed."""
+        """(number of measured variants, their spread, the variants if the cell is sampled, failures)."""
         if search is None:
             return 0, None, (), ()
-        known, candidates = self._known, []
-        failures = [f"{known.name(one.variant)}: {one.kind}, {one.reason}" for one in search.failures]
+        shared, candidates = self._shared, []
+        failures = [f"{shared.name(failure.variant)}: {failure.kind}, {failure.reason}" for failure in search.failures]
         for time_us, sha in search.fastest if bucket in self._sampled else ():
-            model_us = known.model_us(self._canonical, bucket, sha, search.gpu)
-            candidates.append(TimedCandidate(known.name(sha), time_us, model_us))
+            model_us = shared.model_us(self._canonical, bucket, sha, search.gpu)
+            candidates.append(TimedCandidate(shared.name(sha), time_us, model_us))
         return search.tried, search.spread, tuple(candidates), tuple(failures)
 
 
@@ -249,7 +249,7 @@ _Wanted = list[tuple[Problem, Iterable[int]]]
 def _chosen(bundle: Bundle | None) -> _Wanted:
     if bundle is None:
         return []
-    return [(problem, [one.bucket for one in row]) for problem, row in bundle.choices.items()]
+    return [(problem, [choice.bucket for choice in row]) for problem, row in bundle.choices.items()]
 
 
 def _wanted(bundle: Bundle | None, plan: BuildPlan | None) -> _Wanted:
@@ -257,23 +257,24 @@ def _wanted(bundle: Bundle | None, plan: BuildPlan | None) -> _Wanted:
         return list(plan.buckets.items())
     if bundle is None:
         return []
-    found: _Wanted = []
+    wanted: _Wanted = []
     for model in bundle.models:
-        buckets = {one.bucket for problem in model.problems for one in bundle.choices[problem]}
-        found += [(one, gated_buckets(one, buckets) if optional(one) else buckets) for one in model.problems]
-    return found
+        buckets = {choice.bucket for problem in model.problems for choice in bundle.choices[problem]}
+        for problem in model.problems:
+            wanted.append((problem, gated_buckets(problem, buckets) if optional(problem) else buckets))
+    return wanted
 
 
 def _gemms(cells: Iterable[Cell]) -> tuple[WeightCells, ...]:
     problems: dict[Problem, list[Cell]] = {}
-    for cell in cells:  # a problem's come together, its buckets ascending
+    for cell in cells:  # each problem's cells are adjacent, with ascending buckets
         problems.setdefault(cell.problem, []).append(cell)
     groups: dict[GemmKey, list[Problem]] = {}
     for problem in sorted(problems, key=_order):
         groups.setdefault(gemm_key(problem), []).append(problem)
     order = sorted(groups, key=lambda key: (*key[:3], key[3].value, key[4].value))
-    return tuple(WeightCells(*key, tuple(cell for one in groups[key] for cell in problems[one])) for key in order)
+    return tuple(WeightCells(*key, tuple(cell for member in groups[key] for cell in problems[member])) for key in order)
 
 
-def _order(one: Problem) -> tuple[int, int, int]:
-    return (list(Op).index(one.op), one.fusion.value, one.top_k)
+def _order(problem: Problem) -> tuple[int, int, int]:
+    return (list(Op).index(problem.op), problem.fusion.value, problem.top_k)

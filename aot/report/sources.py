@@ -1,4 +1,4 @@
-"""The files of a report, read: a bundle or a journal, what goes with it, and the facts to tell of them."""
+"""Read the files of a report: a bundle or journals, and the facts about them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .sheets import sheet
 def read(
     source: str, is_bundle: bool, journals: Sequence[Path], candidates: str | None, plan: BuildPlan | None
 ) -> Sheet:
-    """The sheet of a bundle or a journal, with further journals, the candidates' names and what is wanted.
+    """The sheet of a bundle or a journal, with further journals, the candidates' names and the wanted plan.
 
     Raises
     ------
@@ -40,9 +40,9 @@ def read(
 def _capability(
     source: str, bundle: Bundle | None, journals: dict[Path, Contents], candidates: str | None, named: Bundle | None
 ) -> int:
-    """That all of these are for; InputError where there are several, or it is not known."""
+    """The capability of all of these; InputError if there are several, or it is not supported."""
     sms = {source: bundle.target.sm} if bundle is not None else {}
-    sms |= {str(path): one.header.sm for path, one in journals.items()}
+    sms |= {str(path): journal.header.sm for path, journal in journals.items()}
     if candidates is not None and named is not None:
         sms[candidates] = named.target.sm
     (first, wanted), *rest = sms.items()
@@ -56,7 +56,7 @@ def _capability(
 
 
 def _facts(source: str, bundle: Bundle | None, journals: Sequence[Contents]) -> dict[str, str]:
-    gpus = [one.header.gpu for one in journals] + list(bundle.gpus if bundle else ())
+    gpus = [journal.header.gpu for journal in journals] + list(bundle.gpus if bundle else ())
     facts = {
         "file": source,
         "target": str(bundle.target) if bundle else f"sm_{journals[0].header.sm}",
@@ -65,12 +65,12 @@ def _facts(source: str, bundle: Bundle | None, journals: Sequence[Contents]) -> 
     if bundle is not None:
         producer = bundle.producer
         facts["built by"] = f"pretuned {producer.pretuned}, Triton {producer.triton}, ptxas {producer.ptxas}"
-        facts["kernels"] = ", ".join(f"{one.name} revision {one.revision}" for one in bundle.kernels)
+        facts["kernels"] = ", ".join(f"{kernel.name} revision {kernel.revision}" for kernel in bundle.kernels)
         facts["variants"] = f"{len(bundle.variants)}, {sum(map(len, bundle.cubins)) / (1 << 20):.2f} MiB of code"
     else:
         header = journals[0].header
         facts["built by"] = f"pretuned {header.pretuned}"
-        facts["kernels"] = ", ".join(f"{one.name} revision {one.revision}" for one in header.kernels)
+        facts["kernels"] = ", ".join(f"{kernel.name} revision {kernel.revision}" for kernel in header.kernels)
     return facts
 
 

@@ -1,1 +1,1 @@
-"""What is measured next, and what is done when a GPU is lost. Uses choose and measure."""
+"""Schedule measurements, and go on when a GPU is lost. Uses choose and measure."""

@@ -1,4 +1,4 @@
-"""What the tuner tells: while it runs, and in the end."""
+"""The progress and the outcome of the tuner."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ..journal.records import Failure, Measured
 
 @dataclass(frozen=True, slots=True)
 class CellsDone:
-    """How far it is: cells ``done`` of ``total``, variants that ``failed``, and the ``last`` cell measured.
+    """The progress: cells ``done`` of ``total``, variants that ``failed``, and the ``last`` cell measured.
 
-    ``looking``, at the start of a stage: at cells that are measured already.
+    ``looking`` is set when the second measurement pass starts.
     """
 
     done: int
@@ -26,7 +26,7 @@ class CellsDone:
 
 @dataclass(frozen=True, slots=True)
 class TuneObservers:
-    """Whom to tell while it goes on: at the start of each stage, after each cell, and remarks."""
+    """Callbacks: at the start of each stage, after each cell, and for notes."""
 
     on_start: Callable[[CellsDone], None] = lambda progress: None
     on_cell: Callable[[CellsDone], None] = lambda progress: None
@@ -35,18 +35,18 @@ class TuneObservers:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run of the tuner did. ``total`` cells were asked for, of which ``known`` were in the journal before.
+    """The outcome of a run of the tuner. Of ``total`` cells, ``in_journal`` were in the journal before.
 
-    ``too_large`` do not fit the GPU's memory, ``unable`` could not be measured; ``left`` were not reached. ``looked``
-    were measured once more, by what would ship, which took ``look_seconds`` of all; ``to_look`` are still to be.
-    ``measurements`` are the (variant, cell) pairs timed of ``measured`` cells, of ``exhaustive`` that a search of all
-    would time; ``repeated`` were timed once more, to confirm.
+    ``too_large`` cells do not fit the GPU's memory, ``unable`` could not be measured, ``left`` were not reached. The
+    second measurement pass measured ``looked`` cells again in ``look_seconds``, and has ``to_look`` left.
+    ``measurements`` (variant, cell) pairs were timed in ``measured`` cells; timing all candidates would take
+    ``exhaustive``. ``repeated`` were timed once more, in duels.
     """
 
     sm: int
     gpu: Gpu
     total: int
-    known: int
+    in_journal: int
     measured: int
     looked: int
     too_large: int
@@ -62,11 +62,11 @@ class Outcome:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing is left to do."""
+        """True if nothing is left to do."""
         return not self.left and not self.to_look
 
     def to_dict(self) -> dict[str, object]:
-        """For JSON."""
+        """The outcome as plain values for JSON."""
         return {
             "gpu": {
                 "name": self.gpu.name,
@@ -76,7 +76,7 @@ class Outcome:
                 "driver": self.gpu.driver,
             },
             "cells": self.total,
-            "known": self.known,
+            "known": self.in_journal,
             "measured": self.measured,
             "too_large": self.too_large,
             "unable": self.unable,
@@ -86,13 +86,13 @@ class Outcome:
             "finished": self.finished,
             "failed": [
                 {
-                    "problem": str(one.problem),
-                    "bucket": one.bucket,
-                    "variant": one.variant.hex(),
-                    "kind": one.kind,
-                    "reason": one.reason,
+                    "problem": str(failure.problem),
+                    "bucket": failure.bucket,
+                    "variant": failure.variant.hex(),
+                    "kind": failure.kind,
+                    "reason": failure.reason,
                 }
-                for one in self.failures
+                for failure in self.failures
             ],
             "measurements": self.measurements,
             "repeated": self.repeated,

@@ -1,7 +1,7 @@
-"""The cells of one of several tuners that work side by side, each with its own GPUs and its own journal.
+"""Split cells between tuners that run at once, each with its own GPUs and journal.
 
-One process ranks cells and hands out jobs for a few GPUs. Beyond those, or where machines share nothing, each tuner has
-a part: ``aot measure --part 1/8``. Journals of parts are put together as any others are.
+One process can schedule a few GPUs. For more, or for machines that share nothing, each tuner gets a part:
+``aot measure --part 1/8``. Journals of parts are merged like any others.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ...artifacts.errors import InputError
 from ...artifacts.records.problem import Op, Problem
 from .space import weight_key
 
-# What a cell takes, in seconds: roughly, and whatever the GPU. Parts are to be about equal, no more.
+# Rough seconds of a cell on any GPU: parts need only be about equal.
 _EACH_S = 0.03
 _LAUNCHES = 40
 _FLOPS = 6e14
@@ -21,7 +21,9 @@ _BYTES = 2.5e12
 
 
 def part_of(problems: Mapping[Problem, Sequence[int]], number: int, count: int) -> dict[Problem, tuple[int, ...]]:
-    """Problem -> buckets of part ``number`` (from 1) of ``count``: whole weights, which cost time to make.
+    """The problems and buckets of part ``number`` (from 1) of ``count``, split by weights, which take time to make.
+
+    The parts are disjoint, cover all cells, are about equal in work, and do not depend on the caller.
 
     The parts are disjoint, all cells together, about as much work each, and the same whoever asks.
 
@@ -40,7 +42,7 @@ def part_of(problems: Mapping[Problem, Sequence[int]], number: int, count: int) 
     work = {key: math.fsum(_seconds(members)) for key, members in weights.items()}
     parts: list[list[tuple[object, ...]]] = [[] for _ in range(count)]
     loads = [0.0] * count
-    for key in sorted(weights, key=lambda key: (-work[key], min(one.sort_key for one in weights[key]))):
+    for key in sorted(weights, key=lambda key: (-work[key], min(problem.sort_key for problem in weights[key]))):
         least = loads.index(min(loads))
         parts[least].append(key)
         loads[least] += work[key]

@@ -1,8 +1,8 @@
-"""Which measured cells to look at once more, by what would ship, and what to time there.
+"""Choose the cells to measure in the second pass, from what would ship, and the variants to time there.
 
-A cell is measured with a few of all candidates, and which of these ship is known afterwards: of those a cell may lack
-one that may be the fastest. And times of a few rounds are some percent off in long launches, and a choice goes by what
-other cells need, too: where it took more than the fastest, more rounds tell whether that is a loss.
+A cell is measured with a few candidates, before it is known which variants ship: a shipped variant that may be the
+fastest may be missing there. And times of few rounds are some percent off in long launches: if a choice took longer
+than the fastest, more rounds tell whether that is real.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ..journal.file import Contents
 from ..journal.records import Measured
 from ..journal.timings import Cell, Timings, cell_of, counting
 
-NEAR = 0.1  # over the fastest: may be the fastest
-BESIDE = 0.03  # over the fastest: timed beside what was not
+NEAR = 0.1  # a variant within this of the fastest may be the fastest
+BESIDE = 0.03  # variants within this of the fastest are timed together with missing ones
 LIKELY = 1.06  # times the least estimate: 99 % of the winners in an H200's journal (benchmarks/model/shipped.py)
 
 
 @dataclass(frozen=True, slots=True)
 class Remeasure:
-    """What to time in a cell, by cubin; ``more``: in more rounds than before."""
+    """The variants to time in a cell, by cubin; ``more``: in more rounds than before."""
 
     variants: frozenset[bytes]
     more: bool
@@ -33,28 +33,32 @@ class Remeasure:
 def looks(
     chosen: Chosen, contents: Contents, estimates: Callable[[Problem, int], Mapping[bytes, float]]
 ) -> dict[Cell, Remeasure]:
-    """The cells that were measured and that either lack something, or whose choice may be none.
+    """The measured cells that lack a variant that may be the fastest, or whose choice looks too slow.
+
+    A missing variant ships, was not timed in the cell, and may be the fastest by the model's estimate: it is timed
+    together with the fastest ones. A choice looks too slow if it took over MAX_LOSS more than the fastest, by a single
+    record: then all variants that may be the fastest are timed in more rounds.
 
     They lack what ships, was not timed there, and by the model's estimate may be the fastest; it is timed beside who is
     ahead. The choice may be none where it took over MAX_LOSS more than the fastest, and one record alone tells of it:
     then all that may be the fastest is timed, in more rounds.
 
-    ``chosen`` is what would ship by the journal, ``estimates`` what the cost model makes of each cubin that serves a
-    cell. What failed anywhere is left out.
+    ``chosen`` is what would ship by the journal; ``estimates`` returns the cost model's estimate for each cubin that
+    serves a cell. Variants that failed anywhere are left out.
     """
     records: dict[Cell, list[Measured]] = {}
-    for one in contents.records:
-        if isinstance(one, Measured):
-            records.setdefault(cell_of(one.problem, one.bucket), []).append(one)
+    for record in contents.records:
+        if isinstance(record, Measured):
+            records.setdefault(cell_of(record.problem, record.bucket), []).append(record)
     evidence = Timings.of(contents)
-    ships = {one.variant.cubin_sha256 for one in chosen.variants}
-    found = {}
+    ships = {code.variant.cubin_sha256 for code in chosen.variants}
+    cells = {}
     for problem, choices in chosen.choices.items():
         for choice in choices:
             cell, ours = cell_of(problem, choice.bucket), chosen.variants[choice.variant].variant.cubin_sha256
             able = {sha: us for sha, us in estimates(*cell).items() if sha not in evidence.failed}
-            known = evidence.cells[cell].times_ns if cell in evidence.cells else {}
-            times = {sha: ns for sha, ns in known.items() if sha in able}
+            measured_ns = evidence.cells[cell].times_ns if cell in evidence.cells else {}
+            times = {sha: ns for sha, ns in measured_ns.items() if sha in able}
             if not times:
                 continue
             least = min(times.values())
@@ -63,5 +67,5 @@ def looks(
             missing = {sha for sha in ships & able.keys() if able[sha] <= most and sha not in times}
             if doubted or missing:
                 ahead = {sha for sha, ns in times.items() if ns <= least * (1 + (NEAR if doubted else BESIDE))}
-                found[cell] = Remeasure(frozenset({*ahead, *missing, *({ours} if doubted else ())}), doubted)
-    return found
+                cells[cell] = Remeasure(frozenset({*ahead, *missing, *({ours} if doubted else ())}), doubted)
+    return cells

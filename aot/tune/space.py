@@ -1,8 +1,7 @@
-"""What can be measured: cells that fit the GPU, the variants that serve them, and the cost model's order of those."""
+"""The cells to measure that fit the GPU, the variants that serve them, and the cost model's ranking."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -23,7 +22,7 @@ from ..journal.timings import Cell, cell_of
 from ..plan.families import optional, serves
 from .shortlist import ConfigPairs
 
-_RESERVE_BYTES = 2 << 30  # the context, code, and what a reference needs
+_RESERVE_BYTES = 2 << 30  # for the context, code, and a reference
 
 
 @dataclass(slots=True)
@@ -55,7 +54,9 @@ class TuningSpace:
         running: Running = MappingProxyType({}),
         around: Neighbourhood | None = None,
     ) -> TuningSpace:
-        """Leaves out what does not fit the GPU's memory. A product that has two names is one here (``cell_of``).
+        """The space of these problems and candidates, less cells that do not fit the GPU's memory.
+
+        ``running`` is the baseline; cells measured ``around`` these improve the model's ranking.
 
         ``running`` is what runs today, ``around`` what is measured around these cells.
 
@@ -66,18 +67,18 @@ class TuningSpace:
         """
         variants = bundle.variants()
         self = cls({}, bundle, share, chip_of(gpu, sm), like=like, around=around)
-        self.configs = {one.cubin_sha256: one.config for one in variants}
+        self.configs = {variant.cubin_sha256: variant.config for variant in variants}
         wanted: dict[Problem, set[int]] = {}
-        for problem, bucket in itertools.starmap(cell_of, ((one, M) for one, row in problems.items() for M in row)):
+        for problem, bucket in (cell_of(problem, M) for problem, row in problems.items() for M in row):
             wanted.setdefault(problem, set()).add(bucket)
         ran: dict[Problem, set[bytes]] = {}
-        for (problem, bucket), one in running.items():
+        for (problem, bucket), incumbent in running.items():
             cell = cell_of(problem, bucket)
-            self.incumbents[cell] = tuple(dict.fromkeys((*self.incumbents.get(cell, ()), one)))
-            ran.setdefault(cell[0], set()).add(one.variant)
-        for problem in sorted(wanted, key=lambda one: one.sort_key):
+            self.incumbents[cell] = tuple(dict.fromkeys((*self.incumbents.get(cell, ()), incumbent)))
+            ran.setdefault(cell[0], set()).add(incumbent.variant)
+        for problem in sorted(wanted, key=lambda problem: problem.sort_key):
             before = ran.get(problem, set())
-            able = tuple(i for i, one in enumerate(variants) if serves(one, problem) or runs(one, problem, before))
+            able = tuple(i for i, v in enumerate(variants) if serves(v, problem) or runs(v, problem, before))
             if not able and optional(problem):
                 continue
             if not able:
@@ -93,19 +94,20 @@ class TuningSpace:
         return self
 
     def has(self, record: Measured) -> bool:
-        """Whether a record is of a cell that is asked for, and of these candidates."""
+        """True if a record is of a cell in this space, and of these candidates."""
         problem, bucket = cell_of(record.problem, record.bucket)
         return bucket in self.cells.get(problem, ()) and (problem, record.modelled) in self.index
 
     def ran(self, problem: Problem, bucket: int, without: Container[bytes] = ()) -> dict[int, Incumbent]:
-        """What runs a cell today, of the candidates, by its place; less those whose cubin is in ``without``."""
-        found = ((self.index.get((problem, one.variant)), one) for one in self.incumbents.get((problem, bucket), ()))
-        return {i: one for i, one in found if i is not None and one.variant not in without}
+        """The baseline variants of a cell among the candidates, by place, less cubins in ``without``."""
+        incumbents = self.incumbents.get((problem, bucket), ())
+        places = ((self.index.get((problem, incumbent.variant)), incumbent) for incumbent in incumbents)
+        return {i: incumbent for i, incumbent in places if i is not None and incumbent.variant not in without}
 
     def variant(self, problem: Problem, config: ConfigPairs, without: Container[bytes] = ()) -> int | None:
         """The variant that serves a problem in this config, unless its cubin is in ``without``."""
         able = ((i, self.bundle.variant(i)) for i in self.able.get(problem, ()))
-        return next((i for i, one in able if one.config == config and one.cubin_sha256 not in without), None)
+        return next((i for i, v in able if v.config == config and v.cubin_sha256 not in without), None)
 
     def elsewhere(self, problem: Problem, bucket: int) -> list[ConfigPairs]:
         """The configs that the bundle ``like`` has for a cell: each GPU's choice, then its runner-up."""
@@ -117,14 +119,14 @@ class TuningSpace:
         return [self.like.variant(i).config for i in indices]
 
     def estimates(self, problem: Problem, bucket: int) -> dict[bytes, float]:
-        """By cubin of what serves a problem that is asked for, the estimate in us."""
+        """The estimate in us of each cubin that serves a cell; empty if the cell is not in this space."""
         problem, bucket = cell_of(problem, bucket)
         if bucket not in self.cells.get(problem, ()):
             return {}
         return {self.bundle.variant(i).cubin_sha256: us for us, i in self.ranked(problem, bucket)}
 
     def ranked(self, problem: Problem, bucket: int, without: Container[bytes] = ()) -> list[tuple[float, int]]:
-        """(estimate in us, variant), best first, less those whose cubin is in ``without``."""
+        """(estimate in us, variant), best first, less cubins in ``without``."""
         able = self.able[problem]
         if able not in self._rankers:
             resources = [Resources.of(self.bundle.variant(i)) for i in able]
@@ -135,7 +137,7 @@ class TuningSpace:
 
 
 def fits(problem: Problem, M: int, memory_mib: int) -> bool:
-    """Whether a cell's tensors fit a GPU's memory: w, dw, M rows of both widths, and what a clean measurement needs."""
+    """True if a cell's tensors fit a GPU's memory: w, dw, M rows of both widths, and buffers for measuring."""
     matrices_bytes = (
         problem.E * problem.dtype.precision.w_bytes(problem.N, problem.K) * (2 if problem.op is Op.DW else 1)
     )
@@ -145,21 +147,21 @@ def fits(problem: Problem, M: int, memory_mib: int) -> bool:
 
 
 def weight_key(problem: Problem) -> tuple[int, int, int, DType, Layout]:
-    """The weights that a problem's measurements share with those of other ops, forms and buckets."""
+    """The key of the weights that a problem shares with other ops, fusions and buckets."""
     return (problem.E, problem.N, problem.K, problem.dtype, problem.layout)
 
 
 def torch_can(problem: Problem) -> bool:
-    """Whether torch has one call for it: grouped_mm takes bf16, plain, the usual layout, rows of 16 bytes."""
+    """True if torch has one call for it: grouped_mm takes bf16, plain, w [E, N, K], rows of 16 bytes."""
     plain = problem.dtype is DType.BF16 and problem.layout is Layout.NK and problem.fusion is Fusion.NONE
     return plain and problem.N % 8 == 0 and problem.K % 8 == 0
 
 
 def expected_seconds(best_us: float) -> float:
-    """What measuring a cell takes, about: for the progress, and for what to begin with."""
+    """The approximate seconds to measure a cell, for the progress and the order."""
     return 0.1 + 80e-6 * best_us
 
 
 def weight_seconds(problem: Problem) -> float:
-    """What making the weights anew takes, about: a guess, to decide whether a cell is worth taking to another GPU."""
+    """The approximate seconds to make the weights anew, to decide whether to move a cell to another GPU."""
     return 0.02 + problem.E * problem.N * problem.K / 20e9

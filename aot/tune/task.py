@@ -1,4 +1,4 @@
-"""What the tuner keeps of each cell that it measures, and of each GPU that it measures on."""
+"""The tuner's state of each cell to measure, and of each GPU."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from .remeasure import Remeasure
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """A cell to measure. ``alone``: contenders to try one by one, as a process died over them, once (``split``).
+    """A cell to measure. ``alone``: variants to try one by one, since a process died over them (``split``).
 
-    ``kills``: the GPUs that have gone while the first of ``alone`` ran there. ``look``: what to time, of a cell that
-    was measured before.
+    ``kills``: GPUs lost while the first of ``alone`` ran there. ``look``: the variants to time in a second measurement.
     """
 
     problem: Problem
@@ -32,17 +31,17 @@ class Task:
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One GPU: the cells that wait for it, the one under way, and what its worker was lost over."""
+    """One GPU: its waiting cells, the cell being measured, and the error that its worker was lost over."""
 
     executor: GpuExecutor
     uuid: str = ""
     waiting: deque[Task] = field(default_factory=deque)
-    trial: Task | None = None
+    task: Task | None = None
     sent: tuple[int, ...] = ()
     lost: WorkerLost | None = None
     starts: int = 0
 
     @property
     def waiting_s(self) -> float:
-        """What waits for it takes, about."""
-        return sum(trial.seconds for trial in self.waiting)
+        """The approximate seconds of the waiting cells."""
+        return sum(task.seconds for task in self.waiting)

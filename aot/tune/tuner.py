@@ -1,4 +1,4 @@
-"""The tuner: cells and candidates in, a journal out. It ranks, hands out jobs, and writes down what comes back.
+"""The tuner: rank the candidates of cells, hand out jobs to GPUs, and write the results to a journal.
 
     outcome = tune_problems({problem: (16, 32)}, "candidates.msgpack", Path("h200.journal"), budget_s=600)
     bundle = measured_bundle(plan, read_candidates("candidates.msgpack"), read_journal(Path("h200.journal")))
@@ -40,11 +40,11 @@ class NoGpu(HostError):
 
 @dataclass(frozen=True, slots=True)
 class Entrants:
-    """Which of a cell's candidates are measured, and how often.
+    """The candidates of a cell to measure, and in how many rounds.
 
-    A ``share`` of them. ``like`` is a bundle, as of another GPU of this capability: what it has for a cell is among
-    them. ``runs`` tells what the runtime runs today on a GPU (``choose.incumbents``): that is measured, too. ``quick``:
-    in fewer rounds. ``around`` tells what is measured around these cells: it changes the cost model's order.
+    A ``share`` of them is measured. ``like`` is a bundle, as of another GPU of this capability: its choices are
+    measured too. So is the baseline that ``runs`` returns for a GPU (``choose.incumbents``). ``quick`` measures in
+    fewer rounds. ``around`` returns measured cells that improve the cost model's ranking.
     """
 
     share: float = SHARE
@@ -77,24 +77,24 @@ def tune_problems(
     candidates
         A bundle of compiled variants (``aot compile``), for the capability of the GPUs.
     journal
-        Made if it is missing, else gone on with. Held meanwhile: another tuner waits.
+        Created if missing, else continued. Another tuner of this journal waits.
     budget_s
         Seconds after which no more jobs are begun; None for no limit.
     gpus
         Ordinals; None for all of this machine.
     executors
-        In place of this machine's GPUs; they are started here and shut down by the caller.
+        Used instead of this machine's GPUs; started here, shut down by the caller.
     joined
-        Asked now and then for executors that have come meanwhile. With it, those that do not start are left out,
-        and where all are gone others are waited for.
+        Called regularly for executors that have joined. With it, executors that do not start are left out, and if all
+        are gone the tuner waits for others.
     with_torch
-        Time torch's grouped_mm beside the plain bf16 problems.
+        Time torch's grouped_mm for the plain bf16 problems too.
     entrants
-        Which of a cell's candidates are measured.
+        The candidates of a cell to measure.
     ships
-        What would ship by a journal (``measured.shipping``). Once no cell is missing, those are measured once more that
-        lack what would ship and may be the fastest there, or whose choice took over 2 % more than the fastest. None:
-        no such look is taken.
+        From a journal to what would ship (``choose.bundle.shipping``). Once no cell is missing, a second pass measures
+        cells again that lack a shipped variant that may be the fastest, or whose choice took over 2 % more than the
+        fastest. None: no second pass.
 
     Raises
     ------
@@ -109,8 +109,8 @@ def tune_problems(
     """
     watch = observers or TuneObservers()
     with open_bundle(candidates) as bundle, contextlib.ExitStack() as stack:
-        who = entrants or Entrants()
-        there = _beside(who.like, bundle, stack)
+        entrants = entrants or Entrants()
+        like = _other_bundle(entrants.like, bundle, stack)
         if executors is None:
             try:
                 executors = stack.enter_context(local_gpus(str(candidates), bundle.digest, gpus))
@@ -118,15 +118,15 @@ def tune_problems(
                 raise NoGpu(str(error)) from None
         greeted = _greet(executors, watch, lenient=joined is not None)
         sm, gpu = _same_gpu(greeted, bundle)
-        held = stack.enter_context(open_journal(journal, Header(sm, gpu, _measured_kernels(bundle)), watch.on_note))
-        running = {} if who.runs is None else who.runs(LocalGpu(sm, gpu))
-        around = None if who.around is None else who.around(LocalGpu(sm, gpu))
-        ground = TuningSpace.of(problems, bundle, gpu, sm, who.share, there, running, around)
-        return Scheduler(ground, greeted, joined, held, watch, with_torch, budget_s, ships, quick=who.quick).run()
+        opened = stack.enter_context(open_journal(journal, Header(sm, gpu, _measured_kernels(bundle)), watch.on_note))
+        running = {} if entrants.runs is None else entrants.runs(LocalGpu(sm, gpu))
+        around = None if entrants.around is None else entrants.around(LocalGpu(sm, gpu))
+        space = TuningSpace.of(problems, bundle, gpu, sm, entrants.share, like, running, around)
+        return Scheduler(space, greeted, joined, opened, watch, with_torch, budget_s, ships, quick=entrants.quick).run()
 
 
 def _measured_kernels(bundle: BundleFile) -> tuple[Kernel, ...]:
-    """Those of the variants, of each the revision that comes first: what is carried from other bundles comes last."""
+    """The kernels of the variants, each in its first revision; code carried from other bundles comes last."""
     revisions: dict[str, int] = {}
     for variant in bundle.variants():
         if isinstance(variant.op, Op):
@@ -134,8 +134,8 @@ def _measured_kernels(bundle: BundleFile) -> tuple[Kernel, ...]:
     return tuple(kernel for kernel in bundle.kernels if revisions.get(kernel.name) == kernel.revision)
 
 
-def _beside(named: str | Path | None, candidates: BundleFile, stack: contextlib.ExitStack) -> BundleFile | None:
-    """Another bundle of the candidates' capability, if one is named."""
+def _other_bundle(named: str | Path | None, candidates: BundleFile, stack: contextlib.ExitStack) -> BundleFile | None:
+    """Open another bundle of the candidates' capability, if one is named."""
     if named is None:
         return None
     other = stack.enter_context(open_bundle(named))
@@ -148,7 +148,7 @@ def _beside(named: str | Path | None, candidates: BundleFile, stack: contextlib.
 
 
 def _greet(executors: Sequence[GpuExecutor], watch: TuneObservers, *, lenient: bool) -> dict[GpuExecutor, WorkerInfo]:
-    """Start them. ``lenient`` goes on with those that do, if there is one."""
+    """Start the executors. ``lenient`` drops those that fail to start, unless all do."""
     started = [executor.start() for executor in executors]
     greeted: dict[GpuExecutor, WorkerInfo] = {}
     last = NoGpu("there is no GPU to measure on")
@@ -172,7 +172,7 @@ def _greet(executors: Sequence[GpuExecutor], watch: TuneObservers, *, lenient: b
 
 
 def _same_gpu(greeted: Mapping[GpuExecutor, WorkerInfo], bundle: BundleFile) -> tuple[int, Gpu]:
-    """The GPUs' common identity: one journal holds the times of one kind."""
+    """The identity that all GPUs share: a journal holds the times of one kind of GPU."""
     first = next(iter(greeted.values()))
     users: dict[str, str] = {}
     for executor, other in greeted.items():

@@ -22,7 +22,7 @@ import torch
 from benchmarks import method
 from benchmarks.speed.kernels import dense, geometric_mean
 from pretuned.aot.compare.products import Call, grouped_mm, ours
-from pretuned.aot.compare.timing import Taken, replayed_error, taken
+from pretuned.aot.compare.timing import CapturedCall, capture_call, replayed_error
 
 OPS = ("forward", "dX", "dW")
 OURS, TORCH, DENSE = "ours", "torch_grouped_mm", "dense_same_flops"
@@ -43,12 +43,12 @@ def measure_cell(
         TORCH: (lambda: grouped_mm(op, inputs), inputs),
         DENSE: (lambda: (lambda: product()[None]) if op == "dW" else product, one_expert),
     }
-    kept: dict[str, Taken] = {}
+    kept: dict[str, CapturedCall] = {}
     error: dict[str, float] = {}
     failed: dict[str, str] = {}
     for name, (maker, of) in problems.items():
         try:
-            one = taken(clock, maker())
+            one = capture_call(clock, maker())
             error[name] = replayed_error(clock, one, of, op)
         except Exception:  # another library's, compiled here: the others go on
             failed[name] = traceback.format_exc()

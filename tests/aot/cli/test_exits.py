@@ -11,7 +11,7 @@ import pytest
 from building import MODEL, fill
 
 from pretuned.aot.bundle.verify import verify
-from pretuned.aot.cli.exits import guarded, quiet_without_reader, told
+from pretuned.aot.cli.exits import exit_of, guarded, quiet_without_reader
 from pretuned.artifacts import errors
 
 
@@ -49,7 +49,7 @@ def test_exit_codes(error: BaseException, code: int, capsys: pytest.CaptureFixtu
 
 
 def test_a_missing_package_names_the_extra() -> None:
-    _, message = told(ModuleNotFoundError("No module named 'pebble'", name="pebble"))
+    _, message = exit_of(ModuleNotFoundError("No module named 'pebble'", name="pebble"))
     assert message == 'error: pebble is not installed: pip install "pretuned[aot]"'
 
 
@@ -178,7 +178,7 @@ def test_an_unforeseen_error_says_so_and_where() -> None:
     try:
         raise ZeroDivisionError("by zero")
     except ZeroDivisionError as error:
-        code, message = told(error)
+        code, message = exit_of(error)
     assert code == 1
     assert message.startswith("internal error: ZeroDivisionError: by zero (test_exits.py:")
 

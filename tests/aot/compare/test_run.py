@@ -16,18 +16,18 @@ from pretuned.aot.compare.libraries import (
     TORCH,
     Libraries,
     Library,
-    Made,
     NoCall,
     PeerProduct,
+    PreparedCall,
     _deepgemm_call,
     _vllm_call,
-    found,
+    find_libraries,
 )
 from pretuned.aot.compare.plot import kind_of
 from pretuned.aot.compare.products import Inputs, matmul_loop
 from pretuned.aot.compare.result import OURS
 from pretuned.aot.compare.run import _Compared, cells_of
-from pretuned.aot.compare.timing import replayed_error, taken
+from pretuned.aot.compare.timing import capture_call, replayed_error
 from pretuned.aot.measure.clock import HostClock
 from pretuned.aot.measure.inputs import activations, routed_rows, weights
 from pretuned.aot.models.load import load_models
@@ -135,23 +135,23 @@ def test_the_loop_over_experts_is_right(op):
         HostClock(),
         made(op=op),
     )  # its second expert has no rows: dw is zero there, whatever lay there before
-    assert replayed_error(clock, taken(clock, matmul_loop(op, inputs)), inputs, op) < 1e-2
+    assert replayed_error(clock, capture_call(clock, matmul_loop(op, inputs)), inputs, op) < 1e-2
 
 
 def test_libraries_that_are_wrong_or_fail_are_left_out():
     (shard,) = load_models([EVEN]).shapes
     (gemm, _) = shard.gemms()
 
-    def fails(one: PeerProduct) -> Made:
+    def fails(one: PeerProduct) -> PreparedCall:
         raise RuntimeError("no such\nconfig")
 
-    def refuses(one: PeerProduct) -> Made:
+    def refuses(one: PeerProduct) -> PreparedCall:
         raise NoCall("never of this kind")
 
-    def wrong(one: PeerProduct) -> Made:
-        return Made(lambda: 1.5 * matmul_loop(one.op, one.inputs)())
+    def wrong(one: PeerProduct) -> PreparedCall:
+        return PreparedCall(lambda: 1.5 * matmul_loop(one.op, one.inputs)())
 
-    here = (*found(CPU).here, *(Library(made.__name__, "", made) for made in (fails, refuses, wrong)))
+    here = (*find_libraries(CPU).here, *(Library(made.__name__, "", made) for made in (fails, refuses, wrong)))
     bench = _Compared(Libraries(here, {}), CPU, 1.0, gemm.E * gemm.N * gemm.K)
     (cell,) = bench.all([(shard, gemm, Op.FORWARD, 16)])
     assert set(cell.us) == {OURS, TORCH, LOOP}
@@ -164,7 +164,7 @@ def test_libraries_that_are_wrong_or_fail_are_left_out():
 def test_what_a_replay_does_not_write_is_an_error():
     clock, inputs = HostClock(), made()
     results = [matmul_loop("forward", inputs)()] * 2
-    one = taken(clock, lambda: results[0])
+    one = capture_call(clock, lambda: results[0])
     assert not replayed_error(clock, one, inputs, "forward") < 1e-2  # NaN was written over it, and stayed
 
 
@@ -182,7 +182,7 @@ def test_deepgemms_rows_are_padded_and_found_again():
     )
     clock = HostClock()
     assert padded.at is not None
-    assert replayed_error(clock, taken(clock, padded.call), inputs, "forward", padded.at) < 1e-2
+    assert replayed_error(clock, capture_call(clock, padded.call), inputs, "forward", padded.at) < 1e-2
     with pytest.raises(NoCall, match="gradients"):
         _deepgemm_call(SimpleNamespace(), PeerProduct("dX", inputs, 3, 2, 64))
 
@@ -236,7 +236,7 @@ def test_vllms_rows_stand_in_blocks_of_their_expert(sizes):
     module = SimpleNamespace(try_get_optimal_moe_config=config, invoke_fused_moe_triton_kernel=invoke)
     clock = HostClock()
     one = _vllm_call(module, align, None, PeerProduct("forward", inputs, 3, 2, 64))
-    assert replayed_error(clock, taken(clock, one.call), inputs, "forward", one.at) < 1e-2
+    assert replayed_error(clock, capture_call(clock, one.call), inputs, "forward", one.at) < 1e-2
     assert asked == [((len(sizes), 6, 5), (len(sizes), 5, 3), 2, None, 64)]
     with pytest.raises(NoCall, match="gradients"):
         _vllm_call(module, align, None, PeerProduct("dX", inputs, 3, 2, 64))
@@ -254,7 +254,7 @@ def test_few_tokens_come_first_and_gradients_from_1024_on():
 
 def test_experts_of_a_rank_get_its_share_of_a_token():
     (shard,) = load_models(["shape:E=8,H=64,I=32,k=4 ep=4"]).shapes
-    bench = _Compared(found(CPU), CPU, 1.0, 2 * 64 * 64)
+    bench = _Compared(find_libraries(CPU), CPU, 1.0, 2 * 64 * 64)
     (cell,) = bench.all([(shard, shard.gemms()[0], Op.FORWARD, 16)])
     assert (cell.E, cell.M) == (2, 16)
     assert int(routed_rows(2, 1, 16).sum()) == cell.M

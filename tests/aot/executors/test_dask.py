@@ -360,7 +360,7 @@ def test_stopped_or_killed_it_loses_the_job_in_flight_at_most_and_goes_on(
         running = [" ".join(child.cmdline()) for child in psutil.Process(worker.pid).children(True)]
         assert not [line for line in running if "spawn_main" in line]  # the process on the GPU has ended
     outcome = tune(lone, small_plan, candidates, journal, 1)
-    assert (outcome.known, outcome.measured, outcome.left) == (kept, small_plan.choices - kept, 0)
+    assert (outcome.in_journal, outcome.measured, outcome.left) == (kept, small_plan.choices - kept, 0)
 
 
 def test_a_lost_scheduler_ends_it_and_what_was_measured_is_kept(

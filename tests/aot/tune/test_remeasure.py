@@ -14,7 +14,7 @@ from tuning import cells, everything, gpus, records_of, wanted_looks
 from pretuned.aot.choose.bundle import shipping
 from pretuned.aot.choose.candidates import read_candidates
 from pretuned.aot.choose.choices import Chosen
-from pretuned.aot.cli.tuning import told
+from pretuned.aot.cli.tuning import outcome_text
 from pretuned.aot.journal.file import Contents, open_journal, read_journal
 from pretuned.aot.journal.records import WRONG, Failure, Timing
 from pretuned.aot.journal.timings import Cell, Timings
@@ -72,7 +72,7 @@ def test_a_choice_that_took_more_than_the_fastest_is_measured_once_more(
     watch = TuneObservers(on_start=heard.append, on_cell=heard.append)
     with gpus(candidates, faketimer.steady) as here:
         outcome = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships, observers=watch)
-    assert (outcome.known, outcome.measured, outcome.left) == (len(first), 0, 0)
+    assert (outcome.in_journal, outcome.measured, outcome.left) == (len(first), 0, 0)
     assert (outcome.looked, outcome.to_look, outcome.finished) == (len(wanted), 0, True)
     assert [(one.looking, one.done, one.total) for one in heard] == [
         (False, len(first), len(first)),
@@ -91,7 +91,7 @@ def test_a_choice_that_took_more_than_the_fastest_is_measured_once_more(
     assert wanted_looks(candidates, small_plan, read_journal(journal), ships) == {}
     with gpus(candidates, faketimer.steady) as here:
         outcome = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships)
-    assert (outcome.known, outcome.measured, outcome.looked) == (len(first), 0, 0)
+    assert (outcome.in_journal, outcome.measured, outcome.looked) == (len(first), 0, 0)
 
 
 @pytest.mark.usefixtures("doubted")
@@ -150,7 +150,7 @@ def test_out_of_time_the_looks_are_left_for_later(candidates: Path, small_plan: 
     assert 0 < outcome.looked < len(wanted)
     assert outcome.to_look == len(wanted) - outcome.looked
     assert (outcome.left, outcome.finished) == (0, False)
-    assert f"{outcome.to_look} cells are left for the second pass" in told(outcome)
+    assert f"{outcome.to_look} cells are left for the second pass" in outcome_text(outcome)
     with gpus(candidates) as here:
         rest = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships)
     assert (rest.looked, rest.to_look, rest.finished) == (outcome.to_look, 0, True)
@@ -200,12 +200,12 @@ def test_what_ships_is_timed_wherever_it_may_be_the_fastest(
 
     with gpus(candidates) as here:
         outcome = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships)
-        assert (outcome.known, outcome.measured, outcome.looked) == (len(before), 0, len(wanted))
+        assert (outcome.in_journal, outcome.measured, outcome.looked) == (len(before), 0, len(wanted))
         for one in records_of(journal)[len(before) :]:
             assert {timing.variant for timing in one.timings} == wanted[one.problem, one.bucket].variants
             assert {timing.rounds for timing in one.timings} == {20}, "no more rounds"
         outcome = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships)
-    assert (outcome.known, outcome.measured, outcome.looked) == (len(before), 0, 0)
+    assert (outcome.in_journal, outcome.measured, outcome.looked) == (len(before), 0, 0)
 
 
 @pytest.mark.usefixtures("untried")

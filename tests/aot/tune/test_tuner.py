@@ -66,7 +66,7 @@ def test_every_cell_is_measured_once_and_the_fastest_ships(
     watch = TuneObservers(on_cell=lambda progress: heard.append(progress.done))
     with gpus(candidates, count=count) as here:
         outcome = tune_problems(small_plan.buckets, candidates, journal, executors=here, observers=watch)
-    assert (outcome.measured, outcome.left, outcome.known, outcome.failures) == (cells(small_plan), 0, 0, ())
+    assert (outcome.measured, outcome.left, outcome.in_journal, outcome.failures) == (cells(small_plan), 0, 0, ())
     assert heard == list(range(1, cells(small_plan) + 1))
     contents = read_journal(journal)
     keys = [(one.problem, one.bucket) for one in contents.records]
@@ -274,7 +274,7 @@ def test_killed_it_loses_the_job_in_flight_at_most(candidates: Path, small_plan:
     assert 5 <= kept <= 6 < cells(small_plan)
     with gpus(candidates) as here:
         outcome = tune_problems(small_plan.buckets, candidates, journal, executors=here)
-    assert (outcome.known, outcome.measured, outcome.left) == (kept, cells(small_plan) - kept, 0)
+    assert (outcome.in_journal, outcome.measured, outcome.left) == (kept, cells(small_plan) - kept, 0)
     whole = tmp_path / "whole.journal"
     with gpus(candidates) as here:
         tune_problems(small_plan.buckets, candidates, whole, executors=here)
@@ -307,7 +307,7 @@ def test_two_at_once_take_turns(candidates: Path, small_plan: BuildPlan, tmp_pat
         )
     assert process.wait(timeout=60) == 0
     process.communicate()
-    assert (outcome.known, outcome.measured) == (cells(small_plan), 0)  # the other one had done all of it
+    assert (outcome.in_journal, outcome.measured) == (cells(small_plan), 0)  # the other one had done all of it
     assert len(notes) == 1
     assert f"another tuner (process {process.pid}) writes" in notes[0]
 
