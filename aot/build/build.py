@@ -1,4 +1,4 @@
-"""The builder: a plan and capabilities in, published bundles out. No torch, and no GPU but where it measures."""
+"""Build bundles from a plan and capabilities. Needs no torch, and a GPU only to measure."""
 
 from __future__ import annotations
 
@@ -299,5 +299,5 @@ def _built(path: Path, filled: _Filled, size_bytes: int, written: bool, begun: f
         unchanged=not written,
         seconds=time.monotonic() - begun,
         tuned=filled.picked.outcome,
-        held_against=filled.picked.held_against,
+        comparison=filled.picked.comparison,
     )

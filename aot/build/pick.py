@@ -16,10 +16,10 @@ from ...kernels.contract.spec import Spec
 from ...kernels.cost.resources import rejection
 from ...kernels.hardware.arch import Arch, arch_of
 from ...kernels.rowops import RowOpSpec
+from ..choose.against_baseline import BaselineComparison, timed_before
 from ..choose.bundle import Ships, assembled, choose_from, evidence_for, shipping
 from ..choose.candidates import Candidates
 from ..choose.choices import Chosen
-from ..choose.held_against import HeldAgainst, timed_before
 from ..choose.incumbents import Incumbents
 from ..compile.pool import CompileResult
 from ..compile.triton import Compiled
@@ -34,7 +34,7 @@ from ..plan.families import (
     low_rank_specs,
     named,
     optional,
-    pass_specs,
+    row_kernel_specs,
     serves,
     specs,
 )
@@ -89,7 +89,7 @@ class Picked:
     bundle: Bundle
     chosen: Chosen
     outcome: Outcome | None = None
-    held_against: HeldAgainst | None = None
+    comparison: BaselineComparison | None = None
 
 
 def usable(
@@ -105,7 +105,7 @@ def usable(
     by_spec: dict[Spec | RowOpSpec, Compiled] = {}
     dropped: list[Dropped] = []
     reasons: dict[Family, dict[str, None]] = {}
-    wanted, beside = specs(plan.problems, sm, space), pass_specs(plan.problems, sm, space)
+    wanted, beside = specs(plan.problems, sm, space), row_kernel_specs(plan.problems, sm, space)
     wanted += low_rank_specs(plan.problems, sm, space) if low_rank else ()
     groups: list[tuple[Spec | RowOpSpec, ...]] = [*by_code(wanted, sm), *((spec,) for spec in beside)]
     for result, group in zip(results, groups, strict=True):
@@ -130,10 +130,6 @@ def picked(plan: BuildPlan, path: Path, there: Shippable, options: BuildOptions,
     kernels that took part then do. If nothing is measured, the measured choices of installed bundles are taken over,
     and the rest is modelled with the help of similar problems in those bundles.
 
-    Where it is measured now, what the runtime finds takes part. Where a journal tells of it, that which did then.
-    Where nothing is measured now, the measured choices of installed bundles are taken over, and the rest is modelled,
-    by what those bundles have of like problems, too.
-
     Raises
     ------
     CompileError
@@ -144,9 +140,9 @@ def picked(plan: BuildPlan, path: Path, there: Shippable, options: BuildOptions,
     outcome = running = None
     if sm in options.measure:
         incumbents = options.incumbents(path)
-        all_candidates = candidates.beside(incumbents.codes(plan.problems, sm))
+        all_candidates = candidates.with_others(incumbents.codes(plan.problems, sm))
         there.demand_every_family(plan, all_candidates)
-        with beside(plan, all_candidates, incumbents, options.configs) as (file, ships, entrants):
+        with published_candidates(plan, all_candidates, incumbents, options.configs) as (file, ships, entrants):
             outcome = options.tune(plan.buckets, file, journal, ships, entrants, watch.tune)
         if outcome is None:
             there.demand_every_family(plan)
@@ -163,11 +159,11 @@ def picked(plan: BuildPlan, path: Path, there: Shippable, options: BuildOptions,
         candidates = candidates.with_codes(taken.codes) if taken else candidates
     chosen = choose_from(plan, candidates, evidence, options.configs, running, taken, around)
     bundle = assembled(plan, candidates, chosen, evidence, running, taken, around)
-    return Picked(bundle, chosen, outcome, HeldAgainst.of(bundle, evidence, running))
+    return Picked(bundle, chosen, outcome, BaselineComparison.of(bundle, evidence, running))
 
 
 @contextlib.contextmanager
-def beside(
+def published_candidates(
     plan: BuildPlan, all_candidates: Candidates, incumbents: Incumbents, configs: int = CONFIG_LIMIT
 ) -> Iterator[tuple[Path, Ships, Entrants]]:
     """Yield a file of all candidates, a function that tells what would ship, and the bundles that take part."""
@@ -179,11 +175,11 @@ def beside(
 
 
 @contextlib.contextmanager
-def with_what_is_there(plan: BuildPlan, candidates: Candidates) -> Iterator[tuple[Path, Ships, Entrants]]:
-    """``beside``, for candidates compiled before and all bundles that the runtime finds."""
+def with_installed(plan: BuildPlan, candidates: Candidates) -> Iterator[tuple[Path, Ships, Entrants]]:
+    """``published_candidates`` for candidates compiled before, and all bundles that the runtime finds."""
     incumbents = Incumbents.found()
-    all_candidates = candidates.beside(incumbents.codes(plan.problems, candidates.target.sm))
-    with beside(plan, all_candidates, incumbents) as prepared:
+    all_candidates = candidates.with_others(incumbents.codes(plan.problems, candidates.target.sm))
+    with published_candidates(plan, all_candidates, incumbents) as prepared:
         yield prepared
 
 
@@ -204,7 +200,9 @@ def _from_journal(
         before = frozenset() if outcome else timed_before(contents)
         used = candidates
         if before:
-            used = candidates.beside(options.incumbents(path).codes(plan.problems, candidates.target.sm)).only(before)
+            used = candidates.with_others(options.incumbents(path).codes(plan.problems, candidates.target.sm)).only(
+                before
+            )
         evidence = evidence_for(plan, used, contents, f"journal '{journal}'")
     except InputError as error:
         if outcome or options.journal:

@@ -10,7 +10,7 @@ from ...artifacts.records.target import Gpu, Target
 from ...kernels.contract.spec import Spec
 from ...kernels.registry import entry_of
 from ...kernels.rowops import RowOpSpec
-from ..choose.held_against import HeldAgainst
+from ..choose.against_baseline import BaselineComparison
 from ..tune.outcome import Outcome
 
 _REASON_CHARS = 160
@@ -49,12 +49,8 @@ class Built:
     """One bundle. Of the ``variants`` that ship, ``compiled`` were compiled now, others were ``cached`` or ``shipped``.
 
     ``measured`` of the ``choices`` were measured, on ``gpus``; ``taken_over`` come from installed bundles. ``tuned`` is
-    the outcome of this build's measuring. ``by_model`` has the cells of each model. ``held_against`` compares the
+    the outcome of this build's measuring. ``by_model`` has the cells of each model. ``comparison`` compares the
     bundle with the kernels selected before.
-
-    ``measured`` of the ``choices`` were measured, on ``gpus``; ``tuned`` is what this build did for it. ``taken_over``
-    of them are those of installed bundles. ``by_model`` has the cells of each model.
-    ``held_against`` tells what it runs faster than what ran before.
 
     ``worst_loss`` is the largest slowdown of a problem, by the cost model, from shipping so few variants (0.02 is 2 %).
     ``seconds`` runs from the start of the build to the bundle's publication.
@@ -77,7 +73,7 @@ class Built:
     unchanged: bool
     seconds: float
     tuned: Outcome | None = None
-    held_against: HeldAgainst | None = None
+    comparison: BaselineComparison | None = None
     shipped: int = 0
     taken_over: int = 0
     by_model: tuple[ModelCells, ...] = ()
@@ -115,7 +111,7 @@ class Built:
         (reason, _), *others = said.most_common()
         reason = reason if len(reason) <= _REASON_CHARS else f"{reason[:_REASON_CHARS]}..."
         more = f", and {len(others)} other reasons" if len(others) > 1 else ", and another reason" if others else ""
-        instead = "; what bundles here have of them took part instead" if self.held_against else ""
+        instead = "; what bundles here have of them took part instead" if self.comparison else ""
         total = self.compiled + self.cached + self.shipped + len(failed)
         text = f"{len(failed)} of {total} variants could not be compiled here, of the kernels {kernels}"
         return f"{text} ({reason}{more}){instead}"
@@ -152,7 +148,7 @@ class Built:
             "unchanged": self.unchanged,
             "seconds": round(self.seconds, 3),
             "tuned": self.tuned and self.tuned.to_dict(),
-            "compared_with_before": self.held_against and self.held_against.to_dict(),
+            "compared_with_before": self.comparison and self.comparison.to_dict(),
         }
 
 

@@ -224,7 +224,7 @@ def _count(these: Mapping[bytes, bytes], those: Mapping[bytes, bytes]) -> tuple[
 
 
 def _facts(old: Bundle, new: Bundle) -> Facts:
-    def told(bundle: Bundle) -> dict[str, str]:
+    def facts_of(bundle: Bundle) -> dict[str, str]:
         return {
             "target": str(bundle.target),
             "min_driver": str(bundle.min_driver),
@@ -239,5 +239,5 @@ def _facts(old: Bundle, new: Bundle) -> Facts:
             "gpus": ", ".join(f"{gpu.name} (driver {gpu.driver})" for gpu in bundle.gpus),
         }
 
-    before, after = told(old), told(new)
+    before, after = facts_of(old), facts_of(new)
     return {name: (before[name], after[name]) for name in before if before[name] != after[name]}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ...artifacts.errors import InputError
 from ...artifacts.records.bundle import Bundle, Choice
 from ...artifacts.records.problem import Op, Problem
-from ..plan.families import Family, Pool, pass_specs, ships_unchosen
+from ..plan.families import Family, Pool, row_kernel_specs, ships_unchosen
 from ..plan.plan import BuildPlan, planned_on
 from .assemble import BundleChoice, Provenance, VariantTable, assemble, united
 
@@ -25,9 +25,6 @@ def prune(bundle: Bundle, plan: BuildPlan, where: str) -> Pruned:
     """Keep the problems and buckets of ``plan``, the variants chosen for them, and fallbacks and row kernels.
 
     The result is what a build for the plan alone would hold, with this bundle's choices. Its models are the plan's.
-
-    That is what a build for the plan alone would hold, with this bundle's choices; of its models only the plan's
-    are told.
 
     Raises
     ------
@@ -50,7 +47,7 @@ def prune(bundle: Bundle, plan: BuildPlan, where: str) -> Pruned:
             f"bundle {where!r} has a choice for none of the {len(wanted)} problems of these models; it was "
             f"built for {_built_for(bundle, plan)}. aot build makes what is missing"
         )
-    passes = pass_specs(claims, bundle.target.sm, Pool())
+    passes = row_kernel_specs(claims, bundle.target.sm, Pool())
     families = {Family.of(problem) for problem in claims} | {Family.of(spec) for spec in passes}
     models = [
         model._replace(problems=tuple(problem for problem in model.problems if problem in claims))

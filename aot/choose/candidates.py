@@ -80,7 +80,7 @@ class Candidates:
         first = carried[0]
         return cls(target_of(sm), first.min_driver, first.producer, (), (), tuple(carried))
 
-    def beside(self, others: Sequence[Carried]) -> Candidates:
+    def with_others(self, others: Sequence[Carried]) -> Candidates:
         """Add other bundles' variants, except equal code and kernels whose source differs from these candidates'."""
         mine = {(Family.of(code.variant), code.variant.cubin_sha256) for code in self.compiled}
         sources = {(kernel.name, kernel.revision): kernel for kernel in self.kernels}

@@ -3,9 +3,6 @@
 A bundle that was measured here takes precedence wherever it has a choice. So the baseline is measured together with the
 compiled variants, and if nothing beats it the new bundle names it too, and carries its code.
 
-A bundle that was measured here goes before others wherever it has a choice. So whatever ran before is measured beside
-what was compiled, and where nothing beats it the new bundle names it, too, and carries its code.
-
 If nothing is measured, the new bundle takes over the measured choices of installed bundles (``TakenOver``).
 """
 

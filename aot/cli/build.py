@@ -305,8 +305,8 @@ def _show(report: BuildReport, out: Path, verbose: bool, wanted: str) -> None:
         )
     )
     for bundle in report.bundles:
-        if bundle.held_against is not None:
-            echo(f"{bundle.target}: {bundle.held_against}")
+        if bundle.comparison is not None:
+            echo(f"{bundle.target}: {bundle.comparison}")
 
 
 def _measured(bundle: Built) -> str:

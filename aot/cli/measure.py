@@ -10,7 +10,7 @@ import click
 
 from ...artifacts.errors import InputError
 from ...runtime import settings
-from ..build.pick import with_what_is_there
+from ..build.pick import with_installed
 from ..choose.candidates import read_candidates
 from ..compile.shipped import shipped_file
 from ..models.load import load_models
@@ -75,7 +75,7 @@ def measure(
     of = read_candidates(candidates or shipped_file(native_sm()))
     planned = planned_on(plan(listed), (of.target.sm,))
     cells = planned.buckets if how.part is None else part_of(planned.buckets, *how.part)
-    there_is = with_what_is_there(planned, of)
+    there_is = with_installed(planned, of)
     with TuneProgress(as_json or quiet, budget) as progress, there_is as there:
         file, ships, entrants = there
         outcome = tune(

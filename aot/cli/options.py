@@ -175,8 +175,6 @@ def bundle_files(paths: Sequence[str], *, packed: bool = False) -> tuple[str, ..
 
     ``packed`` includes files that hold several bundles (``.msgpack.xz``).
 
-    ``packed``: files that hold several (``.msgpack.xz``), too.
-
     Raises
     ------
     InputError

@@ -222,7 +222,7 @@ class TuneProgress:
         if self._quiet:
             return
         left = duration(progress.seconds_left)
-        if progress.looking:
+        if progress.second_pass:
             self._shown.say(f"second pass: measuring {progress.total} cells again: about {left}")
         else:
             limit = f"; it stops after {duration(self._budget_s)} (--budget)" if self._budget_s is not None else ""
@@ -251,7 +251,7 @@ def outcome_text(outcome: Outcome) -> str:
     """Summarise the tuner's run, for the end of a command."""
     text = f"measured {outcome.measured} cells in {duration(outcome.seconds)} on {outcome.gpu.name}"
     text += f", {outcome.in_journal} were measured before" if outcome.in_journal else ""
-    text += f", {outcome.looked} measured again in the second pass" if outcome.looked else ""
+    text += f", {outcome.remeasured} measured again in the second pass" if outcome.remeasured else ""
     if outcome.exhaustive:
         text += f"; {outcome.measurements} of {outcome.exhaustive} possible measurements"
     for count, what in (
@@ -259,7 +259,7 @@ def outcome_text(outcome: Outcome) -> str:
         (outcome.unable, "cells could not be measured and stay modelled"),
         (len(outcome.failures), "variants failed and are left out"),
         (outcome.left, "cells are left: repeat the command to measure them"),
-        (outcome.to_look, "cells are left for the second pass: repeat the command to measure them"),
+        (outcome.to_remeasure, "cells are left for the second pass: repeat the command to measure them"),
     ):
         text += f"\n{count} {what}" if count else ""
     return text

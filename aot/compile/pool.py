@@ -74,10 +74,6 @@ def compile_all(
     variant that no installed Triton can compile. Finished variants are in ``cache`` at once: an interrupted run loses
     only those in flight. ``on_result`` is called with each result as it is ready.
 
-    A variant that fails, hangs or takes its process down is a Result with a reason, never an
-    exception. So is one that no Triton here can compile. Finished variants are in ``cache`` at once, so an
-    interrupted run loses only what is in flight. ``on_result`` hears of each as it is ready.
-
     Raises
     ------
     HostError
@@ -166,7 +162,7 @@ def stderr_to(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Ctrl-C and a hangup wait while the pool starts: its workers inherit that, and are ended by the pool alone."""
+    """Block Ctrl-C and hangups while the pool starts: its workers inherit that, and only the pool ends them."""
     held = {signal.SIGINT, signal.SIGHUP}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
     resource_tracker.ensure_running()  # the pool would start it, and starting it lets Ctrl-C through again
@@ -211,5 +207,5 @@ def _result(job: CompileJob, future: Future[Compiled], timeout_s: float) -> Comp
 
 
 def ended(exitcode: int | None) -> str:
-    """How a worker ended, and what may be the reason."""
+    """How a worker ended, with a likely reason."""
     return how_ended(exitcode) + (", perhaps out of memory: try --workers 1" if exitcode == -signal.SIGKILL else "")

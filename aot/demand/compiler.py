@@ -14,8 +14,6 @@ def compile_kind(problem: Problem, sm: int) -> bytes:
 
     With PRETUNED_DISABLE_AUTOTUNE=1 nothing is written to the user's cache.
 
-    Nothing is written to the user's cache with PRETUNED_DISABLE_AUTOTUNE=1.
-
     Raises
     ------
     CompileError

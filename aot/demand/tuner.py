@@ -91,8 +91,6 @@ class OnDemand:
 
         If the file can't be written, they are cached in memory only.
 
-        A place that can't be written costs the file alone.
-
         Raises
         ------
         InputError

@@ -135,7 +135,7 @@ def _candidates_beside(
         if not lacking:
             break
     if compiled:
-        return Candidates.made_here(sm, tuple(dict.fromkeys(compiled))).beside(there)
+        return Candidates.made_here(sm, tuple(dict.fromkeys(compiled))).with_others(there)
     if not there and failure is not None:
         raise failure
     return Candidates.of_bundles(sm, there)

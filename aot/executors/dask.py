@@ -310,8 +310,6 @@ def dask_gpus(
 
     ``session`` holds further fields of ``Session``.
 
-    ``session`` has what a ``Session`` may have beside the version and the digest.
-
     Raises
     ------
     BundleError

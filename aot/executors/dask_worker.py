@@ -135,8 +135,6 @@ def measure(session: Session, data: bytes, job: MeasureJob) -> bytes:
 
     If the process was ended for being idle, or for another tuner, a new one is started.
 
-    Where the process was ended for being idle, or for another tuner, a new one is started.
-
     Raises
     ------
     WorkerLost

@@ -113,7 +113,7 @@ class Bench:
             )
 
     def _warm_up(self) -> None:
-        """Run all parts of a job but variants once on tiny tensors, so that torch loads lazily what it needs."""
+        """Run a job without variants once on tiny tensors, so that torch loads all its modules now."""
         with torch.no_grad():
             problems = [Problem(op, DType.BF16, 8, 64, 64) for op in Op]
             for problem in (*problems, problems[0]._replace(fusion=Fusion.SILU)):

@@ -134,7 +134,7 @@ class NameMatch:
 
     @property
     def layers(self) -> tuple[ExpertLayer, ...]:
-        """The entry's, in the format of ``id``, and those of the model's other kinds of experts."""
+        """The entry's layer in the format of ``id``, and the layers of the model's other kinds of experts."""
         others = (entry.layer for id_, entry in catalogue().items() if id_.startswith(self.entry.id + PART))
         weights = self.entry.aliases.get(self.id) or self.entry.layer.weights
         return replace(self.entry.layer, weights=weights), *others

@@ -62,10 +62,6 @@ def expert_weights(
     other bits. ``beside`` is the contents of modelopt's hf_quant_config.json, which takes precedence. ``where`` begins
     each error and remark.
 
-    ``layers`` is how many the model has, of ``experts`` each: a config may leave out the experts of some, and give some
-    other bits. ``beside`` is the object of modelopt's hf_quant_config.json, which goes first. ``where`` begins each
-    error and remark.
-
     Raises
     ------
     InputError

@@ -41,8 +41,6 @@ def write_image(layout: Path, packed: Package, architecture: str, note: Callable
 
     A layout that an interrupted run left unfinished is completed. Writers wait for each other.
 
-    A layout that an interrupted run left unfinished is completed. Of several writers each waits for the one before.
-
     Raises
     ------
     InputError

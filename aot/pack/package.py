@@ -142,8 +142,6 @@ def write_directory(directory: Path, packed: Package, note: Callable[[str], None
 
     A signature of a replaced bundle is removed first.
 
-    A signature that belongs to a bundle which is replaced is removed first.
-
     Raises
     ------
     InputError

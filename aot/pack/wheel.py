@@ -39,9 +39,6 @@ def check_name(packed: Package) -> None:
     Taken are the names of Python's own modules, of pretuned's dependencies and integrations, and of every package
     installed here, except an earlier wheel of bundles.
 
-    Taken are: Python's own modules, what pretuned depends on or plugs into, and every package that is installed here,
-    but for an earlier wheel of bundles.
-
     Raises
     ------
     InputError

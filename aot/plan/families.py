@@ -28,8 +28,6 @@ class Family:
     """Variants that can replace each other.
 
     A product with two names (``Problem.transposed``) has one family.
-
-    A product that has two names (``Problem.transposed``) has one family.
     """
 
     op: Op | RowOp
@@ -47,7 +45,7 @@ class Family:
 
     @property
     def gemm(self) -> Op:
-        """The op, of a family of problems."""
+        """The op of a family of problems; ValueError for a row kernel's family."""
         if isinstance(self.op, RowOp):
             raise ValueError(f"{self} is no family of GEMMs")
         return self.op
@@ -192,7 +190,7 @@ def has_candidates(family: Family, E: int, sm: int, pool: Pool) -> bool:
     )
 
 
-def pass_specs(problems: Iterable[Problem], sm: int, pool: Pool) -> tuple[RowOpSpec, ...]:
+def row_kernel_specs(problems: Iterable[Problem], sm: int, pool: Pool) -> tuple[RowOpSpec, ...]:
     """The row kernels that layers with these problems need, in each dtype, for any shape.
 
     x is quantised for products that the capability has code for, unless they quantise it themselves.
@@ -229,7 +227,7 @@ def to_compile(
     """
     more = low_rank_specs(problems, sm, pool) if low_rank else ()
     gemms = by_code((*specs(problems, sm, pool), *more), sm)
-    return (*(group[0] for group in gemms), *pass_specs(problems, sm, pool))
+    return (*(group[0] for group in gemms), *row_kernel_specs(problems, sm, pool))
 
 
 def ships_unchosen(variant: Variant) -> bool:

@@ -46,9 +46,6 @@ def call(
     The function gets plain keyword arguments and ``answer``. ``files`` are next to ``answer``, by name. ``who`` begins
     the error if there is no temporary directory. If this process is killed, the child ends too and removes the files.
 
-    Returns what the function wrote. ``files`` lie beside ``answer``, by their names. ``who`` it is for begins the error
-    where there is no place for them. Where this process is killed, the child ends too and removes all of them.
-
     Raises
     ------
     CompileError, HostError, InputError

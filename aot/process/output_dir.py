@@ -64,8 +64,6 @@ def held(directory: Path, note: Callable[[str], None], option: str = "--out DIR"
 
     If the runtime would load nothing from it, that is noted too.
 
-    Where the runtime would load nothing from it, that is said, too.
-
     Raises
     ------
     HostError
@@ -82,7 +80,7 @@ def held(directory: Path, note: Callable[[str], None], option: str = "--out DIR"
 
 @contextlib.contextmanager
 def locked(directory: Path, note: Callable[[str], None]) -> Iterator[None]:
-    """Hold the lock of a directory. If another process holds it, note that and wait; note a file system without locks.
+    """Hold the lock of a directory. If another process holds it, note that and wait; note if there are no locks.
 
     Raises
     ------

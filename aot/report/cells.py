@@ -47,7 +47,7 @@ class Cell(NamedTuple):
     ``time_us`` is the choice's, measured or modelled as in ``state``; ``model_us`` is this version's estimate for the
     same variant. ``torch_us`` is torch's grouped_mm at the same GPU clock. ``tried`` variants were measured; their
     median is ``spread`` times the fastest. ``candidates`` lists them for a sample of cells, fastest first. ``failures``
-    are variants that failed, with reasons. ``plan`` names the fusions for which calls run another variant.
+    are variants that failed, with reasons. ``plan`` names the ways of a call that run another variant.
     """
 
     problem: Problem

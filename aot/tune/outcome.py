@@ -13,7 +13,7 @@ from ..journal.records import Failure, Measured
 class CellsDone:
     """The progress: cells ``done`` of ``total``, variants that ``failed``, and the ``last`` cell measured.
 
-    ``looking`` is set when the second measurement pass starts.
+    ``second_pass`` is set when the second measurement pass starts.
     """
 
     done: int
@@ -21,7 +21,7 @@ class CellsDone:
     seconds_left: float
     failed: int
     last: Measured | None = None
-    looking: bool = False
+    second_pass: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Outcome:
     """The outcome of a run of the tuner. Of ``total`` cells, ``in_journal`` were in the journal before.
 
     ``too_large`` cells do not fit the GPU's memory, ``unable`` could not be measured, ``left`` were not reached. The
-    second measurement pass measured ``looked`` cells again in ``look_seconds``, and has ``to_look`` left.
+    second measurement pass measured ``remeasured`` cells again in ``remeasure_seconds``, and has ``to_remeasure`` left.
     ``measurements`` (variant, cell) pairs were timed in ``measured`` cells; timing all candidates would take
     ``exhaustive``. ``repeated`` were timed once more, in duels.
     """
@@ -48,22 +48,22 @@ class Outcome:
     total: int
     in_journal: int
     measured: int
-    looked: int
+    remeasured: int
     too_large: int
     unable: int
     left: int
-    to_look: int
+    to_remeasure: int
     failures: tuple[Failure, ...]
     measurements: int
     repeated: int
     exhaustive: int
     seconds: float
-    look_seconds: float
+    remeasure_seconds: float
 
     @property
     def finished(self) -> bool:
         """True if nothing is left to do."""
-        return not self.left and not self.to_look
+        return not self.left and not self.to_remeasure
 
     def to_dict(self) -> dict[str, object]:
         """The outcome as plain values for JSON."""
@@ -81,8 +81,8 @@ class Outcome:
             "too_large": self.too_large,
             "unable": self.unable,
             "left": self.left,
-            "looked_at": self.looked,
-            "to_look_at": self.to_look,
+            "looked_at": self.remeasured,
+            "to_look_at": self.to_remeasure,
             "finished": self.finished,
             "failed": [
                 {
@@ -98,5 +98,5 @@ class Outcome:
             "repeated": self.repeated,
             "exhaustive": self.exhaustive,
             "seconds": round(self.seconds, 1),
-            "look_seconds": round(self.look_seconds, 1),
+            "look_seconds": round(self.remeasure_seconds, 1),
         }

@@ -25,8 +25,6 @@ def part_of(problems: Mapping[Problem, Sequence[int]], number: int, count: int) 
 
     The parts are disjoint, cover all cells, are about equal in work, and do not depend on the caller.
 
-    The parts are disjoint, all cells together, about as much work each, and the same whoever asks.
-
     Raises
     ------
     InputError

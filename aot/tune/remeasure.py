@@ -30,7 +30,7 @@ class Remeasure:
     more: bool
 
 
-def looks(
+def cells_to_remeasure(
     chosen: Chosen, contents: Contents, estimates: Callable[[Problem, int], Mapping[bytes, float]]
 ) -> dict[Cell, Remeasure]:
     """The measured cells that lack a variant that may be the fastest, or whose choice looks too slow.
@@ -38,10 +38,6 @@ def looks(
     A missing variant ships, was not timed in the cell, and may be the fastest by the model's estimate: it is timed
     together with the fastest ones. A choice looks too slow if it took over MAX_LOSS more than the fastest, by a single
     record: then all variants that may be the fastest are timed in more rounds.
-
-    They lack what ships, was not timed there, and by the model's estimate may be the fastest; it is timed beside who is
-    ahead. The choice may be none where it took over MAX_LOSS more than the fastest, and one record alone tells of it:
-    then all that may be the fastest is timed, in more rounds.
 
     ``chosen`` is what would ship by the journal; ``estimates`` returns the cost model's estimate for each cubin that
     serves a cell. Variants that failed anywhere are left out.

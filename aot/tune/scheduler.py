@@ -60,7 +60,7 @@ class Scheduler:
         self.begun = time.monotonic()
         self.end = None if budget_s is None else self.begun + budget_s
         self.total = sum(map(len, space.cells.values()))
-        self.measured = self.looked = self.unable = self.measurements = self.repeated = self.exhaustive = 0
+        self.measured = self.remeasured = self.unable = self.measurements = self.repeated = self.exhaustive = 0
         self.planned_s = self.done_s = 0.0
         self.stage_begun, self.stage_cells, self.stage_done = self.begun, 0, 0
 
@@ -71,11 +71,11 @@ class Scheduler:
         try:
             self._measure(dict.fromkeys(missing), before, self.total)
             left = len(missing) - self.measured - self.unable
-            begun, again = time.monotonic(), {} if left else self.state.looks()
+            begun, again = time.monotonic(), {} if left else self.state.to_remeasure()
             while again and not self._over:
                 self._measure(again, 0, len(again))
-                again = self.state.looks()
-            look_s = time.monotonic() - begun
+                again = self.state.to_remeasure()
+            remeasure_s = time.monotonic() - begun
         except KeyboardInterrupt:
             raise KeyboardInterrupt(
                 f"interrupted: {len(self.state.cells)} of {self.total} cells are measured and kept in "
@@ -88,17 +88,17 @@ class Scheduler:
             total=self.total + self.space.too_large,
             in_journal=before,
             measured=self.measured,
-            looked=self.looked,
+            remeasured=self.remeasured,
             too_large=self.space.too_large,
             unable=self.unable,
             left=left,
-            to_look=len(again),
+            to_remeasure=len(again),
             failures=tuple(self.failures),
             measurements=self.measurements,
             repeated=self.repeated,
             exhaustive=self.exhaustive,
             seconds=time.monotonic() - self.begun,
-            look_seconds=look_s,
+            remeasure_seconds=remeasure_s,
         )
 
     def _measure(self, wanted: Mapping[Cell, Remeasure | None], done: int, cells: int) -> None:
@@ -111,8 +111,8 @@ class Scheduler:
         short = self.end is not None and left_s > self.end - self.stage_begun
         groups.sort(key=lambda group: sum(task.seconds for task in group), reverse=not short)
         self.queue = deque(groups)
-        looking = any(look is not None for look in wanted.values())
-        self.watch.on_start(CellsDone(done, cells, left_s, len(self.state.failed), looking=looking))
+        second_pass = any(remeasure is not None for remeasure in wanted.values())
+        self.watch.on_start(CellsDone(done, cells, left_s, len(self.state.failed), second_pass=second_pass))
         self._feed()
         while self._working() or self._deserted():
             if interrupted():  # during a __del__, which lets no exception out
@@ -133,9 +133,11 @@ class Scheduler:
         for problem, buckets in self.space.cells.items():
             for bucket in buckets:
                 if (problem, bucket) in wanted:
-                    look = wanted[problem, bucket]
+                    remeasure = wanted[problem, bucket]
                     seconds = expected_seconds(self.space.ranked(problem, bucket)[0][0])
-                    task = Task(problem, bucket, seconds * (AGAIN if look and look.more else 1), look=look)
+                    task = Task(
+                        problem, bucket, seconds * (AGAIN if remeasure and remeasure.more else 1), remeasure=remeasure
+                    )
                     groups.setdefault(weight_key(problem), []).append(task)
         return list(groups.values())
 
@@ -195,7 +197,7 @@ class Scheduler:
             worker.sent = (task.alone[0],) if task.alone else self._contenders(task)
             if worker.sent:
                 with_torch = self.with_torch and torch_can(task.problem) and not task.alone
-                more = task.look is not None and task.look.more
+                more = task.remeasure is not None and task.remeasure.more
                 ran = tuple(self.space.ran(task.problem, task.bucket, self.state.failed))
                 plain = self._plain(task)
                 job = MeasureJob(task.problem, task.bucket, worker.sent, with_torch, plain, more, ran, self.quick)
@@ -233,8 +235,8 @@ class Scheduler:
         ran = self.space.ran(task.problem, task.bucket, self.state.failed)
         if not configs:
             return ()
-        if task.look is not None:
-            named = {self.space.index.get((task.problem, sha)) for sha in task.look.variants}
+        if task.remeasure is not None:
+            named = {self.space.index.get((task.problem, sha)) for sha in task.remeasure.variants}
             return (ranked[0], *(i for i in ranked[1:] if i in named or i in ran))
         near = self.state.winners.near(task.problem, task.bucket)
         twin = self.state.winners.transposed(task.problem, task.bucket)
@@ -253,9 +255,9 @@ class Scheduler:
         """Leave the worker's cell modelled, or as it was measured before."""
         assert worker.task is not None
         task = worker.task
-        self.watch.on_note(f"{task}: left {'as it was' if task.look else 'modelled'}: {reason}")
-        if task.look:
-            self.state.looked_at((task.problem, task.bucket), task.look)
+        self.watch.on_note(f"{task}: left {'as it was' if task.remeasure else 'modelled'}: {reason}")
+        if task.remeasure:
+            self.state.remeasured((task.problem, task.bucket), task.remeasure)
         else:
             self.unable += 1
         worker.task = None
@@ -304,9 +306,9 @@ class Scheduler:
         ran = self.space.ran(task.problem, task.bucket).values()
         record = replace(record, incumbents=tuple(incumbent for incumbent in ran if incumbent.variant in timed))
         self.state.add([record])
-        if task.look:
-            self.state.looked_at((task.problem, task.bucket), task.look)
-            self.looked += 1
+        if task.remeasure:
+            self.state.remeasured((task.problem, task.bucket), task.remeasure)
+            self.remeasured += 1
         else:
             self.measured += 1
             self.measurements += len(record.timings)

@@ -58,8 +58,6 @@ class TuningSpace:
 
         ``running`` is the baseline; cells measured ``around`` these improve the model's ranking.
 
-        ``running`` is what runs today, ``around`` what is measured around these cells.
-
         Raises
         ------
         InputError

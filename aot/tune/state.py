@@ -10,7 +10,7 @@ from ..choose.bundle import Ships
 from ..journal.file import Journal
 from ..journal.records import Failure, Record
 from ..journal.timings import Cell, cell_of
-from .remeasure import Remeasure, looks
+from .remeasure import Remeasure, cells_to_remeasure
 from .shortlist import Winners
 from .space import TuningSpace
 
@@ -41,24 +41,24 @@ class TuningState:
         wanted = ((problem, bucket) for problem, buckets in self._space.cells.items() for bucket in buckets)
         return [cell for cell in wanted if cell not in self.cells or self._lacks_incumbent(cell)]
 
-    def looks(self) -> dict[Cell, Remeasure]:
+    def to_remeasure(self) -> dict[Cell, Remeasure]:
         """The cells for the second measurement pass, less those that were in it."""
         if self._ships is None:
             return {}
         contents = replace(self._journal.contents, records=tuple(self._records))
         try:
-            cells = looks(self._ships(contents), contents, self._space.estimates)
+            cells = cells_to_remeasure(self._ships(contents), contents, self._space.estimates)
         except CompileError:  # nothing ships
             return {}
         return {
-            cell: look
-            for cell, look in cells.items()
-            if cell in self.cells and not look.variants <= self._asked.get(cell, frozenset())
+            cell: remeasure
+            for cell, remeasure in cells.items()
+            if cell in self.cells and not remeasure.variants <= self._asked.get(cell, frozenset())
         }
 
-    def looked_at(self, cell: Cell, look: Remeasure) -> None:
+    def remeasured(self, cell: Cell, remeasure: Remeasure) -> None:
         """Mark the variants of a second measurement as asked for, whether or not they could be timed."""
-        self._asked[cell] = self._asked.get(cell, frozenset()) | look.variants
+        self._asked[cell] = self._asked.get(cell, frozenset()) | remeasure.variants
 
     def _lacks_incumbent(self, cell: Cell) -> bool:
         ran = self._space.ran(*cell, without=self.failed).values()

@@ -14,7 +14,7 @@ from .remeasure import Remeasure
 class Task:
     """A cell to measure. ``alone``: variants to try one by one, since a process died over them (``split``).
 
-    ``kills``: GPUs lost while the first of ``alone`` ran there. ``look``: the variants to time in a second measurement.
+    ``kills``: GPUs lost while the first of ``alone`` ran there. ``remeasure``: the variants to time again.
     """
 
     problem: Problem
@@ -23,7 +23,7 @@ class Task:
     alone: deque[int] = field(default_factory=deque)
     split: bool = False
     kills: int = 0
-    look: Remeasure | None = None
+    remeasure: Remeasure | None = None
 
     def __str__(self) -> str:
         return f"{self.problem}, {self.bucket} rows"

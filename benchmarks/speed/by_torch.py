@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import provenance
-from pretuned.aot.build.pick import beside
+from pretuned.aot.build.pick import published_candidates
 from pretuned.aot.choose.bundle import measured_bundle
 from pretuned.aot.choose.candidates import Candidates, read_candidates
 from pretuned.aot.choose.incumbents import Incumbents
@@ -54,8 +54,8 @@ def built(cells: Mapping[Problem, Sequence[int]], candidates: Candidates, journa
 def tuned(folder: Path, candidates: Candidates) -> Path:
     """Measure the cells on this GPU; the bundle's path."""
     journal, found = folder / "odd-k.journal", Incumbents.found()
-    every = candidates.beside(found.codes([*CELLS], candidates.target.sm))
-    with beside(BuildPlan(CELLS, ()), every, found) as (file, ships, entrants):
+    every = candidates.with_others(found.codes([*CELLS], candidates.target.sm))
+    with published_candidates(BuildPlan(CELLS, ()), every, found) as (file, ships, entrants):
         outcome = tune_problems(CELLS, file, journal, entrants=entrants, ships=ships)
     print(f"measured {outcome.measured} of {outcome.total} cells in {outcome.seconds:.0f} s", flush=True)
     return built(CELLS, every, journal, folder / "odd-k.msgpack")

@@ -18,7 +18,7 @@ from pretuned.aot.journal.timings import Cell
 from pretuned.aot.measure.job import MeasureJob, MeasureResult, Setup, WorkerInfo
 from pretuned.aot.plan.plan import BuildPlan
 from pretuned.aot.process.scratch import scratch_folder
-from pretuned.aot.tune.remeasure import Remeasure, looks
+from pretuned.aot.tune.remeasure import Remeasure, cells_to_remeasure
 from pretuned.aot.tune.shortlist import ConfigPairs
 from pretuned.aot.tune.space import TuningSpace
 from pretuned.artifacts.files.bundle_file import open_bundle
@@ -61,7 +61,7 @@ def everything(candidates: Path, small_plan: BuildPlan) -> Ships:
 def wanted_looks(candidates: Path, small_plan: BuildPlan, contents: Contents, ships: Ships) -> dict[Cell, Remeasure]:
     with open_bundle(candidates) as bundle:
         ground = TuningSpace.of(small_plan.buckets, bundle, faketimer.H200, 90, 0.1)
-        return looks(ships(contents), contents, ground.estimates)
+        return cells_to_remeasure(ships(contents), contents, ground.estimates)
 
 
 def records_of(journal: Path) -> list[Measured]:

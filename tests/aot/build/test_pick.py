@@ -114,7 +114,7 @@ def test_what_runs_today_is_measured_in_each_cell_and_nothing_gets_slower(
     faster = [cell for cell in times if after[cell] != before[cell]]
     assert all(times[cell][after[cell]] < times[cell][before[cell]] for cell in faster)
     assert 0 < len(faster) < len(times)
-    told = one.held_against
+    told = one.comparison
     assert told is not None
     assert (told.faster, told.as_before, told.slower, told.not_compared) == (
         len(faster),
@@ -156,11 +156,11 @@ def test_the_same_build_again_measures_nothing_and_changes_nothing(measuring: Ma
     (one,) = second.bundles
     assert one.unchanged
     assert one.tuned is not None
-    assert (one.tuned.measured, one.tuned.looked) == (0, 0)
-    assert one.held_against == first.bundles[0].held_against
+    assert (one.tuned.measured, one.tuned.remeasured) == (0, 0)
+    assert one.comparison == first.bundles[0].comparison
     third = build(small_plan, (90,), measuring(measure=()))
     assert third.bundles[0].unchanged
-    assert third.bundles[0].held_against == first.bundles[0].held_against
+    assert third.bundles[0].comparison == first.bundles[0].comparison
     assert third.bundles[0].path.read_bytes() == data
 
 
@@ -169,7 +169,7 @@ def test_a_cell_measured_without_what_runs_today_is_measured_again(
     measuring: Make, there: Path, small_plan: BuildPlan, tmp_path: Path
 ) -> None:
     alone = build(small_plan, (90,), measuring(incumbents=lambda path: Incumbents(Snapshot(()))))
-    assert alone.bundles[0].held_against is None
+    assert alone.bundles[0].comparison is None
     before, records = runs([there], small_plan), records_of(alone)
     assert not any(one.incumbents for one in records)
     known = {
@@ -181,8 +181,8 @@ def test_a_cell_measured_without_what_runs_today_is_measured_again(
     beside = build(small_plan, (90,), measuring())
     assert beside.bundles[0].tuned is not None
     assert beside.bundles[0].tuned.measured == small_plan.choices - len(known) > 0
-    assert beside.bundles[0].held_against is not None
-    assert beside.bundles[0].held_against.slower == 0
+    assert beside.bundles[0].comparison is not None
+    assert beside.bundles[0].comparison.slower == 0
 
 
 @pytest.mark.slow
@@ -191,8 +191,8 @@ def test_where_nothing_compiles_what_is_there_takes_part(
 ) -> None:
     report = build(small_plan, (90,), measuring(cache=None, compile_one=misbehaving.refuses_all))
     (one,) = report.bundles
-    assert one.held_against is not None
-    assert (one.held_against.faster + one.held_against.as_before, one.held_against.slower) == (small_plan.choices, 0)
+    assert one.comparison is not None
+    assert (one.comparison.faster + one.comparison.as_before, one.comparison.slower) == (small_plan.choices, 0)
     assert one.lost.startswith(f"{one.failed} of {one.failed} variants could not be compiled here, of the kernels ")
     assert "(no such instruction); what bundles here have of them took part instead" in one.lost
     assert one.to_dict()["lost"] == one.lost

@@ -17,9 +17,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from made import H100, SPECS, Spec, measured, modelled
 
+from pretuned.aot.choose.against_baseline import BaselineComparison
 from pretuned.aot.choose.bundle import assembled, choose_from
 from pretuned.aot.choose.candidates import Candidates
-from pretuned.aot.choose.held_against import HeldAgainst
 from pretuned.aot.choose.incumbents import Incumbents, Running
 from pretuned.aot.compile.triton import Compiled
 from pretuned.aot.journal.file import Contents, Header
@@ -104,7 +104,7 @@ def test_no_cell_is_slower_after_a_bundle_is_added(
         publish(folder / f"{number}.msgpack", codec.encode(one))
     found = there_of(folder)
     before = running_in(found)
-    candidates = candidates_of("own").beside(found.codes(PLAN.problems, 90))
+    candidates = candidates_of("own").with_others(found.codes(PLAN.problems, 90))
     shas = [one.variant.cubin_sha256 for one in candidates.every]
     seed = draw.draw(st.integers(0, 1 << 30))
 
@@ -146,7 +146,7 @@ def test_no_cell_is_slower_after_a_bundle_is_added(
             times = measured_cells[cell_of(*cell)].times_ns  # else it has no right to change
             assert times[runs] < times[ran.variant]
             assert truth(cell, runs) < truth(cell, ran.variant)
-    told = HeldAgainst.of(fresh, evidence, before)
+    told = BaselineComparison.of(fresh, evidence, before)
     assert told is not None
     assert told.slower == 0
     faster = sum(now[cell].variant != before[cell].variant for cell in plan_cells)
@@ -183,7 +183,7 @@ def there(tmp_path: Path) -> Iterator[Incumbents]:
 def test_what_ran_stays_where_nothing_beats_it_and_its_code_is_carried(there: Incumbents) -> None:
     plan = BuildPlan({ONE: (64,)}, ())
     ran = there.running(plan.buckets, ON_H200)[ONE, 64]
-    candidates = candidates_of("own").beside(there.codes(plan.problems, 90))
+    candidates = candidates_of("own").with_others(there.codes(plan.problems, 90))
     assert len(candidates.carried) == len(SPECS)
     mine = candidates.compiled[0].variant.cubin_sha256
 
@@ -212,7 +212,7 @@ def test_what_ran_stays_where_nothing_beats_it_and_its_code_is_carried(there: In
 def test_what_was_not_measured_stays_and_says_that_it_is_modelled(there: Incumbents) -> None:
     plan = BuildPlan({ONE: (32, 64), UNKNOWN: (64,)}, ())
     running = there.running(plan.buckets, ON_H200)
-    candidates = candidates_of("own").beside(there.codes(plan.problems, 90))
+    candidates = candidates_of("own").with_others(there.codes(plan.problems, 90))
     chosen = choose_from(plan, candidates, None, running=running)
     for problem, row in chosen.choices.items():
         for choice in row:
@@ -223,9 +223,9 @@ def test_what_was_not_measured_stays_and_says_that_it_is_modelled(there: Incumbe
 def test_what_is_the_same_code_or_of_other_sources_is_not_carried(there: Incumbents) -> None:
     codes = there.codes((ONE,), 90)
     own = candidates_of("there")  # the same bytes
-    assert [one.code.variant.config for one in own.beside(codes).carried] == []
+    assert [one.code.variant.config for one in own.with_others(codes).carried] == []
     other = replace(own, kernels=(own.kernels[0]._replace(source_sha256=bytes(32)),), compiled=own.compiled[:1])
-    assert other.beside(codes).carried == ()
+    assert other.with_others(codes).carried == ()
 
 
 def test_a_bundle_that_is_replaced_is_not_held_against(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,23 +250,25 @@ def test_a_fallback_that_runs_an_aligned_problem_takes_part(tmp_path: Path) -> N
     running = found.running(plan.buckets, ON_H200)
     own = candidates_of("own")
     aligned = tuple(replace(one, variant=one.variant._replace(max_experts=4096)) for one in own.compiled)
-    candidates = replace(own, compiled=aligned).beside(found.codes(plan.problems, 90))
+    candidates = replace(own, compiled=aligned).with_others(found.codes(plan.problems, 90))
     chosen = choose_from(plan, candidates, None, running=running)
     ran = chosen.variants[chosen.choices[many][0].variant].variant
     assert (ran.alignment, ran.cubin_sha256) == (1, running[many, 64].variant)
 
 
 def test_the_line_tells_what_is_faster() -> None:
-    assert str(HeldAgainst(3, 0.0834, 4, 0, 0)) == (
+    assert str(BaselineComparison(3, 0.0834, 4, 0, 0)) == (
         "3 cells faster than before by 8.3 % in the mean, 4 as before, 0 slower"
     )
-    assert str(HeldAgainst(0, 0.0, 4, 1, 2)) == "0 cells faster than before, 4 as before, 1 slower, 2 not compared"
+    assert (
+        str(BaselineComparison(0, 0.0, 4, 1, 2)) == "0 cells faster than before, 4 as before, 1 slower, 2 not compared"
+    )
 
 
 def test_it_is_told_by_the_times_of_the_journal(there: Incumbents) -> None:
     plan = BuildPlan({ONE: (32, 64, 128)}, ())
     running = there.running(plan.buckets, ON_H200)
-    candidates = candidates_of("own").beside(there.codes(plan.problems, 90))
+    candidates = candidates_of("own").with_others(there.codes(plan.problems, 90))
     mine = candidates.compiled[0].variant.cubin_sha256
     records = [
         cell_record({mine: ns, running[ONE, bucket].variant: 10_000}, running[ONE, bucket], (ONE, bucket))
@@ -274,12 +276,12 @@ def test_it_is_told_by_the_times_of_the_journal(there: Incumbents) -> None:
     ]
     evidence = Timings.of(Contents(Header(90, H200, ()), tuple(records), 0, 0))
     fresh = assembled(plan, candidates, choose_from(plan, candidates, evidence), evidence)
-    told = HeldAgainst.of(fresh, evidence, None)
+    told = BaselineComparison.of(fresh, evidence, None)
     assert told is not None
     assert (told.faster, told.as_before, told.slower) == (2, 1, 0)
     assert told.gain == pytest.approx((1.25 * 2.0) ** 0.5 - 1)
     alone = replace(candidates, compiled=candidates.compiled[:1], carried=())  # on a machine without that bundle
     left = assembled(plan, alone, choose_from(plan, alone, evidence), evidence)
-    told = HeldAgainst.of(left, evidence, None)
+    told = BaselineComparison.of(left, evidence, None)
     assert told is not None
     assert (told.faster, told.as_before, told.slower) == (2, 0, 1)

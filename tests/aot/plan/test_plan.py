@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pretuned.aot.models.layer import LayerGemm, LayerShard
 from pretuned.aot.models.load import load_models
-from pretuned.aot.plan.families import Pool, low_rank_specs, pass_specs, specs, to_compile
+from pretuned.aot.plan.families import Pool, low_rank_specs, row_kernel_specs, specs, to_compile
 from pretuned.aot.plan.plan import buckets_between, built_of_codes, padded, plan, planned_on, unaligned, without_code
 from pretuned.artifacts.records.precision import DType, dtypes_of
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
@@ -309,7 +309,7 @@ def test_codes_by_codes_are_planned_where_a_gpu_multiplies_them(format: str) -> 
         of_both = [one for one in planned_on(made, [sm]).problems if one.dtype.quantises_x]
         assert {(one.op, one.layout) for one in of_both} == ({(Op.FORWARD, Layout.STORED)} if able else set())
         assert len(of_both) == (4 if able else 0)  # two products, plain and with rows moved
-        beside = {one.op for one in pass_specs(planned_on(made, [sm]).problems, sm, Pool())}
+        beside = {one.op for one in row_kernel_specs(planned_on(made, [sm]).problems, sm, Pool())}
         assert not beside & set(MAKES_CODES)
         assert {one.dtype for one in planned_on(made, [sm]).models} == set(dtypes_of(format)[0 if able else 1 :])
     on_hopper = {one.layout for one in planned_on(made, [90]).problems if one.dtype.quantises_x}
@@ -325,18 +325,18 @@ def test_a_spec_s_weights_are_what_is_planned() -> None:
 
 def test_the_passes_of_quantised_weights_are_those_of_bf16() -> None:
     quantised, plain = (plan([replace(QWEN3, dtypes=(one,))]).problems for one in (DType.MXFP4, DType.BF16))
-    of_both = pass_specs((*quantised, *plain), 90, Pool())
-    assert pass_specs(quantised, 90, Pool()) == pass_specs(plain, 90, Pool()) == of_both
+    of_both = row_kernel_specs((*quantised, *plain), 90, Pool())
+    assert row_kernel_specs(quantised, 90, Pool()) == row_kernel_specs(plain, 90, Pool()) == of_both
 
 
 def test_x_is_quantised_where_there_is_code_that_reads_it_so() -> None:
     for dtype, code_ops in CODE_OPS.items():
         other = DType(f"{dtype.value}_a16")
         problems = tuple(plan([replace(QWEN3, dtypes=(dtype, other))]).problems)
-        beside = set(pass_specs(problems, 90, Pool())) - set(pass_specs(problems, 80, Pool()))
+        beside = set(row_kernel_specs(problems, 90, Pool())) - set(row_kernel_specs(problems, 80, Pool()))
         assert beside == {RowOpSpec(one, DType.BF16) for one in (code_ops.quantize, code_ops.activation)}
         only = tuple(one for one in problems if one.dtype is other)
-        assert pass_specs(only, 90, Pool()) == pass_specs(problems, 80, Pool())
+        assert row_kernel_specs(only, 90, Pool()) == row_kernel_specs(problems, 80, Pool())
 
 
 def coded(*ops: Op) -> LayerShard:

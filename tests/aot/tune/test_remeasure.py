@@ -20,7 +20,7 @@ from pretuned.aot.journal.records import WRONG, Failure, Timing
 from pretuned.aot.journal.timings import Cell, Timings
 from pretuned.aot.plan.plan import BuildPlan
 from pretuned.aot.tune.outcome import CellsDone
-from pretuned.aot.tune.remeasure import Remeasure, looks
+from pretuned.aot.tune.remeasure import Remeasure, cells_to_remeasure
 from pretuned.aot.tune.space import TuningSpace
 from pretuned.aot.tune.tuner import TuneObservers, tune_problems
 from pretuned.artifacts.errors import CompileError
@@ -73,8 +73,8 @@ def test_a_choice_that_took_more_than_the_fastest_is_measured_once_more(
     with gpus(candidates, faketimer.steady) as here:
         outcome = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships, observers=watch)
     assert (outcome.in_journal, outcome.measured, outcome.left) == (len(first), 0, 0)
-    assert (outcome.looked, outcome.to_look, outcome.finished) == (len(wanted), 0, True)
-    assert [(one.looking, one.done, one.total) for one in heard] == [
+    assert (outcome.remeasured, outcome.to_remeasure, outcome.finished) == (len(wanted), 0, True)
+    assert [(one.second_pass, one.done, one.total) for one in heard] == [
         (False, len(first), len(first)),
         (True, 0, len(wanted)),
         *((False, i + 1, len(wanted)) for i in range(len(wanted))),
@@ -91,7 +91,7 @@ def test_a_choice_that_took_more_than_the_fastest_is_measured_once_more(
     assert wanted_looks(candidates, small_plan, read_journal(journal), ships) == {}
     with gpus(candidates, faketimer.steady) as here:
         outcome = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships)
-    assert (outcome.in_journal, outcome.measured, outcome.looked) == (len(first), 0, 0)
+    assert (outcome.in_journal, outcome.measured, outcome.remeasured) == (len(first), 0, 0)
 
 
 @pytest.mark.usefixtures("doubted")
@@ -102,8 +102,8 @@ def test_a_third_look_is_never_taken(candidates: Path, small_plan: BuildPlan, tm
         first = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships)
         second = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships)
     assert first.measured == cells(small_plan)
-    assert first.looked > 3
-    assert (second.measured, second.looked, second.known) == (0, 0, cells(small_plan))
+    assert first.remeasured > 3
+    assert (second.measured, second.remeasured, second.in_journal) == (0, 0, cells(small_plan))
 
 
 @pytest.mark.usefixtures("doubted")
@@ -136,7 +136,7 @@ def test_a_second_look_that_is_interrupted_goes_on(candidates: Path, small_plan:
         tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships, observers=watch)
     with gpus(candidates) as here:
         outcome = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships)
-    assert (outcome.looked, outcome.to_look) == (len(wanted) - 1, 0)
+    assert (outcome.remeasured, outcome.to_remeasure) == (len(wanted) - 1, 0)
 
 
 @pytest.mark.usefixtures("doubted")
@@ -147,13 +147,13 @@ def test_out_of_time_the_looks_are_left_for_later(candidates: Path, small_plan: 
     wanted = wanted_looks(candidates, small_plan, read_journal(journal), ships)
     with gpus(candidates, faketimer.slow) as here:
         outcome = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships, budget_s=0.2)
-    assert 0 < outcome.looked < len(wanted)
-    assert outcome.to_look == len(wanted) - outcome.looked
+    assert 0 < outcome.remeasured < len(wanted)
+    assert outcome.to_remeasure == len(wanted) - outcome.remeasured
     assert (outcome.left, outcome.finished) == (0, False)
-    assert f"{outcome.to_look} cells are left for the second pass" in outcome_text(outcome)
+    assert f"{outcome.to_remeasure} cells are left for the second pass" in outcome_text(outcome)
     with gpus(candidates) as here:
         rest = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships)
-    assert (rest.looked, rest.to_look, rest.finished) == (outcome.to_look, 0, True)
+    assert (rest.remeasured, rest.to_remeasure, rest.finished) == (outcome.to_remeasure, 0, True)
 
 
 @pytest.mark.usefixtures("doubted")
@@ -167,7 +167,7 @@ def test_a_look_that_can_not_be_taken_is_not_tried_for_ever(
     with gpus(candidates, faketimer.unable) as here:
         watch = TuneObservers(on_note=heard.append)
         outcome = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships, observers=watch)
-    assert (outcome.looked, outcome.to_look, outcome.unable) == (0, 0, 0)
+    assert (outcome.remeasured, outcome.to_remeasure, outcome.unable) == (0, 0, 0)
     assert sum("left as it was: it can't be measured here" in one for one in heard) == len(wanted)
 
 
@@ -200,12 +200,12 @@ def test_what_ships_is_timed_wherever_it_may_be_the_fastest(
 
     with gpus(candidates) as here:
         outcome = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships)
-        assert (outcome.in_journal, outcome.measured, outcome.looked) == (len(before), 0, len(wanted))
+        assert (outcome.in_journal, outcome.measured, outcome.remeasured) == (len(before), 0, len(wanted))
         for one in records_of(journal)[len(before) :]:
             assert {timing.variant for timing in one.timings} == wanted[one.problem, one.bucket].variants
             assert {timing.rounds for timing in one.timings} == {20}, "no more rounds"
         outcome = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships)
-    assert (outcome.in_journal, outcome.measured, outcome.looked) == (len(before), 0, 0)
+    assert (outcome.in_journal, outcome.measured, outcome.remeasured) == (len(before), 0, 0)
 
 
 @pytest.mark.usefixtures("untried")
@@ -234,7 +234,7 @@ def test_only_what_ships_is_timed_beside_those_that_are_ahead(
         variants = tuple(SimpleNamespace(variant=SimpleNamespace(cubin_sha256=sha)) for sha in ships)
         choices = {one.problem: (Choice(one.bucket, 0, Source.MODELLED, ns),)}
         able = known | {timed.variant: 1.0, other.variant: estimates.get("other", 1.0)}
-        return looks(Chosen(variants, choices, ()), contents, lambda problem, bucket: able)  # type: ignore[arg-type]
+        return cells_to_remeasure(Chosen(variants, choices, ()), contents, lambda problem, bucket: able)  # type: ignore[arg-type]
 
     more = Remeasure(frozenset({timed.variant, b"a" * 32, other.variant}), False)
     assert found(timed.variant, other.variant) == {cell: more}
@@ -259,10 +259,10 @@ def test_one_run_measures_and_looks_and_the_next_does_nothing(
     with gpus(candidates) as here:
         first = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships)
         second = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships)
-    assert (first.measured, first.left, first.to_look, first.finished) == (cells(small_plan), 0, 0, True)
-    assert first.looked > 3
-    assert len(records_of(journal)) == first.measured + first.looked
-    assert (second.measured, second.looked) == (0, 0)
+    assert (first.measured, first.left, first.to_remeasure, first.finished) == (cells(small_plan), 0, 0, True)
+    assert first.remeasured > 3
+    assert len(records_of(journal)) == first.measured + first.remeasured
+    assert (second.measured, second.remeasured) == (0, 0)
     assert wanted_looks(candidates, small_plan, read_journal(journal), ships) == {}
     times = Timings.of(read_journal(journal)).cells
     chosen = ships(read_journal(journal))
@@ -280,7 +280,7 @@ def test_where_nothing_would_ship_nothing_is_looked_at(candidates: Path, small_p
 
     with gpus(candidates) as here:
         outcome = tune_problems(small_plan.buckets, candidates, tmp_path / "journal", executors=here, ships=ships)
-    assert (outcome.measured, outcome.looked, outcome.finished) == (cells(small_plan), 0, True)
+    assert (outcome.measured, outcome.remeasured, outcome.finished) == (cells(small_plan), 0, True)
 
 
 def near_the_best(ground: TuningSpace, problem: Problem, bucket: int) -> set[bytes]:

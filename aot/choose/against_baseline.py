@@ -14,7 +14,7 @@ from .incumbents import Running
 
 
 @dataclass(frozen=True, slots=True)
-class HeldAgainst:
+class BaselineComparison:
     """The cells of a bundle by comparison with the baseline that ran there before.
 
     ``faster`` cells gain ``gain`` in the geometric mean (0.05 is 5 %). ``as_before`` cells keep their kernel.
@@ -29,7 +29,7 @@ class HeldAgainst:
     not_compared: int
 
     @classmethod
-    def of(cls, bundle: Bundle, evidence: Timings | None, running: Running | None) -> HeldAgainst | None:
+    def of(cls, bundle: Bundle, evidence: Timings | None, running: Running | None) -> BaselineComparison | None:
         """Compare by measured times; None if nothing was compared."""
         ratios: list[float] = []
         as_before = slower = others = 0
