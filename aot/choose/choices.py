@@ -97,8 +97,8 @@ def choose(
     """Choose the variants to ship, at most ``configs`` an op and dtype, and the best for each (problem, bucket).
 
     If nothing is measured, similar cells measured ``around`` improve the model's order. Fallbacks and row kernels
-    always ship: any other N and K runs on them. Fusions that move rows ship no configs beyond the plain product's.
-    Choices refer to ``evidence.gpus``. An optional problem that no variant serves has no choice.
+    always ship: any other N and K runs on them. Fusions that move rows and the plain product share the limit. Choices
+    refer to ``evidence.gpus``. An optional problem that no variant serves has no choice.
 
     Never slower: a cell's baseline, from ``running`` or the evidence, stays if nothing that ships beats it by more than
     noise, or if it was not measured. Such variants ship beyond ``configs``. The first ``own`` variants are of this
@@ -145,7 +145,7 @@ def _with_incumbents(cells: Sequence[_RankedCell], ships: Iterable[int], compile
     while len(joined) != before:  # an added variant may be the fastest elsewhere too
         before = len(joined)
         staying = (_staying(cell, joined, compiled) for cell in cells)
-        joined.update([code for code in staying if code is not None])
+        joined.update([variant for variant in staying if variant is not None])
     return joined
 
 

@@ -129,7 +129,7 @@ def key_for(
 ) -> CacheKey:
     """The cache key of a layer on the GPU ``local``."""
     try:
-        dtype_ = dtype_of(dtype)
+        x_dtype = dtype_of(dtype)
     except ValueError:
         known_names = ", ".join(plain.value for plain in DType if plain in PLAIN_DTYPES)
         raise InputError(f"dtype is {dtype!r}, wanted one of {known_names}") from None
@@ -140,7 +140,7 @@ def key_for(
         "top_k": top_k,
         "seq_len": seq_len,
     }
-    format_ = dtype_.value if weights is None else _format_of(weights, dtype_)
+    format_ = x_dtype.value if weights is None else _format_of(weights, x_dtype)
     for name, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise InputError(f"{name} is {value!r}, wanted a whole number from 1 on")

@@ -54,7 +54,7 @@ def words(line: str) -> list[str]:
     InputError
         for an open quote or a control character.
     """
-    words_: list[str] = []
+    parts: list[str] = []
     position, line = 0, line.strip()
     if bad := re.search(r"[\x00-\x08\x0a-\x1f\x7f]", line):
         raise InputError(f"control character {bad.group()!r}; this must be plain text")
@@ -64,9 +64,9 @@ def words(line: str) -> list[str]:
             raise InputError(f"a quote is opened and never closed: {line[position:].strip()[:40]}")
         if match["comment"] is not None:
             break
-        words_.append(_QUOTED.sub(lambda quoted: quoted[1] or quoted[2] or "", match["word"]))
+        parts.append(_QUOTED.sub(lambda quoted: quoted[1] or quoted[2] or "", match["word"]))
         position = match.end()
-    return words_
+    return parts
 
 
 def parse_options(options: Sequence[str]) -> tuple[SpecOptions, list[str]]:

@@ -123,13 +123,13 @@ def specs(problems: Iterable[Problem], sm: int, pool: Pool) -> tuple[Spec, ...]:
 
     dX that is computed as the forward of w [E, K, N] gets a forward's candidates too, which suit few rows.
     """
-    specs_: list[Spec] = []
+    variants: list[Spec] = []
     for family, members in families(problems).items():
         ops = sorted({problem.op for problem in members}, key=lambda op: op is not family.op)  # its own first
         aligned = pool.candidates(family, sm, ops)
         rest = pool.fallbacks(family.gemm, family.dtype, sm)
-        specs_ += compilable(family, aligned, rest, [problem.E for problem in members])
-    return tuple(dict.fromkeys(specs_))
+        variants += compilable(family, aligned, rest, [problem.E for problem in members])
+    return tuple(dict.fromkeys(variants))
 
 
 def low_rank_specs(problems: Iterable[Problem], sm: int, pool: Pool) -> tuple[Spec, ...]:
@@ -170,7 +170,7 @@ def compilable(family: Family, aligned: Iterable[Config], rest: Iterable[Config]
     if optional(family) or (quantised and family.layout is not Layout.STORED):
         rest = ()
     enough = MAX_EXPERTS if max(experts) <= MAX_EXPERTS else MAX_EXPERTS_FALLBACK
-    specs_ = []
+    variants = []
     for configs, alignment, most in (
         (aligned, ALIGNMENT_BYTES, enough),
         (rest, 1, enough if quantised else MAX_EXPERTS_FALLBACK),
@@ -179,8 +179,8 @@ def compilable(family: Family, aligned: Iterable[Config], rest: Iterable[Config]
             counted = min(most, registry.limits_of(family.gemm, config, family.dtype).experts)
             if counted >= min(experts):
                 form = (family.gemm, family.dtype, config, family.layout, family.fusion)
-                specs_.append(Spec(*form, alignment, counted))
-    return specs_
+                variants.append(Spec(*form, alignment, counted))
+    return variants
 
 
 def has_candidates(family: Family, E: int, sm: int, pool: Pool) -> bool:
