@@ -76,7 +76,7 @@ def test_a_cell_is_measured_and_kept(candidates: Path, tmp_path: Path) -> None:
             assert len(ns) == len(ROUTINGS)
             assert 0.5 < geometric_mean(ns) / min(one.time_ns for one in record.timings) < 2.0
     again = tune_problems(problems, candidates, journal)
-    assert (again.measured, again.known) == (0, outcome.measured)
+    assert (again.measured, again.in_journal) == (0, outcome.measured)
 
 
 def test_a_variant_with_wrong_numbers_is_out(candidates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

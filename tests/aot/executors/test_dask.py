@@ -185,7 +185,7 @@ def test_it_measures_every_cell_once(cluster: Cluster, candidates: Path, small_p
     assert bundle.gpus == (faketimer.H200,)
     assert {one.source for row in bundle.choices.values() for one in row} == {Source.MEASURED}
     again = tune(cluster, small_plan, candidates, journal, 2, run=faketimer.dies)
-    assert (again.known, again.measured) == (small_plan.choices, 0)
+    assert (again.in_journal, again.measured) == (small_plan.choices, 0)
 
 
 def test_a_variant_that_ends_its_process_is_told_and_costs_no_dask_worker(

@@ -53,7 +53,7 @@ def test_a_variant_that_misbehaves_is_told_skipped_and_never_ships(
     assert shipped.variants
     with gpus(mine, run=faketimer.lost) as here:  # it is not tried again
         again = tune_problems(small_plan.buckets, mine, journal, executors=here)
-    assert (again.known, again.measured) == (cells(small_plan), 0)
+    assert (again.in_journal, again.measured) == (cells(small_plan), 0)
 
 
 def test_a_worker_that_was_killed_by_others_costs_nothing(mine: Path, small_plan: BuildPlan, tmp_path: Path) -> None:

@@ -178,10 +178,10 @@ def test_out_of_time_it_stops_and_goes_on_later(candidates: Path, small_plan: Bu
     assert sources.count(Source.MEASURED) == first.measured  # the best so far
     with gpus(candidates) as here:
         second = tune_problems(small_plan.buckets, candidates, journal, executors=here)
-    assert (second.known, second.measured, second.left) == (first.measured, first.left, 0)
+    assert (second.in_journal, second.measured, second.left) == (first.measured, first.left, 0)
     with gpus(candidates, run=faketimer.lost) as here:  # nobody is asked again
         third = tune_problems(small_plan.buckets, candidates, journal, executors=here)
-    assert (third.known, third.measured) == (cells(small_plan), 0)
+    assert (third.in_journal, third.measured) == (cells(small_plan), 0)
 
 
 _TUNE = """
