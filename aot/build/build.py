@@ -253,7 +253,7 @@ def _counts(results: Sequence[CompileResult]) -> tuple[int, int, int]:
 
 
 def _publish(path: Path, parts: Sequence[_Filled], begun: float) -> tuple[Built, ...]:
-    """Publish these bundles as one file; several only in a packed file."""
+    """Publish these bundles as one file; only a packed file can hold several."""
     bundles = [codec.encode(filled.picked.bundle) for filled in parts]
     data = pack(*bundles) if path.name.endswith(SUFFIX) else b"".join(bundles)
     written = publish(path, data)

@@ -102,7 +102,7 @@ def merge(bundles: Mapping[str, Bundle]) -> Merged:
     TargetMismatch
         if they are for different capabilities.
     BundleTooOld, BundleTooNew
-        if a variant's launch ABI is not the one that this version writes.
+        if a variant's launch ABI is not this version's.
     InputError
         if there are fewer than two, or two have different sources for one revision of a kernel.
     """

@@ -75,7 +75,7 @@ def _choices(bundle: Bundle, problem: Problem) -> tuple[Choice, ...]:
 
 
 def _built_for(bundle: Bundle, plan: BuildPlan) -> str:
-    """The bundle's models by name; those that the plan names too are told with their sharding, ops and rows."""
+    """The bundle's models by name; those that the plan names too have their sharding, ops and rows."""
     names = {model.name for model in plan.models}
     same = [model for model in bundle.models if model.name in names]
     if not same:

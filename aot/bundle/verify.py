@@ -68,7 +68,7 @@ def sound(path: str, sha256: str | None = None, *, pruned: bool = False) -> Bund
 
 
 def sound_one(opened: BundleFile, *, pruned: bool = False) -> Bundle:
-    """``sound`` for a file that is open.
+    """Like ``sound``, for an open file.
 
     Raises
     ------

@@ -79,7 +79,7 @@ class Incumbents:
             for bucket in buckets:
                 try:
                     ran = settle(self.snapshot, problem, bucket, local, has_aligned_rows(problem), False)
-                except BundleError:  # a file that PRETUNED_BUNDLES names: every call of the runtime says so
+                except BundleError:  # a file in PRETUNED_BUNDLES: every call of the runtime reports it
                     continue
                 if isinstance(ran, Decision):
                     sha, bundle = ran.chosen.variant.cubin_sha256, ran.chosen.usable.bundle
@@ -101,7 +101,7 @@ class Incumbents:
                         name = carried.kernel.name, carried.kernel.revision
                         if kernels.setdefault(name, carried.kernel) == carried.kernel:
                             codes.setdefault(carried.code.variant, carried)
-                except (BundleError, Rejected):  # damaged: the runtime says so
+                except (BundleError, Rejected):  # damaged: the runtime reports it
                     continue
         return tuple(codes.values())
 
@@ -120,14 +120,14 @@ class Incumbents:
     def _around(self, local: LocalGpu, view: View) -> Neighbourhood | None:
         try:
             return Neighbourhood(self.snapshot, local, view)
-        except Rejected:  # damaged: the runtime says so
+        except Rejected:  # damaged: the runtime reports it
             return None
 
     def measured(self, cells: Cells, sm: int) -> TakenOver | None:
         """The measured choices of installed packages for these cells of a capability; None if there are none.
 
-        Each GPU keeps its own choice; of several bundles' choices the one that ``aot merge`` keeps. A bundle whose
-        kernel has the name and revision of another's but another source is left out.
+        Each GPU keeps its own choice; of several bundles' choices it is the choice that ``aot merge`` keeps. Bundles
+        are left out if a kernel has the name and revision of another bundle's kernel, but another source.
         """
         parts: dict[str, Bundle] = {}
         codes: dict[Variant, Carried] = {}
@@ -138,7 +138,7 @@ class Incumbents:
                 continue
             try:
                 part, carried = _measured_part(usable, self.snapshot, cells)
-            except (BundleError, Rejected):  # damaged: the runtime says so
+            except (BundleError, Rejected):  # damaged: the runtime reports it
                 continue
             named = {(carried.kernel.name, carried.kernel.revision): carried.kernel for carried in carried}
             if part.choices and all(kernels.get(name, kernel) == kernel for name, kernel in named.items()):

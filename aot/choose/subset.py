@@ -1,8 +1,8 @@
 """Select the variants that a bundle ships: the smallest set that loses next to nothing against all candidates.
 
 A few configs serve all shapes: 8 of them lose 0.4 % at most, in the mean, against each shape's own best on
-an H200, 4 lose 1.0 % (docs/inside/cost-model.md). Greedy growth, then swaps, then dropping what hardly helps; the
-same table gives the same set.
+an H200, 4 lose 1.0 % (docs/inside/cost-model.md). Greedy growth, then swaps, then dropping variants that
+hardly help; equal tables give equal sets.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Costs:
         if extra is not None:
             floor = [a if a < b else b for a, b in zip(floor, self.columns[extra], strict=True)]
         allowed = self._allowed
-        # fsum, as sum rounds in another way from Python 3.12 on: the same table gives the same set on each.
+        # fsum, as sum rounds differently from Python 3.12 on: equal tables must give equal sets.
         return math.fsum(floor) / self.count + math.fsum([cost - allowed for cost in floor if cost > allowed])
 
     def add(self, chosen: list[int]) -> tuple[float, int] | None:
@@ -117,7 +117,7 @@ def select(
     """Select the variants to ship for one family, at most ``limit``, and only ``allowed`` ones if that is set.
 
     ``table`` maps (problem, bucket) to (variant, time) pairs in any one unit; only ratios within a
-    cell count. Minimises mean(log(time / best)) plus the sum of what cells are over
+    cell count. Minimises mean(log(time / best)) plus the sum of the cells' excess over
     log(1 + MAX_LOSS): first every shape within the bound, then the mean.
     A variant with no time, or an infinite one, is taken as twice the slowest of that cell.
 

@@ -76,7 +76,7 @@ def find_libraries(device: torch.device) -> Libraries:
             here.append(look(device))
         except NoCall as why:
             absent[name] = str(why)
-        except Exception as error:  # a package of another version, or one that fails to import
+        except Exception as error:  # another version, or a failing import
             absent[name] = reason(error)
     return Libraries(tuple(here), absent)
 

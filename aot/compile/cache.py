@@ -22,7 +22,7 @@ from .triton import Compiled, arguments_of, job_key
 
 
 def default_dir() -> Path | None:
-    """The user's cache (``$XDG_CACHE_HOME/pretuned/compiled``), or None where there is no home."""
+    """The user's cache (``$XDG_CACHE_HOME/pretuned/compiled``), or None without a home directory."""
     from platformdirs import user_cache_path
 
     try:

@@ -72,7 +72,7 @@ def compile_all(
 
     A variant that fails, hangs or takes its process down has a result with a reason, never an exception; so has a
     variant that no installed Triton can compile. Finished variants are in ``cache`` at once: an interrupted run loses
-    only those in flight. ``on_result`` is called with each result as it is ready.
+    only variants in flight. ``on_result`` is called with each result as it is ready.
 
     Raises
     ------

@@ -8,7 +8,7 @@
 ``written``: dw that nothing reads soon. TMA's stores get the hint ("cp.async.bulk.tensor", ``.global.shared::cta``).
 
 ``cut``: products of 192 columns (kernels/gluon/pingpong.py), which are written as 256. An instruction's operands
-lie in shared memory by rows, or by blocks of 64 columns, so the first 192 columns are where they were, and the sums of
+are in shared memory by rows, or by blocks of 64 columns, so the first 192 columns are where they were, and the sums of
 8 columns are four registers in a row (PTX ISA, "wgmma.mma_async", register fragments and matrix layouts).
 
 From Triton 3.8 on, a view of 256 columns may not begin anywhere (``tile_of``, kernels/gluon/pipeline.py). The source

@@ -25,7 +25,7 @@ KNOWN = ((3, 6, 0), (3, 9, 0))
 KNOWN_GLUON = ((3, 7, 0), (3, 9, 0))
 WITHOUT_192 = ((3, 8, 0), (3, 8, 0))
 BUILDER = "3.7.1"  # compiles every kernel
-# The capabilities whose code is made by the first of the two assemblers that Triton ships, and those from 3.9 on.
+# Capabilities that the first of Triton's two assemblers compiles for: before Triton 3.9, and since.
 _FIRST, _FIRST_SINCE_39 = frozenset((80, 86, 87, 89, 90)), frozenset((80, 86, 87, 89))
 
 
@@ -39,7 +39,7 @@ class Toolchain:
 
     @property
     def first(self) -> frozenset[int]:
-        """The capabilities whose code the first assembler makes; that of all others is made by the second."""
+        """The capabilities that the first assembler compiles for; the second compiles for all others."""
         return _FIRST_SINCE_39 if _release(self.triton) >= (3, 9) else _FIRST
 
     def ptxas_for(self, sm: int) -> str:

@@ -48,6 +48,8 @@ def get_or_autotune_moe_kernels(
 
     Parameters
     ----------
+    num_experts, hidden_dim, intermediate_dim, top_k
+        E, H, I, and the experts of a token.
     dtype
         The dtype of x: a torch dtype, or its name: bf16, fp16, fp32.
     force_autotune

@@ -22,7 +22,7 @@ Configs = tuple[KernelPair, KernelPair, KernelPair]  # forward, dX, dW
 class CacheKey:
     """Everything that the configs of a layer depend on: GPU, kernels and their revisions, shape, rows.
 
-    ``bucket`` is that of seq_len * top_k rows; ``dtype`` is that of x and w, or the format of quantised weights.
+    ``bucket`` is the bucket of seq_len * top_k rows; ``dtype`` is x and w's dtype, or the format of quantised weights.
     """
 
     gpu: str

@@ -51,7 +51,7 @@ def add(
     timeout_s: float = LOCK_TIMEOUT_S,
     note: Callable[[str], None] = lambda text: None,
 ) -> Path:
-    """Add a tuned bundle to the overlay of ``gpu`` and return its file; ``note`` is told about lost entries.
+    """Add a tuned bundle to the overlay of ``gpu`` and return its file; ``note`` is called for lost entries.
 
     Raises
     ------

@@ -218,7 +218,7 @@ def _spread(problem: Problem, buckets: Sequence[int], sm: int) -> list[Config]:
 
 
 def _ranked(problem: Problem, bucket: int, sm: int) -> list[tuple[float, Config]]:
-    """(estimate in us, config) of every candidate, best first, by its likely resources."""
+    """(estimate in us, config) of every candidate, best first; its resources are guessed before it is compiled."""
     configs = _candidates(problem, sm)
     resources = [_likely(problem, config, sm) for config in configs]
     named = problem.canonical
@@ -227,7 +227,7 @@ def _ranked(problem: Problem, bucket: int, sm: int) -> list[tuple[float, Config]
 
 
 def _candidates(problem: Problem, sm: int) -> list[Config]:
-    """The configs that a build would compile for the problem, of which shipped candidates consist."""
+    """The configs that a build would compile for the problem, as shipped candidates have them."""
     return list(Pool().candidates(Family.of(problem), sm, (problem.op,)))
 
 

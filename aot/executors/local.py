@@ -74,7 +74,7 @@ class LocalExecutor:
         return f"GPU {self._setup.device}"
 
     def start(self) -> Future[WorkerInfo]:
-        """Start a new process, or use the one that ``begin`` started."""
+        """Start a new process, or use the process that ``begin`` started."""
         begun, self._begun = self._begun, False
         if begun:
             with contextlib.suppress(RuntimeError):  # the pool is broken: its process died after it started

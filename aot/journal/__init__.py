@@ -1,1 +1,1 @@
-"""The journal of measured times: records, file and what they say of each cell. Uses artifacts' records."""
+"""The journal of measured times: records, file, and times by cell. Uses artifacts' records."""

@@ -48,7 +48,7 @@ class OtherJournal(InputError):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The GPU, kernels and routings of a journal's times. ``gpu.driver`` is that of the first session.
+    """The GPU, kernels and routings of a journal's times. ``gpu.driver`` is the first session's.
 
     ``routings`` name distributions of rows over experts, in the order of a record's times.
     """
@@ -242,9 +242,9 @@ def _check_lock(path: Path) -> None:
     try:
         with open(path, "rb", opener=without_waiting) as file:
             begin = file.read(80)
-    except OSError:  # not there; or the lock tells
+    except OSError:  # missing, or locking it reports the error
         return
-    if begin and not begin.split(b"\n")[0].isdigit():  # (a process's number is what filelock may have left)
+    if begin and not begin.split(b"\n")[0].isdigit():  # filelock may have left a process number
         raise InputError(f"'{path}' is there and is no lock: it is left as it is. Name another file with --journal")
 
 

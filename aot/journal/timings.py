@@ -137,7 +137,7 @@ def cell_of(problem: Problem, bucket: int) -> Cell:
 def _combined(records: list[Measured]) -> CellTimes:
     """Combine the records of a cell: medians in which a time weighs as many as its rounds.
 
-    The candidates of each record leave the GPU at another clock, so all are scaled to the median clock. A duel counts
+    In each record the GPU ran at another clock, so all records are scaled to the median clock. A duel counts
     unless its two variants were timed together in more rounds in another record.
     """
     if len(records) == 1 and (alone := _alone(records[0])) is not None:

@@ -43,7 +43,7 @@ class Tensors:
     codes: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def read(self, here: slice | torch.Tensor) -> torch.Tensor:
-        """Some of ``rows`` as the product reads them: quantised, if it does so."""
+        """Some of ``rows`` as the product reads them: quantised, if it quantises them."""
         if self.codes is not None and isinstance(here, slice):
             return values_of_rows(*self.codes, here)
         rows = self.rows[here]

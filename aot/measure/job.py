@@ -21,7 +21,7 @@ from ..journal.records import Failure, Measured
 class Setup:
     """The settings of all jobs of an executor: the candidates' file on its machine, and its GPU's ordinal there.
 
-    ``digest`` is that of the candidates' index: a worker refuses others.
+    ``digest`` is the candidates' index digest: a worker refuses others.
     """
 
     candidates: str

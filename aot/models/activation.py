@@ -20,7 +20,7 @@ _NAMES = {
 }
 _WORDS = ("hidden_act", "hidden_activation", "mlp_hidden_act", "activation_function")
 _OAI = ("gpt_oss", "openai_privacy_filter", "minimax_m3")  # model types with (up + 1) * gate * sigmoid(alpha * gate)
-_OAI_ALPHA, _OAI_LIMIT = 1.702, 7.0  # what their code takes where the config has none
+_OAI_ALPHA, _OAI_LIMIT = 1.702, 7.0  # their code's values if the config has none
 
 
 def parse_activation(text: str) -> Activation:

@@ -76,7 +76,7 @@ def matrices(layer: int, experts: int, words: Iterable[str]) -> list[tuple[str, 
 
 @functools.cache
 def _matrices(expert: int) -> tuple[tuple[str, ...], ...]:
-    """The last parts of the names of an expert's gate, up and down."""
+    """The last parts of the names that an expert's gate, up and down matrices may have."""
     return tuple(
         (*(f"experts.{expert}.{name}" for name in names), f"experts.{stacked}", "experts") for names, stacked in _PARTS
     )

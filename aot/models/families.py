@@ -30,7 +30,7 @@ LATENT = (
     "moe_latent_size",
     "moe_hidden_size",
     "routed_expert_hidden_size",
-)  # where set, the routed experts' width in place of the hidden one
+)  # if set, the routed experts' width in place of the hidden one
 WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size", "ffn_config.ffn_hidden_size")
 SHARED_COUNTS = (
     "n_shared_experts",
@@ -48,10 +48,10 @@ SHARED_WIDTHS = (
 )
 FFN = "ffn_config"  # dbrx's: fields of the same model, in an object of their own
 DENSE_WIDTH = ("intermediate_size",)  # the dense layers' width; of some families the experts'
-DENSE_WIDTH_APART = "dense_intermediate_size"  # where it is set, DENSE_WIDTH is the experts'
+DENSE_WIDTH_APART = "dense_intermediate_size"  # if set, DENSE_WIDTH is the experts'
 
-BY_LAYER = "block_configs"  # an object for each layer, as a model whose sizes were searched for has them
-SWITCH = "enable_moe_block"  # where it is false there are no experts, whatever their number
+BY_LAYER = "block_configs"  # an object for each layer, in models found by a search for sizes
+SWITCH = "enable_moe_block"  # if false, there are no experts, whatever their number
 
 
 @dataclass(frozen=True, slots=True)

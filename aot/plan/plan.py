@@ -29,8 +29,8 @@ _MOVES = {Op.FORWARD: (Fusion.GATHER, Fusion.SCATTER), Op.DX: (Fusion.SCATTER, F
 # T=1024 (64 rows) the epilogue wins.
 _GATED_ROWS = 1024
 _GATED_ROWS_PER_EXPERT = 16
-_SILU = Activation("silu")  # what the epilogue computes; a limit is another activation
-_GATED_DTYPES = (DType.BF16, DType.FP16)  # what specialised code multiplies
+_SILU = Activation("silu")  # the epilogue's activation; a limit is another activation
+_GATED_DTYPES = (DType.BF16, DType.FP16)  # dtypes of the warp-specialised kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def plan(shapes: Iterable[LayerShard]) -> BuildPlan:
     once more with moved rows. The buckets are the powers of two that M = tokens * k / ep reaches between the least and
     the most tokens, equal for every op. Gated forwards also get GEMM 1 with silu in its epilogue, in the larger
     buckets, unless the model has another activation. Quantised weights also get their replacement dtypes:
-    ``planned_on`` keeps the one that a capability has code for.
+    ``planned_on`` keeps the dtypes that a capability has code for.
     """
     return _planned(tuple(shapes))
 

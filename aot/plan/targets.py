@@ -21,7 +21,7 @@ _FORM = re.compile(r"(?:sm_?|compute_?)?(?:(?P<dotted>[0-9]{1,2}\.[0-9])|(?P<pla
 def parse_sm(text: str, native_sm: Callable[[], int | None], option: str = "--sm") -> tuple[int, ...]:
     """Parse ``80,90``, ``sm_90``, ``sm_90a``, ``9.0``, ``h100`` or ``native``, with commas, into sorted capabilities.
 
-    ``native_sm`` returns this machine's capability (10 * major + minor), or None where there is no GPU; it is
+    ``native_sm`` returns this machine's capability (10 * major + minor), or None without a GPU; it is
     called only for ``native``.
 
     Raises
@@ -29,7 +29,7 @@ def parse_sm(text: str, native_sm: Callable[[], int | None], option: str = "--sm
     InputError
         naming every part that is no supported capability, the nearest one, and the supported ones.
     HostError
-        for ``native`` where there is no GPU.
+        for ``native`` without a GPU.
     """
     parts = [part.strip() for part in text.split(",")]
     sms: set[int] = set()
@@ -74,9 +74,9 @@ def parse_gpu(text: str, here: Callable[[], LocalGpu]) -> LocalGpu:
     Raises
     ------
     InputError
-        for several GPUs, or what is no supported GPU.
+        for several GPUs, or an unsupported GPU.
     HostError
-        for ``native`` where there is no GPU.
+        for ``native`` without a GPU.
     """
     part = text.strip()
     if part.lower() == "native":

@@ -59,7 +59,7 @@ def sheet(
 
 
 def _default_gpu(bundle: Bundle | None, journals: Sequence[Contents]) -> Gpu | None:
-    """The GPU of unmeasured cells: the one that all others have, or None."""
+    """The GPU of unmeasured cells: the GPU of all other cells, or None if they differ."""
     gpus = [journals[0].header.gpu] if bundle is None else list(bundle.gpus)
     return gpus[0] if len({(gpu.name, gpu.sm_count) for gpu in gpus}) == 1 else None
 

@@ -19,7 +19,7 @@ from .sheets import sheet
 def read(
     source: str, is_bundle: bool, journals: Sequence[Path], candidates: str | None, plan: BuildPlan | None
 ) -> Sheet:
-    """The sheet of a bundle or a journal, with further journals, the candidates' names and the wanted plan.
+    """Read the sheet of a bundle or journal; further ``journals`` add times, ``candidates`` names, ``plan`` cells.
 
     Raises
     ------
