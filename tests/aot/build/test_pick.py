@@ -81,7 +81,7 @@ def measuring(options: Make, there: Path, tmp_path: Path) -> Make:
 
     def make(**changes: object) -> BuildOptions:
         places = [Place(Kind.NAMED, tmp_path / "out"), Place(Kind.SYSTEM, there)]
-        given = {"measure": (90,), "tune": tune, "found": lambda path: Incumbents(Snapshot(places, tuple, path))}
+        given = {"measure": (90,), "tune": tune, "incumbents": lambda path: Incumbents(Snapshot(places, tuple, path))}
         return options(**{**given, **changes})
 
     return make
