@@ -43,11 +43,16 @@ def __getattr__(name: str) -> object:
     if name == "KERNELS":
         return _kernels(FOLDERS)
     if name == "ENTRIES":
-        from .rowops import ROW_OPS
-
-        every: tuple[Entry | KernelEntry, ...] = (*_kernels(FOLDERS), *ROW_OPS)
-        return {one.name: one for one in every}
+        return _entries()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@functools.cache
+def _entries() -> Mapping[str, Entry | KernelEntry]:
+    from .rowops import ROW_OPS
+
+    entries: tuple[Entry | KernelEntry, ...] = (*_kernels(FOLDERS), *ROW_OPS)
+    return {entry.name: entry for entry in entries}
 
 
 @functools.cache
