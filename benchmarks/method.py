@@ -63,6 +63,6 @@ def bytes_us(M: int, N: int, K: int, active: int, itemsize: int = 2) -> float:
 def median_us(clock: Clock, call: Callable[[], object], repeats: int = 20, budget_ms: float = 30.0) -> float:
     """The median of up to ``repeats`` replays, fewer (at least 5) where they would pass the budget."""
     graph = clock.capture(call)
-    one = clock.rounds_us([graph], 2)[0][-1]
-    count = max(5, min(repeats, int(budget_ms * 1000 / max(one, 1.0))))
+    last_us = clock.rounds_us([graph], 2)[0][-1]
+    count = max(5, min(repeats, int(budget_ms * 1000 / max(last_us, 1.0))))
     return statistics.median(clock.rounds_us([graph], count)[0])

@@ -58,7 +58,7 @@ def commit(root: Path = ROOT) -> str | None:
 def driver(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
     """The version of the NVIDIA kernel driver, such as 580.159.04."""
     try:
-        found = re.search(r"\b\d{3}\.\d+(?:\.\d+)?\b", file.read_text())
+        match = re.search(r"\b\d{3}\.\d+(?:\.\d+)?\b", file.read_text())
     except OSError:
         return None
-    return found[0] if found else None
+    return match[0] if match else None

@@ -136,13 +136,13 @@ def package() -> None:
 
 def listing() -> str:
     """Every benchmark by folder: its name, its question, what it needs."""
-    wide = max(len(one.name) for one in BENCHMARKS)
+    wide = max(len(benchmark.name) for benchmark in BENCHMARKS)
     lines = ["usage: python benchmarks/run.py NAME [ARGUMENT ...]; NAME --help tells the rest"]
     for folder, question in FOLDERS.items():
         lines += ["", f"{folder}/  {question}"]
-        for one in BENCHMARKS:
-            if one.folder == folder:
-                lines.append(f"  {one.name:{wide}}  {one.question} [{one.needs}]")
+        for benchmark in BENCHMARKS:
+            if benchmark.folder == folder:
+                lines.append(f"  {benchmark.name:{wide}}  {benchmark.question} [{benchmark.needs}]")
     return "\n".join(lines)
 
 
@@ -151,13 +151,15 @@ def main() -> None:
     if name in ("-h", "--help"):
         print(listing())
         return
-    found = [one for one in BENCHMARKS if one.name == name]
-    if not found:
-        sys.exit(f"{name!r} is no benchmark: wanted one of {', '.join(sorted(one.name for one in BENCHMARKS))}")
+    matches = [benchmark for benchmark in BENCHMARKS if benchmark.name == name]
+    if not matches:
+        sys.exit(
+            f"{name!r} is no benchmark: wanted one of {', '.join(sorted(benchmark.name for benchmark in BENCHMARKS))}"
+        )
     package()
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != HERE]
     sys.argv = [f"benchmarks/run.py {name}", *rest]  # as argparse and the results' ``command`` tell it
-    sys.exit(importlib.import_module(f"benchmarks.{found[0].folder}.{name}").main())
+    sys.exit(importlib.import_module(f"benchmarks.{matches[0].folder}.{name}").main())
 
 
 if __name__ == "__main__":

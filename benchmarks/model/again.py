@@ -28,14 +28,14 @@ def said(duel: Rematch) -> str:
 
 def second_times(before: Contents, after: Contents) -> Iterator[tuple[bool, str, float]]:
     """(whether it is a long launch, what the first duel said, challenger / modelled the second time) of each cell."""
-    later = {(one.problem, one.bucket): one for one in after.records if isinstance(one, Measured)}
+    later = {(record.problem, record.bucket): record for record in after.records if isinstance(record, Measured)}
     for first in before.records:
         if not isinstance(first, Measured) or first.duel is None:
             continue
         second, duel = later.get((first.problem, first.bucket), first), first.duel
-        times = {one.variant: one.time_ns for one in second.timings}
+        times = {timing.variant: timing.time_ns for timing in second.timings}
         if second != first and duel.challenger in times and duel.modelled in times:
-            took = next(one.time_ns for one in first.timings if one.variant == duel.challenger)
+            took = next(timing.time_ns for timing in first.timings if timing.variant == duel.challenger)
             yield took > LONG_NS, said(duel), times[duel.challenger] / times[duel.modelled]
 
 
@@ -45,13 +45,13 @@ def main() -> None:
     parser.add_argument("after", type=Path)
     args = parser.parse_args()
     try:
-        found = list(second_times(read_journal(args.before), read_journal(args.after)))
+        second = list(second_times(read_journal(args.before), read_journal(args.after)))
     except PretunedError as error:
         parser.error(str(error))
-    if not found:
+    if not second:
         parser.error(f"no cell with a duel in {args.before} was measured again in {args.after}")
-    for long, word in sorted({one[:2] for one in found}):
-        ratios = [ratio for *of, ratio in found if of == [long, word]]
+    for long, word in sorted({cell[:2] for cell in second}):
+        ratios = [ratio for *of, ratio in second if of == [long, word]]
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
         print(
             f"{'over 10 ms' if long else 'shorter':11} {word:17} {len(ratios):4} cells: the second time {mean:.3f} "

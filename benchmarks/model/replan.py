@@ -29,12 +29,12 @@ FORMAT_AT, SIZE_AT, INDEX_SIZE_AT = 11, 16, 25  # of the preamble (artifacts/FOR
 
 def pieces(data: bytes) -> list[bytes]:
     """The bundles of a file, which are one behind the other."""
-    found = []
+    bundles = []
     while data:
         (size,) = struct.unpack_from(">Q", data, SIZE_AT)
-        found.append(data[:size])
+        bundles.append(data[:size])
         data = data[size:]
-    return found
+    return bundles
 
 
 def in_this_format(data: bytes) -> bytes:
@@ -49,7 +49,7 @@ def in_this_format(data: bytes) -> bytes:
 
 def without_plans(bundle: Bundle) -> Bundle:
     """The bundle with choices alone."""
-    choices = {problem: tuple(one._replace(plan=()) for one in row) for problem, row in bundle.choices.items()}
+    choices = {problem: tuple(choice._replace(plan=()) for choice in row) for problem, row in bundle.choices.items()}
     return bundle._replace(choices=choices)
 
 
@@ -68,21 +68,21 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the files")
     args = parser.parse_args()
     totals = Counter[str]()
-    every = sorted(
+    paths = sorted(
         [*(ARTIFACTS / "pressed").glob("*.xz"), *(ARTIFACTS / "bundles").glob("*.xz"), *RESULTS.glob("*.msgpack.xz")]
     )
-    for path in (one for one in every if not args.names or one.name in args.names):
+    for path in (path for path in paths if not args.names or path.name in args.names):
         before = path.read_bytes()
-        found = [replanned(one, path.name) for one in pieces(lzma.decompress(before))]
+        bundles = [replanned(piece, path.name) for piece in pieces(lzma.decompress(before))]
         plans = Counter(
             row.way.name.lower()
-            for _, bundle in found
+            for _, bundle in bundles
             for choices in bundle.choices.values()
             for choice in choices
             for row in choice.plan
         )
-        after = packed.pack(*(data for data, _ in found))
-        sizes = len(lzma.decompress(before)), sum(len(data) for data, _ in found)
+        after = packed.pack(*(data for data, _ in bundles))
+        sizes = len(lzma.decompress(before)), sum(len(data) for data, _ in bundles)
         totals.update(xz_before=len(before), xz_after=len(after), before=sizes[0], after=sizes[1], **plans)
         print(
             f"{path.name}: {sizes[0]:,} -> {sizes[1]:,} bytes, xz {len(before):,} -> {len(after):,}; {dict(plans)}",
@@ -92,7 +92,7 @@ def main() -> None:
             path.write_bytes(after)
             unpacked = ARTIFACTS / "bundles" / path.stem
             if unpacked.exists():
-                unpacked.write_bytes(found[0][0])
+                unpacked.write_bytes(bundles[0][0])
     print(f"all: {dict(totals)}")
 
 

@@ -116,14 +116,14 @@ class Sweep:
         self._cells: list[dict[str, object]] = []
         self._seconds = 0.0
         if out.exists():
-            known = json.loads(out.read_text())
-            other = [name for name, value in head.items() if name != "command" and known.get(name) != value]
+            saved = json.loads(out.read_text())
+            other = [name for name, value in head.items() if name != "command" and saved.get(name) != value]
             if other:
                 raise SystemExit(f"{out}: a sweep of another {', '.join(other)}: name another --out, or remove it")
-            self._cells, self._seconds = known["cells"], known["seconds"]
+            self._cells, self._seconds = saved["cells"], saved["seconds"]
 
     def has(self, model: str, gemm: str, tokens: int) -> bool:
-        return any((one["model"], one["gemm"], one["tokens"]) == (model, gemm, tokens) for one in self._cells)
+        return any((cell["model"], cell["gemm"], cell["tokens"]) == (model, gemm, tokens) for cell in self._cells)
 
     def add(self, cell: dict[str, object], seconds: float) -> None:
         """Keep a cell that took so long. A file is whole, whenever the run ends."""

@@ -58,7 +58,7 @@ def stand_in() -> dict[str, str]:
     try:
         importlib.import_module("sgl_kernel")
     except (ImportError, OSError):
-        for name in [one for one in sys.modules if one.partition(".")[0] == "sgl_kernel"]:
+        for name in [module for module in sys.modules if module.partition(".")[0] == "sgl_kernel"]:
             del sys.modules[name]
     else:
         return {}
@@ -72,7 +72,7 @@ def stand_in() -> dict[str, str]:
 
         return missing
 
-    scalars = next((Path(one) / "sgl_kernel" for one in sys.path if (Path(one) / "sgl_kernel").is_dir()), None)
+    scalars = next((Path(path) / "sgl_kernel" for path in sys.path if (Path(path) / "sgl_kernel").is_dir()), None)
     module = types.ModuleType("sgl_kernel")
     module.__path__ = []
     module.moe_align_block_size = moe_align_block_size  # type: ignore[attr-defined]
@@ -110,7 +110,7 @@ def older_triton() -> list[str]:
 def fewer(source: str, kind: str) -> tuple[str, int]:
     """Marlin's list of kernels without those that a layer of this kind never runs, and how many lines went."""
     lines = source.splitlines(keepends=True)
-    stay = [one for one in lines if not _goes(one.strip(), kind)]
+    stay = [line for line in lines if not _goes(line.strip(), kind)]
     return "".join(stay), len(lines) - len(stay)
 
 
@@ -124,8 +124,8 @@ def fewer_marlins(sources: Path, folder: Path, kind: str) -> Path:
 
     Each kernel that is left is what it was.
     """
-    for one in ("marlin", "marlin_moe"):
-        shutil.copytree(sources / "gemm" / one, folder / "gemm" / one, dirs_exist_ok=True)
+    for name in ("marlin", "marlin_moe"):
+        shutil.copytree(sources / "gemm" / name, folder / "gemm" / name, dirs_exist_ok=True)
     file = folder / MARLIN
     text, gone = fewer(file.read_text(), kind)
     if not gone:
@@ -178,11 +178,11 @@ def marlins(kind: str) -> list[Callable[[], Any]]:
 
 
 def _found(wanted: list[tuple[str, str, tuple[Any, ...]]]) -> list[Callable[[], Any]]:
-    found: list[Callable[[], Any]] = []
+    compilers: list[Callable[[], Any]] = []
     for module, name, args in wanted:
         with contextlib.suppress(ImportError, AttributeError):
-            found.append(functools.partial(getattr(importlib.import_module(OPS + module), name), *args))
-    return found
+            compilers.append(functools.partial(getattr(importlib.import_module(OPS + module), name), *args))
+    return compilers
 
 
 def compile_all(kind: str, folder: Path, built: Path | None = None) -> None:
@@ -236,6 +236,6 @@ def build(built: Path, folder: Path) -> list[str]:
         for kind in ("bf16", "fp8", "mxfp4", "int4"):
             if kind in _KEPT:
                 _from(fewer_marlins(compiling.KERNEL_PATH / "csrc", folder / kind, kind))
-            for one in builders(kind):
-                one()
+            for compiler in builders(kind):
+                compiler()
     return names

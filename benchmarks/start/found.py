@@ -63,9 +63,9 @@ def modelled(bundle: Path, out: Path) -> Path:
         whole = opened.load()
     choices = {
         problem: tuple(
-            one._replace(source=Source.MODELLED, gpu=None)
-            for one in row
-            if one.gpu is not None and whole.gpus[one.gpu].name == "NVIDIA H200"
+            choice._replace(source=Source.MODELLED, gpu=None)
+            for choice in row
+            if choice.gpu is not None and whole.gpus[choice.gpu].name == "NVIDIA H200"
         )
         for problem, row in whole.choices.items()
     }
@@ -91,7 +91,7 @@ def main() -> None:
         "installed": "",
         "modelled": str(modelled(bundles / "catalogue-sm90.msgpack", Path(folder.name) / "modelled-sm90.msgpack")),
     }
-    told: dict[str, object] = {
+    report: dict[str, object] = {
         **provenance.about(),
         "machine": platform.machine(),
         "cores": os.cpu_count(),
@@ -103,8 +103,8 @@ def main() -> None:
             environment = os.environ | {"PRETUNED_BUNDLES": named}
             ms[way].append(float(subprocess.check_output([sys.executable, RUN, "found", "--step"], env=environment)))
     for way, runs in ms.items():
-        told[way] = {"ms": round(statistics.median(runs), 2), "least": round(min(runs), 2)}
+        report[way] = {"ms": round(statistics.median(runs), 2), "least": round(min(runs), 2)}
         print(f"{way:10} {statistics.median(runs):6.2f} ms, at least {min(runs):.2f}")
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(told, indent=1) + "\n")
+        args.out.write_text(json.dumps(report, indent=1) + "\n")

@@ -29,11 +29,11 @@ print(json.dumps({"count": done.count, "cells": done.cells, "import_ms": 1e3 * (
 """
 
 
-def one(model: str) -> dict[str, float]:
+def fresh_process(model: str) -> dict[str, float]:
     """A fresh process's figures."""
     done = subprocess.run([sys.executable, "-c", PROGRAM, model], stdout=subprocess.PIPE, text=True, check=True)
-    told: dict[str, float] = json.loads(done.stdout)
-    return told
+    figures: dict[str, float] = json.loads(done.stdout)
+    return figures
 
 
 def main() -> None:
@@ -44,7 +44,7 @@ def main() -> None:
     args = parser.parse_args()
     report: dict[str, object] = {}
     for model in args.models.split(","):
-        runs = [one(model) for _ in range(args.repeats)]
+        runs = [fresh_process(model) for _ in range(args.repeats)]
         report[model] = runs
         print(
             f"{model}: {runs[0]['count']} variants for {runs[0]['cells']} problems and sizes in "

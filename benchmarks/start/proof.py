@@ -177,8 +177,8 @@ def right(name: str) -> Callable[[], dict[str, Any]]:
     def step() -> dict[str, Any]:
         import rightness
 
-        found: dict[str, Any] = getattr(rightness, name)()
-        return found
+        figures: dict[str, Any] = getattr(rightness, name)()
+        return figures
 
     return step
 

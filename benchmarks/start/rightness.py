@@ -56,8 +56,8 @@ def correct() -> dict[str, Any]:
             y = torch.full((M, N), float("nan"), dtype=w.dtype, device="cuda")
             grouped_gemm(inputs.x, w, m_sizes, out=y)
             error = method.relative_error(y, inputs)
-            told = explain(inputs.x, w, m_sizes)
-            chosen = str(told.chosen.config) if told.chosen else "torch"
+            explanation = explain(inputs.x, w, m_sizes)
+            chosen = str(explanation.chosen.config) if explanation.chosen else "torch"
             cells.append(
                 {
                     "problem": name,
@@ -68,7 +68,7 @@ def correct() -> dict[str, Any]:
                     "M": M,
                     "error": error,
                     "chosen": chosen,
-                    "reason": told.reason,
+                    "reason": explanation.reason,
                 }
             )
             worst = max(worst, error) if error == error else float("nan")
