@@ -154,14 +154,11 @@ def pack_choices(choices: tuple[Choice, ...]) -> bytes:
                 c.runner_up_ns,
                 c.gpu,
             ]
-            + ([c.torch_ns, *([_plan_value(c.plan)] if c.plan else ())] if c.plan or c.torch_ns is not None else [])
+            + ([] if c.torch_ns is None and not c.plan else [c.torch_ns])
+            + ([[[int(row.way), int(row.checks), row.top_k, row.variant] for row in c.plan]] if c.plan else [])
             for c in choices
         ]
     )
-
-
-def _plan_value(plan: tuple[PlanRow, ...]) -> object:
-    return [[int(row.way), int(row.checks), row.top_k, row.variant] for row in plan]
 
 
 def read_choices(record: bytes, variants: int, gpus: int) -> tuple[Choice, ...]:

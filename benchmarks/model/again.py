@@ -1,11 +1,12 @@
-"""What a duel's word is worth: cells that were measured twice, by what their first duel said.
+"""Check how reliable a duel's result is, from cells that were measured twice.
 
     git show ccc6f4a:benchmarks/results/catalogue-h200.journal.xz > before.journal
     python benchmarks/run.py again before.journal benchmarks/results/catalogue-h200.journal.xz
 
-By what the first duel said of the challenger: how many cells, its time over the modelled choice's the second time
-(geometric mean), and in how many it was the faster. Launches of over 10 ms apart: their times are of three rounds.
-A journal beside itself tells of the cells that were looked at once more.
+For each result of the first duel it prints the number of cells, the challenger's time over the modelled choice's in the
+second measurement (geometric mean), and in how many cells the challenger was faster. Launches over 10 ms are listed
+separately: their times are of three rounds. With one journal as both arguments it compares the cells that this journal
+measured twice.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def said(duel: Rematch) -> str:
 
 
 def second_times(before: Contents, after: Contents) -> Iterator[tuple[bool, str, float]]:
-    """(whether it is a long launch, what the first duel said, challenger / modelled the second time) of each cell."""
+    """Yield (launch over 10 ms, first duel's result, challenger / modelled in the second measurement) of each cell."""
     later = {(record.problem, record.bucket): record for record in after.records if isinstance(record, Measured)}
     for first in before.records:
         if not isinstance(first, Measured) or first.duel is None:

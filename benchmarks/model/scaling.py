@@ -103,7 +103,7 @@ def command(models: Path, candidates: Path, executor: str) -> Leg:
 
 
 def summary(outcome: Outcome) -> Mapping[str, object]:
-    """As ``aot measure --json`` tells it, the seconds not rounded."""
+    """Return the figures of ``aot measure --json`` with seconds that are not rounded."""
     return {**outcome.to_dict(), "seconds": outcome.seconds}
 
 

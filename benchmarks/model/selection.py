@@ -32,10 +32,10 @@ def listed(cells: Sequence[Cell], op: Op) -> list[Cell]:
 
 
 def summary(cells: Sequence[Cell], op: Op, constants: Constants) -> dict[str, object]:
-    """What sets of at most so many variants lose, chosen by the times measured, and by the model alone.
+    """Return the losses of small sets of variants, chosen by measured times and by the cost model alone.
 
-    The losses are over the best of the candidates measured in each cell; a variant that the sweep left
-    out of a cell counts as ``MISSING`` times the slowest there.
+    A loss is over the best candidate measured in a cell. A variant that was not measured in a cell counts as
+    ``MISSING`` times the slowest there.
     """
     cells = listed(cells, op)
     variants = sorted({v for cell in cells for v in cell.variants}, key=lambda v: v.config)

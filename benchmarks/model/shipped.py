@@ -1,14 +1,16 @@
-"""What the configs of a bundle lose: each choice against every candidate that a journal has times of.
+"""Compare a bundle's choices with all candidates that were timed in a journal.
 
     python benchmarks/run.py shipped artifacts/bundles/catalogue-sm90.msgpack \\
         benchmarks/results/catalogue-h200.journal.xz
 
-Once as timed, and once beside those alone that are faster than the choice by more than noise, as their duel says, or
-their times. Once more in each record that has the choice, beside the fastest of that very record. How often the fastest
-that ships is near the least estimate. Beside torch: the same choice against grouped_mm, where the journal has it. With
---kinds, what a kind of config gains: the best of that kind against the best of all others, in the cells that have times
-of both. Of a bundle with choices of several GPUs, those of the journal's count, or of the one that --gpu names; with
---models FILE only the choices of these models.
+It prints how much longer the choices take than:
+
+- the fastest candidate by the times, and the fastest that beats the choice by more than noise (duel or times);
+- the fastest candidate of each record that has the choice.
+
+It also prints how often the fastest shipped variant is near the least estimate, and the choices against torch's
+grouped_mm. --kinds compares the best config of a kind with the best of all others. If a bundle has choices for several
+GPUs, those of the journal's GPU count, or of --gpu. --models FILE limits it to choices of these models.
 """
 
 from __future__ import annotations
@@ -50,14 +52,14 @@ KINDS: dict[str, Callable[[Config], bool]] = {
 
 
 def of_gpu(opened: BundleFile, name: str, models: Sequence[str] = ()) -> BundleFile:
-    """The bundle with the choices of one of its GPUs alone and what they use; as it is where it has no other's.
+    """Return the bundle with the choices of one GPU and the variants that they use.
 
-    Of ``models``, where lists are named, alone.
+    ``models`` names lists of models: only their choices stay.
 
     Raises
     ------
     ValueError
-        if several GPUs' choices are there, and none are this one's.
+        if the bundle has several GPUs' choices, but none of this GPU.
     """
     if len(opened.gpus) < 2 and not models:
         return opened
@@ -83,9 +85,9 @@ def of_gpu(opened: BundleFile, name: str, models: Sequence[str] = ()) -> BundleF
 
 
 def losses(bundle: BundleFile, contents: Contents, *, raw: bool) -> list[tuple[float, float, str]]:
-    """(time over that of the fastest candidate, us, which cell) of each measured choice, the worst first.
+    """Return (time over the fastest candidate's, us, cell) of each measured choice, the worst first.
 
-    ``raw`` takes the times as they are, else those count that are faster by more than noise.
+    With ``raw`` all candidates count, else those that are faster by more than noise.
     """
     rows = (
         (loss_of(cell, chosen, raw=raw), cell.times_ns[chosen] / 1000, f"{problem} M={bucket}")
@@ -95,7 +97,7 @@ def losses(bundle: BundleFile, contents: Contents, *, raw: bool) -> list[tuple[f
 
 
 def timed(bundle: BundleFile, contents: Contents) -> Iterator[tuple[Problem, int, CellTimes, bytes]]:
-    """(problem, bucket, what is known of the cell, the choice's cubin) of each choice that has a time."""
+    """Yield (problem, bucket, the cell's times, the choice's cubin) of each choice that has a time."""
     cubins = [variant.cubin_sha256 for variant in bundle.variants()]
     cells = Timings.of(contents).cells
     for problem in bundle.problems():
@@ -106,7 +108,7 @@ def timed(bundle: BundleFile, contents: Contents) -> Iterator[tuple[Problem, int
 
 
 def losses_by_rows(bundle: BundleFile, contents: Contents) -> list[dict[str, Any]]:
-    """As timed, of each op in all its forms, by rows in all."""
+    """Return the mean and largest loss of each op, for ranges of total rows; all fusions together."""
     by_rows: dict[tuple[str, int], list[float]] = {}
     for problem, bucket, cell, chosen in timed(bundle, contents):
         most = next((rows for rows in ROWS if bucket <= rows), MAX_DIM)
@@ -118,15 +120,15 @@ def losses_by_rows(bundle: BundleFile, contents: Contents) -> list[dict[str, Any
 
 
 def loss_of(cell: CellTimes, chosen: bytes, *, raw: bool) -> float:
-    """The time of ``chosen`` over that of the fastest, or of the fastest that beats it by more than noise."""
+    """Return the time of ``chosen`` over the fastest candidate's, or without ``raw`` the fastest that beats it."""
     times = cell.times_ns
     return times[chosen] / min(times[cubin] for cubin in times if cubin == chosen or raw or cell.beats(cubin, chosen))
 
 
 def losses_in_records(bundle: BundleFile, contents: Contents) -> list[float]:
-    """Time over that of the fastest of the same record, of each choice that was timed, the worst first.
+    """Return each choice's time over the fastest in its record, the worst first.
 
-    Of several records that have it the geometric mean, each as often as it has rounds.
+    If several records have the choice, it is their geometric mean, weighted by rounds.
     """
     cubins = [variant.cubin_sha256 for variant in bundle.variants()]
     records_of: dict[tuple[Problem, int], list[tuple[dict[bytes, int], int]]] = {}
@@ -150,7 +152,7 @@ def losses_in_records(bundle: BundleFile, contents: Contents) -> list[float]:
 
 
 def beside_torch(bundle: BundleFile, contents: Contents) -> list[tuple[float, str]]:
-    """(how many times as fast as grouped_mm, which cell) of each choice that has both, the slowest first."""
+    """Return (grouped_mm's time over the choice's, cell) of each choice that has both times, the slowest first."""
     return sorted(
         (cell.torch_ns / cell.times_ns[chosen], f"{problem} M={bucket}")
         for problem, bucket, cell, chosen in timed(bundle, contents)
@@ -159,7 +161,7 @@ def beside_torch(bundle: BundleFile, contents: Contents) -> list[tuple[float, st
 
 
 def winners_likely(bundle: BundleFile, contents: Contents) -> float:
-    """The part of all cells in which the fastest of what ships is what a look would have timed."""
+    """Return the share of cells in which the second measurement pass would have timed the fastest shipped variant."""
     cells = Timings.of(contents).cells
     problems = {problem: [choice.bucket for choice in bundle.find(problem)] for problem in bundle.problems()}
     ground = TuningSpace.of(problems, bundle, contents.header.gpu, contents.header.sm, SHARE)
@@ -173,7 +175,7 @@ def winners_likely(bundle: BundleFile, contents: Contents) -> float:
 
 
 def report(bundle: BundleFile, contents: Contents) -> dict[str, Any]:
-    """All of it, as JSON has it.
+    """Return all figures for JSON.
 
     Raises
     ------
@@ -204,11 +206,10 @@ def report(bundle: BundleFile, contents: Contents) -> dict[str, Any]:
 
 
 def kinds(bundle: BundleFile, contents: Contents) -> list[dict[str, Any]]:
-    """A row for each kind, op and range of rows an expert (from a power of two to the next), of plain products.
+    """Return a row for each kind of config, op, and range of rows an expert (a power of two), without fusions.
 
-    ``gain`` is the geometric mean of the time of the best other over that of the best of the kind, ``kept`` the same
-    where it counts as 1 if the other is faster: what a bundle with the kind gains over one without. The variants of a
-    kind are those that ship.
+    ``gain`` is the geometric mean of the best other config's time over the best time of the kind. ``kept`` counts 1 for
+    cells in which the other is faster: the gain of a bundle from having the kind. Only shipped variants count.
     """
     variants = bundle.variants()
     cells = Timings.of(contents).cells

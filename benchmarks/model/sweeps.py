@@ -1,4 +1,4 @@
-"""What benchmarks/model/variants.py measured, and the cost model judged by it.
+"""Read the sweeps of benchmarks/model/variants.py, and compare the cost model with them.
 
 A cell is one problem at one M, with the time of every variant. The loss of a cell is what the model's first
 choice takes over the fastest variant.

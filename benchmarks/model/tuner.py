@@ -149,7 +149,7 @@ def on_sweeps(paths: list[Path]) -> list[Cell]:
 
 
 def on_journal(path: Path, bundle: Path) -> list[Cell]:
-    """The same on what a tuner has timed."""
+    """Return the cells of ``on_sweeps`` for times that a tuner has measured."""
     journal = read_journal(path)
     times_of = Timings.of(journal).cells
     chip = chip_of(journal.header.gpu, journal.header.sm)
@@ -181,7 +181,7 @@ def _tuned(
     possible: int,
     model: str = "",
 ) -> Cell:
-    """What the tuner would have chosen among these, and adds to its winners."""
+    """Return the tuner's choice among the candidates of a cell, and add it to the winners."""
     twin = winners.transposed(problem, M)
     of_all = min(0.99, SHARE * possible / len(ranked))  # of the whole space: what is not here can't win
     share = SHARE if twin else of_all

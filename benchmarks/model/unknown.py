@@ -64,7 +64,7 @@ Sizes = tuple[int, int, int]  # E, N, K
 
 
 class Measures(Protocol):
-    """What times a job: ``aot.measure.bench.Bench``."""
+    """The interface of ``aot.measure.bench.Bench``, which times a job."""
 
     def run(self, job: MeasureJob) -> MeasureResult: ...
 
@@ -188,7 +188,7 @@ def orders(bundle: BundleFile, contents: Contents) -> Iterator[Order]:
 
 
 def judged(bundle: BundleFile, contents: Contents) -> Iterator[Judged]:
-    """What is chosen in each cell of a journal, of the bundle's variants that were timed there, two at least."""
+    """Yield the choice in each cell of a journal, among the bundle's variants that were timed there (two at least)."""
     for problem, bucket, cell, times, ranked, ordered in orders(bundle, contents):
         modelled = next(i for i in ranked if i in times)
         chosen = next((i for i in ordered if i in times), modelled)
@@ -203,17 +203,17 @@ def judged(bundle: BundleFile, contents: Contents) -> Iterator[Judged]:
 
 
 class Shortlist(NamedTuple):
-    """What the fastest variants of the shortlists of all cells lose, sorted, and how many a shortlist has."""
+    """The losses of the shortlists' fastest variants in all cells, sorted, and the mean length of a shortlist."""
 
     losses: list[float]
     size: float
 
 
 def shortlists(bundle: BundleFile, contents: Contents, share: float) -> dict[str, Shortlist]:
-    """What the tuner would find if it measured the cells of a journal: by the cost model alone, and by neighbours too.
+    """Return the losses of a tuner with shortlists by the cost model alone, and by neighbours, in a journal's cells.
 
-    Both shortlists have what the runtime runs there, which is the first by the neighbours. A build's share is one of
-    all candidates, though a journal has times of few: the others come last.
+    Both shortlists contain the runtime's choice, the first by the neighbours. The length of a shortlist is a share of
+    all candidates. A journal has times of few: candidates without a time come last.
     """
     variants, by = bundle.variants(), ("cost model", "neighbours too")
     winners, losses = {name: Winners() for name in by}, {name: list[tuple[float, int]]() for name in by}
@@ -237,7 +237,7 @@ def shortlists(bundle: BundleFile, contents: Contents, share: float) -> dict[str
 
 
 def rows(cells: Iterable[Judged]) -> Iterator[tuple[str, list[float], list[float | None]]]:
-    """What the choices lose, of all cells and of each op: (which, [mean, 95th percentile, worst], means by tokens)."""
+    """Yield the losses of choices, of all cells and of each op: (name, [mean, 95th percentile, worst], by tokens)."""
     all_cells = list(cells)
     for op in (None, *Op):
         some = [cell for cell in all_cells if op in (None, cell.problem.op)]

@@ -98,7 +98,7 @@ def fits(variant: Variant, op: Op, M: int, E: int) -> bool:
 
 
 def torch_us(clock: method.Clock, op: Op, inputs: method.Inputs) -> float | None:
-    """What torch's grouped_mm takes for the plain product; None where it has none."""
+    """Return the time of torch's grouped_mm in us; None if it does not support the problem."""
     x, w, dy = inputs.x, inputs.w, inputs.dy
     ends = inputs.m_sizes.cumsum(0, dtype=torch.int32)
     left, right = {Op.FORWARD: (x, w.transpose(1, 2)), Op.DX: (dy, w), Op.DW: (None if dy is None else dy.T, x)}[op]
@@ -145,7 +145,7 @@ def loaded(bundle: BundleFile, op: Op, dtype: DType, form: str, sm_count: int) -
 
 
 def described(kernels: dict[int, launch_gemm.LoadedKernel]) -> dict[str, object]:
-    """What a sweep tells of its variants."""
+    """Print the variants that win cells of a sweep."""
     return {
         str(n): {
             "config": dict(k.variant.config),

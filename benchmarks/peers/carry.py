@@ -86,7 +86,7 @@ CUT, CODE, ZSTD = ".cut", ".code", "libzstd.so.1"
 
 
 def files_of(wheel: Path, rule: Rule) -> Iterator[tuple[str, bytes]]:
-    """What stays of a wheel."""
+    """Yield (name, content) of the files of a wheel that are packed."""
     with zipfile.ZipFile(wheel) as archive:
         for name in sorted(archive.namelist()):
             if not name.endswith("/") and not any(fnmatch.fnmatch(name, left) for left in (*_ALL, *rule.files)):

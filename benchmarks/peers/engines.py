@@ -1,6 +1,6 @@
-"""What benchmarks inside an engine share: to import one that is unpacked, and processes that end in their time.
+"""Functions for benchmarks inside an engine: import an unpacked engine, and run processes with a time limit.
 
-Also the folders of every cache, so that a process can start with none.
+Also the folders of all caches, so that a process can start with empty ones.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Element(NamedTuple):
         return struct.pack("<H", self.kind) + self.header[2:]
 
     def unpressed(self, zstd: Zstd) -> Element:
-        """The same with its payload unpressed."""
+        """Return the element with its payload decompressed."""
         return self._replace(payload=zstd.unpress(self.payload, self.size)) if self.is_pressed else self
 
     def laid(self, zstd: Zstd, level: int) -> bytes:
@@ -134,7 +134,7 @@ def elements(data: bytes | bytearray, where: range) -> list[Element]:
 
 
 def wanted(elements: list[Element], sm: int) -> list[Element]:
-    """What a GPU of capability ``sm`` runs: its machine code, else the newest PTX that it can compile."""
+    """Return the elements that a GPU of capability ``sm`` runs: machine code, else the newest PTX for it."""
     own = [element for element in elements if element.kind == _CUBIN and element.arch == sm]
     older = [element for element in elements if element.kind == _PTX and element.arch <= sm]
     return own or sorted(older, key=lambda element: element.arch)[-1:]

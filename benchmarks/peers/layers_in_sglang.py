@@ -192,7 +192,7 @@ class Untuned(logging.Handler):
 
 
 def result_of(call: Callable[[], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """What a call returns of the tokens x [T, H], which it must leave as they are: they are asked again."""
+    """Return a call's result for the tokens x [T, H]; raise if the call changes x, which is used again."""
     before = x.clone()
     out = call().clone()
     if not torch.equal(before, x):
@@ -326,9 +326,9 @@ def compiled(kind: str, built: Path | None) -> None:
 
 
 def in_a_process(args: argparse.Namespace, kind: str, seconds: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What ran, and the cells of one kind of layer: a fault of the GPU ends its process alone.
+    """Measure one kind of layer in a process of its own, so that a GPU fault ends only that: (head, cells).
 
-    They lie beside ``--json`` until its process has ended, whole after each cell: also if this process is ended.
+    The process writes the cells to a file next to ``--json`` after each cell, so they survive if this process ends.
     """
     out = args.json.with_name(f"{args.json.stem}-{kind}.part")
     out.unlink(missing_ok=True)

@@ -529,7 +529,7 @@ def here(args: argparse.Namespace) -> int:
 
 
 def in_a_process(args: argparse.Namespace, kind: str, seconds: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What ran, and the cells of one kind of layer: a fault of the GPU ends its process alone."""
+    """Measure one kind of layer in a process of its own, so that a GPU fault ends only that: (head, cells)."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "cells.json"
         options = {

@@ -104,7 +104,7 @@ class Product:
 
     @cached_property
     def weights(self) -> ExpertWeights:
-        """The same as ours, in the order that our kernels read."""
+        """The weights as pretuned's prepared ``ExpertWeights``."""
         from pretuned.runtime import ExpertWeights
 
         codes, scale = (tensor.clone() for tensor in self.operands)

@@ -1,4 +1,4 @@
-"""What SGLang's layers need where its extension, sgl_kernel, is built for another torch than the one here.
+"""Run SGLang's layers without its extension sgl_kernel, if that is built for another torch than the installed one.
 
 Each function of it that these layers call is replaced by SGLang's own kernel of the same meaning, out of its sources
 (``IN_ITS_PLACE``): nothing of pretuned's or another library's is in SGLang's time. SGLang compiles such kernels by nvcc
@@ -54,7 +54,7 @@ def moe_sum_reduce(x: torch.Tensor, out: torch.Tensor, factor: float) -> None:
 
 
 def stand_in() -> dict[str, str]:
-    """What was put in place of which function of sgl_kernel; nothing where that is loaded. Others of it fail."""
+    """Replace functions of sgl_kernel unless it can be loaded; return their replacements by name. Others of it fail."""
     try:
         importlib.import_module("sgl_kernel")
     except (ImportError, OSError):
@@ -145,9 +145,9 @@ def _from(file: Path) -> None:
 
 
 def builders(kind: str) -> list[Callable[[], Any]]:
-    """What compiles, or finds compiled, each kernel that SGLang runs of a layer and compiles where it runs.
+    """Return functions that compile, or find compiled, the kernels that SGLang compiles for a layer when it runs.
 
-    A name that this SGLang lacks is left out: it is compiled when it is called.
+    A name that this SGLang lacks is left out; its kernel is compiled when it is called.
     """
     bf16, int32 = torch.bfloat16, torch.int32
     align, align_counted = (("moe.moe_align", "_jit_moe_align_module", args) for args in ((int32,), (int32, True)))
@@ -168,7 +168,7 @@ def builders(kind: str) -> list[Callable[[], Any]]:
 
 
 def marlins(kind: str) -> list[Callable[[], Any]]:
-    """What compiles Marlin for a kind's two products."""
+    """Return functions that compile Marlin for a kind's two products."""
     has_bias = kind == "mxfp4"
     wanted: list[tuple[str, str, tuple[Any, ...]]] = [
         ("moe.moe_wna16_marlin", "_jit_moe_wna16_marlin_module", (torch.bfloat16, False, has_bias, True, is_down, True))

@@ -1,4 +1,4 @@
-"""What quantised products were to reach beside other libraries, what they do, and what the same files say limits them.
+"""Compare quantised products with their targets against other libraries, and with the limits that the files show.
 
     python benchmarks/run.py targets
 
@@ -59,7 +59,7 @@ class Cell(NamedTuple):
 
 
 def bytes_of(format: str, sizes: tuple[int, int, int], tokens: int, top_k: int) -> tuple[int, int]:
-    """What a product of w [E, N, K] reads and writes. x of fp8 blocks is read as codes, with a scale for each 128."""
+    """Return the bytes that a product of w [E, N, K] reads and writes; fp8 blocks read x as codes with scales."""
     E, N, K = sizes
     M, active = tokens * top_k, int((routed_rows(E, top_k, tokens) > 0).sum())
     x_bytes = M * (K + K // 32 if format == "fp8_block" else 2 * K)
@@ -86,7 +86,7 @@ def mean(cells: list[Cell], of: Callable[[Cell], float]) -> float:
 
 
 class Limits:
-    """What these cells say of each other."""
+    """The cells of all files, and the figures that compare them."""
 
     def __init__(self, cells: list[Cell], dense: dict[tuple[str, str], dict[str, float]] | None = None) -> None:
         self.cells, self._dense = cells, dense or {}
@@ -112,7 +112,7 @@ class Limits:
         return "; ".join(f"{min(times):.0f} to {max(times):.0f}" for times in rests)
 
     def bound_us(self, column: list[Cell]) -> Callable[[Cell], float]:
-        """What the bound takes for a cell of the column."""
+        """Return the function that computes the bound's time in us for a cell of the column."""
         beside = self.beside_us(column)
         return lambda cell: beside + cell.bytes / self.rate
 

@@ -151,10 +151,9 @@ class Kernels(FusedMoe, TritonKernels):
 
 
 def assignment(m_sizes: torch.Tensor, M: int, block: int) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """What moe_align_block_size says of rows sorted by expert: slots [S], the expert of each block, rows in all [1].
+    """Return moe_align_block_size's result for rows sorted by expert: slots [S], each block's expert, all rows [1].
 
-    Each expert's rows fill whole blocks, with M where there is none; int32. Slots are None where rows are few, and
-    each has a block of its own.
+    Each expert's rows fill whole blocks, padded with M; int32. If rows are few, slots is None, a block for each row.
     """
     E, device = len(m_sizes), m_sizes.device
     owner = torch.repeat_interleave(torch.arange(E, device=device), m_sizes.long())

@@ -75,7 +75,7 @@ def ours(op: str, inputs: method.Inputs) -> Callable[[], torch.Tensor]:
 
 
 def torchs(op: str, inputs: method.Inputs) -> torch.Tensor:
-    """What a loop of torch matmuls gives in float32, under the precision that is set."""
+    """Return the result of a loop of torch matmuls in float32, in the precision that is set."""
     if op == "forward":
         return reference.forward(inputs.x, inputs.w, inputs.m_sizes)
     assert inputs.dy is not None
@@ -113,7 +113,7 @@ def error_of(result: torch.Tensor, op: str, inputs: method.Inputs) -> float:
 
 
 def fault(dtype: str, error: float) -> str | None:
-    """What is wrong with a result of this error, or None."""
+    """Return why a result with this error is wrong, None if it is not."""
     if not error < BOUNDS[dtype]:
         return f"error {error:.2e}, wanted below {BOUNDS[dtype]:.2e}"
     if dtype == "tf32" and error < BOUNDS["fp32"]:
@@ -228,7 +228,7 @@ def table(means: dict[str, dict[str, float]]) -> list[str]:
 
 
 def verdict(cells: list[dict[str, Any]], means: dict[str, dict[str, float]]) -> list[str]:
-    """What is not as it has to be: wrong results, and means below what is asked."""
+    """Return the faults: wrong results, and means below the required ones."""
     faults = []
     for cell in cells:
         for dtype, figures in cell["dtypes"].items():

@@ -1,4 +1,4 @@
-"""What freeing much memory does to what runs afterwards: the same launches before and after, in one process.
+"""Time launches before and after much memory is freed, in one process.
 
     python benchmarks/run.py freed --out freed-h200.json
 

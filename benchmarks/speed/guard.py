@@ -93,7 +93,7 @@ def sample(count: int = CELLS) -> list[Cell]:
 
 
 def name_of(cell: Cell) -> str:
-    """What a cell is called in a record."""
+    """Return a cell's name in a record."""
     return f"{cell[0]} M={cell[1]}"
 
 

@@ -56,7 +56,7 @@ def host_us(call: Callable[[], object], calls: int = CALLS) -> dict[str, float]:
 def launch_arguments(
     x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, out: torch.Tensor
 ) -> tuple[tuple[Any, ...], object]:
-    """What a call gives to cuLaunchKernelEx, and what keeps the memory that it points to."""
+    """Return the arguments of a call to cuLaunchKernelEx, and the objects that own the memory they point to."""
     with launches_noted() as seen:
         grouped_gemm(x, w, m_sizes, out=out)
         torch.cuda.synchronize()
@@ -195,7 +195,7 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def asked(what: str) -> None:
-    """What host_trees starts it for: time ``batches``, or tell the ``work`` of each call."""
+    """Serve host_trees: time ``batches``, or report the ``work`` of each call."""
     to = host_turns.answers()
     torch.manual_seed(0)  # the same tensors in both trees
     if what == "batches":

@@ -1,4 +1,4 @@
-"""What Python takes of a call's host time: on a CPU, with launches that do nothing.
+"""Time the Python part of a call's host time: on a CPU, with launches that do nothing.
 
     python benchmarks/run.py host_python
     python benchmarks/run.py host_trees --without-gpu --old ../old  # to compare two checkouts: see its --help
@@ -133,7 +133,7 @@ def made_up_gpu(support: Path, noted: list[object] | None = None) -> Iterator[No
 
 
 def asked(what: str, support: Path) -> None:
-    """What host_trees starts it for: time ``batches``, or tell the ``work`` of each call."""
+    """Serve host_trees: time ``batches``, or report the ``work`` of each call."""
     to = host_turns.answers()
     noted: list[object] | None = None if what == "batches" else []
     with made_up_gpu(support, noted):

@@ -1,4 +1,4 @@
-"""What batches of two trees in turn say: ratios of new to old, and where they lie in 90 % of draws of processes."""
+"""Ratios of new to old from batches of two trees in turns, with the range of 90 % of bootstrap samples of processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Row(NamedTuple):
         return steps[0], steps[-1]
 
     def told(self) -> dict[str, Any]:
-        """As a file has it."""
+        """Return the row for a result file."""
         low, high = self.interval()
         return {
             "old": round(self.old, 3),

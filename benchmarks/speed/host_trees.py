@@ -66,12 +66,12 @@ class Trees:
         return Process(tree, command, self.paths[tree], seed, self.pinned)
 
     def work(self) -> dict[str, host_work.Work]:
-        """What a call launches in each."""
+        """Return the work of each call in both trees."""
         with host_turns.running(lambda tree: self.process(tree, "work", 1)) as two:
             return {tree: process.answer(START_S) for tree, process in two.items()}
 
     def pair(self, seed: int, batches: int, only: list[str] | None) -> tuple[dict[str, Any], list[Turn]]:
-        """What two new processes tell of themselves, and their batches."""
+        """Start a process of each tree; return their heads and their batches."""
         with host_turns.running(lambda tree: self.process(tree, "batches", seed)) as two:
             ready = {tree: process.answer(START_S) for tree, process in two.items()}
             for tree, process in ready.items():

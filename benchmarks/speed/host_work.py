@@ -1,4 +1,4 @@
-"""What a replayed call launches and which of torch's operators it takes: so that other work is not taken for slower."""
+"""The launches and torch operators of a replayed call, to tell more work from slower work."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ INK = "#7d8590"  # read on white and on black
 
 
 def problem(op: str, E: int, N: int, K: int, w_layout: str) -> Problem:
-    """What a call looks up; dW of [E, K, N] is dW of [E, N, K] with dy and x in each other's place."""
+    """Return the problem that a call looks up; dW of [E, K, N] is dW of [E, N, K] with dy and x exchanged."""
     if op == "dW":
         return Problem(Op.DW, DType.BF16, E, *((N, K) if w_layout == "nk" else (K, N)))
     return Problem(Op(op), DType.BF16, E, N, K, Layout(w_layout))
@@ -62,7 +62,7 @@ def dense(op: str, inputs: method.Inputs) -> Callable[[], torch.Tensor]:
 
 
 def tile_waste(op: str, N: int, K: int, rows: torch.Tensor) -> float:
-    """What the best tiles multiply over what is asked: rows go by 64, of dW by 32; columns by 128, dw's rows by 64."""
+    """Return the padded work of the best tiles over the real work: rows in 64s (dW 32s), columns in 128s (dw's 64s)."""
     padded = [
         math.ceil(n / step) * step / n
         for n, step in {"forward": ((N, 128),), "dX": ((K, 128),), "dW": ((N, 64), (K, 128))}[op]
@@ -72,9 +72,9 @@ def tile_waste(op: str, N: int, K: int, rows: torch.Tensor) -> float:
 
 
 def roof_us(cell: dict[str, Any]) -> float:
-    """What the chip allows: a launch, and every byte once or the product with its tiles' waste, whichever is longer.
+    """Return the time that the chip allows: a launch, plus the longer of its bytes and its product with tiles' waste.
 
-    The product at the speed of the dense one of as many FLOPs, timed in turns: so at the clock that power allowed then.
+    The product has the rate of a dense product of as many FLOPs, timed in turns, so at the clock that power allowed.
     """
     M, N, K = cell["M"], cell["N"], cell["K"]
     dense_us = cell.get("dense_same_flops_us", 2e6 * M * N * K / method.FLOPS) * cell["tile_waste"]

@@ -58,7 +58,7 @@ class Block(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a step is given: hidden [T, H], ids and weights [T, k]."""
+    """The inputs of a step: hidden [T, H], ids and weights [T, k]."""
 
     hidden: torch.Tensor
     ids: torch.Tensor
@@ -180,7 +180,7 @@ def ms_of(calls: dict[str, Callable[[], object]], rounds: int, cuda: bool) -> di
 
 
 def peak_gb(call: Callable[[], object]) -> float:
-    """What a call allocates at most above what lies there, in GB (1e9 bytes)."""
+    """Return the peak memory that a call adds to what is allocated before, in GB (1e9 bytes)."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

@@ -1,4 +1,4 @@
-"""What uneven experts cost: the same rows in one expert, in equal experts and as routed, a dense product beside them.
+"""Time equal numbers of rows in one expert, in equal experts and as routed, against a dense product.
 
     python benchmarks/run.py ragged --out ragged-h200.json
 

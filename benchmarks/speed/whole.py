@@ -98,7 +98,7 @@ MAX_DIFFERENCE = 2e-2
 
 
 def no_experts(self: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """What is left of a layer without its experts."""
+    """A replacement for a layer's experts that does nothing, to time the rest of the layer."""
     return hidden * weights[:, :1].to(hidden.dtype)
 
 

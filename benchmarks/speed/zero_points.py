@@ -99,7 +99,7 @@ def on(problem: Problem, x: torch.Tensor, w: ExpertWeights) -> Tensors:
 
 
 def wrong(loaded: LoadedVariant, group: int) -> Iterator[str]:
-    """What is wrong with a plain variant's results, of each of ``EDGES``."""
+    """Yield the faults in a plain variant's results, for each of ``EDGES``."""
     op, dtype = loaded.variant.op, loaded.variant.dtype
     assert isinstance(op, Op)
     for N, K in EDGES:
@@ -138,7 +138,7 @@ def wrong(loaded: LoadedVariant, group: int) -> Iterator[str]:
 
 
 def wrong_rows(loaded: LoadedVariant, group: int, *, scatter: bool = False) -> Iterator[str]:
-    """What is wrong with a variant's results of ragged rows of random numbers."""
+    """Yield the faults in a variant's results for ragged rows of random numbers."""
     op, dtype = loaded.variant.op, loaded.variant.dtype
     assert isinstance(op, Op)
     N, K = EDGES[0]
@@ -165,7 +165,7 @@ def wrong_rows(loaded: LoadedVariant, group: int, *, scatter: bool = False) -> I
 
 
 def wrong_calls(group: int) -> Iterator[str]:
-    """What is wrong with calls through the runtime: both layouts, gradients, an adapter, writes to prepared weights."""
+    """Yield the faults of the runtime's calls: both layouts, gradients, an adapter, writes to prepared weights."""
     from pretuned.runtime import Lora, grouped_gemm
 
     E, (N, K), M = len(RAGGED), EDGES[0], sum(RAGGED)
@@ -218,7 +218,7 @@ def wrong_calls(group: int) -> Iterator[str]:
 
 
 def tested(variants: Loaded) -> dict[str, list[str]]:
-    """What is wrong, by variant; empty lists where nothing is."""
+    """Return the faults by variant; an empty list if there are none."""
     faults: dict[str, list[str]] = {}
     for group in GROUPS:
         dtype = named(group, zero=True)

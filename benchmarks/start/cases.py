@@ -1,4 +1,4 @@
-"""Calls of every form on a model's shapes, and what they and their gradients should give: torch's products in fp32."""
+"""Calls with all fusions on a model's shapes, and their expected results and gradients: torch's products in fp32."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BF16 = torch.bfloat16
 
 @dataclass(frozen=True)
 class Form:
-    """What a call does beside the product."""
+    """The fusions of a call."""
 
     permute_x: bool = False
     permute_y: bool = False

@@ -1,4 +1,4 @@
-"""What the shipped bundles decide for each of their problems: kernel, rows gathered first, fused silu, quantised x.
+"""List the decisions of the shipped bundles for each problem: kernel, rows gathered first, fused silu, quantised x.
 
     python benchmarks/run.py decisions                            # a summary
     python benchmarks/run.py decisions --out decisions.json.xz    # every decision
@@ -54,7 +54,7 @@ def gpus(all_chips: bool) -> list[LocalGpu]:
 
 
 def shipped(snapshot: Snapshot, local: LocalGpu) -> dict[Problem, tuple[set[int], set[int]]]:
-    """Each problem of the bundles for a GPU: its buckets, and the top_k of its models."""
+    """Return each problem of the bundles for a GPU with its buckets, and the top_k of its models."""
     shapes: dict[Problem, tuple[set[int], set[int]]] = {}
     for usable in snapshot.view(local, installed=True).usable:
         for problem in usable.bundle.problems():
@@ -68,7 +68,7 @@ def shipped(snapshot: Snapshot, local: LocalGpu) -> dict[Problem, tuple[set[int]
 
 
 def name_of(candidate: Candidate | plans.Planned | None) -> str | None:
-    """A variant by its bundle and place there."""
+    """Return a variant's name: its bundle and its index there."""
     if candidate is None:
         return None
     index = candidate.variant if isinstance(candidate, plans.Planned) else candidate.index
@@ -76,7 +76,7 @@ def name_of(candidate: Candidate | plans.Planned | None) -> str | None:
 
 
 def kernel(snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, aligned: bool) -> str:
-    """The kernel of a plain call, how it was found, and whether torch runs it."""
+    """Return the kernel of a plain call, how it was found, and whether torch runs the call."""
     decision = decide.settle(snapshot, problem, bucket, local, aligned, False)
     if not isinstance(decision, Decision):
         return "none"
@@ -88,7 +88,7 @@ def kernel(snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, a
 def decided(
     snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, aligned: bool, top_ks: tuple[int, ...]
 ) -> Iterator[tuple[str, str | None]]:
-    """The decisions for one cell: what was asked, and the answer."""
+    """Yield the decisions for one cell: (question, answer)."""
     yield "kernel", kernel(snapshot, problem, bucket, local, aligned)
     if Fusion.SILU in problem.fusion:
         for checks in (False, True):
@@ -116,7 +116,7 @@ def key_of(problem: Problem, bucket: int, local: LocalGpu, aligned: bool) -> str
 
 
 def remembering() -> None:
-    """Have dispatch decide each cell once, however many questions ask for it. Nothing changes while this runs."""
+    """Cache dispatch's decisions, because several questions need the same cell's. Nothing changes while this runs."""
     answers: dict[Any, Any] = {}
 
     def kept(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -168,7 +168,7 @@ def dump(
 
 
 def summary(answers: dict[str, dict[str, str | None]]) -> dict[str, dict[str, int]]:
-    """Of each kind of question: how many were asked, and how many answers are not the plain way."""
+    """Count for each kind of question the decisions, and the answers that differ from a plain call."""
     table: dict[str, Counter[str]] = {}
     for key, decisions_of in answers.items():
         gpu, aligned = key.split(" | ")[2:]
@@ -186,7 +186,7 @@ def summary(answers: dict[str, dict[str, str | None]]) -> dict[str, dict[str, in
 
 
 def differences(answers: dict[str, Any], reference: dict[str, Any]) -> list[str]:
-    """Every decision that is not that of the reference."""
+    """Return a line for each decision that differs from the reference."""
     lines = []
     for key in sorted(answers.keys() | reference.keys()):
         now, before = answers.get(key, {}), reference.get(key, {})

@@ -1,4 +1,4 @@
-"""How long ``preload`` takes for a catalogue model, in fresh processes: CUDA's context up, nothing of a bundle open.
+"""Time ``preload`` for catalogue models in fresh processes, after CUDA's context is up and before a bundle is opened.
 
 python benchmarks/run.py preload --out benchmarks/results/preload-h200.json
 """
@@ -30,7 +30,7 @@ print(json.dumps({"count": done.count, "cells": done.cells, "import_ms": 1e3 * (
 
 
 def fresh_process(model: str) -> dict[str, float]:
-    """A fresh process's figures."""
+    """Return the figures of a new process."""
     done = subprocess.run([sys.executable, "-c", PROGRAM, model], stdout=subprocess.PIPE, text=True, check=True)
     figures: dict[str, float] = json.loads(done.stdout)
     return figures

@@ -1,4 +1,4 @@
-"""Proof of training on a GPU: every form and its gradients, the same bits every time, and a loss curve.
+"""Check training on a GPU: all fusions and their gradients, equal bits in each run, and a loss curve.
 
     aot build --models models.txt --models catalogue --sm 90 --out bundles           (any machine)
     PRETUNED_BUNDLES=bundles python benchmarks/run.py training --out results/training.json  (the GPU machine)
@@ -198,7 +198,7 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def run_by() -> str:
-    """What computed all of it: a proof of torch's own kernels would be none."""
+    """Return what computed the results: this benchmark must not test torch's own kernels."""
     from pretuned.runtime.dispatch import snapshot
 
     # (Of "gated" products None says that the plain one ran.)
