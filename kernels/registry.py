@@ -129,7 +129,7 @@ def entry_of(spec: Spec | RowOpSpec) -> Entry | KernelEntry:
         return gemm_entry(spec)
     from .rowops import ROW_OPS
 
-    return next(one for one in ROW_OPS if one.name == spec.op.value)
+    return next(entry for entry in ROW_OPS if entry.name == spec.op.value)
 
 
 def gemm_entry(spec: Spec) -> KernelEntry:

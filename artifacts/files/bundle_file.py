@@ -336,7 +336,7 @@ class BundleFile:
         return tuple(map(self._index.variant, range(self._index.variant_count)))
 
     def of_kind(self, op: Op | RowOp, dtype: DType, layout: Layout, fusion: Fusion) -> tuple[tuple[int, Variant], ...]:
-        """The variants that compute this, with their indices; no other's record is read."""
+        """Return (index, variant) of the variants of a kind; other records are not parsed."""
         return self._index.of_kind(op, dtype, layout, fusion)
 
     def find(self, problem: Problem) -> tuple[Choice, ...]:

@@ -187,11 +187,11 @@ class Index:
         return variant
 
     def of_kind(self, op: Op | RowOp, dtype: DType, layout: Layout, fusion: Fusion) -> tuple[tuple[int, Variant], ...]:
-        """The variants that compute this, with their indices. Of the other records nothing is read."""
+        """Return (index, variant) of the variants of a kind. Other records are not parsed."""
         kind = pack_kind(op, dtype, layout, fusion)
-        found = [(i, self.variant(i)) for i, record in enumerate(self._variant_records) if kind in record]
+        pairs = [(i, self.variant(i)) for i, record in enumerate(self._variant_records) if kind in record]
         wanted = op, dtype, layout, fusion
-        return tuple([one for one in found if (one[1].op, one[1].dtype, one[1].layout, one[1].fusion) == wanted])
+        return tuple([(i, v) for i, v in pairs if (v.op, v.dtype, v.layout, v.fusion) == wanted])
 
     def find(self, problem: Problem) -> tuple[Choice, ...]:
         """The choices for ``problem``, ascending by bucket and GPU; () if it is not in the bundle."""

@@ -340,7 +340,7 @@ def read_variant(record: bytes, cubin_bytes: int) -> Variant:
 
 
 def pack_kind(op: Op | RowOp, dtype: DType, layout: Layout, fusion: Fusion) -> bytes:
-    """The bytes that the record of every such variant has."""
+    """Return the bytes that the records of all variants of a kind contain."""
     values = op.value, dtype.value, layout.value, fusion.value
     return pack(dict(zip(_KIND[3:7], values, strict=True)))[1:]
 

@@ -43,7 +43,7 @@ INDEXED = Fusion.GATHER | Fusion.SCATTER
 
 
 def gpus(all_chips: bool) -> list[LocalGpu]:
-    """The GPUs that the shipped times were measured on; with ``every`` one of each other name in the table of chips."""
+    """Return the GPUs that the shipped times were measured on; with ``all_chips`` also the others of the chip table."""
     measured = [LocalGpu(90, H100), LocalGpu(90, H200)]
     if not all_chips:
         return measured
@@ -142,15 +142,15 @@ def read(path: Path) -> dict[str, dict[str, str | None]]:
 
 
 def dump(
-    locals_: list[LocalGpu], *, every: int = 1, only: set[str] | None = None, log: bool = False
+    locals_: list[LocalGpu], *, step: int = 1, only: set[str] | None = None, log: bool = False
 ) -> dict[str, dict[str, str | None]]:
-    """The decisions of each cell; ``every`` takes one problem of so many, ``only`` those of these names."""
+    """The decisions of each cell; ``step`` takes every n-th problem, ``only`` those of these names."""
     answers: dict[str, dict[str, str | None]] = {}
     for local in locals_:
         begun = time.monotonic()
         snapshot = Snapshot([Place(Kind.INSTALLED, FOLDER)])
         cells = sorted(shipped(snapshot, local).items(), key=lambda item: item[0].sort_key)
-        for at, (problem, (buckets, own)) in enumerate(cells[::every]):
+        for at, (problem, (buckets, own)) in enumerate(cells[::step]):
             top_ks = tuple(sorted({*TOP_KS, *own}))
             twin = problem.transposed if Fusion.GATHER in problem.fusion else None
             for name in (problem, twin) if twin is not None else (problem,):
@@ -210,7 +210,7 @@ def main() -> None:
     args = parser.parse_args()
     remembering()
     only = None if args.only is None else {key.partition(" | ")[0] for key in read(args.only)}
-    answers = dump(gpus(args.every_gpu), every=args.every, only=only, log=True)
+    answers = dump(gpus(args.every_gpu), step=args.every, only=only, log=True)
     if args.out is not None:
         args.out.write_bytes(lzma.compress(json.dumps(answers, separators=(",", ":")).encode()))
     for name, row in summary(answers).items():
