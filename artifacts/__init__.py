@@ -1,6 +1,6 @@
-"""What a bundle is: its types, its bytes, its files. Needs no torch, no Triton, no GPU.
+"""Bundles: their records, their byte format and their files. Needs no torch, no Triton and no GPU.
 
-Everything is imported when it is first used.
+A public name's module is imported when the name is first used.
 """
 
 from __future__ import annotations
@@ -30,43 +30,21 @@ if TYPE_CHECKING:
     from .records.target import Gpu, Target
 
 _PUBLIC = {  # name -> module
-    "Bundle": "records.bundle",
-    "BundleCorrupt": "errors",
-    "BundleError": "errors",
-    "BundleFile": "files.bundle_file",
-    "BundleTooNew": "errors",
-    "BundleTooOld": "errors",
-    "BundleUnreadable": "errors",
-    "BundleUntrusted": "errors",
-    "Choice": "records.bundle",
-    "DType": "records.precision",
-    "Elements": "records.precision",
-    "Fusion": "records.problem",
-    "Gpu": "records.target",
-    "HostError": "errors",
-    "Kernel": "records.bundle",
-    "Layout": "records.problem",
-    "Model": "records.bundle",
-    "Op": "records.problem",
-    "PRECISIONS": "records.precision",
-    "Precision": "records.precision",
-    "PretunedError": "errors",
-    "Problem": "records.problem",
-    "Producer": "records.bundle",
-    "RowOp": "records.problem",
-    "Scale": "records.precision",
-    "Source": "records.bundle",
-    "Target": "records.target",
-    "TensorMap": "records.bundle",
-    "Variant": "records.bundle",
-    "bucket_of": "records.problem",
-    "decode": "format.codec",
-    "encode": "format.codec",
-    "lock": "files.lock",
-    "open_bundle": "files.bundle_file",
-    "publish": "files.publish",
-    "read_checked": "files.blob",
-    "write_checked": "files.blob",
+    name: module
+    for module, names in {
+        "errors": "BundleCorrupt BundleError BundleTooNew BundleTooOld BundleUnreadable BundleUntrusted "
+        "HostError PretunedError",
+        "files.blob": "read_checked write_checked",
+        "files.bundle_file": "BundleFile open_bundle",
+        "files.lock": "lock",
+        "files.publish": "publish",
+        "format.codec": "decode encode",
+        "records.bundle": "Bundle Choice Kernel Model Producer Source TensorMap Variant",
+        "records.precision": "DType Elements PRECISIONS Precision Scale",
+        "records.problem": "Fusion Layout Op Problem RowOp bucket_of",
+        "records.target": "Gpu Target",
+    }.items()
+    for name in names.split()
 }
 
 __all__ = [

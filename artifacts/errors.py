@@ -1,30 +1,30 @@
-"""Every error that pretuned raises on purpose.
+"""The exceptions that pretuned raises on purpose.
 
-Each message says what, where, got against wanted, and what to do. Each class is also the natural
-builtin, so that ordinary handlers work. ``aot`` maps them to exit codes in one place.
+A message names the fault, its place, the value that was found, the value that was wanted, and the remedy. Each class
+also inherits from the builtin that fits, e.g. InputError from ValueError. ``aot`` maps the classes to exit codes.
 """
 
 from __future__ import annotations
 
 
 class PretunedError(Exception):
-    """The root of the tree."""
+    """The base class of all pretuned errors."""
 
 
 class InputError(PretunedError, ValueError):
-    """What the user gave can't be used: a spec, an option, a tensor. Exit code 2."""
+    """An input of the user can't be used: a spec, an option or a tensor. Exit code 2."""
 
 
 class HostError(PretunedError, OSError):
-    """The machine can't do it: a disk, a permission, a missing tool. Exit code 1."""
+    """The machine refuses: a full disk, a missing permission or tool. Exit code 1."""
 
 
 class LockBusy(HostError):
-    """Another process holds a lock that was waited for long enough."""
+    """Another process still holds a lock when the waiting time is over."""
 
 
 class BundleError(PretunedError):
-    """A bundle can't be used. Always one of the subclasses below."""
+    """A bundle can't be used. Only the subclasses below are raised."""
 
 
 class BundleCorrupt(BundleError, ValueError):
@@ -32,19 +32,19 @@ class BundleCorrupt(BundleError, ValueError):
 
 
 class BundleTooNew(BundleError, ValueError):
-    """A format or launch ABI later than this version reads."""
+    """The bundle's format or launch ABI is newer than this version reads."""
 
 
 class BundleTooOld(BundleError, ValueError):
-    """A format or launch ABI that this version no longer reads."""
+    """The bundle's format or launch ABI is older than this version reads."""
 
 
 class BundleUntrusted(BundleError, PermissionError):
-    """The file's place, owner, mode or pinned digest forbids loading code from it."""
+    """The file's directory, owner, mode, signature or pinned digest forbids loading code from it."""
 
 
 class BundleUnreadable(BundleError, OSError):
-    """The file is missing, no regular file, or can't be read."""
+    """The file is missing, is not a regular file, or can't be read."""
 
 
 class TargetMismatch(BundleError, RuntimeError):
@@ -56,7 +56,7 @@ class DriverTooOld(BundleError, RuntimeError):
 
 
 class ProblemNotInBundle(PretunedError, LookupError):
-    """Strict mode: no choice for this problem and bucket on this capability."""
+    """Strict mode: no bundle has a choice for this problem and bucket on this GPU's capability."""
 
 
 class CudaError(PretunedError, RuntimeError):

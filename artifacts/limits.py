@@ -1,9 +1,9 @@
-"""The ceilings of a bundle, with units. A reader refuses what passes one before it allocates for it."""
+"""The largest sizes and counts that a bundle may have. A reader checks them before it allocates memory."""
 
 from __future__ import annotations
 
 FORMAT = 2  # the format that this version writes
-OLDEST_FORMAT = 2  # the oldest that it reads
+OLDEST_FORMAT = 2  # the oldest format that it reads
 
 MAX_FILE_BYTES = 256 << 20
 MAX_INDEX_BYTES = 16 << 20
@@ -12,7 +12,7 @@ MAX_RECORD_BYTES = 65535  # one nested record: a variant, a problem's choices
 MAX_MODELS_BYTES = 8 << 20  # the one nested record of all models
 MAX_BLOB_BYTES = 256 << 20  # one digest-checked file of the compile cache
 
-MAX_VARIANTS = 4096  # no array is longer: msgpack allocates what nested ones claim, 511 deep, before it refuses
+MAX_VARIANTS = 4096  # no array is longer: msgpack allocates nested arrays' claimed lengths before it refuses them
 MAX_PROBLEMS = 65535
 MAX_MODELS = 4096
 MAX_KERNELS = 256
@@ -25,18 +25,18 @@ MAX_MODEL_ROWS = 1 << 20  # problems of all models together
 
 MAX_NAME_CHARS = 200
 MAX_EXPERTS = 65536
-MAX_WIDTH = 1 << 20  # of the H and I that a model may have
-MAX_DIM = 2**31 - 1  # N, K and every other int32
+MAX_WIDTH = 1 << 20  # a model's H and I
+MAX_DIM = 2**31 - 1  # N, K and any other int32
 MAX_BUCKET_LOG2 = 31  # bucket_of(2**31 - 1) is 2**31
 MAX_CHOICES = 1024  # of one problem: 32 GPUs, each with every bucket
 MAX_PLAN_ROWS = 64  # of one choice
-MAX_TIME_NS = 2**53 - 1  # what every JSON reader still reads exactly
+MAX_TIME_NS = 2**53 - 1  # the largest integer that all JSON readers read exactly
 MAX_BOX = 256  # elements along one dimension of a TMA box (CUDA driver API, cuTensorMapEncodeTiled)
 MAX_THREADS = 1024
 MAX_SHARED_BYTES = 1 << 20
 MAX_REGISTERS = 1024
 
-MAX_OPEN_BUNDLES = 64  # descriptors that a process holds; more bundles are opened again when they are read
-MAX_FILES = 4096  # of one directory that are looked at
+MAX_OPEN_BUNDLES = 64  # file descriptors that a process holds; other bundles are opened again when they are read
+MAX_FILES = 4096  # files of one directory that are listed
 MAX_KEYS = 256  # of PRETUNED_TRUSTED_KEYS
-MAX_LINKS = 40  # symbolic links followed for one path, as Linux does
+MAX_LINKS = 40  # symbolic links followed for one path, Linux's own limit

@@ -1,40 +1,40 @@
-"""What a name may be, and how any text is shown.
+"""Which names a bundle may contain, and how untrusted text is printed.
 
-Names are looked up, never joined to a path; this holds all the same if someone does.
+pretuned never joins a name to a path. These checks keep it safe if somebody does.
 """
 
 from __future__ import annotations
 
 from .limits import MAX_NAME_CHARS
 
-PART = "+"  # in a model's name, between it and the kind of experts, where it has several: "org/model+vision"
-_MARKS = frozenset(" ._+@,:=()-")  # in a label, beside letters and digits
+PART = "+"  # between a model's name and its kind of experts, if it has several kinds: "org/model+vision"
+_MARKS = frozenset(" ._+@,:=()-")  # allowed in a label, next to letters and digits
 
 
 def is_identifier(name: str) -> bool:
-    """Whether ``name`` may name a kernel, an entry, an argument or a knob: letters, digits, ``_`` and ``$``."""
+    """Return whether a kernel, entry, argument or knob may have this name: letters, digits, ``_`` and ``$``."""
     return len(name) <= MAX_NAME_CHARS and name.isascii() and name.replace("$", "_").isidentifier()
 
 
 def is_label(name: str) -> bool:
-    """Whether ``name`` may name a model or a GPU: ``Qwen/Qwen3-30B-A3B``, ``NVIDIA H200``.
+    """Return whether a model or a GPU may have this name: ``Qwen/Qwen3-30B-A3B``, ``NVIDIA H200``.
 
-    Parts between slashes begin with a letter or digit, so it is never absolute and never climbs with ``..``.
+    Each part between slashes begins with a letter or digit. So a label is no absolute path and contains no ``..`` part.
     """
     return (
         len(name) <= MAX_NAME_CHARS
         and name.isascii()
-        and all(part[:1].isalnum() and all(one.isalnum() or one in _MARKS for one in part) for part in name.split("/"))
+        and all(part[:1].isalnum() and all(c.isalnum() or c in _MARKS for c in part) for part in name.split("/"))
     )
 
 
 def is_text(text: str) -> bool:
-    """Whether ``text`` may be a version or a compile option: printable ASCII."""
+    """Return whether a version or compile option may have this text: printable ASCII."""
     return len(text) <= MAX_NAME_CHARS and text.isascii() and text.isprintable()
 
 
 def printable(text: str) -> str:
-    """``text`` for a terminal or a log: each character that does not print (a line's end too) as Python escapes it."""
+    """Return ``text`` with unprintable characters, line ends included, escaped the way Python escapes them."""
     if text.isprintable():
         return text
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

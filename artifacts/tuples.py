@@ -1,6 +1,6 @@
-"""``NamedTuple`` as typing has it, made in a twentieth of the time: a process's first call makes some 70 such classes.
+"""A ``NamedTuple`` like typing's, whose classes are made faster: a process's first call makes some 70 of them.
 
-A module that uses it has to import annotations from ``__future__``.
+A module that uses it must import annotations from ``__future__``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ else:
     from types import FunctionType
 
     class _Tuple(tuple):
-        """What all of these classes have."""
+        """The base class of all named tuples."""
 
         __slots__ = ()
 
@@ -24,10 +24,10 @@ else:
             return cls(*values)
 
         def _replace(self, **changed):
-            made = self._make(map(changed.pop, self._fields, self))
+            copy = self._make(map(changed.pop, self._fields, self))
             if changed:
                 raise TypeError(f"{type(self).__name__} has no fields {list(changed)!r}")
-            return made
+            return copy
 
         def _asdict(self):
             return dict(zip(self._fields, self, strict=True))
@@ -40,9 +40,9 @@ else:
 
     @cache
     def _new(count):
-        """``__new__`` of any class of so many fields: to compile it for each takes most of the time."""
-        given = ", ".join(f"field{i}" for i in range(count))
-        return eval(f"lambda _cls, {given}: new(_cls, ({given},))", {"new": tuple.__new__})  # noqa: S307 (of numbers)
+        """Return ``__new__`` for classes with ``count`` fields: compiling it for each class would take most time."""
+        fields = ", ".join(f"field{i}" for i in range(count))
+        return eval(f"lambda _cls, {fields}: new(_cls, ({fields},))", {"new": tuple.__new__})  # noqa: S307 (numbers)
 
     class _Made(type):
         def __new__(cls, name, bases, body):

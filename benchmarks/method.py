@@ -1,9 +1,9 @@
-"""How a kernel is timed and judged here: with what the tuner uses (aot/measure/clock.py, aot/measure/inputs.py), and
-the floor.
+"""The method of all benchmarks: how a kernel is timed and tested, and the least time that it could take.
 
-- Time on the device: CUDA-graph replay, the L2 cache flushed before every call, events right around
-  the replay, the median.
-- Correct first: relative Frobenius error against fp32 below 1e-2, the output poisoned with NaN before.
+It is the tuner's method (aot/measure/clock.py, aot/measure/inputs.py):
+
+- Time on the device: CUDA-graph replay, the L2 cache flushed before each call, events around the replay, the median.
+- Correctness first: relative Frobenius error against fp32 below 1e-2; the output holds NaN before the call.
 - Weights N(0, 0.05), activations N(0, 1). Rows sorted by expert.
 """
 
@@ -42,27 +42,27 @@ MODELS = (
     ("olmoe", 64, 2048, 1024, 8),
 )
 
-# One H200, measured: what a large bf16 product and a large copy reach.
+# Measured on an H200: the rates of a large bf16 product and of a large copy.
 FLOPS = 790e12
 BYTES_PER_S = 4.3e12
 
 
 def floor_us(M: int, N: int, K: int, active: int, itemsize: int = 2) -> float:
-    """The least time: arithmetic, or every byte moved once.
+    """Return the least time in us: that of the arithmetic, or of moving each byte once.
 
-    ``active``: the experts whose weights are moved; those with rows, but all of them for dW.
+    ``active`` is the number of experts whose weights are moved: those with rows, for dW all.
     """
     return max(2e6 * M * N * K / FLOPS, bytes_us(M, N, K, active, itemsize))
 
 
 def bytes_us(M: int, N: int, K: int, active: int, itemsize: int = 2) -> float:
-    """Every byte moved once."""
+    """Return the time in us of moving each byte once."""
     return 1e6 * itemsize * (active * N * K + M * K + M * N) / BYTES_PER_S
 
 
 def median_us(clock: Clock, call: Callable[[], object], repeats: int = 20, budget_ms: float = 30.0) -> float:
-    """The median of up to ``repeats`` replays, fewer (at least 5) where they would pass the budget."""
+    """Return the median time in us of up to ``repeats`` replays; fewer, but at least 5, if the budget is short."""
     graph = clock.capture(call)
-    one = clock.rounds_us([graph], 2)[0][-1]
-    count = max(5, min(repeats, int(budget_ms * 1000 / max(one, 1.0))))
+    last_us = clock.rounds_us([graph], 2)[0][-1]
+    count = max(5, min(repeats, int(budget_ms * 1000 / max(last_us, 1.0))))
     return statistics.median(clock.rounds_us([graph], count)[0])

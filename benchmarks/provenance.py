@@ -1,4 +1,4 @@
-"""What a result file says about its run: command, date, commit, bundles, card, driver, torch."""
+"""The head of a result file: command, date, commit, bundles, GPU, driver and torch of the run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def about() -> dict[str, Any]:
-    """The head of a report; a value is None if this machine does not have it. A GPU gets a context of this process.
+    """Return the head of a report. A value is None if this machine does not have it. Makes a CUDA context.
 
     ``bundles`` is ``pretuned.runtime.fingerprint()``: the digest of the usable bundles and the GPU.
     """
@@ -37,14 +37,14 @@ def about() -> dict[str, Any]:
 
 
 def command() -> str:
-    """This process's, as a shell takes it."""
+    """Return this process's command line, quoted for a shell."""
     return " ".join(["python", sys.argv[0], *map(shlex.quote, sys.argv[1:])])
 
 
 def commit(root: Path = ROOT) -> str | None:
-    """The checkout's commit, with ``+changes`` if tracked files differ from it.
+    """Return the checkout's commit, with ``+changes`` if tracked files differ from it.
 
-    A tree that is no checkout has the one that BENCHMARK_COMMIT names.
+    For a tree that is no checkout, return the variable BENCHMARK_COMMIT.
     """
     git = ["git", "-C", str(root)]
     try:
@@ -58,7 +58,7 @@ def commit(root: Path = ROOT) -> str | None:
 def driver(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
     """The version of the NVIDIA kernel driver, such as 580.159.04."""
     try:
-        found = re.search(r"\b\d{3}\.\d+(?:\.\d+)?\b", file.read_text())
+        match = re.search(r"\b\d{3}\.\d+(?:\.\d+)?\b", file.read_text())
     except OSError:
         return None
-    return found[0] if found else None
+    return match[0] if match else None

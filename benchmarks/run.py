@@ -1,12 +1,11 @@
-"""Lists the benchmarks, each with the question that it answers and what it needs, and runs one.
+"""List the benchmarks, or run one.
 
-    python benchmarks/run.py                    # the list
-    python benchmarks/run.py kernels --help     # what it does and takes
+    python benchmarks/run.py                    # the list: each benchmark's question, and what it needs
+    python benchmarks/run.py kernels --help     # a benchmark's description and options
     python benchmarks/run.py kernels --out kernels.json
 
-``pretuned`` must be installed (the README's commands do). The modules import each other as
-``benchmarks.speed.kernels``. The repository's root is not on the path for it: there ``import kernels`` would mean our
-folder.
+``pretuned`` must be installed (the README's commands do). Benchmarks import each other as ``benchmarks.speed.kernels``.
+The repository's root is not on sys.path, because ``import kernels`` would then find this repository's folder.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ BUNDLES = "an NVIDIA GPU, bundles in PRETUNED_BUNDLES"
 
 
 class Benchmark(NamedTuple):
-    """A module of a folder here, which has a ``main``."""
+    """A benchmark: the module benchmarks/FOLDER/NAME.py, whose ``main`` runs it."""
 
     folder: str
     name: str
@@ -128,21 +127,21 @@ BENCHMARKS = (
 
 
 def package() -> None:
-    """Make ``benchmarks.*`` importable, by a module whose only place is this folder."""
+    """Make ``benchmarks.*`` importable: a package whose only location is this folder."""
     spec = ModuleSpec("benchmarks", None, is_package=True)
     spec.submodule_search_locations = [str(HERE)]
     sys.modules.setdefault("benchmarks", module_from_spec(spec))
 
 
 def listing() -> str:
-    """Every benchmark by folder: its name, its question, what it needs."""
-    wide = max(len(one.name) for one in BENCHMARKS)
+    """Return the list of benchmarks by folder: name, question and needs."""
+    wide = max(len(benchmark.name) for benchmark in BENCHMARKS)
     lines = ["usage: python benchmarks/run.py NAME [ARGUMENT ...]; NAME --help tells the rest"]
     for folder, question in FOLDERS.items():
         lines += ["", f"{folder}/  {question}"]
-        for one in BENCHMARKS:
-            if one.folder == folder:
-                lines.append(f"  {one.name:{wide}}  {one.question} [{one.needs}]")
+        for benchmark in BENCHMARKS:
+            if benchmark.folder == folder:
+                lines.append(f"  {benchmark.name:{wide}}  {benchmark.question} [{benchmark.needs}]")
     return "\n".join(lines)
 
 
@@ -151,13 +150,15 @@ def main() -> None:
     if name in ("-h", "--help"):
         print(listing())
         return
-    found = [one for one in BENCHMARKS if one.name == name]
-    if not found:
-        sys.exit(f"{name!r} is no benchmark: wanted one of {', '.join(sorted(one.name for one in BENCHMARKS))}")
+    matches = [benchmark for benchmark in BENCHMARKS if benchmark.name == name]
+    if not matches:
+        sys.exit(
+            f"{name!r} is no benchmark: wanted one of {', '.join(sorted(benchmark.name for benchmark in BENCHMARKS))}"
+        )
     package()
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != HERE]
     sys.argv = [f"benchmarks/run.py {name}", *rest]  # as argparse and the results' ``command`` tell it
-    sys.exit(importlib.import_module(f"benchmarks.{found[0].folder}.{name}").main())
+    sys.exit(importlib.import_module(f"benchmarks.{matches[0].folder}.{name}").main())
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
-"""The cost model: what a variant should take on a GPU where nobody measured it. See docs/inside/cost-model.md.
+"""The cost model: estimate a variant's time on a GPU where it was not measured. See docs/inside/cost-model.md.
 
-Three times bound a kernel from below: memory traffic, the throughput of all SMs, and the chain of
-one program's own steps, the last two rounded up to whole waves. Memory and compute overlap, but not
-wholly: they are joined by a p-norm. Pure Python, no torch: the runtime calls it per new shape.
+``estimate_us(problem, M, resources, chip)`` is the time of one launch; ``Ranker`` sorts many candidates for a problem.
+
+Three times bound a kernel from below: memory traffic, the throughput of all SMs, and the latency of one program's
+steps; the last two are rounded up to whole waves. Memory and compute overlap in part, so they are joined by a p-norm.
+Kernels of quantised weights have their own terms in their folder's ``cost.py``. Pure Python: the runtime calls it for
+new shapes.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from .hardware.arch import Feature, arch_of
 from .hardware.chips import Chip
 from .registry import dealt, kernel_of, transposed
 
-_GRAIN = 16  # rows: kernels/hopper_plain/fitted.py rounds a tile's up to so many
+_GRAIN = 16  # kernels/hopper_plain/fitted.py rounds a tile's rows up to a multiple of this
 
 
 class Profile(NamedTuple):
@@ -33,21 +36,21 @@ class Profile(NamedTuple):
 
     config: Config
     occupancy: int
-    step_ns: float  # one step of one tile, the whole SM's throughput
-    chain_ns: float  # one step of one program, its own latency
-    loaded_ns: float  # the same where what it loads is there already
+    step_ns: float  # a tile's step, by the throughput of the whole SM
+    chain_ns: float  # a program's step, by its own latency
+    loaded_ns: float  # a program's step if its operands are loaded already
     once_ns: float  # start of the first tile and end of the last
-    tile_ns: float  # between two tiles of one slot: what their own steps don't hide
-    latency_ns: float
-    under_way: float  # steps that load at once
-    column_flight_bytes: float  # loads of the columns' operand that one program keeps under way ...
-    row_flight_bytes: float  # ... and of one row of the other
-    tail: float
+    tile_ns: float  # between two tiles of a slot: the part that their steps don't hide
+    latency_ns: float  # of a load
+    under_way: float  # steps whose loads are in flight at once
+    column_flight_bytes: float  # bytes in flight of the columns' operand, of one program, ...
+    row_flight_bytes: float  # ... and of each row of the other operand
+    tail: float  # how sharply the last wave starves the memory
     norm: float  # joins memory and compute
 
 
 def profile(resources: Resources, op: Op, dtype: DType, chip: Chip, c: Constants) -> Profile:
-    """What ``resources`` take on ``chip``; docs/inside/cost-model.md has the equations."""
+    """Return the times of a variant's steps and tiles on ``chip``; docs/inside/cost-model.md has the equations."""
     config, family, weight = resources.config, c.family(chip.sm), c.family(chip.sm).weight
     rows, columns, depth = config.block_m, config.block_n, config.block_k
     if op is Op.DW:
@@ -105,7 +108,7 @@ def profile(resources: Resources, op: Op, dtype: DType, chip: Chip, c: Constants
 
 
 def _tf32_rate(config: Config, op: Op, rows: int, wgmma: bool, c: Constants) -> float:
-    """What is left of the rate where w, or both operands, lie the wrong way for wgmma."""
+    """Return the share of the tf32 rate that is left because w (dX) or both operands (dW) don't suit wgmma."""
     if op is Op.DX:
         return min(1.0, rows / c.held_tf32_rows) if wgmma else 1.0
     if config.schedule.warp_specialized:
@@ -114,29 +117,29 @@ def _tf32_rate(config: Config, op: Op, rows: int, wgmma: bool, c: Constants) -> 
 
 
 def _special_rate(special: Specialized, config: Config, op: Op) -> float:
-    # Tiles that are fitted to their rows go as fast in turns as by both.
+    # Fitted tiles are equally fast in pingpong and cooperative kernels.
     if config.schedule is Schedule.PINGPONG and config.rows is TileRows.FIXED:
         return special.turns_weight_rate if op is Op.DW else special.turns_rate
     return special.weight_rate if op is Op.DW else special.rate
 
 
 def _size(size: int) -> int:
-    """The place in ``SIZES`` of a tile's rows or columns: of the largest that is no larger."""
+    """Return the index of the largest of ``SIZES`` that is not above ``size``; 0 if all are."""
     return max(0, bisect.bisect_right(SIZES, size) - 1)
 
 
 def _flops_per_ns(
     resources: Resources, rows: int, columns: int, wgmma: bool, dtype: DType, chip: Chip, c: Constants
 ) -> float:
-    """The rate of one SM on tiles of ``rows`` x ``columns``."""
+    """Return the rate of one SM on tiles of ``rows`` x ``columns``."""
     config, family = resources.config, c.family(chip.sm)
     if dtype is DType.FP32:
         peak, sustained = chip.fp32_tflops, 1.0
         share = math.sqrt(c.fma_rows[_size(rows)] * c.fma_rows[_size(columns)])
     else:
         peak, sustained = (chip.tf32_tflops if dtype is DType.TF32 else chip.bf16_tflops), family.sustained
-        share = family.rows[_size(columns if config.rows is TileRows.FITTED else rows)]  # those are turned round
-        if wgmma:  # the columns of one instruction: warpgroups are laid along the rows first, 64 of them each
+        share = family.rows[_size(columns if config.rows is TileRows.FITTED else rows)]  # fitted tiles are transposed
+        if wgmma:  # the columns of one instruction: warpgroups share the rows first, 64 each
             across = max(1, config.num_warps // 4 // (rows // 64))
             whole = config.schedule is Schedule.PINGPONG or config.rows is TileRows.FITTED
             wide = 256 if whole else max(16, columns // across)
@@ -151,22 +154,22 @@ def _flops_per_ns(
 
 
 class _Work(NamedTuple):
-    """A problem of M rows, all that does not depend on the variant."""
+    """The numbers of a problem with M rows that do not depend on the variant."""
 
     op: Op
     E: int
     M: int
     N: int
-    columns: int  # of the product, with dW those of dw: C of the document
-    reduction: int  # of a product of rows: R of the document
+    columns: int  # of the product, for dW of dw: C in docs/inside/cost-model.md
+    reduction: int  # of forward and dX: R in docs/inside/cost-model.md
     rows: ExpectedRows
-    matrix_bytes: float  # one expert's
-    left_row_bytes: float  # one row of the operand that shares out the tiles' rows: x, or dy
-    right_row_bytes: float  # dW: one row of x
-    read_bytes: float  # everything once
+    matrix_bytes: float  # of one expert's w
+    left_row_bytes: float  # of one row of x (forward), or dy
+    right_row_bytes: float  # of one row of x, for dW
+    read_bytes: float  # each operand once
     written_bytes: float
     itemsize: int
-    gated: bool  # silu in the epilogue: its code multiplies every tile at its whole width
+    gated: bool  # silu in the epilogue: all tiles are multiplied at their whole width
 
 
 def _work(problem: Problem, M: int) -> _Work:
@@ -174,11 +177,11 @@ def _work(problem: Problem, M: int) -> _Work:
     rows = expected_rows(E, M)
     matrix_bytes = float(N * K * size)
     columns, reduction = (K, N) if problem.op is not Op.FORWARD else (N, K)
-    if problem.op is Op.DW:  # experts without rows are written too, as zeros
+    if problem.op is Op.DW:  # experts without rows are written, too: zeros
         read_bytes, written_bytes = float(M * (N + K) * size), E * matrix_bytes
     else:
         read_bytes = rows.active * matrix_bytes + M * reduction * size
-        written_bytes = float(M * result_columns(columns, problem.fusion) * size)  # (silu is free beside them)
+        written_bytes = float(M * result_columns(columns, problem.fusion) * size)  # (computing silu takes no time)
     return _Work(
         problem.op,
         E,
@@ -198,12 +201,12 @@ def _work(problem: Problem, M: int) -> _Work:
 
 
 def _waves(count: float) -> float:
-    """Whole waves that ``count`` waves of work take: between ceil(count) and the mean of a smooth tail."""
+    """Return the waves that ``count`` waves of work take: the mean of ceil(count) and count + 0.5; 1 at least."""
     return 1.0 if count <= 1.0 else 0.5 * (math.ceil(count) + count + 0.5)
 
 
 def _rows_ns(profile: Profile, work: _Work, chip: Chip, c: Constants, family: ConstantsFamily) -> float:
-    """Forward and dX, without the start."""
+    """Return the time of forward or dX without the launch and the first program's start."""
     config, rows = profile.config, work.rows
     row_tiles = rows.tiles[config.block_m]
     column_tiles = -(-work.columns // config.block_n)
@@ -224,7 +227,7 @@ def _rows_ns(profile: Profile, work: _Work, chip: Chip, c: Constants, family: Co
     slab_bytes = min(height, config.group_m) * config.block_m * work.left_row_bytes
     if slab_bytes > l2_bytes:  # each column of tiles reads the group's rows again
         total_bytes += (column_tiles - 1.0) * work.M * work.left_row_bytes * (1.0 - l2_bytes / slab_bytes)
-    share, saved = 1.0, 0.0  # of a tile's time; of a last wave's
+    share, saved = 1.0, 0.0  # share of a tile's time that is needed; share of the last wave's that is saved
     if config.schedule.warp_specialized:
         special = family.specialized
         if config.rows is TileRows.FITTED:
@@ -236,7 +239,7 @@ def _rows_ns(profile: Profile, work: _Work, chip: Chip, c: Constants, family: Co
         else:
             share = _share(config, row_tiles, work, special)
             saved = 1.0 - c.split_waves if special.split_tail and not work.gated else 0.0
-        if row_tiles > rows.active and per_slot > 1.0:  # row tiles that share weights come out of step
+        if row_tiles > rows.active and per_slot > 1.0:  # row tiles that share weights get out of step
             near_bytes = chip.l2_mib * 1048576 * c.l2_near
             wave_bytes = slots * config.block_n * work.left_row_bytes / height
             if wave_bytes > near_bytes:
@@ -245,14 +248,14 @@ def _rows_ns(profile: Profile, work: _Work, chip: Chip, c: Constants, family: Co
     filled = min(config.block_m, work.M / rows.active)  # rows of a tile that carry data
     flight_bytes = profile.column_flight_bytes + filled * profile.row_flight_bytes
     tile_bytes = total_bytes / tiles
-    alone_ns = tile_bytes / flight_bytes * profile.latency_ns  # a tile's loads with no other tile about
+    alone_ns = tile_bytes / flight_bytes * profile.latency_ns  # a tile's loads if no other tile loads
     shared_ns = tile_bytes / (chip.bandwidth_gbs * family.memory_share)  # a tile's share of the memory's time
     full, last = divmod(per_slot, 1.0)
     memory_ns = per_slot * join(slots * shared_ns, alone_ns, family.flight_norm) if full else 0.0
     if last:
         sharp_ns = join(last * slots * shared_ns, alone_ns, family.flight_norm)
         memory_ns += profile.tail * (sharp_ns - last / per_slot * memory_ns) if full else sharp_ns
-    if per_slot > 1.0:  # the slots begin their second tiles together, with nothing under way
+    if per_slot > 1.0:  # all slots begin their second tiles together, with no loads in flight
         memory_ns += family.lockstep * profile.tile_ns * min(1.0, per_slot - 1.0) / per_slot
     if config.schedule is Schedule.PINGPONG and dealt(work.op, config):
         memory_ns *= family.specialized.dealt_memory
@@ -263,9 +266,9 @@ def _rows_ns(profile: Profile, work: _Work, chip: Chip, c: Constants, family: Co
     spread = 0.5 * column_tiles * math.sqrt(rows.active) / slots
     waves = mean_waves(per_slot, spread, saved)
     worked = waves if share == 1.0 else mean_waves(per_slot * share, spread, saved)
-    beside = profile.occupancy
+    per_sm = profile.occupancy
     rate_ns = tile_steps * profile.step_ns
-    rate_ns *= worked if beside == 1 else mean_waves(per_slot * share * beside, spread * beside, saved)
+    rate_ns *= worked if per_sm == 1 else mean_waves(per_slot * share * per_sm, spread * per_sm, saved)
     chain_ns = worked * tile_steps * profile.chain_ns + (waves - 1.0) * profile.tile_ns
     if empty > 0.0:
         chain_ns += empty * c.empty_program_ns / slots
@@ -273,18 +276,18 @@ def _rows_ns(profile: Profile, work: _Work, chip: Chip, c: Constants, family: Co
 
 
 def _short(config: Config, work: _Work) -> bool:
-    """Whether the tiles read at most 128 bytes of each row of w at a time; dX's read a tile's columns of each."""
+    """Return whether a step reads at most 128 bytes of each row of w; in dX it reads a tile's columns of each."""
     return work.op is Op.FORWARD and config.block_k * work.itemsize <= 128
 
 
 def _streamed_ns(work: _Work, chip: Chip, c: Constants) -> float:
-    """What it takes more, or less, to read the weights through lines that leave L2 first."""
+    """Return the time that evict-first reads of w add (or save, if negative)."""
     pushed = min(1.0, work.read_bytes / (c.dirty_l2 * chip.l2_mib * 1048576))
     return min(c.streamed_share * work.read_bytes / chip.bandwidth_gbs, c.streamed_most_ns) - c.dirty_ns * pushed
 
 
 def _share(config: Config, row_tiles: float, work: _Work, special: Specialized) -> float:
-    """The mean time of a specialised tile over that of a whole one: some have half the rows, or columns."""
+    """Return the mean time of a cooperative kernel's tiles over a whole tile's: some have half the rows or columns."""
     thin = 2.0 - work.rows.tiles[64] / row_tiles  # share of the tiles whose second 64 rows are empty
     share = 1.0 - 0.5 * special.half * thin
     if special.half_columns and not work.gated:
@@ -294,14 +297,14 @@ def _share(config: Config, row_tiles: float, work: _Work, special: Specialized) 
 
 
 def _wasteful(tiled_columns: int, work: _Work, special: Specialized) -> float:
-    """The mean time of a tile where warpgroups take turns, over that of one without columns past the last."""
+    """Return the mean time of a pingpong kernel's tiles over that of a tile without columns past the last."""
     return 1.0 + special.turns_waste * (tiled_columns / work.columns - 1.0)
 
 
 def _weight_ns(profile: Profile, work: _Work, chip: Chip, c: Constants, family: ConstantsFamily) -> float:
-    """dW, without the start."""
+    """Return the time of dW without the launch and the first program's start."""
     config, rows = profile.config, work.rows
-    if transposed(Op.DW, config):  # dw turned round, as its kernel sees it
+    if transposed(Op.DW, config):  # the kernel computes dw transposed
         config = config._replace(block_n=config.block_k, block_k=config.block_n)
         work = work._replace(N=work.columns, columns=work.N, right_row_bytes=float(work.N * work.itemsize))
     tiles_n, tiles_k = -(-work.N // config.block_n), -(-work.columns // config.block_k)
@@ -310,13 +313,13 @@ def _weight_ns(profile: Profile, work: _Work, chip: Chip, c: Constants, family: 
     slots = float(chip.sm_count * profile.occupancy)
     per_sm, per_slot = tiles / chip.sm_count, tiles / slots
     read_bytes, l2_bytes = work.read_bytes, chip.l2_mib * 1048576 * family.l2_usable
-    height = min(float(tiles_n), max(config.group_m, slots / tiles_k))  # row tiles under way that share x's columns
+    height = min(float(tiles_n), max(config.group_m, slots / tiles_k))  # concurrent row tiles that share x's columns
     expert_rows = work.M / rows.active
     x_bytes = expert_rows * work.right_row_bytes
     if height < tiles_n and x_bytes > l2_bytes:  # each group of row tiles reads x again
         read_bytes += (tiles_n / height - 1.0) * rows.active * (x_bytes - l2_bytes)
     slab_bytes = height * config.block_n * expert_rows * work.itemsize
-    if slab_bytes > l2_bytes:  # the columns under way together read the group's columns of dy again
+    if slab_bytes > l2_bytes:  # concurrent column tiles read the group's columns of dy again
         again = max(0.0, tiles_k * height / slots - 1.0)
         read_bytes += again * work.M * work.N * work.itemsize * (1.0 - l2_bytes / slab_bytes)
     width_bytes = profile.config.block_k * work.itemsize  # of a tile's row of dw
@@ -334,7 +337,7 @@ def _weight_ns(profile: Profile, work: _Work, chip: Chip, c: Constants, family: 
 
 
 def _steps_ns(profile: Profile, steps: float) -> float:
-    """The chain of a tile's few steps: the first loads are all under way at once, only later ones are waited for."""
+    """Return the latency of a tile's steps: the first loads are issued together, only later ones are waited for."""
     later = max(0.0, steps - profile.under_way)
     return steps * profile.loaded_ns + later * (profile.chain_ns - profile.loaded_ns)
 
@@ -347,7 +350,7 @@ def _time_us(profile: Profile, work: _Work, chip: Chip, c: Constants, family: Co
 
 
 def estimate_us(problem: Problem, M: int, resources: Resources, chip: Chip, constants: Constants = CONSTANTS) -> float:
-    """The expected time of one launch in microseconds; infinity where not one program fits an SM.
+    """Return the expected time of one launch in microseconds; infinity if no program fits an SM.
 
     Raises
     ------
@@ -357,12 +360,12 @@ def estimate_us(problem: Problem, M: int, resources: Resources, chip: Chip, cons
     _check_rows(M)
     if problem.dtype.quantised:
         return _quantised_us(problem, M, resources, chip)
-    found = profile(resources, problem.op, problem.dtype, chip, constants)
-    return _time_us(found, _work(problem, M), chip, constants, constants.family(chip.sm))
+    times = profile(resources, problem.op, problem.dtype, chip, constants)
+    return _time_us(times, _work(problem, M), chip, constants, constants.family(chip.sm))
 
 
 def _quantised_us(problem: Problem, M: int, resources: Resources, chip: Chip) -> float:
-    """The estimate of the kernel's own cost terms; infinity where no kernel of such weights has the config."""
+    """Return the estimate of the kernel's own ``cost.py``; infinity if no kernel has the config, or no program fits."""
     entry = kernel_of(problem.op, resources.config, problem.dtype)
     if entry is None or not entry.cost or not occupancy(resources, arch_of(chip.sm).limits):
         return math.inf
@@ -376,7 +379,7 @@ def _terms(cost: str) -> Callable[[Problem, int, Resources, Chip], float]:
 
 
 class Ranker:
-    """The candidates of one op and dtype on one chip, prepared once: ranking a shape is then cheap."""
+    """The candidates of an op and dtype on a chip, prepared once, so that ranking them for a shape is cheap."""
 
     __slots__ = ("_candidates", "_chip", "_constants", "_dtype", "_op", "_profiles")
 
@@ -390,7 +393,7 @@ class Ranker:
         )
 
     def rank(self, problem: Problem, M: int) -> list[tuple[float, int]]:
-        """(estimate in us, index of the candidate), best first; equal estimates in the configs' order.
+        """Return (estimate in us, index of the candidate), best first; equal estimates are sorted by config.
 
         Raises
         ------
@@ -401,7 +404,7 @@ class Ranker:
         return sorted(times, key=lambda time: (time[0], self._candidates[time[1]].config, time[1]))
 
     def estimates(self, problem: Problem, M: int, some: Iterable[int]) -> list[tuple[float, int]]:
-        """(estimate in us, index) of some of the candidates, in the order of ``some``; raises as ``rank`` does."""
+        """Return (estimate in us, index) of the candidates ``some``, in that order; raises like ``rank``."""
         _check_rows(M)
         if problem.op is not self._op or problem.dtype is not self._dtype:
             wanted = f"{self._op.value} {self._dtype.value}"

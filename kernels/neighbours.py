@@ -1,8 +1,9 @@
-"""Choose for a cell that nobody measured by the measured cells around it. See docs/inside/cost-model.md.
+"""Estimate variants' times in a cell that was not measured from measured cells around it: docs/inside/cost-model.md.
 
-A cell is a problem at a number of rows. Of each measured cell a bundle knows two times: of the variant that was chosen
-and of the runner-up. ``tiles_us`` says in a few operations how a variant's time grows with a problem's sizes. What a
-measured time is beside it is nearly the same in the cells around, so it carries over to the cell that is asked for.
+A cell is a problem with a number of rows M. For a measured cell a bundle has two times: of the chosen variant and of
+the runner-up. ``tiles_us`` is a rough model of how a time depends on the sizes. The ratio of measured time to
+``tiles_us`` is nearly equal in cells near each other, so ``ratios`` averages it over the neighbours of a new cell, and
+the new cell's estimate is the variant's ratio times its ``tiles_us`` there.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from .contract.config import Config, TileRows
 from .cost.resources import join, mean_waves
 from .hardware.chips import Chip
 
-NEAREST = 16  # measured cells that are asked
-MODEL_SHARE = 0.35  # of what the cost model sees between two variants, what counts beside the neighbours
+NEAREST = 16  # neighbours that count
+MODEL_SHARE = 0.35  # the share of the cost model's difference between two variants that is added to the neighbours'
 
-# The distance of two cells: the sum of these times the square of how many doublings they are apart.
+# The distance of two cells is a sum over sizes: this factor times the square of the difference in doublings.
 SIZE = 2.45  # E, N and K, each
 ROWS = 1.8  # M
 EXPERT_ROWS = 5.0  # M / E
 
-# Of cells whose E are one doubling apart, by how many the M of the nearest are, and what E then costs at least.
+# If E differs by a doubling, the nearest M differs by NEAREST_M doublings, and the distance is at least EXPERTS.
 NEAREST_M = EXPERT_ROWS / (ROWS + EXPERT_ROWS)
 EXPERTS = SIZE + ROWS * NEAREST_M
 
@@ -33,18 +34,18 @@ _LAUNCH_US = 10.0  # launch, cold code and a program's start
 _SUSTAINED = 0.86  # share of the published rate ...
 _BANDWIDTH = 0.9  # ... and of the bandwidth
 _NORM = 3.0  # joins memory and compute
-_LACKING = 0.8  # of the time of the rows that a fitted tile lacks, what is saved
+_LACKING = 0.8  # share of the time of a fitted tile's missing rows that is saved
 
-_LEAST_WEIGHT = 1e-9  # of the nearest cell's: no cell counts for nothing
-_OWN = 0.5  # of a time's weight: what holds a cell's own ratio to that of all
-_FEW = 0.05  # of all weights: what holds a variant's ratio to ...
-_UNSEEN = 0.2  # ... that of all, and so much more (a logarithm): a variant that won nowhere near is no good guess
+_LEAST_WEIGHT = 1e-9  # of the nearest cell's weight, so that no weight is zero
+_OWN = 0.5  # weight of the mean ratio in a cell's own ratio
+_FEW = 0.05  # weight of the mean ratio in a variant's ratio, and ...
+_UNSEEN = 0.2  # ... a penalty (of the logarithm): variants that won nowhere near are bad guesses
 
 
 def tiles_us(op: Op, dtype: DType, sizes: tuple[int, int, int, int], config: Config, chip: Chip) -> float:
-    """What the tiles of a config should take for ``sizes`` (E, N, K, M), in us: whole waves of them, or the bytes.
+    """Estimate the time in us of a config's tiles for ``sizes`` (E, N, K, M), from waves of tiles and bytes moved.
 
-    It knows nothing of stages, warps or schedules. Only its change from one cell to another counts.
+    Stages, warps and schedules are ignored: only the change from a cell to another counts.
     """
     E, N, K, M = sizes
     active = E * -math.expm1(-M / E)
@@ -78,32 +79,32 @@ def tiles_us(op: Op, dtype: DType, sizes: tuple[int, int, int, int], config: Con
 
 
 class Evidence(NamedTuple):
-    """A measured cell: how far it is, and of each variant there, by number, the logarithm of time / ``tiles_us``."""
+    """A measured cell: its distance, and (variant, log(time / ``tiles_us``)) for each variant timed there."""
 
     apart: float
     ratios: Sequence[tuple[int, float]]
 
 
 class Ratios(NamedTuple):
-    """What times are beside ``tiles_us`` around a cell, as logarithms: of variants timed there, and of all others."""
+    """log(time / ``tiles_us``) around a cell: for variants timed in its neighbours, and for all others."""
 
     of: Mapping[int, float]
     others: float
 
 
 def ratios(evidence: Sequence[Evidence]) -> Ratios:
-    """The ratios of the variants around a cell: of at least one measured cell.
+    """Average the ratios of at least one measured cell, weighted by distance.
 
-    Each cell has a ratio of its own, by how its rows fell on experts or what ``tiles_us`` does not know of its sizes.
-    Which variant was timed there must not decide by that, so it is taken off.
+    All variants of a cell share an error: its rows' distribution, or sizes that ``tiles_us`` describes badly. This
+    shared part is subtracted, so that a variant gains nothing from being timed in a lucky cell.
     """
-    least = min(one.apart for one in evidence)
-    weights = [max(math.exp(least - one.apart), _LEAST_WEIGHT) for one in evidence]
+    least = min(cell.apart for cell in evidence)
+    weights = [max(math.exp(least - cell.apart), _LEAST_WEIGHT) for cell in evidence]
     total = math.fsum(weights)
-    weights = [one / total for one in weights]
-    usual = math.fsum(weight * one.ratios[0][1] for weight, one in zip(weights, evidence, strict=True))
-    sums: dict[int, float] = {}  # by variant, of its ratios ...
-    counts: dict[int, float] = {}  # ... and of the weights
+    weights = [weight / total for weight in weights]
+    usual = math.fsum(weight * cell.ratios[0][1] for weight, cell in zip(weights, evidence, strict=True))
+    sums: dict[int, float] = {}  # by variant, of its weighted ratios ...
+    counts: dict[int, float] = {}  # ... and of its weights
     for weight, cell in zip(weights, evidence, strict=True):
         for variant, ratio in cell.ratios:
             if variant in sums:

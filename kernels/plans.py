@@ -1,29 +1,31 @@
-"""The rule that makes a plan: what runs a cell other than its choice's own variant, by the times of one bundle.
+"""Decide how a call runs if its choice's own variant is not the fastest way: the plan of a choice.
 
-The builder writes plans into bundles (``with_plans``). The runtime looks them up. It asks here only for quantised
-weights of which no bundle has a choice (``quantised_is_faster``), and for the words of ``explain``.
+A plan lists variants that run certain calls of a cell instead: after a row kernel that gathers x, with silu in the
+epilogue, or with quantised x. Example: a bundle has a choice for forward+gather at 1,024 rows, 50 us. Its plain forward
+takes 40 us and gathering x first 6 us, so the plan says ROWS_FIRST with the plain variant.
 
-Times of two GPUs or of two sources are never compared. Modelled times have to be lower by more than 5 %: the cost model
-does not tell apart what is nearer. If the rate of a GPU's memory is not known, row kernels have no time there, and no
-way with a row kernel is taken.
+The builder writes plans into bundles (``with_plans``), and the runtime looks them up. The runtime calls this module for
+quantised weights without a choice in any bundle (``quantised_is_faster``), and for the texts of ``explain``.
+
+Only times of one GPU and one source are compared. A modelled time must be lower by more than 5 %, because the cost
+model is no more exact. If a GPU's memory bandwidth is unknown, row kernels have no times, and no plan uses them.
 
 Rows gathered first
-    Rows that an index picks can't be loaded by TMA. That costs a kernel up to 15 %
-    (docs/inside/trials.md, gathered-rows-there), which may be more or less than a row kernel takes that gathers the
-    rows of x into a scratch [M, K]. A call that also scatters, weighs or adds a bias needs a kernel that stores by
-    index. Bundles have no choices for it after a row kernel: it is taken in the plain choice's config, or in its
-    runner-up's, at 5 % above that one's time (an index costs a large tile up to 7 % on an H200:
-    docs/inside/performance.md).
+    TMA can't load rows that an index picks. That costs a kernel up to 15 % (docs/inside/trials.md,
+    gathered-rows-there). A row kernel that gathers x into a scratch [M, K] before may take less or more. A call that
+    also scatters, weighs or adds a bias then needs a kernel that stores by index. Bundles have no choices for that
+    kernel after a row kernel, so the plan takes the variant with the plain choice's config, or its runner-up's, at
+    5 % above its time (an index costs a large tile up to 7 % on an H200: docs/inside/performance.md).
 
 Silu in the epilogue
-    The kernel stores half of the columns and saves the activation's row kernel, and has no small tiles. Measured, it
-    has to take no longer than the plain kernel and the least time of the activation. Modelled, its estimate must not
-    be above the plain kernel's, and an expert must have 64 rows in the mean: there every trial on an H200 won, and with
-    8 it lost. Its rows are gathered on load or first, whichever is faster.
+    The kernel stores half of the columns and saves the activation's row kernel, but it has no small tiles. By measured
+    times, it must not take longer than the plain kernel plus the least time of the activation. By modelled times, it
+    must not take longer than the plain kernel, and experts must have 64 rows on average: then all trials on an H200
+    were faster, with 8 rows they were slower. Rows are gathered on load or first, whichever is faster.
 
 Quantised x
-    Codes multiply twice as fast as bf16, and x is read as half as many bytes. But a row kernel has to quantise x, if
-    weights are prepared. Kernels for the checkpoint layout quantise x themselves and gather rows on load.
+    Codes multiply twice as fast as bf16, and x has half as many bytes. For prepared weights a row kernel has to
+    quantise x first. Kernels for the checkpoint layout quantise x themselves and gather rows on load.
 """
 
 from __future__ import annotations
@@ -44,42 +46,42 @@ from .hardware.chips import Chip, chip_for, chip_named
 from .rowops import by_token
 
 MARGIN = 1.05  # of modelled times
-CHECK_US = 4.0  # bringing an index that is not known to be in range into it: one launch
-_INDEXED = 1.05  # what an index costs the plain kernel
-_SILU_ROWS = 64  # of an expert, that a modelled kernel with silu needs
-# Of the time in which the memory, at its published rate, moves what the activation moves: 1.13 to 1.63 on an H200
+CHECK_US = 4.0  # one launch that brings an index into range
+_INDEXED = 1.05  # factor of the plain kernel's time for an index
+_SILU_ROWS = 64  # rows of an expert that a modelled kernel with silu needs
+# The activation's time, as a multiple of its bytes at the published bandwidth: 1.13 to 1.63 on an H200
 # (docs/inside/trials.md, activation-behind-products).
 _ACTIVATION_TIMES = 1.1
-# The gather's time, and where each row of x is read once (runtime/launch/gather.py): within 10 % of every gather of
-# 1024 tokens and more in benchmarks/results/passes-h200.json. For fewer tokens the few us are all, up to 2.3 us more.
+# The gather's time, also for the gather that reads each row of x once: within 10 % of all gathers of 1024 tokens and
+# more in benchmarks/results/passes-h200.json. For fewer tokens the fixed time dominates, up to 2.3 us more.
 _GATHER_US, _GATHER_TIMES = 3.7, 1.6
 _BY_TOKEN_US, _BY_TOKEN_TIMES = 6.5, 1.34
 _INDEX_BYTES = 8
-# The time that quantising takes, by its bytes or, of many rows, by its arithmetic (measured on an H100).
+# The time of quantising, from its bytes or, for many rows, its arithmetic (measured on an H100).
 _QUANTISE_US, _QUANTISE_TIMES = 6.0, 1.15
 _ELEMENTS_PER_SM_US = 8000.0
-_LEAST_TOP_KS = 64  # top_k up to which a plan is exact, at least
+_LEAST_TOP_KS = 64  # a plan covers all top_k up to this, or up to E if that is larger
 
 
 class Kernels(Protocol):
-    """The choices and the variants of one bundle."""
+    """The choices and variants of one bundle."""
 
     @property
     def gpus(self) -> Sequence[Gpu]:
         """The bundle's GPUs."""
 
     def find(self, problem: Problem) -> Sequence[Choice]:
-        """The choices for a problem, by either of its names."""
+        """The choices for a problem or for its ``transposed``."""
 
     def variant(self, index: int) -> Variant:
-        """One of its variants."""
+        """The variant with this index."""
 
     def variants(self, problem: Problem) -> Sequence[tuple[int, Variant]]:
-        """Its variants of a problem's kind, with their indices."""
+        """(index, variant) of all variants for the problem's op, dtype, layout and fusion."""
 
 
 class Ruling(NamedTuple):
-    """The variant that runs a call in the choice's place, or None; the time of the faster way in us; and why.
+    """The variant that runs a call instead of the choice's own (None: it stays), the faster way's time, and why.
 
     ``gemm_us`` is the time of that variant without row kernels.
     """
@@ -91,7 +93,7 @@ class Ruling(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """A choice of a bundle, and the GPU that the time of row kernels is taken of."""
+    """A problem, its choice in a bundle, and the GPU for which row kernels' times are estimated (None: unknown)."""
 
     kernels: Kernels
     problem: Problem
@@ -100,7 +102,7 @@ class Cell(NamedTuple):
 
     @classmethod
     def of(cls, kernels: Kernels, problem: Problem, choice: Choice, sm: int) -> Cell:
-        """The cell of a bundle for capability ``sm``; a modelled choice is for the capability's representative."""
+        """Make the cell of a choice. A modelled choice is for the representative GPU of capability ``sm``."""
         gpu = choice.measured_on(kernels.gpus)
         chip = chip_named(gpu.name) if gpu is not None else chip_for(sm) if sm in ARCHS else None
         return cls(kernels, problem, choice, chip)
@@ -112,24 +114,24 @@ class Cell(NamedTuple):
 
     @property
     def margin(self) -> float:
-        """The factor of another way's time before it is compared."""
+        """The factor on another way's time before it is compared with this choice's."""
         return MARGIN if self.choice.source is Source.MODELLED else 1.0
 
     def rival(self, problem: Problem) -> Choice | str:
-        """The choice for another kernel whose time compares with this choice's, or why there is none."""
+        """Return the choice for another problem with the same bucket and GPU, or why there is none."""
         bucket, gpus = self.choice.bucket, self.kernels.gpus
-        there = [one for one in self.kernels.find(problem) if one.bucket == bucket]
-        if not there:
+        choices = [choice for choice in self.kernels.find(problem) if choice.bucket == bucket]
+        if not choices:
             return f"the bundle has no choice for it at M near {bucket}"
         gpu = self.choice.measured_on(gpus)
-        found = next((one for one in there if same_gpu(one.measured_on(gpus), gpu)), None)
-        return "its time and the plain GEMM's are not from one source" if found is None else found
+        choice = next((choice for choice in choices if same_gpu(choice.measured_on(gpus), gpu)), None)
+        return "its time and the plain GEMM's are not from one source" if choice is None else choice
 
 
 def gather_us(M: int, K: int, itemsize: int, top_k: int, chip: Chip | None) -> float | None:
-    """The time of gathering M rows of K elements in us, if ``top_k`` sorted rows read each row of x; None if unknown.
+    """Estimate the time in us of gathering M rows of K elements; None if the GPU is unknown.
 
-    It reads the index and M / top_k rows of x, and writes M rows.
+    ``top_k`` sorted rows read each row of x: the kernel reads the index and M / top_k rows, and writes M rows.
     """
     if chip is None:
         return None
@@ -140,9 +142,9 @@ def gather_us(M: int, K: int, itemsize: int, top_k: int, chip: Chip | None) -> f
 
 
 def quantise_us(M: int, K: int, top_k: int, chip: Chip | None) -> float | None:
-    """The time of quantising M rows of K elements in us; None if the GPU's rates are not known.
+    """Estimate the time in us of quantising M rows of K elements; None if the GPU is unknown.
 
-    It reads M rows of bf16, or M / top_k that an index picks, and writes M rows of codes and scales.
+    The kernel reads M rows of bf16, or M / top_k rows that an index picks, and writes M rows of codes and scales.
     """
     if chip is None:
         return None
@@ -152,9 +154,9 @@ def quantise_us(M: int, K: int, top_k: int, chip: Chip | None) -> float | None:
 
 
 def least_activation_us(problem: Problem, M: int, chip: Chip | None) -> float:
-    """The least time of the row kernel that fused silu saves, in us; 0 if the memory's rate is not known.
+    """Return the least time in us of the activation that ``Fusion.SILU`` saves; 0 if the GPU is unknown.
 
-    It reads h [M, N] and writes [M, N/2], for a ``problem`` with ``Fusion.SILU``.
+    The activation's row kernel reads h [M, N] and writes [M, N/2].
     """
     if chip is None:
         return 0.0
@@ -163,20 +165,20 @@ def least_activation_us(problem: Problem, M: int, chip: Chip | None) -> float:
 
 
 def rows_first(cell: Cell, top_k: int, *, checks: bool, by_index: bool = False) -> Ruling:
-    """Whether rows are gathered first, for a cell whose choice gathers them on load.
+    """Decide whether rows are gathered before the GEMM, for a cell whose choice gathers them on load.
 
-    ``by_index``: the call scatters, weighs or adds a bias as well. ``top_k`` is 0 for rows that no row kernel can
-    gather.
+    ``by_index``: the call also scatters, weighs or adds a bias. ``top_k`` is 0 for rows that no row kernel can gather.
+    ``checks``: the index must be brought into range first.
     """
     problem, own_us = cell.problem, cell.time_us
     pass_us = _gather_us(cell, top_k, checks)
     if isinstance(pass_us, str):
         return Ruling(None, own_us, pass_us)
     plain = problem._replace(fusion=Fusion.NONE, top_k=0)
-    found = cell.rival(plain)
-    timed: tuple[int, float] | str = found if isinstance(found, str) else (found.variant, found.time_ns / 1e3)
-    if by_index and not isinstance(found, str):
-        timed = _by_index(cell.kernels, found, plain._replace(fusion=Fusion.SCATTER))
+    rival = cell.rival(plain)
+    timed: tuple[int, float] | str = rival if isinstance(rival, str) else (rival.variant, rival.time_ns / 1e3)
+    if by_index and not isinstance(rival, str):
+        timed = _by_index(cell.kernels, rival, plain._replace(fusion=Fusion.SCATTER))
     if isinstance(timed, str):
         return Ruling(None, own_us, f"rows are gathered on load: for the plain GEMM, {timed}")
     variant, gemm_us = timed
@@ -189,24 +191,24 @@ def rows_first(cell: Cell, top_k: int, *, checks: bool, by_index: bool = False) 
 
 
 def fused_silu(cell: Cell, top_k: int, *, checks: bool) -> Ruling:
-    """Whether silu is in the epilogue, for a cell whose choice has none. Rows are as for ``rows_first``.
+    """Decide whether silu is computed in the epilogue, for a cell whose choice does not. See ``rows_first`` for top_k.
 
-    A variant that gathers nothing is for rows gathered first.
+    For a problem that gathers, a variant without gather means that rows are gathered first.
     """
     choice, problem, bucket = cell.choice, _forward(cell.problem), cell.choice.bucket
     on_load = problem._replace(fusion=problem.fusion | Fusion.SILU)
-    found = cell.rival(on_load)
-    plain_us, time_us, before = cell.time_us, 0.0 if isinstance(found, str) else found.time_ns / 1e3, ""
+    fused = cell.rival(on_load)
+    plain_us, time_us, before = cell.time_us, 0.0 if isinstance(fused, str) else fused.time_ns / 1e3, ""
     if Fusion.GATHER in problem.fusion:
         plain_us = rows_first(cell, top_k, checks=checks).time_us
         pass_us = _gather_us(cell, top_k, checks)
         other = cell.rival(problem._replace(fusion=Fusion.SILU))
         if not isinstance(other, str) and not isinstance(pass_us, str):
             other_us = other.time_ns / 1e3 + pass_us
-            if isinstance(found, str) or other_us * cell.margin < time_us:
-                found, time_us, before = other, other_us, " with the rows gathered first"
-    if isinstance(found, str):
-        return Ruling(None, plain_us, found)
+            if isinstance(fused, str) or other_us * cell.margin < time_us:
+                fused, time_us, before = other, other_us, " with the rows gathered first"
+    if isinstance(fused, str):
+        return Ruling(None, plain_us, fused)
     modelled = choice.source is Source.MODELLED
     if modelled and bucket < _SILU_ROWS * problem.E:
         return Ruling(None, plain_us, f"its time is modelled, and {bucket} rows are fewer than {_SILU_ROWS} an expert")
@@ -216,39 +218,39 @@ def fused_silu(cell: Cell, top_k: int, *, checks: bool) -> Ruling:
     if time_us > plain_us + saved_us:
         return Ruling(None, plain_us, f"it is slower: {times}")
     reason = f"silu in the epilogue is faster at M near {bucket}: {times}"
-    return Ruling(found.variant, time_us, reason, found.time_ns / 1e3)
+    return Ruling(fused.variant, time_us, reason, fused.time_ns / 1e3)
 
 
 def quantised_x(cell: Cell, top_k: int) -> Ruling:
-    """Whether x is quantised, for a cell whose choice leaves it as it is; ``top_k`` is 0 if no rows are gathered."""
+    """Decide whether x is quantised, for a cell whose choice keeps x in bf16; ``top_k`` is 0 without a gather."""
     dtype = cell.problem.dtype.with_x_quantised
     if dtype is None:
         return Ruling(None, cell.time_us, "x stays bf16: the format's checkpoints have it so")
     coded = cell.problem._replace(dtype=dtype)
-    found = cell.rival(coded)
-    if isinstance(found, str):
-        return Ruling(None, cell.time_us, f"x stays bf16: for the GEMM with quantised x, {found}")
+    rival = cell.rival(coded)
+    if isinstance(rival, str):
+        return Ruling(None, cell.time_us, f"x stays bf16: for the GEMM with quantised x, {rival}")
     faster, reason = quantised_is_faster(
-        coded, cell.choice.bucket, found.time_ns / 1e3, cell.time_us, cell.choice.source, top_k, cell.chip
+        coded, cell.choice.bucket, rival.time_ns / 1e3, cell.time_us, cell.choice.source, top_k, cell.chip
     )
-    return Ruling(found.variant if faster else None, cell.time_us, reason, found.time_ns / 1e3)
+    return Ruling(rival.variant if faster else None, cell.time_us, reason, rival.time_ns / 1e3)
 
 
 def quantised_is_faster(
     problem: Problem, M: int, coded_us: float, plain_us: float, source: Source, top_k: int, chip: Chip | None
 ) -> tuple[bool, str]:
-    """Whether the GEMM with quantised x (``problem``) is faster than the one that leaves x, with its row kernels; why.
+    """Compare the GEMM with quantised x (``problem``) with the GEMM that keeps x in bf16, each with its row kernels.
 
-    ``top_k`` is 0 if no rows are gathered.
+    Returns (whether quantising is faster, the reason). ``top_k`` is 0 if no rows are gathered.
     """
-    passes = takes_codes_of_x(problem.dtype, problem.layout)
-    own_us = quantise_us(M, problem.K, top_k, chip) if passes else 0.0
-    rows_us = gather_us(M, problem.K, 2, top_k, chip) if top_k and passes else 0.0
+    row_kernels = takes_codes_of_x(problem.dtype, problem.layout)
+    own_us = quantise_us(M, problem.K, top_k, chip) if row_kernels else 0.0
+    rows_us = gather_us(M, problem.K, 2, top_k, chip) if top_k and row_kernels else 0.0
     if own_us is None or rows_us is None:
         return False, "x stays bf16: the bandwidth of this GPU is not known"
     also = f" and the gather {rows_us:.1f} us" if rows_us else ""
     times = f"{coded_us:.1f} us {source.value}"
-    times += f" and the row kernel {own_us:.1f} us, with bf16 x " if passes else ", with bf16 x "
+    times += f" and the row kernel {own_us:.1f} us, with bf16 x " if row_kernels else ", with bf16 x "
     times += f"{plain_us:.1f} us{also}"
     margin = MARGIN if source is Source.MODELLED else 1.0
     if (coded_us + own_us) * margin >= plain_us + rows_us:
@@ -257,24 +259,24 @@ def quantised_is_faster(
 
 
 def with_plans(bundle: Bundle) -> Bundle:
-    """The bundle with the plan of each of its choices made anew, by its own times."""
-    kernels = _Whole(bundle)
+    """Return the bundle with new plans for all of its choices, from its own times."""
+    kernels, sm = _BundleKernels(bundle), bundle.target.sm
     choices = {
-        problem: tuple(one._replace(plan=plan_of(Cell.of(kernels, problem, one, bundle.target.sm))) for one in row)
+        problem: tuple(choice._replace(plan=plan_of(Cell.of(kernels, problem, choice, sm))) for choice in row)
         for problem, row in bundle.choices.items()
     }
     return bundle._replace(choices=choices)
 
 
 def plan_of(cell: Cell) -> tuple[PlanRow, ...]:
-    """The rows of a cell's plan, in the order of the format."""
+    """Return the rows of a cell's plan, in the order of the format."""
     return tuple(row for way in Way for row in _rows(cell, way))
 
 
 def _rows(cell: Cell, way: Way) -> Iterator[PlanRow]:
-    """A way's rows: those for all calls, then those for calls with a check, if they differ."""
+    """Yield a way's plan rows: those for all calls, then those for calls with a check, if they differ."""
     problem = cell.problem
-    if not any(cell.kernels.find(one) for one in _rivals(way, problem)):
+    if not any(cell.kernels.find(rival) for rival in _rivals(way, problem)):
         return
     gathers = Fusion.GATHER in problem.fusion
     rules: dict[Way, Callable[[int, bool], Ruling]] = {
@@ -288,7 +290,7 @@ def _rows(cell: Cell, way: Way) -> Iterator[PlanRow]:
     if way is Way.QUANTISED_X:
         dtype = problem.dtype.with_x_quantised
         steps = dtype is not None and takes_codes_of_x(dtype, problem.layout)
-    else:  # with these top_k a row kernel takes the least time: if it is not worth it then, it never is
+    else:  # with these two top_k a row kernel takes the least time: if it does not pay then, it never does
         steps = gathers and any(rule(top_k, False).reason != rule(0, False).reason for top_k in (1, most))
         if way is not Way.FUSED_SILU:
             steps = any(rule(top_k, False).variant is not None for top_k in (1, most))
@@ -303,24 +305,24 @@ def _rows(cell: Cell, way: Way) -> Iterator[PlanRow]:
 
 
 def _rivals(way: Way, problem: Problem) -> tuple[Problem, ...]:
-    """The problems without whose choices a way is never taken."""
+    """Return the problems of which a bundle must have a choice for a way to be possible."""
     if way is not Way.QUANTISED_X and problem.dtype.quantised:
         return ()
     return Way.ROWS_FIRST.problems(problem) if way is Way.ROWS_FIRST_BY_INDEX else way.problems(problem)
 
 
 def _steps(top_ks: Sequence[int], variant: Callable[[int], int | None]) -> Iterator[tuple[int, int | None]]:
-    """(top_k, variant) wherever the variant becomes another than before; at first it is None."""
+    """Yield (top_k, variant) for each top_k with another variant than the top_k before; None is before the first."""
     last = None
     for top_k in top_ks:
-        found = variant(top_k)
-        if found != last:
-            yield top_k, found
-        last = found
+        current = variant(top_k)
+        if current != last:
+            yield top_k, current
+        last = current
 
 
 def _forward(problem: Problem) -> Problem:
-    """The problem by its name as a forward, if it has one."""
+    """Return the problem or its ``transposed``, whichever is a forward; the problem itself if neither is."""
     return problem if problem.op is Op.FORWARD else problem.transposed or problem
 
 
@@ -328,14 +330,14 @@ def _gather_us(cell: Cell, top_k: int, checks: bool) -> float | str:
     if not top_k:
         return "rows are gathered on load: the row kernel needs dense, aligned rows"
     problem = cell.problem
-    found = gather_us(cell.choice.bucket, gemm_of(problem).reduction, problem.dtype.itemsize, top_k, cell.chip)
-    if found is None:
+    time_us = gather_us(cell.choice.bucket, gemm_of(problem).reduction, problem.dtype.itemsize, top_k, cell.chip)
+    if time_us is None:
         return "rows are gathered on load: the bandwidth of this GPU is not known"
-    return found + (CHECK_US if checks else 0.0)
+    return time_us + (CHECK_US if checks else 0.0)
 
 
 def _by_index(kernels: Kernels, plain: Choice, problem: Problem) -> tuple[int, float] | str:
-    """The variant that stores by index in the plain choice's config, or else in its runner-up's, and its time."""
+    """Return (index, time) of a variant that stores by index with the config of the plain choice or its runner-up."""
     pairs = ((plain.variant, plain.time_ns), (plain.runner_up, plain.runner_up_ns))
     for index, time_ns in pairs:
         if index is None or time_ns is None:
@@ -349,7 +351,7 @@ def _by_index(kernels: Kernels, plain: Choice, problem: Problem) -> tuple[int, f
 
 
 def _runs(variant: Variant, problem: Problem) -> bool:
-    """Whether a variant computes a problem, on whatever GPU."""
+    """Return whether a variant can compute a problem, regardless of the GPU."""
     first, last = words.READS_ABI
     config = config_of(variant.config)
     if config is None or not first <= variant.abi <= last or variant.max_experts < problem.E:
@@ -358,31 +360,34 @@ def _runs(variant: Variant, problem: Problem) -> bool:
     return not (registry.refusal(spec) or registry.beyond(problem, config))
 
 
-class _Whole:
-    """``Kernels`` of a whole bundle."""
+class _BundleKernels:
+    """``Kernels`` of a bundle in memory."""
 
     def __init__(self, bundle: Bundle) -> None:
         self.gpus = bundle.gpus
         self._bundle = bundle
-        self._found: dict[Problem, Sequence[Choice]] = {}
+        self._choices: dict[Problem, Sequence[Choice]] = {}
         self._kinds: dict[tuple[object, ...], list[tuple[int, Variant]]] = {}
-        for index, one in enumerate(bundle.variants):
-            self._kinds.setdefault((one.op, one.dtype, one.layout, one.fusion), []).append((index, one))
+        for index, variant in enumerate(bundle.variants):
+            self._kinds.setdefault((variant.op, variant.dtype, variant.layout, variant.fusion), []).append(
+                (index, variant)
+            )
 
     def find(self, problem: Problem) -> Sequence[Choice]:
-        found = self._found.get(problem)
-        if found is None:
+        choices = self._choices.get(problem)
+        if choices is None:
             twin = problem.transposed
-            choices: Mapping[Problem, tuple[Choice, ...]] = self._bundle.choices
-            own, other = choices.get(problem, ()), choices.get(twin, ()) if twin is not None else ()
-            known = {(one.bucket, one.gpu) for one in own}
-            found = (*own, *(one for one in other if (one.bucket, one.gpu) not in known))
-            self._found[problem] = found
-        return found
+            table: Mapping[Problem, tuple[Choice, ...]] = self._bundle.choices
+            own, other = table.get(problem, ()), table.get(twin, ()) if twin is not None else ()
+            cells = {(choice.bucket, choice.gpu) for choice in own}
+            choices = (*own, *(choice for choice in other if (choice.bucket, choice.gpu) not in cells))
+            self._choices[problem] = choices
+        return choices
 
     def variant(self, index: int) -> Variant:
         return self._bundle.variants[index]
 
     def variants(self, problem: Problem) -> Sequence[tuple[int, Variant]]:
-        names = [one for one in (problem, problem.transposed) if one is not None]
-        return [found for one in names for found in self._kinds.get((one.op, one.dtype, one.layout, one.fusion), ())]
+        names = [name for name in (problem, problem.transposed) if name is not None]
+        kinds = [(name.op, name.dtype, name.layout, name.fusion) for name in names]
+        return [pair for kind in kinds for pair in self._kinds.get(kind, ())]

@@ -1,7 +1,7 @@
-"""The three grouped GEMMs in plain torch: the equations that every kernel is judged by.
+"""The three grouped GEMMs and the activations in plain torch: kernels' results are compared with these.
 
-Slow and exact: 16-bit types are multiplied and summed in fp32 and rounded once. Works on any device and
-is differentiable, but reads ``m_sizes`` on the host (a synchronisation on a GPU).
+Slow and exact: 16-bit types are multiplied and summed in fp32 and rounded once. The functions work on any device and
+are differentiable, but most read ``m_sizes`` on the host, which synchronises a GPU.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from .contract.activations import Activation
 
 
 def activation(h: torch.Tensor, act: Activation, *, gated: bool, interleaved: bool) -> torch.Tensor:
-    """act(gate) * v(up) of h [..., 2*I], or act(h) of h [..., I] without a gate, in h's dtype.
+    """Return act(gate) * v(up) of h [..., 2*I], or act(h) of h [..., I] without a gate, in h's dtype.
 
-    Gate and up are h's halves, or its even and odd columns. ``Activation`` has the equations. Each operation is
-    computed in float32 or wider; silu, gelu and ungated relu2 round each result to h's dtype, the others the last.
+    Gate and up are h's halves, or its even and odd columns if ``interleaved``. ``Activation`` has the equations. All
+    operations are in float32 or wider. silu, gelu and ungated relu2 round each result to h's dtype, other activations
+    only the last.
     """
     name = act.name
     if not gated:
@@ -52,7 +53,7 @@ def _act(name: str, h: torch.Tensor) -> torch.Tensor:
 
 
 def expert_bounds(m_sizes: torch.Tensor, M: int) -> list[tuple[int, int]]:
-    """First row and end row of every expert: a count below zero is zero, and no expert's rows pass M."""
+    """Return (first row, end row) of each expert: a count below zero is zero, and no expert's rows pass M."""
     counts = m_sizes.detach().to(device="cpu", dtype=torch.int64).clamp(0, M)
     bounds = []
     start = 0
@@ -68,7 +69,7 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _columns_last(w: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """w as E matrices of [N, K], whatever its layout (a view)."""
+    """Return a view of w as E matrices of [N, K], for both layouts."""
     return w if layout is Layout.NK else w.transpose(1, 2)
 
 
@@ -84,7 +85,7 @@ def forward(
     layout: Layout = Layout.NK,
     zero_tail: bool = False,
 ) -> torch.Tensor:
-    """y[m] = x[m] @ w[g].T for every row m of expert g.
+    """Return y[m] = x[m] @ w[g].T for each row m of expert g.
 
     Parameters
     ----------
@@ -112,9 +113,9 @@ def forward(
 
 
 def grad_input(dy: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, *, layout: Layout = Layout.NK) -> torch.Tensor:
-    """dx[m] = dy[m] @ w[g] for every row m of expert g; rows past the sum of ``m_sizes`` are zero.
+    """Return dx[m] = dy[m] @ w[g] for each row m of expert g; rows past the sum of ``m_sizes`` are zero.
 
-    dy [M, N], w [E, N, K] (or [E, K, N]), m_sizes [E]; returns dx [M, K] in dy's dtype.
+    dy [M, N], w [E, N, K] (or [E, K, N] with ``Layout.KN``), m_sizes [E]; dx is [M, K] in dy's dtype.
     """
     M = dy.shape[0]
     w = _columns_last(w, layout)
@@ -127,9 +128,9 @@ def grad_input(dy: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, *, layo
 def grad_weight(
     dy: torch.Tensor, x: torch.Tensor, m_sizes: torch.Tensor, *, layout: Layout = Layout.NK
 ) -> torch.Tensor:
-    """dw[g] = dy[rows of g].T @ x[rows of g]; an expert with no rows gets zeros.
+    """Return dw[g] = dy[rows of g].T @ x[rows of g]; zeros for an expert without rows.
 
-    dy [M, N], x [M, K], m_sizes [E]; returns dw [E, N, K] (or [E, K, N] with ``Layout.KN``) in x's dtype.
+    dy [M, N], x [M, K], m_sizes [E]; dw is [E, N, K] (or [E, K, N] with ``Layout.KN``) in x's dtype.
     """
     N, K = dy.shape[1], x.shape[1]
     bounds = expert_bounds(m_sizes, x.shape[0])
@@ -139,7 +140,7 @@ def grad_weight(
 
 
 def expert_of_rows(m_sizes: torch.Tensor, M: int) -> torch.Tensor:
-    """The expert of each of M sorted rows, [M] int64 on m_sizes' device; E past the sum. No synchronisation."""
+    """Return the expert of each of M sorted rows, [M] int64 on m_sizes' device; E past the sum. No synchronisation."""
     ends = m_sizes.detach().long().clamp(0, M).cumsum(0)
     return torch.searchsorted(ends, torch.arange(M, device=ends.device), right=True)
 
@@ -160,13 +161,14 @@ def rows(
     bias: torch.Tensor | None = None,
     silu: bool = False,
 ) -> None:
-    """y[to(m)] = weight(m) * (x[from(m)] @ w[g].T + bias[g]) for every row m of expert g, written into y.
+    """Write y[to(m)] = weight(m) * (x[from(m)] @ w[g].T + bias[g]) for each row m of expert g into y.
 
-    from(m) = index[m] // gather_divisor, or m where that is 0; to(m) = index[m] with ``scatter``, else m; weight(m) =
-    row_weights[index[m]]. Rows whose index is not in [0, index_end) take no part; other rows of y are untouched. With
-    ``silu`` y has N/2 columns: silu(gate) * up of all this, gate and up its left and right half, rounded once.
+    from(m) = index[m] // gather_divisor, or m if ``gather_divisor`` is 0; to(m) = index[m] with ``scatter``, else m;
+    weight(m) = row_weights[index[m]]. Rows whose index is not in [0, index_end) are left out, and the rows of y that
+    nothing is written to stay. With ``silu`` y has N/2 columns: silu(gate) * up of the left and right half of all this,
+    rounded once.
 
-    w may be E matrices [N, K] that are made as they are asked for (``Layout.NK``), once and for experts with rows.
+    w may be a sequence of E matrices [N, K] (``Layout.NK``). Each is read once, and only for experts with rows.
     """
     if isinstance(w, torch.Tensor):
         w = _columns_last(w, layout)
@@ -190,12 +192,12 @@ def rows(
 
 
 def rows_of(index: torch.Tensor, index_end: int, divisor: int = 1) -> torch.Tensor:
-    """index // divisor, with 0 for indices outside [0, index_end): rows that can be read, [M] int64."""
+    """Return index // divisor, with 0 for indices outside [0, index_end): rows that can be read, [M] int64."""
     flat = index.long()
     return torch.where((flat >= 0) & (flat < index_end), flat, 0) // divisor
 
 
 def taking_part(m_sizes: torch.Tensor, index: torch.Tensor | None, index_end: int, M: int) -> torch.Tensor:
-    """Which of M sorted rows belong to an expert and, with an index, have one in [0, index_end): [M] bool."""
+    """Return which of M sorted rows belong to an expert and have an index, if given, in [0, index_end): [M] bool."""
     part = torch.arange(M, device=m_sizes.device) < m_sizes.detach().long().clamp(0, M).sum()
     return part if index is None else part & (index >= 0) & (index < index_end)

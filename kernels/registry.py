@@ -1,7 +1,9 @@
-"""``KERNELS``: the entries of all GEMM kernels. What is asked of a variant is answered from its kernel's entry.
+"""The list of all kernels (``KERNELS``), and questions about a variant, answered from its kernel's entry.
 
-A new kernel is a folder, and its name in ``FOLDERS``. A folder is imported when one of its kernels is first asked for:
-a process with plain weights needs none of the others.
+A variant before it is compiled is a ``Spec``: op, dtype, config, layout, fusion, alignment. For example
+``refusal(spec, 90)`` says why no kernel can be compiled for it on sm_90, ``arguments(spec)`` lists its arguments, and
+``constants(spec, 90)`` its compile-time values. To add a kernel, add its folder to ``FOLDERS``. A folder is imported
+when one of its kernels is needed: a process with plain weights needs no kernel of quantised weights.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ FOLDERS = (
     "portable_w4a16",
     "portable_w8a8",
 )
-_PLAIN = ("hopper_plain", "portable_plain")  # all that compute plain dtypes, and nothing else
+_PLAIN = ("hopper_plain", "portable_plain")  # the folders of all kernels for plain dtypes
 
 KERNELS: tuple[KernelEntry, ...]  # of all folders
 ENTRIES: Mapping[str, Entry | KernelEntry]  # of these and of the row kernels, by name
@@ -62,36 +64,36 @@ def _kernels(folders: tuple[str, ...]) -> tuple[KernelEntry, ...]:
 
 
 def _folders(dtype: DType) -> tuple[str, ...]:
-    """Those with kernels for a dtype."""
+    """Return the folders that may have kernels for a dtype."""
     return FOLDERS if dtype.quantised else _PLAIN
 
 
 def entry_named(name: str) -> Entry | KernelEntry | None:
-    """The entry of a kernel, of a GEMM or of rows; None where there is none of that name."""
-    for one in _kernels(_PLAIN):
-        if one.name == name:
-            return one
-    from .rowops import ROW_OPS  # here, as a plain product needs none
+    """Return the entry of a GEMM's or row kernel by its name; None if there is none."""
+    for entry in _kernels(_PLAIN):
+        if entry.name == name:
+            return entry
+    from .rowops import ROW_OPS  # here, because a plain product needs no row kernel
 
     others: tuple[Entry | KernelEntry, ...] = (*ROW_OPS, *_kernels(FOLDERS))
-    return next((one for one in others if one.name == name), None)
+    return next((entry for entry in others if entry.name == name), None)
 
 
 def _kind(dtype: DType) -> tuple[bool, ...]:
-    """Which operands are of codes, w and x, and whether w has zero points or is mxfp8: kernels may share a schedule."""
+    """Return (w is quantised, x is quantised, w has zero points, w is mxfp8), to tell kernels of one schedule apart."""
     scale = dtype.precision.w.scale
     zero = scale is not None and bool(scale.zero_bits)
     return dtype.quantised, dtype.quantises_x, zero, dtype is DType.MXFP8
 
 
 @functools.cache
-def _by_form(folders: tuple[str, ...]) -> Mapping[tuple[object, ...], KernelEntry]:
+def _by_schedule(folders: tuple[str, ...]) -> Mapping[tuple[object, ...], KernelEntry]:
     return {
-        (op, kind, *how): one
-        for one in _kernels(folders)
-        for kind in {_kind(dtype) for dtype in one.dtypes}
-        for op in one.ops
-        for how in one.schedules()
+        (op, kind, *schedule): entry
+        for entry in _kernels(folders)
+        for kind in {_kind(dtype) for dtype in entry.dtypes}
+        for op in entry.ops
+        for schedule in entry.schedules()
     }
 
 
@@ -100,56 +102,55 @@ _NOTHING = Limits(experts=0)
 
 
 def kernel_of(op: Op, config: Config, dtype: DType = DType.BF16) -> KernelEntry | None:
-    """The kernel that computes an op by a config's schedule, of operands of such a kind; None where none does.
+    """Return the kernel for an op, a config's schedule and a dtype; None if no kernel has the schedule.
 
-    Where none of that kind has such a schedule it is one of another kind, which says what it is for.
+    If only kernels for other kinds of dtypes have the schedule, the first of these is returned, because its
+    ``refusal`` says which dtypes it supports.
     """
-    how = config.schedule, config.rows
-    own = _by_form(_folders(dtype)).get((op, _kind(dtype), *how))
+    schedule = config.schedule, config.rows
+    own = _by_schedule(_folders(dtype)).get((op, _kind(dtype), *schedule))
     if own is not None:
         return own
-    found = (_by_form(FOLDERS).get((op, kind, *how)) for kind in _KINDS)
-    return next(filter(None, found), None)
+    kernels = (_by_schedule(FOLDERS).get((op, kind, *schedule)) for kind in _KINDS)
+    return next(filter(None, kernels), None)
 
 
 def has_code(op: Op, dtype: DType, sm: int, layout: Layout | None = None) -> bool:
-    """Whether some kernel computes an op of a dtype, and of w that lies so, on a capability, of sizes that suit it."""
-    able = (
-        one
-        for one in _kernels(_folders(dtype))
-        if op in one.ops and dtype in one.dtypes and one.needs <= arch_of(sm).features
-    )
-    return any(layout is None or layout in one.layouts(op) for one in able)
+    """Return whether a kernel supports an op, dtype and layout of w (None: any) on a capability, for some sizes."""
+    features, pool = arch_of(sm).features, _kernels(_folders(dtype))
+    kernels = (entry for entry in pool if op in entry.ops and dtype in entry.dtypes and entry.needs <= features)
+    return any(layout is None or layout in entry.layouts(op) for entry in kernels)
 
 
 def entry_of(spec: Spec | RowOpSpec) -> Entry | KernelEntry:
-    """The kernel that a variant is compiled from.
+    """Return the kernel that a variant is compiled from.
 
     Raises
     ------
     LookupError
-        where there is none: ``refusal`` says so first.
+        if there is none. ``refusal`` is the check to make before.
     """
     if isinstance(spec, Spec):
         return gemm_entry(spec)
     from .rowops import ROW_OPS
 
-    return next(one for one in ROW_OPS if one.name == spec.op.value)
+    return next(entry for entry in ROW_OPS if entry.name == spec.op.value)
 
 
 def gemm_entry(spec: Spec) -> KernelEntry:
-    """The kernel of a product: see ``entry_of``."""
-    found = kernel_of(spec.op, spec.config, spec.dtype)
-    if found is None:
+    """Return the kernel that a GEMM's variant is compiled from: see ``entry_of``."""
+    entry = kernel_of(spec.op, spec.config, spec.dtype)
+    if entry is None:
         raise LookupError(f"no kernel of {spec.op.value} has such a schedule: {spec.config}")
-    return found
+    return entry
 
 
 @functools.lru_cache(maxsize=4096)
 def refusal(spec: Spec, sm: int | None = None) -> str | None:
-    """Why no kernel can be compiled, or launched, for this on a capability, or None: the one statement of validity.
+    """Return why no kernel can be compiled or launched for ``spec``, None if one can. All validity checks are here.
 
-    ``sm`` is None of compiled code, which says itself where it runs. What fits a GPU is read from the compiled cubin.
+    ``sm`` is None for compiled code, whose bundle names its capability. Whether shared memory and registers suffice is
+    read from the compiled cubin.
     """
     wrong, entry = out_of_range(spec.config), kernel_of(spec.op, spec.config, spec.dtype)
     if wrong or entry is None:
@@ -159,44 +160,47 @@ def refusal(spec: Spec, sm: int | None = None) -> str | None:
 
 @functools.lru_cache(maxsize=4096)
 def tiles_of(op: Op, config: Config, dtype: DType = DType.BF16) -> Tiles | None:
-    """What the kernel of an op, of operands of such a kind, declares of such tiles, or None where it has none."""
+    """Return the kernel's declaration for a config's tiles, None if no kernel has such tiles."""
     entry = kernel_of(op, config, dtype)
     return None if entry is None else entry.tiles_of(config)
 
 
 def limits_of(op: Op, config: Config, dtype: DType = DType.BF16) -> Limits:
-    """The most that a kernel of this config can do: nothing where there is none."""
+    """Return the largest sizes that a config's kernel supports; no experts at all if there is no such kernel."""
     tiles = tiles_of(op, config, dtype)
     return _NOTHING if tiles is None else tiles.limits
 
 
 def dealt(op: Op, config: Config) -> bool:
-    """Whether warp-specialised code deals most tiles out in turn, and not as programs become free."""
+    """Return whether a warp-specialised kernel's programs take most tiles in a fixed order, not as they become free."""
     tiles = tiles_of(op, config)
     return tiles is not None and tiles.dealt
 
 
 def transposed(op: Op, config: Config) -> bool:
-    """Whether dw is computed turned round: its rows are the tile's columns."""
+    """Return whether a config of dW computes dw transposed: dw's rows are the tile's columns."""
     tiles = tiles_of(op, config)
     return tiles is not None and tiles.transposed
 
 
 def clears(fusion: Fusion, config: Config) -> bool:
-    """Whether code of rows can set the rows of y to zero that an index sends no row to.
+    """Return whether a config's forward kernel can zero the rows of y that no index entry names.
 
-    Of one tile a program by more programs (kernels/portable_plain/rows.py), specialised by a warp in each
-    (kernels/gluon/zero_rows.py).
+    Kernels with one tile a program launch more programs for it (kernels/portable_plain/rows.py). Warp-specialised
+    kernels have a warp for it (kernels/gluon/zero_rows.py).
     """
     tiles = tiles_of(Op.FORWARD, config)
     return fusion == Fusion.SCATTER and tiles is not None and tiles.zeroes
 
 
 def too_large(op: Op, columns: int, reduction: int, config: Config) -> str | None:
-    """Why a kernel can't be told of tiles of such a product, or None; of dW ``columns`` are its kernel's."""
+    """Return why a product's columns or reduction exceed a config's limits, None if they don't.
+
+    For dW, ``columns`` are dw's columns as the kernel sees it: N if it computes dw transposed.
+    """
     limits, width = limits_of(op, config), config.block_n
     if op is Op.DW:
-        # How many steps it has its rows say, which only the call knows.
+        # dW reduces over an expert's rows, whose number only the call has.
         width, reduction = config.block_n if transposed(op, config) else config.block_k, 0
     if limits.steps is not None and reduction > limits.steps * config.block_k:
         return f"the longest reduction of {config} is {limits.steps * config.block_k}, this is {reduction}"
@@ -206,7 +210,7 @@ def too_large(op: Op, columns: int, reduction: int, config: Config) -> str | Non
 
 
 def beyond(problem: Problem, config: Config) -> str | None:
-    """Why a problem is too large for a kernel of this config, or None: see ``too_large``."""
+    """Return why a problem is too large for a config, None if it is not: see ``too_large``."""
     if problem.op is Op.DW:
         return too_large(Op.DW, problem.N if transposed(Op.DW, config) else problem.K, 0, config)
     gemm = gemm_of(problem)
@@ -220,12 +224,12 @@ def order_of(spec: Spec, sm: int, reduction: int) -> Order:
 
 
 def required(spec: Spec) -> tuple[str, ...]:
-    """The arguments without which no launcher can run such code."""
+    """Return the names of the arguments that a variant's record must have."""
     return gemm_entry(spec).required(spec)
 
 
 def arguments(spec: Spec) -> tuple[tuple[str, str], ...]:
-    """(name, kind) of every argument in the kernel's order; kinds: ptr, i32, i64, desc2, desc3, desc4."""
+    """Return (name, kind) of all arguments in the kernel's order; kinds: ptr, i32, i64, desc2, desc3, desc4."""
     entry = gemm_entry(spec)
     descriptors, absent = entry.descriptors(spec), entry.absent(spec)
     pointers = [name for name in entry.pointers if name not in absent]
@@ -238,49 +242,49 @@ def arguments(spec: Spec) -> tuple[tuple[str, str], ...]:
 
 
 def pointees(spec: Spec) -> Mapping[str, str]:
-    """The element type of each pointer argument, as Triton names it; "" for the dtype."""
+    """Return the element type of each pointer argument, by Triton's name; "" for the dtype."""
     return {**POINTEES, **gemm_entry(spec).pointees(spec)}
 
 
 def boxes(spec: Spec) -> dict[str, Box]:
-    """The block of each descriptor argument, outermost dimension first."""
+    """Return the box that TMA copies at once for each descriptor argument, outermost dimension first."""
     entry = gemm_entry(spec)
     blocks = entry.boxes(spec)
     return {name: blocks[name] for name in entry.descriptors(spec)}
 
 
 def constants(spec: Spec, sm: int) -> Constants:
-    """The kernel's compile-time arguments for a capability."""
+    """Return the kernel's compile-time arguments for a capability."""
     entry = gemm_entry(spec)
     return entry.constants(spec, arch_of(sm)) | dict.fromkeys(entry.absent(spec))
 
 
 def divisibility(spec: Spec) -> dict[str, int]:
-    """What the compiler may assume: the argument is a multiple of this (bytes for pointers, elements else)."""
+    """Return what the compiler may assume: the argument is a multiple of this, in bytes (pointers) or elements."""
     if spec.alignment == 1:
         return {}
     elements = spec.alignment // spec.dtype.itemsize
-    given = {}
+    multiples = {}
     for name, kind in arguments(spec):
         if name in ("x", "w", "y", "dy", "dw", "low_x", "low_w") and kind == "ptr":
-            given[name] = spec.alignment
+            multiples[name] = spec.alignment
         elif name in ("N", "K", "R") or kind == "i64":
-            given[name] = elements
-    return given | dict(gemm_entry(spec).multiples(spec))
+            multiples[name] = elements
+    return multiples | dict(gemm_entry(spec).multiples(spec))
 
 
 def threads(spec: Spec) -> int:
-    """Of a program."""
+    """Return the number of threads of a program."""
     return gemm_entry(spec).threads(spec.config)
 
 
 def weight_tiles(N: int, K: int, E: int, config: Config) -> int:
-    """The tiles of dw [E, N, K]: the same for any rows."""
+    """Return the number of tiles of dw [E, N, K]; it does not depend on the rows."""
     return E * -(-N // config.block_n) * -(-K // config.block_k)
 
 
 def most_tiles(rows: int, E: int, columns: int, config: Config) -> int:
-    """The most tiles that ``rows`` rows can make, however they fall on E experts."""
+    """Return the largest number of tiles that ``rows`` rows can make, for any distribution over E experts."""
     if rows <= 0 or columns <= 0:
         return 0
     active = min(E, rows)

@@ -1,7 +1,8 @@
-"""The search space: which configs are compiled for an op, a dtype and a capability, in one fixed order.
+"""The search space: the configs to compile for an op, a dtype and a capability, best guesses first.
 
-Each kernel's entry lists its configs. What compiles badly or doesn't fit is found by compiling. Left out is what no
-kernel has code for, and what can't fit by a lower bound of its shared memory.
+``candidates(Op.FORWARD, DType.BF16, 90)`` collects the configs that the kernels' entries list for sm_90. It leaves out
+those that no kernel supports, and those whose operands can't fit into shared memory. The builder compiles the others
+and drops those that spill registers or don't fit.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ FP32_LIMIT = 8
 
 
 def shared_bytes_at_least(op: Op, dtype: DType, config: Config, sm: int) -> int:
-    """A lower bound of the shared memory: the operands' buffers.
+    """Return a lower bound of a program's shared memory in bytes: the operands' buffers.
 
-    Triton keeps one buffer less than the stages, but for asynchronous tensor-core steps (wgmma),
-    which still read the last one.
+    Triton allocates a buffer for each stage but one. With asynchronous tensor-core steps (wgmma), which still read the
+    last stage, it is a buffer for each stage.
     """
     rows, columns, depth = config.block_m, config.block_n, config.block_k
-    if dtype.quantised:  # every stage is being read or loaded
+    if dtype.quantised:  # each stage is being read or loaded
         x, w = dtype.precision.x.bits, dtype.precision.w.bits
         return config.num_stages * depth * (rows * x + columns * w) // 8
     if op is Op.DW:
@@ -38,7 +39,7 @@ def shared_bytes_at_least(op: Op, dtype: DType, config: Config, sm: int) -> int:
 
 
 def candidates(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
-    """The configs to compile, best guesses first, at most ``LIMIT`` (8 for fp32), all valid and without repeats.
+    """Return the configs to compile, best guesses first: valid, distinct, at most ``LIMIT`` (8 for fp32).
 
     Raises
     ------
@@ -46,24 +47,21 @@ def candidates(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
         if capability ``sm`` is not supported.
     """
     shared_limit = arch_of(sm).limits.shared_per_block_bytes
-    valid = [
-        one
-        for one in dict.fromkeys(_pool(op, dtype, sm, lambda entry: entry.candidates))
-        if _compiles(op, dtype, one, sm)
-    ]
+    pool = dict.fromkeys(_pool(op, dtype, sm, lambda entry: entry.candidates))
+    valid = [config for config in pool if _compiles(op, dtype, config, sm)]
     fitting = [config for config in valid if shared_bytes_at_least(op, dtype, config, sm) <= shared_limit]
     return tuple(fitting[: FP32_LIMIT if dtype is DType.FP32 else LIMIT])
 
 
 def _compiles(op: Op, dtype: DType, config: Config, sm: int) -> bool:
-    """Whether there is code of some layout of w."""
+    """Return whether a kernel supports the config with some layout of w."""
     return any(refusal(Spec(op, dtype, config, layout), sm) is None for layout in (Layout.NK, Layout.STORED))
 
 
 def fallbacks(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
-    """The pointer configs that are also compiled for alignment 1, so that any N and K run: small M, large M.
+    """Return the configs that are also compiled for alignment 1, so that any N and K run: for small M, for large M.
 
-    They fit every capability.
+    They load through pointers and fit all capabilities.
 
     Raises
     ------
@@ -74,7 +72,7 @@ def fallbacks(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
 
 
 def _pool(op: Op, dtype: DType, sm: int, which: Callable[[KernelEntry], Pool]) -> Iterator[Config]:
-    """The configs that the kernels of an op and dtype list for a capability."""
+    """Yield the configs that the kernels of an op and dtype list for a capability."""
     arch = arch_of(sm)
     for entry in KERNELS:
         if op in entry.ops and dtype in entry.dtypes and entry.needs <= arch.features:

@@ -1,1 +1,1 @@
-"""What compiled objects say of themselves. Uses records."""
+"""Readers of compiled cubins and of kernel sources. Uses records."""

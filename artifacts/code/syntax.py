@@ -1,6 +1,6 @@
-"""Digests of the syntax trees of Python sources, equal on every Python that parses them.
+"""Digests of Python sources' syntax trees: comments and layout don't count, all Pythons from 3.10 on agree.
 
-Uses ``ast`` and ``hashlib`` alone, so that any Python from 3.10 on can run this file by itself.
+Imports ``ast`` and ``hashlib`` alone, so that any of these Pythons can run this file by itself.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import hashlib
 
 
 def syntax_sha256(source: bytes | str) -> bytes:
-    """Digest a module, less its comments, docstrings, layout and module-level imports."""
+    """Digest a module without its comments, docstrings, layout and module-level imports."""
     return hashlib.sha256(canonical(source).encode("ascii")).digest()
 
 
 def function_sha256(source: str) -> bytes:
-    """Digest a function's arguments and statements: less its name, decorators, annotations, comments and docstring.
+    """Digest a function's arguments and statements without its name, decorators, annotations and docstring.
 
     Raises
     ------
     ValueError, SyntaxError
-        for a source that is not one function.
+        if ``source`` is not a single function.
     """
     (node,) = ast.parse(source).body
     if not isinstance(node, ast.FunctionDef):
@@ -35,12 +35,12 @@ def function_sha256(source: str) -> bytes:
 def canonical(source: bytes | str) -> str:
     """Return the syntax tree that ``syntax_sha256`` digests, as ASCII text.
 
-    A node is written as its class and its fields, ordered by name, a constant as its type and value. Fields that are
-    None or empty are left out: newer Pythons have more of them. Text in an f-string, which Pythons split differently,
-    is written as one constant.
+    A node is written as its class and its fields, ordered by name; a constant as its type and value. Fields that are
+    None or empty are left out, because newer Pythons have more of them. Adjacent texts in an f-string are joined,
+    because Pythons split them differently.
     """
     body = _undocumented(ast.parse(source))
-    return "\n".join(_text(one) for one in body if not isinstance(one, (ast.Import, ast.ImportFrom)))
+    return "\n".join(_text(node) for node in body if not isinstance(node, (ast.Import, ast.ImportFrom)))
 
 
 def _text(value: object) -> str:
@@ -55,7 +55,7 @@ def _text(value: object) -> str:
         fields["body"] = _undocumented(value)
     elif isinstance(value, ast.JoinedStr):
         fields["values"] = _merged(value.values)
-    present = [f"{name}={_text(one)}" for name, one in fields.items() if one is not None and one != []]
+    present = [f"{name}={_text(field)}" for name, field in fields.items() if field is not None and field != []]
     return f"{type(value).__name__}({', '.join(present)})"
 
 

@@ -1,1 +1,1 @@
-"""Files that hold code: which are trusted, how they are opened, locked and published. Uses the format."""
+"""Bundle files: how they are trusted, opened, locked and published. Uses the format."""

@@ -1,4 +1,4 @@
-"""Who else may write a file: its POSIX ACL, of which the mode's group bits show no more than the mask (acl(5))."""
+"""Read which users and groups a file's POSIX ACL lets write (acl(5)); the mode's group bits only show its mask."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NONE = {errno.ENODATA, errno.EOPNOTSUPP, errno.ENOSYS}  # no ACL here, or none 
 
 
 class Writers(NamedTuple):
-    """Those whom an ACL lets write beside the owner and everybody else: users, named groups, the file's own group."""
+    """The users and groups that an ACL lets write, and whether the file's own group may. Owner and others excluded."""
 
     users: frozenset[int]
     groups: frozenset[int]
@@ -24,12 +24,12 @@ class Writers(NamedTuple):
 
 
 def writers(file: int | str) -> Writers | None:
-    """Who may write an open file or a path, a link followed; None where it has no ACL: then the mode says all.
+    """Return the writers in the ACL of an open file or a path (links are followed), None if there is no ACL.
 
     Raises
     ------
     OSError
-        where the ACL can't be read, or is none that this knows.
+        if the ACL can't be read, or has an unknown form.
     """
     if not hasattr(os, "getxattr"):  # not Linux
         return None

@@ -1,4 +1,4 @@
-"""One digest-checked file of bytes, for caches: damaged, untrusted or missing are all just 'not there'."""
+"""Cache files that begin with a digest of their content. A damaged, untrusted or missing file reads as None."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _HEAD_BYTES = len(_MAGIC) + 32
 
 
 def write_checked(path: str | os.PathLike[str], payload: bytes) -> None:
-    """Publish ``payload`` with its digest.
+    """Write a file that holds ``payload`` and its digest.
 
     Raises
     ------
     HostError
-        where the system refuses; the old file stays.
+        if the system refuses; the old file stays.
     """
     publish(path, _MAGIC + hashlib.sha256(payload).digest() + payload)
 
 
 def read_checked(path: str | os.PathLike[str]) -> bytes | None:
-    """The payload of ``path``, or None if it is missing, damaged, too large, or in a place that others can write."""
+    """Return the payload of ``path``, None if the file is missing, damaged, too large, or writable by others."""
     try:
         return read_or_say(path)
     except (OSError, BundleError):
@@ -35,14 +35,14 @@ def read_checked(path: str | os.PathLike[str]) -> bytes | None:
 
 
 def read_or_say(path: str | os.PathLike[str]) -> bytes | None:
-    """The payload of ``path``, or None if it is damaged or too large.
+    """Return the payload of ``path``, None if the file is damaged or too large.
 
     Raises
     ------
     BundleUntrusted
-        where others can write it.
+        if others can write the file.
     OSError
-        where it can't be read; BundleUnreadable is one.
+        if the file can't be read; BundleUnreadable is a subclass.
     """
     real = trust.resolve(os.fspath(path), "file")
     with open(real, "rb", opener=at_once) as file:

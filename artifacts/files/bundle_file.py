@@ -1,4 +1,9 @@
-"""A bundle's file, opened and read lazily; each part is checked before it is used."""
+"""Open a bundle file and read its parts when they are needed; each part is checked before it is used.
+
+with open_bundle("pretuned.msgpack") as bundle:
+    choices = bundle.find(problem)
+    cubin = bundle.cubin(choices[0].variant)
+"""
 
 from __future__ import annotations
 
@@ -30,30 +35,35 @@ from ..records.problem import Fusion, Layout, Op, Problem, RowOp
 from ..records.target import Gpu, Target
 from . import trust
 
-_PACKED = ".msgpack.xz"  # what ``packed`` reads
+_PACKED = ".msgpack.xz"  # files that ``packed`` reads
 _CHUNK_BYTES = 1 << 20
-_open: dict[int, weakref.ref[BundleFile]] = {}  # by id, those opened first before: they rest first
+_open: dict[int, weakref.ref[BundleFile]] = {}  # by id, in the order of opening: the first is closed first
 
 
 def open_bundle(
     path: str | os.PathLike[str], *, sha256: str | None = None, later: bool = False, signed: bool = False
 ) -> BundleFile:
-    """Open a bundle. Its place, size, header and index are checked now, the rest when it is read.
+    """Open a bundle file: check its directories, size, header and index. Other parts are checked when they are read.
 
-    ``sha256``, 64 hex digits as ``sha256sum`` prints them, pins the whole file: it replaces the check of the place.
-    ``later``: the index is checked when more is asked for than the target and ``may_be_of``, which are all that a
-    bundle for other GPUs is asked.
-    ``signed``: the caller checks a signature of its digest before anything else, so a group may write its place.
-    A file whose name ends with .msgpack.xz is unpacked into memory (``packed``), its limits those of a bundle;
-    FILE.msgpack.xz#sm103 is the bundle for sm_103 of several in it.
+    Parameters
+    ----------
+    path
+        A bundle. FILE.msgpack.xz is unpacked into memory; FILE.msgpack.xz#sm103 names the bundle for sm_103 in it.
+    sha256
+        Digest of the whole file, 64 hex digits as ``sha256sum`` prints them. It replaces the check of the directories.
+    later
+        Check the index only when it is needed: ``target`` and ``may_be_of``, enough to skip other GPUs' bundles, work
+        without it.
+    signed
+        The caller checks a signature of ``digest`` before it uses anything else: a group may then write the file.
 
     Raises
     ------
     BundleUnreadable, BundleUntrusted, BundleCorrupt, BundleTooNew, BundleTooOld
     TargetMismatch
-        where the file has no bundle for the capability that ``path`` names.
+        if the file has no bundle for the capability that ``path`` names.
     HostError
-        where there is no memory for what is unpacked.
+        if there is no memory for the unpacked bundle.
     """
     where = os.fspath(path)
     if sha256 is not None:
@@ -63,12 +73,12 @@ def open_bundle(
                 f"bundle {where!r}: the pin {sha256[:80]!r} is not 64 hex digits, as sha256sum prints"
             )
     if _PACKED in where:
-        from . import packed  # here, as candidates alone are packed
+        from . import packed  # here, because few bundles are packed
 
         file, sm = packed.split(where)
         if packed.is_packed(file):
             held = _opened(file, trusted=sha256 is not None, signed=signed)
-            return _open_pieces(packed.unpack(_packed(held.fd, file, sha256), where, sm), where)
+            return _open_pieces(packed.unpack(_read_packed(held.fd, file, sha256), where, sm), where)
     held = _opened(where, trusted=sha256 is not None, signed=signed)
     again = where if where.startswith("/") else f"{os.getcwd()}/{where}"  # noqa: PTH109 - plain text, '..' kept
     bundle = BundleFile(
@@ -83,7 +93,7 @@ def open_bundle(
 
 
 def members(path: str | os.PathLike[str], *, sha256: str | None = None) -> tuple[str, ...]:
-    """The paths that ``open_bundle`` takes for all that a file holds: its own, or one for each of several bundles.
+    """Return a path for ``open_bundle`` for each bundle in a file: the file's own if it holds a single bundle.
 
     Raises
     ------
@@ -95,12 +105,12 @@ def members(path: str | os.PathLike[str], *, sha256: str | None = None) -> tuple
     from . import packed
 
     held = _opened(where, trusted=sha256 is not None)
-    found = packed.capabilities(_packed(held.fd, where, sha256), where)
-    return (where,) if len(found) == 1 else tuple(f"{where}#sm{sm}" for sm in found)
+    capabilities = packed.capabilities(_read_packed(held.fd, where, sha256), where)
+    return (where,) if len(capabilities) == 1 else tuple(f"{where}#sm{sm}" for sm in capabilities)
 
 
 def _opened(where: str, *, trusted: bool, signed: bool = False) -> _Descriptor:
-    """The file, open; unless a pin makes it ``trusted`` its place is checked."""
+    """Open the file; check its owners and modes unless a pinned digest makes it ``trusted``."""
     real = where if trusted else trust.resolve(where, signed=signed)
     flags = 0 if trusted else os.O_NOFOLLOW
     try:
@@ -113,9 +123,9 @@ def _opened(where: str, *, trusted: bool, signed: bool = False) -> _Descriptor:
 
 
 def _hold(bundle: BundleFile) -> None:
-    """Have at most ``MAX_OPEN_BUNDLES`` files open: those that were opened first are closed, until they are read again.
+    """Count the bundle as open. Beyond ``MAX_OPEN_BUNDLES`` close the one opened first, until it is read again.
 
-    (An application needs its descriptors for itself.)
+    Applications need their file descriptors for themselves.
     """
     _open.pop(id(bundle), None)
     _open[id(bundle)] = weakref.ref(bundle)
@@ -127,7 +137,7 @@ def _hold(bundle: BundleFile) -> None:
 
 
 class _Descriptor:
-    """A file descriptor that is closed when nobody has it any more: no thread loses what it reads from."""
+    """A file descriptor that is closed when no thread refers to it any more."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -139,8 +149,8 @@ class _Descriptor:
             pass
 
 
-def _packed(fd: int, where: str, sha256: str | None) -> bytes:
-    """The bytes of a file that is packed, of which ``sha256`` is."""
+def _read_packed(fd: int, where: str, sha256: str | None) -> bytes:
+    """Read a packed file whole; check its pinned digest, if there is one."""
     size = _size_of(fd, where)
     data = _read(fd, 0, size, where)
     if sha256 is not None:
@@ -149,7 +159,7 @@ def _packed(fd: int, where: str, sha256: str | None) -> bytes:
 
 
 def _size_of(fd: int, where: str) -> int:
-    """The size of a regular file, within the limit."""
+    """Return the size of a regular file; raise if it is another kind of file or too large."""
     status = os.fstat(fd)
     if stat.S_ISDIR(status.st_mode):
         raise BundleUnreadable(f"bundle {where!r}: it is a directory. Name its files, e.g. {where}/*.msgpack")
@@ -161,20 +171,20 @@ def _size_of(fd: int, where: str) -> int:
 
 
 def open_bytes(data: bytes, where: str) -> BundleFile:
-    """A bundle that was made in this process, opened as a file is; ``where`` names it in errors. Linux only.
+    """Open a bundle that is in memory. ``where`` names it in errors. Linux only.
 
     Raises
     ------
     BundleCorrupt, BundleTooNew, BundleTooOld
         if ``data`` is no bundle.
     HostError
-        where there is no memory for it.
+        if there is no memory for a copy.
     """
     return _open_pieces([data], where)
 
 
 def _open_pieces(pieces: Iterable[bytes], where: str) -> BundleFile:
-    """``open_bytes`` of what comes in pieces, which are kept nowhere else."""
+    """Open a bundle whose bytes come in pieces: they are copied to a file in memory."""
     try:
         held = _Descriptor(os.memfd_create("pretuned", os.MFD_CLOEXEC))
         for piece in pieces:
@@ -189,10 +199,10 @@ def _open_pieces(pieces: Iterable[bytes], where: str) -> BundleFile:
 
 
 class BundleFile:
-    """An open bundle, read lazily: ``open_bundle`` makes it.
+    """An open bundle, read lazily. ``open_bundle`` returns it.
 
-    Safe to use from several threads and after a fork: no call moves a file position, nothing is locked. Every
-    record is checked when it is first touched, and a cubin each time it is read; BundleCorrupt says what is wrong.
+    Threads may share it, also after a fork: no call moves a file position or takes a lock. A record is checked when it
+    is first read, a cubin each time it is read; BundleCorrupt says what is wrong.
     """
 
     def __init__(
@@ -204,7 +214,7 @@ class BundleFile:
         later: bool = False,
         again: Callable[[], _Descriptor] | None = None,
     ) -> None:
-        """``again`` opens the file once more; without it the descriptor is all there is, and it stays open."""
+        """``again`` opens the file anew; without it the descriptor stays open until ``close``."""
         self._closed = False
         self._held: _Descriptor | None = held
         self._again = again
@@ -217,12 +227,12 @@ class BundleFile:
         self._file_bytes = size
         self._begin = begin[PREAMBLE_BYTES:]
         self._glanced = glance(self._begin) if later else None
-        self._known: Index | BundleError | None = None
+        self._checked: Index | BundleError | None = None  # None until the index is read
         if self._glanced is None:
-            self._known = self._read_index(fd, sha256)
+            self._checked = self._read_index(fd, sha256)
 
     def _descriptor(self) -> _Descriptor:
-        """The open file, opened again where it rests: its header, whose digest stands for all, must be the same."""
+        """Return the descriptor. If ``rest`` closed it, open the file again and check that its header is unchanged."""
         held, again = self._held, self._again
         if held is None and again is not None and not self._closed:
             held = again()
@@ -235,7 +245,7 @@ class BundleFile:
         return held
 
     def rest(self) -> None:
-        """Let the descriptor go until something is read that was not before: the place is then checked again."""
+        """Close the descriptor until something is read; the file's owners and modes are then checked again."""
         if self._again is not None:
             self._held = None
 
@@ -248,37 +258,37 @@ class BundleFile:
         check_index(self._head, preamble, index, where)
         if cubins_header != blob_header(self._file_bytes - preamble.cubins_at):
             raise corrupt(where, f"the cubins' header before byte {preamble.cubins_at} is not that of the file's size")
-        read = Index(index, preamble, where)
-        if self._glanced not in (None, read.target):
+        parsed = Index(index, preamble, where)
+        if self._glanced not in (None, parsed.target):
             raise corrupt(where, "the file was changed after it was opened")
-        return read
+        return parsed
 
     @property
     def _index(self) -> Index:
-        """The index, checked; read now if ``later`` put it off, once: what was wrong with it then stays wrong."""
-        if self._known is None:
+        """The checked index, read now if ``later`` put it off. An error is kept and raised each time."""
+        if self._checked is None:
             try:
                 held = self._descriptor()
-                self._known = self._read_index(held.fd, None)
+                self._checked = self._read_index(held.fd, None)
             except BundleError as error:
-                self._known = error
-        if isinstance(self._known, BundleError):
-            raise self._known.with_traceback(None)
-        return self._known
+                self._checked = error
+        if isinstance(self._checked, BundleError):
+            raise self._checked.with_traceback(None)
+        return self._checked
 
     @property
     def digest(self) -> bytes:
-        """The 32 bytes that stand for the whole content: sha256 of header and index, which holds each cubin's."""
+        """sha256 of header and index, 32 bytes. The index holds each cubin's digest, so it covers the whole content."""
         return self._preamble.digest
 
     @property
     def size_bytes(self) -> int:
-        """The size of the file that was opened."""
+        """The size of the file when it was opened."""
         return self._file_bytes
 
     @property
     def target(self) -> Target:
-        """The capability of every cubin; where the index was put off, what it says at its beginning."""
+        """The capability of all cubins. With ``later`` it is read from the index's first bytes, unchecked."""
         return self._glanced or self._index.target
 
     @property
@@ -288,7 +298,7 @@ class BundleFile:
 
     @property
     def producer(self) -> Producer:
-        """What made the bundle."""
+        """The versions and compile options that built the bundle."""
         return self._index.producer
 
     @property
@@ -302,19 +312,19 @@ class BundleFile:
         return self._index.gpus
 
     def may_be_of(self, gpu: Gpu) -> bool:
-        """Whether something here may have been measured on such a GPU; yes where that can't be told.
+        """Return False only if no time in the bundle was measured on such a GPU.
 
-        By the index, or, while that is unread, by what it begins with: whatever is read later is checked.
+        With ``later`` this reads the index's first bytes, unchecked; True if they don't hold all GPUs.
         """
-        if self._known is None:
-            said = glance_at_gpus(self._begin)
+        if self._checked is None:
+            measured = glance_at_gpus(self._begin)
         else:
-            said = None if isinstance(self._known, BundleError) else self._known.gpus
-        return said is None or any(one.is_like(gpu) for one in said)
+            measured = None if isinstance(self._checked, BundleError) else self._checked.gpus
+        return measured is None or any(candidate.is_like(gpu) for candidate in measured)
 
     @property
     def variant_count(self) -> int:
-        """How many variants, and cubins, there are."""
+        """The number of variants, which is that of cubins."""
         return self._index.variant_count
 
     def variant(self, i: int) -> Variant:
@@ -326,7 +336,7 @@ class BundleFile:
         return tuple(map(self._index.variant, range(self._index.variant_count)))
 
     def of_kind(self, op: Op | RowOp, dtype: DType, layout: Layout, fusion: Fusion) -> tuple[tuple[int, Variant], ...]:
-        """The variants that compute this, with their indices; no other's record is read."""
+        """Return (index, variant) of the variants of a kind; other records are not parsed."""
         return self._index.of_kind(op, dtype, layout, fusion)
 
     def find(self, problem: Problem) -> tuple[Choice, ...]:
@@ -338,7 +348,7 @@ class BundleFile:
         return self._index.timed(problem)
 
     def judged_on(self, i: int) -> Gpu | None:
-        """A GPU that variant ``i`` was measured on, and so judged; None where no measured choice names it."""
+        """Return a GPU that variant ``i`` was tested and timed on; None if no measured choice names the variant."""
         return self._index.judged_on(i)
 
     def problems(self) -> tuple[Problem, ...]:
@@ -346,23 +356,23 @@ class BundleFile:
         return tuple(self._index.problems())
 
     def models(self) -> tuple[Model, ...]:
-        """The models that it was built for."""
+        """The models that the bundle was built for."""
         return self._index.models()
 
     def models_of(self, problem: Problem) -> tuple[Model, ...]:
-        """Those of them that have this product, in whatever dtype and layout."""
+        """The models that have this product (op, fusion, E, N, K), in any dtype and layout."""
         return self._index.models_of(problem)
 
     def cubin(self, i: int) -> bytes:
-        """The code of variant ``i``: the very bytes whose digest was checked. IndexError if there is none."""
+        """The cubin of variant ``i``, after a check of its digest. IndexError if there is no such variant."""
         sha256 = self._index.variant(i).cubin_sha256
         offset, size = self._index.place(i)
         held = self._descriptor()
         return check_cubin(_read(held.fd, offset, size, self.path), i, sha256, self.path)
 
     def load(self) -> Bundle:
-        """The whole bundle, every part and digest checked."""
-        from ..format import codec  # here, as a process that runs a bundle loads parts of it alone
+        """The whole bundle in memory, all parts and digests checked."""
+        from ..format import codec  # here, because processes that only run kernels don't need it
 
         held = self._descriptor()
         data = _read(held.fd, 0, self._file_bytes, self.path)
@@ -372,7 +382,7 @@ class BundleFile:
         return bundle
 
     def close(self) -> None:
-        """Close the file. What was decoded stays usable; ``cubin`` and ``load`` then raise BundleUnreadable."""
+        """Close the file. Decoded records stay usable; ``cubin`` and ``load`` then raise BundleUnreadable."""
         self._closed, self._held = True, None
 
     def __enter__(self) -> BundleFile:
@@ -385,7 +395,7 @@ class BundleFile:
 
 
 def _read(fd: int, offset: int, size: int, where: str) -> bytes:
-    """``size`` bytes at ``offset``; fewer at the end of the file, which the digests then tell."""
+    """Read ``size`` bytes at ``offset``; fewer at the end of the file, which the digest check notices."""
     parts = []
     while size:
         try:
@@ -401,7 +411,7 @@ def _read(fd: int, offset: int, size: int, where: str) -> bytes:
 
 
 def _check_pin(fd: int, begin: bytes, file_bytes: int, sha256: str, where: str) -> None:
-    """Hash the file; ``begin``, its first bytes, are the ones that will be parsed."""
+    """Compare the file's sha256 with the pinned one. ``begin`` are the first bytes, already read, that get parsed."""
     digest = hashlib.sha256(begin)
     for offset in range(len(begin), file_bytes, _CHUNK_BYTES):
         digest.update(_read(fd, offset, min(_CHUNK_BYTES, file_bytes - offset), where))

@@ -1,4 +1,4 @@
-"""Locks among processes, by filelock: of a directory that pretuned itself writes, or of a file's own lock file."""
+"""Locks between processes, by filelock: of a directory that pretuned writes, or of a single lock file."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ if TYPE_CHECKING:
     import filelock
 
 LOCK_NAME = ".pretuned.lock"
-# What flock says on a file system without locks: Lustre mounted noflock and some FUSE, and NFS without its lock server.
-_NONE_THERE = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+# flock's errors on a file system without locks: Lustre mounted noflock, some FUSE, NFS without its lock server.
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 _log = logging.getLogger(__name__)
-_told: set[Path] = set()  # directories of the cache about which something was logged
+_logged: set[Path] = set()  # directories of the cache with a warning in the log
 
 
 @contextlib.contextmanager
 def lock(directory: str | os.PathLike[str], timeout_s: float, *, required: bool = False) -> Iterator[bool]:
-    """Hold the lock of a directory that pretuned itself writes; yields whether it is held.
+    """Hold the lock of a directory that pretuned writes; yields whether it is held.
 
-    Makes the directory. Waits ``timeout_s`` seconds at most (0: not at all), then goes on without it, as it does on
-    a read-only file system and on one without locks: readers need no lock, files are immutable and renamed into place.
+    The directory is made if it is missing. After ``timeout_s`` seconds (0: at once), on a read-only file system and on
+    a file system without locks the body runs without the lock. That is safe for readers: files are immutable and
+    renamed into place.
 
     Raises
     ------
     HostError
-        if ``required`` is true and it can't be locked, though the file system has locks: LockBusy if another process
-        holds it.
+        if ``required`` is true and the directory can't be locked, though the file system has locks. LockBusy if
+        another process holds the lock.
     """
     path, held = Path(directory) / LOCK_NAME, None
     try:
@@ -59,24 +60,24 @@ def lock(directory: str | os.PathLike[str], timeout_s: float, *, required: bool 
 
 
 def take(path: Path, timeout_s: float) -> filelock.BaseFileLock | None:
-    """Lock a file, which is made if it is missing; the lock to ``release``, or None on a file system without locks.
+    """Lock a file, making it if it is missing. Returns the lock for ``release``, None on a file system without locks.
 
     Raises
     ------
     LockBusy
-        if another process held it for ``timeout_s`` seconds.
+        if another process held the lock for ``timeout_s`` seconds.
     OSError
-        if its directory or the file can't be made, opened or locked.
+        if the file or its directory can't be made, opened or locked.
     """
     try:
         import fcntl  # noqa: F401 - without it filelock takes soft locks
     except ImportError:  # no POSIX
         return None
-    import filelock  # here, as it brings asyncio and sqlite3 along, and most processes never lock anything
+    import filelock  # here, because it imports asyncio and sqlite3, and most processes never lock anything
 
     make_folder(path.parent)
-    # Not everybody's to write, whatever the umask. No soft lock where flock is missing: it waits until the lock file
-    # vanishes, and ours stays.
+    # mode: others can't write it, whatever the umask. No soft lock if flock is missing: a soft lock waits until the
+    # lock file vanishes, and ours stays.
     held = filelock.FileLock(path, timeout_s, mode=0o664, thread_local=False, fallback_to_soft=False)
     try:
         held.acquire()
@@ -90,12 +91,12 @@ def take(path: Path, timeout_s: float) -> filelock.BaseFileLock | None:
 
 
 def release(held: filelock.BaseFileLock | None, path: Path) -> None:
-    """Let a lock go that ``take`` took. A child of ``fork`` does not hold on to it.
+    """Release the lock that ``take`` returned, also for forked children. None is ignored.
 
     Raises
     ------
     HostError
-        where the file system refuses, as NFS does without its lock server: whoever waits for it may wait long.
+        if the file system refuses, e.g. NFS without its lock server: other processes may then wait long.
     """
     if held is None:
         return
@@ -109,30 +110,30 @@ def release(held: filelock.BaseFileLock | None, path: Path) -> None:
 
 
 def check_cache(folder: Path) -> None:
-    """Look whether this process may keep files in a directory of the user's cache, which need not be there yet.
+    """Check that this process may keep files in a directory of the user's cache. The directory may be missing.
 
     Raises
     ------
     HostError
-        if ``cache_fault`` finds a reason. It is logged, too, once a directory.
+        if ``cache_fault`` returns a reason. The reason is also logged, once for each directory.
     """
     if fault := cache_fault(folder):
-        if folder not in _told:
-            _told.add(folder)
+        if folder not in _logged:
+            _logged.add(folder)
             _log.warning("pretuned: %s", fault)
         raise HostError(fault)
 
 
 def cache_fault(folder: Path) -> str:
-    """Why nothing is to be kept in a directory of the user's cache, and what to do; "" where all is well.
+    """Return why this process should not write a cache directory, and what to do; "" if it may write.
 
-    Root that runs with a user's HOME (sudo does that in places) would leave files there which the user can't write.
+    Root running with a user's HOME (some sudo set-ups do that) would leave files that the user can't change.
     """
     me = os.geteuid() if hasattr(os, "geteuid") else -1
     owners: list[tuple[Path, int]] = []  # upwards, up to the first that is this user's own
-    for one in (folder / LOCK_NAME, folder, *folder.parents):
+    for path in (folder / LOCK_NAME, folder, *folder.parents):
         with contextlib.suppress(OSError):
-            owners.append((one, os.lstat(one).st_uid))
+            owners.append((path, os.lstat(path).st_uid))
             if owners[-1][1] == me:
                 break
     if not owners or owners[0][1] == me:
@@ -153,20 +154,20 @@ def cache_fault(folder: Path) -> str:
 
 
 def has_none(error: OSError) -> bool:
-    """Whether flock's error says that the file system has no locks."""
-    return error.errno in _NONE_THERE
+    """Return whether flock's error means that the file system has no locks."""
+    return error.errno in _NO_LOCKS
 
 
 def no_locks(path: Path) -> str:
-    """A note for the user: what to mind where ``path`` is on a file system without locks."""
+    """Return a warning for the user of a file on a file system without locks."""
     return f"the file system of '{path}' has no locks: don't let two processes write it at once"
 
 
 @contextlib.contextmanager
 def reading(directory: str | os.PathLike[str], timeout_s: float) -> Iterator[None]:
-    """Read a directory that pretuned itself writes while nobody does, or after waiting ``timeout_s`` seconds.
+    """Hold a directory's lock for reading; writers have ``timeout_s`` seconds to finish. Nothing is written.
 
-    Writes nothing. Readers share the lock; where it can't be had, reading goes on without it.
+    Readers share the lock. If the lock can't be taken, the body runs without it.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -180,7 +181,7 @@ def reading(directory: str | os.PathLike[str], timeout_s: float) -> Iterator[Non
 
 
 def _share(path: str) -> int:
-    """Take the lock that filelock takes, for reading, without waiting; closing what is returned lets it go."""
+    """Take filelock's lock for reading, without waiting. Closing the returned descriptor releases the lock."""
     import fcntl  # here, so that importing this needs no POSIX
 
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -1,7 +1,7 @@
-"""Bundles pressed with xz, as candidates ship: many variants of few kernels, a tenth of their bytes.
+"""Bundles compressed with xz to a tenth of their size: the candidate kernels ship this way.
 
-One stream may hold several, each for another capability: those for like GPUs have most bytes in common.
-``FILE.msgpack.xz#sm103`` names one of them wherever a bundle's path is wanted.
+A file may hold several bundles, each for another capability, because similar GPUs' bundles have most bytes in common.
+``FILE.msgpack.xz#sm103`` names the bundle for sm_103 wherever a bundle's path is expected.
 """
 
 from __future__ import annotations
@@ -16,64 +16,64 @@ from ..format.wire import PREAMBLE_BYTES, corrupt, read_preamble
 from ..limits import MAX_FILE_BYTES
 
 SUFFIX = ".msgpack.xz"
-MAGIC = b"\xfd7zXZ\x00"  # what xz files begin with
+MAGIC = b"\xfd7zXZ\x00"  # the first bytes of xz files
 _PIECE_BYTES = 1 << 20
-_HEAD_BYTES = 4096  # of a packed file: what a bundle's preamble is unpacked from
+_HEAD_BYTES = 4096  # the first bytes of a packed file: enough to unpack a bundle's preamble
 _MEMORY_BYTES = 256 << 20  # for xz's own window, at most
-# An instruction of a cubin has 16 bytes: what a byte may be hangs on which of them it is. 4 to 5 % smaller. The window
-# (64 MiB, of which a reader touches what it has unpacked) reaches over the bundles before.
+# pb=4: a cubin's instruction has 16 bytes, and a byte's meaning depends on its place among them. 4 to 5 % smaller.
+# The window of 64 MiB covers the bundles before; a reader touches only the part that it has unpacked.
 _FILTERS = ({"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 2, "lp": 2, "pb": 4},)
 
 
 def split(path: str) -> tuple[str, int | None]:
-    """The file that a bundle's path names, and the capability where it names one of several bundles in it."""
+    """Split FILE.msgpack.xz#sm103 into the file and 103; (path, None) for any other path."""
     file, _, sm = path.rpartition("#sm")
     named = file.endswith(SUFFIX) and len(sm) <= 4 and sm.isascii() and sm.isdigit()
     return (file, int(sm)) if named else (path, None)
 
 
 def is_packed(path: str) -> bool:
-    """Whether a path names such a file, or a bundle in one."""
+    """Return whether a path names a packed file or a bundle in a packed file."""
     return split(path)[0].endswith(SUFFIX)
 
 
 def pack(*bundles: bytes) -> bytes:
-    """The bytes of bundles, pressed into one stream: the same ones for the same ones."""
+    """Compress bundles into one xz stream. Equal bundles give equal bytes."""
     return lzma.compress(b"".join(bundles), filters=_FILTERS)
 
 
 def unpack(data: bytes, where: str, sm: int | None = None) -> Iterator[bytes]:
-    """The bytes of the one bundle that was pressed, or of that for ``sm``, in pieces; those before it are skipped.
+    """Yield the bytes of a packed file's only bundle, or of its bundle for ``sm``, in pieces.
 
-    They are as many as the bundle's header says: a few bytes of xz may be any number of others. What comes after
-    the wanted bundle is looked at only as far as to see that it is another, or the end.
+    The bundle's header limits how many bytes are unpacked: a few bytes of xz can stand for any number. After the
+    wanted bundle only the beginning of the next one is read.
 
     Raises
     ------
     BundleCorrupt, BundleTooNew, BundleTooOld
     BundleUnreadable
-        where there are several, and ``sm`` is None.
+        if the file holds several bundles and ``sm`` is None.
     TargetMismatch
-        where there is none for ``sm``.
+        if the file holds no bundle for ``sm``.
     """
-    there: list[str] = []
+    capabilities: list[str] = []
     taken = False
-    for found, pieces in _bundles(data, where):
-        there.append(f"sm_{found}")
+    for capability, pieces in _bundles(data, where):
+        capabilities.append(f"sm_{capability}")
         if taken and sm is None:
-            named = f"{where}#{there[0].replace('_', '')}"
+            named = f"{where}#{capabilities[0].replace('_', '')}"
             raise BundleUnreadable(f"bundle {where!r}: the file holds several: name one, as in {named!r}")
         if taken:
             return
-        if sm in (None, found):
+        if sm in (None, capability):
             yield from pieces
             taken = True
     if not taken:
-        raise TargetMismatch(f"bundle {where!r}: the file holds none for sm_{sm}, but for {', '.join(there)}")
+        raise TargetMismatch(f"bundle {where!r}: the file holds none for sm_{sm}, but for {', '.join(capabilities)}")
 
 
 def is_copy(path: str, packed: str) -> bool:
-    """Whether ``path`` is the one bundle that ``packed`` unpacks to, by its digest; False if either can't be read."""
+    """Return whether ``path`` is the first bundle in ``packed``, by its digest; False if either can't be read."""
     try:
         with open(path, "rb") as plain, open(packed, "rb") as file:  # noqa: PTH123 - a path may be any text
             stream = _Stream(file.read(_HEAD_BYTES), packed)
@@ -83,19 +83,19 @@ def is_copy(path: str, packed: str) -> bool:
 
 
 def capabilities(data: bytes, where: str) -> tuple[int, ...]:
-    """For which capability each bundle is; all is unpacked, and so the end is checked.
+    """Return the capability of each bundle in a packed file, e.g. (100, 103). The whole file is unpacked and checked.
 
     Raises
     ------
     BundleCorrupt, BundleTooNew, BundleTooOld
     """
-    return tuple(found for found, _ in _bundles(data, where))
+    return tuple(capability for capability, _ in _bundles(data, where))
 
 
 def _bundles(data: bytes, where: str) -> Iterator[tuple[int, Iterator[bytes]]]:
-    """Each bundle's capability, as its index begins, and its bytes; those that nobody took are skipped.
+    """Yield each bundle's capability and an iterator over its bytes; bytes that the caller leaves are skipped.
 
-    Together they are no more than the limit of one file: skipping takes no more work than unpacking one bundle may.
+    All bundles together are limited to the size of one bundle, so skipping is never more work than unpacking one.
     """
     stream = _Stream(data, where)
     seen: set[int] = set()
@@ -128,24 +128,24 @@ def _bundles(data: bytes, where: str) -> Iterator[tuple[int, Iterator[bytes]]]:
 
 
 class _Stream:
-    """What xz unpacks to, read in turn."""
+    """An xz stream, unpacked from its beginning to its end."""
 
     def __init__(self, data: bytes, where: str) -> None:
         self._reader = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_MEMORY_BYTES)
         self._data, self._where = data, where
 
     def read(self, count: int) -> bytes:
-        """So many bytes; fewer where it ends or is cut off."""
+        """The next ``count`` bytes; fewer if the stream ends or is cut off."""
         if self._reader.eof:
             return b""
         try:
-            data, self._data = self._data, b""  # the reader keeps what it has not come to
+            data, self._data = self._data, b""  # the decompressor keeps input that it has not used
             return self._reader.decompress(data, max_length=count)
         except (lzma.LZMAError, EOFError, MemoryError) as error:
             raise corrupt(self._where, f"it can't be unpacked: {error}") from None
 
     def pieces(self, begin: bytes, size: int) -> Iterator[bytes]:
-        """``begin``, which was read before, and what follows: ``size`` bytes in all."""
+        """Yield ``begin``, which was read before, and the bytes after it: ``size`` bytes in all."""
         left = size - len(begin)
         yield begin
         while left:
@@ -155,12 +155,12 @@ class _Stream:
             left -= len(piece)
             yield piece
 
-    def cut(self, found: int, size: int) -> BundleCorrupt:
-        """The error for a bundle that ends before its header says."""
-        what = f"file is {found} bytes, header says {size}" if self._reader.eof else "it is cut off"
+    def cut(self, unpacked: int, size: int) -> BundleCorrupt:
+        """The error for a bundle of ``size`` bytes that ends after ``unpacked``."""
+        what = f"file is {unpacked} bytes, header says {size}" if self._reader.eof else "it is cut off"
         return corrupt(self._where, what)
 
     def demand_end(self) -> None:
-        """All was read, and nothing follows what xz says is all."""
+        """Raise BundleCorrupt unless the stream ends here and nothing follows it in the file."""
         if not self._reader.eof or self._reader.unused_data:
             raise corrupt(self._where, "it is cut off, or something follows it")

@@ -1,4 +1,4 @@
-"""Put a file in place whole or not at all: temp file, fsync, rename, fsync of the directory."""
+"""Replace a file atomically: temp file, fsync, rename, fsync of the directory."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _TOO_MANY = (errno.EMFILE, errno.ENFILE)
 
 
 def publish(path: str | os.PathLike[str], data: bytes) -> bool:
-    """Make ``path`` hold ``data``. Readers see the old file or the new one; it is durable when this returns.
+    """Write ``data`` to ``path`` atomically: readers see the old file or the new one. Durable when this returns.
 
-    Returns whether it wrote: a file that holds these bytes already is left alone, a link is replaced. Temp files of
-    publishers that died are removed.
+    Returns False, without writing, if the file holds these bytes already. A link is replaced by a file. Temp files of
+    processes that died are removed.
 
     Raises
     ------
     HostError
-        where the system refuses; ``path`` is as it was, and no temp file is left.
+        if the system refuses; ``path`` is unchanged, and no temp file is left.
     """
     final = Path(path)
     try:
@@ -46,28 +46,28 @@ def publish(path: str | os.PathLike[str], data: bytes) -> bool:
 
 
 def make_folder(path: str | os.PathLike[str]) -> None:
-    """Make a directory and those above it, where they are missing, that nobody but their owner can write.
+    """Make a directory and its missing parents with mode 0755, whatever the umask.
 
-    Whatever the umask: nothing would be loaded from what others can write.
+    The runtime loads no code from a directory that others can write.
 
     Raises
     ------
     OSError
-        where one can't be made, or is no directory.
+        if a directory can't be made, or its path is another kind of file.
     """
     folder = Path(path)
-    missing = [*itertools.takewhile(lambda one: not one.is_dir(), (folder, *folder.parents))]
-    for one in reversed(missing):
-        one.mkdir(mode=0o755, exist_ok=True)
+    missing = [*itertools.takewhile(lambda directory: not directory.is_dir(), (folder, *folder.parents))]
+    for directory in reversed(missing):
+        directory.mkdir(mode=0o755, exist_ok=True)
 
 
 def too_many_open(error: BaseException) -> str:
-    """What is needed where too many files are open; nothing for any other reason."""
+    """Return advice if the error means too many open files, else ""."""
     return "More open files must be allowed: ulimit -n" if getattr(error, "errno", None) in _TOO_MANY else ""
 
 
 def at_once(path: str, flags: int) -> int:
-    """An ``opener``: follows no link, waits for no FIFO; of a directory ``open`` says what it is, and closes it."""
+    """``open``'s ``opener`` that follows no link and waits for no FIFO."""
     return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
@@ -102,16 +102,16 @@ def _replace(final: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def _temp_file(folder: Path) -> Iterator[tuple[int, Path]]:
-    """A new file, flocked while its publisher lives: one that can be locked is stale."""
+    """Make a temp file that its process holds locked: a temp file that can be locked is stale."""
     while True:
         temp = folder / f".pretuned-{os.urandom(8).hex()}.tmp"
         fd = os.open(temp, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             try:
                 mine = _lock(fd, temp)
-            except OSError:  # a file system without flock: no one else can take it for stale either
+            except OSError:  # a file system without flock: no other process can find it stale either
                 mine = True
-            if not mine:  # another publisher took it for stale before it was locked
+            if not mine:  # another process found it stale before it was locked
                 continue
             try:
                 yield fd, temp
@@ -125,7 +125,7 @@ def _temp_file(folder: Path) -> Iterator[tuple[int, Path]]:
 
 
 def _lock(fd: int, temp: Path) -> bool:
-    """Lock ``fd`` without waiting; false if another has it, or ``temp`` is another file by now."""
+    """Lock ``fd`` without waiting; False if another process holds the lock, or ``temp`` is another file by now."""
     import fcntl  # here, so that reading types needs no POSIX
 
     try:
@@ -138,7 +138,7 @@ def _lock(fd: int, temp: Path) -> bool:
 def _remove_stale(folder: Path) -> None:
     for entry in os.listdir(folder):  # noqa: PTH208 - names are enough
         if re.fullmatch(_TEMP, entry):
-            with contextlib.suppress(OSError):  # it is tidying: the next publish tries again
+            with contextlib.suppress(OSError):  # the next publish tries again
                 _remove_if_stale(folder / entry)
 
 

@@ -1,6 +1,7 @@
-"""The signature beside a bundle's file: who vouches for its content. FORMAT.md has the bytes.
+"""Ed25519 signatures of bundles, in FILE.sig next to the bundle, and the public keys that check them.
 
-A signature proves itself, so it may lie anywhere. A key lets code in, so its place is checked as a bundle's is.
+FORMAT.md has the bytes. Anybody may write a signature's file; a key's file is trusted by the same rules as a bundle's,
+because a key lets code in.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .publish import at_once
 SUFFIX = ".sig"
 KEY_SUFFIXES = (".pem", ".pub")
 MAGIC = b"pretuned sign 1\n"
-_SIGNED = b"pretuned bundle signature 1\0"  # before the digest: a key that signs other things, too, signs no bundle
+_SIGNED = b"pretuned bundle signature 1\0"  # before the digest: no signature of anything else fits a bundle
 _FILE_BYTES = len(MAGIC) + 32 + 64
 _MAX_KEY_BYTES = 8192
 _DER = bytes.fromhex("302a300506032b6570032100")  # before the 32 bytes of a SubjectPublicKeyInfo (RFC 8410)
@@ -38,7 +39,10 @@ class Key(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """The keys of which one must have signed. ``wanted_by`` names who wants it, ``faults`` are of other files there."""
+    """Keys, one of which must have signed a bundle.
+
+    ``wanted_by`` names the setting that demands it. ``faults`` are messages about unusable files in the directory.
+    """
 
     wanted_by: str
     keys: tuple[Key, ...]
@@ -46,24 +50,25 @@ class Keys(NamedTuple):
 
 
 def message(digest: bytes) -> bytes:
-    """What is signed: a bundle's ``digest`` behind words that say what it is."""
+    """Return the bytes that a signature signs: a fixed prefix and the bundle's ``digest``."""
     return _SIGNED + digest
 
 
 def encode(public: bytes, signature: bytes) -> bytes:
-    """The bytes of a signature's file."""
+    """Return the bytes of a signature file."""
     return MAGIC + public + signature
 
 
 def key_id(public: bytes) -> str:
-    """16 hex digits that stand for a key, as ``openssl pkey -pubin -outform DER | sha256sum`` begins."""
+    """Return 16 hex digits that name a key: the first of ``openssl pkey -pubin -outform DER | sha256sum``."""
     return hashlib.sha256(_DER + public).hexdigest()[:16]
 
 
 def read_keys(directory: str, wanted_by: str) -> Keys:
-    """The keys of a directory, NAME.pem and NAME.pub. Nothing is raised: a file that can't be used is a fault."""
+    """Read the keys of a directory, NAME.pem and NAME.pub. Raises nothing: ``faults`` lists unusable files."""
     try:
-        names = sorted(name for name in os.listdir(directory) if _is_key_file(name))  # noqa: PTH208
+        files = os.listdir(directory)  # noqa: PTH208
+        names = sorted(name for name in files if name.endswith(KEY_SUFFIXES) and not name.startswith("."))
     except (OSError, ValueError) as error:
         return Keys(wanted_by, (), (f"{directory!r} can't be listed: {getattr(error, 'strerror', None) or error}",))
     keys: list[Key] = []
@@ -81,14 +86,14 @@ def read_keys(directory: str, wanted_by: str) -> Keys:
 
 
 def read_key(path: str) -> Key:
-    """The public Ed25519 key of a file: PEM as openssl writes it, or ssh-keygen's one line.
+    """Read a public Ed25519 key: PEM as openssl writes it, or the line that ssh-keygen writes.
 
     Raises
     ------
     InputError
-        where it holds none.
+        if the file holds no public Ed25519 key.
     BundleUntrusted, BundleUnreadable
-        for its place, as for a bundle.
+        if others can write the file, or it can't be read.
     """
     real = trust.resolve(path, "key")
     try:
@@ -101,8 +106,10 @@ def read_key(path: str) -> Key:
     if public:
         return Key(os.path.basename(path), public)  # noqa: PTH119
     if data is not None and b"PRIVATE KEY" in data:
-        told = "a private key, which belongs on the machine that signs alone. Put its public one there: "
-        raise InputError(f"key {path!r}: it holds {told}openssl pkey -in PRIVATE.pem -pubout, or ssh-keygen's .pub")
+        raise InputError(
+            f"key {path!r}: it holds a private key, which belongs on the machine that signs alone. "
+            "Put its public one there: openssl pkey -in PRIVATE.pem -pubout, or ssh-keygen's .pub"
+        )
     raise InputError(
         f"key {path!r}: it holds no public Ed25519 key, as `openssl pkey -pubout` (BEGIN PUBLIC KEY) and ssh-keygen "
         "(ssh-ed25519 ...) write them"
@@ -110,22 +117,22 @@ def read_key(path: str) -> Key:
 
 
 def check(path: str, digest: bytes, keys: Keys) -> Key:
-    """The key that signed a bundle's content, whose ``digest`` is of the file that is open.
+    """Return the key that signed the bundle at ``path``. ``digest`` is the opened file's, not read again.
 
     Raises
     ------
     BundleUntrusted
-        where none of ``keys`` did, or the package cryptography, which checks it, is missing.
+        if none of ``keys`` signed it, or the package cryptography, which checks signatures, is missing.
     """
     file = path + SUFFIX
     if not keys.keys:
         why = f": {keys.faults[0]}" if keys.faults else ""
         raise BundleUntrusted(f"bundle {path!r}: {keys.wanted_by} wants it signed, and has no key to check with{why}")
-    found = read(path)
-    if found is None:
+    content = read(path)
+    if content is None:
         raise _refused(path, f"it has no signature {file!r}", keys)
-    public, signature = found
-    key = next((one for one in keys.keys if one.public == public), None)
+    public, signature = content
+    key = next((key for key in keys.keys if key.public == public), None)
     if key is None:
         raise _refused(path, f"its signature {file!r} is by another key, {key_id(public)}", keys)
     if not _verified(path, public, message(digest), signature, keys.wanted_by):
@@ -135,7 +142,7 @@ def check(path: str, digest: bytes, keys: Keys) -> Key:
 
 def _verified(path: str, public: bytes, signed: bytes, signature: bytes, wanted_by: str) -> bool:
     try:
-        from cryptography.exceptions import InvalidSignature  # here, as most processes check no signature
+        from cryptography.exceptions import InvalidSignature  # here, because most processes check no signature
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
     except ImportError as error:
         raise BundleUntrusted(
@@ -144,18 +151,18 @@ def _verified(path: str, public: bytes, signed: bytes, signature: bytes, wanted_
         ) from error
     try:
         Ed25519PublicKey.from_public_bytes(public).verify(signature, signed)
-    except (InvalidSignature, ValueError):  # ValueError: the 32 bytes are no key to this version of it
+    except (InvalidSignature, ValueError):  # ValueError: this version of cryptography refuses the key
         return False
     return True
 
 
 def read(path: str) -> tuple[bytes, bytes] | None:
-    """(public key, signature) beside the bundle at ``path``, not checked yet; None where there is no file.
+    """Read the signature file of the bundle at ``path``: (public key, signature), unchecked; None if it is missing.
 
     Raises
     ------
     BundleUntrusted
-        where it is no signature, or can't be read.
+        if the file is no signature, or can't be read.
     """
     try:
         data = _content(path + SUFFIX, _FILE_BYTES)
@@ -171,21 +178,17 @@ def read(path: str) -> tuple[bytes, bytes] | None:
     return data[len(MAGIC) : -64], data[-64:]
 
 
-def _is_key_file(name: str) -> bool:
-    return name.endswith(KEY_SUFFIXES) and not name.startswith(".")
-
-
 def _refused(path: str, what: str, keys: Keys) -> BundleUntrusted:
-    names = ", ".join(f"{one.name} ({key_id(one.public)})" for one in keys.keys)
+    names = ", ".join(f"{key.name} ({key_id(key.public)})" for key in keys.keys)
     return BundleUntrusted(
         f"bundle {path!r}: {what}. {keys.wanted_by} wants one by {names}: aot sign BUNDLE --key PRIVATE.pem makes it"
     )
 
 
 def _content(path: str, most: int, trusted: str = "") -> bytes | None:
-    """What a regular file holds; None for more than ``most`` bytes, or another kind of file.
+    """Read a regular file; None if it has more than ``most`` bytes or is another kind of file.
 
-    ``trusted``, its name in errors: its place must be, and ``path`` is no link.
+    ``trusted``, the file's name in errors: check its owner and mode, and follow no link.
     """
     with open(path, "rb", opener=at_once if trusted else _linked) as file:
         status = os.fstat(file.fileno())
@@ -201,13 +204,13 @@ def _linked(path: str, flags: int) -> int:
 
 
 def _public(data: bytes) -> bytes:
-    """The 32 bytes of a key's file, or none."""
+    """Return the 32 bytes of a public key's file, b"" if it is no such file."""
     for form, begin in ((_PEM_FORM, _DER), (_SSH_FORM, _SSH)):
-        found = form.fullmatch(data)
-        if found is None:
+        match = form.fullmatch(data)
+        if match is None:
             continue
         try:
-            raw = base64.b64decode(b"".join(found[1].split()), validate=True)
+            raw = base64.b64decode(b"".join(match[1].split()), validate=True)
         except binascii.Error:
             return b""
         return raw[len(begin) :] if raw.startswith(begin) and len(raw) == len(begin) + 32 else b""

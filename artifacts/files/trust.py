@@ -1,6 +1,6 @@
-"""Is this place safe to load code from? Whoever can write a bundle, or a directory above it, can run code here.
+"""Check that nobody untrusted can write a bundle or a directory above it: its code runs in this process.
 
-Trusted are those who could do that anyway: root, the effective user, and whoever can write the installed package.
+Trusted are root, the effective user, and whoever can write the installed package: they can run code here anyway.
 """
 
 from __future__ import annotations
@@ -15,26 +15,27 @@ from ..errors import BundleUnreadable, BundleUntrusted
 from ..limits import MAX_LINKS
 
 _NO_GROUP = "chmod g-w"
-_UNMAPPED = 2**32 - 1  # what the kernel puts into an ACL for whom a user namespace does not map
+_UNMAPPED = 2**32 - 1  # the id in an ACL of a user or group that the user namespace does not map
 
 
 def resolve(path: str, what: str = "bundle", *, signed: bool = False) -> str:
-    """The absolute path of ``path`` with every symbolic link followed, if each component can be trusted.
+    """Return the absolute path with all symbolic links followed, if each of its components can be trusted.
 
-    ``what`` it is stands in errors. ``signed``: a signature of its content is checked, too, so a group may write it.
+    ``what`` names the kind of file in errors. ``signed``: the content's signature is checked elsewhere, so a group may
+    write the file.
 
     Raises
     ------
     BundleUntrusted
-        names the component, its owner and its mode.
+        if a component can't be trusted; the message names it, its owner and its mode.
     BundleUnreadable
-        where a component is missing or can't be read.
+        if a component is missing or can't be read.
     """
     if "\0" in path:
         raise BundleUnreadable(f"{what} {path!r}: the path holds a NUL byte")
     here, links = "/", 0
     try:
-        # (Plain text, '..' kept. An absolute path needs no working directory, which may be gone.)
+        # '..' is kept here and resolved below. An absolute path needs no working directory, which may be gone.
         todo = deque((path if path.startswith("/") else f"{os.getcwd()}/{path}").split("/"))  # noqa: PTH109
         check(here, os.lstat(here), path, what=what, signed=signed)
         while todo:
@@ -64,7 +65,7 @@ def resolve(path: str, what: str = "bundle", *, signed: bool = False) -> str:
 
 
 def unreadable(path: str, error: OSError, what: str = "bundle") -> BundleUnreadable:
-    """The error for a bundle, or ``what`` else, that the system won't let us read."""
+    """Return the error for a file that the system doesn't let this process read."""
     return BundleUnreadable(f"{what} {path!r}: can't be read: {error.strerror or error}")
 
 
@@ -77,10 +78,16 @@ def check(
     *,
     signed: bool = False,
 ) -> None:
-    """Raise BundleUntrusted unless owner, mode and ACL of a component of ``path``, ``fd`` if open, can be trusted.
+    """Check owner, mode and ACL of one component of ``path``; ``fd`` is the component's descriptor if it is open.
 
-    ``what`` and ``signed`` are as for ``resolve``.
-    BundleUnreadable for a device, a FIFO or a socket: who can write those is nothing to mend.
+    ``what`` and ``signed``: see ``resolve``.
+
+    Raises
+    ------
+    BundleUntrusted
+        if the component can't be trusted; the message has the command that mends it.
+    BundleUnreadable
+        for a device, a FIFO or a socket.
     """
     if stat.S_IFMT(status.st_mode) not in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK):
         raise BundleUnreadable(f"{what} {path!r}: {component!r} is no regular file (mode {status.st_mode:o})")
@@ -89,7 +96,7 @@ def check(
     except OSError as error:  # of reading its ACL
         raise unreadable(path, error, what) from error
     if fault:
-        import shlex  # here, as next to no process comes here
+        import shlex  # here, because few processes need it
 
         mend = f"run: {command} {shlex.quote(component)}" if command else "have a user write it who is known here"
         sign = ", sign it and set PRETUNED_TRUSTED_KEYS" if command == _NO_GROUP and what == "bundle" else ""
@@ -101,7 +108,7 @@ def check(
 
 
 def _fault(component: str, status: os.stat_result, file: int | str, signed: bool) -> tuple[str, str]:
-    """What is wrong with a component and the command that mends it; nothing where it can be trusted."""
+    """Return a component's fault and the command that mends it; two empty texts if it can be trusted."""
     mode = stat.S_IMODE(status.st_mode)
     if status.st_uid == _overflow("uid"):
         return "its owner is the id that stands for all whom this user namespace does not know", ""
@@ -112,9 +119,9 @@ def _fault(component: str, status: os.stat_result, file: int | str, signed: bool
         return "", ""  # a link has no mode of its own; in a sticky directory others can't replace what is not theirs
     if mode & stat.S_IWOTH and not _on_read_only_mount(component, status):
         return "everybody can write it", "chmod go-w" if mode & stat.S_IWGRP else "chmod o-w"
-    if not mode & stat.S_IWGRP:  # with an ACL that is its mask: then nobody whom it names can write either
+    if not mode & stat.S_IWGRP:  # the bit is also the mask of an ACL: without it no entry lets anybody write
         return "", ""
-    from . import acl  # here, as most places are their owner's alone to write
+    from . import acl  # here, because most files are writable by their owner alone
 
     listed = acl.writers(file)
     own_group = not signed and (listed is None or listed.own_group)
@@ -141,19 +148,20 @@ def _trusted_user(uid: int) -> bool:
 
 @functools.cache
 def _package() -> tuple[frozenset[int], frozenset[int], str]:
-    """Owners and groups who can write the installed package itself, and its directory.
+    """Return the users and the groups who can write the installed package, and its directory.
 
-    (In a sticky one a group can't replace what is another's.)
+    In a sticky directory a group can't replace other users' files: such directories don't count.
     """
     package = Path(__file__).resolve().parent
     chain = [(folder, folder.stat()) for folder in (package, *package.parents)]
-    able = [(one, status) for one, status in chain if status.st_mode & (stat.S_IWGRP | stat.S_ISVTX) == stat.S_IWGRP]
-    groups = {status.st_gid for folder, status in able if _has_group(folder)}
+    group_bits = stat.S_IWGRP | stat.S_ISVTX
+    shared = [(folder, status) for folder, status in chain if status.st_mode & group_bits == stat.S_IWGRP]
+    groups = {status.st_gid for folder, status in shared if _has_group(folder)}
     return frozenset({chain[0][1].st_uid}), frozenset(groups), str(package)
 
 
 def _has_group(folder: Path) -> bool:
-    """Whether a directory that its mode lets a group write lets its own group: with an ACL the mode says less."""
+    """Return whether a group-writable directory lets its own group write: an ACL may allow other groups instead."""
     from . import acl
 
     try:
@@ -164,7 +172,7 @@ def _has_group(folder: Path) -> bool:
 
 
 def _trusted_group(component: str, gid: int, owner: int) -> bool:
-    """Whether those of a group are trusted: by their group, by the place, or as they are the owner alone."""
+    """Return whether a group is trusted: root's, the package's, or the owner's private group."""
     if gid in (_overflow("gid"), _UNMAPPED):
         return False
     if gid == 0 and not _is_anothers_group(0):
@@ -176,7 +184,7 @@ def _trusted_group(component: str, gid: int, owner: int) -> bool:
 
 @functools.cache
 def _overflow(kind: str) -> int:
-    """The uid or gid that the kernel shows for every one that it can't tell: nobody's, so never trusted."""
+    """Return the uid or gid that the kernel shows for all ids that a user namespace doesn't map: never trusted."""
     try:
         return int(Path(f"/proc/sys/kernel/overflow{kind}").read_bytes())
     except (OSError, ValueError):
@@ -184,9 +192,9 @@ def _overflow(kind: str) -> int:
 
 
 def _is_anothers_group(gid: int) -> bool:
-    """Whether a user namespace shows one group of outside, maybe one that users share, by this other number.
+    """Return whether this user namespace maps the single gid to another one outside, which users may share.
 
-    (A range is different: root allotted it to the namespace. A user may map no group but his own.)
+    A range of gids is root's doing and trusted; without root a user can map only a single group of their own.
     """
     try:
         lines = Path("/proc/self/gid_map").read_text().splitlines()
@@ -197,11 +205,11 @@ def _is_anothers_group(gid: int) -> bool:
 
 
 def _on_read_only_mount(component: str, status: os.stat_result) -> bool:
-    """Kubernetes mounts a config map as a directory of root's, mode 0777, on a read-only mount.
+    """Return whether a world-writable directory of root is safe because its mount is read-only.
 
-    A file system that is read-only keeps everybody out. A bind mount of a writable one keeps out only those who come
-    this way: there it must be what the kubelet writes, below a directory of the node's that no user reaches, and which
-    has a link ``..data`` of root's.
+    Kubernetes mounts a config map this way, mode 0777. A read-only file system is safe. A read-only bind mount of a
+    writable file system is safe only if the kubelet wrote it, in a directory of the node that users can't reach: the
+    directory then has a link ``..data`` that root owns.
     """
     if status.st_uid != 0 or not stat.S_ISDIR(status.st_mode) or not os.statvfs(component).f_flag & os.ST_RDONLY:
         return False
@@ -213,7 +221,7 @@ def _on_read_only_mount(component: str, status: os.stat_result) -> bool:
 
 
 def _read_only_file_system(device: int) -> bool:
-    """Whether all of it is, and not this mount alone; false where that can't be told."""
+    """Return whether the whole file system is read-only, not just this mount; False if unknown."""
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
         lines = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
@@ -224,17 +232,17 @@ def _read_only_file_system(device: int) -> bool:
 
 @functools.cache
 def _own_group(uid: int, gid: int) -> bool:
-    """Whether the group is the user's private one (umask 002 goes with those): no other account is of it.
+    """Return whether the group is the user's private one: no other account is in it.
 
-    A group's own list leaves out those whose first group it is. (Accounts that a directory service does not list
-    are not seen.)
+    A group's member list leaves out the accounts whose primary group it is, so all accounts are searched. Accounts
+    that a directory service does not list are not seen.
     """
     import grp
     import pwd
 
     if _is_anothers_group(gid):  # its name here is not its own
         return False
-    if any(one.pw_gid == gid and one.pw_uid not in (0, uid) for one in pwd.getpwall()):
+    if any(account.pw_gid == gid and account.pw_uid not in (0, uid) for account in pwd.getpwall()):
         return False
     try:
         user = pwd.getpwuid(uid)

@@ -1,1 +1,1 @@
-"""A bundle's bytes: msgpack values, each field checked, to records and back. Uses records."""
+"""The byte format of bundles: records to msgpack and back, each field checked. Uses records."""

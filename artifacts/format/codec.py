@@ -1,4 +1,4 @@
-"""Bundle to bytes and back: pure, canonical, and strict. FORMAT.md states the format."""
+"""Encode a bundle to its bytes and decode it, with all checks. FORMAT.md describes the format."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .wire import (
 
 
 def encode(bundle: Bundle, where: str = "<new>") -> bytes:
-    """The one sequence of bytes for ``bundle``.
+    """Return the bytes of ``bundle``. Equal bundles have equal bytes.
 
     Raises
     ------
     BundleCorrupt
-        where ``bundle`` is not valid; the message names the part.
+        if ``bundle`` is not valid; the message names the part.
     """
     try:
         data = _encode(bundle)
@@ -36,7 +36,7 @@ def encode(bundle: Bundle, where: str = "<new>") -> bytes:
 
 
 def decode(data: bytes, where: str) -> Bundle:
-    """The bundle in ``data``, every part and every digest checked: ``encode(decode(x)) == x``.
+    """Return the bundle in ``data``, all parts and digests checked: ``encode(decode(x)) == x``.
 
     Raises
     ------

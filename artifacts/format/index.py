@@ -1,4 +1,4 @@
-"""The index of a bundle: its top level is read at once, each variant and each problem when it is touched."""
+"""The index of a bundle. Its top level is parsed at once, a variant's or problem's record when it is needed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ FIELDS = (
 )
 MODEL = ("name", "tp", "ep", "top_k", "dtype", "problems")
 
-_GOLDEN = 0.618  # of a whole: steps of so much fall evenly on it, however many
+_GOLDEN = 0.618  # steps of this part of a circle spread evenly over it, however many there are
 GLANCED_BYTES = 4096  # hold what an index begins with: the target, and mostly the GPUs, too
 _BEGIN = re.compile(
     rb"\x89\xa6target\x82\xa2sm(?:([\x00-\x7f])|\xcc(.)|\xcd(..))\xadarch_specific([\xc2\xc3])", re.DOTALL
@@ -56,26 +56,26 @@ _BEGIN = re.compile(
 
 
 def glance(begin: bytes) -> Target | None:
-    """The target that an index begins with, told by where its bytes stand; None where it begins otherwise.
+    """Match the target in the first bytes of an index; None if they don't begin with a target.
 
-    Nothing is parsed: the digest of these bytes has not been checked.
+    The digest is not checked yet, so the bytes are compared with a pattern, not parsed.
     """
-    found = _BEGIN.match(begin)
-    return found and Target(int.from_bytes(found[1] or found[2] or found[3], "big"), found[4] == b"\xc3")
+    match = _BEGIN.match(begin)
+    return match and Target(int.from_bytes(match[1] or match[2] or match[3], "big"), match[4] == b"\xc3")
 
 
 def glance_at_gpus(begin: bytes) -> tuple[Gpu, ...] | None:
-    """The GPUs that an index says at its beginning; None where these bytes do not tell. Their digest is not checked."""
-    found = begins_with(begin, FIELDS[: FIELDS.index("gpus") + 1], max_items=lim.MAX_GPUS)
-    if found is None:
+    """Read the GPUs in the first bytes of an index, digest unchecked; None if these bytes don't hold all of them."""
+    values = begins_with(begin, FIELDS[: FIELDS.index("gpus") + 1], max_items=lim.MAX_GPUS)
+    if values is None:
         return None
     try:
-        return tuple(read_gpu(gpu) for gpu in items(found[-1], "gpus", 0, lim.MAX_GPUS))
+        return tuple(read_gpu(gpu) for gpu in items(values[-1], "gpus", 0, lim.MAX_GPUS))
     except Malformed:
         return None
 
 
-ProductKey = tuple[Op, Fusion, int, int, int]  # a problem without how its numbers are held
+ProductKey = tuple[Op, Fusion, int, int, int]  # a problem without its dtype, layout and top_k
 
 
 def _product(problem: Problem) -> ProductKey:
@@ -83,9 +83,9 @@ def _product(problem: Problem) -> ProductKey:
 
 
 class Index:
-    """The decoded top level, and the rest on demand. Nothing here reads a file.
+    """The parsed top level of an index; its records are parsed on demand. Reads no file.
 
-    Every method raises BundleCorrupt for a record that breaks the format.
+    All methods raise BundleCorrupt for a record that breaks the format.
     """
 
     __slots__ = (
@@ -152,7 +152,8 @@ class Index:
         self._models_of: dict[ProductKey, list[Model]] = {}
         self._judged: dict[int, int] = {}
         self._judged_rows = 0
-        # Every other form of the same values is longer. (To pack it all again costs more than the rest of opening.)
+        # Canonical is the shortest msgpack of these values, so comparing lengths is enough: packing all of it again
+        # would take longer than the rest of opening.
         empty: tuple[object, ...] = ([], sizes, {}, b"")
         least = len(pack(dict(zip(FIELDS, (target, min_driver, producer, kernels, gpus, *empty), strict=True))))
         least += _count_bytes(len(self._variant_records)) + variants_bytes
@@ -163,7 +164,7 @@ class Index:
 
     @property
     def variant_count(self) -> int:
-        """How many variants, and cubins, there are."""
+        """The number of variants, which is that of cubins."""
         return len(self._variant_records)
 
     def place(self, i: int) -> tuple[int, int]:
@@ -186,11 +187,11 @@ class Index:
         return variant
 
     def of_kind(self, op: Op | RowOp, dtype: DType, layout: Layout, fusion: Fusion) -> tuple[tuple[int, Variant], ...]:
-        """The variants that compute this, with their indices. Of the other records nothing is read."""
+        """Return (index, variant) of the variants of a kind. Other records are not parsed."""
         kind = pack_kind(op, dtype, layout, fusion)
-        found = [(i, self.variant(i)) for i, record in enumerate(self._variant_records) if kind in record]
+        pairs = [(i, self.variant(i)) for i, record in enumerate(self._variant_records) if kind in record]
         wanted = op, dtype, layout, fusion
-        return tuple([one for one in found if (one[1].op, one[1].dtype, one[1].layout, one[1].fusion) == wanted])
+        return tuple([(i, v) for i, v in pairs if (v.op, v.dtype, v.layout, v.fusion) == wanted])
 
     def find(self, problem: Problem) -> tuple[Choice, ...]:
         """The choices for ``problem``, ascending by bucket and GPU; () if it is not in the bundle."""
@@ -237,10 +238,10 @@ class Index:
         return choices
 
     def judged_on(self, i: int) -> Gpu | None:
-        """A GPU that variant ``i`` was measured on, where its result is judged before it is timed; else None.
+        """Return a GPU that variant ``i`` was measured on, None if there is none. Measuring includes a test of results.
 
-        Choices that were asked for tell it. Else all are read, as far as it takes and once, in an order that soon has
-        some of every kind of problem; those of a bundle without GPUs not.
+        Choices that were read before are searched first. Then records are read until one names the variant, each once,
+        in an order that soon meets all kinds of problems.
         """
         step = _apart(len(self._keys))
         while self.gpus and i not in self._judged and self._judged_rows < len(self._keys):
@@ -252,18 +253,18 @@ class Index:
                 raise self._corrupt(f"choices {row}", error) from None
             for variant, gpu in measured:
                 self._judged.setdefault(variant, gpu)
-            self._judged_rows = done + 1  # last: another thread may read the same row, and finds the same
-        found = self._judged.get(i)
-        return None if found is None else self.gpus[found]
+            self._judged_rows = done + 1  # last: another thread may read the same row, with the same result
+        gpu_index = self._judged.get(i)
+        return None if gpu_index is None else self.gpus[gpu_index]
 
     def _kind(self, i: int) -> VariantKind:
         kind = self._kinds.get(i)
-        if kind is None:  # a record is parsed once, however many choices name it
+        if kind is None:  # parse a record once, however many choices name it
             kind = self._kinds[i] = read_kind(self._variant_records[i])
         return kind
 
     def models(self) -> tuple[Model, ...]:
-        """All models: read once, for those of thousands of problems take a tenth of a second."""
+        """All models, read once: models with thousands of problems take a tenth of a second."""
         if self._models_read is None:
             try:
                 self._models_read = self._read_models()
@@ -272,41 +273,42 @@ class Index:
         return self._models_read
 
     def models_of(self, problem: Problem) -> tuple[Model, ...]:
-        """The models that have this product (op, what is fused with it, E, N and K), in whatever dtype and layout."""
+        """The models that have this product (op, fusion, E, N and K), in any dtype and layout."""
         if not self._models_of:
-            found: dict[ProductKey, list[Model]] = {}
+            by_product: dict[ProductKey, list[Model]] = {}
             for model in self.models():
                 for product in dict.fromkeys(map(_product, model.problems)):
-                    found.setdefault(product, []).append(model)
-            self._models_of = found
+                    by_product.setdefault(product, []).append(model)
+            self._models_of = by_product
         return tuple(self._models_of.get(_product(problem), ()))
 
     def _read_models(self) -> tuple[Model, ...]:
-        known: dict[int, Problem] = {}
+        problems: dict[int, Problem] = {}  # those read already, by row
         top = unpack(self._models, max_items=lim.MAX_MODELS)
         models, rows = [], 0
         for value in items(top, "models", 0, lim.MAX_MODELS):
-            models.append(self._model(value, known))
+            models.append(self._model(value, problems))
             rows += len(models[-1].problems)
             if rows > lim.MAX_MODEL_ROWS:
                 raise Malformed(f"more than {lim.MAX_MODEL_ROWS} problems of models in all")
         return tuple(models)
 
-    def _model(self, value: object, known: dict[int, Problem]) -> Model:
-        model, tp, ep, top_k, dtype, rows = fields(value, "model", MODEL)
-        problems = []
-        for item in items(rows, "model.problems", 0, lim.MAX_MODEL_PROBLEMS):
-            row = integer(item, "model.problems", 0, len(self._keys) - 1)
-            if row not in known:
-                known[row] = self.problem(row)
-            problems.append(known[row])
+    def _model(self, value: object, problems: dict[int, Problem]) -> Model:
+        model, tp, ep, top_k, dtype, items_of_rows = fields(value, "model", MODEL)
+        rows = [
+            integer(item, "model.problems", 0, len(self._keys) - 1)
+            for item in items(items_of_rows, "model.problems", 0, lim.MAX_MODEL_PROBLEMS)
+        ]
+        for row in rows:
+            if row not in problems:
+                problems[row] = self.problem(row)
         return Model(
             name(model, "model.name", is_label),
             integer(tp, "model.tp", 1, lim.MAX_DIM),
             integer(ep, "model.ep", 1, lim.MAX_DIM),
             integer(top_k, "model.top_k", 1, lim.MAX_EXPERTS),
             pick(dtype, "model.dtype", DTYPES),
-            tuple(problems),
+            tuple(problems[row] for row in rows),
         )
 
     def _corrupt(self, part: str, error: Malformed) -> BundleCorrupt:
@@ -314,12 +316,12 @@ class Index:
 
 
 def _apart(count: int) -> int:
-    """A step through so many rows that meets each once, and after any number of steps has gone by none for long."""
+    """Return a step through ``count`` rows that meets each row once and spreads any number of steps evenly."""
     return next(step for step in itertools.count(int(count * _GOLDEN)) if math.gcd(step, count) == 1)
 
 
 def _records(records: list[object], what: str) -> tuple[list[bytes], int]:
-    """The records, if all are bins, and the least size of all of them as msgpack: a bin8 or bin16 each."""
+    """Return the records, if all are bins, and their size as canonical msgpack: a bin8 or bin16 each."""
     if set(map(type, records)) - {bytes}:
         raise Malformed(f"{what} has an item that is no bin")
     sizes = list(map(len, records))  # type: ignore[arg-type]
@@ -330,7 +332,7 @@ def _records(records: list[object], what: str) -> tuple[list[bytes], int]:
 
 
 def _count_bytes(count: int) -> int:
-    """By how much the header of an array or a map of so many grows over that of an empty one."""
+    """Return how many bytes the header of an array or map of ``count`` items has more than an empty one's."""
     return 0 if count < 16 else 2  # neither can have 65536
 
 

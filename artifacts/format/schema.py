@@ -1,4 +1,4 @@
-"""Records: each noun of ``types`` to and from the plain values that msgpack holds, every field checked."""
+"""Convert each record of ``artifacts.records`` to plain values for msgpack and back, all fields checked."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ..records.problem import Fusion, Layout, Op, Problem, RowOp
 from ..records.target import Gpu, Target
 from .wire import Malformed, begins_with, digest, fields, integer, items, name, pack, parse, pick, shown, unpack
 
-VariantKind: TypeAlias = tuple[list[object], int]  # [op, dtype, layout, fusion] as the wire has them; max_experts
+VariantKind: TypeAlias = tuple[list[object], int]  # [op, dtype, layout, fusion] as packed; max_experts
 
 OPS = {op.value: op for op in Op}
-VARIANT_OPS: dict[str, Op | RowOp] = {**OPS, **{one.value: one for one in RowOp}}
+VARIANT_OPS: dict[str, Op | RowOp] = {**OPS, **{op.value: op for op in RowOp}}
 DTYPES = {dtype.value: dtype for dtype in DType}
 LAYOUTS = {layout.value: layout for layout in Layout}
 FUSIONS = tuple(Fusion(bits) for bits in range(2 * max(f.value for f in Fusion)))
@@ -52,7 +52,7 @@ _VARIANT = (
     "scratch_bytes",
     "cubin_sha256",
 )
-_WIDTHS = (7, 9)  # the least and the most items of a choice
+_WIDTHS = (7, 9)  # the smallest and largest length of a packed choice
 _KIND = _VARIANT[: _VARIANT.index("max_experts") + 1]
 
 
@@ -111,17 +111,17 @@ def read_gpu(value: object) -> Gpu:
 
 
 def pack_problem(problem: Problem) -> bytes:
-    """The canonical key of a problem: what a bundle sorts by and looks up."""
+    """Return the canonical key of a problem. A bundle's problems are sorted and looked up by these bytes."""
     return pack(list(problem.sort_key))
 
 
 def read_problem(record: bytes) -> Problem:
-    """Back from ``pack_problem``."""
+    """Decode the bytes of ``pack_problem``."""
     return problem_of(unpack(record, max_items=8))
 
 
 def problem_of(value: object) -> Problem:
-    """Back from the plain values of ``Problem.sort_key``."""
+    """Decode the plain values of ``Problem.sort_key``."""
     op, dtype, E, N, K, layout, fusion, top_k = items(value, "problem", 8, 8)
     problem = Problem(
         pick(op, "problem.op", OPS),
@@ -139,59 +139,62 @@ def problem_of(value: object) -> Problem:
 
 
 def pack_choices(choices: tuple[Choice, ...]) -> bytes:
-    """One array a bucket and GPU: [log2 bucket, variant, source, time_ns, runner_up, runner_up_ns, gpu].
+    """Encode a problem's choices, each as [log2 bucket, variant, source, time_ns, runner_up, runner_up_ns, gpu].
 
-    ``torch_ns`` and the plan are the eighth and the ninth item; what is empty at the end is left out.
+    ``torch_ns`` and the plan are items eight and nine; they are left out at the end if they are empty.
     """
     return pack(
         [
-            [_log2(c.bucket), c.variant, SOURCES.index(c.source), c.time_ns, c.runner_up, c.runner_up_ns, c.gpu]
-            + ([c.torch_ns, *([_plan_value(c.plan)] if c.plan else ())] if c.plan or c.torch_ns is not None else [])
+            [
+                c.bucket.bit_length() - 1,
+                c.variant,
+                SOURCES.index(c.source),
+                c.time_ns,
+                c.runner_up,
+                c.runner_up_ns,
+                c.gpu,
+            ]
+            + ([] if c.torch_ns is None and not c.plan else [c.torch_ns])
+            + ([[[int(row.way), int(row.checks), row.top_k, row.variant] for row in c.plan]] if c.plan else [])
             for c in choices
         ]
     )
 
 
-def _plan_value(plan: tuple[PlanRow, ...]) -> object:
-    return [[int(row.way), int(row.checks), row.top_k, row.variant] for row in plan]
-
-
-def _log2(bucket: int) -> int:
-    return bucket.bit_length() - 1
-
-
 def read_choices(record: bytes, variants: int, gpus: int) -> tuple[Choice, ...]:
-    """Back from ``pack_choices``, for a bundle of so many variants and GPUs."""
+    """Decode the bytes of ``pack_choices``, for a bundle with ``variants`` variants and ``gpus`` GPUs."""
     rows = items(unpack(record, max_items=lim.MAX_CHOICES), "choices", 1, lim.MAX_CHOICES)
     choices = tuple(_choice(row, variants, gpus) for row in rows)
     for before, after in itertools.pairwise(choices):
         if before.sort_key >= after.sort_key:
-            raise Malformed(f"{_place(after)} comes after {_place(before)}, wanted them ascending, each once")
+            raise Malformed(
+                f"{_bucket_and_gpu(after)} comes after {_bucket_and_gpu(before)}, wanted them ascending, each once"
+            )
     return choices
 
 
 def read_measured(record: bytes, gpus: int) -> list[tuple[int, int]]:
-    """(variant, GPU) of the measured choices of a record, and of their runners-up. Reads no more than that needs."""
-    found: list[tuple[int, int]] = []
+    """Return (variant, GPU) of a record's measured choices and of their runners-up. Other fields are not checked."""
+    measured: list[tuple[int, int]] = []
     for row in items(parse(record, max_items=lim.MAX_CHOICES), "choices", 1, lim.MAX_CHOICES):
         _, variant, _, _, runner_up, _, gpu, *_ = items(row, "choice", *_WIDTHS)
         if type(gpu) is int and 0 <= gpu < gpus:
-            found += [(one, gpu) for one in (variant, runner_up) if type(one) is int]
-    return found
+            measured += [(index, gpu) for index in (variant, runner_up) if type(index) is int]
+    return measured
 
 
 def read_timed(record: bytes, variants: int, gpus: int) -> list[list[Any]]:
-    """The choices of a record that were measured, each with the fields of ``Timed``: all but their order is checked.
+    """Return a record's measured choices, each with the fields of ``Timed``. All but their order is checked.
 
-    Hundreds of records are read so before one choice: columns are checked, not numbers one by one.
+    Checks whole columns, because choosing a variant for a new problem reads hundreds of records.
     """
     rows = items(parse(record, max_items=lim.MAX_CHOICES), "choices", 1, lim.MAX_CHOICES)
     if set(map(type, rows)) != {list} or set(map(len, rows)) != {_WIDTHS[0]}:  # type: ignore[arg-type]
         rows = [items(row, "choice", *_WIDTHS)[: _WIDTHS[0]] for row in rows]
-    found = [row for row in rows if row[6] is not None]  # type: ignore[index]
-    beside = [row for row in found if row[4] is not None]  # type: ignore[index]
-    log2, variant, _, time_ns, _, _, gpu = zip(*found, strict=True) if found else [()] * 7
-    _, _, _, _, runner_up, runner_up_ns, _ = zip(*beside, strict=True) if beside else [()] * 7
+    measured = [row for row in rows if row[6] is not None]  # type: ignore[index]
+    with_runner_up = [row for row in measured if row[4] is not None]  # type: ignore[index]
+    log2, variant, _, time_ns, _, _, gpu = zip(*measured, strict=True) if measured else [()] * 7
+    _, _, _, _, runner_up, runner_up_ns, _ = zip(*with_runner_up, strict=True) if with_runner_up else [()] * 7
     for column, field, low, high in (
         (log2, "log2 of choice.bucket", 0, lim.MAX_BUCKET_LOG2),
         (variant, "choice.variant", 0, variants - 1),
@@ -203,10 +206,10 @@ def read_timed(record: bytes, variants: int, gpus: int) -> list[list[Any]]:
         if column and (set(map(type, column)) != {int} or min(column) < low or max(column) > high):
             for value in column:
                 integer(value, field, low, high)
-    return found  # type: ignore[return-value]
+    return measured  # type: ignore[return-value]
 
 
-def _place(choice: Choice) -> str:
+def _bucket_and_gpu(choice: Choice) -> str:
     return f"bucket {choice.bucket} of " + ("the cost model" if choice.gpu is None else f"GPU {choice.gpu}")
 
 
@@ -214,10 +217,10 @@ def _choice(row: object, variants: int, gpus: int) -> Choice:
     values = items(row, "choice", *_WIDTHS)
     log2, variant, source, time_ns, runner_up, runner_up_ns, gpu, *more = values
     torch_ns = more[0] if more else None
-    where = SOURCES[integer(source, "choice.source", 0, 1)]
+    kind = SOURCES[integer(source, "choice.source", 0, 1)]
     if (runner_up is None) != (runner_up_ns is None):
         raise Malformed("choice.runner_up and its time must both be there, or neither")
-    if (gpu is None) != (where is Source.MODELLED):
+    if (gpu is None) != (kind is Source.MODELLED):
         raise Malformed(f"choice.gpu is {shown(gpu)}: a measured choice names its GPU, a modelled one has none")
     if len(more) == 1 and torch_ns is None:
         raise Malformed("choice.torch_ns is null at the end of a choice, wanted it left out")
@@ -228,7 +231,7 @@ def _choice(row: object, variants: int, gpus: int) -> Choice:
     return Choice(
         1 << integer(log2, "log2 of choice.bucket", 0, lim.MAX_BUCKET_LOG2),
         integer(variant, "choice.variant", 0, variants - 1),
-        where,
+        kind,
         integer(time_ns, "choice.time_ns", 1, lim.MAX_TIME_NS),
         None if runner_up is None else integer(runner_up, "choice.runner_up", 0, variants - 1),
         None if runner_up_ns is None else integer(runner_up_ns, "choice.runner_up_ns", 1, lim.MAX_TIME_NS),
@@ -257,7 +260,7 @@ def _plan(value: object, variants: int) -> tuple[PlanRow, ...]:
 
 
 def pack_variant(variant: Variant) -> bytes:
-    """A variant's record: all but ``cubin_bytes``, which stands in the index itself."""
+    """Encode a variant's record: all fields but ``cubin_bytes``, which is in the index itself."""
     maps = [
         dict(zip(_TENSOR_MAP, (item.argument, item.element, list(item.box), item.swizzle), strict=True))
         for item in variant.tensor_maps
@@ -287,7 +290,7 @@ def pack_variant(variant: Variant) -> bytes:
 
 
 def read_variant(record: bytes, cubin_bytes: int) -> Variant:
-    """Back from ``pack_variant``."""
+    """Decode the bytes of ``pack_variant``."""
     (
         kernel,
         revision,
@@ -337,24 +340,24 @@ def read_variant(record: bytes, cubin_bytes: int) -> Variant:
 
 
 def pack_kind(op: Op | RowOp, dtype: DType, layout: Layout, fusion: Fusion) -> bytes:
-    """The bytes that the record of every such variant has."""
+    """Return the bytes that the records of all variants of a kind contain."""
     values = op.value, dtype.value, layout.value, fusion.value
     return pack(dict(zip(_KIND[3:7], values, strict=True)))[1:]
 
 
 def read_kind(record: bytes) -> VariantKind:
-    """What kind of problem the variant of this record computes. Reads no more than that needs."""
-    found = begins_with(record, _KIND, max_items=lim.MAX_ARGUMENTS)
-    if found is None:
+    """Decode only the kind of problem that a record's variant computes."""
+    values = begins_with(record, _KIND, max_items=lim.MAX_ARGUMENTS)
+    if values is None:
         raise Malformed(f"variant does not begin with the keys {', '.join(_KIND)}")
-    _, _, _, op, dtype, layout, fusion, _, experts = found
+    _, _, _, op, dtype, layout, fusion, _, experts = values
     return [op, dtype, layout, fusion], integer(experts, "variant.max_experts", 1, lim.MAX_EXPERTS)
 
 
 def check_fits(kinds: Mapping[int, VariantKind], *problems: Problem) -> None:
-    """Raise Malformed unless each of these variants, by their indices, computes one of the problems, by any name."""
-    names = [one for problem in problems for one in (problem, problem.transposed) if one is not None]
-    wanted = [[one.op.value, one.dtype.value, one.layout.value, one.fusion.value] for one in names]
+    """Raise Malformed unless each variant (index -> kind) computes one of the problems, or its transposed form."""
+    names = [name for problem in problems for name in (problem, problem.transposed) if name is not None]
+    wanted = [[name.op.value, name.dtype.value, name.layout.value, name.fusion.value] for name in names]
     for i, (have, experts) in kinds.items():
         if have not in wanted:
             raise Malformed(f"variant {i} is for {shown(have)}")

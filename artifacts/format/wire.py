@@ -1,6 +1,6 @@
-"""The outermost layer of the format: the preamble, msgpack packed and unpacked under limits, checks of plain values.
+"""The lowest layer of the format: the preamble, msgpack under limits, and checks of plain values.
 
-Each check names the field and what it got.
+A failed check names the field, its value and the values that are allowed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Malformed(ValueError):
 
 
 def corrupt(where: str, what: str) -> BundleCorrupt:
-    """The error for a bundle that can't be read."""
+    """Return the error for a bundle that breaks the format."""
     return BundleCorrupt(f"bundle {where!r}: {what}. Copy it again, or rebuild it with `aot build`.")
 
 
@@ -51,15 +51,15 @@ class Preamble(NamedTuple):
 
 
 def pack_preamble(file_bytes: int, index: bytes) -> bytes:
-    """The preamble of a file of ``file_bytes`` bytes with this index."""
+    """Return the preamble of a file of ``file_bytes`` bytes with this index."""
     head = _PREAMBLE.pack(MAGIC, 0xCE, FORMAT, 0xCF, file_bytes, 0xCE, len(index), b"\xc4\x20", b"")[:DIGESTED_BYTES]
     return head + _digest(head, index)
 
 
 def read_preamble(head: bytes, file_bytes: int | None, where: str) -> Preamble:
-    """Check the preamble of a file that is ``file_bytes`` bytes long, None: as long as it says.
+    """Check the preamble of a file that is ``file_bytes`` bytes long; None takes the length from the preamble.
 
-    The digest needs the index: ``check_index``.
+    The digest is checked by ``check_index``, which has the index.
 
     Raises
     ------
@@ -106,7 +106,7 @@ def check_index(head: bytes, preamble: Preamble, index: bytes, where: str) -> No
 
 
 def check_cubin(cubin: bytes, i: int, sha256: bytes, where: str) -> bytes:
-    """``cubin``, if its digest is ``sha256``.
+    """Return ``cubin`` if its digest is ``sha256``.
 
     Raises
     ------
@@ -119,19 +119,19 @@ def check_cubin(cubin: bytes, i: int, sha256: bytes, where: str) -> bytes:
 
 
 def blob_header(cubins_bytes: int) -> bytes:
-    """The msgpack header of the cubins: bin32, whatever their size."""
+    """Return the msgpack header of the cubins: always a bin32."""
     return struct.pack(">BI", 0xC6, cubins_bytes)
 
 
 def pack(value: object, size_bytes: int = 4096) -> bytes:
     """Canonical msgpack: shortest integers and lengths, maps in the order given, str and bin apart."""
-    # the packer's own default, a buffer of 1 MiB, costs more than packing a small record
+    # the packer's default buffer of 1 MiB costs more than packing a small record
     packed: bytes = msgpack.Packer(use_bin_type=True, strict_types=True, buf_size=size_bytes + 64).pack(value)
     return packed
 
 
 def parse(data: bytes, *, max_items: int, max_pairs: int = 64, max_bin_bytes: int = 64) -> object:
-    """The value of one msgpack object: lists, dicts, str, bytes, int, bool, None or float, within limits.
+    """Parse one msgpack object under limits: list, dict, str, bytes, int, bool, None or float.
 
     Raises
     ------
@@ -154,7 +154,7 @@ def parse(data: bytes, *, max_items: int, max_pairs: int = 64, max_bin_bytes: in
 
 
 def begins_with(data: bytes, names: Sequence[str], *, max_items: int) -> list[object] | None:
-    """The values of the first fields of the map that ``data`` begins with, if they have these names; else None."""
+    """Parse the first fields of the map that ``data`` begins with; None unless they have these names."""
     reader = msgpack.Unpacker(
         max_buffer_size=max(1, len(data)),
         raw=False,
@@ -165,7 +165,7 @@ def begins_with(data: bytes, names: Sequence[str], *, max_items: int) -> list[ob
         max_bin_len=64,
         max_ext_len=0,
     )
-    found = []
+    values = []
     try:
         reader.feed(data)
         if reader.read_map_header() < len(names):
@@ -173,19 +173,19 @@ def begins_with(data: bytes, names: Sequence[str], *, max_items: int) -> list[ob
         for name in names:
             if reader.unpack() != name:
                 return None
-            found.append(reader.unpack())
+            values.append(reader.unpack())
     except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException):
         return None
-    return found
+    return values
 
 
 def unpack(data: bytes, *, max_items: int) -> object:
-    """As ``parse``, for canonical msgpack only: no duplicate keys, no long forms.
+    """Parse one msgpack object, which must be canonical: no duplicate keys, no long forms.
 
     Raises
     ------
     Malformed
-        for anything that ``pack`` would not have written.
+        for bytes that ``pack`` would not write.
     """
     value = parse(data, max_items=max_items)
     try:
@@ -212,7 +212,7 @@ def _formats() -> str:
 
 
 def integer(value: object, what: str, low: int, high: int) -> int:
-    """``value``, if it is an int (never a bool) from ``low`` to ``high``."""
+    """Return ``value`` if it is an int, not a bool, from ``low`` to ``high``; else raise Malformed."""
     if type(value) is not int:
         raise Malformed(f"{what} is {shown(value)}, wanted an integer")
     if not low <= value <= high:
@@ -221,7 +221,7 @@ def integer(value: object, what: str, low: int, high: int) -> int:
 
 
 def items(value: object, what: str, low: int, high: int) -> list[object]:
-    """``value``, if it is a list of ``low`` to ``high`` items."""
+    """Return ``value`` if it is a list of ``low`` to ``high`` items; else raise Malformed."""
     if type(value) is not list:
         raise Malformed(f"{what} is {shown(value)}, wanted an array")
     if not low <= len(value) <= high:
@@ -230,7 +230,7 @@ def items(value: object, what: str, low: int, high: int) -> list[object]:
 
 
 def fields(value: object, what: str, names: tuple[str, ...]) -> tuple[object, ...]:
-    """The values of a map that has exactly these keys in this order."""
+    """Return the values of a map that has exactly these keys in this order; else raise Malformed."""
     if type(value) is not dict:
         raise Malformed(f"{what} is {shown(value)}, wanted a map")
     if tuple(value) != names:
@@ -239,27 +239,27 @@ def fields(value: object, what: str, names: tuple[str, ...]) -> tuple[object, ..
 
 
 def name(value: object, what: str, allowed: Callable[[str], bool] = is_identifier) -> str:
-    """``value``, if it is a str that ``allowed`` allows."""
+    """Return ``value`` if it is a str for which ``allowed`` is true; else raise Malformed."""
     if type(value) is not str or not allowed(value):
         raise Malformed(f"{what} is {shown(value)}, which is no allowed name")
     return value
 
 
 def digest(value: object, what: str) -> bytes:
-    """``value``, if it is 32 bytes."""
+    """Return ``value`` if it is 32 bytes; else raise Malformed."""
     if type(value) is not bytes or len(value) != 32:
         raise Malformed(f"{what} is {shown(value)}, wanted the 32 bytes of a sha256")
     return value
 
 
 def pick(value: object, what: str, table: Mapping[str, V]) -> V:
-    """What ``table`` has for ``value``."""
+    """Return ``table[value]``; raise Malformed if ``value`` is not a key."""
     if type(value) is not str or value not in table:
         raise Malformed(f"{what} is {shown(value)}, wanted one of {', '.join(table)}")
     return table[value]
 
 
 def shown(value: object) -> str:
-    """``value`` for a message, cut to 60 characters."""
+    """Return ``repr(value)`` cut to 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,1 +1,1 @@
-"""The nouns that every layer shares, as named tuples. Uses only the standard library and limits."""
+"""Named tuples and enums that all layers share: Problem, Variant, Choice, ... Uses only the standard library."""

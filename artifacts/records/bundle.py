@@ -1,4 +1,7 @@
-"""What a bundle holds: variants, the choices among them, and what they were made of and for."""
+"""The records of a bundle: variants (compiled kernels), choices among them, and the GPUs and models they are for.
+
+A lookup goes problem -> choices, one for each bucket of M and GPU -> variant -> cubin.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +15,21 @@ from .target import Gpu, Target
 
 _HELD_AGAINST = "held_against="
 _HELD_DIGITS = 16
-_MOST_HELD = 10  # a text has at most 200 characters
+_MOST_HELD = 10  # digests: an option has at most 200 characters
 
 
 class Source(enum.Enum):
-    """Where a choice comes from. A modelled choice is never called tuned."""
+    """Whether a choice was measured on a GPU or computed by the cost model. A modelled choice is never called tuned."""
 
     MEASURED = "measured"
     MODELLED = "modelled"
 
 
 class TensorMap(NamedTuple):
-    """How the host encodes one TMA descriptor argument (CUDA driver API, cuTensorMapEncodeTiled).
+    """A TMA descriptor argument's encoding by the host (CUDA driver API, cuTensorMapEncodeTiled).
 
-    ``box`` is in elements, outermost dimension first, as in the kernel's source;
-    ``element`` and ``swizzle`` are values of CUtensorMapDataType and CUtensorMapSwizzle.
+    ``box`` is in elements, outermost dimension first, like in the kernel's source. ``element`` and ``swizzle`` are
+    values of CUtensorMapDataType and CUtensorMapSwizzle.
     """
 
     argument: str
@@ -36,13 +39,12 @@ class TensorMap(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """One cubin, and all that is needed to choose, load and launch it.
+    """A compiled kernel's record: all facts needed to choose, load and launch its cubin.
 
-    It is agnostic of shape: N, K, E, M and the strides are arguments. ``alignment`` is what the
-    kernel assumes, in bytes, of every pointer, row stride and row length (16, or 1 for nothing);
-    ``max_experts`` is the largest E. ``arguments`` are (name, kind) in the kernel's order, kind one
-    of ``ptr i32 i64 desc2 desc3 desc4 desc5``; the launch ABI number ``abi`` fixes what the names mean.
-    That of a ``RowOp`` is named by no choice: it runs whatever its dtype and alignment fit.
+    A cubin serves all shapes: E, M, N, K and the strides are arguments. ``alignment``, 16 or 1 byte, is assumed of all
+    pointers, row strides and row lengths. ``max_experts`` is the largest E. ``arguments`` are (name, kind) in the
+    kernel's order, a kind being ``ptr i32 i64 desc2 desc3 desc4 desc5``; ``abi``, the launch ABI number, defines the
+    names' meanings. No choice names a variant of a ``RowOp``: it runs all calls that fit its dtype and alignment.
     """
 
     kernel: str
@@ -68,10 +70,10 @@ class Variant(NamedTuple):
 
 
 class Way(enum.IntEnum):
-    """How a call can run a cell other than by the choice's variant alone; the value is what a bundle stores."""
+    """A way to run a call other than by the choice's own variant. A bundle stores the member's value."""
 
     ROWS_FIRST = 0  # a row kernel gathers the rows of x, then a variant without a gather multiplies them
-    ROWS_FIRST_BY_INDEX = 1  # likewise, for calls that also scatter, weigh or add a bias: the variant stores by index
+    ROWS_FIRST_BY_INDEX = 1  # ROWS_FIRST for calls that also scatter, weigh or add a bias: the variant stores by index
     FUSED_SILU = 2  # a variant with silu in its epilogue runs the product and the activation
     QUANTISED_X = 3  # x is quantised, and a variant multiplies codes by codes
 
@@ -82,19 +84,20 @@ class Way(enum.IntEnum):
             dtype = problem.dtype.with_x_quantised
             return () if dtype is None else (problem._replace(dtype=dtype),)
         if self is Way.FUSED_SILU:
-            names = [one for one in (problem, problem.transposed) if one is not None and one.op is Op.FORWARD]
+            names = [name for name in (problem, problem.transposed) if name is not None and name.op is Op.FORWARD]
             kept = {Fusion.NONE: (Fusion.NONE,), Fusion.GATHER: (Fusion.GATHER, Fusion.NONE)}.get(problem.fusion, ())
-            return tuple(one._replace(fusion=left | Fusion.SILU, top_k=0) for one in names for left in kept)
+            return tuple(name._replace(fusion=fusion | Fusion.SILU, top_k=0) for name in names for fusion in kept)
         if problem.fusion != Fusion.GATHER:
             return ()
         return (bare,) if self is Way.ROWS_FIRST else (bare._replace(fusion=Fusion.SCATTER),)
 
 
 class PlanRow(NamedTuple):
-    """A line of a choice's plan: from ``top_k`` on, the calls of a way run ``variant``; None: the choice's own.
+    """A line of a choice's plan: calls of ``way`` with this ``top_k`` or more run ``variant``; None: the choice's own.
 
-    ``top_k`` sorted rows read each row of x; it is 0 for rows that no row kernel can gather. With ``checks`` the row is
-    for calls whose index has to be brought into range first. A way without such rows has the others for all calls.
+    ``top_k`` is the number of sorted rows that read each row of x, 0 if no row kernel can gather them. ``checks``: the
+    line is for calls whose index must be brought into range first. If a way has no such line, its other lines are for
+    these calls, too.
     """
 
     way: Way
@@ -108,13 +111,14 @@ class PlanRow(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """(problem, bucket, GPU) -> variant. ``bucket`` is a power of two, for the M that are nearest to it.
+    """The variant chosen for a problem, a bucket of M and a GPU.
 
-    ``time_ns`` is the median measured on ``gpu`` (an index into the bundle's GPUs), of some forms brought to the plain
-    product's clock, or the cost model's estimate where ``source`` is modelled (``gpu`` is then None). A bundle may have
-    a choice of each of its GPUs for one problem and bucket. ``torch_ns`` is the time of torch's grouped_mm, if that was
-    measured and is faster than the variant by more than noise: torch then runs the cell on this GPU. ``plan`` is the
-    rest of the decision, ascending: what runs instead of the variant, for which calls.
+    - ``bucket``: a power of two; the choice is for the M that are nearest to it.
+    - ``time_ns``: median time on the GPU, or the cost model's estimate if ``source`` is modelled. Some fusions' times
+      are scaled to be comparable with the plain product's.
+    - ``gpu``: index into the bundle's GPUs, None if modelled. Each GPU may have its own choice for a bucket.
+    - ``torch_ns``: time of torch's grouped_mm, if it is faster by more than noise: torch then runs this cell.
+    - ``plan``: the variants that run certain calls instead of ``variant``, ascending.
     """
 
     bucket: int
@@ -129,21 +133,21 @@ class Choice(NamedTuple):
 
     @property
     def sort_key(self) -> tuple[int, int]:
-        """The one order of a problem's choices, which tells them apart: by bucket, then the modelled one, then GPUs."""
+        """The order of a problem's choices: by bucket, then the modelled choice, then GPUs. No two are equal."""
         return (self.bucket, -1 if self.gpu is None else self.gpu)
 
     def measured_on(self, gpus: Sequence[Gpu]) -> Gpu | None:
-        """The one of the bundle's GPUs that it was measured on; None of a modelled one."""
+        """The GPU of ``gpus`` that the choice was measured on, None if it is modelled."""
         return None if self.gpu is None else gpus[self.gpu]
 
     def variants(self) -> list[int]:
-        """Every variant that the choice names: its own, its runner-up, those of its plan."""
+        """The indices of all variants that the choice names: its own, its runner-up's, those in its plan."""
         named = (self.variant, self.runner_up, *(row.variant for row in self.plan))
         return [index for index in named if index is not None]
 
 
 def planned(plan: Sequence[PlanRow], way: Way, top_k: int, *, checks: bool) -> int | None:
-    """The variant that a plan has for a call of a way; None if the choice's own variant runs it."""
+    """Return the variant that a plan names for a call of a way; None if the choice's own variant runs the call."""
     rows = [row for row in plan if row.way is way]
     if checks and any(row.checks for row in rows):
         rows = [row for row in rows if row.checks]
@@ -153,7 +157,7 @@ def planned(plan: Sequence[PlanRow], way: Way, top_k: int, *, checks: bool) -> i
 
 
 class Timed(NamedTuple):
-    """A measured choice as its record has it: variants and the GPU are indices, ``source`` is 1."""
+    """A measured choice with the plain values of its record: variants and the GPU are indices, ``source`` is 1."""
 
     log2_bucket: int
     variant: int
@@ -165,7 +169,7 @@ class Timed(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """A kernel whose variants a bundle holds: its revision and the sha256 of its source text."""
+    """A kernel whose variants a bundle holds: its revision and the digest of its source."""
 
     name: str
     revision: int
@@ -173,11 +177,11 @@ class Kernel(NamedTuple):
 
 
 class Producer(NamedTuple):
-    """What made a bundle: versions, and the compile options that every variant shares.
+    """The versions that built a bundle, and the compile options that all its variants share.
 
-    One option is none of the compiler's: ``held_against=`` and the first digits of the digests of the bundles that ran
-    before, on the GPU where this one was measured, or whose measured choices it took over. Such a bundle has a say in
-    the cells of its measured choices alone.
+    The option ``held_against=`` is not the compiler's. It has the first digits of baseline bundles' digests: of bundles
+    in use on the GPU when this bundle was measured, or whose measured choices it took over. A bundle with baselines is
+    used only for the cells that it measured.
     """
 
     pretuned: str
@@ -187,26 +191,26 @@ class Producer(NamedTuple):
 
     @property
     def compile_options(self) -> tuple[str, ...]:
-        """The compiler's."""
-        return tuple(one for one in self.options if not one.startswith(_HELD_AGAINST))
+        """The options of the compiler."""
+        return tuple(option for option in self.options if not option.startswith(_HELD_AGAINST))
 
     @property
     def held_against(self) -> tuple[str, ...]:
-        """The bundles that ran before, ascending."""
-        found = (one.removeprefix(_HELD_AGAINST) for one in self.options if one.startswith(_HELD_AGAINST))
-        return tuple(sorted(digits for one in found for digits in one.split(",")))
+        """The first digits of the baseline bundles' digests, ascending."""
+        lists = (option.removeprefix(_HELD_AGAINST) for option in self.options if option.startswith(_HELD_AGAINST))
+        return tuple(sorted(digits for text in lists for digits in text.split(",")))
 
     def with_held_against(self, digests: Iterable[str]) -> Producer:
-        """The same, held against these bundles; of very many the first are told."""
-        kept = sorted({digest[:_HELD_DIGITS] for digest in digests})[:_MOST_HELD]
-        told = (f"{_HELD_AGAINST}{','.join(kept)}",) if kept else ()
-        return self._replace(options=(*self.compile_options, *told))
+        """Return a copy with these baseline bundles; at most ten are recorded."""
+        recorded = sorted({digest[:_HELD_DIGITS] for digest in digests})[:_MOST_HELD]
+        option = (f"{_HELD_AGAINST}{','.join(recorded)}",) if recorded else ()
+        return self._replace(options=(*self.compile_options, *option))
 
 
 class Model(NamedTuple):
-    """A model (one sharding of it) that a bundle was built for, and its problems.
+    """A model in one sharding that a bundle was built for, and its problems.
 
-    ``top_k`` experts see each token, shared ones that are fused included: T tokens make at most T * top_k rows.
+    ``top_k`` is the number of experts of a token, fused shared experts included: T tokens give at most T * top_k rows.
     """
 
     name: str
@@ -218,10 +222,10 @@ class Model(NamedTuple):
 
 
 class Bundle(NamedTuple):
-    """A whole bundle in memory: what the builder writes and ``verify`` reads.
+    """A whole bundle in memory. The builder writes it, ``aot verify`` reads it.
 
-    ``cubins[i]`` are the bytes of ``variants[i]``. ``min_driver`` is the least CUDA driver
-    version, as cuDriverGetVersion counts (12080 is 12.8).
+    ``cubins[i]`` are the bytes of ``variants[i]``. ``min_driver`` is the least CUDA driver version, in
+    cuDriverGetVersion's numbers: 12080 is 12.8.
     """
 
     target: Target

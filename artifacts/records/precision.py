@@ -1,7 +1,7 @@
-"""What x, w, y and the sums of a product are made of: plain element types, and quantised ones with their scales.
+"""Element types of x, w and y: plain dtypes, and quantised formats with their scales.
 
-``DType`` is what a problem says, one word for all operands. ``PRECISIONS`` has a row for each of its words and for each
-quantised format, where x and w differ: the one place that says how many bits, which scale and which arithmetic.
+A problem has a ``DType``, one word for all operands. ``PRECISIONS`` maps that word to the types of x, w and y, their
+bits and scales, and the arithmetic: ``DType.MXFP4.precision.w`` is e2m1 of 4 bits with an e8m0 scale for 32 elements.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from ..tuples import NamedTuple
 
 
 class DType(enum.Enum):
-    """What a problem says of its operands: a name of ``PRECISIONS``.
+    """The dtype of a problem's operands: a name in ``PRECISIONS``.
 
-    Of the first four all operands are of one type; ``TF32`` is fp32 in memory, multiplied in tf32. Of the others w is
-    quantised, y is bf16, and x is, too, before it is quantised for ``FP8_BLOCK`` and ``FP8_CHANNEL``: of these there
-    are only the formats that a kernel multiplies.
+    With the first four, x, w and y have one type; ``TF32`` is fp32 in memory, multiplied in tf32. With the others w is
+    quantised, x and y are bf16, and ``FP8_BLOCK`` and ``FP8_CHANNEL`` quantise x before they multiply. Only formats
+    with a kernel are members.
     """
 
     BF16 = "bf16"
@@ -37,16 +37,16 @@ class DType(enum.Enum):
     FP8_CHANNEL = "fp8_channel"
     FP8_CHANNEL_A16 = "fp8_channel_a16"
 
-    __hash__ = object.__hash__  # as of Op
+    __hash__ = object.__hash__  # see Op
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element of x as a call has it, and of y."""
+        """Bytes of an element of a call's x, and of y."""
         return 4 if self in (DType.FP32, DType.TF32) else 2
 
     @property
     def precision(self) -> Precision:
-        """What each operand is made of."""
+        """The types of x, w and y."""
         return PRECISIONS[self.value]
 
     @property
@@ -56,26 +56,26 @@ class DType(enum.Enum):
 
     @property
     def quantises_x(self) -> bool:
-        """Whether products read x as codes with scales, too."""
+        """Whether products read x as quantised codes with scales."""
         return self.precision.x.scale is not None
 
     @property
     def with_x_quantised(self) -> DType | None:
-        """The dtype of products that quantise x for the weights of this one, which leaves x as it is; or None."""
-        found = _DTYPES.get(self.value.removesuffix("_a16"))
-        return found if found is not None and found is not self and found.quantises_x else None
+        """The dtype with the same weights and quantised x, for a dtype that keeps x in bf16; None if there is none."""
+        dtype = _DTYPES.get(self.value.removesuffix("_a16"))
+        return dtype if dtype is not None and dtype is not self and dtype.quantises_x else None
 
 
 PLAIN_DTYPES = frozenset((DType.BF16, DType.FP16, DType.FP32, DType.TF32))
-_DTYPES = {one.value: one for one in DType}
+_DTYPES = {dtype.value: dtype for dtype in DType}
 _SCALE_BITS = {"fp32": 32, "bf16": 16, "e8m0": 8, "e4m3": 8}
 
 
 class Scale(NamedTuple):
-    """One number of type ``name`` for each block of ``rows`` x ``columns`` elements; 0 stands for all there are.
+    """A scale of type ``name`` for each block of ``rows`` x ``columns`` elements; 0 means all rows or columns.
 
-    ``name`` is ``fp32``, ``bf16``, ``e8m0`` (2**(code - 127), 255 is NaN) or ``e4m3``. ``zero_bits``: of the zero point
-    beside each scale, 0 where there is none. ``outer``: a scale of the scales.
+    ``name`` is ``fp32``, ``bf16``, ``e8m0`` (2**(code - 127), 255 is NaN) or ``e4m3``. ``zero_bits`` are the bits of
+    the zero point of each block, 0 without zero points. ``outer`` is a scale of the scales.
     """
 
     name: str
@@ -92,10 +92,10 @@ class Scale(NamedTuple):
 
 
 class Elements(NamedTuple):
-    """How an operand lies in memory: ``bits`` an element of type ``name``, and a scale where it is quantised.
+    """An operand's element type ``name``, bits of an element, and scale if it is quantised.
 
     ``name`` is ``bf16``, ``fp16``, ``fp32``, ``e4m3`` (float8_e4m3fn), ``e2m1`` (0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign)
-    or ``int4`` (0 to 15, less the zero point, which is 8 where none is told).
+    or ``int4`` (0 to 15, minus the zero point; 8 if the format has no zero points).
     """
 
     name: str
@@ -109,7 +109,7 @@ class Elements(NamedTuple):
 
 
 class Precision(NamedTuple):
-    """What the operands of y = x @ w.T are made of, and ``math``, the arithmetic whose rate of the GPU counts."""
+    """Types of the operands of y = x @ w.T. ``math`` names the arithmetic whose peak rate limits the product."""
 
     name: str
     x: Elements
@@ -132,10 +132,10 @@ _E4M3, _E2M1, _INT4 = Elements("e4m3", 8), Elements("e2m1", 4), Elements("int4",
 
 
 def dtypes_of(format: str) -> tuple[DType, ...]:
-    """What problems with weights of a format can be of, by its name in ``PRECISIONS``; none where no kernel is for it.
+    """Return the dtypes of problems with weights of a format, () if no kernel supports it.
 
-    Where the format's checkpoints have x quantised, too, products that leave it as it is are nearer to what it stands
-    for, and faster for few rows: both are among these.
+    fp8_block gives FP8_BLOCK, which quantises x like its checkpoints ask, and FP8_BLOCK_A16, which keeps x in bf16:
+    that is more exact, and faster for few rows.
     """
     return tuple(_DTYPES[name] for name in (format, f"{format}_a16") if name in _DTYPES)
 
@@ -147,10 +147,10 @@ def _scaled(elements: Elements, name: str, rows: int, columns: int, **more: int 
 _BLOCK, _CHANNEL = _scaled(_E4M3, "fp32", 128, 128), _scaled(_E4M3, "fp32", 1, 0)
 _NVFP4 = _scaled(_E2M1, "e4m3", 1, 16, outer=Scale("fp32", 0, 0))
 
-# A name without a word for x is what the format's checkpoints say; "_a16" keeps x in bf16 where they would quantise it.
+# "_a16" keeps x in bf16 for formats whose checkpoints ask to quantise it.
 PRECISIONS: dict[str, Precision] = {
-    one.name: one
-    for one in (
+    precision.name: precision
+    for precision in (
         Precision("bf16", _BF16, _BF16, _BF16, "bf16"),
         Precision("fp16", _FP16, _FP16, _FP16, "fp16"),
         Precision("fp32", _FP32, _FP32, _FP32, "fp32"),

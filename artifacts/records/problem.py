@@ -1,6 +1,6 @@
-"""A problem is what is computed, but for M: its op, precision, shape and form. Buckets are ranges of M.
+"""Problems: a grouped GEMM's op, dtype, shape and fusion without its number of rows M. Buckets are ranges of M.
 
-Letters, everywhere: E experts, M rows, N output columns, K reduction, T tokens, k = top_k.
+Letters in all modules: E experts, M rows, N output columns, K reduction, T tokens, k = top_k.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ class Op(enum.Enum):
     DX = "dX"
     DW = "dW"
 
-    __hash__ = object.__hash__  # of a member there is one object; enum's own is slow, and problems are keys everywhere
+    __hash__ = object.__hash__  # members are singletons; enum's own hash is slow, and problems are keys everywhere
 
 
 class RowOp(enum.Enum):
-    """One of the passes over rows around the grouped GEMMs: no product, any number of rows and columns.
+    """A row kernel of an MoE layer: it works on any number of rows and columns around the grouped GEMMs.
 
     - ``GATHER``: out[i] = x[token of row i]
-    - ``QUANTIZE``: the same or every row of x, as codes of e4m3 with a scale for each 128 columns
-    - ``QUANTIZE_ROWS``: the same with a scale for each row
+    - ``QUANTIZE``: all or gathered rows of x as e4m3 codes, with a scale for each 128 columns
+    - ``QUANTIZE_ROWS``: all or gathered rows of x as e4m3 codes, with a scale for each row
     - ``ACTIVATION``: a[i] = act(h[i])
-    - ``ACTIVATION_CODES``: the same as codes, as of QUANTIZE
-    - ``ACTIVATION_ROW_CODES``: the same as codes, as of QUANTIZE_ROWS
-    - ``ACTIVATION_GRAD``: dh of a's gradient, and what the routing weights take part in
+    - ``ACTIVATION_CODES``: ACTIVATION, then QUANTIZE
+    - ``ACTIVATION_ROW_CODES``: ACTIVATION, then QUANTIZE_ROWS
+    - ``ACTIVATION_GRAD``: dh from the gradient of a, and the routing weights' gradient
     - ``COMBINE``: out[t] = sum over the slots s of token t of y[t, s]
-    - ``CLEAR``: y[r] = 0 for the rows r that no index names; of no dtype, its record says fp32
-    - ``SORT_SLOTS``: the slots of all tokens in the order of their experts; of no dtype, its record says fp32
+    - ``CLEAR``: y[r] = 0 for the rows r that no index names; for any dtype, its record says fp32
+    - ``SORT_SLOTS``: sort the slots of all tokens by expert; it has no dtype, its record says fp32
     """
 
     GATHER = "gather"
@@ -54,10 +54,10 @@ class RowOp(enum.Enum):
 
 
 class Layout(enum.Enum):
-    """How w lies in memory: ``NK`` is [E, N, K] with K contiguous, ``KN`` is [E, K, N] with N contiguous.
+    """The memory layout of w: ``NK`` is [E, N, K] with K contiguous, ``KN`` is [E, K, N] with N contiguous.
 
-    Of quantised weights ``STORED`` is [E, N, K] with the codes in the checkpoint's own order, and ``NK`` in the one
-    that they are put into for the kernels of 9.0 (runtime/weights/order.py); there is no ``KN``.
+    Quantised weights are [E, N, K]. ``STORED`` is the checkpoint's order of codes; ``NK`` are prepared weights, in the
+    order that the kernels for H100/H200 (sm_90) read (runtime/weights/order.py). There is no ``KN``.
     """
 
     NK = "nk"
@@ -71,24 +71,23 @@ PLAIN_LAYOUTS = (Layout.NK, Layout.KN)  # of w that is not quantised
 
 
 class Fusion(enum.Flag):
-    """What a kernel does beside the product; the value is what a bundle stores."""
+    """Work that a kernel does in addition to the product. A bundle stores the flags' value."""
 
     NONE = 0
     GATHER = 1  # x is [T, K]; a row index picks each row on load
     SCATTER = 2  # y's rows are stored at a row index
     WEIGHT = 4  # each row of y is multiplied by its routing weight
     BIAS = 8  # bias[g] of [E, N] is added to each row
-    SILU = 16  # y is [M, N/2]: silu(gate) * up, the product's left and right half of columns
-    LOW_RANK = 32  # u[m] @ b[g].T is added to each row, u [M, r] and b [E, N, r]: of r columns, an adapter's
+    SILU = 16  # y is [M, N/2]: silu(gate) * up of the product's left and right half of columns
+    LOW_RANK = 32  # a LoRA adapter of rank r: u[m] @ b[g].T is added to each row, u [M, r] and b [E, N, r]
 
     __hash__ = object.__hash__
 
 
 class Problem(NamedTuple):
-    """What is computed, but for M: the key of a bundle's choices.
+    """A grouped GEMM without its number of rows M: the key of a bundle's choices.
 
-    N and K are those of the weight, whatever the op: w is E matrices of N x K (``Layout.NK``).
-    ``top_k`` is 0 unless a fusion needs it.
+    N and K are the weight's for all ops: w is E matrices of N x K. ``top_k`` is 0 unless a fusion needs it.
     """
 
     op: Op
@@ -102,11 +101,10 @@ class Problem(NamedTuple):
 
     @property
     def transposed(self) -> Problem | None:
-        """The same product by its other name, which the same code computes; None where there is none.
+        """The equal problem of the other op and layout, which the same kernels compute; None if there is none.
 
-        A forward of w [E, K, N] and dX of a w [E, N, K] multiply by the same memory, N of the one being K of the other;
-        so do a forward of [E, N, K] and dX of [E, K, N]. dW has no other name, nor has what is of the forward alone
-        (``Fusion.SILU``), or has quantised weights.
+        forward with w [E, N, K] equals dX with w [E, K, N], and forward with w [E, K, N] equals dX with w [E, N, K]:
+        the memory is the same, N and K swap their names. dW, ``Fusion.SILU`` and quantised weights have no such pair.
         """
         if self.op is Op.DW or Fusion.SILU in self.fusion or self.dtype.quantised:
             return None
@@ -116,12 +114,12 @@ class Problem(NamedTuple):
 
     @property
     def canonical(self) -> Problem:
-        """The name that has w as [E, N, K], of the two where there are two."""
+        """The problem, or its ``transposed`` if that is the one with w as [E, N, K]."""
         return (self.transposed or self) if self.layout is Layout.KN else self
 
     @property
     def sort_key(self) -> tuple[str, str, int, int, int, str, int, int]:
-        """The one order of problems: in a bundle, a plan, a table."""
+        """The order of problems in bundles and tables."""
         return (
             self.op.value,
             self.dtype.value,
@@ -143,15 +141,15 @@ class Problem(NamedTuple):
 
 
 def bucket_of(M: int) -> int:
-    """The bucket that M rows fall in: the power of two that M is nearest to, by their ratio (1 for M <= 1).
+    """Return the bucket of M rows: the power of two with the ratio nearest to 1; 1 for M <= 1.
 
-    What is best changes with M's logarithm: of the next larger one's choice the half would be made for twice as many
-    rows, of the nearest one's none for more than sqrt 2 times.
+    The best kernel depends on M's logarithm. With the nearest power of two, M differs from its bucket by at most
+    sqrt(2); with the next larger power it would differ by up to 2.
     """
     return 1 << (M * M).bit_length() // 2  # 2 log2 M, rounded down, and halved: runtime/api/grouped_gemm.py has it, too
 
 
 def buckets_between(least: int, most: int) -> tuple[int, ...]:
-    """Every bucket from that of ``least`` rows to that of ``most``, ascending."""
+    """Return all buckets from that of ``least`` rows to that of ``most`` rows, ascending."""
     first, last = bucket_of(least), bucket_of(most)
     return tuple(1 << power for power in range(first.bit_length() - 1, last.bit_length()))

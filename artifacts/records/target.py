@@ -1,4 +1,4 @@
-"""Where code runs: the capability that it was compiled for, and a GPU."""
+"""The capability that code was compiled for, and GPUs: those of measured times, and the one in this machine."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ _TEGRA = 87
 
 
 class Target(NamedTuple):
-    """The capability a cubin was compiled for.
+    """The capability that a cubin was compiled for. ``sm`` is 10 * major + minor.
 
-    ``sm`` is 10 * major + minor. From 9.0 up Triton compiles for ``sm_90a`` and the like:
-    ``arch_specific`` code, which runs on exactly that capability. Other code also runs on
-    later minor revisions of the same major one; but for Tegra's (Orin, 8.7): its code and that of other
-    GPUs are not compatible (CUDA C++ Programming Guide, Binary Compatibility).
+    From sm_90 on Triton compiles ``arch_specific`` code, e.g. for ``sm_90a``, which runs on exactly that capability.
+    Other code also runs on later minor revisions of its major revision. Tegra (Orin, sm_87) is the exception: its
+    code and that of other GPUs are not compatible (CUDA C++ Programming Guide, Binary Compatibility).
     """
 
     sm: int
@@ -25,14 +24,14 @@ class Target(NamedTuple):
         return f"sm_{self.sm}{'a' if self.arch_specific else ''}"
 
     def runs_on(self, sm: int) -> bool:
-        """Whether a GPU of capability ``sm`` can load this code."""
+        """Return whether a GPU of capability ``sm`` can load this code."""
         if self.arch_specific or _TEGRA in (sm, self.sm):
             return sm == self.sm
         return sm // 10 == self.sm // 10 and sm >= self.sm
 
 
 class Gpu(NamedTuple):
-    """The GPU a time was measured on. The driver is recorded, and is no part of the identity."""
+    """A GPU that times were measured on. The driver is recorded but not compared by ``is_like``."""
 
     name: str
     sm_count: int
@@ -40,26 +39,29 @@ class Gpu(NamedTuple):
     driver: int
 
     def is_like(self, other: Gpu) -> bool:
-        """Whether times of one hold for the other: name, SM count, memory (to 2 %: drivers reserve differently)."""
+        """Return whether times on one GPU hold for the other: equal name and SM count, memory within 2 %.
+
+        Drivers reserve different amounts of memory.
+        """
         near = abs(self.memory_mib - other.memory_mib) * 50 <= max(self.memory_mib, other.memory_mib)
         return (self.name, self.sm_count) == (other.name, other.sm_count) and near
 
 
-def same_gpu(one: Gpu | None, other: Gpu | None) -> bool:
-    """Whether times of one bundle compare: measured on one GPU, or (None) both the cost model's."""
-    return one is other if one is None or other is None else one.is_like(other)
+def same_gpu(a: Gpu | None, b: Gpu | None) -> bool:
+    """Return whether two times can be compared: measured on like GPUs, or both modelled (None)."""
+    return a is b if a is None or b is None else a.is_like(b)
 
 
-def gpus_apart(one: Gpu, other: Gpu) -> float:
-    """How unlike two GPUs of one capability are, in doublings of SMs and of memory."""
-    return abs(math.log2(one.sm_count / other.sm_count)) + abs(math.log2(one.memory_mib / other.memory_mib))
+def gpus_apart(a: Gpu, b: Gpu) -> float:
+    """Return the distance of two GPUs of one capability, in doublings of SMs plus doublings of memory."""
+    return abs(math.log2(a.sm_count / b.sm_count)) + abs(math.log2(a.memory_mib / b.memory_mib))
 
 
 class LocalGpu(NamedTuple):
-    """A GPU that code is to run on. ``sm`` is 10 * major + minor.
+    """A GPU that calls run on. ``sm`` is 10 * major + minor.
 
-    A made-up one stands for a capability where there is no GPU (``explain(..., sm=90)``): its name is
-    empty, so nothing counts as measured on it, and driver 0 means unknown.
+    Without a GPU (``explain(..., sm=90)``) the name is empty, so that no time counts as measured on it, and the driver
+    is 0, which means unknown.
     """
 
     sm: int
@@ -72,5 +74,5 @@ class LocalGpu(NamedTuple):
 
 
 def cuda_version(number: int) -> str:
-    """``12.8`` of 12080, as cuDriverGetVersion counts."""
+    """Return "12.8" for 12080, a version in cuDriverGetVersion's numbers."""
     return f"{number // 1000}.{number % 1000 // 10}"

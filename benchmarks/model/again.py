@@ -1,11 +1,12 @@
-"""What a duel's word is worth: cells that were measured twice, by what their first duel said.
+"""Check how reliable a duel's result is, from cells that were measured twice.
 
     git show ccc6f4a:benchmarks/results/catalogue-h200.journal.xz > before.journal
     python benchmarks/run.py again before.journal benchmarks/results/catalogue-h200.journal.xz
 
-By what the first duel said of the challenger: how many cells, its time over the modelled choice's the second time
-(geometric mean), and in how many it was the faster. Launches of over 10 ms apart: their times are of three rounds.
-A journal beside itself tells of the cells that were looked at once more.
+For each result of the first duel it prints the number of cells, the challenger's time over the modelled choice's in the
+second measurement (geometric mean), and in how many cells the challenger was faster. Launches over 10 ms are listed
+separately: their times are of three rounds. With one journal as both arguments it compares the cells that this journal
+measured twice.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ def said(duel: Rematch) -> str:
 
 
 def second_times(before: Contents, after: Contents) -> Iterator[tuple[bool, str, float]]:
-    """(whether it is a long launch, what the first duel said, challenger / modelled the second time) of each cell."""
-    later = {(one.problem, one.bucket): one for one in after.records if isinstance(one, Measured)}
+    """Yield (launch over 10 ms, first duel's result, challenger / modelled in the second measurement) of each cell."""
+    later = {(record.problem, record.bucket): record for record in after.records if isinstance(record, Measured)}
     for first in before.records:
         if not isinstance(first, Measured) or first.duel is None:
             continue
         second, duel = later.get((first.problem, first.bucket), first), first.duel
-        times = {one.variant: one.time_ns for one in second.timings}
+        times = {timing.variant: timing.time_ns for timing in second.timings}
         if second != first and duel.challenger in times and duel.modelled in times:
-            took = next(one.time_ns for one in first.timings if one.variant == duel.challenger)
+            took = next(timing.time_ns for timing in first.timings if timing.variant == duel.challenger)
             yield took > LONG_NS, said(duel), times[duel.challenger] / times[duel.modelled]
 
 
@@ -45,13 +46,13 @@ def main() -> None:
     parser.add_argument("after", type=Path)
     args = parser.parse_args()
     try:
-        found = list(second_times(read_journal(args.before), read_journal(args.after)))
+        second = list(second_times(read_journal(args.before), read_journal(args.after)))
     except PretunedError as error:
         parser.error(str(error))
-    if not found:
+    if not second:
         parser.error(f"no cell with a duel in {args.before} was measured again in {args.after}")
-    for long, word in sorted({one[:2] for one in found}):
-        ratios = [ratio for *of, ratio in found if of == [long, word]]
+    for long, word in sorted({cell[:2] for cell in second}):
+        ratios = [ratio for *of, ratio in second if of == [long, word]]
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
         print(
             f"{'over 10 ms' if long else 'shorter':11} {word:17} {len(ratios):4} cells: the second time {mean:.3f} "

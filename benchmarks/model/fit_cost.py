@@ -34,16 +34,16 @@ BEGIN, END = "# fitted: begin\n", "# fitted: end\n"
 def cross_validate(cells: Sequence[Cell], begun: Constants, steps: int, seed: int, folds: int = 3) -> Table:
     """Every model judged by constants fitted on models of other folds only."""
     models = list(dict.fromkeys(cell.model for cell in cells))
-    found = []
+    tables = []
     for fold in range(folds):
         left_out = models[fold::folds]
         constants = fit([cell for cell in cells if cell.model not in left_out], begun, steps, seed)
-        found.append(judge([cell for cell in cells if cell.model in left_out], constants))
-        show(f"left out: {', '.join(left_out)}", found[-1])
-    return merged(found)
+        tables.append(judge([cell for cell in cells if cell.model in left_out], constants))
+        show(f"left out: {', '.join(left_out)}", tables[-1])
+    return merged(tables)
 
 
-def source(constants: Constants, sm: int, told: str) -> str:
+def source(constants: Constants, sm: int, comment: str) -> str:
     """The fitted block of kernels/cost/constants.py."""
     rows = []
     family = constants.family(sm)
@@ -54,16 +54,16 @@ def source(constants: Constants, sm: int, told: str) -> str:
         else:
             rows.append(f"    {name}={value!r},")
     shared = [f"_{name.upper()} = {getattr(constants, name)!r}" for name in SHARED]
-    return "\n".join([told, "_HOPPER = ConstantsFamily(", *rows, ")", *shared]) + "\n"
+    return "\n".join([comment, "_HOPPER = ConstantsFamily(", *rows, ")", *shared]) + "\n"
 
 
 def select(cells: Sequence[Cell], constants: Constants) -> dict[str, dict[str, object]]:
-    found = {}
+    summaries = {}
     for op in Op:
         if any(cell.problem.op is op for cell in cells):
-            found[op.value] = selection.summary(cells, op, constants)
-            selection.show(op, found[op.value])
-    return found
+            summaries[op.value] = selection.summary(cells, op, constants)
+            selection.show(op, summaries[op.value])
+    return summaries
 
 
 def with_held(fitted: Constants) -> Constants:

@@ -1,4 +1,4 @@
-"""What specialised kernels gain: the fastest of them against the fastest other one, cell by cell of one sweep.
+"""Compare the fastest warp-specialised kernel with the fastest other kernel in each cell of a sweep.
 
     python benchmarks/run.py kinds benchmarks/results/sweep-h200-*-bf16.json
 

@@ -50,7 +50,7 @@ def here(cells: Cells, candidates: Path, gpus: Sequence[int]) -> Leg:
     """On GPUs of this machine, a worker process each."""
 
     def leg(journal: Path) -> Mapping[str, object]:
-        return told(tune_problems(cells, candidates, journal, budget_s=None, gpus=gpus))
+        return summary(tune_problems(cells, candidates, journal, budget_s=None, gpus=gpus))
 
     return leg
 
@@ -61,12 +61,14 @@ def there(cells: Cells, candidates: Path, executor: str, count: int) -> Leg:
 
     def leg(journal: Path) -> Mapping[str, object]:
         with dask_gpus(executor, candidates) as gpus:
-            found = list(gpus.joined())
+            executors = list(gpus.joined())
             end = time.monotonic() + _START_S
-            while len(found) < count and time.monotonic() < end:
+            while len(executors) < count and time.monotonic() < end:
                 time.sleep(0.1)
-                found += gpus.joined()
-            return told(tune_problems(cells, candidates, journal, budget_s=None, executors=found, joined=gpus.joined))
+                executors += gpus.joined()
+            return summary(
+                tune_problems(cells, candidates, journal, budget_s=None, executors=executors, joined=gpus.joined)
+            )
 
     return leg
 
@@ -100,15 +102,15 @@ def command(models: Path, candidates: Path, executor: str) -> Leg:
     return leg
 
 
-def told(outcome: Outcome) -> Mapping[str, object]:
-    """As ``aot measure --json`` tells it, the seconds not rounded."""
+def summary(outcome: Outcome) -> Mapping[str, object]:
+    """Return the figures of ``aot measure --json`` with seconds that are not rounded."""
     return {**outcome.to_dict(), "seconds": outcome.seconds}
 
 
 @contextlib.contextmanager
 def cluster(count: int, sm: int, folder: Path) -> Iterator[str]:
     """A scheduler and a worker a GPU; the name that ``--executor`` takes."""
-    told, log = folder / "scheduler.json", folder / "dask.log"
+    address_file, log = folder / "scheduler.json", folder / "dask.log"
     processes: list[subprocess.Popen[bytes]] = []
 
     def begin(*words: object, **environment: str) -> None:
@@ -123,13 +125,13 @@ def cluster(count: int, sm: int, folder: Path) -> Iterator[str]:
             )
 
     try:
-        begin("scheduler", "--host", "127.0.0.1", "--port", 0, "--no-dashboard", "--scheduler-file", told)
+        begin("scheduler", "--host", "127.0.0.1", "--port", 0, "--no-dashboard", "--scheduler-file", address_file)
         end, address = time.monotonic() + _START_S, ""
         while not address:
             if processes[0].poll() is not None or time.monotonic() > end:
                 sys.exit(f"the Dask scheduler does not start:\n{log.read_text()[-2000:]}")
             with contextlib.suppress(OSError, ValueError):
-                address = json.loads(told.read_text())["address"]
+                address = json.loads(address_file.read_text())["address"]
             time.sleep(0.1)
         for i in range(count):
             begin(
@@ -179,16 +181,18 @@ def judged(legs: Mapping[str, dict[str, Any]]) -> None:
     for row in legs.values():
         both = {"efficiency": 0.0, "efficiency_with_start": 1.0}
         for name, start in both.items():
-            ideal, taken = (one["seconds"] + start * one["start_s"] for one in (alone, row))
+            ideal, taken = (run["seconds"] + start * run["start_s"] for run in (alone, row))
             row[name] = round(ideal / (row["gpus"] * taken), 3)
 
 
 def modelled_ns(journal: Path) -> dict[object, int]:
     """The modelled choice's time in each cell."""
     return {
-        (one.problem, one.bucket, one.modelled): next(t.time_ns for t in one.timings if t.variant == one.modelled)
-        for one in read_journal(journal).records
-        if isinstance(one, Measured)
+        (record.problem, record.bucket, record.modelled): next(
+            t.time_ns for t in record.timings if t.variant == record.modelled
+        )
+        for record in read_journal(journal).records
+        if isinstance(record, Measured)
     }
 
 

@@ -21,21 +21,21 @@ LIMITS = (1, 2, 4, 6, 8, 12, 16)
 
 def listed(cells: Sequence[Cell], op: Op) -> list[Cell]:
     """The cells of ``op``, cut down to the variants that the search space holds."""
-    found = []
+    reduced = []
     for cell in cells:
         if cell.problem.op is op:
             space = set(candidates(op, cell.problem.dtype, cell.chip.sm))
             kept = [i for i, variant in enumerate(cell.variants) if variant.config in space]
             variants, times = tuple(cell.variants[i] for i in kept), tuple(cell.times_us[i] for i in kept)
-            found.append(dataclasses.replace(cell, variants=variants, times_us=times))
-    return found
+            reduced.append(dataclasses.replace(cell, variants=variants, times_us=times))
+    return reduced
 
 
 def summary(cells: Sequence[Cell], op: Op, constants: Constants) -> dict[str, object]:
-    """What sets of at most so many variants lose, chosen by the times measured, and by the model alone.
+    """Return the losses of small sets of variants, chosen by measured times and by the cost model alone.
 
-    The losses are over the best of the candidates measured in each cell; a variant that the sweep left
-    out of a cell counts as ``MISSING`` times the slowest there.
+    A loss is over the best candidate measured in a cell. A variant that was not measured in a cell counts as
+    ``MISSING`` times the slowest there.
     """
     cells = listed(cells, op)
     variants = sorted({v for cell in cells for v in cell.variants}, key=lambda v: v.config)
@@ -91,17 +91,17 @@ def _loss(logs: Sequence[float]) -> dict[str, float]:
     return {"mean_loss": round(math.expm1(sum(logs) / len(logs)), 4), "max_loss": round(math.expm1(max(logs)), 4)}
 
 
-def show(op: Op, found: dict[str, object]) -> None:
+def show(op: Op, report: dict[str, object]) -> None:
     print(
-        f"\n{op.value}: {found['of_them_measured']} of {found['candidates']} candidates measured"
+        f"\n{op.value}: {report['of_them_measured']} of {report['candidates']} candidates measured"
         f"\n{'at most':>8}{'chosen':>8}{'mean loss':>11}{'max loss':>10}"
     )
-    sets: list[dict[str, float]] = found["sets"]  # type: ignore[assignment]
+    sets: list[dict[str, float]] = report["sets"]  # type: ignore[assignment]
     for row in sets:
         print(f"{row['at_most']:8}{row['chosen']:8}{row['mean_loss']:11.2%}{row['max_loss']:10.1%}")
     four: list[str] = next(row["variants"] for row in sets if row["at_most"] == 4)  # type: ignore[misc]
     print("the four:", "; ".join(four))
-    modelled: dict[str, dict[str, float]] = found["modelled"]  # type: ignore[assignment]
+    modelled: dict[str, dict[str, float]] = report["modelled"]  # type: ignore[assignment]
     best, picked = modelled["best"], modelled["picked"]
     print(
         f"the model's set: {modelled['chosen']}, its best within {best['mean_loss']:.2%} ({best['max_loss']:.1%}), "

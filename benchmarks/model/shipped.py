@@ -1,14 +1,16 @@
-"""What the configs of a bundle lose: each choice against every candidate that a journal has times of.
+"""Compare a bundle's choices with all candidates that were timed in a journal.
 
     python benchmarks/run.py shipped artifacts/bundles/catalogue-sm90.msgpack \\
         benchmarks/results/catalogue-h200.journal.xz
 
-Once as timed, and once beside those alone that are faster than the choice by more than noise, as their duel says, or
-their times. Once more in each record that has the choice, beside the fastest of that very record. How often the fastest
-that ships is near the least estimate. Beside torch: the same choice against grouped_mm, where the journal has it. With
---kinds, what a kind of config gains: the best of that kind against the best of all others, in the cells that have times
-of both. Of a bundle with choices of several GPUs, those of the journal's count, or of the one that --gpu names; with
---models FILE only the choices of these models.
+It prints how much longer the choices take than:
+
+- the fastest candidate by the times, and the fastest that beats the choice by more than noise (duel or times);
+- the fastest candidate of each record that has the choice.
+
+It also prints how often the fastest shipped variant is near the least estimate, and the choices against torch's
+grouped_mm. --kinds compares the best config of a kind with the best of all others. If a bundle has choices for several
+GPUs, those of the journal's GPU count, or of --gpu. --models FILE limits it to choices of these models.
 """
 
 from __future__ import annotations
@@ -50,53 +52,53 @@ KINDS: dict[str, Callable[[Config], bool]] = {
 
 
 def of_gpu(opened: BundleFile, name: str, models: Sequence[str] = ()) -> BundleFile:
-    """The bundle with the choices of one of its GPUs alone and what they use; as it is where it has no other's.
+    """Return the bundle with the choices of one GPU and the variants that they use.
 
-    Of ``models``, where lists are named, alone.
+    ``models`` names lists of models: only their choices stay.
 
     Raises
     ------
     ValueError
-        if several GPUs' choices are there, and none are this one's.
+        if the bundle has several GPUs' choices, but none of this GPU.
     """
     if len(opened.gpus) < 2 and not models:
         return opened
     bundle = opened.load()
-    if len(bundle.gpus) > 1 and name not in {one.name for one in bundle.gpus}:
-        raise ValueError(f"no choice is of {name}, but of {', '.join(one.name for one in bundle.gpus)}: see --gpu")
+    if len(bundle.gpus) > 1 and name not in {gpu.name for gpu in bundle.gpus}:
+        raise ValueError(f"no choice is of {name}, but of {', '.join(gpu.name for gpu in bundle.gpus)}: see --gpu")
     codes = VariantTable([bundle])
     sm = bundle.target.sm
     wanted = planned_on(plan(load_models(models).shapes), (sm,)).buckets if models else None
     claims = {
         problem: [
-            codes.claim(bundle, one)
-            for one in row
-            if (one.gpu is None or len(bundle.gpus) < 2 or bundle.gpus[one.gpu].name == name)
-            and (wanted is None or one.bucket in wanted.get(problem, ()))
+            codes.claim(bundle, choice)
+            for choice in row
+            if (choice.gpu is None or len(bundle.gpus) < 2 or bundle.gpus[choice.gpu].name == name)
+            and (wanted is None or choice.bucket in wanted.get(problem, ()))
         ]
         for problem, row in bundle.choices.items()
     }
     making = Provenance(bundle.target, bundle.min_driver, bundle.producer, bundle.kernels, ())
     unchosen = [place for place in codes.places(bundle) if ships_unchosen(codes[place])]
-    made = assemble(making, codes, {problem: row for problem, row in claims.items() if row}, unchosen)
-    return open_bytes(codec.encode(made), opened.path)
+    reduced = assemble(making, codes, {problem: row for problem, row in claims.items() if row}, unchosen)
+    return open_bytes(codec.encode(reduced), opened.path)
 
 
 def losses(bundle: BundleFile, contents: Contents, *, raw: bool) -> list[tuple[float, float, str]]:
-    """(time over that of the fastest candidate, us, which cell) of each measured choice, the worst first.
+    """Return (time over the fastest candidate's, us, cell) of each measured choice, the worst first.
 
-    ``raw`` takes the times as they are, else those count that are faster by more than noise.
+    With ``raw`` all candidates count, else those that are faster by more than noise.
     """
-    found = (
+    rows = (
         (loss_of(cell, chosen, raw=raw), cell.times_ns[chosen] / 1000, f"{problem} M={bucket}")
         for problem, bucket, cell, chosen in timed(bundle, contents)
     )
-    return sorted(found, reverse=True)
+    return sorted(rows, reverse=True)
 
 
 def timed(bundle: BundleFile, contents: Contents) -> Iterator[tuple[Problem, int, CellTimes, bytes]]:
-    """(problem, bucket, what is known of the cell, the choice's cubin) of each choice that has a time."""
-    cubins = [one.cubin_sha256 for one in bundle.variants()]
+    """Yield (problem, bucket, the cell's times, the choice's cubin) of each choice that has a time."""
+    cubins = [variant.cubin_sha256 for variant in bundle.variants()]
     cells = Timings.of(contents).cells
     for problem in bundle.problems():
         for choice in bundle.find(problem):
@@ -106,39 +108,39 @@ def timed(bundle: BundleFile, contents: Contents) -> Iterator[tuple[Problem, int
 
 
 def losses_by_rows(bundle: BundleFile, contents: Contents) -> list[dict[str, Any]]:
-    """As timed, of each op in all its forms, by rows in all."""
-    found: dict[tuple[str, int], list[float]] = {}
+    """Return the mean and largest loss of each op, for ranges of total rows; all fusions together."""
+    by_rows: dict[tuple[str, int], list[float]] = {}
     for problem, bucket, cell, chosen in timed(bundle, contents):
         most = next((rows for rows in ROWS if bucket <= rows), MAX_DIM)
-        found.setdefault((problem.op.value, most), []).append(loss_of(cell, chosen, raw=True))
+        by_rows.setdefault((problem.op.value, most), []).append(loss_of(cell, chosen, raw=True))
     return [
         {"op": op, "rows_to": most, "choices": len(some), "mean_loss": _mean(some), "most": max(some)}
-        for (op, most), some in sorted(found.items())
+        for (op, most), some in sorted(by_rows.items())
     ]
 
 
 def loss_of(cell: CellTimes, chosen: bytes, *, raw: bool) -> float:
-    """The time of ``chosen`` over that of the fastest, or of the fastest that beats it by more than noise."""
+    """Return the time of ``chosen`` over the fastest candidate's, or without ``raw`` the fastest that beats it."""
     times = cell.times_ns
-    return times[chosen] / min(times[one] for one in times if one == chosen or raw or cell.beats(one, chosen))
+    return times[chosen] / min(times[cubin] for cubin in times if cubin == chosen or raw or cell.beats(cubin, chosen))
 
 
 def losses_in_records(bundle: BundleFile, contents: Contents) -> list[float]:
-    """Time over that of the fastest of the same record, of each choice that was timed, the worst first.
+    """Return each choice's time over the fastest in its record, the worst first.
 
-    Of several records that have it the geometric mean, each as often as it has rounds.
+    If several records have the choice, it is their geometric mean, weighted by rounds.
     """
-    cubins = [one.cubin_sha256 for one in bundle.variants()]
-    found: dict[tuple[Problem, int], list[tuple[dict[bytes, int], int]]] = {}
-    for one in contents.records:
-        if isinstance(one, Measured):
-            times = {timing.variant: timing.time_ns for timing in one.timings}
-            rounds = max(each.rounds for each in one.timings)
-            found.setdefault(cell_of(one.problem, one.bucket), []).append((times, rounds))
+    cubins = [variant.cubin_sha256 for variant in bundle.variants()]
+    records_of: dict[tuple[Problem, int], list[tuple[dict[bytes, int], int]]] = {}
+    for record in contents.records:
+        if isinstance(record, Measured):
+            times = {timing.variant: timing.time_ns for timing in record.timings}
+            rounds = max(timing.rounds for timing in record.timings)
+            records_of.setdefault(cell_of(record.problem, record.bucket), []).append((times, rounds))
     lost = []
     for problem in bundle.problems():
         for choice in bundle.find(problem):
-            chosen, records = cubins[choice.variant], found.get(cell_of(problem, choice.bucket), [])
+            chosen, records = cubins[choice.variant], records_of.get(cell_of(problem, choice.bucket), [])
             logs = [
                 (rounds * math.log(times[chosen] / min(times.values())), rounds)
                 for times, rounds in records
@@ -150,7 +152,7 @@ def losses_in_records(bundle: BundleFile, contents: Contents) -> list[float]:
 
 
 def beside_torch(bundle: BundleFile, contents: Contents) -> list[tuple[float, str]]:
-    """(how many times as fast as grouped_mm, which cell) of each choice that has both, the slowest first."""
+    """Return (grouped_mm's time over the choice's, cell) of each choice that has both times, the slowest first."""
     return sorted(
         (cell.torch_ns / cell.times_ns[chosen], f"{problem} M={bucket}")
         for problem, bucket, cell, chosen in timed(bundle, contents)
@@ -159,7 +161,7 @@ def beside_torch(bundle: BundleFile, contents: Contents) -> list[tuple[float, st
 
 
 def winners_likely(bundle: BundleFile, contents: Contents) -> float:
-    """The part of all cells in which the fastest of what ships is what a look would have timed."""
+    """Return the share of cells in which the second measurement pass would have timed the fastest shipped variant."""
     cells = Timings.of(contents).cells
     problems = {problem: [choice.bucket for choice in bundle.find(problem)] for problem in bundle.problems()}
     ground = TuningSpace.of(problems, bundle, contents.header.gpu, contents.header.sm, SHARE)
@@ -173,14 +175,18 @@ def winners_likely(bundle: BundleFile, contents: Contents) -> float:
 
 
 def report(bundle: BundleFile, contents: Contents) -> dict[str, Any]:
-    """All of it, as JSON has it.
+    """Return all figures for JSON.
 
     Raises
     ------
     ValueError
         if the journal has none of the bundle's cells.
     """
-    configs = {(one.op.value, one.dtype.value, one.config) for one in bundle.variants() if isinstance(one.op, Op)}
+    configs = {
+        (variant.op.value, variant.dtype.value, variant.config)
+        for variant in bundle.variants()
+        if isinstance(variant.op, Op)
+    }
     raw, lost = (losses(bundle, contents, raw=raw) for raw in (True, False))
     if not lost:
         raise ValueError("the journal has no cell of this bundle's choices")
@@ -192,25 +198,26 @@ def report(bundle: BundleFile, contents: Contents) -> dict[str, Any]:
         "as_timed": _summary(raw),
         "beyond_noise": _summary(lost),
         "by_rows": losses_by_rows(bundle, contents),
-        "in_records": {"over_2_percent": sum(one > OVER for one in own), "most": own[0], "mean_loss": _mean(own)},
+        "in_records": {"over_2_percent": sum(loss > OVER for loss in own), "most": own[0], "mean_loss": _mean(own)},
         "winners_likely": winners_likely(bundle, contents),
         "beside_torch": len(torch),
-        "behind_torch_by_over_3_percent": [one for one in torch if one[0] < 0.97],
+        "behind_torch_by_over_3_percent": [cell for cell in torch if cell[0] < 0.97],
     }
 
 
 def kinds(bundle: BundleFile, contents: Contents) -> list[dict[str, Any]]:
-    """A row for each kind, op and range of rows an expert (from a power of two to the next), of plain products.
+    """Return a row for each kind of config, op, and range of rows an expert (a power of two), without fusions.
 
-    ``gain`` is the geometric mean of the time of the best other over that of the best of the kind, ``kept`` the same
-    where it counts as 1 if the other is faster: what a bundle with the kind gains over one without. The variants of a
-    kind are those that ship.
+    ``gain`` is the geometric mean of the best other config's time over the best time of the kind. ``kept`` counts 1 for
+    cells in which the other is faster: the gain of a bundle from having the kind. Only shipped variants count.
     """
     variants = bundle.variants()
     cells = Timings.of(contents).cells
     rows = []
     for kind, belongs in KINDS.items():
-        of_kind = {one.cubin_sha256 for one in variants if isinstance(one.op, Op) and belongs(_config(one))}
+        of_kind = {
+            variant.cubin_sha256 for variant in variants if isinstance(variant.op, Op) and belongs(_config(variant))
+        }
         gains: dict[tuple[str, int], list[float]] = {}
         chosen: Counter[tuple[str, int]] = Counter()
         for problem in bundle.problems():
@@ -221,22 +228,22 @@ def kinds(bundle: BundleFile, contents: Contents) -> list[dict[str, Any]]:
                 chosen[place] += variants[choice.variant].cubin_sha256 in of_kind
                 times = cells[problem, choice.bucket].times_ns
                 own, others = (
-                    [ns for one, ns in times.items() if (one in of_kind) is is_own] for is_own in (True, False)
+                    [ns for cubin, ns in times.items() if (cubin in of_kind) is is_own] for is_own in (True, False)
                 )
                 if own and others:
                     gains.setdefault(place, []).append(min(others) / min(own))
-        for (op, power), found in sorted(gains.items()):
+        for (op, power), ratios in sorted(gains.items()):
             rows.append(
                 {
                     "kind": kind,
                     "op": op,
                     "rows_from": 2.0**power,
-                    "cells": len(found),
+                    "cells": len(ratios),
                     "chosen": chosen[op, power],
-                    "gain": geometric_mean(found),
-                    "least": min(found),
-                    "most": max(found),
-                    "kept": geometric_mean(max(1.0, one) for one in found),
+                    "gain": geometric_mean(ratios),
+                    "least": min(ratios),
+                    "most": max(ratios),
+                    "kept": geometric_mean(max(1.0, ratio) for ratio in ratios),
                 }
             )
     return rows
@@ -275,39 +282,39 @@ def main() -> None:
         contents = read_journal(args.journal)
         with open_bundle(args.bundle) as opened:
             bundle = of_gpu(opened, args.gpu or contents.header.gpu.name, args.models)
-            told = report(bundle, contents)
+            figures = report(bundle, contents)
             by_kind = kinds(bundle, contents) if args.kinds else []
     except (PretunedError, ValueError) as error:
         parser.error(f"{args.bundle}, {args.journal}: {error}")
     if args.json:
-        print(json.dumps(told | ({"kinds": by_kind} if args.kinds else {}), indent=1))
+        print(json.dumps(figures | ({"kinds": by_kind} if args.kinds else {}), indent=1))
         return
     for row in by_kind:
         print(
             "{kind:9} {op:8} from {rows_from:9g} rows: {cells:3} cells, chosen {chosen:3}, gain {gain:.3f} "
             "({least:.3f} to {most:.3f}), with it {kept:.3f}".format_map(row)
         )
-    print(", ".join(f"{count} configs of {name}" for name, count in told["configs"].items()))
-    for name, one in (("as timed", told["as_timed"]), ("by more than noise", told["beyond_noise"])):
+    print(", ".join(f"{count} configs of {name}" for name, count in figures["configs"].items()))
+    for name, losses in (("as timed", figures["as_timed"]), ("by more than noise", figures["beyond_noise"])):
         print(
-            f"{told['choices']} choices, {name}: {one['over_2_percent']} take over 2 % more than the fastest, "
-            f"{one['of_which_over_10_ms']} of them over 10 ms, the mean loss is {one['mean_loss']:.2%}"
+            f"{figures['choices']} choices, {name}: {losses['over_2_percent']} take over 2 % more than the fastest, "
+            f"{losses['of_which_over_10_ms']} of them over 10 ms, the mean loss is {losses['mean_loss']:.2%}"
         )
-        for loss, us, cell in one["worst"]:
+        for loss, us, cell in losses["worst"]:
             print(f"  {loss:.3f} {us:8.0f} us {cell}")
-    for row in told["by_rows"]:
+    for row in figures["by_rows"]:
         rows = f"up to {row['rows_to']}" if row["rows_to"] in ROWS else f"over {ROWS[-1]}"
         print(
             f"{row['op']:8} {rows:>10} rows: {row['choices']:4} choices, as timed the mean loss is "
             f"{row['mean_loss']:.1%}, {row['most'] - 1:.0%} at most"
         )
-    own = told["in_records"]
+    own = figures["in_records"]
     print(
         f"in each record that has it: {own['over_2_percent']} take over 2 % more than the fastest there, "
         f"{own['most'] - 1:.1%} at most, the mean loss is {own['mean_loss']:.2%}"
     )
-    near = told["winners_likely"]
+    near = figures["winners_likely"]
     print(f"the fastest that ships is within {LIKELY - 1:.0%} of the least estimate in {near:.1%} of all cells")
-    print(f"{told['beside_torch']} cells beside grouped_mm, behind it by over 3 %:")
-    for gain, cell in told["behind_torch_by_over_3_percent"]:
+    print(f"{figures['beside_torch']} cells beside grouped_mm, behind it by over 3 %:")
+    for gain, cell in figures["behind_torch_by_over_3_percent"]:
         print(f"  {gain:.3f} {cell}")

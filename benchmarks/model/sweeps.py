@@ -1,4 +1,4 @@
-"""What benchmarks/model/variants.py measured, and the cost model judged by it.
+"""Read the sweeps of benchmarks/model/variants.py, and compare the cost model with them.
 
 A cell is one problem at one M, with the time of every variant. The loss of a cell is what the model's first
 choice takes over the fastest variant.
@@ -59,7 +59,7 @@ def load(path: Path) -> list[Cell]:
     op, dtype = Op(sweep.get("op", "forward")), DType(sweep.get("dtype", "bf16"))
     # Unaligned fallbacks never compete with the others, nor does what was tried and is no candidate.
     listed = candidates(op, dtype, chip.sm)
-    competing = {number for number, one in variants.items() if one.alignment == 16 and one.config in listed}
+    competing = {number for number, variant in variants.items() if variant.alignment == 16 and variant.config in listed}
     cells = []
     for row in sweep["cells"]:
         problem = Problem(op, dtype, row["E"], row["N"], row["K"])
@@ -98,10 +98,10 @@ def judge(cells: Sequence[Cell], constants: Constants) -> Table:
     groups: dict[str, list[tuple[float, float]]] = {}
     for cell in cells:
         estimate_us, first = rankings.of(cell)[0]
-        found = math.log(cell.times_us[first] / min(cell.times_us)), math.log(estimate_us / cell.times_us[first])
+        errors = math.log(cell.times_us[first] / min(cell.times_us)), math.log(estimate_us / cell.times_us[first])
         op = cell.problem.op.value
         for name in (op, f"{op} T={cell.tokens}", f"{op} {cell.model}"):
-            groups.setdefault(name, []).append(found)
+            groups.setdefault(name, []).append(errors)
     return {
         name: {
             "cells": len(groups[name]),

@@ -61,15 +61,15 @@ def tables() -> Iterator[tuple[Path, str, list[str]]]:
     )
     yield COST_MODEL, "| | candidates measured |", [_modelled(op, select[op]) for op in OPS]
     with open_bundle(unknown.BUNDLE) as bundle:
-        found = list(unknown.judged(bundle, read_journal(RESULTS / "unknown-h100.journal.xz")))
+        judged = list(unknown.judged(bundle, read_journal(RESULTS / "unknown-h100.journal.xz")))
     yield (
         COST_MODEL,
         "| chosen by | mean |",
         [
             f"| {name} | {percent(mean, 2)} | {percent(high)} | {percent(worst, 0)} | "
-            + " | ".join("" if one is None else percent(one, 2) for one in by_tokens)
+            + " | ".join("" if loss is None else percent(loss, 2) for loss in by_tokens)
             + " |"
-            for name, (mean, high, worst), by_tokens in unknown.rows(found)
+            for name, (mean, high, worst), by_tokens in unknown.rows(judged)
             if name == "all, cost model" or name.endswith("neighbours too")
         ],
     )
@@ -106,10 +106,10 @@ def _read(name: str) -> dict[str, Any]:
 def put(text: str, head: str, rows: list[str]) -> str:
     """The document with the rows in the place of those of the table that begins with ``head``."""
     lines = text.splitlines()
-    found = [i for i, line in enumerate(lines) if line.startswith(head)]
-    if len(found) != 1:
-        sys.exit(f"{len(found)} tables begin with {head!r}, wanted one")
-    first = end = found[0] + 2
+    heads = [i for i, line in enumerate(lines) if line.startswith(head)]
+    if len(heads) != 1:
+        sys.exit(f"{len(heads)} tables begin with {head!r}, wanted one")
+    first = end = heads[0] + 2
     while end < len(lines) and lines[end].startswith("|"):
         end += 1
     return "\n".join([*lines[:first], *rows, *lines[end:]]) + "\n"

@@ -98,12 +98,12 @@ def on_gpu(bundle: Path, folder: Path) -> tuple[list[Cell], dict[str, object]]:
     problems = {Problem(op, DType.BF16, *SHAPES[name], fusion=fusion): BUCKETS[op] for name, op, fusion in PROBLEMS}
     begun = time.monotonic()
     tuned = tune_problems(problems, bundle, folder / "tuner.journal", budget_s=None, with_torch=False)
-    every = tune_problems(
+    exhaustive = tune_problems(
         problems, bundle, folder / "all.journal", budget_s=None, with_torch=False, entrants=Entrants(share=1.0)
     )
     few, full = read_journal(folder / "tuner.journal"), read_journal(folder / "all.journal")
     chosen, times = Timings.of(few), Timings.of(full)
-    records = {(one.problem, one.bucket): one for one in few.records if isinstance(one, Measured)}
+    records = {(record.problem, record.bucket): record for record in few.records if isinstance(record, Measured)}
     cells = []
     for key, record in records.items():
         all_times = times.cells[key].times_ns
@@ -126,50 +126,50 @@ def on_gpu(bundle: Path, folder: Path) -> tuple[list[Cell], dict[str, object]]:
         "gpu": tuned.gpu.name,
         "driver": tuned.gpu.driver,
         "tuner_seconds": round(tuned.seconds, 1),
-        "exhaustive_seconds": round(every.seconds, 1),
+        "exhaustive_seconds": round(exhaustive.seconds, 1),
         "seconds": round(time.monotonic() - begun, 1),
-        "failures": [one.reason for one in (*tuned.failures, *every.failures)],
+        "failures": [failure.reason for failure in (*tuned.failures, *exhaustive.failures)],
     }
     return cells, facts
 
 
 def on_sweeps(paths: list[Path]) -> list[Cell]:
     """The contenders on recorded times. Problems of one op come one after the other, their rows rising."""
-    found = []
+    cells_tuned = []
     for op in Op:
         cells = [cell for path in paths for cell in listed(sweeps.load(path), op)]
         winners = Winners()
-        for cell in sorted(cells, key=lambda one: (one.problem.sort_key, one.M)):
+        for cell in sorted(cells, key=lambda cell: (cell.problem.sort_key, cell.M)):
             ranker = Ranker(cell.variants, op, cell.problem.dtype, cell.chip)
             ranked = [cell.variants[i].config.pairs() for _, i in ranker.rank(cell.problem, cell.M)]
             times = {variant.config.pairs(): us for variant, us in zip(cell.variants, cell.times_us, strict=True)}
             possible = len(candidates(op, cell.problem.dtype, cell.chip.sm))
-            found.append(_tuned(winners, cell.problem, cell.M, ranked, times, possible, f"{cell.model} "))
-    return found
+            cells_tuned.append(_tuned(winners, cell.problem, cell.M, ranked, times, possible, f"{cell.model} "))
+    return cells_tuned
 
 
 def on_journal(path: Path, bundle: Path) -> list[Cell]:
-    """The same on what a tuner has timed."""
+    """Return the cells of ``on_sweeps`` for times that a tuner has measured."""
     journal = read_journal(path)
     times_of = Timings.of(journal).cells
     chip = chip_of(journal.header.gpu, journal.header.sm)
     with open_bundle(bundle) as opened:
-        every = list(opened.variants())
+        all_variants = list(opened.variants())
     families: dict[Family, tuple[list[Variant], Ranker]] = {}
     for family in {Family.of(problem) for problem, _ in times_of}:
-        able = [one for one in every if not ships_unchosen(one) and Family.of(one) == family]
-        ranker = Ranker([Resources.of(one) for one in able], family.gemm, family.dtype, chip)
+        able = [variant for variant in all_variants if not ships_unchosen(variant) and Family.of(variant) == family]
+        ranker = Ranker([Resources.of(variant) for variant in able], family.gemm, family.dtype, chip)
         families[family] = able, ranker
-    winners, found = Winners(), []
+    winners, cells_tuned = Winners(), []
     for problem, M in sorted(times_of, key=lambda cell: (cell[0].sort_key, cell[1])):
         able, ranker = families[Family.of(problem)]
         timed = times_of[problem, M].times_ns
-        times = {one.config: timed[one.cubin_sha256] for one in able if one.cubin_sha256 in timed}
+        times = {variant.config: timed[variant.cubin_sha256] for variant in able if variant.cubin_sha256 in timed}
         ranked = [able[i].config for _, i in ranker.rank(problem, M) if able[i].config in times]
         cell = _tuned(winners, problem, M, ranked, times, len(able))
         if problem.fusion is Fusion.NONE or len(times) >= min(ENOUGH, len(able)):
-            found.append(cell)
-    return found
+            cells_tuned.append(cell)
+    return cells_tuned
 
 
 def _tuned(
@@ -181,12 +181,12 @@ def _tuned(
     possible: int,
     model: str = "",
 ) -> Cell:
-    """What the tuner would have chosen among these, and adds to its winners."""
+    """Return the tuner's choice among the candidates of a cell, and add it to the winners."""
     twin = winners.transposed(problem, M)
     of_all = min(0.99, SHARE * possible / len(ranked))  # of the whole space: what is not here can't win
     share = SHARE if twin else of_all
     chosen = contenders(ranked, winners.near(problem, M), twin, share)
-    fastest = min(chosen, key=lambda one: times[one])
+    fastest = min(chosen, key=lambda config: times[config])
     winners.add(problem, M, fastest)
     best = min(times.values())
     return Cell(

@@ -64,14 +64,14 @@ Sizes = tuple[int, int, int]  # E, N, K
 
 
 class Measures(Protocol):
-    """What times a job: ``aot.measure.bench.Bench``."""
+    """The interface of ``aot.measure.bench.Bench``, which times a job."""
 
     def run(self, job: MeasureJob) -> MeasureResult: ...
 
 
-def drawn(seed: int, known: set[Sizes]) -> Iterator[Sizes]:
+def drawn(seed: int, excluded: set[Sizes]) -> Iterator[Sizes]:
     """E, N and K of products that a seed draws, none of them ``known``, each once."""
-    draw, seen = random.Random(seed), set(known)
+    draw, seen = random.Random(seed), set(excluded)
     while True:
         E = round(math.exp(draw.uniform(math.log(7), math.log(200))))
         H, width = 64 * draw.randint(24, 100), 32 * draw.randint(20, 144)
@@ -87,7 +87,7 @@ def jobs(sizes: Sizes, bundle: BundleFile, chip: Chip, *, quick: bool) -> Iterat
     variants = bundle.variants()
     for op in Op:
         problem = Problem(op, DType.BF16, E, N, K)
-        able = [i for i, one in enumerate(variants) if serves(one, problem)]
+        able = [i for i, variant in enumerate(variants) if serves(variant, problem)]
         ranker = Ranker([Resources.of(variants[i]) for i in able], op, problem.dtype, chip)
         for tokens in TOKENS:
             M = tokens * top_k_of(E, 8)
@@ -97,7 +97,7 @@ def jobs(sizes: Sizes, bundle: BundleFile, chip: Chip, *, quick: bool) -> Iterat
 
 
 def time_all(
-    every: Sequence[Sizes],
+    all_sizes: Sequence[Sizes],
     bundle: BundleFile,
     bench: Measures,
     header: Header,
@@ -110,8 +110,8 @@ def time_all(
     begun, cells = time.monotonic(), 0
     chip = chip_of(header.gpu, header.sm)
     with open_journal(path, header) as journal:
-        there = {(one.problem, one.bucket) for one in journal.contents.records if isinstance(one, Measured)}
-        for sizes in every:
+        there = {(record.problem, record.bucket) for record in journal.contents.records if isinstance(record, Measured)}
+        for sizes in all_sizes:
             records = []
             for job in jobs(sizes, bundle, chip, quick=quick):
                 if (job.problem, job.bucket) in there:
@@ -165,17 +165,17 @@ def orders(bundle: BundleFile, contents: Contents) -> Iterator[Order]:
     header, evidence = contents.header, Timings.of(contents)
     local, chip = LocalGpu(header.sm, header.gpu), chip_of(header.gpu, header.sm)
     snapshot = Snapshot([Place(Kind.INSTALLED, Path(bundle.path).parent)])
-    known = Neighbourhood(snapshot, local, snapshot.view(local, installed=False))
+    neighbours = Neighbourhood(snapshot, local, snapshot.view(local, installed=False))
     variants = bundle.variants()
-    gemms = ((i, one) for i, one in enumerate(variants) if isinstance(one.op, Op))
-    numbers = {i: known.numbered(one) for i, one in gemms}
+    gemms = ((i, variant) for i, variant in enumerate(variants) if isinstance(variant.op, Op))
+    numbers = {i: neighbours.numbered(variant) for i, variant in gemms}
     by_problem: dict[Problem, list[int]] = {}
     for problem, bucket in evidence.cells:
         by_problem.setdefault(problem, []).append(bucket)
     for problem, buckets in by_problem.items():
-        able = [i for i, one in enumerate(variants) if serves(one, problem)]
+        able = [i for i, variant in enumerate(variants) if serves(variant, problem)]
         ranker = Ranker([Resources.of(variants[i]) for i in able], problem.op, problem.dtype, chip)
-        rest = known.without(left_out(problem))
+        rest = neighbours.without(left_out(problem))
         for bucket in buckets:
             cell = evidence.cells[problem, bucket]
             times = {i: cell.times_ns[sha] for i in able if (sha := variants[i].cubin_sha256) in cell.times_ns}
@@ -188,7 +188,7 @@ def orders(bundle: BundleFile, contents: Contents) -> Iterator[Order]:
 
 
 def judged(bundle: BundleFile, contents: Contents) -> Iterator[Judged]:
-    """What is chosen in each cell of a journal, of the bundle's variants that were timed there, two at least."""
+    """Yield the choice in each cell of a journal, among the bundle's variants that were timed there (two at least)."""
     for problem, bucket, cell, times, ranked, ordered in orders(bundle, contents):
         modelled = next(i for i in ranked if i in times)
         chosen = next((i for i in ordered if i in times), modelled)
@@ -203,22 +203,22 @@ def judged(bundle: BundleFile, contents: Contents) -> Iterator[Judged]:
 
 
 class Shortlist(NamedTuple):
-    """What the fastest variants of the shortlists of all cells lose, sorted, and how many a shortlist has."""
+    """The losses of the shortlists' fastest variants in all cells, sorted, and the mean length of a shortlist."""
 
     losses: list[float]
     size: float
 
 
 def shortlists(bundle: BundleFile, contents: Contents, share: float) -> dict[str, Shortlist]:
-    """What the tuner would find if it measured the cells of a journal: by the cost model alone, and by neighbours too.
+    """Return the losses of a tuner with shortlists by the cost model alone, and by neighbours, in a journal's cells.
 
-    Both shortlists have what the runtime runs there, which is the first by the neighbours. A build's share is one of
-    all candidates, though a journal has times of few: the others come last.
+    Both shortlists contain the runtime's choice, the first by the neighbours. The length of a shortlist is a share of
+    all candidates. A journal has times of few: candidates without a time come last.
     """
     variants, by = bundle.variants(), ("cost model", "neighbours too")
-    winners, found = {name: Winners() for name in by}, {name: list[tuple[float, int]]() for name in by}
-    every = sorted(orders(bundle, contents), key=lambda one: (one.problem.sort_key, one.bucket))
-    for problem, bucket, _, times_ns, modelled, ordered in every:
+    winners, losses = {name: Winners() for name in by}, {name: list[tuple[float, int]]() for name in by}
+    cells = sorted(orders(bundle, contents), key=lambda cell: (cell.problem.sort_key, cell.bucket))
+    for problem, bucket, _, times_ns, modelled, ordered in cells:
         times = {variants[i].config: times_ns[i] for i in times_ns}
         runs = next(variants[i].config for i in ordered or modelled if i in times_ns)
         count = len(Pool().candidates(Family.of(problem), contents.header.sm, (problem.op,)))
@@ -229,20 +229,20 @@ def shortlists(bundle: BundleFile, contents: Contents, share: float) -> dict[str
             tried = dict.fromkeys((*contenders(ranked, near, twin, share, (), [runs]), runs))
             fastest = min((config for config in tried if config in times), key=lambda config: times[config])
             winners[name].add(problem, bucket, fastest)
-            found[name].append((times[fastest] / min(times.values()) - 1, len(tried)))
+            losses[name].append((times[fastest] / min(times.values()) - 1, len(tried)))
     return {
         name: Shortlist(sorted(loss for loss, _ in some), statistics.fmean(size for _, size in some))
-        for name, some in found.items()
+        for name, some in losses.items()
     }
 
 
-def rows(found: Iterable[Judged]) -> Iterator[tuple[str, list[float], list[float | None]]]:
-    """What the choices lose, of all cells and of each op: (which, [mean, 95th percentile, worst], means by tokens)."""
-    every = list(found)
+def rows(cells: Iterable[Judged]) -> Iterator[tuple[str, list[float], list[float | None]]]:
+    """Yield the losses of choices, of all cells and of each op: (name, [mean, 95th percentile, worst], by tokens)."""
+    all_cells = list(cells)
     for op in (None, *Op):
-        some = [one for one in every if op in (None, one.problem.op)]
+        some = [cell for cell in all_cells if op in (None, cell.problem.op)]
         for how in ("modelled", "chosen") if some else ():
-            losses = sorted((getattr(one, how), one.tokens) for one in some)
+            losses = sorted((getattr(cell, how), cell.tokens) for cell in some)
             by_tokens = [
                 [loss for loss, tokens in losses if low < tokens <= high]
                 for low, high in zip((0, *UP_TO), (*UP_TO, math.inf), strict=True)
@@ -250,19 +250,19 @@ def rows(found: Iterable[Judged]) -> Iterator[tuple[str, list[float], list[float
             yield (
                 f"{'all' if op is None else op.value}, {'cost model' if how == 'modelled' else 'neighbours too'}",
                 [statistics.fmean(loss for loss, _ in losses), losses[int(0.95 * len(losses))][0], losses[-1][0]],
-                [statistics.fmean(one) if one else None for one in by_tokens],
+                [statistics.fmean(bucket_losses) if bucket_losses else None for bucket_losses in by_tokens],
             )
 
 
-def show(found: Iterable[Judged]) -> None:
+def show(judged: Iterable[Judged]) -> None:
     """Print the rows, and how the choices compare with torch."""
-    every = list(found)
+    cells = list(judged)
     head = "".join(f"{f'T<={most}':>8}" for most in UP_TO)
-    print(f"{len(every)} cells\n{'':28} {'mean':>8}{'p95':>8}{'worst':>7}{head}{f'T>{UP_TO[-1]}':>8}")
-    for name, (mean, high, worst), by_tokens in rows(every):
-        shown = "".join(f"{'':8}" if one is None else f"{one:8.2%}" for one in by_tokens)
+    print(f"{len(cells)} cells\n{'':28} {'mean':>8}{'p95':>8}{'worst':>7}{head}{f'T>{UP_TO[-1]}':>8}")
+    for name, (mean, high, worst), by_tokens in rows(cells):
+        shown = "".join(f"{'':8}" if loss is None else f"{loss:8.2%}" for loss in by_tokens)
         print(f"{name:28} {mean:8.2%}{high:8.1%}{worst:7.0%}{shown}")
-    beside = [one.torch for one in every if one.torch is not None]
+    beside = [cell.torch for cell in cells if cell.torch is not None]
     if beside:
         behind, speed = sum(gain < 0.97 for gain in beside), statistics.geometric_mean(beside)
         print(
@@ -277,7 +277,7 @@ def cost(path: Path, shapes: int = 400, again: int = 200_000) -> dict[str, dict[
     ``once`` is the first decision of a shape, ``another`` that of the same shape at other rows.
     """
     local = LocalGpu(90, Gpu("NVIDIA H200", 132, 143771, 13000))
-    found = {}
+    costs = {}
     kinds = [(Op.FORWARD, form) for form in (Fusion.NONE, Fusion.GATHER, Fusion.SCATTER)]
     for op, form in [*kinds, (Op.DX, Fusion.NONE), (Op.DW, Fusion.NONE)]:
         snapshot, draw = Snapshot([Place(Kind.INSTALLED, path.parent)]), random.Random(7)
@@ -295,19 +295,19 @@ def cost(path: Path, shapes: int = 400, again: int = 200_000) -> dict[str, dict[
         for _ in range(again):
             decide(snapshot, problem, M, local)
         table_us = 1e6 * (time.perf_counter() - begun) / again
-        usable = next(one for one in snapshot.view(local, installed=True).usable if one.path == path)
+        usable = next(candidate for candidate in snapshot.view(local, installed=True).usable if candidate.path == path)
         once, another = (sorted(row[1:]) for row in times.values())
-        name = f"{op.value} {'+'.join(str(one.name).lower() for one in form) or 'plain'}"
-        found[name] = {
-            "variants": sum(one.alignment == 16 for _, one in snapshot.variants(usable.bundle, problem)),
+        name = f"{op.value} {'+'.join(str(flag.name).lower() for flag in form) or 'plain'}"
+        costs[name] = {
+            "variants": sum(variant.alignment == 16 for _, variant in snapshot.variants(usable.bundle, problem)),
             "first_of_all_us": round(times["once"][0], 1),
             "once_median_us": round(statistics.median(once), 1),
             "once_p99_us": round(once[len(once) * 99 // 100], 1),
             "another_median_us": round(statistics.median(another), 1),
             "table_us": round(table_us, 3),
         }
-        print(f"{name:18}" + "".join(f"  {key} {value}" for key, value in found[name].items()), flush=True)
-    return found
+        print(f"{name:18}" + "".join(f"  {key} {value}" for key, value in costs[name].items()), flush=True)
+    return costs
 
 
 def show_shortlists(bundle: BundleFile, contents: Contents) -> None:
@@ -343,21 +343,21 @@ def main() -> None:
     if [bool(args.journals), bool(args.time), args.cost].count(True) != 1:
         parser.error("name journals, or --time JOURNAL, or --cost")
     if args.cost:
-        told = {**provenance.about(), "cost": cost(args.bundle)}
+        report = {**provenance.about(), "cost": cost(args.bundle)}
         if args.out:
-            args.out.write_text(json.dumps(told, indent=1) + "\n")
+            args.out.write_text(json.dumps(report, indent=1) + "\n")
         return
     if args.time:
         from pretuned.aot.measure.bench import Bench
 
         with open_bundle(args.bundle) as bundle:
-            known = {(one.E, one.N, one.K) for one in bundle.problems()}
-            draw = drawn(args.seed, known)
-            every = args.sizes or [next(draw) for _ in range(args.products)]
+            present = {(problem.E, problem.N, problem.K) for problem in bundle.problems()}
+            draw = drawn(args.seed, present)
+            sizes = args.sizes or [next(draw) for _ in range(args.products)]
             bench = Bench(Setup(str(args.bundle), bundle.digest, 0))
             header = Header(bench.local.sm, bench.local.gpu, bundle.kernels)
-            cells = time_all(every, bundle, bench, header, args.time, args.seconds, quick=args.quick)
-            print(f"{cells} cells of {len(every)} products in {args.time}")
+            cells = time_all(sizes, bundle, bench, header, args.time, args.seconds, quick=args.quick)
+            print(f"{cells} cells of {len(sizes)} products in {args.time}")
         return
     try:
         with open_bundle(args.bundle) as bundle:

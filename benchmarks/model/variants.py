@@ -98,7 +98,7 @@ def fits(variant: Variant, op: Op, M: int, E: int) -> bool:
 
 
 def torch_us(clock: method.Clock, op: Op, inputs: method.Inputs) -> float | None:
-    """What torch's grouped_mm takes for the plain product; None where it has none."""
+    """Return the time of torch's grouped_mm in us; None if it does not support the problem."""
     x, w, dy = inputs.x, inputs.w, inputs.dy
     ends = inputs.m_sizes.cumsum(0, dtype=torch.int32)
     left, right = {Op.FORWARD: (x, w.transpose(1, 2)), Op.DX: (dy, w), Op.DW: (None if dy is None else dy.T, x)}[op]
@@ -116,14 +116,14 @@ class Sweep:
         self._cells: list[dict[str, object]] = []
         self._seconds = 0.0
         if out.exists():
-            known = json.loads(out.read_text())
-            other = [name for name, value in head.items() if name != "command" and known.get(name) != value]
+            saved = json.loads(out.read_text())
+            other = [name for name, value in head.items() if name != "command" and saved.get(name) != value]
             if other:
                 raise SystemExit(f"{out}: a sweep of another {', '.join(other)}: name another --out, or remove it")
-            self._cells, self._seconds = known["cells"], known["seconds"]
+            self._cells, self._seconds = saved["cells"], saved["seconds"]
 
     def has(self, model: str, gemm: str, tokens: int) -> bool:
-        return any((one["model"], one["gemm"], one["tokens"]) == (model, gemm, tokens) for one in self._cells)
+        return any((cell["model"], cell["gemm"], cell["tokens"]) == (model, gemm, tokens) for cell in self._cells)
 
     def add(self, cell: dict[str, object], seconds: float) -> None:
         """Keep a cell that took so long. A file is whole, whenever the run ends."""
@@ -145,7 +145,7 @@ def loaded(bundle: BundleFile, op: Op, dtype: DType, form: str, sm_count: int) -
 
 
 def described(kernels: dict[int, launch_gemm.LoadedKernel]) -> dict[str, object]:
-    """What a sweep tells of its variants."""
+    """Print the variants that win cells of a sweep."""
     return {
         str(n): {
             "config": dict(k.variant.config),

@@ -114,8 +114,8 @@ def _packed(cells: Sequence[Cell]) -> Part:
     return Part(pairs, tuple(number), np.array(variant_of), cell_index, begins, log_us, loss, tuple(cells))
 
 
-def _join(one: Floats, other: Floats, norm: Floats | float) -> Floats:
-    low, high = np.minimum(one, other), np.maximum(one, other)
+def _join(a: Floats, b: Floats, norm: Floats | float) -> Floats:
+    low, high = np.minimum(a, b), np.maximum(a, b)
     joined: Floats = high * (1.0 + (low / high) ** norm) ** (1.0 / norm)
     return joined
 
@@ -128,8 +128,8 @@ def _mean_waves(count: Floats, spread: Floats, saved: Floats) -> Floats:
     high = count + spread
     low = np.where(count > spread, count - spread, 0.0)
     low = np.where(high - low < 1e-9, 0.999 * high, low)
-    found = np.maximum(1.0 - saved, (_ceil_area(high, saved) - _ceil_area(low, saved)) / (high - low))
-    return np.where((high <= 1.0) & (saved == 0.0), 1.0, found)
+    waves = np.maximum(1.0 - saved, (_ceil_area(high, saved) - _ceil_area(low, saved)) / (high - low))
+    return np.where((high <= 1.0) & (saved == 0.0), 1.0, waves)
 
 
 def _ceil_area(count: Floats, saved: Floats) -> Floats:
@@ -232,5 +232,5 @@ def _weight_ns(p: SimpleNamespace, g: SimpleNamespace, chip: Chip, c: Constants)
 
 def _steps_ns(p: SimpleNamespace, steps: Floats) -> Floats:
     later = np.maximum(0.0, steps - p.under_way)
-    found: Floats = steps * p.loaded_ns + later * (p.chain_ns - p.loaded_ns)
-    return found
+    chain_ns: Floats = steps * p.loaded_ns + later * (p.chain_ns - p.loaded_ns)
+    return chain_ns

@@ -1,4 +1,4 @@
-"""What the batch-invariant mode costs: its choice against the free one, and vLLM's kernel in its invariant tile.
+"""Time the batch-invariant mode against the free choice, and against vLLM's kernel with its invariant tile.
 
     python benchmarks/run.py batch_invariant --vllm vllm-0.20.2 --out batch-invariant-h100.json    # 100 s
     python benchmarks/run.py batch_invariant --formats bf16,mxfp4 --tokens 1,128 --out some.json
@@ -27,11 +27,11 @@ import torch
 
 from benchmarks import method, provenance
 from benchmarks.peers import vllm_kernels, w8a8
-from benchmarks.peers.products import OF_CODES, Cell, Product, known
+from benchmarks.peers.products import OF_CODES, Cell, Product, models_of
 from pretuned.aot.measure.clock import Clock
 from pretuned.runtime import batch_invariant, grouped_gemm
 
-PLAIN = {one[0]: one[1:] for one in method.MODELS}
+PLAIN = {model[0]: model[1:] for model in method.MODELS}
 MODELS: Mapping[str, tuple[str, ...]] = {
     "bf16": ("qwen3-30b", "gpt-oss-20b", "mixtral-8x7b", "qwen3-next"),
     "mxfp4": ("gpt-oss-20b",),
@@ -56,18 +56,18 @@ def within(block: Callable[[], Any], call: Call) -> Call:
 
 
 def modes(format: str) -> dict[str, Callable[[], Any]]:
-    """The blocks that a format's calls are made in, by name."""
-    found: dict[str, Callable[[], Any]] = {FREE: partial(batch_invariant, False), MODE: batch_invariant}
-    return found | ({ALWAYS: partial(batch_invariant, quantize_x=True)} if format in OF_CODES else {})
+    """Return the context managers of a format's modes, by name."""
+    blocks: dict[str, Callable[[], Any]] = {FREE: partial(batch_invariant, False), MODE: batch_invariant}
+    return blocks | ({ALWAYS: partial(batch_invariant, quantize_x=True)} if format in OF_CODES else {})
 
 
 def sizes_of(format: str, model: str) -> tuple[int, int, int, int]:
-    """E, H, I, top_k."""
-    return PLAIN[model] if format == "bf16" else known(format)[model]
+    """Return E, H, I and top_k of a model."""
+    return PLAIN[model] if format == "bf16" else models_of(format)[model]
 
 
 def plain_calls(model: str, gemm: str, theirs: Any) -> Callable[[int], tuple[dict[str, Call], Callable[..., float]]]:
-    """What makes the calls of bf16 at a number of tokens, and the error of a result."""
+    """Return a function of T that makes the bf16 calls, and the function that computes a result's error."""
     E, H, width, top_k = sizes_of("bf16", model)
     N, K = (2 * width, H) if gemm == "gate_up" else (H, width)
     w = method.weights(E, N, K, torch.bfloat16)
@@ -86,7 +86,7 @@ def plain_calls(model: str, gemm: str, theirs: Any) -> Callable[[int], tuple[dic
 
 
 def coded_calls(product: Product, place: Path | None) -> Callable[[int], tuple[dict[str, Call], Callable[..., float]]]:
-    """The same of quantised weights."""
+    """Return a function of T that makes the calls of quantised weights, and the function for a result's error."""
     theirs = None
     if place is not None and product.format in OF_CODES:
         theirs = w8a8.vllm(place, product, [], invariant=True)
@@ -107,11 +107,11 @@ def coded_calls(product: Product, place: Path | None) -> Callable[[int], tuple[d
     return at
 
 
-def cells(given: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Callable[[], Any]]]:
-    """Each product's line without times, and what makes its calls."""
-    place = None if given.vllm is None else vllm_kernels.package(given.vllm)
+def cells(args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Callable[[], Any]]]:
+    """Yield each product's line without times, and the function that makes its calls."""
+    place = None if args.vllm is None else vllm_kernels.package(args.vllm)
     theirs = None if place is None else vllm_kernels.FusedMoe(place, invariant=True)
-    for format in given.formats:
+    for format in args.formats:
         for model in MODELS[format]:
             E, H, width, top_k = sizes_of(format, model)
             for gemm, N, K in (("gate_up", 2 * width, H), ("down", H, width)):
@@ -123,97 +123,98 @@ def cells(given: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Callable[
 
 
 def measured(clock: Clock, calls: Mapping[str, Call], error: Callable[..., float]) -> dict[str, Any]:
-    """Errors, and times in turns; what fails is told and left out."""
-    found: dict[str, Any] = {"us": {}, "error": {}, "failed": {}}
+    """Return errors, and times in turns; calls that fail are listed and left out."""
+    result: dict[str, Any] = {"us": {}, "error": {}, "failed": {}}
     graphs = {}
     for name, call in calls.items():
         try:
-            found["error"][name] = float(f"{error(call(), name):.2e}")
+            result["error"][name] = float(f"{error(call(), name):.2e}")
             graphs[name] = clock.capture(call)
         except Exception as fault:  # another library's, compiled here
-            found["failed"][name] = f"{type(fault).__name__}: {' '.join(str(fault).split())[:300]}"
+            result["failed"][name] = f"{type(fault).__name__}: {' '.join(str(fault).split())[:300]}"
     times = clock.rounds_us([*graphs.values()], ROUNDS)
-    found["us"] = {name: round(statistics.median(one), 2) for name, one in zip(graphs, times, strict=True)}
+    result["us"] = {name: round(statistics.median(replays), 2) for name, replays in zip(graphs, times, strict=True)}
     clock.release()
-    return found
+    return result
 
 
 def mean(values: Iterable[float]) -> float:
-    """The geometric mean; 1 of nothing."""
-    every = [math.log(one) for one in values]
-    return math.exp(math.fsum(every) / len(every)) if every else 1.0
+    """Return the geometric mean; 1 if there are no values."""
+    logs = [math.log(value) for value in values]
+    return math.exp(math.fsum(logs) / len(logs)) if logs else 1.0
 
 
 def ratios(rows: Iterable[Mapping[str, Any]], over: str, under: str) -> list[float]:
-    """Of the cells that have both."""
-    return [one["us"][over] / one["us"][under] for one in rows if over in one["us"] and under in one["us"]]
+    """Return the ratio of two calls' times for the cells that have both."""
+    return [row["us"][over] / row["us"][under] for row in rows if over in row["us"] and under in row["us"]]
 
 
 def summary(rows: list[dict[str, Any]]) -> list[str]:
     """By format: mode / free, and of fp8 always / free; then what vLLM's kernel takes of the mode's time."""
     lines = []
-    formats = dict.fromkeys(one["format"] for one in rows)
+    formats = dict.fromkeys(row["format"] for row in rows)
     for format in formats:
-        some = [one for one in rows if one["format"] == format]
+        some = [row for row in rows if row["format"] == format]
         for name in (MODE, ALWAYS):
-            found = ratios(some, name, FREE)
-            if found:
-                over = sum(one > MOST for one in found)
-                told = f"mean {mean(found):.3f}, worst {max(found):.2f}, over {MOST:.2f}: {over} of {len(found)}"
-                lines.append(f"{format:14} {name:6} / free   {told}")
-    plain = [one for one in rows if one["format"] not in OF_CODES]
-    every = ratios(plain, MODE, FREE)
-    lines.append(f"all but fp8    mode   / free   mean {mean(every):.3f} (wanted at most {MOST_MEAN:.2f})")
+            quotients = ratios(some, name, FREE)
+            if quotients:
+                over = sum(quotient > MOST for quotient in quotients)
+                line = f"mean {mean(quotients):.3f}, worst {max(quotients):.2f}, "
+                line += f"over {MOST:.2f}: {over} of {len(quotients)}"
+                lines.append(f"{format:14} {name:6} / free   {line}")
+    plain = [row for row in rows if row["format"] not in OF_CODES]
+    plain_ratios = ratios(plain, MODE, FREE)
+    lines.append(f"all but fp8    mode   / free   mean {mean(plain_ratios):.3f} (wanted at most {MOST_MEAN:.2f})")
     for format in formats:
-        for T in sorted({one["tokens"] for one in rows}):
-            some = [one for one in rows if one["format"] == format and one["tokens"] == T]
+        for T in sorted({row["tokens"] for row in rows}):
+            some = [row for row in rows if row["format"] == format and row["tokens"] == T]
             for name in (MODE, ALWAYS):
-                found = ratios(some, VLLM, name)
-                if found:
-                    lines.append(f"{format:14} vllm   / {name:6} T={T:<5} mean {mean(found):.2f}")
-        found = ratios([one for one in rows if one["format"] == format], VLLM, MODE)
-        if found:
-            lines.append(f"{format:14} vllm   / mode   all T    mean {mean(found):.2f}")
+                quotients = ratios(some, VLLM, name)
+                if quotients:
+                    lines.append(f"{format:14} vllm   / {name:6} T={T:<5} mean {mean(quotients):.2f}")
+        quotients = ratios([row for row in rows if row["format"] == format], VLLM, MODE)
+        if quotients:
+            lines.append(f"{format:14} vllm   / mode   all T    mean {mean(quotients):.2f}")
     return lines
 
 
-def main(args: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("batch-invariant.json"))
     parser.add_argument("--vllm", type=Path, help="where vLLM's wheel was unpacked; without it vLLM is left out")
     parser.add_argument("--formats", type=lambda text: text.split(","), default=[*MODELS])
-    parser.add_argument("--tokens", type=lambda text: [int(one) for one in text.split(",")], default=[*TOKENS])
+    parser.add_argument("--tokens", type=lambda text: [int(count) for count in text.split(",")], default=[*TOKENS])
     parser.add_argument("--budget", type=float, default=100.0, help="seconds, after which no cell begins (default 100)")
-    given = parser.parse_args(args)
-    unknown = sorted(set(given.formats) - set(MODELS))
+    args = parser.parse_args(argv)
+    unknown = sorted(set(args.formats) - set(MODELS))
     if unknown:
         parser.error(f"--formats: {', '.join(unknown)} is none of {', '.join(MODELS)}")
     try:
-        every = [*cells(given)]
+        products = [*cells(args)]
     except (FileNotFoundError, ValueError, ImportError) as error:
         parser.error(str(error))
     if not torch.cuda.is_available():
         sys.exit("batch_invariant: no CUDA device here")
     head, rows, clock = provenance.about(), [], Clock()
-    until, left = time.monotonic() + given.budget, []
-    for row, make in every:
+    until, left = time.monotonic() + args.budget, []
+    for row, make in products:
         if time.monotonic() > until:
             left.append(f"{row['format']} {row['model']} {row['gemm']}")
             continue
         at = make()
-        for T in given.tokens:
+        for T in args.tokens:
             calls, error = at(T)
             rows.append(row | {"tokens": T} | measured(clock, calls, error))
-            us = "  ".join(f"{name} {one:8.1f} us" for name, one in rows[-1]["us"].items())
+            us = "  ".join(f"{name} {time_us:8.1f} us" for name, time_us in rows[-1]["us"].items())
             print(f"{row['format']:13} {row['model']:12} {row['gemm']:8} T={T:<5} {us}  {rows[-1]['failed'] or ''}")
             sys.stdout.flush()
-            given.out.write_text(json.dumps({**head, "cells": rows}, indent=1) + "\n")
+            args.out.write_text(json.dumps({**head, "cells": rows}, indent=1) + "\n")
         del at, calls, error
         torch.cuda.empty_cache()
     print("\n".join(summary(rows)))
     if left:
         print(f"no time was left for: {', '.join(left)}")
-    off = [one for one in rows for name, value in one["error"].items() if value > method.MAX_ERROR and name != VLLM]
+    off = [row for row in rows for name, value in row["error"].items() if value > method.MAX_ERROR and name != VLLM]
     return 1 if off else 0
 
 

@@ -48,17 +48,17 @@ def measure_cell(
     failed: dict[str, str] = {}
     for name, (maker, of) in problems.items():
         try:
-            one = capture_call(clock, maker())
-            error[name] = replayed_error(clock, one, of, op)
+            timed = capture_call(clock, maker())
+            error[name] = replayed_error(clock, timed, of, op)
         except Exception:  # another library's, compiled here: the others go on
             failed[name] = traceback.format_exc()
             torch.cuda.synchronize()  # an illegal access ends the run here
             continue
         if error[name] < method.MAX_ERROR:
-            kept[name] = one
+            kept[name] = timed
         else:
             failed[name] = f"wrong: relative error {error[name]:.3g}"
-    graphs = [one.graph for one in kept.values()]
+    graphs = [call.graph for call in kept.values()]
     round_us = sum(times[-1] for times in clock.rounds_us(graphs, 2))
     rounds = max(5, min(50, int(len(graphs) * budget_ms * 1000 / max(round_us, 1.0))))
     times = clock.rounds_us(graphs, rounds)
@@ -69,12 +69,12 @@ def measure_cell(
 def judged(cell: dict[str, Any]) -> dict[str, Any]:
     """The cell with the rival's best time and the ratios to ours, above 1 where ours is faster."""
     us = cell["us"]
-    known = {name: time_us for name, time_us in us.items() if name not in (OURS, TORCH, DENSE)}
+    rivals = {name: time_us for name, time_us in us.items() if name not in (OURS, TORCH, DENSE)}
     ratios: dict[str, Any] = {}
     if OURS in us:
-        if known:
-            best = min(known, key=known.__getitem__)
-            ratios |= {"rival": best, "rival_us": known[best], "ratio": known[best] / us[OURS]}
+        if rivals:
+            best = min(rivals, key=rivals.__getitem__)
+            ratios |= {"rival": best, "rival_us": rivals[best], "ratio": rivals[best] / us[OURS]}
         ratios |= {f"{name}_ratio": us[name] / us[OURS] for name in (TORCH, DENSE) if name in us}
     return cell | ratios
 
@@ -89,10 +89,10 @@ def summary(cells: Sequence[dict[str, Any]], library: str) -> list[str]:
             key: geometric_mean(c[key] for c in some if key in c)
             for key in ("ratio", f"{TORCH}_ratio", f"{DENSE}_ratio")
         }
-        known = [c for c in some if "ratio" in c]
-        behind = sum(c["ratio"] < BEHIND for c in known)
+        compared = [c for c in some if "ratio" in c]
+        behind = sum(c["ratio"] < BEHIND for c in compared)
         lines.append(
-            f"{name:16} x {library} {means['ratio']:.3f}, behind by over 3 %: {behind} of {len(known)}   "
+            f"{name:16} x {library} {means['ratio']:.3f}, behind by over 3 %: {behind} of {len(compared)}   "
             f"x grouped_mm {means[f'{TORCH}_ratio']:.3f}   "
             f"of the dense product {means[f'{DENSE}_ratio']:.3f}"
         )
@@ -115,8 +115,8 @@ def table_line(cell: dict[str, Any]) -> str:
     us = cell["us"]
     columns = [us.get(OURS), cell.get("rival_us"), cell.get("ratio"), cell.get(f"{DENSE}_ratio")]
     numbers = "".join(
-        f"{'-':>10}" if one is None else f"{one:10.{places}f}"
-        for one, places in zip(columns, (1, 1, 3, 3), strict=True)
+        f"{'-':>10}" if value is None else f"{value:10.{places}f}"
+        for value, places in zip(columns, (1, 1, 3, 3), strict=True)
     )
     return f"{cell['model']:13}{cell['gemm']:8}{cell['op']:8}{cell['tokens']:>6}{numbers}  {cell.get('rival', '-')}"
 
@@ -129,10 +129,10 @@ def write(out: Path, head: dict[str, Any], cells: Sequence[dict[str, Any]], begu
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
-    found = {"torch": torch.__version__}
+    versions = {"torch": torch.__version__}
     for package in packages:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "no metadata"
-    return found
+            versions[package] = "no metadata"
+    return versions

@@ -205,7 +205,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("beside-quack.json"))
     parser.add_argument("--models", default=",".join(m[0] for m in MODELS))
-    parser.add_argument("--tokens", type=lambda text: [int(one) for one in text.split(",")], default=[1024, 8192])
+    parser.add_argument("--tokens", type=lambda text: [int(count) for count in text.split(",")], default=[1024, 8192])
     parser.add_argument("--op", type=lambda text: text.split(","), default=list(OPS))
     parser.add_argument("--more", type=int, default=0, help="as many of the op's usual configurations besides")
     parser.add_argument("--smoke", action="store_true", help="one tiny product an op, then end")

@@ -43,7 +43,7 @@ from pretuned.aot.measure.clock import Clock, HostClock, Replayed
 from pretuned.runtime import grouped_gemm
 
 from . import w4a16, w8a8
-from .products import FLAGSHIPS, INT4, INT4_ZERO, MODELS, OF_CODES, Call, Cell, Product, known, products
+from .products import FLAGSHIPS, INT4, INT4_ZERO, MODELS, OF_CODES, Call, Cell, Product, models_of, products
 
 Maker: TypeAlias = Callable[[Path, Product, list[int]], Callable[[Cell], dict[str, Call]]]
 PEERS: dict[str, tuple[tuple[str, ...], Maker]] = {  # the formats that each has, and what prepares it
@@ -69,7 +69,7 @@ def ours(place: Path, product: Product, tokens: list[int]) -> Callable[[Cell], d
     return lambda cell: {"ours": partial(grouped_gemm, cell.x, product.weights, cell.m_sizes)}
 
 
-def told(error: Exception) -> str:
+def described(error: Exception) -> str:
     """An error in a line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
@@ -92,77 +92,84 @@ def row(product: Product, T: int) -> dict[str, Any]:
 
 
 def measured(
-    cell: Cell, made: dict[str, Callable[[Cell], dict[str, Call]]], clock: Clock | HostClock | None
+    cell: Cell, makers: dict[str, Callable[[Cell], dict[str, Call]]], clock: Clock | HostClock | None
 ) -> dict[str, Any]:
     """The line of a cell: each call judged, then all in turns. What fails is told; without a clock nothing is timed."""
-    found = row(cell.product, cell.T)
+    result = row(cell.product, cell.T)
     graphs: dict[str, Replayed] = {}
-    for peer, calls_of in made.items():
+    for peer, calls_of in makers.items():
         try:
             for name, call in calls_of(cell).items():
                 y = call()
                 if clock is not None:
                     error = cell.error(y, of_codes=cell.product.format in OF_CODES and peer not in OF_BF16)
-                    found["error"][name] = float(f"{error:.2e}")
+                    result["error"][name] = float(f"{error:.2e}")
                     graphs[name] = clock.capture(call)
             if cell.product.device == "cuda":
                 torch.cuda.synchronize()
         except Exception as error:
-            found["failed"][peer] = told(error)
+            result["failed"][peer] = described(error)
             if lost():
-                return found
+                return result
     if clock is not None:
         try:
             times = clock.rounds_us(list(graphs.values()), ROUNDS)
-            found["us"] = {name: round(statistics.median(one), 2) for name, one in zip(graphs, times, strict=True)}
+            result["us"] = {
+                name: round(statistics.median(replays), 2) for name, replays in zip(graphs, times, strict=True)
+            }
         except Exception as error:
-            found["failed"]["timing"] = told(error)
+            result["failed"]["timing"] = described(error)
         clock.release()
-    return found
+    return result
 
 
-def measure(given: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> int:
+def measure(args: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> int:
     """Every cell of the products that are asked for, in this process, until the time is up."""
-    place = vllm_kernels.package(given.vllm)
+    place = vllm_kernels.package(args.vllm)
     sys.path.insert(0, str(place / "third_party"))  # triton_kernels, deep_gemm
     about = provenance.about()
-    until, clock = time.monotonic() + given.budget, None if given.warm else Clock()
-    for product in products(given.formats, given.models):
-        made, refused = {} if given.warm else {"ours": ours(place, product, given.tokens)}, {}
+    until, clock = time.monotonic() + args.budget, None if args.warm else Clock()
+    for product in products(args.formats, args.models):
+        makers, refused = {} if args.warm else {"ours": ours(place, product, args.tokens)}, {}
         for peer, (formats, make) in PEERS.items():
-            if product.format in formats and peer in given.peers and time.monotonic() < until:
+            if product.format in formats and peer in args.peers and time.monotonic() < until:
                 try:
-                    made[peer] = make(place, product, given.tokens)
+                    makers[peer] = make(place, product, args.tokens)
                 except Exception as error:
-                    refused[peer] = told(error)
-        for T in given.tokens:
+                    refused[peer] = described(error)
+        for T in args.tokens:
             if time.monotonic() > until:
                 print(f"time is up before {product.model} {product.gemm} at {T} tokens", flush=True)
                 return 0
-            found = measured(Cell(product, T), made, clock)
-            found["failed"] |= refused
-            keep(found | {"run": about})
+            result = measured(Cell(product, T), makers, clock)
+            result["failed"] |= refused
+            keep(result | {"run": about})
             if lost():
                 return DEAD
-        made.clear()
+        makers.clear()
         torch.cuda.empty_cache()
     return 0
 
 
-def pairs(given: argparse.Namespace) -> list[tuple[str, str]]:
+def pairs(args: argparse.Namespace) -> list[tuple[str, str]]:
     """The formats that are asked for, each with its models."""
-    return [(one, model) for one in given.formats for model in known(one) if model in (given.models or MODELS[one])]
+    return [
+        (format, model)
+        for format in args.formats
+        for model in models_of(format)
+        if model in (args.models or MODELS[format])
+    ]
 
 
-def in_processes(given: argparse.Namespace) -> None:
+def in_processes(args: argparse.Namespace) -> None:
     """Every model in a process of its own, after all that compile have done so side by side."""
-    until = time.monotonic() + given.budget
-    each, tokens = pairs(given), ",".join(map(str, given.tokens))
+    until = time.monotonic() + args.budget
+    each, tokens = pairs(args), ",".join(map(str, args.tokens))
 
     def process(format: str, model: str, peers: Sequence[str], seconds: float, *more: str) -> None:
         words = {
-            "--vllm": given.vllm,
-            "--out": given.out,
+            "--vllm": args.vllm,
+            "--out": args.out,
             "--formats": format,
             "--models": model,
             "--peers": ",".join(peers),
@@ -184,14 +191,14 @@ def in_processes(given: argparse.Namespace) -> None:
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for format, model in each:
-            for peer in given.peers:
+            for peer in args.peers:
                 if format in PEERS[peer][0]:
-                    pool.submit(process, format, model, [peer], given.budget * WARMING, "--warm")
+                    pool.submit(process, format, model, [peer], args.budget * WARMING, "--warm")
     print(f"warm: {until - time.monotonic():.0f} s are left", flush=True)
     for number, (format, model) in enumerate(each):
         left = until - time.monotonic()
         if left > 0:
-            process(format, model, given.peers, left if number + 1 == len(each) else left / (len(each) - number) * 2)
+            process(format, model, args.peers, left if number + 1 == len(each) else left / (len(each) - number) * 2)
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
@@ -199,15 +206,18 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 
     Then for each format the same of each library by itself.
     """
-    tokens = sorted({one["tokens"] for one in rows})
+    tokens = sorted({row["tokens"] for row in rows})
     lines = ["| tokens | " + " | ".join(f"{T:,}" for T in tokens) + " |", "|---" * (len(tokens) + 1) + "|"]
     kinds: dict[str, list[dict[str, Any]]] = {}
-    for one in rows:
-        kinds.setdefault("int4" if one["format"] in INT4 else one["format"], []).append(one)
+    for row in rows:
+        kinds.setdefault("int4" if row["format"] in INT4 else row["format"], []).append(row)
     for kind, here in kinds.items():
-        models = ", ".join(dict.fromkeys(one["model"] for one in here))
-        every = dict.fromkeys(peer_of(name) for one in here for name in one["us"] if peer_of(name) is not None)
-        for label, peers in ((f"{kind}: {models}", list(every)), *((f"{kind}: {peer}", [peer]) for peer in every)):
+        models = ", ".join(dict.fromkeys(row["model"] for row in here))
+        peers_here = dict.fromkeys(peer_of(name) for row in here for name in row["us"] if peer_of(name) is not None)
+        for label, peers in (
+            (f"{kind}: {models}", list(peers_here)),
+            *((f"{kind}: {peer}", [peer]) for peer in peers_here),
+        ):
             lines.append(f"| {label} | " + " | ".join(said(here, T, peers) for T in tokens) + " |")
     return lines
 
@@ -220,17 +230,17 @@ def peer_of(name: str) -> str | None:
 def said(rows: list[dict[str, Any]], T: int, peers: list[Any]) -> str:
     """A cell of the table: mean and least of the cells at T tokens that these libraries and ours have."""
     ratios = []
-    for one in rows:
-        others = [us for name, us in one["us"].items() if peer_of(name) in peers]
-        mine = one["us"].get("ours, of codes", one["us"].get("ours"))
-        if one["tokens"] == T and others and mine:
+    for row in rows:
+        others = [us for name, us in row["us"].items() if peer_of(name) in peers]
+        mine = row["us"].get("ours, of codes", row["us"].get("ours"))
+        if row["tokens"] == T and others and mine:
             ratios.append(min(others) / mine)
     if not ratios:
         return "-"
     return f"{math.exp(statistics.fmean(map(math.log, ratios))):.2f} ({min(ratios):.2f})"
 
 
-def arguments(args: list[str] | None) -> argparse.Namespace:
+def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--vllm", type=Path, help="where vLLM's wheel is unpacked")
     parser.add_argument("--out", type=Path, help="the file to write, a line a cell")
@@ -242,43 +252,43 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--append", action="store_true", help="add to the file")
     parser.add_argument("--warm", action="store_true", help="run each call once and time nothing: libraries compile")
     parser.add_argument("--table", type=Path, help="print the table of a file, and measure nothing")
-    given = parser.parse_args(args)
-    models = [model for format in FORMATS for model in known(format)]
-    if given.models == "flagships":
-        given.models = ",".join(model for every in FLAGSHIPS.values() for model in every)
+    args = parser.parse_args(argv)
+    models = [model for format in FORMATS for model in models_of(format)]
+    if args.models == "flagships":
+        args.models = ",".join(model for flagships in FLAGSHIPS.values() for model in flagships)
     for name, there in (("formats", FORMATS), ("models", models), ("peers", PEERS)):
-        asked = getattr(given, name)
-        for one in asked.split(",") if asked else ():
-            if one not in there:
-                parser.error(f"--{name}: {one!r} is none of {', '.join(dict.fromkeys(there))}")
-        setattr(given, name, asked.split(",") if asked else None)
-    if not given.table and not (given.vllm and given.out):
+        asked = getattr(args, name)
+        for word in asked.split(",") if asked else ():
+            if word not in there:
+                parser.error(f"--{name}: {word!r} is none of {', '.join(dict.fromkeys(there))}")
+        setattr(args, name, asked.split(",") if asked else None)
+    if not args.table and not (args.vllm and args.out):
         parser.error("--vllm and --out are needed, or --table")
-    given.tokens = [int(T) for T in given.tokens.split(",")]
-    return given
+    args.tokens = [int(T) for T in args.tokens.split(",")]
+    return args
 
 
-def main(args: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Measure, a line a cell, and print the table."""
-    given = arguments(args)
-    if given.table:
-        print("\n".join(table([json.loads(line) for line in given.table.read_text().splitlines()])))
+    args = arguments(argv)
+    if args.table:
+        print("\n".join(table([json.loads(line) for line in args.table.read_text().splitlines()])))
         return 0
-    if not given.append:
-        given.out.write_text("")
-    if len(pairs(given)) > 1 and not given.warm:
-        in_processes(given)
-        rows = [json.loads(line) for line in given.out.read_text().splitlines()]
+    if not args.append:
+        args.out.write_text("")
+    if len(pairs(args)) > 1 and not args.warm:
+        in_processes(args)
+        rows = [json.loads(line) for line in args.out.read_text().splitlines()]
         print("\n".join(table(rows)), flush=True)
-        return 0 if any(one["us"] for one in rows) else 1
+        return 0 if any(row["us"] for row in rows) else 1
 
-    with given.out.open("a") if not given.warm else contextlib.nullcontext() as out:
+    with args.out.open("a") if not args.warm else contextlib.nullcontext() as out:
 
-        def keep(found: dict[str, Any]) -> None:
+        def keep(result: dict[str, Any]) -> None:
             if out is not None:
-                out.write(json.dumps(found) + "\n")
+                out.write(json.dumps(result) + "\n")
                 out.flush()
-            said = (found[word] for word in ("format", "model", "gemm", "tokens", "us", "error", "failed"))
+            said = (result[word] for word in ("format", "model", "gemm", "tokens", "us", "error", "failed"))
             print(*said, flush=True)
 
-        return measure(given, keep)
+        return measure(args, keep)

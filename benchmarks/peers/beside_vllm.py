@@ -39,11 +39,11 @@ def calls(
 ) -> dict[str, Maker]:
     """A call for each thing to try, by name."""
     E, N, K = inputs.w.shape
-    found: dict[str, Maker] = {"triton_kernels": partial(theirs.triton_kernels, op, inputs)}
+    makers: dict[str, Maker] = {"triton_kernels": partial(theirs.triton_kernels, op, inputs)}
     if op == "forward":
         for whence, config in theirs.configs_of(E, N, K, width, top_k, T).items():
-            found[f"vllm {whence}"] = partial(theirs.vllm, inputs, config)
-    return found
+            makers[f"vllm {whence}"] = partial(theirs.vllm, inputs, config)
+    return makers
 
 
 def few(args: argparse.Namespace) -> list[tuple[str, int]]:
@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--vllm", type=Path, help="where vLLM's wheel was unpacked (default: the installed package)")
     parser.add_argument("--models", default=",".join(m[0] for m in MODELS))
     parser.add_argument(
-        "--tokens", type=lambda text: [int(one) for one in text.split(",")], default=[1, 16, 128, 1024, 8192]
+        "--tokens", type=lambda text: [int(count) for count in text.split(",")], default=[1, 16, 128, 1024, 8192]
     )
     parser.add_argument("--op", type=lambda text: text.split(","), default=list(OPS))
     parser.add_argument("--budget-ms", type=float, default=100.0, help="for each call of a cell (default 100)")

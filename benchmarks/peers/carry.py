@@ -49,7 +49,7 @@ _ALL = (
 )
 # vLLM's numbers of types, as the names of Marlin's kernels have them from 0.26 on: of tokens, then of weights.
 _FP16, _INT8, _BF16, _U8B128 = (
-    b"Ll%dE" % one for one in (1125899906910725, 1125899906909952, 1125899906909960, 1125899923621888)
+    b"Ll%dE" % number for number in (1125899906910725, 1125899906909952, 1125899906909960, 1125899923621888)
 )
 _MARLIN = b"6MarlinI(?:" + b"|".join((_FP16, _INT8, _BF16 + _U8B128)) + b")"
 RULES = {
@@ -86,11 +86,11 @@ CUT, CODE, ZSTD = ".cut", ".code", "libzstd.so.1"
 
 
 def files_of(wheel: Path, rule: Rule) -> Iterator[tuple[str, bytes]]:
-    """What stays of a wheel."""
-    with zipfile.ZipFile(wheel) as given:
-        for one in sorted(given.namelist()):
-            if not one.endswith("/") and not any(fnmatch.fnmatch(one, left) for left in (*_ALL, *rule.files)):
-                yield one, given.read(one)
+    """Yield (name, content) of the files of a wheel that are packed."""
+    with zipfile.ZipFile(wheel) as archive:
+        for name in sorted(archive.namelist()):
+            if not name.endswith("/") and not any(fnmatch.fnmatch(name, left) for left in (*_ALL, *rule.files)):
+                yield name, archive.read(name)
 
 
 def in_parts(name: str, data: bytes, sm: int, rule: Rule, zstd: Zstd) -> Iterator[tuple[str, bytes]]:
@@ -113,27 +113,27 @@ def system_zstd() -> Path:
 def pack(wheels: list[Path], packages: Path | None, sm: int, out: Path) -> None:
     """Write the archive."""
     zstd = Zstd()
-    found = {ZSTD: system_zstd().read_bytes()}
+    contents = {ZSTD: system_zstd().read_bytes()}
     for wheel in wheels:
         rule = RULES.get(wheel.name.partition("-")[0], OTHERS)
         for name, data in files_of(wheel, rule):
-            found |= dict(in_parts(name, data, sm, rule, zstd))
+            contents |= dict(in_parts(name, data, sm, rule, zstd))
     for path in sorted(packages.rglob("*")) if packages is not None else ():
         name = str(Path("packages") / path.relative_to(packages or path))
         if path.is_file() and not any(fnmatch.fnmatch(name, left) for left in _ALL):
-            found[name] = path.read_bytes()
+            contents[name] = path.read_bytes()
     with tarfile.open(out, "w:xz", preset=9) as archive:
-        for name in sorted(found, key=lambda name: (Path(name).suffix, name)):  # alike beside alike
+        for name in sorted(contents, key=lambda name: (Path(name).suffix, name)):  # alike beside alike
             entry = tarfile.TarInfo(name)
-            entry.size, entry.mode = len(found[name]), 0o644
-            archive.addfile(entry, io.BytesIO(found[name]))
+            entry.size, entry.mode = len(contents[name]), 0o644
+            archive.addfile(entry, io.BytesIO(contents[name]))
 
 
 def unpack(archive: Path, to: Path) -> int:
     """Lay out an archive's files, extension modules whole again; how many of these."""
     to.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(archive) as given:
-        given.extractall(to, filter="data")
+    with tarfile.open(archive) as tar:
+        tar.extractall(to, filter="data")
     zstd, done = Zstd(to / ZSTD), 0
     for rest in sorted(to.rglob(f"*{CUT}")):
         module = rest.with_name(rest.name.removesuffix(CUT))
@@ -145,7 +145,7 @@ def unpack(archive: Path, to: Path) -> int:
     return done
 
 
-def main(args: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     verbs = parser.add_subparsers(dest="verb", required=True)
     packing = verbs.add_parser("pack", help="make an archive")
@@ -156,15 +156,15 @@ def main(args: list[str] | None = None) -> int:
     laying = verbs.add_parser("unpack", help="lay out an archive's files")
     laying.add_argument("archive", type=Path)
     laying.add_argument("--to", type=Path, required=True)
-    given = parser.parse_args(args)
+    args = parser.parse_args(argv)
     begun = time.perf_counter()
-    for path in (*given.wheels, given.packages) if given.verb == "pack" else (given.archive,):
+    for path in (*args.wheels, args.packages) if args.verb == "pack" else (args.archive,):
         if path is not None and not path.exists():
             parser.error(f"{path} is not there")
-    if given.verb == "pack":
-        pack(given.wheels, given.packages, given.sm, given.out)
-        print(f"{given.out}: {given.out.stat().st_size / 1e6:.1f} MB in {time.perf_counter() - begun:.0f} s")
+    if args.verb == "pack":
+        pack(args.wheels, args.packages, args.sm, args.out)
+        print(f"{args.out}: {args.out.stat().st_size / 1e6:.1f} MB in {time.perf_counter() - begun:.0f} s")
     else:
-        modules = unpack(given.archive, given.to)
-        print(f"{given.to}: {modules} extension modules whole again, in {time.perf_counter() - begun:.0f} s")
+        modules = unpack(args.archive, args.to)
+        print(f"{args.to}: {modules} extension modules whole again, in {time.perf_counter() - begun:.0f} s")
     return 0

@@ -167,12 +167,12 @@ def told() -> list[str]:
 
 def cases(said: str) -> list[tuple[int, int, int]]:
     """Sequences, prompt and new tokens of each ``16x128+128``."""
-    found = []
-    for one in said.split(","):
-        count, _, rest = one.partition("x")
+    parsed = []
+    for case in said.split(","):
+        count, _, rest = case.partition("x")
         prompt, _, new = rest.partition("+")
-        found.append((int(count), int(prompt), int(new)))
-    return found
+        parsed.append((int(count), int(prompt), int(new)))
+    return parsed
 
 
 def speed(generate: Callable[[int, int, int], None], case: tuple[int, int, int]) -> float:
@@ -186,31 +186,31 @@ def speed(generate: Callable[[int, int, int], None], case: tuple[int, int, int])
     return round(count * (new if new > 1 else prompt) / min(taken), 1)
 
 
-def settings(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def settings(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """vLLM's arguments."""
     import torch
 
-    config = MODELS[given.models[0]] | (TINY if given.tiny else {})
-    config |= {} if given.layers is None else {"num_hidden_layers": given.layers}
+    config = MODELS[args.models[0]] | (TINY if args.tiny else {})
+    config |= {} if args.layers is None else {"num_hidden_layers": args.layers}
     if config["model_type"] == "gpt_oss":
         kinds = ("sliding_attention", "full_attention")
         config |= {"layer_types": [kinds[i % 2] for i in range(config["num_hidden_layers"])]}
     (folder / "config.json").write_text(json.dumps(config))
-    longest = max(prompt + new for _, prompt, new in given.cases)
-    found = {
+    longest = max(prompt + new for _, prompt, new in args.cases)
+    options = {
         "model": str(folder),
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "dtype": "bfloat16",
         "seed": 0,
         "max_model_len": longest + 16,
-        "max_num_seqs": max(16, *(count for count, *_ in given.cases)),
+        "max_num_seqs": max(16, *(count for count, *_ in args.cases)),
         "enable_prefix_caching": False,
-        **MODES[given.modes[0]],
+        **MODES[args.modes[0]],
     }
     if torch.cuda.is_available():
-        found |= {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.9}
-    return found
+        options |= {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.9}
+    return options
 
 
 def draw_codes() -> None:
@@ -223,38 +223,38 @@ def draw_codes() -> None:
 
     own = weight_utils.initialize_single_dummy_weight
 
-    def drawn(param: torch.Tensor, *given: Any, **named: Any) -> None:
+    def drawn(param: torch.Tensor, *more: Any, **named: Any) -> None:
         if param.device.type == "meta" or param.dtype not in (torch.uint8, torch.float8_e4m3fn):
-            own(param, *given, **named)
+            own(param, *more, **named)
             return
         g = torch.Generator(param.device).manual_seed(1234)
-        for one in param.data if param.dim() == 3 else (param.data,):
+        for matrix in param.data if param.dim() == 3 else (param.data,):
             if param.dtype is torch.uint8:
-                one.copy_(torch.randint(119, 124, one.shape, generator=g, device=param.device, dtype=torch.uint8))
+                matrix.copy_(torch.randint(119, 124, matrix.shape, generator=g, device=param.device, dtype=torch.uint8))
             else:
-                one.copy_(torch.rand(one.shape, generator=g, device=param.device) * 128 - 64)
+                matrix.copy_(torch.rand(matrix.shape, generator=g, device=param.device) * 128 - 64)
 
     weight_utils.initialize_single_dummy_weight = drawn
 
 
-def here(given: argparse.Namespace) -> dict[str, Any]:
+def here(args: argparse.Namespace) -> dict[str, Any]:
     """One engine in this process: what it told, and its times."""
-    if given.vllm is not None:
-        find_vllm(given.vllm, given.packages)
+    if args.vllm is not None:
+        find_vllm(args.vllm, args.packages)
     import vllm
 
     from pretuned.integrations.vllm import register
 
     lines = told()
     register()  # where pretuned is not installed as a package; else vLLM calls it as well
-    (name,) = MODELS[given.models[0]]["architectures"]  # handed over; else vLLM imports it in a process of its own
+    (name,) = MODELS[args.models[0]]["architectures"]  # handed over; else vLLM imports it in a process of its own
     module = importlib.import_module(f"vllm.model_executor.models.{MODULES[name]}")
     vllm.ModelRegistry.register_model(name, getattr(module, name))
     draw_codes()
-    found: dict[str, Any] = {"vllm": vllm.__version__, "about": provenance.about()}
-    found["environ"] = {one: value for one, value in sorted(os.environ.items()) if one.startswith(("VLLM_", "DG_"))}
+    report: dict[str, Any] = {"vllm": vllm.__version__, "about": provenance.about()}
+    report["environ"] = {name: value for name, value in sorted(os.environ.items()) if name.startswith(("VLLM_", "DG_"))}
     with tempfile.TemporaryDirectory() as folder:
-        llm = vllm.LLM(**settings(given, Path(folder)))
+        llm = vllm.LLM(**settings(args, Path(folder)))
 
         def generate(count: int, prompt: int, new: int) -> None:
             prompts = [{"prompt_token_ids": [(7 * i + j) % 250 + 3 for j in range(prompt)]} for i in range(count)]
@@ -262,42 +262,40 @@ def here(given: argparse.Namespace) -> dict[str, Any]:
             llm.generate(prompts, how, use_tqdm=False)
 
         generate(1, 16, 1)
-        found["first_token_s"] = round(time.time() - given.begun, 2)
-        found["tokens_per_s"] = {}
-        for said, case in zip(given.said.split(","), given.cases, strict=True):
+        report["first_token_s"] = round(time.time() - args.begun, 2)
+        report["tokens_per_s"] = {}
+        for said, case in zip(args.said.split(","), args.cases, strict=True):
             generate(case[0], case[1], min(case[2], 2))  # what a first call of this size does
-            found["tokens_per_s"][said] = speed(generate, case)
-            given.json.write_text(json.dumps(found | {"told": lines}))
-    return found | {"told": lines}
+            report["tokens_per_s"][said] = speed(generate, case)
+            args.json.write_text(json.dumps(report | {"told": lines}))
+    return report | {"told": lines}
 
 
-def one_run(
-    given: argparse.Namespace, model: str, mode: str, side: str, caches: Path, seconds: float
-) -> dict[str, Any]:
+def one_run(args: argparse.Namespace, model: str, mode: str, side: str, caches: Path, seconds: float) -> dict[str, Any]:
     """An engine in a process of its own, with these folders for its caches."""
     begun = time.time()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run.json"
         options = {
-            "--vllm": given.vllm,
-            "--packages": given.packages,
-            "--layers": given.layers,
+            "--vllm": args.vllm,
+            "--packages": args.packages,
+            "--layers": args.layers,
             "--json": out,
             "--models": model,
-            "--cases": given.said,
+            "--cases": args.said,
             "--modes": mode,
             "--begun": begun,
         }
         words = [str(word) for name, value in options.items() if value is not None for word in (name, value)]
-        words += ["--here", *(["--tiny"] if given.tiny else [])]
+        words += ["--here", *(["--tiny"] if args.tiny else [])]
         environ = {**ENVIRON, **caches_in(caches), "PRETUNED_VLLM": SIDES[side]}
         ended = child(["engine_in_vllm", *words], seconds, environ)
-        found: dict[str, Any] = json.loads(out.read_text()) if out.is_file() else {}
-    found |= {"model": model, "mode": mode, "side": side, "run_s": round(time.time() - begun, 1)}
-    return found | ({"stopped": found.get("stopped") or ended} if ended else {})
+        report: dict[str, Any] = json.loads(out.read_text()) if out.is_file() else {}
+    report |= {"model": model, "mode": mode, "side": side, "run_s": round(time.time() - begun, 1)}
+    return report | ({"stopped": report.get("stopped") or ended} if ended else {})
 
 
-def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Every model, one after another; the file is whole after each run."""
     runs: list[dict[str, Any]] = []
     head: dict[str, Any] = {"command": provenance.command()}
@@ -307,30 +305,30 @@ def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
         if about.get("torch"):
             head.update(about)
         runs.append(run)
-        given.json.write_text(json.dumps(head | {"layers": given.layers, "runs": runs}, indent=1) + "\n")
+        args.json.write_text(json.dumps(head | {"layers": args.layers, "runs": runs}, indent=1) + "\n")
         said = (run[name] for name in ("model", "mode", "side", "caches"))
         print(*said, run.get("first_token_s"), run.get("tokens_per_s"), *run.get("told", ()), flush=True)
         if "stopped" in run:
             print("  stopped:", run["stopped"].strip().splitlines()[-1], flush=True)
 
-    for model in given.models:
-        of_model(given, model, keep)
+    for model in args.models:
+        of_model(args, model, keep)
     return runs
 
 
-def of_model(given: argparse.Namespace, model: str, keep: Callable[[dict[str, Any]], None]) -> None:
+def of_model(args: argparse.Namespace, model: str, keep: Callable[[dict[str, Any]], None]) -> None:
     """Both sides of a model in turns, in the first mode that both run in, as often as there is time."""
-    end = time.monotonic() + given.seconds
-    for mode in given.modes:
+    end = time.monotonic() + args.seconds
+    for mode in args.modes:
         took = 0.0
-        for _ in range(given.rounds):
+        for _ in range(args.rounds):
             with tempfile.TemporaryDirectory() as folder:
                 for caches in CACHES:
                     for side in SIDES:
                         left = end - time.monotonic()
                         if left < took * SLACK:
                             return
-                        run = one_run(given, model, mode, side, Path(folder) / side, left)
+                        run = one_run(args, model, mode, side, Path(folder) / side, left)
                         keep(run | {"caches": caches})
                         took = max(took, run["run_s"])
                         if "stopped" in run:
@@ -343,7 +341,7 @@ def of_model(given: argparse.Namespace, model: str, keep: Callable[[dict[str, An
             return
 
 
-def arguments(args: list[str] | None) -> argparse.Namespace:
+def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--vllm", type=Path, help="where vLLM's wheel is unpacked; default: the one that is installed")
     parser.add_argument("--packages", type=Path, help="a folder with the packages that vLLM imports")
@@ -357,35 +355,35 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="a model of two small layers, to try this without a GPU")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # one run, in this process
     parser.add_argument("--begun", type=float, help=argparse.SUPPRESS)
-    given = parser.parse_args(args)
-    given.modes, given.models = given.modes.split(","), given.models.split(",")
-    for model in given.models:
+    args = parser.parse_args(argv)
+    args.modes, args.models = args.modes.split(","), args.models.split(",")
+    for model in args.models:
         if model not in MODELS:
             parser.error(f"--models: {model!r} is none of {', '.join(MODELS)}")
-    for mode in given.modes:
+    for mode in args.modes:
         if mode not in MODES:
             parser.error(f"--modes: {mode!r} is none of {', '.join(MODES)}")
     try:
-        given.cases = cases(given.said)
+        args.cases = cases(args.said)
     except ValueError:
-        parser.error(f"--cases: {given.said!r} is not of the form {CASES.partition(',')[0]}")
-    if given.vllm is not None and not (given.vllm / "vllm" / "model_executor").is_dir():
-        parser.error(f"--vllm: {given.vllm} has no folder vllm of an unpacked wheel")
-    return given
+        parser.error(f"--cases: {args.said!r} is not of the form {CASES.partition(',')[0]}")
+    if args.vllm is not None and not (args.vllm / "vllm" / "model_executor").is_dir():
+        parser.error(f"--vllm: {args.vllm} has no folder vllm of an unpacked wheel")
+    return args
 
 
-def main(args: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Measure; 1 where a side of a model has no times."""
-    given = arguments(args)
-    if given.here:
+    args = arguments(argv)
+    if args.here:
         try:
-            given.json.write_text(json.dumps(here(given)))
+            args.json.write_text(json.dumps(here(args)))
             leave(0)
         except Exception:
             traceback.print_exc()
-            known = json.loads(given.json.read_text()) if given.json.is_file() else {}
-            given.json.write_text(json.dumps(known | {"stopped": traceback.format_exc(limit=-8)}))
+            saved = json.loads(args.json.read_text()) if args.json.is_file() else {}
+            args.json.write_text(json.dumps(saved | {"stopped": traceback.format_exc(limit=-8)}))
         leave(1)
-    ready_files([] if given.vllm is None else [given.vllm])
-    ran = {(run["model"], run["side"]) for run in measure(given) if run.get("tokens_per_s")}
-    return 0 if ran == {(model, side) for model in given.models for side in SIDES} else 1
+    ready_files([] if args.vllm is None else [args.vllm])
+    ran = {(run["model"], run["side"]) for run in measure(args) if run.get("tokens_per_s")}
+    return 0 if ran == {(model, side) for model in args.models for side in SIDES} else 1

@@ -1,6 +1,6 @@
-"""What benchmarks inside an engine share: to import one that is unpacked, and processes that end in their time.
+"""Functions for benchmarks inside an engine: import an unpacked engine, and run processes with a time limit.
 
-Also the folders of every cache, so that a process can start with none.
+Also the folders of all caches, so that a process can start with empty ones.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def find(folders: list[Path], packages: Path | None) -> None:
 
     Its child processes find the same.
     """
-    first, last = [str(one.resolve()) for one in folders], [] if packages is None else [str(packages.resolve())]
+    first, last = [str(folder.resolve()) for folder in folders], [] if packages is None else [str(packages.resolve())]
     sys.path[:0] = first
     sys.path += last
     # Before what is installed, in a child: PYTHONPATH has no place behind it.
@@ -56,7 +56,7 @@ def stand_in(*names: str) -> None:
     for name in names:
         absent = types.ModuleType(name)
         absent.__path__ = []  # type: ignore[attr-defined]
-        absent.__getattr__ = lambda one: (lambda *_, **__: False) if not one.startswith("__") else _none(one)  # type: ignore[method-assign]
+        absent.__getattr__ = lambda name: (lambda *_, **__: False) if not name.startswith("__") else _none(name)  # type: ignore[method-assign]
         sys.modules[name] = absent
 
 
@@ -66,9 +66,9 @@ def _none(name: str) -> NoReturn:
 
 def caches_in(folder: Path) -> dict[str, str]:
     """The environment that has all caches below a folder, which is made if it is not there."""
-    for one in set(CACHES.values()):
-        (folder / one).mkdir(parents=True, exist_ok=True)
-    return {variable: str(folder / one) for variable, one in CACHES.items()}
+    for cache in set(CACHES.values()):
+        (folder / cache).mkdir(parents=True, exist_ok=True)
+    return {variable: str(folder / cache) for variable, cache in CACHES.items()}
 
 
 def ready_files(folders: Iterable[Path], packages: Iterable[str] = ("pretuned",)) -> None:
@@ -76,13 +76,16 @@ def ready_files(folders: Iterable[Path], packages: Iterable[str] = ("pretuned",)
 
     Folders and packages that are installed; none is imported. Else the first of several processes would pay for it.
     """
-    specs = [importlib.util.find_spec(one) for one in packages]
-    every = [*folders, *(Path(one) for spec in specs if spec for one in spec.submodule_search_locations or ())]
-    for folder in every:
+    specs = [importlib.util.find_spec(package) for package in packages]
+    all_folders = [
+        *folders,
+        *(Path(location) for spec in specs if spec for location in spec.submodule_search_locations or ()),
+    ]
+    for folder in all_folders:
         compileall.compile_dir(str(folder), quiet=2, workers=0)
     nvcc = shutil.which("nvcc")
-    every += [] if nvcc is None else [Path(nvcc).resolve().parents[1] / one for one in ("bin", "nvvm")]
-    for path in (one for folder in every for one in folder.rglob("*")):
+    all_folders += [] if nvcc is None else [Path(nvcc).resolve().parents[1] / part for part in ("bin", "nvvm")]
+    for path in (file for folder in all_folders for file in folder.rglob("*")):
         if path.is_file():
             path.read_bytes()
 

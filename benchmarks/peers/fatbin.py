@@ -52,7 +52,7 @@ class Element(NamedTuple):
         return struct.pack("<H", self.kind) + self.header[2:]
 
     def unpressed(self, zstd: Zstd) -> Element:
-        """The same with its payload unpressed."""
+        """Return the element with its payload decompressed."""
         return self._replace(payload=zstd.unpress(self.payload, self.size)) if self.is_pressed else self
 
     def laid(self, zstd: Zstd, level: int) -> bytes:
@@ -67,8 +67,8 @@ class Element(NamedTuple):
 
 
 def _number(header: bytes, form: str, offset: int) -> int:
-    found: tuple[int, ...] = struct.unpack_from(form, header, offset)
-    return found[0]
+    values: tuple[int, ...] = struct.unpack_from(form, header, offset)
+    return values[0]
 
 
 class Zstd:
@@ -124,20 +124,20 @@ def containers(data: bytes | bytearray) -> Iterator[range]:
 
 def elements(data: bytes | bytearray, where: range) -> list[Element]:
     """All of a container."""
-    found, at = [], where.start
+    elements, at = [], where.start
     while at < where.stop:
         kind, _, header, size, pressed = _ELEMENT.unpack_from(data, at)
         start = at + header
-        found.append(Element(kind, bytes(data[at:start]), bytes(data[start : start + (pressed or size)])))
+        elements.append(Element(kind, bytes(data[at:start]), bytes(data[start : start + (pressed or size)])))
         at = start + size
-    return found
+    return elements
 
 
-def wanted(found: list[Element], sm: int) -> list[Element]:
-    """What a GPU of capability ``sm`` runs: its machine code, else the newest PTX that it can compile."""
-    own = [one for one in found if one.kind == _CUBIN and one.arch == sm]
-    older = [one for one in found if one.kind == _PTX and one.arch <= sm]
-    return own or sorted(older, key=lambda one: one.arch)[-1:]
+def wanted(elements: list[Element], sm: int) -> list[Element]:
+    """Return the elements that a GPU of capability ``sm`` runs: machine code, else the newest PTX for it."""
+    own = [element for element in elements if element.kind == _CUBIN and element.arch == sm]
+    older = [element for element in elements if element.kind == _PTX and element.arch <= sm]
+    return own or sorted(older, key=lambda element: element.arch)[-1:]
 
 
 def cut(data: bytes, sm: int, zstd: Zstd, without: re.Pattern[bytes] | None = None) -> tuple[bytes, bytes]:
@@ -148,13 +148,13 @@ def cut(data: bytes, sm: int, zstd: Zstd, without: re.Pattern[bytes] | None = No
     out, code = bytearray(data), bytearray()
     for where in containers(data):
         stay = wanted(elements(data, where), sm)
-        plain = [one.unpressed(zstd) for one in stay]
-        if without is not None and any(without.search(one.payload) for one in plain):
+        plain = [element.unpressed(zstd) for element in stay]
+        if without is not None and any(without.search(element.payload) for element in plain):
             stay = plain = []
         if _laid(plain, len(where), zstd) is None:
-            plain = [one._replace(kind=one.kind | _AS_IT_IS) for one in stay]
-        code += b"".join(one.payload for one in plain)
-        out[where.start : where.stop] = b"".join(one.told() for one in plain).ljust(len(where), b"\0")
+            plain = [element._replace(kind=element.kind | _AS_IT_IS) for element in stay]
+        code += b"".join(element.payload for element in plain)
+        out[where.start : where.stop] = b"".join(element.told() for element in plain).ljust(len(where), b"\0")
     return bytes(out), bytes(code)
 
 
@@ -165,9 +165,9 @@ def whole(data: bytes, code: bytes, zstd: Zstd) -> bytes:
         stay, at = [], where.start
         while at < where.stop and (head := _ELEMENT.unpack_from(data, at))[0]:
             kind, _, size, padded, pressed = head
-            one = Element(kind, data[at : at + size], b"")
-            length = one.size if one.is_pressed and not kind & _AS_IT_IS else pressed or padded
-            stay.append(one._replace(payload=code[taken : taken + length]))
+            element = Element(kind, data[at : at + size], b"")
+            length = element.size if element.is_pressed and not kind & _AS_IT_IS else pressed or padded
+            stay.append(element._replace(payload=code[taken : taken + length]))
             taken, at = taken + length, at + size
         laid = _laid(stay, len(where), zstd)
         if laid is None or taken > len(code):
@@ -180,7 +180,7 @@ def whole(data: bytes, code: bytes, zstd: Zstd) -> bytes:
 def _laid(stay: list[Element], room: int, zstd: Zstd) -> bytes | None:
     """The elements as a container has them, pressed as little as fits in it; None if they don't."""
     for level in _LEVELS:
-        found = b"".join(one.laid(zstd, level) for one in stay)
-        if len(found) <= room:
-            return found
+        code = b"".join(element.laid(zstd, level) for element in stay)
+        if len(code) <= room:
+            return code
     return None

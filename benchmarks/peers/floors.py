@@ -50,22 +50,22 @@ def dense(cell: Cell) -> Call:
 
 def calls_of(cell: Cell, of_codes: Callable[[Cell], dict[str, Call]] | None, sms: int) -> dict[str, Call]:
     """Ours, then all that stands beside it."""
-    found: dict[str, Call] = {"ours": partial(grouped_gemm, cell.x, cell.product.weights, cell.m_sizes)}
-    found |= {} if of_codes is None else of_codes(cell)
+    calls: dict[str, Call] = {"ours": partial(grouped_gemm, cell.x, cell.product.weights, cell.m_sizes)}
+    calls |= {} if of_codes is None else of_codes(cell)
     read, written = bytes_of(cell.product.format, (cell.E, cell.N, cell.K), cell.T, cell.product.top_k)
     from .stream import reader  # here, as --table needs no Triton
 
     for per in PER_SM:
-        found[f"read {per}"] = reader(read, written, cell.device, per * sms)
-    found["nothing"] = reader(0, 0, cell.device, sms)
-    found["dense"] = dense(cell)
-    return found
+        calls[f"read {per}"] = reader(read, written, cell.device, per * sms)
+    calls["nothing"] = reader(0, 0, cell.device, sms)
+    calls["dense"] = dense(cell)
+    return calls
 
 
 def measured(cell: Cell, calls: dict[str, Call], clock: Clock | HostClock) -> dict[str, Any]:
     """The line of a cell: all in turns. What fails is told."""
     product = cell.product
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "format": product.format,
         "model": product.model,
         "gemm": product.gemm,
@@ -79,11 +79,11 @@ def measured(cell: Cell, calls: dict[str, Call], clock: Clock | HostClock) -> di
         try:
             graphs[name] = clock.capture(call)
         except Exception as error:
-            found["failed"][name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            result["failed"][name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     times = clock.rounds_us(list(graphs.values()), ROUNDS)
-    found["us"] = {name: round(statistics.median(one), 2) for name, one in zip(graphs, times, strict=True)}
+    result["us"] = {name: round(statistics.median(replays), 2) for name, replays in zip(graphs, times, strict=True)}
     clock.release()
-    return found
+    return result
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
@@ -91,52 +91,52 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     lines = ["| format, tokens | read, of ours | nothing, us | dense, of ours |", "|---" * 4 + "|"]
     for kind in TARGETS:
         for tokens in TOKENS:
-            here = [one for one in rows if one["tokens"] == tokens and one["format"].startswith(kind.split()[0])]
+            here = [row for row in rows if row["tokens"] == tokens and row["format"].startswith(kind.split()[0])]
             if here:
-                read = [min(us for name, us in one["us"].items() if name.startswith("read")) for one in here]
-                ours = [one["us"].get("ours, of codes", one["us"]["ours"]) for one in here]
+                read = [min(us for name, us in row["us"].items() if name.startswith("read")) for row in here]
+                ours = [row["us"].get("ours, of codes", row["us"]["ours"]) for row in here]
                 by = statistics.geometric_mean(a / b for a, b in zip(read, ours, strict=True))
-                same = [one["us"]["dense"] / us for one, us in zip(here, ours, strict=True) if "dense" in one["us"]]
+                same = [row["us"]["dense"] / us for row, us in zip(here, ours, strict=True) if "dense" in row["us"]]
                 product = f"{statistics.geometric_mean(same):.2f}" if same else "-"
-                nothing = statistics.median(one["us"]["nothing"] for one in here)
+                nothing = statistics.median(row["us"]["nothing"] for row in here)
                 lines.append(f"| {kind}, {tokens:,} | {by:.2f} | {nothing:.1f} | {product} |")
     return lines
 
 
-def measure(given: argparse.Namespace) -> int:
+def measure(args: argparse.Namespace) -> int:
     """Every cell of the products, until the time is up."""
-    until, clock = time.monotonic() + given.budget, Clock()
+    until, clock = time.monotonic() + args.budget, Clock()
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    with given.out.open("w") as out:
-        for product in products(list(FORMATS), given.models):
+    with args.out.open("w") as out:
+        for product in products(list(FORMATS), args.models):
             of_codes = w8a8.ours(Path(), product, list(TOKENS)) if product.format == "fp8_block" else None
             for T in TOKENS:
                 if time.monotonic() > until:
                     print(f"time is up before {product.model} {product.gemm} at {T} tokens", flush=True)
                     return 0
                 cell = Cell(product, T)
-                found = measured(cell, calls_of(cell, of_codes, sms), clock)
-                out.write(json.dumps(found) + "\n")
+                result = measured(cell, calls_of(cell, of_codes, sms), clock)
+                out.write(json.dumps(result) + "\n")
                 out.flush()
-                print(*found.values(), flush=True)
+                print(*result.values(), flush=True)
                 torch.cuda.empty_cache()
     return 0
 
 
-def main(args: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Measure, a line a cell, and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--out", type=Path, help="the file to write, a line a cell")
     parser.add_argument("--models", type=lambda text: text.split(","), help="some of them; default: all")
     parser.add_argument("--budget", type=float, default=170.0, help="seconds after which no cell begins")
     parser.add_argument("--table", type=Path, help="print the table of a file, and measure nothing")
-    given = parser.parse_args(args)
-    known = {model for every in MODELS.values() for model in every}
-    if wrong := set(given.models or ()) - known:
-        parser.error(f"--models: {sorted(wrong)[0]!r} is none of {', '.join(sorted(known))}")
-    if not given.table and not given.out:
+    args = parser.parse_args(argv)
+    names = {model for models in MODELS.values() for model in models}
+    if wrong := set(args.models or ()) - names:
+        parser.error(f"--models: {sorted(wrong)[0]!r} is none of {', '.join(sorted(names))}")
+    if not args.table and not args.out:
         parser.error("--out is needed, or --table")
-    code = 0 if given.table else measure(given)
-    rows = [json.loads(line) for line in (given.table or given.out).read_text().splitlines()]
+    code = 0 if args.table else measure(args)
+    rows = [json.loads(line) for line in (args.table or args.out).read_text().splitlines()]
     print("\n".join(table(rows)), flush=True)
     return code

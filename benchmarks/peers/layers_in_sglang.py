@@ -104,17 +104,17 @@ def quantisation(kind: str) -> Any:
     return None
 
 
-def made(kind: str, one: Kind, device: str) -> Any:
+def make_layer(kind: str, spec: Kind, device: str) -> Any:
     """SGLang's layer with weights that are drawn, the same for both, processed as after loading."""
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
     with torch.device(device):
         layer = FusedMoE(
-            num_experts=one.E,
-            hidden_size=one.H,
-            intermediate_size=one.I,
+            num_experts=spec.E,
+            hidden_size=spec.H,
+            intermediate_size=spec.I,
             layer_id=0,
-            top_k=one.top_k,
+            top_k=spec.top_k,
             params_dtype=torch.bfloat16,
             quant_config=quantisation(kind),
             prefix="model.layers.0.mlp.experts",
@@ -124,21 +124,21 @@ def made(kind: str, one: Kind, device: str) -> Any:
         torch.manual_seed(0)
         for name, parameter in sorted(layer.named_parameters()):
             if parameter.numel():
-                draw(name, parameter, kind, one)
+                draw(name, parameter, kind, spec)
         layer.quant_method.process_weights_after_loading(layer)
     return layer
 
 
-def call_of(layer: Any, one: Kind, given: Routed, *, routed: bool) -> Callable[[], torch.Tensor]:
+def call_of(layer: Any, spec: Kind, inputs: Routed, *, routed: bool) -> Callable[[], torch.Tensor]:
     """The layer on these tokens; ``routed``: with choosing top_k experts by SGLang, as its runner takes them."""
     from sglang.srt.layers.moe.topk import StandardTopKOutput, TopK
 
     if not routed:
-        chosen = StandardTopKOutput(given.weights, given.ids, given.logits)
-        return lambda: layer(given.x, chosen)  # type: ignore[no-any-return]
-    top = TopK(top_k=one.top_k, renormalize=True, layer_id=0)
+        chosen = StandardTopKOutput(inputs.weights, inputs.ids, inputs.logits)
+        return lambda: layer(inputs.x, chosen)  # type: ignore[no-any-return]
+    top = TopK(top_k=spec.top_k, renormalize=True, layer_id=0)
     top.bind_runner_backend(layer.runner_backend)
-    return lambda: layer(given.x, top(given.x, given.logits))  # type: ignore[no-any-return]
+    return lambda: layer(inputs.x, top(inputs.x, inputs.logits))  # type: ignore[no-any-return]
 
 
 def runs_by(name: str) -> None:
@@ -149,7 +149,7 @@ def runs_by(name: str) -> None:
     get_flags().moe.runner_backend = resolve_moe_runner_backend(name)
 
 
-def layers_of(kind: str, one: Kind, device: str, sides: dict[str, str], failed: dict[str, str]) -> dict[str, Any]:
+def layers_of(kind: str, spec: Kind, device: str, sides: dict[str, str], failed: dict[str, str]) -> dict[str, Any]:
     """The layer by each of SGLang's runners, then with pretuned's plug-in; what failed is told in ``failed``."""
     from sglang.srt.plugins import load_plugins
 
@@ -164,7 +164,7 @@ def layers_of(kind: str, one: Kind, device: str, sides: dict[str, str], failed: 
             load_plugins()
         try:
             runs_by(sides[side])
-            layers[side] = made(kind, one, device)
+            layers[side] = make_layer(kind, spec, device)
             say(kind, f"{side}: made, by {name_of(layers[side])}")
         except Exception:
             failed[side] = traceback.format_exc(limit=-6)
@@ -192,7 +192,7 @@ class Untuned(logging.Handler):
 
 
 def result_of(call: Callable[[], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """What a call returns of the tokens x [T, H], which it must leave as they are: they are asked again."""
+    """Return a call's result for the tokens x [T, H]; raise if the call changes x, which is used again."""
     before = x.clone()
     out = call().clone()
     if not torch.equal(before, x):
@@ -209,7 +209,7 @@ def drop_far(cell: dict[str, Any]) -> None:
 
 
 def measure(
-    kind: str, one: Kind, tokens: list[int], device: str, sides: dict[str, str], keep: Callable[[dict[str, Any]], None]
+    kind: str, spec: Kind, tokens: list[int], device: str, sides: dict[str, str], keep: Callable[[dict[str, Any]], None]
 ) -> None:
     """All cells of a layer."""
     from pretuned.aot.measure.clock import Clock, HostClock
@@ -217,21 +217,21 @@ def measure(
     clock = Clock() if device == "cuda" else HostClock()
     failed: dict[str, str] = {}
     untuned = Untuned()
-    layers = layers_of(kind, one, device, sides, failed)
+    layers = layers_of(kind, spec, device, sides, failed)
     runners = {side: name_of(layer) for side, layer in layers.items()}
     routed = "triton_kernel" in runners.values()
     for T in tokens:
-        given, graphs, out, wrong = routing(one, T, device), {}, {}, dict(failed)
+        inputs, graphs, out, wrong = routing(spec, T, device), {}, {}, dict(failed)
         for side, layer in layers.items():
             try:
-                call = call_of(layer, one, given, routed=routed)
-                out[side] = result_of(call, given.x)
+                call = call_of(layer, spec, inputs, routed=routed)
+                out[side] = result_of(call, inputs.x)
                 graphs[side] = clock.capture(call)
                 say(kind, f"T={T} {side}: captured")
             except Exception:
                 wrong[side] = traceback.format_exc(limit=-6)
-                given = routing(one, T, device)
-        cell: dict[str, Any] = {"kind": kind, "model": one.model, "tokens": T, "routed": routed, "failed": wrong}
+                inputs = routing(spec, T, device)
+        cell: dict[str, Any] = {"kind": kind, "model": spec.model, "tokens": T, "routed": routed, "failed": wrong}
         cell["runners"] = runners
         if "triton" in runners.values():
             cell["tuned"] = not untuned.is_told
@@ -242,7 +242,7 @@ def measure(
         clock.release()
 
 
-def arguments(args: list[str] | None) -> argparse.Namespace:
+def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--sglang", type=Path, help="where SGLang's wheel is unpacked; default: the one installed")
     parser.add_argument("--packages", type=Path, help="a folder with the packages that SGLang imports")
@@ -260,47 +260,47 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=540, help="when to end what is still measured")
     parser.add_argument("--tiny", action="store_true", help="a small layer, on the CPU where there is no GPU")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # one kind, in this process
-    given = parser.parse_args(args)
-    if (given.json is None) == (given.build is None):
+    args = parser.parse_args(argv)
+    if (args.json is None) == (args.build is None):
         parser.error("wanted one of --json, where the times go, and --build")
-    if given.built is not None and not given.built.is_dir():
-        parser.error(f"--built: {given.built} is no folder")
-    given.kinds, given.tokens = given.kinds.split(","), [int(T) for T in given.tokens.split(",")]
-    for kind in given.kinds:
+    if args.built is not None and not args.built.is_dir():
+        parser.error(f"--built: {args.built} is no folder")
+    args.kinds, args.tokens = args.kinds.split(","), [int(T) for T in args.tokens.split(",")]
+    for kind in args.kinds:
         if kind not in KINDS:
             parser.error(f"--kinds: {kind!r} is none of {', '.join(KINDS)}")
-    given.sides = given.sides.split(",") if given.sides else None
-    for side in given.sides or ():
-        for kind in given.kinds:
+    args.sides = args.sides.split(",") if args.sides else None
+    for side in args.sides or ():
+        for kind in args.kinds:
             if side not in SIDES.get(kind, AUTO):
                 parser.error(f"--sides: {side!r} is none of {kind}'s: {', '.join(SIDES.get(kind, AUTO))}")
-    if given.sglang is not None and not (given.sglang / "sglang" / "srt").is_dir():
-        parser.error(f"--sglang: {given.sglang} has no folder sglang of an unpacked wheel")
-    return given
+    if args.sglang is not None and not (args.sglang / "sglang" / "srt").is_dir():
+        parser.error(f"--sglang: {args.sglang} has no folder sglang of an unpacked wheel")
+    return args
 
 
-def here(given: argparse.Namespace) -> int:
+def here(args: argparse.Namespace) -> int:
     """Measure one kind of layer in this process."""
-    (kind,) = given.kinds
+    (kind,) = args.kinds
     cells: list[dict[str, Any]] = []
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, "lo")
-    if given.sglang is not None:
-        find([given.sglang], given.packages)
+    if args.sglang is not None:
+        find([args.sglang], args.packages)
     head: dict[str, Any] = {"torch": torch.__version__}
     head["gpu"] = torch.cuda.get_device_name() if device == "cuda" else None
     head["in_place_of_sgl_kernel"] = stand_in() if device == "cuda" else {}
     head["put_into_triton"] = older_triton() if device == "cuda" else []
     # Where it is, should it not come to its end.
-    faulthandler.dump_traceback_later(max(given.seconds - 5, 1))
-    sides = {name: by for name, by in SIDES.get(kind, AUTO).items() if given.sides is None or name in given.sides}
+    faulthandler.dump_traceback_later(max(args.seconds - 5, 1))
+    sides = {name: by for name, by in SIDES.get(kind, AUTO).items() if args.sides is None or name in args.sides}
 
     about = provenance.about()
 
     def keep(cell: dict[str, Any]) -> None:
         cells.append(head | cell)
-        given.json.write_text(json.dumps(about | {"rounds": ROUNDS, "cells": cells}, indent=1))
+        args.json.write_text(json.dumps(about | {"rounds": ROUNDS, "cells": cells}, indent=1))
         say(cell["kind"], f"T={cell['tokens']}", cell.get("us"), cell.get("distance"))
         for name, why in cell["failed"].items():
             print(f"  {name} failed: {why.strip().splitlines()[-1]}", flush=True)
@@ -309,8 +309,8 @@ def here(given: argparse.Namespace) -> int:
         start(device)
         say(kind, "SGLang imported")
         if device == "cuda":
-            compiled(kind, given.built)
-        measure(kind, TINY if given.tiny else KINDS[kind], given.tokens, device, sides, keep)
+            compiled(kind, args.built)
+        measure(kind, TINY if args.tiny else KINDS[kind], args.tokens, device, sides, keep)
     except Exception:
         keep({"kind": kind, "tokens": None, "failed": {"all": traceback.format_exc(limit=-6)}})
     return 0 if any(cell.get("us") for cell in cells) else 1
@@ -325,26 +325,26 @@ def compiled(kind: str, built: Path | None) -> None:
         say(kind, f"compiling SGLang's kernels failed: {traceback.format_exc(limit=-3)}")
 
 
-def in_a_process(given: argparse.Namespace, kind: str, seconds: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What ran, and the cells of one kind of layer: a fault of the GPU ends its process alone.
+def in_a_process(args: argparse.Namespace, kind: str, seconds: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Measure one kind of layer in a process of its own, so that a GPU fault ends only that: (head, cells).
 
-    They lie beside ``--json`` until its process has ended, whole after each cell: also if this process is ended.
+    The process writes the cells to a file next to ``--json`` after each cell, so they survive if this process ends.
     """
-    out = given.json.with_name(f"{given.json.stem}-{kind}.part")
+    out = args.json.with_name(f"{args.json.stem}-{kind}.part")
     out.unlink(missing_ok=True)
     options = {
-        "--sglang": given.sglang,
-        "--packages": given.packages,
+        "--sglang": args.sglang,
+        "--packages": args.packages,
         "--json": out,
         "--kinds": kind,
-        "--built": given.built,
-        "--sides": ",".join(given.sides) if given.sides else None,
-        "--tokens": ",".join(map(str, given.tokens)),
+        "--built": args.built,
+        "--sides": ",".join(args.sides) if args.sides else None,
+        "--tokens": ",".join(map(str, args.tokens)),
         "--seconds": seconds,
     }
     words = [str(word) for name, value in options.items() if value is not None for word in (name, value)]
     with tempfile.TemporaryDirectory() as folder:  # what it leaves, as it may be ended
-        words += ["--tiny"] if given.tiny else []
+        words += ["--tiny"] if args.tiny else []
         ended = child(["layers_in_sglang", "--here", *words], seconds, {"TMPDIR": folder})
     about: dict[str, Any] = json.loads(out.read_text()) if out.is_file() else {}
     cells: list[dict[str, Any]] = about.pop("cells", [])
@@ -354,23 +354,23 @@ def in_a_process(given: argparse.Namespace, kind: str, seconds: float) -> tuple[
     return about, cells
 
 
-def main(args: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Measure; 1 where no cell has a time."""
-    given = arguments(args)
-    if given.here:
-        leave(here(given))
-    if given.build is not None:
-        if given.sglang is not None:
-            find([given.sglang], given.packages)
+    args = arguments(argv)
+    if args.here:
+        leave(here(args))
+    if args.build is not None:
+        if args.sglang is not None:
+            find([args.sglang], args.packages)
         with tempfile.TemporaryDirectory() as folder:
-            print("\n".join(build(given.build, Path(folder))))
+            print("\n".join(build(args.build, Path(folder))))
         return 0
     cells: list[dict[str, Any]] = []
     head: dict[str, Any] = {}
-    end = time.monotonic() + given.seconds
-    for kind in given.kinds:
-        about, found = in_a_process(given, kind, end - time.monotonic())
-        head, cells = about or head, cells + found
+    end = time.monotonic() + args.seconds
+    for kind in args.kinds:
+        about, measured = in_a_process(args, kind, end - time.monotonic())
+        head, cells = about or head, cells + measured
         head["command"] = provenance.command()
-        given.json.write_text(json.dumps(head | {"rounds": ROUNDS, "cells": cells}, indent=1) + "\n")
+        args.json.write_text(json.dumps(head | {"rounds": ROUNDS, "cells": cells}, indent=1) + "\n")
     return 0 if any(cell.get("us") for cell in cells) else 1

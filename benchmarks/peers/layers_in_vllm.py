@@ -101,9 +101,9 @@ KINDS = {
     "glm-5.3-flash": _flagship("GLM-5.3-Flash", 288, 4096, 2048, 8, "fp8", limit=10.0),
     "step-3.7": _flagship("Step-3.7-Flash", 288, 4096, 1280, 8, "bf16", "swiglustep", limit=7.0),
 }
-FLAGSHIPS = [name for name, one in KINDS.items() if one.is_flagship]
-CHANNEL = [name for name, one in KINDS.items() if one.weights == "fp8_channel"]
-USUAL = {name: one for name, one in KINDS.items() if name not in {*FLAGSHIPS, *CHANNEL}}
+FLAGSHIPS = [name for name, spec in KINDS.items() if spec.is_flagship]
+CHANNEL = [name for name, spec in KINDS.items() if spec.weights == "fp8_channel"]
+USUAL = {name: spec for name, spec in KINDS.items() if name not in {*FLAGSHIPS, *CHANNEL}}
 GROUPS = {"flagships": FLAGSHIPS, "channel": CHANNEL}
 OURS, DIRECT = "auto", "moe_mlp"
 ROUNDS = 15
@@ -174,7 +174,7 @@ def _mxfp4() -> Any:
     return Published()
 
 
-def made(kind: str, one: Kind, backend: str, device: str, most: int) -> Any:
+def make_layer(kind: str, spec: Kind, backend: str, device: str, most: int) -> Any:
     """vLLM's layer, of ``most`` tokens a call, with weights that are drawn, processed as after loading."""
     from vllm.config import KernelConfig, VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers import fused_moe
@@ -182,85 +182,87 @@ def made(kind: str, one: Kind, backend: str, device: str, most: int) -> Any:
     make = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE
     config = VllmConfig(kernel_config=KernelConfig(moe_backend=backend))
     config.scheduler_config.max_num_batched_tokens = most
-    limit = (one.numbers or {}).get("limit") if one.activation == "silu" else None
+    limit = (spec.numbers or {}).get("limit") if spec.activation == "silu" else None
     with set_current_vllm_config(config), torch.device(device):
-        made = make(
-            num_experts=one.E,
-            top_k=one.top_k,
-            hidden_size=one.H,
-            intermediate_size=one.I,
+        experts = make(
+            num_experts=spec.E,
+            top_k=spec.top_k,
+            hidden_size=spec.H,
+            intermediate_size=spec.I,
             params_dtype=torch.bfloat16,
-            quant_config=quantisation(one.weights),
+            quant_config=quantisation(spec.weights),
             prefix=f"model.layers.0.mlp.experts.{kind}.{backend}",
-            activation=known_activation(one),
-            has_bias=one.has_bias,
+            activation=known_activation(spec),
+            has_bias=spec.has_bias,
             **({} if limit is None else {"swiglu_limit": limit}),
         )
-        layer = getattr(made, "routed_experts", made)  # from vLLM 0.22 on
-        if layer is not made:
-            object.__setattr__(layer, "router", made.router)
+        layer = getattr(experts, "routed_experts", experts)  # from vLLM 0.22 on
+        if layer is not experts:
+            object.__setattr__(layer, "router", experts.router)
         torch.manual_seed(0)
         for name, parameter in sorted(layer.named_parameters()):
-            draw(name, parameter, one.weights, one)
+            draw(name, parameter, spec.weights, spec)
         layer.quant_method.process_weights_after_loading(layer)
         if hasattr(layer, "_ensure_moe_quant_config_init"):
             layer._ensure_moe_quant_config_init()
     return layer, config
 
 
-def known_activation(one: Kind) -> str:
+def known_activation(spec: Kind) -> str:
     """The layer's activation, or silu if this vLLM lacks it."""
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
-    return one.activation if one.activation in [known.value for known in MoEActivation] else "silu"
+    return spec.activation if spec.activation in [member.value for member in MoEActivation] else "silu"
 
 
 class Direct:
     """pretuned's layer with the same weights, called without vLLM."""
 
-    def __init__(self, one: Kind, device: str) -> None:
+    def __init__(self, spec: Kind, device: str) -> None:
         from pretuned.runtime import ExpertWeights, moe_mlp
 
         self.run = moe_mlp
-        scale = {"fp8": "weight_scale_inv", "mxfp4": "weight_scale"}.get(one.weights)
+        scale = {"fp8": "weight_scale_inv", "mxfp4": "weight_scale"}.get(spec.weights)
         names = ["w13_weight", "w2_weight"] + [f"{which}_{scale}" for which in ("w13", "w2") if scale is not None]
-        dtype = {"fp8": torch.float8_e4m3fn, "mxfp4": torch.uint8}.get(one.weights, torch.bfloat16)
-        found = {}
+        dtype = {"fp8": torch.float8_e4m3fn, "mxfp4": torch.uint8}.get(spec.weights, torch.bfloat16)
+        parameters = {}
         torch.manual_seed(0)
         for name in sorted(names):
-            N, K = (2 * one.I, one.H) if name.startswith("w13") else (one.H, one.I)
+            N, K = (2 * spec.I, spec.H) if name.startswith("w13") else (spec.H, spec.I)
             if "scale" in name:
-                N, K = (N // 128, K // 128) if one.weights == "fp8" else (N, K // 32)
-            elif one.weights == "mxfp4":
+                N, K = (N // 128, K // 128) if spec.weights == "fp8" else (N, K // 32)
+            elif spec.weights == "mxfp4":
                 K //= 2
-            of = torch.float32 if "scale" in name and one.weights == "fp8" else dtype
-            found[name] = torch.nn.Parameter(torch.empty(one.E, N, K, dtype=of, device=device), requires_grad=False)
-            draw(name, found[name], one.weights, one)
-        self.weights: list[Any] = [found[f"{which}_weight"].data for which in ("w13", "w2")]
+            of = torch.float32 if "scale" in name and spec.weights == "fp8" else dtype
+            parameters[name] = torch.nn.Parameter(
+                torch.empty(spec.E, N, K, dtype=of, device=device), requires_grad=False
+            )
+            draw(name, parameters[name], spec.weights, spec)
+        self.weights: list[Any] = [parameters[f"{which}_weight"].data for which in ("w13", "w2")]
         if scale is not None:
-            make = ExpertWeights.fp8_block if one.weights == "fp8" else ExpertWeights.mxfp4
+            make = ExpertWeights.fp8_block if spec.weights == "fp8" else ExpertWeights.mxfp4
             self.weights = [
-                make(w, found[f"{which}_{scale}"].data).prepare()
+                make(w, parameters[f"{which}_{scale}"].data).prepare()
                 for w, which in zip(self.weights, ("w13", "w2"), strict=True)
             ]
-        self.activation = activation(one)
+        self.activation = activation(spec)
 
-    def call(self, given: Routed) -> Callable[[], torch.Tensor]:
+    def call(self, inputs: Routed) -> Callable[[], torch.Tensor]:
         """The layer on these tokens."""
         gate_up, down = self.weights
-        return lambda: self.run(given.x, gate_up, down, given.ids, given.weights, self.activation)
+        return lambda: self.run(inputs.x, gate_up, down, inputs.ids, inputs.weights, self.activation)
 
 
-def activation(one: Kind) -> Any:
+def activation(spec: Kind) -> Any:
     """A layer's activation, as pretuned takes it."""
-    if not one.numbers:
-        return one.activation
+    if not spec.numbers:
+        return spec.activation
     from pretuned.runtime import Activation
 
-    return Activation("swiglu" if one.activation == "silu" else one.activation, **one.numbers)
+    return Activation("swiglu" if spec.activation == "silu" else spec.activation, **spec.numbers)
 
 
-def draw(name: str, parameter: torch.Tensor, kind: str, one: Kind) -> None:
+def draw(name: str, parameter: torch.Tensor, kind: str, spec: Kind) -> None:
     """Numbers for a parameter: codes of any value, scales of one binade, biases and bf16 weights that are small.
 
     They are drawn in the checkpoint's shape: a backend may have more room for them, or the matrix turned.
@@ -268,7 +270,7 @@ def draw(name: str, parameter: torch.Tensor, kind: str, one: Kind) -> None:
     to = parameter.data.zero_()
     if "g_idx" in name or "shape" in name:
         return
-    N, K = (2 * one.I, one.H) if name.startswith("w13") else (one.H, one.I)
+    N, K = (2 * spec.I, spec.H) if name.startswith("w13") else (spec.H, spec.I)
     if "scale" in name:
         rows, columns = {"fp8": (128, 128), "fp8_channel": (1, K)}.get(kind, (1, 32))
     else:
@@ -276,17 +278,17 @@ def draw(name: str, parameter: torch.Tensor, kind: str, one: Kind) -> None:
     shape, device = (N // rows, K // columns) if to.dim() == 3 else (N,), to.device
     for expert in to:
         if to.dtype is torch.int32:
-            found = torch.randint(-(2**31), 2**31, shape, device=device)
+            values = torch.randint(-(2**31), 2**31, shape, device=device)
         elif to.dtype is torch.uint8:
-            found = torch.randint(*((119, 124) if "scale" in name else (0, 256)), shape, device=device)
+            values = torch.randint(*((119, 124) if "scale" in name else (0, 256)), shape, device=device)
         elif "scale" in name:
-            found = (torch.rand(shape, device=device) + 0.5) * 5e-4
+            values = (torch.rand(shape, device=device) + 0.5) * 5e-4
         elif to.dtype is torch.float8_e4m3fn:
-            found = (torch.randn(shape, device=device) * 100).clamp_(-448, 448)
+            values = (torch.randn(shape, device=device) * 100).clamp_(-448, 448)
         else:
-            found = torch.randn(shape, device=device) * 0.02
-        found = found.mT if getattr(parameter, "is_transposed", False) else found
-        expert[tuple(slice(size) for size in found.shape)].copy_(found)
+            values = torch.randn(shape, device=device) * 0.02
+        values = values.mT if getattr(parameter, "is_transposed", False) else values
+        expert[tuple(slice(size) for size in values.shape)].copy_(values)
 
 
 class Routed(NamedTuple):
@@ -298,38 +300,38 @@ class Routed(NamedTuple):
     ids: torch.Tensor
 
 
-def routing(one: Kind, T: int, device: str) -> Routed:
+def routing(spec: Kind, T: int, device: str) -> Routed:
     """Drawn tokens. No two logits of a token are equal, so that whoever chooses top_k of them chooses the same."""
     g = torch.Generator(device).manual_seed(T)
-    x = torch.randn(T, one.H, generator=g, device=device).bfloat16()
+    x = torch.randn(T, spec.H, generator=g, device=device).bfloat16()
     # The bits of bf16 numbers between 2**-7 and 2, E different ones, in any order.
-    bits = torch.randint(0x3C00, 0x4000 - one.E, (T, one.E), generator=g, device=device).sort(-1).values
-    bits += torch.arange(one.E, device=device)
-    order = torch.rand(T, one.E, generator=g, device=device).argsort(-1)
+    bits = torch.randint(0x3C00, 0x4000 - spec.E, (T, spec.E), generator=g, device=device).sort(-1).values
+    bits += torch.arange(spec.E, device=device)
+    order = torch.rand(T, spec.E, generator=g, device=device).argsort(-1)
     logits = bits.gather(1, order).short().view(torch.bfloat16)
-    weights, ids = logits.float().softmax(-1).topk(one.top_k, -1)
+    weights, ids = logits.float().softmax(-1).topk(spec.top_k, -1)
     return Routed(x, logits, weights / weights.sum(-1, keepdim=True), ids.int())
 
 
-def call_of(layer: Any, given: Routed, routed: bool) -> Callable[[], torch.Tensor]:
+def call_of(layer: Any, inputs: Routed, routed: bool) -> Callable[[], torch.Tensor]:
     """The layer on these tokens, as vLLM's runner calls it; ``routed``: with choosing top_k experts."""
     method = layer.quant_method
-    H = given.x.shape[1]
+    H = inputs.x.shape[1]
     padding = 0 if method.skip_forward_padding else layer.moe_config.hidden_dim - H
     shared = dict.fromkeys({"shared_experts", "shared_experts_input"} & {*inspect.signature(method.apply).parameters})
     if "shared" in inspect.signature(method.apply).parameters:  # pretuned's hands on what a vLLM hands it
         shared = shared_of(layer)
 
     dtype = getattr(method, "topk_indices_dtype", None)
-    chosen = given.ids if dtype is None else given.ids.to(dtype)
+    chosen = inputs.ids if dtype is None else inputs.ids.to(dtype)
 
     def call() -> torch.Tensor:
-        x = torch.nn.functional.pad(given.x, (0, padding)) if padding else given.x
+        x = torch.nn.functional.pad(inputs.x, (0, padding)) if padding else inputs.x
         if method.is_monolithic:
-            return method.apply_monolithic(layer=layer, x=x, router_logits=given.logits)[:, :H]  # type: ignore[no-any-return]
-        weights, ids = given.weights, chosen
+            return method.apply_monolithic(layer=layer, x=x, router_logits=inputs.logits)[:, :H]  # type: ignore[no-any-return]
+        weights, ids = inputs.weights, chosen
         if routed:
-            weights, ids = layer.router.select_experts(hidden_states=x, router_logits=given.logits)
+            weights, ids = layer.router.select_experts(hidden_states=x, router_logits=inputs.logits)
         out = method.apply(layer=layer, x=x, topk_weights=weights, topk_ids=ids, **shared)
         return out[:, :H]  # type: ignore[no-any-return]
 
@@ -339,8 +341,8 @@ def call_of(layer: Any, given: Routed, routed: bool) -> Callable[[], torch.Tenso
 def shared_of(layer: Any) -> dict[str, None]:
     """The arguments for shared experts of this vLLM's modular kernel."""
     kernel = getattr(layer.quant_method, "moe_kernel", None)
-    known = {} if kernel is None else inspect.signature(kernel.apply).parameters
-    return dict.fromkeys(name for name in ("shared_experts", "shared_experts_input") if name in known)
+    parameters = {} if kernel is None else inspect.signature(kernel.apply).parameters
+    return dict.fromkeys(name for name in ("shared_experts", "shared_experts_input") if name in parameters)
 
 
 def experts_of(layer: Any) -> str:
@@ -349,16 +351,16 @@ def experts_of(layer: Any) -> str:
     return type(kernel.fused_experts if kernel is not None else layer.quant_method).__name__
 
 
-def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     """|one - other| / |other|."""
-    return float((one.float() - other.float()).norm() / other.float().norm())
+    return float((a.float() - b.float()).norm() / b.float().norm())
 
 
 def timed(cell: dict[str, Any], clock: Any, graphs: dict[str, Any], out: dict[str, torch.Tensor], ours: str) -> None:
     """Put into a cell each side's time, us, and how far its result is from ours; or what stopped that."""
     try:
         times = clock.rounds_us(list(graphs.values()), ROUNDS)
-        cell["us"] = {name: round(statistics.median(one), 2) for name, one in zip(graphs, times, strict=True)}
+        cell["us"] = {name: round(statistics.median(replays), 2) for name, replays in zip(graphs, times, strict=True)}
         if ours in out:
             cell["distance"] = {name: float(f"{distance(y, out[ours]):.2e}") for name, y in out.items()}
     except Exception:
@@ -394,44 +396,44 @@ def measure(kind: str, backends: list[str], tokens: list[int], keep: Callable[[d
 
     from pretuned.aot.measure.clock import Clock
 
-    one = KINDS[kind]
+    spec = KINDS[kind]
     clock, sides, failed, direct = Clock(), {}, {}, None
     if DIRECT in backends:
         try:
-            direct = Direct(one, "cuda")
+            direct = Direct(spec, "cuda")
         except Exception:
             failed[DIRECT] = traceback.format_exc(limit=-6)
     for backend in (name for name in backends if name != DIRECT):
         try:
-            layer, config = made(kind, one, backend, "cuda", max(tokens))
+            layer, config = make_layer(kind, spec, backend, "cuda", max(tokens))
             with set_current_vllm_config(config), set_forward_context(None, config):
                 # The workspace has its size from here on.
-                call_of(layer, routing(one, max(tokens), "cuda"), layer.quant_method.is_monolithic)()
+                call_of(layer, routing(spec, max(tokens), "cuda"), layer.quant_method.is_monolithic)()
             sides[backend] = layer, config
         except Exception:
             failed[backend] = traceback.format_exc(limit=-6)
             torch.cuda.empty_cache()
     routed = any(layer.quant_method.is_monolithic for layer, _ in sides.values())
     for T in tokens:
-        given, graphs, out, wrong = routing(one, T, "cuda"), {}, {}, dict(failed)
+        inputs, graphs, out, wrong = routing(spec, T, "cuda"), {}, {}, dict(failed)
         for backend, (layer, config) in sides.items():
             try:
                 with set_current_vllm_config(config), set_forward_context(None, config):
-                    call = call_of(layer, given, routed)
+                    call = call_of(layer, inputs, routed)
                     out[backend] = call().clone()
                     graphs[backend] = clock.capture(call)
             except Exception:
                 wrong[backend] = traceback.format_exc(limit=-6)
         if direct is not None:
             try:
-                call = direct.call(given)
+                call = direct.call(inputs)
                 out[DIRECT] = call().clone()
                 graphs[DIRECT] = clock.capture(call)
             except Exception:
                 wrong[DIRECT] = traceback.format_exc(limit=-6)
-        cell: dict[str, Any] = {"kind": kind, "model": one.model, "tokens": T, "routed": routed, "failed": wrong}
-        known = known_activation(one)
-        cell["activation"] = known if known == one.activation else f"{known}: this vLLM has no {one.activation}"
+        cell: dict[str, Any] = {"kind": kind, "model": spec.model, "tokens": T, "routed": routed, "failed": wrong}
+        name = known_activation(spec)
+        cell["activation"] = name if name == spec.activation else f"{name}: this vLLM has no {spec.activation}"
         cell["experts"] = {backend: experts_of(layer) for backend, (layer, _) in sides.items()}
         timed(cell, clock, graphs, out, DIRECT if DIRECT in out else OURS)
         keep(cell)
@@ -439,7 +441,7 @@ def measure(kind: str, backends: list[str], tokens: list[int], keep: Callable[[d
         clock.release()
 
 
-def arguments(args: list[str] | None) -> argparse.Namespace:
+def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--vllm", type=Path, required=True, help="where vLLM's wheel is unpacked")
     parser.add_argument("--packages", type=Path, help="a folder with the packages that vLLM imports")
@@ -452,15 +454,15 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", default=TOKENS)
     parser.add_argument("--seconds", type=float, default=540, help="when to end what is still measured")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # one kind, in this process
-    given = parser.parse_args(args)
-    given.kinds = GROUPS.get(given.kinds) or given.kinds.split(",")
-    given.tokens = [int(T) for T in given.tokens.split(",")]
-    for kind in given.kinds:
+    args = parser.parse_args(argv)
+    args.kinds = GROUPS.get(args.kinds) or args.kinds.split(",")
+    args.tokens = [int(T) for T in args.tokens.split(",")]
+    for kind in args.kinds:
         if kind not in KINDS:
             parser.error(f"--kinds: {kind!r} is none of {', '.join(KINDS)}")
-    if not (given.vllm / "vllm" / "model_executor").is_dir():
-        parser.error(f"--vllm: {given.vllm} has no folder vllm of an unpacked wheel")
-    return given
+    if not (args.vllm / "vllm" / "model_executor").is_dir():
+        parser.error(f"--vllm: {args.vllm} has no folder vllm of an unpacked wheel")
+    return args
 
 
 def find_vllm(vllm: Path, packages: Path | None) -> None:
@@ -470,29 +472,29 @@ def find_vllm(vllm: Path, packages: Path | None) -> None:
         stand_in("vllm.vllm_flash_attn", "vllm.vllm_flash_attn.flash_attn_interface")
 
 
-def main(args: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Measure; 1 where no cell has a time."""
-    given = arguments(args)
-    if given.here:
-        leave(here(given))
+    args = arguments(argv)
+    if args.here:
+        leave(here(args))
     cells: list[dict[str, Any]] = []
     head: dict[str, Any] = {}
-    end = time.monotonic() + given.seconds
-    for number, kind in enumerate(given.kinds):
-        left, kinds = end - time.monotonic(), len(given.kinds) - number
-        about, found = in_a_process(given, kind, left if kinds == 1 else min(left, 2 * left / kinds))
-        head, cells = about or head, cells + found
+    end = time.monotonic() + args.seconds
+    for number, kind in enumerate(args.kinds):
+        left, kinds = end - time.monotonic(), len(args.kinds) - number
+        about, measured = in_a_process(args, kind, left if kinds == 1 else min(left, 2 * left / kinds))
+        head, cells = about or head, cells + measured
         head["command"] = provenance.command()
-        given.json.write_text(json.dumps(head | {"rounds": ROUNDS, "cells": cells}, indent=1) + "\n")
+        args.json.write_text(json.dumps(head | {"rounds": ROUNDS, "cells": cells}, indent=1) + "\n")
     return 0 if any(cell.get("us") for cell in cells) else 1
 
 
-def here(given: argparse.Namespace) -> int:
+def here(args: argparse.Namespace) -> int:
     """Measure one kind of layer in this process."""
-    (kind,) = given.kinds
+    (kind,) = args.kinds
     cells: list[dict[str, Any]] = []
     all_sides = [OURS, *([DIRECT] if KINDS[kind].is_flagship else []), *KINDS[kind].backends]
-    backends = given.backends.split(",") if given.backends else all_sides
+    backends = args.backends.split(",") if args.backends else all_sides
     for name, value in {
         "PRETUNED_VLLM": "1",
         "DG_JIT_USE_NVRTC": "0",
@@ -501,7 +503,7 @@ def here(given: argparse.Namespace) -> int:
         "VLLM_NO_USAGE_STATS": "1",
     }.items():
         os.environ.setdefault(name, value)
-    find_vllm(given.vllm, given.packages)
+    find_vllm(args.vllm, args.packages)
     from pretuned.integrations.vllm import register
 
     register()
@@ -512,31 +514,31 @@ def here(given: argparse.Namespace) -> int:
 
     def keep(cell: dict[str, Any]) -> None:
         cells.append(head | cell)
-        given.json.write_text(json.dumps(about | {"rounds": ROUNDS, "cells": cells}, indent=1))
+        args.json.write_text(json.dumps(about | {"rounds": ROUNDS, "cells": cells}, indent=1))
         print(cell["kind"], cell["tokens"], cell.get("us"), cell.get("distance"), flush=True)
         for name, why in cell["failed"].items():
             print(f"  {name} failed: {why.strip().splitlines()[-1]}", flush=True)
 
     try:
         with vllm_of_one("cuda"):
-            measure(kind, backends, given.tokens, keep)
+            measure(kind, backends, args.tokens, keep)
             faulthandler.dump_traceback_later(CLOSING, exit=True)  # should letting go of the groups take longer
     except Exception:
         keep({"kind": kind, "tokens": None, "failed": {"all": traceback.format_exc(limit=-6)}})
     return 0 if any(cell.get("us") for cell in cells) else 1
 
 
-def in_a_process(given: argparse.Namespace, kind: str, seconds: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What ran, and the cells of one kind of layer: a fault of the GPU ends its process alone."""
+def in_a_process(args: argparse.Namespace, kind: str, seconds: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Measure one kind of layer in a process of its own, so that a GPU fault ends only that: (head, cells)."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "cells.json"
         options = {
-            "--vllm": given.vllm,
-            "--packages": given.packages,
+            "--vllm": args.vllm,
+            "--packages": args.packages,
             "--json": out,
             "--kinds": kind,
-            "--backends": given.backends,
-            "--tokens": ",".join(map(str, given.tokens)),
+            "--backends": args.backends,
+            "--tokens": ",".join(map(str, args.tokens)),
         }
         words = [str(word) for name, value in options.items() if value is not None for word in (name, value)]
         ended = child(["layers_in_vllm", "--here", *words], seconds)

@@ -48,7 +48,7 @@ FLAGSHIPS = {  # measured where they are asked for; of ep=8 the experts of one r
 }
 
 
-def known(format: str) -> dict[str, tuple[int, int, int, int]]:
+def models_of(format: str) -> dict[str, tuple[int, int, int, int]]:
     """All models of a format, recent ones last."""
     return MODELS[format] | FLAGSHIPS.get(format, {})
 
@@ -82,8 +82,8 @@ class Product:
 
         if self.format in (*OF_CODES, "mxfp8"):
             codes = torch.empty(E, N, K, dtype=torch.float8_e4m3fn, device=self.device)
-            for one in codes:
-                one.copy_((torch.randn(N, K, generator=g, device=self.device) * 100).clamp(-448, 448))
+            for matrix in codes:
+                matrix.copy_((torch.randn(N, K, generator=g, device=self.device) * 100).clamp(-448, 448))
             if self.format == "mxfp8":
                 return codes, drawn(112, 116, E, N, K // self.group)
             blocks = (E, -(-N // 128), -(-K // 128)) if self.format == "fp8_block" else (E, N)
@@ -104,10 +104,10 @@ class Product:
 
     @cached_property
     def weights(self) -> ExpertWeights:
-        """The same as ours, in the order that our kernels read."""
+        """The weights as pretuned's prepared ``ExpertWeights``."""
         from pretuned.runtime import ExpertWeights
 
-        codes, scale = (one.clone() for one in self.operands)
+        codes, scale = (tensor.clone() for tensor in self.operands)
         if self.format in (*INT4, INT4_ZERO):
             return ExpertWeights.int4(codes, scale, None if self.zero is None else self.zero.clone()).prepare()
         return getattr(ExpertWeights, self.format)(codes, scale).prepare()  # type: ignore[no-any-return]
@@ -116,7 +116,7 @@ class Product:
 def products(formats: list[str], models: list[str] | None = None) -> Iterator[Product]:
     """Both products of each model, one after another: who lets go of one has its memory back."""
     for format in formats:
-        for model, (E, H, width, top_k) in known(format).items():
+        for model, (E, H, width, top_k) in models_of(format).items():
             if model in (MODELS[format] if models is None else models):
                 yield Product(format, model, "gate_up", E, 2 * width, H, width, top_k)
                 yield Product(format, model, "down", E, H, width, width, top_k)

@@ -33,10 +33,10 @@ class Config:
     @classmethod
     def parse(cls, text: str) -> Config:
         """The configuration that ``text`` means. Raises ValueError where it means none."""
-        found = NOTATION.fullmatch(text)
-        if found is None:
+        match = NOTATION.fullmatch(text)
+        if match is None:
             raise ValueError(f"{text!r} is no configuration of QuACK: wanted one like 128x192pp12, 128x256co11dk32")
-        tile_m, tile_n, kind, cluster_m, cluster_n, dynamic, tile_k = found.groups()
+        tile_m, tile_n, kind, cluster_m, cluster_n, dynamic, tile_k = match.groups()
         return cls(
             int(tile_m),
             int(tile_n),
@@ -77,6 +77,6 @@ def usual(best: dict[Cell, Config], op: str, count: int) -> list[Config]:
 
 def to_try(best: dict[Cell, Config], cell: Cell, more: int) -> list[Config]:
     """A cell's fastest configuration and ``more`` of the op's usual ones; three more of those where none is known."""
-    known = [best[cell]] if cell in best else []
-    others = [one for one in usual(best, cell[2], more + 3) if one not in known]
-    return known + others[: more if known else more + 3]
+    best_here = [best[cell]] if cell in best else []
+    others = [config for config in usual(best, cell[2], more + 3) if config not in best_here]
+    return best_here + others[: more if best_here else more + 3]

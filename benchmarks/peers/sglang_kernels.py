@@ -1,4 +1,4 @@
-"""What SGLang's layers need where its extension, sgl_kernel, is built for another torch than the one here.
+"""Run SGLang's layers without its extension sgl_kernel, if that is built for another torch than the installed one.
 
 Each function of it that these layers call is replaced by SGLang's own kernel of the same meaning, out of its sources
 (``IN_ITS_PLACE``): nothing of pretuned's or another library's is in SGLang's time. SGLang compiles such kernels by nvcc
@@ -54,11 +54,11 @@ def moe_sum_reduce(x: torch.Tensor, out: torch.Tensor, factor: float) -> None:
 
 
 def stand_in() -> dict[str, str]:
-    """What was put in place of which function of sgl_kernel; nothing where that is loaded. Others of it fail."""
+    """Replace functions of sgl_kernel unless it can be loaded; return their replacements by name. Others of it fail."""
     try:
         importlib.import_module("sgl_kernel")
     except (ImportError, OSError):
-        for name in [one for one in sys.modules if one.partition(".")[0] == "sgl_kernel"]:
+        for name in [module for module in sys.modules if module.partition(".")[0] == "sgl_kernel"]:
             del sys.modules[name]
     else:
         return {}
@@ -72,7 +72,7 @@ def stand_in() -> dict[str, str]:
 
         return missing
 
-    scalars = next((Path(one) / "sgl_kernel" for one in sys.path if (Path(one) / "sgl_kernel").is_dir()), None)
+    scalars = next((Path(path) / "sgl_kernel" for path in sys.path if (Path(path) / "sgl_kernel").is_dir()), None)
     module = types.ModuleType("sgl_kernel")
     module.__path__ = []
     module.moe_align_block_size = moe_align_block_size  # type: ignore[attr-defined]
@@ -110,7 +110,7 @@ def older_triton() -> list[str]:
 def fewer(source: str, kind: str) -> tuple[str, int]:
     """Marlin's list of kernels without those that a layer of this kind never runs, and how many lines went."""
     lines = source.splitlines(keepends=True)
-    stay = [one for one in lines if not _goes(one.strip(), kind)]
+    stay = [line for line in lines if not _goes(line.strip(), kind)]
     return "".join(stay), len(lines) - len(stay)
 
 
@@ -124,8 +124,8 @@ def fewer_marlins(sources: Path, folder: Path, kind: str) -> Path:
 
     Each kernel that is left is what it was.
     """
-    for one in ("marlin", "marlin_moe"):
-        shutil.copytree(sources / "gemm" / one, folder / "gemm" / one, dirs_exist_ok=True)
+    for name in ("marlin", "marlin_moe"):
+        shutil.copytree(sources / "gemm" / name, folder / "gemm" / name, dirs_exist_ok=True)
     file = folder / MARLIN
     text, gone = fewer(file.read_text(), kind)
     if not gone:
@@ -145,9 +145,9 @@ def _from(file: Path) -> None:
 
 
 def builders(kind: str) -> list[Callable[[], Any]]:
-    """What compiles, or finds compiled, each kernel that SGLang runs of a layer and compiles where it runs.
+    """Return functions that compile, or find compiled, the kernels that SGLang compiles for a layer when it runs.
 
-    A name that this SGLang lacks is left out: it is compiled when it is called.
+    A name that this SGLang lacks is left out; its kernel is compiled when it is called.
     """
     bf16, int32 = torch.bfloat16, torch.int32
     align, align_counted = (("moe.moe_align", "_jit_moe_align_module", args) for args in ((int32,), (int32, True)))
@@ -168,7 +168,7 @@ def builders(kind: str) -> list[Callable[[], Any]]:
 
 
 def marlins(kind: str) -> list[Callable[[], Any]]:
-    """What compiles Marlin for a kind's two products."""
+    """Return functions that compile Marlin for a kind's two products."""
     has_bias = kind == "mxfp4"
     wanted: list[tuple[str, str, tuple[Any, ...]]] = [
         ("moe.moe_wna16_marlin", "_jit_moe_wna16_marlin_module", (torch.bfloat16, False, has_bias, True, is_down, True))
@@ -178,11 +178,11 @@ def marlins(kind: str) -> list[Callable[[], Any]]:
 
 
 def _found(wanted: list[tuple[str, str, tuple[Any, ...]]]) -> list[Callable[[], Any]]:
-    found: list[Callable[[], Any]] = []
+    compilers: list[Callable[[], Any]] = []
     for module, name, args in wanted:
         with contextlib.suppress(ImportError, AttributeError):
-            found.append(functools.partial(getattr(importlib.import_module(OPS + module), name), *args))
-    return found
+            compilers.append(functools.partial(getattr(importlib.import_module(OPS + module), name), *args))
+    return compilers
 
 
 def compile_all(kind: str, folder: Path, built: Path | None = None) -> None:
@@ -236,6 +236,6 @@ def build(built: Path, folder: Path) -> list[str]:
         for kind in ("bf16", "fp8", "mxfp4", "int4"):
             if kind in _KEPT:
                 _from(fewer_marlins(compiling.KERNEL_PATH / "csrc", folder / kind, kind))
-            for one in builders(kind):
-                one()
+            for compiler in builders(kind):
+                compiler()
     return names

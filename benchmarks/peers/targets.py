@@ -1,4 +1,4 @@
-"""What quantised products were to reach beside other libraries, what they do, and what the same files say limits them.
+"""Compare quantised products with their targets against other libraries, and with the limits that the files show.
 
     python benchmarks/run.py targets
 
@@ -59,7 +59,7 @@ class Cell(NamedTuple):
 
 
 def bytes_of(format: str, sizes: tuple[int, int, int], tokens: int, top_k: int) -> tuple[int, int]:
-    """What a product of w [E, N, K] reads and writes. x of fp8 blocks is read as codes, with a scale for each 128."""
+    """Return the bytes that a product of w [E, N, K] reads and writes; fp8 blocks read x as codes with scales."""
     E, N, K = sizes
     M, active = tokens * top_k, int((routed_rows(E, top_k, tokens) > 0).sum())
     x_bytes = M * (K + K // 32 if format == "fp8_block" else 2 * K)
@@ -86,7 +86,7 @@ def mean(cells: list[Cell], of: Callable[[Cell], float]) -> float:
 
 
 class Limits:
-    """What these cells say of each other."""
+    """The cells of all files, and the figures that compare them."""
 
     def __init__(self, cells: list[Cell], dense: dict[tuple[str, str], dict[str, float]] | None = None) -> None:
         self.cells, self._dense = cells, dense or {}
@@ -94,59 +94,63 @@ class Limits:
     @cached_property
     def rate(self) -> float:
         """Bytes a microsecond of the cell that reads fastest."""
-        return max(one.bytes / min(one.us, one.best_us) for one in self.cells if one.tokens <= READS)
+        return max(cell.bytes / min(cell.us, cell.best_us) for cell in self.cells if cell.tokens <= READS)
 
     def column(self, kind: str, tokens: int) -> list[Cell]:
         """Its cells."""
-        return [one for one in self.cells if (one.kind, one.tokens) == (kind, tokens)]
+        return [cell for cell in self.cells if (cell.kind, cell.tokens) == (kind, tokens)]
 
     def beside_us(self, column: list[Cell]) -> float:
         """The least time beside the bytes', ours or another's."""
-        return min(min(one.us, one.best_us) - one.bytes / self.rate for one in column)
+        return min(min(cell.us, cell.best_us) - cell.bytes / self.rate for cell in column)
 
     def spread(self, column: list[Cell]) -> str:
         """The least and the most time beside the bytes', of ours and of the best libraries."""
-        every = [[us - one.bytes / self.rate for one in column for us in (one.us, one.best_us)][i::2] for i in (0, 1)]
-        return "; ".join(f"{min(times):.0f} to {max(times):.0f}" for times in every)
+        rests = [
+            [us - cell.bytes / self.rate for cell in column for us in (cell.us, cell.best_us)][i::2] for i in (0, 1)
+        ]
+        return "; ".join(f"{min(times):.0f} to {max(times):.0f}" for times in rests)
 
     def bound_us(self, column: list[Cell]) -> Callable[[Cell], float]:
-        """What the bound takes for a cell of the column."""
+        """Return the function that computes the bound's time in us for a cell of the column."""
         beside = self.beside_us(column)
-        return lambda one: beside + one.bytes / self.rate
+        return lambda cell: beside + cell.bytes / self.rate
 
     def beside_bf16(self, column: list[Cell], what: str) -> str:
         """``what`` of kernels-h100.json over ours, of the products that it has."""
-        there = [one for one in column if (one.model, one.gemm) in self._dense]
+        there = [cell for cell in column if (cell.model, cell.gemm) in self._dense]
         if not there:
             return ""
-        return f"{mean(there, lambda one: self._dense[one.model, one.gemm][what] / one.us):.2f}"
+        return f"{mean(there, lambda cell: self._dense[cell.model, cell.gemm][what] / cell.us):.2f}"
 
     def rows(self) -> Iterator[str]:
         """The table, a line a column of the targets."""
         for kind, targets in TARGETS.items():
             for tokens, target in zip(TOKENS, targets, strict=True):
                 column = self.column(kind, tokens)
-                ahead = mean(column, lambda one: one.best_us / one.us)
+                ahead = mean(column, lambda cell: cell.best_us / cell.us)
                 said = [f"{kind}, {tokens:,}", f"{target:.2f}", f"{ahead:.2f}"]
                 said.append("yes" if round(ahead, 2) >= target else "no")
-                said.append(f"{mean(column, lambda one: one.bytes / one.us) / 1e6:.2f}")
-                said.append(f"{mean(column, lambda one: one.flops / one.us) / 1e6:,.0f}")
+                said.append(f"{mean(column, lambda cell: cell.bytes / cell.us) / 1e6:.2f}")
+                said.append(f"{mean(column, lambda cell: cell.flops / cell.us) / 1e6:,.0f}")
                 if tokens < TOKENS[-1]:
                     to = self.bound_us(column)
-                    said.append(f"{mean(column, lambda one, to=to: one.best_us / to(one)):.2f}")
-                    said.append(f"{mean(column, lambda one, to=to: to(one) / one.us):.2f}")
+                    said.append(f"{mean(column, lambda cell, to=to: cell.best_us / to(cell)):.2f}")
+                    said.append(f"{mean(column, lambda cell, to=to: to(cell) / cell.us):.2f}")
                 else:
                     said += ["", ""]
                 said.append(self.spread(column) if tokens <= READS else "")
                 bf16 = tokens == TOKENS[-1]
-                said += [self.beside_bf16(column, one) if bf16 else "" for one in ("us", "dense_same_flops_us")]
+                said += [self.beside_bf16(column, field) if bf16 else "" for field in ("us", "dense_same_flops_us")]
                 yield "| " + " | ".join(said) + " |"
 
 
 def in_bf16(folder: Path = RESULTS) -> dict[tuple[str, str], dict[str, float]]:
     """The forwards of 8,192 tokens of kernels-h100.json, by model and product."""
     cells = json.loads((folder / "kernels-h100.json").read_text())["cells"]
-    return {(one["model"], one["gemm"]): one for one in cells if (one["op"], one["tokens"]) == ("forward", TOKENS[-1])}
+    return {
+        (cell["model"], cell["gemm"]): cell for cell in cells if (cell["op"], cell["tokens"]) == ("forward", TOKENS[-1])
+    }
 
 
 def main(args: list[str] | None = None) -> int:

@@ -27,24 +27,24 @@ TAKEN = ("write_zeros_to_output", "fused_moe_kernel", "invoke_fused_moe_triton_k
 FEW_ROWS = 4  # rows x this <= experts: vLLM gives each row a block of its own (_prepare_expert_assignment)
 
 
-def package(given: Path | None) -> Path:
+def package(folder: Path | None) -> Path:
     """The folder of the package vllm: ``given``, what lies in it, or what is installed. Raises FileNotFoundError."""
-    if given is None:
+    if folder is None:
         spec = find_spec("vllm")
         places = list(map(Path, spec.submodule_search_locations or ())) if spec else []
     else:
-        places = [given, given / "vllm"]
+        places = [folder, folder / "vllm"]
     for place in places:
         if (place / KERNEL_FILE).is_file():
             return place
-    where = f"in {given}" if given else "installed here"
+    where = f"in {folder}" if folder else "installed here"
     raise FileNotFoundError(f"no vLLM {where} (no {KERNEL_FILE}). {INSTALL}; then --vllm vllm-{VERSION}")
 
 
 def version_of(place: Path) -> str:
     """The version of the package in that folder, as the folder of metadata beside it says."""
-    found = sorted(place.parent.glob("vllm-*.dist-info"))
-    return found[0].name.removeprefix("vllm-").removesuffix(".dist-info") if len(found) == 1 else "unknown"
+    folders = sorted(place.parent.glob("vllm-*.dist-info"))
+    return folders[0].name.removeprefix("vllm-").removesuffix(".dist-info") if len(folders) == 1 else "unknown"
 
 
 def taken(source: Path, wanted: Collection[str], names: dict[str, Any]) -> dict[str, Any]:
@@ -53,11 +53,11 @@ def taken(source: Path, wanted: Collection[str], names: dict[str, Any]) -> dict[
     Raises ValueError where one is missing.
     """
     tree = ast.parse(source.read_text(), str(source))
-    found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in wanted]
-    missing = sorted(set(wanted) - {node.name for node in found})
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in wanted]
+    missing = sorted(set(wanted) - {node.name for node in functions})
     if missing:
         raise ValueError(f"{source} has no {', '.join(missing)}: this is written for vLLM {VERSION}")
-    exec(compile(ast.Module([*found], []), str(source), "exec"), names)
+    exec(compile(ast.Module([*functions], []), str(source), "exec"), names)
     return {name: names[name] for name in wanted}
 
 
@@ -102,12 +102,12 @@ class FusedMoe:
 
         ``width``: I, by which its files are named.
         """
-        found = {"heuristic": self.fused_moe["get_default_config"](T, E, width, K, top_k, None)}
+        configs = {"heuristic": self.fused_moe["get_default_config"](T, E, width, K, top_k, None)}
         file = self.configs / f"E={E},N={width},device_name={device}.json"
         if file.is_file():
             tuned = {int(T): config for T, config in json.loads(file.read_text()).items() if T.isdigit()}
-            found["tuned"] = tuned[min(tuned, key=lambda known: abs(known - T))]
-        return found
+            configs["tuned"] = tuned[min(tuned, key=lambda rows: abs(rows - T))]
+        return configs
 
     def vllm(self, inputs: Inputs, config: dict[str, int]) -> Call:
         """y[g] = x[g] @ w[g].T by fused_moe_kernel; which rows are whose lies ready, as vLLM would say it."""
@@ -151,10 +151,9 @@ class Kernels(FusedMoe, TritonKernels):
 
 
 def assignment(m_sizes: torch.Tensor, M: int, block: int) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """What moe_align_block_size says of rows sorted by expert: slots [S], the expert of each block, rows in all [1].
+    """Return moe_align_block_size's result for rows sorted by expert: slots [S], each block's expert, all rows [1].
 
-    Each expert's rows fill whole blocks, with M where there is none; int32. Slots are None where rows are few, and
-    each has a block of its own.
+    Each expert's rows fill whole blocks, padded with M; int32. If rows are few, slots is None, a block for each row.
     """
     E, device = len(m_sizes), m_sizes.device
     owner = torch.repeat_interleave(torch.arange(E, device=device), m_sizes.long())

@@ -81,7 +81,7 @@ class Marlin:
     def __init__(self, place: Path, *, mxfp8: bool = False) -> None:
         if not hasattr(torch.ops._moe_C, "moe_wna16_marlin_gemm"):
             modules = [place / f"{name}.abi3.so" for name in ("_moe_C", "_moe_C_stable_libtorch")]  # the latter: 0.26
-            torch.ops.load_library(str(next((one for one in modules if one.is_file()), modules[0])))
+            torch.ops.load_library(str(next((path for path in modules if path.is_file()), modules[0])))
         self.gemm = torch.ops._moe_C.moe_wna16_marlin_gemm
         self.types = _module("scalar_type", place / "scalar_type.py").scalar_types
         self.names = orders(place, mxfp8=mxfp8)
@@ -94,30 +94,30 @@ class Marlin:
         eight = codes.dtype is torch.float8_e4m3fn
         E, N, K = *codes.shape[:2], codes.shape[2] * (1 if eight else 2)
         order = self.names["get_weight_perm"](8 if eight else 4).to(codes.device)
-        found = torch.empty(E, K // 16, (4 if eight else 2) * N, dtype=torch.int32, device=codes.device)
-        for one, into in zip(codes.view(torch.uint8), found, strict=True):
-            plain = one if eight else unpack(one)
+        words = torch.empty(E, K // 16, (4 if eight else 2) * N, dtype=torch.int32, device=codes.device)
+        for matrix, into in zip(codes.view(torch.uint8), words, strict=True):
+            plain = matrix if eight else unpack(matrix)
             tiles = plain.T.reshape(K // 16, 16, N // 16, 16).transpose(1, 2).reshape(-1, len(order))[:, order]
             into.copy_((tiles if eight else pack(tiles)).contiguous().view(torch.int32).view_as(into))
-        return found
+        return words
 
     def scales(self, scale: torch.Tensor, K: int, group: int) -> torch.Tensor:
         """[E, N, K / group] to [E, K / group, N], as vLLM orders those of a bf16 x."""
         E, N, groups = scale.shape
         exponents = scale.dtype is torch.uint8
         dtype = torch.float8_e8m0fnu if exponents else scale.dtype
-        found = torch.empty(E, groups, N, dtype=dtype, device=scale.device)
-        for one, into in zip(scale, found, strict=True):
-            plain = one.view(torch.float8_e8m0fnu).bfloat16() if exponents else one
+        permuted = torch.empty(E, groups, N, dtype=dtype, device=scale.device)
+        for matrix, into in zip(scale, permuted, strict=True):
+            plain = matrix.view(torch.float8_e8m0fnu).bfloat16() if exponents else matrix
             ordered = self.names["marlin_permute_scales"](plain.T, K, N, group)
             name = MXFP8_SCALES if MXFP8_SCALES in self.names else "mxfp4_marlin_process_scales"
             into.copy_(self.names[name](ordered) if exponents else ordered)
-        return found
+        return permuted
 
     def zeros(self, zero: torch.Tensor) -> torch.Tensor:
         """[E, N, K / group] uint8 to [E, K / group, N / 8] int32, as vLLM packs those of a bf16 x."""
         _, N, groups = zero.shape
-        return torch.stack([self.names["marlin_zero_points"](one.T, groups, N, 4) for one in zero])
+        return torch.stack([self.names["marlin_zero_points"](matrix.T, groups, N, 4) for matrix in zero])
 
 
 def marlin(place: Path, product: Product, tokens: list[int]) -> Callable[[Cell], dict[str, Call]]:
@@ -144,7 +144,7 @@ def marlin(place: Path, product: Product, tokens: list[int]) -> Callable[[Cell],
     name = "marlin" if (N, K) == (product.N, product.K) else f"marlin (padded to {N} x {K})"
 
     def calls(cell: Cell) -> dict[str, Call]:
-        block = next((one for one in MARLIN_ROWS if cell.M / cell.E / one < 0.9), MARLIN_ROWS[-1])
+        block = next((rows for rows in MARLIN_ROWS if cell.M / cell.E / rows < 0.9), MARLIN_ROWS[-1])
         slots, experts, total = cell.slots(block)
         x = torch.nn.functional.pad(cell.x, (0, K - cell.K))
         y = torch.empty(cell.M, N, device=x.device, dtype=x.dtype)
@@ -225,11 +225,11 @@ class Humming:
         from humming.tune import get_heuristics_config
 
         chosen = [get_heuristics_config(self.layer, M, gemm_type="grouped_contiguous") for M in rows]
-        spans = [(0, 1 << 30, one | {"use_batch_invariant": False}) for one in chosen]
-        found = HummingKernel.prepare_kernels(
+        spans = [(0, 1 << 30, config | {"use_batch_invariant": False}) for config in chosen]
+        kernels = HummingKernel.prepare_kernels(
             self.layer.to_str(), self.computed.to_str(), spans, device=torch.cuda.current_device()
         )
-        return found.reshape(-1, 4)
+        return kernels.reshape(-1, 4)
 
     def prepare(self) -> None:
         """Put the weights into its order."""
@@ -237,8 +237,8 @@ class Humming:
 
         codes, scale = self.product.operands
         weight_scale = scale.view(torch.float8_e8m0fnu) if scale.dtype is torch.uint8 else scale
-        given = {"weight": codes.view(torch.int32), "weight_scale": weight_scale}
-        self.tensors = transform_humming_tensors(self.layer, given)
+        tensors = {"weight": codes.view(torch.int32), "weight_scale": weight_scale}
+        self.tensors = transform_humming_tensors(self.layer, tensors)
         self.locks = torch.zeros(LOCKS, dtype=torch.int32, device=codes.device)
 
     @property

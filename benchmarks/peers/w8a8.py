@@ -78,18 +78,18 @@ def vllm(
     block = None if by_row else [128, 128]
 
     def configs(cell: Cell) -> dict[str, dict[str, int]]:
-        given = cell.T, cell.E, product.width, cell.K, product.top_k, "fp8_w8a8", block
-        found = {"heuristic": names["get_default_config"](*given)}
+        sizes = cell.T, cell.E, product.width, cell.K, product.top_k, "fp8_w8a8", block
+        table = {"heuristic": names["get_default_config"](*sizes)}
         if by_row and not invariant:
             for device in TUNED_ON:
                 file = theirs.configs / f"E={cell.E},N={product.width},device_name={device},dtype=fp8_w8a8.json"
-                if file.is_file() and "tuned" not in found:
-                    tuned = {int(T): one for T, one in json.loads(file.read_text()).items() if T.isdigit()}
-                    found["tuned"] = tuned[min(tuned, key=lambda known: abs(known - cell.T))]
-            found |= {f"{m}x256x128": TILE | {"BLOCK_SIZE_M": m} for m in (64, 128)} if cell.T >= PADDED else {}
-        return found
+                if file.is_file() and "tuned" not in table:
+                    tuned = {int(T): config for T, config in json.loads(file.read_text()).items() if T.isdigit()}
+                    table["tuned"] = tuned[min(tuned, key=lambda rows: abs(rows - cell.T))]
+            table |= {f"{m}x256x128": TILE | {"BLOCK_SIZE_M": m} for m in (64, 128)} if cell.T >= PADDED else {}
+        return table
 
-    def made(cell: Cell, config: dict[str, int]) -> Call:
+    def make_call(cell: Cell, config: dict[str, int]) -> Call:
         (x, x_scale), scales = cell.quantised, scale.unsqueeze(-1) if by_row else scale
         slots, experts, total = cell.slots(config["BLOCK_SIZE_M"])
 
@@ -120,7 +120,7 @@ def vllm(
 
         return call
 
-    return lambda cell: {f"vllm {name}": made(cell, config) for name, config in configs(cell).items()}
+    return lambda cell: {f"vllm {name}": make_call(cell, config) for name, config in configs(cell).items()}
 
 
 def deepgemm(place: Path, product: Product, tokens: list[int]) -> Callable[[Cell], dict[str, Call]]:
@@ -130,12 +130,12 @@ def deepgemm(place: Path, product: Product, tokens: list[int]) -> Callable[[Cell
     codes, scale = product.operands
 
     def calls(cell: Cell) -> dict[str, Call]:
-        found: dict[str, Call] = {}
+        by_name: dict[str, Call] = {}
         if cell.T >= PADDED:
-            found["deepgemm contiguous"] = _contiguous(deep_gemm, cell, codes, scale)
+            by_name["deepgemm contiguous"] = _contiguous(deep_gemm, cell, codes, scale)
         if cell.T <= 1024:
-            found["deepgemm masked"] = _masked(deep_gemm, cell, codes, scale)
-        return found
+            by_name["deepgemm masked"] = _masked(deep_gemm, cell, codes, scale)
+        return by_name
 
     return calls
 

@@ -53,12 +53,12 @@ def built(cells: Mapping[Problem, Sequence[int]], candidates: Candidates, journa
 
 def tuned(folder: Path, candidates: Candidates) -> Path:
     """Measure the cells on this GPU; the bundle's path."""
-    journal, found = folder / "odd-k.journal", Incumbents.found()
-    every = candidates.with_others(found.codes([*CELLS], candidates.target.sm))
-    with published_candidates(BuildPlan(CELLS, ()), every, found) as (file, ships, entrants):
+    journal, incumbents = folder / "odd-k.journal", Incumbents.found()
+    bundle = candidates.with_others(incumbents.codes([*CELLS], candidates.target.sm))
+    with published_candidates(BuildPlan(CELLS, ()), bundle, incumbents) as (file, ships, entrants):
         outcome = tune_problems(CELLS, file, journal, entrants=entrants, ships=ships)
     print(f"measured {outcome.measured} of {outcome.total} cells in {outcome.seconds:.0f} s", flush=True)
-    return built(CELLS, every, journal, folder / "odd-k.msgpack")
+    return built(CELLS, bundle, journal, folder / "odd-k.msgpack")
 
 
 def timed() -> list[dict[str, Any]]:
@@ -86,22 +86,22 @@ def timed() -> list[dict[str, Any]]:
             rounds = clock.rounds_us(graphs, 2)
             rounds = clock.rounds_us(graphs, max(11, min(60, int(3e5 / sum(times[-1] for times in rounds)))))
             us = dict(zip(calls, (statistics.median(times) for times in rounds), strict=True))
-            told = explain(problem, M=M)
+            explanation = explain(problem, M=M)
             error = relative_error(ours(op, inputs)(), inputs, op)
             cell = {
                 "op": op,
                 "K": K,
                 "M": M,
                 "us": us,
-                "runs": told.runs,
+                "runs": explanation.runs,
                 "ratio": us["from m_sizes"] / us["ours"],
-                "around": us["ours"] - us["grouped_mm"] if told.runs == "torch" else None,
+                "around": us["ours"] - us["grouped_mm"] if explanation.runs == "torch" else None,
                 "error": error,
             }
             cells.append(cell)
-            shown = "  ".join(f"{name} {one:7.1f} us" for name, one in us.items())
+            shown = "  ".join(f"{name} {time_us:7.1f} us" for name, time_us in us.items())
             print(
-                f"{op:8}K={K:<5}M={M:<6}{told.runs:7} {shown}  {cell['ratio']:.3f}x torch, error {error:.1e}",
+                f"{op:8}K={K:<5}M={M:<6}{explanation.runs:7} {shown}  {cell['ratio']:.3f}x torch, error {error:.1e}",
                 flush=True,
             )
             del x, w, inputs, bare, calls, graphs
@@ -148,7 +148,10 @@ def main() -> None:
         captured = cold_capture()
         print(f"a first call in a graph capture: {captured}", flush=True)
         cells = timed()
-    worst, around = min(cell["ratio"] for cell in cells), [one for cell in cells if (one := cell["around"]) is not None]
+    worst, around = (
+        min(cell["ratio"] for cell in cells),
+        [around_us for cell in cells if (around_us := cell["around"]) is not None],
+    )
     seconds = round(time.monotonic() - begun, 1)
     print(
         f"{sum(cell['runs'] == 'torch' for cell in cells)} of {len(cells)} cells by torch, worst {worst:.3f}x torch, "
@@ -156,7 +159,7 @@ def main() -> None:
     )
     import torch
 
-    told = {
+    report = {
         **provenance.about(),
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -165,8 +168,10 @@ def main() -> None:
         "cold_capture": captured,
         "cells": cells,
     }
-    args.out.write_text(json.dumps(told, indent=1) + "\n")
-    wrong = [one for one in (captured, *(cell["error"] for cell in cells)) if isinstance(one, str) or not one < 0.01]
+    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    wrong = [
+        error for error in (captured, *(cell["error"] for cell in cells)) if isinstance(error, str) or not error < 0.01
+    ]
     sys.exit(worst < LEAST or bool(wrong))
 
 

@@ -61,32 +61,32 @@ def main() -> None:
     for sizes, name in itertools.product(args.sizes, args.formats):
         for layout in map(Layout, args.layouts):
             for op in map(Op, args.ops):
-                found = [
+                variants = [
                     (i, variant)
                     for i, variant in enumerate(bundle.variants())
                     if (variant.op, variant.layout, variant.fusion) == (op, layout, Fusion.NONE)
                     and variant.dtype.value == name
                     and variant.alignment > 1
                 ]
-                if found and time.monotonic() < end:
+                if variants and time.monotonic() < end:
                     each = tuple(map(int, sizes.split(",")))
-                    rows += product(bundle, found, op, layout, each, args.tokens, local, end)
+                    rows += product(bundle, variants, op, layout, each, args.tokens, local, end)
     if args.out:
         report = provenance.about() | {"gpu": local.gpu.name, "rows": rows}
         args.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def product(
-    bundle: Any, found: Any, op: Op, layout: Layout, sizes: tuple[int, ...], tokens: Any, local: Any, end: float
+    bundle: Any, variants: Any, op: Op, layout: Layout, sizes: tuple[int, ...], tokens: Any, local: Any, end: float
 ) -> list[Any]:
     """Every config's times of one op, dtype and order, at each number of tokens."""
     E, N, K, TOP_K = sizes
-    dtype, rows = found[0][1].dtype, []
+    dtype, rows = variants[0][1].dtype, []
     problem = Problem(op, dtype, E, N, K, layout)
     gemm, device = gemm_of(problem), torch.device("cuda", 0)
     w = quantised_weights(E, N, K, dtype, device, prepared=layout is Layout.NK)
     judge = NumericsCheck(problem, w, device)
-    kernels = [(v, load_kernel(v, bundle.cubin(i), 0, local.gpu.sm_count)) for i, v in found]
+    kernels = [(v, load_kernel(v, bundle.cubin(i), 0, local.gpu.sm_count)) for i, v in variants]
     kernels = [(v, k) for v, k in kernels if beyond(problem, k.config) is None]
     dense = w.dequantize(torch.bfloat16)
     matrices = Dequantised(w, torch.bfloat16, transposed=op is Op.DX)
@@ -131,11 +131,11 @@ def product(
 
         torch_us, bf16_us = timed(by_torch, graph=False), timed(in_bf16)
         read_us = int((counts > 0).sum()) * dtype.precision.w_bytes(N, K) / 3.0e6
-        best = sorted(times.items(), key=lambda one: one[1])
-        told = ", ".join(f"{config} {us:.1f}" for config, us in best[:3])
+        best = sorted(times.items(), key=lambda item: item[1])
+        fastest = ", ".join(f"{config} {us:.1f}" for config, us in best[:3])
         print(
             f"{problem} T={T}: {best[0][1]:.1f} (torch {torch_us:.0f}, bf16 {bf16_us:.1f}, bytes {read_us:.1f}): "
-            f"{told}",
+            f"{fastest}",
             flush=True,
         )
         rows.append({"problem": str(problem), "T": T, "torch_us": torch_us, "bf16_us": bf16_us, "bytes_us": read_us})

@@ -75,7 +75,7 @@ def ours(op: str, inputs: method.Inputs) -> Callable[[], torch.Tensor]:
 
 
 def torchs(op: str, inputs: method.Inputs) -> torch.Tensor:
-    """What a loop of torch matmuls gives in float32, under the precision that is set."""
+    """Return the result of a loop of torch matmuls in float32, in the precision that is set."""
     if op == "forward":
         return reference.forward(inputs.x, inputs.w, inputs.m_sizes)
     assert inputs.dy is not None
@@ -113,7 +113,7 @@ def error_of(result: torch.Tensor, op: str, inputs: method.Inputs) -> float:
 
 
 def fault(dtype: str, error: float) -> str | None:
-    """What is wrong with a result of this error, or None."""
+    """Return why a result with this error is wrong, None if it is not."""
     if not error < BOUNDS[dtype]:
         return f"error {error:.2e}, wanted below {BOUNDS[dtype]:.2e}"
     if dtype == "tf32" and error < BOUNDS["fp32"]:
@@ -136,28 +136,28 @@ def timed(
     clock: method.Clock, op: str, dtypes: tuple[str, ...], inputs: dict[str, method.Inputs], budget_ms: float
 ) -> dict[str, dict[str, Any]]:
     """Errors and times of some dtypes, ours and the loops in turns."""
-    found, calls = {}, []
+    figures, calls = {}, []
     for dtype in dtypes:
         call = under(dtype, ours(op, inputs[dtype]))
-        found[dtype] = {"error": error_of(call(), op, inputs[dtype])}
+        figures[dtype] = {"error": error_of(call(), op, inputs[dtype])}
         if TORCH[dtype] is torch.float32:  # is it in the precision that ours is held against?
             theirs = under(dtype, partial(torchs, op, inputs[dtype]))()
-            found[dtype]["loop_error"] = error_of(theirs, op, inputs[dtype])
+            figures[dtype]["loop_error"] = error_of(theirs, op, inputs[dtype])
             del theirs
         if op == "forward":
-            told = inputs[dtype]
+            operands = inputs[dtype]
             with precision(dtype):
-                found[dtype]["chosen"] = str(explain(told.x, told.w, told.m_sizes).candidates[0].config)
+                figures[dtype]["chosen"] = str(explain(operands.x, operands.w, operands.m_sizes).candidates[0].config)
         calls += [call, under(dtype, matmul_loop(op, inputs[dtype]))]
     times = in_turns(clock, *calls, budget_ms=budget_ms)
     for dtype, us, loop_us in zip(dtypes, times[::2], times[1::2], strict=True):
-        found[dtype] |= {"us": us, "loop_us": loop_us}
-    return found
+        figures[dtype] |= {"us": us, "loop_us": loop_us}
+    return figures
 
 
 def measure(names: list[str], budget_ms: float, device: str = "cuda") -> Iterator[dict[str, Any]]:
     clock, weights = method.Clock(device), Weights(names, device)
-    models = sorted((one for one in MODELS if one[0] in names), key=lambda one: names.index(one[0]))
+    models = sorted((model for model in MODELS if model[0] in names), key=lambda model: names.index(model[0]))
     begun, count, done = time.time(), 2 * len(CASES) * len(models), 0
     for name, E, H, width, top_k in models:
         for gemm, N, K in (("gate_up", 2 * width, H), ("down", H, width)):
@@ -189,23 +189,25 @@ def measure(names: list[str], budget_ms: float, device: str = "cuda") -> Iterato
                 yield cell
                 done += 1
                 left = (time.time() - begun) / done * (count - done)
-                told = "  ".join(
-                    f"{d} {one['us']:9.1f} us, loop {one['loop_us']:9.1f}, error {one['error']:.1e}"
-                    for d, one in cell["dtypes"].items()
+                line = "  ".join(
+                    f"{d} {figures['us']:9.1f} us, loop {figures['loop_us']:9.1f}, error {figures['error']:.1e}"
+                    for d, figures in cell["dtypes"].items()
                 )
-                print(f"{name:13}{gemm:8}{op:8}T={T:<5}{told}  ({left:.0f} s left)", flush=True)
+                print(f"{name:13}{gemm:8}{op:8}T={T:<5}{line}  ({left:.0f} s left)", flush=True)
 
 
 def ratios(cells: list[dict[str, Any]]) -> dict[str, float]:
     """Geometric means, above 1 is faster: fp16 over bf16, ours and the loops', and ours over the loops, by dtype."""
-    every = [cell["dtypes"] for cell in cells]
+    figures = [cell["dtypes"] for cell in cells]
     means = {
-        "fp16 x bf16": geometric_mean(one["bf16"]["us"] / one["fp16"]["us"] for one in every),
-        "the loop's fp16 x bf16": geometric_mean(one["bf16"]["loop_us"] / one["fp16"]["loop_us"] for one in every),
+        "fp16 x bf16": geometric_mean(by_dtype["bf16"]["us"] / by_dtype["fp16"]["us"] for by_dtype in figures),
+        "the loop's fp16 x bf16": geometric_mean(
+            by_dtype["bf16"]["loop_us"] / by_dtype["fp16"]["loop_us"] for by_dtype in figures
+        ),
     }
     for dtype in TORCH:
         means[f"{dtype} x loop"] = geometric_mean(
-            one[dtype]["loop_us"] / one[dtype]["us"] for one in every if dtype in one
+            by_dtype[dtype]["loop_us"] / by_dtype[dtype]["us"] for by_dtype in figures if dtype in by_dtype
         )
     return means
 
@@ -221,25 +223,25 @@ def table(means: dict[str, dict[str, float]]) -> list[str]:
     heads = list(next(iter(means.values())))
     lines = ["| op, tokens | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
     return lines + [
-        f"| {name} | " + " | ".join(f"{row[one]:.3f}" for one in heads) + " |" for name, row in means.items()
+        f"| {name} | " + " | ".join(f"{row[head]:.3f}" for head in heads) + " |" for name, row in means.items()
     ]
 
 
 def verdict(cells: list[dict[str, Any]], means: dict[str, dict[str, float]]) -> list[str]:
-    """What is not as it has to be: wrong results, and means below what is asked."""
-    told = []
+    """Return the faults: wrong results, and means below the required ones."""
+    faults = []
     for cell in cells:
-        for dtype, one in cell["dtypes"].items():
+        for dtype, figures in cell["dtypes"].items():
             for whose, key in (("", "error"), ("torch's loop, ", "loop_error")):
-                what = fault(dtype, one[key]) if key in one else None
+                what = fault(dtype, figures[key]) if key in figures else None
                 if what:
-                    told.append(
+                    faults.append(
                         f"{cell['model']} {cell['gemm']} {cell['op']} T={cell['tokens']} {dtype}: {whose}{what}"
                     )
     for name, row, slower in (("fp16 x bf16", "all", FP16_SLOWER), ("tf32 x loop", "T >= 1024", TF32_SLOWER)):
         if not means[row][name] >= 1 / slower:
-            told.append(f"{name} ({row}): {means[row][name]:.3f}, wanted at least {1 / slower:.3f}")
-    return told
+            faults.append(f"{name} ({row}): {means[row][name]:.3f}, wanted at least {1 / slower:.3f}")
+    return faults
 
 
 def main() -> None:
@@ -250,10 +252,10 @@ def main() -> None:
         "--budget-ms", type=float, default=100.0, help="for the rounds of what takes turns [%(default)s]"
     )
     args = parser.parse_args()
-    names, known = args.models.split(","), [one[0] for one in MODELS]
-    unknown = [name for name in names if name not in known]
+    names, models = args.models.split(","), [model[0] for model in MODELS]
+    unknown = [name for name in names if name not in models]
     if unknown:
-        parser.error(f"--models: {', '.join(unknown)} is none of {', '.join(known)}")
+        parser.error(f"--models: {', '.join(unknown)} is none of {', '.join(models)}")
     begun = time.time()
     cells: list[dict[str, Any]] = []
     stopped = False
@@ -263,7 +265,7 @@ def main() -> None:
     except KeyboardInterrupt:  # what there is counts
         stopped = True
     means = summary(cells)
-    told = verdict(cells, means)
+    faults = verdict(cells, means)
     worst = {d: max((c["dtypes"][d]["error"] for c in cells if d in c["dtypes"]), default=None) for d in TORCH}
     lines = [*table(means), "worst errors: " + ", ".join(f"{d} {e:.1e}" for d, e in worst.items() if e)]
     report = {
@@ -276,10 +278,10 @@ def main() -> None:
         "bounds": BOUNDS,
         "worst_errors": worst,
         "means": means,
-        "faults": told,
+        "faults": faults,
         "cells": cells,
     }
     args.out.write_text(json.dumps(report, indent=1) + "\n")
     print("\n".join(lines))
-    print("\n".join(told), file=sys.stderr)
-    sys.exit(130 if stopped else int(bool(told)))
+    print("\n".join(faults), file=sys.stderr)
+    sys.exit(130 if stopped else int(bool(faults)))

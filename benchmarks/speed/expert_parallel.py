@@ -68,18 +68,18 @@ def weights_of(kind: Kind, device: str = "cuda") -> dict[str, Any]:
     """The tensors of one rank, by ``moe_mlp``'s names."""
     E = kind.E // RANKS
     sizes = {"gate_up_weight": (E, 2 * kind.I, kind.H), "down_weight": (E, kind.H, kind.I)}
-    found: dict[str, Any] = {}
+    operands: dict[str, Any] = {}
     for name, (_, N, K) in sizes.items():
         if kind.format is None:
-            found[name] = method.weights(E, N, K, torch.bfloat16, device)
+            operands[name] = method.weights(E, N, K, torch.bfloat16, device)
         elif kind.format is DType.FP8_BLOCK:  # whose checkpoints have x quantised
             w = quantised_weights(E, N, K, kind.format, device, prepared=False)
-            found[name] = ExpertWeights.fp8_block(w.codes, w.scale).prepare()
+            operands[name] = ExpertWeights.fp8_block(w.codes, w.scale).prepare()
         else:
-            found[name] = quantised_weights(E, N, K, kind.format, device)
+            operands[name] = quantised_weights(E, N, K, kind.format, device)
         if kind.has_bias:
-            found[name.replace("weight", "bias")] = method.activations(E, N, torch.bfloat16, device)
-    return found
+            operands[name.replace("weight", "bias")] = method.activations(E, N, torch.bfloat16, device)
+    return operands
 
 
 def ids_of(kind: Kind, T: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,7 +104,7 @@ def calls_of(kind: Kind, weights: dict[str, Any], T: int, device: str = "cuda") 
     x = method.activations(T // RANKS, kind.H, torch.bfloat16, device)
     share = torch.rand(few.shape, generator=torch.Generator().manual_seed(T)) + 0.5
     share = (share / share.sum(1, keepdim=True)).to(device)
-    every = x.repeat_interleave(RANKS, 0), share.repeat_interleave(RANKS, 0)
+    all_ranks = x.repeat_interleave(RANKS, 0), share.repeat_interleave(RANKS, 0)
 
     def call(hidden: torch.Tensor, ids: torch.Tensor, share: torch.Tensor, **how: Any) -> Callable[[], torch.Tensor]:
         return functools.partial(
@@ -119,8 +119,8 @@ def calls_of(kind: Kind, weights: dict[str, Any], T: int, device: str = "cuda") 
         )
 
     return Calls(
-        call(every[0], many, every[1], expected_rows=few.numel()),
-        call(every[0], many, every[1]),
+        call(all_ranks[0], many, all_ranks[1], expected_rows=few.numel()),
+        call(all_ranks[0], many, all_ranks[1]),
         call(x, few, share),
     )
 
@@ -179,7 +179,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS, help=f"multiples of {RANKS}")
     parser.add_argument("--seconds", type=float, default=75.0, help="no further cell is begun after so long")
     args = parser.parse_args()
-    unknown = [one for one in args.models if all(one != kind.name for kind in KINDS)]
+    unknown = [name for name in args.models if all(name != kind.name for kind in KINDS)]
     if unknown or any(T < RANKS or T % RANKS for T in args.tokens):
         parser.error(f"wanted models of {[kind.name for kind in KINDS]} and tokens that are multiples of {RANKS}")
     begun = time.monotonic()

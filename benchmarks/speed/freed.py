@@ -1,4 +1,4 @@
-"""What freeing much memory does to what runs afterwards: the same launches before and after, in one process.
+"""Time launches before and after much memory is freed, in one process.
 
     python benchmarks/run.py freed --out freed-h200.json
 
@@ -47,7 +47,8 @@ def main() -> None:
         us = [statistics.median(times) for times in clock.rounds_us(graphs, 50)]
         rows.append({"freed_gb": freed, "us": dict(zip(calls, us, strict=True))})
         print(
-            f"{freed:3} GB more given back:", ", ".join(f"{name} {one:.1f} us" for name, one in rows[-1]["us"].items())
+            f"{freed:3} GB more given back:",
+            ", ".join(f"{name} {time_us:.1f} us" for name, time_us in rows[-1]["us"].items()),
         )
     report = {**provenance.about(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}
     args.out.write_text(json.dumps(report, indent=1) + "\n")

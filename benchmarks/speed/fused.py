@@ -1,4 +1,4 @@
-"""What moving rows costs on top of a product, and what torch takes to move them apart from it.
+"""Time products that gather or scatter rows, against the plain product, and torch's separate gather and scatter.
 
     python benchmarks/run.py fused --out benchmarks/results/fused-h200.json
 

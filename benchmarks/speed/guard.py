@@ -75,9 +75,9 @@ def sample(count: int = CELLS) -> list[Cell]:
 
     In an order in which weights are shared.
     """
-    found: dict[tuple[str, str], list[Cell]] = {}
+    by_kind: dict[tuple[str, str], list[Cell]] = {}
     for model in MODELS:
-        (top_k,) = {one.experts_per_token for one in load_models([model]).shapes}
+        (top_k,) = {shape.experts_per_token for shape in load_models([model]).shapes}
         planned = planned_on(plan(load_models([model]).shapes), (SM,))
         rows = {bucket_of(tokens * top_k) for tokens in TOKENS}
         for problem, buckets in planned.buckets.items():
@@ -85,15 +85,15 @@ def sample(count: int = CELLS) -> list[Cell]:
             if problem.dtype is not DType.BF16:
                 form = problem.dtype.value
             cells = [(problem, M) for M in buckets if M in rows and fits(problem, M, MEMORY_MIB)]
-            found.setdefault((problem.op.value, form), []).extend(cells)
-    drawn = [sorted(set(cells), key=_digest) for _, cells in sorted(found.items())]
+            by_kind.setdefault((problem.op.value, form), []).extend(cells)
+    drawn = [sorted(set(cells), key=_digest) for _, cells in sorted(by_kind.items())]
     turns = itertools.chain.from_iterable(itertools.zip_longest(*drawn))
-    chosen = list(itertools.islice((one for one in turns if one is not None), count))
+    chosen = list(itertools.islice((cell for cell in turns if cell is not None), count))
     return sorted(chosen, key=lambda cell: (str(weight_key(cell[0])), cell[0].sort_key, cell[1]))
 
 
 def name_of(cell: Cell) -> str:
-    """What a cell is called in a record."""
+    """Return a cell's name in a record."""
     return f"{cell[0]} M={cell[1]}"
 
 
@@ -103,39 +103,39 @@ def _digest(cell: Cell) -> bytes:
 
 def middle(looks: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
     """Of each cell the look with the median time, torch's median beside it; or the first that ``failed``."""
-    found = {}
+    results = {}
     for cell in looks[0]:
         failed = [look[cell] for look in looks if "failed" in look[cell]]
         if failed:
-            found[cell] = dict(failed[0])
+            results[cell] = dict(failed[0])
             continue
-        every = sorted((look[cell] for look in looks), key=lambda one: float(one["us"]))
-        torch_us = [one["torch_us"] for one in every if one["torch_us"]]
-        found[cell] = every[len(every) // 2] | {"torch_us": statistics.median(torch_us) if torch_us else None}
-    return found
+        ordered = sorted((look[cell] for look in looks), key=lambda look: float(look["us"]))
+        torch_us = [look["torch_us"] for look in ordered if look["torch_us"]]
+        results[cell] = ordered[len(ordered) // 2] | {"torch_us": statistics.median(torch_us) if torch_us else None}
+    return results
 
 
 def compare(now: Mapping[str, Mapping[str, Any]], recorded: Mapping[str, Mapping[str, Any]]) -> list[Row]:
     """A row for each cell that both have and that was timed, the worst first."""
-    both = {cell: (one, recorded[cell]) for cell, one in now.items() if cell in recorded and "us" in one}
+    both = {cell: (result, recorded[cell]) for cell, result in now.items() if cell in recorded and "us" in result}
     drifts = {
-        cell: one["torch_us"] / was["torch_us"]
-        for cell, (one, was) in both.items()
-        if one.get("torch_us") and was.get("torch_us")
+        cell: result["torch_us"] / was["torch_us"]
+        for cell, (result, was) in both.items()
+        if result.get("torch_us") and was.get("torch_us")
     }
     usual = statistics.median(drifts.values()) if drifts else 1.0
     rows = []
-    for cell, (one, was) in both.items():
+    for cell, (result, was) in both.items():
         drift = drifts.get(cell, usual)
         rows.append(
             Row(
                 cell,
-                one["us"],
-                one.get("torch_us"),
+                result["us"],
+                result.get("torch_us"),
                 was["us"],
                 drift,
-                one["us"] / (was["us"] * drift),
-                one["config"],
+                result["us"] / (was["us"] * drift),
+                result["config"],
                 was["config"],
             )
         )
@@ -152,15 +152,15 @@ def complaints(
     rows: Sequence[Row], now: Mapping[str, Mapping[str, Any]], recorded: Mapping[str, Mapping[str, Any]]
 ) -> list[str]:
     """Why it fails, if it does."""
-    found = [f"{cell}: {one['failed']}" for cell, one in now.items() if "failed" in one]
+    faults = [f"{cell}: {result['failed']}" for cell, result in now.items() if "failed" in result]
     if now.keys() != recorded.keys():
         lacking = len(now.keys() ^ recorded.keys())
-        found.append(f"the record is of another sample, {lacking} cells differ: make a new one with --record")
+        faults.append(f"the record is of another sample, {lacking} cells differ: make a new one with --record")
     if rows and mean_of(rows) > MEAN:
-        found.append(f"the mean is {mean_of(rows):.3f} x the time recorded, {MEAN} is allowed")
+        faults.append(f"the mean is {mean_of(rows):.3f} x the time recorded, {MEAN} is allowed")
     slow = (row for row in rows if row.ratio > WORST)
-    found += [f"{row.cell}: {row.ratio:.3f} x the time recorded, {WORST} is allowed" for row in slow]
-    return found
+    faults += [f"{row.cell}: {row.ratio:.3f} x the time recorded, {WORST} is allowed" for row in slow]
+    return faults
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -185,12 +185,12 @@ def measured(cells: Iterable[Cell], device: int = 0) -> dict[str, dict[str, Any]
     from pretuned.runtime.dispatch.snapshot import snapshot
     from pretuned.runtime.driver.device import local_gpu
 
-    local, benches, found = local_gpu(device), dict[str, Bench](), dict[str, dict[str, Any]]()
+    local, benches, results = local_gpu(device), dict[str, Bench](), dict[str, dict[str, Any]]()
     for problem, bucket in cells:
         name = name_of((problem, bucket))
         ran = settle(snapshot(), problem, bucket, local, has_aligned_rows(problem), False)
         if not isinstance(ran, Decision):
-            found[name] = {"failed": f"torch runs it: {ran.reason}"}
+            results[name] = {"failed": f"torch runs it: {ran.reason}"}
             continue
         bundle, index = ran.chosen.usable.bundle, ran.chosen.index
         if bundle.path not in benches:
@@ -200,17 +200,19 @@ def measured(cells: Iterable[Cell], device: int = 0) -> dict[str, dict[str, Any]
         job = MeasureJob(product, bucket, (index,), torch_can(product), again=True)
         result = benches[bundle.path].run(job)
         if result.measured is None:
-            reasons = [one.reason for one in result.failures] or [*result.notes] or ["it can't be measured here"]
-            found[name] = {"failed": reasons[0]}
+            reasons = (
+                [failure.reason for failure in result.failures] or [*result.notes] or ["it can't be measured here"]
+            )
+            results[name] = {"failed": reasons[0]}
             continue
         (timing,), torch_ns = result.measured.timings, result.measured.torch_ns
-        found[name] = {
+        results[name] = {
             "us": timing.time_ns / 1000,
             "torch_us": None if torch_ns is None else geometric_mean(torch_ns) / 1000,
             "config": str(ran.chosen.config),
             "noise": timing.noise,
         }
-    return found
+    return results
 
 
 def main() -> None:

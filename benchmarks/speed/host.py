@@ -56,7 +56,7 @@ def host_us(call: Callable[[], object], calls: int = CALLS) -> dict[str, float]:
 def launch_arguments(
     x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, out: torch.Tensor
 ) -> tuple[tuple[Any, ...], object]:
-    """What a call gives to cuLaunchKernelEx, and what keeps the memory that it points to."""
+    """Return the arguments of a call to cuLaunchKernelEx, and the objects that own the memory they point to."""
     with launches_noted() as seen:
         grouped_gemm(x, w, m_sizes, out=out)
         torch.cuda.synchronize()
@@ -67,7 +67,7 @@ def launch_arguments(
 def launches_noted() -> Iterator[list[tuple[Any, ...]]]:
     """The arguments of each launch of ours so far: all that is made under it is made anew."""
     seen: list[tuple[Any, ...]] = []
-    launch, made = cuda.launch_kernel(), cuda.launch_kernel
+    launch, original = cuda.launch_kernel(), cuda.launch_kernel
 
     def noted(*arguments: Any) -> int:
         seen.append(arguments)
@@ -78,7 +78,7 @@ def launches_noted() -> Iterator[list[tuple[Any, ...]]]:
         reload()
         yield seen
     finally:
-        cuda.launch_kernel = made
+        cuda.launch_kernel = original
         reload()
 
 
@@ -87,7 +87,7 @@ def parts(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor) -> dict[str, 
     out = torch.empty(M, N, device="cuda", dtype=torch.bfloat16)
     (arguments, kept), launch = launch_arguments(x, w, m_sizes, out), cuda.launch_kernel()
     nothing: Any = ctypes.CDLL(None)["abs"]
-    found = {
+    times = {
         "launch": host_us(lambda: launch(*arguments)),
         "ctypes": host_us(lambda: nothing(*arguments)),
         "allocation": host_us(lambda: device.empty((M, N), (N, 1), torch.bfloat16)),
@@ -98,7 +98,7 @@ def parts(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor) -> dict[str, 
         "loop": host_us(lambda: None),
     }
     del kept
-    return found
+    return times
 
 
 def whole_calls(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor) -> Timed:
@@ -150,15 +150,15 @@ def layers(w: torch.Tensor) -> Timed:
     hidden, down = torch.randn(T, H, device="cuda").bfloat16(), torch.randn(E, H, N // 2, device="cuda").bfloat16()
     ids, weights = torch.randint(0, E, (T, TOPK), device="cuda"), torch.rand(T, TOPK, device="cuda")
     narrow = weights.bfloat16()
-    leaves = [one.clone().requires_grad_() for one in (hidden, w, down, narrow)]
+    leaves = [leaf.clone().requires_grad_() for leaf in (hidden, w, down, narrow)]
     dout = torch.randn_like(hidden)
 
     def learning() -> torch.Tensor:
         return moe_mlp(*leaves[:3], ids, leaves[3])
 
     def step() -> None:
-        for one in leaves:
-            one.grad = None
+        for leaf in leaves:
+            leaf.grad = None
         learning().backward(dout)
 
     return {
@@ -195,7 +195,7 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def asked(what: str) -> None:
-    """What host_trees starts it for: time ``batches``, or tell the ``work`` of each call."""
+    """Serve host_trees: time ``batches``, or report the ``work`` of each call."""
     to = host_turns.answers()
     torch.manual_seed(0)  # the same tensors in both trees
     if what == "batches":
@@ -221,13 +221,13 @@ def main() -> None:
     x, w, m_sizes = inputs()
     report: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "unit": "us"}
     report["parts"] = parts(x, w, m_sizes)
-    report["calls"] = {name: host_us(*one) for name, one in (whole_calls(x, w, m_sizes) | layers(w)).items()}
-    median = {name: one["median"] for name, one in (report["parts"] | report["calls"]).items()}
+    report["calls"] = {name: host_us(*figure) for name, figure in (whole_calls(x, w, m_sizes) | layers(w)).items()}
+    median = {name: figure["median"] for name, figure in (report["parts"] | report["calls"]).items()}
     report["driver"] = round(median["launch"] - median["ctypes"], 2)
     report["floor"] = round(median["launch"] + median["allocation"] - median["loop"], 2)
     report["environment"] = environment() | {"about": provenance.about()}
-    for name, one in median.items():
-        print(f"{name:42} {one:8.2f} us")
+    for name, figure in median.items():
+        print(f"{name:42} {figure:8.2f} us")
     print(f"{'floor: launch and allocation':42} {report['floor']:8.2f} us, the driver's {report['driver']:.2f}")
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What Python takes of a call's host time: on a CPU, with launches that do nothing.
+"""Time the Python part of a call's host time: on a CPU, with launches that do nothing.
 
     python benchmarks/run.py host_python
     python benchmarks/run.py host_trees --without-gpu --old ../old  # to compare two checkouts: see its --help
@@ -45,15 +45,15 @@ def calls() -> dict[str, Callable[[], object]]:
     ids, weights = torch.zeros(T, top_k, dtype=torch.int64), torch.rand(T, top_k)
     out, moving = torch.zeros(M, N, dtype=half), itertools.cycle([torch.zeros_like(x) for _ in range(300)])
     left, right = torch.zeros(16, 16), torch.zeros(16, 16, requires_grad=True)
-    xg, wg, *layer = (one.clone().requires_grad_() for one in (x, w, hidden, up, down, weights))
+    xg, wg, *layer = (leaf.clone().requires_grad_() for leaf in (x, w, hidden, up, down, weights))
 
     def learning() -> torch.Tensor:
         return moe_mlp(*layer[:3], ids, layer[3])
 
     def step(forward: Callable[[], torch.Tensor], grad: torch.Tensor) -> Callable[[], None]:
         def both() -> None:
-            for one in (xg, wg, right, *layer):
-                one.grad = None
+            for leaf in (xg, wg, right, *layer):
+                leaf.grad = None
             forward().backward(grad)  # type: ignore[no-untyped-call]
 
         return both
@@ -95,8 +95,8 @@ def host_us(timed: dict[str, Callable[[], object]]) -> dict[str, dict[str, float
             batches[name].append((time.perf_counter() - start) / CALLS * 1e6)
     gc.enable()
     return {
-        name: {"least": round(min(every), 2), "median": round(statistics.median(every), 2)}
-        for name, every in batches.items()
+        name: {"least": round(min(times), 2), "median": round(statistics.median(times), 2)}
+        for name, times in batches.items()
     }
 
 
@@ -133,7 +133,7 @@ def made_up_gpu(support: Path, noted: list[object] | None = None) -> Iterator[No
 
 
 def asked(what: str, support: Path) -> None:
-    """What host_trees starts it for: time ``batches``, or tell the ``work`` of each call."""
+    """Serve host_trees: time ``batches``, or report the ``work`` of each call."""
     to = host_turns.answers()
     noted: list[object] | None = None if what == "batches" else []
     with made_up_gpu(support, noted):
@@ -157,11 +157,11 @@ def main() -> None:
         asked(args.serve, args.support)
         return
     with made_up_gpu(args.support):
-        found = host_us(calls())
+        figures = host_us(calls())
     print(f"{'call':30} {'least':>8} {'median':>8} us")
-    for name, one in found.items():
-        print(f"{name:30} {one['least']:8.2f} {one['median']:8.2f}")
+    for name, figure in figures.items():
+        print(f"{name:30} {figure['least']:8.2f} {figure['median']:8.2f}")
     if args.out:
         args.out.write_text(
-            json.dumps({"unit": "us", "python": sys.version.split()[0], "calls": found}, indent=1) + "\n"
+            json.dumps({"unit": "us", "python": sys.version.split()[0], "calls": figures}, indent=1) + "\n"
         )

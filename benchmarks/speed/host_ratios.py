@@ -1,4 +1,4 @@
-"""What batches of two trees in turn say: ratios of new to old, and where they lie in 90 % of draws of processes."""
+"""Ratios of new to old from batches of two trees in turns, with the range of 90 % of bootstrap samples of processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Row(NamedTuple):
         return steps[0], steps[-1]
 
     def told(self) -> dict[str, Any]:
-        """As a file has it."""
+        """Return the row for a result file."""
         low, high = self.interval()
         return {
             "old": round(self.old, 3),
@@ -37,7 +37,7 @@ class Row(NamedTuple):
             "ratio": round(self.ratio, 4),
             "low": round(low, 4) if low == low else None,
             "high": round(high, 4) if high == high else None,
-            "pairs": [round(one, 4) for one in self.pairs],
+            "pairs": [round(ratio, 4) for ratio in self.pairs],
             "medians": round(self.medians, 4),
             "least": round(self.least, 4),
         }
@@ -47,38 +47,38 @@ def rows(pairs: list[Pair]) -> dict[str, Row]:
     """Of each call. The same draws of pairs for all: a bootstrap."""
     chance = random.Random(0)
     draws = [[chance.randrange(len(pairs)) for _ in pairs] for _ in range(DRAWS if len(pairs) > 1 else 1)]
-    found = {}
+    rows = {}
     for name in pairs[0]["new"]:
         old, new = ([us for pair in pairs for us in pair[tree][name]] for tree in ("old", "new"))
         turns = [[b / a for a, b in zip(pair["old"][name], pair["new"][name], strict=True)] for pair in pairs]
-        drawn = [statistics.median([one for i in draw for one in turns[i]]) for draw in draws]
+        drawn = [statistics.median([time_us for i in draw for time_us in turns[i]]) for draw in draws]
         medians = statistics.median(old), statistics.median(new)
-        found[name] = Row(
+        rows[name] = Row(
             *medians,
-            statistics.median([one for each in turns for one in each]),
+            statistics.median([time_us for each in turns for time_us in each]),
             drawn,
             [statistics.median(each) for each in turns],
             medians[1] / medians[0],
             min(new) / min(old),
         )
-    return found
+    return rows
 
 
-def mean(every: list[Row]) -> Row:
+def mean(rows: list[Row]) -> Row:
     """The geometric mean of each figure."""
     each = statistics.geometric_mean
     drawn, pairs = (
-        [each(one) for one in zip(*lists, strict=True)]
-        for lists in ([row.drawn for row in every], [row.pairs for row in every])
+        [each(column) for column in zip(*lists, strict=True)]
+        for lists in ([row.drawn for row in rows], [row.pairs for row in rows])
     )
     return Row(
-        each(row.old for row in every),
-        each(row.new for row in every),
-        each(row.ratio for row in every),
+        each(row.old for row in rows),
+        each(row.new for row in rows),
+        each(row.ratio for row in rows),
         drawn,
         pairs,
-        each(row.medians for row in every),
-        each(row.least for row in every),
+        each(row.medians for row in rows),
+        each(row.least for row in rows),
     )
 
 
@@ -102,7 +102,7 @@ def told(pairs: list[Pair], most: float) -> list[str]:
             print(f"{name:42} {'':8} {'':8}   {_shown(mean(list(those.values())))}")
     if torchs(calls):
         off = [abs(row.ratio - 1) for row in torchs(calls).values()]
-        rms = statistics.fmean(one**2 for one in off) ** 0.5
+        rms = statistics.fmean(difference**2 for difference in off) ** 0.5
         print(f"torch's ratios are off 1 by {rms:.1%} (root mean square), at most {max(off):.1%}: the noise of these")
     unsure = [name for name, row in ours(calls).items() if row.ratio <= most and not row.interval()[1] <= most]
     if unsure:

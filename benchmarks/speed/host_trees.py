@@ -66,16 +66,16 @@ class Trees:
         return Process(tree, command, self.paths[tree], seed, self.pinned)
 
     def work(self) -> dict[str, host_work.Work]:
-        """What a call launches in each."""
+        """Return the work of each call in both trees."""
         with host_turns.running(lambda tree: self.process(tree, "work", 1)) as two:
-            return {tree: one.answer(START_S) for tree, one in two.items()}
+            return {tree: process.answer(START_S) for tree, process in two.items()}
 
     def pair(self, seed: int, batches: int, only: list[str] | None) -> tuple[dict[str, Any], list[Turn]]:
-        """What two new processes tell of themselves, and their batches."""
+        """Start a process of each tree; return their heads and their batches."""
         with host_turns.running(lambda tree: self.process(tree, "batches", seed)) as two:
-            ready = {tree: one.answer(START_S) for tree, one in two.items()}
-            for tree, one in ready.items():
-                runtime = Path(one["about"].pop("runtime")).resolve()
+            ready = {tree: process.answer(START_S) for tree, process in two.items()}
+            for tree, process in ready.items():
+                runtime = Path(process["about"].pop("runtime")).resolve()
                 if runtime.parents[1] != self.checkouts[tree]:
                     raise host_turns.Ended(f"the process of the {tree} tree took {runtime}, not {self.checkouts[tree]}")
             calls = [name for name in ready["new"]["calls"] if not only or name in only]
@@ -84,10 +84,10 @@ class Trees:
 
 def times(turns: list[Turn]) -> host_ratios.Pair:
     """Microseconds by tree and call."""
-    found: host_ratios.Pair = {tree: defaultdict(list) for tree in host_turns.TREES}
+    pair: host_ratios.Pair = {tree: defaultdict(list) for tree in host_turns.TREES}
     for tree, call, batch in turns:
-        found[tree][call].append(round(batch.us, 3))
-    return found
+        pair[tree][call].append(round(batch.us, 3))
+    return pair
 
 
 def measured(args: argparse.Namespace) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def read(path: Path) -> list[host_ratios.Pair]:
     if "ratios" in report:
         raise host_turns.Ended(f"{path} has no batches any more, but its ratios as they were told")
     return [
-        {tree: {name: [us] for name, us in one.items()} for tree, one in (("old", old), ("new", new))}
+        {tree: {name: [us] for name, us in times.items()} for tree, times in (("old", old), ("new", new))}
         for old, new in zip(report["old"], report["new"], strict=True)
     ]
 

@@ -169,8 +169,8 @@ def running(make: Callable[[str], Process], trees: tuple[str, ...] = TREES) -> I
             started[tree] = make(tree)
         yield started
     finally:
-        for one in started.values():
-            one.end()
+        for process in started.values():
+            process.end()
 
 
 def pair(two: dict[str, Process], calls: list[str], batches: int) -> list[Turn]:

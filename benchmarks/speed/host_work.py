@@ -1,4 +1,4 @@
-"""What a replayed call launches and which of torch's operators it takes: so that other work is not taken for slower."""
+"""The launches and torch operators of a replayed call, to tell more work from slower work."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def work(timed: Timed, launched: Sized | None, settle: Callable[[], object]) -> 
     Each is a replayed one, as before the batches that are timed. Operators and kernels are by name, how often; kernels
     are those of ours and of torch, and copies, where torch's profiler sees the GPU.
     """
-    found: Work = {}
+    works: Work = {}
     for name, (call, _) in timed.items():
         for _ in range(WARM):
             call()
@@ -26,8 +26,8 @@ def work(timed: Timed, launched: Sized | None, settle: Callable[[], object]) -> 
         before = 0 if launched is None else len(launched)
         call()
         settle()
-        found[name] = {"launches": None if launched is None else len(launched) - before, **profiled(call, settle)}
-    return found
+        works[name] = {"launches": None if launched is None else len(launched) - before, **profiled(call, settle)}
+    return works
 
 
 def profiled(call: Callable[[], object], settle: Callable[[], object]) -> dict[str, dict[str, int]]:
@@ -39,11 +39,11 @@ def profiled(call: Callable[[], object], settle: Callable[[], object]) -> dict[s
         call()
         settle()
     counts: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
-    for one in seen.function_events or ():
-        on_gpu = one.device_type != torch.autograd.DeviceType.CPU
+    for event in seen.function_events or ():
+        on_gpu = event.device_type != torch.autograd.DeviceType.CPU
         names = counts["kernels" if on_gpu else "operators"]
-        if on_gpu or not one.name.startswith(("cuda", "cu", "Activity Buffer")):
-            names[one.name[:_WIDE]] = names.get(one.name[:_WIDE], 0) + 1
+        if on_gpu or not event.name.startswith(("cuda", "cu", "Activity Buffer")):
+            names[event.name[:_WIDE]] = names.get(event.name[:_WIDE], 0) + 1
     return counts
 
 
@@ -54,12 +54,12 @@ def told(works: dict[str, Work]) -> None:
     for name in new:
         shown = [f"{_known(old[name]['launches'])}, {_known(new[name]['launches'])}"]
         shown += [f"{sum(old[name][kind].values())}, {sum(new[name][kind].values())}" for kind in KINDS]
-        print(f"{name:42} " + " ".join(f"{one:>12}" for one in shown))
+        print(f"{name:42} " + " ".join(f"{text:>12}" for text in shown))
         for kind in KINDS:
-            for one in sorted(old[name][kind].keys() | new[name][kind].keys()):
-                counts = [tree[name][kind].get(one, 0) for tree in (old, new)]
+            for word in sorted(old[name][kind].keys() | new[name][kind].keys()):
+                counts = [tree[name][kind].get(word, 0) for tree in (old, new)]
                 if counts[0] != counts[1]:
-                    print(f"    {one}: {counts[0]}, {counts[1]}")
+                    print(f"    {word}: {counts[0]}, {counts[1]}")
 
 
 def _known(launches: int | None) -> str:

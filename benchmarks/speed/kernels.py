@@ -46,7 +46,7 @@ INK = "#7d8590"  # read on white and on black
 
 
 def problem(op: str, E: int, N: int, K: int, w_layout: str) -> Problem:
-    """What a call looks up; dW of [E, K, N] is dW of [E, N, K] with dy and x in each other's place."""
+    """Return the problem that a call looks up; dW of [E, K, N] is dW of [E, N, K] with dy and x exchanged."""
     if op == "dW":
         return Problem(Op.DW, DType.BF16, E, *((N, K) if w_layout == "nk" else (K, N)))
     return Problem(Op(op), DType.BF16, E, N, K, Layout(w_layout))
@@ -62,7 +62,7 @@ def dense(op: str, inputs: method.Inputs) -> Callable[[], torch.Tensor]:
 
 
 def tile_waste(op: str, N: int, K: int, rows: torch.Tensor) -> float:
-    """What the best tiles multiply over what is asked: rows go by 64, of dW by 32; columns by 128, dw's rows by 64."""
+    """Return the padded work of the best tiles over the real work: rows in 64s (dW 32s), columns in 128s (dw's 64s)."""
     padded = [
         math.ceil(n / step) * step / n
         for n, step in {"forward": ((N, 128),), "dX": ((K, 128),), "dW": ((N, 64), (K, 128))}[op]
@@ -72,9 +72,9 @@ def tile_waste(op: str, N: int, K: int, rows: torch.Tensor) -> float:
 
 
 def roof_us(cell: dict[str, Any]) -> float:
-    """What the chip allows: a launch, and every byte once or the product with its tiles' waste, whichever is longer.
+    """Return the time that the chip allows: a launch, plus the longer of its bytes and its product with tiles' waste.
 
-    The product at the speed of the dense one of as many FLOPs, timed in turns: so at the clock that power allowed then.
+    The product has the rate of a dense product of as many FLOPs, timed in turns, so at the clock that power allowed.
     """
     M, N, K = cell["M"], cell["N"], cell["K"]
     dense_us = cell.get("dense_same_flops_us", 2e6 * M * N * K / method.FLOPS) * cell["tile_waste"]
@@ -88,11 +88,11 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 def layers_of(text: str) -> list[tuple[str, list[tuple[str, int, int]], int, int]]:
     """(name, [(gemm, N, K)], E, top_k) of names in MODELS, or of a models.txt or spec."""
-    known = {m[0]: m for m in MODELS}
-    if set(text.split(",")) <= set(known):
+    by_name = {m[0]: m for m in MODELS}
+    if set(text.split(",")) <= set(by_name):
         return [
             (name, [("gate_up", 2 * width, H), ("down", H, width)], E, top_k)
-            for name, E, H, width, top_k in (known[part] for part in text.split(","))
+            for name, E, H, width, top_k in (by_name[part] for part in text.split(","))
         ]
     from pretuned.aot.models.load import load_models
 
@@ -111,8 +111,8 @@ def layers_of(text: str) -> list[tuple[str, list[tuple[str, int, int]], int, int
 def in_turns(clock: method.Clock, *calls: Callable[[], Any], budget_ms: float = 400.0) -> list[float]:
     """The medians of calls in microseconds: up to 50 rounds, at least 5, within the budget where that goes."""
     graphs = [clock.capture(call) for call in calls]
-    one = sum(times[-1] for times in clock.rounds_us(graphs, 2))
-    rounds = clock.rounds_us(graphs, max(5, min(50, int(budget_ms * 1000 / max(one, 1.0)))))
+    last_us = sum(times[-1] for times in clock.rounds_us(graphs, 2))
+    rounds = clock.rounds_us(graphs, max(5, min(50, int(budget_ms * 1000 / max(last_us, 1.0)))))
     return [statistics.median(times) for times in rounds]
 
 
@@ -198,17 +198,19 @@ def compare(cells: list[dict[str, Any]]) -> list[str]:
     lines = []
     for cell in cells:
         cell["roof_us"] = roof_us(cell)
-        known = peers.get((cell["model"], cell["gemm"], cell["op"], cell["tokens"]))
-        if known is None:
+        peer_us = peers.get((cell["model"], cell["gemm"], cell["op"], cell["tokens"]))
+        if peer_us is None:
             continue
-        cell["drift"] = cell["torch_grouped_mm_us"] / known["torch_grouped_mm"]
-        known.pop(LOOP, None)
-        best = min((one for one in known if not one.endswith("_gather")), key=known.__getitem__)  # rows sorted before
+        cell["drift"] = cell["torch_grouped_mm_us"] / peer_us["torch_grouped_mm"]
+        peer_us.pop(LOOP, None)
+        best = min(
+            (peer for peer in peer_us if not peer.endswith("_gather")), key=peer_us.__getitem__
+        )  # rows sorted before
         cell |= {
             "best_peer": best,
-            "best_peer_us": known[best],
-            "ratio": known[best] / cell["us"],
-            "ratio_scaled": known[best] * cell["drift"] / cell["us"],
+            "best_peer_us": peer_us[best],
+            "ratio": peer_us[best] / cell["us"],
+            "ratio_scaled": peer_us[best] * cell["drift"] / cell["us"],
         }
     for op, tokens in sorted({(c["op"], c["tokens"]) for c in cells}, key=lambda k: (k[0] != "forward", k)):
         some = [c for c in cells if (c["op"], c["tokens"]) == (op, tokens)]
@@ -219,29 +221,29 @@ def compare(cells: list[dict[str, Any]]) -> list[str]:
         if all("matmul_loop_us" in c for c in some):
             line += f"   x loop {geometric_mean(c['matmul_loop_us'] / c['us'] for c in some):.2f}"
             line += f"   of dense {geometric_mean(c['dense_same_flops_us'] / c['us'] for c in some):.2f}"
-        known = [c for c in some if "ratio" in c]
-        if known:
+        compared = [c for c in some if "ratio" in c]
+        if compared:
             line += (
-                f"   x best peer {geometric_mean(c['ratio'] for c in known):.3f}"
-                f" (scaled by drift {against(known, 'ratio_scaled')})"
+                f"   x best peer {geometric_mean(c['ratio'] for c in compared):.3f}"
+                f" (scaled by drift {against(compared, 'ratio_scaled')})"
             )
         lines.append(line)
-    known = [c for c in cells if "ratio" in c]
-    if known:
+    compared = [c for c in cells if "ratio" in c]
+    if compared:
         lines.append(
-            f"all {len(known)} cells: x grouped_mm "
+            f"all {len(compared)} cells: x grouped_mm "
             f"{geometric_mean(c['torch_grouped_mm_us'] / c['us'] for c in cells):.2f}, "
-            f"x best peer {geometric_mean(c['ratio'] for c in known):.3f} "
-            f"(scaled by drift {against(known, 'ratio_scaled')}); "
-            f"grouped_mm's drift {geometric_mean(c['drift'] for c in known):.3f}"
+            f"x best peer {geometric_mean(c['ratio'] for c in compared):.3f} "
+            f"(scaled by drift {against(compared, 'ratio_scaled')}); "
+            f"grouped_mm's drift {geometric_mean(c['drift'] for c in compared):.3f}"
         )
     return lines
 
 
 def against(cells: list[dict[str, Any]], ratio: str) -> str:
     """The geometric mean of a ratio to another library, and how many of the cells are behind it by over 3 %."""
-    known = [cell[ratio] for cell in cells]
-    return f"{geometric_mean(known):.3f}, behind by over 3 %: {sum(one < 0.97 for one in known)} of {len(known)}"
+    ratios = [cell[ratio] for cell in cells]
+    return f"{geometric_mean(ratios):.3f}, behind by over 3 %: {sum(ratio < 0.97 for ratio in ratios)} of {len(ratios)}"
 
 
 def plot(cells: list[dict[str, Any]], gpu: str, path: Path) -> None:
@@ -289,7 +291,7 @@ def main() -> None:
     ops = args.ops.split(",")
     where, cells = room(args.models), []
     for columns in COLUMNS:
-        cells += measure(args.models, [one for one in columns if one[0] in ops], where, args.w_layout)
+        cells += measure(args.models, [column for column in columns if column[0] in ops], where, args.w_layout)
     lines = compare(cells)
     print("\n".join(("", *each(cells), *lines)))
     wrong = [c for c in cells if not c["error"] < method.MAX_ERROR]

@@ -110,14 +110,14 @@ def measure(models: list[str], *, compile: bool = False) -> list[dict[str, Any]]
             weights, ids = weights.cuda(), ids.cuda()
             hidden = method.activations(T, H, torch.bfloat16)
             with torch.no_grad():
-                given = hidden, gate_up, down, ids, weights
-                ours, torchs = functools.partial(moe_mlp, *given), functools.partial(torch_layer, *given)
+                operands = hidden, gate_up, down, ids, weights
+                ours, torchs = functools.partial(moe_mlp, *operands), functools.partial(torch_layer, *operands)
                 want = torchs()
                 difference = float((ours().float() - want.float()).norm() / want.float().norm())
                 cell: dict[str, Any] = {"model": name, "tokens": T, "difference": difference}
                 calls: list[Callable[[], torch.Tensor]] = [ours, torchs]
                 if compiled_layer is not None:
-                    compiled = functools.partial(compiled_layer, *given)
+                    compiled = functools.partial(compiled_layer, *operands)
                     if compared("compiled", compiled, want, cell):
                         calls.append(compiled)
                 ours_us, torch_us, *others = in_turns(clock, *calls)

@@ -58,7 +58,7 @@ class Block(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a step is given: hidden [T, H], ids and weights [T, k]."""
+    """The inputs of a step: hidden [T, H], ids and weights [T, k]."""
 
     hidden: torch.Tensor
     ids: torch.Tensor
@@ -95,7 +95,7 @@ def by_hand(block: Block, step: Step) -> torch.Tensor:
 
 def whole(block: Block, step: Step) -> torch.Tensor:
     adapters = (block.gate_up, block.first), (block.down, block.second)
-    gate_up, down = (torch.baddbmm(w, one.B, one.A, alpha=one.scale) for w, one in adapters)
+    gate_up, down = (torch.baddbmm(w, adapter.B, adapter.A, alpha=adapter.scale) for w, adapter in adapters)
     return moe_mlp(step.hidden, gate_up, down, step.ids, step.weights)
 
 
@@ -106,7 +106,7 @@ def codes(block: Block, step: Step) -> torch.Tensor:
 
 def dequantised(block: Block, step: Step) -> torch.Tensor:
     assert block.codes is not None
-    gate_up, down = (one.dequantize(torch.bfloat16) for one in block.codes)
+    gate_up, down = (codes.dequantize(torch.bfloat16) for codes in block.codes)
     return moe_mlp(step.hidden, gate_up, down, step.ids, step.weights, lora=(block.first, block.second))
 
 
@@ -115,7 +115,7 @@ LAYERS: dict[str, Callable[[Block, Step], torch.Tensor]] = dict(
 )
 
 
-def made(sizes: tuple[int, int, int], r: int, device: str, weights: str | None) -> Block:
+def make_block(sizes: tuple[int, int, int], r: int, device: str, weights: str | None) -> Block:
     E, H, I = sizes  # noqa: E741
     torch.manual_seed(0)
 
@@ -124,14 +124,14 @@ def made(sizes: tuple[int, int, int], r: int, device: str, weights: str | None) 
 
     first = Lora(random(E, r, H, spread=H**-0.5), random(E, 2 * I, r, spread=0.1), 2.0)
     second = Lora(random(E, r, I, spread=I**-0.5), random(E, H, r, spread=0.1), 2.0)
-    for one in (*first[:2], *second[:2]):
-        one.requires_grad_()
+    for matrix in (*first[:2], *second[:2]):
+        matrix.requires_grad_()
     gate_up, down = random(E, 2 * I, H, spread=H**-0.5), random(E, H, I, spread=I**-0.5)
     if weights is None:
         return Block(gate_up, down, first, second)
-    both = tuple(ExpertWeights.quantize(one, weights).prepare() for one in (gate_up, down))
-    for one, w in zip(both, (gate_up, down), strict=True):  # the same numbers in bf16
-        w.copy_(one.dequantize(w.dtype))
+    both = tuple(ExpertWeights.quantize(w, weights).prepare() for w in (gate_up, down))
+    for quantised, w in zip(both, (gate_up, down), strict=True):  # the same numbers in bf16
+        w.copy_(quantised.dequantize(w.dtype))
     return Block(gate_up, down, first, second, (both[0], both[1]))
 
 
@@ -151,8 +151,8 @@ def gradients(way: str, block: Block, step: Step) -> list[torch.Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, step.dout)]
 
 
-def off(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one.float() - other.float()).norm() / other.float().norm())
+def off(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.float() - b.float()).norm() / b.float().norm())
 
 
 def ms_of(calls: dict[str, Callable[[], object]], rounds: int, cuda: bool) -> dict[str, float]:
@@ -180,7 +180,7 @@ def ms_of(calls: dict[str, Callable[[], object]], rounds: int, cuda: bool) -> di
 
 
 def peak_gb(call: Callable[[], object]) -> float:
-    """What a call allocates at most above what lies there, in GB (1e9 bytes)."""
+    """Return the peak memory that a call adds to what is allocated before, in GB (1e9 bytes)."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -194,8 +194,10 @@ def kernels_of(call: Callable[[], object]) -> list[tuple[str, float]]:
     with profile(activities=[ProfilerActivity.CUDA]) as watched:
         call()
         torch.cuda.synchronize()
-    ran = [one for one in watched.events() or () if one.device_type == DeviceType.CUDA]
-    return [(one.name, one.time_range.elapsed_us()) for one in sorted(ran, key=lambda one: one.time_range.start)]
+    ran = [event for event in watched.events() or () if event.device_type == DeviceType.CUDA]
+    return [
+        (event.name, event.time_range.elapsed_us()) for event in sorted(ran, key=lambda event: event.time_range.start)
+    ]
 
 
 def measure(
@@ -208,22 +210,22 @@ def measure(
     weights: str | None = None,
     profiled: bool = False,
 ) -> dict[str, Any]:
-    block, step = made(sizes, r, device, weights), step_of(sizes, T, top_k, device)
+    block, step = make_block(sizes, r, device, weights), step_of(sizes, T, top_k, device)
     ways = WAYS if weights is None else (*WAYS, *QUANTISED)
     cuda = device == "cuda"
-    found = {way: gradients(way, block, step) for way in ways[1:]}
+    grads = {way: gradients(way, block, step) for way in ways[1:]}
     difference = {
-        way: max(off(one, other) for one, other in zip(found[way], found["torch"], strict=True))
+        way: max(off(a, b) for a, b in zip(grads[way], grads["torch"], strict=True))
         for way in ways[1:]
         if way != "torch"
     }
-    del found
+    del grads
     calls = {way: (lambda way=way: gradients(way, block, step)) for way in ways}
     times = ms_of(calls, rounds, cuda)  # type: ignore[arg-type]
     peaks = {way: peak_gb(calls[way]) for way in ways} if cuda else {}
     kernels = {way: kernels_of(calls[way]) for way in (*ways[:2], *ways[4:5])} if profiled and cuda else {}
-    weights_gb = sum(one.nbytes for one in block[:2]) / 1e9
-    codes_gb = sum(one.codes.nbytes + one.scale.nbytes for one in block.codes or ()) / 1e9
+    weights_gb = sum(w.nbytes for w in block[:2]) / 1e9
+    codes_gb = sum(codes.codes.nbytes + codes.scale.nbytes for codes in block.codes or ()) / 1e9
     return {
         "T": T,
         "r": r,
@@ -242,7 +244,7 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", required=True, help="the file to write, - for standard output")
-    parser.add_argument("--model", default="qwen3-30b", choices=[one[0] for one in MODELS])
+    parser.add_argument("--model", default="qwen3-30b", choices=[model[0] for model in MODELS])
     parser.add_argument("--sizes", help="E,H,I,top_k instead of a model's")
     parser.add_argument("--weights", choices=FORMATS, help="quantise the experts, and time two ways more")
     parser.add_argument("--tokens", default="1024,8192")
@@ -253,7 +255,7 @@ def main() -> None:
     if args.sizes:
         E, H, I, top_k = map(int, args.sizes.split(","))  # noqa: E741
     else:
-        E, H, I, top_k = next(one[1:] for one in MODELS if one[0] == args.model)  # noqa: E741
+        E, H, I, top_k = next(model[1:] for model in MODELS if model[0] == args.model)  # noqa: E741
     device = "cuda" if torch.cuda.is_available() else "cpu"
     cells = []
     for T in map(int, args.tokens.split(",")):
@@ -275,5 +277,10 @@ def main() -> None:
         print(text, end="")
     else:
         Path(args.json).write_text(text)
-    wrong = [one for cell in cells for one in cell["difference_from_torch"].values() if not one < MAX_DIFFERENCE]
+    wrong = [
+        difference
+        for cell in cells
+        for difference in cell["difference_from_torch"].values()
+        if not difference < MAX_DIFFERENCE
+    ]
     sys.exit(f"{len(wrong)} results differ from torch" if wrong else 0)

@@ -53,14 +53,14 @@ def config_of(name: str, sizes: tuple[int, int, int], top_k: int) -> Any:
 
     kind, attention = KINDS[name]
     E, H, I = sizes  # noqa: E741
-    given = attention | {"vocab_size": 64, "num_hidden_layers": 1, "hidden_size": H, "num_experts_per_tok": top_k}
-    given |= {"num_experts": E, "num_local_experts": E, "moe_intermediate_size": I, "intermediate_size": I}
+    fields = attention | {"vocab_size": 64, "num_hidden_layers": 1, "hidden_size": H, "num_experts_per_tok": top_k}
+    fields |= {"num_experts": E, "num_local_experts": E, "moe_intermediate_size": I, "intermediate_size": I}
     if H < 1024:  # not a model's
-        given |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    return transformers.AutoConfig.for_model(kind, pad_token_id=0, bos_token_id=1, eos_token_id=2, **given)
+        fields |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    return transformers.AutoConfig.for_model(kind, pad_token_id=0, bos_token_id=1, eos_token_id=2, **fields)
 
 
-def made(config: Any, r: int, device: str) -> dict[str, Layer]:
+def make_layers(config: Any, r: int, device: str) -> dict[str, Layer]:
     """The layer for each way; its weights are the same tensors."""
     import peft
     import transformers
@@ -69,16 +69,18 @@ def made(config: Any, r: int, device: str) -> dict[str, Layer]:
 
     register()
     weights: dict[str, torch.Tensor] = {}
-    found = {}
+    layers = {}
     for way, how in WAYS.items():
         own = copy.deepcopy(config)  # which remembers what its experts run on
         with torch.device("meta" if weights else device):
             model = transformers.AutoModel.from_config(own, dtype=torch.bfloat16, experts_implementation=how)
         if not weights:
             torch.manual_seed(0)
-            for name, one in model.named_parameters():
-                weights[name] = torch.randn(one.shape, device=device, dtype=one.dtype).mul_(one.shape[-1] ** -0.5)
-            buffers = {name: one.to(device) for name, one in model.named_buffers()}
+            for name, parameter in model.named_parameters():
+                weights[name] = torch.randn(parameter.shape, device=device, dtype=parameter.dtype).mul_(
+                    parameter.shape[-1] ** -0.5
+                )
+            buffers = {name: buffer.to(device) for name, buffer in model.named_buffers()}
         model.load_state_dict(weights | buffers, assign=True, strict=False)
         for name, _ in list(model.named_buffers()):  # those that no checkpoint has, too
             owner, _, last = name.rpartition(".")
@@ -86,16 +88,16 @@ def made(config: Any, r: int, device: str) -> dict[str, Layer]:
         model.requires_grad_(False)
         if way != "frozen":
             names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-            given = {"r": r, "lora_alpha": 2 * r, "target_modules": [], "target_parameters": names}
+            lora = {"r": r, "lora_alpha": 2 * r, "target_modules": [], "target_parameters": names}
             with torch.device(device):
-                model = peft.get_peft_model(model, peft.LoraConfig(init_lora_weights=False, **given))
+                model = peft.get_peft_model(model, peft.LoraConfig(init_lora_weights=False, **lora))
         model = model.train()
-        learns = {name: one for name, one in model.named_parameters() if one.requires_grad}
-        for i, one in enumerate(learns.values()):
+        learns = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        for i, parameter in enumerate(learns.values()):
             torch.manual_seed(i)
-            one.data.normal_(0, 0.1)
-        found[way] = Layer(model, learns)
-    return found
+            parameter.data.normal_(0, 0.1)
+        layers[way] = Layer(model, learns)
+    return layers
 
 
 @contextlib.contextmanager
@@ -103,13 +105,13 @@ def reading(way: str) -> Iterator[None]:
     """Where adapters are to be made whole, none is recognised."""
     from pretuned.integrations import transformers as ours
 
-    known = ours.adapted
+    adapted = ours.adapted
     if way == "whole":
         ours.adapted = lambda experts, name: (getattr(experts, name), None)
     try:
         yield
     finally:
-        ours.adapted = known
+        ours.adapted = adapted
 
 
 def gradients(way: str, layer: Layer, hidden: torch.Tensor, dout: torch.Tensor) -> list[torch.Tensor]:
@@ -120,22 +122,21 @@ def gradients(way: str, layer: Layer, hidden: torch.Tensor, dout: torch.Tensor) 
 
 
 def measure(config: Any, T: int, r: int, rounds: int, device: str, profiled: bool = False) -> dict[str, Any]:
-    layers, cuda = made(config, r, device), device == "cuda"
+    layers, cuda = make_layers(config, r, device), device == "cuda"
     hidden, dout = (torch.randn(1, T, config.hidden_size, device=device).bfloat16() for _ in range(2))
     hidden.requires_grad_()
-    found = {way: gradients(way, layers[way], hidden, dout) for way in list(WAYS)[1:]}
+    grads = {way: gradients(way, layers[way], hidden, dout) for way in list(WAYS)[1:]}
     difference = {
-        way: max(off(one, other) for one, other in zip(found[way], found["whole"], strict=True))
-        for way in ("ours", "grouped_mm")
+        way: max(off(a, b) for a, b in zip(grads[way], grads["whole"], strict=True)) for way in ("ours", "grouped_mm")
     }
-    del found
+    del grads
     calls: dict[str, Callable[[], object]] = {
         way: (lambda way=way: gradients(way, layers[way], hidden, dout)) for way in WAYS
     }
-    weights_gb = sum(one.nbytes for one in layers["frozen"].model.parameters()) / 1e9
-    adapters_gb = sum(one.nbytes for one in layers["ours"].learns.values()) / 1e9
+    weights_gb = sum(parameter.nbytes for parameter in layers["frozen"].model.parameters()) / 1e9
+    adapters_gb = sum(parameter.nbytes for parameter in layers["ours"].learns.values()) / 1e9
     steps = {way: peak_gb(calls[way]) for way in WAYS} if cuda else {}
-    peaks = {way: one + weights_gb + (0 if way == "frozen" else adapters_gb) for way, one in steps.items()}
+    peaks = {way: peak + weights_gb + (0 if way == "frozen" else adapters_gb) for way, peak in steps.items()}
     times = ms_of(calls, rounds, cuda)
     kernels = {way: kernels_of(calls[way]) for way in ("frozen", "ours")} if profiled and cuda else {}
     return {
@@ -160,7 +161,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--profile", action="store_true", help="also what one step is made of (on a GPU)")
     args = parser.parse_args()
-    named = next(one[1:] for one in MODELS if one[0] == args.model)
+    named = next(model[1:] for model in MODELS if model[0] == args.model)
     E, H, I, top_k = map(int, args.sizes.split(",")) if args.sizes else named  # noqa: E741
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config, cells = config_of(args.model, (E, H, I), top_k), []
@@ -183,5 +184,10 @@ def main() -> None:
         print(text, end="")
     else:
         Path(args.json).write_text(text)
-    wrong = [one for cell in cells for one in cell["difference_from_whole"].values() if not one < MAX_DIFFERENCE]
+    wrong = [
+        difference
+        for cell in cells
+        for difference in cell["difference_from_whole"].values()
+        if not difference < MAX_DIFFERENCE
+    ]
     sys.exit(f"{len(wrong)} results differ" if wrong else 0)

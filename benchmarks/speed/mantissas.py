@@ -69,7 +69,8 @@ def main() -> None:
             M = 8192 * top_k
             m_sizes = method.routed_rows(E, top_k, 8192).cuda()
             w, x = (
-                one.float() for one in (method.weights(E, N, K, torch.float16), method.activations(M, K, torch.float16))
+                tensor.float()
+                for tensor in (method.weights(E, N, K, torch.float16), method.activations(M, K, torch.float16))
             )
             kinds = {
                 "bf16": (x.bfloat16(), w.bfloat16()),
@@ -102,8 +103,8 @@ def main() -> None:
                     "grouped_us": dict(zip(kinds, us[:3], strict=True)),
                     "dense_us": dict(zip(kinds, us[3:], strict=True)),
                 }
-                for what, found in cell[state].items():
-                    text = "  ".join(f"{kind} {us:.1f} ({found['bf16'] / us:.3f})" for kind, us in found.items())
+                for what, times in cell[state].items():
+                    text = "  ".join(f"{kind} {us:.1f} ({times['bf16'] / us:.3f})" for kind, us in times.items())
                     print(f"{name:13}{gemm:8}{state:9}{what:11}{text}", flush=True)
             cells.append(cell)
     report = {

@@ -73,11 +73,11 @@ def by(launcher: object, call: Callable[[], Any]) -> Callable[[], Any]:
     """``call`` with this in place of the bundles' launcher; None is torch."""
 
     def run() -> Any:
-        given, rowops.launcher = rowops.launcher, lambda *_, **__: launcher
+        original, rowops.launcher = rowops.launcher, lambda *_, **__: launcher
         try:
             return call()
         finally:
-            rowops.launcher = given
+            rowops.launcher = original
 
     return run
 
@@ -90,8 +90,8 @@ def compiled(op: RowOp, block: Block) -> RowOpLauncher:
     spec.chosen = block
     device = torch.cuda.current_device()
     properties = torch.cuda.get_device_properties(device)
-    made = compile_variant(spec, 10 * properties.major + properties.minor)
-    kernel = load_kernel(made.variant, made.cubin, device, properties.multi_processor_count)
+    compiled = compile_variant(spec, 10 * properties.major + properties.minor)
+    kernel = load_kernel(compiled.variant, compiled.cubin, device, properties.multi_processor_count)
     return RowOpLauncher(kernel.variant, kernel.function, op)
 
 
@@ -101,16 +101,16 @@ def measure(models: list[str], blocks: list[Block]) -> list[dict[str, Any]]:
     for name, E, H, width, top_k in MODELS:
         for T in TOKENS if name in models else ():
             for op, call, moved in calls(T, H, width, top_k, E):
-                every = {"ours": call, "torch": by(None, call)}
-                every |= {f"{block.block}x{block.num_warps}": by(others[op, block], call) for block in blocks}
-                graphs = [clock.capture(one) for one in every.values()]
+                by_way = {"ours": call, "torch": by(None, call)}
+                by_way |= {f"{block.block}x{block.num_warps}": by(others[op, block], call) for block in blocks}
+                graphs = [clock.capture(way) for way in by_way.values()]
                 times = [statistics.median(row) for row in clock.rounds_us(graphs, 15)]
-                us, floor = dict(zip(every, times, strict=True)), 1e6 * moved / method.BYTES_PER_S
+                us, floor = dict(zip(by_way, times, strict=True)), 1e6 * moved / method.BYTES_PER_S
                 cells.append(
                     {"model": name, "tokens": T, "pass": op.value, "moved_bytes": moved, "floor_us": floor, "us": us}
                 )
-                told = "  ".join(f"{which} {one:8.1f}" for which, one in us.items())
-                print(f"{name:13} T={T:<5} {op.value:16} {told}  floor {floor:8.1f} us", flush=True)
+                line = "  ".join(f"{which} {time_us:8.1f}" for which, time_us in us.items())
+                print(f"{name:13} T={T:<5} {op.value:16} {line}  floor {floor:8.1f} us", flush=True)
     return cells
 
 
@@ -122,7 +122,7 @@ def main() -> None:
     args = parser.parse_args()
     begun = time.time()
     zero_rows.LEAST_BYTES = 0  # small results too
-    blocks = [Block(*map(int, one.split("x"))) for one in args.blocks.split(",") if one]
+    blocks = [Block(*map(int, text.split("x"))) for text in args.blocks.split(",") if text]
     cells = measure(args.models.split(","), blocks)
     report = {
         **provenance.about(),

@@ -50,9 +50,9 @@ def layers(clock: method.Clock, call: Callable[[], torch.Tensor]) -> list[Any]:
     real, graphs, results = rowops.launcher, [], []
     ran: set[RowOp] = set()
 
-    def launcher(op: RowOp, *given: Any, without: RowOp | None, **how: Any) -> Any:
+    def launcher(op: RowOp, *args: Any, without: RowOp | None, **how: Any) -> Any:
         ran.add(op)
-        return None if op is without else real(op, *given, **how)
+        return None if op is without else real(op, *args, **how)
 
     for without in (None, RowOp.ACTIVATION_CODES):
         rowops.launcher = functools.partial(launcher, without=without)
@@ -74,19 +74,21 @@ def passes(M: int, columns: int, device: str = "cuda") -> tuple[list[Callable[[]
     a, used = torch.empty(M, columns, dtype=torch.bfloat16, device=device), torch.full((1,), M, device=device).int()
     codes = torch.empty(M * bytes_of_row(columns), dtype=torch.uint8, device=device)
     scale = codes[M * columns :]
-    made = {
+    kernels = {
         op: rowops.launcher(op, DType.BF16, 0, aligned=True)
         for op in (RowOp.ACTIVATION_CODES, RowOp.ACTIVATION, RowOp.QUANTIZE)
     }
 
     def run(op: RowOp, /, **words: torch.Tensor | int) -> None:
-        launch = made[op]
+        launch = kernels[op]
         assert launch is not None, f"no bundle has {op}"
-        addresses = {name: one if isinstance(one, int) else one.data_ptr() for name, one in words.items()}
+        addresses = {
+            name: argument if isinstance(argument, int) else argument.data_ptr() for name, argument in words.items()
+        }
         launch(M, torch.cuda.current_stream().cuda_stream, addresses | {"M": M, "columns": columns})
 
     act = {"h": h, "used": used, "flags": SILU.flags | USED, **SILU.function.words}
-    one = functools.partial(run, RowOp.ACTIVATION_CODES, codes=codes, scale=scale, **act)
+    fused = functools.partial(run, RowOp.ACTIVATION_CODES, codes=codes, scale=scale, **act)
     activate = functools.partial(run, RowOp.ACTIVATION, a=a, **act)
     quantise = functools.partial(
         run, RowOp.QUANTIZE, x=a, index=used, used=used, codes=codes, scale=scale, top_k=1, index_step=1, flags=USED
@@ -96,7 +98,7 @@ def passes(M: int, columns: int, device: str = "cuda") -> tuple[list[Callable[[]
         activate()
         quantise()
 
-    return [one, two, activate, quantise], M * (5 * columns + columns // 32)
+    return [fused, two, activate, quantise], M * (5 * columns + columns // 32)
 
 
 def measure(models: list[str], tokens: list[int]) -> list[dict[str, Any]]:
@@ -108,12 +110,12 @@ def measure(models: list[str], tokens: list[int]) -> list[dict[str, Any]]:
         for T in tokens:
             g = torch.Generator().manual_seed(T * 31 + E)
             weights, ids = torch.randn(T, E, generator=g).softmax(-1).topk(top_k, -1)
-            given = method.activations(T, H, torch.bfloat16), gate_up, down, ids.cuda(), weights.cuda()
+            operands = method.activations(T, H, torch.bfloat16), gate_up, down, ids.cuda(), weights.cuda()
             calls, moved = passes(T * top_k, width)
             cell: dict[str, Any] = {"model": name, "tokens": T, "floor_us": 1e6 * moved / method.BYTES_PER_S}
             with torch.no_grad():
-                graphs = layers(clock, functools.partial(moe_mlp, *given))
-            graphs += [clock.capture(one) for one in calls]
+                graphs = layers(clock, functools.partial(moe_mlp, *operands))
+            graphs += [clock.capture(call) for call in calls]
             names = ("one_pass_us", "two_passes_us", "pass_us", "both_us", "activation_us", "quantize_us")
             times = clock.rounds_us(graphs, ROUNDS)
             cell |= {which: statistics.median(row) for which, row in zip(names, times, strict=True)}
@@ -125,7 +127,7 @@ def measure(models: list[str], tokens: list[int]) -> list[dict[str, Any]]:
                 f"{cell['quantize_us']:.1f}), floor {cell['floor_us']:.1f}",
                 flush=True,
             )
-        del gate_up, down, given
+        del gate_up, down, operands
         torch.cuda.empty_cache()
     return cells
 

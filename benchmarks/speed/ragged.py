@@ -1,4 +1,4 @@
-"""What uneven experts cost: the same rows in one expert, in equal experts and as routed, a dense product beside them.
+"""Time equal numbers of rows in one expert, in equal experts and as routed, against a dense product.
 
     python benchmarks/run.py ragged --out ragged-h200.json
 
@@ -42,11 +42,11 @@ def measure(names: list[str], T: int) -> list[dict[str, Any]]:
             M = T * top_k
             x, w = method.activations(M, K, torch.bfloat16), method.weights(E, N, K, torch.bfloat16)
             routed = method.routed_rows(E, top_k, T)
-            one = torch.tensor([M], dtype=torch.int32)
+            single = torch.tensor([M], dtype=torch.int32)
             equal = torch.full((E,), M // E, dtype=torch.int32)
             calls = [functools.partial(torch.mm, x, w[0].t())]
             calls += [
-                functools.partial(grouped_gemm, x, w[: len(sizes)], sizes.cuda()) for sizes in (one, equal, routed)
+                functools.partial(grouped_gemm, x, w[: len(sizes)], sizes.cuda()) for sizes in (single, equal, routed)
             ]
             graphs = [clock.capture(call) for call in calls]
             rounds = clock.rounds_us(graphs, 2)

@@ -28,7 +28,7 @@ MODELS = ((8, 2), (64, 8), (128, 8), (256, 8), (512, 10))  # experts, and how ma
 
 
 def by_torch(ids: torch.Tensor, E: int) -> Any:
-    """The same where no bundle has the kernel."""
+    """Return ``sort_routing`` with torch's operators, used if no bundle has the kernel."""
     with mock.patch.object(routing, "sort_slots", return_value=None):
         return sort_routing(ids, E)
 

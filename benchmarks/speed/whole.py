@@ -98,11 +98,11 @@ MAX_DIFFERENCE = 2e-2
 
 
 def no_experts(self: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """What is left of a layer without its experts."""
+    """A replacement for a layer's experts that does nothing, to time the rest of the layer."""
     return hidden * weights[:, :1].to(hidden.dtype)
 
 
-def made(library: Any, name: str, layers: int, device: str) -> Any:
+def make_model(library: Any, name: str, layers: int, device: str) -> Any:
     kind, sizes = SHAPES[name]
     config = library.AutoConfig.for_model(
         kind, num_hidden_layers=layers, vocab_size=1024, pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes
@@ -128,7 +128,7 @@ def medians_us(model: Any, ways: list[str], call: Callable[[], Any], device: str
 
 
 def measure(library: Any, name: str, layers: int, device: str, rounds: int) -> list[dict[str, Any]]:
-    model = made(library, name, layers, device)
+    model = make_model(library, name, layers, device)
     sizes = SHAPES[name][1]
     width = sizes.get("moe_intermediate_size") or sizes["intermediate_size"]
     copied = sizes["num_experts_per_tok"] * 3 * sizes["hidden_size"] * width  # for each token

@@ -51,7 +51,7 @@ SIZES = (
 KERNELS = ("rows_wna16", "rows_wna16_zero")
 
 
-class One(NamedTuple):
+class LoadedVariant(NamedTuple):
     """A variant of a bundle on this GPU."""
 
     variant: Variant
@@ -69,16 +69,16 @@ class Loaded:
     """Variants of bundles by op, dtype and fusion."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        self._found: dict[tuple[Any, ...], list[One]] = {}
+        self._found: dict[tuple[Any, ...], list[LoadedVariant]] = {}
         sms, dtypes = local_gpu(0).gpu.sm_count, {named(g, zero=z) for g in GROUPS for z in (False, True)}
         for path in paths:
             with open_bundle(path) as bundle:
-                for i, one in enumerate(bundle.variants()):
-                    if one.kernel in KERNELS and one.dtype in dtypes:
-                        loaded = One(one, load_kernel(one, bundle.cubin(i), 0, sms))
-                        self._found.setdefault((one.op, one.dtype, one.fusion), []).append(loaded)
+                for i, variant in enumerate(bundle.variants()):
+                    if variant.kernel in KERNELS and variant.dtype in dtypes:
+                        loaded = LoadedVariant(variant, load_kernel(variant, bundle.cubin(i), 0, sms))
+                        self._found.setdefault((variant.op, variant.dtype, variant.fusion), []).append(loaded)
 
-    def __call__(self, op: Op, dtype: DType, fusion: Fusion = Fusion.NONE) -> list[One]:
+    def __call__(self, op: Op, dtype: DType, fusion: Fusion = Fusion.NONE) -> list[LoadedVariant]:
         return self._found.get((op, dtype, fusion), [])
 
 
@@ -98,9 +98,9 @@ def on(problem: Problem, x: torch.Tensor, w: ExpertWeights) -> Tensors:
     return Tensors(problem, x.shape[0], x, w, y)
 
 
-def wrong(one: One, group: int) -> Iterator[str]:
-    """What is wrong with a plain variant's results, of each of ``EDGES``."""
-    op, dtype = one.variant.op, one.variant.dtype
+def wrong(loaded: LoadedVariant, group: int) -> Iterator[str]:
+    """Yield the faults in a plain variant's results, for each of ``EDGES``."""
+    op, dtype = loaded.variant.op, loaded.variant.dtype
     assert isinstance(op, Op)
     for N, K in EDGES:
         E = 3
@@ -109,14 +109,14 @@ def wrong(one: One, group: int) -> Iterator[str]:
         matrices = dense if op is Op.FORWARD else dense.transpose(1, 2)
         w = stored.prepare()
         problem = Problem(op, dtype, E, N, K)
-        if beyond(problem, one.kernel.config) is not None:
+        if beyond(problem, loaded.kernel.config) is not None:
             continue
         width = gemm_of(problem).reduction
         # Each expert's rows are the unit matrix: y is w.
         x = torch.eye(width, device="cuda", dtype=torch.bfloat16).repeat(E, 1)
         sizes = torch.full((E,), width, dtype=torch.int32, device="cuda")
         here = on(problem, x, w)
-        call = caller(one.kernel, here, sizes)
+        call = caller(loaded.kernel, here, sizes)
         call()
         off = here.result.view(E, width, -1).transpose(1, 2) != matrices
         if bool(off.any()):
@@ -134,12 +134,12 @@ def wrong(one: One, group: int) -> Iterator[str]:
         others = [e for e in range(E) if e != 1]
         if not bool(nan[1].all()) or not torch.equal(parts[others], first.view(E, width, -1)[others]):
             yield f"{N} x {K}: NaN of an expert's scales is not in all of its rows, or in others"
-    yield from wrong_rows(one, group)
+    yield from wrong_rows(loaded, group)
 
 
-def wrong_rows(one: One, group: int, *, scatter: bool = False) -> Iterator[str]:
-    """What is wrong with a variant's results of ragged rows of random numbers."""
-    op, dtype = one.variant.op, one.variant.dtype
+def wrong_rows(loaded: LoadedVariant, group: int, *, scatter: bool = False) -> Iterator[str]:
+    """Yield the faults in a variant's results for ragged rows of random numbers."""
+    op, dtype = loaded.variant.op, loaded.variant.dtype
     assert isinstance(op, Op)
     N, K = EDGES[0]
     E, M = len(RAGGED), sum(RAGGED)
@@ -158,14 +158,14 @@ def wrong_rows(one: One, group: int, *, scatter: bool = False) -> Iterator[str]:
         moved = torch.empty_like(wanted)
         moved[index.long()] = wanted * weights.double()[index.long(), None]
         wanted = moved
-    caller(one.kernel, here, torch.tensor(RAGGED, dtype=torch.int32, device="cuda"))()
+    caller(loaded.kernel, here, torch.tensor(RAGGED, dtype=torch.int32, device="cuda"))()
     error = float(((here.result.double() - wanted).norm(dim=1) / wanted.norm(dim=1)).max())
     if not error < MOST_ERROR:
         yield f"a ragged row is off by {error:.2e}"
 
 
 def wrong_calls(group: int) -> Iterator[str]:
-    """What is wrong with calls through the runtime: both layouts, gradients, an adapter, writes to prepared weights."""
+    """Yield the faults of the runtime's calls: both layouts, gradients, an adapter, writes to prepared weights."""
     from pretuned.runtime import Lora, grouped_gemm
 
     E, (N, K), M = len(RAGGED), EDGES[0], sum(RAGGED)
@@ -189,22 +189,22 @@ def wrong_calls(group: int) -> Iterator[str]:
         how = "prepared" if prepared else "as stored"
         if w.is_prepared is not prepared:
             yield "weights are not prepared"
-        given = x.clone().requires_grad_()
-        y = grouped_gemm(given, w, sizes)
+        leaf = x.clone().requires_grad_()
+        y = grouped_gemm(leaf, w, sizes)
         yield from check(f"forward, {how}", y.detach(), by_rows(x, dense))
-        (dx,) = torch.autograd.grad(y, given, dy)
+        (dx,) = torch.autograd.grad(y, leaf, dy)
         yield from check(f"dX, {how}", dx, by_rows(dy, dense.transpose(1, 2)))
-        given = x.clone().requires_grad_()
-        y = grouped_gemm(given, w, sizes, lora=Lora(A, B))
+        leaf = x.clone().requires_grad_()
+        y = grouped_gemm(leaf, w, sizes, lora=Lora(A, B))
         both = [dense[e] + low[e] for e in range(E)]
         yield from check(f"forward with an adapter, {how}", y.detach(), by_rows(x, both), 8e-3)
-        (dx,) = torch.autograd.grad(y, given, dy)
-        yield from check(f"dX with an adapter, {how}", dx, by_rows(dy, [one.T for one in both]), 8e-3)
+        (dx,) = torch.autograd.grad(y, leaf, dy)
+        yield from check(f"dX with an adapter, {how}", dx, by_rows(dy, [w.T for w in both]), 8e-3)
         index = torch.randperm(M, generator=torch.Generator().manual_seed(1)).cuda()
-        given = x.clone().requires_grad_()
-        y = grouped_gemm(given, w, sizes, gather_indices=index, permute_x=True)
+        leaf = x.clone().requires_grad_()
+        y = grouped_gemm(leaf, w, sizes, gather_indices=index, permute_x=True)
         yield from check(f"gathered, {how}", y.detach(), by_rows(x[index], dense))
-        (dx,) = torch.autograd.grad(y, given, dy)
+        (dx,) = torch.autograd.grad(y, leaf, dy)
         moved = torch.empty(M, K, dtype=torch.float64, device="cuda")
         moved[index] = by_rows(dy, dense.transpose(1, 2))
         yield from check(f"dX of gathered rows, {how}", dx, moved)
@@ -218,20 +218,20 @@ def wrong_calls(group: int) -> Iterator[str]:
 
 
 def tested(variants: Loaded) -> dict[str, list[str]]:
-    """What is wrong, by variant; empty lists where nothing is."""
-    told: dict[str, list[str]] = {}
+    """Return the faults by variant; an empty list if there are none."""
+    faults: dict[str, list[str]] = {}
     for group in GROUPS:
         dtype = named(group, zero=True)
         for op in (Op.FORWARD, Op.DX):
-            for one in variants(op, dtype):
-                told[str(one)] = list(wrong(one, group))
-        for one in variants(Op.FORWARD, dtype, Fusion.SCATTER):
-            told[f"{one} scatter"] = list(wrong_rows(one, group, scatter=True))
-        told[f"calls int4_g{group}_zp"] = list(wrong_calls(group))
-    for name, lines in told.items():
+            for loaded in variants(op, dtype):
+                faults[str(loaded)] = list(wrong(loaded, group))
+        for loaded in variants(Op.FORWARD, dtype, Fusion.SCATTER):
+            faults[f"{loaded} scatter"] = list(wrong_rows(loaded, group, scatter=True))
+        faults[f"calls int4_g{group}_zp"] = list(wrong_calls(group))
+    for name, lines in faults.items():
         for line in lines:
             print(f"WRONG {name}: {line}", flush=True)
-    return told
+    return faults
 
 
 def cell(
@@ -247,7 +247,7 @@ def cell(
     model, product, E, top_k, N, K, _ = size
     M = T * top_k
     m_sizes = routed_rows(E, top_k, T).cuda()
-    told: dict[str, Any] = {
+    result: dict[str, Any] = {
         "model": model,
         "product": product,
         "op": op.value,
@@ -264,25 +264,25 @@ def cell(
         problem = Problem(op, named(group, zero=zero), E, N, K)
         here = on(problem, x, w)
         wanted = judge.reference(here, m_sizes.tolist())
-        for one in variants(op, problem.dtype):
-            if beyond(problem, one.kernel.config) is not None or not useful(one, T):
+        for loaded in variants(op, problem.dtype):
+            if beyond(problem, loaded.kernel.config) is not None or not useful(loaded, T):
                 continue
-            call = caller(one.kernel, here, m_sizes)
+            call = caller(loaded.kernel, here, m_sizes)
             here.result.fill_(float("nan"))
             call()
             error = judge.error(here, wanted)
             if not error < MOST_ERROR:
-                print(f"WRONG {one} {problem} T={T}: {error:.2e}", flush=True)
-                told.setdefault("wrong", []).append([str(one), error])
-            calls[zero, str(one.kernel.config)] = call
+                print(f"WRONG {loaded} {problem} T={T}: {error:.2e}", flush=True)
+                result.setdefault("wrong", []).append([str(loaded), error])
+            calls[zero, str(loaded.kernel.config)] = call
     first = dict(zip(calls, in_turns(clock, *calls.values(), budget_ms=250.0), strict=True))
-    told["all_us"] = {f"{'zero ' if zero else ''}{config}": us for (zero, config), us in first.items()}
+    result["all_us"] = {f"{'zero ' if zero else ''}{config}": us for (zero, config), us in first.items()}
     best = {zero: min((key for key in first if key[0] is zero), key=lambda key: first[key]) for zero in (False, True)}
     again = dict.fromkeys((best[False], best[True], (True, best[False][1])))
     there = [key for key in again if key in calls]
     times = dict(zip(there, in_turns(clock, *(calls[key] for key in there), budget_ms=500.0), strict=True))
     fastest = min((key for key in there if key[0]), key=lambda key: times[key])
-    return told | {
+    return result | {
         "none": best[False][1],
         "zero": fastest[1],
         "none_us": times[best[False]],
@@ -291,9 +291,9 @@ def cell(
     }
 
 
-def useful(one: One, T: int) -> bool:
+def useful(loaded: LoadedVariant, T: int) -> bool:
     """Whether a variant is meant for so many tokens: fitted tiles are for many."""
-    return (one.kernel.config.block_m >= 64) == (T >= 512) or T == 1024
+    return (loaded.kernel.config.block_m >= 64) == (T >= 512) or T == 1024
 
 
 def main() -> None:
@@ -328,19 +328,19 @@ def main() -> None:
                 for T in args.tokens:
                     if time.monotonic() - begun > args.seconds:
                         continue
-                    one = cell(variants, op, size, group, T, clock, both)
-                    result["cells"].append(one)
+                    row = cell(variants, op, size, group, T, clock, both)
+                    result["cells"].append(row)
                     print(
-                        f"{one['model']} {one['product']} {one['op']} g{group} T={T}: none {one['none_us']:.1f} us "
-                        f"({one['none']}), zero points {one['zero_us']:.1f} us ({one['zero']}): "
-                        f"x{one['ratio']:.3f}",
+                        f"{row['model']} {row['product']} {row['op']} g{group} T={T}: none {row['none_us']:.1f} us "
+                        f"({row['none']}), zero points {row['zero_us']:.1f} us ({row['zero']}): "
+                        f"x{row['ratio']:.3f}",
                         flush=True,
                     )
                     write()
                 del both
     for op in ("forward", "dX"):
         for T in args.tokens:
-            ratios = [one["ratio"] for one in result["cells"] if (one["op"], one["T"]) == (op, T)]
+            ratios = [row["ratio"] for row in result["cells"] if (row["op"], row["T"]) == (op, T)]
             if ratios:
                 mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
                 print(f"{op} T={T}: x{mean:.3f} on average, x{max(ratios):.3f} at most, {len(ratios)} cells")

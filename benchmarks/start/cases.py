@@ -1,4 +1,4 @@
-"""Calls of every form on a model's shapes, and what they and their gradients should give: torch's products in fp32."""
+"""Calls with all fusions on a model's shapes, and their expected results and gradients: torch's products in fp32."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BF16 = torch.bfloat16
 
 @dataclass(frozen=True)
 class Form:
-    """What a call does beside the product."""
+    """The fusions of a call."""
 
     permute_x: bool = False
     permute_y: bool = False
@@ -109,17 +109,17 @@ class Case:
 
     def inputs(self, form: Form) -> dict[str, torch.Tensor]:
         """Fresh leaves that require grad: x, w and the fused ones."""
-        given = {"x": self.tokens if form.permute_x else self.x, "w": self.w}
+        inputs = {"x": self.tokens if form.permute_x else self.x, "w": self.w}
         if form.weights:
-            given["topk_weights"] = self.weights
+            inputs["topk_weights"] = self.weights
         if form.bias:
-            given["bias"] = self.bias
-        return {name: one.detach().requires_grad_() for name, one in given.items()}
+            inputs["bias"] = self.bias
+        return {name: tensor.detach().requires_grad_() for name, tensor in inputs.items()}
 
-    def call(self, form: Form, given: dict[str, torch.Tensor]) -> torch.Tensor:
+    def call(self, form: Form, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         index = self.index if form != PLAIN and form != Form(bias=True) else None
         return grouped_gemm(
-            **given,
+            **inputs,
             m_sizes=self.m_sizes,
             topk=self.shape.top_k,
             gather_indices=index,
@@ -130,12 +130,12 @@ class Case:
 
     def run(self, form: Form) -> dict[str, torch.Tensor]:
         """y in the sorted order, and the gradient of every input."""
-        given = self.inputs(form)
-        y = self.call(form, given)
+        inputs = self.inputs(form)
+        y = self.call(form, inputs)
         dy = torch.empty_like(self.dy).index_copy_(0, self.index, self.dy) if form.permute_y else self.dy
-        found = dict(zip(given, torch.autograd.grad(y, list(given.values()), dy), strict=True))
+        grads = dict(zip(inputs, torch.autograd.grad(y, list(inputs.values()), dy), strict=True))
         y = y.detach()
-        return {"y": y[self.index] if form.permute_y else y} | {f"d{name}": one for name, one in found.items()}
+        return {"y": y[self.index] if form.permute_y else y} | {f"d{name}": grad for name, grad in grads.items()}
 
     def errors(self, form: Form, got: dict[str, torch.Tensor]) -> Iterator[tuple[str, float]]:
         """The relative error of each result."""

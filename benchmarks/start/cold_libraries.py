@@ -171,8 +171,8 @@ class Marlin(Library):
 
     def arrange(self, weights: Any, cell: Cell) -> Call:
         (call,) = weights(cell).values()
-        found: Call = call
-        return found
+        gemm: Call = call
+        return gemm
 
 
 class DeepGemm(Library):
@@ -221,12 +221,12 @@ class Humming(Library):
         return theirs
 
     def arrange(self, weights: Any, cell: Cell) -> Call:
-        found: Call = weights.call(cell)
-        return found
+        gemm: Call = weights.call(cell)
+        return gemm
 
     def compile(self, weights: list[Any], cells: list[list[Cell]]) -> None:
-        for one, own in zip(weights, cells, strict=True):
-            one.kernels([cell.M for cell in own])
+        for theirs, own in zip(weights, cells, strict=True):
+            theirs.kernels([cell.M for cell in own])
 
 
 def _of(kind: type[Library], name: str, format: str, model: str) -> type[Library]:
@@ -235,8 +235,8 @@ def _of(kind: type[Library], name: str, format: str, model: str) -> type[Library
 
 
 LIBRARIES: dict[str, type[Library]] = {  # in the order of their turns: what may take long comes last
-    one.name: one
-    for one in (
+    library.name: library
+    for library in (
         _of(Pretuned, "pretuned_bf16", "bf16", "qwen3-30b"),
         _of(Pretuned, "pretuned_fp8", "fp8_block", "qwen3-30b"),
         _of(Pretuned, "pretuned_mxfp4", "mxfp4", "gpt-oss-20b"),

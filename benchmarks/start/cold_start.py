@@ -69,8 +69,8 @@ class Dense(Product):
         """w [E, N, K]."""
         g = torch.Generator(self.device).manual_seed(1)
         w = torch.empty(self.E, self.N, self.K, device=self.device, dtype=torch.bfloat16)
-        for one in w:
-            one.copy_(torch.randn(self.N, self.K, generator=g, device=self.device) * 0.05)
+        for matrix in w:
+            matrix.copy_(torch.randn(self.N, self.K, generator=g, device=self.device) * 0.05)
         return (w,)
 
     @property
@@ -94,7 +94,7 @@ def work(library: Library, tokens: list[int], sizes: tuple[int, ...], device: st
     """Both products of a layer, each with its inputs for every number of tokens."""
     E, H, width, top_k = sizes
     kind = Dense if library.format == "bf16" else Product
-    found = []
+    products = []
     for gemm, N, K in (("gate_up", 2 * width, H), ("down", H, width)):
         product = kind(library.format, library.model, gemm, E, N, K, width, top_k, device)
         _ = product.operands
@@ -102,8 +102,8 @@ def work(library: Library, tokens: list[int], sizes: tuple[int, ...], device: st
         if library.format == "fp8_block":
             for cell in cells:
                 _ = cell.quantised
-        found.append(cells)
-    return found
+        products.append(cells)
+    return products
 
 
 def steps(library: Library, cells: list[list[Cell]], wait: Callable[[], None]) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def steps(library: Library, cells: list[list[Cell]], wait: Callable[[], None]) -
     of_codes = library.format == "fp8_block" and library.name in ("vllm_fp8", "deepgemm")
     errors = [cell.error(y, of_codes=of_codes) for y, (_, cell) in zip(results, calls, strict=True)]
     whole = loaded - begun + compiled - ready + sum(seconds)
-    told = {
+    seconds_of = {
         "import_s": loaded - begun,
         "prepare_s": prepared - loaded,
         "compile_s": compiled - ready,
@@ -145,87 +145,88 @@ def steps(library: Library, cells: list[list[Cell]], wait: Callable[[], None]) -
         "again_s": again,
     }
     rounded = {
-        name: [round(s, 5) for s in one] if isinstance(one, list) else round(one, 5) for name, one in told.items()
+        name: [round(s, 5) for s in value] if isinstance(value, list) else round(value, 5)
+        for name, value in seconds_of.items()
     }
-    return rounded | {"errors": [float(f"{one:.2e}") for one in errors], "wrong": _wrong(library, errors)}
+    return rounded | {"errors": [float(f"{error:.2e}") for error in errors], "wrong": _wrong(library, errors)}
 
 
 def _wrong(library: Library, errors: list[float]) -> bool:
-    return not all(one < MAX_ERROR[library.format] for one in errors)
+    return not all(error < MAX_ERROR[library.format] for error in errors)
 
 
-def here(given: argparse.Namespace) -> dict[str, Any]:
+def here(args: argparse.Namespace) -> dict[str, Any]:
     """One library in this process."""
-    (name,) = given.libraries
-    find(given)
-    place = None if given.vllm is None else given.vllm / "vllm"
+    (name,) = args.libraries
+    find(args)
+    place = None if args.vllm is None else args.vllm / "vllm"
     library = LIBRARIES[name](place)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     wait: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else (lambda: None)
     torch.zeros(1, device=device).item()  # the context
-    sizes = TINY if given.tiny else MODELS[library.model]
+    sizes = TINY if args.tiny else MODELS[library.model]
     library.set_up()
-    cells = work(library, given.tokens, sizes, device)
+    cells = work(library, args.tokens, sizes, device)
     wait()
-    early = sorted({one.partition(".")[0] for one in sys.modules} & COMPILERS)
+    early = sorted({module.partition(".")[0] for module in sys.modules} & COMPILERS)
     if name.startswith("pretuned") and early:
         raise RuntimeError(f"imported before the clock: {', '.join(early)}")
     return steps(library, cells, wait) | {"imported_before": early}
 
 
-def find(given: argparse.Namespace) -> None:
+def find(args: argparse.Namespace) -> None:
     """Make vLLM's own libraries and Humming importable, behind what is installed."""
-    for one in (given.humming, given.vllm and given.vllm / "vllm" / "third_party", given.packages):
-        if one is not None:
-            sys.path.append(str(Path(one).resolve()))
+    for folder in (args.humming, args.vllm and args.vllm / "vllm" / "third_party", args.packages):
+        if folder is not None:
+            sys.path.append(str(Path(folder).resolve()))
 
 
-def one_process(given: argparse.Namespace, name: str, caches: Path, seconds: float) -> dict[str, Any]:
+def one_process(args: argparse.Namespace, name: str, caches: Path, seconds: float) -> dict[str, Any]:
     """A library's ten first calls, with these caches."""
     begun = time.monotonic()
     environ = DEFAULTS | os.environ | caches_in(caches)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run.json"
         options = {
-            "--vllm": given.vllm,
-            "--packages": given.packages,
-            "--humming": given.humming,
+            "--vllm": args.vllm,
+            "--packages": args.packages,
+            "--humming": args.humming,
             "--json": out,
             "--libraries": name,
-            "--tokens": ",".join(map(str, given.tokens)),
+            "--tokens": ",".join(map(str, args.tokens)),
         }
         words = [str(word) for option, value in options.items() if value is not None for word in (option, value)]
-        ended = child(["cold_start", "--here", *words, *(["--tiny"] if given.tiny else [])], seconds, environ)
-        found: dict[str, Any] = json.loads(out.read_text()) if out.is_file() else {}
-    if ended and "failed" not in found:
-        found["failed"] = ended
-    return found | {"process_s": round(time.monotonic() - begun, 1)}
+        ended = child(["cold_start", "--here", *words, *(["--tiny"] if args.tiny else [])], seconds, environ)
+        run: dict[str, Any] = json.loads(out.read_text()) if out.is_file() else {}
+    if ended and "failed" not in run:
+        run["failed"] = ended
+    return run | {"process_s": round(time.monotonic() - begun, 1)}
 
 
-def missing(given: argparse.Namespace, name: str) -> str | None:
+def missing(args: argparse.Namespace, name: str) -> str | None:
     """Why a library can't be had here, None if it may run."""
     for need in LIBRARIES[name].needs:
-        if need == "vllm" and given.vllm is None:
+        if need == "vllm" and args.vllm is None:
             return "no --vllm"
-        if need != "vllm" and importlib.util.find_spec(need) is None and given.humming is None:
+        if need != "vllm" and importlib.util.find_spec(need) is None and args.humming is None:
             return f"no package {need}: --humming, or install it"
     return None
 
 
-def measure(given: argparse.Namespace, head: dict[str, Any]) -> dict[str, Any]:
+def measure(args: argparse.Namespace, head: dict[str, Any]) -> dict[str, Any]:
     """All libraries in turns, each with empty caches and then warm ones."""
-    end = time.monotonic() + given.seconds
+    end = time.monotonic() + args.seconds
     rows: dict[str, dict[str, Any]] = {}
-    for name in given.libraries:
+    for name in args.libraries:
         kind = LIBRARIES[name]
         rows[name] = {"library": kind.title, "format": kind.format, "model": NAMES[kind.model]}
         rows[name] |= {side: [] for side in SIDES}
-        why = missing(given, name)
+        why = missing(args, name)
         rows[name] |= {} if why is None else {"failed": why}
-    report = head | {"unit": "s", "tokens": given.tokens, "rows": rows}
+    report = head | {"unit": "s", "tokens": args.tokens, "rows": rows}
     took: dict[str, float] = {}
-    for turn in range(given.rounds):
-        order = given.libraries[turn % len(given.libraries) :] + given.libraries[: turn % len(given.libraries)]
+    for turn in range(args.rounds):
+        order = args.libraries[turn % len(args.libraries) :] + args.libraries[: turn % len(args.libraries)]
         for name in order:
             left = end - time.monotonic()
             if "failed" in rows[name] or left < max(took.get(name, 0.0) * SLACK, 1.0):
@@ -233,17 +234,17 @@ def measure(given: argparse.Namespace, head: dict[str, Any]) -> dict[str, Any]:
             begun = time.monotonic()
             with tempfile.TemporaryDirectory() as folder:
                 for side in SIDES:
-                    found = one_process(given, name, Path(folder), min(MOST, end - time.monotonic()))
-                    if "failed" in found:
+                    run = one_process(args, name, Path(folder), min(MOST, end - time.monotonic()))
+                    if "failed" in run:
                         if not rows[name][side]:
-                            rows[name] |= {word: found[word] for word in ("failed", "trace") if word in found}
+                            rows[name] |= {word: run[word] for word in ("failed", "trace") if word in run}
                         break
-                    rows[name][side].append(found)
-                    print(name, side, found["seconds"], "wrong" if found["wrong"] else "", flush=True)
+                    rows[name][side].append(run)
+                    print(name, side, run["seconds"], "wrong" if run["wrong"] else "", flush=True)
             took[name] = time.monotonic() - begun
             if "failed" in rows[name]:
                 print(name, "failed:", rows[name]["failed"], flush=True)
-            given.json.write_text(json.dumps(report, indent=1) + "\n")
+            args.json.write_text(json.dumps(report, indent=1) + "\n")
     return report
 
 
@@ -292,13 +293,13 @@ def bullet(report: dict[str, Any]) -> str:
     """The README's line: pretuned's range with empty caches, and that of the libraries that compile."""
     ranges = []
     for ours in (True, False):
-        found = [
+        medians = [
             median(row, "empty")
             for name, row in report["rows"].items()
             if name != "torch" and name.startswith("pretuned") is ours and row["empty"]
         ]
-        known = [one for one in found if one is not None]
-        ranges.append(f"{said(min(known))} to {said(max(known))} s" if known else "an unknown time")
+        times = [time_s for time_s in medians if time_s is not None]
+        ranges.append(f"{said(min(times))} to {said(max(times))} s" if times else "an unknown time")
     text = (
         f"- **Cold start.** With every cache empty, a new process finishes its first ten GEMMs {ranges[0]} after "
         f"torch and CUDA are up. Libraries that compile need {ranges[1]} ({card(report)}, "
@@ -346,25 +347,25 @@ def write(report: dict[str, Any], file: str, pages: tuple[Path, Path, Path] = (R
     readme.write_text("\n".join(lines))
 
 
-def versions(given: argparse.Namespace) -> dict[str, str | None]:
+def versions(args: argparse.Namespace) -> dict[str, str | None]:
     """Of the libraries beside torch: as their metadata in the folders given, or what is installed, say."""
-    found: dict[str, str | None] = {}
+    numbers: dict[str, str | None] = {}
     for name, package, folder in (
         ("triton", "triton", None),
-        ("vllm", "vllm", given.vllm),
-        ("humming", "humming-kernels", given.humming),
+        ("vllm", "vllm", args.vllm),
+        ("humming", "humming-kernels", args.humming),
     ):
         try:
-            found[name] = version(package)
+            numbers[name] = version(package)
         except PackageNotFoundError:
-            found[name] = None
+            numbers[name] = None
         stem = package.replace("-", "_")
-        for one in sorted(folder.glob(f"{stem}-*.dist-info")) if folder is not None else ():
-            found[name] = one.name.removeprefix(f"{stem}-").removesuffix(".dist-info")
-    return found
+        for path in sorted(folder.glob(f"{stem}-*.dist-info")) if folder is not None else ():
+            numbers[name] = path.name.removeprefix(f"{stem}-").removesuffix(".dist-info")
+    return numbers
 
 
-def arguments(args: list[str] | None) -> argparse.Namespace:
+def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--json", type=Path, help="the file to write")
     parser.add_argument("--vllm", type=Path, help="where vLLM's wheel is unpacked (carry)")
@@ -378,38 +379,38 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--write", action="store_true", help="with --table: put it into the page and the README")
     parser.add_argument("--tiny", action="store_true", help="small weights, to try this without a GPU")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # one library, in this process
-    given = parser.parse_args(args)
-    given.libraries, given.tokens = given.libraries.split(","), [int(T) for T in given.tokens.split(",")]
-    for name in given.libraries:
+    args = parser.parse_args(argv)
+    args.libraries, args.tokens = args.libraries.split(","), [int(T) for T in args.tokens.split(",")]
+    for name in args.libraries:
         if name not in LIBRARIES:
             parser.error(f"--libraries: {name!r} is none of {', '.join(LIBRARIES)}")
-    if given.json is None and given.table is None:
+    if args.json is None and args.table is None:
         parser.error("--json is needed, or --table")
-    if given.vllm is not None and not (given.vllm / "vllm" / "model_executor").is_dir():
-        parser.error(f"--vllm: {given.vllm} has no folder vllm of an unpacked wheel")
-    return given
+    if args.vllm is not None and not (args.vllm / "vllm" / "model_executor").is_dir():
+        parser.error(f"--vllm: {args.vllm} has no folder vllm of an unpacked wheel")
+    return args
 
 
-def main(args: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Measure and print the table; 1 where a library that could run has no time."""
-    given = arguments(args)
-    if given.here:
+    args = arguments(argv)
+    if args.here:
         try:
-            given.json.write_text(json.dumps(here(given)))
+            args.json.write_text(json.dumps(here(args)))
         except Exception as error:
             why = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
-            given.json.write_text(json.dumps({"failed": why, "trace": traceback.format_exc(limit=-6)}))
+            args.json.write_text(json.dumps({"failed": why, "trace": traceback.format_exc(limit=-6)}))
             return 1
         return 0
-    if given.table is not None:
-        report = json.loads(given.table.read_text())
-        if given.write:
-            write(report, given.table.name)
+    if args.table is not None:
+        report = json.loads(args.table.read_text())
+        if args.write:
+            write(report, args.table.name)
     else:
         from .. import provenance
 
-        folders = [given.humming, given.vllm and given.vllm / "vllm" / "third_party"]
-        ready_files([one for one in folders if one is not None], ("pretuned", "triton", "humming"))
-        report = measure(given, provenance.about() | {"versions": versions(given)})
+        folders = [args.humming, args.vllm and args.vllm / "vllm" / "third_party"]
+        ready_files([folder for folder in folders if folder is not None], ("pretuned", "triton", "humming"))
+        report = measure(args, provenance.about() | {"versions": versions(args)})
     print("\n".join([*heading(), *table(report)]))
     return 0 if all(row["empty"] for row in report["rows"].values()) else 1

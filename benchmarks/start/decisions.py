@@ -1,4 +1,4 @@
-"""What the shipped bundles decide for each of their problems: kernel, rows gathered first, fused silu, quantised x.
+"""List the decisions of the shipped bundles for each problem: kernel, rows gathered first, fused silu, quantised x.
 
     python benchmarks/run.py decisions                            # a summary
     python benchmarks/run.py decisions --out decisions.json.xz    # every decision
@@ -42,31 +42,33 @@ UNALIGNED = 20  # of so many problems one is decided for unaligned tensors: the 
 INDEXED = Fusion.GATHER | Fusion.SCATTER
 
 
-def gpus(every: bool) -> list[LocalGpu]:
-    """The GPUs that the shipped times were measured on; with ``every`` one of each other name in the table of chips."""
+def gpus(all_chips: bool) -> list[LocalGpu]:
+    """Return the GPUs that the shipped times were measured on; with ``all_chips`` also the others of the chip table."""
     measured = [LocalGpu(90, H100), LocalGpu(90, H200)]
-    if not every:
+    if not all_chips:
         return measured
     others = [
-        LocalGpu(one.sm, Gpu(f"NVIDIA {one.names[0]}", one.sm_count, one.memory_gib << 10, 13000)) for one in CHIPS
+        LocalGpu(gpu.sm, Gpu(f"NVIDIA {gpu.names[0]}", gpu.sm_count, gpu.memory_gib << 10, 13000)) for gpu in CHIPS
     ]
-    return measured + [one for one in others if one.gpu.name not in (H100.name, H200.name)]
+    return measured + [gpu for gpu in others if gpu.gpu.name not in (H100.name, H200.name)]
 
 
 def shipped(snapshot: Snapshot, local: LocalGpu) -> dict[Problem, tuple[set[int], set[int]]]:
-    """Each problem of the bundles for a GPU: its buckets, and the top_k of its models."""
-    found: dict[Problem, tuple[set[int], set[int]]] = {}
+    """Return each problem of the bundles for a GPU with its buckets, and the top_k of its models."""
+    shapes: dict[Problem, tuple[set[int], set[int]]] = {}
     for usable in snapshot.view(local, installed=True).usable:
         for problem in usable.bundle.problems():
-            found.setdefault(problem, (set(), set()))[0].update(choice.bucket for choice in usable.bundle.find(problem))
+            shapes.setdefault(problem, (set(), set()))[0].update(
+                choice.bucket for choice in usable.bundle.find(problem)
+            )
         for model in usable.bundle.models():
             for problem in model.problems:
-                found[problem][1].add(model.top_k)
-    return found
+                shapes[problem][1].add(model.top_k)
+    return shapes
 
 
 def name_of(candidate: Candidate | plans.Planned | None) -> str | None:
-    """A variant by its bundle and place there."""
+    """Return a variant's name: its bundle and its index there."""
     if candidate is None:
         return None
     index = candidate.variant if isinstance(candidate, plans.Planned) else candidate.index
@@ -74,11 +76,11 @@ def name_of(candidate: Candidate | plans.Planned | None) -> str | None:
 
 
 def kernel(snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, aligned: bool) -> str:
-    """The kernel of a plain call, how it was found, and whether torch runs it."""
-    found = decide.settle(snapshot, problem, bucket, local, aligned, False)
-    if not isinstance(found, Decision):
+    """Return the kernel of a plain call, how it was found, and whether torch runs the call."""
+    decision = decide.settle(snapshot, problem, bucket, local, aligned, False)
+    if not isinstance(decision, Decision):
         return "none"
-    best = found.chosen
+    best = decision.chosen
     torch = "" if best.torch_us is None else " torch"
     return f"{name_of(best)} {best.origin.name} {best.match.name} {best.source.value}{torch}"
 
@@ -86,7 +88,7 @@ def kernel(snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, a
 def decided(
     snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, aligned: bool, top_ks: tuple[int, ...]
 ) -> Iterator[tuple[str, str | None]]:
-    """The decisions for one cell: what was asked, and the answer."""
+    """Yield the decisions for one cell: (question, answer)."""
     yield "kernel", kernel(snapshot, problem, bucket, local, aligned)
     if Fusion.SILU in problem.fusion:
         for checks in (False, True):
@@ -114,15 +116,15 @@ def key_of(problem: Problem, bucket: int, local: LocalGpu, aligned: bool) -> str
 
 
 def remembering() -> None:
-    """Have dispatch decide each cell once, however many questions ask for it. Nothing changes while this runs."""
-    known: dict[Any, Any] = {}
+    """Cache dispatch's decisions, because several questions need the same cell's. Nothing changes while this runs."""
+    answers: dict[Any, Any] = {}
 
     def kept(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(snapshot: Snapshot, *args: Any, **options: Any) -> Any:
             key = (function, id(snapshot), args, tuple(sorted(options.items())))
-            if key not in known:
-                known[key] = function(snapshot, *args, **options)
-            return known[key]
+            if key not in answers:
+                answers[key] = function(snapshot, *args, **options)
+            return answers[key]
 
         return call
 
@@ -135,20 +137,20 @@ def remembering() -> None:
 
 def read(path: Path) -> dict[str, dict[str, str | None]]:
     """The decisions that ``--out`` wrote."""
-    found: dict[str, dict[str, str | None]] = json.loads(lzma.decompress(path.read_bytes()))
-    return found
+    decisions: dict[str, dict[str, str | None]] = json.loads(lzma.decompress(path.read_bytes()))
+    return decisions
 
 
 def dump(
-    locals_: list[LocalGpu], *, every: int = 1, only: set[str] | None = None, log: bool = False
+    locals_: list[LocalGpu], *, step: int = 1, only: set[str] | None = None, log: bool = False
 ) -> dict[str, dict[str, str | None]]:
-    """The decisions of each cell; ``every`` takes one problem of so many, ``only`` those of these names."""
+    """The decisions of each cell; ``step`` takes every n-th problem, ``only`` those of these names."""
     answers: dict[str, dict[str, str | None]] = {}
     for local in locals_:
         begun = time.monotonic()
         snapshot = Snapshot([Place(Kind.INSTALLED, FOLDER)])
-        cells = sorted(shipped(snapshot, local).items(), key=lambda one: one[0].sort_key)
-        for at, (problem, (buckets, own)) in enumerate(cells[::every]):
+        cells = sorted(shipped(snapshot, local).items(), key=lambda item: item[0].sort_key)
+        for at, (problem, (buckets, own)) in enumerate(cells[::step]):
             top_ks = tuple(sorted({*TOP_KS, *own}))
             twin = problem.transposed if Fusion.GATHER in problem.fusion else None
             for name in (problem, twin) if twin is not None else (problem,):
@@ -156,20 +158,22 @@ def dump(
                     continue
                 for bucket in sorted(buckets):
                     for aligned in (True, False) if at % UNALIGNED == 0 else (True,):
-                        found = dict(decided(snapshot, name, bucket, local, aligned, top_ks if aligned else (1,)))
-                        answers[key_of(name, bucket, local, aligned)] = found
+                        decisions_of = dict(
+                            decided(snapshot, name, bucket, local, aligned, top_ks if aligned else (1,))
+                        )
+                        answers[key_of(name, bucket, local, aligned)] = decisions_of
         if log:
             print(f"{local.gpu.name}: {time.monotonic() - begun:.0f} s", file=sys.stderr)
     return answers
 
 
 def summary(answers: dict[str, dict[str, str | None]]) -> dict[str, dict[str, int]]:
-    """Of each kind of question: how many were asked, and how many answers are not the plain way."""
+    """Count for each kind of question the decisions, and the answers that differ from a plain call."""
     table: dict[str, Counter[str]] = {}
-    for key, found in answers.items():
+    for key, decisions_of in answers.items():
         gpu, aligned = key.split(" | ")[2:]
         by_kind: dict[str, list[str | None]] = {}
-        for asked, answer in found.items():
+        for asked, answer in decisions_of.items():
             by_kind.setdefault(asked.partition(" k=")[0], []).append(answer)
         for kind, values in by_kind.items():
             row = table.setdefault(f"{gpu}, {aligned}, {kind}", Counter())
@@ -182,7 +186,7 @@ def summary(answers: dict[str, dict[str, str | None]]) -> dict[str, dict[str, in
 
 
 def differences(answers: dict[str, Any], reference: dict[str, Any]) -> list[str]:
-    """Every decision that is not that of the reference."""
+    """Return a line for each decision that differs from the reference."""
     lines = []
     for key in sorted(answers.keys() | reference.keys()):
         now, before = answers.get(key, {}), reference.get(key, {})
@@ -206,7 +210,7 @@ def main() -> None:
     args = parser.parse_args()
     remembering()
     only = None if args.only is None else {key.partition(" | ")[0] for key in read(args.only)}
-    answers = dump(gpus(args.every_gpu), every=args.every, only=only, log=True)
+    answers = dump(gpus(args.every_gpu), step=args.every, only=only, log=True)
     if args.out is not None:
         args.out.write_bytes(lzma.compress(json.dumps(answers, separators=(",", ":")).encode()))
     for name, row in summary(answers).items():

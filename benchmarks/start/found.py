@@ -1,11 +1,11 @@
-"""What the first call of a process does before it asks the GPU for anything: finds bundles, opens them, chooses.
+"""Time the part of a process's first call before it uses the GPU: find bundles, open them, choose a variant.
 
     python benchmarks/run.py found --out benchmarks/results/found.json        (any machine; a made-up H200)
 
-Each run is a process of its own, torch and pretuned imported and garbage collected (which by chance takes 2 ms more):
-milliseconds until the code of the chosen variant is in memory and checked, medians. ``file`` names one bundle in
-PRETUNED_BUNDLES, ``directory`` all that ship with the package, ``installed`` none, so that they are looked for among
-the installed packages, ``modelled`` one whose choice is modelled, so that those are looked for and read, too.
+Each run is a process of its own. Importing torch and pretuned is not timed, nor a garbage collection, which by chance
+takes 2 ms. It prints medians of milliseconds until the chosen variant's code is in memory and checked. PRETUNED_BUNDLES
+names a bundle (``file``), the directory of shipped bundles (``directory``), nothing, so that installed packages are
+searched (``installed``), or a bundle whose choice is modelled, so that these are searched and read (``modelled``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RUN = Path(__file__).parents[1] / "run.py"
 
 
 def first() -> float:
-    """The milliseconds of this process."""
+    """Return the milliseconds of this process."""
     import torch  # noqa: F401 - a process of a user has it
 
     import pretuned.runtime  # noqa: F401
@@ -54,7 +54,7 @@ def first() -> float:
 
 
 def modelled(bundle: Path, out: Path) -> Path:
-    """``bundle`` with the choices of an H200 alone, as if they were modelled."""
+    """Write ``bundle`` with only the H200's choices, marked as modelled."""
     from pretuned.artifacts.files.bundle_file import open_bundle
     from pretuned.artifacts.format import codec
     from pretuned.artifacts.records.bundle import Source
@@ -63,9 +63,9 @@ def modelled(bundle: Path, out: Path) -> Path:
         whole = opened.load()
     choices = {
         problem: tuple(
-            one._replace(source=Source.MODELLED, gpu=None)
-            for one in row
-            if one.gpu is not None and whole.gpus[one.gpu].name == "NVIDIA H200"
+            choice._replace(source=Source.MODELLED, gpu=None)
+            for choice in row
+            if choice.gpu is not None and whole.gpus[choice.gpu].name == "NVIDIA H200"
         )
         for problem, row in whole.choices.items()
     }
@@ -91,7 +91,7 @@ def main() -> None:
         "installed": "",
         "modelled": str(modelled(bundles / "catalogue-sm90.msgpack", Path(folder.name) / "modelled-sm90.msgpack")),
     }
-    told: dict[str, object] = {
+    report: dict[str, object] = {
         **provenance.about(),
         "machine": platform.machine(),
         "cores": os.cpu_count(),
@@ -103,8 +103,8 @@ def main() -> None:
             environment = os.environ | {"PRETUNED_BUNDLES": named}
             ms[way].append(float(subprocess.check_output([sys.executable, RUN, "found", "--step"], env=environment)))
     for way, runs in ms.items():
-        told[way] = {"ms": round(statistics.median(runs), 2), "least": round(min(runs), 2)}
+        report[way] = {"ms": round(statistics.median(runs), 2), "least": round(min(runs), 2)}
         print(f"{way:10} {statistics.median(runs):6.2f} ms, at least {min(runs):.2f}")
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(told, indent=1) + "\n")
+        args.out.write_text(json.dumps(report, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""How long ``preload`` takes for a catalogue model, in fresh processes: CUDA's context up, nothing of a bundle open.
+"""Time ``preload`` for catalogue models in fresh processes, after CUDA's context is up and before a bundle is opened.
 
 python benchmarks/run.py preload --out benchmarks/results/preload-h200.json
 """
@@ -29,11 +29,11 @@ print(json.dumps({"count": done.count, "cells": done.cells, "import_ms": 1e3 * (
 """
 
 
-def one(model: str) -> dict[str, float]:
-    """A fresh process's figures."""
+def fresh_process(model: str) -> dict[str, float]:
+    """Return the figures of a new process."""
     done = subprocess.run([sys.executable, "-c", PROGRAM, model], stdout=subprocess.PIPE, text=True, check=True)
-    told: dict[str, float] = json.loads(done.stdout)
-    return told
+    figures: dict[str, float] = json.loads(done.stdout)
+    return figures
 
 
 def main() -> None:
@@ -44,7 +44,7 @@ def main() -> None:
     args = parser.parse_args()
     report: dict[str, object] = {}
     for model in args.models.split(","):
-        runs = [one(model) for _ in range(args.repeats)]
+        runs = [fresh_process(model) for _ in range(args.repeats)]
         report[model] = runs
         print(
             f"{model}: {runs[0]['count']} variants for {runs[0]['cells']} problems and sizes in "

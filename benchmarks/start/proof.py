@@ -1,17 +1,17 @@
-"""Proof on a GPU that a bundle built elsewhere runs here, right, at once, with no Triton and no compiler.
+"""Check on a GPU that a bundle built elsewhere runs correctly at once, without Triton and without a compiler.
 
     aot build --models models.txt --models catalogue --sm 90 --out bundles        (any machine)
     PRETUNED_BUNDLES=bundles python benchmarks/run.py proof --out results/proof.json   (the GPU machine)
 
-Every step runs in a process of its own, as a user's would:
+Each step runs in a process of its own:
 
-- ``correct``: every catalogue model's two GEMMs at T = 1, 16, 128, 1024, 8192, skewed routing, against fp32;
-- ``training``: their dX and dW, and the forward gathered (on load, or beforehand where that runs), with silu in its
-  epilogue where that runs, scattered and weighted, at T = 1 ... 8192 too;
+- ``correct``: all catalogue models' two GEMMs at T = 1, 16, 128, 1024, 8192, skewed routing, against fp32;
+- ``training``: their dX and dW, and the forward with a gather (on load or before), silu in the epilogue, scatter and
+  weights, at T = 1 ... 8192;
 - ``forms``: other dtypes, unaligned sizes, int64 counts, strides, empty experts, NaN in one expert;
-- ``cold``: context up and inputs ready: the first call, with finding, opening and loading; and from process start;
-- ``host``: host time of one call, beside torch's;
-- ``capture``: first use of all inside a CUDA graph capture, replayed with other counts;
+- ``cold``: time of the first call after the context is up, with finding, opening and loading; and from process start;
+- ``host``: host time of one call, against torch's;
+- ``capture``: the first call inside a CUDA graph capture, replayed with other counts;
 - ``bare``: no compiler on PATH, a read-only file system, no HOME, an arbitrary user id.
 """
 
@@ -36,7 +36,7 @@ RUN = Path(__file__).parents[1] / "run.py"
 
 
 def cold() -> dict[str, Any]:
-    """One process: the times of its parts, in milliseconds. The parent runs it several times."""
+    """Return the times of this process's parts in milliseconds. The parent starts several processes."""
     begun = float(os.environ["BEGUN"])
     import torch
 
@@ -126,7 +126,7 @@ def capture() -> dict[str, Any]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         grouped_gemm(x, w, m_sizes, out=y)
-    import method
+    from benchmarks import method
 
     errors = []
     for sizes in ([4] * 128, [0] * 100 + [16] * 28, [512] + [0] * 127):
@@ -139,7 +139,7 @@ def capture() -> dict[str, Any]:
 
 
 def bare() -> dict[str, Any]:
-    """What a stripped container has; the parent took the rest away before this process began."""
+    """Return a call's error in a stripped container; the parent removed compilers and write access before."""
     import torch
 
     from pretuned.runtime import grouped_gemm
@@ -151,7 +151,7 @@ def bare() -> dict[str, Any]:
             writable.append(place)
         except OSError:
             pass
-    import method
+    from benchmarks import method
 
     inputs = method.Inputs(
         torch.randn(64, 2048, device="cuda", dtype=torch.bfloat16),
@@ -172,13 +172,13 @@ def bare() -> dict[str, Any]:
 
 
 def right(name: str) -> Callable[[], dict[str, Any]]:
-    """A step of ``rightness.py``, which imports torch: not in a process that times its own start."""
+    """Return a step of ``rightness.py``, imported late: it imports torch, and ``cold`` times that import."""
 
     def step() -> dict[str, Any]:
-        import rightness
+        from benchmarks.start import rightness
 
-        found: dict[str, Any] = getattr(rightness, name)()
-        return found
+        figures: dict[str, Any] = getattr(rightness, name)()
+        return figures
 
     return step
 
@@ -188,7 +188,7 @@ STEPS |= {f.__name__: f for f in (cold, host, capture, bare)}
 
 
 def bundle_files() -> list[Path]:
-    """The bundles that PRETUNED_BUNDLES, or else the system's directory, holds."""
+    """Return the bundles in PRETUNED_BUNDLES, or in the system's directory."""
     places = os.environ.get("PRETUNED_BUNDLES", "/opt/pretuned/bundles").split(":")
     return [
         file for place in places for file in ([Path(place)] if Path(place).is_file() else Path(place).glob("*.msgpack"))

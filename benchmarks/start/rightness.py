@@ -1,4 +1,4 @@
-"""The steps of ``proof.py`` that ask whether results are right: every catalogue model's products, and odd calls."""
+"""The steps of ``proof.py`` that check results: all catalogue models' products, and unusual calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKENS = (1, 16, 128, 1024, 8192)
 
 
 def read_catalogue() -> list[tuple[str, int, int, int, int]]:
-    """(name, E, N, K, top_k) of every catalogue model's two GEMMs, read without the builder's packages."""
+    """Return (name, E, N, K, top_k) of all catalogue models' two GEMMs, read without the builder's packages."""
     from pretuned.aot.models.catalogue import catalogue
     from pretuned.aot.models.layer import LayerShard
 
@@ -56,8 +56,8 @@ def correct() -> dict[str, Any]:
             y = torch.full((M, N), float("nan"), dtype=w.dtype, device="cuda")
             grouped_gemm(inputs.x, w, m_sizes, out=y)
             error = method.relative_error(y, inputs)
-            told = explain(inputs.x, w, m_sizes)
-            chosen = str(told.chosen.config) if told.chosen else "torch"
+            explanation = explain(inputs.x, w, m_sizes)
+            chosen = str(explanation.chosen.config) if explanation.chosen else "torch"
             cells.append(
                 {
                     "problem": name,
@@ -68,7 +68,7 @@ def correct() -> dict[str, Any]:
                     "M": M,
                     "error": error,
                     "chosen": chosen,
-                    "reason": told.reason,
+                    "reason": explanation.reason,
                 }
             )
             worst = max(worst, error) if error == error else float("nan")

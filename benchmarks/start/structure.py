@@ -98,13 +98,15 @@ def first_calls() -> dict[str, Any]:
     with made_up_gpu(ROOT / "tests" / "support"):
         from pretuned.runtime import reload
 
-        every, figures = calls(), {}
+        calls_of, figures = calls(), {}
         for name in ("call", "layer"):
-            every[name]()
+            calls_of[name]()
             reload()
-            figures[f"first {name}"] = followed(every[name])
-            figures[f"repeated {name}"] = followed(every[name])
-        return figures | {"process's first call": min((cold_call() for _ in range(7)), key=lambda one: one["us"])}
+            figures[f"first {name}"] = followed(calls_of[name])
+            figures[f"repeated {name}"] = followed(calls_of[name])
+        return figures | {
+            "process's first call": min((cold_call() for _ in range(7)), key=lambda figures_of: figures_of["us"])
+        }
 
 
 def cold_call() -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Proof of training on a GPU: every form and its gradients, the same bits every time, and a loss curve.
+"""Check training on a GPU: all fusions and their gradients, equal bits in each run, and a loss curve.
 
     aot build --models models.txt --models catalogue --sm 90 --out bundles           (any machine)
     PRETUNED_BUNDLES=bundles python benchmarks/run.py training --out results/training.json  (the GPU machine)
@@ -86,14 +86,14 @@ def repeats(shapes: list[Shape], T: int, device: str) -> dict[str, Any]:
         for form in (PLAIN, *FUSED):
             first = case.run(form)
             for _ in range(3):
-                for name, one in case.run(form).items():
+                for name, result in case.run(form).items():
                     compared += 1
-                    if not torch.equal(one, first[name]):
+                    if not torch.equal(result, first[name]):
                         wrong.append(f"{shape} {form}: {name} again")
             if device == "cuda":
-                found = replayed(case, form, first)
-                compared += found[0]
-                wrong += [f"{shape} {form}: {name} of graph {graph}, replay {turn}" for graph, turn, name in found[1]]
+                replays = replayed(case, form, first)
+                compared += replays[0]
+                wrong += [f"{shape} {form}: {name} of graph {graph}, replay {turn}" for graph, turn, name in replays[1]]
     return {"shapes": len(shapes), "T": T, "compared": compared, "wrong": wrong}
 
 
@@ -115,15 +115,15 @@ def replayed(
     different = []
     for turn in range(replays):
         for _, _, results in captured:
-            for one in results.values():
-                one.fill_(float("nan"))
+            for result in results.values():
+                result.fill_(float("nan"))
         torch.cuda.synchronize()
         for graph, stream, _ in captured:
             with torch.cuda.stream(stream):
                 graph.replay()
         torch.cuda.synchronize()
         for number, (_, _, results) in enumerate(captured):
-            different += [(number, turn, n) for n, one in results.items() if not torch.equal(one, first[n])]
+            different += [(number, turn, n) for n, result in results.items() if not torch.equal(result, first[n])]
     return replays * len(captured) * len(first), different
 
 
@@ -169,8 +169,8 @@ def losses(device: str, T: int, E: int, H: int, I: int, k: int) -> dict[str, Any
 
     ours, theirs, wide = train(moe_mlp, BF16), train(torch_experts, BF16), train(torch_experts, torch.float32)
 
-    def apart(one: list[float], other: list[float]) -> float:
-        return max(abs(a - b) for a, b in zip(one, other, strict=True)) / wide[0]
+    def apart(a_curve: list[float], b_curve: list[float]) -> float:
+        return max(abs(a - b) for a, b in zip(a_curve, b_curve, strict=True)) / wide[0]
 
     distance, noise = apart(ours, theirs), apart(theirs, wide)
     wrong = [] if distance <= max(2 * noise, 1e-3) else [f"the curves are {distance} apart, bf16's noise is {noise}"]
@@ -188,17 +188,17 @@ def losses(device: str, T: int, E: int, H: int, I: int, k: int) -> dict[str, Any
 
 
 def environment(device: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
+    facts: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
     if device == "cuda":
         from pretuned.runtime.driver import cuda
 
         properties = torch.cuda.get_device_properties(0)
-        found |= {"gpu": properties.name, "sm_count": properties.multi_processor_count, "driver": cuda.driver_version()}
-    return found
+        facts |= {"gpu": properties.name, "sm_count": properties.multi_processor_count, "driver": cuda.driver_version()}
+    return facts
 
 
 def run_by() -> str:
-    """What computed all of it: a proof of torch's own kernels would be none."""
+    """Return what computed the results: this benchmark must not test torch's own kernels."""
     from pretuned.runtime.dispatch import snapshot
 
     # (Of "gated" products None says that the plain one ran.)
@@ -214,11 +214,11 @@ def say(text: str) -> None:
 
 def kernels() -> dict[str, str]:
     """The sha256 of the source of each kernel in the bundles named: what these results are of."""
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for path in sorted(Path(os.environ.get("PRETUNED_BUNDLES", "/nonexistent")).glob("*.msgpack")):
         with open_bundle(path) as bundle:
-            found |= {kernel.name: kernel.source_sha256.hex() for kernel in bundle.kernels}
-    return found
+            digests |= {kernel.name: kernel.source_sha256.hex() for kernel in bundle.kernels}
+    return digests
 
 
 def main() -> None:

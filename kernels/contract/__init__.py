@@ -1,4 +1,1 @@
-"""The contract of compiler and launcher, in plain Python: configs, arguments, what each kernel has code for.
-
-No torch, no Triton.
-"""
+"""The contract between compiler and launcher: configs, arguments and entries. No torch, no Triton."""

@@ -1,4 +1,4 @@
-"""The activations between the two GEMMs of an MoE layer: their names, their numbers, and how a row kernel gets these.
+"""The activations between the two GEMMs of an MoE layer: names, parameters, and their encoding for a row kernel.
 
 ``reference.activation`` has the equations in torch, ``kernels/rowops/activation.py`` in Triton.
 """
@@ -15,7 +15,7 @@ from typing import Any
 from ...artifacts.errors import InputError
 from ...artifacts.tuples import NamedTuple
 
-# In a row kernel's flags an activation is its place here; kernels/rowops/activation.py has the same values.
+# A row kernel's flags have an activation's index in this tuple; kernels/rowops/activation.py has the same values.
 KINDS = ("silu", "gelu", "gelu_tanh", "swiglu", "relu2", "situ", "swiglustep")
 GATED = KINDS
 UNGATED = ("silu", "gelu", "gelu_tanh", "relu2")
@@ -28,9 +28,9 @@ _TAKES: dict[str, tuple[str, ...]] = {
     "situ": ("beta", "linear_beta"),
     "swiglustep": ("limit",),
 }
-_LEAST, _MOST = 1e-30, 1e30  # of a number in size: a kernel has it, and its inverse, in float32
+_LEAST, _MOST = 1e-30, 1e30  # a number's absolute value: kernels have it and its inverse in float32
 _LARGEST = 3.4028234e38  # of float32
-_INSTEAD = {  # who asks for a number that an activation lacks, and what has it
+_INSTEAD = {  # hints for a number that an activation does not have
     ("silu", "limit"): "swiglu with a limit is silu(min(gate, limit)) * clamp(up, -limit, limit)",
     ("silu", "alpha"): "swiglu has alpha",
     ("silu", "beta"): "swiglu has beta",
@@ -46,7 +46,7 @@ class _Fields(NamedTuple):
 
 
 class Activation(_Fields):
-    """An activation with its numbers; wherever a name is accepted, an ``Activation`` is too.
+    """An activation with its numbers. It can be passed wherever an activation's name can.
 
     With gate g and up u, in float32, rounded once:
 
@@ -65,13 +65,13 @@ class Activation(_Fields):
     name
         One of the names above.
     limit
-        Above 0, or None for no limit; of ``swiglu`` and ``swiglustep``.
+        Above 0, or None for no limit; for ``swiglu`` and ``swiglustep``.
     alpha
-        Of ``swiglu``.
+        For ``swiglu``.
     beta
-        Of ``swiglu``, and of ``situ``, which needs one above 0.
+        For ``swiglu``, and for ``situ``, which needs a beta above 0.
     linear_beta
-        Above 0, or None; of ``situ``.
+        Above 0, or None; for ``situ``.
 
     Raises
     ------
@@ -91,72 +91,72 @@ class Activation(_Fields):
     ) -> Activation:
         """Check the name and the numbers.
 
-        All may be positional, as torch's trees (checkpointing, export), DDP and FSDP make a named tuple again.
+        They may be positional, because torch's pytrees (checkpointing, export), DDP and FSDP rebuild named tuples.
         """
         if not isinstance(name, str) or (name not in KINDS and name != _OAI):
             raise InputError(f"Activation: name is {name!r}, wanted one of {', '.join((*KINDS, _OAI))}")
-        given = {"limit": limit, "alpha": alpha, "beta": beta, "linear_beta": linear_beta}
+        numbers = {"limit": limit, "alpha": alpha, "beta": beta, "linear_beta": linear_beta}
         takes = _TAKES.get(name, ())
-        for field, value in given.items():
+        for field, value in numbers.items():
             if field not in takes and not (value is _DEFAULTS[field] or value == _DEFAULTS[field]):
-                known = f"it has {', '.join(takes)}" if takes else "it has no numbers"
-                instead = _INSTEAD.get((name, field), known)
-                raise InputError(f"Activation: {field} is {value!r} for {name}, wanted none: {instead}")
+                fields = f"it has {', '.join(takes)}" if takes else "it has no numbers"
+                hint = _INSTEAD.get((name, field), fields)
+                raise InputError(f"Activation: {field} is {value!r} for {name}, wanted none: {hint}")
         if name == _OAI:
-            name, given = "swiglu", given | _OAI_NUMBERS
-        limit, linear_beta = (_above_zero(name, one, given[one]) for one in ("limit", "linear_beta"))
-        alpha, beta = (_finite(name, one, given[one]) for one in ("alpha", "beta"))
+            name, numbers = "swiglu", numbers | _OAI_NUMBERS
+        limit, linear_beta = (_above_zero(name, field, numbers[field]) for field in ("limit", "linear_beta"))
+        alpha, beta = (_finite(name, field, numbers[field]) for field in ("alpha", "beta"))
         if name == "situ" and not beta >= _LEAST:
             raise InputError(f"Activation: beta is {beta!r} for situ, wanted a number above 0 ({_LEAST:g} or more)")
         return super().__new__(cls, name, limit, alpha, beta, linear_beta)
 
     @classmethod
     def _make(cls, iterable: Iterable[Any]) -> Activation:  # type: ignore[override]
-        """Make one with all checks, as ``_replace`` does by this."""
+        """Make an activation with all checks; ``_replace`` calls this."""
         return cls(*iterable)
 
     def __repr__(self) -> str:
-        numbers = [f", {one}={value!r}" for one, value in self._own().items()]
+        numbers = [f", {field}={value!r}" for field, value in self._own().items()]
         return f"Activation({self.name!r}{''.join(numbers)})"
 
     def __str__(self) -> str:
-        """As a log line has it: ``silu``, ``swiglu_oai``, ``swiglu(limit=10)``."""
+        """Return the text for logs: ``silu``, ``swiglu_oai``, ``swiglu(limit=10)``."""
         own = self._own()
         if self.name == "swiglu" and own == _OAI_NUMBERS:
             return _OAI
-        return self.name + (f"({', '.join(f'{one}={value:g}' for one, value in own.items())})" if own else "")
+        return self.name + (f"({', '.join(f'{field}={value:g}' for field, value in own.items())})" if own else "")
 
     def _own(self) -> dict[str, Any]:
         """The numbers that are not the defaults."""
         pairs = zip(self._fields[1:], self[1:], strict=True)
-        return {one: value for one, value in pairs if value != _DEFAULTS[one]}
+        return {field: value for field, value in pairs if value != _DEFAULTS[field]}
 
     @property
     def plain(self) -> Activation:
-        """The activation without numbers that computes the same, or this one."""
+        """The equal activation without numbers, or this activation if there is none."""
         return _SILU if self in _ALSO_SILU else self
 
     @property
     def words(self) -> Mapping[str, int]:
-        """The numbers as a row kernel takes them: the bits of float32 limit, alpha, beta and linear_beta, by name.
+        """The numbers for a row kernel: the bits of float32 limit, alpha, beta and linear_beta, by name.
 
-        Without a limit it is infinite, without a linear_beta that is 0.
+        A limit of None becomes infinity, a linear_beta of None becomes 0.
         """
         return _words(self)
 
 
 def activation_of(call: str, activation: str | Activation, *, gated: bool, interleaved: bool) -> Activation:
-    """The activation that a call's argument says.
+    """Return the activation of a call's argument, a name or an ``Activation``.
 
     Raises
     ------
     InputError
-        which begins with the call's name, for an activation that is not known, or not with (without) a gate.
+        for an unknown activation, or one that is not defined with (without) a gate. The message begins with ``call``.
     """
-    known = GATED if gated else UNGATED
-    found = _NAMED.get(activation) if isinstance(activation, str) else activation
-    if not isinstance(found, Activation) or found.name not in known:
-        names = (*known, _OAI) if gated else known
+    allowed = GATED if gated else UNGATED
+    act = _NAMED.get(activation) if isinstance(activation, str) else activation
+    if not isinstance(act, Activation) or act.name not in allowed:
+        names = (*allowed, _OAI) if gated else allowed
         raise InputError(
             f"{call}: activation is {activation!r}, wanted one of {', '.join(names)} with gated={gated}"
             + (": situ needs its beta, Activation('situ', beta=...)" if activation == "situ" and gated else "")
@@ -165,7 +165,7 @@ def activation_of(call: str, activation: str | Activation, *, gated: bool, inter
         raise InputError(
             f"{call}: interleaved=True with gated=False: without a gate nothing is interleaved. Leave it out"
         )
-    return found.plain
+    return act.plain
 
 
 def _finite(name: str, field: str, value: Any) -> float:
@@ -175,7 +175,7 @@ def _finite(name: str, field: str, value: Any) -> float:
 
 
 def _above_zero(name: str, field: str, value: Any) -> float | None:
-    """A number above 0, or None; infinity is None, and so is a limit that float32 has no number for."""
+    """Return a number above 0, or None for None, infinity and limits beyond float32."""
     if value is None:
         return None
     if not isinstance(value, Real) or isinstance(value, bool) or not float(value) > 0:
@@ -195,6 +195,6 @@ def _words(act: Activation) -> Mapping[str, int]:
     return dict(zip(act._fields[1:], struct.unpack("<4i", struct.pack("<4f", *numbers)), strict=True))
 
 
-_NAMED = {name: Activation(name) for name in (*KINDS, _OAI) if name != "situ"}  # that a name alone says
+_NAMED = {name: Activation(name) for name in (*KINDS, _OAI) if name != "situ"}  # defined by a name alone
 _SILU = Activation("silu")
 _ALSO_SILU = (Activation("swiglu"), Activation("swiglustep"))

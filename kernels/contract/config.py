@@ -1,4 +1,7 @@
-"""Config: every knob of a kernel in one named tuple. Which values go together is said by its kernel's entry."""
+"""``Config``: the knobs of a kernel's variant, e.g. tile sizes, stages and schedule, and their form in a bundle.
+
+A kernel's entry declares which values it supports together.
+"""
 
 from __future__ import annotations
 
@@ -10,64 +13,64 @@ from ...artifacts.tuples import NamedTuple
 
 
 class Loads(enum.IntEnum):
-    """How operands come to shared memory."""
+    """How operands are loaded into shared memory."""
 
     POINTER = 0
     TMA = 1  # through descriptors that the host encodes
 
 
 class Schedule(enum.IntEnum):
-    """Who computes which tile, in CUTLASS's words."""
+    """Which program or warpgroup computes which tile, in CUTLASS's words."""
 
-    TILE = 0  # one program a tile
-    PERSISTENT = 1  # as many programs as fit the GPU, each over many tiles
+    TILE = 0  # one program for each tile
+    PERSISTENT = 1  # as many programs as fit the GPU, each computes many tiles
     COOPERATIVE = 2  # warp-specialised: one warp loads, two warpgroups share each tile
     PINGPONG = 3  # warp-specialised: one warp loads, two warpgroups take whole tiles in turns
-    W4A16 = 4  # as cooperative, of codes of w that become x's type in registers; tiles of 64 columns share out K
-    W8A8_BLOCK = 5  # as cooperative, of codes of x and of w, whose products are scaled for each block of K
-    W8A8_CHANNEL = 6  # as W4A16, of codes of x and of w, whose sums are scaled for each row of both
+    W4A16 = 4  # COOPERATIVE; w's codes become bf16 in registers; tiles of 64 columns split K between the warpgroups
+    W8A8_BLOCK = 5  # COOPERATIVE; codes of x times codes of w, scaled for each block of K
+    W8A8_CHANNEL = 6  # like W4A16, but codes of x times codes of w; sums are scaled for each row of both
 
     @property
     def warp_specialized(self) -> bool:
-        """Whether some warps load and others multiply."""
+        """Whether some warps only load and others only multiply."""
         return self >= Schedule.COOPERATIVE
 
 
 class Cache(enum.IntEnum):
-    """What L2 is told of the lines of w; of dW, where it is also asked for many experts' rows at once, of dw's."""
+    """The L2 policy for lines of w, or in dW for lines of dw, where rows of many experts are also prefetched."""
 
     DEFAULT = 0
-    EVICT_FIRST = 1  # they are read, or written, once: let them leave first
+    EVICT_FIRST = 1  # the lines are used once: evict them first
 
 
 class Edge(enum.IntEnum):
-    """How dW's last columns are multiplied; products of rows halve their last tile wherever that is enough."""
+    """The width of dW's last column tile. Forward and dX always halve it if half is enough."""
 
     WHOLE = 0
-    HALF = 1  # at half a tile's width where that is enough
+    HALF = 1  # half a tile if that is enough
 
 
 class TileRows(enum.IntEnum):
-    """How many rows a tile of a product of rows has."""
+    """The rows of a tile in forward and dX."""
 
     FIXED = 0  # ``block_m``
-    FITTED = 1  # as many as there are, up to ``block_m``, in 16s: an expert's rows are shared out among its tiles
+    FITTED = 1  # an expert's rows are split evenly among its tiles: at most ``block_m``, a multiple of 16
 
 
 class Config(NamedTuple):
     """The knobs of one variant.
 
-    The numbers keep the names that users of Triton know. A tile is ``block_m`` rows of one expert by ``block_n``
-    columns; the reduction goes in steps of ``block_k``. (For dW a tile is ``block_n`` x ``block_k`` of one expert,
-    reduced ``block_m`` rows at a time.)
+    Numbers have the names that users of Triton know. A tile is ``block_m`` rows of one expert by ``block_n`` columns;
+    the reduction advances in steps of ``block_k``. For dW a tile is ``block_n`` x ``block_k`` of one expert, and a step
+    is ``block_m`` rows.
     """
 
     block_m: int
     block_n: int
     block_k: int
-    num_warps: int  # that multiply
+    num_warps: int  # warps that multiply
     num_stages: int  # steps whose operands are in shared memory at once
-    group_m: int = 8  # row tiles that share their weight columns before the next columns begin: both stay in L2
+    group_m: int = 8  # row tiles computed for the same columns of w before the next columns, to stay in L2
     loads: Loads = Loads.POINTER
     schedule: Schedule = Schedule.PERSISTENT
     cache: Cache = Cache.DEFAULT
@@ -86,9 +89,9 @@ class Config(NamedTuple):
         return " ".join(word for word in words if word)
 
     def pairs(self) -> tuple[tuple[str, int], ...]:
-        """The config as a bundle stores it: (name, value), sorted by name; knobs that are no number as flags.
+        """Return the config in a bundle's form: (name, value), sorted by name. Enums become flags.
 
-        The flags are format 1's, from before knobs had names: kept, so that no bundle and no journal changes a byte.
+        The flags' names are older than the enums'. They stay, so that bundles and journals keep their bytes.
         """
         flags = {
             "narrow": self.edge is Edge.HALF,
@@ -99,7 +102,7 @@ class Config(NamedTuple):
             "tma": self.loads is Loads.TMA,
         }
         numbers = {name: getattr(self, name) for name in RANGES}
-        if self.schedule is Schedule.W4A16:  # (others' pairs are from before it)
+        if self.schedule is Schedule.W4A16:  # (older schedules' pairs have no such flag)
             flags |= {"mixed_input": True, "fitted": self.rows is TileRows.FITTED}
         if self.schedule is Schedule.W8A8_BLOCK:
             flags |= {"block_scaled": True}
@@ -109,26 +112,26 @@ class Config(NamedTuple):
 
     @classmethod
     def from_pairs(cls, pairs: tuple[tuple[str, int], ...]) -> Config:
-        """Back from ``pairs``; a flag that is not there (an older bundle's) has its default.
+        """Decode ``pairs``; a missing flag (an older bundle's) has its default.
 
         Raises
         ------
         ValueError
             if a name is unknown or missing, a number is out of range, or flags contradict each other.
         """
-        given = dict(pairs)
-        if not set(RANGES) <= set(given) <= set(_WIRE):
-            raise ValueError(f"config has the fields {sorted(given)}, wanted {sorted(_WIRE)}")
-        flags = {name: bool(given.get(name, default)) for name, default in _FLAGS.items()}
+        values = dict(pairs)
+        if not set(RANGES) <= set(values) <= set(_WIRE):
+            raise ValueError(f"config has the fields {sorted(values)}, wanted {sorted(_WIRE)}")
+        flags = {name: bool(values.get(name, default)) for name, default in _FLAGS.items()}
         schedule = _schedule(flags)
         config = cls(
-            **{name: given[name] for name in RANGES},
+            **{name: values[name] for name in RANGES},
             loads=Loads(flags["tma"]),
             schedule=schedule,
             cache=Cache(flags["streamed"]),
             edge=Edge(flags["narrow"]),
             rows=TileRows(
-                flags["fitted"] or (schedule, given["block_m"], given["block_n"], given["block_k"]) in _FITTED
+                flags["fitted"] or (schedule, values["block_m"], values["block_n"], values["block_k"]) in _FITTED
             ),
         )
         problem = out_of_range(config)
@@ -138,11 +141,11 @@ class Config(NamedTuple):
 
 
 FIELDS = Config._fields
-PINGPONG_COLUMNS = 192  # of a tile: its sums fill a warpgroup's registers
-SIZES = (16, 32, 64, 128, 256)  # of a tile's sides, and that of a pingpong tile above
-DEPTHS = (512, 1024)  # of a reduction's step, more than a tile's side: codes take little room
+PINGPONG_COLUMNS = 192  # of a pingpong tile: its sums fill a warpgroup's registers
+SIZES = (16, 32, 64, 128, 256)  # of other tiles' sides
+DEPTHS = (512, 1024)  # of a reduction step of codes, which take little room
 _SIDES = (*SIZES, PINGPONG_COLUMNS)
-RANGES: Mapping[str, Sequence[int]] = {  # what a knob that is a number can be, of any kernel
+RANGES: Mapping[str, Sequence[int]] = {  # the numbers that a knob can have in any kernel
     "block_m": _SIDES,
     "block_n": _SIDES,
     "block_k": (*_SIDES, *DEPTHS),
@@ -163,12 +166,12 @@ _FLAGS = {
     "row_scaled": False,
 }
 _WIRE = (*RANGES, *_FLAGS)
-# Of format 1's pairs: tiles of these sizes are fitted to their rows, and were told from others by that alone.
+# Pairs of these schedules have no flag "fitted": tiles of these sizes are always fitted.
 _FITTED = {(Schedule.COOPERATIVE, 256, 128, 64), (Schedule.PINGPONG, PINGPONG_COLUMNS, 128, 64)}
 
 
 def _schedule(flags: Mapping[str, bool]) -> Schedule:
-    """What format 1's flags say of the schedule."""
+    """Return the schedule that a bundle's flags stand for."""
     if flags["specialized"] and not flags["persistent"]:
         raise ValueError("a specialized config is persistent, this is not")
     if flags["pingpong"] and not flags["specialized"]:
@@ -178,8 +181,8 @@ def _schedule(flags: Mapping[str, bool]) -> Schedule:
     if flags["fitted"] and not (flags["mixed_input"] or flags["row_scaled"]):
         raise ValueError("a fitted config of format 1 is mixed_input or row_scaled; this is not")
     for name, schedule in (("block_scaled", Schedule.W8A8_BLOCK), ("row_scaled", Schedule.W8A8_CHANNEL)):
-        others = [one for one in ("mixed_input", "pingpong", "block_scaled", "row_scaled") if one != name]
-        if flags[name] and (not flags["specialized"] or any(flags[one] for one in others)):
+        others = [flag for flag in ("mixed_input", "pingpong", "block_scaled", "row_scaled") if flag != name]
+        if flags[name] and (not flags["specialized"] or any(flags[flag] for flag in others)):
             raise ValueError(f"a {name} config is specialized, and none of {', '.join(others)}; this is not")
         if flags[name]:
             return schedule
@@ -191,7 +194,7 @@ def _schedule(flags: Mapping[str, bool]) -> Schedule:
 
 
 def out_of_range(config: Config) -> str | None:
-    """What no config of any kernel can have, or None."""
+    """Return which knob has a value that no kernel supports, None if there is none."""
     for name, allowed in RANGES.items():
         if getattr(config, name) not in allowed:
             return misfit(name, getattr(config, name), allowed)
@@ -201,18 +204,18 @@ def out_of_range(config: Config) -> str | None:
 
 
 def misfit(name: str, value: int, allowed: Sequence[int]) -> str:
-    """Which knob has a value that is not one of those."""
-    wanted = f"{allowed[0]} to {allowed[-1]}" if isinstance(allowed, range) else " or ".join(map(_said, allowed))
-    return f"{name} is {_said(value)}, wanted {wanted}"
+    """Return the error text for a knob whose value is not one of ``allowed``."""
+    wanted = f"{allowed[0]} to {allowed[-1]}" if isinstance(allowed, range) else " or ".join(map(_shown, allowed))
+    return f"{name} is {_shown(value)}, wanted {wanted}"
 
 
-def _said(value: int) -> str:
+def _shown(value: int) -> str:
     return value.name if isinstance(value, enum.Enum) else str(value)
 
 
 @functools.lru_cache(maxsize=4096)
 def config_of(pairs: tuple[tuple[str, int], ...]) -> Config | None:
-    """The config of a variant, by its pairs; None where this version does not know it."""
+    """Decode a variant's config; None if this version does not support it."""
     try:
         return Config.from_pairs(pairs)
     except ValueError:

@@ -1,6 +1,7 @@
-"""What a kernel declares of itself: ``Entry``; a GEMM's ``KernelEntry``, and of each kind of tile one ``Tiles``.
+"""The declaration of a kernel: ``Entry`` for a row kernel; for a GEMM ``KernelEntry``, with a ``Tiles`` for each kind.
 
-A folder of kernels has entries in its ``__init__.py``. kernels/registry.py lists the folders.
+A kernel's folder has its entries in ``__init__.py``, kernels/registry.py lists the folders. Search, compiler, loader,
+cost model and launcher read the entry and nothing else of a kernel.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from .words import RAGGED_SIZES, ragged_strides
 
 Constants: TypeAlias = "dict[str, int | str | bool | None]"
 Box: TypeAlias = "tuple[int, ...]"
-Sizes: TypeAlias = "Mapping[str, int]"  # the numbers of all launches of a launcher, by the arguments' names
+Sizes: TypeAlias = "Mapping[str, int]"  # the numbers of a launcher's calls that don't depend on M, by argument
 Rows: TypeAlias = "tuple[tuple[int, int, int, int, int], ...]"  # block_m, block_n, block_k, warps, stages
 Pool: TypeAlias = "Callable[[Op, DType, Arch], list[Config]]"
 
 
 class Element(NamedTuple):
-    """A descriptor's element type, if it is not the dtype: Triton's name, CUtensorMapDataType, bits, swizzle."""
+    """A descriptor's element type, if it is not the dtype: Triton's name, CUtensorMapDataType, bits, swizzle bytes."""
 
     name: str
     code: int
@@ -36,16 +37,16 @@ class Element(NamedTuple):
     swizzle: int = 0
 
 
-# Codes of w and scales as the hardware has them: their rows are not swizzled.
+# Prepared codes of w and scales are not swizzled.
 WORDS, BYTES, CODES_OF_X = Element("i32", 2, 32), Element("u8", 0, 8), Element("fp8e4nv", 0, 8, 128)
 
 
 class TensorShape(NamedTuple):
-    """The tensor that a descriptor describes, in elements, outermost dimension first.
+    """The shape of a descriptor's tensor, in elements, outermost dimension first.
 
-    ``of(M, stride)`` are its sizes, and the strides of all dimensions but the last, which is contiguous. ``rows`` says
-    that they depend on M; ``stride`` names the number of a call that is the stride of its rows. ``read`` names the
-    arguments that a kernel reads as the descriptor's own sizes and strides; without them it reads none.
+    ``of(M, stride)`` returns the sizes, and the strides of all dimensions but the last, which is contiguous. ``rows``:
+    they depend on M. ``stride`` names the argument that is passed as ``stride``. ``read`` names the arguments that the
+    kernel reads from the descriptor's own sizes and strides; () if it reads none.
     """
 
     of: Callable[[int, int], tuple[Box, Box]]
@@ -55,47 +56,48 @@ class TensorShape(NamedTuple):
 
 
 def dense(*sizes: int) -> TensorShape:
-    """A tensor of these sizes, the same in every call, without gaps."""
+    """Return the shape of a dense tensor whose sizes are equal in all calls."""
     strides = tuple(math.prod(sizes[i:]) for i in range(1, len(sizes)))
     return TensorShape(lambda _M, _stride: (sizes, strides))
 
 
 def of_rows(columns: int, stride: str, read: tuple[str, ...] = ()) -> TensorShape:
-    """The M rows of a call, of so many columns; without a name of their stride they are dense."""
-    return TensorShape(lambda M, given: ((M, columns), (given if stride else columns,)), True, stride, read)
+    """Return the shape of a call's M rows; without the name of a stride they are dense."""
+    return TensorShape(lambda M, row: ((M, columns), (row if stride else columns,)), True, stride, read)
 
 
 def ragged(columns: int, stride: str) -> TensorShape:
-    """Rows of which a kernel reads and stores those of an expert alone: see ``words.RAGGED_SIZES``."""
-    return TensorShape(lambda _M, given: ((*RAGGED_SIZES, columns), ragged_strides(given)), stride=stride)
+    """Return the shape of rows that end with each expert: see ``words.RAGGED_SIZES``."""
+    return TensorShape(lambda _M, row: ((*RAGGED_SIZES, columns), ragged_strides(row)), stride=stride)
 
 
 class Entry(NamedTuple):
-    """A kernel of row operations: its function, and the source it stands for. ``KernelEntry`` begins likewise.
+    """A row kernel: its function, its source's digest and revision. ``KernelEntry`` begins with the same fields.
 
-    From the first release on ``revision`` goes up whenever the source changes; until then only where a launcher has to
-    know. Bundles record it: when they are merged a later one beats an earlier one, and one of two sources is refused.
+    From the first release on ``revision`` goes up with each change of the source; before, only if a launcher depends on
+    the change. Bundles record it: when bundles are merged, later revisions replace earlier ones, and two sources of one
+    revision are refused.
     """
 
     name: str  # of the function, and the symbol in cubins
     revision: int
-    home: str  # the module that has the function, below ``kernels``
-    sha256: str  # of what it is compiled from: revisions.source_sha256
-    launched_since: int  # the first revision whose code does all that today's launchers ask of it
+    home: str  # the module of the function, below ``kernels``
+    sha256: str  # of the source and the modules that it imports: aot/compile/revisions.py
+    launched_since: int  # the first revision that today's launchers can launch
 
 
 class Limits(NamedTuple):
-    """The most that the code can do; None is any number."""
+    """The largest sizes that a kernel supports; None means any."""
 
     experts: int
     steps: int | None = None  # of the reduction
-    column_tiles: int | None = None  # columns of the result are this many tiles wide at most
+    column_tiles: int | None = None  # tiles in a row of the result
 
 
 class Tiles(NamedTuple):
-    """Configs that a kernel can be compiled for: each knob has one of its values here, whatever the others have.
+    """A set of configs that a kernel supports: all combinations of the values in ``knobs``.
 
-    A knob that is not among ``knobs`` has its default, or if it is a number any that plain kernels can have.
+    A knob that is not in ``knobs`` may have any number that plain kernels support, or its default if it is an enum.
     """
 
     limits: Limits
@@ -103,16 +105,16 @@ class Tiles(NamedTuple):
     dtypes: frozenset[DType] | None = None  # None: the entry's
     ops: frozenset[Op] | None = None  # None: the entry's
     fusions: frozenset[Fusion] | None = None  # None: the entry's
-    dealt: bool = False  # most tiles are dealt out in turn; of other warp-specialised code as programs become free
-    zeroes: bool = False  # code of SCATTER can zero the rows of y that an index sends no row to
-    transposed: bool = False  # dw's rows are the tile's columns: the kernel computes dw turned round
+    dealt: bool = False  # programs take most tiles in a fixed order; else warp-specialised ones when they become free
+    zeroes: bool = False  # with SCATTER the kernel can zero the rows of y that no index entry names
+    transposed: bool = False  # the kernel computes dw transposed: dw's rows are the tile's columns
 
     def allowed(self, knob: str) -> Sequence[int]:
-        """The values that a knob of ``Config`` can have."""
+        """Return the values that a knob of ``Config`` can have."""
         return self.knobs.get(knob) or _OTHERWISE[knob]
 
     def misfits(self, config: Config, experts: int = 0) -> Iterator[str]:
-        """Each knob of a config that has none of its values, and which they are; and experts that are too many."""
+        """Yield an error text for each knob whose value is not allowed, and for too many experts."""
         for name in FIELDS:
             value, allowed = getattr(config, name), self.allowed(name)
             if value not in allowed:
@@ -141,13 +143,13 @@ def configs(
     edge: Edge = Edge.WHOLE,
     fitted: bool = False,
 ) -> list[Config]:
-    """A config of each row."""
+    """Return a config for each row of a list."""
     tile_rows = TileRows.FITTED if fitted else TileRows.FIXED
     return [Config(*row, group_m, loads, schedule, cache, edge, tile_rows) for row in rows]
 
 
 def no_configs(_op: Op, _dtype: DType, _arch: Arch) -> list[Config]:
-    """Of kernels without such configs."""
+    """Return no configs, for kernels that have no candidates or fallbacks."""
     return []
 
 
@@ -164,7 +166,7 @@ def _nothing(_spec: Spec, *_: Any) -> Mapping[str, Any]:
 
 
 class KernelEntry(NamedTuple):
-    """A GEMM's kernel: what it can be compiled for, and what the compiler and the launcher are told of a variant."""
+    """A GEMM's kernel: the problems and configs that it supports, and its variants' arguments and constants."""
 
     name: str
     revision: int
@@ -173,75 +175,75 @@ class KernelEntry(NamedTuple):
     launched_since: int
     ops: frozenset[Op]
     dtypes: frozenset[DType]
-    fusions: frozenset[Fusion]  # the forms it has code for
-    needs: frozenset[Feature]  # beside TMA, where the config loads so
+    fusions: frozenset[Fusion]  # as ``spec.code_of`` returns them
+    needs: frozenset[Feature]  # of the GPU, in addition to TMA if the config loads through it
     tiles: tuple[Tiles, ...]
-    pointers: tuple[str, ...]  # its arguments, in order: addresses or descriptors, then sizes, strides and steps
+    pointers: tuple[str, ...]  # the kernel's first arguments, in order; then come M, N, K, E, strides and steps
     strides: tuple[str, ...]
     steps: tuple[str, ...]
-    required: Callable[[Spec], tuple[str, ...]]  # the arguments without which no launcher can run it
-    constants: Callable[[Spec, Arch], Constants]  # but for what is absent
-    order: Callable[[Spec, Arch, int], Order]  # how a variant sums so many of K
-    candidates: Pool  # the configs to try, best guesses first, of its ops and dtypes
-    fallbacks: Pool = no_configs  # those also compiled for any alignment, so that any N and K run: small M, large M
-    cost: str = ""  # the module below ``kernels`` whose ``estimate_us`` is its cost; "": cost_model.py
-    absent: Callable[[Spec], tuple[str, ...]] = _none  # the pointers and steps that a variant goes without
-    descriptors: Callable[[Spec], tuple[str, ...]] = _none  # the pointers that are, in the arguments' order
+    required: Callable[[Spec], tuple[str, ...]]  # the arguments that a record must have
+    constants: Callable[[Spec, Arch], Constants]  # compile-time arguments; absent ones are added as None
+    order: Callable[[Spec, Arch, int], Order]  # the order in which a variant sums K elements
+    candidates: Pool  # the configs to try, best guesses first
+    fallbacks: Pool = no_configs  # configs that are also compiled for any N and K: for small M, for large M
+    cost: str = ""  # the module below ``kernels`` whose ``estimate_us`` is the cost model; "": cost_model.py
+    absent: Callable[[Spec], tuple[str, ...]] = _none  # the pointers and steps that a variant does not have
+    descriptors: Callable[[Spec], tuple[str, ...]] = _none  # the pointers that are TMA descriptors, in order
     ranks: Mapping[str, int] = MappingProxyType({})  # of descriptors
     boxes: Callable[[Spec], Mapping[str, Box]] = _nothing  # of descriptors, outermost dimension first
-    held: Mapping[str, Element] = MappingProxyType({})  # descriptors of other elements than the dtype's
-    shapes: Callable[[Spec, Sizes], Mapping[str, TensorShape]] = _nothing  # what each descriptor describes
-    numbers: Callable[[Spec, Sizes], Mapping[str, int]] = _nothing  # arguments of its own, made of the others
-    plain_scales: bool = True  # of quantised weights: it reads ``ExpertWeights.plain_scale``, not ``kernel_scale``
-    loading_warps: int = 0  # beside those that multiply
+    held: Mapping[str, Element] = MappingProxyType({})  # descriptors whose elements are not of the dtype
+    shapes: Callable[[Spec, Sizes], Mapping[str, TensorShape]] = _nothing  # of descriptors' tensors
+    numbers: Callable[[Spec, Sizes], Mapping[str, int]] = _nothing  # arguments that are computed from others
+    plain_scales: bool = True  # it reads ``ExpertWeights.plain_scale`` of quantised weights, not ``kernel_scale``
+    loading_warps: int = 0  # in addition to the warps that multiply
     layouts: Callable[[Op], frozenset[Layout]] = _plain_layouts  # of w, for an op
-    pointees: Callable[[Spec], Mapping[str, str]] = _nothing  # what pointers point at that is not the dtype's
-    multiples: Callable[[Spec], Mapping[str, int]] = _nothing  # of aligned code, beside those of all kernels
+    pointees: Callable[[Spec], Mapping[str, str]] = _nothing  # element types of pointers that are not the dtype's
+    multiples: Callable[[Spec], Mapping[str, int]] = _nothing  # of aligned variants' arguments: registry.divisibility
 
     def schedules(self) -> frozenset[tuple[int, ...]]:
-        """How it can run, and with which rows a tile."""
+        """Return the (schedule, rows) pairs of its configs."""
         return frozenset(
-            how for one in self.tiles for how in itertools.product(one.allowed("schedule"), one.allowed("rows"))
+            pair for tiles in self.tiles for pair in itertools.product(tiles.allowed("schedule"), tiles.allowed("rows"))
         )
 
     def tiles_of(self, config: Config) -> Tiles | None:
-        """The tiles that a config has, if they are among these; of any dtype and form."""
-        return next((one for one in self.tiles if not any(one.misfits(config))), None)
+        """Return the ``Tiles`` that allow a config, for any dtype and fusion; None if none do."""
+        return next((tiles for tiles in self.tiles if not any(tiles.misfits(config))), None)
 
     def threads(self, config: Config) -> int:
-        """Of a program."""
+        """Return the number of threads of a program."""
         return 32 * (config.num_warps + self.loading_warps)
 
     def refusal(self, spec: Spec, arch: Arch | None) -> str | None:
-        """Why there is no such code for an architecture (None: whichever it was compiled for), or None."""
-        there = [
-            one
-            for one in self.tiles
-            if spec.dtype in (one.dtypes or self.dtypes)
-            and spec.op in (one.ops or self.ops)
-            and _code(spec.fusion) in (one.fusions or self.fusions)
+        """Return why the kernel does not support a variant, None if it does. ``arch`` None: any architecture."""
+        suitable = [
+            tiles
+            for tiles in self.tiles
+            if spec.dtype in (tiles.dtypes or self.dtypes)
+            and spec.op in (tiles.ops or self.ops)
+            and _code(spec.fusion) in (tiles.fusions or self.fusions)
         ]
-        if there:  # told of the tiles that are nearest
-            near = [one for one in there if spec.config.schedule in one.allowed("schedule")] or there
-            wrong = min((list(one.misfits(spec.config, spec.max_experts)) for one in near), key=len)
+        if suitable:  # report the tiles with the fewest differences
+            near = [tiles for tiles in suitable if spec.config.schedule in tiles.allowed("schedule")] or suitable
+            wrong = min((list(tiles.misfits(spec.config, spec.max_experts)) for tiles in near), key=len)
         else:
             wrong = [
-                f"its dtypes are {', '.join(sorted(one.value for one in self.dtypes))}",
+                f"its dtypes are {', '.join(sorted(dtype.value for dtype in self.dtypes))}",
                 f"its forms are {', '.join(sorted(map(_named, self.fusions)))}",
             ]
         if spec.layout not in (layouts := self.layouts(spec.op)):
-            wrong.append(f"w is {spec.layout.value}, wanted {' or '.join(sorted(one.value for one in layouts))}")
+            wrong.append(f"w is {spec.layout.value}, wanted {' or '.join(sorted(layout.value for layout in layouts))}")
         needed = self.needs | ({Feature.TMA} if spec.config.loads is Loads.TMA else set())
         if arch is not None:
-            wrong += [f"{arch} has no {one.value}" for one in Feature if one in needed - arch.features]
+            wrong += [f"{arch} has no {feature.value}" for feature in Feature if feature in needed - arch.features]
         return f"{self.name} has no code of {spec}: {'; '.join(wrong)}" if wrong else None
 
 
 def _code(fusion: Fusion) -> Fusion:
-    """Whose code a form runs, as ``spec.code_of``: those that gather nothing differ by flags alone."""
+    """Return the fusion whose code runs a call, like ``spec.code_of``: others differ by run-time flags alone."""
     own = fusion & (Fusion.GATHER | Fusion.SILU | Fusion.LOW_RANK)
     return own or (Fusion.SCATTER if fusion else Fusion.NONE)
 
 
 def _named(fusion: Fusion) -> str:
-    return " + ".join(str(one.name).lower() for one in Fusion if one and one in fusion) or "plain"
+    return " + ".join(str(flag.name).lower() for flag in Fusion if flag and flag in fusion) or "plain"

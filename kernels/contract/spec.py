@@ -1,4 +1,4 @@
-"""What a variant is before it is compiled, and a problem in its kernel's words."""
+"""``Spec``, a variant before it is compiled, and ``Gemm``, a problem with the sizes that a kernel sees."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from ...artifacts.records.problem import Fusion, Layout, Op, Problem
 from ...artifacts.tuples import NamedTuple
 from .config import Config
 
-MAX_EXPERTS = 512  # whose rows a kernel keeps in registers: every shape up to here is served by one cubin
-MAX_EXPERTS_FALLBACK = 65536  # beyond, the counts are scanned for every tile, MAX_EXPERTS of them at a time
+MAX_EXPERTS = 512  # a kernel keeps the rows of so many experts in registers: one cubin serves all smaller E
+MAX_EXPERTS_FALLBACK = 65536  # with more experts the counts are scanned for each tile, MAX_EXPERTS at a time
 
 
 class Spec(NamedTuple):
-    """One variant before it is compiled: kernel, config and specialisation. With a target it is one cubin."""
+    """A variant before it is compiled. A spec and a target give one cubin."""
 
     op: Op
     dtype: DType
@@ -32,9 +32,9 @@ class Spec(NamedTuple):
 
 
 class Gemm(NamedTuple):
-    """A problem in the kernel's words: ``columns`` of the result, ``reduction``, and how w lies.
+    """A forward or dX with the sizes that the kernel sees: the result's ``columns``, ``reduction``, w's order.
 
-    ``w_kn`` is true where w's columns (the result's) are the contiguous ones.
+    ``w_kn``: the elements of w that belong to neighbouring result columns are contiguous.
     """
 
     columns: int
@@ -43,10 +43,10 @@ class Gemm(NamedTuple):
 
 
 def gemm_of(problem: Problem) -> Gemm:
-    """The kernel's view of a row-grouped problem.
+    """Return the sizes of a forward or dX that the kernel sees.
 
-    The forward multiplies by w[g].T: columns N, reduction K. dX multiplies by w[g]: columns K,
-    reduction N, and the same memory read the other way round.
+    The forward multiplies by w[g].T: columns N, reduction K. dX multiplies by w[g]: columns K, reduction N, and the
+    same memory is read transposed.
     """
     forward = problem.op is Op.FORWARD
     kn = (problem.layout is Layout.KN) == forward
@@ -54,18 +54,22 @@ def gemm_of(problem: Problem) -> Gemm:
 
 
 def code_of(op: Op, fusion: Fusion) -> Fusion:
-    """The fusion whose variants run a call: NONE, SCATTER (every form that gathers nothing), GATHER (every form).
+    """Return the fusion of the variants that run a call with ``fusion``.
 
-    What a call does beside the product is chosen at run time, by flags; only gathering needs other loads,
-    and the plain code is kept apart because it is faster. dW has plain code alone, and rows are gathered for it
-    beforehand: through an index an H200 took 2.3 ms where the plain code took 0.8 (Qwen3-30B, gate_up, T=8192).
-    SILU, alone and with GATHER, has code of its own, which does nothing else. So has LOW_RANK, with GATHER every form.
+    - NONE runs calls without fusion; it is separate because it is faster.
+    - SCATTER runs SCATTER, WEIGHT and BIAS in any combination, chosen at run time by flags.
+    - GATHER runs these with GATHER, which needs other loads.
+    - SILU and SILU with GATHER are variants of their own, for the forward.
+    - LOW_RANK and LOW_RANK with GATHER are variants of their own; the second takes flags.
+
+    dW has no fusions: rows are gathered before. Through an index an H200 took 2.3 ms instead of 0.8 (Qwen3-30B,
+    gate_up, T=8192).
 
     Raises
     ------
     ValueError
-        for SILU with anything but GATHER, or of another op than the forward; for LOW_RANK of dW, or with rows that are
-        moved in other ways.
+        for SILU with anything but GATHER, or not of the forward; for LOW_RANK of dW, or with other fusions but without
+        GATHER.
     """
     if Fusion.LOW_RANK in fusion:
         other = fusion & ~Fusion.LOW_RANK
@@ -82,12 +86,12 @@ def code_of(op: Op, fusion: Fusion) -> Fusion:
 
 
 def indexed(fusion: Fusion) -> bool:
-    """Whether code reads ``flags``, and an index or a bias if they say so."""
+    """Return whether a variant reads ``flags``, and by them an index, weights or a bias."""
     return bool(fusion & ~Fusion.LOW_RANK) and Fusion.SILU not in fusion
 
 
 def result_columns(columns: int, fusion: Fusion) -> int:
-    """The columns of y, of a product of so many: half as many where gate and up become one."""
+    """Return the columns of y for a product with ``columns``: half as many if silu joins gate and up."""
     return columns // 2 if Fusion.SILU in fusion else columns
 
 
@@ -96,5 +100,5 @@ def w_kn(spec: Spec) -> bool:
 
 
 def takes_codes_of_x(dtype: DType, layout: Layout) -> bool:
-    """Whether kernels read x as codes that a pass has made: those for w as it is stored quantise x themselves."""
+    """Return whether a row kernel must quantise x before: kernels for the checkpoint layout quantise x themselves."""
     return dtype.quantises_x and layout is not Layout.STORED

@@ -1,1 +1,1 @@
-"""What cost terms are made of: constants, occupancy, expected rows."""
+"""Parts of the cost models: fitted constants, occupancy, expected rows of experts."""

@@ -1,7 +1,7 @@
-"""Every number of the cost model that is not in the table of GPUs, and where it is from.
+"""The cost model's constants that are not in the table of GPUs, with their sources.
 
-Fitted to measurements where there are some (one H200 so far), published elsewhere or reasoned:
-docs/inside/cost-model.md says what has been checked.
+They are fitted to measurements if there are any (one H200 so far), else published or guessed. docs/inside/cost-model.md
+says which are checked.
 """
 
 from __future__ import annotations
@@ -9,58 +9,56 @@ from __future__ import annotations
 from ...artifacts.tuples import NamedTuple
 from ..hardware.arch import Generation, arch_of
 
-SIZES = (16, 32, 64, 128, 256)  # the tile sizes that ``rows`` and ``columns`` speak of
+SIZES = (16, 32, 64, 128, 256)  # the tile sizes of the entries of ``rows`` and ``columns``
 
 
 class WeightGrad(NamedTuple):
-    """What sets dW apart: a tile takes few steps, each of ragged rows, and ends with a store of the whole tile.
+    """Constants of dW, whose tiles have few steps, each of ragged rows, and end with a store of the whole tile.
 
-    The defaults lie between neutral values and what an H200 showed. ``step_ns`` and ``issue_ns`` count for each
-    4 warps, which meet at the barrier of a step.
+    The defaults are between neutral values and an H200's. ``step_ns`` and ``issue_ns`` are for each 4 warps, which meet
+    at a step's barrier.
     """
 
-    step_ns: float = 5.0  # of a program's step, beside that of the rows' kernels
+    step_ns: float = 5.0  # added to a program's step in forward and dX
     issue_ns: float = 20.0  # of a step, from the SM's throughput
-    load_share: float = 0.9  # of ``l2_bytes_per_clock``: boxes of few rows
-    row_bytes: float = 32.0  # what storing a tile's row costs the memory beside its own bytes
-    store_bytes_per_clock: float = 20.0  # one program's
-    exposed: float = 0.5  # as ``persistent_exposed``
+    load_share: float = 0.9  # of ``l2_bytes_per_clock``, for boxes of few rows
+    row_bytes: float = 32.0  # memory traffic that storing a tile's row adds to its own bytes
+    store_bytes_per_clock: float = 20.0  # of one program
+    exposed: float = 0.5  # see ``ConstantsFamily.persistent_exposed``
     norm: float = 3.0  # joins memory, nearly all of it writes, and compute
 
 
 class Specialized(NamedTuple):
-    """What sets warp-specialised kernels apart: another tile's loads and products hide most of a tile's end.
+    """Constants of warp-specialised kernels, where another tile's loads and products hide most of a tile's end.
 
-    ``half``, ``lacking``, ``apart`` and ``dealt_memory`` are held, not fitted: docs/inside/cost-model.md says why.
-    ``half_columns`` and ``split_tail`` say what the kernels of rows do, but for code with silu in its epilogue;
-    ``weight_`` numbers are dW's. Where the warpgroups take turns tiles are whole, and most of a tile's end is hidden:
-    ``turns_``.
+    ``half``, ``lacking``, ``apart`` and ``dealt_memory`` are fixed, not fitted: docs/inside/cost-model.md says why.
+    ``half_columns`` and ``split_tail`` are for cooperative forward and dX without silu, ``weight_`` for dW, ``turns_``
+    for pingpong kernels, whose tiles are always whole.
     """
 
-    rate: float = 1.05  # of the other kernels' tensor rate
-    norm: float = 6.0  # as ``Family.norm``: loads go on through a tile's end
-    half: float = 0.4  # of half a tile's time, what is saved where its second 64 rows are empty
-    lacking: float = 0.65  # of the time of the rows that a fitted tile lacks, what is saved
-    apart: float = 0.5  # of the weights that row tiles share, what is read again once programs are out of step
-    half_columns: bool = True  # a tile whose right half lies past the last column takes half its time
+    rate: float = 1.05  # multiple of the other kernels' tensor rate
+    norm: float = 6.0  # see ``ConstantsFamily.norm``: loads go on during a tile's end
+    half: float = 0.4  # share of half a tile's time that is saved if its second 64 rows are empty
+    lacking: float = 0.65  # share of the time of a fitted tile's missing rows that is saved
+    apart: float = 0.5  # share of weights common to row tiles that programs out of step read again
+    half_columns: bool = True  # a tile whose right half is past the last column takes half its time
     split_tail: bool = True  # a last wave that is at most half full is split into tiles of half the columns
-    exposed: float = 0.2  # as ``persistent_exposed``
-    start_ns: float = 1000.0  # more than the other kernels take to start
-    weight_rate: float = 1.1
+    exposed: float = 0.2  # see ``ConstantsFamily.persistent_exposed``
+    start_ns: float = 1000.0  # added to the other kernels' start
+    weight_rate: float = 1.1  # see ``rate``
     weight_exposed: float = 0.3
-    turns_rate: float = 1.05  # as ``rate``
+    turns_rate: float = 1.05  # see ``rate``
     turns_weight_rate: float = 1.2
     turns_exposed: float = 0.05
-    dealt_memory: float = 1.0  # of the memory's time, where warpgroups take turns at tiles that are dealt out
-    turns_waste: float = 0.5  # what the share of a tile's columns past the last costs beside its own time
+    dealt_memory: float = 1.0  # factor on the memory's time if tiles are taken in a fixed order (``Tiles.dealt``)
+    turns_waste: float = 0.5  # cost of the share of a tile's columns past the last, of the tile's time
 
 
 class ConstantsFamily(NamedTuple):
-    """What sets one generation of SM apart. The defaults are published figures and reasoning.
+    """Constants of a generation of SMs. The defaults are published figures or guesses.
 
-    ``rows`` and ``columns``: the share of the sustained rate that a tile of 16, 32, 64, 128, 256 rows
-    or columns of the product reaches. ``one_cta``: the share of an SM's rate that one program of so
-    many warps reaches alone.
+    ``rows`` and ``columns``: the share of the sustained rate that a tile of 16, 32, 64, 128, 256 rows or columns of
+    the product reaches. ``one_cta``: the share of an SM's rate that a single program reaches, by its warps.
     """
 
     sustained: float  # share of the published rate that a dense product keeps
@@ -68,25 +66,25 @@ class ConstantsFamily(NamedTuple):
     rows: tuple[float, ...]
     columns: tuple[float, ...]
     one_cta: dict[int, float]
-    wgmma_columns: tuple[float, ...] = ()  # as ``columns``, of one wgmma instruction (sm_90)
-    memory_share: float = 0.9  # of the published bandwidth
-    latency_ns: float = 750.0  # one load under load; microbenchmarks of Ampere to Hopper give 500-900
-    tma_latency_ns: float = 750.0  # the same through TMA
+    wgmma_columns: tuple[float, ...] = ()  # like ``columns``, of a wgmma instruction (sm_90)
+    memory_share: float = 0.9  # of the published bandwidth, for reads
+    latency_ns: float = 750.0  # of a load under load; microbenchmarks of Ampere to Hopper give 500-900
+    tma_latency_ns: float = 750.0  # of a load through TMA
     held_stages: float = 0.0  # stages of a pipeline that asynchronous products (wgmma) still read
-    chain_norm: float = 64.0  # joins what may bound a program's step; large: the longest alone counts
-    pointer_step_ns: float = 40.0  # addresses and masks of a pointer load, each step
+    chain_norm: float = 64.0  # joins the latencies of a program's step; large: only the longest counts
+    pointer_step_ns: float = 40.0  # addresses and masks of a step's pointer loads
     tma_step_ns: float = 10.0  # barrier of a TMA step
     pointer_wgmma: float = 0.9  # tensor rate with pointer loads from sm_90 up
-    persistent_exposed: float = 0.35  # share of a tile's start and end left visible between two tiles
-    flight_norm: float = 6.0  # joins the memory's rate and the loads under way
-    tail_static: float = 0.6  # how sharply the last wave starves the memory: a fixed stride over the tiles ...
-    tail_dynamic: float = 0.3  # ... and the hardware's own scheduling
-    lockstep: float = 1.0  # how much of a tile's start leaves the memory idle while all slots start together
-    l2_usable: float = 0.6  # share of L2 that holds what is used again
-    norm: float = 6.0  # memory and compute equal: 12 % over either
+    persistent_exposed: float = 0.35  # share of a tile's start and end that is not hidden between two tiles
+    flight_norm: float = 6.0  # joins the memory's rate and the loads in flight
+    tail_static: float = 0.6  # how sharply the last wave starves the memory: with a fixed stride over the tiles ...
+    tail_dynamic: float = 0.3  # ... and with the hardware's own scheduling
+    lockstep: float = 1.0  # share of a tile's start during which the memory is idle, if all slots start together
+    l2_usable: float = 0.6  # share of L2 that holds reused data
+    norm: float = 6.0  # joins memory and compute; if both are equal the sum is 12 % above either
     step_norm: float = 6.0  # joins a step's products and its loads from L2
-    write_share: float = 0.75  # of the published bandwidth, for what is written
-    short_reads: float = 1.0  # of the memory's time, where a forward reads 128 bytes of each row of w at a time; held
+    write_share: float = 0.75  # of the published bandwidth, for writes
+    short_reads: float = 1.0  # factor on the memory's time if a forward reads 128 bytes of a row of w at a time; fixed
     weight: WeightGrad = WeightGrad()
     specialized: Specialized = Specialized()
 
@@ -173,27 +171,27 @@ _STORE_NS = 291.0
 
 
 class Constants(NamedTuple):
-    """Every number of the model: what all generations share, and each generation's own. Times in ns."""
+    """All constants of the model: those of all generations, and each generation's. Times are in ns."""
 
     launch_ns: float = 4000.0  # an empty kernel in a CUDA graph on an H200: 4.06 us
-    cold_ns: float = _COLD_NS  # code, constants and descriptors come from DRAM once
-    start_ns: float = _START_NS  # a program's start: parameters, descriptors, the rows of every expert ...
-    scan_ns: float = 20.0  # ... and this much more per expert that a thread scans
-    search_ns: float = 150.0  # find a tile's expert: one reduction, a quarter of the scans
-    store_ns: float = _STORE_NS  # convert and issue the stores, beside their bytes
+    cold_ns: float = _COLD_NS  # loading code, constants and descriptors from DRAM
+    start_ns: float = _START_NS  # a program's start: parameters, descriptors, the rows of all experts ...
+    scan_ns: float = 20.0  # ... and in addition for each expert that a thread scans
+    search_ns: float = 150.0  # finding a tile's expert: one reduction, a quarter of the scans
+    store_ns: float = _STORE_NS  # converting and issuing the stores, without their bytes
     unaligned_load: float = 6.0  # loads of one element each: no 16-byte copies, no pipeline
     crowded_registers: float = 0.5  # rate left when the accumulators alone pass 128 registers a thread
-    # tf32 on sm_90, the rate left where w (of dX) or both operands (of dW) lie the wrong way for wgmma:
-    turned_tf32: float = 0.15  # dW's, turned round in shared memory first, or loaded through pointers
-    crossed_tf32: float = 0.56  # dW's, of mma.sync, in small tiles by TMA: two lanes of each load want one bank
-    fragments_tf32: float = 0.56  # dW's, of wgmma, on mma.sync in specialised tiles (kernels/gluon/tf32.py)
-    held_tf32_rows: float = 128.0  # of a tile, at full rate: dX's weights, through registers
-    split_waves: float = 0.6  # what a split last wave takes of a whole one
-    dirty_ns: float = 5000.0  # what writing back takes where a call pushes all dirty lines out of L2 ...
-    dirty_l2: float = 1.5  # ... which it does once it reads so much, in sizes of L2; ``streamed`` loads don't ...
+    # The share of the tf32 rate on sm_90 that is left, as w (dX) or both operands (dW) are not contiguous for wgmma:
+    turned_tf32: float = 0.15  # dW, transposed in shared memory first, or loaded through pointers
+    crossed_tf32: float = 0.56  # dW on mma.sync, in small tiles by TMA: two lanes of each load want one bank
+    fragments_tf32: float = 0.56  # dW on mma.sync in specialised tiles (kernels/gluon/tf32.py), of wgmma's rate
+    held_tf32_rows: float = 128.0  # dX, whose w goes through registers: rows of a tile at full rate
+    split_waves: float = 0.6  # time of a split last wave over a whole wave's
+    dirty_ns: float = 5000.0  # writing back, if a call pushes all dirty lines out of L2 ...
+    dirty_l2: float = 1.5  # ... which happens if it reads this multiple of L2's size; evict-first loads avoid it ...
     streamed_share: float = 0.056  # ... but cost this share of their bytes' time ...
-    streamed_most_ns: float = 20000.0  # ... up to so much
-    l2_near: float = 0.5  # share of L2 that one SM's partition is: what programs out of step still share
+    streamed_most_ns: float = 20000.0  # ... at most this
+    l2_near: float = 0.5  # an SM's own partition of L2, as a share: programs out of step still share it
     fma_rows: tuple[float, ...] = (0.3, 0.45, 0.6, 0.65, 0.65)  # IEEE fp32 dots run on the FMA pipes
     empty_program_ns: float = 300.0  # a program that finds no tile
     ampere: ConstantsFamily = _AMPERE
@@ -202,7 +200,7 @@ class Constants(NamedTuple):
     blackwell: ConstantsFamily = _BLACKWELL
 
     def family(self, sm: int) -> ConstantsFamily:
-        """The generation of capability ``sm``."""
+        """Return the constants of the generation of capability ``sm``."""
         generation = arch_of(sm).generation
         if generation is Generation.HOPPER:
             return self.hopper

@@ -1,4 +1,4 @@
-"""What a variant takes of a GPU, whether it fits, and how the cost model joins times."""
+"""A variant's use of an SM (registers, shared memory), its occupancy, and functions that join times."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from ..contract.config import Config
 from ..contract.spec import MAX_EXPERTS
 from ..hardware.arch import Arch, SmLimits
 
-# A few registers spilled outside the loop cost next to nothing; more than this many bytes a thread
-# means that the loop itself goes through memory.
+# A few registers spilled outside the loop cost almost nothing. With more bytes a thread the loop itself spills.
 MAX_SPILL_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What the model needs to know of a variant: the config, and what its cubin takes."""
+    """A variant's config, and the resources that its cubin uses."""
 
     config: Config
     threads: int
@@ -29,7 +28,7 @@ class Resources:
 
     @classmethod
     def of(cls, variant: Variant) -> Resources:
-        """The resources of a variant of a bundle."""
+        """Return the resources of a variant in a bundle."""
         config = Config.from_pairs(variant.config)
         return cls(
             config, variant.threads, variant.shared_bytes, variant.registers, variant.alignment, variant.max_experts
@@ -37,10 +36,10 @@ class Resources:
 
 
 def occupancy(resources: Resources, sm_limits: SmLimits) -> int:
-    """Programs resident on one SM, 0 if not even one fits.
+    """Return how many programs fit an SM at once; 0 if none.
 
-    The least of: shared memory (plus the driver's share), registers (in units of 256 a warp, a
-    quarter of the file per scheduler), threads, and the limit of blocks.
+    The limits are shared memory (plus the driver's share), registers (in units of 256 a warp, a quarter of the file for
+    each scheduler), threads and blocks.
     """
     if resources.threads > sm_limits.threads_per_block or resources.shared_bytes > sm_limits.shared_per_block_bytes:
         return 0
@@ -53,9 +52,9 @@ def occupancy(resources: Resources, sm_limits: SmLimits) -> int:
 
 
 def rejection(variant: Variant, arch: Arch) -> str | None:
-    """Why a compiled variant does not ship for an architecture, or None. All figures are the cubin's own.
+    """Return why a compiled variant is dropped for an architecture, None if it ships. All figures are the cubin's.
 
-    A fallback goes only where it can't run at all.
+    A fallback (alignment 1) is dropped only if it can't run.
     """
     limits = arch.limits
     if variant.shared_bytes > limits.shared_per_block_bytes:
@@ -75,7 +74,7 @@ def rejection(variant: Variant, arch: Arch) -> str | None:
 
 
 def mean_waves(count: float, spread: float, saved: float = 0.0) -> float:
-    """The mean of ceil over count - spread .. count + spread; a last wave at most half full takes ``saved`` less."""
+    """Return the mean of ceil over [count - spread, count + spread]; a last wave at most half full saves ``saved``."""
     high = count + spread
     if high <= 1.0 and not saved:
         return 1.0
@@ -86,21 +85,24 @@ def mean_waves(count: float, spread: float, saved: float = 0.0) -> float:
 
 
 def _ceil_area(count: float, saved: float) -> float:
-    """The integral of ceil, less ``saved`` in the first half of each unit, from 0 to ``count``."""
+    """Return the integral of ceil from 0 to ``count``, minus ``saved`` in the first half of each unit."""
     whole = int(count)
     area = (whole + 1.0) * (count - 0.5 * whole)
     return area - saved * (0.5 * whole + min(0.5, count - whole)) if saved else area
 
 
 def handed_out(per_slot: float) -> tuple[float, float]:
-    """Waves of tiles that programs take as they become free, the last one half; and the memory's share in use."""
+    """Return (waves, share of the memory's rate in use) if programs take tiles when they become free.
+
+    The last wave counts half.
+    """
     if per_slot <= 1.0:
         return 1.0, max(0.25, min(1.0, 1.3 * per_slot))
     return 0.5 * (math.ceil(per_slot) + per_slot), 1.0
 
 
-def join(one: float, other: float, norm: float) -> float:
-    """The p-norm: near the larger, up to 2^(1/norm) times it where both are equal."""
-    low, high = (one, other) if one < other else (other, one)
+def join(a: float, b: float, norm: float) -> float:
+    """Return the p-norm of two times: near the larger, and 2^(1/norm) times either if both are equal."""
+    low, high = (a, b) if a < b else (b, a)
     joined: float = high * (1.0 + (low / high) ** norm) ** (1.0 / norm)
     return joined

@@ -1,9 +1,9 @@
-"""What to expect of a routing that nobody has seen yet: active experts and ragged row tiles.
+"""Expected values of an unknown routing: active experts, and row tiles of all experts.
 
-The cost model knows M, the rows in all, and E, never the counts by expert: they live on the GPU.
-It assumes that the expert of rank r is chosen with p_r ~ r^-0.5 (a Zipf law). Against routings made
-of normal logits with a popularity of 0.3 * log(rank), E from 8 to 512, that gives the active
-experts within 14 % and the rows of the busiest expert within 30 % where rows are many.
+The cost model knows the total rows M and E, but not the rows of each expert: those counts are on the GPU. It assumes
+that the expert of rank r is chosen with p_r ~ r^-0.5 (a Zipf law). Compared with routings from normal logits with a
+popularity of 0.3 * log(rank), E from 8 to 512, active experts are within 14 %, and the rows of the busiest expert
+within 30 % if rows are many.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BLOCKS = (16, 32, 64, 128, 192, 256)
 
 
 class ExpectedRows(NamedTuple):
-    """M rows over E experts, in expectation.
+    """Expected values for M rows over E experts.
 
     ``tiles[B]`` is sum_r E[ceil(rows_r / B)], B as in ``BLOCKS``. ``busiest`` is the rows of the first expert.
     """
@@ -30,9 +30,9 @@ class ExpectedRows(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _classes(E: int) -> tuple[tuple[float, float], ...]:
-    """(experts, share of one of them), ranks gathered into classes that grow by about 1.4."""
+    """Return (experts, share of each), with ranks grouped into classes that grow by about 1.4."""
     shares = [rank**-SKEW for rank in range(1, E + 1)]
-    total = math.fsum(shares)  # not sum: that of Python 3.12 on rounds in another way, and ranks are to choose alike
+    total = math.fsum(shares)  # not sum, which rounds differently from Python 3.12 on: all processes must choose alike
     classes, first = [], 0
     while first < E:
         last = min(E, max(first + 1, int(first * 1.4)))
@@ -43,7 +43,7 @@ def _classes(E: int) -> tuple[tuple[float, float], ...]:
 
 @lru_cache(maxsize=4096)
 def expected_rows(E: int, M: int) -> ExpectedRows:
-    """What M rows over E experts look like.
+    """Return the expected values for M rows over E experts.
 
     active = sum_r 1 - (1 - p_r)^M. With the load u = M * p_r / B, the tiles of expert r are
     max(1 - (1 - p_r)^M, u + min(1, u) / 2): ceil(u) smoothed over the spread of u.

@@ -1,1 +1,1 @@
-"""What the kernels for sm_90 share, in Gluon."""
+"""Gluon functions that the kernels for H100/H200 (sm_90) share."""

@@ -1,4 +1,4 @@
-"""The multiplying warpgroups of a specialised kernel: 64 rows of each tile, and their way out."""
+"""The multiplying warpgroups of a warp-specialised kernel: the products of 64 rows of each tile, and their stores."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def index_at(index, index_step, flags, row, row_end):
 
 @gluon.jit
 def counting(flat, index_end, flags, row, row_end):
-    """Which rows count, of what index[row] is."""
+    """Which rows take part, by their index[row]."""
     indexed = (flags & INDEXED_FLAGS) != 0
     return (row < row_end) & (((flat >= 0) & (flat < index_end)) | (not indexed))
 
 
 @gluon.jit
 def flat_index(index, index_step, index_end, flags, row, row_end):
-    """index[row], and which rows count: see ``tiles.flat_index``."""
+    """index[row], and which rows take part: see ``flat_index`` in kernels/portable_plain/tiles.py."""
     flat = index_at(index, index_step, flags, row, row_end)
     return flat, counting(flat, index_end, flags, row, row_end)
 
@@ -95,7 +95,7 @@ def note(noted, half, found):
 
 @gluon.jit
 def noted_at(noted, half, row, TO: gl.constexpr, BY: gl.constexpr):
-    """What ``look_up`` found of 64 rows of the tile from ``row`` on, in these layouts."""
+    """The result of ``look_up`` for 64 rows of the tile from ``row`` on, in these layouts."""
     return noted[0].index(half).slice(row, 64).load(TO), noted[1].index(half).slice(row, 64).load(BY)
 
 

@@ -1,4 +1,4 @@
-"""Warpgroups in turns (pingpong): each multiplies whole tiles, and the results of one leave while the other multiplies.
+"""Pingpong: each warpgroup multiplies whole tiles, and stores its results while the other warpgroup multiplies.
 
 A tile is 128 rows by 128 columns, or by 192, the most whose sums one warpgroup's registers hold. The language has no
 tensor of 192 columns: the products are written for 256, of which the last quarter is neither loaded nor stored, and the
@@ -67,7 +67,7 @@ def multiply_in_turns(
     ACROSS: gl.constexpr,
     INDEXED: gl.constexpr,
 ):
-    """One warpgroup: multiplies every other tile, and stores it. See ``warpgroups.multiply``."""
+    """One warpgroup: multiplies every other tile, and stores it. See ``multiply`` in consumer.py."""
     PARTS: gl.constexpr = COLUMNS // PART
     WRITTEN: gl.constexpr = 256 if PARTS == 3 else COLUMNS
     lines: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])

@@ -1,8 +1,8 @@
-"""What the loading warp and the multiplying warpgroups of a specialised kernel share: counts, barriers, the queue.
+"""Functions that the loading warp and the multiplying warpgroups share: experts' rows, barriers, the queue of tiles.
 
-Operands pass through a ring of stages: ``full`` says that a stage's bytes are there, ``empty`` that the warpgroups
-that read them are done. The loading warp tells of each tile through two slots, both warpgroups or (pingpong.py) one
-each. In dW's pingpong code a warp of its own does, and tells the loading warp too.
+Operands pass through a ring of stages: barrier ``full`` says that a stage's bytes are there, ``empty`` that the
+warpgroups have read them. The loading warp announces each tile in a queue of two slots, which both warpgroups read, or
+(pingpong.py) one each. In dW's pingpong kernel a warp of its own announces the tiles, also to the loading warp.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
-# What has another name from Triton 3.8 or 3.9 on. A view is memory as of another dtype, shape and layout.
+# Names that changed in Triton 3.8 or 3.9. A view is memory seen with another dtype, shape and layout.
 view = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
@@ -22,14 +22,14 @@ ANY_VIEW: gl.constexpr = gl.constexpr(triton.__version__.startswith("3.7."))  # 
 INDEX_END: gl.constexpr = gl.constexpr(0x40000000)
 NARROW_BIT: gl.constexpr = gl.constexpr(1 << 30)  # in a tile's word: only the left half of its columns counts
 WHOLE_BIT: gl.constexpr = gl.constexpr(1 << 30)  # in a tile's column: each of its rows that is gathered has an index
-# What ``flags`` says, as in kernels/portable_plain/rows.py and tiles.py.
+# Values of ``flags``, like in kernels/portable_plain/rows.py and tiles.py.
 GATHER_FLAG: gl.constexpr = gl.constexpr(1)
 SCATTER_FLAG: gl.constexpr = gl.constexpr(2)
 WEIGHT_FLAG: gl.constexpr = gl.constexpr(4)
 BIAS_FLAG: gl.constexpr = gl.constexpr(8)
 ZERO_TAIL_FLAG: gl.constexpr = gl.constexpr(16)
 INDEXED_FLAGS: gl.constexpr = gl.constexpr(1 | 2 | 4)
-MOVED_FLAGS: gl.constexpr = gl.constexpr(2 | 4 | 8)  # what a result that leaves by TMA can't be
+MOVED_FLAGS: gl.constexpr = gl.constexpr(2 | 4 | 8)  # results with these flags can't be stored by TMA
 
 
 @gluon.jit
@@ -216,7 +216,7 @@ def draw(counter):
 
 @gluon.jit
 def told(drawn):
-    """What ``draw`` has drawn, in all lanes: waits until it is there."""
+    """The number of ``draw``, in all lanes: waits until it is there."""
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [drawn], dtype=gl.int32, is_pure=False, pack=1
     )

@@ -89,7 +89,7 @@ def _clear_row(y, row, N, stride_y_m):
 def clear_unnamed(y, m_sizes, moved, M, E, N, stride_y_m, m_sizes_step):
     """y[r] = 0 for each r in [0, index_end) that is no index[i], i < sum(m_sizes): for one warp of each program.
 
-    An index is its low word, as ``warpgroups.flat_index`` has it: what is cleared here is nowhere stored to.
+    An index is its low word, like in ``consumer.flat_index``, so no row that is cleared here is stored to.
     """
     index, _row_weights, _bias, index_step, index_end, _x_divisor, flags = moved
     if ((flags & SCATTER_FLAG) != 0) & ((flags & ZERO_TAIL_FLAG) != 0):

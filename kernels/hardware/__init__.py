@@ -1,1 +1,1 @@
-"""GPU architectures and products: tables of published figures. Uses artifacts' records."""
+"""Tables of published figures: GPU architectures (``arch``) and products (``chips``). Uses artifacts' records."""

@@ -1,7 +1,7 @@
-"""The one table of GPU architectures: what each can do, what its SMs hold, and whose compiled code it runs.
+"""The table of GPU architectures: features, sizes of an SM, and whose compiled code they run.
 
-Code asks the row (``arch_of(sm).has(Feature.WGMMA)``), and compares no capability with a number: a test looks for that.
-``sm``, 10 * major + minor, is what callers hand on. ``chips.py`` is the table of products.
+Other modules ask ``arch_of(sm).has(Feature.WGMMA)`` and never compare a capability with a number; a test checks that.
+``sm`` is 10 * major + minor. ``chips.py`` is the table of products.
 """
 
 from __future__ import annotations
@@ -16,34 +16,32 @@ KIB = 1024
 
 
 class Feature(enum.Enum):
-    """What an architecture can do and not all of them can."""
+    """A feature that some architectures have and others lack."""
 
-    TMA = "tma"  # copies of boxes of a tensor, asked for by one thread through a descriptor
+    TMA = "tma"  # one thread's copies of boxes of a tensor, through a descriptor
     WGMMA = "wgmma"  # a warpgroup's products, with operands in shared memory or the left one in registers
-    TCGEN05 = "tcgen05"  # one thread's products, with sums in memory of their own
-    MMA_ASYNC = "mma_async"  # products that go on while the threads that asked for them do other work: the two above
+    TCGEN05 = "tcgen05"  # one thread's products, with sums in tensor memory
+    MMA_ASYNC = "mma_async"  # asynchronous products: WGMMA or TCGEN05
     FP8 = "fp8"  # products of e4m3 and e5m2
     FP4 = "fp4"  # products of e2m1 with a scale for each block
-    FAR_TMA = (
-        "far_tma"  # a descriptor of little memory may touch what lies behind it, with a driver that has this fault
-    )
+    FAR_TMA = "far_tma"  # with some drivers a small tensor's descriptor may touch memory behind the tensor
 
 
 class Generation(enum.Enum):
-    """Whose kernels perform alike: the cost model's constants and the search's lists are kept by it."""
+    """A group of architectures with similar performance: cost constants and lists of candidates are kept for each."""
 
-    AMPERE = "ampere"  # with an HBM GPU's SMs: 8.0
-    AMPERE_SMALL = "ampere_small"  # mma.sync on smaller SMs or memories: the other 8.x, and 12.x
+    AMPERE = "ampere"  # sm_80, with HBM
+    AMPERE_SMALL = "ampere_small"  # mma.sync on smaller SMs or memories: the other sm_8x, and sm_12x
     HOPPER = "hopper"
-    BLACKWELL = "blackwell"  # with a data centre's SMs: 10.x
+    BLACKWELL = "blackwell"  # data centre GPUs: sm_10x
 
 
 class SmLimits(NamedTuple):
-    """What one streaming multiprocessor (SM) of a capability holds.
+    """The sizes of a streaming multiprocessor (SM) of a capability.
 
     From the CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
-    ``shared_per_block_bytes`` is the opt-in maximum; the driver keeps ``shared_reserved_bytes``
-    of each resident block for itself.
+    ``shared_per_block_bytes`` is the opt-in maximum; the driver reserves ``shared_reserved_bytes`` for each resident
+    block.
     """
 
     shared_per_sm_bytes: int
@@ -58,39 +56,39 @@ class SmLimits(NamedTuple):
 
 
 class Arch(NamedTuple):
-    """One architecture, as CUDA's compiler names it: ``sm_90a``."""
+    """An architecture that kernels are compiled for."""
 
-    sm: int  # 10 * major + minor: what the driver says of a GPU
+    sm: int  # 10 * major + minor, the driver's name of a GPU's capability
     generation: Generation
     limits: SmLimits
     features: frozenset[Feature]
-    arch_specific: bool  # compiled for this one architecture, with all it has; else later minor revisions run it too
-    named_to_driver: bool = False  # no driver loads the code that is older, in minor version, than what assembled it
-    tested: bool = False  # tests/gpu runs here before each release, fallbacks and passes over rows included
+    arch_specific: bool  # code runs on this architecture only; else on later minor revisions, too
+    named_to_driver: bool = False  # a driver loads the code only if its minor version is at least the assembler's
+    tested: bool = False  # tests/gpu runs on it before each release, fallbacks and row kernels included
 
     @property
     def target(self) -> Target:
-        """What code that is built for this architecture says that it is for."""
+        """The target recorded in bundles for this architecture."""
         return Target(self.sm, self.arch_specific)
 
     @property
     def name(self) -> str:
-        """``sm_89``, or ``sm_90a`` where code is for this one alone."""
+        """``sm_89``, or ``sm_90a`` if code runs on this architecture only."""
         return str(self.target)
 
     def has(self, feature: Feature) -> bool:
-        """Whether it can do this."""
+        """Return whether the architecture has a feature."""
         return feature in self.features
 
     def runs_on(self, sm: int) -> bool:
-        """Whether a GPU of capability ``sm`` can load code that is built for this architecture."""
+        """Return whether a GPU of capability ``sm`` can load code that is built for this architecture."""
         return self.target.runs_on(sm)
 
     def __str__(self) -> str:
         return self.name
 
 
-# What the architectures of one design have in common.
+# Features and sizes that several architectures share.
 _HOPPER = frozenset({Feature.TMA, Feature.WGMMA, Feature.MMA_ASYNC, Feature.FP8})
 _BLACKWELL = frozenset({Feature.TMA, Feature.TCGEN05, Feature.MMA_ASYNC, Feature.FP8, Feature.FP4, Feature.FAR_TMA})
 _RTX_BLACKWELL = frozenset({Feature.TMA, Feature.FP8, Feature.FP4, Feature.FAR_TMA})
@@ -121,7 +119,7 @@ ARCHS: Mapping[int, Arch] = {
     )
 }
 
-# What looks supported and is not, and why.
+# Capabilities without kernels, and why.
 _ABORTS = "Triton's compiler aborts on it (an LLVM error)"
 _TORCH = "no kernels are built for it, torch runs there"
 REFUSED: Mapping[int, str] = {
@@ -133,24 +131,24 @@ _TORCH_GROUPED_MAJORS = (9, 10)
 
 
 def supported() -> tuple[int, ...]:
-    """The capabilities that kernels are built for, as 10 * major + minor, ascending."""
+    """Return the capabilities that kernels are built for, as 10 * major + minor, ascending."""
     return tuple(sorted(ARCHS))
 
 
 def refusal(sm: int) -> str | None:
-    """Why nothing can be built for capability ``sm``, a sentence without its full stop; None where it can."""
+    """Return why no kernels are built for capability ``sm``, a sentence without its full stop; None if they are."""
     if sm in ARCHS:
         return None
     return f"No kernels are built for sm_{sm} (only {', '.join(map(str, supported()))})"
 
 
 def arch_of(sm: int) -> Arch:
-    """The architecture of capability ``sm`` (10 * major + minor).
+    """Return the architecture of capability ``sm`` (10 * major + minor).
 
     Raises
     ------
     LookupError
-        if ``sm`` is not in the table; the message lists those that are.
+        if ``sm`` is not in the table; the message lists the capabilities that are.
     """
     try:
         return ARCHS[sm]
@@ -159,15 +157,15 @@ def arch_of(sm: int) -> Arch:
 
 
 def limits(sm: int) -> SmLimits:
-    """What an SM of capability ``sm`` holds; raises as ``arch_of``."""
+    """Return the sizes of an SM of capability ``sm``; raises like ``arch_of``."""
     return arch_of(sm).limits
 
 
 def probes_far(sm: int) -> bool:
-    """Whether capability ``sm`` has ``Feature.FAR_TMA``; one that is not of this table has not."""
+    """Return whether capability ``sm`` has ``Feature.FAR_TMA``; False if it is not in the table."""
     return sm in ARCHS and ARCHS[sm].has(Feature.FAR_TMA)
 
 
 def torch_groups(sm: int) -> bool:
-    """Whether torch has a grouped GEMM of its own for capability ``sm``, of this table or not: by its major number."""
+    """Return whether torch has a grouped GEMM of its own for capability ``sm``, which may be missing in the table."""
     return sm // 10 in _TORCH_GROUPED_MAJORS

@@ -1,4 +1,12 @@
-"""Hopper's warp-specialised kernels for plain dtypes: ``rows_specialized``, ``rows_fitted``, ``weight_specialized``."""
+"""Warp-specialised kernels for plain dtypes on H100/H200 (sm_90).
+
+- ``rows_specialized`` (rows.py): forward and dX in tiles of 128 rows.
+- ``rows_fitted`` (fitted.py): forward and dX in tiles that are fitted to each expert's rows.
+- ``weight_specialized`` (weight.py): dW.
+
+A cooperative tile is shared by two warpgroups, a pingpong tile belongs to one. The entries extend those of
+``portable_plain``, whose arguments they share.
+"""
 
 from __future__ import annotations
 
@@ -10,51 +18,51 @@ from ..contract.spec import MAX_EXPERTS, Spec, indexed, w_kn
 from ..hardware.arch import Arch, Feature
 from ..portable_plain import GATHERING, LOW_OPERANDS, ROWS, UNGATHERED, WEIGHT, row_operands, without_low_rank
 
-ROWS_OF_TILE = 128  # 64 for each warpgroup; where a tile is fitted to its rows, its columns
-MOST_STEPS = (1 << 20) - 1  # the loading warp passes on a tile's steps in 20 bits: kernels/gluon/consumer.py
-_MOST_COLUMN_TILES = 1 << 20  # and its column in 20 bits, in turns: kernels/gluon/pingpong.py
-_PART = 64  # rows of a tile that a warpgroup multiplies, columns of one that it stores at once
+ROWS_OF_TILE = 128  # 64 for each warpgroup; for a fitted tile its columns
+MOST_STEPS = (1 << 20) - 1  # the loading warp passes a tile's steps on in 20 bits: kernels/gluon/consumer.py
+_MOST_COLUMN_TILES = 1 << 20  # pingpong passes a tile's column on in 20 bits: kernels/gluon/pingpong.py
+_PART = 64  # rows of a tile that a warpgroup multiplies, columns that it stores at once
 
 _HALVES = frozenset((DType.BF16, DType.FP16))
 
-# Two warpgroups share each tile, or take whole tiles in turns.
-_BY_BOTH = {
+# Cooperative and pingpong tiles.
+_COOPERATIVE = {
     "schedule": (Schedule.COOPERATIVE,),
     "loads": (Loads.TMA,),
     "num_warps": (8,),
     "num_stages": range(2, 9),
 }
-_IN_TURNS = _BY_BOTH | {"schedule": (Schedule.PINGPONG,), "num_stages": range(2, 16)}
-_BOTH_MOST = Limits(MAX_EXPERTS, MOST_STEPS)
-_TURNS_MOST = Limits(MAX_EXPERTS, MOST_STEPS, _MOST_COLUMN_TILES)
+_PINGPONG = _COOPERATIVE | {"schedule": (Schedule.PINGPONG,), "num_stages": range(2, 16)}
+_COOPERATIVE_LIMITS = Limits(MAX_EXPERTS, MOST_STEPS)
+_PINGPONG_LIMITS = Limits(MAX_EXPERTS, MOST_STEPS, _MOST_COLUMN_TILES)
 _EDGES = (Edge.WHOLE, Edge.HALF)
 _CACHES = (Cache.DEFAULT, Cache.EVICT_FIRST)
 
-# In turns a part of w has 64 columns, and lies as lines of 64 of its reduction: deeper steps would be read crosswise.
-_ROWS_IN_TURNS = _IN_TURNS | {"block_m": (ROWS_OF_TILE,), "block_k": (64,)}
+# Pingpong loads w in parts of 64 columns, as lines of 64 along the reduction: deeper steps would be in wrong order.
+_PINGPONG_ROWS = _PINGPONG | {"block_m": (ROWS_OF_TILE,), "block_k": (64,)}
 _ROW_TILES = (
-    Tiles(_BOTH_MOST, _BY_BOTH | {"block_m": (ROWS_OF_TILE,), "edge": _EDGES}, zeroes=True),
-    Tiles(_TURNS_MOST, _ROWS_IN_TURNS | {"block_n": (PINGPONG_COLUMNS,)}, fusions=UNGATHERED, zeroes=True),
-    Tiles(_TURNS_MOST, _ROWS_IN_TURNS | {"block_n": (128,)}, fusions=UNGATHERED, dealt=True, zeroes=True),
+    Tiles(_COOPERATIVE_LIMITS, _COOPERATIVE | {"block_m": (ROWS_OF_TILE,), "edge": _EDGES}, zeroes=True),
+    Tiles(_PINGPONG_LIMITS, _PINGPONG_ROWS | {"block_n": (PINGPONG_COLUMNS,)}, fusions=UNGATHERED, zeroes=True),
+    Tiles(_PINGPONG_LIMITS, _PINGPONG_ROWS | {"block_n": (128,)}, fusions=UNGATHERED, dealt=True, zeroes=True),
 )
 _FITTED = {"rows": (TileRows.FITTED,), "block_n": (ROWS_OF_TILE,), "block_k": (64,)}
 _FITTED_TILES = (
-    Tiles(_BOTH_MOST, _BY_BOTH | _FITTED | {"block_m": (256,)}, zeroes=True),
-    Tiles(_TURNS_MOST, _IN_TURNS | _FITTED | {"block_m": (PINGPONG_COLUMNS,)}, zeroes=True),
+    Tiles(_COOPERATIVE_LIMITS, _COOPERATIVE | _FITTED | {"block_m": (256,)}, zeroes=True),
+    Tiles(_PINGPONG_LIMITS, _PINGPONG | _FITTED | {"block_m": (PINGPONG_COLUMNS,)}, zeroes=True),
 )
-_WEIGHT_BY_BOTH = _BY_BOTH | {"block_n": (ROWS_OF_TILE,), "cache": _CACHES}
-_ALONG = _IN_TURNS | {"block_n": (ROWS_OF_TILE,), "block_k": (PINGPONG_COLUMNS,)}
-_ACROSS = _IN_TURNS | {"block_n": (PINGPONG_COLUMNS,), "block_k": (ROWS_OF_TILE,)}
+_COOPERATIVE_DW = _COOPERATIVE | {"block_n": (ROWS_OF_TILE,), "cache": _CACHES}
+_PINGPONG_DW = _PINGPONG | {"block_n": (ROWS_OF_TILE,), "block_k": (PINGPONG_COLUMNS,)}
+_PINGPONG_DW_TRANSPOSED = _PINGPONG | {"block_n": (PINGPONG_COLUMNS,), "block_k": (ROWS_OF_TILE,)}
 _WEIGHT_TILES = (
-    Tiles(_BOTH_MOST, _WEIGHT_BY_BOTH | {"edge": _EDGES}, dtypes=_HALVES),
-    Tiles(_BOTH_MOST, _WEIGHT_BY_BOTH | {"block_k": (256,)}, dtypes=frozenset((DType.TF32,))),
-    Tiles(_TURNS_MOST, _ALONG, dtypes=_HALVES),
-    Tiles(_TURNS_MOST, _ACROSS, dtypes=_HALVES, transposed=True),
+    Tiles(_COOPERATIVE_LIMITS, _COOPERATIVE_DW | {"edge": _EDGES}, dtypes=_HALVES),
+    Tiles(_COOPERATIVE_LIMITS, _COOPERATIVE_DW | {"block_k": (256,)}, dtypes=frozenset((DType.TF32,))),
+    Tiles(_PINGPONG_LIMITS, _PINGPONG_DW, dtypes=_HALVES),
+    Tiles(_PINGPONG_LIMITS, _PINGPONG_DW_TRANSPOSED, dtypes=_HALVES, transposed=True),
 )
 
 
 def _stores(spec: Spec) -> bool:
-    """Whether results leave through a descriptor: those of rows that an index names can't, silu's do."""
+    """Return whether the kernel has ``y_map``: it can't store through it to rows that an index names."""
     return not indexed(spec.fusion) or Fusion.GATHER in spec.fusion
 
 
@@ -63,22 +71,22 @@ def _row_descriptors(spec: Spec) -> tuple[str, ...]:
     return (*row_operands(spec), *(("y_map",) if _stores(spec) else ()), *low)
 
 
-def _without(spec: Spec) -> tuple[str, ...]:
+def _absent_from_rows(spec: Spec) -> tuple[str, ...]:
     return (*(() if _stores(spec) else ("y_map",)), *without_low_rank(spec))
 
 
-def _asks_nothing(spec: Spec) -> tuple[str, ...]:
-    """The addresses by which code that is evict-first asks L2 for rows."""
+def _absent_from_weight(spec: Spec) -> tuple[str, ...]:
+    """Only evict-first variants have the addresses, by which they prefetch rows into L2."""
     return () if spec.config.cache is Cache.EVICT_FIRST else ("dy_at", "x_at")
 
 
-def _needs_map(spec: Spec) -> tuple[str, ...]:
-    """No other code stores half of the columns."""
+def _required_by_rows(spec: Spec) -> tuple[str, ...]:
+    """Silu's results, half of the columns, can only be stored through ``y_map``."""
     return (*ROWS.required(spec), "counter", *(("y_map",) if Fusion.SILU in spec.fusion else ()))
 
 
-def _fitted_needs_map(spec: Spec) -> tuple[str, ...]:
-    """No other code stores plain tiles of any height."""
+def _required_by_fitted(spec: Spec) -> tuple[str, ...]:
+    """Without an index, tiles of any height can only be stored through ``y_map``."""
     return (*ROWS.required(spec), "counter", *(() if indexed(spec.fusion) else ("y_map",)))
 
 
@@ -91,7 +99,7 @@ def _row_boxes(spec: Spec) -> dict[str, Box]:
 
 
 def _fitted_boxes(spec: Spec) -> dict[str, Box]:
-    """Of w all columns of a tile at once, or where they are contiguous as many as a line has."""
+    """w's box has all columns of a tile, or as many as a line has if the columns are contiguous."""
     return _boxes_of_rows(spec, _PART if w_kn(spec) else spec.config.block_n)
 
 
@@ -110,9 +118,9 @@ def _weight_boxes(spec: Spec) -> dict[str, Box]:
 
 def _row_constants(spec: Spec, arch: Arch) -> Constants:
     c, gated = spec.config, Fusion.SILU in spec.fusion
-    turned = c.block_n == PINGPONG_COLUMNS
-    # Where y leaves through a descriptor as halves of tiles, or of both halves silu, these are 64 columns each.
-    even = not turned and (not _stores(spec) or c.block_n >= 256)
+    wide = c.block_n == PINGPONG_COLUMNS
+    # Half tiles, or silu of both halves, are stored through y_map in parts of 64 columns.
+    even = not wide and (not _stores(spec) or c.block_n >= 256)
     noted = 128 if _pingpong(spec) else _PART
     return {
         "BLOCK_N": c.block_n,
@@ -122,7 +130,7 @@ def _row_constants(spec: Spec, arch: Arch) -> Constants:
         "GATHER": Fusion.GATHER in spec.fusion,
         "GATED": gated,
         "LOW_RANK": Fusion.LOW_RANK in spec.fusion,
-    } | _common(spec, arch, c.block_n, c.block_k, noted=noted, spare=turned, even=even)
+    } | _common(spec, arch, c.block_n, c.block_k, noted=noted, spare=wide, even=even)
 
 
 def _fitted_constants(spec: Spec, arch: Arch) -> Constants:
@@ -135,36 +143,36 @@ def _fitted_constants(spec: Spec, arch: Arch) -> Constants:
         "LOW_RANK": Fusion.LOW_RANK in spec.fusion,
     }
     spare = c.block_m == PINGPONG_COLUMNS and not indexed(spec.fusion)
-    # Any number of parts is even: this kernel keeps track of the buffers.
+    # Any number of parts will do, because this kernel keeps track of the buffers.
     return sizes | _common(spec, arch, c.block_m, c.block_k, noted=256, spare=spare, even=True)
 
 
 def _weight_constants(spec: Spec, arch: Arch) -> Constants:
-    c, turns = spec.config, _pingpong(spec)
-    columns = PINGPONG_COLUMNS if turns else c.block_k
-    even = not turns and (c.edge is Edge.WHOLE or c.block_k >= 256)
+    c, pingpong = spec.config, _pingpong(spec)
+    columns = PINGPONG_COLUMNS if pingpong else c.block_k
+    even = not pingpong and (c.edge is Edge.WHOLE or c.block_k >= 256)
     return {
         "BLOCK_M": c.block_m,
         "BLOCK_K": columns,
         "NARROW": c.edge is Edge.HALF,
-        "ACROSS": turns and c.block_n == PINGPONG_COLUMNS,
+        "ACROSS": pingpong and c.block_n == PINGPONG_COLUMNS,
         "STREAMED": c.cache is Cache.EVICT_FIRST,
-    } | _common(spec, arch, columns, c.block_m, noted=_PART, spare=turns, even=even)
+    } | _common(spec, arch, columns, c.block_m, noted=_PART, spare=pingpong, even=even)
 
 
 def _common(spec: Spec, arch: Arch, columns: int, depth: int, *, noted: int, spare: bool, even: bool) -> Constants:
-    """What all three are told.
+    """Return the constants of all three kernels.
 
-    Results pass through shared memory, 64 x 64 of each warpgroup at a time: in turns through two buffers where there is
-    room beside the operands (with a ``spare`` part of the last, see kernels/gluon/pingpong.py) and what both
-    warpgroups have looked up of ``noted`` rows each, and where every tile leaves in an ``even`` number of 64 columns.
-    TMA reads a buffer while the next tile is on its way, and the first part comes first: after an odd number the next
-    tile's first would meet the last in the same buffer.
+    Results leave through shared memory, 64 x 64 of each warpgroup at a time. SLOTS is 2, two buffers used in turns, if
+    two conditions hold. First, shared memory has room for them next to the operands (plus a ``spare`` part, see
+    kernels/gluon/pingpong.py) and the indices of ``noted`` rows of each warpgroup. Second, all tiles are stored in an
+    ``even`` number of parts of 64 columns: TMA still reads a tile's last part while the next tile's first part is
+    written, so both must not use the same buffer.
     """
     c, size = spec.config, spec.dtype.itemsize
     operands = c.num_stages * (ROWS_OF_TILE + columns) * depth + (_PART * depth if spare else 0)
-    looked_up_bytes = 2 * noted * 8 if indexed(spec.fusion) else 0
-    room_bytes = arch.limits.shared_per_block_bytes - 512 - operands * size - looked_up_bytes
+    noted_bytes = 2 * noted * 8 if indexed(spec.fusion) else 0
+    room_bytes = arch.limits.shared_per_block_bytes - 512 - operands * size - noted_bytes
     return {
         "STAGES": c.num_stages,
         "SLOTS": 2 if even and 4 * _PART * _PART * size <= room_bytes else 1,
@@ -176,35 +184,35 @@ def _common(spec: Spec, arch: Arch, columns: int, depth: int, *, noted: int, spa
 
 
 def _registers(spec: Spec) -> int:
-    """Of a multiplying thread; the loading warps have what is left of 168 for each of 12 warps."""
+    """Return the registers of a multiplying thread; the loading warps have the rest of 168 for each of 12 warps."""
     if _pingpong(spec):
         return 224  # 192 of them hold sums
-    return 208 if Fusion.GATHER in spec.fusion else 216  # a loading thread has the addresses of its rows
+    return 208 if Fusion.GATHER in spec.fusion else 216  # with GATHER loading threads hold their rows' addresses
 
 
 # The configs to try, best guesses first.
-# Forward and dX, cooperative: what won at large M.
+# Forward and dX, cooperative: the fastest at large M.
 COOPERATIVE: Rows = (
     (128, 256, 64, 8, 4),
     (128, 128, 64, 8, 6),
     (128, 128, 64, 8, 5),
     (128, 256, 64, 8, 3),
 )
-# The same, pingpong.
+# Forward and dX, pingpong.
 PINGPONG: Rows = (
     (128, 192, 64, 8, 5),
     (128, 128, 64, 8, 6),
 )
-# The same, the tiles fitted to the rows: by both warpgroups, and in turns.
+# Forward and dX, tiles fitted to the rows: cooperative and pingpong.
 FITTED: Rows = ((256, 128, 64, 8, 4),)
 FITTED_PINGPONG: Rows = ((192, 128, 64, 8, 5),)
-# dW, cooperative: a tile is 128 x block_k. Then pingpong.
+# dW, where a tile is block_n x block_k: cooperative and pingpong.
 DW_COOPERATIVE: Rows = ((32, 128, 256, 8, 8),)
 DW_PINGPONG: Rows = (
     (32, 128, 192, 8, 10),
     (32, 192, 128, 8, 10),
 )
-# tf32 on mma.sync: kernels/gluon/tf32.py.
+# dW in tf32 on mma.sync: kernels/gluon/tf32.py.
 TF32_DW_COOPERATIVE: Rows = (
     (32, 128, 256, 8, 3),
     (64, 128, 256, 8, 2),
@@ -212,8 +220,8 @@ TF32_DW_COOPERATIVE: Rows = (
 
 
 def _row_candidates(_op: Op, _dtype: DType, _arch: Arch) -> list[Config]:
-    both, tma = Schedule.COOPERATIVE, Loads.TMA
-    pool = configs(COOPERATIVE, both, tma) + configs(COOPERATIVE[:1], both, tma, group_m=32)
+    cooperative, tma = Schedule.COOPERATIVE, Loads.TMA
+    pool = configs(COOPERATIVE, cooperative, tma) + configs(COOPERATIVE[:1], cooperative, tma, group_m=32)
     return pool + configs(PINGPONG, Schedule.PINGPONG, tma)
 
 
@@ -223,12 +231,12 @@ def _fitted_candidates(_op: Op, _dtype: DType, _arch: Arch) -> list[Config]:
 
 
 def _weight_candidates(_op: Op, dtype: DType, _arch: Arch) -> list[Config]:
-    both, tma = Schedule.COOPERATIVE, Loads.TMA
+    cooperative, tma = Schedule.COOPERATIVE, Loads.TMA
     if dtype is DType.TF32:
-        return configs(TF32_DW_COOPERATIVE, both, tma)
-    pool = configs(DW_COOPERATIVE, both, tma) + configs(DW_COOPERATIVE, both, tma, group_m=1)
-    pool += configs(DW_COOPERATIVE, both, tma, group_m=1, cache=Cache.EVICT_FIRST)
-    pool += configs(DW_COOPERATIVE, both, tma, edge=Edge.HALF)
+        return configs(TF32_DW_COOPERATIVE, cooperative, tma)
+    pool = configs(DW_COOPERATIVE, cooperative, tma) + configs(DW_COOPERATIVE, cooperative, tma, group_m=1)
+    pool += configs(DW_COOPERATIVE, cooperative, tma, group_m=1, cache=Cache.EVICT_FIRST)
+    pool += configs(DW_COOPERATIVE, cooperative, tma, edge=Edge.HALF)
     return pool + configs(DW_PINGPONG, Schedule.PINGPONG, tma)
 
 
@@ -242,8 +250,8 @@ ROWS_SPECIALIZED = ROWS._replace(
     tiles=_ROW_TILES,
     pointers=(*ROWS.pointers[:3], "y_map", *ROWS.pointers[3:], "counter"),
     descriptors=_row_descriptors,
-    absent=_without,
-    required=_needs_map,
+    absent=_absent_from_rows,
+    required=_required_by_rows,
     boxes=_row_boxes,
     constants=_row_constants,
     candidates=_row_candidates,
@@ -256,7 +264,7 @@ ROWS_FITTED = ROWS_SPECIALIZED._replace(
     sha256="b4e0f3ff10da03ff37fccccc47490ac537e44373fe43fdc360a4171310ca09b6",
     fusions=UNGATHERED,
     tiles=_FITTED_TILES,
-    required=_fitted_needs_map,
+    required=_required_by_fitted,
     boxes=_fitted_boxes,
     constants=_fitted_constants,
     candidates=_fitted_candidates,
@@ -270,7 +278,7 @@ WEIGHT_SPECIALIZED = WEIGHT._replace(
     tiles=_WEIGHT_TILES,
     pointers=(*WEIGHT.pointers, "counter", "dy_at", "x_at"),
     descriptors=lambda _spec: ("dy", "x", "dw"),
-    absent=_asks_nothing,
+    absent=_absent_from_weight,
     required=lambda spec: (*WEIGHT.required(spec), "counter"),
     boxes=_weight_boxes,
     constants=_weight_constants,

@@ -1,4 +1,4 @@
-"""Where the rows of x are that an index picks: addresses for the four loading warps of a specialised kernel."""
+"""Gathered rows of x: their addresses and copies, for the four loading warps of a warp-specialised kernel."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ..gluon.pipeline import GATHER_FLAG, async_load
 
 @gluon.jit
 def _held(pointer):
-    """The same addresses, each in registers of its own.
+    """The pointers, unchanged, but each in registers of its own.
 
-    Otherwise the column is taken out of them and added again for every copy, through one register: each copy then
-    waits until the one before has read its address (1.01 x the time of the whole kernel).
+    Otherwise the compiler subtracts the column and adds it again for each copy, in a single register: each copy then
+    waits until the copy before has read its address (1.01 x the time of the whole kernel).
     """
     word = pointer.to(gl.int64, bitcast=True)
     word = gl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [word], dtype=gl.int64, is_pure=True, pack=1)

@@ -51,9 +51,9 @@ def _by_rows(m_sizes, m_sizes_step, M, E, EXPERTS: gl.constexpr, LAYOUT: gl.cons
 
 @gluon.jit
 def _by_size(count, M, E, EXPERTS: gl.constexpr, LAYOUT: gl.constexpr):
-    """The same in few steps, for up to 512 experts: of twice the mean rows and more, of the mean and more, the others.
+    """Like ``_by_rows`` in few steps: experts with twice the mean rows come first, then those with the mean.
 
-    Each of these sizes has 10 bits of a word, so one scan counts all three.
+    For up to 512 experts. Each of the three sizes has 10 bits of a word, so one scan counts all three.
     """
     expert = gl.arange(0, EXPERTS, layout=LAYOUT)
     share = count.to(gl.float32) * (E.to(gl.float32) / M.to(gl.float32))

@@ -1,4 +1,13 @@
-"""Hopper's kernels for quantised w and bf16 x: ``rows_wna16``, one for zero points, one for mxfp8."""
+"""Warp-specialised kernels for prepared quantised w and bf16 x on H100/H200 (sm_90): forward and dX.
+
+w's codes become bf16 in registers before they are multiplied.
+
+- ``rows_wna16`` (rows.py): mxfp4, nvfp4, int4 without zero points, fp8.
+- ``rows_wna16_zero`` (rows_zero.py): int4 with zero points.
+- ``rows_wna16_mx8`` (rows_mx8.py): mxfp8.
+
+``prepares`` says which N and K can be prepared, ``padded_width`` pads a layer's width I to such a size.
+"""
 
 from __future__ import annotations
 
@@ -29,42 +38,40 @@ from ..contract.spec import MAX_EXPERTS, Spec, indexed
 from ..hardware.arch import Arch, Feature
 from ..portable_plain import LOW_OPERANDS, UNGATHERED, low_shapes, needs_low_rank, without_low_rank
 
-_MOST_STEPS = (1 << 20) - 1  # the loading warp passes on a tile's steps in 20 bits
-
-
-_ZERO = "_zp"  # of a format with zero points: the name before it is that of the same codes and scales without
-ZERO_DTYPES = frozenset(one for one in DType if one.value.endswith(_ZERO))
+_MOST_STEPS = (1 << 20) - 1  # the loading warp passes a tile's steps on in 20 bits
+_ZERO = "_zp"  # suffix of formats with zero points; without it the name is that of the format without zero points
+ZERO_DTYPES = frozenset(dtype for dtype in DType if dtype.value.endswith(_ZERO))
 _OWN = frozenset(map(DType, CODES))
 _MX8 = frozenset((DType.MXFP8,))
 DTYPES = _OWN | ZERO_DTYPES | _MX8
 _MX8_LAYOUT = CodeLayout("e4m3", "e8m0", 2)
-# dX's reduction is over w's rows, and sums can't be multiplied by scales of these.
-_TURNED = _OWN - {DType.FP8_CHANNEL_A16}
+# dX sums over w's rows, so it can't apply a scale for each row to the sums.
+_OWN_DX = _OWN - {DType.FP8_CHANNEL_A16}
 SIZES = "N and K must be multiples of 64, of fp8_block of 128, and K of int4_g128 of 128"
 
 
 def code_layout(dtype: DType) -> CodeLayout:
-    """How prepared codes and scales of a format lie; zero points change nothing of it."""
+    """Return the layout of a format's prepared codes and scales; zero points don't change it."""
     return _MX8_LAYOUT if dtype in _MX8 else CODES[dtype.value.removesuffix(_ZERO)]
 
 
 def zero_bytes(dtype: DType) -> int:
-    """Bytes of a block's zero points: one for each scale of bf16, or none."""
+    """Return the bytes of a block's zero points: one for each scale; 0 without zero points."""
     return code_layout(dtype).scale_bytes // 2 if dtype in ZERO_DTYPES else 0
 
 
 def prepares(dtype: DType, N: int, K: int) -> bool:
-    """Whether matrices of N x K can be in the order that kernels read: whole blocks, and whole blocks of scales."""
+    """Return whether matrices of N x K can be prepared: whole blocks of 64 x 64, and whole blocks of scales."""
     scale = dtype.precision.w.scale
     rows, columns = (BLOCK, BLOCK) if scale is None else (max(BLOCK, scale.rows), max(BLOCK, scale.columns))
     return N % rows == 0 and K % columns == 0
 
 
 def padded_width(dtype: DType, width: int) -> int:
-    """The width I of an expert layer, padded so that the weights of both GEMMs can be prepared.
+    """Return the width I of an expert layer, padded so that the weights of both GEMMs can be prepared.
 
-    It stays as it is for weights without scales, and where ranks would split a group of weights that share a scale.
-    gpt-oss's mxfp4 and fp8 blocks are not split: engines give each rank whole groups.
+    Weights without scales are not padded, nor is a width that splits a group of weights with a common scale among
+    ranks. Engines don't split groups of mxfp4 (gpt-oss) and fp8 blocks.
     """
     scale = dtype.precision.w.scale
     if scale is None:
@@ -78,14 +85,15 @@ def padded_width(dtype: DType, width: int) -> int:
 
 def _tiles(
     dtypes: frozenset[DType],
-    turned: frozenset[DType],
+    dx_dtypes: frozenset[DType],
     rows: TileRows,
     m: tuple[int, ...],
     n: tuple[int, ...],
     k: tuple[int, ...],
 ) -> Iterator[Tiles]:
+    """Yield the tiles of forward and dX with sides ``m`` and ``n`` and steps ``k``."""
     limits = Limits(MAX_EXPERTS, _MOST_STEPS)
-    twice = frozenset(one for one in dtypes if code_layout(one).blocks_per_scale == 2)
+    pairs = frozenset(dtype for dtype in dtypes if code_layout(dtype).blocks_per_scale == 2)
 
     def deep(sizes: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(size for size in sizes if size >= 2 * BLOCK)
@@ -104,40 +112,41 @@ def _tiles(
         forms = UNGATHERED if op is Op.FORWARD else frozenset((Fusion.NONE, Fusion.LOW_RANK))
         return Tiles(limits, knobs, dtypes=dtypes, ops=frozenset((op,)), fusions=forms, zeroes=True)
 
-    # Two blocks of w's columns have a scale: a stage, or a tile, has both.
-    yield of(Op.FORWARD, n, k, dtypes - twice)
-    yield of(Op.FORWARD, n, deep(k), twice)
-    yield of(Op.DX, n, k, turned - twice)
-    yield of(Op.DX, deep(n), k, twice)
+    # If two blocks of w's columns share a scale, a stage (forward) or a tile (dX) must have both.
+    yield of(Op.FORWARD, n, k, dtypes - pairs)
+    yield of(Op.FORWARD, n, deep(k), pairs)
+    yield of(Op.DX, n, k, dx_dtypes - pairs)
+    yield of(Op.DX, deep(n), k, pairs)
 
 
-def _every_tile(dtypes: frozenset[DType], turned: frozenset[DType]) -> tuple[Tiles, ...]:
+def _all_tiles(dtypes: frozenset[DType], dx_dtypes: frozenset[DType]) -> tuple[Tiles, ...]:
     return (
-        *_tiles(dtypes, turned, TileRows.FIXED, (16, 32, 64), (64, 128, 256), (128, 256, 512, 1024)),
-        *_tiles(dtypes, turned, TileRows.FITTED, (64, 128, 256), (128, 256), (64, 128, 256)),
+        *_tiles(dtypes, dx_dtypes, TileRows.FIXED, (16, 32, 64), (64, 128, 256), (128, 256, 512, 1024)),
+        *_tiles(dtypes, dx_dtypes, TileRows.FITTED, (64, 128, 256), (128, 256), (64, 128, 256)),
     )
 
 
-def _scaled(spec: Spec) -> tuple[str, ...]:
+def _scales(spec: Spec) -> tuple[str, ...]:
+    """Return the arguments that scale w's codes, in order."""
     codes = code_layout(spec.dtype)
-    found = (("w_scale",) if codes.scale_bytes else ()) + (("w_outer",) if codes.outer else ())
-    return (*found, *(("w_zero",) if spec.dtype in ZERO_DTYPES else ()))
+    scales = (("w_scale",) if codes.scale_bytes else ()) + (("w_outer",) if codes.outer else ())
+    return (*scales, *(("w_zero",) if spec.dtype in ZERO_DTYPES else ()))
 
 
 def _descriptors(spec: Spec) -> tuple[str, ...]:
     low = LOW_OPERANDS if Fusion.LOW_RANK in spec.fusion else ()
-    return ("x", "w", *(name for name in _scaled(spec) if name != "w_outer"), *low)
+    return ("x", "w", *(name for name in _scales(spec) if name != "w_outer"), *low)
 
 
 def _absent(spec: Spec) -> tuple[str, ...]:
-    scales = tuple(name for name in ("w_scale", "w_outer") if name not in _scaled(spec))
+    scales = tuple(name for name in ("w_scale", "w_outer") if name not in _scales(spec))
     return (*scales, *without_low_rank(spec))
 
 
 def _boxes(spec: Spec) -> dict[str, Box]:
     c, codes = spec.config, code_layout(spec.dtype)
-    blocks = (c.block_n if spec.op is Op.DX else c.block_k) // BLOCK  # one after the other in memory
-    line = (1, 1) if spec.dtype in ZERO_DTYPES else ()  # of an expert
+    blocks = (c.block_n if spec.op is Op.DX else c.block_k) // BLOCK  # contiguous in memory
+    line = (1, 1) if spec.dtype in ZERO_DTYPES else ()  # expert and line of blocks are dimensions of their own
     return {
         "x": (min(c.block_m, BLOCK), BLOCK),
         "w": (*line, codes.words * blocks, WORD_ROW),
@@ -149,7 +158,7 @@ def _boxes(spec: Spec) -> dict[str, Box]:
 
 
 def _w_rows(spec: Spec, n: Sizes) -> int:
-    """N of w [E, N, K], whose rows dX's reduction is over."""
+    """Return N of w [E, N, K], for dX the length of the reduction."""
     return n["N"] if spec.op is Op.FORWARD else n["K"]
 
 
@@ -159,7 +168,7 @@ def _shapes(spec: Spec, n: Sizes) -> dict[str, TensorShape]:
     scales = line // codes.blocks_per_scale
 
     def blocks(count: int, size: int) -> TensorShape:
-        """Of an expert's lines of blocks, which are dimensions beside zero points alone."""
+        """Expert and line of blocks are dimensions of their own only for kernels with zero points."""
         sizes = n["E"], N // BLOCK, count, size
         return dense(*sizes) if spec.dtype in ZERO_DTYPES else dense(math.prod(sizes[:3]), size)
 
@@ -173,7 +182,7 @@ def _shapes(spec: Spec, n: Sizes) -> dict[str, TensorShape]:
 
 
 def _numbers(spec: Spec, n: Sizes) -> dict[str, int]:
-    """Experts have one outer scale each, or where codes have no other one for each of w's rows."""
+    """Each expert has one outer scale, or one for each of w's rows if the format has no other scale."""
     return {"stride_outer_e": _w_rows(spec, n) if code_layout(spec.dtype).scales == "none" else 1}
 
 
@@ -206,9 +215,8 @@ def _without_format(spec: Spec, arch: Arch) -> Constants:
     return {name: value for name, value in _constants(spec, arch).items() if name != "FORMAT"}
 
 
-# Codes of w and bf16 x: what was within 2 % of the fastest somewhere on an H100
-# (benchmarks/results/quantised-h100.journal.xz).
-# A tile of 64 columns shares out K between its warpgroups. Those of 8 bits take twice the room.
+# Forward: the configs within 2 % of the fastest in some cell on an H100 (benchmarks/results/quantised-h100.journal.xz).
+# A tile of 64 columns splits K between its warpgroups. Codes of 8 bits take twice the room.
 FOUR_BITS: Rows = (
     (16, 64, 1024, 8, 3),
     (16, 128, 512, 8, 4),
@@ -234,7 +242,7 @@ EIGHT_BITS_FITTED: Rows = (
     (128, 256, 64, 8, 5),
     (256, 128, 64, 8, 4),
 )
-# dX of them: the same on an H100 (benchmarks/results/coded-dx-h100.json.xz).
+# dX: likewise (benchmarks/results/coded-dx-h100.json.xz).
 DX_FOUR_BITS: Rows = (
     (16, 64, 512, 8, 3),
     (16, 128, 256, 8, 4),
@@ -276,14 +284,14 @@ ROWS_W4A16 = KernelEntry(
     dtypes=_OWN,
     fusions=UNGATHERED,
     needs=frozenset((Feature.WGMMA,)),
-    tiles=_every_tile(_OWN, _TURNED),
+    tiles=_all_tiles(_OWN, _OWN_DX),
     pointers=("x", "w", "w_scale", "w_outer", "y", "m_sizes", "index", "row_weights", "bias", *LOW_OPERANDS, "counter"),
     strides=("stride_y_m", "stride_outer_e"),
     steps=("m_sizes_step", "index_step", "index_end", "x_divisor", "flags", "R"),
     ranks={"x": 2, "w": 2, "w_scale": 2, "low_x": 2, "low_w": 3},
     descriptors=_descriptors,
     absent=_absent,
-    required=lambda spec: ("x", "w", *_scaled(spec), "y", "m_sizes", "counter", *needs_low_rank(spec)),
+    required=lambda spec: ("x", "w", *_scales(spec), "y", "m_sizes", "counter", *needs_low_rank(spec)),
     boxes=_boxes,
     constants=_constants,
     order=_order,
@@ -303,7 +311,7 @@ ROWS_W4A16_ZERO = ROWS_W4A16._replace(
     sha256="5b400accab3cdad3f2783789325af676d7985705067783d7634664c8b915cc4b",
     launched_since=1,
     dtypes=ZERO_DTYPES,
-    tiles=_every_tile(ZERO_DTYPES, ZERO_DTYPES),
+    tiles=_all_tiles(ZERO_DTYPES, ZERO_DTYPES),
     pointers=("x", "w", "w_scale", "w_zero", "y", "m_sizes", "index", "row_weights", "bias", *LOW_OPERANDS, "counter"),
     strides=("stride_y_m",),
     ranks={"x": 2, "w": 4, "w_scale": 4, "w_zero": 4, "low_x": 2, "low_w": 3},
@@ -317,7 +325,7 @@ ROWS_W4A16_MX8 = ROWS_W4A16._replace(
     sha256="398f0cffdd8051c94b720ab56090b24a3bfde1f2a80a1dd032d1e600543fda73",
     launched_since=1,
     dtypes=_MX8,
-    tiles=_every_tile(_MX8, _MX8),
+    tiles=_all_tiles(_MX8, _MX8),
     pointers=("x", "w", "w_scale", "y", "m_sizes", "index", "row_weights", "bias", *LOW_OPERANDS, "counter"),
     strides=("stride_y_m",),
     ranks={"x": 2, "w": 2, "w_scale": 2, "low_x": 2, "low_w": 3},

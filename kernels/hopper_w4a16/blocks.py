@@ -1,4 +1,4 @@
-"""What a warpgroup of ``wna16.rows_wna16`` multiplies: a block of w made bf16 in registers, and rows of x."""
+"""The operands of a warpgroup's product in ``rows_wna16`` (rows.py): a block of w as bf16, and rows of x."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def block_of(
     DX: gl.constexpr,
     OPERAND: gl.constexpr,
 ):
-    """What a warpgroup multiplies as its UNIT-th of a stage: blocks of its columns of one K, then of the next."""
+    """The UNIT-th block of w of a warpgroup in a stage: its columns' blocks at one K, then at the next."""
     DEEP: gl.constexpr = BLOCK_K // BLOCK
     MINE: gl.constexpr = max(1, BLOCK_N // (2 * BLOCK))
     if BLOCK_N == BLOCK:

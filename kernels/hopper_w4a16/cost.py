@@ -1,8 +1,8 @@
-"""The cost model of products whose w is of codes (``Schedule.W4A16``): docs/inside/cost-model.md.
+"""The cost model of the kernels for prepared quantised w and bf16 x (``Schedule.W4A16``): docs/inside/cost-model.md.
 
-A tile takes, for each step, the longer of what its codes take to become bf16 and be multiplied and of
-what its operands take out of L2. Tiles are handed out as programs become free, so the last ones are half a wave. That
-and the memory's time are joined as in ``cost_model.py``. Pure Python.
+A step of a tile takes the longer of two times: turning its codes into bf16 and multiplying them, and loading its
+operands from L2. Programs take tiles when they become free, so the last wave counts half. This and the memory's time
+are joined by a p-norm, like in ``cost_model.py``. Pure Python.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ from ..cost.routing import expected_rows
 from ..hardware.chips import Chip
 from . import ZERO_DTYPES, code_layout
 
-_GRAIN = 16  # rows: kernels/hopper_w4a16/rows.py rounds a fitted tile's up to so many
+_GRAIN = 16  # kernels/hopper_w4a16/rows.py rounds a fitted tile's rows up to a multiple of this
 
 
 class MixedConstants(NamedTuple):
-    """Fitted to launches on an H100 (benchmarks/results/quantised-sweep-h100.json.xz); ns, and of one SM.
+    """Constants in ns, of one SM, fitted to launches on an H100 (benchmarks/results/quantised-sweep-h100.json.xz).
 
-    int4_ns and nvfp4_ns are of later code, where the estimates of both GPUs' journals are off the least
-    (tests/kernels/hopper_w4a16/test_cost.py). step_ns is higher by a tile's own time: choices lose less without it.
+    int4_ns and nvfp4_ns are for later sources, fitted to both GPUs' journals
+    (tests/kernels/hopper_w4a16/test_cost.py). There is no constant for a tile's own time: step_ns includes it, because
+    choices are better this way.
     """
 
     start_ns: float
     step_ns: float  # a step's barriers
-    mxfp4_ns: float  # a block of 64 x 64 codes to bf16
+    mxfp4_ns: float  # turn a block of 64 x 64 codes into bf16
     int4_ns: float
     nvfp4_ns: float
     eight_bits_ns: float
-    turned_ns: float  # either, for dX
-    zero_ns: float  # what zero points add to either
-    row_ns: float  # a block by one row of x
+    turned_ns: float  # a block of any format, for dX
+    zero_ns: float  # added to a block with zero points
+    row_ns: float  # multiply a block by one row of x
     l2_bytes_per_ns: float
     memory_share: float  # of the chip's bandwidth
     norm: float
@@ -53,7 +54,7 @@ def _code_ns(codes: CodeLayout, c: MixedConstants) -> float:
 
 
 def estimate_us(problem: Problem, M: int, resources: Resources, chip: Chip, c: MixedConstants = MIXED) -> float:
-    """The expected time of one launch in microseconds."""
+    """Return the expected time of one launch in microseconds."""
     config = resources.config
     gemm, precision = gemm_of(problem), problem.dtype.precision
     rows = expected_rows(problem.E, M)

@@ -38,7 +38,7 @@ _TURNED_8: gl.constexpr = gl.constexpr(_turned(False))
 
 
 def _turned_swizzled() -> gl.SharedLinearLayout:
-    """As ``_swizzled``, of [pairs of rows, row of a pair, c, word]."""
+    """The layout of ``_swizzled`` for [pairs of rows, row of a pair, c, word]."""
     words = [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 1, 0], [0, 0, 2, 0]]
     rows = [[0, 1, 0, 0], [1, 0, 1, 0], [2, 0, 2, 0]]
     return gl.SharedLinearLayout([*words, *rows, *([1 << bit, 0, 0, 0] for bit in range(2, 5))])

@@ -4,7 +4,7 @@ w's codes become bf16 in registers (dequantize.py) and are wgmma's left operand,
 across, BLOCK_N columns of w by BLOCK_M rows of x, and is turned back when it is stored. One warp loads codes, scales
 and x through TMA, BLOCK_K of the reduction a stage; w lies in blocks of 64 x 64. Of a tile each of two warpgroups has
 half of the columns; of a tile of 64 columns, for few rows, each has every other block of K, and the sums are added.
-Tiles are handed out as programs become free. The arguments are those of ``portable.rows``, ``counter``, an int32
+Programs take tiles when they become free. The arguments are those of ``portable_plain.rows``, ``counter``, an int32
 that is zero before and after, and w's scales.
 
 With ``DX``, dx[g] = dy[g] @ w[g]: in the kernel's words N is still the result's columns and K the reduction, so w's
@@ -356,7 +356,7 @@ def rows_wna16(
 ):
     """y[to(m), n] = weight(m) * (sum_k x[m, k] * w[expert of m, n, k] + bias[expert of m, n]), w = codes x scales.
 
-    ``portable.rows`` of rows that nothing gathers. w and w_scale are prepared, and seen as rows of blocks: int32
+    ``portable_plain.rows`` of rows that nothing gathers. w and w_scale are prepared, and seen as rows of blocks: int32
     [E * N / 64 * K / 64 * words, 256], and bytes [blocks / blocks per scale, bytes of a block]. w_outer are scales of
     experts, or of y's columns with ``stride_outer_e`` from one expert's to the next's; with ``DX`` it is w[.., k, n].
     """

@@ -1,7 +1,7 @@
 """The grouped GEMM by rows for sm_90 with w of mxfp8 and x of bf16: ``rows.py`` for these codes and scales.
 
 A tile, a stage, a block of w and the order in which programs take tiles are as in ``rows.py``. Each block of w has a
-scale for each row and 32 of K (operand/mx8.py).
+scale for each row and 32 of K (dequantize_mx8.py).
 """
 
 from __future__ import annotations
@@ -322,7 +322,7 @@ def rows_wna16_mx8(
     """y[to(m), n] = weight(m) * (sum_k x[m, k] * w[expert of m, n, k] + bias[expert of m, n]).
 
     An element of w is a code of e4m3 x 2^(scale - 127), with one scale for each row and 32 of K. The arguments are
-    those of ``wna16.rows_wna16`` but w_outer. w and w_scale are prepared, and seen as rows of blocks: int32
+    those of ``rows_wna16`` (rows.py) but w_outer. w and w_scale are prepared, and seen as rows of blocks: int32
     [E * N / 64 * K / 64 * 4, 256], and bytes [E * N / 64 * K / 64, 128].
     """
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)

@@ -1,7 +1,7 @@
 """The grouped GEMM by rows for sm_90 with w of int4 codes with zero points and x of bf16: ``rows.py`` for these.
 
 A tile, a stage, a block of w and the order in which programs take tiles are as in ``rows.py``. Beside the scales of a
-line of blocks, TMA loads their zero points, one byte each (operand/zeroed.py). FORMAT is the name of the format of the
+line of blocks, TMA loads their zero points, one byte each (dequantize_zero.py). FORMAT is the name of the format of the
 same codes and scales without zero points.
 """
 
@@ -342,8 +342,8 @@ def rows_wna16_zero(
     """y[to(m), n] = weight(m) * (sum_k x[m, k] * w[expert of m, n, k] + bias[expert of m, n]).
 
     An element of w is (code - zero) * scale, with one scale and one zero point for each row and group of K.
-    The arguments are those of ``wna16.rows_wna16`` but w_outer. w, w_scale and w_zero are prepared, and are lines of
-    blocks: int32 [E, N / 64, K / 64 * 2, 256], and bytes [E, N / 64, K / 64 / blocks per scale, bytes of a block].
+    The arguments are those of ``rows_wna16`` (rows.py) without w_outer. w, w_scale and w_zero are prepared: lines of
+    blocks, int32 [E, N / 64, K / 64 * 2, 256], and bytes [E, N / 64, K / 64 / blocks per scale, bytes of a block].
     """
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     flat_bytes: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8, rank=2)

@@ -1,4 +1,8 @@
-"""Hopper's kernel for fp8 w and x with scales of 128x128 blocks: ``rows_w8a8``."""
+"""The warp-specialised kernel ``rows_w8a8`` for fp8 128x128 block on H100/H200 (sm_90): forward only.
+
+w is prepared and has a scale for each 128x128 block; x is e4m3 with a scale for each row and 128 of K. A row kernel
+quantises x before.
+"""
 
 from __future__ import annotations
 
@@ -27,22 +31,22 @@ from ..contract.spec import MAX_EXPERTS, Spec
 from ..hardware.arch import Arch, Feature
 from ..portable_plain import PLAIN
 
-DTYPES = frozenset((DType.FP8_BLOCK,))  # that products of codes in order have, of those that quantise x
-GROUP = 128  # of K, and columns of w, that share a scale
-SCALES = 256  # of x, that TMA loads at once
+DTYPES = frozenset((DType.FP8_BLOCK,))
+GROUP = 128  # elements of K, and rows of w, that share a scale
+SCALES = 256  # scales of x that TMA loads at once
 _ROWS, _COLUMNS = 128, 256  # of a tile
-_BUFFER_BYTES = 2 * 64 * 64 * 2  # of results on their way out, of both warpgroups
-_QUARTERS = BLOCK * BLOCK // 4 // WORD_ROW  # of a block of codes, each a row of its descriptor
-_MOST_STEPS = (1 << 20) - 1  # the loading warp passes on a tile's steps in 20 bits
+_BUFFER_BYTES = 2 * 64 * 64 * 2  # of one buffer for both warpgroups' results
+_QUARTERS = BLOCK * BLOCK // 4 // WORD_ROW  # rows of the descriptor of w in a block of codes
+_MOST_STEPS = (1 << 20) - 1  # the loading warp passes a tile's steps on in 20 bits
 
 
 def stage_bytes() -> int:
-    """Of shared memory for one step's operands and scales of x."""
+    """Return the bytes of shared memory for a step's operands and scales of x."""
     return (_ROWS + _COLUMNS) * GROUP + 4 * SCALES
 
 
 def scale_columns(M: int) -> int:
-    """Of x's scales, [K / 128, this]: TMA wants rows of whole 16 bytes."""
+    """Return the columns of x's scales [K / 128, columns] for M rows: TMA needs rows of whole 16 bytes."""
     return -(-M // 4) * 4
 
 
@@ -56,8 +60,8 @@ def _boxes(_spec: Spec) -> dict[str, Box]:
 
 
 def _shapes(_spec: Spec, n: Sizes) -> dict[str, TensorShape]:
-    deep, each = n["K"] // BLOCK, _QUARTERS * WORD_ROW
-    w = (deep, n["E"] * (n["N"] // BLOCK), _QUARTERS, WORD_ROW), (each, deep * each, WORD_ROW)
+    blocks, words = n["K"] // BLOCK, _QUARTERS * WORD_ROW
+    w = (blocks, n["E"] * (n["N"] // BLOCK), _QUARTERS, WORD_ROW), (words, blocks * words, WORD_ROW)
 
     def scales(M: int, _stride: int) -> tuple[Box, Box]:
         return (n["K"] // GROUP, scale_columns(M)), (scale_columns(M),)
@@ -88,7 +92,7 @@ def _order(_spec: Spec, _arch: Arch, _reduction: int) -> Order:
 
 
 def _descriptors(spec: Spec) -> tuple[str, ...]:
-    """Results leave through one where no index says where they go."""
+    """Results are stored through ``y_map`` unless an index names their rows."""
     return ("x", "w", "x_scale") if spec.fusion else ("x", "w", "x_scale", "y_map")
 
 
@@ -107,8 +111,8 @@ CANDIDATES: Rows = (
 
 
 def _candidates(_op: Op, _dtype: DType, _arch: Arch) -> list[Config]:
-    how = Schedule.W8A8_BLOCK, Loads.TMA
-    return configs(CANDIDATES, *how) + configs(CANDIDATES, *how, group_m=16)
+    schedule = Schedule.W8A8_BLOCK, Loads.TMA
+    return configs(CANDIDATES, *schedule) + configs(CANDIDATES, *schedule, group_m=16)
 
 
 ROWS_W8A8_BLOCK = KernelEntry(
@@ -136,19 +140,7 @@ ROWS_W8A8_BLOCK = KernelEntry(
             zeroes=True,
         ),
     ),
-    pointers=(
-        "x",
-        "w",
-        "x_scale",
-        "w_scale",
-        "y",
-        "y_map",
-        "m_sizes",
-        "index",
-        "row_weights",
-        "bias",
-        "counter",
-    ),
+    pointers=("x", "w", "x_scale", "w_scale", "y", "y_map", "m_sizes", "index", "row_weights", "bias", "counter"),
     strides=("stride_y_m",),
     steps=("m_sizes_step", "index_step", "index_end", "x_divisor", "flags"),
     ranks={"x": 2, "w": 4, "x_scale": 2, "y_map": 4},

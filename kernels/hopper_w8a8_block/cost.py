@@ -1,8 +1,8 @@
-"""The cost model of products whose x and w are of codes (``Schedule.W8A8_BLOCK``): docs/inside/cost-model.md.
+"""The cost model of the kernel for fp8 128x128 block (``Schedule.W8A8_BLOCK``): docs/inside/cost-model.md.
 
-A step of a tile takes what its products and sums take, 64 rows at a time, or its operands out of L2; a tile also its
-way out. Tiles are handed out as programs become free, so the last ones are half a wave. That and the memory's time are
-joined as in ``cost_model.py``. Pure Python.
+A step of a tile takes the longer of two times: its products and sums, 64 rows at a time, and loading its operands from
+L2. A tile also takes the time of its stores. Programs take tiles when they become free, so the last wave counts half.
+This and the memory's time are joined by a p-norm, like in ``cost_model.py``. Pure Python.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from ..cost.resources import Resources, handed_out, join
 from ..cost.routing import expected_rows
 from ..hardware.chips import Chip
 
-_HALF = 64  # rows of a tile that are multiplied, or left out, together
+_HALF = 64  # rows of a tile that are multiplied or skipped together
 
 
 class ScaledConstants(NamedTuple):
-    """Fitted to launches on an H100 (benchmarks/results/quantised-h100.journal.xz); ns, and of one SM."""
+    """Constants in ns, of one SM, fitted to launches on an H100 (benchmarks/results/quantised-h100.journal.xz)."""
 
     start_ns: float
     tile_ns: float  # between two tiles of a program
     half_ns: float  # 64 rows of a step
     step_ns: float  # a step's barriers
     l2_bytes_per_ns: float
-    shallow: float  # of the products' time, for each stage below four
+    shallow: float  # share of the products' time that each stage below four adds
     memory_share: float  # of the chip's bandwidth
     norm: float
 
@@ -33,7 +33,7 @@ SCALED = ScaledConstants(14907.0, 1006.0, 345.4, 152.1, 59.1, 0.01, 0.887, 6.76)
 
 
 def estimate_us(problem: Problem, M: int, resources: Resources, chip: Chip, c: ScaledConstants = SCALED) -> float:
-    """The expected time of one launch in microseconds; x is quantised before."""
+    """Return the expected time of one launch in microseconds, without the row kernel that quantises x."""
     config = resources.config
     E, N, K, precision = problem.E, problem.N, problem.K, problem.dtype.precision
     rows = expected_rows(E, M)

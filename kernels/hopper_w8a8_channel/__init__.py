@@ -1,4 +1,7 @@
-"""Hopper's kernel for fp8 w and x with a scale for each row of both: ``rows_w8a8_channel``."""
+"""The warp-specialised kernel ``rows_w8a8_channel`` for fp8 per-channel on H100/H200 (sm_90): forward only.
+
+w is prepared and has a scale for each row; x is e4m3 with a scale for each row. A row kernel quantises x before.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +31,15 @@ from ..hardware.arch import Arch, Feature
 from ..portable_plain import PLAIN
 
 DTYPES = frozenset((DType.FP8_CHANNEL,))
-LINE = 128  # of K, that TMA loads of each row of x at once
-PART = 2048  # of K, that the tensor cores sum
-_MOST_K = 32768  # sums in fp16 are of 448 x 448 x 2^-17 at most for each of K
-_MOST_SUMS = 128  # of a thread, in fp32: tiles with more keep those of earlier parts in fp16
-_SWITCHES_BYTES = 1024  # of shared memory: barriers, and what else is not counted here
+LINE = 128  # elements of K that TMA loads of each row of x at once
+PART = 2048  # elements of K that the tensor cores sum
+_MOST_K = 32768  # sums are in fp16, and each element of K adds at most 448 x 448 x 2^-17
+_MOST_SUMS = 128  # of a thread, in fp32: tiles with more keep the sums of earlier parts in fp16
+_SWITCHES_BYTES = 1024  # of shared memory: barriers, and the rest that is not counted here
 
 
 def stores_by_tma(spec: Spec) -> bool:
-    """Whether results leave through a descriptor: boxes of 64 x 64, and no index says where they go."""
+    """Return whether results are stored through ``y_map``: in boxes of 64 x 64, unless an index names their rows."""
     return not spec.fusion and spec.config.block_m >= BLOCK
 
 
@@ -63,7 +66,7 @@ def _constants(spec: Spec, arch: Arch) -> Constants:
     tables = 2 * c.block_m * (12 if spec.fusion else 4)
     sums = BLOCK * c.block_m * 4 if c.block_n == BLOCK else 0
     operands = c.num_stages * (c.block_m + c.block_n) * c.block_k
-    buffer = 2 * min(c.block_m, BLOCK) * BLOCK * 2  # of both warpgroups
+    buffer = 2 * min(c.block_m, BLOCK) * BLOCK * 2  # for both warpgroups' results
     room = arch.limits.shared_per_block_bytes - _SWITCHES_BYTES - tables - sums - operands
     return {
         "BLOCK_M": c.block_m,
@@ -140,8 +143,9 @@ FITTED: Rows = (
 
 
 def _candidates(_op: Op, _dtype: DType, _arch: Arch) -> list[Config]:
-    how = Schedule.W8A8_CHANNEL, Loads.TMA
-    return configs(FIXED, *how) + configs(FITTED, *how, fitted=True) + configs(FITTED[:1], *how, group_m=1, fitted=True)
+    schedule = Schedule.W8A8_CHANNEL, Loads.TMA
+    pool = configs(FIXED, *schedule) + configs(FITTED, *schedule, fitted=True)
+    return pool + configs(FITTED[:1], *schedule, group_m=1, fitted=True)
 
 
 ROWS_W8A8_CHANNEL = KernelEntry(
@@ -159,19 +163,7 @@ ROWS_W8A8_CHANNEL = KernelEntry(
         *_tiles(TileRows.FITTED, (64, 128), (128, 256), (128, 256)),
         *_tiles(TileRows.FITTED, (256,), (128,), (128, 256)),
     ),
-    pointers=(
-        "x",
-        "w",
-        "x_scale",
-        "w_scale",
-        "y",
-        "y_map",
-        "m_sizes",
-        "index",
-        "row_weights",
-        "bias",
-        "counter",
-    ),
+    pointers=("x", "w", "x_scale", "w_scale", "y", "y_map", "m_sizes", "index", "row_weights", "bias", "counter"),
     strides=("stride_y_m",),
     steps=("m_sizes_step", "index_step", "index_end", "x_divisor", "flags"),
     ranks={"x": 2, "w": 3, "y_map": 4},

@@ -1,8 +1,8 @@
-"""The cost model of products whose x and w are of codes with a scale a row (``Schedule.W8A8_CHANNEL``).
+"""The cost model of the kernel for fp8 per-channel (``Schedule.W8A8_CHANNEL``): docs/inside/cost-model.md.
 
-docs/inside/cost-model.md. A step of a tile takes what its products take, or its operands out of L2; a tile also its way
-out. Tiles are handed out as programs become free, so the last ones are half a wave. That and the memory's time are
-joined as in ``cost_model.py``. Pure Python.
+A step of a tile takes the longer of two times: its products, and loading its operands from L2. A tile also takes the
+time of its stores. Programs take tiles when they become free, so the last wave counts half. This and the memory's time
+are joined by a p-norm, like in ``cost_model.py``. Pure Python.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from ..cost.resources import Resources, handed_out, join
 from ..cost.routing import expected_rows
 from ..hardware.chips import Chip
 
-_GRAIN = 16  # rows: kernels/hopper_w8a8_channel/rows.py rounds a fitted tile's up to so many
+_GRAIN = 16  # kernels/hopper_w8a8_channel/rows.py rounds a fitted tile's rows up to a multiple of this
 
 
 class RowScaledConstants(NamedTuple):
-    """Fitted to launches on an H100; ns, and of one SM."""
+    """Constants in ns, of one SM, fitted to launches on an H100."""
 
     start_ns: float
     tile_ns: float  # between two tiles of a program
     step_ns: float  # a step's barriers
-    block_ns: float  # a block of 64 x 64 codes, whatever the rows
-    row_ns: float  # a block by one row of x
+    block_ns: float  # a block of 64 x 64 codes, for any number of rows
+    row_ns: float  # multiply a block by one row of x
     l2_bytes_per_ns: float
     memory_share: float  # of the chip's bandwidth
     norm: float
@@ -39,7 +39,7 @@ ROW_SCALED = RowScaledConstants(12778.0, 228.0, 16.2, 7.29, 0.741, 75.3, 0.934, 
 def estimate_us(
     problem: Problem, M: int, resources: Resources, chip: Chip, c: RowScaledConstants = ROW_SCALED
 ) -> float:
-    """The expected time of one launch in microseconds; x is quantised before."""
+    """Return the expected time of one launch in microseconds, without the row kernel that quantises x."""
     config = resources.config
     E, N, K, precision = problem.E, problem.N, problem.K, problem.dtype.precision
     rows = expected_rows(E, M)

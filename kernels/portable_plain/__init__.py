@@ -1,4 +1,10 @@
-"""The kernels for plain dtypes on every GPU: ``rows`` (forward and dX) and ``weight`` (dW)."""
+"""The portable kernels for plain dtypes, for all supported GPUs.
+
+- ``rows`` (rows.py): forward and dX. Operands come through pointers or, from sm_90 on, TMA.
+- ``weight`` (weight.py): dW.
+
+The lists of configs to try are by generation of GPU. Other folders reuse this one's arguments and shapes.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +29,13 @@ from ..contract.order import LANES, WIDE_FROM_REGISTERS, Order, instruction
 from ..contract.spec import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec, indexed, result_columns, w_kn
 from ..hardware.arch import Arch, Feature, Generation
 
-# The forms of rows that gather nothing: see spec.code_of.
+# Fusions as ``spec.code_of`` returns them.
 PLAIN = frozenset((Fusion.NONE, Fusion.SCATTER))
 UNGATHERED = PLAIN | {Fusion.LOW_RANK}
 GATHERING = frozenset((Fusion.GATHER, Fusion.LOW_RANK | Fusion.GATHER))
 LOW_OPERANDS = ("low_x", "low_w")
-# A program that has one tile asks once for its expert (kernels/portable_plain/lookup.py). Others scan the counts for
-# every tile, where they are of more than MAX_EXPERTS.
+# A program with a single tile looks its expert up once (kernels/portable_plain/lookup.py). Persistent programs scan the
+# counts for each tile if there are more than MAX_EXPERTS.
 _LIMITS = {Schedule.TILE: Limits(MAX_EXPERTS), Schedule.PERSISTENT: Limits(MAX_EXPERTS_FALLBACK)}
 
 
@@ -44,19 +50,19 @@ _WEIGHT_TILES = tuple(
 
 
 def row_operands(spec: Spec) -> tuple[str, ...]:
-    """What products of rows load through TMA: rows that an index picks can't."""
+    """Return the operands of forward and dX that TMA loads; it can't load rows that an index picks."""
     if spec.config.loads is not Loads.TMA:
         return ()
     return ("w",) if Fusion.GATHER in spec.fusion else ("x", "w")
 
 
 def without_low_rank(spec: Spec) -> tuple[str, ...]:
-    """The words of a low-rank part, of code that adds none."""
+    """Return the arguments of LOW_RANK if the variant does not have it; they are absent."""
     return () if Fusion.LOW_RANK in spec.fusion else (*LOW_OPERANDS, "R")
 
 
 def needs_low_rank(spec: Spec) -> tuple[str, ...]:
-    """The same, of code that does."""
+    """Return the arguments of LOW_RANK if the variant has it; they are required."""
     return (*LOW_OPERANDS, "R") if Fusion.LOW_RANK in spec.fusion else ()
 
 
@@ -76,7 +82,7 @@ def _weight_boxes(spec: Spec) -> dict[str, Box]:
 
 
 def row_shapes(spec: Spec, n: Sizes) -> dict[str, TensorShape]:
-    """Shapes of the descriptors of a product of rows; w may have fewer rows than y has columns (``w_rows``)."""
+    """Return the shapes of the descriptors of forward and dX; w may have fewer rows than y has columns (``w_rows``)."""
     kn, strides = w_kn(spec), (n["stride_w_e"], n["stride_w_row"])
     w = (n["E"], n["K"], n["N"]) if kn else (n["E"], n["w_rows"], n["K"])
     read = ("E", *(("K", "N") if kn else ("N", "K")), "stride_w_e", "stride_w_row", "one")
@@ -89,7 +95,7 @@ def row_shapes(spec: Spec, n: Sizes) -> dict[str, TensorShape]:
 
 
 def low_shapes(n: Sizes, *, kn: bool) -> dict[str, TensorShape]:
-    """Shapes of a low-rank part's descriptors. Its second matrix has contiguous columns if w has."""
+    """Return the shapes of LOW_RANK's descriptors. ``low_w`` has contiguous columns if w has (``kn``)."""
     sizes = (n["R"], n["N"]) if kn else (n["N"], n["R"])
     return {"low_x": of_rows(n["R"], ""), "low_w": dense(n["E"], *sizes)}
 
@@ -117,10 +123,10 @@ def _row_constants(spec: Spec, arch: Arch) -> Constants:
 
 
 def _turned(spec: Spec, arch: Arch) -> bool:
-    """Whether code on wgmma takes w from registers, turned round on the way: see kernels/portable_plain/rows.py."""
+    """Return whether the kernel computes transposed tiles, with w in registers: kernels/portable_plain/rows.py."""
     wgmma = arch.has(Feature.WGMMA) and spec.config.block_m >= 64 and spec.config.num_warps >= 4
     turned = wgmma and spec.dtype is DType.TF32 and w_kn(spec) and "w" in row_operands(spec)
-    return turned and Fusion.LOW_RANK not in spec.fusion  # whose sums are not turned round
+    return turned and Fusion.LOW_RANK not in spec.fusion  # LOW_RANK's sums are not transposed
 
 
 def order_of_plain(spec: Spec, arch: Arch, _reduction: int) -> Order:
@@ -155,7 +161,7 @@ def _sizes(spec: Spec) -> Constants:
 
 
 # The configs to try, best guesses first.
-# IEEE fp32 has no tensor cores: small tiles, bound by the FMA pipes.
+# IEEE fp32 runs on the FMA pipes, without tensor cores: small tiles.
 FP32: Rows = (
     (64, 64, 16, 4, 3),
     (64, 64, 32, 4, 2),
@@ -212,7 +218,7 @@ AMPERE_TILE: Rows = (
     (64, 64, 64, 4, 4),
     (64, 128, 64, 4, 3),
 )
-# dW, nothing measured: short steps waste less on ragged ends.
+# dW, not measured: short steps waste less on ragged ends.
 AMPERE_DW: Rows = (
     (64, 128, 256, 8, 3),
     (32, 128, 256, 8, 3),
@@ -233,7 +239,7 @@ AMPERE_DW: Rows = (
     (64, 64, 64, 4, 4),
 )
 
-# Blackwell: TMA, nothing measured.
+# Blackwell: TMA, not measured.
 # 128 rows for large M, 64-row tiles where experts have few rows.
 BLACKWELL_PERSISTENT: Rows = (
     (128, 256, 64, 8, 3),
@@ -251,13 +257,13 @@ BLACKWELL_PERSISTENT: Rows = (
     (128, 64, 64, 4, 4),
     (32, 128, 128, 4, 3),
     (16, 128, 256, 8, 3),
-    # what fits 99 KiB
+    # These fit 99 KiB.
     (128, 256, 32, 8, 4),
     (128, 128, 32, 8, 4),
     (64, 256, 32, 4, 4),
     (64, 128, 64, 4, 3),
 )
-_BLACKWELL_SMALL = 15  # where those begin that fit 99 KiB
+_BLACKWELL_SMALL = 15  # index of the first that fits 99 KiB
 # dW: short steps waste less on ragged ends.
 BLACKWELL_DW: Rows = (
     (64, 128, 256, 8, 3),
@@ -280,8 +286,8 @@ BLACKWELL_DW: Rows = (
     (32, 64, 64, 4, 6),
 )
 
-# Hopper: what won on an H200, and its neighbours.
-# Forward: what was within 2 % of the fastest somewhere on an H200 (bf16, docs/inside/cost-model.md).
+# Hopper: the fastest configs on an H200, and similar ones.
+# Forward: within 2 % of the fastest in some cell on an H200 (bf16, docs/inside/cost-model.md).
 HOPPER_PERSISTENT: Rows = (
     (128, 256, 64, 8, 3),
     (128, 256, 64, 8, 4),
@@ -317,13 +323,13 @@ HOPPER_POINTER: Rows = (
     (16, 128, 128, 4, 3),
     (16, 64, 256, 4, 3),
 )
-# The same, evict-first: at one token, w's lines leave L2 first.
+# Forward at one token, with w evicted from L2 first.
 HOPPER_EVICT_FIRST: Rows = (
     (16, 64, 128, 4, 4),
     (16, 128, 128, 4, 3),
     (16, 64, 256, 4, 3),
 )
-# dX: what was within 2 % of the fastest somewhere.
+# dX: within 2 % of the fastest in some cell.
 HOPPER_DX_PERSISTENT: Rows = (
     (128, 256, 64, 8, 3),
     (64, 256, 64, 4, 4),
@@ -356,8 +362,7 @@ HOPPER_DX_POINTER: Rows = (
     (16, 64, 256, 4, 3),
     (16, 64, 128, 4, 4),
 )
-# dW (a tile is block_n x block_k of one expert, block_m rows a step): the same,
-# warp-specialised kernels aside.
+# dW (a tile is block_n x block_k of one expert, a step block_m rows): within 2 % of the fastest of these kernels.
 HOPPER_DW: Rows = (
     (32, 64, 256, 4, 4),
     (32, 128, 128, 4, 4),
@@ -383,9 +388,9 @@ HOPPER_DW_POINTER: Rows = (
     (32, 128, 128, 4, 3),
     (16, 64, 128, 4, 4),
 )
-# tf32, as they are: with fewer than 64 rows or 4 warps a tile runs on mma.sync. wgmma wants the reduction
-# contiguous in both operands of this type in shared memory: dX's w goes through registers, where the fastest tiles are
-# two to an SM. Of dW neither is: specialised kernels run it on mma.sync (kernels/gluon/tf32.py).
+# tf32 (not scaled by ``scaled``). With fewer than 64 rows or 4 warps a tile runs on mma.sync. For tf32, wgmma needs the
+# reduction contiguous in both operands in shared memory. In dX w is not, and goes through registers; the fastest tiles
+# are two to an SM. In dW neither operand is: specialised kernels run it on mma.sync (kernels/gluon/tf32.py).
 TF32: Rows = ((128, 128, 32, 8, 4),)
 TF32_DX: Rows = (
     (128, 128, 32, 4, 3),
@@ -448,7 +453,7 @@ def _weight_candidates(_op: Op, dtype: DType, arch: Arch) -> list[Config]:
 def _row_fallbacks(_op: Op, dtype: DType, _arch: Arch) -> list[Config]:
     if dtype is DType.FP32:
         return configs(((16, 32, 32, 4, 2), (64, 64, 16, 8, 2)))
-    # 8 warps: each thread's share of the 4096 experts and of the loads one by one must stay in registers.
+    # 8 warps: each thread's share of MAX_EXPERTS counts and of single-element loads must stay in registers.
     return configs(((16, 64, 64, 8, 2), (64, 128, 32, 8, 2)))
 
 
@@ -457,14 +462,14 @@ def _weight_fallbacks(_op: Op, dtype: DType, _arch: Arch) -> list[Config]:
 
 
 def scaled(rows: Rows, dtype: DType) -> Rows:
-    """Rows that were found for 2 bytes: of 4 the reduction step is half as long, so the bytes are the same."""
+    """Adapt configs of 2-byte dtypes to tf32: half the reduction step, so that its bytes are equal."""
     if dtype is not DType.TF32:
         return rows
     return tuple((m, n, max(16, k // 2), warps, stages) for m, n, k, warps, stages in rows)
 
 
 def scaled_dw(rows: Rows, dtype: DType) -> Rows:
-    """Rows of dW, scaled as by ``scaled``."""
+    """Adapt dW's configs of 2-byte dtypes to tf32: half the rows of a step."""
     if dtype is not DType.TF32:
         return rows
     return tuple((max(16, m // 2), n, k, warps, stages) for m, n, k, warps, stages in rows)

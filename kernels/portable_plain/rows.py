@@ -28,7 +28,7 @@ from .zero_rows import clear_unnamed
 _WEIGHT: tl.constexpr = tl.constexpr(4)
 _BIAS: tl.constexpr = tl.constexpr(8)
 _TO_CLEAR: tl.constexpr = tl.constexpr(2 | 16)  # SCATTER and ZERO_TAIL
-_CLEARED: tl.constexpr = tl.constexpr(16)  # rows for a program; kernels.abi.CLEARER_ROWS
+_CLEARED: tl.constexpr = tl.constexpr(16)  # rows for a program: CLEARER_ROWS in kernels/contract/words.py
 _FEW_ROWS: tl.constexpr = tl.constexpr(32)  # of a tile whose loads leave out the rows past the end
 
 
@@ -72,7 +72,7 @@ def _store_rows(
 
 @triton.jit
 def _in_registers(tile):
-    """The same tile, which the compiler then hands to the tensor cores from registers, in whatever order it lies."""
+    """The tile, unchanged; the compiler then passes it to the tensor cores from registers, in any order."""
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=True, pack=1)
 
 

@@ -1,4 +1,8 @@
-"""The kernel for quantised w in the checkpoint layout and bf16 x, on every GPU (forward and dX)."""
+"""The portable kernel ``coded`` for quantised w and bf16 x, for all supported GPUs: forward and dX.
+
+w's codes become bf16 in registers. The forward reads w in the checkpoint layout; dX reads it in the checkpoint layout
+or prepared.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +18,20 @@ from ..contract.spec import MAX_EXPERTS, Spec
 from ..hardware.arch import Arch
 from ..portable_plain import PLAIN
 
-DTYPES = frozenset(one for one in DType if one.quantised and not one.quantises_x)
-_LINE_BYTES = 16  # of a row of codes: as many as are loaded at once
+DTYPES = frozenset(dtype for dtype in DType if dtype.quantised and not dtype.quantises_x)
+_LINE_BYTES = 16  # of a row of codes, loaded at once
 _BLOCKS = (64, 128, 256)
 
 
 def _scale(spec: Spec) -> Scale:
-    found = spec.dtype.precision.w.scale
-    if found is None:
+    scale = spec.dtype.precision.w.scale
+    if scale is None:
         raise AssertionError(f"{spec.dtype.value} has no scale")
-    return found
+    return scale
 
 
 def order_of(spec: Spec) -> int:
-    """The order of the codes that a variant reads: runtime/weights/order.py numbers them."""
+    """Return the number of the order of codes that a variant reads: see runtime/weights/order.py."""
     if spec.layout is Layout.STORED:
         return 0
     return 2 if spec.dtype.precision.w.bits == 8 else 1
@@ -40,7 +44,7 @@ def _absent(spec: Spec) -> tuple[str, ...]:
 
 def _constants(spec: Spec, _arch: Arch) -> Constants:
     c, scale = spec.config, _scale(spec)
-    whole = scale.zero_bits and not order_of(spec)  # beside prepared codes both are less 8: runtime/weights/order.py
+    whole = scale.zero_bits and not order_of(spec)  # prepared codes and zero points are minus 8: order.py
     return {
         "BLOCK_M": c.block_m,
         "BLOCK_N": c.block_n,
@@ -65,14 +69,14 @@ def _order(spec: Spec, arch: Arch, _reduction: int) -> Order:
 
 
 def _pointees(spec: Spec) -> Mapping[str, str]:
-    """What the pointers at codes and scales point at, in Triton's words."""
+    """Return the element types of codes and scales, by Triton's names."""
     scale = {"e8m0": "u8", "e4m3": "u8", "bf16": "bf16", "fp32": "fp32"}[_scale(spec).name]
     word, zero = ("*i32", "*i8") if order_of(spec) else ("*u8", "*u8")
     return {"w": word, "w_scale": f"*{scale}", "w_zero": zero, "w_outer": "*fp32"}
 
 
 def _multiples(spec: Spec) -> Mapping[str, int]:
-    """Of aligned code, beside those of x and y: whole lines of codes in each row of w."""
+    """Aligned variants assume whole lines of codes in each row of w."""
     codes = BLOCK if order_of(spec) else _LINE_BYTES * 8 // spec.dtype.precision.w.bits
     rows = BLOCK if order_of(spec) else 8
     columns, reduction = (codes, rows) if spec.op is Op.DX else (rows, codes)
@@ -80,13 +84,13 @@ def _multiples(spec: Spec) -> Mapping[str, int]:
 
 
 def _layouts(op: Op) -> frozenset[Layout]:
-    """Codes that were put in order for a forward by another kernel are dX's, too."""
+    """dX also reads weights that were prepared for another kernel's forward."""
     return frozenset((Layout.STORED,)) if op is Op.FORWARD else frozenset((Layout.NK, Layout.STORED))
 
 
-# Few rows wait for w: long steps of codes, little of anything else. Many are bound by turning codes into bf16, which
-# large tiles share out. Each was the fastest of some number of rows on an H200 (benchmarks/speed/coded.py), but for the
-# last two of 8 bits, which nobody has timed.
+# With few rows the time is that of loading w: long steps. With many rows it is that of turning codes into bf16, which
+# large tiles do less often. Each config was the fastest for some number of rows on an H200 (benchmarks/speed/coded.py),
+# except the last two of 8 bits, which are not measured.
 FOUR_BITS: Rows = (
     (16, 64, 256, 4, 3),
     (64, 128, 64, 4, 3),
@@ -96,7 +100,7 @@ EIGHT_BITS: Rows = (
     (16, 64, 128, 4, 4),
     (64, 128, 64, 4, 3),
     (128, 128, 64, 8, 3),
-    (64, 64, 128, 4, 3),  # dX of codes in order wants one block of columns
+    (64, 64, 128, 4, 3),  # for dX of prepared codes: one block of columns
     (128, 64, 64, 4, 3),
 )
 

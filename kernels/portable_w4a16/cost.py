@@ -1,10 +1,9 @@
-"""The cost model of products whose w is of codes as stored, by the kernels for all GPUs: docs/inside/cost-model.md.
+"""The cost model of the portable kernels for quantised w, ``coded`` and ``w8a8``: docs/inside/cost-model.md.
 
-As in kernels/hopper_w4a16/cost.py, with what differs between GPUs taken from their tables: a tile takes its start and,
-for each step, the longest of turning its codes into bf16, multiplying them and loading both operands; tiles are handed
-out as programs become free. Where codes are multiplied by codes x is turned into such in place of w, each step's
-product is added to sums, and the product itself takes half as long. One constant is measured (``eight_bits_apart``),
-the others are counted instructions, and figures of ``constants.py``.
+A tile takes its start and, for each step, the longer of two times: turning its codes into bf16 and multiplying them,
+and loading both operands. Programs take tiles when they become free. ``w8a8`` turns x into codes instead of w into
+bf16, adds each step's product to sums, and multiplies twice as fast. Figures of a GPU are from the tables of GPUs and
+``constants.py``. One constant is measured (``eight_bits_apart``), the others are counted instructions.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ from ..cost.routing import expected_rows
 from ..hardware.arch import Feature, arch_of
 from ..hardware.chips import Chip
 
-_TCGEN05_ROWS = 64  # of the least tile
+_TCGEN05_ROWS = 64  # of the smallest tile
 
 
 class CodedConstants(NamedTuple):
-    """Per element of w what each step takes beside loads, in instructions of a lane; and a step's own latency."""
+    """Instructions of a lane for each element of a step, without loads; and a program's latencies in ns."""
 
-    four_bits: float = 9.0  # unpack, two products, half a conversion, to shared memory and back
+    four_bits: float = 9.0  # of w: unpack, two products, half a conversion, to shared memory and back
     eight_bits: float = 9.0
-    eight_bits_apart: float = 60.0  # codes in order, over one block of columns: 6 x as long on an H200
+    eight_bits_apart: float = 60.0  # prepared codes, tiles wider than a block: 6 times as long on an H200
     of_x: float = 6.0  # x to codes: widen, largest, scale, half a conversion, to shared memory and back
-    of_largest: float = 3.0  # the first time round, where a scale is of a whole row
+    of_largest: float = 3.0  # x is read once more first if a scale is for a whole row
     promoted: float = 2.0  # for each sum
-    rate: float = 2.0  # of e4m3, of that of bf16
-    widened: float = 2.0  # w to fp16, where tiles of so few rows have no products of e4m3
-    step_ns: float = 350.0  # barriers, and the way through shared memory, of one program
+    rate: float = 2.0  # of e4m3 products over bf16 products
+    widened: float = 2.0  # w to fp16, for tiles that are too small for e4m3 products
+    step_ns: float = 350.0  # a program's barriers, and the way through shared memory
     tile_ns: float = 1500.0
     norm: float = 4.0
 
@@ -51,7 +50,7 @@ def estimate_us(
     constants: Constants = CONSTANTS,
     c: CodedConstants = CODED,
 ) -> float:
-    """The expected time of one launch in microseconds; infinity where not one program fits an SM."""
+    """Return the expected time of one launch in microseconds; infinity if no program fits an SM."""
     config, arch, family = resources.config, arch_of(chip.sm), constants.family(chip.sm)
     programs = occupancy(resources, arch.limits)
     if not programs:

@@ -1,4 +1,7 @@
-"""The kernel for fp8 w in the checkpoint layout that quantises x itself, where a GPU multiplies e4m3 (forward)."""
+"""The portable kernel ``w8a8`` for fp8 w and x, for GPUs that multiply e4m3: forward only.
+
+w has the checkpoint layout. The kernel quantises x itself. H100/H200 (sm_90) have faster kernels for prepared w.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ from ..hardware.arch import Arch, Feature, Generation
 from ..portable_plain import PLAIN
 
 DTYPES = frozenset((DType.FP8_BLOCK, DType.FP8_CHANNEL))
-STEP = 128  # of K: x's and w's scales of fp8_block are for so many
-_LINE_BYTES = 16  # of a row of codes: as many as are loaded at once
-# Codes by codes, of which nothing was timed. A step is 128 of K; x, of 16 bits until it is loaded, takes most room.
+STEP = 128  # elements of K, the block of fp8_block's scales
+_LINE_BYTES = 16  # of a row of codes, loaded at once
+# Not measured. x takes most of shared memory: it has 16 bits until it is loaded.
 CANDIDATES: Rows = (
     (16, 64, 128, 4, 4),
     (16, 128, 128, 4, 3),
@@ -28,7 +31,7 @@ FALLBACKS: Rows = ((32, 64, 128, 4, 2),)
 
 
 def _candidates(op: Op, dtype: DType, arch: Arch) -> list[Config]:
-    """Hopper has faster kernels of its own, for prepared w."""
+    """Return no configs for Hopper, which has faster kernels for prepared w."""
     return no_configs(op, dtype, arch) if arch.generation is Generation.HOPPER else configs(CANDIDATES, Schedule.TILE)
 
 

@@ -1,26 +1,26 @@
-"""The row kernels: their arguments, flags and grids, in plain Python.
+"""The row kernels: their entries, arguments, flags, configs and grids, in plain Python.
 
-Their words of launch ABI 1, beside those of kernels/registry.py (``M`` counts rows, ``columns`` those of a
-row of a or y):
+A row kernel computes a ``RowOp``: it gathers, quantises, activates, combines or clears rows, or sorts slots. Its
+arguments by launch ABI 1, in addition to those in kernels/contract/words.py:
 
 =========================  ===================================================================
 ``h a da dh x y out``      device pointers to dense rows in the variant's dtype
-``codes scale``            device pointers to e4m3 [M, columns], and fp32 [columns / 128, M] in rows of whole 16
-                           bytes, or with a scale a row fp32 [M]
-``row_weights dweights``   device pointers to float32 by index, or NARROW to the variant's dtype
-``index experts used``     device pointers to 32-bit words: of each row, of each slot, one
-``places``                 device pointer to int32: each slot's row in the sorted order, -1 for one of no expert
+``codes scale``            device pointers to e4m3 [M, columns] and fp32 [columns / 128, M] in rows of whole 16 bytes,
+                           or fp32 [M] for a scale a row
+``row_weights dweights``   device pointers to float32 by index, or with NARROW to the variant's dtype
+``index experts used``     device pointers to 32-bit words: for each row, for each slot, a single word
+``places``                 device pointer to int32: each slot's row in the sorted order, -1 if it has no expert
 ``bias``                   device pointer to dense [E, columns] in the variant's dtype
-``named``                  device pointer to bytes, of each row of y one: zero at first
-``ids order``              device pointers, by slot: to 32-bit words, to int64 (SORT_SLOTS has room in ``experts``
-                           for whole chunks, from a multiple of 16 bytes on)
+``named``                  device pointer to a byte for each row of y, zero at first
+``ids order``              device pointers, by slot: to 32-bit words, to int64 (for SORT_SLOTS ``experts`` has room
+                           for whole chunks, aligned to 16 bytes)
 ``bounds m_sizes counts``  device pointers to int32: [E + 1], [E], [chunks, E + 1]
-``M columns top_k E``      int32; ``M`` counts rows, of SORT_SLOTS slots, of CLEAR entries of the index; CLEAR's
+``M columns top_k E``      int32; ``M`` counts rows, for SORT_SLOTS slots, for CLEAR entries of the index; CLEAR's
                            ``columns`` are 32-bit words of a row of any dtype; E is at most the record's max_experts
-``rows index_end``         int32: rows of y; the first index that names none
+``rows index_end``         int32: rows of y; the first index that names no row
 ``index_step ids_step``    int32, like ``m_sizes_step``: 1 for int32, 2 for int64
 ``flags``                  int32: the activation (activations.KINDS) and the flags below
-``limit alpha beta``       int32: the bits of the activation's float32 numbers (``Activation.words``), and so
+``limit alpha beta``       int32: the bits of the activation's float32 numbers (``Activation.words``)
 ``linear_beta``
 =========================  ===================================================================
 """
@@ -34,11 +34,11 @@ from ...artifacts.records.problem import Fusion, Layout, Op, RowOp
 from ...artifacts.tuples import NamedTuple
 from ..contract.entry import Entry
 
-# Of ``flags``: in its lowest bits the activation, then how it is done. kernels/rowops/activation.py has the same.
+# ``flags``: the activation in the lowest bits, then options. kernels/rowops/activation.py has the same values.
 KIND = 7
 GATED = 8
 INTERLEAVED = 16
-USED = 32  # ``used`` says how many rows belong to an expert
+USED = 32  # ``used`` is the number of rows that belong to an expert
 WEIGHTED = 64
 WRITES_DH = 128
 WRITES_A = 256
@@ -46,18 +46,17 @@ WRITES_DWEIGHTS = 512
 # The two launches of GATHER that read each row of x once; kernels/rowops/gather_combine.py has the same values.
 NOTES = 1024
 BY_TOKEN = 2048
-# The routing weights that are read, and their gradients, are of the variant's dtype; COMBINE adds a bias.
+# Routing weights (NARROW) or their gradients have the variant's dtype; COMBINE adds a bias (BIASED).
 NARROW = 4096
 NARROW_DWEIGHTS = 8192
 BIASED = 16384
-PICKED = 32768  # QUANTIZE's rows of x are picked by an index; kernels/rowops/quantize.py has the same value
-NOTED_ROWS = 256  # that a program looks at
-# What a launch of SORT_SLOTS does; kernels/rowops/sort.py has the same values.
+PICKED = 32768  # an index picks QUANTIZE's rows of x; kernels/rowops/quantize.py has the same value
+NOTED_ROWS = 256  # rows of a program in the NOTES launch
+# The three launches of SORT_SLOTS; kernels/rowops/sort.py has the same values.
 COUNTS = 1
 ADDS = 2  # a program for SORTED_EXPERTS
 PLACES = 4
-# What a launch of CLEAR does, and the rows that a program of its other launch looks at;
-# kernels/portable_plain/zero_rows.py has the same.
+# The first launch of CLEAR, and the rows of a program of the second; kernels/rowops/zero_rows.py has the same values.
 NAMES = 1
 CLEARED_ROWS = 64
 
@@ -73,10 +72,7 @@ _ARGUMENTS: dict[RowOp, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("h", "da", "row_weights", "index", "used", "dh", "a", "dweights"),
         ("M", "columns", "index_step", "flags", *_NUMBERS),
     ),
-    RowOp.COMBINE: (
-        ("y", "places", "row_weights", "experts", "bias", "out"),
-        ("M", "columns", "top_k", "flags"),
-    ),
+    RowOp.COMBINE: (("y", "places", "row_weights", "experts", "bias", "out"), ("M", "columns", "top_k", "flags")),
     RowOp.CLEAR: (
         ("y", "index", "m_sizes", "named"),
         ("M", "rows", "columns", "E", "index_end", "m_sizes_step", "index_step", "flags"),
@@ -86,7 +82,7 @@ _ARGUMENTS: dict[RowOp, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("M", "E", "ids_step", "flags"),
     ),
 }
-# What pointers point at in Triton's words, "" for the dtype.
+# Element types of pointers by Triton's names, "" for the dtype.
 POINTEES = dict.fromkeys(("m_sizes", "index", "experts", "places", "used", "ids", "bounds", "counts"), "*i32") | {
     "row_weights": "*fp32",
     "scale": "*fp32",
@@ -97,7 +93,7 @@ POINTEES = dict.fromkeys(("m_sizes", "index", "experts", "places", "used", "ids"
     **dict.fromkeys(("h", "a", "da", "dh", "x", "y", "out", "bias"), ""),
 }
 _ROW_POINTERS = ("h", "a", "da", "dh", "x", "y", "out", "bias", "codes")
-# Bytes of a row that one thread has at once (of h's gate alone, of each of combine's 8), and the warps of a program.
+# Bytes of a row that a thread has at once (of h's gate alone, of each of combine's 8 rows), and warps of a program.
 _THREADS = {
     RowOp.GATHER: (32, 4),
     RowOp.ACTIVATION: (16, 4),
@@ -109,12 +105,12 @@ _THREADS = {
     RowOp.QUANTIZE_ROWS: (32, 4),
     RowOp.ACTIVATION_ROW_CODES: (16, 8),
 }
-# Unlimited, ptxas takes 80 for bf16, so an SM holds fewer programs: 1.09 x as long on an H100 for 8,192 rows or more.
+# Without a limit ptxas takes 80 for bf16, and fewer programs fit an SM: 1.09 x as long on an H100 from 8,192 rows on.
 _MAX_REGISTERS = {RowOp.ACTIVATION_GRAD: 56}
-# That a program does side by side, of others one.
+# Rows that a program computes side by side; 1 for other kernels.
 _ROWS = {RowOp.ACTIVATION: 4, RowOp.ACTIVATION_CODES: 8, RowOp.ACTIVATION_ROW_CODES: 2}
-# Of what GATHER writes, that read each row of x once: with 117 MB two launches take as long as one on an H200, with 134
-# MB less, with 42 MB longer (docs/inside/trials.md, gather-by-token).
+# Bytes of GATHER's result from which it reads each row of x once, in two launches. On an H200 they take as long as one
+# launch with 117 MB, less with 134 MB, longer with 42 MB (docs/inside/trials.md, gather-by-token).
 BY_TOKEN_LEAST_BYTES = 128 << 20
 _BY_ROW = (
     RowOp.ACTIVATION_GRAD,
@@ -124,10 +120,10 @@ _BY_ROW = (
     RowOp.ACTIVATION_ROW_CODES,
     RowOp.SORT_SLOTS,
     RowOp.CLEAR,
-)  # a program has all columns of a row
-MOST_EXPERTS = 65536  # what a variant's record says: any number
+)  # a program computes all columns of a row
+MOST_EXPERTS = 65536  # in the records of kernels that run for any E
 MOST_SORTED_EXPERTS = 512  # of SORT_SLOTS
-SORTED_EXPERTS = 32  # for which one program of SORT_SLOTS adds up the counts
+SORTED_EXPERTS = 32  # experts whose counts one program of SORT_SLOTS adds up
 
 _ACTIVATION = "rowops.activation", "901296436211db83f0088389f55f5a189d1e0f07f863e63f7cea062c40095e16"
 _ACTIVATION_CODES = "rowops.activation_codes", "5b69182f509161037def9e36e0bcaefa90da144cee9cff15747b40b71bbda724"
@@ -155,7 +151,7 @@ ROW_OPS = (
 
 
 class CodeOps(NamedTuple):
-    """The row kernels that make codes of rows of bf16 for products of codes; rows are of whole ``columns``."""
+    """The row kernels that quantise x and activations for a dtype; K must be a multiple of ``columns``."""
 
     quantize: RowOp
     activation: RowOp
@@ -166,12 +162,12 @@ CODE_OPS: Mapping[DType, CodeOps] = {
     DType.FP8_BLOCK: CodeOps(RowOp.QUANTIZE, RowOp.ACTIVATION_CODES, 128),
     DType.FP8_CHANNEL: CodeOps(RowOp.QUANTIZE_ROWS, RowOp.ACTIVATION_ROW_CODES, 64),
 }
-_COLUMNS = {op: one.columns for one in CODE_OPS.values() for op in one[:2]}
+_COLUMNS = {op: ops.columns for ops in CODE_OPS.values() for op in ops[:2]}
 MAKES_CODES = tuple(_COLUMNS)
 
 
 class Block(NamedTuple):
-    """The config of a pass: a program does ``block`` columns (slots, entries) at a time with ``num_warps`` warps."""
+    """The config of a row kernel: a program computes ``block`` columns (slots, entries) at a time."""
 
     block: int
     num_warps: int
@@ -180,28 +176,28 @@ class Block(NamedTuple):
         return f"block {self.block} w{self.num_warps}"
 
     def pairs(self) -> tuple[tuple[str, int], ...]:
-        """As a bundle stores it."""
+        """Return the config in a bundle's form."""
         return (("block", self.block), ("num_warps", self.num_warps))
 
     @classmethod
     def from_pairs(cls, pairs: tuple[tuple[str, int], ...]) -> Block:
-        """Back from ``pairs``.
+        """Decode ``pairs``.
 
         Raises
         ------
         ValueError
             if they are not a block's.
         """
-        given = dict(pairs)
-        if sorted(given) != ["block", "num_warps"]:
-            raise ValueError(f"config has the fields {sorted(given)}, wanted ['block', 'num_warps']")
-        if not 1 <= given["block"] <= 65536:
-            raise ValueError(f"block is {given['block']}, wanted 1 to 65536")
-        return cls(**given)
+        values = dict(pairs)
+        if sorted(values) != ["block", "num_warps"]:
+            raise ValueError(f"config has the fields {sorted(values)}, wanted ['block', 'num_warps']")
+        if not 1 <= values["block"] <= 65536:
+            raise ValueError(f"block is {values['block']}, wanted 1 to 65536")
+        return cls(**values)
 
 
 class RowOpSpec(NamedTuple):
-    """One variant of a pass before it is compiled, as ``spec.Spec`` is one of a GEMM."""
+    """A variant of a row kernel before it is compiled. ``contract.spec.Spec`` is a GEMM's."""
 
     op: RowOp
     dtype: DType
@@ -209,7 +205,7 @@ class RowOpSpec(NamedTuple):
 
     @property
     def config(self) -> Block:
-        """The columns that all threads have at once; of SORT_SLOTS one slot a thread."""
+        """The config of its program; for SORT_SLOTS a slot for each thread."""
         if self.op is RowOp.SORT_SLOTS:
             return Block(256, 8)
         thread_bytes, warps = _THREADS[self.op]
@@ -219,21 +215,21 @@ class RowOpSpec(NamedTuple):
     @property
     def max_registers(self) -> int | None:
         """The most registers of a thread that the compiler may use; None for any number."""
-        return _MAX_REGISTERS.get(self.op) if self.alignment > 1 else None  # (others would spill)
+        return _MAX_REGISTERS.get(self.op) if self.alignment > 1 else None  # (unaligned variants would spill)
 
     @property
     def layout(self) -> Layout:
-        """No w is read: what a variant's record says."""
+        """The layout in its record; row kernels don't read w."""
         return Layout.NK
 
     @property
     def fusion(self) -> Fusion:
-        """Nothing is fused with a product."""
+        """The fusion in its record; row kernels have no product."""
         return Fusion.NONE
 
     @property
     def max_experts(self) -> int:
-        """Any number, but for what counts them."""
+        """The most experts; any number for kernels that don't count them."""
         return MOST_SORTED_EXPERTS if self.op is RowOp.SORT_SLOTS else MOST_EXPERTS
 
     def __str__(self) -> str:
@@ -243,28 +239,28 @@ class RowOpSpec(NamedTuple):
 def specs(
     dtypes: tuple[DType, ...], ops: frozenset[Op], *, of_codes: Collection[DType] | None = None
 ) -> tuple[RowOpSpec, ...]:
-    """The passes that go with these GEMMs, aligned and not: that of the activation's gradient only beside dX or dW.
+    """Return the row kernels that a layer with these GEMMs needs, aligned and unaligned.
 
-    Kernels that quantise x are listed for the dtypes ``of_codes``, or for all such dtypes if it is None.
-    What has no dtype is there once: the sort of the slots for any alignment, what clears rows for aligned ones.
+    Kernels that quantise x are for the dtypes ``of_codes``, or for all quantised ``dtypes`` if it is None. Kernels
+    without a dtype are listed once: SORT_SLOTS unaligned, CLEAR aligned.
     """
-    passes = [RowOp.COMBINE] if ops else []
-    passes += [RowOp.ACTIVATION] if Op.FORWARD in ops else []
-    passes += [RowOp.ACTIVATION_GRAD] if ops & {Op.DX, Op.DW} else []
-    passes += [RowOp.GATHER] if ops else []
+    row_ops = [RowOp.COMBINE] if ops else []
+    row_ops += [RowOp.ACTIVATION] if Op.FORWARD in ops else []
+    row_ops += [RowOp.ACTIVATION_GRAD] if ops & {Op.DX, Op.DW} else []
+    row_ops += [RowOp.GATHER] if ops else []
     kinds = dict.fromkeys(dtype_of(dtype) for dtype in dtypes)
-    code_ops = [one for dtype, one in CODE_OPS.items() if dtype in (dtypes if of_codes is None else of_codes)]
-    found = [RowOpSpec(one, dtype, alignment) for one in passes for dtype in kinds for alignment in (16, 1)]
-    found += [RowOpSpec(one.quantize, DType.BF16) for one in code_ops]
-    found += [RowOpSpec(one.activation, DType.BF16) for one in code_ops] if Op.FORWARD in ops else []
-    found += [RowOpSpec(RowOp.SORT_SLOTS, DType.FP32, 1)] if ops else []
-    return (*found, *([RowOpSpec(RowOp.CLEAR, DType.FP32)] if ops & {Op.FORWARD, Op.DX} else []))
+    code_ops = [pair for dtype, pair in CODE_OPS.items() if dtype in (dtypes if of_codes is None else of_codes)]
+    variants = [RowOpSpec(op, dtype, alignment) for op in row_ops for dtype in kinds for alignment in (16, 1)]
+    variants += [RowOpSpec(pair.quantize, DType.BF16) for pair in code_ops]
+    variants += [RowOpSpec(pair.activation, DType.BF16) for pair in code_ops] if Op.FORWARD in ops else []
+    variants += [RowOpSpec(RowOp.SORT_SLOTS, DType.FP32, 1)] if ops else []
+    return (*variants, *([RowOpSpec(RowOp.CLEAR, DType.FP32)] if ops & {Op.FORWARD, Op.DX} else []))
 
 
 def dtype_of(dtype: DType, op: RowOp | None = None) -> DType:
-    """The dtype of the passes beside GEMMs of this one: tf32 is fp32 in memory, beside quantised weights rows are bf16.
+    """Return the dtype of the row kernels for GEMMs of ``dtype``: fp32 for tf32, bf16 for quantised weights.
 
-    What has none is recorded as fp32.
+    Row kernels without a dtype are recorded as fp32.
     """
     if dtype is DType.TF32 or op in (RowOp.SORT_SLOTS, RowOp.CLEAR):
         return DType.FP32
@@ -272,13 +268,13 @@ def dtype_of(dtype: DType, op: RowOp | None = None) -> DType:
 
 
 def arguments(op: RowOp) -> tuple[tuple[str, str], ...]:
-    """(name, kind) of every argument in the kernel's order."""
+    """Return (name, kind) of all arguments in the kernel's order."""
     pointers, numbers = _ARGUMENTS[op]
     return (*((name, "ptr") for name in pointers), *((name, "i32") for name in numbers))
 
 
 def divisibility(spec: RowOpSpec) -> dict[str, int]:
-    """As ``registry.divisibility``; of SORT_SLOTS ``experts`` is always new memory."""
+    """Return what the compiler may assume, like ``registry.divisibility``. SORT_SLOTS' ``experts`` is new memory."""
     if spec.op is RowOp.SORT_SLOTS:
         return {"experts": 16}
     if spec.alignment == 1:
@@ -290,30 +286,29 @@ def divisibility(spec: RowOpSpec) -> dict[str, int]:
 
 
 def constants(spec: RowOpSpec) -> dict[str, int]:
-    """What the kernel is compiled for."""
+    """Return the kernel's compile-time arguments."""
     rows = {"ROWS": _ROWS[spec.op]} if spec.op in _ROWS else {}
     return {"BLOCK": spec.config.block} | rows
 
 
 def rows_at_once(op: RowOp) -> int:
-    """The rows that a program does side by side."""
+    """Return the rows that a program computes side by side."""
     return _ROWS.get(op, 1)
 
 
 def by_token(M: int, row_bytes: int, slots: int, top_k: int) -> bool:
-    """Whether GATHER reads each row of x once, for all rows that it goes to, which takes a launch more.
+    """Return whether GATHER reads each row of x only once, which takes a second launch.
 
-    Not where most of the ``slots``, ``top_k`` of each row of x, are not in the index.
+    It does not if most of the ``slots``, ``top_k`` for each row of x, are missing in the index of M rows.
     """
     return top_k > 1 and M * row_bytes >= BY_TOKEN_LEAST_BYTES and 0 < slots <= 2 * M
 
 
 def programs(op: RowOp, M: int, columns: int, block: int, rows: int = 1) -> int:
-    """The grid: one program for ``rows`` rows, or for each block of their columns.
+    """Return the size of the grid: a program for ``rows`` rows, or for each block of their columns.
 
-    ACTIVATION_ROW_CODES has a program for each row that is wider than a block.
-
-    Callers of SORT_SLOTS and CLEAR, and of GATHER in two launches, say it, as M.
+    ACTIVATION_ROW_CODES has a program for each row if rows are wider than a block. For SORT_SLOTS, CLEAR, and GATHER in
+    two launches, the caller passes the number of programs as M.
     """
     if op is RowOp.ACTIVATION_ROW_CODES and columns > block:
         rows = 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# The values of kernels.passes.
+# Flags of kernels/rowops/__init__.py.
 _USED: tl.constexpr = tl.constexpr(32)
 _WEIGHTED: tl.constexpr = tl.constexpr(64)
 _NOTES: tl.constexpr = tl.constexpr(1024)

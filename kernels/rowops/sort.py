@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# The values of kernels.passes.
+# Flags of kernels/rowops/__init__.py.
 _COUNTS: tl.constexpr = tl.constexpr(1)
 _ADDS: tl.constexpr = tl.constexpr(2)
 _PLACES: tl.constexpr = tl.constexpr(4)

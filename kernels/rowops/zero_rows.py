@@ -7,7 +7,7 @@ import triton.language as tl
 
 from ..portable_plain.tiles import expert_rows
 
-# The values of kernels.passes.
+# Values of kernels/rowops/__init__.py.
 _NAMES: tl.constexpr = tl.constexpr(1)
 _CLEARED_ROWS: tl.constexpr = tl.constexpr(64)
 

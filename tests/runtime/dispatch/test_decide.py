@@ -537,9 +537,9 @@ def test_installed_bundles_for_other_gpus_are_read_only_where_they_are_needed(
     assert came_from(found) == ("b", Origin.THIS_GPU, Match.EXACT, NARROW)
     opened = {one.path.stem: one.bundle for one in found._found(installed=True)}
     assert opened["b"] is not None
-    assert opened["b"]._known is not None
+    assert opened["b"]._checked is not None
     assert opened["a"] is not None
-    assert opened["a"]._known is None
+    assert opened["a"]._checked is None
     assert came_from(found, local=ON_H100) == ("a", Origin.THIS_GPU, Match.EXACT, WIDE)
     assert decision(found, problem=OTHER).chosen.usable.path.stem == "a"  # there is no other
 
