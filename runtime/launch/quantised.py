@@ -104,16 +104,17 @@ def low_rank_of_quantised(call: Rows, w: ExpertWeights) -> Ready | None:
     return kept(key, build)
 
 
-def ready_for_activated(call: Rows, w: ExpertWeights) -> Ready | None:
-    """The kernel for a plain product of act(h), where x is h: its row kernel makes codes of act(h) in new memory.
+def ready_for_activated(call: Rows, w: ExpertWeights, y: torch.Tensor | None = None) -> Ready | None:
+    """The kernel for a product of act(h), where x is h: its row kernel makes codes of act(h) in new memory.
 
-    None where there is no such row kernel, or x is not to be quantised.
+    y is dense [M, N], or new memory. None where there is no such row kernel, or x is not to be quantised.
     """
     h, device, (_, N, K) = call.x, call.x.get_device(), w.shape
     if CODE_OPS.keys().isdisjoint(w.kernel_dtypes) or not is_aligned(ALIGNMENT_BYTES, h.data_ptr()):
         return None
     # (Rows as those that the two would be: which product it is, and its place in the table, are those of such a call.)
-    ready = ready_for_quantised(call._replace(x=h.new_empty((1, K))), w, h.new_empty((1, N)))
+    call = call._replace(x=h.new_empty((1, K)), zero_tail=False)
+    ready = ready_for_quantised(call, w, h.new_empty((1, N)) if y is None else y)
     if ready is None or ready.quantize is None:
         return None
     activate = rowops.launcher(CODE_OPS[w.kernel_dtypes[0]].activation, DType.BF16, device, aligned=True)
