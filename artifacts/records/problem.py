@@ -38,6 +38,7 @@ class RowOp(enum.Enum):
     - ``ACTIVATION_GRAD``: dh of a's gradient, and what the routing weights take part in
     - ``COMBINE``: out[t] = sum over the slots s of token t of y[t, s]
     - ``CLEAR``: y[r] = 0 for the rows r that no index names; of no dtype, its record says fp32
+    - ``PLACE_ROWS``: the rows of experts that lie apart, expert by expert; of no dtype, its record says fp32
     - ``SORT_SLOTS``: the slots of all tokens in the order of their experts; of no dtype, its record says fp32
     """
 
@@ -50,6 +51,7 @@ class RowOp(enum.Enum):
     ACTIVATION_GRAD = "activation_grad"
     COMBINE = "combine"
     CLEAR = "clear"
+    PLACE_ROWS = "place_rows"
     SORT_SLOTS = "sort_slots"
 
 

@@ -14,10 +14,13 @@ row of a or y):
 ``named``                  device pointer to bytes, of each row of y one: zero at first
 ``ids order``              device pointers, by slot: to 32-bit words, to int64 (SORT_SLOTS has room in ``experts``
                            for whole chunks, from a multiple of 16 bytes on)
-``bounds m_sizes counts``  device pointers to int32: [E + 1], [E], [chunks, E + 1]
+``bounds m_sizes counts``  device pointers to int32: [E + 1], [E], [chunks, E + 1], of PLACE_ROWS [E]
+``starts``                 device pointer to 32-bit words: of each expert
 ``M columns top_k E``      int32; ``M`` counts rows, of SORT_SLOTS slots, of CLEAR entries of the index; CLEAR's
                            ``columns`` are 32-bit words of a row of any dtype; E is at most the record's max_experts
 ``rows index_end``         int32: rows of y; the first index that names none
+``room``                   int32: the most rows of an expert, and those from one to the next without ``starts``
+``starts_step``            int32: 0 without ``starts``, else like ``m_sizes_step``
 ``index_step ids_step``    int32, like ``m_sizes_step``: 1 for int32, 2 for int64
 ``flags``                  int32: the activation (activations.KINDS) and the flags below
 ``limit alpha beta``       int32: the bits of the activation's float32 numbers (``Activation.words``), and so
@@ -81,13 +84,19 @@ _ARGUMENTS: dict[RowOp, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("y", "index", "m_sizes", "named"),
         ("M", "rows", "columns", "E", "index_end", "m_sizes_step", "index_step", "flags"),
     ),
+    RowOp.PLACE_ROWS: (
+        ("m_sizes", "starts", "index", "counts", "bounds"),
+        ("M", "E", "room", "m_sizes_step", "starts_step"),
+    ),
     RowOp.SORT_SLOTS: (
         ("ids", "experts", "order", "places", "bounds", "m_sizes", "counts"),
         ("M", "E", "ids_step", "flags"),
     ),
 }
 # What pointers point at in Triton's words, "" for the dtype.
-POINTEES = dict.fromkeys(("m_sizes", "index", "experts", "places", "used", "ids", "bounds", "counts"), "*i32") | {
+POINTEES = dict.fromkeys(
+    ("m_sizes", "starts", "index", "experts", "places", "used", "ids", "bounds", "counts"), "*i32"
+) | {
     "row_weights": "*fp32",
     "scale": "*fp32",
     "codes": "*u8",
@@ -122,11 +131,13 @@ _BY_ROW = (
     RowOp.QUANTIZE,
     RowOp.QUANTIZE_ROWS,
     RowOp.ACTIVATION_ROW_CODES,
+    RowOp.PLACE_ROWS,
     RowOp.SORT_SLOTS,
     RowOp.CLEAR,
 )  # a program has all columns of a row
 MOST_EXPERTS = 65536  # what a variant's record says: any number
-MOST_SORTED_EXPERTS = 512  # of SORT_SLOTS
+MOST_SORTED_EXPERTS = 512  # of SORT_SLOTS and PLACE_ROWS
+WITHOUT_DTYPE = RowOp.PLACE_ROWS, RowOp.SORT_SLOTS, RowOp.CLEAR
 SORTED_EXPERTS = 32  # for which one program of SORT_SLOTS adds up the counts
 
 _ACTIVATION = "rowops.activation", "901296436211db83f0088389f55f5a189d1e0f07f863e63f7cea062c40095e16"
@@ -139,6 +150,7 @@ _ACTIVATION_ROW_CODES = (
 _QUANTIZE_ROWS = "rowops.quantize_rows", "37aa35aec02a08feefa6e3c85db2a68a4f7a96925a5024c1b4f7beec61040601"
 _QUANTIZE = "rowops.quantize", "d2a376ac92cc62ffdf01b11167fe21d5faf26f6b4beb0c951a1f27fc9949bb00"
 _SORT = "rowops.sort", "ca5611a804955fcba89a115e4794d135c438bc3d390d173e2f538cf02eae150d"
+_PLACE = "rowops.place", "6585ec0db1ffbdfce77812de8531eea7866d992fe5451b55ccc95e1b487b7acf"
 _CLEAR = "rowops.zero_rows", "0c41f4e3da77f98aeca427848589875a5354ec9ecfbc0e1b87a858b34421826a"
 ROW_OPS = (
     Entry("activation", 3, *_ACTIVATION, launched_since=3),
@@ -148,6 +160,7 @@ ROW_OPS = (
     Entry("clear", 1, *_CLEAR, launched_since=1),
     Entry("combine", 2, *_GATHER_COMBINE, launched_since=2),
     Entry("gather", 2, *_GATHER_COMBINE, launched_since=2),
+    Entry("place_rows", 1, *_PLACE, launched_since=1),
     Entry("quantize", 1, *_QUANTIZE, launched_since=1),
     Entry("quantize_rows", 1, *_QUANTIZE_ROWS, launched_since=1),
     Entry("sort_slots", 2, *_SORT, launched_since=2),
@@ -212,6 +225,8 @@ class RowOpSpec(NamedTuple):
         """The columns that all threads have at once; of SORT_SLOTS one slot a thread."""
         if self.op is RowOp.SORT_SLOTS:
             return Block(256, 8)
+        if self.op is RowOp.PLACE_ROWS:
+            return Block(512, 4)
         thread_bytes, warps = _THREADS[self.op]
         rows = rows_at_once(self.op)
         return Block(32 * warps * thread_bytes // self.dtype.itemsize // rows, warps)
@@ -234,7 +249,7 @@ class RowOpSpec(NamedTuple):
     @property
     def max_experts(self) -> int:
         """Any number, but for what counts them."""
-        return MOST_SORTED_EXPERTS if self.op is RowOp.SORT_SLOTS else MOST_EXPERTS
+        return MOST_SORTED_EXPERTS if self.op in (RowOp.PLACE_ROWS, RowOp.SORT_SLOTS) else MOST_EXPERTS
 
     def __str__(self) -> str:
         return f"{self.op.value} {self.dtype.value} {self.config}" + (" unaligned" if self.alignment == 1 else "")
@@ -246,7 +261,8 @@ def specs(
     """The passes that go with these GEMMs, aligned and not: that of the activation's gradient only beside dX or dW.
 
     Kernels that quantise x are listed for the dtypes ``of_codes``, or for all such dtypes if it is None.
-    What has no dtype is there once: the sort of the slots for any alignment, what clears rows for aligned ones.
+    What has no dtype is there once: the sort of the slots and the list of rows for any alignment, what clears rows for
+    aligned ones.
     """
     passes = [RowOp.COMBINE] if ops else []
     passes += [RowOp.ACTIVATION] if Op.FORWARD in ops else []
@@ -257,7 +273,7 @@ def specs(
     found = [RowOpSpec(one, dtype, alignment) for one in passes for dtype in kinds for alignment in (16, 1)]
     found += [RowOpSpec(one.quantize, DType.BF16) for one in code_ops]
     found += [RowOpSpec(one.activation, DType.BF16) for one in code_ops] if Op.FORWARD in ops else []
-    found += [RowOpSpec(RowOp.SORT_SLOTS, DType.FP32, 1)] if ops else []
+    found += [RowOpSpec(one, DType.FP32, 1) for one in (RowOp.PLACE_ROWS, RowOp.SORT_SLOTS)] if ops else []
     return (*found, *([RowOpSpec(RowOp.CLEAR, DType.FP32)] if ops & {Op.FORWARD, Op.DX} else []))
 
 
@@ -266,7 +282,7 @@ def dtype_of(dtype: DType, op: RowOp | None = None) -> DType:
 
     What has none is recorded as fp32.
     """
-    if dtype is DType.TF32 or op in (RowOp.SORT_SLOTS, RowOp.CLEAR):
+    if dtype is DType.TF32 or op in WITHOUT_DTYPE:
         return DType.FP32
     return DType.BF16 if dtype.quantised else dtype
 
@@ -313,7 +329,7 @@ def programs(op: RowOp, M: int, columns: int, block: int, rows: int = 1) -> int:
 
     ACTIVATION_ROW_CODES has a program for each row that is wider than a block.
 
-    Callers of SORT_SLOTS and CLEAR, and of GATHER in two launches, say it, as M.
+    Callers of PLACE_ROWS, SORT_SLOTS and CLEAR, and of GATHER in two launches, say it, as M.
     """
     if op is RowOp.ACTIVATION_ROW_CODES and columns > block:
         rows = 1

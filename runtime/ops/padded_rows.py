@@ -14,11 +14,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...artifacts.records.problem import Layout, Op
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Layout, Op, RowOp
+from ..check import tensors
 from ..check.call import Rows
 from ..check.saved import Saved
 from ..check.tensors import in_memory
-from ..driver.device import without_autocast
+from ..driver.device import allocator, current_stream, on, without_autocast
+from ..launch import rowops
 from ..launch.program import NOW, Now
 from ..weights.expert_weights import ExpertWeights
 from . import activation, low_rank, tokens
@@ -28,6 +31,12 @@ from .layer import GATED_IN_PRODUCT, NO_ADAPTERS, FrozenWeights, Layer, Weights
 from .low_rank import Adapters, LowRank, LowRankGradients
 from .products import gated_rows, of_activated, weight
 
+_MOST_ROWS = 1 << 29  # the kernel counts in int32
+_STEPS = {torch.int32: 1, torch.int64: 2}
+_compiling = torch.compiler.is_compiling
+_traced = torch._C._get_tracing_state
+_modes = torch._C._len_torch_dispatch_stack
+_transformed = torch._C._are_functorch_transforms_active
 _ONES = 8  # columns of the ones that sum dy's rows: 16 bytes of a 16-bit type
 
 
@@ -61,6 +70,9 @@ def place(m_sizes: torch.Tensor, starts: torch.Tensor | None, room: int, R: int)
     and no expert's rows pass R.
     """
     E, device = m_sizes.shape[0], m_sizes.device
+    placed = _by_kernel(m_sizes, starts, room, R)
+    if placed is not None:
+        return placed
     if not E:
         nothing = torch.zeros(R + 1, dtype=torch.int32, device=device)
         return Placed(nothing[:R], nothing[:0], nothing[R:])
@@ -77,6 +89,37 @@ def place(m_sizes: torch.Tensor, starts: torch.Tensor | None, room: int, R: int)
     index = torch.where(rows < bounds[E], first[expert] + rows - bounds[expert], 0)
     bounds = bounds.to(torch.int32)
     return Placed(index.to(torch.int32), bounds[1:] - bounds[:-1], bounds)
+
+
+def _by_kernel(m_sizes: torch.Tensor, starts: torch.Tensor | None, room: int, R: int) -> Placed | None:
+    """The same in one launch; None where no bundle has the kernel, or torch traces the call."""
+    if type(m_sizes) is not torch.Tensor or _compiling() or _traced() is not None or _modes() or _transformed():
+        return None
+    E = m_sizes.shape[0]
+    if not tensors.on_gpu(m_sizes) or not E or not 0 < R < _MOST_ROWS:
+        return None
+    device = m_sizes.get_device()
+    launch = rowops.launcher(RowOp.PLACE_ROWS, DType.FP32, device, aligned=True)
+    if launch is None or launch.most_experts < E:
+        return None
+    with on(device):
+        empty = allocator(m_sizes.device)
+        index, counts = empty((R,), (1,), torch.int32), empty((E,), (1,), torch.int32)
+        bounds = empty((E + 1,), (1,), torch.int32)
+        words = {
+            "m_sizes": m_sizes.data_ptr(),
+            "starts": tensors.address_of(starts),
+            "index": index.data_ptr(),
+            "counts": counts.data_ptr(),
+            "bounds": bounds.data_ptr(),
+            "M": R,
+            "E": E,
+            "room": room,
+            "m_sizes_step": _STEPS[m_sizes.dtype],
+            "starts_step": 0 if starts is None else _STEPS[starts.dtype],
+        }
+        launch(E, current_stream(device), words)
+    return Placed(index, counts, bounds)
 
 
 def product(

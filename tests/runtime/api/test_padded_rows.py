@@ -14,6 +14,7 @@ from pretuned.artifacts.records.problem import RowOp
 from pretuned.kernels import reference
 from pretuned.kernels.contract.activations import Activation
 from pretuned.runtime import Lora, experts_mlp, grouped_gemm
+from pretuned.runtime.ops.padded_rows import place
 from pretuned.runtime.replay import programs
 
 E, MOST, N, K, I = 4, 5, 8, 12, 16  # noqa: E741
@@ -245,6 +246,20 @@ def test_rows_that_are_there_are_all_that_row_kernels_touch(device: Device) -> N
     experts_mlp(call.rows(K), m_sizes=call.m_sizes, **layer_of(call, ACTS[0]))
     assert RowOp.COMBINE not in device.passed
     assert device.passed.count(RowOp.ACTIVATION) == 1
+
+
+@pytest.mark.parametrize("starts", [False, True])
+def test_one_launch_lists_the_rows(device: Device, starts: bool) -> None:
+    call = Call(COUNTS[3], starts=starts, kind=torch.int64)
+    grouped_gemm(call.rows(K), call.random(E, N, K), call.m_sizes, m_starts=call.m_starts)
+    assert len(device.launches) == 2
+    assert [one.code.op for one in device.passes] == [RowOp.PLACE_ROWS]
+    device.there -= {RowOp.PLACE_ROWS}
+    by_torch = place(call.m_sizes, call.m_starts, 20 if starts else MOST, 20)
+    device.there |= {RowOp.PLACE_ROWS}
+    for one, other in zip(place(call.m_sizes, call.m_starts, 20 if starts else MOST, 20), by_torch, strict=True):
+        assert one.dtype is torch.int32
+        assert torch.equal(one, other)
 
 
 def refused(match: str, call: Callable[[], Any]) -> None:
