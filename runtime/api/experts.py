@@ -19,17 +19,18 @@ from ..launch.products import operands_of
 from ..ops import padded_rows
 from ..ops.activation import RowActivation, activate
 from ..ops.layer import Layer, weights_of
-from ..ops.low_rank import Adapters
+from ..ops.low_rank import Adapters, as_used
 from ..ops.padded_rows import How, PackedActivation, PaddedGemm, Placed
 from ..replay.padded_plan import placed_of
 from ..weights.expert_weights import ExpertWeights, key_of
 from .lora import Lora, adapters_given, scales_of
-from .padded import adapter, check_out, check_rows, run_planned
+from .padded import adapter, check_out, check_rows, most_rows, recorded, run_recorded
 
 if TYPE_CHECKING:
     from ...kernels.contract.activations import Activation
 
 _CALL = "experts_mlp"
+_tracing = torch.compiler.is_dynamo_compiling
 _written = torch.autograd.graph.increment_version  # a launch that autograd doesn't see changed this tensor
 
 
@@ -91,6 +92,15 @@ def experts_mlp(
         tensors.no_tangents(_CALL, x, gate_up_weight, down_weight, *biases, *low)
     if any(isinstance(pair, Lora) and pair.dropout for pair in adapters):
         raise InputError(f"{_CALL}: an adapter with dropout: use grouped_gemm for the two products, or dropout=0")
+    key = None
+    if not (tensors.duals._current_level >= 0 or tensors.jit_state() is not None or _tracing()):
+        called = act, w_layout, zero_tail, expected_rows
+        key = _key(x, gate_up_weight, down_weight, biases, out, lora, called)
+        found = None
+        if key is not None:
+            found = _again(key, x, gate_up_weight, down_weight, m_sizes, m_starts, biases, out, adapters)
+        if found is not None:
+            return found if x.dim() == 2 or out is not None else found.view(x.shape)
     check_rows(_CALL, "x", x, m_sizes, m_starts)
     if w_layout not in ("nk", "kn"):
         raise InputError(f"{_CALL}: w_layout is {w_layout!r}, wanted 'nk' (E matrices [out, in]) or 'kn' ([in, out])")
@@ -107,7 +117,7 @@ def experts_mlp(
     flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     flat, gate_up, down, wide = _checked(flat, gate_up, down, m_sizes, act, w_layout, gate_up_bias, down_bias)
     R = flat.shape[0]
-    bucket = expected_bucket(_CALL, expected_rows, R, "M" if x.dim() == 2 else "E*M_max")
+    bucket = expected_bucket(_CALL, expected_rows, R, most_rows(x))
     layout = Layout(w_layout)
     first = adapter(adapters[0], flat, m_sizes, wide)
     second = adapter(adapters[1], flat.new_empty((0, wide // (2 if gated else 1))), m_sizes, flat.shape[1])
@@ -131,26 +141,62 @@ def experts_mlp(
     if out is not None:
         check_out(_CALL, out, x.shape, x, every[1:-1])
     how = Layer(1, layout, act, bucket)
-    key = None
-    if own:
-        with contextlib.suppress(TypeError):
-            scale = None if lora is None else scales_of(lora)
-            at = (*key_of(gate_up), *key_of(down))
-            none = gate_up_bias is None, down_bias is None, out is None, out is x, bool(zero_tail)
-            key = ("experts", *at, how, bucket_of(R), x.dim(), none, scale)
 
-    def compute(placed: Placed, do: Any) -> torch.Tensor:
-        into = None if out is None else out.view(flat.shape)
-        return padded_rows.layer(
-            how, flat, weights, placed, zero_tail=zero_tail, into=into, adapters=Adapters(first, second), do=do
-        )
+    def compute(flat: torch.Tensor, into: torch.Tensor | None, placed: Placed, do: Any) -> torch.Tensor:
+        both = Adapters(first, second)
+        return padded_rows.layer(how, flat, weights, placed, zero_tail=zero_tail, into=into, adapters=both, do=do)
 
     with without_autocast(x.device.type):
-        found = run_planned(key, every, x, m_sizes, m_starts, compute)
+        y = run_recorded(key if own else None, every, flat, compute)
     if out is not None:
         _written(out)
         return out
-    return found.view(x.shape)
+    return y.view(x.shape)
+
+
+def _again(
+    key: object,
+    x: torch.Tensor,
+    gate_up: torch.Tensor | ExpertWeights,
+    down: torch.Tensor | ExpertWeights,
+    m_sizes: torch.Tensor,
+    m_starts: torch.Tensor | None,
+    biases: tuple[torch.Tensor | None, torch.Tensor | None],
+    out: torch.Tensor | None,
+    adapters: tuple[Lora | None, Lora | None],
+) -> torch.Tensor | None:
+    """The call by its plan, before any check; None where the checks are to say what it is."""
+    try:
+        low: list[torch.Tensor | None] = []
+        for one in adapters:
+            low += (None, None) if one is None else as_used(one, x.dtype, m_sizes.shape[0])[:2]
+        operands = (*operands_of(gate_up).values(), *operands_of(down).values())
+        return recorded(key, (x, m_sizes, m_starts, *operands, *biases, *low, out))
+    except tensors.UNUSABLE:
+        return None
+
+
+def _key(
+    x: torch.Tensor,
+    gate_up: torch.Tensor | ExpertWeights,
+    down: torch.Tensor | ExpertWeights,
+    biases: tuple[torch.Tensor | None, torch.Tensor | None],
+    out: torch.Tensor | None,
+    lora: tuple[Lora | None, Lora | None] | None,
+    how: tuple[RowActivation, str, bool, int | None],
+) -> object:
+    """Where the plan of a call like this is; None where none may be."""
+    act, w_layout, zero_tail, expected_rows = how
+    try:
+        R = x.shape[:-1].numel()
+        bucket = None if expected_rows is None else expected_bucket(_CALL, expected_rows, R, most_rows(x))
+        scales = None if lora is None else scales_of(lora)
+        none = biases[0] is None, biases[1] is None, out is None, out is x
+        key = "experts", *key_of(gate_up), *key_of(down), act, w_layout, bool(zero_tail), none, bucket, scales
+        hash(key)
+    except tensors.UNUSABLE:
+        return None
+    return (*key, bucket_of(R), x.dim())
 
 
 def _checked(

@@ -12,23 +12,26 @@ import torch
 
 from ...artifacts.errors import InputError
 from ...artifacts.records.problem import Layout, bucket_of
+from .. import hooks
 from ..check import tensors
 from ..check.call import autocast
 from ..check.form import check_fusions, expected_bucket, form_of
 from ..dispatch import snapshot as dispatch_snapshot
 from ..driver.device import without_autocast
 from ..launch.products import operands_of
+from ..launch.program import NOW
 from ..ops import padded_rows
-from ..ops.low_rank import LowRank
+from ..ops.low_rank import LowRank, as_used
 from ..ops.padded_rows import How, PaddedGemm, Placed
-from ..replay.padded_plan import PaddedPlan, placed_of, plan
+from ..replay.padded_plan import Compute, PaddedPlan, as_rows, placed_of, plan
 from ..replay.programs import remember
 from ..weights.expert_weights import ExpertWeights, key_of
 from .adapted import check_no_gradient, low_rank_of
 from .lora import Lora, scales_of
 
 _CALL = "grouped_gemm"
-_written = torch.autograd.graph.increment_version
+_tracing = torch.compiler.is_dynamo_compiling
+_written = torch.autograd.graph.increment_version  # a launch that autograd doesn't see changed this tensor
 
 
 # The arguments of ``grouped_gemm`` that padded rows exclude, by what they are if nobody passes them.
@@ -85,6 +88,12 @@ def padded_gemm(
         whole = grouped_gemm(x, w, m_sizes, w_layout=w_layout, bias=bias, out=out, zero_tail=zero_tail, **rest)
         u = grouped_gemm(torch.nn.functional.dropout(x, lora.dropout), A, m_sizes, **zeroed)
         return whole.add_(grouped_gemm(u * scale, B, m_sizes, **zeroed))
+    key = None
+    if not (tensors.duals._current_level >= 0 or tensors.jit_state() is not None or _tracing()):
+        key = _key(x, w, w_layout, zero_tail, bias, out, lora, expected_rows)
+        found = None if key is None else _again(key, x, w, m_sizes, m_starts, bias, out, lora)
+        if found is not None:
+            return found if x.dim() == 2 or out is not None else found.view(*x.shape[:-1], -1)
     check_rows(_CALL, "x", x, m_sizes, m_starts)
     if tensors.duals._current_level >= 0:
         tensors.no_tangents(_CALL, x, w, bias, *(lora[:2] if isinstance(lora, Lora) else ()))
@@ -102,7 +111,7 @@ def padded_gemm(
     check_fusions(form, m_sizes, x.dtype, N, gather_indices=None, topk_weights=None, fuse_mul_post=False, bias=bias)
     if x.is_cuda:
         tensors.check_cuda_dtype(x)
-    bucket = expected_bucket(_CALL, expected_rows, R, "M" if x.dim() == 2 else "E*M_max")
+    bucket = expected_bucket(_CALL, expected_rows, R, most_rows(x))
     one = None if lora is None else low_rank_of(lora, flat, m_sizes, N)
     dense: torch.Tensor | ExpertWeights = w if isinstance(w, ExpertWeights) else rows.w
     y_shape = (*x.shape[:-1], N)
@@ -124,65 +133,96 @@ def padded_gemm(
     every = (x, m_sizes, m_starts, *operands, bias, *low_tensors, out)
     if out is not None:
         check_out(_CALL, out, y_shape, x, every[:-1])
-    own = x is given[0] and w is given[1] and bias is given[2]
-    key = _key(x, w, how, bias, out, lora) if own else None
+    if not (x is given[0] and w is given[1] and bias is given[2]):
+        key = None
 
-    def compute(placed: Placed, do: Any) -> torch.Tensor:
-        into = None if out is None else out.view(-1, N)
+    def compute(flat: torch.Tensor, into: torch.Tensor | None, placed: Placed, do: Any) -> torch.Tensor:
         return padded_rows.product(flat, dense, placed, how, bias, one, into, do)[0]
 
     with without_autocast(x.device.type):
-        found = run_planned(key, every, x, m_sizes, m_starts, compute)
+        y = run_recorded(key, every, flat, compute)
     if out is not None:
         _written(out)
         return out
-    return found.view(y_shape)
+    return y.view(y_shape)
 
 
-def run_planned(
-    key: object,
-    every: Sequence[torch.Tensor | None],
-    x: torch.Tensor,
-    m_sizes: torch.Tensor,
-    m_starts: torch.Tensor | None,
-    compute: Any,
+def run_recorded(
+    key: object, every: Sequence[torch.Tensor | None], flat: torch.Tensor, compute: Compute
 ) -> torch.Tensor:
-    """y of ``compute(placed, do)``, or of the plan that an earlier call left under ``key``; None keeps no plan."""
-    made, snapshot = None, None
-    if key is not None and tensors.on_gpu(x) and not torch._C._are_functorch_transforms_active():
-        snapshot = dispatch_snapshot.snapshot()
-        known: PaddedPlan | None = snapshot.plans.get(key)
-        y = None if known is None else known.call(every)
-        if y is not None:
-            return y
-        made = plan(every)
-    placed = placed_of(x, m_sizes, m_starts)
-    if made is None or snapshot is None:
-        from ..launch.program import NOW
+    """y of ``compute``; where that can be recorded, a plan of it is left under ``key``.
 
-        found: torch.Tensor = compute(placed, NOW)
-        return found
+    ``every`` are the tensors of the call: x, m_sizes and m_starts first, out last. ``flat`` is x as rows.
+    """
+    x, m_sizes, m_starts, *_, out = every
+    if x is None or m_sizes is None:
+        raise AssertionError("a call without rows")
+    made = None if key is None else plan(every)
+    placed = placed_of(x, m_sizes, m_starts)
+    if made is None:
+        return compute(flat, as_rows(out), placed, NOW)
     y = made.first(every, placed, compute)
     if made.program is not None:
-        remember(snapshot.plans, key, made)
+        remember(dispatch_snapshot.snapshot().plans, key, made)
     return y
+
+
+def recorded(key: object, every: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """y [R, N], or out, by the plan that an earlier call like this left under ``key``; None where there is none."""
+    snapshot = hooks.snapshot
+    known: PaddedPlan | None = None if snapshot is None else snapshot.plans.get(key)
+    if known is None:
+        return None
+    y = known.call(every)
+    return y if y is None or every[-1] is None else every[-1]
+
+
+def _again(
+    key: object,
+    x: torch.Tensor,
+    w: torch.Tensor | ExpertWeights,
+    m_sizes: torch.Tensor,
+    m_starts: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None,
+    lora: Lora | None,
+) -> torch.Tensor | None:
+    """The call by its plan, before any check; None where the checks are to say what it is."""
+    try:
+        low: tuple[torch.Tensor | None, ...] = (None, None)
+        if lora is not None:
+            low = as_used(lora, x.dtype, m_sizes.shape[0])[:2]
+        dense = w if isinstance(w, ExpertWeights) else tensors.three_dimensional(w, m_sizes.shape[0], Layout.NK)
+        return recorded(key, (x, m_sizes, m_starts, *operands_of(dense).values(), bias, *low, out))
+    except tensors.UNUSABLE:
+        return None
 
 
 def _key(
     x: torch.Tensor,
     w: torch.Tensor | ExpertWeights,
-    how: How,
+    w_layout: str,
+    zero_tail: bool,
     bias: torch.Tensor | None,
     out: torch.Tensor | None,
     lora: Lora | None,
+    expected_rows: int | None,
 ) -> object:
     """Where the plan of a call like this is; None where none may be."""
     try:
+        R = x.shape[:-1].numel()
+        bucket = None if expected_rows is None else expected_bucket(_CALL, expected_rows, R, most_rows(x))
         scales = None if lora is None else scales_of((lora, None))
-    except TypeError:
+        key = "padded", *key_of(w), w_layout, bool(zero_tail), bias is None, out is None, bucket, bucket_of(R), scales
+        hash(key)
+    except tensors.UNUSABLE:
         return None
-    at = key_of(w)
-    return ("padded", *at, how, bucket_of(x.shape[:-1].numel()), x.dim(), bias is None, out is None, scales)
+    return (*key, x.dim())
+
+
+def most_rows(x: torch.Tensor) -> str:
+    """What the number of rows is called."""
+    return "M" if x.dim() == 2 else "E*M_max"
 
 
 def check_rows(call: str, name: str, x: torch.Tensor, m_sizes: torch.Tensor, m_starts: torch.Tensor | None) -> None:

@@ -15,8 +15,10 @@ from ..ops.padded_rows import Placed, place
 from . import programs
 from .programs import LOW, MOST_ROWS, Programs
 
-Compute: TypeAlias = "Callable[[Placed, Now], torch.Tensor]"
+# y of x and out as rows, of the rows that are there
+Compute: TypeAlias = "Callable[[Any, torch.Tensor | None, Placed, Now], torch.Tensor]"
 _written = torch.autograd.graph.increment_version  # a launch that autograd doesn't see changed this tensor
+_transformed = torch._C._are_functorch_transforms_active
 stream_of = current_stream
 
 
@@ -35,34 +37,50 @@ class PaddedPlan(Programs):
         self.program: Program | None = None
 
     def call(self, given: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        """y [R, N] of tensors like the first ones, whose padding is placed by ``placed_of``; None for others."""
+        """y [R, N] of tensors like the first ones, which may be ``out``; None for others, and nothing is done."""
         some = self._there(given)
         if not self._same(*some) or [one.data_ptr() & LOW for one in some] != self._lows:
             return None
-        x, *rest, out = given
-        if x is None or self.program is None or not takes_rows(x, given[1], out):
+        x, m_sizes, m_starts, *_, out = given
+        if x is None or m_sizes is None or self.program is None or not takes_rows(x, m_sizes, out):
             return None
-        if self.grad and torch.is_grad_enabled():
+        if (m_starts is None) != (x.dim() == 3):  # the checks will say
             return None
-        if not (self._alone or device_is_current(self._device)):
+        grad = torch.is_grad_enabled()
+        if (self.grad and grad) or not (self._alone or device_is_current(self._device)):
             return None
         if out is not None:
-            if out.requires_grad and torch.is_grad_enabled():
+            if (out.requires_grad and grad) or _transformed():
                 return None
-            apart = rest if out.data_ptr() == x.data_ptr() else (x, *rest)  # (only a layer's may be x: its key says so)
-            check_tensors.check_apart(out, **{f"tensor {i}": one for i, one in enumerate(apart) if one is not None})
-        placed = placed_of(x, given[1], given[2])  # type: ignore[arg-type]
-        y = self.program.run(placed.index.shape[0], stream_of(self._device), (*given, *placed))[0]
+            read = given[1:-1] if out.data_ptr() == x.data_ptr() else given[:-1]  # (x of a layer: its key says so)
+            check_tensors.check_apart(out, **{f"tensor {i}": one for i, one in enumerate(read) if one is not None})
+        placed = placed_of(x, m_sizes, m_starts)
+        found = self.program.run(placed.index.shape[0], stream_of(self._device), (*_flat(given), *placed))[0]
         if out is not None:
             _written(out)
-        return y
+        return found
 
     def first(self, given: Sequence[torch.Tensor | None], placed: Placed, compute: Compute) -> torch.Tensor:
-        """y of the call that the plan was made for, which is recorded."""
+        """y of the call that the plan was made for, which is recorded.
+
+        ``compute`` reads x and writes out by the first tensors that it is given, which are these as [R, columns].
+        """
+        every = _flat(given)
         found, self.program = self._recorded(
-            placed.index.shape[0], (*given, *placed), lambda do: (compute(placed, do),)
+            placed.index.shape[0], (*every, *placed), lambda do: (compute(every[0], every[-1], placed, do),)
         )
         return found[0]  # type: ignore[return-value]
+
+
+def _flat(given: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    """The same with x and out as rows."""
+    x, *rest, out = given
+    return as_rows(x), *rest, as_rows(out)
+
+
+def as_rows(one: torch.Tensor | None) -> torch.Tensor | None:
+    """x or out as [R, columns], a view of one that is contiguous."""
+    return one if one is None or one.dim() == 2 else one.view(-1, one.shape[-1])
 
 
 def takes_rows(x: torch.Tensor, m_sizes: torch.Tensor | None, out: torch.Tensor | None) -> bool:
@@ -83,7 +101,13 @@ def placed_of(x: torch.Tensor, m_sizes: torch.Tensor, m_starts: torch.Tensor | N
 def plan(given: Sequence[torch.Tensor | None]) -> PaddedPlan | None:
     """An empty plan for a call, or None where the next one like it needs another look."""
     x, m_sizes, *_, out = given
-    if x is None or not check_tensors.on_gpu(x) or x.dtype not in programs.KINDS or not takes_rows(x, m_sizes, out):
+    if (
+        x is None
+        or _transformed()
+        or not check_tensors.on_gpu(x)
+        or x.dtype not in programs.KINDS
+        or not takes_rows(x, m_sizes, out)
+    ):
         return None
     there = [i for i, one in enumerate(given) if one is not None]
     some: Any = [given[i] for i in there]
