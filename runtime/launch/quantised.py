@@ -29,6 +29,7 @@ from .ready import (
     index_step,
     kept,
     kernel_for,
+    kernel_of_rows,
     low_rank_kernel,
     may_clear,
     of_rows,
@@ -172,7 +173,7 @@ def _of_codes_as_they_are(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Read
     few, beside = may_clear(call, y) if call.zero_tail and call.uses_index else (True, True)
     zeroes = call.zero_tail and (few or beside)
     fixed = (w.format, E, N, K, call.gather_divisor, fusion.value, step, m_sizes.dtype, zeroes, few, beside)
-    key = ("codes", call.op.value, layout.value, *fixed, call.bucket, device, aligned, call.pin)
+    key = ("codes", call.op.value, layout.value, *fixed, call.bucket, call.spread, device, aligned, call.pin)
 
     def build() -> Ready | None:
         problem = problem_of(call.op, x, E, N, K, layout, fusion, w.kernel_dtypes[-1])
@@ -184,7 +185,7 @@ def _of_codes_as_they_are(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Read
                 return of_rows(kernel, both, call, Fused(fusion, step, call.gather_divisor or 1, zeroes, few, beside))
         if not dispatch_snapshot.snapshot().serves(problem, local_gpu(device)):  # torch's warning names the format
             return None
-        kernel = kernel_for(problem, call.bucket, device, aligned=aligned, pin=call.pin)
+        kernel = kernel_of_rows(problem, call, device, aligned=aligned)
         if kernel is None:
             return None
         from .gemm import Fused

@@ -10,10 +10,11 @@ import torch
 from host_gpu import Device, Replay, replays
 
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.records.problem import RowOp
+from pretuned.artifacts.records.problem import Fusion, Op, RowOp
 from pretuned.kernels import reference
 from pretuned.kernels.contract.activations import Activation
-from pretuned.runtime import Lora, experts_mlp, grouped_gemm
+from pretuned.kernels.contract.config import Config
+from pretuned.runtime import Lora, experts_mlp, explain, grouped_gemm
 from pretuned.runtime.ops.padded_rows import place
 from pretuned.runtime.replay import programs
 
@@ -260,6 +261,18 @@ def test_one_launch_lists_the_rows(device: Device, starts: bool) -> None:
     for one, other in zip(place(call.m_sizes, call.m_starts, 20 if starts else MOST, 20), by_torch, strict=True):
         assert one.dtype is torch.int32
         assert torch.equal(one, other)
+
+
+def test_explain_knows_padded_rows(device: Device) -> None:
+    call = Call(COUNTS[0])
+    x, w = call.rows(K), call.random(E, N, K)
+    told = explain(x, w, call.m_sizes, sm=90, expected_rows=5)
+    assert (told.M, told.expected_rows, told.problem.fusion) == (E * MOST, 5, Fusion.GATHER)
+    device.launches.clear()
+    grouped_gemm(x, w, call.m_sizes, expected_rows=5)
+    assert device.launched == [(Op.FORWARD, told.problem.fusion)]
+    assert told.chosen is not None
+    assert told.chosen.config == Config.from_pairs(device.products[0].code.config)
 
 
 def refused(match: str, call: Callable[[], Any]) -> None:
