@@ -132,7 +132,8 @@ def explain_on(
     told = replace(told, M=M, expected_rows=expected_rows)
     if wide_rows and told.raises is None:
         told = _with_wide_rows(told)
-<<<<<<< HEAD
+    if told.chosen is not None and idles(told.chosen.variant, told.problem, M, told.bucket):
+        told = _with_few_rows_of_many(told, strict=strict)
     best, invariance = told.chosen, bundles.snapshot().invariance
     if invariance is not None and problem.op is not Op.DW:
         told = replace(told, invariance=str(invariance))
@@ -141,11 +142,6 @@ def explain_on(
                 told, raises=told.raises or "ProblemNotInBundle: in the batch-invariant mode torch runs nothing"
             )
         told = replace(told, order=str(summed(best.usable, best.variant, problem)))
-=======
-    if told.chosen is not None and idles(told.chosen.variant, told.problem, M, told.bucket):
-        told = _with_few_rows_of_many(told, strict=strict)
-    best = told.chosen
->>>>>>> 6006d72d (Take code without a program a tile where few rows of many are expected)
     if best is None:
         return told
     from ..launch.loader import standing  # here, as it brings all that launches along
