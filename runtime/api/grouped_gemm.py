@@ -155,6 +155,7 @@ def grouped_gemm(
         from .padded import padded_gemm
 
         return padded_gemm(
+            grouped_gemm,
             x,
             w,
             m_sizes,

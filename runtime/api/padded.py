@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +50,7 @@ EXCLUDED = {
 
 
 def padded_gemm(
+    product: Callable[..., torch.Tensor],
     x: torch.Tensor,
     w: torch.Tensor | ExpertWeights,
     m_sizes: torch.Tensor,
@@ -65,7 +66,7 @@ def padded_gemm(
     only_dx: bool,
     only_dw: bool,
 ) -> torch.Tensor:
-    """What ``grouped_gemm`` returns of padded rows.
+    """What ``grouped_gemm``, which is ``product``, returns of padded rows.
 
     Raises
     ------
@@ -83,11 +84,9 @@ def padded_gemm(
         rest: dict[str, Any] = {"m_starts": m_starts, "expected_rows": expected_rows}
         zeroed = {**rest, "zero_tail": bool(zero_tail or out is not None)}  # else what stands in out changes
         A, B, scale = low_rank_of(lora, x, m_sizes)
-        from .grouped_gemm import grouped_gemm
-
-        whole = grouped_gemm(x, w, m_sizes, w_layout=w_layout, bias=bias, out=out, zero_tail=zero_tail, **rest)
-        u = grouped_gemm(torch.nn.functional.dropout(x, lora.dropout), A, m_sizes, **zeroed)
-        return whole.add_(grouped_gemm(u * scale, B, m_sizes, **zeroed))
+        whole = product(x, w, m_sizes, w_layout=w_layout, bias=bias, out=out, zero_tail=zero_tail, **rest)
+        u = product(torch.nn.functional.dropout(x, lora.dropout), A, m_sizes, **zeroed)
+        return whole.add_(product(u * scale, B, m_sizes, **zeroed))
     key = None
     if not (tensors.duals._current_level >= 0 or tensors.jit_state() is not None or _tracing()):
         key = _key(x, w, w_layout, zero_tail, bias, out, lora, expected_rows)

@@ -341,6 +341,11 @@ def test_dropout_is_beside_the_product(where: str) -> None:
     y = grouped_gemm(x, w, call.m_sizes, lora=lora, out=out)
     close(call.packed(y), call.packed(grouped_gemm(x, w, call.m_sizes)))
     assert (call.padding(y) == CANARY).all()
+    A, B = call.random(E, 4, K, grad=True), call.random(E, N, 4, grad=True)
+    y = grouped_gemm(x, w, call.m_sizes, lora=Lora(A, B, 1.0, 0.5))
+    for one in torch.autograd.grad(y, [A, B], call.rows(N)):
+        assert one.isfinite().all()
+        assert one.any()
 
 
 @pytest.mark.slow
