@@ -24,7 +24,7 @@ from ..ops.padded_rows import How, PackedActivation, PaddedGemm, Placed
 from ..replay.padded_plan import placed_of
 from ..weights.expert_weights import ExpertWeights, key_of
 from .lora import Lora, adapters_given, scales_of
-from .padded import adapter, check_out, check_rows, most_rows, recorded, run_recorded
+from .padded import adapter, check_out, check_rows, most_rows, named, recorded, run_recorded
 
 if TYPE_CHECKING:
     from ...kernels.contract.activations import Activation
@@ -139,7 +139,9 @@ def experts_mlp(
     operands = (*operands_of(gate_up).values(), *operands_of(down).values())
     every = (x, m_sizes, m_starts, *operands, gate_up_bias, down_bias, *pairs, out)
     if out is not None:
-        check_out(_CALL, out, x.shape, x, every[1:-1])
+        read = {"m_sizes": m_sizes, "m_starts": m_starts, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
+        read |= named("gate_up_weight", gate_up) | named("down_weight", down)
+        check_out(_CALL, out, x.shape, x, read | {f"lora[{i // 2}].{'AB'[i % 2]}": pairs[i] for i in range(4)})
     how = Layer(1, layout, act, bucket)
 
     def compute(flat: torch.Tensor, into: torch.Tensor | None, placed: Placed, do: Any) -> torch.Tensor:
@@ -171,9 +173,10 @@ def _again(
         for one in adapters:
             low += (None, None) if one is None else as_used(one, x.dtype, m_sizes.shape[0])[:2]
         operands = (*operands_of(gate_up).values(), *operands_of(down).values())
-        return recorded(key, (x, m_sizes, m_starts, *operands, *biases, *low, out))
+        every = (x, m_sizes, m_starts, *operands, *biases, *low, out)
     except tensors.UNUSABLE:
         return None
+    return recorded(key, every)
 
 
 def _key(

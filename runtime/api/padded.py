@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -131,7 +131,8 @@ def padded_gemm(
     operands = tuple(operands_of(dense).values())
     every = (x, m_sizes, m_starts, *operands, bias, *low_tensors, out)
     if out is not None:
-        check_out(_CALL, out, y_shape, x, every[:-1])
+        read = {"x": x, "m_sizes": m_sizes, "m_starts": m_starts, "bias": bias, **named("w", dense)}
+        check_out(_CALL, out, y_shape, x, read | {"lora.A": low_tensors[0], "lora.B": low_tensors[1]})
     if not (x is given[0] and w is given[1] and bias is given[2]):
         key = None
 
@@ -192,9 +193,10 @@ def _again(
         if lora is not None:
             low = as_used(lora, x.dtype, m_sizes.shape[0])[:2]
         dense = w if isinstance(w, ExpertWeights) else tensors.three_dimensional(w, m_sizes.shape[0], Layout.NK)
-        return recorded(key, (x, m_sizes, m_starts, *operands_of(dense).values(), bias, *low, out))
+        every = (x, m_sizes, m_starts, *operands_of(dense).values(), bias, *low, out)
     except tensors.UNUSABLE:
         return None
+    return recorded(key, every)
 
 
 def _key(
@@ -267,7 +269,7 @@ def check_out(
     out: torch.Tensor,
     shape: Sequence[int],
     like: torch.Tensor,
-    read: Sequence[torch.Tensor | None],
+    read: Mapping[str, torch.Tensor | None],
 ) -> None:
     """Raise InputError unless ``out`` can take y of this shape, in memory of its own."""
     if not isinstance(out, torch.Tensor):
@@ -280,7 +282,14 @@ def check_out(
         tensors.bad("out", f"with strides {list(out.stride())}", "a contiguous tensor", call)
     if out.requires_grad and torch.is_grad_enabled():
         tensors.bad("out", "a tensor that requires grad", "one that does not: out.detach(), or torch.no_grad()", call)
-    tensors.check_apart(out, call, **{f"tensor {i} of the call": one for i, one in enumerate(read) if one is not None})
+    tensors.check_apart(out, call, **read)
+
+
+def named(name: str, w: torch.Tensor | ExpertWeights) -> dict[str, torch.Tensor | None]:
+    """The tensors of weights by what an error calls them."""
+    if isinstance(w, ExpertWeights):
+        return {f"{name}.{part}": one for part, one in w.tensors().items()}
+    return {name: w}
 
 
 def _traced(

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ...artifacts.errors import InputError
 from ..check import tensors as check_tensors
 from ..driver.device import current_stream, device_is_current
 from ..launch.program import Now, Program
@@ -25,14 +26,14 @@ stream_of = current_stream
 class PaddedPlan(Programs):
     """The program of one call: x, m_sizes and m_starts first, out last, all else in between."""
 
-    __slots__ = ("_lows", "_out", "_same", "_there", "program")
+    __slots__ = ("_in_place", "_lows", "_same", "_there", "program")
 
     def __init__(self, given: Sequence[torch.Tensor | None], there: Sequence[int], same: programs.Guard) -> None:
         x, *_, out = given
         if x is None:
             raise AssertionError("a call without x")
         super().__init__(x, grad=any(one is not None and one.requires_grad for one in given), varies=True)
-        self._same, self._there, self._out = same, itemgetter(*there), out is not None
+        self._same, self._there, self._in_place = same, itemgetter(*there), out is x
         self._lows = [one.data_ptr() & LOW for one in self._there(given)]
         self.program: Program | None = None
 
@@ -44,7 +45,7 @@ class PaddedPlan(Programs):
         x, m_sizes, m_starts, *_, out = given
         if x is None or m_sizes is None or self.program is None or not takes_rows(x, m_sizes, out):
             return None
-        if (m_starts is None) != (x.dim() == 3):  # the checks will say
+        if (m_starts is None) != (x.dim() == 3) or self._in_place != (out is x):  # the checks will say
             return None
         grad = torch.is_grad_enabled()
         if (self.grad and grad) or not (self._alone or device_is_current(self._device)):
@@ -52,8 +53,11 @@ class PaddedPlan(Programs):
         if out is not None:
             if (out.requires_grad and grad) or _transformed():
                 return None
-            read = given[1:-1] if out.data_ptr() == x.data_ptr() else given[:-1]  # (x of a layer: its key says so)
-            check_tensors.check_apart(out, **{f"tensor {i}": one for i, one in enumerate(read) if one is not None})
+            read = given[1:-1] if self._in_place else given[:-1]
+            try:
+                check_tensors.check_apart(out, **{str(i): one for i, one in enumerate(read)})
+            except InputError:  # the checks will say which it shares memory with
+                return None
         placed = placed_of(x, m_sizes, m_starts)
         found = self.program.run(placed.index.shape[0], stream_of(self._device), (*_flat(given), *placed))[0]
         if out is not None:

@@ -294,6 +294,14 @@ def test_bad_input(where: str) -> None:
     refused("gather_indices with m_starts", lambda: grouped_gemm(flat, w, sizes, 1, index, m_starts=starts))
     refused("expected_rows is 21, wanted an int of 0 to E", lambda: grouped_gemm(x, w, sizes, expected_rows=21))
     refused(r"out is of shape \[20, 8\]", lambda: grouped_gemm(x, w, sizes, out=torch.empty(20, N)))
+    for name, shared in (("x", torch.randn(E, MOST, K)), ("w", torch.randn(E, N, K))):
+        given = {"x": x, "w": w, name: shared}
+        into = shared.view(-1)[: E * MOST * N].view(E, MOST, N)
+        grouped_gemm(given["x"], given["w"], sizes, out=torch.empty(E, MOST, N))  # whose plan sees it, too
+        refused(
+            f"out is in the memory of {name},",
+            lambda given=given, into=into: grouped_gemm(given["x"], given["w"], sizes, out=into),
+        )
     refused(r"bias is of shape", lambda: grouped_gemm(x, w, sizes, bias=torch.empty(N)))
     layer = layer_of(call, ACTS[0])
     refused("experts_mlp: x is of shape", lambda: experts_mlp(flat, m_sizes=sizes, **layer))
