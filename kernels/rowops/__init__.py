@@ -261,8 +261,8 @@ def specs(
     """The passes that go with these GEMMs, aligned and not: that of the activation's gradient only beside dX or dW.
 
     Kernels that quantise x are listed for the dtypes ``of_codes``, or for all such dtypes if it is None.
-    What has no dtype is there once: the sort of the slots and the list of rows for any alignment, what clears rows for
-    aligned ones.
+    What has no dtype is there once: the sort of the slots for any alignment, what clears rows for aligned ones.
+    (PLACE_ROWS is not among them until shipped bundles have it: torch lists the rows.)
     """
     passes = [RowOp.COMBINE] if ops else []
     passes += [RowOp.ACTIVATION] if Op.FORWARD in ops else []
@@ -273,7 +273,7 @@ def specs(
     found = [RowOpSpec(one, dtype, alignment) for one in passes for dtype in kinds for alignment in (16, 1)]
     found += [RowOpSpec(one.quantize, DType.BF16) for one in code_ops]
     found += [RowOpSpec(one.activation, DType.BF16) for one in code_ops] if Op.FORWARD in ops else []
-    found += [RowOpSpec(one, DType.FP32, 1) for one in (RowOp.PLACE_ROWS, RowOp.SORT_SLOTS)] if ops else []
+    found += [RowOpSpec(RowOp.SORT_SLOTS, DType.FP32, 1)] if ops else []
     return (*found, *([RowOpSpec(RowOp.CLEAR, DType.FP32)] if ops & {Op.FORWARD, Op.DX} else []))
 
 
