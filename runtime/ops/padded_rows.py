@@ -10,12 +10,13 @@ store them by it. Between two products rows are packed: that is, sorted without 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Layout, Op, RowOp
+from ...artifacts.tuples import NamedTuple
 from ..check import tensors
 from ..check.call import Rows
 from ..check.saved import Saved
