@@ -90,6 +90,7 @@ BENCHMARKS = (
         "the batch-invariant mode against the free choice, and vLLM's tile for it",
         f"{GPU}; others: vLLM's wheel unpacked, Triton",
     ),
+    Benchmark("peers", "padded_rows", "padded rows against packed ones and DeepGEMM's masked kernel", GPU),
     Benchmark("peers", "floors", "quantised GEMMs against their bytes alone and their FLOPs alone", f"{GPU}, Triton"),
     Benchmark("peers", "targets", "targets of quantised GEMMs, and what they reach", "any machine"),
     Benchmark("peers", "carry", "packs an engine for a GPU machine that fetches nothing", "any machine, wheels"),

@@ -14,6 +14,7 @@ TYPE_CHECKING = False  # a type checker takes it for typing's, whose import woul
 
 if TYPE_CHECKING:
     from ..kernels.contract.activations import Activation
+    from .api.experts import experts_mlp
     from .api.gradients import grouped_gemm_dW, grouped_gemm_dX
     from .api.grouped_gemm import grouped_gemm
     from .api.lora import Lora
@@ -36,6 +37,7 @@ _PUBLIC = {
     "activate": "ops.activation",
     "allow_jit": "hooks",
     "batch_invariant": "hooks",
+    "experts_mlp": "api.experts",
     "explain": "inspect.explain",
     "fingerprint": "inspect.explain",
     "grouped_gemm": "api.grouped_gemm",
@@ -58,6 +60,7 @@ __all__ = [
     "activate",
     "allow_jit",
     "batch_invariant",
+    "experts_mlp",
     "explain",
     "fingerprint",
     "grouped_gemm",

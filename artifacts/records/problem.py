@@ -38,6 +38,7 @@ class RowOp(enum.Enum):
     - ``ACTIVATION_GRAD``: dh from the gradient of a, and the routing weights' gradient
     - ``COMBINE``: out[t] = sum over the slots s of token t of y[t, s]
     - ``CLEAR``: y[r] = 0 for the rows r that no index names; for any dtype, its record says fp32
+    - ``PLACE_ROWS``: list the rows of experts that lie apart, expert by expert; it has no dtype, its record says fp32
     - ``SORT_SLOTS``: sort the slots of all tokens by expert; it has no dtype, its record says fp32
     """
 
@@ -50,6 +51,7 @@ class RowOp(enum.Enum):
     ACTIVATION_GRAD = "activation_grad"
     COMBINE = "combine"
     CLEAR = "clear"
+    PLACE_ROWS = "place_rows"
     SORT_SLOTS = "sort_slots"
 
 

@@ -14,10 +14,13 @@ arguments by launch ABI 1, in addition to those in kernels/contract/words.py:
 ``named``                  device pointer to a byte for each row of y, zero at first
 ``ids order``              device pointers, by slot: to 32-bit words, to int64 (for SORT_SLOTS ``experts`` has room
                            for whole chunks, aligned to 16 bytes)
-``bounds m_sizes counts``  device pointers to int32: [E + 1], [E], [chunks, E + 1]
+``bounds m_sizes counts``  device pointers to int32: [E + 1], [E], [chunks, E + 1], for PLACE_ROWS [E]
+``starts``                 device pointer to 32-bit words: one for each expert
 ``M columns top_k E``      int32; ``M`` counts rows, for SORT_SLOTS slots, for CLEAR entries of the index; CLEAR's
                            ``columns`` are 32-bit words of a row of any dtype; E is at most the record's max_experts
 ``rows index_end``         int32: rows of y; the first index that names no row
+``room``                   int32: the most rows of an expert, and those from one to the next without ``starts``
+``starts_step``            int32: 0 without ``starts``, else like ``m_sizes_step``
 ``index_step ids_step``    int32, like ``m_sizes_step``: 1 for int32, 2 for int64
 ``flags``                  int32: the activation (activations.KINDS) and the flags below
 ``limit alpha beta``       int32: the bits of the activation's float32 numbers (``Activation.words``)
@@ -77,13 +80,19 @@ _ARGUMENTS: dict[RowOp, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("y", "index", "m_sizes", "named"),
         ("M", "rows", "columns", "E", "index_end", "m_sizes_step", "index_step", "flags"),
     ),
+    RowOp.PLACE_ROWS: (
+        ("m_sizes", "starts", "index", "counts", "bounds"),
+        ("M", "E", "room", "m_sizes_step", "starts_step"),
+    ),
     RowOp.SORT_SLOTS: (
         ("ids", "experts", "order", "places", "bounds", "m_sizes", "counts"),
         ("M", "E", "ids_step", "flags"),
     ),
 }
 # Element types of pointers by Triton's names, "" for the dtype.
-POINTEES = dict.fromkeys(("m_sizes", "index", "experts", "places", "used", "ids", "bounds", "counts"), "*i32") | {
+POINTEES = dict.fromkeys(
+    ("m_sizes", "starts", "index", "experts", "places", "used", "ids", "bounds", "counts"), "*i32"
+) | {
     "row_weights": "*fp32",
     "scale": "*fp32",
     "codes": "*u8",
@@ -118,11 +127,13 @@ _BY_ROW = (
     RowOp.QUANTIZE,
     RowOp.QUANTIZE_ROWS,
     RowOp.ACTIVATION_ROW_CODES,
+    RowOp.PLACE_ROWS,
     RowOp.SORT_SLOTS,
     RowOp.CLEAR,
 )  # a program computes all columns of a row
 MOST_EXPERTS = 65536  # in the records of kernels that run for any E
-MOST_SORTED_EXPERTS = 512  # of SORT_SLOTS
+MOST_SORTED_EXPERTS = 512  # of SORT_SLOTS and PLACE_ROWS
+WITHOUT_DTYPE = RowOp.PLACE_ROWS, RowOp.SORT_SLOTS, RowOp.CLEAR
 SORTED_EXPERTS = 32  # experts whose counts one program of SORT_SLOTS adds up
 
 _ACTIVATION = "rowops.activation", "901296436211db83f0088389f55f5a189d1e0f07f863e63f7cea062c40095e16"
@@ -135,6 +146,7 @@ _ACTIVATION_ROW_CODES = (
 _QUANTIZE_ROWS = "rowops.quantize_rows", "37aa35aec02a08feefa6e3c85db2a68a4f7a96925a5024c1b4f7beec61040601"
 _QUANTIZE = "rowops.quantize", "d2a376ac92cc62ffdf01b11167fe21d5faf26f6b4beb0c951a1f27fc9949bb00"
 _SORT = "rowops.sort", "ca5611a804955fcba89a115e4794d135c438bc3d390d173e2f538cf02eae150d"
+_PLACE = "rowops.place", "6585ec0db1ffbdfce77812de8531eea7866d992fe5451b55ccc95e1b487b7acf"
 _CLEAR = "rowops.zero_rows", "0c41f4e3da77f98aeca427848589875a5354ec9ecfbc0e1b87a858b34421826a"
 ROW_OPS = (
     Entry("activation", 3, *_ACTIVATION, launched_since=3),
@@ -144,6 +156,7 @@ ROW_OPS = (
     Entry("clear", 1, *_CLEAR, launched_since=1),
     Entry("combine", 2, *_GATHER_COMBINE, launched_since=2),
     Entry("gather", 2, *_GATHER_COMBINE, launched_since=2),
+    Entry("place_rows", 1, *_PLACE, launched_since=1),
     Entry("quantize", 1, *_QUANTIZE, launched_since=1),
     Entry("quantize_rows", 1, *_QUANTIZE_ROWS, launched_since=1),
     Entry("sort_slots", 2, *_SORT, launched_since=2),
@@ -208,6 +221,8 @@ class RowOpSpec(NamedTuple):
         """The config of its program; for SORT_SLOTS a slot for each thread."""
         if self.op is RowOp.SORT_SLOTS:
             return Block(256, 8)
+        if self.op is RowOp.PLACE_ROWS:
+            return Block(512, 4)
         thread_bytes, warps = _THREADS[self.op]
         rows = rows_at_once(self.op)
         return Block(32 * warps * thread_bytes // self.dtype.itemsize // rows, warps)
@@ -230,7 +245,7 @@ class RowOpSpec(NamedTuple):
     @property
     def max_experts(self) -> int:
         """The most experts; any number for kernels that don't count them."""
-        return MOST_SORTED_EXPERTS if self.op is RowOp.SORT_SLOTS else MOST_EXPERTS
+        return MOST_SORTED_EXPERTS if self.op in (RowOp.PLACE_ROWS, RowOp.SORT_SLOTS) else MOST_EXPERTS
 
     def __str__(self) -> str:
         return f"{self.op.value} {self.dtype.value} {self.config}" + (" unaligned" if self.alignment == 1 else "")
@@ -243,6 +258,7 @@ def specs(
 
     Kernels that quantise x are for the dtypes ``of_codes``, or for all quantised ``dtypes`` if it is None. Kernels
     without a dtype are listed once: SORT_SLOTS unaligned, CLEAR aligned.
+    (PLACE_ROWS is not among them until shipped bundles have it: torch lists the rows.)
     """
     row_ops = [RowOp.COMBINE] if ops else []
     row_ops += [RowOp.ACTIVATION] if Op.FORWARD in ops else []
@@ -262,7 +278,7 @@ def dtype_of(dtype: DType, op: RowOp | None = None) -> DType:
 
     Row kernels without a dtype are recorded as fp32.
     """
-    if dtype is DType.TF32 or op in (RowOp.SORT_SLOTS, RowOp.CLEAR):
+    if dtype is DType.TF32 or op in WITHOUT_DTYPE:
         return DType.FP32
     return DType.BF16 if dtype.quantised else dtype
 
@@ -307,8 +323,8 @@ def by_token(M: int, row_bytes: int, slots: int, top_k: int) -> bool:
 def programs(op: RowOp, M: int, columns: int, block: int, rows: int = 1) -> int:
     """Return the size of the grid: a program for ``rows`` rows, or for each block of their columns.
 
-    ACTIVATION_ROW_CODES has a program for each row if rows are wider than a block. For SORT_SLOTS, CLEAR, and GATHER in
-    two launches, the caller passes the number of programs as M.
+    ACTIVATION_ROW_CODES has a program for each row if rows are wider than a block. For PLACE_ROWS, SORT_SLOTS, CLEAR,
+    and GATHER in two launches, the caller passes the number of programs as M.
     """
     if op is RowOp.ACTIVATION_ROW_CODES and columns > block:
         rows = 1

@@ -54,6 +54,7 @@ def grouped_gemm(
     zero_tail: bool = False,
     lora: Lora | None = None,
     expected_rows: int | None = None,
+    m_starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """y[to(i)] = t(i) * (x[from(i)] @ w[e].T + bias[e]) for every sorted row i of expert e, in one launch.
 
@@ -73,6 +74,8 @@ def grouped_gemm(
     x
         [M, K] or [T, K] bfloat16, float16 or float32 (float64 too where there is no CUDA). Rows may have any stride;
         rows that are not contiguous themselves are copied. M = 0 returns an empty y and launches nothing.
+        Or padded rows, [E, M_max, K], of which expert e has the first m_sizes[e], M_max at most; y is [E, M_max, N].
+        Padding is neither read nor written, and its dx is zero. Only with w, m_sizes and the keywords.
     w
         [E, N, K] in x's dtype, or [E, K, N] with ``w_layout="kn"``; also flattened, [E*N, K] or
         [E*K, N]. Its last dimension must be contiguous, the others may have any stride; never copied.
@@ -108,14 +111,18 @@ def grouped_gemm(
         not be memory of another tensor of the call (columns of one matrix side by side are apart). Whether m_sizes'
         is looked at where a plain call on CUDA is the first of its kind.
     zero_tail
-        Whether rows of y past the sum of ``m_sizes`` are zeroed; otherwise they are left unwritten. Their dx is zero.
+        Whether rows of y past the sum of ``m_sizes``, and padding, are zeroed; otherwise they are left unwritten.
+        Their dx is zero.
     lora
         An adapter, whose product joins w's before the weights and beside the bias:
         y[to(i)] = t(i) * (x[from(i)] @ w[e].T + scale * (x[from(i)] @ A[e].T) @ B[e].T + bias[e]). Not with dX_only or
         dW_only: what requires a gradient tells which are computed.
     expected_rows
-        How many of the M rows experts will have, 0 to M: kernels, of gradients too, are chosen for so many; for M if
-        None. It changes no buffer, and with more or fewer rows the result is right.
+        How many of the M rows (E*M_max of padded ones) experts will have, 0 to M: kernels, of gradients too, are chosen
+        for so many; for M if None. It changes no buffer, and with more or fewer rows the result is right.
+    m_starts
+        [E] int32 or int64, contiguous: rows m_starts[e] to m_starts[e] + m_sizes[e] - 1 of x [M, K] and y [M, N] are
+        expert e's, others are padding. No two experts may share a row, which is checked on the CPU alone.
 
     Returns
     -------
@@ -139,36 +146,65 @@ def grouped_gemm(
     it, with one warning. On other devices it is a torch reference, slow. In a torch.autocast region float32
     x, w and bias are cast. torch.compile and torch.export see one operator. A gradient can't be differentiated again.
     """
-    if lora is not None:
-        if dX_only or dW_only:
-            raise InputError(
-                "grouped_gemm: dX_only or dW_only with lora: requires_grad decides which gradients are "
-                "computed. Leave it out, and call w.requires_grad_(False)"
-            )
-        if isinstance(lora, Lora) and lora.dropout:
-            from .adapted import dropped
+    if lora is not None and (dX_only or dW_only):
+        raise InputError(
+            "grouped_gemm: dX_only or dW_only with lora: requires_grad decides which gradients are "
+            "computed. Leave it out, and call w.requires_grad_(False)"
+        )
+    if m_starts is not None or getattr(x, "ndim", 2) == 3:
+        from .padded import padded_gemm
 
-            moves = {
-                "topk": topk,
-                "gather_indices": gather_indices,
-                "permute_x": permute_x,
-                "permute_y": permute_y,
-                "topk_weights": topk_weights,
-                "fuse_mul_post": fuse_mul_post,
-                "zero_tail": zero_tail,
-            }
-            rest = {
-                "kernel_config_fwd": kernel_config_fwd,
-                "kernel_config_bwd_dX": kernel_config_bwd_dX,
-                "kernel_config_bwd_dW": kernel_config_bwd_dW,
-                "autotune": autotune,
-                "is_first_gemm": is_first_gemm,
-                "w_layout": w_layout,
-                "bias": bias,
-                "out": out,
-                "expected_rows": expected_rows,
-            }
-            return dropped(grouped_gemm, x, w, m_sizes, lora, moves, rest)
+        return padded_gemm(
+            grouped_gemm,
+            x,
+            w,
+            m_sizes,
+            m_starts,
+            (
+                topk,
+                gather_indices,
+                permute_x,
+                permute_y,
+                topk_weights,
+                fuse_mul_post,
+                kernel_config_fwd,
+                kernel_config_bwd_dX,
+                kernel_config_bwd_dW,
+                autotune,
+            ),
+            w_layout=w_layout,
+            bias=bias,
+            out=out,
+            zero_tail=zero_tail,
+            lora=lora,
+            expected_rows=expected_rows,
+            only_dx=dX_only,
+            only_dw=dW_only,
+        )
+    if isinstance(lora, Lora) and lora.dropout:
+        from .adapted import dropped
+
+        moves = {
+            "topk": topk,
+            "gather_indices": gather_indices,
+            "permute_x": permute_x,
+            "permute_y": permute_y,
+            "topk_weights": topk_weights,
+            "fuse_mul_post": fuse_mul_post,
+            "zero_tail": zero_tail,
+        }
+        rest = {
+            "kernel_config_fwd": kernel_config_fwd,
+            "kernel_config_bwd_dX": kernel_config_bwd_dX,
+            "kernel_config_bwd_dW": kernel_config_bwd_dW,
+            "autotune": autotune,
+            "is_first_gemm": is_first_gemm,
+            "w_layout": w_layout,
+            "bias": bias,
+            "out": out,
+            "expected_rows": expected_rows,
+        }
+        return dropped(grouped_gemm, x, w, m_sizes, lora, moves, rest)
     tracing = _tracing()
     if not tracing and _duals._current_level >= 0:
         tensors.no_tangents("grouped_gemm", x, w, topk_weights, bias, *(lora[:2] if isinstance(lora, Lora) else ()))

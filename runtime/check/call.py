@@ -198,6 +198,11 @@ class Rows(NamedTuple):
         return bucket_of(self.M) if self.expected is None else self.expected
 
     @property
+    def spread(self) -> int:
+        """How many times the expected rows there may be, in buckets; 1 for fewer, or where nothing is expected."""
+        return 1 if self.expected is None else max(1, bucket_of(self.M) // max(1, self.expected))
+
+    @property
     def sizes(self) -> tuple[int, int, int]:
         """E, and N and K of w."""
         E, first, second = self.w.shape

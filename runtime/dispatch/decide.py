@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Hashable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...artifacts.errors import ProblemNotInBundle
 from ...artifacts.names import printable
@@ -52,11 +52,19 @@ class Miss(NamedTuple):
 
 
 def decide(
-    snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *, aligned: bool = True, strict: bool = False
+    snapshot: Snapshot,
+    problem: Problem,
+    M: int,
+    local: LocalGpu,
+    *,
+    aligned: bool = True,
+    strict: bool = False,
+    persistent: bool = False,
 ) -> Decision | Miss:
     """The variant for M rows of ``problem`` on ``local``; remembered for M's bucket in the snapshot.
 
-    ``aligned`` says whether every pointer, row stride and row length is a multiple of 16 bytes.
+    ``aligned`` says whether every pointer, row stride and row length is a multiple of 16 bytes; ``persistent`` that the
+    variant is not to have a program for each tile.
 
     Raises
     ------
@@ -66,11 +74,13 @@ def decide(
         for a file that PRETUNED_BUNDLES names and that can't be used.
     """
     bucket = bucket_of(M)
-    key = (problem, bucket, aligned, local, strict)
+    key = (problem, bucket, aligned, local, strict, persistent)
     known: Decision | Miss | None = snapshot.decisions.get(key)
     if known is None:
-        found = settle(snapshot, problem, bucket, local, aligned, strict)  # without a lock: it may import packages
-        if isinstance(found, Miss) and hooks.jit_allowed():
+        found = settle(
+            snapshot, problem, bucket, local, aligned, strict, persistent
+        )  # without a lock: it may import packages
+        if isinstance(found, Miss) and hooks.jit_allowed() and not persistent:
             from ..driver import device  # here, so that choosing needs no torch
 
             if device.capturing():
@@ -78,18 +88,24 @@ def decide(
             found = _compiled(snapshot, found, local, strict)
         with lock("decisions"):
             known = snapshot.decisions.setdefault(key, found)
-        if known is found:
+        if known is found and not (persistent and isinstance(found, Miss)):  # (then any other runs)
             _tell(snapshot, found, local)
     return known
 
 
 def settle(
-    snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, aligned: bool, strict: bool
+    snapshot: Snapshot,
+    problem: Problem,
+    bucket: int,
+    local: LocalGpu,
+    aligned: bool,
+    strict: bool,
+    persistent: bool = False,
 ) -> Decision | Miss:
     """As ``decide``, but nothing is remembered, compiled or told."""
     while True:  # each turn drops a bundle
         with contextlib.suppress(Rejected):
-            return _decide(snapshot, problem, bucket, local, aligned, strict)
+            return _decide(snapshot, problem, bucket, local, aligned, strict, persistent)
 
 
 def with_low_part(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu) -> Candidate | None:
@@ -152,23 +168,30 @@ def _compiled(snapshot: Snapshot, missed: Miss, local: LocalGpu, strict: bool) -
 
 
 def _decide(
-    snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, aligned: bool, strict: bool
+    snapshot: Snapshot,
+    problem: Problem,
+    bucket: int,
+    local: LocalGpu,
+    aligned: bool,
+    strict: bool,
+    persistent: bool,
 ) -> Decision | Miss:
+    how: dict[str, Any] = {"aligned": aligned, "most": 1, "persistent": persistent}
     view = snapshot.view(local, installed=False)
     view.demand_named_files()
-    found = chosen(snapshot, problem, bucket, local, view, aligned=aligned, most=1) if view.usable else []
+    found = chosen(snapshot, problem, bucket, local, view, **how) if view.usable else []
     if not _is_unbeatable(found, local):
         view = snapshot.nearer_view(local)
-        found = chosen(snapshot, problem, bucket, local, view, aligned=aligned, most=1)
+        found = chosen(snapshot, problem, bucket, local, view, **how)
     if not _is_unbeatable(found, local):
         view = snapshot.view(local, installed=True)
-        found = chosen(snapshot, problem, bucket, local, view, aligned=aligned, most=1)
+        found = chosen(snapshot, problem, bucket, local, view, **how)
         if not found or found[0].origin >= Origin.COMPATIBLE:
-            found += modelled(snapshot, problem, bucket, local, view, aligned=aligned, most=1)
+            found += modelled(snapshot, problem, bucket, local, view, **how)
             found.sort(key=lambda candidate: (candidate.origin, candidate.match))
         if strict and not (found and _has_choice(snapshot, problem, bucket, local, view)):
             raise ProblemNotInBundle(_strict_text(problem, bucket, local, view))
-    found = found or modelled(snapshot, problem, bucket, local, snapshot.reserve(local), aligned=aligned, most=1)
+    found = found or modelled(snapshot, problem, bucket, local, snapshot.reserve(local), **how)
     if not found:
         return Miss(problem, bucket, aligned, _miss_text(problem, bucket, local, view))
     by_torch = "" if found[0].torch_us is None else f"; {found[0].by_torch}"

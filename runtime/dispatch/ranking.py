@@ -39,7 +39,7 @@ from ...artifacts.records.target import Gpu, LocalGpu, gpus_apart
 from ...artifacts.tuples import NamedTuple
 from ...kernels import registry
 from ...kernels.contract import words
-from ...kernels.contract.config import Config, config_of
+from ...kernels.contract.config import Config, Schedule, config_of
 from ...kernels.contract.spec import Spec, code_of, gemm_of
 from ...kernels.hardware import arch
 from .. import verdicts
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 
 
 _NEAR = 1  # doublings of the rows
+MOST_IDLE = 2048  # programs without a tile: each costs 1 ns or more, as one of a row kernel on an H200
 _SMALL = 64  # an N and a K that every kernel can do
 
 
@@ -111,9 +112,20 @@ class Candidate(NamedTuple):
 
 
 def chosen(
-    snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, view: View, *, aligned: bool, most: int
+    snapshot: Snapshot,
+    problem: Problem,
+    bucket: int,
+    local: LocalGpu,
+    view: View,
+    *,
+    aligned: bool,
+    most: int,
+    persistent: bool = False,
 ) -> list[Candidate]:
-    """The best ``most`` candidates that the bundles' own choices name, runners-up included, best first."""
+    """The best ``most`` candidates that the bundles' own choices name, runners-up included, best first.
+
+    With ``persistent`` none has a program for each tile.
+    """
     found: list[Candidate] = []
     seen: set[tuple[int, int]] = set()  # a variant counts once, by its best claim
     for claim in _claims(snapshot, problem, local, view).ranked(bucket, near=is_invariant(snapshot, problem)):
@@ -124,6 +136,8 @@ def chosen(
             continue
         seen.add((usable.order, index))
         variant = snapshot.variant(usable.bundle, index)
+        if persistent and by_tile(variant):
+            continue
         if why_not(variant, problem, local, aligned=aligned) is None and in_order(
             snapshot, usable, variant, problem, local
         ):
@@ -204,6 +218,24 @@ def summed(usable: Usable, variant: Variant, problem: Problem) -> Order:
     return registry.order_of(spec, usable.bundle.target.sm, gemm_of(problem).reduction)
 
 
+def by_tile(variant: Variant) -> bool:
+    """Whether a launch has a program for each tile, those of rows that may be there included."""
+    config = config_of(variant.config)
+    return config is not None and config.schedule is Schedule.TILE
+
+
+def idles(variant: Variant, problem: Problem, M: int, bucket: int) -> bool:
+    """Whether a launch for M rows would have many programs for tiles of rows that are there in no call of ``bucket``.
+
+    Such a call is one with ``expected_rows``: memory and grids are of all rows that there may be.
+    """
+    if bucket >= M or not by_tile(variant):
+        return False
+    columns, config = gemm_of(problem).columns, Config.from_pairs(variant.config)
+    most, likely = (registry.most_tiles(rows, problem.E, columns, config) for rows in (M, bucket))
+    return most - likely > MOST_IDLE
+
+
 def torch_runs(problem: Problem, sm: int) -> bool:
     """Whether torch's grouped_mm can compute a problem on a capability without a synchronisation."""
     return arch.torch_groups(sm) and words.torch_multiplies(problem)
@@ -281,8 +313,12 @@ def modelled(
     *,
     aligned: bool,
     most: int | None = None,
+    persistent: bool = False,
 ) -> list[Candidate]:
-    """What the cost model says of every variant that fits, whatever it was chosen for; the best ``most`` of them."""
+    """What the cost model says of every variant that fits, whatever it was chosen for; the best ``most`` of them.
+
+    With ``persistent`` none has a program for each tile.
+    """
     if local.sm not in arch.ARCHS:
         return []
     from .neighbours import blended, neighbourhood  # here, as most calls are answered by a choice of a bundle
@@ -290,7 +326,11 @@ def modelled(
     _, fitting, ranker, chip = _ranked(snapshot, problem, local, view, aligned)
     measured = neighbourhood(snapshot, local, view)
     around = measured.near(problem, bucket, aligned=aligned)
-    able = [at for at, (usable, _, one) in enumerate(fitting) if in_order(snapshot, usable, one, problem, local)]
+    able = [
+        at
+        for at, (usable, _, one) in enumerate(fitting)
+        if in_order(snapshot, usable, one, problem, local) and not (persistent and by_tile(one))
+    ]
     numbers = _numbers(snapshot, fitting, measured) if around is not None else {}
     some = [at for at in able if numbers[at][0] in around.won and _is_able(fitting[at][2], problem)] if around else []
     if not some or most is None:  # to estimate the others takes longer than all the rest

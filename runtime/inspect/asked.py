@@ -10,6 +10,7 @@ from ...artifacts.errors import BundleError, InputError
 from ...artifacts.limits import MAX_DIM
 from ...artifacts.records.precision import PRECISIONS, DType, dtypes_of
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem
+from ...kernels.contract.spec import code_of
 from ...kernels.contract.words import ALIGNMENT_BYTES, has_aligned_rows
 from ...kernels.hopper_w4a16 import prepares
 
@@ -101,17 +102,21 @@ def of_tensors(
 
     if w is None or m_sizes is None:
         raise InputError("explain: wanted x, w and m_sizes, got x alone (or a Problem and M)")
+    fusion = Fusion.NONE
+    if x.dim() == 3:  # padded rows: by an index, read and stored
+        x, fusion = x.reshape(-1, x.shape[-1]), Fusion.GATHER | Fusion.SCATTER
     if isinstance(w, ExpertWeights):
-        return _of_quantised(x, w, m_sizes, w_layout, device)
+        return _of_quantised(x, w, m_sizes, w_layout, device, fusion)
     call = tensors.check(x, w, m_sizes, w_layout)
     rows = Rows(Op.FORWARD, call.x, call.w, m_sizes, call.layout, call.M)
     aligned = ready.rows_aligned(rows, call.x.new_empty((0, call.N)))
     if call.x.is_cuda:
         device = call.x.get_device()
-        problem = ready.problem_of(Op.FORWARD, call.x, call.E, call.N, call.K, call.layout, Fusion.NONE)
+        problem = ready.problem_of(Op.FORWARD, call.x, call.E, call.N, call.K, call.layout, fusion)
         return problem, call.M, aligned, device
     dtype = tensors.check_cuda_dtype(call.x)
-    return Problem(Op.FORWARD, dtype, call.E, call.N, call.K, call.layout), call.M, aligned, device
+    problem = Problem(Op.FORWARD, dtype, call.E, call.N, call.K, call.layout, code_of(Op.FORWARD, fusion))
+    return problem, call.M, aligned, device
 
 
 def but_for_y(x: object, w: object, m_sizes: object, w_layout: str) -> bool:
@@ -121,7 +126,7 @@ def but_for_y(x: object, w: object, m_sizes: object, w_layout: str) -> bool:
     from ..launch import ready
     from ..weights.expert_weights import ExpertWeights
 
-    if isinstance(w, ExpertWeights):
+    if isinstance(w, ExpertWeights) or x.dim() == 3:  # type: ignore[attr-defined]
         return False
     call = tensors.check(x, w, m_sizes, w_layout)  # type: ignore[arg-type]
     rows = Rows(Op.FORWARD, call.x, call.w, call.m_sizes, call.layout, call.M)
@@ -129,7 +134,12 @@ def but_for_y(x: object, w: object, m_sizes: object, w_layout: str) -> bool:
 
 
 def _of_quantised(
-    x: torch.Tensor, w: ExpertWeights, m_sizes: torch.Tensor, w_layout: str, device: int | None
+    x: torch.Tensor,
+    w: ExpertWeights,
+    m_sizes: torch.Tensor,
+    w_layout: str,
+    device: int | None,
+    fusion: Fusion,
 ) -> tuple[Problem, int, bool, int | None]:
     import torch
 
@@ -140,7 +150,8 @@ def _of_quantised(
     if dtype is None:
         raise InputError(f"explain: no kernel is for {w.format} weights: torch dequantises them, expert by expert")
     E, N, K = w.shape
-    problem = Problem(Op.FORWARD, dtype, E, N, K, Layout.NK if w.is_prepared else Layout.STORED)
+    fusion = code_of(Op.FORWARD, fusion & ~Fusion.GATHER if w.is_prepared else fusion)  # (gathered beforehand)
+    problem = Problem(Op.FORWARD, dtype, E, N, K, Layout.NK if w.is_prepared else Layout.STORED, fusion)
     aligned = suits(problem) and tensors.rows_usable(call.x) and x.dtype is torch.bfloat16
     return problem, call.M, aligned, call.x.get_device() if call.x.is_cuda else device
 

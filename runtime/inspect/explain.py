@@ -18,7 +18,7 @@ from ..dispatch import compiled, plans
 from ..dispatch import snapshot as bundles
 from ..dispatch.decide import Decision, miss_reason, reason, settle, whole_columns, with_wide_rows
 from ..dispatch.hints import build_line, remedy
-from ..dispatch.ranking import Candidate, Match, Origin, chosen, modelled, summed
+from ..dispatch.ranking import Candidate, Match, Origin, chosen, idles, modelled, summed
 from ..dispatch.snapshot import Rejected, Snapshot, View
 from ..driver.device import current_device, local_gpu
 from . import low_rank, ways
@@ -59,8 +59,8 @@ def explain(
     Parameters
     ----------
     x, w, m_sizes
-        The tensors of a call, on CUDA or (with ``sm``) anywhere; or a Problem in place of x, with ``M``. w may be
-        ``ExpertWeights``, which are left as they are.
+        The tensors of a call, on CUDA or (with ``sm``) anywhere, also of padded rows x [E, M_max, K]; or a Problem in
+        place of x, with ``M``. w may be ``ExpertWeights``, which are left as they are.
     E, N, K, M, dtype
         The call in numbers, 1 to 2^31 - 1: w is [E, N, K], x is [M, K]; dtype is bf16, fp16, fp32 or tf32, or torch's.
     weights
@@ -132,6 +132,8 @@ def explain_on(
     told = replace(told, M=M, expected_rows=expected_rows)
     if wide_rows and told.raises is None:
         told = _with_wide_rows(told)
+    if told.chosen is not None and idles(told.chosen.variant, told.problem, M, told.bucket):
+        told = _with_few_rows_of_many(told, strict=strict)
     best, invariance = told.chosen, bundles.snapshot().invariance
     if invariance is not None and problem.op is not Op.DW:
         told = replace(told, invariance=str(invariance))
@@ -145,6 +147,16 @@ def explain_on(
     from ..launch.loader import standing  # here, as it brings all that launches along
 
     return replace(told, self_test=standing(best.usable.bundle, best.index, best.variant, local))
+
+
+def _with_few_rows_of_many(told: Explanation, *, strict: bool) -> Explanation:
+    """The same where few rows of many are expected: code that has no program for each tile runs then, if there is."""
+    problem, aligned = told.problem, told.aligned
+    found = settle(bundles.snapshot(), problem, told.bucket, told.local, aligned, strict, persistent=True)
+    if not isinstance(found, Decision):
+        return told
+    why = f"{found.reason}; others would have a program for each tile of the {told.M} rows that there may be"
+    return replace(told, reason=why, candidates=(found.chosen, *told.candidates), gathered_first=False)
 
 
 def _with_wide_rows(told: Explanation) -> Explanation:

@@ -23,7 +23,7 @@ from ...kernels.contract.words import has_aligned_rows
 from ...kernels.rowops import dtype_of
 from ..dispatch import snapshot as dispatch_snapshot
 from ..dispatch.decide import forms_of
-from ..dispatch.ranking import why_not
+from ..dispatch.ranking import by_tile, why_not
 from ..dispatch.rowops import ranked
 from ..dispatch.snapshot import Rejected, Snapshot, View
 from ..driver.device import current_device, local_gpu
@@ -177,6 +177,11 @@ def preload(
             continue
         if kernel is not None:
             kernels.add(kernel.function.handle)
+            if by_tile(kernel.variant):  # where few rows of many are expected, another runs
+                other = prepare(
+                    snapshot, problem, bucket, local, device, aligned=aligned, strict=strict, persistent=True
+                )
+                kernels.update(() if other is None else (other.function.handle,))
             by_torch += aligned and not problem.fusion and is_by_torch(problem, bucket, device)
     met = dict.fromkeys(problem for problem, _ in cells)
     while True:  # each turn but the last finds code that is damaged or wrong: others take its place

@@ -30,7 +30,15 @@ if TYPE_CHECKING:
 
 
 def prepare(
-    snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, device: int, *, aligned: bool, strict: bool
+    snapshot: Snapshot,
+    problem: Problem,
+    M: int,
+    local: LocalGpu,
+    device: int,
+    *,
+    aligned: bool,
+    strict: bool,
+    persistent: bool = False,
 ) -> LoadedKernel | None:
     """The variant that dispatch decides on, loaded on ``cuda:device``; None where torch has to run it.
 
@@ -45,7 +53,7 @@ def prepare(
     """
 
     def choose() -> tuple[Usable, int] | None:
-        decision = decide(snapshot, problem, M, local, aligned=aligned, strict=strict)
+        decision = decide(snapshot, problem, M, local, aligned=aligned, strict=strict, persistent=persistent)
         return None if isinstance(decision, Miss) else (decision.chosen.usable, decision.chosen.index)
 
     return load_first(snapshot, choose, local, device)  # a named file's error is raised by the next decision

@@ -162,10 +162,11 @@ def resolve_gated(call: Rows) -> Product | None:
     return None if ready is None else _product(ready, call, call.fusion | Fusion.SILU, columns, call.index_end(0))
 
 
-def resolve_activated(call: Rows, act: tuple[int, Activation]) -> Product | None:
-    """The steps of a product of act(x) into new memory, of x quantised by the pass that does the activation.
+def resolve_activated(call: Rows, act: tuple[int, Activation], y: torch.Tensor | None = None) -> Product | None:
+    """The steps of a product of act(x) into dense y [M, N], or new memory, by the row kernel that quantises act(x).
 
-    ``act`` are the flags of the activation, and itself. None where x is not to be quantised, or no bundle has the pass.
+    ``act`` are the flags of the activation, and itself. None where x is not to be quantised, or no bundle has the row
+    kernel.
     """
     w = call.w
     if not isinstance(w, ExpertWeights):
@@ -173,12 +174,12 @@ def resolve_activated(call: Rows, act: tuple[int, Activation]) -> Product | None
     from . import rowops
     from .quantised import activation_step, ready_for_activated
 
-    ready = ready_for_activated(call, w)
+    ready = ready_for_activated(call, w, y)
     if ready is None or ready.quantize is None:
         return None
     _, N, K = call.sizes
     before = activation_step(ready.quantize, K, act, rowops.used(call.bounds))
-    return _of_codes(ready, before, call, Fusion.NONE, (N, 0))
+    return _of_codes(ready, before, call, call.fusion, (N, call.index_end(call.M)))
 
 
 def resolve_low_rank(call: Rows, y: torch.Tensor) -> Product | None:

@@ -29,6 +29,7 @@ from .ready import (
     index_step,
     kept,
     kernel_for,
+    kernel_of_rows,
     low_rank_kernel,
     may_clear,
     of_rows,
@@ -104,16 +105,17 @@ def low_rank_of_quantised(call: Rows, w: ExpertWeights) -> Ready | None:
     return kept(key, build)
 
 
-def ready_for_activated(call: Rows, w: ExpertWeights) -> Ready | None:
-    """The kernel for a plain product of act(h), where x is h: its row kernel makes codes of act(h) in new memory.
+def ready_for_activated(call: Rows, w: ExpertWeights, y: torch.Tensor | None = None) -> Ready | None:
+    """The kernel for a product of act(h), where x is h: its row kernel makes codes of act(h) in new memory.
 
-    None where there is no such row kernel, or x is not to be quantised.
+    y is dense [M, N], or new memory. None where there is no such row kernel, or x is not to be quantised.
     """
     h, device, (_, N, K) = call.x, call.x.get_device(), w.shape
     if CODE_OPS.keys().isdisjoint(w.kernel_dtypes) or not is_aligned(ALIGNMENT_BYTES, h.data_ptr()):
         return None
     # (Rows as those that the two would be: which product it is, and its place in the table, are those of such a call.)
-    ready = ready_for_quantised(call._replace(x=h.new_empty((1, K))), w, h.new_empty((1, N)))
+    call = call._replace(x=h.new_empty((1, K)), zero_tail=False)
+    ready = ready_for_quantised(call, w, h.new_empty((1, N)) if y is None else y)
     if ready is None or ready.quantize is None:
         return None
     activate = rowops.launcher(CODE_OPS[w.kernel_dtypes[0]].activation, DType.BF16, device, aligned=True)
@@ -171,7 +173,7 @@ def _of_codes_as_they_are(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Read
     few, beside = may_clear(call, y) if call.zero_tail and call.uses_index else (True, True)
     zeroes = call.zero_tail and (few or beside)
     fixed = (w.format, E, N, K, call.gather_divisor, fusion.value, step, m_sizes.dtype, zeroes, few, beside)
-    key = ("codes", call.op.value, layout.value, *fixed, call.bucket, device, aligned, call.pin)
+    key = ("codes", call.op.value, layout.value, *fixed, call.bucket, call.spread, device, aligned, call.pin)
 
     def build() -> Ready | None:
         problem = problem_of(call.op, x, E, N, K, layout, fusion, w.kernel_dtypes[-1])
@@ -183,7 +185,7 @@ def _of_codes_as_they_are(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Read
                 return of_rows(kernel, both, call, Fused(fusion, step, call.gather_divisor or 1, zeroes, few, beside))
         if not dispatch_snapshot.snapshot().serves(problem, local_gpu(device)):  # torch's warning names the format
             return None
-        kernel = kernel_for(problem, call.bucket, device, aligned=aligned, pin=call.pin)
+        kernel = kernel_of_rows(problem, call, device, aligned=aligned)
         if kernel is None:
             return None
         from .gemm import Fused

@@ -85,6 +85,7 @@ def ready_for(call: Rows, y: torch.Tensor | None) -> Ready | None:
         call.layout.value,
         *fixed,
         call.bucket,
+        call.spread,
         aligned,
         device,
         call.pin,
@@ -93,13 +94,14 @@ def ready_for(call: Rows, y: torch.Tensor | None) -> Ready | None:
 
     def build() -> Ready | None:
         problem = problem_of(call.op, x, E, N, K, call.layout, fusion)
-        kernel = _kernel(problem, call.bucket, device, aligned, call.pin, None)
+        kernel = kernel_of_rows(problem, call, device, aligned=aligned)
         if kernel is None:
             return None
         from .gemm import Fused
 
         fused = Fused(fusion, step, call.gather_divisor or 1, zeroes, few, beside)
         plain = _gathered_kernel(problem, call, device, checks) if first else None
+        plain = None if plain is None or _idles(plain, problem, call) else plain
         ready = None if plain is None else after_gather(plain, problem, call, fused)
         ready = ready or of_rows(kernel, problem, call, fused)
         if aligned and not fusion and call.pin is None and is_by_torch(problem, call.bucket, device):
@@ -318,7 +320,33 @@ def kept(key: tuple[object, ...], build: Callable[[], Ready | None]) -> Ready | 
     return ready
 
 
-def _kernel(problem: Problem, M: int, device: int, aligned: bool, pin: Pin | None, strict: bool | None) -> Any:
+def kernel_of_rows(problem: Problem, call: Rows, device: int, *, aligned: bool) -> LoadedKernel | None:
+    """As ``kernel_for``, of a product of rows: where few rows of many are expected, code without a program a tile."""
+    kernel: LoadedKernel | None = _kernel(problem, call.bucket, device, aligned, call.pin, None)
+    if kernel is None or call.pin is not None or not _idles(kernel, problem, call):
+        return kernel
+    return _kernel(problem, call.bucket, device, aligned, None, None, persistent=True) or kernel
+
+
+def _idles(kernel: LoadedKernel, problem: Problem, call: Rows) -> bool:
+    """Whether a launch would have many programs for tiles of rows that are not expected."""
+    if call.spread == 1:
+        return False
+    from ..dispatch.ranking import idles  # here, as few calls say what they expect
+
+    return idles(kernel.variant, problem, call.M, call.bucket)
+
+
+def _kernel(
+    problem: Problem,
+    M: int,
+    device: int,
+    aligned: bool,
+    pin: Pin | None,
+    strict: bool | None,
+    *,
+    persistent: bool = False,
+) -> Any:
     if not platform_supported():
         tell_unsupported()
         return None
@@ -330,7 +358,14 @@ def _kernel(problem: Problem, M: int, device: int, aligned: bool, pin: Pin | Non
             return named
     demanded = settings.settings().strict if strict is None else strict
     return loader.prepare(
-        dispatch_snapshot.snapshot(), problem, M, local_gpu(device), device, aligned=aligned, strict=demanded
+        dispatch_snapshot.snapshot(),
+        problem,
+        M,
+        local_gpu(device),
+        device,
+        aligned=aligned,
+        strict=demanded,
+        persistent=persistent,
     )
 
 

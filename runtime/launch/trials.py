@@ -317,6 +317,41 @@ def _combine(on: _On) -> str | None:
     return on.judged(out[:_T], want, "out") or on.judged(out[_T:], full(1, C), "past out")
 
 
+def _place_rows(on: _On) -> str | None:
+    """The rows of experts that lie apart, at starts of their own and at steps of ``room``."""
+    M, room, E = 3 * on.block + 7, on.block + 2, 4
+    given = torch.tensor([room + 5, 0, 3, -1], dtype=torch.int64, device="cpu")
+    own = torch.tensor([2 * on.block, 1, M - 2, 0], dtype=torch.int64, device="cpu")
+    for starts in (None, own):
+        first = torch.arange(E, device="cpu") * room if starts is None else starts
+        most = room if starts is None else M
+        counts = given.clamp(0, most).minimum((M - first).clamp(min=0))
+        bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        rows = [torch.arange(a, a + n, device="cpu") for a, n in zip(first.tolist(), counts.tolist(), strict=True)]
+        index = torch.cat([*rows, counts.new_zeros(M - int(bounds[E]))])
+        made = [on.words(torch.full((n,), 77, dtype=torch.int32, device="cpu")) for n in (M, E, E + 1)]
+        m_sizes = on.words(given if starts is None else given.to(torch.int32))
+        on.run(
+            E,
+            m_sizes=m_sizes,
+            starts=0 if starts is None else on.words(starts),
+            index=made[0],
+            counts=made[1],
+            bounds=made[2],
+            M=M,
+            E=E,
+            room=most,
+            m_sizes_step=2 if starts is None else 1,
+            starts_step=0 if starts is None else 2,
+        )
+        on.place.wait()
+        pairs = zip(("index", "counts", "bounds"), made, (index, counts, bounds), strict=True)
+        wrong = [name for name, got, want in pairs if not torch.equal(got.cpu().long(), want)]
+        if wrong:
+            return f"{', '.join(wrong)} are wrong" + (" at starts of their own" if starts is not None else "")
+    return None
+
+
 def _sort_slots(on: _On) -> str | None:
     """Slots in the order of their experts: of few, in one launch, and of several chunks, in three."""
     for M in (min(100, on.block), 2 * on.block + 55):
@@ -460,6 +495,7 @@ _TRIALS: dict[RowOp, Callable[[_On], str | None]] = {
     RowOp.ACTIVATION: _activation,
     RowOp.ACTIVATION_GRAD: _activation_grad,
     RowOp.COMBINE: _combine,
+    RowOp.PLACE_ROWS: _place_rows,
     RowOp.SORT_SLOTS: _sort_slots,
     RowOp.CLEAR: _clear,
     RowOp.QUANTIZE: partial(_quantize, of_x=_BLOCKS),

@@ -363,17 +363,20 @@ def gated_rows(call: Rows, do: Now = NOW) -> torch.Tensor | None:
     return a
 
 
-def of_activated(call: Rows, act: RowActivation, do: Now = NOW) -> torch.Tensor | None:
-    """act(x) @ w.T, [M, N], of x [M, 2*K] or [M, K] by one pass that makes codes of act(x), and their product.
+def of_activated(
+    call: Rows, act: RowActivation, do: Now = NOW, into: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """act(x) @ w.T of x [M, 2*K] or [M, K], by one row kernel that makes codes of act(x), and the product of those.
 
-    None where w's product takes x as it is, or no bundle has that pass. Rows of no expert hold anything.
+    None where w's product takes x as it is, or no bundle has that row kernel. y [M, N] is ``into`` if it is given.
+    Without ``zero_tail`` rows of a new y that nothing is stored to hold anything.
     """
     if not isinstance(call.w, ExpertWeights) or not call.x.numel() or not tensors.on_gpu(call.x):
         return None
     with on(call.x.get_device()):
-        product = resolve_activated(call, (act.flags, act.function))
+        product = resolve_activated(call, (act.flags, act.function), into)
         if product is None:
             return None
-        y: torch.Tensor = do.new(call.x, (call.M, call.sizes[1]))
+        y: torch.Tensor = do.new(call.x, (call.M, call.sizes[1])) if into is None else into
         _run(product, call, y, do)
     return y

@@ -134,6 +134,8 @@ def test_what_stays_with_vllm_and_why() -> None:
         why(activation=MoEActivation.SWIGLUOAI_UNINTERLEAVE, swiglu_limit=7.0, swiglu_alpha=1.702, swiglu_beta=1.0)
         is None
     )
+    for backend in ("deepep_low_latency", "nixl_ep"):
+        assert why("BATCHED_TRITON", parallel={"dp_size": 2, "use_ep": True, "all2all_backend": backend}) is None
     assert why(everywhere=False) == "pretuned has no kernels for the cpu (PRETUNED_VLLM=1 runs its reference there)"
     for told, changes in {
         "--moe-backend triton asks for it": {"moe_backend": "triton"},
@@ -142,9 +144,6 @@ def test_what_stays_with_vllm_and_why() -> None:
         "the activation silu has a swiglu_alpha of 1.5": {"swiglu_alpha": 1.5},
         "(EPLB)": {"parallel": {"enable_eplb": True}},
         "LoRA": {"is_lora_enabled": True},
-        "the all-to-all of deepep_low_latency hands over tokens by expert": {
-            "parallel": {"dp_size": 2, "use_ep": True, "all2all_backend": "deepep_low_latency"}
-        },
     }.items():
         reason = why(**changes)
         assert reason is not None
@@ -301,3 +300,91 @@ def test_the_rows_of_this_rank_choose_its_kernels(
     )
     alike = 5 if experts_of_all == 6 else None
     assert hints == [alike if counts is None else min(sum(counts), 2 * T)]
+
+
+def batched(E: int, all_experts: int, backend: str = "deepep_low_latency", **changes: Any) -> Any:
+    parallel = {"dp_size": 2, "ep_size": all_experts // E, "use_ep": True, "all2all_backend": backend}
+    return config(num_experts=all_experts, num_local_experts=E, in_dtype=torch.float32, parallel=parallel, **changes)
+
+
+@pytest.mark.parametrize("backend", ["deepep_low_latency", "nixl_ep"])
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_padded_tokens_by_expert(backend: str, is_weighted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks, whose all-to-all is vLLM's own for one process: it lays tokens out as deepep_low_latency does."""
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
+    from vllm.model_executor.layers.fused_moe.prepare_finalize.batched import BatchedPrepareAndFinalize
+
+    from pretuned.integrations.vllm import experts as plug_in
+
+    torch.manual_seed(0)
+    E, ranks, T, H, I, k, most = 3, 2, 5, 32, 16, 1 + (not is_weighted), 8  # noqa: E741
+    w13, w2 = torch.randn(ranks * E, 2 * I, H), torch.randn(ranks * E, H, I)
+    x, weights = torch.randn(T, H), torch.rand(T, k)
+    ids = torch.stack([torch.randperm(ranks * E)[:k] for _ in range(T)])
+    want = torch.zeros(T, H)
+    for t in range(T):
+        for s in range(k):
+            row, weight = (x[t] * weights[t, s], 1.0) if is_weighted else (x[t], float(weights[t, s]))
+            gate, up = (w13[ids[t, s]] @ row).chunk(2)
+            want[t] += weight * (w2[ids[t, s]] @ (torch.nn.functional.silu(gate) * up))
+    hints: list[int] = []
+
+    def spied(*given: Any, expected_rows: int, **how: Any) -> torch.Tensor:
+        hints.append(expected_rows)
+        return experts_mlp(*given, expected_rows=expected_rows, **how)
+
+    experts_mlp = plug_in.experts_mlp
+    monkeypatch.setattr(plug_in, "experts_mlp", spied)
+    quant, got = FusedMoEQuantConfig.make(), torch.zeros(T, H)
+    for rank in range(ranks):
+        made = plug_in.PretunedBatchedExperts(
+            batched(E, ranks * E, backend), quant, max_num_tokens=most // 2, num_dispatchers=2
+        )
+        dispatch = BatchedPrepareAndFinalize(most, E, 2, rank)
+        rows, _, counts, _, _ = dispatch.prepare(x.clone(), weights, ids, ranks * E, None, is_weighted, quant)
+        for e in range(E):
+            rows[e, int(counts.expert_num_tokens[e]) :] = float("nan")  # what an all-to-all leaves there
+        shapes = made.workspace_shapes(T, 2 * I, H, k, ranks * E, E, counts, MoEActivation.SILU)
+        assert shapes == ((0,), (0,), rows.shape)
+        out = torch.full(shapes[2], 7.25)
+        made.apply(
+            output=out,
+            hidden_states=rows,
+            w1=w13[rank * E : (rank + 1) * E],
+            w2=w2[rank * E : (rank + 1) * E],
+            topk_weights=weights,
+            topk_ids=ids,
+            activation=MoEActivation.SILU,
+            global_num_experts=ranks * E,
+            expert_map=None,
+            a1q_scale=None,
+            a2_scale=None,
+            workspace13=None,
+            workspace2=None,
+            expert_tokens_meta=counts,
+            apply_router_weight_on_input=is_weighted,
+        )
+        for e in range(E):
+            assert (out[e, int(counts.expert_num_tokens[e]) :] == 7.25).all()
+        part = torch.zeros(T, H)
+        how = made.finalize_weight_and_reduce_impl()
+        dispatch.finalize(part, out, weights, ids, is_weighted, how)
+        got += part
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    assert hints == [T * k] * ranks
+
+
+def test_a_layer_of_padded_tokens_is_taken() -> None:
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
+
+    from pretuned.integrations.vllm import experts as plug_in
+
+    method = SimpleNamespace(
+        moe=batched(4, 8), unquantized_backend=SimpleNamespace(name="BATCHED_TRITON", value=""), experts_cls=None
+    )
+    plug_in.take(method, everywhere=True)
+    assert method.experts_cls is plug_in.PretunedBatchedExperts
+    made = method.experts_cls(method.moe, FusedMoEQuantConfig.make(), max_num_tokens=4, num_dispatchers=2)
+    w13, layer = torch.randn(4, 64, 32), SimpleNamespace(w2_weight=torch.randn(4, 32, 32))
+    plug_in.try_once(made, layer, w13)

@@ -25,7 +25,7 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp, bucket_of
 from pretuned.kernels.contract.config import Config, Loads, Schedule
 from pretuned.kernels.contract.spec import Spec
-from pretuned.kernels.rowops import RowOpSpec
+from pretuned.kernels.rowops import WITHOUT_DTYPE, RowOpSpec
 from pretuned.runtime import grouped_gemm, reload, sort_routing
 from pretuned.runtime.dispatch import snapshot
 from pretuned.runtime.launch import ready
@@ -36,12 +36,11 @@ T, TOPK, E, N, K = 7, 2, 4, 8, 12
 SLOTS = 5  # of a chunk that is sorted
 ALL = {(op, fusion) for op in (Op.FORWARD, Op.DX) for fusion in (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER)}
 ALL |= {(Op.DW, Fusion.NONE)}
-PASSES = {RowOp.GATHER, RowOp.ACTIVATION, RowOp.ACTIVATION_GRAD, RowOp.COMBINE, RowOp.SORT_SLOTS, RowOp.CLEAR}
+PASSES = {RowOp.GATHER, RowOp.ACTIVATION, RowOp.ACTIVATION_GRAD, RowOp.COMBINE, *WITHOUT_DTYPE}
 LOW_RANK = {(op, Fusion.LOW_RANK | fusion) for op in (Op.FORWARD, Op.DX) for fusion in (Fusion.NONE, Fusion.GATHER)}
 SPECIALIZED = Config(128, 128, 64, 8, 6, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
 PERSISTENT = Config(16, 64, 64, 4, 2)
 TILE = Config(16, 64, 64, 4, 2, schedule=Schedule.TILE)
-_WITHOUT_DTYPE = (RowOp.SORT_SLOTS, RowOp.CLEAR)
 _BLOCKS = {RowOp.SORT_SLOTS: SLOTS, RowOp.CLEAR: SLOTS}
 
 Kind: TypeAlias = "RowOp | tuple[Op, Fusion]"
@@ -55,8 +54,8 @@ def specs(there: Iterable[Kind], dtype: DType, config: Config) -> list[tuple[Spe
     found: list[tuple[Spec | RowOpSpec, int | None]] = []
     for one in sorted(there, key=str):
         if isinstance(one, RowOp):
-            alignments = {RowOp.SORT_SLOTS: (1,), RowOp.CLEAR: (16,)}.get(one, (16, 1))
-            kind = DType.FP32 if one in _WITHOUT_DTYPE else dtype
+            alignments = {RowOp.PLACE_ROWS: (1,), RowOp.SORT_SLOTS: (1,), RowOp.CLEAR: (16,)}.get(one, (16, 1))
+            kind = DType.FP32 if one in WITHOUT_DTYPE else dtype
             found += [(RowOpSpec(one, kind, alignment), _BLOCKS.get(one)) for alignment in alignments]
             continue
         op, fusion = one
@@ -189,8 +188,8 @@ class Device(EmulatedGpu):
 
     @property
     def passed(self) -> list[RowOp]:
-        """The row kernels that were launched, but for those that sort and clear."""
-        return [op for op in self._ops() if op not in _WITHOUT_DTYPE]
+        """The row kernels that were launched, but for those of no dtype."""
+        return [op for op in self._ops() if op not in WITHOUT_DTYPE]
 
     @property
     def sorted(self) -> list[RowOp]:

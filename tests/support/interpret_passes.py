@@ -13,7 +13,7 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import RowOp
 from pretuned.kernels import reference, rowops
 from pretuned.kernels.contract.activations import Activation
-from pretuned.kernels.rowops import activation, gather_combine, sort, zero_rows
+from pretuned.kernels.rowops import activation, gather_combine, place, sort, zero_rows
 from pretuned.runtime.ops.activation import RowActivation, by_torch
 
 SPECIAL = (0.0, 0.01, 0.75, 0.7501, 1.2, 1.4999, 1.5, 1.5001, 2.0, 2.0001, 7.0, 7.1, 30.0, 60.0, 1e4, 1e20)
@@ -27,6 +27,7 @@ def run(case: dict[str, Any]) -> list[str]:
         "special": run_special,
         "combine": run_combine,
         "gather": run_gather,
+        "place_rows": run_place,
         "sort_slots": run_sort,
         "clear": run_clear,
     }
@@ -183,6 +184,47 @@ def run_sort(case: dict[str, Any]) -> list[str]:
     want = {"experts": experts, "order": order, "places": places, "bounds": bounds, "m_sizes": m_sizes}
     wrong = [name for name, one in want.items() if not torch.equal(given[name][: len(one)].long(), one)]
     return wrong + [f"{name}: past its end" for name in guards if given[name][-1] != GUARD]
+
+
+def run_place(case: dict[str, Any]) -> list[str]:
+    M, E, room, block, wide, apart = (case[name] for name in ("M", "E", "room", "block", "wide", "starts"))
+    g = torch.Generator().manual_seed(case["seed"])
+    m_sizes = torch.randint(-2, case["most"] + 1, (E,), generator=g)
+    starts = torch.randint(-3, M + 3, (E,), generator=g) if apart else torch.arange(E) * room
+    if wide:
+        m_sizes[::4] += 2**33  # its low word alone is a count
+        m_sizes[1::5] -= 2**40
+    if wide and apart:
+        starts[::3] += 2**32
+    kind = torch.int64 if wide else torch.int32
+    made = {name: torch.full((n + 1,), int(GUARD), dtype=torch.int32) for name, n in _placed(M, E)}
+    given: dict[str, Any] = {
+        "m_sizes": m_sizes.to(kind).view(torch.int32),
+        "starts": starts.to(kind).view(torch.int32),
+        "M": M,
+        "E": E,
+        "room": room,
+        "m_sizes_step": 1 + wide,
+        "starts_step": 1 + wide if apart else 0,
+    }
+    place.place_rows[(E,)](*((given | made)[name] for name, _ in rowops.arguments(RowOp.PLACE_ROWS)), BLOCK=block)
+    index: list[int] = []
+    want: dict[str, list[int]] = {"counts": [], "bounds": [0]}
+    for start, count in zip(starts.tolist(), m_sizes.tolist(), strict=True):
+        most = min(M - start, room) if 0 <= start < M else 0
+        own = min(max(count, 0), most, M - len(index))
+        index += range(start, start + own)
+        want["counts"].append(own)
+        want["bounds"].append(len(index))
+    want["index"] = index + [0] * (M - len(index))
+    wrong = [
+        f"{name}: {made[name].tolist()}, not {one}" for name, one in want.items() if made[name].tolist()[:-1] != one
+    ]
+    return wrong + [f"{name}: past its end" for name in made if made[name][-1] != GUARD]
+
+
+def _placed(M: int, E: int) -> list[tuple[str, int]]:
+    return [("index", M), ("counts", E), ("bounds", E + 1)]
 
 
 def run_clear(case: dict[str, Any]) -> list[str]:

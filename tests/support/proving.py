@@ -11,7 +11,13 @@ from rowops_in_numpy import at
 
 from pretuned.artifacts.records.problem import Op, RowOp
 
-_RESULTS = {RowOp.ACTIVATION: "a", RowOp.SORT_SLOTS: "experts", RowOp.CLEAR: "y", RowOp.ACTIVATION_GRAD: "dweights"}
+_RESULTS = {
+    RowOp.ACTIVATION: "a",
+    RowOp.PLACE_ROWS: "index",
+    RowOp.SORT_SLOTS: "experts",
+    RowOp.CLEAR: "y",
+    RowOp.ACTIVATION_GRAD: "dweights",
+}
 Spoil = Callable[[int, dict[str, Any]], None]
 
 

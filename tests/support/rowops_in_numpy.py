@@ -211,6 +211,22 @@ def sort_slots(of: Elements, grid: int, block: int, pointers: Sequence[int], num
         at(counts, chunks * (E + 1), ctypes.c_int32)[:] = 0  # it is as large as the contract says
 
 
+def place_rows(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers: Sequence[int]) -> None:
+    (m_sizes, starts, index, counts, bounds), (M, E, room, m_sizes_step, starts_step) = pointers, numbers
+    assert grid == E
+    given = indices(m_sizes, E, m_sizes_step).tolist()
+    first = indices(starts, E, starts_step).tolist() if starts_step else [e * room for e in range(E)]
+    found: list[int] = []
+    at(bounds, E + 1, ctypes.c_int32)[0] = 0
+    for e in range(E):
+        most = min(M - first[e], room) if 0 <= first[e] < M else 0
+        own = min(max(given[e], 0), most, M - len(found))
+        found += range(first[e], first[e] + own)
+        at(counts, E, ctypes.c_int32)[e] = own
+        at(bounds, E + 1, ctypes.c_int32)[e + 1] = len(found)
+    at(index, M, ctypes.c_int32)[:] = found + [0] * (M - len(found))
+
+
 def clear(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers: Sequence[int]) -> None:
     (y, index, m_sizes, named), (M, rows, columns, E, index_end, m_sizes_step, index_step, flags) = pointers, numbers
     marks = at(named, rows, ctypes.c_int8)
@@ -232,6 +248,7 @@ PASSES: dict[RowOp, Pass] = {
     RowOp.ACTIVATION: activation,
     RowOp.ACTIVATION_GRAD: activation_grad,
     RowOp.COMBINE: combine,
+    RowOp.PLACE_ROWS: place_rows,
     RowOp.SORT_SLOTS: sort_slots,
     RowOp.CLEAR: clear,
     RowOp.QUANTIZE: quantize,

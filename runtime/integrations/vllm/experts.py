@@ -17,12 +17,16 @@ import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm import envs
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
-from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
+    TopKWeightAndReduceDelegate,
+    TopKWeightAndReduceNoOP,
+)
 from vllm.platforms import current_platform
 
 from ...artifacts.errors import InputError
 from ...artifacts.records.precision import DType
 from ...kernels.contract.activations import Activation
+from ...runtime.api.experts import experts_mlp
 from ...runtime.api.moe import moe_mlp
 from ...runtime.check.tensors import DTYPES
 from ...runtime.driver.device import current_device, local_gpu
@@ -33,7 +37,8 @@ from ..served_layer import ServedLayer, choose_invariantly, expected_rows, lacks
 
 _log = init_logger("vllm.pretuned")
 
-_BACKENDS = ("TRITON", "FLASHINFER_TRTLLM", "FLASHINFER_CUTLASS", "CPU")  # whose weights lie as they were loaded
+# Whose weights lie as they were loaded.
+_BACKENDS = ("TRITON", "BATCHED_TRITON", "FLASHINFER_TRTLLM", "FLASHINFER_CUTLASS", "CPU")
 
 
 class ActivationNumbers(NamedTuple):
@@ -129,7 +134,7 @@ def take(method: Any, *, everywhere: bool) -> None:
         return
     tell_taken(layer_of(moe, act))
     method.pretuned_took_from = own  # from here on nothing can fail: a layer is taken whole or not at all
-    method.experts_cls = PretunedExperts
+    method.experts_cls = PretunedBatchedExperts if is_batched(moe) else PretunedExperts
     method.unquantized_backend = UnquantizedMoeBackend.TRITON  # its weights stay as they are
 
 
@@ -200,13 +205,10 @@ def refusal_of(moe: Any, act: RowActivation | str, dtype: DType | None, *, every
         return "expert parallel load balancing (EPLB) moves experts while it runs"
     if moe.is_lora_enabled:
         return "LoRA adapters (--enable-lora)"
-    if parallel.use_batched_activation_format:
-        return f"the all-to-all of {parallel.all2all_backend} hands over tokens by expert, padded"
     if getattr(envs, "VLLM_BATCH_INVARIANT", False):
         choose_invariantly()
-    supported, reason = PretunedExperts.is_supported_config(
-        PretunedExperts, moe, None, None, mk.FusedMoEActivationFormat.Standard
-    )
+    kind = PretunedBatchedExperts if is_batched(moe) else PretunedExperts
+    supported, reason = kind.is_supported_config(kind, moe, None, None, kind.activation_format())
     if not supported:
         return str(reason)
     if current_platform.is_cuda():
@@ -229,6 +231,11 @@ def layer_of(moe: Any, act: RowActivation, dtype: DType | None = None) -> Served
     )
 
 
+def is_batched(moe: Any) -> bool:
+    """Whether the all-to-all of a layer hands over tokens by expert, padded: deepep_low_latency and nixl_ep."""
+    return bool(moe.moe_parallel_config.use_batched_activation_format)
+
+
 def load_kernels(layer: ServedLayer) -> None:
     """Load all that a layer can come to on this process's GPU, if it has one, and say so once."""
     if current_platform.is_cuda():
@@ -246,7 +253,10 @@ def try_once(experts: Any, layer: Any, w13: torch.Tensor) -> None:
     kind = layer_of(moe, experts.act), formats, experts.w1_bias is None
     if kind in _tried or w13.is_meta:
         return
-    x = torch.zeros(1, moe.hidden_dim, dtype=moe.in_dtype, device=w13.device)
+    batched = isinstance(experts, PretunedBatchedExperts)
+    shape = (moe.num_local_experts, 1, moe.hidden_dim) if batched else (1, moe.hidden_dim)
+    x = torch.zeros(*shape, dtype=moe.in_dtype, device=w13.device)
+    counts = torch.ones(moe.num_local_experts, dtype=torch.int32, device=w13.device)
     ids = torch.zeros(1, moe.experts_per_token, dtype=torch.int32, device=w13.device)
     weights = torch.zeros(1, moe.experts_per_token, device=w13.device)
     with torch.no_grad():
@@ -261,6 +271,7 @@ def try_once(experts: Any, layer: Any, w13: torch.Tensor) -> None:
             global_num_experts=moe.num_experts,
             expert_map=getattr(layer, "expert_map", None),
             apply_router_weight_on_input=False,
+            expert_tokens_meta=mk.ExpertTokensMetadata(counts, None) if batched else None,
         )
     _tried.add(kind)
 
@@ -271,8 +282,8 @@ class PretunedExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
     With ``weights`` these are multiplied, whatever a call is given: quantised ones have more than its two tensors.
     """
 
-    def __init__(self, moe_config: Any, quant_config: Any) -> None:
-        super().__init__(moe_config, quant_config)
+    def __init__(self, moe_config: Any, quant_config: Any, **batched: Any) -> None:
+        super().__init__(moe_config, quant_config, **batched)
         self.act: RowActivation | None = None  # until ``_load``, or the method of quantised weights, says it
         self._map: tuple[torch.Tensor, torch.Tensor] | None = None
         self.weights: tuple[ExpertWeights, ExpertWeights] | None = None  # in place of those that a call is given
@@ -306,9 +317,10 @@ class PretunedExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
     def _supports_activation(activation: Any) -> bool:
         return activation.value in _ACTIVATIONS
 
-    @staticmethod
-    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
-        return not moe_parallel_config.use_batched_activation_format
+    @classmethod
+    def _supports_parallel_config(cls, moe_parallel_config: Any) -> bool:
+        batched = cls.activation_format() is mk.FusedMoEActivationFormat.BatchedExperts
+        return bool(moe_parallel_config.use_batched_activation_format) is batched
 
     @staticmethod
     def _supports_batch_invariance() -> bool:
@@ -386,3 +398,67 @@ class PretunedExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         if self._map is None or self._map[0] is not expert_map:
             self._map = expert_map, torch.cat([expert_map, expert_map.new_full((1,), -1)])
         return self._map[1]
+
+
+class PretunedBatchedExperts(PretunedExperts):
+    """One ``experts_mlp`` a layer, of tokens that an all-to-all hands over by expert; its combine weights and sums."""
+
+    @staticmethod
+    def activation_format() -> Any:
+        """Tokens lie by expert, [E, M_max, H]."""
+        return mk.FusedMoEActivationFormat.BatchedExperts
+
+    def supports_expert_map(self) -> bool:
+        """Whether ids are looked at: the all-to-all has done so."""
+        return False
+
+    def finalize_weight_and_reduce_impl(self) -> Any:
+        """The all-to-all says how."""
+        return TopKWeightAndReduceDelegate()
+
+    def workspace_shapes(
+        self, M: int, N: int, K: int, topk: int, global_num_experts: int, local_num_experts: int, *_: Any
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """None but the result's, [E, M_max, H]: torch's allocator has the rest."""
+        if self.max_num_tokens is None or self.num_dispatchers is None:
+            raise AssertionError("experts of padded tokens without their number")
+        return (0,), (0,), (local_num_experts, self.max_num_tokens * self.num_dispatchers, K)
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: Any,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        *,
+        apply_router_weight_on_input: bool,
+        expert_tokens_meta: Any = None,
+        **_: Any,
+    ) -> None:
+        """output [E, M_max, H] = the experts on hidden_states, of each the tokens that ``expert_tokens_meta`` counts.
+
+        ``topk_ids`` are those of this rank's own tokens: of as many from each rank this one's experts get their part.
+        """
+        (gate_up, down), act = self.weights or (w1, w2), self.act
+        if act is None or expert_tokens_meta is None:
+            raise AssertionError("a layer is called before its weights were loaded, or without counts")
+        E, most, _H = hidden_states.shape
+        rows = topk_ids.numel() * (self.num_dispatchers or 1) * E // max(1, global_num_experts)
+        experts_mlp(
+            hidden_states,
+            gate_up,
+            down,
+            expert_tokens_meta.expert_num_tokens[:E],  # (some have room for those of all ranks)
+            act.function,
+            gated=act.gated,
+            interleaved=act.interleaved,
+            gate_up_bias=self.w1_bias,
+            down_bias=self.w2_bias,
+            out=output,
+            expected_rows=min(rows, E * most),
+        )

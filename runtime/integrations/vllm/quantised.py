@@ -35,8 +35,10 @@ from ..plug_in import VLLM as PLUG_IN
 from ..served_layer import follow, pad_bias, prepared, widened
 from .experts import (
     ActivationNumbers,
+    PretunedBatchedExperts,
     PretunedExperts,
     activation_of,
+    is_batched,
     layer_of,
     load_kernels,
     refusal_of,
@@ -277,6 +279,13 @@ def _backend(own: Any) -> str:
 
 class PretunedQuantisedExperts(PretunedExperts):
     """The same of weights that the method hands over once they are loaded."""
+
+    def _load(self, moe_config: Any) -> None:
+        """Kernels are loaded with the weights, whose dtype says which."""
+
+
+class PretunedQuantisedBatchedExperts(PretunedBatchedExperts):
+    """The same of tokens that an all-to-all hands over by expert."""
 
     def _load(self, moe_config: Any) -> None:
         """Kernels are loaded with the weights, whose dtype says which."""
@@ -568,7 +577,7 @@ def _kernel(method: PretunedQuantisedMethod, layer: Any) -> Any:
         quant_config=method.moe_quant_config,
         moe_config=method.moe,
         backend=UnquantizedMoeBackend.TRITON,
-        experts_cls=PretunedQuantisedExperts,
+        experts_cls=PretunedQuantisedBatchedExperts if is_batched(method.moe) else PretunedQuantisedExperts,
         routing_tables=tables(),
         **({"shared_experts": layer.shared_experts} if "shared_experts" in takes else {}),
     )

@@ -20,6 +20,7 @@ from pretuned.artifacts.records.bundle import Bundle, Source
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, RowOp
 from pretuned.artifacts.records.target import Gpu
+from pretuned.kernels.rowops import WITHOUT_DTYPE
 
 pytestmark = pytest.mark.slow
 
@@ -63,7 +64,7 @@ def test_the_fallbacks_of_its_ops_stay(both: Bundle) -> None:
     dtypes = {problem.dtype for problem in done.bundle.choices}
     ops = (RowOp.ACTIVATION, RowOp.COMBINE, RowOp.GATHER)
     passes = {one for one in both.variants if one.op in ops and one.dtype in dtypes}
-    passes |= {one for one in both.variants if one.op in (RowOp.SORT_SLOTS, RowOp.CLEAR)}  # of no dtype
+    passes |= {one for one in both.variants if one.op in WITHOUT_DTYPE}
     assert len(passes) == 6 + 2
     assert {one for one in done.bundle.variants if isinstance(one.op, RowOp)} == passes
     done = replace(

@@ -149,6 +149,14 @@ CASES = (
         for others in (False, True)
     }
     | {
+        f"rows of {E} experts among {M}, {room} each{', at starts' if starts else ''}{', int64' if wide else ''}": case(
+            **{"pass": "place_rows"}, M=M, E=E, room=room, block=block, most=most, wide=wide, starts=starts
+        )
+        for M, E, room, block, most in [(1, 1, 1, 4, 2), (12, 4, 3, 4, 4), (60, 6, 10, 4, 12), (70, 512, 70, 16, 9)]
+        for wide in (False, True)
+        for starts in (False, True)
+    }
+    | {
         "sort of slots of one expert": case(**{"pass": "sort_slots"}, M=70, E=40, block=32, others=False, one=True),
     }
     | {
@@ -252,6 +260,7 @@ def test_the_kernels_take_the_arguments_of_the_contract(op: RowOp) -> None:
         activation,
         activation_codes,
         gather_combine,
+        place,
         quantize,
         quantize_rows,
         sort,
@@ -259,7 +268,7 @@ def test_the_kernels_take_the_arguments_of_the_contract(op: RowOp) -> None:
     )
     from pretuned.kernels.rowops import activation_row_codes as row_codes
 
-    homes = (activation_codes, activation, zero_rows, sort, gather_combine, quantize, row_codes, quantize_rows)
+    homes = (activation_codes, activation, zero_rows, place, sort, gather_combine, quantize, row_codes, quantize_rows)
     kernel = next(getattr(one, op.value) for one in homes if hasattr(one, op.value))
     constants = rowops.constants(rowops.RowOpSpec(op, DType.BF16))
     assert [*(name for name, _ in rowops.arguments(op)), *constants] == list(kernel.arg_names)
@@ -287,7 +296,9 @@ def test_which_passes_go_with_which_gemms() -> None:
     assert of(Op.FORWARD, dtypes=(DType.FP8_BLOCK_A16,)) == of(Op.FORWARD)
     by_row = [(RowOp.QUANTIZE_ROWS, bf16), (RowOp.ACTIVATION_ROW_CODES, bf16)]
     assert of(Op.FORWARD, dtypes=(DType.FP8_CHANNEL,)) == [*of(Op.FORWARD)[:3], *by_row, *rest]
-    assert len(of(*Op, dtypes=(bf16, DType.FP8_BLOCK, DType.FP8_CHANNEL))) == len(RowOp)
+    assert (
+        len(of(*Op, dtypes=(bf16, DType.FP8_BLOCK, DType.FP8_CHANNEL))) == len(RowOp) - 1
+    )  # PLACE_ROWS is in no build yet
     assert of(Op.FORWARD, dtypes=(DType.TF32, fp32)) == [
         (RowOp.COMBINE, fp32),
         (RowOp.ACTIVATION, fp32),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from emulated_driver import H200
 from emulated_kernels import bundle_of, made
-from host_gpu import ALL, PASSES, PERSISTENT, Device, Replay, replays, specs
+from host_gpu import ALL, PASSES, PERSISTENT, Device, Replay, replays, specs, warnings
 
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.format.codec import encode
@@ -19,6 +19,7 @@ from pretuned.artifacts.records.problem import Fusion, Op, Problem
 from pretuned.kernels.contract.config import Config, Schedule
 from pretuned.kernels.contract.spec import Spec
 from pretuned.runtime import Lora, explain, grouped_gemm, hooks, moe_mlp, reload, sort_routing
+from pretuned.runtime.dispatch import ranking
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.replay import programs
 
@@ -310,3 +311,34 @@ def test_the_hint_is_held_against_the_rows_of_the_index(device: Device) -> None:
     torch.testing.assert_close(call(long, 10)[:6], want)
     with pytest.raises(InputError, match="expected_rows is 11, wanted"):
         call(long, 11)
+
+
+def test_few_rows_of_many_have_no_program_for_each_tile(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its launch would have a program for each tile of rows that may be there."""
+    monkeypatch.setattr(ranking, "MOST_IDLE", 16)
+    publish(device, small=Config(16, 64, 64, 4, 2, schedule=Schedule.TILE))
+
+    def schedules(call: Callable[..., list[torch.Tensor]], **how: Any) -> Config:
+        device.launches.clear()
+        found = call(**how)
+        want = call(expected_rows=None)
+        for one, other in zip(found, want, strict=True):
+            torch.testing.assert_close(one, other)
+        return Config.from_pairs(device.products[0].code.config)
+
+    assert schedules(product(64), expected_rows=16) == Config(16, 64, 64, 4, 2, schedule=Schedule.TILE)
+    assert schedules(product(1024), expected_rows=16) == LARGE
+    problem = Problem(Op.FORWARD, DType.FP32, E, I, H)
+    few, many = (explain(problem, M=M, expected_rows=16).chosen for M in (64, 1024))
+    assert few is not None
+    assert few.config.schedule is Schedule.TILE
+    assert many is not None
+    assert many.config == LARGE
+
+
+def test_without_other_code_a_program_for_each_tile_runs(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+    device.has(Config(16, 64, 64, 4, 2, schedule=Schedule.TILE))
+    call = product(MANY)
+    for one, other in zip(call(expected_rows=16), call(), strict=True):
+        torch.testing.assert_close(one, other)
+    assert not warnings(caplog)

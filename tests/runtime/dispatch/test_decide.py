@@ -662,7 +662,7 @@ def test_an_outcome_that_another_thread_came_to_first_stays(tmp_path: Path, monk
 
     @contextlib.contextmanager
     def lock(name: str) -> Iterator[None]:
-        found.decisions[PROBLEM, 64, True, ON_H200, False] = theirs
+        found.decisions[PROBLEM, 64, True, ON_H200, False, False] = theirs
         yield
 
     monkeypatch.setattr(decide_module, "lock", lock)

@@ -138,9 +138,10 @@ def test_a_bundle_that_an_earlier_version_built_hides_no_later_revision(tmp_path
 
 
 def test_preload_takes_every_pass_for_tensors_that_are_aligned_and_not(tmp_path: Path) -> None:
-    kinds = [op for op in RowOp if op not in (RowOp.SORT_SLOTS, RowOp.CLEAR)]
+    kinds = [op for op in RowOp if op not in rowops.WITHOUT_DTYPE]
     of_rows = [record(op, alignment=alignment) for op in kinds for alignment in (16, 1)]
     of_none = [
+        record(RowOp.PLACE_ROWS, dtype=DType.FP32, alignment=1),
         record(RowOp.SORT_SLOTS, dtype=DType.FP32, alignment=1),
         record(RowOp.CLEAR, dtype=DType.FP32),
     ]  # no dtype

@@ -1,0 +1,332 @@
+"""Rows of experts with room between them: products that read or write rows at starts of their own.
+
+Of expert e the rows are starts[e] + i, i < m_sizes[e]; the others are padding, which no product reads or writes. A row
+kernel, or torch, lists the rows that are there, expert by expert (``Placed``). Products read rows by that index, and
+store them by it. Between two products rows are packed: that is, sorted without padding.
+
+    y[to(i)] = x[from(i)] @ w[e].T + bias[e]     from(i) = index[i] if the product ``reads`` padded rows, else i
+                                                 to(i) = index[i] if it ``writes`` padded rows, else i
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Layout, Op, RowOp
+from ...artifacts.tuples import NamedTuple
+from ..check import tensors
+from ..check.call import Rows
+from ..check.saved import Saved
+from ..check.tensors import in_memory
+from ..driver.device import allocator, current_stream, on, without_autocast
+from ..launch import rowops
+from ..launch.program import NOW, Now
+from ..weights.expert_weights import ExpertWeights
+from . import activation, low_rank, tokens
+from .activation import RowActivation
+from .autograd import differentiated_once
+from .layer import GATED_IN_PRODUCT, NO_ADAPTERS, FrozenWeights, Layer, Weights
+from .low_rank import Adapters, LowRank, LowRankGradients
+from .products import gated_rows, of_activated, weight
+
+_MOST_ROWS = 1 << 29  # the kernel counts in int32
+_STEPS = {torch.int32: 1, torch.int64: 2}
+_compiling = torch.compiler.is_compiling
+_traced = torch._C._get_tracing_state
+_modes = torch._C._len_torch_dispatch_stack
+_transformed = torch._C._are_functorch_transforms_active
+_ONES = 8  # columns of the ones that sum dy's rows: 16 bytes of a 16-bit type
+
+
+class Placed(NamedTuple):
+    """The rows that are there, of R: ``index`` int32 [R], of which the first ``bounds[E]`` count, any row after them.
+
+    ``m_sizes`` int32 [E] are the counts, brought into range, ``bounds`` int32 [E+1] their sums.
+    """
+
+    index: torch.Tensor  # type: ignore[assignment]  # (no search in a tuple)
+    m_sizes: torch.Tensor
+    bounds: torch.Tensor
+
+
+class How(NamedTuple):
+    """All of a product that is no tensor; ``bucket`` is that of the rows that are expected (``Rows.expected``)."""
+
+    reads: bool
+    writes: bool
+    layout: Layout = Layout.NK
+    zero_tail: bool = False
+    bucket: int | None = None
+    only_dx: bool = False
+    only_dw: bool = False
+
+
+def place(m_sizes: torch.Tensor, starts: torch.Tensor | None, room: int, R: int) -> Placed:
+    """List the rows of experts among R rows, without reading anything on the host.
+
+    Expert e's begin at starts[e], without ``starts`` at e * room, and are ``room`` at most. A count below zero is zero,
+    and no expert's rows pass R.
+    """
+    E, device = m_sizes.shape[0], m_sizes.device
+    placed = _by_kernel(m_sizes, starts, room, R)
+    if placed is not None:
+        return placed
+    if not E:
+        nothing = torch.zeros(R + 1, dtype=torch.int32, device=device)
+        return Placed(nothing[:R], nothing[:0], nothing[R:])
+    if starts is None:
+        first = torch.arange(E, device=device) * room
+        counts = m_sizes.long().clamp(0, room)
+    else:
+        first = starts.long()
+        left = torch.where(first >= 0, R - first, 0).clamp(0, room)
+        counts = torch.minimum(m_sizes.long().clamp(min=0), left)
+    bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).clamp_(max=R)  # (starts that overlap name more)
+    rows = torch.arange(R, device=device)
+    expert = torch.searchsorted(bounds[1:], rows, right=True).clamp_(max=E - 1)
+    index = torch.where(rows < bounds[E], first[expert] + rows - bounds[expert], 0)
+    bounds = bounds.to(torch.int32)
+    return Placed(index.to(torch.int32), bounds[1:] - bounds[:-1], bounds)
+
+
+def _by_kernel(m_sizes: torch.Tensor, starts: torch.Tensor | None, room: int, R: int) -> Placed | None:
+    """The same in one launch; None where no bundle has the kernel, or torch traces the call."""
+    if type(m_sizes) is not torch.Tensor or _compiling() or _traced() is not None or _modes() or _transformed():
+        return None
+    E = m_sizes.shape[0]
+    if not tensors.on_gpu(m_sizes) or not E or not 0 < R < _MOST_ROWS:
+        return None
+    device = m_sizes.get_device()
+    launch = rowops.launcher(RowOp.PLACE_ROWS, DType.FP32, device, aligned=True)
+    if launch is None or launch.most_experts < E:
+        return None
+    with on(device):
+        empty = allocator(m_sizes.device)
+        index, counts = empty((R,), (1,), torch.int32), empty((E,), (1,), torch.int32)
+        bounds = empty((E + 1,), (1,), torch.int32)
+        words = {
+            "m_sizes": m_sizes.data_ptr(),
+            "starts": tensors.address_of(starts),
+            "index": index.data_ptr(),
+            "counts": counts.data_ptr(),
+            "bounds": bounds.data_ptr(),
+            "M": R,
+            "E": E,
+            "room": room,
+            "m_sizes_step": _STEPS[m_sizes.dtype],
+            "starts_step": 0 if starts is None else _STEPS[starts.dtype],
+        }
+        launch(E, current_stream(device), words)
+    return Placed(index, counts, bounds)
+
+
+def product(
+    x: torch.Tensor,
+    w: torch.Tensor | ExpertWeights,
+    placed: Placed,
+    how: How,
+    bias: torch.Tensor | None,
+    one: LowRank | None,
+    out: torch.Tensor | None = None,
+    do: Now = NOW,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """y [R, N] of x [R, K], and what an adapter's A made of rows; padding of ``out`` stays as it is."""
+    u = None
+    if one is not None:
+        index = placed.index if how.reads else None
+        u = low_rank.narrowed(one, x, placed.m_sizes, index, int(how.reads), placed.bounds, do, how.bucket)
+    call = _rows(Op.FORWARD, x, w, placed, how, bias)._replace(loose=out is None)
+    return low_rank.product(call, one, u, do, out, x.shape[0]), u
+
+
+def _rows(
+    op: Op,
+    x: torch.Tensor,
+    w: torch.Tensor | ExpertWeights,
+    placed: Placed,
+    how: How,
+    bias: torch.Tensor | None = None,
+) -> Rows:
+    index, m_sizes, bounds = placed
+    bias = None if bias is None else bias.detach().contiguous()
+    return Rows(
+        op,
+        x,
+        w,
+        m_sizes,
+        how.layout,
+        x.shape[0],
+        index if how.reads or how.writes else None,
+        int(how.reads),
+        how.writes,
+        bias=bias,
+        zero_tail=how.zero_tail,
+        bounds=bounds,
+        expected=how.bucket,
+    )
+
+
+class Gradients(NamedTuple):
+    """What ``gradients`` computes, None where it is not needed."""
+
+    x: torch.Tensor | None
+    w: torch.Tensor | None
+    bias: torch.Tensor | None
+    low: LowRankGradients | None
+
+
+def gradients(
+    dy: torch.Tensor,
+    x: torch.Tensor | None,
+    w: torch.Tensor | ExpertWeights,
+    placed: Placed,
+    how: How,
+    needs: tuple[bool, bool, bool],
+    one: LowRank | None,
+    u: torch.Tensor | None,
+) -> Gradients:
+    """The gradients of x, w and bias that ``needs`` asks for, and with ``u`` those of the adapter.
+
+    Padding of dy is not read, and of dx it is zero.
+    """
+    index, m_sizes, bounds = placed
+    needs_x, needs_w, needs_bias = needs
+    layout, bucket = how.layout, how.bucket
+    dy = tokens.gather(dy, index, 1, bounds) if how.writes else dy.contiguous()
+    dx = dw = dbias = v = low = packed = None
+    if one is not None and (needs_x or u is not None):
+        v = low_rank.narrowed_gradient(one, dy, m_sizes, bucket=bucket)
+    if needs_x:
+        back = How(False, how.reads, layout, True, bucket)
+        dx = low_rank.product(_rows(Op.DX, dy, w, placed, back), one, v, many=dy.shape[0])
+    if x is not None and (needs_w or u is not None):
+        packed = tokens.gather(x, index, 1, bounds) if how.reads else x
+    if needs_w and packed is not None:
+        dw = weight(dy, packed, m_sizes, layout=layout, bucket=bucket)
+    if needs_bias:
+        ones = dy.new_ones((dy.shape[0], _ONES))
+        dbias = weight(dy, ones, m_sizes, strict=False, bucket=bucket)[:, :, 0].contiguous()
+    if u is not None and v is not None and packed is not None:
+        low = LowRankGradients(weight(v, packed, m_sizes, bucket=bucket), weight(dy, u, m_sizes, bucket=bucket))
+    return Gradients(dx, dw, dbias, low)
+
+
+class PaddedGemm(torch.autograd.Function):
+    """y [R, N] of x [R, K], and the gradients of x, w, bias and an adapter's A and B."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        w: torch.Tensor | ExpertWeights,
+        bias: torch.Tensor | None,
+        A: torch.Tensor | None,
+        B: torch.Tensor | None,
+        placed: Placed,
+        how: How,
+        scale: float,
+    ) -> torch.Tensor:
+        """The product; what a gradient needs is saved."""
+        one = None if A is None or B is None else LowRank(A, B, scale)
+        y, u = product(x, w, placed, how, bias, one)
+        needs_x, needs_w, _, *low = ctx.needs_input_grad[:5]
+        learns = any(low)
+        ctx.frozen = w if isinstance(w, ExpertWeights) else None
+        ctx.save_for_backward(
+            x if needs_w or learns else None,
+            w if needs_x and ctx.frozen is None else None,
+            A,
+            B,
+            u if learns else None,
+        )
+        ctx.call = placed, how, scale, w.shape, x.shape  # (new tensors of this call: no hook gets them)
+        return y
+
+    @staticmethod
+    @differentiated_once
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients that are needed, None for the others."""
+        x, w, A, B, u = ctx.saved_tensors
+        placed, how, scale, w_shape, x_shape = ctx.call
+        dy = in_memory("dy", dy)
+        saved = Saved.beside("grouped_gemm", dy)
+        needs = _wanted(ctx.needs_input_grad[:3], how)
+        E, wide, K, r = w_shape[0], dy.shape[1], x_shape[1], 0
+        x = None if x is None else saved.rows("x", x, tuple(x_shape))
+        if w is not None:
+            w = saved.weights("w", w, tuple(w_shape))
+        one = None
+        if A is not None and B is not None:
+            A = saved.weights("lora.A", A, (E, -1, K))
+            r = A.shape[1]
+            one = LowRank(A, saved.weights("lora.B", B, (E, wide, r)), scale)
+            u = None if u is None else saved.whole("x @ lora.A.T", u, (x_shape[0], r))
+        w = ctx.frozen if w is None else w
+        w = dy.new_empty(()).expand(w_shape) if w is None else w  # only its shape is read
+        with without_autocast(dy.device.type):
+            found = gradients(dy, x, w, placed, how, needs, one, u)
+        return found.x, found.w, found.bias, *(found.low or (None, None)), None, None, None
+
+
+def _wanted(needs: tuple[bool, bool, bool], how: How) -> tuple[bool, bool, bool]:
+    x, w, bias = needs
+    if how.only_dx:
+        return x, False, False
+    if how.only_dw:
+        return False, w, False
+    return x, w, bias
+
+
+class PackedActivation(torch.autograd.Function):
+    """a [R, I] of packed rows h [R, 2*I] or [R, I], and dh: rows past those that are there hold anything."""
+
+    @staticmethod
+    def forward(ctx: Any, h: torch.Tensor, act: RowActivation, bounds: torch.Tensor) -> torch.Tensor:
+        """The activation of the rows that are there."""
+        ctx.save_for_backward(h)
+        ctx.call = act, bounds, h.shape
+        return activation.forward(h, act, bounds)
+
+    @staticmethod
+    @differentiated_once
+    def backward(ctx: Any, da: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
+        """dh = act'(h) * da."""
+        (h,), (act, bounds, shape) = ctx.saved_tensors, ctx.call
+        da = in_memory("da", da, "experts_mlp")
+        h = Saved.beside("experts_mlp", da).whole("h", h, tuple(shape))
+        with without_autocast(da.device.type):
+            dh, _, _ = activation.gradient(h, da, act, activation.Needs(), bounds=bounds)
+        return dh, None, None
+
+
+def layer(
+    how: Layer,
+    x: torch.Tensor,
+    given: Weights | FrozenWeights,
+    placed: Placed,
+    *,
+    zero_tail: bool,
+    into: torch.Tensor | None = None,
+    adapters: Adapters = NO_ADAPTERS,
+    do: Now = NOW,
+) -> torch.Tensor:
+    """y [R, H] = act(x @ gate_up[e].T) @ down[e].T of padded rows x [R, H]; ``how.top_k`` is 1.
+
+    y is ``into`` if it is given, whose padding stays as it is without ``zero_tail``. Where nothing needs a gradient.
+    """
+    _, layout, act, bucket = how
+    first_how, second_how = How(True, False, layout, False, bucket), How(False, True, layout, zero_tail, bucket)
+    first = _rows(Op.FORWARD, x, given.gate_up, placed, first_how, given.gate_up_bias)._replace(loose=True)
+    a = gated_rows(first, do) if act == GATED_IN_PRODUCT and adapters.first is None else None
+    if a is None:
+        h, _ = product(x, given.gate_up, placed, first_how, given.gate_up_bias, adapters.first, do=do)
+        if adapters.second is None:
+            of_h = _rows(Op.FORWARD, h, given.down, placed, second_how, given.down_bias)
+            y = of_activated(of_h._replace(loose=into is None), act, do, into)
+            if y is not None:
+                return y
+        a = activation.forward(h, act, placed.bounds, do)
+    return product(a, given.down, placed, second_how, given.down_bias, adapters.second, into, do)[0]

@@ -1,0 +1,120 @@
+"""Products and layers of padded rows that come again: their programs, for calls that differ in addresses alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any, TypeAlias
+
+import torch
+
+from ...artifacts.errors import InputError
+from ..check import tensors as check_tensors
+from ..driver.device import current_stream, device_is_current
+from ..launch.program import Now, Program
+from ..ops.padded_rows import Placed, place
+from . import programs
+from .programs import LOW, MOST_ROWS, Programs
+
+# y of x and out as rows, of the rows that are there
+Compute: TypeAlias = "Callable[[Any, torch.Tensor | None, Placed, Now], torch.Tensor]"
+_written = torch.autograd.graph.increment_version  # a launch that autograd doesn't see changed this tensor
+_transformed = torch._C._are_functorch_transforms_active
+stream_of = current_stream
+
+
+class PaddedPlan(Programs):
+    """The program of one call: x, m_sizes and m_starts first, out last, all else in between."""
+
+    __slots__ = ("_in_place", "_lows", "_same", "_there", "program")
+
+    def __init__(self, given: Sequence[torch.Tensor | None], there: Sequence[int], same: programs.Guard) -> None:
+        x, *_, out = given
+        if x is None:
+            raise AssertionError("a call without x")
+        super().__init__(x, grad=any(one is not None and one.requires_grad for one in given), varies=True)
+        self._same, self._there, self._in_place = same, itemgetter(*there), out is x
+        self._lows = [one.data_ptr() & LOW for one in self._there(given)]
+        self.program: Program | None = None
+
+    def call(self, given: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        """y [R, N] of tensors like the first ones, which may be ``out``; None for others, and nothing is done."""
+        some = self._there(given)
+        if not self._same(*some) or [one.data_ptr() & LOW for one in some] != self._lows:
+            return None
+        x, m_sizes, m_starts, *_, out = given
+        if x is None or m_sizes is None or self.program is None or not takes_rows(x, m_sizes, out):
+            return None
+        if (m_starts is None) != (x.dim() == 3) or self._in_place != (out is x):  # the checks will say
+            return None
+        grad = torch.is_grad_enabled()
+        if (self.grad and grad) or not (self._alone or device_is_current(self._device)):
+            return None
+        if out is not None:
+            if (out.requires_grad and grad) or _transformed():
+                return None
+            read = given[1:-1] if self._in_place else given[:-1]
+            try:
+                check_tensors.check_apart(out, **{str(i): one for i, one in enumerate(read)})
+            except InputError:  # the checks will say which it shares memory with
+                return None
+        placed = placed_of(x, m_sizes, m_starts)
+        found = self.program.run(placed.index.shape[0], stream_of(self._device), (*_flat(given), *placed))[0]
+        if out is not None:
+            _written(out)
+        return found
+
+    def first(self, given: Sequence[torch.Tensor | None], placed: Placed, compute: Compute) -> torch.Tensor:
+        """y of the call that the plan was made for, which is recorded.
+
+        ``compute`` reads x and writes out by the first tensors that it is given, which are these as [R, columns].
+        """
+        every = _flat(given)
+        found, self.program = self._recorded(
+            placed.index.shape[0], (*every, *placed), lambda do: (compute(every[0], every[-1], placed, do),)
+        )
+        return found[0]  # type: ignore[return-value]
+
+
+def _flat(given: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    """The same with x and out as rows."""
+    x, *rest, out = given
+    return as_rows(x), *rest, as_rows(out)
+
+
+def as_rows(one: torch.Tensor | None) -> torch.Tensor | None:
+    """x or out as [R, columns], a view of one that is contiguous."""
+    return one if one is None or one.dim() == 2 else one.view(-1, one.shape[-1])
+
+
+def takes_rows(x: torch.Tensor, m_sizes: torch.Tensor | None, out: torch.Tensor | None) -> bool:
+    """Whether a program may read x [E, M_max, K] or [M, K], and write out, as the plan's guard can't tell."""
+    rows = x.shape[:-1]
+    if not x.is_contiguous() or m_sizes is None or not 0 < rows.numel() < MOST_ROWS:
+        return False
+    if x.dim() == 3 and x.shape[0] != m_sizes.shape[0]:
+        return False
+    return out is None or (out.is_contiguous() and out.shape[:-1] == rows)
+
+
+def placed_of(x: torch.Tensor, m_sizes: torch.Tensor, m_starts: torch.Tensor | None) -> Placed:
+    """The rows of x [E, M_max, K], or [M, K] with starts, that are there."""
+    return place(m_sizes, m_starts, x.shape[-2], x.shape[:-1].numel())
+
+
+def plan(given: Sequence[torch.Tensor | None]) -> PaddedPlan | None:
+    """An empty plan for a call, or None where the next one like it needs another look."""
+    x, m_sizes, *_, out = given
+    if (
+        x is None
+        or _transformed()
+        or not check_tensors.on_gpu(x)
+        or x.dtype not in programs.KINDS
+        or not takes_rows(x, m_sizes, out)
+    ):
+        return None
+    there = [i for i, one in enumerate(given) if one is not None]
+    some: Any = [given[i] for i in there]
+    loose = [0, *([len(some) - 1] if out is not None else [])]
+    same = programs.guard(*some, loose=loose)
+    return None if same is None else PaddedPlan(given, there, same)
