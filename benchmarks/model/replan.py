@@ -3,9 +3,11 @@
     python benchmarks/run.py replan            # says what would change
     python benchmarks/run.py replan --write    # writes the files of artifacts and benchmarks/results
     python benchmarks/run.py replan fp16-sm90.msgpack.xz    # of these files alone
+    python benchmarks/run.py replan --row-kernels --write   # row kernels that changed are compiled anew
 
 Nothing else changes: kernels, cubins, choices, their times and their order are the same. Bundles of format 1, which has
-no plans and is otherwise equal, are read as well. (The runtime refuses them.)
+no plans and is otherwise equal, are read as well. (The runtime refuses them.) With ``--row-kernels``, which needs
+Triton, the cubins of products are checked to be the same bytes.
 """
 
 from __future__ import annotations
@@ -16,11 +18,16 @@ import struct
 from collections import Counter
 from pathlib import Path
 
+from pretuned.aot.compile.pool import CompileJob, compile_all
+from pretuned.aot.compile.revisions import source_sha256
+from pretuned.aot.compile.triton import kernels_of, producer_of
 from pretuned.artifacts.files import packed
 from pretuned.artifacts.format import codec, wire
 from pretuned.artifacts.limits import FORMAT
 from pretuned.artifacts.records.bundle import Bundle
+from pretuned.artifacts.records.problem import RowOp
 from pretuned.kernels.plans import with_plans
+from pretuned.kernels.rowops import RowOpSpec
 
 ARTIFACTS = Path(__file__).resolve().parents[2] / "artifacts"
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -53,12 +60,47 @@ def without_plans(bundle: Bundle) -> Bundle:
     return bundle._replace(choices=choices)
 
 
-def replanned(data: bytes, where: str) -> tuple[bytes, Bundle]:
-    """The bundle in ``data`` with its plans made anew."""
+def with_row_kernels(bundle: Bundle, where: str) -> Bundle:
+    """The bundle with those of its row kernels compiled anew whose source has changed.
+
+    Raises
+    ------
+    RuntimeError
+        if another Triton made the bundle, or a variant does not compile.
+    """
+    sm = bundle.target.sm
+    digests = {one.name: one.source_sha256 for one in bundle.kernels}
+    stale = {
+        i: RowOpSpec(one.op, one.dtype, one.alignment)
+        for i, one in enumerate(bundle.variants)
+        if isinstance(one.op, RowOp) and digests[one.kernel] != bytes.fromhex(source_sha256(one.kernel))
+    }
+    if stale and (made := producer_of(sm))._replace(options=()) != bundle.producer._replace(options=()):
+        raise RuntimeError(f"{where}: made by {bundle.producer}, this is {made}")
+    results = {one.job.spec: one for one in compile_all([CompileJob(spec, sm) for spec in stale.values()])}
+    variants, cubins, kernels = list(bundle.variants), list(bundle.cubins), {one.name: one for one in bundle.kernels}
+    for i, spec in stale.items():
+        compiled = results[spec].compiled
+        if compiled is None:
+            raise RuntimeError(f"{where}: {results[spec].reason}")
+        variants[i], cubins[i] = compiled.variant, compiled.cubin
+        kernels |= {one.name: one for one in kernels_of([compiled])}
+    return bundle._replace(variants=tuple(variants), cubins=tuple(cubins), kernels=tuple(kernels.values()))
+
+
+def of_products(bundle: Bundle) -> list[tuple[object, bytes]]:
+    """The variants of products and their cubins."""
+    every = zip(bundle.variants, bundle.cubins, strict=True)
+    return [(one, cubin) for one, cubin in every if not isinstance(one.op, RowOp)]
+
+
+def replanned(data: bytes, where: str, *, row_kernels: bool = False) -> tuple[bytes, Bundle]:
+    """The bundle in ``data`` with its plans made anew, and with ``row_kernels`` the row kernels that changed."""
     before = codec.decode(in_this_format(data), where)
-    after = with_plans(before)
-    if without_plans(after) != without_plans(before):
-        raise AssertionError(f"{where}: more than plans changed")
+    compiled = with_row_kernels(before, where) if row_kernels else before
+    after = with_plans(compiled)
+    if without_plans(after) != without_plans(compiled) or of_products(after) != of_products(before):
+        raise AssertionError(f"{where}: more than plans and row kernels changed")
     return codec.encode(after, where), after
 
 
@@ -66,6 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="files, by their names; all by default")
     parser.add_argument("--write", action="store_true", help="write the files")
+    parser.add_argument("--row-kernels", action="store_true", help="compile changed row kernels anew; needs Triton")
     args = parser.parse_args()
     totals = Counter[str]()
     every = sorted(
@@ -73,7 +116,7 @@ def main() -> None:
     )
     for path in (one for one in every if not args.names or one.name in args.names):
         before = path.read_bytes()
-        found = [replanned(one, path.name) for one in pieces(lzma.decompress(before))]
+        found = [replanned(one, path.name, row_kernels=args.row_kernels) for one in pieces(lzma.decompress(before))]
         plans = Counter(
             row.way.name.lower()
             for _, bundle in found

@@ -110,7 +110,20 @@ _THREADS = {
     RowOp.ACTIVATION_ROW_CODES: (16, 8),
 }
 # Unlimited, ptxas takes 80 for bf16, so an SM holds fewer programs: 1.09 x as long on an H100 for 8,192 rows or more.
-_MAX_REGISTERS = {RowOp.ACTIVATION_GRAD: 56}
+# The others are what it takes without the loop over rows; what it hoists out of that takes up to 96.
+_MAX_REGISTERS = {
+    RowOp.ACTIVATION_GRAD: 56,
+    RowOp.ACTIVATION: 40,
+    RowOp.ACTIVATION_CODES: 56,
+    RowOp.ACTIVATION_ROW_CODES: 40,
+    RowOp.QUANTIZE: 48,
+    RowOp.QUANTIZE_ROWS: 40,
+}
+# Whose programs loop until there are no more rows, so that any number of them will do.
+_LOOPS = frozenset(RowOp) - {RowOp.SORT_SLOTS, RowOp.CLEAR}
+# How many programs such a launch makes for each that the GPU holds at once. A program for rows that no expert has
+# costs 1 ns or more (an H200, expert_parallel); in one wave alone all would wait for the slowest SM.
+WAVES = 2
 # That a program does side by side, of others one.
 _ROWS = {RowOp.ACTIVATION: 4, RowOp.ACTIVATION_CODES: 8, RowOp.ACTIVATION_ROW_CODES: 2}
 # Of what GATHER writes, that read each row of x once: with 117 MB two launches take as long as one on an H200, with 134
@@ -129,27 +142,27 @@ MOST_EXPERTS = 65536  # what a variant's record says: any number
 MOST_SORTED_EXPERTS = 512  # of SORT_SLOTS
 SORTED_EXPERTS = 32  # for which one program of SORT_SLOTS adds up the counts
 
-_ACTIVATION = "rowops.activation", "901296436211db83f0088389f55f5a189d1e0f07f863e63f7cea062c40095e16"
-_ACTIVATION_CODES = "rowops.activation_codes", "5b69182f509161037def9e36e0bcaefa90da144cee9cff15747b40b71bbda724"
-_GATHER_COMBINE = "rowops.gather_combine", "a958e77fc6a6fd47598d0b271835a6d402f02c95a5baae097cc2fc077cd379d2"
+_ACTIVATION = "rowops.activation", "e47cc4745912c735d3517247e0cbf84c6073a64c8aee409275f5d547df0ffc0f"
+_ACTIVATION_CODES = "rowops.activation_codes", "5ac733332768d721e718e539ec1fe1307fc97f075029d330016b48bb49731e7a"
+_GATHER_COMBINE = "rowops.gather_combine", "ba7a4ed12e62976522838629b75eb79df8d6d36979dd5e50708af6e45e4e7715"
 _ACTIVATION_ROW_CODES = (
     "rowops.activation_row_codes",
-    "4eadae9a5989582da00a99d8ce1a897b25d4006895e6dfb7a39e5680202b2705",
+    "ca2831ce70cf94bbde5a7bd06351d9ad3f37586dcd3df5bf8c1a37b651c80b9c",
 )
-_QUANTIZE_ROWS = "rowops.quantize_rows", "37aa35aec02a08feefa6e3c85db2a68a4f7a96925a5024c1b4f7beec61040601"
-_QUANTIZE = "rowops.quantize", "d2a376ac92cc62ffdf01b11167fe21d5faf26f6b4beb0c951a1f27fc9949bb00"
+_QUANTIZE_ROWS = "rowops.quantize_rows", "bdaf8002423103005fba68d10dba3b58d06ea3fc4c353f76d24fced36356c601"
+_QUANTIZE = "rowops.quantize", "feb4c75c38f4f2618066dc92d0f1b5a15e4818e5f20ba7d2d527fb901cabdd73"
 _SORT = "rowops.sort", "ca5611a804955fcba89a115e4794d135c438bc3d390d173e2f538cf02eae150d"
 _CLEAR = "rowops.zero_rows", "0c41f4e3da77f98aeca427848589875a5354ec9ecfbc0e1b87a858b34421826a"
 ROW_OPS = (
-    Entry("activation", 3, *_ACTIVATION, launched_since=3),
-    Entry("activation_codes", 2, *_ACTIVATION_CODES, launched_since=2),
-    Entry("activation_row_codes", 1, *_ACTIVATION_ROW_CODES, launched_since=1),
-    Entry("activation_grad", 4, *_ACTIVATION, launched_since=4),
+    Entry("activation", 4, *_ACTIVATION, launched_since=4),
+    Entry("activation_codes", 3, *_ACTIVATION_CODES, launched_since=3),
+    Entry("activation_row_codes", 2, *_ACTIVATION_ROW_CODES, launched_since=2),
+    Entry("activation_grad", 5, *_ACTIVATION, launched_since=5),
     Entry("clear", 1, *_CLEAR, launched_since=1),
-    Entry("combine", 2, *_GATHER_COMBINE, launched_since=2),
-    Entry("gather", 2, *_GATHER_COMBINE, launched_since=2),
-    Entry("quantize", 1, *_QUANTIZE, launched_since=1),
-    Entry("quantize_rows", 1, *_QUANTIZE_ROWS, launched_since=1),
+    Entry("combine", 3, *_GATHER_COMBINE, launched_since=3),
+    Entry("gather", 3, *_GATHER_COMBINE, launched_since=3),
+    Entry("quantize", 2, *_QUANTIZE, launched_since=2),
+    Entry("quantize_rows", 2, *_QUANTIZE_ROWS, launched_since=2),
     Entry("sort_slots", 2, *_SORT, launched_since=2),
 )
 
@@ -219,7 +232,9 @@ class RowOpSpec(NamedTuple):
     @property
     def max_registers(self) -> int | None:
         """The most registers of a thread that the compiler may use; None for any number."""
-        return _MAX_REGISTERS.get(self.op) if self.alignment > 1 else None  # (others would spill)
+        if self.op is RowOp.ACTIVATION_GRAD and self.alignment == 1:
+            return None  # it would spill
+        return _MAX_REGISTERS.get(self.op)
 
     @property
     def layout(self) -> Layout:
@@ -309,7 +324,7 @@ def by_token(M: int, row_bytes: int, slots: int, top_k: int) -> bool:
 
 
 def programs(op: RowOp, M: int, columns: int, block: int, rows: int = 1) -> int:
-    """The grid: one program for ``rows`` rows, or for each block of their columns.
+    """The programs that do a launch's work at once: one for ``rows`` rows, or for each block of their columns.
 
     ACTIVATION_ROW_CODES has a program for each row that is wider than a block.
 
@@ -318,3 +333,11 @@ def programs(op: RowOp, M: int, columns: int, block: int, rows: int = 1) -> int:
     if op is RowOp.ACTIVATION_ROW_CODES and columns > block:
         rows = 1
     return -(-M // rows) * (1 if op in _BY_ROW else -(-columns // block))
+
+
+def most_programs(op: RowOp, held: int) -> int | None:
+    """The most programs of a launch on a GPU that holds ``held`` of them at once; None for any number.
+
+    Programs of kernels that loop take further rows, if there are any.
+    """
+    return WAVES * held if op in _LOOPS else None

@@ -238,6 +238,7 @@ def _product(ready: Ready, call: Rows, fusion: Fusion, stride_y: int, index_end:
         index_step=index_step(call),
         used=rowops.used(call.bounds),
         index="in_range" if checks else "index",
+        expected=call.expected,
     )
     step = _row_step(ready, call, {"x": _GATHERED, "index": index}, (x.shape[1], stride_y, index_end if left else None))
     made = partial(launch_gather.in_range, divisor=call.gather_divisor) if checks else None

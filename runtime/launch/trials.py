@@ -166,6 +166,11 @@ TORCH = dict.fromkeys(DType, torch.bfloat16) | {
 }  # of x and y
 
 
+def _few(rows: int) -> int:
+    """The rows that a launch has programs for, which do the others as well."""
+    return rows // 3
+
+
 def _gather(on: _On) -> str | None:
     """out[i] = x[index[i] // top_k], in one launch and in the two that read each row of x once."""
     draw, C, M = Draw(), on.columns, _T * _TOP_K
@@ -180,7 +185,7 @@ def _gather(on: _On) -> str | None:
         on.run(programs, x=x, index=index, used=given, out=out, M=M, columns=C, top_k=_TOP_K, index_step=1, flags=flags)
         return on.judged(out[:_USED], want[:_USED], "out") or on.judged(out[M:], full(1, C), "past out")
 
-    wrong = out_of(used, M, rowops.USED)
+    wrong = out_of(used, _few(M), rowops.USED)
     if wrong:
         return wrong
     looks, noted = -(-M // rowops.NOTED_ROWS), on.words(torch.zeros(1 + M, dtype=torch.int32, device="cpu"))
@@ -218,7 +223,7 @@ def _activation(on: _On) -> str | None:
     used = on.used()
     for act, gated, interleaved in _ACTS:
         h, a = on.rows(draw.normal(M, I * (1 + gated)) * 3), on.rows(full(M + 1, I))
-        on.run(M, h=h, a=a, used=used, M=M, columns=I, flags=_flags(act, gated, interleaved), **act.words)
+        on.run(_few(M), h=h, a=a, used=used, M=M, columns=I, flags=_flags(act, gated, interleaved), **act.words)
         want = _act(h.cpu().float(), act, gated, interleaved)
         wrong = on.judged(a[:_USED], want[:_USED], f"{act} a") or on.judged(a[M:], full(1, I), "past a")
         if wrong:
@@ -243,7 +248,7 @@ def _activation_grad(on: _On) -> str | None:
         dweights = on.words(full(M))
         flags = _flags(act, gated, interleaved) | more
         on.run(
-            M,
+            _few(M),
             h=h,
             da=da,
             row_weights=weights,
@@ -299,7 +304,7 @@ def _combine(on: _On) -> str | None:
     y, bias, out = on.rows(draw.normal(M, C)), on.rows(draw.normal(E, C)), on.rows(full(_T + 1, C))
     places, weights, experts = on.words(place), on.words(scale), on.words(expert)
     on.run(
-        _T,
+        _few(_T),
         y=y,
         places=places,
         row_weights=weights,
@@ -414,7 +419,7 @@ def _quantize(on: _On, of_x: Scale) -> str | None:
     flags = rowops.USED | rowops.PICKED
     index = on.words(order)
     on.run(
-        M,
+        _few(M),
         x=x,
         index=index,
         used=used,
@@ -442,7 +447,7 @@ def _activation_codes(on: _On, of_x: Scale) -> str | None:
         codes = on.words(untouched.expand(M, I))
         scale = _scales(on, M, I, of_x)
         flags = _flags(act, gated, interleaved)
-        on.run(M, h=h, used=used, codes=codes, scale=scale, M=M, columns=I, flags=flags, **act.words)
+        on.run(_few(M), h=h, used=used, codes=codes, scale=scale, M=M, columns=I, flags=flags, **act.words)
         want = _act(h.cpu().float(), act, gated, interleaved).to(on.dtype)[:_USED]
         on.place.wait()
         found, factors, every = codes.cpu(), scale.cpu(), slice(0, _USED)

@@ -19,7 +19,15 @@ from pretuned.runtime.weights.order import K_ORDER
 
 
 def wrong(
-    M: int, columns: int, block: int, top_k: int, used: int | None, wide: bool, seed: int, by_row: bool = False
+    M: int,
+    columns: int,
+    block: int,
+    top_k: int,
+    used: int | None,
+    wide: bool,
+    seed: int,
+    by_row: bool = False,
+    programs: int | None = None,
 ) -> list[str]:
     torch.manual_seed(seed)
     T, groups, width = max(1, M // max(1, top_k)), 1 if by_row else columns // 128, M if by_row else -(-M // 4) * 4
@@ -39,11 +47,16 @@ def wrong(
     codes, scales = torch.full((M, columns), 7, dtype=torch.uint8), torch.full((groups, width), -1.0)
     count = torch.tensor([M if used is None else used], dtype=torch.int32)
     flags = (PICKED if top_k else 0) | (0 if used is None else USED)
+    end, from_row = min(int(count), M), index // top_k if top_k else torch.arange(M)
+    index[end:] = 2**31 - 1  # rows of no expert are not to be read
+    if not top_k:
+        x[end:] = float("nan")
     words = index.view(torch.int32)
     kernel = quantize_rows if by_row else quantize
-    kernel[(M,)](x, words, count, codes, scales, M, columns, max(1, top_k), 2 if wide else 1, flags, BLOCK=block)
-    from_row = index // top_k if top_k else torch.arange(M)
-    end, found = int(count), []
+    kernel[(min(M, programs or M),)](
+        x, words, count, codes, scales, M, columns, max(1, top_k), 2 if wide else 1, flags, BLOCK=block
+    )
+    found = []
     if not torch.equal(scales[:, :end], scale[from_row[:end]].T):
         found.append("scales")
     bits = codes[:end].view(end, columns // 64, 64)

@@ -49,6 +49,7 @@ def case(**changes: object) -> dict[str, object]:
         "repeated": 0,
         "narrow": False,
         "biased": False,
+        "programs": None,
     }
     return base | changes
 
@@ -125,6 +126,14 @@ CASES = (
             (9, 9, 40, 2, 16),
         ]
         for wide in (False, True)
+    }
+    | {
+        f"{which} of {used} rows by {programs} programs": case(
+            **{"pass": which}, M=19, used=used, programs=programs, weighted=True, top_k=3, interleaved=programs == 2
+        )
+        for which in ("activation", "activation_grad", "gather", "combine")
+        for used in (0, 1, 13, 19, None)
+        for programs in (1, 2, 5)
     }
     | {
         "combine": case(**{"pass": "combine"}),
@@ -220,6 +229,7 @@ def test_random_shapes() -> None:
                 named=rng.random() < 0.5,
                 narrow=rng.random() < 0.5,
                 biased=rng.random() < 0.5,
+                programs=rng.choice([None, 1, 2, 3]),
             )
         )
     for given, wrong in zip(cases, run(cases), strict=True):
