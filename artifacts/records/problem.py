@@ -32,6 +32,7 @@ class RowOp(enum.Enum):
     - ``GATHER``: out[i] = x[token of row i]
     - ``QUANTIZE``: the same or every row of x, as codes of e4m3 with a scale for each 128 columns
     - ``QUANTIZE_ROWS``: the same with a scale for each row
+    - ``ORDER_CODES``: the same as either of rows that arrive as codes
     - ``ACTIVATION``: a[i] = act(h[i])
     - ``ACTIVATION_CODES``: the same as codes, as of QUANTIZE
     - ``ACTIVATION_ROW_CODES``: the same as codes, as of QUANTIZE_ROWS
@@ -44,6 +45,7 @@ class RowOp(enum.Enum):
     GATHER = "gather"
     QUANTIZE = "quantize"
     QUANTIZE_ROWS = "quantize_rows"
+    ORDER_CODES = "order_codes"
     ACTIVATION = "activation"
     ACTIVATION_CODES = "activation_codes"
     ACTIVATION_ROW_CODES = "activation_row_codes"

@@ -7,6 +7,7 @@ row of a or y):
 ``h a da dh x y out``      device pointers to dense rows in the variant's dtype
 ``codes scale``            device pointers to e4m3 [M, columns], and fp32 [columns / 128, M] in rows of whole 16
                            bytes, or with a scale a row fp32 [M]
+``x_scale``                device pointer to fp32 [rows of x, groups]; of ORDER_CODES, whose ``x`` are bytes
 ``row_weights dweights``   device pointers to float32 by index, or NARROW to the variant's dtype
 ``index experts used``     device pointers to 32-bit words: of each row, of each slot, one
 ``places``                 device pointer to int32: each slot's row in the sorted order, -1 for one of no expert
@@ -15,6 +16,8 @@ row of a or y):
 ``ids order``              device pointers, by slot: to 32-bit words, to int64 (SORT_SLOTS has room in ``experts``
                            for whole chunks, from a multiple of 16 bytes on)
 ``bounds m_sizes counts``  device pointers to int32: [E + 1], [E], [chunks, E + 1]
+``groups stride_scale_m``  int32: scales of a row of x, and how many elements are from row to row, and from one
+``stride_scale_k``         to the next
 ``M columns top_k E``      int32; ``M`` counts rows, of SORT_SLOTS slots, of CLEAR entries of the index; CLEAR's
                            ``columns`` are 32-bit words of a row of any dtype; E is at most the record's max_experts
 ``rows index_end``         int32: rows of y; the first index that names none
@@ -66,6 +69,10 @@ _ARGUMENTS: dict[RowOp, tuple[tuple[str, ...], tuple[str, ...]]] = {
     RowOp.GATHER: (("x", "index", "used", "out"), ("M", "columns", "top_k", "index_step", "flags")),
     RowOp.QUANTIZE: (("x", "index", "used", "codes", "scale"), ("M", "columns", "top_k", "index_step", "flags")),
     RowOp.QUANTIZE_ROWS: (("x", "index", "used", "codes", "scale"), ("M", "columns", "top_k", "index_step", "flags")),
+    RowOp.ORDER_CODES: (
+        ("x", "x_scale", "index", "used", "codes", "scale"),
+        ("M", "columns", "groups", "stride_scale_m", "stride_scale_k", "top_k", "index_step", "flags"),
+    ),
     RowOp.ACTIVATION: (("h", "a", "used"), ("M", "columns", "flags", *_NUMBERS)),
     RowOp.ACTIVATION_CODES: (("h", "used", "codes", "scale"), ("M", "columns", "flags", *_NUMBERS)),
     RowOp.ACTIVATION_ROW_CODES: (("h", "used", "codes", "scale"), ("M", "columns", "flags", *_NUMBERS)),
@@ -90,6 +97,7 @@ _ARGUMENTS: dict[RowOp, tuple[tuple[str, ...], tuple[str, ...]]] = {
 POINTEES = dict.fromkeys(("m_sizes", "index", "experts", "places", "used", "ids", "bounds", "counts"), "*i32") | {
     "row_weights": "*fp32",
     "scale": "*fp32",
+    "x_scale": "*fp32",
     "codes": "*u8",
     "dweights": "*fp32",
     "order": "*i64",
@@ -107,6 +115,7 @@ _THREADS = {
     RowOp.QUANTIZE: (32, 2),
     RowOp.ACTIVATION_CODES: (32, 4),
     RowOp.QUANTIZE_ROWS: (32, 4),
+    RowOp.ORDER_CODES: (32, 4),
     RowOp.ACTIVATION_ROW_CODES: (16, 8),
 }
 # Unlimited, ptxas takes 80 for bf16, so an SM holds fewer programs: 1.09 x as long on an H100 for 8,192 rows or more.
@@ -134,6 +143,7 @@ _BY_ROW = (
     RowOp.GATHER,
     RowOp.QUANTIZE,
     RowOp.QUANTIZE_ROWS,
+    RowOp.ORDER_CODES,
     RowOp.ACTIVATION_ROW_CODES,
     RowOp.SORT_SLOTS,
     RowOp.CLEAR,
@@ -151,6 +161,7 @@ _ACTIVATION_ROW_CODES = (
 )
 _QUANTIZE_ROWS = "rowops.quantize_rows", "bdaf8002423103005fba68d10dba3b58d06ea3fc4c353f76d24fced36356c601"
 _QUANTIZE = "rowops.quantize", "feb4c75c38f4f2618066dc92d0f1b5a15e4818e5f20ba7d2d527fb901cabdd73"
+_ORDER_CODES = "rowops.order_codes", "46f7d89d0e88a1bfd8adbfda8092c69dedacce67b49ae343a632af909974dd4d"
 _SORT = "rowops.sort", "ca5611a804955fcba89a115e4794d135c438bc3d390d173e2f538cf02eae150d"
 _CLEAR = "rowops.zero_rows", "0c41f4e3da77f98aeca427848589875a5354ec9ecfbc0e1b87a858b34421826a"
 ROW_OPS = (
@@ -161,6 +172,7 @@ ROW_OPS = (
     Entry("clear", 1, *_CLEAR, launched_since=1),
     Entry("combine", 3, *_GATHER_COMBINE, launched_since=3),
     Entry("gather", 3, *_GATHER_COMBINE, launched_since=3),
+    Entry("order_codes", 1, *_ORDER_CODES, launched_since=1),
     Entry("quantize", 2, *_QUANTIZE, launched_since=2),
     Entry("quantize_rows", 2, *_QUANTIZE_ROWS, launched_since=2),
     Entry("sort_slots", 2, *_SORT, launched_since=2),
@@ -179,7 +191,7 @@ CODE_OPS: Mapping[DType, CodeOps] = {
     DType.FP8_BLOCK: CodeOps(RowOp.QUANTIZE, RowOp.ACTIVATION_CODES, 128),
     DType.FP8_CHANNEL: CodeOps(RowOp.QUANTIZE_ROWS, RowOp.ACTIVATION_ROW_CODES, 64),
 }
-_COLUMNS = {op: one.columns for one in CODE_OPS.values() for op in one[:2]}
+_COLUMNS = {op: one.columns for one in CODE_OPS.values() for op in one[:2]} | {RowOp.ORDER_CODES: 64}
 MAKES_CODES = tuple(_COLUMNS)
 
 
@@ -271,6 +283,7 @@ def specs(
     code_ops = [one for dtype, one in CODE_OPS.items() if dtype in (dtypes if of_codes is None else of_codes)]
     found = [RowOpSpec(one, dtype, alignment) for one in passes for dtype in kinds for alignment in (16, 1)]
     found += [RowOpSpec(one.quantize, DType.BF16) for one in code_ops]
+    found += [RowOpSpec(RowOp.ORDER_CODES, DType.BF16)] if code_ops and Op.FORWARD in ops else []
     found += [RowOpSpec(one.activation, DType.BF16) for one in code_ops] if Op.FORWARD in ops else []
     found += [RowOpSpec(RowOp.SORT_SLOTS, DType.FP32, 1)] if ops else []
     return (*found, *([RowOpSpec(RowOp.CLEAR, DType.FP32)] if ops & {Op.FORWARD, Op.DX} else []))

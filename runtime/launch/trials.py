@@ -22,6 +22,7 @@ from ...kernels.contract.activations import KINDS, Activation
 from ...kernels.hopper_w8a8_block import scale_columns
 from ..driver import cuda
 from ..driver.rowops import RowOpLauncher
+from ..weights.order import K_ORDER
 from ..weights.row_codes import codes_of_rows, values_of_rows
 
 UNTOUCHED = 96.0  # what a result holds beforehand; every dtype has it, and no trial comes to it
@@ -437,6 +438,43 @@ def _quantize(on: _On, of_x: Scale) -> str | None:
     return on.judged(got, values_of_rows(*codes_of_rows(picked, of_x), every), "codes", _QUANTISED)
 
 
+def _order_codes(on: _On) -> str | None:
+    """Codes and scales that an index picks, as they arrive, byte for byte."""
+    draw, C, M, groups = Draw(), 320, _T * _TOP_K, 5
+    host, order, used = draw.integers(0, 256, _T * C).to(torch.uint8).view(_T, C), draw.order(M), on.used()
+    x, index, scales = on.words(host), on.words(order), draw.normal(_T, groups)
+    picked = order[:_USED].long() // _TOP_K
+    want = host[picked].view(_USED, -1, 64)[..., torch.tensor(K_ORDER, device="cpu")].view(_USED, C)
+    for by_column in (False, True):
+        placed = on.words(scales.T.contiguous() if by_column else scales)
+        codes = on.words(torch.full((M, C), 7, dtype=torch.uint8, device="cpu"))
+        scale = on.words(full(groups, scale_columns(M)))
+        on.run(
+            _few(M),
+            x=x,
+            x_scale=placed,
+            index=index,
+            used=used,
+            codes=codes,
+            scale=scale,
+            M=M,
+            columns=C,
+            groups=groups,
+            stride_scale_m=1 if by_column else groups,
+            stride_scale_k=_T if by_column else 1,
+            top_k=_TOP_K,
+            index_step=1,
+            flags=rowops.USED | rowops.PICKED,
+        )
+        on.place.wait()
+        found, factors = codes.cpu(), scale.cpu()
+        if not torch.equal(found[:_USED], want) or bool((found[_USED:] != 7).any()):
+            return "codes are not those of x in order"
+        if not torch.equal(factors[:, :_USED].T, scales[picked]) or bool((factors[:, _USED:] != UNTOUCHED).any()):
+            return "scales are not those of x"
+    return None
+
+
 def _activation_codes(on: _On, of_x: Scale) -> str | None:
     """Codes and scales of act(gate) * up."""
     draw, I, M = Draw(), 384 if of_x.columns else 448, _T * _TOP_K  # noqa: E741
@@ -470,5 +508,6 @@ _TRIALS: dict[RowOp, Callable[[_On], str | None]] = {
     RowOp.QUANTIZE: partial(_quantize, of_x=_BLOCKS),
     RowOp.ACTIVATION_CODES: partial(_activation_codes, of_x=_BLOCKS),
     RowOp.QUANTIZE_ROWS: partial(_quantize, of_x=_ROWS),
+    RowOp.ORDER_CODES: _order_codes,
     RowOp.ACTIVATION_ROW_CODES: partial(_activation_codes, of_x=_ROWS),
 }

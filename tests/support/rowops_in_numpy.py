@@ -20,6 +20,7 @@ from pretuned.kernels.contract.activations import KINDS, Activation
 from pretuned.kernels.hopper_w8a8_block import scale_columns
 from pretuned.kernels.rowops import programs, rows_at_once
 from pretuned.runtime.ops.activation import RowActivation, by_torch
+from pretuned.runtime.weights.order import K_ORDER
 from pretuned.runtime.weights.row_codes import codes_of_rows
 
 
@@ -150,6 +151,21 @@ def quantize(
         _store_codes(_rows(of, x, int(source.max(initial=-1)) + 1, K)[source], codes, scale, M, by_row)
 
 
+def order_codes(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers: Sequence[int]) -> None:
+    (x, x_scale, index, used, codes, scale), (M, K, groups, by_row, by_group, top_k, step, flags) = pointers, numbers
+    assert 0 < grid <= M
+    source = np.arange(_used(used, M, flags))
+    if flags & rowops.PICKED:
+        source = indices(index, M, step)[: len(source)] // top_k
+    rows = int(source.max(initial=-1)) + 1
+    natural = torch.from_numpy(np.array(at(x, rows * K, ctypes.c_uint8))).view(rows, K // 64, 64)
+    _codes_at(codes, M, K)[: len(source)] = natural[..., torch.tensor(K_ORDER)].view(rows, K)[source]
+    every = at(x_scale, max(0, (rows - 1) * by_row + (groups - 1) * by_group + 1))
+    placed = at(scale, (groups - 1) * scale_columns(M) + M)
+    for g in range(groups):
+        placed[g * scale_columns(M) :][: len(source)] = every[source * by_row + g * by_group]
+
+
 def gather(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers: Sequence[int]) -> None:
     (x, index, used, out), (M, H, top_k, step, flags) = pointers, numbers
     end, size = _used(used, M, flags), of.size
@@ -237,5 +253,6 @@ PASSES: dict[RowOp, Pass] = {
     RowOp.QUANTIZE: quantize,
     RowOp.ACTIVATION_CODES: activation_codes,
     RowOp.QUANTIZE_ROWS: functools.partial(quantize, by_row=True),
+    RowOp.ORDER_CODES: order_codes,
     RowOp.ACTIVATION_ROW_CODES: functools.partial(activation_codes, by_row=True),
 }

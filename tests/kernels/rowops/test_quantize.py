@@ -36,6 +36,17 @@ def test_codes_and_scales_of_rows() -> None:
     assert json.loads(done.stdout) == [[]] * len(cases)
 
 
+def test_it_knows_the_flags_of_the_contract() -> None:
+    pytest.importorskip("triton")
+    from pretuned.kernels.rowops import order_codes
+
+    assert (order_codes._USED.value, order_codes._PICKED.value) == (rowops.USED, rowops.PICKED)
+    spec = rowops.RowOpSpec(RowOp.ORDER_CODES, DType.BF16)
+    assert (spec.config.block, spec.config.num_warps) == (2048, 4)
+    assert rowops.programs(RowOp.ORDER_CODES, 9, 7168, 2048) == 9
+    assert rowops.divisibility(spec) == {"x": 16, "codes": 16, "columns": 64}
+
+
 def test_a_program_does_a_row() -> None:
     spec = rowops.RowOpSpec(RowOp.QUANTIZE, DType.BF16)
     assert rowops.programs(RowOp.QUANTIZE, 9, 7168, spec.config.block) == 9
