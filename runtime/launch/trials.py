@@ -469,9 +469,9 @@ def _order_codes(on: _On) -> str | None:
         on.place.wait()
         found, factors = codes.cpu(), scale.cpu()
         if not torch.equal(found[:_USED], want) or bool((found[_USED:] != 7).any()):
-            return "codes are not those of x in order"
+            return "codes are wrong"
         if not torch.equal(factors[:, :_USED].T, scales[picked]) or bool((factors[:, _USED:] != UNTOUCHED).any()):
-            return "scales are not those of x"
+            return "scales are wrong"
     return None
 
 
