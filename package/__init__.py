@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .runtime import Activation as Activation
     from .runtime import ExpertWeights as ExpertWeights
     from .runtime import Lora as Lora
+    from .runtime import QuantizedRows as QuantizedRows
     from .runtime import batch_invariant as batch_invariant
     from .runtime import explain as explain
     from .runtime import grouped_gemm as grouped_gemm
@@ -24,6 +25,7 @@ __all__ = [
     "Activation",
     "ExpertWeights",
     "Lora",
+    "QuantizedRows",
     "__version__",
     "batch_invariant",
     "explain",

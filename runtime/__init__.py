@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .inspect.preload import Preloaded, preload
     from .ops.activation import activate
     from .weights.expert_weights import ExpertWeights
+    from .weights.quantized_rows import QuantizedRows
 
 # name -> module; no name is a module's own, or importing that module would hide it.
 _PUBLIC = {
@@ -34,6 +35,7 @@ _PUBLIC = {
     "Explanation": "inspect.explanation",
     "Lora": "api.lora",
     "Preloaded": "inspect.preload",
+    "QuantizedRows": "weights.quantized_rows",
     "activate": "ops.activation",
     "allow_jit": "hooks",
     "batch_invariant": "hooks",
@@ -57,6 +59,7 @@ __all__ = [
     "Explanation",
     "Lora",
     "Preloaded",
+    "QuantizedRows",
     "activate",
     "allow_jit",
     "batch_invariant",

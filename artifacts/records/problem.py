@@ -32,6 +32,7 @@ class RowOp(enum.Enum):
     - ``GATHER``: out[i] = x[token of row i]
     - ``QUANTIZE``: all or gathered rows of x as e4m3 codes, with a scale for each 128 columns
     - ``QUANTIZE_ROWS``: all or gathered rows of x as e4m3 codes, with a scale for each row
+    - ``ORDER_CODES``: all or gathered rows of codes and scales, as QUANTIZE and QUANTIZE_ROWS write them
     - ``ACTIVATION``: a[i] = act(h[i])
     - ``ACTIVATION_CODES``: ACTIVATION, then QUANTIZE
     - ``ACTIVATION_ROW_CODES``: ACTIVATION, then QUANTIZE_ROWS
@@ -45,6 +46,7 @@ class RowOp(enum.Enum):
     GATHER = "gather"
     QUANTIZE = "quantize"
     QUANTIZE_ROWS = "quantize_rows"
+    ORDER_CODES = "order_codes"
     ACTIVATION = "activation"
     ACTIVATION_CODES = "activation_codes"
     ACTIVATION_ROW_CODES = "activation_row_codes"

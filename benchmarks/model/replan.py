@@ -3,8 +3,10 @@
     python benchmarks/run.py replan            # print the changes
     python benchmarks/run.py replan --write    # write the files in artifacts and benchmarks/results
     python benchmarks/run.py replan fp16-sm90.msgpack.xz    # only these files
+    python benchmarks/run.py replan --row-kernels --write   # row kernels that changed are compiled anew
 
-Kernels, cubins and choices, with their times and order, stay as they are.
+Kernels, cubins and choices, with their times and order, stay as they are. With ``--row-kernels``, which needs Triton,
+the cubins of products are checked to be the same bytes.
 """
 
 from __future__ import annotations
@@ -15,13 +17,20 @@ import struct
 from collections import Counter
 from pathlib import Path
 
+from pretuned.aot.bundle.assemble import Code
+from pretuned.aot.compile.pool import CompileJob, compile_all
+from pretuned.aot.compile.revisions import source_sha256
+from pretuned.aot.compile.triton import kernels_of, producer_of
 from pretuned.artifacts.files import packed
 from pretuned.artifacts.format import codec
-from pretuned.artifacts.records.bundle import Bundle
+from pretuned.artifacts.records.bundle import Bundle, Choice, Variant
+from pretuned.artifacts.records.problem import Op, RowOp
 from pretuned.kernels.plans import with_plans
+from pretuned.kernels.rowops import CODE_OPS, MAKES_CODES, RowOpSpec, specs
 
 ARTIFACTS = Path(__file__).resolve().parents[2] / "artifacts"
 RESULTS = Path(__file__).resolve().parents[1] / "results"
+MAKES_FIRST = [ops.quantize for ops in CODE_OPS.values()]  # ``specs`` lists further ones behind these
 SIZE_AT = 16  # in the preamble (artifacts/FORMAT.md, section 1)
 
 
@@ -41,12 +50,86 @@ def without_plans(bundle: Bundle) -> Bundle:
     return bundle._replace(choices=choices)
 
 
-def replanned(data: bytes, where: str) -> tuple[bytes, Bundle]:
-    """Return the bundle in ``data`` with new plans, as bytes and decoded."""
+def with_row_kernels(bundle: Bundle, where: str) -> Bundle:
+    """The bundle with those of its row kernels compiled anew whose source has changed, and with those that it lacks.
+
+    Raises
+    ------
+    RuntimeError
+        if another Triton made the bundle, or a variant does not compile.
+    """
+    sm = bundle.target.sm
+    digests = {one.name: one.source_sha256 for one in bundle.kernels}
+    stale = {
+        i: RowOpSpec(one.op, one.dtype, one.alignment)
+        for i, one in enumerate(bundle.variants)
+        if isinstance(one.op, RowOp) and digests[one.kernel] != bytes.fromhex(source_sha256(one.kernel))
+    }
+    lacking = lacks(bundle)
+    wanted = [*stale.values(), *lacking]
+    if wanted and (made := producer_of(sm))._replace(options=()) != bundle.producer._replace(options=()):
+        raise RuntimeError(f"{where}: made by {bundle.producer}, this is {made}")
+    results = {one.job.spec: one for one in compile_all([CompileJob(spec, sm) for spec in wanted])}
+    codes = [Code(*pair) for pair in zip(bundle.variants, bundle.cubins, strict=True)]
+    kernels = {one.name: one for one in bundle.kernels}
+    is_sorted = codes == sorted(codes, key=lambda one: one.sort_key)  # else they are as ``aot compile`` listed them
+    for spec in wanted:
+        compiled = results[spec].compiled
+        if compiled is None:
+            raise RuntimeError(f"{where}: {results[spec].reason}")
+        kernels |= {one.name: one for one in kernels_of([compiled])}
+        code = Code(compiled.variant, compiled.cubin)
+        for i in (i for i, one in stale.items() if one == spec):
+            codes[i] = code
+        if spec in lacking:
+            codes.insert(1 + max(i for i, one in enumerate(codes) if one.variant.op in MAKES_FIRST), code)
+    if is_sorted:
+        codes.sort(key=lambda one: one.sort_key)
+    variants = tuple(one.variant for one in codes)
+    places = {one: i for i, one in enumerate(variants)}
+    moved = {i: places[one] for i, one in enumerate(bundle.variants) if one in places}
+    return bundle._replace(
+        variants=variants,
+        cubins=tuple(one.cubin for one in codes),
+        kernels=tuple(kernels[name] for name in sorted(kernels)),
+        choices={problem: tuple(renumbered(one, moved) for one in row) for problem, row in bundle.choices.items()},
+    )
+
+
+def renumbered(choice: Choice, moved: dict[int, int]) -> Choice:
+    """The choice of variants that are elsewhere now."""
+    plan = (one._replace(variant=None if one.variant is None else moved[one.variant]) for one in choice.plan)
+    runner_up = None if choice.runner_up is None else moved[choice.runner_up]
+    return choice._replace(variant=moved[choice.variant], runner_up=runner_up, plan=tuple(plan))
+
+
+def lacks(bundle: Bundle) -> list[RowOpSpec]:
+    """The row kernels of codes that go with those that quantise x in a bundle, and are not there."""
+    there = {(one.op, one.dtype, one.alignment) for one in bundle.variants}
+    formats = [dtype for dtype, ops in CODE_OPS.items() if any(one.op is ops.quantize for one in bundle.variants)]
+    every = specs((), frozenset((Op.FORWARD,)), of_codes=formats) if formats else ()
+    return [one for one in every if one.op in MAKES_CODES and tuple(one) not in there]
+
+
+def of_products(bundle: Bundle) -> list[tuple[object, bytes]]:
+    """The variants of products and their cubins."""
+    every = zip(bundle.variants, bundle.cubins, strict=True)
+    return [(one, cubin) for one, cubin in every if not isinstance(one.op, RowOp)]
+
+
+def named(bundle: Bundle) -> list[list[Variant]]:
+    """The variants that each choice names."""
+    return [[bundle.variants[i] for i in one.variants()] for row in bundle.choices.values() for one in row]
+
+
+def replanned(data: bytes, where: str, *, row_kernels: bool = False) -> tuple[bytes, Bundle]:
+    """The bundle in ``data`` with its plans made anew, and with ``row_kernels`` the row kernels that changed."""
     before = codec.decode(data, where)
-    after = with_plans(before)
-    if without_plans(after) != without_plans(before):
-        raise AssertionError(f"{where}: more than plans changed")
+    compiled = with_row_kernels(before, where) if row_kernels else before
+    after = with_plans(compiled)
+    same = of_products(after) == of_products(before) and named(compiled) == named(before)
+    if without_plans(after) != without_plans(compiled) or not same:
+        raise AssertionError(f"{where}: more than plans and row kernels changed")
     return codec.encode(after, where), after
 
 
@@ -54,6 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="files, by their names; all by default")
     parser.add_argument("--write", action="store_true", help="write the files")
+    parser.add_argument("--row-kernels", action="store_true", help="compile changed row kernels anew; needs Triton")
     args = parser.parse_args()
     totals = Counter[str]()
     paths = sorted(
@@ -61,7 +145,9 @@ def main() -> None:
     )
     for path in (path for path in paths if not args.names or path.name in args.names):
         before = path.read_bytes()
-        bundles = [replanned(piece, path.name) for piece in pieces(lzma.decompress(before))]
+        bundles = [
+            replanned(piece, path.name, row_kernels=args.row_kernels) for piece in pieces(lzma.decompress(before))
+        ]
         plans = Counter(
             row.way.name.lower()
             for _, bundle in bundles

@@ -5,8 +5,10 @@
 One rank of 8 sees T tokens and has an eighth of the experts: 7 of 8 ids are -1. ``moe_mlp`` runs with
 ``expected_rows`` (hint), without it (none), and on the slots that are there alone (compact): T/8 tokens whose k experts
 are all on this rank. The rows of each expert are the same in all three, and so is the sum over a token's slots, which
-is checked. The weights are those of one rank. CUDA graphs take turns, L2 flushed. The command takes at most 90 s on an
-H100; cells that it has no time for are left out. It exits with 1 if a result with the hint is wrong.
+is checked. The compact call reads an eighth of the tokens and writes an eighth of the result; one that reads and writes
+as much as the others is timed, too (single): T tokens with their one slot that is there. The weights are those of one
+rank. CUDA graphs take turns, L2 flushed. The command takes at most 90 s on an H100; cells that it has no time for are
+left out. It exits with 1 if a result with the hint is wrong.
 """
 
 from __future__ import annotations
@@ -57,11 +59,12 @@ KINDS = (
 
 
 class Calls(NamedTuple):
-    """The three calls of a cell; the tokens of the compact one, each of which is RANKS tokens of the others."""
+    """The calls of a cell; of the compact one each token is RANKS tokens of the others."""
 
     hint: Callable[[], torch.Tensor]
     none: Callable[[], torch.Tensor]
     compact: Callable[[], torch.Tensor]
+    single: Callable[[], torch.Tensor]
 
 
 def weights_of(kind: Kind, device: str = "cuda") -> dict[str, Any]:
@@ -105,6 +108,7 @@ def calls_of(kind: Kind, weights: dict[str, Any], T: int, device: str = "cuda") 
     share = torch.rand(few.shape, generator=torch.Generator().manual_seed(T)) + 0.5
     share = (share / share.sum(1, keepdim=True)).to(device)
     all_ranks = x.repeat_interleave(RANKS, 0), share.repeat_interleave(RANKS, 0)
+    one_slot, slot = many.max(1, keepdim=True)
 
     def call(hidden: torch.Tensor, ids: torch.Tensor, share: torch.Tensor, **how: Any) -> Callable[[], torch.Tensor]:
         return functools.partial(
@@ -122,6 +126,7 @@ def calls_of(kind: Kind, weights: dict[str, Any], T: int, device: str = "cuda") 
         call(all_ranks[0], many, all_ranks[1], expected_rows=few.numel()),
         call(all_ranks[0], many, all_ranks[1]),
         call(x, few, share),
+        call(all_ranks[0], one_slot, all_ranks[1].gather(1, slot.to(device))),
     )
 
 
@@ -144,12 +149,12 @@ def measure(kinds: Sequence[Kind], tokens: Sequence[int], seconds: float) -> lis
             with torch.no_grad():
                 cell: dict[str, Any] = {"model": kind.name, "tokens": T, "rows": T * kind.top_k // RANKS}
                 cell |= {"difference": difference(calls, calls.hint), "none_difference": difference(calls, calls.none)}
-                hint, none, compact = in_turns(clock, *calls, budget_ms=BUDGET_MS)
-            cell |= {"hint_us": hint, "none_us": none, "compact_us": compact}
+                hint, none, compact, single = in_turns(clock, *calls, budget_ms=BUDGET_MS)
+            cell |= {"hint_us": hint, "none_us": none, "compact_us": compact, "single_us": single}
             cells.append(cell)
             print(
                 f"{kind.name:23} T={T:<5} compact {compact:8.1f} us, hint x {hint / compact:.3f}, "
-                f"none x {none / compact:.3f}",
+                f"none x {none / compact:.3f}, single x {single / compact:.3f}",
                 flush=True,
             )
             del calls
@@ -159,12 +164,12 @@ def measure(kinds: Sequence[Kind], tokens: Sequence[int], seconds: float) -> lis
 
 
 def table(cells: Sequence[dict[str, Any]]) -> list[str]:
-    """Markdown: of each layer the times with the hint and without it, over the compact call's, by tokens."""
+    """Markdown: of each layer the times of the other calls over the compact call's, by tokens."""
     tokens = sorted({cell["tokens"] for cell in cells})
     lines = ["| layer | x compact | " + " | ".join(map(str, tokens)) + " |", "|---|---|" + "---|" * len(tokens)]
     for name in dict.fromkeys(cell["model"] for cell in cells):
         some = {cell["tokens"]: cell for cell in cells if cell["model"] == name}
-        for way in ("hint", "none"):
+        for way in ("hint", "none", "single"):
             ratios = [some[T][f"{way}_us"] / some[T]["compact_us"] if T in some else None for T in tokens]
             lines.append(f"| {name} | {way} | " + " | ".join("" if r is None else f"{r:.2f}" for r in ratios) + " |")
     slow = [cell for cell in cells if cell["hint_us"] > MOST * cell["compact_us"]]

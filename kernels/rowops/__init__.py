@@ -7,6 +7,7 @@ arguments by launch ABI 1, in addition to those in kernels/contract/words.py:
 ``h a da dh x y out``      device pointers to dense rows in the variant's dtype
 ``codes scale``            device pointers to e4m3 [M, columns] and fp32 [columns / 128, M] in rows of whole 16 bytes,
                            or fp32 [M] for a scale a row
+``x_scale``                device pointer to fp32 [rows of x, groups]; of ORDER_CODES, whose ``x`` are bytes
 ``row_weights dweights``   device pointers to float32 by index, or with NARROW to the variant's dtype
 ``index experts used``     device pointers to 32-bit words: for each row, for each slot, a single word
 ``places``                 device pointer to int32: each slot's row in the sorted order, -1 if it has no expert
@@ -16,6 +17,8 @@ arguments by launch ABI 1, in addition to those in kernels/contract/words.py:
                            for whole chunks, aligned to 16 bytes)
 ``bounds m_sizes counts``  device pointers to int32: [E + 1], [E], [chunks, E + 1], for PLACE_ROWS [E]
 ``starts``                 device pointer to 32-bit words: one for each expert
+``groups stride_scale_m``  int32: scales of a row of x, and how many elements are from row to row, and from one
+``stride_scale_k``         to the next
 ``M columns top_k E``      int32; ``M`` counts rows, for SORT_SLOTS slots, for CLEAR entries of the index; CLEAR's
                            ``columns`` are 32-bit words of a row of any dtype; E is at most the record's max_experts
 ``rows index_end``         int32: rows of y; the first index that names no row
@@ -68,6 +71,10 @@ _ARGUMENTS: dict[RowOp, tuple[tuple[str, ...], tuple[str, ...]]] = {
     RowOp.GATHER: (("x", "index", "used", "out"), ("M", "columns", "top_k", "index_step", "flags")),
     RowOp.QUANTIZE: (("x", "index", "used", "codes", "scale"), ("M", "columns", "top_k", "index_step", "flags")),
     RowOp.QUANTIZE_ROWS: (("x", "index", "used", "codes", "scale"), ("M", "columns", "top_k", "index_step", "flags")),
+    RowOp.ORDER_CODES: (
+        ("x", "x_scale", "index", "used", "codes", "scale"),
+        ("M", "columns", "groups", "stride_scale_m", "stride_scale_k", "top_k", "index_step", "flags"),
+    ),
     RowOp.ACTIVATION: (("h", "a", "used"), ("M", "columns", "flags", *_NUMBERS)),
     RowOp.ACTIVATION_CODES: (("h", "used", "codes", "scale"), ("M", "columns", "flags", *_NUMBERS)),
     RowOp.ACTIVATION_ROW_CODES: (("h", "used", "codes", "scale"), ("M", "columns", "flags", *_NUMBERS)),
@@ -95,6 +102,7 @@ POINTEES = dict.fromkeys(
 ) | {
     "row_weights": "*fp32",
     "scale": "*fp32",
+    "x_scale": "*fp32",
     "codes": "*u8",
     "dweights": "*fp32",
     "order": "*i64",
@@ -112,10 +120,24 @@ _THREADS = {
     RowOp.QUANTIZE: (32, 2),
     RowOp.ACTIVATION_CODES: (32, 4),
     RowOp.QUANTIZE_ROWS: (32, 4),
+    RowOp.ORDER_CODES: (32, 4),
     RowOp.ACTIVATION_ROW_CODES: (16, 8),
 }
 # Without a limit ptxas takes 80 for bf16, and fewer programs fit an SM: 1.09 x as long on an H100 from 8,192 rows on.
-_MAX_REGISTERS = {RowOp.ACTIVATION_GRAD: 56}
+# The others are what it takes without the loop over rows; what it hoists out of that takes up to 96.
+_MAX_REGISTERS = {
+    RowOp.ACTIVATION_GRAD: 56,
+    RowOp.ACTIVATION: 40,
+    RowOp.ACTIVATION_CODES: 56,
+    RowOp.ACTIVATION_ROW_CODES: 40,
+    RowOp.QUANTIZE: 48,
+    RowOp.QUANTIZE_ROWS: 40,
+}
+# Whose programs loop until there are no more rows, so that any number of them will do.
+_LOOPS = frozenset(RowOp) - {RowOp.SORT_SLOTS, RowOp.CLEAR, RowOp.PLACE_ROWS}
+# How many programs such a launch makes for each that the GPU holds at once. A program for rows that no expert has
+# costs 1 ns or more (an H200, expert_parallel); in one wave alone all would wait for the slowest SM.
+WAVES = 2
 # Rows that a program computes side by side; 1 for other kernels.
 _ROWS = {RowOp.ACTIVATION: 4, RowOp.ACTIVATION_CODES: 8, RowOp.ACTIVATION_ROW_CODES: 2}
 # Bytes of GATHER's result from which it reads each row of x once, in two launches. On an H200 they take as long as one
@@ -126,6 +148,7 @@ _BY_ROW = (
     RowOp.GATHER,
     RowOp.QUANTIZE,
     RowOp.QUANTIZE_ROWS,
+    RowOp.ORDER_CODES,
     RowOp.ACTIVATION_ROW_CODES,
     RowOp.PLACE_ROWS,
     RowOp.SORT_SLOTS,
@@ -136,29 +159,31 @@ MOST_SORTED_EXPERTS = 512  # of SORT_SLOTS and PLACE_ROWS
 WITHOUT_DTYPE = RowOp.PLACE_ROWS, RowOp.SORT_SLOTS, RowOp.CLEAR
 SORTED_EXPERTS = 32  # experts whose counts one program of SORT_SLOTS adds up
 
-_ACTIVATION = "rowops.activation", "901296436211db83f0088389f55f5a189d1e0f07f863e63f7cea062c40095e16"
-_ACTIVATION_CODES = "rowops.activation_codes", "5b69182f509161037def9e36e0bcaefa90da144cee9cff15747b40b71bbda724"
-_GATHER_COMBINE = "rowops.gather_combine", "a958e77fc6a6fd47598d0b271835a6d402f02c95a5baae097cc2fc077cd379d2"
+_ACTIVATION = "rowops.activation", "e47cc4745912c735d3517247e0cbf84c6073a64c8aee409275f5d547df0ffc0f"
+_ACTIVATION_CODES = "rowops.activation_codes", "5ac733332768d721e718e539ec1fe1307fc97f075029d330016b48bb49731e7a"
+_GATHER_COMBINE = "rowops.gather_combine", "ba7a4ed12e62976522838629b75eb79df8d6d36979dd5e50708af6e45e4e7715"
 _ACTIVATION_ROW_CODES = (
     "rowops.activation_row_codes",
-    "4eadae9a5989582da00a99d8ce1a897b25d4006895e6dfb7a39e5680202b2705",
+    "ca2831ce70cf94bbde5a7bd06351d9ad3f37586dcd3df5bf8c1a37b651c80b9c",
 )
-_QUANTIZE_ROWS = "rowops.quantize_rows", "37aa35aec02a08feefa6e3c85db2a68a4f7a96925a5024c1b4f7beec61040601"
-_QUANTIZE = "rowops.quantize", "d2a376ac92cc62ffdf01b11167fe21d5faf26f6b4beb0c951a1f27fc9949bb00"
+_QUANTIZE_ROWS = "rowops.quantize_rows", "bdaf8002423103005fba68d10dba3b58d06ea3fc4c353f76d24fced36356c601"
+_QUANTIZE = "rowops.quantize", "feb4c75c38f4f2618066dc92d0f1b5a15e4818e5f20ba7d2d527fb901cabdd73"
+_ORDER_CODES = "rowops.order_codes", "46f7d89d0e88a1bfd8adbfda8092c69dedacce67b49ae343a632af909974dd4d"
 _SORT = "rowops.sort", "ca5611a804955fcba89a115e4794d135c438bc3d390d173e2f538cf02eae150d"
 _PLACE = "rowops.place", "6585ec0db1ffbdfce77812de8531eea7866d992fe5451b55ccc95e1b487b7acf"
 _CLEAR = "rowops.zero_rows", "0c41f4e3da77f98aeca427848589875a5354ec9ecfbc0e1b87a858b34421826a"
 ROW_OPS = (
-    Entry("activation", 3, *_ACTIVATION, launched_since=3),
-    Entry("activation_codes", 2, *_ACTIVATION_CODES, launched_since=2),
-    Entry("activation_row_codes", 1, *_ACTIVATION_ROW_CODES, launched_since=1),
-    Entry("activation_grad", 4, *_ACTIVATION, launched_since=4),
+    Entry("activation", 4, *_ACTIVATION, launched_since=4),
+    Entry("activation_codes", 3, *_ACTIVATION_CODES, launched_since=3),
+    Entry("activation_row_codes", 2, *_ACTIVATION_ROW_CODES, launched_since=2),
+    Entry("activation_grad", 5, *_ACTIVATION, launched_since=5),
     Entry("clear", 1, *_CLEAR, launched_since=1),
-    Entry("combine", 2, *_GATHER_COMBINE, launched_since=2),
-    Entry("gather", 2, *_GATHER_COMBINE, launched_since=2),
+    Entry("combine", 3, *_GATHER_COMBINE, launched_since=3),
+    Entry("gather", 3, *_GATHER_COMBINE, launched_since=3),
+    Entry("order_codes", 1, *_ORDER_CODES, launched_since=1),
     Entry("place_rows", 1, *_PLACE, launched_since=1),
-    Entry("quantize", 1, *_QUANTIZE, launched_since=1),
-    Entry("quantize_rows", 1, *_QUANTIZE_ROWS, launched_since=1),
+    Entry("quantize", 2, *_QUANTIZE, launched_since=2),
+    Entry("quantize_rows", 2, *_QUANTIZE_ROWS, launched_since=2),
     Entry("sort_slots", 2, *_SORT, launched_since=2),
 )
 
@@ -175,7 +200,7 @@ CODE_OPS: Mapping[DType, CodeOps] = {
     DType.FP8_BLOCK: CodeOps(RowOp.QUANTIZE, RowOp.ACTIVATION_CODES, 128),
     DType.FP8_CHANNEL: CodeOps(RowOp.QUANTIZE_ROWS, RowOp.ACTIVATION_ROW_CODES, 64),
 }
-_COLUMNS = {op: ops.columns for ops in CODE_OPS.values() for op in ops[:2]}
+_COLUMNS = {op: ops.columns for ops in CODE_OPS.values() for op in ops[:2]} | {RowOp.ORDER_CODES: 64}
 MAKES_CODES = tuple(_COLUMNS)
 
 
@@ -230,7 +255,9 @@ class RowOpSpec(NamedTuple):
     @property
     def max_registers(self) -> int | None:
         """The most registers of a thread that the compiler may use; None for any number."""
-        return _MAX_REGISTERS.get(self.op) if self.alignment > 1 else None  # (unaligned variants would spill)
+        if self.op is RowOp.ACTIVATION_GRAD and self.alignment == 1:
+            return None  # it would spill
+        return _MAX_REGISTERS.get(self.op)
 
     @property
     def layout(self) -> Layout:
@@ -268,6 +295,7 @@ def specs(
     code_ops = [pair for dtype, pair in CODE_OPS.items() if dtype in (dtypes if of_codes is None else of_codes)]
     variants = [RowOpSpec(op, dtype, alignment) for op in row_ops for dtype in kinds for alignment in (16, 1)]
     variants += [RowOpSpec(pair.quantize, DType.BF16) for pair in code_ops]
+    variants += [RowOpSpec(RowOp.ORDER_CODES, DType.BF16)] if code_ops and Op.FORWARD in ops else []
     variants += [RowOpSpec(pair.activation, DType.BF16) for pair in code_ops] if Op.FORWARD in ops else []
     variants += [RowOpSpec(RowOp.SORT_SLOTS, DType.FP32, 1)] if ops else []
     return (*variants, *([RowOpSpec(RowOp.CLEAR, DType.FP32)] if ops & {Op.FORWARD, Op.DX} else []))
@@ -321,7 +349,7 @@ def by_token(M: int, row_bytes: int, slots: int, top_k: int) -> bool:
 
 
 def programs(op: RowOp, M: int, columns: int, block: int, rows: int = 1) -> int:
-    """Return the size of the grid: a program for ``rows`` rows, or for each block of their columns.
+    """Return the programs that do a launch's work at once: one for ``rows`` rows, or for each block of their columns.
 
     ACTIVATION_ROW_CODES has a program for each row if rows are wider than a block. For PLACE_ROWS, SORT_SLOTS, CLEAR,
     and GATHER in two launches, the caller passes the number of programs as M.
@@ -329,3 +357,11 @@ def programs(op: RowOp, M: int, columns: int, block: int, rows: int = 1) -> int:
     if op is RowOp.ACTIVATION_ROW_CODES and columns > block:
         rows = 1
     return -(-M // rows) * (1 if op in _BY_ROW else -(-columns // block))
+
+
+def most_programs(op: RowOp, held: int) -> int | None:
+    """The most programs of a launch on a GPU that holds ``held`` of them at once; None for any number.
+
+    Programs of kernels that loop take further rows, if there are any.
+    """
+    return WAVES * held if op in _LOOPS else None

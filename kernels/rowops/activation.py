@@ -176,22 +176,27 @@ def _end_of(used, M, flags):
 def activation(h, a, used, M, columns, flags, limit, alpha, beta, linear_beta, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     """a[i] = act(gate of h[i]) * up of h[i]; without a gate act(h[i]).
 
-    h [M, 2*columns] (or [M, columns]), a [M, columns], rows dense; ``used`` int32 [1]: rows from there on are left as
-    they are. One program for BLOCK columns of ROWS rows.
+    h [M, 2*columns] (or [M, columns]), a [M, columns], rows dense; ``used`` int32 [1]: rows from there on are neither
+    read nor written. A program does BLOCK columns of ROWS rows at a time, until there are no more.
     """
     blocks = tl.cdiv(columns, BLOCK)
-    row = tl.program_id(0).to(tl.int64) // blocks * ROWS + tl.arange(0, ROWS)
-    first = tl.program_id(0) % blocks * BLOCK
-    inside = row < _end_of(used, M, flags)
-    of_h = row * _row_of(flags, columns)
-    if (flags & _INTERLEAVED) != 0:
-        gate, up = _gate_and_up(h, of_h, inside, columns, first, flags, BLOCK, True)
-    else:
-        gate, up = _gate_and_up(h, of_h, inside, columns, first, flags, BLOCK, False)
-    col = first + tl.arange(0, BLOCK)
-    mask = inside[:, None] & (col < columns)[None, :]
-    result = _product(gate, up, flags, limit, alpha, beta, linear_beta).to(a.dtype.element_ty)
-    tl.store(a + (row * columns)[:, None] + col[None, :], result, mask=mask)
+    end = _end_of(used, M, flags)
+    tile = tl.program_id(0)
+    tiles = tl.cdiv(end, ROWS) * blocks
+    while tile < tiles:
+        row = (tile // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        first = tile % blocks * BLOCK
+        inside = row < end
+        of_h = row * _row_of(flags, columns)
+        if (flags & _INTERLEAVED) != 0:
+            gate, up = _gate_and_up(h, of_h, inside, columns, first, flags, BLOCK, True)
+        else:
+            gate, up = _gate_and_up(h, of_h, inside, columns, first, flags, BLOCK, False)
+        col = first + tl.arange(0, BLOCK)
+        mask = inside[:, None] & (col < columns)[None, :]
+        result = _product(gate, up, flags, limit, alpha, beta, linear_beta).to(a.dtype.element_ty)
+        tl.store(a + (row * columns)[:, None] + col[None, :], result, mask=mask)
+        tile += tl.num_programs(0)
 
 
 @triton.jit
@@ -283,16 +288,19 @@ def activation_grad(
     h and dh [M, 2*columns] (or [M, columns]), da and a [M, columns], rows dense. With WEIGHTED t(i) =
     row_weights[index[i]], float32, else 1; ``index`` points at int32 words, a step of 2 means int64. NARROW and
     NARROW_DWEIGHTS say that row_weights and dweights are of h's dtype. Only what ``flags`` ask for is written. Of rows
-    from ``used`` on nothing is read or written, but dweights, a zero. One program a row, which adds its columns up in a
-    fixed order.
+    from ``used`` on nothing is read or written, but dweights, a zero. A program does a row at a time, until there are
+    no more, and adds its columns up in a fixed order.
     """
-    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
-    flat = row
-    if (flags & (_WEIGHTED | _WRITES_DWEIGHTS)) != 0:
-        flat = tl.load(index + row * index_step).to(tl.int64)
-    dot = tl.zeros((1,), tl.float32)
     end = _end_of(used, M, flags)
-    if tl.program_id(0) < end:
+    is_narrow = (flags & _NARROW_DWEIGHTS) != 0
+    narrow = dweights.to(tl.pointer_type(h.dtype.element_ty), bitcast=True)
+    number = tl.program_id(0)
+    while number < end:
+        row = number.to(tl.int64) + tl.arange(0, 1)
+        flat = row
+        if (flags & (_WEIGHTED | _WRITES_DWEIGHTS)) != 0:
+            flat = tl.load(index + row * index_step).to(tl.int64)
+        dot = tl.zeros((1,), tl.float32)
         if (flags & _INTERLEAVED) != 0:  # (each whole: with the two in one loop it takes 1.1 x as long)
             dot = _backward(
                 h,
@@ -331,8 +339,13 @@ def activation_grad(
                 BLOCK,
                 False,
             )
-    writes = (row < M) & ((flags & _WRITES_DWEIGHTS) != 0)
-    is_narrow = (flags & _NARROW_DWEIGHTS) != 0
-    narrow = dweights.to(tl.pointer_type(h.dtype.element_ty), bitcast=True)
-    tl.store(dweights + flat, dot, mask=writes & (not is_narrow))
-    tl.store(narrow + flat, dot.to(h.dtype.element_ty), mask=writes & is_narrow)
+        writes = (row < end) & ((flags & _WRITES_DWEIGHTS) != 0)
+        tl.store(dweights + flat, dot, mask=writes & (not is_narrow))
+        tl.store(narrow + flat, dot.to(h.dtype.element_ty), mask=writes & is_narrow)
+        number += tl.num_programs(0)
+    if (flags & _WRITES_DWEIGHTS) != 0:
+        for more in tl.range(end + tl.program_id(0) * BLOCK, M, tl.num_programs(0) * BLOCK):
+            row = tl.arange(0, BLOCK).to(tl.int64) + more
+            flat = tl.load(index + row * index_step, mask=row < M, other=0).to(tl.int64)
+            tl.store(dweights + flat, tl.zeros((BLOCK,), tl.float32), mask=(row < M) & (not is_narrow))
+            tl.store(narrow + flat, tl.zeros((BLOCK,), h.dtype.element_ty), mask=(row < M) & is_narrow)

@@ -89,10 +89,15 @@ def activation_codes(
     scale[g, i] = max |a[i, 128 g : 128 (g + 1)]| / 448, 2^-126 at least, or 1 of zeros; a is rounded to h's dtype.
 
     h [M, 2*columns] (or [M, columns]), rows dense; codes and scale are as ``quantize`` writes them; ``used`` int32 [1]:
-    rows from there on are left as they are. One program for BLOCK columns of ROWS rows.
+    rows from there on are neither read nor written. A program does BLOCK columns of ROWS rows at a time, until there
+    are no more.
     """
     blocks = tl.cdiv(columns, BLOCK)
-    row = tl.program_id(0).to(tl.int64) // blocks * ROWS + tl.arange(0, ROWS)
-    first = tl.program_id(0) % blocks * BLOCK
-    inside = row < _end_of(used, M, flags)
-    _block(h, codes, scale, row, inside, M, columns, first, flags, limit, alpha, beta, linear_beta, BLOCK)
+    end = _end_of(used, M, flags)
+    tile = tl.program_id(0)
+    tiles = tl.cdiv(end, ROWS) * blocks
+    while tile < tiles:
+        row = (tile // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        first = tile % blocks * BLOCK
+        _block(h, codes, scale, row, row < end, M, columns, first, flags, limit, alpha, beta, linear_beta, BLOCK)
+        tile += tl.num_programs(0)

@@ -90,40 +90,46 @@ def activation_row_codes(
     scale[i] = max |a[i]| / 448, 2^-126 at least, or 1 of zeros; a is rounded to h's dtype.
 
     h [M, 2*columns] (or [M, columns]), rows dense; codes and scale are as ``quantize_rows`` writes them; ``used`` int32
-    [1]: rows from there on are left as they are. One program for ROWS rows of up to BLOCK columns; of wider ones for
-    each row, BLOCK * ROWS columns at a time.
+    [1]: rows from there on are neither read nor written. A program does ROWS rows of up to BLOCK columns at a time,
+    of wider ones a row, BLOCK * ROWS columns at a time, until there are no more.
     """
     end = _end_of(used, M, flags)
-    first = tl.program_id(0).to(tl.int64)
     if columns <= BLOCK:
-        _rows(
-            h,
-            codes,
-            scale,
-            first * ROWS + tl.arange(0, ROWS),
-            end,
-            columns,
-            flags,
-            limit,
-            alpha,
-            beta,
-            linear_beta,
-            BLOCK,
-            True,
-        )
+        group = tl.program_id(0)
+        groups = tl.cdiv(end, ROWS)
+        while group < groups:
+            _rows(
+                h,
+                codes,
+                scale,
+                group.to(tl.int64) * ROWS + tl.arange(0, ROWS),
+                end,
+                columns,
+                flags,
+                limit,
+                alpha,
+                beta,
+                linear_beta,
+                BLOCK,
+                True,
+            )
+            group += tl.num_programs(0)
     else:
-        _rows(
-            h,
-            codes,
-            scale,
-            first + tl.arange(0, 1),
-            end,
-            columns,
-            flags,
-            limit,
-            alpha,
-            beta,
-            linear_beta,
-            BLOCK * ROWS,
-            False,
-        )
+        row = tl.program_id(0)
+        while row < end:
+            _rows(
+                h,
+                codes,
+                scale,
+                row.to(tl.int64) + tl.arange(0, 1),
+                end,
+                columns,
+                flags,
+                limit,
+                alpha,
+                beta,
+                linear_beta,
+                BLOCK * ROWS,
+                False,
+            )
+            row += tl.num_programs(0)

@@ -65,7 +65,7 @@ def gather(x, index, used, out, M, columns, top_k, index_step, flags, BLOCK: tl.
     """out[i] = x[index[i] // top_k].
 
     x [T, columns], out [M, columns], rows dense; ``index`` points at int32 words, a step of 2 means int64. With USED
-    rows from ``used`` on are left as they are. One program a row.
+    rows from ``used`` on are neither read nor written. A program does a row at a time, until there are no more.
 
     Or in two launches, which read each row of x once and not top_k times. The first, NOTES, a program for 256 rows,
     writes to ``out``, int32 [1 + T * top_k], how many rows are used, and for each slot a row that it goes to; there
@@ -101,9 +101,13 @@ def gather(x, index, used, out, M, columns, top_k, index_step, flags, BLOCK: tl.
             tl.store(words + 1 + flat, row.to(tl.int32), mask=(row < end) & (flat >= 0) & (flat < top_k))
             if program == 0:
                 tl.store(words, end)
-        elif program < end:
-            token = (tl.load(index + program * index_step) // top_k).to(tl.int64)
-            _copy(x, out, token, program, columns, BLOCK)
+        else:
+            number = tl.program_id(0)
+            while number < end:
+                row = number.to(tl.int64)
+                token = (tl.load(index + row * index_step) // top_k).to(tl.int64)
+                _copy(x, out, token, row, columns, BLOCK)
+                number += tl.num_programs(0)
 
 
 @triton.jit
@@ -158,19 +162,24 @@ def combine(y, places, row_weights, experts, bias, out, M, columns, top_k, flags
     y [M * top_k, columns], places int32 [M * top_k], out [M, columns], rows dense. With WEIGHTED weight is row_weights
     [M * top_k], float32, or with NARROW of y's dtype, else one; with BIASED, which only weighted sums know, bias is
     [E, columns] and experts int32 [M * top_k], else it is zero. Slots are added in their order, in fp32, and rounded
-    once. One program for BLOCK columns of a token.
+    once. Of slots without a place no row is read. A program does BLOCK columns of a token at a time, until there are no
+    more.
     """
     blocks = tl.cdiv(columns, BLOCK)
-    token = (tl.program_id(0) // blocks).to(tl.int64)
-    col = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    inside = col < columns
-    flat = token * top_k
-    # Each whole: no loop is to branch, or to have loads that only another one needs.
-    if (flags & _WEIGHTED) == 0:
-        acc = _added(y, places, row_weights, experts, bias, flat, col, inside, columns, top_k, BLOCK, False, False)
-    elif (flags & _NARROW) != 0:
-        narrow = row_weights.to(tl.pointer_type(y.dtype.element_ty), bitcast=True)
-        acc = _weighted(y, places, narrow, experts, bias, flat, col, inside, columns, top_k, flags, BLOCK)
-    else:
-        acc = _weighted(y, places, row_weights, experts, bias, flat, col, inside, columns, top_k, flags, BLOCK)
-    tl.store(out + token * columns + col, acc.to(out.dtype.element_ty), mask=inside)
+    tile = tl.program_id(0)
+    tiles = M * blocks
+    while tile < tiles:
+        token = (tile // blocks).to(tl.int64)
+        col = tile % blocks * BLOCK + tl.arange(0, BLOCK)
+        inside = col < columns
+        flat = token * top_k
+        # Each whole: no loop is to branch, or to have loads that only another one needs.
+        if (flags & _WEIGHTED) == 0:
+            acc = _added(y, places, row_weights, experts, bias, flat, col, inside, columns, top_k, BLOCK, False, False)
+        elif (flags & _NARROW) != 0:
+            narrow = row_weights.to(tl.pointer_type(y.dtype.element_ty), bitcast=True)
+            acc = _weighted(y, places, narrow, experts, bias, flat, col, inside, columns, top_k, flags, BLOCK)
+        else:
+            acc = _weighted(y, places, row_weights, experts, bias, flat, col, inside, columns, top_k, flags, BLOCK)
+        tl.store(out + token * columns + col, acc.to(out.dtype.element_ty), mask=inside)
+        tile += tl.num_programs(0)

@@ -43,14 +43,16 @@ def quantize_rows(x, index, used, codes, scale, M, columns, top_k, index_step, f
     """scale[i] = max |x[i]| / 448, 2^-126 at least, or 1 of zeros; codes[i, k] = x[i, k] / scale[i] as e4m3.
 
     x [M, columns], rows dense; PICKED, row i of x is ``index[i] // top_k`` (int32 words, a step of 2 means int64). With
-    USED rows from ``used`` on are left as they are. codes are bytes [M, columns], each 64 columns in ``K_ORDER``
-    (runtime/weights/order.py); scale is fp32 [M]. One program a row, which is read once where BLOCK holds it.
+    USED rows from ``used`` on are not read or written. codes are bytes [M, columns], each 64 columns in ``K_ORDER``
+    (runtime/weights/order.py); scale is fp32 [M]. A program does a row at a time, until there are no more. The row is
+    read once where BLOCK holds it.
     """
-    row = tl.program_id(0).to(tl.int64)
     end = M
     if (flags & _USED) != 0:
-        end = tl.load(used)
-    if row < end:
+        end = tl.minimum(tl.load(used), M)
+    number = tl.program_id(0)
+    while number < end:
+        row = number.to(tl.int64)
         source = row
         if (flags & _PICKED) != 0:
             source = (tl.load(index + row * index_step) // top_k).to(tl.int64)
@@ -65,3 +67,4 @@ def quantize_rows(x, index, used, codes, scale, M, columns, top_k, index_step, f
         _store(to, value, 1.0 / factor, 0, columns, BLOCK)
         for first in tl.range(BLOCK, columns, BLOCK):
             _store(to, _values(at, first, columns, BLOCK), 1.0 / factor, first, columns, BLOCK)
+        number += tl.num_programs(0)

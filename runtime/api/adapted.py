@@ -23,6 +23,8 @@ from ..ops.routing import Routing
 from ..replay.layer_plan import plan_layer
 from ..replay.programs import remember
 from ..weights.expert_weights import key_of
+from ..weights.quantized_rows import QuantizedRows
+from .coded_rows import refusal
 from .lora import Lora
 
 
@@ -42,7 +44,7 @@ def low_rank_of(lora: Lora, x: torch.Tensor, m_sizes: torch.Tensor, N: int | Non
 
 def dropped(
     product: Callable[..., torch.Tensor],
-    x: torch.Tensor,
+    x: torch.Tensor | QuantizedRows,
     w: object,
     m_sizes: torch.Tensor,
     lora: Lora,
@@ -59,6 +61,8 @@ def dropped(
     InputError
         for an adapter that doesn't fit the product.
     """
+    if isinstance(x, QuantizedRows):
+        raise refusal("grouped_gemm", "x", "lora")
     A, B, scale = low_rank_of(lora, x, m_sizes)
     if rest["out"] is not None:
         check_no_gradient(A, B)

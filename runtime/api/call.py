@@ -17,6 +17,7 @@ from ..ops import gradients
 from ..replay.product_plan import ProductPlan, plan
 from ..replay.programs import remember
 from ..weights.expert_weights import ExpertWeights
+from ..weights.quantized_rows import QuantizedRows
 from .lora import Lora
 
 # The table of plans, a call's key there, and whether its plan is for any number of rows
@@ -26,7 +27,7 @@ _transformed = torch._C._are_functorch_transforms_active
 
 
 def run(
-    x: torch.Tensor,
+    x: torch.Tensor | QuantizedRows,
     w: torch.Tensor | ExpertWeights,
     m_sizes: torch.Tensor,
     form: Form,
@@ -49,6 +50,22 @@ def run(
     InputError
         for tensors that can't be used, or don't fit each other.
     """
+    if isinstance(x, QuantizedRows):
+        from . import coded_rows  # here, as few calls have such x
+
+        return coded_rows.run(
+            x,
+            w,
+            m_sizes,
+            form,
+            gather_indices=gather_indices,
+            topk_weights=topk_weights,
+            fuse_mul_post=fuse_mul_post,
+            bias=bias,
+            out=out,
+            lora=lora,
+            expected_rows=expected_rows,
+        )
     low = () if not isinstance(lora, Lora) else lora[:2]
     if tensors.is_traced(x, w, m_sizes, gather_indices, topk_weights, bias, *low):
         from .torch_library import traced

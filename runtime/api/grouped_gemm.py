@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ..dispatch.pin import KernelPair, Pin
     from ..dispatch.snapshot import Snapshot
     from ..replay.product_plan import ProductPlan
+    from ..weights.quantized_rows import QuantizedRows
 
 _tracing = torch.compiler.is_dynamo_compiling
 _PLAIN, _UNUSABLE = tensors.PLAIN, tensors.UNUSABLE
@@ -31,7 +32,7 @@ _rows: Any = torch._C.TensorBase.__len__  # type: ignore[attr-defined]  # x.shap
 
 
 def grouped_gemm(
-    x: torch.Tensor,
+    x: torch.Tensor | QuantizedRows,
     w: torch.Tensor | ExpertWeights,
     m_sizes: torch.Tensor,
     topk: int = 1,
@@ -76,6 +77,7 @@ def grouped_gemm(
         rows that are not contiguous themselves are copied. M = 0 returns an empty y and launches nothing.
         Or padded rows, [E, M_max, K], of which expert e has the first m_sizes[e], M_max at most; y is [E, M_max, N].
         Padding is neither read nor written, and its dx is zero. Only with w, m_sizes and the keywords.
+        Or ``QuantizedRows``: y is bfloat16, and nothing has a gradient.
     w
         [E, N, K] in x's dtype, or [E, K, N] with ``w_layout="kn"``; also flattened, [E*N, K] or
         [E*K, N]. Its last dimension must be contiguous, the others may have any stride; never copied.
@@ -134,7 +136,8 @@ def grouped_gemm(
     Raises
     ------
     InputError
-        for a tensor that can't be used, or parameters that make no sense together.
+        for a tensor that can't be used, or parameters that make no sense together; for ``QuantizedRows`` where no
+        kernel reads x as codes.
     ProblemNotInBundle
         with PRETUNED_STRICT=1, where no bundle has a choice for this shape on this capability.
     TargetMismatch, DriverTooOld, BundleError
@@ -213,6 +216,7 @@ def grouped_gemm(
     snapshot: Snapshot | None = None if tracing else (hooks.current() if hooks.blocks else hooks.snapshot)
     key: tuple[Any, ...] | None = None
     others: tuple[object, ...] | None = None
+    tensor: Any = x  # (``QuantizedRows`` get no key)
     pinned = kernel_config_fwd is not None or kernel_config_bwd_dX is not None or kernel_config_bwd_dW is not None
     if not tracing and type(x) in _PLAIN and type(topk) is int and not (autotune or pinned):
         plan: ProductPlan | None = None
@@ -256,7 +260,7 @@ def grouped_gemm(
             key = (
                 w.data_ptr() if type(w) is not ExpertWeights else key_of(w),
                 (M * M).bit_length() // 2,  # ``bucket_of``
-                x.requires_grad,
+                tensor.requires_grad,
                 out is None,
                 others,
             )
@@ -265,7 +269,7 @@ def grouped_gemm(
         except _UNUSABLE:  # no usable tensor: the checks will say
             key = None
         if plan is not None:
-            y: torch.Tensor | None = plan.call(M, x, w, m_sizes, topk_weights, bias, gather_indices, out, lora)
+            y: torch.Tensor | None = plan.call(M, tensor, w, m_sizes, topk_weights, bias, gather_indices, out, lora)
             if y is not None:
                 return y
     keep = None
@@ -274,21 +278,21 @@ def grouped_gemm(
         try:
             varies = (
                 M > 0
-                and x.is_contiguous()
+                and tensor.is_contiguous()
                 and (not permute_y or not M % topk)
                 and (gather_indices is None or gather_indices.shape[0] == M)
                 and (topk_weights is None or (topk_weights.numel() == M and topk_weights.is_contiguous()))
                 and (out is None or (out.shape[0] == M and out.is_contiguous()))
             )
-            tf32 = tf32_allowed(x.dtype)
+            tf32 = tf32_allowed(tensor.dtype)
             if tf32 or not varies:
-                rows = key[1] if varies else _sizes(x, gather_indices, topk_weights, out)
+                rows = key[1] if varies else _sizes(tensor, gather_indices, topk_weights, out)
                 key = (key[0], rows, *key[2:], tf32)
                 plan = None if snapshot is None else snapshot.plans.get(key)
         except _UNUSABLE:
             key = None
         if plan is not None:
-            y = plan.call(M, x, w, m_sizes, topk_weights, bias, gather_indices, out, lora)
+            y = plan.call(M, tensor, w, m_sizes, topk_weights, bias, gather_indices, out, lora)
             if y is not None:
                 return y
     if tracing or _jit_state() is not None:
@@ -317,7 +321,7 @@ def grouped_gemm(
             lora=lora,
             expected_rows=expected_rows,
         )
-    if key is not None and tensors.on_gpu(x):
+    if key is not None and tensors.on_gpu(tensor):
         if snapshot is None:
             from ..dispatch.snapshot import snapshot as taken
 

@@ -23,7 +23,9 @@ from ..ops.routing import Routing, sort
 from ..replay.layer_plan import LayerPlan, plan_layer
 from ..replay.programs import remember
 from ..weights.expert_weights import ExpertWeights
+from ..weights.quantized_rows import QuantizedRows, checked
 from .adapted import adapted_layer
+from .coded_rows import refusal
 from .grouped_gemm import grouped_gemm
 from .lora import Lora, adapters_given
 from .routing import check_ids
@@ -35,7 +37,7 @@ _written = torch.autograd.graph.increment_version  # a launch that autograd does
 
 
 def run(
-    hidden: torch.Tensor,
+    hidden: torch.Tensor | QuantizedRows,
     given: tuple[_W, _W, torch.Tensor | None, torch.Tensor | None],
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
@@ -61,6 +63,10 @@ def run(
     """
     gate_up_weight, down_weight, gate_up_bias, down_bias = given
     activation, gated, interleaved = act
+    coded = None
+    if isinstance(hidden, QuantizedRows):
+        coded = checked("moe_mlp", "hidden", hidden, gate_up_weight)
+        hidden = hidden.stand_in()
     _check_tensors(
         {
             "hidden": hidden,
@@ -97,9 +103,14 @@ def run(
     adapters = adapters_given(lora)
     if out is not None:
         _check_out(out, hidden, [hidden, gate_up_weight, *others], adapters, topk_weights, down_bias)
+        if coded is not None:
+            tensors.check_apart(out, "moe_mlp", **{"hidden.codes": coded.codes, "hidden.scale": coded.scale})
     low = [one for pair in adapters if isinstance(pair, Lora) for one in pair[:2]]
     drops = any(isinstance(pair, Lora) and pair.dropout for pair in adapters)
-    if drops or weights_on == "input" or tensors.is_traced(x, gate_up_weight, topk_ids, *others, *low):
+    is_traced = tensors.is_traced(x, gate_up_weight, topk_ids, *others, *low)
+    if coded is not None:
+        _check_coded(is_traced, weights_on, adapters, others)
+    if drops or weights_on == "input" or is_traced:
         found = _composed(
             x,
             gate_up_weight,
@@ -121,13 +132,31 @@ def run(
         plan = None
         if key is not None and snapshot is not None and lora is None:
             plan = plan_layer(how, hidden, weights, topk_ids, topk_weights, out)
-        found = _fused(x, weights, topk_ids, topk_weights, how, w_layout, plan, out, adapters, key)
+        found = _fused(x, weights, topk_ids, topk_weights, how, w_layout, plan, out, adapters, key, coded)
         if plan is not None and snapshot is not None and plan.programs:
             remember(snapshot.plans, key, plan)
     if out is not None:
         _written(out)
         return out
     return found.to(hidden.dtype).view(hidden.shape)
+
+
+def _check_coded(
+    is_traced: bool,
+    weights_on: str,
+    adapters: tuple[Lora | None, Lora | None],
+    others: list[torch.Tensor | ExpertWeights],
+) -> None:
+    """Raise InputError for what a layer of ``QuantizedRows`` can't be."""
+    learns = torch.is_grad_enabled() and any(one.requires_grad for one in others)
+    for there, what in (
+        (is_traced, "a call that torch traces"),
+        (weights_on == "input", "weights_on='input'"),
+        (any(adapters), "lora"),
+        (learns, "a gradient"),
+    ):
+        if there:
+            raise refusal("moe_mlp", "hidden", what)
 
 
 def _check_out(
@@ -193,17 +222,18 @@ def _fused(
     into: torch.Tensor | None,
     lora: tuple[Lora | None, Lora | None],
     key: object,
+    coded: QuantizedRows | None,
 ) -> torch.Tensor:
     """The layer as one function, with its own gradient; ``plan``, or with adapters one by ``key``, writes it down.
 
-    ``into`` takes what it comes to.
+    ``into`` takes what it comes to. x stands for ``coded``, where that is given.
     """
     x, gate_up, gate_up_bias = check_call.autocast(x, given.gate_up, given.gate_up_bias)
     _, down, down_bias = check_call.autocast(x, given.down, given.down_bias)
     own = gate_up is given.gate_up and down is given.down
     given = weights_of(gate_up, down, gate_up_bias, down_bias)
     routing = sort(ids, gate_up.shape[0])
-    x = _checked(x, given, weights, how, routing, w_layout)
+    x = _checked(x, given, weights, how, routing, w_layout, copies=coded is None)
     if any(lora):
         found = adapted_layer(
             x, given, ids, weights, how, routing, lora, comes_again=own, known_as=None if into is not None else key
@@ -213,21 +243,31 @@ def _fused(
         if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (x, weights, *given)):
             out: torch.Tensor = MoeLayer.apply(x, *given, weights, routing, how, plan)  # type: ignore[no-untyped-call]
             return out
-        run = layer.forward if plan is None else plan.forward
         into = None if into is None else into.view(-1, into.shape[-1])
+        if coded is not None:
+            codes, scale = coded
+            return layer.forward(how, codes, given, routing, weights, keeps_h=False, into=into, x_scale=scale)[0]
+        run = layer.forward if plan is None else plan.forward
         if into is None or into.dtype is x.dtype:
             return run(how, x, given, routing, weights, keeps_h=False, into=into)[0]
         return into.copy_(run(how, x, given, routing, weights, keeps_h=False)[0])  # autocast: x has another dtype
 
 
 def _checked(
-    x: torch.Tensor, given: Weights | FrozenWeights, weights: torch.Tensor, how: Layer, routing: Routing, w_layout: str
+    x: torch.Tensor,
+    given: Weights | FrozenWeights,
+    weights: torch.Tensor,
+    how: Layer,
+    routing: Routing,
+    w_layout: str,
+    *,
+    copies: bool = True,
 ) -> torch.Tensor:
-    """x with rows that can be used; InputError for what the GEMMs can't take."""
+    """x with rows that can be used, or without ``copies`` as it is; InputError for what the GEMMs can't take."""
     gate_up, down, gate_up_bias, down_bias = given
     index, m_sizes, *_ = routing
     with _product("gate_up"):
-        first = tensors.check(x, tensors.outline(gate_up, x, w_layout), m_sizes, w_layout)
+        first = tensors.check(x, tensors.outline(gate_up, x, w_layout), m_sizes, w_layout, copies=copies)
     form = form_of(w_layout=w_layout, topk=how.top_k, permute_x=True, permute_y=True)
     I = first.N // 2 if how.act.gated else first.N  # noqa: E741
     with _product("down"):

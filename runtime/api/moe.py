@@ -20,13 +20,14 @@ from .lora import Lora, adapters_given, scales_of
 
 if TYPE_CHECKING:
     from ...kernels.contract.activations import Activation
+    from ..weights.quantized_rows import QuantizedRows
 
 _tracing = torch.compiler.is_dynamo_compiling
 _duals = tensors.duals
 
 
 def moe_mlp(
-    hidden: torch.Tensor,
+    hidden: torch.Tensor | QuantizedRows,
     gate_up_weight: torch.Tensor | ExpertWeights,
     down_weight: torch.Tensor | ExpertWeights,
     topk_ids: torch.Tensor,
@@ -48,7 +49,8 @@ def moe_mlp(
     Parameters
     ----------
     hidden
-        [T, H] (or [..., H], flattened) bfloat16, float16 or float32; float64 on the CPU.
+        [T, H] (or [..., H], flattened) bfloat16, float16 or float32; float64 on the CPU. Or ``QuantizedRows``: out is
+        bfloat16, and nothing has a gradient.
     gate_up_weight, down_weight
         [E, 2*I, H] and [E, H, I] in hidden's dtype; [E, I, H] for the first with ``gated=False``. With
         ``w_layout="kn"`` they are [E, H, 2*I] and [E, I, H]. Or ``ExpertWeights`` of the first shapes: frozen.
@@ -95,6 +97,8 @@ def moe_mlp(
     InputError
         for tensors that can't be used, or parameters that exclude each other.
     """
+    if TYPE_CHECKING:
+        assert isinstance(hidden, torch.Tensor)  # others have no key, and ``run`` looks at them
     key: object = None
     snapshot = None
     if not _tracing():

@@ -18,8 +18,10 @@ from ..driver.device import without_autocast
 from ..ops import gradients
 from ..ops.autograd import backward, wanted
 from ..weights.expert_weights import ExpertWeights
+from ..weights.quantized_rows import QuantizedRows
 from . import lora_library
 from .adapted import low_rank_of
+from .coded_rows import refusal
 from .lora import Lora
 from .operator_call import CALL, EXPECTED, PARTS, REST, TENSORS, call_of, no_second, parts_of, weights_of, with_expected
 
@@ -39,7 +41,7 @@ _library.define(
 
 
 def traced(
-    x: torch.Tensor,
+    x: torch.Tensor | QuantizedRows,
     w: torch.Tensor | ExpertWeights,
     m_sizes: torch.Tensor,
     *,
@@ -59,6 +61,8 @@ def traced(
     expected_rows: int | None = None,
 ) -> torch.Tensor:
     """The call as an operator. The checks run in its fake kernel, on shapes alone."""
+    if isinstance(x, QuantizedRows):
+        raise refusal("grouped_gemm", "x", "a call that torch traces")
     if untraceable:
         raise InputError(
             "grouped_gemm: out=, autotune=True and kernel_config_* can't be traced by torch.compile or "

@@ -81,9 +81,12 @@ def check(
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     expected_rows: int | None = None,
+    *,
+    copies: bool = True,
 ) -> tuple[Call, torch.Tensor]:
-    """The call, and x with usable rows; InputError for what can't be."""
-    rows = tensors.check(x, tensors.outline(w, x, form.layout.value), m_sizes, form.layout.value)
+    """The call, and x with usable rows, or without ``copies`` as it is; InputError for what can't be."""
+    layout = form.layout.value
+    rows = tensors.check(x, tensors.outline(w, x, layout), m_sizes, layout, copies=copies)
     call = fit(
         rows,
         rows.M,
@@ -171,7 +174,8 @@ class Rows(NamedTuple):
     ``zero_tail`` zeroes the rows of y that nothing is stored to.
     ``bounds`` (``routing.Routing``) may be given where every index has its row, also in x; ``loose`` says that rows of
     y whose index has none may hold anything. ``low`` is added by ``products.with_low_part`` alone. ``expected`` is the
-    bucket of rows that a kernel is chosen for, if it is not M's; memory and grids are of M rows.
+    bucket of rows that a kernel is chosen for, if it is not M's; memory and grids are of M rows. With ``x_scale``
+    [rows of x, groups] x is e4m3 codes, and row x[r, k] * x_scale[r, group of k].
     """
 
     op: Op
@@ -191,6 +195,12 @@ class Rows(NamedTuple):
     loose: bool = False
     low: LowPart | None = None
     expected: int | None = None
+    x_scale: torch.Tensor | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """y's dtype."""
+        return self.x.dtype if self.x_scale is None else torch.bfloat16
 
     @property
     def bucket(self) -> int:

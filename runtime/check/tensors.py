@@ -38,8 +38,8 @@ class RowGemm(NamedTuple):
     E: int
 
 
-def check(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, w_layout: str) -> RowGemm:
-    """The call in numbers. x is made contiguous where its rows are not; w never is.
+def check(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, w_layout: str, *, copies: bool = True) -> RowGemm:
+    """The call in numbers. With ``copies`` x is made contiguous where its rows are not; w never is.
 
     Raises
     ------
@@ -67,7 +67,7 @@ def check(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, w_layout: str
         other = "kn" if layout is Layout.NK else "nk"
         hint = f"; w.transpose(1, 2) with w_layout={other!r} can be used as it is" if w.stride(1) == 1 else ""
         bad("w", f"with strides {list(w.stride())}", f"a last stride of 1 (w is never copied){hint}")
-    if not rows_usable(x):
+    if copies and not rows_usable(x):
         x = x.contiguous()
     return RowGemm(x, w, m_sizes, layout, M, N, K, E)
 

@@ -122,6 +122,23 @@ def always_quantises(snapshot: Snapshot, plain: Problem, local: LocalGpu) -> boo
     return asked or not snapshot.serves(plain, local)
 
 
+def of_codes(
+    snapshot: Snapshot, problem: Problem, other: DType, M: int, local: LocalGpu, *, top_k: int
+) -> Planned | None:
+    """The variant for M rows of ``problem`` whose x arrives as codes; None: no usable bundle has one.
+
+    It is the variant of a call that quantises x, if there is one (``quantised_x``), else the best for codes.
+    """
+    if lacks_for_codes(snapshot, problem, local, RowOp.ORDER_CODES) is not None:
+        return None
+    found = quantised_x(snapshot, problem, other, M, local, top_k=top_k)
+    while found is None:  # each turn drops a bundle
+        with contextlib.suppress(Rejected):
+            coded = settle(snapshot, problem, bucket_of(M), local, True, False)
+            return Planned(coded.chosen.usable, coded.chosen.index) if isinstance(coded, Decision) else None
+    return found
+
+
 def own(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, aligned: bool) -> Candidate | None:
     """The candidate that runs the problem, if a choice for this very cell names it."""
     decided = settle(snapshot, problem, bucket_of(M), local, aligned, False)
@@ -145,8 +162,11 @@ def can_gather(snapshot: Snapshot, problem: Problem, local: LocalGpu, top_k: int
     return bool(rowops.ranked(snapshot, RowOp.GATHER, dtype_of(problem.dtype), local, aligned=True))
 
 
-def lacks_for_codes(snapshot: Snapshot, problem: Problem, local: LocalGpu) -> str | None:
-    """What is missing here for the product that quantises x, in words; None if nothing is."""
+def lacks_for_codes(snapshot: Snapshot, problem: Problem, local: LocalGpu, op: RowOp | None = None) -> str | None:
+    """What is missing here for the product that quantises x, in words; None if nothing is.
+
+    ``op`` is the row kernel that makes its codes, None for the one that quantises.
+    """
     known = ARCHS.get(local.sm)
     if known is not None and not has_code(problem.op, problem.dtype, local.sm, problem.layout):
         if not known.has(Feature.FP8):
@@ -155,9 +175,10 @@ def lacks_for_codes(snapshot: Snapshot, problem: Problem, local: LocalGpu) -> st
     if not takes_codes_of_x(problem.dtype, problem.layout):
         served = snapshot.serves(problem, local)
         return None if served else "x stays bf16: no bundle has the GEMM with quantised x"
-    op = CODE_OPS[problem.dtype].quantize
+    op = op or CODE_OPS[problem.dtype].quantize
     if not rowops.ranked(snapshot, op, dtype_of(problem.dtype), local, aligned=True):
-        return "x stays bf16: no usable bundle has the row kernel that quantises it"
+        does = "orders its codes" if op is RowOp.ORDER_CODES else "quantises it"
+        return f"x stays bf16: no usable bundle has the row kernel that {does}"
     return None
 
 

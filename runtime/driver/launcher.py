@@ -21,7 +21,7 @@ from . import cuda
 from .device import device as device_of
 from .device import local_gpu
 
-MOST_PROGRAMS = 2**31 - 1
+MOST_PROGRAMS = 2**30  # so that a number of one that a program adds the number of all to is below 2^31
 _MOST_BOUND = 256
 _MOST_SIZED = 1024  # of 0.5 KB
 

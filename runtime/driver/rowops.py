@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from ...artifacts.errors import InputError
 from ...artifacts.records.bundle import Variant
 from ...artifacts.records.problem import RowOp
-from ...kernels.rowops import Block, programs, rows_at_once
+from ...kernels.rowops import Block, most_programs, programs, rows_at_once
 from . import cuda
+from .device import local_gpu
 from .launcher import MOST_PROGRAMS, Behind, Launcher, Run, moved_by, shifts_of
 
 
@@ -23,16 +24,20 @@ class RowOpLauncher(Launcher):
         where the driver refuses it.
     """
 
-    __slots__ = ("_at_once", "_launch", "_op", "block", "most_experts")
+    __slots__ = ("_at_once", "_launch", "_most", "_op", "block", "most_experts")
 
     def __init__(self, variant: Variant, function: cuda.Function, op: RowOp) -> None:
         super().__init__(variant, function, variant.entry, fixed={}, shapes={}, each=("M",))
         self._launch = self._blocks.whole()
         self._op, self._at_once = op, rows_at_once(op)
+        self._most = most_programs(op, local_gpu(function.device).gpu.sm_count * function.per_sm)
         self.block, self.most_experts = Block.from_pairs(variant.config).block, variant.max_experts
 
     def __call__(self, rows: int, stream: int, words: Mapping[str, int]) -> None:
-        """Launch over ``rows`` rows; ``words`` has the arguments by name. Pointers that are not there are null."""
+        """Launch as many programs as ``rows`` rows make.
+
+        ``words`` has the arguments by name. Pointers that are not there are null.
+        """
         made = programs(self._op, rows, words.get("columns", 0), self.block, self._at_once)
         if made > MOST_PROGRAMS:
             raise _too_many(rows, words.get("columns", 0), made)
@@ -50,6 +55,7 @@ class RowOpLauncher(Launcher):
             self._layout.tail,
         )
         columns, op, block, at_once = numbers.get("columns", 0), self._op, self.block, self._at_once
+        most = MOST_PROGRAMS if self._most is None else self._most
 
         def run(M: int, stream: int, *addresses: int) -> None:
             M //= per
@@ -57,10 +63,10 @@ class RowOpLauncher(Launcher):
             if made > MOST_PROGRAMS:
                 raise _too_many(M, columns, made)
             given = moved_by(addresses, shifts, M) if shifts else addresses
-            launch((M, *rest, made, tail, stream, *given))
+            launch((M, *rest, min(made, most), tail, stream, *given))
 
         return run
 
 
 def _too_many(rows: int, columns: int, made: int) -> InputError:
-    return InputError(f"{rows} rows of {columns} columns make {made} programs, the most is 2^31 - 1: split them")
+    return InputError(f"{rows} rows of {columns} columns make {made} programs, the most is 2^30: split them")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...artifacts.errors import HostError, InputError, PretunedError
 from ...artifacts.records.precision import dtypes_of
@@ -29,12 +29,13 @@ if TYPE_CHECKING:
     import torch
 
     from ..weights.expert_weights import ExpertWeights
+    from ..weights.quantized_rows import QuantizedRows
 
 _MOST = 1 << 16
 
 
 def explain(
-    x: torch.Tensor | Problem | None = None,
+    x: torch.Tensor | QuantizedRows | Problem | None = None,
     w: torch.Tensor | ExpertWeights | None = None,
     m_sizes: torch.Tensor | None = None,
     *,
@@ -60,7 +61,7 @@ def explain(
     ----------
     x, w, m_sizes
         The tensors of a call, on CUDA or (with ``sm``) anywhere, also of padded rows x [E, M_max, K]; or a Problem in
-        place of x, with ``M``. w may be ``ExpertWeights``, which are left as they are.
+        place of x, with ``M``. w may be ``ExpertWeights``, which are left as they are, and then x ``QuantizedRows``.
     E, N, K, M, dtype
         The call in numbers, 1 to 2^31 - 1: w is [E, N, K], x is [M, K]; dtype is bf16, fp16, fp32 or tf32, or torch's.
     weights
@@ -88,6 +89,13 @@ def explain(
     HostError
         if there is neither a GPU nor ``sm``.
     """
+    coded = False
+    if x is not None and not isinstance(x, Problem):
+        from ..weights.quantized_rows import QuantizedRows, checked  # here, as it brings torch along
+
+        if isinstance(x, QuantizedRows):
+            checked("explain", "x", x, w)
+            x, coded = x.stand_in(), True
     if isinstance(x, Problem):
         check_numbers(E=x.E, N=x.N, K=x.K)
         problem, natural = x, suits(x)
@@ -108,9 +116,10 @@ def explain(
         from ..check.form import expected_bucket  # here, as it brings torch along
 
         expected_bucket("explain", expected_rows, rows, "M")
-    told = explain_on(problem, rows, local, aligned=aligned, wide_rows=wide, top_k=top_k, expected_rows=expected_rows)
+    how: dict[str, Any] = {"aligned": aligned, "wide_rows": wide, "top_k": top_k, "coded": coded}
+    told = explain_on(problem, rows, local, **how, expected_rows=expected_rows)
     if expected_rows is not None:
-        other = explain_on(problem, rows, local, aligned=aligned, wide_rows=wide, top_k=top_k)
+        other = explain_on(problem, rows, local, **how)
         told = replace(told, without_hint="the same" if other.summary == told.summary else other.summary)
     return told if rank is None else replace(told, low_rank=low_rank.with_columns(told.low_rank, rank))
 
@@ -124,11 +133,19 @@ def explain_on(
     wide_rows: bool = False,
     top_k: int | None = None,
     expected_rows: int | None = None,
+    coded: bool = False,
 ) -> Explanation:
-    """Explain a call on a GPU that need not be here; ``wide_rows``: the rows of y may be filled up to be aligned."""
+    """Explain a call on a GPU that need not be here.
+
+    ``wide_rows``: the rows of y may be filled up to be aligned. ``coded``: x arrives as codes.
+    """
     verdicts.recall(local)
     strict, likely = settings.settings().strict, M if expected_rows is None else expected_rows
-    told = examine(bundles.snapshot(), problem, likely, local, aligned=aligned, strict=strict, top_k=top_k, rows=M)
+    told = (
+        _of_codes(problem, likely, local, aligned, top_k or 0)
+        if coded
+        else examine(bundles.snapshot(), problem, likely, local, aligned=aligned, strict=strict, top_k=top_k, rows=M)
+    )
     told = replace(told, M=M, expected_rows=expected_rows)
     if wide_rows and told.raises is None:
         told = _with_wide_rows(told)
@@ -320,6 +337,16 @@ def _with_x_quantised(
         gathered_first=False,
         quantised_first=passes,
     )
+
+
+def _of_codes(problem: Problem, M: int, local: LocalGpu, aligned: bool, top_k: int) -> Explanation:
+    """Of x that arrives as codes: a row kernel orders them, and gathers them, too."""
+    snapshot = bundles.snapshot()
+    ruled = ways.of_codes(snapshot, problem, M, local, top_k=top_k, aligned=aligned)
+    view, found = snapshot.view(local, installed=True), () if ruled.chosen is None else (ruled.chosen,)
+    raises = None if found else f"InputError: no kernel here reads x as codes: {ruled.reason}"
+    how: dict[str, Any] = {"raises": raises, "quantised_first": bool(found), "coded": True}
+    return Explanation(problem, M, aligned, local, ruled.reason, found, view.skipped, **how)
 
 
 def _gathered_first(

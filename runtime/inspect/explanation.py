@@ -25,14 +25,15 @@ class Explanation:
     compile it (``runs``, after ``allow_jit``). Past the first, times are for this very bucket: what a bundle says of
     it, or else what the cost model expects. With ``gathered_first`` a pass gathers the rows of x beforehand, and the
     first is for the product that is left: its time is without the pass, whose time ``reason`` has. So it is with
-    ``quantised_first``, of a pass that makes codes of x; the others leave x as it is. ``raises`` is the
-    error that the call ends with instead, if any: of strict mode, or of a file that PRETUNED_BUNDLES names. ``assumed``
-    says, of rows that are gathered, which top_k was taken where none was given. ``self_test`` says where the kernel
-    was tested on this capability, or that it is tested before its first use (``launch/proof.py``). Where no bundle can
-    run it ``build`` is the command that makes one that can, and the last line of ``str()``. ``low_rank`` says, of a
-    product with an adapter, whether its part is in the product's kernel or beside it, and why. If torch's grouped_mm
-    was measured faster on this GPU, torch runs the call (``torch_us``), and the first candidate a call with ``out``.
-    With ``expected_rows`` the kernel is chosen for so many rows, and ``without_hint`` says what runs for M.
+    ``quantised_first``, of a row kernel that makes codes of x, or with ``coded`` orders those that x is; the others
+    leave x as it is. ``raises`` is the error that the call ends with instead, if any: of strict mode, or of a file that
+    PRETUNED_BUNDLES names. ``assumed`` says, of rows that are gathered, which top_k was taken where none was given.
+    ``self_test`` says where the kernel was tested on this capability, or that it is tested before its first use
+    (``launch/proof.py``). Where no bundle can run it ``build`` is the command that makes one that can, and the last
+    line of ``str()``. ``low_rank`` says, of a product with an adapter, whether its part is in the product's kernel or
+    beside it, and why. If torch's grouped_mm was measured faster on this GPU, torch runs the call (``torch_us``), and
+    the first candidate a call with ``out``. With ``expected_rows`` the kernel is chosen for so many rows, and
+    ``without_hint`` says what runs for M.
     ``invariance`` says how in the batch-invariant mode, and ``order`` in which order the kernel sums K.
     """
 
@@ -55,6 +56,7 @@ class Explanation:
     without_hint: str | None = None
     invariance: str | None = None
     order: str | None = None
+    coded: bool = False
 
     @property
     def bucket(self) -> int:
@@ -78,7 +80,8 @@ class Explanation:
         if best is None or self.torch_us is not None:
             return ()
         first = (f"gather the rows of x into a scratch [{self.M}, K]",) if self.gathered_first else ()
-        first = (f"quantise the rows of x into codes [{self.M}, K]",) if self.quantised_first else first
+        does = "order the codes" if self.coded else "quantise the rows"
+        first = (f"{does} of x into codes [{self.M}, K]",) if self.quantised_first else first
         return *first, f"{best.variant.entry} {best.config}"
 
     @property
@@ -129,6 +132,7 @@ class Explanation:
             "raises": self.raises,
             "gathered_first": self.gathered_first,
             "quantised_first": self.quantised_first,
+            "coded": self.coded,
             "steps": list(self.steps),
             "assumed": self.assumed,
             "reason": self.reason,

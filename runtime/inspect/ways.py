@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...artifacts.records.bundle import Choice, Variant
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Fusion, Problem, bucket_of
+from ...artifacts.records.precision import DType, dtypes_of
+from ...artifacts.records.problem import Fusion, Layout, Problem, RowOp, bucket_of
 from ...artifacts.records.target import LocalGpu, same_gpu
 from ...artifacts.tuples import NamedTuple
 from ...kernels import plans as rule
@@ -115,6 +115,26 @@ def _always_or_never(
     if not isinstance(coded, Decision):
         return Ruled(None, f"x stays bf16: {coded.reason}")
     return Ruled(coded.chosen, "in the batch-invariant mode x is quantised at any number of rows (quantize_x=True)")
+
+
+def of_codes(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *, top_k: int, aligned: bool) -> Ruled:
+    """The kernel for x that arrives as codes, as ``plans.of_codes`` decides; or why there is none."""
+    *_, other = dtypes_of(problem.dtype.value)
+    if problem.layout is not Layout.NK or not problem.dtype.quantises_x:
+        return Ruled(None, "w is in the checkpoint's layout: prepare it")
+    if not aligned:
+        return Ruled(None, "x, y or w, or a row of them, does not begin at a multiple of 16 bytes")
+    lacking = plans.lacks_for_codes(snapshot, problem, local, RowOp.ORDER_CODES)
+    found = plans.of_codes(snapshot, problem, other, M, local, top_k=top_k)
+    if found is None:
+        return Ruled(None, (lacking or "no bundle has this GEMM").removeprefix("x stays bf16: "))
+    ruled = quantised_x(snapshot, problem, other, M, local, top_k=top_k, aligned=True)
+    if ruled.chosen is not None:
+        return ruled._replace(reason=f"x arrives as codes, by the variant of a call that quantises it: {ruled.reason}")
+    coded = settle(snapshot, problem, bucket_of(M), local, True, False)
+    if not isinstance(coded, Decision):
+        raise AssertionError(f"{problem}: a variant without a decision")
+    return Ruled(coded.chosen, f"x arrives as codes: {coded.reason}")
 
 
 def _cell(snapshot: Snapshot, ran: Candidate, problem: Problem) -> rule.Cell:

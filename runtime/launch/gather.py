@@ -54,12 +54,13 @@ def step(
     index_step: int,
     used: tuple[int, int],
     index: str = "index",
+    expected: int | None = None,
 ) -> Step:
     """rows[i] = x[index[i] // top_k] for dense x [T, columns], index [M] within [0, T*top_k) and rows [M, columns].
 
     ``used`` is as ``rowops.used`` has it of the bounds that the step is given; ``index`` names the operand that is
-    read. (The words in memory that a launch by tokens needs are torch's, of its current stream, which the step's has
-    to be: in a graph capture, of the graph's pool.)
+    read. About ``expected`` rows belong to an expert; None: all. (The words in memory that a launch by tokens needs are
+    torch's, of its current stream, which the step's has to be: in a graph capture, of the graph's pool.)
     """
     (T, columns), itemsize, empty = x.shape, x.element_size(), allocator(x.device)
     slots, (behind, flags) = T * top_k, used
@@ -68,7 +69,7 @@ def step(
 
     def run(M: int, stream: int, *addresses: int) -> None:
         many = M if scales else slots
-        if not by_token(M, columns * itemsize, many, top_k):
+        if not by_token(M if expected is None else min(M, expected), columns * itemsize, many, top_k):
             plain(M, stream, *addresses)
             return
         words = dict(zip(launch.operands, addresses, strict=True))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -239,6 +239,7 @@ def _product(ready: Ready, call: Rows, fusion: Fusion, stride_y: int, index_end:
         index_step=index_step(call),
         used=rowops.used(call.bounds),
         index="in_range" if checks else "index",
+        expected=call.expected,
     )
     step = _row_step(ready, call, {"x": _GATHERED, "index": index}, (x.shape[1], stride_y, index_end if left else None))
     made = partial(launch_gather.in_range, divisor=call.gather_divisor) if checks else None
@@ -248,21 +249,23 @@ def _product(ready: Ready, call: Rows, fusion: Fusion, stride_y: int, index_end:
 def _quantised_product(
     ready: Ready, quantize: RowOpLauncher, call: Rows, fusion: Fusion, words: tuple[int, int]
 ) -> Product:
-    """A product of codes that the pass ``quantize`` makes of x; ``words`` are as ``_of_codes`` has them."""
+    """A product of codes that the row kernel ``quantize`` makes of x, or orders; ``words`` are as in ``_of_codes``."""
     from . import gather as launch_gather
     from . import rowops
-    from .quantised import quantize_step
+    from .quantised import order_step, quantize_step
 
     picks = bool(call.gather_divisor)
     checks = picks and call.bounds is None
-    before = quantize_step(
-        quantize,
-        call.x,
-        top_k=call.gather_divisor,
-        index_step=index_step(call),
-        used=rowops.used(call.bounds),
-        index="in_range" if checks else "index" if picks else "",
-    )
+    how: dict[str, Any] = {
+        "top_k": call.gather_divisor,
+        "index_step": index_step(call),
+        "used": rowops.used(call.bounds),
+        "index": "in_range" if checks else "index" if picks else "",
+    }
+    if call.x_scale is None:
+        before = quantize_step(quantize, call.x, **how)
+    else:
+        before = order_step(quantize, call.x, call.x_scale, **how)
     made = partial(launch_gather.in_range, divisor=call.gather_divisor) if checks else None
     left = fusion & ~Fusion.GATHER
     return _of_codes(ready, before, call, left, words)._replace(in_range=made)

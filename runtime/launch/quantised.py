@@ -12,7 +12,7 @@ import torch
 
 from ...artifacts.errors import InputError
 from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Fusion, Layout, Op, Problem
+from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
 from ...kernels.contract.activations import Activation
 from ...kernels.contract.words import ALIGNMENT_BYTES, is_aligned
 from ...kernels.hopper_w4a16 import prepares
@@ -49,6 +49,8 @@ _log = logging.getLogger(__name__)
 
 def ready_for_quantised(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready | None:
     """The kernel for this product of w into y and all like it, for the layout that w is in; None: no bundle has one."""
+    if call.x_scale is not None:
+        return ready_for_codes(call, w, y)
     if not w.kernel_dtypes or call.x.dtype is not torch.bfloat16:
         return None
     if not w.is_prepared:
@@ -120,6 +122,68 @@ def ready_for_activated(call: Rows, w: ExpertWeights, y: torch.Tensor | None = N
         return None
     activate = rowops.launcher(CODE_OPS[w.kernel_dtypes[0]].activation, DType.BF16, device, aligned=True)
     return None if activate is None else ready._replace(quantize=activate)
+
+
+def ready_for_codes(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready:
+    """The kernel for a product of x that arrives as codes; ``Ready.quantize`` is the row kernel that orders them.
+
+    Raises
+    ------
+    InputError
+        where no kernel here reads x as codes.
+    """
+    x, dtypes, (E, N, K), device = call.x, w.kernel_dtypes, w.shape, call.x.get_device()
+    pointers = (x.data_ptr(), y.data_ptr(), w.codes.data_ptr(), w.scale.data_ptr())
+    lengths = (K, row_stride(y, N) * y.element_size(), N * y.element_size())
+    first, fusion = bool(call.gather_divisor), call.fusion & ~Fusion.GATHER
+    if not w.is_prepared:
+        raise _no_codes("w is in the checkpoint's layout. Prepare it once after loading: w = w.prepare()")
+    if not dtypes or dtypes[0] not in CODE_OPS:
+        raise _no_codes(f"no kernel for {w.format} weights does")
+    if not is_aligned(ALIGNMENT_BYTES, *pointers, *lengths):
+        raise _no_codes("x, y or w, or a row of them, does not begin at a multiple of 16 bytes")
+    if first and not call.may_gather_first(True):
+        raise _no_codes(
+            "rows of an index out of range would be written, which out and zero_tail forbid. Leave both out, or "
+            "permute the codes beforehand"
+        )
+    step = index_step(call) if call.uses_index else 1
+    few, beside = may_clear(call, y) if call.zero_tail and call.uses_index else (True, True)
+    zeroes = call.zero_tail and (few or beside)
+    fixed = (w.format, E, N, K, call.gather_divisor, fusion.value, step, call.m_sizes.dtype, zeroes, few, beside)
+    key = ("rows of codes", *fixed, call.bucket, device, call.pin)
+    problem = problem_of(call.op, x, E, N, K, Layout.NK, fusion, dtypes[0])
+
+    def build() -> Ready | None:
+        from ..dispatch.plans import of_codes  # here, as only a first launch needs them
+        from .gemm import Fused
+        from .loader import load_first, pinned_kernel
+
+        snapshot, local = dispatch_snapshot.snapshot(), local_gpu(device)
+
+        def choose() -> tuple[Usable, int] | None:
+            return of_codes(snapshot, problem, dtypes[-1], call.bucket, local, top_k=call.gather_divisor)
+
+        kernel = load_first(snapshot, choose, local, device) if platform_supported() else None
+        order = rowops.launcher(RowOp.ORDER_CODES, DType.BF16, device, aligned=True)
+        if kernel is None or order is None:
+            return None
+        if call.pin is not None:
+            kernel = pinned_kernel(call.pin, problem, device, aligned=True) or kernel
+        fused = Fused(fusion, step, call.gather_divisor or 1, zeroes, few, beside)
+        return of_rows(kernel, problem, call, fused)._replace(quantize=order)
+
+    ready = kept(key, build)
+    if ready is None:
+        from ..dispatch.plans import lacks_for_codes  # here, as it is an error
+
+        lacking = lacks_for_codes(dispatch_snapshot.snapshot(), problem, local_gpu(device), RowOp.ORDER_CODES)
+        raise _no_codes((lacking or "no usable bundle has the GEMM").removeprefix("x stays bf16: "))
+    return ready
+
+
+def _no_codes(why: str) -> InputError:
+    return InputError(f"x is QuantizedRows, and no kernel here reads it as codes: {why}; or pass bfloat16 rows")
 
 
 def wants_order(w: ExpertWeights, device: int) -> bool:
@@ -314,6 +378,36 @@ def quantize_step(
         _MADE | {"index": index},
         behind=(("used", behind, 0), ("scale", 0, columns)),
         columns=columns,
+        top_k=top_k or 1,
+        index_step=index_step,
+        flags=flags | (PICKED if top_k else 0),
+    )
+
+
+def order_step(
+    launch: RowOpLauncher,
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    top_k: int,
+    index_step: int,
+    used: tuple[int, int],
+    index: str,
+) -> Step:
+    """``quantize_step`` of x that arrives as codes [T, columns], dense, with scale [T, groups] of any strides."""
+    columns, (behind, flags) = x.shape[1], used
+    picked = f", {top_k} of each" if top_k else ""
+    by_row = scale.stride(1) == 1 or scale.shape[1] == 1
+    return Step.of(
+        launch,
+        f"order the codes of rows of {columns} columns{picked}",
+        _MADE | {"index": index},
+        scales=by_row,  # else the stride is of the call's rows
+        behind=(("used", behind, 0), ("scale", 0, columns)),
+        columns=columns,
+        groups=scale.shape[1],
+        stride_scale_m=scale.stride(0),
+        stride_scale_k=scale.stride(1),
         top_k=top_k or 1,
         index_step=index_step,
         flags=flags | (PICKED if top_k else 0),

@@ -22,6 +22,7 @@ from ...kernels.contract.activations import KINDS, Activation
 from ...kernels.hopper_w8a8_block import scale_columns
 from ..driver import cuda
 from ..driver.rowops import RowOpLauncher
+from ..weights.order import K_ORDER
 from ..weights.row_codes import codes_of_rows, values_of_rows
 
 UNTOUCHED = 96.0  # what a result holds beforehand; every dtype has it, and no trial comes to it
@@ -166,6 +167,11 @@ TORCH = dict.fromkeys(DType, torch.bfloat16) | {
 }  # of x and y
 
 
+def _few(rows: int) -> int:
+    """The rows that a launch has programs for, which do the others as well."""
+    return rows // 3
+
+
 def _gather(on: _On) -> str | None:
     """out[i] = x[index[i] // top_k], in one launch and in the two that read each row of x once."""
     draw, C, M = Draw(), on.columns, _T * _TOP_K
@@ -180,7 +186,7 @@ def _gather(on: _On) -> str | None:
         on.run(programs, x=x, index=index, used=given, out=out, M=M, columns=C, top_k=_TOP_K, index_step=1, flags=flags)
         return on.judged(out[:_USED], want[:_USED], "out") or on.judged(out[M:], full(1, C), "past out")
 
-    wrong = out_of(used, M, rowops.USED)
+    wrong = out_of(used, _few(M), rowops.USED)
     if wrong:
         return wrong
     looks, noted = -(-M // rowops.NOTED_ROWS), on.words(torch.zeros(1 + M, dtype=torch.int32, device="cpu"))
@@ -218,7 +224,7 @@ def _activation(on: _On) -> str | None:
     used = on.used()
     for act, gated, interleaved in _ACTS:
         h, a = on.rows(draw.normal(M, I * (1 + gated)) * 3), on.rows(full(M + 1, I))
-        on.run(M, h=h, a=a, used=used, M=M, columns=I, flags=_flags(act, gated, interleaved), **act.words)
+        on.run(_few(M), h=h, a=a, used=used, M=M, columns=I, flags=_flags(act, gated, interleaved), **act.words)
         want = _act(h.cpu().float(), act, gated, interleaved)
         wrong = on.judged(a[:_USED], want[:_USED], f"{act} a") or on.judged(a[M:], full(1, I), "past a")
         if wrong:
@@ -243,7 +249,7 @@ def _activation_grad(on: _On) -> str | None:
         dweights = on.words(full(M))
         flags = _flags(act, gated, interleaved) | more
         on.run(
-            M,
+            _few(M),
             h=h,
             da=da,
             row_weights=weights,
@@ -299,7 +305,7 @@ def _combine(on: _On) -> str | None:
     y, bias, out = on.rows(draw.normal(M, C)), on.rows(draw.normal(E, C)), on.rows(full(_T + 1, C))
     places, weights, experts = on.words(place), on.words(scale), on.words(expert)
     on.run(
-        _T,
+        _few(_T),
         y=y,
         places=places,
         row_weights=weights,
@@ -449,7 +455,7 @@ def _quantize(on: _On, of_x: Scale) -> str | None:
     flags = rowops.USED | rowops.PICKED
     index = on.words(order)
     on.run(
-        M,
+        _few(M),
         x=x,
         index=index,
         used=used,
@@ -467,6 +473,43 @@ def _quantize(on: _On, of_x: Scale) -> str | None:
     return on.judged(got, values_of_rows(*codes_of_rows(picked, of_x), every), "codes", _QUANTISED)
 
 
+def _order_codes(on: _On) -> str | None:
+    """Codes and scales that an index picks, as they arrive, byte for byte."""
+    draw, C, M, groups = Draw(), 320, _T * _TOP_K, 5
+    host, order, used = draw.integers(0, 256, _T * C).to(torch.uint8).view(_T, C), draw.order(M), on.used()
+    x, index, scales = on.words(host), on.words(order), draw.normal(_T, groups)
+    picked = order[:_USED].long() // _TOP_K
+    want = host[picked].view(_USED, -1, 64)[..., torch.tensor(K_ORDER, device="cpu")].view(_USED, C)
+    for by_column in (False, True):
+        placed = on.words(scales.T.contiguous() if by_column else scales)
+        codes = on.words(torch.full((M, C), 7, dtype=torch.uint8, device="cpu"))
+        scale = on.words(full(groups, scale_columns(M)))
+        on.run(
+            _few(M),
+            x=x,
+            x_scale=placed,
+            index=index,
+            used=used,
+            codes=codes,
+            scale=scale,
+            M=M,
+            columns=C,
+            groups=groups,
+            stride_scale_m=1 if by_column else groups,
+            stride_scale_k=_T if by_column else 1,
+            top_k=_TOP_K,
+            index_step=1,
+            flags=rowops.USED | rowops.PICKED,
+        )
+        on.place.wait()
+        found, factors = codes.cpu(), scale.cpu()
+        if not torch.equal(found[:_USED], want) or bool((found[_USED:] != 7).any()):
+            return "codes are wrong"
+        if not torch.equal(factors[:, :_USED].T, scales[picked]) or bool((factors[:, _USED:] != UNTOUCHED).any()):
+            return "scales are wrong"
+    return None
+
+
 def _activation_codes(on: _On, of_x: Scale) -> str | None:
     """Codes and scales of act(gate) * up."""
     draw, I, M = Draw(), 384 if of_x.columns else 448, _T * _TOP_K  # noqa: E741
@@ -477,7 +520,7 @@ def _activation_codes(on: _On, of_x: Scale) -> str | None:
         codes = on.words(untouched.expand(M, I))
         scale = _scales(on, M, I, of_x)
         flags = _flags(act, gated, interleaved)
-        on.run(M, h=h, used=used, codes=codes, scale=scale, M=M, columns=I, flags=flags, **act.words)
+        on.run(_few(M), h=h, used=used, codes=codes, scale=scale, M=M, columns=I, flags=flags, **act.words)
         want = _act(h.cpu().float(), act, gated, interleaved).to(on.dtype)[:_USED]
         on.place.wait()
         found, factors, every = codes.cpu(), scale.cpu(), slice(0, _USED)
@@ -501,5 +544,6 @@ _TRIALS: dict[RowOp, Callable[[_On], str | None]] = {
     RowOp.QUANTIZE: partial(_quantize, of_x=_BLOCKS),
     RowOp.ACTIVATION_CODES: partial(_activation_codes, of_x=_BLOCKS),
     RowOp.QUANTIZE_ROWS: partial(_quantize, of_x=_ROWS),
+    RowOp.ORDER_CODES: _order_codes,
     RowOp.ACTIVATION_ROW_CODES: partial(_activation_codes, of_x=_ROWS),
 }

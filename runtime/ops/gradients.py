@@ -32,13 +32,27 @@ _CHUNK_ELEMENTS = 1 << 24  # of the float32 temporaries that the gradient of the
 _ONES = 8  # columns of the ones that sum dy's rows: 16 bytes of a 16-bit type
 
 
-def forward(call: Call, x: torch.Tensor, out: torch.Tensor | None = None, do: Now = NOW) -> torch.Tensor:
-    """y [y_rows, N]. Rows that nobody writes are zero with permute_y or zero_tail, else left as they are."""
-    return with_adapter(call, x, None, out, do)[0]
+def forward(
+    call: Call,
+    x: torch.Tensor,
+    out: torch.Tensor | None = None,
+    do: Now = NOW,
+    x_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """y [y_rows, N]. Rows that nobody writes are zero with permute_y or zero_tail, else left as they are.
+
+    x are codes with ``x_scale`` (``Rows``).
+    """
+    return with_adapter(call, x, None, out, do, x_scale)[0]
 
 
 def with_adapter(
-    call: Call, x: torch.Tensor, one: LowRank | None, out: torch.Tensor | None = None, do: Now = NOW
+    call: Call,
+    x: torch.Tensor,
+    one: LowRank | None,
+    out: torch.Tensor | None = None,
+    do: Now = NOW,
+    x_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The same with an adapter's part; and u [M, r], which its gradients read."""
     u = None
@@ -46,6 +60,8 @@ def with_adapter(
         index = call.fusions.index if call.form.permute_x else None
         u = low_rank.narrowed(one, x, call.m_sizes, index, call.x_divisor, do=do, bucket=call.form.bucket)
     product = forward_rows(call, x, do)
+    if x_scale is not None:
+        product = product._replace(x_scale=x_scale)
     if out is not None and product.loose:
         product = product._replace(loose=False)
     if one is not None:

@@ -139,11 +139,12 @@ def forward(
     do: Now = NOW,
     into: torch.Tensor | None = None,
     adapters: Adapters = NO_ADAPTERS,
+    x_scale: torch.Tensor | None = None,
 ) -> Forward:
     """out [T, H], h [T*k, 2*I] and what adapters made of rows, of x [T, H] and the routing weights [T, k].
 
-    out is ``into`` if it is given. Without ``keeps_h`` it is alone, and silu(gate) * up may be the first product's own
-    work (``dispatch/plans.py``).
+    out is ``into`` if it is given; x are codes with ``x_scale`` (``Rows``). Without ``keeps_h`` it is alone, and
+    silu(gate) * up may be the first product's own work (``dispatch/plans.py``).
     """
     k, layout, act, bucket = layer
     index, m_sizes, bounds, experts, places = routing
@@ -151,7 +152,18 @@ def forward(
     # (Kernels read a bias as dense.)
     up_bias, down_bias = (None if bias is None else bias.detach().contiguous() for bias in given[2:])
     first = Rows(
-        Op.FORWARD, x, given.gate_up, m_sizes, layout, M, index, k, bias=up_bias, bounds=bounds, expected=bucket
+        Op.FORWARD,
+        x,
+        given.gate_up,
+        m_sizes,
+        layout,
+        M,
+        index,
+        k,
+        bias=up_bias,
+        bounds=bounds,
+        expected=bucket,
+        x_scale=x_scale,
     )
     h = narrow_x = narrow_a = None
     y: torch.Tensor | None
@@ -168,7 +180,7 @@ def forward(
         y = of_activated(of_h, act, do) if adapters.second is None else None
         if y is None:
             y, narrow_a = second(activation.forward(h, act, bounds, do))
-    out = tokens.combine(y, places, k, slot_weights(weights, x, do), experts, down_bias, do, into=into)
+    out = tokens.combine(y, places, k, slot_weights(weights, y, do), experts, down_bias, do, into=into)
     return (out, h, narrow_x, narrow_a) if keeps_h else (out, None, None, None)
 
 

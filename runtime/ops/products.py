@@ -128,7 +128,7 @@ def new_rows(call: Rows, many: int, do: Now = NOW) -> torch.Tensor:
                 y: torch.Tensor = do.new(call.x, size, per=per)
                 _run(product, call, y, do)
                 return y
-    return rows(call, do.new(call.x, size, per=per), do)
+    return rows(call, do.new(call.x, size, call.dtype, per=per), do)
 
 
 def wide_rows(call: Rows, do: Now = NOW) -> torch.Tensor | None:
@@ -279,6 +279,7 @@ def _run(product: Product, call: Rows, y: torch.Tensor, do: Now) -> None:
         _zero_rest(call, y, do)
     given = {
         "x": call.x,
+        "x_scale": call.x_scale,
         "y": y,
         "m_sizes": call.m_sizes,
         "index": call.index,

@@ -28,6 +28,10 @@ def operands(call: Rows, weights: ExpertWeights) -> tuple[torch.Tensor, Dequanti
         return call.x, Dequantised(weights, call.x.dtype, transposed=True)
     if scale is None:
         return call.x, Dequantised(weights, call.x.dtype, transposed=False)
+    if call.x_scale is not None:
+        from ..weights.quantized_rows import values
+
+        return values(call.x, call.x_scale), Dequantised(weights, torch.float32, transposed=False)
     from ..weights.codes import quantise_rows
 
     return quantise_rows(call.x, scale), Dequantised(weights, torch.float32, transposed=False)

@@ -50,8 +50,10 @@ def wrong(case: dict[str, Any]) -> list[str]:
     block, rows = case["block"], case["rows"]
     grid = (-(-M // rows) * -(-columns // block),)
     both, second = (activation_row_codes, quantize_rows) if by_row else (activation_codes, quantize)
-    of_both = (M if columns > block else -(-M // rows),) if by_row else grid
-    both[of_both](h, count, codes, scale, M, columns, flags, *words, BLOCK=block, ROWS=rows)
+    made = (M if columns > block else -(-M // rows)) if by_row else grid[0]
+    both[(min(made, case.get("programs", made)),)](
+        h, count, codes, scale, M, columns, flags, *words, BLOCK=block, ROWS=rows
+    )
     a = torch.full((M, columns), 3.0, dtype=h.dtype)
     activation[grid](h, a, count, M, columns, flags, *words, BLOCK=block, ROWS=rows)
     second[(M,)](a, count, count, codes_of_two, scale_of_two, M, columns, 1, 1, flags & USED, BLOCK=1024)

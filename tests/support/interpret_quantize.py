@@ -1,5 +1,7 @@
-"""Runs kernels/rowops/quantize.py and quantize_rows.py under Triton's interpreter: cases on stdin, faults on stdout.
+"""Runs kernels/rowops/quantize.py, quantize_rows.py and order_codes.py under Triton's interpreter.
 
+Cases are JSON on stdin, what is wrong on stdout. What order_codes.py makes of the codes and scales that stand for x is
+compared, byte for byte, with what the others make of x.
 Every x is a scale times codes that e4m3 has, the largest of them among each 128, or each row: the interpreter's own
 rounding to e4m3 is wrong between two codes.
 """
@@ -13,13 +15,22 @@ import quick_interpreter  # noqa: F401
 import torch
 
 from pretuned.kernels.rowops import PICKED, USED
+from pretuned.kernels.rowops.order_codes import order_codes
 from pretuned.kernels.rowops.quantize import quantize
 from pretuned.kernels.rowops.quantize_rows import quantize_rows
 from pretuned.runtime.weights.order import K_ORDER
 
 
 def wrong(
-    M: int, columns: int, block: int, top_k: int, used: int | None, wide: bool, seed: int, by_row: bool = False
+    M: int,
+    columns: int,
+    block: int,
+    top_k: int,
+    used: int | None,
+    wide: bool,
+    seed: int,
+    by_row: bool = False,
+    programs: int | None = None,
 ) -> list[str]:
     torch.manual_seed(seed)
     T, groups, width = max(1, M // max(1, top_k)), 1 if by_row else columns // 128, M if by_row else -(-M // 4) * 4
@@ -39,11 +50,16 @@ def wrong(
     codes, scales = torch.full((M, columns), 7, dtype=torch.uint8), torch.full((groups, width), -1.0)
     count = torch.tensor([M if used is None else used], dtype=torch.int32)
     flags = (PICKED if top_k else 0) | (0 if used is None else USED)
+    end, from_row = min(int(count), M), index // top_k if top_k else torch.arange(M)
+    index[end:] = 2**31 - 1  # rows of no expert are not to be read
+    if not top_k:
+        x[end:] = float("nan")
     words = index.view(torch.int32)
     kernel = quantize_rows if by_row else quantize
-    kernel[(M,)](x, words, count, codes, scales, M, columns, max(1, top_k), 2 if wide else 1, flags, BLOCK=block)
-    from_row = index // top_k if top_k else torch.arange(M)
-    end, found = int(count), []
+    kernel[(min(M, programs or M),)](
+        x, words, count, codes, scales, M, columns, max(1, top_k), 2 if wide else 1, flags, BLOCK=block
+    )
+    found = []
     if not torch.equal(scales[:, :end], scale[from_row[:end]].T):
         found.append("scales")
     bits = codes[:end].view(end, columns // 64, 64)
@@ -53,6 +69,20 @@ def wrong(
         natural.view(torch.float8_e4m3fn).float().view(end, columns), values[from_row[:end]].view(end, columns)
     ):
         found.append("codes")
+    given, factors = values.view(rows, columns).to(torch.float8_e4m3fn).view(torch.uint8), scale.clone()
+    if not top_k:
+        given[end:], factors[end:] = 0x7F, float("nan")
+    for by_column in (False, True):
+        of_x = factors.T.contiguous().T if by_column else factors
+        ordered, moved = torch.full_like(codes, 7), torch.full((groups, -(-M // 4) * 4), -1.0)
+        strides = groups, of_x.stride(0), of_x.stride(1), max(1, top_k), 2 if wide else 1, flags
+        order_codes[(min(M, programs or M),)](
+            given, of_x, words, count, ordered, moved, M, columns, *strides, BLOCK=max(block, 64)
+        )
+        if not torch.equal(ordered, codes):
+            found.append("codes that were ordered")
+        if not torch.equal(moved[:, : scales.shape[1]], scales) or (moved[:, end:] != -1.0).any():
+            found.append("scales that were moved")
     if (codes[end:] != 7).any() or (scales[:, end:] != -1.0).any():
         found.append("others")
     return found

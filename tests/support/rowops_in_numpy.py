@@ -20,6 +20,7 @@ from pretuned.kernels.contract.activations import KINDS, Activation
 from pretuned.kernels.hopper_w8a8_block import scale_columns
 from pretuned.kernels.rowops import programs, rows_at_once
 from pretuned.runtime.ops.activation import RowActivation, by_torch
+from pretuned.runtime.weights.order import K_ORDER
 from pretuned.runtime.weights.row_codes import codes_of_rows
 
 
@@ -81,7 +82,7 @@ def _activated(of: Elements, h: int, rows: int, columns: int, act: RowActivation
 
 def activation(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers: Sequence[int]) -> None:
     (h, a, used), (M, I, flags, *words) = pointers, numbers  # noqa: E741
-    assert grid == programs(RowOp.ACTIVATION, M, I, block, rows_at_once(RowOp.ACTIVATION))
+    assert 0 < grid <= programs(RowOp.ACTIVATION, M, I, block, rows_at_once(RowOp.ACTIVATION))
     act, end = activation_of(flags, words), _used(used, M, flags)
     with plain_torch():
         of.store(a, _activated(of, h, end, I, act).numpy())
@@ -89,7 +90,7 @@ def activation(of: Elements, grid: int, block: int, pointers: Sequence[int], num
 
 def activation_grad(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers: Sequence[int]) -> None:
     (h, da, row_weights, index, used, dh, a, dweights), (M, I, step, flags, *words) = pointers, numbers  # noqa: E741
-    assert grid == programs(RowOp.ACTIVATION_GRAD, M, I, block)
+    assert 0 < grid <= programs(RowOp.ACTIVATION_GRAD, M, I, block)
     act, end = activation_of(flags, words), _used(used, M, flags)
     with plain_torch(), torch.enable_grad():
         given = _rows(of, h, end, I * (1 + act.gated)).requires_grad_()
@@ -150,6 +151,21 @@ def quantize(
         _store_codes(_rows(of, x, int(source.max(initial=-1)) + 1, K)[source], codes, scale, M, by_row)
 
 
+def order_codes(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers: Sequence[int]) -> None:
+    (x, x_scale, index, used, codes, scale), (M, K, groups, by_row, by_group, top_k, step, flags) = pointers, numbers
+    assert 0 < grid <= M
+    source = np.arange(_used(used, M, flags))
+    if flags & rowops.PICKED:
+        source = indices(index, M, step)[: len(source)] // top_k
+    rows = int(source.max(initial=-1)) + 1
+    natural = torch.from_numpy(np.array(at(x, rows * K, ctypes.c_uint8))).view(rows, K // 64, 64)
+    _codes_at(codes, M, K)[: len(source)] = natural[..., torch.tensor(K_ORDER)].view(rows, K)[source]
+    every = at(x_scale, max(0, (rows - 1) * by_row + (groups - 1) * by_group + 1))
+    placed = at(scale, (groups - 1) * scale_columns(M) + M)
+    for g in range(groups):
+        placed[g * scale_columns(M) :][: len(source)] = every[source * by_row + g * by_group]
+
+
 def gather(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers: Sequence[int]) -> None:
     (x, index, used, out), (M, H, top_k, step, flags) = pointers, numbers
     end, size = _used(used, M, flags), of.size
@@ -167,14 +183,14 @@ def gather(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers
         noted = at(used + 4, (grid - looks) * top_k, ctypes.c_int32)
         assert set(noted[flat[:end]]) <= set(range(end))
     else:
-        assert grid == M
+        assert 0 < grid <= M
     for i in range(end):
         of.store(out + size * i * H, of.read(x + size * (int(flat[i]) // top_k) * H, H))
 
 
 def combine(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers: Sequence[int]) -> None:
     (y, places, row_weights, experts, bias, out), (T, H, top_k, flags) = pointers, numbers
-    assert grid == programs(RowOp.COMBINE, T, H, block)
+    assert 0 < grid <= programs(RowOp.COMBINE, T, H, block)
     M, place = T * top_k, at(places, T * top_k, ctypes.c_int32)
     here = (place >= 0)[:, None]
     rows = np.zeros((max(int(place.max(initial=-1)) + 1, 1), H), np.float32)
@@ -254,5 +270,6 @@ PASSES: dict[RowOp, Pass] = {
     RowOp.QUANTIZE: quantize,
     RowOp.ACTIVATION_CODES: activation_codes,
     RowOp.QUANTIZE_ROWS: functools.partial(quantize, by_row=True),
+    RowOp.ORDER_CODES: order_codes,
     RowOp.ACTIVATION_ROW_CODES: functools.partial(activation_codes, by_row=True),
 }

@@ -11,7 +11,7 @@ from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.families import Pool, low_rank_specs, row_kernel_specs, specs, to_compile
 from pretuned.aot.plan.plan import buckets_between, built_of_codes, padded, plan, planned_on, unaligned, without_code
 from pretuned.artifacts.records.precision import DType, dtypes_of
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp, bucket_of
 from pretuned.kernels.contract.spec import code_of
 from pretuned.kernels.hardware.arch import Feature, arch_of, supported
 from pretuned.kernels.rowops import CODE_OPS, MAKES_CODES, RowOpSpec
@@ -334,7 +334,8 @@ def test_x_is_quantised_where_there_is_code_that_reads_it_so() -> None:
         other = DType(f"{dtype.value}_a16")
         problems = tuple(plan([replace(QWEN3, dtypes=(dtype, other))]).problems)
         beside = set(row_kernel_specs(problems, 90, Pool())) - set(row_kernel_specs(problems, 80, Pool()))
-        assert beside == {RowOpSpec(one, DType.BF16) for one in (code_ops.quantize, code_ops.activation)}
+        wanted = (code_ops.quantize, RowOp.ORDER_CODES, code_ops.activation)
+        assert beside == {RowOpSpec(op, DType.BF16) for op in wanted}
         only = tuple(one for one in problems if one.dtype is other)
         assert row_kernel_specs(only, 90, Pool()) == row_kernel_specs(problems, 80, Pool())
 

@@ -63,6 +63,13 @@ def test_codes_and_scales_are_those_of_two_passes() -> None:
         BASE | by_row | {"act": "swiglu_oai", "block": 128, "columns": 448},
         BASE | by_row | {"block": 1024, "M": 3},
     ]
+    few = {"M": 19, "columns": 256}
+    cases += [
+        BASE | few | how | {"used": used, "programs": programs}
+        for how in ({}, by_row, by_row | {"block": 128})
+        for used in (0, 5, 19, None)
+        for programs in (1, 2)
+    ]
     done = warm.run([WORKER], given=json.dumps(cases), env=os.environ | {"TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout) == [[]] * len(cases)

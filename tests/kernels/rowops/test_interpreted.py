@@ -49,6 +49,7 @@ def case(**changes: object) -> dict[str, object]:
         "repeated": 0,
         "narrow": False,
         "biased": False,
+        "programs": None,
     }
     return base | changes
 
@@ -125,6 +126,14 @@ CASES = (
             (9, 9, 40, 2, 16),
         ]
         for wide in (False, True)
+    }
+    | {
+        f"{which} of {used} rows by {programs} programs": case(
+            **{"pass": which}, M=19, used=used, programs=programs, weighted=True, top_k=3, interleaved=programs == 2
+        )
+        for which in ("activation", "activation_grad", "gather", "combine")
+        for used in (0, 1, 13, 19, None)
+        for programs in (1, 2, 5)
     }
     | {
         "combine": case(**{"pass": "combine"}),
@@ -228,6 +237,7 @@ def test_random_shapes() -> None:
                 named=rng.random() < 0.5,
                 narrow=rng.random() < 0.5,
                 biased=rng.random() < 0.5,
+                programs=rng.choice([None, 1, 2, 3]),
             )
         )
     for given, wrong in zip(cases, run(cases), strict=True):
@@ -260,6 +270,7 @@ def test_the_kernels_take_the_arguments_of_the_contract(op: RowOp) -> None:
         activation,
         activation_codes,
         gather_combine,
+        order_codes,
         place,
         quantize,
         quantize_rows,
@@ -268,7 +279,18 @@ def test_the_kernels_take_the_arguments_of_the_contract(op: RowOp) -> None:
     )
     from pretuned.kernels.rowops import activation_row_codes as row_codes
 
-    homes = (activation_codes, activation, zero_rows, place, sort, gather_combine, quantize, row_codes, quantize_rows)
+    homes = (
+        activation_codes,
+        activation,
+        zero_rows,
+        place,
+        sort,
+        gather_combine,
+        quantize,
+        row_codes,
+        quantize_rows,
+        order_codes,
+    )
     kernel = next(getattr(one, op.value) for one in homes if hasattr(one, op.value))
     constants = rowops.constants(rowops.RowOpSpec(op, DType.BF16))
     assert [*(name for name, _ in rowops.arguments(op)), *constants] == list(kernel.arg_names)
@@ -291,10 +313,10 @@ def test_which_passes_go_with_which_gemms() -> None:
     assert of(Op.FORWARD) == [(RowOp.COMBINE, bf16), (RowOp.ACTIVATION, bf16), (RowOp.GATHER, bf16), *rest]
     assert of(Op.DX) == [(RowOp.COMBINE, bf16), (RowOp.ACTIVATION_GRAD, bf16), (RowOp.GATHER, bf16), *rest]
     assert (RowOp.CLEAR, fp32) not in of(Op.DW)
-    made = [(RowOp.QUANTIZE, bf16), (RowOp.ACTIVATION_CODES, bf16)]
+    made = [(RowOp.QUANTIZE, bf16), (RowOp.ORDER_CODES, bf16), (RowOp.ACTIVATION_CODES, bf16)]
     assert of(Op.FORWARD, dtypes=(DType.FP8_BLOCK,)) == [*of(Op.FORWARD)[:3], *made, *rest]
     assert of(Op.FORWARD, dtypes=(DType.FP8_BLOCK_A16,)) == of(Op.FORWARD)
-    by_row = [(RowOp.QUANTIZE_ROWS, bf16), (RowOp.ACTIVATION_ROW_CODES, bf16)]
+    by_row = [(RowOp.QUANTIZE_ROWS, bf16), (RowOp.ORDER_CODES, bf16), (RowOp.ACTIVATION_ROW_CODES, bf16)]
     assert of(Op.FORWARD, dtypes=(DType.FP8_CHANNEL,)) == [*of(Op.FORWARD)[:3], *by_row, *rest]
     assert (
         len(of(*Op, dtypes=(bf16, DType.FP8_BLOCK, DType.FP8_CHANNEL))) == len(RowOp) - 1

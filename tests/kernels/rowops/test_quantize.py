@@ -29,10 +29,22 @@ def test_codes_and_scales_of_rows() -> None:
         BASE | {"used": 0},
         BASE | {"top_k": 2, "used": 3, "wide": True, "columns": 1152, "seed": 1},
     ]
+    cases += [BASE | {"top_k": k, "used": used, "programs": 2} for k in (0, 2) for used in (0, 1, 5, 9, None)]
     cases += [one | {"by_row": True} for one in cases] + [BASE | {"by_row": True, "columns": 64, "block": 128}]
     done = warm.run([WORKER], given=json.dumps(cases), env=os.environ | {"TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout) == [[]] * len(cases)
+
+
+def test_it_knows_the_flags_of_the_contract() -> None:
+    pytest.importorskip("triton")
+    from pretuned.kernels.rowops import order_codes
+
+    assert (order_codes._USED.value, order_codes._PICKED.value) == (rowops.USED, rowops.PICKED)
+    spec = rowops.RowOpSpec(RowOp.ORDER_CODES, DType.BF16)
+    assert (spec.config.block, spec.config.num_warps) == (2048, 4)
+    assert rowops.programs(RowOp.ORDER_CODES, 9, 7168, 2048) == 9
+    assert rowops.divisibility(spec) == {"x": 16, "codes": 16, "columns": 64}
 
 
 def test_a_program_does_a_row() -> None:

@@ -15,7 +15,8 @@ from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.format.codec import encode
 from pretuned.artifacts.records.bundle import Choice, Source
 from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Op, Problem
+from pretuned.artifacts.records.problem import Fusion, Op, Problem, RowOp
+from pretuned.kernels import rowops as contract
 from pretuned.kernels.contract.config import Config, Schedule
 from pretuned.kernels.contract.spec import Spec
 from pretuned.runtime import Lora, explain, grouped_gemm, hooks, moe_mlp, reload, sort_routing
@@ -195,6 +196,18 @@ def test_a_plan_is_not_of_another_number_of_tokens_with_the_same_hint(device: De
             got = moe_mlp(hidden, *weights, ids, share, expected_rows=2)
             torch.testing.assert_close(got, moe_mlp(hidden, *weights, ids, share))
     assert replayed
+
+
+def test_rows_of_few_slots_are_gathered_one_by_one(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To read each row of x once takes a launch more, and pays where most slots of a token are there."""
+    publish(device, gather_ns=1_000_000)
+    monkeypatch.setattr(contract, "BY_TOKEN_LEAST_BYTES", 1)
+    call = layer(128, there=1, grad=False)
+    want = call()
+    for hint, launches in ((None, 2), (64, 1), (64, 1), (128, 2), (256, 2)):
+        device.launches.clear()
+        assert torch.equal(call(expected_rows=hint)[0], want[0])
+        assert device.passed.count(RowOp.GATHER) == launches
 
 
 @pytest.mark.parametrize("hint", [-1, 257, True, 1.0, "16", torch.tensor(16)])

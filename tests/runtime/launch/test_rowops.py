@@ -175,6 +175,7 @@ def combine(path: Path, tag: str = "") -> Path:
 
 @pytest.mark.parametrize("op", RowOp)
 def test_the_driver_gets_every_argument_and_the_grid(op: RowOp, gpu: EmulatedGpu) -> None:
+    gpu.per_sm = 16
     kinds = rowops.arguments(op)
     rows, columns = 70, 3000
     sizes = {"M": rows, "columns": columns}
@@ -194,6 +195,20 @@ def test_the_driver_gets_every_argument_and_the_grid(op: RowOp, gpu: EmulatedGpu
     assert [(one.grid, one.threads, one.stream) for one in gpu.launches] == [
         (grid, 32 * RowOpSpec(op, DType.BF16).config.num_warps, 79)
     ] * 2
+
+
+@pytest.mark.parametrize("op", RowOp)
+def test_a_launch_of_many_rows_has_no_more_programs_than_the_gpu_takes_at_a_time(op: RowOp, gpu: EmulatedGpu) -> None:
+    """But for kernels that do not loop over rows: theirs are counted by the caller."""
+    gpu.per_sm = 3
+    launcher, columns, most = load(gpu, op), 1024, rowops.WAVES * 3 * gpu.gpu.sm_count
+    run = launcher.bind(**{name: columns for name, kind in rowops.arguments(op) if kind != "ptr" and name != "M"})
+    loops = op not in (RowOp.SORT_SLOTS, RowOp.CLEAR)
+    for rows in (1, 5, 1 << 10, 1 << 20):
+        gpu.launches.clear()
+        run(rows, 0, *range(1, 1 + len(launcher.operands)))
+        made = rowops.programs(op, rows, columns, launcher.block, rowops.rows_at_once(op))
+        assert [(one.grid, one.words["M"]) for one in gpu.launches] == [(min(made, most) if loops else made, rows)]
 
 
 GIVEN = {"y": 1, "places": 2, "out": 6, "M": 2, "columns": 3, "top_k": 1, "flags": 0}  # of COMBINE

@@ -1,0 +1,97 @@
+"""x that arrives as codes on a real GPU. PRETUNED_BUNDLES is as for test_training.py."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from pretuned.artifacts.records.precision import Scale
+from pretuned.runtime import ExpertWeights, QuantizedRows, explain, grouped_gemm, moe_mlp, sort_routing
+from pretuned.runtime.weights.order import K_ORDER
+from pretuned.runtime.weights.row_codes import codes_of_rows
+
+pytestmark = [
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a GPU of sm_90"
+    ),
+    pytest.mark.skipif(
+        not os.environ.get("PRETUNED_BUNDLES"), reason="needs PRETUNED_BUNDLES to name bundles for this GPU"
+    ),
+]
+
+E, H, I, TOPK = 16, 2048, 768, 8  # noqa: E741
+FORMATS = ["fp8_block", "fp8_channel"]
+
+
+def weights(format: str) -> list[ExpertWeights]:
+    generator = torch.Generator("cuda").manual_seed(5)
+    shapes = (2 * I, H), (H, I)
+    every = (torch.randn(E, *s, device="cuda", generator=generator).bfloat16() * s[1] ** -0.5 for s in shapes)
+    return [ExpertWeights.quantize(one, format).prepare() for one in every]
+
+
+def exact(T: int, format: str, *, by_column: bool) -> tuple[torch.Tensor, QuantizedRows]:
+    """Rows of bfloat16, and the codes and scales that stand for exactly them: those that quantising them gives."""
+    generator = torch.Generator("cuda").manual_seed(T)
+    group = 128 if format == "fp8_block" else H
+    numbers = torch.arange(256, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn).float()
+    numbers = numbers[numbers.isfinite()]
+    values = numbers[torch.randint(0, len(numbers), (T, H // group, group), device="cuda", generator=generator)]
+    values[:, :, 0] = 448.0
+    factor = 2.0 ** torch.randint(-12, -7, (T, H // group, 1), device="cuda", generator=generator).float()
+    x = (values * factor).view(T, H).bfloat16()
+    codes, scale = codes_of_rows(x, Scale("fp32", 1, 128 if format == "fp8_block" else 0))
+    bits = codes.view(torch.uint8).view(T, H // 64, 64)
+    natural = torch.empty_like(bits)
+    natural[..., torch.tensor(K_ORDER, device="cuda")] = bits
+    scale = scale[:, :T].T if scale.dim() == 2 else scale[:, None]
+    scale = scale.T.contiguous().T if by_column else scale.contiguous()
+    return x, QuantizedRows(natural.view(T, H).view(torch.float8_e4m3fn), scale)
+
+
+@pytest.mark.parametrize("by_column", [False, True])
+@pytest.mark.parametrize("T", [1, 300, 4096])
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_layer_has_the_bits_of_one_that_quantises_its_rows(format: str, T: int, by_column: bool) -> None:
+    """With many rows. With few it leaves x as it is, and is near. In a graph it is the same."""
+    up, down = weights(format)
+    x, given = exact(T, format, by_column=by_column)
+    generator = torch.Generator("cuda").manual_seed(T)
+    ids = torch.rand(T, E, device="cuda", generator=generator).topk(TOPK).indices
+    ids[torch.rand(T, TOPK, device="cuda", generator=generator) < 0.5] = -1
+    share = torch.rand(T, TOPK, device="cuda", generator=generator)
+    with torch.no_grad():
+        want, found = moe_mlp(x, up, down, ids, share), moe_mlp(given, up, down, ids, share)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            again = moe_mlp(given, up, down, ids, share)
+    graph.replay()
+    assert torch.equal(found, again)
+    if T == 4096:  # 1,024 rows an expert: x is quantised
+        assert torch.equal(found, want)
+    error = (found.float() - want.float()).norm() / want.float().norm().clamp(min=1e-30)
+    assert float(error) < 1e-2
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_products(format: str) -> None:
+    """Of sorted rows and of rows that are gathered, scattered and weighted: as of the rows that the codes stand for."""
+    T = 4096
+    up, _ = weights(format)
+    x, given = exact(T, format, by_column=True)
+    routing = sort_routing(torch.rand(T, E, device="cuda").topk(TOPK).indices, E)
+    share = torch.rand(T, TOPK, device="cuda")
+    gathered: dict[str, Any] = {"topk": TOPK, "gather_indices": routing.gather_indices, "permute_x": True}
+    moved = gathered | {"permute_y": True, "topk_weights": share, "fuse_mul_post": True}
+    for how in (gathered, moved):
+        found, want = grouped_gemm(given, up, routing.m_sizes, **how), grouped_gemm(x, up, routing.m_sizes, **how)
+        error = (found.float() - want.float()).norm() / want.float().norm()
+        assert float(error) < 1e-2
+    sizes = torch.full((E,), T // E - 9, dtype=torch.int32, device="cuda")
+    found, want = (grouped_gemm(one, up, sizes, zero_tail=True) for one in (given, x))
+    assert float((found.float() - want.float()).norm() / want.float().norm()) < 1e-2
+    assert not found[int(sizes.sum()) :].any()
+    assert explain(given, up, sizes).coded

@@ -1,0 +1,123 @@
+"""An emulated H200 for products that read codes of both operands.
+
+Its row kernels do what the real ones do; a product multiplies the codes that it is given by the weights that the test
+has in float32.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from pathlib import Path
+
+import torch
+from emulated_driver import H200, EmulatedGpu, Launch
+from emulated_kernels import bundle_of, made
+from host_gpu import SLOTS, publish_alone
+
+from pretuned.artifacts.records.bundle import Choice, Source
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Op, Problem, RowOp
+from pretuned.kernels.contract.config import Config, Loads, Schedule, TileRows
+from pretuned.kernels.contract.spec import Spec
+from pretuned.kernels.hopper_w8a8_block import scale_columns
+from pretuned.kernels.rowops import RowOpSpec
+from pretuned.runtime import ExpertWeights
+from pretuned.runtime.weights.row_codes import values_of_rows
+
+E, T, TOP_K, H, I = 4, 24, 2, 256, 128  # noqa: E741
+PASSES = (
+    RowOp.ACTIVATION,
+    RowOp.ACTIVATION_CODES,
+    RowOp.QUANTIZE,
+    RowOp.COMBINE,
+    RowOp.QUANTIZE_ROWS,
+    RowOp.ACTIVATION_ROW_CODES,
+    RowOp.ORDER_CODES,
+)
+SCALED = Config(128, 256, 128, 8, 4, loads=Loads.TMA, schedule=Schedule.W8A8_BLOCK)
+MIXED = Config(16, 64, 128, 8, 3, loads=Loads.TMA, schedule=Schedule.W4A16)
+BY_ROW = Config(256, 128, 128, 8, 4, loads=Loads.TMA, schedule=Schedule.W8A8_CHANNEL, rows=TileRows.FITTED)
+PRODUCTS = (
+    Spec(Op.FORWARD, DType.FP8_BLOCK, SCALED),
+    Spec(Op.FORWARD, DType.FP8_BLOCK_A16, MIXED),
+    Spec(Op.FORWARD, DType.FP8_CHANNEL, BY_ROW),
+    Spec(Op.FORWARD, DType.FP8_CHANNEL_A16, MIXED),
+)
+
+
+def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """The memory that begins there."""
+    held = (ctypes.c_uint8 * (math.prod(shape) * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(held, dtype=dtype).view(shape)
+
+
+class Machine(EmulatedGpu):
+    """An H200 whose bundle has the products of codes, and measured that quantising x is faster, or slower."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(H200)
+        self.folder, self.dense = folder, dict[int, torch.Tensor]()
+        self.after |= {made(one)[0].cubin_sha256: self.multiply for one in PRODUCTS}
+        self.publish()
+
+    def publish(self, *, without: RowOp | None = None, quantises: bool = True) -> None:
+        specs = [*PRODUCTS, *(RowOpSpec(op, DType.BF16) for op in PASSES if op is not without)]
+        """Of 8 rows and fewer quantising x is slower in either case."""
+
+        def ns(spec: Spec, bucket: int) -> int:
+            codes_us = 1 if quantises and bucket > 8 else 2000
+            return 1000 * (codes_us if spec.dtype.quantises_x else 1000)
+
+        choices = {
+            Problem(Op.FORWARD, spec.dtype, E, N, K): [
+                Choice(bucket, index, Source.MEASURED, ns(spec, bucket), gpu=0) for bucket in (4, 8, 32, 64)
+            ]
+            for index, spec in enumerate(PRODUCTS)
+            for N, K in ((2 * I, H), (I, H), (H, I))
+        }
+        sort = made(RowOpSpec(RowOp.SORT_SLOTS, DType.FP32, 1), block=SLOTS)
+        publish_alone(self.folder, bundle_of([*map(made, specs), sort], choices, gpus=[H200]))
+        self.launches.clear()
+
+    @property
+    def ran(self) -> list[RowOp]:
+        """The row kernels that were launched, but for the sort."""
+        return [RowOp(one.code.op) for one in self.passes if one.code.op is not RowOp.SORT_SLOTS]
+
+    def multiply(self, launch: Launch) -> None:
+        words, at = launch.words, launch.addresses()
+        M, N, K = (words[name] for name in ("M", "N", "K"))
+        if "x_scale" in at:
+            codes = tensor_at(at["x"], (M, K), torch.float8_e4m3fn)
+            by_row = launch.code.dtype is DType.FP8_CHANNEL
+            scale = tensor_at(at["x_scale"], (M,) if by_row else (K // 128, scale_columns(M)), torch.float32)
+            values, row = values_of_rows(codes, scale, slice(0, M)), 0
+        else:
+            values, row = tensor_at(at["x"], (M, K), torch.bfloat16).float(), 0
+        stored = tensor_at(at["y"], (M, N), torch.bfloat16)
+        for e, count in enumerate(tensor_at(at["m_sizes"], (E,), torch.int32).tolist()):
+            stored[row : row + count] = values[row : row + count] @ self.dense[at["w"]][e].T
+            row += count
+        if words["flags"] & 16:
+            stored[row:] = 0
+
+    def layer(self, gated: bool, format: str = "fp8_block") -> tuple[ExpertWeights, ExpertWeights]:
+        """Prepared weights, whose values the GPU knows."""
+        up, down = layer_of(gated, format)
+        self.dense |= {one.codes.data_ptr(): one.dequantize(torch.float32) for one in (up, down)}
+        return up, down
+
+
+def layer_of(gated: bool, format: str) -> tuple[ExpertWeights, ExpertWeights]:
+    g = torch.Generator().manual_seed(3)
+    pairs = ((1 + gated) * I, H), (H, I)
+    up, down = (ExpertWeights.quantize(torch.randn(E, N, K, generator=g) / K**0.5, format) for N, K in pairs)
+    return up.prepare(), down.prepare()
+
+
+def routed(T: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(T)
+    ids = torch.rand(T, E, generator=g).topk(TOP_K).indices
+    ids[T // 2 :, 1] = -1  # of no expert
+    return torch.randn(T, H, generator=g).bfloat16(), ids, torch.rand(T, TOP_K, generator=g)
