@@ -266,9 +266,9 @@ def _rows_ns(profile: Profile, work: _Work, chip: Chip, c: Constants, family: Co
     spread = 0.5 * column_tiles * math.sqrt(rows.active) / slots
     waves = mean_waves(per_slot, spread, saved)
     worked = waves if share == 1.0 else mean_waves(per_slot * share, spread, saved)
-    per_sm = profile.occupancy
+    blocks = profile.occupancy
     rate_ns = tile_steps * profile.step_ns
-    rate_ns *= worked if per_sm == 1 else mean_waves(per_slot * share * per_sm, spread * per_sm, saved)
+    rate_ns *= worked if blocks == 1 else mean_waves(per_slot * share * blocks, spread * blocks, saved)
     chain_ns = worked * tile_steps * profile.chain_ns + (waves - 1.0) * profile.tile_ns
     if empty > 0.0:
         chain_ns += empty * c.empty_program_ns / slots

@@ -11,8 +11,9 @@ Only times of one GPU and one source are compared. A modelled time must be lower
 model is no more exact. If a GPU's memory bandwidth is unknown, row kernels have no times, and no plan uses them.
 
 Rows gathered first
-    TMA can't load rows that an index picks. That costs a kernel up to 15 % (docs/inside/trials.md,
-    gathered-rows-there). A row kernel that gathers x into a scratch [M, K] before may take less or more. A call that
+    TMA can't load rows that an index picks. That costs a kernel up to 15 %
+    (docs/inside/trials.md, gathered-rows-there). A row kernel that gathers x into a scratch [M, K] before may take less
+    or more. A call that
     also scatters, weighs or adds a bias then needs a kernel that stores by index. Bundles have no choices for that
     kernel after a row kernel, so the plan takes the variant with the plain choice's config, or its runner-up's, at
     5 % above its time (an index costs a large tile up to 7 % on an H200: docs/inside/performance.md).

@@ -1,6 +1,6 @@
 """Open a bundle file and read its parts when they are needed; each part is checked before it is used.
 
-with open_bundle("pretuned.msgpack") as bundle:
+with open_bundle(path) as bundle:
     choices = bundle.find(problem)
     cubin = bundle.cubin(choices[0].variant)
 """
