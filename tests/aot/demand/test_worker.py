@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from pretuned.aot.executors.local import LocalExecutor
 from pretuned.aot.measure.job import Setup
 from pretuned.aot.plan.plan import BuildPlan
 from pretuned.aot.process.scratch import scratch_folder
-from pretuned.aot.tune.tuner import tune_problems
 from pretuned.artifacts.errors import CompileError, HostError
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.format import codec
@@ -41,32 +39,21 @@ def nothing_but_what_ships(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.fixture(autouse=True)
-def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times are made up."""
-
-    def tune(problems: Any, candidates: Path, journal: Path, *, gpus: Any, executors: None, **how: Any) -> object:
-        with executor(candidates) as here:
-            return tune_problems(problems, candidates, journal, executors=here, **how)
-
-    monkeypatch.setattr(worker, "tune_problems", tune)
-
-
-@contextmanager
-def executor(candidates: Path) -> Iterator[list[LocalExecutor]]:
-    with open_bundle(candidates) as bundle, scratch_folder() as scratch:
-        one = LocalExecutor(Setup(str(candidates), bundle.digest, 0), scratch, greet=faketimer.greet, run=faketimer.run)
-        try:
-            yield [one]
-        finally:
-            one.shutdown()
+def planned(dtype: str) -> BuildPlan:
+    key = key_for(ON_H200, 13, 1024, 1536, 4, dtype, 512)
+    return tuner.planned_for(key, tuner.shape_of(key))
 
 
 @pytest.fixture
 def layer() -> BuildPlan:
     """A layer of nobody's."""
-    key = key_for(ON_H200, 13, 1024, 1536, 4, "bf16", 512)
-    return tuner.planned_for(key, tuner.shape_of(key))
+    return planned("bf16")
+
+
+@pytest.fixture
+def unknown() -> BuildPlan:
+    """A layer for which nothing ships, not even a candidate."""
+    return planned("fp32")
 
 
 def measured(planned: BuildPlan, answer: Path, made: Sequence[str] = ()) -> Bundle:
@@ -75,7 +62,12 @@ def measured(planned: BuildPlan, answer: Path, made: Sequence[str] = ()) -> Bund
         (one.name, one.top_k, one.dtype.value, [worker.plain(problem) for problem in one.problems])
         for one in planned.models
     ]
-    worker.measure_cells(cells, models, 90, 0, 60.0, None, made, answer)
+    with scratch_folder() as scratch:  # times are made up
+        gpu = LocalExecutor(Setup("", b"", 0), scratch, greet=faketimer.greet, run=faketimer.run)
+        try:
+            worker._measure_cells(cells, models, 90, 0, gpu, 60.0, None, made, answer)
+        finally:
+            gpu.shutdown()
     return codec.decode(answer.read_bytes(), "tuned now")
 
 
@@ -107,12 +99,11 @@ def test_where_nothing_compiles_what_ships_is_measured(
 
 @pytest.mark.parametrize("error", [CompileError("no barrier"), HostError("no Triton here")])
 def test_where_there_is_nothing_at_all_the_reason_is_told(
-    layer: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+    unknown: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     nothing_compiles(monkeypatch, error)
-    monkeypatch.setattr(snapshot, "installed_places", tuple)
     with pytest.raises(type(error), match=str(error)):
-        measured(layer, tmp_path / "answer")
+        measured(unknown, tmp_path / "answer")
 
 
 def test_the_models_next_ones_are_compiled_where_the_first_can_not_be(
@@ -143,13 +134,11 @@ def test_what_only_the_callers_process_has_is_held_against(
         assert opened.digest.hex()[:16] in again.producer.held_against
 
 
-def test_what_runs_instead_is_told(layer: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_runs_instead_is_told(layer: BuildPlan, unknown: BuildPlan) -> None:
     told = tuner._instead(layer.buckets, ON_H200)
     assert told.startswith("what runs instead is the ordinary choice, of catalogue-")
-    empty = snapshot.Snapshot(())
-    monkeypatch.setattr(snapshot, "snapshot", lambda: empty)
-    cells = sum(map(len, layer.buckets.values()))
-    assert tuner._instead(layer.buckets, ON_H200) == f"torch's grouped GEMM runs {cells} of {cells} cells"
+    cells = sum(map(len, unknown.buckets.values()))
+    assert tuner._instead(unknown.buckets, ON_H200) == f"torch's grouped GEMM runs {cells} of {cells} cells"
 
 
 def test_what_this_process_made_goes_to_the_child(tmp_path: Path) -> None:
