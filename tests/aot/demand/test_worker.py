@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from pretuned.aot.executors.local import LocalExecutor
 from pretuned.aot.measure.job import Setup
 from pretuned.aot.plan.plan import BuildPlan
 from pretuned.aot.process.scratch import scratch_folder
+from pretuned.aot.tune.tuner import tune_problems
 from pretuned.artifacts.errors import CompileError, HostError
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.format import codec
@@ -37,6 +39,27 @@ def nothing_but_what_ships(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("PRETUNED_BUNDLES", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times are made up."""
+
+    def tune(problems: Any, candidates: Path, journal: Path, *, gpus: Any, executors: None, **how: Any) -> object:
+        with executor(candidates) as here:
+            return tune_problems(problems, candidates, journal, executors=here, **how)
+
+    monkeypatch.setattr(worker, "tune_problems", tune)
+
+
+@contextmanager
+def executor(candidates: Path) -> Iterator[list[LocalExecutor]]:
+    with open_bundle(candidates) as bundle, scratch_folder() as scratch:
+        one = LocalExecutor(Setup(str(candidates), bundle.digest, 0), scratch, greet=faketimer.greet, run=faketimer.run)
+        try:
+            yield [one]
+        finally:
+            one.shutdown()
 
 
 def planned(dtype: str) -> BuildPlan:
@@ -62,12 +85,7 @@ def measured(planned: BuildPlan, answer: Path, made: Sequence[str] = ()) -> Bund
         (one.name, one.top_k, one.dtype.value, [worker.plain(problem) for problem in one.problems])
         for one in planned.models
     ]
-    with scratch_folder() as scratch:  # times are made up
-        gpu = LocalExecutor(Setup("", b"", 0), scratch, greet=faketimer.greet, run=faketimer.run)
-        try:
-            worker._measure_cells(cells, models, 90, 0, gpu, 60.0, None, made, answer)
-        finally:
-            gpu.shutdown()
+    worker.measure_cells(cells, models, 90, 0, 60.0, None, made, answer)
     return codec.decode(answer.read_bytes(), "tuned now")
 
 
