@@ -43,7 +43,7 @@ def test_what_each_pointer_of_a_kernel_points_at_is_said() -> None:
     """A name that nobody gave a type would be compiled as a pointer to rows, and read anything."""
     with pytest.raises(KeyError, match="unheard_of"):
         triton._triton_type("unheard_of", "ptr", PASS, {})
-    words = {"index", "experts", "places", "used", "ids", "bounds", "m_sizes", "counts"}
+    words = {"index", "experts", "places", "used", "ids", "bounds", "m_sizes", "counts", "starts"}
     for op in RowOp:
         for name, kind in rowops.arguments(op):
             wanted = "*i32" if name in words else {"order": "*i64", "named": "*i8", "codes": "*u8"}.get(name, "*bf16")
