@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from steps import steps
 
 from pretuned.aot.bundle.verify import sound
 from pretuned.aot.compile.cache import asked_for, made_of
@@ -25,7 +26,6 @@ from pretuned.aot.plan.plan import plan, planned_on
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.files import packed
 from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.format import index
 from pretuned.artifacts.format.schema import read_measured
 from pretuned.artifacts.records.bundle import Choice, Source, Way
 from pretuned.artifacts.records.precision import PRECISIONS, DType
@@ -297,16 +297,8 @@ def test_every_specialised_kernel_was_right_on_the_gpu(name: str, journal: str, 
 
 
 @pytest.mark.slow
-def test_where_code_was_judged_is_told_by_few_of_its_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_code_was_judged_is_told_by_few_of_its_choices() -> None:
     """A first call of a shape that no choice is for asks it, of code that the cost model has chosen."""
-    reads = 0
-
-    def counted(record: bytes, gpus: int) -> list[tuple[int, int]]:
-        nonlocal reads
-        reads += 1
-        return read_measured(record, gpus)
-
-    monkeypatch.setattr(index, "read_measured", counted)
     found: dict[int, int] = {}
     with open_bundle(FOLDER / f"{CATALOGUE}.msgpack") as bundle:
         problems = bundle.problems()
@@ -314,11 +306,10 @@ def test_where_code_was_judged_is_told_by_few_of_its_choices(monkeypatch: pytest
         choices = [one for problem in problems for one in bundle.find(problem) if one.gpu is not None]
     cells = Counter(i for one in choices for i in (one.variant, one.runner_up))
     for i in named:
-        reads = 0
         with open_bundle(FOLDER / f"{CATALOGUE}.msgpack") as bundle:
+            found[i] = steps(lambda bundle=bundle, i=i: bundle.judged_on(i), of=read_measured)
             assert bundle.judged_on(i) is not None
-        found[i] = reads
-    assert statistics.median(found.values()) < len(problems) / 100
+    assert 1 <= statistics.median(found.values()) < len(problems) / 100
     # (What one cell alone names may stand anywhere.)
     assert max(reads for i, reads in found.items() if cells[i] > 1) < len(problems) / 4
     assert sum(cells[i] == 1 for i in named) <= 1

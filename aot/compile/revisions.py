@@ -8,9 +8,11 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 
 from ...artifacts.code.syntax import syntax_sha256
+from ...kernels.contract.entry import Entry, KernelEntry
 from ...kernels.registry import ENTRIES
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
@@ -18,28 +20,38 @@ KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 
 def sources(kernel: str) -> tuple[Path, ...]:
     """The files that a kernel is compiled from: its home and its imports from the kernels layer, ascending."""
-    return tuple(sorted(_texts(kernel)))
+    return tuple(sorted(_texts(home_of(kernel))))
+
+
+def home_of(kernel: str) -> Path:
+    """The file that a kernel's function is in."""
+    return KERNELS.joinpath(*ENTRIES[kernel].home.split(".")).with_suffix(".py")
 
 
 def source_sha256(kernel: str) -> str:
-    """The digest, in hex, of a kernel's source as it is on disk now.
+    """The digest, in hex, of a kernel's source as it is on disk now."""
+    return sha256_of(home_of(kernel))
+
+
+def sha256_of(home: Path) -> str:
+    """The digest, in hex, of a source file and its imports from the kernels layer.
 
     It is over the sorted digests of the syntax trees of ``sources``: comments and file names don't change it.
     """
-    digests = sorted(_parsed(text)[1] for text in _texts(kernel).values())
+    digests = sorted(_parsed(text)[1] for text in _texts(home).values())
     return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
-def main() -> None:
+def main(entries: Mapping[str, Entry | KernelEntry] = ENTRIES) -> None:
     """Print each kernel and its digest, a line each, and mark those that differ from the entry's."""
-    for name, entry in ENTRIES.items():
+    for name, entry in entries.items():
         now = source_sha256(name)
         print(name, now, *([] if now == entry.sha256 else [f"(the entry has {entry.sha256})"]))
 
 
-def _texts(kernel: str) -> dict[Path, bytes]:
+def _texts(home: Path) -> dict[Path, bytes]:
     texts: dict[Path, bytes] = {}
-    ahead = [KERNELS.joinpath(*ENTRIES[kernel].home.split(".")).with_suffix(".py")]
+    ahead = [home]
     while ahead:
         path = ahead.pop()
         if path in texts:

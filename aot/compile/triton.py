@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...artifacts.errors import CompileError
 from ...artifacts.records.bundle import Kernel, Producer, TensorMap, Variant
@@ -133,9 +133,35 @@ def arguments_of(spec: Spec | RowOpSpec) -> tuple[tuple[str, str], ...]:
     return rowops.arguments(spec.op) if isinstance(spec, RowOpSpec) else registry.arguments(spec)
 
 
-def job_key(spec: Spec | RowOpSpec, sm: int) -> str:
+class CompilerInputs(NamedTuple):
+    """What a variant is compiled with, besides its source: each argument's type, sizes of descriptors, constants.
+
+    ``rewrites`` is the digest of what rewrites its PTX, "" if nothing does.
+    """
+
+    types: dict[str, str]
+    boxes: dict[str, tuple[int, ...]]
+    constants: dict[str, int | str | bool | None]
+    divisible: dict[str, int]
+    rewrites: str
+
+
+def inputs_of(spec: Spec | RowOpSpec, sm: int) -> CompilerInputs:
+    """What ``compile_variant`` compiles a variant with."""
+    boxes, changes = {}, ""
+    constants: dict[str, int | str | bool | None]
+    if isinstance(spec, RowOpSpec):
+        constants, divisible = {**rowops.constants(spec)}, rowops.divisibility(spec)
+    else:
+        boxes, constants, divisible = registry.boxes(spec), registry.constants(spec, sm), registry.divisibility(spec)
+        changes = source_of_rewrites_sha256() if rewrites(spec.config) else ""
+    types = {name: _triton_type(name, kind, spec, boxes) for name, kind in arguments_of(spec)}
+    return CompilerInputs(types, boxes, constants, divisible, changes)
+
+
+def job_key(spec: Spec | RowOpSpec, sm: int, inputs: CompilerInputs | None = None) -> str:
     """The digest of everything that decides a cubin's bytes: the name of a compile-cache entry."""
-    tools, entry = toolchain(), entry_of(spec)
+    tools, entry, inputs = toolchain(), entry_of(spec), inputs or inputs_of(spec, sm)
     parts = [
         repr(spec),
         str(sm),
@@ -147,15 +173,14 @@ def job_key(spec: Spec | RowOpSpec, sm: int) -> str:
         *OPTIONS,
     ]
     if isinstance(spec, Spec):
-        parts += [repr(registry.constants(spec, sm)), repr(registry.boxes(spec)), repr(registry.divisibility(spec))]
-        parts += [source_of_rewrites_sha256()] if rewrites(spec.config) else []
+        parts += [repr(inputs.constants), repr(inputs.boxes), repr(inputs.divisible)]
+        parts += [inputs.rewrites] if inputs.rewrites else []
     else:
-        kinds = [_triton_type(name, kind, spec, {}) for name, kind in arguments_of(spec)]
         parts += [
             str(spec.config),
-            repr(rowops.constants(spec)),
-            repr(rowops.divisibility(spec)),
-            repr(kinds),
+            repr(inputs.constants),
+            repr(inputs.divisible),
+            repr(list(inputs.types.values())),
             repr(spec.max_registers),
         ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
@@ -238,22 +263,18 @@ def _triton_compile(spec: Spec | RowOpSpec, sm: int, scratch: str) -> Any:
 
     entry = entry_of(spec)
     function = getattr(import_module(f"...kernels.{entry.home}", __package__), entry.name)
-    names = list(function.arg_names)
-    constants: dict[str, int | str | bool | None]
+    names, inputs = list(function.arg_names), inputs_of(spec, sm)
     if isinstance(spec, RowOpSpec):
-        boxes, constants, divisible = {}, {**rowops.constants(spec)}, rowops.divisibility(spec)
         warps, stages = spec.config.num_warps, 1
     else:
-        boxes, constants, divisible = registry.boxes(spec), registry.constants(spec, sm), registry.divisibility(spec)
         # A specialised kernel's options are of one warpgroup, and its stages are its own.
         config = spec.config
         warps, stages = (4, 1) if config.schedule.warp_specialized else (config.num_warps, config.num_stages)
-    kinds = {name: _triton_type(name, kind, spec, boxes) for name, kind in arguments_of(spec)}
     source = (GluonASTSource if function.is_gluon() else ASTSource)(
         function,
-        {name: kinds.get(name, "constexpr") for name in names},
-        constants,
-        {(names.index(name),): [["tt.divisibility", by]] for name, by in divisible.items()},
+        {name: inputs.types.get(name, "constexpr") for name in names},
+        inputs.constants,
+        {(names.index(name),): [["tt.divisibility", by]] for name, by in inputs.divisible.items()},
     )
     options: dict[str, Any] = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
     if isinstance(spec, RowOpSpec) and spec.max_registers:

@@ -24,10 +24,10 @@ def compile_kind(problem: Problem, sm: int) -> bytes:
     from ...runtime.settings import settings
     from ..compile.cache import default_dir
     from ..plan.targets import SUPPORTED
-    from .worker import plain
+    from . import worker
 
     if sm not in SUPPORTED:
         raise HostError(f"Triton compiles for sm_{', sm_'.join(map(str, SUPPORTED))}, not for sm_{sm}")
     cache = None if settings().disable_autotune else default_dir()
-    arguments = {"problem": plain(problem), "sm": sm, "cache": None if cache is None else str(cache)}
-    return child.call("demand.worker:compile_kind", arguments, timeout_s=_TIMEOUT_S, who="the compiler")
+    arguments = {"problem": worker.plain(problem), "sm": sm, "cache": None if cache is None else str(cache)}
+    return child.call(worker.compile_kind, arguments, timeout_s=_TIMEOUT_S, who="the compiler")

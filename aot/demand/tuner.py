@@ -199,7 +199,7 @@ def measure_in_child(planned: BuildPlan, sm: int, device: int) -> Bundle:
         "cache": None if cache is None else str(cache),
         "bundles": list(files),
     }
-    data = child.call("demand.worker:measure_cells", arguments, timeout_s=_CHILD_TIMEOUT_S, who="tuning", files=files)
+    data = child.call(worker.measure_cells, arguments, timeout_s=_CHILD_TIMEOUT_S, who="tuning", files=files)
     return codec.decode(data, "tuned now")
 
 

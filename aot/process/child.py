@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -28,20 +28,19 @@ _START = (
     "import json, sys; work = json.load(sys.stdin); sys.path[:] = work['path']; "
     "from pretuned.aot.process.child import work_on; work_on(work)"
 )
-_PACKAGE = (__package__ or "").rpartition(".")[0]  # of the named modules
 _CHARS = 2000  # of a dead child's last output
 _RAISED = {error.__name__: error for error in (CompileError, HostError, InputError)}
 
 
 def call(
-    function: str,
+    function: Callable[..., None],
     arguments: Mapping[str, object],
     *,
     timeout_s: float,
     who: str,
     files: Mapping[str, bytes] = MappingProxyType({}),
 ) -> bytes:
-    """Run ``room.module:function`` of ``pretuned.aot`` in a child, and return what it wrote to the file ``answer``.
+    """Run a module's function in a child, and return what it wrote to the file ``answer``.
 
     The function gets plain keyword arguments and ``answer``. ``files`` are next to ``answer``, by name. ``who`` begins
     the error if there is no temporary directory. If this process is killed, the child ends too and removes the files.
@@ -58,7 +57,7 @@ def call(
             answer = scratch / "answer"
             for name, data in files.items():
                 (scratch / name).write_bytes(data)
-            _run(function, arguments, answer, timeout_s)
+            _run(f"{function.__module__}:{function.__name__}", arguments, answer, timeout_s)
             return answer.read_bytes()
     except OSError as error:
         if isinstance(error, PretunedError):
@@ -67,11 +66,11 @@ def call(
 
 
 def _run(function: str, arguments: Mapping[str, object], answer: Path, timeout_s: float) -> None:
+    """``function`` is MODULE:NAME."""
     error_file = answer.with_suffix(".error")
-    package = f"{_PACKAGE}." if _PACKAGE else ""
     work = {
         "path": sys.path,
-        "function": package + function,
+        "function": function,
         "arguments": dict(arguments),
         "answer": str(answer),
         "error": str(error_file),

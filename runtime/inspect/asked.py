@@ -39,13 +39,7 @@ def dtype_of_weights(asked: object, who: str) -> DType:
     """
     if not isinstance(asked, str) or asked not in PRECISIONS:
         raise InputError(f"{who}: weights is {asked!r}, wanted one of {', '.join(PRECISIONS)}")
-    *_, dtype = dtypes_of(asked) or (None,)
-    if dtype is None:
-        able = ", ".join(name for name in PRECISIONS if dtypes_of(name))
-        raise InputError(
-            f"{who}: no kernel is for {asked} weights: torch dequantises them, expert by expert; kernels are for {able}"
-        )
-    return dtype
+    return dtypes_of(asked)[-1]
 
 
 def suits(problem: Problem) -> bool:
@@ -146,12 +140,9 @@ def _of_quantised(
     from ..check import tensors
 
     call = tensors.check(x, tensors.outline(w, x, w_layout), m_sizes, w_layout)
-    dtype = next(iter(w.kernel_dtypes), None)
-    if dtype is None:
-        raise InputError(f"explain: no kernel is for {w.format} weights: torch dequantises them, expert by expert")
     E, N, K = w.shape
     fusion = code_of(Op.FORWARD, fusion & ~Fusion.GATHER if w.is_prepared else fusion)  # (gathered beforehand)
-    problem = Problem(Op.FORWARD, dtype, E, N, K, Layout.NK if w.is_prepared else Layout.STORED, fusion)
+    problem = Problem(Op.FORWARD, w.kernel_dtypes[0], E, N, K, Layout.NK if w.is_prepared else Layout.STORED, fusion)
     aligned = suits(problem) and tensors.rows_usable(call.x) and x.dtype is torch.bfloat16
     return problem, call.M, aligned, call.x.get_device() if call.x.is_cuda else device
 

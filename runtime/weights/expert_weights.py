@@ -323,31 +323,31 @@ class ExpertWeights:
 
         Their dtypes and shapes stay, and what is in them is no longer what these say.
         """
-        from .order import rewrite
+        from .order import rewriting
 
         order = _orders().get(self.format)
         if order is None or self.is_prepared or not self._has_room(order):
             return self
         codes, scale, zero = self.codes, self.scale, self.zero
-        with torch.inference_mode(codes.is_inference()), torch.no_grad():
+        with torch.inference_mode(codes.is_inference()), torch.no_grad(), rewriting() as rewrite:
             codes = rewrite(codes, order.prepared, order.stored)
             if order.prepared_scale is not None and order.stored_scale is not None and order.moves(scale):
                 scale = rewrite(scale, order.prepared_scale, order.stored_scale)
             if zero is not None and order.prepared_zero is not None and order.stored_zero is not None:
                 zero = rewrite(zero, order.prepared_zero, order.stored_zero)
-        made = ExpertWeights(self.format, codes, scale, zero, self.global_scale)
-        _ = made.kernel_scale
+            made = ExpertWeights(self.format, codes, scale, zero, self.global_scale)
+            _ = made.kernel_scale
         synchronize(codes)
         return made
 
     def restore_in_place(self) -> ExpertWeights:
         """As ``restore``, in the memory of these tensors."""
-        from .order import rewrite
+        from .order import rewriting
 
         if not self.is_prepared:
             return self
         order, codes, scale, zero = _order_of(self), self.codes, self.scale, self.zero
-        with torch.inference_mode(codes.is_inference()), torch.no_grad():
+        with torch.inference_mode(codes.is_inference()), torch.no_grad(), rewriting() as rewrite:
             codes = rewrite(codes, order.stored, order.prepared)
             if order.prepared_scale is not None and order.stored_scale is not None and _moved(order, scale):
                 scale = rewrite(scale, order.stored_scale, order.prepared_scale)

@@ -21,7 +21,8 @@ kernel that multiplies the codes themselves (kernels/hopper_w8a8_block/rows.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TypeAlias
 
@@ -99,23 +100,28 @@ class CodeOrder(NamedTuple):
         return made
 
 
-def rewrite(given: torch.Tensor, move: _Move, back: _Move) -> torch.Tensor:
-    """Write ``move`` of each expert's part over it; ``back`` undoes that. Returns this memory in its new shape.
+@contextlib.contextmanager
+def rewriting() -> Iterator[Callable[[torch.Tensor, _Move, _Move], torch.Tensor]]:
+    """Yield f(given, move, back), which writes ``move`` of each expert's part over ``given``; ``back`` undoes that.
 
-    If it fails for want of memory, everything is as it was.
+    It returns the memory of ``given`` in its new shape. If this context fails anywhere, all tensors are as they were.
     """
-    made = move(given[0])
-    there = given.flatten(1).view(torch.uint8).view(made.dtype).view(given.shape[0], *made.shape)
-    done = 0
-    try:
+    done: list[tuple[torch.Tensor, torch.Tensor, _Move]] = []
+
+    def rewrite(given: torch.Tensor, move: _Move, back: _Move) -> torch.Tensor:
+        made = move(given[0])
+        there = given.flatten(1).view(torch.uint8).view(made.dtype).view(given.shape[0], *made.shape)
         for expert in range(given.shape[0]):
             _overwrite(there[expert], move(given[expert]) if expert else made)
-            done += 1
+            done.append((given[expert], there[expert], back))
+        return there
+
+    try:
+        yield rewrite
     except BaseException:
-        for expert in range(done):
-            _overwrite(given[expert], back(there[expert]))
+        for before, after, back in done:
+            _overwrite(before, back(after))
         raise
-    return there
 
 
 def _overwrite(to: torch.Tensor, made: torch.Tensor) -> None:

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import functools
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 import torch
+from emulated_driver import emulated
+from host_gpu import PERSISTENT, Device
 
-from benchmarks import method
 from benchmarks.speed import quantised_layer
+from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import RowOp
-from pretuned.kernels import rowops
-from pretuned.runtime.launch import rowops as launch_rowops
 
 
-def test_each_row_kernel_gets_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: list[RowOp] = []
-
-    def launch(op: RowOp, rows: int, stream: int, words: dict[str, int]) -> None:
-        assert words.keys() == dict(rowops.arguments(op)).keys()
-        launched.append(op)
-
-    monkeypatch.setattr(launch_rowops, "launcher", lambda op, *_, **__: functools.partial(launch, op))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
-    monkeypatch.setattr(method, "activations", lambda *sizes: torch.zeros(sizes[:2], dtype=torch.bfloat16))
-    for call in quantised_layer.passes(9, 256, "cpu")[0]:
-        call()
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the emulated GPU is for machines without one")
+def test_each_row_kernel_gets_its_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRETUNED_BUNDLES", str(tmp_path))
+    monkeypatch.setenv("PRETUNED_DISABLE_SELF_TEST", "1")
     one, two = RowOp.ACTIVATION_CODES, [RowOp.ACTIVATION, RowOp.QUANTIZE]
-    assert launched == [one, *two, *two]
+    with emulated(Device(tmp_path)) as gpu:
+        gpu.computes = False
+        gpu.there = {one, *two}
+        gpu.has(PERSISTENT, DType.BF16)
+        for call in quantised_layer.passes(9, 256, "cpu")[0]:
+            call()
+        assert gpu.passed == [one, *two, *two]
+        assert all(each.words[name] for each in gpu.passes for name, kind in each.code.arguments if kind == "ptr")

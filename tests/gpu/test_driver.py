@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from calls import calls_of
 
 from pretuned.artifacts.errors import DriverTooOld
 from pretuned.artifacts.files.bundle_file import open_bundle
@@ -47,10 +48,8 @@ def test_a_driver_that_is_too_old_is_told_before_anything_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert SHIPPED is not None
-    here, loads = local_gpu(0).gpu.driver, []
+    here = local_gpu(0).gpu.driver
     assert here == cuda.driver_version() >= SHIPPED.min_driver > 0
-    real = loader.loaded
-    monkeypatch.setattr(loader, "loaded", lambda *given, **named: loads.append(given) or real(*given, **named))
     plain = (one for one in SHIPPED.choices if one.op is Op.FORWARD and one.dtype is DType.BF16 and not one.fusion)
     problem = min(plain, key=lambda one: one.E * one.N * one.K)
     x = torch.randn(64, problem.K, device="cuda", dtype=torch.bfloat16)
@@ -63,7 +62,7 @@ def test_a_driver_that_is_too_old_is_told_before_anything_is_loaded(
         publish(path, encode(SHIPPED._replace(min_driver=here + 10)))
         reload()
         both = f"CUDA {cuda_version(here + 10)} or later.*CUDA {cuda_version(here)}".replace(".", r"\.", 1)
-        with pytest.raises(DriverTooOld, match=both):
+        with calls_of(loader.loaded) as loads, pytest.raises(DriverTooOld, match=both):
             grouped_gemm(x, w, m_sizes)
         assert loads == []
         publish(path, encode(SHIPPED._replace(min_driver=here)))

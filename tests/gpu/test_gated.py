@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from calls import calls_of
 from torch.nn import functional
 
 from pretuned.artifacts.records.bundle import Choice
@@ -258,17 +259,9 @@ def chosen_problems() -> Iterator[tuple[Problem, Choice]]:
     yield from ((problem, found[problem]) for problem in small)
 
 
-def test_a_layer_runs_it_exactly_where_the_rule_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_runs_it_exactly_where_the_rule_says_so() -> None:
     if not kernels():
         pytest.skip("the bundles have no code with silu in its epilogue for this GPU")
-    ran: list[int] = []
-    real = activation.forward
-
-    def counted(h: torch.Tensor, *rest: object) -> torch.Tensor:
-        ran.append(len(h))
-        return real(h, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(activation, "forward", counted)
     tried = list(chosen_problems())
     assert tried
     for problem, choice in tried:
@@ -278,8 +271,9 @@ def test_a_layer_runs_it_exactly_where_the_rule_says_so(monkeypatch: pytest.Monk
         up, down = random(E, 2 * I, H, scale=H**-0.5), random(E, H, I, scale=I**-0.5)
         ids = torch.randint(0, E, (T, 1), device="cuda")
         found = fused_silu(dispatch_snapshot.snapshot(), problem, T, local_gpu(0), top_k=1, aligned=True)
-        ran.clear()
-        moe_mlp(random(T, H), up, down, ids, torch.rand(T, 1, device="cuda"))
+        hidden, weights = random(T, H), torch.rand(T, 1, device="cuda")
+        with calls_of(activation.forward) as ran:
+            moe_mlp(hidden, up, down, ids, weights)
         assert bool(ran) is (found.chosen is None), found.reason
         (plan,) = dispatch_snapshot.snapshot().plans.values()
         names = [step.name for one in plan.programs.values() for step in one.steps]

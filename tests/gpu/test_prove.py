@@ -14,11 +14,13 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
 import torch
+from calls import Call, calls_of
 
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.files.publish import publish
@@ -140,32 +142,30 @@ def write(folder: Path, *, faulty: bool = False) -> Path:
 class Machine:
     """This GPU, with a bundle and an overlay of its own; ``tried`` counts trials."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, folder: Path) -> None:
-        self.patch, self.tried, self.path = patch, 0, write(folder)
+    def __init__(self, patch: pytest.MonkeyPatch, folder: Path, trials: list[Call]) -> None:
+        self.trials, self.path = trials, write(folder)
         patch.setenv("PRETUNED_BUNDLES", str(self.path.parent))
         patch.setenv("XDG_CACHE_HOME", str(folder))
         patch.delenv("PRETUNED_DISABLE_SELF_TEST", raising=False)
         patch.delenv("PRETUNED_DISABLE_AUTOTUNE", raising=False)
-        real = proof.trial
-
-        def trial(*given: object) -> str | None:
-            self.tried += 1
-            return real(*given)  # type: ignore[arg-type]
-
-        patch.setattr(proof, "trial", trial)
         self.anew()
+
+    @property
+    def tried(self) -> int:
+        return len(self.trials)
 
     def anew(self) -> None:
         """As another process finds it."""
-        self.patch.setattr(verdicts, "_memory", verdicts._Memory())
+        verdicts._memory.__init__()  # type: ignore[misc]
         device_of(0).trusted.clear()
-        self.tried = 0
+        self.trials.clear()
         reload()
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
-    return Machine(monkeypatch, tmp_path)
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Machine]:
+    with calls_of(proof.tried) as trials:
+        yield Machine(monkeypatch, tmp_path, trials)
 
 
 def operands() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -22,9 +22,11 @@ def calls_of(*functions: Callable[..., Any]) -> Iterator[list[Call]]:
     codes = {function.__code__: function.__name__ for function in functions}  # type: ignore[attr-defined]
     calls: list[Call] = []
 
-    def look(frame: FrameType, event: str, _argument: object) -> None:
+    def look(frame: FrameType, event: str, argument: object) -> None:
         if event == "call" and frame.f_code in codes:
             calls.append(Call(codes[frame.f_code], dict(frame.f_locals)))
+        if before is not None:
+            before(frame, event, argument)
 
     before = sys.getprofile()
     sys.setprofile(look)

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from ctypes import c_char, c_int32, c_int64, c_uint, c_uint64, c_void_p
 from typing import NamedTuple
-
-import pytest
-
-from pretuned.runtime.driver import cuda
 
 _KINDS = {"ptr": c_uint64, "i32": c_int32, "i64": c_int64}
 
@@ -47,14 +42,6 @@ class Launch(NamedTuple):
             else _KINDS[kind].from_address(place or 0).value
             for kind, place in zip(kinds, places, strict=True)
         ]
-
-
-def read_launches(patch: pytest.MonkeyPatch, read: Callable[[Launch], int | None]) -> None:
-    """Have ``read`` be the driver: it sees each launch as it is made, and may return CUDA's error code."""
-    patch.setattr(
-        cuda, "launch_kernel", lambda: lambda config, handle, pointers, _: read(Launch(config, handle, pointers)) or 0
-    )
-    patch.setattr(cuda, "argument", lambda address: address)
 
 
 def parameters(arguments: tuple[tuple[str, str], ...]) -> tuple[list[str], list[str | int]]:

@@ -179,13 +179,14 @@ class EmulatedGpu:
     cubin, by its digest, and may spoil what was stored. fails: the CUDA error of a function's calls, by its name.
     refuses: that of launches of a cubin, by its digest. broken: a kernel has faulted, and waiting for the GPU raises,
     as it does once for each of ``raises``. on_load: is called after each cubin that is loaded.
+    repeats_addresses: a tensor map has its address a second time, at its end.
     """
 
     def __init__(self, gpu: Gpu = H200, sm: int = 90, count: int = 1, per_sm: int = 1) -> None:
         self.gpu, self.sm, self.count, self.per_sm = gpu, sm, count, per_sm
         self.visible = self.computes = self.available = True
         self.capturing, self.contexts = False, True
-        self.broken = ""
+        self.broken, self.repeats_addresses = "", False
         self.current = 0
         self.fails: dict[str, int] = {}
         self.refuses: dict[bytes, int] = {}
@@ -360,7 +361,8 @@ class EmulatedGpu:
             return 1
         filled = [one + [0] * (n - len(one)) for one, n in zip(given[:3], (5, 4, 5), strict=True)]
         made = _MAP.pack(address or 0, *filled[0], *filled[1], *filled[2], kind, rank, swizzle, promotion)
-        ctypes.memmove(map, made.ljust(128, b"\0"), 128)
+        again = (address or 0) if self.repeats_addresses else 0
+        ctypes.memmove(map, made.ljust(120, b"\0") + again.to_bytes(8, "little"), 128)
         self.encoded.append(Descriptor.read(made))  # type: ignore[arg-type]
         return 0
 

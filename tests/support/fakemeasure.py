@@ -6,6 +6,7 @@ import hashlib
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 from pretuned.aot.demand.tuner import OnDemand
 from pretuned.aot.plan.families import Pool, families
@@ -34,8 +35,12 @@ def bundle(
     code_bytes: int = 64,
     modelled: bool = False,
     sm: int = 90,
+    plain_ns: int = 5000,
 ) -> Bundle:
-    """Every cell measured, with one variant a family and a fallback of each; of codes by the first of their configs."""
+    """Every cell measured, with one variant a family and a fallback of each; of codes by the first of their configs.
+
+    ``plain_ns`` is the time of products that leave x as it is.
+    """
     variants: list[Variant] = []
     cubins: list[bytes] = []
     number: dict[object, int] = {}
@@ -77,7 +82,8 @@ def bundle(
     for family, problems in families(planned.problems).items():
         for problem in problems:
             rows = planned.buckets[problem]
-            choices[problem] = tuple(Choice(one, number[family], source, 5000, gpu=at) for one in rows)
+            ns = 5000 if family.dtype.quantises_x else plain_ns
+            choices[problem] = tuple(Choice(one, number[family], source, ns, gpu=at) for one in rows)
     names = sorted({(one.kernel, one.revision) for one in variants})
     made = Bundle(
         Target(sm, sm >= 90),
@@ -96,14 +102,14 @@ def bundle(
 class Counted:
     """Measures by making a bundle up, and writes a line into a file for each call."""
 
-    def __init__(self, log: Path, seconds: float = 0.0, config: Config = CONFIG, modelled: bool = False) -> None:
-        self.log, self.seconds, self.config, self.modelled = log, seconds, config, modelled
+    def __init__(self, log: Path, seconds: float = 0.0, **how: Any) -> None:
+        self.log, self.seconds, self.how = log, seconds, how
 
     def __call__(self, planned: BuildPlan, sm: int, device: int) -> Bundle:
         with self.log.open("a") as file:
             file.write(f"{os.getpid()}\n")
         time.sleep(self.seconds)
-        return bundle(planned, config=self.config, modelled=self.modelled)
+        return bundle(planned, **self.how)
 
     @property
     def calls(self) -> int:
@@ -111,6 +117,6 @@ class Counted:
         return len(self.log.read_text().splitlines()) if self.log.exists() else 0
 
 
-def on_demand(log: Path, seconds: float = 0.0, config: Config = CONFIG, modelled: bool = False) -> OnDemand:
-    """Tuning on demand on an H200 that isn't there."""
-    return OnDemand(Counted(log, seconds, config, modelled), lambda device: ON_H200)
+def on_demand(log: Path, seconds: float = 0.0, **how: Any) -> OnDemand:
+    """Tuning on demand on an H200 that isn't there; ``how`` is as of ``bundle``."""
+    return OnDemand(Counted(log, seconds, **how), lambda device: ON_H200)

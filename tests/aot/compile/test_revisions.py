@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pretuned.aot.compile import revisions
-from pretuned.aot.compile.revisions import KERNELS, source_sha256, sources
+from pretuned.aot.compile.revisions import KERNELS, sha256_of, source_sha256, sources
 from pretuned.kernels.registry import ENTRIES
 
 
@@ -33,7 +33,7 @@ def test_the_sources_are_what_the_home_imports() -> None:
     assert names == {"rowops/zero_rows.py", "portable_plain/tiles.py"}
 
 
-def test_a_moved_file_or_a_changed_comment_changes_no_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_moved_file_or_a_changed_comment_changes_no_digest(tmp_path: Path) -> None:
     """Other folders, names of modules, import lines, comments: the same digest. One more statement is another."""
     moved = tmp_path / "elsewhere"
     moved.mkdir()
@@ -43,19 +43,13 @@ def test_a_moved_file_or_a_changed_comment_changes_no_digest(tmp_path: Path, mon
     }
     (moved / "a.py").write_text(texts["a.py"].replace("from ..portable_plain.tiles import", "from .b import"))
     (moved / "b.py").write_text(texts["b.py"] + "\n# One more comment.\n")
-    monkeypatch.setattr(revisions, "KERNELS", tmp_path)
-    recorded = ENTRIES["clear"]
-    monkeypatch.setitem(ENTRIES, "clear", recorded._replace(home="elsewhere.a"))
-    assert source_sha256("clear") == recorded.sha256
+    assert sha256_of(moved / "a.py") == ENTRIES["clear"].sha256
     (moved / "b.py").write_text(texts["b.py"] + "\nONE_MORE = 1\n")
-    assert source_sha256("clear") != recorded.sha256
+    assert sha256_of(moved / "a.py") != ENTRIES["clear"].sha256
 
 
-def test_main_prints_each_kernel_and_marks_a_stale_entry(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(ENTRIES, "clear", ENTRIES["clear"]._replace(sha256="0" * 64))
-    revisions.main()
+def test_main_prints_each_kernel_and_marks_a_stale_entry(capsys: pytest.CaptureFixture[str]) -> None:
+    revisions.main(ENTRIES | {"clear": ENTRIES["clear"]._replace(sha256="0" * 64)})
     expected = {name: f"{name} {source_sha256(name)}" for name in ENTRIES}
     expected["clear"] += f" (the entry has {'0' * 64})"
     assert capsys.readouterr().out.splitlines() == list(expected.values())

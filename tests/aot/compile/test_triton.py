@@ -9,47 +9,41 @@ from typing import Any
 import pytest
 
 from pretuned.aot.compile import triton
-from pretuned.aot.compile.triton import job_key
+from pretuned.aot.compile.ptx import source_of_rewrites_sha256
+from pretuned.aot.compile.triton import inputs_of, job_key
 from pretuned.artifacts.errors import CompileError
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, RowOp
-from pretuned.kernels import registry, rowops
-from pretuned.kernels.contract.config import Config, Loads, Schedule
+from pretuned.kernels import rowops
+from pretuned.kernels.contract.config import Config, Loads, Schedule, TileRows
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.rowops import RowOpSpec
 
 SPEC = Spec(Op.FORWARD, DType.BF16, Config(128, 128, 64, 8, 6, loads=Loads.TMA, schedule=Schedule.COOPERATIVE))
 
 
-@pytest.mark.parametrize("name", ["constants", "boxes", "divisibility"])
-def test_what_the_compiler_is_told_is_in_the_name_of_a_cached_cubin(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+PASS = RowOpSpec(RowOp.COMBINE, DType.BF16)
+FITTED = SPEC._replace(config=SPEC.config._replace(rows=TileRows.FITTED, block_n=256))
+
+
+@pytest.mark.parametrize("spec", [SPEC, PASS, FITTED])
+def test_what_the_compiler_is_told_is_in_the_name_of_a_cached_cubin(spec: Spec | RowOpSpec) -> None:
     """No kernel's source changes with it, so a cubin of before would be taken for one of now."""
-    before, told = job_key(SPEC, 90), getattr(registry, name)
-
-    def other(*given: Any) -> dict[str, Any]:
-        return {**told(*given), "SLOTS": 7}
-
-    assert job_key(SPEC, 90) == before
-    monkeypatch.setattr(registry, name, other)
-    assert job_key(SPEC, 90) != before
-
-
-@pytest.mark.parametrize("name", ["constants", "divisibility", "arguments"])
-def test_so_is_what_it_is_told_of_a_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = RowOpSpec(RowOp.COMBINE, DType.BF16)
-    before, told = job_key(spec, 90), getattr(rowops, name)
-    monkeypatch.setattr(rowops, name, lambda one: told(one)[::-1] if name == "arguments" else {"BLOCK": 7})
-    assert job_key(spec, 90) != before
+    inputs = inputs_of(spec, 90)
+    others = {"constants": {"SLOTS": 7}, "divisible": {"M": 7}}
+    others |= {"types": {"y": "*fp32"}} if spec is PASS else {"boxes": {"x": (7, 7)}}
+    others |= {"rewrites": "of another day"} if spec is FITTED else {}
+    assert inputs.rewrites == (source_of_rewrites_sha256() if spec is FITTED else "")
+    assert job_key(spec, 90) == job_key(spec, 90, inputs)
+    keys = {job_key(spec, 90, inputs._replace(**{name: other})) for name, other in others.items()}
+    assert len({job_key(spec, 90), *keys}) == 1 + len(others)
 
 
-def test_what_each_pointer_of_a_kernel_points_at_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_each_pointer_of_a_kernel_points_at_is_said() -> None:
     """A name that nobody gave a type would be compiled as a pointer to rows, and read anything."""
-    spec = RowOpSpec(RowOp.COMBINE, DType.BF16)
-    monkeypatch.setattr(rowops, "arguments", lambda _op: (("unheard_of", "ptr"),))
     with pytest.raises(KeyError, match="unheard_of"):
-        job_key(spec, 90)
-    monkeypatch.undo()
-    words = {"index", "experts", "places", "used", "ids", "bounds", "m_sizes", "counts"}
+        triton._triton_type("unheard_of", "ptr", PASS, {})
+    words = {"index", "experts", "places", "used", "ids", "bounds", "m_sizes", "counts", "starts"}
     for op in RowOp:
         for name, kind in rowops.arguments(op):
             wanted = "*i32" if name in words else {"order": "*i64", "named": "*i8", "codes": "*u8"}.get(name, "*bf16")

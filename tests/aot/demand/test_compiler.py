@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import childjobs
 import pytest
 import warm
 
@@ -83,18 +84,15 @@ def test_a_capability_that_triton_does_not_know(home: Path) -> None:
 @pytest.mark.parametrize(
     ("function", "error", "words"),
     [
-        ("childjobs:refuse", InputError, "not this"),
-        ("childjobs:fail", CompileError, "no code"),
-        ("childjobs:trip", HostError, "ZeroDivisionError"),
-        ("childjobs:abort", HostError, r"died \(SIGABRT\)"),
-        ("childjobs:leave", HostError, r"died \(exit 3\)"),
-        ("childjobs:hang", HostError, "did not end within 3 s"),
+        (childjobs.refuse, InputError, "not this"),
+        (childjobs.fail, CompileError, "no code"),
+        (childjobs.trip, HostError, "ZeroDivisionError"),
+        (childjobs.abort, HostError, r"died \(SIGABRT\)"),
+        (childjobs.leave, HostError, r"died \(exit 3\)"),
+        (childjobs.hang, HostError, "did not end within 3 s"),
     ],
 )
-def test_a_child_that_ends_badly(
-    function: str, error: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(child, "_PACKAGE", "")
+def test_a_child_that_ends_badly(function: Callable[..., None], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         child.call(function, {}, timeout_s=3.0, who="a test")
 

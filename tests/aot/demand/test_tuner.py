@@ -37,6 +37,7 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op, Problem
 from pretuned.artifacts.records.target import LocalGpu
 from pretuned.kernels.contract.config import Config, Loads, Schedule
+from pretuned.kernels.registry import ENTRIES
 from pretuned.runtime import ExpertWeights, grouped_gemm, reload
 from pretuned.runtime.config_cache import MAX_FILES
 from pretuned.runtime.dispatch import snapshot
@@ -67,10 +68,10 @@ def key(seq_len: int = 64, E: int = 8, local: LocalGpu = ON_H200) -> CacheKey:
     return key_for(local, E, 256, 128, 2, torch.bfloat16, seq_len)
 
 
-def ship(home: Path, config: Config = OTHER, gpu: object = H200, modelled: bool = False, seq_len: int = 64) -> None:
+def ship(home: Path, seq_len: int = 64, **how: Any) -> None:
     """Put a bundle for ``key()``'s layer where PRETUNED_BUNDLES looks."""
     planned = tuner.planned_for(key(seq_len), tuner.shape_of(key(seq_len)))
-    made = fakemeasure.bundle(planned, config=config, gpu=gpu, modelled=modelled)  # type: ignore[arg-type]
+    made = fakemeasure.bundle(planned, **{"config": OTHER, **how})
     publish(home.parent.parent / "bundles" / "shipped.msgpack", codec.encode(made))
     reload()
 
@@ -133,13 +134,11 @@ def test_every_part_of_the_key_counts(home: Path, tmp_path: Path) -> None:
     assert key(local=LocalGpu(90, H100)) != key()
 
 
-def test_a_later_kernel_revision_tunes_again(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-
+def test_a_later_kernel_revision_tunes_again(home: Path, tmp_path: Path) -> None:
+    ship(home, revision=0)
     fakemeasure.on_demand(tmp_path / "log").configs(key(), 0, force=False)
-    for name, one in api.ENTRIES.items():
-        monkeypatch.setitem(api.ENTRIES, name, one._replace(revision=one.revision + 1))
-    fakemeasure.on_demand(tmp_path / "log").configs(key(), 0, force=False)
-    assert len((tmp_path / "log").read_text().splitlines()) == 2
+    assert len((tmp_path / "log").read_text().splitlines()) == 1
+    assert dict(key().kernels) == {name: one.revision for name, one in ENTRIES.items()}
 
 
 @pytest.mark.parametrize(
@@ -173,12 +172,9 @@ def test_a_layer_of_quantised_weights(
     assert key_for(ON_H200, 8, 256, 128, 2, "bf16", 64, "bf16") == key() != layer
 
 
-def test_of_fp8_blocks_the_configs_are_those_of_the_product_that_runs(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tuner, "quantised_x", lambda *_, **__: object())  # x is quantised, too
+def test_of_fp8_blocks_the_configs_are_those_of_the_product_that_runs(home: Path, tmp_path: Path) -> None:
     layer = key_for(ON_H200, 8, 256, 128, 2, "bf16", 64, "fp8_block")
-    forward, dX, _ = fakemeasure.on_demand(tmp_path / "log").configs(layer, 0, force=False)
+    forward, dX, _ = fakemeasure.on_demand(tmp_path / "log", plain_ns=50_000).configs(layer, 0, force=False)
     assert [config.schedule for _, config in forward.first.configs] == [Schedule.W8A8_BLOCK] * 2
     assert Schedule.W8A8_BLOCK not in {config.schedule for _, config in dX.first.configs}
 
@@ -193,8 +189,8 @@ def test_what_a_bundle_measured_on_this_very_gpu_is_a_hit(home: Path, tmp_path: 
 @pytest.mark.parametrize(
     "how", [{"gpu": H100}, {"modelled": True}, {"seq_len": 128}], ids=["another GPU", "modelled", "another bucket"]
 )
-def test_anything_else_is_not(home: Path, tmp_path: Path, how: dict[str, object]) -> None:
-    ship(home, **how)  # type: ignore[arg-type]
+def test_anything_else_is_not(home: Path, tmp_path: Path, how: dict[str, Any]) -> None:
+    ship(home, **how)
     assert chosen(fakemeasure.on_demand(tmp_path / "log").configs(key(), 0, force=False)) == {CONFIG}
     assert len((tmp_path / "log").read_text().splitlines()) == 1
 
@@ -242,14 +238,14 @@ def test_disabled_it_neither_measures_nor_writes(
 def test_without_any_bundle_torch_is_the_ordinary_choice(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot, "installed_places", tuple)  # not even those that ship
+    of_fp32 = key_for(ON_H200, 8, 256, 128, 2, torch.float32, 64)  # which nothing ships for
     monkeypatch.setenv("PRETUNED_DISABLE_AUTOTUNE", "1")
     reload()
-    assert chosen(fakemeasure.on_demand(tmp_path / "log").configs(key(), 0, force=False)) == {None}
+    assert chosen(fakemeasure.on_demand(tmp_path / "log").configs(of_fp32, 0, force=False)) == {None}
     monkeypatch.setenv("PRETUNED_STRICT", "1")
     reload()
     with pytest.raises(ProblemNotInBundle, match="Build one with: aot build"):
-        fakemeasure.on_demand(tmp_path / "log").configs(key(), 0, force=False)
+        fakemeasure.on_demand(tmp_path / "log").configs(of_fp32, 0, force=False)
 
 
 def test_a_failed_measurement_costs_no_run(home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -62,11 +62,21 @@ def executor(candidates: Path) -> Iterator[list[LocalExecutor]]:
             one.shutdown()
 
 
+def planned(dtype: str) -> BuildPlan:
+    key = key_for(ON_H200, 13, 1024, 1536, 4, dtype, 512)
+    return tuner.planned_for(key, tuner.shape_of(key))
+
+
 @pytest.fixture
 def layer() -> BuildPlan:
     """A layer of nobody's."""
-    key = key_for(ON_H200, 13, 1024, 1536, 4, "bf16", 512)
-    return tuner.planned_for(key, tuner.shape_of(key))
+    return planned("bf16")
+
+
+@pytest.fixture
+def unknown() -> BuildPlan:
+    """A layer for which nothing ships, not even a candidate."""
+    return planned("fp32")
 
 
 def measured(planned: BuildPlan, answer: Path, made: Sequence[str] = ()) -> Bundle:
@@ -107,12 +117,11 @@ def test_where_nothing_compiles_what_ships_is_measured(
 
 @pytest.mark.parametrize("error", [CompileError("no barrier"), HostError("no Triton here")])
 def test_where_there_is_nothing_at_all_the_reason_is_told(
-    layer: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+    unknown: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     nothing_compiles(monkeypatch, error)
-    monkeypatch.setattr(snapshot, "installed_places", tuple)
     with pytest.raises(type(error), match=str(error)):
-        measured(layer, tmp_path / "answer")
+        measured(unknown, tmp_path / "answer")
 
 
 def test_the_models_next_ones_are_compiled_where_the_first_can_not_be(
@@ -143,13 +152,11 @@ def test_what_only_the_callers_process_has_is_held_against(
         assert opened.digest.hex()[:16] in again.producer.held_against
 
 
-def test_what_runs_instead_is_told(layer: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_runs_instead_is_told(layer: BuildPlan, unknown: BuildPlan) -> None:
     told = tuner._instead(layer.buckets, ON_H200)
     assert told.startswith("what runs instead is the ordinary choice, of catalogue-")
-    empty = snapshot.Snapshot(())
-    monkeypatch.setattr(snapshot, "snapshot", lambda: empty)
-    cells = sum(map(len, layer.buckets.values()))
-    assert tuner._instead(layer.buckets, ON_H200) == f"torch's grouped GEMM runs {cells} of {cells} cells"
+    cells = sum(map(len, unknown.buckets.values()))
+    assert tuner._instead(unknown.buckets, ON_H200) == f"torch's grouped GEMM runs {cells} of {cells} cells"
 
 
 def test_what_this_process_made_goes_to_the_child(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -251,12 +250,10 @@ def test_one_run_measures_and_looks_and_the_next_does_nothing(
     candidates: Path, small_plan: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By what would ship in earnest, which the looks change; at first every other cell has one contender alone."""
-    cell = itertools.count()
     monkeypatch.setattr("pretuned.aot.tune.remeasure.LIKELY", 2.0)
-    monkeypatch.setattr("pretuned.aot.tune.scheduler.contenders", lambda ranked, *rest: ranked[: 1 + next(cell) % 2])
     journal, found = tmp_path / "h200.journal", read_candidates(candidates, small_plan)
     ships = shipping(small_plan, found)
-    with gpus(candidates) as here:
+    with gpus(candidates, run=faketimer.one_alone_at_first) as here:
         first = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships)
         second = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships)
     assert (first.measured, first.left, first.to_remeasure, first.finished) == (cells(small_plan), 0, 0, True)

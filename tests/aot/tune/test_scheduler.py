@@ -90,7 +90,9 @@ def test_a_gpu_that_never_starts_is_the_machines_fault(mine: Path, small_plan: B
 def test_a_worker_that_dies_before_it_takes_its_job_is_told_as_one_that_died(
     mine: Path, small_plan: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pretuned.aot.executors.local.start_worker", faketimer.never_begins)
+    killed = "import os, sys\nif any('spawn_main' in one for one in sys.orig_argv):\n    os.kill(os.getpid(), 9)\n"
+    (tmp_path / "sitecustomize.py").write_text(killed)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with (
         gpus(mine) as here,
         pytest.raises(HostError, match="GPU 0: its worker does not start: the process on GPU 0 is lost: All workers"),

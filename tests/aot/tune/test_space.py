@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import faketimer
@@ -14,9 +15,13 @@ from pretuned.aot.plan.plan import BuildPlan
 from pretuned.aot.tune.space import TuningSpace, fits
 from pretuned.aot.tune.tuner import Entrants, tune_problems
 from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.files.publish import publish
+from pretuned.artifacts.format import codec
+from pretuned.artifacts.records.bundle import Choice, Source
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem
 from pretuned.artifacts.records.target import LocalGpu
+from pretuned.kernels.contract.config import Config
 from pretuned.runtime.dispatch.neighbours import Near, Neighbourhood
 from pretuned.runtime.dispatch.places import Kind, Place
 from pretuned.runtime.dispatch.snapshot import Snapshot, Usable, View
@@ -37,18 +42,36 @@ def test_what_another_bundle_has_for_a_cell_is_asked(candidates: Path, small_pla
         assert ground.elsewhere(problem._replace(E=problem.E + 1), 1) == []
 
 
-def test_it_is_measured_beside_the_models_first(
-    candidates: Path, small_plan: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def with_wider_tiles(candidates: Path, path: Path) -> Path:
+    """The candidates, and of each aligned one three more with other tiles, whose code nobody runs."""
+    with open_bundle(candidates) as bundle:
+        made = bundle.load()
+    variants, cubins = list(made.variants), list(made.cubins)
+    for variant, cubin in zip(made.variants, made.cubins, strict=True):
+        for n in (16, 128, 256) if isinstance(variant.op, Op) and variant.alignment > 1 else ():
+            config, code = Config.from_pairs(variant.config)._replace(block_n=n), cubin[:-1] + bytes([n % 255])
+            variants.append(variant._replace(config=config.pairs(), cubin_sha256=hashlib.sha256(code).digest()))
+            cubins.append(code)
+    publish(path, codec.encode(made._replace(variants=tuple(variants), cubins=tuple(cubins))))
+    return path
+
+
+def test_it_is_measured_beside_the_models_first(candidates: Path, small_plan: BuildPlan, tmp_path: Path) -> None:
     """Of each cell the variant that the model puts last: without it two others are measured."""
-    monkeypatch.setattr(TuningSpace, "elsewhere", lambda self, problem, bucket: [last(self, problem, bucket)])
+    candidates = with_wider_tiles(candidates, tmp_path / "candidates.msgpack")
     with gpus(candidates) as here, open_bundle(candidates) as bundle:
-        like = Entrants(like=candidates)
-        tune_problems(small_plan.buckets, candidates, tmp_path / "journal", executors=here, entrants=like)
         ground = TuningSpace.of(small_plan.buckets, bundle, faketimer.H200, 90, 0.1)
+        worst = {
+            one: tuple(Choice(M, ground.ranked(one, M)[-1][1], Source.MODELLED, 1000) for M in buckets)
+            for one, buckets in ground.cells.items()
+        }
+        publish(tmp_path / "like.msgpack", codec.encode(bundle.load()._replace(choices=worst)))
+        like = Entrants(like=tmp_path / "like.msgpack")
+        tune_problems(small_plan.buckets, candidates, tmp_path / "journal", executors=here, entrants=like)
         for one in read_journal(tmp_path / "journal").records:
             assert isinstance(one, Measured)
             names = {bundle.variant(i).config for _, i in ground.ranked(one.problem, one.bucket)}
+            assert len(names) in (1, 8)
             tried = {sha: ground.index[one.problem, sha] for sha in (timing.variant for timing in one.timings)}
             assert last(ground, one.problem, one.bucket) in {bundle.variant(i).config for i in tried.values()}
             assert len(tried) == min(4, len(names))

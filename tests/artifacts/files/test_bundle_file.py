@@ -18,6 +18,7 @@ import golden_bundles
 import pytest
 from calls import calls_of
 from descriptors import open_files
+from processes import copy_of
 from steps import steps
 
 from pretuned.artifacts.errors import BundleCorrupt, BundleUnreadable, BundleUntrusted, HostError
@@ -485,12 +486,11 @@ def test_digest_stands_for_the_whole_content():
     assert codec.encode(other)[31:63] != MEDIUM[31:63]
 
 
-def test_a_descriptor_closes_after_modules_have_lost_their_names(tmp_path, monkeypatch):
+def test_a_descriptor_closes_after_modules_have_lost_their_names(tmp_path):
     """As the interpreter ends: nothing is said of an ignored exception, and the file is closed."""
-    fd = os.open(tmp_path, os.O_RDONLY)
-    held = bundle_file._Descriptor(fd)
-    for name in ("os", "contextlib"):
-        monkeypatch.setattr(bundle_file, name, None)
+    fd, module = os.open(tmp_path, os.O_RDONLY), copy_of(bundle_file)
+    held = module._Descriptor(fd)
+    module.os = module.contextlib = None
     del held
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)

@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 
 from pretuned.artifacts.errors import InputError
 from pretuned.runtime import Lora, activate, grouped_gemm, grouped_gemm_dW, grouped_gemm_dX, moe_mlp
+from pretuned.runtime.check.tensors import in_memory
 from pretuned.runtime.replay import programs
 
 pytestmark = [
@@ -300,6 +301,14 @@ def test_a_tensor_without_memory_is_refused() -> None:
     y = grouped_gemm(x, w, torch.tensor([3, 4, 5, 2]))
     with pytest.raises(InputError, match="dy is a Empty, which has no memory of its own"):
         torch.autograd.grad(y, x, Empty(torch.ones_like(y)))
+
+
+def test_a_tensor_of_another_class_is_not_copied() -> None:
+    class Named(torch.Tensor):
+        pass
+
+    dy = random(3, K).as_subclass(Named)
+    assert in_memory("dy", dy) is dy
 
 
 @pytest.mark.parametrize("which", ["x", "w", "bias"])

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from emulated_driver import EmulatedGpu, emulated
 from made import (
     ANY,
     NARROW,
@@ -34,7 +35,6 @@ from pretuned.runtime.dispatch import compiled
 from pretuned.runtime.dispatch.decide import Decision, Miss, decide
 from pretuned.runtime.dispatch.places import Kind
 from pretuned.runtime.dispatch.ranking import Match, Origin
-from pretuned.runtime.driver import device
 from pretuned.runtime.inspect.explain import examine
 
 HALF = PROBLEM._replace(dtype=DType.FP16)
@@ -136,14 +136,15 @@ def test_what_was_compiled_never_displaces_a_bundle(compiler: Compiler, tmp_path
     assert told.candidates[-1].origin is Origin.COMPILED
 
 
-def test_never_in_a_graph_capture(compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_never_in_a_graph_capture(compiler: Compiler, tmp_path: Path) -> None:
     allow_jit()
     found = snapshot(tmp_path)
-    monkeypatch.setattr(device, "capturing", lambda: True)
-    assert isinstance(decide(found, PROBLEM, 64, ON_H200), Miss)
-    assert not compiler.asked
-    monkeypatch.setattr(device, "capturing", lambda: False)
-    assert isinstance(decide(found, PROBLEM, 64, ON_H200), Decision)
+    with emulated(EmulatedGpu()) as gpu:
+        gpu.capturing = True
+        assert isinstance(decide(found, PROBLEM, 64, ON_H200), Miss)
+        assert not compiler.asked
+        gpu.capturing = False
+        assert isinstance(decide(found, PROBLEM, 64, ON_H200), Decision)
 
 
 def test_what_does_not_compile_falls_to_torch_with_the_reason(

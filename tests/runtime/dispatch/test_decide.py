@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import re
 import shlex
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -655,17 +653,15 @@ def test_a_modelled_bundle_never_hides_what_an_installed_one_has_measured(
     assert decision(found, 64, local, PROBLEM._replace(E=9)).chosen.match is Match.COST_MODEL
 
 
-def test_an_outcome_that_another_thread_came_to_first_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_outcome_that_another_thread_came_to_first_stays(tmp_path: Path) -> None:
     write(tmp_path / "a.msgpack", {PROBLEM: [modelled(64, WIDE)]})
-    found = snapshot(tmp_path)
     theirs = decision(snapshot(tmp_path))
 
-    @contextlib.contextmanager
-    def lock(name: str) -> Iterator[None]:
+    def meanwhile() -> list[Place]:
         found.decisions[PROBLEM, 64, True, ON_H200, False, False] = theirs
-        yield
+        return []
 
-    monkeypatch.setattr(decide_module, "lock", lock)
+    found = Snapshot([Place(Kind.NAMED, tmp_path)], meanwhile)
     assert decide(found, PROBLEM, 64, ON_H200) is theirs
 
 
@@ -689,7 +685,7 @@ def test_code_of_which_no_sm_holds_a_program_is_none_of_the_models(tmp_path: Pat
         assert isinstance(found, Decision if runs else Miss)
 
 
-def test_why_a_variant_can_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_a_variant_can_not_run(tmp_path: Path) -> None:
     one = bundle({}).variants[WIDE]
     assert why_not(one, PROBLEM, ON_H200, aligned=True) is None
     turns = one._replace(config=Config(128, 192, 64, 8, 5, loads=Loads.TMA, schedule=Schedule.PINGPONG).pairs())
@@ -697,7 +693,6 @@ def test_why_a_variant_can_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     told = why_not(turns, PROBLEM._replace(N=(192 << 20) + 8), ON_H200, aligned=True)
     assert told is not None
     assert "the most columns" in told
-    monkeypatch.setattr(verdicts, "_memory", verdicts._Memory())
     verdicts.leave_out(one, ON_H200)
     assert (
         why_not(one, PROBLEM, ON_H200, aligned=True)

@@ -120,7 +120,7 @@ def test_without_measured_choices_the_cost_model_decides_alone(tmp_path: Path) -
     assert decision(snapshot(tmp_path / "b"), ON_A100, aligned=False).reason.startswith("the cost model's")
 
 
-def test_what_cannot_run_the_call_is_not_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_run_the_call_is_not_chosen(tmp_path: Path) -> None:
     """For that it needs aligned rows, takes fewer experts, or was found wrong."""
     specs = [SPECS[WIDE], replace(SPECS[NARROW], max_experts=14), SPECS[ANY]]
     path = write(tmp_path / "a.msgpack", around(NARROW, WIDE), gpus=[H200], specs=specs)
@@ -130,7 +130,7 @@ def test_what_cannot_run_the_call_is_not_chosen(tmp_path: Path, monkeypatch: pyt
     assert decision(found, aligned=False).chosen.index == ANY
     assert decision(found, problem=ASKED._replace(K=833), aligned=False).chosen.index == ANY
     wrong = bundle(around(NARROW, WIDE), gpus=[H200], specs=specs).variants[NARROW]
-    monkeypatch.setattr(verdicts, "is_wrong", lambda one, local: one.cubin_sha256 == wrong.cubin_sha256)
+    verdicts.leave_out(wrong, ON_H200)
     assert decision(snapshot(path)).chosen.index == WIDE
 
 

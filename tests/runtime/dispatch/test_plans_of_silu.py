@@ -18,8 +18,7 @@ from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels.contract.config import Config, Loads, Schedule
 from pretuned.kernels.hardware.chips import chip_named
 from pretuned.kernels.plans import least_activation_us
-from pretuned.runtime import hooks
-from pretuned.runtime.dispatch import compiled
+from pretuned.runtime import allow_jit, register_compiler
 from pretuned.runtime.dispatch.decide import forms_of
 from pretuned.runtime.dispatch.hints import build_line
 from pretuned.runtime.dispatch.plans import plain_of
@@ -179,9 +178,9 @@ def test_preload_comes_to_it_from_any_form(tmp_path: Path) -> None:
     assert not any(Fusion.SILU in one.fusion for one in forms_of(PLAIN._replace(op=Op.DX)))
 
 
-def test_nothing_is_compiled_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hooks, "_allowed", True)
-    monkeypatch.setattr(compiled, "compiled", lambda *_: pytest.fail("compiled"))
+def test_nothing_is_compiled_for_it(tmp_path: Path) -> None:
+    register_compiler(lambda *_: pytest.fail("compiled"))
+    allow_jit()
     assert not used(tmp_path)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import made
 import pytest
 import signing
+from host_gpu import LOW_RANK, PERSISTENT, Device, bundle_bytes, install_candidates_bundle
 from made import ON_A100, ON_H200, ON_L40S, PROBLEM, SPECS, Spec, modelled, snapshot, write
 
 from pretuned.artifacts.errors import BundleCorrupt, ProblemNotInBundle
@@ -21,8 +22,6 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels.contract.config import Config, Schedule
-from pretuned.runtime import reload
-from pretuned.runtime.dispatch import decide as decide_module
 from pretuned.runtime.dispatch import pin
 from pretuned.runtime.dispatch.decide import Decision, Miss, decide, with_low_part
 from pretuned.runtime.dispatch.places import Kind, Place, candidates_name, installed_places
@@ -342,15 +341,12 @@ def shipped() -> Snapshot:
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_strict_mode_takes_no_low_rank_part_of_the_candidates(monkeypatch: pytest.MonkeyPatch, strict: bool) -> None:
-    asked: list[Problem] = []
+def test_strict_mode_takes_no_low_rank_part_of_the_candidates(
+    device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, strict: bool
+) -> None:
     monkeypatch.setenv("PRETUNED_STRICT", str(int(strict)))
-    monkeypatch.setattr(ready, "platform_supported", lambda: True)
-    monkeypatch.setattr(ready, "local_gpu", lambda _device: ON_A100)
-    monkeypatch.setattr(decide_module, "with_low_part", lambda _snapshot, problem, *_: asked.append(problem))
-    reload()
-    assert ready.low_rank_kernel(LOW, 64, 0) is None
-    assert asked == ([] if strict else [LOW])
+    install_candidates_bundle(monkeypatch, tmp_path, bundle_bytes(frozenset(LOW_RANK), DType.BF16, PERSISTENT))
+    assert (ready.low_rank_kernel(LOW, 64, 0) is None) is strict
 
 
 @pytest.mark.parametrize(("dtype", "N", "K"), [(DType.INT4_G128, 64, 192), (DType.MXFP4, 100, 208)])

@@ -15,7 +15,7 @@ from made import ON_H200, OTHER, PROBLEM, WIDE, modelled, snapshot, write
 from pretuned.artifacts.errors import BundleCorrupt, CudaError, HostError, InputError
 from pretuned.artifacts.files.bundle_file import BundleFile
 from pretuned.artifacts.records.bundle import Model
-from pretuned.artifacts.records.precision import DType, dtypes_of
+from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem, bucket_of
 from pretuned.integrations.served_layer import expected_rows
 from pretuned.runtime import explain, fingerprint, preload
@@ -215,14 +215,9 @@ def test_fp16_beside_bf16_is_not_what_a_deployment_comes_to() -> None:
     [
         ("fp8", "weights is 'fp8', wanted one of bf16, "),
         (8, "weights is 8, wanted"),
-        ("int4_g32_zp", "no kernel is for int4_g32_zp weights: torch dequantises them, .* kernels are for .*mxfp4"),
     ],
 )
-def test_weights_are_a_format_with_kernels(monkeypatch: pytest.MonkeyPatch, weights: object, told: str) -> None:
-    def all_but_one(name: str) -> tuple[DType, ...]:  # every format has kernels today
-        return () if name == "int4_g32_zp" else dtypes_of(name)
-
-    monkeypatch.setattr("pretuned.runtime.inspect.asked.dtypes_of", all_but_one)
+def test_weights_are_a_format_with_kernels(weights: object, told: str) -> None:
     with pytest.raises(InputError, match=f"preload: {told}"):
         preload(weights=weights)  # type: ignore[arg-type]
     with pytest.raises(InputError, match=f"explain: {told}"):

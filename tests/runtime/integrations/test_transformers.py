@@ -479,23 +479,10 @@ def test_experts_that_the_ranks_do_not_divide() -> None:
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-def test_the_rows_of_a_rank_choose_its_kernels(grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rows_of_a_rank_choose_its_kernels(grouped: bool) -> None:
     """All ids are here, or as many as with experts that are chosen alike; rows that were sent here are all here."""
-    experts = Experts(has_bias=True)
+    experts = Experts(has_bias=True, has_gate=grouped)  # whose own gate is not recognised
     every = 5
-    hints: list[int | None] = []
-
-    def spied(run: Any) -> Any:
-        def call(*given: Any, expected_rows: int | None, **how: Any) -> Any:
-            hints.append(expected_rows)
-            return run(*given, expected_rows=expected_rows, **how)
-
-        return call
-
-    for name in ("moe_mlp", "grouped_gemm"):
-        monkeypatch.setattr(ours, name, spied(getattr(ours, name)))
-    if grouped:
-        monkeypatch.setattr(ours, "recognise", lambda *_: None)
     hidden, ids, weights = torch.randn(20, 16), torch.randint(0, 2, (20, 4)), torch.rand(20, 4)
     part = split(experts, 0, 2)
     for one, config, top_k, wanted in (
@@ -505,11 +492,11 @@ def test_the_rows_of_a_rank_choose_its_kernels(grouped: bool, monkeypatch: pytes
         (part, SimpleNamespace(num_experts=every), 1, None),  # of transformers' all-to-all
         (part, SimpleNamespace(), 4, None),
     ):
-        hints.clear()
         one.config = config
-        ours.experts_forward(one, hidden, ids[:, :top_k], weights[:, :top_k])
-        assert hints
-        assert set(hints) == {wanted}
+        with calls_of(ours.moe_mlp, ours.grouped_gemm) as calls:
+            ours.experts_forward(one, hidden, ids[:, :top_k], weights[:, :top_k])
+        assert {call.name for call in calls} == {"grouped_gemm" if grouped else "moe_mlp"}
+        assert {call.arguments["expected_rows"] for call in calls} == {wanted}
 
 
 @pytest.fixture

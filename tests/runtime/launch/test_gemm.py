@@ -7,7 +7,6 @@ from itertools import product
 
 import pytest
 from emulated_driver import EmulatedGpu, emulated
-from emulated_kernels import Code, cubin, made
 
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op
@@ -15,9 +14,7 @@ from pretuned.kernels.contract.config import Config, Loads, Schedule
 from pretuned.kernels.contract.entry import KernelEntry
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.contract.words import RAGGED_SIZES, ragged_strides
-from pretuned.kernels.hopper_plain import ROWS_SPECIALIZED
 from pretuned.kernels.registry import KERNELS, boxes, refusal
-from pretuned.runtime.driver import cuda
 from pretuned.runtime.launch import gemm
 
 E, N, K, M = 4, 192, 64, 300
@@ -78,26 +75,20 @@ def test_a_low_rank_part_is_described_by_its_own_columns(gpu: EmulatedGpu, fusio
     assert (read["N"], read["K"], read["R"], read["flags"]) == (N, K, R, 1 if Fusion.GATHER in fusion else 0)
 
 
-def test_an_argument_that_an_entry_declares_is_given(gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_argument_that_an_entry_declares_is_given(gpu: EmulatedGpu) -> None:
     """A pointer is the call's operand of its name, a number what the entry makes of the others: by name, and bound."""
-    spec = Spec(Op.FORWARD, DType.BF16, CONFIG)
-    plain, _ = made(spec)
-    variant = plain._replace(arguments=(*plain.arguments, ("bounds", "ptr"), ("half", "i32")))
-    code = Code(spec.op, spec.dtype, spec.layout, spec.fusion, variant.config, variant.arguments, variant.entry)
-    function = cuda.load(
-        cubin(code, 90, ""), variant.entry, threads=variant.threads, shared_bytes=variant.shared_bytes, device=0
-    )
-    entry = ROWS_SPECIALIZED._replace(numbers=lambda _spec, n: {"half": n["N"] // 2})
-    monkeypatch.setattr(gemm, "gemm_entry", lambda _spec: entry)
-    kernel = gemm.LoadedKernel(variant, function, 132)
-    launcher = gemm.product_launcher(kernel, N=N, K=K, E=E, m_sizes_step=1)
-    launcher(12288, 20480, 0, x=4096, w=8192, stride_x_m=K, stride_y_m=N, M=M, bounds=24576)
-    at = {"y": 12288, "m_sizes": 20480, "x": 4096, "w": 8192, "bounds": 24576}
-    run = launcher.bind(stride_x_m=K, stride_y_m=N)
+    config = Config(16, 64, 128, 8, 3, loads=Loads.TMA, schedule=Schedule.W4A16)
+    kernel = gpu.load(Spec(Op.FORWARD, DType.FP8_CHANNEL_A16, config))
+    launcher = gemm.product_launcher(kernel, N=N, K=2 * K, E=E, m_sizes_step=1)
+    at = {"y": 12288, "m_sizes": 20480, "x": 4096, "w": 8192, "w_outer": 24576}
+    operands = {name: one for name, one in at.items() if name not in ("y", "m_sizes")}
+    launcher(at["y"], at["m_sizes"], 0, **operands, stride_x_m=2 * K, stride_y_m=N, M=M)
+    run = launcher.bind(stride_x_m=2 * K, stride_y_m=N)
     run(M, 0, *(at.get(name, 0) for name in launcher.operands))
     by_name, bound = gpu.launches
     assert by_name == bound
-    assert (bound.words["bounds"], bound.words["half"], bound.words["y"]) == (24576, N // 2, 12288)
+    words = [bound.words[name] for name in ("y", "w_outer", "stride_outer_e")]
+    assert words == [at["y"], at["w_outer"], N]
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda one: one.name)

@@ -21,7 +21,7 @@ from pretuned.kernels.contract.words import RAGGED_SIZES
 from pretuned.kernels.launchable import unlaunchable
 from pretuned.kernels.rowops import PICKED, USED, RowOpSpec
 from pretuned.runtime import ExpertWeights
-from pretuned.runtime.driver.launcher import Launcher, TensorMaps
+from pretuned.runtime.driver.launcher import Launcher
 from pretuned.runtime.driver.rowops import RowOpLauncher
 from pretuned.runtime.launch import gemm
 from pretuned.runtime.launch.products import operands_of
@@ -59,15 +59,9 @@ def test_the_records_here_are_ones_that_could_be_launched() -> None:
 
 
 @pytest.mark.parametrize("any_address", [True, False])
-def test_descriptors_of_tensors_that_move(
-    driver: EmulatedGpu, monkeypatch: pytest.MonkeyPatch, any_address: bool
-) -> None:
+def test_descriptors_of_tensors_that_move(driver: EmulatedGpu, any_address: bool) -> None:
     """Each launch has its own addresses and rows, also where more than one word of a descriptor tells the address."""
-    if not any_address:
-        encoded = TensorMaps._encoded
-        monkeypatch.setattr(
-            TensorMaps, "_encoded", lambda maps, at, *how: encoded(maps, at, *how)[:120] + at.to_bytes(8, "little")
-        )
+    driver.repeats_addresses = not any_address
     launch, seen = launcher(driver), []
     for M in (301, 64, 301):
         for move in (0, 65536, 1 << 40):

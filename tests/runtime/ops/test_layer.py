@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from acts import GATED
+from calls import calls_of
 from host_gpu import ALL, PASSES, PERSISTENT, Device, Replay, bundle_bytes, replays, use_low_rank_kernels
 from torch.autograd import forward_ad
 
@@ -760,18 +761,10 @@ def test_plans_of_activations_that_differ_in_one_number(
     assert planned == [T] * 2 * len(acts)
 
 
-def test_a_reload_while_a_plan_is_made_is_not_of_it(
-    monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]
-) -> None:
-    device.visible = True
-    real, reloads = programs.guard, [snapshot.forget]
-
-    def guard(*tensors: torch.Tensor, **how: Any) -> programs.Guard | None:
-        if reloads:  # another thread's, after the launches were chosen
-            reloads.pop()()
-        return real(*tensors, **how)
-
-    monkeypatch.setattr(programs, "guard", guard)
+def test_a_reload_while_a_plan_is_made_is_not_of_it(device: Device, planned: list[int]) -> None:
+    """Another thread's, while a chosen kernel is loaded."""
+    reloads = [snapshot.forget]
+    device.on_load = lambda: reloads.pop()() if reloads else None
     given = tensors(True, "nk", False)
     for taken in (0, 0, 1):
         moe_mlp(given["hidden"], given["up"], given["down"], IDS, given["weights"])
@@ -1046,27 +1039,21 @@ def test_calls_that_alternate_keep_their_plans(
     assert planned == [T] * 2 * len(kinds)
 
 
-def test_a_call_with_the_same_adapters_is_not_checked_again(
-    monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]
-) -> None:
+def test_a_call_with_the_same_adapters_is_not_checked_again(device: Device, planned: list[int]) -> None:
     """And one with others, or with what is no adapter, is."""
     device.visible = True
     given, low = tensors(True, "nk", False), low_rank(True, False)
     wanted = [adapted(given, low, needs, IDS) for needs in ({*LOW, "hidden"}, set())]
-    checked: list[str] = []
-    check = layer_call._check_tensors
-    monkeypatch.setattr(
-        layer_call, "_check_tensors", lambda *of, **biases: (checked.append("again"), check(*of, **biases))
-    )
-    for _ in range(2):
-        found = adapted(given, low, {*LOW, "hidden"}, IDS)
-        for name, one in wanted[0].items():
-            assert torch.equal(found[name], one), name
-    assert (checked, planned) == ([], [T, T])
-    adapted(given, {name: None if one is None else one.clone() for name, one in low.items()}, {*LOW, "hidden"}, IDS)
-    assert checked == []  # of the same sizes
-    adapted(given, low_rank(True, False, r=8), {*LOW, "hidden"}, IDS)
-    assert len(checked) == 1
+    with calls_of(layer_call._check_tensors) as checked:
+        for _ in range(2):
+            found = adapted(given, low, {*LOW, "hidden"}, IDS)
+            for name, one in wanted[0].items():
+                assert torch.equal(found[name], one), name
+        assert (checked, planned) == ([], [T, T])
+        adapted(given, {name: None if one is None else one.clone() for name, one in low.items()}, {*LOW, "hidden"}, IDS)
+        assert checked == []  # of the same sizes
+        adapted(given, low_rank(True, False, r=8), {*LOW, "hidden"}, IDS)
+        assert len(checked) == 1
     for _ in range(2):
         found = adapted(given, low, set(), IDS)
         assert torch.equal(found["out"], wanted[1]["out"])
@@ -1077,7 +1064,7 @@ def test_a_call_with_the_same_adapters_is_not_checked_again(
 
 @pytest.mark.parametrize("kind", ["as PEFT has B", "one for all", "of another dtype", "hidden of 3 dimensions"])
 def test_adapters_that_are_brought_into_form_are_not_checked_again(
-    monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int], kind: str
+    device: Device, planned: list[int], kind: str
 ) -> None:
     given, low = tensors(True, "nk", False), low_rank(True, kind == "one for all")
     if kind == "as PEFT has B":
@@ -1090,17 +1077,13 @@ def test_adapters_that_are_brought_into_form_are_not_checked_again(
     device.visible = False
     wanted = adapted(given, low, needs, IDS)
     device.visible = True
-    checked: list[str] = []
-    check = layer_call._check_tensors
-    monkeypatch.setattr(
-        layer_call, "_check_tensors", lambda *of, **biases: (checked.append("again"), check(*of, **biases))
-    )
-    for _ in range(3):
-        found = adapted(given, low, needs, IDS)
-        for name, one in wanted.items():
-            assert found[name].shape == one.shape
-            torch.testing.assert_close(found[name], one, rtol=1e-5, atol=1e-4)
-    assert (checked, planned) == (["again"], [T, T])
+    with calls_of(layer_call._check_tensors) as checked:
+        for _ in range(3):
+            found = adapted(given, low, needs, IDS)
+            for name, one in wanted.items():
+                assert found[name].shape == one.shape
+                torch.testing.assert_close(found[name], one, rtol=1e-5, atol=1e-4)
+    assert (len(checked), planned) == (1, [T, T])
 
 
 def test_out_takes_a_layer_with_adapters_each_time(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
@@ -1132,18 +1115,18 @@ def test_adapters_that_learn_nothing_have_no_gradients(
     assert sum(op is Op.DW for op, _ in device.launched) == many
 
 
-def test_weights_that_autocast_copies_have_no_plan(
-    monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]
-) -> None:
+@pytest.mark.parametrize("copied", [True, False])
+def test_weights_that_autocast_copies_have_no_plan(device: Device, planned: list[int], copied: bool) -> None:
     """Their copies lie elsewhere in each call."""
-    device.visible = True
-    monkeypatch.setattr(
-        layer_call.check_call, "autocast", lambda x, w, bias: (x, w.clone(), bias)
-    )  # as where w is float32: the simulated GPU has no narrower type
+    device.has(PERSISTENT, DType.BF16)
+    given, low = tensors(True, "nk", False), low_rank(True, False)
+    given |= {name: given[name].bfloat16() for name in (("hidden",) if copied else ("hidden", "up", "down"))}  # type: ignore[union-attr]
     for _ in range(3):
-        adapted(tensors(True, "nk", False), low_rank(True, False), {*LOW}, IDS)
-    assert planned == []
-    assert not snapshot.snapshot().plans
+        with torch.autocast("cuda", torch.bfloat16), torch.autocast("cpu", torch.bfloat16):
+            out = adapted(given, low, {*LOW}, IDS)["out"]
+        assert out.dtype is torch.bfloat16
+    assert planned == ([] if copied else [T, T])
+    assert bool(snapshot.snapshot().plans) is not copied
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own

@@ -12,11 +12,12 @@ import re
 import struct
 import threading
 import weakref
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.precision import PRECISIONS, DType
@@ -219,32 +220,37 @@ def test_prepared_in_place_and_back(format: str, N: int, K: int) -> None:
     assert all(same(w, before))  # over the same memory
 
 
-def test_what_fails_half_way_leaves_all_as_they_were(w: ExpertWeights, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, order = bits_of(w), ORDERS["mxfp4"]
-    for at in (1, 2, 3, 4):
-        done: list[int] = []
+class FailsAt(TorchDispatchMode):
+    """No memory for the ``at``th tensor that gets memory of its own."""
 
-        def fails(
-            move: Callable[[torch.Tensor], torch.Tensor], at: int = at, done: list[int] = done
-        ) -> Callable[[torch.Tensor], torch.Tensor]:
-            def moved(given: torch.Tensor) -> torch.Tensor:
-                done.append(1)
-                if len(done) == at:
-                    raise MemoryError
-                return move(given)
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.left = at
 
-            return moved
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not any(one.alias_info for one in func._schema.returns):
+            self.left -= 1
+            if self.left == 0:
+                raise MemoryError
+        return func(*args, **(kwargs or {}))
 
-        broken = order._replace(prepared=fails(order.prepared), prepared_scale=fails(order.prepared_scale))
-        monkeypatch.setitem(ORDERS, "mxfp4", broken)
-        with pytest.raises(MemoryError):
-            w.prepare()
-        assert all(same(w, before))
-        if at < 3:  # of its codes
-            done.clear()
-            with pytest.raises(MemoryError):
-                w.prepare_in_place()
-            assert all(same(w, before))
+
+@pytest.mark.parametrize("change", ["prepare", "prepare_in_place", "restore_in_place"])
+@pytest.mark.parametrize("format", ["mxfp4", "int4_g32_zp"])
+def test_what_fails_half_way_leaves_all_as_they_were(format: str, change: str) -> None:
+    """Also the codes, if it is scales or zero points that there is no memory for."""
+    w = made(format, N=64, K=64)
+    w = w.prepare() if change == "restore_in_place" else w
+    before = bits_of(w)
+    for at in itertools.count(1):
+        try:
+            with FailsAt(at):
+                changed = getattr(w, change)()
+            break
+        except MemoryError:
+            assert all(same(w, before)), at
+    assert at > 20
+    assert changed.is_prepared is (change != "restore_in_place")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

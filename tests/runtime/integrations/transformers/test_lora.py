@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from calls import calls_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretuned.integrations import transformers as ours
@@ -265,7 +266,7 @@ def test_a_loss_curve_is_peft_s_within_its_noise(peft: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["layer", pytest.param("model", marks=pytest.mark.nightly)])
-def test_compiled(peft: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, part: str) -> None:
+def test_compiled(peft: Any, caplog: pytest.LogCaptureFixture, part: str) -> None:
     """torch.compile leaves parametrised experts as they are: recognised."""
     ours.register()
     model = adapted_model(peft, num_hidden_layers=1)
@@ -274,14 +275,11 @@ def test_compiled(peft: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.Log
     torch._dynamo.reset()
     (model if part == "model" else model.get_base_model().model.layers[0]).compile(backend="aot_eager")
     model.zero_grad()
-    given: list[Any] = []
-    real = ours.moe_mlp
-    monkeypatch.setattr(ours, "moe_mlp", lambda *args, **how: (given.append(how["lora"]), real(*args, **how))[1])
-    logits = model(input_ids=IDS).logits
+    with calls_of(ours.moe_mlp) as calls:
+        logits = model(input_ids=IDS).logits
     logits.float().square().mean().backward()
-    assert len(given) == 1
-    assert None not in given[0]
-    monkeypatch.undo()
+    assert len(calls) == 1
+    assert None not in calls[0].arguments["lora"]
     torch.testing.assert_close(logits.detach(), wanted, rtol=1e-4, atol=1e-5)
     for name, one in model.named_parameters():
         if one.requires_grad:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -14,17 +13,22 @@ from typing import Any
 
 import pytest
 import torch
+from emulated_kernels import bundle_of, made
+from host_gpu import Device
 from safetensors.torch import load_file
 
-from pretuned.artifacts.errors import InputError
+from pretuned.artifacts.errors import InputError, ProblemNotInBundle
+from pretuned.artifacts.format.codec import encode
 from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Layout, Op, Problem
+from pretuned.artifacts.records.problem import Layout, Op
 from pretuned.integrations import transformers as ours
 from pretuned.integrations.transformers import experts_forward
 from pretuned.integrations.transformers.gates import recognise
 from pretuned.integrations.transformers.packed import keep_compressed_tensors, keep_mxfp4
 from pretuned.integrations.transformers.quantised import prepare_parameters, quantised, refresh, restore
 from pretuned.kernels.contract.activations import Activation
+from pretuned.kernels.contract.config import Config, Loads, Schedule
+from pretuned.kernels.contract.spec import Spec
 from pretuned.runtime import ExpertWeights
 from pretuned.runtime.ops.activation import RowActivation
 from pretuned.runtime.weights.order import ORDERS
@@ -356,33 +360,51 @@ def test_a_restored_model_is_offloaded(library: Any) -> None:
     assert torch.equal(model(IDS).logits, said)
 
 
-def test_threads_that_make_the_first_call(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """(Memory of the host is taken for a GPU's; torch computes.)"""
-    monkeypatch.setattr(ours, "_load", lambda problems, device: None)
-    monkeypatch.setattr(ours, "wants_order", lambda one, device: True)
+def spec(layout: Layout) -> Spec:
+    """The kernel for fp8 blocks as a checkpoint has them, or the faster one for prepared ones."""
+    if layout is Layout.STORED:
+        return Spec(Op.FORWARD, DType.FP8_BLOCK_A16, Config(16, 64, 128, 4, 4, schedule=Schedule.TILE), layout)
+    config = Config(16, 64, 128, 8, 3, loads=Loads.TMA, schedule=Schedule.W4A16)
+    return Spec(Op.FORWARD, DType.FP8_BLOCK_A16, config)
+
+
+@pytest.fixture
+def gpu(device: Device) -> Device:
+    """An emulated GPU that has a kernel for prepared fp8 blocks; torch computes, as x is float32."""
+    ours._load.cache_clear()
+    device.publish(encode(bundle_of([made(spec(Layout.NK))])))
+    return device
+
+
+def test_threads_that_make_the_first_call(library: Any, gpu: Device) -> None:
     for _ in range(5):
+        gpu.visible = False
         model, _ = pair(library)
         said, begin = copy.deepcopy(model)(IDS).logits, threading.Barrier(4)
+        gpu.visible = True
 
         def first(model: Any = model, begin: threading.Barrier = begin) -> torch.Tensor:
             begin.wait()
             with torch.no_grad():
                 return model(IDS).logits  # type: ignore[no-any-return]
 
-        with monkeypatch.context() as patch, ThreadPoolExecutor(4) as pool:
-            patch.setattr(ours, "_prepare_here", lambda w: True)
+        with ThreadPoolExecutor(4) as pool:
             found = [one.result() for one in [pool.submit(first) for _ in range(4)]]
         assert all(torch.equal(one, said) for one in found)
         assert all(quantised(each, "down_proj").is_prepared for _, each in experts_of(model))
 
 
-def test_parameters_that_a_captured_graph_reads_stay(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_that_a_captured_graph_reads_stay(library: Any, gpu: Device) -> None:
     """To prepare them would free what the graph reads. (Nothing is captured here.)"""
+    gpu.visible = False
     model, _ = pair(library)
-    with monkeypatch.context() as patch:
-        patch.setattr(ours, "_captures", lambda w: True)
-        said = model(IDS).logits
+    said = copy.deepcopy(model)(IDS).logits
+    gpu.visible = True
     for _, experts in experts_of(model):
+        gpu.capturing = True
+        with pytest.raises(ProblemNotInBundle, match="graph capture"):  # of float32
+            experts_forward(experts, torch.randn(3, 128), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2))
+        gpu.capturing = False
         at = experts.down_proj.data_ptr()
         prepare_parameters(experts, ("gate_up_proj", "down_proj"), lambda w: True)  # as eval() does
         assert experts.down_proj.data_ptr() == at
@@ -468,24 +490,23 @@ def test_gpt_oss_stays_packed(library: Any, tmp_path: Path) -> None:
         assert torch.equal(load_file(tmp_path / "again" / "model.safetensors")[name].to(one.dtype), one), name
 
 
-def test_prepared_where_it_comes_to_a_gpu(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not in the first step. (Here memory on the host is taken for a GPU's.)"""
+def test_prepared_where_it_comes_to_a_gpu(library: Any, gpu: Device) -> None:
+    """Not in the first step."""
     ours.register()
+    gpu.visible = False
     model, _ = pair(library)
     said = model(IDS).logits
     (_, experts), *_ = experts_of(model)
     before = experts.down_proj.clone()
-    monkeypatch.setattr(ours, "_on_gpu", lambda experts: True)
-    loaded: list[frozenset[Problem]] = []
-    monkeypatch.setattr(ours, "_load", lambda problems, device: loaded.append(problems))
-    monkeypatch.setattr(ours, "wants_order", lambda one, device: False)  # a GPU whose forward reads codes as they are
+    gpu.visible = True
+    gpu.publish(encode(bundle_of([made(spec(Layout.STORED))])))  # a GPU whose forward reads codes as they are
     model.to("cpu")
     assert same(experts.down_proj, before)
-    assert {one.layout for problems in loaded for one in problems} == {Layout.STORED}
-    loaded.clear()
-    monkeypatch.setattr(ours, "wants_order", lambda one, device: True)
+    assert {one.layout for one in gpu.loads} == {Layout.STORED}
+    gpu.loads.clear()
+    gpu.publish(encode(bundle_of([made(spec(Layout.NK))])))
     model.to("cpu")
-    assert loaded == 2 * [{Problem(Op.FORWARD, DType.FP8_BLOCK_A16, 4, N, K) for N, K in ((256, 128), (128, 128))}]
+    assert {(one.layout, one.dtype) for one in gpu.loads} == {(Layout.NK, DType.FP8_BLOCK_A16)}
     assert {quantised(one, "down_proj").order for _, one in experts_of(model)} == {ORDERS["fp8_block"].number}
     assert torch.equal(model(IDS).logits, said)
     assert same(experts.state_dict()["down_proj"], before)
@@ -628,9 +649,9 @@ def test_fp4_with_other_scales_is_not_taken_for_int4(
         setattr(experts, name, torch.nn.Parameter(getattr(experts, name).to(dtype), requires_grad=False))
     with pytest.raises(InputError, match=rf"gate_up_proj is fp4 with scales of {dtype}, wanted scales of e8m0"):
         experts_forward(experts, torch.randn(3, 128), torch.tensor([[0], [1], [1]]), torch.ones(3, 1))
-    monkeypatch.setattr(ours, "_own", lambda kind: lambda self, x, *_: x)
-    x = torch.randn(3, 128)
-    assert ours.experts_or_own(experts, x, torch.tensor([[0], [1], [1]]), torch.ones(3, 1)) is x
+    monkeypatch.setattr(type(experts), "linear", lambda _self, x, w, *_, **__: x.new_full((len(x), w.shape[0]), 2.0))
+    out = ours.experts_or_own(experts, torch.randn(3, 128), torch.tensor([[0], [1], [1]]), torch.ones(3, 1))
+    assert (out == 2).all()
 
 
 @EVERY
@@ -677,8 +698,9 @@ def test_loading_rewrites_derived_scales_at_once(library: Any, prepared: bool, m
     assert not weights.scale.requires_grad
 
 
-def test_scales_that_a_capture_copies_are_copied_again(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scales_that_a_capture_copies_are_copied_again(library: Any, device: Device) -> None:
     """What a graph is captured of has not run when the capture ends. (Nothing is captured here.)"""
+    device.visible = False
     model, _ = pair(library)
     (_, experts), *_ = experts_of(model)
     experts.down_proj_scale_inv = torch.nn.Parameter(experts.down_proj_scale_inv.bfloat16(), requires_grad=False)
@@ -686,16 +708,15 @@ def test_scales_that_a_capture_copies_are_copied_again(library: Any, monkeypatch
     before = weights.scale.clone()
     with torch.no_grad():
         experts.down_proj_scale_inv.mul_(2)
-    with monkeypatch.context() as patch:
-        patch.setattr(sys.modules[restore.__module__], "capturing", lambda: True)
-        assert quantised(experts, "down_proj") is weights
-        weights.scale.copy_(before)  # as before the replay
+    device.capturing = True
+    assert quantised(experts, "down_proj") is weights
+    weights.scale.copy_(before)  # as before the replay
+    device.capturing = False
     assert torch.equal(quantised(experts, "down_proj").scale, before * 2)
     prepare(model)
-    with monkeypatch.context() as patch:
-        patch.setattr(sys.modules[restore.__module__], "capturing", lambda: True)
-        with pytest.raises(InputError, match="a CUDA graph is being captured"):
-            restore(experts)
+    device.capturing = True
+    with pytest.raises(InputError, match="a CUDA graph is being captured"):
+        restore(experts)
 
 
 def test_cast_scales_of_prepared_int4_are_saved_as_numbers(library: Any, keeping: None, tmp_path: Path) -> None:
