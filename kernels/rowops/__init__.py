@@ -7,7 +7,7 @@ arguments by launch ABI 1, in addition to those in kernels/contract/words.py:
 ``h a da dh x y out``      device pointers to dense rows in the variant's dtype
 ``codes scale``            device pointers to e4m3 [M, columns] and fp32 [columns / 128, M] in rows of whole 16 bytes,
                            or fp32 [M] for a scale a row
-``x_scale``                device pointer to fp32 [rows of x, groups]; of ORDER_CODES, whose ``x`` are bytes
+``x_codes x_scale``        device pointers to e4m3 [rows of x, columns] and fp32 [rows of x, groups]
 ``row_weights dweights``   device pointers to float32 by index, or with NARROW to the variant's dtype
 ``index experts used``     device pointers to 32-bit words: for each row, for each slot, a single word
 ``places``                 device pointer to int32: each slot's row in the sorted order, -1 if it has no expert
@@ -72,7 +72,7 @@ _ARGUMENTS: dict[RowOp, tuple[tuple[str, ...], tuple[str, ...]]] = {
     RowOp.QUANTIZE: (("x", "index", "used", "codes", "scale"), ("M", "columns", "top_k", "index_step", "flags")),
     RowOp.QUANTIZE_ROWS: (("x", "index", "used", "codes", "scale"), ("M", "columns", "top_k", "index_step", "flags")),
     RowOp.ORDER_CODES: (
-        ("x", "x_scale", "index", "used", "codes", "scale"),
+        ("x_codes", "x_scale", "index", "used", "codes", "scale"),
         ("M", "columns", "groups", "stride_scale_m", "stride_scale_k", "top_k", "index_step", "flags"),
     ),
     RowOp.ACTIVATION: (("h", "a", "used"), ("M", "columns", "flags", *_NUMBERS)),
@@ -103,13 +103,14 @@ POINTEES = dict.fromkeys(
     "row_weights": "*fp32",
     "scale": "*fp32",
     "x_scale": "*fp32",
+    "x_codes": "*u8",
     "codes": "*u8",
     "dweights": "*fp32",
     "order": "*i64",
     "named": "*i8",
     **dict.fromkeys(("h", "a", "da", "dh", "x", "y", "out", "bias"), ""),
 }
-_ROW_POINTERS = ("h", "a", "da", "dh", "x", "y", "out", "bias", "codes")
+_ROW_POINTERS = ("h", "a", "da", "dh", "x", "x_codes", "y", "out", "bias", "codes")
 # Bytes of a row that a thread has at once (of h's gate alone, of each of combine's 8 rows), and warps of a program.
 _THREADS = {
     RowOp.GATHER: (32, 4),
@@ -168,7 +169,7 @@ _ACTIVATION_ROW_CODES = (
 )
 _QUANTIZE_ROWS = "rowops.quantize_rows", "bdaf8002423103005fba68d10dba3b58d06ea3fc4c353f76d24fced36356c601"
 _QUANTIZE = "rowops.quantize", "feb4c75c38f4f2618066dc92d0f1b5a15e4818e5f20ba7d2d527fb901cabdd73"
-_ORDER_CODES = "rowops.order_codes", "46f7d89d0e88a1bfd8adbfda8092c69dedacce67b49ae343a632af909974dd4d"
+_ORDER_CODES = "rowops.order_codes", "a65928cbf5438f4ae2dbeead39839cd8a573729d9bd00f4c3f2df622195c1ca9"
 _SORT = "rowops.sort", "ca5611a804955fcba89a115e4794d135c438bc3d390d173e2f538cf02eae150d"
 _PLACE = "rowops.place", "6585ec0db1ffbdfce77812de8531eea7866d992fe5451b55ccc95e1b487b7acf"
 _CLEAR = "rowops.zero_rows", "0c41f4e3da77f98aeca427848589875a5354ec9ecfbc0e1b87a858b34421826a"

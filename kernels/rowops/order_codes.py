@@ -13,7 +13,7 @@ _SCALES: tl.constexpr = tl.constexpr(64)  # of a row, that are moved at once
 
 @triton.jit
 def order_codes(
-    x,
+    x_codes,
     x_scale,
     index,
     used,
@@ -29,9 +29,9 @@ def order_codes(
     flags,
     BLOCK: tl.constexpr,
 ):
-    """codes[i] = x[i], each 64 columns in ``K_ORDER``; scale[g, i] = x_scale[i, g].
+    """codes[i] = x_codes[i], each 64 columns in ``K_ORDER``; scale[g, i] = x_scale[i, g].
 
-    x are bytes [M, columns], rows dense, x_scale fp32 [M, groups] with these strides; PICKED, row i of both is
+    x_codes are bytes [M, columns], rows dense, x_scale fp32 [M, groups] with these strides; PICKED, row i of both is
     ``index[i] // top_k`` (int32 words, a step of 2 means int64). With USED rows from ``used`` on are not read or
     written. codes are bytes [M, columns] (runtime/weights/order.py); scale is fp32 [groups, M], its rows of whole
     fours. A program does a row at a time, until there are no more.
@@ -53,7 +53,7 @@ def order_codes(
         if (flags & _PICKED) != 0:
             source = (tl.load(index + row * index_step) // top_k).to(tl.int64)
         for first in tl.range(0, columns, BLOCK):
-            code = tl.load(x + source * columns + first + read, mask=first + read < columns, other=0)
+            code = tl.load(x_codes + source * columns + first + read, mask=first + read < columns, other=0)
             ordered = code.reshape(BLOCK // 64, 4, 2, 4, 2).permute(0, 3, 1, 4, 2).reshape(BLOCK)
             tl.store(codes + row * columns + first + column, ordered, mask=first + column < columns)
         for first in tl.range(0, groups, _SCALES):

@@ -401,7 +401,7 @@ def order_step(
     return Step.of(
         launch,
         f"order the codes of rows of {columns} columns{picked}",
-        _MADE | {"index": index},
+        _MADE | {"x_codes": "x", "index": index},
         scales=by_row,  # else the stride is of the call's rows
         behind=(("used", behind, 0), ("scale", 0, columns)),
         columns=columns,

@@ -486,7 +486,7 @@ def _order_codes(on: _On) -> str | None:
         scale = on.words(full(groups, scale_columns(M)))
         on.run(
             _few(M),
-            x=x,
+            x_codes=x,
             x_scale=placed,
             index=index,
             used=used,

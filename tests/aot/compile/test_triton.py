@@ -46,8 +46,9 @@ def test_what_each_pointer_of_a_kernel_points_at_is_said() -> None:
     words = {"index", "experts", "places", "used", "ids", "bounds", "m_sizes", "counts", "starts"}
     for op in RowOp:
         for name, kind in rowops.arguments(op):
-            wanted = "*i32" if name in words else {"order": "*i64", "named": "*i8", "codes": "*u8"}.get(name, "*bf16")
-            wanted = "*fp32" if name in ("row_weights", "dweights", "scale") else wanted
+            wanted = "*i32" if name in words else {"order": "*i64", "named": "*i8"}.get(name, "*bf16")
+            wanted = "*u8" if name in ("codes", "x_codes") else wanted
+            wanted = "*fp32" if name in ("row_weights", "dweights", "scale", "x_scale") else wanted
             found = triton._triton_type(name, kind, RowOpSpec(op, DType.BF16), {})
             assert found == (wanted if kind == "ptr" else kind), (op, name)
 
