@@ -135,8 +135,7 @@ def compared(rows: Rows, calls: dict[str, Call]) -> dict[str, Any]:
 def fp8_weights(E: int, N: int, K: int, device: str) -> tuple[ExpertWeights, ExpertWeights]:
     """Of blocks, as a checkpoint has them, and prepared: x is quantised, too."""
     w = quantised_weights(E, N, K, DType.FP8_BLOCK, device, prepared=False)
-    raw = ExpertWeights.fp8_block(w.codes, w.scale)
-    return raw, raw.prepare()
+    return w, ExpertWeights.fp8_block(w.codes.clone(), w.scale.clone()).prepare()
 
 
 def cells_of(kind: Kind, device: str, theirs: bool) -> Any:

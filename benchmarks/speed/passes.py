@@ -78,7 +78,7 @@ def calls(
     places[places >= used] = -1
     yield RowOp.COMBINE, functools.partial(tokens.combine, y, places, top_k, weights), 2 * (used + T) * H + 8 * M
     m_sizes = torch.full((E,), -(-M // E), device="cuda", dtype=torch.int32)
-    yield RowOp.CLEAR, functools.partial(zero_rows.clear, y, index.int(), m_sizes, M, M), 4 * M + 3 * M
+    yield RowOp.CLEAR, functools.partial(zero_rows.clear, y, index.int(), m_sizes, M), 4 * M + 3 * M
 
 
 def by(launcher: object, call: Callable[[], Any]) -> Callable[[], Any]:
