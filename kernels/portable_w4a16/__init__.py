@@ -64,8 +64,14 @@ def _constants(spec: Spec, _arch: Arch) -> Constants:
 
 
 def _order(spec: Spec, arch: Arch, _reduction: int) -> Order:
-    """One sum over all of K, of w rounded once to x's type with all of its scales."""
-    return Order("codes in x's type", instruction(spec, arch, agree=True), 16)
+    """One sum over all of K, of w rounded once to x's type with all of its scales.
+
+    Tiles of dX of codes with a scale a row gave other bits than each other on an H100: each has an order of its own.
+    """
+    c, operands = spec.config, "codes in x's type"
+    if spec.op is Op.DX and not _scale(spec).columns:
+        operands += f" in tiles of {c.block_m} x {c.block_n} x {c.block_k}"
+    return Order(operands, instruction(spec, arch, agree=True), 16)
 
 
 def _pointees(spec: Spec) -> Mapping[str, str]:
