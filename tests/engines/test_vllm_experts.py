@@ -375,6 +375,20 @@ def test_padded_tokens_by_expert(backend: str, is_weighted: bool, monkeypatch: p
     assert hints == [T * k] * ranks
 
 
+def test_padded_tokens_of_fp8_blocks_are_left_to_deepgemm() -> None:
+    from pretuned.integrations.vllm.quantised import refusal
+
+    moe = batched(4, 8, hidden_dim=256, intermediate_size=256)
+    own, blocks = SimpleNamespace(moe=moe), SimpleNamespace(rows=(128, 128), dtype=None)
+    for backend, everywhere, is_left in (
+        ("BATCHED_DEEPGEMM", False, True),
+        ("BATCHED_DEEPGEMM", True, False),
+        ("BATCHED_TRITON", False, False),
+    ):
+        own.fp8_backend = SimpleNamespace(value=backend)
+        assert ("DeepGEMM" in str(refusal(own, "as before", blocks, everywhere=everywhere))) is is_left
+
+
 def test_a_layer_of_padded_tokens_is_taken() -> None:
     from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 
