@@ -44,7 +44,7 @@ def test_it_knows_the_flags_of_the_contract() -> None:
     spec = rowops.RowOpSpec(RowOp.ORDER_CODES, DType.BF16)
     assert (spec.config.block, spec.config.num_warps) == (2048, 4)
     assert rowops.programs(RowOp.ORDER_CODES, 9, 7168, 2048) == 9
-    assert rowops.divisibility(spec) == {"x": 16, "codes": 16, "columns": 64}
+    assert rowops.divisibility(spec) == {"x_codes": 16, "codes": 16, "columns": 64}
 
 
 def test_a_program_does_a_row() -> None:
