@@ -109,7 +109,17 @@ def test_the_version_stands_where_people_look() -> None:
 
 
 def test_the_names_that_people_use_are_the_packages_own_and_imported_when_they_are_used() -> None:
-    names = ("Activation", "ExpertWeights", "Lora", "explain", "grouped_gemm", "moe_mlp", "preload")
+    names = (
+        "Activation",
+        "ExpertWeights",
+        "Lora",
+        "QuantizedRows",
+        "batch_invariant",
+        "explain",
+        "grouped_gemm",
+        "moe_mlp",
+        "preload",
+    )
     code = (
         "import sys, pretuned, pretuned as p\n"
         "assert [m for m in sys.modules if m.startswith('pretuned')] == ['pretuned']\n"
