@@ -26,6 +26,7 @@ from ..ops.padded_rows import How, PaddedGemm, Placed
 from ..replay.padded_plan import Compute, PaddedPlan, as_rows, placed_of, plan
 from ..replay.programs import remember
 from ..weights.expert_weights import ExpertWeights, key_of
+from ..weights.quantized_rows import QuantizedRows
 from .adapted import check_no_gradient, low_rank_of
 from .lora import Lora, scales_of
 
@@ -51,7 +52,7 @@ EXCLUDED = {
 
 def padded_gemm(
     product: Callable[..., torch.Tensor],
-    x: torch.Tensor,
+    x: torch.Tensor | QuantizedRows,
     w: torch.Tensor | ExpertWeights,
     m_sizes: torch.Tensor,
     m_starts: torch.Tensor | None,
@@ -73,6 +74,8 @@ def padded_gemm(
     InputError
         for tensors that can't be used, or parameters that exclude each other.
     """
+    if isinstance(x, QuantizedRows):
+        raise InputError(f"{_CALL}: m_starts with QuantizedRows: rows that lie apart are bfloat16. Pass such rows as x")
     for (name, usual), value in zip(EXCLUDED.items(), others, strict=True):
         if value is not usual and not (type(value) is type(usual) and value == usual):
             kind = "x [E, M_max, K]" if m_starts is None else "m_starts"

@@ -210,3 +210,10 @@ def test_explain_says_that_codes_are_ordered(machine: Machine, format: str) -> N
     told = explain(coded(hidden, format), up, sizes)
     assert told.raises is not None
     assert "no usable bundle has the row kernel that orders its codes" in told.raises
+
+
+def test_rows_that_lie_apart_are_no_codes() -> None:
+    x = QuantizedRows(torch.zeros(4, 128, dtype=torch.float8_e4m3fn), torch.ones(4, 1))
+    starts = torch.tensor([0, 2])
+    with pytest.raises(InputError, match="m_starts with QuantizedRows"):
+        grouped_gemm(x, torch.zeros(2, 8, 128), starts, m_starts=starts)
