@@ -322,7 +322,7 @@ def divisibility(spec: RowOpSpec) -> dict[str, int]:
     """Return what the compiler may assume, like ``registry.divisibility``. SORT_SLOTS' ``experts`` is new memory."""
     if spec.op is RowOp.SORT_SLOTS:
         return {"experts": 16}
-    if spec.alignment == 1:
+    if spec.alignment == 1 or spec.op is RowOp.PLACE_ROWS:  # (which has no columns)
         return {}
     pointers, _ = _ARGUMENTS[spec.op]
     rows = dict.fromkeys((name for name in pointers if name in _ROW_POINTERS), spec.alignment)
