@@ -66,7 +66,8 @@ def _constants(spec: Spec, _arch: Arch) -> Constants:
 def _order(spec: Spec, arch: Arch, _reduction: int) -> Order:
     """One sum over all of K, of w rounded once to x's type with all of its scales.
 
-    Tiles of dX of codes with a scale a row gave other bits than each other on an H100: each has an order of its own.
+    On an H100, a layer's dX of codes with a scale a row differed with the batch; the cause is not known. So each tile
+    counts as an order of its own there.
     """
     c, operands = spec.config, "codes in x's type"
     if spec.op is Op.DX and not _scale(spec).columns:
