@@ -90,7 +90,7 @@ def _main(given: argparse.Namespace) -> int:
         if given.batch_invariance:
             from .api import batch_invariance  # here, as it brings all that computes along
 
-            report = batch_invariance.examine()
+            report = batch_invariance.examine(progress=lambda line: print(line, file=sys.stderr, flush=True))
         report = report or (engines.examine(given.engine) if given.engine else doctor.examine())
     except PretunedError as error:
         print(f"pretuned: {error}", file=sys.stderr)

@@ -248,8 +248,10 @@ def check(
     return Checked(format, str(mode), results, other)
 
 
-def examine(device: int | None = None) -> BatchInvarianceReport:
-    """Check all formats on a GPU, torch's current one by default, in some seconds.
+def examine(device: int | None = None, *, progress: Callable[[str], None] | None = None) -> BatchInvarianceReport:
+    """Check all formats on a GPU, torch's current one by default, in a minute or so.
+
+    ``progress`` is called with a line after each format: which, how many of them are done, and the seconds left.
 
     Raises
     ------
@@ -262,8 +264,16 @@ def examine(device: int | None = None) -> BatchInvarianceReport:
     at = torch.device("cuda", torch.cuda.current_device() if device is None else device)
     local = local_gpu(at.index)
     arch = ARCHS.get(local.sm)
-    found = [check(one, at) for one in FORMATS]
+    asked = [(format, Invariance()) for format in FORMATS]
     if arch is not None and arch.has(Feature.FP8):
-        quantising = [one for one in FORMATS if any(DType(each).quantises_x for each in dtypes_of(one))]
-        found += [check(one, at, mode=Invariance(quantize_x=True)) for one in quantising]
-    return BatchInvarianceReport(str(local), tuple(found), time.perf_counter() - began)
+        quantising = [format for format in FORMATS if any(DType(name).quantises_x for name in dtypes_of(format))]
+        asked += [(format, Invariance(quantize_x=True)) for format in quantising]
+    checked: list[Checked] = []
+    for format, mode in asked:
+        checked.append(check(format, at, mode=mode))
+        if progress is not None:
+            spent = time.perf_counter() - began
+            left = spent / len(checked) * (len(asked) - len(checked))
+            state = "skipped" if checked[-1].skipped else "ok" if checked[-1].ok else "DIFFERS"
+            progress(f"{len(checked)}/{len(asked)} {format}: {state}, {spent:.0f} s, about {left:.0f} s left")
+    return BatchInvarianceReport(str(local), tuple(checked), time.perf_counter() - began)

@@ -8,6 +8,7 @@ FOLDER has vLLM's wheel unpacked, and ``packages`` in it what vLLM imports (``be
 from __future__ import annotations
 
 import os
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ TOKENS = (1, 5, 64, 1024)
 @pytest.fixture(scope="module")
 def layers(monkeypatch_module: pytest.MonkeyPatch) -> Iterator[Any]:
     """The benchmark's module that makes vLLM's layers, with the plug-in registered."""
+    runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "run.py"))["package"]()  # makes it importable
     from benchmarks.peers import layers_in_vllm
 
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):

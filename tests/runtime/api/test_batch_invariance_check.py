@@ -87,7 +87,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     absent = Checked("nvfp4", str(Invariance()), {}, Counted(0, 0), "no kernel")
     for checked, code in (((right, absent), 0), ((right, wrong), 1)):
         report = BatchInvarianceReport("NVIDIA H200", checked, 2.5)
-        monkeypatch.setattr(batch_invariance, "examine", lambda report=report: report)
+        monkeypatch.setattr(batch_invariance, "examine", lambda report=report, **_: report)
         assert command.main(["--batch-invariance"]) == code
         out = capsys.readouterr().out
         assert "ok        bf16   0 of 5 results differ in some bit (without the mode 2 of 5); batch-invariant" in out
