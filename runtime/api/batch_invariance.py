@@ -89,12 +89,12 @@ class Experts(NamedTuple):
 
     @classmethod
     def drawn(cls, format: str, tokens: int, device: torch.device) -> Experts:
-        """Random ones. Some slots choose no expert, as with experts on other ranks."""
-        generator = torch.Generator(device).manual_seed(1)
+        """Random ones, equal on every device. Some slots choose no expert, as with experts on other ranks."""
+        generator = torch.Generator().manual_seed(1)
         dtype = _PLAIN.get(format, torch.bfloat16)
 
         def random(*shape: int, spread: float = 1.0) -> torch.Tensor:
-            return (spread * torch.randn(shape, generator=generator, device=device)).to(dtype)
+            return (spread * torch.randn(shape, generator=generator)).to(device, dtype)
 
         def w(rows: int, columns: int) -> torch.Tensor | ExpertWeights:
             dense = random(_E, rows, columns, spread=columns**-0.5)
@@ -105,8 +105,8 @@ class Experts(NamedTuple):
 
         return cls(
             random(tokens, _H),
-            torch.randint(-1, _E, (tokens, _TOP_K), generator=generator, device=device),
-            torch.rand(tokens, _TOP_K, generator=generator, device=device),
+            torch.randint(-1, _E, (tokens, _TOP_K), generator=generator).to(device),
+            torch.rand(tokens, _TOP_K, generator=generator).to(device),
             w(2 * _I, _H),
             w(_H, _I),
             random(tokens, _H),

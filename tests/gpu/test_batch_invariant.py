@@ -5,11 +5,18 @@ python -m pytest -q tests/gpu/test_batch_invariant.py    # 40 s on an H100
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from pretuned.runtime import ExpertWeights, batch_invariant, grouped_gemm, grouped_gemm_dX, hooks, moe_mlp, reload
-from pretuned.runtime.api.batch_invariance import FORMATS, Experts, check, compared
+from pretuned.runtime.api.batch_invariance import FORMATS, Experts, check, compared, forms
 from pretuned.runtime.driver.device import local_gpu
 from pretuned.runtime.settings import Invariance
 
@@ -27,6 +34,32 @@ def test_each_form_of_a_format(format: str) -> None:
     assert found.skipped is None
     assert {name: one for name, one in found.results.items() if one.differing} == {}
     assert all(one.batches for one in found.results.values())
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_bits_are_those_of_other_gpus_and_bundles(format: str) -> None:
+    """SHA-256 of each result of 64 tokens, as another GPU of this capability had them, by other bundles' choices.
+
+    PRETUNED_RECORD_BITS=FILE adds them to a file, which then takes the place of the golden one.
+    """
+    sm = local_gpu(0).sm
+    golden = Path(__file__).parents[1] / "golden" / f"batch-invariant-sm{sm}.json"
+    experts = Experts.drawn(format, 64, GPU)
+    bits = {}
+    for name, mode in {"given": Invariance(), "quantised": Invariance(quantize_x=True)}.items():
+        with hooks.within(mode):
+            for form, run in forms(experts).items():
+                for result, rows in run(torch.arange(64)).items():
+                    raw = rows.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+                    bits[f"x {name}: {form}: {result}"] = hashlib.sha256(raw).hexdigest()[:16]
+    if record := os.environ.get("PRETUNED_RECORD_BITS"):
+        path = Path(record)
+        every = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(every | {format: bits}, indent=1) + "\n")
+        return
+    if not golden.exists():
+        pytest.skip(f"no bits are recorded for sm_{sm}")
+    assert bits == json.loads(golden.read_text())[format]
 
 
 @pytest.mark.parametrize("format", ["fp8_block", "fp8_channel"])
@@ -118,6 +151,16 @@ def test_a_bias_behind_scales_of_whole_experts(monkeypatch: pytest.MonkeyPatch) 
                 for count in (1, 5, 16, 50, 200, 1000):
                     sizes[2] = count
                     assert torch.equal(grouped_gemm(x[:count], w, sizes, bias=bias), whole[:count]), (format, count)
+
+
+def test_the_command_tells_its_progress() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "pretuned.runtime", "--batch-invariance"], capture_output=True, text=True, timeout=300
+    )
+    assert ended.returncode == 0, ended.stdout
+    lines = [line for line in ended.stderr.splitlines() if "s left" in line]
+    assert len(lines) >= len(FORMATS)
+    assert lines[-1].endswith("about 0 s left")
 
 
 def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
