@@ -20,6 +20,7 @@ from pretuned.runtime import batch_invariant, hooks, moe_mlp
 
 FOLDER = os.environ.get("PRETUNED_TEST_VLLM")
 pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # vLLM imports parts of torch that warn
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     pytest.mark.skipif(FOLDER is None, reason="PRETUNED_TEST_VLLM names no folder with vLLM's wheel unpacked"),
 ]
