@@ -24,6 +24,7 @@ from pretuned.aot.compile.triton import kernels_of, producer_of
 from pretuned.artifacts.files import packed
 from pretuned.artifacts.format import codec
 from pretuned.artifacts.records.bundle import Bundle, Choice, Variant
+from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, RowOp
 from pretuned.kernels.plans import with_plans
 from pretuned.kernels.rowops import CODE_OPS, MAKES_CODES, RowOpSpec, specs
@@ -82,7 +83,9 @@ def with_row_kernels(bundle: Bundle, where: str) -> Bundle:
         for i in (i for i, one in stale.items() if one == spec):
             codes[i] = code
         if spec in lacking:
-            codes.insert(1 + max(i for i, one in enumerate(codes) if one.variant.op in MAKES_FIRST), code)
+            behind = (RowOp.SORT_SLOTS,) if spec.op is RowOp.PLACE_ROWS else MAKES_FIRST
+            place = max(i for i, one in enumerate(codes) if one.variant.op in behind)
+            codes.insert(place if spec.op is RowOp.PLACE_ROWS else 1 + place, code)
     if is_sorted:
         codes.sort(key=lambda one: one.sort_key)
     variants = tuple(one.variant for one in codes)
@@ -104,11 +107,14 @@ def renumbered(choice: Choice, moved: dict[int, int]) -> Choice:
 
 
 def lacks(bundle: Bundle) -> list[RowOpSpec]:
-    """The row kernels of codes that go with those that quantise x in a bundle, and are not there."""
+    """Missing row kernels: those of codes that go with those that quantise x, and place_rows beside sort_slots."""
     there = {(one.op, one.dtype, one.alignment) for one in bundle.variants}
     formats = [dtype for dtype, ops in CODE_OPS.items() if any(one.op is ops.quantize for one in bundle.variants)]
     every = specs((), frozenset((Op.FORWARD,)), of_codes=formats) if formats else ()
-    return [one for one in every if one.op in MAKES_CODES and tuple(one) not in there]
+    found = [one for one in every if one.op in MAKES_CODES and tuple(one) not in there]
+    ops = {one.op for one in bundle.variants}
+    lists = RowOp.SORT_SLOTS in ops and RowOp.PLACE_ROWS not in ops
+    return [*found, *([RowOpSpec(RowOp.PLACE_ROWS, DType.FP32, 1)] if lists else [])]
 
 
 def of_products(bundle: Bundle) -> list[tuple[object, bytes]]:

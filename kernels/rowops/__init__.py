@@ -285,8 +285,7 @@ def specs(
     """Return the row kernels that a layer with these GEMMs needs, aligned and unaligned.
 
     Kernels that quantise x are for the dtypes ``of_codes``, or for all quantised ``dtypes`` if it is None. Kernels
-    without a dtype are listed once: SORT_SLOTS unaligned, CLEAR aligned.
-    (PLACE_ROWS is not among them until shipped bundles have it: torch lists the rows.)
+    without a dtype are listed once: PLACE_ROWS and SORT_SLOTS unaligned, CLEAR aligned.
     """
     row_ops = [RowOp.COMBINE] if ops else []
     row_ops += [RowOp.ACTIVATION] if Op.FORWARD in ops else []
@@ -298,7 +297,7 @@ def specs(
     variants += [RowOpSpec(pair.quantize, DType.BF16) for pair in code_ops]
     variants += [RowOpSpec(RowOp.ORDER_CODES, DType.BF16)] if code_ops and Op.FORWARD in ops else []
     variants += [RowOpSpec(pair.activation, DType.BF16) for pair in code_ops] if Op.FORWARD in ops else []
-    variants += [RowOpSpec(RowOp.SORT_SLOTS, DType.FP32, 1)] if ops else []
+    variants += [RowOpSpec(op, DType.FP32, 1) for op in (RowOp.PLACE_ROWS, RowOp.SORT_SLOTS)] if ops else []
     return (*variants, *([RowOpSpec(RowOp.CLEAR, DType.FP32)] if ops & {Op.FORWARD, Op.DX} else []))
 
 

@@ -65,7 +65,7 @@ def test_the_fallbacks_of_its_ops_stay(both: Bundle) -> None:
     ops = (RowOp.ACTIVATION, RowOp.COMBINE, RowOp.GATHER)
     passes = {one for one in both.variants if one.op in ops and one.dtype in dtypes}
     passes |= {one for one in both.variants if one.op in WITHOUT_DTYPE}
-    assert len(passes) == 6 + 2
+    assert len(passes) == 6 + 3
     assert {one for one in done.bundle.variants if isinstance(one.op, RowOp)} == passes
     done = replace(
         done, bundle=done.bundle._replace(variants=tuple(one for one in done.bundle.variants if one not in passes))

@@ -309,7 +309,7 @@ def test_which_passes_go_with_which_gemms() -> None:
         return list(dict.fromkeys((one.op, one.dtype) for one in rowops.specs(dtypes, frozenset(ops))))
 
     bf16, fp32 = DType.BF16, DType.FP32
-    rest = [(RowOp.SORT_SLOTS, fp32), (RowOp.CLEAR, fp32)]  # of no dtype: recorded as fp32
+    rest = [(RowOp.PLACE_ROWS, fp32), (RowOp.SORT_SLOTS, fp32), (RowOp.CLEAR, fp32)]  # of no dtype: recorded as fp32
     assert of(Op.FORWARD) == [(RowOp.COMBINE, bf16), (RowOp.ACTIVATION, bf16), (RowOp.GATHER, bf16), *rest]
     assert of(Op.DX) == [(RowOp.COMBINE, bf16), (RowOp.ACTIVATION_GRAD, bf16), (RowOp.GATHER, bf16), *rest]
     assert (RowOp.CLEAR, fp32) not in of(Op.DW)
@@ -318,9 +318,7 @@ def test_which_passes_go_with_which_gemms() -> None:
     assert of(Op.FORWARD, dtypes=(DType.FP8_BLOCK_A16,)) == of(Op.FORWARD)
     by_row = [(RowOp.QUANTIZE_ROWS, bf16), (RowOp.ORDER_CODES, bf16), (RowOp.ACTIVATION_ROW_CODES, bf16)]
     assert of(Op.FORWARD, dtypes=(DType.FP8_CHANNEL,)) == [*of(Op.FORWARD)[:3], *by_row, *rest]
-    assert (
-        len(of(*Op, dtypes=(bf16, DType.FP8_BLOCK, DType.FP8_CHANNEL))) == len(RowOp) - 1
-    )  # PLACE_ROWS is in no build yet
+    assert len(of(*Op, dtypes=(bf16, DType.FP8_BLOCK, DType.FP8_CHANNEL))) == len(RowOp)
     assert of(Op.FORWARD, dtypes=(DType.TF32, fp32)) == [
         (RowOp.COMBINE, fp32),
         (RowOp.ACTIVATION, fp32),
