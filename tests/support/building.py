@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-# fp32 has the fewest candidates, and dW the fewest forms: 7 variants and 6 of passes, about half a second each.
+# fp32 has the fewest candidates, and dW the fewest forms: 7 variants and 8 row kernels, about half a second each.
 MODEL = "shape:E=8,H=256,I=128,k=2 dtype=fp32 ops=dW tokens=1..64 name=mine"
 OTHER = "shape:E=16,H=256,I=128,k=2 dtype=fp32 ops=dW tokens=1..64 name=other"
 THIRD = "shape:E=32,H=256,I=128,k=2 dtype=fp32 ops=dW tokens=1..64 name=third"

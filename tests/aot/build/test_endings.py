@@ -97,7 +97,7 @@ def test_a_build_that_is_stopped_goes_on_where_it_was(
     assert before + 2 <= kept < 14, "it was stopped in the middle"
     if code == 130:
         assert err.splitlines()[-1] == (
-            f"interrupted: {kept} of 14 variants are compiled and kept; run the same command to go on"
+            f"interrupted: {kept} of 15 variants are compiled and kept; run the same command to go on"
         )
     again = place.run(place.command(MODEL, "--json"))
     assert again.returncode == 0, again.stderr
@@ -144,7 +144,7 @@ def test_ctrl_c_while_the_workers_start_and_more_while_it_tidies(place: Place, w
     assert process.returncode == 130
     assert (
         err.lstrip()
-        == f"interrupted: {place.kept()} of 14 variants are compiled and kept; run the same command to go on\n"
+        == f"interrupted: {place.kept()} of 15 variants are compiled and kept; run the same command to go on\n"
     )
     until(lambda: not place.leftovers(), 60, f"left behind: {place.leftovers()}")
 
