@@ -57,7 +57,7 @@ MEASURED = [  # bundle, a journal of it, the GPU
 ]
 IN_PART = (FP16, "fp16-h100.journal.xz", H100)  # a third of the choices, all of the code
 LISTS = {  # elsewhere the first
-    CATALOGUE: ("shipped.txt", "shipped-sm90.txt", "flagships-bf16.txt"),
+    CATALOGUE: ("shipped.txt", "shipped-sm90.txt", "flagships-bf16.txt", "glm-air.txt"),
     FP16: ("shipped-fp16.txt",),
     OF_CODES: (
         "quantised.txt",
@@ -70,6 +70,7 @@ LISTS = {  # elsewhere the first
         "mxfp8.txt",
         "padded-more.txt",
         "fp8-channel-more.txt",
+        "deepseek-ep8.txt",
     ),
 }
 ON_ONE_ALONE = {
@@ -80,10 +81,10 @@ LATER = (
     "flagships-h100.journal.xz",
     "padded-h100.journal.xz",
     "padded-more-h200.journal.xz",
-    *(f"{name}-h{gpu}.journal.xz" for name in ("zero-points", "fp8-channel", "mxfp8") for gpu in (100, 200)),
+    *(f"{name}-h{gpu}.journal.xz" for name in ("zero-points", "fp8-channel", "mxfp8", "anew") for gpu in (100, 200)),
 )  # journals of lists that are measured by themselves
-# Of the cells that a GPU is to have: another's choices stand for the rest. Modelled are fp8_channel and one padded
-# width of flagships*.txt, and 37 of zero-points.txt, where an untimed variant looks faster than all that were timed.
+# Of the cells that a GPU is to have: another's choices stand for the rest. Modelled are fp8_channel and, on the H100,
+# one padded width of flagships*.txt, and 37 of zero-points.txt, where an untimed variant looks faster than all that were timed.
 MEASURED_PART = 0.977
 MOST_CONFIGS = 24  # of all builds and GPUs: they have most in common
 MOST_BYTES = 45_000_000
