@@ -15,7 +15,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from pretuned.runtime import ExpertWeights, batch_invariant, grouped_gemm, grouped_gemm_dX, hooks, moe_mlp, reload
+from pretuned.runtime import (
+    ExpertWeights,
+    batch_invariant,
+    experts_mlp,
+    grouped_gemm,
+    grouped_gemm_dX,
+    hooks,
+    moe_mlp,
+    reload,
+)
 from pretuned.runtime.api.batch_invariance import FORMATS, Experts, check, compared, forms
 from pretuned.runtime.driver.device import local_gpu
 from pretuned.runtime.settings import Invariance
@@ -113,6 +122,27 @@ def test_products_of_plain_weights(dtype: torch.dtype, layout: str) -> None:
                     before, after = (int(one) for one in torch.randint(0, 1500, (2,), generator=pick))
                     for got, want in zip(rows(before, mine, after, shift), whole, strict=True):
                         assert torch.equal(got, want[:mine]), (mine, before, after, shift)
+
+
+@pytest.mark.parametrize("format", ["bf16", "mxfp4", "int4_g128", "fp8_block", "fp8_channel"])
+def test_padded_rows(format: str) -> None:
+    """A row [E, M_max, K] has the bits of the same row among packed ones, whatever others are there."""
+    E, M_max = 8, 257
+    experts = Experts.drawn(format, E * M_max, GPU)
+    x = experts.x.view(E, M_max, -1)
+    full = torch.full((E,), M_max, dtype=torch.int32, device="cuda")
+    pick = torch.Generator().manual_seed(6)
+    with batch_invariant(), torch.no_grad():
+        packed = grouped_gemm(experts.x, experts.gate_up, full).view(E, M_max, -1)
+        layer = experts_mlp(x, experts.gate_up, experts.down, full)
+        for _ in range(MIXES):
+            few = 2.0 ** (8 * torch.rand(E, generator=pick))
+            sizes = torch.where(torch.rand(E, generator=pick) < 0.2, 0, few).int().to("cuda")
+            y = grouped_gemm(x, experts.gate_up, sizes)
+            out = experts_mlp(x, experts.gate_up, experts.down, sizes)
+            for e, count in enumerate(sizes.tolist()):
+                assert torch.equal(y[e, :count], packed[e, :count]), (e, count)
+                assert torch.equal(out[e, :count], layer[e, :count]), (e, count)
 
 
 @pytest.mark.parametrize("format", ["bf16", "mxfp4", "fp8_block"])
