@@ -222,7 +222,7 @@ _FORMATS: dict[str, Callable[[Any], Format | str]] = {
     "AutoGPTQMoEMethod": _gptq,
     "MoeWNA16Method": _wna16,
 }
-_MASKED = "BATCHED_DEEPGEMM"  # up to 1.4 x as fast on an H200, x quantised beforehand (benchmarks/results/padded-rows-h200.json)
+_MASKED = "BATCHED_DEEPGEMM"  # to 1.4 x as fast on an H200, given codes (benchmarks/results/padded-rows-h200.json)
 _INTERLEAVED = "GptOssMxfp4MoEMethod"  # alone has swigluoai's gate and up in alternating rows of its checkpoint
 
 
