@@ -75,8 +75,8 @@ def _parsed(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _main(given: argparse.Namespace) -> int:
-    if given.version:
+def _main(options: argparse.Namespace) -> int:
+    if options.version:
         from importlib import metadata  # here, as an interrupt while this module is imported shows a traceback
 
         print(f"pretuned {metadata.version('pretuned')}")
@@ -86,17 +86,17 @@ def _main(given: argparse.Namespace) -> int:
         from .inspect import doctor, engines, prove  # imports torch
 
     try:
-        report: Any = prove.examine() if given.self_test else None
-        if given.batch_invariance:
+        report: Any = prove.examine() if options.self_test else None
+        if options.batch_invariance:
             from .api import batch_invariance  # here, as it brings all that computes along
 
             report = batch_invariance.examine(progress=lambda line: print(line, file=sys.stderr, flush=True))
-        report = report or (engines.examine(given.engine) if given.engine else doctor.examine())
+        report = report or (engines.examine(options.engine) if options.engine else doctor.examine())
     except PretunedError as error:
         print(f"pretuned: {error}", file=sys.stderr)
         return 1
     try:
-        print(json.dumps(report.to_dict(), indent=2) if given.json else report, flush=True)
+        print(json.dumps(report.to_dict(), indent=2) if options.json else report, flush=True)
     except BrokenPipeError:
         _drop_output()
         return _READER_LEFT

@@ -35,14 +35,14 @@ class ConfigCache(Generic[K, V]):
         self._memory: dict[K, V] = {}
 
     def load(self, key: K) -> V | None:
-        """What was saved under a key, here or in an earlier process; None if there is nothing."""
-        known, place = self._memory.get(key), self._place()
-        if known is None and place is not None:
+        """The configs saved under a key, here or in an earlier process; None if there are none."""
+        configs, place = self._memory.get(key), self._place()
+        if configs is None and place is not None:
             payload = read_checked(place / self._file_name(key))
-            known = None if payload is None else self._decode(key, payload)
-            if known is not None:
-                self._memory[key] = known
-        return known
+            configs = None if payload is None else self._decode(key, payload)
+            if configs is not None:
+                self._memory[key] = configs
+        return configs
 
     def save(self, key: K, configs: V) -> None:
         """Keep configs. A place that can't be written costs the file, and so do the settings that say to write none."""

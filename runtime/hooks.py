@@ -1,4 +1,4 @@
-"""The process's snapshots of bundles, who compiles, who tunes, and whom ``reload`` tells: the runtime does neither."""
+"""The process's bundle sets, the compiler and tuner that are registered, and the functions that ``reload`` calls."""
 
 from __future__ import annotations
 
@@ -115,9 +115,9 @@ def batch_invariant(enabled: bool = True, *, quantize_x: bool = False) -> Iterat
     InputError
         if one of the two is no bool.
     """
-    for name, one in (("enabled", enabled), ("quantize_x", quantize_x)):
-        if not isinstance(one, bool):
-            raise InputError(f"batch_invariant: {name} is {one!r}, wanted True or False")
+    for name, value in (("enabled", enabled), ("quantize_x", quantize_x)):
+        if not isinstance(value, bool):
+            raise InputError(f"batch_invariant: {name} is {value!r}, wanted True or False")
     with within(settings.Invariance(quantize_x) if enabled else None):
         yield
 
@@ -135,7 +135,7 @@ def within(invariance: Any) -> Iterator[None]:
 
 
 def said() -> Any:
-    """What ``within`` says here; ``settings.invariance`` counts where it is ``UNSAID``."""
+    """The mode that ``within`` sets here; ``settings.invariance`` counts where it is ``UNSAID``."""
     return _mode.get()
 
 

@@ -37,7 +37,7 @@ class Invariance(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What the environment says.
+    """The settings that the environment variables give.
 
     ``bundles`` are the entries of PRETUNED_BUNDLES in order; ``overlay`` is the user's own directory of
     bundles, or None where there is no place for one (no HOME). ``trusted_keys`` is a directory of public keys: a
@@ -54,7 +54,7 @@ class Settings(NamedTuple):
 
     @property
     def on_demand(self) -> bool:
-        """Whether something may be tuned, or compiled, in this process: nobody can have signed that."""
+        """True if this process may tune and compile: not if all code must be signed."""
         return not self.disable_autotune and self.trusted_keys is None
 
     @property
@@ -66,11 +66,11 @@ class Settings(NamedTuple):
 def settings() -> Settings:
     """The process's settings: the environment as it was at first use, or at the last ``reload()``."""
     global _settings
-    found = _settings
-    if found is None:
+    current = _settings
+    if current is None:
         with lock("settings"):
-            found = _settings = _settings or read(os.environ)
-    return found
+            current = _settings = _settings or read(os.environ)
+    return current
 
 
 def forget() -> None:

@@ -51,7 +51,7 @@ _Results: TypeAlias = "dict[bytes, Verdict]"  # by the digest of a variant's rec
 
 
 class _Memory:
-    """What this process knows."""
+    """The test results that this process has read or made."""
 
     def __init__(self) -> None:
         self.results: dict[tuple[int, Gpu], _Results] = {}  # by capability and GPU, its driver included
@@ -123,8 +123,8 @@ def note(variant: Variant, local: LocalGpu, result: Verdict) -> None:
         with directory_lock(path.parent, _memory.wait_s, required=True):
             results = _load(path, local)
             with lock("verdicts"):
-                for digest, one in _memory.results[local.sm, local.gpu].items():
-                    _merge(results, digest, one)
+                for digest, noted in _memory.results[local.sm, local.gpu].items():
+                    _merge(results, digest, noted)
             _save(path, local, results)
     except (HostError, OSError) as error:
         if isinstance(error, LockBusy):
@@ -187,7 +187,11 @@ def _load(path: Path, local: LocalGpu) -> _Results:
     except (ValueError, TypeError, RecursionError):
         return {}
     if head == _head(local, 1):
-        return {of: one for of, one in results.items() if one.right or re.search(_RESULTS_OF_FORM_1, one.why)}
+        return {
+            digest: result
+            for digest, result in results.items()
+            if result.right or re.search(_RESULTS_OF_FORM_1, result.why)
+        }
     return results if head == _head(local, _FORM) else {}
 
 
@@ -203,4 +207,6 @@ def _save(path: Path, local: LocalGpu, results: _Results) -> None:
     from ..artifacts.files.blob import write_checked
 
     rows = sorted(results.items(), key=lambda row: (not row[1].right, row[1].day), reverse=True)[:_MOST]
-    write_checked(path, json.dumps([_head(local, _FORM), [[digest.hex(), *one] for digest, one in rows]]).encode())
+    write_checked(
+        path, json.dumps([_head(local, _FORM), [[digest.hex(), *result] for digest, result in rows]]).encode()
+    )

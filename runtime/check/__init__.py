@@ -1,1 +1,1 @@
-"""Is a call right? Its tensors, its form, its operands. Uses the driver's device."""
+"""Checks of a call's tensors, flags and saved tensors. Uses the driver's device."""

@@ -35,7 +35,7 @@ class Call(NamedTuple):
 
     @property
     def x_divisor(self) -> int:
-        """What gathers x: ``Rows.gather_divisor``."""
+        """``Rows.gather_divisor`` of this call."""
         return self.form.topk if self.form.permute_x else 0
 
     @property
@@ -61,7 +61,7 @@ class Call(NamedTuple):
 
 
 def wide_of(like: torch.Tensor) -> torch.dtype:
-    """What routing weights are multiplied in: float32, or float64 beside a float64 tensor."""
+    """The dtype in which routing weights are multiplied: float64 with a float64 tensor, else float32."""
     return torch.float64 if like.dtype is torch.float64 else torch.float32
 
 
@@ -144,7 +144,7 @@ def autocast(x: torch.Tensor, w: _W, bias: torch.Tensor | None) -> tuple[torch.T
     kind = x.device.type
     if not casts(kind):
         return x, w, bias
-    if all(one.dtype is not torch.float32 for one in (x, w, bias) if isinstance(one, torch.Tensor)):
+    if all(tensor.dtype is not torch.float32 for tensor in (x, w, bias) if isinstance(tensor, torch.Tensor)):
         return x, w, bias
     dtype = torch.get_autocast_dtype(kind)
     return x.to(dtype), w.to(dtype) if isinstance(w, torch.Tensor) else w, None if bias is None else bias.to(dtype)
@@ -156,7 +156,7 @@ def casts(kind: str) -> bool:
 
 
 class LowPart(NamedTuple):
-    """What is added to a product: y[m] += x[m] @ w[g].T before a bias and a weight, of sorted rows.
+    """A low-rank part, added to a product of sorted rows before bias and weight: y[m] += x[m] @ w[g].T.
 
     ``x`` is [M, r], and ``w`` [E, columns of y, r] or, where the product's w has y's columns contiguous, [E, r, columns
     of y]. Both are dense.
@@ -233,7 +233,7 @@ class Rows(NamedTuple):
 
     @property
     def fusion(self) -> Fusion:
-        """What the kernel's flags say."""
+        """The fusions that the kernel has to have."""
         value = (1 if self.gather_divisor else 0) | (2 if self.scatter else 0)
         value |= (4 if self.row_weights is not None else 0) | (8 if self.bias is not None else 0)
         return _FUSIONS[value | (32 if self.low is not None else 0)]
@@ -264,7 +264,7 @@ class Rows(NamedTuple):
         return self.layout if self.op is Op.FORWARD else other
 
     def may_gather_first(self, aligned: bool) -> bool:
-        """Whether the plain product of rows gathered beforehand would do the same: a bundle's plan says when it is to.
+        """True if a plain product of rows gathered beforehand gives an equal result; a bundle's plan chooses.
 
         Where nothing else reads the index, that writes the rows of an index out of range, too.
         """

@@ -44,7 +44,7 @@ class Form(NamedTuple):
 
     @property
     def names_kernels(self) -> bool:
-        """Whether one of them is no mere preference."""
+        """True if the call names a kernel that it must have, and not only preferences."""
         if not self.pinned:
             return False
         from ..dispatch.pin import Preference  # here, as few calls name a kernel
@@ -147,7 +147,7 @@ def _form(
             "Leave permute_x out, or is_first_gemm"
         )
     forward = dx = dw = None
-    if any(one is not None for one in (kernel_config_fwd, kernel_config_bwd_dX, kernel_config_bwd_dW)):
+    if any(config is not None for config in (kernel_config_fwd, kernel_config_bwd_dX, kernel_config_bwd_dW)):
         from ..dispatch.pin import check_pin  # here, as few calls name a kernel
 
         forward = check_pin("kernel_config_fwd", kernel_config_fwd, is_first_gemm=is_first_gemm)
@@ -193,8 +193,8 @@ def check_expected(call: str, expected_rows: object, numbers: str) -> None:
         isinstance(expected_rows, (int, torch.SymInt)) and not isinstance(expected_rows, bool)
     ):
         return
-    told = f"{expected_rows!r}, a {type(expected_rows).__name__}"
-    bad("expected_rows", told, f"an int of {numbers}, or None", call)
+    got = f"{expected_rows!r}, a {type(expected_rows).__name__}"
+    bad("expected_rows", got, f"an int of {numbers}, or None", call)
 
 
 def check_fusions(
@@ -217,13 +217,13 @@ def check_fusions(
     """
     device = m_sizes.device
     tensors_or_none(gather_indices=gather_indices, topk_weights=topk_weights, bias=bias)
-    for given, wanted in (
+    for flag, name in (
         (form.permute_x, "permute_x"),
         (form.permute_y, "permute_y"),
         (fuse_mul_post, "fuse_mul_post"),
     ):
-        if given and gather_indices is None:
-            _refuse(f"{wanted} without gather_indices: they say which token and slot each sorted row is")
+        if flag and gather_indices is None:
+            _refuse(f"{name} without gather_indices: they say which token and slot each sorted row is")
     if topk_weights is not None and not fuse_mul_post:
         _refuse("topk_weights without fuse_mul_post=True: nothing would be multiplied. Pass both or neither")
     if fuse_mul_post and topk_weights is None:

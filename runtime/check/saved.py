@@ -23,26 +23,27 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 Kinds: TypeAlias = "tuple[tuple[torch.dtype, torch.Size, torch.device] | None, ...]"
 
 
-def kinds_of(every: Sequence[torch.Tensor | None]) -> Kinds:
+def kinds_of(tensors: Sequence[torch.Tensor | None]) -> Kinds:
     """The properties that ``as_kept`` compares. Reading them takes time: hot calls derive them from other tensors."""
-    return tuple(None if one is None else (one.dtype, one.shape, one.device) for one in every)
+    return tuple(None if tensor is None else (tensor.dtype, tensor.shape, tensor.device) for tensor in tensors)
 
 
-def as_kept(call: str, names: str, every: Sequence[torch.Tensor | None], kinds: Kinds) -> list[torch.Tensor | None]:
+def as_kept(call: str, names: str, tensors: Sequence[torch.Tensor | None], kinds: Kinds) -> list[torch.Tensor | None]:
     """Saved tensors with rows that a call takes; InputError names the first that a hook made another tensor of.
 
     While a graph is traced there are no hooks, and nothing is compared.
     """
-    if any(one is not None and type(one) not in PLAIN for one in every):
-        return list(every)
-    found: list[torch.Tensor | None] = []
-    for name, one, kind in zip(names.split(), every, kinds, strict=True):
-        if one is not None and kind is not None:
+    if any(tensor is not None and type(tensor) not in PLAIN for tensor in tensors):
+        return list(tensors)
+    checked: list[torch.Tensor | None] = []
+    for name, tensor, kind in zip(names.split(), tensors, kinds, strict=True):
+        if tensor is not None and kind is not None:
             dtype, shape, device = kind
-            one = Saved(call, dtype, device)._checked(name, one, tuple(shape), (dtype,))
-            one = one if not one.dim() or one.shape[-1] <= 1 or one.stride(-1) == 1 else one.contiguous()
-        found.append(one)
-    return found
+            tensor = Saved(call, dtype, device)._checked(name, tensor, tuple(shape), (dtype,))
+            if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+                tensor = tensor.contiguous()
+        checked.append(tensor)
+    return checked
 
 
 class Saved(NamedTuple):
@@ -58,7 +59,7 @@ class Saved(NamedTuple):
         return cls(call, dy.dtype, dy.device)
 
     def whole(
-        self, name: str, one: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = ()
+        self, name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = ()
     ) -> torch.Tensor:
         """The tensor, contiguous.
 
@@ -76,32 +77,34 @@ class Saved(NamedTuple):
         InputError
             for another shape, dtype or device.
         """
-        return self._checked(name, one, shape, dtypes).contiguous()
+        return self._checked(name, tensor, shape, dtypes).contiguous()
 
-    def of_dtype(self, name: str, one: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def of_dtype(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The tensor, if it has this dtype; else InputError."""
-        return one if one.dtype is dtype else self._checked(name, one, tuple(one.shape), (dtype,))
+        return tensor if tensor.dtype is dtype else self._checked(name, tensor, tuple(tensor.shape), (dtype,))
 
-    def rows(self, name: str, one: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    def rows(self, name: str, tensor: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
         """A matrix, checked like ``whole``; its rows may be apart."""
-        one = self._checked(name, one, shape, ())
-        return one if rows_usable(one) else one.contiguous()
+        tensor = self._checked(name, tensor, shape, ())
+        return tensor if rows_usable(tensor) else tensor.contiguous()
 
-    def weights(self, name: str, one: torch.Tensor, shape: tuple[int, int, int]) -> torch.Tensor:
+    def weights(self, name: str, tensor: torch.Tensor, shape: tuple[int, int, int]) -> torch.Tensor:
         """Experts' matrices, checked like ``whole``; rows and matrices may be apart."""
-        one = self._checked(name, one, shape, ())
-        return one if one.shape[2] <= 1 or one.stride(2) == 1 else one.contiguous()
+        tensor = self._checked(name, tensor, shape, ())
+        return tensor if tensor.shape[2] <= 1 or tensor.stride(2) == 1 else tensor.contiguous()
 
     def _checked(
-        self, name: str, one: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
+        self, name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
     ) -> torch.Tensor:
         dtypes = dtypes or (self.dtype,)
-        same = len(shape) == one.dim() and all(size in (-1, own) for size, own in zip(shape, one.shape, strict=True))
-        if one.dtype in dtypes and same and one.device == self.device:
-            return in_memory(name, one, self.call)
+        same = len(shape) == tensor.dim() and all(
+            size in (-1, own) for size, own in zip(shape, tensor.shape, strict=True)
+        )
+        if tensor.dtype in dtypes and same and tensor.device == self.device:
+            return in_memory(name, tensor, self.call)
         wanted = " or ".join(map(str, dtypes))
         raise InputError(
-            f"{self.call}: a hook on saved tensors made {one.dtype} {list(one.shape)} on {one.device} of {name}, "
-            f"wanted {wanted} {['any' if size < 0 else size for size in shape]} on {self.device}: the unpack_hook of "
-            "torch.autograd.graph.saved_tensors_hooks has to return a tensor equal to what was packed"
+            f"{self.call}: a hook on saved tensors made {tensor.dtype} {list(tensor.shape)} on {tensor.device} "
+            f"of {name}, wanted {wanted} {['any' if size < 0 else size for size in shape]} on {self.device}: the "
+            "unpack_hook of torch.autograd.graph.saved_tensors_hooks has to return a tensor equal to what was packed"
         )

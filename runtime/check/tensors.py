@@ -1,4 +1,4 @@
-"""What a call may be given: every check of the tensors, and the call in plain numbers."""
+"""Checks a call's tensors, and describes the call in plain numbers."""
 
 from __future__ import annotations
 
@@ -82,11 +82,11 @@ def outline(w: torch.Tensor | ExpertWeights, x: torch.Tensor, w_layout: str) -> 
     return torch.empty((1, 1, w.shape[2]), dtype=x.dtype, device=w.device).expand(w.shape)
 
 
-def tensors(call: str = "grouped_gemm", /, **given: object) -> None:
+def tensors(call: str = "grouped_gemm", /, **arguments: object) -> None:
     """Raise InputError for what is no tensor."""
-    for name, one in given.items():
-        if not isinstance(one, torch.Tensor):
-            bad(name, f"a {type(one).__name__}", "a torch.Tensor", call)
+    for name, value in arguments.items():
+        if not isinstance(value, torch.Tensor):
+            bad(name, f"a {type(value).__name__}", "a torch.Tensor", call)
 
 
 def in_memory(name: str, tensor: torch.Tensor, call: str = "grouped_gemm") -> torch.Tensor:
@@ -96,20 +96,20 @@ def in_memory(name: str, tensor: torch.Tensor, call: str = "grouped_gemm") -> to
     """
     if type(tensor) in PLAIN or tensor.data_ptr():
         return tensor
-    made: torch.Tensor = tensor.clone()
-    if made.numel() and not made.data_ptr():
+    copy: torch.Tensor = tensor.clone()
+    if copy.numel() and not copy.data_ptr():
         bad(name, f"a {type(tensor).__name__}, which has no memory of its own", "a torch.Tensor that has", call)
-    return made
+    return copy
 
 
 # Where no level is told, as in a torch that names it otherwise, each call looks at its tensors.
 duals = forward_ad if hasattr(forward_ad, "_current_level") else SimpleNamespace(_current_level=0)
 
 
-def no_tangents(call: str, *given: object) -> None:
+def no_tangents(call: str, *arguments: object) -> None:
     """Raise InputError for a tensor with a tangent of forward-mode differentiation: a kernel would lose it."""
-    for one in given:
-        if isinstance(one, torch.Tensor) and forward_ad.unpack_dual(one).tangent is not None:  # type: ignore[no-untyped-call]
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor) and forward_ad.unpack_dual(argument).tangent is not None:  # type: ignore[no-untyped-call]
             raise InputError(
                 f"{call}: a tensor has a forward-mode tangent (torch.func.jvp, jacfwd, forward_ad), and "
                 "there is no forward-mode derivative here: use a backward"
@@ -117,17 +117,19 @@ def no_tangents(call: str, *given: object) -> None:
 
 
 def is_traced(x: torch.Tensor, *others: torch.Tensor | ExpertWeights | None) -> bool:
-    """Whether one of these stands for a tensor to come, or wraps others: only an operator can take them."""
+    """True if a tensor is traced (fake, meta, symbolic) or wraps others: only a torch operator can take it."""
     if torch.compiler.is_compiling() or jit_state() is not None:
         return True
     if not others[1:] and type(x) is torch.Tensor and type(others[0]) in PLAIN:  # a plain call's: in half the time
         return x.is_meta
-    return any(isinstance(one, torch.Tensor) and (type(one) not in PLAIN or one.is_meta) for one in (x, *others))
+    return any(
+        isinstance(tensor, torch.Tensor) and (type(tensor) not in PLAIN or tensor.is_meta) for tensor in (x, *others)
+    )
 
 
-def tensors_or_none(call: str = "grouped_gemm", /, **given: object) -> None:
+def tensors_or_none(call: str = "grouped_gemm", /, **arguments: object) -> None:
     """Raise InputError for what is neither a tensor nor left out."""
-    tensors(call, **{name: one for name, one in given.items() if one is not None})
+    tensors(call, **{name: value for name, value in arguments.items() if value is not None})
 
 
 def check_sizes(m_sizes: torch.Tensor) -> None:
@@ -159,10 +161,10 @@ def check_apart(out: torch.Tensor, call: str = "grouped_gemm", /, **read: torch.
         return
     begin = out.data_ptr()
     end = begin + out.untyped_storage().nbytes()
-    for name, one in read.items():
-        if one is None or one.data_ptr() >= end:
+    for name, tensor in read.items():
+        if tensor is None or tensor.data_ptr() >= end:
             continue
-        if begin < one.data_ptr() + one.untyped_storage().nbytes() and _share(out, one):
+        if begin < tensor.data_ptr() + tensor.untyped_storage().nbytes() and _share(out, tensor):
             bad(
                 "out",
                 f"in the memory of {name}",
@@ -179,12 +181,12 @@ def extent(tensor: torch.Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
-def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _share(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors may have a byte in common; columns of one matrix side by side have none."""
-    ahead = other.data_ptr() - one.data_ptr()
-    if ahead >= extent(one) or -ahead >= extent(other):
+    ahead = other.data_ptr() - tensor.data_ptr()
+    if ahead >= extent(tensor) or -ahead >= extent(other):
         return False
-    (row, steps), (other_row, other_steps) = _rows_of(one), _rows_of(other)
+    (row, steps), (other_row, other_steps) = _rows_of(tensor), _rows_of(other)
     step = min(steps + other_steps, default=0)
     if not step or any(more % step for more in steps + other_steps):
         return True
@@ -248,7 +250,7 @@ def check_dtype(name: str, tensor: torch.Tensor, call: str) -> None:
 
 
 def rows_usable(tensor: torch.Tensor) -> bool:
-    """Whether rows are contiguous and don't overlap; the stride of a dimension of one is of no account."""
+    """True if rows are contiguous and don't overlap; the stride of a dimension of size 1 does not count."""
     rows, length = tensor.shape
     # (Rows last: of a traced tensor nobody may know how many there are.)
     return (length <= 1 or tensor.stride(1) == 1) and (tensor.stride(0) >= length or rows <= 1)

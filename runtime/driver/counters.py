@@ -44,7 +44,7 @@ class Counters:
 
     def forget(self, stream: int) -> None:
         """Have the next launch on ``stream`` take another word: this one may not be zero."""
-        for key in [one for one in self._by_stream if one[0] == stream]:
+        for key in [key for key in self._by_stream if key[0] == stream]:
             self._by_stream.pop(key, None)
 
     def _new(self) -> int:

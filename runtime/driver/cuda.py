@@ -155,8 +155,8 @@ def launch_kernel() -> Callable[[object, object, object, None], int]:
 
 def argument(address: int) -> object:
     """An address as ``launch_kernel`` takes it, to be kept and used again."""
-    made: object = c_void_p.from_param(address)
-    return made
+    converted: object = c_void_p.from_param(address)
+    return converted
 
 
 def check(code: int, call: str) -> None:
@@ -171,12 +171,12 @@ def check(code: int, call: str) -> None:
 
 
 def is_fault(error: Exception) -> bool:
-    """Whether an error, torch's or the driver's, says that a kernel did something that the GPU does not allow."""
+    """True if an error of torch or the driver is a fault of a kernel, such as an access to other memory."""
     return any(words in str(error) for words in _FAULTS)
 
 
 def recover(code: int, what: str, device: int, call: Callable[..., int], *arguments: object) -> None:
-    """What to do where ``call(*arguments)`` returned ``code`` and not success.
+    """Make ``call(*arguments)`` again in the device's context, or raise, as it returned ``code`` and not success.
 
     A thread, of autograd's say, that has not touched CUDA yet has no context: it gets the device's, and the call is
     made once more. Any other code is a CudaError, which begins with ``what``.
@@ -206,7 +206,7 @@ def device_count() -> int:
 
 
 class Properties(NamedTuple):
-    """What the driver says of a GPU; ``sm`` is 10 * major + minor."""
+    """A GPU's properties as the driver reports them; ``sm`` is 10 * major + minor."""
 
     name: str
     sm: int

@@ -1,4 +1,4 @@
-"""The GPUs of this process: what each is, and all that was loaded and set up on it; and what torch has current."""
+"""The GPUs of this process, the kernels that are loaded on each, and torch's current device, stream and context."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _log = logging.getLogger(__name__)
 
 
 class Device:
-    """What this process has on one GPU, the one that torch calls ``cuda:index``. It lasts as long as the process.
+    """A GPU of this process, torch's ``cuda:index``, and all that is loaded on it. It lasts as long as the process.
 
-    ``kernels`` are those that were loaded, by the record of the variant; ``places`` the same by where a bundle has
-    them, its digest and the variant's number there (``launch/loader.py``). Those places are in ``trusted`` whose code
-    was judged on this capability, or proven (``launch/proof.py``). What asks the driver is imported where that
-    is first asked: a process without a GPU has none.
+    ``kernels`` are the loaded kernels by the record of the variant. ``places`` are these kernels by bundle digest and
+    the variant's number in the bundle (``launch/loader.py``). A place is in ``trusted`` if its code was tested on this
+    capability, beforehand or here (``launch/proof.py``). Modules that need the driver are imported at their first use:
+    a process without a GPU has no driver.
     """
 
     def __init__(self, index: int) -> None:
@@ -66,13 +66,24 @@ class Device:
         from ...artifacts.records.target import Gpu, LocalGpu
 
         if not platform_supported():
-            told = torch.cuda.get_device_properties(self.index)
-            sm = 0 if torch.version.hip else 10 * told.major + told.minor
-            return LocalGpu(sm, Gpu(told.name, told.multi_processor_count, told.total_memory >> 20, 0))
+            torch_properties = torch.cuda.get_device_properties(self.index)
+            sm = 0 if torch.version.hip else 10 * torch_properties.major + torch_properties.minor
+            return LocalGpu(
+                sm,
+                Gpu(
+                    torch_properties.name,
+                    torch_properties.multi_processor_count,
+                    torch_properties.total_memory >> 20,
+                    0,
+                ),
+            )
         from . import cuda
 
-        found = cuda.properties(self.index)
-        return LocalGpu(found.sm, Gpu(found.name, found.sm_count, found.memory_bytes >> 20, cuda.driver_version()))
+        properties = cuda.properties(self.index)
+        return LocalGpu(
+            properties.sm,
+            Gpu(properties.name, properties.sm_count, properties.memory_bytes >> 20, cuda.driver_version()),
+        )
 
 
 devices: dict[int, Device] = {}  # those that were asked for; ``device`` makes them
@@ -151,7 +162,7 @@ def on(device: int) -> contextlib.AbstractContextManager[object]:
 
 
 def without_autocast(kind: str) -> contextlib.AbstractContextManager[object]:
-    """What runs inside has the dtypes that it was given."""
+    """A context in which autocast leaves dtypes as they are."""
     if not torch.is_autocast_enabled(kind):
         return contextlib.nullcontext()
     return torch.autocast(kind, enabled=False)

@@ -153,18 +153,18 @@ def repeats_rows(device: int) -> bool:
 
 
 class BlockLayout:
-    """Where each word of one kernel lies in the block of a launch, and what packs them.
+    """The offsets of a kernel's arguments in the memory block of a launch, and the structures that pack them.
 
     A block is one piece of memory with all that the driver reads of a launch: first the words that a call gives, then
     CUlaunchConfig, the words that a launch adds, the words that stay as they are, and an address for each parameter. It
     is taken by one launch at a time.
 
-    ``words`` are the kernel's arguments in its order. A call gives the values of ``given``, a launch those of ``late``,
+    ``words`` are the kernel's arguments in its order. A call gives the values of ``early``, a launch those of ``late``,
     and ``fixed`` is the same in every launch; a word that the kernel does not have takes up room and is not read. Of a
     word that both name, the kernel's kind counts: a descriptor has two values, its first
     eight bytes and the rest, and ``maps`` names the sizes and strides that follow it.
 
-    ``whole`` packs ``given``, programs, ``tail``, the stream and ``late`` into a block; ``head`` packs what comes
+    ``whole`` packs ``early``, programs, ``tail``, the stream and ``late`` into a block; ``head`` packs what comes
     before the stream into bytes, which a launch (``launch``) has in place of those.
     """
 
@@ -174,7 +174,7 @@ class BlockLayout:
         self,
         words: Words,
         *,
-        given: Words,
+        early: Words,
         late: Words = (),
         fixed: Mapping[str, int] | None = None,
         maps: Mapping[str, tuple[str, ...]] | None = None,
@@ -183,7 +183,7 @@ class BlockLayout:
     ) -> None:
         kinds, maps = dict(words), maps or {}
         self._offsets: dict[str, int] = {}
-        codes, self._config = self._place(((name, kinds.get(name, kind)) for name, kind in given), 0)
+        codes, self._config = self._place(((name, kinds.get(name, kind)) for name, kind in early), 0)
         call = "".join(codes)
         self.tail = _TAIL.pack(1, 1, threads, 1, 1, shared_bytes)
         before = struct.calcsize(f"={call}{_PROGRAMS}{_STREAM}")
@@ -194,12 +194,12 @@ class BlockLayout:
         codes, self._base = self._place(((name, kinds.get(name, "i64")) for name in constants), end)
         self._fixed = struct.pack(f"={''.join(codes)}", *constants.values())
         parts = ((name, *(maps[name] if kind.startswith("desc") else ())) for name, kind in words)
-        places = [self._offsets[part] for every in parts for part in every]
+        places = [self._offsets[part] for group in parts for part in group]
         self._places = [*places, *[self._offsets["null"]] * 2]  # two scratch pointers that every kernel takes: none
         self._size = self._base + _WORD_BYTES * len(self._places)
 
     def launch(self, varies: Sequence[bool]) -> tuple[struct.Struct, list[struct.Struct]]:
-        """What packs the bytes of ``head``, the stream, and those late words that vary from launch to launch.
+        """The structure that packs ``head``'s bytes, the stream, and the late words that vary from launch to launch.
 
         From the fourth of these on, bytes follow each of them: the rest of its descriptor and the words that don't
         vary. The other structures pack those bytes.
@@ -213,7 +213,7 @@ class BlockLayout:
             else:
                 behind[-1] += code
         constant = [struct.Struct(f"={codes}") for codes in behind[3:]]
-        words[3:] = [f"{word}{one.size}s" for word, one in zip(words[3:], constant, strict=True)]
+        words[3:] = [f"{word}{structure.size}s" for word, structure in zip(words[3:], constant, strict=True)]
         return struct.Struct(f"={self.head.size}s{_STREAM}{''.join(words)}"), constant
 
     def new(self) -> Memory:
@@ -306,20 +306,20 @@ class Launcher:
     ) -> None:
         kinds, added = dict(variant.arguments), {name for name, _ in (*late, *stored)}
         pointers = [(name, kind) for name, kind in kinds.items() if kind[0] != "i"]
-        given = [(name, kind) for name, kind in pointers if name not in added]
+        operands = [(name, kind) for name, kind in pointers if name not in added]
         numbers = [name for name, kind in kinds.items() if kind[0] == "i" and name not in {*fixed, *each}]
         described = {name: shapes[name] for name, kind in pointers if kind[0] == "d"}
         # What describes an operand, by its place: its descriptors, sizes and strides, whether by rows, the rows' stride
         self._fills = {
             at: (TensorMaps(plan, function.device), *described[name][:3])
-            for at, (name, _) in enumerate(given)
+            for at, (name, _) in enumerate(operands)
             for plan in variant.tensor_maps
             if plan.argument == name
         }
         self._layout = BlockLayout(
             variant.arguments,
-            given=(*((name, "i32") for name in each), *((name, kinds[name]) for name in numbers)),
-            late=(*late, *given, *stored),
+            early=(*((name, "i32") for name in each), *((name, kinds[name]) for name in numbers)),
+            late=(*late, *operands, *stored),
             fixed=fixed,
             maps={name: shape.read or _unread(kinds[name]) for name, shape in described.items()},
             threads=function.threads,
@@ -327,7 +327,7 @@ class Launcher:
         )
         self._blocks = Blocks(function, what, self._layout)
         self._bound: dict[object, Run] = {}
-        self.operands = tuple(_operand(name) for name, _ in given)
+        self.operands = tuple(_operand(name) for name, _ in operands)
         self._pick, self._numbers = _picks(*self.operands), _picks(*numbers)
 
     def bind(self, **how: Any) -> Run:
@@ -421,13 +421,13 @@ class ProductLauncher(Launcher):
     ) -> Run:
         names, stores, described = self.operands[2:], self._stores, self._fills
         there = [*(name not in absent for name in names), *[True] * stores]
-        shifts = shifts_of(behind, [name for name, given in zip(names, there, strict=False) if given])
+        shifts = shifts_of(behind, [name for name, passed in zip(names, there, strict=False) if passed])
         values, grid, layout, blocks = self._numbers(numbers), self._grid, self._layout, self._blocks
         packed, constant = layout.launch([True, True, True, *there])
         # Of each address: what describes it, and the nulls that lie behind it.
         words: list[tuple[Any, list[int]]] = []
-        for at, given in enumerate(there):
-            if given:
+        for at, passed in enumerate(there):
+            if passed:
                 words.append((described.get(at), []))
             else:
                 words[-1][1].append(0)
@@ -438,7 +438,7 @@ class ProductLauncher(Launcher):
         sized: dict[int, _Sized] = {}
 
         def size(M: int, addresses: list[int]) -> _Sized:
-            """What is the same in all launches of M rows: kept, unless a descriptor's other words hang on its address.
+            """Pack what all launches of M rows share. It is kept, unless a descriptor's other words need its address.
 
             The first words of such descriptors take the place of their addresses.
             """
@@ -453,12 +453,12 @@ class ProductLauncher(Launcher):
                     any_address &= leads
                     rest = [bytes_of]
                 behind.append(structure.pack(*rest, *nulls))
-            found = head, behind[0], behind[1], tuple(behind[2:])
+            shared = head, behind[0], behind[1], tuple(behind[2:])
             if any_address:
                 if len(sized) >= _MOST_SIZED:
                     sized.clear()
-                sized[M] = found
-            return found
+                sized[M] = shared
+            return shared
 
         def run(M: int, stream: int, result: int, m_sizes: int, first: int, second: int, *others: int) -> None:
             if stores:
@@ -466,13 +466,13 @@ class ProductLauncher(Launcher):
             if shifts:
                 first, second, *moved = moved_by((first, second, *others), shifts, M)
                 others = tuple(moved)
-            known = sized.get(M)
-            if known is None:
+            shared = sized.get(M)
+            if shared is None:
                 addresses = [first, second, *others]
-                known = size(M, addresses)
+                shared = size(M, addresses)
                 first, second, *moved = addresses
                 others = tuple(moved)
-            head, behind_first, behind_second, rests = known
+            head, behind_first, behind_second, rests = shared
             word = 0 if counter_of is None else counter_of(stream)
             try:
                 block = take()
@@ -482,7 +482,7 @@ class ProductLauncher(Launcher):
             if pick is None:
                 pack(memory, offset, head, stream, result, m_sizes, word, first, behind_first, second, behind_second)
             else:
-                given = pick(others + rests)
+                picked = pick(others + rests)
                 pack(
                     memory,
                     offset,
@@ -495,7 +495,7 @@ class ProductLauncher(Launcher):
                     behind_first,
                     second,
                     behind_second,
-                    *given,
+                    *picked,
                 )
             code = driver_launch(config, handle, pointers, None)
             if code:

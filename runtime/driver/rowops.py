@@ -38,14 +38,14 @@ class RowOpLauncher(Launcher):
 
         ``words`` has the arguments by name. Pointers that are not there are null.
         """
-        made = programs(self._op, rows, words.get("columns", 0), self.block, self._at_once)
-        if made > MOST_PROGRAMS:
-            raise _too_many(rows, words.get("columns", 0), made)
+        count = programs(self._op, rows, words.get("columns", 0), self.block, self._at_once)
+        if count > MOST_PROGRAMS:
+            raise _too_many(rows, words.get("columns", 0), count)
         try:
-            given = self._pick(words)
+            addresses = self._pick(words)
         except KeyError:
-            given = self._pick({**dict.fromkeys(self.operands, 0), **words})
-        self._launch((words["M"], *self._numbers(words), made, self._layout.tail, stream, *given))
+            addresses = self._pick({**dict.fromkeys(self.operands, 0), **words})
+        self._launch((words["M"], *self._numbers(words), count, self._layout.tail, stream, *addresses))
 
     def _bind(self, *, behind: Behind = (), per: int = 1, **numbers: int) -> Run:
         rest, shifts, launch, tail = (
@@ -59,14 +59,14 @@ class RowOpLauncher(Launcher):
 
         def run(M: int, stream: int, *addresses: int) -> None:
             M //= per
-            made = programs(op, M, columns, block, at_once)
-            if made > MOST_PROGRAMS:
-                raise _too_many(M, columns, made)
-            given = moved_by(addresses, shifts, M) if shifts else addresses
-            launch((M, *rest, min(made, most), tail, stream, *given))
+            count = programs(op, M, columns, block, at_once)
+            if count > MOST_PROGRAMS:
+                raise _too_many(M, columns, count)
+            moved = moved_by(addresses, shifts, M) if shifts else addresses
+            launch((M, *rest, min(count, most), tail, stream, *moved))
 
         return run
 
 
-def _too_many(rows: int, columns: int, made: int) -> InputError:
-    return InputError(f"{rows} rows of {columns} columns make {made} programs, the most is 2^30: split them")
+def _too_many(rows: int, columns: int, count: int) -> InputError:
+    return InputError(f"{rows} rows of {columns} columns make {count} programs, the most is 2^30: split them")

@@ -32,7 +32,7 @@ KERNELS: dict[str, Words] = {
 
 
 def layout_of(kernel: Words) -> BlockLayout:
-    return BlockLayout(kernel, given=GIVEN, late=LATE, fixed=FIXED, maps=MAPPED, threads=256, shared_bytes=70_000)
+    return BlockLayout(kernel, early=GIVEN, late=LATE, fixed=FIXED, maps=MAPPED, threads=256, shared_bytes=70_000)
 
 
 def values(kernel: Words) -> dict[str, int | bytes]:

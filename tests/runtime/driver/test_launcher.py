@@ -42,7 +42,7 @@ def function(stub: ctypes.CDLL) -> cuda.Function:
 def layout() -> BlockLayout:
     return BlockLayout(
         WORDS,
-        given=(("x", "ptr"), ("M", "i32")),
+        early=(("x", "ptr"), ("M", "i32")),
         late=(("y", "ptr"), ("m_sizes", "ptr"), ("counter", "ptr")),
         threads=64,
         shared_bytes=0,
