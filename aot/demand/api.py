@@ -16,7 +16,7 @@ from ...artifacts.records.problem import Layout, Op, bucket_of
 from ...artifacts.records.target import LocalGpu
 from ...kernels.registry import ENTRIES
 from ...runtime.driver.device import current_device, local_gpu
-from ...runtime.inspect.asked import dtype_of_weights
+from ...runtime.inspect.query import dtype_of_weights
 from ...runtime.weights.expert_weights import ExpertWeights
 from ..models.layer import ExpertLayer
 from ..plan.plan import without_code

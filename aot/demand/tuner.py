@@ -31,7 +31,7 @@ from ...runtime.dispatch.plans import quantised_x
 from ...runtime.dispatch.snapshot import Rejected, Usable
 from ...runtime.driver.device import capturing, local_gpu
 from ...runtime.hooks import reload
-from ...runtime.inspect.asked import suits
+from ...runtime.inspect.query import suits
 from ...runtime.settings import settings
 from ..models.layer import LayerShard
 from ..plan.families import optional

@@ -10,9 +10,9 @@ from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem
 from ...artifacts.records.target import LocalGpu
 from ...kernels.registry import has_code
-from ...runtime.inspect.asked import suits
 from ...runtime.inspect.explain import explain_on
 from ...runtime.inspect.explanation import Explanation
+from ...runtime.inspect.query import suits
 from ..models.layer import LayerGemm, LayerShard
 from .plan import problems_of, shapes_on
 

@@ -1,1 +1,1 @@
-"""What would run and why, asked without running it. Uses ops and what stands below."""
+"""Reports on what would run and why, without running it. Uses ops and the layers below."""

@@ -62,7 +62,7 @@ class BundleReport:
 
 @dataclass(frozen=True, slots=True)
 class HostReport:
-    """What ``examine`` found. ``problems`` are what keeps bundles from being used, with the fix; ``ok`` if none."""
+    """The report of ``examine``. ``problems`` are what keeps bundles from being used, with the fix; ``ok`` if none."""
 
     platform: str
     python: str
@@ -101,9 +101,9 @@ class HostReport:
         lines += [f"overlay   {self.overlay}"]
         for place, count in self.places:
             lines.append(f"searched  {place}: {count} bundle{'' if count == 1 else 's'}")
-            inside = [one for one in self.bundles if one.place == place]
-            lines += [f"  {line}" for one in inside if not one.for_other_gpus for line in one.lines()]
-            if others := [f"{Path(one.path).name} ({one.target})" for one in inside if one.for_other_gpus]:
+            inside = [bundle for bundle in self.bundles if bundle.place == place]
+            lines += [f"  {line}" for bundle in inside if not bundle.for_other_gpus for line in bundle.lines()]
+            if others := [f"{Path(bundle.path).name} ({bundle.target})" for bundle in inside if bundle.for_other_gpus]:
                 lines.append(f"  not used, as no GPU here is of that capability: {', '.join(others)}")
         lines += [f"note      {note}" for note in self.notes]
         lines += [f"problem   {problem}" for problem in self.problems]
@@ -125,7 +125,7 @@ def examine() -> HostReport:
 
 
 def _unseen() -> Iterator[str]:
-    """What is wrong where the driver has GPUs and torch, which is built for CUDA, sees none."""
+    """The fault if the driver has GPUs and torch, which is built for CUDA, sees none."""
     import torch
 
     count = device_count() if torch.version.cuda is not None else 0
@@ -141,15 +141,15 @@ def report(
     snapshot: Snapshot, read: settings.Settings, gpus: tuple[LocalGpu, ...], driver: str, faults: Iterable[str] = ()
 ) -> HostReport:
     """The report on ``snapshot`` for a machine with these GPUs; ``faults`` are problems that were found before."""
-    found = snapshot.found(installed=True)
+    files = snapshot.found(installed=True)
     views = [snapshot.view(local, installed=True) for local in gpus]
     keys = snapshot.keys or Keys("", ())
     counts: dict[str, int] = {str(place): 0 for place in snapshot.places}
-    for one in found:
-        counts[str(one.place)] = counts.get(str(one.place), 0) + 1
+    for file in files:
+        counts[str(file.place)] = counts.get(str(file.place), 0) + 1
     notes = [note for i, local in enumerate(gpus) for note in _untested(snapshot, i, local)]
     notes += [note for i, local in enumerate(gpus) for note in _reserve(snapshot, i, local)]
-    if any(one.place.is_ours() and one.path.parent != one.place.path for one in found):
+    if any(file.place.is_ours() and file.path.parent != file.place.path for file in files):
         notes.append(f"unpacked bundles are not those of this clone, the compressed ones are read. Run: {REINSTALL}")
     faults = tuple(faults)
     notes += [] if gpus or faults else ["no GPU here: nothing would be launched, CPU tensors run the torch reference"]
@@ -159,24 +159,26 @@ def report(
     if not platform_supported():
         notes.append(f"bundles run on linux x86_64 and aarch64, this is {platform_name()}: torch runs everything")
     problems = [
-        f"GPU {i}, {local}: no usable bundle, torch would run. {_fix(found, local)}"
+        f"GPU {i}, {local}: no usable bundle, torch would run. {_fix(files, local)}"
         for i, (local, view) in enumerate(zip(gpus, views, strict=True))
         if not view.usable
     ]
     problems += faults
     problems += [
-        dispatch_snapshot.blamed(str(one.error)) for one in found if one.error is not None and one.place.names(one.path)
+        dispatch_snapshot.blamed(str(file.error))
+        for file in files
+        if file.error is not None and file.place.names(file.path)
     ]
     problems += [f"{settings.TRUSTED_KEYS}: {fault}" for fault in keys.faults]
-    problems += list(_refused_directories(snapshot.places, found))
+    problems += list(_refused_directories(snapshot.places, files))
     for view in views:
         problems += [
-            dispatch_snapshot.blamed(one.reason)
-            for one in view.skipped
-            if one.error is not None and one.place.names(one.path)
+            dispatch_snapshot.blamed(entry.reason)
+            for entry in view.skipped
+            if entry.error is not None and entry.place.names(entry.path)
         ]
     used = {usable.path for view in views for usable in view.usable}
-    problems += [damage for one in found if one.path in used and (damage := _damage(one))]
+    problems += [damage for file in files if file.path in used and (damage := _damage(file))]
     return HostReport(
         platform=platform_name(),
         python=platform.python_version(),
@@ -184,48 +186,49 @@ def report(
         driver=driver,
         gpus=tuple(map(str, gpus)),
         environment=tuple((name, os.environ.get(name, "")) for name in _VARIABLES),
-        trusted_keys=tuple(f"{one.name} ({key_id(one.public)})" for one in keys.keys),
+        trusted_keys=tuple(f"{key.name} ({key_id(key.public)})" for key in keys.keys),
         overlay=str(read.overlay) if read.overlay is not None else "none: no absolute path in XDG_CACHE_HOME or HOME",
         places=tuple(counts.items()),
-        bundles=tuple(_bundle(one, views) for one in found),
+        bundles=tuple(_bundle(file, views) for file in files),
         notes=tuple(notes),
         problems=tuple(dict.fromkeys(problems)),
     )
 
 
 def _reserve(snapshot: Snapshot, gpu: int, local: LocalGpu) -> Iterator[str]:
-    """Which candidates a GPU's calls come to where no bundle has a kernel for them, and which it can't use."""
+    """Lines on the candidates that a GPU's calls run if no bundle has a kernel for them, and on skipped candidates."""
     view = snapshot.reserve(local)
     yield from (
-        f"GPU {gpu}: calls that no bundle has a kernel for run from the candidates in {one.path}" for one in view.usable
+        f"GPU {gpu}: calls that no bundle has a kernel for run from the candidates in {usable.path}"
+        for usable in view.usable
     )
-    yield from (f"GPU {gpu}: candidates are skipped: {one.reason}" for one in view.skipped)
+    yield from (f"GPU {gpu}: candidates are skipped: {entry.reason}" for entry in view.skipped)
 
 
 def _untested(snapshot: Snapshot, gpu: int, local: LocalGpu) -> Iterator[str]:
-    """What of the code for a GPU nobody has run on its capability, and what is wrong there."""
-    found = survey(snapshot, local)
-    yield from (f"GPU {gpu}: {line}" for line in found.wrong)
-    if found.left:
-        told = f"GPU {gpu}: {len(found.left)} kernels were never run on its capability; "
+    """Lines on the kernels for a GPU that are wrong, or were never run on its capability."""
+    results = survey(snapshot, local)
+    yield from (f"GPU {gpu}: {line}" for line in results.wrong)
+    if results.left:
+        prefix = f"GPU {gpu}: {len(results.left)} kernels were never run on its capability; "
         if settings.settings().disable_self_test:
-            yield f"{told}{settings.DISABLE_SELF_TEST}=1 lets them run untested"
+            yield f"{prefix}{settings.DISABLE_SELF_TEST}=1 lets them run untested"
         else:
-            yield f"{told}each is tested before its first use. `python -m pretuned.runtime --self-test` tests all now"
+            yield f"{prefix}each is tested before its first use. `python -m pretuned.runtime --self-test` tests all now"
 
 
-def _refused_directories(places: tuple[Place, ...], found: tuple[Found, ...]) -> Iterator[str]:
-    """What keeps a directory that PRETUNED_BUNDLES names from giving what was wanted of it.
+def _refused_directories(places: tuple[Place, ...], files: tuple[Found, ...]) -> Iterator[str]:
+    """Lines on directories in PRETUNED_BUNDLES that can't be used.
 
-    It can't be listed, a file in it may be a stranger's, or none of its files can be opened.
+    A directory can't be listed, a file in it may be a stranger's, or none of its files can be opened.
     """
     by_place: dict[Place, list[Found]] = {}
-    for one in found:
-        by_place.setdefault(one.place, []).append(one)
-    for place in dict.fromkeys(one for one in places if one.kind is Kind.NAMED):
-        inside = [one for one in by_place.get(place, ()) if not place.names(one.path)]
-        refused: list[BundleError] = [one.error for one in inside if isinstance(one.error, BundleUntrusted)]
-        errors = refused or [one.error for one in inside if one.error is not None]
+    for file in files:
+        by_place.setdefault(file.place, []).append(file)
+    for place in dict.fromkeys(place for place in places if place.kind is Kind.NAMED):
+        inside = [file for file in by_place.get(place, ()) if not place.names(file.path)]
+        refused: list[BundleError] = [file.error for file in inside if isinstance(file.error, BundleUntrusted)]
+        errors = refused or [file.error for file in inside if file.error is not None]
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
         if reason := place.unlisted():
             yield f"PRETUNED_BUNDLES names {place.path}, which can't be listed: {reason}"
@@ -254,9 +257,9 @@ def _version(package: str) -> str:
         return f"unknown: {error}"
 
 
-def _fix(found: tuple[Found, ...], local: LocalGpu) -> str:
-    """What would make a bundle usable, by what stands in the way of those that are there."""
-    errors = [unusable(one.bundle, local) if one.bundle is not None else one.error for one in found]
+def _fix(files: tuple[Found, ...], local: LocalGpu) -> str:
+    """The advice for a GPU without a usable bundle, by the errors of the bundles that are there."""
+    errors = [unusable(file.bundle, local) if file.bundle is not None else file.error for file in files]
     if any(isinstance(error, DriverTooOld) for error in errors):
         return "Update the driver, or rebuild with a Triton whose ptxas is older"
     if none := arch.refusal(local.sm):
@@ -267,27 +270,27 @@ def _fix(found: tuple[Found, ...], local: LocalGpu) -> str:
     return f"Build one with `{command}` and name its directory in PRETUNED_BUNDLES"
 
 
-def _damage(found: Found) -> str:
-    """What of a bundle's own list of problems and models can't be read: its choices may be whole, and run."""
+def _damage(file: Found) -> str:
+    """The error of a bundle whose list of problems or models can't be read, "" if it can; its choices may still run."""
     try:
-        if found.bundle is not None:
-            found.bundle.problems()
-            found.bundle.models()
+        if file.bundle is not None:
+            file.bundle.problems()
+            file.bundle.models()
     except BundleError as error:
         return str(error)
     return ""
 
 
-def _bundle(found: Found, views: list[View]) -> BundleReport:
-    bundle, damage = found.bundle, _damage(found)
+def _bundle(file: Found, views: list[View]) -> BundleReport:
+    bundle, damage = file.bundle, _damage(file)
     if bundle is None or damage:
-        return BundleReport(str(found.path), str(found.place), "", 0, 0, (), (), damage or str(found.error))
-    used = tuple(i for i, view in enumerate(views) if any(one.path == found.path for one in view.usable))
-    skipped = [one for view in views for one in view.skipped if one.path == found.path]
-    mismatched = all(isinstance(one.error, TargetMismatch) for one in skipped) and not found.place.names(found.path)
+        return BundleReport(str(file.path), str(file.place), "", 0, 0, (), (), damage or str(file.error))
+    used = tuple(i for i, view in enumerate(views) if any(usable.path == file.path for usable in view.usable))
+    skipped = [entry for view in views for entry in view.skipped if entry.path == file.path]
+    mismatched = all(isinstance(entry.error, TargetMismatch) for entry in skipped) and not file.place.names(file.path)
     return BundleReport(
-        str(found.path),
-        str(found.place),
+        str(file.path),
+        str(file.place),
         str(bundle.target),
         len(bundle.problems()),
         bundle.variant_count,

@@ -22,8 +22,8 @@ from ..dispatch.ranking import Candidate, Match, Origin, chosen, idles, modelled
 from ..dispatch.snapshot import Rejected, Snapshot, View
 from ..driver.device import current_device, local_gpu
 from . import low_rank, ways
-from .asked import as_read, assumed_top_k, but_for_y, check_numbers, of_numbers, of_tensors, suits
 from .explanation import Explanation
+from .query import as_read, assumed_top_k, but_for_y, check_numbers, of_numbers, of_tensors, suits
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +53,7 @@ def explain(
     rank: int | None = None,
     expected_rows: int | None = None,
 ) -> Explanation:
-    """What ``grouped_gemm`` would run, without running it.
+    """Explain what ``grouped_gemm`` would run, without running it.
 
     Rows that are gathered are taken to be so by an index of ``sort_routing``, which need not be checked.
 
@@ -117,11 +117,11 @@ def explain(
 
         expected_bucket("explain", expected_rows, rows, "M")
     how: dict[str, Any] = {"aligned": aligned, "wide_rows": wide, "top_k": top_k, "coded": coded}
-    told = explain_on(problem, rows, local, **how, expected_rows=expected_rows)
+    answer = explain_on(problem, rows, local, **how, expected_rows=expected_rows)
     if expected_rows is not None:
         other = explain_on(problem, rows, local, **how)
-        told = replace(told, without_hint="the same" if other.summary == told.summary else other.summary)
-    return told if rank is None else replace(told, low_rank=low_rank.with_columns(told.low_rank, rank))
+        answer = replace(answer, without_hint="the same" if other.summary == answer.summary else other.summary)
+    return answer if rank is None else replace(answer, low_rank=low_rank.with_columns(answer.low_rank, rank))
 
 
 def explain_on(
@@ -141,51 +141,51 @@ def explain_on(
     """
     verdicts.recall(local)
     strict, likely = settings.settings().strict, M if expected_rows is None else expected_rows
-    told = (
+    answer = (
         _of_codes(problem, likely, local, aligned, top_k or 0)
         if coded
         else examine(bundles.snapshot(), problem, likely, local, aligned=aligned, strict=strict, top_k=top_k, rows=M)
     )
-    told = replace(told, M=M, expected_rows=expected_rows)
-    if wide_rows and told.raises is None:
-        told = _with_wide_rows(told)
-    if told.chosen is not None and idles(told.chosen.variant, told.problem, M, told.bucket):
-        told = _with_few_rows_of_many(told, strict=strict)
-    best, invariance = told.chosen, bundles.snapshot().invariance
+    answer = replace(answer, M=M, expected_rows=expected_rows)
+    if wide_rows and answer.raises is None:
+        answer = _with_wide_rows(answer)
+    if answer.chosen is not None and idles(answer.chosen.variant, answer.problem, M, answer.bucket):
+        answer = _with_few_rows_of_many(answer, strict=strict)
+    best, invariance = answer.chosen, bundles.snapshot().invariance
     if invariance is not None and problem.op is not Op.DW:
-        told = replace(told, invariance=str(invariance))
+        answer = replace(answer, invariance=str(invariance))
         if best is None:
             return replace(
-                told, raises=told.raises or "ProblemNotInBundle: in the batch-invariant mode torch runs nothing"
+                answer, raises=answer.raises or "ProblemNotInBundle: in the batch-invariant mode torch runs nothing"
             )
-        told = replace(told, order=str(summed(best.usable, best.variant, problem)))
+        answer = replace(answer, order=str(summed(best.usable, best.variant, problem)))
     if best is None:
-        return told
+        return answer
     from ..launch.loader import standing  # here, as it brings all that launches along
 
-    return replace(told, self_test=standing(best.usable.bundle, best.index, best.variant, local))
+    return replace(answer, self_test=standing(best.usable.bundle, best.index, best.variant, local))
 
 
-def _with_few_rows_of_many(told: Explanation, *, strict: bool) -> Explanation:
-    """The same where few rows of many are expected: code that has no program for each tile runs then, if there is."""
-    problem, aligned = told.problem, told.aligned
-    found = settle(bundles.snapshot(), problem, told.bucket, told.local, aligned, strict, persistent=True)
-    if not isinstance(found, Decision):
-        return told
-    why = f"{found.reason}; others would have a program for each tile of the {told.M} rows that there may be"
-    return replace(told, reason=why, candidates=(found.chosen, *told.candidates), gathered_first=False)
+def _with_few_rows_of_many(answer: Explanation, *, strict: bool) -> Explanation:
+    """The answer if few rows of many are expected: a kernel with no program for each tile runs, if there is one."""
+    problem, aligned = answer.problem, answer.aligned
+    decision = settle(bundles.snapshot(), problem, answer.bucket, answer.local, aligned, strict, persistent=True)
+    if not isinstance(decision, Decision):
+        return answer
+    why = f"{decision.reason}; others would have a program for each tile of the {answer.M} rows that there may be"
+    return replace(answer, reason=why, candidates=(decision.chosen, *answer.candidates), gathered_first=False)
 
 
-def _with_wide_rows(told: Explanation) -> Explanation:
-    """The same of a plain call whose y alone is not aligned, where its rows are filled up: aligned code runs then."""
-    problem, local = told.problem, told.local
-    M = told.M if told.expected_rows is None else told.expected_rows
+def _with_wide_rows(answer: Explanation) -> Explanation:
+    """The answer for a plain call of which only y is not aligned: its rows are filled up, so aligned kernels run."""
+    problem, local = answer.problem, answer.local
+    M = answer.M if answer.expected_rows is None else answer.expected_rows
     wide = with_wide_rows(bundles.snapshot(), problem, M, local)
     if wide is None:
-        return told
+        return answer
     whole = problem._replace(N=whole_columns(problem))
     why = f"{reason(wide, whole, bucket_of(M), local)}; each row of y is filled up to {whole.N} columns"
-    return replace(told, aligned=True, reason=why, candidates=(wide, *told.candidates), compiles=False, build=None)
+    return replace(answer, aligned=True, reason=why, candidates=(wide, *answer.candidates), compiles=False, build=None)
 
 
 def examine(
@@ -210,22 +210,22 @@ def examine(
     rows = M if rows is None else rows
     if top_k is None:
         top_k, assumed = assumed_top_k(snapshot, problem, local)
-        told = examine(snapshot, problem, M, local, aligned=aligned, strict=strict, top_k=top_k, rows=rows)
-        return replace(told, assumed=assumed)
+        answer = examine(snapshot, problem, M, local, aligned=aligned, strict=strict, top_k=top_k, rows=rows)
+        return replace(answer, assumed=assumed)
     if problem.dtype.quantises_x and problem.op is Op.FORWARD:
         return _with_x_quantised(snapshot, problem, M, local, aligned, strict, top_k, rows)
     if (stored := as_read(snapshot, problem, local)) is not problem:
         return examine(snapshot, stored, M, local, aligned=aligned, strict=strict, top_k=top_k, rows=rows)
     if Fusion.GATHER in problem.fusion and plans.never_on_load(problem):
         left = problem._replace(fusion=problem.fusion & ~Fusion.GATHER)
-        told = examine(snapshot, left, M, local, aligned=aligned, strict=strict, top_k=top_k, rows=rows)
-        first = told.chosen is not None and top_k != rows
-        return replace(told, problem=problem, gathered_first=first)
+        answer = examine(snapshot, left, M, local, aligned=aligned, strict=strict, top_k=top_k, rows=rows)
+        first = answer.chosen is not None and top_k != rows
+        return replace(answer, problem=problem, gathered_first=first)
     if Fusion.LOW_RANK in problem.fusion:
         alone = problem._replace(fusion=problem.fusion & ~Fusion.LOW_RANK)
-        told = examine(snapshot, alone, M, local, aligned=aligned, strict=strict, top_k=top_k, rows=rows)
+        answer = examine(snapshot, alone, M, local, aligned=aligned, strict=strict, top_k=top_k, rows=rows)
         part = low_rank.verdict(snapshot, problem, M, local, aligned=aligned, strict=strict)
-        return replace(told, problem=problem, **part.told())
+        return replace(answer, problem=problem, **part.changes())
     if Fusion.SILU in problem.fusion:
         ruled = ways.fused_silu(snapshot, problem, M, local, top_k=top_k, aligned=aligned)
         if ruled.chosen is None:
@@ -244,40 +244,43 @@ def examine(
         with contextlib.suppress(Rejected):
             view = snapshot.view(local, installed=True)
             claimed = chosen(snapshot, problem, bucket, local, view, aligned=aligned, most=_MOST)
-            found = [one for i, one in enumerate(claimed) if one.match is Match.EXACT or not i]
-            known = {(one.usable.order, one.index) for one in found}
-            found += [
-                one
-                for one in modelled(snapshot, problem, bucket, local, view, aligned=aligned)
-                if (one.usable.order, one.index) not in known
+            candidates = [candidate for i, candidate in enumerate(claimed) if candidate.match is Match.EXACT or not i]
+            listed = {(candidate.usable.order, candidate.index) for candidate in candidates}
+            candidates += [
+                candidate
+                for candidate in modelled(snapshot, problem, bucket, local, view, aligned=aligned)
+                if (candidate.usable.order, candidate.index) not in listed
             ]
-            if not found:
+            if not candidates:
                 reserve = snapshot.reserve(local)
-                found = modelled(snapshot, problem, bucket, local, reserve, aligned=aligned)
+                candidates = modelled(snapshot, problem, bucket, local, reserve, aligned=aligned)
                 view = View(view.usable, view.skipped + reserve.skipped)
-            found.sort(key=lambda candidate: (candidate.origin, candidate.match))
+            candidates.sort(key=lambda candidate: (candidate.origin, candidate.match))
             decided, raises = _decided(snapshot, problem, bucket, local, aligned, strict)
             if decided is not None:  # what this process tuned may end the search before installed bundles are read
                 at = decided.usable.bundle, decided.index
-                found = [decided, *(one for one in found if (one.usable.bundle, one.index) != at)]
-            why = reason(found[0], problem, bucket, local) if found else miss_reason(problem, local, view)
-            why += _passed_over(found, local)
-            build = None if found or not local.sm else build_line(problem, bucket, local.sm, view)
-            if not found and local.sm and build is None:  # then what to do is no command
+                candidates = [
+                    decided,
+                    *(candidate for candidate in candidates if (candidate.usable.bundle, candidate.index) != at),
+                ]
+            why = reason(candidates[0], problem, bucket, local) if candidates else miss_reason(problem, local, view)
+            why += _passed_over(candidates, local)
+            build = None if candidates or not local.sm else build_line(problem, bucket, local.sm, view)
+            if not candidates and local.sm and build is None:  # then what to do is no command
                 why = f"{why}. {remedy(problem, bucket, local.sm, view)}"
-            compiles = not found and compiled.would_compile(problem, local)
+            compiles = not candidates and compiled.would_compile(problem, local)
             ruled_rows = _gathered_first(snapshot, problem, M, local, aligned, top_k)
             before = None if ruled_rows is None else ruled_rows.chosen
             if ruled_rows is not None:
                 why = f"{why}; {ruled_rows.reason}" if before is None else ruled_rows.reason
-            found = found if before is None else [before, *found]
+            candidates = candidates if before is None else [before, *candidates]
             return Explanation(
                 problem,
                 M,
                 aligned,
                 local,
                 why,
-                tuple(found),
+                tuple(candidates),
                 view.skipped,
                 compiles,
                 raises,
@@ -286,51 +289,54 @@ def examine(
             )
 
 
-def _passed_over(found: Sequence[Candidate], local: LocalGpu) -> str:
+def _passed_over(candidates: Sequence[Candidate], local: LocalGpu) -> str:
     """Why a choice of an earlier place in the bundle search path does not run; "" if there is none."""
-    for one in found[1:]:
-        earlier = one.usable.order < found[0].usable.order and one.usable.place != found[0].usable.place
-        if earlier and one.match is not Match.COST_MODEL:
+    for candidate in candidates[1:]:
+        earlier = (
+            candidate.usable.order < candidates[0].usable.order and candidate.usable.place != candidates[0].usable.place
+        )
+        if earlier and candidate.match is not Match.COST_MODEL:
             what = {
                 Origin.THIS_GPU: "measured on this GPU, but for other rows",
-                Origin.THIS_CAPABILITY: f"measured on {one.gpu.name if one.gpu else '?'}",
+                Origin.THIS_CAPABILITY: f"measured on {candidate.gpu.name if candidate.gpu else '?'}",
                 Origin.MODELLED: "only modelled",
-            }.get(one.origin, f"code for {one.usable.bundle.target}")
-            return f". That ranks before the choice of {one.usable.path.name} ({one.usable.place.kind.value}): {what}"
+            }.get(candidate.origin, f"code for {candidate.usable.bundle.target}")
+            earlier_choice = f"{candidate.usable.path.name} ({candidate.usable.place.kind.value})"
+            return f". That ranks before the choice of {earlier_choice}: {what}"
     return ""
 
 
 def _with_x_quantised(
     snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, aligned: bool, strict: bool, top_k: int, rows: int
 ) -> Explanation:
-    """Of weights whose checkpoint has x quantised: that product where it pays, else the one with x as it is; and why.
+    """Explain a product whose checkpoint has x quantised: x is quantised where that is faster, else left as it is.
 
     A pass that makes codes gathers the rows, too; a kernel that makes them itself gathers them on load. A low-rank part
     is in the kernel of the product with x as it is, or beside either.
     """
     *_, other = dtypes_of(problem.dtype.value)
-    told = examine(
+    answer = examine(
         snapshot, problem._replace(dtype=other), M, local, aligned=aligned, strict=strict, top_k=top_k, rows=rows
     )
     if Fusion.LOW_RANK in problem.fusion:
-        if told.low_rank == low_rank.INSIDE:
-            return told
+        if answer.low_rank == low_rank.INSIDE:
+            return answer
         alone = problem._replace(fusion=problem.fusion & ~Fusion.LOW_RANK)
         found_alone = _with_x_quantised(snapshot, alone, M, local, aligned, strict, top_k, rows)
         fusion = found_alone.problem.fusion | Fusion.LOW_RANK
-        return replace(found_alone, problem=found_alone.problem._replace(fusion=fusion), low_rank=told.low_rank)
-    codes = problem._replace(layout=told.problem.layout)
+        return replace(found_alone, problem=found_alone.problem._replace(fusion=fusion), low_rank=answer.low_rank)
+    codes = problem._replace(layout=answer.problem.layout)
     passes, gathers = takes_codes_of_x(codes.dtype, codes.layout), Fusion.GATHER in problem.fusion
     left = codes._replace(fusion=codes.fusion & ~Fusion.GATHER) if passes else codes
     ruled = ways.quantised_x(snapshot, left, other, M, local, top_k=top_k if passes and gathers else 0, aligned=aligned)
     if ruled.chosen is None or (passes and not aligned):
-        return replace(told, reason=f"{told.reason}; {ruled.reason}") if told.candidates else told
-    found = (ruled.chosen, *told.candidates)
+        return replace(answer, reason=f"{answer.reason}; {ruled.reason}") if answer.candidates else answer
+    candidates = (ruled.chosen, *answer.candidates)
     return replace(
-        told,
+        answer,
         problem=codes,
         reason=ruled.reason,
-        candidates=found,
+        candidates=candidates,
         compiles=False,
         raises=None,
         build=None,
@@ -340,13 +346,13 @@ def _with_x_quantised(
 
 
 def _of_codes(problem: Problem, M: int, local: LocalGpu, aligned: bool, top_k: int) -> Explanation:
-    """Of x that arrives as codes: a row kernel orders them, and gathers them, too."""
+    """Explain a product whose x arrives as codes: a row kernel orders and gathers them."""
     snapshot = bundles.snapshot()
     ruled = ways.of_codes(snapshot, problem, M, local, top_k=top_k, aligned=aligned)
-    view, found = snapshot.view(local, installed=True), () if ruled.chosen is None else (ruled.chosen,)
-    raises = None if found else f"InputError: no kernel here reads x as codes: {ruled.reason}"
-    how: dict[str, Any] = {"raises": raises, "quantised_first": bool(found), "coded": True}
-    return Explanation(problem, M, aligned, local, ruled.reason, found, view.skipped, **how)
+    view, candidates = snapshot.view(local, installed=True), () if ruled.chosen is None else (ruled.chosen,)
+    raises = None if candidates else f"InputError: no kernel here reads x as codes: {ruled.reason}"
+    how: dict[str, Any] = {"raises": raises, "quantised_first": bool(candidates), "coded": True}
+    return Explanation(problem, M, aligned, local, ruled.reason, candidates, view.skipped, **how)
 
 
 def _gathered_first(
@@ -362,7 +368,7 @@ def _gathered_first(
 def _decided(
     snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, aligned: bool, strict: bool
 ) -> tuple[Candidate | None, str | None]:
-    """What a call runs, if a bundle does; the error that it ends with, in words."""
+    """The candidate that a call runs, if a bundle has one; and the error that the call ends with, in words."""
     try:
         decided = settle(snapshot, problem, bucket, local, aligned, strict)
     except PretunedError as error:

@@ -1,4 +1,4 @@
-"""What ``explain`` answers with: which variant a call would run and why, as a table or as plain values."""
+"""``explain``'s answer: which variant a call would run and why, as a table or as plain values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What a call would run. ``str()`` is a table, ``to_dict()`` is for JSON.
+    """The kernels that a call would run, and why. ``str()`` is a table, ``to_dict()`` is for JSON.
 
     ``candidates`` are ranked, the first is what runs; there are none where torch would run it, or Triton would first
     compile it (``runs``, after ``allow_jit``). Past the first, times are for this very bucket: what a bundle says of
@@ -75,7 +75,7 @@ class Explanation:
 
     @property
     def steps(self) -> tuple[str, ...]:
-        """What the call launches of a bundle's kernels, one after another; () where something else runs it."""
+        """The kernels that the call launches of a bundle, in their order; () if something else runs it."""
         best = self.chosen
         if best is None or self.torch_us is not None:
             return ()
@@ -91,7 +91,7 @@ class Explanation:
 
     @property
     def runs(self) -> str:
-        """What runs the call: ``bundle``, ``jit`` or ``torch``."""
+        """``bundle``, ``jit`` or ``torch``, whichever runs the call."""
         if self.torch_us is not None:
             return "torch"
         return "bundle" if self.candidates else "jit" if self.compiles else "torch"
@@ -104,10 +104,10 @@ class Explanation:
         """
         if self.local.gpu.name:
             return ()
-        return tuple(dict.fromkeys(one.gpu.name for one in self.candidates if one.gpu is not None))
+        return tuple(dict.fromkeys(candidate.gpu.name for candidate in self.candidates if candidate.gpu is not None))
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain values."""
+        """The answer as plain values."""
         p = self.problem
         return {
             "problem": {
@@ -117,7 +117,7 @@ class Explanation:
                 "N": p.N,
                 "K": p.K,
                 "w": p.layout.value,
-                "fused": [str(one.name).lower() for one in Fusion if one and one in p.fusion],
+                "fused": [str(fusion.name).lower() for fusion in Fusion if fusion and fusion in p.fusion],
             },
             "M": self.M,
             "bucket": self.bucket,
@@ -142,7 +142,7 @@ class Explanation:
             "low_rank": self.low_rank,
             "build": self.build,
             "candidates": [_row(candidate) for candidate in self.candidates],
-            "skipped": [{"path": str(one.path), "reason": one.reason} for one in self.skipped],
+            "skipped": [{"path": str(entry.path), "reason": entry.reason} for entry in self.skipped],
         }
 
     def __str__(self) -> str:
@@ -157,7 +157,7 @@ class Explanation:
         lines.append(f"  {'runs' if self.raises is None else 'else'}: {runs}")
         if self.gathered_first:
             lines.append("  after a row kernel that gathers the rows of x into a scratch [M, K]")
-        lines += [f"  step {place}: {one}" for place, one in enumerate(self.steps, 1)]
+        lines += [f"  step {place}: {step}" for place, step in enumerate(self.steps, 1)]
         if best is not None:
             lines.append(f"  from: {best.usable.path}, {best.usable.place.kind.value}, variant {best.index}")
         lines.append(f"  why:  {self.reason}")
@@ -175,20 +175,20 @@ class Explanation:
         lines += [f"  lora: {self.low_rank}"] if self.low_rank is not None else []
         lines += [f"  test: {self.self_test}"] if self.self_test is not None else []
         shown = self.candidates[:_SHOWN]
-        config = max((len(str(one.config)) for one in shown), default=0)
-        basis = max((len(_basis(one)) for one in shown), default=0)
+        config = max((len(str(candidate.config)) for candidate in shown), default=0)
+        basis = max((len(_basis(candidate)) for candidate in shown), default=0)
         if shown:
             lines.append(f"  {'rank':>4}  {'time':>10}  {'':8}  {'config':{config}}  {'for':{basis}}  bundle")
-        for place, one in enumerate(shown, 1):
+        for place, candidate in enumerate(shown, 1):
             lines.append(
-                f"  {place:>4}  {one.time_us:>7.1f} us  {one.source.value:8}  {one.config!s:{config}}  "
-                f"{_basis(one):{basis}}  {one.usable.path.name}"
+                f"  {place:>4}  {candidate.time_us:>7.1f} us  {candidate.source.value:8}  "
+                f"{candidate.config!s:{config}}  {_basis(candidate):{basis}}  {candidate.usable.path.name}"
             )
-        mismatched = [one for one in self.skipped if isinstance(one.error, TargetMismatch)]
-        ordinary = [one for one in mismatched if not one.place.names(one.path)]
+        mismatched = [entry for entry in self.skipped if isinstance(entry.error, TargetMismatch)]
+        ordinary = [entry for entry in mismatched if not entry.place.names(entry.path)]
         if len(ordinary) == 1:  # one is worth its name
             ordinary = []
-        lines += [f"  skipped {one.path}: {one.reason}" for one in self.skipped if one not in ordinary]
+        lines += [f"  skipped {entry.path}: {entry.reason}" for entry in self.skipped if entry not in ordinary]
         if ordinary:
             lines.append(f"  skipped {len(ordinary)} bundles for other capabilities")
         lines += [f"  build it with: {self.build}"] if self.build is not None else []

@@ -1,4 +1,4 @@
-"""What ``explain`` says of a product with an adapter: which way its low-rank part takes, and why."""
+"""Explains the low-rank part of a product with an adapter: inside the product's kernel or beside it, and why."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class LowRankVerdict(NamedTuple):
     candidates: tuple[Candidate, ...]
     reason: str
 
-    def told(self) -> dict[str, Any]:
-        """What an explanation of the product without it has otherwise."""
+    def changes(self) -> dict[str, Any]:
+        """The fields in which an explanation differs from that of the product without an adapter."""
         if not self.candidates:
             return {"low_rank": f"a product of its own, which is added: {self.reason}"}
         return {
@@ -47,7 +47,7 @@ class LowRankVerdict(NamedTuple):
 
 
 def with_rank(problem: Problem, rank: int) -> Problem:
-    """The same with a low-rank part of so many columns; InputError for what has none."""
+    """The problem with a low-rank part of ``rank`` columns; InputError for a product that takes none."""
     if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= MAX_RANK:
         raise InputError(f"explain: rank is {rank!r}, wanted the columns of an adapter, an int of 1 to {MAX_RANK}")
     if problem.op is Op.DW or Fusion.SILU in problem.fusion:
@@ -56,7 +56,7 @@ def with_rank(problem: Problem, rank: int) -> Problem:
 
 
 def with_columns(text: str | None, rank: int) -> str:
-    """The words of a verdict with the columns that they speak of."""
+    """A text of ``low_rank`` with the number of columns."""
     wide = -(-rank * _ITEM_BYTES // ALIGNMENT_BYTES) * ALIGNMENT_BYTES // _ITEM_BYTES
     own = f", {rank} of them the adapter's" if wide != rank else ""
     return f"{text}: {wide} columns{own}" if text == INSIDE else str(text)
@@ -65,25 +65,25 @@ def with_columns(text: str | None, rank: int) -> str:
 def verdict(
     snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *, aligned: bool, strict: bool
 ) -> LowRankVerdict:
-    """Of a problem with ``Fusion.LOW_RANK``, as ``launch/ready.py`` and ``launch/quantised.py`` have it."""
+    """Decide a problem with ``Fusion.LOW_RANK`` as ``launch/ready.py`` and ``launch/quantised.py`` do."""
     why = _ruled_out(problem, aligned=aligned, strict=strict)
     if why is not None:
         return LowRankVerdict((), why)
     code = problem._replace(fusion=code_of(problem.op, problem.fusion))
-    found = with_low_part(snapshot, code, M, local)
-    if found is None:
+    best = with_low_part(snapshot, code, M, local)
+    if best is None:
         return LowRankVerdict((), f"no shipped kernel for it runs on sm_{local.sm}")
     others: list[Candidate] = []
     with contextlib.suppress(Rejected):
         others = modelled(snapshot, code, bucket_of(M), local, snapshot.reserve(local), aligned=True)
-    rest = (one for one in others if one.index != found.index or one.usable is not found.usable)
-    first = not others or found.config == others[0].config
+    rest = (candidate for candidate in others if candidate.index != best.index or candidate.usable is not best.usable)
+    first = not others or best.config == others[0].config
     why = "the cost model's choice" if first else "the config of the GEMM without an adapter"
-    return LowRankVerdict((found, *rest), f"{why}. Only the shipped candidates have low-rank kernels")
+    return LowRankVerdict((best, *rest), f"{why}. Only the shipped candidates have low-rank kernels")
 
 
 def _ruled_out(problem: Problem, *, aligned: bool, strict: bool) -> str | None:
-    """Why no code adds it, whatever there is; None where some may."""
+    """Why no kernel can add the low-rank part; None if one may."""
     fusion, dtype = problem.fusion, problem.dtype
     if strict:
         return "strict mode takes nothing of the candidates, which have the code for it"

@@ -32,7 +32,7 @@ from ..launch.ready import is_by_torch
 from ..locks import at_fork, lock
 from ..ops import layer  # noqa: F401 - most of what a first call imports: it is to be there, too
 from ..settings import settings
-from .asked import dtype_of_weights, twins_in_fp16
+from .query import dtype_of_weights, twins_in_fp16
 
 _ROWS = 1 << 20  # prepared for where nobody says: past it, decisions are those of the last bucket
 _MOST_ROWS = (1 << 31) - 1

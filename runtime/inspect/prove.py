@@ -40,7 +40,7 @@ _MOST_WORDS = 1 << 16  # bytes of what a child prints that are read
 
 @dataclass(frozen=True, slots=True)
 class GpuSelfTest:
-    """What was found on one GPU.
+    """The self-test's results on one GPU.
 
     ``wrong`` has a line to file for each variant that is left out from now on. ``untested`` says of how many variants
     nothing is known yet, and why: the next time they are tested again.
@@ -56,27 +56,27 @@ class GpuSelfTest:
 
 @dataclass(frozen=True, slots=True)
 class SelfTestReport:
-    """What ``prove`` found."""
+    """The report of ``prove``."""
 
     gpus: tuple[GpuSelfTest, ...]
 
     @property
     def ok(self) -> bool:
         """Whether all was tested and nothing is wrong; true where there is no GPU."""
-        return not any(one.wrong or one.untested for one in self.gpus)
+        return not any(result.wrong or result.untested for result in self.gpus)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values."""
-        return {"ok": self.ok, "gpus": [asdict(one) for one in self.gpus]}
+        return {"ok": self.ok, "gpus": [asdict(result) for result in self.gpus]}
 
     def __str__(self) -> str:
         lines = [] if self.gpus else ["GPU       none: nothing to test"]
-        for i, one in enumerate(self.gpus):
-            lines.append(f"GPU {i}     {one.gpu}")
-            lines.append(f"tested    {one.tested_before} kernels, before, on this capability")
-            lines.append(f"passed    {one.passed} kernels, on this GPU ({one.seconds:.1f} s)")
-            lines += [f"wrong     {line}" for line in one.wrong] or ["wrong     none"]
-            lines += [f"untested  {line}. Run this again to test them" for line in one.untested]
+        for i, result in enumerate(self.gpus):
+            lines.append(f"GPU {i}     {result.gpu}")
+            lines.append(f"tested    {result.tested_before} kernels, before, on this capability")
+            lines.append(f"passed    {result.passed} kernels, on this GPU ({result.seconds:.1f} s)")
+            lines += [f"wrong     {line}" for line in result.wrong] or ["wrong     none"]
+            lines += [f"untested  {line}. Run this again to test them" for line in result.untested]
         return "\n".join(map(printable, (*lines, "ok        " + ("yes" if self.ok else "no"))))
 
 
@@ -98,12 +98,12 @@ def examine() -> SelfTestReport:
 def prove(gpus: Sequence[LocalGpu]) -> SelfTestReport:
     """Test all that is left on these GPUs, one after another. Raises as ``examine`` does."""
     snapshot = dispatch_snapshot.snapshot()
-    found = []
+    results = []
     for device, local in enumerate(gpus):
         began, untested = time.perf_counter(), Counter[str]()
-        for one, wrong, reason in _results(device, survey(snapshot, local).left):
+        for entry, wrong, reason in _results(device, survey(snapshot, local).left):
             if reason is None:
-                verdicts.note(one.variant, local, verdicts.verdict(wrong is None, wrong or ""))
+                verdicts.note(entry.variant, local, verdicts.verdict(wrong is None, wrong or ""))
             else:
                 untested[reason] += 1
         snapshot.reconsider()
@@ -112,8 +112,8 @@ def prove(gpus: Sequence[LocalGpu]) -> SelfTestReport:
         if (rest := untested.total() - sum(count for _, count in untested.most_common(_MOST_REASONS))) > 0:
             lines.append(f"{rest} more, for other reasons")
         seconds = time.perf_counter() - began
-        found.append(GpuSelfTest(str(local), after.tested, after.passed, after.wrong, tuple(lines), seconds))
-    return SelfTestReport(tuple(found))
+        results.append(GpuSelfTest(str(local), after.tested, after.passed, after.wrong, tuple(lines), seconds))
+    return SelfTestReport(tuple(results))
 
 
 def _results(device: int, left: Sequence[Untested]) -> Iterator[tuple[Untested, str | None, str | None]]:
@@ -130,7 +130,7 @@ def _results(device: int, left: Sequence[Untested]) -> Iterator[tuple[Untested, 
                     raise HostError(why)
                 yield from ((rest, None, why) for rest in left[done:])
                 return
-            jobs = [[device, one.bundle.path, one.bundle.digest.hex(), one.index] for one in left[done:]]
+            jobs = [[device, entry.bundle.path, entry.bundle.digest.hex(), entry.index] for entry in left[done:]]
             with contextlib.suppress(OSError):  # it died: the missing message says so
                 pipe.send_bytes(json.dumps(jobs).encode())
             ends = False

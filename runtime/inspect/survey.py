@@ -42,7 +42,7 @@ class Survey:
 
 
 def survey(snapshot: Snapshot, local: LocalGpu) -> Survey:
-    """What is known of each variant of the bundles that ``local`` can use. Runs nothing."""
+    """Collect the test results of each variant of the bundles that ``local`` can use. Runs nothing."""
     tested: set[Variant] = set()
     passed: set[Variant] = set()
     wrong: dict[Variant, str] = {}
@@ -57,19 +57,19 @@ def survey(snapshot: Snapshot, local: LocalGpu) -> Survey:
                 if judged_on(bundle, index, variant, local) is not None:
                     tested.add(variant)
                     continue
-                found = verdicts.known(variant, local)
-                if found is None:
+                result = verdicts.known(variant, local)
+                if result is None:
                     left.setdefault(variant, Untested(bundle, index, variant))
-                elif found.right:
+                elif result.right:
                     passed.add(variant)
                 else:
-                    wrong[variant] = complaint(bundle.path, variant, local, found.why)
-    rest = tuple(one for variant, one in left.items() if variant not in tested)
+                    wrong[variant] = complaint(bundle.path, variant, local, result.why)
+    rest = tuple(entry for variant, entry in left.items() if variant not in tested)
     return Survey(len(tested), len(passed - tested), tuple(wrong.values()), rest)
 
 
 def _runs(variant: Variant, local: LocalGpu) -> bool:
     first, last = READS_ABI
-    known = arch.ARCHS.get(local.sm)
-    fits = known is None or variant.shared_bytes <= known.limits.shared_per_block_bytes
+    chip = arch.ARCHS.get(local.sm)
+    fits = chip is None or variant.shared_bytes <= chip.limits.shared_per_block_bytes
     return first <= variant.abi <= last and fits and unlaunchable(variant) is None

@@ -1,4 +1,4 @@
-"""What ``explain`` says of the ways that a plan knows: the kernel that runs, as dispatch finds it, and why it does.
+"""Explains a plan's decisions (gather first, fused silu, quantised x): the kernel that dispatch finds, and why it runs.
 
 The reasons are those of the rule that made the plan, asked again with the bundle's times (``kernels/plans.py``).
 """
@@ -23,7 +23,7 @@ from ..dispatch.snapshot import Snapshot, Usable
 
 
 class Ruled(NamedTuple):
-    """The candidate that runs the call in place of the ordinary one, or None; and why."""
+    """The candidate that runs the call in place of the ordinary candidate, or None; and why."""
 
     chosen: Candidate | None
     reason: str
@@ -53,12 +53,12 @@ def rows_first(
     ran = plans.own(snapshot, problem, M, local, aligned)
     if ran is None:
         return None
-    found = plans.rows_first(snapshot, problem, M, local, top_k=top_k, fusion=fusion, aligned=aligned)
+    planned = plans.rows_first(snapshot, problem, M, local, top_k=top_k, fusion=fusion, aligned=aligned)
     if aligned and top_k and not plans.can_gather(snapshot, problem, local, top_k, aligned):
         return Ruled(None, "rows are gathered on load: no usable bundle has the row kernel that gathers them")
     by_index = bool(code_of(problem.op, fusion & ~Fusion.GATHER))
     ruling = rule.rows_first(_cell(snapshot, ran, problem), top_k * aligned, checks=False, by_index=by_index)
-    return _ruled(snapshot, ran, problem, found, ruling, local, aligned)
+    return _ruled(snapshot, ran, problem, planned, ruling, local, aligned)
 
 
 def fused_silu(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *, top_k: int, aligned: bool) -> Ruled:
@@ -71,10 +71,10 @@ def fused_silu(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *,
         return Ruled(None, "no bundle has the plain GEMM")
     if decided.chosen.match is not Match.EXACT:
         return Ruled(None, f"the plain GEMM has no time to compare with, as its choice is {decided.reason}")
-    found = plans.fused_silu(snapshot, problem, M, local, aligned=aligned, top_k=top_k)
+    planned = plans.fused_silu(snapshot, problem, M, local, aligned=aligned, top_k=top_k)
     at = top_k if plans.can_gather(snapshot, plain, local, top_k, aligned) else 0
     ruling = rule.fused_silu(_cell(snapshot, decided.chosen, plain), at, checks=False)
-    return _ruled(snapshot, decided.chosen, plain, found, ruling, local, aligned)
+    return _ruled(snapshot, decided.chosen, plain, planned, ruling, local, aligned)
 
 
 def quantised_x(
@@ -86,11 +86,11 @@ def quantised_x(
     bucket, plain = bucket_of(M), problem._replace(dtype=other)
     if snapshot.invariance is not None:
         return _always_or_never(snapshot, problem, plain, bucket, local, aligned)
-    found = plans.quantised_x(snapshot, problem, other, M, local, top_k=top_k, aligned=aligned)
+    planned = plans.quantised_x(snapshot, problem, other, M, local, top_k=top_k, aligned=aligned)
     decided = settle(snapshot, plain, bucket, local, aligned, False)
     if isinstance(decided, Decision) and decided.chosen.match is Match.EXACT:
         ruling = rule.quantised_x(_cell(snapshot, decided.chosen, plain), top_k)
-        return _ruled(snapshot, decided.chosen, plain, found, ruling, local, aligned)
+        return _ruled(snapshot, decided.chosen, plain, planned, ruling, local, aligned)
     coded = settle(snapshot, problem, bucket, local, aligned, False)
     if not isinstance(coded, Decision):
         lacks = "x stays bf16: for the GEMM with quantised x, no bundle has it"
@@ -102,13 +102,13 @@ def quantised_x(
         return Ruled(None, f"x stays bf16: for the GEMM with quantised x, {why}")
     chip, times = chip_named(local.gpu.name), (coded.chosen.time_us, decided.chosen.time_us)
     _, why = rule.quantised_is_faster(problem, bucket, *times, coded.chosen.source, top_k, chip)
-    return Ruled(None if found is None else coded.chosen, why)
+    return Ruled(None if planned is None else coded.chosen, why)
 
 
 def _always_or_never(
     snapshot: Snapshot, problem: Problem, plain: Problem, bucket: int, local: LocalGpu, aligned: bool
 ) -> Ruled:
-    """The same in the batch-invariant mode, which no number of rows decides."""
+    """Whether x is quantised in the batch-invariant mode, whatever the number of rows."""
     if not plans.always_quantises(snapshot, plain, local):
         return Ruled(None, "in the batch-invariant mode x stays bf16 at any number of rows (quantize_x=False)")
     coded = settle(snapshot, problem, bucket, local, aligned, False)
@@ -125,8 +125,8 @@ def of_codes(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *, t
     if not aligned:
         return Ruled(None, "x, y or w, or a row of them, does not begin at a multiple of 16 bytes")
     lacking = plans.lacks_for_codes(snapshot, problem, local, RowOp.ORDER_CODES)
-    found = plans.of_codes(snapshot, problem, other, M, local, top_k=top_k)
-    if found is None:
+    planned = plans.of_codes(snapshot, problem, other, M, local, top_k=top_k)
+    if planned is None:
         return Ruled(None, (lacking or "no bundle has this GEMM").removeprefix("x stays bf16: "))
     ruled = quantised_x(snapshot, problem, other, M, local, top_k=top_k, aligned=True)
     if ruled.chosen is not None:
@@ -141,7 +141,9 @@ def _cell(snapshot: Snapshot, ran: Candidate, problem: Problem) -> rule.Cell:
     """The choice that names a candidate."""
     kernels, gpus = _Kernels(snapshot, ran.usable), ran.usable.bundle.gpus
     choice = next(
-        one for one in kernels.find(problem) if one.bucket == ran.bucket and same_gpu(one.measured_on(gpus), ran.gpu)
+        choice
+        for choice in kernels.find(problem)
+        if choice.bucket == ran.bucket and same_gpu(choice.measured_on(gpus), ran.gpu)
     )
     return rule.Cell.of(kernels, problem, choice, ran.usable.bundle.target.sm)
 
@@ -150,14 +152,14 @@ def _ruled(
     snapshot: Snapshot,
     ran: Candidate,
     problem: Problem,
-    found: Planned | None,
+    planned: Planned | None,
     ruling: rule.Ruling,
     local: LocalGpu,
     aligned: bool,
 ) -> Ruled:
     """The kernel that dispatch finds, and the rule's words for it."""
     bundle = ran.usable.bundle
-    if found is None:
+    if planned is None:
         if ruling.variant is None:
             return Ruled(None, ruling.reason)
         variant = snapshot.variant(bundle, ruling.variant)
@@ -165,11 +167,11 @@ def _ruled(
         lacking = why_not(variant, asked, local, aligned=aligned)
         why = "the bundle's plan is not to" if lacking is None else f"its variant can't run here: {lacking}"
         return Ruled(None, f"{why}. By its times, {ruling.reason}")
-    as_planned = ruling.variant == found.variant
+    as_planned = ruling.variant == planned.variant
     return Ruled(
         ran._replace(
-            index=found.variant,
-            variant=snapshot.variant(bundle, found.variant),
+            index=planned.variant,
+            variant=snapshot.variant(bundle, planned.variant),
             time_us=ruling.gemm_us if as_planned else ran.time_us,
             torch_us=None,
             plan=(),

@@ -24,7 +24,7 @@ from pretuned.kernels.search import candidates
 from pretuned.runtime import ExpertWeights, explain, reload
 from pretuned.runtime.dispatch.decide import Decision, decide
 from pretuned.runtime.dispatch.ranking import Match
-from pretuned.runtime.inspect.asked import of_numbers
+from pretuned.runtime.inspect.query import of_numbers
 from pretuned.runtime.inspect.explain import examine, made_up_gpu
 
 NUMBERS = {"E": 8, "N": 1024, "K": 768}

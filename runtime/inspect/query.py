@@ -1,4 +1,4 @@
-"""What ``explain`` is asked of: a call in numbers or in tensors, as the problem that is looked up."""
+"""Turns a call, in numbers or in tensors, into the problem that ``explain`` looks up."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 _NUMBERS = {"M": "the number of rows", "top_k": "the number of experts of a token"}
 
 
-def check_numbers(**given: int | None) -> None:
+def check_numbers(**sizes: int | None) -> None:
     """Raise InputError for what is no size of a call."""
-    for name, value in given.items():
+    for name, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_DIM:
             what = _NUMBERS.get(name, "a size of w (or tensors: x, w, m_sizes)")
             raise InputError(f"explain: {name} is {value!r}, wanted {what}, an int of at least 1 and at most {MAX_DIM}")
 
 
 def dtype_of_weights(asked: object, who: str) -> DType:
-    """What products are of whose w has a format and whose x stays as it is; InputError for what is no format.
+    """The dtype of products of w in a format and x that is not quantised.
 
-    ``who`` asks.
+    Raises InputError, which begins with ``who``, if it is no format.
     """
     if not isinstance(asked, str) or asked not in PRECISIONS:
         raise InputError(f"{who}: weights is {asked!r}, wanted one of {', '.join(PRECISIONS)}")
@@ -43,15 +43,15 @@ def dtype_of_weights(asked: object, who: str) -> DType:
 
 
 def suits(problem: Problem) -> bool:
-    """Whether code that wants whole 16 bytes a row, of quantised weights of their codes too, can run such sizes."""
+    """True if each row is a multiple of 16 bytes, also of quantised weights' codes: aligned kernels run it."""
     whole = not problem.dtype.quantised or problem.K * problem.dtype.precision.w.bits % (8 * ALIGNMENT_BYTES) == 0
     return whole and has_aligned_rows(problem)
 
 
 def as_read(snapshot: Snapshot, problem: Problem, local: LocalGpu) -> Problem:
-    """The same of codes as they are stored where a forward can't have them in order, or no bundle has code of that.
+    """The problem, of codes in the checkpoint's layout if no kernel reads prepared ones for it.
 
-    dX reads the order that they are in.
+    dX reads codes in the layout that they have.
     """
     if not problem.dtype.quantised or problem.layout is not Layout.NK:
         return problem
@@ -75,7 +75,7 @@ def of_numbers(
     try:
         return Problem(Op.FORWARD, torchs.get(dtype) or DType(dtype), E or 0, N or 0, K or 0, Layout(w_layout))
     except (TypeError, ValueError) as error:  # TypeError: something that has no hash
-        dtypes, layouts = (", ".join(one.value for one in kind) for kind in (DType, Layout))
+        dtypes, layouts = (", ".join(member.value for member in kind) for kind in (DType, Layout))
         raise InputError(
             f"explain: {error}, wanted a dtype of {dtypes} (or torch's of the first three) and a w_layout of {layouts}"
         ) from None
@@ -114,7 +114,7 @@ def of_tensors(
 
 
 def but_for_y(x: object, w: object, m_sizes: object, w_layout: str) -> bool:
-    """Whether x and w are aligned, of tensors: all but a new y whose rows are no whole 16 bytes."""
+    """True if x and w are aligned, so that only y's rows may not be multiples of 16 bytes."""
     from ..check import tensors
     from ..check.call import Rows
     from ..launch import ready
@@ -148,7 +148,7 @@ def _of_quantised(
 
 
 def assumed_top_k(snapshot: Snapshot, problem: Problem, local: LocalGpu) -> tuple[int, str | None]:
-    """How many sorted rows read each row of x where nobody says; and in words whose number that is, if rows do."""
+    """The top_k that is assumed for a problem; and in words where it is from, None if rows are not gathered."""
     if Fusion.GATHER not in problem.fusion or problem.op is Op.DX:
         return 1, None
     if problem.top_k:
@@ -158,17 +158,20 @@ def assumed_top_k(snapshot: Snapshot, problem: Problem, local: LocalGpu) -> tupl
     for usable in snapshot.view(local, installed=True).usable:
         with contextlib.suppress(BundleError):  # its choices may be whole, and run
             for model in usable.bundle.models():
-                plain = (one._replace(layout=problem.layout, fusion=Fusion.NONE, top_k=0) for one in model.problems)
+                plain = (
+                    candidate._replace(layout=problem.layout, fusion=Fusion.NONE, top_k=0)
+                    for candidate in model.problems
+                )
                 if product in plain:
                     names.setdefault(model.top_k, model.name)
     if not names:
         return 1, "top_k=1, as no bundle has a model with this product"
     least, *more = sorted(names)
-    others = "".join(f"; {names[one]} has {one}" for one in more)
+    others = "".join(f"; {names[count]} has {count}" for count in more)
     return least, f"top_k={least}, as {names[least]} has{others}"
 
 
 def twins_in_fp16(problems: Iterable[Problem]) -> set[Problem]:
-    """Those in fp16 that are there in bf16, too: nobody runs a model in both."""
+    """The fp16 problems that are there in bf16, too: nobody runs a model in both."""
     there = set(problems)
-    return {one._replace(dtype=DType.FP16) for one in there if one.dtype is DType.BF16} & there
+    return {problem._replace(dtype=DType.FP16) for problem in there if problem.dtype is DType.BF16} & there
