@@ -127,7 +127,7 @@ class Snapshot:
         self.launchers: dict[Any, Any] = {}
         self.passes: dict[Any, Any] = {}
         self.plans: dict[Any, Any] = {}
-        self.wishes: dict[Any, Any] = {}
+        self.preferences: dict[Any, Any] = {}
         self.put_off = 0
 
     def found(self, *, installed: bool) -> tuple[Found, ...]:

@@ -1,4 +1,4 @@
-"""Engines and libraries that run on pretuned: a room each, which none imports its engine before it is asked.
+"""Engines and libraries that run on pretuned, a folder each. None imports its engine before it is asked for.
 
-A room's ``__init__.py`` is what users and entry points import. Uses pretuned.runtime.
+Users and entry points import a folder's ``__init__.py``. Uses pretuned.runtime.
 """

@@ -1,4 +1,4 @@
-"""What the plug-ins of serving engines share before there is a layer: the switch, the engine's version, failures.
+"""The common part of the serving engines' plug-ins before there is a layer: switch, engine's version, failures.
 
 Every process of an engine imports this module, also for models without experts. So it needs the standard library only.
 """
@@ -41,12 +41,12 @@ class PlugIn:
     @property
     def tested(self) -> str:
         """The engine and its versions that the tests ran with, as text."""
-        first, last = (".".join(map(str, one)) for one in (self.first, self.last))
+        first, last = (".".join(map(str, version)) for version in (self.first, self.last))
         return f"{self.engine} {first}" if first == last else f"{self.engine} {first} to {last}"
 
     @property
     def is_off(self) -> bool:
-        """Whether the switch says no."""
+        """True if the switch turns the plug-in off."""
         return self._said() in ("0", "false")
 
     @property
@@ -83,15 +83,15 @@ class PlugIn:
         self._log_once_an_engine(logging.INFO, f"{text}{self.switch}=0 switches it off", log)
 
     def was_tried(self, version: str) -> bool:
-        """Whether the tests ran with this version of the engine."""
-        found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
-        numbers = tuple(int(one or 0) for one in found.groups()) if found else ()
+        """True if the tests ran with this version of the engine."""
+        match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
+        numbers = tuple(int(part or 0) for part in match.groups()) if match else ()
         return bool(numbers) and self.first <= numbers and numbers[: len(self.last)] <= self.last
 
-    def attempt(self, doing: str, call: Callable[..., _T], *given: Any) -> _T | None:
+    def attempt(self, doing: str, call: Callable[..., _T], *arguments: Any) -> _T | None:
         """The result of ``call``; None after any exception, which is logged: the engine's own code runs then."""
         try:
-            return call(*given)
+            return call(*arguments)
         except Exception as error:
             self.failed(doing, error)
             return None

@@ -66,7 +66,7 @@ def register() -> None:
     What an experts' module of a model made from now on needs is prepared when it comes to a GPU (``prepare``), not in
     the first step: as ``from_pretrained(device_map=...)`` puts it there, and ``model.to``. Experts of checkpoints of
     compressed-tensors stay codes (``keep_compressed_tensors``). What pretuned can't run is left to the module's own
-    code, told once with the reason; ``PRETUNED_STRICT=1`` makes that an error. One line a model at level INFO has the
+    code, logged once with the reason; ``PRETUNED_STRICT=1`` makes that an error. One line a model at level INFO has the
     layers that pretuned runs (``usage.py``).
 
     Raises
@@ -125,8 +125,8 @@ def _then_prepare(own: Any) -> Any:
 
 
 def _on_gpu(experts: Any) -> bool:
-    one = next(experts.parameters(recurse=False), None)
-    return one is not None and one.is_cuda
+    parameter = next(experts.parameters(recurse=False), None)
+    return parameter is not None and parameter.is_cuda
 
 
 def prepare(experts: Any) -> None:
@@ -146,29 +146,29 @@ def prepare(experts: Any) -> None:
 @functools.cache
 def _load(problems: frozenset[Problem], device: int) -> None:
     there, local = dispatch_snapshot.snapshot(), local_gpu(device)
-    found = [one for one in problems if not one.dtype.quantises_x or there.serves(one, local)]
-    if found:
-        preload(problems=found, device=device)
+    wanted = [problem for problem in problems if not problem.dtype.quantises_x or there.serves(problem, local)]
+    if wanted:
+        preload(problems=wanted, device=device)
 
 
 def _problems(experts: Any, names: tuple[str, str], codes: list[ExpertWeights | None]) -> frozenset[Problem]:
     """The products of a module: the forward's, and the gradients' where something of it has one."""
-    found: set[Problem] = set()
+    problems: set[Problem] = set()
     layout = Layout.KN if experts.is_transposed else Layout.NK
-    for name, one in zip(names, codes, strict=True):
-        if one is not None:
-            (E, N, K), lies = one.shape, Layout.NK if one.is_prepared else Layout.STORED
-            found |= {Problem(Op.FORWARD, dtype, E, N, K, lies) for dtype in one.kernel_dtypes}
+    for name, weights in zip(names, codes, strict=True):
+        if weights is not None:
+            (E, N, K), lies = weights.shape, Layout.NK if weights.is_prepared else Layout.STORED
+            problems |= {Problem(Op.FORWARD, dtype, E, N, K, lies) for dtype in weights.kernel_dtypes}
             continue
         w, _ = adapted(experts, name)
         if w.dtype not in DTYPES or type(w) not in PLAIN:
             continue
         E, N, K = w.shape if layout is Layout.NK else (w.shape[0], w.shape[2], w.shape[1])
-        found.add(Problem(Op.FORWARD, DTYPES[w.dtype], E, N, K, layout))
+        problems.add(Problem(Op.FORWARD, DTYPES[w.dtype], E, N, K, layout))
         if w.requires_grad:
-            found.add(Problem(Op.DX, DTYPES[w.dtype], E, N, K, layout))
-            found.add(Problem(Op.DW, DTYPES[w.dtype], *w.shape))
-    return frozenset(found)
+            problems.add(Problem(Op.DX, DTYPES[w.dtype], E, N, K, layout))
+            problems.add(Problem(Op.DW, DTYPES[w.dtype], *w.shape))
+    return frozenset(problems)
 
 
 @functools.cache
@@ -201,12 +201,12 @@ def experts_or_own(
 @functools.cache
 def _own(kind: Any) -> Any:
     """The forward that transformers' dispatch stands for, or None; FP8Experts' is wrapped anew for each layer."""
-    found, dispatch = kind.forward, getattr(kind.forward, "__code__", None)
-    if not hasattr(found, "__wrapped__"):
+    forward, dispatch = kind.forward, getattr(kind.forward, "__code__", None)
+    if not hasattr(forward, "__wrapped__"):
         return None
-    while hasattr(found, "__wrapped__") and found.__code__ is dispatch:
-        found = found.__wrapped__
-    return found
+    while hasattr(forward, "__wrapped__") and forward.__code__ is dispatch:
+        forward = forward.__wrapped__
+    return forward
 
 
 def experts_forward(
@@ -233,11 +233,11 @@ def experts_forward(
     compiling = torch.compiler.is_compiling()
     sliced = not compiling and _transformed()
     first_name = "gate_up_proj" if gated else "up_proj"
-    given, lora = _weights(self, first_name, hidden_states.dtype, as_read=compiling or sliced)
-    w1, w2, b1, b2 = given
-    for name, one in (("hidden_states", hidden_states), ("top_k_weights", top_k_weights)):
-        if type(one) not in PLAIN and _is_spread(one):
-            bad(name, _spread(one), f"a torch.Tensor of this rank: pass {name}.to_local()", "experts_forward")
+    layer_weights, lora = _weights(self, first_name, hidden_states.dtype, as_read=compiling or sliced)
+    w1, w2, b1, b2 = layer_weights
+    for name, tensor in (("hidden_states", hidden_states), ("top_k_weights", top_k_weights)):
+        if type(tensor) not in PLAIN and _is_spread(tensor):
+            bad(name, _spread(tensor), f"a torch.Tensor of this rank: pass {name}.to_local()", "experts_forward")
     first, second = (hidden_states.dtype if isinstance(w, ExpertWeights) else w.dtype for w in (w1, w2))
     hidden = hidden_states.to(first)
     act = None if compiling or sliced or normed or first is not second else recognise(self, gated)
@@ -262,9 +262,9 @@ def experts_forward(
     ids = top_k_index.long()
     outside = (ids < 0) | (ids >= E)
     if sliced:
-        y = _slot_by_slot(self, hidden, given, ids.masked_fill(outside, 0), gated, second, lora)
+        y = _slot_by_slot(self, hidden, layer_weights, ids.masked_fill(outside, 0), gated, second, lora)
     else:
-        y = _grouped(self, hidden, given, top_k_index, gated, second, lora)
+        y = _grouped(self, hidden, layer_weights, top_k_index, gated, second, lora)
     wide = torch.promote_types(y.dtype, torch.float32)
     if normed:  # what it makes of a row that no expert wrote is no expert's
         y = self.post_expert_norm(y).masked_fill(outside.reshape(-1, 1), 0)
@@ -281,14 +281,14 @@ def _between(experts: Any, h: torch.Tensor, gated: bool, dtype: torch.dtype) -> 
 def _grouped(
     experts: Any,
     hidden: torch.Tensor,
-    given: Weights | FrozenWeights,
+    layer_weights: Weights | FrozenWeights,
     ids: torch.Tensor,
     gated: bool,
     dtype: torch.dtype,
     lora: _Adapters,
 ) -> torch.Tensor:
     """y [T*k, H] of every slot by two grouped GEMMs; zeros where it has no expert."""
-    w1, w2, b1, b2 = given
+    w1, w2, b1, b2 = layer_weights
     k, layout = ids.shape[1], "kn" if experts.is_transposed else "nk"
     routing = sort_routing(ids, w1.shape[0])
     rows, m_sizes, expected = routing.gather_indices, routing.m_sizes, _expected(experts, ids)
@@ -333,22 +333,22 @@ def _expected(experts: Any, ids: torch.Tensor) -> int | None:
         return None
     config = getattr(experts, "config", None)
     counts = (getattr(config, name, None) for name in _COUNTS)
-    every = next((one for one in counts if isinstance(one, int)), 0)
-    return expected_rows(tokens, top_k, experts.num_experts, every)
+    total = next((count for count in counts if isinstance(count, int)), 0)
+    return expected_rows(tokens, top_k, experts.num_experts, total)
 
 
 def _slot_by_slot(
     experts: Any,
     hidden: torch.Tensor,
-    given: Weights | FrozenWeights,
+    layer_weights: Weights | FrozenWeights,
     ids: torch.Tensor,
     gated: bool,
     dtype: torch.dtype,
     lora: _Adapters,
 ) -> torch.Tensor:
-    """As ``_grouped``, in operations that vmap and the other transforms of torch.func know; ids in [0, E)."""
-    w1, w2 = (_whole(w, one, dtype) for w, one in zip(given[:2], lora, strict=True))
-    b1, b2 = given[2:]
+    """y of every slot like ``_grouped``, by operations that torch.func's transforms know; ids in [0, E)."""
+    w1, w2 = (_whole(w, adapter, dtype) for w, adapter in zip(layer_weights[:2], lora, strict=True))
+    b1, b2 = layer_weights[2:]
     k, chosen = ids.shape[1], ids.reshape(-1)
 
     def product(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -364,8 +364,8 @@ def _whole(w: torch.Tensor | ExpertWeights, lora: Lora | None, dtype: torch.dtyp
     """W + scale B A, of quantised weights [E, N, K]; of others what was read has its adapter."""
     if not isinstance(w, ExpertWeights):
         return w
-    made = w.dequantize(dtype)
-    return made if lora is None else made + lora.scale * (lora.B.to(dtype) @ lora.A.to(dtype))
+    dense = w.dequantize(dtype)
+    return dense if lora is None else dense + lora.scale * (lora.B.to(dtype) @ lora.A.to(dtype))
 
 
 def _weights(
@@ -387,9 +387,9 @@ def _weights(
         )
         return weights_of(gate_up, down, *biases), (held_by(experts, first), held_by(experts, "down_proj"))
     names = first, "down_proj"
-    found = [(getattr(experts, name), None) if as_read else adapted(experts, name) for name in names]
-    w1, w2 = (_usable(experts, name, w) for name, (w, _) in zip(names, found, strict=True))
-    lora = found[0][1], found[1][1]
+    pairs = [(getattr(experts, name), None) if as_read else adapted(experts, name) for name in names]
+    w1, w2 = (_usable(experts, name, w) for name, (w, _) in zip(names, pairs, strict=True))
+    lora = pairs[0][1], pairs[1][1]
     if not experts.has_bias:
         return Weights(w1, w2, None, None), lora
     b1, b2 = (_usable(experts, f"{name}_bias", getattr(experts, f"{name}_bias")) for name in names)
@@ -418,24 +418,24 @@ def _prepare_first(experts: Any, w: ExpertWeights) -> bool:
     return True
 
 
-def _usable(experts: Any, name: str, one: torch.Tensor) -> torch.Tensor:
-    if one.dtype not in _COMPUTED:
+def _usable(experts: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype not in _COMPUTED:
         bad(
             name,
-            f"{one.dtype}",
+            f"{tensor.dtype}",
             "torch.bfloat16, torch.float16, torch.float32 (the CPU: torch.float64). "
             "Quantised weights don't run here: dequantise them, or leave these experts to transformers' own "
             "code with model.set_experts_implementation('eager')",
             "experts_forward",
         )
-    if type(one) not in PLAIN and _is_spread(one):
-        one = _of_this_rank(experts, name, one)
-    _check_held(experts, name, one.shape[0])
-    return one
+    if type(tensor) not in PLAIN and _is_spread(tensor):
+        tensor = _of_this_rank(experts, name, tensor)
+    _check_held(experts, name, tensor.shape[0])
+    return tensor
 
 
 def _check_held(experts: Any, name: str, many: int) -> None:
-    """Raise InputError where ids are told by another number of experts than there are here."""
+    """Raise InputError if the ids are counted by another number of experts than there are here."""
     held = getattr(experts, "num_experts", None)
     if getattr(experts, "_is_expert_parallel", False) and held is not None and held != many:
         # The ids count from the module's number: one that stands for an expert elsewhere would be one of these.
@@ -448,31 +448,30 @@ def _check_held(experts: Any, name: str, many: int) -> None:
         )
 
 
-def _is_spread(one: torch.Tensor) -> bool:
-    """Whether it is a DTensor, of which this rank has a part."""
+def _is_spread(tensor: torch.Tensor) -> bool:
+    """True if it is a DTensor, of which this rank has a part."""
     tensors = sys.modules.get("torch.distributed.tensor")  # who made one has imported it
-    return tensors is not None and isinstance(one, tensors.DTensor)
+    return tensors is not None and isinstance(tensor, tensors.DTensor)
 
 
-def _spread(one: Any) -> str:
-    return (
-        f"a DTensor of {list(one.shape)} with placements {list(one.placements)} over a mesh of {one.device_mesh.shape}"
-    )
+def _spread(tensor: Any) -> str:
+    placements, mesh = list(tensor.placements), tensor.device_mesh.shape
+    return f"a DTensor of {list(tensor.shape)} with placements {placements} over a mesh of {mesh}"
 
 
-def _of_this_rank(experts: Any, name: str, one: Any) -> torch.Tensor:
+def _of_this_rank(experts: Any, name: str, tensor: Any) -> torch.Tensor:
     """This rank's experts, where whole ones are spread and the ids count those that it has; else InputError."""
     shard = sys.modules["torch.distributed.tensor"].Shard
     by_experts = all(
         many == 1 or (type(place) is shard and place.dim == 0)
-        for place, many in zip(one.placements, one.device_mesh.shape, strict=True)
+        for place, many in zip(tensor.placements, tensor.device_mesh.shape, strict=True)
     )
-    local: torch.Tensor = one.to_local()
+    local: torch.Tensor = tensor.to_local()
     held = getattr(experts, "num_experts", None)
     if not by_experts or held != local.shape[0]:
         bad(
             name,
-            f"{_spread(one)} ({local.shape[0]} experts on this rank; the module's num_experts is {held})",
+            f"{_spread(tensor)} ({local.shape[0]} experts on this rank; the module's num_experts is {held})",
             "a torch.Tensor, or Shard(0) with num_experts set to this rank's experts and ids that count these: "
             "gather it (FSDP: unshard the module), or shard whole experts (transformers: "
             "DistributedConfig(ep_size=...))",

@@ -31,8 +31,8 @@ def codes_name(experts: Any, name: str) -> str | None:
     return None
 
 
-def _is_weight(one: torch.Tensor) -> bool:
-    return one.dtype.is_floating_point and one.element_size() > 1
+def _is_weight(tensor: torch.Tensor) -> bool:
+    return tensor.dtype.is_floating_point and tensor.element_size() > 1
 
 
 def view(experts: Any, name: str) -> torch.Tensor | None:
@@ -45,7 +45,7 @@ def view(experts: Any, name: str) -> torch.Tensor | None:
 
 
 def view_anywhere(experts: Any, name: str) -> torch.Tensor | None:
-    """As ``view``, whatever runs the experts."""
+    """``view`` of a weight, whatever runs the experts."""
     if "is_transposed" not in getattr(experts, "__dict__", ()):
         return None
     try:
@@ -56,8 +56,10 @@ def view_anywhere(experts: Any, name: str) -> torch.Tensor | None:
         return None
     E, N, K = w.shape
     dtype = getattr(getattr(experts, "config", None), "dtype", None)
-    one = torch.empty((), dtype=dtype if dtype in (torch.float16, torch.float32) else torch.bfloat16, device=w.device)
-    return one.expand((E, K, N) if experts.is_transposed else (E, N, K))
+    placeholder = torch.empty(
+        (), dtype=dtype if dtype in (torch.float16, torch.float32) else torch.bfloat16, device=w.device
+    )
+    return placeholder.expand((E, K, N) if experts.is_transposed else (E, N, K))
 
 
 def adds_to_codes(experts: Any) -> bool:
@@ -73,23 +75,23 @@ def adds_to_codes(experts: Any) -> bool:
 @contextlib.contextmanager
 def held(experts: Any, name: str, lora: Lora) -> Iterator[None]:
     """Calls of the experts have this adapter of a weight."""
-    every: dict[str, Lora] | None = getattr(experts, _HELD, None)
-    if every is None:  # (torch 2.11's compiler traces no setdefault of __dict__)
-        every = {}
-        setattr(experts, _HELD, every)
-    every[name] = lora
+    adapters: dict[str, Lora] | None = getattr(experts, _HELD, None)
+    if adapters is None:  # (torch 2.11's compiler traces no setdefault of __dict__)
+        adapters = {}
+        setattr(experts, _HELD, adapters)
+    adapters[name] = lora
     try:
         yield
     finally:
-        every.pop(name, None)
+        adapters.pop(name, None)
 
 
 def held_by(experts: Any, name: str) -> Lora | None:
     """The adapter that this call has of a weight."""
-    every: dict[str, Lora] = experts.__dict__.get(_HELD, {})
-    return every.get(name)
+    adapters: dict[str, Lora] = experts.__dict__.get(_HELD, {})
+    return adapters.get(name)
 
 
 def any_held(experts: Any) -> bool:
-    """Whether this call has one."""
+    """True if this call has an adapter."""
     return bool(experts.__dict__.get(_HELD))

@@ -1,4 +1,4 @@
-"""What the experts of a model of transformers do between their two products, where that is transformers' own code.
+"""Recognises the activation of a transformers model's experts, if transformers' own code computes it.
 
 Code is recognised by its source: a function of transformers (or torch) itself with one of the digests here, an act_fn
 of exactly one of the classes here with nothing hung on it, and names that still mean what they meant. A function's
@@ -55,27 +55,27 @@ _classes: dict[type, _Class] = {}
 def recognise(experts: Any, gated: bool) -> RowActivation | None:
     """The activation of ``activate`` that a module's own code between its products is; None where it may be another."""
     if not gated:
-        found = _of_act_fn(experts)
-        return RowActivation(found, False, False) if found is not None and found.name in UNGATED else None
+        function = _of_act_fn(experts)
+        return RowActivation(function, False, False) if function is not None and function.name in UNGATED else None
     method = getattr(experts, "_apply_gate", None)
     own = _own(method.__func__, _GATES) if type(method) is MethodType and method.__self__ is experts else None
     if own is None:
         return None
     interleaved, read = _GATES[own.digest]
-    found = read(experts)
-    return None if found is None else RowActivation(found, True, interleaved)
+    function = read(experts)
+    return None if function is None else RowActivation(function, True, interleaved)
 
 
 def _by_act_fn(experts: Any) -> Activation | None:
     """act_fn(gate) * up."""
-    found = _of_act_fn(experts)
-    return found if found is not None and found.name in UNGATED else None
+    function = _of_act_fn(experts)
+    return function if function is not None and function.name in UNGATED else None
 
 
 def _softcapped(experts: Any) -> Activation | None:
     """act_fn(gate, up)."""
-    found = _of_act_fn(experts)
-    return found if found is not None and found.name == "situ" else None
+    function = _of_act_fn(experts)
+    return function if function is not None and function.name == "situ" else None
 
 
 def _silu_of_act_fn(experts: Any, name: str, **numbers: str) -> Activation | None:
@@ -84,7 +84,7 @@ def _silu_of_act_fn(experts: Any, name: str, **numbers: str) -> Activation | Non
 
 
 def _of_fp8(experts: Any) -> Activation | None:
-    """That of transformers' own fp8 experts, whose gate is for all models."""
+    """The activation of transformers' own fp8 experts, whose gate is for all models."""
     if getattr(experts, "gate_softcap", None) is not None:
         return _with_numbers(experts, "situ", beta="gate_softcap", linear_beta="up_softcap")
     if getattr(experts, "swiglu_alpha", None) is not None:
@@ -99,7 +99,7 @@ def _with_numbers(experts: Any, name: str, beta: float = 0.0, /, **numbers: str)
 
     A tensor's value may change, and be learnt.
     """
-    values = tuple((one, getattr(experts, attribute, None)) for one, attribute in numbers.items())
+    values = tuple((number, getattr(experts, attribute, None)) for number, attribute in numbers.items())
     return _made(name, beta, values) if all(type(value) in (int, float) for _, value in values) else None
 
 
@@ -122,8 +122,8 @@ def _of_act_fn(experts: Any) -> Activation | None:
 def _is_own_module(module: Any) -> bool:
     """Whether a module is exactly of a known class, with nothing hung on it."""
     kind = type(module)
-    known = _classes.get(kind) or _recognise_class(kind)
-    if known is None or kind.__call__ is not known.call or kind.forward is not known.forward:
+    recognised = _classes.get(kind) or _recognise_class(kind)
+    if recognised is None or kind.__call__ is not recognised.call or kind.forward is not recognised.forward:
         return False
     if "forward" in module.__dict__ or getattr(module, "_compiled_call_impl", None) is not None:
         return False
@@ -138,22 +138,22 @@ def _is_own_module(module: Any) -> bool:
         or modules._global_backward_pre_hooks
     ):
         return False
-    return _holds(known.own, known.forward)
+    return _holds(recognised.own, recognised.forward)
 
 
 def _of_softcaps(act: Any) -> Activation | None:
     """softcap(gate) * sigmoid(gate) * softcap(up), of two modules that have a softcap each."""
     caps = [getattr(act, name, None) for name in ("gate_softcap", "up_softcap")]
-    if not all(_is_own_module(one) and _CLASSES[_place(one)][0] == _SOFTCAP for one in caps):
+    if not all(_is_own_module(cap) and _CLASSES[_place(cap)][0] == _SOFTCAP for cap in caps):
         return None
-    values = [getattr(one, "softcap", None) for one in caps]
-    if not all(type(one) in (int, float) for one in values):
+    values = [getattr(cap, "softcap", None) for cap in caps]
+    if not all(type(cap) in (int, float) for cap in values):
         return None
     return _made("situ", 0.0, tuple(zip(("beta", "linear_beta"), values, strict=True)))
 
 
-def _place(one: Any) -> tuple[str, str]:
-    return type(one).__module__, type(one).__name__
+def _place(module: Any) -> tuple[str, str]:
+    return type(module).__module__, type(module).__name__
 
 
 def _of_function(act: Any) -> Activation | None:
@@ -181,17 +181,17 @@ def _recognise_class(kind: type) -> _Class | None:
     own = _own(forward, (entry[0],))
     if own is None or not isinstance(forward, FunctionType):
         return None
-    known = _classes[kind] = _Class(forward, call, own)
-    return known
+    recognised = _classes[kind] = _Class(forward, call, own)
+    return recognised
 
 
 def _own(function: Any, digests: Collection[str]) -> _Own | None:
-    """What is known of a function of transformers or torch with one of these digests; None of any other."""
+    """The record of a function of transformers or torch with one of these digests; None for any other."""
     if type(function) is not FunctionType:
         return None
-    known = _functions.get(function)
-    if known is not None:
-        return known if known.digest in digests and _holds(known, function) else None
+    recognised = _functions.get(function)
+    if recognised is not None:
+        return recognised if recognised.digest in digests and _holds(recognised, function) else None
     place = function.__module__ or ""
     home = sys.modules.get(place)
     if place.partition(".")[0] not in ("transformers", "torch") or function.__closure__ is not None:
@@ -202,8 +202,8 @@ def _own(function: Any, digests: Collection[str]) -> _Own | None:
     reads = _reads(function) if digest in digests else None
     if digest is None or reads is None:
         return None
-    known = _functions[function] = _Own(function.__code__, digest, reads)
-    return known
+    recognised = _functions[function] = _Own(function.__code__, digest, reads)
+    return recognised
 
 
 def _holds(own: _Own, function: FunctionType) -> bool:
@@ -222,11 +222,11 @@ def source_digest(code: CodeType) -> str | None:
 
 
 def _reads(function: FunctionType) -> tuple[_Read, ...] | None:
-    """What a function's names mean in its module, torch and Tensor; None where something else than torch's is meant."""
-    found: list[_Read] = []
-    for one in dis.get_instructions(function):
-        name = one.argval
-        if one.opname == "LOAD_GLOBAL":
+    """The objects that a function's names stand for; None if one is neither its module's nor torch's own."""
+    reads: list[_Read] = []
+    for instruction in dis.get_instructions(function):
+        name = instruction.argval
+        if instruction.opname == "LOAD_GLOBAL":
             spaces: tuple[Mapping[str, Any], ...] = (function.__globals__,)
         elif name in function.__code__.co_names:  # of some object: of one of these, if it is no setting of self
             spaces = vars(torch), vars(nn), vars(functional)
@@ -236,23 +236,23 @@ def _reads(function: FunctionType) -> tuple[_Read, ...] | None:
             if name in space:
                 if not _is_torch_s(name, space[name]):
                     return None
-                found.append((space, name, space[name]))
+                reads.append((space, name, space[name]))
         if hasattr(torch.Tensor, name):  # C's: a method of the class itself would hide it
             if name in vars(torch.Tensor):
                 return None
-            found.append((vars(torch.Tensor), name, None))
-    return tuple(found)
+            reads.append((vars(torch.Tensor), name, None))
+    return tuple(reads)
 
 
-def _is_torch_s(name: str, one: object) -> bool:
+def _is_torch_s(name: str, value: object) -> bool:
     """Whether a function is torch's own of this name, or a module, type or dtype torch's."""
-    if isinstance(one, FunctionType):
-        return one.__globals__ is vars(functional) and one.__code__.co_name == name
-    if isinstance(one, ModuleType):
-        return one.__name__.partition(".")[0] == "torch"
-    if isinstance(one, type):
-        return one.__module__.partition(".")[0] == "torch"
-    return isinstance(one, torch.dtype) or (isinstance(one, BuiltinFunctionType) and one.__name__ == name)
+    if isinstance(value, FunctionType):
+        return value.__globals__ is vars(functional) and value.__code__.co_name == name
+    if isinstance(value, ModuleType):
+        return value.__name__.partition(".")[0] == "torch"
+    if isinstance(value, type):
+        return value.__module__.partition(".")[0] == "torch"
+    return isinstance(value, torch.dtype) or (isinstance(value, BuiltinFunctionType) and value.__name__ == name)
 
 
 _SOFTCAP = "070361357aa863b5"
@@ -265,23 +265,23 @@ _GATES: dict[str, tuple[bool, _Reads]] = {
     # beam
     "ea5d5b8addec6805": (False, _by_act_fn),
     # gpt_oss
-    "3298db7bcf29356c": (True, lambda one: _with_numbers(one, "swiglu", 1.0, limit="limit", alpha="alpha")),
+    "3298db7bcf29356c": (True, lambda experts: _with_numbers(experts, "swiglu", 1.0, limit="limit", alpha="alpha")),
     # openai_privacy_filter
     "f858b041c931610d": (
         False,
-        lambda one: _with_numbers(one, "swiglu", 1.0, limit="limit", alpha="alpha"),
+        lambda experts: _with_numbers(experts, "swiglu", 1.0, limit="limit", alpha="alpha"),
     ),
     # minimax_m3_vl
     "3bb20b3fb85bb47c": (
         False,
-        lambda one: _with_numbers(one, "swiglu", 1.0, limit="swiglu_limit", alpha="swiglu_alpha"),
+        lambda experts: _with_numbers(experts, "swiglu", 1.0, limit="swiglu_limit", alpha="swiglu_alpha"),
     ),
     # deepseek_v4
-    "63ba0985de32603d": (False, lambda one: _silu_of_act_fn(one, "swiglu", limit="limit")),
+    "63ba0985de32603d": (False, lambda experts: _silu_of_act_fn(experts, "swiglu", limit="limit")),
     # hy_v4, hy_v4_vl, glm5_next
-    "be7c7503b8ed94c2": (False, lambda one: _with_numbers(one, "swiglu", limit="swiglu_limit")),
+    "be7c7503b8ed94c2": (False, lambda experts: _with_numbers(experts, "swiglu", limit="swiglu_limit")),
     # step3p7
-    "6b431fcd94ceb313": (False, lambda one: _silu_of_act_fn(one, "swiglustep", limit="limit")),
+    "6b431fcd94ceb313": (False, lambda experts: _silu_of_act_fn(experts, "swiglustep", limit="limit")),
     # inkling2, inkling2_loop
     "1dc156fdf8b63d47": (False, _softcapped),
     # integrations.finegrained_fp8

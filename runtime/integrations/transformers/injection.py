@@ -74,28 +74,28 @@ def shown(model: Any, config: Any) -> Iterator[None]:
         yield
         return
     kinds: dict[type, Callable[..., Any]] = {}
-    given: set[int] = set()
-    known = config._custom_modules
+    added: set[int] = set()
+    registered = config._custom_modules
     try:
         for experts in model.modules():
             for name in WEIGHTS:
                 # Codes of another name than the weight's are shown wherever they run, so that ``check`` sees them.
                 see = view if name in getattr(experts, "_parameters", ()) else view_anywhere
-                one = see(experts, name)
-                if one is None:
+                weight = see(experts, name)
+                if weight is None:
                     continue
                 kinds[type(experts)] = _wrapped
                 if name not in experts._parameters:
-                    experts.register_parameter(name, torch.nn.Parameter(one, requires_grad=False))
-                    given.add(id(experts._parameters[name]))
+                    experts.register_parameter(name, torch.nn.Parameter(weight, requires_grad=False))
+                    added.add(id(experts._parameters[name]))
         if kinds:
-            config._register_custom_module(kinds | (known or {}))
+            config._register_custom_module(kinds | (registered or {}))
         yield
     finally:
-        config._custom_modules = known
+        config._custom_modules = registered
         for experts in model.modules():  # PEFT's layer_replication has made copies that share them
             for name in WEIGHTS:
-                if id(getattr(experts, "_parameters", {}).get(name)) in given:
+                if id(getattr(experts, "_parameters", {}).get(name)) in added:
                     del experts._parameters[name]
 
 
@@ -116,18 +116,18 @@ def check(model: Any, config: Any) -> None:
             continue
         parts = path.split(".")
         above = [".".join(parts[: i + 1]) for i in range(len(parts))]
-        for one in saved:
-            if any(each.endswith(one) for each in above):
+        for suffix in saved:
+            if any(each.endswith(suffix) for each in above):
                 bad(
                     "modules_to_save",
-                    f"[..., '{one}'], of which {path} has quantised weights, which are not trained",
+                    f"[..., '{suffix}'], of which {path} has quantised weights, which are not trained",
                     "modules without quantised experts: give these adapters (target_modules='all-linear'), or train "
                     "the model in bf16",
                     "get_peft_model",
                 )
         for name in names:
             key = f"{path.replace('.base_layer', '')}.{name}"
-            if any(key == one or key.endswith(f".{one}") for one in wanted):
+            if any(key == target or key.endswith(f".{target}") for target in wanted):
                 _check_target(experts, path, name, config, key)
 
 

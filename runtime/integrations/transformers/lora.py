@@ -2,8 +2,8 @@
 
 While a wrapped module runs, PEFT has its parameter parametrised: reading it makes W + scaling * lhs @ rhs, of every
 expert. Where the parametrization is exactly that, PEFT's own code (known by its source), the parameter
-below it and the two factors are taken instead. Of anything else nothing is assumed: it is read, as PEFT has it, and why
-is told once. Nothing here imports PEFT.
+below it and the two factors are taken instead. Of anything else nothing is assumed: it is read, as PEFT has it, and the
+reason is logged once. Nothing here imports PEFT.
 
 PEFT registers its parametrization anew in each forward, and torch makes W + scaling * lhs @ rhs once then, to look at
 its shape and dtype, which are W's. Once PEFT's class was recognised it is spared that (``_spare``): W itself is looked
@@ -32,23 +32,23 @@ _CHECK = ParametrizationList.__init__.__code__
 _NEAR = 12  # callers between it and a parametrization's forward, at most: there are six
 
 _log = logging.getLogger(__name__)
-_told: set[str] = set()
+_logged: set[str] = set()
 
 
 def adapted(experts: Any, name: str) -> tuple[torch.Tensor, Lora | None]:
     """A parameter of the experts' module and its adapter; as it reads where there is none that is recognised."""
     lists = experts.__dict__.get("_modules", {}).get("parametrizations")
     if lists is not None and name in lists:
-        found = lists[name]
-        why = _unknown(found)
+        parametrizations = lists[name]
+        why = _unknown(parametrizations)
         if why is None:
-            _spare(type(found[0]))
-            return found.original, _lora(found[0], experts.is_transposed)
-        if why not in _told:
-            _told.add(why)
+            _spare(type(parametrizations[0]))
+            return parametrizations.original, _lora(parametrizations[0], experts.is_transposed)
+        if why not in _logged:
+            _logged.add(why)
             _log.warning("pretuned: the whole weight %s is computed in each step, not its adapter alone: %s", name, why)
-    one: torch.Tensor = getattr(experts, name)
-    return one, None
+    weight: torch.Tensor = getattr(experts, name)
+    return weight, None
 
 
 def _lora(proxy: Any, transposed: bool) -> Lora:
@@ -57,11 +57,11 @@ def _lora(proxy: Any, transposed: bool) -> Lora:
     return Lora(A, B, float(proxy.scaling))
 
 
-def _unknown(found: Any) -> str | None:
+def _unknown(parametrizations: Any) -> str | None:
     """Why the parametrizations of a parameter are not one adapter of PEFT's as it is known here."""
-    if len(found) != 1:
-        return f"it has {len(found)} parametrizations"
-    proxy, original = found[0], getattr(found, "original", None)
+    if len(parametrizations) != 1:
+        return f"it has {len(parametrizations)} parametrizations"
+    proxy, original = parametrizations[0], getattr(parametrizations, "original", None)
     kind = type(proxy)
     layer = sys.modules.get(_PEFT)
     if layer is None or kind.__module__ != _PEFT or getattr(layer, kind.__name__, None) is not kind:
@@ -73,12 +73,17 @@ def _unknown(found: Any) -> str | None:
     forward = getattr(forward, _SPARED, forward)
     if not isinstance(forward, FunctionType) or not _is_known(forward.__code__) or "forward" in proxy.__dict__:
         return "this peft's code for it is not the one that is known here"
-    if proxy._forward_hooks or proxy._forward_pre_hooks or found._forward_hooks or found._forward_pre_hooks:
+    if (
+        proxy._forward_hooks
+        or proxy._forward_pre_hooks
+        or parametrizations._forward_hooks
+        or parametrizations._forward_pre_hooks
+    ):
         return "it has hooks"
     factors = proxy.lhs, proxy.rhs
-    if original is None or type(original) not in PLAIN or any(type(one) not in PLAIN for one in factors):
-        return f"its tensors are {', '.join(type(one).__name__ for one in (original, *factors))}"
-    if not isinstance(proxy.scaling, (int, float)) or any(one.dim() != 3 for one in (original, *factors)):
+    if original is None or type(original) not in PLAIN or any(type(tensor) not in PLAIN for tensor in factors):
+        return f"its tensors are {', '.join(type(tensor).__name__ for tensor in (original, *factors))}"
+    if not isinstance(proxy.scaling, (int, float)) or any(tensor.dim() != 3 for tensor in (original, *factors)):
         return "its factors are no matrices of each expert"
     rank = proxy.lhs.shape[2]
     if not 1 <= rank <= MAX_RANK:

@@ -52,8 +52,8 @@ def _pack(experts: Any) -> None:
         device = getattr(experts, name).device
         delattr(experts, name)
         for end, shape in (("_blocks", (E, N, K // 32, 16)), ("_scales", (E, N, K // 32))):
-            one = torch.nn.Parameter(torch.empty(shape, dtype=torch.uint8, device=device), requires_grad=False)
-            experts.register_parameter(name + end, one)
+            parameter = torch.nn.Parameter(torch.empty(shape, dtype=torch.uint8, device=device), requires_grad=False)
+            experts.register_parameter(name + end, parameter)
     experts.is_transposed = False
     experts._is_hf_initialized = True  # all of it is in the checkpoint, and what would draw it looks for the weights
 
@@ -66,11 +66,11 @@ def keep_compressed_tensors() -> None:
     """
     from transformers.quantizers import auto
 
-    known: Any = auto.AUTO_QUANTIZER_MAPPING["compressed-tensors"]
-    if known.__module__ == __name__ or not hasattr(known, "serialized_names"):
+    quantizer: Any = auto.AUTO_QUANTIZER_MAPPING["compressed-tensors"]
+    if quantizer.__module__ == __name__ or not hasattr(quantizer, "serialized_names"):
         return
 
-    class PackedExpertsQuantizer(known):  # type: ignore[misc]
+    class PackedExpertsQuantizer(quantizer):  # type: ignore[misc]
         """Gives experts parameters for codes and scales; transformers then merges these as it merges weights."""
 
         def _process_model_before_weight_loading(self, model: Any, **more: Any) -> None:
@@ -100,16 +100,21 @@ class _StoredCodes(NamedTuple):
 
 
 def _codes_of(config: Any, name: str) -> _StoredCodes | None:
-    """Those of the experts of this name, or None where they are not kept."""
+    """The layout of the codes of the experts of this name; None if they are not kept."""
     from compressed_tensors.utils.match import match_name
     from transformers.integrations.compressed_tensors import get_experts_scheme
 
-    if any(match_name(f"{name}.0.{part}_proj", one) for one in config.ignore or () for part in ("gate", "up", "down")):
+    if any(
+        match_name(f"{name}.0.{part}_proj", pattern)
+        for pattern in config.ignore or ()
+        for part in ("gate", "up", "down")
+    ):
         return None
     scheme = get_experts_scheme(config)  # type: ignore[no-untyped-call]
     weights = scheme.weights
     packing, kind, strategy = (
-        str(getattr(one, "value", one)) for one in (scheme.format or config.format, weights.type, weights.strategy)
+        str(getattr(setting, "value", setting))
+        for setting in (scheme.format or config.format, weights.type, weights.strategy)
     )
     if packing == "pack-quantized" and (weights.num_bits, kind, strategy) == (4, "int", "group"):
         if weights.symmetric and weights.group_size in GROUPS and order_refusal(weights.actorder) is None:
@@ -140,6 +145,6 @@ def _pack_compressed(experts: Any, codes: _StoredCodes | None) -> None:
         if codes.dtype is torch.int32:  # beside them, of each matrix: nothing here reads it
             parts.append(("_shape", (E, 4 if name == "gate_up_proj" else 2), torch.int64))
         for end, shape, dtype in parts:
-            one = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=w.device), requires_grad=False)
-            experts.register_parameter(name + end, one)
+            parameter = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=w.device), requires_grad=False)
+            experts.register_parameter(name + end, parameter)
     experts._is_hf_initialized = True  # all of it is in the checkpoint, and what would draw it looks for the weights

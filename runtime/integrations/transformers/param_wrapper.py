@@ -44,14 +44,14 @@ class ParamWrapper(layer.ParamWrapper):  # by this name PEFT knows it
             where the experts no longer run on pretuned, or their codes are gone.
         """
         experts = self.get_base_layer()
-        found = view(experts, self.parameter_name)
-        if found is None:
+        weight = view(experts, self.parameter_name)
+        if weight is None:
             running = getattr(getattr(experts, "config", None), "_experts_implementation", None)
             raise InputError(
                 f"{self._said}: the experts run on {running!r}, wanted 'pretuned', the only one with adapters on "
                 "quantised weights: call model.set_experts_implementation('pretuned')"
             )
-        return found
+        return weight
 
     @property
     def _said(self) -> str:
@@ -63,18 +63,18 @@ class ParamWrapper(layer.ParamWrapper):  # by this name PEFT knows it
         if not names:
             yield
             return
-        experts, found = self.get_base_layer(), []
+        experts, adapters = self.get_base_layer(), []
         for name in names:
             lhs, rhs, scaling = self.get_delta_factors(name)  # type: ignore[no-untyped-call]
             A, B = (lhs.mT, rhs.mT) if experts.is_transposed else (rhs, lhs)
-            found.append(Lora(A, B, float(scaling)))
-        if len(found) > 1:  # their sum is one of as many columns
-            rank = sum(one.A.shape[1] for one in found)
+            adapters.append(Lora(A, B, float(scaling)))
+        if len(adapters) > 1:  # their sum is one of as many columns
+            rank = sum(adapter.A.shape[1] for adapter in adapters)
             if rank > MAX_RANK:
                 bad("the rank of the active adapters", f"{rank} together", f"at most {MAX_RANK}", self._said)
-            B = torch.cat([one.B * one.scale for one in found], 2)
-            found = [Lora(torch.cat([one.A for one in found], 1), B)]
-        with held(experts, self.parameter_name, found[0]):
+            B = torch.cat([adapter.B * adapter.scale for adapter in adapters], 2)
+            adapters = [Lora(torch.cat([adapter.A for adapter in adapters], 1), B)]
+        with held(experts, self.parameter_name, adapters[0]):
             yield
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:

@@ -39,7 +39,7 @@ def _then_log(own: Any, *, asks: bool) -> Any:
             done = own(self, *args, **more)
         finally:
             _thread.inside = False
-        asked = asks and any(_names_it(one) for one in (*args, *more.values()))
+        asked = asks and any(_names_it(argument) for argument in (*args, *more.values()))
         if asked or not getattr(self, _LOGGED, False):
             log_model(self, asked=asked)
         return done
@@ -48,8 +48,8 @@ def _then_log(own: Any, *, asks: bool) -> Any:
     return call
 
 
-def _names_it(given: Any) -> bool:
-    return given == NAME or (isinstance(given, dict) and NAME in given.values())
+def _names_it(argument: Any) -> bool:
+    return argument == NAME or (isinstance(argument, dict) and NAME in argument.values())
 
 
 def log_model(model: Any, *, asked: bool = False) -> None:
@@ -66,9 +66,9 @@ def log_model(model: Any, *, asked: bool = False) -> None:
         with ``PRETUNED_STRICT=1``, in place of the warning.
     """
     alike: dict[Any, list[Any]] = {}
-    for one in model.modules():
-        if _is_experts(one):
-            alike.setdefault((type(one), *((w.shape, w.dtype) for w in one.parameters())), []).append(one)
+    for module in model.modules():
+        if _is_experts(module):
+            alike.setdefault((type(module), *((w.shape, w.dtype) for w in module.parameters())), []).append(module)
     if alike:
         setattr(model, _LOGGED, True)
         for some in alike.values():
@@ -97,7 +97,9 @@ def _is_experts(module: Any) -> bool:
 def _described(experts: Any) -> str:
     """The experts' sizes, weights and activation, as in ``E=128 H=2048 I=768 bf16 silu``."""
     gated = getattr(experts, "has_gate", True)
-    if any(one.is_meta for one in experts.parameters(recurse=False)):  # offloaded: nothing is here to describe
+    if any(
+        parameter.is_meta for parameter in experts.parameters(recurse=False)
+    ):  # offloaded: nothing is here to describe
         return type(experts).__name__
     w1, w2 = (_weight(experts, name) for name in (WEIGHTS[0] if gated else WEIGHTS[1], WEIGHTS[2]))
     act = recognise(experts, gated)

@@ -2,8 +2,8 @@
 
     from pretuned.integrations.unsloth import grouped_gemm, get_or_autotune_moe_kernels
 
-Written from that project's documentation alone. What a caller says of tiles, warps, stages and TMA is a wish: of the
-configs that a bundle has for the call, the nearest runs; said at level DEBUG. Nothing of Unsloth is imported, and
+Written from that project's documentation alone. Tiles, warps, stages and TMA that a caller names are preferences: of
+the configs that a bundle has for the call, the nearest runs; logged at level DEBUG. Nothing of Unsloth is imported, and
 Triton and ``pretuned.aot`` only where tuning is asked for.
 """
 
@@ -48,12 +48,12 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
-_told: set[str] = set()
+_logged: set[str] = set()
 
 
 @dataclasses.dataclass
 class KernelConfig:
-    """A wish for a kernel: a tile, its warps and stages. What pretuned has no knob for changes nothing.
+    """A preferred kernel: a tile, its warps and stages. What pretuned has no knob for changes nothing.
 
     ``permute_x``, ``permute_y`` and ``fuse_mul_post`` are told by the call's own parameters; ``flatten`` and
     ``use_tma_store`` have no counterpart here.
@@ -71,8 +71,8 @@ class KernelConfig:
     use_tma_store: bool = False
 
     @property
-    def wish(self) -> dict[str, int]:
-        """The same by the names of a ``Config``'s knobs."""
+    def knobs(self) -> dict[str, int]:
+        """The preference by the names of a ``Config``'s knobs."""
         from ...kernels.contract.config import Loads
 
         named = {"block_m": self.BLOCK_SIZE_M, "block_n": self.BLOCK_SIZE_N, "block_k": self.BLOCK_SIZE_K}
@@ -107,7 +107,7 @@ class KernelConfigBackward_dW(KernelConfig):  # noqa: N801, the documented name
 
 _ELSEWHERE = {"debug", "use_tma_load_w", "use_tma_load_x", "use_tma_load_dy"}  # keywords that each single call takes
 
-_Given: TypeAlias = "KernelConfig | KernelPair | Preference | Config | None"
+_AnyConfig: TypeAlias = "KernelConfig | KernelPair | Preference | Config | None"
 
 
 def grouped_gemm(
@@ -120,15 +120,15 @@ def grouped_gemm(
     permute_y: bool = False,
     topk_weights: torch.Tensor | None = None,
     fuse_mul_post: bool = False,
-    kernel_config_fwd: _Given = None,
-    kernel_config_bwd_dX: _Given = None,
-    kernel_config_bwd_dW: _Given = None,
+    kernel_config_fwd: _AnyConfig = None,
+    kernel_config_bwd_dX: _AnyConfig = None,
+    kernel_config_bwd_dW: _AnyConfig = None,
     autotune: bool = False,
     is_first_gemm: bool = True,
     dX_only: bool = False,
     dW_only: bool = False,
 ) -> torch.Tensor:
-    """As ``pretuned.runtime.grouped_gemm``, whose page says all of it: X [M or T, K], W [E, N, K] or [E*N, K].
+    """y = X @ W.T of each expert, like ``pretuned.runtime.grouped_gemm``: X [M or T, K], W [E, N, K] or [E*N, K].
 
     A ``kernel_config`` may be one of the KernelConfig classes here, what ``get_or_autotune_moe_kernels`` returned, or
     all that ``pretuned.runtime.grouped_gemm`` takes.
@@ -139,8 +139,8 @@ def grouped_gemm(
         for a tensor that can't be used, or parameters that make no sense together.
     """
     fwd, dX, dW = (
-        _resolved(one, op, X, W, m_sizes)
-        for one, op in zip((kernel_config_fwd, kernel_config_bwd_dX, kernel_config_bwd_dW), Op, strict=True)
+        _resolved(config, op, X, W, m_sizes)
+        for config, op in zip((kernel_config_fwd, kernel_config_bwd_dX, kernel_config_bwd_dW), Op, strict=True)
     )
     return _grouped_gemm(
         X,
@@ -182,11 +182,11 @@ def grouped_gemm_forward(
     permute_y: bool = False,
     fuse_mul_post: bool = False,
     autotune: bool = False,
-    **wish: Any,
+    **knobs: Any,
 ) -> torch.Tensor:
     """The forward alone: y without a gradient.
 
-    ``wish`` are the documented knobs: BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K, num_warps, num_stages, use_tma_load_w,
+    ``knobs`` are the documented knobs: BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K, num_warps, num_stages, use_tma_load_w,
     use_tma_load_x, use_tma_store, flatten and debug. Without one of them the bundles' best choice runs. Each single
     call takes every use_tma_load_*: of a tensor that it doesn't load, that changes nothing.
 
@@ -197,7 +197,7 @@ def grouped_gemm_forward(
     TypeError
         for a parameter that is none of these.
     """
-    config = None if autotune else _wished(KernelConfigForward, "grouped_gemm_forward", wish)
+    config = None if autotune else _preferred(KernelConfigForward, "grouped_gemm_forward", knobs)
     with torch.no_grad():
         return grouped_gemm(
             X,
@@ -224,19 +224,19 @@ def grouped_gemm_dX(
     permute_x: bool = False,
     permute_y: bool = False,
     autotune: bool = False,
-    **wish: Any,
+    **knobs: Any,
 ) -> torch.Tensor:
     """The gradient of X, as ``pretuned.runtime.grouped_gemm_dX``: [M, K], or [T, K] with ``permute_x``, where a
     token's slots are summed.
 
-    ``wish``: as ``grouped_gemm_forward``, with use_tma_load_dy and use_tma_load_w.
+    ``knobs``: as ``grouped_gemm_forward``, with use_tma_load_dy and use_tma_load_w.
 
     Raises
     ------
     InputError, TypeError
         as ``grouped_gemm_forward``.
     """
-    config = None if autotune else _wished(KernelConfigBackward_dX, "grouped_gemm_dX", wish)
+    config = None if autotune else _preferred(KernelConfigBackward_dX, "grouped_gemm_dX", knobs)
     pin = _resolved(config, Op.DX, dY, W, m_sizes)
     return _dX(dY, W, m_sizes, topk, gather_indices, permute_x, permute_y, kernel_config_bwd_dX=pin)
 
@@ -251,18 +251,18 @@ def grouped_gemm_dW(
     permute_x: bool = False,
     permute_y: bool = False,
     autotune: bool = False,
-    **wish: Any,
+    **knobs: Any,
 ) -> torch.Tensor:
     """The gradient of W [E, N, K], as ``pretuned.runtime.grouped_gemm_dW``.
 
-    ``wish``: as ``grouped_gemm_forward``, with use_tma_load_dy and use_tma_load_x.
+    ``knobs``: as ``grouped_gemm_forward``, with use_tma_load_dy and use_tma_load_x.
 
     Raises
     ------
     InputError, TypeError
         as ``grouped_gemm_forward``.
     """
-    config = None if autotune else _wished(KernelConfigBackward_dW, "grouped_gemm_dW", wish)
+    config = None if autotune else _preferred(KernelConfigBackward_dW, "grouped_gemm_dW", knobs)
     pin = _resolved(config, Op.DW, dY, None, m_sizes, X.shape[-1])
     return _dW(dY, X, m_sizes, topk, gather_indices, permute_x, permute_y, kernel_config_bwd_dW=pin)
 
@@ -289,15 +289,15 @@ def get_or_autotune_moe_kernels(
     why = _no_tuner()
     if why is None:
         try:
-            found: tuple[KernelPair, KernelPair, KernelPair] = importlib.import_module(
+            pairs: tuple[KernelPair, KernelPair, KernelPair] = importlib.import_module(
                 "pretuned.aot"
             ).get_or_autotune_moe_kernels(
                 num_experts, hidden_dim, intermediate_dim, top_k, dtype, force_autotune, seq_len
             )
-            return found
+            return pairs
         except HostError as error:
             why = str(error)
-    _tell(f"get_or_autotune_moe_kernels: {why}: the configs are the ordinary choices")
+    _warn_once(f"get_or_autotune_moe_kernels: {why}: the configs are the ordinary choices")
     fwd, dX, dW = (KernelPair(op) for op in Op)
     return fwd, dX, dW
 
@@ -316,68 +316,70 @@ def _can_tune(X: torch.Tensor) -> bool:
         return False
     why = _no_tuner()
     if why is not None:
-        _tell(f"autotune=True: {why}: the ordinary choices run")
+        _warn_once(f"autotune=True: {why}: the ordinary choices run")
     return why is None
 
 
-def _tell(text: str) -> None:
-    if text not in _told:
-        _told.add(text)
+def _warn_once(text: str) -> None:
+    if text not in _logged:
+        _logged.add(text)
         _log.warning("pretuned: %s", text)
 
 
-def _wished(kind: type[KernelConfig], call: str, wish: dict[str, Any]) -> KernelConfig | None:
+def _preferred(kind: type[KernelConfig], call: str, knobs: dict[str, Any]) -> KernelConfig | None:
     """The config of documented keywords; None where there are none of them.
 
     Those that are documented for another of the calls change nothing: what they name isn't loaded here.
     """
-    known = {field.name for field in dataclasses.fields(kind)} - {"permute_x", "permute_y", "fuse_mul_post"}
-    unknown = sorted(wish.keys() - known - _ELSEWHERE)
+    accepted = {field.name for field in dataclasses.fields(kind)} - {"permute_x", "permute_y", "fuse_mul_post"}
+    unknown = sorted(knobs.keys() - accepted - _ELSEWHERE)
     if unknown:
-        raise TypeError(f"{call}() got unexpected keyword arguments {unknown}, wanted of {sorted(known | _ELSEWHERE)}")
-    idle = sorted(wish.keys() - known)
+        raise TypeError(
+            f"{call}() got unexpected keyword arguments {unknown}, wanted of {sorted(accepted | _ELSEWHERE)}"
+        )
+    idle = sorted(knobs.keys() - accepted)
     if idle:
         _log.debug("pretuned: %s: %s changes nothing there", call, ", ".join(idle))
-    wish = {name: value for name, value in wish.items() if name in known}
-    return kind(**wish) if wish else None
+    knobs = {name: value for name, value in knobs.items() if name in accepted}
+    return kind(**knobs) if knobs else None
 
 
-def _resolved(given: Any, op: Op, x: torch.Tensor, w: torch.Tensor | None, m_sizes: torch.Tensor, K: int = 0) -> Any:
-    """What the runtime takes: of a wish the nearest configs that bundles have for the product, all else as it is.
+def _resolved(config: Any, op: Op, x: torch.Tensor, w: torch.Tensor | None, m_sizes: torch.Tensor, K: int = 0) -> Any:
+    """The runtime's form of a config: of a KernelConfig the nearest in the bundles, anything else as it is.
 
     x is dY for the gradients; without w, K is X's columns.
     """
-    if not isinstance(given, KernelConfig):
-        return given
+    if not isinstance(config, KernelConfig):
+        return config
     if not (isinstance(x, torch.Tensor) and x.is_cuda and x.dtype in DTYPES):
-        _log.debug("pretuned: %s: no kernel is launched, nothing to choose", given)
+        _log.debug("pretuned: %s: no kernel is launched, nothing to choose", config)
         return None
     E, columns = m_sizes.shape[0], x.shape[-1]
     if w is None:
         N = columns
     else:
         N, K = w.numel() // (E * w.shape[-1]) if E and w.shape[-1] else 0, w.shape[-1]
-    return _nearest(given, op, DTYPES[x.dtype], (E, N, K), x.get_device())
+    return _nearest(config, op, DTYPES[x.dtype], (E, N, K), x.get_device())
 
 
-def _nearest(given: KernelConfig, op: Op, dtype: DType, sizes: tuple[int, int, int], device: int) -> Preference:
-    snapshot, local, wish = dispatch_snapshot.snapshot(), local_gpu(device), given.wish
-    key = (op, dtype, sizes, device, tuple(wish.items()))
-    known: Preference | None = snapshot.wishes.get(key)
-    if known is None:
-        found = []
+def _nearest(kernel_config: KernelConfig, op: Op, dtype: DType, sizes: tuple[int, int, int], device: int) -> Preference:
+    snapshot, local, knobs = dispatch_snapshot.snapshot(), local_gpu(device), kernel_config.knobs
+    key = (op, dtype, sizes, device, tuple(knobs.items()))
+    preference: Preference | None = snapshot.preferences.get(key)
+    if preference is None:
+        configs = []
         for form in (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER):
             if op is Op.DW and form is not Fusion.NONE:
                 continue  # it has plain code alone
-            config = nearest(snapshot, wish, Problem(op, dtype, *sizes, Layout.NK, form), local, aligned=True)
+            config = nearest(snapshot, knobs, Problem(op, dtype, *sizes, Layout.NK, form), local, aligned=True)
             if config is not None:
-                found.append((form, config))
-        known = snapshot.wishes[key] = Preference(tuple(found))
+                configs.append((form, config))
+        preference = snapshot.preferences[key] = Preference(tuple(configs))
         _log.debug(
             "pretuned: %s of %s E=%d N=%d K=%d: the nearest are %s",
-            given,
+            kernel_config,
             op.value,
             *sizes,
-            ", ".join(str(config) for _, config in found) or "none",
+            ", ".join(str(config) for _, config in configs) or "none",
         )
-    return known
+    return preference

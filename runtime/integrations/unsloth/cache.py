@@ -15,7 +15,7 @@ Saved: TypeAlias = "dict[str, Any]"
 
 
 def load_cached_config(cache_key: str) -> Saved | None:
-    """What ``save_cached_config`` kept under a key, here or in an earlier process; None if there is nothing.
+    """The configs that ``save_cached_config`` saved, here or in an earlier process; None if there are none.
 
     A dict with ``config_fwd``, ``config_bwd_dx``, ``config_bwd_dw`` (each a dict of its fields) and ``metadata``.
     """
@@ -70,7 +70,8 @@ def _plain(name: str, config: Any) -> dict[str, Any]:
     if isinstance(config, KernelPair):
         gemms = {"first": config.first, "second": config.second}
         forms = {
-            which: [[int(form.value), dict(one.pairs())] for form, one in half.configs] for which, half in gemms.items()
+            which: [[int(form.value), dict(chosen.pairs())] for form, chosen in half.configs]
+            for which, half in gemms.items()
         }
         return {"op": config.op.value, **forms}
     if dataclasses.is_dataclass(config) and not isinstance(config, type):

@@ -221,7 +221,7 @@ def test_a_wish_becomes_the_nearest_config_of_a_bundle(clean_places: Path) -> No
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_without_a_gpu_the_configs_are_the_ordinary_choices(caplog: pytest.LogCaptureFixture) -> None:
-    unsloth._told.clear()
+    unsloth._logged.clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             found = get_or_autotune_moe_kernels(128, 2048, 768, 8, torch.bfloat16)
