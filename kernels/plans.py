@@ -39,7 +39,7 @@ from ..artifacts.records.problem import Fusion, Op, Problem
 from ..artifacts.records.target import Gpu, same_gpu
 from ..artifacts.tuples import NamedTuple
 from . import registry
-from .contract import words
+from .contract import launch_abi
 from .contract.config import config_of
 from .contract.spec import Spec, gemm_of, result_columns, takes_codes_of_x
 from .hardware.arch import ARCHS
@@ -353,7 +353,7 @@ def _by_index(kernels: Kernels, plain: Choice, problem: Problem) -> tuple[int, f
 
 def _runs(variant: Variant, problem: Problem) -> bool:
     """Return whether a variant can compute a problem, regardless of the GPU."""
-    first, last = words.READS_ABI
+    first, last = launch_abi.READS_ABI
     config = config_of(variant.config)
     if config is None or not first <= variant.abi <= last or variant.max_experts < problem.E:
         return False

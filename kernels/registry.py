@@ -17,9 +17,9 @@ from ..artifacts.records.precision import DType
 from ..artifacts.records.problem import Fusion, Layout, Op, Problem
 from .contract.config import Config, out_of_range
 from .contract.entry import Box, Constants, Entry, KernelEntry, Limits, Tiles
+from .contract.launch_abi import POINTEES
 from .contract.order import Order
 from .contract.spec import Spec, gemm_of
-from .contract.words import POINTEES
 from .hardware.arch import arch_of
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from ...artifacts.records.bundle import Bundle, Kernel, Source
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Op, Problem, RowOp
 from ...artifacts.records.target import Gpu
-from ...kernels.contract.words import LAUNCH_ABI
+from ...kernels.contract.launch_abi import LAUNCH_ABI
 from ..plan.families import CONFIG_LIMIT, Family, optional, ships_unchosen
 from .assemble import BundleChoice, Provenance, VariantTable, assemble, combined, gpu_key, united, version
 

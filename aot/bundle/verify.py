@@ -10,7 +10,7 @@ from ...artifacts.files.bundle_file import BundleFile, open_bundle
 from ...artifacts.files.packed import is_packed
 from ...artifacts.files.signature import Keys, check
 from ...artifacts.records.bundle import Bundle
-from ...kernels.contract.words import READS_ABI, parameter_bytes
+from ...kernels.contract.launch_abi import READS_ABI, parameter_bytes
 from ...kernels.hardware.arch import arch_of
 from ...kernels.launchable import undeclared, unlaunchable
 

@@ -17,7 +17,7 @@ from ...artifacts.errors import CompileError
 from ...artifacts.limits import MAX_TIME_NS
 from ...artifacts.records.bundle import Choice, Source, Variant
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem
-from ...kernels.contract.words import has_aligned_rows
+from ...kernels.contract.launch_abi import has_aligned_rows
 from ...kernels.cost.resources import Resources
 from ...kernels.cost_model import Ranker
 from ...kernels.hardware.chips import Chip, chip_for

@@ -18,7 +18,7 @@ from ...artifacts.errors import BundleError
 from ...artifacts.records.bundle import Bundle, Choice, Kernel, Producer, Source, Variant
 from ...artifacts.records.problem import Op, Problem
 from ...artifacts.records.target import Gpu, LocalGpu
-from ...kernels.contract.words import LAUNCH_ABI, has_aligned_rows
+from ...kernels.contract.launch_abi import LAUNCH_ABI, has_aligned_rows
 from ...kernels.hardware.chips import chip_for
 from ...kernels.launchable import unlaunchable
 from ...runtime import settings

@@ -7,7 +7,7 @@ import platform
 
 from ...artifacts.errors import HostError
 from ...artifacts.limits import FORMAT
-from ...kernels.contract.words import LAUNCH_ABI
+from ...kernels.contract.launch_abi import LAUNCH_ABI
 from ..compile.toolchain import toolchain
 
 

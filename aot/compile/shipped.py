@@ -14,8 +14,8 @@ from ...artifacts.code.cubin import fault
 from ...artifacts.errors import BundleError, InputError
 from ...artifacts.files.bundle_file import BundleFile, open_bundle
 from ...artifacts.format.wire import corrupt
+from ...kernels.contract.launch_abi import LAUNCH_ABI, parameter_bytes
 from ...kernels.contract.spec import Spec
-from ...kernels.contract.words import LAUNCH_ABI, parameter_bytes
 from ...kernels.launchable import unlaunchable
 from ...kernels.registry import ENTRIES
 from ...kernels.rowops import RowOpSpec

@@ -20,7 +20,7 @@ from ...artifacts.errors import CompileError
 from ...artifacts.records.bundle import Kernel, Producer, TensorMap, Variant
 from ...artifacts.records.precision import DType
 from ...kernels import registry, rowops
-from ...kernels.contract import words
+from ...kernels.contract import launch_abi
 from ...kernels.contract.spec import Spec
 from ...kernels.registry import ENTRIES, entry_of, gemm_entry, refusal
 from ...kernels.rowops import RowOpSpec
@@ -169,7 +169,7 @@ def job_key(spec: Spec | RowOpSpec, sm: int, inputs: CompilerInputs | None = Non
         tools.ptxas_for(sm),
         source_sha256(entry.name),
         str(entry.revision),
-        str(words.LAUNCH_ABI),
+        str(launch_abi.LAUNCH_ABI),
         *OPTIONS,
     ]
     if isinstance(spec, Spec):
@@ -227,7 +227,7 @@ def compile_variant(spec: Spec | RowOpSpec, sm: int) -> Compiled:
     variant = Variant(
         kernel=entry.name,
         revision=entry.revision,
-        abi=words.LAUNCH_ABI,
+        abi=launch_abi.LAUNCH_ABI,
         op=spec.op,
         dtype=spec.dtype,
         layout=spec.layout,

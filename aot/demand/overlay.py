@@ -22,7 +22,7 @@ from ...artifacts.limits import FORMAT, MAX_INDEX_BYTES, MAX_NAME_CHARS, OLDEST_
 from ...artifacts.records.bundle import Bundle, Model, Variant
 from ...artifacts.records.problem import Problem
 from ...artifacts.records.target import Gpu
-from ...kernels.contract.words import LAUNCH_ABI, READS_ABI
+from ...kernels.contract.launch_abi import LAUNCH_ABI, READS_ABI
 from ...kernels.registry import ENTRIES
 from ..bundle.assemble import BundleChoice, Provenance, VariantTable, assemble, is_fallback
 from ..bundle.merge import merge

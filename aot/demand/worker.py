@@ -16,8 +16,8 @@ from ...artifacts.records.bundle import Model
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Op, Problem, buckets_between
 from ...kernels.contract.config import Config
+from ...kernels.contract.launch_abi import ALIGNMENT_BYTES
 from ...kernels.contract.spec import MAX_EXPERTS, Spec
-from ...kernels.contract.words import ALIGNMENT_BYTES
 from ...kernels.cost.resources import Resources, rejection
 from ...kernels.cost_model import Ranker
 from ...kernels.hardware.arch import arch_of

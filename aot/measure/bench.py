@@ -22,8 +22,8 @@ from ...artifacts.files.bundle_file import open_bundle
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem
 from ...kernels.contract.config import Config
+from ...kernels.contract.launch_abi import FLAGS
 from ...kernels.contract.spec import result_columns, takes_codes_of_x
-from ...kernels.contract.words import FLAGS
 from ...runtime.driver.device import local_gpu
 from ...runtime.launch import gemm
 from ...runtime.weights.expert_weights import ExpertWeights

@@ -12,8 +12,8 @@ from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
 from ...kernels import hopper_w4a16, registry, rowops, search
 from ...kernels.contract.config import Config, TileRows
+from ...kernels.contract.launch_abi import ALIGNMENT_BYTES, has_aligned_rows
 from ...kernels.contract.spec import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec, takes_codes_of_x
-from ...kernels.contract.words import ALIGNMENT_BYTES, has_aligned_rows
 from ...kernels.rowops import RowOpSpec
 
 # Silu in the epilogue: a tile has the gate columns and the up columns of half as many of y.

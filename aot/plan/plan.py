@@ -12,8 +12,8 @@ from ...artifacts.records.bundle import Model
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem, buckets_between
 from ...kernels.contract.activations import Activation
+from ...kernels.contract.launch_abi import ALIGNMENT_BYTES, has_aligned_rows
 from ...kernels.contract.spec import MAX_EXPERTS, code_of
-from ...kernels.contract.words import ALIGNMENT_BYTES, has_aligned_rows
 from ...kernels.hardware.arch import arch_of
 from ...kernels.hopper_w4a16 import prepares
 from ..models.layer import LayerGemm, LayerShard

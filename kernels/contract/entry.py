@@ -17,9 +17,9 @@ from ...artifacts.records.problem import Fusion, Layout, Op
 from ...artifacts.tuples import NamedTuple
 from ..hardware.arch import Arch, Feature
 from .config import FIELDS, RANGES, SIZES, Cache, Config, Edge, Loads, Schedule, TileRows, misfit
+from .launch_abi import RAGGED_SIZES, ragged_strides
 from .order import Order
 from .spec import Spec
-from .words import RAGGED_SIZES, ragged_strides
 
 Constants: TypeAlias = "dict[str, int | str | bool | None]"
 Box: TypeAlias = "tuple[int, ...]"
@@ -67,7 +67,7 @@ def of_rows(columns: int, stride: str, read: tuple[str, ...] = ()) -> TensorShap
 
 
 def ragged(columns: int, stride: str) -> TensorShape:
-    """Return the shape of rows that end with each expert: see ``words.RAGGED_SIZES``."""
+    """Return the shape of rows that end with each expert: see ``launch_abi.RAGGED_SIZES``."""
     return TensorShape(lambda _M, row: ((*RAGGED_SIZES, columns), ragged_strides(row)), stride=stride)
 
 

@@ -1,7 +1,7 @@
 """The row kernels: their entries, arguments, flags, configs and grids, in plain Python.
 
 A row kernel computes a ``RowOp``: it gathers, quantises, activates, combines or clears rows, or sorts slots. Its
-arguments by launch ABI 1, in addition to those in kernels/contract/words.py:
+arguments by launch ABI 1, in addition to those in kernels/contract/launch_abi.py:
 
 =========================  ===================================================================
 ``h a da dh x y out``      device pointers to dense rows in the variant's dtype

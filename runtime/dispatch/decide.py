@@ -17,8 +17,8 @@ from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
 from ...artifacts.records.target import LocalGpu
 from ...artifacts.tuples import NamedTuple
+from ...kernels.contract.launch_abi import ALIGNMENT_BYTES, has_aligned_rows
 from ...kernels.contract.spec import code_of
-from ...kernels.contract.words import ALIGNMENT_BYTES, has_aligned_rows
 from .. import hooks
 from ..locks import lock
 from .places import Kind

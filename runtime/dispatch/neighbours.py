@@ -23,7 +23,7 @@ from ...artifacts.records.target import Gpu, LocalGpu, gpus_apart
 from ...artifacts.tuples import NamedTuple
 from ...kernels import neighbours as cost
 from ...kernels.contract.config import Config, config_of
-from ...kernels.contract.words import has_aligned_rows
+from ...kernels.contract.launch_abi import has_aligned_rows
 from ...kernels.hardware import chips
 from ...kernels.hardware.chips import Chip
 from ...kernels.neighbours import Evidence

@@ -38,7 +38,7 @@ from ...artifacts.records.problem import Fusion, Op, Problem
 from ...artifacts.records.target import Gpu, LocalGpu, gpus_apart
 from ...artifacts.tuples import NamedTuple
 from ...kernels import registry
-from ...kernels.contract import words
+from ...kernels.contract import launch_abi
 from ...kernels.contract.config import Config, Schedule, config_of
 from ...kernels.contract.spec import Spec, code_of, gemm_of
 from ...kernels.hardware import arch
@@ -238,7 +238,7 @@ def idles(variant: Variant, problem: Problem, M: int, bucket: int) -> bool:
 
 def torch_runs(problem: Problem, sm: int) -> bool:
     """Whether torch's grouped_mm can compute a problem on a capability without a synchronisation."""
-    return arch.torch_groups(sm) and words.torch_multiplies(problem)
+    return arch.torch_groups(sm) and launch_abi.torch_multiplies(problem)
 
 
 class _RankedChoice(NamedTuple):
@@ -380,7 +380,7 @@ def _is_able(variant: Variant, problem: Problem) -> bool:
 
 def why_not(variant: Variant, problem: Problem, local: LocalGpu, *, aligned: bool) -> str | None:
     """Why this variant can't run the call, or None."""
-    first, last = words.READS_ABI
+    first, last = launch_abi.READS_ABI
     if not first <= variant.abi <= last:
         return f"its launch ABI is {variant.abi}, this version launches {first}-{last}"
     config = config_of(variant.config)

@@ -9,7 +9,7 @@ from ...artifacts.records.bundle import Variant
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import RowOp
 from ...artifacts.records.target import LocalGpu
-from ...kernels.contract import words
+from ...kernels.contract import launch_abi
 from ...kernels.hardware import arch
 from ...kernels.launchable import unlaunchable
 from ...kernels.registry import entry_named
@@ -57,7 +57,7 @@ def _rank(usable: Usable, index: int, variant: Variant, local: LocalGpu) -> tupl
 
 
 def _runs(variant: Variant, local: LocalGpu, aligned: bool) -> bool:
-    first, last = words.READS_ABI
+    first, last = launch_abi.READS_ABI
     known = arch.ARCHS.get(local.sm)
     fits = known is None or variant.shared_bytes <= known.limits.shared_per_block_bytes
     could = first <= variant.abi <= last and (aligned or variant.alignment == 1) and fits and not unlaunchable(variant)

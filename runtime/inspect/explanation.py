@@ -10,7 +10,7 @@ from ...artifacts.errors import TargetMismatch
 from ...artifacts.names import printable
 from ...artifacts.records.problem import Fusion, Problem, bucket_of
 from ...artifacts.records.target import LocalGpu
-from ...kernels.contract.words import slow_rows
+from ...kernels.contract.launch_abi import slow_rows
 from ..dispatch.ranking import Candidate, Match, Origin
 from ..dispatch.snapshot import Skipped
 

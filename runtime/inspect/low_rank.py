@@ -9,8 +9,8 @@ from ...artifacts.errors import InputError
 from ...artifacts.records.precision import PRECISIONS, DType, dtypes_of
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
 from ...artifacts.tuples import NamedTuple
+from ...kernels.contract.launch_abi import ALIGNMENT_BYTES
 from ...kernels.contract.spec import code_of
-from ...kernels.contract.words import ALIGNMENT_BYTES
 from ...kernels.rowops import CODE_OPS
 from ..check.call import MAX_RANK
 from ..dispatch.decide import with_low_part

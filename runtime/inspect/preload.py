@@ -19,7 +19,7 @@ from ...artifacts.records.bundle import Model
 from ...artifacts.records.precision import DType, dtypes_of
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp, buckets_between
 from ...artifacts.records.target import LocalGpu
-from ...kernels.contract.words import has_aligned_rows
+from ...kernels.contract.launch_abi import has_aligned_rows
 from ...kernels.rowops import dtype_of
 from ..dispatch import snapshot as dispatch_snapshot
 from ..dispatch.decide import forms_of

@@ -10,8 +10,8 @@ from ...artifacts.errors import BundleError, InputError
 from ...artifacts.limits import MAX_DIM
 from ...artifacts.records.precision import PRECISIONS, DType, dtypes_of
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem
+from ...kernels.contract.launch_abi import ALIGNMENT_BYTES, has_aligned_rows
 from ...kernels.contract.spec import code_of
-from ...kernels.contract.words import ALIGNMENT_BYTES, has_aligned_rows
 from ...kernels.hopper_w4a16 import prepares
 
 if TYPE_CHECKING:

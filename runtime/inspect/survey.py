@@ -9,7 +9,7 @@ from ...artifacts.errors import BundleError
 from ...artifacts.files.bundle_file import BundleFile
 from ...artifacts.records.bundle import Variant
 from ...artifacts.records.target import LocalGpu
-from ...kernels.contract.words import READS_ABI
+from ...kernels.contract.launch_abi import READS_ABI
 from ...kernels.hardware import arch
 from ...kernels.launchable import unlaunchable
 from .. import verdicts

@@ -12,8 +12,8 @@ from ...artifacts.records.bundle import Variant
 from ...artifacts.records.problem import Fusion, Op, RowOp
 from ...artifacts.tuples import NamedTuple
 from ...kernels.contract.config import Config, Schedule
+from ...kernels.contract.launch_abi import CLEARER_ROWS, FLAGS, RAGGED_SIZES, ZERO_TAIL
 from ...kernels.contract.spec import Spec, w_kn
-from ...kernels.contract.words import CLEARER_ROWS, FLAGS, RAGGED_SIZES, ZERO_TAIL
 from ...kernels.launchable import unlaunchable
 from ...kernels.registry import clears, gemm_entry, limits_of, too_large, transposed, weight_tiles
 from ..check.tensors import address_of

@@ -14,7 +14,7 @@ import torch
 
 from ...artifacts.records.problem import Fusion, Layout
 from ...artifacts.tuples import NamedTuple
-from ...kernels.contract.words import ALIGNMENT_BYTES, is_aligned
+from ...kernels.contract.launch_abi import ALIGNMENT_BYTES, is_aligned
 from ..check.tensors import row_stride
 from ..dispatch import snapshot as dispatch_snapshot
 from ..driver.device import local_gpu, platform_supported

@@ -14,7 +14,7 @@ from ...artifacts.errors import InputError
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
 from ...kernels.contract.activations import Activation
-from ...kernels.contract.words import ALIGNMENT_BYTES, is_aligned
+from ...kernels.contract.launch_abi import ALIGNMENT_BYTES, is_aligned
 from ...kernels.hopper_w4a16 import prepares
 from ...kernels.rowops import CODE_OPS, PICKED
 from ..check.tensors import address_of, row_stride

@@ -13,7 +13,7 @@ import torch
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp, bucket_of
 from ...artifacts.tuples import NamedTuple
-from ...kernels.contract.words import ALIGNMENT_BYTES, TORCH_GROUPS, is_aligned
+from ...kernels.contract.launch_abi import ALIGNMENT_BYTES, TORCH_GROUPS, is_aligned
 from .. import hooks, settings
 from ..check.tensors import DTYPES, check_cuda_dtype, row_stride
 from ..dispatch import snapshot as dispatch_snapshot

@@ -12,7 +12,7 @@ import torch
 
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import RowOp
-from ...kernels.contract.words import ALIGNMENT_BYTES, is_aligned
+from ...kernels.contract.launch_abi import ALIGNMENT_BYTES, is_aligned
 from ...kernels.rowops import NARROW, USED, WEIGHTED
 from ..check import tensors as check_tensors
 from ..check.tensors import DTYPES

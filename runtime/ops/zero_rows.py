@@ -6,7 +6,7 @@ import torch
 
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import RowOp
-from ...kernels.contract.words import ALIGNMENT_BYTES, is_aligned
+from ...kernels.contract.launch_abi import ALIGNMENT_BYTES, is_aligned
 from ...kernels.rowops import CLEARED_ROWS, NAMES
 from ..driver.device import current_stream, on
 from ..launch import rowops

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ...artifacts.tuples import NamedTuple
-from ...kernels.contract.words import ALIGNMENT_BYTES
+from ...kernels.contract.launch_abi import ALIGNMENT_BYTES
 from .. import hooks
 from ..dispatch import snapshot as dispatch_snapshot
 from ..driver.device import capturing, current_stream, device_is_current, only_device, without_autocast

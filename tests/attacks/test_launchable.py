@@ -25,8 +25,8 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import PLAIN_LAYOUTS, Fusion, Layout, Op
 from pretuned.artifacts.records.target import Target
 from pretuned.kernels.contract.config import Config, Edge, Loads, Schedule, TileRows
+from pretuned.kernels.contract.launch_abi import parameter_bytes
 from pretuned.kernels.contract.spec import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec
-from pretuned.kernels.contract.words import parameter_bytes
 from pretuned.kernels.hardware.arch import arch_of
 from pretuned.kernels.launchable import undeclared, unlaunchable
 from pretuned.kernels.registry import arguments, boxes, entry_of, threads

@@ -10,8 +10,8 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import PLAIN_LAYOUTS, Fusion, Layout, Op, Problem
 from pretuned.kernels import reference
 from pretuned.kernels.contract.config import Config, Loads, Schedule
+from pretuned.kernels.contract.launch_abi import FLAGS
 from pretuned.kernels.contract.spec import Spec, code_of
-from pretuned.kernels.contract.words import FLAGS
 from pretuned.kernels.cost.constants import CONSTANTS
 from pretuned.kernels.cost.resources import Resources
 from pretuned.kernels.cost_model import estimate_us

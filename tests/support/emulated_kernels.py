@@ -26,8 +26,8 @@ from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowO
 from pretuned.artifacts.records.target import Gpu, Target
 from pretuned.kernels import registry, rowops
 from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.launch_abi import ZERO_TAIL
 from pretuned.kernels.contract.spec import Spec, w_kn
-from pretuned.kernels.contract.words import ZERO_TAIL
 from pretuned.kernels.hardware.arch import arch_of
 from pretuned.kernels.launchable import undeclared, unlaunchable
 from pretuned.kernels.plans import with_plans

@@ -15,8 +15,8 @@ from pretuned.artifacts.records.bundle import Bundle, Choice, Kernel, Producer, 
 from pretuned.artifacts.records.problem import Problem
 from pretuned.artifacts.records.target import Gpu, LocalGpu, Target
 from pretuned.kernels.contract.config import Config, Loads
+from pretuned.kernels.contract.launch_abi import LAUNCH_ABI
 from pretuned.kernels.contract.spec import Spec
-from pretuned.kernels.contract.words import LAUNCH_ABI
 from pretuned.kernels.plans import with_plans
 from pretuned.kernels.registry import ENTRIES, entry_of
 

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.kernels import reference, registry
-from pretuned.kernels.contract import words
+from pretuned.kernels.contract import launch_abi
 from pretuned.kernels.contract.config import Config, Schedule
 from pretuned.kernels.contract.spec import Spec, gemm_of
 from pretuned.kernels.portable_plain import lookup
@@ -120,8 +120,8 @@ def run(case: dict[str, Any]) -> list[str]:
     assert registry.refusal(spec) is None, registry.refusal(spec)
     flags, tiles = fusion.value, registry.most_tiles(M, E, gemm.columns, config)
     if case["zero_tail"]:
-        flags |= words.ZERO_TAIL
-        tiles += -(-limit // words.CLEARER_ROWS) if scatters else 0
+        flags |= launch_abi.ZERO_TAIL
+        tiles += -(-limit // launch_abi.CLEARER_ROWS) if scatters else 0
         used = reference.expert_bounds(counts, M)[-1][1]
         rest = (want[:limit, : gemm.columns] == GUARD).all(1) if scatters else torch.arange(limit) >= used
         rest &= torch.arange(limit) < (limit if scatters else M)

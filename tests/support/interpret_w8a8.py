@@ -18,7 +18,7 @@ from triton.runtime import interpreter
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op
 from pretuned.kernels import reference, registry
-from pretuned.kernels.contract import words
+from pretuned.kernels.contract import launch_abi
 from pretuned.kernels.contract.config import Config, Schedule
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.portable_w8a8.rows import w8a8
@@ -104,8 +104,8 @@ def run(case: dict[str, Any]) -> list[str]:
     assert registry.refusal(spec) is None, registry.refusal(spec)
     flags, tiles = fusion.value, registry.most_tiles(M, E, N, config)
     if case["zero_tail"]:
-        flags |= words.ZERO_TAIL
-        tiles += -(-limit // words.CLEARER_ROWS) if scatters else 0
+        flags |= launch_abi.ZERO_TAIL
+        tiles += -(-limit // launch_abi.CLEARER_ROWS) if scatters else 0
         used = reference.expert_bounds(counts, M)[-1][1]
         rest = (want[:limit, :N] == GUARD).all(1) if scatters else torch.arange(limit) >= used
         rest &= torch.arange(limit) < (limit if scatters else M)

@@ -32,8 +32,8 @@ from pretuned.artifacts.records.bundle import Bundle, Source, Variant
 from pretuned.artifacts.records.precision import PLAIN_DTYPES, DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
 from pretuned.kernels.contract.config import Cache, Config, Schedule, TileRows
+from pretuned.kernels.contract.launch_abi import LAUNCH_ABI, has_aligned_rows
 from pretuned.kernels.contract.spec import Spec
-from pretuned.kernels.contract.words import LAUNCH_ABI, has_aligned_rows
 from pretuned.kernels.cost.resources import rejection
 from pretuned.kernels.hardware.arch import arch_of
 from pretuned.kernels.rowops import MAKES_CODES

@@ -32,7 +32,7 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem
 from pretuned.artifacts.records.target import LocalGpu
 from pretuned.kernels.contract.config import Config, Loads
-from pretuned.kernels.contract.words import has_aligned_rows
+from pretuned.kernels.contract.launch_abi import has_aligned_rows
 from pretuned.runtime.dispatch.places import Kind, Place
 from pretuned.runtime.dispatch.snapshot import Snapshot
 

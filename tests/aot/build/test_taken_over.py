@@ -36,7 +36,7 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels.contract.config import Config
-from pretuned.kernels.contract.words import has_aligned_rows
+from pretuned.kernels.contract.launch_abi import has_aligned_rows
 from pretuned.kernels.cost.resources import Resources
 from pretuned.kernels.cost_model import Ranker
 from pretuned.kernels.hardware.chips import chip_of

@@ -20,7 +20,7 @@ from pretuned.artifacts.format import codec
 from pretuned.artifacts.records.bundle import Bundle, Choice, Source
 from pretuned.artifacts.records.problem import Fusion, Op, Problem, RowOp
 from pretuned.artifacts.records.target import Gpu, Target, same_gpu
-from pretuned.kernels.contract.words import LAUNCH_ABI
+from pretuned.kernels.contract.launch_abi import LAUNCH_ABI
 from pretuned.kernels.registry import ENTRIES
 
 pytestmark = pytest.mark.slow  # two models are compiled

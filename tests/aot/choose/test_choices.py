@@ -18,10 +18,10 @@ from pretuned.artifacts.records.bundle import Source, Variant
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels import registry, search
-from pretuned.kernels.contract import words
+from pretuned.kernels.contract import launch_abi
 from pretuned.kernels.contract.config import Cache
+from pretuned.kernels.contract.launch_abi import has_aligned_rows
 from pretuned.kernels.contract.spec import Spec
-from pretuned.kernels.contract.words import has_aligned_rows
 from pretuned.kernels.registry import entry_of
 from pretuned.runtime.dispatch.decide import Decision, settle
 from pretuned.runtime.dispatch.neighbours import Neighbourhood
@@ -39,7 +39,7 @@ def _compiled(spec: Spec, sm: int) -> Compiled:
     variant = Variant(
         kernel=entry_of(spec).name,
         revision=1,
-        abi=words.LAUNCH_ABI,
+        abi=launch_abi.LAUNCH_ABI,
         op=spec.op,
         dtype=spec.dtype,
         layout=spec.layout,

@@ -19,7 +19,7 @@ from pretuned.aot.cli.table import next_steps
 from pretuned.aot.cli.versions import versions
 from pretuned.aot.compile.toolchain import toolchain
 from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.kernels.contract.words import LAUNCH_ABI
+from pretuned.kernels.contract.launch_abi import LAUNCH_ABI
 
 MODEL = "shape:E=8,H=256,I=128,k=2 dtype=fp32 ops=dW tokens=1..64 name=mine"  # few candidates
 

@@ -31,7 +31,7 @@ from pretuned.artifacts.format import codec
 from pretuned.artifacts.records.bundle import Source
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem
-from pretuned.kernels.contract.words import has_aligned_rows
+from pretuned.kernels.contract.launch_abi import has_aligned_rows
 
 pytestmark = pytest.mark.slow
 

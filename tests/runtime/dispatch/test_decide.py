@@ -47,7 +47,7 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import PLAIN_LAYOUTS, Fusion, Layout, Op, Problem, bucket_of
 from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels.contract.config import Config, Loads, Schedule
-from pretuned.kernels.contract.words import has_aligned_rows
+from pretuned.kernels.contract.launch_abi import has_aligned_rows
 from pretuned.runtime import verdicts
 from pretuned.runtime.dispatch import decide as decide_module
 from pretuned.runtime.dispatch.decide import Decision, Miss, decide

@@ -27,8 +27,8 @@ from pretuned.runtime.dispatch.decide import Decision, Miss, decide, with_low_pa
 from pretuned.runtime.dispatch.places import Kind, Place, candidates_name, installed_places
 from pretuned.runtime.dispatch.ranking import Match, Origin, _fits
 from pretuned.runtime.dispatch.snapshot import Snapshot, take
-from pretuned.runtime.inspect.query import as_read
 from pretuned.runtime.inspect.explain import examine
+from pretuned.runtime.inspect.query import as_read
 from pretuned.runtime.launch import ready
 from pretuned.runtime.settings import Settings
 

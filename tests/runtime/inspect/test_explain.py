@@ -24,8 +24,8 @@ from pretuned.kernels.search import candidates
 from pretuned.runtime import ExpertWeights, explain, reload
 from pretuned.runtime.dispatch.decide import Decision, decide
 from pretuned.runtime.dispatch.ranking import Match
-from pretuned.runtime.inspect.query import of_numbers
 from pretuned.runtime.inspect.explain import examine, made_up_gpu
+from pretuned.runtime.inspect.query import of_numbers
 
 NUMBERS = {"E": 8, "N": 1024, "K": 768}
 

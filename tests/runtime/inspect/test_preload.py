@@ -22,8 +22,8 @@ from pretuned.runtime import explain, fingerprint, preload
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.dispatch.decide import Decision, Miss, decide
 from pretuned.runtime.inspect import preload as inspect_preload
-from pretuned.runtime.inspect.query import twins_in_fp16
 from pretuned.runtime.inspect.preload import _rows, buckets, cells_of, fallbacks_of, problems_of, records_of, rows_of
+from pretuned.runtime.inspect.query import twins_in_fp16
 
 CHOICES = {PROBLEM: [modelled(64, WIDE)], OTHER: [modelled(64, WIDE)]}
 MODELS = (

@@ -22,7 +22,7 @@ from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.records.bundle import Variant
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, RowOp
 from pretuned.kernels.contract.config import Config, Schedule
-from pretuned.kernels.contract.words import RAGGED_SIZES, ragged_strides
+from pretuned.kernels.contract.launch_abi import RAGGED_SIZES, ragged_strides
 from pretuned.kernels.registry import most_tiles, weight_tiles
 
 BUNDLE = Path(__file__).parents[3] / "artifacts" / "bundles" / "catalogue-sm90.msgpack"

@@ -12,8 +12,8 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op
 from pretuned.kernels.contract.config import Config, Loads, Schedule
 from pretuned.kernels.contract.entry import KernelEntry
+from pretuned.kernels.contract.launch_abi import RAGGED_SIZES, ragged_strides
 from pretuned.kernels.contract.spec import Spec
-from pretuned.kernels.contract.words import RAGGED_SIZES, ragged_strides
 from pretuned.kernels.registry import KERNELS, boxes, refusal
 from pretuned.runtime.launch import gemm
 

@@ -16,8 +16,8 @@ from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op, RowOp
 from pretuned.kernels.contract.config import Config, Loads, Schedule, TileRows
+from pretuned.kernels.contract.launch_abi import RAGGED_SIZES
 from pretuned.kernels.contract.spec import Spec
-from pretuned.kernels.contract.words import RAGGED_SIZES
 from pretuned.kernels.launchable import unlaunchable
 from pretuned.kernels.rowops import PICKED, USED, RowOpSpec
 from pretuned.runtime import ExpertWeights

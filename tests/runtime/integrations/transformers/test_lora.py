@@ -62,7 +62,7 @@ def peft() -> Any:
 
 @pytest.fixture(autouse=True)
 def nothing_told() -> None:
-    lora._told.clear()
+    lora._logged.clear()
 
 
 def base(kind: str = "qwen3_moe", dtype: torch.dtype = torch.float32, **sizes: int) -> Any:
