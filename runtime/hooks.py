@@ -38,7 +38,13 @@ _forget: list[Callable[[], None]] = []
 
 
 def register_tuner(tuner: Tuner | None) -> None:
-    """Make ``autotune=True`` call ``tuner``; None takes it out. ``pretuned.aot`` registers its own when imported."""
+    """Make ``autotune=True`` call a tuner. ``pretuned.aot`` registers its own when it is imported.
+
+    Parameters
+    ----------
+    tuner
+        A function (problems, M, device) that tunes the problems for M rows on ``cuda:device``; None takes it out.
+    """
     global _tuner
     _tuner = tuner
 
@@ -62,7 +68,13 @@ def demand_tuner() -> Tuner | None:
 
 
 def register_compiler(compiler: Compiler | None) -> None:
-    """Make ``allow_jit`` use ``compiler``; None takes it out. ``pretuned.aot`` registers its own when imported."""
+    """Make ``allow_jit`` use a compiler. ``pretuned.aot`` registers its own when it is imported.
+
+    Parameters
+    ----------
+    compiler
+        A function (problem, sm) that returns an encoded bundle; None takes it out.
+    """
     global _compiler
     _compiler = compiler
 
@@ -72,6 +84,11 @@ def allow_jit(allowed: bool = True) -> None:
 
     Some seconds, once for each op, dtype, layout and form; the code is launched as a bundle's is, and the next
     process finds it in the compile cache. Never in a graph capture: there torch runs, as it does without this.
+
+    Parameters
+    ----------
+    allowed
+        False takes it back.
 
     Raises
     ------
@@ -102,13 +119,20 @@ def compiler() -> Compiler | None:
 def batch_invariant(enabled: bool = True, *, quantize_x: bool = False) -> Iterator[None]:
     """Run the calls of a ``with`` block so that a row's bits do not depend on the other rows of its batch.
 
-    Of this thread, or of this asyncio task: a new thread has what PRETUNED_BATCH_INVARIANT says. A gradient is computed
-    as its forward was, wherever ``backward`` is called. With ``enabled=False`` kernels are chosen freely.
+    The block is this thread's, or this asyncio task's: a new thread has what PRETUNED_BATCH_INVARIANT says. A gradient
+    is computed as its forward was, wherever ``backward`` is called.
 
     Parameters
     ----------
+    enabled
+        False chooses kernels freely in the block.
     quantize_x
         Of fp8 weights whose checkpoints have x quantised: whether products always quantise it, or never.
+
+    Returns
+    -------
+    contextlib.AbstractContextManager
+        The block's context, for ``with``.
 
     Raises
     ------

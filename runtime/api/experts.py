@@ -62,9 +62,9 @@ def experts_mlp(
         [E, M_max, H] bfloat16, float16 or float32 (float64 on the CPU), or [M, H] with ``m_starts``. Rows that are no
         expert's are not read.
     gate_up_weight, down_weight, activation, gated, interleaved, gate_up_bias, down_bias, w_layout, lora
-        As of ``moe_mlp``.
+        The parameters of ``moe_mlp`` by these names.
     m_sizes, m_starts
-        [E] int32 or int64, contiguous: the rows of each expert, and with x [M, H] where they begin. As of
+        [E] int32 or int64, contiguous: the rows of each expert, and with x [M, H] where they begin, see
         ``grouped_gemm``.
     out
         Contiguous, in x's shape and dtype: written and returned, without a gradient. It may be x itself.
@@ -82,6 +82,8 @@ def experts_mlp(
     ------
     InputError
         for tensors that can't be used, or parameters that exclude each other.
+    ProblemNotInBundle, TargetMismatch, DriverTooOld, BundleError, CudaError
+        for the reasons of ``grouped_gemm``.
     """
     function = activation_of(_CALL, activation, gated=gated, interleaved=interleaved)
     act = RowActivation(function, gated, interleaved)

@@ -39,7 +39,9 @@ def grouped_gemm_dX(
     dy
         [M, N], or [T*topk, N] in token order with ``permute_y``: the gradient of y.
     w, m_sizes, topk, gather_indices, permute_x, permute_y, topk_weights, fuse_mul_post, w_layout
-        as ``grouped_gemm`` was given them. dy is never quantised.
+        The forward's, see ``grouped_gemm``. dy is never quantised.
+    kernel_config_bwd_dX
+        A kernel to run, as ``grouped_gemm`` takes it; None runs the best.
 
     Returns
     -------
@@ -50,7 +52,9 @@ def grouped_gemm_dX(
     Raises
     ------
     InputError
-        for a tensor that can't be used.
+        for a tensor that can't be used, or parameters that make no sense together.
+    ProblemNotInBundle, TargetMismatch, DriverTooOld, BundleError, CudaError
+        for the reasons of ``grouped_gemm``.
     """
     form = form_of(
         w_layout=w_layout,
@@ -115,7 +119,9 @@ def grouped_gemm_dW(
     dy
         [M, N], or [T*topk, N] in token order with ``permute_y``: the gradient of y.
     x, m_sizes, topk, gather_indices, permute_x, permute_y, topk_weights, fuse_mul_post, w_layout
-        as ``grouped_gemm`` was given them.
+        The forward's, see ``grouped_gemm``.
+    kernel_config_bwd_dW
+        A kernel to run, as ``grouped_gemm`` takes it; None runs the best.
 
     Returns
     -------
@@ -126,7 +132,9 @@ def grouped_gemm_dW(
     Raises
     ------
     InputError
-        for a tensor that can't be used.
+        for a tensor that can't be used, or parameters that make no sense together.
+    ProblemNotInBundle, TargetMismatch, DriverTooOld, BundleError, CudaError
+        for the reasons of ``grouped_gemm``.
     """
     form = form_of(
         w_layout=w_layout,

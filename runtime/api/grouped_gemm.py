@@ -87,14 +87,18 @@ def grouped_gemm(
         a count below zero counts as zero, and nothing is read or written past row M.
     topk
         Experts of each token; only the fused forms ask for it.
+    permute_x, permute_y
+        Whether x, and whether y, is in token order, as the table above has it. Each needs ``gather_indices``.
     gather_indices
         [M] int32 or int64: row i is slot g[i] % topk of token g[i] // topk. Each index once at most; rows whose
         index is outside [0, T*topk) take no part (in a backward, dy, or x with ``permute_y``, has to be finite there).
         They may pad an expert, so that M is more than T*topk. No index is read on the host, so none is checked.
         (Kernels read the low 32 bits of an int64 index: none below -2^31 or from 2^31 on may be passed.)
         T is x's rows with ``permute_x``, else those of topk_weights, else those of ``out``, else M, divided by topk.
+    fuse_mul_post
+        Whether each row of y is multiplied by its routing weight. Needs ``topk_weights`` and ``gather_indices``.
     topk_weights
-        [T, topk], multiplied in float32; with ``fuse_mul_post``.
+        [T, topk], multiplied in float32; with ``fuse_mul_post`` alone.
     kernel_config_fwd, kernel_config_bwd_dX, kernel_config_bwd_dW
         A Config, or a Choice, that an open bundle has for this kind of problem: it runs instead of the best one.
         Or what ``pretuned.aot.get_or_autotune_moe_kernels`` returned: ``is_first_gemm`` picks one of the two. With
@@ -106,6 +110,8 @@ def grouped_gemm(
         refused, for the second GEMM's rows are sorted already.
     dX_only, dW_only
         Compute the gradient of x, or of w, alone.
+    w_layout
+        ``"nk"`` for w [E, N, K], ``"kn"`` for w [E, K, N].
     bias
         [E, N] in x's dtype.
     out
@@ -142,6 +148,8 @@ def grouped_gemm(
         with PRETUNED_STRICT=1, where no bundle has a choice for this shape on this capability.
     TargetMismatch, DriverTooOld, BundleError
         for a bundle file named in PRETUNED_BUNDLES that this GPU can't use.
+    CudaError
+        if the driver refuses the launch, such as after an earlier fault of the GPU.
 
     Notes
     -----

@@ -67,6 +67,8 @@ def moe_mlp(
     weights_on
         ``"output"``: the expert's result is weighted, as above. ``"input"``: what it reads is (Llama-4),
         act((weight[t, s] * hidden[t]) @ ...).
+    w_layout
+        ``"nk"``, or ``"kn"`` for weights with K before N, as above.
     lora
         The adapters of the two products, (gate_up, down), either of which may be None: A [E, r, H] and B [E, 2*I, r]
         of the first, A [E, r, I] and B [E, H, r] of the second, whatever ``w_layout`` is.
@@ -96,6 +98,8 @@ def moe_mlp(
     ------
     InputError
         for tensors that can't be used, or parameters that exclude each other.
+    ProblemNotInBundle, TargetMismatch, DriverTooOld, BundleError, CudaError
+        for the reasons of ``grouped_gemm``.
     """
     if TYPE_CHECKING:
         assert isinstance(hidden, torch.Tensor)  # others have no key, and ``run`` looks at them

@@ -12,13 +12,25 @@ from ..ops.routing import Routing, sort
 def sort_routing(topk_ids: torch.Tensor, E: int) -> Routing:
     """Sort the (token, slot) pairs by expert, stably. Nothing is read on the host, so it can be captured.
 
-    topk_ids [T, k], any integer type: an id outside [0, E) (an expert on another rank) is sorted past the
-    last expert and takes no part. E, the number of experts, is 1 to 65536.
+    Parameters
+    ----------
+    topk_ids
+        [T, k] of any integer type: the experts of each token. An id outside [0, E) (an expert on another rank) is
+        sorted past the last expert and takes no part.
+    E
+        The number of experts, 1 to 65536.
+
+    Returns
+    -------
+    Routing
+        A named tuple of tensors. ``gather_indices`` [T*k]: the flat token*k + slot of each sorted row. ``m_sizes``
+        int32 [E]: the rows of each expert. ``bounds`` int32 [E+1]: each expert's first row, and the last expert's end.
+        ``experts`` int32 [T*k]: the expert of each slot. ``places`` int32 [T*k]: the sorted row of each slot, or -1.
 
     Raises
     ------
     InputError
-        for anything else.
+        for ids that are no integer tensor, or another E.
     """
     if not isinstance(E, (int, torch.SymInt)) or isinstance(E, bool) or not 1 <= E <= MAX_EXPERTS:
         tensors.bad("E", repr(E), f"the number of experts, an int of 1 to {MAX_EXPERTS}", "sort_routing")

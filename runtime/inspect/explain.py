@@ -62,6 +62,8 @@ def explain(
     x, w, m_sizes
         The tensors of a call, on CUDA or (with ``sm``) anywhere, also of padded rows x [E, M_max, K]; or a Problem in
         place of x, with ``M``. w may be ``ExpertWeights``, which are left as they are, and then x ``QuantizedRows``.
+    w_layout
+        ``"nk"`` for w [E, N, K], ``"kn"`` for w [E, K, N].
     E, N, K, M, dtype
         The call in numbers, 1 to 2^31 - 1: w is [E, N, K], x is [M, K]; dtype is bf16, fp16, fp32 or tf32, or torch's.
     weights
@@ -81,6 +83,11 @@ def explain(
         Of a call with ``lora``: the columns of A and B. ``low_rank`` then says which way that part takes.
     expected_rows
         The call's hint, 0 to M: the answer is for so many rows, and ``without_hint`` says what runs without it.
+
+    Returns
+    -------
+    Explanation
+        The kernel that runs, the other candidates and the reasons. ``print`` shows it as a table.
 
     Raises
     ------
@@ -387,10 +394,24 @@ def gpu_here(device: int | None = None) -> LocalGpu:
 
 
 def fingerprint(device: int | None = None) -> str:
-    """Digest (hex) of the usable bundles, in order, and the GPU's identity: ranks with equal ones choose alike for
-    equal calls, with equal ``expected_rows``.
+    """Digest the usable bundles, in order, and the GPU's identity.
 
-    ``device`` is an index of torch's; its current device if None. Without a GPU it is that of machines without one.
+    Ranks with equal digests choose the same kernels for equal calls with equal ``expected_rows``.
+
+    Parameters
+    ----------
+    device
+        torch's index of the GPU; its current device if None.
+
+    Returns
+    -------
+    str
+        Hex digits. All machines without a GPU have the same digest for the same bundles.
+
+    Raises
+    ------
+    HostError, CudaError
+        if there is no such GPU as ``device``.
     """
     try:
         local = local_gpu(current_device() if device is None else device)

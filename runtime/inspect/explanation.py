@@ -21,6 +21,10 @@ _SHOWN = 8
 class Explanation:
     """The kernels that a call would run, and why. ``str()`` is a table, ``to_dict()`` is for JSON.
 
+    ``problem`` and ``M`` are the call, ``aligned`` says whether its tensors are multiples of 16 bytes, ``local`` is the
+    GPU, ``reason`` says why the first candidate runs, and ``skipped`` are the bundles that this GPU can't use.
+    ``compiles`` says that Triton would compile a kernel first.
+
     ``candidates`` are ranked, the first is what runs; there are none where torch would run it, or Triton would first
     compile it (``runs``, after ``allow_jit``). Past the first, times are for this very bucket: what a bundle says of
     it, or else what the cost model expects. With ``gathered_first`` a pass gathers the rows of x beforehand, and the

@@ -126,6 +126,11 @@ def preload(
         The format of the models' weights, as a spec of ``aot build`` names it (``mxfp4``, ``fp8_block``, ``bf16``,
         ...); all that the bundles have, if None, but fp16 where there is bf16. (``problems`` say it themselves.)
 
+    Returns
+    -------
+    Preloaded
+        How many variants are loaded, for how many problems, and how long that took.
+
     Raises
     ------
     InputError

@@ -49,12 +49,26 @@ def activate(
 ) -> torch.Tensor:
     """act(gate) * v(up) of h [M, 2*I] -> [M, I]; without a gate act(h) of h [M, I]. In h's dtype.
 
-    Gate and up are h's halves, or with ``interleaved`` its even and odd columns.
+    On CUDA a bundle's row kernel computes it in float32 and rounds once, and so its gradient. If torch computes it,
+    each operation is in float32; silu, gelu and relu2 without a gate round each result to h's dtype, the others the
+    last.
 
-    ``activation`` is an ``Activation``, which has the equations, or a name: ``silu gelu gelu_tanh relu2 swiglu_oai``;
-    without a gate ``silu gelu gelu_tanh relu2``. On CUDA a bundle's row kernel computes it in float32 and rounds once,
-    and so its gradient. Where torch does it, each operation is computed in float32; silu, gelu and relu2 without a gate
-    round each result to h's dtype, the others the last.
+    Parameters
+    ----------
+    h
+        [M, 2*I], or [M, I] without a gate, of a floating-point type.
+    activation
+        An ``Activation``, whose docstring has the equations, or a name: ``silu gelu gelu_tanh relu2 swiglu_oai``;
+        without a gate ``silu gelu gelu_tanh relu2``.
+    gated
+        Whether h has a gate.
+    interleaved
+        Whether gate and up are h's even and odd columns; else they are its halves.
+
+    Returns
+    -------
+    torch.Tensor
+        [M, I] in h's dtype, differentiable in h.
 
     Raises
     ------
