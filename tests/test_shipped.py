@@ -83,8 +83,8 @@ LATER = (
     "padded-more-h200.journal.xz",
     *(f"{name}-h{gpu}.journal.xz" for name in ("zero-points", "fp8-channel", "mxfp8", "anew") for gpu in (100, 200)),
 )  # journals of lists that are measured by themselves
-# Of the cells that a GPU is to have: another's choices stand for the rest. Modelled are fp8_channel and, on the H100,
-# one padded width of flagships*.txt, and 37 of zero-points.txt, where an untimed variant looks faster than all that were timed.
+# Of the cells that a GPU is to have: another's choices stand for the rest. Modelled are fp8_channel of flagships*.txt,
+# one padded width there on the H100, and 37 of zero-points.txt, where an untimed variant looks faster than all timed.
 MEASURED_PART = 0.977
 MOST_CONFIGS = 24  # of all builds and GPUs: they have most in common
 MOST_BYTES = 45_000_000
