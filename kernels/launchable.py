@@ -122,6 +122,12 @@ def _unlaunchable_row_op(variant: Variant, op: RowOp) -> str | None:
     wanted = rowops.arguments(op)
     if variant.arguments != wanted:
         return f"its arguments are {_listed(variant.arguments)}, launch ABI 1 has {_listed(wanted)} for {op.value}"
+    if op in rowops.WEIGHT_OPS:  # whose grid is of the tile that this version has
+        if variant.dtype not in rowops.WEIGHT_DTYPES[op]:
+            return f"{op.value} has no kernel for {variant.dtype.value}"
+        tile = rowops.RowOpSpec(op, variant.dtype).config
+        if variant.config != tile.pairs():
+            return f"its config is {dict(variant.config)}, this version launches {tile} of {op.value}"
     return _wrong_threads(variant)
 
 

@@ -41,6 +41,11 @@ class RowOp(enum.Enum):
     - ``CLEAR``: y[r] = 0 for the rows r that no index names; for any dtype, its record says fp32
     - ``PLACE_ROWS``: list the rows of experts that lie apart, expert by expert; it has no dtype, its record says fp32
     - ``SORT_SLOTS``: sort the slots of all tokens by expert; it has no dtype, its record says fp32
+    - ``QUANTIZE_WEIGHTS``: codes and scales of w; the record's dtype is the format, without ``_a16``
+    - ``DEQUANTIZE_WEIGHTS``: w of these
+    - ``MOVE_CODES``: codes from the checkpoint's layout to the prepared one, or back; its record says the format of
+      these elements that comes first
+    - ``LARGEST_WEIGHT``: the largest |w| of each 8 rows; its record says fp32
     """
 
     GATHER = "gather"
@@ -55,6 +60,10 @@ class RowOp(enum.Enum):
     CLEAR = "clear"
     PLACE_ROWS = "place_rows"
     SORT_SLOTS = "sort_slots"
+    QUANTIZE_WEIGHTS = "quantize_weights"
+    DEQUANTIZE_WEIGHTS = "dequantize_weights"
+    MOVE_CODES = "move_codes"
+    LARGEST_WEIGHT = "largest_weight"
 
 
 class Layout(enum.Enum):

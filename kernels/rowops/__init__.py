@@ -28,7 +28,14 @@ arguments by launch ABI 1, in addition to those in kernels/contract/launch_abi.p
 ``flags``                  int32: the activation (activations.KINDS) and the flags below
 ``limit alpha beta``       int32: the bits of the activation's float32 numbers (``Activation.words``)
 ``linear_beta``
+``w``                      device pointer to w [E, M, columns], rows dense, of bf16 or as the flags say
+``words stored``           device pointers to codes in either layout, and in the checkpoint's alone
+``scales zeros outer``     device pointers to what is beside codes, in the layout of these
+``most``                   device pointer to int32: the bits of a float32 for each program
+``step_expert step_row``   int32: from an expert of w, and from a row, to the next, in numbers
 =========================  ===================================================================
+
+The kernels of weights (``WEIGHT_OPS``) count the rows of an expert with ``M``.
 """
 
 from __future__ import annotations
@@ -66,6 +73,14 @@ PLACES = 4
 NAMES = 1
 CLEARED_ROWS = 64
 
+# Of the kernels of weights; kernels/rowops/weights.py has the same.
+FP16_WEIGHTS = 1
+FP32_WEIGHTS = 2
+PREPARED = 4
+BACK = 8  # MOVE_CODES from the prepared layout
+
+WEIGHT_OPS = (RowOp.QUANTIZE_WEIGHTS, RowOp.DEQUANTIZE_WEIGHTS, RowOp.MOVE_CODES, RowOp.LARGEST_WEIGHT)
+
 _NUMBERS = ("limit", "alpha", "beta", "linear_beta")
 _ARGUMENTS: dict[RowOp, tuple[tuple[str, ...], tuple[str, ...]]] = {
     RowOp.GATHER: (("x", "index", "used", "out"), ("M", "columns", "top_k", "index_step", "flags")),
@@ -95,6 +110,13 @@ _ARGUMENTS: dict[RowOp, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("ids", "experts", "order", "places", "bounds", "m_sizes", "counts"),
         ("M", "E", "ids_step", "flags"),
     ),
+    RowOp.QUANTIZE_WEIGHTS: (
+        ("w", "words", "scales", "zeros", "outer"),
+        ("M", "columns", "step_expert", "step_row", "flags"),
+    ),
+    RowOp.DEQUANTIZE_WEIGHTS: (("w", "words", "scales", "zeros", "outer"), ("M", "columns", "flags")),
+    RowOp.MOVE_CODES: (("stored", "words"), ("M", "columns", "flags")),
+    RowOp.LARGEST_WEIGHT: (("w", "most"), ("M", "columns", "step_expert", "step_row", "flags")),
 }
 # Element types of pointers by Triton's names, "" for the dtype.
 POINTEES = dict.fromkeys(
@@ -108,6 +130,13 @@ POINTEES = dict.fromkeys(
     "dweights": "*fp32",
     "order": "*i64",
     "named": "*i8",
+    "w": "*i16",
+    "words": "*i32",
+    "stored": "*u8",
+    "scales": "*u8",
+    "zeros": "*i8",
+    "outer": "*fp32",
+    "most": "*i32",
     **dict.fromkeys(("h", "a", "da", "dh", "x", "y", "out", "bias"), ""),
 }
 _ROW_POINTERS = ("h", "a", "da", "dh", "x", "x_codes", "y", "out", "bias", "codes")
@@ -135,7 +164,7 @@ _MAX_REGISTERS = {
     RowOp.QUANTIZE_ROWS: 40,
 }
 # Whose programs loop until there are no more rows, so that any number of them will do.
-_LOOPS = frozenset(RowOp) - {RowOp.SORT_SLOTS, RowOp.CLEAR, RowOp.PLACE_ROWS}
+_LOOPS = frozenset(RowOp) - {RowOp.SORT_SLOTS, RowOp.CLEAR, RowOp.PLACE_ROWS, *WEIGHT_OPS}
 # How many programs such a launch makes for each that the GPU holds at once. A program for rows that no expert has
 # costs 1 ns or more (an H200, expert_parallel); in one wave alone all would wait for the slowest SM.
 WAVES = 2
@@ -154,6 +183,7 @@ _BY_ROW = (
     RowOp.PLACE_ROWS,
     RowOp.SORT_SLOTS,
     RowOp.CLEAR,
+    *WEIGHT_OPS,
 )  # a program computes all columns of a row
 MOST_EXPERTS = 65536  # in the records of kernels that run for any E
 MOST_SORTED_EXPERTS = 512  # of SORT_SLOTS and PLACE_ROWS
@@ -172,6 +202,7 @@ _QUANTIZE = "rowops.quantize", "feb4c75c38f4f2618066dc92d0f1b5a15e4818e5f20ba7d2
 _ORDER_CODES = "rowops.order_codes", "a65928cbf5438f4ae2dbeead39839cd8a573729d9bd00f4c3f2df622195c1ca9"
 _SORT = "rowops.sort", "ca5611a804955fcba89a115e4794d135c438bc3d390d173e2f538cf02eae150d"
 _PLACE = "rowops.place", "6585ec0db1ffbdfce77812de8531eea7866d992fe5451b55ccc95e1b487b7acf"
+_WEIGHTS = "rowops.weights", "ecee02c0e0648072c1e12f123a4722d62480d1e89ca478ae49c23477285de5e1"
 _CLEAR = "rowops.zero_rows", "0c41f4e3da77f98aeca427848589875a5354ec9ecfbc0e1b87a858b34421826a"
 ROW_OPS = (
     Entry("activation", 4, *_ACTIVATION, launched_since=4),
@@ -186,6 +217,7 @@ ROW_OPS = (
     Entry("quantize", 2, *_QUANTIZE, launched_since=2),
     Entry("quantize_rows", 2, *_QUANTIZE_ROWS, launched_since=2),
     Entry("sort_slots", 2, *_SORT, launched_since=2),
+    *(Entry(one.value, 1, *_WEIGHTS, launched_since=1) for one in WEIGHT_OPS),
 )
 
 
@@ -249,6 +281,9 @@ class RowOpSpec(NamedTuple):
             return Block(256, 8)
         if self.op is RowOp.PLACE_ROWS:
             return Block(512, 4)
+        if self.op in WEIGHT_OPS:
+            tile = tile_of(self.op, self.dtype)
+            return Block(tile.columns, tile.num_warps)
         thread_bytes, warps = _THREADS[self.op]
         rows = rows_at_once(self.op)
         return Block(32 * warps * thread_bytes // self.dtype.itemsize // rows, warps)
@@ -301,14 +336,92 @@ def specs(
     return (*variants, *([RowOpSpec(RowOp.CLEAR, DType.FP32)] if ops & {Op.FORWARD, Op.DX} else []))
 
 
+class WeightTile(NamedTuple):
+    """What a program of a kernel of weights does, with ``num_warps`` warps."""
+
+    rows: int
+    columns: int
+    num_warps: int
+
+
+def tile_of(op: RowOp, dtype: DType) -> WeightTile:
+    """The tile of a kernel of weights; of scales a row, and of LARGEST_WEIGHT, a program goes on to the row's end."""
+    if op is RowOp.LARGEST_WEIGHT:
+        return WeightTile(8, 512, 4)
+    elements = dtype.precision.w
+    scale = elements.scale
+    if scale is None:
+        raise AssertionError(f"{dtype.value} has no scale")
+    if op is RowOp.MOVE_CODES:
+        return WeightTile(64, 128 if elements.bits == 8 else 256, 4)
+    if op is RowOp.QUANTIZE_WEIGHTS and scale.name == "fp32":
+        return WeightTile(scale.rows, scale.columns, 8) if scale.columns else WeightTile(8, 1024, 8)
+    return WeightTile(32, 128, 4)
+
+
+def tiles(spec: RowOpSpec, E: int, N: int, K: int) -> int:
+    """The programs of a kernel of weights for w [E, N, K]: what its launch says as rows."""
+    tile = tile_of(spec.op, spec.dtype)
+    whole = spec.op is RowOp.LARGEST_WEIGHT or (
+        spec.op is RowOp.QUANTIZE_WEIGHTS and _scale_of(spec.dtype) == _SCALES.index("row")
+    )
+    return E * -(-N // tile.rows) * (1 if whole else -(-K // tile.columns))
+
+
+_ELEMENTS = ("e4m3", "e2m1", "int4")  # by the values of kernels/rowops/weights.py, and so
+_SCALES = ("block", "row", "e8m0", "e4m3", "bf16", "zero")
+
+
+def _scale_of(dtype: DType) -> int:
+    scale = dtype.precision.w.scale
+    if scale is None:
+        raise AssertionError(f"{dtype.value} has no scale")
+    if scale.name == "fp32":
+        return _SCALES.index("block" if scale.columns else "row")
+    return _SCALES.index("zero" if scale.zero_bits else scale.name)
+
+
+def _format_constants(spec: RowOpSpec) -> dict[str, int]:
+    """What a kernel of weights is compiled for."""
+    tile = tile_of(spec.op, spec.dtype)
+    of_tile = {"ROWS": tile.rows, "BLOCK": tile.columns}
+    if spec.op is RowOp.LARGEST_WEIGHT:
+        return of_tile
+    elements = spec.dtype.precision.w
+    of_tile = {"ELEMENTS": _ELEMENTS.index(elements.name), **of_tile}
+    if spec.op is RowOp.MOVE_CODES or elements.scale is None:
+        return of_tile
+    group = 0 if elements.scale.name == "fp32" else elements.scale.columns
+    first = {"ELEMENTS": of_tile.pop("ELEMENTS"), "SCALE": _scale_of(spec.dtype), "GROUP": group}
+    return first | of_tile
+
+
+def weight_specs(dtypes: Collection[DType]) -> tuple[RowOpSpec, ...]:
+    """The kernels of weights for quantised weights of these dtypes."""
+    found = [RowOpSpec(op, dtype_of(dtype, op)) for op in WEIGHT_OPS for dtype in dtypes if dtype.quantised]
+    return tuple(dict.fromkeys(found))
+
+
+_FIRST_OF = {"e4m3": DType.FP8_BLOCK, "e2m1": DType.MXFP4, "int4": DType.INT4_G32}
+
+
 def dtype_of(dtype: DType, op: RowOp | None = None) -> DType:
     """Return the dtype of the row kernels for GEMMs of ``dtype``: fp32 for tf32, bf16 for quantised weights.
 
-    Row kernels without a dtype are recorded as fp32.
+    Row kernels without a dtype are recorded as fp32. Kernels of weights have the format, MOVE_CODES the first of its
+    elements.
     """
-    if dtype is DType.TF32 or op in WITHOUT_DTYPE:
+    if op in WEIGHT_OPS and dtype.quantised and op is not RowOp.LARGEST_WEIGHT:
+        return _FIRST_OF[dtype.precision.w.name] if op is RowOp.MOVE_CODES else DType(dtype.value.removesuffix("_a16"))
+    if dtype is DType.TF32 or op in WITHOUT_DTYPE or op is RowOp.LARGEST_WEIGHT:
         return DType.FP32
     return DType.BF16 if dtype.quantised else dtype
+
+
+# The dtypes that a record of a kernel of weights can have.
+WEIGHT_DTYPES: Mapping[RowOp, frozenset[DType]] = {
+    op: frozenset(dtype_of(dtype, op) for dtype in DType if dtype.quantised) for op in WEIGHT_OPS
+}
 
 
 def arguments(op: RowOp) -> tuple[tuple[str, str], ...]:
@@ -323,6 +436,9 @@ def divisibility(spec: RowOpSpec) -> dict[str, int]:
         return {"experts": 16}
     if spec.alignment == 1 or spec.op is RowOp.PLACE_ROWS:  # (which has no columns)
         return {}
+    if spec.op in WEIGHT_OPS:
+        whole = {"w": 16, "words": 16, "stored": 16, "scales": 16, "columns": 16, "step_expert": 16, "step_row": 16}
+        return {name: whole[name] for name, _ in arguments(spec.op) if name in whole}
     pointers, _ = _ARGUMENTS[spec.op]
     rows = dict.fromkeys((name for name in pointers if name in _ROW_POINTERS), spec.alignment)
     elements = _COLUMNS.get(spec.op, spec.alignment // spec.dtype.itemsize)
@@ -331,6 +447,8 @@ def divisibility(spec: RowOpSpec) -> dict[str, int]:
 
 def constants(spec: RowOpSpec) -> dict[str, int]:
     """Return the kernel's compile-time arguments."""
+    if spec.op in WEIGHT_OPS:
+        return _format_constants(spec)
     rows = {"ROWS": _ROWS[spec.op]} if spec.op in _ROWS else {}
     return {"BLOCK": spec.config.block} | rows
 
@@ -352,7 +470,7 @@ def programs(op: RowOp, M: int, columns: int, block: int, rows: int = 1) -> int:
     """Return the programs that do a launch's work at once: one for ``rows`` rows, or for each block of their columns.
 
     ACTIVATION_ROW_CODES has a program for each row if rows are wider than a block. For PLACE_ROWS, SORT_SLOTS, CLEAR,
-    and GATHER in two launches, the caller passes the number of programs as M.
+    kernels of weights, and GATHER in two launches, the caller passes the number of programs as M.
     """
     if op is RowOp.ACTIVATION_ROW_CODES and columns > block:
         rows = 1

@@ -15,7 +15,7 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, RowOp
 from pretuned.kernels.contract.config import Cache, Config, Edge, Loads, Schedule, TileRows
 from pretuned.kernels.contract.spec import Spec
-from pretuned.kernels.rowops import MAKES_CODES, RowOpSpec
+from pretuned.kernels.rowops import MAKES_CODES, WEIGHT_OPS, RowOpSpec
 
 FORWARD, DX, DW = Op
 BF16, NONE, LOW, GATHER = DType.BF16, Fusion.NONE, Fusion.LOW_RANK, Fusion.GATHER
@@ -87,7 +87,11 @@ OLDER = [
         Spec(op, dtype, CODED, Layout.STORED)
         for op, dtype in ((FORWARD, DType.MXFP4), (DX, DType.INT4_G32_ZP), (FORWARD, DType.FP8_CHANNEL_A16))
     ),
-    *(RowOpSpec(one, BF16) for one in RowOp if one not in MAKES_CODES),
+    *(RowOpSpec(one, BF16) for one in RowOp if one not in (*MAKES_CODES, *WEIGHT_OPS)),
+    RowOpSpec(RowOp.QUANTIZE_WEIGHTS, DType.FP8_BLOCK),
+    RowOpSpec(RowOp.DEQUANTIZE_WEIGHTS, DType.INT4_G128_ZP),
+    RowOpSpec(RowOp.MOVE_CODES, DType.MXFP4),
+    RowOpSpec(RowOp.LARGEST_WEIGHT, DType.FP32),
 ]
 BY_CODES = [  # where a GPU multiplies e4m3; on 10.0 by tcgen05, whose tiles have 64 rows and more
     Spec(FORWARD, DType.FP8_BLOCK, ONE_TILE, Layout.STORED, GATHER),

@@ -36,7 +36,7 @@ from pretuned.kernels.contract.launch_abi import LAUNCH_ABI, has_aligned_rows
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.cost.resources import rejection
 from pretuned.kernels.hardware.arch import arch_of
-from pretuned.kernels.rowops import MAKES_CODES
+from pretuned.kernels.rowops import MAKES_CODES, WEIGHT_OPS
 from pretuned.kernels.search import candidates
 
 pytestmark = pytest.mark.slow
@@ -338,7 +338,8 @@ def test_training_has_its_own_variant_for_every_form(training: dict[int, Bundle]
                 assert maps == []
             else:
                 assert maps == (["w"] if variant.fusion is Fusion.GATHER else ["x", "w"])
-        passes = {one.value for one in RowOp if one not in MAKES_CODES}  # fp8 rows alone have these
+        others = (*MAKES_CODES, *WEIGHT_OPS)  # which quantised weights alone have
+        passes = {one.value for one in RowOp if one not in others}
         assert {kernel.name for kernel in bundle.kernels} == {"rows", "weight", *passes}
 
 

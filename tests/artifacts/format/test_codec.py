@@ -64,7 +64,7 @@ def test_passes_over_rows_are_variants_that_no_choice_can_name():
     assert codec.decode(codec.encode(bundle), "x") == bundle
     problem, row = next(iter(bundle.choices.items()))
     named = (row[0]._replace(variant=len(bundle.variants) - 1), *row[1:])
-    with pytest.raises(BundleCorrupt, match=r"is for \['sort_slots', 'bf16', 'nk', 0\]"):
+    with pytest.raises(BundleCorrupt, match=r"is for \['largest_weight', 'bf16', 'nk', 0\]"):
         codec.encode(bundle._replace(choices={**bundle.choices, problem: named}))
     other = {one._replace(op=RowOp.COMBINE): row for one, row in bundle.choices.items()}
     with pytest.raises(BundleCorrupt, match=r"problem.op is 'combine', wanted one of forward, dX, dW"):
